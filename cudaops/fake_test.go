@@ -292,9 +292,9 @@ func (k *fakeKernels) Copy(l *fake.Launch, a layout.Copy) {
 
 func floatsAt(l *fake.Launch, p gpu.Ptr, n int) []float32 { return fake.Slice[float32](l, p, n) }
 
-func intsAt(l *fake.Launch, p kernel.Ints, n int) []int {
+func intsAt(l *fake.Launch, p gpu.Ptr, n int) []int {
 	ids := make([]int, n)
-	for i, v := range fake.Slice[int64](l, p.Ptr, n) {
+	for i, v := range fake.Slice[int64](l, p, n) {
 		ids[i] = int(v)
 	}
 	return ids
@@ -778,8 +778,8 @@ func (k *fakeKernels) AttentionDocuments(l *fake.Launch, a attention.Documents) 
 	to := fake.Slice[int32](l, a.Table, attention.DocumentsBytes(a.Batch, a.Seq)/4)
 	for i := range a.Batch * a.Seq {
 		start := int64(0)
-		if a.Starts.Ptr != 0 {
-			start = fake.Slice[int64](l, a.Starts.Ptr, a.Batch*a.Seq)[i]
+		if a.Starts != 0 {
+			start = fake.Slice[int64](l, a.Starts, a.Batch*a.Seq)[i]
 		}
 		if a.Window > 0 {
 			start = max(start, int64(i%a.Seq-a.Window+1))

@@ -110,12 +110,12 @@ func (b *timer) zeros(n int) gpu.Ptr {
 }
 
 // ids returns n numbers below limit on the device.
-func (b *timer) ids(n, limit int) kernel.Ints {
-	x := make([]int32, n)
+func (b *timer) ids(n, limit int) gpu.Ptr {
+	x := make([]int, n)
 	for i := range x {
-		x[i] = b.random.Int32N(int32(limit))
+		x[i] = b.random.IntN(limit)
 	}
-	return kernel.Ints{Ptr: b.upload(gpu.Bytes(x))}
+	return b.upload(gpu.Bytes(x))
 }
 
 // normal returns n numbers of the normal distribution on the device: some, over and over.

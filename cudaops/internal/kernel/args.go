@@ -12,15 +12,12 @@ type Struct []any
 
 // add appends values to a kernel's arguments, or to the fields of a structure. An int is one of 32
 // bits there, and an error where it does not fit: no kernel takes sizes that large. A float64 is a
-// float there, a bool an int. Ints are their address and the bytes of one.
+// float there, a bool an int.
 func add(a *gpu.Args, values ...any) (err error) {
 	for _, v := range values {
 		switch v := v.(type) {
 		case gpu.Ptr:
 			gpu.Add(a, v)
-		case Ints:
-			gpu.Add(a, v.Ptr)
-			gpu.Add(a, int32(v.Size()))
 		case int:
 			if v > math.MaxInt32 {
 				return fmt.Errorf("%d elements, want at most 2³¹ − 1", v)
@@ -64,7 +61,7 @@ func (s Struct) add(a *gpu.Args) error {
 	align := 4
 	for _, v := range s {
 		switch v.(type) {
-		case gpu.Ptr, Ints, int64:
+		case gpu.Ptr, int64:
 			align = 8
 		}
 	}

@@ -5,7 +5,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
@@ -31,7 +30,7 @@ func TestSameBits(t *testing.T) {
 		columns.WorkspaceBytes(g.Info))/4, kerneltest.F32, 0)
 	one, many := g.Alloc(1, kerneltest.F32, 0), g.Alloc(d, kerneltest.F32, 0)
 	sum.Y, sum.Workspace, columns.Y, columns.Workspace = one.Ptr, parts.Ptr, many.Ptr, parts.Ptr
-	targets := kernel.Ints{Ptr: g.UploadInts(g.Classes(rows, d), 4)}
+	targets := g.UploadInts(g.Classes(rows, d))
 	losses, scale, mean := g.Alloc(rows, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0),
 		g.Alloc(1, kerneltest.F32, 0)
 

@@ -96,7 +96,7 @@ func TestLaunches(t *testing.T) {
 	k, ctx := fakeKernels(t)
 	p, err := ctx.Alloc(4 << 20)
 	require.NoError(t, err)
-	ids := kernel.Ints{Ptr: p, Wide: true}
+	ids := p
 	table, err := optimizer.NewTable(k.Ctx, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
 	require.NoError(t, err)
 	two, err := optimizer.NewScattered(k.Ctx, []optimizer.Tensor{{Size: 9, Grad: p, Other: p}},

@@ -311,19 +311,8 @@ func (t *Tables) Free() error {
 // Suffixes is the end of a kernel that has one type for each of two arguments.
 func Suffixes(y, x gpu.DType) string { return Suffix(y) + Suffix(x) }
 
-// Ints is an array of int32 or int64 on the device.
-type Ints struct {
-	Ptr  gpu.Ptr
-	Wide bool // int64
-}
-
-// Size is the bytes of one.
-func (i Ints) Size() int {
-	if i.Wide {
-		return 8
-	}
-	return 4
-}
+// IDBytes is the size of an id, a target or another int on the device, which kernels are told.
+const IDBytes = 8
 
 // Rows is a matrix in device memory: Stride elements from one row to the next, of which the first
 // few count.

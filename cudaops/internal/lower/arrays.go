@@ -7,7 +7,6 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
@@ -112,9 +111,6 @@ func (c *compiler) aligned(n *gorgonia.Node, a *program.Array) *program.Array {
 	c.Add(c.cast(n, b, a))
 	return b
 }
-
-// ints is ids as kernels take them.
-func ints() kernel.Ints { return kernel.Ints{Wide: true} }
 
 // typeOf is how values of a Gorgonia type are stored.
 func typeOf(dt tensor.Dtype) gpu.DType {

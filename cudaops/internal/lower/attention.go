@@ -83,7 +83,7 @@ func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp,
 		c.bound(p.starts, program.IDRange{Op: "DocumentAttention", Argument: "starts", Seq: p.seq})
 	}
 	table := c.Workspace(attention.DocumentsBytes(p.batch, p.seq))
-	c.call(n, attention.Documents{Starts: ints(), Batch: p.batch, Seq: p.seq, Window: p.window},
+	c.call(n, attention.Documents{Batch: p.batch, Seq: p.seq, Window: p.window},
 		program.Writes("Table", table), program.Reads("Starts", p.starts))
 	c.documents[p] = table
 	return table

@@ -67,7 +67,7 @@ func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) *program
 	ids, table := in[0], c.act(n, in[1])
 	c.bound(ids, program.IDRange{Op: "Embedding", Argument: "ids", Vocab: table.Shape[0]})
 	y := c.NewArray(table.Type, n.Shape()...)
-	c.call(n, embedding.Forward{IDs: ints(), Rows: y.Shape[0],
+	c.call(n, embedding.Forward{Rows: y.Shape[0],
 		Vocab: table.Shape[0], D: table.Shape[1],
 		Type: y.Type, TableType: table.Type},
 		program.Reads("IDs", ids), program.Reads("Table", table), program.Writes("Y", y))
@@ -80,7 +80,7 @@ func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 	if dt.Array == nil {
 		dt = program.Writes("DT", c.aux(n.Shape()...))
 	}
-	a := embedding.Backward{IDs: ints(), Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
+	a := embedding.Backward{Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
 		DTType: gpu.Float32, GType: g.Type, Accumulate: dt.Role == program.Update}
 	c.call(n, a, program.Reads("IDs", in[0]), program.Reads("G", g), dt,
 		program.Uses("Workspace", c.Workspace(a.WorkspaceBytes(c.o.Device))))

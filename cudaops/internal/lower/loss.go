@@ -91,7 +91,7 @@ type outputRows struct {
 // outputRows adds the losses of a chunk, and their gradients where they are wanted.
 func (c *compiler) outputRows(o outputRows) {
 	n, p := o.node, program.Product{D: o.logits, A: o.x, B: o.w, TransB: true}
-	a := crossentropy.Forward{Targets: ints(), Rows: o.x.Shape[0], V: o.w.Shape[0], Type: o.x.Type}
+	a := crossentropy.Forward{Rows: o.x.Shape[0], V: o.w.Shape[0], Type: o.x.Type}
 	if o.dx == nil {
 		c.matmul(n, p)
 		c.call(n, a, program.Reads("Logits", o.logits), program.Writes("Losses", o.losses),
@@ -106,7 +106,7 @@ func (c *compiler) outputRows(o outputRows) {
 	scaled, factors := c.Like(o.x), c.aux(o.x.Shape[0])
 	// One forms the exponentials in the product of the logits: see [gemm.LinearCrossEntropy]. It is
 	// timed with logits of the standard deviation 4.
-	fused := gemm.LinearCrossEntropy{Targets: ints(), Type: o.x.Type,
+	fused := gemm.LinearCrossEntropy{Type: o.x.Type,
 		LinearCrossEntropyShape: gemm.LinearCrossEntropyShape{
 			Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}
 	x := program.Reads("X", o.x)
@@ -167,7 +167,7 @@ func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *prog
 	losses, saved := c.aux(rows), classified{scale: c.aux(1), lse: c.aux(rows)}
 	c.saved[n.Op()] = saved
 	c.targetScale(n, saved.scale, targets)
-	c.call(n, crossentropy.Forward{Targets: ints(), Rows: rows, V: v, Type: logits.Type},
+	c.call(n, crossentropy.Forward{Rows: rows, V: v, Type: logits.Type},
 		program.Reads("Logits", logits), program.Reads("Targets", targets),
 		program.Writes("Losses", losses), program.Writes("LSE", saved.lse))
 	return c.meanLoss(n, losses, saved.scale)
@@ -175,7 +175,7 @@ func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *prog
 
 // targetScale adds scale = 1/(number of targets).
 func (c *compiler) targetScale(n *gorgonia.Node, scale, targets *program.Array) {
-	c.call(n, crossentropy.Scale{Targets: ints(), Rows: targets.Len()},
+	c.call(n, crossentropy.Scale{Rows: targets.Len()},
 		program.Writes("Scale", scale), program.Reads("Targets", targets))
 }
 
@@ -191,8 +191,8 @@ func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *
 	logits, targets, g := c.act(n, in[0]), in[1], c.as(n, in[3], gpu.Float32)
 	saved := c.saved[n.Op().(*op.CrossEntropyGradOp).Forward].(classified)
 	d := c.Like(logits)
-	c.call(n, crossentropy.Backward{Forward: crossentropy.Forward{Targets: ints(),
-		Rows: logits.Shape[0], V: logits.Shape[1], Type: logits.Type}},
+	c.call(n, crossentropy.Backward{Forward: crossentropy.Forward{Rows: logits.Shape[0],
+		V: logits.Shape[1], Type: logits.Type}},
 		program.Writes("Out", d), program.Reads("Logits", logits), program.Reads("LSE", saved.lse),
 		program.Reads("Targets", targets), program.Reads("Scale", saved.scale),
 		program.Reads("Grad", g))

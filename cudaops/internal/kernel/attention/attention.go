@@ -61,7 +61,7 @@ func (a Geometry) ways(k *kernel.Set, t gpu.DType, rows ...kernel.Rows) []kernel
 // query's own included, from each query; 0 hides none.
 type Documents struct {
 	Table              gpu.Ptr
-	Starts             kernel.Ints // its address is null for none
+	Starts             gpu.Ptr // of int64, null for none
 	Batch, Seq, Window int
 }
 
@@ -70,12 +70,8 @@ func DocumentsBytes(batch, seq int) int { return 8 * batch * seq }
 
 // Launch launches one kernel.
 func (p Documents) Launch(k *kernel.Set, s gpu.Stream) error {
-	name := "attention_document_table_i32"
-	if p.Starts.Wide {
-		name = "attention_document_table_i64"
-	}
-	return k.Enqueue(s, "attention", name, kernel.Line(p.Batch, 1024), p.Table, p.Starts.Ptr, p.Seq,
-		min(p.Window, p.Seq))
+	return k.Enqueue(s, "attention", "attention_document_table_i64", kernel.Line(p.Batch, 1024),
+		p.Table, p.Starts, p.Seq, min(p.Window, p.Seq))
 }
 
 // Forward computes Y and LSE of Q, K and V. Strides may be those of a matrix in which Q, K and V

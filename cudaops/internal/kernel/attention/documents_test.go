@@ -24,16 +24,12 @@ func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 	n := c.Batch * c.Seq
 	starts, table := g.Alloc(2*n, kerneltest.F32, 0),
 		g.Alloc(DocumentsBytes(c.Batch, c.Seq)/4, kerneltest.F32, 0)
-	from, raw := kernel.Ints{Ptr: starts.Ptr, Wide: n%2 == 0}, gpu.Bytes(c.starts)
-	if from.Wide {
-		wide := make([]int64, n)
-		for i, v := range c.starts {
-			wide[i] = int64(v)
-		}
-		raw = gpu.Bytes(wide)
+	wide := make([]int64, n)
+	for i, v := range c.starts {
+		wide[i] = int64(v)
 	}
-	g.Must(g.Ctx.CopyToDevice(starts.Ptr, raw, g.Stream))
-	g.Must(Documents{Table: table.Ptr, Starts: from, Batch: c.Batch, Seq: c.Seq,
+	g.Must(g.Ctx.CopyToDevice(starts.Ptr, gpu.Bytes(wide), g.Stream))
+	g.Must(Documents{Table: table.Ptr, Starts: starts.Ptr, Batch: c.Batch, Seq: c.Seq,
 		Window: c.window}.Launch(g.Set, g.Stream))
 	return table.Ptr
 }

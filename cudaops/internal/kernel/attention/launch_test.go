@@ -223,7 +223,7 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 				Documents: table}
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			c.ClearTrace()
-			require.NoError(t, (Documents{Table: table, Starts: kernel.Ints{Ptr: p}, Batch: 2,
+			require.NoError(t, (Documents{Table: table, Starts: p, Batch: 2,
 				Seq: 100}).Launch(k, 0))
 			require.NoError(t, attend(k, 0, a, kernel.Way{Family: v}, q, p, q, kv, kv, kerneltest.Bf16))
 			require.NoError(t, attendBackward(k, 0, a, kernel.Way{Family: v}, q, kv, kv, p, q, q, kv, kv, q, p,

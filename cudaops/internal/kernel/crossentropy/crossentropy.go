@@ -9,14 +9,14 @@ import (
 // others multiply by.
 type Scale struct {
 	Scale   gpu.Ptr
-	Targets kernel.Ints
+	Targets gpu.Ptr // of int64
 	Rows    int
 }
 
 // Launch launches one kernel.
 func (p Scale) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "crossentropy", "cross_entropy_scale", kernel.Line(1, 512), p.Scale,
-		p.Targets, int64(p.Rows))
+		p.Targets, kernel.IDBytes, int64(p.Rows))
 }
 
 // Forward computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ
@@ -26,7 +26,7 @@ func (p Scale) Launch(k *kernel.Set, s gpu.Stream) error {
 // Scale is for the batch.
 type Forward struct {
 	Logits, Losses, LSE gpu.Ptr
-	Targets             kernel.Ints
+	Targets             gpu.Ptr // of int64
 	Scale, Grad         gpu.Ptr
 	Rows, V             int
 	Type                gpu.DType
@@ -37,7 +37,7 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 	c := kernel.Line(a.Rows, kernel.LongRowThreads(a.V, a.Type))
 	if a.Scale == 0 {
 		return k.Enqueue(s, "crossentropy", "cross_entropy_forward"+kernel.Suffix(a.Type), c,
-			a.Logits, a.Losses, a.LSE, a.Targets, a.V)
+			a.Logits, a.Losses, a.LSE, a.Targets, kernel.IDBytes, a.V)
 	}
 	name := "cross_entropy"
 	if row := a.V * a.Type.Size(); kernel.Packed(a.Type, a.V, a.Logits) &&
@@ -45,7 +45,7 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 		name, c.Shared = "cross_entropy_shared", row // beside what the kernel itself declares
 	}
 	return k.Enqueue(s, "crossentropy", name+kernel.Suffix(a.Type), c, a.Logits, a.Losses, a.LSE,
-		a.Targets, a.Scale, a.Grad, a.V)
+		a.Targets, kernel.IDBytes, a.Scale, a.Grad, a.V)
 }
 
 // Mean sets the float32 at Mean to Scale[0]·Σ Losses over all rows of the batch.
@@ -71,5 +71,5 @@ type Backward struct {
 func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	return k.Enqueue(s, "crossentropy", "cross_entropy_backward"+kernel.Suffix(p.Type),
 		kernel.Line(p.Rows, kernel.LongRowThreads(p.V, p.Type)), p.Out, p.Logits, p.LSE, p.Targets,
-		p.Scale, p.Grad, p.V)
+		kernel.IDBytes, p.Scale, p.Grad, p.V)
 }

@@ -7,7 +7,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	cpucrossentropy "github.com/kasmina-go/kasmina/internal/cpu/crossentropy"
 )
@@ -24,7 +23,7 @@ func TestCrossEntropy(t *testing.T) {
 				}
 				logits, xr := g.Upload(x, dt, i%2)
 				ids := g.Classes(rows, v)
-				targets := kernel.Ints{Ptr: g.UploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
+				targets := g.UploadInts(ids)
 				// As under loss scaling: float16 has no numbers for a share of 1/50304 of a mean's
 				// gradient.
 				grad, gr := g.Upload([]float64{1024 * (1 + g.Rand.Float64())}, kerneltest.F32, 0)
@@ -85,7 +84,7 @@ func TestCrossEntropyExtremes(t *testing.T) {
 		logits, _ := g.Upload(flat, dt, 0)
 		losses := g.Alloc(len(rows), kerneltest.F32, 0)
 		g.Must(Forward{Logits: logits.Ptr, Losses: losses.Ptr,
-			Targets: kernel.Ints{Ptr: g.UploadInts(targets, 4)}, Rows: len(rows), V: 3,
+			Targets: g.UploadInts(targets), Rows: len(rows), V: 3,
 			Type: dt}.Launch(g.Set, g.Stream))
 		require.Less(t, kerneltest.Distance(g.Read(losses), want), 5e-3, dt)
 	}
@@ -95,10 +94,10 @@ func TestCrossEntropyExtremes(t *testing.T) {
 // There are also more than a block takes at a time.
 func TestCrossEntropyRows(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	for i, rows := range []int{1, 511, 513, 8191, 8193, 16384, 20011} {
+	for _, rows := range []int{1, 511, 513, 8191, 8193, 16384, 20011} {
 		g.Scope(fmt.Sprint(rows), func(g *kerneltest.Rig) {
 			ids := g.Classes(rows, 1000)
-			targets := kernel.Ints{Ptr: g.UploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
+			targets := g.UploadInts(ids)
 			losses, values := g.Normal(rows, kerneltest.F32, 0)
 			scale, mean, again := g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0),
 				g.Alloc(1, kerneltest.F32, 0)

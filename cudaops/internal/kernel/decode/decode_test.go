@@ -73,7 +73,7 @@ func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned b
 	y := g.Alloc(qd, dt, 0)
 	a.Keys, a.Values, a.Y, a.Parts, a.Arrived = keys.Ptr, values.Ptr, y.Ptr, parts.Ptr, arrived.Ptr
 	for p := first; p < tokens; p++ {
-		a.Position = g.UploadInts([]int{p}, 8)
+		a.Position = g.UploadInts([]int{p})
 		at := func(b *kerneltest.Buffer, n int) gpu.Ptr { return b.Offset(p * n * dt.Size()) }
 		a.Q, a.K, a.V = at(q, qd), at(k, kd), at(v, kd)
 		g.Must(a.Launch(g.Set, g.Stream))

@@ -9,7 +9,7 @@ import (
 // the table is float32. A row whose id is not in [0, Vocab) becomes NaN.
 type Forward struct {
 	Y               gpu.Ptr
-	IDs             kernel.Ints
+	IDs             gpu.Ptr // of int64
 	Table           gpu.Ptr
 	Rows, Vocab, D  int
 	Type, TableType gpu.DType
@@ -22,7 +22,7 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 		variant = "embedding_packs"
 	}
 	return k.Enqueue(s, "embedding", variant+kernel.Suffixes(a.Type, a.TableType),
-		kernel.Grid(kernel.CeilDiv(a.Rows, 8), 1, 32, 8), a.Y, a.IDs, a.Table, int64(a.Rows),
+		kernel.Grid(kernel.CeilDiv(a.Rows, 8), 1, 32, 8), a.Y, a.IDs, kernel.IDBytes, a.Table, int64(a.Rows),
 		int64(a.Vocab), a.D)
 }
 
@@ -31,7 +31,7 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 // types are equal, or DT is float32. Workspace is memory of WorkspaceBytes.
 type Backward struct {
 	DT             gpu.Ptr
-	IDs            kernel.Ints
+	IDs            gpu.Ptr // of int64
 	G              gpu.Ptr
 	Rows, Vocab, D int
 	DTType, GType  gpu.DType
@@ -79,14 +79,14 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	threads := min(256, kernel.CeilDiv(a.D, 32*n)*32)
 	tiles := kernel.Grid(kernel.CeilDiv(a.Rows, embeddingTile), kernel.CeilDiv(a.D, threads*n),
 		threads, 1)
-	q.Run("embedding", "embedding_count", rows, p.cursors, a.IDs, a.Rows, vocab)
+	q.Run("embedding", "embedding_count", rows, p.cursors, a.IDs, kernel.IDBytes, a.Rows, vocab)
 	q.Run("embedding", "embedding_starts", kernel.Line(1, 1024), p.starts, p.cursors, a.Vocab)
-	q.Run("embedding", "embedding_fill", rows, p.members, p.cursors, a.IDs, a.Rows, vocab)
+	q.Run("embedding", "embedding_fill", rows, p.members, p.cursors, a.IDs, kernel.IDBytes, a.Rows, vocab)
 	q.Run("embedding", "embedding_sort", kernel.Line(kernel.CeilDiv(a.Rows, 8), 256), p.sorted,
-		p.members, p.starts, a.IDs, vocab)
+		p.members, p.starts, a.IDs, kernel.IDBytes, vocab)
 	q.Run("embedding", "embedding_tiles"+variant+kernel.Suffixes(a.DTType, a.GType), tiles, a.DT,
-		p.heads, p.tails, a.G, p.sorted, p.starts, a.IDs, vocab, a.D, a.Accumulate)
+		p.heads, p.tails, a.G, p.sorted, p.starts, a.IDs, kernel.IDBytes, vocab, a.D, a.Accumulate)
 	q.Run("embedding", "embedding_join"+variant+kernel.Suffix(a.DTType), tiles, a.DT, p.heads,
-		p.tails, p.sorted, p.starts, a.IDs, vocab, a.D, a.Accumulate)
+		p.tails, p.sorted, p.starts, a.IDs, kernel.IDBytes, vocab, a.D, a.Accumulate)
 	return q.Err
 }

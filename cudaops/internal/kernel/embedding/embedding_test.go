@@ -8,7 +8,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
@@ -28,7 +27,7 @@ func TestEmbedding(t *testing.T) {
 					// some more often than others
 					ids[i] = min(g.Rand.IntN(c.vocab), g.Rand.IntN(c.vocab))
 				}
-				dids := kernel.Ints{Ptr: g.UploadInts(ids, 4+4*(i%2)), Wide: i%2 == 1}
+				dids := g.UploadInts(ids)
 				table, tr := g.Normal(c.vocab*c.d, tt, i%2)
 				y := g.Alloc(c.rows*c.d, yt, i%2)
 				g.Must(Forward{Y: y.Ptr, IDs: dids, Table: table.Ptr, Rows: c.rows,
@@ -66,7 +65,7 @@ func TestEmbedding(t *testing.T) {
 
 func TestEmbeddingUnknownIDs(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	ids := kernel.Ints{Ptr: g.UploadInts([]int{0, -1, 2, 1, 1 << 30}, 4)}
+	ids := g.UploadInts([]int{0, -1, 2, 1, 1 << 40})
 	table, tr := g.Normal(2*3, kerneltest.F32, 0)
 	y, dt, work := g.Alloc(5*3, kerneltest.F32, 0), g.Alloc(2*3, kerneltest.F32, 0),
 		g.Alloc(Backward{Rows: 5, Vocab: 2, D: 3}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)

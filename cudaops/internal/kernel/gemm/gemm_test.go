@@ -127,7 +127,7 @@ func TestLaunches(t *testing.T) {
 		SiLUProduct{H: p, AB: p, X: p, Weights: p,
 			Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}},
 		LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p,
-			Targets: kernel.Ints{Ptr: p}, Scale: p, Workspace: p, Type: kerneltest.Bf16,
+			Targets: p, Scale: p, Workspace: p, Type: kerneltest.Bf16,
 			LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16, D: 512}},
 		ScaleRows{X: p, Factors: p, Rows: 3, D: 16},
 	}

@@ -22,7 +22,7 @@ import (
 type LinearCrossEntropy struct {
 	Terms, Scaled, Factors, Losses gpu.Ptr
 	X, W                           gpu.Ptr
-	Targets                        kernel.Ints
+	Targets                        gpu.Ptr // of int64
 	Scale, Grad                    gpu.Ptr
 	Workspace                      gpu.Ptr // of WorkspaceBytes
 	LinearCrossEntropyShape
@@ -51,8 +51,8 @@ func (a LinearCrossEntropy) Launch(k *kernel.Set, s gpu.Stream) error {
 	const unit = "gemm_hopper_loss"
 	shift := a.Workspace
 	sums := shift.Offset(4 * a.Rows)
-	others := kernel.Struct{a.X, a.W, a.Targets.Ptr, shift, a.Terms, sums, a.Losses, a.Factors,
-		a.Scaled, a.Scale, a.Grad, a.Targets.Size(), a.Rows, a.V, a.D}
+	others := kernel.Struct{a.X, a.W, a.Targets, shift, a.Terms, sums, a.Losses, a.Factors,
+		a.Scaled, a.Scale, a.Grad, kernel.IDBytes, a.Rows, a.V, a.D}
 	q := k.On(s)
 	q.Run(unit, "gemm_hopper_loss_shift",
 		kernel.Line(kernel.CeilDiv(a.Rows, lossWarps), 32*lossWarps), others)

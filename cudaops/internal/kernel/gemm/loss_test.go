@@ -8,7 +8,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/cpu/crossentropy"
@@ -28,7 +27,7 @@ type lossRig struct {
 // newLoss uploads x with the given rows in place of random ones; logits have the standard deviation
 // 4.
 func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int,
-	rows map[int][]float64, wide bool) *lossRig {
+	rows map[int][]float64) *lossRig {
 	l := &lossRig{Rig: g, ids: ids}
 	x := make([]float64, s.Rows*s.D)
 	for i := range x {
@@ -45,13 +44,9 @@ func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int,
 	l.terms, l.scaled = g.Alloc(s.Rows*s.V, kerneltest.Bf16, 0),
 		g.Alloc(s.Rows*s.D, kerneltest.Bf16, 0)
 	l.factors, l.losses = g.Alloc(s.Rows, kerneltest.F32, 0), g.Alloc(s.Rows, kerneltest.F32, 0)
-	size := 4
-	if wide {
-		size = 8
-	}
 	l.a = LinearCrossEntropy{Terms: l.terms.Ptr, Scaled: l.scaled.Ptr, Factors: l.factors.Ptr,
 		Losses: l.losses.Ptr, X: dx.Ptr, W: w.Ptr,
-		Targets: kernel.Ints{Ptr: g.UploadInts(ids, size), Wide: wide}, Scale: scale.Ptr,
+		Targets: g.UploadInts(ids), Scale: scale.Ptr,
 		Grad: grad.Ptr, LinearCrossEntropyShape: s,
 		Workspace: g.Alloc(LinearCrossEntropy{LinearCrossEntropyShape: s}.WorkspaceBytes(g.Info)/4,
 			kerneltest.F32, 0).Ptr,
@@ -101,7 +96,7 @@ func (l *lossRig) near(what string, got, want []float64, tol, size float64) {
 
 func TestLinearCrossEntropy(t *testing.T) {
 	g := newHopperRig(t)
-	for i, s := range []LinearCrossEntropyShape{{1, 8, 8}, {5, 264, 456}, {130, 1000, 520},
+	for _, s := range []LinearCrossEntropyShape{{1, 8, 8}, {5, 264, 456}, {130, 1000, 520},
 		{300, 776, 768}, {129, 4104, 584}, {2100, 5000, 640}} {
 		if testing.Short() && s.Rows*s.V > 1e6 {
 			continue
@@ -112,7 +107,7 @@ func TestLinearCrossEntropy(t *testing.T) {
 			if s.Rows > 2 {
 				ids[1] = 0
 			}
-			l := newLoss(g, s, ids, nil, i%2 == 1)
+			l := newLoss(g, s, ids, nil)
 			want, wantGrad := l.want()
 			losses, gradient := l.run()
 			l.near("losses", losses, want, 1e-3, 1)
@@ -156,7 +151,7 @@ func TestLinearCrossEntropyExtremes(t *testing.T) {
 		ids[r] = g.Rand.IntN(s.V)
 	}
 	ids[73], ids[74], ids[75] = -1, -5, s.V // the last is refused elsewhere, and gives NaN
-	l := newLoss(g, s, ids, special, true)
+	l := newLoss(g, s, ids, special)
 	losses, gradient := l.run()
 	known := slices.Clone(ids)
 	known[75] = 0

@@ -1,7 +1,6 @@
 package kerneltest
 
 import (
-	"encoding/binary"
 	"flag"
 	"fmt"
 	"math"
@@ -166,19 +165,11 @@ func (g *Rig) Normal(n int, t gpu.DType, skew int) (*Buffer, []float64) {
 	return g.Upload(x, t, skew)
 }
 
-// UploadInts returns ints on the GPU, of 4 or 8 bytes.
-func (g *Rig) UploadInts(x []int, size int) gpu.Ptr {
+// UploadInts returns ints on the GPU.
+func (g *Rig) UploadInts(x []int) gpu.Ptr {
 	g.Helper()
-	var raw []byte
-	for _, v := range x {
-		if size == 4 {
-			raw = binary.LittleEndian.AppendUint32(raw, uint32(int32(v)))
-		} else {
-			raw = binary.LittleEndian.AppendUint64(raw, uint64(v))
-		}
-	}
-	b := g.Alloc(len(raw)/4, F32, 0)
-	g.Must(g.Ctx.CopyToDevice(b.Ptr, raw, g.Stream))
+	b := g.Alloc(2*len(x), F32, 0)
+	g.Must(g.Ctx.CopyToDevice(b.Ptr, gpu.Bytes(x), g.Stream))
 	return b.Ptr
 }
 
