@@ -126,13 +126,8 @@ func forget[H ~uintptr, T any](c *Context, call string, all map[H]T, h H) error 
 	})
 }
 
-// Device is the configured description.
-func (c *Context) Device() gpu.DeviceInfo { return c.info }
-
-// Handle is a number that Adopt knows.
-func (c *Context) Handle() uintptr { return c.handle }
-
-// Do runs f.
+func (c *Context) Device() gpu.DeviceInfo  { return c.info }
+func (c *Context) Handle() uintptr         { return c.handle }
 func (c *Context) Do(f func() error) error { return f() }
 
 // Close closes the context and reports what was left alive, unless that was lost with the context.
@@ -168,7 +163,6 @@ func (c *Context) LoadModule(image []byte) (gpu.Module, error) {
 	return made(c, call, c.modules, kernels)
 }
 
-// UnloadModule forgets a module.
 func (c *Context) UnloadModule(m gpu.Module) error {
 	return forget(c, "cuModuleUnload", c.modules, m)
 }

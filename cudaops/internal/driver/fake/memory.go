@@ -145,7 +145,6 @@ func (c *Context) CopyToDevice(dst gpu.Ptr, src []byte, s gpu.Stream) error {
 		func(m [][]byte) { copy(m[0], src) }, dst)
 }
 
-// CopyToHost is the other direction.
 func (c *Context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
 	return c.access("copy to the host", Op{Call: "cuMemcpyDtoHAsync", Stream: s}, dst, len(dst),
 		func(m [][]byte) { copy(dst, m[0]) }, src)
@@ -157,7 +156,6 @@ func (c *Context) CopyOnDevice(dst, src gpu.Ptr, n int, s gpu.Stream) error {
 		func(m [][]byte) { copy(m[0], m[1]) }, dst, src)
 }
 
-// Memset8 sets bytes.
 func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
 	return c.access("memset", Op{Call: "cuMemsetD8Async", Stream: s}, nil, n, func(m [][]byte) {
 		m[0][0] = v

@@ -110,7 +110,6 @@ func (c *Context) stream(call string, s gpu.Stream) (*stream, error) {
 	return nil, gpu.NewError(call, gpu.InvalidHandle, "", "no such stream")
 }
 
-// NewStream makes a stream.
 func (c *Context) NewStream() (gpu.Stream, error) {
 	return made(c, "cuStreamCreate", c.streams, &stream{c: c})
 }
@@ -145,12 +144,10 @@ func (c *Context) SyncStream(s gpu.Stream) error {
 	return about(c, call, c.streams, s, func(st *stream) error { return c.wait(call, st) })
 }
 
-// NewEvent makes an event.
 func (c *Context) NewEvent(timing bool) (gpu.Event, error) {
 	return made(c, "cuEventCreate", c.events, &event{timing: timing})
 }
 
-// DestroyEvent forgets an event.
 func (c *Context) DestroyEvent(e gpu.Event) error {
 	return forget(c, "cuEventDestroy", c.events, e)
 }
@@ -302,7 +299,6 @@ func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 	return to - from, cmp.Or(err, endErr)
 }
 
-// BeginCapture starts recording.
 func (c *Context) BeginCapture(s gpu.Stream) error {
 	const call = "cuStreamBeginCapture"
 	return about(c, call, c.streams, s, func(st *stream) error {
