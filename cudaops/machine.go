@@ -120,9 +120,7 @@ func newExecutor(d *Device, c *machineConfig) (x *run.Executor, err error) {
 		x.Kernels = c.kernels(x.Kernels)
 	}
 	if c.single {
-		if x.Workspace, err = d.singleWorkspace(); err != nil {
-			return nil, err
-		}
+		x.Workspace = d.workspace
 	}
 	if x.Stream == 0 {
 		x.Stream, err = d.ctx.NewStream()

@@ -24,14 +24,6 @@ type singleOp struct {
 	out []*program.Array // the result, in the parts that it packs
 }
 
-// singleWorkspace is cuBLASLt's, of all machines of single ops: they run one after the other.
-func (d *Device) singleWorkspace() (_ gpu.Ptr, err error) {
-	if d.workspace == 0 {
-		d.workspace, err = d.ctx.Alloc(run.WorkspaceBytes)
-	}
-	return d.workspace, err
-}
-
 // newSingleOp makes a machine for an op with operands like those that are given.
 func newSingleOp[V interface {
 	Dtype() tensor.Dtype
@@ -61,6 +53,11 @@ func newSingleOp[V interface {
 	result, err := gorgonia.ApplyOp(o, children...)
 	if err != nil {
 		return nil, err
+	}
+	if d.workspace == 0 { // cuBLASLt's, of all such machines: they run one after the other
+		if d.workspace, err = d.ctx.Alloc(run.WorkspaceBytes); err != nil {
+			return nil, err
+		}
 	}
 	m, err := NewMachine(d, g, func(c *machineConfig) error {
 		c.single = true
