@@ -114,7 +114,7 @@ func embeddings(b *timer) {
 		Y: b.room(rows*d, bf16), IDs: ids, Table: b.normal(vocab*d, bf16), Rows: rows,
 		Vocab: vocab, D: d, Type: bf16, TableType: bf16})
 	back := embedding.Backward{DT: b.room(vocab*d, f32), IDs: ids, G: b.normal(rows*d, bf16),
-		Rows: rows, Vocab: vocab, D: d, DTType: f32, GType: bf16}
+		Rows: rows, Vocab: vocab, D: d, Type: bf16}
 	back.Workspace = b.bytes(back.WorkspaceBytes(b.Info))
 	b.moves("embedding_bwd_32768x50304x768", 2*rows*d+4*vocab*d, back)
 }

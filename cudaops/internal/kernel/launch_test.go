@@ -140,7 +140,7 @@ func TestLaunches(t *testing.T) {
 				crossentropy.Backward{Forward: crossentropy.Forward{Targets: ids, Rows: 3, V: n,
 					Type: dt}, Out: p},
 				embedding.Forward{Y: p, IDs: ids, Table: p, Rows: 3, Vocab: 9, D: n, Type: dt},
-				embedding.Backward{DT: p, IDs: ids, G: p, Rows: 3, Vocab: 9, D: n, GType: dt,
+				embedding.Backward{DT: p, IDs: ids, G: p, Rows: 3, Vocab: 9, D: n, Type: dt,
 					Workspace: p},
 				reduce.Reduce{Op: reduce.Sum, Y: p, X: p, Outer: 1, N: 9, Inner: n, XType: dt},
 				reduce.Reduce{Op: reduce.Max, Y: p, X: p, Outer: 1, N: n, Inner: 1, XType: dt},

@@ -3,7 +3,6 @@ package lower
 import (
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
@@ -81,7 +80,7 @@ func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 		dt = program.Writes("DT", c.aux(n.Shape()...))
 	}
 	a := embedding.Backward{Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
-		DTType: gpu.Float32, GType: g.Type, Accumulate: dt.Role == program.Update}
+		Type: g.Type, Accumulate: dt.Role == program.Update}
 	c.call(n, a, program.Reads("IDs", in[0]), program.Reads("G", g), dt,
 		program.Uses("Workspace", c.Workspace(a.WorkspaceBytes(c.o.Device))))
 	return dt.Array

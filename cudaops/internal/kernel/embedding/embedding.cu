@@ -230,10 +230,6 @@ __device__ __forceinline__ void joinTiles(Y* dt, const float* heads, const float
 DEFINE(f32, f32)
 DEFINE(f32, bf16)
 DEFINE(f32, f16)
-DEFINE(bf16, bf16)
-DEFINE(f16, f16)
 #undef DEFINE
-#define DEFINE(Y)            \
-  DEFINE_JOIN(Y, packs, 4)   \
-  DEFINE_JOIN(Y, elements, 1)
-FOR_STORAGE_TYPES(DEFINE)
+DEFINE_JOIN(f32, packs, 4)
+DEFINE_JOIN(f32, elements, 1)

@@ -27,14 +27,14 @@ func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 // Backward computes the table's gradient DT[v] = Σ_{r: IDs[r] = v} G[r], or adds to it with
-// Accumulate, in the order of the rows and in float32. Ids outside [0, Vocab) do not count. The
-// types are equal, or DT is float32. Workspace is memory of WorkspaceBytes.
+// Accumulate, in the order of the rows. Ids outside [0, Vocab) do not count. DT is float32, G of
+// Type. Workspace is memory of WorkspaceBytes.
 type Backward struct {
 	DT             gpu.Ptr
 	IDs            gpu.Ptr // of int64
 	G              gpu.Ptr
 	Rows, Vocab, D int
-	DTType, GType  gpu.DType
+	Type           gpu.DType
 	Accumulate     bool
 	Workspace      gpu.Ptr
 }
@@ -68,7 +68,7 @@ func (a Backward) WorkspaceBytes(gpu.DeviceInfo) int {
 func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	q, p := k.On(s), a.scratch(&kernel.Carve{At: a.Workspace})
 	if !a.Accumulate {
-		q.Fill(a.DT, 0, a.Vocab*a.D*a.DTType.Size())
+		q.Fill(a.DT, 0, 4*a.Vocab*a.D)
 	}
 	q.Fill(p.cursors, 0, a.idBytes())
 	variant, n := "_elements", 1
@@ -84,9 +84,9 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 	q.Run("embedding", "embedding_fill", rows, p.members, p.cursors, a.IDs, kernel.IDBytes, a.Rows, vocab)
 	q.Run("embedding", "embedding_sort", kernel.Line(kernel.CeilDiv(a.Rows, 8), 256), p.sorted,
 		p.members, p.starts, a.IDs, kernel.IDBytes, vocab)
-	q.Run("embedding", "embedding_tiles"+variant+kernel.Suffixes(a.DTType, a.GType), tiles, a.DT,
+	q.Run("embedding", "embedding_tiles"+variant+kernel.Suffixes(gpu.Float32, a.Type), tiles, a.DT,
 		p.heads, p.tails, a.G, p.sorted, p.starts, a.IDs, kernel.IDBytes, vocab, a.D, a.Accumulate)
-	q.Run("embedding", "embedding_join"+variant+kernel.Suffix(a.DTType), tiles, a.DT, p.heads,
+	q.Run("embedding", "embedding_join"+variant+"_f32", tiles, a.DT, p.heads,
 		p.tails, p.sorted, p.starts, a.IDs, kernel.IDBytes, vocab, a.D, a.Accumulate)
 	return q.Err
 }

@@ -40,21 +40,21 @@ func TestEmbedding(t *testing.T) {
 				dy, gr := g.Normal(c.rows*c.d, yt, i%2)
 				grad := make([]float64, c.vocab*c.d)
 				layer.EmbeddingBackward(grad, ids, gr, c.d)
-				dt := g.Alloc(c.vocab*c.d, tt, i%2)
+				dt := g.Alloc(c.vocab*c.d, kerneltest.F32, i%2)
 				work := g.Alloc(Backward{Rows: c.rows, Vocab: c.vocab,
 					D: c.d}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
 				a := Backward{DT: dt.Ptr, IDs: dids, G: dy.Ptr, Rows: c.rows, Vocab: c.vocab,
-					D: c.d, DTType: tt, GType: yt,
+					D: c.d, Type: yt,
 					Workspace: work.Ptr}
 				g.Must(a.Launch(g.Set, g.Stream))
-				g.Near("gradient", dt, grad, kerneltest.Backward(tt))
+				g.Near("gradient", dt, grad, kerneltest.Backward(kerneltest.F32))
 				first := g.Read(dt)
 				a.Accumulate = true
 				g.Must(a.Launch(g.Set, g.Stream))
 				for i := range grad {
 					grad[i] *= 2
 				}
-				g.Near("added gradient", dt, grad, kerneltest.Backward(tt))
+				g.Near("added gradient", dt, grad, kerneltest.Backward(kerneltest.F32))
 				a.Accumulate = false
 				g.Must(a.Launch(g.Set, g.Stream))
 				require.Zero(t, kerneltest.Distance(g.Read(dt), first))
