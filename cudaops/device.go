@@ -108,6 +108,11 @@ func Open(opts ...DeviceOption) (_ *Device, err error) {
 	if err != nil {
 		return nil, notStarted(err)
 	}
+	if all := nvidia.Devices(); !o.adopt && o.ordinal >= 0 && o.ordinal < len(all) {
+		if err := supported(all[o.ordinal]); err != nil {
+			return nil, err
+		}
+	}
 	var ctx gpu.Context
 	if !o.adopt {
 		ctx, err = nvidia.Retain(o.ordinal)
@@ -118,12 +123,19 @@ func Open(opts ...DeviceOption) (_ *Device, err error) {
 		return nil, err
 	}
 	info := ctx.Device()
-	if info.Major < minMajor || info.Major == minMajor && info.Minor < minMinor {
-		return nil, errors.Join(fmt.Errorf("%w: %s has compute capability %d.%d, at least %d.%d is "+
-			"needed", ErrUnsupportedDevice, info.Name, info.Major, info.Minor, minMajor, minMinor),
-			ctx.Close())
+	if err := supported(info); err != nil {
+		return nil, errors.Join(err, ctx.Close())
 	}
 	return &Device{ctx: ctx, info: info, version: nvidia.Version(), kernels: kernel.New(ctx)}, nil
+}
+
+// supported refuses a GPU for which there are no kernels.
+func supported(d gpu.DeviceInfo) error {
+	if d.Major < minMajor || d.Major == minMajor && d.Minor < minMinor {
+		return fmt.Errorf("%w: %s has compute capability %d.%d, at least %d.%d is needed",
+			ErrUnsupportedDevice, d.Name, d.Major, d.Minor, minMajor, minMinor)
+	}
+	return nil
 }
 
 // errNotOpened is what a zero Device is good for.

@@ -74,7 +74,8 @@ func WithChoices(choices []Choice) MachineOption {
 // Choice is the way in which a machine computes an op of some shape.
 type Choice = optime.Choice
 
-// Choices returns what the machine has chosen so far, in that order.
+// Choices returns what the machine has chosen so far, in that order. The Source of a choice is one
+// of the words rule, stored, timed and forced.
 func (m *Machine) Choices() []Choice {
 	if m.runner == nil {
 		return nil

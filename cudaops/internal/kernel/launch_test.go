@@ -27,6 +27,21 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 )
 
+// TestLargeCopies wants a copy of more elements than a kernel counts to be made in two.
+func TestLargeCopies(t *testing.T) {
+	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	require.NoError(t, layout.Copy{Y: p, X: p + 2, Dims: []int{65537, 32771},
+		YStrides: []int{32771, 1}, XStrides: []int{32773, 1}, Size: 2}.Launch(k, 0))
+	var rows []int
+	for _, op := range c.Trace() {
+		if op.Name != "" {
+			rows = append(rows, op.Config.Grid.X)
+		}
+	}
+	each := func(n int) int { return kernel.CeilDiv(n*32771, 4*256) }
+	require.Equal(t, []int{each(32768), each(32769)}, rows)
+}
+
 // TestRefusals has what users' tensors could be: too large to be counted, of seven dimensions that
 // do not merge, without elements.
 func TestRefusals(t *testing.T) {

@@ -70,8 +70,8 @@ func (r IDRange) Check(ids []int64) error {
 	return nil
 }
 
-// Quantized is a matrix in float8, and the float32 factor of each of its rows. What is made in
-// another type has no factors.
+// Quantized is a matrix in float8, and the float32 factor of each of its rows. A matrix of another
+// type has no factors.
 type Quantized struct{ Values, Scales *Array }
 
 // QuantizedWeight is a matrix made of parameters and constants, its rows in float8 and, unless

@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// Attendant has work of its own around every run, outside of what is captured.
+// Attendant knows what a run does beside its calls: it tells runs of several kinds apart.
 type Attendant interface {
 	// AppendMode adds to b what tells this run's work from that of other runs, which are captured
 	// apart.

@@ -2,6 +2,7 @@ package layout
 
 import (
 	"fmt"
+	"math"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -35,7 +36,8 @@ func copyTile(size int) int {
 // layout is one dimension of a copy.
 type layout struct{ n, y, x int }
 
-// Launch launches one kernel, or a plain copy where both sides have no gaps.
+// Launch launches one kernel, or several for more than 2³¹ elements, or a plain copy where both
+// sides have no gaps.
 func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
 	dims, err := a.merged()
 	if err != nil || slices.Contains(a.Dims, 0) {
@@ -49,12 +51,34 @@ func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
 		return k.Enqueue(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, a.Y, a.X,
 			fields(order))
 	}
-	size, total := a.widen(dims), 1
+	total := 1
 	for _, d := range dims {
 		total *= d.n
 	}
+	if total > math.MaxInt32 { // kernels count elements in 32 bits
+		return a.halves(k, s, dims)
+	}
+	size := a.widen(dims)
+	total /= size / a.Size
 	return k.Enqueue(s, "layout", fmt.Sprintf("copy_strided_%d", size),
 		kernel.Line(kernel.CeilDiv(total, 4*256), 256), a.Y, a.X, fields(dims), total)
+}
+
+// halves copies one half of the outermost dimension after the other.
+func (a Copy) halves(k *kernel.Set, s gpu.Stream, dims []layout) error {
+	half := Copy{Y: a.Y, X: a.X, Size: a.Size}
+	for _, d := range dims {
+		half.Dims, half.YStrides, half.XStrides = append(half.Dims, d.n),
+			append(half.YStrides, d.y), append(half.XStrides, d.x)
+	}
+	n := dims[0].n
+	half.Dims[0] = n / 2
+	if err := half.Launch(k, s); err != nil {
+		return err
+	}
+	half.Y, half.X = a.Y.Offset(n/2*dims[0].y*a.Size), a.X.Offset(n/2*dims[0].x*a.Size)
+	half.Dims[0] = n - n/2
+	return half.Launch(k, s)
 }
 
 // merged is the copy's dimensions without those of size 1, and with neighbours that are one stretch
