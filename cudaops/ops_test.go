@@ -1954,16 +1954,29 @@ func TestFloat8Tuned(t *testing.T) {
 	}
 }
 
-// TestProductWays wants the same values of products, of which some have another matrix added, in
-// whatever way.
+// TestProductWays wants the same values and gradients of h = x·vᵀ, y = h + (h·uᵀ)·wᵀ, in which
+// products have another matrix added, in whatever way these are computed.
 func TestProductWays(t *testing.T) {
 	ownChoices(t)
-	check := func(t *testing.T, device *Device, l *layers, tolerance float64, own bool,
+	seed := randomSeed(t)
+	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, own bool,
 		opts ...MachineOption) {
 		var values []gorgonia.Value
 		for i, rule := range []string{"Matmul!=hopper-*", "Matmul=hopper-*"} {
-			m := newFuseMachine(t, device, l.g, l.params, l.keep, append(opts, WithWays(rule)))
-			values = valuesOf(t, m, l.keep, values, tolerance)
+			g := gorgonia.NewGraph()
+			matrix := randomMatrices(g, seed, 3, 1.0/8)
+			in := gorgonia.Nodes{matrix("x", rows, d), matrix("v", d, d), matrix("u", f, d),
+				matrix("w", d, f)}
+			h := gorgonia.Must(op.Linear(in[0], in[1]))
+			y := gorgonia.Must(gorgonia.Add(h,
+				gorgonia.Must(op.Linear(gorgonia.Must(op.Linear(h, in[2])), in[3]))))
+			keep := withGradients(t, y, matrix("with", rows, d), in)
+			m := newFuseMachine(t, device, g, in[1:], keep, append(opts, WithWays(rule)))
+			if tolerance > 0 {
+				values = valuesOf(t, m, keep, values, tolerance)
+			} else {
+				launch(t, m)
+			}
 			ours := map[bool]int{} // whether a matrix is added
 			for _, c := range m.Choices() {
 				if c.Op == "Matmul" && strings.HasPrefix(c.Way, "hopper") {
@@ -1977,15 +1990,18 @@ func TestProductWays(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, _ := openFake(t, fake.Config{})
 		var plain, adding int
-		check(t, device, newLayers(t, 1, 3, 5, 32, 48), 1e-5, true,
-			withOwnProducts(&plain, &adding))
+		check(t, device, 6, 7, 5, 1e-5, true, withOwnProducts(&plain, &adding))
 		require.NotZero(t, plain)
 		require.NotZero(t, adding)
 	})
+	t.Run("launched", func(t *testing.T) {
+		check(t, openBinaries(t, cards[hopper]), 300, 776, 648, 0, true,
+			WithPrecision(BFloat16), WithTuning(TuneOff))
+	})
 	t.Run("bfloat16", func(t *testing.T) {
 		device := openGPU(t)
-		check(t, device, newLayers(t, 1, 3, 67, 256, 336), 3e-2,
-			device.info.Capability() == 90, WithPrecision(BFloat16), WithTuning(TuneOff))
+		check(t, device, 300, 776, 648, 2e-2, device.info.Capability() == 90,
+			WithPrecision(BFloat16), WithTuning(TuneOff))
 	})
 }
 
