@@ -92,10 +92,11 @@ func (m *Machine) Update() (norm float64, err error) {
 	return norm, err
 }
 
-// Step is [Machine.Value] of a loss, a node of one float32 that is kept, and [Machine.Update] in
-// one. The device does not wait between the run and the update. If the loss is not finite no
+// Step is [Machine.Update] by the loss of the last run, a node of one float32 that is kept, whose
+// value it returns too. [Machine.RunAll] comes before it, and the device does not wait between the
+// two. Step returns when loss and norm are known, as Update does. If the loss is not finite no
 // parameter changes, which is no error. Then the norm is not finite either, and gathered gradients
-// are dropped. The errors are those of Value and Update.
+// are dropped. The errors are those of [Machine.Value] and Update.
 func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	defer in("Machine.Step", &err)
 	a, err := lossOf(m, loss)
@@ -363,7 +364,7 @@ func (r Rank) Contribute(contributors int, first bool) (err error) {
 // Step is [Machine.Step] of all ranks, behind the last round of a step. A loss that is not finite
 // at one of them leaves the parameters of all as they are. The loss is nil at a rank that did not
 // contribute to that round. When the run is over, beside is called with the loss, 0 for none, while
-// the update goes on. An error of it is that of the step, which does not wait for the update then.
+// the update goes on. An error of it is that of the step, which does not wait for the norm then.
 func (r Rank) Step(loss *gorgonia.Node, beside func(loss float64) error) (norm float64, err error) {
 	defer in("Rank.Step", &err)
 	if _, err := r.optimizer(); err != nil {
