@@ -434,8 +434,14 @@ func report(o options, e llm.Event, b baselines, stdout io.Writer) error {
 	if err != nil {
 		return err
 	}
-	_, err = fmt.Fprintf(stdout, "\n%-28s %s\n%-28s %.3f\n%-28s %.3f\n%-28s %.3f\n\n%s\n",
-		"on the same held-out text", "bits per byte",
+	var files []string
+	entries, _ := os.ReadDir(o.out) // what cannot be listed is not told
+	for _, f := range entries {
+		files = append(files, f.Name())
+	}
+	_, err = fmt.Fprintf(stdout, "\nin %s: %s\n\n%-28s bits per byte (until now of at most %d KiB)\n"+
+		"%-28s %.3f\n%-28s %.3f\n%-28s %.3f\n\n%s\n", o.out, strings.Join(files, ", "),
+		"on all of the held-out text", quickBytes>>10,
 		"this model", e.ValBPB, "order-2 byte model", b.order2, "gzip -9", b.gzip, line)
 	return err
 }

@@ -40,7 +40,7 @@ type progress struct {
 	w        io.Writer
 	terminal bool
 	start    int           // step at which this process began
-	share    float64       // of the run, at that step
+	since    llm.Event     // of the present pace: the start, or the last growth
 	step     int           // step of the bar that was last drawn
 	drawn    time.Duration // Elapsed of the same
 	seeds    string        // by stage, while some grow
@@ -61,6 +61,7 @@ func (p *progress) event(e llm.Event) {
 	switch e.Kind {
 	case llm.RunStart:
 		p.start, p.step, p.drawn, p.width, p.seeds = e.Step, -1, 0, 0, ""
+		p.since = e
 		from := ""
 		if e.Step > 0 {
 			from = fmt.Sprintf(" from step %d", e.Step)
@@ -69,10 +70,16 @@ func (p *progress) event(e llm.Event) {
 		if e.Budget != (llm.Budget{}) {
 			to = fmt.Sprintf("for %v", e.Budget)
 		}
-		p.share = e.Share
-		p.line(fmt.Sprintf("training %s parameters, %d seeds%s %s", thousands(e.Params),
-			e.Seeds, from, to))
+		seeds := "seeds"
+		if e.Seeds == 1 {
+			seeds = "seed"
+		}
+		p.line(fmt.Sprintf("training %s parameters, %d %s%s %s", thousands(e.Params), e.Seeds,
+			seeds, from, to))
 	case llm.Reshaped:
+		if e.Err == nil {
+			p.since = e
+		}
 		p.line(reshaped(e))
 	case llm.Noted:
 		p.line(printable(e.Text))
@@ -89,7 +96,7 @@ func (p *progress) event(e llm.Event) {
 	case llm.EvalEnd:
 		p.draw(e)
 	case llm.Sampled:
-		p.line(printable(e.Text))
+		p.line("sample\n" + printable(e.Text))
 	case llm.RunEnd:
 		if p.terminal {
 			p.draw(e)
@@ -139,23 +146,24 @@ func (p *progress) write(s string) {
 }
 
 // bar returns for instance "[=====> ] 120/400 loss 2.3450 12.3k tok/s 0:42 left val 3.123 bpb".
-// Both rates are means over the run, so that the time left allows for evaluations still to come.
+// Both rates are means since the start or the last growth, which changes the pace of steps. So the
+// time left allows for evaluations still to come.
 func (p *progress) bar(e llm.Event) string {
 	figures := fmt.Sprintf("%d/%d", e.Step, e.Steps)
 	if e.Budget != (llm.Budget{}) {
 		figures = fmt.Sprintf("%.1f%% %d", 100*e.Share, e.Step)
 	}
-	if steps := e.Step - p.start; steps > 0 {
+	if e.Step > p.start {
 		figures += fmt.Sprintf("  loss %.4f", e.Loss)
-		if seconds := e.Elapsed.Seconds(); seconds > 0 {
-			left := time.Duration(float64(e.Steps-e.Step) * float64(e.Elapsed) / float64(steps))
-			if e.Budget != (llm.Budget{}) {
-				left = time.Duration((1 - e.Share) * float64(e.Elapsed) / max(e.Share-p.share,
-					1e-3))
-			}
-			figures += fmt.Sprintf("  %s tok/s  %s left", rate(float64(e.RunTokens)/seconds),
-				clock(left))
+	}
+	steps, took := e.Step-p.since.Step, float64(e.Elapsed-p.since.Elapsed)
+	if steps > 0 && took > 0 {
+		left := time.Duration(float64(e.Steps-e.Step) * took / float64(steps))
+		if e.Budget != (llm.Budget{}) {
+			left = time.Duration((1 - e.Share) * took / max(e.Share-p.since.Share, 1e-3))
 		}
+		tokens := float64(e.RunTokens - p.since.RunTokens)
+		figures += fmt.Sprintf("  %s tok/s  %s left", rate(tokens/(took/1e9)), clock(left))
 	}
 	if e.ValBPB > 0 && !math.IsInf(e.ValBPB, 1) {
 		figures += fmt.Sprintf("  val %.3f bpb", e.ValBPB)

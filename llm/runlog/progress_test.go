@@ -2,6 +2,7 @@ package runlog
 
 import (
 	"errors"
+	"io"
 	"math"
 	"os"
 	"strings"
@@ -64,6 +65,7 @@ func TestProgressOnATerminal(t *testing.T) {
 	}
 	want := []string{
 		"training 1,234,567 parameters, 64 seeds to step 10",
+		"sample",
 		"fun\ufffd[2Jc\ufffd",
 		"[====================] 10/10  loss 0.5000  667 tok/s  0:00 left  val 1.443 bpb",
 		"stopped after step 10: loss is NaN",
@@ -110,6 +112,31 @@ func TestProgressFitsALine(t *testing.T) {
 			t.Errorf("%d characters: %s", len(bar), bar)
 		}
 	}
+}
+
+// TestProgressFollowsGrowth wants pace and time left to be those of the model as it is: ten steps of
+// a second each, then a model whose steps take three.
+func TestProgressFollowsGrowth(t *testing.T) {
+	p := &progress{w: io.Discard}
+	e := llm.Event{Kind: llm.RunStart, Steps: 20}
+	p.event(e)
+	step := func(took time.Duration) {
+		e.Kind, e.Step, e.RunTokens, e.Elapsed = llm.StepEnd, e.Step+1, e.RunTokens+300,
+			e.Elapsed+took
+		p.event(e)
+	}
+	for range 10 {
+		step(time.Second)
+	}
+	require.Contains(t, p.bar(e), " 300 tok/s  0:10 left")
+	e.Kind, e.Err = llm.Reshaped, errors.New("no room")
+	p.event(e)
+	require.Contains(t, p.bar(e), " 300 tok/s  0:10 left")
+	e.Err = nil
+	p.event(e)
+	require.NotContains(t, p.bar(e), "left")
+	step(3 * time.Second)
+	require.Contains(t, p.bar(e), " 100 tok/s  0:27 left")
 }
 
 type fullDisk struct{}
