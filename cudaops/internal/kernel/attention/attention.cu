@@ -291,12 +291,12 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p, i
 // as that token. So whatever it was given, no kernel reads beside its arrays or waits for a block
 // that never comes. A window ends what a query sees so many tokens before it; 0 for none. Launch: a
 // block of 1024 threads for every sequence.
-template <class Int> __device__ __forceinline__ void documentTable(int *table, const Int *from, int seq, int window) {
+__device__ __forceinline__ void documentTable(int *table, const int64_t *from, int seq, int window) {
   __shared__ int ofWarps[kWarp];
   int *start = table + (int64_t)blockIdx.x * seq, *end = start + (int64_t)gridDim.x * seq;
   if (from) from += (int64_t)blockIdx.x * seq;
   auto begin = [&](int i) {
-    const int document = from ? (int)min(max(from[i], Int(0)), Int(seq)) : 0;
+    const int document = from ? (int)min(max(from[i], int64_t(0)), int64_t(seq)) : 0;
     return window > 0 ? max(document, i - window + 1) : document;
   };
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -332,10 +332,6 @@ template <class Int> __device__ __forceinline__ void documentTable(int *table, c
 
 }  // namespace attention
 
-extern "C" __global__ void __launch_bounds__(1024) attention_document_table_i32(int *table, const int32_t *from, int seq,
-                                                                                       int window) {
-  attention::documentTable(table, from, seq, window);
-}
 extern "C" __global__ void __launch_bounds__(1024) attention_document_table_i64(int *table, const int64_t *from, int seq,
                                                                                        int window) {
   attention::documentTable(table, from, seq, window);
