@@ -997,9 +997,12 @@ func apartBy(x, y []float32) float64 {
 	return math.Sqrt(diff / norm)
 }
 
-// OpenFake is openFake for tests with packages that import this one.
+// OpenFakeDriver is openFake for tests with packages that import this one.
+func OpenFakeDriver(t testing.TB) (*Device, *fake.Driver) { return openFake(t, fake.Config{}) }
+
+// OpenFake is the device of OpenFakeDriver.
 func OpenFake(t testing.TB) *Device {
-	device, _ := openFake(t, fake.Config{})
+	device, _ := OpenFakeDriver(t)
 	return device
 }
 

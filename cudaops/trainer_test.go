@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	engine "github.com/kasmina-go/kasmina/llm/gpu"
@@ -708,6 +709,27 @@ func growthAt(m *llm.Model, step int) error {
 		}
 	}
 	return nil
+}
+
+// TestKeepsOptimizer wants an engine to say that it cannot be kept while its machine has no
+// optimiser, and to be kept when it has one again.
+func TestKeepsOptimizer(t *testing.T) {
+	device, cuda := cudaops.OpenFakeDriver(t)
+	m, _, o := newRun(t, filepath.Join(t.TempDir(), "text"), 0)
+	e, err := engine.Engine(device, cudaops.Float32)(m, o, llm.TrainConfig{Batch: batch})
+	require.NoError(t, err)
+	k := e.(llm.Keeper)
+	require.True(t, k.CanKeep())
+	cuda.Fail("cuMemAlloc", 1, gpu.OutOfMemory)
+	require.ErrorIs(t, e.Push(), cudaops.ErrOutOfMemory)
+	require.False(t, k.CanKeep())
+	_, err = k.Keep()
+	require.ErrorContains(t, err, "the machine has no optimiser")
+	require.NoError(t, e.Push())
+	require.True(t, k.CanKeep())
+	kept, err := k.Keep()
+	require.NoError(t, err)
+	require.NoError(t, kept.Close())
 }
 
 // TestSwapsKeepBits wants a run whose engines leave parameters and moments on the device to the

@@ -52,6 +52,7 @@ type engine struct {
 	machine       *cudaops.Machine
 	changed       bool    // the device is ahead of the host
 	builder       builder // that made it
+	optimizes     bool    // the machine has the optimiser
 }
 
 // scaler is an engine that computes with float16, an llm.Scaler.
@@ -78,11 +79,11 @@ type builder struct {
 // engine makes one, whose machine has more options.
 func (b builder) engine(more ...cudaops.MachineOption) (llm.Engine, error) {
 	e, err := b.compile(more...)
-	if err == nil {
-		err = e.optimize()
-	}
 	if err != nil {
 		return nil, fmt.Errorf("llm/gpu: %w", err)
+	}
+	if err := e.optimize(); err != nil {
+		return nil, errors.Join(fmt.Errorf("llm/gpu: %w", err), e.machine.Close())
 	}
 	if b.scales && e.graph.Updates() { // a frozen model may have nothing yet that learns
 		return scaler{e}, nil
@@ -130,18 +131,17 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 		name += ", gradients " + p.String()
 	}
 	return &engine{name, llm.Inference{Model: b.model, Make: beside}, b.optimizer, b.config.Clip,
-		g, machine, false, b}, nil
+		g, machine, false, b, false}, nil
 }
 
-// optimize puts the optimiser on the device. After an error the engine is closed.
+// optimize puts the optimiser on the device.
 func (e *engine) optimize() error {
 	if !e.graph.Updates() {
 		return nil
 	}
-	if err := e.machine.SetOptimizer(e.optimizer, e.limit); err != nil {
-		return errors.Join(err, e.machine.Close())
-	}
-	return nil
+	err := e.machine.SetOptimizer(e.optimizer, e.limit)
+	e.optimizes = err == nil
+	return err
 }
 
 func (e *engine) Name() string { return e.name }
@@ -261,11 +261,7 @@ func (e *engine) Gradient(param string) (any, error) {
 // Push sends the named parameters; without names all, and what the optimiser remembers.
 func (e *engine) Push(names ...string) error {
 	if len(names) == 0 {
-		err := e.machine.Upload(e.graph.Params...)
-		if e.graph.Updates() {
-			err = errors.Join(err, e.machine.SetOptimizer(e.optimizer, e.limit))
-		}
-		return err
+		return errors.Join(e.machine.Upload(e.graph.Params...), e.optimize())
 	}
 	var nodes gorgonia.Nodes
 	for _, p := range e.graph.Params {
@@ -289,8 +285,9 @@ func (e *engine) Close() error {
 	return errors.Join(e.Inference.Close(), e.machine.Close())
 }
 
-// CanKeep is that of [llm.Keeper]: a machine keeps what its optimiser updates.
-func (e *engine) CanKeep() bool { return e.graph.Updates() }
+// CanKeep is that of [llm.Keeper]: a machine keeps what its optimiser updates, if it has one. Since
+// a failed Push it has none.
+func (e *engine) CanKeep() bool { return e.optimizes }
 
 // Keep is that of [llm.Keeper].
 func (e *engine) Keep() (llm.Kept, error) {

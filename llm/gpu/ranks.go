@@ -110,7 +110,7 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 		return nil, err
 	}
 	if err := e.optimize(); err != nil {
-		return nil, err
+		return nil, errors.Join(err, e.machine.Close())
 	}
 	return ranked{e, team}, nil
 }
