@@ -141,9 +141,7 @@ func planned(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 		if lacks <= 0 || err != nil {
 			return p, err
 		}
-		if err := m.runner.ForgetPlans(); err != nil {
-			return nil, err
-		}
+		m.runner.ForgetPlans()
 		m.chooser.Again()
 		if m.config.limit > 0 && m.config.Room == math.MaxInt {
 			m.config.Room = p.Spent - lacks
@@ -368,8 +366,7 @@ func (m *Machine) Close() (err error) {
 	}
 	ctx, x := m.device.ctx, m.runner.Executor
 	err = run.Joined(m.runner.Forget(), m.layers.Settle(), m.monitor.Close(),
-		m.profiler.Close(), m.optimizer.Close(), x.ForgetPlans(), m.runner.Inputs.Close(),
-		x.Memory.Close())
+		m.profiler.Close(), m.optimizer.Close(), m.runner.Inputs.Close(), x.Memory.Close())
 	if m.config.stream == 0 {
 		err = run.Joined(err, ctx.DestroyStream(x.Stream))
 	}

@@ -22,7 +22,6 @@ type timer struct {
 	size   int     // of that, in bytes
 	// what lasts for all benchmarks, and for one or a part of it
 	all, memory run.Memory
-	plans       []gpu.MatmulPlan
 }
 
 // cacheBytes is several times any GPU's cache.
@@ -81,12 +80,7 @@ func measure(ctx gpu.Context, cache int, report func(Measurement) error,
 func (b *timer) free() { do(b.release()) }
 
 func (b *timer) release() error {
-	err := errors.Join(b.Ctx.SyncStream(b.stream), b.memory.Close())
-	for _, p := range b.plans {
-		err = errors.Join(err, p.Close())
-	}
-	b.plans = nil
-	return err
+	return errors.Join(b.Ctx.SyncStream(b.stream), b.memory.Close())
 }
 
 // bytes returns memory that is not set.
@@ -167,7 +161,6 @@ func (b *timer) repeat(n int, work func()) time.Duration {
 func (b *timer) plan(spec gpu.MatmulSpec) func(gpu.MatmulArgs) {
 	workspace := b.bytes(run.WorkspaceBytes)
 	plan := must(must(b.Ctx.Blas()).Plan(spec, run.WorkspaceBytes, 1))
-	b.plans = append(b.plans, plan)
 	return func(a gpu.MatmulArgs) {
 		a.Workspace, a.WorkspaceSize = workspace, run.WorkspaceBytes
 		do(plan.Run(0, a, b.stream))

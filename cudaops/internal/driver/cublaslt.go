@@ -3,6 +3,7 @@ package driver
 import (
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 	"unsafe"
@@ -80,7 +81,7 @@ func (b *cublasLt) close() error { return b.call(&b.Destroy, b.handle) }
 
 // blasPlan holds cuBLASLt's descriptors. cuBLASLt thinks in columns: a row-major matrix is its
 // transpose there, so that D = op(A) op(B) becomes Dᵀ = op(B)ᵀ op(A)ᵀ. Its first operand is our B,
-// its second our A.
+// its second our A. They are a few hundred bytes of host memory, and go when the plan is garbage.
 type blasPlan struct {
 	b     *cublasLt
 	spec  gpu.MatmulSpec
@@ -125,8 +126,7 @@ func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, 
 		err = p.search(workspace, want)
 	}
 	if err != nil {
-		err = fmt.Errorf("matmul %+v: %w", m, err)
-		return nil, errors.Join(err, p.Close())
+		return nil, fmt.Errorf("matmul %+v: %w", m, err)
 	}
 	return p, nil
 }
@@ -140,6 +140,7 @@ func (p *blasPlan) describe() error {
 		real32F); err != nil {
 		return err
 	}
+	p.owns(p.desc, &b.DescDestroy)
 	attributes := []attribute{{descTransA, bit(m.TransB), 4}, {descTransB, bit(m.TransA), 4},
 		{descFastAccum, bit(m.Scaled()), 1}}
 	if m.Scaled() {
@@ -158,6 +159,11 @@ func (p *blasPlan) describe() error {
 	return errors.Join(p.layout(&p.layoutA, m.A, m.M, m.K, m.TransA),
 		p.layout(&p.layoutB, m.B, m.K, m.N, m.TransB),
 		p.layout(&p.layoutD, m.D, m.M, m.N, false))
+}
+
+// owns has a descriptor go with the plan.
+func (p *blasPlan) owns(descriptor uintptr, destroy *proc) {
+	runtime.AddCleanup(p, func(d uintptr) { destroy.call(d) }, descriptor)
 }
 
 // attribute is one of a descriptor: a number of so many bytes.
@@ -202,10 +208,13 @@ func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols int, transposed b
 		rows, cols = cols, rows
 	}
 	b := p.b
-	err := b.call(&b.LayoutCreate, uintptr(unsafe.Pointer(to)), blasTypes[t], uintptr(cols),
-		uintptr(rows), uintptr(cols))
-	if err != nil || p.spec.Batch == 1 {
+	if err := b.call(&b.LayoutCreate, uintptr(unsafe.Pointer(to)), blasTypes[t], uintptr(cols),
+		uintptr(rows), uintptr(cols)); err != nil {
 		return err
+	}
+	p.owns(*to, &b.LayoutDestroy)
+	if p.spec.Batch == 1 {
+		return nil
 	}
 	return b.set(&b.LayoutSetAttribute, *to, attribute{layoutBatchCount, uint64(p.spec.Batch), 4},
 		attribute{layoutBatchStride, uint64(rows * cols), 8})
@@ -275,22 +284,6 @@ func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 		return fmt.Errorf("matmul %+v: %w", p.spec, err)
 	}
 	return nil
-}
-
-func (p *blasPlan) Close() error {
-	b := p.b
-	var err error
-	for _, h := range []*uintptr{&p.layoutA, &p.layoutB, &p.layoutD} {
-		if *h != 0 {
-			err = errors.Join(err, b.call(&b.LayoutDestroy, *h))
-			*h = 0
-		}
-	}
-	if p.desc != 0 {
-		err = errors.Join(err, b.call(&b.DescDestroy, p.desc))
-		p.desc = 0
-	}
-	return err
 }
 
 // blasPlaces lists where cuBLASLt may be, of the majors of CUDA that have the calls used here.

@@ -145,7 +145,6 @@ func TestFloat8Depth(t *testing.T) {
 		e := relative(values(gpu.Float32, got), want)
 		t.Logf("sums of %d: error %.2g", k, e)
 		require.Less(t, e, 0.04, k)
-		ok(t, p.Close())
 		ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(ps)))
 	}
 	ok(t, c.Close())
@@ -195,7 +194,7 @@ func TestMatmulDepth(t *testing.T) {
 			len(p.Algos()), split, worst, m*n); worst > m*n/20 {
 			t.Errorf("%v: a way rounds %d of %d numbers more than once", dt, worst, m*n)
 		}
-		ok(t, errors.Join(p.Close(), r.Free(pa), r.Free(pb), r.Free(pd), r.Free(work)))
+		ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(work)))
 	}
 	ok(t, c.Close())
 }
@@ -289,8 +288,7 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 		require.ErrorIs(t, err, gpu.BlasInvalidValue)
 		require.ErrorContains(t, err, what)
 	}
-	ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(psa), r.Free(psb), r.Free(work),
-		p.Close()))
+	ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(psa), r.Free(psb), r.Free(work)))
 }
 
 // TestPoison wants poisoned products to be right where they are complete, and to leave what beta
@@ -330,6 +328,6 @@ func TestPoison(t *testing.T) {
 				}
 			}
 		}
-		ok(t, errors.Join(r.Free(a), r.Free(d), p.Close()))
+		ok(t, errors.Join(r.Free(a), r.Free(d)))
 	})
 }

@@ -87,7 +87,6 @@ type MatmulPlan interface {
 	Algos() []Algo
 	// Run enqueues the product, computed in the way with that index.
 	Run(algo int, a MatmulArgs, s Stream) error
-	Close() error
 }
 
 // Ready refuses operands that do not go with a plan, has C be D where it is null, and poisons what

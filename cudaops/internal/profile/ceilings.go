@@ -124,10 +124,7 @@ func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 	if err != nil {
 		return 0, nil
 	}
-	took, err = c.best(len(plan.Algos()), func(way int) error {
-		return plan.Run(way, args, c.Stream)
-	})
-	return took, errors.Join(err, plan.Close())
+	return c.best(len(plan.Algos()), func(way int) error { return plan.Run(way, args, c.Stream) })
 }
 
 // best is the shortest of three times of each way of some work, after a first run of it.

@@ -2,7 +2,6 @@ package run
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"strings"
 
@@ -75,11 +74,4 @@ func ProductShape(m gpu.MatmulSpec) gemm.ProductShape {
 }
 
 // ForgetPlans drops the plans, for another program.
-func (x *Executor) ForgetPlans() error {
-	var errs []error
-	for _, p := range x.plans {
-		errs = append(errs, p.Close())
-	}
-	clear(x.plans)
-	return errors.Join(errs...)
-}
+func (x *Executor) ForgetPlans() { clear(x.plans) }

@@ -34,7 +34,6 @@ type Context struct {
 	modules     map[gpu.Module]module
 	shared      map[uintptr]int // of a function: the most dynamic shared memory it may use
 	graphs      map[gpu.Graph]*capture
-	plans       int
 	trace       []Op
 }
 

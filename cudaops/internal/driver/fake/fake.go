@@ -172,7 +172,7 @@ func (c *Context) leaks() []string {
 		}
 	}
 	for what, n := range map[string]int{"streams": len(c.streams) - 1, "events": len(c.events),
-		"modules": len(c.modules), "graphs": len(c.graphs), "matmul plans": c.plans,
+		"modules": len(c.modules), "graphs": len(c.graphs),
 		"bytes of pinned host memory": c.pinnedBytes} {
 		if n > 0 {
 			found = append(found, fmt.Sprintf("%d %s", n, what))

@@ -48,19 +48,11 @@ func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error
 				p.algos = append(p.algos, gpu.Algo{Workspace: need, ID: [8]uint64{uint64(i)}})
 			}
 		}
-		b.c.plans++
 		return p, nil
 	})
 }
 
 func (p *plan) Algos() []gpu.Algo { return slices.Clone(p.algos) }
-
-func (p *plan) Close() error {
-	p.c.mu.Lock()
-	defer p.c.mu.Unlock()
-	p.c.plans--
-	return nil
-}
 
 func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	c := p.c
