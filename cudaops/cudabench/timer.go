@@ -132,7 +132,7 @@ func (b *timer) computes(name string, flops float64, launch kernel.Launch) {
 // launch enqueues launches, one behind the other.
 func (b *timer) launch(launches ...kernel.Launch) {
 	for _, l := range launches {
-		do(l.Launch(b.Set, b.stream))
+		do(b.Launch(b.stream, l))
 	}
 }
 

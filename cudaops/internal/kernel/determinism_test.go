@@ -39,16 +39,16 @@ func TestSameBits(t *testing.T) {
 		Workspace: work.Ptr}
 
 	run := func() (results [][]float64) {
-		g.Must(norm.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, norm))
 		results = append(results, g.Read(dx), g.Read(dw))
-		g.Must(sum.Launch(g.Set, g.Stream))
-		g.Must(columns.Launch(g.Set, g.Stream))
-		g.Must(crossentropy.Scale{Scale: scale.Ptr, Targets: targets,
-			Rows: rows}.Launch(g.Set, g.Stream))
-		g.Must(crossentropy.Forward{Logits: x.Ptr, Losses: losses.Ptr, Targets: targets, Rows: rows,
-			V: d, Type: kerneltest.Bf16}.Launch(g.Set, g.Stream))
-		g.Must(crossentropy.Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
-			Rows: rows}.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, sum))
+		g.Must(g.Launch(g.Stream, columns))
+		g.Must(g.Launch(g.Stream, crossentropy.Scale{Scale: scale.Ptr, Targets: targets,
+			Rows: rows}))
+		g.Must(g.Launch(g.Stream, crossentropy.Forward{Logits: x.Ptr, Losses: losses.Ptr,
+			Targets: targets, Rows: rows, V: d, Type: kerneltest.Bf16}))
+		g.Must(g.Launch(g.Stream, crossentropy.Mean{Mean: mean.Ptr, Losses: losses.Ptr,
+			Scale: scale.Ptr, Rows: rows}))
 		return append(results, g.Read(one), g.Read(many), g.Read(losses), g.Read(mean))
 	}
 	first := run()

@@ -30,8 +30,8 @@ import (
 // TestLargeCopies wants a copy of more elements than a kernel counts to be made in two.
 func TestLargeCopies(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
-	require.NoError(t, layout.Copy{Y: p, X: p + 2, Dims: []int{65537, 32771},
-		YStrides: []int{32771, 1}, XStrides: []int{32773, 1}, Size: 2}.Launch(k, 0))
+	require.NoError(t, k.Launch(0, layout.Copy{Y: p, X: p + 2, Dims: []int{65537, 32771},
+		YStrides: []int{32771, 1}, XStrides: []int{32773, 1}, Size: 2}))
 	var rows []int
 	for _, op := range c.Trace() {
 		if op.Name != "" {
@@ -49,29 +49,32 @@ func TestRefusals(t *testing.T) {
 	const s, huge = gpu.Stream(0), 1 << 31
 	seven := tensor.Shape(slices.Repeat([]int{2}, 7)).CalcStrides()
 	for want, err := range map[string]error{
-		"kernels: softmax_block_f32: 2147483648 elements, want at most": softmax.Forward{Rows: 1,
-			N: huge}.Launch(k, s),
-		"kernels: cross_entropy_forward_f32: a grid of 2147483648x1x1": crossentropy.Forward{
-			Rows: huge, V: 1}.Launch(k, s),
-		"kernels: quantize_columns_bf16: a grid of 1x65536x1 blocks": quantize.Columns{
-			Rows: 8388481, D: 1, Type: kerneltest.Bf16}.Launch(k, s),
-		"kernels.RoPE: 2000000000 rows of 8 heads": rope.Rotate{Rows: 2e9, Seq: 1,
-			Heads: 8, HeadDim: 64}.Launch(k, s),
-		"kernels.SiLUMul: 2147483647 rows of 3 elements": silu.Mul{Rows: huge - 1,
-			F: 3}.Launch(k, s),
-		"kernels.DecodeAttention: heads of 258 features": decode.Attention{
-			Geometry: decode.Geometry{Heads: 1, KVHeads: 1, HeadDim: 258, Capacity: 1}}.Launch(k, s),
-		"are 7 after merging, want at most 6": layout.Copy{Dims: slices.Repeat(
-			[]int{2}, 7), YStrides: seven, XStrides: backwards(seven), Size: 4}.Launch(k, s),
-		"unary_float8e4m3": elementwise.Unary{N: 1, Type: gpu.Float8E4M3}.Launch(k, s),
-		"the way rows does not take the arguments, which [any]": normkernel.RMSNorm{Rows: 1, D: 3,
-			Way: kernel.Way{Family: "rows"}}.Launch(k, s),
-		"kernels.Reduce: nothing to reduce, [1, 0, 1]": reduce.Reduce{Op: reduce.Max, Outer: 1,
-			Inner: 1}.Launch(k, s),
-		"kernels.Kasmina: 2147483648 rows of 1 seeds": kasmina.Forward{Layer: kasmina.Layer{
-			Rows: huge, Chunk: 4, State: kasmina.State{Seeds: 1}}}.Launch(k, s),
-		"kernels.Kasmina: 1 rows of 1024 seeds of 1048576": kasmina.Backward{Layer: kasmina.Layer{
-			Rows: 1, Chunk: 1 << 20, State: kasmina.State{Seeds: 1 << 10}}}.Launch(k, s),
+		"kernels: softmax_block_f32: 2147483648 elements, want at most": k.Launch(s,
+			softmax.Forward{Rows: 1, N: huge}),
+		"kernels: cross_entropy_forward_f32: a grid of 2147483648x1x1": k.Launch(s,
+			crossentropy.Forward{
+				Rows: huge, V: 1}),
+		"kernels: quantize_columns_bf16: a grid of 1x65536x1 blocks": k.Launch(s, quantize.Columns{
+			Rows: 8388481, D: 1, Type: kerneltest.Bf16}),
+		"kernels.RoPE: 2000000000 rows of 8 heads": k.Launch(s, rope.Rotate{Rows: 2e9, Seq: 1,
+			Heads: 8, HeadDim: 64}),
+		"kernels.SiLUMul: 2147483647 rows of 3 elements": k.Launch(s, silu.Mul{Rows: huge - 1,
+			F: 3}),
+		"kernels.DecodeAttention: heads of 258 features": k.Launch(s, decode.Attention{
+			Geometry: decode.Geometry{Heads: 1, KVHeads: 1, HeadDim: 258, Capacity: 1}}),
+		"are 7 after merging, want at most 6": k.Launch(s, layout.Copy{Dims: slices.Repeat(
+			[]int{2}, 7), YStrides: seven, XStrides: backwards(seven), Size: 4}),
+		"unary_float8e4m3": k.Launch(s, elementwise.Unary{N: 1, Type: gpu.Float8E4M3}),
+		"the way rows does not take the arguments, which [any]": k.Launch(s,
+			normkernel.RMSNorm{Rows: 1, D: 3, Way: kernel.Way{Family: "rows"}}),
+		"kernels.Reduce: nothing to reduce, [1, 0, 1]": k.Launch(s, reduce.Reduce{Op: reduce.Max,
+			Outer: 1, Inner: 1}),
+		"kernels.Kasmina: 2147483648 rows of 1 seeds": k.Launch(s,
+			kasmina.Forward{Layer: kasmina.Layer{
+				Rows: huge, Chunk: 4, State: kasmina.State{Seeds: 1}}}),
+		"kernels.Kasmina: 1 rows of 1024 seeds of 1048576": k.Launch(s,
+			kasmina.Backward{Layer: kasmina.Layer{
+				Rows: 1, Chunk: 1 << 20, State: kasmina.State{Seeds: 1 << 10}}}),
 		"weight 0 is 8388624x16, want at most 8388608x16777216": func() error {
 			_, err := quantize.NewTable(k.Ctx, []quantize.Weight{{Rows: 1<<23 + 16, D: 16}})
 			return err
@@ -93,7 +96,7 @@ func TestRefusals(t *testing.T) {
 		"rows": reduce.Reduce{Op: reduce.Sum, N: 9, Inner: 1}, "columns": reduce.Reduce{
 			Op: reduce.Sum, Outer: 1, N: 9},
 	} {
-		require.NoError(t, l.Launch(k, s), what)
+		require.NoError(t, k.Launch(s, l), what)
 	}
 	require.Len(t, ctx.Trace(), 1, "the first of those of columns")
 	nothingLeft(t, ctx)
@@ -172,7 +175,7 @@ func TestLaunches(t *testing.T) {
 		}
 		for _, l := range launches {
 			ctx.ClearTrace()
-			require.NoError(t, l.Launch(k, 0), "%T %+v", l, l)
+			require.NoError(t, k.Launch(0, l), "%T %+v", l, l)
 			require.NotEmpty(t, ctx.Trace(), "%T %+v", l, l)
 		}
 	}
@@ -193,8 +196,8 @@ func TestFaults(t *testing.T) {
 		d.Fail(call, 1, gpu.NotSupported)
 		k := kernel.New(ctx)
 		a := normkernel.RMSNormBackward{Rows: 4096, D: 8192, Type: kerneltest.F16, Workspace: 256}
-		require.ErrorContains(t, a.Launch(k, 0), call)
-		require.NoError(t, a.Launch(k, 0), call)
+		require.ErrorContains(t, k.Launch(0, a), call)
+		require.NoError(t, k.Launch(0, a), call)
 	}
 }
 
@@ -215,12 +218,12 @@ func TestFloat8Launches(t *testing.T) {
 			held, other int
 		}{
 			"Quantize": {func() error {
-				return quantize.Rows{Rows: 5, D: d, Type: kerneltest.Bf16}.Launch(k, 0)
+				return k.Launch(0, quantize.Rows{Rows: 5, D: d, Type: kerneltest.Bf16})
 			}, 1, 1},
-			"RMSNorm":         {func() error { return norm.Launch(k, 0) }, 1, 2},
-			"RMSNormBackward": {func() error { return normBackward.Launch(k, 0) }, 2, 4},
-			"SiLUMul":         {func() error { return gate.Launch(k, 0) }, 1, 1},
-			"SiLUMulBackward": {func() error { return gateBackward.Launch(k, 0) }, 1, 2},
+			"RMSNorm":         {func() error { return k.Launch(0, norm) }, 1, 2},
+			"RMSNormBackward": {func() error { return k.Launch(0, normBackward) }, 2, 4},
+			"SiLUMul":         {func() error { return k.Launch(0, gate) }, 1, 1},
+			"SiLUMulBackward": {func() error { return k.Launch(0, gateBackward) }, 1, 2},
 		} {
 			want := c.other
 			if held {

@@ -59,10 +59,10 @@ func (k *Set) Close() error {
 	return errors.Join(errs...)
 }
 
-// Function finds a unit's function, loading the unit at first, and allows it the dynamic shared
+// function finds a unit's function, loading the unit at first, and allows it the dynamic shared
 // memory, where that is more than needs no leave: 48 KiB together with what the kernel itself
 // declares, which is less than 1 KiB.
-func (k *Set) Function(unit, name string, shared int) (*kernel, error) {
+func (k *Set) function(unit, name string, shared int) (*kernel, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	f := k.kernels[key{unit, name}]
@@ -97,28 +97,6 @@ func (k *Set) Function(unit, name string, shared int) (*kernel, error) {
 	return f, nil
 }
 
-// Enqueue enqueues a kernel. A grid without blocks is nothing to do. Only GPUs on which a kernel can
-// wait for the one before it have it overlap that.
-func (k *Set) Enqueue(s gpu.Stream, unit, name string, c gpu.LaunchConfig, args ...any) error {
-	if c.Grid.X < 1 {
-		return nil
-	}
-	if c.Grid.X > math.MaxInt32 || max(c.Grid.Y, c.Grid.Z) > math.MaxUint16 {
-		return fmt.Errorf("kernels: %s: a grid of %v blocks is more than one launch can have", name,
-			c.Grid)
-	}
-	c.Overlap = c.Overlap && k.overlaps()
-	var a gpu.Args
-	if err := add(&a, args...); err != nil {
-		return fmt.Errorf("kernels: %s: %w", name, err)
-	}
-	f, err := k.Function(unit, name, c.Shared)
-	if err != nil {
-		return err
-	}
-	return k.Ctx.Launch(f.Function, c, s, &a)
-}
-
 // Queue is launches that go to a stream one after the other. Once something has failed, nothing
 // more is enqueued.
 type Queue struct {
@@ -127,31 +105,44 @@ type Queue struct {
 	Err    error // what has failed
 }
 
-// On is a queue to a stream.
-func (k *Set) On(s gpu.Stream) *Queue { return &Queue{Set: k, Stream: s} }
-
-// Run enqueues a kernel.
+// Run enqueues a kernel. A grid without blocks is nothing to do. Only GPUs on which a kernel can
+// wait for the one before it have it overlap that.
 func (q *Queue) Run(unit, name string, c gpu.LaunchConfig, args ...any) {
-	if q.Err == nil {
-		q.Err = q.Enqueue(q.Stream, unit, name, c, args...)
+	if q.Err == nil && c.Grid.X > 0 {
+		q.Err = q.enqueue(unit, name, c, args)
 	}
+}
+
+func (q *Queue) enqueue(unit, name string, c gpu.LaunchConfig, args []any) error {
+	if c.Grid.X > math.MaxInt32 || max(c.Grid.Y, c.Grid.Z) > math.MaxUint16 {
+		return fmt.Errorf("kernels: %s: a grid of %v blocks is more than one launch can have", name,
+			c.Grid)
+	}
+	c.Overlap = c.Overlap && q.overlaps()
+	var a gpu.Args
+	if err := add(&a, args...); err != nil {
+		return fmt.Errorf("kernels: %s: %w", name, err)
+	}
+	f, err := q.function(unit, name, c.Shared)
+	if err != nil {
+		return err
+	}
+	return q.Ctx.Launch(f.Function, c, q.Stream, &a)
 }
 
 // RunAll enqueues a kernel whose blocks or clusters are as many as run at once.
 func (q *Queue) RunAll(unit, name string, c gpu.LaunchConfig, args ...any) {
-	if q.Err == nil {
-		var n int
-		n, q.Err = q.Resident(unit, name, c)
-		c.Grid.X *= n
-	}
+	c.Grid.X *= q.Resident(unit, name, c)
 	q.Run(unit, name, c, args...)
 }
 
-// Then enqueues a launch of another family.
-func (q *Queue) Then(l Launch) {
+// Resident is how many blocks of a launch run at once on the whole GPU, or clusters where it has
+// these: the grid of a kernel that works in a loop.
+func (q *Queue) Resident(unit, name string, c gpu.LaunchConfig) (n int) {
 	if q.Err == nil {
-		q.Err = l.Launch(q.Set, q.Stream)
+		n, q.Err = q.resident(unit, name, c)
 	}
+	return n
 }
 
 // Fill sets memory to a byte.
@@ -188,10 +179,8 @@ func (c *Carve) Take(bytes int) gpu.Ptr {
 	return p
 }
 
-// Resident is how many blocks of a launch run at once on the whole GPU, or clusters where it has
-// these: the grid of a kernel that works in a loop.
-func (k *Set) Resident(unit, name string, c gpu.LaunchConfig) (int, error) {
-	f, err := k.Function(unit, name, c.Shared)
+func (k *Set) resident(unit, name string, c gpu.LaunchConfig) (int, error) {
+	f, err := k.function(unit, name, c.Shared)
 	if err != nil {
 		return 0, err
 	}
@@ -330,9 +319,7 @@ func With(holds bool, words string) string {
 }
 
 // Launch is a structure that says what a kernel is to do.
-type Launch interface {
-	Launch(k *Set, s gpu.Stream) error
-}
+type Launch interface{ Launch(q *Queue) }
 
 // Launch enqueues what a structure says.
 func (k *Set) Launch(s gpu.Stream, params any) error {
@@ -340,7 +327,9 @@ func (k *Set) Launch(s gpu.Stream, params any) error {
 	if !ok {
 		return fmt.Errorf("kernels: there is no launch of a %T", params)
 	}
-	return l.Launch(k, s)
+	q := &Queue{Set: k, Stream: s}
+	l.Launch(q)
+	return q.Err
 }
 
 // Ways lists the ways that take a launch, the one that should be fastest first. It is empty where

@@ -69,8 +69,8 @@ type Documents struct {
 func DocumentsBytes(batch, seq int) int { return 8 * batch * seq }
 
 // Launch launches one kernel.
-func (p Documents) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "attention", "attention_document_table_i64", kernel.Line(p.Batch, 1024),
+func (p Documents) Launch(q *kernel.Queue) {
+	q.Run("attention", "attention_document_table_i64", kernel.Line(p.Batch, 1024),
 		p.Table, p.Starts, p.Seq, min(p.Window, p.Seq))
 }
 
@@ -85,11 +85,10 @@ type Forward struct {
 }
 
 // Launch launches one kernel.
-func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	c := begin(k.On(s), "Attention", a.Geometry, a.Type, a.Way, a.Ways(k))
+func (a Forward) Launch(q *kernel.Queue) {
+	c := begin(q, "Attention", a.Geometry, a.Type, a.Way, a.Ways(q.Set))
 	c.rows, c.lse = [8]kernel.Rows{a.Q, a.K, a.V, a.Y}, a.LSE
 	c.launch(forward)
-	return c.Err
 }
 
 // Backward computes the gradients DQ, DK and DV from that of Y, G, and the forward pass's Y and
@@ -121,8 +120,8 @@ func (a Geometry) statsRows() int {
 }
 
 // Launch launches the statistics' kernel, and those of the gradients behind it.
-func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	c := begin(k.On(s), "AttentionBackward", a.Geometry, a.Type, a.Way, a.Ways(k))
+func (a Backward) Launch(q *kernel.Queue) {
+	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Way, a.Ways(q.Set))
 	c.rows, c.lse = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}, a.LSE
 	c.stats = a.Stats
 	c.launchStatistics()
@@ -138,10 +137,9 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 		for i, d := range []kernel.Rows{a.DQ, a.DK} {
 			turn.Y, turn.X, turn.XStride, turn.YStride = d.Ptr, d.Ptr, d.Stride, d.Stride
 			turn.Heads = []int{a.Heads, a.KVHeads}[i]
-			c.Then(turn)
+			turn.Launch(q)
 		}
 	}
-	return c.Err
 }
 
 // attentionCall is a launch whose way is chosen and whose scale is filled in.
@@ -299,7 +297,7 @@ var sections = []int{8, 24, 48}
 // Ways lists the ways that take the launch.
 func (a Backward) Ways(k *kernel.Set) []kernel.Way {
 	ways := a.Geometry.ways(k, a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
-	c := attentionCall{Queue: k.On(0), Geometry: a.Geometry, dtype: a.Type}
+	c := attentionCall{Queue: &kernel.Queue{Set: k}, Geometry: a.Geometry, dtype: a.Type}
 	heads := a.Batch * a.KVHeads
 	if ways[0].Family != hopper || !a.Causal ||
 		c.section(heads, c.sharers()) >= min(fusedSection, heads) {

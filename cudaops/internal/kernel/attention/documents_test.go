@@ -29,8 +29,8 @@ func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 		wide[i] = int64(v)
 	}
 	g.Must(g.Ctx.CopyToDevice(starts.Ptr, gpu.Bytes(wide), g.Stream))
-	g.Must(Documents{Table: table.Ptr, Starts: starts.Ptr, Batch: c.Batch, Seq: c.Seq,
-		Window: c.window}.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, Documents{Table: table.Ptr, Starts: starts.Ptr, Batch: c.Batch,
+		Seq: c.Seq, Window: c.window}))
 	return table.Ptr
 }
 
@@ -57,8 +57,8 @@ func TestAttentionWindowsTable(t *testing.T) {
 			continue
 		}
 		alone := g.Alloc(DocumentsBytes(c.Batch, seq)/4, kerneltest.F32, 0)
-		g.Must(Documents{Table: alone.Ptr, Batch: c.Batch, Seq: seq, Window: c.window}.Launch(g.Set,
-			g.Stream))
+		g.Must(g.Launch(g.Stream, Documents{Table: alone.Ptr, Batch: c.Batch, Seq: seq,
+			Window: c.window}))
 		raw := make([]byte, DocumentsBytes(c.Batch, seq))
 		g.Must(g.Ctx.CopyToHost(raw, alone.Ptr, g.Stream))
 		require.Equal(t, table(want), gpu.View[int32](raw),

@@ -46,7 +46,7 @@ func TestAttentionSections(t *testing.T) {
 	for _, a := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64},
 		{16, 16, 2048, 128}, {4, 16, 8192, 128}, {1, 3, 100, 64}} {
 		k, _, _ := kerneltest.FakeAttention(t, 90, 227<<10)
-		c := attentionCall{Queue: k.On(0), Geometry: Geometry{Batch: a.batch, Seq: a.seq,
+		c := attentionCall{Queue: &kernel.Queue{Set: k}, Geometry: Geometry{Batch: a.batch, Seq: a.seq,
 			Heads: a.heads, KVHeads: a.heads, HeadDim: a.dim, Causal: true},
 			dtype: kerneltest.Bf16}
 		heads, tiles := a.batch*a.heads, kernel.CeilDiv(a.seq, 128)
@@ -223,8 +223,8 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 				Documents: table}
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			c.ClearTrace()
-			require.NoError(t, (Documents{Table: table, Starts: p, Batch: 2,
-				Seq: 100}).Launch(k, 0))
+			require.NoError(t, k.Launch(0, Documents{Table: table, Starts: p, Batch: 2,
+				Seq: 100}))
 			require.NoError(t, attend(k, 0, a, kernel.Way{Family: v}, q, p, q, kv, kv, kerneltest.Bf16))
 			require.NoError(t, attendBackward(k, 0, a, kernel.Way{Family: v}, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
@@ -308,13 +308,13 @@ func TestAttentionPoisonsSums(t *testing.T) {
 // attend is the forward pass.
 func attend(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, y kernel.Rows, lse gpu.Ptr, q,
 	key, value kernel.Rows, t gpu.DType) error {
-	return Forward{Geometry: a, Y: y, Q: q, K: key, V: value, LSE: lse, Type: t,
-		Way: w}.Launch(k, s)
+	return k.Launch(s, Forward{Geometry: a, Y: y, Q: q, K: key, V: value, LSE: lse, Type: t,
+		Way: w})
 }
 
 // attendBackward is the backward pass.
 func attendBackward(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, dq, dk, dv kernel.Rows,
 	stats gpu.Ptr, g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
-	return Backward{Geometry: a, DQ: dq, DK: dk, DV: dv, G: g, Q: q, K: key, V: value, Y: y,
-		Stats: stats, LSE: lse, Type: t, Way: w}.Launch(k, s)
+	return k.Launch(s, Backward{Geometry: a, DQ: dq, DK: dk, DV: dv, G: g, Q: q, K: key, V: value,
+		Y: y, Stats: stats, LSE: lse, Type: t, Way: w})
 }

@@ -14,9 +14,9 @@ type Scale struct {
 }
 
 // Launch launches one kernel.
-func (p Scale) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "crossentropy", "cross_entropy_scale", kernel.Line(1, 512), p.Scale,
-		p.Targets, kernel.IDBytes, int64(p.Rows))
+func (p Scale) Launch(q *kernel.Queue) {
+	q.Run("crossentropy", "cross_entropy_scale", kernel.Line(1, 512), p.Scale, p.Targets,
+		kernel.IDBytes, int64(p.Rows))
 }
 
 // Forward computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ
@@ -33,19 +33,20 @@ type Forward struct {
 }
 
 // Launch launches one kernel.
-func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a Forward) Launch(q *kernel.Queue) {
 	c := kernel.Line(a.Rows, kernel.LongRowThreads(a.V, a.Type))
 	if a.Scale == 0 {
-		return k.Enqueue(s, "crossentropy", "cross_entropy_forward"+kernel.Suffix(a.Type), c,
-			a.Logits, a.Losses, a.LSE, a.Targets, kernel.IDBytes, a.V)
+		q.Run("crossentropy", "cross_entropy_forward"+kernel.Suffix(a.Type), c, a.Logits, a.Losses,
+			a.LSE, a.Targets, kernel.IDBytes, a.V)
+		return
 	}
 	name := "cross_entropy"
 	if row := a.V * a.Type.Size(); kernel.Packed(a.Type, a.V, a.Logits) &&
-		row <= k.Info.SharedPerBlock-1024 {
+		row <= q.Info.SharedPerBlock-1024 {
 		name, c.Shared = "cross_entropy_shared", row // beside what the kernel itself declares
 	}
-	return k.Enqueue(s, "crossentropy", name+kernel.Suffix(a.Type), c, a.Logits, a.Losses, a.LSE,
-		a.Targets, kernel.IDBytes, a.Scale, a.Grad, a.V)
+	q.Run("crossentropy", name+kernel.Suffix(a.Type), c, a.Logits, a.Losses, a.LSE, a.Targets,
+		kernel.IDBytes, a.Scale, a.Grad, a.V)
 }
 
 // Mean sets the float32 at Mean to Scale[0]·Σ Losses over all rows of the batch.
@@ -55,9 +56,9 @@ type Mean struct {
 }
 
 // Launch launches one kernel.
-func (p Mean) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "crossentropy", "cross_entropy_mean", kernel.Line(1, 512), p.Mean, p.Losses,
-		p.Scale, int64(p.Rows))
+func (p Mean) Launch(q *kernel.Queue) {
+	q.Run("crossentropy", "cross_entropy_mean", kernel.Line(1, 512), p.Mean, p.Losses, p.Scale,
+		int64(p.Rows))
 }
 
 // Backward writes to Out the gradient that [Forward] leaves in Logits, from LSE; Out may be Logits.
@@ -68,8 +69,8 @@ type Backward struct {
 }
 
 // Launch launches one kernel.
-func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "crossentropy", "cross_entropy_backward"+kernel.Suffix(p.Type),
+func (p Backward) Launch(q *kernel.Queue) {
+	q.Run("crossentropy", "cross_entropy_backward"+kernel.Suffix(p.Type),
 		kernel.Line(p.Rows, kernel.LongRowThreads(p.V, p.Type)), p.Out, p.Logits, p.LSE, p.Targets,
 		kernel.IDBytes, p.Scale, p.Grad, p.V)
 }

@@ -36,11 +36,10 @@ func TestCrossEntropy(t *testing.T) {
 				wantMean := cpucrossentropy.Forward(wantLSE, xr, ids, v)
 				cpucrossentropy.Backward(want, xr, wantLSE, ids, v, gr[0])
 
-				g.Must(Scale{Scale: scale.Ptr, Targets: targets,
-					Rows: rows}.Launch(g.Set, g.Stream))
-				g.Must(a.Launch(g.Set, g.Stream))
-				g.Must(Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
-					Rows: rows}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}))
+				g.Must(g.Launch(g.Stream, a))
+				g.Must(g.Launch(g.Stream, Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
+					Rows: rows}))
 				g.Near("lse", lse, wantLSE, 2e-6)
 				if v > 1 { // a small difference of large numbers where the target is the likeliest
 					g.Near("mean", mean, []float64{wantMean}, 1e-5)
@@ -57,11 +56,11 @@ func TestCrossEntropy(t *testing.T) {
 						g.Near(what, b, want, kerneltest.Backward(dt))
 					}
 				}
-				g.Must(Backward{Out: out.Ptr, Forward: a}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, Backward{Out: out.Ptr, Forward: a}))
 				check("gradient", out)
 				a.Losses = g.Alloc(rows, kerneltest.F32, 0).Ptr
 				again := g.Bufs[len(g.Bufs)-1]
-				g.Must(a.Launch(g.Set, g.Stream)) // in place
+				g.Must(g.Launch(g.Stream, a)) // in place
 				check("gradient in place", logits)
 				require.Zero(t, kerneltest.Distance(g.Read(again), g.Read(losses)))
 			})
@@ -83,9 +82,9 @@ func TestCrossEntropyExtremes(t *testing.T) {
 		}
 		logits, _ := g.Upload(flat, dt, 0)
 		losses := g.Alloc(len(rows), kerneltest.F32, 0)
-		g.Must(Forward{Logits: logits.Ptr, Losses: losses.Ptr,
+		g.Must(g.Launch(g.Stream, Forward{Logits: logits.Ptr, Losses: losses.Ptr,
 			Targets: g.UploadInts(targets), Rows: len(rows), V: 3,
-			Type: dt}.Launch(g.Set, g.Stream))
+			Type: dt}))
 		require.Less(t, kerneltest.Distance(g.Read(losses), want), 5e-3, dt)
 	}
 }
@@ -101,17 +100,17 @@ func TestCrossEntropyRows(t *testing.T) {
 			losses, values := g.Normal(rows, kerneltest.F32, 0)
 			scale, mean, again := g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0),
 				g.Alloc(1, kerneltest.F32, 0)
-			g.Must(Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}.Launch(g.Set, g.Stream))
+			g.Must(g.Launch(g.Stream, Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}))
 			want, sum, size := 1/float64(cpucrossentropy.Targets(ids)), 0.0, 0.0
 			g.Near("scale", scale, []float64{want}, 1e-7)
 			for _, v := range values {
 				sum, size = sum+v, size+math.Abs(v)
 			}
-			g.Must(Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
-				Rows: rows}.Launch(g.Set, g.Stream))
+			g.Must(g.Launch(g.Stream, Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
+				Rows: rows}))
 			require.LessOrEqual(t, math.Abs(g.Read(mean)[0]-sum*want), 1e-6*size*want, rows)
-			g.Must(Mean{Mean: again.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
-				Rows: rows}.Launch(g.Set, g.Stream))
+			g.Must(g.Launch(g.Stream, Mean{Mean: again.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
+				Rows: rows}))
 			require.Zero(t, kerneltest.Distance(g.Read(again), g.Read(mean)), rows)
 		})
 	}

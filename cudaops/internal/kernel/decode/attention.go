@@ -70,9 +70,9 @@ func (g Geometry) PartsBytes(d gpu.DeviceInfo) int {
 func (g Geometry) Counters() int { return g.KVHeads * g.blocks() }
 
 // Launch launches one kernel.
-func (a Attention) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a Attention) Launch(q *kernel.Queue) {
 	if a.HeadDim > mostDim {
-		return fmt.Errorf("kernels.DecodeAttention: heads of %d features, want at most %d",
+		q.Err = fmt.Errorf("kernels.DecodeAttention: heads of %d features, want at most %d",
 			a.HeadDim, mostDim)
 	}
 	lanes := 8
@@ -80,8 +80,8 @@ func (a Attention) Launch(k *kernel.Set, s gpu.Stream) error {
 		lanes *= 2
 	}
 	packed := kernel.Packed(a.Type, a.HeadDim, a.Keys, a.Values) && a.HeadDim%elements == 0
-	slices := a.slices(k.Info)
-	return k.Enqueue(s, "decode_attention",
+	slices := a.slices(q.Info)
+	q.Run("decode_attention",
 		fmt.Sprintf("decode_attention_%d_%d%s", lanes, a.together(), kernel.Suffix(a.Type)),
 		gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads, Z: a.blocks()},
 			Block: gpu.Dim{X: threads}, Overlap: true},

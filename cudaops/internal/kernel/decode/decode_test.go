@@ -76,11 +76,11 @@ func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned b
 		a.Position = g.UploadInts([]int{p})
 		at := func(b *kerneltest.Buffer, n int) gpu.Ptr { return b.Offset(p * n * dt.Size()) }
 		a.Q, a.K, a.V = at(q, qd), at(k, kd), at(v, kd)
-		g.Must(a.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, a))
 		mean := want[p*qd:][:qd]
 		g.Near(fmt.Sprint("y of ", p), y, mean, kerneltest.Forward(dt)*cancelled(vr, mean))
 		once := g.Read(y)
-		g.Must(a.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, a))
 		if kerneltest.Distance(g.Read(y), once) != 0 {
 			g.Error("two runs give different bits")
 		}
@@ -132,18 +132,18 @@ func TestProducts(t *testing.T) {
 				}
 				p := Product{Y: y.Ptr, X: x.Ptr, W: w.Ptr, Columns: c.rows, D: c.depth, Type: dt,
 					Steady: i%3 == 0}
-				g.Must(p.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, p))
 				g.Near("y", y, sums[:c.rows], kerneltest.Forward(dt))
 				p.C = add.Ptr
-				g.Must(p.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, p))
 				for r := range ar {
 					ar[r] += sums[r]
 				}
 				g.Near("y + c", y, ar, kerneltest.Forward(dt))
 				want := make([]float64, c.rows)
 				for _, gelu := range []bool{false, true} {
-					g.Must(Gated{H: h.Ptr, X: x.Ptr, W: w.Ptr, F: c.rows, D: c.depth, GELU: gelu,
-						Steady: i%3 == 1, Type: dt}.Launch(g.Set, g.Stream))
+					g.Must(g.Launch(g.Stream, Gated{H: h.Ptr, X: x.Ptr, W: w.Ptr, F: c.rows,
+						D: c.depth, GELU: gelu, Steady: i%3 == 1, Type: dt}))
 					if gelu {
 						layer.GELUMul(want, sums[:c.rows], sums[c.rows:])
 					} else {

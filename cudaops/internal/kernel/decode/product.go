@@ -28,24 +28,24 @@ type Gated struct {
 const warps = 4
 
 // Launch launches one kernel.
-func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
-	return launch(k, s, "decode_product", a.Columns, a.D, a.Type, a.X, a.W, a.Y, a.X, a.W, a.C,
+func (a Product) Launch(q *kernel.Queue) {
+	launch(q, "decode_product", a.Columns, a.D, a.Type, a.X, a.W, a.Y, a.X, a.W, a.C,
 		a.Columns, a.D, a.Steady)
 }
 
 // Launch launches one kernel.
-func (a Gated) Launch(k *kernel.Set, s gpu.Stream) error {
-	return launch(k, s, "decode_gated", a.F, a.D, a.Type, a.X, a.W, a.H, a.X, a.W, a.F, a.D, a.GELU,
+func (a Gated) Launch(q *kernel.Queue) {
+	launch(q, "decode_gated", a.F, a.D, a.Type, a.X, a.W, a.H, a.X, a.W, a.F, a.D, a.GELU,
 		a.Steady)
 }
 
-func launch(k *kernel.Set, s gpu.Stream, name string, rows, depth int, t gpu.DType, x, w gpu.Ptr,
-	args ...any) error {
+func launch(q *kernel.Queue, name string, rows, depth int, t gpu.DType, x, w gpu.Ptr,
+	args ...any) {
 	variant := "_elements"
 	if kernel.Packed(t, depth, x, w) {
 		variant = "_packs"
 	}
 	c := kernel.Line(kernel.CeilDiv(rows, warps), 32*warps)
 	c.Overlap = true
-	return k.Enqueue(s, "decode_product", name+variant+kernel.Suffix(t), c, args...)
+	q.Run("decode_product", name+variant+kernel.Suffix(t), c, args...)
 }

@@ -74,9 +74,9 @@ const (
 const rowOps = Div + 1
 
 // elementwise launches a kernel over n elements, perAccess of which are one access.
-func elementwise(k *kernel.Set, s gpu.Stream, name string, n, perAccess int, args ...any) error {
+func elementwise(q *kernel.Queue, name string, n, perAccess int, args ...any) {
 	span := elementThreads * elementAccesses * perAccess
-	return k.Enqueue(s, "elementwise", name, kernel.Line(kernel.CeilDiv(n, span), elementThreads),
+	q.Run("elementwise", name, kernel.Line(kernel.CeilDiv(n, span), elementThreads),
 		append(args, int64(n))...)
 }
 
@@ -90,9 +90,9 @@ type Unary struct {
 }
 
 // Launch launches one kernel.
-func (p Unary) Launch(k *kernel.Set, s gpu.Stream) error {
-	return elementwise(k, s, "unary"+kernel.Suffix(p.Type), p.N, kernel.Vector(p.Type), p.Y, p.X,
-		int(p.Op), p.P)
+func (p Unary) Launch(q *kernel.Queue) {
+	elementwise(q, "unary"+kernel.Suffix(p.Type), p.N, kernel.Vector(p.Type), p.Y, p.X, int(p.Op),
+		p.P)
 }
 
 // Operand is an argument of [Binary]: element i of the result takes element (i / Repeat) mod Period
@@ -118,7 +118,7 @@ type Binary struct {
 }
 
 // Launch launches one kernel.
-func (p Binary) Launch(k *kernel.Set, s gpu.Stream) error {
+func (p Binary) Launch(q *kernel.Queue) {
 	for _, o := range []*Operand{&p.A, &p.B} {
 		o.Repeat, o.Period = cmp.Or(o.Repeat, 1), cmp.Or(o.Period, p.N)
 	}
@@ -128,12 +128,12 @@ func (p Binary) Launch(k *kernel.Set, s gpu.Stream) error {
 	c := kernel.Line(kernel.CeilDiv(p.N, elementThreads*kernel.Vector(p.Type)), elementThreads)
 	if p.Op < rowOps && p.A.Repeat == 1 && p.A.Period == p.N && p.B.rows(p.N) &&
 		kernel.Packed(p.Type, p.B.Period, p.Y, p.A.Ptr, p.B.Ptr) {
-		return k.Enqueue(s, "elementwise", "binary_row"+kernel.Suffix(p.Type), c, p.Y, p.A.Ptr,
-			p.B.Ptr, int(p.Op), int64(p.B.Period), int64(p.N))
+		q.Run("elementwise", "binary_row"+kernel.Suffix(p.Type), c, p.Y, p.A.Ptr, p.B.Ptr,
+			int(p.Op), int64(p.B.Period), int64(p.N))
+		return
 	}
-	return k.Enqueue(s, "elementwise", "binary"+kernel.Suffix(p.Type), c, p.Y, p.A.Ptr, p.B.Ptr,
-		int(p.Op), int64(p.A.Repeat), int64(p.A.Period), int64(p.B.Repeat), int64(p.B.Period),
-		int64(p.N))
+	q.Run("elementwise", "binary"+kernel.Suffix(p.Type), c, p.Y, p.A.Ptr, p.B.Ptr, int(p.Op),
+		int64(p.A.Repeat), int64(p.A.Period), int64(p.B.Repeat), int64(p.B.Period), int64(p.N))
 }
 
 // Cast computes Y[i] = X[i] for N elements, rounded to nearest even where Y's type is narrower.
@@ -144,8 +144,8 @@ type Cast struct {
 }
 
 // Launch launches one kernel.
-func (p Cast) Launch(k *kernel.Set, s gpu.Stream) error {
-	return elementwise(k, s, "cast"+kernel.Suffixes(p.YType, p.XType), p.N, 4, p.Y, p.X)
+func (p Cast) Launch(q *kernel.Queue) {
+	elementwise(q, "cast"+kernel.Suffixes(p.YType, p.XType), p.N, 4, p.Y, p.X)
 }
 
 // Axpby computes Y[i] = Alpha·X[i] + Beta·Y[i] for N elements. With a Beta of 0, Y is not read and
@@ -158,7 +158,6 @@ type Axpby struct {
 }
 
 // Launch launches one kernel.
-func (p Axpby) Launch(k *kernel.Set, s gpu.Stream) error {
-	return elementwise(k, s, "axpby"+kernel.Suffixes(p.YType, p.XType), p.N, 4, p.Y, p.X, p.Alpha,
-		p.Beta)
+func (p Axpby) Launch(q *kernel.Queue) {
+	elementwise(q, "axpby"+kernel.Suffixes(p.YType, p.XType), p.N, 4, p.Y, p.X, p.Alpha, p.Beta)
 }

@@ -96,8 +96,8 @@ func TestUnary(t *testing.T) {
 					if i%2 == 0 {
 						y = g.Alloc(n, dt, i%3)
 					}
-					g.Must(Unary{Op: op, Y: y.Ptr, X: in.Ptr, P: p[0], N: n,
-						Type: dt}.Launch(g.Set, g.Stream))
+					g.Must(g.Launch(g.Stream, Unary{Op: op, Y: y.Ptr, X: in.Ptr, P: p[0], N: n,
+						Type: dt}))
 					want := make([]float64, n)
 					for i, v := range x {
 						want[i] = f(v, p[0])
@@ -155,8 +155,8 @@ func testBinary(g *kerneltest.Rig, rows, cols int) {
 						bb, xb := g.Upload(xb, dt, skew)
 						sa.Ptr, sb.Ptr = ba.Ptr, bb.Ptr
 						y := g.Alloc(n, dt, skew)
-						g.Must(Binary{Op: op, Y: y.Ptr, A: sa, B: sb, N: n,
-							Type: dt}.Launch(g.Set, g.Stream))
+						g.Must(g.Launch(g.Stream, Binary{Op: op, Y: y.Ptr, A: sa, B: sb, N: n,
+							Type: dt}))
 						want := make([]float64, n)
 						for k := range want {
 							want[k] = binaryReference[op](xa[at(sa, k)], xb[at(sb, k)])
@@ -177,21 +177,20 @@ func TestCastAxpby(t *testing.T) {
 				g.Scope(fmt.Sprintf("%v-%v/%d", yt, xt, n), func(g *kerneltest.Rig) {
 					x, xr := g.Normal(n, xt, i%2)
 					y := g.Alloc(n, yt, i%2)
-					g.Must(Cast{Y: y.Ptr, YType: yt, X: x.Ptr, XType: xt,
-						N: n}.Launch(g.Set, g.Stream))
+					g.Must(g.Launch(g.Stream, Cast{Y: y.Ptr, YType: yt, X: x.Ptr, XType: xt, N: n}))
 					g.Near("cast", y, kerneltest.Decode(kerneltest.Encode(xr, yt), yt), 0)
 
 					y, want := g.Normal(n, yt, i%2)
-					g.Must(Axpby{Y: y.Ptr, YType: yt, Alpha: 0.25, X: x.Ptr, XType: xt, Beta: 3,
-						N: n}.Launch(g.Set, g.Stream))
+					g.Must(g.Launch(g.Stream, Axpby{Y: y.Ptr, YType: yt, Alpha: 0.25, X: x.Ptr,
+						XType: xt, Beta: 3, N: n}))
 					for i, v := range xr {
 						want[i] = 0.25*v + 3*want[i]
 					}
 					g.Near("axpby", y, want, max(kerneltest.Forward(yt), 1e-6))
 
 					y = g.Alloc(n, yt, i%2)
-					g.Must(Axpby{Y: y.Ptr, YType: yt, Alpha: -2, X: x.Ptr, XType: xt, Beta: 0,
-						N: n}.Launch(g.Set, g.Stream))
+					g.Must(g.Launch(g.Stream, Axpby{Y: y.Ptr, YType: yt, Alpha: -2, X: x.Ptr,
+						XType: xt, Beta: 0, N: n}))
 					for i, v := range xr {
 						want[i] = -2 * v
 					}

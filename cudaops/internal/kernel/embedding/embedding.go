@@ -16,12 +16,12 @@ type Forward struct {
 }
 
 // Launch launches one kernel.
-func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a Forward) Launch(q *kernel.Queue) {
 	variant := "embedding_elements"
 	if kernel.Packed(a.Type, a.D, a.Y) && kernel.Packed(a.TableType, a.D, a.Table) {
 		variant = "embedding_packs"
 	}
-	return k.Enqueue(s, "embedding", variant+kernel.Suffixes(a.Type, a.TableType),
+	q.Run("embedding", variant+kernel.Suffixes(a.Type, a.TableType),
 		kernel.Grid(kernel.CeilDiv(a.Rows, 8), 1, 32, 8), a.Y, a.IDs, kernel.IDBytes, a.Table, int64(a.Rows),
 		int64(a.Vocab), a.D)
 }
@@ -65,8 +65,8 @@ func (a Backward) WorkspaceBytes(gpu.DeviceInfo) int {
 }
 
 // Launch launches six kernels, four of which group the rows by id.
-func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	q, p := k.On(s), a.scratch(&kernel.Carve{At: a.Workspace})
+func (a Backward) Launch(q *kernel.Queue) {
+	p := a.scratch(&kernel.Carve{At: a.Workspace})
 	if !a.Accumulate {
 		q.Fill(a.DT, 0, 4*a.Vocab*a.D)
 	}
@@ -88,5 +88,4 @@ func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 		p.heads, p.tails, a.G, p.sorted, p.starts, a.IDs, kernel.IDBytes, vocab, a.D, a.Accumulate)
 	q.Run("embedding", "embedding_join"+variant+"_f32", tiles, a.DT, p.heads,
 		p.tails, p.sorted, p.starts, a.IDs, kernel.IDBytes, vocab, a.D, a.Accumulate)
-	return q.Err
 }

@@ -30,9 +30,9 @@ func TestEmbedding(t *testing.T) {
 				dids := g.UploadInts(ids)
 				table, tr := g.Normal(c.vocab*c.d, tt, i%2)
 				y := g.Alloc(c.rows*c.d, yt, i%2)
-				g.Must(Forward{Y: y.Ptr, IDs: dids, Table: table.Ptr, Rows: c.rows,
-					Vocab: c.vocab, D: c.d,
-					Type: yt, TableType: tt}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, Forward{Y: y.Ptr, IDs: dids, Table: table.Ptr,
+					Rows: c.rows, Vocab: c.vocab, D: c.d,
+					Type: yt, TableType: tt}))
 				want := make([]float64, c.rows*c.d)
 				layer.Embedding(want, ids, tr, c.d)
 				g.Near("y", y, kerneltest.Decode(kerneltest.Encode(want, yt), yt), 0)
@@ -46,17 +46,17 @@ func TestEmbedding(t *testing.T) {
 				a := Backward{DT: dt.Ptr, IDs: dids, G: dy.Ptr, Rows: c.rows, Vocab: c.vocab,
 					D: c.d, Type: yt,
 					Workspace: work.Ptr}
-				g.Must(a.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, a))
 				g.Near("gradient", dt, grad, kerneltest.Backward(kerneltest.F32))
 				first := g.Read(dt)
 				a.Accumulate = true
-				g.Must(a.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, a))
 				for i := range grad {
 					grad[i] *= 2
 				}
 				g.Near("added gradient", dt, grad, kerneltest.Backward(kerneltest.F32))
 				a.Accumulate = false
-				g.Must(a.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, a))
 				require.Zero(t, kerneltest.Distance(g.Read(dt), first))
 			})
 		}
@@ -69,14 +69,14 @@ func TestEmbeddingUnknownIDs(t *testing.T) {
 	table, tr := g.Normal(2*3, kerneltest.F32, 0)
 	y, dt, work := g.Alloc(5*3, kerneltest.F32, 0), g.Alloc(2*3, kerneltest.F32, 0),
 		g.Alloc(Backward{Rows: 5, Vocab: 2, D: 3}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
-	g.Must(Forward{Y: y.Ptr, IDs: ids, Table: table.Ptr, Rows: 5, Vocab: 2,
-		D: 3}.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, Forward{Y: y.Ptr, IDs: ids, Table: table.Ptr, Rows: 5, Vocab: 2,
+		D: 3}))
 	nan := math.NaN()
 	want := []float64{tr[0], tr[1], tr[2], nan, nan, nan, nan, nan, nan, tr[3],
 		tr[4], tr[5], nan, nan, nan}
 	g.Near("y", y, want, 0)
 	dy, gr := g.Normal(5*3, kerneltest.F32, 0)
-	g.Must(Backward{DT: dt.Ptr, IDs: ids, G: dy.Ptr, Rows: 5, Vocab: 2, D: 3,
-		Workspace: work.Ptr}.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, Backward{DT: dt.Ptr, IDs: ids, G: dy.Ptr, Rows: 5, Vocab: 2, D: 3,
+		Workspace: work.Ptr}))
 	g.Near("gradient", dt, []float64{gr[0], gr[1], gr[2], gr[9], gr[10], gr[11]}, 0)
 }

@@ -73,8 +73,8 @@ func float8Product(columns, d int, t gpu.DType) bool {
 func factorBytes(columns int) int { return 2 * 4 * columns }
 
 // Launch launches one kernel.
-func (a SiLUProduct) Launch(k *kernel.Set, s gpu.Stream) error {
-	return a.launch(k, s, "gemm_hopper_silu_mul", []gemmMatrix{
+func (a SiLUProduct) Launch(q *kernel.Queue) {
+	a.launch(q, "gemm_hopper_silu_mul", []gemmMatrix{
 		matrix(a.X, a.D, a.Rows, gemmDepth, gemmRows),
 		matrix(a.Weights, a.D, a.F, gemmDepth, gateColumns/2).times(2, 1),
 		matrix(a.AB, a.F, 2, 64, 1).times(a.Rows, 16).storing(),
@@ -83,7 +83,7 @@ func (a SiLUProduct) Launch(k *kernel.Set, s gpu.Stream) error {
 }
 
 // Launch launches one kernel.
-func (a SiLUProductBackward) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a SiLUProductBackward) Launch(q *kernel.Queue) {
 	pair := matrix(a.AB, a.F, 2, gateColumns/gateParts, 1).times(a.Rows, 16)
 	gradient := pair
 	gradient.ptr, gradient.stored = a.DAB, a.DAB != a.AB // else what is read would be lost
@@ -94,14 +94,14 @@ func (a SiLUProductBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 		symbol = "gemm_hopper_silu_mul_backward"
 		matrices = append(matrices, matrix(a.H, a.F, a.Rows, 64, 16).storing())
 	}
-	return a.launch(k, s, symbol, matrices)
+	a.launch(q, symbol, matrices)
 }
 
 // launch launches a kernel of gemm_hopper.cu.
-func (g Gate) launch(k *kernel.Set, s gpu.Stream, symbol string, matrices []gemmMatrix) error {
-	return gemmLaunch{unit: "gemm_hopper", symbol: symbol + kernel.Suffix(g.Type), dtype: g.Type,
+func (g Gate) launch(q *kernel.Queue, symbol string, matrices []gemmMatrix) {
+	gemmLaunch{unit: "gemm_hopper", symbol: symbol + kernel.Suffix(g.Type), dtype: g.Type,
 		matrices: matrices, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
-		params: kernel.Struct{g.Rows, g.F, g.D, gemmSection}}.Launch(k, s)
+		params: kernel.Struct{g.Rows, g.F, g.D, gemmSection}}.run(q)
 }
 
 // gemmLaunch is a launch of a kernel that is built on gemm_hopper.cuh.
@@ -140,6 +140,7 @@ func (m gemmMatrix) storing() gemmMatrix {
 	return m
 }
 
+// run launches one kernel.
 func (g gemmLaunch) run(q *kernel.Queue) {
 	args := []any{g.params}
 	for _, m := range g.matrices {
@@ -156,13 +157,6 @@ func (g gemmLaunch) run(q *kernel.Queue) {
 	}
 	l.Grid.X, l.Overlap = g.clusters*gemmCluster, true
 	q.Run(g.unit, g.symbol, l, args...)
-}
-
-// Launch launches one kernel.
-func (g gemmLaunch) Launch(k *kernel.Set, s gpu.Stream) error {
-	q := k.On(s)
-	g.run(q)
-	return q.Err
 }
 
 func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {

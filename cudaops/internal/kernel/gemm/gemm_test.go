@@ -52,8 +52,8 @@ func TestSiLUProduct(t *testing.T) {
 				w, wr := scaledNormal(g, 2*f*d, d, dt)
 				h, ab := g.Alloc(rows*f, dt, 0), g.Alloc(2*rows*f, dt, 0)
 				run := func() []float64 {
-					g.Must(SiLUProduct{H: h.Ptr, AB: ab.Ptr, X: x.Ptr, Weights: w.Ptr,
-						Gate: Gate{Rows: rows, F: f, D: d, Type: dt}}.Launch(g.Set, g.Stream))
+					g.Must(g.Launch(g.Stream, SiLUProduct{H: h.Ptr, AB: ab.Ptr, X: x.Ptr,
+						Weights: w.Ptr, Gate: Gate{Rows: rows, F: f, D: d, Type: dt}}))
 					return append(g.Read(h), g.Read(ab)...)
 				}
 				bits := run()
@@ -82,7 +82,7 @@ func TestSiLUProduct(t *testing.T) {
 				back := SiLUProductBackward{H: h2.Ptr, DAB: dab.Ptr, G: dy.Ptr, Down: down.Ptr,
 					AB: ab.Ptr, Gate: Gate{Rows: rows, F: f, D: d, Type: dt}}
 				run = func() []float64 {
-					g.Must(back.Launch(g.Set, g.Stream))
+					g.Must(g.Launch(g.Stream, back))
 					return append(g.Read(h2), g.Read(dab)...)
 				}
 				wantBits := bits[:rows*f]
@@ -95,12 +95,12 @@ func TestSiLUProduct(t *testing.T) {
 					g.Error("gradients differ from run to run")
 				}
 				back.H, back.DAB = 0, g.Alloc(2*rows*f, dt, 0).Ptr
-				g.Must(back.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, back))
 				if !slices.Equal(bits[rows*f:], g.Read(g.Bufs[len(g.Bufs)-1])) {
 					g.Error("gradients differ without h")
 				}
 				back.DAB = ab.Ptr // in place
-				g.Must(back.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, back))
 				if !slices.Equal(bits[rows*f:], g.Read(ab)) {
 					g.Error("gradients differ in place")
 				}
@@ -154,7 +154,7 @@ func TestLaunches(t *testing.T) {
 		}
 	}
 	for _, l := range launches {
-		require.NoError(t, l.Launch(k, 0), "%+v", l)
+		require.NoError(t, k.Launch(0, l), "%+v", l)
 	}
 	count := 0
 	for name, all := range launched(c) {

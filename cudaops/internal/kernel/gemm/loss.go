@@ -47,13 +47,12 @@ func (a LinearCrossEntropy) Ways(k *kernel.Set) []kernel.Way {
 }
 
 // Launch launches three kernels.
-func (a LinearCrossEntropy) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a LinearCrossEntropy) Launch(q *kernel.Queue) {
 	const unit = "gemm_hopper_loss"
 	shift := a.Workspace
 	sums := shift.Offset(4 * a.Rows)
 	others := kernel.Struct{a.X, a.W, a.Targets, shift, a.Terms, sums, a.Losses, a.Factors,
 		a.Scaled, a.Scale, a.Grad, kernel.IDBytes, a.Rows, a.V, a.D}
-	q := k.On(s)
 	q.Run(unit, "gemm_hopper_loss_shift",
 		kernel.Line(kernel.CeilDiv(a.Rows, lossWarps), 32*lossWarps), others)
 	gemmLaunch{unit: unit, symbol: "gemm_hopper_loss_bf16", dtype: gpu.BFloat16,
@@ -66,7 +65,6 @@ func (a LinearCrossEntropy) Launch(k *kernel.Set, s gpu.Stream) error {
 		}}.run(q)
 	q.Run(unit, "gemm_hopper_loss_finish",
 		kernel.Line(kernel.CeilDiv(a.Rows, lossRows), 32*lossWarps), others)
-	return q.Err
 }
 
 // ScaleRows multiplies each row of X [Rows, D], bfloat16, by its factor, a float32, or sets it to 0
@@ -77,8 +75,8 @@ type ScaleRows struct {
 }
 
 // Launch launches one kernel.
-func (p ScaleRows) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "gemm_hopper_loss", "gemm_hopper_loss_scale",
+func (p ScaleRows) Launch(q *kernel.Queue) {
+	q.Run("gemm_hopper_loss", "gemm_hopper_loss_scale",
 		kernel.Line(kernel.CeilDiv(p.Rows, lossWarps), 32*lossWarps), p.X, p.Factors, p.Rows, p.D)
 }
 

@@ -57,7 +57,7 @@ func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int,
 // run returns the losses and the gradients of the logits.
 func (l *lossRig) run() (losses, gradient []float64) {
 	l.Helper()
-	l.Must(l.a.Launch(l.Set, l.Stream))
+	l.Must(l.Launch(l.Stream, l.a))
 	gradient, factors := l.Read(l.terms), l.Read(l.factors)
 	for i := range gradient {
 		gradient[i] *= factors[i/l.a.V]
@@ -121,8 +121,8 @@ func TestLinearCrossEntropy(t *testing.T) {
 			for i := range dxr {
 				dxr[i] *= factors[i/s.D]
 			}
-			g.Must(ScaleRows{X: dx.Ptr, Factors: l.a.Factors, Rows: s.Rows,
-				D: s.D}.Launch(g.Set, g.Stream))
+			g.Must(g.Launch(g.Stream, ScaleRows{X: dx.Ptr, Factors: l.a.Factors, Rows: s.Rows,
+				D: s.D}))
 			g.Near("rows", dx, dxr, kerneltest.Forward(kerneltest.Bf16))
 			again, gradientAgain := l.run()
 			if !slices.Equal(losses, again) || !slices.Equal(gradient, gradientAgain) {

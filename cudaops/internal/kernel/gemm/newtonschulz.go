@@ -124,7 +124,7 @@ func (a Symmetric) Ways(k *kernel.Set) []kernel.Way {
 const symmetricColumns, symmetricStages = 160, 5
 
 // Launch launches one kernel.
-func (a Symmetric) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a Symmetric) Launch(q *kernel.Queue) {
 	clusters := 0 // as gemm_symmetric.cu counts them
 	const rows = gemmCluster * gemmRows
 	for row := rows; row < a.N+rows; row += rows {
@@ -138,9 +138,9 @@ func (a Symmetric) Launch(k *kernel.Set, s gpu.Stream) error {
 		left = matrix(a.Left, a.N, a.Depth, 64, gemmDepth)
 		right = matrix(a.Right, a.N, a.Depth, 64, gemmDepth/gemmCluster)
 	}
-	return gemmLaunch{unit: "gemm_symmetric", symbol: symbol, dtype: a.Type,
+	gemmLaunch{unit: "gemm_symmetric", symbol: symbol, dtype: a.Type,
 		shared:   symmetricStages * (2*gemmDepth*(gemmRows+columns) + 16),
 		params:   kernel.Struct{a.D, a.C, a.N, a.Depth, clusters, a.Alpha, a.Beta, a.Delta},
 		matrices: []gemmMatrix{left.times(a.Batch, 1), right.times(a.Batch, 1)},
-		clusters: clusters * a.Batch}.Launch(k, s)
+		clusters: clusters * a.Batch}.run(q)
 }

@@ -152,7 +152,7 @@ func TestNewtonSchulz(t *testing.T) {
 					apply := applied(g, a)
 					for range 2 {
 						g.Must(g.Ctx.CopyOnDevice(a.X[0], x.Ptr, 2*batch*size, g.Stream))
-						a.Run(func(p Symmetric) { g.Must(p.Launch(g.Set, g.Stream)) }, apply)
+						a.Run(func(p Symmetric) { g.Must(g.Launch(g.Stream, p)) }, apply)
 						got := g.Read(ends[a.Segments()%2])
 						if bits == nil {
 							bits = got

@@ -44,7 +44,7 @@ func (a Product) Ways(k *kernel.Set) []kernel.Way {
 }
 
 // Launch launches one kernel.
-func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a Product) Launch(q *kernel.Queue) {
 	d, shared := a.D, warpShared(plainColumns, plainStages, plainWarpBytes)
 	symbol, right := "nn", matrix(a.W, a.Columns, a.D, 64, gemmDepth)
 	if a.Float8 { // two are an element
@@ -62,9 +62,9 @@ func (a Product) Launch(k *kernel.Set, s gpu.Stream) error {
 		symbol, added.ptr = symbol+"_add", a.C
 	}
 	result.stored = a.C != a.Y // else what is added would be lost
-	return gemmLaunch{unit: "gemm_hopper_plain", dtype: a.Type, shared: shared,
+	gemmLaunch{unit: "gemm_hopper_plain", dtype: a.Type, shared: shared,
 		symbol:   "gemm_hopper_plain_" + symbol + kernel.Suffix(a.Type),
 		params:   kernel.Struct{a.ScaleX, a.ScaleW, a.Rows, a.Columns, d, gemmSection},
 		matrices: []gemmMatrix{matrix(a.X, d, a.Rows, gemmDepth, gemmRows), right, result, added},
-	}.Launch(k, s)
+	}.run(q)
 }

@@ -86,7 +86,7 @@ func checkProduct(g *kerneltest.Rig, a Product, c *kerneltest.Buffer, numbers []
 				y, _ = g.Upload(numbers, a.Type, 0)
 				a.Y, a.C = y.Ptr, y.Ptr
 			}
-			g.Must(a.Launch(g.Set, g.Stream))
+			g.Must(g.Launch(g.Stream, a))
 			check(what, y)
 			got := g.Read(y)
 			if bits != nil && !slices.Equal(bits, got) {
@@ -189,7 +189,7 @@ func TestRoPEProductFloat8(t *testing.T) {
 				for range 2 {
 					y := g.Alloc(len(want), a.Type, 0)
 					a.Y = y.Ptr
-					g.Must(a.Launch(g.Set, g.Stream))
+					g.Must(g.Launch(g.Stream, a))
 					got := g.Read(y)
 					nearRows(g, a.Way.String(), got, want, a.Columns)
 					if bits != nil && !slices.Equal(bits, got) {

@@ -62,13 +62,13 @@ var turnedTiles = map[int]struct{ columns, stages int }{64: {256, 4}, 96: {192, 
 const turnedRows = 8
 
 // Launch launches one kernel.
-func (a RoPEProduct) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a RoPEProduct) Launch(q *kernel.Queue) {
 	tile, d, symbol := turnedTiles[a.HeadDim], a.D, "gemm_hopper_rope"
 	shared := warpShared(tile.columns, tile.stages, turnedRows*2*tile.columns)
 	if a.Float8 { // two are an element
 		d, shared, symbol = d/2, shared+factorBytes(tile.columns), "gemm_hopper_rope_f8"
 	}
-	return gemmLaunch{unit: "gemm_hopper_rope", shared: shared, dtype: a.Type,
+	gemmLaunch{unit: "gemm_hopper_rope", shared: shared, dtype: a.Type,
 		symbol: fmt.Sprintf("%s_%d%s", symbol, a.HeadDim, kernel.Suffix(a.Type)),
 		params: kernel.Struct{a.Angles, a.ScaleX, a.ScaleWeights, a.Rows, a.Columns, d, a.Turned,
 			a.Seq, gemmSection},
@@ -76,7 +76,7 @@ func (a RoPEProduct) Launch(k *kernel.Set, s gpu.Stream) error {
 			matrix(a.X, d, a.Rows, gemmDepth, gemmRows),
 			matrix(a.Weights, d, a.Columns, gemmDepth, tile.columns/gemmCluster),
 			matrix(a.Y, a.Columns, a.Rows, 64, turnedRows).storing(),
-		}}.Launch(k, s)
+		}}.run(q)
 }
 
 // Tuning is that of [kernel.Tuned].

@@ -60,7 +60,7 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 		run := func(to *kerneltest.Buffer, turned int) []float64 {
 			a := a
 			a.Y, a.Turned = to.Ptr, turned
-			g.Must(a.Launch(g.Set, g.Stream))
+			g.Must(g.Launch(g.Stream, a))
 			return g.Read(to)
 		}
 		got := run(y, a.Turned)
@@ -69,10 +69,10 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 			g.Errorf("%v: results differ from run to run", a.Way)
 		}
 		if run(product, 0); a.Turned > 0 {
-			g.Must(rope.Rotate{Y: product.Ptr, X: product.Ptr, Cos: cos.Ptr, Sin: sin.Ptr,
-				Rows: a.Rows, Seq: a.Seq,
+			g.Must(g.Launch(g.Stream, rope.Rotate{Y: product.Ptr, X: product.Ptr, Cos: cos.Ptr,
+				Sin: sin.Ptr, Rows: a.Rows, Seq: a.Seq,
 				Heads: a.Turned / a.HeadDim, HeadDim: a.HeadDim, XStride: a.Columns,
-				YStride: a.Columns, Type: a.Type}.Launch(g.Set, g.Stream))
+				YStride: a.Columns, Type: a.Type}))
 		}
 		if !slices.Equal(g.Read(product), got) {
 			g.Errorf("%v: the bits are not those of the product, turned behind it", a.Way)

@@ -74,7 +74,7 @@ func testSymmetric(g *kerneltest.Rig, s SymmetricShape) {
 		for range 2 {
 			d := g.Alloc(s.Batch*n*n, kerneltest.F16, 0)
 			a.D = d.Ptr
-			g.Must(a.Launch(g.Set, g.Stream))
+			g.Must(g.Launch(g.Stream, a))
 			g.Near(fmt.Sprint("alpha ", a.Alpha), d, want, kerneltest.Forward(kerneltest.F16))
 			got := g.Read(d)
 			if bits == nil {
@@ -107,8 +107,8 @@ func TestSymmetricInTurn(t *testing.T) {
 				var d *kerneltest.Buffer
 				for range 7 {
 					d = g.Alloc(n*n, kerneltest.F16, 0)
-					g.Must(Symmetric{D: d.Ptr, Left: from, Right: x.Ptr, Alpha: 1,
-						SymmetricShape: shape, Type: kerneltest.F16}.Launch(g.Set, g.Stream))
+					g.Must(g.Launch(g.Stream, Symmetric{D: d.Ptr, Left: from, Right: x.Ptr,
+						Alpha: 1, SymmetricShape: shape, Type: kerneltest.F16}))
 					if from = d.Ptr; apart == 0 {
 						g.Must(g.Ctx.SyncStream(g.Stream))
 					}

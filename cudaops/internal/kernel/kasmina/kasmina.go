@@ -231,25 +231,21 @@ type kasminaPass struct {
 
 // newKasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes
 // besides X.
-func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work gpu.Ptr,
-	others ...gpu.Ptr) (*kasminaPass, error) {
+func newKasminaPass(q *kernel.Queue, l Layer, use kasminaUse, work gpu.Ptr,
+	others ...gpu.Ptr) *kasminaPass {
 	if l.Rows > math.MaxInt32 || l.State.Seeds*l.Chunk > math.MaxInt32/4 { // as they are counted
-		return nil, fmt.Errorf("kernels.Kasmina: %d rows of %d seeds of %d columns are too many",
+		q.Err = fmt.Errorf("kernels.Kasmina: %d rows of %d seeds of %d columns are too many",
 			l.Rows, l.State.Seeds, l.Chunk)
 	}
-	p := &kasminaPass{Queue: k.On(s), Layer: l, unit: "kasmina", name: "kasmina_forward_"}
+	p := &kasminaPass{Queue: q, Layer: l, unit: "kasmina", name: "kasmina_forward_"}
 	if use.backward {
 		p.unit, p.name = "kasmina_backward", "kasmina_backward_"
 	}
-	g := newKasminaGrid(k.Info, l, kernel.Aligned(append(others, l.X)...), use)
+	g := newKasminaGrid(q.Info, l, kernel.Aligned(append(others, l.X)...), use)
 	p.name += l.mode(use.telemetry) + "_" + g.shape + kernel.Suffix(l.Type)
 	c := kernel.Line(1, kasminaThreads)
 	c.Shared = g.shared()
-	blocks, err := k.Resident(p.unit, p.name, c)
-	if err != nil {
-		return nil, err
-	}
-	p.kasminaGrid = g.over(l, min(blocks, kasminaBlocks*k.Info.SMs))
+	p.kasminaGrid = g.over(l, min(q.Resident(p.unit, p.name, c), kasminaBlocks*q.Info.SMs))
 	from := kernel.Carve{At: work}
 	p.kasminaScratch = p.kasminaGrid.scratch(l, &from)
 	if l.State.Wide {
@@ -260,7 +256,7 @@ func newKasminaPass(k *kernel.Set, s gpu.Stream, l Layer, use kasminaUse, work g
 		p.Run("kasmina", "kasmina_softmax", kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256),
 			p.gates, p.Weights, l.State.Slots, l.Chunk)
 	}
-	return p, p.Err
+	return p
 }
 
 // main launches the pass's kernel over the whole layer, which takes the layer, Share, and two
@@ -325,10 +321,10 @@ func (p *kasminaPass) sumUp(dweights, dscales, figures gpu.Ptr) {
 // Launch launches a kernel for Y and records of figures. With telemetry another one merges them. A
 // tiny one comes before them where a chunk is more than 32 threads'. Where slots are wide, weights
 // are copied ahead of all, and a kernel of the kinds that mix comes behind.
-func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	p, err := newKasminaPass(k, s, f.Layer, kasminaUse{telemetry: f.Telemetry}, f.Workspace, f.Y)
-	if err != nil {
-		return err
+func (f Forward) Launch(q *kernel.Queue) {
+	p := newKasminaPass(q, f.Layer, kasminaUse{telemetry: f.Telemetry}, f.Workspace, f.Y)
+	if q.Err != nil {
+		return
 	}
 	p.main(f.Y, f.X, p.records, f.Bad)
 	if f.Telemetry {
@@ -346,7 +342,6 @@ func (f Forward) Launch(k *kernel.Set, s gpu.Stream) error {
 		p.mix("kasmina_mix", p.mixFields(f.Weights, kernel.Packed(f.Type, f.Chunk, f.X, f.Y),
 			false), f.Y, f.X)
 	}
-	return p.Err
 }
 
 func (p *kasminaPass) histogram(bins gpu.Ptr) {
@@ -361,11 +356,11 @@ func (p *kasminaPass) histogram(bins gpu.Ptr) {
 // those up over the blocks. A third adds them up over the seeds of a slot. Where a chunk's threads
 // are more than a warp, norms and clipping take one more pass over G. Where slots are wide, there
 // are also those of Forward, and one that adds up over slots.
-func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
+func (b Backward) Launch(q *kernel.Queue) {
 	use := kasminaUse{true, b.Telemetry, b.Clip, b.DX == b.G}
-	p, err := newKasminaPass(k, s, b.Layer, use, b.Workspace, b.DX, b.G)
-	if err != nil {
-		return err
+	p := newKasminaPass(q, b.Layer, use, b.Workspace, b.DX, b.G)
+	if q.Err != nil {
+		return
 	}
 	byRow := b.Telemetry && (b.Reduction != seed.Exact || p.sharing == 0) || p.scale != 0
 	if byRow {
@@ -394,5 +389,4 @@ func (b Backward) Launch(k *kernel.Set, s gpu.Stream) error {
 			kernel.Grid(b.State.Slots, kernel.CeilDiv(b.Width, mixThreads), mixThreads, 1), layer,
 			b.DWeights, b.DScales, dweights, dscales, p.partialWeights, p.partialScales)
 	}
-	return p.Err
 }

@@ -339,7 +339,7 @@ func TestKasminaLaunches(t *testing.T) {
 				wide, wideBack := f, b
 				wide.Layer, wideBack.Layer = l, l
 				for _, launch := range []kernel.Launch{f, b, wide, wideBack} {
-					require.NoError(t, launch.Launch(k, 0), "%+v", launch)
+					require.NoError(t, k.Launch(0, launch), "%+v", launch)
 				}
 			}
 		}

@@ -153,7 +153,7 @@ func (r *kasminaRun) launchForward() {
 	if r.telemetry {
 		f.Histogram = r.bins.Ptr
 	}
-	r.Must(f.Launch(r.Set, r.Stream))
+	r.Must(r.Launch(r.Stream, f))
 }
 
 func (r *kasminaRun) launchBackward() {
@@ -162,7 +162,7 @@ func (r *kasminaRun) launchBackward() {
 		DScales: r.ds.Ptr, G: r.g.Ptr, Clip: r.clip, Telemetry: r.telemetry, Reduction: r.reduction,
 		Figures: r.gradient.Ptr,
 		Bad:     r.count(1), Clipped: r.count(2), Workspace: r.backwardSpace.Ptr}
-	r.Must(b.Launch(r.Set, r.Stream))
+	r.Must(r.Launch(r.Stream, b))
 }
 
 // refer computes what is wanted in float64.

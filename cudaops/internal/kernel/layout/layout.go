@@ -38,59 +38,56 @@ type layout struct{ n, y, x int }
 
 // Launch launches one kernel, or several for more than 2³¹ elements, or a plain copy where both
 // sides have no gaps.
-func (a Copy) Launch(k *kernel.Set, s gpu.Stream) error {
-	dims, err := a.merged()
-	if err != nil || slices.Contains(a.Dims, 0) {
-		return err
+func (a Copy) Launch(q *kernel.Queue) {
+	var dims []layout
+	for i, n := range a.Dims {
+		dims = append(dims, layout{n, a.YStrides[i], a.XStrides[i]})
 	}
-	if last := dims[len(dims)-1]; len(dims) == 1 && last.y == 1 && last.x == 1 {
-		return k.Ctx.CopyOnDevice(a.Y, a.X, last.n*a.Size, s)
+	if !slices.Contains(a.Dims, 0) {
+		a.run(q, merged(dims))
 	}
-	if tiles, order, ok := transposition(dims, copyTile(a.Size)); ok && a.Size <= 8 {
-		c := gpu.LaunchConfig{Grid: tiles, Block: gpu.Dim{X: 32, Y: 8}}
-		return k.Enqueue(s, "layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, a.Y, a.X,
-			fields(order))
-	}
-	total := 1
+}
+
+func (a Copy) run(q *kernel.Queue, dims []layout) {
+	total, last := 1, dims[len(dims)-1]
 	for _, d := range dims {
 		total *= d.n
 	}
-	if total > math.MaxInt32 { // kernels count elements in 32 bits
-		return a.halves(k, s, dims)
+	tiles, order := transposition(dims, copyTile(a.Size))
+	switch {
+	case q.Err != nil:
+	case len(dims) > copyDims:
+		q.Err = fmt.Errorf("kernels.Copy: dimensions %v with strides %v and %v are %d after "+
+			"merging, want at most %d", a.Dims, a.YStrides, a.XStrides, len(dims), copyDims)
+	case len(dims) == 1 && last.y == 1 && last.x == 1:
+		q.Err = q.Ctx.CopyOnDevice(a.Y, a.X, total*a.Size, q.Stream)
+	case order != nil && a.Size <= 8:
+		c := gpu.LaunchConfig{Grid: tiles, Block: gpu.Dim{X: 32, Y: 8}}
+		q.Run("layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, a.Y, a.X, fields(order))
+	case total > math.MaxInt32: // which kernels cannot count: halves of the outermost dimension
+		half := slices.Clone(dims)
+		half[0].n /= 2
+		a.run(q, merged(half))
+		a.Y = a.Y.Offset(half[0].n * half[0].y * a.Size)
+		a.X = a.X.Offset(half[0].n * half[0].x * a.Size)
+		half[0].n = dims[0].n - half[0].n
+		a.run(q, merged(half))
+	default:
+		size := a.widen(dims)
+		total /= size / a.Size
+		q.Run("layout", fmt.Sprintf("copy_strided_%d", size),
+			kernel.Line(kernel.CeilDiv(total, 4*256), 256), a.Y, a.X, fields(dims), total)
 	}
-	size := a.widen(dims)
-	total /= size / a.Size
-	return k.Enqueue(s, "layout", fmt.Sprintf("copy_strided_%d", size),
-		kernel.Line(kernel.CeilDiv(total, 4*256), 256), a.Y, a.X, fields(dims), total)
 }
 
-// halves copies one half of the outermost dimension after the other.
-func (a Copy) halves(k *kernel.Set, s gpu.Stream, dims []layout) error {
-	half := Copy{Y: a.Y, X: a.X, Size: a.Size}
-	for _, d := range dims {
-		half.Dims, half.YStrides, half.XStrides = append(half.Dims, d.n),
-			append(half.YStrides, d.y), append(half.XStrides, d.x)
-	}
-	n := dims[0].n
-	half.Dims[0] = n / 2
-	if err := half.Launch(k, s); err != nil {
-		return err
-	}
-	half.Y, half.X = a.Y.Offset(n/2*dims[0].y*a.Size), a.X.Offset(n/2*dims[0].x*a.Size)
-	half.Dims[0] = n - n/2
-	return half.Launch(k, s)
-}
-
-// merged is the copy's dimensions without those of size 1, and with neighbours that are one stretch
-// on both sides merged.
-func (a Copy) merged() ([]layout, error) {
-	var dims []layout
-	for i, n := range a.Dims {
-		d := layout{n, a.YStrides[i], a.XStrides[i]}
-		if n == 1 {
+// merged is dimensions without those of size 1, and with neighbours that are one stretch on both
+// sides merged.
+func merged(all []layout) (dims []layout) {
+	for _, d := range all {
+		if d.n == 1 {
 			continue
 		}
-		if last := len(dims) - 1; last >= 0 && dims[last].y == n*d.y && dims[last].x == n*d.x {
+		if last := len(dims) - 1; last >= 0 && dims[last].y == d.n*d.y && dims[last].x == d.n*d.x {
 			d.n *= dims[last].n
 			dims[last] = d
 			continue
@@ -100,11 +97,7 @@ func (a Copy) merged() ([]layout, error) {
 	if len(dims) == 0 {
 		dims = []layout{{1, 1, 1}}
 	}
-	if len(dims) > copyDims {
-		return nil, fmt.Errorf("kernels.Copy: dimensions %v with strides %v and %v are %d after "+
-			"merging, want at most %d", a.Dims, a.YStrides, a.XStrides, len(dims), copyDims)
-	}
-	return dims, nil
+	return dims
 }
 
 // widen makes the innermost stretch one of wider elements, as far as sizes, strides and addresses
@@ -133,27 +126,26 @@ func (a Copy) widen(dims []layout) int {
 
 // transposition finds the two dimensions that are innermost on either side, if they differ, and
 // puts them last: that of x, then that of y. It returns the grid of tiles, whose edge is given, and
-// the dimensions in that order.
-func transposition(dims []layout, tile int) (gpu.Dim, []layout, bool) {
+// the dimensions in that order, or none.
+func transposition(dims []layout, tile int) (tiles gpu.Dim, order []layout) {
 	iy := slices.IndexFunc(dims, func(d layout) bool { return d.y == 1 })
 	ix := slices.IndexFunc(dims, func(d layout) bool { return d.x == 1 })
 	if iy < 0 || ix < 0 || iy == ix || dims[iy].n < 8 || dims[ix].n < 8 {
-		return gpu.Dim{}, nil, false
+		return tiles, nil
 	}
 	others := 1
-	var order []layout
 	for i, d := range dims {
 		if i != iy && i != ix {
 			order = append(order, d)
 			others *= d.n
 		}
 	}
-	tiles := gpu.Dim{X: kernel.CeilDiv(dims[iy].n, tile), Y: kernel.CeilDiv(dims[ix].n, tile),
+	tiles = gpu.Dim{X: kernel.CeilDiv(dims[iy].n, tile), Y: kernel.CeilDiv(dims[ix].n, tile),
 		Z: others}
 	if tiles.Y > 65535 || tiles.Z > 65535 {
-		return gpu.Dim{}, nil, false
+		return tiles, nil
 	}
-	return tiles, append(order, dims[ix], dims[iy]), true
+	return tiles, append(order, dims[ix], dims[iy])
 }
 
 // fields are those of a Layout of layout.cu, with dimensions of size 1 in front.

@@ -25,8 +25,8 @@ func TestCopy(t *testing.T) {
 				}
 				x, xr := g.Normal(extent(xs), dt, skew)
 				y, want := g.Normal(extent(ys), dt, skew)
-				g.Must(Copy{Y: y.Ptr, X: x.Ptr, Dims: dims, YStrides: ys, XStrides: xs,
-					Size: size}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, Copy{Y: y.Ptr, X: x.Ptr, Dims: dims, YStrides: ys,
+					XStrides: xs, Size: size}))
 				index := make([]int, len(dims))
 				for {
 					to, from := 0, 0

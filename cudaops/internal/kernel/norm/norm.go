@@ -54,18 +54,18 @@ func (a RMSNorm) Ways(*kernel.Set) (ways []kernel.Way) {
 }
 
 // Launch launches one kernel, or a second one for Y8 where a row is a block's.
-func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
-	w, err := a.Way.Of("RMSNorm", a.Ways(k))
-	if err != nil {
-		return err
+func (a RMSNorm) Launch(q *kernel.Queue) {
+	w, err := a.Way.Of("RMSNorm", a.Ways(q.Set))
+	if q.Err = err; err != nil {
+		return
 	}
-	suf, q := kernel.Suffix(a.Type), k.On(s)
+	suf := kernel.Suffix(a.Type)
 	args := []any{a.Y, a.Rstd, a.Sum, a.X, a.Residual, a.W}
 	if w.Family == "any" {
 		q.Run("norm", "rmsnorm_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.D)),
 			append(args, a.D, a.Eps)...)
 		quantize.Beside(q, a.Y8, a.Scale8, a.Y, a.Rows, a.D, a.Type)
-		return q.Err
+		return
 	}
 	if a.Y8 != 0 {
 		args = append([]any{a.Y8, a.Scale8}, args...)
@@ -75,7 +75,7 @@ func (a RMSNorm) Launch(k *kernel.Set, s gpu.Stream) error {
 	if a.Residual != 0 {
 		name = "rmsnorm_add_"
 	}
-	return k.Enqueue(s, "norm", name+w.Family+suf, a.held().Over(a.Rows),
+	q.Run("norm", name+w.Family+suf, a.held().Over(a.Rows),
 		append(args, int64(a.Rows), a.D, a.Eps, a.Ascending)...)
 }
 
@@ -85,19 +85,18 @@ const walkStages = 3
 
 // walk is the launch of the backward kernel whose blocks walk down the rows. It has no name where
 // the kernel does not take the arguments or the GPU has no room for so many rows.
-func (a RMSNormBackward) walk(k *kernel.Set) (name string, c gpu.LaunchConfig, err error) {
+func (a RMSNormBackward) walk(q *kernel.Queue) (name string, c gpu.LaunchConfig) {
 	across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)) * 32
 	down := max(1, 512/across)
 	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down},
 		Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
 	if !a.packed() || across > 1024 ||
-		c.Shared > k.Info.SharedPerBlock-1024 { // beside what the kernel itself declares
-		return "", c, nil
+		c.Shared > q.Info.SharedPerBlock-1024 { // beside what the kernel itself declares
+		return "", c
 	}
 	name = a.kernel("")
-	blocks, err := k.Resident("norm", name, c)
-	c.Grid.X = min(blocks, kernel.CeilDiv(a.Rows, down), a.parts(k.Info))
-	return name, c, err
+	c.Grid.X = min(q.Resident("norm", name, c), kernel.CeilDiv(a.Rows, down), a.parts(q.Info))
+	return name, c
 }
 
 // ownWarps is the most warps of a block that take rows of their own, by the packs of a row that a
@@ -176,11 +175,10 @@ func (a RMSNormBackward) parts(d gpu.DeviceInfo) int {
 // Launch launches a kernel for DX and partial sums of DW. Warps or pairs of them take rows of their
 // own, or blocks walk down longer ones. Where neither can be, each row has a block, and there are
 // more kernels. Another one adds the sums up.
-func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	q := k.On(s)
-	name, c := a.own(k)
+func (a RMSNormBackward) Launch(q *kernel.Queue) {
+	name, c := a.own(q.Set)
 	if name == "" {
-		name, c, q.Err = a.walk(k)
+		name, c = a.walk(q)
 	}
 	blocks := c.Grid.X
 	if name == "" {
@@ -195,7 +193,6 @@ func (a RMSNormBackward) Launch(k *kernel.Set, s gpu.Stream) error {
 	c = kernel.Grid(kernel.CeilDiv(a.D, 32), 1, 32, 32)
 	c.Overlap = true
 	q.Run("norm", "rmsnorm_weight_sum", c, a.DW, a.Workspace, blocks, a.D)
-	return q.Err
 }
 
 // arrays is how many are read.

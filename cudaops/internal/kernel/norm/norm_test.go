@@ -53,7 +53,7 @@ func rmsNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew i
 	}
 	ways := a.Ways(g.Set)
 	a.Way = ways[way]
-	g.Must(a.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, a))
 	wantY, wantR := make([]float64, rows*d), make([]float64, rows)
 	layer.RMSNorm(wantY, wantR, xr, wr, 1e-5)
 	g.Near("sum", x, xr, 0)
@@ -107,7 +107,7 @@ func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, ske
 			wantX[i] += v
 		}
 	}
-	g.Must(a.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, a))
 	g.Near("dx", dx, wantX, kerneltest.Backward(dt))
 	g.Near("dw", dw, wantW, kerneltest.Backward(kerneltest.F32))
 }

@@ -22,8 +22,8 @@ const (
 )
 
 // Launch launches two kernels.
-func (a Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	return normalize(k, s, "normalize"+kernel.Suffixes(a.YType, a.XType), a.Workspace, a.X, 0, a.N,
+func (a Forward) Launch(q *kernel.Queue) {
+	normalize(q, "normalize"+kernel.Suffixes(a.YType, a.XType), a.Workspace, a.X, 0, a.N,
 		a.XType, a.Y, a.X)
 }
 
@@ -36,18 +36,16 @@ type Backward struct {
 }
 
 // Launch launches two kernels.
-func (a Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	return normalize(k, s, "normalize_backward"+kernel.Suffix(a.Type), a.Workspace, a.X, a.G, a.N,
+func (a Backward) Launch(q *kernel.Queue) {
+	normalize(q, "normalize_backward"+kernel.Suffix(a.Type), a.Workspace, a.X, a.G, a.N,
 		a.Type, a.DX, a.G, a.X)
 }
 
-func normalize(k *kernel.Set, s gpu.Stream, name string, parts, x, g gpu.Ptr, n int, xt gpu.DType,
-	args ...any) error {
+func normalize(q *kernel.Queue, name string, parts, x, g gpu.Ptr, n int, xt gpu.DType,
+	args ...any) {
 	blocks := min(normalizeParts, kernel.CeilDiv(n, 4*256))
-	q := k.On(s)
 	q.Run("normalize", "normalize_sums"+kernel.Suffix(xt), kernel.Line(blocks, 256), parts, x, g,
 		int64(n))
-	q.Run("normalize", name, kernel.Line(min(8*k.Info.SMs, kernel.CeilDiv(n, 4*256)), 256),
+	q.Run("normalize", name, kernel.Line(min(8*q.Info.SMs, kernel.CeilDiv(n, 4*256)), 256),
 		append(args, parts, blocks, int64(n))...)
-	return q.Err
 }

@@ -33,11 +33,11 @@ func TestNormalize(t *testing.T) {
 					want[i] = v / r
 					dx[i] = gr[i]/r - v*gx/(r*r*norm)
 				}
-				g.Must(Forward{Y: y.Ptr, X: x.Ptr, Workspace: work.Ptr, N: n, YType: yt,
-					XType: xt}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, Forward{Y: y.Ptr, X: x.Ptr, Workspace: work.Ptr, N: n,
+					YType: yt, XType: xt}))
 				g.Near("y", y, want, kerneltest.Forward(yt))
-				g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, Workspace: work.Ptr, N: n,
-					Type: xt}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr,
+					Workspace: work.Ptr, N: n, Type: xt}))
 				if n > 2 { // else g and x may be parallel, and dx zero but for rounding
 					g.Near("dx", dy, dx, kerneltest.Backward(xt))
 				}
@@ -51,10 +51,10 @@ func TestNormalizeZero(t *testing.T) {
 	x, zero := g.Upload(make([]float64, 77), kerneltest.F32, 0)
 	dy, gr := g.Normal(77, kerneltest.F32, 0)
 	y, work := g.Alloc(77, kerneltest.F32, 0), g.Alloc(NormalizeWorkspace/4, kerneltest.F32, 0)
-	g.Must(Forward{Y: y.Ptr, X: x.Ptr, Workspace: work.Ptr, N: 77}.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, Forward{Y: y.Ptr, X: x.Ptr, Workspace: work.Ptr, N: 77}))
 	g.Near("y", y, zero, 0)
-	g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, Workspace: work.Ptr,
-		N: 77}.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, Workspace: work.Ptr,
+		N: 77}))
 	for i := range gr {
 		gr[i] /= 1e-7
 	}

@@ -159,8 +159,8 @@ type GradSquares struct {
 }
 
 // Launch launches one kernel.
-func (p GradSquares) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "optim", p.Table.kernel("optim_squares"),
+func (p GradSquares) Launch(q *kernel.Queue) {
+	q.Run("optim", p.Table.kernel("optim_squares"),
 		kernel.Line(p.Table.Chunks, optimThreads), p.Squares, p.Table.tensors, p.Table.chunks)
 }
 
@@ -176,8 +176,8 @@ type GradNorm struct {
 }
 
 // Launch launches one kernel.
-func (p GradNorm) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "optim", "optim_control", kernel.Line(1, 1024), p.Control, p.Squares,
+func (p GradNorm) Launch(q *kernel.Queue) {
+	q.Run("optim", "optim_control", kernel.Line(1, 1024), p.Control, p.Squares,
 		p.Count, p.Scale, p.Apart)
 }
 
@@ -189,12 +189,10 @@ type AdamW struct {
 }
 
 // Launch launches two kernels.
-func (p AdamW) Launch(k *kernel.Set, s gpu.Stream) error {
-	q := k.On(s)
+func (p AdamW) Launch(q *kernel.Queue) {
 	p.Table.begin(q, "adamw", p.Control)
 	q.Run("adamw", p.Table.kernel("adamw"), kernel.Line(p.Table.Chunks*optimRounds, optimThreads),
 		p.Control, p.Table.updates, p.Table.tensors, p.Table.chunks)
-	return q.Err
 }
 
 // begin counts a step, and works out what follows from it for each tensor.
@@ -221,14 +219,13 @@ type MuonDirection struct {
 }
 
 // Launch launches three kernels.
-func (p MuonDirection) Launch(k *kernel.Set, s gpu.Stream) error {
-	q, c := k.On(s), kernel.Line(p.Table.Chunks, optimThreads)
+func (p MuonDirection) Launch(q *kernel.Queue) {
+	c := kernel.Line(p.Table.Chunks, optimThreads)
 	p.Table.begin(q, "muon", p.Control)
 	q.Run("muon", "muon_momentum", c, p.Squares, p.Control, p.Table.updates, p.Table.tensors,
 		p.Table.chunks, p.Nesterov)
 	q.Run("muon", "muon_direction", c, p.Squares, p.Control, p.Table.tensors, p.Table.chunks,
 		p.Nesterov)
-	return q.Err
 }
 
 // MuonApply updates the table's parameters and copies from every tensor's Result.
@@ -238,7 +235,7 @@ type MuonApply struct {
 }
 
 // Launch launches one kernel.
-func (p MuonApply) Launch(k *kernel.Set, s gpu.Stream) error {
-	return k.Enqueue(s, "muon", "muon_apply", kernel.Line(p.Table.Chunks, optimThreads), p.Control,
+func (p MuonApply) Launch(q *kernel.Queue) {
+	q.Run("muon", "muon_apply", kernel.Line(p.Table.Chunks, optimThreads), p.Control,
 		p.Table.updates, p.Table.tensors, p.Table.chunks)
 }

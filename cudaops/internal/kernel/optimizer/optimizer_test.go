@@ -126,10 +126,10 @@ func TestAdamW(t *testing.T) {
 					sum += array.SumSquares(q.rg)
 				}
 				control := newControl(g, c)
-				g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
-				g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks,
-					Scale: 0}.Launch(g.Set, g.Stream))
-				g.Must(AdamW{Control: control, Table: table}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, GradSquares{Squares: squares, Table: table}))
+				g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares,
+					Count: table.Chunks, Scale: 0}))
+				g.Must(g.Launch(g.Stream, AdamW{Control: control, Table: table}))
 				norm := 0.5 * math.Sqrt(sum)
 				if got := readControl(g, control); math.Abs(float64(got.Norm)-norm) > 1e-6*norm ||
 					got.Skipped || got.LR != lr {
@@ -184,9 +184,8 @@ func TestAdamWRounds(t *testing.T) {
 				Second: v.Ptr, Size: n, LRScale: 1,
 				Beta1: 0.9, Beta2: 0.999, Step: 4}}})
 		control := newControl(g, Control{LR: 0.5, Eps: eps, GradScale: 1})
-		g.Must(GradNorm{Control: control, Squares: squares, Count: 0,
-			Scale: 0}.Launch(g.Set, g.Stream))
-		g.Must(AdamW{Control: control, Table: table}.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: 0, Scale: 0}))
+		g.Must(g.Launch(g.Stream, AdamW{Control: control, Table: table}))
 		cpuoptimizer.AdamW(rp, rg, rm, rv, cpuoptimizer.AdamWStep{LR: 0.5, Beta1: 0.9,
 			Beta2: 0.999, Eps: eps, Step: 5})
 		worst, at := 0.0, 0
@@ -211,10 +210,9 @@ func TestStepWithNaNIsSkipped(t *testing.T) {
 	g.Must(g.Ctx.CopyToDevice(bad, kerneltest.Encode([]float64{math.Inf(1)}, qs[4].GradType),
 		g.Stream))
 	control := newControl(g, Control{LR: 1, GradScale: 1, MaxNorm: 1})
-	g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
-	g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks}.Launch(g.Set,
-		g.Stream))
-	g.Must(AdamW{Control: control, Table: table}.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, GradSquares{Squares: squares, Table: table}))
+	g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: table.Chunks}))
+	g.Must(g.Launch(g.Stream, AdamW{Control: control, Table: table}))
 	got := readControl(g, control)
 	require.True(t, got.Skipped && math.IsInf(float64(got.Norm), 1), "%+v", got)
 	steps := stepsOf(g, table)
@@ -239,11 +237,11 @@ func TestMuon(t *testing.T) {
 					newGrad(g, q)
 				}
 				control := newControl(g, Control{LR: 0.02, GradScale: 1})
-				g.Must(GradNorm{Control: control, Squares: squares, Count: 0,
-					Scale: 0}.Launch(g.Set, g.Stream))
-				g.Must(MuonDirection{Control: control, Squares: squares, Table: table,
-					Nesterov: nesterov}.Launch(g.Set, g.Stream))
-				g.Must(MuonApply{Control: control, Table: table}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: 0,
+					Scale: 0}))
+				g.Must(g.Launch(g.Stream, MuonDirection{Control: control, Squares: squares,
+					Table: table, Nesterov: nesterov}))
+				g.Must(g.Launch(g.Stream, MuonApply{Control: control, Table: table}))
 				for i, q := range qs {
 					u := make([]float64, len(q.rg))
 					for i, v := range q.rg {
@@ -296,9 +294,9 @@ func TestLossScaleMoves(t *testing.T) {
 			MaxNorm: 1e-3 * norm})
 		g.Must(g.Ctx.CopyToDevice(at, kerneltest.Encode([]float64{bad}, kerneltest.F32), g.Stream))
 		g.Must(g.Ctx.CopyToDevice(scale, c.from.Bytes(), g.Stream))
-		g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
-		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks,
-			Scale: scale}.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, GradSquares{Squares: squares, Table: table}))
+		g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: table.Chunks,
+			Scale: scale}))
 		got := readControl(g, control)
 		left := make([]byte, LossScaleBytes)
 		g.Must(g.Ctx.CopyToHost(left, scale, g.Stream))
@@ -349,9 +347,9 @@ func TestNormSameBits(t *testing.T) {
 	norms := map[float32]bool{}
 	for range 6 {
 		control := newControl(g, Control{GradScale: 1})
-		g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
-		g.Must(GradNorm{Control: control, Squares: squares, Count: table.Chunks,
-			Scale: 0}.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, GradSquares{Squares: squares, Table: table}))
+		g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: table.Chunks,
+			Scale: 0}))
 		norms[float32(readControl(g, control).Norm)] = true
 	}
 	require.Len(t, norms, 1)
@@ -375,8 +373,8 @@ func TestScattered(t *testing.T) {
 	g.Must(err)
 	defer func() { g.Must(scattered.Free()) }()
 	got := g.Alloc(chunks, kerneltest.F32, 0)
-	g.Must(GradSquares{Squares: squares, Table: table}.Launch(g.Set, g.Stream))
-	g.Must(GradSquares{Squares: got.Ptr, Table: scattered}.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, GradSquares{Squares: squares, Table: table}))
+	g.Must(g.Launch(g.Stream, GradSquares{Squares: got.Ptr, Table: scattered}))
 	one := make([]float32, own+1)
 	g.Must(g.Ctx.CopyToHost(gpu.Bytes(one), squares, g.Stream))
 	g.Must(g.Ctx.SyncStream(g.Stream))

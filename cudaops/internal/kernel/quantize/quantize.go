@@ -25,19 +25,19 @@ type Rows struct {
 }
 
 // Launch launches one kernel.
-func (a Rows) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a Rows) Launch(q *kernel.Queue) {
 	a.XStride = cmp.Or(a.XStride, a.D)
 	shape := HeldRows(a.Type, a.D, a.Y, a.X)
 	if a.XStride%kernel.Vector(a.Type) != 0 {
 		shape = HeldShape{}
 	}
-	return shape.Enqueue(k, s, "quantize", a.Rows, a.D, a.Type, []any{a.Y, a.Scale, a.X}, a.XStride)
+	shape.Run(q, "quantize", a.Rows, a.D, a.Type, []any{a.Y, a.Scale, a.X}, a.XStride)
 }
 
 // Beside enqueues [Rows] of x [rows, d], where y is not null.
 func Beside(q *kernel.Queue, y, scale, x gpu.Ptr, rows, d int, t gpu.DType) {
 	if y != 0 {
-		q.Then(Rows{Y: y, Scale: scale, X: x, Rows: rows, D: d, Type: t})
+		Rows{Y: y, Scale: scale, X: x, Rows: rows, D: d, Type: t}.Launch(q)
 	}
 }
 
@@ -68,10 +68,10 @@ func BestShape(d int, t gpu.DType, packs ...int) HeldShape {
 	return HeldShape{}
 }
 
-// Enqueue launches a kernel over rows that may be held in registers: that of a shape, or for no
+// Run enqueues a kernel over rows that may be held in registers: that of a shape, or for no
 // shape the one for any row. Strides are the elements from one row to the next in some arrays.
-func (h HeldShape) Enqueue(k *kernel.Set, s gpu.Stream, name string, rows, d int, t gpu.DType,
-	args []any, strides ...int) error {
+func (h HeldShape) Run(q *kernel.Queue, name string, rows, d int, t gpu.DType, args []any,
+	strides ...int) {
 	variant, c := "_any", kernel.Line(rows, kernel.RowThreads(d))
 	if h.Packs > 0 {
 		variant, c = fmt.Sprint("_held", h.Packs), h.Over(rows)
@@ -81,7 +81,7 @@ func (h HeldShape) Enqueue(k *kernel.Set, s gpu.Stream, name string, rows, d int
 	for _, stride := range strides {
 		args = append(args, int64(stride))
 	}
-	return k.Enqueue(s, "quantize", name+variant+kernel.Suffix(t), c, args...)
+	q.Run("quantize", name+variant+kernel.Suffix(t), c, args...)
 }
 
 func (h HeldShape) Over(rows int) gpu.LaunchConfig {
@@ -117,9 +117,8 @@ func (a Columns) sections(d gpu.DeviceInfo) int {
 }
 
 // Launch launches two kernels.
-func (a Columns) Launch(k *kernel.Set, s gpu.Stream) error {
-	sections := a.sections(k.Info)
-	q := k.On(s)
+func (a Columns) Launch(q *kernel.Queue) {
+	sections := a.sections(q.Info)
 	c := kernel.Grid(kernel.CeilDiv(a.D, largestColumns), sections, columnThreads, 1)
 	q.Run("quantize", "quantize_columns_largest"+kernel.Suffix(a.Type), c, a.Workspace, a.X, a.Rows,
 		a.D)
@@ -127,7 +126,6 @@ func (a Columns) Launch(k *kernel.Set, s gpu.Stream) error {
 	c.Overlap = true
 	q.Run("quantize", "quantize_columns"+kernel.Suffix(a.Type), c, a.Y, a.Scale, a.X, a.Workspace,
 		sections, a.Rows, a.D)
-	return q.Err
 }
 
 // WorkspaceBytes is the size of Workspace.

@@ -160,7 +160,7 @@ func TestQuantize(t *testing.T) {
 				y, scale := rows8Alloc(g, rows, d, i%3*4)
 				a := quantize.Rows{Y: y.Ptr, Scale: scale.Ptr, X: x.Ptr, Rows: rows, D: d,
 					XStride: stride, Type: dt}
-				g.Must(a.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, a))
 				rows8(g, "rows", y, scale, xr)
 			})
 		}
@@ -190,8 +190,8 @@ func TestQuantizeColumns(t *testing.T) {
 				y, scale := rows8Alloc(g, d, rows, i%3)
 				work := g.Alloc(quantize.Columns{Rows: rows, D: d}.WorkspaceBytes(g.Info)/4, kerneltest.F32,
 					0)
-				g.Must(quantize.Columns{Y: y.Ptr, Scale: scale.Ptr, X: x.Ptr, Workspace: work.Ptr,
-					Rows: rows, D: d, Type: dt}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, quantize.Columns{Y: y.Ptr, Scale: scale.Ptr, X: x.Ptr,
+					Workspace: work.Ptr, Rows: rows, D: d, Type: dt}))
 				rows8(g, "columns", y, scale, columns)
 			})
 		}
@@ -214,8 +214,8 @@ func sameBits(g *kerneltest.Rig, what string, a, b *kerneltest.Buffer) {
 func separate(g *kerneltest.Rig, what string, y, scale, x *kerneltest.Buffer, d, stride int) {
 	g.Helper()
 	wantY, want := rows8Alloc(g, scale.N, d, 0)
-	g.Must(quantize.Rows{Y: wantY.Ptr, Scale: want.Ptr, X: x.Ptr, Rows: scale.N, D: d,
-		XStride: stride, Type: x.Dtype}.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, quantize.Rows{Y: wantY.Ptr, Scale: want.Ptr, X: x.Ptr, Rows: scale.N,
+		D: d, XStride: stride, Type: x.Dtype}))
 	sameBits(g, what, y, wantY)
 	sameBits(g, "scales of "+what, scale, want)
 }
@@ -263,7 +263,7 @@ func rmsNormFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, 
 		}
 		ways := a.Ways(g.Set)
 		a.Way, count = ways[way], len(ways)
-		g.Must(a.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, a))
 		return outputs
 	}
 	plain, fused := run(false), run(true)
@@ -316,7 +316,7 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 			dx8, scale := rows8Alloc(g, rows, d, 0)
 			a.DX8, a.Scale8, outputs = dx8.Ptr, scale.Ptr, append(outputs, dx8, scale)
 		}
-		g.Must(a.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, a))
 		return outputs
 	}
 	plain, fused := run(false), run(true)
@@ -345,26 +345,26 @@ func siluFloat8(g *kerneltest.Rig, rows, f int, dt gpu.DType, skew int) {
 
 	h := g.Alloc(n, dt, skew)
 	a := silu.Mul{H: h.Ptr, AB: ab.Ptr, Rows: rows, F: f, Type: dt}
-	g.Must(a.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, a))
 	h8, scales := rows8Alloc(g, rows, f, 0)
 	out := g.Alloc(n, dt, skew)
 	a.H, a.H8, a.Scale8 = out.Ptr, h8.Ptr, scales.Ptr
-	g.Must(a.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, a))
 	sameBits(g, "h", out, h)
 	separate(g, "h", h8, scales, h, f, 0)
 	g.Must(g.Ctx.Memset8(h8.Ptr, 0xff, h8.Bytes(), g.Stream))
 	a.H = 0
-	g.Must(a.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, a))
 	separate(g, "h that is not written", h8, scales, h, f, 0)
 
 	wantH, want := g.Alloc(n, dt, skew), g.Alloc(2*n, dt, skew)
 	b := silu.MulBackward{H: wantH.Ptr, DAB: want.Ptr, DH: dh.Ptr, AB: ab.Ptr, Rows: rows, F: f,
 		Type: dt}
-	g.Must(b.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, b))
 	dab8, scale := rows8Alloc(g, rows, 2*f, 0)
 	again, dab := g.Alloc(n, dt, skew), g.Alloc(2*n, dt, skew)
 	b.H, b.DAB, b.DAB8, b.Scale8 = again.Ptr, dab.Ptr, dab8.Ptr, scale.Ptr
-	g.Must(b.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, b))
 	sameBits(g, "h again", again, wantH)
 	sameBits(g, "da, db", dab, want)
 	separate(g, "da, db", dab8, scale, want, 2*f, 0)
@@ -373,6 +373,6 @@ func siluFloat8(g *kerneltest.Rig, rows, f int, dt gpu.DType, skew int) {
 		return
 	}
 	b.H, b.DAB = 0, ab.Ptr // in place
-	g.Must(b.Launch(g.Set, g.Stream))
+	g.Must(g.Launch(g.Stream, b))
 	sameBits(g, "da, db in place", ab, want)
 }

@@ -100,10 +100,8 @@ func stripsOf(weights []Weight, i int) (strips []WeightStrip) {
 type Weights struct{ Table *Table }
 
 // Launch clears the table's largest numbers and launches a kernel.
-func (p Weights) Launch(k *kernel.Set, s gpu.Stream) error {
-	q := k.On(s)
+func (p Weights) Launch(q *kernel.Queue) {
 	q.Fill(p.Table.At[2], 0, p.Table.mostBytes)
 	q.Run("quantize_weights", "quantize_weights", kernel.Line(p.Table.blocks, WeightThreads),
 		p.Table.At[0], p.Table.At[1])
-	return q.Err
 }

@@ -44,7 +44,7 @@ func TestQuantizeWeights(t *testing.T) {
 	table, err := quantize.NewTable(g.Ctx, weights)
 	g.Must(err)
 	for range 2 {
-		g.Must(quantize.Weights{Table: table}.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, quantize.Weights{Table: table}))
 		for _, check := range checks {
 			check()
 		}

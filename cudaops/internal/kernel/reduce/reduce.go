@@ -68,16 +68,16 @@ func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int {
 
 // Launch launches one kernel, or two for a reduction that is wide. To reduce nothing to a number is
 // an error.
-func (a Reduce) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a Reduce) Launch(q *kernel.Queue) {
 	switch {
 	case a.Outer == 0 || a.Inner == 0:
-		return nil
+		return
 	case a.N == 0:
-		return fmt.Errorf("kernels.Reduce: nothing to reduce, [%d, 0, %d]", a.Outer, a.Inner)
+		q.Err = fmt.Errorf("kernels.Reduce: nothing to reduce, [%d, 0, %d]", a.Outer, a.Inner)
+		return
 	}
 	a.Scale = cmp.Or(a.Scale, 1)
-	q := k.On(s)
-	parts, late := a.parts(k.Info)
+	parts, late := a.parts(q.Info)
 	if parts > 1 {
 		first := a
 		first.Y, first.YType, first.Scale = a.Workspace, gpu.Float32, 1
@@ -85,7 +85,6 @@ func (a Reduce) Launch(k *kernel.Set, s gpu.Stream) error {
 		a.X, a.XType, a.N = a.Workspace, gpu.Float32, parts
 	}
 	a.run(q, 1, 0)
-	return q.Err
 }
 
 // run launches one step. One that reads what another has left begins while that ends.

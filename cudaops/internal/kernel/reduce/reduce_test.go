@@ -37,7 +37,7 @@ func TestReduce(t *testing.T) {
 							a.Scale = 1 / float64(n)
 						}
 						a.Workspace = g.Alloc(a.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0).Ptr
-						g.Must(a.Launch(g.Set, g.Stream))
+						g.Must(g.Launch(g.Stream, a))
 						want := make([]float64, outer*inner)
 						for o := range outer {
 							for k := range inner {
@@ -72,7 +72,7 @@ func TestMaxKeepsNaN(t *testing.T) {
 		y := g.Alloc(inner, kerneltest.F32, 0)
 		a := Reduce{Op: Max, Y: y.Ptr, X: in.Ptr, Outer: 1, N: 5000, Inner: inner}
 		a.Workspace = g.Alloc(a.WorkspaceBytes(g.Info)/4+1, kerneltest.F32, 0).Ptr
-		g.Must(a.Launch(g.Set, g.Stream))
+		g.Must(g.Launch(g.Stream, a))
 		if got := g.Read(y); !math.IsNaN(got[0]) || inner > 1 && got[1] != 0 {
 			t.Errorf("the maximum is %v", got)
 		}

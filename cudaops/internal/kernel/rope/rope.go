@@ -27,7 +27,7 @@ type Rotate struct {
 const ropeThreads = 128
 
 // Launch launches one kernel.
-func (a Rotate) Launch(k *kernel.Set, s gpu.Stream) error {
+func (a Rotate) Launch(q *kernel.Queue) {
 	width, h, n := a.Heads*a.HeadDim, a.HeadDim/2, kernel.Vector(a.Type)
 	a.XStride, a.YStride = cmp.Or(a.XStride, width), cmp.Or(a.YStride, width)
 	variant, threads := "rope_pairs", a.Rows*a.Heads*h
@@ -43,14 +43,14 @@ func (a Rotate) Launch(k *kernel.Set, s gpu.Stream) error {
 		}
 	}
 	if threads > math.MaxInt32 {
-		return fmt.Errorf("kernels.RoPE: %d rows of %d heads are too many for one launch", a.Rows,
+		q.Err = fmt.Errorf("kernels.RoPE: %d rows of %d heads are too many for one launch", a.Rows,
 			a.Heads)
 	}
 	sign := 1.0
 	if a.Inverse {
 		sign = -1
 	}
-	return k.Enqueue(s, "rope", variant+kernel.Suffix(a.Type),
+	q.Run("rope", variant+kernel.Suffix(a.Type),
 		kernel.Line(kernel.CeilDiv(threads, ropeThreads), ropeThreads), a.Y, a.X, a.Cos, a.Sin,
 		sign, int64(a.Rows), a.Heads, h, a.Seq, int64(a.XStride), int64(a.YStride))
 }

@@ -30,7 +30,7 @@ func TestRoPE(t *testing.T) {
 					a := Rotate{Y: y.Ptr, X: x.Ptr, Cos: cos.Ptr, Sin: sin.Ptr, Rows: rows,
 						Seq: c.seq, Heads: c.heads,
 						HeadDim: c.headDim, Inverse: inverse, Type: dt}
-					g.Must(a.Launch(g.Set, g.Stream))
+					g.Must(g.Launch(g.Stream, a))
 					want := make([]float64, rows*d)
 					layer.RoPE(want, xr, cr, sr, c.seq, c.heads, c.headDim, inverse)
 					g.Near("y", y, want, kerneltest.Forward(dt))
@@ -50,9 +50,9 @@ func TestRoPEInPlaceOfPart(t *testing.T) {
 			cos, cr := g.Normal(seq*headDim/2, kerneltest.F32, 0)
 			sin, sr := g.Normal(seq*headDim/2, kerneltest.F32, 0)
 			part := x.Offset(d * dt.Size())
-			g.Must(Rotate{Y: part, X: part, Cos: cos.Ptr, Sin: sin.Ptr, Rows: rows,
-				Seq: seq, Heads: heads,
-				HeadDim: headDim, XStride: 3 * d, YStride: 3 * d, Type: dt}.Launch(g.Set, g.Stream))
+			g.Must(g.Launch(g.Stream, Rotate{Y: part, X: part, Cos: cos.Ptr, Sin: sin.Ptr,
+				Rows: rows, Seq: seq, Heads: heads,
+				HeadDim: headDim, XStride: 3 * d, YStride: 3 * d, Type: dt}))
 			for r := range rows {
 				row := xr[(3*r+1)*d:][:d]
 				at := r % seq * headDim / 2

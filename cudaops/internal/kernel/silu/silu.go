@@ -23,16 +23,16 @@ type Mul struct {
 }
 
 // Launch launches one kernel; with H8 and GELU two.
-func (a Mul) Launch(k *kernel.Set, s gpu.Stream) error {
-	b, q := a.AB.Offset(a.F*a.Type.Size()), k.On(s)
+func (a Mul) Launch(q *kernel.Queue) {
+	b := a.AB.Offset(a.F * a.Type.Size())
 	if a.H8 != 0 && !a.GELU {
-		return quantize.HeldRows(a.Type, a.F, a.H8, a.H, a.AB).Enqueue(k, s, "silu_mul", a.Rows, a.F,
-			a.Type, []any{a.H8, a.Scale8, a.H, a.AB, b}, 2*a.F)
+		quantize.HeldRows(a.Type, a.F, a.H8, a.H, a.AB).Run(q, "silu_mul", a.Rows, a.F, a.Type,
+			[]any{a.H8, a.Scale8, a.H, a.AB, b}, 2*a.F)
+		return
 	}
 	silu(q, gate(a.GELU)+"_mul", a.Rows, a.F, a.Type, kernel.Packed(a.Type, a.F, a.H, a.AB), a.H,
 		a.AB, b, int64(a.Rows), a.F, int64(2*a.F))
 	quantize.Beside(q, a.H8, a.Scale8, a.H, a.Rows, a.F, a.Type)
-	return q.Err
 }
 
 // MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), the
@@ -51,21 +51,21 @@ type MulBackward struct {
 
 // Launch launches one kernel; with DAB8, where rows are not aligned or too long for registers, or
 // for GELU, two.
-func (a MulBackward) Launch(k *kernel.Set, s gpu.Stream) error {
-	half, stride, q := a.F*a.Type.Size(), 2*a.F, k.On(s)
+func (a MulBackward) Launch(q *kernel.Queue) {
+	half, stride := a.F*a.Type.Size(), 2*a.F
 	b, db := a.AB.Offset(half), a.DAB.Offset(half)
 	if !a.GELU && a.DAB8 != 0 {
 		shape := quantize.HeldRows(a.Type, a.F, a.DAB8, a.H, a.DAB, a.DH, a.AB)
 		if shape.Packs > 0 {
-			return shape.Enqueue(k, s, "silu_mul_backward", a.Rows, a.F, a.Type,
+			shape.Run(q, "silu_mul_backward", a.Rows, a.F, a.Type,
 				[]any{a.DAB8, a.Scale8, a.H, a.DAB, db, a.DH, a.AB, b}, stride, stride)
+			return
 		}
 	}
 	silu(q, gate(a.GELU)+"_mul_backward", a.Rows, a.F, a.Type,
 		kernel.Packed(a.Type, a.F, a.H, a.DAB, a.DH, a.AB), a.H, a.DAB, db, a.DH, a.AB, b,
 		int64(a.Rows), a.F, int64(stride), int64(stride))
 	quantize.Beside(q, a.DAB8, a.Scale8, a.DAB, a.Rows, stride, a.Type)
-	return q.Err
 }
 
 // gate is how kernels of a gate are named.

@@ -22,14 +22,14 @@ func TestSiLUMul(t *testing.T) {
 						dh, dhr := g.Normal(n, dt, skew)
 						h, h2, dab := g.Alloc(n, dt, skew), g.Alloc(n, dt, skew),
 							g.Alloc(2*n, dt, skew)
-						g.Must(Mul{H: h.Ptr, AB: ab.Ptr, Rows: rows, F: f, GELU: gelu,
-							Type: dt}.Launch(g.Set, g.Stream))
+						g.Must(g.Launch(g.Stream, Mul{H: h.Ptr, AB: ab.Ptr, Rows: rows, F: f,
+							GELU: gelu, Type: dt}))
 						back := MulBackward{H: h2.Ptr, DAB: dab.Ptr, DH: dh.Ptr, AB: ab.Ptr,
 							Rows: rows, F: f, GELU: gelu, Type: dt}
 						if i%2 == 0 { // in place
 							back.DAB, back.H, dab, h2 = ab.Ptr, 0, ab, h
 						}
-						g.Must(back.Launch(g.Set, g.Stream))
+						g.Must(g.Launch(g.Stream, back))
 
 						var a, b []float64
 						for row := range slices.Chunk(abr, 2*f) {

@@ -16,8 +16,8 @@ type Forward struct {
 }
 
 // Launch launches one kernel.
-func (p Forward) Launch(k *kernel.Set, s gpu.Stream) error {
-	return softmax(k, s, "softmax", p.Rows, p.N, p.Type, p.Y, p.X)
+func (p Forward) Launch(q *kernel.Queue) {
+	softmax(q, "softmax", p.Rows, p.N, p.Type, p.Y, p.X)
 }
 
 // Backward computes DX = Y ⊙ (G − Σ G ⊙ Y) for each row, from the output Y of Forward and its
@@ -29,12 +29,11 @@ type Backward struct {
 }
 
 // Launch launches one kernel.
-func (p Backward) Launch(k *kernel.Set, s gpu.Stream) error {
-	return softmax(k, s, "softmax_backward", p.Rows, p.N, p.Type, p.DX, p.G, p.Y)
+func (p Backward) Launch(q *kernel.Queue) {
+	softmax(q, "softmax_backward", p.Rows, p.N, p.Type, p.DX, p.G, p.Y)
 }
 
-func softmax(k *kernel.Set, s gpu.Stream, name string, rows, n int, t gpu.DType,
-	ps ...gpu.Ptr) error {
+func softmax(q *kernel.Queue, name string, rows, n int, t gpu.DType, ps ...gpu.Ptr) {
 	c := kernel.Line(rows, kernel.LongRowThreads(n, t))
 	variant, packed := "_block", kernel.Packed(t, n, ps...)
 	for _, packs := range []int{4, 2} { // a thread, of rows that a block holds
@@ -50,5 +49,5 @@ func softmax(k *kernel.Set, s gpu.Stream, name string, rows, n int, t gpu.DType,
 		variant, c = "_warp", kernel.Line(kernel.CeilDiv(rows, 4), 128)
 		args = append(args, int64(rows))
 	}
-	return k.Enqueue(s, "softmax", name+variant+kernel.Suffix(t), c, append(args, n)...)
+	q.Run("softmax", name+variant+kernel.Suffix(t), c, append(args, n)...)
 }

@@ -28,8 +28,7 @@ func TestSoftmax(t *testing.T) {
 						want[r*n+k] /= sum
 					}
 				}
-				g.Must(Forward{Y: x.Ptr, X: x.Ptr, Rows: rows, N: n,
-					Type: dt}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, Forward{Y: x.Ptr, X: x.Ptr, Rows: rows, N: n, Type: dt}))
 				g.Near("y", x, want, kerneltest.Forward(dt))
 				yr := g.Read(x)
 				for r := range rows {
@@ -41,8 +40,8 @@ func TestSoftmax(t *testing.T) {
 						want[k] = yr[k] * (gr[k] - dot)
 					}
 				}
-				g.Must(Backward{DX: dy.Ptr, G: dy.Ptr, Y: x.Ptr, Rows: rows, N: n,
-					Type: dt}.Launch(g.Set, g.Stream))
+				g.Must(g.Launch(g.Stream, Backward{DX: dy.Ptr, G: dy.Ptr, Y: x.Ptr, Rows: rows,
+					N: n, Type: dt}))
 				if n > 1 { // else it is zero but for rounding
 					g.Near("dx", dy, want, kerneltest.Backward(dt))
 				}
