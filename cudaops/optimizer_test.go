@@ -710,7 +710,7 @@ func rankedRows(t *testing.T, rows int) (loss *gorgonia.Node, x *gorgonia.Node,
 		gorgonia.WithName("targets"))
 	try := gorgonia.Must
 	y := try(op.Linear(x, param("a", 48, 64)))
-	y = try(op.Linear(y, param("b", 64, 48)))
+	y = attend(t, try(op.Linear(y, param("b", 64, 48))))
 	y = try(op.SiLUMLP(y, param("gate", 32, 64), param("up", 32, 64), param("down", 64, 32)))
 	y = try(op.RMSNorm(y, param("norm", 64), 1e-5))
 	loss = try(op.LinearCrossEntropy(y, param("head", 600, 64), targets))
@@ -1089,7 +1089,7 @@ func TestRanksChoices(t *testing.T) {
 			tuned = []MachineOption{WithTuning(TuneFull), WithChoices(<-chosen)}
 		}
 		wrap := withKernels(func(k run.Launcher) run.Launcher {
-			return &normWays{Launcher: k, fake: fakeOf(k),
+			return &attentionWays{Launcher: k, fake: fakeOf(k),
 				names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1},
 					{Family: "plain"}}, ways: took}
 		})
@@ -1123,7 +1123,7 @@ func TestRanksChoices(t *testing.T) {
 				timed++
 				require.Zero(t, r)
 			}
-			if c.Op == "RMSNorm" {
+			if c.Op == "Attention" {
 				require.Equal(t, "wide-1", c.Way)
 			}
 		}

@@ -21,9 +21,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/crossentropy"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
@@ -34,8 +34,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// normWays is kernels that have several ways to compute RMSNorm.
-type normWays struct {
+// attentionWays is kernels that have several ways to compute attention.
+type attentionWays struct {
 	run.Launcher
 	fake  *fakeKernels
 	names []kernel.Way
@@ -44,17 +44,17 @@ type normWays struct {
 	ran   []string
 }
 
-func (k *normWays) Ways(params any) []kernel.Way {
-	if _, ok := params.(normkernel.RMSNorm); ok {
+func (k *attentionWays) Ways(params any) []kernel.Way {
+	if _, ok := params.(attention.Forward); ok {
 		return k.names
 	}
 	return k.Launcher.Ways(params)
 }
 
-func (k *normWays) Build() string { return k.build }
+func (k *attentionWays) Build() string { return k.build }
 
-func (k *normWays) Launch(s gpu.Stream, params any) error {
-	a, ok := params.(normkernel.RMSNorm)
+func (k *attentionWays) Launch(s gpu.Stream, params any) error {
+	a, ok := params.(attention.Forward)
 	if !ok {
 		return k.Launcher.Launch(s, params)
 	}
@@ -69,13 +69,13 @@ func (k *normWays) Launch(s gpu.Stream, params any) error {
 	return k.fake.launch(s, func(l *fake.Launch) {
 		l.Took = w.Took
 		if w.Wrong {
-			floatsAt(l, a.Y, a.Rows*a.D)[3] += 7
+			floatsAt(l, a.Y.Ptr, 4)[3] += 7
 		}
 	})
 }
 
-// normed is what a machine that normalises did.
-type normed struct {
+// attended is what a machine that computes attention did.
+type attended struct {
 	Choice
 	log  string
 	last string // the way of its last launch
@@ -83,24 +83,31 @@ type normed struct {
 }
 
 // is wants a way, for a reason, after so many runs in all.
-func (n normed) is(t *testing.T, way string, source optime.Source, runs int, what string) {
+func (n attended) is(t *testing.T, way string, source optime.Source, runs int, what string) {
 	t.Helper()
 	require.Equal(t, []any{way, way, source, runs}, []any{n.Way, n.last, n.Source, n.runs}, what)
 }
 
-// tuneNorm runs one thrice on a fake GPU whose ways plain, wide-1 and wide-4 differ as given.
-func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
-	opts ...MachineOption) normed {
+// attend is attention of a matrix to itself.
+func attend(t *testing.T, x *gorgonia.Node) *gorgonia.Node {
+	t.Helper()
+	y, err := op.Attention(x, x, x, op.AttentionConfig{Seq: x.Shape()[0], Heads: 1,
+		HeadDim: x.Shape()[1]})
+	require.NoError(t, err)
+	return y
+}
+
+// tuneAttention computes it thrice on a fake GPU whose ways plain, wide-1 and wide-4 differ as given.
+func tuneAttention(t *testing.T, path string, ways [3]fake.Way, build string,
+	opts ...MachineOption) attended {
 	t.Helper()
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
-	x := rangeNode(g, "x", 6, 5)
-	w := floatNode(g, "w", []float32{1, 2, 3, 4, 5}, 5)
-	require.NoError(t, errOf(op.RMSNorm(x, w, 1e-5)))
+	attend(t, rangeNode(g, "x", 6, 5))
 	var log bytes.Buffer
-	var k *normWays
+	var k *attentionWays
 	wrap := withKernels(func(inner run.Launcher) run.Launcher {
-		k = &normWays{Launcher: inner, fake: fakeOf(inner), ways: ways[:], build: build,
+		k = &attentionWays{Launcher: inner, fake: fakeOf(inner), ways: ways[:], build: build,
 			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1},
 				{Family: "plain"}}}
 		return k
@@ -111,7 +118,7 @@ func tuneNorm(t *testing.T, path string, ways [3]fake.Way, build string,
 	for range 3 {
 		require.NoError(t, m.RunAll())
 	}
-	r := normed{log: log.String(), last: k.ran[len(k.ran)-1], runs: len(k.ran)}
+	r := attended{log: log.String(), last: k.ran[len(k.ran)-1], runs: len(k.ran)}
 	if c := m.Choices(); len(c) > 0 {
 		r.Choice = c[0]
 	}
@@ -149,18 +156,18 @@ func TestTuningKernels(t *testing.T) {
 	secondBest := [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}
 	firstBest := [3]fake.Way{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
 
-	tuneNorm(t, path, secondBest, "a").is(t, "wide-4", ByRule, 2, "without tuning")
-	r := tuneNorm(t, path, secondBest, "a", cached)
+	tuneAttention(t, path, secondBest, "a").is(t, "wide-4", ByRule, 2, "without tuning")
+	r := tuneAttention(t, path, secondBest, "a", cached)
 	r.is(t, "wide-1", Measured, r.runs, "timed")
 	require.GreaterOrEqual(t, r.runs, 2+3)
 	require.Equal(t, 3, r.Of)
 	require.Empty(t, r.log)
 	require.GreaterOrEqual(t, r.Cold, 2*time.Millisecond)
 	require.LessOrEqual(t, r.Cold, 3*time.Millisecond)
-	again := tuneNorm(t, path, firstBest, "a", cached)
+	again := tuneAttention(t, path, firstBest, "a", cached)
 	again.is(t, "wide-1", Stored, 2, "a second start")
 	require.Equal(t, r.Cold, again.Cold)
-	r = tuneNorm(t, path, firstBest, "b", cached)
+	r = tuneAttention(t, path, firstBest, "b", cached)
 	r.is(t, "wide-4", Measured, r.runs, "another build")
 	for i, c := range []struct {
 		ways    [3]fake.Way
@@ -178,16 +185,16 @@ func TestTuningKernels(t *testing.T) {
 			"plain", Measured, "differs by"},
 		{[3]fake.Way{{Took: 2e6}, {Took: 1e6}, {Fails: true}}, nil, "", "wide-1",
 			Measured, "no such luck"},
-		{firstBest, []string{"RMSNorm=plain"}, "", "plain", Forced, ""},
-		{firstBest, []string{"RMS*!=wide-4"}, "", "wide-1", Measured, ""},
+		{firstBest, []string{"Attention=plain"}, "", "plain", Forced, ""},
+		{firstBest, []string{"Att*!=wide-4"}, "", "wide-1", Measured, ""},
 		{secondBest, []string{"*!=wide-1"}, "", "wide-4", Measured, ""},
-		{firstBest, []string{"RMSNorm=plain"}, "RMSNorm=wide-1", "wide-1", Forced, ""},
-		{firstBest, []string{"RMSNorm=warp"}, "", "wide-4", Measured, "is ignored"},
-		{firstBest, []string{"RMSNorm!=*"}, "", "wide-4", Measured, "is ignored"},
-		{firstBest, []string{"Attention=plain"}, "", "wide-4", Measured, ""},
+		{firstBest, []string{"Attention=plain"}, "Attention=wide-1", "wide-1", Forced, ""},
+		{firstBest, []string{"Attention=warp"}, "", "wide-4", Measured, "is ignored"},
+		{firstBest, []string{"Attention!=*"}, "", "wide-4", Measured, "is ignored"},
+		{firstBest, []string{"RoPEProduct=plain"}, "", "wide-4", Measured, ""},
 	} {
 		t.Setenv("KASMINA_WAYS", c.env)
-		r := tuneNorm(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "a",
+		r := tuneAttention(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "a",
 			cached, WithWays(c.rules...))
 		r.is(t, c.way, c.source, r.runs, fmt.Sprint("case ", i))
 		require.Contains(t, r.log, c.warning, i)
@@ -203,9 +210,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	g := gorgonia.NewGraph()
 	matrix := randomMatrices(g, 1, 3, 1)
 	for i := range 2 {
-		w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5),
-			gorgonia.WithName(fmt.Sprint("w", i)), gorgonia.WithInit(gorgonia.Ones()))
-		require.NoError(t, errOf(op.RMSNorm(matrix(fmt.Sprint("x", i), 6+i, 5), w, 1e-5)))
+		attend(t, matrix(fmt.Sprint("x", i), 6+i, 5))
 	}
 	var log bytes.Buffer
 	private := func(c *machineConfig) error {
@@ -213,7 +218,7 @@ func TestTuningOnFullCard(t *testing.T) {
 		return nil
 	}
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
-		return &normWays{Launcher: k, fake: fakeOf(k),
+		return &attentionWays{Launcher: k, fake: fakeOf(k),
 			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
 			ways:  []fake.Way{{Took: 2e6}, {Took: 1e6}}}
 	})
@@ -244,11 +249,11 @@ func TestChoicesRefused(t *testing.T) {
 		require.ErrorContains(t, errOf(NewMachine(device, gorgonia.NewGraph(),
 			opts...)), want)
 	}
-	for _, rule := range []string{"", "RMSNorm", "=plain", "RMSNorm=", "RMSNorm=[", "[=plain"} {
+	for _, rule := range []string{"", "Attention", "=plain", "Attention=", "Attention=[", "[=plain"} {
 		refused("want OP=WAY", WithWays(rule))
 	}
 	refused("TuneOff", WithTuning(7))
-	t.Setenv("KASMINA_WAYS", "RMSNorm")
+	t.Setenv("KASMINA_WAYS", "Attention")
 	refused("KASMINA_WAYS")
 	t.Setenv("KASMINA_WAYS", "")
 	t.Setenv("KASMINA_TUNE", "sometimes")
@@ -468,25 +473,22 @@ func TestChoicesOfAnother(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	ways := [3]fake.Way{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
 	path := filepath.Join(t.TempDir(), "tune.json")
-	timed := tuneNorm(t, path, [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}, "a")
+	timed := tuneAttention(t, path, [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}, "a")
 	require.Equal(t, "wide-1", timed.Way)
 	require.Equal(t, Measured, timed.Source)
-	r := tuneNorm(t, path, ways, "a", WithChoices([]Choice{timed.Choice}))
+	r := tuneAttention(t, path, ways, "a", WithChoices([]Choice{timed.Choice}))
 	r.is(t, "wide-1", Stored, 2, "taken over")
 	require.Empty(t, r.log)
-	tuneNorm(t, path, ways, "a", WithChoices(nil)).is(t, "wide-4", ByRule, 2, "not chosen")
-	r = tuneNorm(t, path, ways, "a", WithChoices([]Choice{timed.Choice}),
-		WithWays("RMSNorm=wide-1"))
+	tuneAttention(t, path, ways, "a", WithChoices(nil)).is(t, "wide-4", ByRule, 2, "not chosen")
+	r = tuneAttention(t, path, ways, "a", WithChoices([]Choice{timed.Choice}),
+		WithWays("Attention=wide-1"))
 	require.Equal(t, "wide-1", r.Way)
 	require.Equal(t, Forced, r.Source)
 	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
-	x := randomMatrices(g, 1, 3, 1)("x", 6, 5)
-	w := gorgonia.NewVector(g, tensor.Float32, gorgonia.WithShape(5), gorgonia.WithName("w"),
-		gorgonia.WithInit(gorgonia.Ones()))
-	require.NoError(t, errOf(op.RMSNorm(x, w, 1e-5)))
+	attend(t, randomMatrices(g, 1, 3, 1)("x", 6, 5))
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
-		return &normWays{Launcher: k, fake: fakeOf(k),
+		return &attentionWays{Launcher: k, fake: fakeOf(k),
 			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
 			ways:  []fake.Way{{Took: 2e6}, {Took: 1e6}}}
 	})
@@ -847,22 +849,22 @@ func withCeilingBytes(n int) MachineOption {
 	}
 }
 
-// isSlowNorm wants the times of a norm that takes between three and four milliseconds.
-func isSlowNorm(t *testing.T, o OpTime) {
+// isSlowAttention wants the times of attention that takes between three and four milliseconds.
+func isSlowAttention(t *testing.T, o OpTime) {
 	t.Helper()
-	require.Equal(t, "RMSNorm", o.Op)
+	require.Equal(t, "Attention", o.Op)
 	require.GreaterOrEqual(t, o.Time, 3*time.Millisecond)
 	require.LessOrEqual(t, o.Time, 4*time.Millisecond)
 	require.Equal(t, []string{"fast"}, o.Ways)
 }
 
-// TestProfile profiles a machine whose norm takes 3 ms, and one that does not profile beside it.
+// TestProfile profiles a machine whose attention takes 3 ms, and one that does not profile beside it.
 func TestProfile(t *testing.T) {
 	ownChoices(t)
-	norm := &fake.Way{Took: 3 * time.Millisecond}
-	m, device := monitored(t, norm, &bytes.Buffer{}, withCeilingBytes(1<<14),
+	took := &fake.Way{Took: 3 * time.Millisecond}
+	m, device := monitored(t, took, &bytes.Buffer{}, withCeilingBytes(1<<14),
 		WithTuning(TuneCached), WithMonitor(3))
-	plain, _ := monitored(t, norm, &bytes.Buffer{}, WithTuning(TuneCached))
+	plain, _ := monitored(t, took, &bytes.Buffer{}, WithTuning(TuneCached))
 	require.ErrorContains(t, m.StartProfile(), "has not run")
 	step(t, m)
 	step(t, plain)
@@ -887,7 +889,7 @@ func TestProfile(t *testing.T) {
 	require.Equal(t, launches, calls(device, "cuLaunchKernel"))
 	checkProfile(t, m, p, 1)
 	first := p.Ops()[0]
-	isSlowNorm(t, first)
+	isSlowAttention(t, first)
 	var layers []string
 	for _, s := range p.Spans {
 		if s.Op == "Linear" {
@@ -1115,27 +1117,24 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 	return p
 }
 
-// monitored makes a machine that learns one weight matrix behind a norm, which takes as long as
-// norm says.
-func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineOption) (*Machine,
+// monitored makes a machine that learns one weight matrix behind attention, which takes as long
+// as told.
+func monitored(t *testing.T, took *fake.Way, log *bytes.Buffer, opts ...MachineOption) (*Machine,
 	*Device) {
 	t.Helper()
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	device.ctx = &swapped{device.ctx}
 	g := gorgonia.NewGraph()
 	x, w := rangeNode(g, "x", 6, 4), rangeNode(g, "w", 5, 4)
-	scale := floatNode(g, "scale", []float32{1, 2, 3, 4}, 4)
-	n, err := op.RMSNorm(x, scale, 1e-5)
-	require.NoError(t, err)
-	y, err := op.Linear(n, w)
+	y, err := op.Linear(attend(t, x), w)
 	require.NoError(t, err)
 	sum := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y))))
 	require.NoError(t, errOf(gorgonia.Grad(sum, w)))
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
 		slow := fake.Way{Took: 40 * time.Millisecond}
-		return &slowNorm{normWays{Launcher: k, fake: fakeOf(k),
+		return &slowAttention{attentionWays{Launcher: k, fake: fakeOf(k),
 			names: []kernel.Way{{Family: "fast"}, {Family: "plain"}},
-			ways:  []fake.Way{{}, slow}}, norm}
+			ways:  []fake.Way{{}, slow}}, took}
 	})
 	all := append([]MachineOption{timedAlone(t, 1), wrap, WithParams(w),
 		logTo(log)}, opts...)
@@ -1146,28 +1145,28 @@ func monitored(t *testing.T, norm *fake.Way, log *bytes.Buffer, opts ...MachineO
 	return m, device
 }
 
-// slowNorm is normWays whose first way takes as long as it is told, run by run.
-type slowNorm struct {
-	normWays
-	norm *fake.Way
+// slowAttention is attentionWays whose first way takes as long as it is told, run by run.
+type slowAttention struct {
+	attentionWays
+	took *fake.Way
 }
 
-func (k *slowNorm) Launch(s gpu.Stream, params any) error {
-	if a, ok := params.(normkernel.RMSNorm); !ok || a.Way.Family != "fast" {
-		return k.normWays.Launch(s, params)
+func (k *slowAttention) Launch(s gpu.Stream, params any) error {
+	if a, ok := params.(attention.Forward); !ok || a.Way.Family != "fast" {
+		return k.attentionWays.Launch(s, params)
 	}
 	if err := k.Launcher.Launch(s, params); err != nil {
 		return err
 	}
-	return k.fake.launch(s, func(l *fake.Launch) { l.Took = k.norm.Took })
+	return k.fake.launch(s, func(l *fake.Launch) { l.Took = k.took.Took })
 }
 
 func TestMonitor(t *testing.T) {
 	ownChoices(t)
-	norm := &fake.Way{Took: 3 * time.Millisecond}
+	took := &fake.Way{Took: 3 * time.Millisecond}
 	var log bytes.Buffer
-	m, _ := monitored(t, norm, &log, WithTuning(TuneCached), WithMonitor(4))
-	plain, _ := monitored(t, norm, &bytes.Buffer{}, WithTuning(TuneCached))
+	m, _ := monitored(t, took, &log, WithTuning(TuneCached), WithMonitor(4))
+	plain, _ := monitored(t, took, &bytes.Buffer{}, WithTuning(TuneCached))
 	times, err := m.Monitor() // before any run
 	require.NoError(t, err)
 	require.Empty(t, times)
@@ -1181,11 +1180,11 @@ func TestMonitor(t *testing.T) {
 	require.GreaterOrEqual(t, m.monitor.Samples, 3)
 	require.LessOrEqual(t, m.monitor.Samples, 5)
 	first := times[0]
-	isSlowNorm(t, first)
-	require.EqualValues(t, 4*(2*24+4+6), first.Bytes)
+	isSlowAttention(t, first)
+	require.EqualValues(t, 4*(2*24+6), first.Bytes)
 	require.GreaterOrEqual(t, first.Tuned, 3*time.Millisecond)
 	table := Table(times)
-	for _, want := range []string{"Linear", "Update", "RMSNorm", "fast", "GB/s"} {
+	for _, want := range []string{"Linear", "Update", "Attention", "fast", "GB/s"} {
 		require.Contains(t, table, want)
 	}
 	for _, o := range times {
@@ -1199,12 +1198,12 @@ func TestMonitor(t *testing.T) {
 	for i, v := range flat(t, a) {
 		require.Equal(t, flat(t, b)[i], v)
 	}
-	norm.Took = 9 * time.Millisecond
+	took.Took = 9 * time.Millisecond
 	for range 16 {
 		step(t, m)
 	}
 	require.Equal(t, 1, strings.Count(log.String(), "when it was tuned"))
-	require.Contains(t, log.String(), "RMSNorm")
+	require.Contains(t, log.String(), "Attention")
 }
 
 // TestMonitorWithoutOptimizer wants the times of ops, and of updates, after an optimiser that did
@@ -1276,13 +1275,13 @@ func (c *unread) Elapsed(from, to gpu.Event) (time.Duration, error) {
 
 // TestMonitorCost wants fewer samples where they cost much.
 func TestMonitorCost(t *testing.T) {
-	norm := &fake.Way{}
-	m, _ := monitored(t, norm, &bytes.Buffer{}, WithMonitor(2))
+	took := &fake.Way{}
+	m, _ := monitored(t, took, &bytes.Buffer{}, WithMonitor(2))
 	for range 30 {
 		require.NoError(t, m.RunAll())
-		norm.Took = 5 * time.Millisecond
+		took.Took = 5 * time.Millisecond
 		if m.monitor.Sampling() { // as if the stamps took so much
-			norm.Took = 10 * time.Millisecond
+			took.Took = 10 * time.Millisecond
 		}
 		require.NoError(t, errOf(m.Value(m.config.Params[0]))) // computes it
 	}

@@ -44,7 +44,7 @@ func (d Dtype) size() int {
 // Figure is what an op takes, computed by one peer in one way.
 type Figure struct {
 	Peer string // cpu, cuda or gorgonia
-	// as in RMSNorm=rows-4, of ops that have several ways; of a CPU's others the vector
+	// as in Attention=hopper-8, of ops that have several ways; of a CPU's others the vector
 	// instructions
 	Way string
 	// Forward is a forward pass, Training that and the gradients of all inputs of floats, 0 for an

@@ -15,7 +15,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
-	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
@@ -225,8 +224,8 @@ func TestTunedNames(t *testing.T) {
 	require.NoError(t, err)
 	seen := map[string]bool{}
 	for _, launch := range []kernel.Tuned{attention.Forward{}, attention.Backward{},
-		normkernel.RMSNorm{}, gemm.SiLUProduct{}, gemm.SiLUProductBackward{},
-		gemm.RoPEProduct{}, gemm.LinearCrossEntropy{}} {
+		gemm.SiLUProduct{}, gemm.SiLUProductBackward{}, gemm.RoPEProduct{},
+		gemm.LinearCrossEntropy{}} {
 		name, _ := launch.Tuning()
 		require.Contains(t, string(page), "`"+name+"`")
 		require.False(t, seen[name], name)

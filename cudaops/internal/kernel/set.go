@@ -12,7 +12,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"slices"
 	"sync"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -353,18 +352,6 @@ func (w Way) String() string {
 		return w.Family
 	}
 	return fmt.Sprintf("%s-%d", w.Family, w.Size)
-}
-
-// Of returns w, or the first of the ways that take the arguments if w is zero.
-func (w Way) Of(op string, ways []Way) (Way, error) {
-	switch {
-	case w == Way{}:
-		return ways[0], nil
-	case !slices.Contains(ways, w):
-		return w, fmt.Errorf("kernels.%s: the way %v does not take the arguments, which %v do", op,
-			w, ways)
-	}
-	return w, nil
 }
 
 // Tuned is a launch whose way is chosen by timing. It says its name among the choices, and its

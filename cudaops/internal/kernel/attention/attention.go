@@ -156,9 +156,13 @@ type attentionCall struct {
 // begin chooses the way: the given one, of which the size may be any, or the fastest.
 func begin(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Way,
 	ways []kernel.Way) *attentionCall {
-	c := &attentionCall{Queue: q, Geometry: a, dtype: t}
-	c.Way, c.Err = kernel.Way{Family: w.Family}.Of(op, ways)
-	c.Way.Size = w.Size
+	c := &attentionCall{Queue: q, Geometry: a, dtype: t, Way: w}
+	if w.Family == "" {
+		c.Family = ways[0].Family
+	} else if !slices.Contains(ways, kernel.Way{Family: w.Family}) {
+		c.Err = fmt.Errorf("kernels.%s: the way %v does not take the arguments, which %v do", op, w,
+			ways)
+	}
 	if a.Scale == 0 {
 		c.Scale = 1 / math.Sqrt(float64(a.HeadDim))
 	}

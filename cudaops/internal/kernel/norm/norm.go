@@ -26,7 +26,6 @@ type RMSNorm struct {
 	Type                         gpu.DType
 	Y8, Scale8                   gpu.Ptr
 	Ascending                    bool
-	Way                          kernel.Way
 }
 
 // held is how threads hold rows in registers: the zero shape where rows are not aligned or too
@@ -44,24 +43,12 @@ func (a RMSNorm) held() (h quantize.HeldShape) {
 	return h
 }
 
-// Ways lists the ways that take the launch, the one that should be fastest first: rows held in
-// registers, and a block a row.
-func (a RMSNorm) Ways(*kernel.Set) (ways []kernel.Way) {
-	if h := a.held(); h.Packs > 0 {
-		ways = append(ways, kernel.Way{Family: fmt.Sprint("held", h.Packs), Size: h.Rows})
-	}
-	return append(ways, kernel.Way{Family: "any"})
-}
-
-// Launch launches one kernel, or a second one for Y8 where a row is a block's.
+// Launch launches one kernel: that of rows held in registers or, where these cannot be, one in
+// which a row is a block's. Behind the latter a second one makes Y8.
 func (a RMSNorm) Launch(q *kernel.Queue) {
-	w, err := a.Way.Of("RMSNorm", a.Ways(q.Set))
-	if q.Err = err; err != nil {
-		return
-	}
-	suf := kernel.Suffix(a.Type)
+	h, suf := a.held(), kernel.Suffix(a.Type)
 	args := []any{a.Y, a.Rstd, a.Sum, a.X, a.Residual, a.W}
-	if w.Family == "any" {
+	if h.Packs == 0 {
 		q.Run("norm", "rmsnorm_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.D)),
 			append(args, a.D, a.Eps)...)
 		quantize.Beside(q, a.Y8, a.Scale8, a.Y, a.Rows, a.D, a.Type)
@@ -71,11 +58,11 @@ func (a RMSNorm) Launch(q *kernel.Queue) {
 		args = append([]any{a.Y8, a.Scale8}, args...)
 		suf = "_float8" + suf
 	}
-	name := "rmsnorm_"
+	name := "rmsnorm_held"
 	if a.Residual != 0 {
-		name = "rmsnorm_add_"
+		name = "rmsnorm_add_held"
 	}
-	q.Run("norm", name+w.Family+suf, a.held().Over(a.Rows),
+	q.Run("norm", fmt.Sprint(name, h.Packs, suf), h.Over(a.Rows),
 		append(args, int64(a.Rows), a.D, a.Eps, a.Ascending)...)
 }
 
@@ -214,12 +201,6 @@ func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
 		kernel.Line(a.Rows, kernel.RowThreads(a.D)), a.DX, a.G, a.X, a.W, a.Rstd, a.Add, a.D)
 	quantize.Beside(q, a.DX8, a.Scale8, a.DX, a.Rows, a.D, a.Type)
 	return blocks
-}
-
-// Tuning is that of [kernel.Tuned].
-func (a RMSNorm) Tuning() (op, shape string) {
-	return "RMSNorm", fmt.Sprintf("%dx%d %v%s%s", a.Rows, a.D, a.Type,
-		kernel.With(a.Residual != 0, "with residual"), kernel.With(a.Y8 != 0, "and float8"))
 }
 
 // WorkspaceBytes is the size of Workspace.
