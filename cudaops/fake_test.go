@@ -479,20 +479,13 @@ func (k *fakeKernels) CrossEntropyBackward(l *fake.Launch, a crossentropy.Backwa
 func (k *fakeKernels) GradSquares(l *fake.Launch, a optimizer.GradSquares) {
 	out := floatsAt(l, a.Squares, a.Table.Chunks)
 	clear(out)
-	first := 0 // chunk of the tensor
-	for chunk := range a.Table.Chunks {
-		i := a.Table.TensorOf(chunk)
-		if chunk > 0 && a.Table.TensorOf(chunk-1) != i {
-			first = chunk
-		}
-		if i < 0 {
-			continue
-		}
-		p := a.Table.Tensors[i]
-		from := (chunk - first) * optimizer.OptimChunk
-		for _, g := range gradientAt(l, p,
-			p.Size)[from:min(from+optimizer.OptimChunk, p.Size)] {
-			out[chunk] += g * g
+	for _, p := range a.Table.Tensors {
+		chunk := int(p.FirstChunk)
+		for part := range slices.Chunk(gradientAt(l, p, p.Size), optimizer.OptimChunk) {
+			for _, g := range part {
+				out[chunk] += g * g
+			}
+			chunk++
 		}
 	}
 }

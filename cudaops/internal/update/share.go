@@ -270,24 +270,6 @@ func (s *share) own(i int) (part, bool) {
 	return p, p.len() > 0
 }
 
-// buildSquares lays out all chunks for their sums of squares, in an order that does not depend on
-// the number of ranks.
-func (x *Optimizer) buildSquares() (err error) {
-	var all []optimizer.Tensor
-	var at []int
-	chunks := 0
-	for i, p := range x.Params {
-		if own, ok := x.share.own(i); ok {
-			t := optimizer.Tensor{Size: own.len()}
-			x.summed(own, &t)
-			all, at = append(all, t), append(at, chunks+own.from/optimizer.OptimChunk)
-		}
-		chunks += kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk)
-	}
-	x.all, err = optimizer.NewScattered(x.m.Ctx, all, at, chunks)
-	return err
-}
-
 // gatherSquares brings the sums of squares to all ranks, of all chunks and of the losses. Each is
 // that of one rank, and 0 at the others, so that no order of addition matters.
 func (x *Optimizer) gatherSquares() error {

@@ -67,7 +67,8 @@ type Optimizer struct {
 	memory     run.Memory
 	adamw      *optimizer.Table
 	muon       *optimizer.Table
-	all        *optimizer.Table // of the gradients' squares, in the order of Params
+	all        *optimizer.Table // of the gradients' squares
+	chunks     []*Param         // of which the chunks of all gradients are, in the order of Params
 	iterations *program.Program // of Muon
 	control    gpu.Ptr          // optimizer.Control
 	staging    []byte           // the same, pinned
@@ -144,16 +145,14 @@ func (x *Optimizer) allocate() (err error) {
 // flag tells the device which sums of squares are of gradients that are clipped apart: in the order
 // in which the update adds them up. The last, of the loss, is of none.
 func (x *Optimizer) flag() (err error) {
-	if !slices.ContainsFunc(x.Params, func(p *Param) bool { return p.Apart }) {
-		return nil
-	}
-	flags, at := make([]byte, x.sums()), 0
-	for _, p := range x.Params {
-		n := kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk)
-		for i := 0; i < n && p.Apart; i++ {
-			flags[at+i] = 1
+	flags := make([]byte, x.sums())
+	for i, p := range x.chunks {
+		if p.Apart {
+			flags[i] = 1
 		}
-		at += n
+	}
+	if !slices.Contains(flags, 1) {
+		return nil
 	}
 	if x.apart, err = x.memory.Alloc(len(flags), "the optimiser"); err != nil {
 		return err
@@ -211,7 +210,7 @@ func (x *Optimizer) tables() []*optimizer.Table {
 }
 
 // sums is how many sums of squares an update adds up: of all chunks, and of the loss.
-func (x *Optimizer) sums() int { return x.all.Chunks + 1 }
+func (x *Optimizer) sums() int { return len(x.chunks) + 1 }
 
 // Newer reports whether the device remembers what the host does not.
 func (x *Optimizer) Newer() bool { return x.Steps > 0 || x.inherited }
@@ -293,12 +292,17 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 	}
 }
 
-// buildTables lays out the parameters for the kernels.
+// buildTables lays out the parameters for the kernels. The chunks of squares are in an order that
+// does not depend on the number of ranks.
 func (x *Optimizer) buildTables() error {
 	var all, adamw, muon []optimizer.Tensor
+	var first []int       // chunks of all
 	var matrices []*Param // of muon
 	for i, p := range x.Params {
-		r := p.Rule
+		r, before := p.Rule, len(x.chunks)
+		for range kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk) {
+			x.chunks = append(x.chunks, p)
+		}
 		t, own := x.tensorOf(i)
 		x.copies(p, &t)
 		if !r.Muon {
@@ -313,7 +317,8 @@ func (x *Optimizer) buildTables() error {
 		default:
 			adamw = append(adamw, t)
 		}
-		all = append(all, t)
+		from, _ := x.Part(i)
+		all, first = append(all, t), append(first, before+from/optimizer.OptimChunk)
 	}
 	table := func(to **optimizer.Table, of []optimizer.Tensor) func() error {
 		return func() (err error) {
@@ -323,12 +328,11 @@ func (x *Optimizer) buildTables() error {
 			return err
 		}
 	}
-	squares := table(&x.all, all)
-	if x.share != nil {
-		squares = x.buildSquares
-	}
 	return run.InTurn(func() error { return x.orthogonalise(muon, matrices) },
-		table(&x.adamw, adamw), table(&x.muon, muon), squares)
+		table(&x.adamw, adamw), table(&x.muon, muon), func() (err error) {
+			x.all, err = optimizer.NewScattered(x.m.Ctx, all, first, len(x.chunks))
+			return err
+		})
 }
 
 // Enqueue puts an update at the learning rate lr on its way. Its norm comes back before the rest of
@@ -400,7 +404,7 @@ func (x *Optimizer) Wait() (optimizer.Control, error) {
 // among the squares: 0, which leaves their sum as it is, or NaN, at which the update is not made, at
 // any rank.
 func (x *Optimizer) judge(loss *program.Array) error {
-	at := x.squares.Offset(4 * x.all.Chunks)
+	at := x.squares.Offset(4 * len(x.chunks))
 	byLoss := newCall(program.Zero{Ptr: at, Bytes: 4})
 	if loss != nil {
 		byLoss = newCall(elementwise.Unary{Op: elementwise.MulScalar, Y: at, N: 1,
@@ -559,27 +563,21 @@ func (x *Optimizer) placeIterations(groups []group) error {
 }
 
 // NonFinite returns the parameters whose gradients have an element that is NaN, infinite or so
-// large that its square is. With other ranks they are of those that this rank has a part of.
+// large that its square is. Of other ranks' parts it knows when an update has looked at them.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 	if !x.m.State.Looked() {
 		if err := x.m.Launch(x.squared()); err != nil {
 			return nil, err
 		}
 	}
-	squares := make([]float32, x.all.Chunks)
+	squares := make([]float32, len(x.chunks))
 	if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), x.squares, x.m.Stream); err != nil {
 		return nil, err
 	}
-	var own []*Param // as they stand in the table
-	for i, p := range x.Params {
-		if from, to := x.Part(i); from < to {
-			own = append(own, p)
-		}
-	}
 	bad := map[*gorgonia.Node]bool{}
 	for chunk, v := range squares {
-		if i := x.all.TensorOf(chunk); v-v != 0 && i >= 0 {
-			bad[own[i].Input.Node] = true
+		if v-v != 0 {
+			bad[x.chunks[chunk].Input.Node] = true
 		}
 	}
 	return bad, nil

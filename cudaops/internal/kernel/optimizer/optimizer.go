@@ -33,8 +33,8 @@ type Tensor struct {
 
 	CopyType, GradType, DirectionType gpu.DType
 
-	firstChunk, chunks int32
-	Apart              bool // its gradient is in the norm of those that are clipped apart
+	FirstChunk, chunks int32 // of a Table, which sets them
+	Apart              bool  // its gradient is in the norm of those that are clipped apart
 }
 
 // What optim.cuh says of chunks and updates.
@@ -83,9 +83,9 @@ func NewScattered(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Tab
 			return nil,
 				fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
 		}
-		p.firstChunk, p.chunks = int32(at[i]), int32(kernel.CeilDiv(p.Size, OptimChunk))
+		p.FirstChunk, p.chunks = int32(at[i]), int32(kernel.CeilDiv(p.Size, OptimChunk))
 		for j := range p.chunks {
-			list[p.firstChunk+j] = [2]int32{int32(i), j}
+			list[p.FirstChunk+j] = [2]int32{int32(i), j}
 		}
 	}
 	rows := append(slices.Clip(t.Tensors), Tensor{})
@@ -96,13 +96,6 @@ func NewScattered(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Tab
 		return nil, fmt.Errorf("kernels.NewTable: %w", err)
 	}
 	return t, nil
-}
-
-// TensorOf is the number of the tensor that a chunk is a part of, −1 for one of none.
-func (t *Table) TensorOf(chunk int) int {
-	return slices.IndexFunc(t.Tensors, func(p Tensor) bool {
-		return int(p.firstChunk) <= chunk && chunk < int(p.firstChunk+p.chunks)
-	})
 }
 
 // Control is what a step has for all tensors, in device memory of ControlBytes, so that a captured

@@ -321,18 +321,19 @@ func TestLayouts(t *testing.T) {
 	require.EqualValues(t, LossScaleBytes, unsafe.Sizeof(LossScale{}))
 }
 
-// TestTableChunks wants a table to tell whose part a chunk is and what it takes on the device.
+// TestTableChunks wants a table to tell where the chunks of a tensor begin and what it takes on the device.
 func TestTableChunks(t *testing.T) {
 	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
 	require.NoError(t, err)
 	table, err := NewTable(ctx, []Tensor{{Size: 1}, {Size: 2*OptimChunk + 1},
 		{Size: OptimChunk}, {Size: 3}})
 	require.NoError(t, err)
-	var of []int
-	for chunk := range table.Chunks {
-		of = append(of, table.TensorOf(chunk))
+	var first []int32
+	for _, p := range table.Tensors {
+		first = append(first, p.FirstChunk)
 	}
-	require.Equal(t, []int{0, 1, 1, 1, 2, 3}, of)
+	require.Equal(t, []int32{0, 1, 4, 5}, first)
+	require.Equal(t, 6, table.Chunks)
 	free, total, err := ctx.MemInfo()
 	require.NoError(t, err)
 	require.Equal(t, total-free, uint64(table.Bytes))
@@ -380,14 +381,13 @@ func TestScattered(t *testing.T) {
 	g.Must(g.Ctx.SyncStream(g.Stream))
 	all := g.Read(got)
 	for i := range all {
-		want, of := 0.0, -1
+		want := 0.0
 		switch {
 		case i >= before && i < before+own:
-			want, of = float64(one[i-before]), 0
+			want = float64(one[i-before])
 		case i == before+own+between:
-			want, of = float64(one[own]), 1
+			want = float64(one[own])
 		}
 		require.Equal(t, want, all[i])
-		require.Equal(t, of, scattered.TensorOf(i))
 	}
 }
