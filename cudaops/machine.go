@@ -298,7 +298,7 @@ func (m *Machine) Memory() int {
 	if m.runner == nil {
 		return 0
 	}
-	return m.runner.Memory.Held() + m.runner.Inputs.Held() + m.optimizer.Held()
+	return m.runner.Memory.Held() + m.optimizer.Held()
 }
 
 // RunAll computes the graph. It returns when the work is on its way to the device; [Machine.Value]
@@ -366,7 +366,7 @@ func (m *Machine) Close() (err error) {
 	}
 	ctx, x := m.device.ctx, m.runner.Executor
 	err = run.Joined(m.runner.Forget(), m.layers.Settle(), m.monitor.Close(),
-		m.profiler.Close(), m.optimizer.Close(), m.runner.Inputs.Close(), x.Memory.Close())
+		m.profiler.Close(), m.optimizer.Close(), x.Memory.Close())
 	if m.config.stream == 0 {
 		err = run.Joined(err, ctx.DestroyStream(x.Stream))
 	}

@@ -1,7 +1,6 @@
 package cudabench
 
 import (
-	"errors"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -288,8 +287,7 @@ func updates(b *timer) {
 			Copy: b.room(n, bf16), CopyType: bf16, Size: n, LRScale: 1, Decay: 0.01, Beta1: 0.9,
 			Beta2: 0.999})
 	}
-	table := must(optimizer.NewTable(b.Ctx, tensors))
-	defer func() { do(errors.Join(b.Ctx.SyncStream(b.stream), table.Free())) }()
+	table := must(optimizer.NewTable(b.Ctx, b.memory.For("a benchmark"), tensors))
 	squares := b.room(table.Chunks, f32)
 	control := b.upload(optimizer.Control{LR: 3e-4, Eps: 1e-8, GradScale: 1, MaxNorm: 1}.Bytes())
 	b.moves("gradnorm_llama350M", 4*total, optimizer.GradSquares{Squares: squares, Table: table},

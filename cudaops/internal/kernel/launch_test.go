@@ -78,11 +78,12 @@ func TestRefusals(t *testing.T) {
 			kasmina.Backward{Layer: kasmina.Layer{
 				Rows: 1, Chunk: 1 << 20, State: kasmina.State{Seeds: 1 << 10}}}),
 		"weight 0 is 8388624x16, want at most 8388608x16777216": func() error {
-			_, err := quantize.NewTable(k.Ctx, []quantize.Weight{{Rows: 1<<23 + 16, D: 16}})
+			_, err := quantize.NewTable(k.Ctx, k.Ctx.Alloc, []quantize.Weight{{Rows: 1<<23 + 16,
+				D: 16}})
 			return err
 		}(),
 		"tensor 0: an address is not a multiple of 16": func() error {
-			_, err := optimizer.NewTable(k.Ctx, []optimizer.Tensor{{Size: 1, Param: 4}})
+			_, err := optimizer.NewTable(k.Ctx, k.Ctx.Alloc, []optimizer.Tensor{{Size: 1, Param: 4}})
 			return err
 		}(),
 	} {
@@ -117,12 +118,14 @@ func TestLaunches(t *testing.T) {
 	p, err := ctx.Alloc(4 << 20)
 	require.NoError(t, err)
 	ids := p
-	table, err := optimizer.NewTable(k.Ctx, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
+	there := func(int) (gpu.Ptr, error) { return p, nil }
+	table, err := optimizer.NewTable(k.Ctx, there, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
 	require.NoError(t, err)
-	two, err := optimizer.NewScattered(k.Ctx, []optimizer.Tensor{{Size: 9, Grad: p, Other: p}},
-		[]int{1}, 3)
+	two, err := optimizer.NewScattered(k.Ctx, there, []optimizer.Tensor{{Size: 9, Grad: p,
+		Other: p}}, []int{1}, 3)
 	require.NoError(t, err)
-	weights, err := quantize.NewTable(k.Ctx, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16, D: 16}})
+	weights, err := quantize.NewTable(k.Ctx, there, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16,
+		D: 16}})
 	require.NoError(t, err)
 	for _, dt := range kerneltest.StorageTypes {
 		launches := []kernel.Launch{
@@ -181,9 +184,6 @@ func TestLaunches(t *testing.T) {
 			require.NotEmpty(t, ctx.Trace(), "%T %+v", l, l)
 		}
 	}
-	require.NoError(t, table.Free())
-	require.NoError(t, two.Free())
-	require.NoError(t, weights.Free())
 	require.NoError(t, ctx.Free(p))
 	nothingLeft(t, ctx)
 }

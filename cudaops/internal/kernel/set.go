@@ -255,45 +255,30 @@ func Bit(b bool) uint32 {
 	return 0
 }
 
-// Tables is device memory in which tables lie one behind the other.
-type Tables struct {
-	At    []gpu.Ptr // where each is
-	Bytes int
-	ctx   gpu.Context
-}
+// Alloc takes device memory, which its owner gives back.
+type Alloc func(bytes int) (gpu.Ptr, error)
 
-// Upload puts tables into memory of their own. Before they leave, finish may write into them where
-// they will be.
-func Upload(ctx gpu.Context, finish func(at []gpu.Ptr), tables ...[]byte) (*Tables, error) {
+// Upload puts tables into memory, one behind the other. Before they leave, finish is told where they
+// will be, and may write into them.
+func Upload(ctx gpu.Context, alloc Alloc, finish func(at []gpu.Ptr), tables ...[]byte) error {
 	var c Carve
-	t := &Tables{ctx: ctx}
-	for _, b := range tables {
-		t.At = append(t.At, c.Take(len(b)))
-	}
-	t.Bytes = int(c.At)
-	p, err := ctx.Alloc(t.Bytes)
-	if err != nil {
-		return nil, err
-	}
-	for i := range t.At {
-		t.At[i] += p
-	}
-	finish(t.At)
-	all := make([]byte, t.Bytes)
+	at := make([]gpu.Ptr, len(tables))
 	for i, b := range tables {
-		copy(all[t.At[i]-p:], b)
+		at[i] = c.Take(len(b))
 	}
-	if err := errors.Join(ctx.CopyToDevice(p, all, 0), ctx.SyncStream(0)); err != nil {
-		return nil, errors.Join(err, t.Free())
+	p, err := alloc(int(c.At))
+	if err != nil {
+		return err
 	}
-	return t, nil
-}
-
-// Free gives the memory back.
-func (t *Tables) Free() error {
-	err := t.ctx.Free(t.At[0])
-	t.At[0], t.Bytes = 0, 0
-	return err
+	for i := range at {
+		at[i] += p
+	}
+	finish(at)
+	all := make([]byte, c.At)
+	for i, b := range tables {
+		copy(all[at[i]-p:], b)
+	}
+	return errors.Join(ctx.CopyToDevice(p, all, 0), ctx.SyncStream(0))
 }
 
 // Suffixes is the end of a kernel that has one type for each of two arguments.

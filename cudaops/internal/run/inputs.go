@@ -41,16 +41,6 @@ func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
 	return s, nil
 }
 
-// Close gives back the table of weights. The stream is idle.
-func (s *Inputs) Close() error {
-	if s == nil || s.table == nil {
-		return nil
-	}
-	t := s.table
-	s.table = nil
-	return t.Free()
-}
-
 // Of returns the input that a node is, nil if it is none.
 func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
 	if i := slices.IndexFunc(s.of.Inputs, func(in *program.Input) bool { return in.Node == n }); i >= 0 {
@@ -218,21 +208,14 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 		all = append(all, k)
 	}
 	if s.table == nil || !slices.Equal(all, s.table.Weights) { // the user may have moved some
-		if err := Joined(s.Ctx.SyncStream(s.Stream), s.Close()); err != nil {
-			return err
+		alloc := s.Memory.For("float8's weights")
+		if old := s.table; old != nil { // whose place does
+			alloc = func(int) (gpu.Ptr, error) { return old.At[0], s.Ctx.SyncStream(s.Stream) }
 		}
 		var err error
-		if s.table, err = quantize.NewTable(s.Ctx, all); err != nil {
+		if s.table, err = quantize.NewTable(s.Ctx, alloc, all); err != nil {
 			return err
 		}
 	}
 	return s.Launch(quantize.Weights{Table: s.table})
-}
-
-// Held is the bytes of the table of weights.
-func (s *Inputs) Held() int {
-	if s == nil || s.table == nil {
-		return 0
-	}
-	return s.table.Bytes
 }

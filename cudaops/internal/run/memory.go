@@ -34,6 +34,11 @@ func (m *Memory) own(p gpu.Ptr, bytes int) {
 	m.owned[p] = bytes
 }
 
+// For is Alloc for something.
+func (m *Memory) For(what string) func(bytes int) (gpu.Ptr, error) {
+	return func(bytes int) (gpu.Ptr, error) { return m.Alloc(bytes, what) }
+}
+
 // Free gives back what Alloc has taken.
 func (m *Memory) Free(p gpu.Ptr) error {
 	delete(m.owned, p)

@@ -196,17 +196,7 @@ func (x *Optimizer) Held() int {
 	if x == nil {
 		return 0
 	}
-	n := x.memory.Held()
-	for _, t := range x.tables() {
-		n += t.Bytes
-	}
-	return n
-}
-
-// tables are those of AdamW's and of Muon's parameters, where there are any, and of squares.
-func (x *Optimizer) tables() []*optimizer.Table {
-	all := []*optimizer.Table{x.adamw, x.muon, x.all}
-	return slices.DeleteFunc(all, func(t *optimizer.Table) bool { return t == nil })
+	return x.memory.Held()
 }
 
 // sums is how many sums of squares an update adds up: of all chunks, and of the loss.
@@ -320,17 +310,18 @@ func (x *Optimizer) buildTables() error {
 		from, _ := x.Part(i)
 		all, first = append(all, t), append(first, before+from/optimizer.OptimChunk)
 	}
+	alloc := x.memory.For("the optimiser")
 	table := func(to **optimizer.Table, of []optimizer.Tensor) func() error {
 		return func() (err error) {
 			if len(of) > 0 {
-				*to, err = optimizer.NewTable(x.m.Ctx, of)
+				*to, err = optimizer.NewTable(x.m.Ctx, alloc, of)
 			}
 			return err
 		}
 	}
 	return run.InTurn(func() error { return x.orthogonalise(muon, matrices) },
 		table(&x.adamw, adamw), table(&x.muon, muon), func() (err error) {
-			x.all, err = optimizer.NewScattered(x.m.Ctx, all, first, len(x.chunks))
+			x.all, err = optimizer.NewScattered(x.m.Ctx, alloc, all, first, len(x.chunks))
 			return err
 		})
 }
@@ -478,11 +469,7 @@ func (x *Optimizer) Close() error {
 	if x == nil {
 		return nil
 	}
-	errs := []error{x.memory.Close()}
-	for _, t := range x.tables() {
-		errs = append(errs, t.Free())
-	}
-	return run.Joined(append(errs, x.recorded.Drop(x.m.Ctx), x.shut())...)
+	return run.Joined(x.memory.Close(), x.recorded.Drop(x.m.Ctx), x.shut())
 }
 
 // togetherLeast is the elements of squares up to which matrices of one shape go through the

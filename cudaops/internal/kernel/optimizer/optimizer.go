@@ -50,7 +50,6 @@ const (
 // Table is tensors laid out on the device, so that one launch updates them all: the tensors, what a
 // step works out for each, and their chunks.
 type Table struct {
-	*kernel.Tables
 	Tensors []Tensor // as they were at first
 	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares
 	// take.
@@ -60,19 +59,20 @@ type Table struct {
 
 // NewTable lays out tensors, of which there is one at least. What it says of them is fixed from
 // then on, but for Step, which the device counts up.
-func NewTable(ctx gpu.Context, tensors []Tensor) (*Table, error) {
+func NewTable(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor) (*Table, error) {
 	var at []int
 	chunks := 0
 	for _, t := range tensors {
 		at = append(at, chunks)
 		chunks += kernel.CeilDiv(t.Size, OptimChunk)
 	}
-	return NewScattered(ctx, tensors, at, chunks)
+	return NewScattered(ctx, alloc, tensors, at, chunks)
 }
 
 // NewScattered is NewTable, for [GradSquares] alone where tensors leave gaps. Of so many chunks,
 // those of tensor number i are at[i] and those behind it. What is nobody's has the sum 0.
-func NewScattered(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Table, error) {
+func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, at []int, chunks int) (
+	*Table, error) {
 	t := &Table{Tensors: slices.Clone(tensors), Chunks: chunks}
 	// chunks that are nobody's are of a tensor behind them that has no elements
 	list := slices.Repeat([][2]int32{{int32(len(tensors))}}, chunks)
@@ -89,8 +89,7 @@ func NewScattered(ctx gpu.Context, tensors []Tensor, at []int, chunks int) (*Tab
 		}
 	}
 	rows := append(slices.Clip(t.Tensors), Tensor{})
-	var err error
-	if t.Tables, err = kernel.Upload(ctx, func(at []gpu.Ptr) {
+	if err := kernel.Upload(ctx, alloc, func(at []gpu.Ptr) {
 		t.tensors, t.updates, t.chunks = at[0], at[1], at[2]
 	}, gpu.Bytes(rows), make([]byte, updateBytes*len(rows)), gpu.Bytes(list)); err != nil {
 		return nil, fmt.Errorf("kernels.NewTable: %w", err)

@@ -29,13 +29,13 @@ const weightLead = 512
 // Table is weights laid out on the device, so that one call is for all: the weights, their strips,
 // and the largest numbers of all.
 type Table struct {
-	*kernel.Tables
-	Weights           []Weight // as they were given
+	Weights           []Weight  // as they were given
+	At                []gpu.Ptr // where all that is
 	blocks, mostBytes int
 }
 
 // NewTable lays out weights, of which there is one at least.
-func NewTable(ctx gpu.Context, weights []Weight) (*Table, error) {
+func NewTable(ctx gpu.Context, alloc kernel.Alloc, weights []Weight) (*Table, error) {
 	rows, strips := slices.Clone(weights), WeightStrips(weights)
 	t := &Table{Weights: weights, blocks: len(strips)}
 	for i, w := range weights {
@@ -46,8 +46,8 @@ func NewTable(ctx gpu.Context, weights []Weight) (*Table, error) {
 		rows[i].most = gpu.Ptr(t.mostBytes)
 		t.mostBytes += 4 * int(w.Rows+w.D+16)
 	}
-	var err error
-	if t.Tables, err = kernel.Upload(ctx, func(at []gpu.Ptr) {
+	if err := kernel.Upload(ctx, alloc, func(at []gpu.Ptr) {
+		t.At = at
 		for i := range rows {
 			rows[i].most += at[2]
 		}

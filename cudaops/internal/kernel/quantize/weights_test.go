@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
@@ -41,7 +42,9 @@ func TestQuantizeWeights(t *testing.T) {
 		}
 		weights = append(weights, w)
 	}
-	table, err := quantize.NewTable(g.Ctx, weights)
+	table, err := quantize.NewTable(g.Ctx, func(bytes int) (gpu.Ptr, error) {
+		return g.Alloc(bytes/4, kerneltest.F32, 0).Ptr, nil
+	}, weights)
 	g.Must(err)
 	for range 2 {
 		g.Must(g.Launch(g.Stream, quantize.Weights{Table: table}))
@@ -49,7 +52,6 @@ func TestQuantizeWeights(t *testing.T) {
 			check()
 		}
 	}
-	g.Must(table.Free())
 }
 
 // TestWeightStrips wants every strip twice, and those that round a weight behind all that look for
