@@ -284,9 +284,6 @@ func Upload(ctx gpu.Context, alloc Alloc, finish func(at []gpu.Ptr), tables ...[
 // Suffixes is the end of a kernel that has one type for each of two arguments.
 func Suffixes(y, x gpu.DType) string { return Suffix(y) + Suffix(x) }
 
-// IDBytes is the size of an id, a target or another int on the device, which kernels are told.
-const IDBytes = 8
-
 // Rows is a matrix in device memory: Stride elements from one row to the next, of which the first
 // few count.
 type Rows struct {

@@ -22,10 +22,6 @@ __device__ __forceinline__ void gradient(Pack<T, N>& p, int i, float lse, int64_
     if (i + j == target) p.set(j, scale * (expf(logits.get(j) - lse) - 1.0f));
 }
 
-__device__ __forceinline__ int64_t targetOf(const void* targets, int bytes, int64_t row) {
-  return bytes == 8 ? static_cast<const int64_t*>(targets)[row] : static_cast<const int32_t*>(targets)[row];
-}
-
 template <class T> __device__ __forceinline__ void zero(T* row, int v) {
   forRow(row, v, [&](int i, auto p) {
     p = {};
@@ -66,10 +62,10 @@ __device__ __forceinline__ RowSum<T> classifyForward(const T* row, float* losses
 }
 
 template <class T>
-__device__ __forceinline__ void classify(T* logits, float* losses, float* lse, const void* targets, int targetBytes,
+__device__ __forceinline__ void classify(T* logits, float* losses, float* lse, const int64_t* targets,
                                          const float* scale, const float* grad, int v) {
   T* row = logits + int64_t(blockIdx.x) * v;
-  Row r = rowOf(row, targetOf(targets, targetBytes, blockIdx.x), v);
+  Row r = rowOf(row, targets[blockIdx.x], v);
   RowSum<T> s = classifyForward(row, losses, lse, r, v);
   if (r.target < 0) return zero(row, v);
   float log = s.lse(), g = scale[0] * (grad ? grad[0] : 1.0f);
@@ -82,7 +78,7 @@ __device__ __forceinline__ void classify(T* logits, float* losses, float* lse, c
 // classify for rows that are aligned to 16 bytes. Dynamic shared memory: a row. Each thread copies what it will itself read, in
 // kParts portions, the first of which it works on while the others are on their way. The row's target arrives meanwhile too.
 template <class T>
-__device__ __forceinline__ void classifyShared(T* logits, float* losses, float* lse, const void* targets, int targetBytes,
+__device__ __forceinline__ void classifyShared(T* logits, float* losses, float* lse, const int64_t* targets,
                                                const float* scale, const float* grad, int v) {
   constexpr int N = kVec<T>, kParts = 4;
   extern __shared__ uint4 shared[];
@@ -94,7 +90,7 @@ __device__ __forceinline__ void classifyShared(T* logits, float* losses, float* 
       copyAsync(held + i, row + i * N, true);
     commitAsync();
   };
-  int64_t target = targetOf(targets, targetBytes, blockIdx.x);
+  int64_t target = targets[blockIdx.x];
   copy(0);
   if (target < 0) {
     keep(losses, lse, RowSum<T>(), Row{-1, 0});
@@ -125,9 +121,9 @@ __device__ __forceinline__ void classifyShared(T* logits, float* losses, float* 
 
 // The backward pass alone, from lse. out may be logits.
 template <class T>
-__device__ __forceinline__ void classifyBackward(T* out, const T* logits, const float* lse, const void* targets,
-                                                 int targetBytes, const float* scale, const float* grad, int v) {
-  int64_t r = blockIdx.x, target = targetOf(targets, targetBytes, r);
+__device__ __forceinline__ void classifyBackward(T* out, const T* logits, const float* lse, const int64_t* targets,
+                                                 const float* scale, const float* grad, int v) {
+  int64_t r = blockIdx.x, target = targets[r];
   out += r * v, logits += r * v;
   float l = lse[r], g = scale[0] * (grad ? grad[0] : 1.0f);
   bool together = aligned16(out);
@@ -142,25 +138,24 @@ __device__ __forceinline__ void classifyBackward(T* out, const T* logits, const 
 
 #define DEFINE(T)                                                                                             \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
-      cross_entropy_forward_##T(const T* logits, float* losses, float* lse, const void* targets,              \
-                                int targetBytes, int v) {                                                     \
+      cross_entropy_forward_##T(const T* logits, float* losses, float* lse, const int64_t* targets, int v) {  \
     const T* row = logits + int64_t(blockIdx.x) * v;                                                          \
-    classifyForward(row, losses, lse, rowOf(row, targetOf(targets, targetBytes, blockIdx.x), v), v);          \
+    classifyForward(row, losses, lse, rowOf(row, targets[blockIdx.x], v), v);                                 \
   }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                   \
-      cross_entropy_##T(T* logits, float* losses, float* lse, const void* targets, int targetBytes,           \
+      cross_entropy_##T(T* logits, float* losses, float* lse, const int64_t* targets,                         \
                         const float* scale, const float* grad, int v) {                                       \
-    classify(logits, losses, lse, targets, targetBytes, scale, grad, v);                                      \
+    classify(logits, losses, lse, targets, scale, grad, v);                                                   \
   }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                   \
-      cross_entropy_shared_##T(T* logits, float* losses, float* lse, const void* targets, int targetBytes,    \
+      cross_entropy_shared_##T(T* logits, float* losses, float* lse, const int64_t* targets,                  \
                                const float* scale, const float* grad, int v) {                                \
-    classifyShared(logits, losses, lse, targets, targetBytes, scale, grad, v);                                \
+    classifyShared(logits, losses, lse, targets, scale, grad, v);                                             \
   }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                   \
-      cross_entropy_backward_##T(T* out, const T* logits, const float* lse, const void* targets,              \
-                                 int targetBytes, const float* scale, const float* grad, int v) {             \
-    classifyBackward(out, logits, lse, targets, targetBytes, scale, grad, v);                                 \
+      cross_entropy_backward_##T(T* out, const T* logits, const float* lse, const int64_t* targets,           \
+                                 const float* scale, const float* grad, int v) {                              \
+    classifyBackward(out, logits, lse, targets, scale, grad, v);                                              \
   }
 FOR_STORAGE_TYPES(DEFINE)
 
@@ -178,16 +173,10 @@ template <class F> __device__ __forceinline__ float sumRows(int64_t rows, F f) {
   return blockReduce<Sum>(sum);
 }
 
-// The number of targets of at least 0: whole numbers, exact below 2²⁴ a thread.
-template <class T> __device__ __forceinline__ float countTargets(const T* targets, int64_t rows) {
-  return sumRows(rows, [&](int64_t r) { return targets[r] >= 0 ? 1.0f : 0.0f; });
-}
-
-// scale[0] = 1 / number of targets of at least 0. Launch: one block.
+// scale[0] = 1 / number of targets of at least 0: whole numbers, exact below 2²⁴ a thread. Launch: one block.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    cross_entropy_scale(float* scale, const void* targets, int targetBytes, int64_t rows) {
-  float count = targetBytes == 8 ? countTargets(static_cast<const int64_t*>(targets), rows)
-                                 : countTargets(static_cast<const int32_t*>(targets), rows);
+    cross_entropy_scale(float* scale, const int64_t* targets, int64_t rows) {
+  float count = sumRows(rows, [&](int64_t r) { return targets[r] >= 0 ? 1.0f : 0.0f; });
   if (threadIdx.x == 0) scale[0] = 1.0f / count;
 }
 

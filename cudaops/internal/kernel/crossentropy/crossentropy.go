@@ -16,7 +16,7 @@ type Scale struct {
 // Launch launches one kernel.
 func (p Scale) Launch(q *kernel.Queue) {
 	q.Run("crossentropy", "cross_entropy_scale", kernel.Line(1, 512), p.Scale, p.Targets,
-		kernel.IDBytes, int64(p.Rows))
+		int64(p.Rows))
 }
 
 // Forward computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ
@@ -37,7 +37,7 @@ func (a Forward) Launch(q *kernel.Queue) {
 	c := kernel.Line(a.Rows, kernel.LongRowThreads(a.V, a.Type))
 	if a.Scale == 0 {
 		q.Run("crossentropy", "cross_entropy_forward"+kernel.Suffix(a.Type), c, a.Logits, a.Losses,
-			a.LSE, a.Targets, kernel.IDBytes, a.V)
+			a.LSE, a.Targets, a.V)
 		return
 	}
 	name := "cross_entropy"
@@ -46,7 +46,7 @@ func (a Forward) Launch(q *kernel.Queue) {
 		name, c.Shared = "cross_entropy_shared", row // beside what the kernel itself declares
 	}
 	q.Run("crossentropy", name+kernel.Suffix(a.Type), c, a.Logits, a.Losses, a.LSE, a.Targets,
-		kernel.IDBytes, a.Scale, a.Grad, a.V)
+		a.Scale, a.Grad, a.V)
 }
 
 // Mean sets the float32 at Mean to Scale[0]·Σ Losses over all rows of the batch.
@@ -72,5 +72,5 @@ type Backward struct {
 func (p Backward) Launch(q *kernel.Queue) {
 	q.Run("crossentropy", "cross_entropy_backward"+kernel.Suffix(p.Type),
 		kernel.Line(p.Rows, kernel.LongRowThreads(p.V, p.Type)), p.Out, p.Logits, p.LSE, p.Targets,
-		kernel.IDBytes, p.Scale, p.Grad, p.V)
+		p.Scale, p.Grad, p.V)
 }

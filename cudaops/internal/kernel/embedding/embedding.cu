@@ -12,19 +12,15 @@
 // spread over the GPU.
 #include "common.cuh"
 
-__device__ __forceinline__ int64_t idOf(const void* ids, int bytes, int64_t r) {
-  return bytes == 8 ? static_cast<const int64_t*>(ids)[r] : static_cast<const int32_t*>(ids)[r];
-}
-
 // ---- Forward ----
 
 // N elements an access, d a multiple of N. Launch: a warp a row, blockDim.y rows a block.
 template <class Y, class X, int N>
-__device__ __forceinline__ void gather(Y* y, const void* ids, int idBytes, const X* table, int64_t rows, int64_t vocab,
+__device__ __forceinline__ void gather(Y* y, const int64_t* ids, const X* table, int64_t rows, int64_t vocab,
                                        int d) {
   int64_t r = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (r >= rows) return;
-  int64_t id = idOf(ids, idBytes, r);
+  int64_t id = ids[r];
   bool known = id >= 0 && id < vocab;
 #pragma unroll 4
   for (int i = threadIdx.x * N; i < d; i += kWarp * N) {
@@ -43,14 +39,14 @@ __device__ __forceinline__ void gather(Y* y, const void* ids, int idBytes, const
 
 #define DEFINE(Y, X)                                                                                          \
   extern "C" __global__ void __launch_bounds__(256)                                                           \
-      embedding_packs_##Y##_##X(Y* y, const void* ids, int idBytes, const X* table, int64_t rows,             \
+      embedding_packs_##Y##_##X(Y* y, const int64_t* ids, const X* table, int64_t rows,                       \
                                 int64_t vocab, int d) {                                                       \
-    gather<Y, X, 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y))>(y, ids, idBytes, table, rows, vocab, d); \
+    gather<Y, X, 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y))>(y, ids, table, rows, vocab, d);        \
   }                                                                                                           \
   extern "C" __global__ void __launch_bounds__(256)                                                           \
-      embedding_elements_##Y##_##X(Y* y, const void* ids, int idBytes, const X* table, int64_t rows,          \
+      embedding_elements_##Y##_##X(Y* y, const int64_t* ids, const X* table, int64_t rows,                    \
                                    int64_t vocab, int d) {                                                    \
-    gather<Y, X, 1>(y, ids, idBytes, table, rows, vocab, d);                                                  \
+    gather<Y, X, 1>(y, ids, table, rows, vocab, d);                                                           \
   }
 DEFINE(f32, f32)
 DEFINE(bf16, bf16)
@@ -63,10 +59,10 @@ DEFINE(f16, f32)
 
 // counts[id]++ for all rows; counts is zero before. Launch: a thread a row.
 extern "C" __global__ void __launch_bounds__(256)
-    embedding_count(int* counts, const void* ids, int idBytes, int rows, int64_t vocab) {
+    embedding_count(int* counts, const int64_t* ids, int rows, int64_t vocab) {
   int r = blockIdx.x * blockDim.x + threadIdx.x;
   if (r >= rows) return;
-  int64_t id = idOf(ids, idBytes, r);
+  int64_t id = ids[r];
   if (id >= 0 && id < vocab) atomicAdd(counts + id, 1);
 }
 
@@ -106,20 +102,20 @@ extern "C" __global__ void __launch_bounds__(1024) embedding_starts(int* starts,
 
 // Each row goes somewhere into its id's group of members. Launch: a thread a row.
 extern "C" __global__ void __launch_bounds__(256)
-    embedding_fill(int* members, int* cursors, const void* ids, int idBytes, int rows, int64_t vocab) {
+    embedding_fill(int* members, int* cursors, const int64_t* ids, int rows, int64_t vocab) {
   int r = blockIdx.x * blockDim.x + threadIdx.x;
   if (r >= rows) return;
-  int64_t id = idOf(ids, idBytes, r);
+  int64_t id = ids[r];
   if (id >= 0 && id < vocab) members[atomicAdd(cursors + id, 1)] = r;
 }
 
 // sorted is members with every group in ascending order. Launch: a warp a member, eight a block; those past the last one idle.
 extern "C" __global__ void __launch_bounds__(256)
-    embedding_sort(int* sorted, const int* members, const int* starts, const void* ids, int idBytes, int64_t vocab) {
+    embedding_sort(int* sorted, const int* members, const int* starts, const int64_t* ids, int64_t vocab) {
   int p = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (p >= starts[vocab]) return;
   int r = members[p];
-  int64_t id = idOf(ids, idBytes, r);
+  int64_t id = ids[r];
   int lo = starts[id], hi = starts[id + 1], smaller = 0;
 #pragma unroll 4
   for (int q = lo + lane; q < hi; q += kWarp) smaller += members[q] < r;
@@ -144,14 +140,14 @@ __device__ __forceinline__ void put(Y* dt, int64_t at, const float (&sum)[N], in
 
 template <class Y, class X, int N>
 __device__ __forceinline__ void sumTiles(Y* dt, float* heads, float* tails, const X* g, const int* sorted, const int* starts,
-                                         const void* ids, int idBytes, int64_t vocab, int d, int accumulate) {
+                                         const int64_t* ids, int64_t vocab, int d, int accumulate) {
   __shared__ int rows[kTile], begins[kTile], ends[kTile];
   __shared__ int64_t groups[kTile];
   int lo = blockIdx.x * kTile, n = min(kTile, starts[vocab] - lo), hi = lo + n;
   if (n <= 0) return;
   for (int i = threadIdx.x; i < n; i += blockDim.x) {
     rows[i] = sorted[lo + i];
-    int64_t id = groups[i] = idOf(ids, idBytes, rows[i]);
+    int64_t id = groups[i] = ids[rows[i]];
     begins[i] = starts[id], ends[i] = starts[id + 1];
   }
   __syncthreads();
@@ -190,10 +186,10 @@ __device__ __forceinline__ void sumTiles(Y* dt, float* heads, float* tails, cons
 
 template <class Y, int N>
 __device__ __forceinline__ void joinTiles(Y* dt, const float* heads, const float* tails, const int* sorted, const int* starts,
-                                          const void* ids, int idBytes, int64_t vocab, int d, int accumulate) {
+                                          const int64_t* ids, int64_t vocab, int d, int accumulate) {
   int lo = blockIdx.x * kTile, hi = min(lo + kTile, starts[vocab]);
   if (lo >= hi) return;
-  int64_t id = idOf(ids, idBytes, sorted[hi - 1]);
+  int64_t id = ids[sorted[hi - 1]];
   int begin = starts[id], end = starts[id + 1];
   int col = (blockIdx.y * blockDim.x + threadIdx.x) * N;
   if (begin < lo || end <= hi || col >= d) return;  // only where a group begins and reaches on
@@ -213,16 +209,16 @@ __device__ __forceinline__ void joinTiles(Y* dt, const float* heads, const float
 #define DEFINE_VARIANT(Y, X, name, N)                                                                         \
   extern "C" __global__ void __launch_bounds__(256)                                                           \
       embedding_tiles_##name##_##Y##_##X(Y* dt, float* heads, float* tails, const X* g, const int* sorted,    \
-                                         const int* starts, const void* ids, int idBytes, int64_t vocab,      \
+                                         const int* starts, const int64_t* ids, int64_t vocab,                \
                                          int d, int accumulate) {                                             \
-    sumTiles<Y, X, N>(dt, heads, tails, g, sorted, starts, ids, idBytes, vocab, d, accumulate);               \
+    sumTiles<Y, X, N>(dt, heads, tails, g, sorted, starts, ids, vocab, d, accumulate);                        \
   }
 #define DEFINE_JOIN(Y, name, N)                                                                               \
   extern "C" __global__ void __launch_bounds__(256)                                                           \
       embedding_join_##name##_##Y(Y* dt, const float* heads, const float* tails, const int* sorted,           \
-                                  const int* starts, const void* ids, int idBytes, int64_t vocab, int d,      \
+                                  const int* starts, const int64_t* ids, int64_t vocab, int d,                \
                                   int accumulate) {                                                           \
-    joinTiles<Y, N>(dt, heads, tails, sorted, starts, ids, idBytes, vocab, d, accumulate);                    \
+    joinTiles<Y, N>(dt, heads, tails, sorted, starts, ids, vocab, d, accumulate);                             \
   }
 #define DEFINE(Y, X)                       \
   DEFINE_VARIANT(Y, X, packs, 4)           \

@@ -22,7 +22,7 @@ func (a Forward) Launch(q *kernel.Queue) {
 		variant = "embedding_packs"
 	}
 	q.Run("embedding", variant+kernel.Suffixes(a.Type, a.TableType),
-		kernel.Grid(kernel.CeilDiv(a.Rows, 8), 1, 32, 8), a.Y, a.IDs, kernel.IDBytes, a.Table, int64(a.Rows),
+		kernel.Grid(kernel.CeilDiv(a.Rows, 8), 1, 32, 8), a.Y, a.IDs, a.Table, int64(a.Rows),
 		int64(a.Vocab), a.D)
 }
 
@@ -79,13 +79,13 @@ func (a Backward) Launch(q *kernel.Queue) {
 	threads := min(256, kernel.CeilDiv(a.D, 32*n)*32)
 	tiles := kernel.Grid(kernel.CeilDiv(a.Rows, embeddingTile), kernel.CeilDiv(a.D, threads*n),
 		threads, 1)
-	q.Run("embedding", "embedding_count", rows, p.cursors, a.IDs, kernel.IDBytes, a.Rows, vocab)
+	q.Run("embedding", "embedding_count", rows, p.cursors, a.IDs, a.Rows, vocab)
 	q.Run("embedding", "embedding_starts", kernel.Line(1, 1024), p.starts, p.cursors, a.Vocab)
-	q.Run("embedding", "embedding_fill", rows, p.members, p.cursors, a.IDs, kernel.IDBytes, a.Rows, vocab)
+	q.Run("embedding", "embedding_fill", rows, p.members, p.cursors, a.IDs, a.Rows, vocab)
 	q.Run("embedding", "embedding_sort", kernel.Line(kernel.CeilDiv(a.Rows, 8), 256), p.sorted,
-		p.members, p.starts, a.IDs, kernel.IDBytes, vocab)
+		p.members, p.starts, a.IDs, vocab)
 	q.Run("embedding", "embedding_tiles"+variant+kernel.Suffixes(gpu.Float32, a.Type), tiles, a.DT,
-		p.heads, p.tails, a.G, p.sorted, p.starts, a.IDs, kernel.IDBytes, vocab, a.D, a.Accumulate)
+		p.heads, p.tails, a.G, p.sorted, p.starts, a.IDs, vocab, a.D, a.Accumulate)
 	q.Run("embedding", "embedding_join"+variant+"_f32", tiles, a.DT, p.heads,
-		p.tails, p.sorted, p.starts, a.IDs, kernel.IDBytes, vocab, a.D, a.Accumulate)
+		p.tails, p.sorted, p.starts, a.IDs, vocab, a.D, a.Accumulate)
 }

@@ -37,14 +37,14 @@ struct Params {
 // What the other kernels work on; their launchers fill it.
 struct Loss {
   const bf16 *x, *w;
-  const void *targets;
+  const int64_t *targets;
   float *shift;
   bf16 *terms;
   const float *sums;
   float *losses, *factors;    // f
   bf16 *scaled;               // f ⊙ x
   const float *scale, *grad;  // whose product is the scale; grad may be null
-  int targetBytes, rows, columns, depth;
+  int rows, columns, depth;
 };
 
 constexpr int kLossWarps = 8;
@@ -132,10 +132,6 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
 
 // ---- Before and behind the product ----
 
-__device__ inline int64_t targetOf(const Loss &p, int row) {
-  return p.targetBytes == 8 ? ((const int64_t *)p.targets)[row] : ((const int32_t *)p.targets)[row];
-}
-
 // x[row]·w[column], by a warp.
 __device__ inline float logitOf(const Loss &p, int row, int column) {
   const bf16 *x = p.x + (int64_t)row * p.depth, *w = p.w + (int64_t)column * p.depth;
@@ -163,7 +159,7 @@ __device__ inline void scaleRow(bf16 *y, const bf16 *x, float f, int depth) {
 __device__ inline void shift(const Loss &p) {
   const int row = blockIdx.x * kLossWarps + threadIdx.x / kWarp;
   if (row >= p.rows) return;
-  const int64_t target = targetOf(p, row);
+  const int64_t target = p.targets[row];
   float c = target < 0 ? INFINITY : NAN;
   if (target >= 0 && target < p.columns) c = logitOf(p, row, target);
   if (threadIdx.x % kWarp == 0) p.shift[row] = c;
@@ -172,7 +168,7 @@ __device__ inline void shift(const Loss &p) {
 // Forms a row again, by a block; returns its factor.
 __device__ inline float again(const Loss &p, int row, float scale) {
   constexpr int kTogether = 4;
-  const int64_t target = targetOf(p, row);
+  const int64_t target = p.targets[row];
   bf16 *terms = p.terms + (int64_t)row * p.columns;
   if (target < 0) {
     for (int i = threadIdx.x; i < p.columns; i += blockDim.x) terms[i] = 0.0f;
@@ -216,7 +212,7 @@ __device__ inline void finish(const Loss &p) {
     for (int w = 0; w < kLossWarps; w++) z += parts[w][lane];
     bool repair = false;
     if (row < p.rows) {
-      const int64_t target = targetOf(p, row);
+      const int64_t target = p.targets[row];
       if (target < 0) {
         repair = !(z == 0);
         p.losses[row] = factors[lane] = 0;

@@ -52,7 +52,7 @@ func (a LinearCrossEntropy) Launch(q *kernel.Queue) {
 	shift := a.Workspace
 	sums := shift.Offset(4 * a.Rows)
 	others := kernel.Struct{a.X, a.W, a.Targets, shift, a.Terms, sums, a.Losses, a.Factors,
-		a.Scaled, a.Scale, a.Grad, kernel.IDBytes, a.Rows, a.V, a.D}
+		a.Scaled, a.Scale, a.Grad, a.Rows, a.V, a.D}
 	q.Run(unit, "gemm_hopper_loss_shift",
 		kernel.Line(kernel.CeilDiv(a.Rows, lossWarps), 32*lossWarps), others)
 	gemmLaunch{unit: unit, symbol: "gemm_hopper_loss_bf16", dtype: gpu.BFloat16,
