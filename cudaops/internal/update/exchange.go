@@ -45,51 +45,46 @@ func (x *Optimizer) open() (err error) {
 // ranks call it.
 func (x *Optimizer) connect(contributors int) error {
 	for _, b := range x.share.buckets {
-		if _, ok := b.exchanges[contributors]; ok {
+		if b.routes[contributors] != nil {
 			continue
 		}
-		e, err := x.exchangeOf(b, contributors)
-		if e.route != nil {
-			b.exchanges[contributors] = e
-		}
+		route, err := x.contribution(b, contributors)
 		if err != nil {
 			return err
+		}
+		b.routes[contributors] = route
+		if x.share.two {
+			if err := route.Hold(); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
 }
 
-func (x *Optimizer) exchangeOf(b *bucket, contributors int) (e exchange, err error) {
+// contribution is the route by which a bucket's gradients come to their owners.
+func (x *Optimizer) contribution(b *bucket, contributors int) (comm.Route, error) {
 	s, me := x.share, x.share.group.Rank()
 	var sends, receives []comm.Leg
-	places, mine := b.places, b.parts[me]
-	e.staged = make([][]gpu.Ptr, len(mine))
 	for r := range s.group.Size() {
 		if r != me && me < contributors {
-			for _, p := range b.parts[r] {
-				sends = append(sends, comm.Leg{Rank: r, At: ptr(x.gradient(p)), Bytes: x.bytes(p)})
+			for _, p := range s.of(b, r) {
+				sends = append(sends,
+					comm.Leg{Rank: r, At: ptr(p.contributed[me]), Bytes: x.bytes(p)})
 			}
 		}
-		for i, p := range mine {
-			switch {
-			case r >= contributors:
-			case r == me:
-				e.staged[i] = append(e.staged[i], x.gradient(p))
-			default:
+		if r != me && r < contributors {
+			for _, p := range s.of(b, me) {
 				receives = append(receives,
-					comm.Leg{Rank: r, At: ptr(places[0]), Bytes: x.bytes(p)})
-				e.staged[i], places = append(e.staged[i], places[0]), places[1:]
+					comm.Leg{Rank: r, At: ptr(p.contributed[r]), Bytes: x.bytes(p)})
 			}
 		}
 	}
-	if e.route, err = comm.NewRoute(s.group, b.slot, sends, receives); err == nil && s.two {
-		err = e.route.Hold()
-	}
-	return e, err
+	return comm.NewRoute(s.group, b.slot, sends, receives)
 }
 
 // bytes is those of a part's gradient.
-func (x *Optimizer) bytes(p part) int { return p.len() * x.Params[p.param].Grad.Type.Size() }
+func (x *Optimizer) bytes(p *part) int { return p.len() * x.Params[p.param].Grad.Type.Size() }
 
 // shut gives back the stream.
 func (x *Optimizer) shut() error {
@@ -99,8 +94,8 @@ func (x *Optimizer) shut() error {
 	s := x.share
 	errs := []error{x.m.Ctx.SyncStream(s.side.Stream)}
 	for _, b := range s.buckets {
-		for _, e := range b.exchanges {
-			errs = append(errs, e.route.Close())
+		for _, r := range b.routes {
+			errs = append(errs, r.Close())
 		}
 	}
 	for _, l := range s.loads {
@@ -213,42 +208,35 @@ func (x *Optimizer) replay(r *run.Recording, enqueue func() error) error {
 
 // send exchanges the gradients of a bucket, and adds those of this rank.
 func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
-	at, e := comm.Stream(on.Stream), b.exchanges[r.contributors]
+	at, route := comm.Stream(on.Stream), b.routes[r.contributors]
 	if x.share.two { // what comes may lie where the passes have been
-		if err := e.route.Release(at); err != nil {
+		if err := route.Release(at); err != nil {
 			return err
 		}
-		return e.route.Enqueue(at)
+		return route.Enqueue(at)
 	}
-	if err := e.route.Enqueue(at); err != nil {
+	if err := route.Enqueue(at); err != nil {
 		return err
 	}
-	for i, p := range b.parts[x.share.group.Rank()] {
-		if err := x.addUp(p, e.staged[i], r.first, on); err != nil {
+	for _, p := range x.share.of(b, x.share.group.Rank()) {
+		if err := x.addUp(p, r, on); err != nil {
 			return err
 		}
 	}
-	return e.route.Release(at)
+	return route.Release(at)
 }
 
 func ptr(p gpu.Ptr) comm.Ptr { return comm.Ptr(p) }
 
-// gradient is where the last run has left that of a part.
-func (x *Optimizer) gradient(p part) gpu.Ptr {
-	g := x.Params[p.param].Grad
-	return g.Ptr().Offset(p.from * g.Type.Size())
-}
-
 // addUp adds the contributions of a round to the sum of a part, in the order of ranks.
-func (x *Optimizer) addUp(p part, from []gpu.Ptr, first bool, on *run.Executor) error {
-	t, sum := x.Params[p.param].Grad.Type, x.share.acc.Offset(4*p.acc)
+func (x *Optimizer) addUp(p *part, r round, on *run.Executor) error {
 	keep := 1.0
-	if first {
+	if r.first {
 		keep = 0
 	}
-	for _, at := range from {
-		if err := on.Launch(elementwise.Axpby{Y: sum, YType: gpu.Float32, X: at, XType: t,
-			Alpha: 1, Beta: keep, N: p.len()}); err != nil {
+	for _, at := range p.contributed[:r.contributors] {
+		if err := on.Launch(elementwise.Axpby{Y: p.sum, YType: gpu.Float32, X: at,
+			XType: x.Params[p.param].Grad.Type, Alpha: 1, Beta: keep, N: p.len()}); err != nil {
 			return err
 		}
 		keep = 1

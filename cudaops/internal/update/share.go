@@ -30,9 +30,6 @@ type share struct {
 	buckets []*bucket
 	parts   [][]part // of each parameter, by rank; of some ranks they have no elements
 	two     bool     // the update adds the contributions of two ranks
-	acc     gpu.Ptr  // float32 sums of this rank's gradients, each part at a multiple of 256 bytes
-	staging gpu.Ptr  // what comes from other ranks: of a few buckets, or what the arena has no room for
-	room    int      // bytes of staging for one bucket
 	slots   int      // of routes of buckets
 	least   int      // bytes of what travels together
 	loads   []*load  // in which parameters come back
@@ -43,33 +40,23 @@ type share struct {
 
 // bucket is parameters whose gradients travel together.
 type bucket struct {
-	pack             // ordered by the calls behind which gradients are there
-	slot   int       // of its routes
-	places []gpu.Ptr // of this rank's parts, where those of the next rank come, and so on
-	parts  [][]part  // by rank
+	pack     // ordered by the calls behind which gradients are there
+	slot int // of its routes
 	// of rounds to which so many ranks contribute; those to which not all do are made when the
 	// first such round comes
-	exchanges map[int]exchange
+	routes map[int]comm.Route
 }
 
-// exchange is how the gradients of a bucket travel.
-type exchange struct {
-	route  comm.Route
-	staged [][]gpu.Ptr // of this rank's parts, where contributions lie, in the order of ranks
-}
-
-// part is the elements From ≤ i < To of parameter number Param.
+// part is the elements from ≤ i < to of a parameter.
 type part struct {
 	param, from, to int
-	acc             int     // element of acc
-	bucket          *bucket // in which it travels
-	index           int     // among those of its rank there
+	contributed     []gpu.Ptr // by rank, to their gradient; of other ranks' parts this rank's alone
+	sum             gpu.Ptr   // of these, in float32; of this rank's parts
 }
 
 func (p part) len() int { return p.to - p.from }
 
 const (
-	accAlign = 64 // elements: every part begins where vectors may
 	// bucketBytes is what a bucket has at least, but for the last. It is enough to use a link well,
 	// and little enough for the first to leave soon.
 	bucketBytes = 32 << 20
@@ -101,21 +88,14 @@ func (x *Optimizer) divide(r Ranks) error {
 	if s.two {
 		least = max(least, total/mostHeld)
 	}
-	acc := 0
 	for _, p := range x.packs(least,
 		func(i int) int { return lastWrite(x.m.Program, x.Params[i].Grad) },
 		func(i int) int { return x.Params[i].Grad.Extent() }) {
-		b := &bucket{pack: p, exchanges: map[int]exchange{}}
+		b := &bucket{pack: p, routes: map[int]comm.Route{}}
 		s.buckets = append(s.buckets, b)
 		x.cut(b)
-		for i := range b.parts[r.Group.Rank()] {
-			p := &b.parts[r.Group.Rank()][i]
-			p.acc = acc
-			acc += kernel.CeilDiv(p.len(), accAlign) * accAlign
-			s.parts[p.param][r.Group.Rank()] = *p
-		}
 	}
-	return run.InTurn(func() error { return x.takeRoom(acc) }, x.open, x.keepParts, x.arrange)
+	return run.InTurn(x.takeRoom, x.open, x.keepParts, x.arrange)
 }
 
 // pack is parameters that travel together.
@@ -166,58 +146,80 @@ func (x *Optimizer) cut(b *bucket) {
 		}
 		pieces = append(pieces, piece)
 	}
-	shards := comm.CutShards(pieces, x.share.group.Size())
-	b.parts = make([][]part, x.share.group.Size())
-	for r := range b.parts {
+	ranks := x.share.group.Size()
+	shards := comm.CutShards(pieces, ranks)
+	for r := range ranks {
 		at := 0
 		for i, p := range pieces {
 			from, to := max(shards[r]-at, 0), min(shards[r+1]-at, p.Len)
 			at += p.Len
 			if from < to {
-				p := part{param: b.params[i], from: from, to: to, bucket: b, index: len(b.parts[r])}
-				b.parts[r], x.share.parts[p.param][r] = append(b.parts[r], p), p
+				part := part{b.params[i], from, to, make([]gpu.Ptr, ranks), 0}
+				g := x.Params[part.param].Grad
+				part.contributed[x.share.group.Rank()] = g.Ptr().Offset(from * g.Type.Size())
+				x.share.parts[part.param][r] = part
 			}
 		}
 	}
 }
 
+// of is a rank's parts of what is in a bucket.
+func (s *share) of(b *bucket, rank int) (all []*part) {
+	for _, i := range b.params {
+		if p := &s.parts[i][rank]; p.len() > 0 {
+			all = append(all, p)
+		}
+	}
+	return all
+}
+
 // takeRoom allocates the sums, and room for what comes from other ranks.
-func (x *Optimizer) takeRoom(sums int) (err error) {
+func (x *Optimizer) takeRoom() error {
 	s := x.share
 	if s.two {
 		s.slots = len(s.buckets)
 		return x.lodge()
 	}
 	s.slots = min(slots, len(s.buckets))
-	if s.acc, err = x.memory.Alloc(4*max(1, sums), "the sums of gradients"); err != nil {
+	room := 0 // for one bucket
+	for _, b := range s.buckets {
+		var all kernel.Carve
+		x.stage(b, &all)
+		room = max(room, int(all.At))
+	}
+	others, err := x.memory.Alloc(max(1, s.slots*room), "gradients of other ranks")
+	if err != nil {
 		return err
 	}
-	for _, b := range s.buckets {
-		bytes := 0
-		for _, p := range b.parts[s.group.Rank()] {
-			bytes += x.stagingBytes(p)
-		}
-		s.room = max(s.room, bytes*(s.group.Size()-1))
-	}
-	s.staging, err = x.memory.Alloc(max(1, s.slots*s.room), "gradients of other ranks")
 	for i, b := range s.buckets {
 		b.slot = i % s.slots
-		at := s.staging.Offset(b.slot * s.room)
-		for range s.group.Size() - 1 {
-			for _, p := range b.parts[s.group.Rank()] {
-				b.places = append(b.places, at)
-				at = at.Offset(x.stagingBytes(p))
+		x.stage(b, &kernel.Carve{At: others.Offset(b.slot * room)})
+		for _, p := range s.of(b, s.group.Rank()) {
+			if p.sum, err = x.memory.Alloc(4*p.len(), "the sums of gradients"); err != nil {
+				return err
 			}
 		}
 	}
-	return err
+	return nil
+}
+
+// stage gives what comes from other ranks of a bucket places in a piece of memory.
+func (x *Optimizer) stage(b *bucket, in *kernel.Carve) {
+	me := x.share.group.Rank()
+	for r := range x.share.group.Size() {
+		for _, p := range x.share.of(b, me) {
+			if r != me {
+				p.contributed[r] = in.Take(x.bytes(p))
+			}
+		}
+	}
 }
 
 // lodge gives what comes from the other rank room in the run's arena, where no later call needs
 // that: the passes are done with most of it when gradients leave. What does not fit has memory of
 // its own.
-func (x *Optimizer) lodge() (err error) {
-	s, p := x.share, x.m.Program
+func (x *Optimizer) lodge() error {
+	s, p, me := x.share, x.m.Program, x.share.group.Rank()
 	var arena gpu.Ptr
 	var placed []*plan.Interval
 	for _, b := range p.Buffers {
@@ -225,49 +227,25 @@ func (x *Optimizer) lodge() (err error) {
 			arena, placed = b.Base-gpu.Ptr(b.Offset), plan.Insert(placed, &b.Interval)
 		}
 	}
-	outside := 0
+	var outside kernel.Carve
 	var rest []*gpu.Ptr
 	for i, b := range s.buckets {
 		b.slot = i
-		mine := b.parts[s.group.Rank()]
-		b.places = make([]gpu.Ptr, len(mine))
-		for j, own := range mine {
-			v := &plan.Interval{Bytes: x.stagingBytes(own), First: b.last + 1, Last: len(p.Calls)}
+		for _, own := range s.of(b, me) {
+			at := &own.contributed[1-me]
+			v := &plan.Interval{Bytes: x.bytes(own), First: b.last + 1, Last: len(p.Calls)}
 			if plan.Fit(v, placed, program.Alignment); v.Offset+v.Bytes <= p.Arena {
-				placed, b.places[j] = plan.Insert(placed, v), arena.Offset(v.Offset)
+				placed, *at = plan.Insert(placed, v), arena.Offset(v.Offset)
 				continue
 			}
-			b.places[j], rest = gpu.Ptr(outside), append(rest, &b.places[j])
-			outside += v.Bytes
+			*at, rest = outside.Take(v.Bytes), append(rest, at)
 		}
 	}
-	s.staging, err = x.memory.Alloc(max(1, outside), "gradients of other ranks")
+	others, err := x.memory.Alloc(max(1, int(outside.At)), "gradients of other ranks")
 	for _, at := range rest {
-		*at += s.staging
+		*at += others
 	}
 	return err
-}
-
-// stagingBytes is what a part takes of what comes from one rank.
-func (x *Optimizer) stagingBytes(p part) int {
-	return plan.Align(x.bytes(p), program.Alignment)
-}
-
-// summed says where a table finds the gradient of a part of this rank's.
-func (x *Optimizer) summed(own part, t *optimizer.Tensor) {
-	s := x.share
-	t.Grad, t.GradType = s.acc.Offset(4*own.acc), gpu.Float32
-	if !s.two {
-		return
-	}
-	staged := own.bucket.exchanges[2].staged[own.index]
-	t.Grad, t.Other, t.GradType = staged[0], staged[1], x.Params[own.param].Grad.Type
-}
-
-// own is this rank's part of parameter number i.
-func (s *share) own(i int) (part, bool) {
-	p := s.parts[i][s.group.Rank()]
-	return p, p.len() > 0
 }
 
 // gatherSquares brings the sums of squares to all ranks, of all chunks and of the losses. Each is
@@ -281,20 +259,23 @@ func (x *Optimizer) gatherSquares() error {
 		comm.Stream(x.m.Stream))
 }
 
+// own is this rank's part of a parameter.
+func (x *Optimizer) own(i int) part { return x.share.parts[i][x.share.group.Rank()] }
+
 // Part is the elements of parameter number i that this rank remembers moments of.
 func (x *Optimizer) Part(i int) (from, to int) {
 	if x.share == nil {
 		return 0, x.Params[i].Grad.Len()
 	}
-	p, _ := x.share.own(i)
-	return p.from, p.to
+	own := x.own(i)
+	return own.from, own.to
 }
 
 // Shared reports whether the optimiser is one of several ranks'.
 func (x *Optimizer) Shared() bool { return x.share != nil }
 
 // tensorOf is what a table has of a parameter, or of this rank's part of it.
-func (x *Optimizer) tensorOf(i int) (optimizer.Tensor, bool) {
+func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
 	p := x.Params[i]
 	r := p.Rule
 	t := optimizer.Tensor{Param: p.Input.Array.Ptr(), Grad: p.Grad.Ptr(),
@@ -302,16 +283,17 @@ func (x *Optimizer) tensorOf(i int) (optimizer.Tensor, bool) {
 		LRScale: r.LRScale, Decay: r.Decay, Beta1: r.Beta1, Beta2: r.Beta2, Step: p.Step,
 		Apart: p.Apart}
 	if x.share != nil {
-		own, ok := x.share.own(i)
-		if !ok {
-			return t, false
-		}
+		own := x.own(i)
 		t.Param, t.Size = x.master(i, own.from), own.len()
-		x.summed(own, &t)
+		if !x.share.two {
+			t.Grad, t.GradType = own.sum, gpu.Float32
+		} else if t.Size > 0 {
+			t.Grad, t.Other = own.contributed[0], own.contributed[1]
+		}
 	}
 	t.First = p.Moments[0].Ptr()
 	if !r.Muon {
 		t.Second = p.Moments[1].Ptr()
 	}
-	return t, true
+	return t
 }

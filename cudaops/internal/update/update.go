@@ -293,13 +293,13 @@ func (x *Optimizer) buildTables() error {
 		for range kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk) {
 			x.chunks = append(x.chunks, p)
 		}
-		t, own := x.tensorOf(i)
+		t := x.tensorOf(i)
 		x.copies(p, &t)
 		if !r.Muon {
 			x.settings.Eps = r.Eps
 		}
 		switch {
-		case !own:
+		case t.Size == 0: // another rank's
 			continue
 		case r.Muon:
 			t.ShapeScale = r.ShapeScale
