@@ -69,9 +69,6 @@ func (k *Set) function(unit, name string, shared int) (*kernel, error) {
 		m, ok := k.modules[unit]
 		if !ok {
 			images, _ := units()
-			if images[unit] == nil {
-				return nil, fmt.Errorf("kernels: there is no unit %q", unit)
-			}
 			var err error
 			if m, err = k.Ctx.LoadModule(images[unit]); err != nil {
 				return nil, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f "+

@@ -124,6 +124,10 @@ func (a Backward) Launch(q *kernel.Queue) {
 	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Way, a.Ways(q.Set))
 	c.rows, c.lse = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}, a.LSE
 	c.stats = a.Stats
+	turnsBack := c.Family == hopper && c.HeadDim == c.hopperDim() // in its own kernels
+	if !turnsBack {
+		c.Cos, c.Sin = 0, 0
+	}
 	c.launchStatistics()
 	if c.Family == hopper {
 		c.launchFused()
@@ -131,7 +135,7 @@ func (a Backward) Launch(q *kernel.Queue) {
 		c.launch(backwardQ)
 		c.launch(backwardKV)
 	}
-	if a.Cos != 0 && !c.turnsBack() {
+	if a.Cos != 0 && !turnsBack {
 		turn := rope.Rotate{Cos: a.Cos, Sin: a.Sin, Rows: a.Batch * a.Seq, Seq: a.Seq,
 			HeadDim: a.HeadDim, Inverse: true, Type: a.Type}
 		for i, d := range []kernel.Rows{a.DQ, a.DK} {
@@ -190,9 +194,6 @@ func (c *attentionCall) launchStatistics() {
 	}
 	c.Run("attention", "attention_stats"+kernel.Suffix(c.dtype), l, c.params(0), counters, n)
 }
-
-// turnsBack reports whether the way's kernels can turn gradients back.
-func (c *attentionCall) turnsBack() bool { return c.Family == hopper && c.HeadDim == c.hopperDim() }
 
 // pass is one of attention's kernels.
 type pass int

@@ -65,8 +65,8 @@ func (h hopperShape) sharedFused(dim int, documents bool) int {
 func (c *attentionCall) launchHopper(heads, others int) {
 	dim := c.hopperDim()
 	h := hopperShapes[dim]
-	args := c.hopperArgs(c.evenSection(heads, kernel.CeilDiv(c.Seq, 64*h.workers), others,
-		inTurns), c.rows[:3])
+	section := c.evenSection(heads, kernel.CeilDiv(c.Seq, 64*h.workers), others, true)
+	args := c.hopperArgs(section, c.rows[:3])
 	l := kernel.Line(c.Info.SMs, 128*(h.workers+1))
 	l.Shared = h.shared(dim)
 	if c.Documents != 0 {
@@ -77,23 +77,24 @@ func (c *attentionCall) launchHopper(heads, others int) {
 
 // evenSection is section where, under a causal mask, the multiprocessor that is busy longest has
 // least to do. Of the numbers of heads from half of section to all of it, it is the one for which
-// the given hand-out ends first.
-func (c *attentionCall) evenSection(heads, tiles, others int, out handOut) int {
+// the work ends first. Multiprocessors take it in turns, as workOf of attention_hopper.cuh says, or
+// on demand: whoever is done takes the next.
+func (c *attentionCall) evenSection(heads, tiles, others int, inTurns bool) int {
 	if c.Size > 0 {
 		return min(c.Size, heads)
 	}
 	limit := c.section(heads, others)
-	if !c.Causal || out == onDemand && heads*tiles > c.Info.SMs*worksToEven {
+	if !c.Causal || !inTurns && heads*tiles > c.Info.SMs*worksToEven {
 		return limit
 	}
-	key := sectionKey{heads, tiles, limit, c.Info.SMs, out}
+	key := [...]any{heads, tiles, limit, c.Info.SMs, inTurns}
 	if best, ok := evenSections.Load(key); ok {
 		return best.(int)
 	}
 	best, least := 0, math.MaxInt
 	for n := limit; n >= max(limit/2, 1); n -= max(limit/32, 1) {
-		if longest := out.longest(heads, tiles, n, c.Info.SMs); longest < least {
-			best, least = n, longest
+		if busy := longest(heads, tiles, n, c.Info.SMs, inTurns); busy < least {
+			best, least = n, busy
 		}
 	}
 	evenSections.Store(key, best)
@@ -106,29 +107,16 @@ const worksToEven = 256
 // evenSections are what evenSection found, which takes some 100 µs, for much work milliseconds.
 var evenSections sync.Map
 
-type sectionKey struct {
-	heads, tiles, limit, sms int
-	handOut
-}
-
-// handOut is a way in which multiprocessors come by work, in the order of schedule in
-// attention.cuh.
-type handOut int
-
-const (
-	inTurns  handOut = iota // workOf of attention_hopper.cuh
-	onDemand                // whoever is done takes the next
-)
-
-// longest is how long the busiest multiprocessor works. The first tile of a head takes as long as
-// there are tiles, and the last 1. The work around the loop takes a half, where that matters.
-func (o handOut) longest(heads, tiles, section, sms int) int {
+// longest is how long the busiest multiprocessor works, in the order of schedule in attention.cuh.
+// The first tile of a head takes as long as there are tiles, and the last 1. The work around the
+// loop takes a half, where that matters.
+func longest(heads, tiles, section, sms int, inTurns bool) int {
 	busy := make([]int, sms) // in order on demand: the first is the first to be done
 	for first, work := 0, 0; first < heads; first += section {
 		n := min(section, heads-first)
 		for i := range n * tiles {
 			length := 2 * (tiles - i/n)
-			if o == onDemand {
+			if !inTurns {
 				done := busy[0] + length + 1
 				at := sort.SearchInts(busy, done)
 				copy(busy, busy[1:at])
@@ -153,14 +141,6 @@ func (c *attentionCall) hopperArgs(section int, inputs []kernel.Rows) []any {
 		args = append(args, c.tensorMap(rows, []int{c.Heads, c.KVHeads, c.KVHeads, c.Heads}[i]))
 	}
 	return args
-}
-
-// angles are the tables that gradients are turned back by, null where the kernels do not.
-func (c *attentionCall) angles() []any {
-	if c.turnsBack() {
-		return []any{c.Cos, c.Sin}
-	}
-	return []any{gpu.Ptr(0), gpu.Ptr(0)}
 }
 
 // tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one
@@ -202,7 +182,7 @@ func (c *attentionCall) sectionOfFused(tiles int) int {
 	if c.Size == 0 && c.section(heads, c.sharers()) < least {
 		return least
 	}
-	return c.evenSection(heads, tiles, c.sharers(), onDemand)
+	return c.evenSection(heads, tiles, c.sharers(), false)
 }
 
 // sharers is how many times the keys' bytes the blocks of a head share. They share its q and g and,
@@ -218,7 +198,7 @@ func (c *attentionCall) launchFused() {
 	c.Poison(dq, int(counters-dq))
 	section := c.sectionOfFused(kernel.CeilDiv(c.Seq, 64*h.workers))
 	args := append(c.hopperArgs(section, []kernel.Rows{c.rows[0], c.rows[1], c.rows[2], c.rows[4]}),
-		c.angles()...)
+		c.Cos, c.Sin)
 	l := kernel.Line(c.Info.SMs, 128*(h.workers+1))
 	l.Shared = h.sharedFused(dim, c.Documents != 0)
 	name := fmt.Sprintf("attention_hopper_backward_fused_%d", dim)
@@ -232,5 +212,5 @@ func (c *attentionCall) launchFused() {
 	l = kernel.Line(c.Batch*kernel.CeilDiv(c.Heads, 2)*kernel.CeilDiv(c.Seq, h.loop), 256)
 	l.Shared, l.Overlap = 2*2*dim*h.loop, true
 	c.Run(unit, fmt.Sprintf("attention_hopper_backward_round_%d%s", dim, kernel.Suffix(c.dtype)),
-		l, append([]any{c.params(section)}, c.angles()...)...)
+		l, c.params(section), c.Cos, c.Sin)
 }

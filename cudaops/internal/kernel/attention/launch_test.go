@@ -50,19 +50,19 @@ func TestAttentionSections(t *testing.T) {
 			Heads: a.heads, KVHeads: a.heads, HeadDim: a.dim, Causal: true},
 			dtype: kerneltest.Bf16}
 		heads, tiles := a.batch*a.heads, kernel.CeilDiv(a.seq, 128)
-		for _, out := range []handOut{inTurns, onDemand} {
-			limit, n := c.section(heads, 1), c.evenSection(heads, tiles, 1, out)
-			if n < 1 || n > limit || n < limit/2 || n != c.evenSection(heads, tiles, 1, out) {
+		for _, inTurns := range []bool{true, false} {
+			limit, n := c.section(heads, 1), c.evenSection(heads, tiles, 1, inTurns)
+			if n < 1 || n > limit || n < limit/2 || n != c.evenSection(heads, tiles, 1, inTurns) {
 				t.Errorf("%+v: %d heads, %d fit", a, n, limit)
 			}
 			around := 0 // what a work adds to the length of its loop
-			if out == onDemand {
+			if !inTurns {
 				around = 1
 			}
 			even := max(float64(heads*tiles*(tiles+1+around))/float64(k.Info.SMs),
 				float64(2*tiles+around))
-			require.LessOrEqual(t, float64(out.longest(heads, tiles, n, k.Info.SMs)), 1.04*even,
-				out)
+			require.LessOrEqual(t, float64(longest(heads, tiles, n, k.Info.SMs, inTurns)),
+				1.04*even, inTurns)
 		}
 	}
 }

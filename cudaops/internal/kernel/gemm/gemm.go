@@ -35,13 +35,16 @@ type Gate struct {
 // Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
 // has one for two-byte types where F and D are multiples of 8.
 func (g Gate) Ways(k *kernel.Set) []kernel.Way {
-	return onHopper(k, "fused", g.Type.Size() == 2 && g.F%8 == 0 && g.D%8 == 0)
+	return onHopper(k, fused, g.Type.Size() == 2 && g.F%8 == 0 && g.D%8 == 0)
 }
 
+// fused is the one way of what is joined to a product.
+var fused = kernel.Way{Family: "fused"}
+
 // onHopper is the one way that there is, if the GPU has it and it takes a launch.
-func onHopper(k *kernel.Set, family string, takes bool) []kernel.Way {
+func onHopper(k *kernel.Set, way kernel.Way, takes bool) []kernel.Way {
 	if takes && k.Info.Capability() == 90 {
-		return []kernel.Way{{Family: family}}
+		return []kernel.Way{way}
 	}
 	return nil
 }

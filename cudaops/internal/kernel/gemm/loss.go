@@ -43,7 +43,7 @@ const (
 // Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
 // has one for bfloat16 where V and D are multiples of 8.
 func (a LinearCrossEntropy) Ways(k *kernel.Set) []kernel.Way {
-	return onHopper(k, "fused", a.Type == gpu.BFloat16 && a.V%8 == 0 && a.D%8 == 0)
+	return onHopper(k, fused, a.Type == gpu.BFloat16 && a.V%8 == 0 && a.D%8 == 0)
 }
 
 // Launch launches three kernels.

@@ -37,10 +37,7 @@ func (a Product) Ways(k *kernel.Set) []kernel.Way {
 	if a.Float8 {
 		takes = a.TransW && float8Product(a.Columns, a.D, a.Type)
 	}
-	if k.Info.Capability() != 90 || !takes {
-		return nil
-	}
-	return []kernel.Way{{Family: "hopper", Size: plainColumns}}
+	return onHopper(k, kernel.Way{Family: "hopper", Size: plainColumns}, takes)
 }
 
 // Launch launches one kernel.

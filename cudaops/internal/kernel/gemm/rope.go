@@ -50,7 +50,7 @@ func RoPEAngleAt(position, pair, h int) int {
 // have 64, 96 or 128 features. With Float8 the type must be BFloat16. D and Columns must then be
 // multiples of 16, D must exceed 384, and heads must have 64 or 128 features.
 func (a RoPEProduct) Ways(k *kernel.Set) []kernel.Way {
-	return onHopper(k, "fused", turnedTiles[a.HeadDim].columns > 0 &&
+	return onHopper(k, fused, turnedTiles[a.HeadDim].columns > 0 &&
 		a.Type.Size() == 2 && a.Columns%8 == 0 && a.D%8 == 0 &&
 		(!a.Float8 || a.HeadDim != 96 && float8Product(a.Columns, a.D, a.Type)))
 }

@@ -17,7 +17,7 @@ type Forward struct {
 
 // Launch launches one kernel.
 func (p Forward) Launch(q *kernel.Queue) {
-	softmax(q, "softmax", p.Rows, p.N, p.Type, p.Y, p.X)
+	softmax(q, "softmax", p.Rows, p.N, p.Type, kernel.Packed(p.Type, p.N, p.Y, p.X), p.Y, p.X)
 }
 
 // Backward computes DX = Y ⊙ (G − Σ G ⊙ Y) for each row, from the output Y of Forward and its
@@ -30,20 +30,17 @@ type Backward struct {
 
 // Launch launches one kernel.
 func (p Backward) Launch(q *kernel.Queue) {
-	softmax(q, "softmax_backward", p.Rows, p.N, p.Type, p.DX, p.G, p.Y)
+	softmax(q, "softmax_backward", p.Rows, p.N, p.Type, kernel.Packed(p.Type, p.N, p.DX, p.G, p.Y),
+		p.DX, p.G, p.Y)
 }
 
-func softmax(q *kernel.Queue, name string, rows, n int, t gpu.DType, ps ...gpu.Ptr) {
+func softmax(q *kernel.Queue, name string, rows, n int, t gpu.DType, packed bool, args ...any) {
 	c := kernel.Line(rows, kernel.LongRowThreads(n, t))
-	variant, packed := "_block", kernel.Packed(t, n, ps...)
+	variant := "_block"
 	for _, packs := range []int{4, 2} { // a thread, of rows that a block holds
 		if threads := kernel.CeilDiv(n, 32*packs*kernel.Vector(t)) * 32; packed && threads <= 512 {
 			variant, c = fmt.Sprint("_held", packs), kernel.Line(rows, threads)
 		}
-	}
-	var args []any
-	for _, p := range ps {
-		args = append(args, p)
 	}
 	if n <= 1024 && packed {
 		variant, c = "_warp", kernel.Line(kernel.CeilDiv(rows, 4), 128)
