@@ -32,9 +32,17 @@ type step struct {
 // squares is the products that make A and B of x.
 func (s step) squares(x *program.Array) []program.Product {
 	return []program.Product{
-		{D: s.gram, A: x, B: x, TransA: s.tall, TransB: !s.tall},
+		s.outer(s.gram, x, x),
 		{D: s.poly, A: s.gram, B: s.gram, C: s.gram, Alpha: nsC, Beta: nsB},
 	}
+}
+
+// outer is d = left·rightᵀ, or rightᵀ·left for tall ones.
+func (s step) outer(d, left, right *program.Array) program.Product {
+	if s.tall {
+		return program.Product{D: d, A: right, B: left, TransA: true}
+	}
+	return program.Product{D: d, A: left, B: right, TransB: true}
 }
 
 // apply is d = square·x + beta·c, from the right for a tall x. transposed takes the square's
@@ -51,16 +59,10 @@ func (s step) next(y, x *program.Array) []program.Product {
 	return append(s.squares(x), s.apply(y, s.poly, x, x, nsA, false))
 }
 
-// The ways to compute the iteration. There are products alone, products of half of what is
-// symmetric, and several steps between products with X (see [gemm.NewtonSchulz]).
-const (
-	byProducts = "products"
-	bySymmetry = "symmetric"
-	byGram     = "gram"
-)
-
-// gramSteps is how many steps go together.
-const gramSteps = 3
+// wayNames are the ways to compute the iteration, by how many steps go together between products
+// with X: products alone, products of half of what is symmetric, and several steps by their squares
+// (see [gemm.NewtonSchulz]).
+var wayNames = map[int]string{0: "products", 1: "symmetric", 3: "gram"}
 
 // Iteration is the iteration of matrices of one shape that lie one behind the other. Of 16-bit
 // types it takes float16, since no number is large.
@@ -110,40 +112,29 @@ func (b Builder) Normalized(y, x *program.Array) *program.Call {
 // Gradient adds the gradient of x for that of the result of so many steps, g. It computes the steps
 // again, and keeps what each began with.
 func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
+	s, d, e := b.newStep(x), b.square(x), b.square(x)
 	chain := []*program.Array{b.Like(x)}
 	b.Add(b.Normalized(chain[0], x))
-	for range steps - 1 {
-		last, next := chain[len(chain)-1], b.Like(x)
-		b.Calls = append(b.Calls, b.products(b.newStep(last).next(next, last)...)...)
-		chain = append(chain, next)
+	for i := range steps - 1 {
+		chain = append(chain, b.Like(x))
+		b.Calls = append(b.Calls, b.products(s.next(chain[i+1], chain[i])...)...)
 	}
-	for _, last := range slices.Backward(chain) {
-		d := b.Like(x)
-		b.Calls = append(b.Calls, b.stepGradient(d, g, last)...)
-		g = d
+	for _, x := range slices.Backward(chain) {
+		dx := b.Like(x)
+		b.Calls = append(b.Calls, b.products(append(s.squares(x),
+			s.apply(dx, s.poly, g, g, nsA, false),
+			s.outer(d, g, x),
+			program.Product{D: e, A: d, B: s.gram, C: d, Alpha: nsC, Beta: nsB},
+			program.Product{D: e, A: s.gram, B: d, Alpha: nsC, Beta: 1},
+			s.apply(dx, e, x, nil, 1, false),
+			s.apply(dx, e, x, nil, 1, true))...)...)
+		g = dx
 	}
 	dx := b.Like(x)
 	b.Add(b.Call(normalize.Backward{N: x.Len(), Type: x.Type}, program.Writes("DX", dx),
 		program.Reads("G", g), program.Reads("X", x),
 		program.Uses("Workspace", b.Workspace(normalize.NormalizeWorkspace))))
 	return dx
-}
-
-// stepGradient is the gradient dx of a step's x for that of its result, g.
-func (b Builder) stepGradient(dx, g, x *program.Array) []*program.Call {
-	s := b.newStep(x)
-	d, e := b.Like(s.gram), b.Like(s.gram)
-	outer := program.Product{D: d, A: g, B: x, TransB: true}
-	if s.tall {
-		outer = program.Product{D: d, A: x, B: g, TransA: true}
-	}
-	return b.products(append(s.squares(x),
-		s.apply(dx, s.poly, g, g, nsA, false),
-		outer,
-		program.Product{D: e, A: d, B: s.gram, C: d, Alpha: nsC, Beta: nsB},
-		program.Product{D: e, A: s.gram, B: d, Alpha: nsC, Beta: 1},
-		s.apply(dx, e, x, nil, 1, false),
-		s.apply(dx, e, x, nil, 1, true))...)
 }
 
 // Iterate returns the iteration of a batch of matrices of one shape in the way that is chosen. Its
@@ -154,17 +145,25 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 		t = gpu.Float32
 	}
 	n := gemm.NewtonSchulz{Rows: shape[0], Columns: shape[1], Batch: batch, Steps: steps, Type: t}
-	ways := b.ways(n)
 	x := b.NewArray(t, batch, shape[0], shape[1])
-	g := program.Group{Op: "NewtonSchulz", Plain: slices.Index(ways, byProducts),
+	xs := [2]*program.Array{b.Like(x), b.Like(x)}
+	g := program.Group{Op: "NewtonSchulz", Results: xs[1:],
 		Shape: fmt.Sprintf("%d of %dx%d %v, %d steps", batch, shape[0], shape[1], t, steps)}
 	var all []Iteration
-	xs := [2]*program.Array{b.Like(x), b.Like(x)}
-	for _, way := range ways {
-		one := b.in(way, n, xs)
-		all, g.Results = append(all, one), []*program.Array{one.Result}
+	for i, together := range b.ways(n) {
+		n.Together = together
+		turns, calls := n.Steps, b.plain
+		if together > 0 {
+			turns, calls = n.Segments(), b.symmetric
+		} else {
+			g.Plain = i
+		}
+		start := 1 - turns%2 // from where the last turn leads to the second array
+		one := Iteration{xs[start], xs[1], calls(n, xs[start], xs[1-start])}
+		all = append(all, one)
 		timed := append([]*program.Call{b.Normalized(one.Start, x)}, one.Calls...)
-		g.Alternatives = append(g.Alternatives, program.Alternative{Name: way, Calls: timed})
+		g.Alternatives = append(g.Alternatives, program.Alternative{Name: wayNames[together],
+			Calls: timed})
 	}
 	for _, c := range all[g.Plain].Calls {
 		g.FLOPs += c.FLOPs
@@ -180,42 +179,25 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 }
 
 // ways are those that the GPU and the shape allow, that of the rule of thumb first.
-func (b Builder) ways(n gemm.NewtonSchulz) []string {
+func (b Builder) ways(n gemm.NewtonSchulz) []int {
 	for _, s := range n.Shapes() {
 		if len(b.Ways(gemm.Symmetric{SymmetricShape: s, Type: n.Type})) == 0 {
-			return []string{byProducts}
+			return []int{0}
 		}
 	}
 	together := gemm.NewtonSchulzTogether(n.Rows, n.Columns)
 	switch {
 	case b.Tunes() || together == 0:
-		return []string{byProducts, bySymmetry, byGram}
+		return []int{0, 1, 3}
 	case together == 1:
-		return []string{bySymmetry, byGram, byProducts}
+		return []int{1, 3, 0}
 	}
-	return []string{byGram, bySymmetry, byProducts}
+	return []int{3, 1, 0}
 }
 
-// in is the iteration in one of the ways, between two arrays, of which the second one has the
-// result.
-func (b Builder) in(way string, n gemm.NewtonSchulz, xs [2]*program.Array) Iteration {
-	n.Together = 1
-	if way == byGram {
-		n.Together = gramSteps
-	}
-	turns, calls := n.Segments(), b.symmetric
-	if way == byProducts {
-		turns, calls = n.Steps, b.plain
-	}
-	if turns%2 == 0 {
-		xs[0], xs[1] = xs[1], xs[0]
-	}
-	return Iteration{Start: xs[0], Result: xs[turns%2], Calls: calls(n, xs)}
-}
-
-// plain is the iteration by products alone.
-func (b Builder) plain(n gemm.NewtonSchulz, xs [2]*program.Array) (calls []*program.Call) {
-	s, x, y := b.newStep(xs[0]), xs[0], xs[1]
+// plain is the iteration from x to y and back by products alone.
+func (b Builder) plain(n gemm.NewtonSchulz, x, y *program.Array) (calls []*program.Call) {
+	s := b.newStep(x)
 	for range n.Steps {
 		calls = append(calls, b.products(s.next(y, x)...)...)
 		x, y = y, x
@@ -223,13 +205,13 @@ func (b Builder) plain(n gemm.NewtonSchulz, xs [2]*program.Array) (calls []*prog
 	return calls
 }
 
-// symmetric is the iteration by products of half of what is symmetric.
-func (b Builder) symmetric(n gemm.NewtonSchulz, xs [2]*program.Array) (calls []*program.Call) {
-	places := map[gpu.Ptr]*program.Array{1: xs[0], 2: xs[1]} // which stand for the arrays in Run
+// symmetric is the iteration from x to y and back by products of half of what is symmetric.
+func (b Builder) symmetric(n gemm.NewtonSchulz, x, y *program.Array) (calls []*program.Call) {
+	places := map[gpu.Ptr]*program.Array{1: x, 2: y} // which stand for the arrays in Run
 	n.X = [2]gpu.Ptr{1, 2}
 	for i := range n.Squares {
 		n.Squares[i] = gpu.Ptr(3 + i)
-		places[n.Squares[i]] = b.square(xs[0])
+		places[n.Squares[i]] = b.square(x)
 	}
 	multiply := func(a gemm.Symmetric) {
 		args := []program.Arg{program.Writes("D", places[a.D]),
