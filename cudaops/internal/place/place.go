@@ -12,9 +12,6 @@ import (
 // that touches it to the last. Those of the kept arrays last until the end of the run. A result may
 // take the place of what its call is the last to read.
 func Arena(p *program.Program, kept []*program.Array) {
-	for _, b := range p.Buffers {
-		b.First, b.Last, b.Offset = -1, -1, 0
-	}
 	for i, c := range p.Calls {
 		for _, a := range c.Args {
 			touch(a.Array, i)
@@ -55,7 +52,7 @@ func replaces(c *program.Call, i int) bool {
 	from, to := c.Over.From, c.Over.To
 	readers := 0
 	for _, a := range c.Args {
-		if a.On(from.Buffer) {
+		if a.Buffer == from.Buffer {
 			readers++
 		}
 	}
@@ -65,9 +62,6 @@ func replaces(c *program.Call, i int) bool {
 
 // touch makes an array's memory last over a call.
 func touch(a *program.Array, call int) {
-	if a == nil {
-		return
-	}
 	for _, part := range a.Parts {
 		touch(part, call)
 	}

@@ -1,8 +1,6 @@
 package program
 
 import (
-	"slices"
-
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
@@ -45,13 +43,6 @@ func (a *Array) RowStride() int {
 		return a.Stride
 	}
 	return a.Shape[1]
-}
-
-// On reports whether the array, or a part of it, is in a buffer.
-func (a *Array) On(b *Buffer) bool {
-	return a != nil && (a.Buffer == b || slices.ContainsFunc(a.Parts, func(p *Array) bool {
-		return p.On(b)
-	}))
 }
 
 // View is elements of the array in another shape, from the given element on.

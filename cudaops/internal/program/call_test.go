@@ -47,10 +47,8 @@ func TestBind(t *testing.T) {
 func TestCallBytes(t *testing.T) {
 	p := &Program{}
 	a, b := p.NewArray(gpu.Float32, 10), p.NewArray(gpu.BFloat16, 7)
-	packed := &Array{Parts: []*Array{a, b}}
-	c := &Call{Args: []Arg{Reads("", a), Reads("", a), Updates("", b), Reads("", packed)}}
+	c := &Call{Args: []Arg{Reads("", a), Reads("", a), Updates("", b)}}
 	require.Equal(t, 40+2*14.0, c.Bytes())
 	require.True(t, c.Touches(b.Buffer))
 	require.False(t, c.Touches(p.NewArray(gpu.Float32, 1).Buffer))
-	require.True(t, (&Call{Args: []Arg{Reads("", packed)}}).Touches(a.Buffer))
 }

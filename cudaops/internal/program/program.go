@@ -67,7 +67,7 @@ func (p *Program) Narrow(kept map[*gorgonia.Node]bool) {
 
 // NewArray returns an array in the arena, for the calls that are given it.
 func (p *Program) NewArray(t gpu.DType, shape ...int) *Array {
-	a := &Array{Buffer: &Buffer{Interval: plan.Interval{First: -1}}, Type: t,
+	a := &Array{Buffer: &Buffer{Interval: plan.Interval{First: -1, Last: -1}}, Type: t,
 		Shape: slices.Clone(shape)}
 	a.Bytes = max(1, a.Extent())
 	p.Buffers = append(p.Buffers, a.Buffer)

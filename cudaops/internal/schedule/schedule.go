@@ -27,7 +27,7 @@ func PutOff(p *program.Program, n int) {
 func bound(c, d *program.Call) bool {
 	writes := func(c, d *program.Call) bool {
 		return slices.ContainsFunc(c.Args, func(a program.Arg) bool {
-			return a.Role != program.Read && (a.Buffer == nil || d.Touches(a.Buffer))
+			return a.Role != program.Read && d.Touches(a.Buffer)
 		})
 	}
 	return writes(c, d) || writes(d, c)

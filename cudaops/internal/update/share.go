@@ -128,7 +128,7 @@ func (x *Optimizer) packs(least int, call, bytes func(i int) int) (all []pack) {
 func lastWrite(p *program.Program, a *program.Array) (last int) {
 	for i, c := range p.Calls {
 		for _, arg := range c.Args {
-			if (arg.Role == program.Write || arg.Role == program.Update) && arg.Array.On(a.Buffer) {
+			if (arg.Role == program.Write || arg.Role == program.Update) && arg.Buffer == a.Buffer {
 				last = i
 			}
 		}
