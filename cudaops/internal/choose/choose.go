@@ -112,12 +112,10 @@ func (t *Chooser) call(c *program.Call) error {
 	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != nil || hasNone(c) {
 		return nil
 	}
-	tuned := c.Bind(c.Params, (*program.Array).StandIn).(kernel.Tuned)
-	ways := t.Ways(tuned)
+	g, ways := program.WaysOf(c, t.Ways)
 	if len(ways) < 2 {
 		return nil
 	}
-	g := program.WaysOf(c, c.Params, tuned, ways)
 	g.Plain = len(ways) - 1
 	way, choice, err := t.choose(g)
 	if err != nil {

@@ -52,7 +52,7 @@ type compiler struct {
 	inputOf map[*program.Buffer]*program.Input
 	// what own parameters and constants, and copies and stacks of them, are made of
 	sources   map[*program.Buffer][]*program.Input
-	rotations map[rotation]*rotationTables
+	rotations map[string]*rotationTables // by rotationOf
 	documents map[packing]*program.Array
 	projected map[*gorgonia.Node]*projections // by their linear functions, and by the queries
 	gradients map[gorgonia.Op]gorgonia.Nodes  // those of a forward op that the graph has
@@ -68,33 +68,28 @@ func (c *compiler) fail(err error) {
 	}
 }
 
-func newCompiler(o Options) *compiler {
-	return &compiler{o: o, Program: &program.Program{Values: map[*gorgonia.Node]*program.Array{},
+// Lower lowers every node of a graph that those whose values outlive a run depend on, which it
+// returns too. Up to the options' Room the program takes more memory than it needs where that saves
+// time, and says how much.
+func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, error) {
+	c := &compiler{o: o, Program: &program.Program{Values: map[*gorgonia.Node]*program.Array{},
 		Kept: map[*gorgonia.Node]program.Kept{}, Made: o.Shared.Borrow()},
 		saved: map[gorgonia.Op]any{}, kept: map[*gorgonia.Node]bool{},
 		users:     map[*gorgonia.Node]gorgonia.Nodes{},
 		inputOf:   map[*program.Buffer]*program.Input{},
 		sources:   map[*program.Buffer][]*program.Input{},
-		rotations: map[rotation]*rotationTables{},
+		rotations: map[string]*rotationTables{},
 		documents: map[packing]*program.Array{},
 		projected: map[*gorgonia.Node]*projections{},
-		gradients: map[gorgonia.Op]gorgonia.Nodes{},
+		gradients: map[gorgonia.Op]gorgonia.Nodes{}, updating: o.updating(),
 		layers: graph.Layers{IsParam: func(n *gorgonia.Node) bool {
 			return slices.Contains(o.Params, n) || o.sharedParam(n) != nil
 		}}}
-}
-
-// Lower lowers every node of a graph that those whose values outlive a run depend on, which it
-// returns too. Up to the options' Room the program takes more memory than it needs where that saves
-// time, and says how much.
-func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, error) {
-	c := newCompiler(o)
 	kept, gradients := o.Asked.Results(g)
 	kept = append(kept, gradients...)
 	for _, n := range kept {
 		c.kept[n] = true
 	}
-	c.updating = o.updating()
 	if o.Scaled {
 		if err := c.scale(g); err != nil {
 			return nil, nil, err

@@ -6,7 +6,6 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -159,21 +158,20 @@ func (c *compiler) tied(n *gorgonia.Node) *program.Array {
 }
 
 // either adds what computes a product and what is done with its result. It is several calls, the
-// product first, or one with the given parameters, which are kernel.Tuned. The latter saves a pass
-// over memory, the former has the fastest product. The chooser decides, and it reports which.
-func (c *compiler) either(n *gorgonia.Node, several []*program.Call, params any,
+// product first, or one with the given parameters, which are kernel.Tuned, if such a one can. The
+// latter saves a pass over memory, the former has the fastest product. The chooser decides, and it
+// reports which.
+func (c *compiler) either(n *gorgonia.Node, several []*program.Call, can bool, params any,
 	args ...program.Arg) (one bool) {
 	call := c.newCall(n, params, args...)
 	call.FLOPs, call.Float8 = several[0].FLOPs, several[0].Float8
-	tuned := call.Bind(params, (*program.Array).StandIn).(kernel.Tuned)
-	ways := c.o.Ways(tuned)
-	if len(ways) == 0 || slices.ContainsFunc(call.Args, func(a program.Arg) bool {
+	g, ways := program.WaysOf(call, c.o.Ways)
+	if !can || len(ways) == 0 || slices.ContainsFunc(call.Args, func(a program.Arg) bool {
 		return a.At%program.VectorBytes != 0
 	}) {
 		c.Calls = append(c.Calls, several...)
 		return false
 	}
-	g := program.WaysOf(call, params, tuned, ways)
 	g.FLOPs = call.FLOPs
 	g.Alternatives = slices.Insert(g.Alternatives, 0,
 		program.Alternative{Name: "separate", Calls: several})

@@ -18,8 +18,7 @@ func control(controls *program.Array, row int, which graft.Control) *program.Arr
 
 // times is f·x for a number f on the device.
 func (c *compiler) times(n *gorgonia.Node, x, f *program.Array) *program.Array {
-	return c.map2(n, elementwise.Mul, c.Like(x), repeated{Array: x},
-		repeated{Array: c.as(n, f, x.Type)})
+	return c.map2(n, elementwise.Mul, c.Like(x), x, c.as(n, f, x.Type))
 }
 
 // lowerBlend lowers x + Forward·t. What is not finite in t shows in the sum, unlike on a CPU, also
@@ -27,7 +26,7 @@ func (c *compiler) times(n *gorgonia.Node, x, f *program.Array) *program.Array {
 func lowerBlend(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, t := c.as(n, in[0], in[0].Type), c.as(n, in[1], in[0].Type)
 	t = c.times(n, t, control(in[2], n.Op().(*graft.BlendOp).Row, graft.Forward))
-	return c.map2(n, elementwise.Add, c.Like(x), repeated{Array: x}, repeated{Array: t})
+	return c.map2(n, elementwise.Add, c.Like(x), x, t)
 }
 
 // lowerIsolate lowers what passes on its input: the same memory.
@@ -86,8 +85,7 @@ func lowerHealth(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 	}
 	part := 1 / float64(x.Len())
 	put(graft.Mean, elementwise.MulScalar, c.all(n, reduce.Sum, x), part)
-	off := c.map2(n, elementwise.Sub, c.Like(x), repeated{Array: x},
-		repeated{Array: y.View(graft.Mean, 1)})
+	off := c.map2(n, elementwise.Sub, c.Like(x), x, y.View(graft.Mean, 1))
 	squares := c.map1(n, elementwise.Square, c.Like(x), off, 0)
 	put(graft.Variance, elementwise.MulScalar, c.all(n, reduce.Sum, squares), part)
 	put(graft.Max, elementwise.Identity, c.all(n, reduce.Max, x), 0)

@@ -52,9 +52,8 @@ func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progra
 }
 
 func lowerBias(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x := c.act(n, in[0])
-	b := repeated{c.act(n, in[1]), spread{repeat: 1, period: in[1].Len()}}
-	return c.map2(n, elementwise.Add, c.Like(x), repeated{Array: x}, b)
+	x, b := c.acts(n, in[0], in[1])
+	return c.map2(n, elementwise.Add, c.Like(x), x, b, elementwise.Operand{}, rowOf(b.Len()))
 }
 
 func lowerBiasGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {

@@ -111,7 +111,7 @@ func (c *compiler) outputRows(o outputRows) {
 			Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}
 	x := program.Reads("X", o.x)
 	x.Deviation = 4 / math.Sqrt(float64(fused.D))
-	one := c.either(n, several, fused, program.Uses("Terms", o.logits),
+	one := c.either(n, several, true, fused, program.Uses("Terms", o.logits),
 		program.Uses("Scaled", scaled), program.Uses("Factors", factors),
 		program.Writes("Losses", o.losses), x, program.Reads("W", o.w),
 		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale),
@@ -133,8 +133,7 @@ func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Ar
 	}
 	upstream := c.as(n, in[4], gpu.Float32)
 	if c.Scale != nil { // which both have
-		upstream = c.map2(n, elementwise.Div, c.Like(upstream), repeated{Array: upstream},
-			repeated{Array: c.Scale.View(0)})
+		upstream = c.map2(n, elementwise.Div, c.Like(upstream), upstream, c.Scale.View(0))
 	}
 	return packed(c.times(n, saved.dx, upstream), c.times(n, saved.dw, upstream))
 }

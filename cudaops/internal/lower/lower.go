@@ -83,10 +83,8 @@ func (c *compiler) lower(n *gorgonia.Node) {
 		return
 	}
 	f := lowerOnHost
-	if own, ok := ownOps[reflect.TypeOf(n.Op())]; ok {
-		f = own.lower
-	} else if c.hasKernel(n) {
-		f = stock(n)
+	if c.hasKernel(n) {
+		f = loweringOf(n)
 	}
 	if out := f(c, n, c.operands(n)); c.Values[n] == nil { // else it is folded
 		c.Values[n] = out
@@ -129,7 +127,7 @@ func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Arra
 // the loss scale.
 func lowerOnHost(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	why := "a rule wants it there"
-	if stock(n) == nil {
+	if loweringOf(n) == nil {
 		why = fmt.Sprintf("there is no kernel for %T", n.Op())
 	}
 	if c.o.Strict {

@@ -55,12 +55,8 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns 
 	several := []*program.Call{c.newProduct(n, p), c.newCall(n, silu.Mul{Rows: rows, F: f,
 		GELU: s.gelu, Type: x.Type}, program.Writes("H", out), program.Reads("AB", s.ab),
 		program.Writes("H8", q.Values), program.Writes("Scale8", q.Scales))}
-	if s.gelu || float8 {
-		c.Calls = append(c.Calls, several...)
-		return
-	}
 	one := gemm.SiLUProduct{Gate: gemm.Gate{Rows: rows, F: f, D: x.Shape[1], Type: x.Type}}
-	c.either(n, several, one, program.Writes("H", h), program.Writes("AB", s.ab),
+	c.either(n, several, !s.gelu && !float8, one, program.Writes("H", h), program.Writes("AB", s.ab),
 		program.Reads("X", x), program.Reads("Weights", s.weights))
 }
 
@@ -93,10 +89,6 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 		GELU: s.gelu, Type: t}, program.Writes("H", h), program.Writes("DAB", dab),
 		program.Reads("DH", dh), program.Reads("AB", s.ab),
 		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))}
-	if s.gelu || float8 {
-		c.Calls = append(c.Calls, several...)
-		return h
-	}
 	keeps := s.h != nil && c.Spent+s.h.Extent() <= c.o.Room
 	args := []program.Arg{program.Writes("DAB", dab), program.Reads("AB", s.ab),
 		program.Reads("G", g), program.Reads("Down", down)}
@@ -104,7 +96,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 		args = append(args, program.Writes("H", h))
 	}
 	one := gemm.SiLUProductBackward{Gate: gemm.Gate{Rows: rows, F: f, D: d, Type: t}, KeepsH: keeps}
-	if c.either(n, several, one, args...) && keeps {
+	if c.either(n, several, !s.gelu && !float8, one, args...) && keeps {
 		h = s.h
 		c.Spent += h.Extent()
 	}

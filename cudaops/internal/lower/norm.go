@@ -22,20 +22,13 @@ func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 // what features are multiplied by.
 type normalised struct{ rstd, factor *program.Array }
 
-// normFactor is what a norm multiplies features by.
-func (c *compiler) normFactor(n *gorgonia.Node, o *op.RMSNormOp,
-	weight *program.Array) *program.Array {
-	w := c.as(n, weight, gpu.Float32)
-	if !o.PlusOne {
-		return w
-	}
-	return c.map1(n, elementwise.AddScalar, c.aux(w.Shape...), w, 1)
-}
-
 // norm adds a normalisation of x or, where there is a residual, of the sum of both.
 func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *program.Array) (y,
 	sum *program.Array) {
-	w := c.normFactor(n, o, weight)
+	w := c.as(n, weight, gpu.Float32)
+	if o.PlusOne {
+		w = c.map1(n, elementwise.AddScalar, c.aux(w.Shape...), w, 1)
+	}
 	rows, d := x.Len()/w.Len(), w.Len()
 	y, rstd := c.Like(x), c.aux(rows)
 	c.saved[o] = normalised{rstd, w}

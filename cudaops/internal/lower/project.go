@@ -1,6 +1,7 @@
 package lower
 
 import (
+	"fmt"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -146,8 +147,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 	case len(biases) > 0:
 		y, all := c.Like(wide), c.made(n, wide.Type, wide.Shape[1:], biases...)
 		c.linear(n, y, x, weights, nil)
-		c.map2(n, elementwise.Add, wide, repeated{Array: y},
-			repeated{all, spread{repeat: 1, period: all.Len()}})
+		c.map2(n, elementwise.Add, wide, y, all, elementwise.Operand{}, rowOf(all.Len()))
 		if turned != nil {
 			c.Add(c.rotate(turned, both, both))
 		}
@@ -167,7 +167,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		c.Calls = append(c.Calls, several...)
 		return
 	}
-	c.either(n, several, one, program.Writes("Y", wide),
+	c.either(n, several, true, one, program.Writes("Y", wide),
 		program.Reads("X", product.A), program.Reads("Weights", product.B),
 		program.Reads("ScaleX", product.ScaleA), program.Reads("ScaleWeights", product.ScaleB),
 		program.Reads("Angles", c.angles(o).angles))
@@ -340,23 +340,15 @@ func narrow(wide []float64) []float32 {
 	return s
 }
 
-// rotation is the angles of a RoPE, whatever the number of heads.
-type rotation struct {
-	config  op.RoPEConfig
-	scaling op.RoPEScaling
-}
-
-// rotationOf is the angles of a RoPE, none where it is nil.
-func rotationOf(o *op.RoPEConfig) (r rotation) {
+// rotationOf tells the angles of a RoPE from others, whatever the number of heads. It is empty where
+// there is no RoPE.
+func rotationOf(o *op.RoPEConfig) string {
 	if o == nil {
-		return r
+		return ""
 	}
-	r.config = *o
-	r.config.Heads, r.config.Scaling = 0, nil
-	if o.Scaling != nil {
-		r.scaling = *o.Scaling
-	}
-	return r
+	angles := *o
+	angles.Heads, angles.Scaling = 0, nil
+	return fmt.Sprint(angles, o.Scaling)
 }
 
 // configOf is what a node turns by, nil where there is none.

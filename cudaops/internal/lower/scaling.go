@@ -158,18 +158,14 @@ func linear(n *gorgonia.Node, c carriers) (out, ok bool) {
 	if c.count() == 0 {
 		return false, true
 	}
-	own, known := ownOps[reflect.TypeOf(n.Op())]
-	scaled := own.scaled
-	if !known {
+	scaled := ownOps[reflect.TypeOf(n.Op())].scaled
+	if scaled == nil {
 		scaled = stockOps[graph.OpType(n)].scaled
 	}
-	switch {
-	case scaled != nil:
-		return scaled(n, c)
-	case known:
-		return true, false
+	if scaled == nil {
+		scaled = inNone
 	}
-	return inNone(n, c)
+	return scaled(n, c)
 }
 
 // linearity is linear for an op, of which at least one input carries the scale.
@@ -231,4 +227,4 @@ func inOperands(n *gorgonia.Node, c carriers) (bool, bool) {
 
 // inNone is for an op that is not linear. It can be computed all the same if it has no kernel,
 // since the host does it without the scale.
-func inNone(n *gorgonia.Node, _ carriers) (bool, bool) { return true, stock(n) == nil }
+func inNone(n *gorgonia.Node, _ carriers) (bool, bool) { return true, loweringOf(n) == nil }

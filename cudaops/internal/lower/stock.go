@@ -2,6 +2,7 @@ package lower
 
 import (
 	"fmt"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -51,19 +52,19 @@ func init() {
 	}
 }
 
-// stock returns the lowering of one of Gorgonia's own ops, nil if there is none.
-func stock(n *gorgonia.Node) lowering {
-	find := stockOps[graph.OpType(n)].find
-	if find == nil {
-		return nil
+// loweringOf returns the lowering of a node to kernels, nil if there is none.
+func loweringOf(n *gorgonia.Node) lowering {
+	if find := stockOps[graph.OpType(n)].find; find != nil {
+		return find(n)
 	}
-	return find(n)
+	return ownOps[reflect.TypeOf(n.Op())].lower
 }
 
-// hasKernel reports whether one of Gorgonia's own ops is computed by kernels: it has a lowering,
-// and no rule wants it on the host.
+// hasKernel reports whether a node is computed by kernels: it has a lowering, and if it is of
+// Gorgonia's own no rule wants it on the host.
 func (c *compiler) hasKernel(n *gorgonia.Node) bool {
-	return stock(n) != nil && !c.o.OnHost(fmt.Sprint(n.Op()))
+	_, own := ownOps[reflect.TypeOf(n.Op())]
+	return own || loweringOf(n) != nil && !c.o.OnHost(fmt.Sprint(n.Op()))
 }
 
 // floats reports whether a node and its inputs hold floats.

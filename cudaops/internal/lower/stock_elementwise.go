@@ -93,12 +93,19 @@ func (c *compiler) map1(n *gorgonia.Node, f elementwise.UnaryOp, y, x *program.A
 	return y
 }
 
-// map2 adds y = f(a, b) for every element, where operands may repeat.
-func (c *compiler) map2(n *gorgonia.Node, f elementwise.BinaryOp, y *program.Array,
-	a, b repeated) *program.Array {
-	c.call(n, elementwise.Binary{Op: f, A: a.operand(y), B: b.operand(y), N: y.Len(),
-		Type: y.Type}, program.Reads("A", a.Array), program.Reads("B", b.Array),
-		program.Writes("Y", y))
+// map2 adds y = f(a, b) for every element. The operands may be repeated, in which ways follows; a
+// number goes with every element.
+func (c *compiler) map2(n *gorgonia.Node, f elementwise.BinaryOp, y, a, b *program.Array,
+	repeated ...elementwise.Operand) *program.Array {
+	var as [2]elementwise.Operand
+	copy(as[:], repeated)
+	for i, x := range [...]*program.Array{a, b} {
+		if as[i].Period == 0 && x.Len() == 1 {
+			as[i].Period = 1
+		}
+	}
+	c.call(n, elementwise.Binary{Op: f, A: as[0], B: as[1], N: y.Len(), Type: y.Type},
+		program.Reads("A", a), program.Reads("B", b), program.Writes("Y", y))
 	return y
 }
 
@@ -126,10 +133,10 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 		}
 	}
 	in := [2]*program.Array{a, b}
-	var spreads [2]spread
+	var repeated [2]elementwise.Operand
 	for i, child := range nodes {
 		if s, ok := spreadOf(child); ok {
-			in[i], spreads[i] = c.fed(n, c.operand(child, 0)), s
+			in[i], repeated[i] = c.fed(n, c.operand(child, 0)), s
 		}
 	}
 	e := in[0].Type
@@ -141,40 +148,27 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 	}
 	y := c.NewArray(e, n.Shape()...)
 	x, z := c.as(n, in[0], e), c.as(n, in[1], e)
-	return c.map2(n, f, y, repeated{x, spreads[0]}, repeated{z, spreads[1]})
-}
-
-// spread is how elements are repeated, as in elementwise.Operand.
-type spread struct{ repeat, period int }
-
-// repeated is an operand whose elements are repeated.
-type repeated struct {
-	*program.Array
-	spread
-}
-
-// operand is how the kernel reads the operand for a result like y: a number goes with every
-// element.
-func (r repeated) operand(y *program.Array) elementwise.Operand {
-	if r.period == 0 && r.Len() == 1 && y.Len() != 1 {
-		return elementwise.Operand{Period: 1}
-	}
-	return elementwise.Operand{Repeat: r.repeat, Period: r.period}
+	return c.map2(n, f, y, x, z, repeated[:]...)
 }
 
 // spreadOf returns the repetition that a node is, if an elementwise op can read its input in its
 // place.
-func spreadOf(n *gorgonia.Node) (spread, bool) {
+func spreadOf(n *gorgonia.Node) (o elementwise.Operand, ok bool) {
 	r, ok := repetitionOf(n)
 	switch {
 	case !ok || r.times == 1 || !floats(n):
-		return spread{}, false
+		return o, false
 	case r.inner == 1:
-		return spread{repeat: r.times, period: r.outer * r.along}, true
+		return elementwise.Operand{Repeat: r.times, Period: r.outer * r.along}, true
 	case r.outer*r.along == 1:
-		return spread{repeat: 1, period: r.inner}, true
+		return rowOf(r.inner), true
 	}
-	return spread{}, false
+	return o, false
+}
+
+// rowOf is a row of so many columns that goes with every row.
+func rowOf(columns int) elementwise.Operand {
+	return elementwise.Operand{Repeat: 1, Period: columns}
 }
 
 // number is the value of an input that is a number known beforehand, which the scaled gradient of

@@ -23,15 +23,12 @@ type moves struct {
 	zeros  bool // around what is copied
 }
 
-// strided is a copy of an input, from one element on, to the result, from one element on.
+// strided is a copy of an input, from one element on, to the result, from one element on. It has no
+// addresses yet.
 type strided struct {
 	input, x, y int
-	dims        []dimension
+	layout.Copy
 }
-
-// dimension is one of a copy: its size, and the elements from one index to the next in the result
-// and in what is copied.
-type dimension struct{ n, y, x int }
 
 // maxDimensions is how many a copy may have.
 const maxDimensions = 6
@@ -72,12 +69,8 @@ func (c *compiler) move(n *gorgonia.Node, in []*program.Array, m moves) *program
 	}
 	for _, s := range m.copies {
 		x := c.as(n, in[s.input], e)
-		a := layout.Copy{Size: e.Size()}
-		for _, d := range s.dims {
-			a.Dims, a.YStrides, a.XStrides = append(a.Dims, d.n), append(a.YStrides, d.y),
-				append(a.XStrides, d.x)
-		}
-		c.call(n, a, program.Writes("Y", y.View(s.y, y.Len()-s.y)),
+		s.Size = e.Size()
+		c.call(n, s.Copy, program.Writes("Y", y.View(s.y, y.Len()-s.y)),
 			program.Reads("X", x.View(s.x, x.Len()-s.x)))
 	}
 	return y
@@ -101,15 +94,14 @@ func transposed(n *gorgonia.Node) (m moves, ok bool) {
 	if len(axes) > maxDimensions || len(axes) != len(x) || len(axes) != len(y) {
 		return m, false
 	}
-	ys, xs := y.CalcStrides(), x.CalcStrides()
-	var dims []dimension
+	all := layout.Copy{Dims: y, YStrides: y.CalcStrides()}
 	for i, axis := range axes {
 		if axis >= len(x) || slices.Contains(axes[:i], axis) || y[i] != x[axis] {
 			return m, false
 		}
-		dims = append(dims, dimension{y[i], ys[i], xs[axis]})
+		all.XStrides = append(all.XStrides, x.CalcStrides()[axis])
 	}
-	return moves{copies: []strided{{dims: dims}}}, true
+	return moves{copies: []strided{{Copy: all}}}, true
 }
 
 // isMatrixTranspose reports whether n is the transpose of a matrix.
@@ -149,18 +141,16 @@ func sliced(n *gorgonia.Node) (m moves, ok bool) {
 	if first+(count-1)*step >= along || outer*count*inner != opbase.Size(y) {
 		return m, false
 	}
-	part := []dimension{{outer, count * inner, along * inner}, {count, inner, step * inner},
-		{inner, 1, 1}}
+	part := layout.Copy{Dims: []int{outer, count, inner}, YStrides: []int{count * inner, inner, 1},
+		XStrides: []int{along * inner, step * inner, 1}}
 	switch {
 	case gradient:
-		for i, d := range part {
-			part[i] = dimension{d.n, d.x, d.y}
-		}
-		return moves{[]strided{{input: 1, y: first * inner, dims: part}}, true}, true
+		part.YStrides, part.XStrides = part.XStrides, part.YStrides
+		return moves{[]strided{{input: 1, y: first * inner, Copy: part}}, true}, true
 	case count == along:
 		return m, true
 	}
-	return moves{copies: []strided{{x: first * inner, dims: part}}}, true
+	return moves{copies: []strided{{x: first * inner, Copy: part}}}, true
 }
 
 func concatenated(n *gorgonia.Node) (m moves, ok bool) {
@@ -179,8 +169,8 @@ func concatenated(n *gorgonia.Node) (m moves, ok bool) {
 		if s[axes[0]] = along; !slices.Equal(s, y) {
 			return m, false
 		}
-		m.copies = append(m.copies, strided{input: i, y: at,
-			dims: []dimension{{outer, along * inner, width}, {width, 1, 1}}})
+		m.copies = append(m.copies, strided{input: i, y: at, Copy: layout.Copy{
+			Dims: []int{outer, width}, YStrides: []int{along * inner, 1}, XStrides: []int{width, 1}}})
 		at += width
 	}
 	return m, at == along*inner
@@ -218,9 +208,10 @@ func repeats(n *gorgonia.Node) (m moves, ok bool) {
 	if !ok || r.times == 1 {
 		return m, ok
 	}
-	return moves{copies: []strided{{dims: []dimension{
-		{r.outer, r.along * r.times * r.inner, r.along * r.inner},
-		{r.along, r.times * r.inner, r.inner}, {r.times, r.inner, 0}, {r.inner, 1, 1}}}}}, true
+	return moves{copies: []strided{{Copy: layout.Copy{
+		Dims:     []int{r.outer, r.along, r.times, r.inner},
+		YStrides: []int{r.along * r.times * r.inner, r.times * r.inner, r.inner, 1},
+		XStrides: []int{r.along * r.inner, r.inner, 0, 1}}}}}, true
 }
 
 // stockSize lowers SizeOf, which is known beforehand.

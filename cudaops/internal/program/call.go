@@ -77,7 +77,7 @@ func Uses(field string, a *Array) Arg { return Arg{Field: field, Array: a, Role:
 func (c *Call) Bytes() (n float64) {
 	for i, a := range c.Args {
 		same := func(b Arg) bool { return b.Array == a.Array }
-		if a.Buffer == nil || slices.ContainsFunc(c.Args[:i], same) {
+		if slices.ContainsFunc(c.Args[:i], same) {
 			continue
 		}
 		n += float64(a.Extent())
@@ -90,7 +90,7 @@ func (c *Call) Bytes() (n float64) {
 
 // Touches reports whether an operand is in a buffer.
 func (c *Call) Touches(b *Buffer) bool {
-	return slices.ContainsFunc(c.Args, func(a Arg) bool { return a.On(b) })
+	return slices.ContainsFunc(c.Args, func(a Arg) bool { return a.Buffer == b })
 }
 
 // Bind returns a launch with what address says of the call's operands in the fields that name them.
@@ -161,10 +161,11 @@ type Alternative struct {
 	Calls []*Call
 }
 
-// WaysOf is a group of one call, with the given parameters, in some ways.
-func WaysOf(c *Call, params any, tuned kernel.Tuned, ways []kernel.Way) Group {
-	var g Group
+// WaysOf is a group of one call in the ways that its kernel is said to have.
+func WaysOf(c *Call, has func(params any) []kernel.Way) (g Group, ways []kernel.Way) {
+	tuned := c.Bind(c.Params, (*Array).StandIn).(kernel.Tuned)
 	g.Op, g.Shape = tuned.Tuning()
+	ways = has(tuned)
 	for _, a := range c.Args {
 		if a.Role == Write || a.Role == Update {
 			g.Results = append(g.Results, a.Array)
@@ -172,8 +173,8 @@ func WaysOf(c *Call, params any, tuned kernel.Tuned, ways []kernel.Way) Group {
 	}
 	for _, w := range ways {
 		one := *c
-		one.Params = WithWay(params, w)
+		one.Params = WithWay(c.Params, w)
 		g.Alternatives = append(g.Alternatives, Alternative{w.String(), []*Call{&one}})
 	}
-	return g
+	return g, ways
 }
