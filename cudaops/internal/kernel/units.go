@@ -17,7 +17,7 @@ import (
 // from.
 //
 // After a change to a .cu or .cuh file, go generate ./cudaops/internal/kernel makes anew what
-// changed, with nvcc of CUDA 13.0 in PATH or CUDA_HOME. Tests fail while a unit and its sources
+// changed, with nvcc of CUDA 13.0 in CUDA_HOME or PATH. Tests fail while a unit and its sources
 // differ.
 //
 //go:embed */*.fatbin

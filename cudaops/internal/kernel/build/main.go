@@ -125,28 +125,23 @@ func binaryHash(dir, unit string) []byte {
 	return b[len(b)-sha256.Size:]
 }
 
-// compiler is the path of an nvcc of CUDA 13.0. Drivers of CUDA 13.0 do not take the PTX of a later
-// one.
+// compiler is the path of nvcc, in CUDA_HOME or else in PATH. It must be that of CUDA 13.0, whose
+// drivers do not take the PTX of a later one.
 func compiler() (string, error) {
-	paths := []string{"nvcc"}
+	nvcc := "nvcc"
 	if home := os.Getenv("CUDA_HOME"); home != "" {
-		paths = append(paths, filepath.Join(home, "bin", "nvcc"))
+		nvcc = filepath.Join(home, "bin", nvcc)
 	}
-	found := ""
-	for _, path := range paths {
-		out, err := exec.Command(path, "--version").Output()
-		if err != nil {
-			continue
-		}
-		if bytes.Contains(out, []byte("release 13.0,")) {
-			return path, nil
-		}
-		found += fmt.Sprintf(" (%s is another: %s)", path,
-			regexp.MustCompile(`release [0-9.]+`).Find(out))
+	out, err := exec.Command(nvcc, "--version").Output()
+	if bytes.Contains(out, []byte("release 13.0,")) {
+		return nvcc, nil
 	}
-	return "", fmt.Errorf("no nvcc of CUDA 13.0 in PATH or CUDA_HOME%s; install that toolkit, or "+
-		"with pip: nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl "+
-		"nvidia-cuda-runtime, each ==13.0.*, with CUDA_HOME for site-packages/nvidia/cu13", found)
+	if err == nil {
+		err = fmt.Errorf("it says %q", out)
+	}
+	return "", fmt.Errorf("%s is no nvcc of CUDA 13.0 (%w); install that toolkit, or with pip: "+
+		"nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, each "+
+		"==13.0.*, with CUDA_HOME for site-packages/nvidia/cu13", nvcc, err)
 }
 
 // compile writes a unit's binary, and its hash behind it.
