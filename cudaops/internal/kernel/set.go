@@ -255,27 +255,22 @@ func Bit(b bool) uint32 {
 // Alloc takes device memory, which its owner gives back.
 type Alloc func(bytes int) (gpu.Ptr, error)
 
-// Upload puts tables into memory, one behind the other. Before they leave, finish is told where they
-// will be, and may write into them.
-func Upload(ctx gpu.Context, alloc Alloc, finish func(at []gpu.Ptr), tables ...[]byte) error {
+// Upload puts tables into memory, one behind the other, and returns where each is.
+func Upload(ctx gpu.Context, alloc Alloc, tables ...[]byte) (at []gpu.Ptr, err error) {
 	var c Carve
-	at := make([]gpu.Ptr, len(tables))
-	for i, b := range tables {
-		at[i] = c.Take(len(b))
+	for _, b := range tables {
+		at = append(at, c.Take(len(b)))
 	}
 	p, err := alloc(int(c.At))
 	if err != nil {
-		return err
+		return nil, err
 	}
-	for i := range at {
-		at[i] += p
-	}
-	finish(at)
 	all := make([]byte, c.At)
 	for i, b := range tables {
-		copy(all[at[i]-p:], b)
+		copy(all[at[i]:], b)
+		at[i] += p
 	}
-	return errors.Join(ctx.CopyToDevice(p, all, 0), ctx.SyncStream(0))
+	return at, errors.Join(ctx.CopyToDevice(p, all, 0), ctx.SyncStream(0))
 }
 
 // Suffixes is the end of a kernel that has one type for each of two arguments.

@@ -89,11 +89,12 @@ func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, at []in
 		}
 	}
 	rows := append(slices.Clip(t.Tensors), Tensor{})
-	if err := kernel.Upload(ctx, alloc, func(at []gpu.Ptr) {
-		t.tensors, t.updates, t.chunks = at[0], at[1], at[2]
-	}, gpu.Bytes(rows), make([]byte, updateBytes*len(rows)), gpu.Bytes(list)); err != nil {
+	p, err := kernel.Upload(ctx, alloc, gpu.Bytes(rows), make([]byte, updateBytes*len(rows)),
+		gpu.Bytes(list))
+	if err != nil {
 		return nil, fmt.Errorf("kernels.NewTable: %w", err)
 	}
+	t.tensors, t.updates, t.chunks = p[0], p[1], p[2]
 	return t, nil
 }
 

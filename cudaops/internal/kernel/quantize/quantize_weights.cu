@@ -11,15 +11,15 @@
 // Magnitudes are ordered as their bits are, NaN behind all numbers, so they are merged as integers: in any order, the same bits.
 #include "float8.cuh"
 
-// Weight is a matrix; rows and d are multiples of 16. most [rows + d] and, behind it, the number of strips that have added to it are 0 at
-// first. turned and turnedScale may be null.
+// Weight is a matrix; rows and d are multiples of 16. turned and turnedScale may be null. From most on its largest numbers [rows + d] lie
+// among those of all, and behind them the number of strips that have added to them. They are 0 at first.
 struct Weight {
   const bf16* x;
   f8* y;
   float* scale;
   f8* turned;
   float* turnedScale;
-  unsigned* most;
+  int64_t most;
   int rows, d;
 };
 
@@ -36,11 +36,12 @@ static_assert(kStripColumns == kThreads, "a thread for each column");
 
 struct Place {
   const Weight w;
+  unsigned* const most;
   int group, quad, firstRow, firstColumn, row;
 
-  __device__ __forceinline__ Place(const Weight* weights, const WeightStrip& strip)
-      : w(weights[strip.weight]), group(threadIdx.x % kGroups), quad(threadIdx.x / kGroups), firstRow(strip.row * kRows),
-        firstColumn(strip.column * kStripColumns), row(firstRow + quad * 4) {}
+  __device__ __forceinline__ Place(const Weight* weights, const WeightStrip& strip, unsigned* largest)
+      : w(weights[strip.weight]), most(largest + w.most), group(threadIdx.x % kGroups), quad(threadIdx.x / kGroups),
+        firstRow(strip.row * kRows), firstColumn(strip.column * kStripColumns), row(firstRow + quad * 4) {}
 
   __device__ __forceinline__ int column(int tile) const { return firstColumn + tile * kTileColumns + group * kColumns; }
   // holds reports whether the thread's rows and columns of a tile are there: of all of them or of none.
@@ -60,7 +61,7 @@ struct Place {
   }
 
   // A strip that looks for the largest numbers says that it has merged its own, and one that rounds waits for all of them.
-  __device__ __forceinline__ unsigned* merged() const { return w.most + w.rows + w.d; }
+  __device__ __forceinline__ unsigned* merged() const { return most + w.rows + w.d; }
   __device__ __forceinline__ void tellMerged() const {
     __syncthreads();
     if (threadIdx.x > 0) return;
@@ -119,14 +120,14 @@ __device__ __forceinline__ void mergeLargest(const Place& p) {
 #pragma unroll
     for (int lane = 1; lane < kGroups; lane *= 2) mergeLanes(rows[i], lane);
   }
-  if (p.group < 4 && p.row < p.w.rows) atomicMax(p.w.most + p.row + p.group, oneOf(p.group < 2 ? rows[0] : rows[2], p.group % 2));
+  if (p.group < 4 && p.row < p.w.rows) atomicMax(p.most + p.row + p.group, oneOf(p.group < 2 ? rows[0] : rows[2], p.group % 2));
   __syncthreads();
   const int column = p.firstColumn + threadIdx.x;
   if (p.w.turned && column < p.w.d) {
     Two::Word all = ofWarps[0][threadIdx.x / 2];
 #pragma unroll
     for (int w = 1; w < kWarps; w++) all = Two::merge(all, ofWarps[w][threadIdx.x / 2]);
-    atomicMax(p.w.most + p.w.rows + column, oneOf(all, threadIdx.x % 2));
+    atomicMax(p.most + p.w.rows + column, oneOf(all, threadIdx.x % 2));
   }
   p.tellMerged();
 }
@@ -139,12 +140,12 @@ __device__ __forceinline__ void round(const Place& p) {
   Place::Packs v = p.read(0);
   p.awaitMerged();
   if (t < kRows && r < p.w.rows) {
-    Scale s(__uint_as_float(__ldcg(p.w.most + r)));
+    Scale s(__uint_as_float(__ldcg(p.most + r)));
     rowInverse[t] = s.inverse;
     if (p.firstColumn == 0) p.w.scale[r] = s.scale;
   }
   if (p.w.turned && column < p.w.d) {
-    Scale s(__uint_as_float(__ldcg(p.w.most + p.w.rows + column)));
+    Scale s(__uint_as_float(__ldcg(p.most + p.w.rows + column)));
     columnInverse[t] = s.inverse;
     if (p.firstRow == 0) p.w.turnedScale[column] = s.scale;
   }
@@ -190,9 +191,10 @@ __device__ __forceinline__ void round(const Place& p) {
 }
 
 // Launch: a block of kThreads a strip.
-extern "C" __global__ void __launch_bounds__(kThreads, 4) quantize_weights(const Weight* weights, const WeightStrip* strips) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+    quantize_weights(const Weight* weights, const WeightStrip* strips, unsigned* largest) {
   const WeightStrip strip = strips[blockIdx.x];
-  const Place p(weights, strip);
+  const Place p(weights, strip, largest);
   if (strip.rounds)
     round(p);
   else

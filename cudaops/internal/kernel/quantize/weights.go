@@ -13,8 +13,8 @@ import (
 // null. Rows and D are multiples of 16, and so are addresses. It is Weight of quantize_weights.cu.
 type Weight struct {
 	X, Y, Scale, Turned, TurnedScale gpu.Ptr
-	// the largest of each row and column, and how many strips have been looked at
-	most    gpu.Ptr
+	// where the table has the largest of each row and column, and how many strips were looked at
+	most    int64
 	Rows, D int32
 }
 
@@ -29,9 +29,9 @@ const weightLead = 512
 // Table is weights laid out on the device, so that one call is for all: the weights, their strips,
 // and the largest numbers of all.
 type Table struct {
-	Weights           []Weight  // as they were given
-	At                []gpu.Ptr // where all that is
-	blocks, mostBytes int
+	Weights      []Weight  // as they were given
+	At           []gpu.Ptr // where all that is
+	blocks, most int       // strips, and largest numbers
 }
 
 // NewTable lays out weights, of which there is one at least.
@@ -43,15 +43,12 @@ func NewTable(ctx gpu.Context, alloc kernel.Alloc, weights []Weight) (*Table, er
 			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d is %dx%d, want at most "+
 				"%dx%d", i, w.Rows, w.D, WeightRows<<16, WeightColumns<<16)
 		}
-		rows[i].most = gpu.Ptr(t.mostBytes)
-		t.mostBytes += 4 * int(w.Rows+w.D+16)
+		rows[i].most = int64(t.most)
+		t.most += int(w.Rows + w.D + 16)
 	}
-	if err := kernel.Upload(ctx, alloc, func(at []gpu.Ptr) {
-		t.At = at
-		for i := range rows {
-			rows[i].most += at[2]
-		}
-	}, gpu.Bytes(rows), gpu.Bytes(strips), make([]byte, t.mostBytes)); err != nil {
+	var err error
+	if t.At, err = kernel.Upload(ctx, alloc, gpu.Bytes(rows), gpu.Bytes(strips),
+		make([]byte, 4*t.most)); err != nil {
 		return nil, fmt.Errorf("kernels.NewQuantizeTable: %w", err)
 	}
 	return t, nil
@@ -101,7 +98,7 @@ type Weights struct{ Table *Table }
 
 // Launch clears the table's largest numbers and launches a kernel.
 func (p Weights) Launch(q *kernel.Queue) {
-	q.Fill(p.Table.At[2], 0, p.Table.mostBytes)
+	q.Fill(p.Table.At[2], 0, 4*p.Table.most)
 	q.Run("quantize_weights", "quantize_weights", kernel.Line(p.Table.blocks, WeightThreads),
-		p.Table.At[0], p.Table.At[1])
+		p.Table.At[0], p.Table.At[1], p.Table.At[2])
 }
