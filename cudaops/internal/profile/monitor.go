@@ -5,7 +5,6 @@ package profile
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"math"
 	"time"
@@ -90,87 +89,82 @@ func (o *Monitor) Run(replay func() error) error {
 	if o.runs++; o.timed != nil || o.runs < o.Every-1 || len(o.Program.Calls) == 0 {
 		return replay()
 	}
-	var err error
 	o.used = 0
-	whole := interval{from: o.next(&err), to: o.next(&err)}
+	whole := interval{from: o.next(), to: o.next()}
 	compute, timed := replay, []interval(nil)
 	if o.runs >= o.Every {
-		o.runs, timed = 0, o.intervals(&err)
+		o.runs, timed = 0, o.intervals()
 		compute = func() error { return o.sample(timed) }
 	}
-	if err != nil {
-		return err
-	}
-	if err = run.InTurn(o.marking(whole.from), compute, o.marking(whole.to)); err == nil {
+	o.mark(whole.from)
+	o.do(compute)
+	o.mark(whole.to)
+	if o.err == nil {
 		o.timed = append(timed, whole)
 	}
-	return err
+	return o.failed()
 }
 
 // intervals are those of the calls. One begins where the one before it ends, or the pass without
 // telemetry ahead of it.
-func (o *Monitor) intervals(err *error) (all []interval) {
-	last := o.next(err) // unless the first begins with such a pass
+func (o *Monitor) intervals() (all []interval) {
+	last := o.next() // unless the first begins with such a pass
 	for i, c := range o.Program.Calls {
 		t := interval{from: last, task: &o.tasks[i]}
 		if o.Layers.Measures(c) {
-			t.ahead, t.from = o.next(err), o.next(err)
+			t.ahead, t.from = o.next(), o.next()
 		}
-		t.to = o.next(err)
+		t.to = o.next()
 		all, last = append(all, t), t.to
 	}
 	return all
 }
 
 // sample enqueues a run with marks.
-func (o *Monitor) sample(timed []interval) (err error) {
-	now := o.Now
+func (o *Monitor) sample(timed []interval) error {
 	enqueue := func() error { return o.enqueue(timed) }
 	if o.OnHost() {
 		return enqueue()
 	}
-	if now.Monitored == 0 {
+	if o.Now.Monitored == 0 {
 		// What is captured must have its modules loaded. Nothing that a run has computed is alive
 		// between two runs.
 		for _, t := range timed {
 			if t.ahead != 0 {
-				err = errors.Join(err, o.Layers.Unmeasured(t.task.call))
+				o.do(func() error { return o.Layers.Unmeasured(t.task.call) })
 			}
 		}
-		if err != nil {
-			return err
-		}
-		if now.Monitored, err = o.Capture(enqueue); err != nil {
+		if err := o.failed(); err != nil {
 			return err
 		}
 	}
-	return o.Ctx.LaunchGraph(now.Monitored, o.Stream)
+	return o.Repeat(&o.Now.Monitored, enqueue)
 }
 
 // enqueue enqueues calls with marks between them. A pass without telemetry runs twice, the first
 // time only for the caches.
 func (o *Monitor) enqueue(timed []interval) error {
-	var err error
 	for i, t := range timed {
 		c := t.task.call
-		if i == 0 && t.ahead == 0 {
-			err = o.mark(t.from)
-		}
-		if err == nil && t.ahead != 0 {
+		if t.ahead != 0 {
 			unmeasured := func() error { return o.Layers.Unmeasured(c) }
-			err = run.InTurn(func() error { return o.Layers.Save(c) }, unmeasured,
-				o.marking(t.ahead), unmeasured, o.marking(t.from))
+			o.do(func() error { return o.Layers.Save(c) })
+			o.do(unmeasured)
+			o.mark(t.ahead)
+			o.do(unmeasured)
 		}
-		if err == nil {
-			err = run.InTurn(func() error { return o.Call(c) }, o.marking(t.to))
+		if i == 0 || t.ahead != 0 {
+			o.mark(t.from)
 		}
+		o.do(func() error { return o.Call(c) })
+		o.mark(t.to)
 	}
-	return err
+	return o.failed()
 }
 
 // collect takes in what has been timed, if the device is done with it. A sample counts as a whole
 // or not at all.
-func (o *Monitor) collect() (err error) {
+func (o *Monitor) collect() error {
 	timed := o.timed
 	if timed == nil {
 		return nil
@@ -181,12 +175,12 @@ func (o *Monitor) collect() (err error) {
 	o.timed = nil
 	took, ahead := make([]time.Duration, len(timed)), make([]time.Duration, len(timed))
 	for i, t := range timed {
-		took[i] = o.between(t.from, t.to, &err)
+		took[i] = o.between(t.from, t.to)
 		if t.ahead != 0 {
-			ahead[i] = o.between(t.ahead, t.from, &err)
+			ahead[i] = o.between(t.ahead, t.from)
 		}
 	}
-	if err != nil {
+	if err := o.failed(); err != nil {
 		return err
 	}
 	if len(timed) > 1 {
@@ -228,16 +222,14 @@ func (o *Monitor) Updating(enqueue func() error) error {
 	if o == nil || !o.Sampling() || o.timed[len(o.timed)-1].task != nil {
 		return enqueue()
 	}
-	var err error
-	update := interval{from: o.next(&err), to: o.next(&err), task: &o.tasks[len(o.tasks)-1]}
-	if err != nil {
-		return err
-	}
-	if err := run.InTurn(o.marking(update.from), enqueue); err != nil {
+	update := interval{from: o.next(), to: o.next(), task: &o.tasks[len(o.tasks)-1]}
+	o.mark(update.from)
+	o.do(enqueue)
+	if err := o.failed(); err != nil {
 		return err
 	}
 	// an update that is on its way is no error for want of a mark
-	if o.mark(update.to) == nil {
+	if o.mark(update.to); o.failed() == nil {
 		o.timed = append(o.timed, update)
 	}
 	return nil
@@ -279,22 +271,38 @@ type Machine struct {
 	Copy     int       // bytes of the copy that measures the card; 0 for the usual
 }
 
-// marks are events that the stream records when it gets there.
+// marks are events that the stream records when it gets there. Once something has failed nothing
+// more is done, until failed has told it.
 type marks struct {
 	*Machine
 	memory run.Memory
 	all    []gpu.Event
 	used   int // of these
+	err    error
 }
 
 func (m *Machine) marks() marks { return marks{Machine: m, memory: run.Memory{Ctx: m.Ctx}} }
 
-// next is a mark that is not in use; there is none where err becomes an error.
-func (m *marks) next(err *error) gpu.Event {
+// failed is what has failed, from now on nothing.
+func (m *marks) failed() error {
+	err := m.err
+	m.err = nil
+	return err
+}
+
+// do does something, unless something has failed.
+func (m *marks) do(work func() error) {
+	if m.err == nil {
+		m.err = work()
+	}
+}
+
+// next is a mark that is not in use; there is none where it fails.
+func (m *marks) next() gpu.Event {
 	if m.used == len(m.all) {
-		e, failed := m.memory.NewEvent(true)
-		if failed != nil {
-			*err = failed
+		e, err := m.memory.NewEvent(true)
+		if err != nil {
+			m.err = cmp.Or(m.err, err)
 			return 0
 		}
 		m.all = append(m.all, e)
@@ -304,27 +312,26 @@ func (m *marks) next(err *error) gpu.Event {
 }
 
 // put is the next mark, put on the stream.
-func (m *marks) put() (e gpu.Event, err error) {
-	if e = m.next(&err); err == nil {
-		err = m.mark(e)
-	}
-	return e, err
+func (m *marks) put() gpu.Event {
+	e := m.next()
+	m.mark(e)
+	return e
 }
 
 // mark has the stream record an event when it gets there, in what is captured at each launch.
-func (m *marks) mark(e gpu.Event) error {
+func (m *marks) mark(e gpu.Event) {
+	record := m.Ctx.Record
 	if m.State.Capturing() {
-		return m.Ctx.Mark(e, m.Stream)
+		record = m.Ctx.Mark
 	}
-	return m.Ctx.Record(e, m.Stream)
+	m.do(func() error { return record(e, m.Stream) })
 }
 
-func (m *marks) marking(e gpu.Event) func() error { return func() error { return m.mark(e) } }
-
-// between is the time from one mark to another. Where err is an error already, or becomes one, it
-// means nothing.
-func (m *marks) between(from, to gpu.Event, err *error) time.Duration {
-	d, failed := m.Ctx.Elapsed(from, to)
-	*err = cmp.Or(*err, failed)
+// between is the time from one mark to another.
+func (m *marks) between(from, to gpu.Event) (d time.Duration) {
+	m.do(func() (err error) {
+		d, err = m.Ctx.Elapsed(from, to)
+		return err
+	})
 	return d
 }

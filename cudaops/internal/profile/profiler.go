@@ -18,7 +18,6 @@ type Profiler struct {
 	pieces map[pieceKey]*markedPiece
 	steps  []*step // that have begun; the last ones have marks
 	open   bool    // the last one has not ended
-	done   bool
 
 	spans []markedSpan // of the last step
 	whole []*markedPiece
@@ -85,7 +84,7 @@ type markedSpan struct {
 }
 
 // Busy reports whether there are steps to come.
-func (p *Profiler) Busy() bool { return p != nil && !p.done }
+func (p *Profiler) Busy() bool { return p != nil && (p.open || len(p.steps) < Steps) }
 
 // marked reports whether the step that is open has marks.
 func (p *Profiler) marked() bool { return p.open && len(p.steps) > 1+plainSteps }
@@ -95,11 +94,11 @@ func (p *Profiler) Start() error {
 	if !p.Busy() || p.open {
 		return nil
 	}
-	e, err := p.put()
-	if err != nil {
+	begin := p.put()
+	if err := p.failed(); err != nil {
 		return err
 	}
-	p.open, p.steps = true, append(p.steps, &step{begin: e, at: time.Now()})
+	p.open, p.steps = true, append(p.steps, &step{begin: begin, at: time.Now()})
 	if p.marked() {
 		p.spans, p.whole = nil, nil
 		p.Ctx.Observe(p.Stream, p.observe)
@@ -112,7 +111,7 @@ func (p *Profiler) Finish() {
 	if p == nil || !p.open {
 		return
 	}
-	p.open, p.done = false, len(p.steps) == Steps
+	p.open = false
 	p.Ctx.Observe(p.Stream, nil)
 }
 
@@ -135,65 +134,53 @@ func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error)
 	case p == nil || !p.open:
 		return run()
 	case !p.marked():
-		from, err := p.put()
-		if err != nil {
-			return err
+		from := p.put()
+		p.do(run)
+		if to := p.put(); p.err == nil {
+			s := p.steps[len(p.steps)-1]
+			s.pieces = append(s.pieces, [2]gpu.Event{from, to})
 		}
-		if err := run(); err != nil {
-			return err
-		}
-		to, err := p.put()
-		s := p.steps[len(p.steps)-1]
-		s.pieces = append(s.pieces, [2]gpu.Event{from, to})
-		return err
+		return p.failed()
 	}
 	key := pieceKey{p.Now, optimizer, len(p.whole)}
 	piece := p.pieces[key]
 	if piece == nil || piece.graph == 0 {
 		piece = &markedPiece{}
-		p.pieces[key], p.piece = piece, piece
-		defer func() { p.piece, p.task = nil, nil }()
-		var err error
-		if !capture {
-			err = p.enqueue(marked)
-		} else {
-			piece.graph, err = p.Capture(func() error { return p.enqueue(marked) })
-		}
-		if err != nil {
-			return err
-		}
+		p.pieces[key] = piece
 	}
-	p.whole, p.spans = append(p.whole, piece), append(p.spans, piece.spans...)
-	if piece.graph == 0 {
-		return nil
+	enqueue := func() error { return p.enqueue(piece, marked) }
+	var err error
+	if capture {
+		err = p.Repeat(&piece.graph, enqueue)
+	} else {
+		err = enqueue()
 	}
-	return p.Ctx.LaunchGraph(piece.graph, p.Stream)
+	if err == nil {
+		p.whole, p.spans = append(p.whole, piece), append(p.spans, piece.spans...)
+	}
+	return err
 }
 
 // enqueue enqueues a piece, which begins with marks that have nothing between them.
-func (p *Profiler) enqueue(marked func() error) error {
+func (p *Profiler) enqueue(piece *markedPiece, marked func() error) error {
+	p.piece = piece
 	for range 9 {
-		e, err := p.put()
-		if err != nil {
-			return err
-		}
-		p.piece.pause, p.last = append(p.piece.pause, e), e
+		p.last = p.put()
+		piece.pause = append(piece.pause, p.last)
 	}
-	return marked()
+	p.do(marked)
+	p.piece, p.task = nil, nil
+	return p.failed()
 }
 
 // observe enqueues a piece of work with a mark behind it.
-func (p *Profiler) observe(w gpu.Work, enqueue func() error) (err error) {
+func (p *Profiler) observe(w gpu.Work, enqueue func() error) error {
 	if !p.State.Capturing() {
-		if p.last, err = p.put(); err != nil {
-			return err
-		}
+		p.last = p.put()
 	}
-	if err := enqueue(); err != nil {
-		return err
-	}
-	e, err := p.put()
-	if err != nil {
+	p.do(enqueue)
+	e := p.put()
+	if err := p.failed(); err != nil {
 		return err
 	}
 	task := p.task
@@ -253,7 +240,7 @@ func (p *Profiler) Close() error {
 	for _, piece := range p.pieces {
 		errs = append(errs, ctx.DestroyGraph(piece.graph))
 	}
-	p.pieces, p.open, p.done = nil, false, true
+	p.pieces, p.open = nil, false
 	return run.Joined(append(errs, p.memory.Close())...)
 }
 
@@ -262,12 +249,10 @@ func (p *Profiler) result() (*optime.Profile, error) {
 	if err := p.Ctx.SyncStream(p.Stream); err != nil {
 		return nil, err
 	}
-	var failed error
-	elapsed := func(from, to gpu.Event) time.Duration { return p.between(from, to, &failed) }
 	r := &optime.Profile{Device: p.Name, Steps: plainSteps}
 	var periods []time.Duration
 	for i := 1; i <= plainSteps; i++ {
-		periods = append(periods, elapsed(p.steps[i].begin, p.steps[i+1].begin))
+		periods = append(periods, p.between(p.steps[i].begin, p.steps[i+1].begin))
 	}
 	r.Period = run.Median(periods)
 	usual := p.steps[1+slices.Index(periods, r.Period)]
@@ -275,7 +260,7 @@ func (p *Profiler) result() (*optime.Profile, error) {
 	var pauses []time.Duration
 	for _, piece := range p.whole {
 		for i := 1; i < len(piece.pause); i++ {
-			pauses = append(pauses, elapsed(piece.pause[i-1], piece.pause[i]))
+			pauses = append(pauses, p.between(piece.pause[i-1], piece.pause[i]))
 		}
 	}
 	if len(usual.pieces) != len(p.whole) || len(pauses) == 0 {
@@ -285,15 +270,14 @@ func (p *Profiler) result() (*optime.Profile, error) {
 				len(usual.pieces))
 	}
 	r.Mark = run.Median(pauses)
-	p.layOut(r, usual, elapsed)
-	return r, failed
+	p.layOut(r, usual)
+	return r, p.failed()
 }
 
 // layOut puts the spans of the marked step where the usual one had its pieces. Of a piece of tiny
 // kernels the times add up to more than it took without marks. These keep one kernel from starting
 // while the one before it ends. They are then taken to be shorter in proportion.
-func (p *Profiler) layOut(r *optime.Profile, usual *step,
-	elapsed func(from, to gpu.Event) time.Duration) {
+func (p *Profiler) layOut(r *optime.Profile, usual *step) {
 	var end time.Duration // of the last span
 	// an event of the step with marks, and its place
 	anchor, anchored := p.steps[len(p.steps)-1].begin, time.Duration(0)
@@ -308,13 +292,13 @@ func (p *Profiler) layOut(r *optime.Profile, usual *step,
 		took := make([]time.Duration, n)
 		var sum, gap time.Duration
 		for i, s := range spans {
-			took[i] = max(0, elapsed(s.from, s.to)-r.Mark)
+			took[i] = max(0, p.between(s.from, s.to)-r.Mark)
 			sum += took[i]
 		}
 		captured := spans[0].piece != nil
 		if captured {
-			whole := elapsed(pieces[0][0], pieces[0][1])
-			end = max(end, elapsed(usual.begin, pieces[0][0]))
+			whole := p.between(pieces[0][0], pieces[0][1])
+			end = max(end, p.between(usual.begin, pieces[0][0]))
 			pieces = pieces[1:]
 			gap = max(0, whole-sum) / time.Duration(n)
 			for i := range took {
@@ -322,12 +306,12 @@ func (p *Profiler) layOut(r *optime.Profile, usual *step,
 					float64(whole)/float64(max(1, sum))))
 			}
 			r.Graphs += whole
-			r.Marked += elapsed(spans[0].from, spans[n-1].to)
+			r.Marked += p.between(spans[0].from, spans[n-1].to)
 		}
 		for i, s := range spans {
 			start := end + gap
 			if !captured {
-				start = max(end, anchored+elapsed(anchor, s.from))
+				start = max(end, anchored+p.between(anchor, s.from))
 			}
 			end = start + took[i]
 			t := *s.task

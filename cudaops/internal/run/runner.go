@@ -135,13 +135,17 @@ func (r *Runner) Replay(rec *Recording, enqueue func() error) error {
 		rec.Loaded = err == nil
 		return err
 	}
-	if rec.graph == 0 {
-		var err error
-		if rec.graph, err = r.Capture(enqueue); err != nil {
+	return r.Repeat(&rec.graph, enqueue)
+}
+
+// Repeat launches a graph, which is that of what is enqueued where there is none yet.
+func (r *Runner) Repeat(g *gpu.Graph, enqueue func() error) (err error) {
+	if *g == 0 {
+		if *g, err = r.capture(enqueue); err != nil {
 			return err
 		}
 	}
-	return r.Ctx.LaunchGraph(rec.graph, r.Stream)
+	return r.Ctx.LaunchGraph(*g, r.Stream)
 }
 
 // Enqueue enqueues all calls.
@@ -152,8 +156,8 @@ func (r *Runner) Enqueue() error {
 	return r.Calls(r.Program.Calls)
 }
 
-// Capture records what is enqueued as a graph.
-func (r *Runner) Capture(enqueue func() error) (gpu.Graph, error) {
+// capture records what is enqueued as a graph.
+func (r *Runner) capture(enqueue func() error) (gpu.Graph, error) {
 	if err := r.Ctx.BeginCapture(r.Stream); err != nil {
 		return 0, err
 	}
