@@ -108,16 +108,16 @@ func Open(opts ...DeviceOption) (_ *Device, err error) {
 	if err != nil {
 		return nil, notStarted(err)
 	}
-	if all := nvidia.Devices(); !o.adopt && o.ordinal >= 0 && o.ordinal < len(all) {
-		if err := supported(all[o.ordinal]); err != nil {
-			return nil, err
-		}
-	}
 	var ctx gpu.Context
-	if !o.adopt {
+	if all := nvidia.Devices(); o.adopt {
+		if ctx, err = nvidia.Adopt(o.context); err != nil {
+			err = fmt.Errorf("the context %#x: %w", o.context, err)
+		}
+	} else if o.ordinal < 0 || o.ordinal >= len(all) {
+		err = gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "", fmt.Sprintf("GPU %d was asked "+
+			"for, there are %d (from 0)", o.ordinal, len(all)))
+	} else if err = supported(all[o.ordinal]); err == nil {
 		ctx, err = nvidia.Retain(o.ordinal)
-	} else if ctx, err = nvidia.Adopt(o.context); err != nil {
-		err = fmt.Errorf("the context %#x: %w", o.context, err)
 	}
 	if err != nil {
 		return nil, err

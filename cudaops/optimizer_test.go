@@ -962,7 +962,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
 	var at []int64 // launches before each bucket's
-	launches := func() int64 { return int64(len(d.ctx.(*fake.Context).Trace())) }
+	launches := func() int64 { return int64(len(d.ctx.(*fake.Context).Trace)) }
 	g := &silent{}
 	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
 	m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0), small)

@@ -311,7 +311,7 @@ func calls(d *Device, call string) (n int) {
 	if s, ok := ctx.(*swapped); ok {
 		ctx = s.Context
 	}
-	for _, o := range ctx.(*fake.Context).Trace() {
+	for _, o := range ctx.(*fake.Context).Trace {
 		if o.Call == call {
 			n++
 		}

@@ -2,7 +2,6 @@ package driver
 
 import (
 	"errors"
-	"runtime"
 	"sync"
 	"unsafe"
 
@@ -10,9 +9,6 @@ import (
 )
 
 func (c *context) LoadModule(image []byte) (gpu.Module, error) {
-	if len(image) == 0 {
-		return 0, gpu.NewError("cuModuleLoadData", gpu.InvalidImage, "", "the image is empty")
-	}
 	// The copy is aligned to 8 bytes, as fat binaries must be, and ends in a zero, as PTX must.
 	aligned := make([]uint64, len(image)/8+1)
 	copy(gpu.Bytes(aligned), image)
@@ -77,7 +73,7 @@ var launchFrames = sync.Pool{New: func() any { return new(launchFrame) }}
 
 func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *gpu.Args) error {
 	frame := launchFrames.Get().(*launchFrame)
-	defer launchFrames.Put(frame)
+	defer launchFrames.Put(frame) // until then it stays where it is
 	frame.args = append(frame.args[:0], a.Packed()...)
 	frame.size = uintptr(len(frame.args))
 	frame.extra = [5]uintptr{1, uintptr(unsafe.Pointer(unsafe.SliceData(frame.args))), 2,
@@ -87,7 +83,6 @@ func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 		return c.call(&c.LaunchKernel, uintptr(unsafe.Pointer(&frame.config)), f.Handle, 0,
 			uintptr(unsafe.Pointer(&frame.extra)))
 	})
-	runtime.KeepAlive(frame)
 	if err != nil {
 		return inDetail(err, "kernel "+f.Name+", "+l.String())
 	}
@@ -106,7 +101,6 @@ func (c *context) Resident(f *gpu.Function, l gpu.LaunchConfig) (int, error) {
 	frame.set(l, 0)
 	err := c.call(&c.OccupancyClusters, uintptr(unsafe.Pointer(&n)), f.Handle,
 		uintptr(unsafe.Pointer(&frame.config)))
-	runtime.KeepAlive(frame)
 	return int(n), err
 }
 

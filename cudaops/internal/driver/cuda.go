@@ -268,11 +268,6 @@ func (c *cuda) Version() int { return c.version }
 func (c *cuda) Devices() []gpu.DeviceInfo { return slices.Clone(c.devices) }
 
 func (c *cuda) Retain(ordinal int) (gpu.Context, error) {
-	if ordinal < 0 || ordinal >= len(c.devices) {
-		return nil, gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "",
-			fmt.Sprintf("GPU %d was asked for, there are %d (from 0)",
-				ordinal, len(c.devices)))
-	}
 	dev := uintptr(c.handles[ordinal])
 	ctx := &context{cuda: c, info: c.devices[ordinal],
 		release: func() error { return c.do(&c.PrimaryCtxRelease, dev) }}

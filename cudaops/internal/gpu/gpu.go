@@ -25,8 +25,8 @@ type Driver interface {
 	// Devices lists the GPUs that CUDA_VISIBLE_DEVICES leaves visible; a position in it is an
 	// ordinal.
 	Devices() []DeviceInfo
-	// Retain returns the primary context of a GPU, which CUDA's runtime libraries in the same
-	// process share.
+	// Retain returns the primary context of one of the Devices, which CUDA's runtime libraries in
+	// the same process share.
 	Retain(ordinal int) (Context, error)
 	// Adopt uses a context (a CUcontext) that somebody else made; closing it leaves that context
 	// alone.

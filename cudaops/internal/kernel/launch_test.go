@@ -34,7 +34,7 @@ func TestLargeCopies(t *testing.T) {
 	require.NoError(t, k.Launch(0, layout.Copy{Y: p, X: p + 2, Dims: []int{65537, 32771},
 		YStrides: []int{32771, 1}, XStrides: []int{32773, 1}, Size: 2}))
 	var rows []int
-	for _, op := range c.Trace() {
+	for _, op := range c.Trace {
 		if op.Name != "" {
 			rows = append(rows, op.Config.Grid.X)
 		}
@@ -101,7 +101,7 @@ func TestRefusals(t *testing.T) {
 	} {
 		require.NoError(t, k.Launch(s, l), what)
 	}
-	require.Len(t, ctx.Trace(), 1, "the first of those of columns")
+	require.Len(t, ctx.Trace, 1, "the first of those of columns")
 	nothingLeft(t, ctx)
 }
 
@@ -179,9 +179,9 @@ func TestLaunches(t *testing.T) {
 				quantize.Columns{Y: p, Scale: p, X: p, Rows: 3, D: n, Type: dt, Workspace: p})
 		}
 		for _, l := range launches {
-			ctx.ClearTrace()
+			ctx.Trace = nil
 			require.NoError(t, k.Launch(0, l), "%T %+v", l, l)
-			require.NotEmpty(t, ctx.Trace(), "%T %+v", l, l)
+			require.NotEmpty(t, ctx.Trace, "%T %+v", l, l)
 		}
 	}
 	require.NoError(t, ctx.Free(p))
@@ -231,9 +231,9 @@ func TestFloat8Launches(t *testing.T) {
 			if held {
 				want = c.held
 			}
-			ctx.ClearTrace()
+			ctx.Trace = nil
 			require.NoError(t, c.launch(), "%v, %v", what, d)
-			require.Len(t, ctx.Trace(), want, "%v, %v", what, d)
+			require.Len(t, ctx.Trace, want, "%v, %v", what, d)
 		}
 	}
 }

@@ -21,8 +21,7 @@ type Context struct {
 	pinned gpu.Pinned
 
 	mu          sync.Mutex
-	closed      bool
-	lost        *gpu.Error // the fault after which every call fails
+	lost        error // why every call fails: a fault, or that the context is closed
 	blocks      []*block
 	top         gpu.Ptr // where the next one lies
 	free        uint64  // bytes of device memory
@@ -34,7 +33,10 @@ type Context struct {
 	modules     map[gpu.Module]module
 	shared      map[uintptr]int // of a function: the most dynamic shared memory it may use
 	graphs      map[gpu.Graph]*capture
-	trace       []Op
+
+	// Trace lists the calls so far that enqueue work, in order. What a graph replays is not listed
+	// again. It is to be read, or emptied, when no call is under way.
+	Trace []Op
 }
 
 func newContext(d *Driver, info gpu.DeviceInfo, handle uintptr) *Context {
@@ -46,41 +48,34 @@ func newContext(d *Driver, info gpu.DeviceInfo, handle uintptr) *Context {
 	return c
 }
 
-// begin starts every call: it fails when the context is closed or lost, or when a failure is due.
-func (c *Context) begin(call string) error {
-	if c.closed {
-		return gpu.NewError(call, gpu.ContextIsDestroyed, "", "the context is closed")
-	}
-	if err := c.fault(call); err != nil {
+// refused is an error, which the call that returns it names.
+func refused(code error, detail string) *gpu.Error { return gpu.NewError("", code, "", detail) }
+
+// named has an error say which call returned it.
+func named(call string, err error) error {
+	var e *gpu.Error
+	if !errors.As(err, &e) || e.Call != "" {
 		return err
 	}
-	if err := c.driver.injected(call); err != nil {
-		if err.Sticky() {
-			c.lost = err
-		}
-		return err
-	}
-	return nil
+	of := *e
+	of.Call = call
+	return &of
 }
 
-// fault is the error of every call once the context is lost.
-func (c *Context) fault(call string) error {
-	if c.lost == nil {
-		return nil
-	}
-	e := *c.lost
-	e.Call = call
-	return &e
-}
-
-// locked makes a call, alone.
+// locked makes a call, alone, unless the context is lost or a failure is due.
 func (c *Context) locked(call string, do func() error) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if err := c.begin(call); err != nil {
-		return err
+	err := c.lost
+	if due := c.driver.injected(call); err == nil && due != nil {
+		if err = due; due.Sticky() {
+			c.lost = due
+		}
 	}
-	return do()
+	if err == nil {
+		err = do()
+	}
+	return named(call, err)
 }
 
 // watched gives a stream work before its observer's eyes.
@@ -111,7 +106,7 @@ func about[H ~uintptr, T any](c *Context, call string, all map[H]T, h H, do func
 	return c.locked(call, func() error {
 		object, ok := all[h]
 		if !ok {
-			return gpu.NewError(call, gpu.InvalidHandle, "", fmt.Sprintf("no %T %d", h, h))
+			return refused(gpu.InvalidHandle, fmt.Sprintf("no %T %d", h, h))
 		}
 		return do(object)
 	})
@@ -131,13 +126,12 @@ func (c *Context) Do(f func() error) error { return f() }
 
 // Close closes the context and reports what was left alive, unless that was lost with the context.
 func (c *Context) Close() error {
+	left := c.Leaks()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.closed {
-		return nil
-	}
-	c.closed = true
-	if left := c.leaks(); len(left) > 0 && c.lost == nil {
+	lost := c.lost
+	c.lost = refused(gpu.ContextIsDestroyed, "the context is closed")
+	if len(left) > 0 && lost == nil {
 		return errors.New("fake driver: still alive at Close: " + strings.Join(left, ", "))
 	}
 	return nil
@@ -147,16 +141,12 @@ func (c *Context) Close() error {
 type module map[string][]gpu.Param
 
 // LoadModule takes any image that Config.Images can read, or any without that.
-func (c *Context) LoadModule(image []byte) (gpu.Module, error) {
+func (c *Context) LoadModule(image []byte) (m gpu.Module, err error) {
 	const call = "cuModuleLoadData"
-	if len(image) == 0 {
-		return 0, gpu.NewError(call, gpu.InvalidImage, "", "the image is empty")
-	}
 	var kernels module
 	if list := c.driver.config.Images; list != nil {
-		var err error
 		if kernels, err = list(image, c.info.Capability()); err != nil {
-			return 0, gpu.NewError(call, gpu.InvalidImage, "", err.Error())
+			return 0, named(call, refused(gpu.InvalidImage, err.Error()))
 		}
 	}
 	return made(c, call, c.modules, kernels)
@@ -168,13 +158,12 @@ func (c *Context) UnloadModule(m gpu.Module) error {
 
 // Function finds a kernel, registered or of the module's image.
 func (c *Context) Function(m gpu.Module, name string) (f *gpu.Function, err error) {
-	const call = "cuModuleGetFunction"
-	err = about(c, call, c.modules, m, func(kernels module) error {
+	err = about(c, "cuModuleGetFunction", c.modules, m, func(kernels module) error {
 		params, ok := kernels[name]
 		config := c.driver.config
 		if all := config.Kernels == nil && config.Images == nil; !ok && !all &&
 			config.Kernels[name] == nil {
-			return gpu.NewError(call, gpu.NotFound, "named symbol not found", "kernel "+name)
+			return refused(gpu.NotFound, "kernel "+name)
 		}
 		c.next++
 		f = &gpu.Function{Name: name, Handle: c.next, Params: params}
@@ -186,10 +175,9 @@ func (c *Context) Function(m gpu.Module, name string) (f *gpu.Function, err erro
 
 // AllowShared keeps the limit of dynamic shared memory.
 func (c *Context) AllowShared(f *gpu.Function, bytes int) error {
-	const call = "cuFuncSetAttribute"
-	return c.locked(call, func() error {
+	return c.locked("cuFuncSetAttribute", func() error {
 		if bytes < 0 || bytes > c.info.SharedPerBlock {
-			return gpu.NewError(call, gpu.InvalidValue, "", fmt.Sprintf(
+			return refused(gpu.InvalidValue, fmt.Sprintf(
 				"%d bytes of shared memory, a block has %d", bytes, c.info.SharedPerBlock))
 		}
 		c.shared[f.Handle] = bytes
@@ -211,15 +199,13 @@ func (c *Context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 		if err := f.Check(a); err != nil {
 			return err
 		}
-		call := "cuLaunchKernel(" + f.Name + ")"
 		if !c.launchable(f, l) {
-			return gpu.NewError(call, gpu.InvalidValue, "invalid argument", "the kernel or the GPU "+
-				"does not allow "+l.String())
+			return refused(gpu.InvalidValue, "kernel "+f.Name+" or the GPU does not allow "+l.String())
 		}
 		kernel := c.driver.config.Kernels[f.Name]
 		args := append([]byte(nil), a.Packed()...)
-		return c.issue(Op{Call: "cuLaunchKernel", Name: f.Name, Stream: s, Config: l, Args: args},
-			func() error { return c.run(kernel, call, l, args) })
+		return c.issue(s, Op{Call: "cuLaunchKernel", Name: f.Name, Config: l, Args: args},
+			func() error { return c.run(kernel, l, args) })
 	})
 }
 
@@ -237,12 +223,7 @@ func (c *Context) launchable(f *gpu.Function, l gpu.LaunchConfig) bool {
 // EncodeTiled checks the description and that the tensor lies in one allocation; the descriptor
 // holds its address.
 func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
-	const call = "cuTensorMapEncodeTiled"
-	return asked(c, call, func() (m gpu.TensorMap, err error) {
-		if c.info.Major < 9 {
-			return m, gpu.NewError(call, gpu.NotSupported, "",
-				"tensor maps need compute capability 9.0")
-		}
+	return asked(c, "cuTensorMapEncodeTiled", func() (m gpu.TensorMap, err error) {
 		if err := t.Check(); err != nil {
 			return m, err
 		}
@@ -250,11 +231,9 @@ func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 		for i, stride := range t.Strides {
 			extent += int(t.Dims[i+1]-1) * int(stride)
 		}
-		if _, why := c.resolve(t.Address, extent); why != "" {
-			return m, gpu.NewError(call, gpu.InvalidValue, "", why)
-		}
 		gpu.View[gpu.Ptr](m[:])[0] = t.Address
-		return m, nil
+		_, err = c.resolve(t.Address, extent, gpu.InvalidValue)
+		return m, err
 	})
 }
 
@@ -273,11 +252,8 @@ type Launch struct {
 	at   int
 }
 
-// fault ends the kernel as one on the GPU would, by a panic inside this package.
-func (l *Launch) fault(s gpu.Status, why string) { panic(gpu.NewError("", s, why, "")) }
-
-func (c *Context) run(kernel Kernel, call string, config gpu.LaunchConfig,
-	args []byte) (err error) {
+// run runs a kernel, which a panic with an error ends as a fault would on a GPU.
+func (c *Context) run(kernel Kernel, config gpu.LaunchConfig, args []byte) (err error) {
 	if kernel == nil {
 		return nil
 	}
@@ -289,7 +265,7 @@ func (c *Context) run(kernel Kernel, call string, config gpu.LaunchConfig,
 				c.clock += l.Took - time.Microsecond
 			}
 		case *gpu.Error:
-			r.Call, err = call, r
+			err = r
 		default:
 			panic(r)
 		}
@@ -302,9 +278,6 @@ func (c *Context) run(kernel Kernel, call string, config gpu.LaunchConfig,
 func Arg[T gpu.Number](l *Launch) T {
 	size := int(unsafe.Sizeof(*new(T)))
 	l.at = (l.at + size - 1) / size * size
-	if l.at+size > len(l.args) {
-		l.fault(gpu.LaunchFailed, "the kernel takes more arguments than the launch gives")
-	}
 	l.at += size
 	return gpu.View[T](l.args[l.at-size : l.at])[0]
 }
@@ -316,11 +289,12 @@ func Slice[T gpu.Number](l *Launch, p gpu.Ptr, n int) []T {
 	}
 	size := int(unsafe.Sizeof(*new(T)))
 	if p%gpu.Ptr(size) != 0 {
-		l.fault(gpu.MisalignedAddress, fmt.Sprintf("%#x is not a multiple of %d", uint64(p), size))
+		panic(refused(gpu.MisalignedAddress, fmt.Sprintf("%#x is not a multiple of %d", uint64(p),
+			size)))
 	}
-	b, why := l.c.resolve(p, n*size)
-	if why != "" {
-		l.fault(gpu.IllegalAddress, why)
+	b, err := l.c.resolve(p, n*size, gpu.IllegalAddress)
+	if err != nil {
+		panic(err)
 	}
 	return gpu.View[T](b)
 }

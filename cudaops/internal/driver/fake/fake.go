@@ -44,14 +44,7 @@ type Driver struct {
 
 	mu       sync.Mutex
 	contexts []*Context
-	failures []*failure
-}
-
-// failure is what becomes of one of the calls of a function.
-type failure struct {
-	call string
-	in   int // how many calls from now it is
-	code error
+	failures map[string][]error // of the next calls of a function; nil for none
 }
 
 // New returns a fake driver.
@@ -66,7 +59,7 @@ func New(c Config) *Driver {
 	for i := range c.Devices {
 		c.Devices[i].Ordinal = i
 	}
-	return &Driver{config: c}
+	return &Driver{config: c, failures: map[string][]error{}}
 }
 
 // Fail makes the nth call from now of a function fail with a Status or a BlasStatus. Functions of
@@ -74,23 +67,24 @@ func New(c Config) *Driver {
 func (d *Driver) Fail(call string, n int, code error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.failures = append(d.failures, &failure{call, n, code})
+	for len(d.failures[call]) < n {
+		d.failures[call] = append(d.failures[call], nil)
+	}
+	d.failures[call][n-1] = code
 }
 
-// injected counts a call and returns the failure that is due.
-func (d *Driver) injected(call string) (due *gpu.Error) {
+// injected counts a call and returns the failure that is due, if there is one.
+func (d *Driver) injected(call string) *gpu.Error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for _, f := range d.failures {
-		if f.call != call {
-			continue
-		}
-		if f.in--; f.in == 0 {
-			due = &gpu.Error{Call: call, Code: f.code, Name: f.code.Error(),
-				Text: "injected failure"}
-		}
+	next := d.failures[call]
+	if len(next) == 0 {
+		return nil
 	}
-	return due
+	if d.failures[call] = next[1:]; next[0] == nil {
+		return nil
+	}
+	return refused(next[0], "injected failure")
 }
 
 // Version is CUDA 13.0.
@@ -102,13 +96,9 @@ func (d *Driver) Devices() []gpu.DeviceInfo { return slices.Clone(d.config.Devic
 // Retain returns a new context. Unlike a GPU's primary context it shares nothing with others of the
 // same GPU.
 func (d *Driver) Retain(ordinal int) (gpu.Context, error) {
-	if ordinal < 0 || ordinal >= len(d.config.Devices) {
-		return nil, gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "",
-			fmt.Sprintf("GPU %d was asked for, there are %d (from 0)",
-				ordinal, len(d.config.Devices)))
-	}
-	if err := d.injected("cuDevicePrimaryCtxRetain"); err != nil {
-		return nil, err
+	const call = "cuDevicePrimaryCtxRetain"
+	if due := d.injected(call); due != nil {
+		return nil, named(call, due)
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -135,35 +125,15 @@ func (adopted) Close() error { return nil }
 type Op struct {
 	Call   string // the C function
 	Name   string // the kernel
-	Stream gpu.Stream
-	Bytes  int // of memory that is set or copied
+	Bytes  int    // of memory that is set or copied
 	Config gpu.LaunchConfig
 	Args   []byte
-}
-
-// Trace lists the calls so far that enqueue work, in order. What a graph replays is not listed
-// again.
-func (c *Context) Trace() []Op {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return slices.Clone(c.trace)
-}
-
-// ClearTrace empties the list.
-func (c *Context) ClearTrace() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.trace = nil
 }
 
 // Leaks names every object that is still alive.
 func (c *Context) Leaks() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.leaks()
-}
-
-func (c *Context) leaks() []string {
 	var found []string
 	for _, b := range c.blocks {
 		if !b.freed {

@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
 type blas struct{ c *Context }
@@ -30,8 +31,7 @@ type plan struct {
 
 // Plan offers up to three ways, which differ in their workspace.
 func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
-	const call = "cublasLtMatmulAlgoGetHeuristic"
-	return asked(b.c, call, func() (gpu.MatmulPlan, error) {
+	return asked(b.c, "cublasLtMatmulAlgoGetHeuristic", func() (gpu.MatmulPlan, error) {
 		m, err := m.Normal()
 		if err != nil {
 			return nil, err
@@ -39,7 +39,7 @@ func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error
 		float8 := b.c.info.Capability() == 90 && !m.TransA && m.TransB && m.K%16 == 0 &&
 			m.N%8 == 0 && m.Align%16 == 0 // as on an H200
 		if m.A != m.B || m.A > gpu.Float8E4M3 || m.D > gpu.BFloat16 || m.Scaled() && !float8 {
-			return nil, gpu.NewError(call, gpu.BlasNotSupported, "",
+			return nil, refused(gpu.BlasNotSupported,
 				"the fake does not multiply these types, or not in this layout")
 		}
 		p := &plan{c: b.c, spec: m}
@@ -63,12 +63,12 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	return c.watched(p.spec.Work(), s, call, func() error {
 		way := c.driver.config.Ways[p.algos[algo].ID[0]]
 		if way.Fails {
-			return gpu.NewError(call, gpu.BlasNotSupported, "", "a way that fails")
+			return refused(gpu.BlasNotSupported, "a way that fails")
 		}
 		if way.Wrong {
 			a.Alpha *= 2
 		}
-		return c.issue(Op{Call: call, Stream: s}, func() error {
+		return c.issue(s, Op{Call: call}, func() error {
 			return c.run(func(l *Launch) {
 				l.Took = way.Took
 				if p.lately != algo {
@@ -82,52 +82,45 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 				}
 				Slice[byte](l, a.Workspace, p.algos[algo].Workspace)
 				p.compute(l, a)
-			}, call, gpu.LaunchConfig{}, nil)
+			}, gpu.LaunchConfig{}, nil)
 		})
 	})
 }
 
-// compute is the definition of MatmulSpec, sum by sum.
+// compute is the definition of MatmulSpec, in float64.
 func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 	m := p.spec
-	scaleA, scaleB := slices.Repeat([]float32{1}, m.M), slices.Repeat([]float32{1}, m.N)
-	if m.Scaled() {
-		scaleA, scaleB = Slice[float32](l, a.ScaleA, m.M), Slice[float32](l, a.ScaleB, m.N)
+	strideA, strideB := m.K, m.N
+	if m.TransA {
+		strideA = m.M
+	}
+	if m.TransB {
+		strideB = m.K
 	}
 	for i := range m.Batch {
 		at := func(base gpu.Ptr, t gpu.DType, n int) []byte {
 			return Slice[byte](l, base.Offset(i*n*t.Size()), n*t.Size())
 		}
-		d := at(a.D, m.D, m.M*m.N)
-		left := numbers(at(a.A, m.A, m.M*m.K), m.A, m.M, m.K, m.TransA)
-		right := numbers(at(a.B, m.B, m.N*m.K), m.B, m.N, m.K, !m.TransB)
-		added := make([]float64, m.M*m.N)
-		if a.Beta != 0 {
-			added = numbers(at(a.C, m.D, m.M*m.N), m.D, m.M, m.N, false)
+		numbers := func(base gpu.Ptr, t gpu.DType, n int) []float64 {
+			x := make([]float64, n)
+			gpu.Decode(x, t, at(base, t, n))
+			return x
 		}
-		for j, add := range added {
-			r, col := j/m.N, j%m.N
-			sum, column := 0.0, right[col*m.K:]
-			for k, v := range left[r*m.K:][:m.K] {
-				sum += v * column[k]
-			}
-			added[j] = sum*float64(a.Alpha)*float64(scaleA[r])*float64(scaleB[col]) +
-				float64(a.Beta)*add
+		left, right := numbers(a.A, m.A, m.M*m.K), numbers(a.B, m.B, m.N*m.K)
+		if m.Scaled() { // rows of both are K long
+			scale(left, Slice[float32](l, a.ScaleA, m.M))
+			scale(right, Slice[float32](l, a.ScaleB, m.N))
 		}
-		gpu.Encode(d, m.D, added)
+		sums := numbers(a.C, m.D, m.M*m.N)
+		gemm.Mul(m.TransA, m.TransB, m.M, m.N, m.K, float64(a.Alpha), left, strideA,
+			right, strideB, float64(a.Beta), sums, m.N)
+		gpu.Encode(at(a.D, m.D, len(sums)), m.D, sums)
 	}
 }
 
-// numbers decodes a matrix [rows, cols], which may be stored transposed.
-func numbers(raw []byte, t gpu.DType, rows, cols int, transposed bool) []float64 {
-	m := make([]float64, rows*cols)
-	gpu.Decode(m, t, raw)
-	if !transposed {
-		return m
+// scale multiplies each row by its factor.
+func scale(x []float64, factors []float32) {
+	for i := range x {
+		x[i] *= float64(factors[i*len(factors)/len(x)])
 	}
-	turned := make([]float64, len(m))
-	for i := range turned {
-		turned[i] = m[i%cols*rows+i/cols]
-	}
-	return turned
 }

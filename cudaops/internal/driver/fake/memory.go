@@ -24,8 +24,8 @@ const (
 	gap          = 4096
 )
 
-// resolve finds the n bytes at an address, or says why they are not to be touched.
-func (c *Context) resolve(p gpu.Ptr, n int) ([]byte, string) {
+// resolve finds the n bytes at an address. Where they are not to be touched its error says why.
+func (c *Context) resolve(p gpu.Ptr, n int, s gpu.Status) ([]byte, error) {
 	i, found := slices.BinarySearchFunc(c.blocks, p, func(b *block, p gpu.Ptr) int {
 		return cmp.Compare(b.base, p)
 	})
@@ -33,40 +33,34 @@ func (c *Context) resolve(p gpu.Ptr, n int) ([]byte, string) {
 		i--
 	}
 	if i < 0 || p >= c.blocks[i].base+gpu.Ptr(c.blocks[i].size+gap/2) {
-		return nil, fmt.Sprintf("%#x is not device memory", uint64(p))
+		return nil, refused(s, fmt.Sprintf("%#x is not device memory", uint64(p)))
 	}
 	b := c.blocks[i]
 	at := int(p - b.base)
 	switch {
 	case b.freed:
-		return nil, fmt.Sprintf("%#x was freed", uint64(p))
+		return nil, refused(s, fmt.Sprintf("%#x was freed", uint64(p)))
 	case n < 0 || at+n > b.size:
-		return nil, fmt.Sprintf("%d bytes at offset %d of an allocation of %d", n, at, b.size)
+		return nil, refused(s, fmt.Sprintf("%d bytes at offset %d of an allocation of %d", n, at,
+			b.size))
 	}
 	if b.data == nil {
 		b.data = bytes.Repeat([]byte{0xFF}, b.size)
 	}
-	return b.data[at : at+n : at+n], ""
+	return b.data[at : at+n : at+n], nil
 }
 
 // Bytes is device memory itself, for what stands for other libraries that work there. Streams are
 // not waited for.
 func (c *Context) Bytes(p gpu.Ptr, n int) ([]byte, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	b, bad := c.resolve(p, n)
-	if bad != "" {
-		return nil, fmt.Errorf("fake: %s", bad)
-	}
-	return b, nil
+	return asked(c, "Bytes", func() ([]byte, error) { return c.resolve(p, n, gpu.IllegalAddress) })
 }
 
 // Alloc returns memory filled with 0xFF.
 func (c *Context) Alloc(n int) (gpu.Ptr, error) {
-	const call = "cuMemAlloc"
-	return asked(c, call, func() (gpu.Ptr, error) {
+	return asked(c, "cuMemAlloc", func() (gpu.Ptr, error) {
 		if n <= 0 {
-			return 0, gpu.NewError(call, gpu.InvalidValue, "", fmt.Sprintf("%d bytes asked for", n))
+			return 0, refused(gpu.InvalidValue, fmt.Sprintf("%d bytes asked for", n))
 		}
 		if uint64(n) > c.free {
 			return 0, gpu.NewOutOfMemory(n, c.free, c.info.Memory)
@@ -81,13 +75,12 @@ func (c *Context) Alloc(n int) (gpu.Ptr, error) {
 
 // Free waits for all work, as cuMemFree does, and frees.
 func (c *Context) Free(p gpu.Ptr) error {
-	const call = "cuMemFree"
 	if p == 0 {
 		return nil
 	}
-	return c.locked(call, func() error {
+	return c.locked("cuMemFree", func() error {
 		for _, s := range c.streams {
-			if err := c.drain(call, s); err != nil {
+			if err := c.drain(s); err != nil {
 				return err
 			}
 		}
@@ -98,18 +91,15 @@ func (c *Context) Free(p gpu.Ptr) error {
 				return nil
 			}
 		}
-		return gpu.NewError(call, gpu.InvalidValue, "",
-			fmt.Sprintf("%#x is not an allocation", uint64(p)))
+		return refused(gpu.InvalidValue, fmt.Sprintf("%#x is not an allocation", uint64(p)))
 	})
 }
 
 // AllocHost returns Go memory that counts as pinned.
 func (c *Context) AllocHost(n int) ([]byte, error) {
-	const call = "cuMemHostAlloc"
-	return asked(c, call, func() ([]byte, error) {
+	return asked(c, "cuMemHostAlloc", func() ([]byte, error) {
 		if n <= 0 {
-			return nil, gpu.NewError(call, gpu.InvalidValue, "",
-				fmt.Sprintf("%d bytes asked for", n))
+			return nil, refused(gpu.InvalidValue, fmt.Sprintf("%d bytes asked for", n))
 		}
 		b := gpu.Bytes(make([]uint64, (n+7)/8))[:n:n]
 		c.pinned.Add(b)
@@ -120,10 +110,9 @@ func (c *Context) AllocHost(n int) ([]byte, error) {
 
 // FreeHost overwrites the memory, so that work still on its way is noticed.
 func (c *Context) FreeHost(b []byte) error {
-	const call = "cuMemFreeHost"
-	return c.locked(call, func() error {
+	return c.locked("cuMemFreeHost", func() error {
 		if !c.pinned.Remove(b) {
-			return gpu.NewError(call, gpu.InvalidValue, "", "not a slice that AllocHost returned")
+			return refused(gpu.InvalidValue, "not a slice that AllocHost returned")
 		}
 		c.pinnedBytes -= len(b)
 		for i := range b {
@@ -141,23 +130,23 @@ func (c *Context) MemInfo() (free, total uint64, err error) {
 
 // CopyToDevice copies when the stream gets there; with memory that is not pinned it waits for that.
 func (c *Context) CopyToDevice(dst gpu.Ptr, src []byte, s gpu.Stream) error {
-	return c.access("copy to the device", Op{Call: "cuMemcpyHtoDAsync", Stream: s}, src, len(src),
+	return c.access("copy to the device", "cuMemcpyHtoDAsync", s, src, len(src),
 		func(m [][]byte) { copy(m[0], src) }, dst)
 }
 
 func (c *Context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
-	return c.access("copy to the host", Op{Call: "cuMemcpyDtoHAsync", Stream: s}, dst, len(dst),
+	return c.access("copy to the host", "cuMemcpyDtoHAsync", s, dst, len(dst),
 		func(m [][]byte) { copy(dst, m[0]) }, src)
 }
 
 // CopyOnDevice copies when the stream gets there.
 func (c *Context) CopyOnDevice(dst, src gpu.Ptr, n int, s gpu.Stream) error {
-	return c.access("copy on the device", Op{Call: "cuMemcpyDtoDAsync", Stream: s}, nil, n,
+	return c.access("copy on the device", "cuMemcpyDtoDAsync", s, nil, n,
 		func(m [][]byte) { copy(m[0], m[1]) }, dst, src)
 }
 
 func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
-	return c.access("memset", Op{Call: "cuMemsetD8Async", Stream: s}, nil, n, func(m [][]byte) {
+	return c.access("memset", "cuMemsetD8Async", s, nil, n, func(m [][]byte) {
 		m[0][0] = v
 		for n := 1; n < len(m[0]); n *= 2 { // choices clear caches by many bytes
 			copy(m[0][n:], m[0][:n])
@@ -168,26 +157,23 @@ func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
 // access puts work on n bytes of memory at each address on a stream, and waits for it where host
 // memory is not pinned. The memory is checked now, as the driver does for copies, and again when
 // the work runs, since a graph may run it long after.
-func (c *Context) access(name string, o Op, host []byte, n int, do func(m [][]byte),
-	at ...gpu.Ptr) error {
-	if o.Bytes = n; n == 0 {
+func (c *Context) access(name, call string, s gpu.Stream, host []byte, n int,
+	do func(m [][]byte), at ...gpu.Ptr) error {
+	if n == 0 {
 		return nil
 	}
-	resolve := func(s gpu.Status) ([][]byte, error) {
-		m := make([][]byte, len(at))
-		for i, p := range at {
-			var why string
-			if m[i], why = c.resolve(p, n); why != "" {
-				return nil, gpu.NewError(o.Call, s, "", why)
-			}
+	resolve := func(s gpu.Status) (m [][]byte, err error) {
+		for _, p := range at {
+			b, bad := c.resolve(p, n, s)
+			m, err = append(m, b), cmp.Or(err, bad)
 		}
-		return m, nil
+		return m, err
 	}
-	return c.watched(gpu.Work{Name: name}, o.Stream, o.Call, func() error {
+	return c.watched(gpu.Work{Name: name}, s, call, func() error {
 		if _, err := resolve(gpu.InvalidValue); err != nil {
 			return err
 		}
-		err := c.issue(o, func() error {
+		err := c.issue(s, Op{Call: call, Bytes: n}, func() error {
 			m, err := resolve(gpu.IllegalAddress)
 			if err == nil {
 				do(m)
@@ -197,6 +183,6 @@ func (c *Context) access(name string, o Op, host []byte, n int, do func(m [][]by
 		if err != nil || host == nil || c.pinned.Has(host) {
 			return err
 		}
-		return c.wait(o.Call, c.streams[o.Stream])
+		return c.wait(c.streams[s])
 	})
 }

@@ -2,7 +2,6 @@ package fake
 
 import (
 	"cmp"
-	"errors"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -44,13 +43,13 @@ type mark struct {
 }
 
 // issue traces and enqueues work, or records it.
-func (c *Context) issue(o Op, do op) error {
-	s, err := c.stream(o.Call, o.Stream)
+func (c *Context) issue(s gpu.Stream, o Op, do op) error {
+	st, err := c.stream(s)
 	if err != nil {
 		return err
 	}
-	c.trace = append(c.trace, o)
-	s.push(func() error {
+	c.Trace = append(c.Trace, o)
+	st.push(func() error {
 		c.clock += time.Microsecond
 		return do()
 	})
@@ -81,19 +80,17 @@ func (s *stream) step() {
 	if err == nil || s.c.lost != nil {
 		return
 	}
-	if !errors.As(err, &s.c.lost) {
-		s.c.lost = gpu.NewError("", gpu.LaunchFailed, "unspecified launch failure", err.Error())
-	}
+	s.c.lost = err
 	for _, other := range s.c.streams {
 		other.queue = nil
 	}
 }
 
-func (c *Context) drain(call string, s *stream) error {
+func (c *Context) drain(s *stream) error {
 	for len(s.queue) > 0 {
 		s.step()
 	}
-	return c.fault(call)
+	return c.lost
 }
 
 // pass runs a mark's stream up to the mark, if there is one.
@@ -103,11 +100,11 @@ func (c *Context) pass(m *mark) {
 	}
 }
 
-func (c *Context) stream(call string, s gpu.Stream) (*stream, error) {
+func (c *Context) stream(s gpu.Stream) (*stream, error) {
 	if st := c.streams[s]; st != nil {
 		return st, nil
 	}
-	return nil, gpu.NewError(call, gpu.InvalidHandle, "", "no such stream")
+	return nil, refused(gpu.InvalidHandle, "no such stream")
 }
 
 func (c *Context) NewStream() (gpu.Stream, error) {
@@ -118,30 +115,28 @@ func (c *Context) NewStream() (gpu.Stream, error) {
 func (c *Context) NewUrgentStream() (gpu.Stream, error) { return c.NewStream() }
 
 // wait runs a stream's work, which is not allowed in a capture and spoils it.
-func (c *Context) wait(call string, st *stream) error {
+func (c *Context) wait(st *stream) error {
 	if st.capture != nil {
 		st.capture.invalid = true
-		return gpu.NewError(call, gpu.CaptureUnsupported, "", "the stream is being captured")
+		return refused(gpu.CaptureUnsupported, "the stream is being captured")
 	}
-	return c.drain(call, st)
+	return c.drain(st)
 }
 
 // DestroyStream runs what is left and forgets the stream.
 func (c *Context) DestroyStream(s gpu.Stream) error {
-	const call = "cuStreamDestroy"
-	return about(c, call, c.streams, s, func(st *stream) error {
+	return about(c, "cuStreamDestroy", c.streams, s, func(st *stream) error {
 		if s == 0 {
-			return gpu.NewError(call, gpu.InvalidHandle, "", "the default stream")
+			return refused(gpu.InvalidHandle, "the default stream")
 		}
 		delete(c.streams, s)
-		return c.wait(call, st)
+		return c.wait(st)
 	})
 }
 
 // SyncStream runs a stream's work.
 func (c *Context) SyncStream(s gpu.Stream) error {
-	const call = "cuStreamSynchronize"
-	return about(c, call, c.streams, s, func(st *stream) error { return c.wait(call, st) })
+	return about(c, "cuStreamSynchronize", c.streams, s, c.wait)
 }
 
 func (c *Context) NewEvent(timing bool) (gpu.Event, error) {
@@ -156,7 +151,7 @@ func (c *Context) DestroyEvent(e gpu.Event) error {
 func (c *Context) onBoth(call string, e gpu.Event, s gpu.Stream,
 	do func(*event, *stream) error) error {
 	return about(c, call, c.events, e, func(ev *event) error {
-		st, err := c.stream(call, s)
+		st, err := c.stream(s)
 		if err != nil {
 			return err
 		}
@@ -169,7 +164,7 @@ func (c *Context) atLaunch(call string, e gpu.Event, s gpu.Stream,
 	piece func(*event, *stream) op) error {
 	return c.onBoth(call, e, s, func(ev *event, st *stream) error {
 		if st.capture == nil {
-			return gpu.NewError(call, gpu.InvalidValue, "", "the stream is not being captured")
+			return refused(gpu.InvalidValue, "the stream is not being captured")
 		}
 		st.record(func() op { return piece(ev, st) })
 		return nil
@@ -219,8 +214,7 @@ func (c *Context) Await(s gpu.Stream, e gpu.Event) error {
 func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
 	return about(c, call, c.events, e, func(ev *event) error {
 		if ev.mark != nil && ev.mark.captured != nil {
-			return gpu.NewError(call, gpu.CapturedEvent, "",
-				"the event was last recorded inside a capture")
+			return refused(gpu.CapturedEvent, "the event was last recorded inside a capture")
 		}
 		return do(ev.mark)
 	})
@@ -228,25 +222,22 @@ func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
 
 // SyncEvent runs work up to the event's mark.
 func (c *Context) SyncEvent(e gpu.Event) error {
-	const call = "cuEventSynchronize"
-	return c.onMark(call, e, func(m *mark) error {
+	return c.onMark("cuEventSynchronize", e, func(m *mark) error {
 		c.pass(m)
-		return c.fault(call)
+		return c.lost
 	})
 }
 
 // WaitEvent has a stream's work wait for an event, or lets the stream join the capture that the
 // event was recorded in.
 func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
-	const call = "cuStreamWaitEvent"
-	return c.onBoth(call, e, s, func(ev *event, st *stream) error {
+	return c.onBoth("cuStreamWaitEvent", e, s, func(ev *event, st *stream) error {
 		m := ev.mark
 		switch {
 		case m == nil:
 		case m.captured == nil && st.capture != nil:
 			st.capture.invalid = true
-			return gpu.NewError(call, gpu.CaptureIsolation, "",
-				"a capture cannot wait for what is outside of it")
+			return refused(gpu.CaptureIsolation, "a capture cannot wait for what is outside of it")
 		case m.captured == nil:
 			st.push(func() error {
 				c.pass(m)
@@ -254,8 +245,7 @@ func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 			})
 		case m.stream.capture != m.captured || st.capture != nil && st.capture != m.captured ||
 			st.capture == nil && s == 0:
-			return gpu.NewError(call, gpu.CapturedEvent, "",
-				"the event was last recorded inside another capture")
+			return refused(gpu.CapturedEvent, "the event was last recorded inside another capture")
 		case st.capture == nil:
 			st.capture, st.given, st.awaited = m.captured, 0, 0
 		case st == m.captured.origin:
@@ -267,27 +257,24 @@ func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 
 // EventDone runs one piece of work at each question, so that polling ends and both answers occur.
 func (c *Context) EventDone(e gpu.Event) (done bool, err error) {
-	const call = "cuEventQuery"
-	err = c.onMark(call, e, func(m *mark) error {
+	err = c.onMark("cuEventQuery", e, func(m *mark) error {
 		if done = m == nil || m.passed; !done {
 			m.stream.step()
 		}
-		return c.fault(call)
+		return c.lost
 	})
 	return done, err
 }
 
 // Elapsed is the number of operations that ran between two marks, in microseconds.
 func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
-	const call = "cuEventElapsedTime"
 	at := func(e gpu.Event) (at time.Duration, err error) {
-		err = c.onMark(call, e, func(m *mark) error {
+		err = c.onMark("cuEventElapsedTime", e, func(m *mark) error {
 			switch {
 			case m == nil || !c.events[e].timing:
-				return gpu.NewError(call, gpu.InvalidHandle, "",
-					"an event not recorded, or made without timing")
+				return refused(gpu.InvalidHandle, "an event not recorded, or made without timing")
 			case !m.passed:
-				return gpu.NewError(call, gpu.NotReady, "", "")
+				return refused(gpu.NotReady, "")
 			}
 			at = m.at
 			return nil
@@ -300,11 +287,9 @@ func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 }
 
 func (c *Context) BeginCapture(s gpu.Stream) error {
-	const call = "cuStreamBeginCapture"
-	return about(c, call, c.streams, s, func(st *stream) error {
+	return about(c, "cuStreamBeginCapture", c.streams, s, func(st *stream) error {
 		if s == 0 || st.capture != nil {
-			return gpu.NewError(call, gpu.CaptureUnsupported, "",
-				"the default stream, or one being captured already")
+			return refused(gpu.CaptureUnsupported, "the default stream, or one being captured already")
 		}
 		st.capture = &capture{origin: st}
 		return nil
@@ -313,44 +298,36 @@ func (c *Context) BeginCapture(s gpu.Stream) error {
 
 // EndCapture ends recording, also where it fails.
 func (c *Context) EndCapture(s gpu.Stream) (gpu.Graph, error) {
-	const call = "cuStreamEndCapture"
-	k, unjoined := c.uncapture(s)
-	if err := c.locked(call, func() error {
-		switch {
-		case k == nil:
-			return gpu.NewError(call, gpu.CaptureUnmatched, "",
-				"no capture was begun on the stream")
-		case k.invalid:
-			return gpu.NewError(call, gpu.CaptureInvalidated, "",
-				"a call during the capture was not allowed in it")
-		case unjoined:
-			return gpu.NewError(call, gpu.CaptureUnjoined, "", "a stream that has joined the "+
-				"capture has work that the captured one did not wait for")
-		}
-		return nil
-	}); err != nil {
+	k, err := c.uncapture(s)
+	if err := c.locked("cuStreamEndCapture", func() error { return err }); err != nil {
 		return 0, err
 	}
 	return made(c, "cuGraphInstantiateWithFlags", c.graphs, k)
 }
 
-// uncapture ends the capture that was begun on a stream; nil if there is none. It also reports
-// whether there is work of others that the stream has not waited for.
-func (c *Context) uncapture(s gpu.Stream) (k *capture, unjoined bool) {
+// uncapture ends the capture that was begun on a stream, and returns it if it can be launched.
+func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	st := c.streams[s]
 	if st == nil || st.capture == nil || st.capture.origin != st {
-		return nil, false
+		return nil, refused(gpu.CaptureUnmatched, "no capture was begun on the stream")
 	}
-	k = st.capture
+	k, unjoined := st.capture, false
 	for _, joined := range c.streams {
 		if joined.capture == k {
 			unjoined = unjoined || joined != st && joined.given != joined.awaited
 			joined.capture = nil
 		}
 	}
-	return k, unjoined
+	switch {
+	case k.invalid:
+		return nil, refused(gpu.CaptureInvalidated, "a call was not allowed in the capture")
+	case unjoined:
+		return nil, refused(gpu.CaptureUnjoined, "a stream that has joined the capture has work "+
+			"that the captured one did not wait for")
+	}
+	return k, nil
 }
 
 // LaunchGraph enqueues all that was recorded.
@@ -361,7 +338,7 @@ func (c *Context) LaunchGraph(g gpu.Graph, s gpu.Stream) error {
 		for _, piece := range k.pieces {
 			ops = append(ops, piece())
 		}
-		return c.issue(Op{Call: call, Stream: s}, func() error {
+		return c.issue(s, Op{Call: call}, func() error {
 			for _, do := range ops {
 				if err := do(); err != nil {
 					return err

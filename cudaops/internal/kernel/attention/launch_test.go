@@ -107,7 +107,7 @@ func TestAttentionPicksVariants(t *testing.T) {
 			a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			for _, dt := range kerneltest.StorageTypes {
-				c.ClearTrace()
+				c.Trace = nil
 				require.NoError(t, attend(k, 0, a, kernel.Way{}, q, p, q, kv, kv, dt))
 				require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv,
 					q, p, dt))
@@ -128,7 +128,7 @@ func TestAttentionPicksVariants(t *testing.T) {
 					want = []string{want[0], want[1], unit + "_backward_fused" + size,
 						unit + "_backward_round" + size}[:4-int(kernel.Bit(dim <= 64))]
 				}
-				launches := slices.DeleteFunc(c.Trace(), func(op fake.Op) bool {
+				launches := slices.DeleteFunc(c.Trace, func(op fake.Op) bool {
 					return op.Name == ""
 				})
 				for i, op := range launches {
@@ -158,11 +158,11 @@ func TestAttentionWorkspace(t *testing.T) {
 		seq := x.seq
 		a := Geometry{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: x.dim, Causal: true}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * x.dim}, kernel.Rows{Ptr: p, Stride: 2 * x.dim}
-		c.ClearTrace()
+		c.Trace = nil
 		require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
 			kerneltest.Bf16))
 		tiles, zeroed := 4*kernel.CeilDiv(seq, x.tile), 0
-		for _, op := range c.Trace() {
+		for _, op := range c.Trace {
 			if op.Name != "attention_stats_bf16" {
 				continue
 			}
@@ -186,7 +186,7 @@ func TestAttentionFused64(t *testing.T) {
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 		for _, table := range []gpu.Ptr{0, p} {
 			a.Documents = table
-			c.ClearTrace()
+			c.Trace = nil
 			require.NoError(t, attend(k, 0, a, kernel.Way{}, q, p, q, kv, kv, kerneltest.Bf16))
 			require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
@@ -197,7 +197,7 @@ func TestAttentionFused64(t *testing.T) {
 					"attention_hopper_backward_fused_64_documents_bf16"
 			}
 			var launches []string
-			for _, op := range c.Trace() {
+			for _, op := range c.Trace {
 				if op.Name == "" {
 					continue
 				}
@@ -222,13 +222,13 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 			a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true,
 				Documents: table}
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
-			c.ClearTrace()
+			c.Trace = nil
 			require.NoError(t, k.Launch(0, Documents{Table: table, Starts: p, Batch: 2,
 				Seq: 100}))
 			require.NoError(t, attend(k, 0, a, kernel.Way{Family: v}, q, p, q, kv, kv, kerneltest.Bf16))
 			require.NoError(t, attendBackward(k, 0, a, kernel.Way{Family: v}, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
-			for _, op := range c.Trace() {
+			for _, op := range c.Trace {
 				if op.Name == "" {
 					continue
 				}
@@ -252,12 +252,12 @@ func TestAttentionTurnsBack(t *testing.T) {
 			if turned {
 				a.Cos, a.Sin = p, p
 			}
-			c.ClearTrace()
+			c.Trace = nil
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
 			after := 0
-			for _, op := range c.Trace() {
+			for _, op := range c.Trace {
 				if strings.HasPrefix(op.Name, "rope_") {
 					after++
 				}
@@ -284,10 +284,10 @@ func TestAttentionPoisonsSums(t *testing.T) {
 	q, kv := kernel.Rows{Ptr: p, Stride: 4 * a.HeadDim}, kernel.Rows{Ptr: p, Stride: 2 * a.HeadDim}
 	for _, poison := range []bool{false, true} {
 		gpu.Poison = poison
-		c.ClearTrace()
+		c.Trace = nil
 		require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
 			kerneltest.Bf16))
-		trace := c.Trace()
+		trace := c.Trace
 		fused := slices.IndexFunc(trace, func(op fake.Op) bool {
 			return op.Name == "attention_hopper_backward_fused_128_bf16"
 		})

@@ -176,7 +176,7 @@ func TestLaunches(t *testing.T) {
 // launched is the launches of a trace by kernel.
 func launched(c *fake.Context) map[string][]gpu.LaunchConfig {
 	names := map[string][]gpu.LaunchConfig{}
-	for _, op := range c.Trace() {
+	for _, op := range c.Trace {
 		if op.Name != "" {
 			names[op.Name] = append(names[op.Name], op.Config)
 		}

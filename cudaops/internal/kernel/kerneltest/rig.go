@@ -2,7 +2,6 @@ package kerneltest
 
 import (
 	"flag"
-	"fmt"
 	"math"
 	"math/rand/v2"
 	"os"
@@ -42,9 +41,6 @@ var openGPU = sync.OnceValues(func() (gpu.Context, error) {
 	d, err := driver.Open()
 	if err != nil {
 		return nil, err
-	}
-	if len(d.Devices()) == 0 {
-		return nil, fmt.Errorf("the driver lists no GPU")
 	}
 	return d.Retain(0)
 })
