@@ -263,7 +263,10 @@ func (m *Machine) load(p *program.Program) (err error) {
 			}
 		}
 	}
-	if err := r.Inputs.SendConstants(m.config.inherited); err != nil {
+	once := slices.DeleteFunc(slices.Clone(p.Inputs), func(in *program.Input) bool {
+		return !in.Constant
+	})
+	if err := r.Inputs.SendSome(once, m.config.inherited); err != nil {
 		return err
 	}
 	if p.Scale != nil {

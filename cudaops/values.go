@@ -171,7 +171,8 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 		}
 		inputs = append(inputs, i)
 	}
-	return m.runner.Inputs.SendSome(inputs)
+	hosts := func(*program.Input) *run.KeptParam { return nil }
+	return m.runner.Inputs.SendSome(inputs, hosts)
 }
 
 // inputOf is what the graph has of a parameter.

@@ -70,10 +70,6 @@ var e4m3Values = func() (values [256]float32) {
 // Encode writes floats to raw, stored as t: rounded to the nearest, ties to even.
 func Encode[F float32 | float64](raw []byte, t DType, x []F) {
 	f32, f16, b16 := View[float32](raw), View[half.Float16](raw), View[half.BFloat16](raw)
-	if f, ok := any(x).([]float32); ok && t == Float32 {
-		copy(f32, f)
-		return
-	}
 	switch t {
 	case Float32:
 		for i, v := range x {
@@ -97,10 +93,6 @@ func Encode[F float32 | float64](raw []byte, t DType, x []F) {
 // Decode is the inverse of Encode.
 func Decode[F float32 | float64](x []F, t DType, raw []byte) {
 	f32, f16, b16 := View[float32](raw), View[half.Float16](raw), View[half.BFloat16](raw)
-	if f, ok := any(x).([]float32); ok && t == Float32 {
-		copy(f, f32)
-		return
-	}
 	switch t {
 	case Float32:
 		for i := range x {

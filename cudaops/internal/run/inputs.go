@@ -18,7 +18,7 @@ import (
 // in step.
 type Inputs struct {
 	*Executor
-	Laid    gpu.Ptr // where parameters lie one behind the other, once they do
+	Laid    bool // parameters lie one behind the other
 	of      *program.Program
 	read    Reader
 	staging map[*program.Input][]byte // pinned; of what goes to the device before every run
@@ -49,35 +49,7 @@ func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
 	return nil
 }
 
-// SendConstants copies the values of constants and parameters to the device, but those of
-// parameters that from has. These are copied there, unless they lie in the same place.
-func (s *Inputs) SendConstants(from func(*program.Input) *KeptParam) error {
-	var sent, kept []*program.Input
-	for _, in := range s.of.Inputs {
-		k := from(in)
-		if k == nil {
-			if in.Constant {
-				sent = append(sent, in)
-			}
-			continue
-		}
-		if to := in.Array; to.Ptr() != k.Value {
-			if err := s.Ctx.CopyOnDevice(to.Ptr(), k.Value, to.Extent(), s.Stream); err != nil {
-				return err
-			}
-		}
-		if err := s.Refresh(in); err != nil {
-			return err
-		}
-		kept = append(kept, in)
-	}
-	if err := s.SendSome(sent); err != nil {
-		return err
-	}
-	return s.Quantize(func(in *program.Input) bool { return slices.Contains(kept, in) })
-}
-
-// SendAll copies the values of all other inputs, ahead of a run.
+// SendAll copies the values of all inputs but constants and parameters, ahead of a run.
 func (s *Inputs) SendAll() error {
 	for _, in := range s.of.Inputs {
 		if in.Sent() {
@@ -100,16 +72,23 @@ func (s *Inputs) SendAll() error {
 	return s.Quantize(func(in *program.Input) bool { return in.Bound })
 }
 
-// SendSome copies the values of some inputs, none of them if one has no value that can be sent, and
-// waits.
-func (s *Inputs) SendSome(inputs []*program.Input) error {
+// SendSome copies the values of some inputs, and waits. What from has of one is copied on the device,
+// unless it is the input's memory. Of the others none is sent if one has no value that can be.
+func (s *Inputs) SendSome(inputs []*program.Input, from func(*program.Input) *KeptParam) error {
 	var all []source
 	for _, in := range inputs {
-		from, err := s.sourcesOf(in)
-		if err != nil {
-			return err
+		kept, to := from(in), in.Array
+		if kept == nil {
+			some, err := s.sourcesOf(in)
+			if err != nil {
+				return err
+			}
+			all = append(all, some...)
+		} else if to.Ptr() != kept.Value {
+			if err := s.Ctx.CopyOnDevice(to.Ptr(), kept.Value, to.Extent(), s.Stream); err != nil {
+				return err
+			}
 		}
-		all = append(all, from...)
 	}
 	errs := []error{s.sendPieces(all)} // but what has come counts
 	for _, in := range inputs {

@@ -97,16 +97,18 @@ func elements(v gorgonia.Value, a *program.Array) (raw []byte, stored gpu.DType,
 
 // convert writes elements that are stored in one type to raw, stored as t.
 func convert(raw []byte, t gpu.DType, from []byte, stored gpu.DType) {
-	if stored == t {
+	n := len(from) / stored.Size()
+	switch {
+	case stored == t:
 		copy(raw, from)
-		return
-	}
-	var x [1024]float32
-	for len(from) > 0 {
-		n := min(len(x), len(from)/stored.Size())
-		gpu.Decode(x[:n], stored, from)
-		gpu.Encode(raw, t, x[:n])
-		raw, from = raw[n*t.Size():], from[n*stored.Size():]
+	case stored == gpu.Float32:
+		gpu.Encode(raw, t, gpu.View[float32](from))
+	case t == gpu.Float32:
+		gpu.Decode(gpu.View[float32](raw)[:n], stored, from)
+	default:
+		x := make([]float32, n)
+		gpu.Decode(x, stored, from)
+		gpu.Encode(raw, t, x)
 	}
 }
 

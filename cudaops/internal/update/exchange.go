@@ -200,7 +200,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 
 // replay is Runner.Replay where collectives can be captured.
 func (x *Optimizer) replay(r *run.Recording, enqueue func() error) error {
-	if x.share != nil && x.uncaptured {
+	if x.uncaptured {
 		return enqueue()
 	}
 	return x.m.Replay(r, enqueue)

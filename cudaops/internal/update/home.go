@@ -7,9 +7,9 @@ import (
 
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
 // load is parameters that come back together from those who have updated them. They come beside the
@@ -63,11 +63,11 @@ func firstTouch(p *program.Program, b *program.Buffer) int {
 
 // lay gives what comes from other ranks places one behind the other.
 func (x *Optimizer) lay() error {
-	if x.m.Inputs.Laid != 0 {
+	if x.m.Inputs.Laid {
 		return nil
 	}
 	var buffers []*program.Buffer
-	bytes := 0
+	var room kernel.Carve
 	for _, l := range x.share.loads {
 		for _, i := range l.params {
 			a := x.traveller(i)
@@ -79,20 +79,16 @@ func (x *Optimizer) lay() error {
 					"together cannot bind parameters", x.Params[i].Input.Node.Name())
 			}
 			buffers = append(buffers, a.Buffer)
-			bytes += plan.Align(a.Bytes, program.Alignment)
+			room.Take(a.Bytes)
 		}
 	}
-	return x.move(buffers, bytes)
-}
-
-// move puts buffers one behind the other.
-func (x *Optimizer) move(buffers []*program.Buffer, bytes int) error {
-	at, err := x.m.Memory.Alloc(max(1, bytes), "parameters")
-	if err != nil {
+	var err error
+	if room.At, err = x.m.Memory.Alloc(max(1, int(room.At)), "parameters"); err != nil {
 		return err
 	}
-	x.m.Inputs.Laid = at
+	x.m.Inputs.Laid = true
 	for _, b := range buffers {
+		at := room.Take(b.Bytes)
 		if err := run.InTurn(
 			func() error { return x.m.Ctx.CopyOnDevice(at, b.Base, b.Bytes, x.m.Stream) },
 			func() error { return x.m.Ctx.SyncStream(x.m.Stream) },
@@ -100,7 +96,6 @@ func (x *Optimizer) move(buffers []*program.Buffer, bytes int) error {
 			return err
 		}
 		b.Base = at
-		at = at.Offset(plan.Align(b.Bytes, program.Alignment))
 	}
 	return nil
 }

@@ -51,9 +51,8 @@ func (x *Optimizer) keepParts() error {
 
 func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	size := in.Array.Type.Size()
-	part := &program.Part{From: from, To: to, Array: &program.Array{
-		Buffer: &program.Buffer{Resident: true}, Type: in.Array.Type, Shape: []int{to - from}}}
-	part.Bytes = max(1, part.Extent())
+	part := &program.Part{From: from, To: to,
+		Array: new(program.Program).NewResident(in.Array.Type, to-from)}
 	var err error
 	if part.Base, err = x.m.Memory.Alloc(part.Bytes, "a part of a parameter"); err != nil {
 		return err

@@ -2,7 +2,6 @@ package update
 
 import (
 	"cmp"
-	"fmt"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/comm"
@@ -68,7 +67,11 @@ const (
 )
 
 // divide decides which gradients travel together, and who owns what.
-func (x *Optimizer) divide(r Ranks) error {
+func (x *Optimizer) divide(r *Ranks) error {
+	if r == nil {
+		return nil
+	}
+	x.uncaptured = r.Uncaptured
 	s := &share{group: r.Group, parts: make([][]part, len(x.Params))}
 	for i := range s.parts {
 		s.parts[i] = make([]part, r.Group.Size())
@@ -77,9 +80,6 @@ func (x *Optimizer) divide(r Ranks) error {
 	s.two = r.Rounds == 1 && r.Group.Size() == 2
 	total := 0
 	for _, p := range x.Params {
-		if want := p.Grad.Len() * p.Grad.Type.Size(); p.Grad.Extent() != want {
-			return fmt.Errorf("the gradient of %s does not lie in one piece", p.Input.Node.Name())
-		}
 		total += p.Grad.Extent()
 		s.two = s.two && !p.Rule.Muon
 	}

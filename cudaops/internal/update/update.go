@@ -106,11 +106,7 @@ func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks)
 	x := &Optimizer{Rules: rules, Params: params, m: m,
 		memory:   run.Memory{Ctx: m.Ctx, Kept: m.Memory.Kept},
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1}}
-	divide := func() error { return nil }
-	if ranks != nil {
-		x.uncaptured = ranks.Uncaptured
-		divide = func() error { return x.divide(*ranks) }
-	}
+	divide := func() error { return x.divide(ranks) }
 	if err := run.InTurn(divide, x.loadState, x.buildTables, x.allocate, x.flag); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
 	}
@@ -238,12 +234,7 @@ func (x *Optimizer) loadMoment(i int, moment string, kept *run.KeptParam,
 	known optim.Tensor) (a *program.Array, err error) {
 	p, ctx, s := x.Params[i], x.m.Ctx, x.m.Stream
 	from, to := x.Part(i)
-	a = &program.Array{Buffer: &program.Buffer{Resident: true}, Type: gpu.Float32,
-		Shape: p.Input.Array.Shape}
-	if x.share != nil {
-		a.Shape = []int{to - from}
-	}
-	a.Bytes = max(1, a.Extent())
+	a = new(program.Program).NewResident(gpu.Float32, to-from)
 	if kept != nil {
 		if a.Base = kept.Moments[moment]; a.Base == 0 {
 			return nil, fmt.Errorf("%s has no %s, which another optimiser remembers",
