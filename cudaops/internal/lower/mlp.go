@@ -95,7 +95,7 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 	if !keeps {
 		args = append(args, program.Writes("H", h))
 	}
-	one := gemm.SiLUProductBackward{Gate: gemm.Gate{Rows: rows, F: f, D: d, Type: t}, KeepsH: keeps}
+	one := gemm.SiLUProductBackward{Gate: gemm.Gate{Rows: rows, F: f, D: d, Type: t}}
 	if c.either(n, several, !s.gelu && !float8, one, args...) && keeps {
 		h = s.h
 		c.Spent += h.Extent()

@@ -22,7 +22,6 @@ type SiLUProduct struct {
 type SiLUProductBackward struct {
 	H, DAB, G, Down, AB gpu.Ptr
 	Gate
-	KeepsH bool // H is null, and the forward pass's is kept
 }
 
 // Gate is the sizes of a SiLUProduct, and of its backward pass.
@@ -177,5 +176,5 @@ func (a SiLUProduct) Tuning() (op, shape string) {
 // Tuning is that of [kernel.Tuned].
 func (a SiLUProductBackward) Tuning() (op, shape string) {
 	return "SiLUProductBackward", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) +
-		kernel.With(a.KeepsH, "without h")
+		kernel.With(a.H == 0, "without h")
 }

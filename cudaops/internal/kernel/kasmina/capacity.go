@@ -1,8 +1,6 @@
 package kasmina
 
 import (
-	"math"
-
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -16,7 +14,6 @@ const (
 	mixSharedMost = 96 << 10 // bytes of shared memory, which every GPU has
 	mixLeast      = 16       // rows at a time for which weights are kept in shared memory
 	mixPartials   = 16 << 20 // floats of partial sums
-	mixLarge      = 1e6      // beyond it the adaptive mode scales
 	mixSpread     = 64       // parts of the rows, if a few seeds mix
 	mixTile       = 256      // rows at a time at most
 	mixUnit       = "kasmina_capacity"
@@ -97,14 +94,8 @@ func (p *kasminaPass) mix(name string, args ...any) {
 
 // mixFields are those of Mixing of kasmina_capacity.cu.
 func (p *kasminaPass) mixFields(weights gpu.Ptr, vectors, clip bool) kernel.Struct {
-	st, large := p.State, math.Inf(1)
-	if p.Stability == seed.Adaptive {
-		large = mixLarge
-	}
-	var limit gpu.Ptr
-	if clip {
-		limit = st.field(4)
-	}
+	st := p.State
+	limit, large := p.bounds(clip)
 	return kernel.Struct{st.List(), st.field(1), st.field(2), st.field(3), limit, weights,
 		p.Scales, int64(p.Rows), st.Seeds, st.Slots, p.Chunk, p.m, p.Width, p.tile, p.parts,
 		p.Stability == seed.Strict, vectors, p.Eps, large}

@@ -206,16 +206,22 @@ func (l Layer) mode(telemetry bool) string {
 
 // fields are those of Layer of kasmina.cuh.
 func (l Layer) fields(softmax gpu.Ptr, clip bool) kernel.Struct {
-	large := math.MaxFloat32
+	limit, large := l.bounds(clip)
+	return kernel.Struct{l.State.field(0), l.State.field(1), l.State.field(2), l.State.field(3),
+		limit, l.Weights, l.Scales, softmax, int64(l.Rows), l.State.Seeds, l.Chunk, l.Eps, large}
+}
+
+// bounds are the limits of the norms of gradients, null where none are clipped, and the number
+// beyond which x is scaled down.
+func (l Layer) bounds(clip bool) (limit gpu.Ptr, large float64) {
+	large = math.MaxFloat32
 	if l.Stability == seed.Adaptive {
 		large = 1e6
 	}
-	var limit gpu.Ptr
 	if clip {
 		limit = l.State.field(4)
 	}
-	return kernel.Struct{l.State.field(0), l.State.field(1), l.State.field(2), l.State.field(3),
-		limit, l.Weights, l.Scales, softmax, int64(l.Rows), l.State.Seeds, l.Chunk, l.Eps, large}
+	return limit, large
 }
 
 // kasminaPass is a pass that is being launched.
@@ -332,7 +338,11 @@ func (f Forward) Launch(q *kernel.Queue) {
 			p.records, p.rowParts(), p.units, p.State.Seeds, p.merging(), p.Eps)
 	}
 	if f.Histogram != 0 {
-		p.histogram(f.Histogram)
+		p.Fill(f.Histogram, 0, 4*Bins*p.State.Seeds)
+		tiles := kernel.CeilDiv(p.State.Seeds*p.Chunk, 256)
+		p.Run("kasmina_rows", "kasmina_histogram"+kernel.Suffix(p.Type),
+			kernel.Grid(tiles, min(p.Rows, max(1, 8*p.Info.SMs/tiles)), 256, 1), f.Histogram, p.X,
+			int64(p.Rows), p.State.Seeds, p.Chunk)
 	}
 	if f.Telemetry && f.Reduction != seed.Exact {
 		p.measureRows("kasmina_rows_health", f.Reduction, p.layer, f.X, p.partial)
@@ -342,14 +352,6 @@ func (f Forward) Launch(q *kernel.Queue) {
 		p.mix("kasmina_mix", p.mixFields(f.Weights, kernel.Packed(f.Type, f.Chunk, f.X, f.Y),
 			false), f.Y, f.X)
 	}
-}
-
-func (p *kasminaPass) histogram(bins gpu.Ptr) {
-	p.Fill(bins, 0, 4*Bins*p.State.Seeds)
-	tiles := kernel.CeilDiv(p.State.Seeds*p.Chunk, 256)
-	p.Run("kasmina_rows", "kasmina_histogram"+kernel.Suffix(p.Type),
-		kernel.Grid(tiles, min(p.Rows, max(1, 8*p.Info.SMs/tiles)), 256, 1), bins, p.X,
-		int64(p.Rows), p.State.Seeds, p.Chunk)
 }
 
 // Launch launches a kernel for DX, sums over rows and records of figures. A second kernel adds
