@@ -123,7 +123,7 @@ func newExecutor(d *Device, c *machineConfig) (x *run.Executor, err error) {
 		x.Workspace = d.workspace
 	}
 	if x.Stream == 0 {
-		x.Stream, err = d.ctx.NewStream()
+		x.Stream, err = d.ctx.NewStream(false)
 	}
 	return x, err
 }

@@ -1458,9 +1458,9 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 	want := own.open(t, owner, opts...)
 	defer want.Close()
 	h := host{t, owner.ctx}
-	stream, err := h.ctx.NewStream()
+	stream, err := h.ctx.NewStream(false)
 	for err == nil && stream <= 2 { // the fake driver counts from 1
-		stream, err = h.ctx.NewStream()
+		stream, err = h.ctx.NewStream(false)
 	}
 	require.NoError(t, err)
 	got := other.open(t, adopted, append(opts, WithStream(uintptr(stream)))...)

@@ -53,7 +53,7 @@ func measure(ctx gpu.Context, cache int, report func(Measurement) error,
 	benchmarks ...func(*timer)) (err error) {
 	b := &timer{Set: kernel.New(ctx), size: cache, report: report, all: run.Memory{Ctx: ctx},
 		memory: run.Memory{Ctx: ctx}, random: rand.New(rand.NewPCG(rand.Uint64(), 0))}
-	if b.stream, err = ctx.NewStream(); err != nil {
+	if b.stream, err = ctx.NewStream(false); err != nil {
 		return err
 	}
 	defer func() {

@@ -105,9 +105,8 @@ func (c *context) AllocHost(bytes int) ([]byte, error) {
 }
 
 func (c *context) FreeHost(b []byte) error {
-	if !c.pinned.Remove(b) {
-		return gpu.NewError("cuMemFreeHost", gpu.InvalidValue, "",
-			"not a slice that AllocHost returned")
+	if err := c.pinned.Remove(b); err != nil {
+		return err
 	}
 	return c.call(&c.MemFreeHost, uintptr(unsafe.Pointer(&b[0])))
 }
@@ -158,22 +157,16 @@ func (c *context) enqueue(what string, n int, host []byte, s gpu.Stream, p *proc
 	})
 }
 
-// a stream is independent of the default stream, which other libraries in the process may use
-const nonBlocking = 1
-
-func (c *context) NewStream() (gpu.Stream, error) { return c.newStream(0) }
-
-func (c *context) NewUrgentStream() (gpu.Stream, error) {
-	var least, most int32
-	if err := c.call(&c.StreamPriority, uintptr(unsafe.Pointer(&least)),
-		uintptr(unsafe.Pointer(&most))); err != nil {
-		return 0, err
+func (c *context) NewStream(urgent bool) (s gpu.Stream, err error) {
+	const nonBlocking = 1 // independent of the default stream, which other libraries may use
+	var least, priority int32
+	if urgent {
+		err = c.call(&c.StreamPriority, uintptr(unsafe.Pointer(&least)),
+			uintptr(unsafe.Pointer(&priority)))
 	}
-	return c.newStream(most)
-}
-
-func (c *context) newStream(priority int32) (s gpu.Stream, err error) {
-	err = c.call(&c.StreamCreate, uintptr(unsafe.Pointer(&s)), nonBlocking, uintptr(priority))
+	if err == nil {
+		err = c.call(&c.StreamCreate, uintptr(unsafe.Pointer(&s)), nonBlocking, uintptr(priority))
+	}
 	return s, err
 }
 

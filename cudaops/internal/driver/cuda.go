@@ -117,15 +117,14 @@ type cuda struct {
 func Open() (gpu.Driver, error) {
 	opened.Lock()
 	defer opened.Unlock()
-	if opened.Driver != nil {
-		return opened.Driver, nil
+	if opened.Driver == nil {
+		d, err := open()
+		if err != nil {
+			return nil, err
+		}
+		opened.Driver = d
 	}
-	d, err := open()
-	if err != nil {
-		return nil, err
-	}
-	opened.Driver = d
-	return d, nil
+	return opened.Driver, nil
 }
 
 var opened struct {

@@ -37,7 +37,7 @@ func TestDevice(t *testing.T) {
 
 func TestCopies(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
-		s := must[gpu.Stream](t)(r.NewStream())
+		s := must[gpu.Stream](t)(r.NewStream(false))
 		for _, n := range []int{1, 3, 255, 4097, 1<<20 + 7} {
 			for _, pinned := range []bool{false, true} {
 				host := func() []byte {
@@ -104,7 +104,7 @@ func TestLaunch(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		m := must[gpu.Module](t)(r.LoadModule([]byte(ptx)))
 		axpy := r.kernel(t, m, "axpy")
-		s := must[gpu.Stream](t)(r.NewStream())
+		s := must[gpu.Stream](t)(r.NewStream(false))
 		for _, n := range []int{1, 31, 1000, 100003} {
 			a, b := r.floats(n), r.floats(n)
 			pa, pb, py := r.alloc(t, 4*n), r.alloc(t, 4*n), r.alloc(t, 4*n+4)
@@ -199,7 +199,7 @@ func TestCluster(t *testing.T) {
 
 func TestOrder(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
-		s := must[gpu.Stream](t)(r.NewStream())
+		s := must[gpu.Stream](t)(r.NewStream(false))
 		start, mid, end := must[gpu.Event](t)(r.NewEvent(true)),
 			must[gpu.Event](t)(r.NewEvent(false)),
 			must[gpu.Event](t)(r.NewEvent(true))
@@ -238,7 +238,7 @@ func TestCapture(t *testing.T) {
 		const n = 1001
 		m := must[gpu.Module](t)(r.LoadModule([]byte(ptx)))
 		axpy := r.kernel(t, m, "axpy")
-		s := must[gpu.Stream](t)(r.NewStream())
+		s := must[gpu.Stream](t)(r.NewStream(false))
 		in, out := must[[]byte](t)(r.AllocHost(4*n)), must[[]byte](t)(r.AllocHost(4*n))
 		x, y, z := r.alloc(t, 4*n), r.alloc(t, 4*n), r.alloc(t, 4*n)
 		ok(t, r.Memset8(y, 0, 4*n, s))
@@ -288,7 +288,7 @@ func TestGoroutines(t *testing.T) {
 			inputs[i] = r.floats(n)
 		}
 		work := func(in []float32) error {
-			s, err := r.NewStream()
+			s, err := r.NewStream(false)
 			if err != nil {
 				return err
 			}

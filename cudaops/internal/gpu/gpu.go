@@ -102,9 +102,9 @@ type Context interface {
 
 	// Streams, which run their work in order, and events, which tell how far they are and time it.
 
-	NewStream() (Stream, error)
-	// NewUrgentStream returns a stream whose work goes before that of others where both could run.
-	NewUrgentStream() (Stream, error)
+	// NewStream returns a stream. The work of an urgent one goes before that of others where both
+	// could run.
+	NewStream(urgent bool) (Stream, error)
 	DestroyStream(s Stream) error
 	// SyncStream waits for all work of a stream.
 	SyncStream(s Stream) error

@@ -52,10 +52,10 @@ func TestPinned(t *testing.T) {
 		{memory[50:60], false}, {memory[:5], false}, {memory[15:25], false}} {
 		require.Equal(t, c.want, p.Has(c.b), cap(memory)-cap(c.b))
 	}
-	require.False(t, p.Remove(b[1:]), "Remove takes exactly what Add got")
-	require.True(t, p.Remove(b))
-	require.False(t, p.Remove(b))
-	require.False(t, p.Remove(nil))
+	require.ErrorIs(t, p.Remove(b[1:]), InvalidValue, "Remove takes exactly what Add got")
+	require.NoError(t, p.Remove(b))
+	require.ErrorIs(t, p.Remove(b), InvalidValue)
+	require.ErrorIs(t, p.Remove(nil), InvalidValue)
 	require.False(t, p.Has(b))
 	require.True(t, p.Has(a))
 }

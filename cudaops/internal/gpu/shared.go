@@ -57,15 +57,16 @@ func (p *Pinned) Add(b []byte) {
 	p.spans = append(p.spans, spanOf(b))
 }
 
-// Remove forgets memory given to Add, and reports whether it was there.
-func (p *Pinned) Remove(b []byte) bool {
+// Remove forgets memory given to Add, and refuses other memory.
+func (p *Pinned) Remove(b []byte) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	i := slices.Index(p.spans, spanOf(b))
-	if i >= 0 {
-		p.spans = slices.Delete(p.spans, i, i+1)
+	if i < 0 {
+		return NewError("cuMemFreeHost", InvalidValue, "", "not a slice that AllocHost returned")
 	}
-	return i >= 0
+	p.spans = slices.Delete(p.spans, i, i+1)
+	return nil
 }
 
 // Has reports whether all of b is pinned.

@@ -19,12 +19,11 @@ type Profiler struct {
 	steps  []*step // that have begun; the last ones have marks
 	open   bool    // the last one has not ended
 
-	spans []markedSpan // of the last step
-	whole []*markedPiece
-	piece *markedPiece // that is being enqueued, nil between pieces
-	task  *optime.Span // what the spans of what is being enqueued have in common, nil for nothing
-	tasks int          // so far
-	last  gpu.Event    // the last mark
+	whole []*markedPiece // of the last step: the first, third and so on is what is between pieces
+	piece *markedPiece   // that is being enqueued
+	task  *optime.Span   // what the spans of what is being enqueued have in common, nil for nothing
+	tasks int            // so far
+	last  gpu.Event      // the last mark
 }
 
 // plainSteps is how many steps a profile times as they are, beside one more before these, which is
@@ -60,10 +59,10 @@ type pieceKey struct {
 	number    int
 }
 
-// markedPiece is a piece of a marked step.
+// markedPiece is a piece of a marked step, or what is between two.
 type markedPiece struct {
 	graph gpu.Graph   // 0 where it cannot be captured
-	pause []gpu.Event // marks with nothing between them
+	pause []gpu.Event // marks with nothing between them, of a piece
 	spans []markedSpan
 }
 
@@ -79,7 +78,6 @@ type step struct {
 type markedSpan struct {
 	kernel   string
 	from, to gpu.Event
-	piece    *markedPiece // nil for what is between pieces
 	task     *optime.Span
 }
 
@@ -100,7 +98,8 @@ func (p *Profiler) Start() error {
 	}
 	p.open, p.steps = true, append(p.steps, &step{begin: begin, at: time.Now()})
 	if p.marked() {
-		p.spans, p.whole = nil, nil
+		p.piece = &markedPiece{}
+		p.whole = []*markedPiece{p.piece}
 		p.Ctx.Observe(p.Stream, p.observe)
 	}
 	return nil
@@ -156,20 +155,22 @@ func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error)
 		err = enqueue()
 	}
 	if err == nil {
-		p.whole, p.spans = append(p.whole, piece), append(p.spans, piece.spans...)
+		p.piece = &markedPiece{}
+		p.whole = append(p.whole, piece, p.piece)
 	}
 	return err
 }
 
 // enqueue enqueues a piece, which begins with marks that have nothing between them.
 func (p *Profiler) enqueue(piece *markedPiece, marked func() error) error {
+	between := p.piece
 	p.piece = piece
 	for range 9 {
 		p.last = p.put()
 		piece.pause = append(piece.pause, p.last)
 	}
 	p.do(marked)
-	p.piece, p.task = nil, nil
+	p.piece, p.task = between, nil
 	return p.failed()
 }
 
@@ -190,13 +191,8 @@ func (p *Profiler) observe(w gpu.Work, enqueue func() error) error {
 	} else if task.Op == update { // whose products alone say
 		task.FLOPs += w.FLOPs
 	}
-	span := markedSpan{w.Name, p.last, e, p.piece, task}
+	p.piece.spans = append(p.piece.spans, markedSpan{w.Name, p.last, e, task})
 	p.last = e
-	if p.piece == nil {
-		p.spans = append(p.spans, span)
-	} else {
-		p.piece.spans = append(p.piece.spans, span)
-	}
 	return nil
 }
 
@@ -263,11 +259,9 @@ func (p *Profiler) result() (*optime.Profile, error) {
 			pauses = append(pauses, p.between(piece.pause[i-1], piece.pause[i]))
 		}
 	}
-	if len(usual.pieces) != len(p.whole) || len(pauses) == 0 {
-		return nil,
-			fmt.Errorf("the step with marks has %d pieces, others have %d: steps must be alike",
-				len(p.whole),
-				len(usual.pieces))
+	if n := len(p.whole) / 2; len(usual.pieces) != n || n == 0 {
+		return nil, fmt.Errorf("the step with marks has %d pieces, others have %d: steps must be "+
+			"alike", n, len(usual.pieces))
 	}
 	r.Mark = run.Median(pauses)
 	p.layOut(r, usual)
@@ -281,25 +275,21 @@ func (p *Profiler) layOut(r *optime.Profile, usual *step) {
 	var end time.Duration // of the last span
 	// an event of the step with marks, and its place
 	anchor, anchored := p.steps[len(p.steps)-1].begin, time.Duration(0)
-	pieces := usual.pieces
-	for rest := p.spans; len(rest) > 0; {
-		n := slices.IndexFunc(rest, func(s markedSpan) bool { return s.piece != rest[0].piece })
-		if n < 0 {
-			n = len(rest)
+	for i, piece := range p.whole {
+		spans, n, captured := piece.spans, len(piece.spans), i%2 == 1
+		if n == 0 {
+			continue
 		}
-		spans := rest[:n]
-		rest = rest[n:]
 		took := make([]time.Duration, n)
 		var sum, gap time.Duration
 		for i, s := range spans {
 			took[i] = max(0, p.between(s.from, s.to)-r.Mark)
 			sum += took[i]
 		}
-		captured := spans[0].piece != nil
 		if captured {
-			whole := p.between(pieces[0][0], pieces[0][1])
-			end = max(end, p.between(usual.begin, pieces[0][0]))
-			pieces = pieces[1:]
+			from, to := usual.pieces[i/2][0], usual.pieces[i/2][1]
+			whole := p.between(from, to)
+			end = max(end, p.between(usual.begin, from))
 			gap = max(0, whole-sum) / time.Duration(n)
 			for i := range took {
 				took[i] = time.Duration(float64(took[i]) * min(1,

@@ -30,7 +30,7 @@ type round struct {
 func (x *Optimizer) open() (err error) {
 	s := x.share
 	s.side = *x.m.Executor
-	if s.side.Stream, err = x.m.Ctx.NewUrgentStream(); err != nil {
+	if s.side.Stream, err = x.m.Ctx.NewStream(true); err != nil {
 		return err
 	}
 	for _, e := range []*gpu.Event{&s.fork, &s.joined} {

@@ -59,7 +59,7 @@ func TestLeaks(t *testing.T) {
 	require.Empty(t, c.Leaks())
 	get[gpu.Ptr](t)(c.Alloc(123))
 	get[[]byte](t)(c.AllocHost(45))
-	s := get[gpu.Stream](t)(c.NewStream())
+	s := get[gpu.Stream](t)(c.NewStream(false))
 	get[gpu.Event](t)(c.NewEvent(false))
 	get[gpu.Module](t)(c.LoadModule([]byte{1}))
 	check(t, c.BeginCapture(s))
@@ -128,7 +128,7 @@ func TestStrayAccess(t *testing.T) {
 // TestReplayAfterFree launches a graph whose memory is gone.
 func TestReplayAfterFree(t *testing.T) {
 	_, c := open(t, Config{})
-	s := get[gpu.Stream](t)(c.NewStream())
+	s := get[gpu.Stream](t)(c.NewStream(false))
 	p := get[gpu.Ptr](t)(c.Alloc(8))
 	check(t, c.BeginCapture(s), c.Memset8(p, 7, 8, s))
 	g := get[gpu.Graph](t)(c.EndCapture(s))
@@ -154,7 +154,7 @@ func TestTraceAndClock(t *testing.T) {
 	m := get[gpu.Module](t)(c.LoadModule([]byte{1}))
 	slow, other := get[*gpu.Function](t)(c.Function(m, "slow")),
 		get[*gpu.Function](t)(c.Function(m, "other"))
-	s := get[gpu.Stream](t)(c.NewStream())
+	s := get[gpu.Stream](t)(c.NewStream(false))
 	from, to := get[gpu.Event](t)(c.NewEvent(true)), get[gpu.Event](t)(c.NewEvent(true))
 	p := get[gpu.Ptr](t)(c.Alloc(8))
 	shape := gpu.LaunchConfig{Grid: gpu.Dim{X: 3}, Block: gpu.Dim{X: 64}}
@@ -203,7 +203,7 @@ func TestWaitEvent(t *testing.T) {
 	_, c := open(t, Config{})
 	p := get[gpu.Ptr](t)(c.Alloc(4))
 	out := get[[]byte](t)(c.AllocHost(4))
-	a, b := get[gpu.Stream](t)(c.NewStream()), get[gpu.Stream](t)(c.NewUrgentStream())
+	a, b := get[gpu.Stream](t)(c.NewStream(false)), get[gpu.Stream](t)(c.NewStream(true))
 	fork, join := get[gpu.Event](t)(c.NewEvent(false)), get[gpu.Event](t)(c.NewEvent(false))
 	check(t, c.WaitEvent(b, fork)) // never recorded: nothing to wait for
 	check(t, c.Memset8(p, 1, 4, a), c.Record(fork, a), c.WaitEvent(b, fork),

@@ -27,6 +27,8 @@ func Kernels(image []byte, capability int) (map[string][]gpu.Param, error) {
 // binaries is what Kernels has read before.
 var binaries sync.Map
 
+var unpacker, _ = zstd.NewReader(nil) // which fails for wrong options alone
+
 type binaryKey struct {
 	image      *byte
 	capability int
@@ -51,12 +53,8 @@ func kernels(image []byte, capability int) (map[string][]gpu.Param, error) {
 	if code == nil {
 		return nil, fmt.Errorf("no machine code for compute capability %d", capability)
 	}
-	z, err := zstd.NewReader(nil)
+	code, err := unpacker.DecodeAll(code, nil)
 	if err != nil {
-		return nil, err
-	}
-	defer z.Close()
-	if code, err = z.DecodeAll(code, nil); err != nil {
 		return nil, err
 	}
 	file, err := elf.NewFile(bytes.NewReader(code))

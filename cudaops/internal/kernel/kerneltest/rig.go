@@ -69,7 +69,7 @@ func NewRig(t *testing.T) *Rig {
 		seed = rand.Uint64()
 	}
 	g := &Rig{T: t, Set: kernel.New(ctx), Rand: rand.New(rand.NewPCG(seed, 0))}
-	g.Stream, err = ctx.NewStream()
+	g.Stream, err = ctx.NewStream(false)
 	g.Must(err)
 	t.Cleanup(func() {
 		if t.Failed() {
