@@ -101,8 +101,7 @@ type Queue struct {
 	Err    error // what has failed
 }
 
-// Run enqueues a kernel. A grid without blocks is nothing to do. Only GPUs on which a kernel can
-// wait for the one before it have it overlap that.
+// Run enqueues a kernel. A grid without blocks is nothing to do.
 func (q *Queue) Run(unit, name string, c gpu.LaunchConfig, args ...any) {
 	if q.Err == nil && c.Grid.X > 0 {
 		q.Err = q.enqueue(unit, name, c, args)
@@ -114,7 +113,10 @@ func (q *Queue) enqueue(unit, name string, c gpu.LaunchConfig, args []any) error
 		return fmt.Errorf("kernels: %s: a grid of %v blocks is more than one launch can have", name,
 			c.Grid)
 	}
-	c.Overlap = c.Overlap && q.overlaps()
+	// In the binaries of these a kernel that overlaps with its predecessor waits for it
+	// (overlap.cuh). The PTX that other GPUs run does not.
+	capability := q.Info.Capability()
+	c.Overlap = c.Overlap && (capability == 90 || capability/10 == 10)
 	var a gpu.Args
 	if err := add(&a, args...); err != nil {
 		return fmt.Errorf("kernels: %s: %w", name, err)
@@ -193,35 +195,24 @@ func (k *Set) resident(unit, name string, c gpu.LaunchConfig) (int, error) {
 	return f.resident[key], nil
 }
 
-// overlaps reports whether a kernel may start before its predecessor has ended and then waits for
-// it (overlap.cuh). The binaries of compute capability 9.0 and 10 do, the PTX that other GPUs run
-// does not.
-func (k *Set) overlaps() bool {
-	c := k.Info.Capability()
-	return c == 90 || c/10 == 10
-}
-
 // Grid is a launch of so many blocks in x and in y, of threads across and down.
 func Grid(x, y, across, down int) gpu.LaunchConfig {
 	return gpu.LaunchConfig{Grid: gpu.Dim{X: x, Y: y}, Block: gpu.Dim{X: across, Y: down}}
 }
 
 // Line is a one-dimensional launch.
-func Line(blocks, threads int) gpu.LaunchConfig {
-	return gpu.LaunchConfig{Grid: gpu.Dim{X: blocks}, Block: gpu.Dim{X: threads}}
-}
+func Line(blocks, threads int) gpu.LaunchConfig { return Grid(blocks, 1, threads, 1) }
 
 // Vector is how many elements fill 16 bytes.
 func Vector(t gpu.DType) int { return 16 / t.Size() }
 
 // Aligned reports whether all addresses are multiples of 16; null is.
 func Aligned(ps ...gpu.Ptr) bool {
+	var all gpu.Ptr
 	for _, p := range ps {
-		if p%16 != 0 {
-			return false
-		}
+		all |= p
 	}
-	return true
+	return all%16 == 0
 }
 
 // Packed reports whether rows of n elements at these addresses can be moved 16 bytes at a time.
