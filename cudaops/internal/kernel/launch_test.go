@@ -49,6 +49,12 @@ func TestRefusals(t *testing.T) {
 	k, ctx := fakeKernels(t)
 	const s, huge = gpu.Stream(0), 1 << 31
 	seven := tensor.Shape(slices.Repeat([]int{2}, 7)).CalcStrides()
+	p, err := ctx.Alloc(1 << 10)
+	require.NoError(t, err)
+	none, err := optimizer.NewTable(k.Ctx, func(int) (gpu.Ptr, error) { return p, nil }, nil)
+	require.NoError(t, err)
+	require.NoError(t, ctx.Free(p))
+	ctx.Trace = nil
 	for want, err := range map[string]error{
 		"kernels: softmax_block_f32: 2147483648 elements, want at most": k.Launch(s,
 			softmax.Forward{Rows: 1, N: huge}),
@@ -98,6 +104,8 @@ func TestRefusals(t *testing.T) {
 			XStrides: []int{81, 1, 9}, Size: 4},
 		"rows": reduce.Reduce{Op: reduce.Sum, N: 9, Inner: 1}, "columns": reduce.Reduce{
 			Op: reduce.Sum, Outer: 1, N: 9},
+		"AdamW": optimizer.AdamW{Table: none}, "Muon": optimizer.MuonDirection{Table: none},
+		"Muon's end": optimizer.MuonApply{Table: none},
 	} {
 		require.NoError(t, k.Launch(s, l), what)
 	}
@@ -122,7 +130,7 @@ func TestLaunches(t *testing.T) {
 	table, err := optimizer.NewTable(k.Ctx, there, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
 	require.NoError(t, err)
 	two, err := optimizer.NewScattered(k.Ctx, there, []optimizer.Tensor{{Size: 9, Grad: p,
-		Other: p}}, []int{1}, 3)
+		Other: p, FirstChunk: 1}}, 3)
 	require.NoError(t, err)
 	weights, err := quantize.NewTable(k.Ctx, there, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16,
 		D: 16}})

@@ -115,11 +115,8 @@ func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks)
 
 // allocate takes what an update needs beside the tables.
 func (x *Optimizer) allocate() (err error) {
-	chunks := x.sums()
-	if x.muon != nil {
-		chunks += x.muon.Chunks
-	}
-	x.control, err = x.memory.Alloc(optimizer.ControlBytes+4*chunks, "the optimiser")
+	x.control, err = x.memory.Alloc(optimizer.ControlBytes+4*(x.sums()+x.muon.Chunks),
+		"the optimiser")
 	if err != nil {
 		return err
 	}
@@ -277,7 +274,6 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 // does not depend on the number of ranks.
 func (x *Optimizer) buildTables() error {
 	var all, adamw, muon []optimizer.Tensor
-	var first []int       // chunks of all
 	var matrices []*Param // of muon
 	for i, p := range x.Params {
 		r, before := p.Rule, len(x.chunks)
@@ -285,6 +281,8 @@ func (x *Optimizer) buildTables() error {
 			x.chunks = append(x.chunks, p)
 		}
 		t := x.tensorOf(i)
+		from, _ := x.Part(i)
+		t.FirstChunk = int32(before + from/optimizer.OptimChunk)
 		x.copies(p, &t)
 		if !r.Muon {
 			x.settings.Eps = r.Eps
@@ -298,23 +296,17 @@ func (x *Optimizer) buildTables() error {
 		default:
 			adamw = append(adamw, t)
 		}
-		from, _ := x.Part(i)
-		all, first = append(all, t), append(first, before+from/optimizer.OptimChunk)
+		all = append(all, t)
 	}
-	alloc := x.memory.For("the optimiser")
-	table := func(to **optimizer.Table, of []optimizer.Tensor) func() error {
-		return func() (err error) {
-			if len(of) > 0 {
-				*to, err = optimizer.NewTable(x.m.Ctx, alloc, of)
-			}
-			return err
-		}
+	if err := x.orthogonalise(muon, matrices); err != nil {
+		return err
 	}
-	return run.InTurn(func() error { return x.orthogonalise(muon, matrices) },
-		table(&x.adamw, adamw), table(&x.muon, muon), func() (err error) {
-			x.all, err = optimizer.NewScattered(x.m.Ctx, alloc, all, first, len(x.chunks))
-			return err
-		})
+	ctx, alloc := x.m.Ctx, x.memory.For("the optimiser")
+	var errs [3]error
+	x.adamw, errs[0] = optimizer.NewTable(ctx, alloc, adamw)
+	x.muon, errs[1] = optimizer.NewTable(ctx, alloc, muon)
+	x.all, errs[2] = optimizer.NewScattered(ctx, alloc, all, len(x.chunks))
+	return run.Joined(errs[:]...)
 }
 
 // Enqueue puts an update at the learning rate lr on its way. Its norm comes back before the rest of
@@ -436,20 +428,15 @@ func (x *Optimizer) squared() optimizer.GradSquares {
 	return optimizer.GradSquares{Squares: x.squares, Table: x.all}
 }
 
-// applying are the calls of an update behind the norm.
-func (x *Optimizer) applying() (calls []*program.Call) {
-	if x.adamw != nil {
-		calls = append(calls, newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}))
-	}
-	if x.muon == nil {
-		return calls
-	}
+// applying are the calls of an update behind the norm. Those of a table without tensors launch
+// nothing.
+func (x *Optimizer) applying() []*program.Call {
 	nesterov := slices.ContainsFunc(x.Params, func(p *Param) bool {
 		return p.Rule.Muon && p.Rule.Nesterov
 	})
-	calls = append(calls,
+	calls := []*program.Call{newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}),
 		newCall(optimizer.MuonDirection{Control: x.control, Squares: x.squares.Offset(4 * x.sums()),
-			Table: x.muon, Nesterov: nesterov}))
+			Table: x.muon, Nesterov: nesterov})}
 	// between what stands for the others
 	calls = append(calls, x.iterations.Calls[1:len(x.iterations.Calls)-1]...)
 	return append(calls, newCall(optimizer.MuonApply{Control: x.control, Table: x.muon}))

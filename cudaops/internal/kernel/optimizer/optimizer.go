@@ -33,7 +33,7 @@ type Tensor struct {
 
 	CopyType, GradType, DirectionType gpu.DType
 
-	FirstChunk, chunks int32 // of a Table, which sets them
+	FirstChunk, chunks int32 // of a Table
 	Apart              bool  // its gradient is in the norm of those that are clipped apart
 }
 
@@ -57,22 +57,21 @@ type Table struct {
 	tensors, updates, chunks gpu.Ptr
 }
 
-// NewTable lays out tensors, of which there is one at least. What it says of them is fixed from
-// then on, but for Step, which the device counts up.
+// NewTable lays out tensors one behind the other. What it says of them is fixed from then on, but
+// for Step, which the device counts up. Without tensors nothing is launched.
 func NewTable(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor) (*Table, error) {
-	var at []int
-	chunks := 0
-	for _, t := range tensors {
-		at = append(at, chunks)
-		chunks += kernel.CeilDiv(t.Size, OptimChunk)
+	tensors, chunks := slices.Clone(tensors), 0
+	for i := range tensors {
+		tensors[i].FirstChunk = int32(chunks)
+		chunks += kernel.CeilDiv(tensors[i].Size, OptimChunk)
 	}
-	return NewScattered(ctx, alloc, tensors, at, chunks)
+	return NewScattered(ctx, alloc, tensors, chunks)
 }
 
-// NewScattered is NewTable, for [GradSquares] alone where tensors leave gaps. Of so many chunks,
-// those of tensor number i are at[i] and those behind it. What is nobody's has the sum 0.
-func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, at []int, chunks int) (
-	*Table, error) {
+// NewScattered is NewTable of so many chunks, of which tensors say where theirs are. Where they
+// leave gaps it is for [GradSquares] alone: what is nobody's has the sum 0.
+func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, chunks int) (*Table,
+	error) {
 	t := &Table{Tensors: slices.Clone(tensors), Chunks: chunks}
 	// chunks that are nobody's are of a tensor behind them that has no elements
 	list := slices.Repeat([][2]int32{{int32(len(tensors))}}, chunks)
@@ -83,7 +82,7 @@ func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, at []in
 			return nil,
 				fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
 		}
-		p.FirstChunk, p.chunks = int32(at[i]), int32(kernel.CeilDiv(p.Size, OptimChunk))
+		p.chunks = int32(kernel.CeilDiv(p.Size, OptimChunk))
 		for j := range p.chunks {
 			list[p.FirstChunk+j] = [2]int32{int32(i), j}
 		}

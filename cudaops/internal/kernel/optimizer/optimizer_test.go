@@ -377,8 +377,8 @@ func TestScattered(t *testing.T) {
 	}
 	own := (301*101 + OptimChunk - 1) / OptimChunk
 	chunks := before + own + between + 1 + behind
-	scattered, err := NewScattered(g.Ctx, allocOn(g), tensors,
-		[]int{before, before + own + between}, chunks)
+	tensors[0].FirstChunk, tensors[1].FirstChunk = before, int32(before+own+between)
+	scattered, err := NewScattered(g.Ctx, allocOn(g), tensors, chunks)
 	g.Must(err)
 	got := g.Alloc(chunks, kerneltest.F32, 0)
 	g.Must(g.Launch(g.Stream, GradSquares{Squares: squares, Table: table}))
