@@ -134,7 +134,7 @@ func attentions(b *timer) {
 			Heads: s.heads, KVHeads: s.heads, HeadDim: s.dim, Causal: true}, DQ: out[1],
 			DK: out[2], DV: out[3], G: in[3], Q: in[0], K: in[1], V: in[2], Y: out[0],
 			LSE: b.room(s.batch*s.heads*s.seq, f32), Type: bf16}
-		back.Stats = b.bytes(back.WorkspaceBytes(b.Info))
+		back.Workspace = b.bytes(back.WorkspaceBytes(b.Info))
 		flops := 2 * float64(n) * float64(s.seq)
 		shape := fmt.Sprintf("_b%dh%ds%dd%d", s.batch, s.heads, s.seq, s.dim)
 		if s.window > 0 {

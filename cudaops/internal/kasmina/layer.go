@@ -229,7 +229,9 @@ func (l *layer) before() error {
 	if l.hosted { // the op tells the lattice what it measures, behind what is still on its way
 		return l.receive(last, true)
 	}
-	f.mode = modeOf(f.pass)
+	if t := f.pass.Snapshot().Telemetry; f.pass.Measures() {
+		f.mode = mode{true, t.Mode == state.Debug, seed.Reduction(t.Reduction)}
+	}
 	if bytes.Equal(l.encoded, l.last) {
 		return nil
 	}
@@ -239,16 +241,6 @@ func (l *layer) before() error {
 		l.last = append(l.last[:0], l.encoded...)
 	}
 	return err
-}
-
-// modeOf is what a pass shall measure.
-func modeOf(pass *op.KasminaPass) (m mode) {
-	t := pass.Snapshot().Telemetry
-	if m.telemetry = pass.Measures(); m.telemetry {
-		m.histogram = t.Mode == state.Debug
-		m.reduction = seed.Reduction(t.Reduction)
-	}
-	return m
 }
 
 // now is the run under way or to come.

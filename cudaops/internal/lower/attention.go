@@ -41,7 +41,7 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 	kept := program.Kept{Keys: c.NewResident(k.Type, o.Capacity, k.Shape[1]),
 		Values: c.NewResident(v.Type, o.Capacity, v.Shape[1])}
 	c.Kept[n] = kept
-	c.bound(in[3], program.IDRange{Op: "CachedAttention", Argument: "position", Vocab: o.Capacity})
+	c.bound(n, in[3], program.IDRange{Argument: "position", Vocab: o.Capacity})
 	t := c.rotation(o.RoPE)
 	y := c.NewArray(q.Type, n.Shape()...)
 	// of zeros, which launches leave as they find them
@@ -59,32 +59,32 @@ func untimed(field string, a *program.Array) program.Arg {
 	return program.Arg{Field: field, Array: a, Role: program.Untimed}
 }
 
-// packing is where the documents of sequences of seq tokens start, and the window of a query, 0 for
-// none. Without documents starts is nil.
+// packing is a table of where documents and windows start. Without documents starts is nil.
 type packing struct {
-	starts             *program.Array
-	batch, seq, window int
+	attention.Documents
+	starts *program.Array
 }
 
 // documentsOf returns the table of where documents and windows start, which all attentions to the
 // same share, nil if o knows of neither.
 func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp,
 	in []*program.Array) *program.Array {
-	p := packing{batch: in[0].Shape[0] / o.Config.Seq, seq: o.Config.Seq, window: o.Config.Window}
+	seq := o.Config.Seq
+	p := packing{Documents: attention.Documents{Batch: in[0].Shape[0] / seq, Seq: seq,
+		Window: o.Config.Window}}
 	if o.Documents() {
 		p.starts = in[3]
-	} else if p.window == 0 {
+	} else if p.Window == 0 {
 		return nil
 	}
 	if table := c.documents[p]; table != nil {
 		return table
 	}
 	if p.starts != nil {
-		c.bound(p.starts, program.IDRange{Op: "DocumentAttention", Argument: "starts", Seq: p.seq})
+		c.bound(n, p.starts, program.IDRange{Argument: "starts", Seq: seq})
 	}
-	table := c.Workspace(attention.DocumentsBytes(p.batch, p.seq))
-	c.call(n, attention.Documents{Batch: p.batch, Seq: p.seq, Window: p.window},
-		program.Writes("Table", table), program.Reads("Starts", p.starts))
+	table := c.Workspace(attention.DocumentsBytes(p.Batch, seq))
+	c.call(n, p.Documents, program.Writes("Table", table), program.Reads("Starts", p.starts))
 	c.documents[p] = table
 	return table
 }
@@ -109,12 +109,11 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 	documents, t := c.documentsOf(n, o, in), c.rotation(turned)
 	s := attentionShape(o, q.Shape[0])
 	a := attention.Backward{Geometry: s, Type: q.Type}
-	stats := c.Workspace(a.WorkspaceBytes(c.o.Device))
 	c.call(n, a, program.Writes("DQ", dq), program.Writes("DK", dk),
 		program.Writes("DV", dv),
 		program.Reads("G", g), program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
 		program.Reads("Y", y), program.Reads("LSE", c.saved[o].(*program.Array)),
-		program.Uses("Stats", stats), program.Reads("Cos", t.cos), program.Reads("Sin", t.sin),
+		program.Reads("Cos", t.cos), program.Reads("Sin", t.sin),
 		untimed("Documents", documents)).FLOPs = attentionFLOPs(s, o, 5)
 }
 

@@ -158,8 +158,11 @@ func (c *compiler) gather() {
 	}
 }
 
-// newCall is a call of a node. Operands that are nil are left out.
+// newCall is a call of a node. Operands that are nil are left out, and workspace is added.
 func (c *compiler) newCall(n *gorgonia.Node, params any, args ...program.Arg) *program.Call {
+	if k, ok := params.(interface{ WorkspaceBytes(gpu.DeviceInfo) int }); ok {
+		args = append(args, program.Uses("Workspace", c.Workspace(k.WorkspaceBytes(c.o.Device))))
+	}
 	call := program.NewCall(params, args...)
 	call.Op, call.Node, call.Layer = graph.OpName(n), graph.Describe(n), c.layers.Of(n)
 	return call
@@ -170,8 +173,9 @@ func (c *compiler) call(n *gorgonia.Node, params any, args ...program.Arg) *prog
 	return c.Add(c.newCall(n, params, args...))
 }
 
-// bound makes the integers of an input be checked when they are sent.
-func (c *compiler) bound(a *program.Array, r program.IDRange) {
+// bound makes the integers of an input that a node reads be checked when they are sent.
+func (c *compiler) bound(n *gorgonia.Node, a *program.Array, r program.IDRange) {
+	r.Op = graph.OpName(n)
 	if in := c.inputOf[a.Buffer]; in != nil {
 		in.IDs = append(in.IDs, r)
 	}

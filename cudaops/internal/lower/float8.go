@@ -70,10 +70,9 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) pro
 		q = c.keepWeight(x, of, turned)
 	case turned:
 		q = newQuantized(c.NewArray, d, rows)
-		a := quantize.Columns{Rows: rows, D: d, Type: x.Type}
-		c.call(n, a, program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
-			program.Reads("X", x),
-			program.Uses("Workspace", c.Workspace(a.WorkspaceBytes(c.o.Device)))).Op = "QuantizeColumns"
+		c.call(n, quantize.Columns{Rows: rows, D: d, Type: x.Type},
+			program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
+			program.Reads("X", x)).Op = "QuantizeColumns"
 	default:
 		q = newQuantized(c.NewArray, rows, d)
 		c.call(n, quantize.Rows{Rows: rows, D: d, XStride: x.Stride, Type: x.Type},

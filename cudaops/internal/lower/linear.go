@@ -63,7 +63,7 @@ func lowerBiasGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.
 
 func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	ids, table := in[0], c.act(n, in[1])
-	c.bound(ids, program.IDRange{Op: "Embedding", Argument: "ids", Vocab: table.Shape[0]})
+	c.bound(n, ids, program.IDRange{Argument: "ids", Vocab: table.Shape[0]})
 	y := c.NewArray(table.Type, n.Shape()...)
 	c.call(n, embedding.Forward{Rows: y.Shape[0],
 		Vocab: table.Shape[0], D: table.Shape[1],
@@ -78,9 +78,8 @@ func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 	if dt.Array == nil {
 		dt = program.Writes("DT", c.aux(n.Shape()...))
 	}
-	a := embedding.Backward{Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
-		Type: g.Type, Accumulate: dt.Role == program.Update}
-	c.call(n, a, program.Reads("IDs", in[0]), program.Reads("G", g), dt,
-		program.Uses("Workspace", c.Workspace(a.WorkspaceBytes(c.o.Device))))
+	c.call(n, embedding.Backward{Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
+		Type: g.Type, Accumulate: dt.Role == program.Update},
+		program.Reads("IDs", in[0]), program.Reads("G", g), dt)
 	return dt.Array
 }

@@ -53,9 +53,8 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 	x, w := c.acts(n, in[0], in[1])
 	targets := in[2]
 	rows, v, d := x.Shape[0], w.Shape[0], x.Shape[1]
-	c.bound(targets, program.IDRange{Op: "LinearCrossEntropy", Argument: "targets",
-		Vocab: v, Negative: true})
-	losses, saved := c.aux(rows), classified{scale: c.aux(1), upstream: c.Scale}
+	losses, saved := c.classify(n, targets, v)
+	saved.upstream = c.Scale
 	if back := c.gradients[n.Op()]; len(back) > 0 { // the graph holds the backward op
 		saved.dx, saved.dw = c.Like(x), c.aux(w.Shape...)
 		if g, ok := factor(graph.Children(back[0])[4]); ok && g != 1 && len(back) == 1 &&
@@ -64,7 +63,6 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 		}
 	}
 	c.saved[n.Op()] = saved
-	c.targetScale(n, saved.scale, targets)
 	chunk := outputChunk(rows, v, d, x.Type.Size(), c.o.Device.SMs)
 	logits := c.NewArray(x.Type, chunk, v)
 	for lo := 0; lo < rows; lo += chunk {
@@ -106,17 +104,15 @@ func (c *compiler) outputRows(o outputRows) {
 	scaled, factors := c.Like(o.x), c.aux(o.x.Shape[0])
 	// One forms the exponentials in the product of the logits: see [gemm.LinearCrossEntropy]. It is
 	// timed with logits of the standard deviation 4.
-	fused := gemm.LinearCrossEntropy{Type: o.x.Type,
-		LinearCrossEntropyShape: gemm.LinearCrossEntropyShape{
-			Rows: o.x.Shape[0], V: o.w.Shape[0], D: o.x.Shape[1]}}
+	shape := gemm.LinearCrossEntropyShape{Rows: a.Rows, V: a.V, D: o.x.Shape[1]}
 	x := program.Reads("X", o.x)
-	x.Deviation = 4 / math.Sqrt(float64(fused.D))
-	one := c.either(n, several, true, fused, program.Uses("Terms", o.logits),
+	x.Deviation = 4 / math.Sqrt(float64(shape.D))
+	one := c.either(n, several, true, gemm.LinearCrossEntropy{Type: o.x.Type,
+		LinearCrossEntropyShape: shape}, program.Uses("Terms", o.logits),
 		program.Uses("Scaled", scaled), program.Uses("Factors", factors),
 		program.Writes("Losses", o.losses), x, program.Reads("W", o.w),
 		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale),
-		program.Reads("Grad", o.upstream),
-		program.Uses("Workspace", c.Workspace(fused.WorkspaceBytes(c.o.Device))))
+		program.Reads("Grad", o.upstream))
 	c.matmul(n, program.Product{D: o.dx, A: o.logits, B: o.w})
 	if one {
 		c.call(n, gemm.ScaleRows{Rows: o.dx.Shape[0], D: o.dx.Shape[1]},
@@ -161,21 +157,24 @@ type classified struct{ scale, lse, dx, dw, upstream *program.Array }
 func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	logits, targets := c.act(n, in[0]), in[1]
 	rows, v := logits.Shape[0], logits.Shape[1]
-	c.bound(targets, program.IDRange{Op: "CrossEntropy", Argument: "targets",
-		Vocab: v, Negative: true})
-	losses, saved := c.aux(rows), classified{scale: c.aux(1), lse: c.aux(rows)}
+	losses, saved := c.classify(n, targets, v)
+	saved.lse = c.aux(rows)
 	c.saved[n.Op()] = saved
-	c.targetScale(n, saved.scale, targets)
 	c.call(n, crossentropy.Forward{Rows: rows, V: v, Type: logits.Type},
 		program.Reads("Logits", logits), program.Reads("Targets", targets),
 		program.Writes("Losses", losses), program.Writes("LSE", saved.lse))
 	return c.meanLoss(n, losses, saved.scale)
 }
 
-// targetScale adds scale = 1/(number of targets).
-func (c *compiler) targetScale(n *gorgonia.Node, scale, targets *program.Array) {
+// classify begins a cross-entropy: it bounds the targets, makes room for the losses, and adds the
+// scale that is 1/(number of targets).
+func (c *compiler) classify(n *gorgonia.Node, targets *program.Array,
+	vocab int) (losses *program.Array, s classified) {
+	c.bound(n, targets, program.IDRange{Argument: "targets", Vocab: vocab, Negative: true})
+	losses, s.scale = c.aux(targets.Len()), c.aux(1)
 	c.call(n, crossentropy.Scale{Rows: targets.Len()},
-		program.Writes("Scale", scale), program.Reads("Targets", targets))
+		program.Writes("Scale", s.scale), program.Reads("Targets", targets))
+	return losses, s
 }
 
 // meanLoss adds the mean of the losses of all rows with a target.

@@ -64,7 +64,7 @@ func init() {
 		reflect.TypeFor[*graft.NormOp]():                {lowerNorm, in(0)},
 		reflect.TypeFor[*graft.HealthOp]():              {lowerHealth, nil},
 		reflect.TypeFor[*autodiff.RecomputeOp]():        {lowerRecompute, nil},
-		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, inRecomputed},
+		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, in(-2)},
 	}
 }
 

@@ -50,14 +50,14 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	saved := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(normalised)
 	w := saved.factor
 	rows, d := x.Len()/w.Len(), w.Len()
-	a := norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type}
-	dx, dw, workspace := c.Like(x), c.aux(w.Shape...), c.Workspace(a.WorkspaceBytes(c.o.Device))
+	dx, dw := c.Like(x), c.aux(w.Shape...)
 	to, add := c.addend(c.partOf(n, 0), dx)
 	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
-	c.call(n, a, program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),
+	c.call(n, norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type},
+		program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),
 		program.Reads("X", x), program.Reads("W", w), program.Reads("Rstd", saved.rstd),
-		program.Reads("Add", add), program.Uses("Workspace", workspace),
-		program.Writes("DX8", q.Values), program.Writes("Scale8", q.Scales))
+		program.Reads("Add", add), program.Writes("DX8", q.Values),
+		program.Writes("Scale8", q.Scales))
 	return packed(dx, dw)
 }
 

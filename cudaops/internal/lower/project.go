@@ -167,10 +167,14 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		c.Calls = append(c.Calls, several...)
 		return
 	}
+	t := c.rotation(o)
+	if t.angles == nil {
+		t.angles = c.NewConstant(gemm.RoPEAngles(t.cos.Data, t.sin.Data, o.HeadDim/2))
+	}
 	c.either(n, several, true, one, program.Writes("Y", wide),
 		program.Reads("X", product.A), program.Reads("Weights", product.B),
 		program.Reads("ScaleX", product.ScaleA), program.Reads("ScaleWeights", product.ScaleB),
-		program.Reads("Angles", c.angles(o).angles))
+		program.Reads("Angles", t.angles))
 }
 
 // projectionsGrad is the nodes between an attention's gradient and the gradient of x.
@@ -321,15 +325,6 @@ func (c *compiler) rotation(o *op.RoPEConfig) *rotationTables {
 		}
 	}
 	return c.rotations[key]
-}
-
-// angles is rotation with the table of products.
-func (c *compiler) angles(o *op.RoPEConfig) *rotationTables {
-	t := c.rotation(o)
-	if t.angles == nil {
-		t.angles = c.NewConstant(gemm.RoPEAngles(t.cos.Data, t.sin.Data, o.HeadDim/2))
-	}
-	return t
 }
 
 func narrow(wide []float64) []float32 {

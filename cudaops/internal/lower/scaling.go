@@ -183,7 +183,7 @@ func (c carriers) count() (n int) {
 	return n
 }
 
-// inInput is linear in one input, −1 for the last.
+// inInput is linear in one input, −1 for the last and −2 for that ahead of it.
 func inInput(input int) linearity {
 	return func(_ *gorgonia.Node, c carriers) (bool, bool) {
 		return true, c.count() == 1 && c[(input+len(c))%len(c)]
@@ -201,11 +201,6 @@ func inAdded(_ *gorgonia.Node, c carriers) (bool, bool) { return c[1], true }
 
 // sizeOnly needs nothing but the shape.
 func sizeOnly(*gorgonia.Node, carriers) (bool, bool) { return false, true }
-
-// inRecomputed is linear in the gradient, which follows the inputs of what is recomputed.
-func inRecomputed(n *gorgonia.Node, c carriers) (bool, bool) {
-	return inInput(len(n.Op().(*autodiff.RecomputeGradOp).Inputs))(n, c)
-}
 
 // inNegated is for elementwise functions, of which one is linear.
 func inNegated(n *gorgonia.Node, _ carriers) (bool, bool) {

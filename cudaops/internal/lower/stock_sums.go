@@ -156,9 +156,8 @@ func (c *compiler) reduceMiddle(n *gorgonia.Node, r reduce.Reduction, x *program
 		t = gpu.Float32
 	}
 	y := c.NewArray(t, outer, inner)
-	a := reduce.Reduce{Op: r, Outer: outer, N: middle, Inner: inner, YType: t, XType: x.Type}
-	c.call(n, a, program.Reads("X", x), program.Writes("Y", y),
-		program.Uses("Workspace", c.Workspace(a.WorkspaceBytes(c.o.Device))))
+	c.call(n, reduce.Reduce{Op: r, Outer: outer, N: middle, Inner: inner, YType: t, XType: x.Type},
+		program.Reads("X", x), program.Writes("Y", y))
 	return y
 }
 

@@ -92,11 +92,11 @@ func (a Forward) Launch(q *kernel.Queue) {
 }
 
 // Backward computes the gradients DQ, DK and DV from that of Y, G, and the forward pass's Y and
-// LSE. Stats is memory of WorkspaceBytes, aligned to 256.
+// LSE. Workspace is memory of WorkspaceBytes, aligned to 256.
 type Backward struct {
 	Geometry
 	DQ, DK, DV, G, Q, K, V, Y kernel.Rows
-	Stats, LSE                gpu.Ptr
+	Workspace, LSE            gpu.Ptr
 	Type                      gpu.DType
 	Way                       kernel.Way
 }
@@ -104,7 +104,7 @@ type Backward struct {
 // attentionStatsTile is kStatsTile of attention.cuh.
 const attentionStatsTile = 128
 
-// WorkspaceBytes is the size of Stats: two statistics of every query. Where one kernel forms all
+// WorkspaceBytes is the size of Workspace: two statistics of every query. Where one kernel forms all
 // gradients it also has dq in float32 and a counter for every tile of it.
 func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	if a.Type.Size() == 2 && a.HeadDim <= 128 && d.Capability() == 90 {
@@ -123,7 +123,7 @@ func (a Geometry) statsRows() int {
 func (a Backward) Launch(q *kernel.Queue) {
 	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Way, a.Ways(q.Set))
 	c.rows, c.lse = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}, a.LSE
-	c.stats = a.Stats
+	c.stats = a.Workspace
 	turnsBack := c.Family == hopper && c.HeadDim == c.hopperDim() // in its own kernels
 	if !turnsBack {
 		c.Cos, c.Sin = 0, 0

@@ -316,5 +316,5 @@ func attend(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, y kernel.Rows
 func attendBackward(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, dq, dk, dv kernel.Rows,
 	stats gpu.Ptr, g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
 	return k.Launch(s, Backward{Geometry: a, DQ: dq, DK: dk, DV: dv, G: g, Q: q, K: key, V: value,
-		Y: y, Stats: stats, LSE: lse, Type: t, Way: w})
+		Y: y, Workspace: stats, LSE: lse, Type: t, Way: w})
 }
