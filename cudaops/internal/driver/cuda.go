@@ -33,7 +33,6 @@ type cudaAPI struct {
 	DeviceGet          proc `c:"cuDeviceGet"`
 	DeviceGetCount     proc `c:"cuDeviceGetCount"`
 	DeviceGetName      proc `c:"cuDeviceGetName"`
-	DeviceGetUuid      proc `c:"cuDeviceGetUuid_v2"`
 	DeviceTotalMem     proc `c:"cuDeviceTotalMem_v2"`
 	DeviceGetAttribute proc `c:"cuDeviceGetAttribute"`
 	PrimaryCtxRetain   proc `c:"cuDevicePrimaryCtxRetain"`
@@ -200,7 +199,6 @@ func noDevice(err error) error {
 // describe describes a GPU, and returns its CUdevice.
 func (c *cuda) describe(ordinal int) (d gpu.DeviceInfo, dev int32, err error) {
 	d.Ordinal = ordinal
-	var uuid [16]byte
 	var memory uintptr
 	name := make([]byte, 256)
 	if err = c.do(&c.DeviceGet, uintptr(unsafe.Pointer(&dev)), uintptr(ordinal)); err != nil {
@@ -208,13 +206,10 @@ func (c *cuda) describe(ordinal int) (d gpu.DeviceInfo, dev int32, err error) {
 	}
 	if err = errors.Join(
 		c.do(&c.DeviceGetName, uintptr(unsafe.Pointer(&name[0])), uintptr(len(name)), uintptr(dev)),
-		c.do(&c.DeviceGetUuid, uintptr(unsafe.Pointer(&uuid)), uintptr(dev)),
 		c.do(&c.DeviceTotalMem, uintptr(unsafe.Pointer(&memory)), uintptr(dev))); err != nil {
 		return d, dev, err
 	}
 	d.Name, _, _ = strings.Cut(string(name), "\x00")
-	d.UUID = fmt.Sprintf("GPU-%x-%x-%x-%x-%x", uuid[:4], uuid[4:6], uuid[6:8],
-		uuid[8:10], uuid[10:])
 	d.Memory = uint64(memory)
 	for attribute, to := range map[uintptr]*int{75: &d.Major, 76: &d.Minor, 16: &d.SMs,
 		38: &d.L2, 97: &d.SharedPerBlock, 81: &d.SharedPerSM, 39: &d.ThreadsPerSM} {

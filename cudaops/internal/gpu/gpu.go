@@ -37,8 +37,7 @@ type Driver interface {
 type DeviceInfo struct {
 	Ordinal        int
 	Name           string
-	UUID           string // GPU-xxxxxxxx-xxxx-..., as nvidia-smi prints it
-	Major, Minor   int    // compute capability
+	Major, Minor   int // compute capability
 	Memory         uint64
 	SMs            int
 	L2             int

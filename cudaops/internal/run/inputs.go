@@ -90,7 +90,12 @@ func (s *Inputs) SendSome(inputs []*program.Input, from func(*program.Input) *Ke
 			}
 		}
 	}
-	errs := []error{s.sendPieces(all)} // but what has come counts
+	errs := []error{s.carry(len(all), func(i int, pinned []byte) error {
+		if err := s.send(all[i], pinned); err != nil {
+			return fmt.Errorf("%s: %w", graph.Describe(all[i].node), err)
+		}
+		return nil
+	})} // but what has come counts
 	for _, in := range inputs {
 		errs = append(errs, s.Refresh(in))
 	}

@@ -10,7 +10,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -110,16 +109,6 @@ func convert(raw []byte, t gpu.DType, from []byte, stored gpu.DType) {
 		gpu.Decode(x, stored, from)
 		gpu.Encode(raw, t, x)
 	}
-}
-
-// sendPieces copies to the device.
-func (s *Inputs) sendPieces(all []source) error {
-	return s.carry(len(all), func(i int, pinned []byte) error {
-		if err := s.send(all[i], pinned); err != nil {
-			return fmt.Errorf("%s: %w", graph.Describe(all[i].node), err)
-		}
-		return nil
-	})
 }
 
 // send copies an array to the device by way of pinned memory.

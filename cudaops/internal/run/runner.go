@@ -21,12 +21,12 @@ type Attendant interface {
 // Beside is work on another stream that goes along with the calls of a run, such as an exchange
 // with other GPUs.
 type Beside interface {
-	// Due is what the run under way has beside it, by which runs are captured apart: 0 for nothing.
-	// Where captured is false it is enqueued as it is.
+	// Due is what the run under way has beside it, by which runs are captured apart. Where captured
+	// is false it is enqueued as it is.
 	Due() (kind byte, captured bool)
 	// Along enqueues the calls of a run, with what is due.
 	Along(calls []*program.Call) error
-	Done() // a run with the work, or what was captured of it, is on its way
+	Done() // the run, or what was captured of it, is on its way
 }
 
 // Scale is the loss scale of a machine.
@@ -92,12 +92,9 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 	defer r.State.On(Run)
 	r.Scale.Carried = r.Scale.Now.Scale
 	mode, captured := r.Attendant.AppendMode(nil), !r.OnHost()
-	due := false
 	if r.Beside != nil {
 		kind, can := r.Beside.Due()
-		if due = kind != 0; due {
-			mode, captured = append(mode, kind), captured && can
-		}
+		mode, captured = append(mode, kind), captured && can
 	}
 	if len(r.Recorded) == recordings && r.Recorded[string(mode)] == nil {
 		if err := r.Forget(); err != nil {
@@ -111,7 +108,7 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 			run = func() error { return r.Replay(r.Now, r.Enqueue) }
 		}
 		err := run()
-		if err == nil && due {
+		if err == nil && r.Beside != nil {
 			r.Beside.Done()
 		}
 		return err

@@ -164,8 +164,10 @@ func (x *Optimizer) leave(b *bucket) error {
 		func() error { return x.send(b, s.expected, &s.side) })
 }
 
-// Done notes that the run's gradients have left.
-func (x *Optimizer) Done() { x.share.sent, x.share.expected = true, round{} }
+// Done notes whether the run's gradients have left.
+func (x *Optimizer) Done() {
+	x.share.sent, x.share.expected = x.share.expected.contributors > 0, round{}
+}
 
 // Contribute enqueues the sending of the last run's gradients to their owners, where this rank is
 // among the first contributors. It also enqueues the adding of what comes, unless that went along

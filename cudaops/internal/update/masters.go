@@ -73,14 +73,6 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	return x.m.Memory.Free(whole)
 }
 
-// master is where the float32 values of this rank's part of a parameter lie.
-func (x *Optimizer) master(i, from int) gpu.Ptr {
-	if in := x.Params[i].Input; in.Part == nil {
-		return in.Array.Ptr().Offset(4 * from)
-	}
-	return x.Params[i].Input.Part.Ptr()
-}
-
 // traveller is what comes to other ranks of a parameter.
 func (x *Optimizer) traveller(i int) *program.Array {
 	if in := x.Params[i].Input; in.Part != nil {

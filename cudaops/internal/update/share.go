@@ -284,7 +284,9 @@ func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
 		Apart: p.Apart}
 	if x.share != nil {
 		own := x.own(i)
-		t.Param, t.Size = x.master(i, own.from), own.len()
+		if t.Param, t.Size = t.Param.Offset(4*own.from), own.len(); p.Input.Part != nil {
+			t.Param = p.Input.Part.Ptr()
+		}
 		if !x.share.two {
 			t.Grad, t.GradType = own.sum, gpu.Float32
 		} else if t.Size > 0 {
