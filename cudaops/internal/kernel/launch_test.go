@@ -88,6 +88,7 @@ func TestRefusals(t *testing.T) {
 				D: 16}})
 			return err
 		}(),
+		"there is no launch of a string": k.Launch(s, "softmax"),
 		"tensor 0: an address is not a multiple of 16": func() error {
 			_, err := optimizer.NewTable(k.Ctx, k.Ctx.Alloc, []optimizer.Tensor{{Size: 1, Param: 4}})
 			return err
@@ -196,7 +197,8 @@ func TestLaunches(t *testing.T) {
 	nothingLeft(t, ctx)
 }
 
-// TestFaults has the driver fail in every call that a launch makes.
+// TestFaults has the driver fail in every call that a launch makes. Nothing is enqueued behind one
+// that failed.
 func TestFaults(t *testing.T) {
 	for _, call := range []string{"cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute",
 		"cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuLaunchKernel"} {
@@ -207,6 +209,7 @@ func TestFaults(t *testing.T) {
 		k := kernel.New(ctx)
 		a := normkernel.RMSNormBackward{Rows: 4096, D: 8192, Type: kerneltest.F16, Workspace: 256}
 		require.ErrorContains(t, k.Launch(0, a), call)
+		require.Empty(t, ctx.(*fake.Context).Trace, call)
 		require.NoError(t, k.Launch(0, a), call)
 	}
 }
