@@ -203,6 +203,9 @@ func Grid(x, y, across, down int) gpu.LaunchConfig {
 // Line is a one-dimensional launch.
 func Line(blocks, threads int) gpu.LaunchConfig { return Grid(blocks, 1, threads, 1) }
 
+// Cover is a line of blocks of threads, of which each block takes so many of n.
+func Cover(n, each, threads int) gpu.LaunchConfig { return Line(CeilDiv(n, each), threads) }
+
 // Vector is how many elements fill 16 bytes.
 func Vector(t gpu.DType) int { return 16 / t.Size() }
 

@@ -45,7 +45,7 @@ func launch(q *kernel.Queue, name string, rows, depth int, t gpu.DType, x, w gpu
 	if kernel.Packed(t, depth, x, w) {
 		variant = "_packs"
 	}
-	c := kernel.Line(kernel.CeilDiv(rows, warps), 32*warps)
+	c := kernel.Cover(rows, warps, 32*warps)
 	c.Overlap = true
 	q.Run("decode_product", name+variant+kernel.Suffix(t), c, args...)
 }

@@ -75,14 +75,14 @@ func (a Backward) Launch(q *kernel.Queue) {
 	if a.D%4 == 0 && kernel.Aligned(a.DT, a.G) {
 		variant, n = "_packs", 4
 	}
-	rows, vocab := kernel.Line(kernel.CeilDiv(a.Rows, 256), 256), int64(a.Vocab)
+	rows, vocab := kernel.Cover(a.Rows, 256, 256), int64(a.Vocab)
 	threads := min(256, kernel.CeilDiv(a.D, 32*n)*32)
 	tiles := kernel.Grid(kernel.CeilDiv(a.Rows, embeddingTile), kernel.CeilDiv(a.D, threads*n),
 		threads, 1)
 	q.Run("embedding", "embedding_count", rows, p.cursors, a.IDs, a.Rows, vocab)
 	q.Run("embedding", "embedding_starts", kernel.Line(1, 1024), p.starts, p.cursors, a.Vocab)
 	q.Run("embedding", "embedding_fill", rows, p.members, p.cursors, a.IDs, a.Rows, vocab)
-	q.Run("embedding", "embedding_sort", kernel.Line(kernel.CeilDiv(a.Rows, 8), 256), p.sorted,
+	q.Run("embedding", "embedding_sort", kernel.Cover(a.Rows, 8, 256), p.sorted,
 		p.members, p.starts, a.IDs, vocab)
 	q.Run("embedding", "embedding_tiles"+variant+kernel.Suffixes(gpu.Float32, a.Type), tiles, a.DT,
 		p.heads, p.tails, a.G, p.sorted, p.starts, a.IDs, vocab, a.D, a.Accumulate)

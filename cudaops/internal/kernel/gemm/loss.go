@@ -53,8 +53,7 @@ func (a LinearCrossEntropy) Launch(q *kernel.Queue) {
 	sums := shift.Offset(4 * a.Rows)
 	others := kernel.Struct{a.X, a.W, a.Targets, shift, a.Terms, sums, a.Losses, a.Factors,
 		a.Scaled, a.Scale, a.Grad, a.Rows, a.V, a.D}
-	q.Run(unit, "gemm_hopper_loss_shift",
-		kernel.Line(kernel.CeilDiv(a.Rows, lossWarps), 32*lossWarps), others)
+	q.Run(unit, "gemm_hopper_loss_shift", kernel.Cover(a.Rows, lossWarps, 32*lossWarps), others)
 	gemmLaunch{unit: unit, symbol: "gemm_hopper_loss_bf16", dtype: gpu.BFloat16,
 		shared: warpShared(lossColumns, lossStages, lossTermBytes),
 		params: kernel.Struct{shift, sums, a.Rows, a.V, a.D, gemmSection},
@@ -63,8 +62,7 @@ func (a LinearCrossEntropy) Launch(q *kernel.Queue) {
 			matrix(a.W, a.D, a.V, gemmDepth, lossColumns/gemmCluster),
 			matrix(a.Terms, a.V, a.Rows, 64, 16).storing(),
 		}}.run(q)
-	q.Run(unit, "gemm_hopper_loss_finish",
-		kernel.Line(kernel.CeilDiv(a.Rows, lossRows), 32*lossWarps), others)
+	q.Run(unit, "gemm_hopper_loss_finish", kernel.Cover(a.Rows, lossRows, 32*lossWarps), others)
 }
 
 // ScaleRows multiplies each row of X [Rows, D], bfloat16, by its factor, a float32, or sets it to 0
@@ -77,7 +75,7 @@ type ScaleRows struct {
 // Launch launches one kernel.
 func (p ScaleRows) Launch(q *kernel.Queue) {
 	q.Run("gemm_hopper_loss", "gemm_hopper_loss_scale",
-		kernel.Line(kernel.CeilDiv(p.Rows, lossWarps), 32*lossWarps), p.X, p.Factors, p.Rows, p.D)
+		kernel.Cover(p.Rows, lossWarps, 32*lossWarps), p.X, p.Factors, p.Rows, p.D)
 }
 
 // Tuning is that of [kernel.Tuned].

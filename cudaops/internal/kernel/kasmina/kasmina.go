@@ -259,7 +259,7 @@ func newKasminaPass(q *kernel.Queue, l Layer, use kasminaUse, work gpu.Ptr,
 	}
 	p.layer = p.fields(p.gates, use.clip)
 	if p.gates != 0 {
-		p.Run("kasmina", "kasmina_softmax", kernel.Line(kernel.CeilDiv(l.State.Slots, 8), 256),
+		p.Run("kasmina", "kasmina_softmax", kernel.Cover(l.State.Slots, 8, 256),
 			p.gates, p.Weights, l.State.Slots, l.Chunk)
 	}
 	return p
@@ -281,9 +281,8 @@ func (p *kasminaPass) measureRows(name string, r seed.Reduction, args ...any) {
 }
 
 func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) {
-	p.Run("kasmina_rows", "kasmina_rows_merge",
-		kernel.Line(kernel.CeilDiv(p.State.Seeds, 4), 128), figures, p.partial, p.rows.parts(),
-		p.State.Seeds, int(r), count, norms)
+	p.Run("kasmina_rows", "kasmina_rows_merge", kernel.Cover(p.State.Seeds, 4, 128), figures,
+		p.partial, p.rows.parts(), p.State.Seeds, int(r), count, norms)
 }
 
 // merging is how many threads merge the records of a seed, so that none has many.

@@ -76,7 +76,7 @@ func (a Copy) run(q *kernel.Queue, dims []layout) {
 		size := a.widen(dims)
 		total /= size / a.Size
 		q.Run("layout", fmt.Sprintf("copy_strided_%d", size),
-			kernel.Line(kernel.CeilDiv(total, 4*256), 256), a.Y, a.X, fields(dims), total)
+			kernel.Cover(total, 4*256, 256), a.Y, a.X, fields(dims), total)
 	}
 }
 

@@ -189,8 +189,8 @@ func (p AdamW) Launch(q *kernel.Queue) {
 
 // begin counts a step, and works out what follows from it for each tensor.
 func (t *Table) begin(q *kernel.Queue, unit string, control gpu.Ptr) {
-	q.Run(unit, unit+"_begin", kernel.Line(kernel.CeilDiv(len(t.Tensors), optimThreads),
-		optimThreads), control, t.updates, t.tensors, len(t.Tensors))
+	q.Run(unit, unit+"_begin", kernel.Cover(len(t.Tensors), optimThreads, optimThreads), control,
+		t.updates, t.tensors, len(t.Tensors))
 }
 
 // kernel is the name of one that reads the table's gradients.

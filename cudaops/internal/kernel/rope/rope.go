@@ -51,6 +51,6 @@ func (a Rotate) Launch(q *kernel.Queue) {
 		sign = -1
 	}
 	q.Run("rope", variant+kernel.Suffix(a.Type),
-		kernel.Line(kernel.CeilDiv(threads, ropeThreads), ropeThreads), a.Y, a.X, a.Cos, a.Sin,
+		kernel.Cover(threads, ropeThreads, ropeThreads), a.Y, a.X, a.Cos, a.Sin,
 		sign, int64(a.Rows), a.Heads, h, a.Seq, int64(a.XStride), int64(a.YStride))
 }

@@ -85,6 +85,5 @@ func silu(q *kernel.Queue, symbol string, rows, f int, t gpu.DType, packed bool,
 		q.Err = fmt.Errorf("kernels.SiLUMul: %d rows of %d elements are too many for one launch",
 			rows, f)
 	}
-	q.Run("silu", symbol+variant+kernel.Suffix(t), kernel.Line(kernel.CeilDiv(packs, 2*256), 256),
-		args...)
+	q.Run("silu", symbol+variant+kernel.Suffix(t), kernel.Cover(packs, 2*256, 256), args...)
 }

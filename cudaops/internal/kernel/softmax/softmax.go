@@ -43,7 +43,7 @@ func softmax(q *kernel.Queue, name string, rows, n int, t gpu.DType, packed bool
 		}
 	}
 	if n <= 1024 && packed {
-		variant, c = "_warp", kernel.Line(kernel.CeilDiv(rows, 4), 128)
+		variant, c = "_warp", kernel.Cover(rows, 4, 128)
 		args = append(args, int64(rows))
 	}
 	q.Run("softmax", name+variant+kernel.Suffix(t), c, append(args, n)...)
