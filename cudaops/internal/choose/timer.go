@@ -23,13 +23,13 @@ const (
 	tuneHopeless = 1.5
 	// loadNear is the multiple of the best time within which ways are timed under load too, the
 	// loadMost fastest of them.
-	loadNear, loadMost = 1.08, 6
+	loadNear, loadMost = 1.05, 3
 	// loadLeast is the time from which on a job is worth that.
 	loadLeast = 30 * time.Microsecond
-	// loadHeat is how long a GPU runs before that: an H200 takes 37 ms of products to lower its
-	// clock to what its power allows. Then each way runs for loadSettle, and loadSpan is timed.
-	loadHeat, loadSettle, loadSpan = 30 * time.Millisecond, 15 * time.Millisecond,
-		15 * time.Millisecond
+	// loadSettle is how long a way runs before it is timed under load, and loadSpan is how long it is
+	// timed. At the limit of its power a card changes its clock by some per cent, for up to a tenth
+	// of a second.
+	loadSettle, loadSpan = 10 * time.Millisecond, 110 * time.Millisecond
 )
 
 // tolerance is by how much the results of two ways may differ, as ‖x − y‖/‖y‖: both round, and add
@@ -192,43 +192,34 @@ func (x *timer) within(ways []int, times float64) []int {
 
 // underLoad returns the ways that come near the best, timed as in a long computation, where that
 // may tell them apart. A card's arithmetic is bound by the power that it may draw. The way that is
-// the fastest for a moment may draw more than others.
+// the fastest for a moment may draw more than others. A way takes the geometric mean of both times:
+// a clock that moves makes the one uncertain, and the other knows nothing of power.
 func (x *timer) underLoad(live []int) ([]int, error) {
 	near := x.within(live, loadNear)
 	near = near[:min(len(near), loadMost)]
 	if len(near) < 2 || x.took[near[0]] < loadLeast {
 		return live, nil
 	}
-	settle := loadHeat + loadSettle
-	for _, way := range near {
-		var err error
-		if x.took[way], err = x.timeLoaded(way, settle); err != nil {
-			return nil, err
-		}
-		settle = loadSettle
-	}
-	return near, nil
-}
-
-// timeLoaded returns what a run of a way takes behind others that go on for so long.
-func (x *timer) timeLoaded(way int, settle time.Duration) (time.Duration, error) {
-	repeat := func(n int) func(int) error {
-		return func(int) error {
-			for range n {
-				if err := x.run(way); err != nil {
+	runs := func(i int, d time.Duration) int { return int(d/x.cold[near[i]]) + 1 }
+	repeat := func(d time.Duration) func(int) error {
+		return func(i int) error {
+			for range runs(i, d) {
+				if err := x.run(near[i]); err != nil {
 					return err
 				}
 			}
 			return nil
 		}
 	}
-	runs := func(d time.Duration) int { return int(d/x.cold[way]) + 1 }
-	n := runs(loadSpan)
-	took, err := run.Times(x.x.Ctx, x.x.Stream, 1, repeat(runs(settle)), repeat(n))
+	took, err := run.Times(x.x.Ctx, x.x.Stream, len(near), repeat(loadSettle), repeat(loadSpan))
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
-	return took[0] / time.Duration(n), nil
+	for i, way := range near {
+		loaded := took[i] / time.Duration(runs(i, loadSpan))
+		x.took[way] = time.Duration(math.Sqrt(float64(x.cold[way]) * float64(loaded)))
+	}
+	return near, nil
 }
 
 // key is what a way is chosen by: its time, where the first has a little advance.
