@@ -26,10 +26,10 @@ const (
 	loadNear, loadMost = 1.05, 3
 	// loadLeast is the time from which on a job is worth that.
 	loadLeast = 30 * time.Microsecond
-	// loadSettle is how long a way runs before it is timed under load, and loadSpan is how long it is
-	// timed. At the limit of its power a card changes its clock by some per cent, for up to a tenth
-	// of a second.
-	loadSettle, loadSpan = 10 * time.Millisecond, 110 * time.Millisecond
+	// loadHeat is how long a GPU runs before that: an H200 takes 37 ms of products to lower its
+	// clock to what its power allows. Then each way runs for loadSettle, and loadSpan is timed, twice.
+	loadHeat, loadSettle, loadSpan = 50 * time.Millisecond, 5 * time.Millisecond,
+		45 * time.Millisecond
 )
 
 // tolerance is by how much the results of two ways may differ, as ‖x − y‖/‖y‖: both round, and add
@@ -192,32 +192,38 @@ func (x *timer) within(ways []int, times float64) []int {
 
 // underLoad returns the ways that come near the best, timed as in a long computation, where that
 // may tell them apart. A card's arithmetic is bound by the power that it may draw. The way that is
-// the fastest for a moment may draw more than others. A way takes the geometric mean of both times:
-// a clock that moves makes the one uncertain, and the other knows nothing of power.
+// the fastest for a moment may draw more than others. But the clock of a card at that limit moves by
+// some per cent, for up to a tenth of a second. So ways are timed there and back, and by the
+// geometric mean of what they take so and at the full clock.
 func (x *timer) underLoad(live []int) ([]int, error) {
 	near := x.within(live, loadNear)
 	near = near[:min(len(near), loadMost)]
 	if len(near) < 2 || x.took[near[0]] < loadLeast {
 		return live, nil
 	}
-	runs := func(i int, d time.Duration) int { return int(d/x.cold[near[i]]) + 1 }
-	repeat := func(d time.Duration) func(int) error {
-		return func(i int) error {
-			for range runs(i, d) {
-				if err := x.run(near[i]); err != nil {
-					return err
-				}
+	n := 2 * len(near)
+	turn := func(i int) int { return near[min(i, n-1-i)] }
+	runs := func(way int, d time.Duration) int { return int(d/x.cold[way]) + 1 }
+	repeat := func(i int, d time.Duration) error {
+		for range runs(turn(i), d) {
+			if err := x.run(turn(i)); err != nil {
+				return err
 			}
-			return nil
 		}
+		return nil
 	}
-	took, err := run.Times(x.x.Ctx, x.x.Stream, len(near), repeat(loadSettle), repeat(loadSpan))
+	took, err := run.Times(x.x.Ctx, x.x.Stream, n, func(i int) error {
+		if i == 0 {
+			return repeat(i, loadHeat)
+		}
+		return repeat(i, loadSettle)
+	}, func(i int) error { return repeat(i, loadSpan) })
 	if err != nil {
 		return nil, err
 	}
 	for i, way := range near {
-		loaded := took[i] / time.Duration(runs(i, loadSpan))
-		x.took[way] = time.Duration(math.Sqrt(float64(x.cold[way]) * float64(loaded)))
+		loaded := float64(took[i]+took[n-1-i]) / float64(2*runs(way, loadSpan))
+		x.took[way] = time.Duration(math.Sqrt(float64(x.cold[way]) * loaded))
 	}
 	return near, nil
 }
