@@ -26,10 +26,11 @@ const (
 	loadNear, loadMost = 1.05, 3
 	// loadLeast is the time from which on a job is worth that.
 	loadLeast = 30 * time.Microsecond
-	// loadHeat is how long a GPU runs before that: an H200 takes 37 ms of products to lower its
-	// clock to what its power allows. Then each way runs for loadSettle, and loadSpan is timed, twice.
-	loadHeat, loadSettle, loadSpan = 50 * time.Millisecond, 5 * time.Millisecond,
-		45 * time.Millisecond
+	// loadHeat is how long a GPU runs before that. Then each way runs for loadSettle, and loadSpan is
+	// timed. What a way draws shows in the clock only by and by: of a change two thirds are there
+	// after 35 ms, on an H100.
+	loadHeat, loadSettle, loadSpan = 50 * time.Millisecond, 50 * time.Millisecond,
+		25 * time.Millisecond
 )
 
 // tolerance is by how much the results of two ways may differ, as ‖x − y‖/‖y‖: both round, and add
@@ -192,37 +193,36 @@ func (x *timer) within(ways []int, times float64) []int {
 
 // underLoad returns the ways that come near the best, timed as in a long computation, where that
 // may tell them apart. A card's arithmetic is bound by the power that it may draw. The way that is
-// the fastest for a moment may draw more than others. But the clock of a card at that limit moves by
-// some per cent, for up to a tenth of a second. So ways are timed there and back, and by the
-// geometric mean of what they take so and at the full clock.
+// the fastest for a moment may draw more than others. But at that limit the clock of a card is never
+// quite the same. So a way counts by the geometric mean of what it takes there and at the full
+// clock.
 func (x *timer) underLoad(live []int) ([]int, error) {
 	near := x.within(live, loadNear)
 	near = near[:min(len(near), loadMost)]
 	if len(near) < 2 || x.took[near[0]] < loadLeast {
 		return live, nil
 	}
-	n := 2 * len(near)
-	turn := func(i int) int { return near[min(i, n-1-i)] }
 	runs := func(way int, d time.Duration) int { return int(d/x.cold[way]) + 1 }
-	repeat := func(i int, d time.Duration) error {
-		for range runs(turn(i), d) {
-			if err := x.run(turn(i)); err != nil {
+	repeat := func(way int, d time.Duration) error {
+		for range runs(way, d) {
+			if err := x.run(way); err != nil {
 				return err
 			}
 		}
 		return nil
 	}
-	took, err := run.Times(x.x.Ctx, x.x.Stream, n, func(i int) error {
+	took, err := run.Times(x.x.Ctx, x.x.Stream, len(near), func(i int) error {
+		settle := loadSettle
 		if i == 0 {
-			return repeat(i, loadHeat)
+			settle += loadHeat
 		}
-		return repeat(i, loadSettle)
-	}, func(i int) error { return repeat(i, loadSpan) })
+		return repeat(near[i], settle)
+	}, func(i int) error { return repeat(near[i], loadSpan) })
 	if err != nil {
 		return nil, err
 	}
 	for i, way := range near {
-		loaded := float64(took[i]+took[n-1-i]) / float64(2*runs(way, loadSpan))
+		loaded := float64(took[i]) / float64(runs(way, loadSpan))
 		x.took[way] = time.Duration(math.Sqrt(float64(x.cold[way]) * loaded))
 	}
 	return near, nil
