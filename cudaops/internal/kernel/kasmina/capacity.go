@@ -70,7 +70,7 @@ func mixPadded(n int) int { return kernel.CeilDiv(n, 4) * 4 }
 
 // narrow copies the weights that kinds use which have as many as a chunk has columns: those of the
 // pass from then on.
-func (p *kasminaPass) narrow(c *kernel.Carve) {
+func (p *pass) narrow(c *kernel.Carve) {
 	p.mixing = newMixing(p.Info, p.Layer, p.use.backward, c)
 	n, wide := p.State.Slots*p.Chunk, p.Weights
 	p.Weights = p.narrowWeights
@@ -80,7 +80,7 @@ func (p *kasminaPass) narrow(c *kernel.Carve) {
 
 // mix launches a kernel whose blocks take seeds and parts of the rows in turn: that for where the
 // weights are.
-func (p *kasminaPass) mix(name string, args ...any) {
+func (p *pass) mix(name string, args ...any) {
 	if p.resident {
 		name += "_near"
 	} else {
@@ -93,7 +93,7 @@ func (p *kasminaPass) mix(name string, args ...any) {
 }
 
 // mixFields are those of Mixing of kasmina_capacity.cu.
-func (p *kasminaPass) mixFields(weights gpu.Ptr, vectors, clip bool) kernel.Struct {
+func (p *pass) mixFields(weights gpu.Ptr, vectors, clip bool) kernel.Struct {
 	st := p.State
 	limit, large := p.bounds(clip)
 	return kernel.Struct{st.List(), st.field(1), st.field(2), st.field(3), limit, weights,

@@ -12,25 +12,25 @@ import (
 // What kasmina.cu and kasmina_backward.cu leave in records, and RowPartial of kasmina_rows.cu, in
 // bytes.
 const (
-	kasminaForwardRecord  = 32
-	kasminaBackwardRecord = 48
-	kasminaRowPartial     = 72
-	kasminaThreads        = 256
-	kasminaBlocks         = 4 // a multiprocessor at most
-	kasminaMergeThreads   = 256
-	kasminaRowParts       = 1024 // of the rows for kasmina_rows.cu at most
-	kasminaRingAhead      = 3
+	forwardRecord  = 32
+	backwardRecord = 48
+	rowPartial     = 72
+	blockThreads   = 256
+	mostBlocks     = 4 // a multiprocessor at most
+	mergeThreads   = 256
+	mostRowParts   = 1024 // of the rows for kasmina_rows.cu at most
+	ringAhead      = 3
 )
 
-// kasminaGrid is how a layer is cut up for a launch.
-type kasminaGrid struct {
+// grid is how a layer is cut up for a launch.
+type grid struct {
 	shape       string // of those in kasmina_feed.cuh
 	ring        bool   // rows come through shared memory, each thread's own
 	arrays      int    // that are read
 	batch       int    // rows
 	perThread   int    // columns
 	each, units int    // columns of a unit, and how many there are
-	use         kasminaUse
+	use         usage
 	// threads that share a chunk, and form its norm; 0 where they are not all in one warp
 	sharing      int
 	used         int // threads of a warp that have columns, in each of its rows
@@ -39,72 +39,71 @@ type kasminaGrid struct {
 	rowBlocks    int // blocks for the rows, that take batches in turn
 	late, ending int // and those behind them that each take a run of batches, and a short one
 	run, tail    int // batches in a run and in a short one
-	rows         kasminaRows
+	rows         rowGrid
 }
 
-// kasminaRows is how a layer is cut up for kasmina_rows.cu. Lanes share a row of a chunk. A block
+// rowGrid is how a layer is cut up for kasmina_rows.cu. Lanes share a row of a chunk. A block
 // has seeds across and parts of the rows down.
-type kasminaRows struct{ lanes, across, down, tiles, blocks int }
+type rowGrid struct{ lanes, across, down, tiles, blocks int }
 
-func (r kasminaRows) parts() int { return r.blocks * r.down }
+func (r rowGrid) parts() int { return r.blocks * r.down }
 
-func newKasminaRows(d gpu.DeviceInfo, l Layer) (r kasminaRows) {
+func newRowGrid(d gpu.DeviceInfo, l Layer) (r rowGrid) {
 	r.lanes = min(32, powerOfTwo(kernel.CeilDiv(l.Chunk, 8)))
-	groups := kasminaThreads / r.lanes
+	groups := blockThreads / r.lanes
 	r.across = min(groups, powerOfTwo(l.State.Seeds))
 	r.down = groups / r.across
 	r.tiles = kernel.CeilDiv(l.State.Seeds, r.across)
-	r.blocks = min(kernel.CeilDiv(l.Rows, r.down), kasminaRowParts/min(r.down, kasminaRowParts),
+	r.blocks = min(kernel.CeilDiv(l.Rows, r.down), mostRowParts/min(r.down, mostRowParts),
 		max(1, 4*d.SMs/r.tiles))
 	return r
 }
 
-// kasminaUse is what is wanted of a pass, as far as it matters to how a layer is cut up.
-type kasminaUse struct{ backward, telemetry, clip, inPlace bool }
+// usage is what is wanted of a pass, as far as it matters to how a layer is cut up.
+type usage struct{ backward, telemetry, clip, inPlace bool }
 
 // records is whether the lanes leave something to merge.
-func (u kasminaUse) records() bool { return u.backward || u.telemetry }
+func (u usage) records() bool { return u.backward || u.telemetry }
 
 // joined is whether the threads of a chunk are to be of one warp. They are where norms of its rows
 // are wanted, or where each of them must have read what the others replace.
-func (u kasminaUse) joined() bool { return u.backward && (u.telemetry || u.clip || u.inPlace) }
+func (u usage) joined() bool { return u.backward && (u.telemetry || u.clip || u.inPlace) }
 
 // prepares is whether a kernel of its own has to prepare the softmax of slots. It does where a
 // chunk is so many threads' that each going through all of a slot's weights would take longer.
-func (g kasminaGrid) prepares(l Layer) bool { return l.Chunk/g.perThread > 32 }
+func (g grid) prepares(l Layer) bool { return l.Chunk/g.perThread > 32 }
 
 // shared is the dynamic shared memory: what the feed takes, or where that is more, what the lanes
 // of a block leave there.
-func (g kasminaGrid) shared() int {
-	units := kasminaThreads * max(1, g.perThread/g.each)
+func (g grid) shared() int {
+	units := blockThreads * max(1, g.perThread/g.each)
 	left := 0
 	if g.use.telemetry {
-		left = kasminaForwardRecord * units
+		left = forwardRecord * units
 	}
 	if g.use.backward {
-		left = left/kasminaForwardRecord*kasminaBackwardRecord +
-			4*(kasminaThreads*g.perThread+2*units)
+		left = left/forwardRecord*backwardRecord + 4*(blockThreads*g.perThread+2*units)
 	}
 	if g.ring {
-		return max(left, kasminaRingAhead*g.arrays*g.batch*kasminaThreads*16)
+		return max(left, ringAhead*g.arrays*g.batch*blockThreads*16)
 	}
 	return left
 }
 
 // rowParts is how many records each unit gets.
-func (g kasminaGrid) rowParts() int { return g.rowBlocks + g.late + g.ending }
+func (g grid) rowParts() int { return g.rowBlocks + g.late + g.ending }
 
 // share is Share of kasmina_feed.cuh.
-func (g kasminaGrid) share() kernel.Struct {
+func (g grid) share() kernel.Struct {
 	return kernel.Struct{uint32(g.rowBlocks*g.down | g.run<<24),
 		uint32(g.ending*g.down | g.tail<<18 | g.used<<26)}
 }
 
-// newKasminaGrid cuts up the columns of a layer, where the arrays of its shape are aligned or not.
-func newKasminaGrid(device gpu.DeviceInfo, l Layer, aligned bool, use kasminaUse) kasminaGrid {
+// newGrid cuts up the columns of a layer, where the arrays of its shape are aligned or not.
+func newGrid(device gpu.DeviceInfo, l Layer, aligned bool, use usage) grid {
 	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
-	g := kasminaGrid{arrays: 1, batch: 4, use: use, shape: "single", perThread: 1,
-		each: 1, units: d, rows: newKasminaRows(device, l)}
+	g := grid{arrays: 1, batch: 4, use: use, shape: "single", perThread: 1, each: 1, units: d,
+		rows: newRowGrid(device, l)}
 	if g.use.backward {
 		g.arrays, g.batch = 2, 2
 	}
@@ -120,13 +119,13 @@ func newKasminaGrid(device gpu.DeviceInfo, l Layer, aligned bool, use kasminaUse
 	if g.used == 0 {
 		g.used = min(32, g.across)
 	}
-	g.down = kasminaThreads / g.across
+	g.down = blockThreads / g.across
 	g.tiles = kernel.CeilDiv(threads, g.across)
 	return g
 }
 
 // over cuts up the rows for at most so many blocks in flight, and others behind those.
-func (g kasminaGrid) over(l Layer, blocks int) kasminaGrid {
+func (g grid) over(l Layer, blocks int) grid {
 	batches := kernel.CeilDiv(l.Rows, g.batch)
 	g.rowBlocks = min(max(1, blocks/g.tiles), kernel.CeilDiv(batches, g.down), 1<<16-1)
 	g.spreadLate(l, batches)
@@ -137,7 +136,7 @@ func (g kasminaGrid) over(l Layer, blocks int) kasminaGrid {
 // out what multiprocessors differ in speed. Most take runs, and those that end the pass take runs
 // of half the length. The beginning of a block costs a pass that reads two arrays more; without
 // records, which each lane adds to, more and shorter runs pay.
-func (g *kasminaGrid) spreadLate(l Layer, batches int) {
+func (g *grid) spreadLate(l Layer, batches int) {
 	percent, rows, ending := 35, 40, 14
 	switch {
 	case g.use.backward:
@@ -155,7 +154,7 @@ func (g *kasminaGrid) spreadLate(l Layer, batches int) {
 
 // spread is how many threads a row takes. Where those of a chunk are to be of one warp and cannot
 // fill it all of its warps get the same.
-func (g *kasminaGrid) spread(l Layer) int {
+func (g *grid) spread(l Layer) int {
 	threads := kernel.CeilDiv(l.State.Seeds*l.Chunk, g.perThread)
 	switch g.sharing = max(1, l.Chunk/g.perThread); {
 	case g.sharing > 32:
@@ -177,12 +176,12 @@ func (g *kasminaGrid) spread(l Layer) int {
 // a row takes. Where lanes leave records they are a warp's, so that a block has many lanes and
 // merges most of the records by itself. Else they are as many as possible, of which few are idle.
 // With few batches there are more, to keep all warps busy.
-func (g *kasminaGrid) acrossOf(threads, batches int) int {
-	n := min(kasminaThreads, powerOfTwo(threads))
+func (g *grid) acrossOf(threads, batches int) int {
+	n := min(blockThreads, powerOfTwo(threads))
 	for n > 32 && (g.use.records() || 8*(kernel.CeilDiv(threads, n)*n-threads) > threads) {
 		n /= 2
 	}
-	for n < min(kasminaThreads, threads) && kasminaThreads/n > batches {
+	for n < min(blockThreads, threads) && blockThreads/n > batches {
 		n *= 2
 	}
 	return n
@@ -191,19 +190,19 @@ func (g *kasminaGrid) acrossOf(threads, batches int) int {
 // powerOfTwo is the least that is not less than n.
 func powerOfTwo(n int) int { return 1 << bits.Len(uint(max(n, 1)-1)) }
 
-// kasminaScratch is the workspace of a pass; what it does not need is null.
-type kasminaScratch struct{ gates, records, partial, sums, total, scale gpu.Ptr }
+// scratch is the workspace of a pass; what it does not need is null.
+type scratch struct{ gates, records, partial, sums, total, scale gpu.Ptr }
 
-func (g kasminaGrid) scratch(l Layer, c *kernel.Carve) (s kasminaScratch) {
+func (g grid) scratch(l Layer, c *kernel.Carve) (s scratch) {
 	if g.prepares(l) {
 		s.gates = c.Take(8 * l.State.Slots)
 	}
 	columns, parts := l.State.Seeds*l.Chunk+2*g.units, g.rowParts()
-	s.partial = c.Take(kasminaRowPartial * g.rows.parts() * l.State.Seeds)
+	s.partial = c.Take(rowPartial * g.rows.parts() * l.State.Seeds)
 	if g.use.telemetry {
-		record := kasminaForwardRecord
+		record := forwardRecord
 		if g.use.backward {
-			record = kasminaBackwardRecord
+			record = backwardRecord
 		}
 		s.records = c.Take(record * parts * g.units)
 	}
@@ -217,20 +216,20 @@ func (g kasminaGrid) scratch(l Layer, c *kernel.Carve) (s kasminaScratch) {
 }
 
 // WorkspaceBytes is the size of Workspace.
-func (f Forward) WorkspaceBytes(d gpu.DeviceInfo) int { return f.workspace(d, kasminaUse{}) }
+func (f Forward) WorkspaceBytes(d gpu.DeviceInfo) int { return f.workspace(d, usage{}) }
 
 // WorkspaceBytes is the size of Workspace.
 func (b Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
-	return b.workspace(d, kasminaUse{backward: true, clip: b.Clip})
+	return b.workspace(d, usage{backward: true, clip: b.Clip})
 }
 
 // workspace is what a pass takes at most, measured or not.
-func (l Layer) workspace(d gpu.DeviceInfo, use kasminaUse) (bytes int) {
+func (l Layer) workspace(d gpu.DeviceInfo, use usage) (bytes int) {
 	for i := range 4 {
 		use.telemetry = i/2 == 0
-		g := newKasminaGrid(d, l, i%2 == 0, use)
+		g := newGrid(d, l, i%2 == 0, use)
 		few := g.over(l, 1)
-		g = g.over(l, kasminaBlocks*d.SMs)
+		g = g.over(l, mostBlocks*d.SMs)
 		g.late, g.ending = few.late, few.ending // as many as follow fewer blocks
 		var c kernel.Carve
 		g.scratch(l, &c)

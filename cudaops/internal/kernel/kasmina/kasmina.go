@@ -22,8 +22,8 @@ func (e *KindError) Error() string {
 	return fmt.Sprintf("seed %d has kind %d: the kind has no kernel", e.Seed, e.Kind)
 }
 
-// kasminaKinds are Residual, AttentionGate, MLPExpansion and ConvFilter.
-const kasminaKinds = 4
+// kinds are Residual, AttentionGate, MLPExpansion and ConvFilter.
+const kinds = 4
 
 // The rows of the arrays that figures are left in.
 const (
@@ -48,7 +48,7 @@ type State struct {
 
 // The fields' arrays have Seeds words, up to the last, order; heads, of Slots + 1 words, comes
 // before it. The list begins with the number of its seeds. kasmina_capacity.cu says what follows.
-const kasminaFields = 5
+const fieldCount = 5
 
 // Bytes is the size of the state.
 func (k State) Bytes() int {
@@ -60,7 +60,7 @@ func (k State) Bytes() int {
 }
 
 func (k State) field(i int) gpu.Ptr { return k.Ptr.Offset(4 * i * k.Seeds) }
-func (k State) heads() gpu.Ptr      { return k.field(kasminaFields) }
+func (k State) heads() gpu.Ptr      { return k.field(fieldCount) }
 func (k State) order() gpu.Ptr      { return k.heads().Offset(4 * (k.Slots + 1)) }
 
 // List is where the list of the seeds that mix features is.
@@ -82,7 +82,7 @@ func (k State) Encode(dst []byte, at func(i int) seed.Seed) error {
 		part, words = words[:n], words[n:]
 		return part
 	}
-	var fields [kasminaFields][]uint32
+	var fields [fieldCount][]uint32
 	for f := range fields {
 		fields[f] = take(k.Seeds)
 	}
@@ -95,7 +95,7 @@ func (k State) Encode(dst []byte, at func(i int) seed.Seed) error {
 		}
 		switch {
 		case s.Slot == 0 || !s.Blend && !s.Learn:
-		case s.Kind >= kasminaKinds && !Mixes(s):
+		case s.Kind >= kinds && !Mixes(s):
 			return &KindError{i, s.Kind}
 		case int(s.Slot) >= k.Slots:
 			return fmt.Errorf("seed %d has slot %d, but there are %d slots", i, s.Slot, k.Slots)
@@ -224,36 +224,34 @@ func (l Layer) bounds(clip bool) (limit gpu.Ptr, large float64) {
 	return limit, large
 }
 
-// kasminaPass is a pass that is being launched.
-type kasminaPass struct {
+// pass is a pass that is being launched.
+type pass struct {
 	*kernel.Queue
 	Layer
-	kasminaGrid
-	kasminaScratch
+	grid
+	scratch
 	mixing
 	unit, name string // of the kernel
 	layer      kernel.Struct
 }
 
-// newKasminaPass prepares the launch of a pass's kernel; others are the arrays that it takes
-// besides X.
-func newKasminaPass(q *kernel.Queue, l Layer, use kasminaUse, work gpu.Ptr,
-	others ...gpu.Ptr) *kasminaPass {
+// newPass prepares the launch of a pass's kernel; others are the arrays that it takes besides X.
+func newPass(q *kernel.Queue, l Layer, use usage, work gpu.Ptr, others ...gpu.Ptr) *pass {
 	if l.Rows > math.MaxInt32 || l.State.Seeds*l.Chunk > math.MaxInt32/4 { // as they are counted
 		q.Err = fmt.Errorf("kernels.Kasmina: %d rows of %d seeds of %d columns are too many",
 			l.Rows, l.State.Seeds, l.Chunk)
 	}
-	p := &kasminaPass{Queue: q, Layer: l, unit: "kasmina", name: "kasmina_forward_"}
+	p := &pass{Queue: q, Layer: l, unit: "kasmina", name: "kasmina_forward_"}
 	if use.backward {
 		p.unit, p.name = "kasmina_backward", "kasmina_backward_"
 	}
-	g := newKasminaGrid(q.Info, l, kernel.Aligned(append(others, l.X)...), use)
+	g := newGrid(q.Info, l, kernel.Aligned(append(others, l.X)...), use)
 	p.name += l.mode(use.telemetry) + "_" + g.shape + kernel.Suffix(l.Type)
-	c := kernel.Line(1, kasminaThreads)
+	c := kernel.Line(1, blockThreads)
 	c.Shared = g.shared()
-	p.kasminaGrid = g.over(l, min(q.Resident(p.unit, p.name, c), kasminaBlocks*q.Info.SMs))
+	p.grid = g.over(l, min(q.Resident(p.unit, p.name, c), mostBlocks*q.Info.SMs))
 	from := kernel.Carve{At: work}
-	p.kasminaScratch = p.kasminaGrid.scratch(l, &from)
+	p.scratch = p.grid.scratch(l, &from)
 	if l.State.Wide {
 		p.narrow(&from)
 	}
@@ -267,55 +265,55 @@ func newKasminaPass(q *kernel.Queue, l Layer, use kasminaUse, work gpu.Ptr,
 
 // main launches the pass's kernel over the whole layer, which takes the layer, Share, and two
 // arrays first. It overlaps with whatever comes before it, which it awaits.
-func (p *kasminaPass) main(y, x gpu.Ptr, args ...any) {
+func (p *pass) main(y, x gpu.Ptr, args ...any) {
 	c := kernel.Grid(p.tiles, p.rowParts(), p.across, p.down)
 	c.Shared, c.Overlap = p.shared(), true
 	p.Run(p.unit, p.name, c, append([]any{p.layer, p.share(), y, x}, args...)...)
 }
 
 // measureRows launches a kernel of kasmina_rows.cu.
-func (p *kasminaPass) measureRows(name string, r seed.Reduction, args ...any) {
+func (p *pass) measureRows(name string, r seed.Reduction, args ...any) {
 	p.Run("kasmina_rows", name+kernel.Suffix(p.Type),
-		kernel.Grid(p.rows.tiles, p.rows.blocks, kasminaThreads, 1),
+		kernel.Grid(p.rows.tiles, p.rows.blocks, blockThreads, 1),
 		append(args, p.rows.across, p.rows.lanes, int(r))...)
 }
 
-func (p *kasminaPass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) {
+func (p *pass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) {
 	p.Run("kasmina_rows", "kasmina_rows_merge", kernel.Cover(p.State.Seeds, 4, 128), figures,
 		p.partial, p.rows.parts(), p.State.Seeds, int(r), count, norms)
 }
 
 // merging is how many threads merge the records of a seed, so that none has many.
-func (p *kasminaPass) merging() int {
+func (p *pass) merging() int {
 	records := 4 // of a thread, at most
 	if p.use.backward {
 		records = 2
 	}
-	return min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/records), 8), kasminaMergeThreads)
+	return min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/records), 8), mergeThreads)
 }
 
 // mergers is how many blocks merge records.
-func (p *kasminaPass) mergers() int {
-	return kernel.CeilDiv(p.State.Seeds, kasminaMergeThreads/p.merging())
+func (p *pass) mergers() int {
+	return kernel.CeilDiv(p.State.Seeds, mergeThreads/p.merging())
 }
 
 // finish launches a kernel that adds up what the blocks of a pass have left. It awaits the kernel
 // before it by itself, where GPUs can do that.
-func (p *kasminaPass) finish(name string, c gpu.LaunchConfig, args ...any) {
+func (p *pass) finish(name string, c gpu.LaunchConfig, args ...any) {
 	c.Overlap = true
 	p.Run(p.unit, name, c, kernel.Struct(args))
 }
 
 // sumUp makes gradients of slots, and figures, of the sums and records of a backward pass. The
 // first kernel adds up over the blocks, the second over the seeds of slots.
-func (p *kasminaPass) sumUp(dweights, dscales, figures gpu.Ptr) {
+func (p *pass) sumUp(dweights, dscales, figures gpu.Ptr) {
 	st, seeds := p.State, p.State.Seeds
 	columns := seeds*p.Chunk + 2*p.units
 	adding, merging := kernel.CeilDiv(columns, 32), 0
 	if p.use.telemetry {
 		merging = p.mergers()
 	}
-	p.finish("kasmina_gather", kernel.Line(adding+merging, kasminaMergeThreads), p.total, p.sums,
+	p.finish("kasmina_gather", kernel.Line(adding+merging, mergeThreads), p.total, p.sums,
 		figures, p.records, int64(columns), adding, p.rowParts(), p.units, seeds, p.merging(),
 		p.sharing > 0)
 	p.finish("kasmina_slots", kernel.Grid(st.Slots, kernel.CeilDiv(p.Chunk, 32), 32,
@@ -327,13 +325,13 @@ func (p *kasminaPass) sumUp(dweights, dscales, figures gpu.Ptr) {
 // tiny one comes before them where a chunk is more than 32 threads'. Where slots are wide, weights
 // are copied ahead of all, and a kernel of the kinds that mix comes behind.
 func (f Forward) Launch(q *kernel.Queue) {
-	p := newKasminaPass(q, f.Layer, kasminaUse{telemetry: f.Telemetry}, f.Workspace, f.Y)
+	p := newPass(q, f.Layer, usage{telemetry: f.Telemetry}, f.Workspace, f.Y)
 	if q.Err != nil {
 		return
 	}
 	p.main(f.Y, f.X, p.records, f.Bad)
 	if f.Telemetry {
-		p.finish("kasmina_merge", kernel.Line(p.mergers(), kasminaMergeThreads), f.Figures,
+		p.finish("kasmina_merge", kernel.Line(p.mergers(), mergeThreads), f.Figures,
 			p.records, p.rowParts(), p.units, p.State.Seeds, p.merging(), p.Eps)
 	}
 	if f.Histogram != 0 {
@@ -358,8 +356,8 @@ func (f Forward) Launch(q *kernel.Queue) {
 // are more than a warp, norms and clipping take one more pass over G. Where slots are wide, there
 // are also those of Forward, and one that adds up over slots.
 func (b Backward) Launch(q *kernel.Queue) {
-	use := kasminaUse{true, b.Telemetry, b.Clip, b.DX == b.G}
-	p := newKasminaPass(q, b.Layer, use, b.Workspace, b.DX, b.G)
+	use := usage{true, b.Telemetry, b.Clip, b.DX == b.G}
+	p := newPass(q, b.Layer, use, b.Workspace, b.DX, b.G)
 	if q.Err != nil {
 		return
 	}

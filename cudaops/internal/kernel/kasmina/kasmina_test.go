@@ -75,11 +75,11 @@ func TestKasminaGrid(t *testing.T) {
 		if rand.IntN(3) > 0 {
 			l.Chunk = 4 * (1 + rand.IntN(100))
 		}
-		use := kasminaUse{backward: rand.IntN(2) == 0, telemetry: rand.IntN(2) == 0,
+		use := usage{backward: rand.IntN(2) == 0, telemetry: rand.IntN(2) == 0,
 			clip: rand.IntN(2) == 0}
 		aligned := rand.IntN(2) == 0
 		use.inPlace = use.backward && aligned && l.InPlace() && rand.IntN(2) == 0
-		g := newKasminaGrid(device, l, aligned, use).over(l, 1+rand.IntN(kasminaBlocks*device.SMs))
+		g := newGrid(device, l, aligned, use).over(l, 1+rand.IntN(mostBlocks*device.SMs))
 		space := Forward{Layer: l}.WorkspaceBytes(device)
 		if use.backward {
 			space = Backward{Layer: l, Clip: use.clip}.WorkspaceBytes(device)
@@ -87,7 +87,7 @@ func TestKasminaGrid(t *testing.T) {
 		var c kernel.Carve
 		g.scratch(l, &c)
 		require.LessOrEqual(t, int(c.At), space, "%v, %v", l, g)
-		if g.across*g.down != kasminaThreads || g.shared() > 48<<10 {
+		if g.across*g.down != blockThreads || g.shared() > 48<<10 {
 			t.Fatalf("%+v %+v: %d bytes of shared memory", l, g, g.shared())
 		}
 		if use.inPlace && g.sharing == 0 {
@@ -100,13 +100,13 @@ func TestKasminaGrid(t *testing.T) {
 // checkColumns has each column of a row, and of each of those that a block has at once, be one
 // thread's. Lane of kasmina_feed.cuh deals them out. A chunk's threads are of one warp where they
 // form its norm.
-func (g kasminaGrid) checkColumns(t *testing.T, l Layer) {
+func (g grid) checkColumns(t *testing.T, l Layer) {
 	t.Helper()
 	d := l.State.Seeds * l.Chunk
 	times := make([]int, kernel.CeilDiv(d, g.perThread))
 	begun := make([]int, g.down) // the warp that the chunk began in
-	for i := range g.tiles * kasminaThreads {
-		tile, thread := i/kasminaThreads, i%kasminaThreads
+	for i := range g.tiles * blockThreads {
+		tile, thread := i/blockThreads, i%blockThreads
 		x, y := thread%g.across, thread/g.across
 		at := tile*g.across + x
 		wide := min(g.across, 32)
@@ -142,8 +142,8 @@ func TestKasminaLateBlocks(t *testing.T) {
 				defer func() { g.Must(small.Close()) }()
 				g.Set = small
 				r := newKasmina(g, c, nil)
-				grid := newKasminaGrid(g.Info, r.layer, true,
-					kasminaUse{telemetry: c.telemetry}).over(r.layer, kasminaBlocks)
+				grid := newGrid(g.Info, r.layer, true,
+					usage{telemetry: c.telemetry}).over(r.layer, mostBlocks)
 				require.NotZero(t, grid.late)
 				r.check()
 			})
@@ -166,8 +166,8 @@ func TestKasminaForeignKinds(t *testing.T) {
 					Dtype: kerneltest.F32})
 				for s := range r.states {
 					if words[s] != 0 && s%2 == 0 {
-						words[s] = words[s]&^0xff | uint32(kasminaKinds+
-							g.Rand.IntN(256-kasminaKinds))
+						words[s] = words[s]&^0xff | uint32(kinds+
+							g.Rand.IntN(256-kinds))
 						r.states[s].Slot = slotOfNone
 					}
 				}

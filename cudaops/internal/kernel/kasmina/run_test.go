@@ -66,7 +66,7 @@ const (
 // kinds is how many of them fit into the slots.
 func (c kasminaCase) kinds() int {
 	if c.width < 2*c.chunk {
-		return kasminaKinds
+		return kinds
 	}
 	return int(blueprints.ChunkMLP) + 1
 }
