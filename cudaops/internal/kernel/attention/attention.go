@@ -101,8 +101,8 @@ type Backward struct {
 	Way                       kernel.Way
 }
 
-// attentionStatsTile is kStatsTile of attention.cuh.
-const attentionStatsTile = 128
+// statsTile is kStatsTile of attention.cuh.
+const statsTile = 128
 
 // WorkspaceBytes is the size of Workspace: two statistics of every query. Where one kernel forms all
 // gradients it also has dq in float32 and a counter for every tile of it.
@@ -116,7 +116,7 @@ func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 }
 
 func (a Geometry) statsRows() int {
-	return kernel.CeilDiv(a.Seq, attentionStatsTile) * attentionStatsTile
+	return kernel.CeilDiv(a.Seq, statsTile) * statsTile
 }
 
 // Launch launches the statistics' kernel, and those of the gradients behind it.
@@ -146,8 +146,8 @@ func (a Backward) Launch(q *kernel.Queue) {
 	}
 }
 
-// attentionCall is a launch whose way is chosen and whose scale is filled in.
-type attentionCall struct {
+// call is a launch whose way is chosen and whose scale is filled in.
+type call struct {
 	*kernel.Queue
 	Geometry
 	kernel.Way
@@ -159,8 +159,8 @@ type attentionCall struct {
 
 // begin chooses the way: the given one, of which the size may be any, or the fastest.
 func begin(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Way,
-	ways []kernel.Way) *attentionCall {
-	c := &attentionCall{Queue: q, Geometry: a, dtype: t, Way: w}
+	ways []kernel.Way) *call {
+	c := &call{Queue: q, Geometry: a, dtype: t, Way: w}
 	if w.Family == "" {
 		c.Family = ways[0].Family
 	} else if !slices.Contains(ways, kernel.Way{Family: w.Family}) {
@@ -174,7 +174,7 @@ func begin(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Way,
 }
 
 // params is attention::Params of attention.cuh, for sections of so many heads.
-func (c *attentionCall) params(section int) (p kernel.Struct) {
+func (c *call) params(section int) (p kernel.Struct) {
 	for _, r := range c.rows {
 		p = append(p, r.Ptr)
 	}
@@ -185,8 +185,8 @@ func (c *attentionCall) params(section int) (p kernel.Struct) {
 	return append(p, c.Batch, c.Seq, c.Heads, c.KVHeads, c.HeadDim, c.Causal, c.Scale, section)
 }
 
-func (c *attentionCall) launchStatistics() {
-	l := kernel.Line(c.Batch*c.Heads*c.statsRows()/attentionStatsTile, 256)
+func (c *call) launchStatistics() {
+	l := kernel.Line(c.Batch*c.Heads*c.statsRows()/statsTile, 256)
 	var counters gpu.Ptr
 	var n int
 	if c.Family == hopper {
@@ -226,7 +226,7 @@ func (m mmaShape) shared(p pass, dim int) int {
 	return 2*dim*(own*m.own+2*2*m.loop) + 2*stats
 }
 
-func (c *attentionCall) launch(p pass) {
+func (c *call) launch(p pass) {
 	heads, others := c.Batch*c.Heads, 1 // blocks own rows of one kind of head and read others
 	if p == backwardKV {
 		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads
@@ -253,7 +253,7 @@ func (c *attentionCall) launch(p pass) {
 
 // run launches a kernel or, where there are documents, the one of the same family that takes their
 // table last.
-func (c *attentionCall) run(unit, name string, l gpu.LaunchConfig, args ...any) {
+func (c *call) run(unit, name string, l gpu.LaunchConfig, args ...any) {
 	if c.Documents != 0 {
 		name, args = name+"_documents", append(args, c.Documents)
 	}
@@ -262,7 +262,7 @@ func (c *attentionCall) run(unit, name string, l gpu.LaunchConfig, args ...any) 
 
 // section is how many heads are worked on together. What their blocks read over and over should fit
 // in L2 with room to spare.
-func (c *attentionCall) section(heads, others int) int {
+func (c *call) section(heads, others int) int {
 	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
 	return min(max(c.Info.L2*5/8/each, 1), heads)
 }
@@ -302,7 +302,7 @@ var sections = []int{8, 24, 48}
 // Ways lists the ways that take the launch.
 func (a Backward) Ways(k *kernel.Set) []kernel.Way {
 	ways := a.Geometry.ways(k, a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
-	c := attentionCall{Queue: &kernel.Queue{Set: k}, Geometry: a.Geometry, dtype: a.Type}
+	c := call{Queue: &kernel.Queue{Set: k}, Geometry: a.Geometry, dtype: a.Type}
 	heads := a.Batch * a.KVHeads
 	if ways[0].Family != hopper || !a.Causal ||
 		c.section(heads, c.sharers()) >= min(fusedSection, heads) {

@@ -62,7 +62,7 @@ func (h hopperShape) sharedFused(dim int, documents bool) int {
 }
 
 // launchHopper is the forward pass over some heads.
-func (c *attentionCall) launchHopper(heads, others int) {
+func (c *call) launchHopper(heads, others int) {
 	dim := c.hopperDim()
 	h := hopperShapes[dim]
 	section := c.evenSection(heads, kernel.CeilDiv(c.Seq, 64*h.workers), others, true)
@@ -79,7 +79,7 @@ func (c *attentionCall) launchHopper(heads, others int) {
 // least to do. Of the numbers of heads from half of section to all of it, it is the one for which
 // the work ends first. Multiprocessors take it in turns, as workOf of attention_hopper.cuh says, or
 // on demand: whoever is done takes the next.
-func (c *attentionCall) evenSection(heads, tiles, others int, inTurns bool) int {
+func (c *call) evenSection(heads, tiles, others int, inTurns bool) int {
 	if c.Size > 0 {
 		return min(c.Size, heads)
 	}
@@ -135,7 +135,7 @@ func longest(heads, tiles, section, sms int, inTurns bool) int {
 }
 
 // hopperArgs are the parameters and the descriptors of inputs: q, k and v, or with g behind them.
-func (c *attentionCall) hopperArgs(section int, inputs []kernel.Rows) []any {
+func (c *call) hopperArgs(section int, inputs []kernel.Rows) []any {
 	args := []any{c.params(section)}
 	for i, rows := range inputs {
 		args = append(args, c.tensorMap(rows, []int{c.Heads, c.KVHeads, c.KVHeads, c.Heads}[i]))
@@ -145,7 +145,7 @@ func (c *attentionCall) hopperArgs(section int, inputs []kernel.Rows) []any {
 
 // tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one
 // head, where 64 divides the kernels' head dimension, or 32.
-func (c *attentionCall) tensorMap(r kernel.Rows, heads int) gpu.TensorMap {
+func (c *call) tensorMap(r kernel.Rows, heads int) gpu.TensorMap {
 	row := uint64(r.Stride * c.dtype.Size())
 	columns := uint32(64)
 	if c.hopperDim()%64 != 0 {
@@ -176,7 +176,7 @@ func (a Geometry) fusedParts(c *kernel.Carve) (dq, counters gpu.Ptr, n int) {
 const fusedSection = 16
 
 // sectionOfFused is the section of the fused backward pass, whose blocks own tiles of keys.
-func (c *attentionCall) sectionOfFused(tiles int) int {
+func (c *call) sectionOfFused(tiles int) int {
 	heads := c.Batch * c.KVHeads
 	least := min(fusedSection, heads)
 	if c.Size == 0 && c.section(heads, c.sharers()) < least {
@@ -187,11 +187,11 @@ func (c *attentionCall) sectionOfFused(tiles int) int {
 
 // sharers is how many times the keys' bytes the blocks of a head share. They share its q and g and,
 // in as many bytes again, the sums of its dq.
-func (c *attentionCall) sharers() int { return 2 * c.Heads / c.KVHeads }
+func (c *call) sharers() int { return 2 * c.Heads / c.KVHeads }
 
 // launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how
 // the workspace goes on.
-func (c *attentionCall) launchFused() {
+func (c *call) launchFused() {
 	dim := c.hopperDim()
 	h := fusedShapes[dim]
 	dq, counters, _ := c.fusedParts(&kernel.Carve{At: c.stats})

@@ -46,7 +46,7 @@ func TestAttentionSections(t *testing.T) {
 	for _, a := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64},
 		{16, 16, 2048, 128}, {4, 16, 8192, 128}, {1, 3, 100, 64}} {
 		k, _, _ := kerneltest.FakeAttention(t, 90, 227<<10)
-		c := attentionCall{Queue: &kernel.Queue{Set: k}, Geometry: Geometry{Batch: a.batch, Seq: a.seq,
+		c := call{Queue: &kernel.Queue{Set: k}, Geometry: Geometry{Batch: a.batch, Seq: a.seq,
 			Heads: a.heads, KVHeads: a.heads, HeadDim: a.dim, Causal: true},
 			dtype: kerneltest.Bf16}
 		heads, tiles := a.batch*a.heads, kernel.CeilDiv(a.seq, 128)

@@ -65,8 +65,8 @@ const (
 // What a block of elementwise.cu covers, but for binary functions, with one access of each operand
 // a thread.
 const (
-	elementThreads  = 256
-	elementAccesses = 2
+	threads  = 256
+	accesses = 2
 )
 
 // rowOps is the binary functions that kernels for a row for every row have: the first so many,
@@ -75,8 +75,8 @@ const rowOps = Div + 1
 
 // elementwise launches a kernel over n elements, perAccess of which are one access.
 func elementwise(q *kernel.Queue, name string, n, perAccess int, args ...any) {
-	span := elementThreads * elementAccesses * perAccess
-	q.Run("elementwise", name, kernel.Cover(n, span, elementThreads), append(args, int64(n))...)
+	span := threads * accesses * perAccess
+	q.Run("elementwise", name, kernel.Cover(n, span, threads), append(args, int64(n))...)
 }
 
 // Unary computes Y[i] = f(X[i], P) for N elements. Y may be X.
@@ -124,7 +124,7 @@ func (p Binary) Launch(q *kernel.Queue) {
 	if (p.Op == Add || p.Op == Mul) && p.A.rows(p.N) {
 		p.A, p.B = p.B, p.A
 	}
-	c := kernel.Cover(p.N, elementThreads*kernel.Vector(p.Type), elementThreads)
+	c := kernel.Cover(p.N, threads*kernel.Vector(p.Type), threads)
 	if p.Op < rowOps && p.A.Repeat == 1 && p.A.Period == p.N && p.B.rows(p.N) &&
 		kernel.Packed(p.Type, p.B.Period, p.Y, p.A.Ptr, p.B.Ptr) {
 		q.Run("elementwise", "binary_row"+kernel.Suffix(p.Type), c, p.Y, p.A.Ptr, p.B.Ptr,

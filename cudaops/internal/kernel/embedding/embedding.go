@@ -39,8 +39,8 @@ type Backward struct {
 	Workspace      gpu.Ptr
 }
 
-// embeddingTile is kTile of embedding.cu.
-const embeddingTile = 32
+// tile is kTile of embedding.cu.
+const tile = 32
 
 // scratch is the parts of a Backward's workspace, one behind the other.
 type scratch struct{ starts, cursors, members, sorted, heads, tails gpu.Ptr }
@@ -50,7 +50,7 @@ func (a Backward) idBytes() int { return 4 * (a.Vocab/4*4 + 4) }
 
 func (a Backward) scratch(c *kernel.Carve) (s scratch) {
 	ids, list := a.idBytes(), 4*a.Rows
-	sums := 4 * kernel.CeilDiv(a.Rows, embeddingTile) * a.D
+	sums := 4 * kernel.CeilDiv(a.Rows, tile) * a.D
 	s.starts, s.cursors = c.Take(ids), c.Take(ids)
 	s.members, s.sorted = c.Take(list), c.Take(list)
 	s.heads, s.tails = c.Take(sums), c.Take(sums)
@@ -77,7 +77,7 @@ func (a Backward) Launch(q *kernel.Queue) {
 	}
 	rows, vocab := kernel.Cover(a.Rows, 256, 256), int64(a.Vocab)
 	threads := min(256, kernel.CeilDiv(a.D, 32*n)*32)
-	tiles := kernel.Grid(kernel.CeilDiv(a.Rows, embeddingTile), kernel.CeilDiv(a.D, threads*n),
+	tiles := kernel.Grid(kernel.CeilDiv(a.Rows, tile), kernel.CeilDiv(a.D, threads*n),
 		threads, 1)
 	q.Run("embedding", "embedding_count", rows, p.cursors, a.IDs, a.Rows, vocab)
 	q.Run("embedding", "embedding_starts", kernel.Line(1, 1024), p.starts, p.cursors, a.Vocab)

@@ -15,10 +15,10 @@ type Forward struct {
 }
 
 // NormalizeWorkspace is the bytes of workspace that Forward and its backward pass take: two sums
-// for each of normalizeParts blocks.
+// for each of mostParts blocks.
 const (
-	NormalizeWorkspace = 2 * 4 * normalizeParts
-	normalizeParts     = 512
+	NormalizeWorkspace = 2 * 4 * mostParts
+	mostParts          = 512
 )
 
 // Launch launches two kernels.
@@ -43,7 +43,7 @@ func (a Backward) Launch(q *kernel.Queue) {
 
 func normalize(q *kernel.Queue, name string, parts, x, g gpu.Ptr, n int, xt gpu.DType,
 	args ...any) {
-	blocks := min(normalizeParts, kernel.CeilDiv(n, 4*256))
+	blocks := min(mostParts, kernel.CeilDiv(n, 4*256))
 	q.Run("normalize", "normalize_sums"+kernel.Suffix(xt), kernel.Line(blocks, 256), parts, x, g,
 		int64(n))
 	q.Run("normalize", name, kernel.Line(min(8*q.Info.SMs, kernel.CeilDiv(n, 4*256)), 256),

@@ -39,12 +39,12 @@ type Tensor struct {
 
 // What optim.cuh says of chunks and updates.
 const (
-	optimThreads = 256
-	optimRounds  = 16
-	updateBytes  = 6 * 4
+	threads     = 256
+	rounds      = 16
+	updateBytes = 6 * 4
 
 	// OptimChunk is the elements of a Table's chunk; the last one of a tensor has what is left.
-	OptimChunk = optimThreads * 4 * optimRounds
+	OptimChunk = threads * 4 * rounds
 )
 
 // Table is tensors laid out on the device, so that one launch updates them all: the tensors, what a
@@ -153,7 +153,7 @@ type GradSquares struct {
 // Launch launches one kernel.
 func (p GradSquares) Launch(q *kernel.Queue) {
 	q.Run("optim", p.Table.kernel("optim_squares"),
-		kernel.Line(p.Table.Chunks, optimThreads), p.Squares, p.Table.tensors, p.Table.chunks)
+		kernel.Line(p.Table.Chunks, threads), p.Squares, p.Table.tensors, p.Table.chunks)
 }
 
 // GradNorm finishes a control block. It gets the norm of the gradients from Count sums of squares,
@@ -183,13 +183,13 @@ type AdamW struct {
 // Launch launches two kernels.
 func (p AdamW) Launch(q *kernel.Queue) {
 	p.Table.begin(q, "adamw", p.Control)
-	q.Run("adamw", p.Table.kernel("adamw"), kernel.Line(p.Table.Chunks*optimRounds, optimThreads),
+	q.Run("adamw", p.Table.kernel("adamw"), kernel.Line(p.Table.Chunks*rounds, threads),
 		p.Control, p.Table.updates, p.Table.tensors, p.Table.chunks)
 }
 
 // begin counts a step, and works out what follows from it for each tensor.
 func (t *Table) begin(q *kernel.Queue, unit string, control gpu.Ptr) {
-	q.Run(unit, unit+"_begin", kernel.Cover(len(t.Tensors), optimThreads, optimThreads), control,
+	q.Run(unit, unit+"_begin", kernel.Cover(len(t.Tensors), threads, threads), control,
 		t.updates, t.tensors, len(t.Tensors))
 }
 
@@ -212,7 +212,7 @@ type MuonDirection struct {
 
 // Launch launches three kernels.
 func (p MuonDirection) Launch(q *kernel.Queue) {
-	c := kernel.Line(p.Table.Chunks, optimThreads)
+	c := kernel.Line(p.Table.Chunks, threads)
 	p.Table.begin(q, "muon", p.Control)
 	q.Run("muon", "muon_momentum", c, p.Squares, p.Control, p.Table.updates, p.Table.tensors,
 		p.Table.chunks, p.Nesterov)
@@ -228,6 +228,6 @@ type MuonApply struct {
 
 // Launch launches one kernel.
 func (p MuonApply) Launch(q *kernel.Queue) {
-	q.Run("muon", "muon_apply", kernel.Line(p.Table.Chunks, optimThreads), p.Control,
+	q.Run("muon", "muon_apply", kernel.Line(p.Table.Chunks, threads), p.Control,
 		p.Table.updates, p.Table.tensors, p.Table.chunks)
 }
