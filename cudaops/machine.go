@@ -251,8 +251,7 @@ func (m *Machine) load(p *program.Program) (err error) {
 	}
 	r.Host, r.Pass = r.OnTheHost, m.layers.Run
 	m.measured = &profile.Machine{Runner: r, Layers: m.layers, Warn: warn,
-		Name: m.device.Name(), Operands: m.config.Activation,
-		Float8: m.config.Float8, Copy: m.config.ceilingBytes}
+		Operands: m.config.Activation, Float8: m.config.Float8, Copy: m.config.ceilingBytes}
 	if m.config.monitor > 0 {
 		m.monitor = profile.NewMonitor(m.measured, m.config.monitor)
 	}

@@ -1735,10 +1735,10 @@ func TestSingleRefusals(t *testing.T) {
 // cards is GPUs of the compute capabilities that the units have machine code for. Their cache is
 // small, since timing overwrites it.
 var cards = []gpu.DeviceInfo{
-	{Name: "A100", Major: 8, SMs: 108, SharedPerBlock: 163 << 10, SharedPerSM: 164 << 10},
-	{Name: "L40S", Major: 8, Minor: 9, SMs: 142, SharedPerBlock: 99 << 10, SharedPerSM: 100 << 10},
-	{Name: "H200", Major: 9, SMs: 132, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10},
-	{Name: "B200", Major: 10, SMs: 148, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10},
+	{Name: "A100", Major: 8, SMs: 108, SharedPerBlock: 163 << 10},
+	{Name: "L40S", Major: 8, Minor: 9, SMs: 142, SharedPerBlock: 99 << 10},
+	{Name: "H200", Major: 9, SMs: 132, SharedPerBlock: 227 << 10},
+	{Name: "B200", Major: 10, SMs: 148, SharedPerBlock: 227 << 10},
 }
 
 const hopper = 2 // in cards
@@ -1747,7 +1747,7 @@ const hopper = 2 // in cards
 // unit has them, and take only the arguments that they have there.
 func openBinaries(t *testing.T, card gpu.DeviceInfo) *Device {
 	t.Helper()
-	card.Memory, card.L2, card.ThreadsPerSM = 1<<30, 1<<16, 1536
+	card.Memory, card.L2 = 1<<30, 1<<16
 	device, err := Open(withDriver(fake.New(fake.Config{Devices: []gpu.DeviceInfo{card},
 		Images: kerneltest.Kernels})))
 	require.NoError(t, err)

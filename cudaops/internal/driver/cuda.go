@@ -212,7 +212,7 @@ func (c *cuda) describe(ordinal int) (d gpu.DeviceInfo, dev int32, err error) {
 	d.Name, _, _ = strings.Cut(string(name), "\x00")
 	d.Memory = uint64(memory)
 	for attribute, to := range map[uintptr]*int{75: &d.Major, 76: &d.Minor, 16: &d.SMs,
-		38: &d.L2, 97: &d.SharedPerBlock, 81: &d.SharedPerSM, 39: &d.ThreadsPerSM} {
+		38: &d.L2, 97: &d.SharedPerBlock} {
 		var v int32
 		if err = c.do(&c.DeviceGetAttribute, uintptr(unsafe.Pointer(&v)), attribute,
 			uintptr(dev)); err != nil {

@@ -42,8 +42,6 @@ type DeviceInfo struct {
 	SMs            int
 	L2             int
 	SharedPerBlock int // the most that a block may opt in to
-	SharedPerSM    int
-	ThreadsPerSM   int
 }
 
 // Capability is the compute capability as nvcc writes it: 90 for 9.0.

@@ -265,7 +265,6 @@ type Machine struct {
 	*run.Runner
 	Layers   *kasmina.Layers
 	Warn     func(message string)
-	Name     string    // of the device
 	Operands gpu.DType // of products
 	Float8   bool      // products of float8 are measured too
 	Copy     int       // bytes of the copy that measures the card; 0 for the usual

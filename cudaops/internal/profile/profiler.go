@@ -245,7 +245,7 @@ func (p *Profiler) result() (*optime.Profile, error) {
 	if err := p.Ctx.SyncStream(p.Stream); err != nil {
 		return nil, err
 	}
-	r := &optime.Profile{Device: p.Name, Steps: plainSteps}
+	r := &optime.Profile{Device: p.Ctx.Device().Name, Steps: plainSteps}
 	var periods []time.Duration
 	for i := 1; i <= plainSteps; i++ {
 		periods = append(periods, p.between(p.steps[i].begin, p.steps[i+1].begin))

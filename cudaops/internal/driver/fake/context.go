@@ -185,10 +185,13 @@ func (c *Context) AllowShared(f *gpu.Function, bytes int) error {
 	})
 }
 
-// Resident counts by threads and shared memory.
+const threadsPerSM = 1536 // the least that a GPU with kernels has
+
+// Resident counts by threads and shared memory, of which each block takes 1 KiB for itself.
 func (c *Context) Resident(_ *gpu.Function, l gpu.LaunchConfig) (int, error) {
 	return asked(c, "cuOccupancyMaxActiveBlocksPerMultiprocessor", func() (int, error) {
-		blocks := min(c.info.ThreadsPerSM/l.Block.Count(), c.info.SharedPerSM/(l.Shared+1024), 32)
+		shared := c.info.SharedPerBlock + 1024
+		blocks := min(threadsPerSM/l.Block.Count(), shared/(l.Shared+1024), 32)
 		return blocks * c.info.SMs / l.Cluster.Count(), nil
 	})
 }

@@ -50,9 +50,8 @@ type Driver struct {
 // New returns a fake driver.
 func New(c Config) *Driver {
 	if c.Devices == nil {
-		c.Devices = []gpu.DeviceInfo{{Name: "Fake GPU", Major: 9, Memory: 1 << 30,
-			SMs: 132, L2: 60 << 20, SharedPerBlock: 227 << 10, SharedPerSM: 228 << 10,
-			ThreadsPerSM: 2048}}
+		c.Devices = []gpu.DeviceInfo{{Name: "Fake GPU", Major: 9, Memory: 1 << 30, SMs: 132,
+			L2: 60 << 20, SharedPerBlock: 227 << 10}}
 	}
 	c.Devices = slices.Clone(c.Devices)
 	for i := range c.Devices {
