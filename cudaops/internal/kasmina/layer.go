@@ -37,8 +37,8 @@ type layer struct {
 	*Layers
 	hosted  bool   // the run under way computes the layer on the host: see choose
 	encoded []byte // the state for the run
-	last    []byte // the state as the device has it
-	staging []byte
+	staging []byte // pinned; the state as the device has it, if it was sent
+	sent    bool
 	flights [2]flight
 	counts  []uint32 // as last seen
 	started []bool   // of each slot: a seed has computed with it in the run before
@@ -167,9 +167,9 @@ func (l *layer) at(word int) gpu.Ptr {
 func (l *layer) moving(inPlace bool) int {
 	n := l.State.Seeds
 	if l.State.Wide { // those that mix, which Residual ones stand for below
-		n += int(gpu.View[uint32](l.last[l.State.List():])[0])
+		n += int(gpu.View[uint32](l.staging[l.State.List():])[0])
 	}
-	for _, word := range gpu.View[uint32](l.last)[:l.State.Seeds] { // as KasminaState.Encode has them
+	for _, word := range gpu.View[uint32](l.staging)[:l.State.Seeds] { // as KasminaState.Encode has them
 		if l.Op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
 			n++ // what is dormant is Residual there
 		}
@@ -232,14 +232,12 @@ func (l *layer) before() error {
 	if t := f.pass.Snapshot().Telemetry; f.pass.Measures() {
 		f.mode = mode{true, t.Mode == state.Debug, seed.Reduction(t.Reduction)}
 	}
-	if bytes.Equal(l.encoded, l.last) {
+	if l.sent && bytes.Equal(l.encoded, l.staging) {
 		return nil
 	}
 	copy(l.staging, l.encoded)
 	err = l.m.Ctx.CopyToDevice(l.Memory.Ptr(), l.staging, l.m.Stream)
-	if err == nil {
-		l.last = append(l.last[:0], l.encoded...)
-	}
+	l.sent = err == nil
 	return err
 }
 

@@ -86,7 +86,11 @@ func (c *compiler) lower(n *gorgonia.Node) {
 	if c.hasKernel(n) {
 		f = loweringOf(n)
 	}
-	if out := f(c, n, c.operands(n)); c.Values[n] == nil { // else it is folded
+	var in []*program.Array
+	for i := range graph.Children(n) {
+		in = append(in, c.operand(n, i))
+	}
+	if out := f(c, n, in); c.Values[n] == nil { // else it is folded
 		c.Values[n] = out
 	}
 }

@@ -143,15 +143,6 @@ func (c *compiler) operand(n *gorgonia.Node, input int) *program.Array {
 	return c.Values[graph.Children(n)[input]]
 }
 
-// operands is the values of a node's inputs.
-func (c *compiler) operands(n *gorgonia.Node) []*program.Array {
-	in := make([]*program.Array, len(graph.Children(n)))
-	for i := range in {
-		in[i] = c.operand(n, i)
-	}
-	return in
-}
-
 // linear reports whether a node's value is linear in those inputs that carry the scale, all
 // together, and whether it carries the scale itself.
 func linear(n *gorgonia.Node, c carriers) (out, ok bool) {
