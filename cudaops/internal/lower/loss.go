@@ -104,11 +104,10 @@ func (c *compiler) outputRows(o outputRows) {
 	scaled, factors := c.Like(o.x), c.aux(o.x.Shape[0])
 	// One forms the exponentials in the product of the logits: see [gemm.LinearCrossEntropy]. It is
 	// timed with logits of the standard deviation 4.
-	shape := gemm.LinearCrossEntropyShape{Rows: a.Rows, V: a.V, D: o.x.Shape[1]}
-	x := program.Reads("X", o.x)
-	x.Deviation = 4 / math.Sqrt(float64(shape.D))
-	one := c.either(n, several, true, gemm.LinearCrossEntropy{Type: o.x.Type,
-		LinearCrossEntropyShape: shape}, program.Uses("Terms", o.logits),
+	x, d := program.Reads("X", o.x), o.x.Shape[1]
+	x.Deviation = 4 / math.Sqrt(float64(d))
+	one := c.either(n, several, true, gemm.LinearCrossEntropy{Rows: a.Rows, V: a.V, D: d,
+		Type: o.x.Type}, program.Uses("Terms", o.logits),
 		program.Uses("Scaled", scaled), program.Uses("Factors", factors),
 		program.Writes("Losses", o.losses), x, program.Reads("W", o.w),
 		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale),

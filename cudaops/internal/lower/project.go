@@ -157,12 +157,10 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		return
 	}
 	o, product := configOf(turned), c.weighted(n, wide, x, weights, false)
-	s := gemm.RoPEProductShape{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1],
-		Turned: both.Shape[1],
-		Seq:    o.Seq, HeadDim: o.HeadDim,
-		Float8: product.ScaleA != nil}
+	one := gemm.RoPEProduct{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1],
+		Turned: both.Shape[1], Seq: o.Seq, HeadDim: o.HeadDim, Float8: product.ScaleA != nil,
+		Type: x.Type}
 	several := []*program.Call{c.newProduct(n, product), c.rotate(turned, both, both)}
-	one := gemm.RoPEProduct{RoPEProductShape: s, Type: x.Type}
 	if len(c.o.Ways(one)) == 0 {
 		c.Calls = append(c.Calls, several...)
 		return

@@ -122,13 +122,13 @@ func halves(ab []float64, rows, f int) (a, b []float64) {
 // clusters of two. Its shared memory is what a multiprocessor has at most.
 func TestLaunches(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
-	turned := RoPEProductShape{Rows: 6, Columns: 384, D: 464, Turned: 192, Seq: 3}
+	turned := RoPEProduct{Y: p, X: p, Weights: p, Angles: p, Rows: 6, Columns: 384, D: 464,
+		Turned: 192, Seq: 3, Type: kerneltest.Bf16}
 	launches := []kernel.Launch{
 		SiLUProduct{H: p, AB: p, X: p, Weights: p,
 			Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}},
 		LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p,
-			Targets: p, Scale: p, Workspace: p, Type: kerneltest.Bf16,
-			LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16, D: 512}},
+			Targets: p, Scale: p, Workspace: p, Rows: 3, V: 16, D: 512, Type: kerneltest.Bf16},
 		ScaleRows{X: p, Factors: p, Rows: 3, D: 16},
 	}
 	for i, maybe := range []gpu.Ptr{0, p} {
@@ -148,9 +148,8 @@ func TestLaunches(t *testing.T) {
 			if turned.Float8 = i > 0; turned.Float8 && turned.HeadDim == 96 {
 				continue
 			}
-			launches = append(launches, RoPEProduct{Y: p, X: p, Weights: p, Angles: p,
-				ScaleX: maybe, ScaleWeights: maybe, RoPEProductShape: turned,
-				Type: kerneltest.Bf16})
+			turned.ScaleX, turned.ScaleWeights = maybe, maybe
+			launches = append(launches, turned)
 		}
 	}
 	for _, l := range launches {
@@ -212,21 +211,20 @@ func TestWays(t *testing.T) {
 		Float8: true}, Type: kerneltest.Bf16}, func(a *Product) { a.TransW = false },
 		func(a *Product) { a.Columns = 264 }, func(a *Product) { a.D = 408 },
 		func(a *Product) { a.D = 384 }, func(a *Product) { a.Type = kerneltest.F16 })
-	takes(t, LinearCrossEntropy{LinearCrossEntropyShape: LinearCrossEntropyShape{Rows: 3, V: 16,
-		D: 512}, Type: kerneltest.Bf16},
+	takes(t, LinearCrossEntropy{Rows: 3, V: 16, D: 512, Type: kerneltest.Bf16},
 		func(a *LinearCrossEntropy) { a.V = 12 }, func(a *LinearCrossEntropy) { a.D = 516 },
 		func(a *LinearCrossEntropy) { a.Type = kerneltest.F16 })
 	takes(t, Symmetric{SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2},
 		Type: kerneltest.F16},
 		func(a *Symmetric) { a.N = 260 }, func(a *Symmetric) { a.Depth = 20 },
 		func(a *Symmetric) { a.Type = kerneltest.Bf16 })
-	takes(t, RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 288, D: 456,
-		Turned: 192, Seq: 3, HeadDim: 96}, Type: kerneltest.Bf16},
+	takes(t, RoPEProduct{Rows: 6, Columns: 288, D: 456, Turned: 192, Seq: 3, HeadDim: 96,
+		Type: kerneltest.Bf16},
 		func(a *RoPEProduct) { a.Columns = 260 }, func(a *RoPEProduct) { a.D = 500 },
 		func(a *RoPEProduct) { a.HeadDim = 32 }, func(a *RoPEProduct) { a.Float8, a.D = true, 464 },
 		func(a *RoPEProduct) { a.Type = kerneltest.F32 })
-	takes(t, RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: 6, Columns: 256, D: 464,
-		Turned: 128, Seq: 3, HeadDim: 64, Float8: true}, Type: kerneltest.Bf16},
+	takes(t, RoPEProduct{Rows: 6, Columns: 256, D: 464, Turned: 128, Seq: 3, HeadDim: 64,
+		Float8: true, Type: kerneltest.Bf16},
 		func(a *RoPEProduct) { a.D = 384 }, func(a *RoPEProduct) { a.Type = kerneltest.F16 })
 }
 

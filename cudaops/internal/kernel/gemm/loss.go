@@ -25,13 +25,10 @@ type LinearCrossEntropy struct {
 	Targets                        gpu.Ptr // of int64
 	Scale, Grad                    gpu.Ptr
 	Workspace                      gpu.Ptr // of WorkspaceBytes
-	LinearCrossEntropyShape
-	Type gpu.DType // of the matrices: bfloat16
-	Way  kernel.Way
+	Rows, V, D                     int
+	Type                           gpu.DType // of the matrices: bfloat16
+	Way                            kernel.Way
 }
-
-// LinearCrossEntropyShape is the sizes of a LinearCrossEntropy.
-type LinearCrossEntropyShape struct{ Rows, V, D int }
 
 // The shape of gemm_hopper_loss.cu: a tile's columns, stages and parts in which it is brought to
 // memory, and the bytes of a warp's panel. Of the other kernels: the rows of a block and its warps.

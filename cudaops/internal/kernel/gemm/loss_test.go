@@ -24,10 +24,11 @@ type lossRig struct {
 	g                              float64
 }
 
+type lossShape struct{ Rows, V, D int }
+
 // newLoss uploads x with the given rows in place of random ones; logits have the standard deviation
 // 4.
-func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int,
-	rows map[int][]float64) *lossRig {
+func newLoss(g *kerneltest.Rig, s lossShape, ids []int, rows map[int][]float64) *lossRig {
 	l := &lossRig{Rig: g, ids: ids}
 	x := make([]float64, s.Rows*s.D)
 	for i := range x {
@@ -47,10 +48,8 @@ func newLoss(g *kerneltest.Rig, s LinearCrossEntropyShape, ids []int,
 	l.a = LinearCrossEntropy{Terms: l.terms.Ptr, Scaled: l.scaled.Ptr, Factors: l.factors.Ptr,
 		Losses: l.losses.Ptr, X: dx.Ptr, W: w.Ptr,
 		Targets: g.UploadInts(ids), Scale: scale.Ptr,
-		Grad: grad.Ptr, LinearCrossEntropyShape: s,
-		Workspace: g.Alloc(LinearCrossEntropy{LinearCrossEntropyShape: s}.WorkspaceBytes(g.Info)/4,
-			kerneltest.F32, 0).Ptr,
-		Type: kerneltest.Bf16}
+		Grad: grad.Ptr, Rows: s.Rows, V: s.V, D: s.D, Type: kerneltest.Bf16}
+	l.a.Workspace = g.Alloc(l.a.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0).Ptr
 	return l
 }
 
@@ -96,7 +95,7 @@ func (l *lossRig) near(what string, got, want []float64, tol, size float64) {
 
 func TestLinearCrossEntropy(t *testing.T) {
 	g := newHopperRig(t)
-	for _, s := range []LinearCrossEntropyShape{{1, 8, 8}, {5, 264, 456}, {130, 1000, 520},
+	for _, s := range []lossShape{{1, 8, 8}, {5, 264, 456}, {130, 1000, 520},
 		{300, 776, 768}, {129, 4104, 584}, {2100, 5000, 640}} {
 		if testing.Short() && s.Rows*s.V > 1e6 {
 			continue
@@ -136,7 +135,7 @@ func TestLinearCrossEntropy(t *testing.T) {
 // not count.
 func TestLinearCrossEntropyExtremes(t *testing.T) {
 	g := newHopperRig(t)
-	s := LinearCrossEntropyShape{Rows: 140, V: 520, D: 512}
+	s := lossShape{Rows: 140, V: 520, D: 512}
 	special := map[int][]float64{}
 	for r, size := range map[int]float64{2: 60, 3: 300, 70: 1e4, 71: math.NaN(), 72: math.Inf(1),
 		73: 1e30, 74: math.NaN(), 139: 1e3} {

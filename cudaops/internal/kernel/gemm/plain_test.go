@@ -171,11 +171,10 @@ func TestRoPEProductFloat8(t *testing.T) {
 		if testing.Short() && s.batch*s.seq > 1000 {
 			continue
 		}
-		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq,
-			Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
-			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim,
-			Float8: true}, Type: kerneltest.Bf16}
-		g.Scope(fmt.Sprintf("%+v", a.RoPEProductShape), func(g *kerneltest.Rig) {
+		a := RoPEProduct{Rows: s.batch * s.seq, Columns: (s.heads + 2*s.kvHeads) * s.headDim,
+			D: s.d, Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim,
+			Float8: true, Type: kerneltest.Bf16}
+		g.Scope(fmt.Sprintf("%+v", s), func(g *kerneltest.Rig) {
 			var w, x []float64
 			a.X, a.ScaleX, x = matrix8(g, a.Rows, a.D)
 			a.Weights, a.ScaleWeights, w = matrix8(g, a.Columns, a.D)

@@ -15,15 +15,11 @@ import (
 type RoPEProduct struct {
 	Y, X, Weights, Angles gpu.Ptr
 	ScaleX, ScaleWeights  gpu.Ptr // null without Float8
-	RoPEProductShape
-	Type gpu.DType // of Y, and without Float8 of X and Weights
-	Way  kernel.Way
-}
-
-// RoPEProductShape is the sizes of a RoPEProduct. Row r has position r mod Seq.
-type RoPEProductShape struct {
-	Rows, Columns, D, Turned, Seq, HeadDim int
-	Float8                                 bool
+	Rows, Columns, D      int
+	Turned, Seq, HeadDim  int // row r has position r mod Seq
+	Float8                bool
+	Type                  gpu.DType // of Y, and without Float8 of X and Weights
+	Way                   kernel.Way
 }
 
 // RoPEAngles returns the table of a RoPEProduct: cosines and sines, [Seq, h] for heads of 2h

@@ -26,18 +26,17 @@ func TestRoPEProduct(t *testing.T) {
 		if testing.Short() && s.batch*s.seq > 1000 {
 			continue
 		}
-		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: s.batch * s.seq,
-			Columns: (s.heads + 2*s.kvHeads) * s.headDim, D: s.d,
-			Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim}}
+		a := RoPEProduct{Rows: s.batch * s.seq, Columns: (s.heads + 2*s.kvHeads) * s.headDim,
+			D: s.d, Turned: (s.heads + s.kvHeads) * s.headDim, Seq: s.seq, HeadDim: s.headDim}
 		for _, a.Type = range []gpu.DType{kerneltest.Bf16, kerneltest.F16} {
-			g.Scope(fmt.Sprintf("%+v/%v", a.RoPEProductShape, a.Type), func(g *kerneltest.Rig) {
+			g.Scope(fmt.Sprintf("%+v/%v", s, a.Type), func(g *kerneltest.Rig) {
 				testRoPEProduct(g, a)
 			})
 		}
 	}
 	for _, turned := range []int{0, 64, 320} { // nothing, and heads beside columns that are none
-		a := RoPEProduct{RoPEProductShape: RoPEProductShape{Rows: 140, Columns: 328, D: 456,
-			Turned: turned, Seq: 35, HeadDim: 64}, Type: kerneltest.Bf16}
+		a := RoPEProduct{Rows: 140, Columns: 328, D: 456, Turned: turned, Seq: 35, HeadDim: 64,
+			Type: kerneltest.Bf16}
 		g.Scope(fmt.Sprintf("%d turned", a.Turned), func(g *kerneltest.Rig) {
 			testRoPEProduct(g, a)
 		})
