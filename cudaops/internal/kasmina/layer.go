@@ -169,7 +169,7 @@ func (l *layer) moving(inPlace bool) int {
 	if l.State.Wide { // those that mix, which Residual ones stand for below
 		n += int(gpu.View[uint32](l.staging[l.State.List():])[0])
 	}
-	for _, word := range gpu.View[uint32](l.staging)[:l.State.Seeds] { // as KasminaState.Encode has them
+	for _, word := range gpu.View[uint32](l.staging)[:l.State.Seeds] { // as State.Encode has them
 		if l.Op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
 			n++ // what is dormant is Residual there
 		}

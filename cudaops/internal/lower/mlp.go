@@ -56,8 +56,8 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns 
 		GELU: s.gelu, Type: x.Type}, program.Writes("H", out), program.Reads("AB", s.ab),
 		program.Writes("H8", q.Values), program.Writes("Scale8", q.Scales))}
 	one := gemm.SiLUProduct{Gate: gemm.Gate{Rows: rows, F: f, D: x.Shape[1], Type: x.Type}}
-	c.either(n, several, !s.gelu && !float8, one, program.Writes("H", h), program.Writes("AB", s.ab),
-		program.Reads("X", x), program.Reads("Weights", s.weights))
+	c.either(n, several, !s.gelu && !float8, one, program.Writes("H", h),
+		program.Writes("AB", s.ab), program.Reads("X", x), program.Reads("Weights", s.weights))
 }
 
 func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {

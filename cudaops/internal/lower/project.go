@@ -333,8 +333,8 @@ func narrow(wide []float64) []float32 {
 	return s
 }
 
-// rotationOf tells the angles of a RoPE from others, whatever the number of heads. It is empty where
-// there is no RoPE.
+// rotationOf tells the angles of a RoPE from others, whatever the number of heads; it is empty for
+// none.
 func rotationOf(o *op.RoPEConfig) string {
 	if o == nil {
 		return ""

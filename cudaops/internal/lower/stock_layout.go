@@ -170,7 +170,8 @@ func concatenated(n *gorgonia.Node) (m moves, ok bool) {
 			return m, false
 		}
 		m.copies = append(m.copies, strided{input: i, y: at, Copy: layout.Copy{
-			Dims: []int{outer, width}, YStrides: []int{along * inner, 1}, XStrides: []int{width, 1}}})
+			Dims: []int{outer, width}, YStrides: []int{along * inner, 1},
+			XStrides: []int{width, 1}}})
 		at += width
 	}
 	return m, at == along*inner
