@@ -108,9 +108,8 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 	o := n.Op().(*op.AttentionGradOp).Forward
 	documents, t := c.documentsOf(n, o, in), c.rotation(turned)
 	s := attentionShape(o, q.Shape[0])
-	a := attention.Backward{Geometry: s, Type: q.Type}
-	c.call(n, a, program.Writes("DQ", dq), program.Writes("DK", dk),
-		program.Writes("DV", dv),
+	c.call(n, attention.Backward{Geometry: s, Type: q.Type},
+		program.Writes("DQ", dq), program.Writes("DK", dk), program.Writes("DV", dv),
 		program.Reads("G", g), program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
 		program.Reads("Y", y), program.Reads("LSE", c.saved[o].(*program.Array)),
 		program.Reads("Cos", t.cos), program.Reads("Sin", t.sin),

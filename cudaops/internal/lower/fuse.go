@@ -158,9 +158,9 @@ func (c *compiler) tied(n *gorgonia.Node) *program.Array {
 }
 
 // either adds what computes a product and what is done with its result. It is several calls, the
-// product first, or one with the given parameters, which are kernel.Tuned, if such a one can. The
-// latter saves a pass over memory, the former has the fastest product. The chooser decides, and it
-// reports which.
+// product first, or where one can do it one with the given parameters, which are kernel.Tuned. The
+// latter saves a pass over memory, the former has the fastest product. The chooser decides, and
+// either reports which.
 func (c *compiler) either(n *gorgonia.Node, several []*program.Call, can bool, params any,
 	args ...program.Arg) (one bool) {
 	call := c.newCall(n, params, args...)
