@@ -14,10 +14,10 @@ import (
 // beside is the exchange of gradients on a stream of its own, beside the run that makes them. A
 // bucket leaves when its gradients are there, while the run goes on.
 type beside struct {
-	side         run.Executor // on the stream of the exchange
-	fork, joined gpu.Event
-	expected     round // of the next run; with no contributors nothing goes along with it
-	sent         bool  // the last run's gradients have left, and been added
+	side           run.Executor // on the stream of the exchange
+	forked, joined gpu.Event
+	expected       round // of the next run; with no contributors nothing goes along with it
+	sent           bool  // the last run's gradients have left, and been added
 }
 
 // round is a kind of round, captured apart.
@@ -33,7 +33,7 @@ func (x *Optimizer) open() (err error) {
 	if s.side.Stream, err = x.m.Ctx.NewStream(true); err != nil {
 		return err
 	}
-	for _, e := range []*gpu.Event{&s.fork, &s.joined} {
+	for _, e := range []*gpu.Event{&s.forked, &s.joined} {
 		if *e, err = x.memory.NewEvent(false); err != nil {
 			return err
 		}
@@ -143,7 +143,9 @@ func (x *Optimizer) Along(calls []*program.Call) error {
 			return err
 		}
 		for ; len(left) > 0 && left[0].last <= i; left = left[1:] {
-			if err := x.leave(left[0]); err != nil {
+			if err := run.InTurn(x.fork, func() error {
+				return x.send(left[0], s.expected, &s.side)
+			}); err != nil {
 				return err
 			}
 		}
@@ -155,13 +157,11 @@ func (x *Optimizer) Along(calls []*program.Call) error {
 		func() error { return ctx.WaitEvent(x.m.Stream, s.joined) })
 }
 
-// leave has a bucket leave that is there now.
-func (x *Optimizer) leave(b *bucket) error {
+// fork has the exchange's stream wait for what the machine's has been given.
+func (x *Optimizer) fork() error {
 	s, ctx := x.share, x.m.Ctx
-	return run.InTurn(
-		func() error { return ctx.Record(s.fork, x.m.Stream) },
-		func() error { return ctx.WaitEvent(s.side.Stream, s.fork) },
-		func() error { return x.send(b, s.expected, &s.side) })
+	return run.InTurn(func() error { return ctx.Record(s.forked, x.m.Stream) },
+		func() error { return ctx.WaitEvent(s.side.Stream, s.forked) })
 }
 
 // Done notes whether the run's gradients have left.

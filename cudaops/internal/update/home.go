@@ -176,8 +176,7 @@ func (x *Optimizer) bringHome(beside bool) error {
 	}
 	if beside {
 		on = s.side.Stream
-		if err := run.InTurn(func() error { return ctx.Record(s.fork, x.m.Stream) },
-			func() error { return ctx.WaitEvent(on, s.fork) }); err != nil {
+		if err := x.fork(); err != nil {
 			return err
 		}
 	}

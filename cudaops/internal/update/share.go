@@ -259,43 +259,40 @@ func (x *Optimizer) gatherSquares() error {
 		comm.Stream(x.m.Stream))
 }
 
-// own is this rank's part of a parameter.
-func (x *Optimizer) own(i int) part { return x.share.parts[i][x.share.group.Rank()] }
+// own is this rank's part of a parameter, whose moments it remembers.
+func (x *Optimizer) own(i int) part {
+	if x.share == nil {
+		return part{param: i, to: x.Params[i].Grad.Len()}
+	}
+	return x.share.parts[i][x.share.group.Rank()]
+}
 
 // Part is the elements of parameter number i that this rank remembers moments of.
-func (x *Optimizer) Part(i int) (from, to int) {
-	if x.share == nil {
-		return 0, x.Params[i].Grad.Len()
-	}
-	own := x.own(i)
-	return own.from, own.to
-}
+func (x *Optimizer) Part(i int) (from, to int) { return x.own(i).from, x.own(i).to }
 
 // Shared reports whether the optimiser is one of several ranks'.
 func (x *Optimizer) Shared() bool { return x.share != nil }
 
-// tensorOf is what a table has of a parameter, or of this rank's part of it.
+// tensorOf is what a table has of this rank's part of a parameter.
 func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
-	p := x.Params[i]
-	r := p.Rule
-	t := optimizer.Tensor{Param: p.Input.Array.Ptr(), Grad: p.Grad.Ptr(),
-		GradType: p.Grad.Type, Size: p.Grad.Len(),
-		LRScale: r.LRScale, Decay: r.Decay, Beta1: r.Beta1, Beta2: r.Beta2, Step: p.Step,
-		Apart: p.Apart}
-	if x.share != nil {
-		own := x.own(i)
-		if t.Param, t.Size = t.Param.Offset(4*own.from), own.len(); p.Input.Part != nil {
-			t.Param = p.Input.Part.Ptr()
-		}
-		if !x.share.two {
-			t.Grad, t.GradType = own.sum, gpu.Float32
-		} else if t.Size > 0 {
-			t.Grad, t.Other = own.contributed[0], own.contributed[1]
-		}
+	p, own, s := x.Params[i], x.own(i), x.share
+	in, r := p.Input, p.Rule
+	t := optimizer.Tensor{Param: in.Array.Ptr().Offset(4 * own.from), Grad: p.Grad.Ptr(),
+		GradType: p.Grad.Type, First: p.Moments[0].Ptr(), Size: own.len(),
+		LRScale: r.LRScale, ShapeScale: r.ShapeScale, Decay: r.Decay, Beta1: r.Beta1,
+		Beta2: r.Beta2, Step: p.Step, Apart: p.Apart}
+	if in.Part != nil {
+		t.Param = in.Part.Ptr()
 	}
-	t.First = p.Moments[0].Ptr()
 	if !r.Muon {
 		t.Second = p.Moments[1].Ptr()
+	}
+	switch {
+	case s == nil || t.Size == 0:
+	case s.two:
+		t.Grad, t.Other = own.contributed[0], own.contributed[1]
+	default:
+		t.Grad, t.GradType = own.sum, gpu.Float32
 	}
 	return t
 }

@@ -276,22 +276,19 @@ func (x *Optimizer) buildTables() error {
 	var all, adamw, muon []optimizer.Tensor
 	var matrices []*Param // of muon
 	for i, p := range x.Params {
-		r, before := p.Rule, len(x.chunks)
+		t := x.tensorOf(i)
+		t.FirstChunk = int32(len(x.chunks) + x.own(i).from/optimizer.OptimChunk)
+		x.copies(p, &t)
 		for range kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk) {
 			x.chunks = append(x.chunks, p)
 		}
-		t := x.tensorOf(i)
-		from, _ := x.Part(i)
-		t.FirstChunk = int32(before + from/optimizer.OptimChunk)
-		x.copies(p, &t)
-		if !r.Muon {
-			x.settings.Eps = r.Eps
+		if !p.Rule.Muon {
+			x.settings.Eps = p.Rule.Eps
 		}
 		switch {
 		case t.Size == 0: // another rank's
 			continue
-		case r.Muon:
-			t.ShapeScale = r.ShapeScale
+		case p.Rule.Muon:
 			muon, matrices = append(muon, t), append(matrices, p)
 		default:
 			adamw = append(adamw, t)
