@@ -392,10 +392,20 @@ func (x *Optimizer) judge(loss *program.Array) error {
 }
 
 // apply makes the calls that change the parameters, all of them, or with other ranks those of this
-// rank, and brings the others'. Then it makes anew what is made of them.
+// rank, and brings the others'. Then it makes anew what is made of them. A table without tensors
+// launches nothing.
 func (x *Optimizer) apply() error {
+	nesterov := slices.ContainsFunc(x.Params, func(p *Param) bool {
+		return p.Rule.Muon && p.Rule.Nesterov
+	})
+	calls := []*program.Call{newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}),
+		newCall(optimizer.MuonDirection{Control: x.control, Squares: x.squares.Offset(4 * x.sums()),
+			Table: x.muon, Nesterov: nesterov})}
+	// between what stands for the others
+	calls = append(calls, x.iterations.Calls[1:len(x.iterations.Calls)-1]...)
+	calls = append(calls, newCall(optimizer.MuonApply{Control: x.control, Table: x.muon}))
 	return run.InTurn(
-		func() error { return x.m.Calls(x.applying()) },
+		func() error { return x.m.Calls(calls) },
 		func() error { return x.bringHome(false) },
 		func() error { return x.m.Calls(x.renew) },
 		func() error { return x.m.Inputs.Quantize(x.Updates) },
@@ -423,20 +433,6 @@ func newCall(params any, args ...program.Arg) *program.Call {
 // squared is the launch that forms all sums of squares that this rank has to form.
 func (x *Optimizer) squared() optimizer.GradSquares {
 	return optimizer.GradSquares{Squares: x.squares, Table: x.all}
-}
-
-// applying are the calls of an update behind the norm. Those of a table without tensors launch
-// nothing.
-func (x *Optimizer) applying() []*program.Call {
-	nesterov := slices.ContainsFunc(x.Params, func(p *Param) bool {
-		return p.Rule.Muon && p.Rule.Nesterov
-	})
-	calls := []*program.Call{newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}),
-		newCall(optimizer.MuonDirection{Control: x.control, Squares: x.squares.Offset(4 * x.sums()),
-			Table: x.muon, Nesterov: nesterov})}
-	// between what stands for the others
-	calls = append(calls, x.iterations.Calls[1:len(x.iterations.Calls)-1]...)
-	return append(calls, newCall(optimizer.MuonApply{Control: x.control, Table: x.muon}))
 }
 
 // Close gives back all memory. The stream is idle.
