@@ -1797,20 +1797,22 @@ func TestFloat8Bound(t *testing.T) {
 		return newFuseMachine(t, device, l.g, l.params, l.keep,
 			[]MachineOption{float8Products})
 	}
-	m, gate := open(), l.named["gate"]
-	h, numbers := host{t, device.ctx}, gate.Value().Data().([]float32)
-	memory := h.place(numbers)
-	require.NoError(t, m.Bind(gate, memory, 4*len(numbers)))
-	for range 3 {
-		for i := range numbers {
-			numbers[i] *= -1.5
-		}
-		h.write(memory, numbers)
-		fresh := open()
-		require.NoError(t, errors.Join(m.RunAll(), fresh.RunAll()))
-		got, want := l.values(t, m), l.values(t, fresh)
-		for i, n := range l.keep {
-			require.Equal(t, flat(t, want[i]), flat(t, got[i]), graph.Describe(n))
+	for _, name := range []string{"gate", "wo"} { // made into another matrix first, and not
+		m, weight := open(), l.named[name]
+		h, numbers := host{t, device.ctx}, weight.Value().Data().([]float32)
+		memory := h.place(numbers)
+		require.NoError(t, m.Bind(weight, memory, 4*len(numbers)))
+		for range 3 {
+			for i := range numbers {
+				numbers[i] *= -1.5
+			}
+			h.write(memory, numbers)
+			fresh := open()
+			require.NoError(t, errors.Join(m.RunAll(), fresh.RunAll()))
+			got, want := l.values(t, m), l.values(t, fresh)
+			for i, n := range l.keep {
+				require.Equal(t, flat(t, want[i]), flat(t, got[i]), graph.Describe(n))
+			}
 		}
 	}
 }
