@@ -196,7 +196,7 @@ func newtonSchulz(b *timer) {
 		gram := b.plan(gpu.MatmulSpec{M: m, N: m, K: n, TransB: true, A: t, B: t, D: t})
 		square := b.plan(gpu.MatmulSpec{M: m, N: m, K: m, A: t, B: t, D: t})
 		wide := b.plan(gpu.MatmulSpec{M: m, N: n, K: m, A: t, B: t, D: t})
-		symmetric := gemm.Symmetric{SymmetricShape: it.Shapes()[1], Type: t}
+		_, symmetric := it.Symmetric()
 		b.time(Measurement{Name: fmt.Sprintf("newton_schulz5_%dx%d", m, n),
 			FLOPs: 5 * 2 * float64(m) * float64(m) * float64(2*n+m)}, func() {
 			b.launch(begin)

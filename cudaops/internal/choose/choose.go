@@ -12,7 +12,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
@@ -302,7 +301,7 @@ func (t *Chooser) ownWays(m program.Matmul) []kernel.Way {
 		!s.Scaled() && s.A != s.D || s.Align < program.VectorBytes {
 		return nil
 	}
-	ways := t.Ways(gemm.Product{ProductShape: run.ProductShape(s), Type: s.D})
+	ways := t.Ways(run.OwnProduct(s))
 	asked := func(w kernel.Way) bool { return t.Rules.Ask(productOp, w.String()) }
 	if !t.worthTiming(s.FLOPs()) && !slices.ContainsFunc(ways, asked) {
 		return nil

@@ -59,18 +59,18 @@ func (x *Executor) product(m program.Matmul) error {
 		a.Workspace, a.WorkspaceSize = x.Workspace, WorkspaceBytes
 		return p.Run(m.Way, a, x.Stream)
 	}
-	own := gemm.Product{ProductShape: ProductShape(m.Spec), Y: a.D, X: a.A, W: a.B,
-		ScaleX: a.ScaleA, ScaleW: a.ScaleB, Type: m.Spec.D}
+	own := OwnProduct(m.Spec)
+	own.Y, own.X, own.W, own.ScaleX, own.ScaleW = a.D, a.A, a.B, a.ScaleA, a.ScaleB
 	if m.Beta != 0 { // it is 1, and Alpha too
 		own.C = cmp.Or(a.C, a.D)
 	}
 	return x.Kernels.Launch(x.Stream, own)
 }
 
-// ProductShape is what the kernels of this module know of a product.
-func ProductShape(m gpu.MatmulSpec) gemm.ProductShape {
-	return gemm.ProductShape{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB,
-		Float8: m.Scaled()}
+// OwnProduct is a product as the kernels of this module know it, without its operands.
+func OwnProduct(m gpu.MatmulSpec) gemm.Product {
+	return gemm.Product{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB, Float8: m.Scaled(),
+		Type: m.D}
 }
 
 // ForgetPlans drops the plans, for another program.

@@ -180,10 +180,8 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 
 // ways are those that the GPU and the shape allow, that of the rule of thumb first.
 func (b Builder) ways(n gemm.NewtonSchulz) []int {
-	for _, s := range n.Shapes() {
-		if len(b.Ways(gemm.Symmetric{SymmetricShape: s, Type: n.Type})) == 0 {
-			return []int{0}
-		}
+	if square, gram := n.Symmetric(); len(b.Ways(square)) == 0 || len(b.Ways(gram)) == 0 {
+		return []int{0}
 	}
 	together := gemm.NewtonSchulzTogether(n.Rows, n.Columns)
 	switch {

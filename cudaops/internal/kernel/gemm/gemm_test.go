@@ -136,14 +136,13 @@ func TestLaunches(t *testing.T) {
 			SiLUProductBackward{H: maybe, DAB: p, G: p, Down: p, AB: p,
 				Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.F16}},
 			Product{Y: p, X: p, W: p, C: maybe, ScaleX: p, ScaleW: p, Type: kerneltest.Bf16,
-				ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400, TransW: true,
-					Float8: true}},
+				Rows: 6, Columns: 256, D: 400, TransW: true, Float8: true},
 			Product{Y: p, X: p, W: p, C: maybe, Type: kerneltest.Bf16,
-				ProductShape: ProductShape{Rows: 6, Columns: 264, D: 72, TransW: true}},
+				Rows: 6, Columns: 264, D: 72, TransW: true},
 			Product{Y: p, X: p, W: p, C: maybe, Type: kerneltest.F16,
-				ProductShape: ProductShape{Rows: 6, Columns: 264, D: 72}},
+				Rows: 6, Columns: 264, D: 72},
 			Symmetric{D: p, Left: p, Right: p, C: maybe, Alpha: 1, Type: kerneltest.F16,
-				SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2, Tall: i > 0}})
+				N: 264, Depth: 72, Batch: 2, Tall: i > 0})
 		for _, turned.HeadDim = range []int{64, 96, 128} {
 			if turned.Float8 = i > 0; turned.Float8 && turned.HeadDim == 96 {
 				continue
@@ -203,19 +202,17 @@ func TestWays(t *testing.T) {
 	takes(t, SiLUProduct{Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}},
 		func(a *SiLUProduct) { a.F = 12 }, func(a *SiLUProduct) { a.D = 20 },
 		func(a *SiLUProduct) { a.Type = kerneltest.F32 })
-	takes(t, Product{ProductShape: ProductShape{Rows: 6, Columns: 264, D: 72},
-		Type: kerneltest.F16},
+	takes(t, Product{Rows: 6, Columns: 264, D: 72, Type: kerneltest.F16},
 		func(a *Product) { a.Columns = 260 }, func(a *Product) { a.D = 76 },
 		func(a *Product) { a.Type = kerneltest.F32 })
-	takes(t, Product{ProductShape: ProductShape{Rows: 6, Columns: 256, D: 400, TransW: true,
-		Float8: true}, Type: kerneltest.Bf16}, func(a *Product) { a.TransW = false },
+	takes(t, Product{Rows: 6, Columns: 256, D: 400, TransW: true, Float8: true,
+		Type: kerneltest.Bf16}, func(a *Product) { a.TransW = false },
 		func(a *Product) { a.Columns = 264 }, func(a *Product) { a.D = 408 },
 		func(a *Product) { a.D = 384 }, func(a *Product) { a.Type = kerneltest.F16 })
 	takes(t, LinearCrossEntropy{Rows: 3, V: 16, D: 512, Type: kerneltest.Bf16},
 		func(a *LinearCrossEntropy) { a.V = 12 }, func(a *LinearCrossEntropy) { a.D = 516 },
 		func(a *LinearCrossEntropy) { a.Type = kerneltest.F16 })
-	takes(t, Symmetric{SymmetricShape: SymmetricShape{N: 264, Depth: 72, Batch: 2},
-		Type: kerneltest.F16},
+	takes(t, Symmetric{N: 264, Depth: 72, Batch: 2, Type: kerneltest.F16},
 		func(a *Symmetric) { a.N = 260 }, func(a *Symmetric) { a.Depth = 20 },
 		func(a *Symmetric) { a.Type = kerneltest.Bf16 })
 	takes(t, RoPEProduct{Rows: 6, Columns: 288, D: 456, Turned: 192, Seq: 3, HeadDim: 96,

@@ -33,19 +33,15 @@ type NewtonSchulz struct {
 // The coefficients of the iteration's polynomial.
 const SchulzA, SchulzB, SchulzC = 3.4445, -4.7750, 2.0315
 
-// square and gram are the shapes of the products of squares, and of A's.
-func (a NewtonSchulz) square() SymmetricShape {
+// Symmetric is the products that are known to be symmetric, without their operands: that of
+// squares, and A's.
+func (a NewtonSchulz) Symmetric() (square, gram Symmetric) {
 	n := min(a.Rows, a.Columns)
-	return SymmetricShape{N: n, Depth: n, Batch: a.Batch}
+	square = Symmetric{Alpha: 1, N: n, Depth: n, Batch: a.Batch, Type: a.Type}
+	gram = square
+	gram.Depth, gram.Tall = max(a.Rows, a.Columns), a.Rows > a.Columns
+	return square, gram
 }
-
-func (a NewtonSchulz) gram() SymmetricShape {
-	return SymmetricShape{N: min(a.Rows, a.Columns), Depth: max(a.Rows, a.Columns), Batch: a.Batch,
-		Tall: a.Rows > a.Columns}
-}
-
-// Shapes are those of the symmetric products.
-func (a NewtonSchulz) Shapes() []SymmetricShape { return []SymmetricShape{a.square(), a.gram()} }
 
 // NewtonSchulzTogether is how many steps go together in a way that should be the fastest for one
 // matrix, 0 where cuBLASLt's products alone are faster.
@@ -64,27 +60,30 @@ func (a NewtonSchulz) Segments() int { return kernel.CeilDiv(a.Steps, a.Together
 
 // Run has the squares multiplied by symmetric, and X by apply: y = q·x, or x·q for a tall x.
 func (a NewtonSchulz) Run(symmetric func(Symmetric), apply func(y, q, x gpu.Ptr)) {
-	square := func(d, left, right, c gpu.Ptr, alpha, beta, delta float64) {
-		symmetric(Symmetric{D: d, Left: left, Right: right, C: c, Alpha: alpha, Beta: beta,
-			Delta: delta, SymmetricShape: a.square(), Type: a.Type})
+	square, first := a.Symmetric()
+	multiply := func(p Symmetric, d, left, right gpu.Ptr) {
+		p.D, p.Left, p.Right = d, left, right
+		symmetric(p)
 	}
+	poly := square
+	poly.Alpha, poly.Beta, poly.Delta = SchulzC, SchulzB, SchulzA
 	x, y, left := a.X[0], a.X[1], a.Steps
 	for segments := a.Segments(); segments > 0; segments-- {
 		steps := kernel.CeilDiv(left, segments)
 		left -= steps
 		gram, p, q, room := a.Squares[0], a.Squares[1], a.Squares[2], a.Squares[3]
-		symmetric(Symmetric{D: gram, Left: x, Right: x, Alpha: 1, SymmetricShape: a.gram(),
-			Type: a.Type})
+		multiply(first, gram, x, x)
 		for i := range steps {
-			square(p, gram, gram, gram, SchulzC, SchulzB, SchulzA)
+			poly.C = gram
+			multiply(poly, p, gram, gram)
 			if i < steps-1 {
-				square(room, gram, p, 0, 1, 0, 0)
-				square(gram, room, p, 0, 1, 0, 0)
+				multiply(square, room, gram, p)
+				multiply(square, gram, room, p)
 			}
 			if i == 0 {
 				p, q = q, p
 			} else {
-				square(room, q, p, 0, 1, 0, 0)
+				multiply(square, room, q, p)
 				q, room = room, q
 			}
 		}
@@ -104,14 +103,9 @@ func (a NewtonSchulz) Run(symmetric func(Symmetric), apply func(y, q, x gpu.Ptr)
 type Symmetric struct {
 	D, Left, Right, C  gpu.Ptr
 	Alpha, Beta, Delta float64
-	SymmetricShape
-	Type gpu.DType
-}
-
-// SymmetricShape is the sizes of Symmetric's matrices.
-type SymmetricShape struct {
-	N, Depth, Batch int
-	Tall            bool
+	N, Depth, Batch    int
+	Tall               bool
+	Type               gpu.DType
 }
 
 // Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper

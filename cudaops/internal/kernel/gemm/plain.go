@@ -12,16 +12,11 @@ import (
 // and ScaleW [Columns] of float32. X·Wᵀ is rounded before it is multiplied, and Y [Rows, Columns]
 // once more.
 type Product struct {
-	Y, X, W, C     gpu.Ptr
-	ScaleX, ScaleW gpu.Ptr // with Float8
-	ProductShape
-	Type gpu.DType // of Y and C, and without Float8 of X and W
-}
-
-// ProductShape is the sizes of a Product, and how its operands lie.
-type ProductShape struct {
+	Y, X, W, C       gpu.Ptr
+	ScaleX, ScaleW   gpu.Ptr // with Float8
 	Rows, Columns, D int
 	TransW, Float8   bool
+	Type             gpu.DType // of Y and C, and without Float8 of X and W
 }
 
 // The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, and the bytes of a warp's

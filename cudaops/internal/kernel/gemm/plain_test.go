@@ -34,7 +34,7 @@ const float8Error = 5e-3
 // TestProductFloat8 compares with float64, row by row, as rows are of different size.
 func TestProductFloat8(t *testing.T) {
 	g := newHopperRig(t)
-	for _, s := range []ProductShape{{Rows: 1, Columns: 16, D: 400},
+	for _, s := range []Product{{Rows: 1, Columns: 16, D: 400},
 		{Rows: 5, Columns: 272, D: 528}, {Rows: 130, Columns: 1008, D: 512},
 		// the last has several tiles a block
 		{Rows: 257, Columns: 256, D: 768}, {Rows: 300, Columns: 784, D: 1104},
@@ -47,7 +47,7 @@ func TestProductFloat8(t *testing.T) {
 	}
 }
 
-func testProductFloat8(g *kerneltest.Rig, s ProductShape) {
+func testProductFloat8(g *kerneltest.Rig, s Product) {
 	g.Helper()
 	n := s.Rows * s.Columns
 	x, xs, xr := matrix8(g, s.Rows, s.D)
@@ -59,8 +59,8 @@ func testProductFloat8(g *kerneltest.Rig, s ProductShape) {
 	for i, v := range cr {
 		plus[i] += v
 	}
-	a := Product{X: x, W: w, ScaleX: xs, ScaleW: ws, ProductShape: s, Type: kerneltest.Bf16}
-	checkProduct(g, a, c, cr, func(what string, y *kerneltest.Buffer) {
+	s.X, s.W, s.ScaleX, s.ScaleW, s.Type = x, w, xs, ws, kerneltest.Bf16
+	checkProduct(g, s, c, cr, func(what string, y *kerneltest.Buffer) {
 		want := plus
 		if what == "alone" {
 			want = alone
@@ -100,7 +100,7 @@ func checkProduct(g *kerneltest.Rig, a Product, c *kerneltest.Buffer, numbers []
 // TestProduct compares with float64, and wants a matrix to be added before anything is rounded.
 func TestProduct(t *testing.T) {
 	g := newHopperRig(t)
-	for _, s := range []ProductShape{{Rows: 1, Columns: 8, D: 8}, {Rows: 5, Columns: 264, D: 136},
+	for _, s := range []Product{{Rows: 1, Columns: 8, D: 8}, {Rows: 5, Columns: 264, D: 136},
 		{Rows: 130, Columns: 1000, D: 264}, {Rows: 257, Columns: 256, D: 768},
 		{Rows: 2100, Columns: 2600, D: 840}} { // the last has several tiles a block
 		if testing.Short() && s.Rows*s.Columns > 1e6 {
@@ -116,7 +116,7 @@ func TestProduct(t *testing.T) {
 	}
 }
 
-func testProduct(g *kerneltest.Rig, s ProductShape, dtype gpu.DType) {
+func testProduct(g *kerneltest.Rig, s Product, dtype gpu.DType) {
 	g.Helper()
 	n := s.Rows * s.Columns
 	x, xr := g.Normal(s.Rows*s.D, dtype, 0)
@@ -135,8 +135,8 @@ func testProduct(g *kerneltest.Rig, s ProductShape, dtype gpu.DType) {
 		twice[i] += v
 	}
 	rounded := kerneltest.Distance(kerneltest.Decode(kerneltest.Encode(twice, dtype), dtype), plus)
-	a := Product{X: x.Ptr, W: w.Ptr, ProductShape: s, Type: dtype}
-	checkProduct(g, a, c, cr, func(what string, y *kerneltest.Buffer) {
+	s.X, s.W, s.Type = x.Ptr, w.Ptr, dtype
+	checkProduct(g, s, c, cr, func(what string, y *kerneltest.Buffer) {
 		if what == "alone" {
 			g.Near(what, y, alone, kerneltest.Forward(dtype))
 			return

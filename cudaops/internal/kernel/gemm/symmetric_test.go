@@ -13,7 +13,7 @@ import (
 // diagonal on both sides.
 func TestSymmetric(t *testing.T) {
 	g := newHopperRig(t)
-	for _, s := range []SymmetricShape{{N: 8, Depth: 8, Batch: 1}, {N: 72, Depth: 520, Batch: 2},
+	for _, s := range []Symmetric{{N: 8, Depth: 8, Batch: 1}, {N: 72, Depth: 520, Batch: 2},
 		{N: 128, Depth: 64, Batch: 1},
 		{N: 168, Depth: 72, Batch: 3}, {N: 264, Depth: 200, Batch: 1},
 		{N: 776, Depth: 328, Batch: 2}, {N: 1304, Depth: 136, Batch: 1},
@@ -27,7 +27,7 @@ func TestSymmetric(t *testing.T) {
 	}
 }
 
-func testSymmetric(g *kerneltest.Rig, s SymmetricShape) {
+func testSymmetric(g *kerneltest.Rig, s Symmetric) {
 	g.Helper()
 	n, depth := s.N, s.Depth
 	left, lr := scaledNormal(g, s.Batch*n*depth, depth, kerneltest.F16)
@@ -57,8 +57,10 @@ func testSymmetric(g *kerneltest.Rig, s SymmetricShape) {
 			}
 		}
 	}
-	for _, a := range []Symmetric{{Alpha: 1},
-		{Alpha: 2.0315, Beta: -4.775, Delta: 3.4445, C: addend.Ptr}} {
+	alone, added := s, s
+	alone.Alpha = 1
+	added.Alpha, added.Beta, added.Delta, added.C = 2.0315, -4.775, 3.4445, addend.Ptr
+	for _, a := range []Symmetric{alone, added} {
 		want := slices.Clone(plain)
 		for i := range want {
 			want[i] *= float64(a.Alpha)
@@ -69,7 +71,7 @@ func testSymmetric(g *kerneltest.Rig, s SymmetricShape) {
 				want[i] += float64(a.Delta)
 			}
 		}
-		a.SymmetricShape, a.Type, a.Left, a.Right = s, kerneltest.F16, left.Ptr, right.Ptr
+		a.Type, a.Left, a.Right = kerneltest.F16, left.Ptr, right.Ptr
 		var bits []float64
 		for range 2 {
 			d := g.Alloc(s.Batch*n*n, kerneltest.F16, 0)
@@ -100,7 +102,6 @@ func TestSymmetricInTurn(t *testing.T) {
 		g.Scope(fmt.Sprint(n), func(g *kerneltest.Rig) {
 			// products with it are as large as what is multiplied
 			x, _ := scaledNormal(g, n*n, n, kerneltest.F16)
-			shape := SymmetricShape{N: n, Depth: n, Batch: 1}
 			var want []float64
 			for apart := range 2 {
 				from := x.Ptr
@@ -108,7 +109,7 @@ func TestSymmetricInTurn(t *testing.T) {
 				for range 7 {
 					d = g.Alloc(n*n, kerneltest.F16, 0)
 					g.Must(g.Launch(g.Stream, Symmetric{D: d.Ptr, Left: from, Right: x.Ptr,
-						Alpha: 1, SymmetricShape: shape, Type: kerneltest.F16}))
+						Alpha: 1, N: n, Depth: n, Batch: 1, Type: kerneltest.F16}))
 					if from = d.Ptr; apart == 0 {
 						g.Must(g.Ctx.SyncStream(g.Stream))
 					}
