@@ -31,9 +31,7 @@ func (x *Optimizer) arrange() error {
 	for i := range x.Params {
 		total += x.traveller(i).Extent()
 	}
-	for _, p := range x.packs(max(s.least, total/mostHeld),
-		func(i int) int { return firstTouch(x.m.Program, x.traveller(i).Buffer) },
-		func(i int) int { return x.traveller(i).Extent() }) {
+	for _, p := range x.packs(max(s.least, total/mostHeld), x.traveller, x.firstTouch) {
 		s.loads = append(s.loads, &load{pack: p})
 	}
 	if err := x.lay(); err != nil {
@@ -52,13 +50,15 @@ func (x *Optimizer) arrange() error {
 	return nil
 }
 
-// firstTouch is the number of the first call of a program that touches a buffer, behind all where
+// firstTouch is the number of a run's first call that touches an array's buffer, behind all where
 // none does.
-func firstTouch(p *program.Program, b *program.Buffer) int {
-	if i := slices.IndexFunc(p.Calls, func(c *program.Call) bool { return c.Touches(b) }); i >= 0 {
+func (x *Optimizer) firstTouch(a *program.Array) int {
+	calls := x.m.Program.Calls
+	touches := func(c *program.Call) bool { return c.Touches(a.Buffer) }
+	if i := slices.IndexFunc(calls, touches); i >= 0 {
 		return i
 	}
-	return len(p.Calls)
+	return len(calls)
 }
 
 // lay gives what comes from other ranks places one behind the other.

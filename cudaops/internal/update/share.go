@@ -88,9 +88,8 @@ func (x *Optimizer) divide(r *Ranks) error {
 	if s.two {
 		least = max(least, total/mostHeld)
 	}
-	for _, p := range x.packs(least,
-		func(i int) int { return lastWrite(x.m.Program, x.Params[i].Grad) },
-		func(i int) int { return x.Params[i].Grad.Extent() }) {
+	grad := func(i int) *program.Array { return x.Params[i].Grad }
+	for _, p := range x.packs(least, grad, x.lastWrite) {
 		b := &bucket{pack: p, routes: map[int]comm.Route{}}
 		s.buckets = append(s.buckets, b)
 		x.cut(b)
@@ -105,16 +104,17 @@ type pack struct {
 	first, last int // the calls of a run at which they are ordered, of the first and the last
 }
 
-// packs puts the parameters in packs of so many bytes at least, in the order of calls of a run. One
-// that is as large as two begins a pack, so that others do not wait for it.
-func (x *Optimizer) packs(least int, call, bytes func(i int) int) (all []pack) {
+// packs puts what travels of the parameters in packs of so many bytes at least, in the order of calls
+// of a run. One that is as large as two begins a pack, so that others do not wait for it.
+func (x *Optimizer) packs(least int, what func(i int) *program.Array,
+	call func(*program.Array) int) (all []pack) {
 	order, calls := make([]int, len(x.Params)), make([]int, len(x.Params))
 	for i := range x.Params {
-		order[i], calls[i] = i, call(i)
+		order[i], calls[i] = i, call(what(i))
 	}
 	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(calls[a], calls[b]) })
 	for _, i := range order {
-		n := bytes(i)
+		n := what(i).Extent()
 		if len(all) == 0 || all[len(all)-1].bytes >= least || n >= 2*least {
 			all = append(all, pack{first: calls[i]})
 		}
@@ -124,9 +124,9 @@ func (x *Optimizer) packs(least int, call, bytes func(i int) int) (all []pack) {
 	return all
 }
 
-// lastWrite is the number of the last call of a program that writes to an array's buffer.
-func lastWrite(p *program.Program, a *program.Array) (last int) {
-	for i, c := range p.Calls {
+// lastWrite is the number of a run's last call that writes to an array's buffer.
+func (x *Optimizer) lastWrite(a *program.Array) (last int) {
+	for i, c := range x.m.Program.Calls {
 		for _, arg := range c.Args {
 			if (arg.Role == program.Write || arg.Role == program.Update) && arg.Buffer == a.Buffer {
 				last = i
@@ -181,26 +181,28 @@ func (x *Optimizer) takeRoom() error {
 		return x.lodge()
 	}
 	s.slots = min(slots, len(s.buckets))
-	room := 0 // for one bucket
+	var sums, room kernel.Carve // of all buckets, and for the one that takes most
 	for _, b := range s.buckets {
 		var all kernel.Carve
 		x.stage(b, &all)
-		room = max(room, int(all.At))
+		room.At = max(room.At, all.At)
+		for _, p := range s.of(b, s.group.Rank()) {
+			p.sum = sums.Take(4 * p.len())
+		}
 	}
-	others, err := x.memory.Alloc(max(1, s.slots*room), "gradients of other ranks")
+	at, err := x.memory.Alloc(max(1, int(sums.At)), "the sums of gradients")
 	if err != nil {
 		return err
 	}
+	others, err := x.memory.Alloc(max(1, s.slots*int(room.At)), "gradients of other ranks")
 	for i, b := range s.buckets {
 		b.slot = i % s.slots
-		x.stage(b, &kernel.Carve{At: others.Offset(b.slot * room)})
+		x.stage(b, &kernel.Carve{At: others + gpu.Ptr(b.slot)*room.At})
 		for _, p := range s.of(b, s.group.Rank()) {
-			if p.sum, err = x.memory.Alloc(4*p.len(), "the sums of gradients"); err != nil {
-				return err
-			}
+			p.sum += at
 		}
 	}
-	return nil
+	return err
 }
 
 // stage gives what comes from other ranks of a bucket places in a piece of memory.
