@@ -71,7 +71,7 @@ func TestRefusals(t *testing.T) {
 			Geometry: decode.Geometry{Heads: 1, KVHeads: 1, HeadDim: 258, Capacity: 1}}),
 		"are 7 after merging, want at most 6": k.Launch(s, layout.Copy{Dims: slices.Repeat(
 			[]int{2}, 7), YStrides: seven, XStrides: backwards(seven), Size: 4}),
-		"unary_float8e4m3": k.Launch(s, elementwise.Unary{N: 1, Type: gpu.Float8E4M3}),
+		"unary_f8e4m3": k.Launch(s, elementwise.Unary{N: 1, Type: gpu.Float8E4M3}),
 		"the way hopper does not take the arguments, which [plain]": k.Launch(s,
 			attention.Forward{Geometry: attention.Geometry{Batch: 1, Seq: 1, Heads: 1, KVHeads: 1,
 				HeadDim: 3}, Way: kernel.Way{Family: "hopper"}}),

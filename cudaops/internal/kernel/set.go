@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"strings"
 	"sync"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -230,13 +231,13 @@ func LongRowThreads(n int, t gpu.DType) int { return min(512, CeilDiv(n, 4*32*Ve
 
 func CeilDiv(a, b int) int { return (a + b - 1) / b }
 
-// Suffix is how the kernels of a storage type end. There are kernels for float32, float16 and
-// bfloat16.
-func Suffix(t gpu.DType) string {
-	if t > gpu.BFloat16 {
-		return "_" + t.String()
+// Suffix is how kernels end that are for some storage types, of which there are float32, float16
+// and bfloat16: _bf16_f32 for a result and an argument.
+func Suffix(types ...gpu.DType) (s string) {
+	for _, t := range types {
+		s += "_" + strings.Replace(t.String(), "float", "f", 1)
 	}
-	return [...]string{"_f32", "_f16", "_bf16"}[t]
+	return s
 }
 
 func Bit(b bool) uint32 {
@@ -266,9 +267,6 @@ func Upload(ctx gpu.Context, alloc Alloc, tables ...[]byte) (at []gpu.Ptr, err e
 	}
 	return at, errors.Join(ctx.CopyToDevice(p, all, 0), ctx.SyncStream(0))
 }
-
-// Suffixes is the end of a kernel that has one type for each of two arguments.
-func Suffixes(y, x gpu.DType) string { return Suffix(y) + Suffix(x) }
 
 // Rows is a matrix in device memory: Stride elements from one row to the next, of which the first
 // few count.

@@ -144,7 +144,7 @@ type Cast struct {
 
 // Launch launches one kernel.
 func (p Cast) Launch(q *kernel.Queue) {
-	elementwise(q, "cast"+kernel.Suffixes(p.YType, p.XType), p.N, 4, p.Y, p.X)
+	elementwise(q, "cast"+kernel.Suffix(p.YType, p.XType), p.N, 4, p.Y, p.X)
 }
 
 // Axpby computes Y[i] = Alpha·X[i] + Beta·Y[i] for N elements. With a Beta of 0, Y is not read and
@@ -158,5 +158,5 @@ type Axpby struct {
 
 // Launch launches one kernel.
 func (p Axpby) Launch(q *kernel.Queue) {
-	elementwise(q, "axpby"+kernel.Suffixes(p.YType, p.XType), p.N, 4, p.Y, p.X, p.Alpha, p.Beta)
+	elementwise(q, "axpby"+kernel.Suffix(p.YType, p.XType), p.N, 4, p.Y, p.X, p.Alpha, p.Beta)
 }

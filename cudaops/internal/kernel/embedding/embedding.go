@@ -21,7 +21,7 @@ func (a Forward) Launch(q *kernel.Queue) {
 	if kernel.Packed(a.Type, a.D, a.Y) && kernel.Packed(a.TableType, a.D, a.Table) {
 		variant = "embedding_packs"
 	}
-	q.Run("embedding", variant+kernel.Suffixes(a.Type, a.TableType),
+	q.Run("embedding", variant+kernel.Suffix(a.Type, a.TableType),
 		kernel.Grid(kernel.CeilDiv(a.Rows, 8), 1, 32, 8), a.Y, a.IDs, a.Table, int64(a.Rows),
 		int64(a.Vocab), a.D)
 }
@@ -84,7 +84,7 @@ func (a Backward) Launch(q *kernel.Queue) {
 	q.Run("embedding", "embedding_fill", rows, p.members, p.cursors, a.IDs, a.Rows, vocab)
 	q.Run("embedding", "embedding_sort", kernel.Cover(a.Rows, 8, 256), p.sorted,
 		p.members, p.starts, a.IDs, vocab)
-	q.Run("embedding", "embedding_tiles"+variant+kernel.Suffixes(gpu.Float32, a.Type), tiles, a.DT,
+	q.Run("embedding", "embedding_tiles"+variant+kernel.Suffix(gpu.Float32, a.Type), tiles, a.DT,
 		p.heads, p.tails, a.G, p.sorted, p.starts, a.IDs, vocab, a.D, a.Accumulate)
 	q.Run("embedding", "embedding_join"+variant+"_f32", tiles, a.DT, p.heads,
 		p.tails, p.sorted, p.starts, a.IDs, vocab, a.D, a.Accumulate)

@@ -23,7 +23,7 @@ const (
 
 // Launch launches two kernels.
 func (a Forward) Launch(q *kernel.Queue) {
-	normalize(q, "normalize"+kernel.Suffixes(a.YType, a.XType), a.Workspace, a.X, 0, a.N,
+	normalize(q, "normalize"+kernel.Suffix(a.YType, a.XType), a.Workspace, a.X, 0, a.N,
 		a.XType, a.Y, a.X)
 }
 

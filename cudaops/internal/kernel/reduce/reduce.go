@@ -89,7 +89,7 @@ func (a Reduce) Launch(q *kernel.Queue) {
 
 // run launches one step. One that reads what another has left begins while that ends.
 func (a Reduce) run(q *kernel.Queue, parts, late int) {
-	name, blocks, n := kernel.Suffixes(a.YType, a.XType), a.Outer*parts, kernel.Vector(a.XType)
+	name, blocks, n := kernel.Suffix(a.YType, a.XType), a.Outer*parts, kernel.Vector(a.XType)
 	if a.Inner == 1 {
 		perPart := kernel.CeilDiv(kernel.CeilDiv(a.N, parts), n) * n
 		c := kernel.Line(blocks, min(256, kernel.CeilDiv(perPart, rowUnroll*32*n)*32))
