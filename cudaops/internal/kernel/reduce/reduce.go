@@ -98,11 +98,9 @@ func (a Reduce) run(q *kernel.Queue, parts, late int) {
 			int64(perPart))
 		return
 	}
-	variant := "_columns"
-	if kernel.Packed(a.XType, a.Inner, a.X) {
-		variant = "_packs"
-	} else {
-		n = 1
+	variant := "_packs"
+	if !kernel.Packed(a.XType, a.Inner, a.X) {
+		variant, n = "_columns", 1
 	}
 	tiles := kernel.CeilDiv(a.Inner, 32*n)
 	c := kernel.Grid(blocks*tiles, 1, 32, 8)

@@ -30,7 +30,7 @@ func (a Mul) Launch(q *kernel.Queue) {
 			[]any{a.H8, a.Scale8, a.H, a.AB, b}, 2*a.F)
 		return
 	}
-	silu(q, gate(a.GELU)+"_mul", a.Rows, a.F, a.Type, kernel.Packed(a.Type, a.F, a.H, a.AB), a.H,
+	launch(q, "_mul", a.GELU, a.Rows, a.F, a.Type, kernel.Packed(a.Type, a.F, a.H, a.AB), a.H,
 		a.AB, b, int64(a.Rows), a.F, int64(2*a.F))
 	quantize.Beside(q, a.H8, a.Scale8, a.H, a.Rows, a.F, a.Type)
 }
@@ -62,22 +62,18 @@ func (a MulBackward) Launch(q *kernel.Queue) {
 			return
 		}
 	}
-	silu(q, gate(a.GELU)+"_mul_backward", a.Rows, a.F, a.Type,
+	launch(q, "_mul_backward", a.GELU, a.Rows, a.F, a.Type,
 		kernel.Packed(a.Type, a.F, a.H, a.DAB, a.DH, a.AB), a.H, a.DAB, db, a.DH, a.AB, b,
 		int64(a.Rows), a.F, int64(stride), int64(stride))
 	quantize.Beside(q, a.DAB8, a.Scale8, a.DAB, a.Rows, stride, a.Type)
 }
 
-// gate is how kernels of a gate are named.
-func gate(gelu bool) string {
+func launch(q *kernel.Queue, name string, gelu bool, rows, f int, t gpu.DType, packed bool,
+	args ...any) {
+	symbol, variant, packs := "silu", "_elements", rows*f
 	if gelu {
-		return "gelu"
+		symbol = "gelu"
 	}
-	return "silu"
-}
-
-func silu(q *kernel.Queue, symbol string, rows, f int, t gpu.DType, packed bool, args ...any) {
-	variant, packs := "_elements", rows*f
 	if packed {
 		variant, packs = "_packs", packs/kernel.Vector(t)
 	}
@@ -85,5 +81,5 @@ func silu(q *kernel.Queue, symbol string, rows, f int, t gpu.DType, packed bool,
 		q.Err = fmt.Errorf("kernels.SiLUMul: %d rows of %d elements are too many for one launch",
 			rows, f)
 	}
-	q.Run("silu", symbol+variant+kernel.Suffix(t), kernel.Cover(packs, 2*256, 256), args...)
+	q.Run("silu", symbol+name+variant+kernel.Suffix(t), kernel.Cover(packs, 2*256, 256), args...)
 }

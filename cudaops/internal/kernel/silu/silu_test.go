@@ -15,7 +15,7 @@ func TestSiLUMul(t *testing.T) {
 		for _, dt := range kerneltest.StorageTypes {
 			for _, gelu := range []bool{false, true} {
 				rows, f := shape[0], shape[1]
-				g.Scope(fmt.Sprintf("%dx%d/%v/%s", rows, f, dt, gate(gelu)),
+				g.Scope(fmt.Sprintf("%dx%d/%v/%v", rows, f, dt, gelu),
 					func(g *kerneltest.Rig) {
 						n, skew := rows*f, i%2
 						ab, abr := g.Normal(2*n, dt, skew)
