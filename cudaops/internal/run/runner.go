@@ -103,11 +103,7 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 	}
 	r.Now = r.Recorded.Of(string(mode))
 	return observe(r.Now.Loaded && captured, func() error {
-		run := r.Enqueue
-		if captured || !r.Now.Loaded {
-			run = func() error { return r.Replay(r.Now, r.Enqueue) }
-		}
-		err := run()
+		err := r.Replay(r.Now, captured, r.Enqueue)
 		if err == nil && r.Beside != nil {
 			r.Beside.Done()
 		}
@@ -125,11 +121,11 @@ func (r *Runner) OnHost() bool {
 }
 
 // Replay enqueues work as it is the first time, which loads modules: a capture does not allow that.
-// The second time records it, and later ones replay that.
-func (r *Runner) Replay(rec *Recording, enqueue func() error) error {
-	if !rec.Loaded {
+// The second time records it, and later ones replay that, unless it cannot be captured.
+func (r *Runner) Replay(rec *Recording, captured bool, enqueue func() error) error {
+	if !rec.Loaded || !captured {
 		err := enqueue()
-		rec.Loaded = err == nil
+		rec.Loaded = rec.Loaded || err == nil
 		return err
 	}
 	return r.Repeat(&rec.graph, enqueue)

@@ -190,7 +190,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 		return err
 	}
 	k := round{contributors, first}
-	return x.replay(s.rounds.Of(k), func() error {
+	return x.m.Replay(s.rounds.Of(k), !x.uncaptured, func() error {
 		for _, b := range s.buckets {
 			if err := x.send(b, k, x.m.Executor); err != nil {
 				return err
@@ -198,14 +198,6 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 		}
 		return nil
 	})
-}
-
-// replay is Runner.Replay where collectives can be captured.
-func (x *Optimizer) replay(r *run.Recording, enqueue func() error) error {
-	if x.uncaptured {
-		return enqueue()
-	}
-	return x.m.Replay(r, enqueue)
 }
 
 // send exchanges the gradients of a bucket, and adds those of this rank.

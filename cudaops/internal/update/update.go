@@ -333,8 +333,8 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 	}
 	part := func(at gpu.Ptr, bytes float64, plain func() error) error {
 		r := x.recorded.Of(at)
-		return around(bytes, r.Loaded && !x.uncaptured, func() error { return x.replay(r, plain) },
-			plain)
+		replay := func() error { return x.m.Replay(r, !x.uncaptured, plain) }
+		return around(bytes, r.Loaded && !x.uncaptured, replay, plain)
 	}
 	looking := x.gradientBytes()
 	return run.InTurn(
