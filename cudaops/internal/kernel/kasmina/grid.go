@@ -62,16 +62,9 @@ func newRowGrid(d gpu.DeviceInfo, l Layer) (r rowGrid) {
 // usage is what is wanted of a pass, as far as it matters to how a layer is cut up.
 type usage struct{ backward, telemetry, clip, inPlace bool }
 
-// records is whether the lanes leave something to merge.
-func (u usage) records() bool { return u.backward || u.telemetry }
-
 // joined is whether the threads of a chunk are to be of one warp. They are where norms of its rows
 // are wanted, or where each of them must have read what the others replace.
 func (u usage) joined() bool { return u.backward && (u.telemetry || u.clip || u.inPlace) }
-
-// prepares is whether a kernel of its own has to prepare the softmax of slots. It does where a
-// chunk is so many threads' that each going through all of a slot's weights would take longer.
-func (g grid) prepares(l Layer) bool { return l.Chunk/g.perThread > 32 }
 
 // shared is the dynamic shared memory: what the feed takes, or where that is more, what the lanes
 // of a block leave there.
@@ -177,8 +170,8 @@ func (g *grid) spread(l Layer) int {
 // merges most of the records by itself. Else they are as many as possible, of which few are idle.
 // With few batches there are more, to keep all warps busy.
 func (g *grid) acrossOf(threads, batches int) int {
-	n := min(blockThreads, powerOfTwo(threads))
-	for n > 32 && (g.use.records() || 8*(kernel.CeilDiv(threads, n)*n-threads) > threads) {
+	n, records := min(blockThreads, powerOfTwo(threads)), g.use.backward || g.use.telemetry
+	for n > 32 && (records || 8*(kernel.CeilDiv(threads, n)*n-threads) > threads) {
 		n /= 2
 	}
 	for n < min(blockThreads, threads) && blockThreads/n > batches {
@@ -194,7 +187,9 @@ func powerOfTwo(n int) int { return 1 << bits.Len(uint(max(n, 1)-1)) }
 type scratch struct{ gates, records, partial, sums, total, scale gpu.Ptr }
 
 func (g grid) scratch(l Layer, c *kernel.Carve) (s scratch) {
-	if g.prepares(l) {
+	// A kernel of its own prepares the softmax of slots where a chunk is so many threads' that each
+	// going through all of a slot's weights would take longer.
+	if l.Chunk/g.perThread > 32 {
 		s.gates = c.Take(8 * l.State.Slots)
 	}
 	columns, parts := l.State.Seeds*l.Chunk+2*g.units, g.rowParts()
