@@ -54,7 +54,7 @@ func newRowGrid(d gpu.DeviceInfo, l Layer) (r rowGrid) {
 	r.across = min(groups, powerOfTwo(l.State.Seeds))
 	r.down = groups / r.across
 	r.tiles = kernel.CeilDiv(l.State.Seeds, r.across)
-	r.blocks = min(kernel.CeilDiv(l.Rows, r.down), mostRowParts/min(r.down, mostRowParts),
+	r.blocks = min(kernel.CeilDiv(l.Rows, r.down), mostRowParts/r.down,
 		max(1, 4*d.SMs/r.tiles))
 	return r
 }
