@@ -24,9 +24,9 @@ var ErrNonFinite = errors.New("the gradients are not finite")
 
 // SetOptimizer puts an optimiser of the package optim, with what it remembers so far, on the
 // device. There [Machine.Update] applies it to the machine's parameters. The limit maxNorm is of
-// the global norm of the gradients, and of that of those [WithApart]; 0 means none. An optimiser
-// that the machine had before is let go of, with what it remembered there, and after an error it
-// has none.
+// the global norm of the gradients, and of that of those [WithApart]; 0 means none. Arguments that
+// are refused change nothing. Else an optimiser that the machine had before is let go of, with what
+// it remembered there, and after an error it has none.
 func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	defer in("Machine.SetOptimizer", &err)
 	if err = usable(m); err != nil {

@@ -172,6 +172,32 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	}
 }
 
+// TestAllApart wants parameters that are all clipped apart to be clipped together.
+func TestAllApart(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	seed := randomSeed(t)
+	var norms []float64
+	var values [][][]float32
+	for _, apart := range []bool{false, true} {
+		_, b := newBatch(t, llm.ForTraining, seed)
+		b.draw(t, seed)
+		opts := []MachineOption{WithParams(b.Params...)}
+		if apart {
+			opts = append(opts, WithApart(b.Params...))
+		}
+		m := openMachine(t, device, b.G, opts...)
+		o, err := newAdamW()
+		require.NoError(t, err)
+		require.NoError(t, errors.Join(m.SetOptimizer(o, 0.1), m.RunAll()))
+		norm, err := m.Update()
+		require.NoError(t, err)
+		require.Greater(t, norm, 0.1, "nothing is clipped")
+		norms, values = append(norms, norm), append(values, numbersOf(t, m, b.Params))
+	}
+	require.Equal(t, norms[0], norms[1])
+	require.Equal(t, values[0], values[1])
+}
+
 func asTensor(s optim.Tensor) *tensor.Dense {
 	return tensor.New(tensor.WithShape(s.Shape...), tensor.WithBacking(s.Data))
 }
