@@ -97,7 +97,8 @@ func attend(t *testing.T, x *gorgonia.Node) *gorgonia.Node {
 	return y
 }
 
-// tuneAttention computes it thrice on a fake GPU whose ways plain, wide-1 and wide-4 differ as given.
+// tuneAttention computes it thrice on a fake GPU whose ways plain, wide-1 and wide-4 differ as
+// given.
 func tuneAttention(t *testing.T, path string, ways [3]fake.Way, build string,
 	opts ...MachineOption) attended {
 	t.Helper()
@@ -249,11 +250,11 @@ func TestChoicesRefused(t *testing.T) {
 		require.ErrorContains(t, errOf(NewMachine(device, gorgonia.NewGraph(),
 			opts...)), want)
 	}
-	for _, rule := range []string{"", "Attention", "=plain", "Attention=", "Attention=[", "[=plain"} {
+	for _, rule := range []string{"", "RoPE", "=plain", "RoPE=", "RoPE=[", "[=plain"} {
 		refused("want OP=WAY", WithWays(rule))
 	}
 	refused("TuneOff", WithTuning(7))
-	t.Setenv("KASMINA_WAYS", "Attention")
+	t.Setenv("KASMINA_WAYS", "RoPE")
 	refused("KASMINA_WAYS")
 	t.Setenv("KASMINA_WAYS", "")
 	t.Setenv("KASMINA_TUNE", "sometimes")
@@ -858,7 +859,7 @@ func isSlowAttention(t *testing.T, o OpTime) {
 	require.Equal(t, []string{"fast"}, o.Ways)
 }
 
-// TestProfile profiles a machine whose attention takes 3 ms, and one that does not profile beside it.
+// TestProfile profiles a machine whose attention takes 3 ms, beside one that does not profile.
 func TestProfile(t *testing.T) {
 	ownChoices(t)
 	took := &fake.Way{Took: 3 * time.Millisecond}

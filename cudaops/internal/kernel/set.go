@@ -114,8 +114,8 @@ func (q *Queue) enqueue(unit, name string, c gpu.LaunchConfig, args []any) error
 		return fmt.Errorf("kernels: %s: a grid of %v blocks is more than one launch can have", name,
 			c.Grid)
 	}
-	// In the binaries of these a kernel that overlaps with its predecessor waits for it
-	// (overlap.cuh). The PTX that other GPUs run does not.
+	// The binaries of compute capability 9.0 and 10 have such a kernel wait for the one ahead of it
+	// (overlap.cuh), the PTX that other GPUs run does not.
 	capability := q.Info.Capability()
 	c.Overlap = c.Overlap && (capability == 90 || capability/10 == 10)
 	var a gpu.Args

@@ -111,7 +111,8 @@ type Symmetric struct {
 // Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
 // has one for float16 and multiples of 8.
 func (a Symmetric) Ways(k *kernel.Set) []kernel.Way {
-	return onHopper(k, kernel.Way{Family: "half"}, a.Type == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0)
+	return onHopper(k, kernel.Way{Family: "half"},
+		a.Type == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0)
 }
 
 // The columns of gemm_symmetric.cu's tiles, and its stages.

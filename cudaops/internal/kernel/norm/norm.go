@@ -150,8 +150,8 @@ func (a RMSNormBackward) kernel(variant string) string {
 // normBlocks is the most blocks a multiprocessor that leave partial sums.
 const normBlocks = 4
 
-// parts is how many partial sums the pass leaves at most. It is one a multiprocessor where warps may
-// take rows of their own, since these are kept for long.
+// parts is how many partial sums the pass leaves at most. It is one a multiprocessor where warps
+// may take rows of their own, since these are kept for long.
 func (a RMSNormBackward) parts(d gpu.DeviceInfo) int {
 	if n := kernel.Vector(a.Type); a.D%n == 0 && kernel.CeilDiv(a.D, 32*n) <= 2*len(ownWarps) {
 		return d.SMs
@@ -190,8 +190,8 @@ func (a RMSNormBackward) arrays() int {
 	return 2
 }
 
-// runAny runs what takes any rows, and returns how many partial sums it leaves. DX comes last, as it
-// may be G's memory.
+// runAny runs what takes any rows, and returns how many partial sums it leaves. DX comes last, as
+// it may be G's memory.
 func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
 	blocks = min(a.parts(q.Info), kernel.CeilDiv(a.Rows, 16))
 	q.Run("norm", "rmsnorm_weight_any"+kernel.Suffix(a.Type),
