@@ -41,6 +41,7 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
+	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/optim"
@@ -675,6 +676,12 @@ func (k *fakeKernels) AttentionBackward(l *fake.Launch, p attention.Backward) {
 	a := p.Geometry
 	rows := func(heads int, r kernel.Rows) []float32 { return denseRows(l, a, heads, r) }
 	dq, dk, dv := rows(a.Heads, p.DQ), rows(a.KVHeads, p.DK), rows(a.KVHeads, p.DV)
+	if p.HasStatistics {
+		want := statisticsOf(l, a, rows(a.Heads, p.G), rows(a.Heads, p.Y), p.LSE)
+		if !slices.Equal(floatsAt(l, p.Workspace, len(want)), want) {
+			panic("the backward pass finds other statistics")
+		}
+	}
 	cpuattention.Backward(dq, dk, dv, rows(a.Heads, p.G), rows(a.Heads, p.Q),
 		rows(a.KVHeads, p.K), rows(a.KVHeads, p.V), rows(a.Heads, p.Y),
 		floatsAt(l, p.LSE, a.Batch*a.Heads*a.Seq), cpuShape(l, a))
@@ -686,6 +693,35 @@ func (k *fakeKernels) AttentionBackward(l *fake.Launch, p attention.Backward) {
 	spreadRows(l, a, a.Heads, p.DQ, dq)
 	spreadRows(l, a, a.KVHeads, p.DK, dk)
 	spreadRows(l, a, a.KVHeads, p.DV, dv)
+}
+
+func (k *fakeKernels) AttentionStatistics(l *fake.Launch, p attention.Statistics) {
+	a := p.Geometry
+	stats := statisticsOf(l, a, denseRows(l, a, a.Heads, p.G), denseRows(l, a, a.Heads, p.Y), p.LSE)
+	copy(floatsAt(l, p.Workspace, len(stats)), stats)
+}
+
+func (k *fakeKernels) StatisticsProduct(l *fake.Launch, p gemm.StatisticsProduct) {
+	a := p.Geometry
+	rows, columns := a.Batch*a.Seq, a.Heads*a.HeadDim
+	g := floatsAt(l, p.G, rows*columns)
+	cpugemm.Mul(false, false, rows, columns, p.D, 1, floatsAt(l, p.X, rows*p.D), p.D,
+		floatsAt(l, p.W, p.D*columns), columns, 0, g, columns)
+	stats := statisticsOf(l, a, g, floatsAt(l, p.Y, rows*columns), p.LSE)
+	copy(floatsAt(l, p.Workspace, len(stats)), stats)
+}
+
+// statisticsOf is lse·log₂e and Σ g·y of every head's queries, as attention's kernels keep them.
+func statisticsOf(l *fake.Launch, a attention.Geometry, g, y []float32, lse gpu.Ptr) []float32 {
+	rows := kernel.CeilDiv(a.Seq, attention.StatisticsTile) * attention.StatisticsTile
+	stats := make([]float32, 2*a.Batch*a.Heads*rows)
+	for i, v := range floatsAt(l, lse, a.Batch*a.Heads*a.Seq) {
+		of, position := i/a.Seq, i%a.Seq
+		at := ((of/a.Heads*a.Seq+position)*a.Heads + of%a.Heads) * a.HeadDim
+		stats[2*of*rows+position] = v * math.Log2E
+		stats[(2*of+1)*rows+position] = vec.Dot(g[at:][:a.HeadDim], y[at:][:a.HeadDim])
+	}
+	return stats
 }
 
 func (k *fakeKernels) DecodeAttention(l *fake.Launch, a decode.Attention) {

@@ -1,11 +1,14 @@
 package lower
 
 import (
+	"slices"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/op/kvcache"
@@ -108,12 +111,53 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 	o := n.Op().(*op.AttentionGradOp).Forward
 	documents, t := c.documentsOf(n, o, in), c.rotation(turned)
 	s := attentionShape(o, q.Shape[0])
-	c.call(n, attention.Backward{Geometry: s, Type: q.Type},
-		program.Writes("DQ", dq), program.Writes("DK", dk), program.Writes("DV", dv),
+	lse := c.saved[o].(*program.Array)
+	call := c.newCall(n, attention.Backward{Geometry: s, Type: q.Type}, program.Writes("DQ", dq),
+		program.Writes("DK", dk), program.Writes("DV", dv),
 		program.Reads("G", g), program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
-		program.Reads("Y", y), program.Reads("LSE", c.saved[o].(*program.Array)),
+		program.Reads("Y", y), program.Reads("LSE", lse),
 		program.Reads("Cos", t.cos), program.Reads("Sin", t.sin),
-		untimed("Documents", documents)).FLOPs = attentionFLOPs(s, o, 5)
+		untimed("Documents", documents))
+	call.FLOPs = attentionFLOPs(s, o, 5)
+	c.formStatistics(n, call, g, y, lse)
+	c.Add(call)
+}
+
+// formStatistics has the product g, the gradient of an attention's result y, also form what the
+// backward pass of the attention begins with. That is where one kernel can, where it is faster than
+// two, and where nothing needs g earlier. It saves to read g once more.
+func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, g, y, lse *program.Array) {
+	at := slices.IndexFunc(c.Calls, func(p *program.Call) bool {
+		m, ok := p.Params.(program.Matmul)
+		return ok && p.Operand("D").Buffer == g.Buffer && !m.Spec.TransA && !m.Spec.TransB &&
+			!m.Spec.Scaled() && m.Spec.Batch == 1 && m.Alpha == 1 && m.Beta == 0
+	})
+	if at < 0 || slices.ContainsFunc(c.Calls[at+1:], c.Calls[at].Bound) {
+		return
+	}
+	back, product := call.Params.(attention.Backward), c.Calls[at]
+	one := gemm.StatisticsProduct{Geometry: back.Geometry, D: product.Params.(program.Matmul).Spec.K,
+		Type: back.Type}
+	group, ways := program.WaysOf(call, c.o.Ways)
+	if len(c.o.Ways(one)) == 0 || len(ways) < 2 {
+		return
+	}
+	group.Plain = len(ways) - 1
+	way, choice, err := c.o.Choose(group)
+	if c.fail(err); err != nil || ways[way].Family != attention.Hopper {
+		return
+	}
+	back.Way, back.HasStatistics = ways[way], true
+	call.Params, call.Choice = back, choice
+	workspace := call.Operand("Workspace")
+	workspace.Role = program.Update
+	c.Calls = slices.Delete(c.Calls, at, at+1)
+	form := program.Writes("Workspace", workspace.Array)
+	c.either(n, []*program.Call{product, c.newCall(n, attention.Statistics{Geometry: back.Geometry,
+		Type: back.Type}, program.Reads("G", g), program.Reads("Y", y), program.Reads("LSE", lse),
+		form)}, true, one, program.Writes("G", g), program.Reads("X", product.Operand("A").Array),
+		program.Reads("W", product.Operand("B").Array), program.Reads("Y", y),
+		program.Reads("LSE", lse), form)
 }
 
 // attentionFLOPs is the operations of so many products of an attention, of which a causal mask

@@ -163,8 +163,9 @@ func (c *compiler) tied(n *gorgonia.Node) *program.Array {
 // either reports which.
 func (c *compiler) either(n *gorgonia.Node, several []*program.Call, can bool, params any,
 	args ...program.Arg) (one bool) {
-	call := c.newCall(n, params, args...)
-	call.FLOPs, call.Float8 = several[0].FLOPs, several[0].Float8
+	call, product := c.newCall(n, params, args...), several[0]
+	call.Op, call.Node, call.Layer = product.Op, product.Node, product.Layer
+	call.FLOPs, call.Float8 = product.FLOPs, product.Float8
 	g, ways := program.WaysOf(call, c.o.Ways)
 	if !can || len(ways) == 0 || slices.ContainsFunc(call.Args, func(a program.Arg) bool {
 		return a.At%program.VectorBytes != 0

@@ -93,6 +93,26 @@ func (c *Call) Touches(b *Buffer) bool {
 	return slices.ContainsFunc(c.Args, func(a Arg) bool { return a.Buffer == b })
 }
 
+// Operand returns the operand of a field, nil if there is none.
+func (c *Call) Operand(field string) *Arg {
+	for i := range c.Args {
+		if c.Args[i].Field == field {
+			return &c.Args[i]
+		}
+	}
+	return nil
+}
+
+// Bound reports whether two calls must stay in their order: one writes what the other touches.
+func (c *Call) Bound(d *Call) bool {
+	writes := func(c, d *Call) bool {
+		return slices.ContainsFunc(c.Args, func(a Arg) bool {
+			return a.Role != Read && d.Touches(a.Buffer)
+		})
+	}
+	return writes(c, d) || writes(d, c)
+}
+
 // Bind returns a launch with what address says of the call's operands in the fields that name them.
 // A field is an address, or a structure that holds one as Ptr and perhaps a Stride of rows.
 func (c *Call) Bind(params any, address func(*Array) gpu.Ptr) any {

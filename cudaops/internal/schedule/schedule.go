@@ -15,20 +15,9 @@ func PutOff(p *program.Program, n int) {
 	for i := len(p.Calls) - 1; i >= 0 && n > 0; i-- {
 		c, rest := p.Calls[i], p.Calls[i+1:]
 		_, product := c.Params.(program.Matmul)
-		needed := func(d *program.Call) bool { return bound(c, d) }
-		if product && !slices.ContainsFunc(rest, needed) {
+		if product && !slices.ContainsFunc(rest, c.Bound) {
 			p.Calls = append(slices.Delete(p.Calls, i, i+1), c)
 			n--
 		}
 	}
-}
-
-// bound reports whether two calls must stay in their order: one writes what the other touches.
-func bound(c, d *program.Call) bool {
-	writes := func(c, d *program.Call) bool {
-		return slices.ContainsFunc(c.Args, func(a program.Arg) bool {
-			return a.Role != program.Read && d.Touches(a.Buffer)
-		})
-	}
-	return writes(c, d) || writes(d, c)
 }

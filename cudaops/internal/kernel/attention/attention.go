@@ -36,12 +36,12 @@ const (
 	plain = "plain" // float32 arithmetic, any argument
 	// tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
 	mma    = "mma"
-	hopper = "hopper" // the same on compute capability 9.0 with its own instructions
+	Hopper = "hopper" // the same on compute capability 9.0 with its own instructions
 )
 
 // ways lists the ways that take the arguments, of which rows are all matrices, the fastest first.
 func (a Geometry) ways(k *kernel.Set, t gpu.DType, rows ...kernel.Rows) []kernel.Way {
-	ways := []kernel.Way{{Family: hopper}, {Family: mma}, {Family: plain}}
+	ways := []kernel.Way{{Family: Hopper}, {Family: mma}, {Family: plain}}
 	switch {
 	case a.Scale < 0 || t.Size() != 2 || a.HeadDim%8 != 0 || a.HeadDim > 128 ||
 		slices.ContainsFunc(rows, func(r kernel.Rows) bool {
@@ -92,17 +92,36 @@ func (a Forward) Launch(q *kernel.Queue) {
 }
 
 // Backward computes the gradients DQ, DK and DV from that of Y, G, and the forward pass's Y and
-// LSE. Workspace is memory of WorkspaceBytes, aligned to 256.
+// LSE. Workspace is memory of WorkspaceBytes, aligned to 256. With HasStatistics a [Statistics] has
+// been launched on it, or what does the same: that is for the family hopper alone.
 type Backward struct {
 	Geometry
 	DQ, DK, DV, G, Q, K, V, Y kernel.Rows
 	Workspace, LSE            gpu.Ptr
 	Type                      gpu.DType
 	Way                       kernel.Way
+	HasStatistics             bool
 }
 
-// statsTile is kStatsTile of attention.cuh.
-const statsTile = 128
+// Statistics leaves in the Workspace of a [Backward] of the family hopper what that begins with:
+// lse·log₂e and Σ G·Y of every query and head, and zeros in its counters.
+type Statistics struct {
+	Geometry
+	G, Y           kernel.Rows
+	LSE, Workspace gpu.Ptr
+	Type           gpu.DType
+}
+
+// Launch launches one kernel.
+func (a Statistics) Launch(q *kernel.Queue) {
+	c := call{Queue: q, Geometry: a.Geometry, Way: kernel.Way{Family: Hopper},
+		dtype: a.Type, lse: a.LSE, stats: a.Workspace}
+	c.rows[3], c.rows[4] = a.Y, a.G
+	c.launchStatistics()
+}
+
+// StatisticsTile is kStatsTile of attention.cuh.
+const StatisticsTile = 128
 
 // WorkspaceBytes is the size of Workspace: two statistics of every query. Where one kernel forms all
 // gradients it also has dq in float32 and a counter for every tile of it.
@@ -116,7 +135,7 @@ func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 }
 
 func (a Geometry) statsRows() int {
-	return kernel.CeilDiv(a.Seq, statsTile) * statsTile
+	return kernel.CeilDiv(a.Seq, StatisticsTile) * StatisticsTile
 }
 
 // Launch launches the statistics' kernel, and those of the gradients behind it.
@@ -124,12 +143,14 @@ func (a Backward) Launch(q *kernel.Queue) {
 	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Way, a.Ways(q.Set))
 	c.rows, c.lse = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}, a.LSE
 	c.stats = a.Workspace
-	turnsBack := c.Family == hopper && c.HeadDim == c.hopperDim() // in its own kernels
+	turnsBack := c.Family == Hopper && c.HeadDim == c.hopperDim() // in its own kernels
 	if !turnsBack {
 		c.Cos, c.Sin = 0, 0
 	}
-	c.launchStatistics()
-	if c.Family == hopper {
+	if !a.HasStatistics {
+		c.launchStatistics()
+	}
+	if c.Family == Hopper {
 		c.launchFused()
 	} else {
 		c.launch(backwardQ)
@@ -186,11 +207,11 @@ func (c *call) params(section int) (p kernel.Struct) {
 }
 
 func (c *call) launchStatistics() {
-	l := kernel.Line(c.Batch*c.Heads*c.statsRows()/statsTile, 256)
+	l := kernel.Line(c.Batch*c.Heads*c.statsRows()/StatisticsTile, 256)
 	var counters gpu.Ptr
 	var n int
-	if c.Family == hopper {
-		_, counters, n = c.fusedParts(&kernel.Carve{At: c.stats})
+	if c.Family == Hopper {
+		counters, n = c.Counters(c.stats)
 	}
 	c.Run("attention", "attention_stats"+kernel.Suffix(c.dtype), l, c.params(0), counters, n)
 }
@@ -236,7 +257,7 @@ func (c *call) launch(p pass) {
 		c.run("attention", fmt.Sprint("attention_plain_", p), l, c.params(0))
 		return
 	}
-	if c.Family == hopper { // whose backward pass is another
+	if c.Family == Hopper { // whose backward pass is another
 		c.launchHopper(heads, others)
 		return
 	}
@@ -304,14 +325,14 @@ func (a Backward) Ways(k *kernel.Set) []kernel.Way {
 	ways := a.Geometry.ways(k, a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
 	c := call{Queue: &kernel.Queue{Set: k}, Geometry: a.Geometry, dtype: a.Type}
 	heads := a.Batch * a.KVHeads
-	if ways[0].Family != hopper || !a.Causal ||
+	if ways[0].Family != Hopper || !a.Causal ||
 		c.section(heads, c.sharers()) >= min(fusedSection, heads) {
 		return ways
 	}
 	at := 1
 	for _, n := range sections {
 		if n < heads {
-			ways = slices.Insert(ways, at, kernel.Way{Family: hopper, Size: n})
+			ways = slices.Insert(ways, at, kernel.Way{Family: Hopper, Size: n})
 			at++
 		}
 	}

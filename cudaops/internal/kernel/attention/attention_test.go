@@ -214,7 +214,7 @@ func attentionCases(short bool) []attentionCase {
 					kv := 1 + j%2*(h-1)
 					if t != kerneltest.F32 {
 						add(mma, t, 2, n, h, kv, d, causal, (i+j)%2 == 0, 0)
-						add(hopper, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
+						add(Hopper, t, 2, n, h, kv, d, causal, (i+j)%2 == 1, 0)
 					}
 					if short && (n != 65 || j != s || causal != (s == 0)) {
 						continue
@@ -225,12 +225,12 @@ func attentionCases(short bool) []attentionCase {
 		}
 	}
 	// More tiles than multiprocessors, of which some are short of queries.
-	add(hopper, kerneltest.Bf16, 8, 260, 12, 12, 64, true, false, 0)
-	add(hopper, kerneltest.Bf16, 8, 130, 12, 12, 128, true, false, 0)
+	add(Hopper, kerneltest.Bf16, 8, 260, 12, 12, 64, true, false, 0)
+	add(Hopper, kerneltest.Bf16, 8, 130, 12, 12, 128, true, false, 0)
 	if short {
 		return cases
 	}
-	for _, v := range []string{hopper, mma, plain} {
+	for _, v := range []string{Hopper, mma, plain} {
 		add(v, kerneltest.Bf16, 1, 1000, 3, 1, 64, true, true, 0)
 		add(v, kerneltest.Bf16, 1, 1000, 4, 2, 128, true, true, 0)
 		add(v, kerneltest.Bf16, 1, 1000, 2, 2, 128, false, false, 0)
@@ -242,7 +242,7 @@ func attentionCases(short bool) []attentionCase {
 
 // runs reports whether the GPU has what the way needs.
 func runs(g *kerneltest.Rig, w kernel.Way) bool {
-	return g.Ctx.Device().Capability() == 90 || w.Family != hopper
+	return g.Ctx.Device().Capability() == 90 || w.Family != Hopper
 }
 
 func TestAttention(t *testing.T) {

@@ -169,12 +169,12 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 		dim   int
 	}
 	families := []family{{plain, kerneltest.F32, 40}, {plain, kerneltest.Bf16, 130}}
-	for _, v := range []string{hopper, mma} {
+	for _, v := range []string{Hopper, mma} {
 		families = append(families, family{v, kerneltest.Bf16, 64}, family{v, kerneltest.Bf16, 128},
 			family{v, kerneltest.F16, 96}, family{v, kerneltest.Bf16, 8})
 	}
 	// in kernels for 96, of which RoPE's turn back is none
-	families = append(families, family{hopper, kerneltest.F16, 8}, family{hopper, kerneltest.Bf16, 80})
+	families = append(families, family{Hopper, kerneltest.F16, 8}, family{Hopper, kerneltest.Bf16, 80})
 	lengths := []int{1, 64, 130, 333, 1000}
 	if short {
 		lengths = []int{65, 200}

@@ -170,6 +170,12 @@ func (a Geometry) fusedParts(c *kernel.Carve) (dq, counters gpu.Ptr, n int) {
 	return c.Take(4 * dim * tile * tiles), c.Take(4 * (tiles + 1)), tiles + 1
 }
 
+// Counters is where the n counters of a backward pass of the family hopper are in its workspace.
+func (a Geometry) Counters(workspace gpu.Ptr) (counters gpu.Ptr, n int) {
+	_, counters, n = a.fusedParts(&kernel.Carve{At: workspace})
+	return counters, n
+}
+
 // fusedSection is how many heads the fused backward pass works on together at least. What few heads
 // read stays in the cache. But blocks that add to the same dq then run side by side and wait for
 // each other, which costs more. NOTES.md has the times.

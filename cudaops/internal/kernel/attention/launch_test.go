@@ -151,6 +151,35 @@ func TestAttentionPicksVariants(t *testing.T) {
 
 // The workspace of the fused backward pass ends in the counters that it begins with at zero: the
 // statistics' kernel sets them.
+// TestAttentionHasStatistics wants a backward pass not to form what is there, and what is launched
+// to form it to do so as the pass does.
+func TestAttentionHasStatistics(t *testing.T) {
+	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	for _, dim := range []int{64, 96, 128} {
+		rows := kernel.Rows{Ptr: p, Stride: 4 * dim}
+		back := Backward{Geometry: Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 4, HeadDim: dim},
+			DQ: rows, DK: rows, DV: rows, G: rows, Q: rows, K: rows, V: rows, Y: rows, LSE: p,
+			Workspace: p, Type: kerneltest.Bf16, Way: kernel.Way{Family: Hopper}}
+		trace := func(launches ...kernel.Launch) []fake.Op {
+			c.Trace = nil
+			for _, l := range launches {
+				require.NoError(t, k.Launch(0, l))
+			}
+			return slices.DeleteFunc(c.Trace, func(op fake.Op) bool { return op.Name == "" })
+		}
+		alone := trace(back)
+		back.HasStatistics = true
+		require.Equal(t, len(alone)-1, len(trace(back)))
+		apart := trace(Statistics{Geometry: back.Geometry, G: rows, Y: rows, LSE: p, Workspace: p,
+			Type: back.Type}, back)
+		require.Equal(t, len(alone), len(apart))
+		for i := range alone {
+			require.Equal(t, alone[i].Name, apart[i].Name)
+			require.Equal(t, alone[i].Config, apart[i].Config)
+		}
+	}
+}
+
 func TestAttentionWorkspace(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, x := range []struct{ seq, dim, tile int }{{1, 72, 64}, {64, 72, 64}, {100, 72, 64},
@@ -215,7 +244,7 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	table := p.Offset(4096)
 	for _, dim := range []int{40, 64, 96, 128, 136} {
-		for _, v := range []string{plain, mma, hopper} {
+		for _, v := range []string{plain, mma, Hopper} {
 			if v != plain && dim > 128 {
 				continue
 			}

@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
@@ -151,6 +152,13 @@ func TestLaunches(t *testing.T) {
 			launches = append(launches, turned)
 		}
 	}
+	for _, dim := range []int{64, 128} {
+		for _, dtype := range []gpu.DType{kerneltest.Bf16, kerneltest.F16} {
+			launches = append(launches, StatisticsProduct{G: p, X: p, W: p, Y: p, LSE: p,
+				Workspace: p, Type: dtype, D: 72, Geometry: attention.Geometry{Batch: 1, Seq: 128,
+					Heads: 3, KVHeads: 3, HeadDim: dim}})
+		}
+	}
 	for _, l := range launches {
 		require.NoError(t, k.Launch(0, l), "%+v", l)
 	}
@@ -223,6 +231,11 @@ func TestWays(t *testing.T) {
 	takes(t, RoPEProduct{Rows: 6, Columns: 256, D: 464, Turned: 128, Seq: 3, HeadDim: 64,
 		Float8: true, Type: kerneltest.Bf16},
 		func(a *RoPEProduct) { a.D = 384 }, func(a *RoPEProduct) { a.Type = kerneltest.F16 })
+	takes(t, StatisticsProduct{D: 264, Type: kerneltest.Bf16, Geometry: attention.Geometry{Batch: 3,
+		Seq: 128, Heads: 3, KVHeads: 1, HeadDim: 64}},
+		func(a *StatisticsProduct) { a.Seq = 192 }, func(a *StatisticsProduct) { a.HeadDim = 96 },
+		func(a *StatisticsProduct) { a.Scale = -1 }, func(a *StatisticsProduct) { a.D = 268 },
+		func(a *StatisticsProduct) { a.Type = kerneltest.F32 })
 }
 
 // TestFiguresMatchSources wants the launchers' figures to be those of the kernels' sources.
@@ -238,6 +251,8 @@ func TestFiguresMatchSources(t *testing.T) {
 		"gemm_hopper_plain.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,",
 			plainColumns, plainStages),
 			"Memory<kColumns, kStages, 2 * kPanel>;"},
+		"gemm_hopper_stats.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,",
+			statsColumns, statsStages), "Memory<kColumns, kStages, 2 * kPanel>;"},
 		"gemm_symmetric.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;",
 			symmetricColumns, symmetricStages)},
 		"gemm_hopper_rope.cu": {fmt.Sprintf("Memory<Columns, Columns == 256 ? %d : %d,",

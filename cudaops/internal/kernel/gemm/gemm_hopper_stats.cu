@@ -1,0 +1,156 @@
+// The product behind the gradient of an attention's result on Hopper (sm_90a), for bf16 and f16. It
+// also forms what the backward pass of the attention begins with:
+//
+//   g = x·w, rounded to T;  for every row and head, of D columns, lse·log₂e and Σ_d g·y
+//
+// These go where statsOf of attention.cuh finds them. The counters of attention_hopper_fused.cuh
+// become zero, one for 64 rows of a head and one more.
+//
+// x is [rows, depth], w [depth, columns], y and g are [rows, columns], and lse is [batch, heads,
+// seq], with rows = batch·seq and columns = heads·D. The bits of g are those of gemm_hopper_plain.cu.
+//
+// gemm_hopper.cuh says how a block goes about it. A tile leaves 64 columns at a time, in two slots. y
+// comes into a panel of the warp. Once g has been multiplied by it, g takes its place.
+//
+// Needs: seq a multiple of 128, so that a warp's rows lie in one sequence, and no row is without a
+// query. D is 64 or 128, so tiles hold whole heads. The depth is a multiple of 8, and matrices lie
+// at multiples of 16 bytes.
+#include "exp2.cuh"
+#include "gemm_hopper.cuh"
+
+namespace gemm {
+
+// The launcher fills it.
+struct Params {
+  const float *lse;
+  float *stats;
+  int *counters;
+  int rows, columns, depth, seq;
+  int section;  // of Schedule
+};
+
+#if defined(HOPPER)
+
+constexpr int kColumns = 256, kStages = 4, kParts = kColumns / 64;
+constexpr int kCounted = 64;  // rows of a counter
+
+using Shared = Memory<kColumns, kStages, 2 * kPanel>;
+
+template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
+  using Sums = RoundedSums<T, kColumns>;
+  using Sums::v, Sums::row, Sums::column;
+  static constexpr int kSlots = 2 * kParts, kHeadParts = D / 64;
+  const Params &p;
+  const TensorMap &g, &y;
+  uint32_t panels, arrived;
+  float lse, products[2];  // Σ g·y of the lane's columns in its two rows
+
+  __device__ WithStatistics(const Params &p, const TensorMap &g, const TensorMap &y, const Shared &m, int warp)
+      : Sums(p.rows), p(p), g(g), y(y), panels(m.panels(warp)), arrived(m.barriers(warp)), lse(0), products{0, 0} {
+    copy(0, row, column);
+  }
+
+  // Has the copy engine bring a part of y, as soon as it has read what it is to store from there.
+  __device__ void copy(int part, int row, int column) {
+    if (threadIdx.x % 32) return;
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    const uint32_t barrier = arrived + part % 2 * 8;
+    barrierExpect(barrier, kPanel);
+    copyBox<false>(panels + part % 2 * kPanel, y, barrier, column + 64 * part, row, 0);
+  }
+
+  __device__ void finish(int slot, int nextRow, int nextColumn, bool more) {
+    const int part = slot / 2, second = slot % 2, head = part / kHeadParts;
+    const uint32_t panel = panels + part % 2 * kPanel;
+    if (second == 0) {
+      if (part + 1 < kParts)
+        copy(part + 1, row, column);
+      else if (more)
+        copy(0, nextRow, nextColumn);
+      if (part % kHeadParts == 0) begin(head);
+      barrierWait(arrived + part % 2 * 8, part / 2 % 2);
+    }
+#pragma unroll
+    for (int n = 4 * second; n < 4 * second + 4; n += 2) form(8 * part + n, chunkOf<64>(panel) ^ n * 16);
+    if (second) {
+      store(g, panel, column + 64 * part, row, 0);
+      if (part % kHeadParts == kHeadParts - 1) end(head);
+    }
+  }
+
+  // Multiplies the 16 columns from 8n on by those of y at `at`, and leaves them there.
+  __device__ void form(int n, uint32_t at) {
+    uint32_t w[2][2];
+    loadMatrices(w, at);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float2 a = unpack(v[n + i][r], T()), b = unpack(w[i][r], T());
+        products[r] = fmaf(a.x, b.x, fmaf(a.y, b.y, products[r]));
+      }
+    storeMatrices(at, v[n], v[n + 1]);
+  }
+
+  // The warp's rows of a head of the tile: which of all sequences' heads it is, -1 if there is none,
+  // and the position of the first row.
+  struct Place {
+    int head, position;
+  };
+  __device__ Place placeOf(int head) const {
+    const int heads = p.columns / D, batch = unsigned(row) / unsigned(p.seq);
+    head += column / D;
+    return {row < p.rows && head < heads ? batch * heads + head : -1, row - batch * p.seq};
+  }
+
+  // Of the four lanes that have one of these rows and the one 8 below, two write Σ g·y, one for each
+  // row, and two lse.
+  static __device__ int myRow() { return threadIdx.x % 32 / 4 + threadIdx.x % 2 * 8; }
+  static __device__ bool hasLse() { return threadIdx.x & 2; }
+
+  __device__ void begin(int head) {
+    products[0] = products[1] = 0;
+    const auto [of, position] = placeOf(head);
+    lse = of >= 0 && hasLse() ? __ldg(p.lse + int64_t(of) * p.seq + position + myRow()) : 0;  // on its way until the head is done
+  }
+
+  __device__ void end(int head) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      products[r] += __shfl_xor_sync(kAllLanes, products[r], 1);
+      products[r] += __shfl_xor_sync(kAllLanes, products[r], 2);
+    }
+    const auto [of, position] = placeOf(head);
+    if (of < 0) return;
+    p.stats[int64_t(2 * of + !hasLse()) * p.seq + position + myRow()] = hasLse() ? lse * kLog2e : threadIdx.x % 2 ? products[1] : products[0];
+    if (threadIdx.x % 32) return;
+    const int tiles = p.seq / kCounted;
+    if (position % kCounted == 0) p.counters[int64_t(of) * tiles + position / kCounted] = 0;
+    if (of == 0 && position == 0) p.counters[int64_t(p.rows / p.seq * (p.columns / D)) * tiles] = 0;
+  }
+};
+
+template <typename T, int D>
+__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &g, const TensorMap &y) {
+  static_assert(kColumns % D == 0 && D % 64 == 0, "heads lie within tiles, and parts within heads");
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Shared m(sharedAddress(shared));
+  multiply<T, 1>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, Right<1>{w},
+                 [&](int warp) { return WithStatistics<T, D>(p, g, y, m, warp); });
+}
+
+#endif  // HOPPER
+}  // namespace gemm
+
+// Launch: clusters of kCluster blocks of 384 threads, as many as run at once. Dynamic shared memory: see Memory.
+#define KERNEL(D, T)                                                                                                          \
+  extern "C" __global__ void __launch_bounds__(384, 1)                                                                        \
+      gemm_hopper_stats_##D##_##T(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,               \
+                                  const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap g,                  \
+                                  const __grid_constant__ TensorMap y) {                                                     \
+    BODY(run<T, D>(p, x, w, g, y));                                                                                           \
+  }
+#define DEFINE(T) KERNEL(64, T) KERNEL(128, T)
+DEFINE(bf16)
+DEFINE(f16)

@@ -1,0 +1,56 @@
+package gemm
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
+)
+
+// StatisticsProduct computes G = X·W, the gradient of an attention's result Y. It also leaves in
+// Workspace what an [attention.Statistics] of G, Y and LSE would. X is [Batch·Seq, D], W [D,
+// Heads·HeadDim], Y and G [Batch·Seq, Heads·HeadDim]. LSE is the forward pass's.
+type StatisticsProduct struct {
+	G, X, W, Y, LSE, Workspace gpu.Ptr
+	attention.Geometry
+	D    int
+	Type gpu.DType
+	Way  kernel.Way
+}
+
+// The shape of gemm_hopper_stats.cu: the columns of a tile, the stages, and the bytes of a warp's
+// panels.
+const statsColumns, statsStages, statsWarpBytes = 256, 4, 2 * 16 * 128
+
+// Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
+// has one for two-byte types, heads of 64 and 128, sequences of a multiple of 128 and a D that is a
+// multiple of 8. With a negative scale no backward pass begins with it.
+func (a StatisticsProduct) Ways(k *kernel.Set) []kernel.Way {
+	return onHopper(k, fused, a.Type.Size() == 2 && (a.HeadDim == 64 || a.HeadDim == 128) &&
+		a.Seq%attention.StatisticsTile == 0 && a.D%8 == 0 && a.Scale >= 0)
+}
+
+// Launch launches one kernel.
+func (a StatisticsProduct) Launch(q *kernel.Queue) {
+	rows, columns := a.Batch*a.Seq, a.Heads*a.HeadDim
+	counters, n := a.Counters(a.Workspace)
+	q.Poison(a.Workspace, 8*a.Heads*rows)
+	q.Poison(counters, 4*n)
+	gemmLaunch{unit: "gemm_hopper_stats", dtype: a.Type,
+		symbol: fmt.Sprintf("gemm_hopper_stats_%d%s", a.HeadDim, kernel.Suffix(a.Type)),
+		shared: warpShared(statsColumns, statsStages, statsWarpBytes),
+		params: kernel.Struct{a.LSE, a.Workspace, counters, rows, columns, a.D, a.Seq, gemmSection},
+		matrices: []gemmMatrix{
+			matrix(a.X, a.D, rows, gemmDepth, gemmRows),
+			matrix(a.W, columns, a.D, 64, gemmDepth),
+			matrix(a.G, columns, rows, 64, 16).storing(),
+			matrix(a.Y, columns, rows, 64, 16),
+		}}.run(q)
+}
+
+// Tuning is that of [kernel.Tuned].
+func (a StatisticsProduct) Tuning() (op, shape string) {
+	return "StatisticsProduct", fmt.Sprintf("%dx%d, %d heads of %d, depth %d, %v", a.Batch, a.Seq,
+		a.Heads, a.HeadDim, a.D, a.Type)
+}
