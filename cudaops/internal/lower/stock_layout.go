@@ -135,8 +135,6 @@ func sliced(n *gorgonia.Node) (m moves, ok bool) {
 	if limits := integers(inside); len(limits) == 3 {
 		first, step = limits[0], max(1, limits[2])
 		count = max(1, (min(limits[1], along)-first)/step) // as Gorgonia counts
-	} else if len(limits) != 0 {
-		return m, false
 	}
 	if first+(count-1)*step >= along || outer*count*inner != opbase.Size(y) {
 		return m, false
@@ -226,25 +224,9 @@ func stockSize(n *gorgonia.Node) lowering {
 	}
 }
 
-// sizeOf is the size of a dimension, if that is what a node is.
-func sizeOf(n *gorgonia.Node) (int, bool) {
-	if graph.OpType(n) != "gorgonia.sizeOp" {
-		return 0, false
-	}
-	name := fmt.Sprint(n.Op())
-	v := integers(name)
-	if len(v) != 1 {
-		return 0, false
-	}
-	if strings.Contains(name, "=") {
-		return v[0], true
-	}
-	x := graph.Children(n)[0].Shape()
-	switch {
-	case len(x) == 0:
-		return 1, true
-	case v[0] < len(x):
-		return x[v[0]], true
-	}
-	return 0, false
+// sizeOf is the size of a dimension, if that is what a node is. Its op says it, since the shape was
+// known when it was made.
+func sizeOf(n *gorgonia.Node) (size int, ok bool) {
+	_, err := fmt.Sscanf(fmt.Sprint(n.Op()), "SizeOf=%d", &size)
+	return size, err == nil && graph.OpType(n) == "gorgonia.sizeOp"
 }
