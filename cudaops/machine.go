@@ -194,12 +194,9 @@ func lacking(m *Machine, p *program.Program) (int, error) {
 }
 
 // toCome is the bytes of the moments that the machine would have with AdamW, and about those of
-// parameters that it gives back when its optimiser has divided them among ranks: 0 if it has one.
-// Muon has one moment, and directions.
+// parameters that it gives back when its optimiser has divided them among ranks. Muon has one
+// moment, and directions.
 func toCome(m *Machine, p *program.Program) (moments, divided int) {
-	if m.optimizer != nil {
-		return 0, 0
-	}
 	ranks := 1
 	if r := m.config.ranks; r != nil {
 		ranks = r.Group.Size()

@@ -73,9 +73,8 @@ type BlasStatus int32
 
 // The statuses of cuBLASLt that code asks for by name.
 const (
-	BlasNotInitialized BlasStatus = 1
-	BlasInvalidValue   BlasStatus = 7
-	BlasNotSupported   BlasStatus = 15
+	BlasInvalidValue BlasStatus = 7
+	BlasNotSupported BlasStatus = 15
 )
 
 var blasStatusNames = map[BlasStatus]string{

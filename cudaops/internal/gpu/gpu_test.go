@@ -70,9 +70,9 @@ func TestErrors(t *testing.T) {
 		IllegalAddress: "CUDA_ERROR_ILLEGAL_ADDRESS"} {
 		require.Equal(t, want, s.Error(), int32(s))
 	}
-	err := error(NewError("cublasLtCreate", BlasNotInitialized, "", ""))
-	require.Equal(t, "cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED (1)", err.Error())
-	require.ErrorIs(t, err, BlasNotInitialized)
+	err := error(NewError("cublasLtCreate", BlasNotSupported, "", ""))
+	require.Equal(t, "cublasLtCreate: CUBLAS_STATUS_NOT_SUPPORTED (15)", err.Error())
+	require.ErrorIs(t, err, BlasNotSupported)
 	require.False(t, errors.Is(err, InvalidValue))
 	for _, s := range []Status{InvalidValue, OutOfMemory, 701,
 		NotReady, CaptureUnmatched} {
