@@ -131,13 +131,13 @@ func (m *Machine) Profile() (_ *Profile, err error) {
 	if err = usable(m); err != nil {
 		return
 	}
-	switch p := m.profiler; {
+	p := m.profiler
+	switch {
 	case p == nil:
 		return nil, errors.New("no profile was begun with StartProfile")
 	case p.Busy():
 		return nil, nil
 	}
-	p := m.profiler
 	m.profiler = nil
 	return p.Result()
 }
