@@ -43,6 +43,40 @@ func TestLargeCopies(t *testing.T) {
 	require.Equal(t, []int{each(32768), each(32769)}, rows)
 }
 
+// TestCopies wants dimensions merged and elements widened as far as both sides allow.
+func TestCopies(t *testing.T) {
+	k, ctx := fakeKernels(t)
+	p, err := ctx.Alloc(1 << 20)
+	require.NoError(t, err)
+	for _, c := range []struct {
+		dims, ys, xs []int
+		size         int
+		kernel       string // none for a plain copy
+		elements     int    // as wide as the kernel's
+	}{
+		{[]int{4, 8}, []int{8, 1}, []int{8, 1}, 2, "", 0},
+		{[]int{1, 1}, []int{7, 7}, []int{5, 5}, 4, "", 0},
+		{[]int{3000, 1, 8}, []int{8, 8, 1}, []int{16, 3, 1}, 2, "copy_strided_16", 3000},
+		{[]int{3000, 4, 6}, []int{24, 6, 1}, []int{48, 6, 1}, 2, "copy_strided_16", 9000},
+		{[]int{3000, 6}, []int{6, 1}, []int{10, 1}, 2, "copy_strided_4", 9000},
+		{[]int{3000, 7}, []int{7, 1}, []int{9, 1}, 2, "copy_strided_2", 21000},
+		{[]int{3000, 8}, []int{8, 1}, []int{0, 1}, 8, "copy_strided_16", 12000},
+		{[]int{3000, 9}, []int{9, 1}, []int{1, 3000}, 16, "copy_strided_16", 27000},
+		{[]int{3000, 7}, []int{7, 1}, []int{1, 3000}, 4, "copy_strided_4", 21000},
+		{[]int{9, 9}, []int{9, 1}, []int{1, 9}, 8, "copy_transposed_8", 0},
+	} {
+		ctx.Trace = nil
+		require.NoError(t, k.Launch(0, layout.Copy{Y: p, X: p.Offset(1 << 16), Dims: c.dims,
+			YStrides: c.ys, XStrides: c.xs, Size: c.size}))
+		require.Len(t, ctx.Trace, 1)
+		require.Equal(t, c.kernel, ctx.Trace[0].Name, "%+v", c)
+		if c.elements > 0 {
+			require.Equal(t, kernel.CeilDiv(c.elements, 4*256), ctx.Trace[0].Config.Grid.X)
+		}
+	}
+	require.NoError(t, ctx.Free(p))
+}
+
 // TestRefusals has what users' tensors could be: too large to be counted, of seven dimensions that
 // do not merge, without elements.
 func TestRefusals(t *testing.T) {

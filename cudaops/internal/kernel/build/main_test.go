@@ -3,6 +3,7 @@ package main
 import (
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -56,4 +57,33 @@ func TestHashCoversAllThatMatters(t *testing.T) {
 	if _, err := sourceHash(dir, "family/a"); err == nil {
 		t.Error("no error for a missing file")
 	}
+}
+
+// TestBuild wants what changed to be compiled, once, by the right compiler alone.
+func TestBuild(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("the compiler here is a script for sh")
+	}
+	dir, home := t.TempDir(), t.TempDir()
+	for _, folder := range []string{filepath.Join(dir, "family"), filepath.Join(home, "bin")} {
+		require.NoError(t, os.Mkdir(folder, 0o755))
+	}
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "family", "a.cu"), []byte("int a;"), 0o644))
+	t.Setenv("CUDA_HOME", home)
+	compilerSays := func(release, then string) {
+		require.NoError(t, os.WriteFile(filepath.Join(home, "bin", "nvcc"), []byte("#!/bin/sh\n"+
+			`[ "$1" = --version ] && echo "release `+release+`, V" && exit`+"\n"+then+"\n"), 0o755))
+	}
+	require.ErrorContains(t, build(dir), "nvcc is no nvcc of CUDA 13.0")
+	compilerSays("12.4", "")
+	require.ErrorContains(t, build(dir), "12.4")
+	compilerSays("13.0", "exit 3")
+	require.ErrorContains(t, build(dir), "a.cu: exit status 3")
+	compilerSays("13.0", `echo code > "$3"`) // behind -fatbin -o
+	require.NoError(t, build(dir))
+	want, err := sourceHash(dir, "family/a")
+	require.NoError(t, err)
+	require.Equal(t, want, binaryHash(dir, "family/a"))
+	compilerSays("13.0", "exit 3")
+	require.NoError(t, build(dir))
 }
