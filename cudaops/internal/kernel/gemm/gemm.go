@@ -146,7 +146,10 @@ func (m gemmMatrix) storing() gemmMatrix {
 func (g gemmLaunch) run(q *kernel.Queue) {
 	args := []any{g.params}
 	for _, m := range g.matrices {
-		args = append(args, q.Tiled(m.tiled(g.dtype)))
+		row := uint64(m.dims[0] * g.dtype.Size())
+		args = append(args, q.Tiled(gpu.TiledTensor{Type: g.dtype, Address: m.ptr, Box: m.box[:],
+			Dims:    []uint64{uint64(m.dims[0]), uint64(m.dims[1]), uint64(m.dims[2])},
+			Strides: []uint64{row, row * uint64(m.dims[1])}}))
 		if m.stored {
 			q.Poison(m.ptr, m.dims[0]*m.dims[1]*m.dims[2]*g.dtype.Size())
 		}
@@ -159,13 +162,6 @@ func (g gemmLaunch) run(q *kernel.Queue) {
 	}
 	l.Grid.X, l.Overlap = g.clusters*gemmCluster, true
 	q.Run(g.unit, g.symbol, l, args...)
-}
-
-func (m gemmMatrix) tiled(dtype gpu.DType) gpu.TiledTensor {
-	columns, rows := uint64(m.dims[0]), uint64(m.dims[1])
-	row := columns * uint64(dtype.Size())
-	return gpu.TiledTensor{Type: dtype, Address: m.ptr, Box: m.box[:],
-		Dims: []uint64{columns, rows, uint64(m.dims[2])}, Strides: []uint64{row, row * rows}}
 }
 
 // Tuning is that of [kernel.Tuned].

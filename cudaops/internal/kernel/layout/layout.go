@@ -23,15 +23,8 @@ type Copy struct {
 	Size                     int
 }
 
-// copyDims is kDims of layout.cu, and copyTile its kTile for elements of so many bytes.
+// copyDims is kDims of layout.cu.
 const copyDims = 6
-
-func copyTile(size int) int {
-	if size == 2 {
-		return 128
-	}
-	return 64
-}
 
 // layout is one dimension of a copy.
 type layout struct{ n, y, x int }
@@ -53,7 +46,7 @@ func (a Copy) run(q *kernel.Queue, dims []layout) {
 	for _, d := range dims {
 		total *= d.n
 	}
-	tiles, order := transposition(dims, copyTile(a.Size))
+	tiles, order := transposition(dims, a.Size)
 	switch {
 	case q.Err != nil:
 	case len(dims) > copyDims:
@@ -125,9 +118,9 @@ func (a Copy) widen(dims []layout) int {
 }
 
 // transposition finds the two dimensions that are innermost on either side, if they differ, and
-// puts them last: that of x, then that of y. It returns the grid of tiles, whose edge is given, and
-// the dimensions in that order, or none.
-func transposition(dims []layout, tile int) (tiles gpu.Dim, order []layout) {
+// puts them last: that of x, then that of y. It returns the grid of tiles, and the dimensions in
+// that order, or none.
+func transposition(dims []layout, size int) (tiles gpu.Dim, order []layout) {
 	iy := slices.IndexFunc(dims, func(d layout) bool { return d.y == 1 })
 	ix := slices.IndexFunc(dims, func(d layout) bool { return d.x == 1 })
 	if iy < 0 || ix < 0 || iy == ix || dims[iy].n < 8 || dims[ix].n < 8 {
@@ -139,6 +132,10 @@ func transposition(dims []layout, tile int) (tiles gpu.Dim, order []layout) {
 			order = append(order, d)
 			others *= d.n
 		}
+	}
+	tile := 64 // kTile of layout.cu
+	if size == 2 {
+		tile = 128
 	}
 	tiles = gpu.Dim{X: kernel.CeilDiv(dims[iy].n, tile), Y: kernel.CeilDiv(dims[ix].n, tile),
 		Z: others}
