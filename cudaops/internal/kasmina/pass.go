@@ -15,26 +15,17 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// operands are the arrays of a pass's call by the names of their fields.
-func operands(c *program.Call) map[string]*program.Array {
-	all := map[string]*program.Array{}
-	for _, a := range c.Args {
-		all[a.Field] = a.Array
-	}
-	return all
-}
-
 // Run enqueues a pass of a layer as the run under way has it: on the device or on the host, with
 // telemetry or without.
 func (ls *Layers) Run(c *program.Call, p program.KasminaPass) error {
-	l, a := ls.of[p.Layer], operands(c)
+	l, of := ls.of[p.Layer], func(field string) *program.Array { return c.Operand(field).Array }
 	if l.hosted {
-		in := []*program.Array{a["X"], a["Weights"], a["Scales"]}
-		if a["G"] == nil {
-			return ls.m.passOnHost(p.Node, in, a["Y"])
+		in := []*program.Array{of("X"), of("Weights"), of("Scales")}
+		if c.Operand("G") == nil {
+			return ls.m.passOnHost(p.Node, in, of("Y"))
 		}
-		return ls.m.passOnHost(p.Node, append(in, nil, a["G"]), a["DX"],
-			a["DWeights"], a["DScales"])
+		return ls.m.passOnHost(p.Node, append(in, nil, of("G")), of("DX"), of("DWeights"),
+			of("DScales"))
 	}
 	if p.Replay {
 		return l.m.Launch(l.pass(c, mode{}, false))
@@ -50,7 +41,7 @@ func (l *layer) pass(c *program.Call, m mode, counts bool) any {
 		}
 		return l.at(word)
 	}
-	if operands(c)["G"] != nil {
+	if c.Operand("G") != nil {
 		return c.Bind(kasminakernel.Backward{Layer: l.Layer, Clip: l.Clips(),
 			Telemetry: m.telemetry, Reduction: m.reduction, Figures: l.at(program.KasminaGradient),
 			Bad: at(program.KasminaBadG), Clipped: at(program.KasminaClipped)}, (*program.Array).Ptr)
@@ -78,7 +69,7 @@ func (ls *Layers) Save(c *program.Call) error {
 	if p.Spare == nil {
 		return nil
 	}
-	g := operands(c)["G"]
+	g := c.Operand("G")
 	return ls.m.Ctx.CopyOnDevice(p.Spare.Ptr(), g.Ptr(), g.Extent(), ls.m.Stream)
 }
 
@@ -99,8 +90,8 @@ func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 	p := c.Params.(program.KasminaPass)
 	l := ls.of[p.Layer]
 	seeds := 2 * l.State.Seeds // read and written, in x and y
-	if a := operands(c); a["G"] != nil {
-		seeds = l.moving(a["G"].Ptr() == a["DX"].Ptr())
+	if g := c.Operand("G"); g != nil {
+		seeds = l.moving(g.Ptr() == c.Operand("DX").Ptr())
 	}
 	l.Op.Lattice.RecordTiming(state.Timing{Kernel: unmeasured, Telemetry: whole - unmeasured,
 		Bytes: int64(seeds * l.Rows * l.Chunk * l.Type.Size())})
