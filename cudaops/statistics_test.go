@@ -246,6 +246,31 @@ func TestStatisticsInPlace(t *testing.T) {
 	require.Zero(t, count)
 }
 
+// TestStatisticsReshaped wants no statistics of a product of another shape than the attention's
+// result, whose gradient lies in the same memory.
+func TestStatisticsReshaped(t *testing.T) {
+	ownChoices(t)
+	device, _ := openFake(t, fake.Config{})
+	const seq, heads, headDim, d = 6, 4, 4, 40
+	var values []gorgonia.Value
+	for _, way := range []string{"separate", "fused"} {
+		g, must := gorgonia.NewGraph(), gorgonia.Must
+		matrix := randomMatrices(g, 1, 4, 1)
+		in := gorgonia.Nodes{matrix("q", 2*seq, heads*headDim), matrix("k", 2*seq, heads*headDim),
+			matrix("v", 2*seq, heads*headDim), matrix("o", d, heads*headDim/2)}
+		y := must(op.Attention(in[0], in[1], in[2], op.AttentionConfig{Seq: seq, Heads: heads,
+			KVHeads: heads, HeadDim: headDim}))
+		y = must(gorgonia.Reshape(y, tensor.Shape{4 * seq, heads * headDim / 2}))
+		y = must(op.Linear(y, in[3]))
+		keep := withGradients(t, y, matrix("with", 4*seq, d), in)
+		var count formed
+		m := newFuseMachine(t, device, g, in, keep, []MachineOption{
+			WithWays("StatisticsProduct=" + way), withStatistics(&count, "hopper", "mma")})
+		values = valuesOf(t, m, keep, values, 1e-5)
+		require.Zero(t, count)
+	}
+}
+
 // TestStatisticsTuned wants the product timed with the statistics behind it where it is worth
 // timing, and no other, and both ways to give the same in the timer's memory as well.
 func TestStatisticsTuned(t *testing.T) {

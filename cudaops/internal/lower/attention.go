@@ -129,8 +129,13 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, g, y, lse *program.Array) {
 	at := slices.IndexFunc(c.Calls, func(p *program.Call) bool {
 		m, ok := p.Params.(program.Matmul)
-		return ok && p.Operand("D").Buffer == g.Buffer && !m.Spec.TransA && !m.Spec.TransB &&
-			!m.Spec.Scaled() && m.Spec.Batch == 1 && m.Alpha == 1 && m.Beta == 0
+		if !ok {
+			return false
+		}
+		d := p.Operand("D")
+		return d.Buffer == g.Buffer && d.At == g.At && slices.Equal(d.Shape, g.Shape) &&
+			!m.Spec.TransA && !m.Spec.TransB && !m.Spec.Scaled() && m.Spec.Batch == 1 &&
+			m.Alpha == 1 && m.Beta == 0
 	})
 	if at < 0 || slices.ContainsFunc(c.Calls[at+1:], c.Calls[at].Bound) {
 		return
