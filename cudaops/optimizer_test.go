@@ -627,7 +627,7 @@ func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 	var v gorgonia.Value
 	var err error
 	if sum := m.runner.Program.Sums[p]; sum != nil {
-		v, err = m.runner.Fetch(sum, tensor.Float32, 1)
+		v, err = m.runner.Fetch(sum, 1)
 	} else {
 		v, err = m.Value(p.Deriv())
 	}

@@ -47,7 +47,7 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 		return nil, fmt.Errorf("%s was dropped with the loss scale that it carried",
 			graph.Describe(n))
 	}
-	if v, err = m.runner.Fetch(a, n.Dtype(), scale); err == nil {
+	if v, err = m.runner.Fetch(a, scale); err == nil {
 		err = m.layers.Settle()
 	}
 	if err != nil {

@@ -1,35 +1,29 @@
 package run
 
 import (
-	"fmt"
 	"slices"
 
 	"gorgonia.org/gorgonia"
-	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
-	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Fetch waits for the device and copies an array back as a value of type dt, whose floats are
-// divided by a scale. It is a power of two, by which this is exact.
-func (r *Runner) Fetch(a *program.Array, dt tensor.Dtype, scale float32) (gorgonia.Value, error) {
-	switch {
-	case dt == tensor.Float32 && a.Type != gpu.Int64:
-		x := make([]float32, a.Len())
-		err := r.FetchFloats(a, x)
-		for i := 0; i < len(x) && scale != 1; i++ {
-			x[i] /= scale
-		}
-		return opbase.ValueOf(x, a.Shape), err
-	case dt == tensor.Int && a.Type == gpu.Int64:
+// Fetch waits for the device and copies an array back as a value, whose floats are divided by a
+// scale. It is a power of two, by which this is exact.
+func (r *Runner) Fetch(a *program.Array, scale float32) (gorgonia.Value, error) {
+	if a.Type == gpu.Int64 {
 		x := make([]int, a.Len())
 		err := r.bring(gpu.Bytes(x), a.Ptr())
 		return opbase.ValueOf(x, a.Shape), err
 	}
-	return nil, fmt.Errorf("cannot make a %v of what is stored as %v", dt, a.Type)
+	x := make([]float32, a.Len())
+	err := r.FetchFloats(a, x)
+	for i := 0; i < len(x) && scale != 1; i++ {
+		x[i] /= scale
+	}
+	return opbase.ValueOf(x, a.Shape), err
 }
 
 // FetchFloats copies the numbers of an array to dst, which has room for all.
@@ -51,7 +45,7 @@ func (r *Runner) HostOperand(n *gorgonia.Node, i int, a *program.Array) (gorgoni
 	if r.Program.Scaling.Carries(n, i) {
 		scale = r.Scale.Carried
 	}
-	return r.Fetch(a, graph.Children(n)[i].Dtype(), scale)
+	return r.Fetch(a, scale)
 }
 
 // Carried is the scale that the value of a node carries, 1 where it carries none.
