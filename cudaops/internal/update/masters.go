@@ -21,12 +21,9 @@ func (x *Optimizer) travels(p *Param) bool {
 	in := p.Input
 	return x.share.group.Size() > 1 && len(in.Copies) > 0 &&
 		in.Copies[0].At%program.VectorBytes == 0 && in.Sharers == 0 &&
-		x.m.Memory.Owns(in.Array.Base) &&
+		x.m.Memory.Owns(in.Array.Base) && x.firstTouch(in.Array) == len(x.m.Program.Calls) &&
 		!slices.ContainsFunc(x.m.Program.Kasmina, func(l *program.KasminaLayer) bool {
 			return l.OfWeights == in || l.OfScales == in
-		}) &&
-		!slices.ContainsFunc(x.m.Program.Calls, func(c *program.Call) bool {
-			return c.Touches(in.Array.Buffer)
 		})
 }
 
@@ -57,11 +54,8 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	if part.Base, err = x.m.Memory.Alloc(part.Bytes, "a part of a parameter"); err != nil {
 		return err
 	}
-	if err := x.m.Ctx.CopyOnDevice(part.Ptr(), in.Array.Ptr().Offset(from*size), (to-from)*size,
-		x.m.Stream); err != nil {
-		return err
-	}
-	if err := x.m.Ctx.SyncStream(x.m.Stream); err != nil {
+	if err := run.Joined(x.m.Ctx.CopyOnDevice(part.Ptr(), in.Array.Ptr().Offset(from*size),
+		(to-from)*size, x.m.Stream), x.m.Ctx.SyncStream(x.m.Stream)); err != nil {
 		return err
 	}
 	whole, first := in.Array.Base, in.Copies[0].Array
@@ -101,9 +95,6 @@ func (x *Optimizer) copies(p *Param, t *optimizer.Tensor) {
 func (x *Optimizer) Own(param, moment int) ([]float32, error) {
 	whole := make([]float32, x.Params[param].Grad.Len())
 	from, to := x.Part(param)
-	if from == to {
-		return whole, nil
-	}
 	return whole, x.m.FetchFloats(x.Params[param].Moments[moment], whole[from:to])
 }
 
