@@ -482,7 +482,7 @@ func (k *fakeKernels) GradSquares(l *fake.Launch, a optimizer.GradSquares) {
 	clear(out)
 	for _, p := range a.Table.Tensors {
 		chunk := int(p.FirstChunk)
-		for part := range slices.Chunk(gradientAt(l, p, p.Size), optimizer.OptimChunk) {
+		for part := range slices.Chunk(gradientAt(l, p, p.Size), optimizer.Chunk) {
 			for _, g := range part {
 				out[chunk] += g * g
 			}
@@ -818,7 +818,7 @@ func (k *fakeKernels) AttentionDocuments(l *fake.Launch, a attention.Documents) 
 }
 
 func (k *fakeKernels) Normalize(l *fake.Launch, a normalize.Forward) {
-	floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
+	floatsAt(l, a.Workspace, normalize.WorkspaceBytes/4)
 	x, y := floatsAt(l, a.X, a.N), floatsAt(l, a.Y, a.N)
 	r := float32(1 / (math.Sqrt(array.SumSquares(x)) + 1e-7))
 	for i, v := range x {
@@ -848,7 +848,7 @@ func (k *fakeKernels) Symmetric(l *fake.Launch, a gemm.Symmetric) {
 }
 
 func (k *fakeKernels) NormalizeBackward(l *fake.Launch, a normalize.Backward) {
-	floatsAt(l, a.Workspace, normalize.NormalizeWorkspace/4)
+	floatsAt(l, a.Workspace, normalize.WorkspaceBytes/4)
 	x, g, dx := floatsAt(l, a.X, a.N), floatsAt(l, a.G, a.N), floatsAt(l, a.DX, a.N)
 	norm, dot := math.Sqrt(array.SumSquares(x)), 0.0
 	for i, v := range x {

@@ -192,7 +192,7 @@ func newtonSchulz(b *timer) {
 			it.Squares[i] = b.room(m*m, t)
 		}
 		begin := normalize.Forward{Y: it.X[0], X: b.normal(m*n, bf16), N: m * n, YType: t,
-			Workspace: b.bytes(normalize.NormalizeWorkspace), XType: bf16}
+			Workspace: b.bytes(normalize.WorkspaceBytes), XType: bf16}
 		gram := b.plan(gpu.MatmulSpec{M: m, N: m, K: n, TransB: true, A: t, B: t, D: t})
 		square := b.plan(gpu.MatmulSpec{M: m, N: m, K: m, A: t, B: t, D: t})
 		wide := b.plan(gpu.MatmulSpec{M: m, N: n, K: m, A: t, B: t, D: t})

@@ -106,7 +106,7 @@ func (b Builder) products(all ...program.Product) (calls []*program.Call) {
 func (b Builder) Normalized(y, x *program.Array) *program.Call {
 	a := normalize.Forward{N: x.Len(), YType: y.Type, XType: x.Type}
 	return b.Call(a, program.Writes("Y", y), program.Reads("X", x),
-		program.Uses("Workspace", b.Workspace(normalize.NormalizeWorkspace)))
+		program.Uses("Workspace", b.Workspace(normalize.WorkspaceBytes)))
 }
 
 // Gradient adds the gradient of x for that of the result of so many steps, g. It computes the steps
@@ -133,7 +133,7 @@ func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
 	dx := b.Like(x)
 	b.Add(b.Call(normalize.Backward{N: x.Len(), Type: x.Type}, program.Writes("DX", dx),
 		program.Reads("G", g), program.Reads("X", x),
-		program.Uses("Workspace", b.Workspace(normalize.NormalizeWorkspace))))
+		program.Uses("Workspace", b.Workspace(normalize.WorkspaceBytes))))
 	return dx
 }
 

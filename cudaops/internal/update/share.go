@@ -140,7 +140,7 @@ func (x *Optimizer) lastWrite(a *program.Array) (last int) {
 func (x *Optimizer) cut(b *bucket) {
 	var pieces []comm.Piece
 	for _, i := range b.params {
-		piece := comm.Piece{Len: x.Params[i].Grad.Len(), Multiple: optimizer.OptimChunk}
+		piece := comm.Piece{Len: x.Params[i].Grad.Len(), Multiple: optimizer.Chunk}
 		if x.Params[i].Rule.Muon {
 			piece.Multiple = 0
 		}

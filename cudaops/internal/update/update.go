@@ -277,9 +277,9 @@ func (x *Optimizer) buildTables() error {
 	var matrices []*Param // of muon
 	for i, p := range x.Params {
 		t := x.tensorOf(i)
-		t.FirstChunk = int32(len(x.chunks) + x.own(i).from/optimizer.OptimChunk)
+		t.FirstChunk = int32(len(x.chunks) + x.own(i).from/optimizer.Chunk)
 		x.copies(p, &t)
-		for range kernel.CeilDiv(p.Grad.Len(), optimizer.OptimChunk) {
+		for range kernel.CeilDiv(p.Grad.Len(), optimizer.Chunk) {
 			x.chunks = append(x.chunks, p)
 		}
 		if !p.Rule.Muon {

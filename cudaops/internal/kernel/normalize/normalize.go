@@ -7,18 +7,18 @@ import (
 
 // Forward computes Y = X/(‖X‖ + 1e-7) over N elements, with which the Newton-Schulz iteration
 // begins. The types are equal, or X is float32, or Y float16. Y may be X. Workspace is memory of
-// NormalizeWorkspace bytes.
+// WorkspaceBytes.
 type Forward struct {
 	Y, X, Workspace gpu.Ptr
 	N               int
 	YType, XType    gpu.DType
 }
 
-// NormalizeWorkspace is the bytes of workspace that Forward and its backward pass take: two sums
-// for each of mostParts blocks.
+// WorkspaceBytes is the size of Workspace, for Forward and its backward pass: two sums for each of
+// mostParts blocks.
 const (
-	NormalizeWorkspace = 2 * 4 * mostParts
-	mostParts          = 512
+	WorkspaceBytes = 2 * 4 * mostParts
+	mostParts      = 512
 )
 
 // Launch launches two kernels.

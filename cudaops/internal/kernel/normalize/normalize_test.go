@@ -20,7 +20,7 @@ func TestNormalize(t *testing.T) {
 			g.Scope(fmt.Sprintf("%d/%v/%v", n, yt, xt), func(g *kerneltest.Rig) {
 				x, xr := g.Normal(n, xt, i%2)
 				dy, gr := g.Normal(n, xt, i%2)
-				y, work := g.Alloc(n, yt, i%2), g.Alloc(NormalizeWorkspace/4, kerneltest.F32, 0)
+				y, work := g.Alloc(n, yt, i%2), g.Alloc(WorkspaceBytes/4, kerneltest.F32, 0)
 				var xx, gx float64
 				for i, v := range xr {
 					xx += v * v
@@ -50,7 +50,7 @@ func TestNormalizeZero(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	x, zero := g.Upload(make([]float64, 77), kerneltest.F32, 0)
 	dy, gr := g.Normal(77, kerneltest.F32, 0)
-	y, work := g.Alloc(77, kerneltest.F32, 0), g.Alloc(NormalizeWorkspace/4, kerneltest.F32, 0)
+	y, work := g.Alloc(77, kerneltest.F32, 0), g.Alloc(WorkspaceBytes/4, kerneltest.F32, 0)
 	g.Must(g.Launch(g.Stream, Forward{Y: y.Ptr, X: x.Ptr, Workspace: work.Ptr, N: 77}))
 	g.Near("y", y, zero, 0)
 	g.Must(g.Launch(g.Stream, Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr, Workspace: work.Ptr,

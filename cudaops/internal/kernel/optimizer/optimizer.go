@@ -43,8 +43,8 @@ const (
 	rounds      = 16
 	updateBytes = 6 * 4
 
-	// OptimChunk is the elements of a Table's chunk; the last one of a tensor has what is left.
-	OptimChunk = threads * 4 * rounds
+	// Chunk is the elements of a Table's chunk; the last one of a tensor has what is left.
+	Chunk = threads * 4 * rounds
 )
 
 // Table is tensors laid out on the device, so that one launch updates them all: the tensors, what a
@@ -63,7 +63,7 @@ func NewTable(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor) (*Table, er
 	tensors, chunks := slices.Clone(tensors), 0
 	for i := range tensors {
 		tensors[i].FirstChunk = int32(chunks)
-		chunks += kernel.CeilDiv(tensors[i].Size, OptimChunk)
+		chunks += kernel.CeilDiv(tensors[i].Size, Chunk)
 	}
 	return NewScattered(ctx, alloc, tensors, chunks)
 }
@@ -82,7 +82,7 @@ func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, chunks 
 			return nil,
 				fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
 		}
-		p.chunks = int32(kernel.CeilDiv(p.Size, OptimChunk))
+		p.chunks = int32(kernel.CeilDiv(p.Size, Chunk))
 		for j := range p.chunks {
 			list[p.FirstChunk+j] = [2]int32{int32(i), j}
 		}

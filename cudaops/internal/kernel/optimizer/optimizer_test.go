@@ -335,8 +335,8 @@ func TestTableChunks(t *testing.T) {
 		at, err = ctx.Alloc(bytes)
 		return at, err
 	}
-	table, err := NewTable(ctx, alloc, []Tensor{{Size: 1}, {Size: 2*OptimChunk + 1},
-		{Size: OptimChunk}, {Size: 3}})
+	table, err := NewTable(ctx, alloc, []Tensor{{Size: 1}, {Size: 2*Chunk + 1},
+		{Size: Chunk}, {Size: 3}})
 	require.NoError(t, err)
 	var first []int32
 	for _, p := range table.Tensors {
@@ -375,7 +375,7 @@ func TestScattered(t *testing.T) {
 	for _, q := range qs {
 		tensors = append(tensors, q.Tensor)
 	}
-	own := (301*101 + OptimChunk - 1) / OptimChunk
+	own := (301*101 + Chunk - 1) / Chunk
 	chunks := before + own + between + 1 + behind
 	tensors[0].FirstChunk, tensors[1].FirstChunk = before, int32(before+own+between)
 	scattered, err := NewScattered(g.Ctx, allocOn(g), tensors, chunks)
