@@ -72,8 +72,9 @@ func (s *Inputs) SendAll() error {
 	return s.Quantize(func(in *program.Input) bool { return in.Bound })
 }
 
-// SendSome copies the values of some inputs, and waits. What from has of one is copied on the device,
-// unless it is the input's memory. Of the others none is sent if one has no value that can be.
+// SendSome copies the values of some inputs, and waits. What from has of one is copied on the
+// device, unless it is the input's memory. Of the others none is sent if one has no value that can
+// be.
 func (s *Inputs) SendSome(inputs []*program.Input, from func(*program.Input) *KeptParam) error {
 	var all []source
 	for _, in := range inputs {

@@ -104,8 +104,8 @@ type pack struct {
 	first, last int // the calls of a run at which they are ordered, of the first and the last
 }
 
-// packs puts what travels of the parameters in packs of so many bytes at least, in the order of calls
-// of a run. One that is as large as two begins a pack, so that others do not wait for it.
+// packs puts what travels of the parameters in packs of so many bytes at least, in the order of
+// calls of a run. One that is as large as two begins a pack, so that others do not wait for it.
 func (x *Optimizer) packs(least int, what func(i int) *program.Array,
 	call func(*program.Array) int) (all []pack) {
 	order, calls := make([]int, len(x.Params)), make([]int, len(x.Params))
