@@ -51,9 +51,11 @@ func newGrad(g *kerneltest.Rig, q *parameter) {
 	g.Must(g.Ctx.CopyToDevice(q.grad.Ptr, raw, g.Stream))
 }
 
-// allocOn is memory of a rig's.
+// allocOn is memory of a rig's, which is poisoned on its stream before another one writes there.
 func allocOn(g *kerneltest.Rig) kernel.Alloc {
-	return func(bytes int) (gpu.Ptr, error) { return g.Alloc(bytes/4, kerneltest.F32, 0).Ptr, nil }
+	return func(bytes int) (gpu.Ptr, error) {
+		return g.Alloc(bytes/4, kerneltest.F32, 0).Ptr, g.Ctx.SyncStream(g.Stream)
+	}
 }
 
 func newTable(g *kerneltest.Rig, qs []*parameter) (*Table, gpu.Ptr) {

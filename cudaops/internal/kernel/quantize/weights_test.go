@@ -43,7 +43,7 @@ func TestQuantizeWeights(t *testing.T) {
 		weights = append(weights, w)
 	}
 	table, err := quantize.NewTable(g.Ctx, func(bytes int) (gpu.Ptr, error) {
-		return g.Alloc(bytes/4, kerneltest.F32, 0).Ptr, nil
+		return g.Alloc(bytes/4, kerneltest.F32, 0).Ptr, g.Ctx.SyncStream(g.Stream)
 	}, weights)
 	g.Must(err)
 	for range 2 {
