@@ -273,6 +273,33 @@ func TestArguments(t *testing.T) {
 	require.NoError(t, errors.Join(borrower.Close(), device.ctx.Free(memory)))
 }
 
+// TestCloseKeptRefused wants a machine whose parameters others have a use for to stay as it is.
+func TestCloseKeptRefused(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	l := newLifetime(t, newAdamW)
+	require.NoError(t, l.open(device))
+	m := l.machine
+	require.ErrorContains(t, m.Rank().GatherState(), "not one of several ranks")
+	score, err := l.model.Graph(llm.ForLoss, 3)
+	require.NoError(t, err)
+	borrower, err := NewMachine(device, score.G, WithParamsOf(m))
+	require.NoError(t, err)
+	require.ErrorContains(t, errOf(m.CloseKept()), "another machine uses")
+	require.NoError(t, errors.Join(borrower.Close(), l.step()))
+	kept, err := m.CloseKept()
+	require.NoError(t, errors.Join(err, kept.Close()))
+
+	own := newLifetime(t, newAdamW)
+	weight := own.batch.Params[0]
+	m, err = NewMachine(device, own.batch.G, WithParams(own.batch.Params...))
+	require.NoError(t, err)
+	defer m.Close()
+	values := weight.Value().Data().([]float32)
+	require.NoError(t, errors.Join(m.Bind(weight, host{t, device.ctx}.place(values), 4*len(values)),
+		m.SetOptimizer(own.optimizer, 1)))
+	require.ErrorContains(t, errOf(m.CloseKept()), "lies in memory of its user's")
+}
+
 // TestUploadRefused wants an upload of which a value cannot be sent to send none of the others.
 func TestUploadRefused(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
