@@ -96,15 +96,15 @@ func (t *Chooser) worthTiming(flops float64) bool { return t.Tunes() && flops >=
 // Program chooses for every call of a program.
 func (t *Chooser) Program(p *program.Program) error {
 	for _, c := range p.Calls {
-		if err := t.call(c); err != nil {
+		if err := t.ChooseWay(c); err != nil {
 			return fmt.Errorf("%s: %w", c.Node, err)
 		}
 	}
 	return nil
 }
 
-// call chooses for a call.
-func (t *Chooser) call(c *program.Call) error {
+// ChooseWay chooses the way of a call, unless that has been done.
+func (t *Chooser) ChooseWay(c *program.Call) error {
 	if err := t.product(c); err != nil {
 		return err
 	}

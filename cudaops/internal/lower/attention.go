@@ -143,17 +143,15 @@ func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, g, y, ls
 	back, product := call.Params.(attention.Backward), c.Calls[at]
 	one := gemm.StatisticsProduct{Geometry: back.Geometry, D: product.Params.(program.Matmul).Spec.K,
 		Type: back.Type}
-	group, ways := program.WaysOf(call, c.o.Ways)
-	if len(c.o.Ways(one)) == 0 || len(ways) < 2 {
+	if len(c.o.Ways(one)) == 0 {
 		return
 	}
-	group.Plain = len(ways) - 1
-	way, choice, err := c.o.Choose(group)
-	if c.fail(err); err != nil || ways[way].Family != attention.Hopper {
+	c.fail(c.o.ChooseWay(call))
+	if back = call.Params.(attention.Backward); back.Way.Family != attention.Hopper {
 		return
 	}
-	back.Way, back.HasStatistics = ways[way], true
-	call.Params, call.Choice = back, choice
+	back.HasStatistics = true
+	call.Params = back
 	workspace := call.Operand("Workspace")
 	workspace.Role = program.Update
 	c.Calls = slices.Delete(c.Calls, at, at+1)

@@ -163,6 +163,8 @@ type Chooser interface {
 	Ways(params any) []kernel.Way
 	// Choose returns the position of an alternative, and what is to stand in its calls as Choice.
 	Choose(g Group) (alternative int, choice *optime.Choice, err error)
+	// ChooseWay chooses the way of a call ahead of the others, where calls depend on it.
+	ChooseWay(c *Call) error
 }
 
 // Group is a piece of work that several lists of calls can do.
