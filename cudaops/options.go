@@ -80,6 +80,14 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 // MachineOption is an option of NewMachine.
 type MachineOption func(*machineConfig) error
 
+// setting is an option that takes anything.
+func setting(set func(*machineConfig)) MachineOption {
+	return func(c *machineConfig) error {
+		set(c)
+		return nil
+	}
+}
+
 // WithRanks makes the machine one of several, at the ranks of a group, that train one model by the
 // sum of their gradients: see [Machine.Rank]. Each remembers the moments of its part of the
 // parameters and updates that: of what AdamW updates by elements, of what Muon updates by matrices.
@@ -117,10 +125,7 @@ func WithParams(params ...*gorgonia.Node) MachineOption {
 // of their own, and are not in that of the others, which Update returns. So what has been added to
 // a model does not change how the model learns. Where all are apart none is.
 func WithApart(params ...*gorgonia.Node) MachineOption {
-	return func(c *machineConfig) error {
-		c.apart = append(c.apart, params...)
-		return nil
-	}
+	return setting(func(c *machineConfig) { c.apart = append(c.apart, params...) })
 }
 
 // WithFrozen names inputs that are parameters, as [WithParams] does, and never change. They are
@@ -200,10 +205,7 @@ func WithMemory(bytes int) MachineOption {
 // WithStrict makes a node that has no kernel an error of NewMachine instead of a detour through the
 // host.
 func WithStrict() MachineOption {
-	return func(c *machineConfig) error {
-		c.Strict = true
-		return nil
-	}
+	return setting(func(c *machineConfig) { c.Strict = true })
 }
 
 // Precision is how a machine stores and computes what a graph says in float32.
@@ -294,18 +296,12 @@ func WithGradientPrecision(p Precision) MachineOption {
 // which applies them, or drops them where they are not finite. Without it Update applies those of
 // the last run. After an error of a run drop what is gathered: [Machine.DropGradients].
 func WithAccumulation() MachineOption {
-	return func(c *machineConfig) error {
-		c.Accumulate = true
-		return nil
-	}
+	return setting(func(c *machineConfig) { c.Accumulate = true })
 }
 
 // WithLogger sets where warnings go. The default, which nil stands for, is slog.Default().
 func WithLogger(l *slog.Logger) MachineOption {
-	return func(c *machineConfig) error {
-		c.ways.Logger = cmp.Or(l, slog.Default())
-		return nil
-	}
+	return setting(func(c *machineConfig) { c.ways.Logger = cmp.Or(l, slog.Default()) })
 }
 
 // float8Blas is the first cuBLASLt that has a factor for each row, and float8Capability the first

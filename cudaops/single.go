@@ -59,10 +59,7 @@ func newSingleOp[V interface {
 			return nil, err
 		}
 	}
-	m, err := NewMachine(d, g, func(c *machineConfig) error {
-		c.single = true
-		return nil
-	})
+	m, err := NewMachine(d, g, setting(func(c *machineConfig) { c.single = true }))
 	if err != nil {
 		return nil, err
 	}

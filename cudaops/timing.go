@@ -65,10 +65,7 @@ func WithWays(rules ...string) MachineOption {
 // goes by rule. A way that this machine's GPU has not is an error of NewMachine. Of a choice Op,
 // Shape and Way count.
 func WithChoices(choices []Choice) MachineOption {
-	return func(c *machineConfig) error {
-		c.ways.Given = append([]Choice{}, choices...)
-		return nil
-	}
+	return setting(func(c *machineConfig) { c.ways.Given = append([]Choice{}, choices...) })
 }
 
 // Choice is the way in which a machine computes an op of some shape.
