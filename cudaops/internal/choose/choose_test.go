@@ -225,7 +225,7 @@ func TestTunedNames(t *testing.T) {
 	seen := map[string]bool{}
 	for _, launch := range []kernel.Tuned{attention.Forward{}, attention.Backward{},
 		gemm.SiLUProduct{}, gemm.SiLUProductBackward{}, gemm.RoPEProduct{},
-		gemm.LinearCrossEntropy{}} {
+		gemm.StatisticsProduct{}, gemm.LinearCrossEntropy{}} {
 		name, _ := launch.Tuning()
 		require.Contains(t, string(page), "`"+name+"`")
 		require.False(t, seen[name], name)

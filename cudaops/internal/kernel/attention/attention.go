@@ -138,7 +138,7 @@ func (a Geometry) statsRows() int {
 	return kernel.CeilDiv(a.Seq, StatisticsTile) * StatisticsTile
 }
 
-// Launch launches the statistics' kernel, and those of the gradients behind it.
+// Launch launches the statistics' kernel, unless HasStatistics, and those of the gradients.
 func (a Backward) Launch(q *kernel.Queue) {
 	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Way, a.Ways(q.Set))
 	c.rows, c.lse = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}, a.LSE
