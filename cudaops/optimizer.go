@@ -335,7 +335,7 @@ func (r Rank) optimizer() (*update.Optimizer, error) {
 
 // Expect says, ahead of a run, in which round it is. It tells how many ranks contribute to it, and
 // whether it is the first of a step. Where all do, the gradients leave beside the run, each as soon
-// as it is there. All ranks that contribute call it, or none.
+// as it is there. It holds for one run. All ranks that contribute call it, or none.
 func (r Rank) Expect(contributors int, first bool) (err error) {
 	defer in("Rank.Expect", &err)
 	x, err := r.optimizer()

@@ -113,7 +113,9 @@ func (m *Machine) StartProfile() (err error) {
 	if !m.runner.State.Ran() {
 		return errors.New("the machine has not run: profile it after a few steps")
 	}
-	if err := run.Joined(m.profiler.Close(), m.device.ctx.SyncStream(m.runner.Stream)); err != nil {
+	old := m.profiler
+	m.profiler = nil // one that is closed is none, whatever comes of that
+	if err := run.Joined(old.Close(), m.device.ctx.SyncStream(m.runner.Stream)); err != nil {
 		return err
 	}
 	m.profiler = profile.NewProfiler(m.measured)

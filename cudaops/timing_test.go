@@ -1296,3 +1296,26 @@ func TestMonitorCost(t *testing.T) {
 	require.ErrorContains(t,
 		errOf(NewMachine(device, gorgonia.NewGraph(), WithMonitor(1))), "at least 2")
 }
+
+// TestProfileBegunAnew wants a profile whose beginning anew fails to be over, and the next one to
+// be whole.
+func TestProfileBegunAnew(t *testing.T) {
+	device, cuda := openFake(t, fake.Config{})
+	_, b := float8Model(t, llm.ForLoss, 3, 32)
+	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},
+		[]MachineOption{withCeilingBytes(1 << 14)})
+	require.NoError(t, errors.Join(m.RunAll(), m.StartProfile(), m.RunAll()))
+	cuda.Fail("cuStreamSynchronize", 1, gpu.OutOfMemory)
+	require.Error(t, m.StartProfile())
+	for range ProfileSteps {
+		require.NoError(t, m.RunAll())
+	}
+	require.ErrorContains(t, errOf(m.Profile()), "StartProfile")
+	require.NoError(t, m.StartProfile())
+	for range ProfileSteps {
+		require.NoError(t, m.RunAll())
+	}
+	p, err := m.Profile()
+	require.NoError(t, err)
+	require.NotEmpty(t, p.Spans)
+}

@@ -194,7 +194,7 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 	}
 	if s.table == nil || !slices.Equal(all, s.table.Weights) { // the user may have moved some
 		alloc := s.Memory.For("float8's weights")
-		if old := s.table; old != nil { // whose place does
+		if old := s.table; old != nil { // whose place does, once no launch reads it
 			alloc = func(int) (gpu.Ptr, error) { return old.At[0], s.Ctx.SyncStream(s.Stream) }
 		}
 		var err error

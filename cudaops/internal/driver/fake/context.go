@@ -231,6 +231,9 @@ func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 		if err := t.Check(); err != nil {
 			return m, err
 		}
+		if c.info.Capability() < 90 {
+			return m, refused(gpu.NotSupported, "tensor maps need compute capability 9.0")
+		}
 		extent := int(t.Dims[0]) * t.Type.Size()
 		for i, stride := range t.Strides {
 			extent += int(t.Dims[i+1]-1) * int(stride)

@@ -109,9 +109,12 @@ func (c *Context) wait(st *stream) error {
 	return c.drain(st)
 }
 
-// DestroyStream runs what is left and forgets the stream.
+// DestroyStream runs what is left and forgets the stream, which must not be the default one.
 func (c *Context) DestroyStream(s gpu.Stream) error {
 	return about(c, "cuStreamDestroy", c.streams, s, func(st *stream) error {
+		if s == 0 {
+			return refused(gpu.InvalidHandle, "the default stream")
+		}
 		delete(c.streams, s)
 		return c.wait(st)
 	})
