@@ -70,11 +70,11 @@ func (k *Set) function(unit, name string, shared int) (*kernel, error) {
 		m, ok := k.modules[unit]
 		if !ok {
 			images, _ := units()
-			image, err := images[unit], error(nil)
-			if len(image) == 0 {
+			if images[unit] == nil {
 				return nil, fmt.Errorf("kernels: there is no unit %q", unit)
 			}
-			if m, err = k.Ctx.LoadModule(image); err != nil {
+			var err error
+			if m, err = k.Ctx.LoadModule(images[unit]); err != nil {
 				return nil, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f "+
 					"(8.0 is the least): %w", unit, float64(k.Info.Capability())/10, err)
 			}
