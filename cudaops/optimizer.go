@@ -242,7 +242,9 @@ func (m *Machine) DropGradients() (err error) {
 // NonFinite returns the first parameter whose gradient has an element that is NaN, infinite or of
 // an infinite square, nil if there is none. It looks at the gradients of the last [Machine.Update],
 // whether that was made or not. After another run it looks at those that the next one would apply:
-// with [WithAccumulation] at the sums. It waits for the device.
+// with [WithAccumulation] at the sums. It waits for the device. After an update all ranks
+// ([WithRanks]) name the same parameter. Ahead of one, behind [Rank.Contribute], each looks only at
+// the elements that it updates, and returns nil where none of these is bad.
 func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	defer in("Machine.NonFinite", &err)
 	x, err := updatable(m)

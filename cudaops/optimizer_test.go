@@ -744,6 +744,16 @@ func rankedRows(t *testing.T, rows int) (loss *gorgonia.Node, x *gorgonia.Node,
 	return loss, x, targets, params
 }
 
+// feed gives the inputs of ranked a batch.
+func feed(x, targets *gorgonia.Node) error {
+	in := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32))
+	for i := range in.Float32s() {
+		in.Float32s()[i] = float32(i%7) - 3
+	}
+	return errors.Join(gorgonia.Let(x, in),
+		gorgonia.Let(targets, tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))))
+}
+
 // rankedMachine is a machine of one rank, which its goroutine closes.
 func rankedMachine(t *testing.T, d *Device, loss *gorgonia.Node, params gorgonia.Nodes,
 	opts ...MachineOption) *Machine {
@@ -823,13 +833,8 @@ func TestRanksLossThatIsNone(t *testing.T) {
 		optimize(t, m, newAdamW, 0.1)
 		before := fmt.Sprint(nodes[0].Value())
 		for i := range 3 {
-			in := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32))
-			for k := range in.Float32s() {
-				in.Float32s()[k] = float32(k%7) - 3
-			}
-			require.NoError(t, errors.Join(m.Rank().Expect(2, true), gorgonia.Let(x, in),
-				gorgonia.Let(targets, tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))),
-				m.RunAll(), m.Rank().Contribute(2, true)))
+			require.NoError(t, errors.Join(m.Rank().Expect(2, true), feed(x, targets), m.RunAll(),
+				m.Rank().Contribute(2, true)))
 			spoil := i < 2 && i == rank
 			if spoil {
 				at := m.runner.Program.Values[loss].Ptr()
@@ -857,6 +862,49 @@ func TestRanksLossThatIsNone(t *testing.T) {
 			require.ErrorContains(t, m.Rank().Contribute(1, true), "one round of two ranks")
 		}
 	})
+}
+
+// TestRanksNonFinite: ahead of an update a parameter is named by the rank that updates the bad
+// element of its gradient, and by no other. After the update both name it.
+func TestRanksNonFinite(t *testing.T) {
+	for _, rounds := range []int{0, 1} {
+		eachRank(t, 2, func(_ int, d *Device, g comm.Group) {
+			loss, x, targets, nodes := ranked(t)
+			m := rankedMachine(t, d, loss, nodes, WithRanks(g, rounds), notCaptured)
+			defer m.Close()
+			optimize(t, m, newAdamW, 0)
+			require.NoError(t, feed(x, targets))
+			names := func(want *gorgonia.Node, when string) {
+				t.Helper()
+				got, err := m.NonFinite()
+				require.NoError(t, err)
+				require.True(t, got == want, "%d rounds, %s: got %v, want %v", rounds, when, got,
+					want)
+			}
+			bad := gpu.Bytes([]float32{float32(math.Inf(1))})
+			mine := map[bool]int{}
+			for i, p := range m.optimizer.Params {
+				for _, at := range []int{0, p.Grad.Len() - 1} {
+					require.NoError(t, m.RunAll())
+					from, to := m.optimizer.Part(i)
+					own := from <= at && at < to
+					if mine[own]++; !own { // the other's element is spoiled here
+						require.NoError(t, d.ctx.CopyToDevice(p.Grad.Ptr().Offset(4*at), bad,
+							m.runner.Stream))
+					}
+					require.NoError(t, m.Rank().Contribute(2, true))
+					if own {
+						names(p.Input.Node, "ahead of an update, its owner")
+					} else {
+						names(nil, "ahead of an update, another rank")
+					}
+					require.ErrorIs(t, errOf(m.Update()), ErrNonFinite)
+					names(p.Input.Node, "after an update")
+				}
+			}
+			require.Len(t, mine, 2, "a rank has all elements, or none")
+		})
+	}
 }
 
 func trainRanksText(state []optim.Tensor, values []*tensor.Dense) (all []string) {
@@ -998,9 +1046,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 		require.NotEqual(t, comm.Stream(m.Stream()), s)
 		at = append(at, launches())
 	}
-	require.NoError(t, errors.Join(gorgonia.Let(x, tensor.New(tensor.WithShape(6, 64),
-		tensor.Of(tensor.Float32))), gorgonia.Let(targets, tensor.New(tensor.WithShape(6),
-		tensor.Of(tensor.Int)))))
+	require.NoError(t, feed(x, targets))
 	for i := range 3 { // as it is, captured, replayed
 		at = nil
 		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll()))
@@ -1202,13 +1248,8 @@ func TestRanksDivided(t *testing.T) {
 
 		other, otherX, otherTargets, _ := ranked(t)
 		beside := openMachine(t, d, other.Graph(), WithParamsOf(m), WithOutputs(other))
-		in := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32))
-		for i := range in.Float32s() {
-			in.Float32s()[i] = float32(i%7) - 3
-		}
-		ids := tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))
-		require.NoError(t, errors.Join(gorgonia.Let(x, in), gorgonia.Let(targets, ids),
-			gorgonia.Let(otherX, in), gorgonia.Let(otherTargets, ids), m.RunAll(), beside.RunAll()))
+		require.NoError(t, errors.Join(feed(x, targets), feed(otherX, otherTargets), m.RunAll(),
+			beside.RunAll()))
 		a := valueIn(t, m, loss)
 		b := valueIn(t, beside, other)
 		require.Equal(t, a.Data(), b.Data())
@@ -1232,9 +1273,7 @@ func TestRanksWeightsBeside(t *testing.T) {
 	m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0))
 	defer m.Close()
 	optimize(t, m, newAdamW, 0.1)
-	require.NoError(t, errors.Join(gorgonia.Let(x, tensor.New(tensor.WithShape(6, 64),
-		tensor.Of(tensor.Float32))), gorgonia.Let(targets, tensor.New(tensor.WithShape(6),
-		tensor.Of(tensor.Int)))))
+	require.NoError(t, feed(x, targets))
 	arrived := func() bool {
 		require.NotEmpty(t, came)
 		for _, p := range came {
