@@ -907,6 +907,49 @@ func TestRanksNonFinite(t *testing.T) {
 	}
 }
 
+// normOf notes where the sums of squares lie of which the last norm is.
+type normOf struct {
+	run.Launcher
+	norm *tables.GradNorm
+}
+
+func (k normOf) Launch(s gpu.Stream, params any) error {
+	if a, ok := params.(tables.GradNorm); ok {
+		*k.norm = a
+	}
+	return k.Launcher.Launch(s, params)
+}
+
+// TestRanksSquares: each rank has every chunk's sum of squares where one GPU has it, also of a
+// parameter that is cut between ranks. The norm is added up in this order.
+func TestRanksSquares(t *testing.T) {
+	var want []float32 // of one rank
+	for size := 1; size <= 3; size++ {
+		eachRank(t, size, func(_ int, d *Device, g comm.Group) {
+			loss, x, targets, nodes := ranked(t)
+			var norm tables.GradNorm
+			m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0), notCaptured,
+				withKernels(func(k run.Launcher) run.Launcher { return normOf{k, &norm} }))
+			defer m.Close()
+			optimize(t, m, newAdamW, 0)
+			head := len(nodes) - 1
+			from, to := m.optimizer.Part(head)
+			require.Less(t, from, to)
+			require.Equal(t, size > 1, to-from < m.optimizer.Params[head].Grad.Len(), "no cut")
+			require.NoError(t, errors.Join(feed(x, targets), m.RunAll(),
+				m.Rank().Contribute(1, true), errOf(m.Update())))
+			b, err := d.ctx.(*fake.Context).Bytes(norm.Squares, 4*norm.Count)
+			require.NoError(t, err)
+			got := slices.Clone(gpu.View[float32](b))
+			if size == 1 {
+				want = got
+				require.NotContains(t, got[:norm.Count-1], float32(0)) // the last is the loss's
+			}
+			require.Equal(t, want, got, "%d ranks", size)
+		})
+	}
+}
+
 func trainRanksText(state []optim.Tensor, values []*tensor.Dense) (all []string) {
 	for _, s := range state {
 		all = append(all, fmt.Sprintf("%s %x", s.Name, s.Data))
