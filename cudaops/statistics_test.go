@@ -301,7 +301,8 @@ func TestStatisticsTuned(t *testing.T) {
 			}
 			check(t, device, attentionLayer{batch: 3, d: 520, attentions: 1, uses: 1,
 				AttentionConfig: op.AttentionConfig{Seq: 256, Heads: 5, KVHeads: 5,
-					HeadDim: headDim, Causal: true}}, 1, want, WithPrecision(BFloat16))
+					HeadDim: headDim, Causal: true}}, 1, want, WithPrecision(BFloat16),
+				WithWays("Attention*=hopper"))
 		})
 	}
 }

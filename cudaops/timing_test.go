@@ -42,6 +42,7 @@ type attentionWays struct {
 	ways  []fake.Way
 	build string
 	ran   []string
+	held  int // the launch, from 1, that takes 100 ms more; 0 for none
 }
 
 func (k *attentionWays) Ways(params any) []kernel.Way {
@@ -66,8 +67,12 @@ func (k *attentionWays) Launch(s gpu.Stream, params any) error {
 	if err := k.Launcher.Launch(s, params); err != nil {
 		return err
 	}
+	held := len(k.ran) == k.held
 	return k.fake.launch(s, func(l *fake.Launch) {
 		l.Took = w.Took
+		if held {
+			l.Took += 100 * time.Millisecond
+		}
 		if w.Wrong {
 			floatsAt(l, a.Y.Ptr, 4)[3] += 7
 		}
@@ -239,6 +244,30 @@ func TestTuningOnFullCard(t *testing.T) {
 	told := log.String()
 	require.Len(t, choices, 2)
 	require.Regexp(t, "^[^\n]*level=INFO[^\n]*harmless[^\n]*\n$", told)
+}
+
+// TestTuningHeldUp wants the fastest way, whichever launch a busy computer holds up.
+func TestTuningHeldUp(t *testing.T) {
+	ownChoices(t)
+	for held := 1; ; held++ {
+		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
+		g := gorgonia.NewGraph()
+		attend(t, rangeNode(g, "x", 6, 5))
+		var k *attentionWays
+		m := openMachine(t, device, g, timedAlone(t, 1), WithTuning(TuneCached),
+			withKernels(func(inner run.Launcher) run.Launcher {
+				k = &attentionWays{Launcher: inner, fake: fakeOf(inner), held: held,
+					names: []kernel.Way{{Family: "slow"}, {Family: "fast"}, {Family: "plain"}},
+					ways:  []fake.Way{{Took: 4e6}, {Took: 1e6}, {}}}
+				return k
+			}))
+		require.NoError(t, m.RunAll())
+		if len(k.ran) < held {
+			require.Greater(t, held, 2*3)
+			break
+		}
+		require.Equal(t, "fast", wayOf(m, "Attention"), held)
+	}
 }
 
 // TestChoicesRefused wants rules and tunings that are none refused, as options and in the

@@ -19,8 +19,9 @@ const (
 	// tuneGain is what another way must save to take the place of the first: less than that is
 	// noise.
 	tuneGain = 0.01
-	// tuneHopeless is the multiple of the best time beyond which a way is timed only once.
-	tuneHopeless = 1.5
+	// tuneHopeless is the multiple of the best time beyond which a way is timed no more than at
+	// first, tuneFirst times: a host that is held up once makes no way look hopeless.
+	tuneHopeless, tuneFirst = 1.5, 3
 	// loadNear is the multiple of the best time within which ways are timed under load too, the
 	// loadMost fastest of them.
 	loadNear, loadMost = 1.05, 3
@@ -165,7 +166,7 @@ func (x *timer) fastest(ways []int) (int, error) {
 	if len(live) == 0 {
 		return -1, nil
 	}
-	if err := x.time(live, 1); err != nil { // which tells the hopeless ones
+	if err := x.time(live, tuneFirst); err != nil {
 		return 0, err
 	}
 	live = x.within(live, tuneHopeless)
