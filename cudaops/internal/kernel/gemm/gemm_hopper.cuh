@@ -236,6 +236,16 @@ template <int Pending> __device__ inline void storesRead() {
   __syncwarp();
 }
 
+// Has the copy engine bring 64 columns of a matrix, those of a part of a tile, into one of a warp's
+// two panels, as soon as it has read what it is to store from there.
+__device__ inline void bringPart(const TensorMap &map, uint32_t panels, uint32_t arrived, int part, int row, int column) {
+  if (threadIdx.x % 32) return;
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  const uint32_t barrier = arrived + part % 2 * 8;
+  barrierExpect(barrier, kPanel);
+  copyBox<false>(panels + part % 2 * kPanel, map, barrier, column + 64 * part, row, 0);
+}
+
 // ---- What a block does ----
 
 // The right operand, of which a block brings half of a tile's columns. Its rows are the product's columns or, with TransposeB, the depth.

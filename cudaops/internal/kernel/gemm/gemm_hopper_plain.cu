@@ -99,14 +99,7 @@ template <typename T, bool Add> struct Scaled : RoundedSums<T, kColumns> {
     if (Add) copy(0, row, column);
   }
 
-  // Has the copy engine bring a part of c, as soon as it has read what it is to store from there.
-  __device__ void copy(int part, int row, int column) {
-    if (threadIdx.x % 32) return;
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    const uint32_t barrier = arrived + part % 2 * 8;
-    barrierExpect(barrier, kPanel);
-    copyBox<false>(panels + part % 2 * kPanel, c, barrier, column + 64 * part, row, 0);
-  }
+  __device__ void copy(int part, int row, int column) { bringPart(c, panels, arrived, part, row, column); }
 
   __device__ void finish(int slot, int nextRow, int nextColumn, bool more) {
     const int part = slot / 2, second = slot % 2;

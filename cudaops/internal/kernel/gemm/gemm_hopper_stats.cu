@@ -50,14 +50,7 @@ template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
     copy(0, row, column);
   }
 
-  // Has the copy engine bring a part of y, as soon as it has read what it is to store from there.
-  __device__ void copy(int part, int row, int column) {
-    if (threadIdx.x % 32) return;
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    const uint32_t barrier = arrived + part % 2 * 8;
-    barrierExpect(barrier, kPanel);
-    copyBox<false>(panels + part % 2 * kPanel, y, barrier, column + 64 * part, row, 0);
-  }
+  __device__ void copy(int part, int row, int column) { bringPart(y, panels, arrived, part, row, column); }
 
   __device__ void finish(int slot, int nextRow, int nextColumn, bool more) {
     const int part = slot / 2, second = slot % 2, head = part / kHeadParts;
@@ -123,7 +116,8 @@ template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
     }
     const auto [of, position] = placeOf(head);
     if (of < 0) return;
-    p.stats[int64_t(2 * of + !hasLse()) * p.seq + position + myRow()] = hasLse() ? lse * kLog2e : threadIdx.x % 2 ? products[1] : products[0];
+    p.stats[int64_t(2 * of + !hasLse()) * p.seq + position + myRow()] =
+        hasLse() ? lse * kLog2e : threadIdx.x % 2 ? products[1] : products[0];
     if (threadIdx.x % 32) return;
     const int tiles = p.seq / kCounted;
     if (position % kCounted == 0) p.counters[int64_t(of) * tiles + position / kCounted] = 0;

@@ -419,19 +419,11 @@ template <class T, int N> using RingRows = Ring<T, N, 1, 4>;
     forward<T, N, E, whole, mode, Feed<T, N>>(l, y, {{x}}, share, records, bad);     \
   }
 // Rows that are not aligned have one column a thread.
-#define DEFINE_ONE(shape, T, N, E, whole)                         \
-  DEFINE_FORWARD(kWatch, watch, shape, T, N, E, whole, PlainRows) \
-  DEFINE_FORWARD(kQuiet, quiet, shape, T, N, E, whole, PlainRows) \
-  DEFINE_FORWARD(kStrict, strict, shape, T, N, E, whole, PlainRows)
-#define DEFINE_WIDE(shape, T, N, E, whole)                       \
-  DEFINE_FORWARD(kWatch, watch, shape, T, N, E, whole, RingRows) \
-  DEFINE_FORWARD(kQuiet, quiet, shape, T, N, E, whole, RingRows) \
-  DEFINE_FORWARD(kStrict, strict, shape, T, N, E, whole, PlainRows)
-#define DEFINE(T) FOR_WIDE_SHAPES(DEFINE_WIDE, T) DEFINE_ONE(single, T, 1, 1, false)
+#define DEFINE_WIDE(...) FOR_MODES(DEFINE_FORWARD, RingRows, __VA_ARGS__)
+#define DEFINE(T) FOR_WIDE_SHAPES(DEFINE_WIDE, T) FOR_MODES(DEFINE_FORWARD, PlainRows, single, T, 1, 1, false)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 #undef DEFINE_WIDE
-#undef DEFINE_ONE
 #undef DEFINE_FORWARD
 
 // What a pass leaves of figures.

@@ -603,19 +603,11 @@ template <class T, int N> using RingRows = Ring<T, N, 2, 2>;
                                                clipped);                                                   \
   }
 // Rows that are not aligned have one column a thread.
-#define DEFINE_ONE(shape, T, N, E, whole)                          \
-  DEFINE_BACKWARD(kWatch, watch, shape, T, N, E, whole, PlainRows) \
-  DEFINE_BACKWARD(kQuiet, quiet, shape, T, N, E, whole, PlainRows) \
-  DEFINE_BACKWARD(kStrict, strict, shape, T, N, E, whole, PlainRows)
-#define DEFINE_WIDE(shape, T, N, E, whole)                        \
-  DEFINE_BACKWARD(kWatch, watch, shape, T, N, E, whole, RingRows) \
-  DEFINE_BACKWARD(kQuiet, quiet, shape, T, N, E, whole, RingRows) \
-  DEFINE_BACKWARD(kStrict, strict, shape, T, N, E, whole, PlainRows)
-#define DEFINE(T) FOR_WIDE_SHAPES(DEFINE_WIDE, T) DEFINE_ONE(single, T, 1, 1, false)
+#define DEFINE_WIDE(...) FOR_MODES(DEFINE_BACKWARD, RingRows, __VA_ARGS__)
+#define DEFINE(T) FOR_WIDE_SHAPES(DEFINE_WIDE, T) FOR_MODES(DEFINE_BACKWARD, PlainRows, single, T, 1, 1, false)
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 #undef DEFINE_WIDE
-#undef DEFINE_ONE
 #undef DEFINE_BACKWARD
 
 // Kernels behind a pass rehearse where they have no more blocks: of many, it would cost more than it brings.

@@ -315,3 +315,8 @@ __device__ __forceinline__ float sumTwoOver(float a, float b, int share, int pla
 #define FOR_WIDE_SHAPES(DEFINE, T)  \
   DEFINE(quad, T, kVec<T>, 4, true) \
   DEFINE(part, T, kVec<T>, kVec<T>, false)
+// The kernels of a pass at a shape, KERNEL(mode, name, shape, T, N, E, whole, Feed) for each mode.
+#define FOR_MODES(KERNEL, Feed, shape, T, N, E, whole) \
+  KERNEL(kWatch, watch, shape, T, N, E, whole, Feed)   \
+  KERNEL(kQuiet, quiet, shape, T, N, E, whole, Feed)   \
+  KERNEL(kStrict, strict, shape, T, N, E, whole, PlainRows)
