@@ -2,7 +2,6 @@ package cudaops
 
 import (
 	"fmt"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -278,13 +277,8 @@ func TestStatisticsTuned(t *testing.T) {
 	check := func(t *testing.T, device *Device, p attentionLayer, least float64, want int,
 		opts ...MachineOption) {
 		t.Helper()
-		var log strings.Builder
 		g, params, keep := p.graph(t, 1)
-		m := newFuseMachine(t, device, g, params, keep,
-			append(opts, timedAlone(t, least), WithTuning(TuneCached), logTo(&log)))
-		require.Equal(t, want, timedPairs(t, m, "StatisticsProduct"), least)
-		require.NotContains(t, log.String(), "StatisticsProduct", least)
-		require.NoError(t, m.RunAll())
+		requireTimed(t, device, g, params, keep, least, want, []string{"StatisticsProduct"}, opts...)
 	}
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
 		var count formed

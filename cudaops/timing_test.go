@@ -619,6 +619,21 @@ func timedPairs(t *testing.T, m *Machine, ops ...string) (n int) {
 	return n
 }
 
+// requireTimed wants a machine for products of so many operations at least to time so many groups of
+// some ops, and nothing to be said of these.
+func requireTimed(t *testing.T, device *Device, g *gorgonia.ExprGraph, params, keep gorgonia.Nodes,
+	least float64, want int, ops []string, opts ...MachineOption) {
+	t.Helper()
+	var log strings.Builder
+	m := newFuseMachine(t, device, g, params, keep, append(opts, timedAlone(t, least),
+		WithTuning(TuneCached), logTo(&log)))
+	require.Equal(t, want, timedPairs(t, m, ops...), "%g: %v", least, log.String())
+	for _, op := range ops {
+		require.NotContains(t, log.String(), op, least)
+	}
+	require.NoError(t, m.RunAll())
+}
+
 // TestProjectionWays wants the same attention and gradients, whether one kernel multiplies and
 // turns or not.
 func TestProjectionWays(t *testing.T) {
@@ -678,13 +693,8 @@ func TestProjectionTuned(t *testing.T) {
 	check := func(t *testing.T, device *Device, p projected, least float64, want int,
 		opts ...MachineOption) {
 		t.Helper()
-		var log strings.Builder
 		g, params, keep := p.graph(t, 1, false)
-		m := newFuseMachine(t, device, g, params, keep,
-			append(opts, timedAlone(t, least), WithTuning(TuneCached),
-				logTo(&log)))
-		require.Equal(t, want, timedPairs(t, m, "RoPEProduct"), least)
-		require.NotContains(t, log.String(), "RoPEProduct", least)
+		requireTimed(t, device, g, params, keep, least, want, []string{"RoPEProduct"}, opts...)
 	}
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
 		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
@@ -758,11 +768,8 @@ func TestPerceptronTuned(t *testing.T) {
 	for _, least := range []float64{1, 1e9} {
 		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g, params, keep := perceptronGraph(t, 1, 6, 7, 5)
-		var log bytes.Buffer
-		m := newFuseMachine(t, device, g, params, keep, []MachineOption{
-			timedAlone(t, least), WithTuning(TuneCached), logTo(&log)})
-		require.Equal(t, map[float64]int{1: 2, 1e9: 0}[least],
-			timedPairs(t, m, "SiLUProduct", "SiLUProductBackward"), "%v, %v", least, log.String())
+		requireTimed(t, device, g, params, keep, least, map[float64]int{1: 2, 1e9: 0}[least],
+			[]string{"SiLUProduct", "SiLUProductBackward"})
 	}
 }
 
