@@ -27,10 +27,6 @@ func matrix8(g *kerneltest.Rig, rows, d int) (x, scale gpu.Ptr, values []float64
 	return of.Ptr, b.Ptr, values
 }
 
-// float8Error is what sums with fewer bits than float32 has, rounded twice to bfloat16, may be off
-// by.
-const float8Error = 5e-3
-
 // TestProductFloat8 compares with float64, row by row, as rows are of different size.
 func TestProductFloat8(t *testing.T) {
 	g := newHopperRig(t)
@@ -65,7 +61,7 @@ func testProductFloat8(g *kerneltest.Rig, s Product) {
 		if what == "alone" {
 			want = alone
 		}
-		nearRows(g, what, g.Read(y), want, s.Columns)
+		nearRows(g, what, g.Read(y), want, xr, wr, s.D)
 	})
 }
 
@@ -149,15 +145,30 @@ func testProduct(g *kerneltest.Rig, s Product, dtype gpu.DType) {
 	})
 }
 
-// nearRows compares each row of d numbers by itself.
-func nearRows(g *kerneltest.Rig, what string, got, want []float64, d int) {
+// nearRows compares the rows of a product of float8, x·wᵀ, each by itself. Matrices x and w have d
+// columns. Rounding to bfloat16 may put a row off by 2⁻⁸ of its norm. Sums have fewer bits than
+// float32, which may cost 3·10⁻³ of ‖x‖‖w‖/√d, the norm of a row whose terms do not cancel.
+func nearRows(g *kerneltest.Rig, what string, got, want, x, w []float64, d int) {
 	g.Helper()
-	for r := 0; r < len(want); r += d {
-		if e := kerneltest.Distance(got[r:][:d], want[r:][:d]); !(e <= float8Error) {
-			g.Fatalf("%s: row %d: relative error %.3g, want at most %.3g",
-				what, r/d, e, float8Error)
+	columns := len(w) / d
+	weights := norm(w)
+	for r := range len(want) / columns {
+		row := want[r*columns:][:columns]
+		off := kerneltest.Distance(got[r*columns:][:columns], row) * norm(row)
+		most := norm(row)/256 + 3e-3*norm(x[r*d:][:d])*weights/math.Sqrt(float64(d))
+		if !(off <= most) {
+			g.Fatalf("%s: row %d is off by %.3g, want at most %.3g", what, r, off, most)
 		}
 	}
+}
+
+// norm is ‖x‖.
+func norm(x []float64) float64 {
+	var squares float64
+	for _, v := range x {
+		squares += v * v
+	}
+	return math.Sqrt(squares)
 }
 
 // TestRoPEProductFloat8 compares with float64.
@@ -190,7 +201,7 @@ func TestRoPEProductFloat8(t *testing.T) {
 					a.Y = y.Ptr
 					g.Must(g.Launch(g.Stream, a))
 					got := g.Read(y)
-					nearRows(g, a.Way.String(), got, want, a.Columns)
+					nearRows(g, a.Way.String(), got, want, x, w, a.D)
 					if bits != nil && !slices.Equal(bits, got) {
 						g.Errorf("%v: results differ from run to run", a.Way)
 					}
