@@ -239,7 +239,7 @@ func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 			extent += int(t.Dims[i+1]-1) * int(stride)
 		}
 		gpu.View[gpu.Ptr](m[:])[0] = t.Address
-		_, err = c.resolve(t.Address, extent, gpu.InvalidValue)
+		_, _, err = c.find(t.Address, extent, gpu.InvalidValue)
 		return m, err
 	})
 }
@@ -304,4 +304,14 @@ func Slice[T gpu.Number](l *Launch, p gpu.Ptr, n int) []T {
 		panic(err)
 	}
 	return gpu.View[T](b)
+}
+
+// reaches panics as Slice does, for memory that is not looked at.
+func (l *Launch) reaches(p gpu.Ptr, n int) {
+	if n == 0 {
+		return
+	}
+	if _, _, err := l.c.find(p, n, gpu.IllegalAddress); err != nil {
+		panic(err)
+	}
 }

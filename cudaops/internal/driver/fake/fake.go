@@ -51,7 +51,7 @@ type Driver struct {
 func New(c Config) *Driver {
 	if c.Devices == nil {
 		c.Devices = []gpu.DeviceInfo{{Name: "Fake GPU", Major: 9, Memory: 1 << 30, SMs: 132,
-			L2: 60 << 20, SharedPerBlock: 227 << 10}}
+			L2: 4 << 20, SharedPerBlock: 227 << 10}}
 	}
 	c.Devices = slices.Clone(c.Devices)
 	for i := range c.Devices {

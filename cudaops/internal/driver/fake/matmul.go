@@ -80,7 +80,7 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 				if c.driver.config.Images != nil {
 					return
 				}
-				Slice[byte](l, a.Workspace, p.algos[algo].Workspace)
+				l.reaches(a.Workspace, p.algos[algo].Workspace)
 				p.compute(l, a)
 			}, gpu.LaunchConfig{}, nil)
 		})

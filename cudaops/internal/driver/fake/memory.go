@@ -24,8 +24,9 @@ const (
 	gap          = 4096
 )
 
-// resolve finds the n bytes at an address. Where they are not to be touched its error says why.
-func (c *Context) resolve(p gpu.Ptr, n int, s gpu.Status) ([]byte, error) {
+// find returns the block of the n bytes at an address, and where in it they begin. Where they are
+// not to be touched its error says why.
+func (c *Context) find(p gpu.Ptr, n int, s gpu.Status) (b *block, at int, err error) {
 	i, found := slices.BinarySearchFunc(c.blocks, p, func(b *block, p gpu.Ptr) int {
 		return cmp.Compare(b.base, p)
 	})
@@ -33,16 +34,25 @@ func (c *Context) resolve(p gpu.Ptr, n int, s gpu.Status) ([]byte, error) {
 		i--
 	}
 	if i < 0 || p >= c.blocks[i].base+gpu.Ptr(c.blocks[i].size+gap/2) {
-		return nil, refused(s, fmt.Sprintf("%#x is not device memory", uint64(p)))
+		return nil, 0, refused(s, fmt.Sprintf("%#x is not device memory", uint64(p)))
 	}
-	b := c.blocks[i]
-	at := int(p - b.base)
+	b = c.blocks[i]
+	at = int(p - b.base)
 	switch {
 	case b.freed:
-		return nil, refused(s, fmt.Sprintf("%#x was freed", uint64(p)))
+		return nil, 0, refused(s, fmt.Sprintf("%#x was freed", uint64(p)))
 	case n < 0 || at+n > b.size:
-		return nil, refused(s, fmt.Sprintf("%d bytes at offset %d of an allocation of %d", n, at,
-			b.size))
+		return nil, 0, refused(s, fmt.Sprintf("%d bytes at offset %d of an allocation of %d", n,
+			at, b.size))
+	}
+	return b, at, nil
+}
+
+// resolve returns the n bytes at an address.
+func (c *Context) resolve(p gpu.Ptr, n int, s gpu.Status) ([]byte, error) {
+	b, at, err := c.find(p, n, s)
+	if err != nil {
+		return nil, err
 	}
 	if b.data == nil {
 		b.data = bytes.Repeat([]byte{0xFF}, b.size)
@@ -115,9 +125,7 @@ func (c *Context) FreeHost(b []byte) error {
 			return err
 		}
 		c.pinnedBytes -= len(b)
-		for i := range b {
-			b[i] = 0xDD
-		}
+		fill(b, 0xDD)
 		return nil
 	})
 }
@@ -147,11 +155,16 @@ func (c *Context) CopyOnDevice(dst, src gpu.Ptr, n int, s gpu.Stream) error {
 
 func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
 	return c.access("memset", "cuMemsetD8Async", s, nil, n, func(m [][]byte) {
-		m[0][0] = v
-		for n := 1; n < len(m[0]); n *= 2 { // choices clear caches by many bytes
-			copy(m[0][n:], m[0][:n])
-		}
+		fill(m[0], v)
 	}, dst)
+}
+
+// fill sets all of some bytes, by copies of the first: there are many.
+func fill(b []byte, v byte) {
+	b[0] = v
+	for n := 1; n < len(b); {
+		n += copy(b[n:], b[:min(n, 8<<10)])
+	}
 }
 
 // access puts work on n bytes of memory at each address on a stream, and waits for it where host
