@@ -80,7 +80,9 @@ func (c *Context) locked(call string, do func() error) error {
 
 // watched gives a stream work before its observer's eyes.
 func (c *Context) watched(w gpu.Work, s gpu.Stream, call string, do func() error) error {
-	return c.Watch(s, w, func() error { return c.locked(call, do) })
+	return c.Watch(s, w, func() error {
+		return about(c, call, c.streams, s, func(*stream) error { return do() })
+	})
 }
 
 // asked is locked for a call with a result.
@@ -104,12 +106,21 @@ func made[H ~uintptr, T any](c *Context, call string, all map[H]T, object T) (H,
 // about makes a call about an object.
 func about[H ~uintptr, T any](c *Context, call string, all map[H]T, h H, do func(T) error) error {
 	return c.locked(call, func() error {
-		object, ok := all[h]
-		if !ok {
-			return refused(gpu.InvalidHandle, fmt.Sprintf("no %T %d", h, h))
+		object, err := known(all, h)
+		if err != nil {
+			return err
 		}
 		return do(object)
 	})
+}
+
+// known is the object that a handle stands for.
+func known[H ~uintptr, T any](all map[H]T, h H) (object T, err error) {
+	object, ok := all[h]
+	if !ok {
+		err = refused(gpu.InvalidHandle, fmt.Sprintf("no %T %d", h, h))
+	}
+	return object, err
 }
 
 // forget ends an object.

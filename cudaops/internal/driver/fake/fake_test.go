@@ -125,6 +125,19 @@ func TestStrayAccess(t *testing.T) {
 	}
 }
 
+func TestStrangeStream(t *testing.T) {
+	_, c := open(t, Config{})
+	p, s := get[gpu.Ptr](t)(c.Alloc(8)), get[gpu.Stream](t)(c.NewStream(false))
+	e := get[gpu.Event](t)(c.NewEvent(false))
+	check(t, c.BeginCapture(s))
+	g := get[gpu.Graph](t)(c.EndCapture(s))
+	check(t, c.DestroyStream(s))
+	for _, err := range []error{c.Memset8(p, 0, 8, s), c.Record(e, s), c.LaunchGraph(g, s),
+		c.BeginCapture(s), c.SyncStream(s)} {
+		require.ErrorIs(t, err, gpu.InvalidHandle)
+	}
+}
+
 // TestReplayAfterFree launches a graph whose memory is gone.
 func TestReplayAfterFree(t *testing.T) {
 	_, c := open(t, Config{})

@@ -137,7 +137,11 @@ func (c *Context) DestroyEvent(e gpu.Event) error {
 func (c *Context) onBoth(call string, e gpu.Event, s gpu.Stream,
 	do func(*event, *stream) error) error {
 	return about(c, call, c.events, e, func(ev *event) error {
-		return do(ev, c.streams[s])
+		st, err := known(c.streams, s)
+		if err != nil {
+			return err
+		}
+		return do(ev, st)
 	})
 }
 
@@ -313,6 +317,9 @@ func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 func (c *Context) LaunchGraph(g gpu.Graph, s gpu.Stream) error {
 	const call = "cuGraphLaunch"
 	return about(c, call, c.graphs, g, func(k *capture) error {
+		if _, err := known(c.streams, s); err != nil {
+			return err
+		}
 		var ops []op
 		for _, piece := range k.pieces {
 			ops = append(ops, piece())
