@@ -1,8 +1,6 @@
 package lower
 
 import (
-	"fmt"
-	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -50,21 +48,6 @@ func init() {
 		"*gorgonia.repeatOp":      {stockMoves(repeats), inInput(0)},
 		"gorgonia.sizeOp":         {stockSize, sizeOnly},
 	}
-}
-
-// loweringOf returns the lowering of a node to kernels, nil if there is none.
-func loweringOf(n *gorgonia.Node) lowering {
-	if find := stockOps[graph.OpType(n)].find; find != nil {
-		return find(n)
-	}
-	return ownOps[reflect.TypeOf(n.Op())].lower
-}
-
-// hasKernel reports whether a node is computed by kernels: it has a lowering, and if it is of
-// Gorgonia's own no rule wants it on the host.
-func (c *compiler) hasKernel(n *gorgonia.Node) bool {
-	_, own := ownOps[reflect.TypeOf(n.Op())]
-	return own || loweringOf(n) != nil && !c.o.OnHost(fmt.Sprint(n.Op()))
 }
 
 // floats reports whether a node and its inputs hold floats.
