@@ -2,7 +2,7 @@
 // build tag. For matrix products it needs the library cuBLASLt, which comes with the CUDA toolkit
 // and with PyTorch's pip packages. One binary runs everywhere and finds out when it starts what is
 // there. Open says what is missing, and errors.Is(err, ErrNoDevice) tells a machine without a GPU
-// from a fault. The environment variables KASMINA_LIBCUDA, and KASMINA_LIBCUBLASLT name NVIDIA's
+// from a fault. The environment variables KASMINA_LIBCUDA and KASMINA_LIBCUBLASLT name NVIDIA's
 // libraries (a file, or a folder that holds it) where they are in an unusual place. On Windows
 // libraries come from System32 and from below absolute paths in variables such as these and
 // CUDA_PATH alone. They never come from the working folder or PATH. KASMINA_TUNE and KASMINA_WAYS
