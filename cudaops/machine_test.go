@@ -211,7 +211,9 @@ func TestMachineErrors(t *testing.T) {
 	require.ErrorIs(t, errOf(NewMachine(device, g)), gpu.OutOfMemory)
 	m, err := NewMachine(device, g)
 	require.NoError(t, err)
-	require.ErrorContains(t, errOf(m.Value(y)), "has not run")
+	for _, n := range []*gorgonia.Node{x, y} {
+		require.ErrorContains(t, errOf(m.Value(n)), "has not run")
+	}
 	require.NoError(t, m.RunAll())
 	var inner *gorgonia.Node
 	for _, n := range g.AllNodes() {
@@ -362,6 +364,13 @@ func TestKept(t *testing.T) {
 		require.EqualValues(t, 2, m.optimizer.Params[0].Step)
 		require.NoError(t, m.Close())
 	}
+	moved, err := next(kept) // gives back what it has no use for
+	require.NoError(t, err)
+	bytes := 4 * p.Shape().TotalSize()
+	own, err := device.ctx.Alloc(bytes)
+	require.NoError(t, err)
+	require.NoError(t, errors.Join(moved.Bind(p, uintptr(own), bytes), moved.Close(),
+		device.ctx.Free(own)))
 	late, err := next(kept)
 	require.NoError(t, err)
 	require.NoError(t, kept.Close())
@@ -369,6 +378,25 @@ func TestKept(t *testing.T) {
 	require.Equal(t, want, flat(t, valueIn(t, late, p)))
 	require.NoError(t, late.Close())
 	require.ErrorContains(t, errOf(next(kept)), "there is nothing that was kept")
+}
+
+// TestKeptTwice: what a machine takes over and leaves in turn is no longer with the first.
+func TestKeptTwice(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	l := newLifetime(t, newAdamW)
+	require.NoError(t, errors.Join(l.open(device), l.step()))
+	first, err := l.machine.CloseKept()
+	require.NoError(t, err)
+	same := map[string]string{}
+	for _, p := range l.batch.Params {
+		same[p.Name()] = p.Name()
+	}
+	require.NoError(t, l.open(device, WithKept(first, same)))
+	second, err := l.machine.CloseKept()
+	require.NoError(t, err)
+	require.NoError(t, second.Close())
+	require.ErrorContains(t, l.open(device, WithKept(first, same)), "there is nothing")
+	require.NoError(t, first.Close())
 }
 
 // wrapped is an optimiser that is no pointer.
@@ -1021,6 +1049,7 @@ func TestDecoding(t *testing.T) {
 			for want, err := range map[string]error{
 				"want a machine on the same": attention.Keep(cached, nil, nil, nil),
 				"no attention":               attention.Keep(nil, attention, nil, nil),
+				"name it as values too":      attention.Keep(cached, attention, cached, nil),
 				"not part of the graph":      attention.Keep(cached, attention, nil, nil),
 			} {
 				require.ErrorContains(t, err, want)

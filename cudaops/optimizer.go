@@ -141,6 +141,7 @@ func updateBy(m *Machine, by *program.Array,
 	}
 	if beside != nil {
 		if err := beside(value); err != nil {
+			x.Abandoned = true
 			return value, 0, run.Joined(settled, err)
 		}
 	}
@@ -178,6 +179,9 @@ func optimizerOf(m *Machine) (*update.Optimizer, error) {
 	if m.optimizer == nil {
 		return nil, errNoOptimizer
 	}
+	if m.optimizer.Abandoned {
+		return nil, errAbandoned
+	}
 	return m.optimizer, nil
 }
 
@@ -193,6 +197,8 @@ func updatable(m *Machine) (*update.Optimizer, error) {
 var (
 	errNoOptimizer = errors.New("the machine has no optimiser: give it one with SetOptimizer")
 	errNoGradients = errors.New("the machine has not run, so there are no gradients")
+	errAbandoned   = errors.New("the last update was not waited for, since what went beside it " +
+		"failed: resume from a checkpoint")
 )
 
 // Forget makes zero what the machine's optimiser remembers on the device of a parameter's elements
@@ -219,6 +225,7 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	if from, to = max(from, own)-own, min(to, end)-own; from >= to {
 		return nil
 	}
+	x.Forgot()
 	for _, a := range all[i].Moments {
 		size := a.Type.Size()
 		if err := m.runner.Launch(program.Zero{Ptr: a.Ptr().Offset(from * size),
@@ -367,6 +374,8 @@ func (r Rank) Contribute(contributors int, first bool) (err error) {
 // at one of them leaves the parameters of all as they are. The loss is nil at a rank that did not
 // contribute to that round. When the run is over, beside is called with the loss, 0 for none, while
 // the update goes on. An error of it is that of the step, which does not wait for the norm then.
+// From then on it is not known what the optimiser remembers: it makes no other update, and its state
+// is not to be had.
 func (r Rank) Step(loss *gorgonia.Node, beside func(loss float64) error) (norm float64, err error) {
 	defer in("Rank.Step", &err)
 	if _, err := r.optimizer(); err != nil {

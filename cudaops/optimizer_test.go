@@ -861,7 +861,34 @@ func TestRanksLossThatIsNone(t *testing.T) {
 			require.ErrorContains(t, errOf(m.Rank().Step(loss, nil)), "nil")
 			require.ErrorContains(t, m.Rank().Contribute(1, true), "one round of two ranks")
 		}
+		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll(),
+			m.Rank().Contribute(2, true)))
+		gone := errors.New("gone")
+		require.ErrorIs(t, errOf(m.Rank().Step(loss, func(float64) error { return gone })), gone)
+		for _, err := range []error{m.Rank().GatherState(), errOf(m.Update()),
+			errOf(m.Rank().DownloadOwn())} {
+			require.ErrorContains(t, err, "resume from a checkpoint")
+		}
 	})
+}
+
+// TestForgetBeforeAnUpdate: what the device forgets ahead of its first update the host forgets too.
+func TestForgetBeforeAnUpdate(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	l := newLifetime(t, newAdamW)
+	require.NoError(t, errors.Join(l.open(device), l.step(), l.machine.Download(),
+		l.machine.Close(), l.open(device)))
+	defer l.machine.Close()
+	p := l.batch.Params[1]
+	require.NoError(t, errors.Join(l.machine.Forget(p, 0, p.Shape().TotalSize()),
+		l.machine.Download()))
+	for _, s := range l.optimizer.State() {
+		if s.Name == p.Name()+".exp_avg" {
+			require.Equal(t, make([]float32, p.Shape().TotalSize()), s.Data)
+			return
+		}
+	}
+	t.Error("there is no state")
 }
 
 // TestRanksNonFinite: ahead of an update a parameter is named by the rank that updates the bad

@@ -27,12 +27,12 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 		return nil, err
 	}
 	defer m.profiler.Call("Value")()
-	if !m.runner.State.Ran() && n.Op() != nil {
-		return nil, errors.New("the machine has not run")
-	}
 	in, owner, err := inputIn(m, a)
 	if err != nil {
 		return nil, err
+	}
+	if !m.runner.State.Ran() && (in == nil || in.Sent()) {
+		return nil, errors.New("the machine has not run")
 	}
 	if in != nil {
 		if in.Part != nil {
@@ -77,6 +77,9 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	if other.device != m.device {
 		return errors.New("from is a machine on another device")
 	}
+	if !other.runner.State.Ran() {
+		return errors.New("from has not run")
+	}
 	kept, ok := m.runner.Program.Kept[cached]
 	if !ok {
 		return errors.New("the node is no attention of this machine's that keeps keys and values")
@@ -86,6 +89,9 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 		return err
 	}
 	before, again := other.runner.Program.Kept[keys]
+	if again && values != keys {
+		return errors.New("keys is an attention that keeps both: name it as values too")
+	}
 	for i, to := range []*program.Array{kept.Keys, kept.Values} {
 		n := []*gorgonia.Node{keys, values}[i]
 		a := []*program.Array{before.Keys, before.Values}[i]
@@ -406,9 +412,11 @@ func whole(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 // address ptr is a CUdeviceptr that is a multiple of 256, as cuMemAlloc's are. The bytes must be
 // what [Machine.Address] says the value takes. The node is
 //
-//   - an input: runs read the memory as it is then, and no longer the value that gorgonia.Let gave the node;
-//   - a parameter: the same, and [Machine.Update] writes it, so it must hold the parameter's value before the next run.
-//     Bind comes before [Machine.SetOptimizer], and before another machine shares the parameter;
+//   - an input: runs read the memory as it is then, and no longer the value that gorgonia.Let gave
+//     the node;
+//   - a parameter: the same, and [Machine.Update] writes it, so it must hold the parameter's value
+//     before the next run. Bind comes before [Machine.SetOptimizer], and before another machine
+//     shares the parameter;
 //   - an output, which must be one that has memory of its own: runs write it.
 //
 // Nothing is copied. The memory remains the caller's, who frees it, after Close or after binding

@@ -3,6 +3,8 @@ package run
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
@@ -39,12 +41,14 @@ func (m *Memory) For(what string) func(bytes int) (gpu.Ptr, error) {
 	return func(bytes int) (gpu.Ptr, error) { return m.Alloc(bytes, what) }
 }
 
-// Free gives back what Alloc has taken.
+// Free gives back what Alloc has taken, and to m.Kept what is from there.
 func (m *Memory) Free(p gpu.Ptr) error {
-	delete(m.owned, p)
-	if m.Kept != nil {
-		delete(m.Kept.taken, p)
+	if k := m.Kept; k != nil && k.taken[p] {
+		delete(k.taken, p)
+		m.Leave(k, p)
+		return nil
 	}
+	delete(m.owned, p)
 	return m.Ctx.Free(p)
 }
 
@@ -81,11 +85,6 @@ func (m *Memory) Held() (n int) {
 func (m *Memory) Close() error {
 	var errs []error
 	for p := range m.owned {
-		if k := m.Kept; k != nil && k.taken[p] {
-			delete(k.taken, p)
-			m.Leave(k, p)
-			continue
-		}
 		errs = append(errs, m.Free(p))
 	}
 	for _, b := range m.pinned {
@@ -171,6 +170,12 @@ func (m *Memory) Leave(k *Kept, p gpu.Ptr) {
 	if n := m.owned[p]; n > 0 {
 		k.own(p, n)
 		delete(m.owned, p)
+	}
+	if from := m.Kept; from != nil && from != k && from.taken[p] {
+		delete(from.taken, p)
+		maps.DeleteFunc(from.Params, func(_ string, q *KeptParam) bool {
+			return q.Value == p || slices.Contains(slices.Collect(maps.Values(q.Moments)), p)
+		})
 	}
 }
 

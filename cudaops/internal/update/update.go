@@ -62,6 +62,8 @@ type Optimizer struct {
 	Rules
 	Params []*Param
 	Steps  int // updates on the device
+	// Abandoned is whether an update was not waited for, so that Steps is not known.
+	Abandoned bool
 
 	m          Machine
 	memory     run.Memory
@@ -83,7 +85,7 @@ type Optimizer struct {
 	renew      []*program.Call         // copies of parameters that the update does not write
 	share      *share                  // of several ranks; nil for the only one
 	uncaptured bool                    // collectives are enqueued as they are
-	inherited  bool                    // the device knows of moments that the host does not
+	newer      bool                    // the device has moments that the host does not know
 }
 
 // Ranks are those that make an update together.
@@ -196,7 +198,10 @@ func (x *Optimizer) Held() int {
 func (x *Optimizer) sums() int { return len(x.chunks) + 1 }
 
 // Newer reports whether the device remembers what the host does not.
-func (x *Optimizer) Newer() bool { return x.Steps > 0 || x.inherited }
+func (x *Optimizer) Newer() bool { return x.Steps > 0 || x.newer }
+
+// Forgot notes that the device has forgotten something that the host remembers.
+func (x *Optimizer) Forgot() { x.newer = true }
 
 // loadState gives the device what the optimiser remembers, or what a machine before has left there.
 func (x *Optimizer) loadState() error {
@@ -204,7 +209,7 @@ func (x *Optimizer) loadState() error {
 	for i, p := range x.Params {
 		name, kept := p.Input.Node.Name(), x.m.Kept(p.Input)
 		if kept != nil {
-			x.inherited, p.Step = true, kept.Step
+			x.newer, p.Step = true, kept.Step
 		} else if known == nil {
 			known = map[string]optim.Tensor{}
 			for _, t := range x.State() {
