@@ -238,8 +238,8 @@ func (x *timer) key(way, first int) float64 {
 }
 
 // right returns those of some ways that work, and whose result is that of the plain way. Where that
-// fails itself, the first that works takes its place. The run also loads the kernels. A fault that
-// loses the context is an error.
+// fails itself, or computes NaN, the first that works takes its place. The run also loads the
+// kernels. A fault that loses the context is an error.
 func (x *timer) right(ways []int) ([]int, error) {
 	plain := x.Plain
 	var want [][]float32
@@ -252,6 +252,9 @@ func (x *timer) right(ways []int) ([]int, error) {
 		var e *gpu.Error
 		if errors.As(err, &e) && e.Sticky() {
 			return nil, err
+		}
+		if err == nil && !finite(got) {
+			err = errors.New("its result holds NaN or infinity")
 		}
 		if err == nil && want == nil {
 			plain, want = i, got
@@ -333,6 +336,11 @@ func (x *timer) compare(got, want [][]float32, plain int) error {
 		}
 	}
 	return nil
+}
+
+// finite reports whether a result has a distance to itself, so that others can be compared with it.
+func finite(result [][]float32) bool {
+	return !slices.ContainsFunc(result, func(x []float32) bool { return distance(x, x) != 0 })
 }
 
 // distance is ‖x − y‖/‖y‖ over what is written: between rows there may be gaps, where both are NaN
