@@ -294,7 +294,7 @@ func borrowable(p *program.Program) error {
 // Memory returns the device memory in bytes that the machine holds: parameters and constants,
 // everything a run needs, the optimiser's state and workspace.
 func (m *Machine) Memory() int {
-	if m.runner == nil {
+	if m == nil || m.runner == nil {
 		return 0
 	}
 	return m.runner.Memory.Held() + m.optimizer.Held()

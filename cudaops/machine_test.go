@@ -1419,14 +1419,16 @@ func TestZeroMachine(t *testing.T) {
 		"Value": errOf(m.Value(nil)), "Upload": m.Upload(), "Download": m.Download()} {
 		require.ErrorContains(t, err, "."+name+": the machine is nil or a zero value")
 	}
-	require.Zero(t, m.Memory())
 	require.Zero(t, m.Stream())
-	require.Empty(t, m.Choices())
 	require.ErrorContains(t, errOf((*Machine)(nil).Value(nil)), "the machine is nil")
-	require.Zero(t, m.LossScale())
-	require.Equal(t, Float32, m.GradientPrecision())
-	m.Reset()
-	require.NoError(t, m.Close())
+	for _, m := range []*Machine{&m, nil} {
+		require.Zero(t, m.Memory())
+		require.Empty(t, m.Choices())
+		require.Zero(t, m.LossScale())
+		require.Equal(t, Float32, m.GradientPrecision())
+		m.Reset()
+		require.NoError(t, m.Close())
+	}
 }
 
 func TestOpenWithout(t *testing.T) {

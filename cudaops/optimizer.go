@@ -280,7 +280,7 @@ const firstLossScale = 1 << 16
 
 // LossScale returns the loss scale as of the last update; it is 1 in a machine that does not scale.
 func (m *Machine) LossScale() LossScale {
-	if m.runner == nil {
+	if m == nil || m.runner == nil {
 		return LossScale{}
 	}
 	s := m.runner.Scale.Now
@@ -318,6 +318,9 @@ func (m *Machine) SetLossScale(s LossScale) (err error) {
 // GradientPrecision returns BFloat16 if the machine keeps the gradient of any parameter like that
 // (see [WithGradientPrecision]), else Float32.
 func (m *Machine) GradientPrecision() Precision {
+	if m == nil || m.runner == nil {
+		return Float32
+	}
 	for _, p := range m.config.Params {
 		if g := m.runner.Program.Values[p.Deriv()]; g != nil && g.Type == gpu.BFloat16 {
 			return BFloat16

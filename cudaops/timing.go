@@ -74,7 +74,7 @@ type Choice = optime.Choice
 // Choices returns what the machine has chosen so far, in that order. The Source of a choice is one
 // of the words rule, stored, timed and forced.
 func (m *Machine) Choices() []Choice {
-	if m.runner == nil {
+	if m == nil || m.runner == nil {
 		return nil
 	}
 	return m.chooser.Made()
