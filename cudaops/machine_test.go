@@ -246,6 +246,8 @@ func TestArguments(t *testing.T) {
 	for want, err := range map[string]error{
 		"WithOutputs: node":   errOf(NewMachine(device, g, WithOutputs(foreignSum))),
 		"WithParams: input w": errOf(NewMachine(device, g, WithParams(foreign))),
+		"WithApart: a node":   errOf(NewMachine(device, g, WithApart(nil))),
+		"WithApart: input w":  errOf(NewMachine(device, g, WithApart(w))),
 		"an option is nil":    errOf(NewMachine(device, g, nil)),
 		"WithParamsOf: no input has name": errOf(NewMachine(device, other,
 			WithParamsOf(owner))),

@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/enum"
+	"github.com/kasmina-go/kasmina/internal/graph"
 )
 
 type machineConfig struct {
@@ -63,7 +64,13 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 	if s := c.share; s != nil {
 		c.Shared, c.SharedParams = s.runner.Program, s.config.Params
 	}
+	stray := slices.IndexFunc(c.apart, func(n *gorgonia.Node) bool {
+		return !slices.Contains(c.Params, n)
+	})
 	switch {
+	case stray >= 0:
+		return c, fmt.Errorf("WithApart: %s is no parameter: name it in WithParams too",
+			graph.Describe(c.apart[stray]))
 	case c.kept.Ctx != d.ctx:
 		return c, errors.New("WithKept: what was kept is on another device")
 	case c.share != nil && c.share.device != d:
@@ -125,7 +132,13 @@ func WithParams(params ...*gorgonia.Node) MachineOption {
 // of their own, and are not in that of the others, which Update returns. So what has been added to
 // a model does not change how the model learns. Where all are apart none is.
 func WithApart(params ...*gorgonia.Node) MachineOption {
-	return setting(func(c *machineConfig) { c.apart = append(c.apart, params...) })
+	return func(c *machineConfig) error {
+		if slices.Contains(params, nil) {
+			return errors.New("WithApart: a node is nil")
+		}
+		c.apart = append(c.apart, params...)
+		return nil
+	}
 }
 
 // WithFrozen names inputs that are parameters, as [WithParams] does, and never change. They are
