@@ -351,10 +351,10 @@ func (r Rank) optimizer() (*update.Optimizer, error) {
 func (r Rank) Expect(contributors int, first bool) (err error) {
 	defer in("Rank.Expect", &err)
 	x, err := r.optimizer()
-	if err == nil {
-		x.Expect(contributors, first)
+	if err != nil {
+		return err
 	}
-	return err
+	return x.Expect(contributors, first)
 }
 
 // Contribute sends the gradients of the last run to the ranks that own them, where this rank is

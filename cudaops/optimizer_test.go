@@ -860,7 +860,11 @@ func TestRanksLossThatIsNone(t *testing.T) {
 		}
 		if rank == 0 {
 			require.ErrorContains(t, errOf(m.Rank().Step(loss, nil)), "nil")
-			require.ErrorContains(t, m.Rank().Contribute(1, true), "one round of two ranks")
+			for _, tell := range []func(int, bool) error{m.Rank().Expect, m.Rank().Contribute} {
+				require.ErrorContains(t, tell(1, true), "one round of two ranks")
+				require.ErrorContains(t, tell(3, true), "3 contributions by 2 ranks")
+				require.ErrorContains(t, tell(-1, true), "-1 contributions")
+			}
 		}
 		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll(),
 			m.Rank().Contribute(2, true)))

@@ -109,12 +109,28 @@ func (x *Optimizer) shut() error {
 
 // Expect says what the next run is: one of a round of so many ranks. Where all contribute, their
 // gradients leave beside it.
-func (x *Optimizer) Expect(contributors int, first bool) {
+func (x *Optimizer) Expect(contributors int, first bool) error {
 	s := x.share
+	if err := s.takes(contributors, first); err != nil {
+		return err
+	}
 	s.sent, s.expected = false, round{}
 	if contributors == s.group.Size() && contributors > 1 {
 		s.expected = round{contributors, first}
 	}
+	return nil
+}
+
+// takes returns an error for a round that there cannot be.
+func (s *share) takes(contributors int, first bool) error {
+	if contributors < 1 || contributors > s.group.Size() {
+		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks",
+			contributors, s.group.Size())
+	}
+	if s.two && (contributors != 2 || !first) {
+		return errors.New("a step is one round of two ranks here: WithRanks says so")
+	}
+	return nil
 }
 
 // Due is that of run.Beside.
@@ -174,12 +190,8 @@ func (x *Optimizer) Done() {
 // with the run. It is what all ranks do after every round.
 func (x *Optimizer) Contribute(contributors int, first bool) error {
 	s := x.share
-	if contributors < 1 || contributors > s.group.Size() {
-		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks",
-			contributors, s.group.Size())
-	}
-	if s.two && (contributors != 2 || !first) {
-		return errors.New("a step is one round of two ranks here: WithRanks says so")
+	if err := s.takes(contributors, first); err != nil {
+		return err
 	}
 	s.expected = round{}
 	if s.sent {
