@@ -1,15 +1,18 @@
 package driver
 
 import (
+	"errors"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 )
 
-// TestBind loads a library that every Linux has and calls it, as a stand-in for NVIDIA's.
-func TestBind(t *testing.T) {
+// libc binds functions of a library that every Linux has, as a stand-in for NVIDIA's.
+func libc(t *testing.T, api any) (path string) {
 	var found []string
 	for _, pattern := range []string{"/lib/*-linux-gnu/libc.so.6", "/lib64/libc.so.6",
 		"/usr/lib/libc.so.6"} {
@@ -20,18 +23,46 @@ func TestBind(t *testing.T) {
 	if len(found) == 0 {
 		t.Skip("needs a Linux with the GNU C library")
 	}
+	require.NoError(t, bind(found[0], api))
+	return found[0]
+}
+
+// TestBind binds the C library and calls it.
+func TestBind(t *testing.T) {
 	var api struct {
 		Abs proc `c:"abs"`
 	}
-	require.NoError(t, bind(found[0], &api))
+	path := libc(t, &api)
 	minus := int32(-7)
 	require.Equal(t, int32(7), int32(api.Abs.call(uintptr(uint32(minus)))))
 	require.ErrorContains(t, bind("/no/library", &api), "cannot open")
 
-	t.Setenv(cudaVariable, found[0])
+	t.Setenv(cudaVariable, path)
 	if d, err := open(); err == nil {
 		t.Errorf("the C library passed for CUDA's: %v", d)
-	} else if !strings.Contains(err.Error(), found[0]+" has no cuGetErrorName: it is too old") {
+	} else if !strings.Contains(err.Error(), path+" has no cuGetErrorName: it is too old") {
 		t.Error(err)
 	}
+}
+
+// TestCloseTwice wants two calls at a time to release a context once, also where its library takes
+// a while to end.
+func TestCloseTwice(t *testing.T) {
+	var api struct {
+		Abs   proc `c:"abs"`
+		Sleep proc `c:"usleep"`
+	}
+	libc(t, &api)
+	var released atomic.Int32
+	c := &context{cuda: &cuda{cudaAPI: cudaAPI{CtxSetCurrent: api.Abs}},
+		release: func() error { released.Add(1); return nil }}
+	c.blas = &cublasLt{blasAPI: blasAPI{Destroy: api.Sleep}, ctx: c, handle: 20_000}
+	var both sync.WaitGroup
+	var errs [2]error
+	for i := range errs {
+		both.Go(func() { errs[i] = c.Close() })
+	}
+	both.Wait()
+	require.NoError(t, errors.Join(errs[:]...))
+	require.Equal(t, int32(1), released.Load())
 }

@@ -30,7 +30,7 @@ type context struct {
 	pinned  gpu.Pinned
 	gpu.Observers
 
-	blasLock sync.Mutex
+	blasLock sync.Mutex // held by Close too, which ends blas
 	blas     *cublasLt
 }
 
@@ -58,7 +58,10 @@ func (c *context) call(p *proc, args ...uintptr) error {
 func (c *context) Device() gpu.DeviceInfo { return c.info }
 func (c *context) Handle() uintptr        { return c.handle }
 
+// Close gives the context back once: of several calls at a time the others wait for the first.
 func (c *context) Close() error {
+	c.blasLock.Lock()
+	defer c.blasLock.Unlock()
 	if c.closed.Load() {
 		return nil
 	}
