@@ -66,3 +66,17 @@ func TestCloseTwice(t *testing.T) {
 	require.NoError(t, errors.Join(errs[:]...))
 	require.Equal(t, int32(1), released.Load())
 }
+
+// TestScalesThatFail wants factors whose pointers could not be set to be set again, and others not.
+func TestScalesThatFail(t *testing.T) {
+	var api struct {
+		Abs proc `c:"abs"`
+	}
+	libc(t, &api)
+	c := &context{cuda: &cuda{cudaAPI: cudaAPI{CtxSetCurrent: api.Abs}}}
+	p := &blasPlan{b: &cublasLt{blasAPI: blasAPI{DescSetAttribute: api.Abs}, ctx: c}}
+	for i, status := range []uintptr{7, 7, 0, 7} { // which abs returns of the descriptor
+		p.desc = status
+		require.Equal(t, i >= 2, p.pointScales(256, 512) == nil, i)
+	}
+}

@@ -91,7 +91,7 @@ type blasPlan struct {
 	mu                        sync.Mutex // guards desc's pointers and the scalars
 	desc                      uintptr
 	layoutA, layoutB, layoutD uintptr
-	scales                    [2]gpu.Ptr // that desc points to
+	scales                    [2]gpu.Ptr // that desc points to; null where that is not known
 	alpha, beta               float32
 }
 
@@ -193,12 +193,17 @@ func bit(b bool) uint64 {
 
 // pointScales names the factors of our A and B, which are cuBLASLt's B and A.
 func (p *blasPlan) pointScales(a, b gpu.Ptr) error {
-	if scales := [2]gpu.Ptr{a, b}; scales != p.scales {
-		p.scales = scales
-		return p.b.set(&p.b.DescSetAttribute, p.desc, attribute{descScalePointerB, uint64(a), 8},
-			attribute{descScalePointerA, uint64(b), 8})
+	scales := [2]gpu.Ptr{a, b}
+	if scales == p.scales {
+		return nil
 	}
-	return nil
+	p.scales = [2]gpu.Ptr{} // one of them may be set, and then the other fail
+	err := p.b.set(&p.b.DescSetAttribute, p.desc, attribute{descScalePointerB, uint64(a), 8},
+		attribute{descScalePointerA, uint64(b), 8})
+	if err == nil {
+		p.scales = scales
+	}
+	return err
 }
 
 // layout describes a row-major matrix, or one that is stored transposed, as the column-major matrix
