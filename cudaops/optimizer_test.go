@@ -1140,6 +1140,42 @@ func TestRanksExchangeBeside(t *testing.T) {
 	require.NotEmpty(t, at, "a run of which nothing was expected sends nothing")
 }
 
+// routed is a group whose routes tell when they are closed.
+type routed struct {
+	*silent
+	closing func()
+}
+
+func (g routed) Route(slot int, sends, receives []comm.Leg) (comm.Route, error) {
+	r, err := comm.NewRoute(g.silent, slot, sends, receives)
+	return watched{r, g.closing}, err
+}
+
+type watched struct {
+	comm.Route
+	closing func()
+}
+
+func (r watched) Close() error {
+	r.closing()
+	return r.Route.Close()
+}
+
+// TestRanksCloseRoutesFirst: an optimiser's memory goes back when no other rank writes there.
+func TestRanksCloseRoutesFirst(t *testing.T) {
+	d, _ := openFake(t, fake.Config{})
+	loss, _, _, nodes := ranked(t)
+	var m *Machine
+	closed := 0
+	m = rankedMachine(t, d, loss, nodes, WithRanks(routed{&silent{}, func() {
+		closed++
+		require.Positive(t, m.optimizer.Held())
+	}}, 0))
+	optimize(t, m, newAdamW, 0)
+	require.NoError(t, m.Close())
+	require.Positive(t, closed)
+}
+
 // TestRanksPlaces: what comes from the other of two ranks in a step of one round lies in the arena
 // of the run. No gradient lies there, nor what a later call needs. Nothing of it comes before the
 // run is that far, and the weights that a run reads first leave within the update.

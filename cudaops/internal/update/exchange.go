@@ -86,7 +86,7 @@ func (x *Optimizer) contribution(b *bucket, contributors int) (comm.Route, error
 // bytes is those of a part's gradient.
 func (x *Optimizer) bytes(p *part) int { return p.len() * x.Params[p.param].Grad.Type.Size() }
 
-// shut gives back the stream.
+// shut waits for the exchange, ends its routes and gives back its stream.
 func (x *Optimizer) shut() error {
 	if x.share == nil || x.share.side.Stream == 0 {
 		return nil

@@ -440,12 +440,13 @@ func (x *Optimizer) squared() optimizer.GradSquares {
 	return optimizer.GradSquares{Squares: x.squares, Table: x.all}
 }
 
-// Close gives back all memory. The stream is idle.
+// Close gives back all memory, once nothing moves there any more. The machine's stream is idle, but
+// not that of the exchange, nor other ranks, which may still write here.
 func (x *Optimizer) Close() error {
 	if x == nil {
 		return nil
 	}
-	return run.Joined(x.memory.Close(), x.recorded.Drop(x.m.Ctx), x.shut())
+	return run.Joined(x.recorded.Drop(x.m.Ctx), x.shut(), x.memory.Close())
 }
 
 // togetherLeast is the elements of squares up to which matrices of one shape go through the
