@@ -119,7 +119,7 @@ func lossOf(m *Machine, loss *gorgonia.Node) (*program.Array, error) {
 	return a, nil
 }
 
-// updateBy is an update by a loss, 0 for none, with which beside is called when the run before it
+// updateBy is an update by a loss, nil for none, with which beside is called when the run before it
 // is over.
 func updateBy(m *Machine, by *program.Array,
 	beside func(float64) error) (value, norm float64, err error) {

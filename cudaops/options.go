@@ -38,7 +38,7 @@ type machineConfig struct {
 
 	monitor      int
 	limit        int // bytes within which the machine saves time with memory; 0 for the device's
-	ceilingBytes int // of the copy that measures the card; 0 for ceilingBytes
+	ceilingBytes int // of the copy that measures the card; 0 for the usual
 }
 
 // configOf gathers the options.

@@ -33,7 +33,7 @@ type Driver interface {
 	Adopt(handle uintptr) (Context, error)
 }
 
-// DeviceInfo describes a GPU. Memory sizes are in bytes, clocks in kHz.
+// DeviceInfo describes a GPU. Memory sizes are in bytes.
 type DeviceInfo struct {
 	Ordinal        int
 	Name           string

@@ -89,7 +89,7 @@ const recordings = 16
 // Compute enqueues a run, or what was captured of it, by way of observe, which may add marks of
 // time. The argument capture says that the run's work can be captured.
 func (r *Runner) Compute(observe func(capture bool, run func() error) error) error {
-	defer r.State.On(Run)
+	defer r.State.On(Run) // also where it fails: some of its work may be on its way
 	r.Scale.Carried = r.Scale.Now.Scale
 	mode, captured := r.Attendant.AppendMode(nil), !r.OnHost()
 	if r.Beside != nil {

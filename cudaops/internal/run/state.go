@@ -12,7 +12,7 @@ type Phase uint8
 // The phases.
 const (
 	Fresh    Phase = iota // nothing has run
-	Enqueued              // a run is on its way, or over
+	Enqueued              // a run, be it a part of one, is on its way or over
 	Looked                // and the squares of its gradients are those of the update
 	Closed
 )
@@ -22,7 +22,7 @@ type Event uint8
 
 // The events.
 const (
-	Run   Event = iota // a run was enqueued
+	Run   Event = iota // a run was enqueued, be it in part: an error may end it there
 	Look               // the squares of the gradients were formed
 	Begin              // a run is about to change the gradients
 	Close
@@ -46,7 +46,7 @@ func (s *State) On(e Event) {
 // Closed reports whether the machine is closed.
 func (s *State) Closed() bool { return s.phase == Closed }
 
-// Ran reports whether there was a run.
+// Ran reports whether there was a run, be it one that an error ended.
 func (s *State) Ran() bool { return s.phase != Fresh && s.phase != Closed }
 
 // Looked reports whether the squares are those of the present gradients.

@@ -311,10 +311,10 @@ func (x *Optimizer) buildTables() error {
 	return run.Joined(errs[:]...)
 }
 
-// Enqueue puts an update at the learning rate lr on its way. Its norm comes back before the rest of
-// it begins, which so hides what the host does until the next run. With a loss that is not finite
-// the parameters stay as they are, and its value comes back too. Around enqueues calls of the
-// update, which it is given with the bytes that they move and whether they can be captured.
+// Enqueue puts an update at the present learning rate on its way. Its norm comes back before the
+// rest of it begins, which so hides what the host does until the next run. With a loss that is not
+// finite the parameters stay as they are, and its value comes back too. Around enqueues calls of
+// the update, which it is given with the bytes that they move and whether they can be captured.
 func (x *Optimizer) Enqueue(loss *program.Array,
 	around func(bytes float64, capture bool, run, plain func() error) error) error {
 	ctx, s := x.m.Ctx, x.m.Stream
