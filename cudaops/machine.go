@@ -333,11 +333,11 @@ func (m *Machine) RunAll() (err error) {
 		r.Inputs.SendAll, func() error { return ctx.Record(m.sent, r.Stream) },
 		func() error {
 			return r.Compute(func(capture bool, plain func() error) error {
-				run := plain
+				work := plain
 				if m.monitor != nil && r.Now.Loaded && !m.profiler.Busy() {
-					run = func() error { return m.monitor.Run(plain) }
+					work = func() error { return m.monitor.Run(plain) }
 				}
-				return m.profiler.Around(capture, m.optimizer, run, m.profiler.Marked)
+				return m.profiler.Around(capture, m.optimizer, work, m.profiler.Marked)
 			})
 		}, m.layers.After); err != nil {
 		return err
@@ -364,7 +364,7 @@ func (m *Machine) Close() (err error) {
 		}
 	}
 	ctx, x := m.device.ctx, m.runner.Executor
-	err = run.Joined(m.runner.Forget(), m.layers.Settle(), m.monitor.Close(),
+	err = run.Joined(m.runner.DropCaptures(), m.layers.Settle(), m.monitor.Close(),
 		m.profiler.Close(), m.optimizer.Close(), x.Memory.Close())
 	if m.config.stream == 0 {
 		err = run.Joined(err, ctx.DestroyStream(x.Stream))

@@ -47,7 +47,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if old := m.optimizer; old != nil {
 		m.optimizer, m.runner.Beside = nil, nil
 		// runs may have been captured with the exchange that goes along with them
-		if err := run.Joined(m.runner.Forget(), old.Close()); err != nil {
+		if err := run.Joined(m.runner.DropCaptures(), old.Close()); err != nil {
 			return err
 		}
 	}
@@ -164,8 +164,8 @@ func enqueueUpdate(m *Machine, loss *program.Array) error {
 	defer m.profiler.Call("Update")()
 	x := m.optimizer
 	return m.monitor.Updating(func() error {
-		return x.Enqueue(loss, func(bytes float64, capture bool, run, plain func() error) error {
-			return m.profiler.Around(capture, x, run,
+		return x.Enqueue(loss, func(bytes float64, capture bool, work, plain func() error) error {
+			return m.profiler.Around(capture, x, work,
 				func() error { return m.profiler.Update(bytes, plain) })
 		})
 	})

@@ -496,7 +496,7 @@ func moveBuffer(m *Machine, b *program.Buffer, to gpu.Ptr) error {
 	if b.Base == to {
 		return nil
 	}
-	if err := m.runner.Forget(); err != nil {
+	if err := m.runner.DropCaptures(); err != nil {
 		return err
 	}
 	old := b.Base

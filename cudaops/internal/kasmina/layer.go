@@ -244,9 +244,10 @@ func (l *layer) before() error {
 // now is the run under way or to come.
 func (l *layer) now() *flight { return &l.flights[l.next] }
 
-// receive gives the lattice what a run has measured, if it has arrived or shall be waited for.
-func (l *layer) receive(run int, wait bool) error {
-	ctx, f, arrived := l.m.Ctx, &l.flights[run], l.arrived[run]
+// receive gives the lattice what the run of flight i has measured, if that has arrived or shall be
+// waited for.
+func (l *layer) receive(i int, wait bool) error {
+	ctx, f, arrived := l.m.Ctx, &l.flights[i], l.arrived[i]
 	switch {
 	case !f.busy:
 		return nil
@@ -260,7 +261,7 @@ func (l *layer) receive(run int, wait bool) error {
 		}
 	}
 	f.busy = false
-	if err := l.deliver(f, l.host[run]); err != nil {
+	if err := l.deliver(f, l.host[i]); err != nil {
 		return fmt.Errorf("%v: %w", l.Op, err)
 	}
 	return nil

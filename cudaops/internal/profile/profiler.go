@@ -126,15 +126,15 @@ func (p *Profiler) Call(name string) func() {
 	}
 }
 
-// Around enqueues a piece of the step: with run, or, in the marked step, with marked, captured if
+// Around enqueues a piece of the step: with work, or, in the marked step, with marked, captured if
 // that is allowed.
-func (p *Profiler) Around(capture bool, optimizer any, run, marked func() error) error {
+func (p *Profiler) Around(capture bool, optimizer any, work, marked func() error) error {
 	switch {
 	case p == nil || !p.open:
-		return run()
+		return work()
 	case !p.marked():
 		from := p.put()
-		p.do(run)
+		p.do(work)
 		if to := p.put(); p.err == nil {
 			s := p.steps[len(p.steps)-1]
 			s.pieces = append(s.pieces, [2]gpu.Event{from, to})

@@ -88,7 +88,7 @@ const recordings = 16
 
 // Compute enqueues a run, or what was captured of it, by way of observe, which may add marks of
 // time. The argument capture says that the run's work can be captured.
-func (r *Runner) Compute(observe func(capture bool, run func() error) error) error {
+func (r *Runner) Compute(observe func(capture bool, work func() error) error) error {
 	defer r.State.On(Run) // also where it fails: some of its work may be on its way
 	r.Scale.Carried = r.Scale.Now.Scale
 	mode, captured := r.Attendant.AppendMode(nil), !r.OnHost()
@@ -97,7 +97,7 @@ func (r *Runner) Compute(observe func(capture bool, run func() error) error) err
 		mode, captured = append(mode, kind), captured && can
 	}
 	if len(r.Recorded) == recordings && r.Recorded[string(mode)] == nil {
-		if err := r.Forget(); err != nil {
+		if err := r.DropCaptures(); err != nil {
 			return err
 		}
 	}
@@ -167,8 +167,8 @@ func (r *Runner) capture(enqueue func() error) (gpu.Graph, error) {
 	return g, nil
 }
 
-// Forget waits for the stream, and drops what was captured, since later runs differ from it.
-func (r *Runner) Forget() error {
+// DropCaptures waits for the stream, and drops what was captured, since later runs differ from it.
+func (r *Runner) DropCaptures() error {
 	r.Now = nil
 	return Joined(r.Ctx.SyncStream(r.Stream), r.Recorded.Drop(r.Ctx))
 }

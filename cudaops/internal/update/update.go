@@ -316,7 +316,7 @@ func (x *Optimizer) buildTables() error {
 // finite the parameters stay as they are, and its value comes back too. Around enqueues calls of
 // the update, which it is given with the bytes that they move and whether they can be captured.
 func (x *Optimizer) Enqueue(loss *program.Array,
-	around func(bytes float64, capture bool, run, plain func() error) error) error {
+	around func(bytes float64, capture bool, work, plain func() error) error) error {
 	ctx, s := x.m.Ctx, x.m.Stream
 	x.settings.LR = x.LR()
 	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:optimizer.ControlSettings]) {
