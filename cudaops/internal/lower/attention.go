@@ -5,7 +5,6 @@ import (
 
 	"gorgonia.org/gorgonia"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
@@ -53,7 +52,7 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
 		program.Updates("Keys", kept.Keys), program.Updates("Values", kept.Values),
 		program.Reads("Cos", t.cos), program.Reads("Sin", t.sin), program.Reads("Position", in[3]),
-		program.Uses("Parts", c.NewArray(gpu.Float32, g.PartsBytes(c.o.Device)/4)),
+		program.Uses("Parts", c.Workspace(g.PartsBytes(c.o.Device))),
 		program.Updates("Arrived", arrived))
 	return y
 }
