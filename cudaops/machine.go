@@ -153,7 +153,7 @@ func planned(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 
 // compile makes a program of a graph: in passes, of which only the choice of ways knows the device.
 func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
-	p, kept, err := lower.Lower(g, m.config.Options)
+	p, results, err := lower.Lower(g, m.config.Options)
 	if err != nil {
 		return nil, err
 	}
@@ -164,7 +164,7 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 		schedule.PutOff(p, lastProducts)
 	}
 	var lasting []*program.Array
-	for _, n := range kept {
+	for _, n := range results {
 		lasting = append(lasting, p.Values[n])
 	}
 	place.Arena(p, lasting)

@@ -1029,7 +1029,7 @@ func TestDecoding(t *testing.T) {
 					WithParams(g.Params...), WithOutputs(g.Outputs()...))
 				if err == nil && g.Position != nil {
 					attention = made
-					for n := range made.runner.Program.Kept {
+					for n := range made.runner.Program.Caches {
 						cached = n
 					}
 				}
@@ -1422,10 +1422,10 @@ func TestZeroMachine(t *testing.T) {
 		"Value": errOf(m.Value(nil)), "Upload": m.Upload(), "Download": m.Download()} {
 		require.ErrorContains(t, err, "."+name+": the machine is nil or a zero value")
 	}
-	require.Zero(t, m.Stream())
 	require.ErrorContains(t, errOf((*Machine)(nil).Value(nil)), "the machine is nil")
 	for _, m := range []*Machine{&m, nil} {
 		require.Zero(t, m.Memory())
+		require.Zero(t, m.Stream())
 		require.Empty(t, m.Choices())
 		require.Zero(t, m.LossScale())
 		require.Equal(t, Float32, m.GradientPrecision())

@@ -80,7 +80,7 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	if !other.runner.State.Ran() {
 		return errors.New("from has not run")
 	}
-	kept, ok := m.runner.Program.Kept[cached]
+	cache, ok := m.runner.Program.Caches[cached]
 	if !ok {
 		return errors.New("the node is no attention of this machine's that keeps keys and values")
 	}
@@ -88,11 +88,11 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	if err := ctx.SyncStream(other.runner.Stream); err != nil {
 		return err
 	}
-	before, again := other.runner.Program.Kept[keys]
+	before, again := other.runner.Program.Caches[keys]
 	if again && values != keys {
 		return errors.New("keys is an attention that keeps both: name it as values too")
 	}
-	for i, to := range []*program.Array{kept.Keys, kept.Values} {
+	for i, to := range []*program.Array{cache.Keys, cache.Values} {
 		n := []*gorgonia.Node{keys, values}[i]
 		a := []*program.Array{before.Keys, before.Values}[i]
 		if !again {
@@ -369,7 +369,7 @@ func (c *machineConfig) inherited(in *program.Input) *run.KeptParam {
 // memory must order its work by it: on the stream itself, with an event, or by waiting. It is valid
 // until Close, if the machine made it.
 func (m *Machine) Stream() uintptr {
-	if m.runner == nil {
+	if m == nil || m.runner == nil {
 		return 0
 	}
 	return uintptr(m.runner.Stream)

@@ -40,9 +40,9 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 	o := n.Op().(*kvcache.AttentionOp).Config
 	g := decode.Geometry{Heads: o.Heads, KVHeads: o.KVHeads, HeadDim: o.HeadDim,
 		Capacity: o.Capacity, Window: o.Window, Scale: o.Scale}
-	kept := program.Kept{Keys: c.NewResident(k.Type, o.Capacity, k.Shape[1]),
+	cache := program.Cache{Keys: c.NewResident(k.Type, o.Capacity, k.Shape[1]),
 		Values: c.NewResident(v.Type, o.Capacity, v.Shape[1])}
-	c.Kept[n] = kept
+	c.Caches[n] = cache
 	c.bound(n, in[3], program.IDRange{Argument: "position", Vocab: o.Capacity})
 	t := c.rotation(o.RoPE)
 	y := c.NewArray(q.Type, n.Shape()...)
@@ -50,7 +50,7 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 	arrived := c.NewConstant(make([]float32, g.Counters()))
 	c.call(n, decode.Attention{Geometry: g, Type: q.Type}, program.Writes("Y", y),
 		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
-		program.Updates("Keys", kept.Keys), program.Updates("Values", kept.Values),
+		program.Updates("Keys", cache.Keys), program.Updates("Values", cache.Values),
 		program.Reads("Cos", t.cos), program.Reads("Sin", t.sin), program.Reads("Position", in[3]),
 		program.Uses("Parts", c.Workspace(g.PartsBytes(c.o.Device))),
 		program.Updates("Arrived", arrived))

@@ -45,9 +45,9 @@ type compiler struct {
 	*program.Program
 	o Options
 	// what the lowering of a forward op leaves for that of its backward op
-	saved map[gorgonia.Op]any
-	kept  map[*gorgonia.Node]bool
-	users map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
+	saved   map[gorgonia.Op]any
+	lasting map[*gorgonia.Node]bool           // what outlives a run
+	users   map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
 
 	inputOf map[*program.Buffer]*program.Input
 	// what own parameters and constants, and copies and stacks of them, are made of
@@ -73,8 +73,8 @@ func (c *compiler) fail(err error) {
 // time, and says how much.
 func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, error) {
 	c := &compiler{o: o, Program: &program.Program{Values: map[*gorgonia.Node]*program.Array{},
-		Kept: map[*gorgonia.Node]program.Kept{}, Made: o.Shared.Borrow()},
-		saved: map[gorgonia.Op]any{}, kept: map[*gorgonia.Node]bool{},
+		Caches: map[*gorgonia.Node]program.Cache{}, Made: o.Shared.Borrow()},
+		saved: map[gorgonia.Op]any{}, lasting: map[*gorgonia.Node]bool{},
 		users:     map[*gorgonia.Node]gorgonia.Nodes{},
 		inputOf:   map[*program.Buffer]*program.Input{},
 		sources:   map[*program.Buffer][]*program.Input{},
@@ -85,24 +85,24 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 		layers: graph.Layers{IsParam: func(n *gorgonia.Node) bool {
 			return slices.Contains(o.Params, n) || o.sharedParam(n) != nil
 		}}}
-	kept, gradients := o.Asked.Results(g)
-	kept = append(kept, gradients...)
-	for _, n := range kept {
-		c.kept[n] = true
+	lasting, gradients := o.Asked.Results(g)
+	lasting = append(lasting, gradients...)
+	for _, n := range lasting {
+		c.lasting[n] = true
 	}
 	if o.Scaled {
 		if err := c.scale(g); err != nil {
 			return nil, nil, err
 		}
 	}
-	if c.lowerAll(kept); c.err != nil {
+	if c.lowerAll(lasting); c.err != nil {
 		return nil, nil, c.err
 	}
 	if o.Accumulate {
 		c.gather()
 	}
-	c.Narrow(c.kept)
-	return c.Program, kept, nil
+	c.Narrow(c.lasting)
+	return c.Program, lasting, nil
 }
 
 // lowerAll lowers the nodes that the given ones of one graph depend on, and these, but for those
@@ -229,12 +229,12 @@ func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values [
 		c.layers.Join(n, outside[i])
 	}
 	for _, n := range results { // none may be left to those that use it
-		c.kept[n] = true
+		c.lasting[n] = true
 	}
 	c.lowerAll(results)
 	for _, n := range results {
 		out = append(out, c.Values[n])
-		delete(c.kept, n)
+		delete(c.lasting, n)
 	}
 	for _, n := range inputs[0].Graph().AllNodes() {
 		delete(c.Values, n)

@@ -215,7 +215,7 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 			}
 		}
 		dx := c.partOf(g.linear[i], 0)
-		if dx == nil || c.kept[d] || (p.bias[i] == nil) != (g.bias[i] == nil) {
+		if dx == nil || c.lasting[d] || (p.bias[i] == nil) != (g.bias[i] == nil) {
 			return nil
 		}
 		g.dx = append(g.dx, dx)

@@ -112,7 +112,7 @@ func isMatrixTranspose(n *gorgonia.Node) bool {
 // onlyUsedBy reports whether a node has users, all of which are of a kind, and no other use.
 func (c *compiler) onlyUsedBy(n *gorgonia.Node, kind func(*gorgonia.Node) bool) bool {
 	users := c.users[n]
-	return len(users) > 0 && !c.kept[n] && !slices.ContainsFunc(users, func(u *gorgonia.Node) bool {
+	return len(users) > 0 && !c.lasting[n] && !slices.ContainsFunc(users, func(u *gorgonia.Node) bool {
 		return !kind(u)
 	})
 }

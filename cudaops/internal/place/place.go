@@ -9,15 +9,15 @@ import (
 )
 
 // Arena packs the buffers that are not resident into one arena, each for the calls from the first
-// that touches it to the last. Those of the kept arrays last until the end of the run. A result may
+// that touches it to the last. Those of lasting arrays stay until the end of the run. A result may
 // take the place of what its call is the last to read.
-func Arena(p *program.Program, kept []*program.Array) {
+func Arena(p *program.Program, lasting []*program.Array) {
 	for i, c := range p.Calls {
 		for _, a := range c.Args {
 			touch(a.Array, i)
 		}
 	}
-	for _, a := range kept {
+	for _, a := range lasting {
 		touch(a, len(p.Calls))
 	}
 	places := map[*program.Buffer]*plan.Interval{}

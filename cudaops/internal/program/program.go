@@ -21,7 +21,7 @@ type Program struct {
 	Borrowed []*Input                  // parameters of another program
 	Sums     map[*gorgonia.Node]*Array // of the gradients of parameters, where runs add up
 	Weights  []*QuantizedWeight
-	Kept     map[*gorgonia.Node]Kept // of attentions to what is kept
+	Caches   map[*gorgonia.Node]Cache // of attentions to earlier positions
 	Made     Made
 
 	// optimizer.LossScale, whose first number is the loss scale; nil where there is none
@@ -35,8 +35,8 @@ type Program struct {
 	Spent int // bytes that save time, and could be done without
 }
 
-// Kept is the keys and values of the positions so far, by rows, which live as long as the machine.
-type Kept struct{ Keys, Values *Array }
+// Cache is the keys and values of the positions so far, by rows, which live as long as the machine.
+type Cache struct{ Keys, Values *Array }
 
 // Alignment of all buffers, in bytes: what cudaMalloc gives, and cuBLASLt's fastest ways ask for.
 const Alignment = 256
@@ -50,13 +50,13 @@ type Buffer struct {
 	Base     gpu.Ptr   // where it lies, once the machine has memory
 }
 
-// Narrow has the frozen inputs that are read in one other type alone kept in that. Their float32
-// goes, unless it is among those that are kept.
-func (p *Program) Narrow(kept map[*gorgonia.Node]bool) {
+// Narrow has frozen inputs in that type alone in which they are read. Their float32 goes, unless it
+// is among what outlives a run.
+func (p *Program) Narrow(lasting map[*gorgonia.Node]bool) {
 	for _, in := range p.Inputs {
 		b := in.Array.Buffer
 		read := func(c *Call) bool { return c.Touches(b) }
-		if in.Frozen && len(in.Copies) == 1 && !kept[in.Node] &&
+		if in.Frozen && len(in.Copies) == 1 && !lasting[in.Node] &&
 			!slices.ContainsFunc(p.Calls, read) {
 			p.Buffers = slices.DeleteFunc(p.Buffers, func(o *Buffer) bool { return o == b })
 			in.Array, in.Copies = in.Copies[0].Array, nil
