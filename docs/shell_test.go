@@ -407,7 +407,7 @@ func (p *programs) run(code, folder string) (printed string, err error) {
 	defer cancel()
 	c := exec.CommandContext(ctx, "bash", "-c", shim+code)
 	c.Dir = folder
-	c.Env = append(os.Environ(), "BIN="+p.folder, "MODULE="+module, "GOFLAGS=", "GOPROXY=off",
+	c.Env = append(os.Environ(), "BIN="+p.folder, "MODULE="+module, "GOPROXY=off",
 		"GOWORK=off", "XDG_CACHE_HOME="+folder, "GOCACHE="+strings.TrimSpace(cache))
 	var out, told strings.Builder
 	c.Stdout, c.Stderr = &out, &told
