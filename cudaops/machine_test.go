@@ -348,10 +348,7 @@ func TestKept(t *testing.T) {
 	l := newLifetime(t, newAdamW)
 	require.NoError(t, errors.Join(l.open(device), l.step(), l.step()))
 	p := l.batch.Params[1]
-	want, same := flat(t, valueIn(t, l.machine, p)), map[string]string{}
-	for _, p := range l.batch.Params {
-		same[p.Name()] = p.Name()
-	}
+	want, same := flat(t, valueIn(t, l.machine, p)), l.names()
 	kept, err := l.machine.CloseKept()
 	require.NoError(t, err)
 	next := func(k *Kept) (*Machine, error) {
@@ -389,15 +386,11 @@ func TestKeptTwice(t *testing.T) {
 	require.NoError(t, errors.Join(l.open(device), l.step()))
 	first, err := l.machine.CloseKept()
 	require.NoError(t, err)
-	same := map[string]string{}
-	for _, p := range l.batch.Params {
-		same[p.Name()] = p.Name()
-	}
-	require.NoError(t, l.open(device, WithKept(first, same)))
+	require.NoError(t, l.open(device, WithKept(first, l.names())))
 	second, err := l.machine.CloseKept()
 	require.NoError(t, err)
 	require.NoError(t, second.Close())
-	require.ErrorContains(t, l.open(device, WithKept(first, same)), "there is nothing")
+	require.ErrorContains(t, l.open(device, WithKept(first, l.names())), "there is nothing")
 	require.NoError(t, first.Close())
 }
 
@@ -1938,6 +1931,15 @@ func (l *lifetime) open(device *Device, opts ...MachineOption) (err error) {
 		return err
 	}
 	return l.machine.SetOptimizer(l.optimizer, 1)
+}
+
+// names are those of all parameters, each for itself.
+func (l *lifetime) names() map[string]string {
+	names := map[string]string{}
+	for _, p := range l.batch.Params {
+		names[p.Name()] = p.Name()
+	}
+	return names
 }
 
 func (l *lifetime) step() error {

@@ -111,10 +111,8 @@ func isMatrixTranspose(n *gorgonia.Node) bool {
 
 // onlyUsedBy reports whether a node has users, all of which are of a kind, and no other use.
 func (c *compiler) onlyUsedBy(n *gorgonia.Node, kind func(*gorgonia.Node) bool) bool {
-	users := c.users[n]
-	return len(users) > 0 && !c.lasting[n] && !slices.ContainsFunc(users, func(u *gorgonia.Node) bool {
-		return !kind(u)
-	})
+	users, other := c.users[n], func(u *gorgonia.Node) bool { return !kind(u) }
+	return len(users) > 0 && !c.lasting[n] && !slices.ContainsFunc(users, other)
 }
 
 // sliced is of Slice, and of its gradient, whose inputs are what was sliced and the gradient of the

@@ -106,17 +106,9 @@ func (m matrix) near(g *kerneltest.Rig, what string, want []float64, tol float64
 	for i := range got {
 		diff[i] = got[i] - want[i]
 	}
-	if e := norm(diff); !(e <= tol) {
+	if e := kerneltest.Norm(diff); !(e <= tol) {
 		g.Errorf("%s: off by %.3g in norm, want at most %.3g", what, e, tol)
 	}
-}
-
-func norm(x []float64) float64 {
-	var sum float64
-	for _, v := range x {
-		sum += v * v
-	}
-	return math.Sqrt(sum)
 }
 
 func (c attentionCase) check(g *kerneltest.Rig) { c.compare(g, true) }
@@ -154,9 +146,9 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 	c.reference(y, l, dq, dk, dv, dy, q, k, v)
 	// The rounding of a score grows with it, and becomes that of its exponential.
 	spread := max(1, math.Abs(a.Scale)*math.Sqrt(float64(a.HeadDim))/4)
-	out.near(g, "y", y, kerneltest.Forward(c.dtype)*spread*norm(y))
+	out.near(g, "y", y, kerneltest.Forward(c.dtype)*spread*kerneltest.Norm(y))
 	// Near zero it keeps the rounding of the scores that it is made of.
-	g.Near("lse", lse, l, 1e-6*(1+math.Sqrt(float64(len(l)))/norm(l)))
+	g.Near("lse", lse, l, 1e-6*(1+math.Sqrt(float64(len(l)))/kerneltest.Norm(l)))
 	if !both {
 		return
 	}
@@ -166,9 +158,9 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 	}
 	// Of a single key dq and dk vanish, but for rounding.
 	for i, want := range [][]float64{dq, dk, dv} {
-		size := norm(want)
+		size := kerneltest.Norm(want)
 		if a.Seq == 1 || c.starts != nil {
-			size = max(size, norm(dv))
+			size = max(size, kerneltest.Norm(dv))
 		}
 		d[i].near(g, [...]string{"dq", "dk", "dv"}[i], want,
 			kerneltest.Backward(c.dtype)*spread*size)

@@ -151,24 +151,15 @@ func testProduct(g *kerneltest.Rig, s Product, dtype gpu.DType) {
 func nearRows(g *kerneltest.Rig, what string, got, want, x, w []float64, d int) {
 	g.Helper()
 	columns := len(w) / d
-	weights := norm(w)
+	weights := kerneltest.Norm(w)
 	for r := range len(want) / columns {
 		row := want[r*columns:][:columns]
-		off := kerneltest.Distance(got[r*columns:][:columns], row) * norm(row)
-		most := norm(row)/256 + 3e-3*norm(x[r*d:][:d])*weights/math.Sqrt(float64(d))
+		off := kerneltest.Distance(got[r*columns:][:columns], row) * kerneltest.Norm(row)
+		most := kerneltest.Norm(row)/256 + 3e-3*kerneltest.Norm(x[r*d:][:d])*weights/math.Sqrt(float64(d))
 		if !(off <= most) {
 			g.Fatalf("%s: row %d is off by %.3g, want at most %.3g", what, r, off, most)
 		}
 	}
-}
-
-// norm is ‖x‖.
-func norm(x []float64) float64 {
-	var squares float64
-	for _, v := range x {
-		squares += v * v
-	}
-	return math.Sqrt(squares)
 }
 
 // TestRoPEProductFloat8 compares with float64.

@@ -185,6 +185,15 @@ func (g *Rig) Near(what string, b *Buffer, want []float64, tol float64) {
 	}
 }
 
+// Norm is ‖x‖.
+func Norm(x []float64) float64 {
+	var squares float64
+	for _, v := range x {
+		squares += v * v
+	}
+	return math.Sqrt(squares)
+}
+
 // Distance is ‖got − want‖ / ‖want‖; NaN and infinities must stand in the same places.
 func Distance(got, want []float64) float64 {
 	if len(got) != len(want) {
