@@ -420,27 +420,36 @@ func TestTuning(t *testing.T) {
 	tuneProduct(t, path, slowFirst, "Another GPU", full).is(t, 0, 0, "with KASMINA_TUNE=off")
 }
 
-// TestTuningUnderLoad wants the way with the least mean, of those that are nearly the fastest in a
-// short computation: the geometric one of what they take there and in a long one.
+// TestTuningUnderLoad wants one of the ways that are nearly the fastest in a short computation. Of a
+// short job it is the one with the least geometric mean of what it takes there and in a long
+// computation. Of a long job it is the one that takes least in a long computation, timed there and
+// back.
 func TestTuningUnderLoad(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "cached")
-	const unit = 10 * time.Microsecond
+	type ways [3]fake.Way // a short job's in units of 2 µs, a long one's of 10 µs
 	for i, c := range []struct {
-		ways [3]fake.Way
-		want int
+		ways
+		short, long int
 	}{
-		{[3]fake.Way{{Took: 100 * unit, Loaded: 130 * unit}, {Took: 104 * unit, Loaded: 120 * unit},
-			{Took: 200 * unit, Loaded: 90 * unit}}, 1},
-		{[3]fake.Way{{Took: 100 * unit, Loaded: 110 * unit}, {Took: 104 * unit, Loaded: 120 * unit},
-			{Took: 105 * unit, Loaded: 130 * unit}}, 0},
-		{[3]fake.Way{{Took: 100 * unit, Loaded: 120 * unit}, {Took: 104 * unit, Loaded: 117 * unit},
-			{Took: 500 * unit, Loaded: 500 * unit}}, 0},
-		{[3]fake.Way{{Took: 100 * unit, Loaded: 120 * unit}, {Took: 104 * unit, Loaded: 113 * unit},
-			{Took: 500 * unit, Loaded: 500 * unit}}, 1},
+		{ways{{Took: 100, Loaded: 130}, {Took: 104, Loaded: 120}, {Took: 200, Loaded: 90}}, 1, 1},
+		{ways{{Took: 100, Loaded: 110}, {Took: 104, Loaded: 120}, {Took: 105, Loaded: 130}}, 0, 0},
+		{ways{{Took: 100, Loaded: 120}, {Took: 104, Loaded: 117}, {Took: 500, Loaded: 500}}, 0, 1},
+		{ways{{Took: 100, Loaded: 120}, {Took: 104, Loaded: 113}, {Took: 500, Loaded: 500}}, 1, 1},
+		{ways{{Took: 100, Loaded: 120}, {Took: 107, Loaded: 110}, {Took: 500, Loaded: 500}}, 0, 1},
+		{ways{{Took: 100, Loaded: 120, Warms: 1}, {Took: 104, Loaded: 117, Warms: 1},
+			{Took: 500, Loaded: 500}}, 0, 1},
 	} {
-		path := filepath.Join(t.TempDir(), "tune.json")
-		require.Equal(t, c.want, tuneProduct(t, path, c.ways, "Some GPU").way, i)
-		require.Zero(t, tuneProduct(t, path, c.ways, "Some GPU").timings, i)
+		for unit, want := range map[time.Duration]int{2: c.short, 10: c.long} {
+			unit *= time.Microsecond
+			scaled := c.ways
+			for w := range scaled {
+				scaled[w].Took, scaled[w].Loaded = scaled[w].Took*unit, scaled[w].Loaded*unit
+				scaled[w].Warms *= unit / 10
+			}
+			path := filepath.Join(t.TempDir(), "tune.json")
+			require.Equal(t, want, tuneProduct(t, path, scaled, "Some GPU").way, "%d, %v", i, unit)
+			require.Zero(t, tuneProduct(t, path, scaled, "Some GPU").timings, i)
+		}
 	}
 }
 

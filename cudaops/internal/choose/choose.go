@@ -188,7 +188,7 @@ func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, err
 	if blas, err := t.x.Ctx.Blas(); err == nil {
 		build += fmt.Sprintf(", cuBLASLt %d", blas.Version())
 	}
-	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s, under steady load", t.Device.Name,
+	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s, under load there and back", t.Device.Name,
 		t.Version, build, j.Op, j.Shape)
 	if len(left) < len(j.Alternatives) {
 		key += fmt.Sprintf(", of %v", left)

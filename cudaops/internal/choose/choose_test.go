@@ -113,7 +113,7 @@ func TestStoredChoice(t *testing.T) {
 	c := Config{Mode: Cached, Path: filepath.Join(t.TempDir(), "choices.json"),
 		Device: gpu.DeviceInfo{Name: "card"}, Version: 13000}
 	store := open(c.Path, func(message string) { t.Error(message) })
-	const key = "card, CUDA 13000, build, cuBLASLt 130000, Norm [3, 5], under steady load"
+	const key = "card, CUDA 13000, build, cuBLASLt 130000, Norm [3, 5], under load there and back"
 	for added, choice := range map[string]timed{
 		"":           {Way: "narrow", Cold: 3 * time.Microsecond},
 		", of [0 2]": {Way: "plain"},

@@ -27,6 +27,10 @@ const (
 	loadNear, loadMost = 1.05, 3
 	// loadLeast is the time from which on a job is worth that.
 	loadLeast = 30 * time.Microsecond
+	// loadLong is the time from which on a job is worth two looks, at loadLongMost ways within
+	// loadLongNear: it is one of a large model, whose training outlasts a longer start.
+	loadLong                   = 400 * time.Microsecond
+	loadLongNear, loadLongMost = 1.08, 6
 	// loadHeat is how long a GPU runs before that. Then each way runs for loadSettle, and loadSpan is
 	// timed. What a way draws shows in the clock only by and by: of a change two thirds are there
 	// after 35 ms, on an H100.
@@ -195,13 +199,24 @@ func (x *timer) within(ways []int, times float64) []int {
 // underLoad returns the ways that come near the best, timed as in a long computation, where that
 // may tell them apart. A card's arithmetic is bound by the power that it may draw. The way that is
 // the fastest for a moment may draw more than others. But at that limit the clock of a card is never
-// quite the same. So a way counts by the geometric mean of what it takes there and at the full
-// clock.
+// quite the same. So long jobs are timed there and back, and a way counts by the mean of both. A
+// shorter job is timed once, and a way counts by the geometric mean of what it takes so and at the
+// full clock.
 func (x *timer) underLoad(live []int) ([]int, error) {
-	near := x.within(live, loadNear)
-	near = near[:min(len(near), loadMost)]
+	near, most := x.within(live, loadNear), loadMost
+	long := x.took[near[0]] >= loadLong
+	if long {
+		near, most = x.within(live, loadLongNear), loadLongMost
+	}
+	near = near[:min(len(near), most)]
 	if len(near) < 2 || x.took[near[0]] < loadLeast {
 		return live, nil
+	}
+	turns := near
+	if long {
+		back := slices.Clone(near)
+		slices.Reverse(back)
+		turns = slices.Concat(near, back)
 	}
 	runs := func(way int, d time.Duration) int { return int(d/x.cold[way]) + 1 }
 	repeat := func(way int, d time.Duration) error {
@@ -212,17 +227,22 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 		}
 		return nil
 	}
-	took, err := run.Times(x.x.Ctx, x.x.Stream, len(near), func(i int) error {
+	took, err := run.Times(x.x.Ctx, x.x.Stream, len(turns), func(i int) error {
 		settle := loadSettle
 		if i == 0 {
 			settle += loadHeat
 		}
-		return repeat(near[i], settle)
-	}, func(i int) error { return repeat(near[i], loadSpan) })
+		return repeat(turns[i], settle)
+	}, func(i int) error { return repeat(turns[i], loadSpan) })
 	if err != nil {
 		return nil, err
 	}
 	for i, way := range near {
+		if long {
+			both := took[i] + took[len(turns)-1-i]
+			x.took[way] = both / time.Duration(2*runs(way, loadSpan))
+			continue
+		}
 		loaded := float64(took[i]) / float64(runs(way, loadSpan))
 		x.took[way] = time.Duration(math.Sqrt(float64(x.cold[way]) * loaded))
 	}

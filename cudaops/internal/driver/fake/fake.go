@@ -34,6 +34,7 @@ type Config struct {
 type Way struct {
 	Took   time.Duration // how far it moves the clock; zero means a microsecond
 	Loaded time.Duration // the same from the third run in a row on, if it is not 0
+	Warms  time.Duration // by how much that grows with every run of the product, in any way
 	Wrong  bool          // it computes something else
 	Fails  bool          // it cannot be started
 }

@@ -3,6 +3,7 @@ package fake
 import (
 	"cmp"
 	"slices"
+	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
@@ -27,6 +28,7 @@ type plan struct {
 	algos []gpu.Algo
 
 	lately, inRow int // the last algorithm that ran, and how often in a row
+	runs          int // of all
 }
 
 // Plan offers up to three ways, which differ in their workspace.
@@ -74,8 +76,9 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 				if p.lately != algo {
 					p.lately, p.inRow = algo, 0
 				}
+				p.runs++
 				if p.inRow++; p.inRow > 2 && way.Loaded > 0 {
-					l.Took = way.Loaded
+					l.Took = way.Loaded + time.Duration(p.runs)*way.Warms
 				}
 				if c.driver.config.Images != nil {
 					return
