@@ -394,6 +394,27 @@ func TestKeptTwice(t *testing.T) {
 	require.NoError(t, first.Close())
 }
 
+// TestKeptPassedOn wants no optimiser to begin anew in silence with a parameter whose moments another
+// machine has left to the next.
+func TestKeptPassedOn(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	l := newLifetime(t, newAdamW)
+	require.NoError(t, errors.Join(l.open(device), l.step()))
+	first, err := l.machine.CloseKept()
+	require.NoError(t, err)
+	name := l.batch.Params[1].Name()
+	next := func(names map[string]string) *Machine {
+		return openMachine(t, device, l.batch.G, WithParams(l.batch.Params...),
+			WithOutputs(l.batch.Loss), WithKept(first, names))
+	}
+	late, other := next(l.names()), next(map[string]string{name: name})
+	require.NoError(t, other.SetOptimizer(l.optimizer, 1))
+	second, err := other.CloseKept()
+	require.NoError(t, err)
+	require.ErrorContains(t, late.SetOptimizer(l.optimizer, 1), "the moments of "+name)
+	require.NoError(t, errors.Join(late.Close(), second.Close(), first.Close()))
+}
+
 // wrapped is an optimiser that is no pointer.
 type wrapped struct{ *optim.AdamW }
 

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -348,7 +349,8 @@ func WithKept(k *Kept, from map[string]string) MachineOption {
 		if k == nil || k.memory == nil || len(k.memory.Params) == 0 {
 			return errors.New("WithKept: there is nothing that was kept")
 		}
-		c.kept, c.inherits = k.memory, from
+		c.kept, c.inherits = k.memory, maps.Clone(from)
+		maps.DeleteFunc(c.inherits, func(_, name string) bool { return k.memory.Params[name] == nil })
 		return nil
 	}
 }
