@@ -46,7 +46,8 @@ type Machine struct {
 	monitor   *profile.Monitor  // nil without WithMonitor
 	profiler  *profile.Profiler // nil but during a profile
 
-	sent gpu.Event // the last run's inputs have left their staging memory
+	sent   gpu.Event               // the last run's inputs have left their staging memory
+	filled map[*gorgonia.Node]bool // attentions that have keys and values by Keep
 }
 
 // in names the method in an error that it returns.

@@ -8,6 +8,7 @@ import (
 	"flag"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math"
 	"math/rand/v2"
 	"os"
@@ -412,6 +413,7 @@ func TestKeptPassedOn(t *testing.T) {
 	second, err := other.CloseKept()
 	require.NoError(t, err)
 	require.ErrorContains(t, late.SetOptimizer(l.optimizer, 1), "the moments of "+name)
+	require.ErrorContains(t, l.open(device, WithKept(first, l.names())), "has left "+name)
 	require.NoError(t, errors.Join(late.Close(), second.Close(), first.Close()))
 }
 
@@ -1072,6 +1074,43 @@ func TestDecoding(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestKeepOfKept hands on what Keep has brought to a machine that has not run, and refuses what one
+// does not have.
+func TestKeepOfKept(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	c := llm.Config{Vocab: 19, Dim: 16, Layers: 1, Heads: 4, KVHeads: 2, Seq: 64}
+	m, err := llm.NewModel(c.Default(), tensor.Float32, 1)
+	require.NoError(t, err)
+	var attentions []*Machine
+	var cached gorgonia.Nodes
+	for range 2 {
+		d, err := llmgraph.NewDecoding(m.Parts(), func(g *llmgraph.Graph) (llmgraph.Machine, error) {
+			made, err := NewMachine(device, g.G, WithParams(g.Params...), WithOutputs(g.Outputs()...))
+			if err == nil && g.Position != nil {
+				attentions = append(attentions, made)
+				cached = slices.AppendSeq(cached, maps.Keys(made.runner.Program.Caches))
+			}
+			return made, err
+		})
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, d.Close()) })
+		if len(attentions) == 1 {
+			_, err = d.Next(t.Context(), []int{1, 2, 3}) // another machine runs the prompt
+		}
+		require.NoError(t, err)
+	}
+	require.ErrorContains(t, attentions[0].Keep(cached[0], attentions[1], cached[1], cached[1]),
+		"from has not run")
+	require.NoError(t, attentions[1].Keep(cached[1], attentions[0], cached[0], cached[0]))
+	from, to := attentions[0].runner.Program.Caches[cached[0]],
+		attentions[1].runner.Program.Caches[cached[1]]
+	want, err := device.ctx.(*fake.Context).Bytes(from.Keys.Ptr(), from.Keys.Extent())
+	require.NoError(t, err)
+	got, err := device.ctx.(*fake.Context).Bytes(to.Keys.Ptr(), to.Keys.Extent())
+	require.NoError(t, err)
+	require.Equal(t, want, got)
 }
 
 // gatesFused makes one kernel of the gates of perceptrons and their products, which can keep h from

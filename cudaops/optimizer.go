@@ -88,7 +88,8 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 // changes and the error wraps [ErrNonFinite], and [Machine.NonFinite] says where that shows first.
 // But WithPrecision(Float16) it is no error while the loss scale is above 1, since the next step has
 // a smaller one (see [Machine.LossScale]). After an error of the device, which may show in a later
-// call, the update may have been made in part.
+// call, the update may have been made in part. Then it is not known what the optimiser remembers:
+// it makes no other update, and its state is not to be had.
 func (m *Machine) Update() (norm float64, err error) {
 	defer in("Machine.Update", &err)
 	_, norm, err = updateBy(m, nil, nil)
@@ -135,6 +136,7 @@ func updateBy(m *Machine, by *program.Array,
 		return 0, 0,
 			errors.New("the loss scale is not that of the last run: run the machine again")
 	}
+	x.Abandoned = true // until it is known how the update ended
 	if err := run.InTurn(func() error { return enqueueUpdate(m, by) }, x.WaitForRun); err != nil {
 		return 0, 0, err
 	}
@@ -144,7 +146,6 @@ func updateBy(m *Machine, by *program.Array,
 	}
 	if beside != nil {
 		if err := beside(value); err != nil {
-			x.Abandoned = true
 			return value, 0, run.Joined(settled, err)
 		}
 	}
@@ -152,6 +153,7 @@ func updateBy(m *Machine, by *program.Array,
 	if err != nil {
 		return value, 0, err
 	}
+	x.Abandoned = false
 	if m.runner.Program.Scale != nil {
 		scale.Now = done.Next
 	}
@@ -200,8 +202,8 @@ func updatable(m *Machine) (*update.Optimizer, error) {
 var (
 	errNoOptimizer = errors.New("the machine has no optimiser: give it one with SetOptimizer")
 	errNoGradients = errors.New("the machine has not run, so there are no gradients")
-	errAbandoned   = errors.New("the last update was not waited for, since what went beside it " +
-		"failed: resume from a checkpoint")
+	errAbandoned   = errors.New("the last update failed while it was made, so what the optimiser " +
+		"remembers is not known: resume from a checkpoint")
 )
 
 // Forget makes zero what the machine's optimiser remembers on the device of a parameter's elements
@@ -224,11 +226,11 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 		return fmt.Errorf("elements %d to %d of %s, which has %d", from, to,
 			graph.Describe(param), n)
 	}
+	x.Forgot() // at all ranks, which gather the state together
 	own, end := x.Part(i)
 	if from, to = max(from, own)-own, min(to, end)-own; from >= to {
 		return nil
 	}
-	x.Forgot()
 	for _, a := range all[i].Moments {
 		size := a.Type.Size()
 		if err := m.runner.Launch(program.Zero{Ptr: a.Ptr().Offset(from * size),
@@ -380,8 +382,8 @@ func (r Rank) Contribute(contributors int, first bool) (err error) {
 // at one of them leaves the parameters of all as they are. The loss is nil at a rank that did not
 // contribute to that round. When the run is over, beside is called with the loss, 0 for none, while
 // the update goes on. An error of it is that of the step, which does not wait for the norm then.
-// From then on it is not known what the optimiser remembers: it makes no other update, and its state
-// is not to be had.
+// From an error on it is not known what the optimiser remembers, nor the loss scale: it makes no
+// other update, and its state is not to be had.
 func (r Rank) Step(loss *gorgonia.Node, beside func(loss float64) error) (norm float64, err error) {
 	defer in("Rank.Step", &err)
 	if _, err := r.optimizer(); err != nil {

@@ -896,6 +896,52 @@ func TestForgetBeforeAnUpdate(t *testing.T) {
 	t.Error("there is no state")
 }
 
+// TestRanksForget wants what one rank's device has forgotten to be gathered by all.
+func TestRanksForget(t *testing.T) {
+	eachRank(t, 2, func(_ int, d *Device, g comm.Group) {
+		loss, _, _, nodes := ranked(t)
+		m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0), notCaptured)
+		defer m.Close()
+		optimize(t, m, newAdamW, 0)
+		require.NoError(t, m.Forget(nodes[0], 0, 1))
+		require.True(t, m.optimizer.Newer(), "GatherState would wait for a rank for ever")
+		require.NoError(t, m.Rank().GatherState())
+	})
+}
+
+// broken is a group whose links break.
+type broken struct {
+	comm.Group
+	breaks bool
+}
+
+func (g *broken) Batch(f func(comm.Collectives) error) error {
+	if g.breaks {
+		return errors.New("the link broke")
+	}
+	return g.Group.Batch(f)
+}
+
+// TestRanksUpdateFails wants no state of an optimiser whose update failed while it was made.
+func TestRanksUpdateFails(t *testing.T) {
+	eachRank(t, 2, func(_ int, d *Device, inner comm.Group) {
+		loss, x, targets, nodes := ranked(t)
+		g := &broken{Group: inner}
+		m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0), notCaptured)
+		defer m.Close()
+		optimize(t, m, newAdamW, 0)
+		for i := range 2 {
+			require.NoError(t, errors.Join(m.Rank().Expect(2, true), feed(x, targets), m.RunAll(),
+				m.Rank().Contribute(2, true)))
+			g.breaks = i == 1
+			err := errOf(m.Rank().Step(loss, func(float64) error { return nil }))
+			require.Equal(t, g.breaks, err != nil, err)
+		}
+		require.ErrorContains(t, errOf(m.Rank().DownloadOwn()), "resume from a checkpoint")
+		require.ErrorContains(t, m.Forget(nodes[0], 0, 1), "resume from a checkpoint")
+	})
+}
+
 // TestRanksNonFinite: ahead of an update a parameter is named by the rank that updates the bad
 // element of its gradient, and by no other. After the update both name it.
 func TestRanksNonFinite(t *testing.T) {

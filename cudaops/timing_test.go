@@ -45,8 +45,8 @@ type attentionWays struct {
 	held  int // the launch, from 1, that takes 100 ms more; 0 for none
 }
 
-// nan stands for what a way takes that computes NaN.
-const nan = -time.Nanosecond
+// These stand for what a way takes that computes NaN alone, and one NaN.
+const nan, oneNaN = -time.Nanosecond, -2 * time.Nanosecond
 
 func (k *attentionWays) Ways(params any) []kernel.Way {
 	if _, ok := params.(attention.Forward); ok {
@@ -79,8 +79,8 @@ func (k *attentionWays) Launch(s gpu.Stream, params any) error {
 		if w.Wrong {
 			floatsAt(l, a.Y.Ptr, 4)[3] += 7
 		}
-		if w.Took == nan {
-			copy(floatsAt(l, a.Y.Ptr, 6*5), slices.Repeat([]float32{float32(math.NaN())}, 6*5))
+		for i := range map[time.Duration]int{nan: 6 * 5, oneNaN: 1}[w.Took] {
+			floatsAt(l, a.Y.Ptr, 6*5)[i] = float32(math.NaN())
 		}
 	})
 }
@@ -198,6 +198,8 @@ func TestTuningKernels(t *testing.T) {
 		{[3]fake.Way{{Took: 2e6}, {Took: 1e6}, {Fails: true}}, nil, "", "wide-1",
 			Measured, "no such luck"},
 		{[3]fake.Way{{Took: 2e6}, {Took: 1e6}, {Took: nan}}, nil, "", "wide-1",
+			Measured, "the way plain: its result holds NaN"},
+		{[3]fake.Way{{Took: 2e6}, {Took: 1e6}, {Took: oneNaN}}, nil, "", "wide-1",
 			Measured, "the way plain: its result holds NaN"},
 		{firstBest, []string{"Attention=plain"}, "", "plain", Forced, ""},
 		{firstBest, []string{"Att*!=wide-4"}, "", "wide-1", Measured, ""},

@@ -19,7 +19,8 @@ import (
 
 // Value waits for the device and copies a node's value back. The node must be an input, an output
 // (see [WithOutputs]), the gradient of a parameter, or one that no other node needs. Other values
-// give way to later ones during a run. Of a parameter whose float32 values are divided among ranks
+// give way to later ones during a run. Before the first run parameters and what is bound have
+// values, and nothing else. Of a parameter whose float32 values are divided among ranks
 // ([WithRanks]) it is what runs compute with, in a narrower type.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	defer in("Machine.Value", &err)
@@ -61,7 +62,7 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 // graph keeps them. They are outputs of another machine on the device that has run. The node cached
 // is one of [kvcache.Attention]. Their rows are its keys turned by their positions, and its values,
 // at most as many as it can keep. Where keys and values both are such an attention of the other
-// machine's graph, it is what that keeps.
+// machine's graph, it is what that keeps, of its runs or by Keep.
 func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	values *gorgonia.Node) (err error) {
 	defer in("Machine.Keep", &err)
@@ -78,7 +79,7 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	if other.device != m.device {
 		return errors.New("from is a machine on another device")
 	}
-	if !other.runner.State.Ran() {
+	if !other.runner.State.Ran() && !other.filled[keys] {
 		return errors.New("from has not run")
 	}
 	cache, ok := m.runner.Program.Caches[cached]
@@ -110,7 +111,14 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 			return err
 		}
 	}
-	return ctx.SyncStream(m.runner.Stream)
+	if err := ctx.SyncStream(m.runner.Stream); err != nil {
+		return err
+	}
+	if m.filled == nil {
+		m.filled = map[*gorgonia.Node]bool{}
+	}
+	m.filled[cached] = true
+	return nil
 }
 
 // lasting returns the memory of a node whose value outlives a run.
@@ -348,6 +356,11 @@ func WithKept(k *Kept, from map[string]string) MachineOption {
 	return func(c *machineConfig) error {
 		if k == nil || k.memory == nil || len(k.memory.Params) == 0 {
 			return errors.New("WithKept: there is nothing that was kept")
+		}
+		for _, name := range from {
+			if k.memory.Left[name] {
+				return fmt.Errorf("WithKept: another machine has left %s to the next", name)
+			}
 		}
 		c.kept, c.inherits = k.memory, maps.Clone(from)
 		maps.DeleteFunc(c.inherits, func(_, name string) bool { return k.memory.Params[name] == nil })

@@ -161,6 +161,36 @@ func TestFirstWayAdvance(t *testing.T) {
 	}
 }
 
+// TestContenders wants the ways near the best timed under load, of a long job more and further ones.
+func TestContenders(t *testing.T) {
+	live := []int{0, 1, 2, 3, 4, 5, 6, 7}
+	for _, c := range []struct {
+		unit time.Duration
+		took [8]time.Duration
+		want []int
+		long bool
+	}{
+		{time.Microsecond, [8]time.Duration{107, 104, 100, 103, 200, 102, 101, 105},
+			[]int{2, 6, 5}, false},
+		{time.Microsecond, [8]time.Duration{107, 106, 100, 200, 200, 104, 200, 200},
+			[]int{2, 5}, false},
+		{4 * time.Microsecond, [8]time.Duration{107, 104, 100, 103, 200, 102, 101, 105},
+			[]int{2, 6, 5, 3, 1, 7}, true},
+		{4 * time.Microsecond, [8]time.Duration{109, 110, 100, 200, 108, 104, 200, 200},
+			[]int{2, 5, 4}, true},
+		{4*time.Microsecond - 1, [8]time.Duration{107, 110, 100, 200, 200, 200, 200, 200},
+			[]int{2}, false},
+	} {
+		x := &timer{}
+		for _, took := range c.took {
+			x.took = append(x.took, took*c.unit)
+		}
+		near, long := x.contenders(live)
+		require.Equal(t, c.want, near)
+		require.Equal(t, c.long, long)
+	}
+}
+
 // TestGather wants one piece of memory a buffer, from the lowest operand to the highest. What is
 // read before it is written holds random numbers.
 func TestGather(t *testing.T) {

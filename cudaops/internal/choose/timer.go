@@ -58,7 +58,7 @@ type timer struct {
 	flush      gpu.Ptr // what the cache is overwritten with
 	flushBytes int
 	cold       []time.Duration // of each way
-	took       []time.Duration // likewise; under load, where it has been timed so
+	took       []time.Duration // by which ways are compared
 }
 
 // piece is memory that stands for a buffer, from the byte at which the lowest of its operands
@@ -196,6 +196,15 @@ func (x *timer) within(ways []int, times float64) []int {
 	return slices.DeleteFunc(near, func(i int) bool { return float64(x.took[i]) > most })
 }
 
+// contenders returns the ways that are worth timing under load, and whether the job is long.
+func (x *timer) contenders(live []int) (near []int, long bool) {
+	near, most := x.within(live, loadNear), loadMost
+	if long = x.took[near[0]] >= loadLong; long {
+		near, most = x.within(live, loadLongNear), loadLongMost
+	}
+	return near[:min(len(near), most)], long
+}
+
 // underLoad returns the ways that come near the best, timed as in a long computation, where that
 // may tell them apart. A card's arithmetic is bound by the power that it may draw. The way that is
 // the fastest for a moment may draw more than others. But at that limit the clock of a card is never
@@ -203,12 +212,7 @@ func (x *timer) within(ways []int, times float64) []int {
 // shorter job is timed once, and a way counts by the geometric mean of what it takes so and at the
 // full clock.
 func (x *timer) underLoad(live []int) ([]int, error) {
-	near, most := x.within(live, loadNear), loadMost
-	long := x.took[near[0]] >= loadLong
-	if long {
-		near, most = x.within(live, loadLongNear), loadLongMost
-	}
-	near = near[:min(len(near), most)]
+	near, long := x.contenders(live)
 	if len(near) < 2 || x.took[near[0]] < loadLeast {
 		return live, nil
 	}
@@ -339,12 +343,24 @@ func (x *timer) result(way int) ([][]float32, error) {
 			if err := ctx.CopyToHost(raw, p.at.Offset(at), s); err != nil {
 				return nil, err
 			}
-			numbers := make([]float32, len(raw)/p.kind.Size())
-			gpu.Decode(numbers, p.kind, raw)
-			results = append(results, numbers)
+			results = append(results, written(raw, p.kind))
 		}
 	}
 	return results, nil
+}
+
+// written returns the numbers of a result. A NaN that a way has computed is infinity here. So a NaN
+// is what result has put there, between rows.
+func written(raw []byte, kind gpu.DType) []float32 {
+	numbers, size := make([]float32, len(raw)/kind.Size()), kind.Size()
+	gpu.Decode(numbers, kind, raw)
+	for i, x := range numbers {
+		touched := func(b byte) bool { return b != 0xff }
+		if x != x && slices.ContainsFunc(raw[i*size:(i+1)*size], touched) {
+			numbers[i] = float32(math.Inf(1))
+		}
+	}
+	return numbers
 }
 
 // compare says what is wrong with a result, of which the other is that of the plain way.

@@ -79,4 +79,6 @@ func TestScalesThatFail(t *testing.T) {
 		p.desc = status
 		require.Equal(t, i >= 2, p.pointScales(256, 512) == nil, i)
 	}
+	require.Error(t, p.pointScales(1024, 2048))
+	require.Error(t, p.pointScales(256, 512), "one of the others may have been set")
 }

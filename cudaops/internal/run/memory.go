@@ -142,6 +142,7 @@ func (m *Memory) Place(p *program.Program, what string) error {
 type Kept struct {
 	Memory
 	Params map[string]*KeptParam // by name; none once it is closed
+	Left   map[string]bool       // those that were here, and that a taker has left to another Kept
 	taken  map[gpu.Ptr]bool      // what goes back to it, if its taker is closed before
 }
 
@@ -155,7 +156,7 @@ type KeptParam struct {
 
 // NewKept returns an empty one.
 func NewKept(ctx gpu.Context) *Kept {
-	return &Kept{Memory{Ctx: ctx}, map[string]*KeptParam{}, map[gpu.Ptr]bool{}}
+	return &Kept{Memory{Ctx: ctx}, map[string]*KeptParam{}, map[string]bool{}, map[gpu.Ptr]bool{}}
 }
 
 // Close gives back what nobody has taken. What was taken is its taker's from then on.
@@ -173,8 +174,10 @@ func (m *Memory) Leave(k *Kept, p gpu.Ptr) {
 	}
 	if from := m.Kept; from != nil && from != k && from.taken[p] {
 		delete(from.taken, p)
-		maps.DeleteFunc(from.Params, func(_ string, q *KeptParam) bool {
-			return q.Value == p || slices.Contains(slices.Collect(maps.Values(q.Moments)), p)
+		maps.DeleteFunc(from.Params, func(name string, q *KeptParam) bool {
+			left := q.Value == p || slices.Contains(slices.Collect(maps.Values(q.Moments)), p)
+			from.Left[name] = from.Left[name] || left
+			return left
 		})
 	}
 }

@@ -62,7 +62,7 @@ type Optimizer struct {
 	Rules
 	Params []*Param
 	Steps  int // updates on the device
-	// Abandoned is whether an update was not waited for, so that Steps is not known.
+	// Abandoned is whether an update was begun and not waited for, so that Steps is not known.
 	Abandoned bool
 
 	m          Machine
