@@ -6,6 +6,8 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	cpuattention "github.com/kasmina-go/kasmina/internal/cpu/attention"
@@ -153,6 +155,18 @@ func TestProducts(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestLost allows for what float16 loses of tiny numbers, and for little more.
+func TestLost(t *testing.T) {
+	r := rand.New(rand.NewPCG(rand.Uint64(), 0))
+	for _, squares := range []int{1, 1e10, 1e16} { // of which numbers have the inverse
+		x := scaled(r, 999, squares)
+		got := kerneltest.Decode(kerneltest.Encode(x, kerneltest.F16), kerneltest.F16)
+		d, lost := kerneltest.Distance(got, x), kerneltest.Lost(x, kerneltest.F16)
+		require.LessOrEqual(t, d, lost+0x1p-11)
+		require.Greater(t, d, lost/4)
 	}
 }
 
