@@ -40,12 +40,12 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return fmt.Errorf("a %T has no kernels, want optim.AdamW or optim.Muon", o)
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
 		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
+	case len(m.config.inherits) > 0 && len(m.config.kept.Params) == 0:
+		return errors.New("the moments that WithKept hands on are not there any more: what was kept " +
+			"was closed before, or other machines have left it to the next")
 	}
-	for _, name := range m.config.inherits {
-		if m.config.kept.Params[name] == nil {
-			return fmt.Errorf("the moments of %s, which WithKept hands on, are not there any more: "+
-				"what was kept was closed before, or another machine has left them to the next", name)
-		}
+	if name := m.config.missing(); name != "" {
+		return fmt.Errorf("another machine has left the moments of %s to the next", name)
 	}
 	if old := m.optimizer; old != nil {
 		m.optimizer, m.runner.Beside = nil, nil

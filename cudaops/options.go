@@ -71,6 +71,8 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 	case stray >= 0:
 		return c, fmt.Errorf("WithApart: %s is no parameter: name it in WithParams too",
 			graph.Describe(c.apart[stray]))
+	case c.missing() != "":
+		return c, fmt.Errorf("WithKept: another machine has left %s to the next", c.missing())
 	case c.kept.Ctx != d.ctx:
 		return c, errors.New("WithKept: what was kept is on another device")
 	case c.share != nil && c.share.device != d:

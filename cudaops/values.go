@@ -357,15 +357,20 @@ func WithKept(k *Kept, from map[string]string) MachineOption {
 		if k == nil || k.memory == nil || len(k.memory.Params) == 0 {
 			return errors.New("WithKept: there is nothing that was kept")
 		}
-		for _, name := range from {
-			if k.memory.Left[name] {
-				return fmt.Errorf("WithKept: another machine has left %s to the next", name)
-			}
-		}
 		c.kept, c.inherits = k.memory, maps.Clone(from)
-		maps.DeleteFunc(c.inherits, func(_, name string) bool { return k.memory.Params[name] == nil })
 		return nil
 	}
+}
+
+// missing names a parameter that one of the machine's was to begin with, and that another machine
+// has left to a Kept of its own since; "" for none.
+func (c *machineConfig) missing() string {
+	for _, p := range c.Params {
+		if name := c.inherits[p.Name()]; c.kept.Left[name] {
+			return name
+		}
+	}
+	return ""
 }
 
 // inherited is what an input begins with, nil if that is its node's value.

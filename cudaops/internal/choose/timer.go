@@ -354,8 +354,8 @@ func (x *timer) result(way int) ([][]float32, error) {
 func written(raw []byte, kind gpu.DType) []float32 {
 	numbers, size := make([]float32, len(raw)/kind.Size()), kind.Size()
 	gpu.Decode(numbers, kind, raw)
+	touched := func(b byte) bool { return b != 0xff }
 	for i, x := range numbers {
-		touched := func(b byte) bool { return b != 0xff }
 		if x != x && slices.ContainsFunc(raw[i*size:(i+1)*size], touched) {
 			numbers[i] = float32(math.Inf(1))
 		}

@@ -176,7 +176,9 @@ func (m *Memory) Leave(k *Kept, p gpu.Ptr) {
 		delete(from.taken, p)
 		maps.DeleteFunc(from.Params, func(name string, q *KeptParam) bool {
 			left := q.Value == p || slices.Contains(slices.Collect(maps.Values(q.Moments)), p)
-			from.Left[name] = from.Left[name] || left
+			if left {
+				from.Left[name] = true
+			}
 			return left
 		})
 	}
