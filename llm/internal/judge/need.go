@@ -10,49 +10,64 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Needs returns, for each seed at a weight or in the stream, how large the gradients are of what it
-// sits on. They are taken for each parameter of it:
+// Needs returns, for each seed at a weight or in the stream, the root mean square of the gradients
+// of the parameters it grows on:
 //
 //	sqrt(Σ g²/n)
 //
-// over the n numbers of the weight, or of the block in front of the seed in the stream. g are the
-// gradients as the optimiser remembers them. It is 0 of what the optimiser remembers nothing of.
-func Needs(c arch.Config, site blueprints.Site, remembered []optim.Tensor) []float64 {
-	squares, sizes := map[string]float64{}, map[string]float64{}
-	for _, x := range remembered {
-		dot := strings.LastIndexByte(x.Name, '.')
-		sum, n, ok := gradients(x.Name[dot+1:], x.Data)
-		if name := x.Name[:dot]; ok {
-			squares[name], sizes[name] = sum, n
+// The sum runs over the n elements of the seed's weight or, for a seed in the stream, of the block
+// in front of it. The gradients g are those that the optimizer's moments average. Parameters without
+// moments do not count, and the need of a seed that has no other is 0.
+//
+// Sums follow the order of moments. Since [optim.Optimizer.State] sorts them by name, all ranks and
+// all repetitions of a run compute the same bits.
+func Needs(c arch.Config, site blueprints.Site, moments []optim.Tensor) []float64 {
+	type total struct {
+		param        string
+		squares, num float64
+	}
+
+	totals := make([]total, 0, len(moments))
+	for _, m := range moments {
+		dot := strings.LastIndexByte(m.Name, '.')
+		if squares, num, ok := sumSquares(m.Name[dot+1:], m.Data); ok {
+			totals = append(totals, total{m.Name[:dot], squares, num})
 		}
 	}
+
 	needs := make([]float64, c.Seeded(site))
 	for seed := range needs {
-		of := func(string) bool { return false }
-		switch site {
-		case blueprints.Weight:
-			name := c.WeightName(c.Weights[seed])
-			of = func(p string) bool { return p == name }
-		case blueprints.Stream:
-			prefix := arch.BlockPrefix(c.Streams[seed])
-			of = func(p string) bool { return strings.HasPrefix(p, prefix) }
-		}
-		sum, n := 0.0, 0.0
-		for p, s := range squares {
-			if of(p) {
-				sum, n = sum+s, n+sizes[p]
+		grows := growsOn(c, site, seed)
+		squares, num := 0.0, 0.0
+		for _, t := range totals {
+			if grows(t.param) {
+				squares, num = squares+t.squares, num+t.num
 			}
 		}
-		if n > 0 {
-			needs[seed] = math.Sqrt(sum / n)
+		if num > 0 {
+			needs[seed] = math.Sqrt(squares / num)
 		}
 	}
 	return needs
 }
 
-// gradients returns the sum of the squares of the gradients that a moment of an optimiser tells of,
-// and how many they are. AdamW has the mean of the squares, Muon the mean.
-func gradients(field string, data any) (sum, n float64, ok bool) {
+// growsOn returns a function that reports whether a seed grows on the named parameter.
+func growsOn(c arch.Config, site blueprints.Site, seed int) func(param string) bool {
+	switch site {
+	case blueprints.Weight:
+		name := c.WeightName(c.Weights[seed])
+		return func(param string) bool { return param == name }
+	case blueprints.Stream:
+		prefix := arch.BlockPrefix(c.Streams[seed])
+		return func(param string) bool { return strings.HasPrefix(param, prefix) }
+	}
+	return func(string) bool { return false }
+}
+
+// sumSquares returns the sum of the squared gradients that one of an optimizer's moments holds, and
+// their number. AdamW stores the mean of the squares, Muon the mean of the gradients. ok is false
+// for every other tensor.
+func sumSquares(field string, data any) (sum, num float64, ok bool) {
 	square := func(v float64) float64 { return v * v }
 	switch field {
 	case "exp_avg_sq":
@@ -61,19 +76,20 @@ func gradients(field string, data any) (sum, n float64, ok bool) {
 	default:
 		return 0, 0, false
 	}
+
 	switch x := data.(type) {
 	case []float32:
 		for _, v := range x {
 			sum += square(float64(v))
 		}
-		n = float64(len(x))
+		num = float64(len(x))
 	case []float64:
 		for _, v := range x {
 			sum += square(v)
 		}
-		n = float64(len(x))
+		num = float64(len(x))
 	}
-	return sum, n, n > 0
+	return sum, num, num > 0
 }
 
 // Measure leaves in a lattice what its dormant seeds need. Those that have something planted are
