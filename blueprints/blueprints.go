@@ -17,13 +17,14 @@
 //	LowRank        t(x) = x + a·U(V·x), with V [m, C] and U [C, m]
 //	ChunkMLP       t(x) = x + a·W2·silu(W1·x), with W1 [m, C] and W2 [C, m]
 //
-// Three make a model deeper. They have no weights of their own: the size of the germination request
+// Four make a model deeper. They have no weights of their own: the size of the germination request
 // says by how much the blocks become more.
 //
 //	Stack       all blocks in order, size times over (Gong et al., "Efficient Training of BERT by
 //	            Progressively Stacking", 2019)
 //	Interleave  each block size times, one after the other
 //	NewBlocks   size new blocks behind the last one, which start as the identity
+//	Middle      the middle blocks in order, size times over, between the first third and the last
 //
 // One adds to the weight of a linear layer, and two to the residual stream at its full width. The
 // size of the germination request is their rank, or how many heads or hidden features they have.
@@ -71,6 +72,7 @@ const (
 	LoRA
 	Attention
 	Perceptron
+	Middle
 )
 
 // Homogeneity says how a transform behaves when its input is multiplied by a factor λ > 0. The

@@ -98,6 +98,12 @@ var builtin = []*Blueprint{
 		Site:   Stream,
 		Layout: "x + perceptron(norm(x)), of size hidden features, as the model's blocks have it",
 	},
+	Middle: {
+		Name:   "Middle",
+		Site:   Depth,
+		Layout: "the first third of the blocks, the middle size times over, the last third",
+		Order:  middle,
+	},
 }
 
 func fill(w []float64, v, scale float64) float64 {

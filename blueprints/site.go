@@ -179,6 +179,28 @@ func interleave(blocks, size int) (order []int) {
 	return order
 }
 
+// middle repeats the blocks between the first third and the last: C1 C2 becomes C1 C2 C1 C2. Both
+// thirds are rounded down, so that a model of one or two blocks repeats all of them.
+func middle(blocks, size int) (order []int) {
+	third := blocks / 3
+	if size > maxBlocks/blocks {
+		return nil
+	}
+
+	for i := range third {
+		order = append(order, i)
+	}
+	for range size {
+		for i := third; i < blocks-third; i++ {
+			order = append(order, i)
+		}
+	}
+	for i := blocks - third; i < blocks; i++ {
+		order = append(order, i)
+	}
+	return order
+}
+
 // appendBlocks puts new blocks behind the last one.
 func appendBlocks(blocks, size int) (order []int) {
 	order = stack(blocks, 1)

@@ -15,6 +15,9 @@ func TestOrder(t *testing.T) {
 		{Stack, 2, 3, []int{0, 1, 0, 1, 0, 1}},
 		{Interleave, 2, 3, []int{0, 0, 0, 1, 1, 1}},
 		{NewBlocks, 2, 1, []int{0, 1, NewBlock}},
+		{Middle, 6, 2, []int{0, 1, 2, 3, 2, 3, 4, 5}},
+		{Middle, 4, 3, []int{0, 1, 2, 1, 2, 1, 2, 3}},
+		{Middle, 2, 2, []int{0, 1, 0, 1}},
 	} {
 		order, err := Order(c.kind, c.blocks, c.size)
 		require.NoError(t, err)
@@ -22,6 +25,7 @@ func TestOrder(t *testing.T) {
 	}
 	for _, bad := range [][3]int{{int(Stack), 2, 1}, {int(Stack), 0, 2},
 		{int(Stack), 1 << 16, 1 << 16},
+		{int(Middle), 6, 1}, {int(Middle), 1 << 16, 1 << 16},
 		{int(Interleave), 2, 0}, {int(LowRank), 2, 2}} {
 		_, err := Order(Kind(bad[0]), bad[1], bad[2])
 		require.ErrorIs(t, err, ErrInvalid, "%v", bad)

@@ -25,6 +25,32 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
+// TestZeroOutputs wants every block of a new model to add nothing to the residual stream, and the
+// model to learn like any other.
+func TestZeroOutputs(t *testing.T) {
+	c := tiny()
+	c.ZeroOutputs = true
+	tr := newTrainer(t, trainerOptions{config: c, steps: 20})
+
+	zeros := func() (names []string) {
+		for _, p := range tr.Model.Params {
+			if !slices.ContainsFunc(p.Value.Data().([]float32), func(v float32) bool { return v != 0 }) &&
+				!strings.Contains(p.Name, "kasmina") {
+				names = append(names, p.Name)
+			}
+		}
+		return names
+	}
+	require.Equal(t, []string{
+		"model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight",
+		"model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight",
+	}, zeros())
+
+	require.NoError(t, tr.Run(t.Context()))
+	require.Empty(t, zeros())
+	require.Less(t, tr.Last().Loss, math.Log(256))
+}
+
 func TestConfigErrors(t *testing.T) {
 	for want, change := range map[string]func(*Config){
 		"Vocab is 0":            func(c *Config) { c.Vocab = 0 },
@@ -51,21 +77,22 @@ func TestConfigErrors(t *testing.T) {
 		"5.6e+14 parameters": func(c *Config) {
 			c.Vocab, c.Dim, c.Kasmina, c.Slots = 1<<24, 1<<24, nil, math.MinInt
 		},
-		"Base is +Inf":            func(c *Config) { c.Base = math.Inf(1) },
-		"float32 or float64":      nil,
-		"Config.Seq":              nil,
-		"TrainConfig.Steps is 0":  nil,
-		"TrainConfig.Schedule":    nil,
-		"TrainConfig.Clip is NaN": nil,
-		"vocabulary of 300":       nil,
-		"TrainConfig.Epoch is -1": nil,
-		"TrainConfig.Batch is 0":  nil,
-		"Accumulate is -1":        nil,
-		"a batch of 0 sequences":  nil,
-		"the prompt is empty":     nil,
-		"the layer is 2, want":    nil,
-		"Temperature is -1":       nil,
-		"ids[1] is 256|0 to 255":  nil,
+		"Base is +Inf":              func(c *Config) { c.Base = math.Inf(1) },
+		"ZeroOutputs and PostNorms": func(c *Config) { c.ZeroOutputs, c.PostNorms = true, true },
+		"float32 or float64":        nil,
+		"Config.Seq":                nil,
+		"TrainConfig.Steps is 0":    nil,
+		"TrainConfig.Schedule":      nil,
+		"TrainConfig.Clip is NaN":   nil,
+		"vocabulary of 300":         nil,
+		"TrainConfig.Epoch is -1":   nil,
+		"TrainConfig.Batch is 0":    nil,
+		"Accumulate is -1":          nil,
+		"a batch of 0 sequences":    nil,
+		"the prompt is empty":       nil,
+		"the layer is 2, want":      nil,
+		"Temperature is -1":         nil,
+		"ids[1] is 256|0 to 255":    nil,
 	} {
 		t.Run(want, func(t *testing.T) {
 			c := tiny()

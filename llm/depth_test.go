@@ -527,6 +527,95 @@ func TestControllerGrows(t *testing.T) {
 	require.ErrorContains(t, short.Grow(Growth{Controller: quickDepth()}), "plan at least")
 }
 
+// TestRewarm wants the learning rate to climb back from near 0 after each scheduled growth, and a
+// run that resumes in the middle of the climb to end with the same bits.
+func TestRewarm(t *testing.T) {
+	const steps, rewarm = 40, 4
+	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
+	growth := Growth{Rewarm: rewarm, Controller: &control.Schedule{Growths: []control.Planned{
+		{Share: 0.25, Kind: blueprints.Stack, Size: 2}, {Share: 0.5, Kind: blueprints.Stack, Size: 2}}}}
+	options := trainerOptions{config: c, steps: steps}
+
+	path := filepath.Join(t.TempDir(), "checkpoint")
+	var rates []float64
+	whole := newTrainer(t, options)
+	require.NoError(t, whole.Grow(growth))
+	whole.On(func(e Event) error {
+		if e.Kind != StepEnd {
+			return nil
+		}
+		rates = append(rates, e.LearningRate/whole.Config.Schedule(e.Step-1))
+		if e.Step == 12 {
+			return whole.Save(path)
+		}
+		return nil
+	})
+	require.NoError(t, whole.Run(t.Context()))
+	require.Equal(t, 4, whole.Model.Config.Layers)
+
+	want := make([]float64, steps)
+	for step := range want {
+		want[step] = 1
+	}
+	require.Len(t, whole.Model.Config.Grown, 2)
+	for _, g := range whole.Model.Config.Grown {
+		for i := range rewarm {
+			want[g.Step+i] = float64(i+1) / (rewarm + 1)
+		}
+	}
+	require.InDeltaSlice(t, want, rates, 1e-12)
+
+	resumed := newTrainer(t, options)
+	require.NoError(t, resumed.Grow(growth))
+	require.NoError(t, resumed.Resume(t.Context(), path))
+	require.NoError(t, resumed.Run(t.Context()))
+	require.Equal(t, learntBy(t, whole), learntBy(t, resumed))
+
+	other := newTrainer(t, options)
+	growth.Rewarm = 0
+	require.NoError(t, other.Grow(growth))
+	require.ErrorContains(t, other.Resume(t.Context(), path), "Growth.Rewarm is 0 here and 4 there")
+}
+
+// TestFreshMoments wants the second copy of each block to start without moments, and everything
+// else to keep them.
+func TestFreshMoments(t *testing.T) {
+	for opt, newOptimizer := range map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon} {
+		t.Run(opt, func(t *testing.T) {
+			c := Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, Seq: 12, Depth: 1}.Default()
+			tr := newTrainer(t, trainerOptions{config: c, steps: 400, optimizer: newOptimizer})
+			require.NoError(t, tr.Grow(Growth{FreshMoments: true,
+				Controller: control.NewDepth(blueprints.Middle, 2)}))
+			for range 3 {
+				require.NoError(t, tr.step())
+			}
+			grownBy(t, tr, 0, blueprints.Middle, 2)
+			require.Equal(t, 4, tr.Model.Config.Layers)
+
+			fresh := 0
+			for _, x := range tr.Optimizer.State() {
+				var zero, numbers bool
+				switch data := x.Data.(type) {
+				case []float32:
+					numbers = true
+					zero = !slices.ContainsFunc(data, func(v float32) bool { return v != 0 })
+				}
+				var block int
+				var rest string
+				n, _ := fmt.Sscanf(x.Name, arch.BlocksPrefix+"%d.%s", &block, &rest)
+				if !numbers || strings.HasSuffix(x.Name, ".step") || strings.Contains(x.Name, "kasmina") {
+					continue
+				}
+				require.Equal(t, n == 2 && block >= 2, zero, x.Name)
+				if zero {
+					fresh++
+				}
+			}
+			require.Positive(t, fresh)
+		})
+	}
+}
+
 // TestDivergedGrowth wants a growth with which the loss is no longer finite to be taken back. The
 // run goes on with the bits of one that never grew.
 func TestDivergedGrowth(t *testing.T) {

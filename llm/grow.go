@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
@@ -43,6 +44,14 @@ type Growth struct {
 	// run.
 	Refused func(state.Command, error)
 
+	// Rewarm is the number of steps over which the learning rate climbs back from 0, in a straight
+	// line, after a growth in depth; 0 leaves the rate alone.
+	Rewarm int
+	// FreshMoments clears what the optimizer remembers of a growth's second and further copies of a
+	// block. The first copy and the rest of the model keep their moments. Without it copies start
+	// with the moments of the block that they were copied from.
+	FreshMoments bool
+
 	// Record gets each command with what it was given for, and each change of the budget's share,
 	// as a line of JSON: see [Decision]. It may be nil.
 	Record io.Writer
@@ -69,6 +78,8 @@ func (t *Trainer) Grow(g Growth) error {
 			"control.NewHeuristic returns")
 	case g.Every < 1:
 		return fmt.Errorf("llm: Grow: Every is %d, want at least 1", g.Every)
+	case g.Rewarm < 0:
+		return fmt.Errorf("llm: Grow: Rewarm is %d, want at least 0", g.Rewarm)
 	}
 	if g.Governor == nil {
 		g.Governor = control.NewGovernor()
@@ -175,6 +186,21 @@ func (t *Trainer) planned() int {
 		steps = min(steps, math.Ceil(b.FLOPs/t.stepFLOPs()))
 	}
 	return int(steps)
+}
+
+// rewarmed returns the share of the learning rate that a step takes because of Growth.Rewarm: less
+// than 1 in the first steps after a growth in depth.
+func (t *Trainer) rewarmed(step int) float64 {
+	if t.growth == nil || t.growth.Rewarm == 0 {
+		return 1
+	}
+
+	for _, g := range slices.Backward(t.Model.Config.Grown) {
+		if !g.Stream {
+			return min(1, float64(step-g.Step+1)/float64(t.growth.Rewarm+1))
+		}
+	}
+	return 1
 }
 
 // judged reports whether there are seeds elsewhere than in depth.

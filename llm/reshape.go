@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"gorgonia.org/tensor"
@@ -15,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/phases"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/become"
@@ -264,6 +266,32 @@ func (t *Trainer) growBlocks(g Grown) error {
 	if err := t.change(now, now.Grow(g), t.lossScale()); err != nil {
 		t.before = t.before[:len(t.before)-1]
 		return err
+	}
+
+	if t.growth != nil && t.growth.FreshMoments {
+		if err := t.forgetCopies(g.Order); err != nil {
+			return fmt.Errorf("%w: the moments of the new blocks: %w", engine.ErrNone, err)
+		}
+	}
+	return nil
+}
+
+// forgetCopies clears the optimizer's moments of every block of a new order that an earlier block is
+// a copy of, too.
+func (t *Trainer) forgetCopies(order []int) error {
+	for i, from := range order {
+		if from == blueprints.NewBlock || slices.Index(order, from) == i {
+			continue
+		}
+
+		for _, p := range t.Model.Params {
+			if !strings.HasPrefix(p.Name, arch.BlockPrefix(i)) || !t.Model.Config.Learns(p.Name) {
+				continue
+			}
+			if err := t.engine.Forget(p.Name, 0, p.Value.Shape().TotalSize()); err != nil {
+				return err
+			}
+		}
 	}
 	return nil
 }

@@ -342,6 +342,7 @@ func (t *Trainer) growthSettings() *settings.Growth {
 	}
 	all := settings.GrowthOf(by, g.Every, text)
 	all.Governor, _ = json.Marshal(g.Governor) // which Grow has checked
+	all.Rewarm, all.FreshMoments = g.Rewarm, g.FreshMoments
 	return all
 }
 

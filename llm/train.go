@@ -714,7 +714,7 @@ func (t *Trainer) rate(done int) float64 {
 	if t.Config.Annealing != nil {
 		r *= t.Config.Annealing(t.share)
 	}
-	return r
+	return r * t.rewarmed(done)
 }
 
 // update is that of a step.

@@ -51,6 +51,29 @@ func CosineAnnealing(floor float64) (Annealing, error) {
 	}, nil
 }
 
+// LinearAnnealing returns an annealing that falls in a straight line from 1 to floor, which is from
+// 0 to 1. The factor stays 1 up to the share start, from 0 to less than 1:
+//
+//	1                                              share < start
+//	1 − (1−floor)·(share − start)/(1 − start)      share ≥ start
+//
+// With start above 0 it is the warmup-stable-decay schedule (Hu et al., "MiniCPM: Unveiling the
+// Potential of Small Language Models with Scalable Training Strategies", 2024).
+func LinearAnnealing(start, floor float64) (Annealing, error) {
+	switch {
+	case !(start >= 0 && start < 1):
+		return nil, fmt.Errorf("optim.LinearAnnealing: start is %v, want a number from 0 to less "+
+			"than 1", start)
+	case !(floor >= 0 && floor <= 1):
+		return nil, fmt.Errorf("optim.LinearAnnealing: floor is %v, want a number from 0 to 1",
+			floor)
+	}
+	return func(share float64) float64 {
+		past := (min(max(share, start), 1) - start) / (1 - start)
+		return 1 - (1-floor)*past
+	}, nil
+}
+
 // WarmupCosine returns a schedule that rises linearly to peak over the first warmup steps. It then
 // falls along half a cosine to floor at step total, where it stays:
 //

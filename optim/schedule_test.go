@@ -41,3 +41,34 @@ func TestWarmupCosine(t *testing.T) {
 		}
 	}
 }
+
+func TestLinearAnnealing(t *testing.T) {
+	for _, c := range []struct {
+		start, floor float64
+		want         map[float64]float64
+	}{
+		{0, 0, map[float64]float64{-1: 1, 0: 1, 0.25: 0.75, 1: 0, 2: 0}},
+		{0.5, 0.1, map[float64]float64{0: 1, 0.5: 1, 0.75: 0.55, 1: 0.1}},
+	} {
+		a, err := optim.LinearAnnealing(c.start, c.floor)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for share, want := range c.want {
+			if got := a(share); math.Abs(got-want) > 1e-15 {
+				t.Errorf("from %v to %v at share %v: factor %v, want %v", c.start, c.floor, share,
+					got, want)
+			}
+		}
+	}
+	for _, c := range []struct {
+		start, floor float64
+		want         string
+	}{{1, 0, "start is 1"}, {-0.1, 0, "start is -0.1"}, {math.NaN(), 0, "start is NaN"},
+		{0, 1.5, "floor is 1.5"}, {0, math.NaN(), "floor is NaN"}} {
+		_, err := optim.LinearAnnealing(c.start, c.floor)
+		if err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("error %v, want one with %q", err, c.want)
+		}
+	}
+}

@@ -63,6 +63,11 @@ type Config struct {
 	Planted []Planted `json:"planted,omitempty"`
 	Grown   []Grown   `json:"grown,omitempty"`
 
+	// ZeroOutputs starts the weights that write to the residual stream, the output projections of
+	// attention and perceptron, at 0, so that every block of a new model is the identity. It
+	// changes where training starts and nothing else: the model stays a plain one.
+	ZeroOutputs bool `json:"zero_outputs,omitempty"`
+
 	Traits
 
 	// KasminaOptions say how the Kasmina layers compute. They are no part of the architecture: a

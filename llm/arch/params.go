@@ -93,6 +93,9 @@ func (c Config) blockSpec(prefix string, p block.Param) Spec {
 		if spec.Deviation = inner / math.Sqrt(2*float64(c.Layers)); !c.PostNorms {
 			spec.Closed = new(float64)
 		}
+		if c.ZeroOutputs {
+			spec.Deviation = 0
+		}
 	}
 	return spec
 }

@@ -1,6 +1,7 @@
 package arch
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -89,6 +90,10 @@ func (c Config) checkTraits() error {
 				"default",
 				f.name, f.value)
 		}
+	}
+	if c.ZeroOutputs && c.PostNorms {
+		return errors.New("llm: Config.ZeroOutputs and PostNorms are both set, want one of them: " +
+			"the gradient of a norm of zeros has no bound")
 	}
 	if err := c.Scaling.Check(); err != nil {
 		return fmt.Errorf("llm: Config.%w", err)

@@ -60,6 +60,8 @@ func (here *Growth) Differences(there *Growth) []string {
 	for _, d := range []struct{ what, here, there string }{
 		{"the controller", strconv.Quote(here.Controller), strconv.Quote(there.Controller)},
 		{"Growth.Every", fmt.Sprint(here.Every), fmt.Sprint(there.Every)},
+		{"Growth.Rewarm", fmt.Sprint(here.Rewarm), fmt.Sprint(there.Rewarm)},
+		{"Growth.FreshMoments", fmt.Sprint(here.FreshMoments), fmt.Sprint(there.FreshMoments)},
 		{"the fingerprint of Growth.Validation", strconv.Quote(here.Validation),
 			strconv.Quote(there.Validation)},
 	} {

@@ -34,6 +34,9 @@ type Growth struct {
 	Every      int             `json:"every,omitempty"`
 	Validation string          `json:"validation,omitempty"` // fingerprint of the text
 	Governor   json.RawMessage `json:"governor,omitempty"`   // as JSON; older files have none
+
+	Rewarm       int  `json:"rewarm,omitempty"`
+	FreshMoments bool `json:"fresh_moments,omitempty"`
 }
 
 // Plain are those of one value each.

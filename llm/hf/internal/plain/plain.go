@@ -58,7 +58,7 @@ func Of(m *llm.Model) (*llm.Model, error) {
 func Config(c llm.Config) llm.Config {
 	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
 	c.Weights, c.Streams, c.LoRAAlpha, c.Planted = nil, nil, 0, nil
-	c.Frozen, c.Directed = false, false
+	c.Frozen, c.Directed, c.ZeroOutputs = false, false, false
 	c.KasminaOptions = llm.KasminaOptions{}
 	return c
 }

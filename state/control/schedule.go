@@ -1,0 +1,141 @@
+package control
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Schedule grows a model in depth at shares that are fixed before the run. It is for experiments that
+// compare shares and kinds of growth; [Depth] decides for itself when to grow, and takes back a
+// growth that does not pay.
+//
+// The last growth is never judged: its seed stays in the stage Grafting to the end of the run. An
+// earlier one must become permanent before the next can start, so the next waits until the gates of
+// the lattice let the earlier one through. The trainer still takes a growth back when a step
+// diverges; nothing grows after that.
+type Schedule struct {
+	Growths []Planned // in the order of their shares
+}
+
+// Planned is a growth at a share of a run's budget.
+type Planned struct {
+	Share float64         // from 0 to less than 1
+	Kind  blueprints.Kind // of depth, such as blueprints.Stack
+	Size  int             // as the kind says
+}
+
+// Check returns an error that names the first growth that makes no sense.
+func (s *Schedule) Check() error {
+	if s == nil || len(s.Growths) == 0 {
+		return fmt.Errorf("control.Schedule: %w: Growths is empty, want at least one growth",
+			state.ErrArgument)
+	}
+
+	last := 0.0
+	for i, g := range s.Growths {
+		if !(g.Share >= last && g.Share < 1) {
+			return fmt.Errorf("control.Schedule: %w: Growths[%d].Share is %v, want %v to less than 1: "+
+				"shares must not fall", state.ErrArgument, i, g.Share, last)
+		}
+		if _, err := blueprints.Order(g.Kind, 2, g.Size); err != nil {
+			return fmt.Errorf("control.Schedule: %w: Growths[%d]: %w", state.ErrArgument, i, err)
+		}
+		last = g.Share
+	}
+	return nil
+}
+
+// LeastEpochs returns the fewest epochs that a run needs to carry the schedule out: one for each
+// growth after the last share is reached. It fails for a model that has fewer seeds in depth than
+// the schedule has growths.
+func (s *Schedule) LeastEpochs(l *state.Lattice, _ int) (int, error) {
+	switch {
+	case l == nil:
+		return 0, errNoLattice
+	case l.Site() != blueprints.Depth:
+		return 0, s.Check()
+	case len(s.Growths) > l.Seeds():
+		return 0, fmt.Errorf("control.Schedule: %w: %d growths are planned, and %d seeds are in depth: "+
+			"set Config.Depth to the number of growths", state.ErrArgument, len(s.Growths), l.Seeds())
+	}
+
+	if err := s.Check(); err != nil {
+		return 0, err
+	}
+	last := s.Growths[len(s.Growths)-1].Share
+	return int(math.Ceil(float64(len(s.Growths)) / (1 - last))), nil
+}
+
+// Decide starts the next growth once its share is spent, at most one in each epoch.
+func (s *Schedule) Decide(reports []state.Report) (commands []state.Command) {
+	if s == nil {
+		return nil // Check has refused it
+	}
+
+	for layer, r := range reports {
+		if r.Site != blueprints.Depth || len(r.Curve) == 0 {
+			continue
+		}
+		for _, c := range s.next(r) {
+			c.Layer = layer
+			commands = append(commands, c)
+		}
+	}
+	return commands
+}
+
+// next returns the commands that are due in one lattice.
+func (s *Schedule) next(r state.Report) []state.Command {
+	done := 0
+	for _, seed := range r.Seeds {
+		switch {
+		case seed.Stage == state.Fossilized:
+			done++
+		case seed.Stage.Grafted() && done+1 < len(s.Growths):
+			return advance(seed)
+		case seed.Stage.Grafted():
+			return nil
+		case seed.Stage.Ended():
+			return nil // the growth diverged
+		}
+	}
+	if done >= len(s.Growths) {
+		return nil
+	}
+
+	planned, share := s.Growths[done], r.Curve[len(r.Curve)-1].Share
+	if share < planned.Share {
+		return nil
+	}
+	for _, seed := range r.Seeds {
+		if seed.Stage != state.Dormant {
+			continue
+		}
+		why := fmt.Sprintf("a share of %.3f is spent, and this growth is planned at %.3f", share,
+			planned.Share)
+		return []state.Command{
+			{Action: state.Germinate, Seed: seed.Seed, Why: why,
+				Request: state.GerminationRequest{Kind: planned.Kind, Size: planned.Size}},
+			{Action: state.Move, Seed: seed.Seed, To: state.Training},
+			{Action: state.Move, Seed: seed.Seed, To: state.Grafting},
+		}
+	}
+	return nil
+}
+
+// advance moves a grafted seed toward its verdict, and past it once the gate is open.
+func advance(seed state.SeedReport) []state.Command {
+	move := func(to state.Stage) state.Command {
+		return state.Command{Action: state.Move, Seed: seed.Seed, To: to}
+	}
+	switch {
+	case seed.Stage == state.Grafting:
+		return []state.Command{move(state.Stabilization), move(state.Evaluating)}
+	case seed.CanAdvance:
+		return []state.Command{move(seed.Stage.Next())}
+	}
+	return nil
+}
