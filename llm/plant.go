@@ -53,14 +53,14 @@ func (t *Trainer) asked() (p planting) {
 			case stage == state.Fossilized && in:
 				if t.canMerge(where, t.pass.Kind[seed]) {
 					p.merge = append(p.merge, at)
-				} else if t.graftOf(at) != nil && !blueprints.Mergeable(t.pass.Kind[seed]) {
-					t.decided(at)
+				} else if !blueprints.Mergeable(t.pass.Kind[seed]) {
+					t.snapshots = t.snapshots.without(at)
 				}
 			case !alive && stage != state.Fossilized && in:
 				p.gone = append(p.gone, at)
 			}
 			// A frozen host is again what it was once a blueprint is out of it.
-			if stage.Grafted() && t.graftOf(at) == nil && !t.triesOut() && !c.Frozen {
+			if stage.Grafted() && t.snapshots.find(at) < 0 && !t.triesOut() && !c.Frozen {
 				p.grafts = append(p.grafts, at)
 			}
 		}
@@ -73,7 +73,7 @@ func (t *Trainer) asked() (p planting) {
 func (t *Trainer) canMerge(where blueprints.Site, kind blueprints.Kind) bool {
 	if where == blueprints.Stream {
 		depth := t.Model.LayerAt(blueprints.Depth)
-		for _, b := range t.before {
+		for _, b := range t.snapshots {
 			if slices.ContainsFunc(b.seeds, func(s state.Address) bool { return s.Layer == depth }) {
 				return false
 			}
@@ -107,7 +107,7 @@ func (t *Trainer) replant() error {
 	return nil
 }
 
-// obeySeeds does what seeds ask for.
+// obeySeeds does what seeds ask for. When it fails, the trainer's growth state is as before.
 func (t *Trainer) obeySeeds(p planting) error {
 	began, clock := time.Now(), phases.Start()
 	now, err := t.needed(p)
@@ -115,27 +115,13 @@ func (t *Trainer) obeySeeds(p planting) error {
 	if err != nil && (!errors.Is(err, ErrDiverged) || len(p.gone) == 0) {
 		return err
 	}
-	for _, at := range p.merge {
-		t.decided(at) // first: what the model was before these alone is needed no more
-	}
-	next, others, scale := now, t.others(), t.lossScale()
-	for _, where := range []blueprints.Site{blueprints.Weight, blueprints.Stream} {
-		if next, err = t.merged(next, others, where, p.merge); err != nil {
-			return err
-		}
+
+	next, growing, scale, err := t.settled(now, p)
+	if err != nil {
+		return err
 	}
 	clock.End("merging")
-	if back := t.oldest(p.gone); back != nil {
-		next, scale = next.Back(back.Model, next.Config), back.scale
-		t.wentBack(back)
-	}
-	for _, at := range p.gone {
-		t.decided(at)
-		next = next.Uproot(t.siteOf(at), at.Seed)
-		for _, m := range others {
-			*m = m.Uproot(t.siteOf(at), at.Seed)
-		}
-	}
+
 	along, err := t.directions(p.plant)
 	if err != nil {
 		return err
@@ -143,19 +129,21 @@ func (t *Trainer) obeySeeds(p planting) error {
 	for _, planted := range p.plant {
 		next = next.Plant(planted, t.last.Step, along.Rows(planted)...)
 	}
+	growing.twin = growing.twin.with(p.plant, t.last.Step)
+
 	if len(p.plant)+len(p.gone)+len(p.merge) > 0 {
 		if err := t.canReshape(next.Config); err != nil {
 			return t.refuse(p, err, began)
 		}
-		w := t.twin
 		if err := t.change(now, next, scale); err != nil {
 			return t.refuse(p, err, began)
 		}
-		t.twin = w.with(p.plant, t.last.Step)
 	}
 	clock.End("planting and the engine")
+
+	t.growthState = growing
 	if len(p.grafts) > 0 {
-		t.remember(next, p.grafts...)
+		t.snapshots = t.snapshots.with(next, t.lossScale(), p.grafts...)
 	}
 	clock.End("what is kept")
 	slog.Debug("llm: seeds have got their way", "in", clock)
@@ -163,6 +151,44 @@ func (t *Trainer) obeySeeds(p planting) error {
 		t.tellReshaped(what, time.Since(began), nil)
 	}
 	return nil
+}
+
+// settled returns what a model becomes once fossilized blueprints are merged into it and those
+// whose lives are over are taken out, together with the growth state and the loss scale to match.
+func (t *Trainer) settled(now become.Model, p planting) (next become.Model, growing growthState,
+	scale *LossScale, err error) {
+	next, growing, scale = now, t.growthState, t.lossScale()
+
+	growing.snapshots = growing.snapshots.without(p.merge...)
+	for _, where := range []blueprints.Site{blueprints.Weight, blueprints.Stream} {
+		var seeds []int
+		for _, at := range p.merge {
+			if t.siteOf(at) == where {
+				seeds = append(seeds, at.Seed)
+			}
+		}
+		all, err := become.Merge(where, seeds, t.last.Step, next, growing.models()...)
+		if err != nil {
+			return next, growing, scale, err
+		}
+		next, growing = all[0], growing.withModels(all[1:])
+	}
+
+	if i := growing.snapshots.find(p.gone...); i >= 0 {
+		back := growing.snapshots[i]
+		next, scale = next.Back(back.Model, next.Config), back.scale
+		growing.snapshots = growing.snapshots.rolledBackTo(i)
+	}
+	growing.snapshots = growing.snapshots.without(p.gone...)
+	for _, at := range p.gone {
+		next = next.Uproot(t.siteOf(at), at.Seed)
+		others := growing.models()
+		for i := range others {
+			others[i] = others[i].Uproot(t.siteOf(at), at.Seed)
+		}
+		growing = growing.withModels(others)
+	}
+	return next, growing, scale, nil
 }
 
 // needed returns the model as it is, with what is needed on the host there. That is all of it
@@ -197,7 +223,7 @@ func (t *Trainer) attach() error {
 	if slices.Equal(all, t.attached) {
 		return nil
 	}
-	began, w := time.Now(), t.twin
+	began := time.Now()
 	m, err := t.part()
 	if err != nil {
 		return err
@@ -210,7 +236,6 @@ func (t *Trainer) attach() error {
 	if err := t.change(m, m, t.lossScale()); err != nil {
 		return err
 	}
-	t.twin = w // which is of the same blocks
 	t.tellReshaped(what, time.Since(began), nil)
 	return nil
 }
@@ -242,59 +267,16 @@ func (t *Trainer) siteOf(at state.Address) blueprints.Site {
 	return t.Model.Kasmina.Lattice(at.Layer).Site()
 }
 
-// oldest returns what the model was before the first graft of some seeds, nil if none was grafted.
-func (t *Trainer) oldest(seeds []state.Address) *grafted {
-	for _, b := range t.before {
-		if slices.ContainsFunc(b.seeds, func(s state.Address) bool { return slices.Contains(seeds, s) }) {
-			return b
-		}
-	}
-	return nil
-}
-
-// others returns what else than the model follows what is decided for good. It is what the model
-// was before grafts that may be taken back, and its twin.
-func (t *Trainer) others() (all []*become.Model) {
-	for _, b := range t.before {
-		all = append(all, &b.Model)
-	}
-	if w := t.twin; w != nil && !w.lost {
-		all = append(all, &w.Model)
-	}
-	return all
-}
-
-// merged makes the fossilized blueprints of a site a part of the model, and of the others.
-func (t *Trainer) merged(next become.Model, others []*become.Model, where blueprints.Site,
-	all []state.Address) (become.Model, error) {
-	var seeds []int
-	for _, at := range all {
-		if t.siteOf(at) == where {
-			seeds = append(seeds, at.Seed)
-		}
-	}
-	models := make([]become.Model, len(others))
-	for i, m := range others {
-		models[i] = *m
-	}
-	models, err := become.Merge(where, seeds, t.last.Step, next, models...)
-	if err != nil {
-		return next, err
-	}
-	for i, m := range others {
-		*m = models[1+i]
-	}
-	return models[0], nil
-}
-
 // with returns the twin of a model in which blueprints have been planted.
 func (w *twin) with(plant []arch.Planted, step int) *twin {
-	if w != nil && !w.lost {
-		for _, p := range plant {
-			w.Model = w.Plant(p, step)
-		}
+	if w == nil || w.lost || len(plant) == 0 {
+		return w
 	}
-	return w
+	next := *w
+	for _, p := range plant {
+		next.Model = next.Plant(p, step)
+	}
+	return &next
 }
 
 // refuse ends what cannot be planted, as for want of memory. What cannot be taken out or merged

@@ -25,17 +25,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// grafted is what a model was before the blueprints of some seeds were grafted, for as long as one
-// of them may be taken back. Blueprints of other seeds that are decided on meanwhile are in it, or
-// gone from it, as in the model.
-type grafted struct {
-	branch
-	seeds []state.Address
-}
-
 // beforeStates returns what a checkpoint has of what the model was, beside tensors.
 func (t *Trainer) beforeStates() (all beforeStates) {
-	for _, b := range t.before {
+	for _, b := range t.snapshots {
 		s := beforeState{Seeds: b.seeds, Config: b.Config, LossScale: b.scale}
 		if len(b.seeds) == 1 && b.seeds[0].Layer == t.Model.LayerAt(blueprints.Depth) {
 			s.Seed, s.Seeds = b.seeds[0].Seed, nil
@@ -56,7 +48,7 @@ func beforePrefix(i int) string {
 // beforeTensors returns what a checkpoint has of what the model was, sharing its memory: nobody
 // changes it.
 func (t *Trainer) beforeTensors() (all []safetensors.Tensor, err error) {
-	for i, b := range t.before {
+	for i, b := range t.snapshots {
 		own, e := b.tensors(beforePrefix(i))
 		all, err = append(all, own...), errors.Join(err, e)
 	}
@@ -65,13 +57,13 @@ func (t *Trainer) beforeTensors() (all []safetensors.Tensor, err error) {
 
 // beforeIn reads what the model of a checkpoint was before it grew to what it is now.
 func (t *Trainer) beforeIn(ctx context.Context, f *modelfile.File, states beforeStates,
-	now Config) (all []*grafted, err error) {
+	now Config) (all snapshots, err error) {
 	for i, s := range states {
 		seeds, err := t.beforeSeeds(s, now)
 		if err != nil {
 			return nil, f.Errorf("%w", err)
 		}
-		b := &grafted{seeds: seeds}
+		b := snapshot{seeds: seeds}
 		if b.branch, err = t.branchIn(ctx, f, s.Config, beforePrefix(i), s.LossScale); err != nil {
 			return nil, err
 		}
@@ -94,23 +86,21 @@ func (t *Trainer) beforeSeeds(s beforeState, now Config) ([]state.Address, error
 	if len(seeds) == 0 {
 		seeds = []state.Address{{Layer: depth, Seed: s.Seed}}
 	}
-	grown, deeper := len(s.Config.Grown), len(now.Grown)
+
 	sameGrowth := func(a, b Grown) bool {
 		return a.Seed == b.Seed && a.Stream == b.Stream && slices.Equal(a.Order, b.Order)
 	}
-	if deeper < grown || deeper > grown+1 ||
-		!slices.EqualFunc(now.Grown[:grown], s.Config.Grown, sameGrowth) {
+	grown := len(s.Config.Grown)
+	if len(now.Grown) < grown || !slices.EqualFunc(now.Grown[:grown], s.Config.Grown, sameGrowth) {
 		return nil, fmt.Errorf("%w: what the model was before seed %d grew has grown by %d seeds, "+
-			"and the model by %d: want one more, that seed", ErrArchitecture, seeds[0].Seed, grown,
-			deeper)
+			"which are not the first of those by which the model has grown", ErrArchitecture,
+			seeds[0].Seed, grown)
 	}
 	for _, at := range seeds {
 		l := t.Model.Kasmina.Lattice(at.Layer)
-		if l == nil || l.Site() == blueprints.Chunk || at.Seed < 0 || at.Seed >= l.Seeds() ||
-			at.Layer == depth && (deeper == grown || now.Grown[grown].Seed != at.Seed) {
-			return nil, fmt.Errorf("%w: what the model was before seed %d grew has grown by %d "+
-				"seeds, and the model by %d: want one more, that seed", ErrArchitecture, at.Seed,
-				grown, deeper)
+		if l == nil || l.Site() == blueprints.Chunk || at.Seed < 0 || at.Seed >= l.Seeds() {
+			return nil, fmt.Errorf("%w: the model was kept as it was before seed %d of layer %d "+
+				"grew, and it has no such seed", ErrArchitecture, at.Seed, at.Layer)
 		}
 	}
 	return seeds, nil
@@ -144,7 +134,7 @@ func (t *Trainer) reshapeDepth() error {
 		case !wanted && in && s.Stage.Ended():
 			err = t.takeBack(s)
 		case s.Stage == state.Fossilized:
-			t.keep(state.Address{Layer: layer, Seed: s.Seed})
+			t.commitGrowth(state.Address{Layer: layer, Seed: s.Seed})
 		}
 		if err != nil {
 			return err
@@ -153,42 +143,34 @@ func (t *Trainer) reshapeDepth() error {
 	return nil
 }
 
-// keep forgets what the model was before a growth in depth that is there for good. What it was
-// before others, it was without the growth; now it is that with it.
-func (t *Trainer) keep(at state.Address) {
-	if t.graftOf(at) == nil {
+// commitGrowth discards the snapshot of a growth in depth that has been accepted, and applies the
+// growth to the other snapshots that lack it.
+//
+// Growths in depth are committed in the order in which they were grafted, since each is described
+// by the blocks that it found. One that is accepted while an older one can still be rolled back
+// keeps its snapshot until that has been decided.
+func (t *Trainer) commitGrowth(at state.Address) {
+	i := t.snapshots.find(at)
+	if i < 0 {
 		return
 	}
-	t.decided(at)
+	older := func(b snapshot) bool {
+		return slices.ContainsFunc(b.seeds, func(s state.Address) bool {
+			return s.Layer == at.Layer && s != at
+		})
+	}
+	if slices.ContainsFunc(t.snapshots[:i+1], older) {
+		return
+	}
+
 	grown := t.Model.Config.Grown
-	for _, b := range t.before {
-		if len(b.Config.Grown) < len(grown) {
-			b.Model = b.Grow(grown[len(grown)-1]).Clone()
+	g := slices.IndexFunc(grown, func(g Grown) bool { return g.Seed == at.Seed && !g.Stream })
+	t.snapshots = t.snapshots.without(at)
+	for i := range t.snapshots {
+		if b := &t.snapshots[i]; g >= 0 && len(b.Config.Grown) == g {
+			b.Model = b.Grow(grown[g]).Clone()
 		}
 	}
-}
-
-// graftOf returns what the model was before a seed was grafted, nil if that is not known.
-func (t *Trainer) graftOf(at state.Address) *grafted {
-	for _, b := range t.before {
-		if slices.Contains(b.seeds, at) {
-			return b
-		}
-	}
-	return nil
-}
-
-// decided forgets what the model was before a seed was grafted.
-func (t *Trainer) decided(at state.Address) {
-	for _, b := range t.before {
-		b.seeds = slices.DeleteFunc(b.seeds, func(s state.Address) bool { return s == at })
-	}
-	t.before = slices.DeleteFunc(t.before, func(b *grafted) bool { return len(b.seeds) == 0 })
-}
-
-// remember keeps what the model is, before the blueprints of seeds are grafted.
-func (t *Trainer) remember(now become.Model, seeds ...state.Address) {
-	t.before = append(t.before, &grafted{branch{now.Clone(), t.lossScale()}, seeds})
 }
 
 // now returns the model as it is, on the host; with an ErrDiverged too.
@@ -262,15 +244,19 @@ func (t *Trainer) growBlocks(g Grown) error {
 	if err != nil {
 		return err
 	}
-	t.remember(now, state.Address{Layer: t.Model.LayerAt(blueprints.Depth), Seed: g.Seed})
-	if err := t.change(now, now.Grow(g), t.lossScale()); err != nil {
-		t.before = t.before[:len(t.before)-1]
+	scale := t.lossScale()
+	grown := growthState{snapshots: t.snapshots.with(now, scale,
+		state.Address{Layer: t.Model.LayerAt(blueprints.Depth), Seed: g.Seed})}
+	if err := t.change(now, now.Grow(g), scale); err != nil {
 		return err
 	}
 
+	// Without a twin, which has other blocks, blueprints are judged by muting them from now on.
+	t.growthState = grown
 	if t.growth != nil && t.growth.FreshMoments {
 		if err := t.forgetCopies(g.Order); err != nil {
-			return fmt.Errorf("%w: the moments of the new blocks: %w", engine.ErrNone, err)
+			t.torn = fmt.Errorf("the moments of the new blocks were not cleared: %w", err)
+			return errors.Join(engine.ErrNone, t.torn)
 		}
 	}
 	return nil
@@ -301,12 +287,13 @@ func (t *Trainer) forgetCopies(order []int) error {
 func (t *Trainer) takeBack(s state.SeedReport) error {
 	began, m := time.Now(), t.Model
 	at := state.Address{Layer: m.LayerAt(blueprints.Depth), Seed: s.Seed}
-	b := t.graftOf(at)
-	if b == nil {
+	i := t.snapshots.find(at)
+	if i < 0 {
 		return fmt.Errorf("seed %d in depth is %v, and what the model was before it grew is not "+
 			"known: resume from a checkpoint of the run, which has it, or from one before", s.Seed,
 			s.Stage)
 	}
+	b := t.snapshots[i]
 	c := b.Config
 	c.Planted = m.Config.Planted
 	if err := t.canReshape(c); err != nil {
@@ -321,19 +308,9 @@ func (t *Trainer) takeBack(s state.SeedReport) error {
 	if err := t.change(now, now.Back(b.Model, c), b.scale); err != nil {
 		return err
 	}
-	t.wentBack(b)
-	t.decided(at)
+	t.growthState = growthState{snapshots: t.snapshots.rolledBackTo(i).without(at)}
 	t.tellReshaped(what, time.Since(began), nil)
 	return nil
-}
-
-// wentBack notes that the model is again what it was before a graft: so it is before all later ones.
-func (t *Trainer) wentBack(to *grafted) {
-	i := slices.Index(t.before, to)
-	for _, later := range t.before[i+1:] {
-		to.seeds = append(to.seeds, later.seeds...)
-	}
-	t.before = t.before[:i+1]
 }
 
 // withdraw takes the latest grafts back for which a step has diverged, if there are any: the run
@@ -342,10 +319,10 @@ func (t *Trainer) withdraw(cause error) error {
 	if t.twin != nil {
 		return t.giveUp(cause)
 	}
-	if len(t.before) == 0 {
+	if len(t.snapshots) == 0 {
 		return cause
 	}
-	for _, at := range slices.Clone(t.before[len(t.before)-1].seeds) {
+	for _, at := range t.snapshots[len(t.snapshots)-1].seeds {
 		if t.Model.Kasmina.Lattice(at.Layer).Transition(at.Seed, state.RolledBack) != nil {
 			return cause
 		}
@@ -384,14 +361,10 @@ func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 		return fmt.Errorf("%w: %w", engine.ErrNone, err)
 	}
 	clock.End("leaving the engine")
-	t.twin = nil // which has other blocks: blueprints are judged by muting them from now on
 	put := func(m become.Model, scale *LossScale) error {
-		t.dropGone(m)
+		own := t.Model.Params
 		model.Become(t.Model, m.Config, m.Params)
-		if err := t.Optimizer.Declare(become.ValueGrads(m.Config, m.Params)); err != nil {
-			return err
-		}
-		if err := t.Optimizer.SetState(m.MomentsHere()); err != nil {
+		if err := t.setOptimizer(own, m); err != nil {
 			return err
 		}
 		clock.End("the optimiser")
@@ -412,22 +385,25 @@ func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 	return err
 }
 
-// dropGone has the optimiser forget the parameters of seeds that another model has not, or in other
-// shapes. A seed that grows again may do so in another size.
-func (t *Trainer) dropGone(next become.Model) {
-	o, ok := t.Optimizer.(interface{ Drop(names ...string) })
-	if !ok {
-		return
-	}
-	shapes := map[string]tensor.Shape{}
-	for _, p := range next.Params {
-		shapes[p.Name] = p.Value.Shape()
-	}
-	for _, p := range t.Model.Params {
-		if s, ok := shapes[p.Name]; !ok || !s.Eq(p.Value.Shape()) {
-			o.Drop(p.Name)
+// setOptimizer makes the optimizer one of a model, with the model's moments. It forgets those
+// parameters that it knows and the model lacks, or has in another shape: a seed that grows again
+// may do so in another size.
+func (t *Trainer) setOptimizer(known []Param, m become.Model) error {
+	if o, ok := t.Optimizer.(interface{ Drop(names ...string) }); ok {
+		shapes := map[string]tensor.Shape{}
+		for _, p := range m.Params {
+			shapes[p.Name] = p.Value.Shape()
+		}
+		for _, p := range known {
+			if s, ok := shapes[p.Name]; !ok || !s.Eq(p.Value.Shape()) {
+				o.Drop(p.Name)
+			}
 		}
 	}
+	if err := t.Optimizer.Declare(become.ValueGrads(m.Config, m.Params)); err != nil {
+		return err
+	}
+	return t.Optimizer.SetState(m.MomentsHere())
 }
 
 // leave closes the engine, before the next one takes memory. It returns what makes that for a model,

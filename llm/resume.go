@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strings"
 
-	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
@@ -101,11 +100,12 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		return f.Errorf("its model has other blocks, and another trainer of the model is open: " +
 			"close it")
 	}
-	if err := t.setStates(run, before, become.ValueGrads(c, params), optimizer); err != nil {
+	read := become.Model{Config: c, Params: params, Moments: optimizer}
+	if err := t.setStates(run, growthState{before, twin}, read); err != nil {
 		return f.Errorf("%w", err)
 	}
 	loadModel()
-	t.before, t.twin, t.reshaped = before, twin, nil
+	t.growthState, t.reshaped = growthState{before, twin}, nil
 	if err := t.goOn(run, other); err != nil {
 		return f.Errorf("%w", err)
 	}
@@ -231,38 +231,55 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 	return all, nil
 }
 
-// setStates sets loss scale, loader and optimiser. Each refuses what does not fit and then has
-// changed nothing; if a later one does, the earlier are put back. What the model was before it grew
-// is tried too, since a rollback will need it.
-func (t *Trainer) setStates(run *training, before []*grafted, params []gorgonia.ValueGrad,
-	optimizer []optim.Tensor) error {
+// setStates sets the loss scale, the loader and the optimizer to those of a model that has been
+// read. Each refuses what does not fit; then all are as before.
+//
+// The optimizer is also tried on what a rollback or the end of a trial would need, so that a file
+// that cannot be continued is refused now.
+func (t *Trainer) setStates(run *training, growing growthState, read become.Model) error {
 	// What has diverged is what a checkpoint is for.
 	if err := model.Pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}
-	if err := t.Optimizer.Declare(params); err != nil {
-		return err
+	own := become.Model{Config: t.Model.Config, Params: t.Model.Params,
+		Moments: t.Optimizer.State()}
+	loader, scale := t.Loader.State(), t.lossScale()
+	known := own.Params
+	undo := func(err error) error {
+		back := []error{t.setOptimizer(known, own), t.Loader.SetState(loader), t.setLossScale(scale)}
+		return errors.Join(append([]error{err}, back...)...)
 	}
-	oldLoader, oldScale := t.Loader.State(), t.lossScale()
-	for _, b := range before {
-		oldOptimizer := t.Optimizer.State()
-		err := t.setLossScale(b.scale)
-		if err == nil {
-			err = t.Optimizer.SetState(b.Moments)
+
+	try := func(what string, b branch) error {
+		if err := t.setLossScale(b.scale); err != nil {
+			return undo(fmt.Errorf("%s: %w", what, err))
 		}
-		back := errors.Join(t.setLossScale(oldScale), t.Optimizer.SetState(oldOptimizer))
+		err := t.setOptimizer(known, b.Model)
+		known = slices.Concat(known, b.Params)
 		if err != nil {
-			return fmt.Errorf("what the model was before it grew: %w", errors.Join(err, back))
+			return undo(fmt.Errorf("%s: %w", what, err))
+		}
+		return nil
+	}
+	for _, b := range growing.snapshots {
+		if err := try("what the model was before it grew", b.branch); err != nil {
+			return err
+		}
+	}
+	if w := growing.twin; w != nil && !w.lost {
+		if err := try("the model's twin", w.branch); err != nil {
+			return err
 		}
 	}
 	if err := t.setLossScale(run.LossScale); err != nil {
-		return err
+		return undo(err)
 	}
 	if err := t.Loader.SetState(run.Loader); err != nil {
-		return errors.Join(err, t.setLossScale(oldScale))
+		return undo(err)
 	}
-	if err := t.Optimizer.SetState(optimizer); err != nil {
-		return errors.Join(err, t.Loader.SetState(oldLoader), t.setLossScale(oldScale))
+	if err := t.setOptimizer(known, read); err != nil {
+		known = slices.Concat(known, read.Params)
+		return undo(err)
 	}
 	return nil
 }
@@ -272,8 +289,9 @@ func (t *Trainer) setStates(run *training, before []*grafted, params []gorgonia.
 func (t *Trainer) goOn(run *training, other bool) error {
 	model.Changed(t.Model)
 	model.Hold(t.Model, holder{t})
-	t.learning, t.spoiled, t.torn = nil, nil, nil
-	t.spent, t.share, t.losses, t.summed = run.Spent, run.Share, float64(run.Losses), run.Summed
+	t.spoiled, t.torn = nil, nil
+	t.progress = progress{spent: run.Spent, share: run.Share, losses: float64(run.Losses),
+		summed: run.Summed}
 	t.note(func(e *Event) {
 		e.Step, e.Loss = run.Step, float64(run.Loss)
 		e.LearningRate, e.GradNorm = run.LearningRate, float64(run.GradNorm)

@@ -117,29 +117,22 @@ type Trainer struct {
 	Config    TrainConfig
 
 	// In the model's turn.
-	engine   Engine
-	growth   *Growth          // nil without a controller
-	grew     *settings.Growth // of the run that was resumed, until Run has compared it; or nil
-	learning [][]bool         // slots of each Kasmina layer that learned at the last step; or nil
-	apart    error            // after a failed Resume: why the engine has other parameters
-	before   []*grafted       // while blueprints may be taken back, the oldest first
-	twin     *twin            // while blueprints elsewhere are on trial
+	engine Engine
+	growth *Growth          // nil without a controller
+	grew   *settings.Growth // of the run that was resumed, until Run has compared it; or nil
+	progress
+	growthState
 	attached []graph.Attached // seeds of chunks that the engine's graph computes
-	whole    bool             // steps are made that no end of the context shall cut short
-	reshaped []Event          // that are still to be told
-	pass     state.Pass       // room for what seeds are asked
+	whole    bool             // the step must not be interrupted between two batches
+	reshaped []Event          // Reshaped events that callbacks have not been told about yet
+	pass     state.Pass       // scratch space for what seeds ask for
+	apart    error            // after a failed Resume: why the engine has other parameters
 	// of the update that failed, until a Resume: parameters are of no step
 	spoiled error
-	heard   ranks.Heard
-	torn    error // why the last step lacks its epoch's end, until a Resume
+	torn    error // why the trainer's state belongs to no step, until a Resume
 	closed  bool
 
 	happened seedEvents // in a run, and not yet told
-
-	spent  Budget  // so far
-	share  float64 // of Config.Budget, as the steps see it
-	losses float64 // the sum of those of the steps of the present epoch
-	summed int     // how many those are
 
 	mu        sync.Mutex // guards what follows
 	callbacks []Callback
@@ -152,6 +145,17 @@ type Trainer struct {
 	cancel   context.CancelCauseFunc
 	unlisten func() // ends the run's gathering of what happens to seeds
 	steering steering
+}
+
+// progress is the part of a run's position that training steps advance, besides the model, the
+// optimizer, the loader and the lattices. A copy of it is a snapshot: see Trainer.suspend.
+type progress struct {
+	learning [][]bool    // slots of each Kasmina layer that learned at the last step, or nil
+	heard    ranks.Heard // what the ranks said along with the last step
+	spent    Budget      // so far
+	share    float64     // of Config.Budget, as the steps see it
+	losses   float64     // sum of the losses of the current epoch's steps
+	summed   int         // number of steps in that sum
 }
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's,
@@ -311,9 +315,16 @@ func (t *Trainer) usable() error {
 		return errClosed
 	case !t.holds():
 		return t.takeOver()
+	}
+	return t.sound()
+}
+
+// sound returns an error when the model or the engine is not in the state that a step leaves.
+func (t *Trainer) sound() error {
+	switch {
 	case t.apart != nil:
-		return fmt.Errorf("the engine %s has not taken the checkpoint's parameters, so the "+
-			"trainer cannot be used before another Resume: %w", t.engine.Name(), t.apart)
+		return fmt.Errorf("the engine %s has not taken the model's parameters, so the trainer "+
+			"cannot be used before another Resume: %w", t.engine.Name(), t.apart)
 	case t.spoiled != nil:
 		return fmt.Errorf("the trainer cannot be used before a Resume, since its last update "+
 			"failed: %w", t.spoiled)
@@ -500,14 +511,70 @@ var errTakenBack = errors.New("the model's growth has been taken back")
 // computed.
 var errBetweenBatches = errors.New("the context has ended between two batches")
 
-// step computes the gradients of one optimiser step and applies them. On an error all is as before,
-// unless the update has been made or may have been: then the trainer is spoiled or torn.
+// step computes the gradients of one optimizer step and applies them.
+//
+// A step that fails before its update changes nothing, except for growth that was completed before
+// its first batch: the model has grown then, and the next attempt starts from there. A step that
+// fails during or after its update leaves the trainer spoiled or torn.
 func (t *Trainer) step() error {
 	defer model.TakeToChange(t.Model)()
 	began := time.Now()
 	if err := t.usable(); err != nil { // a callback may have let another trainer have its turn
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
+
+	growing, changes := t.growthState, model.Changes(t.Model)
+	err := t.settleGrowth()
+	grew := model.Changes(t.Model) != changes
+	if err != nil {
+		if !grew && t.sound() == nil {
+			t.growthState = growing
+		}
+		return err
+	}
+
+	// What the model has become cannot be undone cheaply, so the step that uses it first is not
+	// interrupted.
+	t.whole = grew
+	defer func() { t.whole = false }()
+
+	done := t.last.Step
+	restore := t.beforeStep()
+	u := update{rate: t.rate(done), before: t.Optimizer.LR()}
+	model.Changed(t.Model)
+	for _, l := range t.Model.Kasmina.Lattices() {
+		l.BeginStep(done)
+	}
+	loss, err := t.compute(&u)
+
+	switch {
+	case err == nil:
+		t.torn = errors.New("a callback or the controller panicked")
+		err = t.settle(t.count(loss, u, began))
+		t.torn = err
+	case u.made:
+		t.spoiled = err
+		err = errors.Join(err, t.engine.Drop())
+	default:
+		if failed := restore(); failed != nil {
+			t.torn = fmt.Errorf("a failed step could not be undone: %w", failed)
+			return fmt.Errorf("llm: step %d: %w", done+1, errors.Join(err, failed))
+		}
+		if errors.Is(err, ErrDiverged) && t.withdraw(err) == nil {
+			return errTakenBack
+		}
+		if !grew && t.sound() == nil {
+			t.growthState = growing
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("llm: step %d: %w", done+1, err)
+	}
+	return nil
+}
+
+// settleGrowth brings the model in line with the stages of its seeds, before a step.
+func (t *Trainer) settleGrowth() error {
 	if err := t.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}
@@ -520,50 +587,31 @@ func (t *Trainer) step() error {
 	if c := t.Model.Config; c.Frozen && len(c.Planted) == 0 {
 		return fmt.Errorf("llm: Trainer.Run: %w", errUnplanted)
 	}
-	from, done := t.Loader.State(), t.last.Step
-	measured := t.measured()
-	u := update{rate: t.rate(done), before: t.Optimizer.LR()}
-	model.Changed(t.Model)
-	for _, l := range t.Model.Kasmina.Lattices() {
-		l.BeginStep(done)
-	}
-	loss, err := t.compute(&u)
-	if err != nil && !u.made {
-		err = errors.Join(err, t.engine.Drop(), t.Optimizer.SetLR(u.before),
-			t.Loader.SetState(from), measured())
-	} else if err != nil {
-		t.spoiled = err
-		err = errors.Join(err, t.engine.Drop())
-	} else {
-		t.torn = errors.New("a callback or the controller panicked")
-		err = t.settle(t.count(loss, u, began))
-		t.torn = err
-	}
-	if errors.Is(err, ErrDiverged) && !u.made {
-		if back := t.withdraw(err); back == nil {
-			return errTakenBack
-		}
-	}
-	if err != nil {
-		return fmt.Errorf("llm: step %d: %w", done+1, err)
-	}
 	return nil
 }
 
-// measured returns what puts the lattices back to what they are now, before a step of several
-// batches whose passes are measured one by one.
-func (t *Trainer) measured() (putBack func() error) {
-	n := t.Model.Kasmina
-	if t.Config.Accumulate == 1 || n.Layers() == 0 {
-		return func() error { return nil }
+// beforeStep returns a function that restores what a step changes up to its update: gathered
+// gradients, the learning rate, the loader's position, what the lattices have measured, and the
+// slots that learn.
+func (t *Trainer) beforeStep() (restore func() error) {
+	loader, rate, progress := t.Loader.State(), t.Optimizer.LR(), t.progress
+	var arrays []state.Array
+	if len(t.Model.Config.Kasmina) > 0 { // passes measure nothing at other sites
+		arrays = t.Model.Kasmina.Arrays()
 	}
-	arrays := n.Arrays()
+
 	return func() error {
-		install, err := n.Load(arrays)
-		if err == nil {
-			install()
+		t.progress = progress
+		t.learning = nil // what the optimizer forgot of frozen slots stays forgotten
+		errs := []error{t.engine.Drop(), t.Optimizer.SetLR(rate), t.Loader.SetState(loader)}
+		if arrays != nil {
+			install, err := t.Model.Kasmina.Load(arrays)
+			if err == nil {
+				install()
+			}
+			errs = append(errs, err)
 		}
-		return err
+		return errors.Join(errs...)
 	}
 }
 
@@ -644,9 +692,7 @@ func (t *Trainer) gather(u *update) (loss float64, err error) {
 // count ends a step whose update has been made.
 func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	t.losses, t.summed = t.losses+loss, t.summed+1
-	if t.twin != nil && !t.twin.lost {
-		t.twin.rates, t.twin.sum = append(t.twin.rates, u.rate), t.twin.sum+u.norm
-	}
+	t.twin = t.twin.owing(u.rate, u.norm)
 	t.note(func(e *Event) {
 		e.Step, e.Loss, e.LearningRate, e.GradNorm = e.Step+1, loss, u.rate, u.norm
 		e.RunTokens += int64(e.StepTokens)

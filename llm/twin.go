@@ -19,29 +19,42 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// branch is all that the steps of training change, but for the lattices and the loader.
+// branch is a copy of what training steps change in a model: its parameters, what the optimizer
+// remembers of them, and the loss scale.
 type branch struct {
 	become.Model // in memory of its own
 	scale        *LossScale
 }
 
-// It begins as a copy, just before the first of them is blended in. It makes the same steps on the
-// same batches without them. So what differs between the two is what the blueprints cause, however
-// the model adapts to them. When they are given up, the twin takes the model's place: it never met
+// A twin is the model without the blueprints that are on trial.
+//
+// It starts as a copy, just before the first of them is blended in, and makes the same steps on the
+// same batches. So the difference between the two is what the blueprints cause, however the model
+// adapts to them. When the blueprints are given up, the twin takes the model's place: it never met
 // them.
 //
-// Its steps are made in one go, before a comparison.
+// Its steps are made in one go, before a comparison. A twin is never modified in place: see
+// growthState.
 type twin struct {
 	branch
 	trial  []state.Address
-	loader data.LoaderState // where the steps begin that it still has to make
-	rates  []float64        // and their learning rates
-	lost   bool             // it has diverged, and has no steps to make any more
-	sum    float64          // of the gradients' norms in those steps as the model made them
+	loader data.LoaderState // position of the first batch that the twin has yet to train on
+	rates  []float64        // learning rates of the steps that the twin has yet to make
+	lost   bool             // the twin has diverged and makes no more steps
+	sum    float64          // of the model's gradient norms over those steps
 
-	// means of the gradients' norms over the steps up to the last comparison, of the model and of
-	// the twin
+	// Mean gradient norms over the steps up to the last comparison, of the model and of the twin.
 	norm, without float64
+}
+
+// owing returns the twin with one more step to make, which the model has made.
+func (w *twin) owing(rate, norm float64) *twin {
+	if w == nil || w.lost {
+		return w
+	}
+	next := *w
+	next.rates, next.sum = append(w.rates, rate), w.sum+norm
+	return &next
 }
 
 // twinState is the part of a twin that is not a tensor.
@@ -53,16 +66,15 @@ type twinState struct {
 	Sum       jsonfloat.Float  `json:"sum,omitempty"`
 }
 
-// tryOut begins, changes or ends a trial, as the stages of the seeds say. From Grafting on a
-// blueprint is on trial, until it is fossilized or its life is over. It is called between two
-// steps, in the model's turn. Seeds in depth are judged by the run's curve instead: see reshape.
+// tryOut starts, changes or ends a trial, as the stages of the seeds say. A blueprint is on trial
+// from Grafting until it is fossilized or its life is over. tryOut is called between two steps, in
+// the model's turn. Seeds in depth are judged by the run's curve instead: see reshape.
 func (t *Trainer) tryOut() error {
 	if !t.triesOut() {
 		return nil
 	}
 	grafted := t.grafted()
-	w := t.twin
-	if w == nil {
+	if t.twin == nil {
 		if len(grafted) == 0 {
 			return nil
 		}
@@ -73,19 +85,23 @@ func (t *Trainer) tryOut() error {
 		t.twin = &twin{branch: b, trial: grafted, loader: t.Loader.State()}
 		return nil
 	}
-	kept := false // for good, one that was on trial
-	for _, s := range w.trial {
-		stage, err := t.Model.Kasmina.Lattice(s.Layer).Stage(s.Seed)
-		kept = kept || err == nil && stage == state.Fossilized
+
+	fossilized := func(at state.Address) bool {
+		stage, err := t.Model.Kasmina.Lattice(at.Layer).Stage(at.Seed)
+		return err == nil && stage == state.Fossilized
 	}
 	switch {
-	case kept: // what the twin lacks is a part of the model now
+	case slices.ContainsFunc(t.twin.trial, fossilized):
+		// The twin lacks what has become a part of the model.
 		t.twin = nil
 		return t.tryOut()
 	case len(grafted) == 0:
 		return t.adopt()
 	}
+
+	w := *t.twin
 	w.trial = grafted
+	t.twin = &w
 	return nil
 }
 
@@ -115,42 +131,90 @@ func (t *Trainer) branch() (b branch, err error) {
 	return branch{m.Clone(), t.lossScale()}, nil
 }
 
-// enter makes a branch what the model has learnt.
+// enter replaces what the model has learned by a branch. When the optimizer refuses the branch,
+// nothing has changed.
 func (t *Trainer) enter(b branch) error {
+	scale := t.lossScale()
+	if err := t.setLossScale(b.scale); err != nil {
+		return err
+	}
+	if err := t.Optimizer.SetState(b.Moments); err != nil {
+		return errors.Join(err, t.setLossScale(scale))
+	}
+
+	t.learning = nil // the moments may be those of slots that are frozen by now
 	model.Changed(t.Model)
 	parallel.Each(len(b.Params), func(i int) {
 		model.CopyNumbers(t.Model.Params[i].Value, b.Params[i].Value)
 	})
-	return errors.Join(t.setLossScale(b.scale), t.Optimizer.SetState(b.Moments), t.engine.Push())
+	t.apart = t.engine.Push()
+	return t.apart
 }
 
-// catchUp makes the twin's steps that the model has made since, and returns its losses on the
-// validation text: infinite ones where it has diverged. All else is as before.
-func (t *Trainer) catchUp() (losses []float64, err error) {
-	w, n := t.twin, t.Model.Kasmina
+// suspend copies everything that training steps change and returns a function that restores it.
+// When restoring fails, the trainer is torn.
+func (t *Trainer) suspend() (restore func() error, err error) {
 	own, err := t.branch()
 	if err != nil {
 		return nil, err
 	}
-	loader, arrays := t.Loader.State(), n.Arrays()
-	defer func() {
-		install, bad := n.Load(arrays) // which ends that seeds are mute
-		if bad == nil {
+	progress, arrays := t.progress, t.Model.Kasmina.Arrays()
+	loader, rate := t.Loader.State(), t.Optimizer.LR()
+
+	return func() error {
+		install, err := t.Model.Kasmina.Load(arrays)
+		if err == nil {
 			install()
 		}
-		err = errors.Join(err, bad, t.Loader.SetState(loader), t.enter(own))
-	}()
+		err = errors.Join(err, t.Loader.SetState(loader), t.Optimizer.SetLR(rate), t.enter(own))
+		t.progress = progress
+		if err != nil {
+			t.torn = fmt.Errorf("the model could not be put back after its twin's steps: %w", err)
+		}
+		return err
+	}, nil
+}
+
+// catchUp makes the steps that the twin owes, and returns its losses on the validation text, or a
+// single infinite one if it has diverged. Everything else is as before, also after an error.
+func (t *Trainer) catchUp() (losses []float64, err error) {
+	restore, err := t.suspend()
+	if err != nil {
+		return nil, err
+	}
+	w, loader := *t.twin, t.Loader.State()
+
+	losses, err = t.train(&w)
+	spent := t.spent.FLOPs
+	w.rates, w.sum, w.loader = nil, 0, loader
+	if err = errors.Join(err, restore()); err != nil {
+		return nil, err
+	}
+
+	t.spent.FLOPs = spent
+	t.twin = &w
+	return losses, nil
+}
+
+// train makes the steps that the twin owes in the place of the model, which then is the twin.
+func (t *Trainer) train(w *twin) (losses []float64, err error) {
 	for _, s := range w.trial {
-		if err := n.Lattice(s.Layer).Mute(s.Seed, true); err != nil {
+		if err := t.Model.Kasmina.Lattice(s.Layer).Mute(s.Seed, true); err != nil {
 			return nil, err
 		}
 	}
-	if err := errors.Join(t.enter(w.branch), t.Loader.SetState(w.loader)); err != nil {
+	if !w.lost {
+		if err := t.enter(w.branch); err != nil {
+			return nil, err
+		}
+	}
+	if err := t.Loader.SetState(w.loader); err != nil {
 		return nil, err
 	}
+
+	defer func(whole bool) { t.whole = whole }(t.whole)
 	t.whole = true
-	defer func() { t.whole = false }()
-	sum, steps := 0.0, float64(max(1, len(w.rates)))
+	sum := 0.0
 	for _, rate := range w.rates {
 		if w.lost {
 			break
@@ -162,8 +226,10 @@ func (t *Trainer) catchUp() (losses []float64, err error) {
 			return nil, errors.Join(err, t.engine.Drop())
 		}
 	}
+	steps := float64(max(1, len(w.rates)))
 	w.norm, w.without = w.sum/steps, sum/steps
-	if w.rates, w.sum, w.loader = nil, 0, loader; w.lost {
+
+	if w.lost {
 		w.branch = branch{}
 		return []float64{math.Inf(1)}, t.engine.Drop()
 	}
@@ -174,22 +240,24 @@ func (t *Trainer) catchUp() (losses []float64, err error) {
 	return losses, err
 }
 
-// adopt ends a trial without a blueprint left in it: the model becomes its twin.
+// adopt ends a trial in which no blueprint is left: the twin takes the model's place. A twin that
+// has diverged is dropped, and the model stays as it is, without the blueprints.
 func (t *Trainer) adopt() error {
-	began, w := time.Now(), t.twin
-	steps := len(w.rates)
-	if steps > 0 {
+	began := time.Now()
+	if len(t.twin.rates) > 0 {
 		if _, err := t.catchUp(); err != nil {
 			return err
 		}
 	}
-	t.twin, t.learning = nil, nil
-	if w.lost {
-		return nil // and the model, without the blueprints, is what there is
+	if t.twin.lost {
+		t.twin = nil
+		return nil
 	}
-	if err := t.enter(w.branch); err != nil {
+	if err := t.enter(t.twin.branch); err != nil {
 		return err
 	}
+
+	t.twin = nil
 	t.reshaped = append(t.reshaped, Event{Text: fmt.Sprintf("the model goes on as if it had not "+
 		"met the blueprints that were on trial, in %.2f s", time.Since(began).Seconds())})
 	return nil

@@ -1,0 +1,94 @@
+package llm
+
+import (
+	"slices"
+
+	"github.com/kasmina-go/kasmina/llm/internal/become"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// growthState is what a trainer remembers about growth that has not been decided yet.
+//
+// Its values are never modified in place. An operation that may fail prepares the next growthState
+// and assigns it once nothing can fail any more, and a copy of the structure is a copy of the whole
+// state.
+type growthState struct {
+	snapshots snapshots // models to roll back to, the oldest first
+	twin      *twin     // the model without the blueprints on trial, or nil without a trial
+}
+
+// A snapshot is the model as it was before the blueprints of some seeds were grafted. It is kept
+// for as long as one of these blueprints can be rolled back.
+//
+// Growth that other seeds complete in the meantime is applied to the snapshot as well, so that a
+// rollback undoes the growth of these seeds and nothing else.
+type snapshot struct {
+	branch
+	seeds []state.Address
+}
+
+type snapshots []snapshot
+
+// find returns the index of the oldest snapshot taken for one of the seeds, or -1.
+func (s snapshots) find(seeds ...state.Address) int {
+	return slices.IndexFunc(s, func(b snapshot) bool {
+		return slices.ContainsFunc(seeds, func(at state.Address) bool {
+			return slices.Contains(b.seeds, at)
+		})
+	})
+}
+
+// without returns the snapshots that are left once the growth of some seeds has been decided.
+func (s snapshots) without(decided ...state.Address) (left snapshots) {
+	for _, b := range s {
+		b.seeds = slices.DeleteFunc(slices.Clone(b.seeds), func(at state.Address) bool {
+			return slices.Contains(decided, at)
+		})
+		if len(b.seeds) > 0 {
+			left = append(left, b)
+		}
+	}
+	return left
+}
+
+// rolledBackTo returns the snapshots that are left once the model is again what the i-th snapshot
+// holds. That is also what it was before all later grafts, so the snapshot now serves their seeds.
+func (s snapshots) rolledBackTo(i int) snapshots {
+	left := slices.Clone(s[:i+1])
+	left[i].seeds = slices.Clone(left[i].seeds)
+	for _, later := range s[i+1:] {
+		left[i].seeds = append(left[i].seeds, later.seeds...)
+	}
+	return left
+}
+
+// with returns the snapshots with one more, of a model in memory of its own.
+func (s snapshots) with(m become.Model, scale *LossScale, seeds ...state.Address) snapshots {
+	return append(slices.Clone(s), snapshot{branch{m.Clone(), scale}, seeds})
+}
+
+// models returns the models that follow growth which is decided for good: those of the snapshots,
+// and the twin.
+func (g growthState) models() (all []become.Model) {
+	for _, b := range g.snapshots {
+		all = append(all, b.Model)
+	}
+	if g.twin != nil && !g.twin.lost {
+		all = append(all, g.twin.Model)
+	}
+	return all
+}
+
+// withModels returns the state with other models in the order of models.
+func (g growthState) withModels(all []become.Model) growthState {
+	g.snapshots = slices.Clone(g.snapshots)
+	for i := range g.snapshots {
+		g.snapshots[i].Model = all[i]
+	}
+	if len(all) > len(g.snapshots) {
+		w := *g.twin
+		w.Model = all[len(g.snapshots)]
+		g.twin = &w
+	}
+	return g
+}
