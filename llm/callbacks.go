@@ -132,23 +132,50 @@ type access struct{ *Trainer }
 
 func (a access) Made() error                              { return a.made() }
 func (a access) Model() *Model                            { return a.Trainer.Model }
-func (a access) Engine() Engine                           { return a.engine }
 func (a access) Note(set func(*Event))                    { a.note(set) }
 func (a access) Emit(k EventKind, set func(*Event)) error { return a.emit(k, set) }
 func (a access) InTurn(f func() error) error              { return a.inTurn(f) }
 func (a access) Context() context.Context                 { return a.context() }
 func (a access) Stopped() error                           { return a.stopped() }
-func (a access) CanEvaluate(text *data.Evaluation) error  { return a.canEvaluate(text) }
 func (a access) Decoder() (infer.Logits, error)           { return a.decoder() }
-func (a access) Parallel() bool                           { return a.ranks() != nil }
-func (a access) Writes() bool                             { return a.writes() }
 func (a access) Agree(err error) error                    { return a.agree(err) }
 func (a access) Saves() int                               { return a.saves() }
 
 func (a access) OpTimes(p engine.Profiler) ([]OpTime, error) { return a.opTimes(p) }
 
+// The engine and the configuration are read in the model's turn, since a Resume on another goroutine
+// may replace them.
+
+func (a access) Engine() Engine {
+	defer model.Take(a.Trainer.Model)()
+	return a.engine
+}
+
+func (a access) Config() Config {
+	defer model.Take(a.Trainer.Model)()
+	return a.Trainer.Model.Config
+}
+
+func (a access) CanEvaluate(text *data.Evaluation) error {
+	if err := a.made(); err != nil {
+		return err
+	}
+	defer model.Take(a.Trainer.Model)()
+	return a.canEvaluate(text)
+}
+
+func (a access) Parallel() bool {
+	_, parallel := a.Engine().(Parallel)
+	return parallel
+}
+
+func (a access) Writes() bool {
+	e, parallel := a.Engine().(Parallel)
+	return !parallel || e.Rank() == 0
+}
+
 func (a access) Ranks() int {
-	if e := a.ranks(); e != nil {
+	if e, parallel := a.Engine().(Parallel); parallel {
 		return e.Ranks()
 	}
 	return 1
@@ -164,20 +191,31 @@ func (a access) SaveBy(path string, write callback.WriteFunc) error { return a.s
 
 func (a access) Copied() ([]safetensors.Tensor, map[string]string, error) { return a.copied() }
 
-// decoder is the engine's, whose every call is a turn of its own.
+// decoder returns a decoder whose every call is a turn of its own. When the model or the engine has
+// changed since the last call, as by a Resume on another goroutine, it starts again with those.
 func (t *Trainer) decoder() (infer.Logits, error) {
 	var next infer.Logits
-	err := t.inTurn(func() (err error) {
-		next, err = t.engine.Decoder()
+	var changes uint64
+	renew := func() (err error) {
+		if now := model.Changes(t.Model); next == nil || now != changes {
+			next, err = t.engine.Decoder()
+			changes = now
+		}
 		return err
-	})
+	}
+	if err := t.inTurn(renew); err != nil {
+		return nil, err
+	}
 	return func(ctx context.Context, tokens []int) (logits any, err error) {
-		err = t.inTurn(func() (err error) {
+		err = t.inTurn(func() error {
+			if err := renew(); err != nil {
+				return err
+			}
 			logits, err = next(ctx, tokens)
 			return err
 		})
 		return logits, err
-	}, err
+	}, nil
 }
 
 // opTimes is that of the trainer's engine, also when a step has failed.

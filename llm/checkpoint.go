@@ -102,7 +102,7 @@ func (t *Trainer) SaveParts(path string) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: saving the run: %w", err)
 	}
-	if t.ranks() == nil {
+	if !(access{t}).Parallel() {
 		return t.Save(path)
 	}
 	defer model.Take(t.Model)()

@@ -69,6 +69,7 @@ func (t *Trainer) Grow(g Growth) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
+	defer model.Take(t.Model)()
 	if g.Every == 0 {
 		g.Every = 1
 	}
@@ -122,7 +123,6 @@ func (t *Trainer) Grow(g Growth) error {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
 	}
-	defer model.Take(t.Model)()
 	t.growth = &g
 	return nil
 }

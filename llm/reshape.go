@@ -99,8 +99,8 @@ func (t *Trainer) beforeSeeds(s beforeState, now Config) ([]state.Address, error
 	for _, at := range seeds {
 		l := t.Model.Kasmina.Lattice(at.Layer)
 		if l == nil || l.Site() == blueprints.Chunk || at.Seed < 0 || at.Seed >= l.Seeds() {
-			return nil, fmt.Errorf("%w: the model was kept as it was before seed %d of layer %d "+
-				"grew, and it has no such seed", ErrArchitecture, at.Seed, at.Layer)
+			return nil, fmt.Errorf("%w: it holds the model as it was before seed %d grew, and layer "+
+				"%d has no such seed that grows", ErrArchitecture, at.Seed, at.Layer)
 		}
 	}
 	return seeds, nil
@@ -476,14 +476,29 @@ func (t *Trainer) tellReshaped(what string, took time.Duration, err error) {
 	t.reshaped = append(t.reshaped, Event{Text: text, Err: err})
 }
 
-// tellGrowth tells the callbacks how the model's blocks have become others.
-func (t *Trainer) tellGrowth() (errs error) {
-	happened := t.reshaped
-	t.reshaped = nil
-	for _, h := range happened {
-		errs = errors.Join(errs, t.emit(Reshaped, func(e *Event) { e.Text, e.Err = h.Text, h.Err }))
+// tellGrowth tells the callbacks how the model has grown. After an error the rest waits for the next
+// step.
+func (t *Trainer) tellGrowth() error {
+	for {
+		next, ok := t.nextReshaped()
+		if !ok {
+			return nil
+		}
+		err := t.emit(Reshaped, func(e *Event) { e.Text, e.Err = next.Text, next.Err })
+		if err != nil {
+			return err
+		}
 	}
-	return errs
+}
+
+// nextReshaped takes the oldest Reshaped event that callbacks have not been told about.
+func (t *Trainer) nextReshaped() (e Event, ok bool) {
+	defer model.Take(t.Model)()
+	if len(t.reshaped) == 0 {
+		return e, false
+	}
+	e, t.reshaped = t.reshaped[0], t.reshaped[1:]
+	return e, true
 }
 
 // forgetFrozen drops the momentum of slots with which no seed learns any more.

@@ -302,7 +302,11 @@ func (t *Trainer) goOn(run *training, other bool) error {
 	if _, lost := t.engine.(engine.None); !other && !lost {
 		t.apart = t.engine.Push()
 	} else {
-		t.apart = errors.Join(t.engine.Close(), t.replaceEngine(t.newEngine, run.LossScale))
+		t.apart = t.engine.Close()
+		t.engine = engine.None{} // until there is another one
+		if t.apart == nil {
+			t.apart = t.replaceEngine(t.newEngine, run.LossScale)
+		}
 	}
 	if t.apart != nil {
 		return t.usable()

@@ -102,16 +102,22 @@ func (t *Trainer) Note(text string) {
 	}
 }
 
-// tellNotes tells the callbacks of them.
-func (t *Trainer) tellNotes() (errs error) {
-	t.mu.Lock()
-	notes := t.steering.notes
-	t.steering.notes = nil
-	t.mu.Unlock()
-	for _, n := range notes {
-		errs = errors.Join(errs, t.emit(Noted, func(e *Event) { e.Text = n }))
+// tellNotes tells the callbacks of the notes. After an error the rest waits for the next step.
+func (t *Trainer) tellNotes() error {
+	for {
+		t.mu.Lock()
+		if len(t.steering.notes) == 0 {
+			t.mu.Unlock()
+			return nil
+		}
+		text := t.steering.notes[0]
+		t.steering.notes = t.steering.notes[1:]
+		t.mu.Unlock()
+
+		if err := t.emit(Noted, func(e *Event) { e.Text = text }); err != nil {
+			return err
+		}
 	}
-	return errs
 }
 
 // halted is why a run has been stopped.
@@ -193,6 +199,18 @@ func (t *Trainer) obey(commands []state.Command) error {
 	return err
 }
 
+// refuseWaiting refuses the commands that have come too late for the run's last step. Had they taken
+// effect now, no checkpoint of the run would have them.
+func (t *Trainer) refuseWaiting() {
+	t.Model.Kasmina.Refuse(errNoRun)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, s := range t.steering.commands {
+		s.done <- errNoRun
+	}
+	t.steering.commands = nil
+}
+
 // dismiss answers what was asked for too late.
 func (t *Trainer) dismiss() {
 	for _, s := range t.steering.commands {
@@ -217,10 +235,9 @@ func (t *Trainer) plantFirst() error {
 	if !c.Frozen || len(c.Planted) > 0 || t.growth == nil || judge.Awake(t.Model.Kasmina) {
 		return nil
 	}
-	if t.replay() == nil {
-		if err := t.listen(); err != nil {
-			return err
-		}
+	// A run that follows a record listens too, so that the seeds' figures are those of that run.
+	if err := t.listen(); err != nil {
+		return err
 	}
 	commands, err := t.decide(nil)
 	if err != nil {

@@ -99,8 +99,8 @@ func (c *TrainConfig) check() error {
 
 // Trainer trains a model on batches of a loader. What else a run does (showing progress,
 // evaluating, saving) is up to its callbacks. Commands that are submitted to Model.Kasmina, from
-// whatever goroutine, take effect after a step and before its StepEnd, or when the run begins or
-// ends.
+// whatever goroutine, take effect after a step and before its StepEnd, or when the run begins. Those
+// that come too late for the run's last step are refused with [state.ErrClosed].
 //
 // A step leaves blueprints with which no seed learns as they are, unless the optimiser decays
 // weights, as optim.NewAdamW does by default. optim.WithGroup(optim.NameContains("kasmina"),
@@ -115,6 +115,8 @@ type Trainer struct {
 	Loader    *data.Loader
 	Optimizer optim.Optimizer
 	Config    TrainConfig
+
+	created bool // by NewTrainer
 
 	// In the model's turn.
 	engine Engine
@@ -193,7 +195,7 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 			"documents end; want those that Tokenize makes with a tokenizer.Bytes, or " +
 			"CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
-	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
+	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, created: true}
 	defer model.Take(m)()
 	if err := model.Pull(m); err != nil { // from the trainer that has the model
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
@@ -272,9 +274,9 @@ func (t *Trainer) Close() error {
 
 var errZeroTrainer = errors.New("the trainer is nil or its zero value: NewTrainer makes one")
 
-// made returns an error for a trainer that nobody has made.
+// made returns an error for a trainer that nobody has made. It needs no turn.
 func (t *Trainer) made() error {
-	if t == nil || t.engine == nil || model.Made(t.Model) != nil {
+	if t == nil || !t.created {
 		return errZeroTrainer
 	}
 	return nil
@@ -378,30 +380,41 @@ func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 	return errs
 }
 
-// Run trains until Config.Steps, until a callback or a step fails, or until the context ends. The
-// context is checked between steps, within evaluations and samples, and between the batches of a
-// step, which then has not been. The error is its [context.Cause] then. In every case the callbacks
-// see RunEnd. A trainer does one run at a time, and a later Run goes on with the steps that are
-// left.
+// Run trains until the model has made Config.Steps steps, a step or callback fails, or ctx is
+// canceled.
+//
+// Cancellation is noticed between steps, between the batches of an accumulated step, and during
+// evaluation and sampling. A step interrupted between batches is discarded, unless the model has
+// just grown for it. Run then returns [context.Cause] of ctx.
+//
+// However the run ends, callbacks receive RunEnd. Only one Run may be active at a time; calling Run
+// again continues with the remaining steps.
 func (t *Trainer) Run(ctx context.Context) error {
 	if err := t.begin(ctx); err != nil {
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
 	defer t.end()
-	err := errors.Join(t.settleInTurn(), t.emit(RunStart, nil))
+
+	err := t.settleInTurn()
+	if started := t.emit(RunStart, nil); err == nil { // RunStart is told in any case, as RunEnd is
+		err = started
+	} else {
+		err = errors.Join(err, started)
+	}
 	if err == nil && t.Last().Last {
 		err = t.emit(Complete, nil)
 	}
 	err = t.between(err)
+
 	for err == nil && t.stopped() == nil && !t.Last().Last {
 		if err = t.step(); err == errTakenBack {
 			err = t.tellGrowth()
 		} else if err == nil {
-			err = errors.Join(t.tellChoices(), t.tellGrowth(), t.tellNotes(),
-				t.tellEpoch(), t.emit(StepEnd, nil))
+			err = t.tellStep()
 		}
 		err = t.between(err)
 	}
+
 	switch {
 	case err == nil && t.stopped() != nil || errors.Is(err, errBetweenBatches):
 		err = errors.Join(t.stopped(), t.emit(Interrupted, nil))
@@ -411,8 +424,20 @@ func (t *Trainer) Run(ctx context.Context) error {
 	if err == nil && t.Last().Last {
 		err = t.settleSeeds()
 	}
-	err = ranks.WithNews(err, t.settleInTurn(), t.tellRest())
+	t.refuseWaiting()
+	err = ranks.WithNews(err, t.tellRest())
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
+}
+
+// tellStep tells the callbacks of a step. The first error ends it, so that no callback takes the
+// step for one that all before it have accepted.
+func (t *Trainer) tellStep() error {
+	for _, tell := range []func() error{t.tellChoices, t.tellGrowth, t.tellNotes, t.tellEpoch} {
+		if err := tell(); err != nil {
+			return err
+		}
+	}
+	return t.emit(StepEnd, nil)
 }
 
 // begin makes the trainer ready for a run.
@@ -460,23 +485,23 @@ func (t *Trainer) end() {
 	t.running, t.ctx = false, nil
 }
 
-// tellChoices tells the callbacks, behind the first step of a run, which makes the last choices,
-// how ops are computed.
+// tellChoices tells the callbacks how ops are computed, after the first step of a run, in which the
+// last choices are made.
 func (t *Trainer) tellChoices() error {
-	c, ok := t.engine.(Chooser)
-	if e := t.Last(); !ok || e.RunTokens != int64(e.StepTokens) {
+	if e := t.Last(); e.RunTokens != int64(e.StepTokens) {
 		return nil
 	}
-	choices := t.choices(c)
+	choices := t.choices()
 	if len(choices) == 0 {
 		return nil
 	}
 	return t.emit(Chosen, func(e *Event) { e.Choices = choices })
 }
 
-func (t *Trainer) choices(c Chooser) []Choice {
+func (t *Trainer) choices() []Choice {
 	defer model.Take(t.Model)()
-	if t.closed {
+	c, ok := t.engine.(Chooser)
+	if !ok || t.closed {
 		return nil
 	}
 	return c.Choices()
@@ -837,10 +862,8 @@ func (t *Trainer) probe() error {
 	return err
 }
 
+// canEvaluate returns an error unless the model can score a text. It is called in the model's turn.
 func (t *Trainer) canEvaluate(e *data.Evaluation) error {
-	if err := t.made(); err != nil {
-		return err
-	}
 	switch seq := t.Model.Config.Seq; {
 	case e == nil:
 		return errors.New("the held-out text is nil")
@@ -857,10 +880,13 @@ func (t *Trainer) canEvaluate(e *data.Evaluation) error {
 // Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per
 // byte. It changes nothing in the model. A loss that is not finite is an ErrDiverged.
 func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err error) {
-	if err := t.canEvaluate(e); err != nil {
+	if err := t.made(); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}
 	defer model.Take(t.Model)()
+	if err := t.canEvaluate(e); err != nil {
+		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
+	}
 	if err := t.usable(); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}

@@ -81,6 +81,15 @@ func (n *Network) Close() {
 	}
 }
 
+// Refuse answers the commands that wait for Apply with an error, and none of them takes effect. The
+// network stays open.
+func (n *Network) Refuse(because error) {
+	n = n.orNone()
+	for _, s := range n.queue.take(false) {
+		s.done <- because
+	}
+}
+
 // Open takes a Close back. A new network is open.
 func (n *Network) Open() {
 	n = n.orNone()

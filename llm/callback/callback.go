@@ -13,6 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/event"
@@ -26,6 +27,7 @@ import (
 type Run interface {
 	Made() error // why nothing can be done with it, if nobody has made it
 	Model() *model.Model
+	Config() arch.Config // of the model as it is now
 	Engine() engine.Engine
 
 	Note(set func(*event.Event)) // changes what is known of the run
@@ -154,7 +156,7 @@ func SampleText(t Run, tok tokenizer.Tokenizer, prompt string, n int, c sampler.
 	case n < 0:
 		return refuse("SampleText: asked for %d tokens, want at least 0", n)
 	}
-	if err := t.Model().Config.Knows(slices.Values(promptTokens(tok, prompt))); err != nil {
+	if err := t.Config().Knows(slices.Values(promptTokens(tok, prompt))); err != nil {
 		return refuse("SampleText: the prompt: %w", err)
 	}
 	if c.Vocab == 0 || c.Vocab > tok.VocabSize() {
@@ -211,7 +213,7 @@ func sample(t Run, tok tokenizer.Tokenizer, prompt string, n int,
 	if err != nil {
 		return "", err
 	}
-	g := infer.Draw(t.Model().Config, t.Decoder)
+	g := infer.Draw(t.Config(), t.Decoder)
 	var tokens []int
 	for token, err := range g.Generate(t.Context(), promptTokens(tok, prompt), n, s) {
 		if err != nil {

@@ -30,6 +30,7 @@ func NewGenerator(m *model.Model) (*Generator, error) {
 	if m == nil {
 		return nil, errors.New("llm: NewGenerator: the model is nil")
 	}
+	defer model.Take(m)()
 	i := &Inference{Model: m}
 	if _, err := i.Decoder(); err != nil {
 		return nil, err

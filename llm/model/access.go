@@ -25,9 +25,10 @@ type Holder interface {
 // ErrNoContext is the error of a context that is nil.
 var ErrNoContext = errors.New("the context is nil, want one such as context.Background()")
 
-// Made returns an error for a model that nobody has made.
+// Made returns an error for a model that nobody has made. It needs no turn, since a model never gets
+// other lattices.
 func Made(m *Model) error {
-	if m == nil || m.Kasmina == nil || len(m.Params) == 0 {
+	if m == nil || m.Kasmina == nil {
 		return ErrZero
 	}
 	return nil

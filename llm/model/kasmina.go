@@ -191,8 +191,9 @@ func (s Slots) ForgetFrozen(e Mirror, learning [][]bool) ([][]bool, error) {
 	if e == nil {
 		return nil, errors.New("llm: ForgetFrozen: there is nobody who has the parameters")
 	}
-	known, layers := learning != nil, s.Model.Kasmina.Layers()
-	learning = slices.Grow(learning, layers)[:layers]
+	known, before := learning != nil, learning
+	learning = make([][]bool, s.Model.Kasmina.Layers())
+	copy(learning, before)
 	for layer, l := range s.Model.Kasmina.Lattices() {
 		if l.Site() != blueprints.Chunk {
 			now, err := s.forgetPlanted(e, l, learning[layer], known)
@@ -202,9 +203,9 @@ func (s Slots) ForgetFrozen(e Mirror, learning [][]bool) ([][]bool, error) {
 			learning[layer] = now
 			continue
 		}
-		before, now := learning[layer], l.LearningSlots()
+		was, now := learning[layer], l.LearningSlots()
 		frozen := func(slot int) bool {
-			return slot < len(now) && !now[slot] && (!known || before[slot])
+			return slot < len(now) && !now[slot] && (!known || was[slot])
 		}
 		for from := 0; from < len(now); from++ {
 			to := from
@@ -327,10 +328,13 @@ func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, er
 	if err := Made(m); err != nil {
 		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
 	}
-	if len(m.Config.Kasmina) == 0 {
+	done := Take(m)
+	layers, slots := len(m.Config.Kasmina), m.fileSlots()
+	done()
+	if layers == 0 {
 		return c, fmt.Errorf("llm: ReadBlueprint: %s: the model has no Kasmina layers", path)
 	}
-	kind, p, err := m.fileSlots().ReadBlueprint(path)
+	kind, p, err := slots.ReadBlueprint(path)
 	if err != nil {
 		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
 	}
