@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strings"
 
-
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
