@@ -7,6 +7,11 @@
 //	go run ./examples/grow -data ~/notes -time 5m -lr 0.01,0.02,0.03
 //	go run ./examples/grow -runs 1 -replay runs/grow/grown-1.record.jsonl
 //
+// The command bench compares many recipes of growth with tuned static models, on budgets that are
+// counted in tokens per parameter, and keeps a record of each run:
+//
+//	go run ./examples/grow bench -h
+//
 // Beside each model lie a log and, of a grown one, the record of the decisions by which it grew,
 // which -replay follows. The last line that it prints is a JSON object with the results.
 package main
@@ -37,6 +42,9 @@ func main() {
 }
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) (err error) {
+	if len(args) > 0 && args[0] == "bench" {
+		return runBench(ctx, args[1:], stdout, stderr)
+	}
 	o, err := parse(args, stderr)
 	if err != nil {
 		return err

@@ -1,0 +1,280 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
+)
+
+// An arm is one recipe of a benchmark: how deep a model starts, when and how it grows, and how it is
+// optimized. It is written as key=value pairs with commas between, as in
+//
+//	blocks=12,lr=0.002
+//	blocks=3-12,share=0.1,kind=middle,rewarm=40
+//
+// Keys that have their default are left out, so that equal arms have equal names.
+type arm struct {
+	blocks    []int     // at the start and after each growth: one number for a static model
+	shares    []float64 // of the budget, one for each growth; none where the controller decides
+	kind      string    // stack, interleave or middle
+	rate      float64   // peak learning rate; 0 for the best rate of the static arms
+	optimizer string    // adamw or muon
+	decay     string    // of the learning rate: cosine, linear, or late (constant for half of the run)
+	rewarm    int       // llm.Growth.Rewarm
+	moments   string    // kept or fresh, of copied blocks
+	outputs   string    // random or zero, at the start of training
+	norms     string    // none or qk
+}
+
+// armKeys are the keys of an arm in the order in which it is written. Each has a default, a parser
+// and a formatter.
+var armKeys = []struct {
+	name   string
+	normal string
+	parse  func(a *arm, value string) error
+	format func(a arm) string
+}{
+	{"blocks", "", func(a *arm, v string) (err error) {
+		a.blocks, err = parseList(v, strconv.Atoi)
+		return err
+	}, func(a arm) string { return formatList(a.blocks) }},
+	{"share", "auto", func(a *arm, v string) (err error) {
+		if a.shares = nil; v == "auto" {
+			return nil
+		}
+		a.shares, err = parseList(v, parseNumber)
+		return err
+	}, func(a arm) string { return formatList(a.shares) }},
+	{"lr", "tuned", func(a *arm, v string) (err error) {
+		if a.rate = 0; v == "tuned" {
+			return nil
+		}
+		if a.rate, err = parseNumber(v); err == nil && a.rate <= 0 {
+			err = errors.New("want a number above 0")
+		}
+		return err
+	}, func(a arm) string {
+		if a.rate == 0 {
+			return "tuned"
+		}
+		return formatNumber(a.rate)
+	}},
+	wordKey("kind", func(a *arm) *string { return &a.kind }, "stack", "interleave", "middle"),
+	wordKey("optimizer", func(a *arm) *string { return &a.optimizer }, "adamw", "muon"),
+	wordKey("decay", func(a *arm) *string { return &a.decay }, "cosine", "linear", "late"),
+	{"rewarm", "0", func(a *arm, v string) (err error) {
+		if a.rewarm, err = strconv.Atoi(v); err == nil && a.rewarm < 0 {
+			err = errors.New("want a number of steps")
+		}
+		return err
+	}, func(a arm) string { return strconv.Itoa(a.rewarm) }},
+	wordKey("moments", func(a *arm) *string { return &a.moments }, "kept", "fresh"),
+	wordKey("outputs", func(a *arm) *string { return &a.outputs }, "random", "zero"),
+	wordKey("norms", func(a *arm) *string { return &a.norms }, "none", "qk"),
+}
+
+// armKey is the type of the elements of armKeys.
+type armKey = struct {
+	name   string
+	normal string
+	parse  func(a *arm, value string) error
+	format func(a arm) string
+}
+
+// wordKey returns a key whose value is one of a few words, the first of which is the default.
+func wordKey(name string, field func(*arm) *string, words ...string) armKey {
+	return armKey{name, words[0],
+		func(a *arm, v string) error {
+			if !slices.Contains(words, v) {
+				return fmt.Errorf("want %s", strings.Join(words, " or "))
+			}
+			*field(a) = v
+			return nil
+		},
+		func(a arm) string { return *field(&a) }}
+}
+
+func parseNumber(s string) (float64, error) {
+	v, err := strconv.ParseFloat(s, 64)
+	if err == nil && (math.IsNaN(v) || math.IsInf(v, 0)) {
+		err = errors.New("want a finite number")
+	}
+	return v, err
+}
+
+func formatNumber(v float64) string { return strconv.FormatFloat(v, 'g', -1, 64) }
+
+// parseList reads values that have dashes between them.
+func parseList[T any](s string, parse func(string) (T, error)) (all []T, err error) {
+	for part := range strings.SplitSeq(s, "-") {
+		v, err := parse(part)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, v)
+	}
+	return all, nil
+}
+
+func formatList[T any](all []T) string {
+	var parts []string
+	for _, v := range all {
+		parts = append(parts, fmt.Sprint(v))
+	}
+	return strings.Join(parts, "-")
+}
+
+// parseArm reads an arm as String writes it.
+func parseArm(text string) (a arm, err error) {
+	for _, k := range armKeys {
+		if k.normal != "" {
+			if err := k.parse(&a, k.normal); err != nil {
+				return a, fmt.Errorf("arm %q: default of %s: %w", text, k.name, err)
+			}
+		}
+	}
+
+	for pair := range strings.SplitSeq(text, ",") {
+		name, value, _ := strings.Cut(pair, "=")
+		i := slices.IndexFunc(armKeys, func(k armKey) bool { return k.name == name })
+		if i < 0 {
+			var names []string
+			for _, k := range armKeys {
+				names = append(names, k.name)
+			}
+			return a, fmt.Errorf("arm %q: %q is no key, want one of %s", text, name,
+				strings.Join(names, ", "))
+		}
+		if err := armKeys[i].parse(&a, value); err != nil {
+			return a, fmt.Errorf("arm %q: %s is %q: %w", text, name, value, err)
+		}
+	}
+	if err := a.check(); err != nil {
+		return a, fmt.Errorf("arm %q: %w", text, err)
+	}
+	return a, nil
+}
+
+// String writes the arm without the keys that have their default.
+func (a arm) String() string {
+	var pairs []string
+	for _, k := range armKeys {
+		if v := k.format(a); v != k.normal && v != "" {
+			pairs = append(pairs, k.name+"="+v)
+		}
+	}
+	return strings.Join(pairs, ",")
+}
+
+func (a arm) MarshalText() ([]byte, error) { return []byte(a.String()), nil }
+
+func (a *arm) UnmarshalText(text []byte) (err error) {
+	*a, err = parseArm(string(text))
+	return err
+}
+
+// grows reports whether the arm's model grows.
+func (a arm) grows() bool { return len(a.blocks) > 1 }
+
+// depth returns the number of blocks that the model ends with.
+func (a arm) depth() int { return a.blocks[len(a.blocks)-1] }
+
+// same reports whether two arms are equal in everything but what change does to both.
+func (a arm) same(b arm, change func(*arm)) bool {
+	change(&a)
+	change(&b)
+	return reflect.DeepEqual(a, b)
+}
+
+func (a arm) check() error {
+	switch {
+	case len(a.blocks) == 0:
+		return errors.New("it has no blocks, want one such as blocks=12 or blocks=3-12")
+	case slices.Min(a.blocks) < 1:
+		return errors.New("want at least 1 block")
+	case !a.grows() && len(a.shares) > 0:
+		return errors.New("share is for a model that grows, such as blocks=3-12")
+	case a.grows() && len(a.shares) > 0 && len(a.shares) != len(a.blocks)-1:
+		return fmt.Errorf("%d growths have %d shares, want one for each, or none to let the "+
+			"controller decide", len(a.blocks)-1, len(a.shares))
+	case len(a.shares) == 0 && len(a.blocks) > 2:
+		return errors.New("the controller grows a model once: give the shares of several growths")
+	}
+	for i := range a.blocks[1:] {
+		if _, _, err := a.growth(i); err != nil {
+			return err
+		}
+	}
+	if s := a.schedule(); s != nil {
+		return s.Check()
+	}
+	return nil
+}
+
+// growth returns the blueprint of growth i: its kind, and the size that leads to the wanted depth.
+func (a arm) growth(i int) (kind blueprints.Kind, size int, err error) {
+	kind = map[string]blueprints.Kind{"stack": blueprints.Stack, "interleave": blueprints.Interleave,
+		"middle": blueprints.Middle}[a.kind]
+	from, to := a.blocks[i], a.blocks[i+1]
+	for size = 2; ; size++ {
+		order, err := blueprints.Order(kind, from, size)
+		if err != nil || len(order) > to {
+			return kind, 0, fmt.Errorf("kind=%s cannot make %d blocks of %d", a.kind, to, from)
+		}
+		if len(order) == to {
+			return kind, size, nil
+		}
+	}
+}
+
+// schedule returns the controller of an arm with fixed shares, nil for another one.
+func (a arm) schedule() *control.Schedule {
+	if len(a.shares) == 0 {
+		return nil
+	}
+	s := &control.Schedule{}
+	for i, share := range a.shares {
+		kind, size, _ := a.growth(i) // check has seen it
+		s.Growths = append(s.Growths, control.Planned{Share: share, Kind: kind, Size: size})
+	}
+	return s
+}
+
+// controller returns what decides when the arm's model grows.
+func (a arm) controller() state.Controller {
+	if s := a.schedule(); s != nil {
+		return s
+	}
+	kind, size, _ := a.growth(0) // check has seen it
+	return control.NewDepth(kind, size)
+}
+
+// config returns the configuration that the arm's model starts with. It is that of the largest model
+// but for its depth and the options of the arm.
+func (a arm) config(largest llm.Config) llm.Config {
+	c := largest
+	c.Layers, c.Depth = a.blocks[0], len(a.blocks)-1
+	c.ZeroOutputs, c.QKNorm = a.outputs == "zero", a.norms == "qk"
+	return c
+}
+
+// annealing returns how the learning rate falls over the run's budget.
+func (a arm) annealing() (optim.Annealing, error) {
+	switch a.decay {
+	case "linear":
+		return optim.LinearAnnealing(0, 0)
+	case "late":
+		return optim.LinearAnnealing(0.5, 0)
+	}
+	return optim.CosineAnnealing(floor)
+}

@@ -1,0 +1,232 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// evaluationShares are the shares of the budget at which a run is evaluated: often at the start,
+// where the loss falls fast, and every twentieth later.
+var evaluationShares = []float64{0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4,
+	0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1}
+
+// trainingPoints is the number of points that a record has of the training loss.
+const trainingPoints = 128
+
+// train makes the run of a job. A run that diverges has a record that says so.
+func (b *bench) train(ctx context.Context, j job, d *cudaops.Device) (r record, err error) {
+	r = record{job: j, Device: "CPU", Parameters: 0}
+	if d != nil {
+		r.Device = fmt.Sprint(d)
+	}
+	t, err := b.trainer(j, d)
+	if err != nil {
+		return r, err
+	}
+	defer func() { err = errors.Join(err, t.Close()) }()
+
+	if j.Arm.grows() {
+		decisions, err := b.decisions(j)
+		if err != nil {
+			return r, err
+		}
+		defer func() { err = errors.Join(err, decisions.Close()) }()
+		growth := llm.Growth{Controller: j.Arm.controller(), Rewarm: j.Arm.rewarm,
+			FreshMoments: j.Arm.moments == "fresh", Record: decisions}
+		if err := t.Grow(growth); err != nil {
+			return r, err
+		}
+	}
+
+	watcher := &watcher{trainer: t, heldOut: b.text.heldOut, record: &r}
+	t.On(watcher.watch)
+	switch err := t.Run(ctx); {
+	case errors.Is(err, llm.ErrDiverged):
+		r.Failed = "diverged"
+	case err != nil:
+		return r, err
+	}
+	last := t.Last()
+	r.Parameters, r.Steps, r.Tokens, r.FLOPs = last.Params, last.Step, last.RunTokens, last.Spent.FLOPs
+	r.Seconds = (last.Elapsed - watcher.evaluating).Seconds()
+	return r, nil
+}
+
+// decisions opens the file for the growth decisions of a run, from which the run can be replayed.
+func (b *bench) decisions(j job) (*os.File, error) {
+	path := filepath.Join(b.dir, "decisions", j.name()+".jsonl")
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+		return nil, err
+	}
+	return os.Create(path)
+}
+
+// trainer makes the trainer of a job.
+func (b *bench) trainer(j job, d *cudaops.Device) (*llm.Trainer, error) {
+	c := j.Arm.config(b.Largest)
+	m, err := llm.NewModel(c, tensor.Float32, j.Seed)
+	if err != nil {
+		return nil, err
+	}
+	loader, err := data.NewLoader(b.text.tokens, data.LoaderConfig{Batch: b.Batch, Seq: c.Seq, Seed: j.Seed})
+	if err != nil {
+		return nil, err
+	}
+	o := b.options
+	o.optimizer = j.Arm.optimizer
+	optimizer, err := (&experiment{options: o}).newOptimizer(j.Arm.rate)
+	if err != nil {
+		return nil, err
+	}
+
+	flops := b.flops(j)
+	train := llm.TrainConfig{Batch: b.Batch, Clip: 1, Budget: llm.Budget{FLOPs: flops}}
+	if j.Equal == "time" {
+		train.Budget = llm.Budget{Time: time.Duration(flops / b.Speed * float64(time.Second))}
+	}
+	steps := flops / b.Largest.FLOPs() / float64(b.Batch*c.Seq)
+	train.Epoch = max(1, int(steps/200))
+	if train.Schedule, err = optim.Warmup(j.Arm.rate, min(warmup, int(steps/20))); err != nil {
+		return nil, err
+	}
+	if train.Annealing, err = j.Arm.annealing(); err != nil {
+		return nil, err
+	}
+	if d != nil {
+		train.Engine = gpu.Engine(d, b.precision)
+	}
+	return llm.NewTrainer(m, loader, optimizer, train)
+}
+
+// A watcher evaluates a run and writes its curves into the run's record.
+type watcher struct {
+	trainer    *llm.Trainer
+	heldOut    *data.Evaluation
+	record     *record
+	evaluating time.Duration // so far, which is no part of the run's time
+
+	losses float64 // the sum of the training losses since the last point
+	steps  int     // how many those are
+}
+
+func (w *watcher) watch(e llm.Event) error {
+	switch e.Kind {
+	case llm.Reshaped:
+		text := e.Text
+		if e.Err != nil {
+			text += ": " + e.Err.Error()
+		}
+		w.record.Growths = append(w.record.Growths, growth{Share: e.Share, Step: e.Step,
+			Blocks: w.trainer.Model.Config.Layers, Text: text})
+	case llm.StepEnd:
+		w.losses, w.steps = w.losses+e.Loss, w.steps+1
+		if n := len(w.record.Training); e.Last || e.Share*trainingPoints >= float64(n+1) {
+			w.record.Training = append(w.record.Training, [2]float64{e.Share, rounded(w.losses/float64(w.steps), 4)})
+			w.losses, w.steps = 0, 0
+		}
+		if n := len(w.record.Curve); e.Last || n < len(evaluationShares) && e.Share >= evaluationShares[n] {
+			return w.evaluate(e)
+		}
+	}
+	return nil
+}
+
+// evaluate adds a point to the curve of held-out losses.
+func (w *watcher) evaluate(e llm.Event) error {
+	began := time.Now()
+	_, bits, err := w.trainer.Evaluate(w.heldOut)
+	if err != nil {
+		return err
+	}
+	w.record.Loss = bits * math.Ln2
+	w.record.Curve = append(w.record.Curve, curvePoint{Share: e.Share,
+		Seconds: rounded((e.Elapsed - w.evaluating).Seconds(), 2), Tokens: e.RunTokens,
+		Blocks: w.trainer.Model.Config.Layers, Loss: rounded(w.record.Loss, 5)})
+	w.evaluating += time.Since(began)
+	return nil
+}
+
+func rounded(v float64, digits int) float64 {
+	scale := math.Pow10(digits)
+	return math.Round(v*scale) / scale
+}
+
+// The speed of the largest static model is measured over speedTime, after speedWarmup steps.
+const (
+	speedWarmup = 10
+	speedTime   = 4 * time.Second
+)
+
+// measureSpeed measures how fast each device trains the largest static model, unless the study knows
+// it. The study keeps the mean, so that runs of equal time have the same time on all devices.
+func (b *bench) measureSpeed(ctx context.Context) error {
+	if b.Speed > 0 {
+		return nil
+	}
+
+	devices := slices.Compact(slices.Clone(b.devices))
+	speeds, errs := make([]float64, len(devices)), make([]error, len(devices))
+	var all sync.WaitGroup
+	for i, d := range devices {
+		all.Go(func() { speeds[i], errs[i] = b.speedOf(ctx, d) })
+	}
+	all.Wait()
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("the speed of the largest model: %w", err)
+	}
+
+	for _, speed := range speeds {
+		b.Speed += speed / float64(len(speeds))
+	}
+	fmt.Fprintf(b.stderr, "speed     %.4g FLOPs per second for the largest model (on each device: %.4g)\n",
+		b.Speed, speeds)
+	return b.saveSettings()
+}
+
+// speedOf returns the FLOPs per second of the largest static model on a device.
+func (b *bench) speedOf(ctx context.Context, d *cudaops.Device) (float64, error) {
+	a, err := parseArm(fmt.Sprintf("blocks=%d,lr=0.001", b.Largest.Layers))
+	if err != nil {
+		return 0, err
+	}
+	t, err := b.trainer(job{Arm: a, Budget: 1e6, Equal: "flops", Seed: 1}, d)
+	if err != nil {
+		return 0, err
+	}
+	defer t.Close()
+
+	var began time.Time
+	var steps int
+	enough := errors.New("the speed is known")
+	t.On(func(e llm.Event) error {
+		switch {
+		case e.Kind != llm.StepEnd || e.Step < speedWarmup:
+		case e.Step == speedWarmup:
+			began = time.Now()
+		case time.Since(began) >= speedTime:
+			steps = e.Step - speedWarmup
+			return enough
+		}
+		return nil
+	})
+	if err := t.Run(ctx); !errors.Is(err, enough) {
+		return 0, errors.Join(err, errors.New("the run ended before it was timed"))
+	}
+	took := time.Since(began).Seconds()
+	return float64(steps*b.Batch*b.Largest.Seq) * b.Largest.FLOPs() / took, nil
+}

@@ -1,0 +1,104 @@
+package main
+
+import (
+	"math"
+	"slices"
+)
+
+// A plan says which jobs a benchmark has. Arms without a learning rate are tuned: a static arm runs
+// at every rate from the first random seed, and at the best of them from the others. A grown arm
+// takes the best rate of the static arm that is as deep as it ends.
+type plan struct {
+	budgets []float64
+	equal   []string
+	seeds   []uint64
+	arms    []arm
+	rates   []float64
+}
+
+// defaultArms returns the arms of the published comparison: static models of a quarter, half and all
+// of the blocks, and models that grow from a quarter of them at several shares or as the controller
+// decides.
+func defaultArms(layers int) (arms []string) {
+	quarter, half, all := formatNumber(float64(layers/4)), formatNumber(float64(layers/2)),
+		formatNumber(float64(layers))
+	arms = []string{"blocks=" + all, "blocks=" + half, "blocks=" + quarter}
+	for _, share := range []string{"0.05", "0.1", "0.2", "0.4"} {
+		arms = append(arms, "blocks="+quarter+"-"+all+",share="+share)
+	}
+	return append(arms, "blocks="+quarter+"-"+all)
+}
+
+// jobs returns the jobs that can run now, given the records of those that have run. Jobs that wait
+// for a rate to be tuned are left out: when all others have run, jobs returns them.
+func (p plan) jobs(records map[string]record) (ready []job) {
+	add := func(j job) {
+		if _, done := records[j.name()]; !done && !slices.ContainsFunc(ready, func(r job) bool {
+			return r.name() == j.name()
+		}) {
+			ready = append(ready, j)
+		}
+	}
+	for i, seed := range p.seeds {
+		for _, equal := range p.equal {
+			for _, budget := range p.budgets {
+				for _, a := range p.arms {
+					j := job{a, budget, equal, seed}
+					if a.rate > 0 {
+						add(j)
+						continue
+					}
+
+					trials := p.trials(j)
+					best, known := tunedRate(trials, records)
+					switch {
+					case known && (a.grows() || i > 0):
+						j.Arm.rate = best
+						add(j)
+					case !known:
+						for _, t := range trials {
+							add(t)
+						}
+					}
+				}
+			}
+		}
+	}
+	return ready
+}
+
+// trials returns the jobs that tune the learning rate of a job.
+func (p plan) trials(j job) (trials []job) {
+	if j.Arm.grows() {
+		j.Arm = j.Arm.static()
+	}
+	j.Seed = p.seeds[0]
+	for _, rate := range p.rates {
+		j.Arm.rate = rate
+		trials = append(trials, j)
+	}
+	return trials
+}
+
+// static returns the arm whose model has from the start the blocks that a grown model ends with.
+func (a arm) static() arm {
+	plain, _ := parseArm("blocks=1")
+	a.blocks, a.shares = []int{a.depth()}, nil
+	a.kind, a.rewarm, a.moments = plain.kind, plain.rewarm, plain.moments
+	return a
+}
+
+// tunedRate returns the rate of the run with the lowest loss, once all of them are over.
+func tunedRate(trials []job, records map[string]record) (rate float64, known bool) {
+	least := math.Inf(1)
+	for _, t := range trials {
+		r, done := records[t.name()]
+		if !done {
+			return 0, false
+		}
+		if r.Failed == "" && r.Loss < least {
+			least, rate = r.Loss, t.Arm.rate
+		}
+	}
+	return rate, rate > 0
+}

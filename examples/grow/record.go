@@ -1,0 +1,186 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// A job is one run of a benchmark: an arm, on a budget, from a random seed.
+type job struct {
+	Arm arm `json:"arm"`
+	// Budget is the number of tokens, for each parameter in the blocks of the largest model, that
+	// the largest static model sees in the run. Every arm spends what that takes.
+	Budget float64 `json:"tokens_per_parameter"`
+	// Equal is what runs on a budget have in common: flops, or the time of their steps.
+	Equal string `json:"equal"`
+	Seed  uint64 `json:"random_seed"`
+}
+
+// name returns the name of the job's files without an extension.
+func (j job) name() string {
+	return fmt.Sprintf("%s-%s-seed%d-%v", j.Equal, formatNumber(j.Budget), j.Seed, j.Arm)
+}
+
+// A record is what came of a job.
+type record struct {
+	job
+	// Failed says why the run has no result, as when its loss became infinite; empty otherwise.
+	Failed string `json:"failed,omitempty"`
+
+	Loss       float64      `json:"loss"` // held out, in nats per byte
+	Steps      int          `json:"steps"`
+	Tokens     int64        `json:"tokens"`
+	FLOPs      float64      `json:"flops"`
+	Seconds    float64      `json:"seconds"` // of steps, decisions and growth, without evaluations
+	Parameters int          `json:"parameters"`
+	Device     string       `json:"device"`
+	Growths    []growth     `json:"growths,omitempty"`
+	Curve      []curvePoint `json:"curve"`    // held-out losses
+	Training   [][2]float64 `json:"training"` // shares and the mean training loss up to each, per token
+}
+
+// growth is a change of the number of blocks during a run.
+type growth struct {
+	Share  float64 `json:"share"`
+	Step   int     `json:"step"`
+	Blocks int     `json:"blocks"`
+	Text   string  `json:"text"`
+}
+
+// curvePoint is a held-out loss at a share of the budget.
+type curvePoint struct {
+	Share   float64 `json:"share"`
+	Seconds float64 `json:"seconds"`
+	Tokens  int64   `json:"tokens"`
+	Blocks  int     `json:"blocks"`
+	Loss    float64 `json:"loss"`
+}
+
+// shareTo returns the share of the budget at which the run first had a loss, false if it never had.
+// Between two evaluations the loss is taken to fall in a straight line.
+func (r record) shareTo(loss float64) (float64, bool) {
+	var before curvePoint
+	for i, p := range r.Curve {
+		if p.Loss > loss {
+			before = p
+			continue
+		}
+		if i == 0 {
+			return p.Share, true
+		}
+		return before.Share + (p.Share-before.Share)*(before.Loss-loss)/(before.Loss-p.Loss), true
+	}
+	return 0, false
+}
+
+// A study is a folder with the records of a benchmark, all of models that differ only in what their
+// arms say.
+type study struct {
+	dir     string
+	records map[string]record // by the names of their jobs
+	studySettings
+}
+
+// studySettings are the settings that all runs of a study have in common.
+type studySettings struct {
+	Largest   llm.Config `json:"largest"` // the configuration of the largest static model
+	Batch     int        `json:"batch"`
+	Precision string     `json:"precision"`
+	Tokens    string     `json:"tokens"`   // fingerprint of the training text
+	HeldOut   string     `json:"held_out"` // fingerprint of the held-out text
+
+	// Speed is the largest static model's, in FLOPs per second. It turns a budget into a time.
+	Speed float64 `json:"speed,omitempty"`
+}
+
+// openStudy opens a folder of records, which is made if there is none. It refuses a folder whose
+// runs had other settings.
+func openStudy(dir string, settings studySettings) (*study, error) {
+	s := &study{dir: dir, records: map[string]record{}, studySettings: settings}
+	var there studySettings
+	switch err := readJSON(s.path("study"), &there); {
+	case errors.Is(err, fs.ErrNotExist):
+		return s, s.saveSettings()
+	case err != nil:
+		return nil, err
+	}
+
+	s.Speed = there.Speed
+	if !reflect.DeepEqual(there, s.studySettings) {
+		return nil, fmt.Errorf("%s has the runs of another model, text or precision: choose another "+
+			"-out, or give the options that its runs had", dir)
+	}
+	return s, s.readRecords()
+}
+
+// loadStudy opens a folder of records to report on them.
+func loadStudy(dir string) (*study, error) {
+	s := &study{dir: dir, records: map[string]record{}}
+	if err := readJSON(s.path("study"), &s.studySettings); err != nil {
+		return nil, err
+	}
+	return s, s.readRecords()
+}
+
+func (s *study) readRecords() error {
+	paths, err := filepath.Glob(filepath.Join(s.dir, "*-seed*.json"))
+	if err != nil {
+		return err
+	}
+	for _, path := range paths {
+		var r record
+		if err := readJSON(path, &r); err != nil {
+			return err
+		}
+		if name := strings.TrimSuffix(filepath.Base(path), ".json"); name != r.name() {
+			return fmt.Errorf("%s is the record of %s: rename it", path, r.name())
+		}
+		s.records[r.name()] = r
+	}
+	return nil
+}
+
+// path returns the path of a file of the study.
+func (s *study) path(name string) string { return filepath.Join(s.dir, name+".json") }
+
+// add keeps the record of a run, in memory and as a file.
+func (s *study) add(r record) error {
+	if err := writeJSON(s.path(r.name()), r); err != nil {
+		return err
+	}
+	s.records[r.name()] = r
+	return nil
+}
+
+func (s *study) saveSettings() error { return writeJSON(s.path("study"), s.studySettings) }
+
+func readJSON(path string, v any) error {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	if err := json.Unmarshal(text, v); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return nil
+}
+
+func writeJSON(path string, v any) error {
+	text, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	return atomicfile.WriteMkdir(path, func(f *os.File) error {
+		_, err := f.Write(append(text, '\n'))
+		return err
+	})
+}

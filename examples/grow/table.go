@@ -1,0 +1,215 @@
+package main
+
+import (
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"math"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
+)
+
+// A row sums up the runs of an arm on a budget.
+type row struct {
+	Equal  string  `json:"equal"`
+	Budget float64 `json:"tokens_per_parameter"`
+	Arm    arm     `json:"arm"`
+	Static bool    `json:"static"`
+	Best   bool    `json:"best_static"`
+
+	Seeds     []uint64 `json:"random_seeds"`
+	Loss      float64  `json:"loss"`      // mean over the random seeds
+	Deviation float64  `json:"deviation"` // standard deviation over the random seeds
+	Failed    int      `json:"failed,omitempty"`
+
+	// Gain is by how much the loss lies below that of the best static arm, as the mean over the
+	// random seeds that both have.
+	Gain *float64 `json:"gain,omitempty"`
+	// Reached is the mean share of the budget at which the runs had the final loss of the best static
+	// arm; nil if one of them never had it.
+	Reached *float64 `json:"share_to_static_loss,omitempty"`
+
+	Tokens  float64 `json:"tokens"`
+	Seconds float64 `json:"seconds"`
+
+	runs map[uint64]record
+}
+
+// rows sums up the records of a study: budget by budget, the lowest loss first.
+func (s *study) rows() (all []row) {
+	byArm := map[string]*row{}
+	for _, name := range slices.Sorted(maps.Keys(s.records)) {
+		r := s.records[name]
+		key := fmt.Sprintf("%s %g %v", r.Equal, r.Budget, r.Arm)
+		if byArm[key] == nil {
+			byArm[key] = &row{Equal: r.Equal, Budget: r.Budget, Arm: r.Arm, Static: !r.Arm.grows(),
+				runs: map[uint64]record{}}
+		}
+		byArm[key].add(r)
+	}
+
+	for _, r := range byArm {
+		r.Loss, r.Deviation = meanAndDeviation(r.runs, func(r record) float64 { return r.Loss })
+		r.Tokens, _ = meanAndDeviation(r.runs, func(r record) float64 { return float64(r.Tokens) })
+		r.Seconds, _ = meanAndDeviation(r.runs, func(r record) float64 { return r.Seconds })
+		r.Seeds = slices.Sorted(maps.Keys(r.runs))
+		all = append(all, *r)
+	}
+	slices.SortFunc(all, func(a, b row) int {
+		return cmp.Or(cmp.Compare(a.Equal, b.Equal), cmp.Compare(a.Budget, b.Budget),
+			cmp.Compare(min(1, a.Failed)*(1-min(1, len(a.runs))), min(1, b.Failed)*(1-min(1, len(b.runs)))),
+			cmp.Compare(a.Loss, b.Loss), cmp.Compare(a.Arm.String(), b.Arm.String()))
+	})
+	for _, g := range grouped(all) {
+		compareWithStatic(g)
+	}
+	return all
+}
+
+// add adds a run to a row. One that failed is only counted.
+func (r *row) add(run record) {
+	if run.Failed != "" {
+		r.Failed++
+		return
+	}
+	r.runs[run.Seed] = run
+}
+
+// grouped splits sorted rows into those of one budget each.
+func grouped(all []row) (groups [][]row) {
+	for len(all) > 0 {
+		n := 1
+		for n < len(all) && all[n].Equal == all[0].Equal && all[n].Budget == all[0].Budget {
+			n++
+		}
+		groups, all = append(groups, all[:n]), all[n:]
+	}
+	return groups
+}
+
+// compareWithStatic compares the rows of a budget with the best static arm: of those with the most
+// random seeds, the arm with the lowest mean loss.
+func compareWithStatic(rows []row) {
+	best := -1
+	for i, r := range rows {
+		if r.Static && len(r.runs) > 0 && (best < 0 || len(r.runs) > len(rows[best].runs) ||
+			len(r.runs) == len(rows[best].runs) && r.Loss < rows[best].Loss) {
+			best = i
+		}
+	}
+	if best < 0 {
+		return
+	}
+
+	rows[best].Best = true
+	for i := range rows {
+		var gain, share float64
+		common, reached := 0, 0
+		for seed, run := range rows[i].runs {
+			static, ok := rows[best].runs[seed]
+			if !ok {
+				continue
+			}
+			common++
+			gain += static.Loss - run.Loss
+			if at, ok := run.shareTo(static.Loss); ok {
+				reached++
+				share += at
+			}
+		}
+		if common == 0 || i == best {
+			continue
+		}
+		gain /= float64(common)
+		rows[i].Gain = &gain
+		if reached == common {
+			share /= float64(common)
+			rows[i].Reached = &share
+		}
+	}
+}
+
+// meanAndDeviation returns the mean of a figure over runs, and its standard deviation, which is 0 for
+// a single run.
+func meanAndDeviation(runs map[uint64]record, figure func(record) float64) (mean, deviation float64) {
+	n := float64(len(runs))
+	if n == 0 {
+		return 0, 0
+	}
+	for _, r := range runs {
+		mean += figure(r) / n
+	}
+	for _, r := range runs {
+		deviation += (figure(r) - mean) * (figure(r) - mean)
+	}
+	return mean, math.Sqrt(deviation / max(1, n-1))
+}
+
+// writeTable writes the rows as Markdown, a table for each budget.
+func writeTable(w io.Writer, rows []row) error {
+	var b strings.Builder
+	for _, g := range grouped(rows) {
+		fmt.Fprintf(&b, "\n%g tokens per parameter, equal %s\n\n", g[0].Budget, g[0].Equal)
+		b.WriteString("| arm | random seeds | held-out loss, nats per byte | below the best static arm | " +
+			"its loss reached at | million tokens | seconds |\n| --- | --- | --- | --- | --- | --- | --- |\n")
+		for _, r := range g {
+			loss, gain, reached := fmt.Sprintf("%.4f", r.Loss), "", ""
+			switch {
+			case len(r.runs) == 0:
+				loss = "diverged"
+			case len(r.runs) > 1:
+				loss += fmt.Sprintf(" ± %.4f", r.Deviation)
+			}
+			if r.Failed > 0 && len(r.runs) > 0 {
+				loss += fmt.Sprintf(", and %d diverged", r.Failed)
+			}
+			switch {
+			case r.Best:
+				gain = "best static arm"
+			case r.Gain != nil:
+				gain, reached = fmt.Sprintf("%+.4f", *r.Gain), "never"
+				if r.Reached != nil {
+					reached = fmt.Sprintf("%.2f", *r.Reached)
+				}
+			}
+			fmt.Fprintf(&b, "| `%v` | %s | %s | %s | %s | %.1f | %.1f |\n", r.Arm, formatList(r.Seeds), loss,
+				gain, reached, r.Tokens/1e6, r.Seconds)
+		}
+	}
+	_, err := io.WriteString(w, b.String())
+	return err
+}
+
+// report prints the table of the study and, on the last line, the same as JSON. It writes the table
+// and a picture into the folder.
+func (s *study) report(stdout io.Writer) error {
+	rows := s.rows()
+	if len(rows) == 0 {
+		return errors.New("there are no records of runs in " + s.dir)
+	}
+
+	if err := atomicfile.WriteMkdir(s.dir+"/table.md", func(f *os.File) error {
+		return writeTable(f, rows)
+	}); err != nil {
+		return err
+	}
+	if err := drawGains(s.dir+"/gains.png", rows); err != nil {
+		return err
+	}
+
+	line, err := json.Marshal(rows)
+	if err != nil {
+		return err
+	}
+	if err := writeTable(stdout, rows); err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(stdout, "\n%s\n", line)
+	return err
+}
