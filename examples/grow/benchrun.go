@@ -169,7 +169,7 @@ func rounded(v float64, digits int) float64 {
 // The speed of the largest static model is measured over speedTime, after speedWarmup steps.
 const (
 	speedWarmup = 10
-	speedTime   = 4 * time.Second
+	speedTime   = 2 * time.Second
 )
 
 // measureSpeed measures how fast each device trains the largest static model, unless the study knows

@@ -1,0 +1,252 @@
+package main
+
+import (
+	"encoding/json"
+	"flag"
+	"fmt"
+	"image/png"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestArmText wants an arm to be written without its defaults and to be read back unchanged.
+func TestArmText(t *testing.T) {
+	for text, written := range map[string]string{
+		"blocks=12":                          "blocks=12",
+		"lr=2e-3,blocks=12,kind=stack":       "blocks=12,lr=0.002",
+		"blocks=3-12,share=auto":             "blocks=3-12",
+		"blocks=3-6-12,share=0.05-0.2":       "blocks=3-6-12,share=0.05-0.2",
+		"blocks=4-12,share=0.1,kind=middle":  "blocks=4-12,share=0.1,kind=middle",
+		"optimizer=muon,blocks=1,norms=qk":   "blocks=1,optimizer=muon,norms=qk",
+		"blocks=2-4,share=0.5,moments=fresh": "blocks=2-4,share=0.5,moments=fresh",
+		"blocks=2,decay=late,outputs=zero":   "blocks=2,decay=late,outputs=zero",
+	} {
+		a, err := parseArm(text)
+		require.NoError(t, err)
+		require.Equal(t, written, a.String())
+
+		var again arm
+		require.NoError(t, again.UnmarshalText([]byte(written)))
+		require.Equal(t, a, again)
+	}
+}
+
+func TestBadArms(t *testing.T) {
+	for want, text := range map[string]string{
+		"it has no blocks":                        "lr=0.1",
+		`"depth" is no key, want one of blocks,`:  "depth=12",
+		`lr is "fast"`:                            "blocks=12,lr=fast",
+		`lr is "0": want a number above 0`:        "blocks=12,lr=0",
+		`kind is "tall": want stack or`:           "blocks=12,kind=tall",
+		"want at least 1 block":                   "blocks=0",
+		"share is for a model that grows":         "blocks=12,share=0.1",
+		"1 growths have 2 shares":                 "blocks=3-12,share=0.1-0.2",
+		"the controller grows a model once":       "blocks=3-6-12",
+		"kind=stack cannot make 12 blocks of 5":   "blocks=5-12,share=0.1",
+		"kind=middle cannot make 11 blocks of 6":  "blocks=6-11,share=0.1,kind=middle",
+		"kind=stack cannot make 3 blocks of 12":   "blocks=12-3,share=0.1",
+		"Growths[0].Share is 1, want 0 to less":   "blocks=3-12,share=1",
+		`rewarm is "-1": want a number of steps`:  "blocks=3-12,share=0.1,rewarm=-1",
+		`share is "0.1-x"`:                        "blocks=3-12,share=0.1-x",
+		"Growths[1].Share is 0.1, want 0.2 to le": "blocks=3-6-12,share=0.2-0.1",
+	} {
+		_, err := parseArm(text)
+		require.ErrorContains(t, err, want, text)
+	}
+}
+
+func mustArm(t *testing.T, text string) arm {
+	t.Helper()
+	a, err := parseArm(text)
+	require.NoError(t, err)
+	return a
+}
+
+// TestPlanTunes wants rates to be tried from the first random seed alone, and the best one to be used
+// by the other seeds and by the arms that grow.
+func TestPlanTunes(t *testing.T) {
+	p := plan{budgets: []float64{5}, equal: []string{"flops"}, seeds: []uint64{7, 8},
+		rates: []float64{0.001, 0.002},
+		arms: []arm{mustArm(t, "blocks=4"), mustArm(t, "blocks=2,lr=0.01"),
+			mustArm(t, "blocks=2-4,share=0.1"), mustArm(t, "blocks=2-4,share=0.1,optimizer=muon")}}
+	records := map[string]record{}
+	names := func() (all []string) {
+		for _, j := range p.jobs(records) {
+			all = append(all, fmt.Sprintf("%d %v", j.Seed, j.Arm))
+		}
+		return all
+	}
+	finish := func(loss map[string]float64) {
+		for _, j := range p.jobs(records) {
+			r := record{job: j, Loss: loss[j.Arm.String()]}
+			if r.Loss == 0 {
+				r.Failed = "diverged"
+			}
+			records[j.name()] = r
+		}
+	}
+
+	require.Equal(t, []string{"7 blocks=4,lr=0.001", "7 blocks=4,lr=0.002", "7 blocks=2,lr=0.01",
+		"7 blocks=4,lr=0.001,optimizer=muon", "7 blocks=4,lr=0.002,optimizer=muon", "8 blocks=2,lr=0.01"},
+		names())
+	finish(map[string]float64{"blocks=4,lr=0.001": 3, "blocks=4,lr=0.002": 2, "blocks=2,lr=0.01": 4,
+		"blocks=4,lr=0.001,optimizer=muon": 5})
+	require.Equal(t, []string{"7 blocks=2-4,share=0.1,lr=0.002",
+		"7 blocks=2-4,share=0.1,lr=0.001,optimizer=muon", "8 blocks=4,lr=0.002",
+		"8 blocks=2-4,share=0.1,lr=0.002", "8 blocks=2-4,share=0.1,lr=0.001,optimizer=muon"}, names())
+	finish(map[string]float64{})
+	require.Empty(t, names())
+}
+
+// TestRows wants arms to be compared with the static arm of the lowest mean loss, seed by seed.
+func TestRows(t *testing.T) {
+	s := &study{dir: t.TempDir(), records: map[string]record{}}
+	add := func(arm string, seed uint64, failed string, losses ...float64) {
+		r := record{job: job{mustArm(t, arm), 10, "flops", seed}, Failed: failed, Seconds: 2, Tokens: 1e6}
+		for i, loss := range losses {
+			r.Curve = append(r.Curve, curvePoint{Share: float64(i+1) / float64(len(losses)), Loss: loss})
+			r.Loss = loss
+		}
+		require.NoError(t, s.add(r))
+	}
+	add("blocks=4,lr=0.1", 1, "", 5, 3)
+	add("blocks=4,lr=0.1", 2, "", 5, 4)
+	add("blocks=2,lr=0.1", 1, "", 5, 3.4)
+	add("blocks=2,lr=0.1", 2, "", 5, 3.8)
+	add("blocks=2,lr=0.2", 1, "", 1) // the lowest loss, but from a single random seed
+	add("blocks=2-4,share=0.5,lr=0.1", 1, "", 5, 3.4, 2, 2)
+	add("blocks=2-4,share=0.5,lr=0.1", 2, "", 5, 4, 3, 3)
+	add("blocks=1-4,share=0.5,lr=0.1", 1, "", 9, 8)
+	add("blocks=1-4,share=0.5,lr=0.1", 2, "diverged", 9)
+
+	rows := s.rows()
+	find := func(arm string) row {
+		i := slices.IndexFunc(rows, func(r row) bool { return r.Arm.String() == arm })
+		require.GreaterOrEqual(t, i, 0, arm)
+		return rows[i]
+	}
+	require.True(t, find("blocks=4,lr=0.1").Best)
+	grown := find("blocks=2-4,share=0.5,lr=0.1")
+	require.InDelta(t, 2.5, grown.Loss, 1e-12)
+	require.InDelta(t, 0.7071, grown.Deviation, 1e-4)
+	require.InDelta(t, 1, *grown.Gain, 1e-12)
+	// Seed 1 has a loss of 3 at 0.5 + 0.25·0.4/1.4, and seed 2 has one of 4 at 0.5.
+	require.InDelta(t, (0.5+0.25*0.4/1.4+0.5)/2, *grown.Reached, 1e-12)
+	worse := find("blocks=1-4,share=0.5,lr=0.1")
+	require.InDelta(t, -5, *worse.Gain, 1e-12)
+	require.Nil(t, worse.Reached)
+	require.Equal(t, 1, worse.Failed)
+
+	var table strings.Builder
+	require.NoError(t, writeTable(&table, rows))
+	require.Contains(t, table.String(),
+		"| `blocks=2-4,share=0.5,lr=0.1` | 1-2 | 2.5000 ± 0.7071 | +1.0000 | 0.54 | 1.0 | 2.0 |")
+	require.Contains(t, table.String(),
+		"| `blocks=1-4,share=0.5,lr=0.1` | 1 | 8.0000, and 1 diverged | -5.0000 | never | 1.0 | 2.0 |")
+}
+
+// benchArgs are arguments of a benchmark that takes hardly any time.
+func benchArgs(t *testing.T, data, out string, more ...string) []string {
+	return append([]string{"bench", "-device", "cpu", "-data", data, "-out", out, "-vocab", "0",
+		"-layers", "4", "-dim", "16", "-heads", "2", "-seq", "16", "-batch", "4", "-heldout", "256",
+		"-budgets", "2", "-seeds", "3"}, more...)
+}
+
+// TestBench makes a small benchmark in two calls. The second must make only the runs that the first
+// has left out, and report on all of them.
+func TestBench(t *testing.T) {
+	data, out := textFolder(t), t.TempDir()
+	var stdout, stderr strings.Builder
+	args := benchArgs(t, data, out, "-equal", "flops,time", "-lr", "0.01", "blocks=4",
+		"blocks=2-4,share=0.3,rewarm=3,moments=fresh,norms=qk,outputs=zero,decay=late,lr=0.01")
+	require.NoError(t, run(t.Context(), args, &stdout, &stderr), &stderr)
+
+	kept := filepath.Join(out, "flops-2-seed3-blocks=4,lr=0.01.json")
+	before, err := os.Stat(kept)
+	require.NoError(t, err)
+	stdout.Reset()
+	require.NoError(t, run(t.Context(), append(args, "blocks=1-4,share=0.2"), &stdout, &stderr), &stderr)
+	after, err := os.Stat(kept)
+	require.NoError(t, err)
+	require.Equal(t, before.ModTime(), after.ModTime())
+
+	var rows []row
+	lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
+	require.NoError(t, json.Unmarshal([]byte(lines[len(lines)-1]), &rows))
+	require.Len(t, rows, 6)
+	require.Contains(t, stdout.String(), "2 tokens per parameter, equal time")
+
+	s, err := loadStudy(out)
+	require.NoError(t, err)
+	require.Len(t, s.records, 6)
+	static := s.records["flops-2-seed3-blocks=4,lr=0.01"]
+	for name, r := range s.records {
+		require.Empty(t, r.Failed, name)
+		require.Equal(t, r.Loss, r.Loss, name)
+		require.InDelta(t, 1, r.Curve[len(r.Curve)-1].Share, 1e-9, name)
+		require.NotEmpty(t, r.Training, name)
+		if r.Equal == "flops" {
+			// Runs end with the step that spends the budget.
+			require.InDelta(t, static.FLOPs, r.FLOPs, 0.02*static.FLOPs, name)
+		}
+		if r.Arm.grows() {
+			require.Len(t, r.Growths, 1, name)
+			require.Equal(t, 4, r.Growths[0].Blocks, name)
+			if r.Equal == "flops" {
+				require.InDelta(t, r.Arm.shares[0], r.Growths[0].Share, 0.05, name)
+			}
+			require.FileExists(t, filepath.Join(out, "decisions", name+".jsonl"))
+		}
+	}
+
+	picture, err := os.Open(filepath.Join(out, "gains.png"))
+	require.NoError(t, err)
+	defer picture.Close()
+	_, err = png.Decode(picture)
+	require.NoError(t, err)
+	require.FileExists(t, filepath.Join(out, "table.md"))
+
+	stdout.Reset()
+	require.NoError(t, run(t.Context(), []string{"bench", "-report", "-out", out}, &stdout, io.Discard))
+	require.Contains(t, stdout.String(), "`blocks=1-4,share=0.2,lr=0.01`")
+
+	require.ErrorContains(t, run(t.Context(), benchArgs(t, data, out, "-batch", "5", "blocks=4,lr=0.01"),
+		io.Discard, io.Discard), "has the runs of another model, text or precision")
+}
+
+// TestBenchLimit wants a benchmark whose time is up to start no run and to say what is left.
+func TestBenchLimit(t *testing.T) {
+	out := t.TempDir()
+	var stderr strings.Builder
+	err := run(t.Context(), benchArgs(t, textFolder(t), out, "-limit", "1ms", "blocks=4,lr=0.01"), io.Discard, &stderr)
+	require.ErrorContains(t, err, "there are no records of runs in")
+	require.Contains(t, stderr.String(), "2 of 2 runs are left for the next call")
+}
+
+func TestBadBenchOptions(t *testing.T) {
+	for want, args := range map[string][]string{
+		"-budgets is":                {"-budgets", "5,0"},
+		"-lr is":                     {"-lr", "x"},
+		"-seeds is":                  {"-seeds", "1,-2"},
+		"-equal is":                  {"-equal", "steps"},
+		"-device is":                 {"-device", "tpu"},
+		"-batch is 0":                {"-batch", "0"},
+		"-vocab is 5":                {"-vocab", "5"},
+		"-limit is -1s":              {"-limit", "-1s"},
+		"-heldout is 1":              {"-heldout", "1"},
+		"-layers is 6, want a multi": {"-layers", "6"},
+		"kind=stack cannot make":     {"blocks=3-4,share=0.1"},
+		"Config.Dim is 17":           {"-dim", "17"},
+		"study.json":                 {"-report"},
+	} {
+		args = append(benchArgs(t, textFolder(t), t.TempDir()), args...)
+		require.ErrorContains(t, run(t.Context(), args, io.Discard, io.Discard), want, args)
+	}
+	require.ErrorIs(t, run(t.Context(), []string{"bench", "-h"}, io.Discard, io.Discard), flag.ErrHelp)
+}
