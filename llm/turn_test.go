@@ -205,6 +205,53 @@ func TestClosedTrainerAnswers(t *testing.T) {
 	require.NoError(t, next.Close())
 }
 
+// TestLateCommands wants a command that comes too late for the last checkpoint of a run to be refused,
+// whoever gives it, and one that is answered with nil to be in the checkpoint.
+func TestLateCommands(t *testing.T) {
+	plant := func(seed int) state.Command {
+		return state.Command{Action: state.Germinate, Seed: seed,
+			Request: state.GerminationRequest{Slot: 4, Kind: blueprints.Residual}}
+	}
+	for _, end := range []string{"all steps made", "interrupted"} {
+		t.Run(end, func(t *testing.T) {
+			tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
+			path := filepath.Join(t.TempDir(), "run")
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			var inTime, late, steered <-chan error
+			tr.On(func(e Event) error {
+				switch {
+				case e.Kind == StepEnd && e.Step == 3:
+					inTime = tr.Model.Kasmina.Submit(plant(0))
+				case e.Kind == StepEnd && e.Last, e.Kind == Interrupted:
+					late = tr.Model.Kasmina.Submit(state.Command{Action: state.SetAlpha, Seed: 2, Alpha: 0.125})
+					steered = tr.Steer(state.Command{Action: state.SetAlpha, Seed: 3, Alpha: 0.125})
+				}
+				return nil
+			}, Checkpoint(tr, path, 0), func(e Event) error {
+				if e.Kind == StepEnd && e.Step == 3 && end == "interrupted" {
+					cancel()
+				}
+				return nil
+			})
+
+			err := tr.Run(ctx)
+			if end == "interrupted" {
+				require.ErrorIs(t, err, context.Canceled)
+				require.ErrorIs(t, <-inTime, state.ErrClosed)
+			} else {
+				require.NoError(t, err)
+				require.NoError(t, <-inTime)
+			}
+			require.ErrorIs(t, <-late, state.ErrClosed)
+			require.ErrorIs(t, <-steered, state.ErrClosed)
+			saved, err := LoadModel(t.Context(), path)
+			require.NoError(t, err)
+			require.Equal(t, saved.Kasmina.Digest(), tr.Model.Kasmina.Digest())
+		})
+	}
+}
+
 // operations is how many calls are made beside a run. Asked for by KASMINA_OPERATIONS, 10000 take
 // minutes.
 func operations(t *testing.T) int64 {
@@ -578,10 +625,13 @@ func TestAdapters(t *testing.T) {
 			again := newTrainer(t, options)
 			replay, err := ReadRecord(strings.NewReader(lines))
 			require.NoError(t, err)
-			require.NoError(t, again.Grow(Growth{Replay: replay}))
+			var repeated bytes.Buffer
+			require.NoError(t, again.Grow(Growth{Replay: replay, Record: &repeated}))
 			again.On(MergeAtEnd(again))
 			require.NoError(t, again.Run(context.Background()))
 			require.Equal(t, want, learntBy(t, again))
+			require.Equal(t, lines, repeated.String())
+			require.Equal(t, whole.Model.Kasmina.Digest(), again.Model.Kasmina.Digest())
 		})
 	}
 }
