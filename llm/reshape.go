@@ -144,31 +144,17 @@ func (t *Trainer) reshapeDepth() error {
 }
 
 // commitGrowth discards the snapshot of a growth in depth that has been accepted, and applies the
-// growth to the other snapshots that lack it.
-//
-// Growths in depth are committed in the order in which they were grafted, since each is described
-// by the blocks that it found. One that is accepted while an older one can still be rolled back
-// keeps its snapshot until that has been decided.
+// growth to the other snapshots that lack it. In depth one blueprint is grafted at a time, so the
+// growth is the model's last.
 func (t *Trainer) commitGrowth(at state.Address) {
-	i := t.snapshots.find(at)
-	if i < 0 {
+	if t.snapshots.find(at) < 0 {
 		return
 	}
-	older := func(b snapshot) bool {
-		return slices.ContainsFunc(b.seeds, func(s state.Address) bool {
-			return s.Layer == at.Layer && s != at
-		})
-	}
-	if slices.ContainsFunc(t.snapshots[:i+1], older) {
-		return
-	}
-
 	grown := t.Model.Config.Grown
-	g := slices.IndexFunc(grown, func(g Grown) bool { return g.Seed == at.Seed && !g.Stream })
 	t.snapshots = t.snapshots.without(at)
 	for i := range t.snapshots {
-		if b := &t.snapshots[i]; g >= 0 && len(b.Config.Grown) == g {
-			b.Model = b.Grow(grown[g]).Clone()
+		if b := &t.snapshots[i]; len(b.Config.Grown) < len(grown) {
+			b.Model = b.Grow(grown[len(grown)-1]).Clone()
 		}
 	}
 }

@@ -1,0 +1,517 @@
+package llm
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// script is a controller that gives commands by the number of the epoch.
+type script map[int][]state.Command
+
+func (s script) Decide(r []state.Report) []state.Command { return s[r[0].Epoch] }
+
+// trialOf returns a script that plants a LoRA, puts it on trial and takes it back.
+func trialOf() script {
+	move := func(to state.Stage) []state.Command {
+		return []state.Command{{Action: state.Move, To: to}}
+	}
+	return script{
+		1: {{Action: state.Germinate, Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},
+			{Action: state.Move, To: state.Training}},
+		2: move(state.Grafting), 4: move(state.Stabilization), 5: move(state.Evaluating),
+		7: move(state.RolledBack)}
+}
+
+// site returns the configuration of a small model with seeds on the query projections.
+func querySites() Config {
+	c := Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, Seq: 12}.Default()
+	c.Weights = c.WeightSites("q")
+	return c
+}
+
+// growthRun is a run of a small model that grows.
+type growthRun struct {
+	config     Config
+	steps      int
+	accumulate int
+	controller state.Controller // with held-out text; nil for none
+	optimizer  optim.Optimizer  // nil for AdamW without weight decay
+	engine     func(*Trainer, *Model, optim.Optimizer, TrainConfig) (Engine, error)
+}
+
+func (r growthRun) trainer(t *testing.T) *Trainer {
+	t.Helper()
+	o := r.optimizer
+	if o == nil {
+		var err error
+		o, err = optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
+		require.NoError(t, err)
+	}
+	base := newTrainer(t, trainerOptions{config: r.config, steps: r.steps, accumulate: r.accumulate,
+		optimizer: func() (optim.Optimizer, error) { return o, nil }})
+	m, err := NewModel(r.config, tensor.Float32, 7, state.WithoutGates())
+	require.NoError(t, err)
+	require.NoError(t, base.Close())
+	c := base.Config
+	c.Epoch = 2
+	var tr *Trainer
+	if r.engine != nil {
+		c.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+			return r.engine(tr, m, o, c)
+		}
+	}
+	tr, err = NewTrainer(m, base.Loader, o, c)
+	require.NoError(t, err)
+	t.Cleanup(func() { tr.Close() })
+	if r.controller != nil {
+		require.NoError(t, tr.Grow(Growth{Controller: r.controller, Validation: heldOut(t, 60, 2)}))
+	}
+	return tr
+}
+
+// saveSteps saves the trainer after each step to a file of a folder.
+func saveSteps(tr *Trainer, dir string) Callback {
+	return func(e Event) error {
+		if e.Kind == StepEnd {
+			return tr.Save(filepath.Join(dir, fmt.Sprint(e.Step)))
+		}
+		return nil
+	}
+}
+
+func fileOf(t *testing.T, tr *Trainer) []byte {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "file")
+	require.NoError(t, tr.Save(path))
+	b, err := os.ReadFile(path)
+	require.NoError(t, err)
+	return b
+}
+
+// TestResumeWhileInterleaving resumes a run after each of its steps, with one Interleave committed
+// and another one pending. A Kasmina layer stands after another block in each of the models that
+// such a checkpoint holds.
+func TestResumeWhileInterleaving(t *testing.T) {
+	c := Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, Seq: 12, Kasmina: []int{1}, Seeds: 4, Depth: 2}
+	r := growthRun{config: c.Default(), steps: 12}
+	start := func() *Trainer {
+		tr := r.trainer(t)
+		layer := tr.Model.LayerAt(blueprints.Depth)
+		free, err := state.NewLattice(2, 2, state.At(blueprints.Depth), state.WithoutGates())
+		require.NoError(t, err)
+		require.NoError(t, tr.Model.Kasmina.Lattice(layer).SetArrays(free.Arrays()))
+		interleave := func(seed int) []state.Command {
+			return []state.Command{{Action: state.Germinate, Layer: layer, Seed: seed,
+				Request: state.GerminationRequest{Kind: blueprints.Interleave, Size: 2}},
+				{Action: state.Move, Layer: layer, Seed: seed, To: state.Training},
+				{Action: state.Move, Layer: layer, Seed: seed, To: state.Grafting}}
+		}
+		move := func(seed int, stages ...state.Stage) (all []state.Command) {
+			for _, to := range stages {
+				all = append(all, state.Command{Action: state.Move, Layer: layer, Seed: seed, To: to})
+			}
+			return all
+		}
+		commands := map[int][]state.Command{
+			2: interleave(0),
+			4: move(0, state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized),
+			6: interleave(1), 10: move(1, state.RolledBack)}
+		tr.On(func(e Event) error {
+			if e.Kind == StepEnd {
+				return tr.Model.Kasmina.Do(commands[e.Step]...)
+			}
+			return nil
+		})
+		return tr
+	}
+
+	dir := t.TempDir()
+	whole := start()
+	whole.On(saveSteps(whole, dir))
+	require.NoError(t, whole.Run(t.Context()))
+	want := fileOf(t, whole)
+	for step := 1; step < r.steps; step++ {
+		path := filepath.Join(dir, fmt.Sprint(step))
+		resumed := start()
+		require.NoError(t, resumed.Resume(t.Context(), path), "step %d", step)
+		require.NoError(t, resumed.Run(t.Context()))
+		require.True(t, bytes.Equal(want, fileOf(t, resumed)), "resumed after step %d", step)
+
+		m, err := LoadModel(t.Context(), path)
+		require.NoError(t, err)
+		other := start()
+		require.NoError(t, other.Close())
+		o, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
+		require.NoError(t, err)
+		loaded, err := NewTrainer(m, other.Loader, o, other.Config)
+		require.NoError(t, err)
+		require.NoError(t, loaded.Resume(t.Context(), path), "a loaded model, step %d", step)
+		require.NoError(t, loaded.Close())
+	}
+}
+
+// TestResumeInTheSameTrainer goes back to a checkpoint with a trainer that has grown since, and then
+// grows in another size under the same names.
+func TestResumeInTheSameTrainer(t *testing.T) {
+	size := 2
+	r := growthRun{config: querySites(), steps: 8}
+	start := func() *Trainer {
+		tr := r.trainer(t)
+		tr.On(func(e Event) error {
+			if e.Kind == StepEnd && e.Step == 4 {
+				return tr.Model.Kasmina.Do(state.Command{Action: state.Germinate,
+					Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: size}},
+					state.Command{Action: state.Move, To: state.Training})
+			}
+			return nil
+		})
+		return tr
+	}
+	dir := t.TempDir()
+	tr := start()
+	tr.On(saveSteps(tr, dir))
+	require.NoError(t, tr.Run(t.Context()))
+	ended := fileOf(t, tr)
+	end := filepath.Join(t.TempDir(), "end")
+	require.NoError(t, os.WriteFile(end, ended, 0o666))
+
+	size = 3
+	require.NoError(t, tr.Resume(t.Context(), filepath.Join(dir, "2")))
+	require.NoError(t, tr.Run(t.Context()))
+	require.Len(t, tr.Model.Config.Planted, 1)
+	straight := start()
+	require.NoError(t, straight.Run(t.Context()))
+	require.True(t, bytes.Equal(fileOf(t, straight), fileOf(t, tr)))
+
+	require.NoError(t, tr.Resume(t.Context(), end)) // of another size again
+	require.True(t, bytes.Equal(ended, fileOf(t, tr)))
+}
+
+// TestEvaluatingIsFrozen wants the parameters of a blueprint that is Evaluating to keep their bits,
+// also after the steps that the twin makes in the model's place, and a run that is resumed after any
+// step to end with the same file.
+func TestEvaluatingIsFrozen(t *testing.T) {
+	r := growthRun{config: querySites(), steps: 14, controller: trialOf()}
+	own := func(tr *Trainer) (all []float32) {
+		for _, name := range []string{"kasmina.weight.0.a", "kasmina.weight.0.b"} {
+			all = append(all, tr.Model.Param(name).Float32s()...)
+		}
+		return all
+	}
+	dir := t.TempDir()
+	whole := r.trainer(t)
+	var before []float32
+	evaluating := 0
+	whole.On(func(e Event) error {
+		if e.Kind != StepEnd {
+			return nil
+		}
+		stage, err := whole.Model.Kasmina.Lattice(0).Stage(0)
+		require.NoError(t, err)
+		if stage != state.Evaluating {
+			before = nil
+			return nil
+		}
+		if now := own(whole); before != nil {
+			require.Equal(t, before, now, "step %d", e.Step)
+			evaluating++
+		} else {
+			before = now
+		}
+		return nil
+	}, saveSteps(whole, dir))
+	require.NoError(t, whole.Run(t.Context()))
+	require.Greater(t, evaluating, 2)
+	want := fileOf(t, whole)
+	for step := 1; step < r.steps; step++ {
+		resumed := r.trainer(t)
+		require.NoError(t, resumed.Resume(t.Context(), filepath.Join(dir, fmt.Sprint(step))))
+		require.NoError(t, resumed.Run(t.Context()))
+		require.True(t, bytes.Equal(want, fileOf(t, resumed)), "resumed after step %d", step)
+	}
+}
+
+var errNoMemory = errors.New("no memory")
+
+// TestRollbackWithoutMemory lets a rollback fail for want of an engine. The run ends, and the same
+// trainer and a resumed one go on to the bits of a run in which nothing failed.
+func TestRollbackWithoutMemory(t *testing.T) {
+	fail := false
+	r := growthRun{config: querySites(), steps: 12,
+		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+			if stage, _ := m.Kasmina.Lattice(0).Stage(0); fail && stage == state.RolledBack {
+				fail = false
+				return nil, errNoMemory
+			}
+			return CPUEngine()(m, o, c)
+		}}
+	start := func() *Trainer {
+		tr := r.trainer(t)
+		commands := map[int][]state.Command{
+			2: {{Action: state.Germinate, Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},
+				{Action: state.Move, To: state.Training}},
+			4: {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 0.7}},
+			9: {{Action: state.Move, To: state.RolledBack}}}
+		tr.On(func(e Event) error {
+			if e.Kind == StepEnd {
+				return tr.Model.Kasmina.Do(commands[e.Step]...)
+			}
+			return nil
+		})
+		return tr
+	}
+	straight := start()
+	require.NoError(t, straight.Run(t.Context()))
+	want := fileOf(t, straight)
+
+	path := filepath.Join(t.TempDir(), "run")
+	failed := start()
+	failed.On(Checkpoint(failed, path, 0))
+	fail = true
+	require.ErrorIs(t, failed.Run(t.Context()), errNoMemory)
+	resumed := start()
+	require.NoError(t, resumed.Resume(t.Context(), path))
+	for name, tr := range map[string]*Trainer{"the same trainer": failed, "another one": resumed} {
+		require.NoError(t, tr.Run(t.Context()), name)
+		require.True(t, bytes.Equal(want, fileOf(t, tr)), name)
+	}
+}
+
+// TestTwinSurvivesARefusedPlanting puts a LoRA on trial and fails to plant another one. The first is
+// rolled back to the model that never met it, as if the second had not been tried.
+func TestTwinSurvivesARefusedPlanting(t *testing.T) {
+	r := growthRun{config: querySites(), steps: 18,
+		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+			if len(m.Config.Planted) > 1 {
+				return nil, errNoMemory
+			}
+			return CPUEngine()(m, o, c)
+		}}
+	end := func(controller script) []byte {
+		r.controller = controller
+		tr := r.trainer(t)
+		require.NoError(t, tr.Run(t.Context()))
+		var all bytes.Buffer
+		for _, p := range tr.Model.Params {
+			fmt.Fprintln(&all, p.Name, p.Value.Float32s())
+		}
+		return all.Bytes()
+	}
+	want := end(script{})
+	require.Equal(t, want, end(trialOf()))
+	second := trialOf()
+	second[4] = append(second[4], state.Command{Action: state.Germinate, Seed: 1,
+		Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},
+		state.Command{Action: state.Move, Seed: 1, To: state.Training})
+	require.Equal(t, want, end(second))
+}
+
+// failingState is an optimizer whose SetState fails on request.
+type failingState struct {
+	*optim.AdamW
+	fail func() bool
+}
+
+func (o *failingState) SetState(s []optim.Tensor) error {
+	if o.fail != nil && o.fail() {
+		return errNoMemory
+	}
+	return o.AdamW.SetState(s)
+}
+
+// TestTwinThatTheOptimizerRefuses lets the n-th SetState fail of those by which a rolled-back trial
+// is ended. Either the checkpoint of the failure goes on to the bits of a run in which nothing
+// failed, or the trainer refuses to save one and goes on from the last.
+func TestTwinThatTheOptimizerRefuses(t *testing.T) {
+	newOptimizer := func() *failingState {
+		o, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
+		require.NoError(t, err)
+		return &failingState{AdamW: o}
+	}
+	start := func() (*Trainer, *failingState) {
+		o := newOptimizer()
+		r := growthRun{config: querySites(), steps: 20, controller: trialOf(), optimizer: o}
+		return r.trainer(t), o
+	}
+	straight, _ := start()
+	require.NoError(t, straight.Run(t.Context()))
+	want := fileOf(t, straight)
+
+	for n := range 4 {
+		t.Run(fmt.Sprint("call ", n), func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "run")
+			tr, o := start()
+			calls, rolledBack := 0, false
+			o.fail = func() bool {
+				if !rolledBack {
+					return false
+				}
+				calls++
+				return calls == n+1
+			}
+			tr.On(func(e Event) error {
+				if e.Kind == StepEnd {
+					stage, err := tr.Model.Kasmina.Lattice(0).Stage(0)
+					require.NoError(t, err)
+					rolledBack = stage == state.RolledBack
+				}
+				return nil
+			}, Checkpoint(tr, path, 5))
+			err := tr.Run(t.Context())
+			if calls <= n {
+				require.NoError(t, err)
+				return
+			}
+			require.ErrorIs(t, err, errNoMemory)
+			resumed, _ := start()
+			require.NoError(t, resumed.Resume(t.Context(), path))
+			require.NoError(t, resumed.Run(t.Context()))
+			require.True(t, bytes.Equal(want, fileOf(t, resumed)))
+		})
+	}
+}
+
+// hooked is an engine that calls a function before the gradients of each batch.
+type hooked struct {
+	Engine
+	before func()
+}
+
+func (e hooked) Gradients(b data.Batch) (float64, error) {
+	e.before()
+	return e.Engine.Gradients(b)
+}
+
+// TestInterruptedStepLeavesNothing interrupts a run between the batches of each of its steps. The
+// checkpoint is that of a run which was asked to stop before the step, and the run goes on from
+// there to the same bits.
+func TestInterruptedStepLeavesNothing(t *testing.T) {
+	const steps, accumulate = 12, 3
+	before := func() {}
+	r := growthRun{config: querySites(), steps: steps, accumulate: accumulate, controller: trialOf(),
+		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+			e, err := CPUEngine()(m, o, c)
+			return hooked{e, func() { before() }}, err
+		}}
+	dir := t.TempDir()
+	whole := r.trainer(t)
+	whole.On(saveSteps(whole, dir))
+	require.NoError(t, whole.Run(t.Context()))
+	want := fileOf(t, whole)
+
+	interrupted := 0
+	for step := 1; step < steps; step++ {
+		tr := r.trainer(t)
+		path := filepath.Join(dir, fmt.Sprint(step))
+		require.NoError(t, tr.Resume(t.Context(), path))
+		ctx, cancel := context.WithCancel(t.Context())
+		batches := 0
+		before = func() {
+			if batches++; batches == 2 {
+				cancel()
+			}
+		}
+		if step < steps-1 {
+			require.ErrorIs(t, tr.Run(ctx), context.Canceled)
+		} else {
+			_ = tr.Run(ctx) // the last step may have been completed
+		}
+		if tr.Step() == step { // a step for which the model has just grown is completed
+			interrupted++
+			saved, err := os.ReadFile(path)
+			require.NoError(t, err)
+			require.True(t, bytes.Equal(saved, fileOf(t, tr)), "after step %d", step)
+		}
+		require.NoError(t, tr.Run(t.Context()))
+		require.True(t, bytes.Equal(want, fileOf(t, tr)), "interrupted after step %d", step)
+	}
+	require.Greater(t, interrupted, steps/2)
+}
+
+// TestNothingAfterAFailedCallback lets a callback fail with ErrDiverged at each of the events that
+// come before StepEnd. No callback hears of StepEnd, and Checkpoint leaves the better file alone.
+func TestNothingAfterAFailedCallback(t *testing.T) {
+	for _, kind := range []EventKind{Chosen, Reshaped, Noted, EpochEnd, StepEnd} {
+		t.Run(kind.String(), func(t *testing.T) {
+			r := growthRun{config: querySites(), steps: 9}
+			tr := r.trainer(t)
+			path := filepath.Join(t.TempDir(), "run")
+			failed, step := false, 0
+			var heard []string
+			tr.On(func(e Event) error {
+				if failed {
+					heard = append(heard, e.Kind.String())
+				}
+				if e.Kind == StepEnd && e.Step == 2 {
+					tr.Note("a note")
+					return tr.Model.Kasmina.Do(state.Command{Action: state.Germinate,
+						Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},
+						state.Command{Action: state.Move, To: state.Training})
+				}
+				if e.Kind == kind && (e.Step > 2 || kind == Chosen) {
+					failed, step = true, e.Step
+					return fmt.Errorf("enough: %w", ErrDiverged)
+				}
+				return nil
+			}, Checkpoint(tr, path, 1))
+			require.ErrorIs(t, tr.Run(t.Context()), ErrDiverged)
+			require.True(t, failed)
+			require.NotContains(t, heard, "StepEnd")
+			require.NotContains(t, heard, "Saved")
+			if step > 1 {
+				again := r.trainer(t)
+				require.NoError(t, again.Resume(t.Context(), path))
+				require.Equal(t, step-1, again.Step())
+			}
+		})
+	}
+}
+
+// TestResumeBesideASample resumes a checkpoint whose model needs another engine while SampleText
+// draws tokens.
+func TestResumeBesideASample(t *testing.T) {
+	c := querySites()
+	c.Seq = 300
+	r := growthRun{config: c, steps: 4}
+	path := filepath.Join(t.TempDir(), "run")
+	first := r.trainer(t)
+	require.NoError(t, first.Model.Kasmina.Do(state.Command{Action: state.Germinate,
+		Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},
+		state.Command{Action: state.Move, To: state.Training}))
+	first.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 2 {
+			return first.Save(path)
+		}
+		return nil
+	})
+	require.NoError(t, first.Run(t.Context()))
+
+	tr := r.trainer(t)
+	resumed := make(chan error, 1)
+	tr.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 1 {
+			go func() { resumed <- tr.Resume(t.Context(), path) }()
+		}
+		return nil
+	}, SampleText(tr, tokenizer.Bytes{}, "the", 250, sampler.Config{Temperature: 1}, "", 1))
+	require.NoError(t, tr.Run(t.Context()))
+	require.NoError(t, <-resumed)
+	require.Len(t, tr.Model.Config.Planted, 1)
+	require.False(t, slices.ContainsFunc(tr.Model.Params, func(p Param) bool { return p.Value == nil }))
+}
