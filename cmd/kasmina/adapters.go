@@ -44,9 +44,6 @@ func (a *adapters) check() error {
 	if _, ok := adapterPlaces[a.where]; !ok && a.where != "" {
 		return fmt.Errorf("-adapters is %.40q, want grow, all or random", a.where)
 	}
-	if a.directed && a.where == "" {
-		return errors.New("-directed is given, want -adapters too")
-	}
 	if a.rank < 1 {
 		return fmt.Errorf("-rank is %d, want at least 1", a.rank)
 	}

@@ -7,6 +7,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/hf/gguf"
 )
@@ -56,11 +57,12 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		if kind, err = gguf.ParseType(o.gguf); err != nil {
 			return fmt.Errorf("-gguf: %w", err)
 		}
-		if o.precision != "" {
-			return errors.New("-gguf has the type of the weights: leave -precision out")
-		}
+		// Both are found out now rather than after the model has been converted.
 		if _, err := os.Lstat(o.out); err == nil {
 			return fmt.Errorf("-out: %s exists: name a new file, or remove that one", o.out)
+		}
+		if err := atomicfile.Writable(o.out); err != nil {
+			return fmt.Errorf("-out: %w", err)
 		}
 	}
 	f, err := hf.Open(o.model)

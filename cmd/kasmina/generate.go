@@ -69,7 +69,11 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	s, err := sampler.New(o.sampler(c, f.Generation, tok.VocabSize()))
+	how := o.sampler(c, f.Generation, tok.VocabSize())
+	if err := o.checkSampling(c, how); err != nil {
+		return err
+	}
+	s, err := sampler.New(how)
 	if err != nil {
 		return err
 	}
@@ -154,6 +158,21 @@ func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) 
 			g.Ignored)
 	}
 	return s
+}
+
+// checkSampling returns an error if options of sampling are given and nothing is sampled. Where the
+// command line itself asks for temperature 0 it only says so, because the text is the one asked for.
+func (o *generateOptions) checkSampling(c *cobra.Command, s sampler.Config) error {
+	unused := given(c, "top-k", "top-p", "seed")
+	if s.Temperature != 0 || len(unused) == 0 {
+		return nil
+	}
+	if len(given(c, "temperature")) > 0 {
+		fmt.Fprintf(c.ErrOrStderr(), "%s no effect at -temperature 0\n", have(unused))
+		return nil
+	}
+	return fmt.Errorf("%s no effect, because the model's generation_config.json does not ask for "+
+		"sampling: give a -temperature above 0 too", have(unused))
 }
 
 // message writes the prompt by the chat template.

@@ -48,7 +48,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 func newRoot() *cobra.Command {
 	root := &cobra.Command{Use: "kasmina",
 		Short:         "Load, measure, train and convert language models",
-		SilenceErrors: true, SilenceUsage: true}
+		SilenceErrors: true, SilenceUsage: true,
+		PersistentPreRunE: func(c *cobra.Command, args []string) error { return checkFlags(c) }}
 	root.AddCommand(newInspect(), newEval(), newGenerate(), newTrain(), newConvert(),
 		newBoard(), newReport())
 	root.PersistentFlags().SortFlags = false

@@ -102,7 +102,8 @@ func TestGenerate(t *testing.T) {
 	require.NotContains(t, answer, "assistant:")
 	for option, wrong := range map[string]string{"-temperature": "NaN", "-top-p": "-2",
 		"-top-k": "-2"} {
-		_, err := kasmina(t, "generate", "-model", tiny, "-prompt", "a", option, wrong)
+		_, err := kasmina(t, "generate", "-model", tiny, "-prompt", "a", "-temperature", "1", option,
+			wrong)
 		require.ErrorContains(t, err, wrong, option)
 	}
 }
@@ -201,8 +202,6 @@ func TestTrain(t *testing.T) {
 		checkpoint, err := filepath.Glob(filepath.Join(out, "run", checkpointName+"*"))
 		require.NoError(t, err)
 		require.Len(t, checkpoint, 2) // one of them what the optimiser remembers
-		_, err = kasmina(t, args...)
-		require.ErrorContains(t, err, "-resume goes on")
 	}
 }
 
@@ -283,7 +282,7 @@ func TestTrainResumes(t *testing.T) {
 	}))
 	cancel()
 	require.ErrorIs(t, err, context.Canceled)
-	require.ErrorContains(t, err, "-resume goes on")
+	require.ErrorContains(t, err, "the same command continues from there")
 	require.NoFileExists(t, filepath.Join(out, "config.json"))
 	_, err = kasmina(t, append(args, "-resume")...)
 	require.NoError(t, err)
@@ -357,7 +356,7 @@ func TestErrors(t *testing.T) {
 		"train -model " + tiny + " -data " + license + " -out " + tiny: "is not empty",
 		"convert -model " + tiny +
 			" -out x -gguf q4": "want f32, f16, bf16 or q8_0",
-		"convert -model " + tiny + " -out x -gguf f16 -precision f16": "leave -precision out",
+		"convert -model " + tiny + " -out x -gguf f16 -precision f16": "leave one of them out",
 		"frobnicate": "unknown command",
 	} {
 		_, err := kasmina(t, strings.Fields(line)...)

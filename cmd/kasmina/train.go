@@ -5,9 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
-	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -24,13 +23,6 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
-)
-
-// The folder of -out that a run keeps its own files in.
-const (
-	runFolder      = "run"
-	checkpointName = "checkpoint.safetensors"
-	logName        = "log.jsonl"
 )
 
 type trainOptions struct {
@@ -57,9 +49,11 @@ func newTrain() *cobra.Command {
 	c := &cobra.Command{Use: "train -model DIR -data FILE -out NEW [options]",
 		Short: "Train a model further on a text",
 		Long: `Train all weights of a model further on a text, a file or a folder, a part of which is
-held out. -out becomes a folder that transformers loads; in its folder run are the checkpoint of the
-run, with the optimiser's state, and its log. An interrupt saves a checkpoint, from which -resume goes
-on with the same options. With -gpus it starts a process for each of so many GPUs, which train
+held out. -out becomes a folder that transformers loads; its folder run has the last checkpoint, with
+the optimizer's state, and the log. A run that was interrupted or killed, at whatever moment, continues
+when the same command is given again, and ends with the same bits; once it has finished, the command
+says so and does nothing. With -resume it continues with other options as far as that is possible. With
+-gpus it starts a process for each of so many GPUs, which train
 together with the bits of one; processes that torchrun, srun or an operator of Kubernetes starts find
 each other. With -grow the model gets blocks while it trains. With -adapters the weights stay as they
 are, and LoRA beside them learn, which are added to them at the end.`,
@@ -92,7 +86,7 @@ are, and LoRA beside them learn, which are added to them at the end.`,
 	f.IntVar(&o.evalEvery, "eval-every", 50,
 		"`N` steps between evaluations, 0 for the last step alone")
 	f.Uint64Var(&o.seed, "seed", 1, "`N` begins the order of the data")
-	f.BoolVar(&o.resume, "resume", false, "go on from the checkpoint in -out")
+	f.BoolVar(&o.resume, "resume", false, "continue the run in -out even if options differ from its own")
 	f.StringVar(&o.board, "board", "",
 		"`ADDR` such as 127.0.0.1:6060 to show the run at, in a browser")
 	f.BoolVar(&o.control, "board-control", false,
@@ -110,7 +104,9 @@ are, and LoRA beside them learn, which are added to them at the end.`,
 	return c
 }
 
-func (o *trainOptions) in(name string) string { return filepath.Join(o.out, runFolder, name) }
+func (o *trainOptions) dir() runDir { return runDir{filepath.Clean(o.out)} }
+
+func (o *trainOptions) in(name string) string { return o.dir().in(name) }
 
 // check refuses what would otherwise fail after the training alone.
 func (o *trainOptions) check() error {
@@ -119,9 +115,6 @@ func (o *trainOptions) check() error {
 		if value < 1 {
 			return fmt.Errorf("-%s is %d, want at least 1", name, value)
 		}
-	}
-	if o.control && o.board == "" {
-		return errors.New("-board-control is given, want an address with -board too")
 	}
 	if o.grow < 0 || o.grow == 1 {
 		return fmt.Errorf("-grow is %d, want 0, or 2 for twice as many blocks", o.grow)
@@ -151,26 +144,6 @@ func (o *trainOptions) check() error {
 	return nil
 }
 
-// checkFolder refuses a folder that is somebody else's, or that the run cannot end in.
-func (o *trainOptions) checkFolder() error {
-	_, err := os.Stat(o.in(checkpointName))
-	switch {
-	case o.resume && err != nil:
-		return fmt.Errorf("-resume: %w; without it a run begins", err)
-	case o.resume:
-		if _, err := os.Stat(filepath.Join(o.out, "config.json")); err == nil {
-			return fmt.Errorf("the run of %s has ended: -model %s and another -out train its model "+
-				"further", o.out, o.out)
-		}
-		return hf.Vacant(o.out, runFolder)
-	case err == nil:
-		return fmt.Errorf("%s holds a run: -resume goes on with it, or name another folder", o.out)
-	case !errors.Is(err, fs.ErrNotExist):
-		return err
-	}
-	return hf.Vacant(o.out)
-}
-
 func (o *trainOptions) run(c *cobra.Command) (err error) {
 	if err := o.check(); err != nil {
 		return err
@@ -184,10 +157,90 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 		c.SetOut(io.Discard)
 		c.SetErr(io.Discard)
 	}
-	// Rank 0 makes the folder when all have passed this.
-	if err := m.atFirst(o.checkFolder); err != nil {
+	if err := o.checkProcesses(c, m); err != nil {
 		return err
 	}
+
+	stage, release, err := o.openFolder(c, m)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, release()) }()
+	if stage == finished {
+		return nil
+	}
+	return o.runFrom(c, m, stage)
+}
+
+// checkProcesses returns an error if options for several processes are given and there is only one.
+func (o *trainOptions) checkProcesses(c *cobra.Command, m machines) error {
+	unused := given(c, "deadline", "save-parts")
+	if m.team != nil && m.team.Size() > 1 || len(unused) == 0 {
+		return nil
+	}
+	return fmt.Errorf("%s no effect in a single process: -gpus starts several", have(unused))
+}
+
+// openFolder claims the folder of the run and returns the stage from which to continue. If only the
+// finished model's files have to move to their place, it moves them. Rank 0 does this for all ranks.
+func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, release func() error,
+	err error) {
+	d := o.dir()
+	release = func() error { return nil }
+	err = m.atFirst(func() error {
+		// What is wrong with the folder is found before anything is created there.
+		var run *manifest
+		if s, _, err = d.decide(optionsOf(c), o.resume); err != nil || s == finished {
+			return err
+		}
+		if release, err = d.claim(c.ErrOrStderr()); err != nil {
+			release = func() error { return nil }
+			return err
+		}
+		if s, run, err = d.decide(optionsOf(c), o.resume); err != nil {
+			return err
+		}
+		d.clean()
+		if err := d.writable(); err != nil {
+			return err
+		}
+		if s == publishing {
+			s = finished
+			return d.publish(run)
+		}
+		if differ := differences(optionsOf(c), run); s == begun && len(differ) > 0 {
+			fmt.Fprintf(c.ErrOrStderr(), "folder    the run that was begun there with other options (%s) "+
+				"has no checkpoint: this one begins in its place\n", strings.Join(differ, "; "))
+		}
+		return nil
+	})
+	if err == nil && m.team != nil {
+		var all [][]byte
+		if all, err = m.team.Exchange([]byte{byte(s)}); err == nil {
+			s = stage(all[0][0])
+		}
+	}
+	if err != nil {
+		return s, nil, errors.Join(err, release())
+	}
+
+	switch s {
+	case finished:
+		if m.team.First() {
+			err = d.removeStaging()
+		}
+		fmt.Fprintf(c.ErrOrStderr(), "finished  the run has ended, and its model is in %s\n", d.out)
+	case saved:
+		if o.quiet {
+			break
+		}
+		fmt.Fprintf(c.ErrOrStderr(), "resuming  from the last checkpoint in %s\n", d.in(""))
+	}
+	return s, release, err
+}
+
+// runFrom trains from a stage on, and writes the model.
+func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	f, err := hf.Open(o.model)
 	if err != nil {
 		return err
@@ -211,14 +264,19 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(o.steps(c, t, m, tok, corpus), t.Close()); err != nil ||
+	if err := errors.Join(o.steps(c, t, m, s, tok, corpus), t.Close()); err != nil ||
 		!m.team.First() {
 		return err
 	}
+
 	at, clear := bar(c.ErrOrStderr(), "writing", true)
 	defer clear()
-	return hf.SavePretrained(c.Context(), o.out, t.Model, hf.Like(f), hf.Beside(runFolder),
-		hf.WithSaveProgress(at))
+	d := o.dir()
+	if err := hf.SavePretrained(c.Context(), d.in(stagingName), t.Model, hf.Like(f),
+		hf.WithSaveProgress(at)); err != nil {
+		return err
+	}
+	return d.publish(&manifest{Options: optionsOf(c)})
 }
 
 // trainer loads the model and makes what trains it.
@@ -312,16 +370,20 @@ func (o *trainOptions) serve(stderr io.Writer, t *llm.Trainer) (stop func() erro
 	return b.Close, nil
 }
 
-// steps runs the training.
-func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines,
+// steps runs the training from a stage on.
+func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s stage,
 	tok tokenizer.Tokenizer, corpus *data.Corpus) error {
-	if err := os.MkdirAll(filepath.Join(o.out, runFolder), 0o777); err != nil {
-		return err
-	}
-	if o.resume {
+	if s == saved {
 		if err := t.Resume(c.Context(), o.in(checkpointName)); err != nil {
 			return err
 		}
+	}
+
+	// From here on the folder is a run's, with the options of this command.
+	if err := on.atFirst(func() error {
+		return o.dir().writeManifest(&manifest{Options: optionsOf(c)})
+	}); err != nil {
+		return err
 	}
 	if on.team.First() {
 		stop, err := o.watch(c, t, on, tok, corpus)
@@ -338,7 +400,7 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines,
 	t.On(llm.Checkpoint(t, o.in(checkpointName), o.saveEvery, how...))
 	err := t.Run(c.Context())
 	if errors.Is(err, context.Canceled) {
-		return fmt.Errorf("%w at step %d; -resume goes on from there", err, t.Step())
+		return fmt.Errorf("%w at step %d; the same command continues from there", err, t.Step())
 	}
 	return err
 }

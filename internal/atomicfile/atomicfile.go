@@ -1,31 +1,84 @@
-// Package atomicfile replaces files in one step.
+// Package atomicfile writes files and folders that appear complete or not at all.
+//
+// Everything is first written under a temporary name in the destination's folder. A process that is
+// killed leaves at most such a temporary file or folder, which the next write to the same
+// destination removes. Temporary names are short and do not contain the final name, so every name
+// that the file system allows can be written.
 package atomicfile
 
 import (
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/failpoint"
 )
 
-// Write gives the file at path the contents that write writes. They go to a temporary file in the
-// same directory, which is synced and renamed. Then the directory is synced. A process that is
-// killed at any moment leaves the old file or the new one. The next Write to the same path removes
-// its temporary file. After an error the file is a complete one too, and the temporary file is
-// gone. A symbolic link to a file stays one.
-func Write(path string, write func(*os.File) error) (err error) {
-	if err := checkPath(path); err != nil {
+// Write replaces the contents of the file at path with what the function writes.
+//
+// The contents go to a temporary file in the same folder, which is synced and renamed, and then the
+// folder is synced. A process killed at any moment leaves the old file or the new one, and after an
+// error the old file is unchanged. If path is a symbolic link, Write replaces the file that it
+// points to.
+func Write(path string, write func(*os.File) error) error {
+	path, err := target(path)
+	if err != nil {
 		return err
 	}
-	if target, err := filepath.EvalSymlinks(path); err == nil {
-		path = target
+
+	Clean(path)
+	return writeTemporary(path, filepath.Base(path), write, os.Rename)
+}
+
+// Create is like [Write] for a file that must not exist. If there is anything at path by the time
+// the contents are complete, Create leaves it alone and returns an error that wraps fs.ErrExist.
+func Create(path string, write func(*os.File) error) error {
+	path, err := target(path)
+	if err != nil {
+		return err
 	}
-	removeStale(path)
-	f, err := createTemporary(path)
+	if _, err := os.Lstat(path); err == nil {
+		return exists(path)
+	}
+
+	Clean(path)
+	return writeTemporary(path, filepath.Base(path), write, Move)
+}
+
+// WritePart is like [Write] for a file that belongs to the main file at the path of, in the same
+// folder.
+//
+// Its temporary file counts as one of the main file's: WritePart removes no stale files, so that
+// several processes may write parts at once, and the next Write of the main file removes what a
+// killed WritePart has left.
+func WritePart(path, of string, write func(*os.File) error) error {
+	path, err := target(path)
+	if err != nil {
+		return err
+	}
+	if of, err = target(of); err != nil {
+		return err
+	}
+	return writeTemporary(path, filepath.Base(of), write, os.Rename)
+}
+
+// target returns the path of the file that a write replaces, or an error if it cannot be one.
+func target(path string) (string, error) {
+	if err := checkPath(path); err != nil {
+		return "", err
+	}
+	if target, err := filepath.EvalSymlinks(path); err == nil {
+		return target, nil
+	}
+	return path, nil
+}
+
+// writeTemporary writes a temporary file of the given owner and renames it to path.
+func writeTemporary(path, owner string, write func(*os.File) error,
+	rename func(from, to string) error) (err error) {
+	f, err := createTemporary(filepath.Dir(path), owner)
 	if err != nil {
 		return err
 	}
@@ -35,16 +88,26 @@ func Write(path string, write func(*os.File) error) (err error) {
 			os.Remove(f.Name())
 		}
 	}()
+	failpoint.Reach("file created", path)
+
 	if err := write(f); err != nil {
 		return err
 	}
+	failpoint.Reach("file written", path)
+
 	if err := f.Sync(); err != nil {
 		return err
 	}
-	return publish(f, path)
+	failpoint.Reach("file synced", path)
+
+	if err := publish(f, path, rename); err != nil {
+		return err
+	}
+	failpoint.Reach("file renamed", path)
+	return nil
 }
 
-// WriteMkdir is Write; it makes the folders that path needs.
+// WriteMkdir is like [Write] and also creates the folders that path needs.
 func WriteMkdir(path string, write func(*os.File) error) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return err
@@ -52,8 +115,16 @@ func WriteMkdir(path string, write func(*os.File) error) error {
 	return Write(path, write)
 }
 
-// Writable makes the folders that path needs, and finds out whether a file can be written there,
-// by another one beside it.
+// CreateMkdir is like [Create] and also creates the folders that path needs.
+func CreateMkdir(path string, write func(*os.File) error) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+		return err
+	}
+	return Create(path, write)
+}
+
+// Writable creates the folders that path needs and reports whether [Write] could write a file there:
+// whether the file system takes the name, and whether files can be created in the folder.
 func Writable(path string) error {
 	if err := checkPath(path); err != nil {
 		return err
@@ -61,18 +132,30 @@ func Writable(path string) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return err
 	}
-	probe, err := os.CreateTemp(filepath.Dir(path), ".probe-*")
+
+	// A name that is too long or otherwise impossible fails here, too.
+	if _, err := os.Lstat(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("no file can have this name: %w", err)
+	}
+	path, err := target(path)
 	if err != nil {
-		var cause *fs.PathError // which is about the probe
+		return err
+	}
+
+	f, err := createTemporary(filepath.Dir(path), filepath.Base(path))
+	if err != nil {
+		// The name of the temporary file would mean nothing to the reader.
+		var cause *fs.PathError
 		if errors.As(err, &cause) {
 			err = cause.Err
 		}
-		return fmt.Errorf("no file can be made in %s: %w", filepath.Dir(path), err)
+		return fmt.Errorf("no file can be created in %s: %w", filepath.Dir(path), err)
 	}
-	return errors.Join(probe.Close(), os.Remove(probe.Name()))
+	err = f.Close()
+	return errors.Join(err, os.Remove(f.Name()))
 }
 
-// checkPath refuses what Write would fail with after all the work: no path, and a folder.
+// checkPath rejects paths that Write would fail on only after the contents have been written.
 func checkPath(path string) error {
 	if path == "" {
 		return errors.New(`the path is "", want that of a file`)
@@ -83,52 +166,6 @@ func checkPath(path string) error {
 	return nil
 }
 
-// randomDigits is the length of the random end of a temporary file's name.
-const randomDigits = 16
-
-func temporaryPrefix(path string) string { return "." + filepath.Base(path) + ".tmp-" }
-
-// createTemporary makes a file beside path that no other process takes for a dead writer's.
-func createTemporary(path string) (*os.File, error) {
-	for {
-		var random [randomDigits / 2]byte
-		rand.Read(random[:]) // never fails
-		name := filepath.Join(filepath.Dir(path), temporaryPrefix(path)+
-			hex.EncodeToString(random[:]))
-		f, err := os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o666)
-		if errors.Is(err, os.ErrExist) {
-			continue
-		}
-		if err != nil {
-			return nil, err
-		}
-		if !claim(f) {
-			f.Close()
-			continue
-		}
-		// Another process may have removed the file in the moment before it was claimed.
-		mine, err := f.Stat()
-		if err != nil {
-			f.Close()
-			os.Remove(name)
-			return nil, err
-		}
-		if there, err := os.Stat(name); err == nil && os.SameFile(mine, there) {
-			return f, nil
-		}
-		f.Close()
-	}
-}
-
-// removeStale removes the temporary files that dead writers left beside path. What it cannot remove
-// it leaves: the save itself does not depend on it.
-func removeStale(path string) {
-	dir, prefix := filepath.Dir(path), temporaryPrefix(path)
-	files, _ := os.ReadDir(dir)
-	for _, file := range files {
-		if name := file.Name(); strings.HasPrefix(name, prefix) &&
-			len(name) == len(prefix)+randomDigits {
-			removeUnclaimed(filepath.Join(dir, name))
-		}
-	}
+func exists(path string) error {
+	return &fs.PathError{Op: "create", Path: path, Err: fs.ErrExist}
 }

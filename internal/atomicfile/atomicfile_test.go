@@ -2,6 +2,7 @@ package atomicfile
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -75,43 +76,50 @@ func TestKeepsLink(t *testing.T) {
 	}
 }
 
-// TestStale writes beside the temporary files of a dead writer, of a living one, and a user's file
-// of a similar name.
+// TestStale wants a write to remove the temporary files of killed writers, and nothing else: neither
+// the file of a running writer, nor that of another owner, nor a user's file of a similar name.
 func TestStale(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "model")
-	dead := filepath.Join(dir, temporaryPrefix(path)+strings.Repeat("d", randomDigits))
-	similar := filepath.Join(dir, temporaryPrefix(path)+"notes.txt")
-	for _, name := range []string{dead, similar} {
+	digits := strings.Repeat("d", randomDigits)
+	dead := filepath.Join(dir, prefixOf("model")+digits+nameSuffix)
+	keep := []string{
+		filepath.Join(dir, prefixOf("other")+digits+nameSuffix),
+		filepath.Join(dir, prefixOf("model")+digits),
+		filepath.Join(dir, prefixOf("model")+strings.Repeat("x", randomDigits)+nameSuffix),
+		filepath.Join(dir, prefixOf("model")+"notes.txt"),
+	}
+	for _, name := range append(keep, dead) {
 		if err := os.WriteFile(name, nil, 0o666); err != nil {
 			t.Fatal(err)
 		}
 	}
-	living, err := createTemporary(path)
+	running, err := createTemporary(dir, "model")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer living.Close()
+	defer running.Close()
+
 	mustWrite(t, path, "new")
 	exists := func(name string) bool { _, err := os.Stat(name); return err == nil }
 	if exists(dead) {
-		t.Error("a dead writer's file stays")
+		t.Error("the file of a killed writer is still there")
 	}
-	if !exists(similar) {
-		t.Error("a user's file is gone")
+	for _, name := range append(keep, running.Name()) {
+		if !exists(name) {
+			t.Errorf("%s is gone", filepath.Base(name))
+		}
 	}
-	if !exists(living.Name()) {
-		t.Error("a living writer's file is gone")
-	}
-	if err := publish(living, path); err != nil {
+	if err := publish(running, path, os.Rename); err != nil {
 		t.Error(err)
 	}
 }
 
-// TestTemporaryStays wants a living writer's temporary file to stay where others remove stale ones,
-// from its first moment on.
+// TestTemporaryStays wants the temporary file of a running writer to stay from its first moment on
+// while others remove stale ones.
 func TestTemporaryStays(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "model")
+	dir := t.TempDir()
+	path := filepath.Join(dir, "model")
 	stop, stopped := make(chan struct{}), make(chan struct{})
 	for range 2 {
 		go func() {
@@ -121,13 +129,13 @@ func TestTemporaryStays(t *testing.T) {
 				case <-stop:
 					return
 				default:
-					removeStale(path)
+					Clean(path)
 				}
 			}
 		}()
 	}
 	for range 1000 {
-		f, err := createTemporary(path)
+		f, err := createTemporary(dir, "model")
 		if err != nil {
 			t.Error(err)
 			break
@@ -136,7 +144,8 @@ func TestTemporaryStays(t *testing.T) {
 		if _, err := os.Stat(f.Name()); err != nil {
 			t.Error(err)
 		}
-		// which renames closed files only
+
+		// Windows renames closed files only.
 		if err := os.Rename(f.Name(), path); err != nil && runtime.GOOS != "windows" {
 			t.Error(err)
 			break
@@ -147,4 +156,47 @@ func TestTemporaryStays(t *testing.T) {
 	close(stop)
 	<-stopped
 	<-stopped
+}
+
+// TestLongNames wants every name that the file system takes to be written, and Writable to refuse
+// the others before anything is.
+func TestLongNames(t *testing.T) {
+	text := func(f *os.File) error { _, err := f.WriteString("text"); return err }
+	for _, n := range []int{1, 100, 200, 219, 220, 233, 234, 250, 255, 256, 300} {
+		path := filepath.Join(t.TempDir(), strings.Repeat("n", n))
+		probe := os.WriteFile(path, nil, 0o666)
+		os.Remove(path)
+
+		if err := Writable(path); (err == nil) != (probe == nil) {
+			t.Errorf("a name of %d bytes: Writable says %v, the system %v", n, err, probe)
+		}
+		if probe != nil {
+			continue
+		}
+		if err := Write(path, text); err != nil {
+			t.Errorf("Write of a name of %d bytes: %v", n, err)
+		}
+		if err := Create(path, text); !errors.Is(err, fs.ErrExist) {
+			t.Errorf("Create of a file that exists: %v", err)
+		}
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+		if err := Create(path, text); err != nil {
+			t.Errorf("Create of a name of %d bytes: %v", n, err)
+		}
+
+		folder := filepath.Join(t.TempDir(), strings.Repeat("n", n))
+		err := CreateFolder(folder, func(dir string) error {
+			return os.WriteFile(filepath.Join(dir, "file"), nil, 0o666)
+		})
+		if err != nil {
+			t.Errorf("CreateFolder of a name of %d bytes: %v", n, err)
+		}
+		for _, dir := range []string{filepath.Dir(path), filepath.Dir(folder)} {
+			if entries, _ := os.ReadDir(dir); len(entries) != 1 {
+				t.Errorf("%d bytes: %s holds %v", n, dir, entries)
+			}
+		}
+	}
 }

@@ -12,12 +12,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestPipeOfAStaleName wants a named pipe, called as the temporary file of a dead writer is, not to
-// stop the next one.
+// TestPipeOfAStaleName wants a named pipe that is called like a killed writer's temporary file not to
+// block the next write.
 func TestPipeOfAStaleName(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model")
-	pipe := filepath.Join(filepath.Dir(path), temporaryPrefix(path)+
-		strings.Repeat("d", randomDigits))
+	pipe := filepath.Join(filepath.Dir(path), prefixOf("model")+
+		strings.Repeat("d", randomDigits)+nameSuffix)
 	require.NoError(t, syscall.Mkfifo(pipe, 0o666))
 	mustWrite(t, path, "new")
 	_, err := os.Stat(pipe)

@@ -11,40 +11,61 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// claim marks f as a living writer's until f is closed, which the kernel does for a process that
-// dies. It fails when a remover has claimed f, which is about to go then. File systems without
-// locks cannot lock it for the remover either, so there nothing is removed.
+// claim locks f until f is closed, which the kernel also does for a process that dies. It fails if
+// removeUnclaimed has locked f in order to remove it.
+//
+// File systems without locks refuse removeUnclaimed its lock as well, so nothing is removed there.
 func claim(f *os.File) bool {
 	return syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != syscall.EWOULDBLOCK
 }
 
-// removeUnclaimed removes the file unless a living writer has claimed it.
-func removeUnclaimed(name string) {
-	f, _, err := regular.Open(name)
-	if err != nil { // a named pipe of that name is nobody's file either
-		return
+// removeUnclaimed removes a temporary file or folder unless a running process has claimed it.
+func removeUnclaimed(name string, folder bool) {
+	f, err := openTemporary(name, folder)
+	if err != nil {
+		return // for example a named pipe, which is nobody's temporary file
 	}
 	defer f.Close()
-	if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
+	if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil {
+		return
+	}
+
+	if folder {
+		os.RemoveAll(name)
+	} else {
 		os.Remove(name)
 	}
 }
 
-// publish renames the synced file f to path and syncs the directory. f keeps its claim until it has
-// its new name.
-func publish(f *os.File, path string) error {
-	if err := os.Rename(f.Name(), path); err != nil {
+func openTemporary(name string, folder bool) (*os.File, error) {
+	if folder {
+		return os.Open(name)
+	}
+	f, _, err := regular.Open(name)
+	return f, err
+}
+
+// publish renames the synced file f to path and syncs the folder. f stays claimed until it has its
+// new name.
+func publish(f *os.File, path string, rename func(from, to string) error) error {
+	if err := rename(f.Name(), path); err != nil {
 		return err
 	}
 	if err := f.Close(); err != nil {
 		return err
 	}
-	dir, err := os.Open(filepath.Dir(path))
+	return syncDir(filepath.Dir(path))
+}
+
+// syncDir makes renames within a folder durable.
+func syncDir(path string) error {
+	dir, err := os.Open(path)
 	if err != nil {
 		return err
 	}
 	defer dir.Close()
-	// Some file systems cannot sync directories and say so with EINVAL.
+
+	// Some file systems cannot sync folders and say so with EINVAL.
 	if err := dir.Sync(); err != nil && !errors.Is(err, syscall.EINVAL) {
 		return err
 	}

@@ -5,17 +5,24 @@ package atomicfile
 import "os"
 
 // claim does nothing: Windows does not remove a file that a process holds open. Where a file can be
-// removed all the same, its writer's rename fails and says so.
+// removed all the same, its writer's rename fails and reports it.
 func claim(*os.File) bool { return true }
 
-// removeUnclaimed removes the file unless a living writer holds it open.
-func removeUnclaimed(name string) { os.Remove(name) }
+// removeUnclaimed removes a temporary file unless a running process holds it open. It leaves folders
+// alone, because their files need not be open.
+func removeUnclaimed(name string, folder bool) {
+	if !folder {
+		os.Remove(name)
+	}
+}
 
-// publish renames the synced file f to path. Windows renames closed files only and has no sync for
-// directories: its rename is recorded in the file system's journal.
-func publish(f *os.File, path string) error {
+// publish renames the synced file f to path. Windows renames only closed files and cannot sync
+// folders: its file system records renames in its journal.
+func publish(f *os.File, path string, rename func(from, to string) error) error {
 	if err := f.Close(); err != nil {
 		return err
 	}
-	return os.Rename(f.Name(), path)
+	return rename(f.Name(), path)
 }
+
+func syncDir(string) error { return nil }

@@ -1,4 +1,4 @@
-// Package folderlock makes a folder that of one program at a time.
+// Package folderlock reserves a folder for one program at a time.
 package folderlock
 
 import (
@@ -8,17 +8,17 @@ import (
 	"sync"
 )
 
-// ErrInUse is wrapped by the error of a folder that another program has.
+// ErrInUse is wrapped by the error for a folder that another program has claimed.
 var ErrInUse = errors.New("another program writes to this folder now")
 
-// name is of the file that is locked where folders themselves cannot be.
+// name is the file that is locked on file systems that cannot lock folders.
 const name = ".kasmina.lock"
 
-// A claim is a folder of this program, however often it has asked for it.
+// A claim is a folder that this program has reserved, however many callers have asked for it.
 type claim struct {
 	folder os.FileInfo
 	users  int
-	lock   *os.File
+	unlock func() error
 }
 
 var (
@@ -26,10 +26,12 @@ var (
 	claims []*claim
 )
 
-// Claim makes an existing folder this program's. It is so until everybody in it who has claimed the
-// folder has called release, once, or the program ends, however it does. A folder of another
-// program is an ErrInUse. Where neither a folder nor a file in it can be locked, it is an
-// errors.ErrUnsupported, and nobody's.
+// Claim reserves an existing folder for this program until everybody in the program who has claimed
+// the folder has called release, or until the program ends, however it ends. Calling release more
+// than once has no further effect.
+//
+// The error is ErrInUse if another program has claimed the folder, and wraps errors.ErrUnsupported
+// where neither the folder nor a file in it can be locked.
 func Claim(dir string) (release func() error, err error) {
 	mu.Lock()
 	defer mu.Unlock()
@@ -46,11 +48,12 @@ func Claim(dir string) (release func() error, err error) {
 			return sync.OnceValue(c.release), nil
 		}
 	}
-	f, err := lock(dir)
+
+	unlock, err := lock(dir)
 	if err != nil {
 		return nil, err
 	}
-	c := &claim{folder, 1, f}
+	c := &claim{folder, 1, unlock}
 	claims = append(claims, c)
 	return sync.OnceValue(c.release), nil
 }
@@ -67,5 +70,9 @@ func (c *claim) release() error {
 			break
 		}
 	}
-	return c.lock.Close()
+	return c.unlock()
 }
+
+// IsLock reports whether a file name is that of the file that Claim locks where folders cannot be
+// locked.
+func IsLock(file string) bool { return file == name }

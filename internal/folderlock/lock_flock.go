@@ -10,24 +10,47 @@ import (
 	"syscall"
 )
 
-// lock locks a folder, which leaves nothing in it. File systems of a network want a file that is
-// open for writing: there it is one of the folder, which stays.
-func lock(dir string) (*os.File, error) {
+// lock locks the folder itself, which leaves nothing in it. Network file systems lock only files
+// that are open for writing: there it locks a file in the folder.
+func lock(dir string) (unlock func() error, err error) {
 	f, err := os.Open(dir)
 	if err == nil {
 		err = flock(f)
 	}
-	if err == nil || errors.Is(err, ErrInUse) {
-		return f, err
-	}
-	if f, err = os.OpenFile(filepath.Join(dir, name), os.O_RDWR|os.O_CREATE, 0o666); err != nil {
+	if errors.Is(err, ErrInUse) {
 		return nil, err
 	}
-	return f, flock(f)
+	if err != nil {
+		return lockFile(filepath.Join(dir, name))
+	}
+	return f.Close, nil
 }
 
-// flock locks what f is of, until f is closed, which the kernel does for a process that dies. It
-// closes f if it cannot.
+// lockFile creates and locks a file, which unlock removes.
+func lockFile(path string) (unlock func() error, err error) {
+	for {
+		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
+		if err != nil {
+			return nil, err
+		}
+		if err := flock(f); err != nil {
+			return nil, err
+		}
+
+		// The program that had the lock may have removed the file since it was opened.
+		locked, err := f.Stat()
+		if err != nil {
+			return nil, errors.Join(err, f.Close())
+		}
+		if current, err := os.Stat(path); err == nil && os.SameFile(locked, current) {
+			return func() error { return errors.Join(os.Remove(path), f.Close()) }, nil
+		}
+		f.Close()
+	}
+}
+
+// flock locks f until it is closed, which the kernel also does for a process that dies. If it
+// cannot, it closes f.
 func flock(f *os.File) error {
 	err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
 	switch {

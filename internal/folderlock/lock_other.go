@@ -5,10 +5,9 @@ package folderlock
 import (
 	"errors"
 	"fmt"
-	"os"
 	"runtime"
 )
 
-func lock(string) (*os.File, error) {
+func lock(string) (unlock func() error, err error) {
 	return nil, fmt.Errorf("%w: no folder can be locked on %s", errors.ErrUnsupported, runtime.GOOS)
 }

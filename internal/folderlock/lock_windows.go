@@ -13,9 +13,9 @@ const (
 	hidden           = syscall.FILE_ATTRIBUTE_HIDDEN
 )
 
-// lock holds a hidden file of the folder open, which nobody else can open. The file goes when it is
-// closed, also by the system for a process that dies.
-func lock(dir string) (*os.File, error) {
+// lock holds a hidden file of the folder open in such a way that nobody else can open it. The system
+// deletes the file when it is closed, also for a process that dies.
+func lock(dir string) (unlock func() error, err error) {
 	path := filepath.Join(dir, name)
 	p, err := syscall.UTF16PtrFromString(path)
 	if err != nil {
@@ -30,7 +30,7 @@ func lock(dir string) (*os.File, error) {
 	if err != nil {
 		return nil, &os.PathError{Op: "lock", Path: path, Err: err}
 	}
-	return os.NewFile(uintptr(h), path), nil
+	return os.NewFile(uintptr(h), path).Close, nil
 }
 
 func exists(path string) bool {

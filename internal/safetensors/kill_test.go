@@ -60,7 +60,7 @@ func TestKill(t *testing.T) {
 	}
 	path := filepath.Join(t.TempDir(), "checkpoint")
 	halfWrittenFiles := func() []string {
-		files, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".checkpoint.tmp-*"))
+		files, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".kasmina-*.tmp"))
 		if err != nil {
 			t.Fatal(err)
 		}

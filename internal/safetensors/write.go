@@ -27,6 +27,22 @@ const chunk = 1 << 20
 // Nothing is written when the arguments do not fit (ErrInvalid). After any other error, too, the
 // file is a complete one, and the temporary file is gone.
 func Save(path string, tensors []Tensor, metadata map[string]string) error {
+	return saveTensors(path, tensors, metadata, atomicfile.Write)
+}
+
+// SavePart is like [Save] for a file that belongs to the main file at the path of, as
+// atomicfile.WritePart is like atomicfile.Write.
+func SavePart(path, of string, tensors []Tensor, metadata map[string]string) error {
+	write := func(path string, write func(*os.File) error) error {
+		return atomicfile.WritePart(path, of, write)
+	}
+	return saveTensors(path, tensors, metadata, write)
+}
+
+// A writeFunc is atomicfile.Write or one of its variants.
+type writeFunc func(path string, write func(*os.File) error) error
+
+func saveTensors(path string, tensors []Tensor, metadata map[string]string, write writeFunc) error {
 	sources := make([]Source, len(tensors))
 	for i, t := range tensors {
 		if err := t.check(); err != nil {
@@ -34,7 +50,7 @@ func Save(path string, tensors []Tensor, metadata map[string]string) error {
 		}
 		sources[i] = t.source()
 	}
-	return SaveSources(path, sources, metadata)
+	return saveSources(path, sources, metadata, write)
 }
 
 // Source is a tensor whose data are made while they are written, so that they need not all be in
@@ -66,13 +82,17 @@ func (t Tensor) source() Source {
 // SaveSources is Save of tensors whose data are made while they are written. A source that writes
 // more or less than its shape asks for is ErrInvalid, and the old file stays.
 func SaveSources(path string, sources []Source, metadata map[string]string) error {
-	if err := save(path, sources, metadata); err != nil {
+	return saveSources(path, sources, metadata, atomicfile.Write)
+}
+
+func saveSources(path string, sources []Source, metadata map[string]string, write writeFunc) error {
+	if err := save(path, sources, metadata, write); err != nil {
 		return fmt.Errorf("safetensors: save %s: %w", path, err)
 	}
 	return nil
 }
 
-func save(path string, tensors []Source, metadata map[string]string) error {
+func save(path string, tensors []Source, metadata map[string]string, write writeFunc) error {
 	tensors, entries, err := layOut(tensors, metadata)
 	if err != nil {
 		return err
@@ -81,7 +101,7 @@ func save(path string, tensors []Source, metadata map[string]string) error {
 	if err != nil {
 		return err
 	}
-	return atomicfile.Write(path, func(f *os.File) error {
+	return write(path, func(f *os.File) error {
 		// The checksums are known last, so the header goes in last, over the hole left for it.
 		if _, err := f.Seek(int64(len(head)), io.SeekStart); err != nil {
 			return err

@@ -8,7 +8,6 @@ import (
 	"path/filepath"
 	"strings"
 
-	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/folderlock"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
@@ -117,23 +116,28 @@ func (c *checkpointer) save(step int) error {
 	return c.saved(step)
 }
 
-// begin makes the file's folders, finds out whether it can be written, and claims its folder.
+// begin creates the folders that the checkpoint needs, checks that it can be written, claims its
+// folder and removes what killed runs have left there.
 func (c *checkpointer) begin() error {
 	if !c.t.Writes() {
 		return nil
 	}
-	there, err := os.Stat(c.path)
-	if err == nil && !there.Mode().IsRegular() && !there.IsDir() {
+	info, err := os.Stat(c.path)
+	if err == nil && !info.Mode().IsRegular() && !info.IsDir() {
 		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
 	}
-	if err := atomicfile.Writable(c.path); err != nil {
+	if err := modelfile.Writable(c.path); err != nil {
 		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}
+
 	release, err := ClaimFolder(filepath.Dir(c.path))
 	if err != nil && !errors.Is(err, errors.ErrUnsupported) {
 		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}
 	c.release = release
+	if err == nil {
+		modelfile.Clean(c.path)
+	}
 	return nil
 }
 

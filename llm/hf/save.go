@@ -42,7 +42,6 @@ type saving struct {
 	shard    int64
 	files    map[string][]byte
 	progress func(done, of int64)
-	beside   []string
 	err      error
 }
 
@@ -82,34 +81,20 @@ func WithFile(name string, content []byte) SaveOption {
 	return func(s *saving) { s.files[name] = content }
 }
 
-// Beside lets the folder be one that holds the given files or folders, which stay.
-func Beside(names ...string) SaveOption { return func(s *saving) { s.beside = names } }
-
-// Vacant returns an error if a folder holds anything but what is named.
-func Vacant(dir string, names ...string) error {
-	entries, err := os.ReadDir(dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	for _, e := range entries {
-		if !slices.Contains(names, e.Name()) {
-			return fmt.Errorf("the folder %s is not empty, it holds %s: name a new one", dir,
-				e.Name())
-		}
-	}
-	return err
-}
-
 // WithSaveProgress calls f as bytes of the weights have been written.
 func WithSaveProgress(f func(done, of int64)) SaveOption {
 	return func(s *saving) { s.progress = f }
 }
 
 // SavePretrained writes a model as a folder that transformers loads: config.json,
-// generation_config.json, safetensors and the files of a tokenizer. The folder must be new or
-// empty, and appears when it is complete. A model whose seeds change what it computes is refused,
-// since transformers has no such layers; dormant ones leave nothing behind. While a trainer runs, it
-// waits for the end of the present step, and the run for the folder.
+// generation_config.json, safetensors and the files of a tokenizer.
+//
+// The folder must be new or empty, and appears when it is complete. If somebody else writes to it in
+// the meantime, SavePretrained leaves it alone and returns an error that wraps fs.ErrExist.
+//
+// A model whose seeds change what it computes is refused, because transformers has no such layers;
+// dormant seeds leave nothing behind. If a trainer is running, SavePretrained waits for the end of
+// the current step, and the run waits for SavePretrained.
 func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
@@ -147,7 +132,7 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 	if err := s.collect(config); err != nil {
 		return err
 	}
-	return newFolder(dir, s.beside, func(dir string) error {
+	return atomicfile.CreateFolder(dir, func(dir string) error {
 		if err := s.writeWeights(ctx, dir, m); err != nil {
 			return err
 		}
@@ -162,55 +147,6 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 		}
 		return nil
 	})
-}
-
-// newFolder has write fill a folder that appears at dir when it is complete. Where dir holds the
-// named things, the files are moved there one by one, config.json last.
-func newFolder(dir string, beside []string, write func(dir string) error) (err error) {
-	if err := Vacant(dir, beside...); err != nil {
-		return err
-	}
-	dir = filepath.Clean(dir)
-	if err := os.MkdirAll(filepath.Dir(dir), 0o777); err != nil {
-		return err
-	}
-	temporary, err := os.MkdirTemp(filepath.Dir(dir), "."+filepath.Base(dir)+".tmp-")
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, os.RemoveAll(temporary)) }()
-	if err := os.Chmod(temporary, 0o755); err != nil {
-		return err
-	}
-	if err := write(temporary); err != nil {
-		return err
-	}
-	if held, _ := os.ReadDir(dir); len(held) > 0 {
-		return moveInto(dir, temporary)
-	}
-	if err := os.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	return os.Rename(temporary, dir)
-}
-
-// moveInto moves the files of a folder to another one.
-func moveInto(dir, from string) error {
-	entries, err := os.ReadDir(from)
-	if err != nil {
-		return err
-	}
-	slices.SortStableFunc(entries, func(a, b fs.DirEntry) int {
-		last := map[bool]int{true: 1}
-		return last[a.Name() == configName] - last[b.Name() == configName]
-	})
-	for _, e := range entries {
-		if err := os.Rename(filepath.Join(from, e.Name()),
-			filepath.Join(dir, e.Name())); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // Plain returns a model as other programs know it. What is fossilized at weights and in the stream

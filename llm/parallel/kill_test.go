@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/comm/launch"
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
@@ -125,19 +126,17 @@ func (v *victim) beside() map[string]bool {
 	return names
 }
 
-// watch dies when the save has come to its moment. A part, all parts or the main file are being
-// written, or the main file is there and what was before it is being removed.
+// watch kills this process when the save reaches the moment that it is aimed at: a part, all parts or
+// the main file are being written, or the main file is complete and older parts are being removed.
 func (v *victim) watch(before map[string]bool) {
 	was, _ := os.Stat(v.path)
 	base := filepath.Base(v.path)
 	for {
-		temporary, complete, main := 0, 0, 0
+		temporary, complete := 0, 0
 		for name := range v.beside() {
 			switch {
 			case before[name]:
-			case strings.HasPrefix(name, "."+base+".tmp-"):
-				main++
-			case strings.HasPrefix(name, "."+base):
+			case atomicfile.IsTemporary(name):
 				temporary++
 			case strings.HasPrefix(name, base+"."):
 				complete++
@@ -146,7 +145,8 @@ func (v *victim) watch(before map[string]bool) {
 		is, _ := os.Stat(v.path)
 		replaced := is != nil && (was == nil || !os.SameFile(was, is))
 		if v.aim == "part" && temporary+complete > 0 ||
-			v.aim == "parts" && complete == v.Ranks() || v.aim == "main" && main > 0 || replaced {
+			v.aim == "parts" && complete == v.Ranks() ||
+			v.aim == "main" && complete == v.Ranks() && temporary > 0 || replaced {
 			die(0)
 			return
 		}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 )
@@ -81,10 +82,16 @@ func TestPartsTidy(t *testing.T) {
 	const id = "0123456789abcdef"
 	keep := []string{"run.safetensors." + id, "other.safetensors." + id + "-1of2",
 		"run.safetensors." + id + "-1of2.tmp-" + id, "run.safetensors.bak-1of2"}
-	for _, name := range append([]string{"run.safetensors." + id + "-1of2",
-		".run.safetensors." + id + "-2of2.tmp-" + id}, keep...) {
+	for _, name := range append([]string{"run.safetensors." + id + "-1of2"}, keep...) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), nil, 0o666))
 	}
+
+	// A killed process leaves a temporary file of its part that nobody has locked.
+	part := filepath.Join(dir, "run.safetensors."+id+"-2of2")
+	require.NoError(t, atomicfile.WritePart(part, s.save, func(f *os.File) error {
+		hash, _, _ := strings.Cut(strings.TrimPrefix(filepath.Base(f.Name()), ".kasmina-"), "-")
+		return os.WriteFile(filepath.Join(dir, ".kasmina-"+hash+"-"+id+".tmp"), nil, 0o666)
+	}))
 	require.NoError(t, s.run(t, 2))
 	for _, name := range keep {
 		require.FileExists(t, filepath.Join(dir, name))

@@ -60,8 +60,9 @@ var architectures = map[string]string{"llama": "llama", "mistral": "llama", "qwe
 	"qwen3": "qwen3"}
 
 // Save writes a model that was loaded from a folder, with the folder's tokenizer and chat template.
-// It replaces the file at path in one step. progress, unless it is nil, hears how many of the bytes
-// of tensors are written.
+// The file at path must not exist. It appears when it is complete, and if somebody else creates it in
+// the meantime, Save leaves it alone and returns an error that wraps fs.ErrExist. Unless it is nil,
+// progress is told how many bytes of the tensors have been written.
 func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	progress func(done, of int64)) error {
 	if err := save(ctx, path, f, m, t, progress); err != nil {
@@ -96,7 +97,7 @@ func save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	if err != nil {
 		return err
 	}
-	return atomicfile.WriteMkdir(path, func(file *os.File) error {
+	return atomicfile.CreateMkdir(path, func(file *os.File) error {
 		return write(ctx, file, fields, tensors, progress)
 	})
 }

@@ -18,18 +18,20 @@ import (
 	"strings"
 	"unsafe"
 
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
-// A set is a checkpoint in several files. The main file tells how many parts there are and what
-// they are called. Beside it is a file for each rank with its part of the optimiser's moments. The
-// parts are written first, under names that no other set has. The main file takes the place of the
-// one before in one step, and only then the parts before it are removed. So whatever is killed
-// when, the main file is that of a set which is complete.
+// A checkpoint may consist of several files, which are called a set. The main file says how many
+// parts belong to the set and how they are named. The parts stand next to it, one for each rank, and
+// hold that rank's share of the optimizer's moments.
 //
-// A part holds stretches of moments, flat, each under OptimizerPrefix, the moment's name, "@" and
-// the element that it begins at. Ranks hold them in order: those of a moment stand one behind the
-// other.
+// A set is saved in this order: the parts, under names that no other set has, then the main file,
+// which replaces its predecessor in one step, and only then are the parts of the predecessor removed.
+// Whatever is killed at whatever moment, the main file therefore belongs to a complete set.
+//
+// A part holds flat stretches of moments. Each is named by OptimizerPrefix, the name of the moment,
+// "@" and the index of the stretch's first element. The ranks hold the stretches in order.
 
 // PartsKey is where the main file has its [Parts], and a part its own [part].
 const PartsKey = "kasmina.parts"
@@ -63,17 +65,52 @@ func (p Parts) check() error {
 	return nil
 }
 
-// file is the path of a part of the checkpoint at path.
+// The names of parts are made of the stem of the main file's name and a suffix. A main file may have
+// any name that the file system takes, so the stem of a long name is shortened to leave room.
+const (
+	maxName   = 255 // bytes, on the file systems in use
+	maxSuffix = len(".0123456789abcdef-65536of65536")
+	maxStem   = maxName - maxSuffix
+)
+
+// file returns the path of a part of the checkpoint at path.
 func (p Parts) file(path string, rank int) string {
-	return fmt.Sprintf("%s.%s-%dof%d", resolved(path), p.ID, rank+1, p.Files)
+	path = resolved(path)
+	name := fmt.Sprintf("%s.%s-%dof%d", stem(filepath.Base(path)), p.ID, rank+1, p.Files)
+	return filepath.Join(filepath.Dir(path), name)
 }
 
-// resolved is where a file really is: parts stand beside that.
+// stem returns the beginning of the names of the parts of a main file: the main file's name, or, if
+// that is too long, as much of it as fits and a hash of it.
+func stem(name string) string {
+	if len(name) <= maxStem {
+		return name
+	}
+	sum := sha256.Sum256([]byte(name))
+	hash := "~" + hex.EncodeToString(sum[:8])
+	return strings.ToValidUTF8(name[:maxStem-len(hash)], "") + hash
+}
+
+// resolved returns the path of the file that a symbolic link points to. The parts of a checkpoint
+// stand next to that file.
 func resolved(path string) string {
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		return target
 	}
 	return path
+}
+
+// Writable creates the folders that a checkpoint at path needs, and returns an error if its main file
+// or its parts could not be written there.
+func Writable(path string) error {
+	if err := atomicfile.Writable(path); err != nil {
+		return err
+	}
+	longest := Parts{ID: strings.Repeat("0", 16), Files: maxParts}.file(path, maxParts-1)
+	if _, err := os.Lstat(longest); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("the parts of a checkpoint cannot have such names: %w", err)
+	}
+	return nil
 }
 
 // Stretch is elements of a moment, from an element of it on.
@@ -124,23 +161,23 @@ func (p Parts) SavePart(path string, rank int, stretches []Stretch) error {
 	if err != nil {
 		return err
 	}
-	return safetensors.Save(p.file(path, rank), tensors,
+	return safetensors.SavePart(p.file(path, rank), resolved(path), tensors,
 		map[string]string{"format": "pt", PartsKey: string(text)})
 }
 
-// Tidy removes the parts of other sets than this one beside a main file that has been written. It
-// also removes what writers that were killed have left of them. The zero Parts are those of no set.
+// Tidy removes the parts of sets other than p next to the main file at path, which must have been
+// written. The zero Parts stand for no set.
 func (p Parts) Tidy(path string) error {
 	path = resolved(path)
-	parts := regexp.MustCompile(`^\.?` + regexp.QuoteMeta(filepath.Base(path)) +
-		`\.([0-9a-f]{16})-[0-9]+of[0-9]+(\.tmp-[0-9a-f]+)?$`)
+	parts := regexp.MustCompile(`^` + regexp.QuoteMeta(stem(filepath.Base(path))) +
+		`\.([0-9a-f]{16})-[0-9]+of[0-9]+$`)
 	entries, err := os.ReadDir(filepath.Dir(path))
 	if err != nil {
 		return err
 	}
 	for _, e := range entries {
 		m := parts.FindStringSubmatch(e.Name())
-		if m == nil || m[1] == p.ID || (e.Name()[0] == '.') != (m[2] != "") {
+		if m == nil || m[1] == p.ID {
 			continue
 		}
 		err := os.Remove(filepath.Join(filepath.Dir(path), e.Name()))
@@ -149,6 +186,28 @@ func (p Parts) Tidy(path string) error {
 		}
 	}
 	return nil
+}
+
+// Clean removes what killed saves of the checkpoint at path have left: temporary files, and parts
+// that do not belong to the main file. Without a readable main file it leaves the parts alone. No
+// process may be saving to path meanwhile.
+func Clean(path string) {
+	path = resolved(path)
+	atomicfile.Clean(path)
+
+	f, err := Open(path)
+	if err != nil {
+		return
+	}
+	defer f.Close()
+
+	var p Parts
+	if _, ok := f.Metadata[PartsKey]; ok {
+		if err := f.Decode(PartsKey, "the parts", maxPartText, &p); err != nil || p.check() != nil {
+			return
+		}
+	}
+	_ = p.Tidy(path)
 }
 
 // Moment is what the parts hold of one, whole.

@@ -1,0 +1,115 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+)
+
+// A rule says whether a flag that is given has an effect next to the other flags. It returns the
+// reason if the flag has none, and "" if it has one.
+type rule func(f *pflag.FlagSet) string
+
+// always is the rule of flags that have an effect in any company.
+func always(*pflag.FlagSet) string { return "" }
+
+// later is the rule of flags whose effect depends on more than the flags, such as the model. The
+// command itself refuses them when it knows.
+func later(*pflag.FlagSet) string { return "" }
+
+// flagRules has a rule for every flag of every command, so that no flag is accepted in silence when it
+// does nothing.
+var flagRules = map[string]map[string]rule{
+	"inspect": {"model": always},
+	"eval": {"model": always, "data": always, "seq": always, "device": always,
+		"precision": always},
+	"generate": {"model": always, "prompt": always, "n": always, "chat": always, "device": always,
+		"precision": always, "temperature": always, "top-k": later, "top-p": later, "seed": later},
+	"train": {"model": always, "data": always, "out": always, "batch": always, "accumulate": always,
+		"seq": always, "lr": always, "grow": always, "adapters": always, "time": always,
+		"recompute": always, "save-every": always, "eval-every": always, "seed": always,
+		"resume": always, "board": always, "tensorboard": always, "quiet": always, "gpus": always,
+		"device": always, "precision": always,
+		"steps":         notWith("time", "0s", "the time ends the run"),
+		"directed":      directed,
+		"rank":          onlyWith("adapters", "", "-adapters"),
+		"board-control": onlyWith("board", "", "an address with -board"),
+		"deadline":      later,
+		"save-parts":    later},
+	"convert": {"model": always, "out": always, "gguf": always,
+		"precision": notWith("gguf", "", "which has the type of the weights"),
+		"shard":     notWith("gguf", "", "because a GGUF file is never divided")},
+	"board":  {"addr": always},
+	"report": {"out": always},
+}
+
+// onlyWith is the rule of flags that have an effect only if another flag has a value that differs
+// from none.
+func onlyWith(other, none, what string) rule {
+	return func(f *pflag.FlagSet) string {
+		if f.Lookup(other).Value.String() != none {
+			return ""
+		}
+		return fmt.Sprintf("has no effect without -%s: want %s too", other, what)
+	}
+}
+
+// notWith is the rule of flags that have no effect if another flag has a value that differs from none.
+func notWith(other, none, why string) rule {
+	return func(f *pflag.FlagSet) string {
+		if f.Lookup(other).Value.String() == none {
+			return ""
+		}
+		return fmt.Sprintf("has no effect with -%s, %s: leave one of them out", other, why)
+	}
+}
+
+// directed is the rule of -directed: adapters that grow always follow the gradients.
+func directed(f *pflag.FlagSet) string {
+	if f.Lookup("adapters").Value.String() == "grow" {
+		return "has no effect with -adapters grow, whose adapters always follow the gradients: leave " +
+			"it out"
+	}
+	return onlyWith("adapters", "", "-adapters")(f)
+}
+
+// checkFlags returns an error for a flag that is given but has no effect.
+func checkFlags(c *cobra.Command) (err error) {
+	rules := flagRules[c.Name()]
+	c.Flags().Visit(func(f *pflag.Flag) {
+		applies := rules[f.Name]
+		if err != nil || applies == nil || f.Value.String() == f.DefValue && isSwitch(f) {
+			return
+		}
+		if why := applies(c.Flags()); why != "" {
+			err = fmt.Errorf("-%s %s", f.Name, why)
+		}
+	})
+	return err
+}
+
+// isSwitch reports whether a flag is on or off. One that is off by default may be given as off.
+func isSwitch(f *pflag.Flag) bool { return f.Value.Type() == "bool" }
+
+// given returns those of the named flags that are on the command line and not off, as they are written
+// there.
+func given(c *cobra.Command, names ...string) (all []string) {
+	c.Flags().Visit(func(f *pflag.Flag) {
+		off := isSwitch(f) && f.Value.String() == "false"
+		if slices.Contains(names, f.Name) && !off {
+			all = append(all, "-"+f.Name)
+		}
+	})
+	return all
+}
+
+// have returns the verb for a list of flags.
+func have(flags []string) string {
+	if len(flags) == 1 {
+		return strings.Join(flags, "") + " has"
+	}
+	return strings.Join(flags, " and ") + " have"
+}

@@ -1,0 +1,386 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/failpoint"
+	"github.com/kasmina-go/kasmina/internal/folderlock"
+	"github.com/kasmina-go/kasmina/internal/regular"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// The folder of -out holds the finished model and, in the folder run, what the run keeps.
+const (
+	runFolder      = "run"
+	manifestName   = "run.json"
+	checkpointName = "checkpoint.safetensors"
+	logName        = "log.jsonl"
+	stagingName    = "model" // the finished model, until its files have moved to -out
+	configName     = "config.json"
+)
+
+// A runDir is the folder of -out of a training run:
+//
+//	OUT/config.json, ...                 the finished model
+//	OUT/run/run.json                     the manifest: the options of the run, and whether it has finished
+//	OUT/run/checkpoint.safetensors, ...  the last checkpoint
+//	OUT/run/log.jsonl, tensorboard       what the run has reported
+//	OUT/run/model                        the finished model, before it moves to OUT
+//
+// The manifest is written before anything else, so a folder without one is not a run's. It is written
+// again when the run finishes. All files are written atomically, so that after a kill at any moment
+// the folder is in one of the stages below, and the command that was killed can tell from it how to
+// continue. While a process trains it has claimed the folder run.
+type runDir struct{ out string }
+
+// A manifest describes the run that a folder belongs to.
+type manifest struct {
+	// Options has the value of every option that decides the result, by the option's name.
+	Options map[string]string `json:"options"`
+	// Files lists the files of the finished model. It is empty until they are complete.
+	Files []string `json:"files,omitempty"`
+	// Finished reports that all Files are in the folder of -out.
+	Finished bool `json:"finished,omitempty"`
+}
+
+// A stage is how far the run in a folder has come.
+type stage int
+
+const (
+	vacant     stage = iota // there is no run
+	begun                   // there is a manifest but no checkpoint
+	saved                   // there is a checkpoint to resume from
+	publishing              // the model is complete and moves to its place
+	finished                // there is nothing left to do
+)
+
+// freeOptions are the options that decide nothing about the result, so that a run may continue with
+// other values.
+var freeOptions = []string{"out", "resume", "save-every", "eval-every", "board", "board-control",
+	"tensorboard", "quiet", "gpus", "deadline", "save-parts", "help"}
+
+// pathOptions are the options whose values name files. They are equal if they name the same file.
+var pathOptions = []string{"model", "data"}
+
+// optionsOf returns the options of a command that decide the result.
+func optionsOf(c *cobra.Command) map[string]string {
+	all := map[string]string{}
+	c.Flags().VisitAll(func(f *pflag.Flag) {
+		if !slices.Contains(freeOptions, f.Name) {
+			all[f.Name] = f.Value.String()
+		}
+	})
+	return all
+}
+
+func (d runDir) in(name string) string { return filepath.Join(d.out, runFolder, name) }
+
+// look returns the stage of the run in the folder, and its manifest. The manifest of a run of an
+// older version, which had none, is nil. The error says what is wrong with a folder that is not a
+// run's.
+func (d runDir) look() (stage, *manifest, error) {
+	m, err := d.readManifest()
+	if err != nil {
+		return vacant, nil, err
+	}
+	if m == nil {
+		s, err := d.lookWithout()
+		return s, nil, err
+	}
+
+	staged, err := os.Stat(d.in(stagingName))
+	switch {
+	case m.Finished:
+		return finished, m, d.complete(m)
+	case len(m.Files) > 0, err == nil && staged.IsDir():
+		return publishing, m, nil
+	}
+	if err := d.holdsOnly(d.out, runFolder); err != nil {
+		return vacant, nil, err
+	}
+	if _, err := os.Stat(d.in(checkpointName)); err == nil {
+		return saved, m, nil
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return vacant, nil, err
+	}
+	return begun, m, nil
+}
+
+// lookWithout is look for a folder without a manifest.
+func (d runDir) lookWithout() (stage, error) {
+	if _, err := os.Stat(d.in(checkpointName)); err == nil {
+		if _, err := os.Stat(filepath.Join(d.out, configName)); err == nil {
+			return finished, nil
+		}
+		return saved, d.holdsOnly(d.out, runFolder)
+	}
+
+	// A process killed before it wrote the manifest leaves at most the two folders.
+	if err := d.holdsOnly(d.out, runFolder); err != nil {
+		return vacant, err
+	}
+	return vacant, d.holdsOnly(filepath.Join(d.out, runFolder))
+}
+
+// readManifest returns nil if there is no manifest.
+func (d runDir) readManifest() (*manifest, error) {
+	path := d.in(manifestName)
+	text, err := regular.Read(path, 1<<20, "the manifest of a run has")
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("-out: %w", err)
+	}
+	var m manifest
+	if err := json.Unmarshal(text, &m); err != nil || m.Options == nil {
+		return nil, fmt.Errorf("-out: %s is damaged, and without it nobody can tell what the run was: "+
+			"name another folder", path)
+	}
+	return &m, nil
+}
+
+func (d runDir) writeManifest(m *manifest) error {
+	text, err := json.MarshalIndent(m, "", "  ")
+	if err != nil {
+		return err
+	}
+	return atomicfile.Write(d.in(manifestName), func(f *os.File) error {
+		_, err := f.Write(append(text, '\n'))
+		return err
+	})
+}
+
+// holdsOnly returns an error if a folder holds anything but the named files, temporary files and
+// locks.
+func (d runDir) holdsOnly(dir string, names ...string) error {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	for _, e := range entries {
+		if !slices.Contains(names, e.Name()) && !atomicfile.IsTemporary(e.Name()) &&
+			!folderlock.IsLock(e.Name()) {
+			return fmt.Errorf("the folder %s is not empty, it holds %s: name a new one", d.out,
+				filepath.Join(strings.TrimPrefix(dir[len(d.out):], string(filepath.Separator)),
+					e.Name()))
+		}
+	}
+	return err
+}
+
+// complete returns an error if a file of a finished model is gone.
+func (d runDir) complete(m *manifest) error {
+	for _, name := range m.Files {
+		if _, err := os.Stat(filepath.Join(d.out, name)); err != nil {
+			return fmt.Errorf("the run in %s has finished, but a file of its model is gone: %w; to "+
+				"train again, name another folder", d.out, err)
+		}
+	}
+	return nil
+}
+
+// decide returns what is left to do for a run with the given options: the stage from which to
+// continue. It returns an error if the folder belongs to somebody else or to another run.
+func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest, error) {
+	s, m, err := d.look()
+	if err != nil {
+		return s, m, err
+	}
+	differ := differences(options, m)
+
+	switch s {
+	case vacant:
+		if resume {
+			err = fmt.Errorf("-resume: %s holds no run; without it a run begins", d.out)
+		}
+	case saved:
+		switch {
+		case resume:
+		case m == nil:
+			err = fmt.Errorf("%s holds a run: -resume goes on with it, or name another folder", d.out)
+		case len(differ) > 0:
+			err = fmt.Errorf("%s holds a run with other options (%s): give the same options to continue "+
+				"it, -resume to continue it with these as far as that is possible, or name another "+
+				"folder", d.out, strings.Join(differ, "; "))
+		}
+	case publishing, finished:
+		if m == nil || len(differ) > 0 {
+			other := ""
+			if len(differ) > 0 {
+				other = " with other options (" + strings.Join(differ, "; ") + ")"
+			}
+			err = fmt.Errorf("the run of %s has ended%s: -model %s and another -out train its model "+
+				"further", d.out, other, d.out)
+		}
+	}
+	return s, m, err
+}
+
+// differences describes in which options a command differs from the run of a manifest.
+func differences(options map[string]string, m *manifest) (all []string) {
+	if m == nil {
+		return nil
+	}
+	names := maps.Clone(options)
+	maps.Copy(names, m.Options)
+	for _, name := range slices.Sorted(maps.Keys(names)) {
+		is, given := options[name]
+		was, known := m.Options[name]
+		switch {
+		case given && known && (is == was || slices.Contains(pathOptions, name) && sameFile(is, was)):
+		case !known:
+			all = append(all, fmt.Sprintf("-%s is %q now and was not known then", name, is))
+		case !given:
+			all = append(all, fmt.Sprintf("-%s was %q and is not known now", name, was))
+		default:
+			all = append(all, fmt.Sprintf("-%s was %q and is %q now", name, was, is))
+		}
+	}
+	return all
+}
+
+func sameFile(a, b string) bool {
+	x, err := os.Stat(a)
+	if err != nil {
+		return false
+	}
+	y, err := os.Stat(b)
+	return err == nil && os.SameFile(x, y)
+}
+
+// claimWait is how long claim waits for another process. One that was killed a moment ago may still
+// have to be cleared away by the system.
+const claimWait = 10 * time.Second
+
+// claim creates the folder and reserves it for this process until release is called. If release is
+// called before there is a manifest, it removes the folders that claim has created.
+func (d runDir) claim(stderr io.Writer) (release func() error, err error) {
+	_, noOut := os.Stat(d.out)
+	run := filepath.Join(d.out, runFolder)
+	_, noRun := os.Stat(run)
+	if err := os.MkdirAll(run, 0o777); err != nil {
+		return nil, fmt.Errorf("-out: %w", err)
+	}
+
+	unlock, err := llm.ClaimFolder(run)
+	for wait := time.Now(); errors.Is(err, llm.ErrFolderInUse) && time.Since(wait) < claimWait; {
+		time.Sleep(20 * time.Millisecond)
+		unlock, err = llm.ClaimFolder(run)
+	}
+	if errors.Is(err, errors.ErrUnsupported) {
+		fmt.Fprintf(stderr, "folder    another program could write to %s meanwhile: %v\n", run, err)
+		unlock, err = func() error { return nil }, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("-out: %w", err)
+	}
+
+	return func() error {
+		// Removing a folder fails unless it is empty.
+		if noRun != nil {
+			_ = os.Remove(run)
+		}
+		if noOut != nil {
+			_ = os.Remove(d.out)
+		}
+		return unlock()
+	}, nil
+}
+
+// clean removes the temporary files that killed processes have left. The folder must be claimed.
+func (d runDir) clean() {
+	atomicfile.CleanFolder(filepath.Join(d.out, runFolder))
+	atomicfile.Clean(filepath.Join(d.out, configName)) // of writable
+}
+
+// writable returns an error if the finished model could not be moved to its place.
+func (d runDir) writable() error {
+	if err := atomicfile.Writable(filepath.Join(d.out, configName)); err != nil {
+		return fmt.Errorf("-out: %w", err)
+	}
+	return nil
+}
+
+// publish moves the files of the finished model from the folder where they were written to their
+// place, config.json last. It never replaces a file: one that somebody else has written is an error,
+// and the same command publishes the rest when that file is gone.
+func (d runDir) publish(m *manifest) error {
+	staging := d.in(stagingName)
+	if len(m.Files) == 0 {
+		entries, err := os.ReadDir(staging)
+		if err != nil {
+			return err
+		}
+		for _, e := range entries {
+			m.Files = append(m.Files, e.Name())
+		}
+		last := func(name string) int { return map[bool]int{true: 1}[name == configName] }
+		slices.SortStableFunc(m.Files, func(a, b string) int { return last(a) - last(b) })
+		if err := d.writeManifest(m); err != nil {
+			return err
+		}
+	}
+
+	for _, name := range m.Files {
+		failpoint.Reach("publish", name)
+		if err := d.publishFile(filepath.Join(staging, name), filepath.Join(d.out, name)); err != nil {
+			return err
+		}
+	}
+
+	failpoint.Reach("published", d.out)
+	m.Finished = true
+	if err := d.writeManifest(m); err != nil {
+		return err
+	}
+	return d.removeStaging()
+}
+
+// publishFile moves a file to its place, unless that has been done before.
+func (d runDir) publishFile(from, to string) error {
+	staged, err := os.Lstat(from)
+	if errors.Is(err, fs.ErrNotExist) {
+		if _, err := os.Lstat(to); err != nil {
+			return fmt.Errorf("a file of the finished model is gone: %w", err)
+		}
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+
+	err = atomicfile.Move(from, to)
+	if !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	// Where a file moves by a second name, a process killed in between leaves both.
+	if moved, err := os.Lstat(to); err == nil && os.SameFile(staged, moved) {
+		return os.Remove(from)
+	}
+	return fmt.Errorf("somebody else has written %s meanwhile: move it away, and the same command "+
+		"finishes the run", to)
+}
+
+// removeStaging removes the folder that publish has emptied.
+func (d runDir) removeStaging() error {
+	err := os.Remove(d.in(stagingName))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}

@@ -1,0 +1,127 @@
+package atomicfile
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/kasmina-go/kasmina/internal/failpoint"
+)
+
+// CreateFolder creates a folder at path with what the function puts into the folder that it is
+// given, and creates the folders that path needs.
+//
+// The function fills a temporary folder next to path, which is renamed when it is complete. The
+// folder at path must not exist, or be empty, until then: if anything else appears there meanwhile,
+// CreateFolder leaves it alone and returns an error that wraps fs.ErrExist.
+//
+// On file systems that cannot lock folders, and on Windows, the temporary folder of a killed process
+// stays until somebody deletes it.
+func CreateFolder(path string, fill func(dir string) error) (err error) {
+	path = filepath.Clean(path)
+	if target, err := filepath.EvalSymlinks(path); err == nil {
+		path = target
+	}
+	if err := checkVacant(path); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+		return err
+	}
+
+	Clean(path)
+	name, release, err := createTemporaryFolder(filepath.Dir(path), filepath.Base(path))
+	if err != nil {
+		return err
+	}
+	defer release()
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.RemoveAll(name))
+		}
+	}()
+	failpoint.Reach("folder created", path)
+
+	if err := fill(name); err != nil {
+		return err
+	}
+	failpoint.Reach("folder filled", path)
+
+	if err := publishFolder(name, path); err != nil {
+		return err
+	}
+	failpoint.Reach("folder renamed", path)
+	return syncDir(filepath.Dir(path))
+}
+
+// checkVacant returns an error unless there is nothing at path but, perhaps, an empty folder.
+func checkVacant(path string) error {
+	info, err := os.Lstat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil
+	case err != nil: // for example because the name is too long
+		return err
+	case !info.IsDir():
+		return fmt.Errorf("%s is not a folder: choose another name (%w)", path, fs.ErrExist)
+	}
+
+	entries, err := os.ReadDir(path)
+	if err != nil {
+		return err
+	}
+	if len(entries) > 0 {
+		return fmt.Errorf("the folder %s is not empty, it holds %s: choose another name (%w)", path,
+			entries[0].Name(), fs.ErrExist)
+	}
+	return nil
+}
+
+// createTemporaryFolder creates and claims a temporary folder. It is claimed until release is called
+// or the process ends.
+func createTemporaryFolder(dir, owner string) (name string, release func() error, err error) {
+	for {
+		name = filepath.Join(dir, newName(owner))
+		err := os.Mkdir(name, 0o777)
+		if errors.Is(err, os.ErrExist) {
+			continue
+		}
+		if err != nil {
+			return "", nil, err
+		}
+
+		f, err := os.Open(name)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // another process took it for a dead writer's
+		}
+		if err != nil {
+			os.Remove(name)
+			return "", nil, err
+		}
+		claimed, err := claimTemporary(f, name)
+		if claimed {
+			return name, f.Close, nil
+		}
+		f.Close()
+		if err != nil {
+			os.Remove(name)
+			return "", nil, err
+		}
+	}
+}
+
+// publishFolder renames a complete folder to path, where there may be an empty folder.
+func publishFolder(from, path string) error {
+	err := Move(from, path)
+	if !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+
+	// Removing a folder fails unless it is empty.
+	if checkVacant(path) != nil || os.Remove(path) != nil {
+		return fmt.Errorf("%w: somebody else has written there meanwhile; choose another name", err)
+	}
+	return Move(from, path)
+}

@@ -1,0 +1,64 @@
+package atomicfile
+
+import (
+	"errors"
+	"os"
+)
+
+// Move renames a file or a folder to a path in the same file system. Unlike os.Rename it never
+// replaces anything: if there is something at the new path, even a file that appeared a moment ago,
+// Move changes nothing and returns an error that wraps fs.ErrExist.
+//
+// Linux, macOS and Windows do this in one step. Elsewhere, and on file systems that cannot, a file
+// gets its new name as a second link before it loses the old one, and a process killed between the
+// two leaves both.
+func Move(from, to string) error {
+	err := renameNew(from, to)
+	if !errors.Is(err, errors.ErrUnsupported) {
+		return err
+	}
+
+	info, err := os.Lstat(from)
+	if err != nil {
+		return err
+	}
+	if info.IsDir() {
+		return moveFolder(from, to)
+	}
+	if err := os.Link(from, to); err != nil {
+		if _, there := os.Lstat(to); there == nil {
+			return exists(to)
+		}
+		return moveOver(from, to)
+	}
+	return os.Remove(from)
+}
+
+// moveFolder moves a folder by means of an empty folder that only this process can have created:
+// renaming a folder over another one fails unless that is empty.
+func moveFolder(from, to string) error {
+	if err := os.Mkdir(to, 0o777); err != nil {
+		return err
+	}
+	if err := renameFolder(from, to); err != nil {
+		os.Remove(to)
+		return err
+	}
+	return nil
+}
+
+// moveOver moves a file over an empty file that only this process can have created, on file systems
+// without links.
+func moveOver(from, to string) error {
+	f, err := os.OpenFile(to, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	if err != nil {
+		return err
+	}
+	if err := f.Close(); err != nil {
+		return err
+	}
+	if err := os.Rename(from, to); err != nil {
+		return errors.Join(err, os.Remove(to))
+	}
+	return nil
+}

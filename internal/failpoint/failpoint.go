@@ -1,0 +1,26 @@
+// Package failpoint names the moments at which tests stop a process or let an operation fail.
+//
+// Outside of tests no hook is set, and reaching a point costs one atomic load.
+package failpoint
+
+import "sync/atomic"
+
+var hook atomic.Pointer[func(point, path string)]
+
+// Reach reports to the hook, if a test has set one, that execution has arrived at a point. The path
+// is that of the file or folder being worked on, or empty.
+func Reach(point, path string) {
+	if f := hook.Load(); f != nil {
+		(*f)(point, path)
+	}
+}
+
+// Set installs the function that Reach calls, and nil removes it. The function may be called from
+// several goroutines at once.
+func Set(f func(point, path string)) {
+	if f == nil {
+		hook.Store(nil)
+		return
+	}
+	hook.Store(&f)
+}

@@ -1,0 +1,37 @@
+package llm
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestCheckpointNames wants a checkpoint to be written and resumed under every name that the file
+// system takes, and other names to end the run before its first step.
+func TestCheckpointNames(t *testing.T) {
+	for _, n := range []int{200, 220, 232, 233, 234, 240, 255, 256} {
+		name := strings.Repeat("n", n)
+		legal := os.WriteFile(filepath.Join(t.TempDir(), name), nil, 0o666) == nil
+		for _, opts := range [][]CheckpointOption{nil, {OptimizerApart()}} {
+			path := filepath.Join(t.TempDir(), name)
+			tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
+			tr.On(Checkpoint(tr, path, 1, opts...))
+			err := tr.Run(t.Context())
+			if !legal {
+				require.Error(t, err)
+				require.Zero(t, tr.Step(), "a name of %d bytes fails after the steps", n)
+				continue
+			}
+			require.NoError(t, err, "a name of %d bytes", n)
+
+			again := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
+			require.NoError(t, again.Resume(t.Context(), path))
+			entries, err := os.ReadDir(filepath.Dir(path))
+			require.NoError(t, err)
+			require.Len(t, entries, 1+len(opts))
+		}
+	}
+}
