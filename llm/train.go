@@ -620,23 +620,13 @@ func (t *Trainer) settleGrowth() error {
 // slots that learn.
 func (t *Trainer) beforeStep() (restore func() error) {
 	loader, rate, progress := t.Loader.State(), t.Optimizer.LR(), t.progress
-	var arrays []state.Array
-	if len(t.Model.Config.Kasmina) > 0 { // passes measure nothing at other sites
-		arrays = t.Model.Kasmina.Arrays()
-	}
+	unmark := t.Model.Kasmina.Mark()
 
 	return func() error {
+		unmark()
 		t.progress = progress
 		t.learning = nil // what the optimizer forgot of frozen slots stays forgotten
-		errs := []error{t.engine.Drop(), t.Optimizer.SetLR(rate), t.Loader.SetState(loader)}
-		if arrays != nil {
-			install, err := t.Model.Kasmina.Load(arrays)
-			if err == nil {
-				install()
-			}
-			errs = append(errs, err)
-		}
-		return errors.Join(errs...)
+		return errors.Join(t.engine.Drop(), t.Optimizer.SetLR(rate), t.Loader.SetState(loader))
 	}
 }
 

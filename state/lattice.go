@@ -62,6 +62,7 @@ type Lattice struct {
 	strategies  []graft.Entry
 	ring        ring
 	recorder    recorder
+	marked      marked
 	deferred    *Measured     // where passes leave their figures; nil for here
 	training    atomic.Uint64 // the step of training that blueprints in graphs draw their α for
 	ahead       uint64        // batches between the last one taken in and the one that is measured

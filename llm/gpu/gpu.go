@@ -261,7 +261,10 @@ func (e *engine) Gradient(param string) (any, error) {
 // Push sends the named parameters; without names all, and what the optimiser remembers.
 func (e *engine) Push(names ...string) error {
 	if len(names) == 0 {
-		return errors.Join(e.machine.Upload(e.graph.Params...), e.optimize())
+		if err := e.machine.Upload(e.graph.Params...); err != nil {
+			return err
+		}
+		return e.optimize()
 	}
 	var nodes gorgonia.Nodes
 	for _, p := range e.graph.Params {
@@ -277,8 +280,10 @@ func (e *engine) Forget(param string, from, to int) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(e.machine.Forget(e.graph.Params[i], from, to),
-		e.optimizer.Forget(param, from, to))
+	if err := e.machine.Forget(e.graph.Params[i], from, to); err != nil {
+		return err
+	}
+	return e.optimizer.Forget(param, from, to)
 }
 
 func (e *engine) Close() error {

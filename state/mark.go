@@ -1,0 +1,86 @@
+package state
+
+// Mark saves what passes measure of the network's seeds and returns a function that restores it, as
+// if the passes in between had not run. A training step that fails before its update calls it. The
+// ring of reports keeps those passes. A mark is good until the next one.
+func (n *Network) Mark() (restore func()) {
+	n = n.orNone()
+	for _, l := range n.layers {
+		l.Lattice.mark()
+	}
+	return func() {
+		for _, l := range n.layers {
+			l.Lattice.unmark()
+		}
+	}
+}
+
+// marked is what passes measure of a lattice's seeds, saved by Mark.
+type marked struct {
+	of      *seedState // the seeds that columns refer to
+	step    uint64
+	columns []markedColumn
+}
+
+// markedColumn is a field of all seeds with a copy, whose memory the next mark uses again.
+type markedColumn interface {
+	save()
+	restore()
+}
+
+type column[T any] struct {
+	field *[]T
+	copy  []T
+}
+
+func (c *column[T]) save()    { c.copy = append(c.copy[:0], *c.field...) }
+func (c *column[T]) restore() { copy(*c.field, c.copy) }
+
+func columnOf[T any](field *[]T) markedColumn { return &column[T]{field: field} }
+
+// measured returns the fields that passes change.
+func (s *seedState) measured() []markedColumn {
+	return []markedColumn{
+		columnOf(&s.variance), columnOf(&s.mean), columnOf(&s.lowest), columnOf(&s.highest),
+		columnOf(&s.deadRatio), columnOf(&s.snr),
+		columnOf(&s.gradNorm), columnOf(&s.gradVariance), columnOf(&s.gradMax),
+		columnOf(&s.stepMean), columnOf(&s.stepVariance), columnOf(&s.stepCount),
+		columnOf(&s.runMean), columnOf(&s.runVariance), columnOf(&s.runCount),
+		columnOf(&s.normMean), columnOf(&s.normVariance), columnOf(&s.normCount),
+		columnOf(&s.nonFiniteX), columnOf(&s.nonFiniteG), columnOf(&s.clips),
+	}
+}
+
+func (l *Lattice) mark() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.n == 0 {
+		return
+	}
+	if l.marked.of != l.seeds {
+		l.marked = marked{of: l.seeds, columns: l.seeds.measured()}
+	}
+	l.marked.step = l.step
+	for _, c := range l.marked.columns {
+		c.save()
+	}
+}
+
+func (l *Lattice) unmark() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.n == 0 || l.marked.of != l.seeds {
+		return
+	}
+	l.step = l.marked.step
+
+	// Seeds that did not match their checksums before do not match them afterwards.
+	found := l.sums.Faults(0, l.n, l.seeds.crc)
+	for _, c := range l.marked.columns {
+		c.restore()
+	}
+	l.seal(0, l.n)
+	for _, bad := range found {
+		l.seeds.crc[bad.Row] ^= bad.Syndrome
+	}
+}
