@@ -76,7 +76,11 @@ func (c *checkpointer) event(e event.Event) error {
 	case e.Kind == event.RunEnd:
 		return errors.Join(c.wait(), c.end())
 	case e.Kind == event.Failed:
-		return errors.Join(c.finish(), c.rescue(e))
+		err := c.finish()
+		if errors.Is(err, modelfile.ErrDiverged) { // a callback's, of the step that was saved last
+			return err
+		}
+		return errors.Join(err, c.rescue(e))
 	case !due(e, c.every) && e.Kind != event.Interrupted && !c.wanted(e):
 		return c.poll()
 	}
@@ -110,7 +114,18 @@ func (c *checkpointer) save(step int) error {
 	if c.parts && c.t.Parallel() {
 		write = c.t.SaveParts
 	}
-	if err := errors.Join(c.finish(), write(c.path)); err != nil {
+
+	// An earlier file that could not be written is no reason not to write this one. But a callback
+	// that refuses the earlier file may want it to be the last.
+	earlier := c.written != nil
+	failed := c.wait()
+	if earlier && failed == nil {
+		if err := c.saved(c.step); err != nil {
+			return err
+		}
+	}
+	written := write(c.path)
+	if err := errors.Join(failed, written); err != nil {
 		return err
 	}
 	return c.saved(step)

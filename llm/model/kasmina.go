@@ -178,7 +178,10 @@ func (s Slots) Write(writes []state.SlotWrite) error {
 // with them.
 func (s Slots) forget(e Mirror, layer, from, to int) error {
 	names, width := s.names(layer), s.Model.Config.KasminaWidth()
-	return errors.Join(e.Forget(names[0], from*width, to*width), e.Forget(names[1], from, to))
+	if err := e.Forget(names[0], from*width, to*width); err != nil {
+		return err
+	}
+	return e.Forget(names[1], from, to)
 }
 
 // ForgetFrozen drops the momentum of the slots with which no seed learns any more. So an update
