@@ -350,7 +350,7 @@ func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 	put := func(m become.Model, scale *LossScale) error {
 		own := t.Model.Params
 		model.Become(t.Model, m.Config, m.Params)
-		if err := t.setOptimizer(own, m); err != nil {
+		if err := t.agree(t.setOptimizer(own, m)); err != nil {
 			return err
 		}
 		clock.End("the optimiser")
@@ -446,7 +446,7 @@ func (t *Trainer) replaceEngine(make func() (Engine, error), scale *LossScale) e
 	if err != nil {
 		return err
 	}
-	t.engine, t.learning = e, nil
+	t.engine, t.name, t.learning = e, e.Name(), nil
 	t.note(func(e *Event) {
 		e.Params, e.Lattices = t.Model.NumParams(), t.Model.Config.Lattices()
 	})

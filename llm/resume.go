@@ -367,13 +367,21 @@ func (t *Trainer) growthSettings() *settings.Growth {
 	return all
 }
 
+// engineName returns the name of the engine or, when there is none, of the one before.
+func (t *Trainer) engineName() string {
+	if _, lost := t.engine.(engine.None); lost {
+		return t.name
+	}
+	return t.engine.Name()
+}
+
 func (t *Trainer) settings() *settings.Settings {
 	c := t.Config
 	s := &settings.Settings{
 		Plain: settings.Plain{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip,
 			Epoch: c.Epoch, Budget: c.Budget.String(), Seed: t.Loader.Config().Seed,
 			Tokenizer: t.Loader.Tokens().Tokenizer(),
-			Optimizer: fmt.Sprintf("%T", t.Optimizer), Engine: t.engine.Name()},
+			Optimizer: fmt.Sprintf("%T", t.Optimizer), Engine: t.engineName()},
 		Steps:  c.Steps,
 		Rates:  settings.RatesOf(c.Schedule, c.Steps),
 		Anneal: settings.AnnealingOf(c.Annealing),

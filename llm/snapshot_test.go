@@ -515,3 +515,37 @@ func TestResumeBesideASample(t *testing.T) {
 	require.Len(t, tr.Model.Config.Planted, 1)
 	require.False(t, slices.ContainsFunc(tr.Model.Params, func(p Param) bool { return p.Value == nil }))
 }
+
+// TestResumeAfterAFailedResume lets the engine of a checkpoint fail to be made. The trainer refuses
+// to run until it is resumed again, and then ends with the bits of a run in which nothing failed.
+func TestResumeAfterAFailedResume(t *testing.T) {
+	fail := false
+	r := growthRun{config: querySites(), steps: 6,
+		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+			if fail {
+				fail = false
+				return nil, errNoMemory
+			}
+			return CPUEngine()(m, o, c)
+		}}
+	path := filepath.Join(t.TempDir(), "run")
+	whole := r.trainer(t)
+	require.NoError(t, whole.Model.Kasmina.Do(state.Command{Action: state.Germinate,
+		Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},
+		state.Command{Action: state.Move, To: state.Training}))
+	whole.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 2 {
+			return whole.Save(path)
+		}
+		return nil
+	})
+	require.NoError(t, whole.Run(t.Context()))
+
+	tr := r.trainer(t)
+	fail = true
+	require.ErrorIs(t, tr.Resume(t.Context(), path), errNoMemory)
+	require.ErrorContains(t, tr.Run(t.Context()), "another Resume")
+	require.NoError(t, tr.Resume(t.Context(), path))
+	require.NoError(t, tr.Run(t.Context()))
+	require.True(t, bytes.Equal(fileOf(t, whole), fileOf(t, tr)))
+}

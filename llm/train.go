@@ -120,6 +120,7 @@ type Trainer struct {
 
 	// In the model's turn.
 	engine Engine
+	name   string           // of the latest engine that could be made
 	growth *Growth          // nil without a controller
 	grew   *settings.Growth // of the run that was resumed, until Run has compared it; or nil
 	progress
@@ -204,6 +205,7 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 	if t.engine, err = t.newEngine(); err != nil {
 		return nil, err
 	}
+	t.name = t.engine.Name()
 	model.Hold(m, holder{t})
 	model.Join(m)
 	t.last = Event{Steps: c.Steps, Budget: c.Budget,
@@ -326,7 +328,7 @@ func (t *Trainer) sound() error {
 	switch {
 	case t.apart != nil:
 		return fmt.Errorf("the engine %s has not taken the model's parameters, so the trainer "+
-			"cannot be used before another Resume: %w", t.engine.Name(), t.apart)
+			"cannot be used before another Resume: %w", t.engineName(), t.apart)
 	case t.spoiled != nil:
 		return fmt.Errorf("the trainer cannot be used before a Resume, since its last update "+
 			"failed: %w", t.spoiled)
