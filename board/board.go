@@ -46,8 +46,11 @@ type Board struct {
 	queue   chan message
 	closing chan struct{}
 	drained chan struct{} // closed when the queue has been taken in, after closing
-	viewers chan struct{} // has a place for each stream
+	viewers places        // of streams
 	cards   cards
+
+	orders   orders
+	patience time.Duration // of requests that wait for the end of a step
 
 	mu       sync.Mutex
 	closed   bool
@@ -83,8 +86,8 @@ func WithHosts(names ...string) Option {
 // New returns a board without runs.
 func New(opts ...Option) (*Board, error) {
 	b := &Board{queue: make(chan message, queued), closing: make(chan struct{}),
-		drained: make(chan struct{}), viewers: make(chan struct{}, maxViewers),
-		cards: cards{open: nvml.Open}}
+		drained: make(chan struct{}),
+		cards:   cards{open: nvml.Open}, patience: patience}
 	for _, opt := range opts {
 		if opt == nil {
 			return nil, errors.New("board: New: an option is nil")
@@ -248,7 +251,7 @@ func (b *Board) Close() error {
 	b.mu.Unlock()
 	close(b.closing)
 	<-b.drained
-	for deadline := time.Now().Add(partingTime); len(b.viewers) > 0 &&
+	for deadline := time.Now().Add(partingTime); b.viewers.count() > 0 &&
 		time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}

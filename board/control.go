@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/board/internal/store"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/telemetry"
 )
 
 // WithControl lets whoever has the board's [Board.Token] steer its runs. Without it a board can
@@ -36,9 +37,6 @@ const (
 	maxOrders   = 20 // requests a second, refused ones included
 )
 
-// patience is how long a command waits for the end of a step. It stays valid after that.
-const patience = 30 * time.Second
-
 // control adds what steers runs to the routes.
 func (b *Board) control(mux *http.ServeMux) {
 	mux.HandleFunc("GET /api/v1/control", func(w http.ResponseWriter, _ *http.Request) {
@@ -48,41 +46,27 @@ func (b *Board) control(mux *http.ServeMux) {
 		}
 		answer(w, c)
 	})
-	post := func(path string, f order) {
-		mux.HandleFunc("POST /api/v1/runs/{run}/"+path, b.authorised(f))
+	mux.HandleFunc("GET /api/v1/runs/{run}/orders/{order}", b.order)
+
+	orders := &rates{perSecond: maxOrders}
+	post := func(path string, read reader) {
+		mux.HandleFunc("POST /api/v1/runs/{run}/"+path, b.authorised(orders, read))
 	}
-	post("commands", steer)
-	post("telemetry", telemetry)
-	post("save", func(r *http.Request, _ *store.Run, t *llm.Trainer) error {
-		var q api.Request
-		if err := read(r, &q); err != nil {
-			return err
-		}
-		if err := t.SaveSoon(); err != nil {
-			return err
-		}
-		t.Note(asked(q, "to save", q.Why))
-		return nil
-	})
-	post("stop", func(r *http.Request, _ *store.Run, t *llm.Trainer) error {
-		var q api.Request
-		if err := read(r, &q); err != nil {
-			return err
-		}
-		t.Stop(asked(q, "to stop", q.Why))
-		return nil
-	})
+	post("commands", readCommands)
+	post("telemetry", readTelemetry)
+	post("save", readSave)
+	post("stop", readStop)
 }
 
-// order does what a request asks of a run.
-type order func(*http.Request, *store.Run, *llm.Trainer) error
+// A reader reads an order from a request, and hands it to the trainer. The channel receives what
+// comes of it. Commands are those that the page shows if they are refused.
+type reader func(*http.Request, *llm.Trainer) (answer <-chan error, commands []state.Command, err error)
 
 // errRequest is wrapped by what is wrong with a request itself.
 var errRequest = errors.New("the request")
 
 // authorised lets requests through that carry the token and come from no other site.
-func (b *Board) authorised(f order) http.HandlerFunc {
-	rate := &bucket{perSecond: maxOrders, most: 2 * maxOrders}
+func (b *Board) authorised(orders *rates, read reader) http.HandlerFunc {
 	sites := http.NewCrossOriginProtection()
 	return func(w http.ResponseWriter, r *http.Request) {
 		given, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
@@ -93,7 +77,7 @@ func (b *Board) authorised(f order) http.HandlerFunc {
 			refuse(w, http.StatusForbidden,
 				"this board can only be looked at: board.WithControl, or -board-control, lets a "+
 					"run be steered")
-		case !rate.take(time.Now()):
+		case !orders.take(clientOf(r.RemoteAddr), time.Now()):
 			refuse(w, http.StatusTooManyRequests, "too many commands")
 		case sites.Check(r) != nil:
 			refuse(w, http.StatusForbidden, "the request comes from another site")
@@ -109,24 +93,8 @@ func (b *Board) authorised(f order) http.HandlerFunc {
 			refuse(w, http.StatusConflict, "the run is of another program or has ended")
 		default:
 			r.Body = http.MaxBytesReader(w, r.Body, maxBody)
-			settle(w, f(r, run, t))
+			b.carryOut(w, r, run, t, read)
 		}
-	}
-}
-
-// settle answers a request that has been tried.
-func settle(w http.ResponseWriter, err error) {
-	var large *http.MaxBytesError
-	switch {
-	case err == nil:
-		answer(w, map[string]bool{"done": true})
-	case errors.As(err, &large):
-		refuse(w, http.StatusRequestEntityTooLarge,
-			fmt.Sprintf("the request has more than %d bytes", maxBody))
-	case errors.Is(err, errRequest):
-		refuse(w, http.StatusBadRequest, err.Error())
-	default:
-		refuse(w, http.StatusConflict, err.Error())
 	}
 }
 
@@ -180,21 +148,21 @@ func clean(s string, n int) string {
 	return s
 }
 
-// steer gives commands to seeds and waits for the end of the step. Those that are refused are shown
-// among what has happened.
-func steer(r *http.Request, run *store.Run, t *llm.Trainer) error {
+// readCommands reads commands to seeds.
+func readCommands(r *http.Request, t *llm.Trainer) (<-chan error, []state.Command, error) {
 	var q api.Commands
 	if err := read(r, &q); err != nil {
-		return err
+		return nil, nil, err
 	}
 	if len(q.Commands) == 0 || len(q.Commands) > maxCommands {
-		return fmt.Errorf("%w: there are %d commands, want 1 to %d", errRequest,
+		return nil, nil, fmt.Errorf("%w: there are %d commands, want 1 to %d", errRequest,
 			len(q.Commands), maxCommands)
 	}
+
 	for i := range q.Commands {
 		c := &q.Commands[i]
 		if c.Action == state.Load {
-			return fmt.Errorf("%w: parameters are not loaded through a board", errRequest)
+			return nil, nil, fmt.Errorf("%w: parameters are not loaded through a board", errRequest)
 		}
 		why := c.Why
 		if why == "" {
@@ -202,42 +170,56 @@ func steer(r *http.Request, run *store.Run, t *llm.Trainer) error {
 		}
 		c.Why = asked(q.Request, "", why)
 	}
-	select {
-	case err := <-t.Steer(q.Commands...):
-		if err != nil {
-			run.Refuse(q.Commands, err)
-		}
-		return err
-	case <-r.Context().Done():
-		return r.Context().Err()
-	case <-time.After(patience):
-		return errors.New("the step takes long: the commands wait for its end, and the page will " +
-			"show what comes of them")
-	}
+	return t.Steer(q.Commands...), q.Commands, nil
 }
 
-// telemetry changes what all lattices measure.
-func telemetry(r *http.Request, _ *store.Run, t *llm.Trainer) error {
+// readTelemetry reads what all lattices are to measure.
+func readTelemetry(r *http.Request, t *llm.Trainer) (<-chan error, []state.Command, error) {
 	var q api.Telemetry
 	if err := read(r, &q); err != nil {
-		return err
+		return nil, nil, err
 	}
-	mode := state.Production
-	for ; mode.String() != q.Mode; mode++ {
-		if mode > state.Off {
-			return fmt.Errorf("%w: the mode is %.40q, want Production, Sampling, Debug or Off",
-				errRequest, q.Mode)
+	mode, err := telemetry.ModeByName(q.Mode)
+	if err != nil {
+		return nil, nil, fmt.Errorf("%w: %w", errRequest, err)
+	}
+
+	note := asked(q.Request, "to measure seeds in mode "+q.Mode, q.Why)
+	var commands []state.Command
+	for i, l := range t.Model.Kasmina.Lattices() {
+		next := l.Telemetry() // nobody asks a board to change the rest of it
+		next.Mode, next.Every = mode, q.Every
+		if err := next.Check(); err != nil {
+			return nil, nil, fmt.Errorf("%w: %w", errRequest, err)
 		}
+		commands = append(commands, state.Command{Action: state.Measure, Layer: i, Telemetry: next,
+			Why: note})
 	}
-	for _, l := range t.Model.Kasmina.Lattices() {
-		now := l.Telemetry()
-		now.Mode, now.Every = mode, q.Every
-		if err := l.SetTelemetry(now); err != nil {
-			return fmt.Errorf("%w: %w", errRequest, err)
-		}
+	if len(commands) == 0 {
+		return nil, nil, errors.New("the run's model has no seeds that could be measured")
 	}
-	t.Note(asked(q.Request, "to measure seeds in mode "+q.Mode, q.Why))
-	return nil
+
+	return t.Ask(llm.Request{Commands: commands, Note: note}), commands[:1], nil
+}
+
+// readSave reads a request to save.
+func readSave(r *http.Request, t *llm.Trainer) (<-chan error, []state.Command, error) {
+	var q api.Request
+	if err := read(r, &q); err != nil {
+		return nil, nil, err
+	}
+	return t.Ask(llm.Request{Save: true, Note: asked(q, "to save", q.Why)}), nil, nil
+}
+
+// readStop reads a request to stop.
+func readStop(r *http.Request, t *llm.Trainer) (<-chan error, []state.Command, error) {
+	var q api.Request
+	if err := read(r, &q); err != nil {
+		return nil, nil, err
+	}
+	answer := make(chan error, 1)
+	answer <- t.Stop(asked(q, "to stop", q.Why))
+	return answer, nil, nil
 }
 
 // newToken returns one that nobody can guess.

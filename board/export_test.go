@@ -2,6 +2,7 @@ package board
 
 import (
 	"strconv"
+	"time"
 
 	"github.com/kasmina-go/kasmina/board/internal/store"
 	"github.com/kasmina-go/kasmina/llm"
@@ -20,3 +21,6 @@ func (b *Board) Add(name string) *store.Run {
 func (b *Board) Feed(t *llm.Trainer) llm.Callback {
 	return (&feed{board: b, run: b.Add("fed"), seeds: t.Model.Kasmina}).event
 }
+
+// SetPatience changes how long requests wait for the end of a step.
+func (b *Board) SetPatience(d time.Duration) { b.patience = d }

@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/kasmina-go/kasmina/board/api"
@@ -24,10 +23,10 @@ var page embed.FS
 
 // Limits of what viewers may ask.
 const (
-	maxViewers     = 64  // streams at a time
-	maxRequests    = 200 // a second, of all viewers together
-	maxConnections = 256
-	maxHeader      = 1 << 14
+	maxViewers         = 64 // streams at a time
+	maxViewersOfClient = maxViewers * 3 / 4
+	maxRequests        = 200 // a second, of all viewers together
+	maxHeader          = 1 << 14
 )
 
 // Listen serves the board at an address such as 127.0.0.1:6060, in the background, until Close. It
@@ -39,8 +38,9 @@ func (b *Board) Listen(addr string) (url string, err error) {
 		return "", fmt.Errorf("board: Listen: %w; want an address such as 127.0.0.1:6060 that no "+
 			"other program has, or one with port 0 for any", err)
 	}
+	places := newConnections(l)
 	s := &http.Server{Handler: b, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
-		IdleTimeout: time.Minute, MaxHeaderBytes: maxHeader}
+		IdleTimeout: time.Minute, MaxHeaderBytes: maxHeader, ConnState: places.state}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.handler == nil {
@@ -50,7 +50,7 @@ func (b *Board) Listen(addr string) (url string, err error) {
 		return "", errors.Join(errors.New("board: Listen: the board is closed"), l.Close())
 	}
 	b.servers = append(b.servers, s)
-	go s.Serve(&limited{Listener: l, places: make(chan struct{}, maxConnections)})
+	go s.Serve(places)
 	url = "http://" + shown(l.Addr().String()) + "/"
 	if b.token != "" {
 		url += "#token=" + b.token // which browsers keep to themselves
@@ -68,38 +68,6 @@ func shown(addr string) string {
 		host = "localhost"
 	}
 	return net.JoinHostPort(host, port)
-}
-
-// limited is a listener that closes connections for which there is no place.
-type limited struct {
-	net.Listener
-	places chan struct{}
-}
-
-func (l *limited) Accept() (net.Conn, error) {
-	for {
-		c, err := l.Listener.Accept()
-		if err != nil {
-			return nil, err
-		}
-		select {
-		case l.places <- struct{}{}:
-			return &placed{Conn: c, leave: sync.OnceFunc(func() { <-l.places })}, nil
-		default:
-			c.Close()
-		}
-	}
-}
-
-// placed is a connection that gives its place back.
-type placed struct {
-	net.Conn
-	leave func()
-}
-
-func (p *placed) Close() error {
-	defer p.leave()
-	return p.Conn.Close()
 }
 
 // routes are the board's pages.
@@ -207,13 +175,17 @@ func number(s string) (int, error) {
 	return int(n), nil
 }
 
-func answer(w http.ResponseWriter, v any) {
+func answer(w http.ResponseWriter, v any) { answerWith(w, http.StatusOK, v) }
+
+// answerWith answers with a status and a value as JSON.
+func answerWith(w http.ResponseWriter, status int, v any) {
 	text, err := json.Marshal(v)
 	if err != nil {
 		refuse(w, http.StatusInternalServerError, err.Error())
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
 	w.Write(text)
 }
 
@@ -232,7 +204,7 @@ const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src
 // guarded answers only as many requests as cost a run nothing, and only those that were meant for
 // the board.
 func (b *Board) guarded(next http.Handler) http.Handler {
-	rate := &bucket{perSecond: maxRequests, most: 2 * maxRequests}
+	requests := &rates{perSecond: maxRequests}
 	known := append([]string{"localhost"}, b.config.hosts...)
 	if name, err := os.Hostname(); err == nil {
 		known = append(known, name)
@@ -245,7 +217,7 @@ func (b *Board) guarded(next http.Handler) http.Handler {
 		h.Set("Cross-Origin-Resource-Policy", "same-origin")
 		h.Set("Cache-Control", "no-store")
 		switch {
-		case !rate.take(time.Now()):
+		case !requests.take(clientOf(r.RemoteAddr), time.Now()):
 			h.Set("Retry-After", "1")
 			refuse(w, http.StatusTooManyRequests,
 				"too many requests: the board answers a few hundred a second")
@@ -267,28 +239,4 @@ func ours(host string, names []string) bool {
 	return net.ParseIP(host) != nil || slices.ContainsFunc(names, func(name string) bool {
 		return strings.EqualFold(name, host)
 	})
-}
-
-// bucket lets so many things happen a second, on average.
-type bucket struct {
-	perSecond, most float64
-	mu              sync.Mutex
-	left            float64
-	at              time.Time
-}
-
-func (b *bucket) take(now time.Time) bool {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.at.IsZero() {
-		b.left = b.most
-	} else {
-		b.left = min(b.most, b.left+b.perSecond*now.Sub(b.at).Seconds())
-	}
-	b.at = now
-	if b.left < 1 {
-		return false
-	}
-	b.left--
-	return true
 }

@@ -15,20 +15,18 @@ const (
 	// at which a viewer is told what is new, for each of the viewers: all together take as much as one
 	viewerEvery = 250 * time.Millisecond
 	aliveEvery  = 15 * time.Second // at least, for proxies and to notice who has gone
-	stalled     = 10 * time.Second // after which a viewer that reads nothing is dropped
 )
 
 // stream tells a viewer of what changes, until it goes or the board is closed.
 func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
-	select {
-	case b.viewers <- struct{}{}:
-		defer func() { <-b.viewers }()
-	default:
+	leave, ok := b.viewers.take(clientOf(r.RemoteAddr))
+	if !ok {
 		w.Header().Set("Retry-After", "10")
 		refuse(w, http.StatusServiceUnavailable,
 			"the board has as many viewers as it serves at a time")
 		return
 	}
+	defer leave()
 	w.Header().Set("Content-Type", "text/event-stream")
 	v := viewer{response: w, control: http.NewResponseController(w),
 		seen: map[*store.Run]*store.Cursor{}}
@@ -43,7 +41,7 @@ func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
 			<-b.drained
 			v.tell(b.all(), nil)
 			return
-		case <-time.After(untilTold(time.Now(), len(b.viewers))):
+		case <-time.After(untilTold(time.Now(), b.viewers.count())):
 		}
 	}
 }

@@ -203,6 +203,8 @@ type (
 	Callback = event.Callback
 	// Budget is what a run may spend: [event.Budget].
 	Budget = event.Budget
+	// Request is something that somebody asks of a run: [event.Request].
+	Request = event.Request
 	// Decision is a line of a record of growth: [event.Decision].
 	Decision = event.Decision
 	// Record is all that a controller and the clock have decided in a run: [event.Record].

@@ -49,11 +49,8 @@ func (t *Trainer) stopAsked() error {
 
 // say is this rank's word.
 func (t *Trainer) say() ([]byte, error) {
-	t.mu.Lock()
-	asked := t.steering.asked > 0
-	t.mu.Unlock()
 	return json.Marshal(ranks.Word{Stop: ranks.TextOf(t.stopAsked()),
-		Waiting: asked || t.Model.Kasmina.Waiting()})
+		Waiting: t.requested() || t.Model.Kasmina.Waiting()})
 }
 
 // spared reports whether nothing is to be exchanged at the end of a step. Then nobody has commands,
@@ -94,29 +91,51 @@ func (t *Trainer) between(err error) error {
 	return err
 }
 
-// settle ends a step: it carries out the commands that have been submitted, at any rank, or steer.
-func (t *Trainer) settle(err error) error {
+// settle ends a step, which has failed unless err is nil. It grants requests, if it is to, and then
+// carries out the commands that were submitted to Model.Kasmina. Several ranks do what was asked of
+// any of them.
+func (t *Trainer) settle(err error, granting bool) error {
 	e := t.ranks()
 	if e == nil {
-		if err == nil {
-			err = t.steer()
-			t.Model.Kasmina.Apply()
-		}
-		return err
+		return t.settleAlone(err, granting)
 	}
 	if t.spared() {
 		return err
 	}
-	exchange := func(own [][]state.Command) ([][]state.Command, int, error) {
-		all, at, saves, err := ranks.Commands(e, err, own, t.takeAsked())
-		t.addSaves(saves)
-		return all, at, err
+
+	var own []pendingRequest
+	if granting && err == nil {
+		own = t.takeRequests()
 	}
+	exchange := func(commands [][]state.Command) ([][]state.Command, int, error) {
+		asked, err := ranks.Settle(e, err, commands, plain(own))
+		if err != nil {
+			refuse(own, err)
+			return nil, 0, err
+		}
+		err = t.grantAll(asked.Requests, own, asked.OwnRequests)
+		return asked.Commands, asked.OwnCommands, err
+	}
+
 	if err != nil {
 		_, _, err := exchange(nil)
 		return err
 	}
 	return t.Model.Kasmina.ApplyShared(exchange)
+}
+
+// settleAlone is settle of a process that trains alone.
+func (t *Trainer) settleAlone(err error, granting bool) error {
+	if err != nil {
+		return err
+	}
+
+	if granting {
+		own := t.takeRequests()
+		err = t.grantAll(plain(own), own, 0)
+	}
+	t.Model.Kasmina.Apply()
+	return err
 }
 
 // gatherState makes the optimiser's state that of the whole model.
@@ -130,7 +149,7 @@ func (t *Trainer) gatherState() error {
 // settleInTurn is settle outside of a step.
 func (t *Trainer) settleInTurn() error {
 	defer model.TakeToChange(t.Model)()
-	return t.settle(nil)
+	return t.settle(nil, false)
 }
 
 // shared returns rank 0's value, or at the only one its own.

@@ -1,103 +1,123 @@
 package llm
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/event"
 	"github.com/kasmina-go/kasmina/llm/internal/judge"
 	"github.com/kasmina-go/kasmina/llm/internal/listen"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// steering is what somebody beside a run asks of it. The trainer's mu guards it.
+// steering holds what has been asked of a run. The trainer's mu guards it, except for told.
 type steering struct {
-	commands []steered
-	saves    int   // that have been asked for
-	asked    int   // of them here, not yet told to the other ranks
-	savers   int   // callbacks that save
-	halt     error // why the run shall stop
+	requests []pendingRequest
+	open     bool // whether the run takes requests
+	saves    int  // granted requests to save
+	savers   int  // callbacks that save
+	halt     error
 	notes    []string
 	shared   bool // whether several ranks train
-	// whether seeds have been steered since the last step's events; in the model's turn
-	told bool
+	told     bool // seeds were steered since the last step's events; in the model's turn
 }
 
-// steered is commands that wait for the end of a step.
-type steered struct {
-	commands []state.Command
-	done     chan<- error // has room for the answer
+// pendingRequest is a request that waits for the end of a step.
+type pendingRequest struct {
+	Request
+	done chan<- error // has room for the answer
 }
 
 var (
-	errNoRun  = fmt.Errorf("llm: %w: no run goes on", state.ErrClosed)
-	errReplay = errors.New("llm: Steer: the run follows a record (Growth.Replay), and nobody else")
+	errNoRun    = fmt.Errorf("llm: %w: no run goes on", state.ErrClosed)
+	errLastStep = fmt.Errorf("llm: %w: the run has made its last step, after which nothing changes",
+		state.ErrClosed)
+	errRunEnded = fmt.Errorf("llm: %w: the run has ended before the request could be granted",
+		state.ErrClosed)
+	errReplay = errors.New("llm: the run follows a record (Growth.Replay), and takes commands from " +
+		"nobody else")
+	errNoSaver = errors.New("llm: the run has no Checkpoint callback, which would save")
 )
 
-// Steer hands over commands of somebody beside the run, such as a person. They take effect together
-// behind the present step, before its events, and callbacks hear of it as they do at the end of an
-// epoch. The channel, which need not be read, gets nil then, or why they were refused.
+// Ask hands the run a request of a person or of another program. It may be called from any
+// goroutine.
 //
-// Unlike commands that are submitted to Model.Kasmina, they are in Growth.Record, each with its
-// Why. So a run that follows the record takes the same way. Where several ranks train they are as
-// submitted.
-func (t *Trainer) Steer(commands ...state.Command) <-chan error {
+// The request is granted after the present step and before the step's events, or after the next
+// step. Where several ranks train, all of them grant the requests of all ranks between the same two
+// steps and in the same order. The channel, which need not be read, then receives nil, or why the
+// request was refused. A run that ends first refuses it.
+//
+// Growth.Record has every request, with the Why of each command, so that a run which follows the
+// record receives the same commands at the same steps.
+func (t *Trainer) Ask(r Request) <-chan error {
 	done := make(chan error, 1)
 	if err := t.made(); err != nil {
-		done <- fmt.Errorf("llm: Steer: %w", err)
+		done <- fmt.Errorf("llm: Ask: %w", err)
 		return done
 	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if !t.running {
-		done <- errNoRun
-		return done
-	}
-	if t.steering.shared {
-		return t.Model.Kasmina.Submit(commands...)
-	}
-	t.steering.commands = append(t.steering.commands, steered{slices.Clone(commands), done})
-	return done
-}
 
-// Stop ends the run as the end of its context does, mostly behind the present step. Callbacks see
-// Interrupted. The error of Run says why, and is a context.Canceled. It does nothing if no run goes
-// on.
-func (t *Trainer) Stop(why string) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.running && t.steering.halt == nil {
-		t.steering.halt = halted(why)
-	}
-}
-
-// SaveSoon has the run's [Checkpoint] callbacks save behind the present step, at all ranks where
-// several train. It returns an error if no run goes on or it has none.
-func (t *Trainer) SaveSoon() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	switch {
-	case !t.running:
-		return errNoRun
-	case t.steering.savers == 0:
-		return errors.New("llm: SaveSoon: the run has no Checkpoint callback, which would save")
+	case !t.steering.open:
+		done <- errNoRun
+	case t.last.Last:
+		done <- errLastStep
+	case r.Save && t.steering.savers == 0:
+		done <- errNoSaver
+	default:
+		r.Commands = slices.Clone(r.Commands)
+		t.steering.requests = append(t.steering.requests, pendingRequest{r, done})
 	}
-	if t.steering.shared {
-		t.steering.asked++
+	return done
+}
+
+// Steer is Ask for commands alone. Callbacks receive an EpochEnd when the commands have taken
+// effect.
+//
+// Commands that are submitted to Model.Kasmina instead are not in Growth.Record.
+func (t *Trainer) Steer(commands ...state.Command) <-chan error {
+	return t.Ask(Request{Commands: commands})
+}
+
+// SaveSoon is Ask for a checkpoint. It does not wait, and returns an error if the request is
+// refused at once, such as when no run goes on or the run has no Checkpoint callback.
+func (t *Trainer) SaveSoon() error {
+	select {
+	case err := <-t.Ask(Request{Save: true}):
+		return err
+	default:
 		return nil
 	}
-	t.steering.saves++
+}
+
+// Stop ends the run as the end of its context does, usually after the present step. Callbacks
+// receive Interrupted. The error of Run says why, and is a context.Canceled.
+//
+// Stop returns an error if no run goes on, or if the run is already ending.
+func (t *Trainer) Stop(why string) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.steering.open {
+		return errNoRun
+	}
+	if t.steering.halt == nil {
+		t.steering.halt = halted(why)
+	}
 	return nil
 }
 
-// Note has the callbacks hear of a text behind the present step, as [Noted]. It is what somebody
-// beside the run has asked for, so that logs tell of it. It does nothing if no run goes on.
+// Note has the callbacks receive a text after the present step, as [Noted]. It does nothing if no
+// run goes on.
 func (t *Trainer) Note(text string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.running {
+	if t.steering.open {
 		t.steering.notes = append(t.steering.notes, text)
 	}
 }
@@ -126,53 +146,128 @@ type halted string
 func (why halted) Error() string { return "llm: the run has been stopped: " + string(why) }
 func (halted) Unwrap() error     { return context.Canceled }
 
-// takeAsked is how many saves this rank has to tell the others of.
-func (t *Trainer) takeAsked() int {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	n := t.steering.asked
-	t.steering.asked = 0
-	return n
-}
-
-// addSaves notes saves that ranks have told of.
-func (t *Trainer) addSaves(n int) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.steering.saves += n
-}
-
-// saves is how many saves have been asked for.
+// saves returns how many requests to save have been granted.
 func (t *Trainer) saves() int {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.steering.saves
 }
 
-// steer carries out what has been asked for.
-func (t *Trainer) steer() error {
+// requested reports whether requests wait.
+func (t *Trainer) requested() bool {
 	t.mu.Lock()
-	waiting := t.steering.commands
-	t.steering.commands = nil
-	t.mu.Unlock()
-	for _, s := range waiting {
-		if t.replay() != nil {
-			s.done <- errReplay
-			continue
+	defer t.mu.Unlock()
+	return len(t.steering.requests) > 0
+}
+
+// takeRequests returns the requests that wait, and empties the queue.
+func (t *Trainer) takeRequests() []pendingRequest {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	taken := t.steering.requests
+	t.steering.requests = nil
+	return taken
+}
+
+// closeRequests refuses the requests that wait, and all later ones.
+func (t *Trainer) closeRequests() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.dismiss()
+}
+
+// dismiss is closeRequests for a caller that holds t.mu.
+func (t *Trainer) dismiss() {
+	refuse(t.steering.requests, errRunEnded)
+	t.steering.open, t.steering.requests = false, nil
+}
+
+// refuse answers requests with an error.
+func refuse(requests []pendingRequest, err error) {
+	for _, r := range requests {
+		r.done <- err
+	}
+}
+
+// plain returns requests without the channels of their answers.
+func plain(requests []pendingRequest) []Request {
+	all := make([]Request, len(requests))
+	for i, r := range requests {
+		all[i] = r.Request
+	}
+	return all
+}
+
+// grantAll grants requests in order, and records them. Those of this process are own, and start at
+// the given index.
+//
+// A request is answered after it has been recorded. When that fails, the run ends, and nobody is
+// told that the request was granted.
+func (t *Trainer) grantAll(requests []Request, own []pendingRequest, at int) error {
+	defer func() { refuse(own, errRunEnded) }() // after an error, or a panic of a listener
+
+	for i, r := range requests {
+		err := t.grant(r)
+		failed := t.recordRequest(r, err)
+		if i >= at && len(own) > 0 {
+			own[0].done <- cmp.Or(failed, err)
+			own = own[1:]
 		}
-		err := t.obey(s.commands)
-		s.done <- err
-		for _, c := range s.commands {
-			d := Decision{Command: &c}
-			if err != nil {
-				d.Refused = err.Error()
-			}
-			if err := t.record(d); err != nil {
-				return err
-			}
+		if failed != nil {
+			return failed
 		}
 	}
 	return nil
+}
+
+// grant does what a request asks for, or returns why that is refused.
+func (t *Trainer) grant(r Request) error {
+	if len(r.Commands) > 0 && t.replay() != nil {
+		return errReplay
+	}
+	if len(r.Commands) > 0 {
+		if err := t.obey(r.Commands); err != nil {
+			return err
+		}
+	}
+
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if r.Save {
+		t.steering.saves++
+	}
+	if r.Note != "" {
+		t.steering.notes = append(t.steering.notes, r.Note)
+	}
+	return nil
+}
+
+// recordRequest records a request, which was refused unless err is nil.
+func (t *Trainer) recordRequest(r Request, err error) error {
+	refused := ""
+	if err != nil {
+		refused = err.Error()
+	}
+
+	for _, c := range r.Commands {
+		if err := t.record(Decision{Command: &c, Refused: refused}); err != nil {
+			return err
+		}
+	}
+	if r.Save {
+		return t.record(Decision{Asked: event.AskedToSave, Why: r.Note, Refused: refused})
+	}
+	return nil
+}
+
+// recordStop records why somebody has stopped the run, if somebody has.
+func (t *Trainer) recordStop() error {
+	var why halted
+	if !errors.As(t.stopped(), &why) {
+		return nil
+	}
+	defer model.Take(t.Model)()
+	return t.record(Decision{Asked: event.AskedToStop, Why: string(why)})
 }
 
 // follow does between the ends of epochs what the record says was done there. At the end of an
@@ -190,33 +285,11 @@ func (t *Trainer) follow() error {
 	return nil
 }
 
-// obey carries commands out now. Network.Do would wait for the end of this step.
+// obey carries out commands now, in the model's turn.
 func (t *Trainer) obey(commands []state.Command) error {
-	done := t.Model.Kasmina.Submit(commands...)
-	t.Model.Kasmina.Apply()
-	err := <-done
+	err := t.Model.Kasmina.Obey(commands...)
 	t.steering.told = t.steering.told || err == nil
 	return err
-}
-
-// refuseWaiting refuses the commands that have come too late for the run's last step. Had they taken
-// effect now, no checkpoint of the run would have them.
-func (t *Trainer) refuseWaiting() {
-	t.Model.Kasmina.Refuse(errNoRun)
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	for _, s := range t.steering.commands {
-		s.done <- errNoRun
-	}
-	t.steering.commands = nil
-}
-
-// dismiss answers what was asked for too late.
-func (t *Trainer) dismiss() {
-	for _, s := range t.steering.commands {
-		s.done <- errNoRun
-	}
-	t.steering.commands, t.steering.halt, t.steering.notes = nil, nil, nil
 }
 
 // A frozen model has no gradients of its own weights, by which seeds could tell where they are

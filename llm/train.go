@@ -416,17 +416,18 @@ func (t *Trainer) Run(ctx context.Context) error {
 		}
 		err = t.between(err)
 	}
+	t.closeRequests()
 
 	switch {
 	case err == nil && t.stopped() != nil || errors.Is(err, errBetweenBatches):
-		err = errors.Join(t.stopped(), t.emit(Interrupted, nil))
+		err = errors.Join(t.stopped(), t.recordStop(), t.emit(Interrupted, nil))
 	case err != nil && t.Last().RunTokens > 0:
 		err = errors.Join(err, t.emit(Failed, func(e *Event) { e.Err = err }))
 	}
 	if err == nil && t.Last().Last {
 		err = t.settleSeeds()
 	}
-	t.refuseWaiting()
+	t.Model.Kasmina.Refuse(errRunEnded) // no checkpoint of the run would have these commands
 	err = ranks.WithNews(err, t.tellRest())
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
@@ -466,7 +467,7 @@ func (t *Trainer) begin(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		t.steering.shared = t.ranks() != nil
+		t.steering.shared, t.steering.open = t.ranks() != nil, true
 		t.running, t.ctx, t.started = true, ctx, time.Now()
 		t.last.RunTokens, t.last.RunFLOPs = 0, 0
 		t.outer, t.cancel = ctx, func(error) {}
@@ -483,7 +484,8 @@ func (t *Trainer) end() {
 	defer t.mu.Unlock()
 	t.unlisten()
 	t.cancel(nil)
-	t.dismiss()
+	t.dismiss() // a callback may have panicked
+	t.steering.halt, t.steering.notes = nil, nil
 	t.running, t.ctx = false, nil
 }
 
@@ -577,7 +579,7 @@ func (t *Trainer) step() error {
 	switch {
 	case err == nil:
 		t.torn = errors.New("a callback or the controller panicked")
-		err = t.settle(t.count(loss, u, began))
+		err = t.settle(t.count(loss, u, began), true)
 		t.torn = err
 	case u.made:
 		t.spoiled = err

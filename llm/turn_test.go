@@ -494,6 +494,178 @@ func TestSteer(t *testing.T) {
 	}
 }
 
+// TestMeasureIsRecorded checks that a change of telemetry takes effect between two steps, that the
+// record and the log have it, and that a run which follows the record ends with the same lattices.
+func TestMeasureIsRecorded(t *testing.T) {
+	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
+	require.NoError(t, err)
+	measure := func(mode state.TelemetryMode) (all []state.Command) {
+		for layer := range tiny().Kasmina {
+			all = append(all, state.Command{Action: state.Measure, Layer: layer,
+				Telemetry: state.Telemetry{Mode: mode}, Why: "a person asks"})
+		}
+		return all
+	}
+
+	const steps = 25
+	var record bytes.Buffer
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: steps})
+	require.NoError(t, tr.Grow(Growth{Controller: never{}, Validation: text, Record: &record}))
+	before := tr.Model.Kasmina.Lattice(0).Telemetry()
+	var answers []<-chan error
+	var noted []string
+	tr.On(func(e Event) error {
+		now := tr.Model.Kasmina.Lattice(0).Telemetry()
+		switch {
+		case e.Kind == RunStart: // before the first step, which a record could not repeat
+			answers = append(answers, tr.Ask(Request{Commands: measure(state.Debug)}))
+		case e.Kind == Noted:
+			noted = append(noted, fmt.Sprint(e.Step, " ", e.Text))
+		case e.Kind == StepEnd && e.Step == 1:
+			require.Equal(t, state.Debug, now.Mode)
+		case e.Kind == StepEnd && e.Step == 12:
+			answers = append(answers, tr.Ask(Request{Commands: measure(state.Off),
+				Note: "a person asks for less"}))
+			require.NotEqual(t, state.Off, now.Mode, "the request must wait for the next step")
+		case e.Kind == StepEnd && e.Step == 13:
+			require.Equal(t, state.Off, now.Mode)
+		case e.Kind == StepEnd && e.Step == 19: // after the next step an epoch ends
+			answers = append(answers, tr.Ask(Request{Commands: measure(state.Sampling)}))
+		}
+		return nil
+	})
+	require.NoError(t, tr.Run(t.Context()))
+	for _, a := range answers {
+		require.NoError(t, <-a)
+	}
+	require.Equal(t, []string{"13 a person asks for less"}, noted)
+	require.NotEqual(t, before, tr.Model.Kasmina.Lattice(0).Telemetry())
+
+	read, err := ReadRecord(bytes.NewReader(record.Bytes()))
+	require.NoError(t, err)
+	for step, n := range map[int]int{1: 1, 13: 1, 20: 1, 0: 0} {
+		require.Len(t, read.Commands(step), n*len(tiny().Kasmina), "after step %d", step)
+	}
+	again := newTrainer(t, trainerOptions{config: tiny(), steps: steps})
+	require.NoError(t, again.Grow(Growth{Validation: text, Replay: read}))
+	require.NoError(t, again.Run(t.Context()))
+	require.Equal(t, tr.Model.Kasmina.Report(), again.Model.Kasmina.Report())
+	require.Equal(t, tr.Model.Kasmina.Digest(), again.Model.Kasmina.Digest())
+}
+
+// TestRequestsAreAnsweredTruthfully checks that a request which is granted has taken effect, and
+// that one which comes after the last step is refused, whatever the run does at the moment.
+func TestRequestsAreAnsweredTruthfully(t *testing.T) {
+	off := Request{Commands: []state.Command{{Action: state.Measure,
+		Telemetry: state.Telemetry{Mode: state.Off}}}}
+	save := Request{Save: true}
+	for _, c := range []struct {
+		name    string
+		when    func(Event) bool
+		granted bool
+	}{
+		{"evaluating", func(e Event) bool { return e.Kind == EvalEnd && e.Step == 2 }, true},
+		{"at the last step but one", func(e Event) bool {
+			return e.Kind == StepEnd && e.Step == 5
+		}, true},
+		{"evaluating at the last step", func(e Event) bool {
+			return e.Kind == EvalEnd && e.Step == 6
+		}, false},
+		{"at the last step", func(e Event) bool { return e.Kind == StepEnd && e.Step == 6 }, false},
+		{"when the run is interrupted", func(e Event) bool { return e.Kind == Interrupted }, false},
+		{"at the end", func(e Event) bool { return e.Kind == RunEnd }, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			text, err := data.NewEvaluation(texttest.Words(9, 60), tokenizer.Bytes{}, 2, tiny().Seq)
+			require.NoError(t, err)
+			path := filepath.Join(t.TempDir(), "m.safetensors")
+			tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
+			tr.On(Evaluate(tr, text, 2), Checkpoint(tr, path, 0))
+
+			var answers []<-chan error
+			saved := 0
+			tr.On(func(e Event) error {
+				if e.Kind == Saved {
+					saved++
+				}
+				if e.Kind == StepEnd && e.Step == 3 && c.name == "when the run is interrupted" {
+					require.NoError(t, tr.Stop("to be interrupted"))
+				}
+				if c.when(e) {
+					answers = append(answers, tr.Ask(off), tr.Ask(save))
+				}
+				return nil
+			})
+			err = tr.Run(t.Context())
+			require.True(t, err == nil || errors.Is(err, context.Canceled), "%v", err)
+
+			mode := tr.Model.Kasmina.Lattice(0).Telemetry().Mode
+			for _, a := range answers {
+				if c.granted {
+					require.NoError(t, <-a)
+				} else {
+					require.ErrorIs(t, <-a, state.ErrClosed)
+				}
+			}
+			require.Equal(t, c.granted, mode == state.Off)
+			if c.granted && c.name == "evaluating" {
+				require.Equal(t, 2, saved)
+			} else {
+				require.Equal(t, 1, saved, "the checkpoint of the end")
+			}
+
+			other := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
+			require.NoError(t, other.Resume(t.Context(), path))
+			require.Equal(t, mode, other.Model.Kasmina.Lattice(0).Telemetry().Mode,
+				"what was granted is in the checkpoint")
+			require.ErrorIs(t, tr.Stop("too late"), state.ErrClosed)
+		})
+	}
+}
+
+// TestRecordOfSavesAndStops checks that the record says who has asked to save and to stop, and that
+// a run which follows the record is neither stopped nor refused a save.
+func TestRecordOfSavesAndStops(t *testing.T) {
+	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
+	require.NoError(t, err)
+	var record bytes.Buffer
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 9})
+	require.NoError(t, tr.Grow(Growth{Controller: never{}, Validation: text, Record: &record}))
+	tr.On(Checkpoint(tr, filepath.Join(t.TempDir(), "m.safetensors"), 0), func(e Event) error {
+		switch {
+		case e.Kind == StepEnd && e.Step == 3:
+			tr.Ask(Request{Save: true, Note: "Ann asked to save"})
+		case e.Kind == StepEnd && e.Step == 6:
+			return tr.Stop("Bob asked to stop")
+		}
+		return nil
+	})
+	require.ErrorContains(t, tr.Run(t.Context()), "Bob asked to stop")
+	require.Contains(t, record.String(),
+		`"asked":"save","why":"Ann asked to save"`+"}\n")
+	require.Contains(t, record.String(), `{"step":6,`)
+	require.True(t, strings.HasSuffix(record.String(),
+		`"asked":"stop","why":"Bob asked to stop"`+"}\n"), record.String())
+
+	read, err := ReadRecord(bytes.NewReader(record.Bytes()))
+	require.NoError(t, err)
+	again := newTrainer(t, trainerOptions{config: tiny(), steps: 9})
+	require.NoError(t, again.Grow(Growth{Validation: text, Replay: read}))
+	saved := []int{}
+	again.On(Checkpoint(again, filepath.Join(t.TempDir(), "m.safetensors"), 0),
+		func(e Event) error {
+			switch {
+			case e.Kind == Saved:
+				saved = append(saved, e.Step)
+			case e.Kind == StepEnd && e.Step == 4:
+				return again.SaveSoon()
+			}
+			return nil
+		})
+	require.NoError(t, again.Run(t.Context()))
+	require.Equal(t, []int{5, 9}, saved)
+}
+
 // TestNote wants what somebody has asked for told behind the step, once, and nothing while no run
 // goes on.
 func TestNote(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/enum"
 	"github.com/kasmina-go/kasmina/state/graft"
 	"github.com/kasmina-go/kasmina/state/lifecycle"
+	"github.com/kasmina-go/kasmina/state/telemetry"
 )
 
 // Action says what a [Command] does.
@@ -24,16 +25,19 @@ const (
 	// makes the seed a new one if it does not match its checksum, as Lattice.Quarantine
 	Quarantine
 	Load // sets the slot of a living seed of Command.Kind to Command.Params
+	// Measure changes what a layer measures, as Lattice.SetTelemetry, to Command.Telemetry. It
+	// concerns all seeds of the layer, and Command.Seed must be 0.
+	Measure
 )
 
 var actionNames = [...]string{Germinate: "Germinate", Move: "Move", Recycle: "Recycle",
 	SetAlpha: "SetAlpha", Quarantine: "Quarantine",
-	Load: "Load"}
+	Load: "Load", Measure: "Measure"}
 
 // String returns the action's name.
 func (a Action) String() string { return enum.Name(a, "Action", actionNames[:]) }
 
-// Command is something to be done with a seed of a [Network].
+// Command is something to be done with a seed of a [Network], or with what a layer measures.
 type Command struct {
 	Action  Action
 	Layer   int
@@ -44,6 +48,8 @@ type Command struct {
 	Kind    blueprints.Kind    // Load
 	Params  SlotParams         // Load: the weights that the kind uses, and the scale
 	Why     string             // for people; may be empty
+
+	Telemetry Telemetry // Measure
 }
 
 // String describes the command in a line.
@@ -71,6 +77,8 @@ func (c Command) String() string {
 		s += fmt.Sprintf("load the parameters of a %v", c.Kind)
 	case Quarantine:
 		s += "put into quarantine if it is corrupt"
+	case Measure:
+		s = fmt.Sprintf("layer %d: measure %v", c.Layer, c.Telemetry)
 	default:
 		s += c.Action.String()
 	}
@@ -115,9 +123,19 @@ func (l *Lattice) do(c Command) error {
 		return nil
 	case Load:
 		return l.accepts(c.Seed, c.Kind, c.Params)
+	case Measure:
+		if c.Seed != 0 {
+			return fmt.Errorf("state.Measure: %w: the seed is %d, want 0: a layer measures all of "+
+				"its seeds alike", ErrArgument, c.Seed)
+		}
+		if err := c.Telemetry.Check(); err != nil {
+			return fmt.Errorf("state.Measure: %w: %w", ErrArgument, err)
+		}
+		l.config.Telemetry = c.Telemetry
+		return nil
 	}
 	return fmt.Errorf("state: %w: the action is %v, want Germinate, Move, Recycle, SetAlpha, "+
-		"Quarantine or Load", ErrArgument, c.Action)
+		"Quarantine, Load or Measure", ErrArgument, c.Action)
 }
 
 // accepts returns an error unless the slot of a seed may be set to parameters of a blueprint. Every
@@ -192,6 +210,37 @@ type commandJSON struct {
 	Weights  []float64    `json:"weights,omitempty"`
 	Scale    float64      `json:"scale,omitempty"`
 	Why      string       `json:"why,omitempty"`
+
+	Telemetry *telemetryJSON `json:"telemetry,omitempty"`
+}
+
+// telemetryJSON is a Telemetry with names instead of numbers.
+type telemetryJSON struct {
+	Mode      string  `json:"mode"`
+	Reduction string  `json:"reduction,omitempty"` // Hierarchical if empty
+	Every     int     `json:"every,omitempty"`
+	Share     float64 `json:"share,omitempty"`
+}
+
+// telemetry returns what j stands for. A name that is not known is an error.
+func (j *telemetryJSON) telemetry() (t Telemetry, err error) {
+	if j == nil {
+		return t, fmt.Errorf("state: %w: there is no telemetry, want an object with a mode",
+			ErrArgument)
+	}
+
+	t.Every, t.Share = j.Every, j.Share
+	if t.Mode, err = telemetry.ModeByName(j.Mode); err == nil && j.Reduction != "" {
+		t.Reduction, err = telemetry.ReductionByName(j.Reduction)
+	}
+	if err == nil {
+		err = t.Check()
+	}
+	if err != nil {
+		return Telemetry{}, fmt.Errorf("state: %w: %w", ErrArgument, err)
+	}
+
+	return t, nil
 }
 
 // MarshalJSON returns the command with the names of its action, stage, kind and strategy.
@@ -214,6 +263,10 @@ func (c Command) MarshalJSON() ([]byte, error) {
 		j.Alpha = c.Alpha
 	case Load:
 		j.Kind, j.Weights, j.Scale = c.Kind.String(), c.Params.Weights, c.Params.Scale
+	case Measure:
+		j.Telemetry = &telemetryJSON{Mode: c.Telemetry.Mode.String(),
+			Reduction: c.Telemetry.Reduction.String(), Every: c.Telemetry.Every,
+			Share: c.Telemetry.Share}
 	}
 	return json.Marshal(j)
 }
@@ -255,6 +308,8 @@ func (c *Command) UnmarshalJSON(text []byte) error {
 	case Load:
 		read.Kind, err = kindNamed(j.Kind)
 		read.Params = SlotParams{Weights: j.Weights, Scale: j.Scale}
+	case Measure:
+		read.Telemetry, err = j.Telemetry.telemetry()
 	}
 	if err == nil {
 		*c = read

@@ -318,6 +318,9 @@ func TestCommandsAreJSON(t *testing.T) {
 		{Action: Quarantine},
 		{Action: Load, Kind: blueprints.LowRank,
 			Params: SlotParams{Weights: []float64{1, -0.1}, Scale: 2}},
+		{Action: Measure, Layer: 1, Why: "to save time",
+			Telemetry: Telemetry{Mode: Sampling, Reduction: MaxOfRows, Every: 3, Share: 0.25}},
+		{Action: Measure},
 	} {
 		text, err := json.Marshal(c)
 		require.NoError(t, err)
@@ -328,7 +331,11 @@ func TestCommandsAreJSON(t *testing.T) {
 	for _, bad := range []string{`{}`, `{"action":"Grow"}`, `{"action":"Move","to":"Away"}`,
 		`{"action":"Move","seed":-1,"to":"Culled"}`,
 		`{"action":"Germinate","kind":"None"}`,
-		`{"action":"Germinate","kind":"Stack","strategy":{"name":"no"}}`, `[]`} {
+		`{"action":"Germinate","kind":"Stack","strategy":{"name":"no"}}`, `[]`,
+		`{"action":"Measure"}`, `{"action":"Measure","telemetry":{"mode":"Loud"}}`,
+		`{"action":"Measure","telemetry":{"mode":"TelemetryMode(4)"}}`,
+		`{"action":"Measure","telemetry":{"mode":"Off","reduction":"None"}}`,
+		`{"action":"Measure","telemetry":{"mode":"Sampling","every":-1}}`} {
 		require.Error(t, json.Unmarshal([]byte(bad), &Command{}), bad)
 	}
 }

@@ -54,6 +54,10 @@ const (
 
 // SetTelemetry changes what is measured, from the next forward pass on. It returns an error, and
 // changes nothing, when a field of t is out of range.
+//
+// It is for a lattice that no trainer uses at the moment. During a run a [Measure] command changes
+// telemetry instead: the command takes effect between two steps, on all ranks alike, and the
+// record of the run has it.
 func (l *Lattice) SetTelemetry(t Telemetry) error {
 	if err := t.Check(); err != nil {
 		return fmt.Errorf("state.SetTelemetry: %w: %w", ErrArgument, err)
@@ -358,8 +362,8 @@ func samples[S any](seeds int, sample func(seed int) S) []S {
 	return all
 }
 
-// Digest is a checksum of the lattices' seeds and of how far they are. Processes whose lattices
-// shall be the same compare it.
+// Digest returns a checksum of the lattices' seeds, of their progress and of their telemetry.
+// Processes whose lattices must be the same compare it.
 func (n *Network) Digest() uint32 {
 	n = n.orNone()
 	var sum uint32
@@ -380,14 +384,19 @@ func (l *Lattice) digest(sum uint32) uint32 {
 	for _, c := range l.seeds.crc {
 		b = binary.LittleEndian.AppendUint32(b, c)
 	}
+	t := l.config.Telemetry
+	b = append(b, byte(t.Mode), byte(t.Reduction))
+	b = binary.LittleEndian.AppendUint64(b, uint64(t.Every))
+	b = binary.LittleEndian.AppendUint64(b, math.Float64bits(t.Share))
 	return crc32.Update(sum, crc32.IEEETable, b)
 }
 
-// Obey carries out one command, for whoever runs the model, between the passes of the model.
-func (n *Network) Obey(c Command) error {
+// Obey carries out commands between the passes of the model: all of them, or, when one is refused,
+// none. It is for the goroutine that runs the model, which must already hold the slots' lock.
+func (n *Network) Obey(commands ...Command) error {
 	n = n.orNone()
 	defer n.deliver()
-	return n.do([]Command{c})
+	return n.do(commands)
 }
 
 // ApplyShared is [Network.Apply] of several processes with the same model: what was submitted to

@@ -639,3 +639,40 @@ func TestSharedCommands(t *testing.T) {
 	require.NotEqual(t, nets[0].Digest(), nets[1].Digest())
 	require.Error(t, nets[0].Obey(state.Command{Action: state.Move, Seed: 1, To: state.Fossilized}))
 }
+
+// TestMeasure checks that Measure commands set the telemetry of a layer, together with the other
+// commands of a call or not at all, and that the digest tells lattices apart that measure other
+// things.
+func TestMeasure(t *testing.T) {
+	l := lattice(t, 3, 6)
+	n, err := state.NewNetwork(nil, state.Layer{Name: "0", Lattice: lattice(t, 3, 6)},
+		state.Layer{Name: "1", Lattice: l})
+	require.NoError(t, err)
+	before, digest := l.Telemetry(), n.Digest()
+
+	want := state.Telemetry{Mode: state.Sampling, Every: 4}
+	measure := state.Command{Action: state.Measure, Layer: 1, Telemetry: want, Why: "it is slow"}
+	require.Equal(t, "layer 1: measure in mode Sampling, one pass in 4, because it is slow",
+		measure.String())
+	impossible := state.Command{Action: state.Move, Layer: 0, Seed: 1, To: state.Fossilized}
+	require.ErrorIs(t, n.Do(measure, impossible), state.ErrTransition)
+	require.Equal(t, before, l.Telemetry())
+	require.Equal(t, digest, n.Digest())
+
+	require.NoError(t, n.Do(measure))
+	require.Equal(t, want, l.Telemetry())
+	require.Equal(t, before, n.Lattice(0).Telemetry())
+	require.NotEqual(t, digest, n.Digest())
+
+	for _, bad := range []state.Command{
+		{Action: state.Measure, Layer: 2},
+		{Action: state.Measure, Layer: -1},
+		{Action: state.Measure, Layer: 1, Seed: 1},
+		{Action: state.Measure, Layer: 1, Telemetry: state.Telemetry{Mode: state.Off + 1}},
+		{Action: state.Measure, Layer: 1, Telemetry: state.Telemetry{Every: -1}},
+		{Action: state.Measure, Layer: 1, Telemetry: state.Telemetry{Share: math.NaN()}},
+	} {
+		require.Error(t, n.Do(bad), "%v", bad)
+		require.Equal(t, want, l.Telemetry())
+	}
+}

@@ -164,10 +164,11 @@ type transaction struct {
 	write  map[address]SlotParams // slots as they shall be
 }
 
-// table is what a lattice had beside its seeds.
+// table is the state of a lattice, apart from its seeds, before a transaction.
 type table struct {
 	strategies []graft.Entry
 	pending    int
+	telemetry  Telemetry
 }
 
 // undo is a seed as it was.
@@ -279,7 +280,8 @@ func (l *Lattice) keptOf(seed int) *SlotParams {
 
 func (t *transaction) remember(l *Lattice, seed address) {
 	if _, known := t.before[seed.layer]; !known {
-		t.before[seed.layer] = table{slices.Clone(l.strategies), len(l.pending)}
+		t.before[seed.layer] = table{slices.Clone(l.strategies), len(l.pending),
+			l.config.Telemetry}
 	}
 	if _, known := t.seeds[seed]; known {
 		return
@@ -314,6 +316,7 @@ func (t *transaction) rollback() {
 	for layer, b := range t.before {
 		l := t.Lattice(layer)
 		l.strategies, l.pending = b.strategies, l.pending[:b.pending]
+		l.config.Telemetry = b.telemetry
 		l.countUsers()
 	}
 }

@@ -12,14 +12,21 @@
 //	GET  /api/v1/stream                        server-sent events: run, series, lattice, events,
 //	                                           samples, cards, as they change
 //
-// A board that lets a run be steered (board.WithControl) has these too. They want the token in the
-// header Authorization, as Bearer TOKEN, and JSON of that type; the answer says what came of it.
+// A board that lets a run be steered (board.WithControl) has these too. Each POST is an order. It
+// needs the token in the header Authorization, as Bearer TOKEN, and JSON of the type that the table
+// names.
 //
 //	GET  /api/v1/control                       Control, without a token
-//	POST /api/v1/runs/{run}/commands           Commands: together, behind the present step
-//	POST /api/v1/runs/{run}/telemetry          Telemetry
-//	POST /api/v1/runs/{run}/save               Request: a checkpoint behind the present step
-//	POST /api/v1/runs/{run}/stop               Request: the run ends behind its present step
+//	POST /api/v1/runs/{run}/commands           Commands: together, after the present step
+//	POST /api/v1/runs/{run}/telemetry          Telemetry, after the present step
+//	POST /api/v1/runs/{run}/save               Request: a checkpoint after the present step
+//	POST /api/v1/runs/{run}/stop               Request: the run ends after its present step
+//	GET  /api/v1/runs/{run}/orders/{id}        Order, without a token
+//
+// The answer to an order is an Order. Its status is 200 once the run has granted the order, and 409
+// if the run has refused it. After twenty seconds without either the status is 202: the order is
+// pending, and will still be granted or refused. The path in the header Location then says what has
+// come of it.
 //
 // A number that is NaN or infinite is null. What fails is answered with a status from 400 on and
 // {"error": "..."}.
@@ -207,6 +214,21 @@ type Request struct {
 type Commands struct {
 	Request
 	Commands []state.Command `json:"commands"`
+}
+
+// States of an Order.
+const (
+	Pending = "pending" // it waits for the end of the run's step, and will be done or refused
+	Done    = "done"
+	Refused = "refused"
+)
+
+// Order is what has come of something that was asked of a run.
+type Order struct {
+	ID    int    `json:"id"`
+	State string `json:"state"`           // Pending, Done or Refused
+	Done  bool   `json:"done"`            // whether State is Done
+	Error string `json:"error,omitempty"` // why the order was refused
 }
 
 // Telemetry is what all lattices shall measure from now on.

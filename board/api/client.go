@@ -54,20 +54,55 @@ func (c *Client) Reports(ctx context.Context, run string) ([]state.Report, error
 	return reports, nil
 }
 
-// Do carries out commands behind the present step: all of them, or, when one is refused, none.
+// Do carries out commands after the present step: all of them, or, when one is refused, none. It
+// waits for the end of the step, however long that takes, until ctx ends.
 func (c *Client) Do(ctx context.Context, run string, commands ...state.Command) error {
-	return c.call(ctx, "POST", "runs/"+url.PathEscape(run)+"/commands",
-		Commands{Request{Who: c.Who}, commands}, nil)
+	return c.order(ctx, run, "commands", Commands{Request{Who: c.Who}, commands})
 }
 
-// Save has the run save a checkpoint behind its present step.
+// Measure changes the telemetry of all lattices after the present step, and waits as Do does.
+func (c *Client) Measure(ctx context.Context, run string, mode state.TelemetryMode,
+	every int) error {
+	return c.order(ctx, run, "telemetry", Telemetry{Request{Who: c.Who}, mode.String(), every})
+}
+
+// Save has the run save a checkpoint after its present step, and waits as Do does.
 func (c *Client) Save(ctx context.Context, run string) error {
-	return c.call(ctx, "POST", "runs/"+url.PathEscape(run)+"/save", Request{Who: c.Who}, nil)
+	return c.order(ctx, run, "save", Request{Who: c.Who})
 }
 
-// Stop ends the run behind its present step.
+// Stop ends the run after its present step.
 func (c *Client) Stop(ctx context.Context, run, why string) error {
-	return c.call(ctx, "POST", "runs/"+url.PathEscape(run)+"/stop", Request{c.Who, why}, nil)
+	return c.order(ctx, run, "stop", Request{c.Who, why})
+}
+
+// pollEvery is how often a client asks for a pending order.
+const pollEvery = 500 * time.Millisecond
+
+// order gives an order, and waits until it has been granted or refused.
+func (c *Client) order(ctx context.Context, run, path string, body any) error {
+	runs := "runs/" + url.PathEscape(run) + "/"
+	var o Order
+	if err := c.call(ctx, "POST", runs+path, body, &o); err != nil {
+		return err
+	}
+
+	for o.State == Pending {
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("board/api: order %d is still pending, and may yet take effect: %w",
+				o.ID, context.Cause(ctx))
+		case <-time.After(pollEvery):
+		}
+		if err := c.call(ctx, "GET", fmt.Sprint(runs, "orders/", o.ID), nil, &o); err != nil {
+			return err
+		}
+	}
+
+	if o.State == Refused {
+		return fmt.Errorf("board/api: POST %s%s: %w: %s", runs, path, ErrRefused, o.Error)
+	}
+	return nil
 }
 
 // Follow lets a controller grow the run's model, from this process. Whenever an epoch has ended it

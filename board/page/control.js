@@ -29,12 +29,19 @@ const Steer = (() => {
     localStorage.setItem('who', who);
     say('sent; waiting for the end of the step');
     try {
-      const answer = await fetch('api/v1/runs/' + Board.shown() + '/' + path, {method: 'POST',
+      const run = 'api/v1/runs/' + Board.shown() + '/';
+      let answer = await fetch(run + path, {method: 'POST',
         headers: {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + token},
         body: JSON.stringify({who: who || 'a person', why: $('confirm-why').value, ...body})});
-      const text = await answer.json();
-      say(answer.ok ? 'done' : 'refused: ' + text.error);
-    } catch (e) { say('the board cannot be reached'); }
+      let told = await answer.json();
+      while (answer.ok && told.state === 'pending') { // a long step: ask what has come of the order
+        say('pending: the step takes long, and the order waits for its end');
+        await new Promise(next => setTimeout(next, 1000));
+        answer = await fetch(run + 'orders/' + told.id);
+        told = await answer.json();
+      }
+      say(answer.ok && told.done ? 'done' : 'refused: ' + told.error);
+    } catch (e) { say('the board cannot be reached, so it is not known what has come of the order'); }
   }
 
   // seed offers what may become of a seed.

@@ -13,8 +13,12 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Decision is a line of a record of growth. It is a command that a controller gave, or the share of
-// the budget that the run's steps had come to see, where that changed.
+// Decision is a line of a record of growth. It holds a command of the controller or of a person, a
+// person's request to save or to stop, or a change of the share of the budget that the run's steps
+// see.
+//
+// Requests to save or to stop are there for readers. They leave the bits of the model alone, so a
+// run that follows the record does not repeat them.
 type Decision struct {
 	Step  int     `json:"step"` // steps that had been made
 	Share float64 `json:"share"`
@@ -22,6 +26,9 @@ type Decision struct {
 	Loss    *jsonfloat.Float `json:"loss,omitempty"`
 	Command *state.Command   `json:"command,omitempty"` // with why it was given
 	Refused string           `json:"refused,omitempty"` // why it was not possible
+
+	Asked string `json:"asked,omitempty"` // AskedToSave or AskedToStop
+	Why   string `json:"why,omitempty"`   // who asked for that, and why
 }
 
 // Record is all that a controller and the clock have decided in a run. A run that follows it,

@@ -3,6 +3,8 @@ package parallel_test
 import (
 	"bytes"
 	"context"
+	"fmt"
+	"net/http"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
@@ -17,8 +19,12 @@ import (
 	"github.com/kasmina-go/kasmina/board"
 	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/parallel"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -122,4 +128,130 @@ func steerAsPerson(ctx context.Context, c *api.Client, path string) error {
 		time.Sleep(time.Millisecond)
 	}
 	return ctx.Err()
+}
+
+// TestBoardMeasuresAllRanks checks that a change of telemetry on the board of rank 0 takes effect at
+// all ranks between the same two steps, again and again, and that the record of rank 0 repeats the
+// run in a single process.
+func TestBoardMeasuresAllRanks(t *testing.T) {
+	const size, steps = 2, 60
+	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, small().Seq)
+	require.NoError(t, err)
+	s := setup{config: small(), steps: steps, accumulate: 4, save: filepath.Join(t.TempDir(), "run")}
+
+	var mu sync.Mutex
+	var record bytes.Buffer
+	changed := map[int][]string{}
+	errs := on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
+		own := s
+		var person sync.WaitGroup
+		own.more = func(tr *llm.Trainer) {
+			g := llm.Growth{Controller: nobody{}, Validation: text}
+			if rank == 0 {
+				g.Record = &record
+			}
+			require.NoError(t, tr.Grow(g))
+			last := tr.Model.Kasmina.Lattice(0).Telemetry()
+			tr.On(func(e llm.Event) error {
+				if now := tr.Model.Kasmina.Lattice(0).Telemetry(); now != last {
+					last = now
+					mu.Lock()
+					defer mu.Unlock()
+					changed[rank] = append(changed[rank], fmt.Sprint(e.Step, " ", now.Mode, now.Every))
+				}
+				return nil
+			})
+			if rank != 0 {
+				return
+			}
+
+			b, err := board.Attach(tr, board.WithControl())
+			require.NoError(t, err)
+			server := httptest.NewServer(b)
+			asked := 0
+			tr.On(func(e llm.Event) error { // each change is asked for in the middle of a step
+				if e.Kind == llm.StepEnd {
+					time.Sleep(5 * time.Millisecond) // so that answers come before the last step
+				}
+				if e.Kind == llm.StepEnd && e.Step%10 == 5 && asked < 4 {
+					body := []string{`{"mode":"Off"}`, `{"mode":"Sampling","every":3}`,
+						`{"mode":"Debug"}`, `{"mode":"Production"}`}[asked]
+					asked++
+					person.Go(func() {
+						if status := post(server.URL+"/api/v1/runs/0/telemetry", b.Token(),
+							body); status != 200 {
+							t.Errorf("%s is answered with %d", body, status)
+						}
+					})
+				}
+				if e.Kind == llm.StepEnd && e.Step == steps {
+					person.Wait() // while there are steps, all are answered
+					server.Close()
+					return b.Close()
+				}
+				return nil
+			})
+		}
+		return own.train(t.Context(), rank, size, team.Engine)
+	})
+	for _, err := range errs {
+		require.NoError(t, err)
+	}
+	require.Len(t, changed[0], 4)
+	require.Equal(t, changed[0], changed[1])
+
+	want, _, err := safetensors.Load(s.save) // without the metadata, which name the record
+	require.NoError(t, err)
+	read, err := llm.ReadRecord(&record)
+	require.NoError(t, err)
+	for _, ranks := range []int{0, 3} {
+		again := setup{config: small(), steps: steps, accumulate: 4, more: func(tr *llm.Trainer) {
+			require.NoError(t, tr.Grow(llm.Growth{Validation: text, Replay: read}))
+			refused := false
+			tr.On(func(e llm.Event) error {
+				if e.Kind == llm.StepEnd && e.Step == 7 {
+					answer := tr.Steer(state.Command{Action: state.Measure})
+					tr.On(func(e llm.Event) error {
+						if e.Kind == llm.StepEnd && !refused {
+							refused = true
+							require.ErrorContains(t, <-answer, "follows a record")
+						}
+						return nil
+					})
+				}
+				return nil
+			})
+		}}
+		again.save = filepath.Join(t.TempDir(), "again")
+		require.NoError(t, again.run(t, ranks))
+		got, _, err := safetensors.Load(again.save)
+		require.NoError(t, err)
+		require.Len(t, got, len(want))
+		for i, x := range want {
+			require.Equal(t, x.Name, got[i].Name)
+			require.True(t, bytes.Equal(safetensors.Memory(x.Data), safetensors.Memory(got[i].Data)),
+				"%s on %d ranks", x.Name, ranks)
+		}
+	}
+}
+
+// nobody is a controller that commands nothing.
+type nobody struct{}
+
+func (nobody) Decide([]state.Report) []state.Command { return nil }
+
+// post sends JSON with a token, and returns the status of the answer, or 0.
+func post(url, token, body string) int {
+	r, err := http.NewRequest("POST", url, strings.NewReader(body))
+	if err != nil {
+		return 0
+	}
+	r.Header.Set("Authorization", "Bearer "+token)
+	r.Header.Set("Content-Type", "application/json")
+	response, err := http.DefaultClient.Do(r)
+	if err != nil {
+		return 0
+	}
+	response.Body.Close()
+	return response.StatusCode
 }

@@ -5,6 +5,7 @@ package telemetry
 import (
 	"fmt"
 	"math"
+	"slices"
 	"time"
 
 	"github.com/kasmina-go/kasmina/internal/enum"
@@ -27,6 +28,15 @@ var modeNames = [...]string{"Production", "Sampling", "Debug", "Off"}
 // String returns the mode's name.
 func (m Mode) String() string { return enum.Name(m, "TelemetryMode", modeNames[:]) }
 
+// ModeByName returns the mode with the given name.
+func ModeByName(name string) (Mode, error) {
+	i := slices.Index(modeNames[:], name)
+	if i < 0 {
+		return 0, fmt.Errorf("the telemetry mode is %.40q, want one of %q", name, modeNames)
+	}
+	return Mode(i), nil
+}
+
 // Reduction says how the figures of a chunk's rows become those of the seed.
 type Reduction uint8
 
@@ -43,6 +53,16 @@ var reductionNames = [...]string{"Hierarchical", "MeanOfRows", "MaxOfRows"}
 // String returns the reduction's name.
 func (r Reduction) String() string { return enum.Name(r, "Reduction", reductionNames[:]) }
 
+// ReductionByName returns the reduction with the given name.
+func ReductionByName(name string) (Reduction, error) {
+	i := slices.Index(reductionNames[:], name)
+	if i < 0 {
+		return 0, fmt.Errorf("the telemetry reduction is %.40q, want one of %q", name,
+			reductionNames)
+	}
+	return Reduction(i), nil
+}
+
 // Config says what is measured.
 type Config struct {
 	Mode      Mode      `json:"mode"`
@@ -51,6 +71,21 @@ type Config struct {
 	Every int `json:"every"`
 	// Sampling: measure this share of the seeds, in turn; 0 and 1 mean all
 	Share float64 `json:"share"`
+}
+
+// String describes the configuration in a few words.
+func (c Config) String() string {
+	s := fmt.Sprintf("in mode %v", c.Mode)
+	if c.Mode == Sampling && c.Every > 1 {
+		s += fmt.Sprintf(", one pass in %d", c.Every)
+	}
+	if c.Mode == Sampling && c.Share > 0 && c.Share < 1 {
+		s += fmt.Sprintf(", %.3g of the seeds", c.Share)
+	}
+	if c.Reduction != Hierarchical {
+		s += fmt.Sprintf(", reduced by %v", c.Reduction)
+	}
+	return s
 }
 
 // Check returns an error unless the fields are in range.

@@ -213,6 +213,9 @@ func (r *Run) Refuse(commands []state.Command, why error) {
 	defer r.mu.Unlock()
 	defer r.changed.Add(1)
 	for _, c := range commands {
+		if c.Action == state.Measure { // which concerns no single seed
+			c.Layer, c.Seed = -1, -1
+		}
 		r.event(api.Event{Step: r.run.Step, Epoch: r.run.Epoch, Layer: c.Layer, Seed: c.Seed,
 			Kind: Refused, To: clip(why.Error()), Reason: clip(c.Why)})
 	}

@@ -8,10 +8,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/event"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -137,26 +139,39 @@ func Between(e Ranks, err, wish error) (stop, _ error) {
 	return nil, nil
 }
 
-// settled is what a rank says at the end of a step: why it cannot be, or what it was asked to do.
+// settled is the message that a rank sends at the end of a step: why the step has failed, or what
+// others have asked of the rank.
 type settled struct {
 	Err      string
 	Commands [][]state.Command
-	Saves    int // that have been asked for
+	Requests []event.Request
 }
 
-// Commands hands over a rank's commands, and the saves that it was asked for, or its error. It returns
-// those of all, this rank's from at on.
-func Commands(e Ranks, err error, own [][]state.Command, saves int) (every [][]state.Command, at,
-	allSaves int, _ error) {
-	all, failed := Swap(e, "commands", settled{TextOf(err), portable(own), saves})
+// Asked holds what was asked of all ranks, in the order of ranks.
+type Asked struct {
+	Commands [][]state.Command
+	Requests []event.Request
+
+	OwnCommands, OwnRequests int // the indices at which those of this rank start
+}
+
+// Settle exchanges what was asked of each rank, or the error of a rank.
+func Settle(e Ranks, err error, commands [][]state.Command,
+	requests []event.Request) (asked Asked, _ error) {
+	own := settled{TextOf(err), portable(commands), portableRequests(requests)}
+	all, failed := Swap(e, "commands", own)
+
 	errs := make([]string, len(all))
 	for r, s := range all {
 		if r == e.Rank() {
-			at = len(every)
+			asked.OwnCommands, asked.OwnRequests = len(asked.Commands), len(asked.Requests)
 		}
-		errs[r], every, allSaves = s.Err, append(every, s.Commands...), allSaves+s.Saves
+		errs[r] = s.Err
+		asked.Commands = append(asked.Commands, s.Commands...)
+		asked.Requests = append(asked.Requests, s.Requests...)
 	}
-	return every, at, allSaves, FirstError(err, errs, failed)
+
+	return asked, FirstError(err, errs, failed)
 }
 
 // portable are commands as other ranks can read them. One that they cannot, such as with a strategy
@@ -167,6 +182,15 @@ func portable(own [][]state.Command) [][]state.Command {
 			own[i] = []state.Command{{Action: state.Move, Layer: -1,
 				Why: "other ranks cannot read it: " + err.Error()}}
 		}
+	}
+	return own
+}
+
+// portableRequests returns requests as other ranks can read them; see portable.
+func portableRequests(own []event.Request) []event.Request {
+	own = slices.Clone(own)
+	for i := range own {
+		own[i].Commands = portable([][]state.Command{own[i].Commands})[0]
 	}
 	return own
 }

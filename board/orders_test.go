@@ -1,0 +1,191 @@
+package board_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/chromedp/chromedp"
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/board"
+	"github.com/kasmina-go/kasmina/board/api"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// atStep runs a trainer, which waits after the given step until goOn is closed.
+func atStep(t *testing.T, tr *llm.Trainer, step int) (reached <-chan struct{}, goOn chan<- struct{},
+	done <-chan error) {
+	t.Helper()
+	at, on, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+	tr.On(func(e llm.Event) error {
+		if e.Kind == llm.StepEnd && e.Step == step {
+			close(at)
+			<-on
+		}
+		return nil
+	})
+	go func() { ended <- tr.Run(context.Background()) }()
+	return at, on, ended
+}
+
+// TestPendingOrders checks that an order which has waited for long is reported as pending and not as
+// refused, and that its client learns what comes of it.
+func TestPendingOrders(t *testing.T) {
+	tr := newTrainer(t, 6, 4)
+	b, _ := listen(t, tr, board.WithControl())
+	b.SetPatience(20 * time.Millisecond)
+	reached, goOn, done := atStep(t, tr, 2)
+	<-reached
+
+	bodies := map[string]string{
+		"possible":   `{"commands":[{"action":"Germinate","layer":0,"seed":1,"slot":1,"kind":"Residual"}]}`,
+		"impossible": `{"commands":[{"action":"Move","layer":0,"seed":2,"to":"Fossilized"}]}`,
+	}
+	status := func(path string) (o api.Order, code int) {
+		w := httptest.NewRecorder()
+		b.ServeHTTP(w, httptest.NewRequest("GET", "http://127.0.0.1"+path, nil))
+		require.NoError(t, json.Unmarshal(w.Body.Bytes(), &o), w.Body.String())
+		return o, w.Code
+	}
+	paths := map[string]string{}
+	for name, body := range bodies {
+		w := order(t, b, "0/commands", body, nil)
+		require.Equal(t, 202, w.Code, w.Body.String())
+		var o api.Order
+		require.NoError(t, json.Unmarshal(w.Body.Bytes(), &o))
+		require.Equal(t, api.Order{ID: o.ID, State: api.Pending}, o)
+		paths[name] = w.Header().Get("Location")
+		require.Equal(t, fmt.Sprintf("/api/v1/runs/0/orders/%d", o.ID), paths[name])
+		again, code := status(paths[name])
+		require.Equal(t, 200, code)
+		require.Equal(t, o, again)
+	}
+
+	close(goOn)
+	require.NoError(t, <-done)
+	for _, path := range paths {
+		require.Eventually(t, func() bool {
+			o, _ := status(path)
+			return o.State != api.Pending
+		}, patience, time.Millisecond)
+	}
+	o, _ := status(paths["possible"])
+	require.Equal(t, api.Order{ID: o.ID, State: api.Done, Done: true}, o)
+	stage, err := tr.Model.Kasmina.Lattice(0).Stage(1)
+	require.NoError(t, err)
+	require.Equal(t, state.Germinated, stage)
+	o, _ = status(paths["impossible"])
+	require.Equal(t, api.Refused, o.State)
+	require.Contains(t, o.Error, "Dormant")
+
+	for _, path := range []string{"/api/v1/runs/0/orders/99", "/api/v1/runs/1/orders/1",
+		"/api/v1/runs/x/orders/1"} {
+		_, code := status(path)
+		require.Equal(t, 404, code, path)
+	}
+	_, code := status("/api/v1/runs/0/orders/x")
+	require.Equal(t, 400, code)
+}
+
+// TestClientWaitsForPendingOrders checks that a client waits until its order has been carried out,
+// however long the step takes, and that a client which gives up says what that means.
+func TestClientWaitsForPendingOrders(t *testing.T) {
+	tr := newTrainer(t, 6, 4)
+	b, url := listen(t, tr, board.WithControl())
+	b.SetPatience(time.Millisecond)
+	reached, goOn, done := atStep(t, tr, 2)
+	<-reached
+	page, _, _ := strings.Cut(url, "#")
+	c := &api.Client{URL: page, Token: b.Token(), Who: "a test"}
+
+	ctx, stop := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer stop()
+	err := c.Do(ctx, "0", state.Command{Action: state.Move, Seed: 3, To: state.Training})
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+	require.ErrorContains(t, err, "may yet take effect")
+
+	answers := make(chan error, 2)
+	go func() { answers <- c.Measure(t.Context(), "0", state.Sampling, 3) }()
+	time.Sleep(50 * time.Millisecond) // by when the order is pending
+	require.Empty(t, answers)
+	close(goOn)
+	require.NoError(t, <-answers)
+	require.NoError(t, <-done)
+	for _, l := range tr.Model.Kasmina.Lattices() {
+		require.Equal(t, state.Telemetry{Mode: state.Sampling, Every: 3}, l.Telemetry())
+	}
+	require.ErrorIs(t, c.Measure(t.Context(), "0", state.Off, 0), api.ErrRefused)
+	require.ErrorIs(t, c.Stop(t.Context(), "0", "too late"), api.ErrRefused)
+	require.ErrorIs(t, c.Save(t.Context(), "0"), api.ErrRefused)
+}
+
+// TestTooManyPendingOrders checks that orders which wait for a step are bounded, and that what comes
+// of each is known after the step.
+func TestTooManyPendingOrders(t *testing.T) {
+	tr := newTrainer(t, 6, 4)
+	b, _ := listen(t, tr, board.WithControl())
+	b.SetPatience(0)
+	reached, goOn, done := atStep(t, tr, 2)
+	<-reached
+	accepted, full := 0, 0
+	for range 300 {
+		switch w := order(t, b, "0/telemetry", `{"mode":"Off"}`, nil); w.Code {
+		case 202:
+			accepted++
+		case 503:
+			full++
+			require.Contains(t, w.Body.String(), "wait for the end")
+		case 429: // more than so many a second
+			time.Sleep(50 * time.Millisecond)
+		default:
+			t.Fatal(w.Code, w.Body)
+		}
+		if full > 0 {
+			break
+		}
+	}
+	close(goOn)
+	require.NoError(t, <-done)
+	require.NotZero(t, full)
+	require.Equal(t, 64, accepted)
+}
+
+// TestTelemetryOnThePage changes telemetry on the page during a step that takes longer than a
+// request waits.
+func TestTelemetryOnThePage(t *testing.T) {
+	w := browser(t)
+	tr := newTrainer(t, 6, 4)
+	b, url := listen(t, tr, board.WithControl())
+	b.SetPatience(10 * time.Millisecond)
+	reached, goOn, done := atStep(t, tr, 2)
+	<-reached
+	w.do(chromedp.Navigate(url))
+	w.see("#stop")
+	w.do(chromedp.SetValue(chromedp.CSS("#control select"), "Off"))
+	eval[bool](w, `[...document.querySelectorAll('#control button')]
+		.find(b => b.textContent === 'Change telemetry').click() || true`)
+	w.see("#confirm-yes")
+	w.do(chromedp.SendKeys(chromedp.CSS("#confirm-who"), "Ann"),
+		chromedp.Click(chromedp.CSS("#confirm-yes")))
+	require.Eventually(t, func() bool {
+		return w.text("#answer") == "pending: the step takes long, and the order waits for its end"
+	}, patience, 20*time.Millisecond)
+	require.Equal(t, state.Production, tr.Model.Kasmina.Lattice(0).Telemetry().Mode)
+
+	close(goOn)
+	require.NoError(t, <-done)
+	require.Eventually(t, func() bool { return w.text("#answer") == "done" }, patience,
+		20*time.Millisecond, "the page says %s", w.text("#answer"))
+	require.Equal(t, state.Off, tr.Model.Kasmina.Lattice(0).Telemetry().Mode)
+	require.Eventually(t, func() bool {
+		return eval[string](w, "document.querySelector('#events').textContent") ==
+			"step 3, epoch 1: Ann asked on the board to measure seeds in mode Off"
+	}, patience, 20*time.Millisecond, "the page says %s", w.text("#events"))
+	require.Empty(t, w.complaints(), "the browser's console")
+}
