@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/board/internal/store"
@@ -139,9 +140,15 @@ func asked(q api.Request, what, why string) string {
 	return text
 }
 
-// clean is a line of text of at most n bytes.
+// clean returns s as a line of at most n bytes, without characters that a terminal would obey.
 func clean(s string, n int) string {
 	s = strings.Join(strings.Fields(strings.ToValidUTF8(s, "")), " ")
+	s = strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return -1
+	}, s)
 	if len(s) > n {
 		s = strings.ToValidUTF8(s[:n], "")
 	}

@@ -125,6 +125,21 @@ func TestClientWaitsForPendingOrders(t *testing.T) {
 	require.ErrorIs(t, c.Save(t.Context(), "0"), api.ErrRefused)
 }
 
+// TestNamesAreLines checks that the name and the reason that come with an order reach no terminal as
+// control characters.
+func TestNamesAreLines(t *testing.T) {
+	tr := newTrainer(t, 6, 4)
+	b, _ := listen(t, tr, board.WithControl())
+	reached, goOn, done := atStep(t, tr, 2)
+	<-reached
+	w := order(t, b, "0/stop", `{"who":"\u0000\u001b[31mA\u202enn\u0007","why":"to\r\n\u009b2Jrest"}`,
+		nil)
+	require.Equal(t, 200, w.Code, w.Body.String())
+	close(goOn)
+	require.EqualError(t, <-done,
+		"llm: the run has been stopped: [31mAnn asked on the board to stop: to 2Jrest")
+}
+
 // TestTooManyPendingOrders checks that orders which wait for a step are bounded, and that what comes
 // of each is known after the step.
 func TestTooManyPendingOrders(t *testing.T) {
