@@ -35,6 +35,7 @@ func TestMain(m *testing.M) {
 	if rank := os.Getenv("RANK"); rank != "" && rank == os.Getenv(victimVariable) {
 		go die()
 	}
+	prepareKill()
 	main()
 }
 

@@ -263,9 +263,9 @@ func sameFile(a, b string) bool {
 	return err == nil && os.SameFile(x, y)
 }
 
-// claimWait is how long claim waits for another process. One that was killed a moment ago may still
-// have to be cleared away by the system.
-const claimWait = 10 * time.Second
+// claimWait is how long claim waits for another process. The system may need a moment to clear away
+// one that has just been killed.
+var claimWait = 5 * time.Second
 
 // claim creates the folder and reserves it for this process until release is called. If release is
 // called before there is a manifest, it removes the folders that claim has created.
@@ -278,7 +278,7 @@ func (d runDir) claim(stderr io.Writer) (release func() error, err error) {
 	}
 
 	unlock, err := llm.ClaimFolder(run)
-	for wait := time.Now(); errors.Is(err, llm.ErrFolderInUse) && time.Since(wait) < claimWait; {
+	for start := time.Now(); errors.Is(err, llm.ErrFolderInUse) && time.Since(start) < claimWait; {
 		time.Sleep(20 * time.Millisecond)
 		unlock, err = llm.ClaimFolder(run)
 	}
@@ -308,9 +308,15 @@ func (d runDir) clean() {
 	atomicfile.Clean(filepath.Join(d.out, configName)) // of writable
 }
 
-// writable returns an error if the finished model could not be moved to its place.
+// writable returns an error if the finished model could not be written, or not be moved to its place.
 func (d runDir) writable() error {
 	if err := atomicfile.Writable(filepath.Join(d.out, configName)); err != nil {
+		return fmt.Errorf("-out: %w", err)
+	}
+
+	// The longest paths are those of temporary files in the temporary folder of the model.
+	longest := filepath.Join(d.in(atomicfile.LongestTemporary), atomicfile.LongestTemporary)
+	if _, err := os.Lstat(longest); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("-out: %w", err)
 	}
 	return nil

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/board"
+	"github.com/kasmina-go/kasmina/internal/failpoint"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/hf"
@@ -200,6 +201,7 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 		if s, run, err = d.decide(optionsOf(c), o.resume); err != nil {
 			return err
 		}
+		failpoint.Reach("claimed", d.out)
 		d.clean()
 		if err := d.writable(); err != nil {
 			return err
@@ -239,6 +241,10 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 	return s, release, err
 }
 
+// modelShard is the size in bytes at which the finished model gets another file of weights. Tests
+// change it.
+var modelShard int64 = 5 << 30
+
 // runFrom trains from a stage on, and writes the model.
 func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	f, err := hf.Open(o.model)
@@ -273,7 +279,7 @@ func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	defer clear()
 	d := o.dir()
 	if err := hf.SavePretrained(c.Context(), d.in(stagingName), t.Model, hf.Like(f),
-		hf.WithSaveProgress(at)); err != nil {
+		hf.WithSaveProgress(at), hf.WithShardSize(modelShard)); err != nil {
 		return err
 	}
 	return d.publish(&manifest{Options: optionsOf(c)})
@@ -392,7 +398,10 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 		}
 		defer stop()
 	}
-	t.On(llm.MergeAtEnd(t))
+	t.On(llm.MergeAtEnd(t), func(e llm.Event) error {
+		failpoint.Reach("event", e.Kind.String())
+		return nil
+	})
 	how := []llm.CheckpointOption{llm.OptimizerApart()}
 	if o.parts {
 		how = append(how, llm.InParts())

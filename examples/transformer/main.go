@@ -42,6 +42,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 	"unicode"
@@ -72,6 +73,7 @@ const (
 	tensorboardName = "tensorboard" // a folder
 )
 
+// runFiles begins with the checkpoint.
 var runFiles = []string{checkpointName, tokenizerName, logName, curveName,
 	sampleName, tensorboardName}
 
@@ -195,7 +197,8 @@ func setAside(o options, stderr io.Writer) error {
 			return err
 		}
 	}
-	for _, name := range runFiles {
+	// The checkpoint moves last: if this process is killed before, the next one moves the rest.
+	for _, name := range append(slices.Clone(runFiles[1:]), checkpointName) {
 		if err := os.Rename(filepath.Join(o.out, name), filepath.Join(dir, name)); err != nil &&
 			!errors.Is(err, fs.ErrNotExist) {
 			return err

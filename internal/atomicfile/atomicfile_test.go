@@ -200,3 +200,16 @@ func TestLongNames(t *testing.T) {
 		}
 	}
 }
+
+func TestTemporaryNames(t *testing.T) {
+	name := newName(strings.Repeat("n", 300))
+	if !IsTemporary(name) || !IsTemporary(LongestTemporary) || len(name) != len(LongestTemporary) {
+		t.Errorf("the name is %s", name)
+	}
+	for _, name := range []string{"", ".kasmina-.tmp", ".kasmina.lock", name + "x", name[1:],
+		strings.Replace(name, "-", "_", 2)} {
+		if IsTemporary(name) {
+			t.Errorf("%s passes for a temporary name", name)
+		}
+	}
+}

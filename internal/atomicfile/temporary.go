@@ -19,6 +19,9 @@ const (
 	randomDigits = 16
 )
 
+// LongestTemporary is a name of the length that the names of temporary files and folders have.
+const LongestTemporary = ".kasmina-00000000-0000000000000000.tmp"
+
 // prefixOf returns the beginning of the temporary names of an owner, which is the base name of a
 // file or folder.
 func prefixOf(owner string) string {

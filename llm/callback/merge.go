@@ -1,6 +1,7 @@
 package callback
 
 import (
+	"github.com/kasmina-go/kasmina/internal/failpoint"
 	"github.com/kasmina-go/kasmina/llm/event"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -27,6 +28,8 @@ func MergeAtEnd(t Run) event.Callback {
 		if len(commands) == 0 {
 			return nil
 		}
+
+		failpoint.Reach("merge", "")
 		return seeds.Do(commands...)
 	}
 }

@@ -1,0 +1,337 @@
+//go:build unix
+
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"io/fs"
+	"maps"
+	"math"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/failpoint"
+	"github.com/kasmina-go/kasmina/llm/runlog"
+)
+
+// kills is how many times TestKilled kills a run:
+//
+//	go test ./cmd/kasmina -run TestKilled -kills 200 -timeout 1h -v
+var kills = flag.Int("kills", 12, "how many times kasmina train is killed")
+
+const (
+	// aimVariable says where a process is to kill itself: see aim.
+	aimVariable = "KASMINA_COMMAND_TEST_AIM"
+	// shardVariable is the size of files of weights.
+	shardVariable = "KASMINA_COMMAND_TEST_SHARD"
+)
+
+// An aim is a moment at which a run is killed: some time after it has reached a failpoint for the
+// n-th time. Without a point it is some time after the start.
+type aim struct {
+	phase       string
+	point, path string // path is a part of the path that is reported with the point
+	n           int
+	delay       time.Duration
+}
+
+// prepareKill makes this process kill itself and the process that has started it as one of several,
+// if the environment says so. Only rank 0 has an aim: Linux kills the other ranks with their parent.
+func prepareKill() {
+	if size, err := strconv.ParseInt(os.Getenv(shardVariable), 10, 64); err == nil {
+		modelShard = size
+	}
+	fields := strings.Split(os.Getenv(aimVariable), "|")
+	if len(fields) != 4 || len(os.Args) > 1 && slices.Contains(os.Args, "-gpus") &&
+		os.Getenv("RANK") != "0" {
+		return
+	}
+	n, err := strconv.ParseInt(fields[2], 10, 64)
+	if err != nil {
+		panic(err)
+	}
+	delay, err := time.ParseDuration(fields[3])
+	if err != nil {
+		panic(err)
+	}
+
+	var left atomic.Int64
+	left.Store(n)
+	failpoint.Set(func(point, path string) {
+		if point != fields[0] || !strings.Contains(path, fields[1]) || left.Add(-1) != 0 {
+			return
+		}
+		if delay > 0 {
+			time.AfterFunc(delay, killRun)
+			return
+		}
+		killRun()
+	})
+}
+
+// killRun kills this process, and before that the one that has started the ranks.
+func killRun() {
+	if os.Getenv("RANK") != "" {
+		_ = syscall.Kill(os.Getppid(), syscall.SIGKILL)
+	}
+	_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+	select {} // until the signal arrives
+}
+
+// A killedRun is a command that TestKilled kills and starts again.
+type killedRun struct {
+	name   string
+	args   []string
+	merges bool
+	shard  int // bytes
+}
+
+func (r *killedRun) command(t *testing.T, out string, env ...string) *exec.Cmd {
+	args := append([]string{"train", "-model", tiny, "-data", license, "-out", out, "-seq", "16",
+		"-device", "cpu", "-lr", "0.003", "-quiet"}, r.args...)
+	if r.shard > 0 {
+		env = append(env, shardVariable+"="+strconv.Itoa(r.shard))
+	}
+	c := program(t, env, args...)
+	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	return c
+}
+
+// killedRuns are short runs of all kinds. Those on two ranks must end with the bits of those on one.
+// Adapters are planted by listening to the model, which several ranks cannot.
+func killedRuns() []*killedRun {
+	plain := []string{"-steps", "12", "-batch", "1", "-accumulate", "2", "-save-every", "3",
+		"-eval-every", "4"}
+	grow := []string{"-steps", "100", "-batch", "1", "-accumulate", "2", "-save-every", "9",
+		"-eval-every", "50", "-grow", "2"}
+	adapters := []string{"-steps", "24", "-batch", "1", "-accumulate", "2", "-save-every", "5",
+		"-eval-every", "12", "-adapters", "all", "-rank", "2"}
+	on2 := func(args []string) []string { return append(slices.Clone(args), "-gpus", "2") }
+	return []*killedRun{
+		{name: "plain", args: plain},
+		{name: "plain, sharded, 2 ranks", args: on2(plain), shard: 40 << 10},
+		{name: "grow", args: grow},
+		{name: "adapters, sharded", args: adapters, merges: true, shard: 40 << 10},
+		{name: "grow, 2 ranks", args: on2(grow)},
+		{name: "plain, sharded", args: plain, shard: 40 << 10},
+		{name: "adapters", args: adapters, merges: true},
+		{name: "plain, 2 ranks", args: on2(plain)},
+	}
+}
+
+// randomAim returns a moment of a phase.
+func randomAim(r *rand.Rand, phase string) aim {
+	up := func(d time.Duration) time.Duration { return time.Duration(r.Int64N(int64(d))) }
+	writes := []string{"file created", "file written", "file synced", "file renamed"}
+	write := writes[r.IntN(len(writes))]
+	a := aim{phase: phase, n: 1}
+	switch phase {
+	case "start":
+		a.delay = 1 + up(250*time.Millisecond)
+	case "claim":
+		a.point, a.delay = "claimed", up(2*time.Millisecond)
+	case "manifest":
+		a.point, a.path = write, manifestName
+	case "first step":
+		a.point, a.path, a.delay = "event", "RunStart", up(5*time.Millisecond)
+	case "update":
+		a.point, a.path, a.n, a.delay = "event", "StepEnd", 1+r.IntN(20), up(10*time.Millisecond)
+	case "save":
+		a.point, a.path, a.n = write, checkpointName, 1+r.IntN(8)
+	case "merge":
+		a.point = "merge"
+		if r.IntN(2) > 0 {
+			a.delay = up(3 * time.Millisecond)
+		}
+	case "final save":
+		a.point, a.path = write, "model-"
+		if r.IntN(2) > 0 {
+			a.path, a.n = ".kasmina-", 1+r.IntN(4)
+		}
+		if r.IntN(3) == 0 {
+			folder := []string{"folder created", "folder filled", "folder renamed"}
+			a.point, a.path, a.n = folder[r.IntN(len(folder))], "", 1
+		}
+	case "renames":
+		a.point, a.n = "publish", 1+r.IntN(7)
+		if r.IntN(4) == 0 {
+			a.point, a.n = "published", 1
+		}
+	}
+	return a
+}
+
+var killPhases = []string{"start", "claim", "manifest", "first step", "update", "save", "merge",
+	"final save", "renames", "end"}
+
+// TestKilled kills kasmina train, on one and on two ranks, at random moments of all phases, and gives
+// the same command again until it finishes. Every folder must then be that of a run that was never
+// killed, byte for byte, and hold nothing else.
+func TestKilled(t *testing.T) {
+	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	dir := t.TempDir()
+	runs := killedRuns()
+	want := map[string]string{} // folders of runs that were never killed
+	count, countBy := 0, map[string]int{}
+
+	for i := r.IntN(len(runs)); count < *kills; i++ {
+		run := runs[i%len(runs)]
+		if want[run.name] == "" {
+			want[run.name] = filepath.Join(dir, strings.ReplaceAll("want "+run.name, " ", "-"))
+			alone := *run
+			alone.args = slices.DeleteFunc(slices.Clone(run.args), func(a string) bool {
+				return a == "-gpus"
+			})
+			if len(alone.args) < len(run.args) { // the number after -gpus
+				alone.args = alone.args[:len(alone.args)-1]
+			}
+			text, err := alone.command(t, want[run.name]).CombinedOutput()
+			require.NoError(t, err, "%s: %s", run.name, text)
+		}
+
+		out := filepath.Join(dir, fmt.Sprint("killed-", count))
+		var history []string
+		for left := 1 + r.IntN(5); left > 0 && count < *kills; left-- {
+			phase := run.phase(r, countBy)
+			a := randomAim(r, phase)
+			if phase == "end" {
+				// The run finishes first, and the command that finds that out is killed.
+				run.finish(t, out, history)
+				a.delay = 1 + time.Duration(r.Int64N(int64(100*time.Millisecond)))
+			}
+			history = append(history, fmt.Sprintf("%+v", a))
+			if run.kill(t, out, a, history) {
+				count++
+				countBy[phase]++
+				countBy[run.name]++
+			}
+		}
+		run.finish(t, out, history)
+		sameFolder(t, want[run.name], out, history)
+
+		// Once it has finished, the same command changes nothing.
+		run.finish(t, out, history)
+		sameFolder(t, want[run.name], out, history)
+		require.NoError(t, os.RemoveAll(out))
+	}
+	for _, name := range slices.Sorted(maps.Keys(countBy)) {
+		t.Logf("%4d kills: %s", countBy[name], name)
+	}
+}
+
+// phase returns a random phase among those in which the fewest runs have been killed.
+func (r *killedRun) phase(random *rand.Rand, kills map[string]int) string {
+	phases := slices.DeleteFunc(slices.Clone(killPhases), func(p string) bool {
+		return p == "merge" && !r.merges
+	})
+	fewest := math.MaxInt
+	for _, p := range phases {
+		fewest = min(fewest, kills[p])
+	}
+	phases = slices.DeleteFunc(phases, func(p string) bool { return kills[p] > fewest+2 })
+	return phases[random.IntN(len(phases))]
+}
+
+// kill starts the command and kills it at a moment. It returns false if the run finished before.
+func (r *killedRun) kill(t *testing.T, out string, a aim, history []string) bool {
+	t.Helper()
+	var env []string
+	if a.point != "" {
+		env = []string{fmt.Sprintf("%s=%s|%s|%d|%v", aimVariable, a.point, a.path, a.n, a.delay)}
+	}
+	c := r.command(t, out, env...)
+	text := &told{}
+	c.Stdout, c.Stderr = text, text
+	require.NoError(t, c.Start())
+	if a.point == "" {
+		time.AfterFunc(a.delay, func() { _ = syscall.Kill(-c.Process.Pid, syscall.SIGKILL) })
+	}
+	err := c.Wait()
+	if err == nil {
+		return false
+	}
+	var exit *exec.ExitError
+	require.ErrorAs(t, err, &exit)
+	require.True(t, exit.Sys().(syscall.WaitStatus).Signaled(), "%s: %v: %s\n%s", r.name, err, text,
+		strings.Join(history, "\n"))
+	return true
+}
+
+// finish gives the command again, which must succeed.
+func (r *killedRun) finish(t *testing.T, out string, history []string) {
+	t.Helper()
+	text, err := r.command(t, out).CombinedOutput()
+	require.NoError(t, err, "%s: %s\nafter %s", r.name, text, strings.Join(history, "\n"))
+}
+
+// sameFolder wants two folders to hold the same files with the same bytes. Of the logs of two runs the
+// last losses of every step are compared.
+func sameFolder(t *testing.T, want, got string, history []string) {
+	t.Helper()
+	after := "after " + strings.Join(history, "\n")
+	require.Equal(t, filesIn(t, want), filesIn(t, got), after)
+	for _, name := range filesIn(t, want) {
+		if strings.HasSuffix(name, "/") {
+			continue
+		}
+		if filepath.Base(name) == logName {
+			require.Equal(t, lossesIn(t, filepath.Join(want, name)),
+				lossesIn(t, filepath.Join(got, name)), after)
+			continue
+		}
+		x, err := os.ReadFile(filepath.Join(want, name))
+		require.NoError(t, err)
+		y, err := os.ReadFile(filepath.Join(got, name))
+		require.NoError(t, err)
+		if !slices.Equal(x, y) {
+			t.Fatalf("%s differs %s", name, after)
+		}
+	}
+}
+
+// filesIn lists everything in a folder.
+func filesIn(t *testing.T, dir string) (all []string) {
+	t.Helper()
+	require.NoError(t, filepath.WalkDir(dir, func(path string, e fs.DirEntry, err error) error {
+		if err != nil || e.IsDir() && path == dir {
+			return err
+		}
+		name, err := filepath.Rel(dir, path)
+		if e.IsDir() {
+			name += "/"
+		}
+		all = append(all, name)
+		return err
+	}))
+	return all
+}
+
+// lossesIn returns the last loss that a log has for every step.
+func lossesIn(t *testing.T, path string) map[int]float64 {
+	t.Helper()
+	losses := map[int]float64{}
+	require.NoError(t, runlog.Read(path, func(r runlog.Record) {
+		if r.Event == "step" && r.TrainLoss != nil {
+			losses[r.Step] = float64(*r.TrainLoss)
+		}
+	}))
+	for step, loss := range losses {
+		if math.IsNaN(loss) {
+			t.Fatal(errors.New("a loss is not finite"), step)
+		}
+	}
+	return losses
+}

@@ -1,0 +1,196 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/failpoint"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// short returns the arguments of a run of a few steps.
+func short(out string, more ...string) []string {
+	return append([]string{"train", "-model", tiny, "-data", license, "-out", out, "-batch", "1",
+		"-seq", "16", "-device", "cpu", "-steps", "4", "-save-every", "2"}, more...)
+}
+
+// snapshotOf returns the contents of all files in a folder by name.
+func snapshotOf(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	require.NoError(t, filepath.Walk(dir, func(path string, info os.FileInfo, err error) error {
+		if err != nil || info.IsDir() {
+			return err
+		}
+		text, err := os.ReadFile(path)
+		all[path] = string(text)
+		return err
+	}))
+	return all
+}
+
+// stderrOf runs a command that must succeed, and returns what it says.
+func stderrOf(t *testing.T, args ...string) string {
+	t.Helper()
+	var out, told bytes.Buffer
+	require.NoError(t, run(t.Context(), args, &out, &told))
+	return told.String()
+}
+
+// TestFinishedRun wants the command of a run that has finished to say so and to change nothing, and
+// other commands for its folder to be refused.
+func TestFinishedRun(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "out")
+	stderrOf(t, short(out)...)
+	before := snapshotOf(t, out)
+	for _, more := range [][]string{nil, {"-resume"}, {"-save-every", "3", "-quiet"},
+		{"-data", filepath.Join(filepath.Dir(license), ".", filepath.Base(license))}} {
+		require.Contains(t, stderrOf(t, short(out, more...)...), "the run has ended")
+		require.Equal(t, before, snapshotOf(t, out), more)
+	}
+	for _, more := range [][]string{{"-steps", "9", "-lr", "0.5"}, {"-steps", "9", "-lr", "0.5",
+		"-resume"}} {
+		_, err := kasmina(t, short(out, more...)...)
+		require.ErrorContains(t, err, `-lr was "0.0001" and is "0.5" now; -steps was "4" and is "9" now`)
+		require.ErrorContains(t, err, "another -out")
+		require.Equal(t, before, snapshotOf(t, out), more)
+	}
+
+	require.NoError(t, os.Remove(filepath.Join(out, "tokenizer.json")))
+	_, err := kasmina(t, short(out)...)
+	require.ErrorContains(t, err, "tokenizer.json")
+}
+
+// stopped returns the folder of a run that has ended with an error at a failpoint, as a killed one
+// leaves it but for temporary files.
+func stopped(t *testing.T, point, path string, more ...string) string {
+	t.Helper()
+	out := filepath.Join(t.TempDir(), "out")
+	defer failpoint.Set(nil)
+	failpoint.Set(func(p, at string) {
+		if p == point && strings.Contains(at, path) {
+			panic("stopped")
+		}
+	})
+	require.PanicsWithValue(t, "stopped", func() { stderrOf(t, short(out, more...)...) })
+	return out
+}
+
+// TestOtherOptions wants a command with other options than those of the run in its folder to be
+// refused by name where there is a checkpoint, to continue with -resume, and to begin where there is
+// nothing to lose.
+func TestOtherOptions(t *testing.T) {
+	out := stopped(t, "event", "StepEnd", "-save-every", "1", "-steps", "3")
+	_, err := kasmina(t, short(out)...)
+	require.NoError(t, err, "without a checkpoint")
+
+	out = stopped(t, "event", "Saved", "-lr", "0.002")
+	_, err = kasmina(t, short(out)...)
+	require.ErrorContains(t, err, `-lr was "0.002" and is "0.0001" now`)
+	require.NotContains(t, err.Error(), "-steps")
+	_, err = kasmina(t, short(out, "-resume")...)
+	require.ErrorIs(t, err, llm.ErrSettings)
+	_, err = kasmina(t, short(out, "-lr", "0.002", "-resume")...)
+	require.NoError(t, err)
+
+	// A run that has no manifest is that of an older version.
+	out = stopped(t, "event", "Saved")
+	require.NoError(t, os.Remove(filepath.Join(out, runFolder, manifestName)))
+	_, err = kasmina(t, short(out)...)
+	require.ErrorContains(t, err, "-resume goes on with it")
+	_, err = kasmina(t, short(out, "-resume")...)
+	require.NoError(t, err)
+}
+
+// TestForeignFolders wants folders of others to be refused before anything is written there, and files
+// that appear while a run trains to stay.
+func TestForeignFolders(t *testing.T) {
+	for _, name := range []string{"notes.txt", filepath.Join(runFolder, "notes.txt"),
+		filepath.Join(runFolder, logName)} {
+		out := filepath.Join(t.TempDir(), "out")
+		require.NoError(t, os.MkdirAll(filepath.Join(out, filepath.Dir(name)), 0o777))
+		require.NoError(t, os.WriteFile(filepath.Join(out, name), nil, 0o666))
+		before := snapshotOf(t, out)
+		for _, more := range [][]string{nil, {"-resume"}} {
+			_, err := kasmina(t, short(out, more...)...)
+			require.ErrorContains(t, err, "it holds "+name)
+			require.Equal(t, before, snapshotOf(t, out))
+		}
+	}
+
+	out := filepath.Join(t.TempDir(), "out")
+	require.NoError(t, os.MkdirAll(filepath.Join(out, runFolder), 0o777))
+	require.NoError(t, os.WriteFile(filepath.Join(out, runFolder, manifestName), []byte("{"), 0o666))
+	_, err := kasmina(t, short(out)...)
+	require.ErrorContains(t, err, "is damaged")
+
+	// Somebody writes config.json while the finished model moves to its place.
+	out = stopped(t, "publish", "generation_config.json")
+	config := filepath.Join(out, configName)
+	require.NoError(t, os.WriteFile(config, []byte("theirs"), 0o666))
+	for range 2 {
+		_, err = kasmina(t, short(out)...)
+		require.ErrorContains(t, err, "somebody else has written "+config)
+		text, err := os.ReadFile(config)
+		require.NoError(t, err)
+		require.Equal(t, "theirs", string(text))
+	}
+	require.NoError(t, os.Remove(config))
+	require.Contains(t, stderrOf(t, short(out)...), "its model is in")
+	require.NoDirExists(t, filepath.Join(out, runFolder, stagingName))
+	_, err = kasmina(t, "eval", "-model", out, "-data", license, "-seq", "32", "-device", "cpu")
+	require.NoError(t, err)
+}
+
+// TestFolderOfOne wants a folder to be one run's at a time, and an error before the first step to
+// leave nothing.
+func TestFolderOfOne(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "a", "out")
+	_, err := kasmina(t, short(out, "-data", "none")...)
+	require.Error(t, err)
+	require.NoDirExists(t, out)
+
+	defer func(d time.Duration) { claimWait = d }(claimWait)
+	claimWait = 50 * time.Millisecond
+	c := program(t, nil, short(out, "-steps", "1000000", "-quiet")...)
+	require.NoError(t, c.Start())
+	defer func() {
+		c.Process.Kill()
+		c.Wait()
+	}()
+	for {
+		if _, err := os.Stat(filepath.Join(out, runFolder, checkpointName)); err == nil {
+			break
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	_, err = kasmina(t, short(out, "-steps", "1000000")...)
+	require.ErrorIs(t, err, llm.ErrFolderInUse)
+}
+
+// TestManifest wants the manifest to have every option that decides the result, and no other.
+func TestManifest(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "out")
+	stderrOf(t, short(out)...)
+	text, err := os.ReadFile(filepath.Join(out, runFolder, manifestName))
+	require.NoError(t, err)
+	var m manifest
+	require.NoError(t, json.Unmarshal(text, &m))
+	require.True(t, m.Finished)
+	require.Equal(t, configName, m.Files[len(m.Files)-1])
+	for name := range flagRules["train"] {
+		_, has := m.Options[name]
+		free := false
+		for _, f := range freeOptions {
+			free = free || f == name
+		}
+		require.NotEqual(t, free, has, name)
+	}
+}
