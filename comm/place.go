@@ -16,15 +16,21 @@ type Place struct {
 	Rank, Size int
 	// LocalRank counts those of one host from 0 to LocalSize−1.
 	LocalRank, LocalSize int
-	// MasterAddr is a name or an address of the host of rank 0.
+	// MasterAddr is a name or an address of the host of rank 0. Rank 0 listens at the addresses
+	// that this name has, or at the loopback address if all ranks are on one host.
 	MasterAddr string
 	// MasterPort is the first of the ports at which rank 0 may listen. It takes the first free one
 	// of [PortWindow] ports, and the others look for it there.
 	MasterPort int
+	// Listen is an address of rank 0's host to listen at in place of those of MasterAddr, for runs
+	// on several hosts where MasterAddr is not an address that rank 0's host has; 0.0.0.0 stands
+	// for every interface.
+	Listen string
 	// Run is the same for all processes of a run, and differs for every other.
 	Run string
-	// Secret is what processes prove to know when they join; Run where it is empty.
-	Secret string
+	// Secret is what all processes of the run know and nobody else does. A run of several processes
+	// must have one.
+	Secret Secret
 	// Source names whose variables say so: "torchrun", "Slurm", "Open MPI", "Kubeflow Trainer". It
 	// is empty for a process that runs alone.
 	Source string
@@ -33,9 +39,8 @@ type Place struct {
 // PortWindow is the number of ports from MasterPort on that rank 0 may listen at.
 const PortWindow = 16
 
-// SecretVariable is the environment variable that sets [Place.Secret]. The launcher makes one up
-// for each run.
-const SecretVariable = "KASMINA_SECRET"
+// ListenVariable is the environment variable that sets [Place.Listen].
+const ListenVariable = "KASMINA_LISTEN"
 
 const (
 	defaultPort = 29500   // torchrun's
@@ -53,8 +58,12 @@ const (
 //   - Slurm's srun: SLURM_*. The first host of the step is that of rank 0, and the port follows from
 //     the job's number. MASTER_ADDR and MASTER_PORT overrule both.
 //
-// Where none of them is set the process is alone: rank 0 of 1. Where some are set and others are
-// missing or make no sense, the error names them.
+// If none of them is set, the process is alone: rank 0 of 1. If some are set and others are missing
+// or make no sense, the error names them.
+//
+// Several processes must also have a secret ([SecretFromEnvironment]), and KASMINA_LISTEN may set
+// [Place.Listen]. If only the secret is missing, the error is an [ErrSecret] and the place is
+// complete otherwise.
 func FromEnvironment(getenv func(string) string) (Place, error) {
 	if getenv == nil {
 		return Place{}, errors.New("comm: FromEnvironment: the function is nil, want os.Getenv")
@@ -73,17 +82,29 @@ func FromEnvironment(getenv func(string) string) (Place, error) {
 	default:
 		return Place{Size: 1, LocalSize: 1}, nil
 	}
-	p.Secret = getenv(SecretVariable)
 	if e.err != nil {
 		return Place{}, fmt.Errorf("environment of %s: %w", p.Source, e.err)
 	}
-	if err := p.Check(); err != nil {
+	p.Listen = getenv(ListenVariable)
+
+	var err error
+	if p.Size > 1 {
+		p.Secret, err = SecretFromEnvironment(getenv)
+	}
+	if err == nil {
+		err = p.Check()
+	}
+	if errors.Is(err, ErrSecret) {
+		return p, fmt.Errorf("environment of %s: %w", p.Source, err)
+	}
+	if err != nil {
 		return Place{}, fmt.Errorf("environment of %s: %w", p.Source, err)
 	}
 	return p, nil
 }
 
-// Check says what is wrong with a place.
+// Check returns an error that says what is wrong with a place, an [ErrSecret] if that is only its
+// secret.
 func (p Place) Check() error {
 	switch {
 	case p.Size > maxRanks:
@@ -100,6 +121,8 @@ func (p Place) Check() error {
 		return fmt.Errorf("no address of rank 0: set MASTER_ADDR")
 	case p.Size > 1 && (p.MasterPort < 1 || p.MasterPort > 65535):
 		return fmt.Errorf("port %d of rank 0: want 1 to 65535", p.MasterPort)
+	case p.Size > 1:
+		return p.Secret.check()
 	}
 	return nil
 }
@@ -126,8 +149,6 @@ func (p Place) ports() []int {
 	}
 	return ports
 }
-
-func (p Place) secret() []byte { return []byte(cmp.Or(p.Secret, p.Run)) }
 
 // environment reads variables and keeps the first error.
 type environment struct {

@@ -36,6 +36,7 @@ func with(getenv func(string) string, changes ...string) func(string) string {
 
 // TestReplayedEnvironments reads what each launcher sets for one of its processes.
 func TestReplayedEnvironments(t *testing.T) {
+	secret := NewSecret()
 	for _, c := range []struct {
 		file    string
 		changes []string
@@ -56,11 +57,10 @@ func TestReplayedEnvironments(t *testing.T) {
 			MasterPort: 29400, Run: "kasmina-node-0-0.kasmina:29400", Source: "Kubeflow Trainer"}},
 		{"srun.env", nil, Place{Rank: 6, Size: 10, LocalRank: 2, LocalSize: 4, MasterAddr: "gpu07",
 			MasterPort: 15000 + 4243%1024*16, Run: "slurm 4242.1", Source: "Slurm"}},
-		{"srun.env", []string{"MASTER_ADDR=10.0.0.7", "MASTER_PORT=1234", SecretVariable + "=s"},
-			Place{Rank: 6,
-				Size: 10, LocalRank: 2, LocalSize: 4, MasterAddr: "10.0.0.7", MasterPort: 1234,
-				Run:    "slurm 4242.1",
-				Secret: "s", Source: "Slurm"}},
+		{"srun.env", []string{"MASTER_ADDR=10.0.0.7", "MASTER_PORT=1234",
+			ListenVariable + "=10.1.0.7"}, Place{Rank: 6,
+			Size: 10, LocalRank: 2, LocalSize: 4, MasterAddr: "10.0.0.7", MasterPort: 1234,
+			Listen: "10.1.0.7", Run: "slurm 4242.1", Source: "Slurm"}},
 		// the batch script itself
 		{"srun.env", []string{"SLURM_STEP_ID="}, Place{Size: 1, LocalSize: 1}},
 		{"mpirun.env", nil, Place{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2,
@@ -73,7 +73,11 @@ func TestReplayedEnvironments(t *testing.T) {
 				LocalSize: 4, MasterAddr: "127.0.0.1", MasterPort: 29500,
 				Run: "127.0.0.1:29500 prterun-pi-launcher-1@1", Source: "Open MPI"}},
 	} {
-		p, err := FromEnvironment(with(variables(t, c.file), c.changes...))
+		changes := append(c.changes, SecretVariable+"="+string(secret))
+		if c.want.Size > 1 {
+			c.want.Secret = secret
+		}
+		p, err := FromEnvironment(with(variables(t, c.file), changes...))
 		require.NoError(t, err, c.file)
 		require.Equal(t, c.want, p, "%s %v", c.file, c.changes)
 	}

@@ -1,7 +1,7 @@
 package comm
 
 import (
-	"crypto/hmac"
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -10,71 +10,70 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// store runs at rank 0. It gathers values, and tells all ranks when one of them cannot go on.
+// A store runs at rank 0. It gathers values, and tells all ranks when one of them cannot go on.
 type store struct {
 	place    Place
 	deadline time.Duration
-	listener net.Listener
+	most     int64 // bytes of a gathering
+	listener *channel.Listener
+	port     int
 
 	mu        sync.Mutex
 	seats     []seat // by rank
 	gathering map[string]*gathering
 	failure   *RankError
 	closed    bool
-	once      sync.Once
+	joining   *time.Timer   // ends the wait for ranks to join
+	progress  time.Time     // when a rank was last known to make some, or to be busy
+	once      sync.Once     // closes empty
 	empty     chan struct{} // closed when every rank that joined has left
-	timer     *time.Timer   // ends the wait for ranks to join, then for their reports
+	done      chan struct{} // closed with the store
 }
 
-// seat is what the store knows of a rank.
+// A seat is what the store knows of a rank.
 type seat struct {
 	member
-	wire *wire // nil before it joins
-	left bool
-	step int64     // of its last report, −1 before the first
-	at   time.Time // when that came
+	wire  *wire // nil before it joins
+	left  bool
+	pulse pulse // the last that came
 }
 
+// present reports whether the rank has joined and not left.
+func (s *seat) present() bool { return s.wire != nil && !s.left }
+
+// A gathering is the values that ranks have given under a key.
 type gathering struct {
 	values [][]byte
 	given  []bool
+	bytes  int64
+	err    string // why there will be no answer
 }
 
-// openStore listens at the first free port of the place.
-func openStore(p Place, joining, deadline time.Duration) (*store, error) {
-	var listener net.Listener
-	var failures []error
-	for _, port := range p.ports() {
-		l, err := net.Listen("tcp", net.JoinHostPort(listenHost(p.MasterAddr), strconv.Itoa(port)))
-		if err == nil {
-			listener = l
-			break
-		}
-		failures = append(failures, err)
+// openStore listens at the first free port of the place, and gives the ranks so long to join.
+func openStore(ctx context.Context, p Place, id *channel.Identity,
+	joining, deadline time.Duration) (*store, error) {
+	listener, err := p.listen(ctx, id)
+	if err != nil {
+		return nil, err
 	}
-	if listener == nil {
-		return nil, fmt.Errorf("rank 0 found no free port; set MASTER_PORT to another: %w",
-			errors.Join(failures...))
-	}
-	s := &store{place: p, deadline: deadline, listener: listener, seats: make([]seat, p.Size),
-		gathering: map[string]*gathering{}, empty: make(chan struct{})}
+
+	s := &store{place: p, deadline: deadline, most: MaxGather, listener: listener,
+		port: portOf(listener.Addrs()[0]), seats: make([]seat, p.Size),
+		gathering: map[string]*gathering{}, empty: make(chan struct{}),
+		done: make(chan struct{})}
 	for r := range s.seats {
-		s.seats[r].Rank, s.seats[r].step = r, -1
+		s.seats[r].Rank, s.seats[r].pulse.Step = r, -1
 	}
-	s.timer = time.AfterFunc(joining, func() { s.expireJoining(joining) })
+	s.joining = time.AfterFunc(joining, func() { s.expireJoining(joining) })
 	go s.accept()
-	return s, nil
-}
-
-// listenHost keeps a run of one host from being reached from others. Elsewhere MasterAddr may be a
-// name that only the others see, so that rank 0 listens everywhere.
-func listenHost(master string) string {
-	if ip := net.ParseIP(master); master == "localhost" || ip != nil && ip.IsLoopback() {
-		return master
+	if deadline > 0 {
+		go watchdog(deadline, s.done, s.inspect)
 	}
-	return ""
+	return s, nil
 }
 
 func (s *store) accept() {
@@ -83,19 +82,22 @@ func (s *store) accept() {
 		if err != nil {
 			return // closed
 		}
-		go s.serve(&wire{Conn: conn})
+		go s.serve(conn)
 	}
 }
 
 // serve lets a process join, and then does what it asks.
-func (s *store) serve(w *wire) {
+func (s *store) serve(conn net.Conn) {
+	w := newWire(conn)
 	defer w.Close()
 	m, ok := s.admit(w)
 	if !ok {
+		w.flush(time.Second) // it is to read why
 		return
 	}
+
 	for {
-		asked, err := w.receive(maxMessage)
+		asked, err := w.receive(maxHead, MaxGather)
 		if err != nil {
 			s.lost(m)
 			return
@@ -103,10 +105,10 @@ func (s *store) serve(w *wire) {
 		switch asked.Kind {
 		case give:
 			s.gather(m, asked)
-		case report:
-			s.reported(m, asked.Step)
+		case beat:
+			s.heard(m, asked.Pulse)
 		case fail:
-			s.fail(&RankError{member: m, Reason: asked.Text})
+			s.fail(&RankError{member: m, Reason: asked.Text}, false)
 		case leave:
 			s.left(m)
 			return
@@ -114,31 +116,28 @@ func (s *store) serve(w *wire) {
 	}
 }
 
-// handshakeTimeout is how long a stranger may hold a connection.
-const handshakeTimeout = 20 * time.Second
-
-// admit asks who comes, and gives it its seat.
+// admit asks a process who it is, and gives it its seat. The process knows the secret already.
 func (s *store) admit(w *wire) (member, bool) {
-	nonce := newNonce()
-	if w.SetReadDeadline(time.Now().Add(handshakeTimeout)) != nil ||
-		w.send(message{Kind: hello, Nonce: nonce}) != nil {
+	if w.conn.SetReadDeadline(time.Now().Add(channel.HandshakeTimeout)) != nil {
 		return member{}, false
 	}
-	m, err := w.receive(maxGreeting)
+	m, err := w.receive(maxGreeting, 0)
 	if err != nil || m.Kind != join {
 		return member{}, false
 	}
-	k, why := s.judge(m, nonce)
-	if k == welcome {
-		// Under the lock, so that a failure is told to this rank too.
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if seat := &s.seats[m.Member.Rank]; seat.wire != nil {
-			k, why = invalid, fmt.Sprintf("%v has this rank already", seat.member)
-		}
+	k, why := s.judge(m)
+
+	// Under the lock, so that a failure is told to this rank too.
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if k == welcome && s.seats[m.Member.Rank].wire != nil {
+		k, why = invalid, fmt.Sprintf("%v has this rank already", s.seats[m.Member.Rank].member)
 	}
-	answer := message{Kind: k, Text: why, Proof: proof(s.place.secret(), m.Nonce, "store", m)}
-	if w.send(answer) != nil || k != welcome || w.SetReadDeadline(time.Time{}) != nil {
+	if k == welcome && w.conn.SetReadDeadline(time.Time{}) != nil {
+		return member{}, false
+	}
+	w.post(message{Kind: k, Text: why, Member: self(0), Deadline: s.deadline})
+	if k != welcome {
 		return member{}, false
 	}
 	s.seats[m.Member.Rank].member, s.seats[m.Member.Rank].wire = m.Member, w
@@ -148,94 +147,179 @@ func (s *store) admit(w *wire) (member, bool) {
 	return m.Member, true
 }
 
-// judge says whether a process belongs to this run, and why not.
-func (s *store) judge(m message, nonce []byte) (kind, string) {
-	if m.Run != s.place.Run {
-		return refused, fmt.Sprintf("this is run %q", s.place.Run)
-	}
-	if !hmac.Equal(m.Proof, proof(s.place.secret(), nonce, "rank", m)) {
-		return refused, fmt.Sprintf("it has another %s", SecretVariable)
-	}
-	if m.Size != s.place.Size || m.Member.Rank < 0 || m.Member.Rank >= s.place.Size {
-		return invalid, fmt.Sprintf("rank %d of %d came to a run of %d ranks",
-			m.Member.Rank, m.Size,
-			s.place.Size)
+// judge decides whether a process belongs to this run, and says why not.
+func (s *store) judge(m message) (kind, string) {
+	switch {
+	case m.Run != s.place.Run:
+		return refused, fmt.Sprintf("this is run %q, not %q", s.place.Run, m.Run)
+	case m.Port != s.port:
+		// Whoever passes connections on could cut them at any time.
+		return refused, fmt.Sprintf("another program listens there and passes connections on to rank 0 "+
+			"at port %d", s.port)
+	case m.Size != s.place.Size || m.Member.Rank < 0 || m.Member.Rank >= s.place.Size:
+		return invalid, fmt.Sprintf("rank %d of %d came to a run of %d ranks", m.Member.Rank,
+			m.Size, s.place.Size)
 	}
 	return welcome, ""
 }
 
-// gather takes a rank's part; the last one sends all parts to all ranks.
+// gather takes a rank's part. The last one sends all parts to all ranks. If there can be no answer,
+// every rank that has given its part, or ever does, is told why at once.
 func (s *store) gather(m member, asked message) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	g := s.gathering[asked.Key]
 	if g == nil {
-		g = &gathering{make([][]byte, s.place.Size), make([]bool, s.place.Size)}
+		g = &gathering{values: make([][]byte, s.place.Size), given: make([]bool, s.place.Size)}
 		s.gathering[asked.Key] = g
 	}
-	g.values[m.Rank], g.given[m.Rank] = asked.Value, true
+
+	g.given[m.Rank] = true
+	if len(asked.Values) > 0 {
+		g.values[m.Rank] = asked.Values[0]
+	}
+	g.bytes += asked.Bytes + int64(len(g.values[m.Rank]))
+	refused := g.err != ""
+	if g.bytes > s.most && !refused {
+		g.err = fmt.Sprintf("the values of %d ranks have %d bytes together, want at most %d",
+			count(g.given), g.bytes, s.most)
+	}
+	gone := slices.IndexFunc(s.seats, func(x seat) bool { return x.left && !g.given[x.Rank] })
+	if gone >= 0 && g.err == "" && s.failure == nil {
+		g.err = fmt.Sprintf("%v has left", s.seats[gone].member)
+	}
+
+	switch {
+	case refused:
+		s.seats[m.Rank].wire.post(message{Kind: all, Key: asked.Key, Text: g.err})
+	case g.err != "":
+		s.refuse(asked.Key, g)
+	case !slices.Contains(g.given, false):
+		for r := range s.seats {
+			// A rank that does not take it is found lost by its own connection.
+			s.seats[r].wire.post(message{Kind: all, Key: asked.Key, Values: g.values})
+		}
+	}
 	if slices.Contains(g.given, false) {
 		return
 	}
 	delete(s.gathering, asked.Key)
 	if asked.Key == joinKey {
-		s.timer.Stop() // everybody is here
-	}
-	for r := range s.seats {
-		// A rank that does not take it is found lost by its own connection.
-		_ = s.seats[r].wire.send(message{Kind: all, Key: asked.Key, Values: g.values})
+		// Everybody is here, and nobody else has any business at the port.
+		s.joining.Stop()
+		s.listener.Close()
 	}
 }
 
-// reported notes a rank's step, and sets the timer to the rank that is silent for longest.
-func (s *store) reported(m member, step int64) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.seats[m.Rank].step, s.seats[m.Rank].at = step, time.Now()
-	s.watchReports()
-}
-
-// watchReports waits for the next report that is due. The caller holds the lock.
-func (s *store) watchReports() {
-	if s.deadline <= 0 || s.failure != nil {
-		return
-	}
-	s.timer.Stop()
-	if r := s.silent(); r >= 0 {
-		s.timer = time.AfterFunc(time.Until(s.seats[r].at.Add(s.deadline)), s.expireReport)
-	}
-}
-
-// silent is the rank whose last report is the oldest, or −1.
-func (s *store) silent() int {
-	oldest := -1
-	for r, seat := range s.seats {
-		if seat.step >= 0 && !seat.left && (oldest < 0 || seat.at.Before(s.seats[oldest].at)) {
-			oldest = r
+// refuse tells all ranks that have given their parts that there will be no answer. The caller holds
+// the lock.
+func (s *store) refuse(key string, g *gathering) {
+	clear(g.values)
+	for r, given := range g.given {
+		if given && s.seats[r].present() {
+			s.seats[r].wire.post(message{Kind: all, Key: key, Text: g.err})
 		}
 	}
-	return oldest
 }
 
-func (s *store) expireReport() {
+func count(all []bool) (n int) {
+	for _, b := range all {
+		if b {
+			n++
+		}
+	}
+	return n
+}
+
+// heard notes a rank's pulse.
+func (s *store) heard(m member, p *pulse) {
 	s.mu.Lock()
-	r := s.silent()
-	if r < 0 || time.Since(s.seats[r].at) < s.deadline {
-		s.watchReports() // a report came meanwhile
-		s.mu.Unlock()
+	defer s.mu.Unlock()
+	if p == nil {
 		return
 	}
-	var others []string
-	for _, seat := range s.seats {
-		others = append(others, strconv.FormatInt(seat.step, 10))
+	s.seats[m.Rank].pulse = *p
+	now := time.Now()
+	switch {
+	case p.Busy != "":
+		s.progress = now
+	case p.Step >= 0 && p.Waited == 0 && s.progress.Before(now.Add(-p.Still)):
+		s.progress = now.Add(-p.Still)
 	}
-	e := &RankError{member: s.seats[r].member, Reason: fmt.Sprintf(
-		"hangs: no report for %v. Last steps reported, by rank: %s",
-		s.deadline, strings.Join(others,
-			", "))}
+}
+
+// inspect looks for a rank that is gone, hangs or waits in vain, and says that rank 0 is alive.
+func (s *store) inspect(frozen bool) {
+	s.mu.Lock()
+	for r := range s.seats {
+		if seat := &s.seats[r]; seat.present() {
+			seat.wire.post(message{Kind: beat})
+			if frozen {
+				seat.wire.hear()
+			}
+		}
+	}
+	e := s.verdict()
 	s.mu.Unlock()
-	s.fail(e)
-	s.left(e.member) // nobody waits for it to hear of this
+	if e == nil {
+		return
+	}
+	s.fail(e, true) // nobody waits for it to hear of this
+}
+
+// verdict returns the failure of the rank that does not go on, if there is one. The caller holds
+// the lock.
+func (s *store) verdict() *RankError {
+	var silent, still, waits *seat
+	waiting := true
+	for r := range s.seats {
+		seat := &s.seats[r]
+		if !seat.present() {
+			waiting = waiting && seat.left
+			continue
+		}
+		if silent == nil || seat.wire.silence() > silent.wire.silence() {
+			silent = seat
+		}
+		if still == nil || seat.pulse.Still > still.pulse.Still {
+			still = seat
+		}
+		if waits == nil || seat.pulse.Waited > waits.pulse.Waited {
+			waits = seat
+		}
+		waiting = waiting && seat.pulse.Waited > standstill*s.deadline
+	}
+
+	switch {
+	case s.failure != nil || silent == nil:
+		return nil
+	case silent.wire.silence() > s.deadline:
+		doing := ""
+		if silent.pulse.Busy != "" {
+			doing = " while it was " + silent.pulse.Busy
+		}
+		return &RankError{member: silent.member, Reason: fmt.Sprintf(
+			"hangs: nothing came from it for %v%s. %s", s.deadline, doing, s.steps())}
+	// A rank that stands still may be waiting for another, which makes progress, without saying so:
+	// that is how work on a GPU waits.
+	case still.pulse.Still > s.deadline && time.Since(s.progress) > s.deadline:
+		return &RankError{member: still.member, Reason: fmt.Sprintf(
+			"hangs: no report for %v. %s", s.deadline, s.steps())}
+	case waiting:
+		return &RankError{member: waits.member, Reason: fmt.Sprintf(
+			"hangs: it has waited for the other ranks for %v, and they all wait too. %s",
+			waits.pulse.Waited.Round(time.Millisecond), s.steps())}
+	}
+	return nil
+}
+
+// steps lists the steps that the ranks have reported. The caller holds the lock.
+func (s *store) steps() string {
+	var all []string
+	for _, seat := range s.seats {
+		all = append(all, strconv.FormatInt(seat.pulse.Step, 10))
+	}
+	return "Last steps reported, by rank: " + strings.Join(all, ", ")
 }
 
 func (s *store) expireJoining(after time.Duration) {
@@ -245,7 +329,7 @@ func (s *store) expireJoining(after time.Duration) {
 	}
 	s.fail(&RankError{member: missing[0], Reason: fmt.Sprintf(
 		"did not join within %v. Missing of %d: %v. Look at their output, and whether they reach %s at %v",
-		after, s.place.Size, missing, s.place.MasterAddr, s.listener.Addr())})
+		after, s.place.Size, missing, s.place.MasterAddr, s.listener.Addrs())}, false)
 }
 
 // missing lists the ranks that have not joined.
@@ -261,43 +345,75 @@ func (s *store) missing() (missing []member) {
 	return missing
 }
 
-// lost is a connection that ended without a word.
+// lost handles a connection that ended without a word.
 func (s *store) lost(m member) {
-	s.left(m)
-	s.fail(&RankError{member: m, Reason: "died: its connection ended without a word"})
+	s.fail(&RankError{member: m, Reason: "died: its connection ended without a word"}, true)
 }
 
 // fail tells all ranks of the first failure, and rank 0 last: its process may end once it knows.
-func (s *store) fail(e *RankError) {
+// Nobody waits any more for the rank that has failed if it is gone.
+func (s *store) fail(e *RankError, gone bool) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
+	if gone {
+		defer func() {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.depart(e.Rank)
+		}()
+	}
 	if s.failure != nil || s.closed {
+		s.mu.Unlock()
 		return
 	}
 	s.failure = e
-	s.timer.Stop()
-	for r := len(s.seats) - 1; r >= 0; r-- {
-		if s.seats[r].wire != nil && !s.seats[r].left {
-			s.tell(&s.seats[r])
+	s.joining.Stop()
+	var sent []<-chan struct{}
+	for r := len(s.seats) - 1; r > 0; r-- {
+		if s.seats[r].present() {
+			sent = append(sent, s.tell(&s.seats[r]))
 		}
+	}
+	s.mu.Unlock()
+
+	patience := time.After(farewell)
+wait:
+	for _, c := range sent {
+		select {
+		case <-c:
+		case <-patience:
+			break wait
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.seats[0].present() {
+		s.tell(&s.seats[0])
 	}
 }
 
 // tell tells one rank of the failure. A rank that does not take it is gone or will see the end of
 // the connection.
-func (s *store) tell(to *seat) {
-	_ = to.wire.send(message{Kind: failed, Member: s.failure.member, Text: s.failure.Reason})
+func (s *store) tell(to *seat) <-chan struct{} {
+	return to.wire.post(message{Kind: failed, Member: s.failure.member, Text: s.failure.Reason})
 }
 
-// left notes that nothing more comes from a rank.
+// left notes that a rank is done. It takes part in no gathering any more.
 func (s *store) left(m member) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.seats[m.Rank].left = true
-	s.watchReports()
-	if !slices.ContainsFunc(s.seats, func(seat seat) bool {
-		return seat.wire != nil && !seat.left
-	}) {
+	s.depart(m.Rank)
+	for key, g := range s.gathering {
+		if !g.given[m.Rank] && g.err == "" {
+			g.err = fmt.Sprintf("%v has left", m)
+			s.refuse(key, g)
+		}
+	}
+}
+
+// depart notes that nothing more comes from a rank. The caller holds the lock.
+func (s *store) depart(rank int) {
+	s.seats[rank].left = true
+	if !slices.ContainsFunc(s.seats, func(seat seat) bool { return seat.present() }) {
 		s.once.Do(func() { close(s.empty) })
 	}
 }
@@ -306,21 +422,26 @@ func (s *store) left(m member) {
 // not left by then are cut.
 func (s *store) close(patience time.Duration) error {
 	s.mu.Lock()
+	if !s.closed {
+		close(s.done)
+	}
 	s.closed = true
-	s.timer.Stop()
+	s.joining.Stop()
 	s.mu.Unlock()
+
 	select {
 	case <-s.empty:
 	case <-time.After(patience):
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	var errs []error
 	for _, seat := range s.seats {
 		if seat.wire != nil {
 			_ = seat.wire.Close() // the other end may have closed it
 		}
 	}
-	return s.listener.Close()
+	return errors.Join(append(errs, s.listener.Close())...)
 }
 
 func (s *store) member(rank int) member {

@@ -2,16 +2,14 @@ package comm
 
 import (
 	"context"
-	"crypto/hmac"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"net"
-	"os"
-	"strconv"
 	"sync"
 	"time"
+
+	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
 // RankError says that a rank cannot go on, and why. Every rank gets the same one.
@@ -28,10 +26,10 @@ var ErrClosed = errors.New("comm: closed")
 // Options are settings of a run's processes.
 type Options struct {
 	// Timeout is how long the ranks wait for each other when they join and when they close; 10
-	// minutes where it is 0.
+	// minutes if it is 0.
 	Timeout time.Duration
-	// Deadline is how long a rank may be silent after it has reported a step; where it is 0, for
-	// ever. Rank 0's counts.
+	// Deadline is how long a rank may be silent, or the run make no progress, before the run ends;
+	// 0 stands for ever. Rank 0's applies to all. See [World.Report].
 	Deadline time.Duration
 	// Facts must be the same at all ranks, or none may join: the program's version, options, data.
 	Facts []Fact
@@ -43,13 +41,14 @@ type Fact struct{ Name, Value string }
 // World is the processes of a run, seen from one of them. All methods may be called from any
 // goroutine.
 type World struct {
-	place   Place
-	options Options
-	wire    *wire
-	store   *store // at rank 0
+	place    Place
+	options  Options
+	wire     *wire
+	store    *store // at rank 0
+	activity activity
 
 	mu      sync.Mutex
-	waiting map[string]chan [][]byte
+	waiting map[string]chan message
 	turns   map[string]int
 	cause   error
 	done    chan struct{} // closed when there is a cause
@@ -57,17 +56,19 @@ type World struct {
 
 const joinKey = "join#0"
 
-// errZero is the error of a World that nobody has made.
+// errZero is the error of a World that Join did not return.
 var errZero = errors.New("comm: the World is nil or its zero value, want one that Join returns")
 
-// over is closed: nobody waits for a World that nobody has made.
+// over is closed: nobody waits for a World that Join did not return.
 var over = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
 
-// made reports whether the World is one of Join's.
+// made reports whether Join has returned the World.
 func (w *World) made() bool { return w != nil && w.done != nil }
 
 // Join meets the other ranks and returns when all are there. Rank 0 must be reachable at the
-// place's address. The error says which ranks are missing, or in which fact a rank differs.
+// place's address. All processes of the run must have the same secret: whoever does not know it
+// cannot join, read what the ranks say or change it. The error says which ranks are missing, or in
+// which fact a rank differs.
 func Join(ctx context.Context, p Place, o Options) (*World, error) {
 	if ctx == nil {
 		return nil, errors.New("comm: Join: the context is nil, want one such as " +
@@ -79,12 +80,14 @@ func Join(ctx context.Context, p Place, o Options) (*World, error) {
 	if o.Timeout <= 0 {
 		o.Timeout = 10 * time.Minute
 	}
-	w := &World{place: p, options: o, waiting: map[string]chan [][]byte{}, turns: map[string]int{},
+
+	w := &World{place: p, options: o, waiting: map[string]chan message{}, turns: map[string]int{},
 		done: make(chan struct{})}
 	if p.Size == 1 {
 		return w, nil
 	}
 	if err := w.meet(ctx); err != nil {
+		w.end(err)
 		w.abandon()
 		return nil, fmt.Errorf("comm: rank %d of %d: %w", p.Rank, p.Size, err)
 	}
@@ -94,18 +97,34 @@ func Join(ctx context.Context, p Place, o Options) (*World, error) {
 // meet connects to the store and waits for the others.
 func (w *World) meet(ctx context.Context) (err error) {
 	p := w.place
+	id, err := channel.New(string(p.Secret))
+	if err != nil {
+		return err
+	}
+	targets := p.targets()
 	if p.Rank == 0 {
-		if w.store, err = openStore(p, w.options.Timeout, w.options.Deadline); err != nil {
+		w.store, err = openStore(ctx, p, id, w.options.Timeout, w.options.Deadline)
+		if err != nil {
 			return err
 		}
+		targets = nil
+		for _, a := range w.store.listener.Addrs() {
+			targets = append(targets, a.String())
+		}
 	}
+
 	// The store says who is missing, so it is given time to.
 	joining, cancel := context.WithTimeout(ctx, w.options.Timeout+writeTimeout)
 	defer cancel()
-	if w.wire, err = connect(joining, p, w.options.Timeout); err != nil {
+	c := caller{place: p, id: id, targets: targets}
+	if w.wire, w.options.Deadline, err = c.connect(joining, w.options.Timeout); err != nil {
 		return err
 	}
 	go w.listen()
+	if w.options.Deadline > 0 {
+		go watchdog(w.options.Deadline, w.done, w.beat)
+	}
+
 	facts, err := json.Marshal(w.options.Facts)
 	if err != nil {
 		return err
@@ -117,7 +136,7 @@ func (w *World) meet(ctx context.Context) (err error) {
 	return err
 }
 
-// compare says which rank differs from rank 0 in what.
+// compare returns an error that says which rank differs from rank 0 in what.
 func (w *World) compare(values [][]byte) error {
 	all := make([][]Fact, len(values))
 	for r, value := range values {
@@ -139,76 +158,6 @@ func (w *World) compare(values [][]byte) error {
 		}
 	}
 	return nil
-}
-
-// connect tries the ports of rank 0 until one of them answers for this run.
-func connect(ctx context.Context, p Place, timeout time.Duration) (*wire, error) {
-	ctx, cancel := context.WithTimeout(ctx, timeout)
-	defer cancel()
-	refusals := make([]error, PortWindow)
-	for pause := 10 * time.Millisecond; ; pause = min(2*pause, time.Second) {
-		for i, port := range p.ports() {
-			w, final, err := greet(ctx, p, port)
-			if err == nil || final {
-				return w, err
-			}
-			if ctx.Err() == nil {
-				refusals[i] = err
-			}
-		}
-		select {
-		case <-ctx.Done():
-			return nil, fmt.Errorf("rank 0 was not found at %s, ports %d to %d, within %v: is it "+
-				"running, and is MASTER_ADDR its host? %w", p.MasterAddr, p.ports()[0],
-				p.ports()[PortWindow-1], timeout,
-				errors.Join(append(refusals, context.Cause(ctx))...))
-		case <-time.After(pause):
-		}
-	}
-}
-
-// greet joins at one port. An error is final where it is this run's rank 0 that refuses.
-func greet(ctx context.Context, p Place, port int) (w *wire, final bool, err error) {
-	dialer := net.Dialer{KeepAliveConfig: keepAlive, Timeout: handshakeTimeout}
-	conn, err := dialer.DialContext(ctx, "tcp", net.JoinHostPort(p.MasterAddr, strconv.Itoa(port)))
-	if err != nil {
-		return nil, false, err
-	}
-	w = &wire{Conn: conn}
-	defer func() {
-		if err != nil {
-			w.Close()
-			w, err = nil, fmt.Errorf("port %d: %w", port, err)
-		}
-	}()
-	stop := context.AfterFunc(ctx, func() { conn.Close() })
-	defer stop()
-	if err := w.SetReadDeadline(time.Now().Add(handshakeTimeout)); err != nil {
-		return w, false, err
-	}
-	asked, err := w.receive(maxGreeting)
-	if err != nil {
-		return w, false, err
-	}
-	host, _ := os.Hostname() // only a name for people
-	m := message{Kind: join, Member: member{p.Rank, host, os.Getpid()}, Size: p.Size, Run: p.Run,
-		Nonce: newNonce()}
-	m.Proof = proof(p.secret(), asked.Nonce, "rank", m)
-	if err := w.send(m); err != nil {
-		return w, false, err
-	}
-	answer, err := w.receive(maxGreeting)
-	if err != nil {
-		return w, false, err
-	}
-	known := hmac.Equal(answer.Proof, proof(p.secret(), m.Nonce, "store", m))
-	switch {
-	case answer.Kind == refused || !known:
-		return w, false, fmt.Errorf("refused: %s", answer.Text)
-	case answer.Kind != welcome:
-		return w, true, fmt.Errorf("refused: %s", answer.Text)
-	}
-	return w, false, w.SetReadDeadline(time.Time{})
 }
 
 // Rank is this process's, from 0.
@@ -254,6 +203,9 @@ func (w *World) Err() error {
 
 // Gather hands a value to all ranks and returns those of all, by rank. Every rank must call it with
 // the same key; a key may be used again. It is for small things, such as NCCL's id and addresses.
+//
+// All values together may have [MaxGather] bytes. Where they have more, or a rank has left, every
+// rank's call returns an error at once, and the run may go on.
 func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte, error) {
 	switch {
 	case !w.made():
@@ -270,19 +222,23 @@ func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte,
 	}
 	turn := fmt.Sprintf("%s#%d", key, w.turns[key])
 	w.turns[key]++
-	answer := make(chan [][]byte, 1)
+	answer := make(chan message, 1)
 	w.waiting[turn] = answer
 	w.mu.Unlock()
-	if err := w.send(message{Kind: give, Key: turn, Value: value}); err != nil {
-		return nil, err
+	defer w.activity.wait()()
+
+	given := message{Kind: give, Key: turn, Values: [][]byte{value}}
+	if len(value) > MaxGather { // the store says so to all ranks
+		given.Values, given.Bytes = nil, int64(len(value))
 	}
+	w.wire.post(given)
 	select {
-	case values := <-answer:
-		return values, nil
+	case m := <-answer:
+		return gathered(key, m)
 	case <-w.done:
 		select {
-		case values := <-answer: // it came before the failure
-			return values, nil
+		case m := <-answer: // it came before the failure
+			return gathered(key, m)
 		default:
 			return nil, w.Err()
 		}
@@ -291,34 +247,82 @@ func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte,
 	}
 }
 
+// gathered returns what the store has answered.
+func gathered(key string, m message) ([][]byte, error) {
+	if m.Text != "" {
+		return nil, fmt.Errorf("comm: gathering %q: %s", key, m.Text)
+	}
+	return m.Values, nil
+}
+
 // Barrier returns when every rank has called it with the same key.
 func (w *World) Barrier(ctx context.Context, key string) error {
 	_, err := w.Gather(ctx, "barrier "+key, nil)
 	return err
 }
 
-// Report says that this rank has come to a step, from 0. From the first report on it must report
-// again within the deadline, or all ranks fail with a *[RankError] that names it.
+// Report says that this rank has come to a step, from 0, and so makes progress. From the first
+// report on, the run must make progress: if no rank reports or is busy ([World.Busy]) for as long as
+// the deadline, all ranks fail with a *[RankError]. It names the rank that has stood still for the
+// longest time without waiting for others ([World.Wait]).
+//
+// With or without reports, a rank whose process does not run for as long as the deadline, because
+// it or its host is stopped, ends the run in the same way.
 func (w *World) Report(step int) error {
 	if err := w.Err(); err != nil || w.place.Size == 1 {
 		return err
 	}
-	return w.send(message{Kind: report, Step: int64(step)})
+	w.activity.progress(int64(step))
+	w.tell()
+	return nil
 }
 
-// send says something to the store. Where the connection is broken, why is what was last heard on
-// it: perhaps that another rank failed.
-func (w *World) send(m message) error {
-	err := w.wire.send(m)
-	var broken *net.OpError
-	if !errors.As(err, &broken) {
-		return err
+// Busy says that this rank is busy with something that may take longer than the deadline, such as
+// "writing a checkpoint", until the function that it returns is called. Meanwhile no rank has to
+// report, since any may be waiting for this one; a process that stops is found all the same.
+func (w *World) Busy(what string) (done func()) {
+	if !w.made() || w.place.Size == 1 {
+		return func() {}
 	}
-	if broken.Timeout() {
+	end := w.activity.begin(what)
+	w.tell()
+	return func() {
+		end()
+		w.tell()
+	}
+}
+
+// Wait calls f, which waits for other ranks: this rank is not the one to blame for the time that it
+// takes. Gather and Barrier do so by themselves.
+func (w *World) Wait(f func() error) error {
+	if f == nil {
+		return errors.New("comm: Wait: the function is nil")
+	}
+	if w.made() {
+		defer w.activity.wait()()
+	}
+	return f()
+}
+
+// tell sends this rank's pulse to the store, if anybody there wants to know.
+func (w *World) tell() {
+	if w.options.Deadline > 0 && w.wire != nil {
+		w.wire.post(message{Kind: beat, Pulse: w.activity.pulse()})
+	}
+}
+
+// beat sends this rank's pulse, and looks whether rank 0 is alive.
+func (w *World) beat(frozen bool) {
+	if frozen {
+		w.wire.hear()
+		w.activity.excuse()
+	}
+	if d := w.options.Deadline; w.place.Rank > 0 && w.wire.silence() > d {
+		w.end(&RankError{Reason: fmt.Sprintf("hangs: nothing came from it for %v", d)})
 		w.wire.Close()
+		return
 	}
-	<-w.done
-	return w.Err()
+	w.tell()
 }
 
 // Fail tells the other ranks that this one cannot go on. They end with a *[RankError] that has the
@@ -339,12 +343,14 @@ func (w *World) Fail(cause error) {
 	close(w.done)
 	w.mu.Unlock()
 	if w.store != nil {
-		w.store.fail(&RankError{member: w.store.member(0), Reason: "failed: " + cause.Error()})
+		w.store.fail(&RankError{member: w.store.member(0), Reason: "failed: " + cause.Error()},
+			false)
 		return
 	}
 	if w.wire != nil {
-		// Where it cannot be said, the end of the connection says it.
-		_ = w.wire.send(message{Kind: fail, Text: "failed: " + cause.Error()})
+		// If it cannot be said, the end of the connection says it.
+		w.wire.post(message{Kind: fail, Text: "failed: " + cause.Error()})
+		w.wire.flush(farewell)
 	}
 }
 
@@ -364,7 +370,8 @@ func (w *World) Close() error {
 		defer cancel()
 		if err = w.Barrier(ctx, "close"); err == nil {
 			w.end(ErrClosed)
-			err = w.wire.send(message{Kind: leave})
+			w.wire.post(message{Kind: leave})
+			w.wire.flush(farewell)
 		}
 	}
 	return errors.Join(err, w.abandon())
@@ -388,7 +395,7 @@ func (w *World) abandon() error {
 // listen takes what the store says until the connection ends.
 func (w *World) listen() {
 	for {
-		m, err := w.wire.receive(maxMessage)
+		m, err := w.wire.receive(maxHead, MaxGather)
 		if err != nil {
 			w.lose(err)
 			return
@@ -400,7 +407,7 @@ func (w *World) listen() {
 			delete(w.waiting, m.Key)
 			w.mu.Unlock()
 			if answer != nil {
-				answer <- m.Values
+				answer <- m
 			}
 		case failed:
 			w.end(&RankError{member: m.Member, Reason: m.Text})

@@ -3,6 +3,7 @@ package comm
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
@@ -13,6 +14,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
 // patience is far more than anything here takes: a test that needs it fails.
@@ -25,11 +28,11 @@ func places(t *testing.T, size int) []Place {
 	require.NoError(t, err)
 	port := l.Addr().(*net.TCPAddr).Port
 	require.NoError(t, l.Close())
-	all := make([]Place, size)
+	all, secret := make([]Place, size), NewSecret()
 	for r := range all {
 		all[r] = Place{Rank: r, Size: size, LocalRank: r, LocalSize: size, MasterAddr: "127.0.0.1",
-			MasterPort: port,
-			Run:        fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port), Secret: "s"}
+			MasterPort: port, Secret: secret,
+			Run: fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port)}
 	}
 	return all
 }
@@ -178,20 +181,46 @@ func TestRankZeroIsMissing(t *testing.T) {
 	require.ErrorIs(t, err, stopped)
 }
 
-// TestTakenPorts: another run's rank 0, a program that says nothing of use and one that hangs up
-// have the first ports.
+// join tries to join a run once, as a process with that place does.
+func tryJoin(t *testing.T, p Place) error {
+	t.Helper()
+	id, err := channel.New(string(p.Secret))
+	require.NoError(t, err)
+	c := caller{place: p, id: id, targets: p.targets()}
+	w, _, failures := c.round(t.Context())
+	if w != nil {
+		w.Close()
+		return nil
+	}
+	return errors.Join(failures...)
+}
+
+// open starts rank 0's store, for ranks that a test plays itself.
+func open(t *testing.T, p Place, deadline time.Duration) *store {
+	t.Helper()
+	id, err := channel.New(string(p.Secret))
+	require.NoError(t, err)
+	s, err := openStore(t.Context(), p, id, patience, deadline)
+	require.NoError(t, err)
+	t.Cleanup(func() { s.close(0) })
+	return s
+}
+
+// TestTakenPorts joins where the first ports are taken by another run's rank 0, by one with the
+// same secret, by a program that says nothing of use, by one that hangs up and by one that says
+// nothing at all.
 func TestTakenPorts(t *testing.T) {
 	p := places(t, 2)
-	first := p[0].ports()[0]
-	other := p[0]
-	other.Run = "another run"
-	s, err := openStore(other, patience, 0)
-	require.NoError(t, err)
-	defer s.close(0)
-	for i, say := range []string{"HTTP/1.1 400 Bad Request\r\n\r\n and so on", ""} {
-		l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(first+1+i)))
+	another, namesake := p[0], p[0]
+	another.Secret = NewSecret()
+	namesake.Run = "another run"
+	open(t, another, 0)
+	open(t, namesake, 0)
+	for i, say := range []string{"HTTP/1.1 400 Bad Request\r\n\r\n and so on", "", "hang"} {
+		l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1",
+			strconv.Itoa(p[0].MasterPort+2+i)))
 		if err != nil {
-			continue // a third program has it
+			continue // another program has it
 		}
 		defer l.Close()
 		go func() {
@@ -200,11 +229,15 @@ func TestTakenPorts(t *testing.T) {
 				if err != nil {
 					return
 				}
-				_, _ = conn.Write([]byte(say))
-				conn.Close()
+				if say != "hang" {
+					_, _ = conn.Write([]byte(say))
+					conn.Close()
+				}
 			}
 		}()
 	}
+
+	began := time.Now()
 	errs := everywhere(2, func(r int) error {
 		w, err := Join(t.Context(), p[r], Options{Timeout: patience})
 		if err != nil {
@@ -213,36 +246,39 @@ func TestTakenPorts(t *testing.T) {
 		return w.Close()
 	})
 	require.NoError(t, errors.Join(errs...))
+	require.Less(t, time.Since(began), channel.HandshakeTimeout/2,
+		"a port that does not answer has held up the ranks")
 }
 
-func TestStrangersAreRefused(t *testing.T) {
-	all := worlds(t, 2, Options{})
-	place := all[0].place
-	_, port, err := net.SplitHostPort(all[0].store.listener.Addr().String())
+// TestRefusals covers the processes that know the secret and do not fit into the run.
+func TestRefusals(t *testing.T) {
+	p := places(t, 3)
+	s := open(t, p[0], 0)
+	id, err := channel.New(string(p[0].Secret))
 	require.NoError(t, err)
-	place.MasterPort, err = strconv.Atoi(port)
-	require.NoError(t, err)
-	for _, c := range []struct {
+	c := caller{place: p[1], id: id, targets: p[1].targets()}
+	w, _, failures := c.round(t.Context())
+	require.NotNil(t, w, failures)
+	defer w.Close()
+
+	for _, test := range []struct {
 		change func(*Place)
 		final  bool
 		want   string
 	}{
 		{func(p *Place) { p.Run = "yesterday" }, false, "this is run"},
-		{func(p *Place) { p.Secret = "guess" }, false, "another KASMINA_SECRET"},
-		{func(p *Place) { p.Size = 5 }, true, "rank 1 of 5 came to a run of 2 ranks"},
-		{func(p *Place) { p.Rank = 7 }, true, "rank 7 of 2 came"},
+		{func(p *Place) { p.Size = 5 }, true, "rank 1 of 5 came to a run of 3 ranks"},
+		{func(p *Place) { p.Rank = 7 }, true, "rank 7 of 3 came"},
+		{func(p *Place) { p.Rank = -1 << 62 }, true, "of 3 came"},
 		{func(*Place) {}, true, "has this rank already"},
 	} {
-		p := place
-		p.Rank = 1
-		c.change(&p)
-		_, final, err := greet(t.Context(), p, place.MasterPort)
-		require.ErrorContains(t, err, c.want)
-		require.Equal(t, c.final, final, c.want)
+		q := p[1]
+		test.change(&q)
+		err := tryJoin(t, q)
+		require.ErrorContains(t, err, test.want)
+		require.Equal(t, test.final, isFinal(err), test.want)
 	}
-	require.NoError(t, all[0].Err())
-	errs := everywhere(2, func(r int) error { return all[r].Barrier(t.Context(), "still well") })
-	require.NoError(t, errors.Join(errs...))
+	require.Nil(t, s.failure)
 }
 
 // TestFailureIsTold: every rank ends with the cause, whoever fails and however.
@@ -291,7 +327,7 @@ func TestRankZeroDies(t *testing.T) {
 	all := worlds(t, 3, Options{})
 	all[0].store.mu.Lock() // one that is gone tells nobody of a wire that is closed before theirs
 	for _, seat := range all[0].store.seats {
-		seat.wire.Conn.(*net.TCPConn).SetLinger(0)
+		seat.wire.conn.(*tls.Conn).NetConn().(*net.TCPConn).SetLinger(0)
 		seat.wire.Close()
 	}
 	all[0].store.mu.Unlock()
@@ -302,36 +338,6 @@ func TestRankZeroDies(t *testing.T) {
 		require.Equal(t, 0, e.Rank)
 		require.ErrorContains(t, e, "died")
 	}
-}
-
-// TestSilentRankIsFound: one rank reports no more.
-func TestSilentRankIsFound(t *testing.T) {
-	all := worlds(t, 3, Options{Deadline: 50 * time.Millisecond})
-	require.NoError(t, all[1].Report(41))
-	for _, w := range all {
-		<-w.Done()
-		var e *RankError
-		require.ErrorAs(t, w.Err(), &e)
-		require.Equal(t, 1, e.Rank)
-		require.ErrorContains(t, e,
-			"hangs: no report for 50ms. Last steps reported, by rank: -1, 41, -1")
-	}
-}
-
-// TestReportsKeepARunAlive: with a deadline that no machine misses, nobody is called silent, and a
-// rank that has left is no longer waited for.
-func TestReportsKeepARunAlive(t *testing.T) {
-	all := worlds(t, 2, Options{Deadline: patience})
-	errs := everywhere(2, func(r int) error {
-		for step := range 100 {
-			if err := all[r].Report(step); err != nil {
-				return err
-			}
-		}
-		return all[r].Close()
-	})
-	require.NoError(t, errors.Join(errs...))
-	require.Equal(t, -1, all[0].store.silent())
 }
 
 func TestGatherGivesUp(t *testing.T) {

@@ -677,13 +677,14 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group))
 	require.NoError(t, err)
 	port := l.Addr().(*net.TCPAddr).Port
 	require.NoError(t, l.Close())
+	secret := comm.NewSecret()
 	var wg sync.WaitGroup
 	for r := range size {
 		d, _ := openFake(t, fake.Config{})
 		wg.Go(func() {
 			w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size,
 				LocalRank: r, LocalSize: size,
-				MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port)},
+				MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port), Secret: secret},
 				comm.Options{Timeout: time.Minute})
 			if err != nil {
 				t.Error(err)

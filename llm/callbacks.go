@@ -139,6 +139,7 @@ func (a access) Context() context.Context                 { return a.context() }
 func (a access) Stopped() error                           { return a.stopped() }
 func (a access) Decoder() (infer.Logits, error)           { return a.decoder() }
 func (a access) Agree(err error) error                    { return a.agree(err) }
+func (a access) Busy(what string) (done func())           { return a.busy(what) }
 func (a access) Saves() int                               { return a.saves() }
 
 func (a access) OpTimes(p engine.Profiler) ([]OpTime, error) { return a.opTimes(p) }

@@ -80,6 +80,7 @@ func (t *Trainer) saveBy(path string,
 		return fmt.Errorf("llm: saving the run: %w", err)
 	}
 	defer model.Take(t.Model)()
+	defer t.busy("writing a checkpoint")()
 	tensors, metadata, err := t.snapshot()
 	if err == nil && t.writes() {
 		err = write(path, tensors, metadata)
@@ -106,6 +107,7 @@ func (t *Trainer) SaveParts(path string) error {
 		return t.Save(path)
 	}
 	defer model.Take(t.Model)()
+	defer t.busy("writing its part of a checkpoint")()
 	return t.agree(t.saveParts(path, t.ranks()))
 }
 

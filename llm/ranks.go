@@ -37,6 +37,15 @@ func (t *Trainer) agree(err error) error {
 	return ranks.FirstError(err, all, failed)
 }
 
+// busy tells the other ranks that this one is busy with what may take long, until the function that
+// it returns is called.
+func (t *Trainer) busy(what string) (done func()) {
+	if e, ok := t.engine.(Busier); ok {
+		return e.Busy(what)
+	}
+	return func() {}
+}
+
 // stopAsked is why this rank has been asked to stop, nil if it has not.
 func (t *Trainer) stopAsked() error {
 	t.mu.Lock()

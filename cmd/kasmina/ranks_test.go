@@ -57,7 +57,7 @@ func die() {
 
 // placeVariables are those that could tell a test's process that it is one of several.
 var placeVariables = []string{"RANK=", "WORLD_SIZE=", "LOCAL_", "MASTER_", "PET_", "SLURM_",
-	"OMPI_", "TORCHELASTIC_"}
+	"OMPI_", "TORCHELASTIC_", "KASMINA_SECRET"}
 
 // program is the command as a process, with its place and a victim, perhaps.
 func program(t *testing.T, env []string, args ...string) *exec.Cmd {
@@ -178,7 +178,7 @@ func TestTrainPlaces(t *testing.T) {
 	_, err := kasmina(t, training(alone, "-steps", "2")...)
 	require.NoError(t, err)
 	port := freePort(t)
-	secret := comm.SecretVariable + "=" + port
+	secret := comm.SecretVariable + "=" + string(comm.NewSecret())
 	for name, places := range map[string][][]string{
 		"torchrun": {{"RANK=0", "LOCAL_RANK=0"}, {"RANK=1", "LOCAL_RANK=1"}},
 		"Slurm": {{"SLURM_PROCID=0", "SLURM_LOCALID=0"}, {"SLURM_PROCID=1",
@@ -243,6 +243,10 @@ func TestLaunchRanks(t *testing.T) {
 	}
 	_, err = launchRanks([]string{"train", "-gpus", "2"}, io.Discard, io.Discard)
 	require.ErrorContains(t, err, "Slurm has started a process")
+	_, err = kasmina(t, training("x")...)
+	require.ErrorContains(t, err, "environment of Slurm: no usable secret")
+	require.ErrorContains(t, err, "KASMINA_SECRET")
+	t.Setenv(comm.SecretVariable, string(comm.NewSecret()))
 	_, err = kasmina(t, training("x", "-accumulate", "1")...)
 	require.ErrorContains(t, err, "accumulate 2")
 }

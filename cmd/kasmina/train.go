@@ -274,7 +274,7 @@ func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 		!m.team.First() {
 		return err
 	}
-
+	defer m.team.Busy("writing the model")()
 	at, clear := bar(c.ErrOrStderr(), "writing", true)
 	defer clear()
 	d := o.dir()

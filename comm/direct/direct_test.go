@@ -192,13 +192,14 @@ func each(t *testing.T, size int, refuse error, f func(d *device, g comm.Group, 
 	require.NoError(t, err)
 	port := l.Addr().(*net.TCPAddr).Port
 	require.NoError(t, l.Close())
+	secret := comm.NewSecret()
 	h := newHost()
 	var wg sync.WaitGroup
 	for r := range size {
 		wg.Go(func() {
 			w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size, LocalRank: r,
 				LocalSize: size, MasterAddr: "127.0.0.1", MasterPort: port,
-				Run: fmt.Sprint(t.Name(), port)}, comm.Options{Timeout: time.Minute})
+				Run: fmt.Sprint(t.Name(), port), Secret: secret}, comm.Options{Timeout: time.Minute})
 			if err != nil {
 				t.Error(err)
 				return

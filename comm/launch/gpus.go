@@ -2,6 +2,7 @@ package launch
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"os"
 
@@ -24,7 +25,8 @@ func ForGPUs(gpus int, args []string, getenv func(string) string) (*Job, error) 
 	if perNode = cmp.Or(gpus, perNode); perNode < 2 || getenv("RANK") != "" {
 		return nil, nil
 	}
-	if place, err := comm.FromEnvironment(getenv); err == nil && place.Size > 1 && !found {
+	place, err := comm.FromEnvironment(getenv)
+	if (err == nil || errors.Is(err, comm.ErrSecret)) && place.Size > 1 && !found {
 		return nil, fmt.Errorf("launch: %d GPUs are asked for, and %s has started a process for "+
 			"each already: do not ask for any", gpus, place.Source)
 	}

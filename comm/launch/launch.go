@@ -2,8 +2,11 @@
 // together.
 //
 // Each process gets what package comm reads: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
-// MASTER_ADDR and MASTER_PORT, as torchrun sets them. Its output is handed on line by line with the
-// rank in front.
+// MASTER_ADDR and MASTER_PORT, as torchrun sets them, and the secret of the run in KASMINA_SECRET.
+// For processes of one host the secret is a random one, unless the job's environment has one; for
+// those of several hosts it must have one, the same everywhere. Secrets travel in the environment
+// alone, which other users of a host cannot read. The output of a process is handed on line by line
+// with the rank in front.
 //
 // When a process dies the others are asked to end (SIGTERM), and after the grace time they are
 // ended (SIGKILL), with whatever they have started. The [Error] says which process died first, why,
@@ -14,7 +17,6 @@ package launch
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -48,6 +50,8 @@ type Job struct {
 	Stdout, Stderr io.Writer
 	// Grace is the time between the request to end and the end by force; 4 s where it is 0.
 	Grace time.Duration
+
+	secret comm.Secret
 }
 
 // Node is one of the hosts of a run.
@@ -112,8 +116,15 @@ func (j *Job) check() error {
 	if j.Grace <= 0 {
 		j.Grace = 4 * time.Second
 	}
-	last := j.place(j.PerNode - 1)
-	if err := last.Check(); err != nil {
+	secret, err := comm.SecretFromEnvironment(j.getenv)
+	if err == nil && secret == "" && j.Node.Count == 1 {
+		secret = comm.NewSecret()
+	}
+	j.secret = secret
+	if err == nil {
+		err = j.place(j.PerNode - 1).Check()
+	}
+	if err != nil {
 		return fmt.Errorf("launch: host %d of %d: %w", j.Node.Rank, j.Node.Count, err)
 	}
 	return nil
@@ -132,11 +143,21 @@ func freePort() (int, error) {
 func (j *Job) place(local int) comm.Place {
 	return comm.Place{Rank: j.Node.Rank*j.PerNode + local, Size: j.Node.Count * j.PerNode,
 		LocalRank: local, LocalSize: j.PerNode, MasterAddr: j.Node.MasterAddr,
-		MasterPort: j.Node.MasterPort}
+		MasterPort: j.Node.MasterPort, Secret: j.secret}
 }
 
-// environment is the job's with a process's place in it.
-func (j *Job) environment(local int, secret string) []string {
+// getenv reads the job's environment. Of two values the last counts, as for a process.
+func (j *Job) getenv(name string) string {
+	for _, variable := range slices.Backward(j.Env) {
+		if value, ok := strings.CutPrefix(variable, name+"="); ok {
+			return value
+		}
+	}
+	return ""
+}
+
+// environment returns the job's environment with the place of a process in it.
+func (j *Job) environment(local int) []string {
 	p := j.place(local)
 	env := slices.DeleteFunc(slices.Clone(j.Env), func(variable string) bool {
 		// torchrun's store is not here, even where torchrun started this program.
@@ -145,13 +166,7 @@ func (j *Job) environment(local int, secret string) []string {
 	env = append(env, "RANK="+strconv.Itoa(p.Rank), "WORLD_SIZE="+strconv.Itoa(p.Size),
 		"LOCAL_RANK="+strconv.Itoa(local), "LOCAL_WORLD_SIZE="+strconv.Itoa(p.LocalSize),
 		"MASTER_ADDR="+p.MasterAddr, "MASTER_PORT="+strconv.Itoa(p.MasterPort))
-	given := func(variable string) bool {
-		return strings.HasPrefix(variable, comm.SecretVariable+"=")
-	}
-	if j.Node.Count == 1 && !slices.ContainsFunc(env, given) {
-		env = append(env, comm.SecretVariable+"="+secret)
-	}
-	return env
+	return append(env, comm.SecretVariable+"="+string(p.Secret))
 }
 
 // Run starts the processes and returns when all have ended and their output is written. The error
@@ -201,12 +216,11 @@ type process struct {
 }
 
 func (r *run) start() error {
-	secret := rand.Text()
 	mux := &merged{stdout: r.job.Stdout, stderr: r.job.Stderr}
 	for local := range r.job.PerNode {
 		rank := r.job.place(local).Rank
 		p := &process{Death: Death{Rank: rank}, cmd: exec.Command(r.job.Path, r.job.Args...)}
-		p.cmd.Dir, p.cmd.Env = r.job.Dir, r.job.environment(local, secret)
+		p.cmd.Dir, p.cmd.Env = r.job.Dir, r.job.environment(local)
 		p.cmd.SysProcAttr = attributes()
 		var err error
 		if p.output, err = newOutput(p.cmd, mux, fmt.Sprintf("[%d] ", rank)); err == nil {

@@ -47,6 +47,10 @@ var roles = map[string]func(rank int){
 		}
 		fmt.Fprintln(os.Stderr, "an error of no account")
 	},
+	"secret": func(int) {
+		fmt.Println(os.Getenv(comm.SecretVariable), strings.Join(os.Args, " "))
+		os.Exit(3)
+	},
 	"flood": func(rank int) {
 		for i := range floodLines {
 			fmt.Printf("%d %d %s\n", rank, i, strings.Repeat("x", i%500))
@@ -151,7 +155,32 @@ func TestPlaces(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, rank, p.Rank)
 	}
-	require.NotEmpty(t, seen[0][comm.SecretVariable])
+	require.GreaterOrEqual(t, len(seen[0][comm.SecretVariable]), 22)
+}
+
+// TestSecretOfARun: each run has a secret of its own, which its processes find in their environment
+// and nobody in their arguments or in what the launcher says of them.
+func TestSecretOfARun(t *testing.T) {
+	seen := map[string]bool{}
+	for range 3 {
+		j, stdout, stderr := job(t, "secret", 2)
+		j.Args = []string{"an", "argument"}
+		err := Run(t.Context(), j)
+		var secret string
+		for line := range strings.Lines(stdout.String()) {
+			fields := strings.Fields(line)
+			require.Len(t, fields, 5, line)
+			require.Equal(t, []string{"an", "argument"}, fields[3:])
+			require.True(t, secret == "" || secret == fields[1])
+			secret = fields[1]
+		}
+		require.NotEmpty(t, secret)
+		require.False(t, seen[secret], "two runs have the same secret")
+		seen[secret] = true
+		require.ErrorContains(t, err, "exit code 3")
+		require.NotContains(t, err.Error(), secret)
+		require.NotContains(t, stderr.String(), secret)
+	}
 }
 
 // TestTrainerNode replays what Kubeflow Trainer sets for a node with four GPUs.
@@ -165,14 +194,28 @@ func TestTrainerNode(t *testing.T) {
 	require.Equal(t, 4, per)
 	require.Equal(t, Node{1, 2, "kasmina-node-0-0.kasmina", 29400}, n)
 
+	// The nodes cannot agree on a secret by themselves.
 	j, stdout, _ := job(t, "environment", per)
 	j.Node = n
-	require.NoError(t, Run(t.Context(), j))
-	for local := range 4 {
-		for _, want := range []string{"WORLD_SIZE=8", fmt.Sprintf("LOCAL_RANK=%d", local),
-			"MASTER_ADDR=kasmina-node-0-0.kasmina", "MASTER_PORT=29400",
-			comm.SecretVariable + "="} {
-			require.Contains(t, stdout.String(), fmt.Sprintf("[%d] %s\n", 4+local, want))
+	err = Run(t.Context(), j)
+	require.ErrorIs(t, err, comm.ErrSecret)
+	require.ErrorContains(t, err, "openssl rand -hex 32")
+	require.Empty(t, stdout.String())
+
+	secret := string(comm.NewSecret())
+	path := filepath.Join(t.TempDir(), "secret")
+	require.NoError(t, os.WriteFile(path, []byte(secret), 0o600))
+	for _, given := range []string{comm.SecretVariable + "=" + secret,
+		comm.SecretFileVariable + "=" + path} {
+		j, stdout, _ = job(t, "environment", per)
+		j.Node, j.Env = n, append(j.Env, given)
+		require.NoError(t, Run(t.Context(), j))
+		for local := range 4 {
+			for _, want := range []string{"WORLD_SIZE=8", fmt.Sprintf("LOCAL_RANK=%d", local),
+				"MASTER_ADDR=kasmina-node-0-0.kasmina", "MASTER_PORT=29400",
+				comm.SecretVariable + "=" + secret} {
+				require.Contains(t, stdout.String(), fmt.Sprintf("[%d] %s\n", 4+local, want))
+			}
 		}
 	}
 	for _, nproc := range []string{"auto", "gpu", ""} {

@@ -1,5 +1,6 @@
 // Package loopback is a [comm.Group] over TCP between processes of one host, or goroutines of one
-// process. Tests run on it with any number of ranks without a GPU.
+// process. Tests run on it with any number of ranks without a GPU. Its connections are encrypted and
+// authenticated by the secret of the run, as those of package comm are.
 //
 // It does what NCCL does, at a thousandth of the speed. Work runs on streams, sends and receives
 // that do not meet wait, and sums depend on the number of ranks. A rank that is gone makes work

@@ -64,11 +64,12 @@ func ranks(t *testing.T, size int) []rank {
 	require.NoError(t, err)
 	port := l.Addr().(*net.TCPAddr).Port
 	require.NoError(t, l.Close())
+	secret := comm.NewSecret()
 	all := make([]rank, size)
 	errs := everywhere(size, func(r int) error {
 		w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size,
 			LocalRank: r, LocalSize: size,
-			MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port)},
+			MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port), Secret: secret},
 			comm.Options{Timeout: patience})
 		if err != nil {
 			return err

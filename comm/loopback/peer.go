@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
 // header says what a message belongs to.
@@ -208,32 +209,38 @@ func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
 	return g, nil
 }
 
-// invitation is where a rank listens, and the word that it wants to hear.
+// An invitation says where a rank listens, and the word that it wants to hear. The word tells the
+// ranks of this group from those of another with the same secret.
 type invitation struct {
 	Address string
 	Word    [16]byte
 }
 
-// greeting is what a rank says to one that it connects to.
+// A greeting is what a rank says to one that it connects to.
 type greeting struct {
 	Word [16]byte
 	Rank uint32
 }
 
-// connect makes a connection to every other rank: the higher rank calls the lower one.
+// connect makes a connection to every other rank: the higher rank calls the lower one. Both ends
+// know the world's secret.
 func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 	conns = make([]net.Conn, w.Size())
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return nil, err
-	}
-	defer listener.Close()
 	defer func() {
 		if err != nil {
 			closeAll(conns)
 		}
 	}()
-	mine := invitation{Address: listener.Addr().String()}
+	id, err := channel.New(string(w.Place().Secret))
+	if err != nil {
+		return nil, err
+	}
+	listener, err := id.Listen("127.0.0.1:0")
+	if err != nil {
+		return nil, err
+	}
+	defer listener.Close()
+	mine := invitation{Address: listener.Addrs()[0].String()}
 	rand.Read(mine.Word[:])
 	text, err := json.Marshal(mine)
 	if err != nil {
@@ -243,6 +250,7 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 	if err != nil {
 		return nil, err
 	}
+
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(ctx, func() { listener.Close() })()
@@ -253,19 +261,24 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 		case <-ctx.Done():
 		}
 	}()
+
 	for r := range w.Rank() {
 		var to invitation
 		if err := json.Unmarshal(texts[r], &to); err != nil {
 			return conns, err
 		}
-		if conns[r], err = dial(ctx, to, w.Rank()); err != nil {
+		if conns[r], err = id.Dial(ctx, to.Address); err != nil {
+			return conns, errors.Join(err, w.Err())
+		}
+		err := binary.Write(conns[r], binary.BigEndian, greeting{to.Word, uint32(w.Rank())})
+		if err != nil {
 			return conns, errors.Join(err, w.Err())
 		}
 	}
 	for n := w.Rank() + 1; n < w.Size(); {
 		conn, err := listener.Accept()
 		if err != nil {
-			return conns, errors.Join(err, w.Err())
+			return conns, errors.Join(err, context.Cause(ctx), w.Err())
 		}
 		if r, ok := hear(conn, mine.Word, w); ok && conns[r] == nil {
 			conns[r] = conn
@@ -285,23 +298,10 @@ func closeAll(conns []net.Conn) {
 	}
 }
 
-// dial connects to a lower rank.
-func dial(ctx context.Context, to invitation, rank int) (net.Conn, error) {
-	var d net.Dialer
-	conn, err := d.DialContext(ctx, "tcp", to.Address)
-	if err != nil {
-		return nil, err
-	}
-	return conn, binary.Write(conn, binary.BigEndian, greeting{to.Word, uint32(rank)})
-}
-
-// strangerTimeout is how long somebody who is no rank may keep one from meeting the others.
-const strangerTimeout = 10 * time.Second
-
-// hear says which higher rank calls.
+// hear returns which higher rank calls.
 func hear(conn net.Conn, word [16]byte, w *comm.World) (rank int, ok bool) {
 	var heard greeting
-	if conn.SetReadDeadline(time.Now().Add(strangerTimeout)) != nil ||
+	if conn.SetReadDeadline(time.Now().Add(channel.HandshakeTimeout)) != nil ||
 		binary.Read(conn, binary.BigEndian, &heard) != nil ||
 		conn.SetReadDeadline(time.Time{}) != nil {
 		return 0, false

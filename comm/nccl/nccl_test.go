@@ -58,13 +58,14 @@ func worlds(t *testing.T, size int) []*comm.World {
 	require.NoError(t, err)
 	port := l.Addr().(*net.TCPAddr).Port
 	require.NoError(t, l.Close())
+	secret := comm.NewSecret()
 	all, errs := make([]*comm.World, size), make([]error, size)
 	var wg sync.WaitGroup
 	for r := range size {
 		wg.Go(func() {
 			all[r], errs[r] = comm.Join(t.Context(), comm.Place{Rank: r, Size: size,
 				LocalRank: r, LocalSize: size,
-				MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port)},
+				MasterAddr: "127.0.0.1", MasterPort: port, Run: fmt.Sprint(t.Name(), port), Secret: secret},
 				comm.Options{Timeout: time.Minute})
 		})
 	}

@@ -172,6 +172,7 @@ func (c *checkpointer) saveBeside(step int) error {
 		return err
 	}
 	c.tried = step
+	defer c.t.Busy("copying a checkpoint")()
 	tensors, metadata, err := c.t.Copied()
 	if err != nil {
 		return err
@@ -192,6 +193,7 @@ func (c *checkpointer) wait() error {
 	if c.written == nil {
 		return nil
 	}
+	defer c.t.Busy("waiting for its checkpoint to be written")()
 	err := <-c.written
 	c.written = nil
 	return err

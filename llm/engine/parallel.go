@@ -31,6 +31,14 @@ type Parallel interface {
 	Own() ([]optim.Part, error)
 }
 
+// Busier is an engine of several ranks that end the run when one of them makes no progress.
+type Busier interface {
+	Parallel
+	// Busy says that this rank is busy outside of a step with something that may take long, such as
+	// "writing a checkpoint", until the function that it returns is called.
+	Busy(what string) (done func())
+}
+
 // ParallelStepper is an engine of several ranks whose update does not wait on the host for the
 // losses of a step. The ranks tell each other of these while it goes on.
 type ParallelStepper interface {

@@ -30,13 +30,14 @@ func eachMember(t *testing.T, size int, f func(team *parallel.Team) error) (errs
 	require.NoError(t, err)
 	port := l.Addr().(*net.TCPAddr).Port
 	require.NoError(t, l.Close())
+	secret := comm.NewSecret()
 	errs = make([]error, size)
 	var wg sync.WaitGroup
 	for r := range size {
 		wg.Go(func() {
 			w, err := comm.Join(t.Context(), comm.Place{Rank: r, Size: size, LocalRank: r,
 				LocalSize: size, MasterAddr: "127.0.0.1", MasterPort: port,
-				Run: fmt.Sprint(t.Name(), port)}, comm.Options{Timeout: time.Minute})
+				Run: fmt.Sprint(t.Name(), port), Secret: secret}, comm.Options{Timeout: time.Minute})
 			if err != nil {
 				errs[r] = err
 				return

@@ -58,6 +58,7 @@ func Parallel(device *cudaops.Device, precision cudaops.Precision, team *paralle
 	opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
 	error) {
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+		defer team.Busy("making an engine")()
 		e, err := newRanked(device, precision, team, opts, m, o, c)
 		if err = team.Agree(err); err == nil {
 			return e, nil
@@ -77,6 +78,7 @@ type ranked struct {
 
 var (
 	_ llm.ParallelStepper = ranked{}
+	_ llm.Busier          = ranked{}
 	_ parallel.Stepper    = ranked{}
 )
 
@@ -161,6 +163,9 @@ func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []cudaops.C
 	}
 	return others(append([]cudaops.Choice{}, ways...))
 }
+
+// Busy is the method of [llm.Busier].
+func (r ranked) Busy(what string) (done func()) { return r.team.Busy(what) }
 
 func (r ranked) Rank() int                               { return r.team.Rank() }
 func (r ranked) Ranks() int                              { return r.team.Size() }
@@ -280,6 +285,12 @@ func (r ranked) Loss(b data.Batch) (float64, error) {
 		return 0, err
 	}
 	return r.engine.Loss(b)
+}
+
+// Decoder is the method of [llm.Engine]. Every token that is drawn is progress.
+func (r ranked) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
+	next, err := r.engine.Decoder()
+	return r.team.Drawing(next), err
 }
 
 // Drop leaves nothing: the sums of the next step begin anew.

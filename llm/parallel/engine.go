@@ -2,6 +2,7 @@ package parallel
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -45,11 +46,15 @@ type engine struct {
 	flight                     bool // contribution is on its way
 }
 
-var _ llm.Parallel = (*engine)(nil)
+var (
+	_ llm.Parallel = (*engine)(nil)
+	_ llm.Busier   = (*engine)(nil)
+)
 
 // Engine is for [llm.TrainConfig.Engine]. The optimiser must be an [optim.Partial]. Where it fails
 // at one rank it fails at all.
 func (t *Team) Engine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+	defer t.Busy("making an engine")()
 	e, err := t.newEngine(m, o, c)
 	if err = t.Agree(err); err == nil {
 		return e, nil
@@ -140,6 +145,9 @@ func (e *engine) Name() string {
 
 func (e *engine) Rank() int  { return e.team.Rank() }
 func (e *engine) Ranks() int { return e.team.Size() }
+
+// Busy is the method of [llm.Busier].
+func (e *engine) Busy(what string) (done func()) { return e.team.Busy(what) }
 
 func (e *engine) Exchange(value []byte) ([][]byte, error) { return e.team.Exchange(value) }
 
@@ -378,6 +386,12 @@ func (e *engine) Loss(b data.Batch) (float64, error) {
 		return 0, err
 	}
 	return e.Inference.Loss(b)
+}
+
+// Decoder is the method of [llm.Engine]. Every token that is drawn is progress.
+func (e *engine) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
+	next, err := e.Inference.Decoder()
+	return e.team.Drawing(next), err
 }
 
 func (e *engine) Drop() error {

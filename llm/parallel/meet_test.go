@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
@@ -13,7 +14,8 @@ import (
 func TestMeetRefuses(t *testing.T) {
 	ranks := func(name string) string {
 		return map[string]string{"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
-			"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}[name]
+			"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+			comm.SecretVariable: "a secret that only the ranks know"}[name]
 	}
 	_, err := parallel.Meet(t.Context(), ranks, 3, 0)
 	require.ErrorContains(t, err, "-accumulate 4")

@@ -221,12 +221,12 @@ func places(t *testing.T, size int) []comm.Place {
 	require.NoError(t, err)
 	port := l.Addr().(*net.TCPAddr).Port
 	require.NoError(t, l.Close())
-	all := make([]comm.Place, size)
+	all, secret := make([]comm.Place, size), comm.NewSecret()
 	for r := range all {
 		all[r] = comm.Place{Rank: r, Size: size, LocalRank: r, LocalSize: size,
 			MasterAddr: "127.0.0.1",
 			MasterPort: port, Run: fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port),
-			Secret: "s"}
+			Secret: secret}
 	}
 	return all
 }

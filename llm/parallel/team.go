@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/loopback"
@@ -22,9 +21,6 @@ type Team struct {
 	stop  context.CancelFunc
 	watch sync.WaitGroup
 	steps atomic.Int64 // that have begun
-
-	mu      sync.Mutex
-	waiting time.Time // since when this rank waits for others; zero while it works itself
 }
 
 // Join connects the ranks of a world, on the CPUs of one host. All must call it. The world is the
@@ -54,44 +50,11 @@ func newTeam(w *comm.World, g comm.Group, host *loopback.Host) *Team {
 	t.stop = stop
 	// Its error is that of whatever waits for the group.
 	t.watch.Go(func() { _ = comm.Watch(watching, w, t.group, 0) })
-	if d := w.Deadline(); d > 0 && w.Size() > 1 {
-		t.watch.Go(func() { t.report(watching, d) })
-	}
 	return t
 }
 
-// report tells rank 0 that this rank is alive while it waits for others. So the one that is waited
-// for is the one that is silent. It does so for a few deadlines: should all wait for each other,
-// the run must end, too.
-func (t *Team) report(ctx context.Context, deadline time.Duration) {
-	tick := time.NewTicker(deadline / 5)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-			t.mu.Lock()
-			since := t.waiting
-			t.mu.Unlock()
-			if !since.IsZero() && time.Since(since) < 3*deadline && t.steps.Load() > 0 {
-				_ = t.progress() // whatever waits learns of an error by itself
-			}
-		}
-	}
-}
-
-// wait is for what waits for other ranks.
-func (t *Team) wait(f func() error) error {
-	set := func(at time.Time) {
-		t.mu.Lock()
-		defer t.mu.Unlock()
-		t.waiting = at
-	}
-	set(time.Now())
-	defer set(time.Time{})
-	return f()
-}
+// wait calls f, which waits for other ranks.
+func (t *Team) wait(f func() error) error { return t.world.Wait(f) }
 
 // sync waits for the work of the stream.
 func (t *Team) sync() error { return t.wait(func() error { return t.host.Sync(0) }) }
@@ -171,6 +134,31 @@ func (t *Team) Failed() bool { return t.world.Err() != nil }
 // Progress tells rank 0 that this rank is at work, in what may take long.
 func (t *Team) Progress() error { return t.progress() }
 
+// Drawing returns next, which an engine's Decoder has returned, such that every call tells rank 0
+// that this rank is at work. It is nil if next is.
+func (t *Team) Drawing(next func(ctx context.Context, tokens []int) (any, error)) func(
+	ctx context.Context, tokens []int) (any, error) {
+	if t == nil || t.world == nil || next == nil {
+		return next
+	}
+	return func(ctx context.Context, tokens []int) (any, error) {
+		if err := t.progress(); err != nil {
+			return nil, err
+		}
+		return next(ctx, tokens)
+	}
+}
+
+// Busy says that this rank is busy with something that may take longer than comm.Options.Deadline,
+// such as "writing a checkpoint", until the function that it returns is called: see
+// [comm.World.Busy]. Without a team it does nothing.
+func (t *Team) Busy(what string) (done func()) {
+	if t == nil {
+		return func() {}
+	}
+	return t.world.Busy(what)
+}
+
 // Group is what the ranks exchange gradients by.
 func (t *Team) Group() comm.Group { return t.group }
 
@@ -183,11 +171,7 @@ func (t *Team) exchange(value []byte) ([][]byte, error) {
 		return [][]byte{value}, t.blame(t.world.Err())
 	}
 	if t.host == nil { // a GPU would have to be waited for
-		var values [][]byte
-		err := t.wait(func() (err error) {
-			values, err = t.world.Gather(context.Background(), "exchange", value)
-			return err
-		})
+		values, err := t.world.Gather(context.Background(), "exchange", value)
 		return values, t.blame(err)
 	}
 	return t.frames(value)

@@ -1,0 +1,466 @@
+package channel
+
+import (
+	"bytes"
+	"context"
+	"crypto/ed25519"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"io"
+	"math/big"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// patience is far more than anything here takes.
+const patience = time.Minute
+
+const secret = "a secret that only the ranks know"
+
+func identity(t *testing.T, secret string) *Identity {
+	t.Helper()
+	id, err := New(secret)
+	require.NoError(t, err)
+	return id
+}
+
+// listening returns a listener at the loopback address, and that address.
+func listening(t *testing.T, id *Identity) (*Listener, string) {
+	t.Helper()
+	l, err := id.Listen("127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { l.Close() })
+	return l, l.Addrs()[0].String()
+}
+
+// accept returns the connections that a listener accepts.
+func accept(l *Listener) <-chan net.Conn {
+	conns := make(chan net.Conn, 100)
+	go func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			conns <- conn
+		}
+	}()
+	return conns
+}
+
+// works wants a connection to carry data both ways.
+func works(t *testing.T, a, b net.Conn) {
+	t.Helper()
+	sent := make([]byte, 100_000)
+	_, _ = rand.Read(sent)
+	for _, pair := range [][2]net.Conn{{a, b}, {b, a}} {
+		go func() { _, _ = pair[0].Write(sent) }()
+		got := make([]byte, len(sent))
+		require.NoError(t, pair[1].SetReadDeadline(time.Now().Add(patience)))
+		_, err := io.ReadFull(pair[1], got)
+		require.NoError(t, err)
+		require.True(t, bytes.Equal(sent, got))
+	}
+}
+
+func TestConnection(t *testing.T) {
+	l, address := listening(t, identity(t, secret))
+	conns := accept(l)
+	a, err := identity(t, secret).Dial(t.Context(), address)
+	require.NoError(t, err)
+	defer a.Close()
+	b := <-conns
+	defer b.Close()
+	works(t, a, b)
+
+	require.NoError(t, l.Close())
+	require.NoError(t, l.Close())
+	_, err = l.Accept()
+	require.ErrorIs(t, err, net.ErrClosed)
+}
+
+func TestShortSecret(t *testing.T) {
+	_, err := New("password")
+	require.ErrorContains(t, err, "a secret of 8 characters, want at least 22")
+}
+
+// refuses wants a listener to accept nothing from a stranger, and to accept the next rank.
+func refuses(t *testing.T, id *Identity, attack func(address string)) {
+	t.Helper()
+	l, address := listening(t, id)
+	conns := accept(l)
+	attack(address)
+	a, err := id.Dial(t.Context(), address)
+	require.NoError(t, err)
+	defer a.Close()
+	select {
+	case b := <-conns:
+		works(t, a, b) // so it was not the stranger
+		b.Close()
+	case <-time.After(patience):
+		t.Fatal("the listener accepts nobody after the attack")
+	}
+	require.Empty(t, conns, "the stranger was accepted")
+}
+
+// TestStrangers: nobody gets in without the secret, whatever else he knows.
+func TestStrangers(t *testing.T) {
+	id := identity(t, secret)
+
+	t.Run("another secret", func(t *testing.T) {
+		refuses(t, id, func(address string) {
+			_, err := identity(t, secret+"?").Dial(t.Context(), address)
+			require.ErrorIs(t, err, ErrStranger)
+		})
+	})
+
+	t.Run("does not care who listens", func(t *testing.T) {
+		_, key, err := ed25519.GenerateKey(rand.Reader)
+		require.NoError(t, err)
+		template := &x509.Certificate{SerialNumber: big.NewInt(1)}
+		certificate, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
+		require.NoError(t, err)
+		own := []tls.Certificate{{Certificate: [][]byte{certificate}, PrivateKey: key}}
+		// The certificate of the run is public, its key is not.
+		stolen := []tls.Certificate{{Certificate: id.config.Certificates[0].Certificate, PrivateKey: key}}
+
+		for name, certificates := range map[string][]tls.Certificate{
+			"no certificate": nil, "its own": own, "the run's with its own key": stolen} {
+			for _, protocols := range [][]string{{protocol}, {"h2"}, nil} {
+				refuses(t, id, func(address string) {
+					conn, err := tls.Dial("tcp", address, &tls.Config{InsecureSkipVerify: true,
+						Certificates: certificates, NextProtos: protocols})
+					if err != nil {
+						return // refused in the handshake
+					}
+					defer conn.Close()
+					_, err = conn.Read(make([]byte, 1)) // which tells what the other end thinks
+					require.Error(t, err, "%s, %v", name, protocols)
+				})
+			}
+		}
+	})
+
+	t.Run("an older TLS", func(t *testing.T) {
+		refuses(t, id, func(address string) {
+			_, err := tls.Dial("tcp", address, &tls.Config{InsecureSkipVerify: true,
+				MaxVersion: tls.VersionTLS12, NextProtos: []string{protocol}})
+			require.Error(t, err)
+		})
+	})
+
+	t.Run("no TLS", func(t *testing.T) {
+		refuses(t, id, func(address string) {
+			for _, say := range []string{"", "\x00", "GET / HTTP/1.1\r\n\r\n",
+				string(bytes.Repeat([]byte{0xff}, 1<<16)), "\x16\x03\x01\xff\xff"} {
+				conn, err := net.Dial("tcp", address)
+				require.NoError(t, err)
+				defer conn.Close()
+				_, _ = conn.Write([]byte(say))
+			}
+		})
+	})
+}
+
+// TestStrangerListens: a rank finds out who listens before it says anything.
+func TestStrangerListens(t *testing.T) {
+	id := identity(t, secret)
+	_, address := listening(t, identity(t, secret+"?"))
+	_, err := id.Dial(t.Context(), address)
+	require.ErrorIs(t, err, ErrStranger)
+
+	plain, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer plain.Close()
+	go func() {
+		for {
+			conn, err := plain.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = conn.Write([]byte("SSH-2.0-OpenSSH_9.6\r\n"))
+		}
+	}()
+	_, err = id.Dial(t.Context(), plain.Addr().String())
+	require.ErrorIs(t, err, ErrStranger)
+}
+
+// between relays the next connection to an address, and lets change see and change what passes
+// from the one that dials (up) or to it. It returns where to dial.
+func between(t *testing.T, to string, change func(up bool, b []byte) []byte) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { l.Close() })
+	go func() {
+		a, err := l.Accept()
+		if err != nil {
+			return
+		}
+		b, err := net.Dial("tcp", to)
+		if err != nil {
+			a.Close()
+			return
+		}
+		pipe := func(from, to net.Conn, up bool) {
+			defer from.Close()
+			defer to.Close()
+			buffer := make([]byte, 1<<16)
+			for {
+				n, err := from.Read(buffer)
+				if err != nil {
+					return
+				}
+				if _, err := to.Write(change(up, buffer[:n])); err != nil {
+					return
+				}
+			}
+		}
+		go pipe(a, b, true)
+		go pipe(b, a, false)
+	}()
+	return l.Addr().String()
+}
+
+// TestRelay: one who passes everything on reads nothing, and can change nothing unnoticed.
+func TestRelay(t *testing.T) {
+	id := identity(t, secret)
+	id.timeout = time.Second // where a length was changed, an end waits for more
+	text := []byte("what the ranks say to each other")
+
+	// exchange sends the text from the dialing side and back, through a relay. heard is what either
+	// side takes for the text of the other.
+	exchange := func(t *testing.T, change func(up bool, b []byte) []byte) (heard [][]byte, errs error) {
+		l, address := listening(t, id)
+		relay := between(t, address, change)
+		var mu sync.Mutex
+		hear := func(c net.Conn) {
+			b := make([]byte, len(text))
+			_ = c.SetReadDeadline(time.Now().Add(id.timeout))
+			_, err := io.ReadFull(c, b)
+			mu.Lock()
+			defer mu.Unlock()
+			if errs = errors.Join(errs, err); err == nil {
+				heard = append(heard, b)
+			}
+		}
+		echo := make(chan struct{})
+		go func() {
+			defer close(echo)
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			defer c.Close()
+			hear(c)
+			_, _ = c.Write(text)
+		}()
+		c, err := id.Dial(t.Context(), relay)
+		if err != nil {
+			return nil, err
+		}
+		_, _ = c.Write(text)
+		hear(c)
+		c.Close()
+		l.Close()
+		<-echo
+		return heard, errs
+	}
+
+	t.Run("reads", func(t *testing.T) {
+		var mu sync.Mutex
+		var seen []byte
+		heard, err := exchange(t, func(_ bool, b []byte) []byte {
+			mu.Lock()
+			defer mu.Unlock()
+			seen = append(seen, b...)
+			return b
+		})
+		require.NoError(t, err)
+		require.Equal(t, [][]byte{text, text}, heard)
+		mu.Lock()
+		defer mu.Unlock()
+		require.NotContains(t, string(seen), string(text[:8]))
+		require.NotContains(t, string(seen), secret[:8])
+	})
+
+	t.Run("changes a bit", func(t *testing.T) {
+		for _, up := range []bool{true, false} {
+			for at := 0; at < 3000; at += 37 {
+				passed, changed := 0, false
+				heard, err := exchange(t, func(u bool, b []byte) []byte {
+					if u == up {
+						if at >= passed && at < passed+len(b) {
+							b[at-passed] ^= 0x10
+							changed = true
+						}
+						passed += len(b)
+					}
+					return b
+				})
+				for _, h := range heard {
+					require.Equal(t, text, h, "a changed message was taken for one of a rank")
+				}
+				if !changed {
+					break // at is behind all that was said
+				}
+				// What follows the text may be changed: that the other end hangs up.
+				require.True(t, err != nil || len(heard) == 2,
+					"byte %d was changed unnoticed, up: %v", at, up)
+			}
+		}
+	})
+
+	t.Run("repeats", func(t *testing.T) {
+		sent := 0
+		heard, _ := exchange(t, func(up bool, b []byte) []byte {
+			if sent += len(b); up && sent > 3000 {
+				return append(append([]byte{}, b...), b...)
+			}
+			return b
+		})
+		for _, h := range heard {
+			require.Equal(t, text, h)
+		}
+	})
+}
+
+// TestReplay: a recording of a rank's connection, played again, gets nobody in.
+func TestReplay(t *testing.T) {
+	id := identity(t, secret)
+	l, address := listening(t, id)
+	conns := accept(l)
+	var mu sync.Mutex
+	var recorded [][]byte
+	relay := between(t, address, func(up bool, b []byte) []byte {
+		mu.Lock()
+		defer mu.Unlock()
+		if up {
+			recorded = append(recorded, append([]byte{}, b...))
+		}
+		return b
+	})
+	c, err := id.Dial(t.Context(), relay)
+	require.NoError(t, err)
+	works(t, c, <-conns)
+	c.Close()
+
+	refuses(t, id, func(address string) {
+		again, err := net.Dial("tcp", address)
+		require.NoError(t, err)
+		defer again.Close()
+		mu.Lock()
+		defer mu.Unlock()
+		for _, b := range recorded {
+			if _, err := again.Write(b); err != nil {
+				return
+			}
+			time.Sleep(10 * time.Millisecond)
+		}
+	})
+}
+
+// TestReflection: one who gives a rank its own words back is not taken for another rank.
+func TestReflection(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	go func() {
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() { _, _ = io.Copy(conn, conn) }()
+		}
+	}()
+	_, err = identity(t, secret).Dial(t.Context(), l.Addr().String())
+	require.Error(t, err)
+}
+
+// TestFlood: connections that say nothing do not keep a rank out, however many there are.
+func TestFlood(t *testing.T) {
+	id := identity(t, secret)
+	refuses(t, id, func(address string) {
+		for range 2*MaxPending + 50 {
+			conn, err := net.Dial("tcp", address)
+			require.NoError(t, err)
+			t.Cleanup(func() { conn.Close() })
+		}
+	})
+}
+
+// TestFloodIsBounded: of those who say nothing the oldest make room, and those of an address that
+// has few stay.
+func TestFloodIsBounded(t *testing.T) {
+	l, address := listening(t, identity(t, secret))
+	dial := func(from string) net.Conn {
+		d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+		conn, err := d.DialContext(t.Context(), "tcp", address)
+		require.NoError(t, err)
+		t.Cleanup(func() { conn.Close() })
+		return conn
+	}
+	pending := func() int {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return len(l.pending)
+	}
+	first := dial("127.0.0.1")
+	require.Eventually(t, func() bool { return pending() == 1 }, patience, time.Millisecond)
+	oldest := dial("127.0.0.2")
+	require.Eventually(t, func() bool { return pending() == 2 }, patience, time.Millisecond)
+	for range 2 * MaxPending {
+		dial("127.0.0.2")
+		require.LessOrEqual(t, pending(), MaxPending)
+	}
+
+	// The other address has lost its oldest connection, this one none.
+	require.NoError(t, oldest.SetReadDeadline(time.Now().Add(patience)))
+	_, err := oldest.Read(make([]byte, 1))
+	require.Error(t, err)
+	require.False(t, isTimeout(err))
+	require.NoError(t, first.SetReadDeadline(time.Now().Add(50*time.Millisecond)))
+	_, err = first.Read(make([]byte, 1))
+	require.True(t, isTimeout(err), err)
+}
+
+func isTimeout(err error) bool {
+	var timeout net.Error
+	return errors.As(err, &timeout) && timeout.Timeout()
+}
+
+// TestSlowLoris: one who says a byte now and then is cut off in time.
+func TestSlowLoris(t *testing.T) {
+	id := identity(t, secret)
+	id.timeout = 300 * time.Millisecond
+	_, address := listening(t, id)
+	conn, err := net.Dial("tcp", address)
+	require.NoError(t, err)
+	defer conn.Close()
+	began := time.Now()
+	for _, b := range append([]byte{22, 3, 1, 2, 0}, make([]byte, 200)...) {
+		if _, err = conn.Write([]byte{b}); err != nil {
+			break
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	require.Error(t, err, "the listener has waited for %v", time.Since(began))
+}
+
+// TestDialGivesUp: a rank does not wait for ever for one who listens and says nothing.
+func TestDialGivesUp(t *testing.T) {
+	id := identity(t, secret)
+	id.timeout = 100 * time.Millisecond
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	_, err = id.Dial(context.Background(), l.Addr().String())
+	require.ErrorIs(t, err, context.DeadlineExceeded)
+}

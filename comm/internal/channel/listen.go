@@ -1,0 +1,196 @@
+package channel
+
+import (
+	"context"
+	"crypto/tls"
+	"net"
+	"slices"
+	"sync"
+	"time"
+)
+
+// MaxPending is the number of connections that a [Listener] holds whose other ends have not proved
+// yet that they know the secret.
+const MaxPending = 256
+
+// A Listener accepts connections from those who know the secret. Strangers cannot use it up: each
+// has [HandshakeTimeout] to prove itself, and where [MaxPending] of them wait, or the process has
+// no file descriptor left, the oldest of the address that has the most of them gives way.
+type Listener struct {
+	id        *Identity
+	listeners []net.Listener
+	accepted  chan net.Conn
+	closed    chan struct{}
+
+	mu      sync.Mutex
+	pending []pending // the oldest first
+}
+
+// A pending connection is one whose other end has not proved itself yet.
+type pending struct {
+	conn net.Conn
+	host string // of the other end
+}
+
+// Listen listens at every address, each a host with a port. Where one of them cannot be listened
+// at, it returns the error and listens at none.
+func (id *Identity) Listen(addresses ...string) (*Listener, error) {
+	config := net.ListenConfig{KeepAliveConfig: KeepAlive}
+	l := &Listener{id: id, accepted: make(chan net.Conn), closed: make(chan struct{})}
+	for _, address := range addresses {
+		listener, err := config.Listen(context.Background(), "tcp", address)
+		if err != nil {
+			l.Close()
+			return nil, err
+		}
+		l.listeners = append(l.listeners, listener)
+	}
+
+	for _, listener := range l.listeners {
+		go l.serve(listener)
+	}
+	return l, nil
+}
+
+// Addrs returns the addresses that the listener is bound to.
+func (l *Listener) Addrs() (addrs []net.Addr) {
+	for _, listener := range l.listeners {
+		addrs = append(addrs, listener.Addr())
+	}
+	return addrs
+}
+
+// Accept waits for the next connection whose other end knows the secret. After Close it returns
+// net.ErrClosed.
+func (l *Listener) Accept() (net.Conn, error) {
+	select {
+	case conn := <-l.accepted:
+		return conn, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+// Close stops listening and cuts the connections that Accept has not returned. It may be called
+// again.
+func (l *Listener) Close() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	select {
+	case <-l.closed:
+		return nil
+	default:
+	}
+	close(l.closed)
+
+	var err error
+	for _, listener := range l.listeners {
+		if e := listener.Close(); err == nil {
+			err = e
+		}
+	}
+	for _, p := range l.pending {
+		p.conn.Close()
+	}
+	return err
+}
+
+// The pauses between attempts to accept a connection, as in net/http.
+const (
+	firstPause = 5 * time.Millisecond
+	lastPause  = time.Second
+)
+
+// serve accepts connections until the listener is closed.
+func (l *Listener) serve(listener net.Listener) {
+	pause := firstPause
+	for {
+		conn, err := listener.Accept()
+		if err == nil {
+			pause = firstPause
+			go l.greet(conn)
+			continue
+		}
+
+		// The process may have run out of descriptors, or the peer may be gone already. Neither
+		// lasts. A connection of a stranger makes room for one of a rank.
+		l.mu.Lock()
+		l.evict()
+		l.mu.Unlock()
+		select {
+		case <-l.closed:
+			return
+		case <-time.After(pause):
+			pause = min(2*pause, lastPause)
+		}
+	}
+}
+
+// greet lets Accept return a connection once its other end has proved that it knows the secret.
+func (l *Listener) greet(conn net.Conn) {
+	if !l.add(conn) {
+		conn.Close()
+		return
+	}
+
+	ctx, cancel := context.WithTimeout(context.Background(), l.id.timeout)
+	defer cancel()
+	secured := tls.Server(conn, l.id.config)
+	err := secured.HandshakeContext(ctx)
+	l.remove(conn)
+	if err != nil {
+		conn.Close()
+		return
+	}
+
+	select {
+	case l.accepted <- secured:
+	case <-l.closed:
+		conn.Close()
+	}
+}
+
+// add notes a pending connection. It reports false if the listener is closed.
+func (l *Listener) add(conn net.Conn) bool {
+	host, _, err := net.SplitHostPort(conn.RemoteAddr().String())
+	if err != nil {
+		host = conn.RemoteAddr().String()
+	}
+
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	select {
+	case <-l.closed:
+		return false
+	default:
+	}
+	l.pending = append(l.pending, pending{conn, host})
+	if len(l.pending) > MaxPending {
+		l.evict()
+	}
+	return true
+}
+
+func (l *Listener) remove(conn net.Conn) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.pending = slices.DeleteFunc(l.pending, func(p pending) bool { return p.conn == conn })
+}
+
+// evict cuts the oldest connection of the host that has the most pending ones. The caller holds the
+// lock.
+func (l *Listener) evict() {
+	count := map[string]int{}
+	most := 0
+	for _, p := range l.pending {
+		count[p.host]++
+		most = max(most, count[p.host])
+	}
+
+	oldest := slices.IndexFunc(l.pending, func(p pending) bool { return count[p.host] == most })
+	if oldest < 0 {
+		return
+	}
+	l.pending[oldest].conn.Close() // its handshake fails
+	l.pending = slices.Delete(l.pending, oldest, oldest+1)
+}

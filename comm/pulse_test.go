@@ -1,0 +1,231 @@
+package comm
+
+import (
+	"context"
+	"errors"
+	"net"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm/internal/channel"
+)
+
+// short is a deadline that a goroutine of a busy computer keeps.
+const short = 500 * time.Millisecond
+
+// blames wants all worlds to end soon, and to blame a rank.
+func blames(t *testing.T, all []*World, rank int, why string) {
+	t.Helper()
+	for r, w := range all {
+		select {
+		case <-w.Done():
+		case <-time.After(patience):
+			t.Fatalf("rank %d goes on", r)
+		}
+		var e *RankError
+		require.ErrorAs(t, w.Err(), &e)
+		require.Equal(t, rank, e.Rank, "rank %d: %v", r, e)
+		require.ErrorContains(t, e, why)
+	}
+}
+
+// goesOn wants no world to end for a while.
+func goesOn(t *testing.T, all []*World, during time.Duration) {
+	t.Helper()
+	over := time.After(during)
+	for r, w := range all {
+		select {
+		case <-w.Done():
+			t.Fatalf("rank %d has ended: %v", r, w.Err())
+		case <-over:
+			return
+		}
+	}
+	<-over
+}
+
+// player is a rank that a test plays itself: it says no more than the test has it say.
+func player(t *testing.T, p Place) *wire {
+	t.Helper()
+	id, err := channel.New(string(p.Secret))
+	require.NoError(t, err)
+	c := caller{place: p, id: id, targets: p.targets()}
+	w, _, err := c.connect(t.Context(), patience)
+	require.NoError(t, err)
+	t.Cleanup(func() { w.Close() })
+	w.post(message{Kind: give, Key: joinKey, Values: [][]byte{[]byte("null")}})
+	return w
+}
+
+// withPlayer joins a run whose last rank is a player.
+func withPlayer(t *testing.T, size int) ([]*World, *wire) {
+	t.Helper()
+	p := places(t, size)
+	all := make([]*World, size-1)
+	var last *wire
+	errs := everywhere(size, func(r int) (err error) {
+		if r == size-1 {
+			last = player(t, p[r])
+			return nil
+		}
+		all[r], err = Join(t.Context(), p[r], Options{Timeout: patience, Deadline: short})
+		return err
+	})
+	require.NoError(t, errors.Join(errs...))
+	t.Cleanup(func() {
+		for _, w := range all {
+			w.Fail(errors.New("the test is over"))
+			w.Close()
+		}
+	})
+	return all, last
+}
+
+// TestSilentRankIsFound: a rank that has reported a step and then makes no progress is named,
+// though its process runs.
+func TestSilentRankIsFound(t *testing.T) {
+	all := worlds(t, 3, Options{Deadline: short})
+	require.NoError(t, all[1].Report(41))
+	blames(t, all, 1, "hangs: no report for 500ms. Last steps reported, by rank: -1, 41, -1")
+}
+
+// TestReportsKeepARunAlive: ranks that report, and those that have not begun, are not silent.
+func TestReportsKeepARunAlive(t *testing.T) {
+	all := worlds(t, 3, Options{Deadline: short})
+	errs := everywhere(3, func(r int) error {
+		if r == 2 { // which has not begun
+			time.Sleep(3 * short)
+			return nil
+		}
+		for step := range 30 {
+			if err := all[r].Report(step); err != nil {
+				return err
+			}
+			time.Sleep(short / 10)
+		}
+		return nil
+	})
+	require.NoError(t, errors.Join(errs...))
+	require.NoError(t, errors.Join(everywhere(3, func(r int) error { return all[r].Close() })...))
+}
+
+// TestWaitingRankIsNotSilent: the rank that others wait for is to blame, not they.
+func TestWaitingRankIsNotSilent(t *testing.T) {
+	all := worlds(t, 3, Options{Deadline: short})
+	errs := everywhere(3, func(r int) error {
+		if err := all[r].Report(0); err != nil {
+			return err
+		}
+		switch r {
+		case 0:
+			return all[r].Barrier(t.Context(), "x")
+		case 1:
+			return all[r].Wait(func() error { <-all[r].Done(); return all[r].Err() })
+		}
+		<-all[r].Done()
+		return all[r].Err()
+	})
+	for _, err := range errs {
+		require.ErrorContains(t, err, "no report")
+	}
+	blames(t, all, 2, "hangs: no report")
+}
+
+// TestBusyRankIsNotSilent: while a rank is busy outside of a step, neither it is silent nor one
+// that waits for it, whether that says so or not. Afterwards all are watched again.
+func TestBusyRankIsNotSilent(t *testing.T) {
+	all := worlds(t, 3, Options{Deadline: short})
+	for _, w := range all {
+		require.NoError(t, w.Report(7))
+	}
+	outer := all[0].Busy("saving")
+	inner := all[0].Busy("writing the model")
+	waited := make(chan error, 1)
+	go func() { waited <- all[1].Barrier(t.Context(), "x") }()
+	goesOn(t, all, 2*short) // rank 2 stands still, as one that waits in a GPU's stream does
+	inner()
+	goesOn(t, all, 2*short)
+	outer()
+	for range 20 { // such as the batches of an evaluation
+		require.NoError(t, all[0].Report(8))
+		time.Sleep(short / 10)
+	}
+	blames(t, all, 2, "hangs: no report for 500ms. Last steps reported, by rank: 8, 7, 7")
+	require.Error(t, <-waited)
+}
+
+// TestFrozenRank: a rank whose process does not run any more is found, also while another is busy
+// and while it was itself.
+func TestFrozenRank(t *testing.T) {
+	t.Run("before its first step", func(t *testing.T) {
+		all, _ := withPlayer(t, 3)
+		blames(t, all, 2, "hangs: nothing came from it for 500ms. Last steps")
+	})
+	t.Run("while another is busy", func(t *testing.T) {
+		all, _ := withPlayer(t, 3)
+		defer all[1].Busy("saving")()
+		blames(t, all, 2, "hangs: nothing came from it for 500ms. Last steps")
+	})
+	t.Run("while it is busy", func(t *testing.T) {
+		all, last := withPlayer(t, 2)
+		for range 10 {
+			last.post(message{Kind: beat, Pulse: &pulse{Step: 3, Busy: "writing the model"}})
+			time.Sleep(short / 5)
+		}
+		require.NoError(t, all[0].Err())
+		blames(t, all, 1, "hangs: nothing came from it for 500ms while it was writing the model. "+
+			"Last steps reported, by rank: -1, 3")
+	})
+}
+
+// TestFrozenRankZero: the others find that rank 0 does not run any more, which keeps the store.
+func TestFrozenRankZero(t *testing.T) {
+	p := places(t, 2)
+	id, err := channel.New(string(p[0].Secret))
+	require.NoError(t, err)
+	l, err := id.Listen(net.JoinHostPort("127.0.0.1", strconv.Itoa(p[0].MasterPort)))
+	require.NoError(t, err)
+	defer l.Close()
+	go func() {
+		conn, err := l.Accept()
+		if err != nil {
+			return
+		}
+		w := newWire(conn)
+		w.post(message{Kind: welcome, Deadline: short}) // and nothing ever after
+		<-t.Context().Done()
+		w.Close()
+	}()
+	_, err = Join(t.Context(), p[1], Options{Timeout: patience, Deadline: time.Hour})
+	var e *RankError
+	require.ErrorAs(t, err, &e)
+	require.Equal(t, 0, e.Rank)
+	require.ErrorContains(t, err, "hangs: nothing came from it for 500ms")
+}
+
+// TestAllWait: ranks that wait for one another, as those do that gather different things, do not
+// wait for ever.
+func TestAllWait(t *testing.T) {
+	all := worlds(t, 2, Options{Deadline: short / 2})
+	errs := everywhere(2, func(r int) error {
+		return all[r].Barrier(context.Background(), strconv.Itoa(r))
+	})
+	for _, err := range errs {
+		var e *RankError
+		require.ErrorAs(t, err, &e)
+		require.ErrorContains(t, err, "hangs: it has waited for the other ranks for ")
+		require.ErrorContains(t, err, "and they all wait too")
+	}
+}
+
+// TestZeroBusy: one process, or none, has nobody to tell.
+func TestZeroBusy(t *testing.T) {
+	for _, w := range []*World{nil, new(World)} {
+		w.Busy("x")()
+		require.NoError(t, w.Wait(func() error { return nil }))
+		require.Error(t, w.Wait(nil))
+	}
+}
