@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"io"
 	"net"
@@ -19,12 +20,15 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
-// What makes the test's binary the command, and one of its ranks die.
+// What makes the test's binary the command, one of its ranks die, and writing a model take so long.
 const (
 	commandVariable = "KASMINA_COMMAND_TEST"
 	victimVariable  = "KASMINA_COMMAND_TEST_VICTIM"
+	slowVariable    = "KASMINA_COMMAND_TEST_SLOW"
 )
 
 // TestMain is the command itself where a test starts it.
@@ -36,6 +40,13 @@ func TestMain(m *testing.M) {
 		go die()
 	}
 	prepareKill()
+	if slow, err := time.ParseDuration(os.Getenv(slowVariable)); err == nil {
+		savePretrained = func(ctx context.Context, dir string, m *llm.Model,
+			opts ...hf.SaveOption) error {
+			time.Sleep(slow)
+			return hf.SavePretrained(ctx, dir, m, opts...)
+		}
+	}
 	main()
 }
 
@@ -160,6 +171,19 @@ func TestTrainRankDies(t *testing.T) {
 	require.Error(t, err)
 	require.Contains(t, string(text), "kasmina: launch: rank 1 (process ")
 	require.NoFileExists(t, filepath.Join(out, "config.json"))
+}
+
+// TestTrainSlowDisk wants a run to wait for rank 0 to write the model, however long that takes.
+func TestTrainSlowDisk(t *testing.T) {
+	const deadline = 2 * time.Second
+	alone, together := filepath.Join(t.TempDir(), "alone"), filepath.Join(t.TempDir(), "together")
+	_, err := kasmina(t, training(alone, "-steps", "3")...)
+	require.NoError(t, err)
+	text, err := program(t, []string{slowVariable + "=" + (5 * deadline).String()},
+		training(together, "-steps", "3", "-gpus", "2", "-deadline",
+			deadline.String())...).CombinedOutput()
+	require.NoError(t, err, string(text))
+	sameRun(t, alone, together)
 }
 
 // freePort is a port that nobody listens at now.

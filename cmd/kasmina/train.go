@@ -278,12 +278,15 @@ func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	at, clear := bar(c.ErrOrStderr(), "writing", true)
 	defer clear()
 	d := o.dir()
-	if err := hf.SavePretrained(c.Context(), d.in(stagingName), t.Model, hf.Like(f),
+	if err := savePretrained(c.Context(), d.in(stagingName), t.Model, hf.Like(f),
 		hf.WithSaveProgress(at), hf.WithShardSize(modelShard)); err != nil {
 		return err
 	}
 	return d.publish(&manifest{Options: optionsOf(c)})
 }
+
+// savePretrained is hf.SavePretrained, but in tests of a slow disk.
+var savePretrained = hf.SavePretrained
 
 // trainer loads the model and makes what trains it.
 func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,

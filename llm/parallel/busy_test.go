@@ -1,0 +1,135 @@
+package parallel_test
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/parallel"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// silence is the deadline of the tests below: far more than a step takes.
+const silence = time.Second
+
+// slow is an engine on which what is not a step takes a long time.
+type slow struct {
+	llm.Parallel
+	gather, loss, token time.Duration
+	delayed             *atomic.Int64
+}
+
+var _ llm.Busier = slow{}
+
+func (s slow) sleep(d time.Duration) {
+	time.Sleep(d)
+	s.delayed.Add(int64(d))
+}
+
+func (s slow) Busy(what string) (done func()) { return s.Parallel.(llm.Busier).Busy(what) }
+
+// Gather is a part of every save.
+func (s slow) Gather() error {
+	s.sleep(s.gather)
+	return s.Parallel.Gather()
+}
+
+func (s slow) Own() ([]optim.Part, error) {
+	s.sleep(s.gather)
+	return s.Parallel.Own()
+}
+
+func (s slow) Loss(b data.Batch) (float64, error) {
+	s.sleep(s.loss)
+	return s.Parallel.Loss(b)
+}
+
+func (s slow) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
+	next, err := s.Parallel.Decoder()
+	return func(ctx context.Context, tokens []int) (any, error) {
+		s.sleep(s.token)
+		return next(ctx, tokens)
+	}, err
+}
+
+// TestLongWorkOutsideOfSteps: where a rank saves, evaluates, samples or finishes for much longer
+// than a rank may be silent, the others wait for it, and the run ends well.
+func TestLongWorkOutsideOfSteps(t *testing.T) {
+	const long = 5 * silence
+	type work struct {
+		rank   int // that takes long
+		engine slow
+		parts  bool
+		add    func(t *testing.T, tr *llm.Trainer) error
+		finish func(team *parallel.Team)
+	}
+	for name, c := range map[string]work{
+		"a checkpoint":           {engine: slow{gather: long}},
+		"a part of a checkpoint": {rank: 2, engine: slow{gather: long}, parts: true},
+		"an evaluation": {engine: slow{loss: silence / 2},
+			add: func(t *testing.T, tr *llm.Trainer) error {
+				text, err := data.NewEvaluation(texttest.Words(9, 200), tokenizer.Bytes{}, 1,
+					tr.Model.Config.Seq)
+				tr.On(llm.Evaluate(tr, text, 3))
+				return err
+			}},
+		"a sample": {engine: slow{token: silence / 2},
+			add: func(t *testing.T, tr *llm.Trainer) error {
+				tr.On(llm.SampleText(tr, tokenizer.Bytes{}, "a", 10, sampler.Config{},
+					filepath.Join(t.TempDir(), "sample"), 3))
+				return nil
+			}},
+		"the end": {finish: func(team *parallel.Team) {
+			defer team.Busy("writing the model")()
+			time.Sleep(long)
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			s := setup{config: small(), steps: 3, accumulate: 3, parts: c.parts,
+				save: filepath.Join(t.TempDir(), "run.safetensors")}
+			c.engine.delayed = new(atomic.Int64)
+			errs := on(t, 3, comm.Options{Deadline: silence},
+				func(rank int, team *parallel.Team) (err error) {
+					own, engine := s, team.Engine
+					if rank == c.rank {
+						engine = func(m *llm.Model, o optim.Optimizer, t llm.TrainConfig) (llm.Engine,
+							error) {
+							e, err := team.Engine(m, o, t)
+							if err != nil {
+								return nil, err
+							}
+							own := c.engine
+							own.Parallel = e.(llm.Parallel)
+							return own, nil
+						}
+						own.more = func(tr *llm.Trainer) {
+							if c.add != nil {
+								err = c.add(t, tr)
+							}
+						}
+					}
+					err = errors.Join(err, own.train(t.Context(), rank, 3, engine))
+					if rank == c.rank && c.finish != nil {
+						c.finish(team)
+					}
+					return err
+				})
+			require.NoError(t, errors.Join(errs...))
+			if c.finish == nil {
+				require.GreaterOrEqual(t, time.Duration(c.engine.delayed.Load()), long-silence)
+			}
+		})
+	}
+}
