@@ -1,13 +1,34 @@
-// Package comm joins the processes of a run, one for each GPU: where each stands, how they meet,
-// and how they exchange data.
+// Package comm joins the processes of a run, one for each GPU. It finds out where each stands, lets
+// them meet, and has the collectives by which they exchange data.
 //
-//   - [FromEnvironment] reads a process's [Place] from what torchrun, Slurm, Open MPI or a
-//     Kubernetes operator sets. Package launch starts the processes of one host itself.
+//   - [FromEnvironment] reads a process's [Place] from the variables that torchrun, Slurm, Open MPI
+//     or a Kubernetes operator sets. Package launch starts the processes of one host itself.
 //   - [Join] meets the others at rank 0, over TCP, and returns the [World]. It gathers small
 //     values, and every rank learns when one fails, dies or falls silent.
 //   - A [Group] has the collectives on device memory: package nccl for GPUs, package loopback over
-//     TCP for tests without one.
+//     TCP for CPUs of one host and for tests.
 //   - [Watch] ties both together: the death of a rank aborts the work that waits for it.
+//
+// # Who may join
+//
+// The processes of a run share a [Secret], which package launch makes for each run and passes on in
+// the environment. Where something else starts the processes, their environment must have one;
+// there is no default. All connections of this package and of package loopback are TLS 1.3 between
+// two processes that know the secret. Anybody else can neither join, nor read or change what the
+// ranks say, nor fail the run, except by cutting connections or occupying ports. Rank 0 tells the
+// port at which it listens, so that nobody who listens nearby can slip in between, and stops
+// listening once all ranks have joined.
+//
+// NCCL's own connections, by which GPUs of several hosts exchange data, are NCCL's concern. It does
+// not encrypt them. See docs/CLUSTER.md for what that means.
+//
+// # Who is alive
+//
+// With [Options.Deadline], every rank says a few times within the deadline that it is alive, and
+// what it does: [World.Report], [World.Busy], [World.Wait]. Rank 0 ends the run when nothing comes
+// from a rank, when no rank makes progress, or when all wait for one another; the ranks end it when
+// nothing comes from rank 0. So a process that hangs is found, and one that works is not ended, no
+// matter how long it takes.
 //
 // # What has the same bits
 //

@@ -98,7 +98,7 @@ are, and LoRA beside them learn, which are added to them at the end.`,
 	f.IntVar(&o.gpus, "gpus", 0, "`N` GPUs of this computer to train on, or with -device cpu N "+
 		"processes; a step's batches, -accumulate, are divided among them")
 	f.DurationVar(&o.deadline, "deadline", parallel.Deadline, "`TIME` for which one of several "+
-		"processes may be silent, once it trains, before all end")
+		"processes may be silent, or all make no progress, before the run ends")
 	f.BoolVar(&o.parts, "save-parts", false, "let each of several processes write its part of a "+
 		"checkpoint, beside the file of the others: for large models")
 	o.machineFlags(c)

@@ -45,7 +45,12 @@
 //
 // # What fails
 //
-// An error of a batch is that of all ranks. A rank may die, or its run end with an error of its own
-// ([Team.Close]). It ends the runs of all with a *comm.RankError that names it, also where they
-// wait for it. So does one that is silent for longer than comm.Options.Deadline.
+// An error of a batch is an error of all ranks. When a rank dies, or its run ends with an error of
+// its own ([Team.Close]), the runs of all end with a *comm.RankError that names it, also where they
+// wait for it. So they do when a rank hangs, or its process does not run any more, for longer than
+// comm.Options.Deadline.
+//
+// Steps, evaluations and samples report their progress. Saving and making an engine say that they
+// are busy, and a callback that takes long must do so too ([Team.Busy]): the others then wait for it
+// without a limit.
 package parallel

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// Deadline is how long a rank may be silent between its first step and its last before all end,
-// where nothing else is asked for. A save of a large model may take minutes.
+// Deadline is how long a rank may be silent, or all make no progress, before the run ends, unless
+// something else is asked for. Work that says so may take longer: see [Team.Busy].
 const Deadline = 5 * time.Minute
 
 // Meet meets the other processes of a run, as the environment says (comm.FromEnvironment, getenv
