@@ -46,7 +46,7 @@ func SecretFromEnvironment(getenv func(string) string) (Secret, error) {
 	if getenv == nil {
 		return "", errors.New("comm: SecretFromEnvironment: the function is nil, want os.Getenv")
 	}
-	if s := getenv(SecretVariable); s != "" {
+	if s := strings.TrimSpace(getenv(SecretVariable)); s != "" {
 		return Secret(s), nil
 	}
 	path := getenv(SecretFileVariable)
