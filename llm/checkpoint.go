@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -243,7 +244,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 	}
 	tensors = slices.Concat(tensors, before, twin)
 	e := t.Last()
-	for key, v := range map[string]any{
+	values := map[string]any{
 		modelfile.TrainingKey: training{LossScale: t.lossScale(),
 			Before: t.beforeStates(), Twin: t.twin.state(), Step: e.Step,
 			Spent: t.spent, Share: t.share, Losses: jsonfloat.Float(t.losses), Summed: t.summed,
@@ -252,8 +253,9 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 			LearningRate: e.LearningRate, GradNorm: jsonfloat.Float(e.GradNorm),
 			ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB)},
 		modelfile.NotesKey: t.Config.Notes,
-	} {
-		text, err := json.Marshal(v)
+	}
+	for _, key := range slices.Sorted(maps.Keys(values)) {
+		text, err := json.Marshal(values[key])
 		if err != nil {
 			return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 		}

@@ -416,7 +416,7 @@ func (t *Trainer) leave(old become.Model) (make func(become.Model) (Engine, erro
 		if err != nil || len(m.Here) == 0 {
 			return e, err
 		}
-		if err := e.Push(slices.Collect(maps.Keys(m.Here))...); err != nil {
+		if err := e.Push(slices.Sorted(maps.Keys(m.Here))...); err != nil {
 			return nil, errors.Join(err, e.Close())
 		}
 		return e, nil

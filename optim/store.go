@@ -274,9 +274,9 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 			shortened(parts[stepField].Data), int64(maxSteps))
 	}
 	e := &entry{step: int(steps[0])}
-	for field, t := range parts {
+	for _, field := range slices.Sorted(maps.Keys(parts)) {
 		if field != stepField {
-			e.shape = slices.Clone(t.Shape)
+			e.shape = slices.Clone(parts[field].Shape)
 		}
 	}
 	fields := fieldsOf(e.shape)
@@ -311,7 +311,7 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 		e.dtype = dtype
 		e.moments = append(e.moments, clone(t.Data))
 	}
-	for field := range parts {
+	for _, field := range slices.Sorted(maps.Keys(parts)) {
 		if field != stepField && !slices.Contains(fields, field) {
 			return nil, fmt.Errorf("%s means nothing to this optimiser, which keeps %v for it",
 				field, fields)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"iter"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -476,7 +477,8 @@ func takeKept(arrays []Array) (kept map[int]SlotParams, own []Array, err error) 
 // checkKept returns an error unless what is kept of a layer's slots is of seeds that it has, and
 // fits slots.
 func checkKept(kept map[int]SlotParams, img *image) error {
-	for seed, p := range kept {
+	for _, seed := range slices.Sorted(maps.Keys(kept)) {
+		p := kept[seed]
 		switch width := img.config.Width; {
 		case seed >= img.n:
 			return fmt.Errorf("%w: array %q names seed %d of %d", ErrCorrupt,

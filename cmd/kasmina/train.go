@@ -111,10 +111,12 @@ func (o *trainOptions) in(name string) string { return o.dir().in(name) }
 
 // check refuses what would otherwise fail after the training alone.
 func (o *trainOptions) check() error {
-	for name, value := range map[string]int{"steps": o.train.Steps, "batch": o.train.Batch,
-		"accumulate": o.train.Accumulate} {
-		if value < 1 {
-			return fmt.Errorf("-%s is %d, want at least 1", name, value)
+	for _, count := range []struct {
+		name  string
+		value int
+	}{{"steps", o.train.Steps}, {"batch", o.train.Batch}, {"accumulate", o.train.Accumulate}} {
+		if count.value < 1 {
+			return fmt.Errorf("-%s is %d, want at least 1", count.name, count.value)
 		}
 	}
 	if o.grow < 0 || o.grow == 1 {

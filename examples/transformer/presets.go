@@ -40,11 +40,12 @@ func presetNames() string { return strings.Join(slices.Sorted(maps.Keys(presets)
 
 // apply sets the options that were not given to those of the preset.
 func (o *options) apply(f *flag.FlagSet, given map[string]bool) error {
-	for name, value := range presets[o.preset] {
+	p := presets[o.preset]
+	for _, name := range slices.Sorted(maps.Keys(p)) {
 		if given[name] {
 			continue
 		}
-		if err := f.Lookup(name).Value.Set(value); err != nil {
+		if err := f.Lookup(name).Value.Set(p[name]); err != nil {
 			return fmt.Errorf("-%s of -preset %s: %w", name, o.preset, err)
 		}
 	}

@@ -42,11 +42,13 @@ func (a *Asked) Within(g *gorgonia.ExprGraph) error {
 	for _, n := range g.AllNodes() {
 		all[n] = true
 	}
-	for option, nodes := range map[string]gorgonia.Nodes{"WithParams": a.Params,
-		"WithOutputs": a.Outputs} {
-		for _, n := range nodes {
+	for _, option := range []struct {
+		name  string
+		nodes gorgonia.Nodes
+	}{{"WithParams", a.Params}, {"WithOutputs", a.Outputs}} {
+		for _, n := range option.nodes {
 			if !all[n] {
-				return fmt.Errorf("%s: %s is not in the graph that the machine is made for", option,
+				return fmt.Errorf("%s: %s is not in the graph that the machine is made for", option.name,
 					Describe(n))
 			}
 		}

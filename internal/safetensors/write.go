@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
+	"maps"
 	"os"
 	"slices"
 	"unicode/utf8"
@@ -125,7 +126,8 @@ func layOut(tensors []Source, metadata map[string]string) ([]Source, []entry, er
 		return nil, nil, fmt.Errorf("%d entries of metadata, want at most %d: %w", len(metadata),
 			most, ErrInvalid)
 	}
-	for key, value := range metadata {
+	for _, key := range slices.Sorted(maps.Keys(metadata)) {
+		value := metadata[key]
 		if key == digestKey || key == sumsKey {
 			return nil, nil, fmt.Errorf("metadata key %q is reserved for checksums: %w", key,
 				ErrInvalid)

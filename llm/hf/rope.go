@@ -33,9 +33,12 @@ func readRope(o *object, f family, positions int) (full, local rope) {
 		o.fail("rope_parameters", "%w", err)
 		return full, local
 	}
-	for name, r := range map[string]*rope{"full_attention": &full, "sliding_attention": &local} {
-		if p.take(name, &text, "an object") {
-			r.read(o, "rope_parameters."+name, text, positions)
+	for _, kind := range []struct {
+		name string
+		rope *rope
+	}{{"full_attention", &full}, {"sliding_attention", &local}} {
+		if p.take(kind.name, &text, "an object") {
+			kind.rope.read(o, "rope_parameters."+kind.name, text, positions)
 		}
 	}
 	if err := p.done(); err != nil && o.err == nil {

@@ -6,6 +6,8 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 
 	"github.com/ebitengine/purego"
 
@@ -85,12 +87,13 @@ func load(path string) (*api, error) {
 		return nil, err
 	}
 	a := &api{}
-	for symbol, f := range a.symbols() {
+	functions := a.symbols()
+	for _, symbol := range slices.Sorted(maps.Keys(functions)) {
 		address, err := sharedlib.Lookup(library, symbol)
 		if err != nil {
 			return nil, fmt.Errorf("it has no %s", symbol)
 		}
-		purego.RegisterFunc(f, address)
+		purego.RegisterFunc(functions[symbol], address)
 	}
 	return a, nil
 }

@@ -2,6 +2,7 @@ package store
 
 import (
 	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -117,8 +118,8 @@ func (r *Run) onMachine(machine map[string]string, replace bool) {
 	maps.DeleteFunc(all, func(name, _ string) bool {
 		return replace && strings.HasPrefix(name, machinePrefix)
 	})
-	for name, value := range machine {
-		all[machinePrefix+clip(name)] = clip(value)
+	for _, name := range slices.Sorted(maps.Keys(machine)) {
+		all[machinePrefix+clip(name)] = clip(machine[name]) // two clipped names may be the same
 	}
 	r.run.Settings = all
 }

@@ -5,7 +5,9 @@ package update
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -419,7 +421,10 @@ func (x *Optimizer) apply() error {
 
 // ClearSums sets the gathered gradients of a program to zero.
 func ClearSums(r *run.Runner) error {
-	for _, s := range r.Program.Sums {
+	params := slices.SortedFunc(maps.Keys(r.Program.Sums),
+		func(a, b *gorgonia.Node) int { return cmp.Compare(a.ID(), b.ID()) })
+	for _, p := range params {
+		s := r.Program.Sums[p]
 		if err := r.Launch(program.Zero{Ptr: s.Ptr(), Bytes: s.Buffer.Bytes}); err != nil {
 			return err
 		}

@@ -11,6 +11,7 @@ import (
 	"io/fs"
 	"maps"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -186,7 +187,8 @@ func (t *Template) Render(messages []Message, o Options) (string, error) {
 
 func (t *Template) render(messages []Message, o Options) (text string, err error) {
 	variables := map[string]any{"add_generation_prompt": o.AddGenerationPrompt}
-	for name, v := range o.Variables {
+	for _, name := range slices.Sorted(maps.Keys(o.Variables)) {
+		v := o.Variables[name]
 		switch v.(type) {
 		case string, bool, int, float64:
 			variables[name] = v

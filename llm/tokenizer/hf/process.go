@@ -3,6 +3,8 @@ package hf
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 )
 
 // A template is what the file's post-processors put around a text.
@@ -92,7 +94,7 @@ func (o *object) templateIDs() map[string][]int {
 		return all
 	}
 	tokens := newObject(path(o.where, "special_tokens"), v)
-	for name := range tokens.members {
+	for _, name := range slices.Sorted(maps.Keys(tokens.members)) {
 		member, ok := tokens.must(name)
 		if !ok {
 			continue

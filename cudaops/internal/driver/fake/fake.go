@@ -140,11 +140,13 @@ func (c *Context) Leaks() []string {
 				b.size, uint64(b.base)))
 		}
 	}
-	for what, n := range map[string]int{"streams": len(c.streams) - 1, "events": len(c.events),
-		"modules": len(c.modules), "graphs": len(c.graphs),
-		"bytes of pinned host memory": c.pinnedBytes} {
-		if n > 0 {
-			found = append(found, fmt.Sprintf("%d %s", n, what))
+	for _, left := range []struct {
+		what string
+		n    int
+	}{{"streams", len(c.streams) - 1}, {"events", len(c.events)}, {"modules", len(c.modules)},
+		{"graphs", len(c.graphs)}, {"bytes of pinned host memory", c.pinnedBytes}} {
+		if left.n > 0 {
+			found = append(found, fmt.Sprintf("%d %s", left.n, left.what))
 		}
 	}
 	return found

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -89,8 +90,8 @@ func (c *Context) Free(p gpu.Ptr) error {
 		return nil
 	}
 	return c.locked("cuMemFree", func() error {
-		for _, s := range c.streams {
-			if err := c.drain(s); err != nil {
+		for _, s := range slices.Sorted(maps.Keys(c.streams)) {
+			if err := c.drain(c.streams[s]); err != nil {
 				return err
 			}
 		}
