@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -1093,7 +1094,8 @@ func TestKeepOfKept(t *testing.T) {
 			made, err := NewMachine(device, g.G, WithParams(g.Params...), WithOutputs(g.Outputs()...))
 			if err == nil && g.Position != nil {
 				attentions = append(attentions, made)
-				cached = slices.AppendSeq(cached, maps.Keys(made.runner.Program.Caches))
+				cached = append(cached, slices.SortedFunc(maps.Keys(made.runner.Program.Caches),
+					func(a, b *gorgonia.Node) int { return cmp.Compare(a.ID(), b.ID()) })...)
 			}
 			return made, err
 		})

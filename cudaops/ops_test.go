@@ -1105,6 +1105,12 @@ func stockCases() []stockCase {
 	return slices.Concat(elementwiseCases(), productCases(), reductionCases(), layoutCases())
 }
 
+// byName sorts cases by name, and leaves those of one name in their order.
+func byName(cases []stockCase) []stockCase {
+	slices.SortStableFunc(cases, func(a, b stockCase) int { return strings.Compare(a.name, b.name) })
+	return cases
+}
+
 func elementwiseCases() []stockCase {
 	m, v, s := shape{3, 7}, shape{5}, shape{}
 	var cases []stockCase
@@ -1165,7 +1171,7 @@ func elementwiseCases() []stockCase {
 		}
 	}
 	// From the logarithm of a sigmoid Gorgonia makes a softplus, and removes nodes from the graph.
-	return append(cases, stockCase{name: "BinaryXent", shapes: []shape{m, m}, positive: true,
+	cases = append(cases, stockCase{name: "BinaryXent", shapes: []shape{m, m}, positive: true,
 		build: func(in nodes) (*node, error) {
 			p, err := gorgonia.Sigmoid(in[0])
 			if err != nil {
@@ -1173,6 +1179,7 @@ func elementwiseCases() []stockCase {
 			}
 			return gorgonia.BinaryXent(p, in[1])
 		}})
+	return byName(cases)
 }
 
 // number1 is a constant of x's type.
@@ -1286,7 +1293,7 @@ func reductionCases() []stockCase {
 			shapes: []shape{c.x},
 			build:  func(in nodes) (*node, error) { return gorgonia.SoftMax(in[0], c.axes...) }})
 	}
-	return cases
+	return byName(cases)
 }
 
 func layoutCases() []stockCase {
@@ -1391,7 +1398,7 @@ func layoutCases() []stockCase {
 				}})
 		}
 	}
-	return cases
+	return byName(cases)
 }
 
 // passOn is the identity of scalars, without a kernel, whose result is a tensor of no dimensions

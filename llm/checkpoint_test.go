@@ -244,7 +244,7 @@ func TestResumeErrors(t *testing.T) {
 		}
 		change(tensors, metadata)
 		p := filepath.Join(dir, "edited.safetensors")
-		if err := safetensors.Save(p, slices.Collect(maps.Values(tensors)), metadata); err != nil {
+		if err := safetensors.Save(p, inOrder(tensors), metadata); err != nil {
 			t.Fatal(err)
 		}
 		return p
@@ -468,12 +468,15 @@ func rewritten(t testing.TB, change func(tensors map[string]safetensors.Tensor,
 	}
 	change(byName, metadata)
 	path := filepath.Join(t.TempDir(), "m.safetensors")
-	all := slices.SortedFunc(maps.Values(byName), func(a,
-		b safetensors.Tensor) int {
+	require.NoError(t, safetensors.Save(path, inOrder(byName), metadata))
+	return path
+}
+
+// inOrder returns tensors in the order of their names.
+func inOrder(byName map[string]safetensors.Tensor) []safetensors.Tensor {
+	return slices.SortedFunc(maps.Values(byName), func(a, b safetensors.Tensor) int {
 		return strings.Compare(a.Name, b.Name)
 	})
-	require.NoError(t, safetensors.Save(path, all, metadata))
-	return path
 }
 
 // trainedCheckpoint is smallCheckpoint after a step, so that there is a state of the optimiser.

@@ -778,8 +778,9 @@ func TestTraitErrors(t *testing.T) {
 // have windows and no RoPE, across the edge of Config.Seq too.
 func TestTraitsDecode(t *testing.T) {
 	r := texttest.Rand(t)
-	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float32: 2e-5,
-		tensor.Float64: 1e-12} {
+	tolerances := map[tensor.Dtype]float64{tensor.Float32: 2e-5, tensor.Float64: 1e-12}
+	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+		tolerance := tolerances[dt]
 		m, err := NewModel(gemma(), dt, r.Uint64())
 		require.NoError(t, err)
 		stir(r.NormFloat64, m)

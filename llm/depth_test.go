@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
-	"maps"
 	"math"
 	"path/filepath"
 	"slices"
@@ -343,8 +342,7 @@ func TestForgedBefore(t *testing.T) {
 			}
 			change(byName, metadata)
 			forged := filepath.Join(t.TempDir(), "forged")
-			require.NoError(t, safetensors.Save(forged, slices.Collect(maps.Values(byName)),
-				metadata))
+			require.NoError(t, safetensors.Save(forged, inOrder(byName), metadata))
 			again := newTrainer(t, options)
 			require.NoError(t, again.step())
 			before := stateOf(t, again)

@@ -234,8 +234,9 @@ func apartBy(t *testing.T, x, y any) float64 {
 // after training.
 func TestDecoding(t *testing.T) {
 	r := texttest.Rand(t)
-	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float32: 1e-5,
-		tensor.Float64: 1e-13} {
+	tolerances := map[tensor.Dtype]float64{tensor.Float32: 1e-5, tensor.Float64: 1e-13}
+	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+		tolerance := tolerances[dt]
 		c := tiny()
 		c.SlotWidth, c.Untied = 16, true
 		tr := newTrainer(t, trainerOptions{config: c, steps: 2, dt: dt})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"path/filepath"
 	"slices"
@@ -374,8 +375,9 @@ func squared(t *testing.T, kind blueprints.Kind, opts ...state.Option) (losses [
 		}
 		losses = append(losses, e.Loss)
 		if e.Step == 1 {
-			for seed, slot := range map[int]int{0: 1, 2: 2, 3: 1} {
-				if err := tr.Model.Germinate(0, seed, state.GerminationRequest{Slot: slot,
+			slots := map[int]int{0: 1, 2: 2, 3: 1}
+			for _, seed := range slices.Sorted(maps.Keys(slots)) {
+				if err := tr.Model.Germinate(0, seed, state.GerminationRequest{Slot: slots[seed],
 					Kind: kind}); err != nil {
 					return err
 				}

@@ -352,12 +352,12 @@ func place(l *state.Lattice, seed int, s seedSetting) error {
 	if !ok {
 		return fmt.Errorf("no kind %q", s.Kind)
 	}
-	for stage, route := range routes {
+	for _, stage := range slices.Sorted(maps.Keys(routes)) {
 		if stage.String() != s.Stage {
 			continue
 		}
 		var err error
-		for _, to := range route {
+		for _, to := range routes[stage] {
 			if to == state.Germinated {
 				err = l.RequestGermination(seed, state.GerminationRequest{Slot: s.Slot, Kind: kind})
 			} else {

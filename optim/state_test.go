@@ -287,8 +287,9 @@ func TestDeclareRefuses(t *testing.T) {
 
 // Forget makes the moments of the given elements zero, and nothing else.
 func TestForget(t *testing.T) {
-	r := freshRand(t)
-	for name, o := range both(t) {
+	r, optimizers := freshRand(t), both(t)
+	for _, name := range []string{"AdamW", "Muon"} {
+		o := optimizers[name]
 		ps := small()
 		for range 3 {
 			copy(ps[0].gradient(), normals(r, 6))

@@ -3,8 +3,10 @@ package direct
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -49,7 +51,8 @@ func (d *device) Do(f func() error) error { return f() }
 // at is n bytes of memory.
 func (d *device) at(p comm.Ptr, n int) []byte {
 	p &^= elsewhere
-	for base, b := range d.blocks {
+	for _, base := range slices.Sorted(maps.Keys(d.blocks)) {
+		b := d.blocks[base]
 		if p >= base && int(p-base)+n <= len(b) {
 			return b[p-base:][:n]
 		}
@@ -86,8 +89,8 @@ func (d *device) Fill(p comm.Ptr, words []uint32) error {
 func (d *device) Allocation(p comm.Ptr) (comm.Ptr, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for base, b := range d.blocks {
-		if p >= base && int(p-base) < len(b) {
+	for _, base := range slices.Sorted(maps.Keys(d.blocks)) {
+		if p >= base && int(p-base) < len(d.blocks[base]) {
 			return base, nil
 		}
 	}

@@ -418,10 +418,11 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 		t.Fatalf("%d documents in the file, want %d", len(ends), text.Documents())
 	}
 	r := texttest.Rand(t)
-	for name, c := range map[string]struct {
+	for _, c := range []struct {
+		name   string
 		tokens Tokens
 		ends   []int64
-	}{"bytes": {raw, text.ends}, "file": {file, ends}} {
+	}{{"bytes", raw, text.ends}, {"file", file, ends}} {
 		for range 20 {
 			seq := 1 + r.IntN(min(200, int(c.tokens.Len())-1))
 			l := loaderOf(t, c.tokens, LoaderConfig{Batch: 1, Seq: seq, Seed: r.Uint64()})
@@ -437,7 +438,7 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 					}
 					if int64(start) != want {
 						t.Fatalf("%s: the document of token %d of the window of %d at %d starts "+
-							"at %d, want %d", name, i, seq, offset, start, want)
+							"at %d, want %d", c.name, i, seq, offset, start, want)
 					}
 				}
 			}
