@@ -3,6 +3,9 @@
 // compiles nothing, and so takes seconds where a build for another platform takes minutes. A
 // function without a body must stand in the assembly of its package.
 //
+// It also reports results that depend on the order in which Go iterates over a map, as package
+// maporder documents.
+//
 //	GOOS=windows GOARCH=amd64 typecheck ./...
 //	CGO_ENABLED=1 typecheck -tags=cu,cuda ./...
 package main
@@ -20,6 +23,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+
+	"github.com/kasmina-go/kasmina/.ci/typecheck/maporder"
 )
 
 func main() {
@@ -49,6 +54,7 @@ func check(args []string) error {
 		return err
 	}
 	var errs []error
+	var checked []*maporder.Package
 	known, fset := map[string]*types.Package{"unsafe": types.Unsafe}, token.NewFileSet()
 	for d := json.NewDecoder(out); d.More(); {
 		var p listed
@@ -69,12 +75,19 @@ func check(args []string) error {
 					errs = append(errs, err)
 				}
 			}}
-		known[p.ImportPath], _ = c.Check(p.ImportPath, fset, files, nil)
+		info := &types.Info{Types: map[ast.Expr]types.TypeAndValue{},
+			Defs: map[*ast.Ident]types.Object{}, Uses: map[*ast.Ident]types.Object{},
+			Selections: map[*ast.SelectorExpr]*types.Selection{}}
+		known[p.ImportPath], _ = c.Check(p.ImportPath, fset, files, info)
 		if !p.DepOnly {
 			errs = append(errs, p.assembled(fset, files))
+			checked = append(checked, &maporder.Package{Files: files, Info: info})
 		}
 	}
-	return errors.Join(append(errs, list.Wait())...)
+	if err := errors.Join(append(errs, list.Wait())...); err != nil {
+		return err
+	}
+	return maporder.Check(fset, checked)
 }
 
 func (p listed) parse(fset *token.FileSet) (files []*ast.File, err error) {

@@ -1,0 +1,291 @@
+// Package maporder finds results that depend on the order in which Go iterates over a map.
+//
+// That order differs from run to run. A sum of floating-point numbers taken in it has other last
+// bits each time, and ranks that compute it disagree. Check reports, inside every loop whose order is
+// that of a map:
+//
+//   - a floating-point or complex variable that is added to, multiplied or otherwise computed from
+//     its own value, directly or by a function that is called. Minima and maxima are fine, and so is
+//     adding an integer constant, because neither depends on the order;
+//   - a slice that is appended to, or filled at a counter, and that the same function uses before it
+//     sorts it. Such a slice may be tested for its length, searched, or ranged over, in which case
+//     the loop has the order of the map too. Slices of errors are exempt;
+//   - text that is added to a string or written to a writer;
+//   - numbers drawn from a generator of random numbers;
+//   - a result that the function returns from within the loop and that depends on the iteration. Of
+//     several errors, another one would be returned each time.
+//
+// A variable that belongs to one iteration is fine, and so is an element that the key of the map
+// selects, since every iteration then has its own: total[key] += x.
+//
+// The order of a map is that of a range statement over a map, maps.Keys, maps.Values or maps.All, of
+// sync.Map.Range, reflect.Value.MapKeys and MapRange, of slices.Collect of these, and of every
+// function of the checked packages that calls a parameter in such an order.
+//
+// # What is not found
+//
+// Check follows names, not memory. It does not notice that the values of two keys point to the same
+// variable, and it takes two fields of one variable for two variables. It follows calls of functions
+// and methods that are known statically, and of function literals stored in variables, but not calls
+// of interface methods or of functions in fields. A call of a sorting function counts wherever it
+// follows the loop in the text, and it is not examined whether it leaves ties in the order they had.
+// Nor does it find a choice among equals (if x > best { best, name = x, key }), where the last of
+// several iterations decides, or sums in the order in which goroutines finish.
+package maporder
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"go/ast"
+	"go/token"
+	"go/types"
+	"slices"
+)
+
+// A Package is a package whose types have been checked. Info needs Types, Defs, Uses and Selections.
+type Package struct {
+	Files []*ast.File
+	Info  *types.Info
+}
+
+// Check returns an error that lists what depends on the order of a map in pkgs, or nil. All files
+// have been parsed with fset. A file that belongs to several packages, such as a package and its
+// test, is reported once.
+func Check(fset *token.FileSet, pkgs []*Package) error {
+	c := &checker{fset: fset, byName: map[token.Position]*function{},
+		reported: map[token.Position]bool{}}
+	var all []*scope
+	for _, p := range pkgs {
+		for _, f := range p.Files {
+			for _, d := range f.Decls {
+				s := newScope(c, p, d)
+				all = append(all, s)
+				if fn, ok := d.(*ast.FuncDecl); ok && fn.Body != nil {
+					f := &function{scope: s, decl: fn}
+					c.funcs = append(c.funcs, f)
+					c.byName[fset.Position(fn.Name.Pos())] = f
+				}
+			}
+		}
+	}
+
+	// What a function does depends on the functions that it calls, so repeat until nothing changes.
+	for changed := true; changed; {
+		changed = false
+		for _, f := range c.funcs {
+			changed = f.summarize() || changed
+		}
+	}
+
+	for _, s := range all {
+		s.check()
+	}
+	slices.SortFunc(c.reports, func(a, b report) int {
+		return cmp.Or(cmp.Compare(a.at.Filename, b.at.Filename), a.at.Line-b.at.Line,
+			a.at.Column-b.at.Column)
+	})
+	var errs []error
+	for _, r := range c.reports {
+		errs = append(errs, fmt.Errorf("%s: %s", r.at, r.text))
+	}
+	return errors.Join(errs...)
+}
+
+// A checker holds what is known of all packages.
+type checker struct {
+	fset     *token.FileSet
+	funcs    []*function
+	byName   map[token.Position]*function // by the positions of their names
+	reports  []report
+	reported map[token.Position]bool
+}
+
+type report struct {
+	at   token.Position
+	text string
+}
+
+// known returns the declaration of a function, or nil if it is in none of the checked packages.
+func (c *checker) known(f *types.Func) *function {
+	if f == nil {
+		return nil
+	}
+	return c.byName[c.fset.Position(f.Origin().Pos())]
+}
+
+// report notes what depends on the order in which r iterates, once for each place.
+func (c *checker) report(n ast.Node, r *region, format string, args ...any) {
+	at := c.fset.Position(n.Pos())
+	if c.reported[at] {
+		return
+	}
+	c.reported[at] = true
+	text := fmt.Sprintf(format, args...)
+	if line := c.fset.Position(r.node.Pos()).Line; line != at.Line {
+		text += fmt.Sprintf(" (the order is that of line %d)", line)
+	}
+	c.reports = append(c.reports, report{at, text})
+}
+
+// A scope is a declaration at the top level of a file, with what is needed to follow its variables.
+type scope struct {
+	*checker
+	*Package
+	decl    ast.Node
+	parents map[ast.Node]ast.Node
+	defs    map[types.Object][]def
+	regions []*region // in the order of the text
+	filled  []*filling
+}
+
+// A def is one of the values that a variable is given.
+type def struct {
+	value   ast.Expr       // nil if a loop gives the value
+	loop    *ast.RangeStmt // the loop that does
+	element bool           // value is the second value of the loop, or else the first
+	results int            // value is a call with so many results
+}
+
+func newScope(c *checker, p *Package, decl ast.Node) *scope {
+	s := &scope{checker: c, Package: p, decl: decl, parents: map[ast.Node]ast.Node{},
+		defs: map[types.Object][]def{}}
+	var stack []ast.Node
+	ast.Inspect(decl, func(n ast.Node) bool {
+		if n == nil {
+			stack = stack[:len(stack)-1]
+			return true
+		}
+		if len(stack) > 0 {
+			s.parents[n] = stack[len(stack)-1]
+		}
+		stack = append(stack, n)
+		s.define(n)
+		return true
+	})
+	return s
+}
+
+// define notes the values that a statement gives to variables.
+func (s *scope) define(n ast.Node) {
+	add := func(to ast.Expr, d def) {
+		if id, ok := to.(*ast.Ident); ok {
+			if v := s.variable(id); v != nil {
+				s.defs[v] = append(s.defs[v], d)
+			}
+		}
+	}
+	switch n := n.(type) {
+	case *ast.AssignStmt:
+		for i, to := range n.Lhs {
+			if len(n.Rhs) == len(n.Lhs) {
+				add(to, def{value: n.Rhs[i]})
+			} else {
+				add(to, def{value: n.Rhs[0], results: len(n.Lhs)})
+			}
+		}
+	case *ast.ValueSpec:
+		for i, to := range n.Names {
+			if len(n.Values) == len(n.Names) {
+				add(to, def{value: n.Values[i]})
+			} else if len(n.Values) == 1 {
+				add(to, def{value: n.Values[0], results: len(n.Names)})
+			}
+		}
+	case *ast.RangeStmt:
+		add(n.Key, def{loop: n})
+		add(n.Value, def{loop: n, element: true})
+	}
+}
+
+// variable returns the variable that an identifier names, or nil.
+func (s *scope) variable(id *ast.Ident) *types.Var {
+	v, _ := s.Info.ObjectOf(id).(*types.Var)
+	return v
+}
+
+// callee returns the function or method that a call names, or nil.
+func (s *scope) callee(call *ast.CallExpr) *types.Func {
+	switch f := ast.Unparen(call.Fun).(type) {
+	case *ast.Ident:
+		fn, _ := s.Info.Uses[f].(*types.Func)
+		return fn
+	case *ast.SelectorExpr:
+		fn, _ := s.Info.Uses[f.Sel].(*types.Func)
+		return fn
+	case *ast.IndexExpr: // of type arguments
+		return s.callee(&ast.CallExpr{Fun: f.X})
+	case *ast.IndexListExpr:
+		return s.callee(&ast.CallExpr{Fun: f.X})
+	}
+	return nil
+}
+
+// calls reports whether a call is of one of the named functions of a package, and any function if
+// there are no names. A method's name follows that of its type, as in Map.Range.
+func (s *scope) calls(e ast.Expr, pkg string, names ...string) bool {
+	call, ok := ast.Unparen(e).(*ast.CallExpr)
+	return ok && is(s.callee(call), pkg, names...)
+}
+
+func is(f *types.Func, pkg string, names ...string) bool {
+	if f == nil || f.Pkg() == nil || f.Pkg().Path() != pkg {
+		return false
+	}
+	return len(names) == 0 || slices.Contains(names, fullName(f))
+}
+
+// fullName returns a function's name, behind that of the receiver's type.
+func fullName(f *types.Func) string {
+	recv := f.Signature().Recv()
+	if recv == nil {
+		return f.Name()
+	}
+	t := types.Unalias(recv.Type())
+	if p, ok := t.(*types.Pointer); ok {
+		t = types.Unalias(p.Elem())
+	}
+	if named, ok := t.(*types.Named); ok {
+		return named.Obj().Name() + "." + f.Name()
+	}
+	return f.Name()
+}
+
+// builtin reports whether a call is of one of the named predeclared functions.
+func (s *scope) builtin(e ast.Expr, names ...string) bool {
+	call, ok := ast.Unparen(e).(*ast.CallExpr)
+	if !ok {
+		return false
+	}
+	id, ok := ast.Unparen(call.Fun).(*ast.Ident)
+	if !ok || !slices.Contains(names, id.Name) {
+		return false
+	}
+	_, ok = s.Info.Uses[id].(*types.Builtin)
+	return ok
+}
+
+// conversion reports whether a call converts its argument to a type.
+func (s *scope) conversion(call *ast.CallExpr) bool {
+	return len(call.Args) == 1 && s.Info.Types[call.Fun].IsType()
+}
+
+// check reports what depends on the order of a map in the scope.
+func (s *scope) check() {
+	s.findRegions()
+	for _, r := range s.regions {
+		s.checkSums(r)
+		s.checkTexts(r)
+		s.checkDraws(r)
+		s.checkChoices(r)
+	}
+	s.checkSlices()
+}
+
+// typeOf returns the type of an expression, which is invalid if it has none.
+func (s *scope) typeOf(e ast.Expr) types.Type {
+	if t := s.Info.TypeOf(e); t != nil {
+		return t
+	}
+	return types.Typ[types.Invalid]
+}
