@@ -111,7 +111,8 @@ func compareWithStatic(rows []row) {
 	for i := range rows {
 		var gain, share float64
 		common, reached := 0, 0
-		for seed, run := range rows[i].runs {
+		for _, seed := range slices.Sorted(maps.Keys(rows[i].runs)) {
+			run := rows[i].runs[seed]
 			static, ok := rows[best].runs[seed]
 			if !ok {
 				continue
@@ -142,11 +143,13 @@ func meanAndDeviation(runs map[uint64]record, figure func(record) float64) (mean
 	if n == 0 {
 		return 0, 0
 	}
-	for _, r := range runs {
-		mean += figure(r) / n
+	seeds := slices.Sorted(maps.Keys(runs)) // the order of a map would change the last bits
+	for _, seed := range seeds {
+		mean += figure(runs[seed]) / n
 	}
-	for _, r := range runs {
-		deviation += (figure(r) - mean) * (figure(r) - mean)
+	for _, seed := range seeds {
+		off := figure(runs[seed]) - mean
+		deviation += off * off
 	}
 	return mean, math.Sqrt(deviation / max(1, n-1))
 }
