@@ -57,7 +57,7 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		if kind, err = gguf.ParseType(o.gguf); err != nil {
 			return fmt.Errorf("-gguf: %w", err)
 		}
-		// Both are found out now rather than after the model has been converted.
+		// What is wrong with -out is found out now rather than after the model has been loaded.
 		if _, err := os.Lstat(o.out); err == nil {
 			return fmt.Errorf("-out: %s exists: name a new file, or remove that one", o.out)
 		}
@@ -65,6 +65,12 @@ func (o *convertOptions) run(c *cobra.Command) error {
 			return fmt.Errorf("-out: %w", err)
 		}
 	}
+	if o.gguf == "" {
+		if err := atomicfile.Vacant(o.out); err != nil {
+			return fmt.Errorf("-out: %w", err)
+		}
+	}
+
 	f, err := hf.Open(o.model)
 	if err != nil {
 		return err

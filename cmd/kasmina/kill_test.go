@@ -96,7 +96,8 @@ type killedRun struct {
 	name   string
 	args   []string
 	merges bool
-	shard  int // bytes
+	shard  int  // bytes
+	parts  bool // ranks write checkpoints in parts, which have random names
 }
 
 func (r *killedRun) command(t *testing.T, out string, env ...string) *exec.Cmd {
@@ -128,7 +129,7 @@ func killedRuns() []*killedRun {
 		{name: "grow, 2 ranks", args: on2(grow)},
 		{name: "plain, sharded", args: plain, shard: 40 << 10},
 		{name: "adapters", args: adapters, merges: true},
-		{name: "plain, 2 ranks", args: on2(plain)},
+		{name: "plain, 2 ranks, parts", args: append(on2(plain), "-save-parts"), parts: true},
 	}
 }
 
@@ -192,11 +193,8 @@ func TestKilled(t *testing.T) {
 		if want[run.name] == "" {
 			want[run.name] = filepath.Join(dir, strings.ReplaceAll("want "+run.name, " ", "-"))
 			alone := *run
-			alone.args = slices.DeleteFunc(slices.Clone(run.args), func(a string) bool {
-				return a == "-gpus"
-			})
-			if len(alone.args) < len(run.args) { // the number after -gpus
-				alone.args = alone.args[:len(alone.args)-1]
+			if gpus := slices.Index(run.args, "-gpus"); gpus > 0 && !run.parts {
+				alone.args = run.args[:gpus]
 			}
 			text, err := alone.command(t, want[run.name]).CombinedOutput()
 			require.NoError(t, err, "%s: %s", run.name, text)
@@ -220,11 +218,11 @@ func TestKilled(t *testing.T) {
 			}
 		}
 		run.finish(t, out, history)
-		sameFolder(t, want[run.name], out, history)
+		run.sameFolder(t, want[run.name], out, history)
 
 		// Once it has finished, the same command changes nothing.
 		run.finish(t, out, history)
-		sameFolder(t, want[run.name], out, history)
+		run.sameFolder(t, want[run.name], out, history)
 		require.NoError(t, os.RemoveAll(out))
 	}
 	for _, name := range slices.Sorted(maps.Keys(countBy)) {
@@ -277,17 +275,29 @@ func (r *killedRun) finish(t *testing.T, out string, history []string) {
 	require.NoError(t, err, "%s: %s\nafter %s", r.name, text, strings.Join(history, "\n"))
 }
 
-// sameFolder wants two folders to hold the same files with the same bytes. Of the logs of two runs the
-// last losses of every step are compared.
-func sameFolder(t *testing.T, want, got string, history []string) {
+// sameFolder wants two folders to hold the same files with the same bytes. Of the logs of two runs it
+// compares the last losses of every step, and of checkpoints in parts the number of files.
+func (r *killedRun) sameFolder(t *testing.T, want, got string, history []string) {
 	t.Helper()
-	after := "after " + strings.Join(history, "\n")
-	require.Equal(t, filesIn(t, want), filesIn(t, got), after)
-	for _, name := range filesIn(t, want) {
-		if strings.HasSuffix(name, "/") {
-			continue
+	after := r.name + " after " + strings.Join(history, "\n")
+	checkpoint := runFolder + "/" + checkpointName
+	names := func(dir string) (all []string) {
+		for _, name := range filesIn(t, dir) {
+			if part := strings.LastIndexByte(name, '-'); r.parts && part > 0 &&
+				strings.HasPrefix(name, checkpoint+".") {
+				name = checkpoint + " part " + name[part+1:]
+			}
+			all = append(all, name)
 		}
-		if filepath.Base(name) == logName {
+		return all
+	}
+
+	require.Equal(t, names(want), names(got), after)
+	for _, name := range names(want) {
+		switch {
+		case strings.HasSuffix(name, "/"), r.parts && strings.HasPrefix(name, checkpoint):
+			continue
+		case filepath.Base(name) == logName:
 			require.Equal(t, lossesIn(t, filepath.Join(want, name)),
 				lossesIn(t, filepath.Join(got, name)), after)
 			continue
@@ -297,7 +307,7 @@ func sameFolder(t *testing.T, want, got string, history []string) {
 		y, err := os.ReadFile(filepath.Join(got, name))
 		require.NoError(t, err)
 		if !slices.Equal(x, y) {
-			t.Fatalf("%s differs %s", name, after)
+			t.Fatalf("%s differs: %s", name, after)
 		}
 	}
 }

@@ -175,8 +175,18 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 	return o.runFrom(c, m, stage)
 }
 
-// checkProcesses returns an error if options for several processes are given and there is only one.
+// checkProcesses returns an error for options that have no effect with the processes that there are:
+// those for several where there is only one, and -gpus where somebody else has started them.
 func (o *trainOptions) checkProcesses(c *cobra.Command, m machines) error {
+	here := 1
+	if m.world != nil {
+		here = m.world.Place().LocalSize
+	}
+	if o.gpus > 1 && o.gpus != here {
+		return fmt.Errorf("-gpus %d has no effect, because another program has started this process as "+
+			"one of %d on this host: leave it out", o.gpus, here)
+	}
+
 	unused := given(c, "deadline", "save-parts")
 	if m.team != nil && m.team.Size() > 1 || len(unused) == 0 {
 		return nil

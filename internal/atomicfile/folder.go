@@ -24,7 +24,7 @@ func CreateFolder(path string, fill func(dir string) error) (err error) {
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		path = target
 	}
-	if err := checkVacant(path); err != nil {
+	if err := Vacant(path); err != nil {
 		return err
 	}
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
@@ -56,8 +56,9 @@ func CreateFolder(path string, fill func(dir string) error) (err error) {
 	return syncDir(filepath.Dir(path))
 }
 
-// checkVacant returns an error unless there is nothing at path but, perhaps, an empty folder.
-func checkVacant(path string) error {
+// Vacant returns an error if [CreateFolder] could not create a folder at path, because there is
+// something other than an empty folder or because the name is not possible.
+func Vacant(path string) error {
 	info, err := os.Lstat(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -120,7 +121,7 @@ func publishFolder(from, path string) error {
 	}
 
 	// Removing a folder fails unless it is empty.
-	if checkVacant(path) != nil || os.Remove(path) != nil {
+	if Vacant(path) != nil || os.Remove(path) != nil {
 		return fmt.Errorf("%w: somebody else has written there meanwhile; choose another name", err)
 	}
 	return Move(from, path)

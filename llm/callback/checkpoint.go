@@ -141,6 +141,9 @@ func (c *checkpointer) begin() error {
 	if err == nil && !info.Mode().IsRegular() && !info.IsDir() {
 		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
 	}
+	if err := modelfile.Replaceable(c.path); err != nil {
+		return fmt.Errorf("llm: Checkpoint: %w", err)
+	}
 	if err := modelfile.Writable(c.path); err != nil {
 		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}

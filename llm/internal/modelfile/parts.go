@@ -188,6 +188,25 @@ func (p Parts) Tidy(path string) error {
 	return nil
 }
 
+// Replaceable returns an error if there is something at path that a checkpoint must not replace,
+// because it is not a checkpoint or a model of package llm.
+func Replaceable(path string) error {
+	info, err := os.Stat(path)
+	if err != nil || info.IsDir() || info.Size() == 0 {
+		return nil // Writable looks at these
+	}
+	f, err := Open(path)
+	if err != nil {
+		return fmt.Errorf("%w: what is there is no checkpoint, or a damaged one; move it away, or "+
+			"choose another name", err)
+	}
+	defer f.Close()
+	if _, ok := f.Metadata[ConfigKey]; !ok {
+		return f.Errorf("the file there is of another program; move it away, or choose another name")
+	}
+	return nil
+}
+
 // Clean removes what killed saves of the checkpoint at path have left: temporary files, and parts
 // that do not belong to the main file. Without a readable main file it leaves the parts alone. No
 // process may be saving to path meanwhile.
