@@ -147,30 +147,38 @@ func termsOf(t types.Type) (all []types.Type) {
 
 // fromMap reports whether an expression that is not a map has the order of one: an iterator or a
 // slice. at is where it is used.
-func (s *scope) fromMap(e ast.Expr, at ast.Node) bool {
+func (s *scope) fromMap(e ast.Expr, at ast.Node) bool { return s.ordered(e, at, nil) }
+
+// ordered is fromMap, without the variables that it has come through.
+func (s *scope) ordered(e ast.Expr, at ast.Node, through []*types.Var) bool {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.Ident:
 		if s.fillingOf(e, at) != nil {
 			return true
 		}
 		v := s.variable(e)
-		return v != nil && isA[*types.Signature](v.Type()) && slices.ContainsFunc(s.defs[v],
-			func(d def) bool { return d.value != nil && d.value != ast.Expr(e) && s.fromMap(d.value, at) })
+		if v == nil || !isA[*types.Signature](v.Type()) || slices.Contains(through, v) {
+			return false
+		}
+		through = append(slices.Clone(through), v)
+		return slices.ContainsFunc(s.defs[v], func(d def) bool {
+			return d.value != nil && s.ordered(d.value, at, through)
+		})
 
 	case *ast.SelectorExpr, *ast.IndexExpr:
 		return s.fillingOf(e, at) != nil
 
 	case *ast.SliceExpr:
-		return s.fromMap(e.X, at)
+		return s.ordered(e.X, at, through)
 
 	case *ast.CallExpr:
 		switch fn := s.callee(e); {
 		case is(fn, "maps", "Keys", "Values", "All"), is(fn, "reflect", "Value.MapKeys"):
 			return true
 		case is(fn, "slices", "Collect", "Values", "All", "Clone", "Clip", "Grow", "Reverse", "Compact"):
-			return s.fromMap(e.Args[0], at)
+			return s.ordered(e.Args[0], at, through)
 		case is(fn, "slices", "AppendSeq", "Concat", "Insert"), s.builtin(e, "append"):
-			return slices.ContainsFunc(e.Args, func(a ast.Expr) bool { return s.fromMap(a, at) })
+			return slices.ContainsFunc(e.Args, func(a ast.Expr) bool { return s.ordered(a, at, through) })
 		case fn != nil:
 			known := s.known(fn)
 			return known != nil && known.yields

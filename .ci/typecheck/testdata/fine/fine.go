@@ -178,6 +178,26 @@ func has(m map[string]float64, want float64) bool {
 	return false
 }
 
+func iterators(x []float64) (sum float64) {
+	seq := slices.Values(x)
+	seq = slices.Values(slices.Collect(seq))
+	for v := range seq {
+		sum += v
+	}
+	return sum
+}
+
+func wrapped(f func(int)) {
+	wrap := func(f func(int)) func(int) { return f }
+	f = wrap(f)
+	g := append([]func(int){}, f)
+	h := g[0]
+	f, h = h, wrap(f)
+	for i := range 3 {
+		h(i)
+	}
+}
+
 func sliceLoops(x []float64, m map[string]float64) (sum float64) {
 	var all []string
 	for _, v := range x {
