@@ -6,6 +6,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -168,7 +169,8 @@ func runBench(ctx context.Context, args []string, stdout, stderr io.Writer) (err
 	if err != nil {
 		return err
 	}
-	b := &bench{study: s, options: o.options, text: text, devices: devices, stderr: stderr}
+	b := &bench{study: s, options: o.options, text: text, devices: devices, stderr: stderr,
+		failed: map[string]error{}}
 	if o.limit > 0 {
 		b.deadline = time.Now().Add(o.limit)
 	}
@@ -176,8 +178,10 @@ func runBench(ctx context.Context, args []string, stdout, stderr io.Writer) (err
 		return err
 	}
 
+	// A job that fails is not tried again in this call, and does not keep the others from running.
+	failed := func(j job) bool { return b.failed[j.name()] != nil }
 	for {
-		jobs := o.grid.jobs(s.records)
+		jobs := slices.DeleteFunc(o.grid.jobs(s.records), failed)
 		if len(jobs) == 0 {
 			break
 		}
@@ -191,7 +195,7 @@ func runBench(ctx context.Context, args []string, stdout, stderr io.Writer) (err
 			break
 		}
 	}
-	return s.report(stdout)
+	return errors.Join(append(slices.Collect(maps.Values(b.failed)), s.report(stdout))...)
 }
 
 func precisionName(d *cudaops.Device, p cudaops.Precision) string {
@@ -249,11 +253,12 @@ type bench struct {
 	deadline time.Time         // zero for none
 	stderr   io.Writer
 
-	mu sync.Mutex // guards the study and stderr
+	mu     sync.Mutex       // guards the study, stderr and what follows
+	failed map[string]error // runs that ended with an error, by the names of their jobs
 }
 
 // run makes the runs of jobs, in their order. It returns how many it left out because they would end
-// after the deadline.
+// after the deadline. Its error is that of a record that could not be written, or of ctx.
 func (b *bench) run(ctx context.Context, jobs []job) (skipped int, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -294,11 +299,16 @@ func (b *bench) runOne(ctx context.Context, j job, d *cudaops.Device, skipped *i
 	}
 
 	r, err := b.train(ctx, j, d)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if err != nil && ctx.Err() == nil {
+		b.failed[j.name()] = fmt.Errorf("%s: %w", j.name(), err)
+		fmt.Fprintf(b.stderr, "%v\n", b.failed[j.name()])
+		return nil
+	}
 	if err != nil {
 		return err
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
 	result := fmt.Sprintf("%.4f nats/byte, %d steps in %.1f s", r.Loss, r.Steps, r.Seconds)
 	if r.Failed != "" {
 		result = r.Failed

@@ -229,6 +229,19 @@ func TestBenchLimit(t *testing.T) {
 	require.Contains(t, stderr.String(), "2 of 2 runs are left for the next call")
 }
 
+// TestBenchGoesOnAfterAFailure wants the other runs of a benchmark to be made when one fails, and the
+// call to end with the error of that run. A file in the place of the folder for decisions makes the
+// run of the growing model fail.
+func TestBenchGoesOnAfterAFailure(t *testing.T) {
+	out := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(out, "decisions"), nil, 0o666))
+	var stdout strings.Builder
+	err := run(t.Context(), benchArgs(t, textFolder(t), out, "-equal", "flops", "blocks=2-4,share=0.1,lr=0.01",
+		"blocks=4,lr=0.01"), &stdout, io.Discard)
+	require.ErrorContains(t, err, "flops-2-seed3-blocks=2-4,share=0.1,lr=0.01: ")
+	require.Contains(t, stdout.String(), "`blocks=4,lr=0.01`")
+}
+
 func TestBadBenchOptions(t *testing.T) {
 	for want, args := range map[string][]string{
 		"-budgets is":                {"-budgets", "5,0"},
