@@ -25,6 +25,7 @@ type benchOptions struct {
 	gpus   string
 	limit  time.Duration
 	report bool
+	pack   bool
 }
 
 // parseBench reads the arguments of grow bench.
@@ -55,6 +56,8 @@ Each run leaves a record in the folder -out. A run that has a record is not made
 		"positions of the GPUs to use, as 0,1, or all; a position that is named twice runs two at a time")
 	f.DurationVar(&o.limit, "limit", 0, "start no run that would end later than this; 0 for no limit")
 	f.BoolVar(&o.report, "report", false, "only print the table of the records in -out")
+	f.BoolVar(&o.pack, "pack", false, "put the records in -out into one file without training losses, "+
+		"and print the table")
 	f.StringVar(&o.device, "device", "auto", "cpu, cuda or auto")
 	f.TextVar(&o.precision, "precision", cudaops.BFloat16, "of a GPU: bf16, f8, f16 or f32")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
@@ -144,8 +147,11 @@ func runBench(ctx context.Context, args []string, stdout, stderr io.Writer) (err
 	if err != nil {
 		return err
 	}
-	if o.report {
+	if o.report || o.pack {
 		s, err := loadStudy(o.out)
+		if err == nil && o.pack {
+			err = s.pack()
+		}
 		if err != nil {
 			return err
 		}

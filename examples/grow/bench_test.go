@@ -216,6 +216,17 @@ func TestBench(t *testing.T) {
 	require.NoError(t, run(t.Context(), []string{"bench", "-report", "-out", out}, &stdout, io.Discard))
 	require.Contains(t, stdout.String(), "`blocks=1-4,share=0.2,lr=0.01`")
 
+	// Packed runs are still known: the table stays the same, and none of them is made again.
+	table := stdout.String()
+	stdout.Reset()
+	require.NoError(t, run(t.Context(), []string{"bench", "-pack", "-out", out}, &stdout, io.Discard))
+	require.Equal(t, table, stdout.String())
+	require.NoFileExists(t, kept)
+	stdout.Reset()
+	require.NoError(t, run(t.Context(), args, &stdout, io.Discard))
+	require.Equal(t, table, stdout.String())
+	require.NoFileExists(t, kept)
+
 	require.ErrorContains(t, run(t.Context(), benchArgs(t, data, out, "-batch", "5", "blocks=4,lr=0.01"),
 		io.Discard, io.Discard), "has the runs of another model, text or precision")
 }

@@ -1,13 +1,16 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
@@ -44,8 +47,8 @@ type record struct {
 	Parameters int          `json:"parameters"`
 	Device     string       `json:"device"`
 	Growths    []growth     `json:"growths,omitempty"`
-	Curve      []curvePoint `json:"curve"`    // held-out losses
-	Training   [][2]float64 `json:"training"` // shares and the mean training loss up to each, per token
+	Curve      []curvePoint `json:"curve"`              // held-out losses
+	Training   [][2]float64 `json:"training,omitempty"` // shares and the mean training loss up to each, per token
 }
 
 // growth is a change of the number of blocks during a run.
@@ -131,7 +134,51 @@ func loadStudy(dir string) (*study, error) {
 	return s, s.readRecords()
 }
 
+// packedName is the file with the records that pack has put together, a line each.
+const packedName = "records.jsonl"
+
+// pack moves all records into one file, and leaves their training losses out, which take most of
+// the space. The runs count as made.
+func (s *study) pack() error {
+	var lines []byte
+	for _, name := range slices.Sorted(maps.Keys(s.records)) {
+		r := s.records[name]
+		r.Training = nil
+		line, err := json.Marshal(r)
+		if err != nil {
+			return err
+		}
+		lines = append(append(lines, line...), '\n')
+	}
+	if err := atomicfile.WriteMkdir(filepath.Join(s.dir, packedName), func(f *os.File) error {
+		_, err := f.Write(lines)
+		return err
+	}); err != nil {
+		return err
+	}
+
+	for name := range s.records {
+		if err := os.Remove(s.path(name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// readRecords reads the packed records and the single ones.
 func (s *study) readRecords() error {
+	packed, err := os.ReadFile(filepath.Join(s.dir, packedName))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	for line := range bytes.Lines(packed) {
+		var r record
+		if err := json.Unmarshal(line, &r); err != nil {
+			return fmt.Errorf("%s: %w", filepath.Join(s.dir, packedName), err)
+		}
+		s.records[r.name()] = r
+	}
+
 	paths, err := filepath.Glob(filepath.Join(s.dir, "*-seed*.json"))
 	if err != nil {
 		return err
