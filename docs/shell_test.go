@@ -46,16 +46,31 @@ var build = sync.OnceValues(func() (*programs, error) {
 	for _, importPath := range all {
 		help, err := exec.Command(filepath.Join(folder, filepath.Base(importPath)),
 			"-help").CombinedOutput()
-		options := map[string]bool{"help": true}
-		for _, m := range optionPattern.FindAllStringSubmatch(string(help), -1) {
-			options[m[1]] = true
-		}
-		if len(options) > 1 || err == nil { // one without options runs with any
+		if options := optionsIn(help); len(options) > 1 || err == nil { // one without options runs with any
 			p.options["."+strings.TrimPrefix(importPath, module)] = options
 		}
 	}
+
+	// The options of subcommands follow the subcommand.
+	for program, subcommand := range subcommands {
+		binary := filepath.Join(p.folder, filepath.Base(program))
+		help, _ := exec.Command(binary, subcommand, "-help").CombinedOutput()
+		p.options[program+" "+subcommand] = optionsIn(help)
+	}
 	return p, nil
 })
+
+// subcommands are those of the programs, other than kasmina, that have one.
+var subcommands = map[string]string{"./examples/grow": "bench"}
+
+// optionsIn returns the options that a program's help lists, without dashes.
+func optionsIn(help []byte) map[string]bool {
+	options := map[string]bool{"help": true}
+	for _, m := range optionPattern.FindAllStringSubmatch(string(help), -1) {
+		options[m[1]] = true
+	}
+	return options
+}
 
 func TestMain(m *testing.M) {
 	status := m.Run()
@@ -199,10 +214,13 @@ func (p *programs) checkRun(args []string) error {
 		return fmt.Errorf("go run %s: there is no such program, have %q", args[0],
 			slices.Sorted(maps.Keys(p.options)))
 	}
+	if len(args) > 1 && subcommands[name] == args[1] {
+		name, args, options = name+" "+args[1], args[1:], p.options[name+" "+args[1]]
+	}
 	for _, a := range args[1:] {
 		option, _, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
 		if strings.HasPrefix(a, "-") && !options[option] {
-			return fmt.Errorf("%s has no option -%s", args[0], option)
+			return fmt.Errorf("%s has no option -%s", name, option)
 		}
 	}
 	return nil
@@ -344,6 +362,9 @@ func TestCommandsFail(t *testing.T) {
 		"x=$(go list -m -f '{{.Dir}}' " + module + ")":      true,
 		"go run ./examples/nothing":                         false,
 		"go run ./examples/grow -onlys":                     false,
+		"go run ./examples/grow bench -limit 9m blocks=3":   true,
+		"go run ./examples/grow bench -only static":         false,
+		"go run ./examples/grow -limit 9m":                  false,
 		"go test ./nothing":                                 false,
 		"go test ./op -run TestNothingAtAll":                false,
 		"go test ./op -nothing":                             false,

@@ -3,7 +3,6 @@ package main
 import (
 	"fmt"
 	"image/color"
-	"math"
 	"os"
 	"slices"
 
@@ -17,9 +16,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
-// drawGains draws, over the budget, by how much each arm that grows ends below the best static arm.
-// Runs of equal FLOPs and of equal time have a panel each. An arm's learning rate, which may change
-// with the budget, does not split its line.
+// drawGains draws, over the budget, how the best arms end compared with the best static arm of all:
+// the best static and the best growing arm of each optimizer. Runs of equal FLOPs and of equal time
+// have a panel each. The table says which arms these are.
 func drawGains(path string, rows []row) error {
 	var panels []*plot.Plot
 	for _, equal := range []string{"flops", "time"} {
@@ -51,32 +50,39 @@ func drawGains(path string, rows []row) error {
 // gainLines returns the panel of runs with the same thing in common, nil if there is nothing to draw.
 func gainLines(rows []row, equal string) (*plot.Plot, error) {
 	lines, names := map[string]plotter.XYs{}, []string(nil)
+	grows := false
 	for _, r := range rows {
-		if r.Equal != equal || r.Static || r.Gain == nil {
+		if r.Equal != equal || r.Gain == nil && !r.Best {
 			continue
 		}
-		a := r.Arm
-		a.rate = 0
-		name := a.String()
+		name := r.Arm.optimizer + ", static"
+		if !r.Static {
+			name, grows = r.Arm.optimizer+", grown", true
+		}
 		if lines[name] == nil {
 			names = append(names, name)
 		}
 
-		// Of several rates at a budget the best one counts, which comes first.
+		point := plotter.XY{X: r.Budget}
+		if r.Gain != nil {
+			point.Y = *r.Gain
+		}
 		line := lines[name]
 		if n := len(line); n == 0 || line[n-1].X != r.Budget {
-			lines[name] = append(line, plotter.XY{X: r.Budget, Y: *r.Gain})
+			lines[name] = append(line, point)
+		} else {
+			line[n-1].Y = max(line[n-1].Y, point.Y)
 		}
 	}
-	if len(names) == 0 {
+	if !grows {
 		return nil, nil
 	}
 
 	p := plot.New()
-	p.Title.Text = fmt.Sprintf("Growth compared with the best static arm, equal %s", equal)
-	p.X.Label.Text, p.Y.Label.Text = "tokens per parameter", "nats per byte below (above 0: growth pays)"
+	p.Title.Text = fmt.Sprintf("The best arms compared with the best static arm, equal %s", equal)
+	p.X.Label.Text, p.Y.Label.Text = "tokens per parameter", "nats per byte below the best static arm"
 	p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, budgetTicks(rows)
-	p.Legend.Top, p.Legend.TextStyle.Font.Size = true, vg.Points(7)
+	p.Legend.Top = true
 	p.Add(plotter.NewGrid())
 	slices.Sort(names)
 	for i, name := range names {
@@ -85,7 +91,7 @@ func gainLines(rows []row, equal string) (*plot.Plot, error) {
 			return nil, err
 		}
 		line.Color, points.Color = plotutil.Color(i), plotutil.Color(i)
-		line.Dashes, points.Shape = plotutil.Dashes(i/7), plotutil.Shape(i)
+		points.Shape = plotutil.Shape(i)
 		p.Add(line, points)
 		p.Legend.Add(name, line, points)
 	}
@@ -93,8 +99,11 @@ func gainLines(rows []row, equal string) (*plot.Plot, error) {
 	zero := plotter.NewFunction(func(float64) float64 { return 0 })
 	zero.Color = color.Gray{100}
 	p.Add(zero)
+
+	// Leave room around the points, and above them for the legend.
+	margin := 0.1 * max(p.Y.Max-p.Y.Min, 1e-3)
 	p.X.Min, p.X.Max = p.X.Min/1.1, p.X.Max*1.1
-	p.Y.Min, p.Y.Max = math.Min(p.Y.Min, 0), math.Max(p.Y.Max, 0)
+	p.Y.Min, p.Y.Max = p.Y.Min-margin, p.Y.Max+5*margin
 	return p, nil
 }
 

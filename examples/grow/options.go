@@ -46,6 +46,13 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	o.controller, o.seeds = control.NewDepth(blueprints.Stack, 1), control.NewHeuristic(16, 1<<20)
 	f := flag.NewFlagSet("grow", flag.ContinueOnError)
 	f.SetOutput(stderr)
+	f.Usage = func() {
+		fmt.Fprint(stderr, `usage: grow [options]
+       grow bench [options] [arm ...], a benchmark of many recipes: see grow bench -help
+
+`)
+		f.PrintDefaults()
+	}
 	f.StringVar(&o.device, "device", "auto",
 		"cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
 	f.TextVar(&o.precision, "precision", cudaops.BFloat16, "of a GPU: bf16, f8, f16 or f32")
