@@ -15,7 +15,11 @@ import (
 //	p ← (1 − lr·decay)·p − lr · m/(1−β1ᵗ) / (sqrt(v/(1−β2ᵗ)) + ε)
 //
 // t counts the steps of each parameter by itself, so that one which joins later is corrected for
-// its own short history. (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.)
+// its own short history.
+//
+// A gradient beyond ±2⁶³ counts as ±2⁶³, and in float64 beyond ±2⁵¹¹ as ±2⁵¹¹. A larger one would make
+// v infinite for good, as it does in PyTorch, where the element then never moves again without an
+// error. (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.)
 type AdamW struct {
 	lr, eps float64
 	base    hyper

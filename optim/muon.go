@@ -36,7 +36,8 @@ const (
 //	m ← μ·m + (1−μ)·g,   u = (1−μ)·g + μ·m
 //	p ← (1 − lr·decay)·p − lr · scale · NewtonSchulz(u)
 //
-// A weight stored as [out, in] has rows = out. (Keller Jordan, "Muon: An optimizer for hidden
+// A weight stored as [out, in] has rows = out. A gradient beyond a quarter of the largest number
+// counts as that, so that m stays finite. (Keller Jordan, "Muon: An optimizer for hidden
 // layers in neural networks", 2024.)
 //
 // [op.NewtonSchulz]: https://pkg.go.dev/github.com/kasmina-go/kasmina/op#NewtonSchulz

@@ -317,45 +317,15 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 				field, fields)
 		}
 	}
-	if fields[0] == "exp_avg" {
-		if err := checkRatio(parts["exp_avg"].Data, parts["exp_avg_sq"].Data); err != nil {
-			return nil, err
-		}
-	}
 	return e, nil
 }
 
-// largestRatio bounds a mean of gradients over the root of the mean of their squares. By
-// Cauchy-Schwarz it is at most 7.3 for AdamW's usual betas, and below a hundred for all that are in
-// use. leastMean is where squares may vanish in float32.
-const largestRatio, leastMean = 1e4, 1e-18
-
-// checkRatio returns an error unless the means fit the means of squares, as all that steps leave
-// do.
-func checkRatio(mean, squares any) error {
-	if m, ok := mean.([]float32); ok {
-		return ratioFits(m, squares.([]float32))
-	}
-	return ratioFits(mean.([]float64), squares.([]float64))
-}
-
-func ratioFits[F float32 | float64](mean, squares []F) error {
-	i := parallel.Index(len(mean), func(i int) bool {
-		// Compared as squares: a root for each element takes longer than all else.
-		m, v := float64(mean[i]), float64(squares[i])
-		return m*m > largestRatio*largestRatio*max(v, leastMean*leastMean)
-	})
-	if i < 0 {
-		return nil
-	}
-	v := float64(squares[i])
-	return fmt.Errorf("exp_avg is %v at element %d, want at most %.3g with an exp_avg_sq of %v: "+
-		"the state is damaged; go on from an older checkpoint", mean[i], i,
-		largestRatio*max(math.Sqrt(v), leastMean), v)
-}
-
-// checkMoment returns an error unless the elements of a moment are such as steps leave: finite, and
-// means of squares not negative. A step would make others NaN weights.
+// checkMoment returns an error unless the elements of a moment are finite and, for means of squares,
+// not negative. Any other element would make a weight NaN or infinite.
+//
+// Whatever steps leave must pass, with any betas. So the mean of the gradients is not compared with
+// the mean of their squares. For β2 ≤ β1² their ratio has no bound: where gradients stay away, the
+// squares decay faster, down to zero.
 func checkMoment(field string, data any) error {
 	at, want := nonFinite(data), "a finite number"
 	if at < 0 && field == "exp_avg_sq" {

@@ -229,14 +229,22 @@ func elements(v isa) {
 		}, nil)
 }
 
-// adamW generates AdamW's update; see adamW in adamw.go for the formula.
+// adamW generates AdamW's update; AdamW.Step of package vec has the formula.
 func adamW(v isa) {
 	r := v.regs
-	over(v, "adamW", "p grad m v", "keep rate root gain1 beta2 gain2 eps", "", nil,
+	over(v, "adamW", "p grad m v", "keep rate root gain1 beta2 gain2 eps largest", "", nil,
 		func(p []Mem, s []VecPhysical, u int, masked bool) {
 			keep, rate, root, gain1, beta2, gain2, eps := s[0], s[1], s[2], s[3], s[4], s[5], s[6]
+			largest := s[7]
 			g, m, w, t := r[u], r[u+1], r[u+2], r[u+3]
 			v.load(p[1], g, masked)
+
+			// The square of a larger gradient could make the second moment infinite.
+			v.zero(t)
+			VSUBPS(largest, t, t)
+			VMAXPS(g, t, g)
+			VMINPS(g, largest, g)
+
 			v.load(p[2], m, masked)
 			VSUBPS(m, g, t)
 			VFMADD231PS(gain1, t, m)

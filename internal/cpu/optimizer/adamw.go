@@ -21,6 +21,9 @@ type AdamWStep struct {
 //
 // all in one pass. (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; the order
 // of operations is PyTorch's.)
+//
+// A gradient beyond ±[vec.LargestGradient] counts as ±LargestGradient. In PyTorch, the square of a
+// larger one makes v infinite for good, and the element never moves again.
 func AdamW[T cpu.Float](p, g, m, v []T, s AdamWStep) {
 	t := float64(s.Step)
 	keep := T(1 - s.LR*s.Decay)

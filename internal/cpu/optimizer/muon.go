@@ -1,6 +1,10 @@
 package optimizer
 
-import "github.com/kasmina-go/kasmina/internal/cpu"
+import (
+	"math"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+)
 
 // MuonStep holds the figures of one Muon step. Rate multiplies the orthogonalised update.
 type MuonStep struct {
@@ -14,7 +18,8 @@ type MuonStep struct {
 //	m ← μ·m + (1−μ)·g,   u = (1−μ)·g + μ·m (Nesterov), or u = m
 //	p ← keep·p − rate·NewtonSchulz(u)
 //
-// (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.)
+// A gradient beyond a quarter of the largest number counts as that, so that momentum and u stay
+// finite. (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.)
 func Muon[T cpu.Float](p, g, m []T, rows, cols int, s MuonStep) {
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
@@ -34,14 +39,24 @@ type muonDirection[T cpu.Float] struct {
 
 func (s *muonDirection[T]) Span(lo, hi int) {
 	g, m, u := s.g[lo:hi], s.m[lo:hi], s.u[lo:hi]
-	for i := range g {
-		m[i] += s.gain * (g[i] - m[i])
+	largest := largestGradient[T]()
+	for i, gi := range g {
+		gi = max(-largest, min(gi, largest))
+		m[i] += s.gain * (gi - m[i])
 		u[i] = m[i]
 		if s.nesterov {
-			u[i] = g[i] + s.mu*(m[i]-g[i])
+			u[i] = gi + s.mu*(m[i]-gi)
 		}
 		g[i] = 0
 	}
+}
+
+// largestGradient returns the bound of Muon's gradients, the difference of two of which T holds.
+func largestGradient[T cpu.Float]() T {
+	if _, ok := any(T(0)).(float32); ok {
+		return T(math.Ldexp(1, 126))
+	}
+	return T(math.Ldexp(1, 1022))
 }
 
 type muonUpdate[T cpu.Float] struct {

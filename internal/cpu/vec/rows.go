@@ -25,7 +25,7 @@ type kernels struct {
 	scaleVector     func(x *float32, n int, s float32)
 	softmaxGradient func(dp, p *float32, n int, d float32)
 	adamW           func(p, g, m, v *float32, n int, keep, rate, root, gain1,
-		beta2, gain2, eps float32)
+		beta2, gain2, eps, largest float32)
 }
 
 // kernels32 are the kernels in use, nil where plain Go is.
@@ -183,20 +183,33 @@ func SoftmaxGradient[T cpu.Float](dp, p []T, d T) {
 
 // AdamW holds the figures of an AdamW step, p ← Keep·p − Rate·m/(sqrt(v)/Root + Eps), with
 // m ← m + Gain1·(g − m) and v ← Beta2·v + Gain2·g².
+//
+// A gradient beyond ±[LargestGradient] counts as ±LargestGradient.
 type AdamW[T cpu.Float] struct {
 	Keep, Rate, Root, Gain1, Beta2, Gain2, Eps T
+}
+
+// LargestGradient returns the largest power of two whose square T holds with room to spare: 2⁶³ or
+// 2⁵¹¹. A mean of squares of gradients up to it stays finite, and so decays again.
+func LargestGradient[T cpu.Float]() T {
+	if _, ok := any(T(0)).(float32); ok {
+		return T(math.Ldexp(1, 63))
+	}
+	return T(math.Ldexp(1, 511))
 }
 
 // Step updates p, m and v from the gradient g, and leaves g zero.
 func (s *AdamW[T]) Step(p, g, m, v []T) {
 	g, m, v = g[:len(p)], m[:len(p)], v[:len(p)]
+	largest := LargestGradient[T]()
 	if k := vectorized[T](); k != nil {
 		k.adamW(p32(p), p32(g), p32(m), p32(v), len(p), float32(s.Keep), float32(s.Rate),
 			float32(s.Root), float32(s.Gain1),
-			float32(s.Beta2), float32(s.Gain2), float32(s.Eps))
+			float32(s.Beta2), float32(s.Gain2), float32(s.Eps), float32(largest))
 		return
 	}
 	for i, gi := range g {
+		gi = max(-largest, min(gi, largest))
 		mi := m[i] + s.Gain1*(gi-m[i])
 		vi := s.Beta2*v[i] + s.Gain2*gi*gi
 		m[i], v[i], g[i] = mi, vi, 0

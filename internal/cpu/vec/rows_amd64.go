@@ -41,7 +41,7 @@ func softmaxGradientAVX512(dp, p *float32, n int, d float32)
 
 //go:noescape
 func adamWAVX512(p, grad, m, v *float32, n int, keep float32, rate float32, root float32,
-	gain1 float32, beta2 float32, gain2 float32, eps float32)
+	gain1 float32, beta2 float32, gain2 float32, eps float32, largest float32)
 
 //go:noescape
 func sumSquaresAVX2(x *float32, n int) float64
@@ -78,7 +78,7 @@ func softmaxGradientAVX2(dp, p *float32, n int, d float32)
 
 //go:noescape
 func adamWAVX2(p, grad, m, v *float32, n int, keep float32, rate float32, root float32,
-	gain1 float32, beta2 float32, gain2 float32, eps float32)
+	gain1 float32, beta2 float32, gain2 float32, eps float32, largest float32)
 
 var kernelsAVX512 = kernels{
 	expSub:          expSubAVX512,

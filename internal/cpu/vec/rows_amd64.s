@@ -511,9 +511,9 @@ done:
 	VZEROUPPER
 	RET
 
-// func adamWAVX512(p *float32, grad *float32, m *float32, v *float32, n int, keep float32, rate float32, root float32, gain1 float32, beta2 float32, gain2 float32, eps float32)
+// func adamWAVX512(p *float32, grad *float32, m *float32, v *float32, n int, keep float32, rate float32, root float32, gain1 float32, beta2 float32, gain2 float32, eps float32, largest float32)
 // Requires: AVX, AVX512F
-TEXT ·adamWAVX512(SB), NOSPLIT, $0-68
+TEXT ·adamWAVX512(SB), NOSPLIT, $0-72
 	MOVQ         p+0(FP), DI
 	MOVQ         grad+8(FP), SI
 	MOVQ         m+16(FP), DX
@@ -526,30 +526,35 @@ TEXT ·adamWAVX512(SB), NOSPLIT, $0-68
 	VBROADCASTSS beta2+56(FP), Z4
 	VBROADCASTSS gain2+60(FP), Z5
 	VBROADCASTSS eps+64(FP), Z6
+	VBROADCASTSS largest+68(FP), Z7
 	SUBQ         $0x10, R8
 	JLT          tail
 
 loop:
-	VMOVUPS     (SI), Z7
-	VMOVUPS     (DX), Z8
-	VSUBPS      Z8, Z7, Z10
-	VFMADD231PS Z3, Z10, Z8
-	VMOVUPS     Z8, (DX)
-	VMOVUPS     (R9), Z9
-	VMULPS      Z4, Z9, Z9
-	VMULPS      Z7, Z7, Z10
-	VFMADD231PS Z5, Z10, Z9
-	VMOVUPS     Z9, (R9)
-	VPXORD      Z7, Z7, Z7
-	VMOVUPS     Z7, (SI)
-	VSQRTPS     Z9, Z9
-	VDIVPS      Z2, Z9, Z9
-	VADDPS      Z6, Z9, Z9
-	VMULPS      Z1, Z8, Z8
-	VDIVPS      Z9, Z8, Z8
-	VMOVUPS     (DI), Z10
-	VFMSUB213PS Z8, Z0, Z10
-	VMOVUPS     Z10, (DI)
+	VMOVUPS     (SI), Z8
+	VPXORD      Z11, Z11, Z11
+	VSUBPS      Z7, Z11, Z11
+	VMAXPS      Z8, Z11, Z8
+	VMINPS      Z8, Z7, Z8
+	VMOVUPS     (DX), Z9
+	VSUBPS      Z9, Z8, Z11
+	VFMADD231PS Z3, Z11, Z9
+	VMOVUPS     Z9, (DX)
+	VMOVUPS     (R9), Z10
+	VMULPS      Z4, Z10, Z10
+	VMULPS      Z8, Z8, Z11
+	VFMADD231PS Z5, Z11, Z10
+	VMOVUPS     Z10, (R9)
+	VPXORD      Z8, Z8, Z8
+	VMOVUPS     Z8, (SI)
+	VSQRTPS     Z10, Z10
+	VDIVPS      Z2, Z10, Z10
+	VADDPS      Z6, Z10, Z10
+	VMULPS      Z1, Z9, Z9
+	VDIVPS      Z10, Z9, Z9
+	VMOVUPS     (DI), Z11
+	VFMSUB213PS Z9, Z0, Z11
+	VMOVUPS     Z11, (DI)
 	ADDQ        $0x40, DI
 	ADDQ        $0x40, SI
 	ADDQ        $0x40, DX
@@ -565,26 +570,30 @@ tail:
 	SHLQ        CL, AX
 	DECQ        AX
 	KMOVW       AX, K1
-	VMOVUPS.Z   (SI), K1, Z7
-	VMOVUPS.Z   (DX), K1, Z8
-	VSUBPS      Z8, Z7, Z10
-	VFMADD231PS Z3, Z10, Z8
-	VMOVUPS     Z8, K1, (DX)
-	VMOVUPS.Z   (R9), K1, Z9
-	VMULPS      Z4, Z9, Z9
-	VMULPS      Z7, Z7, Z10
-	VFMADD231PS Z5, Z10, Z9
-	VMOVUPS     Z9, K1, (R9)
-	VPXORD      Z7, Z7, Z7
-	VMOVUPS     Z7, K1, (SI)
-	VSQRTPS     Z9, Z9
-	VDIVPS      Z2, Z9, Z9
-	VADDPS      Z6, Z9, Z9
-	VMULPS      Z1, Z8, Z8
-	VDIVPS      Z9, Z8, Z8
-	VMOVUPS.Z   (DI), K1, Z10
-	VFMSUB213PS Z8, Z0, Z10
-	VMOVUPS     Z10, K1, (DI)
+	VMOVUPS.Z   (SI), K1, Z8
+	VPXORD      Z11, Z11, Z11
+	VSUBPS      Z7, Z11, Z11
+	VMAXPS      Z8, Z11, Z8
+	VMINPS      Z8, Z7, Z8
+	VMOVUPS.Z   (DX), K1, Z9
+	VSUBPS      Z9, Z8, Z11
+	VFMADD231PS Z3, Z11, Z9
+	VMOVUPS     Z9, K1, (DX)
+	VMOVUPS.Z   (R9), K1, Z10
+	VMULPS      Z4, Z10, Z10
+	VMULPS      Z8, Z8, Z11
+	VFMADD231PS Z5, Z11, Z10
+	VMOVUPS     Z10, K1, (R9)
+	VPXORD      Z8, Z8, Z8
+	VMOVUPS     Z8, K1, (SI)
+	VSQRTPS     Z10, Z10
+	VDIVPS      Z2, Z10, Z10
+	VADDPS      Z6, Z10, Z10
+	VMULPS      Z1, Z9, Z9
+	VDIVPS      Z10, Z9, Z9
+	VMOVUPS.Z   (DI), K1, Z11
+	VFMSUB213PS Z9, Z0, Z11
+	VMOVUPS     Z11, K1, (DI)
 
 done:
 	VZEROUPPER
@@ -1096,9 +1105,9 @@ done:
 	VZEROUPPER
 	RET
 
-// func adamWAVX2(p *float32, grad *float32, m *float32, v *float32, n int, keep float32, rate float32, root float32, gain1 float32, beta2 float32, gain2 float32, eps float32)
+// func adamWAVX2(p *float32, grad *float32, m *float32, v *float32, n int, keep float32, rate float32, root float32, gain1 float32, beta2 float32, gain2 float32, eps float32, largest float32)
 // Requires: AVX, FMA3
-TEXT ·adamWAVX2(SB), NOSPLIT, $0-68
+TEXT ·adamWAVX2(SB), NOSPLIT, $0-72
 	MOVQ         p+0(FP), DI
 	MOVQ         grad+8(FP), SI
 	MOVQ         m+16(FP), DX
@@ -1111,30 +1120,35 @@ TEXT ·adamWAVX2(SB), NOSPLIT, $0-68
 	VBROADCASTSS beta2+56(FP), Y4
 	VBROADCASTSS gain2+60(FP), Y5
 	VBROADCASTSS eps+64(FP), Y6
+	VBROADCASTSS largest+68(FP), Y7
 	SUBQ         $0x08, R8
 	JLT          tail
 
 loop:
-	VMOVUPS     (SI), Y7
-	VMOVUPS     (DX), Y8
-	VSUBPS      Y8, Y7, Y10
-	VFMADD231PS Y3, Y10, Y8
-	VMOVUPS     Y8, (DX)
-	VMOVUPS     (R9), Y9
-	VMULPS      Y4, Y9, Y9
-	VMULPS      Y7, Y7, Y10
-	VFMADD231PS Y5, Y10, Y9
-	VMOVUPS     Y9, (R9)
-	VXORPS      Y7, Y7, Y7
-	VMOVUPS     Y7, (SI)
-	VSQRTPS     Y9, Y9
-	VDIVPS      Y2, Y9, Y9
-	VADDPS      Y6, Y9, Y9
-	VMULPS      Y1, Y8, Y8
-	VDIVPS      Y9, Y8, Y8
-	VMOVUPS     (DI), Y10
-	VFMSUB213PS Y8, Y0, Y10
-	VMOVUPS     Y10, (DI)
+	VMOVUPS     (SI), Y8
+	VXORPS      Y11, Y11, Y11
+	VSUBPS      Y7, Y11, Y11
+	VMAXPS      Y8, Y11, Y8
+	VMINPS      Y8, Y7, Y8
+	VMOVUPS     (DX), Y9
+	VSUBPS      Y9, Y8, Y11
+	VFMADD231PS Y3, Y11, Y9
+	VMOVUPS     Y9, (DX)
+	VMOVUPS     (R9), Y10
+	VMULPS      Y4, Y10, Y10
+	VMULPS      Y8, Y8, Y11
+	VFMADD231PS Y5, Y11, Y10
+	VMOVUPS     Y10, (R9)
+	VXORPS      Y8, Y8, Y8
+	VMOVUPS     Y8, (SI)
+	VSQRTPS     Y10, Y10
+	VDIVPS      Y2, Y10, Y10
+	VADDPS      Y6, Y10, Y10
+	VMULPS      Y1, Y9, Y9
+	VDIVPS      Y10, Y9, Y9
+	VMOVUPS     (DI), Y11
+	VFMSUB213PS Y9, Y0, Y11
+	VMOVUPS     Y11, (DI)
 	ADDQ        $0x20, DI
 	ADDQ        $0x20, SI
 	ADDQ        $0x20, DX
@@ -1149,26 +1163,30 @@ tail:
 	SHLQ        $0x02, R8
 	SUBQ        R8, AX
 	VMOVUPS     (AX), Y15
-	VMASKMOVPS  (SI), Y15, Y7
-	VMASKMOVPS  (DX), Y15, Y8
-	VSUBPS      Y8, Y7, Y10
-	VFMADD231PS Y3, Y10, Y8
-	VMASKMOVPS  Y8, Y15, (DX)
-	VMASKMOVPS  (R9), Y15, Y9
-	VMULPS      Y4, Y9, Y9
-	VMULPS      Y7, Y7, Y10
-	VFMADD231PS Y5, Y10, Y9
-	VMASKMOVPS  Y9, Y15, (R9)
-	VXORPS      Y7, Y7, Y7
-	VMASKMOVPS  Y7, Y15, (SI)
-	VSQRTPS     Y9, Y9
-	VDIVPS      Y2, Y9, Y9
-	VADDPS      Y6, Y9, Y9
-	VMULPS      Y1, Y8, Y8
-	VDIVPS      Y9, Y8, Y8
-	VMASKMOVPS  (DI), Y15, Y10
-	VFMSUB213PS Y8, Y0, Y10
-	VMASKMOVPS  Y10, Y15, (DI)
+	VMASKMOVPS  (SI), Y15, Y8
+	VXORPS      Y11, Y11, Y11
+	VSUBPS      Y7, Y11, Y11
+	VMAXPS      Y8, Y11, Y8
+	VMINPS      Y8, Y7, Y8
+	VMASKMOVPS  (DX), Y15, Y9
+	VSUBPS      Y9, Y8, Y11
+	VFMADD231PS Y3, Y11, Y9
+	VMASKMOVPS  Y9, Y15, (DX)
+	VMASKMOVPS  (R9), Y15, Y10
+	VMULPS      Y4, Y10, Y10
+	VMULPS      Y8, Y8, Y11
+	VFMADD231PS Y5, Y11, Y10
+	VMASKMOVPS  Y10, Y15, (R9)
+	VXORPS      Y8, Y8, Y8
+	VMASKMOVPS  Y8, Y15, (SI)
+	VSQRTPS     Y10, Y10
+	VDIVPS      Y2, Y10, Y10
+	VADDPS      Y6, Y10, Y10
+	VMULPS      Y1, Y9, Y9
+	VDIVPS      Y10, Y9, Y9
+	VMASKMOVPS  (DI), Y15, Y11
+	VFMSUB213PS Y9, Y0, Y11
+	VMASKMOVPS  Y11, Y15, (DI)
 
 done:
 	VZEROUPPER
