@@ -262,7 +262,11 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 	tape := tapeMachine(t, b.g)
 	for step := range uint64(few(7, 5)) {
 		for _, k := range []*kasminaGraph{a, b} {
-			k.draw(t, seed+step, nil)
+			k.draw(t, seed+step, func(x []float32) {
+				for i := 5; i < len(x); i += 7 { // the strict mode lets their gradients pass
+					x[i] = 0
+				}
+			})
 			if step == 3 {
 				require.NoError(t, k.lattice.SetTelemetry(state.Telemetry{Mode: state.Debug,
 					Reduction: state.MaxOfRows}))

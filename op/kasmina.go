@@ -37,7 +37,7 @@ const (
 	Fast = Stability(seed.Fast)
 	// Strict replaces x by 0 where |x| < ε, for the blend and the transform. It clamps x to mean ±
 	// 6σ of the seed's input in the previous pass with telemetry. No gradient passes where that
-	// changes x.
+	// changes x; it passes where x is 0 already.
 	Strict = Stability(seed.Strict)
 )
 

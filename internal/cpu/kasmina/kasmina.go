@@ -353,7 +353,8 @@ func (k *Layer[T]) clamp(out, x []T, s *Seed[T]) {
 	}
 }
 
-// bites reports whether clamp takes v to a value that does not depend on v.
+// bites reports whether clamp changes v, so that no gradient passes. It does not change 0, unless 0
+// is beyond the limits.
 func (k *Layer[T]) bites(v T, s *Seed[T]) bool {
-	return math.Abs(float64(v)) < k.Eps || v < s.low || v > s.high
+	return v != 0 && math.Abs(float64(v)) < k.Eps || v < s.low || v > s.high
 }

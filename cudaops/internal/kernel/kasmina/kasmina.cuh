@@ -169,8 +169,8 @@ template <int E> struct Seed {
   }
 };
 
-// Strict is what the strict mode does to x: it zeroes what is small and clamps the rest. bites is whether the result does not
-// depend on x. It is read where it is needed, since it would take up registers that the other modes need.
+// Strict is what the strict mode does to x: it zeroes what is small and clamps the rest. bites is whether that changes x, so that no
+// gradient passes; 0 stays as it is. It is read where it is needed, since it would take up registers that the other modes need.
 struct Strict {
   float eps, low, high;
   __device__ __forceinline__ Strict(const Layer& l, int seed, bool active) : eps(0), low(-INFINITY), high(INFINITY) {
@@ -182,7 +182,7 @@ struct Strict {
     if (x > high) x = high;
     return x;
   }
-  __device__ __forceinline__ bool bites(float x) const { return fabsf(x) < eps || x < low || x > high; }
+  __device__ __forceinline__ bool bites(float x) const { return (fabsf(x) < eps && x != 0) || x < low || x > high; }
 };
 
 // addTerm is sum + c·v, where a coefficient of 0 leaves out NaN and Inf too if careful.

@@ -58,14 +58,14 @@ struct Seed {
     alpha = l.alpha[seed], scale = l.scales[slot];
     low = l.low[seed], high = l.high[seed];
   }
-  // clamp is what the strict mode does to x; bites is whether the result does not depend on x.
+  // clamp is what the strict mode does to x; bites is whether that changes x, so that no gradient passes.
   __device__ float clamp(float x, float eps) const {
     if (fabsf(x) < eps) x = 0;
     if (x < low) x = low;
     if (x > high) x = high;
     return x;
   }
-  __device__ bool bites(float x, float eps) const { return fabsf(x) < eps || x < low || x > high; }
+  __device__ bool bites(float x, float eps) const { return (fabsf(x) < eps && x != 0) || x < low || x > high; }
 };
 
 // Matrix is in shared memory: element (i, j) at p[i·step + j]. Rows begin 16 bytes apart or more in the banks, and are filled up
