@@ -7,7 +7,13 @@
 // PyTorch's.) Parameters and moments are float32. A narrower copy of the parameter is written in
 // the same pass. The gradient is multiplied by the control block's multiplier, which clips it, on
 // its way.
+//
+// A gradient beyond ±2⁶³ counts as ±2⁶³, the largest power of two whose square float32 holds with
+// room to spare. The second moment then stays finite and decays again. Without the bound a single
+// gradient of 10²⁰ could make it infinite for good, and the parameter would never move again.
 #include "optim.cuh"
+
+constexpr float kLargestGradient = 0x1p63f;
 
 // Counts the step and works out what follows from it for each tensor, in float64: 1 − β2ᵗ loses its digits otherwise.
 // Launch: a thread a tensor.
@@ -33,6 +39,7 @@ template <bool kTwo> struct Step {
   // Which products are rounded before they are added is written out, so that a new compiler makes the same bits. Root and division are exact as they stand; __fsqrt_rn and __fdiv_rn cost adamw 0.7 %.
   __device__ __forceinline__ void update(float& p, float g, float& m, float& v) const {
     g = __fmul_rn(g, multiplier);
+    if (fabsf(g) > kLargestGradient) g = copysignf(kLargestGradient, g);  // NaN stays
     m = __fmaf_rn(u.gain1, g - m, m);
     v = __fmaf_rn(__fmul_rn(u.gain2, g), g, __fmul_rn(u.beta2, v));
     p = __fsub_rn(__fmul_rn(u.keep, p), __fmul_rn(u.rate, m) / (sqrtf(v) / u.root + eps));

@@ -5,6 +5,9 @@
 //
 // (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.) Between the two, matrix products turn each
 // direction into its result. μ is the tensor's beta1. The gradient is multiplied by the control block's multiplier.
+//
+// A gradient beyond ±2¹²⁶ counts as ±2¹²⁶, so that m and u stay finite. Where a chunk's Σ u² overflows all the same, its negative
+// root takes its place.
 #include "optim.cuh"
 
 // Counts the step and works out what follows from it for each tensor. Launch: a thread a tensor.
@@ -18,8 +21,34 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   updates[i] = {float(1 - lr * t.decay), float(lr * t.shapeScale), 1.0f, float(1 - t.beta1), 0.0f, 0.0f};
 }
 
+constexpr float kLargestGradient = 0x1p126f;
+
+__device__ __forceinline__ float scaled(float g, float multiplier) {
+  g *= multiplier;
+  return fabsf(g) > kLargestGradient ? copysignf(kLargestGradient, g) : g;  // NaN stays
+}
+
 __device__ __forceinline__ float direction(float m, float g, float mu, int nesterov) {
   return nesterov ? g + mu * (m - g) : m;
+}
+
+// The root of a chunk's Σ u², formed from the updated momenta. Every u is scaled by the largest, so that no square overflows.
+__device__ __noinline__ float scaledNorm(const Tensor& t, int index, float mu, float multiplier, int nesterov) {
+  float largest = 0, sum = 0;
+  auto forDirections = [&](auto f) {
+    auto one = [&](int64_t i) { f(direction(t.first[i], scaled(loadOneAs(t.grad, t.gradType, i), multiplier), mu, nesterov)); };
+    forChunk<1>(
+        t.size, index, [](int64_t i) { return i; },
+        [&](int64_t, int64_t i) {
+          for (int j = 0; j < kPerAccess; j++) one(i + j);
+        },
+        one);
+  };
+  forDirections([&](float u) { largest = fmaxf(largest, fabsf(u)); });
+  largest = blockReduce<Max>(largest);
+
+  forDirections([&](float u) { sum += u / largest * (u / largest); });
+  return largest * sqrtf(blockReduce<Sum>(sum));
 }
 
 // m, and squares[chunk] = Σ u². Launch: a block a chunk.
@@ -31,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Tensor t = tensorOf(tensors, c.tensor);
   float gain = updates[c.tensor].gain1, mu = t.beta1, multiplier = multiplierOf(control, t), sum = 0;
   auto update = [&](float& m, float g) {
-    g *= multiplier;
+    g = scaled(g, multiplier);
     m += gain * (g - m);
     float u = direction(m, g, mu, nesterov);
     sum += u * u;
@@ -48,8 +77,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       },
       [&](int64_t i) { update(t.first[i], loadOneAs(t.grad, t.gradType, i)); });
   sum = blockReduce<Sum>(sum);
+  if (isinf(sum)) sum = -scaledNorm(t, c.index, mu, multiplier, nesterov);
   if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
+
+constexpr float kLargestFloat = 0x1.fffffep127f;
+constexpr float kDown = 0x1p-70f;  // brings roots of more than 2⁶⁴ to where their squares can be added up
 
 // direction, formed again from m and g, times inverse = 1/(‖u‖ + 1e-7). Launch: a block a chunk; each adds up its tensor's
 // squares, in one order.
@@ -58,9 +91,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (control->skipped) return;
   Chunk c = chunks[blockIdx.x];
   const Tensor t = tensorOf(tensors, c.tensor);
-  float sum = 0;
-  for (int i = threadIdx.x; i < t.chunks; i += kThreads) sum += squares[t.firstChunk + i];
-  float inverse = 1.0f / (sqrtf(blockReduce<Sum>(sum)) + 1e-7f);
+  float sum = 0, huge = 0;  // of the chunks with a sum, and with a root in its place, scaled down
+  for (int i = threadIdx.x; i < t.chunks; i += kThreads) {
+    const float square = squares[t.firstChunk + i], root = square * kDown;
+    (square < 0 ? huge : sum) += square < 0 ? root * root : square;
+  }
+  sum = blockReduce<Sum>(sum), huge = blockReduce<Sum>(huge);
+  float norm = sqrtf(sum);
+  if (huge > 0 || isinf(sum)) norm = sqrtf(huge + fminf(sum, kLargestFloat) * kDown * kDown) / kDown;
+  float inverse = 1.0f / (norm + 1e-7f);
   float mu = t.beta1, multiplier = multiplierOf(control, t);
   struct Two {
     Pack<float, 4> m, g;
@@ -69,11 +108,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       t.size, c.index, [&](int64_t i) { return Two{load<4>(t.first + i), loadAs(t.grad, t.gradType, i)}; },
       [&](int64_t i, Two v) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) v.m.v[j] = inverse * direction(v.m.v[j], multiplier * v.g.v[j], mu, nesterov);
+        for (int j = 0; j < 4; j++) v.m.v[j] = inverse * direction(v.m.v[j], scaled(v.g.v[j], multiplier), mu, nesterov);
         storeAs(t.direction, t.directionType, i, v.m);
       },
       [&](int64_t i) {
-        float u = direction(t.first[i], multiplier * loadOneAs(t.grad, t.gradType, i), mu, nesterov);
+        float u = direction(t.first[i], scaled(loadOneAs(t.grad, t.gradType, i), multiplier), mu, nesterov);
         storeOneAs(t.direction, t.directionType, i, inverse * u);
       });
 }

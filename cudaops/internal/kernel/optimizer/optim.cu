@@ -4,6 +4,9 @@
 //
 // Some gradients may be apart: they have a norm and a multiplier of their own, and are not in that of the others.
 //
+// A chunk's sum of squares is a float. Where that overflows although the gradients are finite, the
+// chunk has the negative root of the sum in its place, and the sum of all chunks is in double.
+//
 // S is the loss scale. It is half as large after a step with a gradient that is not finite, but at
 // least 1. It is twice as large after 2000 steps without one. (Micikevicius et al., "Mixed
 // Precision Training", 2018; the figures are those of PyTorch's GradScaler.) It is a power of two,
@@ -11,6 +14,28 @@
 //
 // Everything that differs from step to step is in device memory, so that a step can be replayed as a graph.
 #include "optim.cuh"
+
+// The root of the sum of a chunk's squares, formed from gradients that are scaled by the largest, so
+// that no square overflows. It is not finite if a gradient is not, or the root itself overflows.
+template <bool kTwo>
+__device__ __noinline__ float scaledNorm(const Tensor& t, int index) {
+  float largest = 0, sum = 0;
+  auto forGradients = [&](auto f) {
+    forChunk<1>(
+        t.size, index, [&](int64_t i) { return Contributions<kTwo>::load(t, i).sum(t.gradType); },
+        [&](int64_t, Pack<float, 4> g) {
+#pragma unroll
+          for (int j = 0; j < 4; j++) f(g.v[j]);
+        },
+        [&](int64_t i) { f(Contributions<kTwo>::one(t, i)); });
+  };
+  forGradients([&](float g) { largest = fmaxf(largest, fabsf(g)); });
+  largest = blockReduce<Max>(largest);
+  if (isinf(largest)) return largest;
+
+  forGradients([&](float g) { sum = __fmaf_rn(g / largest, g / largest, sum); });
+  return largest * sqrtf(blockReduce<Sum>(sum));
+}
 
 // squares[chunk] = Σ g², of gradients that are one contribution, or the sum of two.
 template <bool kTwo>
@@ -29,6 +54,7 @@ __device__ __forceinline__ void squaresOf(float* squares, const Tensor* tensors,
         sum = __fmaf_rn(g, g, sum);
       });
   sum = blockReduce<Sum>(sum);
+  if (isinf(sum)) sum = -scaledNorm<kTwo>(t, c.index);
   if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
 
@@ -63,6 +89,9 @@ __device__ double sumOfBlock(double sum) {
   return sum;
 }
 
+// A chunk's sum of squares, which may be there as its negative root.
+__device__ double squareOf(float x) { return x < 0 ? double(x) * x : x; }
+
 __device__ double clipped(double maxNorm, double norm) {
   return maxNorm > 0 && norm == norm ? fmin(1.0, maxNorm / (norm + 1e-6)) : 1;  // NaN stays visible
 }
@@ -74,16 +103,16 @@ extern "C" __global__ void __launch_bounds__(1024)
     optim_control(Control* control, const float* squares, int count, LossScale* scaling, const unsigned char* apart) {
   double sum = 0, other = 0;
   if (apart) {
-    for (int i = threadIdx.x; i < count; i += 1024) (apart[i] ? other : sum) += squares[i];
+    for (int i = threadIdx.x; i < count; i += 1024) (apart[i] ? other : sum) += squareOf(squares[i]);
     other = sumOfBlock(other);
   } else {
 #pragma unroll 8
-    for (int i = threadIdx.x; i < count; i += 1024) sum += squares[i];
+    for (int i = threadIdx.x; i < count; i += 1024) sum += squareOf(squares[i]);
   }
   sum = sumOfBlock(sum);
   if (threadIdx.x != 0) return;
   double scale = control->gradScale / (scaling ? scaling->scale : 1.0f), norm = sqrt(sum) * scale, own = sqrt(other) * scale;
-  control->skipped = !(norm - norm == 0 && own - own == 0);
+  control->skipped = !(fabsf(float(norm)) < INFINITY && fabsf(float(own)) < INFINITY);
   control->norm = control->skipped ? norm + own : norm;
   control->multiplier = scale * clipped(control->maxNorm, norm);
   control->apart = scale * clipped(control->maxNorm, own);

@@ -167,6 +167,73 @@ func TestAdamW(t *testing.T) {
 	}
 }
 
+// putHuge makes two elements of each gradient huge whose type holds such numbers.
+func putHuge(g *kerneltest.Rig, qs []*parameter, a, b float64) {
+	for _, q := range qs {
+		if q.GradType == kerneltest.F16 {
+			continue
+		}
+		q.rg[1], q.rg[len(q.rg)-1] = a, b
+		raw := kerneltest.Encode(q.rg, q.GradType)
+		copy(q.rg, kerneltest.Decode(raw, q.GradType))
+		g.Must(g.Ctx.CopyToDevice(q.grad.Ptr, raw, g.Stream))
+	}
+}
+
+// clamp bounds the elements of a gradient.
+func clamp(x []float64, most float64) {
+	for i, v := range x {
+		x[i] = max(-most, min(v, most))
+	}
+}
+
+// TestHugeGradients wants a gradient whose square float32 does not hold to have a norm, and to leave
+// finite moments.
+func TestHugeGradients(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, clip := range []float64{0, 1} {
+		g.Scope(fmt.Sprint("clip ", clip), func(g *kerneltest.Rig) {
+			qs := newParameters(g)
+			table, squares := newTable(g, qs)
+			for step := range 3 {
+				var sum float64
+				for _, q := range qs {
+					newGrad(g, q)
+				}
+				if step == 1 {
+					putHuge(g, qs, 1e20, -1e37)
+				}
+				for _, q := range qs {
+					sum += array.SumSquares(q.rg)
+				}
+				control := newControl(g, Control{LR: 0.01, Eps: 1e-8, MaxNorm: clip, GradScale: 1})
+				g.Must(g.Launch(g.Stream, GradSquares{Squares: squares, Table: table}))
+				g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares,
+					Count: table.Chunks}))
+				g.Must(g.Launch(g.Stream, AdamW{Control: control, Table: table}))
+				norm, scale := math.Sqrt(sum), 1.0
+				got := readControl(g, control)
+				require.InDelta(g, 1, float64(got.Norm)/norm, 1e-5, "%+v", got)
+				require.False(g, got.Skipped)
+				if clip > 0 {
+					scale = min(1, clip/(norm+1e-6))
+				}
+				for i, q := range qs {
+					array.ScaleBy(q.rg, scale)
+					clamp(q.rg, 0x1p63)
+					cpuoptimizer.AdamW(q.rp, q.rg, q.rm, q.rv,
+						cpuoptimizer.AdamWStep{LR: 0.01 * q.LRScale, Beta1: 0.9, Beta2: 0.999,
+							Eps: 1e-8, Decay: q.Decay, Step: step + 1})
+					what := fmt.Sprintf("step %d, tensor %d: ", step, i)
+					g.Near(what+"parameter", q.p, q.rp, 1e-5)
+					g.Near(what+"first moment", q.m, q.rm, 1e-5)
+					g.Near(what+"second moment", q.v, q.rv, 1e-5)
+				}
+			}
+		})
+	}
+}
+
 // TestAdamWRounds wants every single change to be right to a few roundings of float32. The
 // gradients go from such whose squares are lost to such as are near overflow.
 func TestAdamWRounds(t *testing.T) {
@@ -232,8 +299,9 @@ func TestStepWithNaNIsSkipped(t *testing.T) {
 
 func TestMuon(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	for _, nesterov := range []bool{false, true} {
-		g.Scope(fmt.Sprint("nesterov ", nesterov), func(g *kerneltest.Rig) {
+	for i := range 4 {
+		nesterov, huge := i%2 == 1, i >= 2
+		g.Scope(fmt.Sprintf("nesterov %v, huge %v", nesterov, huge), func(g *kerneltest.Rig) {
 			qs := newParameters(g)
 			for _, q := range qs {
 				q.Beta1, q.ShapeScale = 0.95, math.Sqrt(max(1, float64(q.rows)/float64(q.cols)))
@@ -243,6 +311,9 @@ func TestMuon(t *testing.T) {
 				for _, q := range qs {
 					newGrad(g, q)
 				}
+				if huge && step == 1 {
+					putHuge(g, qs, 1e21, -1e38)
+				}
 				control := newControl(g, Control{LR: 0.02, GradScale: 1})
 				g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: 0,
 					Scale: 0}))
@@ -251,6 +322,7 @@ func TestMuon(t *testing.T) {
 				g.Must(g.Launch(g.Stream, MuonApply{Control: control, Table: table}))
 				for i, q := range qs {
 					u := make([]float64, len(q.rg))
+					clamp(q.rg, 0x1p126)
 					for i, v := range q.rg {
 						q.rm[i] += 0.05 * (v - q.rm[i])
 						if u[i] = q.rm[i]; nesterov {
