@@ -439,18 +439,19 @@ func (k *fakeKernels) CrossEntropyScale(l *fake.Launch, a crossentropy.Scale) {
 func (k *fakeKernels) CrossEntropy(l *fake.Launch, a crossentropy.Forward) {
 	logits, losses, targets := floatsAt(l, a.Logits, a.Rows*a.V), floatsAt(l, a.Losses, a.Rows),
 		intsAt(l, a.Targets, a.Rows)
-	lse := make([]float32, a.Rows)
-	if a.LSE != 0 {
-		lse = floatsAt(l, a.LSE, a.Rows)
+	normalizers := make([]float32, 2*a.Rows)
+	if a.Normalizers != 0 {
+		normalizers = floatsAt(l, a.Normalizers, 2*a.Rows)
 	}
 	for r, target := range targets {
 		losses[r] = 0
 		if row := logits[r*a.V:][:a.V]; target >= 0 {
-			losses[r] = float32(cpucrossentropy.Forward(lse[r:r+1], row, targets[r:r+1], a.V))
+			losses[r] = float32(cpucrossentropy.Forward(normalizers[2*r:2*r+2], row,
+				targets[r:r+1], a.V))
 		}
 	}
 	if a.Scale != 0 {
-		cpucrossentropy.Backward(logits, logits, lse, targets, a.V,
+		cpucrossentropy.Backward(logits, logits, normalizers, targets, a.V,
 			floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
 	}
 }
@@ -473,7 +474,7 @@ func (k *fakeKernels) CrossEntropyMean(l *fake.Launch, a crossentropy.Mean) {
 func (k *fakeKernels) CrossEntropyBackward(l *fake.Launch, a crossentropy.Backward) {
 	n := a.Rows * a.V
 	cpucrossentropy.Backward(floatsAt(l, a.Out, n), floatsAt(l, a.Logits, n),
-		floatsAt(l, a.LSE, a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
+		floatsAt(l, a.Normalizers, 2*a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
 		floatsAt(l, a.Scale, 1)[0]*upstream(l, a.Forward))
 }
 
@@ -485,6 +486,9 @@ func (k *fakeKernels) GradSquares(l *fake.Launch, a optimizer.GradSquares) {
 		for part := range slices.Chunk(gradientAt(l, p, p.Size), optimizer.Chunk) {
 			for _, g := range part {
 				out[chunk] += g * g
+			}
+			if math.IsInf(float64(out[chunk]), 1) {
+				out[chunk] = -float32(math.Sqrt(array.SumSquares(part))) // as optim.cu does
 			}
 			chunk++
 		}
@@ -533,10 +537,14 @@ func (k *fakeKernels) GradNorm(l *fake.Launch, a optimizer.GradNorm) {
 		flags = fake.Slice[byte](l, a.Apart, a.Count)
 	}
 	for i, v := range floatsAt(l, a.Squares, a.Count) {
+		square := float64(v)
+		if square < 0 { // the root of one that float32 does not hold
+			square *= square
+		}
 		if flags[i] != 0 {
-			other += float64(v)
+			other += square
 		} else {
-			sum += float64(v)
+			sum += square
 		}
 	}
 	multiplier := c.GradScale
@@ -615,7 +623,7 @@ func (k *fakeKernels) MuonDirection(l *fake.Launch, a optimizer.MuonDirection) {
 		mu := float32(p.Beta1)
 		var sum float64
 		for i, v := range g {
-			v *= float32(scale(p))
+			v = max(-0x1p126, min(0x1p126, v*float32(scale(p))))
 			m[i] += (1 - mu) * (v - m[i])
 			u[i] = m[i]
 			if a.Nesterov {
@@ -666,7 +674,7 @@ func (k *fakeKernels) Reduce(l *fake.Launch, a reduce.Reduce) {
 func (k *fakeKernels) Attention(l *fake.Launch, p attention.Forward) {
 	a := p.Geometry
 	out := denseRows(l, a, a.Heads, p.Y)
-	cpuattention.Forward(out, floatsAt(l, p.LSE, a.Batch*a.Heads*a.Seq),
+	cpuattention.Forward(out, floatsAt(l, p.Normalizers, 2*a.Batch*a.Heads*a.Seq),
 		denseRows(l, a, a.Heads, p.Q), denseRows(l, a, a.KVHeads, p.K),
 		denseRows(l, a, a.KVHeads, p.V), cpuShape(l, a))
 	spreadRows(l, a, a.Heads, p.Y, out)
@@ -677,14 +685,15 @@ func (k *fakeKernels) AttentionBackward(l *fake.Launch, p attention.Backward) {
 	rows := func(heads int, r kernel.Rows) []float32 { return denseRows(l, a, heads, r) }
 	dq, dk, dv := rows(a.Heads, p.DQ), rows(a.KVHeads, p.DK), rows(a.KVHeads, p.DV)
 	if p.HasStatistics {
-		want := statisticsOf(l, a, rows(a.Heads, p.G), rows(a.Heads, p.Y), p.LSE)
+		want := statisticsOf(l, a, rows(a.Heads, p.G), rows(a.Heads, p.Y),
+			p.Normalizers)
 		if !slices.Equal(floatsAt(l, p.Workspace, len(want)), want) {
 			panic("the backward pass finds other statistics")
 		}
 	}
 	cpuattention.Backward(dq, dk, dv, rows(a.Heads, p.G), rows(a.Heads, p.Q),
 		rows(a.KVHeads, p.K), rows(a.KVHeads, p.V), rows(a.Heads, p.Y),
-		floatsAt(l, p.LSE, a.Batch*a.Heads*a.Seq), cpuShape(l, a))
+		floatsAt(l, p.Normalizers, 2*a.Batch*a.Heads*a.Seq), cpuShape(l, a))
 	if a.Cos != 0 {
 		cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
 		layer.RoPE(dq, dq, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
@@ -697,7 +706,8 @@ func (k *fakeKernels) AttentionBackward(l *fake.Launch, p attention.Backward) {
 
 func (k *fakeKernels) AttentionStatistics(l *fake.Launch, p attention.Statistics) {
 	a := p.Geometry
-	stats := statisticsOf(l, a, denseRows(l, a, a.Heads, p.G), denseRows(l, a, a.Heads, p.Y), p.LSE)
+	stats := statisticsOf(l, a, denseRows(l, a, a.Heads, p.G), denseRows(l, a, a.Heads, p.Y),
+		p.Normalizers)
 	copy(floatsAt(l, p.Workspace, len(stats)), stats)
 }
 
@@ -707,19 +717,25 @@ func (k *fakeKernels) StatisticsProduct(l *fake.Launch, p gemm.StatisticsProduct
 	g := floatsAt(l, p.G, rows*columns)
 	cpugemm.Mul(false, false, rows, columns, p.D, 1, floatsAt(l, p.X, rows*p.D), p.D,
 		floatsAt(l, p.W, p.D*columns), columns, 0, g, columns)
-	stats := statisticsOf(l, a, g, floatsAt(l, p.Y, rows*columns), p.LSE)
+	stats := statisticsOf(l, a, g, floatsAt(l, p.Y, rows*columns), p.Normalizers)
 	copy(floatsAt(l, p.Workspace, len(stats)), stats)
 }
 
-// statisticsOf is lse·log₂e and Σ g·y of every head's queries, as attention's kernels keep them.
-func statisticsOf(l *fake.Launch, a attention.Geometry, g, y []float32, lse gpu.Ptr) []float32 {
+// statisticsOf returns the statistics of every head's queries, where attention's kernels keep them:
+// the exponent of the normalizer, Σ g·y, and the factor that makes up for the exponent's rounding.
+func statisticsOf(l *fake.Launch, a attention.Geometry, g, y []float32,
+	normalizers gpu.Ptr) []float32 {
 	rows := kernel.CeilDiv(a.Seq, attention.StatisticsTile) * attention.StatisticsTile
-	stats := make([]float32, 2*a.Batch*a.Heads*rows)
-	for i, v := range floatsAt(l, lse, a.Batch*a.Heads*a.Seq) {
+	stats := make([]float32, 3*a.Batch*a.Heads*rows)
+	pairs := floatsAt(l, normalizers, 2*a.Batch*a.Heads*a.Seq)
+	for i := range a.Batch * a.Heads * a.Seq {
 		of, position := i/a.Seq, i%a.Seq
 		at := ((of/a.Heads*a.Seq+position)*a.Heads + of%a.Heads) * a.HeadDim
-		stats[2*of*rows+position] = v * math.Log2E
-		stats[(2*of+1)*rows+position] = vec.Dot(g[at:][:a.HeadDim], y[at:][:a.HeadDim])
+		exact := float64(pairs[2*i])*math.Log2E + math.Log2(float64(pairs[2*i+1]))
+		h := float32(exact)
+		stats[3*of*rows+position] = h
+		stats[(3*of+1)*rows+position] = vec.Dot(g[at:][:a.HeadDim], y[at:][:a.HeadDim])
+		stats[(3*of+2)*rows+position] = float32(math.Exp2(float64(h) - exact))
 	}
 	return stats
 }

@@ -31,8 +31,8 @@ type AttentionOp struct {
 	opbase.Base
 	Config AttentionConfig // with the defaults filled in
 
-	// log-sum-exp of the scores of every query and head, which the backward op reuses
-	lse opbase.Aux
+	// two numbers of every query and head, which the backward op reuses
+	normalizers opbase.Aux
 }
 
 // Attention is scaled dot-product attention, for every sequence b and head h on its own:
@@ -102,7 +102,7 @@ func attend(name string, in gorgonia.Nodes, c AttentionConfig) (*gorgonia.Node, 
 		}
 	}
 	o := &AttentionOp{Config: c}
-	o.Owns(&o.lse)
+	o.Owns(&o.normalizers)
 	opbase.Init(&o.Base, o, name, fmt.Sprintf("%+v", c), in, q.Dtype(), q.Shape(),
 		attention[float32], attention[float64])
 	return gorgonia.ApplyOp(o, in...)
@@ -157,16 +157,16 @@ func (o *AttentionOp) shape(in opbase.Args) (cpuattention.Shape, error) {
 	return s, opbase.CheckStarts(s.Starts, c.Seq)
 }
 
-func (o *AttentionOp) lseLen() int { return o.InputShape(0)[0] * o.Config.Heads }
+func (o *AttentionOp) normalizersLen() int { return 2 * o.InputShape(0)[0] * o.Config.Heads }
 
 func attention[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 	s, err := o.shape(in)
 	if err != nil {
 		return err
 	}
-	lse := opbase.AuxSlice[T](&o.lse, o.lseLen())
+	normalizers := opbase.AuxSlice[T](&o.normalizers, o.normalizersLen())
 	s.Stop = o.Stop()
-	cpuattention.Forward(y, lse, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1),
+	cpuattention.Forward(y, normalizers, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1),
 		opbase.Slice[T](in, 2), s)
 	return nil
 }
@@ -204,8 +204,8 @@ func attentionGrad[T cpu.Float](o *AttentionGradOp, out []T, in opbase.Args) err
 	}
 	q, k, v := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2)
 	y, g := opbase.Slice[T](in, len(in)-2), opbase.Slice[T](in, len(in)-1)
-	lse := opbase.AuxSlice[T](&o.Forward.lse, o.Forward.lseLen())
+	normalizers := opbase.AuxSlice[T](&o.Forward.normalizers, o.Forward.normalizersLen())
 	dq, dk, dv := out[:len(q)], out[len(q):len(q)+len(k)], out[len(q)+len(k):]
-	cpuattention.Backward(dq, dk, dv, g, q, k, v, y, lse, s)
+	cpuattention.Backward(dq, dk, dv, g, q, k, v, y, normalizers, s)
 	return nil
 }

@@ -19,7 +19,7 @@ var ErrNoTargets = errors.New("no row has a target")
 // CrossEntropyOp is the op behind [CrossEntropy].
 type CrossEntropyOp struct {
 	opbase.Base
-	lse opbase.Aux // log-sum-exp of every row, which the backward op reuses
+	normalizers opbase.Aux // two numbers of every row, which the backward op reuses
 }
 
 // CrossEntropy is the mean negative log-likelihood, in nats, of the targets under softmax(logits):
@@ -46,7 +46,7 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 		return nil, err
 	}
 	o := &CrossEntropyOp{}
-	o.Owns(&o.lse)
+	o.Owns(&o.normalizers)
 	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{logits, targets},
 		logits.Dtype(), tensor.Shape{},
 		crossEntropy[float32], crossEntropy[float64])
@@ -71,7 +71,8 @@ func crossEntropy[T cpu.Float](o *CrossEntropyOp, loss []T, in opbase.Args) erro
 	if err := checkTargets(targets, v); err != nil {
 		return err
 	}
-	loss[0] = T(crossentropy.Forward(opbase.AuxSlice[T](&o.lse, len(targets)), logits, targets, v))
+	normalizers := opbase.AuxSlice[T](&o.normalizers, 2*len(targets))
+	loss[0] = T(crossentropy.Forward(normalizers, logits, targets, v))
 	return nil
 }
 
@@ -105,8 +106,8 @@ type CrossEntropyGradOp struct {
 func crossEntropyGrad[T cpu.Float](o *CrossEntropyGradOp, out []T, in opbase.Args) error {
 	logits, targets, g := opbase.Slice[T](in, 0), opbase.Slice[int](in, 1),
 		opbase.Slice[T](in, 3)[0]
-	lse := opbase.AuxSlice[T](&o.Forward.lse, len(targets))
-	crossentropy.Backward(out, logits, lse, targets, o.InputShape(0)[1],
+	normalizers := opbase.AuxSlice[T](&o.Forward.normalizers, 2*len(targets))
+	crossentropy.Backward(out, logits, normalizers, targets, o.InputShape(0)[1],
 		g/T(crossentropy.Targets(targets)))
 	return nil
 }

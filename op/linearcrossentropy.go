@@ -14,7 +14,7 @@ import (
 // LinearCrossEntropyOp is the op behind [LinearCrossEntropy].
 type LinearCrossEntropyOp struct {
 	opbase.Base
-	lse opbase.Aux // log-sum-exp of every row, which the backward op reuses
+	normalizers opbase.Aux // two numbers of every row, which the backward op reuses
 }
 
 // LinearCrossEntropy is a language model's output layer and loss in one:
@@ -23,7 +23,7 @@ type LinearCrossEntropyOp struct {
 //
 // x is [rows, D], w is [V, D], both float32 or both float64, targets is [rows] of type int, loss is
 // a scalar. The logits, often the largest tensor of a model, are formed a few rows at a time, and
-// again in the backward pass. That keeps one number a row from the forward pass. Targets are as for
+// again in the backward pass. That keeps two numbers a row from the forward pass. Targets are as for
 // [CrossEntropy]. (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
 func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "LinearCrossEntropy"
@@ -49,7 +49,7 @@ func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 		return nil, err
 	}
 	o := &LinearCrossEntropyOp{}
-	o.Owns(&o.lse)
+	o.Owns(&o.normalizers)
 	in := gorgonia.Nodes{x, w, targets}
 	opbase.Init(&o.Base, o, name, "", in, x.Dtype(), tensor.Shape{}, linearCrossEntropy[float32],
 		linearCrossEntropy[float64])
@@ -62,8 +62,8 @@ func linearCrossEntropy[T cpu.Float](o *LinearCrossEntropyOp, loss []T, in opbas
 	if err := checkTargets(targets, v); err != nil {
 		return err
 	}
-	loss[0] = T(crossentropy.LinearForward(opbase.AuxSlice[T](&o.lse, len(targets)), x, w, targets,
-		d, v))
+	normalizers := opbase.AuxSlice[T](&o.normalizers, 2*len(targets))
+	loss[0] = T(crossentropy.LinearForward(normalizers, x, w, targets, d, v))
 	return nil
 }
 
@@ -97,8 +97,8 @@ func linearCrossEntropyGrad[T cpu.Float](o *LinearCrossEntropyGradOp, out []T,
 	in opbase.Args) error {
 	x, w, targets := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2)
 	g := opbase.Slice[T](in, 4)[0] / T(crossentropy.Targets(targets))
-	lse := opbase.AuxSlice[T](&o.Forward.lse, len(targets))
+	normalizers := opbase.AuxSlice[T](&o.Forward.normalizers, 2*len(targets))
 	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
-	crossentropy.LinearBackward(out[:len(x)], out[len(x):], x, w, lse, targets, d, v, g)
+	crossentropy.LinearBackward(out[:len(x)], out[len(x):], x, w, normalizers, targets, d, v, g)
 	return nil
 }

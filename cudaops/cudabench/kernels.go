@@ -96,7 +96,7 @@ func rotations(b *timer) {
 func losses(b *timer) {
 	const rows, v, size = 8192, 50304, 2 * 8192 * 50304
 	a := crossentropy.Forward{Logits: b.normal(rows*v, bf16), Losses: b.room(rows, f32),
-		LSE: b.room(rows, f32), Targets: b.ids(rows, v), Rows: rows, V: v, Type: bf16}
+		Normalizers: b.room(2*rows, f32), Targets: b.ids(rows, v), Rows: rows, V: v, Type: bf16}
 	scale := b.room(1, f32)
 	b.moves("crossentropy_fwd_8192x50304", size,
 		crossentropy.Scale{Scale: scale, Targets: a.Targets, Rows: rows}, a,
@@ -133,7 +133,7 @@ func attentions(b *timer) {
 		back := attention.Backward{Geometry: attention.Geometry{Batch: s.batch, Seq: s.seq,
 			Heads: s.heads, KVHeads: s.heads, HeadDim: s.dim, Causal: true}, DQ: out[1],
 			DK: out[2], DV: out[3], G: in[3], Q: in[0], K: in[1], V: in[2], Y: out[0],
-			LSE: b.room(s.batch*s.heads*s.seq, f32), Type: bf16}
+			Normalizers: b.room(2*s.batch*s.heads*s.seq, f32), Type: bf16}
 		back.Workspace = b.bytes(back.WorkspaceBytes(b.Info))
 		flops := 2 * float64(n) * float64(s.seq)
 		shape := fmt.Sprintf("_b%dh%ds%dd%d", s.batch, s.heads, s.seq, s.dim)
@@ -146,7 +146,7 @@ func attentions(b *timer) {
 				Window: s.window})
 		}
 		b.computes("attn_causal_fwd"+shape, flops, attention.Forward{Geometry: back.Geometry,
-			Y: back.Y, Q: back.Q, K: back.K, V: back.V, LSE: back.LSE, Type: bf16})
+			Y: back.Y, Q: back.Q, K: back.K, V: back.V, Normalizers: back.Normalizers, Type: bf16})
 		b.computes("attn_causal_bwd"+shape, 2.5*flops, back)
 		b.free()
 	}

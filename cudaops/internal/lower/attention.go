@@ -25,11 +25,12 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program
 	o := n.Op().(*op.AttentionOp)
 	s := attentionShape(o, q.Shape[0])
 	documents := c.documentsOf(n, o, in)
-	y, lse := c.Like(q), c.aux(s.Batch, s.Heads, s.Seq)
-	c.saved[o] = lse
+	y, normalizers := c.Like(q), c.aux(s.Batch, s.Heads, s.Seq, 2)
+	c.saved[o] = normalizers
 	c.call(n, attention.Forward{Geometry: s, Type: q.Type}, program.Writes("Y", y),
 		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
-		program.Writes("LSE", lse), untimed("Documents", documents)).FLOPs = attentionFLOPs(s, o, 2)
+		program.Writes("Normalizers", normalizers),
+		untimed("Documents", documents)).FLOPs = attentionFLOPs(s, o, 2)
 	return y
 }
 
@@ -110,22 +111,23 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 	o := n.Op().(*op.AttentionGradOp).Forward
 	documents, t := c.documentsOf(n, o, in), c.rotation(turned)
 	s := attentionShape(o, q.Shape[0])
-	lse := c.saved[o].(*program.Array)
+	normalizers := c.saved[o].(*program.Array)
 	call := c.newCall(n, attention.Backward{Geometry: s, Type: q.Type}, program.Writes("DQ", dq),
 		program.Writes("DK", dk), program.Writes("DV", dv),
 		program.Reads("G", g), program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
-		program.Reads("Y", y), program.Reads("LSE", lse),
+		program.Reads("Y", y), program.Reads("Normalizers", normalizers),
 		program.Reads("Cos", t.cos), program.Reads("Sin", t.sin),
 		untimed("Documents", documents))
 	call.FLOPs = attentionFLOPs(s, o, 5)
-	c.formStatistics(n, call, g, y, lse)
+	c.formStatistics(n, call, g, y, normalizers)
 	c.Add(call)
 }
 
 // formStatistics has the product g, the gradient of an attention's result y, also form what the
 // backward pass of the attention begins with. That is where one kernel can, where it is faster than
 // two, and where nothing needs g earlier. It saves to read g once more.
-func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, g, y, lse *program.Array) {
+func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, g, y,
+	normalizers *program.Array) {
 	at := slices.IndexFunc(c.Calls, func(p *program.Call) bool {
 		m, ok := p.Params.(program.Matmul)
 		if !ok {
@@ -156,10 +158,10 @@ func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, g, y, ls
 	c.Calls = slices.Delete(c.Calls, at, at+1)
 	form := program.Writes("Workspace", workspace.Array)
 	c.either(n, []*program.Call{product, c.newCall(n, attention.Statistics{Geometry: back.Geometry,
-		Type: back.Type}, program.Reads("G", g), program.Reads("Y", y), program.Reads("LSE", lse),
-		form)}, true, one, program.Writes("G", g), program.Reads("X", product.Operand("A").Array),
+		Type: back.Type}, program.Reads("G", g), program.Reads("Y", y),
+		program.Reads("Normalizers", normalizers), form)}, true, one, program.Writes("G", g), program.Reads("X", product.Operand("A").Array),
 		program.Reads("W", product.Operand("B").Array), program.Reads("Y", y),
-		program.Reads("LSE", lse), form)
+		program.Reads("Normalizers", normalizers), form)
 }
 
 // attentionFLOPs is the operations of so many products of an attention, of which a causal mask

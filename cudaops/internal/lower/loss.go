@@ -149,19 +149,19 @@ func factor(n *gorgonia.Node) (x float64, ok bool) {
 	return x, true
 }
 
-// classified is what a cross-entropy leaves: 1/(number of targets) and each row's log-sum-exp. The
+// classified is what a cross-entropy leaves: 1/(number of targets) and each row's normalizer. The
 // fused op leaves the gradients and the gradient of the loss that they are for, nil for 1.
-type classified struct{ scale, lse, dx, dw, upstream *program.Array }
+type classified struct{ scale, normalizers, dx, dw, upstream *program.Array }
 
 func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	logits, targets := c.act(n, in[0]), in[1]
 	rows, v := logits.Shape[0], logits.Shape[1]
 	losses, saved := c.classify(n, targets, v)
-	saved.lse = c.aux(rows)
+	saved.normalizers = c.aux(rows, 2)
 	c.saved[n.Op()] = saved
 	c.call(n, crossentropy.Forward{Rows: rows, V: v, Type: logits.Type},
 		program.Reads("Logits", logits), program.Reads("Targets", targets),
-		program.Writes("Losses", losses), program.Writes("LSE", saved.lse))
+		program.Writes("Losses", losses), program.Writes("Normalizers", saved.normalizers))
 	return c.meanLoss(n, losses, saved.scale)
 }
 
@@ -190,7 +190,7 @@ func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *
 	d := c.Like(logits)
 	c.call(n, crossentropy.Backward{Forward: crossentropy.Forward{Rows: logits.Shape[0],
 		V: logits.Shape[1], Type: logits.Type}},
-		program.Writes("Out", d), program.Reads("Logits", logits), program.Reads("LSE", saved.lse),
+		program.Writes("Out", d), program.Reads("Logits", logits), program.Reads("Normalizers", saved.normalizers),
 		program.Reads("Targets", targets), program.Reads("Scale", saved.scale),
 		program.Reads("Grad", g))
 	return d

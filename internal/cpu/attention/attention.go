@@ -99,18 +99,21 @@ func getTiles[T cpu.Float]() *tiles[T] {
 		make([]T, queryTile), make([]T, queryTile)}
 }
 
-// Forward computes y = softmax(Scale·q·kᵀ)·v for every head, and the log-sum-exp of every row of
-// scores, lse [Batch·Heads·Seq]. Scores exist a tile at a time: the softmax is formed online, with
+// Forward computes y = softmax(Scale·q·kᵀ)·v for every head, and the normalizers of all rows of
+// scores, [Batch·Heads·Seq, 2]. Those of a row are its largest score m and l = Σ exp(score − m). The
+// backward pass needs both: float32 rounds m + log l by up to 0.03 where scores are near 10⁶, which
+// makes the probabilities wrong by 3 %. Scores exist a tile at a time: the softmax is formed online, with
 // a running maximum and sum a query. (Milakov and Gimelshein, "Online normalizer calculation for
 // softmax", 2018; Dao et al., "FlashAttention", 2022.) It ends early when s.Stop asks for it.
-func Forward[T cpu.Float](y, lse, q, k, v []T, s Shape) {
+func Forward[T cpu.Float](y, normalizers, q, k, v []T, s Shape) {
 	buf := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(buf)
 	stride := transposedStride[T](s.Seq)
 	kt := buf.Elements(s.Batch * s.KVHeads * s.HeadDim * stride)
 	cpu.Spread(s.Batch*s.KVHeads, 1, transposedHeads[T]{kt, k, s, stride})
 	blocks := cpu.CeilDiv(s.Seq, queryStrip)
-	cpu.Spread(s.Batch*s.Heads*blocks, 1, forwardArgs[T]{y, lse, q, kt, v, s, blocks, stride})
+	cpu.Spread(s.Batch*s.Heads*blocks, 1,
+		forwardArgs[T]{y, normalizers, q, kt, v, s, blocks, stride})
 }
 
 // transposedStride is that of a transposed head's rows, one for each of its features, of seq
@@ -161,18 +164,18 @@ type atArgs[T cpu.Float] struct {
 func (s atArgs[T]) Span(lo, hi int) {
 	t := getTiles[T]()
 	defer tilePool[T]().Put(t)
-	var lse [1]T
+	var normalizer [2]T
 	for h := lo; h < hi; h++ {
 		kv := h / (s.Heads / s.KVHeads) * s.HeadDim
 		at := h * s.HeadDim
 		k := matrix[T]{s.k[kv:], s.KVHeads * s.HeadDim, true}
-		t.forward(s.y[at:], lse[:], s.q[at:], k, s.v[kv:], s.Heads*s.HeadDim, s.KVHeads*s.HeadDim,
+		t.forward(s.y[at:], normalizer[:], s.q[at:], k, s.v[kv:], s.Heads*s.HeadDim, s.KVHeads*s.HeadDim,
 			s.position, 1, s.Shape)
 	}
 }
 
 type forwardArgs[T cpu.Float] struct {
-	y, lse, q, kt, v []T // kt has the transposes of k's heads, one behind the other
+	y, normalizers, q, kt, v []T // kt has the transposes of k's heads, one behind the other
 	Shape
 	blocks, stride int
 }
@@ -191,7 +194,7 @@ func (s *forwardArgs[T]) Span(lo, hi int) {
 		row := b*s.Seq + i0
 		q, y := s.q[row*qd+h*dh:], s.y[row*qd+h*dh:]
 		kt := matrix[T]{s.kt[(b*s.KVHeads+h/group)*dh*s.stride:], s.stride, false}
-		t.forward(y, s.lse[head*s.Seq+i0:][:nq], q, kt, s.v[b*s.Seq*kd+h/group*dh:], qd, kd,
+		t.forward(y, s.normalizers[2*(head*s.Seq+i0):][:2*nq], q, kt, s.v[b*s.Seq*kd+h/group*dh:], qd, kd,
 			i0, nq, s.sequence(b))
 	}
 }
@@ -212,7 +215,8 @@ func (m *matrix[T]) from(j int) []T {
 }
 
 // forward computes nq rows of one head, at most a strip, whose first is position i0.
-func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq int, s Shape) {
+func (t *tiles[T]) forward(y, normalizers, q []T, kt matrix[T], v []T, qd, kd, i0, nq int,
+	s Shape) {
 	dh := s.HeadDim
 	_, keys := s.keys(i0, nq)
 	firstKey, _ := s.keys(i0/queryStrip*queryStrip, nq) // of a single row the tiles of its strip
@@ -246,33 +250,34 @@ func (t *tiles[T]) forward(y, lse, q []T, kt matrix[T], v []T, qd, kd, i0, nq in
 	}
 	for i := range nq {
 		vec.Scale(y[i*qd:][:dh], 1/t.l[i])
-		lse[i] = t.m[i] + T(math.Log(float64(t.l[i])))
+		normalizers[2*i], normalizers[2*i+1] = t.m[i], t.l[i]
 	}
 }
 
 // Backward computes the gradients dq, dk and dv of [Attention] for the output gradient g, from the
-// forward pass's output y and lse. Scores are computed again, tile by tile; with P the softmax and
+// forward pass's output y and normalizers. Scores are computed again, tile by tile; with P the softmax and
 // D = rowsum(g ⊙ y),
 //
 //	dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − D),  dq = Scale·dS·k,  dk = Scale·dSᵀ·q.
-func Backward[T cpu.Float](dq, dk, dv, g, q, k, v, y, lse []T, s Shape) {
+func Backward[T cpu.Float](dq, dk, dv, g, q, k, v, y, normalizers []T, s Shape) {
 	// One task is a key-value head with all query heads that read it: no two tasks write the same
 	// element.
-	cpu.Spread(s.Batch*s.KVHeads, 1, backwardArgs[T]{dq, dk, dv, g, q, k, v, y, lse, s})
+	cpu.Spread(s.Batch*s.KVHeads, 1,
+		backwardArgs[T]{dq, dk, dv, g, q, k, v, y, normalizers, s})
 }
 
 type backwardArgs[T cpu.Float] struct {
-	dq, dk, dv, g, q, k, v, y, lse []T
+	dq, dk, dv, g, q, k, v, y, normalizers []T
 	Shape
 }
 
 // headGradient is the backward pass of one query head. Matrices begin with its sequence's first row
 // and its own columns, or those of the key-value head that it reads.
 type headGradient[T cpu.Float] struct {
-	dq, dk, dv, g, q, k, v, y, lse []T
-	kt, vt                         []T  // transposes of k and v
-	qd, kd, stride                 int  // strides of queries, of keys, and of kt and vt
-	unset                          bool // nothing has been added to dk and dv yet
+	dq, dk, dv, g, q, k, v, y, normalizers []T
+	kt, vt                                 []T  // transposes of k and v
+	qd, kd, stride                         int  // strides of queries, of keys, and of kt and vt
+	unset                                  bool // nothing has been added to dk and dv yet
 	Shape
 }
 
@@ -294,7 +299,8 @@ func (s *backwardArgs[T]) Span(lo, hi int) {
 			o := b*s.Seq*qd + h*dh
 			t.backward(&headGradient[T]{s.dq[o:], s.dk[kv:], s.dv[kv:], s.g[o:], s.q[o:],
 				s.k[kv:], s.v[kv:], s.y[o:],
-				s.lse[(b*s.Heads+h)*s.Seq:], kt, vt, qd, kd, stride, h == kvh*group, s.sequence(b)})
+				s.normalizers[2*(b*s.Heads+h)*s.Seq:], kt, vt, qd, kd, stride, h == kvh*group,
+				s.sequence(b)})
 		}
 	}
 }
@@ -340,7 +346,8 @@ func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, overw
 		clear(dp[:from])
 		clear(dp[to:])
 		p, dp = p[from:to], dp[from:to]
-		vec.ExpSub(p, p, h.lse[i0+i])
+		vec.ExpSub(p, p, h.normalizers[2*(i0+i)])
+		vec.Scale(p, 1/h.normalizers[2*(i0+i)+1])
 		vec.SoftmaxGradient(dp, p, t.d[i])
 	}
 	switch {

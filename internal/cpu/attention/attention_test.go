@@ -35,12 +35,12 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 		}
 		qd, kd := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
 		q, k, v := normal(s.Seq*qd), normal(s.Seq*kd), normal(s.Seq*kd)
-		want, lse := make([]T, len(q)), make([]T, s.Seq*s.Heads)
-		Forward(want, lse, q, k, v, s)
+		want, normalizers := make([]T, len(q)), make([]T, 2*s.Seq*s.Heads)
+		Forward(want, normalizers, q, k, v, s)
 		// The sums of the terms' sizes: what the terms themselves sum to may nearly cancel, and
 		// then has few right digits.
 		size := make([]T, len(q))
-		Forward(size, lse, q, k, cputest.Absolute(slices.Clone(v)), s)
+		Forward(size, normalizers, q, k, cputest.Absolute(slices.Clone(v)), s)
 		for _, p := range []int{0, 1, 63, 64, 65, 149} {
 			y := make([]T, qd)
 			for i := range y {
@@ -97,9 +97,9 @@ func testDocumentTiles[T cpu.Float](t *testing.T) {
 			}
 		}
 	}
-	y, lse, dq, dk, dv := nan(qn), nan(rows*s.Heads), nan(qn), nan(kn), nan(kn)
-	Forward(y, lse, in[0], in[1], in[2], s)
-	Backward(dq, dk, dv, in[3], in[0], in[1], in[2], y, lse, s)
+	y, normalizers, dq, dk, dv := nan(qn), nan(2*rows*s.Heads), nan(qn), nan(kn), nan(kn)
+	Forward(y, normalizers, in[0], in[1], in[2], s)
+	Backward(dq, dk, dv, in[3], in[0], in[1], in[2], y, normalizers, s)
 	for name, x := range map[string][]T{"y": y, "dq": dq, "dk": dk, "dv": dv} {
 		width := len(x) / rows
 		for i, v := range x {
@@ -151,11 +151,11 @@ func testLongAttention[T cpu.Float](t *testing.T, tolerance float64) {
 		q, k, v := values(rows*qd, r.NormFloat64), values(rows*kd, r.NormFloat64),
 			values(rows*kd, r.NormFloat64)
 		g := values(rows*qd, r.NormFloat64)
-		y, dq, dk, dv, lse := values(rows*qd, math.NaN), values(rows*qd, math.NaN),
+		y, dq, dk, dv, normalizers := values(rows*qd, math.NaN), values(rows*qd, math.NaN),
 			values(rows*kd, math.NaN), values(rows*kd, math.NaN),
-			values(rows*s.Heads, math.NaN)
-		Forward(y, lse, q, k, v, s)
-		Backward(dq, dk, dv, g, q, k, v, y, lse, s)
+			values(2*rows*s.Heads, math.NaN)
+		Forward(y, normalizers, q, k, v, s)
+		Backward(dq, dk, dv, g, q, k, v, y, normalizers, s)
 		want := plainAttention(q, k, v, g, s)
 		for i, got := range [][]T{y, dq, dk, dv} {
 			var diff, norm float64
@@ -251,10 +251,10 @@ func testWindowTiles[T cpu.Float](t *testing.T) {
 	}
 	qd, kd := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
 	q, k, v, g := normal(qd), normal(kd), normal(kd), normal(qd)
-	y, lse, dq := make([]T, len(q)), make([]T, s.Seq*s.Heads), make([]T, len(q))
+	y, normalizers, dq := make([]T, len(q)), make([]T, 2*s.Seq*s.Heads), make([]T, len(q))
 	dk, dv := make([]T, len(k)), make([]T, len(k))
-	Forward(y, lse, q, k, v, s)
-	Backward(dq, dk, dv, g, q, k, v, y, lse, s)
+	Forward(y, normalizers, q, k, v, s)
+	Backward(dq, dk, dv, g, q, k, v, y, normalizers, s)
 	// behind the tile of the last query that sees one of them
 	first := spoilt + s.Window + queryTile
 	for name, x := range map[string][]T{"y": y, "dq": dq, "dk": dk, "dv": dv} {
@@ -277,10 +277,10 @@ func BenchmarkWindow(b *testing.B) {
 			}
 			n := s.Seq * s.Heads * s.HeadDim
 			at := func(i int) []float32 { return x[i*n : (i+1)*n] }
-			lse := make([]float32, s.Seq*s.Heads)
+			normalizers := make([]float32, 2*s.Seq*s.Heads)
 			for b.Loop() {
-				Forward(at(0), lse, at(1), at(2), at(3), s)
-				Backward(at(4), at(5), at(6), at(7), at(1), at(2), at(3), at(0), lse, s)
+				Forward(at(0), normalizers, at(1), at(2), at(3), s)
+				Backward(at(4), at(5), at(6), at(7), at(1), at(2), at(3), at(0), normalizers, s)
 			}
 		})
 	}

@@ -10,14 +10,18 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// Forward returns the mean of lse[r] − logits[r, targets[r]] over the rows with a target of at
-// least 0. It sets lse to the log-sum-exp of each such row. logits is len(targets)×v. At least one
-// row must have a target.
-func Forward[T cpu.Float](lse, logits []T, targets []int, v int) float64 {
+// Forward returns the mean of the negative log-likelihood, m + log l − logits[r, targets[r]], over
+// the rows with a target of at least 0. Here m is the row's largest logit and l = Σ exp(logits[r] −
+// m). logits is len(targets)×v. At least one row must have a target.
+//
+// Forward sets normalizers, len(targets)×2, to m and l of each such row. Those are two numbers, since
+// m + log l is not exact: near 10⁶ float32 rounds it by up to 0.03, which would make the
+// probabilities of the backward pass wrong by 3 %.
+func Forward[T cpu.Float](normalizers, logits []T, targets []int, v int) float64 {
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
 	losses := b.Floats(len(targets))
-	cpu.Spread(len(targets), cpu.Grain(20*v), rowLosses[T]{losses, lse, logits, targets, v})
+	cpu.Spread(len(targets), cpu.Grain(20*v), rowLosses[T]{losses, normalizers, logits, targets, v})
 	return vec.Sum(losses) / float64(Targets(targets))
 }
 
@@ -32,12 +36,12 @@ func Targets(targets []int) int {
 	return n
 }
 
-// rowLosses sets the loss of each row, 0 for a row without target, and its lse.
+// rowLosses sets the loss of each row, 0 for a row without target, and its normalizer.
 type rowLosses[T cpu.Float] struct {
-	losses      []float64
-	lse, logits []T
-	targets     []int
-	v           int
+	losses              []float64
+	normalizers, logits []T
+	targets             []int
+	v                   int
 }
 
 func (s *rowLosses[T]) Span(lo, hi int) {
@@ -51,23 +55,24 @@ func (s *rowLosses[T]) Span(lo, hi int) {
 		}
 		x := s.logits[r*s.v:][:s.v]
 		m := vec.Max(x)
-		total := float64(vec.ExpSub(row, x, m))
-		s.lse[r] = m + T(math.Log(total))
-		s.losses[r] = float64(m-x[s.targets[r]]) + math.Log(total)
+		l := vec.ExpSub(row, x, m)
+		s.normalizers[2*r], s.normalizers[2*r+1] = m, l
+		s.losses[r] = float64(m-x[s.targets[r]]) + math.Log(float64(l))
 	}
 }
 
-// Backward computes dlogits[r] = g·(softmax(logits[r]) − onehot(targets[r])) from each row's lse,
-// and zero for rows without target. dlogits may be the memory of logits.
-func Backward[T cpu.Float](dlogits, logits, lse []T, targets []int, v int, g T) {
-	cpu.Spread(len(targets), cpu.Grain(20*v), rowGradients[T]{dlogits, logits, lse, targets, v, g})
+// Backward computes dlogits[r] = g·(softmax(logits[r]) − onehot(targets[r])) from the normalizers of
+// Forward, and zero for rows without target. dlogits may be the memory of logits.
+func Backward[T cpu.Float](dlogits, logits, normalizers []T, targets []int, v int, g T) {
+	cpu.Spread(len(targets), cpu.Grain(20*v),
+		rowGradients[T]{dlogits, logits, normalizers, targets, v, g})
 }
 
 type rowGradients[T cpu.Float] struct {
-	dlogits, logits, lse []T
-	targets              []int
-	v                    int
-	g                    T
+	dlogits, logits, normalizers []T
+	targets                      []int
+	v                            int
+	g                            T
 }
 
 func (s *rowGradients[T]) Span(lo, hi int) {
@@ -77,9 +82,10 @@ func (s *rowGradients[T]) Span(lo, hi int) {
 			clear(d)
 			continue
 		}
-		vec.ExpSub(d, s.logits[r*s.v:][:s.v], s.lse[r])
-		d[s.targets[r]]--
-		vec.Scale(d, s.g)
+		m, l := s.normalizers[2*r], s.normalizers[2*r+1]
+		vec.ExpSub(d, s.logits[r*s.v:][:s.v], m)
+		d[s.targets[r]] -= l
+		vec.Scale(d, s.g/l)
 	}
 }
 
@@ -87,9 +93,9 @@ func (s *rowGradients[T]) Span(lo, hi int) {
 // of float32.
 func chunkRows(v int) int { return max(16, 1<<20/v) }
 
-// LinearForward returns [Forward] of the logits x·wᵀ, x len(targets)×d and w v×d, and sets lse. It
-// forms the logits a chunk of rows at a time.
-func LinearForward[T cpu.Float](lse, x, w []T, targets []int, d, v int) float64 {
+// LinearForward returns [Forward] of the logits x·wᵀ, x len(targets)×d and w v×d, and sets
+// normalizers. It forms the logits a chunk of rows at a time.
+func LinearForward[T cpu.Float](normalizers, x, w []T, targets []int, d, v int) float64 {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
@@ -97,15 +103,15 @@ func LinearForward[T cpu.Float](lse, x, w []T, targets []int, d, v int) float64 
 	for lo := 0; lo < rows; lo += chunk {
 		hi := min(lo+chunk, rows)
 		gemm.Linear(logits, x[lo*d:hi*d], w, hi-lo, d, v)
-		cpu.Spread(hi-lo, cpu.Grain(20*v), rowLosses[T]{losses[lo:hi], lse[lo:hi],
-			logits, targets[lo:hi], v})
+		cpu.Spread(hi-lo, cpu.Grain(20*v), rowLosses[T]{losses[lo:hi],
+			normalizers[2*lo : 2*hi], logits, targets[lo:hi], v})
 	}
 	return vec.Sum(losses) / float64(Targets(targets))
 }
 
 // LinearBackward computes dx and dw for the gradient g of the mean loss. It forms the logits again
 // from x and w, a chunk of rows at a time.
-func LinearBackward[T cpu.Float](dx, dw, x, w, lse []T, targets []int, d, v int, g T) {
+func LinearBackward[T cpu.Float](dx, dw, x, w, normalizers []T, targets []int, d, v int, g T) {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
@@ -115,7 +121,7 @@ func LinearBackward[T cpu.Float](dx, dw, x, w, lse []T, targets []int, d, v int,
 		hi := min(lo+chunk, rows)
 		xc := x[lo*d : hi*d]
 		gemm.Linear(logits, xc, w, hi-lo, d, v)
-		Backward(logits, logits, lse[lo:hi], targets[lo:hi], v, g)
+		Backward(logits, logits, normalizers[2*lo:2*hi], targets[lo:hi], v, g)
 		gemm.Mul(false, false, hi-lo, d, v, 1, logits, v, w, d, 0, dx[lo*d:hi*d], d)
 		gemm.Mul(true, false, v, d, hi-lo, 1, logits, v, xc, d, beta, dw, d)
 		beta = 1

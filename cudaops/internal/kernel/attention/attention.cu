@@ -137,7 +137,7 @@ template <class T, class Docs> __device__ __forceinline__ void forward(const Par
       for (int j = 0; j < 4; j++) {
         int query = at.row + ty + 16 * i, key = j0 + tx + 16 * j;
         bool hidden = key >= p.seq || (p.causal && key > query) || key < start[i];
-        x.v[i][j] = hidden ? -INFINITY : x.v[i][j] * p.scale;
+        x.v[i][j] = hidden ? -INFINITY : __fmul_rn(x.v[i][j], p.scale);  // rounded, as the backward pass rounds it
         highest = Max::merge(x.v[i][j], highest);
       }
       highest = reduceRow<Max>(highest);
@@ -157,7 +157,7 @@ template <class T, class Docs> __device__ __forceinline__ void forward(const Par
     sum[i] = reduceRow<Sum>(sum[i]);
     int query = at.row + ty + 16 * i;
     if (tx == 0 && at.chunk == 0 && query < p.seq)
-      p.lse[((int64_t)at.batch * p.heads + at.head) * p.seq + query] = top[i] + logf(sum[i]);
+      normalizerOf(p, at.batch, at.head, query) = {top[i], logf(sum[i])};
     sum[i] = 1 / sum[i];
   }
   write<T>(p.y, p.yStride, p, at.batch, at.row, at.head, at.chunk, y, sum);
@@ -172,11 +172,12 @@ template <class T, class Docs> __device__ __forceinline__ void backwardQ(const P
   Rows<T> q = rowsOf<T>(p.q, p.qStride, p, at.batch, at.row, at.head);
   Rows<T> g = rowsOf<T>(p.g, p.gStride, p, at.batch, at.row, at.head);
   int keys = p.causal ? min(p.seq, at.row + kTile) : p.seq;
-  float lse[4], delta[4], scale[4];
+  float top[4], inverse[4], delta[4], scale[4];
   int start[4];
   for (int i = 0; i < 4; i++) {
     int query = min(at.row + ty + 16 * i, p.seq - 1);
-    lse[i] = p.lse[((int64_t)at.batch * p.heads + at.head) * p.seq + query];
+    const float2 n = normalizerOf(p, at.batch, at.head, query);
+    top[i] = n.x, inverse[i] = expf(-n.y);
     delta[i] = statsOf(p, at.batch, at.head)[statsRows(p) + query], scale[i] = p.scale;
     start[i] = docs.start(p, at.batch, query);
   }
@@ -191,7 +192,7 @@ template <class T, class Docs> __device__ __forceinline__ void backwardQ(const P
       for (int j = 0; j < 4; j++) {
         int query = at.row + ty + 16 * i, key = j0 + tx + 16 * j;
         bool hidden = key >= p.seq || (p.causal && key > query) || key < start[i];
-        ds.v[i][j] = hidden ? 0 : expf(x.v[i][j] * p.scale - lse[i]) * (ds.v[i][j] - delta[i]);
+        ds.v[i][j] = hidden ? 0 : expf(__fmul_rn(x.v[i][j], p.scale) - top[i]) * inverse[i] * (ds.v[i][j] - delta[i]);
       }
     addNN(dq, s, ds, k, at.chunk);
   }
@@ -216,13 +217,14 @@ template <class T, class Docs> __device__ __forceinline__ void backwardKV(const 
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         int query = i0 + tx + 16 * j, there = min(query, p.seq - 1);
-        float lse = p.lse[((int64_t)at.batch * p.heads + head) * p.seq + there];
+        const float2 n = normalizerOf(p, at.batch, head, there);
+        const float inverse = expf(-n.y);
         delta[j] = statsOf(p, at.batch, head)[statsRows(p) + there];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           int key = at.row + ty + 16 * i;
           bool hidden = query >= end[i] || key >= p.seq || (p.causal && key > query);
-          x.v[i][j] = hidden ? 0 : expf(x.v[i][j] * p.scale - lse);
+          x.v[i][j] = hidden ? 0 : expf(__fmul_rn(x.v[i][j], p.scale) - n.x) * inverse;
         }
       }
       addNN(dv, s, x, g, at.chunk);
@@ -238,7 +240,7 @@ template <class T, class Docs> __device__ __forceinline__ void backwardKV(const 
   write<T>(p.dv, p.dvStride, p, at.batch, at.row, at.head, at.chunk, dv, one);
 }
 
-// stats = lse·log₂e and Σ_d g·y. A block does 128 positions of a head, eight lanes a position and
+// The statistics. A block does 128 positions of a head, eight lanes a position and
 // four positions at a time. The kernel also sets the first n counters to zero. The kernels behind
 // it have at most two for a block's positions, and one. Launch: batch·⌈seq/128⌉·heads blocks of 256
 // threads; the heads of a position, which lie together, are neighbours.
@@ -252,7 +254,8 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p, i
   // Of a position's eight lanes, and of four positions, lane i writes what belongs to the i-th.
   const int mine = first + lane * (kThreads / 8);
   const bool writes = lane < positions, exists = writes && mine < p.seq;
-  const float lse = exists ? p.lse[((int64_t)batch * p.heads + head) * p.seq + mine] : 0;
+  float2 norm = {0, 0};
+  if (exists) norm = normalizerOf(p, batch, head, mine);
   float sum[positions] = {};
   if (p.headDim % V == 0 && p.yStride % V == 0 && p.gStride % V == 0 && aligned16(p.y, p.g)) {
     for (int d = lane * V; d < p.headDim; d += 8 * V) {
@@ -282,8 +285,10 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p, i
   }
   if (!writes) return;
   float *stats = statsOf(p, batch, head);
-  stats[mine] = lse * kLog2e;
+  const Exponent e(norm);
+  stats[mine] = e.h;
   stats[rows + mine] = exists ? own : 0;
+  stats[2 * rows + mine] = e.rho;
 }
 
 // The table of Documents, from where each token's document should begin; null for one document a

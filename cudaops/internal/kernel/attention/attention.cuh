@@ -1,11 +1,14 @@
 // What the attention kernels share: parameters, the order of work, and masks.
 //
-//   y = softmax(scale·q·kᵀ)·v,  lse = log Σ exp(scale·q·kᵀ)
+//   s = scale·q·kᵀ,  m = max s,  l = Σ exp(s − m),  y = exp(s − m)/l · v
 //
 // for every sequence b and query head h on its own; query head h reads key-value head h/(heads/kvHeads). Element d of
-// head h at position t of sequence b is x[(b·seq + t)·stride + h·headDim + d]; lse is [batch, heads, seq].
+// head h at position t of sequence b is x[(b·seq + t)·stride + h·headDim + d]; the normalizers (m, log l) are [batch, heads, seq].
+//
+// A normalizer is two numbers because their sum is not exact: of scores near 10⁶ it is off by up to 0.03, which makes the
+// probabilities of the backward pass wrong by 3 %.
 #pragma once
-#include "exp2.cuh"
+#include "exponent.cuh"
 #include "mma.cuh"
 
 namespace attention {
@@ -18,8 +21,8 @@ struct Params {
   void *y;
   const void *g;         // gradient of y
   void *dq, *dk, *dv;
-  float *lse;
-  float *stats;          // lse·log₂e and Σ_d g·y of every query; statsOf finds them
+  float2 *normalizers;   // m and log l of every query
+  float *stats;          // what the backward pass reads of every query; statsOf finds it
   int64_t qStride, kStride, vStride, yStride, gStride, dqStride, dkStride, dvStride;
   int batch, seq, heads, kvHeads, headDim, causal;
   float scale;
@@ -95,11 +98,12 @@ __device__ inline T *at(const void *base, int64_t stride, int seq, int batch, in
   return (T *)base + ((int64_t)batch * seq + row) * stride + column;
 }
 
-// The statistics of a head: statsRows of lse·log₂e, a multiple of 128, then as many of Σ_d g·y; zero where there is no query.
+// The statistics of a head: statsRows of h, a multiple of 128, then as many of Σ_d g·y, and as many of ρ; Exponent says what h and ρ
+// are. Where there is no query, h and the sum are zero, and ρ is one.
 constexpr int kStatsTile = 128;
 __device__ inline int statsRows(const Params &p) { return (p.seq + kStatsTile - 1) / kStatsTile * kStatsTile; }
 __device__ inline float *statsOf(const Params &p, int batch, int head) {
-  return p.stats + ((int64_t)batch * p.heads + head) * 2 * statsRows(p);
+  return p.stats + ((int64_t)batch * p.heads + head) * 3 * statsRows(p);
 }
 
 // Hides scores of keys that do not exist or come after the query. Row and column are those of the accumulator's corner.
@@ -152,6 +156,19 @@ template <int M, int N> __device__ inline void dropBehind(Accumulator<M, N> &s, 
     }
 }
 template <int M, int N> __device__ inline void dropBehind(Accumulator<M, N> &, int, const NoBounds &) {}
+
+// Where the normalizer of a query is.
+__device__ inline float2 &normalizerOf(const Params &p, int batch, int head, int query) {
+  return p.normalizers[((int64_t)batch * p.heads + head) * p.seq + query];
+}
+
+// The normalizer of a query whose highest q·k is top, from the sum of 2^(q·k·c − top·c), with c = scale·log₂e. Rounding makes top·c
+// another number than m·log₂e, which matters where both are large.
+__device__ inline float2 normalizer(float top, float sum, float c, float scale) {
+  constexpr float kLn2 = 0.693147181f;
+  const float m = top * scale;
+  return {m, logf(sum) - kLn2 * fmaf(m, kLog2e, -__fmul_rn(top, c))};
+}
 
 // What exponentials of a row are taken relative to: its highest score so far. With documents that may be none yet, and the
 // exponentials of nothing must be zero.

@@ -12,11 +12,12 @@ import (
 
 // Geometry is the geometry of attention over rows of heads.
 //
-//	y = softmax(Scale·q·kᵀ)·v,  lse = log Σ exp(Scale·q·kᵀ)
+//	s = Scale·q·kᵀ,  m = max s,  l = Σ exp(s − m),  y = exp(s − m)/l·v
 //
 // for every sequence and query head on its own. Query head h reads key-value head
 // h/(Heads/KVHeads). Queries, y and their gradients are [Batch·Seq, Heads·HeadDim], k, v and theirs
-// [Batch·Seq, KVHeads·HeadDim]. The log-sum-exp lse is [Batch, Heads, Seq] of float32.
+// [Batch·Seq, KVHeads·HeadDim]. The normalizers, m and log l of every query and head, are [Batch,
+// Heads, Seq, 2] of float32.
 type Geometry struct {
 	Batch, Seq, Heads, KVHeads, HeadDim int
 	Causal                              bool    // a position sees itself and those before it
@@ -74,48 +75,49 @@ func (p Documents) Launch(q *kernel.Queue) {
 		p.Table, p.Starts, p.Seq, min(p.Window, p.Seq))
 }
 
-// Forward computes Y and LSE of Q, K and V. Strides may be those of a matrix in which Q, K and V
+// Forward computes Y and Normalizers of Q, K and V. Strides may be those of a matrix in which Q, K and V
 // lie side by side.
 type Forward struct {
 	Geometry
-	Y, Q, K, V kernel.Rows
-	LSE        gpu.Ptr
-	Type       gpu.DType
-	Way        kernel.Way
+	Y, Q, K, V  kernel.Rows
+	Normalizers gpu.Ptr
+	Type        gpu.DType
+	Way         kernel.Way
 }
 
 // Launch launches one kernel.
 func (a Forward) Launch(q *kernel.Queue) {
 	c := begin(q, "Attention", a.Geometry, a.Type, a.Way, a.Ways(q.Set))
-	c.rows, c.lse = [8]kernel.Rows{a.Q, a.K, a.V, a.Y}, a.LSE
+	c.rows, c.normalizers = [8]kernel.Rows{a.Q, a.K, a.V, a.Y}, a.Normalizers
 	c.launch(forward)
 }
 
 // Backward computes the gradients DQ, DK and DV from that of Y, G, and the forward pass's Y and
-// LSE. Workspace is memory of WorkspaceBytes, aligned to 256. With HasStatistics a [Statistics] has
+// Normalizers. Workspace is memory of WorkspaceBytes, aligned to 256. With HasStatistics a [Statistics] has
 // been launched on it, or what does the same: that is for the family hopper alone.
 type Backward struct {
 	Geometry
 	DQ, DK, DV, G, Q, K, V, Y kernel.Rows
-	Workspace, LSE            gpu.Ptr
+	Workspace, Normalizers    gpu.Ptr
 	Type                      gpu.DType
 	Way                       kernel.Way
 	HasStatistics             bool
 }
 
-// Statistics leaves in the Workspace of a [Backward] of the family hopper what that begins with:
-// lse·log₂e and Σ G·Y of every query and head, and zeros in its counters.
+// Statistics leaves in the Workspace of a [Backward] of the family hopper what that begins with: for
+// every query and head, what exponent.cuh makes of the normalizers, and Σ G·Y. It also sets the
+// counters to zero.
 type Statistics struct {
 	Geometry
-	G, Y           kernel.Rows
-	LSE, Workspace gpu.Ptr
-	Type           gpu.DType
+	G, Y                   kernel.Rows
+	Normalizers, Workspace gpu.Ptr
+	Type                   gpu.DType
 }
 
 // Launch launches one kernel.
 func (a Statistics) Launch(q *kernel.Queue) {
 	c := call{Queue: q, Geometry: a.Geometry, Way: kernel.Way{Family: Hopper},
-		dtype: a.Type, lse: a.LSE, stats: a.Workspace}
+		dtype: a.Type, normalizers: a.Normalizers, stats: a.Workspace}
 	c.rows[3], c.rows[4] = a.Y, a.G
 	c.launchStatistics()
 }
@@ -123,7 +125,7 @@ func (a Statistics) Launch(q *kernel.Queue) {
 // StatisticsTile is kStatsTile of attention.cuh.
 const StatisticsTile = 128
 
-// WorkspaceBytes is the size of Workspace: two statistics of every query. Where one kernel forms all
+// WorkspaceBytes is the size of Workspace: three statistics of every query. Where one kernel forms all
 // gradients it also has dq in float32 and a counter for every tile of it.
 func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	if a.Type.Size() == 2 && a.HeadDim <= 128 && d.Capability() == 90 {
@@ -131,8 +133,11 @@ func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 		a.fusedParts(&c)
 		return int(c.At)
 	}
-	return 8 * a.Batch * a.Heads * a.statsRows()
+	return a.statsBytes()
 }
+
+// statsBytes is the size of the statistics of all queries and heads.
+func (a Geometry) statsBytes() int { return 12 * a.Batch * a.Heads * a.statsRows() }
 
 func (a Geometry) statsRows() int {
 	return kernel.CeilDiv(a.Seq, StatisticsTile) * StatisticsTile
@@ -141,8 +146,8 @@ func (a Geometry) statsRows() int {
 // Launch launches the statistics' kernel, unless HasStatistics, and those of the gradients.
 func (a Backward) Launch(q *kernel.Queue) {
 	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Way, a.Ways(q.Set))
-	c.rows, c.lse = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}, a.LSE
-	c.stats = a.Workspace
+	c.rows = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}
+	c.normalizers, c.stats = a.Normalizers, a.Workspace
 	turnsBack := c.Family == Hopper && c.HeadDim == c.hopperDim() // in its own kernels
 	if !turnsBack {
 		c.Cos, c.Sin = 0, 0
@@ -172,10 +177,9 @@ type call struct {
 	*kernel.Queue
 	Geometry
 	kernel.Way
-	dtype gpu.DType
-	rows  [8]kernel.Rows // q, k, v and y, the gradient of y, and those of q, k and v
-	lse   gpu.Ptr
-	stats gpu.Ptr
+	dtype              gpu.DType
+	rows               [8]kernel.Rows // q, k, v and y, the gradient of y, and those of q, k and v
+	normalizers, stats gpu.Ptr
 }
 
 // begin chooses the way: the given one, of which the size may be any, or the fastest.
@@ -199,7 +203,7 @@ func (c *call) params(section int) (p kernel.Struct) {
 	for _, r := range c.rows {
 		p = append(p, r.Ptr)
 	}
-	p = append(p, c.lse, c.stats)
+	p = append(p, c.normalizers, c.stats)
 	for _, r := range c.rows {
 		p = append(p, int64(r.Stride))
 	}
@@ -242,7 +246,7 @@ func (m mmaShape) shared(p pass, dim int) int {
 	case forward:
 		own = 1
 	case backwardKV:
-		stats = 8 * m.loop
+		stats = 12 * m.loop
 	}
 	return 2*dim*(own*m.own+2*2*m.loop) + 2*stats
 }

@@ -74,10 +74,11 @@ struct Softmax {
       for (int x = 0; x < N / 8; x++) highest = fmaxf(highest, fmaxf(s.c[0][x][2 * half], s.c[0][x][2 * half + 1]));
       highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
-      const float base = softmaxBase<Packed>(highest);
-      shrink[half] = exp2Approx((top[half] - base) * c);
+      // Exactly what sums relative to the old zero need, which rounding moved from top·c.
+      const float zero = __fmul_rn(softmaxBase<Packed>(highest), c);
+      shrink[half] = exp2Approx(__fmul_rn(top[half], c) - zero);
       top[half] = highest;
-      float zero = base * c, total = 0;
+      float total = 0;
 #pragma unroll
       for (int x = 0; x < N / 8; x++)
 #pragma unroll
@@ -190,7 +191,7 @@ __device__ inline void workForward(const Params &p, const Docs &docs, const Forw
       total += __shfl_xor_sync(kAllLanes, total, 2);
       int t = own + 8 * half + lane / 4;
       if (lane % 4 == 0 && t >= 0 && t < p.seq)
-        p.lse[((int64_t)w.batch * p.heads + w.head) * p.seq + t] = softmax.top[half] * p.scale + logf(total);
+        normalizerOf(p, w.batch, w.head, t) = normalizer(softmax.top[half], total, c, p.scale);
       factor[0][half] = 1 / total;
     }
     __syncwarp();  // the previous results have been read

@@ -200,19 +200,22 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       productsCommit();
     };
     // Statistics are read where products are waited for, as shared memory answers late while products read their operands.
-    float lse[N / 8][2];  // of the next tile's queries
-    auto loadLse = [&](int i) {
+    float h[N / 8][2];  // of the next tile's queries
+    auto loadExponents = [&](int i) {
 #pragma unroll
-      for (int x = 0; x < N / 8; x++) loadPair(lse[x], m.statsOf(i) + lane % 4 * 8 + x * 32);
+      for (int x = 0; x < N / 8; x++) loadPair(h[x], m.statsOf(i) + lane % 4 * 8 + x * 32);
     };
-    // The probabilities of a tile, of queries from i0 on, whose scores are ready.
-    auto formProbabilities = [&](int i0, Accumulator<1, N> &s) {
+    // The probabilities of tile i, of queries from i0 on, whose scores are ready.
+    auto formProbabilities = [&](int i, int i0, Accumulator<1, N> &s) {
       hold(s);
       // A query that does not exist is all zeros, g and statistics included, and adds nothing.
 #pragma unroll
       for (int x = 0; x < N / 8; x++)
 #pragma unroll
-        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -lse[x][f % 2]));
+        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -h[x][f % 2]));
+      correct(s, h, [&] {
+        return statsOf(p, w.batch, w.head * walk.group + (i - first) / walk.count) + 2 * statsRows(p) + i0;
+      });
       if ((p.causal && i0 < own + 15) || own + 15 >= p.seq) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -285,10 +288,10 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       startTN<T, D, S::Own>(dq, m.dsTile(i), m.k + zero(i) + group * S::Own * 128);
       productsCommit();
       if constexpr (more.value) {
-        loadLse(i + 1);
+        loadExponents(i + 1);
         productsWait<2>();
         t = t > walk.last - walk.count + 1 ? t - 1 : walk.last;
-        formProbabilities(t * N, other);
+        formProbabilities(i + 1, t * N, other);
         beginDp(i + 1, other);
         m.stages.wait(i + 1);  // long past; but no wait for products moves ahead of the exponentials across it
       }
@@ -298,9 +301,9 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       hold(dq);
     };
     startScores(i, even);
-    loadLse(i);
+    loadExponents(i);
     productsWait<0>();
-    formProbabilities(t * N, even);
+    formProbabilities(i, t * N, even);
     if (walk.steps() % 2) {
       beginDp(i, even);
     } else {

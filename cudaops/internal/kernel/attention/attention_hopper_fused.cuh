@@ -31,7 +31,7 @@ template <class S> struct Sums {
   static constexpr int size = kFusedTile * S::D, complete = 1 << 30;
   __device__ Sums(const Params &p) : tiles((p.seq + kFusedTile - 1) / kFusedTile) {
     const int64_t heads = (int64_t)p.batch * p.heads;
-    sums = p.stats + heads * 2 * statsRows(p);
+    sums = p.stats + heads * 3 * statsRows(p);
     added = (int *)(sums + heads * tiles * size);
     handedOut = added + heads * tiles;
   }
@@ -68,6 +68,22 @@ struct QueryWalk {
       for (int t = 0; t < count; t++) visit(kvHead * group + h, last - t);
   }
 };
+
+// Multiplies probabilities, of which a column is a query, by the queries' ρ where those count, which the last bits of h tell. That is
+// seldom, so ρ has no place in shared memory: rho() is where that of the tile's first query is in global memory.
+template <int N, class Rho> __device__ inline void correct(Accumulator<1, N> &s, const float (&h)[N / 8][2], Rho rho) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int x = 0; x < N / 8; x++) bits |= __float_as_uint(h[x][0]) | __float_as_uint(h[x][1]);
+  if (!__any_sync(kAllLanes, bits & 1)) return;
+  const float *of = rho() + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int x = 0; x < N / 8; x++) {
+    const float2 r = *(const float2 *)(of + 8 * x);
+#pragma unroll
+    for (int f = 0; f < 4; f++) s.c[0][x][f] *= f % 2 ? r.y : r.x;
+  }
+}
 
 // Writes columns 16·k... of a warp's rows, in a product's layout, into a tile of 64 columns; the address is that of this lane's
 // chunk for k = 0.

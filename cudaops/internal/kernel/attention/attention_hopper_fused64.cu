@@ -257,19 +257,23 @@ __device__ inline void workKeys(const Params &p, const Docs &docs, const Angles 
       startKeys<T>(s, keys, m.qTile(i));
       productsCommit();
     };
-    float lse[N / 8][2];  // of the next tile's queries, loaded while its scores are waited for
-    auto loadLse = [&](int i) {
+    float h[N / 8][2];  // of the next tile's queries, loaded while its scores are waited for
+    auto loadExponents = [&](int i) {
 #pragma unroll
-      for (int x = 0; x < N / 8; x++) loadPair(lse[x], m.statsOf(i) + lane % 4 * 8 + x * 32);
+      for (int x = 0; x < N / 8; x++) loadPair(h[x], m.statsOf(i) + lane % 4 * 8 + x * 32);
     };
-    // The probabilities of a tile, of queries from i0 on, whose scores are ready.
-    auto formProbabilities = [&](int i0) {
+    // The probabilities of tile i, of queries from i0 on, whose scores are ready.
+    auto formProbabilities = [&](int i, int i0) {
       hold(s);
       // A query that does not exist is all zeros, g and statistics included, and adds nothing.
 #pragma unroll
       for (int x = 0; x < N / 8; x++)
 #pragma unroll
-        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -lse[x][f % 2]));
+        for (int f = 0; f < 4; f++) s.c[0][x][f] = exp2Approx(fmaf(s.c[0][x][f], c, -h[x][f % 2]));
+      correct(s, h, [&] {
+        const int step = i - n + walk.steps();
+        return statsOf(p, w.batch, w.head * walk.group + step / walk.count) + 2 * statsRows(p) + i0;
+      });
       if ((p.causal && i0 < own + 15) || own + 15 >= p.seq) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -301,7 +305,7 @@ __device__ inline void workKeys(const Params &p, const Docs &docs, const Angles 
     };
     // What follows the scores and dp of tile i, of queries from i0 on, that are under way.
     auto takeScores = [&](int i, int i0) {
-      formProbabilities(i0);
+      formProbabilities(i, i0);
       m.stages.wait(i);  // long past; but no wait for products moves ahead of the exponentials across it
       productsWait<0>();
       hold(dp);
@@ -333,7 +337,7 @@ __device__ inline void workKeys(const Params &p, const Docs &docs, const Angles 
       fenceAsync();  // once products are under way: it waits for the stores
       barrierArrive(m.dsRing.filled(i));
       if constexpr (more.value) {
-        loadLse(i + 1);
+        loadExponents(i + 1);
         productsWait<2>();
         t = t > walk.last - walk.count + 1 ? t - 1 : walk.last;
         takeScores(i + 1, t * N);
@@ -344,7 +348,7 @@ __device__ inline void workKeys(const Params &p, const Docs &docs, const Angles 
 #pragma unroll
     for (int x = 0; x < N / 8; x++) beginDp(i, x);
     startDp(i);
-    loadLse(i);
+    loadExponents(i);
     productsWait<1>();
     takeScores(i, t * N);
     for (; i + 1 < n; i++) step(Constant<true>());

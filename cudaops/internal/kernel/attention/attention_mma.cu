@@ -2,7 +2,7 @@
 //
 // Scores exist a tile at a time, in registers. Forward: a block owns a tile of queries and walks over the keys, with a
 // running maximum and sum for each query (Dao, "FlashAttention-2", 2023). Backward: with P the softmax, formed again from
-// the forward pass's lse, and Δ = Σ_d g·y,
+// the forward pass's normalizers, and Δ = Σ_d g·y,
 //
 //   dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − Δ),  dq = scale·dS·k,  dk = scale·dSᵀ·q.
 //
@@ -86,7 +86,8 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
           highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
           highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
           const float base = softmaxBase<Docs::packed>(highest);
-          float shrink = exp2Approx((top[m][half] - base) * c), zero = base * c, total = 0;
+          // Exactly what sums relative to the old zero need, which rounding moved from top·c.
+          float zero = __fmul_rn(base, c), shrink = exp2Approx(__fmul_rn(top[m][half], c) - zero), total = 0;
           top[m][half] = highest;
 #pragma unroll
           for (int x = 0; x < S::Step / 8; x++)
@@ -109,7 +110,7 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
       total += __shfl_xor_sync(kAllLanes, total, 2);
       int i = i0 + row + 16 * m + 8 * half + lane / 4;
       if (lane % 4 == 0 && i < p.seq)
-        p.lse[((int64_t)w.batch * p.heads + w.head) * p.seq + i] = top[m][half] * p.scale + logf(total);
+        normalizerOf(p, w.batch, w.head, i) = normalizer(top[m][half], total, c, p.scale);
       sum[m][half] = 1 / total;
     }
   __syncwarp();  // the warp's own rows of q make room for its rows of y
@@ -149,14 +150,15 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
   loadTile<T, D, S::Own, S::Threads>(gTile, g, p.gStride, p.seq - i0, p.headDim);
   fetch(first);
 
-  float2 stats[M][2];
+  float3 stats[M][2];  // h, ρ and ρ·Δ
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int i = i0 + row + 16 * m + 8 * half + lane / 4;
       const float *of = statsOf(p, w.batch, w.head) + i;
-      stats[m][half] = {of[0], of[statsRows(p)]};
+      const float rho = of[2 * statsRows(p)];
+      stats[m][half] = {of[0], rho, rho * of[statsRows(p)]};
     }
   Accumulator<M, D> dq;
   dq.clear();
@@ -185,8 +187,8 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
         for (int x = 0; x < S::Step / 8; x++)
 #pragma unroll
           for (int e = 0; e < 4; e++) {
-            float2 t = stats[m][e / 2];
-            ds.c[m][x][e] = exp2Approx(fmaf(s.c[m][x][e], c, -t.x)) * (ds.c[m][x][e] - t.y);
+            const float3 t = stats[m][e / 2];
+            ds.c[m][x][e] = exp2Approx(fmaf(s.c[m][x][e], c, -t.x)) * fmaf(t.y, ds.c[m][x][e], -t.z);
           }
       dq.template addNN<T>(ds, kTile, step);
     }
@@ -205,7 +207,7 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
 template <typename T, typename S, typename Docs> __device__ __forceinline__ void backwardKV(const Params &p, const Docs &docs) {
   constexpr int D = S::D, M = S::M;
   extern __shared__ __align__(128) unsigned char shared[];
-  constexpr int stageBytes = 2 * S::LoopBytes + 2 * S::Loop * sizeof(float);
+  constexpr int stageBytes = 2 * S::LoopBytes + 3 * S::Loop * sizeof(float);
   const uint32_t kTile = sharedAddress(shared), vTile = kTile + S::OwnBytes, stages = vTile + S::OwnBytes;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16 * M;
   const Work w = schedule(blockIdx.x, p, p.kvHeads, (p.seq + S::Own - 1) / S::Own, false);
@@ -228,8 +230,9 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
     static_assert(S::Loop <= S::Threads, "a thread copies the statistics of one query");
     if (threadIdx.x < S::Loop) {
       const float *stats = statsOf(p, w.batch, head) + i0 + threadIdx.x;
-      copyAsync<4>(stage + 2 * S::LoopBytes + threadIdx.x * 4, stats, true);
-      copyAsync<4>(stage + 2 * S::LoopBytes + (S::Loop + threadIdx.x) * 4, stats + statsRows(p), true);
+#pragma unroll
+      for (int i = 0; i < 3; i++)
+        copyAsync<4>(stage + 2 * S::LoopBytes + (i * S::Loop + threadIdx.x) * 4, stats + i * statsRows(p), true);
     }
     copyCommit();
   };
@@ -262,13 +265,14 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
       const bool diagonal = p.causal && i < j0 + row + 16 * M - 1;
 #pragma unroll
       for (int x = 0; x < S::Step / 8; x++) {
-        float lse[2];
-        loadPair(lse, stats + x * 32);
+        float h[2], rho[2];
+        loadPair(h, stats + x * 32);
+        loadPair(rho, stats + (2 * S::Loop + 8 * x) * 4);
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
           for (int e = 0; e < 4; e++) {
-            float t = exp2Approx(fmaf(pt.c[m][x][e], c, -lse[e % 2]));
+            float t = rho[e % 2] * exp2Approx(fmaf(pt.c[m][x][e], c, -h[e % 2]));
             int key = j0 + row + 16 * m + lane / 4 + e / 2 * 8, query = i + 8 * x + lane % 4 * 2 + e % 2;
             pt.c[m][x][e] = diagonal && key > query ? 0 : t;
           }

@@ -22,6 +22,7 @@ type attentionCase struct {
 	turned bool    // by RoPE, which the backward pass undoes
 	starts []int32 // of each token's document, nil for none
 	window int     // of the table of documents alone
+	alike  float64 // about the size of scores that are all alike for a query; 0 for others
 }
 
 func (c attentionCase) String() string {
@@ -76,12 +77,18 @@ func (c attentionCase) matrices(g *kerneltest.Rig, nobodys int, widths ...int) [
 
 // fill writes normal numbers and returns them rounded.
 func (m matrix) fill(g *kerneltest.Rig) []float64 {
-	all, x := g.Read(m.buf), make([]float64, m.rows*m.width)
+	all := g.Read(m.buf)
 	for r := range m.rows {
 		for j := range m.width {
 			all[r*m.Stride+m.first+j] = g.Rand.NormFloat64()
 		}
 	}
+	return m.write(g, all)
+}
+
+// write writes the whole buffer and returns the matrix rounded.
+func (m matrix) write(g *kerneltest.Rig, all []float64) []float64 {
+	x := make([]float64, m.rows*m.width)
 	raw := kerneltest.Encode(all, m.buf.Dtype)
 	g.Must(g.Ctx.CopyToDevice(m.buf.Ptr, raw, g.Stream))
 	all = kerneltest.Decode(raw, m.buf.Dtype)
@@ -120,9 +127,12 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 	d := c.matrices(g, 8, queryWidth, keyWidth, keyWidth)
 	out := c.matrices(g, 8, queryWidth)[0]
 	grad := c.matrices(g, 8, queryWidth)[0]
-	lse, stats := g.Alloc(rows*c.Heads, kerneltest.F32, 0),
+	normalizers, stats := g.Alloc(2*rows*c.Heads, kerneltest.F32, 0),
 		g.Alloc(Backward{Geometry: c.Geometry, Type: c.dtype}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
 	q, k, v, dy := in[0].fill(g), in[1].fill(g), in[2].fill(g), grad.fill(g)
+	if c.alike > 0 {
+		q, k = c.makeAlike(g, in[0], in[1])
+	}
 
 	a := c.Geometry
 	var cosines, sines []float64
@@ -133,22 +143,29 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 		a.Cos, a.Sin = tables[0].Ptr, tables[1].Ptr
 	}
 	a.Documents = c.documents(g)
-	g.Must(attend(g.Set, g.Stream, a, c.way, out.Rows, lse.Ptr, in[0].Rows,
+	g.Must(attend(g.Set, g.Stream, a, c.way, out.Rows, normalizers.Ptr, in[0].Rows,
 		in[1].Rows, in[2].Rows, c.dtype))
 	if both {
 		g.Must(attendBackward(g.Set, g.Stream, a, c.way, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
 			grad.Rows, in[0].Rows, in[1].Rows,
-			in[2].Rows, out.Rows, lse.Ptr, c.dtype))
+			in[2].Rows, out.Rows, normalizers.Ptr, c.dtype))
 	}
 
-	y, l := make([]float64, len(q)), make([]float64, rows*c.Heads)
+	y, pairs := make([]float64, len(q)), make([]float64, 2*rows*c.Heads)
 	dq, dk, dv := make([]float64, len(q)), make([]float64, len(k)), make([]float64, len(v))
-	c.reference(y, l, dq, dk, dv, dy, q, k, v)
+	c.reference(y, pairs, dq, dk, dv, dy, q, k, v)
 	// The rounding of a score grows with it, and becomes that of its exponential.
 	spread := max(1, math.Abs(a.Scale)*math.Sqrt(float64(a.HeadDim))/4)
 	out.near(g, "y", y, kerneltest.Forward(c.dtype)*spread*kerneltest.Norm(y))
-	// Near zero it keeps the rounding of the scores that it is made of.
-	g.Near("lse", lse, l, 1e-6*(1+math.Sqrt(float64(len(l)))/kerneltest.Norm(l)))
+	// Near zero they keep the rounding of the scores that they are made of. Of scores that are alike
+	// log l has what rounding moves between it and m.
+	for i := range pairs[:len(pairs)/2] {
+		pairs[2*i+1] = math.Log(pairs[2*i+1])
+	}
+	if c.alike == 0 {
+		g.Near("normalizers", normalizers, pairs,
+			1e-6*(1+math.Sqrt(float64(len(pairs)))/kerneltest.Norm(pairs)))
+	}
 	if !both {
 		return
 	}
@@ -159,7 +176,7 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 	// Of a single key dq and dk vanish, but for rounding.
 	for i, want := range [][]float64{dq, dk, dv} {
 		size := kerneltest.Norm(want)
-		if a.Seq == 1 || c.starts != nil {
+		if a.Seq == 1 || c.starts != nil || c.alike > 0 {
 			size = max(size, kerneltest.Norm(dv))
 		}
 		d[i].near(g, [...]string{"dq", "dk", "dv"}[i], want,
@@ -168,7 +185,7 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 }
 
 // reference computes in float64 what the kernels do, but for RoPE.
-func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
+func (c attentionCase) reference(y, normalizers, dq, dk, dv, dy, q, k, v []float64) {
 	s := cpuattention.Shape{Batch: c.Batch, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
 		HeadDim: c.HeadDim, Causal: c.Causal,
 		Scale: c.Scale}
@@ -176,11 +193,11 @@ func (c attentionCase) reference(y, lse, dq, dk, dv, dy, q, k, v []float64) {
 		s.Scale = 1 / math.Sqrt(float64(c.HeadDim))
 	}
 	if c.starts != nil {
-		packedReference(y, lse, dq, dk, dv, dy, q, k, v, c.starts, s)
+		packedReference(y, normalizers, dq, dk, dv, dy, q, k, v, c.starts, s)
 		return
 	}
-	cpuattention.Forward(y, lse, q, k, v, s)
-	cpuattention.Backward(dq, dk, dv, dy, q, k, v, y, lse, s)
+	cpuattention.Forward(y, normalizers, q, k, v, s)
+	cpuattention.Backward(dq, dk, dv, dy, q, k, v, y, normalizers, s)
 }
 
 // attentionCases are odd lengths, one more and one less than the tiles', ratios of heads, and head
@@ -192,7 +209,7 @@ func attentionCases(short bool) []attentionCase {
 		a := Geometry{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d, Causal: causal}
 		turned := d%2 == 0 && seq > 1 && (seq/2+len(cases)/2)%2 == 0
 		cases = append(cases, attentionCase{a, kernel.Way{Family: v}, t, packed, skew, turned, nil,
-			0})
+			0, 0})
 	}
 	lengths := []int{1, 7, 64, 65, 127, 129, 200}
 	if short {
@@ -258,9 +275,65 @@ func TestAttentionScale(t *testing.T) {
 			a := Geometry{Batch: 1, Seq: kerneltest.Few(150, 70), Heads: 2, KVHeads: 1, HeadDim: 64,
 				Causal: true, Scale: scale}
 			g.Scope(fmt.Sprintf("%v/%v", dt, scale),
-				attentionCase{a, kernel.Way{}, dt, false, 0, false, nil, 0}.check)
+				attentionCase{a, kernel.Way{}, dt, false, 0, false, nil, 0, 0}.check)
 		}
 	}
+}
+
+// TestAttentionShift wants attention to keys that are all alike to be the mean of the values, and
+// its gradients to fit, however large the scores are. Forward and backward pass must take the
+// exponentials relative to the very same numbers.
+func TestAttentionShift(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, size := range []float64{10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 3e7} {
+		for _, c := range []struct {
+			family string
+			dtype  gpu.DType
+			dim    int
+		}{
+			{plain, kerneltest.F32, 64}, {plain, kerneltest.Bf16, 72}, {mma, kerneltest.Bf16, 64},
+			{mma, kerneltest.F16, 128}, {Hopper, kerneltest.Bf16, 64}, {Hopper, kerneltest.F16, 64},
+			{Hopper, kerneltest.Bf16, 96}, {Hopper, kerneltest.Bf16, 128},
+			{Hopper, kerneltest.F16, 128},
+		} {
+			for _, packed := range []bool{false, true} {
+				a := attentionCase{Geometry: Geometry{Batch: 2, Seq: 200, Heads: 2, KVHeads: 1,
+					HeadDim: c.dim, Causal: true, Scale: 1}, way: kernel.Way{Family: c.family},
+					dtype: c.dtype, alike: size}
+				if !runs(g, a.way) || testing.Short() && packed != (c.dim == 64) {
+					continue
+				}
+				if packed {
+					a.starts = startsOf(a.Batch, a.Seq, cuts(g.Rand)["long"])
+				}
+				g.Scope(fmt.Sprintf("%v-%v-%d-%g-%v", c.family, c.dtype, c.dim, size, packed), a.check)
+			}
+		}
+	}
+}
+
+// makeAlike makes the keys alike and the scores of each query as large as the case wants them, some
+// of them negative.
+func (c attentionCase) makeAlike(g *kerneltest.Rig, queries, keys matrix) (q, k []float64) {
+	const key = 32
+	all := g.Read(queries.buf)
+	for r := range queries.rows {
+		v := c.alike * (1 + g.Rand.Float64()) / float64(key*c.HeadDim)
+		if g.Rand.IntN(2) == 0 {
+			v = -v
+		}
+		for j := range queries.width {
+			all[r*queries.Stride+queries.first+j] = v
+		}
+	}
+	q = queries.write(g, all)
+	all = g.Read(keys.buf)
+	for r := range keys.rows {
+		for j := range keys.width {
+			all[r*keys.Stride+keys.first+j] = key
+		}
+	}
+	return q, keys.write(g, all)
 }
 
 func TestAttentionRepeatsBits(t *testing.T) {
@@ -326,7 +399,7 @@ func (c attentionCase) benchmark(g *kerneltest.Rig, way *kernel.Way) attentionRu
 		fillTiles(g, m.buf)
 	}
 	r := attentionRun{y: y.buf, dq: d[0].buf, dk: d[1].buf, dv: d[2].buf}
-	lse, stats := g.Alloc(c.Batch*c.Seq*c.Heads, kerneltest.F32, 0),
+	normalizers, stats := g.Alloc(2*c.Batch*c.Seq*c.Heads, kerneltest.F32, 0),
 		g.Alloc(Backward{Geometry: c.Geometry, Type: c.dtype}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
 	a := c.Geometry
 	if c.turned {
@@ -336,13 +409,13 @@ func (c attentionCase) benchmark(g *kerneltest.Rig, way *kernel.Way) attentionRu
 	}
 	a.Documents = c.documents(g)
 	r.forward = func() {
-		g.Must(attend(g.Set, g.Stream, a, *way, y.Rows, lse.Ptr, in[0].Rows,
+		g.Must(attend(g.Set, g.Stream, a, *way, y.Rows, normalizers.Ptr, in[0].Rows,
 			in[1].Rows, in[2].Rows, c.dtype))
 	}
 	r.backward = func() {
 		g.Must(attendBackward(g.Set, g.Stream, a, *way, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
 			dy.Rows, in[0].Rows, in[1].Rows,
-			in[2].Rows, y.Rows, lse.Ptr, c.dtype))
+			in[2].Rows, y.Rows, normalizers.Ptr, c.dtype))
 	}
 	return r
 }

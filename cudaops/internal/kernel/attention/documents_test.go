@@ -68,7 +68,7 @@ func TestAttentionWindowsTable(t *testing.T) {
 
 // packedReference is attention and its gradients by their definitions, of queries i that see the
 // keys from starts[i] to i.
-func packedReference(y, lse, dq, dk, dv, dy, q, k, v []float64, starts []int32,
+func packedReference(y, normalizers, dq, dk, dv, dy, q, k, v []float64, starts []int32,
 	s cpuattention.Shape) {
 	queryWidth, keyWidth, dim := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
 	dot := func(a, b []float64) (sum float64) {
@@ -103,10 +103,10 @@ func packedReference(y, lse, dq, dk, dv, dy, q, k, v []float64, starts []int32,
 				for j := first; j <= i; j++ {
 					sum += math.Exp(p[j] - top)
 				}
-				l := top + math.Log(sum)
-				lse[(b*s.Heads+h)*s.Seq+i] = l
+				at := 2 * ((b*s.Heads+h)*s.Seq + i)
+				normalizers[at], normalizers[at+1] = top, sum
 				for j := first; j <= i; j++ {
-					p[j] = math.Exp(p[j] - l)
+					p[j] = math.Exp(p[j]-top) / sum
 					add(yi, p[j], keyRow(v, j))
 				}
 				delta := dot(gi, yi)
@@ -187,7 +187,7 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 				a := Geometry{Batch: batch, Seq: seq, Heads: kv * (1 + i%2), KVHeads: kv,
 					HeadDim: f.dim, Causal: true}
 				c := attentionCase{a, kernel.Way{Family: f.way}, f.dtype, j%2 == 0, 0, (i+j)%2 == 0 && seq > 1,
-					startsOf(batch, seq, cut), 0}
+					startsOf(batch, seq, cut), 0, 0}
 				cases[fmt.Sprintf("%v-%s", c, name)] = c
 			}
 		}

@@ -166,7 +166,7 @@ func (a Geometry) fusedParts(c *kernel.Carve) (dq, counters gpu.Ptr, n int) {
 	dim := a.hopperDim()
 	tile := fusedShapes[dim].loop
 	tiles := a.Batch * a.Heads * kernel.CeilDiv(a.Seq, tile)
-	c.Take(8 * a.Batch * a.Heads * a.statsRows())
+	c.Take(a.statsBytes())
 	return c.Take(4 * dim * tile * tiles), c.Take(4 * (tiles + 1)), tiles + 1
 }
 

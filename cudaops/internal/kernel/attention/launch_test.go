@@ -158,8 +158,9 @@ func TestAttentionHasStatistics(t *testing.T) {
 	for _, dim := range []int{64, 96, 128} {
 		rows := kernel.Rows{Ptr: p, Stride: 4 * dim}
 		back := Backward{Geometry: Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 4, HeadDim: dim},
-			DQ: rows, DK: rows, DV: rows, G: rows, Q: rows, K: rows, V: rows, Y: rows, LSE: p,
-			Workspace: p, Type: kerneltest.Bf16, Way: kernel.Way{Family: Hopper}}
+			DQ: rows, DK: rows, DV: rows, G: rows, Q: rows, K: rows, V: rows, Y: rows,
+			Normalizers: p,
+			Workspace:   p, Type: kerneltest.Bf16, Way: kernel.Way{Family: Hopper}}
 		trace := func(launches ...kernel.Launch) []fake.Op {
 			c.Trace = nil
 			for _, l := range launches {
@@ -170,7 +171,8 @@ func TestAttentionHasStatistics(t *testing.T) {
 		alone := trace(back)
 		back.HasStatistics = true
 		require.Equal(t, len(alone)-1, len(trace(back)))
-		apart := trace(Statistics{Geometry: back.Geometry, G: rows, Y: rows, LSE: p, Workspace: p,
+		apart := trace(Statistics{Geometry: back.Geometry, G: rows, Y: rows,
+			Normalizers: p, Workspace: p,
 			Type: back.Type}, back)
 		require.Equal(t, len(alone), len(apart))
 		for i := range alone {
@@ -329,21 +331,21 @@ func TestAttentionPoisonsSums(t *testing.T) {
 			sums := 4 * 128 * tile * a.Batch * a.Heads * kernel.CeilDiv(a.Seq, tile)
 			require.EqualValues(t, sums, trace[filled].Bytes)
 			dq, _, _ := a.fusedParts(&kernel.Carve{})
-			require.EqualValues(t, 8*a.Batch*a.Heads*a.statsRows(), dq)
+			require.EqualValues(t, 12*a.Batch*a.Heads*a.statsRows(), dq)
 		}
 	}
 }
 
 // attend is the forward pass.
-func attend(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, y kernel.Rows, lse gpu.Ptr, q,
+func attend(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, y kernel.Rows, normalizers gpu.Ptr, q,
 	key, value kernel.Rows, t gpu.DType) error {
-	return k.Launch(s, Forward{Geometry: a, Y: y, Q: q, K: key, V: value, LSE: lse, Type: t,
+	return k.Launch(s, Forward{Geometry: a, Y: y, Q: q, K: key, V: value, Normalizers: normalizers, Type: t,
 		Way: w})
 }
 
 // attendBackward is the backward pass.
 func attendBackward(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, dq, dk, dv kernel.Rows,
-	stats gpu.Ptr, g, q, key, value, y kernel.Rows, lse gpu.Ptr, t gpu.DType) error {
+	stats gpu.Ptr, g, q, key, value, y kernel.Rows, normalizers gpu.Ptr, t gpu.DType) error {
 	return k.Launch(s, Backward{Geometry: a, DQ: dq, DK: dk, DV: dv, G: g, Q: q, K: key, V: value,
-		Y: y, Workspace: stats, LSE: lse, Type: t, Way: w})
+		Y: y, Workspace: stats, Normalizers: normalizers, Type: t, Way: w})
 }

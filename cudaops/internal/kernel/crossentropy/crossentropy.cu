@@ -1,7 +1,11 @@
 // Cross-entropy over the rows of logits [rows, v], with int targets; a row with a target below 0 does not count.
 //
-//   lse[r] = log Σ_i exp(x[r, i]),  loss[r] = lse[r] − x[r, target],  mean = Σ loss / count
-//   dx[r, i] = scale·(exp(x[r, i] − lse[r]) − [i = target]),  scale = gradient of the mean / count
+//   m[r] = max_i x[r, i],  l[r] = Σ_i exp(x[r, i] − m[r])
+//   loss[r] = m[r] − x[r, target] + log l[r],  mean = Σ loss / count
+//   dx[r, i] = scale·(exp(x[r, i] − m[r])/l[r] − [i = target]),  scale = gradient of the mean / count
+//
+// The normalizer (m, l) of a row is two numbers because m + log l is not exact: at logits near 10⁶ it is off by up to 0.03, which
+// makes probabilities wrong by 3 %. l is relative to m as Shifted<T> forms exponentials.
 //
 // classify does both, forward and in-place backward, for the rows that are there. So a model's head
 // can go through its logits a chunk of rows at a time. A block takes a row. Where the row fits, it
@@ -11,15 +15,16 @@
 
 // gradient turns logits i, i+1, ... into their gradients.
 template <class T, int N>
-__device__ __forceinline__ void gradient(Pack<T, N>& p, int i, float lse, int64_t target, float scale) {
+__device__ __forceinline__ void gradient(Pack<T, N>& p, int i, float2 normalizer, int64_t target, float scale) {
   Pack<T, N> logits = p;
-  Shifted<T> e(lse);
+  Shifted<T> e(normalizer.x);
+  const float share = scale / normalizer.y;
 #pragma unroll
-  for (int j = 0; j < N; j++) p.set(j, scale * e.exp(p.get(j)));
+  for (int j = 0; j < N; j++) p.set(j, share * e.exp(p.get(j)));
   if (target < i || target >= i + N) return;
 #pragma unroll
   for (int j = 0; j < N; j++)
-    if (i + j == target) p.set(j, scale * (expf(logits.get(j) - lse) - 1.0f));
+    if (i + j == target) p.set(j, share * (e.exp(logits.get(j)) - normalizer.y));
 }
 
 template <class T> __device__ __forceinline__ void zero(T* row, int v) {
@@ -38,39 +43,40 @@ template <class T> __device__ __forceinline__ Row rowOf(const T* row, int64_t ta
   return {target, target < 0 ? 0.0f : target < v ? toFloat(row[target]) : NAN};
 }
 
-// keep writes the row's loss and its lse, 0 for a row without target.
+// keep writes the row's loss, 0 for a row without target, and its normalizer.
 template <class T>
-__device__ __forceinline__ void keep(float* losses, float* lse, const RowSum<T>& s, const Row& r) {
+__device__ __forceinline__ void keep(float* losses, float2* normalizers, const RowSum<T>& s, const Row& r) {
   if (threadIdx.x != 0) return;
   bool counts = r.target >= 0;
-  losses[blockIdx.x] = counts ? s.max - r.at + logf(s.sum) : 0.0f;
-  if (lse) lse[blockIdx.x] = counts ? s.lse() : 0.0f;
+  losses[blockIdx.x] = counts ? s.max - r.at + s.log() : 0.0f;
+  if (normalizers) normalizers[blockIdx.x] = counts ? make_float2(s.max, s.sum) : make_float2(0, 1);
 }
 
-// Launch from here on: a block a row. lse and grad may be null. The gradient is scaled by scale[0]·(grad ? grad[0] : 1).
+// Launch from here on: a block a row. normalizers and grad may be null. The gradient is scaled by scale[0]·(grad ? grad[0] : 1).
 
 // The forward pass alone.
 template <class T>
-__device__ __forceinline__ RowSum<T> classifyForward(const T* row, float* losses, float* lse, const Row& r, int v) {
+__device__ __forceinline__ RowSum<T> classifyForward(const T* row, float* losses, float2* normalizers, const Row& r, int v) {
   RowSum<T> s;
   if (r.target >= 0) {
     forRow(row, v, [&](int, auto p) { s.add(p); });
     s.reduce();
   }
-  keep(losses, lse, s, r);
+  keep(losses, normalizers, s, r);
   return s;
 }
 
 template <class T>
-__device__ __forceinline__ void classify(T* logits, float* losses, float* lse, const int64_t* targets,
+__device__ __forceinline__ void classify(T* logits, float* losses, float2* normalizers, const int64_t* targets,
                                          const float* scale, const float* grad, int v) {
   T* row = logits + int64_t(blockIdx.x) * v;
   Row r = rowOf(row, targets[blockIdx.x], v);
-  RowSum<T> s = classifyForward(row, losses, lse, r, v);
+  RowSum<T> s = classifyForward(row, losses, normalizers, r, v);
   if (r.target < 0) return zero(row, v);
-  float log = s.lse(), g = scale[0] * (grad ? grad[0] : 1.0f);
+  const float2 normalizer = make_float2(s.max, s.sum);
+  float g = scale[0] * (grad ? grad[0] : 1.0f);
   forRow(row, v, [&](int i, auto p) {
-    gradient(p, i, log, r.target, g);
+    gradient(p, i, normalizer, r.target, g);
     store(row + i, p);
   });
 }
@@ -78,7 +84,7 @@ __device__ __forceinline__ void classify(T* logits, float* losses, float* lse, c
 // classify for rows that are aligned to 16 bytes. Dynamic shared memory: a row. Each thread copies what it will itself read, in
 // kParts portions, the first of which it works on while the others are on their way. The row's target arrives meanwhile too.
 template <class T>
-__device__ __forceinline__ void classifyShared(T* logits, float* losses, float* lse, const int64_t* targets,
+__device__ __forceinline__ void classifyShared(T* logits, float* losses, float2* normalizers, const int64_t* targets,
                                                const float* scale, const float* grad, int v) {
   constexpr int N = kVec<T>, kParts = 4;
   extern __shared__ uint4 shared[];
@@ -93,7 +99,7 @@ __device__ __forceinline__ void classifyShared(T* logits, float* losses, float* 
   int64_t target = targets[blockIdx.x];
   copy(0);
   if (target < 0) {
-    keep(losses, lse, RowSum<T>(), Row{-1, 0});
+    keep(losses, normalizers, RowSum<T>(), Row{-1, 0});
     awaitAsync<0>();
     return zero(row, v);
   }
@@ -110,52 +116,54 @@ __device__ __forceinline__ void classifyShared(T* logits, float* losses, float* 
   awaitAsync<1>(), add(2);
   awaitAsync<0>(), add(3);
   s.reduce();
-  keep(losses, lse, s, r);
-  float log = s.lse(), g = scale[0] * (grad ? grad[0] : 1.0f);
+  keep(losses, normalizers, s, r);
+  const float2 normalizer = make_float2(s.max, s.sum);
+  float g = scale[0] * (grad ? grad[0] : 1.0f);
   for (int i = threadIdx.x; i < packs; i += blockDim.x) {
     Pack<T, N> p = held[i];
-    gradient(p, i * N, log, r.target, g);
+    gradient(p, i * N, normalizer, r.target, g);
     store(row + i * N, p);
   }
 }
 
-// The backward pass alone, from lse. out may be logits.
+// The backward pass alone, from the normalizers. out may be logits.
 template <class T>
-__device__ __forceinline__ void classifyBackward(T* out, const T* logits, const float* lse, const int64_t* targets,
+__device__ __forceinline__ void classifyBackward(T* out, const T* logits, const float2* normalizers, const int64_t* targets,
                                                  const float* scale, const float* grad, int v) {
   int64_t r = blockIdx.x, target = targets[r];
   out += r * v, logits += r * v;
-  float l = lse[r], g = scale[0] * (grad ? grad[0] : 1.0f);
+  const float2 normalizer = normalizers[r];
+  float g = scale[0] * (grad ? grad[0] : 1.0f);
   bool together = aligned16(out);
   forRow(logits, v, [&](int i, auto p) {
     if (target < 0)
       p = {};
     else
-      gradient(p, i, l, target, g);
+      gradient(p, i, normalizer, target, g);
     put(out + i, p, together);
   });
 }
 
-#define DEFINE(T)                                                                                             \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                      \
-      cross_entropy_forward_##T(const T* logits, float* losses, float* lse, const int64_t* targets, int v) {  \
-    const T* row = logits + int64_t(blockIdx.x) * v;                                                          \
-    classifyForward(row, losses, lse, rowOf(row, targets[blockIdx.x], v), v);                                 \
-  }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                   \
-      cross_entropy_##T(T* logits, float* losses, float* lse, const int64_t* targets,                         \
-                        const float* scale, const float* grad, int v) {                                       \
-    classify(logits, losses, lse, targets, scale, grad, v);                                                   \
-  }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                   \
-      cross_entropy_shared_##T(T* logits, float* losses, float* lse, const int64_t* targets,                  \
-                               const float* scale, const float* grad, int v) {                                \
-    classifyShared(logits, losses, lse, targets, scale, grad, v);                                             \
-  }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                   \
-      cross_entropy_backward_##T(T* out, const T* logits, const float* lse, const int64_t* targets,           \
-                                 const float* scale, const float* grad, int v) {                              \
-    classifyBackward(out, logits, lse, targets, scale, grad, v);                                              \
+#define DEFINE(T)                                                                                                \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                         \
+      cross_entropy_forward_##T(const T* logits, float* losses, float2* normalizers, const int64_t* targets, int v) { \
+    const T* row = logits + int64_t(blockIdx.x) * v;                                                             \
+    classifyForward(row, losses, normalizers, rowOf(row, targets[blockIdx.x], v), v);                            \
+  }                                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                      \
+      cross_entropy_##T(T* logits, float* losses, float2* normalizers, const int64_t* targets,                   \
+                        const float* scale, const float* grad, int v) {                                          \
+    classify(logits, losses, normalizers, targets, scale, grad, v);                                              \
+  }                                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                      \
+      cross_entropy_shared_##T(T* logits, float* losses, float2* normalizers, const int64_t* targets,            \
+                               const float* scale, const float* grad, int v) {                                   \
+    classifyShared(logits, losses, normalizers, targets, scale, grad, v);                                        \
+  }                                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                      \
+      cross_entropy_backward_##T(T* out, const T* logits, const float2* normalizers, const int64_t* targets,     \
+                                 const float* scale, const float* grad, int v) {                                 \
+    classifyBackward(out, logits, normalizers, targets, scale, grad, v);                                         \
   }
 FOR_STORAGE_TYPES(DEFINE)
 

@@ -19,17 +19,18 @@ func (p Scale) Launch(q *kernel.Queue) {
 		int64(p.Rows))
 }
 
-// Forward computes Losses[r] = lse[r] − Logits[r, Targets[r]] for rows of V logits, lse[r] = log Σ
-// exp(Logits[r]). It is 0 for a row whose target is below 0. LSE [Rows] may be null. With Scale the
-// logits are replaced by their gradient, Scale[0]·Grad[0]·(exp(Logits − lse) − onehot(target)),
-// where a null Grad counts as 1. All but Logits are float32. The rows may be some of a batch's:
-// Scale is for the batch.
+// Forward computes Losses[r] = m[r] + log l[r] − Logits[r, Targets[r]] for rows of V logits, with
+// m[r] their maximum and l[r] = Σ exp(Logits[r] − m[r]). It is 0 for a row whose target is below 0.
+//
+// Normalizers [Rows, 2], m and l of every row, may be null. With Scale the logits are replaced by
+// their gradient, Scale[0]·Grad[0]·(exp(Logits − m)/l − onehot(target)), where a null Grad counts as
+// 1. All but Logits are float32. The rows may be some of a batch's: Scale is for the batch.
 type Forward struct {
-	Logits, Losses, LSE gpu.Ptr
-	Targets             gpu.Ptr // of int64
-	Scale, Grad         gpu.Ptr
-	Rows, V             int
-	Type                gpu.DType
+	Logits, Losses, Normalizers gpu.Ptr
+	Targets                     gpu.Ptr // of int64
+	Scale, Grad                 gpu.Ptr
+	Rows, V                     int
+	Type                        gpu.DType
 }
 
 // Launch launches one kernel.
@@ -37,7 +38,7 @@ func (a Forward) Launch(q *kernel.Queue) {
 	c := kernel.Line(a.Rows, kernel.LongRowThreads(a.V, a.Type))
 	if a.Scale == 0 {
 		q.Run("crossentropy", "cross_entropy_forward"+kernel.Suffix(a.Type), c, a.Logits, a.Losses,
-			a.LSE, a.Targets, a.V)
+			a.Normalizers, a.Targets, a.V)
 		return
 	}
 	name := "cross_entropy"
@@ -45,7 +46,7 @@ func (a Forward) Launch(q *kernel.Queue) {
 		row <= q.Info.SharedPerBlock-1024 {
 		name, c.Shared = "cross_entropy_shared", row // beside what the kernel itself declares
 	}
-	q.Run("crossentropy", name+kernel.Suffix(a.Type), c, a.Logits, a.Losses, a.LSE, a.Targets,
+	q.Run("crossentropy", name+kernel.Suffix(a.Type), c, a.Logits, a.Losses, a.Normalizers, a.Targets,
 		a.Scale, a.Grad, a.V)
 }
 
@@ -61,8 +62,8 @@ func (p Mean) Launch(q *kernel.Queue) {
 		int64(p.Rows))
 }
 
-// Backward writes to Out the gradient that [Forward] leaves in Logits, from LSE; Out may be Logits.
-// Losses are not used.
+// Backward writes to Out the gradient that [Forward] leaves in Logits, from Normalizers; Out may be
+// Logits. Losses are not used.
 type Backward struct {
 	Forward
 	Out gpu.Ptr
@@ -71,6 +72,7 @@ type Backward struct {
 // Launch launches one kernel.
 func (p Backward) Launch(q *kernel.Queue) {
 	q.Run("crossentropy", "cross_entropy_backward"+kernel.Suffix(p.Type),
-		kernel.Line(p.Rows, kernel.LongRowThreads(p.V, p.Type)), p.Out, p.Logits, p.LSE, p.Targets,
+		kernel.Line(p.Rows, kernel.LongRowThreads(p.V, p.Type)), p.Out, p.Logits, p.Normalizers,
+		p.Targets,
 		p.Scale, p.Grad, p.V)
 }

@@ -27,20 +27,26 @@ func TestCrossEntropy(t *testing.T) {
 				// As under loss scaling: float16 has no numbers for a share of 1/50304 of a mean's
 				// gradient.
 				grad, gr := g.Upload([]float64{1024 * (1 + g.Rand.Float64())}, kerneltest.F32, 0)
-				losses, lse := g.Alloc(rows, kerneltest.F32, 0), g.Alloc(rows, kerneltest.F32, 0)
+				losses := g.Alloc(rows, kerneltest.F32, 0)
+				normalizers := g.Alloc(2*rows, kerneltest.F32, 0)
 				scale, mean := g.Alloc(1, kerneltest.F32, 0), g.Alloc(1, kerneltest.F32, 0)
-				a := Forward{Logits: logits.Ptr, Losses: losses.Ptr, LSE: lse.Ptr, Targets: targets,
-					Rows: rows, V: v, Type: dt}
+				a := Forward{Logits: logits.Ptr, Losses: losses.Ptr, Normalizers: normalizers.Ptr,
+					Targets: targets, Rows: rows, V: v, Type: dt}
 
-				wantLSE, want := make([]float64, rows), make([]float64, rows*v)
-				wantMean := cpucrossentropy.Forward(wantLSE, xr, ids, v)
-				cpucrossentropy.Backward(want, xr, wantLSE, ids, v, gr[0])
+				wantNormalizers, want := make([]float64, 2*rows), make([]float64, rows*v)
+				wantMean := cpucrossentropy.Forward(wantNormalizers, xr, ids, v)
+				cpucrossentropy.Backward(want, xr, wantNormalizers, ids, v, gr[0])
+				for r, id := range ids {
+					if id < 0 {
+						wantNormalizers[2*r], wantNormalizers[2*r+1] = 0, 1
+					}
+				}
 
 				g.Must(g.Launch(g.Stream, Scale{Scale: scale.Ptr, Targets: targets, Rows: rows}))
 				g.Must(g.Launch(g.Stream, a))
 				g.Must(g.Launch(g.Stream, Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
 					Rows: rows}))
-				g.Near("lse", lse, wantLSE, 2e-6)
+				g.Near("normalizers", normalizers, wantNormalizers, 1e-5)
 				if v > 1 { // a small difference of large numbers where the target is the likeliest
 					g.Near("mean", mean, []float64{wantMean}, 1e-5)
 				}
@@ -67,6 +73,46 @@ func TestCrossEntropy(t *testing.T) {
 		}
 	}
 }
+
+// TestCrossEntropyShift wants the losses and gradients of logits that are all alike, whatever they
+// are, to be those of zeros.
+func TestCrossEntropyShift(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, v := range []int{2, 1000, 5001} {
+		for _, dt := range kerneltest.StorageTypes {
+			sizes := []float64{0, 100, -1e4, 5e4, 1e5, 1e6, -1e7, 1e8}
+			if dt == kerneltest.F16 { // which has no larger numbers
+				sizes = sizes[:4]
+			}
+			rows := len(sizes)
+			x, ids := make([]float64, rows*v), make([]int, rows)
+			wantLosses, want := make([]float64, rows), make([]float64, rows*v)
+			for r, size := range sizes {
+				ids[r], wantLosses[r] = r%v, math.Log(float64(v))
+				for i := range v {
+					x[r*v+i], want[r*v+i] = size*1.1, 1/float64(v)
+				}
+				want[r*v+ids[r]]--
+			}
+			g.Scope(fmt.Sprintf("%d/%v", v, dt), func(g *kerneltest.Rig) {
+				logits, _ := g.Upload(x, dt, 0)
+				targets, one := g.UploadInts(ids), must(g.Upload([]float64{1}, kerneltest.F32, 0))
+				losses, out := g.Alloc(rows, kerneltest.F32, 0), g.Alloc(rows*v, dt, 0)
+				a := Forward{Logits: logits.Ptr, Losses: losses.Ptr, Targets: targets, Rows: rows,
+					V: v, Type: dt, Normalizers: g.Alloc(2*rows, kerneltest.F32, 0).Ptr}
+				g.Must(g.Launch(g.Stream, a))
+				g.Near("losses", losses, wantLosses, 1e-5)
+				a.Scale = one.Ptr
+				g.Must(g.Launch(g.Stream, Backward{Out: out.Ptr, Forward: a}))
+				g.Near("gradient", out, want, kerneltest.Backward(dt))
+				g.Must(g.Launch(g.Stream, a))
+				g.Near("gradient in place", logits, want, kerneltest.Backward(dt))
+			})
+		}
+	}
+}
+
+func must(b *kerneltest.Buffer, _ []float64) *kerneltest.Buffer { return b }
 
 func TestCrossEntropyExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)

@@ -61,8 +61,8 @@ func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned b
 			false)
 		qr, kept = wideQ, kerneltest.Decode(kerneltest.Encode(wideK, dt), dt)
 	}
-	want, lse := make([]float64, tokens*qd), make([]float64, s.Heads*tokens)
-	cpuattention.Forward(want, lse, qr, kept, vr, cpuattention.Shape{Batch: 1, Seq: tokens,
+	want, normalizers := make([]float64, tokens*qd), make([]float64, 2*s.Heads*tokens)
+	cpuattention.Forward(want, normalizers, qr, kept, vr, cpuattention.Shape{Batch: 1, Seq: tokens,
 		Heads: s.Heads, KVHeads: s.KVHeads, HeadDim: s.HeadDim, Causal: true, Scale: s.Scale,
 		Window: s.Window})
 	first := max(0, tokens-5)

@@ -4,7 +4,9 @@
 //   loss[r] = log Z[r],  d loss[r] / d logits[r, i] = e[r, i]/Z[r] − [i = target]
 //
 // with x [rows, depth], w [columns, depth] and e [rows, columns]. The target's own term is 1, so
-// that Z is at least that. Terms overflow only where a loss is above 80: bf16 has float32's
+// that Z is at least that. Terms are formed as 2^(x·w·log₂e − c·log₂e), where c·log₂e is rounded. For
+// large c that makes all terms of a row, the target's too, the same factor larger or smaller, which
+// is unit below. It cancels in e/Z, and the loss is log(Z/unit). Terms overflow only where a loss is above 80: bf16 has float32's
 // exponents. A maximum is not needed.
 //
 // gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile, less c and times
@@ -108,7 +110,7 @@ struct Exponents : RoundedSums<f16, kColumns> {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int r = nextRow + threadIdx.x % 32 / 4 + 8 * half;
-        shift[half] = r < p.rows ? -kLog2e * p.shift[r] : 0.0f;
+        shift[half] = r < p.rows ? -__fmul_rn(kLog2e, p.shift[r]) : 0.0f;
       }
   }
 
@@ -154,6 +156,10 @@ __device__ inline void scaleRow(bf16 *y, const bf16 *x, float f, int depth) {
     store(y + k, v);
   }
 }
+
+// The exponent of the target's own term of a row, to base 2: what rounding takes from c·log₂e. It is rounded to f16 as all exponents
+// are.
+__device__ inline float unitExponent(float c) { return __half2float(__float2half_rn(fmaf(c, kLog2e, -__fmul_rn(kLog2e, c)))); }
 
 // The shift of a row without target makes all its terms 0.
 __device__ inline void shift(const Loss &p) {
@@ -217,13 +223,13 @@ __device__ inline void finish(const Loss &p) {
         repair = !(z == 0);
         p.losses[row] = factors[lane] = 0;
       } else {
-        const float c = p.shift[row];
-        z = z < 1 ? 1 : z;
+        const float c = p.shift[row], exponent = unitExponent(c), unit = exp2f(exponent);
+        z = z < unit ? unit : z;
         repair = c == -INFINITY || (c - c == 0 && z > kMost);
         if (!(c - c == 0)) z = NAN;
-        p.losses[row] = logf(z);
+        p.losses[row] = logf(z) - exponent / kLog2e;
         factors[lane] = scale / z;
-        if (target < p.columns) p.terms[(int64_t)row * p.columns + target] = 1 - z;
+        if (target < p.columns) p.terms[(int64_t)row * p.columns + target] = unit - z;
       }
     }
     const unsigned repairs = __ballot_sync(kAllLanes, repair);

@@ -1,13 +1,13 @@
 // The product behind the gradient of an attention's result on Hopper (sm_90a), for bf16 and f16. It
 // also forms what the backward pass of the attention begins with:
 //
-//   g = x·w, rounded to T;  for every row and head, of D columns, lse·log₂e and Σ_d g·y
+//   g = x·w, rounded to T;  for every row and head, of D columns, h, Σ_d g·y and ρ
 //
-// These go where statsOf of attention.cuh finds them. The counters of attention_hopper_fused.cuh
+// Exponent says what h and ρ are. All three go where statsOf of attention.cuh finds them. The counters of attention_hopper_fused.cuh
 // become zero, one for 64 rows of a head and one more.
 //
-// x is [rows, depth], w [depth, columns], y and g are [rows, columns], and lse is [batch, heads,
-// seq], with rows = batch·seq and columns = heads·D. The bits of g are those of gemm_hopper_plain.cu.
+// x is [rows, depth], w [depth, columns], y and g are [rows, columns], and normalizers are [batch,
+// heads, seq], with rows = batch·seq and columns = heads·D. The bits of g are those of gemm_hopper_plain.cu.
 //
 // gemm_hopper.cuh says how a block goes about it. A tile leaves 64 columns at a time, in two slots. y
 // comes into a panel of the warp. Once g has been multiplied by it, g takes its place.
@@ -15,14 +15,14 @@
 // Needs: seq a multiple of 128, so that a warp's rows lie in one sequence, and no row is without a
 // query. D is 64 or 128, so tiles hold whole heads. The depth is a multiple of 8, and matrices lie
 // at multiples of 16 bytes.
-#include "exp2.cuh"
+#include "exponent.cuh"
 #include "gemm_hopper.cuh"
 
 namespace gemm {
 
 // The launcher fills it.
 struct Params {
-  const float *lse;
+  const float2 *normalizers;
   float *stats;
   int *counters;
   int rows, columns, depth, seq;
@@ -43,10 +43,11 @@ template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
   const Params &p;
   const TensorMap &g, &y;
   uint32_t panels, arrived;
-  float lse, products[2];  // Σ g·y of the lane's columns in its two rows
+  float2 normalizer;
+  float products[2];  // Σ g·y of the lane's columns in its two rows
 
   __device__ WithStatistics(const Params &p, const TensorMap &g, const TensorMap &y, const Shared &m, int warp)
-      : Sums(p.rows), p(p), g(g), y(y), panels(m.panels(warp)), arrived(m.barriers(warp)), lse(0), products{0, 0} {
+      : Sums(p.rows), p(p), g(g), y(y), panels(m.panels(warp)), arrived(m.barriers(warp)), normalizer{0, 0}, products{0, 0} {
     copy(0, row, column);
   }
 
@@ -98,14 +99,15 @@ template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
   }
 
   // Of the four lanes that have one of these rows and the one 8 below, two write Σ g·y, one for each
-  // row, and two lse.
+  // row, and two h and ρ.
   static __device__ int myRow() { return threadIdx.x % 32 / 4 + threadIdx.x % 2 * 8; }
-  static __device__ bool hasLse() { return threadIdx.x & 2; }
+  static __device__ bool hasExponent() { return threadIdx.x & 2; }
 
   __device__ void begin(int head) {
     products[0] = products[1] = 0;
     const auto [of, position] = placeOf(head);
-    lse = of >= 0 && hasLse() ? __ldg(p.lse + int64_t(of) * p.seq + position + myRow()) : 0;  // on its way until the head is done
+    if (of >= 0 && hasExponent())  // on its way until the head is done
+      normalizer = __ldg(p.normalizers + int64_t(of) * p.seq + position + myRow());
   }
 
   __device__ void end(int head) {
@@ -116,8 +118,14 @@ template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
     }
     const auto [of, position] = placeOf(head);
     if (of < 0) return;
-    p.stats[int64_t(2 * of + !hasLse()) * p.seq + position + myRow()] =
-        hasLse() ? lse * kLog2e : threadIdx.x % 2 ? products[1] : products[0];
+    float *stats = p.stats + int64_t(3 * of) * p.seq + position + myRow();
+    if (hasExponent()) {
+      const attention::Exponent e(normalizer);
+      stats[0] = e.h;
+      stats[2 * p.seq] = e.rho;
+    } else {
+      stats[p.seq] = threadIdx.x % 2 ? products[1] : products[0];
+    }
     if (threadIdx.x % 32) return;
     const int tiles = p.seq / kCounted;
     if (position % kCounted == 0) p.counters[int64_t(of) * tiles + position / kCounted] = 0;

@@ -154,7 +154,7 @@ func TestLaunches(t *testing.T) {
 	}
 	for _, dim := range []int{64, 128} {
 		for _, dtype := range []gpu.DType{kerneltest.Bf16, kerneltest.F16} {
-			launches = append(launches, StatisticsProduct{G: p, X: p, W: p, Y: p, LSE: p,
+			launches = append(launches, StatisticsProduct{G: p, X: p, W: p, Y: p, Normalizers: p,
 				Workspace: p, Type: dtype, D: 72, Geometry: attention.Geometry{Batch: 1, Seq: 128,
 					Heads: 3, KVHeads: 3, HeadDim: dim}})
 		}

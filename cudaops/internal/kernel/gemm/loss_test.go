@@ -67,16 +67,16 @@ func (l *lossRig) run() (losses, gradient []float64) {
 // want is what run is to return.
 func (l *lossRig) want() (losses, gradient []float64) {
 	rows, v, d := l.a.Rows, l.a.V, l.a.D
-	logits, lse := make([]float64, rows*v), make([]float64, rows)
+	logits, normalizers := make([]float64, rows*v), make([]float64, 2*rows)
 	cpugemm.Linear(logits, l.x, l.w, rows, d, v)
 	losses, gradient = make([]float64, rows), make([]float64, rows*v)
-	crossentropy.Forward(lse, logits, l.ids, v)
+	crossentropy.Forward(normalizers, logits, l.ids, v)
 	for r, id := range l.ids {
 		if id >= 0 {
-			losses[r] = lse[r] - logits[r*v+id]
+			losses[r] = normalizers[2*r] - logits[r*v+id] + math.Log(normalizers[2*r+1])
 		}
 	}
-	crossentropy.Backward(gradient, logits, lse, l.ids, v, l.g)
+	crossentropy.Backward(gradient, logits, normalizers, l.ids, v, l.g)
 	return losses, gradient
 }
 
@@ -129,6 +129,25 @@ func TestLinearCrossEntropy(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestLinearCrossEntropyShift wants the losses and gradients of logits that are all alike, however
+// large they are, to be those of zeros.
+func TestLinearCrossEntropyShift(t *testing.T) {
+	g := newHopperRig(t)
+	s := lossShape{Rows: 130, V: 520, D: 512}
+	ids, rows := g.Classes(s.Rows, s.V), map[int][]float64{}
+	for r := range s.Rows {
+		size := []float64{10, -100, 1e3, -1e4, 1e5, 1e6, -1e7, 1e8}[r%8]
+		rows[r] = slices.Repeat([]float64{size * (1 + g.Rand.Float64())}, s.D)
+	}
+	l := newLoss(g, s, ids, rows)
+	w, wr := g.Upload(slices.Repeat([]float64{1 / float64(s.D)}, s.V*s.D), kerneltest.Bf16, 0)
+	l.a.W, l.w = w.Ptr, wr
+	want, wantGrad := l.want()
+	losses, gradient := l.run()
+	require.Less(t, kerneltest.Distance(losses, want), 1e-3)
+	require.Less(t, kerneltest.Distance(gradient, wantGrad), kerneltest.Backward(kerneltest.Bf16))
 }
 
 // Rows whose losses are too large for terms without a maximum, whose numbers are none, and that do

@@ -9,10 +9,10 @@ import (
 )
 
 // StatisticsProduct computes G = X·W, the gradient of an attention's result Y. It also leaves in
-// Workspace what an [attention.Statistics] of G, Y and LSE would. X is [Batch·Seq, D], W [D,
-// Heads·HeadDim], Y and G [Batch·Seq, Heads·HeadDim]. LSE is the forward pass's.
+// Workspace what an [attention.Statistics] of G, Y and Normalizers would. X is [Batch·Seq, D], W [D,
+// Heads·HeadDim], Y and G [Batch·Seq, Heads·HeadDim]. Normalizers are the forward pass's.
 type StatisticsProduct struct {
-	G, X, W, Y, LSE, Workspace gpu.Ptr
+	G, X, W, Y, Normalizers, Workspace gpu.Ptr
 	attention.Geometry
 	D    int
 	Type gpu.DType
@@ -35,12 +35,12 @@ func (a StatisticsProduct) Ways(k *kernel.Set) []kernel.Way {
 func (a StatisticsProduct) Launch(q *kernel.Queue) {
 	rows, columns := a.Batch*a.Seq, a.Heads*a.HeadDim
 	counters, n := a.Counters(a.Workspace)
-	q.Poison(a.Workspace, 8*a.Heads*rows)
+	q.Poison(a.Workspace, 12*a.Heads*rows)
 	q.Poison(counters, 4*n)
 	gemmLaunch{unit: "gemm_hopper_stats", dtype: a.Type,
 		symbol: fmt.Sprintf("gemm_hopper_stats_%d%s", a.HeadDim, kernel.Suffix(a.Type)),
 		shared: warpShared(statsColumns, statsStages, statsWarpBytes),
-		params: kernel.Struct{a.LSE, a.Workspace, counters, rows, columns, a.D, a.Seq, gemmSection},
+		params: kernel.Struct{a.Normalizers, a.Workspace, counters, rows, columns, a.D, a.Seq, gemmSection},
 		matrices: []gemmMatrix{
 			matrix(a.X, a.D, rows, gemmDepth, gemmRows),
 			matrix(a.W, columns, a.D, 64, gemmDepth),

@@ -42,14 +42,21 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 	x, xr := g.Normal(rows*a.D, a.Type, 0)
 	w, wr := scaledNormal(g, a.D*columns, a.D, a.Type)
 	y, yr := g.Normal(rows*columns, a.Type, 0)
-	lse, lr := g.Normal(rows*a.Heads, kerneltest.F32, 0)
-	a.X, a.W, a.Y, a.LSE = x.Ptr, w.Ptr, y.Ptr, lse.Ptr
+	pairs := make([]float64, 2*rows*a.Heads)
+	for i := range pairs {
+		pairs[i] = g.Rand.NormFloat64()
+		if i%2 == 0 { // some scores are large
+			pairs[i] *= []float64{1, 100, 1e4, 1e6, 1e8}[g.Rand.IntN(5)]
+		}
+	}
+	normalizers, lr := g.Upload(pairs, kerneltest.F32, 0)
+	a.X, a.W, a.Y, a.Normalizers = x.Ptr, w.Ptr, y.Ptr, normalizers.Ptr
 	want := make([]float64, rows*columns)
 	cpugemm.Mul(false, false, rows, columns, a.D, 1, xr, a.D, wr, columns, 0, want, columns)
 	require.Len(g, a.Ways(g.Set), 1)
 	size := attention.Backward{Geometry: a.Geometry, Type: a.Type}.WorkspaceBytes(g.Info) / 4
 	first, n := a.Counters(0)
-	counters, inStats := int(first)/4, 2*rows*a.Heads
+	counters, inStats := int(first)/4, 3*rows*a.Heads
 	var bits, statsBits []float64
 	for range 2 {
 		out, stats := g.Alloc(len(want), a.Type, 0), g.Alloc(size, kerneltest.F32, 0)
@@ -57,8 +64,8 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 		g.Must(g.Launch(g.Stream, a))
 		g.Near("product", out, want, kerneltest.Forward(a.Type))
 		got, all := g.Read(out), g.Read(stats)
-		products, logs := make([]float64, rows*a.Heads), make([]float64, rows*a.Heads)
-		sums, exponents := slices.Clone(products), slices.Clone(products)
+		products := make([]float64, rows*a.Heads)
+		sums := slices.Clone(products)
 		for r := range rows {
 			for h := range a.Heads {
 				of, position := r/a.Seq*a.Heads+h, r%a.Seq
@@ -66,12 +73,12 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 				for c := r*columns + h*a.HeadDim; c < r*columns+(h+1)*a.HeadDim; c++ {
 					sums[i] += got[c] * yr[c] // of the result as it is rounded
 				}
-				exponents[i] = lr[i] * math.Log2E
-				logs[i], products[i] = all[2*of*a.Seq+position], all[(2*of+1)*a.Seq+position]
+				products[i] = all[(3*of+1)*a.Seq+position]
+				requireExponent(g, lr[2*i], lr[2*i+1], all[3*of*a.Seq+position],
+					all[(3*of+2)*a.Seq+position])
 			}
 		}
 		require.Less(g, kerneltest.Distance(products, sums), 1e-5)
-		require.Less(g, kerneltest.Distance(logs, exponents), 1e-6)
 		require.Falsef(g, slices.ContainsFunc(all[inStats:counters], func(v float64) bool {
 			return v == v
 		}), "the sums of dq are not as they were")
@@ -86,6 +93,24 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 	g.Must(g.Launch(g.Stream, Product{Y: plain.Ptr, X: a.X, W: a.W, Type: a.Type,
 		Rows: rows, Columns: columns, D: a.D}))
 	require.True(g, slices.Equal(g.Read(plain), bits), "the bits are not those of the product alone")
+}
+
+// requireExponent wants h and ρ to be those of the normalizer (m, log l), as exponent.cuh has them.
+func requireExponent(g *kerneltest.Rig, m, logL, h, rho float64) {
+	g.Helper()
+	log2e := float64(float32(math.Log2E))
+	exact := m*log2e + logL*log2e
+	marked := math.Float32bits(float32(h))&1 == 1
+	if !marked {
+		require.Equal(g, 1.0, rho, "m %g, log l %g: h is %g", m, logL, h)
+		require.Less(g, math.Abs(h), 128.0)
+		require.InDelta(g, exact, h, 1e-6+math.Abs(exact)*0x1p-22)
+		return
+	}
+	require.GreaterOrEqual(g, math.Abs(h), 128.0)
+	require.InDelta(g, exact, h, math.Abs(exact)*0x1p-22)
+	require.InDelta(g, exact, h-math.Log2(rho), 1e-5, "m %g, log l %g: h is %g, rho %g", m, logL, h,
+		rho)
 }
 
 // TestStatisticsFormed wants the gradients of an attention that begins with what a product has left
@@ -125,12 +150,12 @@ func testStatisticsFormed(g *kerneltest.Rig, s attention.Geometry, documents boo
 	x := matrix(depth)
 	w, _ := scaledNormal(g, depth*wide, depth, bf16)
 	q, k, v, y, gradient := matrix(wide), matrix(narrow), matrix(narrow), matrix(wide), matrix(wide)
-	lse := g.Alloc(rows*s.Heads, kerneltest.F32, 0).Ptr
+	normalizers := g.Alloc(2*rows*s.Heads, kerneltest.F32, 0).Ptr
 	way := kernel.Way{Family: attention.Hopper}
-	g.Must(g.Launch(g.Stream, attention.Forward{Geometry: s, Y: y, Q: q, K: k, V: v, LSE: lse,
-		Type: bf16, Way: way}))
-	back := attention.Backward{Geometry: s, G: gradient, Q: q, K: k, V: v, Y: y, LSE: lse,
-		Type: bf16, Way: way}
+	g.Must(g.Launch(g.Stream, attention.Forward{Geometry: s, Y: y, Q: q, K: k, V: v,
+		Normalizers: normalizers, Type: bf16, Way: way}))
+	back := attention.Backward{Geometry: s, G: gradient, Q: q, K: k, V: v, Y: y,
+		Normalizers: normalizers, Type: bf16, Way: way}
 	gradients := func(before ...kernel.Launch) (d [3][]float64) {
 		back.Workspace = g.Alloc(back.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0).Ptr
 		back.HasStatistics = len(before) > 1
@@ -161,11 +186,11 @@ func testStatisticsFormed(g *kerneltest.Rig, s attention.Geometry, documents boo
 		Rows: rows, Columns: wide, D: depth}
 	alone := gradients(product)
 	for i, d := range gradients(product, attention.Statistics{Geometry: s, G: gradient, Y: y,
-		LSE: lse, Type: bf16}) {
+		Normalizers: normalizers, Type: bf16}) {
 		require.True(g, slices.Equal(d, alone[i]), i)
 	}
-	formed := StatisticsProduct{G: gradient.Ptr, X: x.Ptr, W: w.Ptr, Y: y.Ptr, LSE: lse,
-		Geometry: s, D: depth, Type: bf16}
+	formed := StatisticsProduct{G: gradient.Ptr, X: x.Ptr, W: w.Ptr, Y: y.Ptr,
+		Normalizers: normalizers, Geometry: s, D: depth, Type: bf16}
 	for i, d := range gradients(product, formed) {
 		require.Less(g, kerneltest.Distance(d, alone[i]), 1e-3, i)
 	}

@@ -45,7 +45,7 @@ template <class T, int N> __device__ __forceinline__ void put(T* y, const Pack<T
     for (int j = 0; j < N; j++) y[j] = p.v[j];
 }
 
-// RowSum is max and Σ exp(x − max) of what was seen so far.
+// RowSum is the largest of the numbers seen so far and the sum of their exponentials, relative to it as Shifted<T> forms them.
 template <class T> struct RowSum {
   float max = -INFINITY, sum = 0;
 
@@ -55,7 +55,7 @@ template <class T> struct RowSum {
 #pragma unroll
     for (int j = 1; j < N; j++) m = fmaxf(m, p.get(j));
     if (m > max) {
-      sum *= exponential<T>(max - m);
+      sum *= ratio(max, m);
       max = m;
     }
     Shifted<T> e(max == -INFINITY ? 0.0f : max);
@@ -66,9 +66,24 @@ template <class T> struct RowSum {
   // Gives all threads of the block the sum over all of them.
   __device__ __forceinline__ void reduce() {
     float all = blockReduce<Max>(max);
-    sum = blockReduce<Sum>(max == -INFINITY ? sum : sum * expf(max - all));
+    sum = blockReduce<Sum>(max == -INFINITY ? sum : sum * ratio(max, all));
     max = all;
   }
 
-  __device__ __forceinline__ float lse() const { return max + logf(sum); }
+  // log Σ exp(x − max). The sum is not quite that where Shifted rounds the maximum times log₂e.
+  __device__ __forceinline__ float log() const {
+    constexpr float kLn2 = 0.693147181f;
+    float moved = 0;
+    if constexpr (sizeof(T) == 2) moved = kLn2 * fmaf(max, Shifted<T>::kLog2e, -Shifted<T>(max).shift);
+    return logf(sum) - moved;
+  }
+
+ private:
+  // What brings a sum relative to one maximum to another. It goes by the shifts as they are rounded: exponentials with different
+  // shifts could otherwise not be added up.
+  __device__ __forceinline__ static float ratio(float from, float to) {
+    const float d = Shifted<T>(from).shift - Shifted<T>(to).shift;
+    if constexpr (sizeof(T) == 2) return exp2Approximate(d);
+    return expf(d);
+  }
 };
