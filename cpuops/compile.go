@@ -11,7 +11,6 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
-	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
@@ -82,12 +81,12 @@ type program struct {
 	views  []*value
 	owners []*value // those with room in the arena
 	kept   []*value
-	sums   map[*gorgonia.Node]gorgonia.Value // of the gradients of parameters
+	sums   map[*gorgonia.Node]*gradientSum // by parameter
 	aux    []auxRoom
 
-	arena, auxArena           []byte
-	arenaAt, auxAt            *byte // where they began when values were last placed
-	bytes, auxBytes, sumBytes int
+	arena, auxArena []byte
+	arenaAt, auxAt  *byte // where they began when values were last placed
+	bytes, auxBytes int
 }
 
 // compiler turns a graph into a program.
@@ -102,7 +101,7 @@ type compiler struct {
 func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
 	c := &compiler{keep: map[*gorgonia.Node]bool{}, rules: config.rules, warned: map[string]bool{},
 		program: &program{values: map[*gorgonia.Node]*value{},
-			sums: map[*gorgonia.Node]gorgonia.Value{}}}
+			sums: map[*gorgonia.Node]*gradientSum{}}}
 	results, grads := config.Results(g)
 	for _, n := range results {
 		c.keep[n] = true
@@ -197,24 +196,17 @@ func (c *compiler) read(in []*value, i int) {
 
 // gather adds the gradient of a parameter to a sum that outlives runs.
 func (c *compiler) gather(p *gorgonia.Node, g *value) error {
-	sum := newValue(g.dt, g.shape)
-	flat, err := opbase.Flat(sum)
-	if err != nil {
-		return err
-	}
 	if len(g.shape) == 0 {
 		return fmt.Errorf("WithParams: %s is a scalar", graph.Describe(p))
 	}
+	sum, err := newGradientSum(g)
+	if err != nil {
+		return err
+	}
 	c.sums[p] = sum
-	c.sumBytes += elementSize(g.dt) * opbase.Size(g.shape)
 	c.push(step{node: p.Deriv(), in: []*value{g}, args: make(opbase.Args, 1),
 		run: func(s *step) error {
-			switch g := s.args[0].(type) {
-			case []float32:
-				array.Accumulate(flat.([]float32), g)
-			case []float64:
-				array.Accumulate(flat.([]float64), g)
-			}
+			sum.add(s.args[0])
 			return nil
 		}})
 	return nil
@@ -312,6 +304,9 @@ func (p *program) release() {
 	for i := range p.aux {
 		p.aux[i].flat = nil
 	}
+	for _, s := range p.sums {
+		s.before = nil
+	}
 }
 
 // adoptAux plans the memory that ops keep for their gradients, the sizes of which a run has shown.
@@ -367,7 +362,13 @@ func (p *program) takeAux() {
 	}
 }
 
-func (p *program) memory() int { return p.bytes + p.auxBytes + p.sumBytes }
+func (p *program) memory() int {
+	n := p.bytes + p.auxBytes
+	for _, s := range p.sums {
+		n += s.bytes()
+	}
+	return n
+}
 
 // baseOf is what an op of this module shares with the others, nil for ops of others.
 func baseOf(n *gorgonia.Node) *opbase.Base {

@@ -116,7 +116,11 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 			"cpuops.NewMachine: %w; smaller batches or shorter sequences need less", err)
 	}
 	for _, p := range m.config.Params {
-		m.params = append(m.params, &param{p, m.program.sums[p]})
+		param := &param{Node: p}
+		if sum := m.program.sums[p]; sum != nil {
+			param.grad = sum.value
+		}
+		m.params = append(m.params, param)
 	}
 	if every := m.config.monitor; every > 0 {
 		m.monitor = newMonitor(every, len(m.program.steps))
@@ -141,8 +145,10 @@ func (m *Machine) ValueGrads() []gorgonia.ValueGrad { return slices.Clone(m.para
 func (m *Machine) RunAll() error { return m.Run(context.Background()) }
 
 // Run is RunAll that ends when the context does, with its cause as the error. It looks between two
-// ops, and within matrix products, attention and SiLUMLP, but not within their gradients. The
-// machine can run again then.
+// ops, and within matrix products, attention and SiLUMLP, but not within their gradients.
+//
+// The machine can run again then, as it can after an error. The sums of gradients are what they were
+// before a run that did not end well, so that the next run adds to nothing of it.
 func (m *Machine) Run(ctx context.Context) error {
 	if err := m.run(ctx); err != nil {
 		return fmt.Errorf("cpuops.Machine.RunAll: %w", err)
@@ -161,6 +167,7 @@ func (m *Machine) run(ctx context.Context) error {
 	m.ran = false
 	p.lendAux()
 	defer p.takeAux()
+	defer func() { p.finish(m.ran) }() // after a panic too
 	sampling := m.monitor.due()
 	stop, release := stopOf(ctx)
 	defer release()
@@ -191,8 +198,11 @@ func (m *Machine) run(ctx context.Context) error {
 		p.adoptAux()
 		m.planned = true
 	}
+	if err := m.publish(); err != nil {
+		return err
+	}
 	m.ran = true
-	return m.publish()
+	return nil
 }
 
 // stopOf returns what asks kernels to end when the context does, nil for one that never does.
@@ -303,7 +313,8 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 }
 
 // Memory returns the bytes that runs need beside the inputs: values, what ops keep for their
-// gradients, and the sums of gradients. What ops keep is known after the first run.
+// gradients, the sums of gradients, and copies of those to which a run adds that are not zero. What
+// ops keep is known after the first run, and copies are made when they are first needed.
 func (m *Machine) Memory() int {
 	if m.program == nil {
 		return 0

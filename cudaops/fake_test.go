@@ -674,9 +674,12 @@ func (k *fakeKernels) Reduce(l *fake.Launch, a reduce.Reduce) {
 func (k *fakeKernels) Attention(l *fake.Launch, p attention.Forward) {
 	a := p.Geometry
 	out := denseRows(l, a, a.Heads, p.Y)
-	cpuattention.Forward(out, floatsAt(l, p.Normalizers, 2*a.Batch*a.Heads*a.Seq),
-		denseRows(l, a, a.Heads, p.Q), denseRows(l, a, a.KVHeads, p.K),
+	pairs := floatsAt(l, p.Normalizers, 2*a.Batch*a.Heads*a.Seq)
+	cpuattention.Forward(out, pairs, denseRows(l, a, a.Heads, p.Q), denseRows(l, a, a.KVHeads, p.K),
 		denseRows(l, a, a.KVHeads, p.V), cpuShape(l, a))
+	for i := 1; i < len(pairs); i += 2 {
+		pairs[i] = float32(math.Log(float64(pairs[i])))
+	}
 	spreadRows(l, a, a.Heads, p.Y, out)
 }
 
@@ -691,9 +694,12 @@ func (k *fakeKernels) AttentionBackward(l *fake.Launch, p attention.Backward) {
 			panic("the backward pass finds other statistics")
 		}
 	}
+	pairs := slices.Clone(floatsAt(l, p.Normalizers, 2*a.Batch*a.Heads*a.Seq))
+	for i := 1; i < len(pairs); i += 2 {
+		pairs[i] = float32(math.Exp(float64(pairs[i])))
+	}
 	cpuattention.Backward(dq, dk, dv, rows(a.Heads, p.G), rows(a.Heads, p.Q),
-		rows(a.KVHeads, p.K), rows(a.KVHeads, p.V), rows(a.Heads, p.Y),
-		floatsAt(l, p.Normalizers, 2*a.Batch*a.Heads*a.Seq), cpuShape(l, a))
+		rows(a.KVHeads, p.K), rows(a.KVHeads, p.V), rows(a.Heads, p.Y), pairs, cpuShape(l, a))
 	if a.Cos != 0 {
 		cos, sin := floatsAt(l, a.Cos, a.Seq*a.HeadDim/2), floatsAt(l, a.Sin, a.Seq*a.HeadDim/2)
 		layer.RoPE(dq, dq, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
@@ -731,7 +737,7 @@ func statisticsOf(l *fake.Launch, a attention.Geometry, g, y []float32,
 	for i := range a.Batch * a.Heads * a.Seq {
 		of, position := i/a.Seq, i%a.Seq
 		at := ((of/a.Heads*a.Seq+position)*a.Heads + of%a.Heads) * a.HeadDim
-		exact := float64(pairs[2*i])*math.Log2E + math.Log2(float64(pairs[2*i+1]))
+		exact := (float64(pairs[2*i]) + float64(pairs[2*i+1])) * math.Log2E
 		h := float32(exact)
 		stats[3*of*rows+position] = h
 		stats[(3*of+1)*rows+position] = vec.Dot(g[at:][:a.HeadDim], y[at:][:a.HeadDim])

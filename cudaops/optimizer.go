@@ -251,8 +251,8 @@ func (m *Machine) DropGradients() (err error) {
 	return update.ClearSums(m.runner)
 }
 
-// NonFinite returns the first parameter whose gradient has an element that is NaN, infinite or of
-// an infinite square, nil if there is none. It looks at the gradients of the last [Machine.Update],
+// NonFinite returns the first parameter whose gradient has an element that is NaN or infinite, or a
+// norm that is, nil if there is none. It looks at the gradients of the last [Machine.Update],
 // whether that was made or not. After another run it looks at those that the next one would apply:
 // with [WithAccumulation] at the sums. It waits for the device. After an update all ranks
 // ([WithRanks]) name the same parameter. Ahead of one, behind [Rank.Contribute], each looks only at

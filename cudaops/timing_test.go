@@ -1241,7 +1241,7 @@ func TestMonitor(t *testing.T) {
 	require.LessOrEqual(t, m.monitor.Samples, 5)
 	first := times[0]
 	isSlowAttention(t, first)
-	require.EqualValues(t, 4*(2*24+6), first.Bytes)
+	require.EqualValues(t, 4*(2*24+2*6), first.Bytes)
 	require.GreaterOrEqual(t, first.Tuned, 3*time.Millisecond)
 	table := Table(times)
 	for _, want := range []string{"Linear", "Update", "Attention", "fast", "GB/s"} {

@@ -142,7 +142,8 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) {
 	}
 }
 
-// gather adds the gradient of each parameter to a sum that outlives runs.
+// gather adds the gradient of each parameter to a sum that outlives runs. That comes last, so that a
+// run which an op on the host ends has added nothing.
 func (c *compiler) gather() {
 	c.Sums = map[*gorgonia.Node]*program.Array{}
 	for _, p := range c.o.Params {

@@ -531,8 +531,8 @@ func (x *Optimizer) placeIterations(groups []group) error {
 	return nil
 }
 
-// NonFinite returns the parameters whose gradients have an element that is NaN, infinite or so
-// large that its square is. Of other ranks' parts it knows when an update has looked at them.
+// NonFinite returns the parameters whose gradients have an element that is NaN or infinite, or are so
+// large that their norm is. Of other ranks' parts it knows when an update has looked at them.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 	if !x.m.State.Looked() {
 		if err := x.m.Launch(x.squared()); err != nil {

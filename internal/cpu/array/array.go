@@ -58,6 +58,7 @@ func FirstNonFinite[T cpu.Float](x []T) int {
 	return -1
 }
 
+// firsts has counters for the functions of this file.
 var firsts = sync.Pool{New: func() any { return new(atomic.Int64) }}
 
 type firstNonFinite[T cpu.Float] struct {
@@ -81,3 +82,38 @@ func (s *firstNonFinite[T]) Span(lo, hi int) {
 		}
 	}
 }
+
+// IsZero reports whether all elements of x are zero.
+func IsZero[T cpu.Float](x []T) bool {
+	found := firsts.Get().(*atomic.Int64)
+	defer firsts.Put(found)
+	found.Store(0)
+	cpu.Spread(len(x), cpu.VectorGrain, nonZero[T]{x, found})
+	return found.Load() == 0
+}
+
+type nonZero[T cpu.Float] struct {
+	x     []T
+	found *atomic.Int64
+}
+
+func (s *nonZero[T]) Span(lo, hi int) {
+	if s.found.Load() != 0 {
+		return
+	}
+	for _, v := range s.x[lo:hi] {
+		if v != 0 {
+			s.found.Store(1)
+			return
+		}
+	}
+}
+
+// Copy copies src to dst, which has as many elements.
+func Copy[T cpu.Float](dst, src []T) {
+	cpu.Spread(len(src), cpu.VectorGrain, copying[T]{dst[:len(src)], src})
+}
+
+type copying[T cpu.Float] struct{ dst, src []T }
+
+func (s *copying[T]) Span(lo, hi int) { copy(s.dst[lo:hi], s.src[lo:hi]) }

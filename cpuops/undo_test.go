@@ -1,0 +1,178 @@
+package cpuops_test
+
+import (
+	"errors"
+	"fmt"
+	"hash"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/chewxy/hm"
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// endsAfter is a context that ends when it has been asked n times whether it has.
+type endsAfter struct {
+	n    int
+	done chan struct{}
+}
+
+var errEnded = errors.New("ended")
+
+func (c *endsAfter) Deadline() (time.Time, bool) { return time.Time{}, false }
+func (c *endsAfter) Done() <-chan struct{}       { return c.done }
+func (c *endsAfter) Value(any) any               { return nil }
+func (c *endsAfter) Err() error {
+	if c.n--; c.n < 0 {
+		return errEnded
+	}
+	return nil
+}
+
+// failing is the identity. The computation of its gradient fails or panics when it is told to.
+type failing struct {
+	how      *string
+	gradient bool
+}
+
+var errOp = errors.New("the op fails")
+
+func (f failing) Arity() int { return 1 }
+func (f failing) Type() hm.Type {
+	a := hm.TypeVariable('a')
+	return hm.NewFnType(a, a)
+}
+func (f failing) InferShape(in ...gorgonia.DimSizer) (tensor.Shape, error) {
+	return in[0].(tensor.Shape).Clone(), nil
+}
+func (f failing) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
+	switch {
+	case f.gradient && *f.how == "error":
+		return nil, errOp
+	case f.gradient && *f.how == "panic":
+		panic(errOp)
+	}
+	return gorgonia.CloneValue(in[0])
+}
+func (f failing) ReturnsPtr() bool          { return false }
+func (f failing) CallsExtern() bool         { return false }
+func (f failing) OverwritesInput() int      { return -1 }
+func (f failing) WriteHash(h hash.Hash)     { fmt.Fprintf(h, "failing %p %v", f.how, f.gradient) }
+func (f failing) Hashcode() uint32          { return 1 }
+func (f failing) String() string            { return "failing" }
+func (f failing) DiffWRT(inputs int) []bool { return []bool{true} }
+func (f failing) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	g, err := gorgonia.ApplyOp(failing{f.how, true}, grad)
+	return gorgonia.Nodes{g}, err
+}
+
+// chain is three layers with a node between the first two that fails on demand, and the gradients of
+// all weights.
+func chain(t *testing.T, dt tensor.Dtype, how *string) (*cpuops.Machine, int) {
+	t.Helper()
+	g := gorgonia.NewGraph()
+	input := func(name string, from float64, shape ...int) *gorgonia.Node {
+		x := make([]float64, tensor.Shape(shape).TotalSize())
+		for i := range x {
+			x[i] = from + float64(i%3)
+		}
+		var data any = x
+		if dt == tensor.Float32 {
+			narrow := make([]float32, len(x))
+			for i, v := range x {
+				narrow[i] = float32(v)
+			}
+			data = narrow
+		}
+		return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...),
+			tensor.WithBacking(data)), gorgonia.WithName(name))
+	}
+	x := input("x", 1, 3, 4)
+	weights := gorgonia.Nodes{input("a", -.5, 4, 4), input("b", .25, 4, 4), input("c", -1, 4, 4)}
+	h := x
+	for i, w := range weights {
+		h = gorgonia.Must(gorgonia.Tanh(gorgonia.Must(op.Linear(h, w))))
+		if i == 0 {
+			h = gorgonia.Must(gorgonia.ApplyOp(failing{how, false}, h))
+		}
+	}
+	cost := gorgonia.Must(gorgonia.Mean(gorgonia.Must(gorgonia.Square(h))))
+	_, err := gorgonia.Grad(cost, weights...)
+	require.NoError(t, err)
+	m, err := cpuops.NewMachine(g, cpuops.WithParams(weights...))
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, m.Close()) })
+	return m, len(g.AllNodes())
+}
+
+// sumsOf returns copies of all sums of gradients.
+func sumsOf(t *testing.T, m *cpuops.Machine) (all []any) {
+	t.Helper()
+	for _, p := range m.ValueGrads() {
+		g, err := p.Grad()
+		require.NoError(t, err)
+		switch x := g.Data().(type) {
+		case []float32:
+			all = append(all, slices.Clone(x))
+		case []float64:
+			all = append(all, slices.Clone(x))
+		}
+	}
+	return all
+}
+
+// A run that does not end well leaves no gradients: the sums are what they were, be that zero or what
+// earlier runs have added, and the next run gives what it would have given without the failure.
+func TestFailedRunAddsNothing(t *testing.T) {
+	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+		how := ""
+		plain, steps := chain(t, dt, &how)
+		var want []any // after so many runs that ended well
+		for range 3 {
+			want = append(want, sumsOf(t, plain))
+			require.NoError(t, plain.RunAll())
+		}
+		for runs := range 2 {
+			for _, kind := range []string{"canceled", "error", "panic"} {
+				partly := 0
+				for n := range 2 * steps {
+					what := fmt.Sprintf("%v, %d runs, then one %s at %d", dt, runs, kind, n)
+					m, _ := chain(t, dt, &how)
+					for range runs {
+						require.NoError(t, m.RunAll())
+					}
+					switch kind {
+					case "canceled":
+						if m.Run(&endsAfter{n, make(chan struct{})}) == nil {
+							n = 2 * steps // it was over before
+						}
+					case "error":
+						how = "error"
+						require.ErrorIs(t, m.RunAll(), errOp)
+					case "panic":
+						how = "panic"
+						require.Panics(t, func() { _ = m.RunAll() })
+					}
+					how = ""
+					if n == 2*steps {
+						break
+					}
+					partly++
+					require.Equal(t, want[runs], sumsOf(t, m), what)
+					require.NoError(t, m.RunAll())
+					require.Equal(t, want[runs+1], sumsOf(t, m), what)
+					if kind != "canceled" {
+						break
+					}
+				}
+				require.NotZero(t, partly)
+			}
+		}
+	}
+}
