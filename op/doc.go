@@ -13,7 +13,7 @@
 //	err := op.RunError(machine.RunAll())
 //
 // Each op is a forward op and a backward op. A backward op with several results packs them into one
-// vector, of which part nodes are views. A forward op may keep a small figure for its backward op,
-// such as attention's log-sum-exp or a norm's 1/rms. So a graph must not run on two machines at the
-// same time.
+// vector, of which part nodes are views. A forward op may keep small figures for its backward op,
+// such as the normalizers of attention or a norm's 1/rms. So a graph must not run on two machines at
+// the same time.
 package op
