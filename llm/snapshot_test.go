@@ -549,3 +549,32 @@ func TestResumeAfterAFailedResume(t *testing.T) {
 	require.NoError(t, tr.Run(t.Context()))
 	require.True(t, bytes.Equal(fileOf(t, whole), fileOf(t, tr)))
 }
+
+// TestRefusedPlantingStartsNoTrial plants, grafts and stabilizes a blueprint within one epoch, and
+// cannot make an engine for it. No trial is left that the run would go on paying for.
+func TestRefusedPlantingStartsNoTrial(t *testing.T) {
+	move := func(to state.Stage) state.Command { return state.Command{Action: state.Move, To: to} }
+	refused := false
+	r := growthRun{config: querySites(), steps: 8, controller: script{
+		1: {{Action: state.Germinate, Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},
+			move(state.Training), move(state.Grafting), move(state.Stabilization)}},
+		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+			if len(m.Config.Planted) > 0 {
+				refused = true
+				return nil, errNoMemory
+			}
+			return CPUEngine()(m, o, c)
+		}}
+	tr := r.trainer(t)
+	require.NoError(t, tr.Run(t.Context()))
+	require.True(t, refused)
+	require.Nil(t, tr.twin)
+	require.Empty(t, tr.Model.Config.Planted)
+
+	plain := r
+	plain.controller = script{}
+	other := plain.trainer(t)
+	require.NoError(t, other.Run(t.Context()))
+	require.Equal(t, learntBy(t, other), learntBy(t, tr))
+	require.Equal(t, other.spent, tr.spent)
+}

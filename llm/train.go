@@ -613,6 +613,11 @@ func (t *Trainer) settleGrowth() error {
 	if err := t.reshape(); err != nil {
 		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
+	// A blueprint that has just been planted may be on trial already, and one that could not be
+	// planted or grafted no longer is.
+	if err := t.tryOut(); err != nil {
+		return fmt.Errorf("llm: the trial of blueprints: %w", err)
+	}
 	if c := t.Model.Config; c.Frozen && len(c.Planted) == 0 {
 		return fmt.Errorf("llm: Trainer.Run: %w", errUnplanted)
 	}

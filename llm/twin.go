@@ -108,15 +108,19 @@ func (t *Trainer) tryOut() error {
 // triesOut reports whether blueprints elsewhere than in depth are judged beside a twin.
 func (t *Trainer) triesOut() bool { return t.growth != nil && t.growth.Validation != nil }
 
-// grafted returns the seeds, elsewhere than in depth, whose blueprints are blended in, but not for
-// good.
+// grafted returns the seeds, elsewhere than in depth, whose blueprints are blended into the model,
+// but not for good. A blueprint that is still to be planted is not among them.
 func (t *Trainer) grafted() (all []state.Address) {
 	for layer, l := range t.Model.Kasmina.Lattices() {
-		if l.Site() == blueprints.Depth {
+		site := l.Site()
+		if site == blueprints.Depth {
 			continue
 		}
 		for _, seed := range l.Grafted() {
-			all = append(all, state.Address{Layer: layer, Seed: seed})
+			_, planted := t.Model.Config.PlantedAt(site, seed)
+			if planted || site == blueprints.Chunk {
+				all = append(all, state.Address{Layer: layer, Seed: seed})
+			}
 		}
 	}
 	return all
