@@ -21,6 +21,7 @@ package board
 //go:generate go run ./internal/vendored
 
 import (
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"maps"
@@ -43,11 +44,13 @@ type Board struct {
 	handler http.Handler
 	config  config
 	token   string // "" without control
-	queue   chan message
-	closing chan struct{}
-	drained chan struct{} // closed when the queue has been taken in, after closing
-	viewers places        // of streams
-	cards   cards
+
+	identity identity
+	queue    chan message
+	closing  chan struct{}
+	drained  chan struct{} // closed when the queue has been taken in, after closing
+	viewers  places        // of streams
+	cards    cards
 
 	orders   orders
 	patience time.Duration // of requests that wait for the end of a step
@@ -57,6 +60,11 @@ type Board struct {
 	runs     []*store.Run
 	trainers []*llm.Trainer // of the runs
 	servers  []*http.Server
+}
+
+// identity tells a board from another one that has its address later.
+type identity struct {
+	ID string `json:"id"`
 }
 
 // message is an event of a run, on its way from the trainer.
@@ -86,8 +94,8 @@ func WithHosts(names ...string) Option {
 // New returns a board without runs.
 func New(opts ...Option) (*Board, error) {
 	b := &Board{queue: make(chan message, queued), closing: make(chan struct{}),
-		drained: make(chan struct{}),
-		cards:   cards{open: nvml.Open}, patience: patience}
+		drained:  make(chan struct{}),
+		identity: identity{rand.Text()}, cards: cards{open: nvml.Open}, patience: patience}
 	for _, opt := range opts {
 		if opt == nil {
 			return nil, errors.New("board: New: an option is nil")

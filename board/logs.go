@@ -12,11 +12,14 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/kasmina-go/kasmina/board/internal/store"
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/runlog"
 )
@@ -44,8 +47,8 @@ func Logs(paths []string, opts ...Option) (*Board, error) {
 			errors.New("board: Logs: there is no path, want folders of runs, such as runs/*")
 	}
 	var logs []*log
-	for _, path := range paths {
-		l, err := openLog(path, strconv.Itoa(len(logs)))
+	for i, name := range runNames(paths) {
+		l, err := openLog(paths[i], strconv.Itoa(i), name)
 		if err != nil {
 			return nil, fmt.Errorf("board: Logs: %w", err)
 		}
@@ -66,13 +69,16 @@ func Logs(paths []string, opts ...Option) (*Board, error) {
 
 // log is a log that is read.
 type log struct {
-	path string
-	run  *store.Run
-	end  int64 // as far as it has been read
+	folder string
+	tail   *runlog.Tail
+	run    *store.Run
+
+	changed time.Time // when the log changed last, by its file
+	heard   time.Time // the same, by this computer's clock
 }
 
 // openLog reads what a log has by now.
-func openLog(path, id string) (*log, error) {
+func openLog(path, id, name string) (*log, error) {
 	folder, file := filepath.Split(path)
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
 		folder, file = path, logName
@@ -82,38 +88,106 @@ func openLog(path, id string) (*log, error) {
 			}
 		}
 	}
-	name := filepath.Base(filepath.Clean(path))
-	l := &log{path: filepath.Join(folder, file)}
-	if _, err := os.Stat(l.path); err != nil {
+	logPath := filepath.Join(folder, file)
+	if _, err := os.Stat(logPath); err != nil {
 		if errors.Is(err, fs.ErrNotExist) {
 			err = fmt.Errorf("%w: want a folder with a %s, or such a log", err, logName)
 		}
 		return nil, err
 	}
-	var notes map[string]string
+
+	l := &log{folder: folder, tail: runlog.NewTail(logPath)}
+	l.run = store.NewRun(id, name, l.notes())
+	err := l.read()
+	l.heard = l.changed
+	l.run.Silent(time.Since(l.heard) > silentAfter)
+	return l, err
+}
+
+// placeOf returns the absolute path of a run: that of its folder or, of a log with a name of its own,
+// that of the log without its suffix.
+func placeOf(path string) string {
+	if abs, err := filepath.Abs(path); err == nil {
+		path = abs
+	}
+	if filepath.Base(path) == logName {
+		path = filepath.Dir(path)
+	}
+	return strings.TrimSuffix(path, filepath.Ext(logName))
+}
+
+// runName returns the name of a run, which is the last part of its path.
+func runName(path string) string { return lastParts(placeOf(path), 1) }
+
+// runNames returns names of runs that tell them apart: of runs with the same name, the last parts of
+// their paths.
+func runNames(paths []string) []string {
+	places, names := make([]string, len(paths)), make([]string, len(paths))
+	for i, path := range paths {
+		places[i] = placeOf(path)
+	}
+
+	for i, place := range places {
+		// As many parts as it takes to differ from all other places.
+		for parts := 1; ; parts++ {
+			names[i] = lastParts(place, parts)
+			alike := slices.ContainsFunc(places, func(other string) bool {
+				return other != place && lastParts(other, parts) == names[i]
+			})
+			if !alike {
+				break
+			}
+		}
+	}
+
+	// A run that is given twice gets a number.
+	for i, name := range names {
+		for n := 2; slices.Contains(names[:i], names[i]); n++ {
+			names[i] = fmt.Sprintf("%s (%d)", name, n)
+		}
+	}
+	return names
+}
+
+// lastParts returns the last n parts of an absolute path. The root of a file system, which has no
+// name, is "run".
+func lastParts(path string, n int) string {
+	separator := string(filepath.Separator)
+	path = strings.Trim(strings.TrimPrefix(path, filepath.VolumeName(path)), separator)
+	if path == "" {
+		return "run"
+	}
+	parts := strings.Split(path, separator)
+	return strings.Join(parts[max(0, len(parts)-n):], "/")
+}
+
+// notes returns the settings of the run by its checkpoint; there may be none yet.
+func (l *log) notes() (notes map[string]string) {
 	for _, name := range checkpointNames {
-		// there may be none yet
-		if n, err := llm.ReadNotes(filepath.Join(folder, name)); err == nil {
+		if n, err := llm.ReadNotes(filepath.Join(l.folder, name)); err == nil {
 			notes = n
 		}
 	}
-	l.run = store.NewRun(id, strings.TrimSuffix(name, ".jsonl"), notes)
-	return l, l.read()
+	return notes
 }
 
 // read takes in what has been added.
 func (l *log) read() error {
-	info, err := os.Stat(l.path)
-	if err != nil {
-		return err
+	saved := false
+	changed, err := l.tail.Read(func() {
+		l.run.Clear(nil) // the checkpoint may still be that of the other run
+	}, func(r runlog.Record) {
+		l.run.Read(r)
+		saved = saved || r.Event == "saved"
+	})
+	if saved {
+		l.run.Configure(l.notes())
 	}
-	if info.Size() > l.end || !info.Mode().IsRegular() { // which ReadFrom refuses
-		if l.end, err = runlog.ReadFrom(l.path, l.end, l.run.Read); err != nil {
-			return err
-		}
+	if err == nil && !changed.Equal(l.changed) {
+		l.changed, l.heard = changed, time.Now()
 	}
-	l.run.Silent(time.Since(info.ModTime()) > silentAfter)
-	return nil
+	l.run.Silent(time.Since(l.heard) > silentAfter)
+	return err
 }
 
 // follow reads on until the board is closed.
@@ -133,7 +207,7 @@ func (l *log) follow(closing <-chan struct{}) {
 // Report writes a run, by its folder or its log, as one page of HTML that needs nothing else. It
 // shows curves, the lattice over time, settings and samples.
 func Report(w io.Writer, path string) error {
-	l, err := openLog(path, "0")
+	l, err := openLog(path, "0", runName(path))
 	if err != nil {
 		return fmt.Errorf("board: Report: %w", err)
 	}
@@ -141,7 +215,7 @@ func Report(w io.Writer, path string) error {
 	if err != nil {
 		return fmt.Errorf("board: Report: %w", err)
 	}
-	text, err := standalone(data)
+	text, err := standalone(data, reportMark(path))
 	if err != nil {
 		return fmt.Errorf("board: Report: %w", err)
 	}
@@ -151,15 +225,84 @@ func Report(w io.Writer, path string) error {
 	return nil
 }
 
+// WriteReport writes the Report of a run to a file, whose folders it creates, and returns the path
+// of the file. Without a path the file has the name of the run's folder, with .html, and is in the
+// current folder.
+//
+// An earlier report of the same run is replaced. A file that is anything else, such as the report of
+// another run with the same name, is an error, and stays.
+func WriteReport(path, run string) (string, error) {
+	if path == "" {
+		path = runName(run) + ".html"
+	}
+	var page bytes.Buffer
+	if err := Report(&page, run); err != nil {
+		return "", err
+	}
+
+	exists, err := replaceable(path, run)
+	if err == nil && exists {
+		err = atomicfile.Write(path, func(f *os.File) error { return writeAll(f, page.Bytes()) })
+	} else if err == nil { // which fails if somebody else creates the file now
+		err = atomicfile.CreateMkdir(path, func(f *os.File) error {
+			return writeAll(f, page.Bytes())
+		})
+	}
+	if err != nil {
+		return "", fmt.Errorf("board: WriteReport: %w", err)
+	}
+	return path, nil
+}
+
+func writeAll(w io.Writer, text []byte) error {
+	_, err := w.Write(text)
+	return err
+}
+
+// replaceable reports whether there is a file at path. One that is not a report of the run is an
+// error.
+func replaceable(path, run string) (exists bool, err error) {
+	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	f, _, err := regular.Open(path)
+	if err != nil {
+		return true, err
+	}
+	defer f.Close()
+
+	start := make([]byte, 1<<10) // a report begins with its mark
+	n, err := io.ReadFull(f, start)
+	if err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
+		return true, err
+	}
+	if !bytes.Contains(start[:n], []byte(reportMark(run))) {
+		return true, fmt.Errorf("%s exists and is not a report of this run: remove it, or name "+
+			"another file (-out)", path)
+	}
+	return true, nil
+}
+
+// reportMark returns an element of HTML that says which run a report is of. Of the place of the run
+// it has a checksum, since reports are sent to others.
+func reportMark(run string) string {
+	place := placeOf(run)
+	if real, err := filepath.EvalSymlinks(place); err == nil {
+		place = real
+	}
+	return fmt.Sprintf("<meta name=\"kasmina-report\" content=\"%x\">",
+		sha256.Sum256([]byte(place)))
+}
+
 var (
 	stylePattern  = regexp.MustCompile(`<link rel="stylesheet" href="([a-z.]+)">`)
 	scriptPattern = regexp.MustCompile(`<script src="([a-z.]+)"></script>`)
 	iconPattern   = regexp.MustCompile(`<link rel="icon" href="[a-z.]+">\n`)
 )
 
-// standalone returns the page with all that it loads within it, and data, which JSON has made free
-// of what HTML would take for tags.
-func standalone(data []byte) ([]byte, error) {
+// standalone returns the page with all that it loads within it, a mark, and data, which JSON has made
+// free of what HTML would take for tags.
+func standalone(data []byte, mark string) ([]byte, error) {
 	html, err := page.ReadFile("page/index.html")
 	if err != nil {
 		return nil, err
@@ -184,7 +327,7 @@ func standalone(data []byte) ([]byte, error) {
 	policy :=
 		`<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:; ` +
 			`style-src 'unsafe-inline'; script-src` + sums + `">`
-	html = bytes.Replace(html, []byte("<head>"), []byte("<head>\n"+policy), 1)
+	html = bytes.Replace(html, []byte("<head>"), []byte("<head>\n"+mark+"\n"+policy), 1)
 	held := `<script type="application/json" id="data">` + string(data) + "</script>\n<script>"
 	return bytes.Replace(html, []byte("<script>"), []byte(held), 1), errs
 }

@@ -30,6 +30,9 @@ func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "text/event-stream")
 	v := viewer{response: w, control: http.NewResponseController(w),
 		seen: map[*store.Run]*store.Cursor{}}
+	if err := store.Send(&v.news, "board", b.identity); err != nil {
+		return
+	}
 	for {
 		if err := v.tell(b.all(), b.gpus()); err != nil {
 			return
@@ -65,7 +68,7 @@ type viewer struct {
 
 // tell sends what is new.
 func (v *viewer) tell(runs []*store.Run, cards []api.Card) error {
-	v.news.Reset()
+	defer v.news.Reset()
 	for _, run := range runs {
 		c := v.seen[run]
 		if c == nil {

@@ -10,7 +10,9 @@
 //	GET  /api/v1/runs/{run}/reports            []Report: of every layer, for controllers
 //	GET  /api/v1/cards                         []Card: the GPUs of the board's computer
 //	GET  /api/v1/stream                        server-sent events: run, series, lattice, events,
-//	                                           samples, cards, as they change
+//	                                           samples, cards, as they change; board, which names
+//	                                           the board; again, before everything of a run follows
+//	                                           once more, since the run has been resumed or replaced
 //
 // A board that lets a run be steered (board.WithControl) has these too. Each POST is an order. It
 // needs the token in the header Authorization, as Bearer TOKEN, and JSON of the type that the table
@@ -43,10 +45,13 @@ import (
 type Float = jsonfloat.Float
 
 // Run is where a run stands.
+//
+// A run whose log has not changed for two minutes is silent, if the log does not say that the run
+// has ended. Its program is busy, or was killed. Once the log changes, the run is running again.
 type Run struct {
 	ID       string    `json:"id"`
 	Name     string    `json:"name"`
-	State    string    `json:"state"` // waiting, running, ended, stopped or failed
+	State    string    `json:"state"` // waiting, running, silent, ended, stopped or failed
 	Error    string    `json:"error,omitempty"`
 	Started  time.Time `json:"started,omitzero"`
 	Step     int       `json:"step"`

@@ -77,7 +77,8 @@
 
   function drawStatus(run) {
     const s = run.status;
-    const words = {waiting: 'waiting for its first step', running: 'running', ended: 'ended', stopped: 'stopped', failed: 'failed'};
+    const words = {waiting: 'waiting for its first step', running: 'running', ended: 'ended', stopped: 'stopped', failed: 'failed',
+      silent: 'silent: its log has not changed for minutes, so it is busy or was killed'};
     say((run.name === 'run' ? '' : run.name + ': ') + (words[s.state] || s.state || '') + (s.error ? ': ' + s.error : ''), s.state === 'failed');
     document.title = 'Kasmina' + (s.share ? ' ' + Math.floor(100 * s.share) + ' %' : '');
     const tiles = [['step', s.step + (s.steps ? ' of ' + s.steps : '')], ['training loss', number(s.loss)],
@@ -326,23 +327,47 @@
     setTimeout(() => URL.revokeObjectURL(a.href), 1000);
   }
 
+  // csvText returns text as a cell of CSV. Spreadsheets take text that begins with certain characters
+  // for a formula, unless a quote is in front of it. Text that is a number is left as it is.
+  function csvText(text) {
+    text = String(text);
+    if (/^[\s\0]*[=+\-@\uff1d\uff0b\uff0d\uff20]|^[\t\r\n]/.test(text) && !/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(text)) {
+      text = "'" + text;
+    }
+    return '"' + text.replaceAll('"', '""') + '"';
+  }
+
+  // csvNumber returns a figure as a cell of CSV.
+  function csvNumber(v) { return typeof v === 'number' ? v : ''; }
+
   function csv() {
-    const quote = s => '"' + String(s).replaceAll('"', '""') + '"';
     const lines = ['run,step,seconds,loss,learning_rate,grad_norm,tokens_per_s,val_loss,val_bpb'];
-    const cell = v => v === null || v === undefined ? '' : v;
+    const row = (run, ...figures) => lines.push([csvText(run.name), ...figures.map(csvNumber)].join(','));
     for (const run of runs.values()) {
       if (run.hidden) continue;
       const s = run.series;
-      (s.step || []).forEach((step, i) => lines.push([quote(run.name), step, s.time[i], cell(s.loss[i]), cell(s.learning_rate[i]),
-        cell(s.grad_norm[i]), cell(s.tokens_per_s[i]), '', ''].join(',')));
-      (s.eval_step || []).forEach((step, i) => lines.push([quote(run.name), step, s.eval_time[i], '', '', '', '', cell(s.val_loss[i]),
-        cell(s.val_bpb[i])].join(',')));
+      (s.step || []).forEach((step, i) => row(run, step, s.time[i], s.loss[i], s.learning_rate[i], s.grad_norm[i], s.tokens_per_s[i], null, null));
+      (s.eval_step || []).forEach((step, i) => row(run, step, s.eval_time[i], null, null, null, null, s.val_loss[i], s.val_bpb[i]));
     }
     return lines.join('\n') + '\n';
   }
 
   const columns = ['step', 'time', 'loss', 'learning_rate', 'grad_norm', 'tokens_per_s', 'eval_step', 'eval_time', 'val_loss', 'val_bpb'];
+  let board = null; // which one the stream is of
   const hear = {
+    // Another board has the address now, with runs of its own.
+    board(b) {
+      if (board !== null && board !== b.id) location.reload();
+      board = b.id;
+    },
+    // What the page knows of a run is no longer so: it was resumed, or another run has taken its place.
+    again(m) {
+      const run = get(m.run);
+      run.series = {};
+      run.events = [];
+      run.samples = [];
+      if (run.id === shown) choose(run.id); else mark('curves');
+    },
     cards(all) { cards = all; mark('status'); },
     run(s) {
       const fresh = !runs.has(s.id), run = get(s.id);

@@ -3,13 +3,10 @@ package main
 import (
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
 
 	"github.com/spf13/cobra"
 
 	"github.com/kasmina-go/kasmina/board"
-	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
 func newBoard() *cobra.Command {
@@ -45,24 +42,21 @@ func newReport() *cobra.Command {
 	out := ""
 	c := &cobra.Command{Use: "report RUN", Short: "Write a run as one page of HTML",
 		Long: `Write a run, a folder with a log.jsonl or such a log, as one page of HTML that needs nothing
-else: curves, the seeds over time, what happened and why, settings and samples.`,
+else: curves, the seeds over time, what happened and why, settings and samples.
+
+An earlier report of the same run is replaced. Any other file with that name is left alone, and the
+command fails.`,
 		RunE: func(c *cobra.Command, runs []string) error {
 			if len(runs) != 1 {
 				return fmt.Errorf("report: there are %d runs, want one", len(runs))
 			}
-			path := out
-			if path == "" {
-				path = filepath.Base(filepath.Clean(runs[0])) + ".html"
-			}
-			err := atomicfile.WriteMkdir(path, func(f *os.File) error {
-				return board.Report(f, runs[0])
-			})
+			path, err := board.WriteReport(out, runs[0])
 			if err != nil {
 				return err
 			}
 			_, err = fmt.Fprintln(c.OutOrStdout(), path)
 			return err
 		}}
-	c.Flags().StringVar(&out, "out", "", "file to write (default: the run's name with .html)")
+	c.Flags().StringVar(&out, "out", "", "file to write (default: the name of the run's folder, with .html)")
 	return c
 }

@@ -276,8 +276,17 @@ func ReadFrom(path string, from int64, f func(Record)) (end int64, err error) {
 		return from, fmt.Errorf("runlog: Read: %w", err)
 	}
 	defer file.Close()
+	if end, err = readFrom(file, from, f); err != nil {
+		return end, fmt.Errorf("runlog: Read: %w", err)
+	}
+	return end, nil
+}
+
+// readFrom calls f with the records of an open log from a byte on, and returns where the last line
+// that has an end is over.
+func readFrom(file *os.File, from int64, f func(Record)) (end int64, err error) {
 	if _, err := file.Seek(from, io.SeekStart); err != nil {
-		return from, fmt.Errorf("runlog: Read: %w", err)
+		return from, err
 	}
 	end = from
 	lines := bufio.NewReaderSize(file, maxRecord)
@@ -300,7 +309,7 @@ func ReadFrom(path string, from int64, f func(Record)) (end int64, err error) {
 			return end, nil
 		}
 		if err != nil {
-			return end, fmt.Errorf("runlog: Read: %w", err)
+			return end, err
 		}
 		end += whole
 	}

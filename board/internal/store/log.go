@@ -2,9 +2,9 @@ package store
 
 import (
 	"maps"
+	"math"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/llm/runlog"
@@ -96,9 +96,17 @@ func (r *Run) startLogged(l runlog.Record) {
 		a.Seeds = *l.Seeds
 	}
 	r.onMachine(l.Machine, true)
-	r.steps.cut(l.Step)
+	r.resumeAt(l.Step)
+
+	// The line does not say what these were at this step.
+	nan := api.Float(math.NaN())
+	a.Loss, a.Rate, a.GradNorm, a.Speed, a.ValLoss, a.ValBPB = nan, nan, nan, nan, nan, nan
 	if n := len(r.steps.points); n > 0 {
-		r.before = time.Duration(r.steps.points[n-1].time * float64(time.Second))
+		p := r.steps.points[n-1]
+		a.Loss, a.Rate, a.GradNorm = api.Float(p.loss), api.Float(p.rate), api.Float(p.norm)
+	}
+	if n := len(r.evals); n > 0 {
+		a.ValLoss, a.ValBPB = api.Float(r.evals[n-1].loss), api.Float(r.evals[n-1].bpb)
 	}
 }
 
@@ -175,17 +183,30 @@ func stageNamed(name string) state.Stage {
 	return state.Dormant
 }
 
-// Silent says that nobody has written the run's log for long. A run that has not told of its end is
-// taken to have been stopped.
+// Silent notes whether the run's log has been unchanged for long. A run that has not told of its end
+// is silent then, until its log changes again: it may be busy, or have been killed.
 func (r *Run) Silent(silent bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	was, is := "running", "stopped"
-	if !silent {
-		return
-	}
-	if r.run.State == was {
-		r.run.State = is
+	if r.silent != silent {
+		r.silent = silent
 		r.changed.Add(1)
 	}
+}
+
+// Configure changes the run's settings, other than those that its log tells of its machine.
+func (r *Run) Configure(settings map[string]string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	all := maps.Clone(settings)
+	if all == nil {
+		all = map[string]string{}
+	}
+	for name, value := range r.run.Settings {
+		if strings.HasPrefix(name, machinePrefix) {
+			all[name] = value
+		}
+	}
+	r.run.Settings = all
+	r.changed.Add(1)
 }

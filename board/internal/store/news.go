@@ -12,6 +12,7 @@ import (
 type Cursor struct {
 	changed        int64
 	begun          bool
+	history        int
 	thinned        int
 	step, eval     int
 	event, sampled int
@@ -38,6 +39,14 @@ func (r *Run) News(b *bytes.Buffer, c *Cursor) error {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if c.history != r.history {
+		if c.begun {
+			if err := Send(b, "again", again{r.id}); err != nil {
+				return err
+			}
+		}
+		*c = Cursor{history: r.history}
+	}
 	if err := r.standing(b, changed); err != nil {
 		return err
 	}
@@ -50,10 +59,10 @@ func (r *Run) News(b *bytes.Buffer, c *Cursor) error {
 			return err
 		}
 	}
-	if last := r.first + len(r.events); c.event < last {
-		from := max(c.event, last-newEvents)
-		c.event = last
-		if err := Send(b, "events", happened{r.run.ID, r.eventsFrom(from, newEvents)}); err != nil {
+	if fresh := r.events[r.eventAt(c.event):]; len(fresh) > 0 {
+		c.event = r.next
+		fresh = fresh[max(0, len(fresh)-newEvents):]
+		if err := Send(b, "events", happened{r.id, fresh}); err != nil {
 			return err
 		}
 	}
@@ -90,6 +99,11 @@ type standing struct {
 type note struct {
 	Run     string `json:"run"`
 	Version int    `json:"version"`
+}
+
+// again says that a viewer must forget what it knows of a run. Everything follows anew.
+type again struct {
+	Run string `json:"run"`
 }
 
 type happened struct {

@@ -3,6 +3,7 @@ package store
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"math"
 	"strings"
 	"testing"
@@ -10,7 +11,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -129,4 +132,102 @@ func BenchmarkViewers(b *testing.B) {
 			}
 		}
 	}
+}
+
+// TestResumedLog checks that nothing of a log that a resumed run has taken back is left, and that
+// viewers who have seen it are told to forget it.
+func TestResumedLog(t *testing.T) {
+	r := NewRun("0", "run", nil)
+	read := func(lines ...string) {
+		for _, line := range lines {
+			var l runlog.Record
+			require.NoError(t, json.Unmarshal([]byte(line), &l))
+			r.Read(l)
+		}
+	}
+	read(`{"event":"start","step":0,"steps":100}`)
+	for step := 1; step <= 10; step++ {
+		at := fmt.Sprintf(`"step":%d,"elapsed_s":%d`, step, step)
+		read(`{"event":"epoch","epoch":1,"layer":0,`+at+`,"states":[{"seed":0,"stage":"Training",`+
+			`"events":[{"kind":"StageChanged","epoch":1,"from":"Dormant","to":"Training"}]}]}`,
+			`{"event":"note","text":"x",`+at+`}`, `{"event":"eval","val_loss":`+fmt.Sprint(step)+
+				`,"val_bpb":1,`+at+`}`, `{"event":"sample","text":"x",`+at+`}`,
+			`{"event":"saved","path":"m",`+at+`}`, `{"event":"step","train_loss":`+fmt.Sprint(step)+
+				`,`+at+`}`)
+	}
+	var c Cursor
+	var b bytes.Buffer
+	require.NoError(t, r.News(&b, &c))
+	before := r.Events(0, 100)
+
+	read(`{"event":"start","step":6,"steps":100}`)
+	s := r.Series()
+	require.Equal(t, []api.Float{1, 2, 3, 4, 5, 6}, s.Step)
+	require.Equal(t, []api.Float{1, 2, 3, 4, 5, 6}, s.EvalStep)
+	status := r.Status()
+	require.Equal(t, api.Float(6), status.Loss)
+	require.Equal(t, api.Float(6), status.ValLoss)
+	require.Empty(t, status.Saved)
+	require.Empty(t, status.Stages, "what the seeds were at step 6 is not known")
+	full := r.Full()
+	require.Len(t, full.Samples, 6)
+	require.Len(t, full.Events, 12)
+	require.Empty(t, full.Lattice.Layers)
+
+	b.Reset()
+	require.NoError(t, r.News(&b, &c))
+	news := b.String()
+	require.True(t, strings.HasPrefix(news, "event: again\ndata: {\"run\":\"0\"}\n\n"), news)
+	require.Contains(t, news, `"all":true`)
+	require.Contains(t, news, `"eval_step":[1,2,3,4,5,6]`)
+	require.NotContains(t, news, `"step":7`)
+
+	// What the run does from there has numbers that no viewer has seen.
+	read(`{"event":"note","step":7,"elapsed_s":1,"text":"y"}`,
+		`{"event":"eval","step":7,"elapsed_s":1,"val_loss":42,"val_bpb":1}`)
+	fresh := r.Events(before[len(before)-1].Number+1, 100)
+	require.Len(t, fresh, 1)
+	require.Equal(t, "y", fresh[0].To)
+	s = r.Series()
+	require.Equal(t, []api.Float{1, 2, 3, 4, 5, 6, 42}, s.ValLoss)
+	require.Equal(t, api.Float(7), s.EvalTime[6], "6 s before and 1 s since")
+	b.Reset()
+	require.NoError(t, r.News(&b, &c))
+	require.NotContains(t, b.String(), "event: again")
+	require.Contains(t, b.String(), `"eval_step":[7]`)
+
+	// A run that starts afresh in the same folder leaves nothing of the one before.
+	read(`{"event":"start","step":0,"steps":5}`)
+	full = r.Full()
+	require.Empty(t, full.Series.Step)
+	require.Empty(t, full.Series.EvalStep)
+	require.Empty(t, full.Events)
+	require.Empty(t, full.Samples)
+}
+
+// TestResumedInProcess is TestResumedLog for a trainer that the board watches.
+func TestResumedInProcess(t *testing.T) {
+	r := NewRun("0", "run", nil)
+	r.Take(llm.Event{Kind: llm.RunStart, Steps: 100})
+	for step := 1; step <= 10; step++ {
+		e := stepEvent(step)
+		r.Take(e)
+		e.Kind, e.ValLoss, e.ValBPB = llm.EvalEnd, float64(step), 1
+		r.Take(e)
+		e.Kind, e.Text = llm.Noted, "x"
+		r.Take(e)
+		e.Kind, e.Text = llm.Sampled, "x"
+		r.Take(e)
+	}
+	again := stepEvent(6)
+	again.Kind, again.Elapsed = llm.RunStart, 0
+	r.Take(again)
+	full := r.Full()
+	require.Equal(t, []api.Float{1, 2, 3, 4, 5, 6}, full.Series.EvalStep)
+	require.Len(t, full.Events, 6)
+	require.Len(t, full.Samples, 6)
+	e := stepEvent(7)
+	e.Elapsed = time.Second
+	r.Take(e)
+	require.EqualValues(t, 7, r.Series().Time[6])
 }

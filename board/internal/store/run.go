@@ -3,9 +3,11 @@
 package store
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -26,11 +28,14 @@ const (
 
 // Run is what is known of one run. Its methods may be called from any goroutine.
 type Run struct {
+	id      string
 	dropped atomic.Int64
 	changed atomic.Int64 // counts changes
 
 	mu      sync.Mutex
 	run     api.Run
+	silent  bool // nothing has been heard of the run for long
+	history int  // counts how often something was taken out of what viewers have seen
 	layers  []arch.Lattice
 	steps   steps
 	evals   []eval
@@ -38,7 +43,7 @@ type Run struct {
 	version int // of the reports
 	at      int // their step
 	events  []api.Event
-	first   int // number of the first of the events
+	next    int // number of the next event
 	samples []api.Sample
 	sampled int // samples that there have been
 	before  time.Duration
@@ -51,13 +56,70 @@ type Run struct {
 
 // NewRun returns a run that has not begun.
 func NewRun(id, name string, settings map[string]string) *Run {
+	return &Run{id: id, run: waiting(id, name, settings)}
+}
+
+// waiting returns the status of a run that has not begun.
+func waiting(id, name string, settings map[string]string) api.Run {
 	nan := api.Float(math.NaN())
-	return &Run{run: api.Run{ID: id, Name: name, State: "waiting", Settings: settings, Loss: nan,
-		Rate: nan, GradNorm: nan, Speed: nan, ValLoss: nan, ValBPB: nan, Left: nan}}
+	return api.Run{ID: id, Name: name, State: "waiting", Settings: settings, Loss: nan,
+		Rate: nan, GradNorm: nan, Speed: nan, ValLoss: nan, ValBPB: nan, Left: nan}
 }
 
 // ID returns the run's.
-func (r *Run) ID() string { return r.run.ID }
+func (r *Run) ID() string { return r.id }
+
+// Clear forgets all of the run but its name, for another run that has taken its place.
+func (r *Run) Clear(settings map[string]string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	defer r.changed.Add(1)
+	r.run = waiting(r.id, r.run.Name, settings)
+	r.layers, r.steps, r.evals, r.events, r.samples = nil, steps{}, nil, nil, nil
+	r.before, r.recent, r.silent = 0, speed{}, false
+	r.forgetReports()
+	r.rewritten()
+}
+
+// rewritten notes that viewers have seen what is no longer there, so that they need all of it again.
+func (r *Run) rewritten() {
+	r.history++
+	r.deltas, r.sampled = delta{}, len(r.samples)
+}
+
+// forgetReports forgets what is known of the seeds.
+func (r *Run) forgetReports() {
+	r.reports, r.at, r.run.Epoch, r.run.Stages = nil, 0, 0, nil
+	r.version++
+}
+
+// resumeAt forgets what the run has told of later steps, which it makes again, and of an earlier run
+// all that it has told, if this one starts afresh.
+func (r *Run) resumeAt(step int) {
+	afresh := step == 0 && len(r.steps.points) > 0
+	beyond := func(at int) bool { return at > step || afresh }
+	was := []int{r.steps.thinned, len(r.evals), len(r.events), len(r.samples)}
+
+	r.steps.cut(step)
+	r.evals = slices.DeleteFunc(r.evals, func(e eval) bool { return beyond(int(e.step)) })
+	r.events = slices.DeleteFunc(r.events, func(e api.Event) bool { return beyond(e.Step) })
+	r.samples = slices.DeleteFunc(r.samples, func(s api.Sample) bool { return beyond(s.Step) })
+	if r.run.Saved != "" && beyond(r.run.SavedAt) {
+		r.run.Saved, r.run.SavedAt = "", 0
+	}
+	if len(r.reports) > 0 && beyond(r.at) {
+		r.forgetReports()
+	}
+	if is := []int{r.steps.thinned, len(r.evals), len(r.events), len(r.samples)}; !slices.Equal(is,
+		was) {
+		r.rewritten()
+	}
+
+	r.before = 0
+	if n := len(r.steps.points); n > 0 {
+		r.before = time.Duration(r.steps.points[n-1].time * float64(time.Second))
+	}
+}
 
 // Drop counts an event for which there was no room.
 func (r *Run) Drop() { r.dropped.Add(1); r.changed.Add(1) }
@@ -75,6 +137,9 @@ func (r *Run) Status() api.Run {
 func (r *Run) status() api.Run {
 	s := r.run
 	s.Dropped = r.dropped.Load()
+	if r.silent && s.State == "running" {
+		s.State = "silent"
+	}
 	return s
 }
 
@@ -130,10 +195,7 @@ func (r *Run) start(e llm.Event) {
 	if e.Budget != (llm.Budget{}) {
 		a.Budget = e.Budget.String()
 	}
-	if n := len(r.steps.points); n > 0 {
-		r.before = time.Duration(r.steps.points[n-1].time * float64(time.Second))
-	}
-	r.steps.cut(e.Step)
+	r.resumeAt(e.Step)
 	r.recent = speed{from: e.Elapsed, share: e.Share, began: e.Elapsed}
 	r.report(e.Step, e.Reports, nil)
 }
@@ -227,10 +289,10 @@ const Refused = "Refused"
 func (r *Run) event(e api.Event) {
 	if len(r.events) >= 2*maxEvents { // the older half goes
 		r.events = append([]api.Event(nil), r.events[maxEvents:]...)
-		r.first += maxEvents
 	}
-	e.Number, e.Place = r.first+len(r.events), place(r.layers, e.Layer, e.Seed)
+	e.Number, e.Place = r.next, place(r.layers, e.Layer, e.Seed)
 	r.events = append(r.events, e)
+	r.next++
 }
 
 func (r *Run) sample(s api.Sample) {
@@ -284,8 +346,17 @@ func (r *Run) Events(from, n int) []api.Event {
 }
 
 func (r *Run) eventsFrom(from, n int) []api.Event {
-	at := max(0, min(from-r.first, len(r.events)))
+	at := r.eventAt(from)
 	return append([]api.Event{}, r.events[at:min(len(r.events), at+n)]...)
+}
+
+// eventAt returns the index of the first event with a number from the given one on. Numbers of
+// events that a resumed run has taken back are not used again.
+func (r *Run) eventAt(number int) int {
+	at, _ := slices.BinarySearchFunc(r.events, number, func(e api.Event, number int) int {
+		return cmp.Compare(e.Number, number)
+	})
+	return at
 }
 
 // Seed returns what is known of a seed, and false if there is none.
