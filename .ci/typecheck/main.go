@@ -75,9 +75,11 @@ func check(args []string) error {
 					errs = append(errs, err)
 				}
 			}}
-		info := &types.Info{Types: map[ast.Expr]types.TypeAndValue{},
-			Defs: map[*ast.Ident]types.Object{}, Uses: map[*ast.Ident]types.Object{},
-			Selections: map[*ast.SelectorExpr]*types.Selection{}}
+		var info *types.Info
+		if !p.DepOnly {
+			info = &types.Info{Types: map[ast.Expr]types.TypeAndValue{},
+				Defs: map[*ast.Ident]types.Object{}, Uses: map[*ast.Ident]types.Object{}}
+		}
 		known[p.ImportPath], _ = c.Check(p.ImportPath, fset, files, info)
 		if !p.DepOnly {
 			errs = append(errs, p.assembled(fset, files))

@@ -43,7 +43,7 @@ import (
 	"slices"
 )
 
-// A Package is a package whose types have been checked. Info needs Types, Defs, Uses and Selections.
+// A Package is a package whose types have been checked. Info needs Types, Defs and Uses.
 type Package struct {
 	Files []*ast.File
 	Info  *types.Info
@@ -51,13 +51,19 @@ type Package struct {
 
 // Check returns an error that lists what depends on the order of a map in pkgs, or nil. All files
 // have been parsed with fset. A file that belongs to several packages, such as a package and its
-// test, is reported once.
+// test, is looked at once.
 func Check(fset *token.FileSet, pkgs []*Package) error {
 	c := &checker{fset: fset, byName: map[token.Position]*function{},
 		reported: map[token.Position]bool{}}
 	var all []*scope
+	seen := map[string]bool{}
 	for _, p := range pkgs {
 		for _, f := range p.Files {
+			name := fset.Position(f.Package).Filename
+			if seen[name] {
+				continue
+			}
+			seen[name] = true
 			for _, d := range f.Decls {
 				s := newScope(c, p, d)
 				all = append(all, s)
