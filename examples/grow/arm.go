@@ -26,6 +26,7 @@ import (
 type arm struct {
 	blocks    []int     // at the start and after each growth: one number for a static model
 	shares    []float64 // of the budget, one for each growth; none where the controller decides
+	curve     bool      // the controller decides by the curve alone, without bounds
 	kind      string    // stack, interleave or middle
 	rate      float64   // peak learning rate; 0 for the best rate of the static arms
 	optimizer string    // adamw or muon
@@ -49,12 +50,17 @@ var armKeys = []struct {
 		return err
 	}, func(a arm) string { return formatList(a.blocks) }},
 	{"share", "auto", func(a *arm, v string) (err error) {
-		if a.shares = nil; v == "auto" {
+		if a.shares, a.curve = nil, v == "curve"; a.curve || v == "auto" {
 			return nil
 		}
 		a.shares, err = parseList(v, parseNumber)
 		return err
-	}, func(a arm) string { return formatList(a.shares) }},
+	}, func(a arm) string {
+		if a.curve {
+			return "curve"
+		}
+		return formatList(a.shares)
+	}},
 	{"lr", "tuned", func(a *arm, v string) (err error) {
 		if a.rate = 0; v == "tuned" {
 			return nil
@@ -202,7 +208,7 @@ func (a arm) check() error {
 		return errors.New("it has no blocks, want one such as blocks=12 or blocks=3-12")
 	case slices.Min(a.blocks) < 1:
 		return errors.New("want at least 1 block")
-	case !a.grows() && len(a.shares) > 0:
+	case !a.grows() && (len(a.shares) > 0 || a.curve):
 		return errors.New("share is for a model that grows, such as blocks=3-12")
 	case a.grows() && len(a.shares) > 0 && len(a.shares) != len(a.blocks)-1:
 		return fmt.Errorf("%d growths have %d shares, want one for each, or none to let the "+
@@ -256,7 +262,11 @@ func (a arm) controller() state.Controller {
 		return s
 	}
 	kind, size, _ := a.growth(0) // check has seen it
-	return control.NewDepth(kind, size)
+	d := control.NewDepth(kind, size)
+	if a.curve {
+		d.Begin = 0
+	}
+	return d
 }
 
 // config returns the configuration that the arm's model starts with. It is that of the largest model

@@ -38,7 +38,8 @@ func parseBench(args []string, stderr io.Writer) (o benchOptions, err error) {
 
 Compares models that grow with static ones on equal budgets and prints a table. An arm is written as
 blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (one that grows). Without lr the rate
-is tuned; without share the controller decides when to grow. Other keys: kind=stack|interleave|middle,
+is tuned; without share the controller decides when to grow, and with share=curve it does so by the
+curve of the loss alone. Other keys: kind=stack|interleave|middle,
 optimizer=adamw|muon, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh, outputs=random|zero
 and norms=none|qk. Without arms the published comparison is made.
 

@@ -93,7 +93,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.IntVar(&o.seeds.Features, "features", o.seeds.Features, "with -site stream: of what grows")
 	f.StringVar(&o.kind, "kind", "stack", "how it grows: stack, interleave or new-blocks")
 	f.Float64Var(&o.controller.Begin, "begin", o.controller.Begin,
-		"share of the time before which it does not grow")
+		"share of the time before which it does not grow; 0 lets the curve of the loss alone decide")
 	f.Float64Var(&o.controller.End, "end", o.controller.End,
 		"share of the time at which it grows at the latest")
 	f.Float64Var(&o.controller.Flat, "flat", o.controller.Flat,

@@ -26,7 +26,7 @@ func defaultArms(layers int) (arms []string) {
 	for _, share := range []string{"0.05", "0.1", "0.2", "0.4"} {
 		arms = append(arms, "blocks="+quarter+"-"+all+",share="+share)
 	}
-	return append(arms, "blocks="+quarter+"-"+all)
+	return append(arms, "blocks="+quarter+"-"+all, "blocks="+quarter+"-"+all+",share=curve")
 }
 
 // jobs returns the jobs that can run now, given the records of those that have run. Jobs that wait
@@ -83,7 +83,7 @@ func (p plan) trials(j job) (trials []job) {
 // static returns the arm whose model has from the start the blocks that a grown model ends with.
 func (a arm) static() arm {
 	plain, _ := parseArm("blocks=1")
-	a.blocks, a.shares = []int{a.depth()}, nil
+	a.blocks, a.shares, a.curve = []int{a.depth()}, nil, false
 	a.kind, a.rewarm, a.moments = plain.kind, plain.rewarm, plain.moments
 	return a
 }

@@ -1,7 +1,9 @@
 package control_test
 
 import (
+	"encoding/json"
 	"math"
+	"os"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -56,4 +58,97 @@ func TestDepthWaitsForTheCost(t *testing.T) {
 	}
 	d := control.NewDepth(blueprints.Stack, 2)
 	require.Equal(t, d.End, grownAt(d, func(share float64) float64 { return 9 - share }))
+}
+
+// byCurve returns a controller that the curve alone decides for, and whose model's steps cost so much
+// more once it has grown.
+func byCurve(cost float64) *control.Depth {
+	d := control.NewDepth(blueprints.Stack, 2)
+	d.Begin = 0
+	d.Costs(func(blueprints.Kind, int) float64 { return cost })
+	return d
+}
+
+// TestDepthByCurve wants a model to grow after the same number of tokens whatever the budget is, when
+// its loss falls fast up to a knee and slowly after it. Where the knee comes too late to grow, or
+// never, the model must stay as it is.
+func TestDepthByCurve(t *testing.T) {
+	const knee = 10.0 // million tokens
+	falls := func(fast, slow float64) func(tokens float64) float64 {
+		return func(tokens float64) float64 {
+			return 9 - fast*math.Log(min(tokens, knee)) - slow*math.Log(max(tokens, knee)/knee)
+		}
+	}
+	grownAfter := func(budget float64, loss func(tokens float64) float64) float64 {
+		d := byCurve(3)
+		require.NoError(t, d.Check())
+		return budget * grownAt(d, func(share float64) float64 { return loss(share * budget) })
+	}
+
+	for _, budget := range []float64{40, 80, 160} {
+		// The trend is that of the last third of the curve, so it takes until 1.5 times the knee to
+		// be flat throughout, and 1.5 times that to have stayed so.
+		at := grownAfter(budget, falls(1, 0.1))
+		require.Greater(t, at, 1.5*knee, "budget %v", budget)
+		require.Less(t, at, 1.5*1.5*knee+0.02*budget, "budget %v", budget)
+	}
+	require.Equal(t, 20.0, grownAfter(20, falls(1, 0.1)), "the knee is too late")
+	require.Equal(t, 80.0, grownAfter(80, falls(1, 0.5)), "a slope of half is steep when a step costs 3 times")
+
+	// A lull in the fall that is over before it has lasted long enough is no knee.
+	lull := func(tokens float64) float64 {
+		return 9 - math.Log(min(tokens, knee)) - math.Log(max(tokens, 1.3*knee)/(1.3*knee))
+	}
+	require.Equal(t, 80.0, grownAfter(80, lull))
+}
+
+// TestDepthByRecordedCurves replays training curves of docs/lab/growth.md. The budget counts the
+// tokens that a run would see at the depth that it starts with. The shares at which the model grows
+// must lie where the runs of that page found good ones, and shrink as the budget grows.
+func TestDepthByRecordedCurves(t *testing.T) {
+	var recorded []struct {
+		Run   string
+		Cost  float64
+		Curve [][2]float64
+	}
+	text, err := os.ReadFile("testdata/curves.json")
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(text, &recorded))
+
+	shares := map[string]float64{}
+	for _, run := range recorded {
+		d := byCurve(run.Cost)
+		r := state.Report{Site: blueprints.Depth, Seeds: make([]state.SeedReport, 1)}
+		for i, p := range run.Curve {
+			r.Epoch = i + 1
+			r.Curve = append(r.Curve, state.Point{Epoch: i + 1, Share: p[0], Loss: p[1]})
+			if len(d.Decide([]state.Report{r})) > 0 {
+				shares[run.Run] = p[0]
+				break
+			}
+		}
+	}
+
+	for run, want := range map[string][2]float64{
+		"flops-5-seed1-blocks=3,lr=0.002":                                        {0.2, 0.3},
+		"flops-10-seed1-blocks=3-12,share=0.4,lr=0.002":                          {0.1, 0.2},
+		"flops-5-seed1-blocks=6,lr=0.002":                                        {0.2, 0.4},
+		"flops-10-seed1-blocks=6,lr=0.002":                                       {0.1, 0.25},
+		"flops-20-seed1-blocks=6,lr=0.002":                                       {0.1, 0.2},
+		"flops-5-seed1-blocks=6,lr=0.02,optimizer=muon,decay=late,outputs=zero":  {0.2, 0.4},
+		"flops-10-seed1-blocks=6,lr=0.02,optimizer=muon,decay=late,outputs=zero": {0.1, 0.2},
+	} {
+		require.Contains(t, shares, run)
+		require.GreaterOrEqual(t, shares[run], want[0], run)
+		require.LessOrEqual(t, shares[run], want[1], run)
+	}
+	require.Less(t, 2*shares["flops-20-seed1-blocks=6,lr=0.002"], shares["flops-5-seed1-blocks=6,lr=0.002"])
+}
+
+func TestDepthDelay(t *testing.T) {
+	for _, delay := range []float64{0.5, -1, math.NaN(), math.Inf(1)} {
+		d := byCurve(2)
+		d.Delay = delay
+		require.ErrorContains(t, d.Check(), "Delay is")
+	}
 }
