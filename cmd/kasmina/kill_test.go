@@ -144,8 +144,11 @@ func randomAim(r *rand.Rand, phase string) aim {
 		a.delay = 1 + up(250*time.Millisecond)
 	case "claim":
 		a.point, a.delay = "claimed", up(2*time.Millisecond)
+		if r.IntN(2) > 0 { // while it tries whether the model could be written
+			a.point, a.path, a.delay = "file created", configName, 0
+		}
 	case "manifest":
-		a.point, a.path = write, manifestName
+		a.point, a.path, a.n = write, manifestName, 1+r.IntN(3)
 	case "first step":
 		a.point, a.path, a.delay = "event", "RunStart", up(5*time.Millisecond)
 	case "update":
@@ -162,7 +165,7 @@ func randomAim(r *rand.Rand, phase string) aim {
 		if r.IntN(2) > 0 {
 			a.path, a.n = ".kasmina-", 1+r.IntN(4)
 		}
-		if r.IntN(3) == 0 {
+		if r.IntN(2) > 0 {
 			folder := []string{"folder created", "folder filled", "folder renamed"}
 			a.point, a.path, a.n = folder[r.IntN(len(folder))], "", 1
 		}

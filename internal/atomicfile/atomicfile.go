@@ -151,6 +151,7 @@ func Writable(path string) error {
 		}
 		return fmt.Errorf("no file can be created in %s: %w", filepath.Dir(path), err)
 	}
+	failpoint.Reach("file created", path)
 	err = f.Close()
 	return errors.Join(err, os.Remove(f.Name()))
 }

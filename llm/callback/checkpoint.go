@@ -131,8 +131,8 @@ func (c *checkpointer) save(step int) error {
 	return c.saved(step)
 }
 
-// begin creates the folders that the checkpoint needs, checks that it can be written, claims its
-// folder and removes what killed runs have left there.
+// begin creates the folders that the checkpoint needs, checks that it can be written, and claims its
+// folder.
 func (c *checkpointer) begin() error {
 	if !c.t.Writes() {
 		return nil
@@ -153,9 +153,6 @@ func (c *checkpointer) begin() error {
 		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}
 	c.release = release
-	if err == nil {
-		modelfile.Clean(c.path)
-	}
 	return nil
 }
 

@@ -207,28 +207,6 @@ func Replaceable(path string) error {
 	return nil
 }
 
-// Clean removes what killed saves of the checkpoint at path have left: temporary files, and parts
-// that do not belong to the main file. Without a readable main file it leaves the parts alone. No
-// process may be saving to path meanwhile.
-func Clean(path string) {
-	path = resolved(path)
-	atomicfile.Clean(path)
-
-	f, err := Open(path)
-	if err != nil {
-		return
-	}
-	defer f.Close()
-
-	var p Parts
-	if _, ok := f.Metadata[PartsKey]; ok {
-		if err := f.Decode(PartsKey, "the parts", maxPartText, &p); err != nil || p.check() != nil {
-			return
-		}
-	}
-	_ = p.Tidy(path)
-}
-
 // Moment is what the parts hold of one, whole.
 type Moment struct {
 	Name  string // without OptimizerPrefix
