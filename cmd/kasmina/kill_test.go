@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"flag"
 	"fmt"
@@ -46,17 +47,19 @@ type aim struct {
 	point, path string // path is a part of the path that is reported with the point
 	n           int
 	delay       time.Duration
+	alone       string // the rank that is killed alone; "" if the processes are killed together
 }
 
-// prepareKill makes this process kill itself and the process that has started it as one of several,
-// if the environment says so. Only rank 0 has an aim: Linux kills the other ranks with their parent.
+// prepareKill makes this process kill itself if the environment says so. If it is one of several and is
+// not to die alone, it kills the process that has started them too, and Linux kills the other ranks
+// with that.
 func prepareKill() {
 	if size, err := strconv.ParseInt(os.Getenv(shardVariable), 10, 64); err == nil {
 		modelShard = size
 	}
 	fields := strings.Split(os.Getenv(aimVariable), "|")
-	if len(fields) != 4 || len(os.Args) > 1 && slices.Contains(os.Args, "-gpus") &&
-		os.Getenv("RANK") != "0" {
+	if len(fields) != 5 || slices.Contains(os.Args, "-gpus") &&
+		os.Getenv("RANK") != cmp.Or(fields[4], "0") {
 		return
 	}
 	n, err := strconv.ParseInt(fields[2], 10, 64)
@@ -74,17 +77,18 @@ func prepareKill() {
 		if point != fields[0] || !strings.Contains(path, fields[1]) || left.Add(-1) != 0 {
 			return
 		}
+		kill := func() { killRun(fields[4] != "") }
 		if delay > 0 {
-			time.AfterFunc(delay, killRun)
+			time.AfterFunc(delay, kill)
 			return
 		}
-		killRun()
+		kill()
 	})
 }
 
-// killRun kills this process, and before that the one that has started the ranks.
-func killRun() {
-	if os.Getenv("RANK") != "" {
+// killRun kills this process and, unless it is to die alone, the one that has started the ranks before.
+func killRun(alone bool) {
+	if os.Getenv("RANK") != "" && !alone {
 		_ = syscall.Kill(os.Getppid(), syscall.SIGKILL)
 	}
 	_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
@@ -208,6 +212,9 @@ func TestKilled(t *testing.T) {
 		for left := 1 + r.IntN(5); left > 0 && count < *kills; left-- {
 			phase := run.phase(r, countBy)
 			a := randomAim(r, phase)
+			if a.point != "" && slices.Contains(run.args, "-gpus") && r.IntN(3) == 0 {
+				a.alone = strconv.Itoa(r.IntN(2))
+			}
 			if phase == "end" {
 				// The run finishes first, and the command that finds that out is killed.
 				run.finish(t, out, history)
@@ -251,7 +258,8 @@ func (r *killedRun) kill(t *testing.T, out string, a aim, history []string) bool
 	t.Helper()
 	var env []string
 	if a.point != "" {
-		env = []string{fmt.Sprintf("%s=%s|%s|%d|%v", aimVariable, a.point, a.path, a.n, a.delay)}
+		env = []string{fmt.Sprintf("%s=%s|%s|%d|%v|%v", aimVariable, a.point, a.path, a.n,
+			a.delay, a.alone)}
 	}
 	c := r.command(t, out, env...)
 	text := &told{}
@@ -266,8 +274,12 @@ func (r *killedRun) kill(t *testing.T, out string, a aim, history []string) bool
 	}
 	var exit *exec.ExitError
 	require.ErrorAs(t, err, &exit)
-	require.True(t, exit.Sys().(syscall.WaitStatus).Signaled(), "%s: %v: %s\n%s", r.name, err, text,
-		strings.Join(history, "\n"))
+	killed := exit.Sys().(syscall.WaitStatus).Signaled()
+	if a.alone != "" {
+		killed = strings.Contains(text.String(), "kasmina: launch: rank "+a.alone+" ") &&
+			strings.Contains(text.String(), "ended by a signal: killed")
+	}
+	require.True(t, killed, "%s: %v: %s\n%s", r.name, err, text, strings.Join(history, "\n"))
 	return true
 }
 
