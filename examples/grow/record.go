@@ -157,7 +157,7 @@ func (s *study) pack() error {
 		return err
 	}
 
-	for name := range s.records {
+	for _, name := range slices.Sorted(maps.Keys(s.records)) {
 		if err := os.Remove(s.path(name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}

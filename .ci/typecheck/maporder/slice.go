@@ -184,7 +184,8 @@ func (s *scope) checkSlices() {
 	}
 	ast.Inspect(s.decl, func(n ast.Node) bool {
 		e, ok := n.(ast.Expr)
-		if !ok || s.Info.Types[e].IsType() || !s.fromMap(e, e) || s.harmless(e) {
+		if !ok || s.Info.Types[e].IsType() || errorsOnly(s.typeOf(e)) || !s.fromMap(e, e) ||
+			s.harmless(e) {
 			return true
 		}
 		r := &region{node: e}

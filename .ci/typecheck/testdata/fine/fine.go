@@ -150,6 +150,10 @@ func orderFree(m map[string]float64) bool {
 		slices.Max(values) > 2 && len(again) > 1 && errors.Join(errs...) == nil
 }
 
+func joined(m map[string]error, last error) error {
+	return errors.Join(append(slices.Collect(maps.Values(m)), last)...)
+}
+
 func perKey(m map[string]string, dir string) error {
 	for name, text := range m {
 		var b strings.Builder
