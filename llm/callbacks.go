@@ -222,7 +222,7 @@ func (t *Trainer) decoder() (infer.Logits, error) {
 // opTimes is that of the trainer's engine, also when a step has failed.
 func (t *Trainer) opTimes(p Profiler) ([]OpTime, error) {
 	defer model.Take(t.Model)()
-	if t.closed {
+	if t.phase == closed {
 		return nil, nil
 	}
 	return p.OpTimes()

@@ -11,7 +11,6 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/phases"
 	"github.com/kasmina-go/kasmina/llm/arch"
-	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/state"
@@ -282,7 +281,7 @@ func (w *twin) with(plant []arch.Planted, step int) *twin {
 // refuse ends what cannot be planted, as for want of memory. What cannot be taken out or merged
 // ends the run.
 func (t *Trainer) refuse(p planting, cause error, began time.Time) error {
-	if errors.Is(cause, engine.ErrNone) || len(p.plant) == 0 || len(p.gone)+len(p.merge) > 0 {
+	if t.condition.err() != nil || len(p.plant) == 0 || len(p.gone)+len(p.merge) > 0 {
 		return cause
 	}
 	for _, planted := range p.plant {

@@ -17,7 +17,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/phases"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/arch"
-	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
@@ -213,7 +212,7 @@ func (t *Trainer) graft(s state.SeedReport) error {
 		t.tellReshaped(what, time.Since(began), nil)
 		return nil
 	}
-	if errors.Is(err, engine.ErrNone) {
+	if t.condition.err() != nil {
 		return err
 	}
 	t.tellReshaped(what, time.Since(began), err)
@@ -241,8 +240,8 @@ func (t *Trainer) growBlocks(g Grown) error {
 	t.growthState = grown
 	if t.growth != nil && t.growth.FreshMoments {
 		if err := t.forgetCopies(g.Order); err != nil {
-			t.torn = fmt.Errorf("the moments of the new blocks were not cleared: %w", err)
-			return errors.Join(engine.ErrNone, t.torn)
+			t.on(restoreFailed, fmt.Errorf("the moments of the new blocks were not cleared: %w", err))
+			return err
 		}
 	}
 	return nil
@@ -338,13 +337,12 @@ func (t *Trainer) canReshape(next Config) error {
 }
 
 // change makes the model, which is as now returned it, another one, and makes the trainer an engine
-// for that. On an error all is as before, unless it is engine.ErrNone.
+// for that. On an error all is as before, or there is no engine any more.
 func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 	clock, oldScale := phases.Start(), t.lossScale()
 	make, end, err := t.leave(old)
 	if err != nil {
-		t.engine = engine.None{}
-		return fmt.Errorf("%w: %w", engine.ErrNone, err)
+		return t.loseEngine(err)
 	}
 	clock.End("leaving the engine")
 	put := func(m become.Model, scale *LossScale) error {
@@ -358,17 +356,23 @@ func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
 	}
 	if err = put(next, scale); err != nil {
 		if again := put(old, oldScale); again != nil {
-			t.engine = engine.None{}
-			err = fmt.Errorf("%w: %w; and the one before: %w", engine.ErrNone, err, again)
+			err = t.loseEngine(fmt.Errorf("%w; and the one before: %w", err, again))
 		}
 	}
 	clock.End("the next engine")
 	if left := end(); left != nil {
-		return errors.Join(err, fmt.Errorf("%w: %w", engine.ErrNone, left))
+		slog.Warn("llm: memory of the engine before could not be given back", "error", left)
 	}
 	clock.End("what is left")
 	slog.Debug("llm: the model has another engine", "in", clock)
 	return err
+}
+
+// loseEngine notes that no engine could be made for the model, and returns why.
+func (t *Trainer) loseEngine(cause error) error {
+	t.engine = nil
+	t.on(engineLost, cause)
+	return t.condition.err()
 }
 
 // setOptimizer makes the optimizer one of a model, with the model's moments. It forgets those

@@ -13,7 +13,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/engine"
 	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
@@ -63,7 +62,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	}
 	done := model.TakeToChange(t.Model)
 	defer done()
-	if t.closed {
+	if t.phase == closed {
 		return fmt.Errorf("llm: Resume: %w", errClosed)
 	}
 	f, err := modelfile.Open(path)
@@ -288,7 +287,6 @@ func (t *Trainer) setStates(run *training, growing growthState, read become.Mode
 func (t *Trainer) goOn(run *training, other bool) error {
 	model.Changed(t.Model)
 	model.Hold(t.Model, holder{t})
-	t.spoiled, t.torn = nil, nil
 	t.progress = progress{spent: run.Spent, share: run.Share, losses: float64(run.Losses),
 		summed: run.Summed}
 	t.note(func(e *Event) {
@@ -298,19 +296,29 @@ func (t *Trainer) goOn(run *training, other bool) error {
 	})
 	t.noteEnd()
 	other = other || !slices.Equal(t.attached, graph.AttachedTo(t.Model.Kasmina))
-	if _, lost := t.engine.(engine.None); !other && !lost {
-		t.apart = t.engine.Push()
-	} else {
-		t.apart = t.engine.Close()
-		t.engine = engine.None{} // until there is another one
-		if t.apart == nil {
-			t.apart = t.replaceEngine(t.newEngine, run.LossScale)
+	if !other && t.engine != nil {
+		if err := t.engine.Push(); err != nil {
+			t.on(restored, nil)
+			t.on(pushFailed, err)
+			return t.condition.err()
+		}
+	} else if err := t.renewEngine(run.LossScale); err != nil {
+		t.on(engineLost, err)
+		return t.condition.err()
+	}
+	t.on(restored, nil)
+	return nil
+}
+
+// renewEngine replaces the engine, if there is one, by one for the model as it is on the host.
+func (t *Trainer) renewEngine(scale *LossScale) error {
+	if old := t.engine; old != nil {
+		t.engine = nil
+		if err := old.Close(); err != nil {
+			return err
 		}
 	}
-	if t.apart != nil {
-		return t.usable()
-	}
-	return nil
+	return t.replaceEngine(t.newEngine, scale)
 }
 
 // begin makes the state of a run that of one which begins with a loader's data.
@@ -369,7 +377,7 @@ func (t *Trainer) growthSettings() *settings.Growth {
 
 // engineName returns the name of the engine or, when there is none, of the one before.
 func (t *Trainer) engineName() string {
-	if _, lost := t.engine.(engine.None); lost {
+	if t.engine == nil {
 		return t.name
 	}
 	return t.engine.Name()

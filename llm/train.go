@@ -119,7 +119,7 @@ type Trainer struct {
 	created bool // by NewTrainer
 
 	// In the model's turn.
-	engine Engine
+	engine Engine           // nil if there is none
 	name   string           // of the latest engine that could be made
 	growth *Growth          // nil without a controller
 	grew   *settings.Growth // of the run that was resumed, until Run has compared it; or nil
@@ -129,11 +129,7 @@ type Trainer struct {
 	whole    bool             // the step must not be interrupted between two batches
 	reshaped []Event          // Reshaped events that callbacks have not been told about yet
 	pass     state.Pass       // scratch space for what seeds ask for
-	apart    error            // after a failed Resume: why the engine has other parameters
-	// of the update that failed, until a Resume: parameters are of no step
-	spoiled error
-	torn    error // why the trainer's state belongs to no step, until a Resume
-	closed  bool
+	condition
 
 	happened seedEvents // in a run, and not yet told
 
@@ -261,17 +257,21 @@ func (t *Trainer) Close() error {
 		return nil
 	}
 	defer model.Take(t.Model)()
-	if t.closed {
+	if t.phase == closed {
 		return nil
 	}
-	t.closed = true
-	var err error
+
+	var errs []error
 	if t.holds() {
-		err = model.Pull(t.Model)
+		errs = append(errs, model.Pull(t.Model))
 		model.Hold(t.Model, nil)
 	}
 	model.Leave(t.Model)
-	return errors.Join(err, t.engine.Close())
+	if t.engine != nil {
+		errs = append(errs, t.engine.Close())
+	}
+	t.on(closing, nil)
+	return errors.Join(errs...)
 }
 
 var errZeroTrainer = errors.New("the trainer is nil or its zero value: NewTrainer makes one")
@@ -299,10 +299,10 @@ func (t *Trainer) inTurn(f func() error) error {
 // holder is a trainer that has its model's parameters.
 type holder struct{ *Trainer }
 
-func (h holder) Spoiled() error { return h.spoiled }
+func (h holder) Spoiled() error { return h.damage() }
 
 func (h holder) Mirror() model.Mirror {
-	if h.apart != nil {
+	if !h.mirrored() {
 		return nil
 	}
 	return h.engine
@@ -311,38 +311,20 @@ func (h holder) Mirror() model.Mirror {
 // holds reports whether the trainer is the one that has its model's parameters.
 func (t *Trainer) holds() bool { return model.HolderOf(t.Model) == holder{t} }
 
-// usable returns an error when the trainer cannot work with the model. If it is another one's turn,
-// that ends here.
+// usable returns an error when the trainer cannot work with the model. If it is another trainer's
+// turn, that ends here.
 func (t *Trainer) usable() error {
-	switch {
-	case t.closed:
-		return errClosed
-	case !t.holds():
+	if t.phase != closed && !t.holds() {
 		return t.takeOver()
 	}
-	return t.sound()
+	return t.condition.err()
 }
-
-// sound returns an error when the model or the engine is not in the state that a step leaves.
-func (t *Trainer) sound() error {
-	switch {
-	case t.apart != nil:
-		return fmt.Errorf("the engine %s has not taken the model's parameters, so the trainer "+
-			"cannot be used before another Resume: %w", t.engineName(), t.apart)
-	case t.spoiled != nil:
-		return fmt.Errorf("the trainer cannot be used before a Resume, since its last update "+
-			"failed: %w", t.spoiled)
-	case t.torn != nil:
-		return fmt.Errorf("the trainer cannot be used before a Resume, since its last step is "+
-			"not complete: %w", t.torn)
-	}
-	return nil
-}
-
-var errClosed = errors.New("the trainer is closed")
 
 // takeOver gives the engine what another trainer has made of the model.
 func (t *Trainer) takeOver() error {
+	if t.engine == nil {
+		return t.condition.err()
+	}
 	if err := model.Pull(t.Model); err != nil {
 		return err
 	}
@@ -351,8 +333,10 @@ func (t *Trainer) takeOver() error {
 		return fmt.Errorf("the engine %s has not taken what another trainer has made of the "+
 			"model: %w", t.engine.Name(), err)
 	}
+
 	model.Hold(t.Model, holder{t})
-	t.apart, t.spoiled, t.torn, t.twin = nil, nil, nil, nil
+	t.on(restored, nil)
+	t.twin = nil
 	model.Changed(t.Model)
 	return nil
 }
@@ -505,7 +489,7 @@ func (t *Trainer) tellChoices() error {
 func (t *Trainer) choices() []Choice {
 	defer model.Take(t.Model)()
 	c, ok := t.engine.(Chooser)
-	if !ok || t.closed {
+	if !ok || t.phase == closed {
 		return nil
 	}
 	return c.Choices()
@@ -544,7 +528,7 @@ var errBetweenBatches = errors.New("the context has ended between two batches")
 //
 // A step that fails before its update changes nothing, except for growth that was completed before
 // its first batch: the model has grown then, and the next attempt starts from there. A step that
-// fails during or after its update leaves the trainer spoiled or torn.
+// fails during or after its update leaves the trainer damaged or its step incomplete: see condition.
 func (t *Trainer) step() error {
 	defer model.TakeToChange(t.Model)()
 	began := time.Now()
@@ -556,7 +540,7 @@ func (t *Trainer) step() error {
 	err := t.settleGrowth()
 	grew := model.Changes(t.Model) != changes
 	if err != nil {
-		if !grew && t.sound() == nil {
+		if !grew && t.condition.err() == nil {
 			t.growthState = growing
 		}
 		return err
@@ -578,21 +562,24 @@ func (t *Trainer) step() error {
 
 	switch {
 	case err == nil:
-		t.torn = errors.New("a callback or the controller panicked")
-		err = t.settle(t.count(loss, u, began), true)
-		t.torn = err
+		t.on(updateMade, errors.New("a callback or the controller panicked"))
+		if err = t.settle(t.count(loss, u, began), true); err == nil {
+			t.on(stepCompleted, nil)
+		} else {
+			t.on(updateMade, err)
+		}
 	case u.made:
-		t.spoiled = err
+		t.on(updateFailed, err)
 		err = errors.Join(err, t.engine.Drop())
 	default:
 		if failed := restore(); failed != nil {
-			t.torn = fmt.Errorf("a failed step could not be undone: %w", failed)
+			t.on(restoreFailed, fmt.Errorf("a failed step could not be undone: %w", failed))
 			return fmt.Errorf("llm: step %d: %w", done+1, errors.Join(err, failed))
 		}
 		if errors.Is(err, ErrDiverged) && t.withdraw(err) == nil {
 			return errTakenBack
 		}
-		if !grew && t.sound() == nil {
+		if !grew && t.condition.err() == nil {
 			t.growthState = growing
 		}
 	}

@@ -151,12 +151,18 @@ func (t *Trainer) enter(b branch) error {
 	parallel.Each(len(b.Params), func(i int) {
 		model.CopyNumbers(t.Model.Params[i].Value, b.Params[i].Value)
 	})
-	t.apart = t.engine.Push()
-	return t.apart
+	if err := t.engine.Push(); err != nil {
+		return fmt.Errorf("%w: %w", errNotTaken, err)
+	}
+	return nil
 }
 
+// errNotTaken is wrapped by the error of enter after which the host has the branch, and the engine
+// has not.
+var errNotTaken = errors.New("the engine has not taken the parameters")
+
 // suspend copies everything that training steps change and returns a function that restores it.
-// When restoring fails, the trainer is torn.
+// When restoring fails, the trainer needs a Resume.
 func (t *Trainer) suspend() (restore func() error, err error) {
 	own, err := t.branch()
 	if err != nil {
@@ -173,7 +179,8 @@ func (t *Trainer) suspend() (restore func() error, err error) {
 		err = errors.Join(err, t.Loader.SetState(loader), t.Optimizer.SetLR(rate), t.enter(own))
 		t.progress = progress
 		if err != nil {
-			t.torn = fmt.Errorf("the model could not be put back after its twin's steps: %w", err)
+			t.on(restoreFailed, fmt.Errorf("the model could not be put back after its twin's steps: %w",
+				err))
 		}
 		return err
 	}, nil
@@ -257,7 +264,10 @@ func (t *Trainer) adopt() error {
 		t.twin = nil
 		return nil
 	}
-	if err := t.enter(t.twin.branch); err != nil {
+	if err := t.enter(t.twin.branch); errors.Is(err, errNotTaken) {
+		t.on(pushFailed, err)
+		return err
+	} else if err != nil {
 		return err
 	}
 

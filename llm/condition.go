@@ -1,0 +1,104 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+)
+
+// condition says whether a trainer can work with its model and, if not, why. Everything that depends
+// on past failures asks it.
+type condition struct {
+	phase phase
+	cause error // of a phase that calls for a Resume
+}
+
+// A phase is what has become of a trainer.
+type phase uint8
+
+const (
+	ready      phase = iota // model, optimizer and engine are in the state that a step leaves
+	incomplete              // an update has been made, and its step is not complete
+	damaged                 // an update has failed: the parameters belong to no step
+	detached                // the engine has not taken the model and the moments of the host
+	engineless              // there is no engine for the model
+	closed
+)
+
+// A change is something that happens to a trainer.
+type change uint8
+
+const (
+	updateMade change = iota
+	stepCompleted
+	updateFailed
+	restoreFailed // the model could not be put back to what a step had left
+	pushFailed
+	engineLost
+	restored // a checkpoint, or what another trainer has made of the model, was taken over
+	closing
+)
+
+// transitions lists the phases that follow a change. A change that is not listed for a phase leaves
+// it as it is.
+var transitions = map[change]map[phase]phase{
+	updateMade:    {ready: incomplete},
+	stepCompleted: {incomplete: ready},
+	updateFailed:  {ready: damaged},
+	restoreFailed: {ready: incomplete},
+	pushFailed:    {ready: detached, incomplete: detached, damaged: detached},
+	engineLost:    {ready: engineless, incomplete: engineless, damaged: engineless, detached: engineless},
+	restored:      {incomplete: ready, damaged: ready, detached: ready, engineless: ready},
+	closing: {ready: closed, incomplete: closed, damaged: closed, detached: closed,
+		engineless: closed},
+}
+
+// on notes a change and its cause, which is nil for one that is no failure. The first cause of a
+// phase stays, except that an incomplete step gets the cause for which it is not completed.
+func (c *condition) on(what change, cause error) {
+	next, listed := transitions[what][c.phase]
+	switch {
+	case !listed && c.phase == incomplete && cause != nil:
+		c.cause = cause
+	case !listed:
+	case next == ready || next == closed:
+		*c = condition{phase: next}
+	default:
+		*c = condition{next, cause}
+	}
+}
+
+var errClosed = errors.New("the trainer is closed")
+
+// err returns nil for a trainer that can work with its model, and else why it cannot.
+func (c condition) err() error {
+	switch c.phase {
+	case incomplete:
+		return fmt.Errorf("the trainer cannot be used before a Resume, since its last step is not "+
+			"complete: %w", c.cause)
+	case damaged:
+		return fmt.Errorf("the trainer cannot be used before a Resume, since its last update "+
+			"failed: %w", c.cause)
+	case detached:
+		return fmt.Errorf("the engine has not taken the model's parameters, so the trainer cannot "+
+			"be used before another Resume: %w", c.cause)
+	case engineless:
+		return fmt.Errorf("there is no engine for the model, so the trainer cannot be used before "+
+			"another Resume, such as from the last checkpoint: %w", c.cause)
+	case closed:
+		return errClosed
+	}
+	return nil
+}
+
+// damage returns the error of an update after which the parameters cannot be saved, or nil.
+func (c condition) damage() error {
+	if c.phase == damaged {
+		return c.cause
+	}
+	return nil
+}
+
+// mirrored reports whether the engine has the model's parameters, possibly ahead of the host.
+func (c condition) mirrored() bool {
+	return c.phase == ready || c.phase == incomplete || c.phase == damaged
+}
