@@ -231,7 +231,8 @@ var testOptions = map[string]bool{"run": true, "bench": true, "tags": true, "tim
 	"count": true, "fuzz": true,
 	"fuzztime": true, "coverprofile": true, "o": true, "v": false, "short": false, "race": false,
 	"c": false, "json": false, "benchmem": false,
-	"large": false} // the last one is of tests of llm/gpu
+	// The tests of llm/gpu and cmd/kasmina declare these.
+	"large": false, "kills": true}
 
 // checkGoTest wants packages to be there, and tests and benchmarks that -run and -bench ask for.
 func checkGoTest(args []string) error {
