@@ -12,6 +12,7 @@ import (
 	"math/big"
 	"net"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -403,6 +404,9 @@ func TestFloodIsBounded(t *testing.T) {
 	dial := func(from string) net.Conn {
 		d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
 		conn, err := d.DialContext(t.Context(), "tcp", address)
+		if errors.Is(err, syscall.EADDRNOTAVAIL) {
+			t.Skip("this system has one loopback address")
+		}
 		require.NoError(t, err)
 		t.Cleanup(func() { conn.Close() })
 		return conn
