@@ -14,17 +14,17 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// loopback is where the ranks of one host meet.
+// loopback is the address at which ranks on a single host meet.
 const loopback = "127.0.0.1"
 
-// settling is how long rank 0 waits for the name of its own host to be known. The name servers of a
-// cluster may learn of a container, or of its new address, only after the container has started.
+// settling limits how long rank 0 retries resolving the name of its own host. A cluster's name
+// servers may learn a container's address only after the container has started.
 const settling = 30 * time.Second
 
-// local reports whether all ranks are on one host.
+// local reports whether all ranks run on the same host.
 func (p Place) local() bool { return p.LocalSize == p.Size }
 
-// ownLoopback returns MasterAddr if it names the loopback interface itself.
+// ownLoopback returns the loopback address if MasterAddr explicitly names one.
 func (p Place) ownLoopback() (host string, ok bool) {
 	if ip := net.ParseIP(p.MasterAddr); ip != nil && ip.IsLoopback() {
 		return p.MasterAddr, true
@@ -35,7 +35,7 @@ func (p Place) ownLoopback() (host string, ok bool) {
 	return "", false
 }
 
-// listen has rank 0 listen at the first port of the place's window that is free.
+// listen makes rank 0 listen on the first free port of the window.
 func (p Place) listen(ctx context.Context, id *channel.Identity) (*channel.Listener, error) {
 	ctx, cancel := context.WithTimeout(ctx, settling)
 	defer cancel()
@@ -55,10 +55,10 @@ func (p Place) listen(ctx context.Context, id *channel.Identity) (*channel.Liste
 	}
 }
 
-// errForeign is wrapped by the error of an address that is not one of this host's.
+// errForeign reports that an address does not belong to this host.
 var errForeign = errors.New("not an address of this host")
 
-// listenHosts returns the addresses at which rank 0 is to listen.
+// listenHosts returns the addresses that rank 0 listens on.
 func (p Place) listenHosts(ctx context.Context) ([]string, error) {
 	host, ok := p.ownLoopback()
 	switch {
@@ -72,24 +72,24 @@ func (p Place) listenHosts(ctx context.Context) ([]string, error) {
 
 	ips, err := net.DefaultResolver.LookupNetIP(ctx, "ip", p.MasterAddr)
 	if err != nil {
-		return nil, fmt.Errorf("rank 0 does not know the address of its own host, MASTER_ADDR=%s: "+
-			"%w; set MASTER_ADDR to a name or an address that all hosts know", p.MasterAddr, err)
+		return nil, fmt.Errorf("rank 0 cannot resolve the name of its own host, MASTER_ADDR=%s: "+
+			"%w; set MASTER_ADDR to a name or an address that every host can resolve", p.MasterAddr, err)
 	}
 	var hosts []string
 	for _, ip := range ips {
-		// Some systems give the host's own name the address 127.0.1.1.
+		// Debian resolves a machine's own name to 127.0.1.1.
 		if ip = ip.Unmap(); !ip.IsLoopback() && !slices.Contains(hosts, ip.String()) {
 			hosts = append(hosts, ip.String())
 		}
 	}
 	if len(hosts) == 0 {
-		return nil, fmt.Errorf("MASTER_ADDR=%s is %v on the host of rank 0, where the other hosts "+
-			"cannot reach it; %s", p.MasterAddr, ips, listenHelp())
+		return nil, fmt.Errorf("MASTER_ADDR=%s resolves to %v on the host of rank 0, which other hosts "+
+			"cannot reach; %s", p.MasterAddr, ips, listenHelp())
 	}
 	return hosts, nil
 }
 
-// listenAt listens at those of the hosts that are this one, all at the same port.
+// listenAt listens on the same port of every address in hosts that belongs to this machine.
 func (p Place) listenAt(hosts []string, id *channel.Identity) (*channel.Listener, error) {
 	var own []string
 	for _, host := range hosts {
@@ -122,10 +122,10 @@ func (p Place) listenAt(hosts []string, id *channel.Identity) (*channel.Listener
 		errors.Join(failures...))
 }
 
-// listenHelp says how to choose an address to listen at.
+// listenHelp returns advice on choosing an address to listen on.
 func listenHelp() string {
-	help := "set " + ListenVariable + " on rank 0 to the address of its host that the others reach, or to " +
-		"0.0.0.0 for all of them"
+	help := "set " + ListenVariable + " on rank 0 to an address of its host that the other hosts can reach, " +
+		"or to 0.0.0.0 for all addresses"
 	addrs, err := net.InterfaceAddrs()
 	if err != nil {
 		return help
@@ -136,16 +136,16 @@ func listenHelp() string {
 			own = append(own, n.IP.String())
 		}
 	}
-	return fmt.Sprintf("%s (it has %s)", help, strings.Join(own, ", "))
+	return fmt.Sprintf("%s (this host has %s)", help, strings.Join(own, ", "))
 }
 
-// targets returns the addresses at which a rank looks for rank 0, all ports of the window.
+// targets returns every address and port where rank 0 may be listening.
 func (p Place) targets() (all []string) {
 	hosts := []string{p.MasterAddr}
 	if host, ok := p.ownLoopback(); ok {
 		hosts = []string{host}
 	} else if p.local() {
-		// Rank 0 may not know that it is alone on its host, where the launcher does not say so.
+		// Without LOCAL_WORLD_SIZE, rank 0 may not know that all ranks share its host.
 		hosts = []string{loopback, p.MasterAddr}
 	}
 	for _, port := range p.ports() {
@@ -154,7 +154,7 @@ func (p Place) targets() (all []string) {
 	return all
 }
 
-// addresses returns the addresses of a port at several hosts.
+// addresses joins each host with the port.
 func addresses(hosts []string, port int) (all []string) {
 	for _, host := range hosts {
 		all = append(all, net.JoinHostPort(host, strconv.Itoa(port)))

@@ -23,11 +23,11 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// late is how long the last rank of a run under attack takes to come.
+// late delays the last rank, so that an attack hits rank 0 while it is waiting.
 const late = 500 * time.Millisecond
 
-// survives joins two ranks, the second one late, attacks rank 0 meanwhile, and wants both to gather
-// what the other says.
+// survives attacks a run of two ranks while rank 0 waits for rank 1, and checks that both ranks then
+// join and exchange values.
 func survives(t *testing.T, p []Place, attack func()) {
 	t.Helper()
 	errs := everywhere(2, func(r int) error {
@@ -50,7 +50,7 @@ func survives(t *testing.T, p []Place, attack func()) {
 	require.NoError(t, errors.Join(errs...))
 }
 
-// reach waits until somebody listens at the first port of a place.
+// reach connects to the first port of the place, waiting until a process listens there.
 func reach(t *testing.T, p Place) net.Conn {
 	t.Helper()
 	for began := time.Now(); time.Since(began) < patience; time.Sleep(time.Millisecond) {
@@ -64,8 +64,8 @@ func reach(t *testing.T, p Place) net.Conn {
 	return nil
 }
 
-// TestStrangerTakesNoRank plays a process that knows all about a run but its secret. It gets no
-// rank, learns nothing from the answers, and the run goes on without it.
+// TestStrangerTakesNoRank tries to join with full knowledge of the run except for its secret. The
+// attempt must fail without revealing anything about the run, and must not affect it.
 func TestStrangerTakesNoRank(t *testing.T) {
 	p := places(t, 2)
 	p[0].Run = "slurm 918273.4"
@@ -78,11 +78,11 @@ func TestStrangerTakesNoRank(t *testing.T) {
 			q.Secret = secret
 			err := tryJoin(t, q)
 			if !errors.Is(err, channel.ErrStranger) {
-				t.Errorf("rank 0 says %v to a stranger", err)
+				t.Errorf("error for a stranger: %v, want ErrStranger", err)
 			}
 			for _, told := range []string{p[0].Run, string(p[0].Secret)} {
 				if strings.Contains(fmt.Sprint(err), told) {
-					t.Errorf("rank 0 tells a stranger %q", told)
+					t.Errorf("the error for a stranger contains %q", told)
 				}
 			}
 		}
@@ -90,8 +90,7 @@ func TestStrangerTakesNoRank(t *testing.T) {
 	survives(t, p, attacks.Wait)
 }
 
-// TestStrangerCannotFailTheRun: what strangers say to rank 0 while it waits for ranks has no
-// effect.
+// TestStrangerCannotFailTheRun sends garbage and forged messages to rank 0 while it waits for ranks.
 func TestStrangerCannotFailTheRun(t *testing.T) {
 	p := places(t, 2)
 	frame := func(m message) []byte {
@@ -122,7 +121,7 @@ func TestStrangerCannotFailTheRun(t *testing.T) {
 	survives(t, p, attacks.Wait)
 }
 
-// TestFloodAtTheRendezvous: far more connections than rank 0 holds, all silent, keep no rank out.
+// TestFloodAtTheRendezvous opens more idle connections than rank 0 keeps.
 func TestFloodAtTheRendezvous(t *testing.T) {
 	p := places(t, 2)
 	var attacks sync.WaitGroup
@@ -134,8 +133,8 @@ func TestFloodAtTheRendezvous(t *testing.T) {
 	survives(t, p, attacks.Wait)
 }
 
-// TestSquatter: somebody listens at MASTER_PORT before rank 0 does, which takes the next port. He
-// passes on what comes, and later cuts the connections. The ranks do not meet through him.
+// TestSquatter runs a relay on MASTER_PORT before rank 0 starts, so that rank 0 has to use the next
+// port. The relay cuts its connections after the ranks have joined. They must be connected directly.
 func TestSquatter(t *testing.T) {
 	p := places(t, 2)
 	l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(p[0].MasterPort)))
@@ -179,10 +178,10 @@ func TestSquatter(t *testing.T) {
 	})
 	mu.Lock()
 	defer mu.Unlock()
-	require.NotZero(t, came, "nobody came to the squatter")
+	require.NotZero(t, came, "no rank tried the relay")
 }
 
-// TestPassedOn: a rank that reaches rank 0 only through another port is told so.
+// TestPassedOn reaches rank 0 only through a relay on another port, which must be refused.
 func TestPassedOn(t *testing.T) {
 	p := places(t, 2)
 	open(t, p[0], 0)
@@ -203,11 +202,11 @@ func TestPassedOn(t *testing.T) {
 	c := caller{place: p[1], id: id, targets: []string{l.Addr().String()}}
 	w, _, failures := c.round(t.Context())
 	require.Nil(t, w)
-	require.ErrorContains(t, errors.Join(failures...), "passes connections on to rank 0 at port "+
+	require.ErrorContains(t, errors.Join(failures...), "relays connections to rank 0 at port "+
 		strconv.Itoa(p[0].MasterPort))
 }
 
-// TestNobodyListensLater: once all ranks are there, nothing is left to attack.
+// TestNobodyListensLater checks that rank 0 stops listening once all ranks have joined.
 func TestNobodyListensLater(t *testing.T) {
 	all := worlds(t, 2, Options{})
 	for _, a := range all[0].store.listener.Addrs() {
@@ -221,8 +220,8 @@ func TestNobodyListensLater(t *testing.T) {
 	}
 }
 
-// TestWhereRankZeroListens: at the loopback address for ranks of one host, otherwise at the address
-// that MASTER_ADDR names, and never at all of them unless it is asked to.
+// TestWhereRankZeroListens checks that rank 0 listens on the loopback address in a run on one host,
+// otherwise on the address of MASTER_ADDR, and on all addresses only on request.
 func TestWhereRankZeroListens(t *testing.T) {
 	p := places(t, 2)[0]
 	hosts := func(change func(*Place)) (all []string) {
@@ -260,7 +259,7 @@ func TestWhereRankZeroListens(t *testing.T) {
 		return ""
 	}()
 	if own == "" {
-		t.Skip("this host has no address but the loopback's")
+		t.Skip("this host has only a loopback address")
 	}
 	require.Equal(t, []string{own}, hosts(func(p *Place) { several(p); p.MasterAddr = own }))
 	require.Equal(t, []string{own}, hosts(func(p *Place) {
@@ -269,10 +268,10 @@ func TestWhereRankZeroListens(t *testing.T) {
 	}))
 }
 
-// TestAddressOfAnotherHost: where rank 0 cannot listen at MASTER_ADDR, it says what to set.
+// TestAddressOfAnotherHost checks the error for a MASTER_ADDR that rank 0 cannot listen on.
 func TestAddressOfAnotherHost(t *testing.T) {
 	p := places(t, 2)[0]
-	p.LocalSize, p.MasterAddr = 1, "192.0.2.7" // for documentation, RFC 5737
+	p.LocalSize, p.MasterAddr = 1, "192.0.2.7" // reserved by RFC 5737
 	id, err := channel.New(string(p.Secret))
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
@@ -285,7 +284,8 @@ func TestAddressOfAnotherHost(t *testing.T) {
 	require.ErrorContains(t, err, "KASMINA_LISTEN=192.0.2.8 is [192.0.2.8], not an address of this host")
 }
 
-// TestMissingSecret: there is no default, and the error says how to make a secret and pass it on.
+// TestMissingSecret checks that there is no default secret, and that the error explains how to create
+// and pass one.
 func TestMissingSecret(t *testing.T) {
 	p := places(t, 2)[0]
 	for secret, want := range map[Secret]string{"": "no usable secret: the processes of a run must",
@@ -310,7 +310,7 @@ func TestMissingSecret(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestSecretFile reads the secret from a file, which must be its owner's alone.
+// TestSecretFile reads the secret from a file, which must not be accessible to other users.
 func TestSecretFile(t *testing.T) {
 	path, secret := filepath.Join(t.TempDir(), "secret"), NewSecret()
 	require.NoError(t, os.WriteFile(path, []byte(string(secret)+"\n"), 0o600))
@@ -319,7 +319,7 @@ func TestSecretFile(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, p.Secret == secret)
 
-	// The variable itself goes first.
+	// The secret itself takes precedence over the file.
 	other := NewSecret()
 	p, err = FromEnvironment(with(getenv, SecretVariable+"="+string(other)))
 	require.NoError(t, err)
@@ -342,7 +342,7 @@ func TestSecretFile(t *testing.T) {
 	require.ErrorIs(t, err, os.ErrNotExist)
 }
 
-// TestSecretIsNotPrinted: no way of printing a place shows the secret.
+// TestSecretIsNotPrinted formats, logs and encodes a place in many ways. None may show the secret.
 func TestSecretIsNotPrinted(t *testing.T) {
 	secret := NewSecret()
 	p := Place{Rank: 1, Size: 2, Secret: secret}
@@ -368,8 +368,7 @@ func TestSecretIsNotPrinted(t *testing.T) {
 	require.NoError(t, NewSecret().check())
 }
 
-// TestGatherLarge: values of any size that memory allows arrive, also far above what one message
-// could once have.
+// TestGatherLarge gathers values that are larger than the former message limit of 64 MiB.
 func TestGatherLarge(t *testing.T) {
 	all := worlds(t, 2, Options{})
 	big := bytes.Repeat([]byte{1, 2, 3, 4, 5}, 40<<20/5)
@@ -385,8 +384,8 @@ func TestGatherLarge(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 }
 
-// TestGatherTooLarge: values that are too large are an error at every rank, at once, also where one
-// rank has not given its own yet, and the run goes on.
+// TestGatherTooLarge checks that oversized values fail on every rank without delay, even before the
+// last rank has contributed, and that the run can continue.
 func TestGatherTooLarge(t *testing.T) {
 	all := worlds(t, 3, Options{})
 	all[0].store.mu.Lock()
@@ -422,7 +421,7 @@ func TestGatherTooLarge(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 }
 
-// TestGatherWithoutOne: nobody waits for a rank that has left.
+// TestGatherWithoutOne checks that a gathering fails when a rank has left.
 func TestGatherWithoutOne(t *testing.T) {
 	all := worlds(t, 3, Options{})
 	errs := everywhere(3, func(r int) error {

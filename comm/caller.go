@@ -14,15 +14,15 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// A caller finds rank 0 and joins its run.
+// A caller finds rank 0 and joins the run.
 type caller struct {
 	place   Place
 	id      *channel.Identity
-	targets []string // addresses, each with a port
+	targets []string // host:port addresses to try
 }
 
-// connect tries the addresses until one of them answers for this run. It returns the deadline of
-// rank 0.
+// connect retries all targets until rank 0 of this run accepts the connection. It also returns rank
+// 0's deadline.
 func (c *caller) connect(ctx context.Context, timeout time.Duration) (*wire, time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -45,14 +45,15 @@ func (c *caller) connect(ctx context.Context, timeout time.Duration) (*wire, tim
 			return nil, 0, fmt.Errorf("rank 0 was not found at %s, ports %d to %d, within %v: is it "+
 				"running, and is MASTER_ADDR its host? It answers only until all ranks have joined. %w",
 				c.place.MasterAddr, ports[0], ports[PortWindow-1], timeout,
-				errors.Join(append(telling(refusals), context.Cause(ctx))...))
+				errors.Join(append(informative(refusals), context.Cause(ctx))...))
 		case <-time.After(pause):
 		}
 	}
 }
 
-// telling leaves out that nobody listens at a port, if there is anything else to tell.
-func telling(failures []error) []error {
+// informative drops refused connections from failures, unless every connection was refused. Most
+// ports of the window are expected to be closed.
+func informative(failures []error) []error {
 	rest := slices.DeleteFunc(slices.Clone(failures), func(err error) bool {
 		return errors.Is(err, syscall.ECONNREFUSED)
 	})
@@ -62,7 +63,7 @@ func telling(failures []error) []error {
 	return rest
 }
 
-// finalError is the refusal of this run's rank 0, after which it makes no sense to look elsewhere.
+// A finalError is a refusal by rank 0 of this run. Trying other addresses would be pointless.
 type finalError struct{ error }
 
 func isFinal(err error) bool {
@@ -70,8 +71,8 @@ func isFinal(err error) bool {
 	return errors.As(err, &final)
 }
 
-// round calls all addresses at once, so that one that does not answer holds up none of the others.
-// It joins the run at the first that does, or returns what is wrong with each.
+// round dials all targets in parallel, so an unresponsive one cannot delay the rest, and joins the
+// run through the first target that accepts. If no target does, round returns an error for each.
 func (c *caller) round(ctx context.Context) (*wire, time.Duration, []error) {
 	type call struct {
 		target string
@@ -96,7 +97,7 @@ func (c *caller) round(ctx context.Context) (*wire, time.Duration, []error) {
 			var w *wire
 			var deadline time.Duration
 			if w, deadline, err = c.join(ctx, got.conn); err == nil {
-				go func() { // hang up on the others
+				go func() { // close the remaining connections
 					for range len(c.targets) - n - 1 {
 						if other := <-calls; other.err == nil {
 							other.conn.Close()
@@ -111,7 +112,7 @@ func (c *caller) round(ctx context.Context) (*wire, time.Duration, []error) {
 	return nil, 0, failures
 }
 
-// join tells the store at the other end of a connection who this is, and waits to be let in.
+// join identifies this process to the store and waits to be admitted.
 func (c *caller) join(ctx context.Context, conn net.Conn) (*wire, time.Duration, error) {
 	w := newWire(conn)
 	stop := context.AfterFunc(ctx, func() { w.Close() })
@@ -144,8 +145,8 @@ func (c *caller) join(ctx context.Context, conn net.Conn) (*wire, time.Duration,
 	return w, answer.Deadline, nil
 }
 
-// self identifies this process as a rank.
+// self returns the member for this process.
 func self(rank int) member {
-	host, _ := os.Hostname() // only a name for people
+	host, _ := os.Hostname() // appears only in error messages
 	return member{rank, strings.TrimSpace(host), os.Getpid()}
 }

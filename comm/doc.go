@@ -1,34 +1,36 @@
-// Package comm joins the processes of a run, one for each GPU. It finds out where each stands, lets
-// them meet, and has the collectives by which they exchange data.
+// Package comm connects the processes of a run, one per GPU. It determines the place of each process
+// in the run, provides a rendezvous, and defines the collectives for exchanging data.
 //
-//   - [FromEnvironment] reads a process's [Place] from the variables that torchrun, Slurm, Open MPI
-//     or a Kubernetes operator sets. Package launch starts the processes of one host itself.
-//   - [Join] meets the others at rank 0, over TCP, and returns the [World]. It gathers small
-//     values, and every rank learns when one fails, dies or falls silent.
-//   - A [Group] has the collectives on device memory: package nccl for GPUs, package loopback over
-//     TCP for CPUs of one host and for tests.
-//   - [Watch] ties both together: the death of a rank aborts the work that waits for it.
+//   - [FromEnvironment] reads a process's [Place] from the variables set by torchrun, Slurm, Open
+//     MPI or a Kubernetes operator. Package launch starts the processes of one host itself.
+//   - [Join] meets the other processes at rank 0, over TCP, and returns a [World]. The World gathers
+//     small values and notifies every rank when one fails, dies or hangs.
+//   - A [Group] provides the collectives on device memory. Package nccl implements it for GPUs, and
+//     package loopback, over TCP, for the CPUs of one host and for tests.
+//   - [Watch] connects the two: when a rank dies, it aborts the work that waits for that rank.
 //
-// # Who may join
+// # Security
 //
-// The processes of a run share a [Secret], which package launch makes for each run and passes on in
-// the environment. Where something else starts the processes, their environment must have one;
-// there is no default. All connections of this package and of package loopback are TLS 1.3 between
-// two processes that know the secret. Anybody else can neither join, nor read or change what the
-// ranks say, nor fail the run, except by cutting connections or occupying ports. Rank 0 tells the
-// port at which it listens, so that nobody who listens nearby can slip in between, and stops
-// listening once all ranks have joined.
+// The processes of a run share a [Secret]. Package launch creates one for each run and passes it in
+// the environment. If another launcher starts the processes, it must provide the secret; there is no
+// default.
 //
-// NCCL's own connections, by which GPUs of several hosts exchange data, are NCCL's concern. It does
-// not encrypt them. See docs/CLUSTER.md for what that means.
+// All connections of this package and of package loopback use TLS 1.3 between two processes that
+// know the secret. Without it, a process on the network cannot join, read or modify the traffic, or
+// fail the run, except by breaking connections or occupying ports. Ranks refuse connections that
+// are relayed from another port of rank 0's host, and rank 0 stops listening once all ranks have
+// joined.
 //
-// # Who is alive
+// NCCL uses connections of its own between GPUs on different hosts, and does not encrypt them by
+// default. See docs/CLUSTER.md.
 //
-// With [Options.Deadline], every rank says a few times within the deadline that it is alive, and
-// what it does: [World.Report], [World.Busy], [World.Wait]. Rank 0 ends the run when nothing comes
-// from a rank, when no rank makes progress, or when all wait for one another; the ranks end it when
-// nothing comes from rank 0. So a process that hangs is found, and one that works is not ended, no
-// matter how long it takes.
+// # Deadlines
+//
+// If [Options.Deadline] is set, every rank sends its state to rank 0 several times per deadline; see
+// [World.Report], [World.Busy] and [World.Wait]. Rank 0 fails the run if it receives nothing from a
+// rank, if no rank makes progress, or if all ranks wait for each other. The other ranks fail the run
+// if they receive nothing from rank 0. This detects processes that hang without limiting the
+// duration of legitimate work.
 //
 // # What has the same bits
 //

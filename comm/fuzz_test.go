@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
-// heard is a connection at whose other end somebody has said all that there is to say.
+// heard is a connection from which a fixed input can be read.
 type heard struct {
 	net.Conn
 	said *bytes.Reader
@@ -25,12 +25,11 @@ func (h heard) SetReadDeadline(time.Time) error  { return nil }
 func (h heard) SetWriteDeadline(time.Time) error { return nil }
 func (h heard) Close() error                     { return nil }
 
-// says returns a wire at whose other end somebody says something and hangs up.
+// says returns a wire whose peer sends b and closes the connection.
 func says(b []byte) *wire { return newWire(heard{said: bytes.NewReader(b)}) }
 
-// FuzzMessages gives rank 0 and a rank whatever a process that knows the secret may send, such as
-// one of another version. None of it panics, takes more memory than it deserves or takes the seat
-// of a rank that is there.
+// FuzzMessages feeds arbitrary input from an authenticated peer to the store and to a World. The
+// input must not cause a panic or excessive allocation, or replace a rank that has joined.
 func FuzzMessages(f *testing.F) {
 	f.Add([]byte("GET / HTTP/1.1\r\n\r\n"))
 	f.Add([]byte{0, 0, 0, 2, '{', '}'})

@@ -16,20 +16,18 @@ type Place struct {
 	Rank, Size int
 	// LocalRank counts those of one host from 0 to LocalSize−1.
 	LocalRank, LocalSize int
-	// MasterAddr is a name or an address of the host of rank 0. Rank 0 listens at the addresses
-	// that this name has, or at the loopback address if all ranks are on one host.
+	// MasterAddr is the name or address of rank 0's host. Rank 0 listens on the addresses to which
+	// it resolves, or on the loopback address if all ranks run on the same host.
 	MasterAddr string
 	// MasterPort is the first of the ports at which rank 0 may listen. It takes the first free one
 	// of [PortWindow] ports, and the others look for it there.
 	MasterPort int
-	// Listen is an address of rank 0's host to listen at in place of those of MasterAddr, for runs
-	// on several hosts where MasterAddr is not an address that rank 0's host has; 0.0.0.0 stands
-	// for every interface.
+	// Listen is the address rank 0 listens on when MasterAddr does not resolve to an address of
+	// its own host; 0.0.0.0 means every interface. It is ignored if all ranks run on one host.
 	Listen string
 	// Run is the same for all processes of a run, and differs for every other.
 	Run string
-	// Secret is what all processes of the run know and nobody else does. A run of several processes
-	// must have one.
+	// Secret authenticates the processes of the run to each other. It is required unless Size is 1.
 	Secret Secret
 	// Source names whose variables say so: "torchrun", "Slurm", "Open MPI", "Kubeflow Trainer". It
 	// is empty for a process that runs alone.
@@ -61,9 +59,9 @@ const (
 // If none of them is set, the process is alone: rank 0 of 1. If some are set and others are missing
 // or make no sense, the error names them.
 //
-// Several processes must also have a secret ([SecretFromEnvironment]), and KASMINA_LISTEN may set
-// [Place.Listen]. If only the secret is missing, the error is an [ErrSecret] and the place is
-// complete otherwise.
+// A run of several processes also needs a secret (see [SecretFromEnvironment]). If the secret is
+// missing or unusable, the error wraps [ErrSecret] and the rest of the place is valid.
+// KASMINA_LISTEN sets [Place.Listen].
 func FromEnvironment(getenv func(string) string) (Place, error) {
 	if getenv == nil {
 		return Place{}, errors.New("comm: FromEnvironment: the function is nil, want os.Getenv")
@@ -103,8 +101,8 @@ func FromEnvironment(getenv func(string) string) (Place, error) {
 	return p, nil
 }
 
-// Check returns an error that says what is wrong with a place, an [ErrSecret] if that is only its
-// secret.
+// Check returns an error if the place is invalid. The error wraps [ErrSecret] if only the secret is
+// missing or unusable.
 func (p Place) Check() error {
 	switch {
 	case p.Size > maxRanks:

@@ -7,49 +7,48 @@ import (
 	"time"
 )
 
-// A pulse is what a rank says of itself a few times within each deadline. It separates three
-// things that look alike to those who wait for the rank: the process is gone or frozen, and no
-// pulse comes; it hangs, and the pulse says that there is no progress; or it works on something
-// that takes long, and the pulse says so.
+// A pulse reports a rank's state to rank 0 several times per deadline. It distinguishes three cases
+// that look the same to waiting ranks: a frozen process sends no pulse, a hung rank sends pulses
+// without progress, and a rank doing long work sends pulses that say so.
 type pulse struct {
-	// Step is the last one that was reported, −1 before the first.
+	// Step is the last reported step, or −1 before the first report.
 	Step int64
-	// Still is how long the rank has made no progress; 0 while it waits, is busy or has not
-	// reported its first step.
+	// Still is the time since the rank last made progress. It is 0 while the rank waits or is busy,
+	// and before its first step.
 	Still time.Duration `json:",omitempty"`
-	// Waited is how long the rank has been waiting for other ranks; 0 if it is not.
+	// Waited is the duration of the current wait for other ranks, or 0.
 	Waited time.Duration `json:",omitempty"`
-	// Busy says what the rank is busy with, outside of a step.
+	// Busy describes long work outside a step, or is empty.
 	Busy string `json:",omitempty"`
 }
 
 const (
-	// beats is how many times within a deadline a rank says that it is alive.
+	// beats is the number of pulses per deadline.
 	beats = 5
 
-	// standstill is how many deadlines all ranks may wait for one another.
+	// standstill is the number of deadlines after which ranks that all wait for each other are
+	// considered deadlocked.
 	standstill = 3
 )
 
-// activity is what a rank does, as its pulse tells. The zero value is a rank that has not reported
-// a step.
+// An activity tracks the state reported by a rank's pulses. The zero value is ready to use.
 type activity struct {
 	mu      sync.Mutex
-	step    int64 // last reported, plus 1
-	moved   time.Time
-	waits   int // calls that wait for other ranks
-	waiting time.Time
-	busy    []*string
+	step    int64     // last reported step plus 1
+	moved   time.Time // time of the last progress
+	waits   int       // number of calls waiting for other ranks
+	waiting time.Time // start of the current wait
+	busy    []*string // descriptions of long work in progress
 }
 
-// progress notes that the rank has come to a step.
+// progress records that the rank has reached a step.
 func (a *activity) progress(step int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.step, a.moved = step+1, time.Now()
 }
 
-// wait notes that the rank waits for others until the function that it returns is called.
+// wait records that the rank waits for other ranks until done is called.
 func (a *activity) wait() (done func()) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -64,7 +63,7 @@ func (a *activity) wait() (done func()) {
 	}
 }
 
-// begin notes that the rank is busy until the function that it returns is called.
+// begin records that the rank is busy until done is called.
 func (a *activity) begin(what string) (done func()) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -80,20 +79,20 @@ func (a *activity) begin(what string) (done func()) {
 	}
 }
 
-// excuse notes that the process was frozen, and could make no progress.
+// excuse resets the clocks after the process was suspended.
 func (a *activity) excuse() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.moved, a.waiting = time.Now(), time.Now()
 }
 
-// pulse returns what is to be said of the rank now.
+// pulse returns the current state.
 func (a *activity) pulse() *pulse {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	p := &pulse{Step: a.step - 1}
 	switch {
-	case a.waits > 0: // also where it is busy: then another rank holds it up
+	case a.waits > 0: // takes precedence: long work that waits is held up by another rank
 		p.Waited = max(1, time.Since(a.waiting))
 	case len(a.busy) > 0:
 		var all []string
@@ -107,9 +106,9 @@ func (a *activity) pulse() *pulse {
 	return p
 }
 
-// watchdog calls look a few times within each deadline, until done is closed. frozen tells look that
-// this process itself was frozen, so that it has heard nothing of the others through no fault of
-// theirs.
+// watchdog calls look several times per deadline until done is closed. frozen reports whether this
+// process itself was suspended since the last call, in which case silence says nothing about the
+// other processes.
 func watchdog(deadline time.Duration, done <-chan struct{}, look func(frozen bool)) {
 	period := max(deadline/beats, time.Millisecond)
 	tick := time.NewTicker(period)

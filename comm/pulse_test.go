@@ -13,17 +13,17 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// short is a deadline that a goroutine of a busy computer keeps.
+// short is a deadline that is long enough for a busy machine.
 const short = 500 * time.Millisecond
 
-// blames wants all worlds to end soon, and to blame a rank.
+// blames checks that all worlds fail and blame the given rank.
 func blames(t *testing.T, all []*World, rank int, why string) {
 	t.Helper()
 	for r, w := range all {
 		select {
 		case <-w.Done():
 		case <-time.After(patience):
-			t.Fatalf("rank %d goes on", r)
+			t.Fatalf("rank %d has not failed", r)
 		}
 		var e *RankError
 		require.ErrorAs(t, w.Err(), &e)
@@ -32,14 +32,14 @@ func blames(t *testing.T, all []*World, rank int, why string) {
 	}
 }
 
-// goesOn wants no world to end for a while.
+// goesOn checks that no world fails for the given time.
 func goesOn(t *testing.T, all []*World, during time.Duration) {
 	t.Helper()
 	over := time.After(during)
 	for r, w := range all {
 		select {
 		case <-w.Done():
-			t.Fatalf("rank %d has ended: %v", r, w.Err())
+			t.Fatalf("rank %d failed: %v", r, w.Err())
 		case <-over:
 			return
 		}
@@ -47,7 +47,7 @@ func goesOn(t *testing.T, all []*World, during time.Duration) {
 	<-over
 }
 
-// player is a rank that a test plays itself: it says no more than the test has it say.
+// player joins as a rank that sends only what the test posts, and no pulses.
 func player(t *testing.T, p Place) *wire {
 	t.Helper()
 	id, err := channel.New(string(p.Secret))
@@ -60,7 +60,7 @@ func player(t *testing.T, p Place) *wire {
 	return w
 }
 
-// withPlayer joins a run whose last rank is a player.
+// withPlayer starts a run in which the last rank is a player.
 func withPlayer(t *testing.T, size int) ([]*World, *wire) {
 	t.Helper()
 	p := places(t, size)
@@ -84,19 +84,19 @@ func withPlayer(t *testing.T, size int) ([]*World, *wire) {
 	return all, last
 }
 
-// TestSilentRankIsFound: a rank that has reported a step and then makes no progress is named,
-// though its process runs.
+// TestSilentRankIsFound checks that a live rank without progress after its first report is blamed.
 func TestSilentRankIsFound(t *testing.T) {
 	all := worlds(t, 3, Options{Deadline: short})
 	require.NoError(t, all[1].Report(41))
-	blames(t, all, 1, "hangs: no report for 500ms. Last steps reported, by rank: -1, 41, -1")
+	blames(t, all, 1, "hangs: no progress for 500ms. Last steps reported, by rank: -1, 41, -1")
 }
 
-// TestReportsKeepARunAlive: ranks that report, and those that have not begun, are not silent.
+// TestReportsKeepARunAlive checks that neither ranks that report nor ranks before their first report
+// fail the run.
 func TestReportsKeepARunAlive(t *testing.T) {
 	all := worlds(t, 3, Options{Deadline: short})
 	errs := everywhere(3, func(r int) error {
-		if r == 2 { // which has not begun
+		if r == 2 { // never reports
 			time.Sleep(3 * short)
 			return nil
 		}
@@ -112,7 +112,7 @@ func TestReportsKeepARunAlive(t *testing.T) {
 	require.NoError(t, errors.Join(everywhere(3, func(r int) error { return all[r].Close() })...))
 }
 
-// TestWaitingRankIsNotSilent: the rank that others wait for is to blame, not they.
+// TestWaitingRankIsNotSilent checks that waiting ranks are not blamed, but the rank they wait for.
 func TestWaitingRankIsNotSilent(t *testing.T) {
 	all := worlds(t, 3, Options{Deadline: short})
 	errs := everywhere(3, func(r int) error {
@@ -129,13 +129,13 @@ func TestWaitingRankIsNotSilent(t *testing.T) {
 		return all[r].Err()
 	})
 	for _, err := range errs {
-		require.ErrorContains(t, err, "no report")
+		require.ErrorContains(t, err, "no progress")
 	}
-	blames(t, all, 2, "hangs: no report")
+	blames(t, all, 2, "hangs: no progress")
 }
 
-// TestBusyRankIsNotSilent: while a rank is busy outside of a step, neither it is silent nor one
-// that waits for it, whether that says so or not. Afterwards all are watched again.
+// TestBusyRankIsNotSilent checks that neither a busy rank nor a rank waiting for it is blamed, whether
+// or not that wait is declared, and that the deadline applies again afterwards.
 func TestBusyRankIsNotSilent(t *testing.T) {
 	all := worlds(t, 3, Options{Deadline: short})
 	for _, w := range all {
@@ -145,29 +145,28 @@ func TestBusyRankIsNotSilent(t *testing.T) {
 	inner := all[0].Busy("writing the model")
 	waited := make(chan error, 1)
 	go func() { waited <- all[1].Barrier(t.Context(), "x") }()
-	goesOn(t, all, 2*short) // rank 2 stands still, as one that waits in a GPU's stream does
+	goesOn(t, all, 2*short) // rank 2 has an undeclared wait, such as for a CUDA stream
 	inner()
 	goesOn(t, all, 2*short)
 	outer()
-	for range 20 { // such as the batches of an evaluation
+	for range 20 { // like the batches of an evaluation
 		require.NoError(t, all[0].Report(8))
 		time.Sleep(short / 10)
 	}
-	blames(t, all, 2, "hangs: no report for 500ms. Last steps reported, by rank: 8, 7, 7")
+	blames(t, all, 2, "hangs: no progress for 500ms. Last steps reported, by rank: 8, 7, 7")
 	require.Error(t, <-waited)
 }
 
-// TestFrozenRank: a rank whose process does not run any more is found, also while another is busy
-// and while it was itself.
+// TestFrozenRank checks that a suspended process is detected in any state of the run.
 func TestFrozenRank(t *testing.T) {
 	t.Run("before its first step", func(t *testing.T) {
 		all, _ := withPlayer(t, 3)
-		blames(t, all, 2, "hangs: nothing came from it for 500ms. Last steps")
+		blames(t, all, 2, "hangs: no message for 500ms. Last steps")
 	})
 	t.Run("while another is busy", func(t *testing.T) {
 		all, _ := withPlayer(t, 3)
 		defer all[1].Busy("saving")()
-		blames(t, all, 2, "hangs: nothing came from it for 500ms. Last steps")
+		blames(t, all, 2, "hangs: no message for 500ms. Last steps")
 	})
 	t.Run("while it is busy", func(t *testing.T) {
 		all, last := withPlayer(t, 2)
@@ -176,12 +175,12 @@ func TestFrozenRank(t *testing.T) {
 			time.Sleep(short / 5)
 		}
 		require.NoError(t, all[0].Err())
-		blames(t, all, 1, "hangs: nothing came from it for 500ms while it was writing the model. "+
+		blames(t, all, 1, "hangs: no message for 500ms while writing the model. "+
 			"Last steps reported, by rank: -1, 3")
 	})
 }
 
-// TestFrozenRankZero: the others find that rank 0 does not run any more, which keeps the store.
+// TestFrozenRankZero checks that the other ranks detect a suspended rank 0, which runs the store.
 func TestFrozenRankZero(t *testing.T) {
 	p := places(t, 2)
 	id, err := channel.New(string(p[0].Secret))
@@ -195,7 +194,7 @@ func TestFrozenRankZero(t *testing.T) {
 			return
 		}
 		w := newWire(conn)
-		w.post(message{Kind: welcome, Deadline: short}) // and nothing ever after
+		w.post(message{Kind: welcome, Deadline: short}) // and then nothing
 		<-t.Context().Done()
 		w.Close()
 	}()
@@ -203,11 +202,10 @@ func TestFrozenRankZero(t *testing.T) {
 	var e *RankError
 	require.ErrorAs(t, err, &e)
 	require.Equal(t, 0, e.Rank)
-	require.ErrorContains(t, err, "hangs: nothing came from it for 500ms")
+	require.ErrorContains(t, err, "hangs: no message for 500ms")
 }
 
-// TestAllWait: ranks that wait for one another, as those do that gather different things, do not
-// wait for ever.
+// TestAllWait checks that a deadlock is detected: two ranks gather under different keys.
 func TestAllWait(t *testing.T) {
 	all := worlds(t, 2, Options{Deadline: short / 2})
 	errs := everywhere(2, func(r int) error {
@@ -216,12 +214,11 @@ func TestAllWait(t *testing.T) {
 	for _, err := range errs {
 		var e *RankError
 		require.ErrorAs(t, err, &e)
-		require.ErrorContains(t, err, "hangs: it has waited for the other ranks for ")
-		require.ErrorContains(t, err, "and they all wait too")
+		require.ErrorContains(t, err, "hangs: all ranks have been waiting for each other for ")
 	}
 }
 
-// TestZeroBusy: one process, or none, has nobody to tell.
+// TestZeroBusy checks Busy and Wait of the zero World.
 func TestZeroBusy(t *testing.T) {
 	for _, w := range []*World{nil, new(World)} {
 		w.Busy("x")()

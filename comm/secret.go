@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// A Secret is what all processes of a run know and nobody else does. Formatting and encoding a
-// Secret, or a Place that holds one, gives "(secret)"; string(s) is its text.
+// A Secret is shared by all processes of a run and authenticates them to each other. A Secret, or a
+// Place containing one, is formatted and encoded as "(secret)". Use string(s) to get its text.
 type Secret string
 
 var (
@@ -22,17 +22,17 @@ var (
 	_ encoding.TextMarshaler = Secret("")
 )
 
-// The environment variables for a [Secret]: the secret itself, or the name of a file that holds it
-// and that only its owner can read.
+// The environment variables that provide a [Secret]: either its text or the name of a file that
+// contains it and is accessible only to its owner.
 const (
 	SecretVariable     = "KASMINA_SECRET"
 	SecretFileVariable = "KASMINA_SECRET_FILE"
 )
 
-// ErrSecret is wrapped by the errors of a run of several processes without a usable secret.
+// ErrSecret reports that a run of several processes has no usable secret.
 var ErrSecret = errors.New("no usable secret")
 
-// secretHelp says how to give one to a run.
+// secretHelp explains how to create and pass a secret.
 const secretHelp = "the processes of a run must share a random one. Make it with `openssl rand -hex 32` " +
 	"and give it to all of them in " + SecretVariable + ", or in a file of mode 0600 that " +
 	SecretFileVariable + " names"
@@ -40,8 +40,8 @@ const secretHelp = "the processes of a run must share a random one. Make it with
 // NewSecret returns a random secret of at least 128 bits.
 func NewSecret() Secret { return Secret(rand.Text()) }
 
-// SecretFromEnvironment reads the secret that the environment gives, getenv being os.Getenv. It is
-// empty if the environment gives none.
+// SecretFromEnvironment returns the secret from the environment, or an empty secret if neither
+// variable is set. Pass os.Getenv as getenv.
 func SecretFromEnvironment(getenv func(string) string) (Secret, error) {
 	if getenv == nil {
 		return "", errors.New("comm: SecretFromEnvironment: the function is nil, want os.Getenv")
@@ -59,7 +59,7 @@ func SecretFromEnvironment(getenv func(string) string) (Secret, error) {
 		return "", fmt.Errorf("%w: %s: %w", ErrSecret, SecretFileVariable, err)
 	}
 	if others := info.Mode() & 0o077; others != 0 && runtime.GOOS != "windows" {
-		return "", fmt.Errorf("%w: %s: %s has mode %#o, so others may read or change it: chmod 600 %[3]s",
+		return "", fmt.Errorf("%w: %s: %s has mode %#o and is accessible to other users: chmod 600 %[3]s",
 			ErrSecret, SecretFileVariable, path, info.Mode()&fs.ModePerm)
 	}
 	text, err := os.ReadFile(path)
@@ -73,19 +73,19 @@ func SecretFromEnvironment(getenv func(string) string) (Secret, error) {
 	return s, nil
 }
 
-// check returns an error if the secret is missing or could be guessed.
+// check returns an error if the secret is missing or too short to resist guessing.
 func (s Secret) check() error {
 	if s == "" {
 		return fmt.Errorf("%w: %s", ErrSecret, secretHelp)
 	}
 	if len(s) < channel.MinSecret {
-		return fmt.Errorf("%w: it has %d characters, want at least %d, since anybody who reaches rank 0 can "+
-			"test guesses: %s", ErrSecret, len(s), channel.MinSecret, secretHelp)
+		return fmt.Errorf("%w: it has %d characters, want at least %d, because anyone who can reach rank 0 "+
+			"can test guesses: %s", ErrSecret, len(s), channel.MinSecret, secretHelp)
 	}
 	return nil
 }
 
-// redacted stands for a secret wherever one would be printed.
+// redacted replaces secrets in output.
 const redacted = "(secret)"
 
 // Format prints "(secret)" for every verb, or nothing for an empty secret.

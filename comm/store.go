@@ -14,11 +14,11 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// A store runs at rank 0. It gathers values, and tells all ranks when one of them cannot go on.
+// A store runs in the process of rank 0. It gathers values and notifies all ranks when one fails.
 type store struct {
 	place    Place
 	deadline time.Duration
-	most     int64 // bytes of a gathering
+	most     int64 // maximum bytes of a gathering; MaxGather except in tests
 	listener *channel.Listener
 	port     int
 
@@ -27,33 +27,34 @@ type store struct {
 	gathering map[string]*gathering
 	failure   *RankError
 	closed    bool
-	joining   *time.Timer   // ends the wait for ranks to join
-	progress  time.Time     // when a rank was last known to make some, or to be busy
+	joining   *time.Timer   // limits the wait for ranks to join
+	progress  time.Time     // last time any rank was known to make progress or to be busy
 	once      sync.Once     // closes empty
-	empty     chan struct{} // closed when every rank that joined has left
-	done      chan struct{} // closed with the store
+	empty     chan struct{} // closed when every joined rank has left
+	done      chan struct{} // closed by close
 }
 
-// A seat is what the store knows of a rank.
+// A seat is the store's record of a rank.
 type seat struct {
 	member
-	wire  *wire // nil before it joins
+	wire  *wire // nil before the rank joins
 	left  bool
-	pulse pulse // the last that came
+	pulse pulse // the latest received
 }
 
-// present reports whether the rank has joined and not left.
+// present reports whether the rank has joined and has not left.
 func (s *seat) present() bool { return s.wire != nil && !s.left }
 
-// A gathering is the values that ranks have given under a key.
+// A gathering collects the values that ranks contribute under a key.
 type gathering struct {
 	values [][]byte
 	given  []bool
 	bytes  int64
-	err    string // why there will be no answer
+	err    string // reason the gathering failed, or empty
 }
 
-// openStore listens at the first free port of the place, and gives the ranks so long to join.
+// openStore listens on the first free port of the window. The run fails if not all ranks join in
+// the given time.
 func openStore(ctx context.Context, p Place, id *channel.Identity,
 	joining, deadline time.Duration) (*store, error) {
 	listener, err := p.listen(ctx, id)
@@ -86,13 +87,13 @@ func (s *store) accept() {
 	}
 }
 
-// serve lets a process join, and then does what it asks.
+// serve admits a process and handles its messages until it leaves.
 func (s *store) serve(conn net.Conn) {
 	w := newWire(conn)
 	defer w.Close()
 	m, ok := s.admit(w)
 	if !ok {
-		w.flush(time.Second) // it is to read why
+		w.flush(time.Second) // deliver the reason
 		return
 	}
 
@@ -116,7 +117,7 @@ func (s *store) serve(conn net.Conn) {
 	}
 }
 
-// admit asks a process who it is, and gives it its seat. The process knows the secret already.
+// admit reads the identity of an authenticated process and assigns its seat.
 func (s *store) admit(w *wire) (member, bool) {
 	if w.conn.SetReadDeadline(time.Now().Add(channel.HandshakeTimeout)) != nil {
 		return member{}, false
@@ -127,7 +128,7 @@ func (s *store) admit(w *wire) (member, bool) {
 	}
 	k, why := s.judge(m)
 
-	// Under the lock, so that a failure is told to this rank too.
+	// Holding the lock ensures that this rank is also notified of a concurrent failure.
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if k == welcome && s.seats[m.Member.Rank].wire != nil {
@@ -147,15 +148,15 @@ func (s *store) admit(w *wire) (member, bool) {
 	return m.Member, true
 }
 
-// judge decides whether a process belongs to this run, and says why not.
+// judge decides whether a process may join the run, and returns a reason if it may not.
 func (s *store) judge(m message) (kind, string) {
 	switch {
 	case m.Run != s.place.Run:
 		return refused, fmt.Sprintf("this is run %q, not %q", s.place.Run, m.Run)
 	case m.Port != s.port:
-		// Whoever passes connections on could cut them at any time.
-		return refused, fmt.Sprintf("another program listens there and passes connections on to rank 0 "+
-			"at port %d", s.port)
+		// A program that relays connections could cut them at any time.
+		return refused, fmt.Sprintf("another program listens there and relays connections to rank 0 at "+
+			"port %d", s.port)
 	case m.Size != s.place.Size || m.Member.Rank < 0 || m.Member.Rank >= s.place.Size:
 		return invalid, fmt.Sprintf("rank %d of %d came to a run of %d ranks", m.Member.Rank,
 			m.Size, s.place.Size)
@@ -163,8 +164,11 @@ func (s *store) judge(m message) (kind, string) {
 	return welcome, ""
 }
 
-// gather takes a rank's part. The last one sends all parts to all ranks. If there can be no answer,
-// every rank that has given its part, or ever does, is told why at once.
+// gather adds a rank's value to a gathering. When the last value arrives, the store sends all values
+// to all ranks.
+//
+// If the gathering fails, ranks that are already waiting receive the error at once, and the remaining
+// ranks receive it when they contribute.
 func (s *store) gather(m member, asked message) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -196,7 +200,6 @@ func (s *store) gather(m member, asked message) {
 		s.refuse(asked.Key, g)
 	case !slices.Contains(g.given, false):
 		for r := range s.seats {
-			// A rank that does not take it is found lost by its own connection.
 			s.seats[r].wire.post(message{Kind: all, Key: asked.Key, Values: g.values})
 		}
 	}
@@ -205,14 +208,13 @@ func (s *store) gather(m member, asked message) {
 	}
 	delete(s.gathering, asked.Key)
 	if asked.Key == joinKey {
-		// Everybody is here, and nobody else has any business at the port.
+		// All ranks have joined, so no further connection is expected.
 		s.joining.Stop()
 		s.listener.Close()
 	}
 }
 
-// refuse tells all ranks that have given their parts that there will be no answer. The caller holds
-// the lock.
+// refuse sends the error of a gathering to all ranks waiting for it. The caller holds the lock.
 func (s *store) refuse(key string, g *gathering) {
 	clear(g.values)
 	for r, given := range g.given {
@@ -231,7 +233,7 @@ func count(all []bool) (n int) {
 	return n
 }
 
-// heard notes a rank's pulse.
+// heard records a rank's pulse.
 func (s *store) heard(m member, p *pulse) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -248,7 +250,7 @@ func (s *store) heard(m member, p *pulse) {
 	}
 }
 
-// inspect looks for a rank that is gone, hangs or waits in vain, and says that rank 0 is alive.
+// inspect checks all ranks for signs of life and progress, and sends a sign of life to each.
 func (s *store) inspect(frozen bool) {
 	s.mu.Lock()
 	for r := range s.seats {
@@ -264,11 +266,11 @@ func (s *store) inspect(frozen bool) {
 	if e == nil {
 		return
 	}
-	s.fail(e, true) // nobody waits for it to hear of this
+	s.fail(e, true)
 }
 
-// verdict returns the failure of the rank that does not go on, if there is one. The caller holds
-// the lock.
+// verdict returns the failure of a frozen, hung or deadlocked rank, or nil. The caller holds the
+// lock.
 func (s *store) verdict() *RankError {
 	var silent, still, waits *seat
 	waiting := true
@@ -296,24 +298,24 @@ func (s *store) verdict() *RankError {
 	case silent.wire.silence() > s.deadline:
 		doing := ""
 		if silent.pulse.Busy != "" {
-			doing = " while it was " + silent.pulse.Busy
+			doing = " while " + silent.pulse.Busy
 		}
 		return &RankError{member: silent.member, Reason: fmt.Sprintf(
-			"hangs: nothing came from it for %v%s. %s", s.deadline, doing, s.steps())}
-	// A rank that stands still may be waiting for another, which makes progress, without saying so:
-	// that is how work on a GPU waits.
+			"hangs: no message for %v%s. %s", s.deadline, doing, s.steps())}
+	// A rank without progress may be waiting on its GPU for another rank, which it cannot report.
+	// It is blamed only if no rank makes progress.
 	case still.pulse.Still > s.deadline && time.Since(s.progress) > s.deadline:
 		return &RankError{member: still.member, Reason: fmt.Sprintf(
-			"hangs: no report for %v. %s", s.deadline, s.steps())}
+			"hangs: no progress for %v. %s", s.deadline, s.steps())}
 	case waiting:
 		return &RankError{member: waits.member, Reason: fmt.Sprintf(
-			"hangs: it has waited for the other ranks for %v, and they all wait too. %s",
+			"hangs: all ranks have been waiting for each other for %v. %s",
 			waits.pulse.Waited.Round(time.Millisecond), s.steps())}
 	}
 	return nil
 }
 
-// steps lists the steps that the ranks have reported. The caller holds the lock.
+// steps lists the last steps reported by the ranks. The caller holds the lock.
 func (s *store) steps() string {
 	var all []string
 	for _, seat := range s.seats {
@@ -328,11 +330,11 @@ func (s *store) expireJoining(after time.Duration) {
 		return
 	}
 	s.fail(&RankError{member: missing[0], Reason: fmt.Sprintf(
-		"did not join within %v. Missing of %d: %v. Look at their output, and whether they reach %s at %v",
+		"did not join within %v. Missing of %d: %v. Check their output, and whether they can reach %s at %v",
 		after, s.place.Size, missing, s.place.MasterAddr, s.listener.Addrs())}, false)
 }
 
-// missing lists the ranks that have not joined.
+// missing returns the ranks that have not joined.
 func (s *store) missing() (missing []member) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -345,13 +347,13 @@ func (s *store) missing() (missing []member) {
 	return missing
 }
 
-// lost handles a connection that ended without a word.
+// lost handles a connection that ended unexpectedly.
 func (s *store) lost(m member) {
-	s.fail(&RankError{member: m, Reason: "died: its connection ended without a word"}, true)
+	s.fail(&RankError{member: m, Reason: "died: its connection ended unexpectedly"}, true)
 }
 
-// fail tells all ranks of the first failure, and rank 0 last: its process may end once it knows.
-// Nobody waits any more for the rank that has failed if it is gone.
+// fail notifies all ranks of the first failure. Rank 0 is notified last, because its process may
+// exit in response. If gone is true, the store does not wait for the failed rank to leave.
 func (s *store) fail(e *RankError, gone bool) {
 	s.mu.Lock()
 	if gone {
@@ -391,13 +393,12 @@ wait:
 	}
 }
 
-// tell tells one rank of the failure. A rank that does not take it is gone or will see the end of
-// the connection.
+// tell sends the failure to a rank.
 func (s *store) tell(to *seat) <-chan struct{} {
 	return to.wire.post(message{Kind: failed, Member: s.failure.member, Text: s.failure.Reason})
 }
 
-// left notes that a rank is done. It takes part in no gathering any more.
+// left handles the departure of a rank, which fails the gatherings that lack its value.
 func (s *store) left(m member) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -410,7 +411,7 @@ func (s *store) left(m member) {
 	}
 }
 
-// depart notes that nothing more comes from a rank. The caller holds the lock.
+// depart marks a rank as gone. The caller holds the lock.
 func (s *store) depart(rank int) {
 	s.seats[rank].left = true
 	if !slices.ContainsFunc(s.seats, func(seat seat) bool { return seat.present() }) {
@@ -418,8 +419,7 @@ func (s *store) depart(rank int) {
 	}
 }
 
-// close lets the ranks read what they were told, and ends every connection. Those that a rank has
-// not left by then are cut.
+// close waits up to patience for the ranks to leave, then closes all connections.
 func (s *store) close(patience time.Duration) error {
 	s.mu.Lock()
 	if !s.closed {
@@ -438,7 +438,7 @@ func (s *store) close(patience time.Duration) error {
 	var errs []error
 	for _, seat := range s.seats {
 		if seat.wire != nil {
-			_ = seat.wire.Close() // the other end may have closed it
+			_ = seat.wire.Close() // the peer may have closed it
 		}
 	}
 	return errors.Join(append(errs, s.listener.Close())...)

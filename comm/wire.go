@@ -13,39 +13,39 @@ import (
 	"time"
 )
 
-// A message is what a rank and the store say to each other. Its meaning depends on its kind.
+// A message is exchanged between a rank and the store. Its kind determines which fields are used.
 type message struct {
 	Kind   kind
 	Member member
 	Size   int    `json:",omitempty"` // number of ranks
 	Run    string `json:",omitempty"`
-	Port   int    `json:",omitempty"` // at which the rank found the store
-	Key    string `json:",omitempty"` // of a gathering
-	Bytes  int64  `json:",omitempty"` // of a value that is too large to send
-	Text   string `json:",omitempty"` // why something is refused or has failed
+	Port   int    `json:",omitempty"` // port the rank connected to
+	Key    string `json:",omitempty"` // key of a gathering
+	Bytes  int64  `json:",omitempty"` // size of a value that is too large to send
+	Text   string `json:",omitempty"` // reason for a refusal or failure
 	Pulse  *pulse `json:",omitempty"`
 
-	// Deadline is how long any rank may be silent, as rank 0 was told.
+	// Deadline is the deadline configured at rank 0.
 	Deadline time.Duration `json:",omitempty"`
 
-	// Lengths has the lengths of Values, which follow the message as they are.
+	// Lengths holds the lengths of Values, which follow the JSON text as raw bytes.
 	Lengths []int    `json:",omitempty"`
-	Values  [][]byte `json:"-"` // one rank's part of a gathering, or those of all
+	Values  [][]byte `json:"-"` // values of a gathering, from one rank or from all
 }
 
 type kind string
 
 const (
-	join    kind = "join"    // rank: this is who I am
-	welcome kind = "welcome" // store: you are in
-	refused kind = "refused" // store: this is not the place that you are looking for
-	invalid kind = "invalid" // store: it is, but you cannot be in this run
-	give    kind = "give"    // rank: my part of a gathering
-	all     kind = "all"     // store: all parts of a gathering, or why there are none
-	beat    kind = "beat"    // either: I am alive; from a rank with its pulse
-	fail    kind = "fail"    // rank: I cannot go on
-	failed  kind = "failed"  // store: that rank cannot go on
-	leave   kind = "leave"   // rank: I am done
+	join    kind = "join"    // from a rank: request to join
+	welcome kind = "welcome" // from the store: request accepted
+	refused kind = "refused" // from the store: wrong run or port, try elsewhere
+	invalid kind = "invalid" // from the store: request rejected for good
+	give    kind = "give"    // from a rank: its value in a gathering
+	all     kind = "all"     // from the store: the values of a gathering, or its error
+	beat    kind = "beat"    // from either: sign of life, with a pulse if from a rank
+	fail    kind = "fail"    // from a rank: it has failed
+	failed  kind = "failed"  // from the store: a rank has failed
+	leave   kind = "leave"   // from a rank: it has finished
 )
 
 // A member identifies the process of a rank.
@@ -63,29 +63,29 @@ func (m member) String() string {
 }
 
 const (
-	// MaxGather is the most bytes that the values of one [World.Gather] may have together.
+	// MaxGather is the maximum total size in bytes of the values in one [World.Gather].
 	MaxGather = 1 << 30
 
-	// maxHead bounds a message without its values, for as many ranks as there may be.
+	// maxHead is the maximum size of a message without its values.
 	maxHead = 16 << 20
 
-	// maxGreeting bounds messages until a rank has joined.
+	// maxGreeting is the maximum size of a message exchanged before a rank has joined.
 	maxGreeting = 64 << 10
 )
 
-// chunk is how much is read or written between two looks at the clock.
+// chunk is the unit in which large values are read and written. Timeouts apply to each chunk.
 const chunk = 1 << 20
 
-// writeTimeout is how long a peer may take none of what is sent to it.
+// writeTimeout limits the time for writing one chunk.
 const writeTimeout = 30 * time.Second
 
-var errGarbled = errors.New("what came is no message of this program")
+var errGarbled = errors.New("received data that is not a message of this program")
 
-// A wire carries messages over a connection, which is authenticated. Sending never blocks: a
-// goroutine writes what was posted, in order.
+// A wire sends and receives messages over an authenticated connection. Sending never blocks: a
+// goroutine writes posted messages in order.
 type wire struct {
 	conn  net.Conn
-	heard atomic.Int64 // when something last came, in nanoseconds since start
+	heard atomic.Int64 // time of the last received data, in nanoseconds since start
 
 	mu     sync.Mutex
 	more   sync.Cond
@@ -93,16 +93,16 @@ type wire struct {
 	closed bool
 }
 
-// posted is a message that waits to be written.
+// A posted message is queued for writing.
 type posted struct {
 	message message
-	done    chan struct{} // closed once it is written or never will be
+	done    chan struct{} // closed when the message is written or dropped
 }
 
-// start is the origin of the times that wires keep.
+// start is the reference for wire.heard.
 var start = time.Now()
 
-// newWire takes over a connection.
+// newWire returns a wire that owns conn.
 func newWire(conn net.Conn) *wire {
 	w := &wire{conn: conn}
 	w.more.L = &w.mu
@@ -111,16 +111,16 @@ func newWire(conn net.Conn) *wire {
 	return w
 }
 
-// hear notes that something came just now.
+// hear records that data was received now.
 func (w *wire) hear() { w.heard.Store(int64(time.Since(start))) }
 
-// silence returns how long nothing has come.
+// silence returns the time since data was last received.
 func (w *wire) silence() time.Duration {
 	return time.Since(start) - time.Duration(w.heard.Load())
 }
 
-// post queues a message. The channel that it returns is closed once the message has been handed to
-// the system, or cannot be any more.
+// post queues a message. The returned channel is closed when the message has been written or
+// dropped.
 func (w *wire) post(m message) <-chan struct{} {
 	p := posted{m, make(chan struct{})}
 	w.mu.Lock()
@@ -134,7 +134,7 @@ func (w *wire) post(m message) <-chan struct{} {
 	return p.done
 }
 
-// flush waits until all that was posted is written, or cannot be, but not longer than patience.
+// flush waits up to patience until all posted messages are written or dropped.
 func (w *wire) flush(patience time.Duration) {
 	w.mu.Lock()
 	var last <-chan struct{}
@@ -151,7 +151,7 @@ func (w *wire) flush(patience time.Duration) {
 	}
 }
 
-// Close cuts the connection. What was posted and is not written yet is lost.
+// Close closes the connection and drops queued messages.
 func (w *wire) Close() error {
 	w.mu.Lock()
 	closed := w.closed
@@ -164,8 +164,8 @@ func (w *wire) Close() error {
 	return w.conn.Close()
 }
 
-// write writes what is posted until the wire is closed. The message being written stays in the
-// queue, so that flush waits for it.
+// write writes posted messages until the wire is closed. A message stays in the queue while it is
+// being written, so that flush waits for it.
 func (w *wire) write() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -195,7 +195,7 @@ func (w *wire) write() {
 	}
 }
 
-// send writes a message. The peer may take as long as it likes as long as it takes something.
+// send writes a message. A slow peer is tolerated as long as it keeps reading.
 func (w *wire) send(m message) error {
 	for _, v := range m.Values {
 		m.Lengths = append(m.Lengths, len(v))
@@ -208,7 +208,7 @@ func (w *wire) send(m message) error {
 		return fmt.Errorf("a message of %d bytes, want at most %d", len(head), maxHead)
 	}
 
-	// A small message is one write, and so one packet.
+	// Small messages are sent in a single write.
 	frame := binary.BigEndian.AppendUint32(make([]byte, 0, 4+len(head)), uint32(len(head)))
 	frame = append(frame, head...)
 	values := m.Values
@@ -230,7 +230,8 @@ func (w *wire) send(m message) error {
 	return nil
 }
 
-// receive waits for a message, whose head and values may have so many bytes.
+// receive reads a message. maxHead and maxValues limit its size in bytes, without and with only its
+// values.
 func (w *wire) receive(maxHead, maxValues int64) (m message, err error) {
 	var length [4]byte
 	if _, err := io.ReadFull(w.conn, length[:]); err != nil {
@@ -257,8 +258,8 @@ func (w *wire) receive(maxHead, maxValues int64) (m message, err error) {
 	return m, nil
 }
 
-// read reads n bytes, of which there may be most. It takes memory as they come, not as they are
-// announced.
+// read reads n bytes, or fails if n exceeds most. Memory is allocated as data arrives, not for the
+// announced length.
 func (w *wire) read(n, most int64) ([]byte, error) {
 	if n < 0 || n > most {
 		return nil, errGarbled

@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// RankError says that a rank cannot go on, and why. Every rank gets the same one.
+// RankError reports which rank failed and why. Every rank gets the same error.
 type RankError struct {
 	member
 	Reason string
@@ -20,7 +20,7 @@ type RankError struct {
 
 func (e *RankError) Error() string { return fmt.Sprintf("%v %s", e.member, e.Reason) }
 
-// ErrClosed is the error of a [World] that was closed.
+// ErrClosed reports the use of a closed [World].
 var ErrClosed = errors.New("comm: closed")
 
 // Options are settings of a run's processes.
@@ -28,8 +28,8 @@ type Options struct {
 	// Timeout is how long the ranks wait for each other when they join and when they close; 10
 	// minutes if it is 0.
 	Timeout time.Duration
-	// Deadline is how long a rank may be silent, or the run make no progress, before the run ends;
-	// 0 stands for ever. Rank 0's applies to all. See [World.Report].
+	// Deadline is the time after which a silent rank, or a run without progress, fails; 0 means no
+	// limit. Rank 0's value applies to all ranks. See [World.Report].
 	Deadline time.Duration
 	// Facts must be the same at all ranks, or none may join: the program's version, options, data.
 	Facts []Fact
@@ -38,8 +38,7 @@ type Options struct {
 // Fact is something on which all ranks must agree.
 type Fact struct{ Name, Value string }
 
-// World is the processes of a run, seen from one of them. All methods may be called from any
-// goroutine.
+// World is one process's view of all processes of a run. Its methods are safe for concurrent use.
 type World struct {
 	place    Place
 	options  Options
@@ -56,19 +55,22 @@ type World struct {
 
 const joinKey = "join#0"
 
-// errZero is the error of a World that Join did not return.
+// errZero reports the use of a World that was not returned by Join.
 var errZero = errors.New("comm: the World is nil or its zero value, want one that Join returns")
 
-// over is closed: nobody waits for a World that Join did not return.
+// over is the closed channel that Done returns for the zero World.
 var over = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
 
-// made reports whether Join has returned the World.
+// made reports whether the World was returned by Join.
 func (w *World) made() bool { return w != nil && w.done != nil }
 
-// Join meets the other ranks and returns when all are there. Rank 0 must be reachable at the
-// place's address. All processes of the run must have the same secret: whoever does not know it
-// cannot join, read what the ranks say or change it. The error says which ranks are missing, or in
-// which fact a rank differs.
+// Join connects to the other ranks and returns when all have joined. Rank 0 must be reachable at
+// the place's address.
+//
+// All processes must have the same secret. Without it, a process can neither join nor read or modify
+// the traffic between ranks.
+//
+// If ranks are missing or disagree on a fact, the error names them.
 func Join(ctx context.Context, p Place, o Options) (*World, error) {
 	if ctx == nil {
 		return nil, errors.New("comm: Join: the context is nil, want one such as " +
@@ -94,7 +96,7 @@ func Join(ctx context.Context, p Place, o Options) (*World, error) {
 	return w, nil
 }
 
-// meet connects to the store and waits for the others.
+// meet connects to the store and waits for the other ranks.
 func (w *World) meet(ctx context.Context) (err error) {
 	p := w.place
 	id, err := channel.New(string(p.Secret))
@@ -113,7 +115,7 @@ func (w *World) meet(ctx context.Context) (err error) {
 		}
 	}
 
-	// The store says who is missing, so it is given time to.
+	// The store reports missing ranks after the timeout, so allow it more time than that.
 	joining, cancel := context.WithTimeout(ctx, w.options.Timeout+writeTimeout)
 	defer cancel()
 	c := caller{place: p, id: id, targets: targets}
@@ -136,7 +138,7 @@ func (w *World) meet(ctx context.Context) (err error) {
 	return err
 }
 
-// compare returns an error that says which rank differs from rank 0 in what.
+// compare returns an error if a rank's facts differ from rank 0's.
 func (w *World) compare(values [][]byte) error {
 	all := make([][]Fact, len(values))
 	for r, value := range values {
@@ -160,13 +162,13 @@ func (w *World) compare(values [][]byte) error {
 	return nil
 }
 
-// Rank is this process's, from 0.
+// Rank returns the rank of this process.
 func (w *World) Rank() int { return w.Place().Rank }
 
-// Size is the number of ranks.
+// Size returns the number of ranks.
 func (w *World) Size() int { return w.Place().Size }
 
-// Deadline is how long a rank may be silent, 0 for ever.
+// Deadline returns the time after which a silent rank fails the run, or 0 if there is no limit.
 func (w *World) Deadline() time.Duration {
 	if !w.made() {
 		return 0
@@ -174,7 +176,7 @@ func (w *World) Deadline() time.Duration {
 	return w.options.Deadline
 }
 
-// Place is where this process stands.
+// Place returns this process's place.
 func (w *World) Place() Place {
 	if !w.made() {
 		return Place{}
@@ -182,7 +184,8 @@ func (w *World) Place() Place {
 	return w.place
 }
 
-// Done is closed when a rank cannot go on, this one included.
+// Done returns a channel that is closed when a rank fails, including this one, or the World is
+// closed.
 func (w *World) Done() <-chan struct{} {
 	if !w.made() {
 		return over
@@ -190,8 +193,8 @@ func (w *World) Done() <-chan struct{} {
 	return w.done
 }
 
-// Err says why the run cannot go on; nil while it can. It is a *[RankError] for another rank, the
-// error given to Fail for this one, [ErrClosed] after Close.
+// Err returns nil while the run is healthy. It returns a *[RankError] if another rank failed, the
+// error passed to Fail if this rank failed, and [ErrClosed] after Close.
 func (w *World) Err() error {
 	if !w.made() {
 		return errZero
@@ -201,11 +204,12 @@ func (w *World) Err() error {
 	return w.cause
 }
 
-// Gather hands a value to all ranks and returns those of all, by rank. Every rank must call it with
-// the same key; a key may be used again. It is for small things, such as NCCL's id and addresses.
+// Gather sends a value to all ranks and returns the values of all ranks, indexed by rank. Every rank
+// must call it with the same key. A key may be reused. Gather is meant for small values such as
+// addresses.
 //
-// All values together may have [MaxGather] bytes. Where they have more, or a rank has left, every
-// rank's call returns an error at once, and the run may go on.
+// If the values exceed [MaxGather] bytes in total, or a rank has left the run, Gather returns an
+// error on every rank. The World remains usable.
 func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte, error) {
 	switch {
 	case !w.made():
@@ -228,7 +232,7 @@ func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte,
 	defer w.activity.wait()()
 
 	given := message{Kind: give, Key: turn, Values: [][]byte{value}}
-	if len(value) > MaxGather { // the store says so to all ranks
+	if len(value) > MaxGather { // the store reports the error to all ranks
 		given.Values, given.Bytes = nil, int64(len(value))
 	}
 	w.wire.post(given)
@@ -237,7 +241,7 @@ func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte,
 		return gathered(key, m)
 	case <-w.done:
 		select {
-		case m := <-answer: // it came before the failure
+		case m := <-answer: // received before the failure
 			return gathered(key, m)
 		default:
 			return nil, w.Err()
@@ -247,7 +251,7 @@ func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte,
 	}
 }
 
-// gathered returns what the store has answered.
+// gathered returns the values or the error in the store's answer.
 func gathered(key string, m message) ([][]byte, error) {
 	if m.Text != "" {
 		return nil, fmt.Errorf("comm: gathering %q: %s", key, m.Text)
@@ -261,13 +265,15 @@ func (w *World) Barrier(ctx context.Context, key string) error {
 	return err
 }
 
-// Report says that this rank has come to a step, from 0, and so makes progress. From the first
-// report on, the run must make progress: if no rank reports or is busy ([World.Busy]) for as long as
-// the deadline, all ranks fail with a *[RankError]. It names the rank that has stood still for the
-// longest time without waiting for others ([World.Wait]).
+// Report records that this rank has reached a step, starting from 0.
 //
-// With or without reports, a rank whose process does not run for as long as the deadline, because
-// it or its host is stopped, ends the run in the same way.
+// After the first report, the run must keep making progress. If no rank calls Report or is busy (see
+// [World.Busy]) within the deadline, the run fails with a *[RankError] on every rank. The error names
+// the rank that has gone longest without progress, not counting ranks that wait for others (see
+// [World.Wait]).
+//
+// A process that is suspended for longer than the deadline also fails the run, whether or not it has
+// called Report.
 func (w *World) Report(step int) error {
 	if err := w.Err(); err != nil || w.place.Size == 1 {
 		return err
@@ -277,9 +283,11 @@ func (w *World) Report(step int) error {
 	return nil
 }
 
-// Busy says that this rank is busy with something that may take longer than the deadline, such as
-// "writing a checkpoint", until the function that it returns is called. Meanwhile no rank has to
-// report, since any may be waiting for this one; a process that stops is found all the same.
+// Busy declares work that may take longer than the deadline, such as "writing a checkpoint". The
+// work ends when the returned function is called.
+//
+// Until then, no rank is required to make progress, because the other ranks may be waiting for this
+// one. A suspended process is still detected.
 func (w *World) Busy(what string) (done func()) {
 	if !w.made() || w.place.Size == 1 {
 		return func() {}
@@ -292,8 +300,8 @@ func (w *World) Busy(what string) (done func()) {
 	}
 }
 
-// Wait calls f, which waits for other ranks: this rank is not the one to blame for the time that it
-// takes. Gather and Barrier do so by themselves.
+// Wait calls f, which must do nothing but wait for other ranks. A waiting rank is not blamed for lack
+// of progress. Gather and Barrier are covered automatically.
 func (w *World) Wait(f func() error) error {
 	if f == nil {
 		return errors.New("comm: Wait: the function is nil")
@@ -304,29 +312,29 @@ func (w *World) Wait(f func() error) error {
 	return f()
 }
 
-// tell sends this rank's pulse to the store, if anybody there wants to know.
+// tell sends this rank's pulse to the store if there is a deadline.
 func (w *World) tell() {
 	if w.options.Deadline > 0 && w.wire != nil {
 		w.wire.post(message{Kind: beat, Pulse: w.activity.pulse()})
 	}
 }
 
-// beat sends this rank's pulse, and looks whether rank 0 is alive.
+// beat sends this rank's pulse and checks that rank 0 is alive.
 func (w *World) beat(frozen bool) {
 	if frozen {
 		w.wire.hear()
 		w.activity.excuse()
 	}
 	if d := w.options.Deadline; w.place.Rank > 0 && w.wire.silence() > d {
-		w.end(&RankError{Reason: fmt.Sprintf("hangs: nothing came from it for %v", d)})
+		w.end(&RankError{Reason: fmt.Sprintf("hangs: no message for %v", d)})
 		w.wire.Close()
 		return
 	}
 	w.tell()
 }
 
-// Fail tells the other ranks that this one cannot go on. They end with a *[RankError] that has the
-// text of the cause; this one keeps the cause itself. It waits until the store knows it.
+// Fail reports the failure of this rank to the other ranks, which receive a *[RankError] with the
+// text of the cause. Fail returns once the store has been notified.
 func (w *World) Fail(cause error) {
 	if !w.made() {
 		return
@@ -348,14 +356,14 @@ func (w *World) Fail(cause error) {
 		return
 	}
 	if w.wire != nil {
-		// If it cannot be said, the end of the connection says it.
+		// If this fails, the store notices that the connection has ended.
 		w.wire.post(message{Kind: fail, Text: "failed: " + cause.Error()})
 		w.wire.flush(farewell)
 	}
 }
 
-// Close waits until all ranks have called it, within the timeout, and leaves. After a failure it
-// waits for nobody.
+// Close waits until all ranks have called it, up to the timeout, and disconnects. After a failure, it
+// does not wait.
 func (w *World) Close() error {
 	if !w.made() {
 		return nil
@@ -377,7 +385,7 @@ func (w *World) Close() error {
 	return errors.Join(err, w.abandon())
 }
 
-// farewell is how long rank 0 waits for the others to hear why the run ends.
+// farewell limits the wait for other ranks to receive the reason for a failure.
 const farewell = 3 * time.Second
 
 // abandon closes connections.
@@ -392,7 +400,7 @@ func (w *World) abandon() error {
 	return err
 }
 
-// listen takes what the store says until the connection ends.
+// listen handles messages from the store until the connection ends.
 func (w *World) listen() {
 	for {
 		m, err := w.wire.receive(maxHead, MaxGather)
@@ -417,7 +425,7 @@ func (w *World) listen() {
 	}
 }
 
-// lose ends the run because of the connection to rank 0.
+// lose ends the run after the connection to rank 0 has failed.
 func (w *World) lose(err error) error {
 	reason := "died: the connection to it ended"
 	if !errors.Is(err, io.EOF) {
@@ -426,7 +434,7 @@ func (w *World) lose(err error) error {
 	return w.end(&RankError{Reason: reason})
 }
 
-// end sets the cause, unless there is one, and returns the one that counts.
+// end sets the cause unless one is already set, and returns it.
 func (w *World) end(cause error) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -437,12 +445,12 @@ func (w *World) end(cause error) error {
 	return w.cause
 }
 
-// ExitPeer is the exit code of a process that ends because another rank failed. Package launch
-// looks for the one that is to blame among the others.
+// ExitPeer is the exit code of a process that ended because another rank failed. Package launch
+// uses it to find the process that failed first.
 const ExitPeer = 75
 
-// ExitCode is the exit code for a program's error: 0 for nil, ExitPeer where another rank failed, 1
-// otherwise.
+// ExitCode returns the exit code for a program's error: 0 for nil, ExitPeer if another rank failed,
+// and 1 otherwise.
 func ExitCode(err error) int {
 	var peer *RankError
 	switch {

@@ -181,7 +181,7 @@ func TestRankZeroIsMissing(t *testing.T) {
 	require.ErrorIs(t, err, stopped)
 }
 
-// join tries to join a run once, as a process with that place does.
+// tryJoin tries once to join a run with the given place.
 func tryJoin(t *testing.T, p Place) error {
 	t.Helper()
 	id, err := channel.New(string(p.Secret))
@@ -195,7 +195,7 @@ func tryJoin(t *testing.T, p Place) error {
 	return errors.Join(failures...)
 }
 
-// open starts rank 0's store, for ranks that a test plays itself.
+// open starts the store of a run without joining as rank 0.
 func open(t *testing.T, p Place, deadline time.Duration) *store {
 	t.Helper()
 	id, err := channel.New(string(p.Secret))
@@ -206,9 +206,8 @@ func open(t *testing.T, p Place, deadline time.Duration) *store {
 	return s
 }
 
-// TestTakenPorts joins where the first ports are taken by another run's rank 0, by one with the
-// same secret, by a program that says nothing of use, by one that hangs up and by one that says
-// nothing at all.
+// TestTakenPorts joins a run whose first ports are taken: by a run with another secret, by a run with
+// the same secret, and by programs that send garbage, close connections or never answer.
 func TestTakenPorts(t *testing.T) {
 	p := places(t, 2)
 	another, namesake := p[0], p[0]
@@ -220,7 +219,7 @@ func TestTakenPorts(t *testing.T) {
 		l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1",
 			strconv.Itoa(p[0].MasterPort+2+i)))
 		if err != nil {
-			continue // another program has it
+			continue // taken by an unrelated program
 		}
 		defer l.Close()
 		go func() {
@@ -247,10 +246,10 @@ func TestTakenPorts(t *testing.T) {
 	})
 	require.NoError(t, errors.Join(errs...))
 	require.Less(t, time.Since(began), channel.HandshakeTimeout/2,
-		"a port that does not answer has held up the ranks")
+		"an unresponsive port delayed the ranks")
 }
 
-// TestRefusals covers the processes that know the secret and do not fit into the run.
+// TestRefusals tries to join with the right secret and a place that does not fit the run.
 func TestRefusals(t *testing.T) {
 	p := places(t, 3)
 	s := open(t, p[0], 0)

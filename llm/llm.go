@@ -135,7 +135,7 @@ type (
 	Stepper = engine.Stepper
 	// Parallel is an engine of one of several processes: [engine.Parallel].
 	Parallel = engine.Parallel
-	// Busier is one that ends the run when a process makes no progress: [engine.Busier].
+	// Busier is a Parallel engine that can declare long work: [engine.Busier].
 	Busier = engine.Busier
 	// ParallelStepper is one whose update does not wait for losses: [engine.ParallelStepper].
 	ParallelStepper = engine.ParallelStepper

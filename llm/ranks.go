@@ -37,8 +37,7 @@ func (t *Trainer) agree(err error) error {
 	return ranks.FirstError(err, all, failed)
 }
 
-// busy tells the other ranks that this one is busy with what may take long, until the function that
-// it returns is called.
+// busy declares long work outside a step until done is called.
 func (t *Trainer) busy(what string) (done func()) {
 	if e, ok := t.engine.(Busier); ok {
 		return e.Busy(what)

@@ -3,10 +3,10 @@
 //
 // Each process gets what package comm reads: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
 // MASTER_ADDR and MASTER_PORT, as torchrun sets them, and the secret of the run in KASMINA_SECRET.
-// For processes of one host the secret is a random one, unless the job's environment has one; for
-// those of several hosts it must have one, the same everywhere. Secrets travel in the environment
-// alone, which other users of a host cannot read. The output of a process is handed on line by line
-// with the rank in front.
+// If the job's environment has no secret, a run on a single host gets a random one, and a run on
+// several hosts fails, since all hosts need the same secret. The secret is passed only in the
+// environment, which other users cannot read. Each line of output is prefixed with the rank that
+// wrote it.
 //
 // When a process dies the others are asked to end (SIGTERM), and after the grace time they are
 // ended (SIGKILL), with whatever they have started. The [Error] says which process died first, why,
@@ -146,7 +146,7 @@ func (j *Job) place(local int) comm.Place {
 		MasterPort: j.Node.MasterPort, Secret: j.secret}
 }
 
-// getenv reads the job's environment. Of two values the last counts, as for a process.
+// getenv returns a variable of the job's environment. The last of several values applies.
 func (j *Job) getenv(name string) string {
 	for _, variable := range slices.Backward(j.Env) {
 		if value, ok := strings.CutPrefix(variable, name+"="); ok {

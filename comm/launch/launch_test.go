@@ -158,8 +158,8 @@ func TestPlaces(t *testing.T) {
 	require.GreaterOrEqual(t, len(seen[0][comm.SecretVariable]), 22)
 }
 
-// TestSecretOfARun: each run has a secret of its own, which its processes find in their environment
-// and nobody in their arguments or in what the launcher says of them.
+// TestSecretOfARun checks that each run gets a new secret, which appears in the environment of its
+// processes but not in their arguments or in the launcher's error.
 func TestSecretOfARun(t *testing.T) {
 	seen := map[string]bool{}
 	for range 3 {
@@ -194,7 +194,7 @@ func TestTrainerNode(t *testing.T) {
 	require.Equal(t, 4, per)
 	require.Equal(t, Node{1, 2, "kasmina-node-0-0.kasmina", 29400}, n)
 
-	// The nodes cannot agree on a secret by themselves.
+	// Several nodes need the same secret, which the launcher cannot create.
 	j, stdout, _ := job(t, "environment", per)
 	j.Node = n
 	err = Run(t.Context(), j)

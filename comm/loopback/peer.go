@@ -209,21 +209,20 @@ func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
 	return g, nil
 }
 
-// An invitation says where a rank listens, and the word that it wants to hear. The word tells the
-// ranks of this group from those of another with the same secret.
+// An invitation contains the address of a rank's listener, and a random word that identifies this
+// group among groups with the same secret.
 type invitation struct {
 	Address string
 	Word    [16]byte
 }
 
-// A greeting is what a rank says to one that it connects to.
+// A greeting is the first message of a rank that connects to another.
 type greeting struct {
 	Word [16]byte
 	Rank uint32
 }
 
-// connect makes a connection to every other rank: the higher rank calls the lower one. Both ends
-// know the world's secret.
+// connect makes an authenticated connection to every other rank. The higher rank dials the lower one.
 func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 	conns = make([]net.Conn, w.Size())
 	defer func() {
@@ -256,7 +255,7 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 	defer context.AfterFunc(ctx, func() { listener.Close() })()
 	go func() {
 		select {
-		case <-w.Done(): // a rank that is gone will not call
+		case <-w.Done(): // a failed rank will not connect
 			cancel()
 		case <-ctx.Done():
 		}
@@ -298,7 +297,7 @@ func closeAll(conns []net.Conn) {
 	}
 }
 
-// hear returns which higher rank calls.
+// hear reads the greeting of a higher rank.
 func hear(conn net.Conn, word [16]byte, w *comm.World) (rank int, ok bool) {
 	var heard greeting
 	if conn.SetReadDeadline(time.Now().Add(channel.HandshakeTimeout)) != nil ||

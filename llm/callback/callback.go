@@ -45,7 +45,7 @@ type Run interface {
 	Parallel() bool // whether there may be others
 	Writes() bool   // whether this process does: it is the only one, or rank 0
 	Agree(err error) error
-	Busy(what string) (done func()) // tells the other ranks what takes long
+	Busy(what string) (done func()) // declares long work to the other ranks
 
 	AddSaver()  // a callback that saves
 	Saves() int // that have been asked for

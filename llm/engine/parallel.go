@@ -31,11 +31,11 @@ type Parallel interface {
 	Own() ([]optim.Part, error)
 }
 
-// Busier is an engine of several ranks that end the run when one of them makes no progress.
+// Busier is a Parallel engine whose run fails if its ranks make no progress.
 type Busier interface {
 	Parallel
-	// Busy says that this rank is busy outside of a step with something that may take long, such as
-	// "writing a checkpoint", until the function that it returns is called.
+	// Busy declares long work outside a step, such as "writing a checkpoint". The work ends when
+	// done is called.
 	Busy(what string) (done func())
 }
 

@@ -164,7 +164,7 @@ func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []cudaops.C
 	return others(append([]cudaops.Choice{}, ways...))
 }
 
-// Busy is the method of [llm.Busier].
+// Busy implements [llm.Busier].
 func (r ranked) Busy(what string) (done func()) { return r.team.Busy(what) }
 
 func (r ranked) Rank() int                               { return r.team.Rank() }
@@ -287,7 +287,7 @@ func (r ranked) Loss(b data.Batch) (float64, error) {
 	return r.engine.Loss(b)
 }
 
-// Decoder is the method of [llm.Engine]. Every token that is drawn is progress.
+// Decoder implements [llm.Engine]. Drawing a token counts as progress.
 func (r ranked) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
 	next, err := r.engine.Decoder()
 	return r.team.Drawing(next), err

@@ -48,7 +48,7 @@ func TestRanksEnd(t *testing.T) {
 		want   string
 	}{
 		"killed":  {syscall.SIGKILL, 10 * time.Second, "rank 1"},
-		"stopped": {syscall.SIGSTOP, rankSilence + 10*time.Second, "hangs: nothing came from it"},
+		"stopped": {syscall.SIGSTOP, rankSilence + 10*time.Second, "hangs: no message"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir, out, ended := t.TempDir(), &sign{started: make(chan struct{})}, make(chan error, 1)

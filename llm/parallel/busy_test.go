@@ -20,10 +20,10 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// silence is the deadline of the tests below: far more than a step takes.
+// silence is a deadline much longer than a step.
 const silence = time.Second
 
-// slow is an engine on which what is not a step takes a long time.
+// slow is an engine on which work outside of steps takes long.
 type slow struct {
 	llm.Parallel
 	gather, loss, token time.Duration
@@ -39,7 +39,7 @@ func (s slow) sleep(d time.Duration) {
 
 func (s slow) Busy(what string) (done func()) { return s.Parallel.(llm.Busier).Busy(what) }
 
-// Gather is a part of every save.
+// Gather is part of every save.
 func (s slow) Gather() error {
 	s.sleep(s.gather)
 	return s.Parallel.Gather()
@@ -63,12 +63,12 @@ func (s slow) Decoder() (func(ctx context.Context, tokens []int) (any, error), e
 	}, err
 }
 
-// TestLongWorkOutsideOfSteps: where a rank saves, evaluates, samples or finishes for much longer
-// than a rank may be silent, the others wait for it, and the run ends well.
+// TestLongWorkOutsideOfSteps checks that a run succeeds although a rank spends several deadlines on
+// saving, evaluating, sampling or writing the final model.
 func TestLongWorkOutsideOfSteps(t *testing.T) {
 	const long = 5 * silence
 	type work struct {
-		rank   int // that takes long
+		rank   int // the slow rank
 		engine slow
 		parts  bool
 		add    func(t *testing.T, tr *llm.Trainer) error

@@ -45,12 +45,11 @@
 //
 // # What fails
 //
-// An error of a batch is an error of all ranks. When a rank dies, or its run ends with an error of
-// its own ([Team.Close]), the runs of all end with a *comm.RankError that names it, also where they
-// wait for it. So they do when a rank hangs, or its process does not run any more, for longer than
-// comm.Options.Deadline.
+// An error in a batch is returned on all ranks. If a rank dies or ends its run with an error (see
+// [Team.Close]), the run ends on all ranks with a *comm.RankError that names it, even if they are
+// waiting for that rank. The same happens if a rank hangs for longer than comm.Options.Deadline.
 //
-// Steps, evaluations and samples report their progress. Saving and making an engine say that they
-// are busy, and a callback that takes long must do so too ([Team.Busy]): the others then wait for it
-// without a limit.
+// Steps, evaluations and samples report progress. Saving a checkpoint and making an engine are
+// declared as long work, for which the other ranks wait without limit. Callbacks that may take
+// longer than the deadline must declare this with [Team.Busy].
 package parallel

@@ -146,7 +146,7 @@ func (e *engine) Name() string {
 func (e *engine) Rank() int  { return e.team.Rank() }
 func (e *engine) Ranks() int { return e.team.Size() }
 
-// Busy is the method of [llm.Busier].
+// Busy implements [llm.Busier].
 func (e *engine) Busy(what string) (done func()) { return e.team.Busy(what) }
 
 func (e *engine) Exchange(value []byte) ([][]byte, error) { return e.team.Exchange(value) }
@@ -388,7 +388,7 @@ func (e *engine) Loss(b data.Batch) (float64, error) {
 	return e.Inference.Loss(b)
 }
 
-// Decoder is the method of [llm.Engine]. Every token that is drawn is progress.
+// Decoder implements [llm.Engine]. Drawing a token counts as progress.
 func (e *engine) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
 	next, err := e.Inference.Decoder()
 	return e.team.Drawing(next), err

@@ -238,7 +238,7 @@ func TestStoppedRank(t *testing.T) {
 	require.Less(t, time.Since(from), deadline+10*time.Second)
 	require.Error(t, err)
 	require.Contains(t, out.text.String(), "rank 1 (process")
-	require.Contains(t, out.text.String(), "hangs: nothing came from it for 2s")
+	require.Contains(t, out.text.String(), "hangs: no message for 2s")
 	require.Empty(t, children(t))
 }
 

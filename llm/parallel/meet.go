@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// Deadline is how long a rank may be silent, or all make no progress, before the run ends, unless
-// something else is asked for. Work that says so may take longer: see [Team.Busy].
+// Deadline is the default time after which a silent rank, or a run without progress, fails. Work
+// declared with [Team.Busy] may take longer.
 const Deadline = 5 * time.Minute
 
 // Meet meets the other processes of a run, as the environment says (comm.FromEnvironment, getenv

@@ -134,8 +134,8 @@ func (t *Team) Failed() bool { return t.world.Err() != nil }
 // Progress tells rank 0 that this rank is at work, in what may take long.
 func (t *Team) Progress() error { return t.progress() }
 
-// Drawing returns next, which an engine's Decoder has returned, such that every call tells rank 0
-// that this rank is at work. It is nil if next is.
+// Drawing wraps a function returned by an engine's Decoder so that each call reports progress. It
+// returns nil if next is nil.
 func (t *Team) Drawing(next func(ctx context.Context, tokens []int) (any, error)) func(
 	ctx context.Context, tokens []int) (any, error) {
 	if t == nil || t.world == nil || next == nil {
@@ -149,9 +149,8 @@ func (t *Team) Drawing(next func(ctx context.Context, tokens []int) (any, error)
 	}
 }
 
-// Busy says that this rank is busy with something that may take longer than comm.Options.Deadline,
-// such as "writing a checkpoint", until the function that it returns is called: see
-// [comm.World.Busy]. Without a team it does nothing.
+// Busy declares work that may take longer than the deadline, such as "writing a checkpoint". The work
+// ends when the returned function is called. See [comm.World.Busy]. A nil Team does nothing.
 func (t *Team) Busy(what string) (done func()) {
 	if t == nil {
 		return func() {}

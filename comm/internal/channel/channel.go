@@ -1,27 +1,26 @@
 // Package channel authenticates and encrypts the connections between the ranks of a run.
 //
-// Every rank knows the run's secret. Both ends of a connection speak TLS 1.3 and present a
-// certificate for the same ed25519 key, which HKDF-SHA-256 derives from the secret. Each end
-// accepts this one public key and nothing else, so certificate authorities, host names and clocks
-// play no part.
+// Every rank knows the run's secret. Both ends of a connection use TLS 1.3 and present a certificate
+// for the same ed25519 key, which is derived from the secret with HKDF-SHA-256. Each end accepts only
+// this public key, so certificate authorities, host names and clocks are irrelevant.
 //
 // # Why TLS
 //
-// The alternative is an HMAC over every message, with a key for each connection and direction and a
-// number for each message. It would need a key exchange, a transcript of it, a nonce from either
-// side and a wire format of our own, and would leave the data readable. TLS 1.3 has all of these
-// and has been analyzed far more than our protocol would be. It rejects a changed, repeated,
-// reordered or reflected record. Both sides contribute fresh keys, so a recording of one connection
-// is worthless in another, and a secret that leaks later does not decrypt it.
+// The alternative would be an HMAC over every message, with separate keys for each connection and
+// direction and a sequence number in each message. It would require our own key exchange and wire
+// format, and would leave the data readable. TLS 1.3 provides all of this and has been analyzed
+// thoroughly. It rejects modified, repeated, reordered and reflected records. Each connection uses
+// fresh keys, so a recorded connection cannot be replayed, and leaking the secret later does not
+// decrypt it.
 //
-// # What it does not do
+// # Limits
 //
-// Whoever knows the secret is trusted: it may claim to be any rank. The caller has to check that
-// two of them belong to the same run.
+// Every process that knows the secret is trusted and may claim to be any rank. The caller must check
+// that both ends belong to the same run.
 //
-// The certificate of a listener goes to anybody who asks for it. It lets a stranger test guesses of
-// the secret offline, which is hopeless against a random secret (see [MinSecret]) and easy against
-// a word.
+// A listener presents its certificate to any client, which allows a stranger to test guesses of the
+// secret offline. This is hopeless for a random secret (see [MinSecret]) but easy for a dictionary
+// word.
 package channel
 
 import (
@@ -39,34 +38,32 @@ import (
 	"time"
 )
 
-// MinSecret is the least number of characters in a secret: 128 random bits in base64.
+// MinSecret is the minimum length of a secret: 128 random bits in base64.
 const MinSecret = 22
 
-// ErrStranger is the error of a connection whose other end does not prove that it knows the secret.
-var ErrStranger = errors.New("what answers there does not know this run's secret: it is " +
-	"another run, another program, or a process with another secret")
+// ErrStranger reports that the peer did not prove knowledge of the secret.
+var ErrStranger = errors.New("the peer does not know this run's secret: it is another run, another " +
+	"program, or a process with another secret")
 
-// HandshakeTimeout is how long either end of a connection waits for the other to prove that it
-// knows the secret.
+// HandshakeTimeout limits the time for a peer to prove knowledge of the secret.
 const HandshakeTimeout = 10 * time.Second
 
-// protocol names what is spoken inside of the connection. Ends that speak different versions
-// refuse each other.
+// protocol identifies the protocol spoken over a connection. Peers with different versions refuse
+// each other.
 const protocol = "kasmina-comm/2"
 
-// KeepAlive lets the kernel notice within 15 seconds that a host is gone. It does not depend on how
-// busy the process at the other end is.
+// KeepAlive lets the kernel detect a dead host within 15 seconds, no matter how busy the peer process
+// is.
 var KeepAlive = net.KeepAliveConfig{Enable: true, Idle: 5 * time.Second,
 	Interval: 5 * time.Second, Count: 2}
 
-// An Identity is the ability to prove knowledge of a secret. Its methods may be called from any
-// goroutine.
+// An Identity proves knowledge of a secret. Its methods are safe for concurrent use.
 type Identity struct {
 	config  *tls.Config
-	timeout time.Duration // HandshakeTimeout, but in tests
+	timeout time.Duration // HandshakeTimeout except in tests
 }
 
-// New derives the identity that everybody with the secret shares.
+// New derives the identity shared by all holders of the secret.
 func New(secret string) (*Identity, error) {
 	if len(secret) < MinSecret {
 		return nil, fmt.Errorf("a secret of %d characters, want at least %d", len(secret),
@@ -81,7 +78,7 @@ func New(secret string) (*Identity, error) {
 	private := ed25519.NewKeyFromSeed(seed)
 	public := private.Public().(ed25519.PublicKey)
 
-	// Nobody looks at anything in the certificate but its key.
+	// Only the key in the certificate matters.
 	template := &x509.Certificate{SerialNumber: big.NewInt(1), NotBefore: time.Unix(0, 0),
 		NotAfter: time.Date(9999, time.December, 31, 0, 0, 0, 0, time.UTC)}
 	certificate, err := x509.CreateCertificate(rand.Reader, template, template, public, private)
@@ -97,8 +94,8 @@ func New(secret string) (*Identity, error) {
 		ClientAuth:             tls.RequireAnyClientCert,
 		SessionTicketsDisabled: true,
 
-		// The usual verification asks who issued a certificate. VerifyConnection replaces it: it
-		// runs on both sides, and TLS itself verifies that the peer has the private key.
+		// VerifyConnection replaces verification of the certificate chain on both sides. TLS
+		// still verifies that the peer has the private key.
 		InsecureSkipVerify: true,
 		VerifyConnection: func(s tls.ConnectionState) error {
 			if s.NegotiatedProtocol != protocol || len(s.PeerCertificates) == 0 ||
@@ -110,9 +107,8 @@ func New(secret string) (*Identity, error) {
 	}}, nil
 }
 
-// Dial connects to an address and returns once the listener there has proved that it knows the
-// secret. The listener may still find that this side does not: reading from the connection then
-// fails.
+// Dial connects to an address and verifies that the listener knows the secret. If the listener in
+// turn rejects this side, the first Read from the connection fails.
 func (id *Identity) Dial(ctx context.Context, address string) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, id.timeout)
 	defer cancel()
@@ -130,7 +126,7 @@ func (id *Identity) Dial(ctx context.Context, address string) (net.Conn, error) 
 	return secured, nil
 }
 
-// explain replaces what TLS says of a peer that speaks something else, which helps nobody.
+// explain wraps TLS errors caused by an unrelated program or another secret in ErrStranger.
 func explain(err error) error {
 	var record tls.RecordHeaderError
 	var alert tls.AlertError

@@ -19,7 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// patience is far more than anything here takes.
+// patience is much longer than any operation in these tests.
 const patience = time.Minute
 
 const secret = "a secret that only the ranks know"
@@ -31,7 +31,7 @@ func identity(t *testing.T, secret string) *Identity {
 	return id
 }
 
-// listening returns a listener at the loopback address, and that address.
+// listening returns a listener on the loopback interface and its address.
 func listening(t *testing.T, id *Identity) (*Listener, string) {
 	t.Helper()
 	l, err := id.Listen("127.0.0.1:0")
@@ -40,7 +40,7 @@ func listening(t *testing.T, id *Identity) (*Listener, string) {
 	return l, l.Addrs()[0].String()
 }
 
-// accept returns the connections that a listener accepts.
+// accept returns a channel of the connections that a listener accepts.
 func accept(l *Listener) <-chan net.Conn {
 	conns := make(chan net.Conn, 100)
 	go func() {
@@ -55,7 +55,7 @@ func accept(l *Listener) <-chan net.Conn {
 	return conns
 }
 
-// works wants a connection to carry data both ways.
+// works checks that data can be sent in both directions.
 func works(t *testing.T, a, b net.Conn) {
 	t.Helper()
 	sent := make([]byte, 100_000)
@@ -91,7 +91,7 @@ func TestShortSecret(t *testing.T) {
 	require.ErrorContains(t, err, "a secret of 8 characters, want at least 22")
 }
 
-// refuses wants a listener to accept nothing from a stranger, and to accept the next rank.
+// refuses checks that a listener accepts no connection during an attack, and accepts a rank after it.
 func refuses(t *testing.T, id *Identity, attack func(address string)) {
 	t.Helper()
 	l, address := listening(t, id)
@@ -102,15 +102,15 @@ func refuses(t *testing.T, id *Identity, attack func(address string)) {
 	defer a.Close()
 	select {
 	case b := <-conns:
-		works(t, a, b) // so it was not the stranger
+		works(t, a, b) // b is not the stranger's
 		b.Close()
 	case <-time.After(patience):
-		t.Fatal("the listener accepts nobody after the attack")
+		t.Fatal("the listener no longer accepts connections")
 	}
 	require.Empty(t, conns, "the stranger was accepted")
 }
 
-// TestStrangers: nobody gets in without the secret, whatever else he knows.
+// TestStrangers tries to connect to a listener without the secret.
 func TestStrangers(t *testing.T) {
 	id := identity(t, secret)
 
@@ -121,18 +121,18 @@ func TestStrangers(t *testing.T) {
 		})
 	})
 
-	t.Run("does not care who listens", func(t *testing.T) {
+	t.Run("another key", func(t *testing.T) {
 		_, key, err := ed25519.GenerateKey(rand.Reader)
 		require.NoError(t, err)
 		template := &x509.Certificate{SerialNumber: big.NewInt(1)}
 		certificate, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
 		require.NoError(t, err)
 		own := []tls.Certificate{{Certificate: [][]byte{certificate}, PrivateKey: key}}
-		// The certificate of the run is public, its key is not.
+		// The run's certificate is public, but its private key is not.
 		stolen := []tls.Certificate{{Certificate: id.config.Certificates[0].Certificate, PrivateKey: key}}
 
 		for name, certificates := range map[string][]tls.Certificate{
-			"no certificate": nil, "its own": own, "the run's with its own key": stolen} {
+			"no certificate": nil, "own certificate": own, "the run's certificate": stolen} {
 			for _, protocols := range [][]string{{protocol}, {"h2"}, nil} {
 				refuses(t, id, func(address string) {
 					conn, err := tls.Dial("tcp", address, &tls.Config{InsecureSkipVerify: true,
@@ -141,7 +141,8 @@ func TestStrangers(t *testing.T) {
 						return // refused in the handshake
 					}
 					defer conn.Close()
-					_, err = conn.Read(make([]byte, 1)) // which tells what the other end thinks
+					// The server verifies the client only after the client's handshake has ended.
+					_, err = conn.Read(make([]byte, 1))
 					require.Error(t, err, "%s, %v", name, protocols)
 				})
 			}
@@ -169,7 +170,7 @@ func TestStrangers(t *testing.T) {
 	})
 }
 
-// TestStrangerListens: a rank finds out who listens before it says anything.
+// TestStrangerListens dials listeners that do not know the secret.
 func TestStrangerListens(t *testing.T) {
 	id := identity(t, secret)
 	_, address := listening(t, identity(t, secret+"?"))
@@ -192,8 +193,8 @@ func TestStrangerListens(t *testing.T) {
 	require.ErrorIs(t, err, ErrStranger)
 }
 
-// between relays the next connection to an address, and lets change see and change what passes
-// from the one that dials (up) or to it. It returns where to dial.
+// between relays one connection to the given address and returns the address of the relay. All data
+// passes through change, whose argument up is true for data from the dialing side.
 func between(t *testing.T, to string, change func(up bool, b []byte) []byte) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -229,14 +230,13 @@ func between(t *testing.T, to string, change func(up bool, b []byte) []byte) str
 	return l.Addr().String()
 }
 
-// TestRelay: one who passes everything on reads nothing, and can change nothing unnoticed.
+// TestRelay checks that a relay can neither read the data nor modify it unnoticed.
 func TestRelay(t *testing.T) {
 	id := identity(t, secret)
-	id.timeout = time.Second // where a length was changed, an end waits for more
+	id.timeout = time.Second // a modified length makes a peer wait for more data
 	text := []byte("what the ranks say to each other")
 
-	// exchange sends the text from the dialing side and back, through a relay. heard is what either
-	// side takes for the text of the other.
+	// exchange sends the text in both directions through a relay. It returns the texts received.
 	exchange := func(t *testing.T, change func(up bool, b []byte) []byte) (heard [][]byte, errs error) {
 		l, address := listening(t, id)
 		relay := between(t, address, change)
@@ -306,14 +306,14 @@ func TestRelay(t *testing.T) {
 					return b
 				})
 				for _, h := range heard {
-					require.Equal(t, text, h, "a changed message was taken for one of a rank")
+					require.Equal(t, text, h, "a modified message was accepted")
 				}
 				if !changed {
-					break // at is behind all that was said
+					break // at is beyond the end of the data
 				}
-				// What follows the text may be changed: that the other end hangs up.
+				// A change to what follows the text, the closing alert, does no harm.
 				require.True(t, err != nil || len(heard) == 2,
-					"byte %d was changed unnoticed, up: %v", at, up)
+					"a change to byte %d went unnoticed, up: %v", at, up)
 			}
 		}
 	})
@@ -332,7 +332,7 @@ func TestRelay(t *testing.T) {
 	})
 }
 
-// TestReplay: a recording of a rank's connection, played again, gets nobody in.
+// TestReplay replays a recording of a rank's connection.
 func TestReplay(t *testing.T) {
 	id := identity(t, secret)
 	l, address := listening(t, id)
@@ -367,7 +367,7 @@ func TestReplay(t *testing.T) {
 	})
 }
 
-// TestReflection: one who gives a rank its own words back is not taken for another rank.
+// TestReflection sends a rank's own data back to it.
 func TestReflection(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -385,7 +385,7 @@ func TestReflection(t *testing.T) {
 	require.Error(t, err)
 }
 
-// TestFlood: connections that say nothing do not keep a rank out, however many there are.
+// TestFlood opens many more idle connections than the listener keeps.
 func TestFlood(t *testing.T) {
 	id := identity(t, secret)
 	refuses(t, id, func(address string) {
@@ -397,8 +397,8 @@ func TestFlood(t *testing.T) {
 	})
 }
 
-// TestFloodIsBounded: of those who say nothing the oldest make room, and those of an address that
-// has few stay.
+// TestFloodIsBounded checks that a flood is limited to MaxPending connections and displaces only
+// connections from the same address.
 func TestFloodIsBounded(t *testing.T) {
 	l, address := listening(t, identity(t, secret))
 	dial := func(from string) net.Conn {
@@ -425,7 +425,7 @@ func TestFloodIsBounded(t *testing.T) {
 		require.LessOrEqual(t, pending(), MaxPending)
 	}
 
-	// The other address has lost its oldest connection, this one none.
+	// Only the flooding address has lost a connection.
 	require.NoError(t, oldest.SetReadDeadline(time.Now().Add(patience)))
 	_, err := oldest.Read(make([]byte, 1))
 	require.Error(t, err)
@@ -440,7 +440,7 @@ func isTimeout(err error) bool {
 	return errors.As(err, &timeout) && timeout.Timeout()
 }
 
-// TestSlowLoris: one who says a byte now and then is cut off in time.
+// TestSlowLoris sends a handshake one byte at a time. The listener must give up in time.
 func TestSlowLoris(t *testing.T) {
 	id := identity(t, secret)
 	id.timeout = 300 * time.Millisecond
@@ -455,10 +455,10 @@ func TestSlowLoris(t *testing.T) {
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
-	require.Error(t, err, "the listener has waited for %v", time.Since(began))
+	require.Error(t, err, "the listener still waits after %v", time.Since(began))
 }
 
-// TestDialGivesUp: a rank does not wait for ever for one who listens and says nothing.
+// TestDialGivesUp dials a program that never answers.
 func TestDialGivesUp(t *testing.T) {
 	id := identity(t, secret)
 	id.timeout = 100 * time.Millisecond

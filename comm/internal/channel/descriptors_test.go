@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// fewVariable makes the test's binary a process that may open few files.
+// fewVariable makes the test binary run acceptWithFew.
 const fewVariable = "KASMINA_CHANNEL_FEW"
 
 func TestMain(m *testing.M) {
@@ -29,8 +29,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestNoDescriptors: a listener goes on when strangers have used up all file descriptors of the
-// process, while their connections are open and after.
+// TestNoDescriptors checks that a listener recovers after strangers have exhausted the process's file
+// descriptors.
 func TestNoDescriptors(t *testing.T) {
 	self, err := os.Executable()
 	require.NoError(t, err)
@@ -55,7 +55,7 @@ func acceptWithFew() error {
 	}
 	conns := accept(l)
 
-	// This process is both sides: what the strangers open counts, too.
+	// The strangers' ends of the connections count too, since they are in the same process.
 	limit.Cur = 60
 	if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
 		return err
@@ -69,15 +69,15 @@ func acceptWithFew() error {
 		strangers = append(strangers, conn)
 	}
 	if len(strangers) < 10 || len(strangers) == 100 {
-		return fmt.Errorf("%d connections of strangers: the descriptors have not run out",
+		return fmt.Errorf("%d connections did not exhaust the file descriptors",
 			len(strangers))
 	}
-	time.Sleep(200 * time.Millisecond) // accepting fails meanwhile
+	time.Sleep(200 * time.Millisecond) // let Accept fail
 	for _, conn := range strangers {
 		conn.Close()
 	}
 
-	// A connection that came while accepting failed may still be in the way of this one.
+	// Connections from the attack may still be queued in the kernel.
 	deadline := time.Now().Add(patience)
 	for {
 		var conn net.Conn
@@ -86,7 +86,7 @@ func acceptWithFew() error {
 			break
 		}
 		if time.Now().After(deadline) {
-			return fmt.Errorf("the listener accepts nobody any more: %w", err)
+			return fmt.Errorf("the listener no longer accepts connections: %w", err)
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
@@ -94,6 +94,6 @@ func acceptWithFew() error {
 	case <-conns:
 		return nil
 	case <-time.After(patience):
-		return fmt.Errorf("the listener has not accepted the rank")
+		return fmt.Errorf("the listener did not accept the rank")
 	}
 }

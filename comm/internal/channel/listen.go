@@ -9,13 +9,13 @@ import (
 	"time"
 )
 
-// MaxPending is the number of connections that a [Listener] holds whose other ends have not proved
-// yet that they know the secret.
+// MaxPending is the maximum number of unauthenticated connections that a [Listener] keeps.
 const MaxPending = 256
 
-// A Listener accepts connections from those who know the secret. Strangers cannot use it up: each
-// has [HandshakeTimeout] to prove itself, and where [MaxPending] of them wait, or the process has
-// no file descriptor left, the oldest of the address that has the most of them gives way.
+// A Listener accepts connections from peers that know the secret. Strangers cannot exhaust it: each
+// connection must authenticate within [HandshakeTimeout]. If more than [MaxPending] connections are
+// unauthenticated, or the process runs out of file descriptors, the listener drops the oldest
+// connection of the remote address that has the most.
 type Listener struct {
 	id        *Identity
 	listeners []net.Listener
@@ -23,17 +23,16 @@ type Listener struct {
 	closed    chan struct{}
 
 	mu      sync.Mutex
-	pending []pending // the oldest first
+	pending []pending // oldest first
 }
 
-// A pending connection is one whose other end has not proved itself yet.
+// A pending connection has not been authenticated yet.
 type pending struct {
 	conn net.Conn
-	host string // of the other end
+	host string // remote address without port
 }
 
-// Listen listens at every address, each a host with a port. Where one of them cannot be listened
-// at, it returns the error and listens at none.
+// Listen listens on all of the given host:port addresses, or on none if it returns an error.
 func (id *Identity) Listen(addresses ...string) (*Listener, error) {
 	config := net.ListenConfig{KeepAliveConfig: KeepAlive}
 	l := &Listener{id: id, accepted: make(chan net.Conn), closed: make(chan struct{})}
@@ -52,7 +51,7 @@ func (id *Identity) Listen(addresses ...string) (*Listener, error) {
 	return l, nil
 }
 
-// Addrs returns the addresses that the listener is bound to.
+// Addrs returns the addresses on which the listener listens.
 func (l *Listener) Addrs() (addrs []net.Addr) {
 	for _, listener := range l.listeners {
 		addrs = append(addrs, listener.Addr())
@@ -60,8 +59,7 @@ func (l *Listener) Addrs() (addrs []net.Addr) {
 	return addrs
 }
 
-// Accept waits for the next connection whose other end knows the secret. After Close it returns
-// net.ErrClosed.
+// Accept returns the next authenticated connection. After Close, it returns net.ErrClosed.
 func (l *Listener) Accept() (net.Conn, error) {
 	select {
 	case conn := <-l.accepted:
@@ -71,8 +69,8 @@ func (l *Listener) Accept() (net.Conn, error) {
 	}
 }
 
-// Close stops listening and cuts the connections that Accept has not returned. It may be called
-// again.
+// Close stops listening and closes all connections that Accept has not returned. It may be called
+// more than once.
 func (l *Listener) Close() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -95,7 +93,7 @@ func (l *Listener) Close() error {
 	return err
 }
 
-// The pauses between attempts to accept a connection, as in net/http.
+// The delays after failing to accept a connection, as in net/http.
 const (
 	firstPause = 5 * time.Millisecond
 	lastPause  = time.Second
@@ -112,8 +110,8 @@ func (l *Listener) serve(listener net.Listener) {
 			continue
 		}
 
-		// The process may have run out of descriptors, or the peer may be gone already. Neither
-		// lasts. A connection of a stranger makes room for one of a rank.
+		// The process may have run out of file descriptors, or the peer may have disconnected.
+		// Both are temporary. Dropping a stranger's connection frees a descriptor.
 		l.mu.Lock()
 		l.evict()
 		l.mu.Unlock()
@@ -126,7 +124,7 @@ func (l *Listener) serve(listener net.Listener) {
 	}
 }
 
-// greet lets Accept return a connection once its other end has proved that it knows the secret.
+// greet authenticates a connection and passes it to Accept.
 func (l *Listener) greet(conn net.Conn) {
 	if !l.add(conn) {
 		conn.Close()
@@ -150,7 +148,7 @@ func (l *Listener) greet(conn net.Conn) {
 	}
 }
 
-// add notes a pending connection. It reports false if the listener is closed.
+// add registers a pending connection. It returns false if the listener is closed.
 func (l *Listener) add(conn net.Conn) bool {
 	host, _, err := net.SplitHostPort(conn.RemoteAddr().String())
 	if err != nil {
@@ -177,8 +175,8 @@ func (l *Listener) remove(conn net.Conn) {
 	l.pending = slices.DeleteFunc(l.pending, func(p pending) bool { return p.conn == conn })
 }
 
-// evict cuts the oldest connection of the host that has the most pending ones. The caller holds the
-// lock.
+// evict closes the oldest pending connection of the remote address with the most pending connections.
+// The caller holds the lock.
 func (l *Listener) evict() {
 	count := map[string]int{}
 	most := 0
