@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"slices"
 	"syscall"
 )
 
@@ -22,21 +23,42 @@ func (t Teller) Write(b []byte) (int, error) {
 // WriteString is Write.
 func (t Teller) WriteString(s string) (int, error) { return t.Write([]byte(s)) }
 
-// UntilInterrupt returns a context that ends when the user interrupts the program or closes its
-// terminal: the first Ctrl-C lets a run save. It also ends when a pipe that the program writes to
-// has no reader any more: Ctrl-C ends the tee behind it too. What happens now is said on w. A second
-// interrupt ends the program at once.
+// UntilInterrupt returns a context that is canceled when the user interrupts the program or closes
+// its terminal, so that a run can save. It writes a line to w that says so. A second interrupt ends
+// the program at once.
+//
+// The context is also canceled when the program writes to standard output or standard error and
+// nothing reads from that pipe any more, as after Ctrl-C in "program | tee". A network connection
+// that breaks has no effect, although the system raises the same signal, SIGPIPE.
 func UntilInterrupt(w io.Writer) context.Context {
-	signals := []os.Signal{os.Interrupt, syscall.SIGTERM, syscall.SIGPIPE}
-	if !signal.Ignored(syscall.SIGHUP) { // as nohup has it
+	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
+	if !signal.Ignored(syscall.SIGHUP) { // as under nohup
 		signals = append(signals, syscall.SIGHUP)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), signals...)
+	ctx, cancel := context.WithCancel(ctx)
+	pipes, outputs := make(chan os.Signal, 1), []*os.File{os.Stdout, os.Stderr}
+	signal.Notify(pipes, syscall.SIGPIPE)
+	go func() {
+		defer cancel()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-pipes:
+				if slices.ContainsFunc(outputs, brokenPipe) {
+					return
+				}
+			}
+		}
+	}()
+
 	context.AfterFunc(ctx, func() {
-		// A terminal that closes sends SIGHUP twice, through its shell and when that ends. Each
-		// line to a pipe without a reader is a SIGPIPE.
+		// A closing terminal sends SIGHUP twice, through its shell and when the shell exits. Every
+		// line written to a broken pipe raises SIGPIPE.
 		signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
-		stop() // the next interrupt does what it does to other programs
+		signal.Stop(pipes)
+		stop() // the next interrupt has its default effect
 		fmt.Fprintln(w,
 			"\nstopping  a run after its step, with a checkpoint; Ctrl-C again ends at once")
 	})

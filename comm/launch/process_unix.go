@@ -5,6 +5,8 @@ package launch
 import (
 	"os"
 	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // forwarded are the signals that are handed on, and requests those of them that ask to end.
@@ -30,4 +32,18 @@ func outcome(s *os.ProcessState) (code int, by os.Signal) {
 		return -1, w.Signal()
 	}
 	return s.ExitCode(), nil
+}
+
+// brokenPipe reports whether f is the write end of a pipe or connection that is no longer read.
+func brokenPipe(f *os.File) (broken bool) {
+	raw, err := f.SyscallConn()
+	if err != nil {
+		return false
+	}
+	err = raw.Control(func(fd uintptr) {
+		poll := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}
+		_, err := unix.Poll(poll, 0)
+		broken = err == nil && poll[0].Revents&(unix.POLLERR|unix.POLLHUP) != 0
+	})
+	return err == nil && broken
 }

@@ -28,3 +28,6 @@ func terminate(p *os.Process) {
 func kill(p *os.Process) { _ = p.Kill() } // it may be gone
 
 func outcome(s *os.ProcessState) (code int, by os.Signal) { return s.ExitCode(), nil }
+
+// brokenPipe reports false: Windows does not signal broken pipes.
+func brokenPipe(*os.File) bool { return false }

@@ -6,8 +6,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"math/rand/v2"
+	"net"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -242,4 +244,48 @@ func TestSecondSignal(t *testing.T) {
 	err := Run(t.Context(), j)
 	require.ErrorContains(t, err, "launch: the run was ended: ")
 	require.ErrorContains(t, err, ", after ")
+}
+
+// TestBrokenConnection checks that a broken network connection does not interrupt a run, and that a
+// broken pipe at standard output does.
+func TestBrokenConnection(t *testing.T) {
+	defer signal.Reset(syscall.SIGHUP, syscall.SIGPIPE, syscall.SIGTERM, os.Interrupt)
+	r, w, err := os.Pipe()
+	require.NoError(t, err)
+	defer w.Close()
+	stdout := os.Stdout
+	os.Stdout = w
+	ctx := UntilInterrupt(io.Discard)
+	os.Stdout = stdout
+
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	conn, err := net.Dial("tcp", l.Addr().String())
+	require.NoError(t, err)
+	defer conn.Close()
+	peer, err := l.Accept()
+	require.NoError(t, err)
+	require.NoError(t, peer.Close())
+	for err == nil {
+		_, err = conn.Write([]byte("x"))
+		time.Sleep(time.Millisecond)
+	}
+	for !errors.Is(err, syscall.EPIPE) {
+		_, err = conn.Write([]byte("x"))
+	}
+	select {
+	case <-ctx.Done():
+		t.Fatal("a broken connection has interrupted the run")
+	case <-time.After(200 * time.Millisecond):
+	}
+
+	require.NoError(t, r.Close())
+	_, err = w.WriteString("x")
+	require.ErrorIs(t, err, syscall.EPIPE)
+	select {
+	case <-ctx.Done():
+	case <-time.After(patience):
+		t.Fatal("a broken pipe has not interrupted the run")
+	}
 }
