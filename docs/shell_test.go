@@ -134,7 +134,7 @@ func shellCommands(code string) (all [][]string) {
 
 // plain are commands of the shell that need no check but the shell's own.
 var plain = []string{"export", "cd", "mkdir", "cat", "for", "done", "cp", "ls",
-	"tail", "grep", "git"}
+	"tail", "grep", "git", "openssl", "kubectl"}
 
 // checkCommand returns what is wrong with a command that is not run.
 func (p *programs) checkCommand(words []string) error {
