@@ -25,6 +25,9 @@ func CPU() Machine {
 // patience is far more than ranks of one process need to meet.
 const patience = 100 * time.Second
 
+// secret is what the ranks of all teams know, which are all in this process.
+const secret = "the secret of the ranks of random runs"
+
 var teams atomic.Int64
 
 // cpuRanks calls f for every rank of a team within this process.
@@ -45,7 +48,7 @@ func cpuRanks(ranks int, f func(rank int, build Build) error) []error {
 	for r := range ranks {
 		wg.Go(func() {
 			w, err := comm.Join(ctx, comm.Place{Rank: r, Size: ranks, LocalRank: r, LocalSize: ranks,
-				MasterAddr: "127.0.0.1", MasterPort: port, Run: name, Secret: name},
+				MasterAddr: "127.0.0.1", MasterPort: port, Run: name, Secret: secret},
 				comm.Options{Timeout: patience})
 			if err != nil {
 				errs[r] = err

@@ -80,7 +80,7 @@ func rankOnGPU(ctx context.Context, rank, n, port int, p cudaops.Precision,
 	defer func() { err = errors.Join(err, device.Close()) }()
 	name := fmt.Sprintf("random runs %d", port)
 	w, err := comm.Join(ctx, comm.Place{Rank: rank, Size: n, LocalRank: rank, LocalSize: n,
-		MasterAddr: "127.0.0.1", MasterPort: port, Run: name, Secret: name},
+		MasterAddr: "127.0.0.1", MasterPort: port, Run: name, Secret: "the secret of the ranks of random runs"},
 		comm.Options{Timeout: time.Minute})
 	if err != nil {
 		return err
