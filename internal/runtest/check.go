@@ -232,6 +232,9 @@ func (k *checker) alike(property, what string, a, b *rig, from int) {
 		}
 	}
 	x, y := a.toldFrom(max(0, from)), b.toldFrom(max(0, from))
+	if property == Unharmed {
+		return // what is told before a failure is not told again
+	}
 	if !slices.Equal(x, y) {
 		k.fail(property, "%s tells\n%s\nand not\n%s", what, strings.Join(y, "\n"), strings.Join(x,
 			"\n"))
@@ -338,7 +341,9 @@ func (k *checker) replays() {
 	k.must(Replays, "a run that follows the record", r.run())
 	for step, want := range k.straight.figures {
 		if got, ok := r.figures[step]; ok && got != want {
-			k.fail(Replays, "step %d has other figures", step)
+			k.fail(Replays, "step %d has other figures; the run tells\n%s\nand the one that is followed"+
+				"\n%s\nby the record\n%s", step, strings.Join(r.toldFrom(-1), "\n"), strings.Join(
+				k.straight.toldFrom(-1), "\n"), &k.straight.record)
 		}
 	}
 	end, err := r.save()
