@@ -331,7 +331,7 @@ func (k *checker) replays() {
 	record, err := llm.ReadRecord(bytes.NewReader(k.straight.record.Bytes()))
 	k.must(Replays, "the record", err)
 	c := k.Case.clone()
-	c.Orders = slices.DeleteFunc(c.Orders, func(o Order) bool { return o.Via == "steer" })
+	c.Orders = slices.DeleteFunc(c.Orders, func(o Order) bool { return o.Via == "steer" && c.Fault == nil })
 	r := k.rig(c, nil)
 	g, err := c.growthOf(r.in, func(state.Command, error) {}, &r.record)
 	k.must(Replays, "the growth", err)
