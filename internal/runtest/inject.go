@@ -61,6 +61,7 @@ type injector struct {
 	op     string // that fails
 	at     int    // at which call, from 1; 0 for never
 	fired  bool
+	silent bool
 	wraps  error // what the failure wraps, beside ErrInjected
 	cancel func()
 	stop   func()
@@ -105,6 +106,17 @@ func (i *injector) disarm() (fired bool) {
 	return i.fired
 }
 
+// silence leaves calls alone until the function that it returns is called.
+func (i *injector) silence() (end func()) {
+	set := func(silent bool) {
+		i.mu.Lock()
+		defer i.mu.Unlock()
+		i.silent = silent
+	}
+	set(true)
+	return func() { set(false) }
+}
+
 func (i *injector) count(op string) int {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -118,6 +130,9 @@ func (i *injector) due(op string) bool {
 	}
 	i.mu.Lock()
 	defer i.mu.Unlock()
+	if i.silent {
+		return false
+	}
 	i.counts[op]++
 	if i.at == 0 || i.op != op || i.counts[op] != i.at {
 		return false

@@ -18,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -573,6 +574,9 @@ func (f *frozen) look(r *rig) {
 	f.forget()
 	f.moves = len(r.moves)
 	m := r.tr.Model
+	if !r.pull() {
+		return
+	}
 	note := func(name, why string) {
 		if p := m.Param(name); p != nil {
 			if f.params == nil {
@@ -609,10 +613,18 @@ func (f *frozen) look(r *rig) {
 	}
 }
 
+// pull fetches the parameters from the engine. It reports whether they are here: ranks on GPUs would
+// have to fetch them together.
+func (r *rig) pull() bool {
+	defer model.Take(r.tr.Model)()
+	defer r.in.silence()()
+	return r.Ranks == 0 && model.Pull(r.tr.Model) == nil
+}
+
 // check compares parameters with what look has noted. Where a seed has changed its stage since,
 // somebody may have changed parameters on purpose.
 func (f *frozen) check(r *rig) {
-	if len(r.moves) != f.moves && !r.tr.Model.Config.Frozen {
+	if len(r.moves) != f.moves && !r.tr.Model.Config.Frozen || len(f.params) == 0 || !r.pull() {
 		return
 	}
 	for name, before := range f.params {
