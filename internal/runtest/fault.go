@@ -159,7 +159,7 @@ func (k *checker) absorbed(r *rig, what string) {
 	k.must(Unharmed, what, err)
 	end, err := r.save()
 	k.must(Unharmed, what+": saving the end", err)
-	if diff := differences(want, end, true); diff != "" {
+	if diff := k.differences(want, end, true); diff != "" {
 		k.fail(Unharmed, "%s, and %v are given up, ends with another file than one in which somebody "+
 			"gives them up: %s", what, gave, diff)
 	}
@@ -179,15 +179,16 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 	})
 	var broken panicked
 	// Growth that has been told of is not undone when the step after it fails.
-	grew := slices.ContainsFunc(k.straight.told, func(t told) bool {
+	// What an optimizer has forgotten of frozen parameters stays forgotten.
+	undone := k.Fault.Op != "Forget" && !slices.ContainsFunc(k.straight.told, func(t told) bool {
 		return t.step == step+1 && strings.HasPrefix(t.text, "reshaped")
 	})
-	if path := k.straight.files[step]; refused == nil && ordered && !grew && path != "" {
+	if path := k.straight.files[step]; refused == nil && ordered && undone && path != "" {
 		want, err := os.ReadFile(path)
 		k.must(Unharmed, what, err)
 		// As a run ends, fossilized seeds become a part of the model.
-		ended := step == k.straight.tr.Step() && differences(k.end, now, true) == ""
-		if diff := differences(want, now, true); diff != "" && !ended {
+		ended := step == k.straight.tr.Step() && k.differences(k.end, now, true) == ""
+		if diff := k.differences(want, now, true); diff != "" && !ended {
 			k.fail(Unharmed, "%s (%.150v), has changed the trainer: %s", what, cause, diff)
 		}
 	} else if refused != nil && !resumeFirst(refused) && !errors.As(cause, &broken) {
@@ -220,7 +221,7 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 	k.must(Unharmed, more, again)
 	end, err := r.save()
 	k.must(Unharmed, more+": saving the end", err)
-	if diff := differences(k.end, end, true); diff != "" {
+	if diff := k.differences(k.end, end, true); diff != "" {
 		k.fail(Unharmed, "%s ends with another file: %s", more, diff)
 	}
 }
@@ -268,7 +269,7 @@ func (k *checker) faultOfResume() {
 	}
 	after, refused := r.save()
 	if refused == nil {
-		if diff := differences(before, after, false); diff != "" {
+		if diff := k.differences(before, after, false); diff != "" {
 			k.fail(Unharmed, "%s has changed the trainer: %s", what, diff)
 		}
 	} else if !resumeFirst(refused) {
@@ -327,7 +328,7 @@ func (k *checker) rankFault() {
 		k.must(Unharmed, fmt.Sprintf("%s: begun again from step %d: rank %d", what, first.written,
 			rank), err)
 	}
-	if diff := differences(k.end, end, true); diff != "" {
+	if diff := k.differences(k.end, end, true); diff != "" {
 		k.fail(Unharmed, "%s, begun again from step %d, ends with another file: %s", what,
 			first.written, diff)
 	}
@@ -368,7 +369,7 @@ func (k *checker) resumeBesideSample() {
 	k.must(Unharmed, what, r.run())
 	end, err := r.save()
 	k.must(Unharmed, what, err)
-	if diff := differences(k.end, end, true); diff != "" {
+	if diff := k.differences(k.end, end, true); diff != "" {
 		k.fail(Unharmed, "%s ends with another file: %s", what, diff)
 	}
 	k.ended("the run goes on from there")

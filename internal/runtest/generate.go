@@ -405,7 +405,8 @@ func (g *generator) checks() {
 
 func (g *generator) fault() *Fault {
 	f := &Fault{Op: pick(g, faultOps(g.limits)...), At: float64(g.IntN(1000)) / 1000,
-		Early: g.chance(2), Diverged: g.chance(8)}
+		Early: g.chance(2)}
+	f.Diverged = isOf(f.Op, "callback") && g.chance(4)
 	f.Resuming = resumable(f.Op) && g.chance(6)
 	return f
 }

@@ -66,13 +66,14 @@ type injector struct {
 	cancel func()
 	stop   func()
 
-	// stages returns those of all seeds. They are noted when the failure happens, and when the next
-	// gradients are computed.
-	stages         func() [][]state.Stage
-	failed, passed [][]state.Stage
-	step           int // after which it happened
-	now            func() int
-	dropped        []dropped // commands of a controller that were refused since something failed
+	// stages returns those of all seeds. They are noted once the orders of a step have been given,
+	// which are those before a failure in what prepares the next step, and when the next gradients
+	// are computed.
+	stages                  func() [][]state.Stage
+	settled, failed, passed [][]state.Stage
+	step                    int // after which it happened
+	now                     func() int
+	dropped                 []dropped // commands of a controller that were refused since something failed
 }
 
 // dropped is a command that a controller gives behind an epoch.
@@ -87,6 +88,14 @@ func (i *injector) without(epoch int, all []state.Command) []state.Command {
 	return slices.DeleteFunc(all, func(c state.Command) bool {
 		return slices.Contains(i.dropped, dropped{epoch, c.String()})
 	})
+}
+
+// settle notes the stages of all seeds, which only the trainer changes from now on.
+func (i *injector) settle() {
+	stages := i.stages()
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.settled = stages
 }
 
 func newInjector() *injector { return &injector{counts: map[string]int{}} }
@@ -138,10 +147,7 @@ func (i *injector) due(op string) bool {
 		return false
 	}
 	i.fired = true
-	i.step = i.now()
-	if !slices.Contains([]string{"Push", "Pull", "Forget"}, op) { // made while a lattice is locked
-		i.failed, i.passed = i.stages(), nil
-	}
+	i.step, i.failed, i.passed = i.now(), i.settled, nil
 	return true
 }
 

@@ -427,6 +427,7 @@ func (r *rig) order(e llm.Event) error {
 		}
 	}
 	r.scripted = max(r.scripted, e.Step)
+	r.in.settle()
 	r.frozen.look(r)
 	return nil
 }
