@@ -147,6 +147,9 @@ func (g *generator) seeds() {
 				c.Kasmina[i] = min(b, c.Layers-1)
 			}
 			c.Kasmina = slices.Compact(c.Kasmina)
+			if len(c.Kasmina) == 0 && g.chance(2) {
+				c.Kasmina, c.Seeds, c.SlotWidth = []int{c.Layers - 1}, 2, max(8, c.Dim/2)
+			}
 		}
 	}
 	// Another number of blocks may have left places behind.
@@ -386,7 +389,11 @@ func (g *generator) checks() {
 		g.Checkpoint = &Checkpoint{Every: pick(g, 0, 1, 2, 5), Background: g.chance(3),
 			Apart: g.chance(4), Parts: g.chance(3)}
 	}
-	for range g.IntN(3) {
+	resumes := g.IntN(3)
+	if g.Model.Depth > 0 {
+		resumes++
+	}
+	for range resumes {
 		g.Resumes = append(g.Resumes, Resume{g.IntN(g.Train.Steps), pick(g, resumeTargets...)})
 	}
 	if g.chance(6) && g.limits.Ranks > 1 {
@@ -403,7 +410,9 @@ func (g *generator) checks() {
 	}
 }
 
+// fault chooses what fails, in a run that does not diverge by itself.
 func (g *generator) fault() *Fault {
+	g.Train.Explode = 0
 	f := &Fault{Op: pick(g, faultOps(g.limits)...), At: float64(g.IntN(1000)) / 1000,
 		Early: g.chance(2)}
 	f.Diverged = isOf(f.Op, "callback") && g.chance(4)
@@ -416,7 +425,7 @@ func (g *generator) fault() *Fault {
 func OnlyFault(c *Case, m Machine) bool {
 	g := &generator{Rand: rand.New(rand.NewPCG(c.Seed, 5)), limits: m.Limits}
 	f := g.fault()
-	c.Resumes, c.Ranks = nil, 0
+	c.Resumes, c.Ranks, c.Train.Explode = nil, 0, 0
 	switch {
 	case isOf(f.Op, "rank"):
 		c.Ranks = 2

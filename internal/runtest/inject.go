@@ -27,7 +27,7 @@ var ErrInjected = errors.New("injected failure")
 var (
 	engineOps = []string{"engine", "engine", "engine", "Gradients", "Update", "Loss", "Push", "Pull",
 		"Figures", "Close", "Decoder", "Forget"}
-	optimizerOps = []string{"SetState", "SetState", "SetState", "Declare", "SetLR", "Step"}
+	optimizerOps = []string{"SetState", "SetState", "SetState", "SetState", "SetState", "Declare", "SetLR", "Step"}
 	diskOps      = []string{"ReadTokens", "checkpoint file", "checkpoint folder", "record"}
 	callbackOps  = []string{"callback StepEnd", "callback EpochEnd", "callback Reshaped",
 		"callback Noted", "callback RunStart", "callback RunEnd", "callback Saved",
