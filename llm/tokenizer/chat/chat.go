@@ -1,26 +1,25 @@
-// Package chat writes conversations as models were trained on them. It goes by the chat template of
-// Hugging Face that lies beside a model: a text of the template language Jinja.
+// Package chat renders conversations with the chat template of a Hugging Face model, as the model was
+// trained on them.
+//
+// A chat template is a text in the template language Jinja. The package renders the same text as
+// transformers does with Jinja2. A template that uses anything that the package does not support is
+// an error that names it.
 package chat
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"time"
 
-	"github.com/nikolalohinski/gonja/v2/builtins"
-	"github.com/nikolalohinski/gonja/v2/config"
-	"github.com/nikolalohinski/gonja/v2/exec"
-	"github.com/nikolalohinski/gonja/v2/loaders"
-
 	"github.com/kasmina-go/kasmina/internal/regular"
+	"github.com/kasmina-go/kasmina/llm/tokenizer/chat/internal/jinja"
 )
 
 // A Message is one turn of a conversation.
@@ -29,44 +28,106 @@ type Message struct {
 	Content string
 }
 
-// A Template writes conversations. All methods may be called at the same time.
+// A Template renders conversations. Several goroutines may use it at the same time.
 type Template struct {
-	source string
-	tokens map[string]any // the special tokens that a template may name, such as bos_token
+	sources Sources
+	tokens  map[string]string // special tokens that templates can use, such as bos_token
+	main    *jinja.Template
+
+	// tools is the template for conversations with tools, or nil if main serves for them too.
+	// toolsErr reports why a separate template cannot be used.
+	tools    *jinja.Template
+	toolsErr error
 }
 
+// Sources are the chat templates of a model by name. Most models have only the one named "default".
+type Sources map[string]string
+
 const (
-	templateName = "chat_template.jinja"
-	configName   = "tokenizer_config.json"
+	// TemplateFile is the file with the default template of a model.
+	TemplateFile = "chat_template.jinja"
+	// TemplateFolder is the folder with further templates, such as tool_use.jinja.
+	TemplateFolder = "additional_chat_templates"
+
+	// DefaultName is the name of the default template.
+	DefaultName = "default"
+
+	configFile  = "tokenizer_config.json"
+	toolUseName = "tool_use"
 
 	maxTemplate = 1 << 20 // bytes
 	maxConfig   = 16 << 20
-	maxText     = 64 << 20 // bytes of a conversation
 )
 
-// ErrNoTemplate is the error of a folder without a chat template.
+// renderTimeout limits the time for one conversation. Tests set it.
+var renderTimeout = jinja.DefaultTimeout
+
+// ErrNoTemplate reports a model without a chat template.
 var ErrNoTemplate = errors.New("there is no chat template")
 
-// Load reads the chat template of a model's folder: chat_template.jinja, or what
-// tokenizer_config.json says, of several templates the one named default. The special tokens are
-// those of tokenizer_config.json.
+// Load reads the chat templates of a model's folder. The default template is chat_template.jinja, or
+// else the one in tokenizer_config.json. A template named tool_use serves for conversations with
+// tools. The special tokens are those of tokenizer_config.json.
 func Load(folder string) (*Template, error) {
-	config, err := read(filepath.Join(folder, configName), maxConfig)
+	sources, config, err := loadSources(folder)
 	if err != nil {
 		return nil, fmt.Errorf("chat: Load: %w", err)
 	}
-	source, err := read(filepath.Join(folder, templateName), maxTemplate)
-	if err != nil {
-		return nil, fmt.Errorf("chat: Load: %w", err)
-	}
-	t, err := parse(string(source), config)
+	t, err := parse(sources, config)
 	if err != nil {
 		return nil, fmt.Errorf("chat: Load: %s: %w", folder, err)
 	}
 	return t, nil
 }
 
-// read returns what a file holds, and nothing if there is none.
+// LoadSources reads the chat templates of a model's folder as Load does, but does not check that
+// they can be rendered. It returns ErrNoTemplate if the model has no default template.
+func LoadSources(folder string) (Sources, error) {
+	sources, config, err := loadSources(folder)
+	if err != nil {
+		return nil, fmt.Errorf("chat: LoadSources: %w", err)
+	}
+	if _, err := sources.complete(config); err != nil {
+		return nil, fmt.Errorf("chat: LoadSources: %s: %w", folder, err)
+	}
+	return sources, nil
+}
+
+// loadSources reads the template files and the configuration of a folder.
+func loadSources(folder string) (Sources, []byte, error) {
+	config, err := read(filepath.Join(folder, configFile), maxConfig)
+	if err != nil {
+		return nil, nil, err
+	}
+
+	sources := Sources{}
+	paths := []string{filepath.Join(folder, TemplateFile)}
+	entries, err := os.ReadDir(filepath.Join(folder, TemplateFolder))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, nil, err
+	}
+	for _, e := range entries {
+		if strings.HasSuffix(e.Name(), ".jinja") {
+			paths = append(paths, filepath.Join(folder, TemplateFolder, e.Name()))
+		}
+	}
+	for i, path := range paths {
+		text, err := read(path, maxTemplate)
+		if err != nil {
+			return nil, nil, err
+		}
+		name := strings.TrimSuffix(filepath.Base(path), ".jinja")
+		if i == 0 {
+			name = DefaultName
+		}
+		if len(text) > 0 {
+			sources[name] = string(text)
+		}
+	}
+	return sources, config, nil
+}
+
+// read returns the contents of a file, or nothing if there is no such file.
 func read(path string, limit int64) ([]byte, error) {
 	text, err := regular.Read(path, limit, "one has")
 	if errors.Is(err, fs.ErrNotExist) {
@@ -75,56 +136,81 @@ func read(path string, limit int64) ([]byte, error) {
 	return text, err
 }
 
-// Parse reads a template, and the special tokens of a tokenizer_config.json, which may be nil. An
-// empty template is the one in tokenizer_config.json.
+// Parse parses a template. The special tokens are those of config, the contents of a
+// tokenizer_config.json, which may be nil. If source is empty, the templates are those of config.
 func Parse(source string, config []byte) (*Template, error) {
-	t, err := parse(source, config)
+	sources := Sources{}
+	if source != "" {
+		sources[DefaultName] = source
+	}
+	t, err := parse(sources, config)
 	if err != nil {
 		return nil, fmt.Errorf("chat: Parse: %w", err)
 	}
 	return t, nil
 }
 
-// specialTokens are the names that templates have for tokens.
+// specialTokens are the names of special tokens in templates.
 var specialTokens = []string{"bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 	"cls_token", "mask_token"}
 
-// Source returns the text of the template.
-func (t *Template) Source() string { return t.source }
+// Source returns the text of the default template.
+func (t *Template) Source() string { return t.sources[DefaultName] }
 
-func parse(source string, raw []byte) (*Template, error) {
+// complete decodes a configuration and adds its templates if there is no other default template.
+func (s Sources) complete(config []byte) (map[string]json.RawMessage, error) {
 	members := map[string]json.RawMessage{}
-	if raw != nil {
-		if err := json.Unmarshal(raw, &members); err != nil {
-			return nil, fmt.Errorf("%s: %w", configName, err)
+	if config != nil {
+		if err := json.Unmarshal(config, &members); err != nil {
+			return nil, fmt.Errorf("%s: %w", configFile, err)
 		}
 	}
-	t := &Template{source: source, tokens: map[string]any{}}
+	if s[DefaultName] != "" {
+		return members, nil
+	}
+
+	configured, err := templatesOf(members["chat_template"])
+	if err != nil {
+		return nil, fmt.Errorf("%s: chat_template: %w", configFile, err)
+	}
+	for name, source := range configured {
+		if s[name] == "" {
+			s[name] = source
+		}
+	}
+	if s[DefaultName] == "" {
+		return nil, ErrNoTemplate
+	}
+	return members, nil
+}
+
+func parse(sources Sources, config []byte) (*Template, error) {
+	members, err := sources.complete(config)
+	if err != nil {
+		return nil, err
+	}
+
+	t := &Template{sources: sources, tokens: map[string]string{}}
 	for _, name := range specialTokens {
 		text, err := tokenText(members[name])
 		if err != nil {
-			return nil, fmt.Errorf("%s: %s: %w", configName, name, err)
+			return nil, fmt.Errorf("%s: %s: %w", configFile, name, err)
 		}
 		if text != "" {
 			t.tokens[name] = text
 		}
 	}
-	if source == "" {
-		var err error
-		if t.source, err = templateOf(members["chat_template"]); err != nil {
-			return nil, fmt.Errorf("%s: chat_template: %w", configName, err)
-		}
-	}
-	if t.source == "" {
-		return nil, ErrNoTemplate
-	}
-	if _, err := t.compile(time.Time{}, t.limits(nil, nil)); err != nil {
+
+	if t.main, err = jinja.Parse(sources[DefaultName]); err != nil {
 		return nil, err
+	}
+	if source := sources[toolUseName]; source != "" {
+		t.tools, t.toolsErr = jinja.Parse(source)
 	}
 	return t, nil
 }
 
-// tokenText returns the text of a token that is a string, or an object with its content.
+// tokenText returns the text of a token, which is a string or an object with a content.
 func tokenText(raw json.RawMessage) (text string, err error) {
 	if len(raw) == 0 || string(raw) == "null" {
 		return "", nil
@@ -138,243 +224,156 @@ func tokenText(raw json.RawMessage) (text string, err error) {
 	return token.Content, err
 }
 
-// templateOf returns the template that a configuration has, or the default of several.
-func templateOf(raw json.RawMessage) (source string, err error) {
+// templatesOf returns the templates of a configuration, which are a string, or a list with names.
+func templatesOf(raw json.RawMessage) (Sources, error) {
 	switch {
-	case len(raw) == 0:
-		return "", nil
+	case len(raw) == 0 || string(raw) == "null":
+		return nil, nil
 	case raw[0] != '[':
-		err = json.Unmarshal(raw, &source)
-		return source, err
+		var source string
+		err := json.Unmarshal(raw, &source)
+		return Sources{DefaultName: source}, err
 	}
-	var several []struct{ Name, Template string }
-	if err := json.Unmarshal(raw, &several); err != nil {
-		return "", err
+
+	var named []struct{ Name, Template string }
+	if err := json.Unmarshal(raw, &named); err != nil {
+		return nil, err
 	}
-	for _, t := range several {
-		if t.Name == "default" {
-			return t.Template, nil
-		}
+	sources := Sources{}
+	for _, t := range named {
+		sources[t.Name] = t.Template
 	}
-	return "", errors.New("it has several templates, and none is named default")
+	if sources[DefaultName] == "" {
+		return nil, errors.New("it has several templates, and none is named default")
+	}
+	return sources, nil
 }
 
-// Options say how a conversation is written.
+// Options are the settings for rendering a conversation.
 type Options struct {
 	// AddGenerationPrompt ends the text with the beginning of the assistant's next turn.
 	AddGenerationPrompt bool
-	// Variables are what else the template asks for, such as "enable_thinking". Strings, numbers
-	// and booleans are supported; tools and documents are not.
+	// Variables are further variables of the template, such as "enable_thinking", "tools" and
+	// "documents". A value is nil, a string, a bool, an int, a float64, a slice of these, or a
+	// json.RawMessage, which keeps the order of keys. A variable replaces the special token of the
+	// same name.
 	Variables map[string]any
-	// Now is the time that a template may write. The zero time is the time of the call.
+	// Now is the time that a template may write. The zero time means the time of the call.
 	Now time.Time
 }
 
-// Render returns a conversation as text. It begins with the beginning of a text if the template
-// says so: encode it by Encode of a tokenizer, not EncodeWhole. A conversation that the template
-// refuses is an error, and so is what it asks for and is not supported, such as tools. A text of a
-// special token in a message becomes that token when it is encoded.
+// Render returns a conversation as text.
+//
+// The text contains the beginning-of-text token if the template writes it, so encode it with Encode
+// of a tokenizer, not EncodeWhole. If a message contains the text of a special token, encoding
+// produces that token. Render fails if the template refuses the conversation or uses anything that
+// is not supported.
 func (t *Template) Render(messages []Message, o Options) (string, error) {
-	if o.Now.IsZero() {
-		o.Now = time.Now()
+	turns := make([]jinja.Value, len(messages))
+	for i, m := range messages {
+		role, err := jinja.FromGo(m.Role)
+		if err != nil {
+			return "", fmt.Errorf("chat: Template.Render: the role of message %d: %w", i, err)
+		}
+		content, err := jinja.FromGo(m.Content)
+		if err != nil {
+			return "", fmt.Errorf("chat: Template.Render: message %d: %w", i, err)
+		}
+		turns[i] = jinja.Dict(jinja.Field{Key: "role", Value: role},
+			jinja.Field{Key: "content", Value: content})
 	}
-	text, err := t.render(messages, o)
+	text, err := t.render(turns, o)
 	if err != nil {
 		return "", fmt.Errorf("chat: Template.Render: %w", err)
 	}
 	return text, nil
 }
 
-func (t *Template) render(messages []Message, o Options) (text string, err error) {
-	variables := map[string]any{"add_generation_prompt": o.AddGenerationPrompt}
-	for _, name := range slices.Sorted(maps.Keys(o.Variables)) {
-		v := o.Variables[name]
-		switch v.(type) {
-		case string, bool, int, float64:
-			variables[name] = v
-		default:
-			return "",
-				fmt.Errorf("the variable %s is a %T, which is not supported: want a string, "+
-					"bool, int or float64", name, v)
-		}
-	}
-	turns := make(list, len(messages))
-	for i, m := range messages {
-		turns[i] = map[string]any{"role": m.Role, "content": m.Content}
-	}
-	variables["messages"] = turns
-	maps.Copy(variables, t.tokens)
-	// A template is compiled for each use: what it compiles to holds state.
-	compiled, err := t.compile(o.Now, t.limits(messages, o.Variables))
+// RenderJSON is Render for messages in JSON: an array of objects as chat APIs use them, which can have
+// tool calls, lists as contents, and other members. As transformers does, it removes members that
+// are null and passes an assistant's reasoning under all of its names.
+func (t *Template) RenderJSON(messages []byte, o Options) (string, error) {
+	turns, err := parseMessages(messages)
 	if err != nil {
-		return "", err
+		return "", fmt.Errorf("chat: Template.RenderJSON: the messages: %w", err)
 	}
-	defer recovered(&err)
-	var out strings.Builder
-	err = compiled.Execute(&paper{to: &out, most: maxText}, exec.NewContext(variables))
+	text, err := t.render(turns, o)
 	if err != nil {
-		return "", err
+		return "", fmt.Errorf("chat: Template.RenderJSON: %w", err)
 	}
-	return out.String(), nil
+	return text, nil
 }
 
-// recovered makes an error of a panic of the template engine, which templates can provoke.
-func recovered(err *error) {
-	if p := recover(); p != nil {
-		*err = fmt.Errorf("the template engine gave up: %v", p)
-	}
-}
-
-// compile returns the template as transformers compiles it.
-func (t *Template) compile(now time.Time, l *limits) (template *exec.Template, err error) {
-	defer recovered(&err)
-	if len(t.source) > maxTemplate {
-		return nil, fmt.Errorf("the template has %d bytes, want at most %d", len(t.source),
-			maxTemplate)
-	}
-	c := config.New()
-	c.TrimBlocks, c.LeftStripBlocks = true, true
-	environment := &exec.Environment{
-		Context:           l.globals(now),
-		Filters:           l.filterSet(),
-		Tests:             builtins.Tests,
-		ControlStructures: l.structureSet(),
-		Methods: exec.Methods{
-			Str:  methods(l, stringMethods(), stringMethodNames),
-			Dict: methods(l, builtins.Methods.Dict, dictMethodNames),
-			List: methods(l, builtins.Methods.List, listMethodNames),
-			Bool: exec.NewMethodSet[bool](nil), Int: exec.NewMethodSet[int](nil),
-			Float: exec.NewMethodSet[float64](nil),
-		},
-	}
-	source, err := withoutConditionals(t.source)
-	if err == nil {
-		err = checkTokens(source, c)
-	}
+func parseMessages(raw []byte) ([]jinja.Value, error) {
+	list, err := jinja.FromJSON(raw)
 	if err != nil {
 		return nil, err
 	}
-	template, err = exec.NewTemplate(templateName, c, alone(source), environment)
-	if err != nil { // it repeats the template
-		return nil, errors.New(strings.ReplaceAll(err.Error(), source, templateName))
+	messages, ok := list.Items()
+	if !ok {
+		return nil, errors.New("want an array")
 	}
-	return template, nil
-}
-
-// globals are the functions that a template can call.
-func (l *limits) globals(now time.Time) *exec.Context {
-	g := exec.EmptyContext()
-	for _, name := range []string{"namespace", "dict"} {
-		own, _ := builtins.GlobalFunctions.Get(name)
-		g.Set(name, own)
-	}
-	g.Set("raise_exception", func(_ *exec.Evaluator, args *exec.VarArgs) (any, error) {
-		return nil, fmt.Errorf("the template refuses the conversation: %s", args.First().String())
-	})
-	g.Set("strftime_now", func(_ *exec.Evaluator, args *exec.VarArgs) (string, error) {
-		return strftime(now, args.First().String())
-	})
-	g.Set("range", numbers)
-	g.Set(either, chooseEither)
-	g.Set(product, l.product)
-	return g
-}
-
-// numbers is range. The engine's own leaves a goroutine behind where a loop ends early.
-func numbers(_ *exec.Evaluator, args *exec.VarArgs) ([]int, error) {
-	bounds := []int{0, 0, 1}
-	for i, a := range args.Args {
-		if i > 2 || !a.IsInteger() {
-			return nil, errors.New("range: want one to three integers")
+	for i, m := range messages {
+		fields, ok := m.Fields()
+		if !ok {
+			return nil, fmt.Errorf("message %d is not an object", i)
 		}
-		bounds[i] = a.Integer()
+		messages[i] = jinja.Dict(normalize(fields)...)
 	}
-	switch len(args.Args) {
-	case 0:
-		return nil, errors.New("range: want one to three integers")
-	case 1:
-		bounds[0], bounds[1] = 0, bounds[0]
-	}
-	from, to, step := bounds[0], bounds[1], bounds[2]
-	if step == 0 {
-		return nil, errors.New("range: the step is 0")
-	}
-	list := []int{}
-	for i := from; step > 0 && i < to || step < 0 && i > to; i += step {
-		if len(list) == maxItems {
-			return nil, fmt.Errorf("range: more than %d numbers", maxItems)
-		}
-		list = append(list, i)
-	}
-	return list, nil
+	return messages, nil
 }
 
-// toJSON writes strings, numbers and booleans. Others would be tools, whose members Go would write
-// in another order than Python.
-func toJSON(_ *exec.Evaluator, in *exec.Value, _ *exec.VarArgs) *exec.Value {
-	var v any
-	switch {
-	case in.IsError():
-		return in
-	case in.IsNil():
-	case in.IsString():
-		v = in.String()
-	case in.IsBool():
-		v = in.Bool()
-	case in.IsInteger():
-		v = in.Integer()
-	default:
-		return exec.AsValue(errors.New("tojson of tools, lists and objects is not supported"))
-	}
-	var out bytes.Buffer
-	e := json.NewEncoder(&out)
-	e.SetEscapeHTML(false)
-	if err := e.Encode(v); err != nil {
-		return exec.AsValue(err)
-	}
-	return exec.AsSafeValue(strings.TrimSuffix(out.String(), "\n"))
-}
-
-// directives are what strftime knows, in Go's words.
-var directives = map[byte]string{'a': "Mon", 'A': "Monday", 'b': "Jan", 'B': "January", 'd': "02",
-	'm': "01", 'y': "06", 'Y': "2006", 'H': "15", 'I': "03", 'M': "04", 'S': "05", 'p': "PM",
-	'j': "002"}
-
-// strftime writes a time in the way of C and Python.
-func strftime(now time.Time, format string) (string, error) {
-	var out strings.Builder
-	for i := 0; i < len(format); i++ {
-		if format[i] != '%' {
-			out.WriteByte(format[i])
-			continue
-		}
-		i++
-		switch {
-		case i == len(format):
-			return "", fmt.Errorf("strftime_now: %q ends with %%", format)
-		case format[i] == '%':
-			out.WriteByte('%')
-		case directives[format[i]] == "":
-			return "", fmt.Errorf("strftime_now: %%%c of %q is not supported", format[i], format)
-		default:
-			out.WriteString(now.Format(directives[format[i]]))
+// normalize returns the members of a message as transformers passes them to a template.
+func normalize(fields []jinja.Field) []jinja.Field {
+	var kept []jinja.Field
+	reasoning := map[string]jinja.Value{}
+	for _, f := range fields {
+		if !f.Value.IsNone() {
+			kept = append(kept, f)
+			reasoning[f.Key] = f.Value
 		}
 	}
-	return out.String(), nil
-}
-
-// alone is the loader of a template that may not read others.
-type alone string
-
-var _ loaders.Loader = alone("")
-
-func (a alone) Read(path string) (io.Reader, error) {
-	if path != templateName {
-		return nil, fmt.Errorf("the template asks for the file %q, which is not supported", path)
+	for _, name := range []string{"reasoning_content", "thinking", "reasoning"} {
+		if v, ok := reasoning[name]; ok {
+			first := []jinja.Field{{Key: "thinking", Value: v}}
+			return append(append(first, kept...), jinja.Field{Key: "reasoning_content", Value: v})
+		}
 	}
-	return strings.NewReader(string(a)), nil
+	return kept
 }
 
-func (a alone) Resolve(path string) (string, error) { return path, nil }
+func (t *Template) render(messages []jinja.Value, o Options) (string, error) {
+	if o.Now.IsZero() {
+		o.Now = time.Now()
+	}
 
-func (a alone) Inherit(string) (loaders.Loader, error) { return a, nil }
+	given := map[string]any{"tools": nil, "documents": nil}
+	for name, text := range t.tokens {
+		given[name] = text
+	}
+	maps.Copy(given, o.Variables)
+	variables := jinja.Variables{}
+	for _, name := range slices.Sorted(maps.Keys(given)) {
+		value, err := jinja.FromGo(given[name])
+		if err != nil {
+			return "", fmt.Errorf("the variable %s: %w", name, err)
+		}
+		variables[name] = value
+	}
+	for _, name := range []string{"messages", "add_generation_prompt"} {
+		if _, ok := o.Variables[name]; ok {
+			return "", fmt.Errorf("the variable %s cannot be set", name)
+		}
+	}
+	variables["messages"] = jinja.List(messages...)
+	variables["add_generation_prompt"], _ = jinja.FromGo(o.AddGenerationPrompt)
+
+	template := t.main
+	if !variables["tools"].IsNone() && t.sources[toolUseName] != "" {
+		if t.toolsErr != nil {
+			return "", fmt.Errorf("the template %s: %w", toolUseName, t.toolsErr)
+		}
+		template = t.tools
+	}
+	return template.Render(variables, jinja.Options{Now: o.Now, Timeout: renderTimeout})
+}

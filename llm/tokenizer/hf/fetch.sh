@@ -2,8 +2,7 @@
 # Fetches the tokenizers of published models into FOLDER/NAME/tokenizer.json, and the texts and ids
 # of llama.cpp's vocabulary tests to FOLDER/NAME/llama.cpp.inp and .out: fetch.sh FOLDER. It needs
 # npm, and python3 with `pip install gguf`. Then compare.py writes the ids of Rust's tokenizers, and
-# TestSameAsRust compares. The chat templates of llama.cpp's tests, in FOLDER/templates, are for
-# package chat.
+# TestSameAsRust compares.
 set -euo pipefail
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
 here=$(cd "$(dirname "$0")" && pwd)
@@ -29,9 +28,7 @@ END
 # The vocabularies of llama.cpp's tests come with the sources of its Python package.
 pip download --quiet --no-deps --no-binary :all: llama-cpp-python==0.3.36
 tar xzf llama_cpp_python-*.tar.gz --wildcards --strip-components=4 \
-	'*/vendor/llama.cpp/models/ggml-vocab-*' '*/vendor/llama.cpp/models/templates/*.jinja'
-rm -rf "$folder/templates"
-cp -r templates "$folder/templates"
+	'*/vendor/llama.cpp/models/ggml-vocab-*'
 for name in gpt-2 starcoder; do
 	mkdir -p "$folder/$name"
 	python3 "$here/from_gguf.py" "ggml-vocab-$name.gguf" "$folder/$name/tokenizer.json"
