@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 
 	"gorgonia.org/tensor"
 
@@ -21,6 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf/internal/plain"
 	"github.com/kasmina-go/kasmina/llm/model"
+	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
 
 // tokenizerFiles are those of a folder that belong to its tokenizer.
@@ -137,7 +139,11 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 			return err
 		}
 		for _, name := range slices.Sorted(maps.Keys(s.files)) {
-			err := atomicfile.Write(filepath.Join(dir, name), func(f *os.File) error {
+			path := filepath.Join(dir, name)
+			if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+				return err
+			}
+			err := atomicfile.Write(path, func(f *os.File) error {
 				_, err := f.Write(s.files[name])
 				return err
 			})
@@ -179,7 +185,11 @@ func (s *saving) collect(config []byte) error {
 	} else {
 		add(generationName, s.like.generationOf())
 	}
-	for _, name := range tokenizerFiles {
+	names, err := templateFiles(s.like.Dir)
+	if err != nil {
+		return err
+	}
+	for _, name := range slices.Concat(tokenizerFiles, names) {
 		text, err := regular.Read(filepath.Join(s.like.Dir, name), maxTokenizer,
 			"a tokenizer's file has")
 		if err == nil {
@@ -189,6 +199,21 @@ func (s *saving) collect(config []byte) error {
 		}
 	}
 	return nil
+}
+
+// templateFiles returns the names of a folder's additional chat templates.
+func templateFiles(dir string) ([]string, error) {
+	entries, err := os.ReadDir(filepath.Join(dir, chat.TemplateFolder))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	var names []string
+	for _, e := range entries {
+		if strings.HasSuffix(e.Name(), ".jinja") {
+			names = append(names, filepath.Join(chat.TemplateFolder, e.Name()))
+		}
+	}
+	return names, nil
 }
 
 // generationOf is a generation_config.json of what config.json says.

@@ -221,3 +221,24 @@ func TestRotaryFactors(t *testing.T) {
 	require.EqualValues(t, 32, x[31])
 	require.IsNonDecreasing(t, x)
 }
+
+// TestChatTemplates wants all chat templates to be copied, also those that this module cannot render.
+func TestChatTemplates(t *testing.T) {
+	dir := t.TempDir()
+	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))
+	template := "{% block x %}{% generation %}{{ messages }}{% endgeneration %}{% endblock %}"
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "chat_template.jinja"), []byte(template), 0o600))
+	additional := filepath.Join(dir, "additional_chat_templates")
+	require.NoError(t, os.Mkdir(additional, 0o700))
+	require.NoError(t, os.WriteFile(filepath.Join(additional, "tool_use.jinja"), []byte("tools"), 0o600))
+	require.NoError(t, os.WriteFile(filepath.Join(additional, "my-rag.jinja"), []byte("rag"), 0o600))
+
+	f, m := load(t, dir)
+	path := filepath.Join(t.TempDir(), "m.gguf")
+	require.NoError(t, Save(t.Context(), path, f, m, F32, nil))
+	fields, _ := read(t, path)
+	require.Equal(t, template, fields["tokenizer.chat_template"])
+	require.Equal(t, "tools", fields["tokenizer.chat_template.tool_use"])
+	require.Equal(t, "rag", fields["tokenizer.chat_template.my_rag"])
+	require.Equal(t, []any{"my_rag", "tool_use"}, fields["tokenizer.chat_templates"])
+}

@@ -5,8 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
+	"slices"
 	"strings"
+	"unicode"
 
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm/hf"
@@ -161,12 +164,38 @@ func addSpecial(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer) error {
 		all.set("tokenizer.ggml.padding_token_id", f.Generation.Pad)
 	}
 	all.set("tokenizer.ggml.add_bos_token", len(before) > 0)
-	template, err := chat.Load(f.Dir)
+	return addTemplates(all, f)
+}
+
+// addTemplates copies the chat templates, which need not be ones that this module can render.
+func addTemplates(all *fields, f *hf.Folder) error {
+	sources, err := chat.LoadSources(f.Dir)
 	if errors.Is(err, chat.ErrNoTemplate) {
 		return nil
 	} else if err != nil {
 		return err
 	}
-	all.set("tokenizer.chat_template", template.Source())
+	all.set("tokenizer.chat_template", sources[chat.DefaultName])
+
+	var names []string
+	for _, name := range slices.Sorted(maps.Keys(sources)) {
+		if name == chat.DefaultName {
+			continue
+		}
+		key := strings.Map(func(r rune) rune {
+			if r < unicode.MaxASCII && (unicode.IsLetter(r) || unicode.IsDigit(r)) {
+				return r
+			}
+			return '_'
+		}, name)
+		if slices.Contains(names, key) {
+			return fmt.Errorf("two chat templates would be called %q in a GGUF file", key)
+		}
+		all.set("tokenizer.chat_template."+key, sources[name])
+		names = append(names, key)
+	}
+	if len(names) > 0 {
+		all.set("tokenizer.chat_templates", names)
+	}
 	return nil
 }
