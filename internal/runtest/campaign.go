@@ -1,0 +1,310 @@
+package runtest
+
+import (
+	"cmp"
+	"flag"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"text/tabwriter"
+	"time"
+)
+
+// Flags are those of a test that runs a campaign.
+type Flags struct {
+	Duration time.Duration // of the campaign; 0 for that of the test
+	Case     string        // the only case: a seed, or the text of a case
+	Cases    int           // how many cases, instead of a duration
+	Parallel int           // how many at once; 0 for as many as there are processors
+	Shrink   time.Duration // how long a failing case is made smaller
+	All      bool          // go on after a failure
+}
+
+// AddFlags adds the flags to those of the test binary.
+func AddFlags() *Flags {
+	var f Flags
+	flag.DurationVar(&f.Duration, "duration", 0, "how long random runs are made, instead of the "+
+		"test's own time")
+	if flag.Lookup("seed") == nil { // other tests of the binary may have it
+		flag.Uint64("seed", 0, "seed of the first random run (default: a fresh one)")
+	}
+	flag.StringVar(&f.Case, "case", "", "the only random run: its seed, or the JSON of a case")
+	flag.IntVar(&f.Cases, "cases", 0, "how many random runs are made, instead of a duration")
+	flag.IntVar(&f.Parallel, "cases-at-once", 0, "random runs at once (default: the processors)")
+	flag.DurationVar(&f.Shrink, "shrink", time.Minute, "how long a failing run is made smaller")
+	flag.BoolVar(&f.All, "all-failures", false, "go on after a failing run, and list all failures")
+	return &f
+}
+
+// Plan says what a campaign does unless flags say otherwise.
+type Plan struct {
+	Usual time.Duration // how long it takes
+	Cases int           // or how many cases it checks; 0 for as many as there is time for
+	// Change, if it is not nil, alters each case. It returns false for one that is of no interest.
+	Change func(*Case) bool
+	// Failing has only those cases count in which something has failed.
+	Failing bool
+}
+
+// Campaign checks random cases on a machine, and logs what was checked how often.
+func Campaign(t *testing.T, m Machine, f Flags, p Plan) {
+	t.Helper()
+	change := p.Change
+	folder := scratch(t)
+	if f.Case != "" {
+		c, err := caseOf(f.Case, m, change)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("%v", c)
+		r := Check(c, m, filepath.Join(folder, "case"))
+		t.Logf("checked %q; the fault: %s; skipped: %v", r.Checked, r.Outcome, r.Skipped)
+		if r.Failure != nil {
+			t.Errorf("%v%s", r.Failure, smaller(t, c, m, r.Failure, f, folder))
+		}
+		return
+	}
+	seed, err := strconv.ParseUint(flag.Lookup("seed").Value.String(), 10, 64)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if seed == 0 {
+		seed = uint64(time.Now().UnixNano()) % 1e12
+	}
+	duration, cases := cmp.Or(f.Duration, p.Usual), cmp.Or(f.Cases, p.Cases)
+	if f.Duration > 0 {
+		cases = f.Cases
+	}
+	t.Logf("random runs from seed %d on: %s -seed %d", seed, command(t), seed)
+	began := time.Now()
+	var (
+		mu     sync.Mutex
+		wg     sync.WaitGroup
+		next   atomic.Uint64
+		counts = newTable()
+		found  []finding
+	)
+	over := func(i uint64) bool {
+		mu.Lock()
+		defer mu.Unlock()
+		if len(found) > 0 && !f.All {
+			return true
+		}
+		if cases > 0 {
+			return counts.cases >= cases
+		}
+		return time.Since(began) > duration
+	}
+	for range cmp.Or(f.Parallel, runtime.GOMAXPROCS(0)) {
+		wg.Go(func() {
+			for {
+				i := next.Add(1) - 1
+				if over(i) {
+					return
+				}
+				c := Generate(seed+i, m.Limits)
+				if change != nil && !change(&c) {
+					continue
+				}
+				own := filepath.Join(folder, fmt.Sprint(i))
+				watch := time.AfterFunc(hang, func() {
+					panic(fmt.Sprintf("a case hangs: %s -case %d", command(t), c.Seed))
+				})
+				r := Check(c, m, own)
+				watch.Stop()
+				_ = os.RemoveAll(own)
+				mu.Lock()
+				if !p.Failing || r.Outcome != "" || r.Failure != nil {
+					counts.add(c, r)
+				}
+				if r.Failure != nil {
+					found = append(found, finding{c, r.Failure, time.Since(began)})
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	wg.Wait()
+	if testing.Verbose() {
+		t.Logf("%s in %v\n%v", m.Name, time.Since(began).Round(time.Second), counts)
+	}
+	slices.SortFunc(found, func(a, b finding) int { return cmp.Compare(a.after, b.after) })
+	for i, x := range found {
+		text := fmt.Sprintf("after %v: %v\nrepeat it by\n\t%s -case %d", x.after.Round(time.Second),
+			x.failure, command(t), x.c.Seed)
+		if i == 0 || f.All && i < 20 {
+			text += smaller(t, x.c, m, x.failure, f, folder)
+		}
+		t.Error(text)
+	}
+	if counts.skipped > counts.cases/5+5 {
+		t.Errorf("%d of %d cases were impossible: %v", counts.skipped, counts.cases,
+			counts.why)
+	}
+}
+
+// hang is far longer than a case takes.
+const hang = 5 * time.Minute
+
+// finding is a case that has failed.
+type finding struct {
+	c       Case
+	failure *Failure
+	after   time.Duration
+}
+
+// caseOf reads what the flag -case has.
+func caseOf(text string, m Machine, change func(*Case) bool) (c Case, err error) {
+	if strings.HasPrefix(text, "{") {
+		return Parse(text)
+	}
+	var seed uint64
+	if _, err = fmt.Sscan(text, &seed); err != nil {
+		return c, fmt.Errorf("-case %q: want a seed, or the JSON of a case", text)
+	}
+	if c = Generate(seed, m.Limits); change != nil && !change(&c) {
+		return c, fmt.Errorf("-case %d: this test leaves it out", seed)
+	}
+	return c, nil
+}
+
+// command repeats a test.
+func command(t *testing.T) string {
+	folder, err := os.Getwd()
+	if err != nil {
+		return err.Error()
+	}
+	return fmt.Sprintf("go test %s -run '^%s$'", packageOf(folder), strings.ReplaceAll(t.Name(), "/",
+		"$/^"))
+}
+
+// packageOf names the folder of a package relative to the module's.
+func packageOf(folder string) string {
+	for up := folder; up != filepath.Dir(up); up = filepath.Dir(up) {
+		if _, err := os.Stat(filepath.Join(up, "go.mod")); err == nil {
+			if name, err := filepath.Rel(up, folder); err == nil {
+				return "./" + filepath.ToSlash(name)
+			}
+		}
+	}
+	return "."
+}
+
+// smaller describes the smallest case that fails in the same way.
+func smaller(t *testing.T, c Case, m Machine, failure *Failure, f Flags, folder string) string {
+	if f.Shrink <= 0 {
+		return ""
+	}
+	last, tries := failure, 0
+	least := Shrink(c, func(c Case) bool {
+		tries++
+		own := filepath.Join(folder, fmt.Sprint("shrink-", tries))
+		defer os.RemoveAll(own)
+		for range 3 { // equal runs differ now and then
+			if r := Check(c, m, own); r.Failure != nil && r.Failure.Property == failure.Property &&
+				panics(r.Failure) == panics(failure) {
+				last = r.Failure
+				return true
+			} else if failure.Property != Repeats {
+				return false
+			}
+			os.RemoveAll(own)
+		}
+		return false
+	}, f.Shrink)
+	return fmt.Sprintf("\nthe smallest such case (%d tried):\n\t%s -case '%v'\nfails by: %v", tries,
+		command(t), least, last)
+}
+
+func panics(f *Failure) bool { return strings.HasPrefix(f.Err.Error(), "panic: ") }
+
+// scratch returns a folder for the files of runs: in memory where the system has that, since
+// files are written and synced by the thousand.
+func scratch(t *testing.T) string {
+	const memory = "/dev/shm"
+	if s, err := os.Stat(memory); err == nil && s.IsDir() {
+		if folder, err := os.MkdirTemp(memory, "runtest"); err == nil {
+			t.Cleanup(func() { os.RemoveAll(folder) })
+			return folder
+		}
+	}
+	return t.TempDir()
+}
+
+// table counts cases by property and by feature.
+type table struct {
+	cases, skipped int
+	why            map[string]int
+	properties     map[string]int
+	features       map[string]map[string]int
+	total          map[string]int
+	outcomes       map[string]int
+}
+
+func newTable() *table {
+	return &table{properties: map[string]int{}, features: map[string]map[string]int{},
+		total: map[string]int{}, outcomes: map[string]int{},
+		why: map[string]int{}}
+}
+
+func (t *table) add(c Case, r Result) {
+	t.cases++
+	if r.Skipped != nil {
+		t.skipped++
+		t.why[r.Skipped.Error()]++
+		return
+	}
+	if r.Outcome != "" {
+		t.outcomes[r.Outcome]++
+	}
+	for _, p := range r.Checked {
+		t.properties[p]++
+	}
+	for _, f := range c.Features() {
+		t.total[f]++
+		if t.features[f] == nil {
+			t.features[f] = map[string]int{}
+		}
+		for _, p := range r.Checked {
+			t.features[f][p]++
+		}
+	}
+}
+
+// String returns the counts: a row for each feature, a column for each property.
+func (t *table) String() string {
+	var text strings.Builder
+	fmt.Fprintf(&text, "%d cases, of which %d were impossible\n", t.cases, t.skipped)
+	for _, why := range slices.Sorted(maps.Keys(t.why)) {
+		fmt.Fprintf(&text, "impossible, %d times: %.200s\n", t.why[why], why)
+	}
+	for i, p := range Properties {
+		fmt.Fprintf(&text, "(%d) %s: checked %d times\n", i+1, p, t.properties[p])
+	}
+	for _, o := range slices.Sorted(maps.Keys(t.outcomes)) {
+		fmt.Fprintf(&text, "after a failure, %s: %d times\n", o, t.outcomes[o])
+	}
+	w := tabwriter.NewWriter(&text, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprint(w, "feature\tcases\t")
+	for i := range Properties {
+		fmt.Fprintf(w, "(%d)\t", i+1)
+	}
+	fmt.Fprintln(w)
+	for _, f := range slices.Sorted(maps.Keys(t.total)) {
+		fmt.Fprintf(w, "%s\t%d\t", f, t.total[f])
+		for _, p := range Properties {
+			fmt.Fprintf(w, "%d\t", t.features[f][p])
+		}
+		fmt.Fprintln(w)
+	}
+	w.Flush()
+	return text.String()
+}

@@ -1,0 +1,569 @@
+package runtest
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime/debug"
+	"slices"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Machine computes the runs of cases.
+type Machine struct {
+	Name   string
+	Limits Limits
+	// Open opens what one case needs.
+	Open func() (*Session, error)
+	// Ranks calls f for every rank of a team and returns the errors by rank. It is nil where
+	// Limits.Ranks is 0.
+	Ranks func(ranks int, f func(rank int, build Build) error) []error
+}
+
+// Session is a machine that computes the runs of one case.
+type Session struct {
+	Engine Build
+	// Fail has the at-th call from now of one of Limits.Faults fail. It returns what reports whether
+	// that has happened, and takes the failure back if not.
+	Fail func(op string, at int) (happened func() bool)
+	// Close returns an error also where something is left that should not be. It may be nil.
+	Close func() error
+}
+
+// The properties that are checked.
+const (
+	Completes = "a run in which nothing fails completes"
+	Repeats   = "equal runs are equal"
+	Frozen    = "what is frozen keeps its bits"
+	Resumes   = "a resumed run equals an uninterrupted one"
+	OnRanks   = "a run on several ranks equals a run in one process"
+	Traceless = "callbacks leave no trace"
+	Replays   = "a run that follows the record of another one equals it"
+	Unharmed  = "a failed operation changes nothing"
+)
+
+// Properties lists all of them.
+var Properties = []string{Completes, Repeats, Frozen, Resumes, OnRanks, Traceless, Replays, Unharmed}
+
+// resumeTargets are the trainers that a run is resumed by.
+var resumeTargets = []string{"fresh", "loaded", "same", "other"}
+
+// A Failure is a property that a case does not have.
+type Failure struct {
+	Property string
+	Err      error
+}
+
+func (f *Failure) Error() string { return f.Property + ": " + f.Err.Error() }
+
+// Result is what a check has found.
+type Result struct {
+	Checked []string // properties
+	Outcome string   // how the fault of the case ended: "" where it did not happen
+	Skipped error    // why there is no such run: the case is impossible
+	Failure *Failure // nil if the case has all properties
+}
+
+// checker checks one case.
+type checker struct {
+	Case
+	machine Machine
+	session *Session
+	folder  string
+	rigs    int
+	Result
+	straight *rig // that nothing happens to, and what it saves in the end
+	end      []byte
+	plain    *rig // the same without a file for each step
+}
+
+// Check makes the runs of a case and compares them. Files are in folders below the given one.
+func Check(c Case, m Machine, folder string) (r Result) {
+	k := &checker{Case: c, machine: m, folder: folder}
+	defer func() {
+		r = k.Result
+		if p := recover(); p != nil {
+			failed, ok := p.(*Failure)
+			if !ok {
+				failed = &Failure{Completes, fmt.Errorf("panic: %v\n%s", p, debug.Stack())}
+			}
+			r.Failure = failed
+		}
+	}()
+	session, err := m.Open()
+	if err != nil {
+		k.fail(Completes, "opening the machine: %w", err)
+	}
+	k.session = session
+	k.check()
+	if session.Close != nil {
+		k.must(Completes, "closing the machine", session.Close())
+	}
+	return
+}
+
+func (k *checker) check() {
+	if k.base(); k.Skipped != nil || k.end == nil {
+		return
+	}
+	k.callbacks()
+	for _, r := range k.Resumes {
+		k.resumes(r)
+	}
+	k.ranks()
+	k.replays()
+	k.fault()
+	k.closed(k.straight)
+}
+
+// fail ends the check.
+func (k *checker) fail(property, format string, args ...any) {
+	panic(&Failure{property, fmt.Errorf(format, args...)})
+}
+
+// must ends the check for an error.
+func (k *checker) must(property, what string, err error) {
+	if err != nil {
+		k.fail(property, "%s: %w", what, err)
+	}
+}
+
+func (k *checker) checked(property string) { k.Checked = append(k.Checked, property) }
+
+// rig makes a trainer for a case that is like k's.
+func (k *checker) rig(c Case, m *llm.Model) *rig {
+	r, err := k.newRig(c, m)
+	k.must(Completes, "making a trainer", err)
+	return r
+}
+
+func (k *checker) newRig(c Case, m *llm.Model) (*rig, error) {
+	k.rigs++
+	return newRig(c, k.session.Engine, m, filepath.Join(k.folder, fmt.Sprint(k.rigs)), 0)
+}
+
+// closed closes a trainer, which must be possible, and looks at what was noted of its runs.
+func (k *checker) closed(r *rig) {
+	k.must(Completes, "closing the trainer", r.close())
+	if len(r.problems) == 0 {
+		return
+	}
+	property := Frozen
+	if strings.HasPrefix(r.problems[0], "callbacks hear") {
+		property = Unharmed
+	}
+	k.fail(property, "%s", strings.Join(r.problems, "; "))
+}
+
+// base makes the run that all others are compared with, twice.
+func (k *checker) base() {
+	straight, err := k.newRig(k.Case, nil)
+	if err != nil {
+		k.Skipped = err
+		return
+	}
+	k.straight = straight
+	k.straight.saves = true
+	err = k.straight.run()
+	if err != nil && !errors.Is(err, llm.ErrDiverged) && !idle(err) {
+		k.fail(Completes, "after step %d: %w", k.straight.tr.Step(), err)
+	}
+	k.checked(Completes)
+	if err == nil {
+		if k.end, err = k.straight.save(); !errors.Is(err, llm.ErrDiverged) {
+			k.must(Completes, "saving the end", err)
+		}
+		err = nil
+	}
+	k.plain = k.rig(k.Case, nil)
+	k.plain.in.arm("", 0, nil)
+	again := k.plain.run()
+	if textOf(again) != textOf(err) {
+		k.fail(Repeats, "one run ends with %v, the other one with %v", err, again)
+	}
+	if k.end != nil {
+		k.same(Repeats, "a run that is made again, without saves", k.plain, -1, false)
+	}
+	k.checked(Repeats)
+	k.checked(Frozen)
+	k.closed(k.plain)
+	if k.end == nil {
+		k.closed(k.straight)
+	}
+}
+
+// idle reports whether a run has ended since nothing in a frozen model can learn.
+func idle(err error) bool {
+	return err != nil && strings.Contains(err.Error(), "nothing is planted")
+}
+
+// number is what errors name a lattice by, which no other lattice of the process has.
+var number = regexp.MustCompile(`lattice=[0-9]+`)
+
+func textOf(err error) string { return number.ReplaceAllString(fmt.Sprint(err), "lattice") }
+
+// same ends the check unless a run has ended as the straight one has, and told the same from a step
+// on. Loose leaves out the results of evaluations.
+func (k *checker) same(property, what string, r *rig, from int, loose bool) {
+	k.alike(property, what, k.straight, r, from)
+	end, err := r.save()
+	k.must(property, what+": saving the end", err)
+	if diff := differences(k.end, end, loose); diff != "" {
+		k.fail(property, "%s ends with another file: %s", what, diff)
+	}
+}
+
+// alike compares what two runs have told of steps after one.
+func (k *checker) alike(property, what string, a, b *rig, from int) {
+	for step := from + 1; step <= a.tr.Step(); step++ {
+		x, ok := a.figures[step]
+		y, there := b.figures[step]
+		if ok && there && x != y {
+			k.fail(property, "%s: step %d has other figures", what, step)
+		}
+	}
+	x, y := a.toldFrom(max(0, from)), b.toldFrom(max(0, from))
+	if property == Unharmed {
+		return // what is told before a failure is not told again
+	}
+	if !slices.Equal(x, y) {
+		k.fail(property, "%s tells\n%s\nand not\n%s", what, strings.Join(y, "\n"), strings.Join(x,
+			"\n"))
+	}
+}
+
+// callbacks compares with a run that has no callbacks.
+func (k *checker) callbacks() {
+	if len(k.Beside) == 0 && k.Checkpoint == nil {
+		return
+	}
+	c := k.Case.clone()
+	c.Beside, c.Checkpoint = nil, nil
+	r := k.rig(c, nil)
+	k.must(Traceless, "a run without callbacks", r.run())
+	k.same(Traceless, "a run without callbacks", r, -1, true)
+	k.checked(Traceless)
+	k.closed(r)
+}
+
+// resumes resumes the run behind a step.
+func (k *checker) resumes(p Resume) {
+	step := min(p.Step, k.straight.tr.Step()-1)
+	path := k.straight.files[step]
+	what := fmt.Sprintf("a run that is resumed behind step %d by a %s trainer", step, p.Into)
+	r := k.resumer(p.Into, path, what)
+	k.must(Resumes, what, r.resume(path, step, true))
+	want, err := os.ReadFile(path)
+	k.must(Resumes, what, err)
+	now, err := r.save()
+	k.must(Resumes, what+": saving at once", err)
+	if diff := differences(want, now, false); diff != "" {
+		k.fail(Resumes, "%s saves another file at once: %s", what, diff)
+	}
+	clear(r.figures)
+	r.told = nil
+	k.must(Resumes, what, r.run())
+	k.same(Resumes, what, r, step, false)
+	k.checked(Resumes)
+	k.closed(r)
+}
+
+// resumer returns a trainer that is to resume from a file.
+func (k *checker) resumer(into, path, what string) *rig {
+	switch into {
+	case "loaded":
+		m, err := llm.LoadModel(context.Background(), path)
+		k.must(Resumes, what+": LoadModel", err)
+		return k.rig(k.Case, m)
+	case "same":
+		r := k.rig(k.Case, nil)
+		k.must(Resumes, what+": the run before", r.run())
+		return r
+	case "other":
+		r := k.rig(k.Case, nil)
+		orders := r.Orders
+		r.Orders = others(orders)
+		err := r.run()
+		if err != nil && !errors.Is(err, llm.ErrDiverged) && !idle(err) {
+			k.fail(Completes, "a run with other orders: %w", err)
+		}
+		r.hear()
+		r.Orders = orders
+		return r
+	}
+	return k.rig(k.Case, nil)
+}
+
+// others returns orders that plant the same blueprints in other sizes, and leave some out.
+func others(orders []Order) (all []Order) {
+	for i, o := range orders {
+		if i%5 == 4 {
+			continue
+		}
+		o.Commands = slices.Clone(o.Commands)
+		for j := range o.Commands {
+			r := &o.Commands[j].Request
+			if o.Commands[j].Action == state.Germinate && r.Size > 0 && r.Size < 2 {
+				r.Size++
+			} else if r.Size >= 2 {
+				r.Size = 5 - r.Size
+			}
+		}
+		all = append(all, o)
+	}
+	return all
+}
+
+// replays makes a run that follows the record of the straight one, in the place of the controller.
+func (k *checker) replays() {
+	if !k.Replay || k.Growth == nil {
+		return
+	}
+	record, err := llm.ReadRecord(bytes.NewReader(k.straight.record.Bytes()))
+	k.must(Replays, "the record", err)
+	c := k.Case.clone()
+	c.Orders = slices.DeleteFunc(c.Orders, func(o Order) bool { return o.Via == "steer" && c.Fault == nil })
+	r := k.rig(c, nil)
+	g, err := c.growthOf(r.in, func(state.Command, error) {}, &r.record)
+	k.must(Replays, "the growth", err)
+	g.Replay, g.Controller = record, nil
+	k.must(Replays, "Grow", r.tr.Grow(g))
+	r.record.Reset()
+	k.must(Replays, "a run that follows the record", r.run())
+	for step, want := range k.straight.figures {
+		if got, ok := r.figures[step]; ok && got != want {
+			k.fail(Replays, "step %d has other figures; the run tells\n%s\nand the one that is followed"+
+				"\n%s\nby the record\n%s", step, strings.Join(r.toldFrom(-1), "\n"), strings.Join(
+				k.straight.toldFrom(-1), "\n"), &k.straight.record)
+		}
+	}
+	end, err := r.save()
+	k.must(Replays, "saving the end", err)
+	want, _, err := contents(k.end)
+	k.must(Replays, "reading the end", err)
+	have, _, err := contents(end)
+	k.must(Replays, "reading the end", err)
+	for name, v := range want {
+		if !bytes.Equal(v, have[name]) {
+			k.fail(Replays, "the run ends with other %s", name)
+		}
+	}
+	k.checked(Replays)
+	k.closed(r)
+}
+
+// ranks makes the run on several ranks.
+func (k *checker) ranks() {
+	c := k.onRanks()
+	if c == nil || k.Fault != nil && isOf(k.Fault.Op, "rank") {
+		return
+	}
+	what := fmt.Sprintf("a run on %d ranks", k.Ranks)
+	from := ""
+	if step := int(k.Seed % uint64(2*k.straight.tr.Step())); k.straight.files[step] != "" && step > 0 {
+		from = k.straight.files[step]
+		what += fmt.Sprintf(", resumed behind step %d of a run in one process", step)
+	}
+	first, end, errs := k.team(*c, func(r *rig) { r.resumedOrdered = true }, from)
+	for rank, err := range errs {
+		k.must(OnRanks, fmt.Sprintf("%s: rank %d", what, rank), err)
+	}
+	if from == "" {
+		k.alike(OnRanks, what, k.straight, first, -1)
+	}
+	if diff := differences(k.end, end, true); diff != "" {
+		k.fail(OnRanks, "%s ends with another file: %s", what, diff)
+	}
+	k.checked(OnRanks)
+}
+
+// onRanks returns the case as it can be on several ranks, nil if it cannot.
+func (k *checker) onRanks() *Case {
+	if k.Ranks == 0 || k.machine.Ranks == nil || k.Model.Frozen && k.Growth != nil {
+		return nil
+	}
+	o := k.Model.KasminaOptions
+	if k.Train.Accumulate > 1 && (o.Stability != 0 || o.AdaptiveClip > 0) {
+		return nil // whose bits are others, and are documented as such
+	}
+	c := k.Case.clone()
+	c.Beside = nil
+	return &c
+}
+
+// team trains on ranks. It returns the rig of rank 0 and the file that it saves in the end. Before
+// the run, ready may prepare a rank, and all of them resume from a file if one is named.
+func (k *checker) team(c Case, ready func(*rig), from string) (first *rig, end []byte, errs []error) {
+	k.rigs++
+	folder := filepath.Join(k.folder, fmt.Sprint(k.rigs))
+	problems := make([]string, c.Ranks)
+	errs = k.machine.Ranks(c.Ranks, func(rank int, build Build) (err error) {
+		defer func() {
+			if p := recover(); p != nil {
+				err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
+			}
+		}()
+		r, err := newRig(c, build, nil, filepath.Join(folder, fmt.Sprint(rank)), rank)
+		if err != nil {
+			return err
+		}
+		if rank == 0 {
+			first = r
+		}
+		if ready != nil {
+			ready(r)
+		}
+		if from != "" {
+			if err = r.tr.Resume(context.Background(), from); err == nil {
+				if r.scripted = r.tr.Step() - 1; r.resumedOrdered {
+					r.scripted++
+				}
+			}
+		}
+		if err == nil {
+			err = r.run()
+		}
+		if err == nil {
+			path := filepath.Join(r.folder, "now")
+			if err = r.tr.Save(path); err == nil && rank == 0 {
+				end, err = os.ReadFile(path)
+			}
+		}
+		problems[rank] = strings.Join(r.problems, "; ")
+		return errors.Join(err, r.close())
+	})
+	for rank, p := range problems {
+		if p != "" && !strings.HasPrefix(p, "callbacks hear") {
+			k.fail(Frozen, "rank %d: %s", rank, p)
+		} else if p != "" {
+			k.fail(Unharmed, "rank %d: %s", rank, p)
+		}
+	}
+	return first, end, errs
+}
+
+// differences says in what two checkpoints differ, and "" if they do not. Loose leaves out the
+// results of evaluations. The counts of NaN and Inf are left out as soon as there are any, since
+// those that evaluations and saves meet are counted, too.
+func differences(a, b []byte, loose bool) string {
+	if bytes.Equal(a, b) {
+		return ""
+	}
+	x, left, err := contents(a)
+	if err != nil {
+		return err.Error()
+	}
+	y, right, err := contents(b)
+	if err != nil {
+		return err.Error()
+	}
+	if nonFinite(x) || nonFinite(y) {
+		for name := range x {
+			if counted.MatchString(name) {
+				delete(x, name)
+				delete(y, name)
+			}
+		}
+		loose = true
+	}
+	var all []string
+	for _, name := range slices.Sorted(maps.Keys(x)) {
+		v := x[name]
+		if w, ok := y[name]; !ok {
+			all = append(all, "no "+name)
+		} else if !bytes.Equal(v, w) {
+			all = append(all, "other "+name)
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(y)) {
+		if _, ok := x[name]; !ok {
+			all = append(all, name+" beside")
+		}
+	}
+	for _, key := range slices.Sorted(maps.Keys(left)) {
+		v, w := left[key], right[key]
+		if v == w {
+			continue
+		}
+		all = append(all, jsonDifferences(key, v, w, loose)...)
+	}
+	if more := len(all) - 8; more > 0 {
+		all = append(all[:8], fmt.Sprintf("and %d more", more))
+	}
+	if len(all) == 0 && !loose {
+		return "the same contents in other bytes"
+	}
+	return strings.Join(all, ", ")
+}
+
+// counted are the arrays of lattices that depend on how many NaN and Inf were met.
+var counted = regexp.MustCompile(`^lattice\..*\.(nonfinite_.*|crc32)$`)
+
+// nonFinite reports whether a lattice of a checkpoint has met NaN or Inf.
+func nonFinite(tensors map[string][]byte) bool {
+	for name, v := range tensors {
+		if counted.MatchString(name) && !strings.HasSuffix(name, "crc32") &&
+			len(bytes.Trim(v[:bytes.LastIndex(v, []byte("U32"))], "\x00")) > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// contents reads a checkpoint.
+func contents(file []byte) (tensors map[string][]byte, metadata map[string]string, err error) {
+	f, err := safetensors.NewFile("checkpoint", bytes.NewReader(file), int64(len(file)))
+	if err != nil {
+		return nil, nil, err
+	}
+	tensors = map[string][]byte{}
+	for _, name := range f.Names() {
+		var all []byte
+		if err := f.Chunks(context.Background(), name, func(part []byte) error {
+			all = append(all, part...)
+			return nil
+		}); err != nil {
+			return nil, nil, err
+		}
+		kind, shape, err := f.Info(name)
+		if err != nil {
+			return nil, nil, err
+		}
+		tensors[name] = append(all, fmt.Sprint(kind, shape)...)
+	}
+	return tensors, f.Metadata(), nil
+}
+
+// jsonDifferences names the fields in which two objects differ.
+func jsonDifferences(key, a, b string, loose bool) (all []string) {
+	var x, y map[string]json.RawMessage
+	if json.Unmarshal([]byte(a), &x) != nil || json.Unmarshal([]byte(b), &y) != nil {
+		return []string{key}
+	}
+	for _, field := range slices.Sorted(maps.Keys(x)) {
+		v := x[field]
+		if loose && (field == "val_loss" || field == "val_bpb") {
+			continue
+		}
+		if !bytes.Equal(v, y[field]) {
+			all = append(all, fmt.Sprintf("%s of %s is %.200s and not %.200s", field, key, y[field],
+				v))
+		}
+	}
+	for _, field := range slices.Sorted(maps.Keys(y)) {
+		if _, ok := x[field]; !ok {
+			all = append(all, fmt.Sprintf("%s of %s beside", field, key))
+		}
+	}
+	return all
+}

@@ -1,0 +1,378 @@
+package runtest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// fault makes the run once more, has one thing fail, and goes on from there.
+func (k *checker) fault() {
+	f := k.Fault
+	switch {
+	case f == nil:
+	case isOf(f.Op, "rank"):
+		k.rankFault()
+	case f.Op == besideSample:
+		k.resumeBesideSample()
+	case slices.Contains(k.machine.Limits.Faults, f.Op):
+		k.faultOfMachine()
+	case f.Resuming:
+		k.faultOfResume()
+	default:
+		k.faultOfRun()
+	}
+}
+
+// call returns which of n calls of an operation fails: the one from 1 on, 0 if there is none.
+func (f *Fault) call(n int) int {
+	if n == 0 {
+		return 0
+	}
+	return 1 + int(f.At*float64(n))
+}
+
+func (f *Fault) wraps() error {
+	if f.Diverged {
+		return llm.ErrDiverged
+	}
+	return nil
+}
+
+// faultCase is the case of a run in which something fails: without goroutines whose calls come at
+// any time.
+func (k *checker) faultCase() Case {
+	c := k.Case.clone()
+	c.Beside = slices.DeleteFunc(c.Beside, func(b string) bool {
+		return b == "readers" ||
+			b == "scrub"
+	})
+	return c
+}
+
+// faultOfRun has a call fail in a run.
+func (k *checker) faultOfRun() {
+	f, c := k.Fault, k.faultCase()
+	calls := k.plain.in.count(f.Op)
+	if len(c.Beside) < len(k.Beside) { // whose calls are counted too
+		r := k.rig(c, nil)
+		r.in.arm("", 0, nil)
+		k.must(Traceless, "a run with fewer callbacks", r.run())
+		calls = r.in.count(f.Op)
+		k.closed(r)
+	}
+	r := k.rig(c, nil)
+	r.in.arm(f.Op, f.call(calls), f.wraps())
+	err := r.run()
+	if !r.in.disarm() {
+		k.closed(r)
+		return
+	}
+	k.must(Unharmed, "repairing the folder", r.repair())
+	what := fmt.Sprintf("a run in which call %d of %d of %s fails, after step %d",
+		f.call(calls), calls, f.Op, r.tr.Step())
+	stops := isOf(f.Op, "cancel") || isOf(f.Op, "stop")
+	switch {
+	case err == nil && (stops || f.Op == "ReadTokens"): // the loader may try again by itself
+		k.same(Unharmed, what, r, -1, true)
+		k.ended("has completed all the same")
+	case err == nil:
+		k.absorbed(r, what)
+		k.ended("a growth is given up")
+	default:
+		if !errors.Is(err, ErrInjected) && !isOf(f.Op, "stop") && !isOf(f.Op, "checkpoint") && !idle(err) {
+			k.fail(Unharmed, "%s ends with another error: %w", what, err)
+		}
+		k.goesOn(r, what, err)
+	}
+	k.checked(Unharmed)
+	k.closed(r)
+}
+
+// mostMachineCalls is how many calls of a machine's own a run makes, roughly.
+const mostMachineCalls = 300
+
+// faultOfMachine has a call fail that the machine makes by itself.
+func (k *checker) faultOfMachine() {
+	f := k.Fault
+	r := k.rig(k.faultCase(), nil)
+	r.in.arm("", 0, nil)
+	at := 1 + int(f.At*f.At*mostMachineCalls) // mostly early ones, which all runs make
+	happened := k.session.Fail(f.Op, at)
+	err := r.run()
+	if !happened() {
+		k.closed(r)
+		return
+	}
+	what := fmt.Sprintf("a run in which call %d of %s fails, after step %d", at, f.Op, r.tr.Step())
+	told := slices.ContainsFunc(r.told, func(t told) bool { return t.err != nil })
+	switch {
+	case err == nil && told:
+		// Who gave what up is not known; what matters is that the run can be saved and resumed.
+		_, err := r.save()
+		k.must(Unharmed, what+": saving the end", err)
+		k.ended("a growth is given up")
+	case err == nil: // the machine has found another way
+		k.same(Unharmed, what, r, -1, true)
+		k.ended("the run goes on")
+	default:
+		k.goesOn(r, what, err)
+	}
+	k.checked(Unharmed)
+	k.closed(r)
+}
+
+// ended notes how a fault ended.
+func (k *checker) ended(how string) { k.Outcome = how }
+
+// absorbed checks a run that has gone on. The trainer must have told why, and given up a growth.
+// The rest must be as in a run in which somebody else gives that growth up.
+func (k *checker) absorbed(r *rig, what string) {
+	if !slices.ContainsFunc(r.told, func(t told) bool { return errors.Is(t.err, ErrInjected) }) {
+		k.fail(Unharmed, "%s: nobody is told", what)
+	}
+	gave := r.in.moves()
+	other := k.rig(k.faultCase(), nil)
+	other.extra, other.in.dropped = gave, r.dropped
+	for _, i := range slices.Backward(r.refused) {
+		other.Orders = slices.Delete(slices.Clone(other.Orders), i, i+1)
+	}
+	if len(r.dropped) > 0 && k.Growth.Controller != "script" && k.Growth.Controller != "needs" {
+		k.closed(other)
+		return // the others cannot be told to leave out a command
+	}
+	k.must(Unharmed, "a run in which somebody else gives the growth up", other.run())
+	for _, m := range gave {
+		if m.to != state.Cancelled && m.to != state.RolledBack {
+			k.fail(Unharmed, "%s: seed %d of layer %d becomes %v", what, m.seed, m.layer, m.to)
+		}
+	}
+	want, err := other.save()
+	k.must(Unharmed, what, err)
+	end, err := r.save()
+	k.must(Unharmed, what+": saving the end", err)
+	if diff := differences(want, end, true); diff != "" {
+		k.fail(Unharmed, "%s, and %v are given up, ends with another file than one in which somebody "+
+			"gives them up: %s", what, gave, diff)
+	}
+	k.closed(other)
+}
+
+// goesOn checks what a run has left that has ended with an error, and goes on from there.
+func (k *checker) goesOn(r *rig, what string, cause error) {
+	if idle(cause) {
+		k.ended("a growth is given up, without which nothing learns")
+		return
+	}
+	step := r.tr.Step()
+	now, refused := r.save()
+	ordered := r.scripted >= step || !slices.ContainsFunc(k.Orders, func(o Order) bool {
+		return o.Step == step
+	})
+	var broken panicked
+	// Growth that has been told of is not undone when the step after it fails.
+	// What an optimizer has forgotten of frozen parameters stays forgotten.
+	undone := k.Fault.Op != "Forget" && !slices.ContainsFunc(k.straight.told, func(t told) bool {
+		return t.step == step+1 && strings.HasPrefix(t.text, "reshaped")
+	})
+	if path := k.straight.files[step]; refused == nil && ordered && undone && path != "" {
+		want, err := os.ReadFile(path)
+		k.must(Unharmed, what, err)
+		// As a run ends, fossilized seeds become a part of the model.
+		ended := step == k.straight.tr.Step() && differences(k.end, now, true) == ""
+		if diff := differences(want, now, true); diff != "" && !ended {
+			k.fail(Unharmed, "%s (%.150v), has changed the trainer: %s", what, cause, diff)
+		}
+	} else if refused != nil && !resumeFirst(refused) && !errors.As(cause, &broken) {
+		k.fail(Unharmed, "%s (%.150v): a trainer that cannot be used says %w", what, cause, refused)
+	}
+	if r.written >= 0 && r.checkpoint != "" {
+		other := k.rig(k.faultCase(), nil)
+		more := fmt.Sprintf("%s (%.150v): resumed from its checkpoint of step %d", what, cause,
+			r.written)
+		k.must(Unharmed, more, other.resume(r.checkpoint, r.written, r.ordered))
+		k.must(Unharmed, more, other.run())
+		k.same(Unharmed, more, other, r.written, true)
+		k.closed(other)
+		k.ended("a fresh trainer goes on")
+	}
+	again := r.run()
+	more := fmt.Sprintf("%s (%.150v): run again", what, cause)
+	if again != nil && resumeFirst(again) {
+		from := min(step, len(k.straight.files)-1)
+		for from > 0 && k.straight.files[from] == "" {
+			from--
+		}
+		more = fmt.Sprintf("%s (%.150v): the same trainer, resumed at step %d", what, cause, from)
+		k.must(Unharmed, more, r.resume(k.straight.files[from], from, true))
+		again = r.run()
+		k.ended("the same trainer resumes")
+	} else {
+		k.ended("the same trainer goes on")
+	}
+	k.must(Unharmed, more, again)
+	end, err := r.save()
+	k.must(Unharmed, more+": saving the end", err)
+	if diff := differences(k.end, end, true); diff != "" {
+		k.fail(Unharmed, "%s ends with another file: %s", more, diff)
+	}
+}
+
+// resumeFirst reports whether an error tells to resume from a checkpoint.
+func resumeFirst(err error) bool {
+	return strings.Contains(strings.ToLower(err.Error()), "resume")
+}
+
+// faultOfResume has a call fail while a checkpoint is read.
+func (k *checker) faultOfResume() {
+	f, c := k.Fault, k.faultCase()
+	step := min(int(f.At*float64(k.straight.tr.Step()+1)), k.straight.tr.Step())
+	path := k.straight.files[step]
+	_, inside := math.Modf(f.At * 97)
+	prepared := func() *rig {
+		r := k.rig(c, nil)
+		if f.Early { // a trainer that has moved on
+			k.must(Unharmed, "a run before", r.run())
+		}
+		return r
+	}
+	counter := prepared()
+	counter.in.arm("", 0, nil)
+	k.must(Resumes, "resuming", counter.resume(path, step, true))
+	calls := counter.in.count(f.Op)
+	k.closed(counter)
+	if calls == 0 {
+		return
+	}
+	at := (&Fault{At: inside}).call(calls)
+	r := prepared()
+	before, err := r.save()
+	k.must(Unharmed, "saving", err)
+	r.in.arm(f.Op, at, f.wraps())
+	err = r.resume(path, step, true)
+	if !r.in.disarm() {
+		k.closed(r)
+		return
+	}
+	what := fmt.Sprintf("a Resume at step %d in which call %d of %d of %s fails", step, at, calls,
+		f.Op)
+	if !errors.Is(err, ErrInjected) {
+		k.fail(Unharmed, "%s ends with %w", what, err)
+	}
+	after, refused := r.save()
+	if refused == nil {
+		if diff := differences(before, after, false); diff != "" {
+			k.fail(Unharmed, "%s has changed the trainer: %s", what, diff)
+		}
+	} else if !resumeFirst(refused) {
+		k.fail(Unharmed, "%s: a trainer that cannot be used says %w", what, refused)
+	}
+	k.must(Unharmed, what+": once more", r.resume(path, step, true))
+	clear(r.figures)
+	r.told = nil
+	k.must(Unharmed, what+": the run that is resumed then", r.run())
+	k.same(Unharmed, what+", resumed again", r, step, true)
+	k.ended("the same trainer resumes")
+	k.checked(Unharmed)
+	k.closed(r)
+}
+
+// rankFault has one of several ranks fail, and goes on with as many.
+func (k *checker) rankFault() {
+	c := k.onRanks()
+	if c == nil {
+		return
+	}
+	f, ranks := k.Fault, k.Ranks
+	fails := 1 + int(k.Seed%uint64(ranks-1))
+	calls := k.straight.tr.Step()
+	if f.Op == "rank Gradients" {
+		calls *= max(1, k.Train.Accumulate)
+	}
+	var failing *rig
+	first, _, errs := k.team(*c, func(r *rig) {
+		r.in.arm("", 0, nil)
+		if r.rank == fails {
+			failing = r
+			r.in.arm(f.Op, f.call(calls), f.wraps())
+		}
+	}, "")
+	if failing == nil || !failing.in.disarm() {
+		return
+	}
+	what := fmt.Sprintf("a run on %d ranks, of which rank %d fails after step %d", ranks, fails,
+		failing.tr.Step())
+	for rank, err := range errs {
+		if err == nil {
+			k.fail(Unharmed, "%s: rank %d hears of nothing", what, rank)
+		}
+	}
+	if !errors.Is(errs[fails], ErrInjected) {
+		k.fail(Unharmed, "%s: its own error is %w", what, errs[fails])
+	}
+	from := ""
+	if first.written >= 0 {
+		from = first.checkpoint
+	}
+	ordered := first.ordered
+	_, end, errs := k.team(*c, func(r *rig) { r.resumedOrdered = ordered }, from)
+	for rank, err := range errs {
+		k.must(Unharmed, fmt.Sprintf("%s: begun again from step %d: rank %d", what, first.written,
+			rank), err)
+	}
+	if diff := differences(k.end, end, true); diff != "" {
+		k.fail(Unharmed, "%s, begun again from step %d, ends with another file: %s", what,
+			first.written, diff)
+	}
+	k.ended("fresh ranks go on")
+	k.checked(Unharmed)
+}
+
+// besideSample is a Resume that another goroutine asks for while a callback samples.
+const besideSample = "Resume beside SampleText"
+
+// resumeBesideSample takes the run back to an earlier step while a callback samples.
+func (k *checker) resumeBesideSample() {
+	c := k.faultCase()
+	r := k.rig(c, nil)
+	steps := k.straight.tr.Step()
+	at := 1 + int(k.Fault.At*float64(steps-1))
+	to := at * int(k.Seed%3) / 2 % (at + 1)
+	back := make(chan error, 1)
+	jumped := false
+	r.tr.On(func(e llm.Event) error {
+		if e.Kind == llm.StepEnd && e.Step == at && !jumped {
+			go func() { back <- r.tr.Resume(context.Background(), k.straight.files[to]) }()
+		}
+		return nil
+	}, llm.SampleText(r.tr, letters{}, "a", 20, sampler.Config{Temperature: 1}, "", 1),
+		func(e llm.Event) error {
+			if e.Kind == llm.StepEnd && e.Step == at && !jumped {
+				jumped = true
+				err := <-back
+				r.scripted = to
+				r.frozen.forget()
+				return err
+			}
+			return nil
+		})
+	what := fmt.Sprintf("a run that is taken back to step %d while a callback samples behind step %d",
+		to, at)
+	k.must(Unharmed, what, r.run())
+	end, err := r.save()
+	k.must(Unharmed, what, err)
+	if diff := differences(k.end, end, true); diff != "" {
+		k.fail(Unharmed, "%s ends with another file: %s", what, diff)
+	}
+	k.ended("the run goes on from there")
+	k.checked(Unharmed)
+	k.closed(r)
+}

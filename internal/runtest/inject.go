@@ -1,0 +1,384 @@
+package runtest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"sync"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/graph"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// ErrInjected is wrapped by every failure that a Fault causes.
+var ErrInjected = errors.New("injected failure")
+
+// Names of what can fail. An operation of an engine, an optimizer or a file returns ErrInjected
+// instead of doing its work. "cancel" and "stop" end the run at the moment of a call, which itself
+// succeeds.
+var (
+	engineOps = []string{"engine", "engine", "engine", "Gradients", "Update", "Loss", "Push", "Pull",
+		"Figures", "Close", "Decoder", "Forget"}
+	optimizerOps = []string{"SetState", "SetState", "SetState", "SetState", "SetState", "Declare", "SetLR", "Step"}
+	diskOps      = []string{"ReadTokens", "checkpoint file", "checkpoint folder", "record"}
+	callbackOps  = []string{"callback StepEnd", "callback EpochEnd", "callback Reshaped",
+		"callback Noted", "callback RunStart", "callback RunEnd", "callback Saved",
+		"callback EvalEnd", "panic StepEnd", "panic Decide"}
+	cancelOps = []string{"cancel StepEnd", "cancel Gradients", "cancel Gradients", "cancel Loss",
+		"stop StepEnd", besideSample}
+)
+
+// faultOps returns what can fail on a machine. Some names are there several times, to be chosen
+// more often.
+func faultOps(l Limits) []string {
+	all := slices.Concat(engineOps, diskOps, callbackOps, cancelOps)
+	if l.Optimizer {
+		all = append(all, optimizerOps...)
+	}
+	if l.Ranks > 1 {
+		all = append(all, "rank Gradients", "rank StepEnd")
+	}
+	return append(all, l.Faults...)
+}
+
+// resumable reports whether an operation can fail while a checkpoint is read.
+func resumable(op string) bool {
+	return slices.Contains([]string{"engine", "Push", "SetState", "Declare", "Close", "Pull"}, op)
+}
+
+// injector counts operations and lets one of them fail.
+type injector struct {
+	mu     sync.Mutex
+	counts map[string]int
+	op     string // that fails
+	at     int    // at which call, from 1; 0 for never
+	fired  bool
+	silent bool
+	wraps  error // what the failure wraps, beside ErrInjected
+	cancel func()
+	stop   func()
+
+	// stages returns those of all seeds. They are noted once the orders of a step have been given,
+	// which are those before a failure in what prepares the next step, and when the next gradients
+	// are computed.
+	stages                  func() [][]state.Stage
+	settled, failed, passed [][]state.Stage
+	step                    int // after which it happened
+	now                     func() int
+	dropped                 []dropped // commands of a controller that were refused since something failed
+}
+
+// dropped is a command that a controller gives behind an epoch.
+type dropped struct {
+	epoch int
+	text  string
+}
+
+// without returns the commands that a controller gives behind an epoch, but for those that another
+// run did not get because something had failed.
+func (i *injector) without(epoch int, all []state.Command) []state.Command {
+	return slices.DeleteFunc(all, func(c state.Command) bool {
+		return slices.Contains(i.dropped, dropped{epoch, c.String()})
+	})
+}
+
+// settle notes the stages of all seeds, which only the trainer changes from now on.
+func (i *injector) settle() {
+	stages := i.stages()
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.settled = stages
+}
+
+func newInjector() *injector { return &injector{counts: map[string]int{}} }
+
+// arm has the at-th call of an operation from now fail.
+func (i *injector) arm(op string, at int, wraps error) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.counts = map[string]int{}
+	i.op, i.at, i.fired, i.wraps = op, at, false, wraps
+}
+
+func (i *injector) disarm() (fired bool) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.at = 0
+	return i.fired
+}
+
+// silence leaves calls alone until the function that it returns is called.
+func (i *injector) silence() (end func()) {
+	set := func(silent bool) {
+		i.mu.Lock()
+		defer i.mu.Unlock()
+		i.silent = silent
+	}
+	set(true)
+	return func() { set(false) }
+}
+
+func (i *injector) count(op string) int {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	return i.counts[op]
+}
+
+// due counts a call of an operation, and reports whether it is to fail.
+func (i *injector) due(op string) bool {
+	if i == nil {
+		return false
+	}
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.silent {
+		return false
+	}
+	i.counts[op]++
+	if i.at == 0 || i.op != op || i.counts[op] != i.at {
+		return false
+	}
+	i.fired = true
+	i.step, i.failed, i.passed = i.now(), i.settled, nil
+	return true
+}
+
+// moves returns the transitions that the trainer has made because of the failure, before the next
+// gradients were computed.
+func (i *injector) moves() (all []move) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	for layer, seeds := range i.passed {
+		for seed, to := range seeds {
+			if from := i.failed[layer][seed]; from != to {
+				all = append(all, move{i.step, layer, seed, from, to})
+			}
+		}
+	}
+	return all
+}
+
+// call returns the error with which a call of an operation is to fail. Calls of the operation may
+// also be the moments at which the run is canceled.
+func (i *injector) call(op string) error {
+	if i == nil {
+		return nil
+	}
+	i.note(op)
+	if i.due("cancel " + op) {
+		i.cancel()
+	}
+	if i.due("stop " + op) {
+		i.stop()
+	}
+	if i.due("panic " + op) {
+		panic(i.failure("panic " + op))
+	}
+	if i.due(op) {
+		return i.failure(op)
+	}
+	return nil
+}
+
+// note notes the stages of all seeds at the first gradients after the failure.
+func (i *injector) note(op string) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.fired && i.failed != nil && i.passed == nil && op == "Gradients" {
+		i.passed = i.stages()
+	}
+}
+
+func (i *injector) failure(op string) error {
+	if i.wraps != nil {
+		return fmt.Errorf("%s: %w: %w", op, ErrInjected, i.wraps)
+	}
+	return fmt.Errorf("%s: %w", op, ErrInjected)
+}
+
+// cpuEngine is what the engine of the CPU is beside an llm.Engine.
+type cpuEngine interface {
+	llm.Sensor
+	llm.Listener
+}
+
+// faulty is the engine of the CPU, whose calls may fail.
+type faulty struct {
+	cpuEngine
+	in *injector
+}
+
+func (f faulty) Gradients(b data.Batch) (float64, error) {
+	if err := f.in.call("Gradients"); err != nil {
+		return 0, err
+	}
+	return f.cpuEngine.Gradients(b)
+}
+
+func (f faulty) Update() (float64, error) {
+	if err := f.in.call("Update"); err != nil {
+		return 0, err
+	}
+	return f.cpuEngine.Update()
+}
+
+func (f faulty) Loss(b data.Batch) (float64, error) {
+	if err := f.in.call("Loss"); err != nil {
+		return 0, err
+	}
+	return f.cpuEngine.Loss(b)
+}
+
+func (f faulty) Push(params ...string) error {
+	if err := f.in.call("Push"); err != nil {
+		return err
+	}
+	return f.cpuEngine.Push(params...)
+}
+
+func (f faulty) Pull(params ...string) error {
+	if err := f.in.call("Pull"); err != nil {
+		return err
+	}
+	return f.cpuEngine.Pull(params...)
+}
+
+func (f faulty) Forget(param string, from, to int) error {
+	if err := f.in.call("Forget"); err != nil {
+		return err
+	}
+	return f.cpuEngine.Forget(param, from, to)
+}
+
+func (f faulty) Figures() ([]graph.Figures, error) {
+	if err := f.in.call("Figures"); err != nil {
+		return nil, err
+	}
+	return f.cpuEngine.Figures()
+}
+
+func (f faulty) Decoder() (func(context.Context, []int) (any, error), error) {
+	if err := f.in.call("Decoder"); err != nil {
+		return nil, err
+	}
+	return f.cpuEngine.Decoder()
+}
+
+// Close gives everything back also where it fails.
+func (f faulty) Close() error { return errors.Join(f.cpuEngine.Close(), f.in.call("Close")) }
+
+// parallelEngine is what the engine of a rank on the CPU is beside an llm.Parallel.
+type parallelEngine interface {
+	llm.Parallel
+	Figures() ([]graph.Figures, error)
+}
+
+// faultyRank is the engine of a rank, whose gradients may fail.
+type faultyRank struct {
+	parallelEngine
+	in *injector
+}
+
+func (f faultyRank) Batches(n int, next func() (data.Batch, error)) ([]float64, error) {
+	return f.parallelEngine.Batches(n, func() (data.Batch, error) {
+		if err := f.in.call("rank Gradients"); err != nil {
+			return data.Batch{}, err
+		}
+		return next()
+	})
+}
+
+// faultyAdamW and faultyMuon are optimizers whose calls may fail.
+type (
+	faultyAdamW struct {
+		*optim.AdamW
+		in *injector
+	}
+	faultyMuon struct {
+		*optim.Muon
+		in *injector
+	}
+)
+
+func (f *faultyAdamW) SetState(s []optim.Tensor) error {
+	if err := f.in.call("SetState"); err != nil {
+		return err
+	}
+	return f.AdamW.SetState(s)
+}
+
+func (f *faultyAdamW) Declare(p []gorgonia.ValueGrad) error {
+	if err := f.in.call("Declare"); err != nil {
+		return err
+	}
+	return f.AdamW.Declare(p)
+}
+
+func (f *faultyAdamW) SetLR(lr float64) error {
+	if err := f.in.call("SetLR"); err != nil {
+		return err
+	}
+	return f.AdamW.SetLR(lr)
+}
+
+func (f *faultyAdamW) Step(p []gorgonia.ValueGrad) error {
+	if err := f.in.call("Step"); err != nil {
+		return err
+	}
+	return f.AdamW.Step(p)
+}
+
+func (f *faultyMuon) SetState(s []optim.Tensor) error {
+	if err := f.in.call("SetState"); err != nil {
+		return err
+	}
+	return f.Muon.SetState(s)
+}
+
+func (f *faultyMuon) Declare(p []gorgonia.ValueGrad) error {
+	if err := f.in.call("Declare"); err != nil {
+		return err
+	}
+	return f.Muon.Declare(p)
+}
+
+func (f *faultyMuon) SetLR(lr float64) error {
+	if err := f.in.call("SetLR"); err != nil {
+		return err
+	}
+	return f.Muon.SetLR(lr)
+}
+
+func (f *faultyMuon) Step(p []gorgonia.ValueGrad) error {
+	if err := f.in.call("Step"); err != nil {
+		return err
+	}
+	return f.Muon.Step(p)
+}
+
+// faultyWriter is a file whose writes may fail.
+type faultyWriter struct {
+	io.Writer
+	in *injector
+}
+
+func (f faultyWriter) Write(p []byte) (int, error) {
+	if err := f.in.call("record"); err != nil {
+		return 0, err
+	}
+	return f.Writer.Write(p)
+}
+
+// opOfCallback returns the operation that stands for a callback's seeing an event.
+func opOfCallback(k llm.EventKind) string { return "callback " + k.String() }
+
+// isOf reports whether the name of an operation begins with a word.
+func isOf(op, word string) bool { return strings.HasPrefix(op, word+" ") }

@@ -1,0 +1,68 @@
+package runtest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/parallel"
+)
+
+// CPU is the machine that computes on this computer's processors.
+func CPU() Machine {
+	return Machine{Name: "CPU", Ranks: cpuRanks,
+		Open:   func() (*Session, error) { return &Session{Engine: llm.CPUEngine()}, nil },
+		Limits: Limits{Float64: true, Optimizer: true, Ranks: 3, Listening: true}}
+}
+
+// patience is far more than ranks of one process need to meet.
+const patience = 100 * time.Second
+
+// secret is what the ranks of all teams know, which are all in this process.
+const secret = "the secret of the ranks of random runs"
+
+var teams atomic.Int64
+
+// cpuRanks calls f for every rank of a team within this process.
+func cpuRanks(ranks int, f func(rank int, build Build) error) []error {
+	errs := make([]error, ranks)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err == nil {
+		err = l.Close()
+	}
+	if err != nil {
+		errs[0] = err
+		return errs
+	}
+	port := l.Addr().(*net.TCPAddr).Port
+	name := fmt.Sprintf("runtest %d %d", os.Getpid(), teams.Add(1))
+	ctx := context.Background()
+	var wg sync.WaitGroup
+	for r := range ranks {
+		wg.Go(func() {
+			w, err := comm.Join(ctx, comm.Place{Rank: r, Size: ranks, LocalRank: r, LocalSize: ranks,
+				MasterAddr: "127.0.0.1", MasterPort: port, Run: name, Secret: secret},
+				comm.Options{Timeout: patience})
+			if err != nil {
+				errs[r] = err
+				return
+			}
+			team, err := parallel.Join(ctx, w)
+			if err != nil {
+				errs[r] = err
+				return
+			}
+			err = f(r, team.Engine)
+			errs[r] = errors.Join(err, team.Close(err))
+		})
+	}
+	wg.Wait()
+	return errs
+}

@@ -1,0 +1,640 @@
+package runtest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/model"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Build makes an engine, as llm.TrainConfig.Engine does.
+type Build = func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)
+
+// rig is a trainer with everything that a case puts around it, and what was seen of its runs.
+type rig struct {
+	Case
+	tr     *llm.Trainer
+	in     *injector
+	folder string // of its own
+	cancel context.CancelFunc
+
+	scripted int    // the step whose orders have been given last; -1 for none
+	rank     int    // 0 also of the only process
+	extra    []move // made behind the orders of a step
+
+	figures  map[int]figures
+	told     []told // growth, refusals
+	record   bytes.Buffer
+	problems []string
+
+	saves   bool           // after each step
+	files   map[int]string // paths of what was saved, by step
+	rest    bool           // the callbacks have heard of what is left to tell before a RunEnd
+	failed  bool           // a callback has
+	reshape bool           // growth has been told of since the last StepEnd
+	frozen  frozen
+	moves   []move // of seeds, with the steps behind which they happened
+	waiting []waiting
+	refused []int     // orders, because something has failed
+	dropped []dropped // and commands of the controller
+	// the file that Checkpoint writes, the step that it was last written at, and whether the orders
+	// of that step had been given
+	checkpoint string
+	written    int
+	ordered    bool
+
+	// whether the checkpoint that a rank resumes from was written after the orders of its step
+	resumedOrdered bool
+
+	beside sync.WaitGroup
+	quit   chan struct{}
+}
+
+// figures are those that a StepEnd tells.
+type figures struct{ loss, norm, rate uint64 }
+
+// told is what was told of a step.
+type told struct {
+	step int
+	text string
+	err  error
+}
+
+// move is a transition of a seed.
+type move struct {
+	step        int
+	layer, seed int
+	from, to    state.Stage
+}
+
+// waiting is an order that has been handed over.
+type waiting struct {
+	step int
+	done <-chan error
+}
+
+// newRig makes a trainer for a case, of a model that may be given, as one of several ranks or as the
+// only process, whose rank is 0.
+func newRig(c Case, build Build, m *llm.Model, folder string, rank int) (r *rig, err error) {
+	r = &rig{Case: c, in: newInjector(), folder: folder, scripted: -1, figures: map[int]figures{},
+		files: map[int]string{}, written: -1, rank: rank}
+	if err := os.MkdirAll(folder, 0o777); err != nil {
+		return nil, err
+	}
+	if m == nil {
+		if m, err = c.newModel(); err != nil {
+			return nil, err
+		}
+	}
+	loader, err := data.NewLoader(c.tokens(r.in), data.LoaderConfig{Batch: c.Train.Batch,
+		Seq: m.Config.Seq, Seed: c.Seed + 3})
+	if err != nil {
+		return nil, err
+	}
+	o, err := c.newOptimizer(r.in)
+	if err != nil {
+		return nil, err
+	}
+	tc, err := c.config()
+	if err != nil {
+		return nil, err
+	}
+	tc.Engine = func(m *llm.Model, o optim.Optimizer, tc llm.TrainConfig) (llm.Engine, error) {
+		if err := r.in.call("engine"); err != nil {
+			return nil, err
+		}
+		e, err := build(m, o, tc)
+		if err != nil {
+			return nil, err
+		}
+		return wrap(e, r.in), nil
+	}
+	if r.tr, err = llm.NewTrainer(m, loader, o, tc); err != nil {
+		return nil, err
+	}
+	if c.Growth != nil {
+		g, err := c.growthOf(r.in, func(c state.Command, err error) {
+			r.told = append(r.told, told{r.tr.Step(), fmt.Sprintf("%v: %v", c, err), err})
+			if errors.Is(err, ErrInjected) {
+				epoch := r.tr.Model.Kasmina.Lattice(0).Epoch()
+				r.dropped = append(r.dropped, dropped{epoch, c.String()})
+			}
+		}, &r.record)
+		if err == nil {
+			err = r.tr.Grow(g)
+		}
+		if err != nil {
+			return nil, errors.Join(err, r.tr.Close())
+		}
+	}
+	if err := r.listen(); err != nil {
+		return nil, errors.Join(err, r.tr.Close())
+	}
+	r.callbacks()
+	return r, nil
+}
+
+// wrap puts an injector around an engine.
+func wrap(e llm.Engine, in *injector) llm.Engine {
+	switch e := e.(type) {
+	case llm.ParallelStepper: // a rank on a GPU, as it is
+		return e
+	case parallelEngine:
+		return faultyRank{e, in}
+	case gpuEngine:
+		return wrapGPU(e, in)
+	case cpuEngine:
+		return faulty{e, in}
+	}
+	return e
+}
+
+func (r *rig) problem(format string, args ...any) {
+	r.problems = append(r.problems, fmt.Sprintf(format, args...))
+}
+
+// listen notes the transitions of all seeds.
+func (r *rig) listen() error {
+	r.in.now = r.tr.Step
+	r.in.stages = func() (all [][]state.Stage) {
+		for _, l := range r.tr.Model.Kasmina.Lattices() {
+			var own []state.Stage
+			for seed := range l.Seeds() {
+				stage, _ := l.Stage(seed)
+				own = append(own, stage)
+			}
+			all = append(all, own)
+		}
+		return all
+	}
+	_, err := r.tr.Model.Kasmina.Listen(func(e state.Event) {
+		if e.Kind == state.StageChanged {
+			r.moves = append(r.moves, move{r.tr.Step(), e.Layer, e.Seed, e.From, e.To})
+		}
+	})
+	return err
+}
+
+// besides are the names of callbacks that must leave no trace.
+var besides = []string{"evaluate", "sample", "save", "notes", "scrub", "monitor", "readers",
+	"more checkpoints"}
+
+// callbacks adds the case's callbacks to the trainer.
+func (r *rig) callbacks() {
+	t := r.tr
+	if f := r.Fault; f != nil && f.Early {
+		t.On(r.fail)
+	}
+	t.On(r.see, r.order)
+	for _, b := range r.Beside {
+		switch b {
+		case "evaluate":
+			if text, err := r.heldOut(); err == nil {
+				t.On(llm.Evaluate(t, text, 2))
+			}
+		case "sample":
+			t.On(llm.SampleText(t, letters{}, "ab", 5, sampler.Config{Temperature: 1},
+				filepath.Join(r.folder, "sample"), 3))
+		case "save":
+			t.On(func(e llm.Event) error {
+				if e.Kind == llm.StepEnd {
+					return t.Model.Save(filepath.Join(r.folder, "model"))
+				}
+				return nil
+			})
+		case "notes":
+			t.On(func(e llm.Event) error {
+				if e.Kind == llm.StepEnd {
+					t.Note("a note")
+				}
+				return nil
+			})
+		case "scrub":
+			t.On(llm.Scrub(t, io.Discard, time.Millisecond))
+		case "monitor":
+			t.On(llm.Monitor(t, io.Discard, 2), llm.Ceilings(t))
+		case "readers":
+			t.On(r.readers)
+		case "more checkpoints":
+			t.On(llm.Checkpoint(t, filepath.Join(r.folder, "more"), 1))
+		}
+	}
+	if f := r.Fault; f != nil && f.Op == "callback Noted" && !slices.Contains(r.Beside, "notes") {
+		t.On(func(e llm.Event) error {
+			if e.Kind == llm.StepEnd && e.Step%2 == 0 {
+				t.Note("a note")
+			}
+			return nil
+		})
+	}
+	if k := r.Checkpoint; k != nil {
+		// Ranks name one file, which is that of rank 0.
+		folder := r.folder
+		if r.rank > 0 {
+			folder = filepath.Join(filepath.Dir(folder), "0")
+		}
+		r.checkpoint = filepath.Join(folder, "checkpoint", "run")
+		var opts []llm.CheckpointOption
+		if k.Background {
+			opts = append(opts, llm.InBackground())
+		}
+		if k.Apart {
+			opts = append(opts, llm.OptimizerApart())
+		}
+		if k.Parts {
+			opts = append(opts, llm.InParts())
+		}
+		t.On(r.disk, llm.Checkpoint(t, r.checkpoint, k.Every, opts...))
+	}
+	t.On(func(e llm.Event) error {
+		if r.saves && (e.Kind == llm.StepEnd || e.Kind == llm.RunStart) {
+			path := filepath.Join(r.folder, fmt.Sprint("step-", e.Step))
+			err := t.Save(path)
+			if errors.Is(err, llm.ErrDiverged) {
+				return nil // the next step tells
+			}
+			r.files[e.Step] = path
+			return err
+		}
+		return nil
+	})
+	if f := r.Fault; f == nil || !f.Early {
+		t.On(r.fail)
+	}
+	t.On(func(e llm.Event) error { // the moments at which a run is canceled between steps
+		if e.Kind == llm.StepEnd {
+			if r.in.due("cancel StepEnd") {
+				r.in.cancel()
+			}
+			if r.in.due("stop StepEnd") {
+				r.in.stop()
+			}
+		}
+		return nil
+	})
+}
+
+// fail is the callback that may fail.
+func (r *rig) fail(e llm.Event) error {
+	if r.in.due("panic " + e.Kind.String()) {
+		panic(r.in.failure("panic " + e.Kind.String()))
+	}
+	op := opOfCallback(e.Kind)
+	if r.rank > 0 || r.Ranks == 0 {
+		if e.Kind == llm.StepEnd && r.in.due("rank StepEnd") {
+			r.failed = true
+			return r.in.failure("rank StepEnd")
+		}
+	}
+	if r.in.due(op) {
+		r.failed = true
+		return r.in.failure(op)
+	}
+	return nil
+}
+
+// duration is what differs from run to run in what is told of growth.
+var duration = regexp.MustCompile(`,? in [0-9.]+ s`)
+
+// see notes what the trainer tells, and checks what must hold at any time.
+func (r *rig) see(e llm.Event) error {
+	// Before the RunEnd there may be an EpochEnd, which tells of seeds.
+	if r.failed && (r.rest && e.Kind != llm.RunEnd || !slices.Contains([]llm.EventKind{llm.Failed,
+		llm.Interrupted, llm.Saved, llm.EpochEnd, llm.RunEnd}, e.Kind)) {
+		r.problem("callbacks hear of %v of step %d after one of them has failed", e.Kind, e.Step)
+	}
+	r.rest = r.failed && e.Kind == llm.EpochEnd
+	switch e.Kind {
+	case llm.RunStart:
+		r.quit = make(chan struct{})
+		r.frozen.forget()
+	case llm.RunEnd:
+		if r.quit != nil {
+			close(r.quit)
+			r.quit = nil
+		}
+		r.beside.Wait()
+	case llm.StepEnd:
+		r.figures[e.Step] = figures{math.Float64bits(e.Loss), math.Float64bits(e.GradNorm),
+			math.Float64bits(e.LearningRate)}
+		if !r.reshape {
+			r.frozen.check(r)
+		}
+		r.reshape = false
+	case llm.Reshaped:
+		r.reshape = true
+		r.told = append(r.told, told{e.Step, "reshaped: " + duration.ReplaceAllString(e.Text, ""),
+			e.Err})
+	case llm.Saved:
+		if e.Path == r.checkpoint {
+			r.written, r.ordered = e.Step, r.scripted >= e.Step
+		}
+	}
+	return nil
+}
+
+// readers starts a goroutine that calls what may be called while a run goes on.
+func (r *rig) readers(e llm.Event) error {
+	if e.Kind != llm.RunStart {
+		return nil
+	}
+	text, err := r.heldOut()
+	if err != nil {
+		return err
+	}
+	quit := r.quit
+	r.beside.Go(func() {
+		for i := 0; ; i++ {
+			select {
+			case <-quit:
+				return
+			case <-time.After(time.Millisecond):
+			}
+			switch i % 4 {
+			case 0:
+				_, _, _ = r.tr.Evaluate(text)
+			case 1:
+				_ = r.tr.Save(filepath.Join(r.folder, "reader"))
+			case 2:
+				r.tr.Model.Kasmina.Report()
+				r.tr.Last()
+			case 3:
+				_ = r.tr.Model.Kasmina.Verify()
+				_ = r.tr.Model.Save(filepath.Join(r.folder, "reader model"))
+			}
+		}
+	})
+	return nil
+}
+
+// order gives the orders of a step, once: behind the step, or at the start of a run that goes on
+// from a checkpoint which was written before.
+func (r *rig) order(e llm.Event) error {
+	if e.Kind != llm.StepEnd && e.Kind != llm.RunStart {
+		return nil
+	}
+	r.hear()
+	for i, o := range r.Orders {
+		if o.Step != e.Step {
+			continue
+		}
+		if o.Via == "" || r.Fault != nil { // what waits takes effect when a run ends, too
+			if r.scripted >= e.Step {
+				continue
+			}
+			if err := r.tr.Model.Kasmina.Do(o.Commands...); err != nil {
+				r.told = append(r.told, told{e.Step, err.Error(), err})
+				if errors.Is(err, ErrInjected) {
+					r.refused = append(r.refused, i)
+				}
+			}
+			continue
+		}
+		if r.rank > 0 {
+			continue
+		}
+		if o.Via == "steer" {
+			r.waiting = append(r.waiting, waiting{e.Step, r.tr.Steer(o.Commands...)})
+		} else {
+			r.waiting = append(r.waiting, waiting{e.Step, r.tr.Model.Kasmina.Submit(o.Commands...)})
+		}
+	}
+	if r.scripted < e.Step {
+		for _, m := range r.extra {
+			if m.step != e.Step {
+				continue
+			}
+			if err := r.tr.Model.Kasmina.Lattice(m.layer).Transition(m.seed, m.to); err != nil {
+				return err
+			}
+		}
+	}
+	r.scripted = max(r.scripted, e.Step)
+	r.in.settle()
+	r.frozen.look(r)
+	return nil
+}
+
+// hear notes the answers to orders that were handed over.
+func (r *rig) hear() {
+	for _, w := range r.waiting {
+		select {
+		case err := <-w.done:
+			if err != nil {
+				r.told = append(r.told, told{w.step, err.Error(), err})
+			}
+		default:
+			r.told = append(r.told, told{w.step, "an order has no answer behind the next step", nil})
+		}
+	}
+	r.waiting = nil
+}
+
+// disk has the folder or the file of the checkpoint become one that cannot be written.
+func (r *rig) disk(e llm.Event) error {
+	if e.Kind != llm.StepEnd {
+		return nil
+	}
+	folder := filepath.Dir(r.checkpoint)
+	if r.in.due("checkpoint folder") {
+		return os.Rename(folder, folder+" aside")
+	}
+	if r.in.due("checkpoint file") {
+		if err := os.Rename(r.checkpoint, r.checkpoint+" aside"); err != nil && !errors.Is(err,
+			os.ErrNotExist) {
+			return err
+		}
+		return os.MkdirAll(filepath.Join(r.checkpoint, "in the way"), 0o777)
+	}
+	return nil
+}
+
+// repair takes back what disk has done.
+func (r *rig) repair() error {
+	if r.checkpoint == "" {
+		return nil
+	}
+	folder := filepath.Dir(r.checkpoint)
+	if _, err := os.Stat(folder + " aside"); err == nil {
+		if err := os.RemoveAll(folder); err != nil {
+			return err
+		}
+		return os.Rename(folder+" aside", folder)
+	}
+	if _, err := os.Stat(filepath.Join(r.checkpoint, "in the way")); err == nil {
+		if err := os.RemoveAll(r.checkpoint); err != nil {
+			return err
+		}
+		if err := os.Rename(r.checkpoint+" aside", r.checkpoint); err != nil && !errors.Is(err,
+			os.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// panicked is the error of a run that has panicked.
+type panicked struct{ error }
+
+func (p panicked) Unwrap() error { return p.error }
+
+// run trains until the end, or until something ends the run.
+func (r *rig) run() (err error) {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	defer cancel(nil)
+	r.in.cancel = func() { cancel(r.in.failure("cancel")) }
+	r.in.stop = func() { r.tr.Stop("as the case says") }
+	defer func() {
+		if p := recover(); p != nil {
+			e, ok := p.(error)
+			if !ok || !errors.Is(e, ErrInjected) {
+				panic(p)
+			}
+			if r.quit != nil {
+				close(r.quit)
+				r.quit = nil
+			}
+			r.beside.Wait()
+			err = panicked{e}
+		}
+	}()
+	r.failed, r.rest = false, false
+	err = r.tr.Run(ctx)
+	r.hear()
+	return err
+}
+
+// resume goes on from a file, that was written behind a step, before its orders or after.
+func (r *rig) resume(path string, step int, ordered bool) error {
+	if err := r.tr.Resume(context.Background(), path); err != nil {
+		return err
+	}
+	if have := r.tr.Step(); have != step {
+		return fmt.Errorf("the trainer is at step %d, and the checkpoint is of step %d", have, step)
+	}
+	if r.scripted = step - 1; ordered {
+		r.scripted = step
+	}
+	r.frozen.forget()
+	return nil
+}
+
+// save returns what the trainer saves now.
+func (r *rig) save() ([]byte, error) {
+	path := filepath.Join(r.folder, "now")
+	if err := r.tr.Save(path); err != nil {
+		return nil, err
+	}
+	return os.ReadFile(path)
+}
+
+func (r *rig) close() error { return r.tr.Close() }
+
+// toldFrom returns what was told of steps after one.
+func (r *rig) toldFrom(step int) (all []string) {
+	for _, t := range r.told {
+		if t.step > step {
+			text := fmt.Sprintf("step %d: %s", t.step, t.text)
+			if t.err != nil {
+				text += " (" + strings.SplitN(t.err.Error(), "\n", 2)[0] + ")"
+			}
+			all = append(all, text)
+		}
+	}
+	return all
+}
+
+// frozen has the numbers of parameters that the next step must not change.
+type frozen struct {
+	params map[string][]byte
+	why    map[string]string
+	moves  int
+}
+
+func (f *frozen) forget() { f.params, f.why = nil, nil }
+
+// look notes which parameters must stay as they are in the next step.
+func (f *frozen) look(r *rig) {
+	f.forget()
+	f.moves = len(r.moves)
+	m := r.tr.Model
+	if !r.pull() {
+		return
+	}
+	note := func(name, why string) {
+		if p := m.Param(name); p != nil {
+			if f.params == nil {
+				f.params, f.why = map[string][]byte{}, map[string]string{}
+			}
+			f.params[name], f.why[name] = bitsOf(p.Data()), why
+		}
+	}
+	if m.Config.Frozen {
+		for _, p := range m.Params {
+			if !arch.OfSeeds(p.Name) {
+				note(p.Name, "the host is frozen")
+			}
+		}
+	}
+	if r.Optimizer.Decay > 0 && !r.Optimizer.Spare {
+		return
+	}
+	for _, planted := range m.Config.Planted {
+		for layer, l := range m.Kasmina.Lattices() {
+			if l.Site() != planted.Site {
+				continue
+			}
+			stage, err := l.Stage(planted.Seed)
+			if err != nil || stage.Learns() {
+				continue
+			}
+			for _, p := range m.Params {
+				if strings.HasPrefix(p.Name, planted.Prefix()) {
+					note(p.Name, fmt.Sprintf("seed %d of layer %d is %v", planted.Seed, layer, stage))
+				}
+			}
+		}
+	}
+}
+
+// pull fetches the parameters from the engine. It reports whether they are here: ranks on GPUs would
+// have to fetch them together.
+func (r *rig) pull() bool {
+	defer model.Take(r.tr.Model)()
+	defer r.in.silence()()
+	return r.Ranks == 0 && model.Pull(r.tr.Model) == nil
+}
+
+// check compares parameters with what look has noted. Where a seed has changed its stage since,
+// somebody may have changed parameters on purpose.
+func (f *frozen) check(r *rig) {
+	if len(r.moves) != f.moves && !r.tr.Model.Config.Frozen || len(f.params) == 0 || !r.pull() {
+		return
+	}
+	for name, before := range f.params {
+		p := r.tr.Model.Param(name)
+		if p != nil && !bytes.Equal(bitsOf(p.Data()), before) {
+			r.problem("step %d changes %s, although %s", r.tr.Step(), name, f.why[name])
+		}
+	}
+}
+
+// bitsOf returns the memory of numbers as bytes of its own.
+func bitsOf(data any) []byte { return bytes.Clone(memory(data)) }
