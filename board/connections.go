@@ -1,6 +1,7 @@
 package board
 
 import (
+	"context"
 	"net"
 	"net/http"
 	"net/netip"
@@ -64,7 +65,7 @@ func newConnections(l net.Listener) *connections {
 type phase uint8
 
 const (
-	idle      phase = iota // no request has been read that is still to be answered
+	idle      phase = iota // no handler works on a request; one may be on its way
 	answering              // a handler works on a request
 	writing                // a part of an answer is being written
 )
@@ -142,7 +143,7 @@ func (l *connections) least(client string) (found *connection) {
 // busiest returns the client with the most connections.
 func (l *connections) busiest() (client string) {
 	for c, n := range l.ofClient {
-		if n > l.ofClient[client] {
+		if most := l.ofClient[client]; n > most || n == most && c < client {
 			client = c
 		}
 	}
@@ -164,31 +165,38 @@ func (l *connections) remove(c *connection) {
 	}
 }
 
-// entered notes that a connection is in another phase from now on.
-func (l *connections) entered(c *connection, p phase) {
+// enter notes that a connection is in another phase from now on, and returns the phase before.
+func (l *connections) enter(c *connection, p phase) (before phase) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	before = c.phase
 	c.phase, c.since = p, time.Now()
+	return before
 }
 
-// state is for the field ConnState of a server.
-func (l *connections) state(c net.Conn, s http.ConnState) {
-	own, ok := c.(*connection)
-	if !ok {
-		return
-	}
-	switch s {
-	case http.StateActive:
-		l.entered(own, answering)
-	case http.StateIdle:
-		l.entered(own, idle)
-	}
+// connectionKey is the key of a request's connection in its context.
+type connectionKey struct{}
+
+// context is for the field ConnContext of a server.
+func (l *connections) context(ctx context.Context, c net.Conn) context.Context {
+	return context.WithValue(ctx, connectionKey{}, c)
+}
+
+// tracked notes on which connections a handler works.
+func (l *connections) tracked(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if c, ok := r.Context().Value(connectionKey{}).(*connection); ok {
+			l.enter(c, answering)
+			defer l.enter(c, idle)
+		}
+		next.ServeHTTP(w, r)
+	})
 }
 
 // Write writes p. It fails when the peer has not taken any part of writeChunk bytes in time.
 func (c *connection) Write(p []byte) (n int, err error) {
-	c.from.entered(c, writing)
-	defer c.from.entered(c, answering)
+	before := c.from.enter(c, writing)
+	defer func() { c.from.enter(c, before) }()
 
 	for {
 		part := p[n:min(len(p), n+writeChunk)]

@@ -58,17 +58,20 @@ func TestSilentConnections(t *testing.T) {
 		"which ask for nothing":      "",
 		"which never read":           "/uplot.js",
 		"which never read the API":   "/api/v1/runs",
-		"with a part of a request":   "part",
 		"with streams that are idle": "/api/v1/stream",
+
+		"with a part of a request":   "GET / HT",
+		"with a body that is late":   "POST /api/v1/runs/0/stop HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n",
+		"with a body that is unread": "GET /style.css HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n",
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, addr := listening(t)
 			for range maxConnections + 20 {
-				if path != "part" {
+				if path == "" || path[0] == '/' {
 					silent(t, addr, path)
 					continue
 				}
-				_, err := io.WriteString(silent(t, addr, ""), "GET / HT")
+				_, err := io.WriteString(silent(t, addr, ""), path)
 				require.NoError(t, err)
 			}
 			time.Sleep(50 * time.Millisecond) // by when the server has answered what it can
@@ -87,18 +90,18 @@ func TestSlowReaders(t *testing.T) {
 	places := newConnections(l)
 	places.stalled = 4 * time.Second
 	failed := make(chan error, maxConnections)
-	s := &http.Server{ConnState: places.state, Handler: http.HandlerFunc(
-		func(w http.ResponseWriter, r *http.Request) {
-			if r.URL.Path != "/long" {
+	long := func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/long" {
+			return
+		}
+		for range 64 {
+			if _, err := w.Write(make([]byte, 1<<20)); err != nil {
+				failed <- err
 				return
 			}
-			for range 64 {
-				if _, err := w.Write(make([]byte, 1<<20)); err != nil {
-					failed <- err
-					return
-				}
-			}
-		})}
+		}
+	}
+	s := &http.Server{ConnContext: places.context, Handler: places.tracked(http.HandlerFunc(long))}
 	go s.Serve(places)
 	defer s.Close()
 	addr := l.Addr().String()

@@ -39,8 +39,9 @@ func (b *Board) Listen(addr string) (url string, err error) {
 			"other program has, or one with port 0 for any", err)
 	}
 	places := newConnections(l)
-	s := &http.Server{Handler: b, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
-		IdleTimeout: time.Minute, MaxHeaderBytes: maxHeader, ConnState: places.state}
+	s := &http.Server{Handler: places.tracked(b), ConnContext: places.context,
+		ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
+		IdleTimeout: time.Minute, MaxHeaderBytes: maxHeader}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.handler == nil {
@@ -216,6 +217,9 @@ func (b *Board) guarded(next http.Handler) http.Handler {
 		h.Set("Referrer-Policy", "no-referrer")
 		h.Set("Cross-Origin-Resource-Policy", "same-origin")
 		h.Set("Cache-Control", "no-store")
+		if r.Method != http.MethodPost && r.ContentLength != 0 {
+			h.Set("Connection", "close") // or the server would wait for a body that nobody reads
+		}
 		switch {
 		case !requests.take(clientOf(r.RemoteAddr), time.Now()):
 			h.Set("Retry-After", "1")

@@ -46,8 +46,8 @@ func SecretFromEnvironment(getenv func(string) string) (Secret, error) {
 	if getenv == nil {
 		return "", errors.New("comm: SecretFromEnvironment: the function is nil, want os.Getenv")
 	}
-	if s := strings.TrimSpace(getenv(SecretVariable)); s != "" {
-		return Secret(s), nil
+	if s := Secret(strings.TrimSpace(getenv(SecretVariable))); s != "" {
+		return s, s.checkLength()
 	}
 	path := getenv(SecretFileVariable)
 	if path == "" {
@@ -70,14 +70,20 @@ func SecretFromEnvironment(getenv func(string) string) (Secret, error) {
 	if s == "" {
 		return "", fmt.Errorf("%w: %s: %s is empty", ErrSecret, SecretFileVariable, path)
 	}
-	return s, nil
+	return s, s.checkLength()
 }
 
-// check returns an error if the secret is missing or too short to resist guessing.
+// check returns an error if the secret is missing. How long it must be is up to the program that
+// sets it; one from the environment has a least length.
 func (s Secret) check() error {
 	if s == "" {
 		return fmt.Errorf("%w: %s", ErrSecret, secretHelp)
 	}
+	return nil
+}
+
+// checkLength returns an error if the secret could be guessed.
+func (s Secret) checkLength() error {
 	if len(s) < channel.MinSecret {
 		return fmt.Errorf("%w: it has %d characters, want at least %d, because anyone who can reach rank 0 "+
 			"can test guesses: %s", ErrSecret, len(s), channel.MinSecret, secretHelp)

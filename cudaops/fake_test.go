@@ -119,7 +119,7 @@ func (k *fakeKernels) Close() error {
 }
 
 // requireNoLeaks wants nothing to be left of machines that are closed.
-func requireNoLeaks(t *testing.T, device *Device, args ...any) {
+func requireNoLeaks(t testing.TB, device *Device, args ...any) {
 	t.Helper()
 	require.NoError(t, device.kernels.Close(), args...)
 	require.Empty(t, device.ctx.(*fake.Context).Leaks(), args...)
@@ -1056,6 +1056,12 @@ func OpenFake(t testing.TB) *Device {
 	device, _ := OpenFakeDriver(t)
 	return device
 }
+
+// RequireNoLeaks is requireNoLeaks for tests in the other package of this folder.
+func RequireNoLeaks(t testing.TB, device *Device) { requireNoLeaks(t, device) }
+
+// NarrowGradients is narrowGradients for them.
+func NarrowGradients() MachineOption { return narrowGradients }
 
 // batch is a model's graph and inputs for it.
 type batch struct {

@@ -242,13 +242,14 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 }
 
 // DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the
-// last update.
+// last update. The lattices of Kasmina layers receive what runs have measured before it returns, so
+// that a caller who restores the lattices after a failed step does not find it there later.
 func (m *Machine) DropGradients() (err error) {
 	defer in("Machine.DropGradients", &err)
 	if err = usable(m); err != nil {
 		return
 	}
-	return update.ClearSums(m.runner)
+	return errors.Join(m.layers.Settle(), update.ClearSums(m.runner))
 }
 
 // NonFinite returns the first parameter whose gradient has an element that is NaN or infinite, or a

@@ -56,7 +56,7 @@ func shiftedAttention(s *shiftedInputs, at float64, window int) gorgonia.Nodes {
 	const rows, seq, heads, dim = 80, 40, 2, 64
 	values := make([]float64, rows*dim)
 	for i := range values {
-		values[i] = float64(i*i%7) - 3
+		values[i] = float64(i*i%7) - 3 + float64(i/dim%5)/2
 	}
 	q := s.of("q", slices.Repeat([]float64{at / dim}, rows*heads*dim), rows, heads*dim)
 	k := s.of("k", slices.Repeat([]float64{1}, rows*dim), rows, dim)

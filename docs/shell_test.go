@@ -134,7 +134,7 @@ func shellCommands(code string) (all [][]string) {
 
 // plain are commands of the shell that need no check but the shell's own.
 var plain = []string{"export", "cd", "mkdir", "cat", "for", "done", "cp", "ls",
-	"tail", "grep", "git"}
+	"tail", "grep", "git", "openssl", "kubectl"}
 
 // checkCommand returns what is wrong with a command that is not run.
 func (p *programs) checkCommand(words []string) error {
@@ -232,7 +232,8 @@ var testOptions = map[string]bool{"run": true, "bench": true, "tags": true, "tim
 	"fuzztime": true, "coverprofile": true, "o": true, "v": false, "short": false, "race": false,
 	"c": false, "json": false, "benchmem": false,
 	// The tests of llm/gpu and cmd/kasmina declare these.
-	"large": false, "kills": true}
+	"large": false, "kills": true,
+	"duration": true, "seed": true, "case": true, "cases": true, "all-failures": false}
 
 // checkGoTest wants packages to be there, and tests and benchmarks that -run and -bench ask for.
 func checkGoTest(args []string) error {

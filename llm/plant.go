@@ -299,5 +299,8 @@ func (t *Trainer) refuse(p planting, cause error, began time.Time) error {
 		}
 	}
 	t.tellReshaped(become.Describe(p.plant, p.gone, p.merge, t.siteOf), time.Since(began), cause)
-	return nil
+
+	// What other seeds ask for, such as a snapshot before they are grafted, cannot wait for the next
+	// step.
+	return t.replant()
 }

@@ -236,7 +236,7 @@ func (t *Trainer) growBlocks(g Grown) error {
 		return err
 	}
 
-	// Without a twin, which has other blocks, blueprints are judged by muting them from now on.
+	// A twin has other blocks. If blueprints are on trial, it starts again from the grown model.
 	t.growthState = grown
 	if t.growth != nil && t.growth.FreshMoments {
 		if err := t.forgetCopies(g.Order); err != nil {

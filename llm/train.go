@@ -619,10 +619,13 @@ func (t *Trainer) beforeStep() (restore func() error) {
 	unmark := t.Model.Kasmina.Mark()
 
 	return func() error {
+		// Drop comes first: the engine may not yet have given the lattices everything that the step
+		// has measured.
+		dropped := t.engine.Drop()
 		unmark()
 		t.progress = progress
 		t.learning = nil // what the optimizer forgot of frozen slots stays forgotten
-		return errors.Join(t.engine.Drop(), t.Optimizer.SetLR(rate), t.Loader.SetState(loader))
+		return errors.Join(dropped, t.Optimizer.SetLR(rate), t.Loader.SetState(loader))
 	}
 }
 

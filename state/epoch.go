@@ -160,7 +160,7 @@ func (l *Lattice) checkMetrics(m Metrics) error {
 func (l *Lattice) report(m SeedMetrics) {
 	s, i := l.seeds, m.Seed
 	if !math.IsNaN(m.TrainingError) {
-		s.trainingError[i] = float32(m.TrainingError)
+		s.trainingError[i] = single(m.TrainingError)
 		setOnce(&s.entryTrainingError[i], s.trainingError[i])
 	}
 	if m.Parameters != nil {
@@ -216,6 +216,12 @@ func setOnce(v *float32, to float32) {
 	}
 }
 
+// single rounds a number to single precision. A number beyond the range of float32 becomes the largest
+// one in it, since a lattice with an infinite figure could not be loaded again.
+func single(v float64) float32 {
+	return float32(max(-math.MaxFloat32, min(v, math.MaxFloat32)))
+}
+
 func addSaturating(n uint32, more int) uint32 {
 	return uint32(min(uint64(n)+uint64(more), math.MaxUint32))
 }
@@ -232,7 +238,7 @@ func (l *Lattice) endEpoch(e []Event, i int, renormalize bool, before gates) []E
 		s.epochsInStage[i]++
 	}
 	if l.loss != 0 {
-		setOnce(&s.entryLoss[i], float32(l.loss))
+		setOnce(&s.entryLoss[i], single(l.loss))
 	}
 	l.endStatistics(i, renormalize)
 	if stage == Grafting {

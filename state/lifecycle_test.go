@@ -793,6 +793,18 @@ func TestMetricsErrors(t *testing.T) {
 	}
 }
 
+// TestHugeMetrics reports finite figures beyond the range of float32, as a run that diverges in float64
+// does. The lattice must be able to load what it saves.
+func TestHugeMetrics(t *testing.T) {
+	l := lattice(t, 2, 4)
+	_, err := l.StepEpoch(state.Metrics{Loss: 1e300,
+		Seeds: []state.SeedMetrics{{TrainingError: 1e300}, {Seed: 1, TrainingError: -1e300}}})
+	require.NoError(t, err)
+	saved, err := l.MarshalBinary()
+	require.NoError(t, err)
+	require.NoError(t, lattice(t, 2, 4).UnmarshalBinary(saved))
+}
+
 // TestThresholds wants a lattice to tell its thresholds, and whether it goes by them.
 func TestThresholds(t *testing.T) {
 	given := state.DefaultThresholds().Within(100)

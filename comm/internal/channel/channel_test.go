@@ -86,9 +86,9 @@ func TestConnection(t *testing.T) {
 	require.ErrorIs(t, err, net.ErrClosed)
 }
 
-func TestShortSecret(t *testing.T) {
-	_, err := New("password")
-	require.ErrorContains(t, err, "a secret of 8 characters, want at least 22")
+func TestEmptySecret(t *testing.T) {
+	_, err := New("")
+	require.ErrorContains(t, err, "the secret is empty")
 }
 
 // refuses checks that a listener accepts no connection during an attack, and accepts a rank after it.

@@ -72,6 +72,21 @@ func (d *Driver) Fail(call string, n int, code error) {
 	d.failures[call][n-1] = code
 }
 
+// Pending returns how many calls of a function are still to come up to the last one that is to fail.
+// Cancel has them succeed.
+func (d *Driver) Pending(call string) int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return len(d.failures[call])
+}
+
+// Cancel takes back what Fail has asked for.
+func (d *Driver) Cancel(call string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	delete(d.failures, call)
+}
+
 // injected counts a call and returns the failure that is due, if there is one.
 func (d *Driver) injected(call string) *gpu.Error {
 	d.mu.Lock()
