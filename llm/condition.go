@@ -18,7 +18,7 @@ type phase uint8
 const (
 	ready      phase = iota // model, optimizer and engine are in the state that a step leaves
 	incomplete              // an update has been made, and its step is not complete
-	damaged                 // an update has failed: the parameters belong to no step
+	damaged                 // the parameters belong to no step, or to a twin
 	detached                // the engine has not taken the model and the moments of the host
 	engineless              // there is no engine for the model
 	closed
@@ -31,7 +31,8 @@ const (
 	updateMade change = iota
 	stepCompleted
 	updateFailed
-	restoreFailed // the model could not be put back to what a step had left
+	restoreFailed // something other than the parameters could not be put back
+	modelLost     // the parameters could not be put back after a twin's steps
 	pushFailed
 	engineLost
 	restored // a checkpoint, or what another trainer has made of the model, was taken over
@@ -45,6 +46,7 @@ var transitions = map[change]map[phase]phase{
 	stepCompleted: {incomplete: ready},
 	updateFailed:  {ready: damaged},
 	restoreFailed: {ready: incomplete},
+	modelLost:     {ready: damaged, incomplete: damaged},
 	pushFailed:    {ready: detached, incomplete: detached, damaged: detached},
 	engineLost:    {ready: engineless, incomplete: engineless, damaged: engineless, detached: engineless},
 	restored:      {incomplete: ready, damaged: ready, detached: ready, engineless: ready},
@@ -76,8 +78,8 @@ func (c condition) err() error {
 		return fmt.Errorf("the trainer cannot be used before a Resume, since its last step is not "+
 			"complete: %w", c.cause)
 	case damaged:
-		return fmt.Errorf("the trainer cannot be used before a Resume, since its last update "+
-			"failed: %w", c.cause)
+		return fmt.Errorf("the trainer cannot be used before a Resume, since the parameters are not "+
+			"those of a complete step: %w", c.cause)
 	case detached:
 		return fmt.Errorf("the engine has not taken the model's parameters, so the trainer cannot "+
 			"be used before another Resume: %w", c.cause)
@@ -90,7 +92,7 @@ func (c condition) err() error {
 	return nil
 }
 
-// damage returns the error of an update after which the parameters cannot be saved, or nil.
+// damage returns the error after which the parameters cannot be saved as the model's, or nil.
 func (c condition) damage() error {
 	if c.phase == damaged {
 		return c.cause

@@ -15,6 +15,7 @@ func TestConditionTransitions(t *testing.T) {
 		stepCompleted: {ready, ready, damaged, detached, engineless, closed},
 		updateFailed:  {damaged, incomplete, damaged, detached, engineless, closed},
 		restoreFailed: {incomplete, incomplete, damaged, detached, engineless, closed},
+		modelLost:     {damaged, damaged, damaged, detached, engineless, closed},
 		pushFailed:    {detached, detached, detached, detached, engineless, closed},
 		engineLost:    {engineless, engineless, engineless, engineless, engineless, closed},
 		restored:      {ready, ready, ready, ready, ready, closed},

@@ -278,10 +278,12 @@ func (w *twin) with(plant []arch.Planted, step int) *twin {
 	return &next
 }
 
-// refuse ends what cannot be planted, as for want of memory. What cannot be taken out or merged
-// ends the run.
+// refuse gives up the seeds whose blueprints could not be planted, for example because there is too
+// little memory, and then does the rest of what seeds ask for. It returns the cause if the trainer
+// cannot go on, or if nothing was to be planted: a blueprint that cannot be taken out or merged ends
+// the run.
 func (t *Trainer) refuse(p planting, cause error, began time.Time) error {
-	if t.condition.err() != nil || len(p.plant) == 0 || len(p.gone)+len(p.merge) > 0 {
+	if t.condition.err() != nil || len(p.plant) == 0 {
 		return cause
 	}
 	for _, planted := range p.plant {
@@ -298,7 +300,7 @@ func (t *Trainer) refuse(p planting, cause error, began time.Time) error {
 			return errors.Join(cause, err)
 		}
 	}
-	t.tellReshaped(become.Describe(p.plant, p.gone, p.merge, t.siteOf), time.Since(began), cause)
+	t.tellReshaped(become.Describe(p.plant, nil, nil, t.siteOf), time.Since(began), cause)
 
 	// What other seeds ask for, such as a snapshot before they are grafted, cannot wait for the next
 	// step.

@@ -138,12 +138,15 @@ func (t *Trainer) settleAlone(err error, granting bool) error {
 		return err
 	}
 
+	// Commands that a failed step applied would be in no checkpoint, so they keep waiting.
 	if granting {
 		own := t.takeRequests()
-		err = t.grantAll(plain(own), own, 0)
+		if err := t.grantAll(plain(own), own, 0); err != nil {
+			return err
+		}
 	}
 	t.Model.Kasmina.Apply()
-	return err
+	return nil
 }
 
 // gatherState makes the optimiser's state that of the whole model.

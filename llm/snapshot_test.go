@@ -578,3 +578,64 @@ func TestRefusedPlantingStartsNoTrial(t *testing.T) {
 	require.Equal(t, learntBy(t, other), learntBy(t, tr))
 	require.Equal(t, other.spent, tr.spent)
 }
+
+// TestTwinThatCannotBeLeft lets the trainer fail to put its own model back after the steps of a twin.
+// The parameters are then those of the twin, and nobody may save them as the model's.
+func TestTwinThatCannotBeLeft(t *testing.T) {
+	o, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
+	require.NoError(t, err)
+	failing := &failingState{AdamW: o}
+	tr := growthRun{config: querySites(), steps: 20, controller: trialOf(), optimizer: failing}.trainer(t)
+	calls := 0
+	failing.fail = func() bool {
+		if tr.twin == nil {
+			return false
+		}
+		calls++
+		return calls == 2 // the first one is the twin's
+	}
+
+	require.ErrorIs(t, tr.Run(t.Context()), errNoMemory)
+	require.Equal(t, 2, calls)
+	require.ErrorIs(t, tr.Model.Save(filepath.Join(t.TempDir(), "model")), errNoMemory)
+	require.ErrorIs(t, tr.Save(filepath.Join(t.TempDir(), "run")), errNoMemory)
+}
+
+// TestRefusedPlantingBesideAnEnd fails to plant a LoRA at the moment at which another one ends. The
+// first is given up, the second is taken out, and the run goes on.
+func TestRefusedPlantingBesideAnEnd(t *testing.T) {
+	r := growthRun{config: querySites(), steps: 8,
+		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+			for _, p := range m.Config.Planted {
+				if p.Seed == 1 {
+					return nil, errNoMemory
+				}
+			}
+			return CPUEngine()(m, o, c)
+		}}
+	plant := func(seed int) []state.Command {
+		return []state.Command{{Action: state.Germinate, Seed: seed,
+			Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},
+			{Action: state.Move, Seed: seed, To: state.Training}}
+	}
+	tr := r.trainer(t)
+	commands := map[int][]state.Command{2: plant(0),
+		4: append(plant(1), state.Command{Action: state.Move, To: state.Cancelled})}
+	var texts []string
+	tr.On(func(e Event) error {
+		if e.Kind == Reshaped {
+			texts = append(texts, fmt.Sprint(e.Text, ": ", e.Err))
+		}
+		if e.Kind == StepEnd {
+			return tr.Model.Kasmina.Do(commands[e.Step]...)
+		}
+		return nil
+	})
+
+	require.NoError(t, tr.Run(t.Context()))
+	require.Empty(t, tr.Model.Config.Planted)
+	stage, err := tr.Model.Kasmina.Lattice(0).Stage(1)
+	require.NoError(t, err)
+	require.Equal(t, state.Cancelled, stage)
+	require.Len(t, texts, 3, "planted, refused, taken out: %v", texts)
+}

@@ -252,6 +252,27 @@ func TestLateCommands(t *testing.T) {
 	}
 }
 
+// TestCommandsAfterAFailedRecord wants commands to be refused in a step that cannot record a request:
+// the step is not complete, so no checkpoint has what they would have changed.
+func TestCommandsAfterAFailedRecord(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
+	full := errors.New("the disk is full")
+	require.NoError(t, tr.Grow(Growth{Controller: never{}, Validation: heldOut(t, 40, 1),
+		Record: failingWriter{full}}))
+	var command, request <-chan error
+	tr.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 1 {
+			request = tr.Ask(Request{Save: true})
+			command = tr.Model.Kasmina.Submit(state.Command{Action: state.SetAlpha, Alpha: 0.125})
+		}
+		return nil
+	}, Checkpoint(tr, filepath.Join(t.TempDir(), "run"), 0))
+
+	require.ErrorIs(t, tr.Run(t.Context()), full)
+	require.ErrorIs(t, <-request, full)
+	require.ErrorIs(t, <-command, state.ErrClosed)
+}
+
 // operations is how many calls are made beside a run. Asked for by KASMINA_OPERATIONS, 10000 take
 // minutes.
 func operations(t *testing.T) int64 {

@@ -162,7 +162,8 @@ func (t *Trainer) enter(b branch) error {
 var errNotTaken = errors.New("the engine has not taken the parameters")
 
 // suspend copies everything that training steps change and returns a function that restores it.
-// When restoring fails, the trainer needs a Resume.
+// When restoring fails, the trainer needs a Resume. The model's own parameters are then on the host
+// alone, or lost.
 func (t *Trainer) suspend() (restore func() error, err error) {
 	own, err := t.branch()
 	if err != nil {
@@ -179,8 +180,11 @@ func (t *Trainer) suspend() (restore func() error, err error) {
 		err = errors.Join(err, t.Loader.SetState(loader), t.Optimizer.SetLR(rate), t.enter(own))
 		t.progress = progress
 		if err != nil {
-			t.on(restoreFailed, fmt.Errorf("the model could not be put back after its twin's steps: %w",
-				err))
+			failed := modelLost
+			if errors.Is(err, errNotTaken) {
+				failed = pushFailed
+			}
+			t.on(failed, fmt.Errorf("the model could not be put back after its twin's steps: %w", err))
 		}
 		return err
 	}, nil

@@ -58,7 +58,7 @@ func Take(m *Model) (done func()) {
 
 // Current waits for a turn in which the parameters on the host are those that the model has, wherever
 // it is trained. There is an error, and no turn, if nobody has made the model, or its trainer has
-// failed in an update.
+// failed and left parameters that belong to no complete step.
 func Current(m *Model) (done func(), err error) {
 	if err := Made(m); err != nil {
 		return nil, err
@@ -77,7 +77,7 @@ func settle(m *Model) error {
 		return err
 	}
 	if m.holder != nil && m.holder.Spoiled() != nil {
-		return fmt.Errorf("its trainer's last update failed: %w", m.holder.Spoiled())
+		return fmt.Errorf("its trainer has failed, and its parameters are not those of a complete step: %w", m.holder.Spoiled())
 	}
 	return nil
 }
