@@ -138,8 +138,6 @@ func (a access) InTurn(f func() error) error              { return a.inTurn(f) }
 func (a access) Context() context.Context                 { return a.context() }
 func (a access) Stopped() error                           { return a.stopped() }
 func (a access) Decoder() (infer.Logits, error)           { return a.decoder() }
-func (a access) Agree(err error) error                    { return a.agree(err) }
-func (a access) Busy(what string) (done func())           { return a.busy(what) }
 func (a access) Saves() int                               { return a.saves() }
 
 func (a access) OpTimes(p engine.Profiler) ([]OpTime, error) { return a.opTimes(p) }
@@ -164,6 +162,13 @@ func (a access) CanEvaluate(text *data.Evaluation) error {
 	defer model.Take(a.Trainer.Model)()
 	return a.canEvaluate(text)
 }
+
+func (a access) Agree(err error) error {
+	e, _ := a.Engine().(Parallel)
+	return agreed(e, err)
+}
+
+func (a access) Busy(what string) (done func()) { return busy(a.Engine(), what) }
 
 func (a access) Parallel() bool {
 	_, parallel := a.Engine().(Parallel)

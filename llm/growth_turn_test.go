@@ -14,6 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -127,4 +128,40 @@ func TestBesideAGrowingRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	require.Greater(t, reshaped, 3)
+}
+
+// TestResumeBetweenSteps resumes a model with other blocks while a callback of a run works. The race
+// detector finds what the run reads of the engine that is being replaced.
+func TestResumeBetweenSteps(t *testing.T) {
+	tr := growthRun{config: querySites(), steps: 6}.trainer(t)
+	path := filepath.Join(t.TempDir(), "run")
+	require.NoError(t, tr.Save(path))
+	build, replacing := tr.Config.Engine, make(chan struct{})
+	tr.Config.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
+		if len(m.Config.Planted) == 0 {
+			close(replacing)
+			time.Sleep(100 * time.Millisecond) // the run goes on meanwhile
+		}
+		if build == nil {
+			build = CPUEngine()
+		}
+		return build(m, o, c)
+	}
+
+	resumed := make(chan error, 1)
+	begun := false
+	tr.On(func(e Event) error {
+		switch {
+		case e.Kind == StepEnd && e.Step == 2:
+			return tr.Model.Kasmina.Do(germinate(0, blueprints.LoRA, 2), move(0, state.Training))
+		case e.Kind == StepEnd && e.Step == 4 && !begun:
+			begun = true
+			go func() { resumed <- tr.Resume(t.Context(), path) }()
+			<-replacing
+		}
+		return nil
+	})
+	require.NoError(t, tr.Run(t.Context()))
+	require.True(t, begun)
+	require.NoError(t, <-resumed)
 }

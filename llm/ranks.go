@@ -28,8 +28,10 @@ func (t *Trainer) writes() bool {
 }
 
 // agree returns this rank's error or, where it has none, the first of another's.
-func (t *Trainer) agree(err error) error {
-	e := t.ranks()
+func (t *Trainer) agree(err error) error { return agreed(t.ranks(), err) }
+
+// agreed is agree with the ranks of an engine, which may be nil.
+func agreed(e Parallel, err error) error {
 	if e == nil {
 		return err
 	}
@@ -38,8 +40,11 @@ func (t *Trainer) agree(err error) error {
 }
 
 // busy declares long work outside a step until done is called.
-func (t *Trainer) busy(what string) (done func()) {
-	if e, ok := t.engine.(Busier); ok {
+func (t *Trainer) busy(what string) (done func()) { return busy(t.engine, what) }
+
+// busy declares long work to the other ranks of an engine that has any.
+func busy(e Engine, what string) (done func()) {
+	if e, ok := e.(Busier); ok {
 		return e.Busy(what)
 	}
 	return func() {}
@@ -67,13 +72,21 @@ func (t *Trainer) spared() bool {
 	return t.heard.Agreed && !t.heard.Waiting && t.last.Step%t.Config.Epoch != 0 && t.replay() == nil
 }
 
-// unasked reports whether ranks need not meet between two steps: they meet in the next one, and
-// nobody wants to stop. A rank that has failed says so there, where it computes nothing.
-func (t *Trainer) unasked(own error) bool {
+// takeHeard returns the trainer's ranks, nil for a single process, and what they said along with the
+// last step, which it forgets. It takes a turn, since a Resume on another goroutine may replace the
+// engine.
+func (t *Trainer) takeHeard() (Parallel, ranks.Heard) {
+	defer model.Take(t.Model)()
 	h := t.heard
 	t.heard = ranks.Heard{}
-	e, ok := t.engine.(ParallelStepper)
-	if !ok || !h.Agreed || h.Stop != "" || t.last.Last {
+	return t.ranks(), h
+}
+
+// unasked reports whether ranks need not meet between two steps, because they meet in the next one
+// and none wants to stop. A rank that has failed says so there, where it computes nothing.
+func (t *Trainer) unasked(p Parallel, h ranks.Heard, own error) bool {
+	e, ok := p.(ParallelStepper)
+	if !ok || !h.Agreed || h.Stop != "" || t.Last().Last {
 		return false
 	}
 	if own == nil {
@@ -88,8 +101,8 @@ func (t *Trainer) unasked(own error) bool {
 // between ends what lies between two steps: where a rank has failed, or has been asked to stop, all
 // do so here.
 func (t *Trainer) between(err error) error {
-	e := t.ranks()
-	if e == nil || t.unasked(err) {
+	e, heard := t.takeHeard()
+	if e == nil || t.unasked(e, heard, err) {
 		return err
 	}
 	stop, err := ranks.Between(e, err, t.stopAsked())
