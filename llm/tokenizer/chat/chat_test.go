@@ -166,6 +166,8 @@ func TestHostileTemplates(t *testing.T) {
 		{"{% for i in range(99999) %}{% for j in range(99999) if j is even %}{% endfor %}" +
 			"{% endfor %}", "takes longer than 1s"},
 		{double + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "more than 104"},
+		{"{% set x = 'é' * 500000 %}{% for i in range(99999) %}{% set y = x.isupper() or x | upper %}{% endfor %}",
+			"takes longer than 1s"},
 		{double + "{% set ns.x = ns.x + ns.x %}{% endfor %}", "more than 104"},
 		{double + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}", ""},
 		{double + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}", "more than 104"},

@@ -277,7 +277,7 @@ def collect(folder):
                 source = json.load(f).get("chat_template")
             for one in source if isinstance(source, list) else [{"name": "", "template": source}]:
                 put(name + one["name"], one["template"])
-        elif path.endswith((".py", ".cpp")):
+        elif path.endswith((".py", ".cpp")) and os.path.isfile(path):
             for i, literal in enumerate(literals(path)):
                 put(f"{name}:{i}", literal)
     return templates

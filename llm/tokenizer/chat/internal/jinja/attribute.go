@@ -93,6 +93,7 @@ func (in *interpreter) item(object, key value) (value, bool) {
 
 // runeAt returns the character of a string at an index, which counts from the end if it is negative.
 func (in *interpreter) runeAt(s string, i int) (string, bool) {
+	in.read(len(s))
 	if isASCII(s) {
 		if i < 0 {
 			i += len(s)
@@ -159,7 +160,10 @@ func (in *interpreter) attribute(object value, name string) (value, bool) {
 		fail("%s", o.message)
 	case string:
 		if m, ok := stringMethods[name]; ok {
-			return method(name, func(in *interpreter, a *callArguments) value { return m(in, o, a) }), true
+			return method(name, func(in *interpreter, a *callArguments) value {
+				in.read(len(o))
+				return m(in, o, a)
+			}), true
 		}
 		if slices.Contains(otherStringMethods, name) {
 			return unsupported(o, name), true

@@ -398,7 +398,7 @@ func (in *interpreter) elements(v value) []value {
 func describe(v value) string {
 	switch v := v.(type) {
 	case *undefined:
-		return v.message
+		return "an undefined value (" + v.message + ")"
 	case nil:
 		return "None"
 	}
@@ -417,6 +417,7 @@ func (in *interpreter) equalAt(a, b value, depth int) bool {
 	}
 	if s, ok := text(a); ok {
 		t, ok := text(b)
+		in.read(min(len(s), len(t)))
 		return ok && s == t
 	}
 
@@ -492,6 +493,7 @@ func (in *interpreter) compareAt(op string, a, b value, depth int) int {
 	}
 	if s, ok := text(a); ok {
 		if t, ok := text(b); ok {
+			in.read(min(len(s), len(t)))
 			return strings.Compare(s, t)
 		}
 	}
@@ -532,6 +534,7 @@ func (in *interpreter) contains(container, v value) bool {
 		if !ok {
 			fail("in a string requires a string on the left, not %s", describe(v))
 		}
+		in.read(len(s))
 		return strings.Contains(s, part)
 	case *dict:
 		_, ok := c.get(v)
