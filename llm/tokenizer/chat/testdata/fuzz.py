@@ -42,6 +42,7 @@ class Generator:
         self.names = []
         self.depth = 0
         self.nested = 0
+        self.simple = False  # whether scopes matter more than expressions
 
     def one(self, *options):
         return self.r.choice(options)
@@ -89,6 +90,9 @@ class Generator:
 
     def expr(self):
         """An expression. An outermost one can be evaluated in most cases."""
+        if self.simple:
+            return self.one("v1", "v2", "v3", "i", "s[:2]", "x", "y", "m.role", "p", "q", "undefd", "1", "'a'", "[1, 2]", "v1 ~ v2", "i ~ x", "mac(v1)",
+                            "mac()", "mac(q=i)", "v2 is defined", "namespace(a=v1).a")
         if self.nested:
             if self.nested > 3:
                 return self.atom()
@@ -298,7 +302,8 @@ def main():
     generator = Generator(seed)
     templates = []
     for n in range(count):
-        source = "{{ " + generator.expr() + " }}" if n % 2 else generator.template()
+        generator.simple = n % 3 == 0
+        source = "{{ " + generator.expr() + " }}" if n % 3 == 1 else generator.template()
         try:
             text = render(source)
             text.encode()

@@ -178,6 +178,7 @@ TEMPLATES = {
 {% for i in range(5) if i is odd %}{% if loop.last %}{% break %}{% endif %}{{ i }}{{ loop.length }}{% endfor %}
 {% if false %}{% set z = 1 %}{% endif %}{{ z }}{% with a = 1, b = x %}{{ a }}{{ b }}{% endwith %}
 {% call(v) f('c') %}{{ v }}{% endcall %}
+{{ self.x is defined }}{{ self }}{% macro m() %}{{ self.y }}{% endmacro %}{{ m() }}
 ''',
     "calls": r'''{% macro wrap(tag) %}<{{ tag }}>{{ caller('in') }}</{{ tag }}>{% endmacro %}{% call(v) wrap('b') %}{{ v }}{% endcall %}
 {%- set text %} block {% endset %}[{{ text }}]{% filter upper %}ß{% endfilter %}

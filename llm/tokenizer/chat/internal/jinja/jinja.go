@@ -20,6 +20,9 @@ import (
 type Template struct {
 	body  []node
 	loads []load
+
+	// selfIdent is the identifier of the variable self, or "" if the template does not use it.
+	selfIdent string
 }
 
 // An Error reports why a template cannot be parsed or rendered.
@@ -92,9 +95,8 @@ func Parse(source string) (t *Template, err error) {
 
 	p := &parser{tokens: lex(source), line: &line}
 	body := p.parseBody(nil)
-	loads := resolveScopes(body, &line)
-
-	return &Template{body: body, loads: loads}, nil
+	loads, selfIdent := resolveScopes(body, &line)
+	return &Template{body, loads, selfIdent}, nil
 }
 
 // Variables are the named values that a template can use. The values are built by [Value].
@@ -108,6 +110,9 @@ func (t *Template) Render(variables Variables, o Options) (text string, err erro
 	in := newInterpreter(variables, o)
 	defer recoverError(&err, &in.line)
 
+	if t.selfIdent != "" {
+		in.scope.variables[t.selfIdent] = templateReference{}
+	}
 	in.enter(t.loads)
 	in.run(t.body)
 	return in.out.String(), nil

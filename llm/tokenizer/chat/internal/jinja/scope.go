@@ -229,15 +229,16 @@ type frame struct {
 	line *int
 }
 
-// resolveScopes sets the identifiers of all names and returns the variables of the template.
-func resolveScopes(body []node, line *int) []load {
-	if uses(body, "self")["self"] {
-		fail("the variable self is not supported")
-	}
+// resolveScopes sets the identifiers of all names. It returns the variables of the template and the
+// identifier of the variable self, or "" if the template does not use it.
+func resolveScopes(body []node, line *int) (loads []load, selfIdent string) {
 	f := frame{symbols: newSymbols(nil), line: line}
+	if uses(body, "self")["self"] {
+		selfIdent = f.symbols.declare("self")
+	}
 	f.symbols.visitAll(body)
 	f.resolveAll(body)
-	return f.symbols.loads
+	return f.symbols.loads, selfIdent
 }
 
 func (f frame) inner() frame { return frame{symbols: newSymbols(f.symbols), line: f.line} }

@@ -63,6 +63,10 @@ type (
 		used      bool
 	}
 
+	// A templateReference is the variable self, through which Jinja2 gives access to blocks. There
+	// are none.
+	templateReference struct{}
+
 	missingType struct{}
 )
 
@@ -104,6 +108,8 @@ func typeName(v value) string {
 		return "Macro"
 	case *loopContext:
 		return "LoopContext"
+	case templateReference:
+		return "TemplateReference"
 	}
 	return "function"
 }
@@ -655,6 +661,8 @@ func (in *interpreter) writeRepr(b *builder, v value, depth int) {
 		}
 	case *loopContext:
 		b.add("<LoopContext " + strconv.Itoa(v.index0+1) + "/" + strconv.Itoa(v.length()) + ">")
+	case templateReference:
+		b.add("<TemplateReference None>")
 	default:
 		fail("printing a %s is not supported, since its text in Python is an address in memory",
 			typeName(v))
