@@ -76,7 +76,7 @@ func (b *Board) authorised(orders *rates, read reader) http.HandlerFunc {
 		switch run, t := b.trainer(r.PathValue("run")); {
 		case !b.config.control:
 			refuse(w, http.StatusForbidden,
-				"this board can only be looked at: board.WithControl, or -board-control, lets a "+
+				"this board can only be looked at: board.WithControl, or --board-control, lets a "+
 					"run be steered")
 		case !orders.take(clientOf(r.RemoteAddr), time.Now()):
 			refuse(w, http.StatusTooManyRequests, "too many commands")

@@ -278,7 +278,7 @@ func replaceable(path, run string) (exists bool, err error) {
 	}
 	if !bytes.Contains(start[:n], []byte(reportMark(run))) {
 		return true, fmt.Errorf("%s exists and is not a report of this run: remove it, or name "+
-			"another file (-out)", path)
+			"another file (--out)", path)
 	}
 	return true, nil
 }

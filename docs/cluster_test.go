@@ -144,7 +144,7 @@ func TestGPUsOption(t *testing.T) {
 	require.Equal(t, onePlain(t, program, data, small...), b)
 	said, err = exec.Command(program, append(args, "-accumulate", "2")...).CombinedOutput()
 	require.Error(t, err)
-	require.Contains(t, string(said), "give -accumulate 3, or a multiple of it")
+	require.Contains(t, string(said), "give --accumulate 3, or a multiple of it")
 	said, err = exec.Command(program, append(args, "-gpus", "-1")...).CombinedOutput()
 	require.Error(t, err)
 	require.Contains(t, string(said), "-gpus is -1, want at least 1")

@@ -45,7 +45,7 @@ var build = sync.OnceValues(func() (*programs, error) {
 	}
 	for _, importPath := range all {
 		help, err := exec.Command(filepath.Join(folder, filepath.Base(importPath)),
-			"-help").CombinedOutput()
+			"--help").CombinedOutput()
 		if options := optionsIn(help); len(options) > 1 || err == nil { // one without options runs with any
 			p.options["."+strings.TrimPrefix(importPath, module)] = options
 		}
@@ -185,15 +185,22 @@ func (p *programs) checkGo(verb string, args []string) error {
 	return fmt.Errorf("go %s: this test does not know how to check it", verb)
 }
 
-// checkKasmina wants a subcommand of the command kasmina to be there, with its options.
+var kasminaOption = regexp.MustCompile(`(?m)^ +(?:(-[a-z]), )?(--[a-z0-9-]+)`)
+
+// checkKasmina returns an error if kasmina lacks a subcommand or one of its options.
 func (p *programs) checkKasmina(args []string) error {
-	help, err := exec.Command(filepath.Join(p.folder, "kasmina"), args[0], "-help").CombinedOutput()
+	help, err := exec.Command(filepath.Join(p.folder, "kasmina"), args[0], "--help").CombinedOutput()
 	if err != nil {
 		return fmt.Errorf("kasmina %s: %w\n%s", args[0], err, help)
 	}
+
+	options := map[string]bool{}
+	for _, m := range kasminaOption.FindAllStringSubmatch(string(help), -1) {
+		options[m[1]], options[m[2]] = true, true
+	}
 	for _, a := range args[1:] {
 		option, _, _ := strings.Cut(a, "=")
-		if strings.HasPrefix(a, "-") && !strings.Contains(string(help), "\n  "+option+" ") {
+		if strings.HasPrefix(a, "-") && !options[option] {
 			return fmt.Errorf("kasmina %s has no option %s", args[0], option)
 		}
 	}
@@ -208,6 +215,9 @@ func (p *programs) checkRun(args []string) error {
 	name := strings.Replace(args[0], module, ".", 1)
 	if name == "." {
 		return nil // the reader's own
+	}
+	if name == "./cmd/kasmina" && len(args) > 1 {
+		return p.checkKasmina(args[1:])
 	}
 	options, ok := p.options[name]
 	if !ok {
@@ -373,12 +383,16 @@ func TestCommandsFail(t *testing.T) {
 		"go get example.com/other":                          false,
 		"python3 tools/nothing.py":                          false,
 		"python3 testdata/make_golden.py --nothing":         false,
-		".ci/nothing":                    false,
-		"kasmina eval -model x -seq=3":   true,
-		"kasmina eval -models x":         false,
-		"kasmina frobnicate":             false,
-		"frobnicate":                     false,
-		"ls | go run ./examples/nothing": false,
+		".ci/nothing":                                          false,
+		"kasmina eval --model x --seq=3":                       true,
+		"kasmina eval -m x":                                    true,
+		"kasmina eval -model x":                                false,
+		"kasmina eval --models x":                              false,
+		"kasmina frobnicate":                                   false,
+		"go run ./cmd/kasmina board x":                         true,
+		"go run ./cmd/kasmina board -q":                        false,
+		"frobnicate":                                           false,
+		"ls | go run ./examples/nothing":                       false,
 		"for s in 1 2; do go run ./examples/grow -no $s; done": false,
 	} {
 		var err error

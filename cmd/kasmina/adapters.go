@@ -33,19 +33,23 @@ const wider = 4
 
 func (a *adapters) flags(c *cobra.Command) {
 	f := c.Flags()
-	f.StringVar(&a.where, "adapters", "", "train LoRA alone, and merge them at the end: `HOW` is grow, "+
-		"to give each layer the\n    \tdirections that its gradient asks for, all, or random, to compare with")
-	f.BoolVar(&a.directed, "directed", false, "let adapters begin along the gradients of their weights, as those "+
-		"that grow do; else at random")
-	f.IntVar(&a.rank, "rank", 8, "`N` of LoRA on all layers; grow and random may have as many parameters")
+	f.StringVar(&a.where, "adapters", "", "freeze the weights, train LoRA adapters, and merge them at the "+
+		"end; `where` is grow (on the layers whose gradients ask for them), all (on every layer) or "+
+		"random (for comparison)")
+	f.BoolVar(&a.directed, "directed", false,
+		"initialize adapters along the gradients of their weights instead of at random; always so with "+
+			"--adapters grow")
+	f.IntVar(&a.rank, "rank", 8,
+		"rank of the adapters with --adapters all; grow and random use as many parameters in total")
+	completeFlag(c, "adapters", "grow", "all", "random")
 }
 
 func (a *adapters) check() error {
 	if _, ok := adapterPlaces[a.where]; !ok && a.where != "" {
-		return fmt.Errorf("-adapters is %.40q, want grow, all or random", a.where)
+		return fmt.Errorf("--adapters is %.40q, want grow, all or random", a.where)
 	}
 	if a.rank < 1 {
-		return fmt.Errorf("-rank is %d, want at least 1", a.rank)
+		return fmt.Errorf("--rank is %d, want at least 1", a.rank)
 	}
 	return nil
 }
@@ -66,7 +70,7 @@ func (a *adapters) grow(t *llm.Trainer) error {
 	}
 	budget, err := a.parameters(t.Model.Config)
 	if err != nil {
-		return fmt.Errorf("-rank is %d: %w", a.rank, err)
+		return fmt.Errorf("--rank is %d: %w", a.rank, err)
 	}
 	by := control.NewAdapters(budget)
 	by.Where, by.Random = adapterPlaces[a.where], a.seed
@@ -105,7 +109,7 @@ func (a *adapters) describe(c llm.Config) string {
 	return fmt.Sprintf("%d adapters, their ranks by layer: %s", len(c.Planted), strings.Join(all, ", "))
 }
 
-var errAdaptersGrow = errors.New("-adapters and -grow are given: want one of them")
+var errAdaptersGrow = errors.New("--adapters and --grow are given: want one of them")
 
 // told returns a callback that shows once what has been planted.
 func (a *adapters) told(t *llm.Trainer, c *cobra.Command) llm.Callback {

@@ -29,15 +29,15 @@ func finishedRun(t *testing.T) string {
 // TestReport wants a run's page where it was asked for, and what is wrong named.
 func TestReport(t *testing.T) {
 	page := filepath.Join(t.TempDir(), "a", "page.html")
-	out, err := kasmina(t, "report", "-out", page, finishedRun(t))
+	out, err := kasmina(t, "report", "--out", page, finishedRun(t))
 	require.NoError(t, err)
 	require.Equal(t, page+"\n", out)
 	text, err := os.ReadFile(page)
 	require.NoError(t, err)
 	require.Contains(t, string(text), `"loss":[5.5,4.25]`)
 	_, err = kasmina(t, "report")
-	require.ErrorContains(t, err, "want one")
-	_, err = kasmina(t, "report", "-out", page, t.TempDir())
+	require.ErrorContains(t, err, "accepts 1 arg(s), received 0")
+	_, err = kasmina(t, "report", "--out", page, t.TempDir())
 	require.ErrorContains(t, err, "log.jsonl")
 }
 
@@ -110,11 +110,11 @@ func TestReportReplaces(t *testing.T) {
 	require.Contains(t, string(later), `"loss":[5.5,4.25,3.25]`)
 
 	require.NoError(t, os.WriteFile("notes.html", []byte("mine"), 0o666))
-	require.ErrorContains(t, report("-out", "notes.html", one), "not a report of this run")
+	require.ErrorContains(t, report("--out", "notes.html", one), "not a report of this run")
 	require.NoError(t, os.Mkdir("folder.html", 0o777))
-	require.ErrorContains(t, report("-out", "folder.html", one), "folder")
-	require.NoError(t, report("-out", "two.html", two))
-	require.NoError(t, report("-out", "two.html", two))
+	require.ErrorContains(t, report("--out", "folder.html", one), "folder")
+	require.NoError(t, report("--out", "two.html", two))
+	require.NoError(t, report("--out", "two.html", two))
 	text, err := os.ReadFile("notes.html")
 	require.NoError(t, err)
 	require.Equal(t, "mine", string(text))
@@ -123,13 +123,13 @@ func TestReportReplaces(t *testing.T) {
 // TestBoard wants the command to say where its page is, and to end when it is interrupted.
 func TestBoard(t *testing.T) {
 	_, err := kasmina(t, "board")
-	require.ErrorContains(t, err, "runs/*")
-	_, err = kasmina(t, "board", "-addr", "nowhere", finishedRun(t))
+	require.ErrorContains(t, err, "requires at least 1 arg(s)")
+	_, err = kasmina(t, "board", "--addr", "nowhere", finishedRun(t))
 	require.ErrorContains(t, err, "want an address")
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
 	out := &lineThen{then: stop}
-	require.NoError(t, run(ctx, []string{"board", "-addr", "127.0.0.1:0", finishedRun(t)}, out,
+	require.NoError(t, run(ctx, []string{"board", "--addr", "127.0.0.1:0", finishedRun(t)}, out,
 		io.Discard))
 	require.True(t, strings.HasPrefix(out.String(), "http://127.0.0.1:"), out.String())
 }

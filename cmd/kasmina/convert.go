@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"os"
 
@@ -12,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf/gguf"
 )
 
-// types are what -precision of convert takes.
+// types are what --precision of convert takes.
 var types = map[string]string{"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 type convertOptions struct {
@@ -23,22 +22,27 @@ type convertOptions struct {
 
 func newConvert() *cobra.Command {
 	var o convertOptions
-	c := &cobra.Command{Use: "convert -model DIR -out NEW [options]",
-		Short: "Write a model anew: with weights of another type, or as GGUF",
-		Long: `Write a model to a new folder, with its tokenizer. Without -precision every tensor keeps
-its type and its bytes. With -gguf it becomes one file, which llama.cpp runs.`,
-		RunE: func(c *cobra.Command, args []string) error {
-			if err := errors.Join(withoutWords(c, args), required(c, "model", "out")); err != nil {
-				return err
-			}
-			return o.run(c)
-		}}
+	c := &cobra.Command{
+		Use:   "convert --model DIR --out NEW",
+		Short: "Write a model with another type of weights, or as GGUF",
+		Long: `Write a model and its tokenizer to a new folder.
+
+Without --precision, every tensor keeps its type and its bytes. With --gguf, the model becomes one file
+for llama.cpp.`,
+		Args:              oneDashHint(cobra.NoArgs),
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
+	}
 	o.modelFlag(c)
 	f := c.Flags()
-	f.StringVar(&o.out, "out", "", "`NEW` folder, or new file with -gguf")
-	f.StringVar(&o.gguf, "gguf", "", "`TYPE` of the weights in a GGUF file: f32, f16, bf16 or q8_0")
-	f.StringVar(&o.precision, "precision", "", "`TYPE` of the weights: f32, f16 or bf16")
-	f.Float64Var(&o.shard, "shard", 5, "`GIB` that a file of weights has at most")
+	f.StringVarP(&o.out, "out", "o", "", "new `directory`, or new file with --gguf")
+	f.StringVar(&o.gguf, "gguf", "", "write a GGUF file with weights of this `type`: f32, f16, bf16 or q8_0")
+	f.StringVar(&o.precision, "precision", "", "`type` of the weights: f32, f16 or bf16")
+	f.Float64Var(&o.shard, "shard", 5, "largest size of a weights file in `GiB`")
+
+	markRequired(c, "model", "out")
+	completeFlag(c, "gguf", "f32", "f16", "bf16", "q8_0")
+	completeFlag(c, "precision", "f32", "f16", "bf16")
 	return c
 }
 
@@ -47,7 +51,7 @@ func (o *convertOptions) run(c *cobra.Command) error {
 	if o.precision != "" {
 		name, ok := types[o.precision]
 		if !ok {
-			return fmt.Errorf("-precision is %q, want f32, f16 or bf16", o.precision)
+			return fmt.Errorf("--precision is %q, want f32, f16 or bf16", o.precision)
 		}
 		opts = append(opts, hf.WithDtype(name))
 	}
@@ -55,19 +59,19 @@ func (o *convertOptions) run(c *cobra.Command) error {
 	if o.gguf != "" {
 		var err error
 		if kind, err = gguf.ParseType(o.gguf); err != nil {
-			return fmt.Errorf("-gguf: %w", err)
+			return fmt.Errorf("--gguf: %w", err)
 		}
-		// What is wrong with -out is found out now rather than after the model has been loaded.
+		// What is wrong with --out is found out now rather than after the model has been loaded.
 		if _, err := os.Lstat(o.out); err == nil {
-			return fmt.Errorf("-out: %s exists: name a new file, or remove that one", o.out)
+			return fmt.Errorf("--out: %s exists: name a new file, or remove that one", o.out)
 		}
 		if err := atomicfile.Writable(o.out); err != nil {
-			return fmt.Errorf("-out: %w", err)
+			return fmt.Errorf("--out: %w", err)
 		}
 	}
 	if o.gguf == "" {
 		if err := atomicfile.Vacant(o.out); err != nil {
-			return fmt.Errorf("-out: %w", err)
+			return fmt.Errorf("--out: %w", err)
 		}
 	}
 

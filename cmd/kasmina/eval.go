@@ -2,7 +2,6 @@ package main
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -22,24 +21,27 @@ const maxText = 1 << 30
 
 func newEval() *cobra.Command {
 	var o common
-	c := &cobra.Command{Use: "eval -model DIR -data FILE [options]",
-		Short: "Measure loss and bits per byte on a text",
-		Long: `Measure a model on a text. Its tokens, behind the token that begins a text if the
-tokenizer adds one, are cut into windows of -seq tokens that do not overlap, and all but the first of
-each are scored. The last line is a JSON object: loss (nats a token), tokens (that were scored) and
-bpb (bits per byte of the text that these tokens stand for).`,
-		RunE: func(c *cobra.Command, args []string) error {
-			if err := errors.Join(withoutWords(c, args), required(c, "model", "data")); err != nil {
-				return err
-			}
-			return o.eval(c)
-		}}
+	c := &cobra.Command{
+		Use:   "eval --model DIR --data FILE",
+		Short: "Measure loss and bits per byte of a text",
+		Long: `Measure the loss of a model on a text.
+
+The tokens of the text are cut into windows of --seq tokens that do not overlap, and all but the first
+token of each window are scored. If the tokenizer adds a token that begins a text, the first window
+begins with it.
+
+The last line of output is a JSON object with loss (nats per token), tokens (the number of scored
+tokens) and bpb (bits per byte of the text that the scored tokens stand for).`,
+		Args:              oneDashHint(cobra.NoArgs),
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE:              func(c *cobra.Command, args []string) error { return o.eval(c) },
+	}
 	o.modelFlag(c)
 	o.dataFlag(c)
 	c.Flags().IntVar(&o.seq, "seq", 0,
-		"`N` tokens of a window; the model's longest context, or 2048 "+
-			"if that is longer, if not said")
+		"tokens per window (default: the model's longest context, at most 2048)")
 	o.machineFlags(c)
+	markRequired(c, "model", "data")
 	return c
 }
 
@@ -65,11 +67,11 @@ func (o *common) eval(c *cobra.Command) error {
 	}
 	text, err := regular.Read(o.data, maxText, "a text to measure on has")
 	if err != nil {
-		return fmt.Errorf("-data: %w", err)
+		return fmt.Errorf("--data: %w", err)
 	}
 	windows, bytes, err := cut(tok, text, o.seq)
 	if err != nil {
-		return fmt.Errorf("-data %s: %w", o.data, err)
+		return fmt.Errorf("--data %s: %w", o.data, err)
 	}
 	device, precision, err := o.open(c.ErrOrStderr())
 	if err != nil {
@@ -106,16 +108,16 @@ func (o *common) eval(c *cobra.Command) error {
 	return err
 }
 
-// window finds out -seq.
+// window finds out --seq.
 func (o *common) window(stderr io.Writer, c llm.Config) error {
 	switch {
 	case o.seq == 0:
 		o.seq = min(c.Seq, 2048)
 	case o.seq < 2:
-		return fmt.Errorf("-seq is %d, want at least 2: the first token of a window is not scored",
+		return fmt.Errorf("--seq is %d, want at least 2: the first token of a window is not scored",
 			o.seq)
 	case o.seq > c.Seq:
-		fmt.Fprintf(stderr, "-seq is %d, and the model was made for %d positions at most\n", o.seq,
+		fmt.Fprintf(stderr, "--seq is %d, and the model was made for %d positions at most\n", o.seq,
 			c.Seq)
 	}
 	return nil

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -36,15 +38,16 @@ var flagRules = map[string]map[string]rule{
 		"gpus":          later,
 		"steps":         notWith("time", "0s", "the time ends the run"),
 		"directed":      directed,
-		"rank":          onlyWith("adapters", "", "-adapters"),
-		"board-control": onlyWith("board", "", "an address with -board"),
+		"rank":          onlyWith("adapters", "", "--adapters"),
+		"board-control": onlyWith("board", "", "an address with --board"),
 		"deadline":      later,
 		"save-parts":    later},
 	"convert": {"model": always, "out": always, "gguf": always,
 		"precision": notWith("gguf", "", "which has the type of the weights"),
 		"shard":     notWith("gguf", "", "because a GGUF file is never divided")},
-	"board":  {"addr": always},
-	"report": {"out": always},
+	"board":   {"addr": always},
+	"report":  {"out": always},
+	"version": {},
 }
 
 // onlyWith is the rule of flags that have an effect only if another flag has a value that differs
@@ -54,7 +57,7 @@ func onlyWith(other, none, what string) rule {
 		if f.Lookup(other).Value.String() != none {
 			return ""
 		}
-		return fmt.Sprintf("has no effect without -%s: want %s too", other, what)
+		return fmt.Sprintf("has no effect without --%s: want %s too", other, what)
 	}
 }
 
@@ -64,32 +67,102 @@ func notWith(other, none, why string) rule {
 		if f.Lookup(other).Value.String() == none {
 			return ""
 		}
-		return fmt.Sprintf("has no effect with -%s, %s: leave one of them out", other, why)
+		return fmt.Sprintf("has no effect with --%s, %s: leave one of them out", other, why)
 	}
 }
 
-// directed is the rule of -directed: adapters that grow always follow the gradients.
+// directed is the rule of --directed: adapters that grow always follow the gradients.
 func directed(f *pflag.FlagSet) string {
 	if f.Lookup("adapters").Value.String() == "grow" {
-		return "has no effect with -adapters grow, whose adapters always follow the gradients: leave " +
+		return "has no effect with --adapters grow, whose adapters always follow the gradients: leave " +
 			"it out"
 	}
-	return onlyWith("adapters", "", "-adapters")(f)
+	return onlyWith("adapters", "", "--adapters")(f)
 }
 
-// checkFlags returns an error for a flag that is given but has no effect.
+// checkFlags returns an error for a flag that is given but has no effect, and for a required flag whose
+// value is empty, as that of --out "$OUT" is if the variable is not set.
 func checkFlags(c *cobra.Command) (err error) {
 	rules := flagRules[c.Name()]
 	c.Flags().Visit(func(f *pflag.Flag) {
+		if err != nil {
+			return
+		}
+		if f.Annotations[cobra.BashCompOneRequiredFlag] != nil && f.Value.String() == "" {
+			err = fmt.Errorf("--%s is empty", f.Name)
+			return
+		}
+
 		applies := rules[f.Name]
-		if err != nil || applies == nil || f.Value.String() == f.DefValue && isSwitch(f) {
+		if applies == nil || f.Value.String() == f.DefValue && isSwitch(f) {
 			return
 		}
 		if why := applies(c.Flags()); why != "" {
-			err = fmt.Errorf("-%s %s", f.Name, why)
+			err = fmt.Errorf("--%s %s", f.Name, why)
 		}
 	})
 	return err
+}
+
+// flagError adds to an error of the flag parser how to find the right flag.
+func flagError(c *cobra.Command, err error) error {
+	// For -seed, the parser complains of -s with the value "eed", or of the unknown short options in
+	// "seed".
+	written := ""
+	var missing *pflag.NotExistError
+	var invalid *pflag.InvalidValueError
+	if errors.As(err, &missing) {
+		written = missing.GetSpecifiedShortnames()
+	} else if errors.As(err, &invalid) && invalid.GetFlag().Shorthand != "" {
+		written = invalid.GetFlag().Shorthand + invalid.GetValue()
+	}
+
+	long := longFlag(c, written)
+	if long == nil && missing != nil {
+		// Of -quiet, the parser has taken the switch -q before it complains of "uiet".
+		c.Flags().VisitAll(func(f *pflag.Flag) {
+			if isSwitch(f) && f.Shorthand != "" {
+				long = cmp.Or(long, longFlag(c, f.Shorthand+written))
+			}
+		})
+	}
+	if long != nil {
+		return fmt.Errorf("%w; long options take two dashes: --%s", err, long.Name)
+	}
+	return fmt.Errorf("%w; see %q", err, c.CommandPath()+" --help")
+}
+
+// oneDashHint returns a check of a command's arguments that also recognizes long options written with a
+// single dash. The flag parser takes the first letter of such an option for a short option and the rest
+// for its value. In "-model DIR", -m has the value "odel", and DIR remains as an argument.
+func oneDashHint(check cobra.PositionalArgs) cobra.PositionalArgs {
+	return func(c *cobra.Command, args []string) error {
+		err := check(c, args)
+		c.Flags().Visit(func(f *pflag.Flag) {
+			written := f.Shorthand + f.Value.String()
+			long := longFlag(c, written)
+			if f.Shorthand == "" || long == nil {
+				return
+			}
+
+			// A value that only looks like the end of an option's name is fine, unless something else is
+			// wrong or the option would have been complete without a value of its own.
+			if err != nil || strings.Contains(written, "=") || isSwitch(long) {
+				err = fmt.Errorf("-%s: long options take two dashes: --%s", written, long.Name)
+			}
+		})
+		return err
+	}
+}
+
+// longFlag returns the flag of c with a long name such as "seed", which may be followed by "=" and a
+// value. It returns nil if there is none.
+func longFlag(c *cobra.Command, written string) *pflag.Flag {
+	name, _, _ := strings.Cut(written, "=")
+	if len(name) < 2 {
+		return nil
+	}
+	return c.Flags().Lookup(name)
 }
 
 // isSwitch reports whether a flag is on or off. One that is off by default may be given as off.
@@ -101,7 +174,7 @@ func given(c *cobra.Command, names ...string) (all []string) {
 	c.Flags().Visit(func(f *pflag.Flag) {
 		off := isSwitch(f) && f.Value.String() == "false"
 		if slices.Contains(names, f.Name) && !off {
-			all = append(all, "-"+f.Name)
+			all = append(all, "--"+f.Name)
 		}
 	})
 	return all

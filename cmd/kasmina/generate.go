@@ -29,36 +29,38 @@ type generateOptions struct {
 
 func newGenerate() *cobra.Command {
 	var o generateOptions
-	c := &cobra.Command{Use: "generate -model DIR -prompt TEXT [options]",
+	c := &cobra.Command{
+		Use:   "generate --model DIR --prompt TEXT",
 		Short: "Continue a text",
-		Long: `Continue a text, as generation_config.json says if options do not. Standard output gets
-the prompt and what the model writes behind it, as it is drawn, or the answer alone with -chat, and
-nothing else. A token that ends a text ends it.`,
-		RunE: func(c *cobra.Command, args []string) error {
-			if err := errors.Join(withoutWords(c, args), required(c, "model")); err != nil {
-				return err
-			}
-			return o.run(c)
-		}}
+		Long: `Continue a text. Sampling follows generation_config.json unless options say otherwise.
+
+Standard output receives the prompt and the text that the model adds, as it is drawn, and nothing else.
+With --chat it receives only the answer. The text ends after --n tokens, or at a token that ends a text.`,
+		Args:              oneDashHint(cobra.NoArgs),
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
+	}
 	o.modelFlag(c)
 	f := c.Flags()
-	f.StringVar(&o.prompt, "prompt", "", "`TEXT` to continue")
-	f.IntVar(&o.n, "n", 128, "`N` tokens at most")
-	f.Float64Var(&o.temperature, "temperature", -1,
-		"`T` divides the logits; 0 takes the likeliest "+
-			"token; -1 leaves it to generation_config.json")
-	f.IntVar(&o.topK, "top-k", -1, "`K` likeliest tokens are drawn from; 0 for all")
-	f.Float64Var(&o.topP, "top-p", -1, "likeliest tokens are drawn from that together reach `P`")
-	f.Uint64Var(&o.seed, "seed", 1, "`N` begins the sequence of random numbers")
+	f.StringVarP(&o.prompt, "prompt", "p", "", "`text` to continue")
+	f.IntVarP(&o.n, "n", "n", 128, "largest number of tokens to generate")
+	f.Float64VarP(&o.temperature, "temperature", "t", -1,
+		"divides the logits; 0 takes the likeliest token; -1 leaves it to generation_config.json")
+	f.IntVar(&o.topK, "top-k", -1,
+		"draw from this many of the likeliest tokens; 0 means all; -1 leaves it to generation_config.json")
+	f.Float64Var(&o.topP, "top-p", -1,
+		"draw from the likeliest tokens that together reach this probability; -1 leaves it to generation_config.json")
+	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed")
 	f.BoolVar(&o.chat, "chat", false,
-		"take the prompt for a message, and write it by the chat template")
+		"take the prompt as a user's message, and apply the model's chat template")
+	markRequired(c, "model")
 	o.machineFlags(c)
 	return c
 }
 
 func (o *generateOptions) run(c *cobra.Command) error {
 	if o.n < 0 {
-		return fmt.Errorf("-n is %d, want at least 0", o.n)
+		return fmt.Errorf("--n is %d, want at least 0", o.n)
 	}
 	f, err := hf.Open(o.model)
 	if err != nil {
@@ -87,7 +89,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 		prompt, shown = tok.Encode([]byte(text)), ""
 	}
 	if len(prompt) == 0 {
-		return errors.New("-prompt is empty, and the tokenizer has no token that begins a text: " +
+		return errors.New("--prompt is empty, and the tokenizer has no token that begins a text: " +
 			"give some text")
 	}
 	device, precision, err := o.open(c.ErrOrStderr())
@@ -168,18 +170,18 @@ func (o *generateOptions) checkSampling(c *cobra.Command, s sampler.Config) erro
 		return nil
 	}
 	if len(given(c, "temperature")) > 0 {
-		fmt.Fprintf(c.ErrOrStderr(), "%s no effect at -temperature 0\n", have(unused))
+		fmt.Fprintf(c.ErrOrStderr(), "%s no effect at --temperature 0\n", have(unused))
 		return nil
 	}
 	return fmt.Errorf("%s no effect, because the model's generation_config.json does not ask for "+
-		"sampling: give a -temperature above 0 too", have(unused))
+		"sampling: give a --temperature above 0 too", have(unused))
 }
 
 // message writes the prompt by the chat template.
 func (o *generateOptions) message() (string, error) {
 	t, err := chat.Load(o.model)
 	if err != nil {
-		return "", fmt.Errorf("-chat: %w", err)
+		return "", fmt.Errorf("--chat: %w", err)
 	}
 	return t.Render([]chat.Message{{Role: "user", Content: o.prompt}},
 		chat.Options{AddGenerationPrompt: true})

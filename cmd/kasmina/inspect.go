@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -20,19 +19,25 @@ import (
 
 func newInspect() *cobra.Command {
 	var o common
-	c := &cobra.Command{Use: "inspect -model PATH", Short: "Say what a folder or a file holds",
-		Long: `Say what a model's folder holds: configuration, tokenizer, tensors, and the memory that
-training takes. Of a file, of safetensors or GGUF, say what its head has. No weights are read.`,
-		RunE: func(c *cobra.Command, args []string) error {
-			if len(args) == 1 && o.model == "" {
-				o.model, args = args[0], nil
+	c := &cobra.Command{
+		Use:   "inspect [--model] PATH",
+		Short: "Describe a model folder or a file of weights",
+		Long: `Describe a model folder: its configuration, tokenizer and tensors, and the memory that training
+takes. If PATH is a safetensors or GGUF file, describe its header. No weights are read.`,
+		Args: oneDashHint(func(c *cobra.Command, args []string) error {
+			if o.model == "" {
+				return cobra.ExactArgs(1)(c, args)
 			}
-			if err := errors.Join(withoutWords(c, args), required(c, "model")); err != nil {
-				return err
+			return cobra.NoArgs(c, args)
+		}),
+		RunE: func(c *cobra.Command, args []string) error {
+			if len(args) == 1 {
+				o.model = args[0]
 			}
 			return o.inspect(c.OutOrStdout())
-		}}
-	o.modelFlag(c)
+		},
+	}
+	c.Flags().StringVarP(&o.model, "model", "m", "", "model `directory`, or file of weights")
 	return c
 }
 

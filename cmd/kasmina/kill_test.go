@@ -58,7 +58,7 @@ func prepareKill() {
 		modelShard = size
 	}
 	fields := strings.Split(os.Getenv(aimVariable), "|")
-	if len(fields) != 5 || slices.Contains(os.Args, "-gpus") &&
+	if len(fields) != 5 || slices.Contains(os.Args, "--gpus") &&
 		os.Getenv("RANK") != cmp.Or(fields[4], "0") {
 		return
 	}
@@ -105,8 +105,8 @@ type killedRun struct {
 }
 
 func (r *killedRun) command(t *testing.T, out string, env ...string) *exec.Cmd {
-	args := append([]string{"train", "-model", tiny, "-data", license, "-out", out, "-seq", "16",
-		"-device", "cpu", "-lr", "0.003", "-quiet"}, r.args...)
+	args := append([]string{"train", "--model", tiny, "--data", license, "--out", out, "--seq", "16",
+		"--device", "cpu", "--lr", "0.003", "--quiet"}, r.args...)
 	if r.shard > 0 {
 		env = append(env, shardVariable+"="+strconv.Itoa(r.shard))
 	}
@@ -118,13 +118,13 @@ func (r *killedRun) command(t *testing.T, out string, env ...string) *exec.Cmd {
 // killedRuns are short runs of all kinds. Those on two ranks must end with the bits of those on one.
 // Adapters are planted by listening to the model, which several ranks cannot.
 func killedRuns() []*killedRun {
-	plain := []string{"-steps", "12", "-batch", "1", "-accumulate", "2", "-save-every", "3",
-		"-eval-every", "4"}
-	grow := []string{"-steps", "100", "-batch", "1", "-accumulate", "2", "-save-every", "9",
-		"-eval-every", "50", "-grow", "2"}
-	adapters := []string{"-steps", "24", "-batch", "1", "-accumulate", "2", "-save-every", "5",
-		"-eval-every", "12", "-adapters", "all", "-rank", "2"}
-	on2 := func(args []string) []string { return append(slices.Clone(args), "-gpus", "2") }
+	plain := []string{"--steps", "12", "--batch", "1", "--accumulate", "2", "--save-every", "3",
+		"--eval-every", "4"}
+	grow := []string{"--steps", "100", "--batch", "1", "--accumulate", "2", "--save-every", "9",
+		"--eval-every", "50", "--grow", "2"}
+	adapters := []string{"--steps", "24", "--batch", "1", "--accumulate", "2", "--save-every", "5",
+		"--eval-every", "12", "--adapters", "all", "--rank", "2"}
+	on2 := func(args []string) []string { return append(slices.Clone(args), "--gpus", "2") }
 	return []*killedRun{
 		{name: "plain", args: plain},
 		{name: "plain, sharded, 2 ranks", args: on2(plain), shard: 40 << 10},
@@ -133,7 +133,7 @@ func killedRuns() []*killedRun {
 		{name: "grow, 2 ranks", args: on2(grow)},
 		{name: "plain, sharded", args: plain, shard: 40 << 10},
 		{name: "adapters", args: adapters, merges: true},
-		{name: "plain, 2 ranks, parts", args: append(on2(plain), "-save-parts"), parts: true},
+		{name: "plain, 2 ranks, parts", args: append(on2(plain), "--save-parts"), parts: true},
 	}
 }
 
@@ -200,7 +200,7 @@ func TestKilled(t *testing.T) {
 		if want[run.name] == "" {
 			want[run.name] = filepath.Join(dir, strings.ReplaceAll("want "+run.name, " ", "-"))
 			alone := *run
-			if gpus := slices.Index(run.args, "-gpus"); gpus > 0 && !run.parts {
+			if gpus := slices.Index(run.args, "--gpus"); gpus > 0 && !run.parts {
 				alone.args = run.args[:gpus]
 			}
 			text, err := alone.command(t, want[run.name]).CombinedOutput()
@@ -212,7 +212,7 @@ func TestKilled(t *testing.T) {
 		for left := 1 + r.IntN(5); left > 0 && count < *kills; left-- {
 			phase := run.phase(r, countBy)
 			a := randomAim(r, phase)
-			if a.point != "" && slices.Contains(run.args, "-gpus") && r.IntN(3) == 0 {
+			if a.point != "" && slices.Contains(run.args, "--gpus") && r.IntN(3) == 0 {
 				a.alone = strconv.Itoa(r.IntN(2))
 			}
 			if phase == "end" {

@@ -7,12 +7,14 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/spf13/pflag"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops"
@@ -48,7 +50,7 @@ func readReference(t *testing.T) (r reference) {
 	return r
 }
 
-// devices are those that there are, by their name for -device.
+// devices are those that there are, by their name for --device.
 func devices(t *testing.T) []string {
 	d, err := cudaops.Open()
 	if errors.Is(err, cudaops.ErrNoDevice) {
@@ -59,15 +61,18 @@ func devices(t *testing.T) []string {
 	return []string{"cpu", "cuda"}
 }
 
-// TestEval wants the loss of transformers on the same windows, with one dash and with two.
+// TestEval wants the loss of transformers on the same windows, with long options and with short ones.
 func TestEval(t *testing.T) {
 	r := readReference(t)
 	text, err := os.ReadFile(license)
 	require.NoError(t, err)
 	for i, device := range append(devices(t), "auto") {
-		dash := strings.Repeat("-", 1+i%2)
-		out, err := kasmina(t, "eval", dash+"model", tiny, dash+"data="+license, dash+"seq",
-			strconv.Itoa(r.Seq), dash+"device", device)
+		files := []string{"--model", tiny, "--data=" + license}
+		if i%2 > 0 {
+			files = []string{"-m", tiny, "-d" + license}
+		}
+		out, err := kasmina(t, append(files, "eval", "--seq", strconv.Itoa(r.Seq), "--device",
+			device)...)
 		require.NoError(t, err)
 		lines := strings.Split(strings.TrimSpace(out), "\n")
 		var s score
@@ -84,25 +89,25 @@ func TestEval(t *testing.T) {
 func TestGenerate(t *testing.T) {
 	r := readReference(t)
 	for _, device := range devices(t) {
-		out, err := kasmina(t, "generate", "-model", tiny, "-prompt", r.Prompt, "-n", "30",
-			"-temperature", "0", "-device", device)
+		out, err := kasmina(t, "generate", "--model", tiny, "--prompt", r.Prompt, "-n", "30",
+			"--temperature", "0", "--device", device)
 		require.NoError(t, err)
 		require.Equal(t, r.Text+"\n", out)
 	}
-	first, err := kasmina(t, "generate", "-model", tiny, "-prompt", "a", "-n", "20",
-		"-temperature", "1.5", "-seed", "3")
+	first, err := kasmina(t, "generate", "--model", tiny, "--prompt", "a", "-n", "20",
+		"--temperature", "1.5", "--seed", "3")
 	require.NoError(t, err)
-	again, err := kasmina(t, "generate", "-model", tiny, "-prompt", "a", "-n", "20",
-		"-temperature", "1.5", "-seed", "3")
+	again, err := kasmina(t, "generate", "--model", tiny, "--prompt", "a", "-n", "20",
+		"--temperature", "1.5", "--seed", "3")
 	require.NoError(t, err)
 	require.Equal(t, first, again)
-	answer, err := kasmina(t, "generate", "-model", tiny, "-prompt", "Permission", "-chat", "-n",
+	answer, err := kasmina(t, "generate", "--model", tiny, "--prompt", "Permission", "--chat", "-n",
 		"5")
 	require.NoError(t, err)
 	require.NotContains(t, answer, "assistant:")
-	for option, wrong := range map[string]string{"-temperature": "NaN", "-top-p": "-2",
-		"-top-k": "-2"} {
-		_, err := kasmina(t, "generate", "-model", tiny, "-prompt", "a", "-temperature", "1", option,
+	for option, wrong := range map[string]string{"--temperature": "NaN", "--top-p": "-2",
+		"--top-k": "-2"} {
+		_, err := kasmina(t, "generate", "--model", tiny, "--prompt", "a", "--temperature", "1", option,
 			wrong)
 		require.ErrorContains(t, err, wrong, option)
 	}
@@ -126,9 +131,9 @@ func TestInspect(t *testing.T) {
 	require.Contains(t, out, "model.layers.1.mlp.down_proj.weight")
 	require.Contains(t, out, "32×64")
 	file := filepath.Join(t.TempDir(), "m.gguf")
-	_, err = kasmina(t, "convert", "-model", tiny, "-out", file, "-gguf", "q8_0")
+	_, err = kasmina(t, "convert", "--model", tiny, "--out", file, "--gguf", "q8_0")
 	require.NoError(t, err)
-	out, err = kasmina(t, "inspect", "-model", file)
+	out, err = kasmina(t, "inspect", "--model", file)
 	require.NoError(t, err)
 	require.Contains(t, out, "blk.1.ffn_down.weight")
 	require.Contains(t, out, "tokenizer.chat_template")
@@ -139,7 +144,7 @@ func TestInspect(t *testing.T) {
 // TestConvert wants the bytes of weights and tokenizer to come back, or another type.
 func TestConvert(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "a", "out")
-	_, err := kasmina(t, "convert", "-model", tiny, "-out", out)
+	_, err := kasmina(t, "convert", "--model", tiny, "--out", out)
 	require.NoError(t, err)
 	for _, name := range []string{"config.json", "generation_config.json", "tokenizer.json",
 		"tokenizer_config.json", "chat_template.jinja"} {
@@ -149,21 +154,21 @@ func TestConvert(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, want, got, name)
 	}
-	_, err = kasmina(t, "convert", "-model", tiny, "-out", out)
+	_, err = kasmina(t, "convert", "--model", tiny, "--out", out)
 	require.ErrorContains(t, err, "is not empty")
 	file := filepath.Join(t.TempDir(), "m.gguf")
-	_, err = kasmina(t, "convert", "-model", tiny, "-out", file, "-gguf", "q8_0")
+	_, err = kasmina(t, "convert", "--model", tiny, "--out", file, "--gguf", "q8_0")
 	require.NoError(t, err)
 	head, err := os.ReadFile(file)
 	require.NoError(t, err)
 	require.Equal(t, "GGUF", string(head[:4]))
-	_, err = kasmina(t, "convert", "-model", tiny, "-out", file, "-gguf", "f32")
+	_, err = kasmina(t, "convert", "--model", tiny, "--out", file, "--gguf", "f32")
 	require.ErrorContains(t, err, "exists: name a new file, or remove that one")
 	same, err := os.ReadFile(file)
 	require.NoError(t, err)
 	require.Equal(t, head, same)
 	other := filepath.Join(t.TempDir(), "f16")
-	_, err = kasmina(t, "convert", "-model", tiny, "-out", other, "-precision", "f16")
+	_, err = kasmina(t, "convert", "--model", tiny, "--out", other, "--precision", "f16")
 	require.NoError(t, err)
 	f, err := hf.Open(other)
 	require.NoError(t, err)
@@ -177,16 +182,16 @@ func TestTrain(t *testing.T) {
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 400),
 		0o666))
 	loss := func(dir string) (s score) {
-		out, err := kasmina(t, "eval", "-model", dir, "-data", text, "-seq", "32")
+		out, err := kasmina(t, "eval", "--model", dir, "--data", text, "--seq", "32")
 		require.NoError(t, err)
 		require.NoError(t, json.Unmarshal([]byte(out), &s))
 		return s
 	}
 	for _, grow := range []string{"0", "2"} {
 		out := filepath.Join(t.TempDir(), "out")
-		args := []string{"train", "-model", tiny, "-data", text, "-out", out,
-			"-steps", "100", "-batch",
-			"2", "-seq", "32", "-lr", "0.003", "-device", "cpu", "-grow", grow}
+		args := []string{"train", "--model", tiny, "--data", text, "--out", out,
+			"--steps", "100", "--batch",
+			"2", "--seq", "32", "--lr", "0.003", "--device", "cpu", "--grow", grow}
 		_, err := kasmina(t, args...)
 		require.NoError(t, err)
 		require.Less(t, loss(out).Loss, loss(tiny).Loss-1)
@@ -213,7 +218,7 @@ func TestTrainAdapters(t *testing.T) {
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 400),
 		0o666))
 	loss := func(dir string) (s score) {
-		out, err := kasmina(t, "eval", "-model", dir, "-data", text, "-seq", "32", "-device", "cpu")
+		out, err := kasmina(t, "eval", "--model", dir, "--data", text, "--seq", "32", "--device", "cpu")
 		require.NoError(t, err)
 		require.NoError(t, json.Unmarshal([]byte(out), &s))
 		return s
@@ -228,13 +233,13 @@ func TestTrainAdapters(t *testing.T) {
 		return all
 	}
 	before := weights(tiny)
-	for _, how := range [][]string{{"grow", "-steps", "60"}, {"all", "-directed", "-steps", "60"},
-		{"random", "-steps", "60"}, {"grow", "-time", "1s"}} {
+	for _, how := range [][]string{{"grow", "--steps", "60"}, {"all", "--directed", "--steps", "60"},
+		{"random", "--steps", "60"}, {"grow", "--time", "1s"}} {
 		out := filepath.Join(t.TempDir(), "out")
-		_, err := kasmina(t, append([]string{"train", "-model", tiny, "-data", text, "-out", out, "-batch",
-			"2", "-seq", "32", "-lr", "0.01", "-device", "cpu", "-rank", "2", "-adapters"}, how...)...)
+		_, err := kasmina(t, append([]string{"train", "--model", tiny, "--data", text, "--out", out, "--batch",
+			"2", "--seq", "32", "--lr", "0.01", "--device", "cpu", "--rank", "2", "--adapters"}, how...)...)
 		require.NoError(t, err)
-		timed := slices.Contains(how, "-time") // how far it comes, the machine decides
+		timed := slices.Contains(how, "--time") // how far it comes, the machine decides
 		if !timed {
 			require.Less(t, loss(out).Loss, loss(tiny).Loss-0.5, how)
 		}
@@ -253,16 +258,16 @@ func TestTrainAdapters(t *testing.T) {
 		require.True(t, timed || changed > 0, how)
 	}
 	for line, want := range map[string]string{
-		"-adapters some":         "want grow, all or random",
-		"-adapters all -rank 0":  "-rank is 0",
-		"-adapters all -rank 99": "-rank is 99",
-		"-adapters all -grow 2":  "want one of them",
-		"-directed":              "want -adapters too",
-		"-time -1s":              "-time is -1s",
-		"-save-every -1":         "-save-every is -1",
-		"-eval-every -1":         "-eval-every -1, want at least 0",
+		"--adapters some":          "want grow, all or random",
+		"--adapters all --rank 0":  "--rank is 0",
+		"--adapters all --rank 99": "--rank is 99",
+		"--adapters all --grow 2":  "want one of them",
+		"--directed":               "want --adapters too",
+		"--time -1s":               "--time is -1s",
+		"--save-every -1":          "--save-every is -1",
+		"--eval-every -1":          "--eval-every -1, want at least 0",
 	} {
-		_, err := kasmina(t, append(strings.Fields("train -model "+tiny+" -data "+text+" -seq 32 -out "+
+		_, err := kasmina(t, append(strings.Fields("train --model "+tiny+" --data "+text+" --seq 32 --out "+
 			filepath.Join(t.TempDir(), "out")), strings.Fields(line)...)...)
 		require.ErrorContains(t, err, want)
 	}
@@ -271,9 +276,9 @@ func TestTrainAdapters(t *testing.T) {
 // TestTrainResumes wants a run that was interrupted to go on.
 func TestTrainResumes(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
-	args := []string{"train", "-model", tiny, "-data", license, "-out", out,
-		"-steps", "30", "-batch", "1",
-		"-seq", "16", "-device", "cpu"}
+	args := []string{"train", "--model", tiny, "--data", license, "--out", out,
+		"--steps", "30", "--batch", "1",
+		"--seq", "16", "--device", "cpu"}
 	ctx, cancel := context.WithCancel(t.Context())
 	err := run(ctx, args, &bytes.Buffer{}, writer(func(p []byte) {
 		if bytes.Contains(p, []byte("step")) {
@@ -284,22 +289,22 @@ func TestTrainResumes(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 	require.ErrorContains(t, err, "the same command continues from there")
 	require.NoFileExists(t, filepath.Join(out, "config.json"))
-	_, err = kasmina(t, append(args, "-resume")...)
+	_, err = kasmina(t, append(args, "--resume")...)
 	require.NoError(t, err)
 	f, err := hf.Open(out)
 	require.NoError(t, err)
 	require.NoError(t, f.Close())
 }
 
-// TestTrainProgress wants progress as lines where there is no terminal, none with -quiet, and a log
+// TestTrainProgress wants progress as lines where there is no terminal, none with --quiet, and a log
 // either way.
 func TestTrainProgress(t *testing.T) {
 	for _, quiet := range []bool{false, true} {
 		out := filepath.Join(t.TempDir(), "out")
-		args := []string{"train", "-model", tiny, "-data", license, "-out", out, "-steps", "3",
-			"-batch", "1", "-seq", "16", "-device", "cpu"}
+		args := []string{"train", "--model", tiny, "--data", license, "--out", out, "--steps", "3",
+			"--batch", "1", "--seq", "16", "--device", "cpu"}
 		if quiet {
-			args = append(args, "-quiet")
+			args = append(args, "--quiet")
 		}
 		var stdout, told bytes.Buffer
 		require.NoError(t, run(t.Context(), args, &stdout, &told))
@@ -329,38 +334,135 @@ func TestErrors(t *testing.T) {
 	empty := filepath.Join(t.TempDir(), "empty")
 	require.NoError(t, os.WriteFile(empty, nil, 0o666))
 	for line, want := range map[string]string{
-		"eval -model " +
-			tiny: "-data is missing: name the FILE",
-		"eval -data x": "-model is missing",
-		"eval -model " + tiny + " -data " +
+		"eval --model " +
+			tiny: `required flag(s) "data" not set`,
+		"eval --data x": `required flag(s) "model" not set`,
+		"eval --model " + tiny + " --data " +
 			empty: "none of them can be scored",
-		"eval -model " + tiny + " -data none": "no such file",
-		"eval -model none -data " + license:   "no such file",
-		"eval -model " + tiny +
-			" -data x -seq 1": "-seq is 1, want at least 2",
-		"eval -model " + tiny +
-			" -modell x": "kasmina eval -help lists the options",
-		"eval -model " + tiny + " -data x y":                         `"y" is no option`,
-		"eval -model " + tiny + " -data " + license + " -device tpu": "want cpu, cuda or auto",
-		"eval -model " + tiny + " -data " + license +
-			" -precision x": "want f32, bf16, f16 or f8",
-		"eval -model " + testdata + "/llama2 -data " + license:            "has no tokenizer.json",
-		"generate -model " + tiny + " -device tpu":                        "want cpu, cuda or auto",
-		"generate -model " + tiny + " -n -1":                              "-n is -1",
-		"convert -model " + tiny:                                          "-out is missing",
-		"convert -model " + tiny + " -out x -precision int8":              "want f32, f16 or bf16",
-		"train -model " + tiny + " -data " + license:                      "-out is missing",
-		"train -model " + tiny + " -data " + license + " -out x -steps 0": "-steps is 0",
-		"train -model " + tiny + " -data " + license +
-			" -out x -resume": "without it a run begins",
-		"train -model " + tiny + " -data " + license + " -out " + tiny: "is not empty",
-		"convert -model " + tiny +
-			" -out x -gguf q4": "want f32, f16, bf16 or q8_0",
-		"convert -model " + tiny + " -out x -gguf f16 -precision f16": "leave one of them out",
-		"frobnicate": "unknown command",
+		"eval --model " + tiny + " --data none": "no such file",
+		"eval --model none --data " + license:   "no such file",
+		"eval --model " + tiny +
+			" --data x --seq 1": "--seq is 1, want at least 2",
+		"eval --model " + tiny +
+			" --modell x": `unknown flag: --modell; see "kasmina eval --help"`,
+		"eval --model " + tiny + " --data x y":                          `unknown command "y" for "kasmina eval"`,
+		"eval --model " + tiny + " --data " + license + " --device tpu": "want cpu, cuda or auto",
+		"eval --model " + tiny + " --data " + license +
+			" --precision x": "want f32, bf16, f16 or f8",
+		"eval --model " + testdata + "/llama2 --data " + license:              "has no tokenizer.json",
+		"generate --model " + tiny + " --device tpu":                          "want cpu, cuda or auto",
+		"generate --model " + tiny + " -n -1":                                 "--n is -1",
+		"convert --model " + tiny:                                             `required flag(s) "out" not set`,
+		"convert --model " + tiny + " --out x --precision int8":               "want f32, f16 or bf16",
+		"train --model " + tiny + " --data " + license:                        `required flag(s) "out" not set`,
+		"train --model " + tiny + " --data " + license + " --out x --steps 0": "--steps is 0",
+		"train --model " + tiny + " --data " + license +
+			" --out x --resume": "without it a run begins",
+		"train --model " + tiny + " --data " + license + " --out " + tiny: "is not empty",
+		"convert --model " + tiny +
+			" --out x --gguf q4": "want f32, f16, bf16 or q8_0",
+		"convert --model " + tiny + " --out x --gguf f16 --precision f16": "leave one of them out",
+		"frobnicate":                "unknown command",
+		"inspect":                   "accepts 1 arg(s), received 0",
+		"inspect -m " + tiny + " y": `unknown command "y"`,
+		"version now":               `unknown command "now"`,
 	} {
 		_, err := kasmina(t, strings.Fields(line)...)
 		require.ErrorContains(t, err, want, line)
+	}
+
+	// A variable of a script that is not set must not make the current folder the model's.
+	_, err := kasmina(t, "convert", "--model", tiny, "--out", "")
+	require.EqualError(t, err, "--out is empty")
+}
+
+// TestOneDash checks that a long option with a single dash is an error that names the right spelling,
+// whatever the flag parser makes of it, and that values that look like the end of an option remain
+// possible.
+func TestOneDash(t *testing.T) {
+	for line, long := range map[string]string{
+		"eval -model x --data y":             "model",  // -m with a value, and an argument
+		"eval --data y -model":               "",       // -m with a value
+		"eval -model=x --data y":             "model",  // -m with a value
+		"eval -m x --data y -seq 3":          "seq",    // no option -s
+		"eval -m x -d y -device cpu":         "device", // -d with a value, and an argument
+		"generate -m x -prompt y":            "prompt",
+		"generate -m x -prompt=y":            "prompt",
+		"generate -m x -p y -seed 3":         "seed", // -s with a value that is no number
+		"generate -m x -p y -temperature=1":  "temperature",
+		"generate -m x -p y -top-k 3":        "top-k",
+		"train -m x -d y -o z -steps 3":      "steps",
+		"train -m x -d y -o z -quiet":        "quiet",    // -q, and an unknown -u
+		"train -m x --data y -o z -directed": "directed", // -d with a value
+		"train -m x -d y -o z -board :0":     "board",
+		"train -m x -d y -o z -save-every 3": "save-every",
+		"train -help":                        "help",
+		"convert -m x -out y":                "out",
+		"inspect -model x":                   "model",
+		"report -out x.html y":               "out",
+		"report -out=x.html y":               "out",
+		"board -addr :0 x":                   "addr",
+	} {
+		stdout, err := kasmina(t, strings.Fields(line)...)
+		require.Error(t, err, line)
+		require.Empty(t, stdout, line)
+		if long != "" {
+			require.Regexp(t, "long options take two dashes: --"+long+"$", err, line)
+		}
+	}
+
+	t.Chdir(t.TempDir())
+	for _, line := range []string{"report -o ut none", "inspect -m odel"} {
+		_, err := kasmina(t, strings.Fields(line)...)
+		require.Error(t, err, line)
+		require.NotContains(t, err.Error(), "dashes", line)
+	}
+}
+
+// TestUsage checks that an error does not print the usage, and that --help does, on standard output.
+func TestUsage(t *testing.T) {
+	for _, line := range []string{"eval --none", "eval", "eval -m none -d none", "frobnicate"} {
+		var stdout, stderr bytes.Buffer
+		require.Error(t, run(t.Context(), strings.Fields(line), &stdout, &stderr), line)
+		require.Empty(t, stdout.String(), line)
+		require.Empty(t, stderr.String(), line)
+	}
+
+	for _, c := range newRoot().Commands() {
+		for _, args := range [][]string{{c.Name(), "--help"}, {c.Name(), "-h"}, {"help", c.Name()}} {
+			out, err := kasmina(t, args...)
+			require.NoError(t, err)
+			require.Contains(t, out, "Usage:\n  kasmina "+c.Name())
+			require.Contains(t, out, "-h, --help")
+			c.Flags().VisitAll(func(f *pflag.Flag) {
+				require.Contains(t, out, "--"+f.Name+" ")
+				require.NotContains(t, f.Usage, "\n", f.Name)
+			})
+		}
+	}
+	out, err := kasmina(t)
+	require.NoError(t, err)
+	require.Contains(t, out, "Available Commands:")
+}
+
+// TestVersion checks both spellings, and which part of the build information is the version.
+func TestVersion(t *testing.T) {
+	out, err := kasmina(t, "version")
+	require.NoError(t, err)
+	require.Regexp(t, `^kasmina \S.* go1\S* \w+/\w+\n$`, out)
+	out, err = kasmina(t, "--version")
+	require.NoError(t, err)
+	require.Equal(t, "kasmina version "+buildVersion()+"\n", out)
+
+	commit := []debug.BuildSetting{{Key: "vcs.revision", Value: "5ae1c0"},
+		{Key: "vcs.modified", Value: "true"}}
+	for want, info := range map[string]debug.BuildInfo{
+		"v1.2.3":                            {Main: debug.Module{Version: "v1.2.3"}, Settings: commit},
+		"(devel)":                           {},
+		"(devel) (commit 5ae1c0)":           {Settings: commit[:1]},
+		"(devel) (commit 5ae1c0, modified)": {Main: debug.Module{Version: "(devel)"}, Settings: commit},
+	} {
+		require.Equal(t, want, versionOf(&info))
 	}
 }
 
@@ -370,7 +472,7 @@ func TestHugeTokenizer(t *testing.T) {
 	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))
 	require.NoError(t, os.Truncate(filepath.Join(dir, "tokenizer.json"), 100<<20))
 	start := processor.Time(t)
-	_, err := kasmina(t, "eval", "-model", dir, "-data", license)
+	_, err := kasmina(t, "eval", "--model", dir, "--data", license)
 	require.ErrorContains(t, err, "has 104857600 bytes")
 	require.Less(t, processor.Time(t)-start, time.Second)
 }
@@ -382,16 +484,29 @@ func TestCompletion(t *testing.T) {
 		require.NoError(t, err)
 		require.Contains(t, out, "kasmina")
 	}
-	out, err := kasmina(t, "__complete", "eval", "-mo")
-	require.NoError(t, err)
-	require.Contains(t, out, "--model")
+	for line, want := range map[string]string{
+		"eval --mo":            "--model",
+		"train --adapters ":    "grow all random",
+		"convert --gguf ":      "f32 f16 bf16 q8_0",
+		"train --device ":      "auto cpu cuda",
+		"eval --device ":       "auto cpu cuda",
+		"train --precision ":   "f32 bf16 f16 f8",
+		"convert --precision ": "f32 f16 bf16",
+	} {
+		out, err := kasmina(t, append([]string{"__complete"}, strings.Split(line, " ")...)...)
+		require.NoError(t, err)
+		lines := strings.Split(out, "\n")
+		for i, value := range strings.Fields(want) {
+			require.True(t, strings.HasPrefix(lines[i], value), "%s: %s", line, out)
+		}
+	}
 }
 
 // TestCancel wants an interrupt to end the work.
 func TestCancel(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	err := run(ctx, []string{"eval", "-model", tiny, "-data", license}, &bytes.Buffer{},
+	err := run(ctx, []string{"eval", "--model", tiny, "--data", license}, &bytes.Buffer{},
 		&bytes.Buffer{})
 	require.ErrorIs(t, err, context.Canceled)
 }

@@ -26,19 +26,22 @@ type common struct {
 }
 
 func (o *common) modelFlag(c *cobra.Command) {
-	c.Flags().StringVar(&o.model, "model", "", "`DIR` of a model, with config.json")
+	c.Flags().StringVarP(&o.model, "model", "m", "", "model `directory` (must contain config.json)")
 }
 
 func (o *common) dataFlag(c *cobra.Command) {
-	c.Flags().StringVar(&o.data, "data", "", "`FILE` of text")
+	c.Flags().StringVarP(&o.data, "data", "d", "", "text `file`")
 }
 
 func (o *common) machineFlags(c *cobra.Command) {
-	c.Flags().StringVar(&o.device, "device", "auto",
-		"`NAME`: cpu, cuda, or auto for a GPU if there is one")
-	c.Flags().StringVar(&o.precision, "precision", "",
-		"`TYPE` of products: f32 or bf16, and on a GPU "+
-			"f16 or f8 too; f32 if not said")
+	f := c.Flags()
+	f.StringVar(&o.device, "device", "auto",
+		"where to compute: cpu, cuda, or auto for a GPU if there is one")
+	f.StringVar(&o.precision, "precision", "",
+		"type of matrix products: f32 or bf16, and on a GPU also f16 or f8 (default f32)")
+
+	completeFlag(c, "device", "auto", "cpu", "cuda")
+	completeFlag(c, "precision", "f32", "bf16", "f16", "f8")
 }
 
 // open opens the device to compute on; nil is the CPU.
@@ -52,7 +55,7 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 	precision := cudaops.Float32
 	if o.precision != "" {
 		if err := precision.UnmarshalText([]byte(o.precision)); err != nil {
-			return nil, 0, fmt.Errorf("-precision is %q, want f32, bf16, f16 or f8", o.precision)
+			return nil, 0, fmt.Errorf("--precision is %q, want f32, bf16, f16 or f8", o.precision)
 		}
 	}
 	switch o.device {
@@ -62,23 +65,23 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 			return device, precision, nil
 		}
 		if o.device == "cuda" {
-			return nil, 0, fmt.Errorf("-device cuda: %w; -device cpu computes without one", err)
+			return nil, 0, fmt.Errorf("--device cuda: %w; --device cpu computes without one", err)
 		}
 		if !errors.Is(err, cudaops.ErrNoDevice) {
 			fmt.Fprintf(stderr, "the CPU computes, as the GPU cannot be used: %v\n", err)
 		}
 	case "cpu":
 	default:
-		return nil, 0, fmt.Errorf("-device is %q, want cpu, cuda or auto", o.device)
+		return nil, 0, fmt.Errorf("--device is %q, want cpu, cuda or auto", o.device)
 	}
 	switch precision {
 	case cudaops.Float32, cudaops.BFloat16:
 		if err := cpuops.UseBFloat16(precision == cudaops.BFloat16); err != nil {
-			return nil, 0, fmt.Errorf("-precision bf16: %w", err)
+			return nil, 0, fmt.Errorf("--precision bf16: %w", err)
 		}
 		return nil, precision, nil
 	}
-	return nil, 0, fmt.Errorf("-precision %s is for a GPU; a CPU takes f32 or bf16", o.precision)
+	return nil, 0, fmt.Errorf("--precision %s is for a GPU; a CPU takes f32 or bf16", o.precision)
 }
 
 // openGPU opens that of a process.

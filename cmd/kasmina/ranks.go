@@ -22,12 +22,12 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// launchRanks starts a process a GPU where that is this one's part. So it is for train with -gpus,
+// launchRanks starts a process a GPU where that is this one's part. So it is for train with --gpus,
 // and on a node of Kubeflow Trainer with several GPUs. What is wrong with other options is told
 // later.
 func launchRanks(args []string, stdout, stderr io.Writer) (launched bool, err error) {
 	root := newRoot()
-	c, rest, err := root.Find(twoDashes(root, args))
+	c, rest, err := root.Find(args)
 	if err != nil || c.Name() != "train" || c.ParseFlags(rest) != nil {
 		return false, nil
 	}
@@ -52,7 +52,7 @@ var ownOptions = []string{"model", "data", "out", "gpus", "board", "board-contro
 func facts(c *cobra.Command) (all []comm.Fact) {
 	c.Flags().VisitAll(func(f *pflag.Flag) {
 		if !slices.Contains(ownOptions, f.Name) {
-			all = append(all, comm.Fact{Name: "-" + f.Name, Value: f.Value.String()})
+			all = append(all, comm.Fact{Name: "--" + f.Name, Value: f.Value.String()})
 		}
 	})
 	slices.SortFunc(all, func(a, b comm.Fact) int { return cmp.Compare(a.Name, b.Name) })
@@ -71,7 +71,7 @@ type machines struct {
 func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 	if m.world, err = parallel.Meet(c.Context(), os.Getenv, o.train.Accumulate,
 		o.deadline, facts(c)...); err != nil {
-		return m, fmt.Errorf("-gpus: %w", err)
+		return m, fmt.Errorf("--gpus: %w", err)
 	}
 	if m.world != nil && m.world.Rank() == 0 {
 		fmt.Fprintf(c.ErrOrStderr(), "ranks     %d processes, by the variables of %s\n", m.world.Size(),

@@ -52,7 +52,7 @@ func TestMain(m *testing.M) {
 
 // die kills this process once the run's log has a step.
 func die() {
-	at := slices.Index(os.Args, "-out")
+	at := slices.Index(os.Args, "--out")
 	for {
 		log, _ := os.ReadFile(filepath.Join(os.Args[at+1], runFolder, logName))
 		if bytes.Contains(log, []byte(`"event":"step"`)) {
@@ -112,8 +112,8 @@ func (w *told) String() string {
 
 // training are the arguments of a short run.
 func training(out string, more ...string) []string {
-	return append([]string{"train", "-model", tiny, "-data", license, "-out", out, "-batch", "1",
-		"-seq", "16", "-device", "cpu", "-accumulate", "3", "-lr", "0.003"}, more...)
+	return append([]string{"train", "--model", tiny, "--data", license, "--out", out, "--batch", "1",
+		"--seq", "16", "--device", "cpu", "--accumulate", "3", "--lr", "0.003"}, more...)
 }
 
 // sameRun wants two runs to have left the same model and the same checkpoint.
@@ -136,13 +136,13 @@ func TestTrainGPUs(t *testing.T) {
 	}
 	dir := t.TempDir()
 	alone, together := filepath.Join(dir, "alone"), filepath.Join(dir, "together")
-	steps := []string{"-steps", "40", "-save-every", "0"}
+	steps := []string{"--steps", "40", "--save-every", "0"}
 	_, err := kasmina(t, training(alone, steps...)...)
 	require.NoError(t, err)
 
 	w := &told{seen: "step"}
-	c := program(t, nil, training(together, append(steps, "-gpus", "2",
-		"-save-parts")...)...)
+	c := program(t, nil, training(together, append(steps, "--gpus", "2",
+		"--save-parts")...)...)
 	c.Stdout, c.Stderr = w, w
 	w.at = func() { _ = c.Process.Signal(os.Interrupt) }
 	err = c.Run()
@@ -155,8 +155,8 @@ func TestTrainGPUs(t *testing.T) {
 	parts, err := filepath.Glob(filepath.Join(together, runFolder, checkpointName+".*-?of2"))
 	require.NoError(t, err)
 	require.Len(t, parts, 2)
-	out, err := program(t, nil, training(together, append(steps, "-gpus", "3",
-		"-resume")...)...).CombinedOutput()
+	out, err := program(t, nil, training(together, append(steps, "--gpus", "3",
+		"--resume")...)...).CombinedOutput()
 	require.NoError(t, err, string(out))
 	require.NotContains(t, string(out), "[1]")
 	sameRun(t, alone, together)
@@ -165,8 +165,8 @@ func TestTrainGPUs(t *testing.T) {
 // TestTrainRankDies wants the death of a process to end all, soon, and to be named.
 func TestTrainRankDies(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
-	c := program(t, []string{victimVariable + "=1"}, training(out, "-gpus", "2",
-		"-steps", "1000000", "-quiet")...)
+	c := program(t, []string{victimVariable + "=1"}, training(out, "--gpus", "2",
+		"--steps", "1000000", "--quiet")...)
 	text, err := c.CombinedOutput()
 	require.Error(t, err)
 	require.Contains(t, string(text), "kasmina: launch: rank 1 (process ")
@@ -177,10 +177,10 @@ func TestTrainRankDies(t *testing.T) {
 func TestTrainSlowDisk(t *testing.T) {
 	const deadline = 2 * time.Second
 	alone, together := filepath.Join(t.TempDir(), "alone"), filepath.Join(t.TempDir(), "together")
-	_, err := kasmina(t, training(alone, "-steps", "3")...)
+	_, err := kasmina(t, training(alone, "--steps", "3")...)
 	require.NoError(t, err)
 	text, err := program(t, []string{slowVariable + "=" + (5 * deadline).String()},
-		training(together, "-steps", "3", "-gpus", "2", "-deadline",
+		training(together, "--steps", "3", "--gpus", "2", "--deadline",
 			deadline.String())...).CombinedOutput()
 	require.NoError(t, err, string(text))
 	sameRun(t, alone, together)
@@ -199,7 +199,7 @@ func freePort(t *testing.T) string {
 func TestTrainPlaces(t *testing.T) {
 	dir := t.TempDir()
 	alone := filepath.Join(dir, "alone")
-	_, err := kasmina(t, training(alone, "-steps", "2")...)
+	_, err := kasmina(t, training(alone, "--steps", "2")...)
 	require.NoError(t, err)
 	port := freePort(t)
 	secret := comm.SecretVariable + "=" + string(comm.NewSecret())
@@ -225,7 +225,7 @@ func TestTrainPlaces(t *testing.T) {
 			var wait sync.WaitGroup
 			errs := make([]error, len(places))
 			for i, place := range places {
-				c := program(t, append(place, common...), training(out, "-steps", "2")...)
+				c := program(t, append(place, common...), training(out, "--steps", "2")...)
 				w := &told{}
 				c.Stdout, c.Stderr = w, w
 				wait.Go(func() {
@@ -252,25 +252,25 @@ func TestLaunchRanks(t *testing.T) {
 			}
 		}
 	}
-	for _, args := range []string{"", "eval -gpus 2", "train -gpus 1", "train -gpus -1",
-		"train -gpus x", "train -help -gpus 2", "no -gpus 2"} {
+	for _, args := range []string{"", "eval --gpus 2", "train --gpus 1", "train --gpus -1",
+		"train --gpus x", "train --help --gpus 2", "no --gpus 2"} {
 		launched, err := launchRanks(strings.Fields(args), io.Discard, io.Discard)
 		require.NoError(t, err, args)
 		require.False(t, launched, args)
 	}
-	_, err := kasmina(t, training("x", "-gpus", "-1")...)
-	require.ErrorContains(t, err, "-gpus is -1")
+	_, err := kasmina(t, training("x", "--gpus", "-1")...)
+	require.ErrorContains(t, err, "--gpus is -1")
 	for name, value := range map[string]string{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
 		"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2",
 		"MASTER_ADDR": "127.0.0.1"} {
 		t.Setenv(name, value)
 	}
-	_, err = launchRanks([]string{"train", "-gpus", "2"}, io.Discard, io.Discard)
+	_, err = launchRanks([]string{"train", "--gpus", "2"}, io.Discard, io.Discard)
 	require.ErrorContains(t, err, "Slurm has started a process")
 	_, err = kasmina(t, training("x")...)
 	require.ErrorContains(t, err, "environment of Slurm: no usable secret")
 	require.ErrorContains(t, err, "KASMINA_SECRET")
 	t.Setenv(comm.SecretVariable, string(comm.NewSecret()))
-	_, err = kasmina(t, training("x", "-accumulate", "1")...)
+	_, err = kasmina(t, training("x", "--accumulate", "1")...)
 	require.ErrorContains(t, err, "accumulate 2")
 }

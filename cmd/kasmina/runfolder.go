@@ -23,17 +23,17 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// The folder of -out holds the finished model and, in the folder run, what the run keeps.
+// The folder of --out holds the finished model and, in the folder run, what the run keeps.
 const (
 	runFolder      = "run"
 	manifestName   = "run.json"
 	checkpointName = "checkpoint.safetensors"
 	logName        = "log.jsonl"
-	stagingName    = "model" // the finished model, until its files have moved to -out
+	stagingName    = "model" // the finished model, until its files have moved to --out
 	configName     = "config.json"
 )
 
-// A runDir is the folder of -out of a training run:
+// A runDir is the folder of --out of a training run:
 //
 //	OUT/config.json, ...                 the finished model
 //	OUT/run/run.json                     the manifest: the options of the run, and whether it has finished
@@ -53,7 +53,7 @@ type manifest struct {
 	Options map[string]string `json:"options"`
 	// Files lists the files of the finished model. It is empty until they are complete.
 	Files []string `json:"files,omitempty"`
-	// Finished reports that all Files are in the folder of -out.
+	// Finished reports that all Files are in the folder of --out.
 	Finished bool `json:"finished,omitempty"`
 }
 
@@ -144,11 +144,11 @@ func (d runDir) readManifest() (*manifest, error) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("-out: %w", err)
+		return nil, fmt.Errorf("--out: %w", err)
 	}
 	var m manifest
 	if err := json.Unmarshal(text, &m); err != nil || m.Options == nil {
-		return nil, fmt.Errorf("-out: %s is damaged, and without it nobody can tell what the run was: "+
+		return nil, fmt.Errorf("--out: %s is damaged, and without it nobody can tell what the run was: "+
 			"name another folder", path)
 	}
 	return &m, nil
@@ -206,16 +206,16 @@ func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest
 	switch s {
 	case vacant:
 		if resume {
-			err = fmt.Errorf("-resume: %s holds no run; without it a run begins", d.out)
+			err = fmt.Errorf("--resume: %s holds no run; without it a run begins", d.out)
 		}
 	case saved:
 		switch {
 		case resume:
 		case m == nil:
-			err = fmt.Errorf("%s holds a run: -resume goes on with it, or name another folder", d.out)
+			err = fmt.Errorf("%s holds a run: --resume goes on with it, or name another folder", d.out)
 		case len(differ) > 0:
 			err = fmt.Errorf("%s holds a run with other options (%s): give the same options to continue "+
-				"it, -resume to continue it with these as far as that is possible, or name another "+
+				"it, --resume to continue it with these as far as that is possible, or name another "+
 				"folder", d.out, strings.Join(differ, "; "))
 		}
 	case publishing, finished:
@@ -224,7 +224,7 @@ func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest
 			if len(differ) > 0 {
 				other = " with other options (" + strings.Join(differ, "; ") + ")"
 			}
-			err = fmt.Errorf("the run of %s has ended%s: -model %s and another -out train its model "+
+			err = fmt.Errorf("the run of %s has ended%s: --model %s and another --out train its model "+
 				"further", d.out, other, d.out)
 		}
 	}
@@ -244,11 +244,11 @@ func differences(options map[string]string, m *manifest) (all []string) {
 		switch {
 		case given && known && (is == was || slices.Contains(pathOptions, name) && sameFile(is, was)):
 		case !known:
-			all = append(all, fmt.Sprintf("-%s is %q now and was not known then", name, is))
+			all = append(all, fmt.Sprintf("--%s is %q now and was not known then", name, is))
 		case !given:
-			all = append(all, fmt.Sprintf("-%s was %q and is not known now", name, was))
+			all = append(all, fmt.Sprintf("--%s was %q and is not known now", name, was))
 		default:
-			all = append(all, fmt.Sprintf("-%s was %q and is %q now", name, was, is))
+			all = append(all, fmt.Sprintf("--%s was %q and is %q now", name, was, is))
 		}
 	}
 	return all
@@ -274,7 +274,7 @@ func (d runDir) claim(stderr io.Writer) (release func() error, err error) {
 	run := filepath.Join(d.out, runFolder)
 	_, noRun := os.Stat(run)
 	if err := os.MkdirAll(run, 0o777); err != nil {
-		return nil, fmt.Errorf("-out: %w", err)
+		return nil, fmt.Errorf("--out: %w", err)
 	}
 
 	unlock, err := llm.ClaimFolder(run)
@@ -287,7 +287,7 @@ func (d runDir) claim(stderr io.Writer) (release func() error, err error) {
 		unlock, err = func() error { return nil }, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("-out: %w", err)
+		return nil, fmt.Errorf("--out: %w", err)
 	}
 
 	return func() error {
@@ -311,13 +311,13 @@ func (d runDir) clean() {
 // writable returns an error if the finished model could not be written, or not be moved to its place.
 func (d runDir) writable() error {
 	if err := atomicfile.Writable(filepath.Join(d.out, configName)); err != nil {
-		return fmt.Errorf("-out: %w", err)
+		return fmt.Errorf("--out: %w", err)
 	}
 
 	// The longest paths are those of temporary files in the temporary folder of the model.
 	longest := filepath.Join(d.in(atomicfile.LongestTemporary), atomicfile.LongestTemporary)
 	if _, err := os.Lstat(longest); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("-out: %w", err)
+		return fmt.Errorf("--out: %w", err)
 	}
 	return nil
 }

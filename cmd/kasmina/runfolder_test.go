@@ -17,8 +17,8 @@ import (
 
 // short returns the arguments of a run of a few steps.
 func short(out string, more ...string) []string {
-	return append([]string{"train", "-model", tiny, "-data", license, "-out", out, "-batch", "1",
-		"-seq", "16", "-device", "cpu", "-steps", "4", "-save-every", "2"}, more...)
+	return append([]string{"train", "--model", tiny, "--data", license, "--out", out, "--batch", "1",
+		"--seq", "16", "--device", "cpu", "--steps", "4", "--save-every", "2"}, more...)
 }
 
 // snapshotOf returns the contents of all files in a folder by name.
@@ -50,16 +50,16 @@ func TestFinishedRun(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
 	stderrOf(t, short(out)...)
 	before := snapshotOf(t, out)
-	for _, more := range [][]string{nil, {"-resume"}, {"-save-every", "3", "-quiet"},
-		{"-data", filepath.Join(filepath.Dir(license), ".", filepath.Base(license))}} {
+	for _, more := range [][]string{nil, {"--resume"}, {"--save-every", "3", "--quiet"},
+		{"--data", filepath.Join(filepath.Dir(license), ".", filepath.Base(license))}} {
 		require.Contains(t, stderrOf(t, short(out, more...)...), "the run has ended")
 		require.Equal(t, before, snapshotOf(t, out), more)
 	}
-	for _, more := range [][]string{{"-steps", "9", "-lr", "0.5"}, {"-steps", "9", "-lr", "0.5",
-		"-resume"}} {
+	for _, more := range [][]string{{"--steps", "9", "--lr", "0.5"}, {"--steps", "9", "--lr", "0.5",
+		"--resume"}} {
 		_, err := kasmina(t, short(out, more...)...)
-		require.ErrorContains(t, err, `-lr was "0.0001" and is "0.5" now; -steps was "4" and is "9" now`)
-		require.ErrorContains(t, err, "another -out")
+		require.ErrorContains(t, err, `--lr was "0.0001" and is "0.5" now; --steps was "4" and is "9" now`)
+		require.ErrorContains(t, err, "another --out")
 		require.Equal(t, before, snapshotOf(t, out), more)
 	}
 
@@ -84,28 +84,28 @@ func stopped(t *testing.T, point, path string, more ...string) string {
 }
 
 // TestOtherOptions wants a command with other options than those of the run in its folder to be
-// refused by name where there is a checkpoint, to continue with -resume, and to begin where there is
+// refused by name where there is a checkpoint, to continue with --resume, and to begin where there is
 // nothing to lose.
 func TestOtherOptions(t *testing.T) {
-	out := stopped(t, "event", "StepEnd", "-save-every", "1", "-steps", "3")
+	out := stopped(t, "event", "StepEnd", "--save-every", "1", "--steps", "3")
 	_, err := kasmina(t, short(out)...)
 	require.NoError(t, err, "without a checkpoint")
 
-	out = stopped(t, "event", "Saved", "-lr", "0.002")
+	out = stopped(t, "event", "Saved", "--lr", "0.002")
 	_, err = kasmina(t, short(out)...)
-	require.ErrorContains(t, err, `-lr was "0.002" and is "0.0001" now`)
-	require.NotContains(t, err.Error(), "-steps")
-	_, err = kasmina(t, short(out, "-resume")...)
+	require.ErrorContains(t, err, `--lr was "0.002" and is "0.0001" now`)
+	require.NotContains(t, err.Error(), "--steps")
+	_, err = kasmina(t, short(out, "--resume")...)
 	require.ErrorIs(t, err, llm.ErrSettings)
-	_, err = kasmina(t, short(out, "-lr", "0.002", "-resume")...)
+	_, err = kasmina(t, short(out, "--lr", "0.002", "--resume")...)
 	require.NoError(t, err)
 
 	// A run that has no manifest is that of an older version.
 	out = stopped(t, "event", "Saved")
 	require.NoError(t, os.Remove(filepath.Join(out, runFolder, manifestName)))
 	_, err = kasmina(t, short(out)...)
-	require.ErrorContains(t, err, "-resume goes on with it")
-	_, err = kasmina(t, short(out, "-resume")...)
+	require.ErrorContains(t, err, "--resume goes on with it")
+	_, err = kasmina(t, short(out, "--resume")...)
 	require.NoError(t, err)
 }
 
@@ -118,7 +118,7 @@ func TestForeignFolders(t *testing.T) {
 		require.NoError(t, os.MkdirAll(filepath.Join(out, filepath.Dir(name)), 0o777))
 		require.NoError(t, os.WriteFile(filepath.Join(out, name), nil, 0o666))
 		before := snapshotOf(t, out)
-		for _, more := range [][]string{nil, {"-resume"}} {
+		for _, more := range [][]string{nil, {"--resume"}} {
 			_, err := kasmina(t, short(out, more...)...)
 			require.ErrorContains(t, err, "it holds "+name)
 			require.Equal(t, before, snapshotOf(t, out))
@@ -145,7 +145,7 @@ func TestForeignFolders(t *testing.T) {
 	require.NoError(t, os.Remove(config))
 	require.Contains(t, stderrOf(t, short(out)...), "its model is in")
 	require.NoDirExists(t, filepath.Join(out, runFolder, stagingName))
-	_, err = kasmina(t, "eval", "-model", out, "-data", license, "-seq", "32", "-device", "cpu")
+	_, err = kasmina(t, "eval", "--model", out, "--data", license, "--seq", "32", "--device", "cpu")
 	require.NoError(t, err)
 }
 
@@ -153,13 +153,13 @@ func TestForeignFolders(t *testing.T) {
 // leave nothing.
 func TestFolderOfOne(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "a", "out")
-	_, err := kasmina(t, short(out, "-data", "none")...)
+	_, err := kasmina(t, short(out, "--data", "none")...)
 	require.Error(t, err)
 	require.NoDirExists(t, out)
 
 	defer func(d time.Duration) { claimWait = d }(claimWait)
 	claimWait = 50 * time.Millisecond
-	c := program(t, nil, short(out, "-steps", "1000000", "-quiet")...)
+	c := program(t, nil, short(out, "--steps", "1000000", "--quiet")...)
 	require.NoError(t, c.Start())
 	defer func() {
 		c.Process.Kill()
@@ -171,7 +171,7 @@ func TestFolderOfOne(t *testing.T) {
 		}
 		time.Sleep(5 * time.Millisecond)
 	}
-	_, err = kasmina(t, short(out, "-steps", "1000000")...)
+	_, err = kasmina(t, short(out, "--steps", "1000000")...)
 	require.ErrorIs(t, err, llm.ErrFolderInUse)
 }
 

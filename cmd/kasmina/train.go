@@ -47,61 +47,61 @@ type trainOptions struct {
 
 func newTrain() *cobra.Command {
 	var o trainOptions
-	c := &cobra.Command{Use: "train -model DIR -data FILE -out NEW [options]",
-		Short: "Train a model further on a text",
-		Long: `Train all weights of a model further on a text, a file or a folder, a part of which is
-held out. -out becomes a folder that transformers loads; its folder run has the last checkpoint, with
-the optimizer's state, and the log. A run that was interrupted or killed, at whatever moment, continues
-when the same command is given again, and ends with the same bits; once it has finished, the command
-says so and does nothing. With -resume it continues with other options as far as that is possible. With
--gpus it starts a process for each of so many GPUs, which train
-together with the bits of one; processes that torchrun, srun or an operator of Kubernetes starts find
-each other. With -grow the model gets blocks while it trains. With -adapters the weights stay as they
-are, and LoRA beside them learn, which are added to them at the end.`,
-		RunE: func(c *cobra.Command, args []string) error {
-			if err := errors.Join(withoutWords(c, args),
-				required(c, "model", "data", "out")); err != nil {
-				return err
-			}
-			return o.run(c)
-		}}
+	c := &cobra.Command{
+		Use:   "train --model DIR --data FILE --out NEW",
+		Short: "Continue training a model on a text",
+		Long: `Continue training all weights of a model on a text, a file or a folder. Part of the text is held
+out for evaluation.
+
+The folder --out receives the trained model, in the format of transformers. Its subfolder run holds the
+last checkpoint, with the optimizer's state, and the log.
+
+If a run was interrupted or killed, the same command continues it with the same bits as without the
+interruption. Once the run has finished, the command says so and does nothing. With --resume, the run
+continues with different options as far as that is possible.
+
+With --gpus, one process for each GPU takes part in the run, with the same bits as one. Processes that
+torchrun, srun or a Kubernetes operator has started find each other.
+
+With --grow, the model receives more blocks while it trains. With --adapters, the weights stay as they
+are, and LoRA adapters learn and are merged into the weights at the end.`,
+		Example: `  kasmina train -m models/tiny -d text.txt -o tuned -n 200 -b 2
+  kasmina train -m models/tiny -d text.txt -o adapted --adapters grow --rank 4`,
+		Args:              oneDashHint(cobra.NoArgs),
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
+	}
 	o.modelFlag(c)
 	f := c.Flags()
-	f.StringVar(&o.data, "data", "", "`FILE` or folder of text")
-	f.StringVar(&o.out, "out", "", "`NEW` folder")
-	f.IntVar(&o.train.Steps, "steps", 100, "`N` steps of the optimiser")
-	f.IntVar(&o.train.Batch, "batch", 4, "`N` sequences in a batch")
-	f.IntVar(&o.train.Accumulate, "accumulate", 1, "`N` batches in a step")
-	f.IntVar(&o.seq, "seq", 0,
-		"`N` tokens in a sequence; the model's longest context, or 1024 if that is "+
-			"longer, if not said")
-	f.Float64Var(&o.lr, "lr", 1e-4, "`RATE` of learning at its peak")
-	f.IntVar(&o.grow, "grow", 0, "`N` times as many blocks, which the model gets while it "+
-		"trains; 0 for none")
+	f.StringVarP(&o.data, "data", "d", "", "text `file`, or a folder of them")
+	f.StringVarP(&o.out, "out", "o", "", "new `directory` for the model and the run")
+	f.IntVarP(&o.train.Steps, "steps", "n", 100, "number of optimizer steps")
+	f.IntVarP(&o.train.Batch, "batch", "b", 4, "sequences per batch")
+	f.IntVar(&o.train.Accumulate, "accumulate", 1, "batches per step")
+	f.IntVar(&o.seq, "seq", 0, "tokens per sequence (default: the model's longest context, at most 1024)")
+	f.Float64Var(&o.lr, "lr", 1e-4, "peak learning rate")
+	f.IntVar(&o.grow, "grow", 0, "let the model grow to this many times as many blocks; 0 means no growth")
 	o.adapters.flags(c)
-	f.DurationVar(&o.train.Budget.Time, "time", 0, "`TIME` to train for, in place of -steps")
+	f.DurationVar(&o.train.Budget.Time, "time", 0, "train for this long instead of --steps, such as 90s or 2h")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
-		"compute blocks again in the backward pass: less memory, more work")
-	f.IntVar(&o.saveEvery, "save-every", 100,
-		"`N` steps between checkpoints, 0 for the last step alone")
-	f.IntVar(&o.evalEvery, "eval-every", 50,
-		"`N` steps between evaluations, 0 for the last step alone")
-	f.Uint64Var(&o.seed, "seed", 1, "`N` begins the order of the data")
-	f.BoolVar(&o.resume, "resume", false, "continue the run in -out even if options differ from its own")
-	f.StringVar(&o.board, "board", "",
-		"`ADDR` such as 127.0.0.1:6060 to show the run at, in a browser")
+		"save memory by computing the blocks again in the backward pass")
+	f.IntVar(&o.saveEvery, "save-every", 100, "steps between checkpoints; 0 saves only after the last step")
+	f.IntVar(&o.evalEvery, "eval-every", 50, "steps between evaluations; 0 evaluates only after the last step")
+	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed for the data order")
+	f.BoolVar(&o.resume, "resume", false, "continue the run in --out even if its options were different")
+	f.StringVar(&o.board, "board", "", "show the run in a browser at this `address`, such as 127.0.0.1:6060")
 	f.BoolVar(&o.control, "board-control", false,
-		"let whoever has the token that -board prints steer the run")
-	f.BoolVar(&o.events, "tensorboard", false,
-		"write event files for TensorBoard too, beside the log")
-	f.BoolVar(&o.quiet, "quiet", false, "show no progress")
-	f.IntVar(&o.gpus, "gpus", 0, "`N` GPUs of this computer to train on, or with -device cpu N "+
-		"processes; a step's batches, -accumulate, are divided among them")
-	f.DurationVar(&o.deadline, "deadline", parallel.Deadline, "`TIME` for which one of several "+
-		"processes may be silent, or all make no progress, before the run ends")
-	f.BoolVar(&o.parts, "save-parts", false, "let each of several processes write its part of a "+
-		"checkpoint, beside the file of the others: for large models")
+		"let anyone who has the token that --board prints steer the run")
+	f.BoolVar(&o.events, "tensorboard", false, "also write event files for TensorBoard, next to the log")
+	f.BoolVarP(&o.quiet, "quiet", "q", false, "show no progress")
+	f.IntVar(&o.gpus, "gpus", 0, "number of GPUs of this computer to train on, or of processes with --device "+
+		"cpu; they share the batches of a step (--accumulate)")
+	f.DurationVar(&o.deadline, "deadline", parallel.Deadline, "end the run if one of several processes is "+
+		"silent, or none makes progress, for this long")
+	f.BoolVar(&o.parts, "save-parts", false, "let each of several processes write its own part of a "+
+		"checkpoint; for large models")
 	o.machineFlags(c)
+	markRequired(c, "model", "data", "out")
 	return c
 }
 
@@ -116,11 +116,11 @@ func (o *trainOptions) check() error {
 		value int
 	}{{"steps", o.train.Steps}, {"batch", o.train.Batch}, {"accumulate", o.train.Accumulate}} {
 		if count.value < 1 {
-			return fmt.Errorf("-%s is %d, want at least 1", count.name, count.value)
+			return fmt.Errorf("--%s is %d, want at least 1", count.name, count.value)
 		}
 	}
 	if o.grow < 0 || o.grow == 1 {
-		return fmt.Errorf("-grow is %d, want 0, or 2 for twice as many blocks", o.grow)
+		return fmt.Errorf("--grow is %d, want 0, or 2 for twice as many blocks", o.grow)
 	}
 	if err := o.adapters.check(); err != nil {
 		return err
@@ -129,20 +129,20 @@ func (o *trainOptions) check() error {
 		return errAdaptersGrow
 	}
 	if o.train.Budget.Time < 0 {
-		return fmt.Errorf("-time is %v, want at least 0", o.train.Budget.Time)
+		return fmt.Errorf("--time is %v, want at least 0", o.train.Budget.Time)
 	}
 	if o.grow > 0 && o.train.Steps < 100 {
-		return fmt.Errorf("-steps is %d, and -grow takes at least 100", o.train.Steps)
+		return fmt.Errorf("--steps is %d, and --grow takes at least 100", o.train.Steps)
 	}
 	if !(o.lr > 0) {
-		return fmt.Errorf("-lr is %v, want more than 0", o.lr)
+		return fmt.Errorf("--lr is %v, want more than 0", o.lr)
 	}
 	if o.saveEvery < 0 || o.evalEvery < 0 {
-		return fmt.Errorf("-save-every is %d and -eval-every %d, want at least 0", o.saveEvery,
+		return fmt.Errorf("--save-every is %d and --eval-every %d, want at least 0", o.saveEvery,
 			o.evalEvery)
 	}
 	if o.gpus < 0 {
-		return fmt.Errorf("-gpus is %d, want at least 1", o.gpus)
+		return fmt.Errorf("--gpus is %d, want at least 1", o.gpus)
 	}
 	return nil
 }
@@ -176,14 +176,14 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 }
 
 // checkProcesses returns an error for options that have no effect with the processes that there are:
-// those for several where there is only one, and -gpus where somebody else has started them.
+// those for several where there is only one, and --gpus where somebody else has started them.
 func (o *trainOptions) checkProcesses(c *cobra.Command, m machines) error {
 	here := 1
 	if m.world != nil {
 		here = m.world.Place().LocalSize
 	}
 	if o.gpus > 1 && o.gpus != here {
-		return fmt.Errorf("-gpus %d has no effect, because another program has started this process as "+
+		return fmt.Errorf("--gpus %d has no effect, because another program has started this process as "+
 			"one of %d on this host: leave it out", o.gpus, here)
 	}
 
@@ -191,7 +191,7 @@ func (o *trainOptions) checkProcesses(c *cobra.Command, m machines) error {
 	if m.team != nil && m.team.Size() > 1 || len(unused) == 0 {
 		return nil
 	}
-	return fmt.Errorf("%s no effect in a single process: -gpus starts several", have(unused))
+	return fmt.Errorf("%s no effect in a single process: --gpus starts several", have(unused))
 }
 
 // openFolder claims the folder of the run and returns the stage from which to continue. If only the
@@ -276,7 +276,7 @@ func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	}
 	corpus, err := data.Open(o.data)
 	if err != nil {
-		return fmt.Errorf("-data: %w", err)
+		return fmt.Errorf("--data: %w", err)
 	}
 	t, err := o.trainer(c, f, m, tok, corpus)
 	if err != nil {
@@ -311,7 +311,7 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
 	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: o.train.Batch, Seq: o.seq,
 		Seed: o.seed})
 	if err != nil {
-		return nil, fmt.Errorf("-data: %w", err)
+		return nil, fmt.Errorf("--data: %w", err)
 	}
 	optimizer, err := optim.NewAdamW(optim.WithLR(o.lr), optim.WithBetas(0.9, 0.95),
 		optim.WithWeightDecay(0.1),
@@ -385,7 +385,7 @@ func (o *trainOptions) serve(stderr io.Writer, t *llm.Trainer) (stop func() erro
 	}
 	url, err := b.Listen(o.board)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("-board: %w", err), b.Close())
+		return nil, errors.Join(fmt.Errorf("--board: %w", err), b.Close())
 	}
 	fmt.Fprintf(stderr, "board     %s\n", url)
 	return b.Close, nil

@@ -26,7 +26,7 @@ func Meet(ctx context.Context, getenv func(string) string, batches int, deadline
 	}
 	if batches < place.Size {
 		return nil, fmt.Errorf("parallel: a step of %d batches leaves nothing to do for some of "+
-			"%d processes: give -accumulate %d, or a multiple of it", batches,
+			"%d processes: give --accumulate %d, or a multiple of it", batches,
 			place.Size, place.Size)
 	}
 	if deadline < 0 {

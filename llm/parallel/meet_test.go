@@ -18,7 +18,7 @@ func TestMeetRefuses(t *testing.T) {
 			comm.SecretVariable: "a secret that only the ranks know"}[name]
 	}
 	_, err := parallel.Meet(t.Context(), ranks, 3, 0)
-	require.ErrorContains(t, err, "-accumulate 4")
+	require.ErrorContains(t, err, "--accumulate 4")
 	_, err = parallel.Meet(t.Context(), ranks, 4, -time.Second)
 	require.ErrorContains(t, err, "a deadline of -1s")
 	w, err := parallel.Meet(t.Context(), func(string) string { return "" }, 1, 0)

@@ -94,12 +94,12 @@ def main(kasmina, text):
             torch.manual_seed(len(name))
             config = getattr(transformers, family + "Config")(**{**SMALL, **fields})
             transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            run(kasmina, "train", "-model", folder, "-data", text, "-out", trained, "-steps", STEPS,
-                "-batch", "8", "-seq", "64", "-lr", "3e-3", "-device", "cpu")
+            run(kasmina, "train", "--model", folder, "--data", text, "--out", trained, "--steps", STEPS,
+                "--batch", "8", "--seq", "64", "--lr", "3e-3", "--device", "cpu")
             tokenizer = transformers.AutoTokenizer.from_pretrained(trained)
             for kind in "f32", "f16", "bf16", "q8_0":
                 path = os.path.join(work, f"{name}-{kind}.gguf")
-                run(kasmina, "convert", "-model", trained, "-out", path, "-gguf", kind)
+                run(kasmina, "convert", "--model", trained, "--out", path, "--gguf", kind)
                 types = {t.tensor_type for t in gguf.GGUFReader(path).tensors if len(t.shape) > 1}
                 assert len(types) == 1, types
                 model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -62,9 +62,9 @@ def main(kasmina):
     with tempfile.TemporaryDirectory() as work:
         for source in sorted(p for p in HERE.iterdir() if p.is_dir()):
             want, told, logits = load(source)
-            for how, more in {"one": [], "several": ["-shard", "0.000003"]}.items():
+            for how, more in {"one": [], "several": ["--shard", "0.000003"]}.items():
                 out = f"{work}/{source.name}-{how}"
-                subprocess.run([kasmina, "convert", "-model", source, "-out", out, *more], check=True)
+                subprocess.run([kasmina, "convert", "--model", source, "--out", out, *more], check=True)
                 assert (how == "several") == (len(list(pathlib.Path(out).glob("*.safetensors"))) > 1)
                 got, said, same = load(out)
                 assert said == told, (out, said, told)
@@ -76,8 +76,8 @@ def main(kasmina):
                 adapt(got.float())
             print(source.name, "is the same", flush=True)
         out = f"{work}/trained"
-        subprocess.run([kasmina, "train", "-model", HERE / "tiny", "-data", HERE / "../../../LICENSE",
-                        "-out", out, "-steps", "5", "-seq", "32", "-quiet", "-device", "cpu"], check=True)
+        subprocess.run([kasmina, "train", "--model", HERE / "tiny", "--data", HERE / "../../../LICENSE",
+                        "--out", out, "--steps", "5", "--seq", "32", "--quiet", "--device", "cpu"], check=True)
         got, said, _ = load(out)
         assert not said, said
         tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -85,8 +85,8 @@ def main(kasmina):
         text = tokenizer.decode(got.generate(**tokenizer("Permission is", return_tensors="pt"),
                                              max_new_tokens=20, do_sample=False)[0],
                                 skip_special_tokens=True)
-        ours = subprocess.run([kasmina, "generate", "-model", out, "-prompt", "Permission is", "-n", "20",
-                               "-temperature", "0", "-precision", "f32"], check=True,
+        ours = subprocess.run([kasmina, "generate", "--model", out, "--prompt", "Permission is", "-n", "20",
+                               "--temperature", "0", "--precision", "f32"], check=True,
                               stdout=subprocess.PIPE, text=True).stdout
         assert ours == text + "\n", (ours, text)
         print("trained: both write", repr(text), flush=True)
