@@ -137,7 +137,19 @@ func (c Case) newModel() (*llm.Model, error) {
 	if c.Float64 {
 		dt = tensor.Float64
 	}
-	return llm.NewModel(c.Model.Default(), dt, c.Seed, c.Lattices.options()...)
+	m, err := llm.NewModel(c.Model.Default(), dt, c.Seed, c.Lattices.options()...)
+	if err != nil || c.Model.Depth == 0 || c.Lattices.Gated > 0 {
+		return m, err
+	}
+
+	// The lattice of depth has gates whatever the options say. Without them orders can take a seed
+	// through its whole life.
+	free, err := state.NewLattice(c.Model.Depth, c.Model.Depth, append(c.Lattices.options(),
+		state.At(blueprints.Depth))...)
+	if err != nil {
+		return nil, err
+	}
+	return m, m.Kasmina.Lattice(m.LayerAt(blueprints.Depth)).SetArrays(free.Arrays())
 }
 
 // newOptimizer returns the case's optimizer. It is a wrapped one only where its calls may fail,

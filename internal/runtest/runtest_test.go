@@ -1,8 +1,15 @@
 package runtest_test
 
 import (
+	"encoding/json"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
 	"testing"
 	"time"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/runtest"
 )
@@ -29,4 +36,25 @@ func TestRandomFailures(t *testing.T) {
 	m := runtest.CPU()
 	runtest.Campaign(t, m, *flags, runtest.Plan{Usual: usual, Failing: true,
 		Change: func(c *runtest.Case) bool { return runtest.OnlyFault(c, m) }})
+}
+
+// TestKnownCases checks the smallest cases that once failed, one for each fault of the trainer that was
+// found at random or by hand.
+func TestKnownCases(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join("testdata", "cases.json"))
+	require.NoError(t, err)
+	var cases map[string]runtest.Case
+	require.NoError(t, json.Unmarshal(text, &cases))
+	for _, name := range slices.Sorted(maps.Keys(cases)) {
+		t.Run(name, func(t *testing.T) {
+			r := runtest.Check(cases[name], runtest.CPU(), t.TempDir())
+			require.NoError(t, r.Skipped)
+			if r.Failure != nil {
+				t.Error(r.Failure)
+			}
+			if cases[name].Fault != nil && r.Outcome == "" {
+				t.Error("nothing has failed")
+			}
+		})
+	}
 }
