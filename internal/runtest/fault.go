@@ -353,7 +353,7 @@ func (k *checker) resumeBesideSample() {
 			go func() { back <- r.tr.Resume(context.Background(), k.straight.files[to]) }()
 		}
 		return nil
-	}, llm.SampleText(r.tr, letters{}, "a", 20, sampler.Config{Temperature: 1}, "", 1),
+	}, llm.SampleText(r.tr, letters{}, "a", 200, sampler.Config{Temperature: 1}, "", 1),
 		func(e llm.Event) error {
 			if e.Kind == llm.StepEnd && e.Step == at && !jumped {
 				jumped = true
