@@ -22,27 +22,28 @@ type spec struct {
 }
 
 // percent is the % operator of strings.
-func (in *interpreter) percent(format string, operand value) value {
-	args, isTuple := operand.(*tuple)
-	_, isText := text(operand)
-	isMapping := false
-	switch operand.(type) {
+func (in *interpreter) percent(format string, right value) value {
+	// A tuple holds several operands. Python allows a list or dictionary to remain unused.
+	operands := []value{right}
+	t, isTuple := right.(*tuple)
+	if isTuple {
+		operands = t.items
+	}
+	mayRemain := false
+	switch right.(type) {
 	case *dict, *list, *numberRange, *undefined:
-		isMapping = true
-	}
-	if !isTuple {
-		args = &tuple{items: []value{operand}}
-	}
-	if _, ok := operand.(*view); ok && !isText {
+		mayRemain = true
+	case *view:
 		fail("%% with the view of a dictionary is not supported")
 	}
+
 	used := 0
 	next := func() value {
-		if used == len(args.items) {
+		if used == len(operands) {
 			fail("not enough arguments for the format string %q", format)
 		}
 		used++
-		return args.items[used-1]
+		return operands[used-1]
 	}
 
 	b := &builder{in: in}
@@ -63,12 +64,11 @@ func (in *interpreter) percent(format string, operand value) value {
 			return format[i-1]
 		}
 		c := char()
-		key := missing
-		var operand value = key
+		var operand value = missing
 		if c == '(' {
 			end := strings.IndexByte(format[i:], ')')
-			d, ok := args.items0().(*dict)
-			if end < 0 || !ok || isTuple || strings.Contains(format[i:i+max(end, 0)], "(") {
+			d, ok := right.(*dict)
+			if end < 0 || !ok || strings.Contains(format[i:i+max(end, 0)], "(") {
 				fail("the format %q requires a dictionary", format)
 			}
 			v, ok := d.get(format[i : i+end])
@@ -76,7 +76,7 @@ func (in *interpreter) percent(format string, operand value) value {
 				fail("the format %q uses a missing key", format)
 			}
 			operand = v
-			used = len(args.items)
+			used = len(operands)
 			i += end + 1
 			c = char()
 		}
@@ -130,19 +130,11 @@ func (in *interpreter) percent(format string, operand value) value {
 		b.add(in.percentOne(s, operand))
 	}
 
-	if used < len(args.items) && !isMapping {
+	if used < len(operands) && !mayRemain {
 		fail("not all arguments were converted by the format string %q", format)
 	}
 	in.grow(b.Len())
 	return b.String()
-}
-
-// items0 returns the first item of a tuple, or nil.
-func (t *tuple) items0() value {
-	if len(t.items) == 0 {
-		return nil
-	}
-	return t.items[0]
 }
 
 // percentOne formats one value for the % operator.
