@@ -32,12 +32,12 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
-	rules, ok := o.(update.Rules)
+	rules, ok := o.(optim.Rules)
 	switch v := reflect.ValueOf(o); {
 	case ok && v.Kind() == reflect.Pointer && v.IsNil():
 		return fmt.Errorf("the optimiser is a nil %T", o)
 	case !ok:
-		return fmt.Errorf("a %T has no kernels, want optim.AdamW or optim.Muon", o)
+		return fmt.Errorf("a %T does not declare its rules: want an optimizer of the package optim", o)
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
 		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
 	case len(m.config.inherits) > 0 && len(m.config.kept.Params) == 0:

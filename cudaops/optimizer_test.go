@@ -254,7 +254,7 @@ func TestUpdateRefuses(t *testing.T) {
 	wants(err, "no optimiser")
 	wants(machine.Forget(b.Params[0], 0, 1), "no optimiser")
 	wants(machine.SetOptimizer(adamw, -1), "maxNorm")
-	wants(machine.SetOptimizer(nil, 0), "no kernels")
+	wants(machine.SetOptimizer(nil, 0), "does not declare its rules")
 	require.NoError(t, machine.SetOptimizer(adamw, 1))
 	held := machine.Memory()
 	require.NoError(t, machine.SetOptimizer(adamw, 1))
@@ -1595,7 +1595,7 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 	require.NoError(t, m.Download())
 	gain := map[string]float64{}
 	for _, p := range b.Params {
-		r := o.(update.Rules).Rule(p.Name(), p.Shape())
+		r := o.(optim.Rules).Rule(p.Name(), p.Shape())
 		gain[p.Name()+".exp_avg"], gain[p.Name()+".momentum_buffer"] = 1-r.Beta1, 1-r.Beta1
 	}
 	seen := 0

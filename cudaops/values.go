@@ -283,7 +283,7 @@ func stateOf(x *update.Optimizer, fetch func(param, moment int) ([]float32, erro
 		}
 		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1},
 			Data: []int64{step}})
-		for i, moment := range p.Names() {
+		for i, moment := range p.Rule.Kernel.MomentNames() {
 			data, err := fetch(n, i)
 			if err != nil {
 				return err

@@ -281,7 +281,7 @@ func (t *Trainer) measureSites() error {
 	}
 	for _, l := range n.Lattices() {
 		if site := l.Site(); site == blueprints.Weight || site == blueprints.Stream {
-			err = errors.Join(err, judge.Measure(l, judge.Needs(c, site, now.Moments)))
+			err = errors.Join(err, judge.Measure(l, judge.Needs(c, site, now.Moments, t.Optimizer)))
 		}
 	}
 	return err

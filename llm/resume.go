@@ -395,9 +395,7 @@ func (t *Trainer) settings() *settings.Settings {
 		Anneal: settings.AnnealingOf(c.Annealing),
 		Growth: cmp.Or(t.grew, t.growthSettings()),
 	}
-	if o, ok := t.Optimizer.(interface {
-		Rule(name string, shape []int) optim.Rule
-	}); ok {
+	if o, ok := t.Optimizer.(optim.Rules); ok {
 		s.Rules = map[string]optim.Rule{}
 		for _, p := range t.Model.Params {
 			s.Rules[p.Name] = o.Rule(p.Name, p.Value.Shape())

@@ -238,7 +238,7 @@ func TestResumeWithOtherMuon(t *testing.T) {
 		"Beta1 is 0.5 here and 0.95 there":      optim.WithMomentum(0.5),
 		"Nesterov is false here and true there": optim.WithNesterov(false),
 		"Iterations is 7 here and 5 there":      optim.WithIterations(7),
-		"Muon is false here and true there":     optim.WithAdamWFor(optim.NameContains("mlp")),
+		"Kernel is AdamW here and Muon there":   optim.WithAdamWFor(optim.NameContains("mlp")),
 		"LRScale is 1 here and 0.5 there":       optim.WithAdamW(optim.WithLR(0.02)),
 		"ShapeScale is 0.8 here and 1 there":    optim.WithScale(optim.RMSScale),
 		"Decay is 0.3 here and 0 there of the op": optim.WithGroup(optim.NameContains("norm"),

@@ -210,7 +210,7 @@ func TestHeuristicGrowsSites(t *testing.T) {
 	checkSame(t, tr, again)
 	now, err := tr.now()
 	require.NoError(t, err)
-	needs := judge.Needs(tr.Model.Config, blueprints.Weight, now.Moments)
+	needs := judge.Needs(tr.Model.Config, blueprints.Weight, now.Moments, tr.Optimizer)
 	require.Len(t, needs, 6)
 	for _, n := range needs {
 		require.Positive(t, n)

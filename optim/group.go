@@ -76,13 +76,24 @@ func newGroup(match Match, opts []GroupOption) (group, error) {
 	return g, nil
 }
 
-// resolve returns what applies to a parameter: base, without decay for vectors, changed by the
+// common holds what all optimizers have.
+type common struct {
+	lr     float64
+	base   hyper
+	groups []group
+}
+
+// LR returns the learning rate of the next step.
+func (c *common) LR() float64 { return c.lr }
+
+// resolve returns what applies to a parameter: the base, without decay for vectors, changed by the
 // first group that matches.
-func resolve(base hyper, groups []group, name string, shape []int) hyper {
+func (c *common) resolve(name string, shape []int) hyper {
+	base := c.base
 	if Vectors(name, shape) {
 		base.decay = 0
 	}
-	for _, g := range groups {
+	for _, g := range c.groups {
 		if g.match(name, shape) {
 			h := base
 			for _, set := range g.set {

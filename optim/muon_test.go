@@ -1,7 +1,10 @@
 package optim_test
 
 import (
+	"encoding/json"
+	"fmt"
 	"math"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -20,11 +23,25 @@ func TestMuonRules(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	matrix := optim.Rule{Muon: true, LRScale: 1, Decay: 0.2, Beta1: 0.9,
+	kernels := map[string]*optim.Kernel{"w": m.Rule("w", []int{3, 12}).Kernel,
+		"embed": m.Rule("embed", []int{3, 12}).Kernel}
+	for name, want := range map[string]optim.Kernel{
+		"w": {Name: "Muon", Whole: true,
+			Moments: []optim.Moment{{Name: "momentum_buffer", Mean: optim.OfGradients}}},
+		"embed": {Name: "AdamW", Moments: []optim.Moment{{Name: "exp_avg", Mean: optim.OfGradients},
+			{Name: "exp_avg_sq", Mean: optim.OfSquares}}},
+	} {
+		k := kernels[name]
+		if k.Name != want.Name || k.Whole != want.Whole || !slices.Equal(k.Moments, want.Moments) {
+			t.Errorf("%s: %+v, want %+v", name, k, want)
+		}
+	}
+
+	matrix := optim.Rule{Kernel: kernels["w"], LRScale: 1, Decay: 0.2, Beta1: 0.9,
 		ShapeScale: 1, Iterations: 4}
 	tall, slow := matrix, matrix
 	tall.ShapeScale, slow.LRScale = 2, 0.5
-	rest := optim.Rule{LRScale: 0.25, Beta1: 0.7, Beta2: 0.8, Eps: 1e-6}
+	rest := optim.Rule{Kernel: kernels["embed"], LRScale: 0.25, Beta1: 0.7, Beta2: 0.8, Eps: 1e-6}
 	for _, c := range []struct {
 		name  string
 		shape []int
@@ -36,6 +53,40 @@ func TestMuonRules(t *testing.T) {
 		if got := m.Rule(c.name, c.shape); got != c.want {
 			t.Errorf("%s %v: %+v, want %+v", c.name, c.shape, got, c.want)
 		}
+	}
+}
+
+// TestRulesInJSON wants a rule to come back from JSON with the name of its kernel, also from a file
+// that was written when there were two kernels, and not with a name that a terminal would obey.
+func TestRulesInJSON(t *testing.T) {
+	m, err := optim.NewMuon()
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := json.Marshal(m.Rule("w", []int{3, 12}))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	for text, want := range map[string]string{
+		string(text):                   "Muon 0.95",
+		`{"Muon":true,"Beta1":0.95}`:   "Muon 0.95",
+		`{"Muon":false,"Beta1":0.5}`:   "AdamW 0.5",
+		`{"Kernel":"New","Beta1":0.5}`: "New 0.5",
+		`{"Beta1":0.5}`:                "none 0.5",
+	} {
+		var r optim.Rule
+		if err := json.Unmarshal([]byte(text), &r); err != nil {
+			t.Fatal(err)
+		}
+		if got := fmt.Sprint(r.Kernel, " ", r.Beta1); got != want {
+			t.Errorf("%s is %s, want %s", text, got, want)
+		}
+	}
+
+	var r optim.Rule
+	if err := json.Unmarshal([]byte(`{"Kernel":"\u001b[2J"}`), &r); err == nil {
+		t.Errorf("the kernel %q is accepted", r.Kernel)
 	}
 }
 

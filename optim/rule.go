@@ -1,37 +1,152 @@
 package optim
 
-// Rule is what an optimiser does with one parameter, for a machine that does it in its own way.
-// Learning rates are multiples of the optimiser's LR.
-type Rule struct {
-	Muon         bool    // Muon's update; otherwise AdamW's
-	LRScale      float64 // times LR
-	Decay        float64
-	Beta1, Beta2 float64 // AdamW's; Muon's momentum is Beta1
-	Eps          float64 // AdamW's
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strconv"
+)
 
-	ShapeScale float64 // Muon: times the learning rate of the update, not of the decay
+// Rule says how an optimizer updates one parameter. A machine that has its own implementation of
+// Kernel follows it instead of calling Step.
+//
+// The zero value belongs to an optimizer that does not know the parameter.
+type Rule struct {
+	Kernel  *Kernel // the formula; the fields below are its constants
+	LRScale float64 // times the optimizer's learning rate
+	Decay   float64
+
+	// Beta1 and Beta2 are the decay rates of the kernel's moments. Muon's momentum is Beta1.
+	Beta1, Beta2 float64
+	Eps          float64 // AdamW
+
+	ShapeScale float64 // Muon: times the learning rate of the update, but not of the decay
 	Nesterov   bool    // Muon
 	Iterations int     // Muon: Newton-Schulz steps
 }
 
-// Rule returns what a does with the parameter of that name and shape.
-func (a *AdamW) Rule(name string, shape []int) Rule {
-	h := resolve(a.base, a.groups, name, shape)
-	return Rule{LRScale: h.scale, Decay: h.decay, Beta1: h.beta1, Beta2: h.beta2, Eps: a.eps}
+// Rules is implemented by optimizers that declare how they update each parameter. Machines,
+// ranks, checkpoints and the judges of growth ask the rule instead of the optimizer's type.
+//
+// Their Step returns [ErrOverflow] when an update makes a parameter NaN or infinite.
+type Rules interface {
+	Optimizer
+
+	// Rule returns how the optimizer updates the parameter with that name and shape.
+	Rule(name string, shape []int) Rule
 }
 
-// Rule returns what m does with the parameter of that name and shape.
-func (m *Muon) Rule(name string, shape []int) Rule {
-	if m.rest == nil {
-		return Rule{}
+// Kernel is the formula by which a rule updates a parameter.
+type Kernel struct {
+	// Name identifies the kernel in checkpoints, in errors and to machines that implement it.
+	Name string
+
+	// Moments are the arrays that the kernel remembers of a parameter from step to step, besides
+	// the number of steps. Each has the parameter's shape. On the CPU it also has the parameter's
+	// type, and on a GPU it is float32.
+	Moments []Moment
+
+	// Whole reports whether the kernel updates whole matrices only. The parameters of other kernels
+	// can be divided among ranks at multiples of [PartGrain].
+	Whole bool
+
+	float32 func(p, g []float32, moments [][]float32, s step)
+	float64 func(p, g []float64, moments [][]float64, s step)
+
+	// check returns an error for moments, finite and of the right shape, that no steps lead to. It
+	// may be nil.
+	check func(r Rule, e *entry) error
+}
+
+// Moment is an array that a kernel remembers of a parameter.
+type Moment struct {
+	Name string // in checkpoints, where it follows the parameter's name and a dot
+	Mean Mean
+}
+
+// Mean says what a moment is a running mean of.
+type Mean int
+
+const (
+	OfGradients Mean = iota + 1
+	OfSquares        // of the gradients' squares, so that it is never negative
+)
+
+// step holds what a kernel needs to know about a step besides the data.
+type step struct {
+	Rule
+	lr    float64 // of this parameter
+	count int     // of the parameter's steps, this one included
+	shape []int   // of the parameter, of which the data may be a part
+}
+
+// Gradients returns the moment that tells best how large a parameter's gradients are: a mean of
+// their squares if the kernel keeps one, otherwise a mean of the gradients. It reports false if the
+// kernel keeps neither.
+func (k *Kernel) Gradients() (Moment, bool) {
+	if k == nil {
+		return Moment{}, false
 	}
-	if m.usesAdamW(name, shape) {
-		r := m.rest.Rule(name, shape)
-		r.LRScale *= m.restShare
-		return r
+
+	for _, mean := range []Mean{OfSquares, OfGradients} {
+		i := slices.IndexFunc(k.Moments, func(m Moment) bool { return m.Mean == mean })
+		if i >= 0 {
+			return k.Moments[i], true
+		}
 	}
-	h := resolve(m.base, m.groups, name, shape)
-	return Rule{Muon: true, LRScale: h.scale, Decay: h.decay, Beta1: m.momentum,
-		ShapeScale: m.scale.of(shape[0], shape[1]),
-		Nesterov:   m.nesterov, Iterations: m.iterations}
+	return Moment{}, false
+}
+
+// MomentNames returns the names of the kernel's moments.
+func (k *Kernel) MomentNames() []string {
+	if k == nil {
+		return nil
+	}
+
+	names := make([]string, len(k.Moments))
+	for i, m := range k.Moments {
+		names[i] = m.Name
+	}
+	return names
+}
+
+// String returns the kernel's name.
+func (k *Kernel) String() string {
+	if k == nil {
+		return "none"
+	}
+	return k.Name
+}
+
+// MarshalText returns the kernel's name.
+func (k *Kernel) MarshalText() ([]byte, error) { return []byte(k.String()), nil }
+
+// UnmarshalText sets the kernel's name and nothing else. That suffices to compare the rules of two
+// runs, but not to update a parameter.
+func (k *Kernel) UnmarshalText(text []byte) error {
+	name := string(text)
+	if strconv.Quote(name) != `"`+name+`"` { // errors show it, perhaps in a terminal that obeys it
+		return fmt.Errorf("optim: the name of a kernel is %.40q, want letters and digits", name)
+	}
+	*k = Kernel{Name: name}
+	return nil
+}
+
+// UnmarshalJSON reads a rule as encoding/json writes it. Checkpoints written when there were two
+// kernels have a boolean "Muon" in place of the kernel's name.
+func (r *Rule) UnmarshalJSON(text []byte) error {
+	type plain Rule // without this method
+	if err := json.Unmarshal(text, (*plain)(r)); err != nil || r.Kernel != nil {
+		return err
+	}
+
+	var old struct{ Muon *bool }
+	if err := json.Unmarshal(text, &old); err != nil || old.Muon == nil {
+		return err
+	}
+	r.Kernel = &Kernel{Name: adamWKernel.Name}
+	if *old.Muon {
+		r.Kernel.Name = muonKernel.Name
+	}
+	return nil
 }

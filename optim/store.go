@@ -1,7 +1,6 @@
 package optim
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -14,7 +13,6 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
-	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/internal/params"
 )
@@ -31,53 +29,19 @@ const maxSteps = min(1<<53, math.MaxInt-1)
 // them: go on from a checkpoint.
 var ErrOverflow = errors.New("the update overflowed")
 
-var errZero = errors.New(
-	"the optimiser is nil or its zero value: NewAdamW and NewMuon make optimisers")
-
-// What the update rules keep of a parameter beside its count of steps.
-var (
-	adamWFields = []string{"exp_avg", "exp_avg_sq"}
-	muonFields  = []string{"momentum_buffer"}
-	keptBy      = map[string]string{"exp_avg": "AdamW", "exp_avg_sq": "AdamW",
-		"momentum_buffer": "Muon"}
-)
-
-// store holds what an optimiser remembers of each parameter, by name.
-type store struct {
-	fields  []string // names of the moments
-	entries map[string]*entry
-	reader  params.Reader
-}
-
-// entry is what a store remembers of one parameter: moments of its size, nil before its first step.
+// entry is what an optimizer remembers of one parameter. The moments, of the parameter's size, are
+// nil before its first step.
 type entry struct {
 	shape   []int
 	dtype   tensor.Dtype
+	kernel  *Kernel
 	step    int
 	moments []any // each []float32 or []float64
 }
 
-func newStore(fields ...string) store { return store{fields: fields, entries: map[string]*entry{}} }
-
-// readModel returns the parameters of a step, all of which can be updated: with names and finite
-// gradients.
-func (s *store) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
-	ps, err := s.reader.Read(model)
-	if err != nil {
-		return nil, err
-	}
-	for i, p := range ps {
-		if p.Name == "" {
-			return nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept",
-				i)
-		}
-		if at := p.NonFinite(); at >= 0 {
-			return nil, fmt.Errorf(
-				"parameter %q: the gradient is not finite at element %d of shape %v",
-				p.Name, at, p.Shape)
-		}
-	}
-	return ps, nil
+// steps returns the tensor that counts the steps of a parameter.
+func (e *entry) steps(name string) Tensor {
+	return Tensor{name + "." + stepField, []int{1}, []int64{int64(e.step)}}
 }
 
 // overflowed returns an ErrOverflow if a step has made one of the parameters NaN or infinite.
@@ -128,113 +92,10 @@ func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 	return decls, nil
 }
 
-// fits returns an error if a parameter is not what the store knows under its name.
-func (s *store) fits(name string, shape []int, dtype tensor.Dtype) error {
-	e, ok := s.entries[name]
-	if ok && (e.dtype != dtype || !slices.Equal(e.shape, shape)) {
-		return fmt.Errorf(
-			"parameter %q is %v of shape %v, but %v of shape %v is known under this name",
-			name, dtype, tensor.Shape(shape), e.dtype, tensor.Shape(e.shape))
-	}
-	return nil
-}
-
-// allFit is fits for all entries. With closed, no entry may be new to the store.
-func (s *store) allFit(entries map[string]*entry, closed bool) error {
-	for _, name := range slices.Sorted(maps.Keys(entries)) {
-		if closed && s.entries[name] == nil {
-			return fmt.Errorf("there is no parameter %q", name)
-		}
-		if err := s.fits(name, entries[name].shape, entries[name].dtype); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// declare adds entries, which fit, where there are none.
-func (s *store) declare(entries map[string]*entry) {
-	for name, e := range entries {
-		if s.entries[name] == nil {
-			s.entries[name] = e
-		}
-	}
-}
-
-// entry returns the parameter's entry, with moments.
-func (s *store) entry(p params.Param) *entry {
-	e := s.entries[p.Name]
-	if e == nil {
-		e = &entry{shape: p.Shape, dtype: p.Dtype}
-		s.entries[p.Name] = e
-	}
-	for len(e.moments) < len(s.fields) {
-		if n := opbase.Size(p.Shape); p.Dtype == tensor.Float32 {
-			e.moments = append(e.moments, make([]float32, n))
-		} else {
-			e.moments = append(e.moments, make([]float64, n))
-		}
-	}
-	return e
-}
-
-// forget makes the elements from ≤ i < to of a parameter's moments zero.
-func (s *store) forget(name string, from, to int) error {
-	e := s.entries[name]
-	if e == nil {
-		return nil
-	}
-	if n := opbase.Size(e.shape); from < 0 || to < from || to > n {
-		return fmt.Errorf("elements %d to %d of parameter %q, which has %d", from, to, name, n)
-	}
-	for _, m := range e.moments {
-		switch m := m.(type) {
-		case []float32:
-			clear(m[from:to])
-		case []float64:
-			clear(m[from:to])
-		}
-	}
-	return nil
-}
-
-// drop forgets that there are parameters of some names.
-func (s *store) drop(names []string) {
-	for _, name := range names {
-		delete(s.entries, name)
-	}
-}
-
-// state returns copies of all moments and step counts, in order of names.
-func (s *store) state() []Tensor {
-	var state []Tensor
-	for name, e := range s.entries {
-		if e.step == 0 {
-			continue
-		}
-		state = append(state, Tensor{name + "." + stepField, []int{1}, []int64{int64(e.step)}})
-		for i, f := range s.fields {
-			state = append(state, Tensor{name + "." + f, slices.Clone(e.shape), e.moments[i]})
-		}
-	}
-	slices.SortFunc(state, func(a, b Tensor) int { return cmp.Compare(a.Name, b.Name) })
-	parallel.Each(len(state), func(i int) { state[i].Data = clone(state[i].Data) })
-	return state
-}
-
-// restore replaces everything remembered by entries; parameters that are declared but not among
-// them start anew.
-func (s *store) restore(entries map[string]*entry) {
-	for name, e := range s.entries {
-		s.entries[name] = &entry{shape: e.shape, dtype: e.dtype}
-	}
-	maps.Copy(s.entries, entries)
-}
-
-// parse returns the entries that state holds. Each must be complete: the moments that fieldsOf
-// names, of one shape and type, and a step count.
-func parse(state []Tensor,
-	fieldsOf func(name string, shape []int) []string) (map[string]*entry, error) {
+// parse returns the entries that state holds. Each must be complete: the moments of the parameter's
+// kernel, of one shape and type, and a step count.
+func parse(state []Tensor, kernelOf func(name string, shape []int) *Kernel) (map[string]*entry,
+	error) {
 	parts := map[string]map[string]Tensor{}
 	for _, t := range state {
 		dot := strings.LastIndexByte(t.Name, '.')
@@ -254,8 +115,8 @@ func parse(state []Tensor,
 	names := slices.Sorted(maps.Keys(parts))
 	parsed, errs := make([]*entry, len(names)), make([]error, len(names))
 	parallel.Each(len(names), func(i int) {
-		fields := func(shape []int) []string { return fieldsOf(names[i], shape) }
-		parsed[i], errs[i] = parseEntry(parts[names[i]], fields)
+		kernel := func(shape []int) *Kernel { return kernelOf(names[i], shape) }
+		parsed[i], errs[i] = parseEntry(parts[names[i]], kernel)
 	})
 	entries := make(map[string]*entry, len(parts))
 	for i, name := range names {
@@ -267,7 +128,7 @@ func parse(state []Tensor,
 	return entries, nil
 }
 
-func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*entry, error) {
+func parseEntry(parts map[string]Tensor, kernelOf func(shape []int) *Kernel) (*entry, error) {
 	steps, ok := parts[stepField].Data.([]int64)
 	if !ok || len(steps) != 1 || steps[0] < 1 || steps[0] > maxSteps {
 		return nil, fmt.Errorf("%s is %v, want one int64 of 1 to %d", stepField,
@@ -279,16 +140,19 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 			e.shape = slices.Clone(parts[field].Shape)
 		}
 	}
-	fields := fieldsOf(e.shape)
+
+	e.kernel = kernelOf(e.shape)
+	wanted := e.kernel.MomentNames()
 	for _, f := range slices.Sorted(maps.Keys(parts)) {
-		if owner := keptBy[f]; owner != "" && !slices.Contains(fields, f) {
-			return nil, fmt.Errorf("it has %s, which %s keeps, where %s is wanted, which %s "+
-				"keeps: the state is that of another optimiser, or of one with other "+
-				"options", f, owner, strings.Join(fields, " and "),
-				keptBy[fields[0]])
+		if f != stepField && !slices.Contains(wanted, f) {
+			return nil, fmt.Errorf("it has %s, but %s keeps %s: the state is that of another "+
+				"optimizer, or of one with other options", f, e.kernel,
+				strings.Join(wanted, " and "))
 		}
 	}
-	for _, f := range fields {
+
+	for _, m := range e.kernel.Moments {
+		f := m.Name
 		t, ok := parts[f]
 		dtype, n := dtypeOf(t.Data)
 		switch {
@@ -305,17 +169,11 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 			return nil, fmt.Errorf("%s is %v of shape %v, unlike the parameter's other moments", f,
 				dtype, t.Shape)
 		}
-		if err := checkMoment(f, t.Data); err != nil {
+		if err := checkMoment(m, t.Data); err != nil {
 			return nil, err
 		}
 		e.dtype = dtype
 		e.moments = append(e.moments, clone(t.Data))
-	}
-	for _, field := range slices.Sorted(maps.Keys(parts)) {
-		if field != stepField && !slices.Contains(fields, field) {
-			return nil, fmt.Errorf("%s means nothing to this optimiser, which keeps %v for it",
-				field, fields)
-		}
 	}
 	return e, nil
 }
@@ -326,16 +184,16 @@ func parseEntry(parts map[string]Tensor, fieldsOf func(shape []int) []string) (*
 // Whatever steps leave must pass, with any betas. So the mean of the gradients is not compared with
 // the mean of their squares. For β2 ≤ β1² their ratio has no bound: where gradients stay away, the
 // squares decay faster, down to zero.
-func checkMoment(field string, data any) error {
+func checkMoment(m Moment, data any) error {
 	at, want := nonFinite(data), "a finite number"
-	if at < 0 && field == "exp_avg_sq" {
+	if at < 0 && m.Mean == OfSquares {
 		at, want = negative(data), "a mean of squares, which is at least 0"
 	}
 	if at < 0 {
 		return nil
 	}
 	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, or of a run that "+
-		"diverged; go on from an older checkpoint", field,
+		"diverged; go on from an older checkpoint", m.Name,
 		reflect.ValueOf(data).Index(at), at, want)
 }
 

@@ -256,8 +256,7 @@ func (t *CPU) Update() (float64, error) {
 	if err != nil {
 		return norm, err
 	}
-	switch t.optimizer.(type) {
-	case *optim.AdamW, *optim.Muon: // which have looked
+	if _, ok := t.optimizer.(optim.Rules); ok { // which has looked
 		return norm, nil
 	}
 	if _, _, found := t.FirstNonFinite(); found {

@@ -352,11 +352,8 @@ func (e *engine) spread(array func(name string) any) error {
 	return nil
 }
 
-// mostMoments is how many arrays of its size an optimiser keeps of a parameter.
-const mostMoments = 2
-
 func (e *engine) Gather() error {
-	for k := range mostMoments {
+	for k := range e.layout.moments {
 		if err := e.spread(func(name string) any {
 			if m := e.optimizer.Moments(name); k < len(m) {
 				return m[k]

@@ -13,6 +13,10 @@ import (
 type layout struct {
 	params []stretch
 	shards comm.Shards
+
+	// moments is the largest number of moments that the optimizer keeps of a parameter.
+	moments int
+
 	model  []gorgonia.ValueGrad
 	reader params.Reader
 }
@@ -23,8 +27,8 @@ type stretch struct {
 	at, len int
 }
 
-// newLayout divides a model among ranks: what AdamW updates at multiples of optim.PartGrain, the
-// matrices of Muon not at all.
+// newLayout divides a model among ranks: parameters whose kernel needs whole matrices not at all, and
+// all others at multiples of optim.PartGrain.
 func newLayout(model []gorgonia.ValueGrad, o optim.Partial, size int) (*layout, error) {
 	l := &layout{model: model}
 	ps, err := l.reader.Read(model)
@@ -36,9 +40,11 @@ func newLayout(model []gorgonia.ValueGrad, o optim.Partial, size int) (*layout, 
 	for _, p := range ps {
 		n := p.Shape.TotalSize()
 		piece := comm.Piece{Len: n, Multiple: optim.PartGrain}
-		if o.Rule(p.Name, p.Shape).Muon {
+		kernel := o.Rule(p.Name, p.Shape).Kernel
+		if kernel.Whole {
 			piece.Multiple = 0
 		}
+		l.moments = max(l.moments, len(kernel.Moments))
 		pieces = append(pieces, piece)
 		l.params = append(l.params, stretch{p.Name, at, n})
 		at += n

@@ -15,8 +15,8 @@ import (
 
 // share is a rank's part of an update that several make. Gradients travel in buckets, each of those
 // that a run is done with about the same time. Each bucket is divided among all ranks, so that all
-// send and receive at any time. What AdamW updates is divided at multiples of a table's chunk, what
-// Muon updates not at all.
+// send and receive at any time. Parameters are divided at multiples of a table's chunk, except those
+// whose kernel needs whole matrices, which are not divided.
 //
 // In each round of micro-batches every rank sends each owner what it has of the owner's gradients.
 // The owner adds them in the order of ranks: see package comm and exchange.go. Of a step of one
@@ -81,7 +81,7 @@ func (x *Optimizer) divide(r *Ranks) error {
 	total := 0
 	for _, p := range x.Params {
 		total += p.Grad.Extent()
-		s.two = s.two && !p.Rule.Muon
+		s.two = s.two && !p.Rule.Kernel.Whole
 	}
 	s.least = cmp.Or(r.Bucket, bucketBytes)
 	least := s.least
@@ -141,7 +141,7 @@ func (x *Optimizer) cut(b *bucket) {
 	var pieces []comm.Piece
 	for _, i := range b.params {
 		piece := comm.Piece{Len: x.Params[i].Grad.Len(), Multiple: optimizer.Chunk}
-		if x.Params[i].Rule.Muon {
+		if x.Params[i].Rule.Kernel.Whole {
 			piece.Multiple = 0
 		}
 		pieces = append(pieces, piece)
@@ -280,14 +280,16 @@ func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
 	p, own, s := x.Params[i], x.own(i), x.share
 	in, r := p.Input, p.Rule
 	t := optimizer.Tensor{Param: in.Array.Ptr().Offset(4 * own.from), Grad: p.Grad.Ptr(),
-		GradType: p.Grad.Type, First: p.Moments[0].Ptr(), Size: own.len(),
+		GradType: p.Grad.Type, Size: own.len(),
 		LRScale: r.LRScale, ShapeScale: r.ShapeScale, Decay: r.Decay, Beta1: r.Beta1,
 		Beta2: r.Beta2, Step: p.Step, Apart: p.Apart}
 	if in.Part != nil {
 		t.Param = in.Part.Ptr()
 	}
-	if !r.Muon {
-		t.Second = p.Moments[1].Ptr()
+	for i, at := range []*gpu.Ptr{&t.First, &t.Second} {
+		if i < len(p.Moments) {
+			*at = p.Moments[i].Ptr()
+		}
 	}
 	switch {
 	case s == nil || t.Size == 0:

@@ -18,19 +18,10 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
-	"github.com/kasmina-go/kasmina/cudaops/internal/place"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/cudaops/internal/schulz"
 	"github.com/kasmina-go/kasmina/optim"
 )
-
-// Rules is an optimiser that says what it does with each parameter, as those of the package optim
-// do.
-type Rules interface {
-	optim.Optimizer
-	Rule(name string, shape []int) optim.Rule
-}
 
 // Machine is what an optimiser needs of the machine whose parameters it updates.
 type Machine struct {
@@ -46,22 +37,14 @@ type Param struct {
 	Input   *program.Input
 	Grad    *program.Array
 	Rule    optim.Rule
-	Moments []*program.Array // AdamW: exp_avg and exp_avg_sq; Muon: momentum_buffer
+	Moments []*program.Array // in the order of the kernel's
 	Step    int64            // updates before those that the device counts
 	Apart   bool             // its gradient is clipped with those of others that are apart
 }
 
-// Names are what package optim calls the moments.
-func (p *Param) Names() []string {
-	if p.Rule.Muon {
-		return []string{"momentum_buffer"}
-	}
-	return []string{"exp_avg", "exp_avg_sq"}
-}
-
 // Optimizer updates a machine's parameters.
 type Optimizer struct {
-	Rules
+	optim.Rules
 	Params []*Param
 	Steps  int // updates on the device
 	// Abandoned is whether an update was begun and not waited for, so that Steps is not known.
@@ -69,14 +52,12 @@ type Optimizer struct {
 
 	m          Machine
 	memory     run.Memory
-	adamw      *optimizer.Table
-	muon       *optimizer.Table
+	families   []*family
 	all        *optimizer.Table // of the gradients' squares
 	chunks     []*Param         // of which the chunks of all gradients are, in the order of Params
-	iterations *program.Program // of Muon
 	control    gpu.Ptr          // optimizer.Control
 	staging    []byte           // the same, pinned
-	squares    gpu.Ptr          // of all chunks and of the loss; then Muon's workspace
+	squares    gpu.Ptr          // of all chunks and of the loss; then the families' workspace
 	apart      gpu.Ptr          // of each, whether its gradients are apart; null where none are
 	settings   optimizer.Control
 	loss       []byte                  // pinned, of a step
@@ -100,7 +81,7 @@ type Ranks struct {
 
 // New puts an optimiser, with what it remembers so far, on the device. Where ranks are not nil it
 // updates this rank's part.
-func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks) (*Optimizer,
+func New(m Machine, rules optim.Rules, params []*Param, maxNorm float64, ranks *Ranks) (*Optimizer,
 	error) {
 	if !slices.ContainsFunc(params, func(p *Param) bool { return !p.Apart }) {
 		for _, p := range params { // there is nothing to be apart from
@@ -119,7 +100,7 @@ func New(m Machine, rules Rules, params []*Param, maxNorm float64, ranks *Ranks)
 
 // allocate takes what an update needs beside the tables.
 func (x *Optimizer) allocate() (err error) {
-	x.control, err = x.memory.Alloc(optimizer.ControlBytes+4*(x.sums()+x.muon.Chunks),
+	x.control, err = x.memory.Alloc(optimizer.ControlBytes+4*(x.sums()+x.workspace()),
 		"the optimiser")
 	if err != nil {
 		return err
@@ -221,7 +202,7 @@ func (x *Optimizer) loadState() error {
 		if t, ok := known[name+".step"]; ok && kept == nil {
 			p.Step = t.Data.([]int64)[0]
 		}
-		for _, moment := range p.Names() {
+		for _, moment := range p.Rule.Kernel.MomentNames() {
 			a, err := x.loadMoment(i, moment, kept, known[name+"."+moment])
 			if err != nil {
 				return err
@@ -269,7 +250,7 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 		kept := &run.KeptParam{Value: p.Input.Array.Ptr(), Len: p.Input.Array.Len(),
 			Moments: map[string]gpu.Ptr{}, Step: p.Step + int64(x.Steps)}
 		values.Leave(k, kept.Value)
-		for i, moment := range p.Names() {
+		for i, moment := range p.Rule.Kernel.MomentNames() {
 			kept.Moments[moment] = p.Moments[i].Ptr()
 			x.memory.Leave(k, p.Moments[i].Ptr())
 		}
@@ -280,8 +261,11 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 // buildTables lays out the parameters for the kernels. The chunks of squares are in an order that
 // does not depend on the number of ranks.
 func (x *Optimizer) buildTables() error {
-	var all, adamw, muon []optimizer.Tensor
-	var matrices []*Param // of muon
+	if err := x.sort(); err != nil {
+		return err
+	}
+
+	var all []optimizer.Tensor
 	for i, p := range x.Params {
 		t := x.tensorOf(i)
 		t.FirstChunk = int32(len(x.chunks) + x.own(i).from/optimizer.Chunk)
@@ -289,28 +273,33 @@ func (x *Optimizer) buildTables() error {
 		for range kernel.CeilDiv(p.Grad.Len(), optimizer.Chunk) {
 			x.chunks = append(x.chunks, p)
 		}
-		if !p.Rule.Muon {
-			x.settings.Eps = p.Rule.Eps
+		x.settings.Eps = cmp.Or(p.Rule.Eps, x.settings.Eps)
+
+		if t.Size > 0 { // otherwise it is another rank's
+			f := x.familyOf(p)
+			f.tensors, f.params = append(f.tensors, t), append(f.params, p)
+			all = append(all, t)
 		}
-		switch {
-		case t.Size == 0: // another rank's
+	}
+
+	for _, f := range x.families {
+		if f.prepare == nil {
 			continue
-		case p.Rule.Muon:
-			muon, matrices = append(muon, t), append(matrices, p)
-		default:
-			adamw = append(adamw, t)
 		}
-		all = append(all, t)
+		if err := f.prepare(x, f); err != nil {
+			return err
+		}
 	}
-	if err := x.orthogonalise(muon, matrices); err != nil {
-		return err
-	}
+
 	ctx, alloc := x.m.Ctx, x.memory.For("the optimiser")
-	var errs [3]error
-	x.adamw, errs[0] = optimizer.NewTable(ctx, alloc, adamw)
-	x.muon, errs[1] = optimizer.NewTable(ctx, alloc, muon)
-	x.all, errs[2] = optimizer.NewScattered(ctx, alloc, all, len(x.chunks))
-	return run.Joined(errs[:]...)
+	var errs []error
+	for _, f := range x.families {
+		table, err := optimizer.NewTable(ctx, alloc, f.tensors)
+		f.table, errs = table, append(errs, err)
+	}
+	scattered, err := optimizer.NewScattered(ctx, alloc, all, len(x.chunks))
+	x.all = scattered
+	return run.Joined(append(errs, err)...)
 }
 
 // Enqueue puts an update at the present learning rate on its way. Its norm comes back before the
@@ -402,15 +391,10 @@ func (x *Optimizer) judge(loss *program.Array) error {
 // rank, and brings the others'. Then it makes anew what is made of them. A table without tensors
 // launches nothing.
 func (x *Optimizer) apply() error {
-	nesterov := slices.ContainsFunc(x.Params, func(p *Param) bool {
-		return p.Rule.Muon && p.Rule.Nesterov
-	})
-	calls := []*program.Call{newCall(optimizer.AdamW{Control: x.control, Table: x.adamw}),
-		newCall(optimizer.MuonDirection{Control: x.control, Squares: x.squares.Offset(4 * x.sums()),
-			Table: x.muon, Nesterov: nesterov})}
-	// between what stands for the others
-	calls = append(calls, x.iterations.Calls[1:len(x.iterations.Calls)-1]...)
-	calls = append(calls, newCall(optimizer.MuonApply{Control: x.control, Table: x.muon}))
+	var calls []*program.Call
+	for _, f := range x.families {
+		calls = append(calls, f.calls(x, f)...)
+	}
 	return run.InTurn(
 		func() error { return x.m.Calls(calls) },
 		func() error { return x.bringHome(false) },
@@ -452,83 +436,6 @@ func (x *Optimizer) Close() error {
 		return nil
 	}
 	return run.Joined(x.recorded.Drop(x.m.Ctx), x.shut(), x.memory.Close())
-}
-
-// togetherLeast is the elements of squares up to which matrices of one shape go through the
-// iteration together. Those of one that is larger fill the GPU.
-const togetherLeast = 1 << 24
-
-// group is matrices that go through the iteration together.
-type group struct {
-	tensors   []*optimizer.Tensor
-	iteration schulz.Iteration
-	size      int // of a matrix
-}
-
-// orthogonalise gives Muon's matrices places for their directions, and adds the iterations that
-// turn these into updates. There is one for matrices of one shape, where they are small.
-func (x *Optimizer) orthogonalise(tensors []optimizer.Tensor, params []*Param) error {
-	type kind struct{ rows, columns, iterations int }
-	alike := map[kind][]*optimizer.Tensor{}
-	var kinds []kind
-	for i, p := range params {
-		shape := p.Input.Array.Shape
-		k := kind{shape[0], shape[1], p.Rule.Iterations}
-		if alike[k] == nil {
-			kinds = append(kinds, k)
-		}
-		alike[k] = append(alike[k], &tensors[i])
-	}
-	x.iterations = &program.Program{}
-	b := schulz.Builder{Program: x.iterations, Chooser: x.m.Chooser, Activation: x.m.Activation,
-		Call: newCall}
-	var groups []group
-	for _, k := range kinds {
-		side, together := min(k.rows, k.columns), 1
-		// The next begins where vectors may. Ranks own other matrices on other numbers of GPUs, and
-		// a product of several may be computed in another way than that of one.
-		if k.rows*k.columns%program.VectorBytes == 0 && x.share == nil {
-			together = max(1, togetherLeast/(side*side))
-		}
-		for some := range slices.Chunk(alike[k], together) {
-			it, err := b.Iterate([]int{k.rows, k.columns}, len(some), k.iterations)
-			if err != nil {
-				return err
-			}
-			groups = append(groups, group{some, it, k.rows * k.columns})
-		}
-	}
-	return x.placeIterations(groups)
-}
-
-// placeIterations gives the iterations memory, between the call that writes their matrices and the
-// one that reads their results. The first and the last call stand for these two.
-func (x *Optimizer) placeIterations(groups []group) error {
-	p := x.iterations
-	before, after := newCall(nil), newCall(nil)
-	p.Add(before)
-	for _, g := range groups {
-		before.Args = append(before.Args, program.Writes("", g.iteration.Start))
-		after.Args = append(after.Args, program.Reads("", g.iteration.Result))
-		p.Calls = append(p.Calls, g.iteration.Calls...)
-	}
-	p.Add(after)
-	if err := x.m.Chooser.Program(p); err != nil {
-		return err
-	}
-	place.Arena(p, nil)
-	if err := x.memory.Place(p, "Muon's directions"); err != nil {
-		return err
-	}
-	for _, g := range groups {
-		from, to := g.iteration.Start, g.iteration.Result
-		for i, t := range g.tensors {
-			at := i * g.size * from.Type.Size()
-			t.Direction, t.Result, t.DirectionType = from.Ptr().Offset(at),
-				to.Ptr().Offset(at), from.Type
-		}
-	}
-	return nil
 }
 
 // NonFinite returns the parameters whose gradients have an element that is NaN or infinite, or are so

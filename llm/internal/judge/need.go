@@ -16,26 +16,42 @@ import (
 //	sqrt(Σ g²/n)
 //
 // The sum runs over the n elements of the seed's weight or, for a seed in the stream, of the block
-// in front of it. The gradients g are those that the optimizer's moments average. Parameters without
-// moments do not count, and the need of a seed that has no other is 0.
+// in front of it. The gradients g are those that the optimizer remembers in the moment that
+// [optim.Kernel.Gradients] returns. Parameters without such a moment do not count, and the need of a
+// seed that has no other is 0. That includes all seeds if the optimizer does not declare its rules.
 //
 // Sums follow the order of moments. Since [optim.Optimizer.State] sorts them by name, all ranks and
 // all repetitions of a run compute the same bits.
-func Needs(c arch.Config, site blueprints.Site, moments []optim.Tensor) []float64 {
+func Needs(c arch.Config, site blueprints.Site, moments []optim.Tensor,
+	optimizer optim.Optimizer) []float64 {
 	type total struct {
 		param        string
 		squares, num float64
 	}
 
+	needs := make([]float64, c.Seeded(site))
+	rules, ok := optimizer.(optim.Rules)
+	if !ok {
+		return needs
+	}
+
 	totals := make([]total, 0, len(moments))
 	for _, m := range moments {
+		if _, ok := m.Data.([]int64); ok { // the number of steps, which has a shape of its own
+			continue
+		}
+
 		dot := strings.LastIndexByte(m.Name, '.')
-		if squares, num, ok := sumSquares(m.Name[dot+1:], m.Data); ok {
-			totals = append(totals, total{m.Name[:dot], squares, num})
+		param, field := m.Name[:dot], m.Name[dot+1:]
+		kept, ok := rules.Rule(param, m.Shape).Kernel.Gradients()
+		if !ok || kept.Name != field {
+			continue
+		}
+		if squares, num := sumSquares(kept.Mean, m.Data); num > 0 {
+			totals = append(totals, total{param, squares, num})
 		}
 	}
 
-	needs := make([]float64, c.Seeded(site))
 	for seed := range needs {
 		grows := growsOn(c, site, seed)
 		squares, num := 0.0, 0.0
@@ -64,17 +80,12 @@ func growsOn(c arch.Config, site blueprints.Site, seed int) func(param string) b
 	return func(string) bool { return false }
 }
 
-// sumSquares returns the sum of the squared gradients that one of an optimizer's moments holds, and
-// their number. AdamW stores the mean of the squares, Muon the mean of the gradients. ok is false
-// for every other tensor.
-func sumSquares(field string, data any) (sum, num float64, ok bool) {
+// sumSquares returns the sum of the squared gradients that a moment, a mean of some kind, holds, and
+// their number.
+func sumSquares(mean optim.Mean, data any) (sum, num float64) {
 	square := func(v float64) float64 { return v * v }
-	switch field {
-	case "exp_avg_sq":
+	if mean == optim.OfSquares {
 		square = func(v float64) float64 { return v }
-	case "momentum_buffer":
-	default:
-		return 0, 0, false
 	}
 
 	switch x := data.(type) {
@@ -89,7 +100,7 @@ func sumSquares(field string, data any) (sum, num float64, ok bool) {
 		}
 		num = float64(len(x))
 	}
-	return sum, num, num > 0
+	return sum, num
 }
 
 // Measure leaves in a lattice what its dormant seeds need. Those that have something planted are

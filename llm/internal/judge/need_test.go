@@ -16,6 +16,8 @@ import (
 // TestNeedsAreReproducible repeats the sums over the parameters of a block. Their squares span
 // twelve orders of magnitude, so that any other order of addition changes the last bits.
 func TestNeedsAreReproducible(t *testing.T) {
+	adamw, err := optim.NewAdamW()
+	require.NoError(t, err)
 	c := arch.Config{Streams: []int{0, 1, 1}}
 	moments := []optim.Tensor{{Name: "tok.exp_avg_sq", Data: []float64{1e9}}}
 	squares := []float64{1e6, 3e-6, 0.7, 2e-3, 5e4, 1.0 / 3, 9e-5, 7e2, 1.1e-6}
@@ -30,11 +32,11 @@ func TestNeedsAreReproducible(t *testing.T) {
 		}
 	}
 
-	want := judge.Needs(c, blueprints.Stream, moments)
+	want := judge.Needs(c, blueprints.Stream, moments, adamw)
 	require.Len(t, want, 3)
 	require.Equal(t, want[1], want[2], "two seeds behind the same block")
 	for range 200 {
-		require.Equal(t, want, judge.Needs(c, blueprints.Stream, moments))
+		require.Equal(t, want, judge.Needs(c, blueprints.Stream, moments, adamw))
 	}
 
 	// In the order of the moments, and of nothing but the squares of the block.
@@ -45,16 +47,24 @@ func TestNeedsAreReproducible(t *testing.T) {
 	require.Equal(t, math.Sqrt(sum/float64(2*len(squares))), want[0])
 }
 
-// TestNeeds compares the needs of weights with the formula, for both optimizers and both types.
+// TestNeeds compares the needs of weights with the formula, for a mean of squares and a mean of
+// gradients, and for both types.
 func TestNeeds(t *testing.T) {
 	c := arch.Config{Weights: []arch.WeightSite{{Block: 0, Layer: "q"}, {Block: 1, Layer: "up"},
 		{Block: 1, Layer: "down"}}}
+	muon, err := optim.NewMuon(optim.WithAdamWFor(optim.NameContains(c.WeightName(c.Weights[0]))))
+	require.NoError(t, err)
 	moments := []optim.Tensor{
-		{Name: c.WeightName(c.Weights[0]) + ".exp_avg_sq", Data: []float32{1, 4, 9, 2}},
-		{Name: c.WeightName(c.Weights[0]) + "x.exp_avg_sq", Data: []float32{100}},
-		{Name: c.WeightName(c.Weights[1]) + ".momentum_buffer", Data: []float64{3, -4}},
-		{Name: c.WeightName(c.Weights[2]) + ".step", Data: []int64{7}},
+		{Name: c.WeightName(c.Weights[0]) + ".exp_avg_sq", Shape: []int{2, 2}, Data: []float32{1, 4, 9, 2}},
+		{Name: c.WeightName(c.Weights[0]) + "x.exp_avg_sq", Shape: []int{1, 1}, Data: []float32{100}},
+		{Name: c.WeightName(c.Weights[1]) + ".momentum_buffer", Shape: []int{1, 2}, Data: []float64{3, -4}},
+		{Name: c.WeightName(c.Weights[2]) + ".step", Shape: []int{1}, Data: []int64{7}},
 	}
-	require.Equal(t, []float64{2, math.Sqrt(12.5), 0}, judge.Needs(c, blueprints.Weight, moments))
-	require.Equal(t, []float64{0}, judge.Needs(arch.Config{Depth: 1}, blueprints.Depth, moments))
+	require.Equal(t, []float64{2, math.Sqrt(12.5), 0}, judge.Needs(c, blueprints.Weight, moments,
+		muon))
+	require.Equal(t, []float64{0}, judge.Needs(arch.Config{Depth: 1}, blueprints.Depth, moments,
+		muon))
+
+	unknown := struct{ optim.Optimizer }{muon} // declares no rules
+	require.Equal(t, []float64{0, 0, 0}, judge.Needs(c, blueprints.Weight, moments, unknown))
 }

@@ -173,6 +173,13 @@ func (p GradNorm) Launch(q *kernel.Queue) {
 		p.Count, p.Scale, p.Apart)
 }
 
+// Kernels are the launches of the kernels of the package optim that update each element by itself,
+// under the kernels' names. Each counts a step of all of the table's tensors, and updates their
+// parameters, moments and copies by a control block that GradNorm has finished.
+var Kernels = map[string]func(control gpu.Ptr, t *Table) kernel.Launch{
+	"AdamW": func(control gpu.Ptr, t *Table) kernel.Launch { return AdamW{control, t} },
+}
+
 // AdamW counts a step of all of the table's tensors. By a control block that GradNorm has finished
 // it works out their figures of this step, and updates parameters, moments and copies.
 type AdamW struct {

@@ -1,0 +1,300 @@
+package optim
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/parallel"
+	"github.com/kasmina-go/kasmina/internal/params"
+)
+
+// updater is everything about an optimizer except its rules: it updates parameters by them and keeps
+// what their kernels remember, by parameter name.
+type updater struct {
+	name string // of the optimizer, in errors
+
+	// rule returns how the optimizer updates a parameter, and the parameter's learning rate in the
+	// next step.
+	rule func(name string, shape []int) (Rule, float64)
+
+	entries map[string]*entry
+	reader  params.Reader
+
+	// room for the moments of the parameter that is being updated
+	moments32 [][]float32
+	moments64 [][]float64
+}
+
+func newUpdater(name string, rule func(name string, shape []int) (Rule, float64)) *updater {
+	return &updater{name: name, rule: rule, entries: map[string]*entry{}}
+}
+
+var errZero = errors.New(
+	"the optimizer is its zero value: constructors such as NewAdamW make optimizers")
+
+// run calls f and says in its error which method of which optimizer failed.
+func (u *updater) run(method string, f func() error) error {
+	if u == nil {
+		return fmt.Errorf("optim: %s: %w", method, errZero)
+	}
+	if err := f(); err != nil {
+		return fmt.Errorf("%s: %s: %w", u.name, method, err)
+	}
+	return nil
+}
+
+// Rule returns how the optimizer updates the parameter with that name and shape.
+func (u *updater) Rule(name string, shape []int) Rule {
+	if u == nil {
+		return Rule{}
+	}
+	r, _ := u.rule(name, shape)
+	return r
+}
+
+// Declare implements [Optimizer].
+func (u *updater) Declare(model []gorgonia.ValueGrad) error {
+	return u.run("Declare", func() error {
+		decls, err := declarations(model)
+		if err != nil {
+			return err
+		}
+		if err := u.allFit(decls, false); err != nil {
+			return err
+		}
+
+		for name, e := range decls {
+			if u.entries[name] == nil {
+				u.entries[name] = e
+			}
+		}
+		return nil
+	})
+}
+
+// Step updates every parameter in model from its gradient, and leaves the gradients zero.
+//
+// It returns an error if a parameter has no name, value or gradient, has another shape than before,
+// or has a gradient that is not finite. Nothing has changed then. The exception is [ErrOverflow].
+func (u *updater) Step(model []gorgonia.ValueGrad) error {
+	return u.run("Step", func() error {
+		ps, err := u.readModel(model)
+		if err != nil {
+			return err
+		}
+		return u.step(ps, ps, nil)
+	})
+}
+
+// step counts a step of the parameters ps and updates cut: the given parts of them, or if parts is
+// nil all of them.
+func (u *updater) step(ps, cut []params.Param, parts []Part) error {
+	for _, p := range ps {
+		if err := u.fits(p.Name, p.Shape, p.Dtype); err != nil {
+			return err
+		}
+	}
+	for i, part := range parts {
+		p := cut[i]
+		r, _ := u.rule(p.Name, p.Shape)
+		if r.Kernel.Whole && part.To-part.From != p.Shape.TotalSize() {
+			return fmt.Errorf(
+				"parameter %q: the part is %d to %d of %d elements, want the whole matrix",
+				p.Name, part.From, part.To, p.Shape.TotalSize())
+		}
+	}
+
+	for _, p := range ps {
+		u.entry(p).step++
+	}
+	for i, p := range cut {
+		from, to := 0, p.Shape.TotalSize()
+		if parts != nil {
+			from, to = parts[i].From, parts[i].To
+		}
+		u.update(p, from, to)
+	}
+	return overflowed(cut)
+}
+
+// update updates the elements from ≤ i < to of a parameter, which are all that p holds.
+func (u *updater) update(p params.Param, from, to int) {
+	e := u.entries[p.Name]
+	r, lr := u.rule(p.Name, p.Shape)
+	s := step{Rule: r, lr: lr, count: e.step, shape: p.Shape}
+
+	switch g := p.Grad.(type) {
+	case []float32:
+		u.moments32 = u.moments32[:0]
+		for _, m := range e.moments {
+			u.moments32 = append(u.moments32, m.([]float32)[from:to])
+		}
+		r.Kernel.float32(p.Value.([]float32), g, u.moments32, s)
+	case []float64:
+		u.moments64 = u.moments64[:0]
+		for _, m := range e.moments {
+			u.moments64 = append(u.moments64, m.([]float64)[from:to])
+		}
+		r.Kernel.float64(p.Value.([]float64), g, u.moments64, s)
+	}
+}
+
+// readModel returns the parameters of a step. All of them have names and finite gradients.
+func (u *updater) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
+	ps, err := u.reader.Read(model)
+	if err != nil {
+		return nil, err
+	}
+
+	for i, p := range ps {
+		if p.Name == "" {
+			return nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept",
+				i)
+		}
+		if at := p.NonFinite(); at >= 0 {
+			return nil, fmt.Errorf(
+				"parameter %q: the gradient is not finite at element %d of shape %v",
+				p.Name, at, p.Shape)
+		}
+	}
+	return ps, nil
+}
+
+// fits returns an error if a parameter is not what the optimizer knows under its name.
+func (u *updater) fits(name string, shape []int, dtype tensor.Dtype) error {
+	e, ok := u.entries[name]
+	if ok && (e.dtype != dtype || !slices.Equal(e.shape, shape)) {
+		return fmt.Errorf(
+			"parameter %q is %v of shape %v, but %v of shape %v is known under this name",
+			name, dtype, tensor.Shape(shape), e.dtype, tensor.Shape(e.shape))
+	}
+	return nil
+}
+
+// allFit is fits for all entries. If closed is true, no entry may be new to the optimizer.
+func (u *updater) allFit(entries map[string]*entry, closed bool) error {
+	for _, name := range slices.Sorted(maps.Keys(entries)) {
+		if closed && u.entries[name] == nil {
+			return fmt.Errorf("there is no parameter %q", name)
+		}
+		if err := u.fits(name, entries[name].shape, entries[name].dtype); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// entry returns the parameter's entry, with moments.
+func (u *updater) entry(p params.Param) *entry {
+	e := u.entries[p.Name]
+	if e == nil {
+		e = &entry{shape: p.Shape, dtype: p.Dtype}
+		u.entries[p.Name] = e
+	}
+	if e.kernel == nil {
+		r, _ := u.rule(p.Name, p.Shape)
+		e.kernel = r.Kernel
+	}
+
+	for len(e.moments) < len(e.kernel.Moments) {
+		if n := opbase.Size(p.Shape); p.Dtype == tensor.Float32 {
+			e.moments = append(e.moments, make([]float32, n))
+		} else {
+			e.moments = append(e.moments, make([]float64, n))
+		}
+	}
+	return e
+}
+
+// Forget implements [Optimizer].
+func (u *updater) Forget(name string, from, to int) error {
+	return u.run("Forget", func() error {
+		e := u.entries[name]
+		if e == nil {
+			return nil
+		}
+		if n := opbase.Size(e.shape); from < 0 || to < from || to > n {
+			return fmt.Errorf("elements %d to %d of parameter %q, which has %d", from, to, name, n)
+		}
+
+		for _, m := range e.moments {
+			switch m := m.(type) {
+			case []float32:
+				clear(m[from:to])
+			case []float64:
+				clear(m[from:to])
+			}
+		}
+		return nil
+	})
+}
+
+// Drop forgets parameters that no longer exist, including their names and shapes. No interface
+// requires it: a trainer calls it, where an optimizer has it, before a model grows under the same
+// names in other shapes.
+func (u *updater) Drop(names ...string) {
+	if u == nil {
+		return
+	}
+	for _, name := range names {
+		delete(u.entries, name)
+	}
+}
+
+// State returns the moments of each parameter as "NAME.MOMENT", and its step count as "NAME.step".
+func (u *updater) State() []Tensor {
+	if u == nil {
+		return nil
+	}
+
+	var state []Tensor
+	for name, e := range u.entries {
+		if e.step == 0 {
+			continue
+		}
+		state = append(state, e.steps(name))
+		for i, m := range e.kernel.Moments {
+			state = append(state, Tensor{name + "." + m.Name, slices.Clone(e.shape), e.moments[i]})
+		}
+	}
+	sorted(state)
+	parallel.Each(len(state), func(i int) { state[i].Data = clone(state[i].Data) })
+	return state
+}
+
+// SetState implements [Optimizer].
+func (u *updater) SetState(state []Tensor) error {
+	return u.run("SetState", func() error {
+		entries, err := parse(state, func(name string, shape []int) *Kernel {
+			return u.Rule(name, shape).Kernel
+		})
+		if err != nil {
+			return err
+		}
+		if err := u.allFit(entries, len(u.entries) > 0); err != nil {
+			return err
+		}
+		for _, name := range slices.Sorted(maps.Keys(entries)) {
+			e := entries[name]
+			if e.kernel.check == nil {
+				continue
+			}
+			if err := e.kernel.check(u.Rule(name, e.shape), e); err != nil {
+				return fmt.Errorf("parameter %q: %w", name, err)
+			}
+		}
+
+		// Parameters that are declared, but not part of the state, start anew.
+		for name, e := range u.entries {
+			u.entries[name] = &entry{shape: e.shape, dtype: e.dtype}
+		}
+		maps.Copy(u.entries, entries)
+		return nil
+	})
+}
