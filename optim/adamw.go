@@ -33,18 +33,14 @@ var adamWKernel = &Kernel{
 	float64: adamW[float64],
 }
 
-// NewAdamW returns an AdamW; its defaults are PyTorch's.
+// NewAdamW returns an AdamW. Its defaults are PyTorch's: WithLR(1e-3), WithBetas(0.9, 0.999),
+// WithEps(1e-8) and WithWeightDecay(0.01).
 func NewAdamW(opts ...AdamWOption) (*AdamW, error) {
 	a := &AdamW{common: common{lr: 1e-3,
 		base: hyper{scale: 1, decay: 0.01, beta1: 0.9, beta2: 0.999}}, eps: 1e-8}
 	a.updater = newUpdater("optim.AdamW", a.rule)
-	for _, opt := range opts {
-		if opt == nil {
-			return nil, fmt.Errorf("optim.NewAdamW: an option is nil")
-		}
-		if err := opt.adamW(a); err != nil {
-			return nil, fmt.Errorf("optim.NewAdamW: %w", err)
-		}
+	if err := applyAll("optim.NewAdamW", opts, func(o AdamWOption) error { return o.adamW(a) }); err != nil {
+		return nil, err
 	}
 	return a, nil
 }

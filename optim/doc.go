@@ -1,22 +1,27 @@
-// Package optim holds optimisers and learning rate schedules for Gorgonia graphs.
+// Package optim holds optimizers and learning rate schedules for Gorgonia graphs.
 //
-// [AdamW] and [Muon] are gorgonia.Solvers: run a tape machine made with gorgonia.BindDualValues for
-// the parameters, then call Step with gorgonia.NodesToValueGrads of them. Step changes the
-// parameters' values in place and leaves their gradients zero, ready for the next run. Both keep
-// what they know of a parameter under its node's name, so a rebuilt graph goes on where the last
-// one stopped. [Optimizer.State] and SetState carry it through a checkpoint bit for bit.
+// The optimizers are gorgonia.Solvers: run a tape machine made with gorgonia.BindDualValues for the
+// parameters, then call Step with gorgonia.NodesToValueGrads of them. Step changes the parameters'
+// values in place and leaves their gradients zero, ready for the next run. An optimizer keeps what
+// it knows of a parameter under its node's name, so a rebuilt graph continues where the last one
+// stopped. [Optimizer.State] and SetState carry it through a checkpoint bit for bit.
 //
 // A step is all or nothing: names, types, shapes and every gradient are checked before the first
-// parameter changes. An update that makes a parameter NaN or infinite all the same is an
-// [ErrOverflow]. Optimisers are not safe for use by several goroutines at once; one step runs on
+// parameter changes. If an update nevertheless makes a parameter NaN or infinite, the error is
+// [ErrOverflow]. Optimizers are not safe for use by several goroutines at once; one step runs on
 // all cores.
+//
+// A [Rule] says how an optimizer updates a parameter, and its [Kernel] what it remembers of it. All
+// else that depends on the optimizer, such as the update on a GPU, the division among ranks and the
+// checkpoint, follows from these two. A new optimizer therefore needs a constructor, a kernel and a
+// rule; see the file adamw.go.
 package optim
 
 import (
 	"gorgonia.org/gorgonia"
 )
 
-// Optimizer is what [AdamW] and [Muon] have in common.
+// Optimizer is implemented by all optimizers of this package.
 type Optimizer interface {
 	gorgonia.Solver
 

@@ -59,7 +59,9 @@ var muonKernel = &Kernel{
 	check:   checkMomentum,
 }
 
-// NewMuon returns a Muon; its defaults are those of Keller Jordan's implementation.
+// NewMuon returns a Muon. Its defaults are those of Keller Jordan's implementation: WithLR(0.02),
+// WithMomentum(0.95), WithNesterov(true), WithIterations(5), WithWeightDecay(0), and those that
+// [WithAdamW] and [WithAdamWFor] document.
 func NewMuon(opts ...MuonOption) (*Muon, error) {
 	rest, err := NewAdamW(WithLR(3e-4), WithBetas(0.9, 0.95), WithEps(1e-10), WithWeightDecay(0))
 	if err != nil {
@@ -69,13 +71,8 @@ func NewMuon(opts ...MuonOption) (*Muon, error) {
 	m := &Muon{common: common{lr: 0.02, base: hyper{scale: 1}}, momentum: 0.95, nesterov: true,
 		iterations: 5, match: NameContains("embed", "head", "kasmina"), rest: rest}
 	m.updater = newUpdater("optim.Muon", m.rule)
-	for _, opt := range opts {
-		if opt == nil {
-			return nil, fmt.Errorf("optim.NewMuon: an option is nil")
-		}
-		if err := opt.muon(m); err != nil {
-			return nil, fmt.Errorf("optim.NewMuon: %w", err)
-		}
+	if err := applyAll("optim.NewMuon", opts, func(o MuonOption) error { return o.muon(m) }); err != nil {
+		return nil, err
 	}
 
 	m.restShare = m.rest.lr / m.lr

@@ -8,10 +8,38 @@ type AdamWOption interface{ adamW(*AdamW) error }
 // MuonOption configures [NewMuon].
 type MuonOption interface{ muon(*Muon) error }
 
-// Option configures either optimiser.
-type Option interface {
-	AdamWOption
-	MuonOption
+// Option configures every optimizer.
+type Option struct{ set func(*common) error }
+
+func (o Option) adamW(a *AdamW) error { return o.apply(&a.common) }
+
+func (o Option) muon(m *Muon) error {
+	if err := o.apply(&m.common); err != nil {
+		return err
+	}
+	if n := len(m.groups); n > 0 && m.groups[n-1].betas {
+		return fmt.Errorf("WithGroup: Betas has no meaning for Muon's matrices; give the group to " +
+			"WithAdamW")
+	}
+	return nil
+}
+
+func (o Option) apply(c *common) error {
+	if o.set == nil {
+		return fmt.Errorf("an option is its zero value: functions such as WithLR make options")
+	}
+	return o.set(c)
+}
+
+// BetasOption configures the optimizers whose moments have two decay rates, which [NewMuon]'s
+// matrices have not.
+type BetasOption struct{ beta1, beta2 float64 }
+
+func (o BetasOption) adamW(a *AdamW) error { return o.apply(&a.common) }
+
+func (o BetasOption) apply(c *common) error {
+	c.base.beta1, c.base.beta2 = o.beta1, o.beta2
+	return checkBetas("WithBetas", o.beta1, o.beta2)
 }
 
 type adamWOption func(*AdamW) error
@@ -22,58 +50,54 @@ type muonOption func(*Muon) error
 
 func (f muonOption) muon(m *Muon) error { return f(m) }
 
-type option struct {
-	adamWOption
-	muonOption
+// applyAll has apply set each option, and says in an error which constructor was given it.
+func applyAll[O comparable](constructor string, opts []O, apply func(O) error) error {
+	var none O
+	for _, opt := range opts {
+		if opt == none {
+			return fmt.Errorf("%s: an option is nil", constructor)
+		}
+		if err := apply(opt); err != nil {
+			return fmt.Errorf("%s: %w", constructor, err)
+		}
+	}
+	return nil
 }
 
-// WithLR sets the learning rate, above 0: Muon's for matrices, beside which [WithAdamW] sets that
-// of the rest. Default 1e-3 for AdamW, 0.02 for Muon.
+// WithLR sets the learning rate, above 0. Muon's is that of matrices; [WithAdamW] sets the learning
+// rate of Muon's other parameters. The constructors document the default.
 func WithLR(lr float64) Option {
-	err := positive("WithLR", lr)
-	return option{
-		func(a *AdamW) error { a.lr = lr; return err },
-		func(m *Muon) error { m.lr = lr; return err },
-	}
+	return Option{func(c *common) error {
+		c.lr = lr
+		return positive("WithLR", lr)
+	}}
 }
 
-// WithWeightDecay sets the decoupled weight decay: each step multiplies a parameter by 1 −
-// lr·decay. Parameters with fewer than two dimensions have none unless a group says otherwise;
-// Muon's is that of matrices, and [WithAdamW] sets that of the rest. Default 0.01 for AdamW, 0 for
-// Muon.
+// WithWeightDecay sets the decoupled weight decay: each step multiplies a parameter by
+// 1 − lr·decay. Parameters with fewer than two dimensions have none unless a group says otherwise.
+// Muon's is that of matrices; [WithAdamW] sets the decay of Muon's other parameters. The
+// constructors document the default.
 func WithWeightDecay(d float64) Option {
-	err := notNegative("WithWeightDecay", d)
-	return option{
-		func(a *AdamW) error { a.base.decay = d; return err },
-		func(m *Muon) error { m.base.decay = d; return err },
-	}
+	return Option{func(c *common) error {
+		c.base.decay = d
+		return notNegative("WithWeightDecay", d)
+	}}
 }
 
-// WithGroup changes the learning rate, decay or betas of the parameters that match. The first group
-// that matches counts. Muon's groups hold for all its parameters, those that it leaves to AdamW
-// included, and come before the ones in [WithAdamW].
+// WithGroup changes the learning rate, decay or betas of the parameters that match. If several
+// groups match, the first one applies. Muon's groups apply to all its parameters, including those
+// that it leaves to AdamW, and come before the groups in [WithAdamW].
 func WithGroup(match Match, opts ...GroupOption) Option {
 	g, err := newGroup(match, opts)
-	return option{
-		func(a *AdamW) error { a.groups = append(a.groups, g); return err },
-		func(m *Muon) error {
-			if err == nil && g.betas {
-				return fmt.Errorf("WithGroup: Betas has no meaning for Muon's matrices; give the " +
-					"group to WithAdamW")
-			}
-			m.groups = append(m.groups, g)
-			return err
-		},
-	}
+	return Option{func(c *common) error {
+		c.groups = append(c.groups, g)
+		return err
+	}}
 }
 
-// WithBetas sets the decay rates of the two moments, at least 0 and below 1. Default 0.9 and 0.999.
-func WithBetas(beta1, beta2 float64) AdamWOption {
-	return adamWOption(func(a *AdamW) error {
-		a.base.beta1, a.base.beta2 = beta1, beta2
-		return checkBetas("WithBetas", beta1, beta2)
-	})
-}
+// WithBetas sets the decay rates of the moments, at least 0 and below 1. The constructors document
+// the default.
+func WithBetas(beta1, beta2 float64) BetasOption { return BetasOption{beta1, beta2} }
 
 // WithEps sets what is added to the root of the second moment, above 0. Default 1e-8.
 func WithEps(eps float64) AdamWOption {
@@ -138,14 +162,6 @@ func WithAdamWFor(match Match) MuonOption {
 // WithEps(1e-10), WithWeightDecay(0).
 func WithAdamW(opts ...AdamWOption) MuonOption {
 	return muonOption(func(m *Muon) error {
-		for _, opt := range opts {
-			if opt == nil {
-				return fmt.Errorf("WithAdamW: an option is nil")
-			}
-			if err := opt.adamW(m.rest); err != nil {
-				return fmt.Errorf("WithAdamW: %w", err)
-			}
-		}
-		return nil
+		return applyAll("WithAdamW", opts, func(o AdamWOption) error { return o.adamW(m.rest) })
 	})
 }
