@@ -342,7 +342,7 @@ func readGemma3(o *object, t *traits) {
 	o.only("final_logit_softcapping", "", "logits are not capped here")
 	o.only("use_bidirectional_attention", "false", "text is read forwards")
 	every := o.number("sliding_window_pattern", 6, 1, maxField)
-	every = o.number("_sliding_window_pattern", every, 1, maxField)
+	o.harmless("_sliding_window_pattern") // which transformers writes, but does not read
 	t.window = o.number("sliding_window", 4096, 1, maxField)
 	t.readLayerTypes(o, func(i int) bool { return (i+1)%every != 0 })
 }

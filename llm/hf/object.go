@@ -29,11 +29,16 @@ func parseObject(text []byte) (*object, error) {
 }
 
 func newObject(at string, text []byte) (*object, error) {
-	o := &object{at: at, taken: map[string]bool{}}
-	if err := json.Unmarshal(text, &o.members); err != nil || o.members == nil {
+	var members map[string]json.RawMessage
+	if err := json.Unmarshal(text, &members); err != nil || members == nil {
 		return nil, fmt.Errorf("%swant a JSON object, have %.40q", at, bytes.TrimSpace(text))
 	}
-	return o, nil
+	return newMembers(at, members), nil
+}
+
+// newMembers returns an object that has been decoded already.
+func newMembers(at string, members map[string]json.RawMessage) *object {
+	return &object{at: at, members: members, taken: map[string]bool{}}
 }
 
 // checkJSON refuses what is no single JSON value, is nested deeply, or has a key twice.

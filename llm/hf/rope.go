@@ -1,48 +1,63 @@
 package hf
 
 import (
+	"cmp"
 	"encoding/json"
+	"maps"
 	"math"
 
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// readRope reads the angles of full attention and, for families that have other ones there, of
-// layers with a window. It takes them from rope_parameters, or from rope_theta and rope_scaling in
-// older files.
+// readRope reads the rotary embedding of layers with full attention and, for families in which
+// windowed layers have another one, of those.
+//
+// Newer files have rope_parameters, older ones rope_theta and rope_scaling. Where a file has both,
+// rope_scaling wins, as it does in transformers: it replaces rope_parameters, or is merged into the
+// parameters of full attention where the layers differ.
 func readRope(o *object, f family, positions int) (full, local rope) {
 	full = rope{theta: o.float("rope_theta", f.theta), kind: "default"}
-	local = rope{theta: f.localTheta, kind: "default"}
-	if f.localTheta > 0 {
-		local.theta = o.float("rope_local_base_freq", f.localTheta)
-	}
 	full.check(o, "rope_theta")
-	var text json.RawMessage
-	if o.take("rope_scaling", &text, "an object") {
-		full.read(o, "rope_scaling", text, positions)
-	}
-	if !o.take("rope_parameters", &text, "an object") {
-		return full, local
-	}
+	var scaling, parameters map[string]json.RawMessage
+	o.take("rope_scaling", &scaling, "an object")
+	o.take("rope_parameters", &parameters, "an object")
+
 	if f.localTheta == 0 {
-		full.read(o, "rope_parameters", text, positions)
-		return full, local
-	}
-	p, err := newObject("rope_parameters.", text)
-	if err != nil {
-		o.fail("rope_parameters", "%w", err)
-		return full, local
-	}
-	for _, kind := range []struct {
-		name string
-		rope *rope
-	}{{"full_attention", &full}, {"sliding_attention", &local}} {
-		if p.take(kind.name, &text, "an object") {
-			kind.rope.read(o, "rope_parameters."+kind.name, text, positions)
+		switch {
+		case len(scaling) > 0:
+			full.read(o, "rope_scaling", scaling, positions)
+		case parameters != nil:
+			full.read(o, "rope_parameters", parameters, positions)
 		}
+		return full, rope{kind: "default"}
+	}
+
+	local = rope{theta: o.float("rope_local_base_freq", f.localTheta), kind: "default"}
+	p := newMembers("rope_parameters.", parameters)
+	var ofFull, ofLocal map[string]json.RawMessage
+	p.take("full_attention", &ofFull, "an object")
+	if p.take("sliding_attention", &ofLocal, "an object") {
+		local.read(o, "rope_parameters.sliding_attention", ofLocal, positions)
 	}
 	if err := p.done(); err != nil && o.err == nil {
 		o.err = err
+	}
+
+	name := "rope_parameters.full_attention"
+	if len(scaling) > 0 {
+		name = "rope_scaling"
+		// The defaults that transformers merges it into have a rope_type, which hides a type.
+		if _, named := scaling["rope_type"]; !named && scaling["type"] != nil {
+			o.fail("rope_scaling.type", "transformers ignores it for %s: name it rope_type",
+				o.string("model_type", ""))
+		}
+		if ofFull == nil {
+			ofFull = map[string]json.RawMessage{}
+		}
+		maps.Copy(ofFull, scaling)
+	}
+	if ofFull != nil {
+		full.read(o, name, ofFull, positions)
 	}
 	return full, local
 }
@@ -53,13 +68,10 @@ func (r *rope) check(o *object, name string) {
 	}
 }
 
-// read reads a member that describes scaled angles.
-func (r *rope) read(outer *object, name string, text json.RawMessage, positions int) {
-	o, err := newObject(name+".", text)
-	if err != nil {
-		outer.fail(name, "%w", err)
-		return
-	}
+// read reads a member that describes a rotary embedding.
+func (r *rope) read(outer *object, name string, members map[string]json.RawMessage,
+	positions int) {
+	o := newMembers(name+".", members)
 	r.kind = o.string("rope_type", o.string("type", "default"))
 	o.taken["type"] = true
 	r.theta = o.float("rope_theta", r.theta)
@@ -106,11 +118,14 @@ func (r *rope) readFactor(o *object) float64 {
 
 func (r *rope) readYarn(o *object) {
 	r.factor = r.readFactor(o)
-	r.betaFast, r.betaSlow = o.float("beta_fast", 32), o.float("beta_slow", 1)
+	// In transformers a zero stands for the default in these two, and a null truncate for false.
+	r.betaFast = cmp.Or(o.float("beta_fast", 32), 32)
+	r.betaSlow = cmp.Or(o.float("beta_slow", 1), 1)
 	r.mscale, r.mscaleAll = o.float("mscale", 0), o.float("mscale_all_dim", 0)
 	r.attentionGiven = o.has("attention_factor")
 	r.attention = o.float("attention_factor", 0)
-	r.truncate = o.bool("truncate", true)
+	_, given := o.members["truncate"]
+	r.truncate = o.bool("truncate", !given)
 	if !(r.betaFast >= r.betaSlow) || !(r.betaSlow > 0) {
 		o.fail("beta_fast", "it is %v and beta_slow %v, want it at least as large, and both more "+
 			"than 0", r.betaFast, r.betaSlow)
