@@ -27,8 +27,9 @@ type generateOptions struct {
 	chat        bool
 }
 
-func newGenerate() *cobra.Command {
-	var o generateOptions
+func newGenerate() *cobra.Command { return new(generateOptions).command() }
+
+func (o *generateOptions) command() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "generate --model DIR --prompt TEXT",
 		Short: "Continue a text",
@@ -49,7 +50,8 @@ With --chat it receives only the answer. The text ends after --n tokens, or at a
 	f.IntVar(&o.topK, "top-k", -1,
 		"draw from this many of the likeliest tokens; 0 means all; -1 leaves it to generation_config.json")
 	f.Float64Var(&o.topP, "top-p", -1,
-		"draw from the likeliest tokens that together reach this probability; -1 leaves it to generation_config.json")
+		"draw from the likeliest tokens that together reach this probability; 0 takes the likeliest token; "+
+			"-1 leaves it to generation_config.json")
 	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed")
 	f.BoolVar(&o.chat, "chat", false,
 		"take the prompt as a user's message, and apply the model's chat template")
@@ -142,10 +144,12 @@ func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 
 // sampler is what options and generation_config.json say.
 func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) sampler.Config {
-	s := sampler.Config{Vocab: vocab, Seed: o.seed}
+	s := sampler.Config{Vocab: vocab, Seed: o.seed, TopK: g.TopK, TopP: sampler.Nucleus(g.TopP)}
 	if g.Sample {
-		s.Temperature, s.TopK, s.TopP = g.Temperature, g.TopK, g.TopP
+		s.Temperature = g.Temperature
 	}
+
+	// Zero is a value of each of these options.
 	if o.temperature != -1 {
 		s.Temperature = o.temperature
 	}
@@ -153,7 +157,7 @@ func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) 
 		s.TopK = o.topK
 	}
 	if o.topP != -1 {
-		s.TopP = o.topP
+		s.TopP = sampler.Nucleus(o.topP)
 	}
 	if len(g.Ignored) > 0 {
 		fmt.Fprintf(c.ErrOrStderr(), "generation_config.json has %q, which is not done here\n",

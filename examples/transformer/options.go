@@ -210,7 +210,8 @@ func (o *options) flags(stderr io.Writer) *flag.FlagSet {
 		"of the drawn text; 0 always takes the likeliest token")
 	f.IntVar(&o.sampler.TopK, "top-k", 0, "draw from the k likeliest tokens, 0 for all")
 	f.Float64Var(&o.sampler.TopP, "top-p", 0.95,
-		"draw from the likeliest tokens that together reach this probability")
+		"draw from the likeliest tokens that together reach this probability; 0 for the likeliest "+
+			"alone")
 	return f
 }
 
@@ -345,7 +346,7 @@ func (o *options) finish() error {
 	if _, err := o.keep(); err != nil {
 		return err
 	}
-	o.sampler.Seed = o.seed
+	o.sampler.Seed, o.sampler.TopP = o.seed, sampler.Nucleus(o.sampler.TopP)
 	if _, err := sampler.New(o.sampler); err != nil {
 		return err
 	}

@@ -17,26 +17,33 @@ type Generation struct {
 	End   []int // tokens that end a text
 
 	Sample      bool    // false takes the likeliest token
-	Temperature float64 // 1 if not said
-	TopK        int     // 0 for all tokens
-	TopP        float64 // 1 for all tokens
+	Temperature float64 // 1 by default
+	TopK        int     // 50 by default, 0 for all tokens
+	TopP        float64 // 1 by default, which keeps all tokens; 0 keeps the likeliest alone
 
 	// Ignored are fields that ask for what generation here does not do, such as
 	// repetition_penalty.
 	Ignored []string
 }
 
-// readGeneration reads generation_config.json, or what config.json has of it.
+// readGeneration reads generation_config.json or, without one, what config.json says about
+// generation, which older versions of transformers wrote there.
 func (f *Folder) readGeneration() error {
 	ids := f.traits.ids
-	f.Generation = Generation{Begin: ids.begin, Pad: ids.pad, End: ids.end, Temperature: 1, TopP: 1}
+	f.Generation = Generation{Begin: ids.begin, Pad: ids.pad, End: ids.end}
 	text, err := regular.Read(filepath.Join(f.Dir, generationName), maxConfig,
 		"a generation_config.json has")
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil
+		o, err := parseObject(f.config)
+		if err != nil {
+			return err
+		}
+		f.Generation.readSampling(o)
+		return o.err
 	} else if err != nil {
 		return err
 	}
+
 	o, err := parseObject(text)
 	if err != nil {
 		return err
@@ -62,14 +69,32 @@ func (g *Generation) read(o *object, vocab int) error {
 			o.fail("eos_token_id", "it is %d, and the vocabulary has %d tokens", id, vocab)
 		}
 	}
+	g.readSampling(o)
+	o.harmless("_from_model_config", "transformers_version", "use_cache", "output_attentions",
+		"output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+		"max_length", "max_new_tokens", "max_time", "num_return_sequences", "early_stopping",
+		"cache_implementation", "cache_config", "renormalize_logits", "remove_invalid_values",
+		"low_memory", "stop_strings", "assistant_early_exit", "num_assistant_tokens",
+		"num_assistant_tokens_schedule", "assistant_confidence_threshold",
+		"prompt_lookup_num_tokens",
+		"max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "is_assistant",
+		"disable_compile", "compile_config", "return_legacy_cache",
+		"prefill_chunk_size", "dola_layers",
+		"decoder_start_token_id", "token_healing", "chat_format", "trust_remote_code",
+		"max_window_size", "transformers.js_config")
+	return o.done()
+}
+
+// readSampling reads how tokens are drawn. The defaults are those of transformers.
+func (g *Generation) readSampling(o *object) {
 	g.Sample = o.bool("do_sample", false)
-	g.Temperature = o.float("temperature", g.Temperature)
+	g.Temperature = o.float("temperature", 1)
 	if !(g.Temperature >= 0) {
 		o.fail("temperature", "it is %v, want at least 0", g.Temperature)
 	}
-	g.TopK = o.number("top_k", 0, 0, 1<<30)
-	if g.TopP = o.float("top_p", 1); !(g.TopP > 0 && g.TopP <= 1) {
-		o.fail("top_p", "it is %v, want more than 0 and at most 1", g.TopP)
+	g.TopK = o.number("top_k", 50, 0, 1<<30)
+	if g.TopP = o.float("top_p", 1); !(g.TopP >= 0 && g.TopP <= 1) {
+		o.fail("top_p", "it is %v, want 0 to 1", g.TopP)
 	}
 	for _, name := range []string{"repetition_penalty", "num_beams", "num_beam_groups",
 		"length_penalty", "typical_p", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
@@ -90,17 +115,4 @@ func (g *Generation) read(o *object, vocab int) error {
 			g.Ignored = append(g.Ignored, name)
 		}
 	}
-	o.harmless("_from_model_config", "transformers_version", "use_cache", "output_attentions",
-		"output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
-		"max_length", "max_new_tokens", "max_time", "num_return_sequences", "early_stopping",
-		"cache_implementation", "cache_config", "renormalize_logits", "remove_invalid_values",
-		"low_memory", "stop_strings", "assistant_early_exit", "num_assistant_tokens",
-		"num_assistant_tokens_schedule", "assistant_confidence_threshold",
-		"prompt_lookup_num_tokens",
-		"max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "is_assistant",
-		"disable_compile", "compile_config", "return_legacy_cache",
-		"prefill_chunk_size", "dola_layers",
-		"decoder_start_token_id", "token_healing", "chat_format", "trust_remote_code",
-		"max_window_size", "transformers.js_config")
-	return o.done()
 }

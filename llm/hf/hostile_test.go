@@ -363,6 +363,52 @@ func TestGeneration(t *testing.T) {
 	}
 }
 
+// TestSamplingDefaults checks what is drawn from where fields are missing, null or 0, or stand in
+// config.json alone. The wanted values are those of GenerationConfig in transformers 5.24.
+func TestSamplingDefaults(t *testing.T) {
+	for _, c := range []struct {
+		generation, config string
+		want               Generation
+	}{
+		{`{"do_sample": true}`, `{}`, Generation{Sample: true, Temperature: 1, TopK: 50, TopP: 1}},
+		{`{"do_sample": true, "top_k": null, "top_p": null, "temperature": null}`, `{}`,
+			Generation{Sample: true, Temperature: 1, TopK: 50, TopP: 1}},
+		{`{"do_sample": true, "top_k": 0, "top_p": 0}`, `{}`,
+			Generation{Sample: true, Temperature: 1}},
+		{`{"temperature": 0.5}`, `{"do_sample": true, "top_k": 7}`,
+			Generation{Temperature: 0.5, TopK: 50, TopP: 1}},
+		{"", `{"do_sample": true, "top_k": 7, "temperature": 0.5, "top_p": 0.25}`,
+			Generation{Sample: true, Temperature: 0.5, TopK: 7, TopP: 0.25}},
+		{"", `{}`, Generation{Temperature: 1, TopK: 50, TopP: 1}},
+	} {
+		dir := copyOf(t, "llama2")
+		path := filepath.Join(dir, generationName)
+		require.NoError(t, os.WriteFile(path, []byte(c.generation), 0o666))
+		if c.generation == "" {
+			require.NoError(t, os.Remove(path))
+		}
+		rewrite(t, filepath.Join(dir, configName), func(f map[string]any) {
+			require.NoError(t, json.Unmarshal([]byte(c.config), &f))
+		})
+
+		f, err := Open(dir)
+		require.NoError(t, err, c)
+		defer f.Close()
+		c.want.Begin, c.want.Pad, c.want.End = f.Generation.Begin, f.Generation.Pad, f.Generation.End
+		require.Equal(t, c.want, f.Generation, c)
+
+		// A folder that is saved again says the same.
+		m, err := f.Load(t.Context())
+		require.NoError(t, err)
+		again := filepath.Join(t.TempDir(), "again")
+		require.NoError(t, SavePretrained(t.Context(), again, m, Like(f)))
+		g, err := Open(again)
+		require.NoError(t, err)
+		require.NoError(t, g.Close())
+		require.Equal(t, f.Generation, g.Generation, c)
+	}
+}
+
 // TestWiden wants every number of 16 bits to be what it is, at every place, and those that are not
 // finite to be found.
 func TestWiden(t *testing.T) {

@@ -230,7 +230,11 @@ func (f *Folder) generationOf() []byte {
 	} else if len(f.Generation.End) > 1 {
 		fields["eos_token_id"] = f.Generation.End
 	}
-	text, _ := json.MarshalIndent(fields, "", "  ") // of numbers alone
+	if g := f.Generation; g.Sample {
+		fields["do_sample"], fields["temperature"] = true, g.Temperature
+		fields["top_k"], fields["top_p"] = g.TopK, g.TopP
+	}
+	text, _ := json.MarshalIndent(fields, "", "  ") // of numbers and a boolean
 	return append(text, '\n')
 }
 

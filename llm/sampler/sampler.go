@@ -21,11 +21,25 @@ type Config struct {
 	// TopP in (0, 1] keeps only the fewest most probable tokens whose probabilities, taken after
 	// TopK, add up to at least TopP; 0 keeps all. (Holtzman et al., "The curious case of neural
 	// text degeneration", 2020.)
+	//
+	// Other programs keep only the most probable token at a top_p of 0: that is [MostProbable].
 	TopP float64
 	// Vocab is the size of the tokenizer's vocabulary, where the model's is larger: ids from it on
 	// are never drawn. 0 is that of the logits.
 	Vocab int
 	Seed  uint64
+}
+
+// MostProbable is the TopP that keeps only the most probable token.
+const MostProbable = math.SmallestNonzeroFloat64
+
+// Nucleus returns the TopP of a top_p as options and files give it. There, 0 keeps only the most
+// probable token.
+func Nucleus(p float64) float64 {
+	if p == 0 {
+		return MostProbable
+	}
+	return p
 }
 
 // A Sampler draws tokens. Among tokens with equal logits the one with the smaller id counts as the

@@ -377,3 +377,16 @@ func TestTopKKeepsTheBest(t *testing.T) {
 		require.Equal(t, want[0].id, id)
 	}
 }
+
+// TestNucleusOfZero checks that a top_p of 0 keeps only the most probable token, however close the
+// others are.
+func TestNucleusOfZero(t *testing.T) {
+	logits := []float64{1, 1 + 1e-15, 1, -1e300, math.Inf(-1), 1 + 1e-15}
+	for seed := range uint64(50) {
+		for _, temperature := range []float64{1e-3, 1, 1e6} {
+			s := mustSampler(t, Config{Temperature: temperature, TopP: Nucleus(0), Seed: seed})
+			require.Equal(t, 1, mustDraw(t, s, logits))
+		}
+	}
+	require.InDelta(t, 0.9, Nucleus(0.9), 0)
+}

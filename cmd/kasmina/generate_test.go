@@ -1,0 +1,52 @@
+package main
+
+import (
+	"strconv"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+)
+
+// TestSamplingOptions checks which tokens are drawn from where options are given, zero, or missing.
+func TestSamplingOptions(t *testing.T) {
+	file := hf.Generation{Sample: true, Temperature: 0.5, TopK: 20, TopP: 0.9}
+	for _, c := range []struct {
+		args []string
+		file hf.Generation
+		want sampler.Config
+	}{
+		{nil, file, sampler.Config{Temperature: 0.5, TopK: 20, TopP: 0.9}},
+		{[]string{"--top-k", "0", "--top-p", "0"}, file,
+			sampler.Config{Temperature: 0.5, TopP: sampler.MostProbable}},
+		{[]string{"--top-k", "50", "--top-p", "1"}, file,
+			sampler.Config{Temperature: 0.5, TopK: 50, TopP: 1}},
+		{nil, hf.Generation{Sample: true, Temperature: 1}, // a top_k and a top_p of 0
+			sampler.Config{Temperature: 1, TopP: sampler.MostProbable}},
+		{[]string{"--temperature", "2"}, hf.Generation{Temperature: 1, TopK: 50, TopP: 1},
+			sampler.Config{Temperature: 2, TopK: 50, TopP: 1}},
+		{[]string{"--temperature", "0"}, file, sampler.Config{TopK: 20, TopP: 0.9}},
+	} {
+		var o generateOptions
+		command := o.command()
+		require.NoError(t, command.ParseFlags(c.args))
+		c.want.Seed, c.want.Vocab = 1, 400
+		require.Equal(t, c.want, o.sampler(command, c.file, 400), c.args)
+	}
+}
+
+// TestTopPOfZero wants the likeliest text for every seed.
+func TestTopPOfZero(t *testing.T) {
+	args := []string{"generate", "--model", tiny, "--device", "cpu", "--prompt", "Permission", "--n",
+		"20"}
+	greedy, err := kasmina(t, append(args, "--temperature", "0")...)
+	require.NoError(t, err)
+	for seed := range 3 {
+		got, err := kasmina(t, append(args, "--temperature", "1", "--top-p", "0", "--seed",
+			strconv.Itoa(seed))...)
+		require.NoError(t, err)
+		require.Equal(t, greedy, got)
+	}
+}
