@@ -78,6 +78,9 @@ func (p *parser) readMetadata() error {
 		return fmt.Errorf("duplicate key %q", metadataName)
 	}
 	p.metadata = map[string]string{}
+	if p.acceptNull() { // some writers' way to say that there is none
+		return nil
+	}
 	for first := true; ; first = false {
 		key, more, err := p.key(first)
 		if err != nil || !more {
@@ -140,7 +143,7 @@ func (p *parser) field(e *entry, field int) error {
 		if err != nil {
 			return err
 		}
-		if e.dtype = DType(s); e.dtype.Size() == 0 {
+		if e.dtype = DType(s); e.dtype.bits() == 0 {
 			return fmt.Errorf("unknown dtype %.100q", s)
 		}
 	case 1:
@@ -173,7 +176,16 @@ func (e *entry) check() error {
 	if err != nil {
 		return err
 	}
-	if want, got := int64(n)*int64(e.dtype.Size()), e.end-e.begin; got != want {
+	bits := e.dtype.bits()
+	want, whole := int64(n)*int64(bits/8), true
+	if bits%8 != 0 {
+		want, whole = int64(n)*int64(bits)/8, n*bits%8 == 0
+	}
+	if !whole {
+		return fmt.Errorf("%s of shape %v takes %d bits, which are no whole number of bytes",
+			e.dtype, e.shape, n*bits)
+	}
+	if got := e.end - e.begin; got != want {
 		return fmt.Errorf("%s of shape %v takes %d bytes, data_offsets [%d,%d] hold %d", e.dtype,
 			e.shape, want, e.begin, e.end, got)
 	}

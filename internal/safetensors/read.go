@@ -187,6 +187,9 @@ func (f *File) Read(ctx context.Context, name string, data any) error {
 		return err
 	}
 	e := f.entries[i]
+	if err := f.supports(e); err != nil {
+		return err
+	}
 	n := int((e.end - e.begin) / int64(e.dtype.Size()))
 	if reflect.TypeOf(data) != e.dtype.sliceType() || reflect.ValueOf(data).Len() != n {
 		return fmt.Errorf("safetensors: %s: tensor %.100q has %d elements of type %s, which do "+
@@ -222,6 +225,9 @@ func (f *File) dataSize() int64 {
 
 func (f *File) tensor(ctx context.Context, i int) (Tensor, error) {
 	e := f.entries[i]
+	if err := f.supports(e); err != nil {
+		return Tensor{}, err
+	}
 	size := e.end - e.begin
 	err := memory.Check("its data take", uint64(size))
 	if err == nil && size > math.MaxInt {
@@ -236,6 +242,15 @@ func (f *File) tensor(ctx context.Context, i int) (Tensor, error) {
 		return Tensor{}, err
 	}
 	return Tensor{e.name, e.dtype, slices.Clone(e.shape), data}, nil
+}
+
+// supports returns an error if the elements of an entry cannot be read.
+func (f *File) supports(e entry) error {
+	if _, no := unsupported[e.dtype]; no {
+		return fmt.Errorf("safetensors: %s: tensor %.100q is of type %s, which cannot be read: %w",
+			f.name, e.name, e.dtype, ErrUnsupported)
+	}
+	return nil
 }
 
 // fill reads the data of entry i into a slice that fits it.
@@ -258,6 +273,9 @@ func (f *File) Chunks(ctx context.Context, name string, visit func(part []byte) 
 	if err != nil {
 		return err
 	}
+	if err := f.supports(f.entries[i]); err != nil {
+		return err
+	}
 	scratch := make([]byte, min(chunk, f.entries[i].end-f.entries[i].begin))
 	return f.read(ctx, i, func(_, n int64) []byte { return scratch[:n] }, visit)
 }
@@ -271,6 +289,9 @@ func (f *File) Part(ctx context.Context, name string, from, to int64,
 		return err
 	}
 	e := f.entries[i]
+	if err := f.supports(e); err != nil {
+		return err
+	}
 	if size := int64(e.dtype.Size()); from < 0 || to < from || to > e.end-e.begin ||
 		from%size != 0 || to%size != 0 {
 		return fmt.Errorf("safetensors: %s: bytes %d to %d of tensor %.100q, which has %d", f.name,

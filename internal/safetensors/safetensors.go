@@ -42,6 +42,8 @@ var (
 	ErrCorrupt = errors.New("corrupt safetensors file")
 	// ErrInvalid marks tensors or metadata that cannot be saved.
 	ErrInvalid = errors.New("invalid tensor")
+	// ErrUnsupported marks a tensor of a type that the format has and this package does not read.
+	ErrUnsupported = errors.New("unsupported tensor type")
 	// ErrNotFound marks a tensor that the file does not have.
 	ErrNotFound = errors.New("tensor not found")
 )
@@ -101,7 +103,20 @@ func (d DType) sliceType() reflect.Type {
 	return nil
 }
 
-// Size returns the bytes of one element, 0 for an unknown type.
+// unsupported has the bits of one element of the types that the format has and this package does not
+// read. A file with such tensors can be opened, and its other tensors read.
+var unsupported = map[DType]int{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8,
+	"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64}
+
+// bits returns the bits of one element, 0 for a type that the format does not have.
+func (d DType) bits() int {
+	if n, ok := unsupported[d]; ok {
+		return n
+	}
+	return 8 * d.Size()
+}
+
+// Size returns the bytes of one element, 0 for a type that this package does not read.
 func (d DType) Size() int {
 	if t := d.sliceType(); t != nil {
 		return int(t.Elem().Size())

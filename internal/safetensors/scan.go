@@ -39,6 +39,16 @@ func (s *scanner) accept(c byte) bool {
 	return true
 }
 
+// acceptNull reads null if it comes next.
+func (s *scanner) acceptNull() bool {
+	s.skipSpace()
+	if !strings.HasPrefix(s.text[s.at:], "null") {
+		return false
+	}
+	s.at += len("null")
+	return true
+}
+
 func (s *scanner) expect(c byte) error {
 	if s.accept(c) {
 		return nil

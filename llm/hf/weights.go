@@ -166,12 +166,12 @@ func (w *weights) fit(c llm.Config) error {
 		if err != nil {
 			return err
 		}
+		if !readable(dtype) {
+			return fmt.Errorf("tensor %s is of type %s, want F32, F16 or BF16", name, dtype)
+		}
 		if !slices.Equal(have, shape) {
 			return fmt.Errorf("tensor %s has the shape %v, and by config.json it is %v", name, have,
 				shape)
-		}
-		if !readable(dtype) {
-			return fmt.Errorf("tensor %s is of type %s, want F32, F16 or BF16", name, dtype)
 		}
 		delete(rest, name)
 	}
