@@ -28,6 +28,9 @@ type Machine struct {
 	// Ranks calls f for every rank of a team and returns the errors by rank. It is nil where
 	// Limits.Ranks is 0.
 	Ranks func(ranks int, f func(rank int, build Build) error) []error
+	// RankedApart is set where ranks compute with other bits than a single process, as on GPUs. Their
+	// runs are compared with that of a team of one, and each rank needs a batch of every step.
+	RankedApart bool
 }
 
 // Session is a machine that computes the runs of one case.
@@ -369,8 +372,14 @@ func (k *checker) ranks() {
 		return
 	}
 	what := fmt.Sprintf("a run on %d ranks", k.Ranks)
-	from := ""
-	if step := int(k.Seed % uint64(2*k.straight.tr.Step())); k.straight.files[step] != "" && step > 0 {
+	want, wantEnd, from := k.straight, k.end, ""
+	if k.machine.RankedApart {
+		one := c.clone()
+		one.Ranks = 1
+		var errs []error
+		want, wantEnd, errs = k.team(one, func(r *rig) { r.resumedOrdered = true }, "")
+		k.must(OnRanks, "a run on 1 rank", errs[0])
+	} else if step := int(k.Seed % uint64(2*k.straight.tr.Step())); k.straight.files[step] != "" && step > 0 {
 		from = k.straight.files[step]
 		what += fmt.Sprintf(", resumed behind step %d of a run in one process", step)
 	}
@@ -379,9 +388,9 @@ func (k *checker) ranks() {
 		k.must(OnRanks, fmt.Sprintf("%s: rank %d", what, rank), err)
 	}
 	if from == "" {
-		k.alike(OnRanks, what, k.straight, first, -1)
+		k.alike(OnRanks, what, want, first, -1)
 	}
-	if diff := differences(k.end, end, true); diff != "" {
+	if diff := differences(wantEnd, end, true); diff != "" {
 		k.fail(OnRanks, "%s ends with another file: %s", what, diff)
 	}
 	k.checked(OnRanks)
@@ -395,6 +404,9 @@ func (k *checker) onRanks() *Case {
 	o := k.Model.KasminaOptions
 	if k.Train.Accumulate > 1 && (o.Stability != 0 || o.AdaptiveClip > 0) {
 		return nil // whose bits are others, and are documented as such
+	}
+	if k.machine.RankedApart && (k.Train.Accumulate < k.Ranks || o.Stability != 0 || o.AdaptiveClip > 0) {
+		return nil // which GPUs refuse
 	}
 	c := k.Case.clone()
 	c.Beside = nil

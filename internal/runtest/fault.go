@@ -288,7 +288,7 @@ func (k *checker) faultOfResume() {
 // rankFault has one of several ranks fail, and goes on with as many.
 func (k *checker) rankFault() {
 	c := k.onRanks()
-	if c == nil {
+	if c == nil || k.machine.RankedApart {
 		return
 	}
 	f, ranks := k.Fault, k.Ranks

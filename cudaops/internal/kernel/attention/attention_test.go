@@ -179,8 +179,10 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 		if a.Seq == 1 || c.starts != nil || c.alike > 0 {
 			size = max(size, kerneltest.Norm(dv))
 		}
-		if c.alike > 0 && i == 0 { // dq is keys times differences that sum to zero
-			size = alikeKey * kerneltest.Norm(dv)
+		if c.alike > 0 && i == 0 {
+			// dq is keys times differences that sum to zero. What is left of them is the rounding of
+			// each difference and of y, from which their mean is formed.
+			size = 2 * alikeKey * kerneltest.Norm(dv)
 		}
 		d[i].near(g, [...]string{"dq", "dk", "dv"}[i], want,
 			kerneltest.Backward(c.dtype)*spread*size)

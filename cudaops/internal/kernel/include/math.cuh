@@ -27,7 +27,7 @@ template <class T> __device__ __forceinline__ float sigmoid(float a) {
 template <class T> struct Shifted {
   static constexpr float kLog2e = 1.44269504f;
   float shift;
-  __device__ __forceinline__ explicit Shifted(float s) : shift(sizeof(T) == 2 ? s * kLog2e : s) {}
+  __device__ __forceinline__ explicit Shifted(float s) : shift(sizeof(T) == 2 ? __fmul_rn(s, kLog2e) : s) {}
   __device__ __forceinline__ float exp(float x) const {
     if constexpr (sizeof(T) == 2) return exp2Approximate(fmaf(x, kLog2e, -shift));
     return expf(x - shift);
