@@ -217,6 +217,7 @@ func ContentsIn(ctx context.Context, m *Model, f *modelfile.File,
 			for i, p := range m.Params {
 				CopyNumbers(p.Value, read[i].Value)
 			}
+			m.Config.Grown = c.Grown // the same blocks may have come from blueprints of other sizes
 		} else {
 			c.KasminaOptions = m.Config.KasminaOptions
 			Become(m, c, read)
