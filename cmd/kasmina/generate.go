@@ -115,10 +115,8 @@ func (o *generateOptions) run(c *cobra.Command) error {
 func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 	d *tokenizers.Decoder, prompt []int, shown string, end []int) error {
 	// The decoder sees the prompt too: some take the space from the first token of a text.
-	for _, id := range prompt {
-		if _, err := d.Next(id); err != nil {
-			return err
-		}
+	if err := d.Prime(prompt); err != nil {
+		return err
 	}
 	if _, err := io.WriteString(c.OutOrStdout(), shown); err != nil {
 		return err

@@ -50,3 +50,13 @@ func TestTopPOfZero(t *testing.T) {
 		require.Equal(t, greedy, got)
 	}
 }
+
+// TestPromptEndsInsideACharacter checks that the bytes of an unfinished character are printed once.
+func TestPromptEndsInsideACharacter(t *testing.T) {
+	for _, prompt := range []string{"caf\xe9", "caf\xc3", "\xe2\x82", "\xf0\x9f\x98", "\xff", "é"} {
+		got, err := kasmina(t, "generate", "--model", tiny, "--device", "cpu", "--prompt", prompt,
+			"--n", "0")
+		require.NoError(t, err)
+		require.Equal(t, prompt+"\n", got)
+	}
+}

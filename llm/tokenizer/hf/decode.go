@@ -126,8 +126,12 @@ func (t *Tokenizer) NewDecoder(skipSpecial bool) *Decoder {
 
 // Next returns the bytes that an id adds to the text, valid until the next call. It holds back the
 // bytes of a character of which some are missing. So the parts that it returns are valid UTF-8 if
-// the text is. An id that stands for no token is an error, and changes nothing.
+// the text is. An id in a gap of the vocabulary adds nothing. One outside the vocabulary is an error,
+// and changes nothing.
 func (d *Decoder) Next(id int) ([]byte, error) {
+	if d.t.isGap(id) {
+		return nil, nil
+	}
 	if err := d.t.check(id); err != nil {
 		return nil, fmt.Errorf("hf: Decoder.Next: %w", err)
 	}
@@ -136,6 +140,18 @@ func (d *Decoder) Next(id int) ([]byte, error) {
 	d.out = append(d.out[:0], d.held[:whole]...)
 	d.held = append(d.held[:0], d.held[whole:]...)
 	return d.stripped(d.out), nil
+}
+
+// Prime has the decoder go on behind ids whose text the caller has already, such as those of a
+// prompt. If that text ends inside a character, the next bytes complete it.
+func (d *Decoder) Prime(ids []int) error {
+	for _, id := range ids {
+		if _, err := d.Next(id); err != nil {
+			return err
+		}
+	}
+	d.held = d.held[:0]
+	return nil
 }
 
 // Flush returns the bytes that were held back, and begins a new text.

@@ -118,10 +118,11 @@ func (t *Tokenizer) read(o *object) error {
 	if version := o.textOr("version", "1.0"); version != "1.0" {
 		o.fail("version", fmt.Errorf("%.40q is not supported, want \"1.0\"", version))
 	}
+	// The file keeps how somebody last truncated and padded texts. transformers does neither unless
+	// a call asks for it, and nothing here does.
 	for _, key := range []string{"truncation", "padding"} {
-		if v, ok := o.take(key); ok {
-			o.fail(key, fmt.Errorf("%s is not supported, want null: texts are encoded as long as "+
-				"they are", v.short()))
+		if v, ok := o.take(key); ok && v[0] != '{' {
+			o.fail(key, fmt.Errorf("it is %s, want null or an object", v.kind()))
 		}
 	}
 	parts := map[string]value{}
@@ -323,6 +324,12 @@ func (t *Tokenizer) Token(id int) (string, bool) {
 // IsSpecial reports whether an id is that of a special token.
 func (t *Tokenizer) IsSpecial(id int) bool { return t.special[id] }
 
+// isGap reports whether an id lies in the vocabulary and stands for no token. Models draw such ids,
+// and as in Rust's tokenizers they add nothing to a text.
+func (t *Tokenizer) isGap(id int) bool {
+	return t != nil && t.model != nil && id >= 0 && id < len(t.model.tokens) && !t.model.tokens[id].ok
+}
+
 func (t *Tokenizer) check(id int) error {
 	if t == nil || t.model == nil {
 		return errors.New("the tokenizer is its zero value, want one that Load, Parse or Train " +
@@ -397,7 +404,8 @@ func (t *Tokenizer) encode(text []byte, ordinary bool) []int {
 }
 
 // Decode returns the bytes of the tokens, of special ones none. It is decode(ids) of Rust's
-// tokenizers, except that bytes that are not UTF-8 stay what they are. A Decoder does so as the ids
+// tokenizers, except that bytes that are not UTF-8 stay what they are, and that an id outside the
+// vocabulary is an error. An id in a gap of the vocabulary adds nothing. A Decoder does so as the ids
 // come.
 func (t *Tokenizer) Decode(ids []int) ([]byte, error) { return t.decode("Decode", ids, true) }
 
@@ -409,6 +417,9 @@ func (t *Tokenizer) DecodeWhole(ids []int) ([]byte, error) {
 func (t *Tokenizer) decode(method string, ids []int, skipSpecial bool) ([]byte, error) {
 	d := t.NewDecoder(skipSpecial)
 	for i, id := range ids {
+		if t.isGap(id) {
+			continue
+		}
 		if err := t.check(id); err != nil {
 			return nil, fmt.Errorf("hf: Tokenizer.%s: ids[%d]: %w", method, i, err)
 		}
