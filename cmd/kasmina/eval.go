@@ -13,7 +13,6 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/hf"
-	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
 // maxText is how much text eval reads: all of its tokens are in memory.
@@ -125,9 +124,12 @@ func (o *common) window(stderr io.Writer, c llm.Config) error {
 
 // cut returns the windows of a text's tokens, and how many of its bytes the tokens stand for that
 // are scored.
-func cut(tok *tokenizers.Tokenizer, text []byte, seq int) (windows [][]int, bytes int, err error) {
+func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err error) {
 	before, _ := tok.Affixes()
 	ids := append(before, tok.EncodeOrdinary(text)...)
+	if err := tok.check(ids); err != nil {
+		return nil, 0, err
+	}
 	for w := range slices.Chunk(ids, seq) {
 		if len(w) < 2 {
 			continue

@@ -94,6 +94,9 @@ func (o *generateOptions) run(c *cobra.Command) error {
 		return errors.New("--prompt is empty, and the tokenizer has no token that begins a text: " +
 			"give some text")
 	}
+	if err := tok.check(prompt); err != nil {
+		return fmt.Errorf("--prompt: %w", err)
+	}
 	device, precision, err := o.open(c.ErrOrStderr())
 	if err != nil {
 		return err

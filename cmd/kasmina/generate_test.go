@@ -1,6 +1,9 @@
 package main
 
 import (
+	"encoding/json"
+	"os"
+	"path/filepath"
 	"strconv"
 	"testing"
 
@@ -59,4 +62,37 @@ func TestPromptEndsInsideACharacter(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, prompt+"\n", got)
 	}
+}
+
+// TestMoreTokensThanModel uses a tokenizer with one token more than its model, as that of Gemma 3.
+func TestMoreTokensThanModel(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "model")
+	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))
+	path := filepath.Join(dir, "tokenizer.json")
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	var tok map[string]any
+	require.NoError(t, json.Unmarshal(text, &tok))
+	tok["added_tokens"] = append(tok["added_tokens"].([]any), map[string]any{"id": 400,
+		"content": "<picture>", "special": true})
+	text, err = json.Marshal(tok)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(path, text, 0o666))
+
+	r := readReference(t)
+	out, err := kasmina(t, "generate", "--model", dir, "--device", "cpu", "--prompt", r.Prompt, "--n",
+		"30", "--temperature", "0")
+	require.NoError(t, err)
+	require.Equal(t, r.Text+"\n", out)
+	_, err = kasmina(t, "generate", "--model", dir, "--device", "cpu", "--prompt", "a<picture>")
+	require.ErrorContains(t, err, `the token "<picture>" with the id 400, and the model has 400 tokens`)
+
+	_, err = kasmina(t, "eval", "--model", dir, "--device", "cpu", "--data", license)
+	require.NoError(t, err)
+	_, err = kasmina(t, "convert", "--model", dir, "--gguf", "f32", "--out",
+		filepath.Join(t.TempDir(), "m.gguf"))
+	require.NoError(t, err)
+	_, err = kasmina(t, "train", "--model", dir, "--device", "cpu", "--data", license, "--steps", "1",
+		"--batch", "1", "--seq", "16", "--quiet", "--out", filepath.Join(t.TempDir(), "trained"))
+	require.NoError(t, err)
 }

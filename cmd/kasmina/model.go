@@ -101,20 +101,37 @@ func load(ctx context.Context, f *hf.Folder, stderr io.Writer, opts ...hf.LoadOp
 	return f.Load(ctx, append(opts, hf.WithProgress(at))...)
 }
 
-// tokenizerOf reads the tokenizer of a folder whose model has a vocabulary.
-func tokenizerOf(dir string, vocab int) (*tokenizers.Tokenizer, error) {
+// A vocabulary is the tokenizer of a folder, limited to the tokens that its model has. The published
+// tokenizer of Gemma 3 has one more, for pictures, and only a text in which that occurs cannot be read.
+type vocabulary struct {
+	*tokenizers.Tokenizer
+	size int // of the model's vocabulary
+}
+
+// tokenizerOf reads the tokenizer of a folder whose model has a vocabulary of the given size.
+func tokenizerOf(dir string, size int) (vocabulary, error) {
 	tok, err := tokenizers.Load(dir)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%s has no tokenizer.json: copy the one of the model into it", dir)
-	} else if err != nil {
-		return nil, err
+		return vocabulary{}, fmt.Errorf("%s has no tokenizer.json: copy the one of the model into it",
+			dir)
 	}
-	if n := tok.VocabSize(); n > vocab {
-		return nil,
-			fmt.Errorf("the tokenizer of %s has %d tokens, and its model %d: they are of two "+
-				"models", dir, n, vocab)
+	return vocabulary{tok, size}, err
+}
+
+// VocabSize returns the number of ids that both the tokenizer and the model have.
+func (v vocabulary) VocabSize() int { return min(v.size, v.Tokenizer.VocabSize()) }
+
+// check returns an error that names the first token which the model does not have.
+func (v vocabulary) check(ids []int) error {
+	for _, id := range ids {
+		if id >= v.size {
+			token, _ := v.Token(id)
+			return fmt.Errorf("the text has the token %.60q with the id %d, and the model has %d "+
+				"tokens: leave it out, or take the tokenizer that belongs to the model", token, id,
+				v.size)
+		}
 	}
-	return tok, nil
+	return nil
 }
 
 // inference loads the model of a folder for sequences of so many tokens, with a bar, and computes

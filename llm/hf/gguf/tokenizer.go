@@ -72,18 +72,21 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 	if t.Model.ByteFallback || !strings.Contains(string(t.PreTokenizer), `"ByteLevel"`) {
 		return errors.New("tokenizer.json: only byte-level encodings can be written")
 	}
-	if tok.VocabSize() > vocab {
-		return fmt.Errorf("tokenizer.json: it has %d tokens, and the model %d",
-			tok.VocabSize(), vocab)
-	}
 	tokens, types := make([]string, vocab), make([]int32, vocab)
 	for id := range tokens {
 		tokens[id], types[id] = fmt.Sprintf("[PAD%d]", id), unused
 	}
 	for token, id := range t.Model.Vocab {
+		if id >= vocab {
+			return fmt.Errorf("tokenizer.json: the token %.60q has the id %d, and the model has %d "+
+				"tokens", token, id, vocab)
+		}
 		tokens[id], types[id] = token, normal
 	}
 	for _, a := range t.AddedTokens {
+		if a.ID >= vocab { // no text that the model can read has this token
+			continue
+		}
 		tokens[a.ID], types[a.ID] = a.Content, defined
 		if a.Special {
 			types[a.ID] = control
