@@ -28,7 +28,19 @@ func same(a, b llm.Config) bool {
 	a, b = plain.Config(a), plain.Config(b)
 	a.Seq, b.Seq = 0, 0
 	a.Documents, b.Documents = false, false
+	a.Blocks, b.Blocks = eachBlock(a), eachBlock(b)
 	return fmt.Sprintf("%+v", a) == fmt.Sprintf("%+v", b)
+}
+
+// eachBlock returns what each block has of its own. Config.Blocks may be a pattern that repeats.
+func eachBlock(c llm.Config) []llm.Block {
+	all := make([]llm.Block, c.Layers)
+	for i := range all {
+		if len(c.Blocks) > 0 {
+			all[i] = c.Blocks[i%len(c.Blocks)]
+		}
+	}
+	return all
 }
 
 // changedConfig is the folder's with another type of weights, and with as many blocks as the model
@@ -42,14 +54,7 @@ func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error
 	fields["dtype"] = dtypeNames[d]
 	if c.Layers != s.like.Config.Layers {
 		fields["num_hidden_layers"] = c.Layers
-		for _, name := range []string{"layer_types", "no_rope_layers"} {
-			if fields[name] != nil {
-				return nil,
-					fmt.Errorf("the model has grown from %d to %d blocks, and %s of config.json "+
-						"says what the former were: save without Like",
-						s.like.Config.Layers, c.Layers, name)
-			}
-		}
+		describeLayers(fields, c)
 	}
 	text, err := json.MarshalIndent(fields, "", "  ")
 	if err != nil {
@@ -67,6 +72,27 @@ func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error
 		return nil, fmt.Errorf("the model is not the one of %s: save without Like", s.like.Dir)
 	}
 	return append(text, '\n'), nil
+}
+
+// describeLayers replaces the lists of config.json that have an entry for each layer.
+func describeLayers(fields map[string]any, c llm.Config) {
+	types, rope := make([]string, c.Layers), make([]int, c.Layers) // rope is 0 for a layer without
+	for i, b := range eachBlock(c) {
+		types[i] = "full_attention"
+		if b.Window > 0 {
+			types[i] = "sliding_attention"
+		}
+		if !b.NoRoPE {
+			rope[i] = 1
+		}
+	}
+
+	if fields["layer_types"] != nil {
+		fields["layer_types"] = types
+	}
+	if fields["no_rope_layers"] != nil {
+		fields["no_rope_layers"] = rope
+	}
 }
 
 // ownConfig is that of a model that was made here.

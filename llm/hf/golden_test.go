@@ -2,6 +2,7 @@ package hf
 
 import (
 	"context"
+	"encoding/json"
 	"math"
 	"os"
 	"path/filepath"
@@ -261,4 +262,48 @@ func TestCancel(t *testing.T) {
 	left, err := os.ReadDir(parent)
 	require.NoError(t, err)
 	require.Empty(t, left)
+}
+
+// TestGrownConfig checks that a model with more blocks than its folder can be described like the
+// folder, though config.json has an entry for each layer.
+func TestGrownConfig(t *testing.T) {
+	for _, name := range []string{"qwen2.5", "qwen2-window", "qwen3", "smollm3", "gemma3"} {
+		dir := copyOf(t, name)
+		var types, rope []any
+		rewrite(t, filepath.Join(dir, configName), func(f map[string]any) {
+			if f["layer_types"] == nil {
+				for range int(f["num_hidden_layers"].(float64)) {
+					types = append(types, "full_attention")
+				}
+				f["layer_types"] = types
+			}
+			types = f["layer_types"].([]any)
+			rope, _ = f["no_rope_layers"].([]any)
+		})
+		f, err := Open(dir)
+		require.NoError(t, err, name)
+		require.NoError(t, f.Close())
+
+		// As if every block had been copied to the place after it.
+		c := f.Config
+		c.Layers, c.Blocks = 2*c.Layers, nil
+		for _, b := range eachBlock(f.Config) {
+			c.Blocks = append(c.Blocks, b, b)
+		}
+		s := &saving{like: f}
+		text, err := s.config(c)
+		require.NoError(t, err, name)
+		var got map[string]any
+		require.NoError(t, json.Unmarshal(text, &got))
+		double := func(all []any) (twice []any) {
+			for _, x := range all {
+				twice = append(twice, x, x)
+			}
+			return twice
+		}
+		require.Equal(t, double(types), got["layer_types"], name)
+		if rope != nil {
+			require.Equal(t, double(rope), got["no_rope_layers"], name)
+		}
+	}
 }
