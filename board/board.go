@@ -62,7 +62,7 @@ type Board struct {
 	servers  []*http.Server
 }
 
-// identity tells a board from another one that has its address later.
+// identity distinguishes a board from another one that listens at the same address later.
 type identity struct {
 	ID string `json:"id"`
 }

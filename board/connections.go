@@ -12,7 +12,7 @@ import (
 // Limits of the connections of a board that listens.
 const (
 	maxConnections = 256
-	// A client, which is an address, leaves some places to others.
+	// A single client cannot take all places.
 	maxConnectionsOfClient = maxConnections * 3 / 4
 
 	stalled    = 10 * time.Second // after which a peer that takes nothing of an answer is dropped

@@ -51,8 +51,8 @@ func reachable(t *testing.T, addr, what string) {
 	require.Equal(t, http.StatusOK, r.StatusCode, what)
 }
 
-// TestSilentConnections checks that connections whose clients read nothing, or ask for nothing, do
-// not keep others away, not even others of the same address.
+// TestSilentConnections checks that connections whose clients read nothing, or request nothing, do
+// not exclude new ones, not even from the same address.
 func TestSilentConnections(t *testing.T) {
 	for name, path := range map[string]string{
 		"which ask for nothing":      "",
@@ -82,8 +82,8 @@ func TestSilentConnections(t *testing.T) {
 	}
 }
 
-// TestSlowReaders checks that a connection whose client does not read a long answer is dropped, and
-// gives way to others before that.
+// TestSlowReaders checks that a connection is dropped if its client does not read a long answer,
+// and that it gives way to new connections even before that.
 func TestSlowReaders(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

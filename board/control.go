@@ -59,8 +59,8 @@ func (b *Board) control(mux *http.ServeMux) {
 	post("stop", readStop)
 }
 
-// A reader reads an order from a request, and hands it to the trainer. The channel receives what
-// comes of it. Commands are those that the page shows if they are refused.
+// A reader reads an order from a request and passes it to the trainer. The channel receives the
+// result. If the order is refused, the page shows the returned commands.
 type reader func(*http.Request, *llm.Trainer) (answer <-chan error, commands []state.Command, err error)
 
 // errRequest is wrapped by what is wrong with a request itself.
@@ -194,7 +194,7 @@ func readTelemetry(r *http.Request, t *llm.Trainer) (<-chan error, []state.Comma
 	note := asked(q.Request, "to measure seeds in mode "+q.Mode, q.Why)
 	var commands []state.Command
 	for i, l := range t.Model.Kasmina.Lattices() {
-		next := l.Telemetry() // nobody asks a board to change the rest of it
+		next := l.Telemetry() // requests to a board set only the mode and the interval
 		next.Mode, next.Every = mode, q.Every
 		if err := next.Check(); err != nil {
 			return nil, nil, fmt.Errorf("%w: %w", errRequest, err)

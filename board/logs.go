@@ -104,8 +104,8 @@ func openLog(path, id, name string) (*log, error) {
 	return l, err
 }
 
-// placeOf returns the absolute path of a run: that of its folder or, of a log with a name of its own,
-// that of the log without its suffix.
+// placeOf returns the absolute path that identifies a run: its folder, or its log without the
+// suffix if the log is not called log.jsonl.
 func placeOf(path string) string {
 	if abs, err := filepath.Abs(path); err == nil {
 		path = abs
@@ -283,8 +283,8 @@ func replaceable(path, run string) (exists bool, err error) {
 	return true, nil
 }
 
-// reportMark returns an element of HTML that says which run a report is of. Of the place of the run
-// it has a checksum, since reports are sent to others.
+// reportMark returns an HTML element that identifies the run of a report. It contains a checksum of
+// the run's path rather than the path, because reports are passed on to other people.
 func reportMark(run string) string {
 	place := placeOf(run)
 	if real, err := filepath.EvalSymlinks(place); err == nil {

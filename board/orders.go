@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// patience is how long a request waits for the end of a step. After that the board answers that the
-// order is pending, and the client asks what has come of it.
+// patience limits how long a request waits for the end of a step. A request that waits longer is
+// answered with a pending order, which the client can query later.
 const patience = 20 * time.Second
 
 // Limits of the orders that a board remembers.
@@ -34,7 +34,7 @@ type orders struct {
 type order struct {
 	id      int
 	run     *store.Run
-	settled chan struct{} // closed when err says what has come of it
+	settled chan struct{} // closed when err has the result
 	err     error
 }
 
@@ -48,7 +48,7 @@ func (o *order) isSettled() bool {
 	}
 }
 
-// status returns what is known of the order.
+// status returns the order's current status.
 func (o *order) status() api.Order {
 	switch {
 	case !o.isSettled():
@@ -110,8 +110,8 @@ func (o *orders) find(run *store.Run, id int) *order {
 	return o.all[i]
 }
 
-// carryOut reads an order, hands it to the trainer, and answers with what has come of it. Commands
-// that are refused are shown on the page.
+// carryOut reads an order, passes it to the trainer and answers with the result. The page shows
+// commands that are refused.
 func (b *Board) carryOut(w http.ResponseWriter, r *http.Request, run *store.Run, t *llm.Trainer,
 	read reader) {
 	if b.orders.full() {

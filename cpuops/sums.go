@@ -21,7 +21,7 @@ type gradientSum struct {
 	undoBy undoing
 }
 
-// undoing says how a gradientSum becomes what it was before the present run.
+// undoing is the way in which undo restores a gradientSum.
 type undoing uint8
 
 const (
@@ -61,7 +61,7 @@ func keepFor[T cpu.Float](s *gradientSum, g []T) undoing {
 	return by
 }
 
-// undo makes the sum what it was before the present run.
+// undo restores the sum as it was before the present run.
 func (s *gradientSum) undo() {
 	switch sum := s.flat.(type) {
 	case []float32:

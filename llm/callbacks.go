@@ -127,7 +127,7 @@ func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
 	return callback.Scrub(access{t}, w, period)
 }
 
-// access is what callbacks see of a trainer.
+// access is the view of a trainer that callbacks have.
 type access struct{ *Trainer }
 
 func (a access) Made() error                              { return a.made() }
@@ -246,7 +246,7 @@ func (s *seedEvents) add(e state.Event) {
 	s.list = append(s.list, e)
 }
 
-// take returns what has been gathered, and begins anew.
+// take returns the gathered events and empties the list.
 func (s *seedEvents) take() []state.Event {
 	s.mu.Lock()
 	defer s.mu.Unlock()

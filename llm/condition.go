@@ -5,14 +5,14 @@ import (
 	"fmt"
 )
 
-// condition says whether a trainer can work with its model and, if not, why. Everything that depends
-// on past failures asks it.
+// A condition says whether a trainer can work with its model and, if not, why. All code that
+// depends on past failures consults it.
 type condition struct {
 	phase phase
 	cause error // of a phase that calls for a Resume
 }
 
-// A phase is what has become of a trainer.
+// A phase is the state that a trainer is in.
 type phase uint8
 
 const (
@@ -54,8 +54,8 @@ var transitions = map[change]map[phase]phase{
 		engineless: closed},
 }
 
-// on notes a change and its cause, which is nil for one that is no failure. The first cause of a
-// phase stays, except that an incomplete step gets the cause for which it is not completed.
+// on records a change and its cause, which is nil unless the change is a failure. A phase keeps its
+// first cause, except that an incomplete step takes the latest reason why it cannot be completed.
 func (c *condition) on(what change, cause error) {
 	next, listed := transitions[what][c.phase]
 	switch {

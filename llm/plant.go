@@ -106,7 +106,8 @@ func (t *Trainer) replant() error {
 	return nil
 }
 
-// obeySeeds does what seeds ask for. When it fails, the trainer's growth state is as before.
+// obeySeeds plants, takes out, merges and grafts blueprints as the seeds ask. If it fails, the
+// trainer's growth state is unchanged.
 func (t *Trainer) obeySeeds(p planting) error {
 	began, clock := time.Now(), phases.Start()
 	now, err := t.needed(p)
@@ -152,8 +153,8 @@ func (t *Trainer) obeySeeds(p planting) error {
 	return nil
 }
 
-// settled returns what a model becomes once fossilized blueprints are merged into it and those
-// whose lives are over are taken out, together with the growth state and the loss scale to match.
+// settled merges fossilized blueprints into a model and takes out blueprints whose seeds have
+// ended. It returns the resulting model with the growth state and the loss scale to match.
 func (t *Trainer) settled(now become.Model, p planting) (next become.Model, growing growthState,
 	scale *LossScale, err error) {
 	next, growing, scale = now, t.growthState, t.lossScale()
@@ -190,8 +191,8 @@ func (t *Trainer) settled(now become.Model, p planting) (next become.Model, grow
 	return next, growing, scale, nil
 }
 
-// needed returns the model as it is, with what is needed on the host there. That is all of it
-// before a graft and for who listens to it, and else what is merged.
+// needed returns the model with the parameters that a planting needs on the host: all of them
+// before a graft or for directed blueprints, and otherwise those that are merged.
 func (t *Trainer) needed(p planting) (become.Model, error) {
 	c := t.Model.Config
 	if len(p.grafts) > 0 || c.Directed && len(p.plant) > 0 {
@@ -215,8 +216,8 @@ func (t *Trainer) needed(p planting) (become.Model, error) {
 	return t.part(names...)
 }
 
-// attach makes the graph one that computes the blueprints of chunks which are graphs. Seeds whose
-// graph cannot be are given up.
+// attach rebuilds the engine if the blueprints of chunks that are graphs have changed. Seeds whose
+// graph cannot be built are abandoned.
 func (t *Trainer) attach() error {
 	all := graph.AttachedTo(t.Model.Kasmina)
 	if slices.Equal(all, t.attached) {
@@ -239,26 +240,30 @@ func (t *Trainer) attach() error {
 	return nil
 }
 
-// detach gives up the seeds of chunks that have come to work with graphs.
+// detach abandons the seeds of chunks whose blueprints are graphs that the engine does not compute yet.
 func (t *Trainer) detach(all []graph.Attached) error {
 	for _, a := range all {
 		if slices.Contains(t.attached, a) {
 			continue
 		}
-		l := t.Model.Kasmina.Lattice(a.Layer)
-		stage, err := l.Stage(a.Seed)
-		if err == nil {
-			to := state.Cancelled
-			if stage != state.Training {
-				to = state.RolledBack
-			}
-			err = l.Transition(a.Seed, to)
-		}
-		if err != nil {
+		if err := t.abandon(state.Address{Layer: a.Layer, Seed: a.Seed}); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// abandon ends the life of a seed whose blueprint cannot become a part of the model.
+func (t *Trainer) abandon(at state.Address) error {
+	l := t.Model.Kasmina.Lattice(at.Layer)
+	stage, err := l.Stage(at.Seed)
+	if err != nil {
+		return err
+	}
+	if stage == state.Training {
+		return l.Transition(at.Seed, state.Cancelled)
+	}
+	return l.Transition(at.Seed, state.RolledBack)
 }
 
 // siteOf is that of a seed's lattice.
@@ -287,16 +292,8 @@ func (t *Trainer) refuse(p planting, cause error, began time.Time) error {
 		return cause
 	}
 	for _, planted := range p.plant {
-		l := t.Model.Kasmina.Lattice(t.Model.LayerAt(planted.Site))
-		stage, err := l.Stage(planted.Seed)
-		if err == nil {
-			to := state.Cancelled
-			if stage != state.Training {
-				to = state.RolledBack
-			}
-			err = l.Transition(planted.Seed, to)
-		}
-		if err != nil {
+		at := state.Address{Layer: t.Model.LayerAt(planted.Site), Seed: planted.Seed}
+		if err := t.abandon(at); err != nil {
 			return errors.Join(cause, err)
 		}
 	}

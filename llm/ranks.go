@@ -50,7 +50,7 @@ func busy(e Engine, what string) (done func()) {
 	return func() {}
 }
 
-// stopAsked is why this rank has been asked to stop, nil if it has not.
+// stopAsked returns why this rank has been asked to stop, or nil.
 func (t *Trainer) stopAsked() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -60,14 +60,14 @@ func (t *Trainer) stopAsked() error {
 	return context.Cause(t.outer)
 }
 
-// say is this rank's word.
+// say returns this rank's word.
 func (t *Trainer) say() ([]byte, error) {
 	return json.Marshal(ranks.Word{Stop: ranks.TextOf(t.stopAsked()),
 		Waiting: t.requested() || t.Model.Kasmina.Waiting()})
 }
 
-// spared reports whether nothing is to be exchanged at the end of a step. Then nobody has commands,
-// and no epoch has ended, at which controllers give some.
+// spared reports whether the exchange at the end of a step can be skipped, because no rank has
+// commands and no epoch has ended, at which the controller would give some.
 func (t *Trainer) spared() bool {
 	return t.heard.Agreed && !t.heard.Waiting && t.last.Step%t.Config.Epoch != 0 && t.replay() == nil
 }
@@ -98,8 +98,8 @@ func (t *Trainer) unasked(p Parallel, h ranks.Heard, own error) bool {
 	return false
 }
 
-// between ends what lies between two steps: where a rank has failed, or has been asked to stop, all
-// do so here.
+// between completes the time between two steps. If a rank has failed or has been asked to stop, all
+// ranks stop here.
 func (t *Trainer) between(err error) error {
 	e, heard := t.takeHeard()
 	if e == nil || t.unasked(e, heard, err) {
@@ -112,9 +112,9 @@ func (t *Trainer) between(err error) error {
 	return err
 }
 
-// settle ends a step, which has failed unless err is nil. It grants requests, if it is to, and then
-// carries out the commands that were submitted to Model.Kasmina. Several ranks do what was asked of
-// any of them.
+// settle completes a step, which has failed unless err is nil. It grants requests if granting is
+// true, and then carries out the commands that were submitted to Model.Kasmina. Several ranks carry
+// out the requests and commands of all of them.
 func (t *Trainer) settle(err error, granting bool) error {
 	e := t.ranks()
 	if e == nil {
@@ -145,7 +145,7 @@ func (t *Trainer) settle(err error, granting bool) error {
 	return t.Model.Kasmina.ApplyShared(exchange)
 }
 
-// settleAlone is settle of a process that trains alone.
+// settleAlone is settle for a single process.
 func (t *Trainer) settleAlone(err error, granting bool) error {
 	if err != nil {
 		return err

@@ -24,7 +24,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// beforeStates returns what a checkpoint has of what the model was, beside tensors.
+// beforeStates returns the part of the snapshots that a checkpoint holds as JSON.
 func (t *Trainer) beforeStates() (all beforeStates) {
 	for _, b := range t.snapshots {
 		s := beforeState{Seeds: b.seeds, Config: b.Config, LossScale: b.scale}
@@ -44,8 +44,8 @@ func beforePrefix(i int) string {
 	return fmt.Sprintf("%s%d.", modelfile.BeforePrefix, i)
 }
 
-// beforeTensors returns what a checkpoint has of what the model was, sharing its memory: nobody
-// changes it.
+// beforeTensors returns the tensors of the snapshots for a checkpoint. They share the snapshots'
+// memory, which is never modified.
 func (t *Trainer) beforeTensors() (all []safetensors.Tensor, err error) {
 	for i, b := range t.snapshots {
 		own, e := b.tensors(beforePrefix(i))

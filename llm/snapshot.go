@@ -51,8 +51,8 @@ func (s snapshots) without(decided ...state.Address) (left snapshots) {
 	return left
 }
 
-// rolledBackTo returns the snapshots that are left once the model is again what the i-th snapshot
-// holds. That is also what it was before all later grafts, so the snapshot now serves their seeds.
+// rolledBackTo returns the remaining snapshots after the model has been rolled back to the i-th.
+// The rollback also removes all later grafts, so the i-th snapshot now serves their seeds too.
 func (s snapshots) rolledBackTo(i int) snapshots {
 	left := slices.Clone(s[:i+1])
 	left[i].seeds = slices.Clone(left[i].seeds)
@@ -67,8 +67,8 @@ func (s snapshots) with(m become.Model, scale *LossScale, seeds ...state.Address
 	return append(slices.Clone(s), snapshot{branch{m.Clone(), scale}, seeds})
 }
 
-// models returns the models that follow growth which is decided for good: those of the snapshots,
-// and the twin.
+// models returns the models to which growth that has been decided is applied as well: those of the
+// snapshots, and the twin.
 func (g growthState) models() (all []become.Model) {
 	for _, b := range g.snapshots {
 		all = append(all, b.Model)

@@ -579,8 +579,8 @@ func TestRefusedPlantingStartsNoTrial(t *testing.T) {
 	require.Equal(t, other.spent, tr.spent)
 }
 
-// TestTwinThatCannotBeLeft lets the trainer fail to put its own model back after the steps of a twin.
-// The parameters are then those of the twin, and nobody may save them as the model's.
+// TestTwinThatCannotBeLeft makes the trainer fail to restore its own model after the steps of a
+// twin. The parameters are then the twin's, and must not be saved as the model's.
 func TestTwinThatCannotBeLeft(t *testing.T) {
 	o, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
 	require.NoError(t, err)

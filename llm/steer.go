@@ -140,7 +140,7 @@ func (t *Trainer) tellNotes() error {
 	}
 }
 
-// halted is why a run has been stopped.
+// halted is the reason why a run was stopped.
 type halted string
 
 func (why halted) Error() string { return "llm: the run has been stopped: " + string(why) }
@@ -189,7 +189,7 @@ func refuse(requests []pendingRequest, err error) {
 	}
 }
 
-// plain returns requests without the channels of their answers.
+// plain returns the requests alone, without the channels for their answers.
 func plain(requests []pendingRequest) []Request {
 	all := make([]Request, len(requests))
 	for i, r := range requests {
@@ -220,7 +220,7 @@ func (t *Trainer) grantAll(requests []Request, own []pendingRequest, at int) err
 	return nil
 }
 
-// grant does what a request asks for, or returns why that is refused.
+// grant carries out a request, or returns the reason for refusing it.
 func (t *Trainer) grant(r Request) error {
 	if len(r.Commands) > 0 && t.replay() != nil {
 		return errReplay
@@ -270,8 +270,8 @@ func (t *Trainer) recordStop() error {
 	return t.record(Decision{Asked: event.AskedToStop, Why: string(why)})
 }
 
-// follow does between the ends of epochs what the record says was done there. At the end of an
-// epoch it is done with what the controller commanded.
+// follow carries out the commands that the record has for a step between the ends of epochs. At the
+// end of an epoch they are carried out in place of the controller's.
 func (t *Trainer) follow() error {
 	r := t.replay()
 	if r == nil {

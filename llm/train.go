@@ -416,8 +416,8 @@ func (t *Trainer) Run(ctx context.Context) error {
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
 
-// tellStep tells the callbacks of a step. The first error ends it, so that no callback takes the
-// step for one that all before it have accepted.
+// tellStep emits the events of a step. It stops at the first error, so that later callbacks do not
+// take the step for one that every earlier callback has accepted.
 func (t *Trainer) tellStep() error {
 	for _, tell := range []func() error{t.tellChoices, t.tellGrowth, t.tellNotes, t.tellEpoch} {
 		if err := tell(); err != nil {
@@ -473,8 +473,8 @@ func (t *Trainer) end() {
 	t.running, t.ctx = false, nil
 }
 
-// tellChoices tells the callbacks how ops are computed, after the first step of a run, in which the
-// last choices are made.
+// tellChoices emits Chosen after the first step of a run, when all choices of kernels have been
+// made.
 func (t *Trainer) tellChoices() error {
 	if e := t.Last(); e.RunTokens != int64(e.StepTokens) {
 		return nil
@@ -611,9 +611,9 @@ func (t *Trainer) settleGrowth() error {
 	return nil
 }
 
-// beforeStep returns a function that restores what a step changes up to its update: gathered
-// gradients, the learning rate, the loader's position, what the lattices have measured, and the
-// slots that learn.
+// beforeStep returns a function that undoes a step that fails before its update. It restores the
+// gathered gradients, the learning rate, the loader's position, the measurements of the lattices,
+// and the record of which slots learn.
 func (t *Trainer) beforeStep() (restore func() error) {
 	loader, rate, progress := t.Loader.State(), t.Optimizer.LR(), t.progress
 	unmark := t.Model.Kasmina.Mark()

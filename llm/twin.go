@@ -19,8 +19,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// branch is a copy of what training steps change in a model: its parameters, what the optimizer
-// remembers of them, and the loss scale.
+// A branch is a copy of everything that training steps change in a model: parameters, optimizer
+// moments and loss scale.
 type branch struct {
 	become.Model // in memory of its own
 	scale        *LossScale
@@ -126,7 +126,7 @@ func (t *Trainer) grafted() (all []state.Address) {
 	return all
 }
 
-// branch returns a copy of what the model has learnt.
+// branch returns a copy of the model's parameters, moments and loss scale.
 func (t *Trainer) branch() (b branch, err error) {
 	m, err := t.now()
 	if err != nil {
@@ -135,8 +135,8 @@ func (t *Trainer) branch() (b branch, err error) {
 	return branch{m.Clone(), t.lossScale()}, nil
 }
 
-// enter replaces what the model has learned by a branch. When the optimizer refuses the branch,
-// nothing has changed.
+// enter replaces the model's parameters, moments and loss scale by those of a branch. If the
+// optimizer refuses the branch, nothing changes.
 func (t *Trainer) enter(b branch) error {
 	scale := t.lossScale()
 	if err := t.setLossScale(b.scale); err != nil {
@@ -281,13 +281,15 @@ func (t *Trainer) adopt() error {
 	return nil
 }
 
-// giveUp rolls all blueprints back that are on trial, since a step of the model has diverged.
+// giveUp rolls back all blueprints on trial, because a step of the model has diverged.
 func (t *Trainer) giveUp(cause error) error {
+	var commands []state.Command
 	for _, s := range t.twin.trial {
-		if err := t.Model.Kasmina.Obey(state.Command{Action: state.Move, Layer: s.Layer,
-			Seed: s.Seed, To: state.RolledBack, Why: "a step has diverged"}); err != nil {
-			return errors.Join(cause, err)
-		}
+		commands = append(commands, state.Command{Action: state.Move, Layer: s.Layer, Seed: s.Seed,
+			To: state.RolledBack, Why: "a step has diverged"})
+	}
+	if err := t.Model.Kasmina.Obey(commands...); err != nil {
+		return errors.Join(cause, err)
 	}
 	if err := t.tryOut(); err != nil {
 		return errors.Join(cause, err)
@@ -301,7 +303,7 @@ func (t *Trainer) giveUp(cause error) error {
 // ratesName is the tensor of a twin's learning rates.
 const ratesName = "rates"
 
-// state returns what a checkpoint has of w beside tensors.
+// state returns the part of w that a checkpoint holds as JSON.
 func (w *twin) state() *twinState {
 	if w == nil {
 		return nil
@@ -309,7 +311,8 @@ func (w *twin) state() *twinState {
 	return &twinState{slices.Clone(w.trial), w.loader, w.scale, w.lost, jsonfloat.Float(w.sum)}
 }
 
-// tensors returns what a checkpoint has of w, sharing its memory: nobody changes it.
+// tensors returns the tensors of w for a checkpoint. They share the twin's memory, which is never
+// modified.
 func (w *twin) tensors() ([]safetensors.Tensor, error) {
 	if w == nil {
 		return nil, nil
@@ -324,8 +327,8 @@ func (w *twin) tensors() ([]safetensors.Tensor, error) {
 	return all, err
 }
 
-// tensors returns what a checkpoint has of a branch, under a prefix, sharing its memory: nobody
-// changes it.
+// tensors returns the tensors of a branch for a checkpoint, with a prefix to their names. They
+// share the branch's memory, which is never modified.
 func (b *branch) tensors(prefix string) (all []safetensors.Tensor, err error) {
 	add := func(name string, shape []int, data any) {
 		x, e := safetensors.New(prefix+name, shape, data)

@@ -53,8 +53,8 @@ func huge() map[string]*param {
 	}
 }
 
-// One huge gradient leaves an optimizer with finite moments, which decay: later steps are of the
-// usual size again, and the optimizer takes its own state back.
+// After one huge gradient, the moments are finite and decay: later steps have the usual size again,
+// and the optimizer accepts its own state.
 func TestHugeGradient(t *testing.T) {
 	const steps, lr = 2500, 0.01
 	for _, big := range []float64{1e15, 1e19, 1e20, -1e25, 1e38, math.MaxFloat32,

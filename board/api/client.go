@@ -76,7 +76,7 @@ func (c *Client) Stop(ctx context.Context, run, why string) error {
 	return c.order(ctx, run, "stop", Request{c.Who, why})
 }
 
-// pollEvery is how often a client asks for a pending order.
+// pollEvery is the interval at which a client queries a pending order.
 const pollEvery = 500 * time.Millisecond
 
 // order gives an order, and waits until it has been granted or refused.

@@ -194,8 +194,8 @@ func (d runDir) complete(m *manifest) error {
 	return nil
 }
 
-// decide returns what is left to do for a run with the given options: the stage from which to
-// continue. It returns an error if the folder belongs to somebody else or to another run.
+// decide returns the stage from which a run with the given options continues. It returns an error
+// if the folder belongs to somebody else or to another run.
 func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest, error) {
 	s, m, err := d.look()
 	if err != nil {
@@ -263,8 +263,8 @@ func sameFile(a, b string) bool {
 	return err == nil && os.SameFile(x, y)
 }
 
-// claimWait is how long claim waits for another process. The system may need a moment to clear away
-// one that has just been killed.
+// claimWait limits how long claim waits for another process, since the system may need a moment to
+// remove a process that has just been killed.
 var claimWait = 5 * time.Second
 
 // claim creates the folder and reserves it for this process until release is called. If release is

@@ -88,8 +88,8 @@ func claimTemporary(f *os.File, name string) (bool, error) {
 	return err == nil && os.SameFile(mine, current), nil
 }
 
-// Clean removes the temporary files and folders that killed writers of the file or folder at path,
-// and of its parts, have left. What it cannot remove, it leaves: a write does not depend on it.
+// Clean removes the temporary files and folders left by killed writers of the file or folder at
+// path, or of its parts. It ignores files that cannot be removed, because no write depends on it.
 func Clean(path string) {
 	clean(filepath.Dir(path), prefixOf(filepath.Base(path)))
 }

@@ -188,7 +188,7 @@ func (c *checkpointer) saveBeside(step int) error {
 	return nil
 }
 
-// wait waits for what is being written.
+// wait waits for the file that is being written.
 func (c *checkpointer) wait() error {
 	if c.written == nil {
 		return nil
@@ -199,7 +199,7 @@ func (c *checkpointer) wait() error {
 	return err
 }
 
-// finish waits for what is being written, and tells the callbacks of it.
+// finish waits for the file that is being written and emits Saved.
 func (c *checkpointer) finish() error {
 	if c.written == nil {
 		return nil
@@ -210,7 +210,7 @@ func (c *checkpointer) finish() error {
 	return c.saved(c.step)
 }
 
-// poll finishes what needs no more waiting.
+// poll emits Saved if the file in the background has been written.
 func (c *checkpointer) poll() error {
 	if len(c.written) == 0 {
 		return nil

@@ -211,12 +211,13 @@ func (d *Depth) due(r state.Report) string {
 	return why
 }
 
-// defaultDelay is the Delay that 0 stands for. In the runs of docs/lab/growth.md it leads to shares
-// between those that were tried, whose losses suggest a result within 0.002 nats per byte of the best.
+// defaultDelay is the value of Delay that 0 stands for. In the runs of docs/lab/growth.md, it
+// starts growth at shares between the ones that were tried. Their losses suggest that the result is
+// within 0.002 nats per byte of the best.
 const defaultDelay = 1.5
 
-// trend tells how a curve falls: present and fastest are falls of the loss for each factor of e in
-// what is spent.
+// A trend describes how a curve falls. present and fastest are the falls of the loss each time the
+// spending grows by a factor of e.
 type trend struct {
 	present, fastest float64
 	flat             bool    // the present fall is flat

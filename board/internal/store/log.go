@@ -194,7 +194,8 @@ func (r *Run) Silent(silent bool) {
 	}
 }
 
-// Configure changes the run's settings, other than those that its log tells of its machine.
+// Configure replaces the run's settings, except for the facts about the machine, which the log
+// reports.
 func (r *Run) Configure(settings map[string]string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

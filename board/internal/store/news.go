@@ -101,7 +101,7 @@ type note struct {
 	Version int    `json:"version"`
 }
 
-// again says that a viewer must forget what it knows of a run. Everything follows anew.
+// again tells a viewer to discard everything it has received of a run. The whole run follows.
 type again struct {
 	Run string `json:"run"`
 }

@@ -81,20 +81,21 @@ func (r *Run) Clear(settings map[string]string) {
 	r.rewritten()
 }
 
-// rewritten notes that viewers have seen what is no longer there, so that they need all of it again.
+// rewritten records that data have been removed that viewers may have received, so that they are
+// sent the whole run again.
 func (r *Run) rewritten() {
 	r.history++
 	r.deltas, r.sampled = delta{}, len(r.samples)
 }
 
-// forgetReports forgets what is known of the seeds.
+// forgetReports discards the reports of the seeds.
 func (r *Run) forgetReports() {
 	r.reports, r.at, r.run.Epoch, r.run.Stages = nil, 0, 0, nil
 	r.version++
 }
 
-// resumeAt forgets what the run has told of later steps, which it makes again, and of an earlier run
-// all that it has told, if this one starts afresh.
+// resumeAt discards everything later than a step, because the run makes those steps again. If the
+// run starts over, it discards everything.
 func (r *Run) resumeAt(step int) {
 	afresh := step == 0 && len(r.steps.points) > 0
 	beyond := func(at int) bool { return at > step || afresh }

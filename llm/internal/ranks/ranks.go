@@ -85,13 +85,15 @@ func WithNews(errs ...error) (all error) {
 	return all
 }
 
-// Word is what a rank says along with a step, so that others need not be asked behind it.
+// A Word is the message that a rank sends along with a step, which saves an exchange after the
+// step.
 type Word struct {
 	Stop    string // why it is to stop; empty for no wish
 	Waiting bool   // there are commands
 }
 
-// Heard is what ranks have said along with the last step, until it has been acted upon.
+// Heard summarizes the words of all ranks in the last step. It is cleared once it has been acted
+// upon.
 type Heard struct {
 	Agreed bool // there has been a step that all have agreed on
 	Word        // of any
@@ -111,15 +113,15 @@ func Hear(words [][]byte) (h Heard, err error) {
 	return h, nil
 }
 
-// behind is what a rank says behind a step or an event.
-type behind struct {
+// A report is the message that a rank sends after a step or an event.
+type report struct {
 	Err, Stop string
 }
 
-// Between tells of an error and of the wish to stop, nil for none, and returns the wish of any rank,
-// or the first error.
+// Between exchanges errors and wishes to stop, nil for none. It returns the wish of any rank, or
+// the first error.
 func Between(e Ranks, err, wish error) (stop, _ error) {
-	all, failed := Swap(e, "between steps", behind{TextOf(err), TextOf(wish)})
+	all, failed := Swap(e, "between steps", report{TextOf(err), TextOf(wish)})
 	errs := make([]string, len(all))
 	for r, b := range all {
 		errs[r] = b.Err
@@ -152,7 +154,7 @@ type Asked struct {
 	Commands [][]state.Command
 	Requests []event.Request
 
-	OwnCommands, OwnRequests int // the indices at which those of this rank start
+	OwnCommands, OwnRequests int // indices of the first entries of this rank
 }
 
 // Settle exchanges what was asked of each rank, or the error of a rank.
