@@ -411,9 +411,18 @@ func (t *Trainer) Run(ctx context.Context) error {
 	if err == nil && t.Last().Last {
 		err = t.settleSeeds()
 	}
-	t.Model.Kasmina.Refuse(errRunEnded) // no checkpoint of the run would have these commands
+	t.refuseLate()
 	err = ranks.WithNews(err, t.tellRest())
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
+}
+
+// refuseLate refuses the commands that wait in Model.Kasmina, because no checkpoint of the run would
+// contain their effect. If a run of another trainer of the model goes on, they wait for its next step.
+func (t *Trainer) refuseLate() {
+	defer model.Take(t.Model)()
+	if model.Runs(t.Model) == 1 {
+		t.Model.Kasmina.Refuse(errRunEnded)
+	}
 }
 
 // tellStep emits the events of a step. It stops at the first error, so that later callbacks do not
@@ -459,11 +468,15 @@ func (t *Trainer) begin(ctx context.Context) error {
 			t.ctx, t.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
 		}
 		t.unlisten = stop
+		model.StartRun(t.Model)
 		return nil
 	})
 }
 
 func (t *Trainer) end() {
+	defer model.Take(t.Model)()
+	model.EndRun(t.Model)
+
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.unlisten()

@@ -252,6 +252,37 @@ func TestLateCommands(t *testing.T) {
 	}
 }
 
+// TestCommandsOfARunWithin lets a callback of a run train the model with another trainer. A command
+// that comes too late for the inner run takes effect in the outer one.
+func TestCommandsOfARunWithin(t *testing.T) {
+	outer, other := newTrainer(t, trainerOptions{config: tiny(), steps: 4}),
+		newTrainer(t, trainerOptions{config: tiny(), steps: 2})
+	inner, err := NewTrainer(outer.Model, other.Loader, other.Optimizer, other.Config)
+	require.NoError(t, err)
+	defer inner.Close()
+
+	var late <-chan error
+	inner.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Last {
+			late = outer.Model.Kasmina.Submit(state.Command{Action: state.Germinate,
+				Request: state.GerminationRequest{Slot: 4, Kind: blueprints.Residual}})
+		}
+		return nil
+	})
+	outer.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 2 {
+			return inner.Run(t.Context())
+		}
+		return nil
+	})
+
+	require.NoError(t, outer.Run(t.Context()))
+	require.NoError(t, <-late)
+	stage, err := outer.Model.Kasmina.Lattice(0).Stage(0)
+	require.NoError(t, err)
+	require.Equal(t, state.Germinated, stage)
+}
+
 // TestCommandsAfterAFailedRecord wants commands to be refused in a step that cannot record a request:
 // the step is not complete, so no checkpoint has what they would have changed.
 func TestCommandsAfterAFailedRecord(t *testing.T) {

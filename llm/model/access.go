@@ -119,6 +119,15 @@ func Leave(m *Model) {
 // Trainers is how many trainers of the model are open.
 func Trainers(m *Model) int { return some(m).trainers }
 
+// StartRun counts a run of a trainer of the model.
+func StartRun(m *Model) { some(m).runs++ }
+
+// EndRun is the opposite of StartRun.
+func EndRun(m *Model) { some(m).runs-- }
+
+// Runs returns the number of runs of the model's trainers that go on.
+func Runs(m *Model) int { return some(m).runs }
+
 // Changed notes that parameters have changed.
 func Changed(m *Model) { some(m).changes.Add(1) }
 

@@ -36,6 +36,7 @@ type Model struct {
 	turn     sync.Mutex    // see Take; guards what follows and the parameters
 	holder   Holder        // who has the parameters; nil if they are on the host alone
 	trainers int           // that are not closed
+	runs     int           // that go on
 	changes  atomic.Uint64 // so far, of parameters
 	shape    uint64        // how often the blocks have become others, on which graphs depend
 }
