@@ -138,19 +138,25 @@ func flagError(c *cobra.Command, err error) error {
 func oneDashHint(check cobra.PositionalArgs) cobra.PositionalArgs {
 	return func(c *cobra.Command, args []string) error {
 		err := check(c, args)
+
+		var written, long []string
 		c.Flags().Visit(func(f *pflag.Flag) {
-			written := f.Shorthand + f.Value.String()
-			long := longFlag(c, written)
-			if f.Shorthand == "" || long == nil {
+			w := f.Shorthand + f.Value.String()
+			l := longFlag(c, w)
+			if f.Shorthand == "" || l == nil {
 				return
 			}
 
 			// A value that only looks like the end of an option's name is fine, unless something else is
 			// wrong or the option would have been complete without a value of its own.
-			if err != nil || strings.Contains(written, "=") || isSwitch(long) {
-				err = fmt.Errorf("-%s: long options take two dashes: --%s", written, long.Name)
+			if err != nil || strings.Contains(w, "=") || isSwitch(l) {
+				written, long = append(written, "-"+w), append(long, "--"+l.Name)
 			}
 		})
+		if len(long) > 0 {
+			return fmt.Errorf("%s: long options take two dashes: %s", strings.Join(written, ", "),
+				strings.Join(long, ", "))
+		}
 		return err
 	}
 }

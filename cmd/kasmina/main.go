@@ -28,8 +28,13 @@ import (
 
 func main() {
 	stderr := launch.Teller{File: os.Stderr}
-	launched, err := launchRanks(os.Args[1:], os.Stdout, stderr)
-	if !launched && err == nil {
+	job, err := ranksJob(os.Args[1:])
+	switch {
+	case job != nil:
+		// The job forwards signals to its processes, which save and end in their own time.
+		job.Stdout, job.Stderr = os.Stdout, stderr
+		err = launch.Run(context.Background(), *job)
+	case err == nil:
 		err = run(launch.UntilInterrupt(stderr), os.Args[1:], os.Stdout, os.Stderr)
 	}
 	if err != nil {

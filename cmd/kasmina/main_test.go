@@ -411,6 +411,9 @@ func TestOneDash(t *testing.T) {
 		}
 	}
 
+	_, err := kasmina(t, "eval", "-model", tiny, "-data", license)
+	require.EqualError(t, err, "-model, -data: long options take two dashes: --model, --data")
+
 	t.Chdir(t.TempDir())
 	for _, line := range []string{"report -o ut none", "inspect -m odel"} {
 		_, err := kasmina(t, strings.Fields(line)...)

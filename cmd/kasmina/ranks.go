@@ -2,10 +2,8 @@ package main
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"slices"
 	"strconv"
@@ -22,26 +20,22 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// launchRanks starts a process a GPU where that is this one's part. So it is for train with --gpus,
-// and on a node of Kubeflow Trainer with several GPUs. What is wrong with other options is told
-// later.
-func launchRanks(args []string, stdout, stderr io.Writer) (launched bool, err error) {
+// ranksJob returns the job that this process has if it is to start one process for each GPU: for train with
+// --gpus, and on a node of Kubeflow Trainer with several GPUs. It returns nil if there is nothing to start,
+// or if the command line is wrong. The command itself then reports the error once.
+func ranksJob(args []string) (*launch.Job, error) {
 	root := newRoot()
 	c, rest, err := root.Find(args)
-	if err != nil || c.Name() != "train" || c.ParseFlags(rest) != nil {
-		return false, nil
+	if err != nil || c.Name() != "train" || c.ParseFlags(rest) != nil ||
+		c.ValidateArgs(c.Flags().Args()) != nil || c.ValidateRequiredFlags() != nil {
+		return nil, nil
 	}
+
 	gpus, err := c.Flags().GetInt("gpus")
 	if help, _ := c.Flags().GetBool("help"); help || err != nil || gpus < 0 {
-		return false, err
+		return nil, err
 	}
-	job, err := launch.ForGPUs(gpus, args, os.Getenv)
-	if job == nil || err != nil {
-		return false, err
-	}
-	job.Stdout, job.Stderr = stdout, stderr
-	// It forwards signals itself.
-	return true, launch.Run(context.Background(), *job)
+	return launch.ForGPUs(gpus, args, os.Getenv)
 }
 
 // ownOptions are those in which ranks may differ: names on one host, and what rank 0 alone does.

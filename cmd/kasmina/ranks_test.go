@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -243,8 +242,8 @@ func TestTrainPlaces(t *testing.T) {
 	}
 }
 
-// TestLaunchRanks wants nothing to be started where another has, and mistakes to be told once.
-func TestLaunchRanks(t *testing.T) {
+// TestRanksJob wants nothing to be started where another has, and mistakes to be told once.
+func TestRanksJob(t *testing.T) {
 	for _, v := range os.Environ() {
 		for _, p := range placeVariables {
 			if name, _, _ := strings.Cut(v, "="); strings.HasPrefix(v, p) {
@@ -253,19 +252,24 @@ func TestLaunchRanks(t *testing.T) {
 		}
 	}
 	for _, args := range []string{"", "eval --gpus 2", "train --gpus 1", "train --gpus -1",
-		"train --gpus x", "train --help --gpus 2", "no --gpus 2"} {
-		launched, err := launchRanks(strings.Fields(args), io.Discard, io.Discard)
+		"train --gpus x", "train --help --gpus 2", "train -h --gpus 2", "no --gpus 2",
+		"train --gpus 2", "train -m x -d y -o z --gpus 2 w", "train -model x -d y -o z --gpus 2"} {
+		job, err := ranksJob(strings.Fields(args))
 		require.NoError(t, err, args)
-		require.False(t, launched, args)
+		require.Nil(t, job, args)
 	}
-	_, err := kasmina(t, training("x", "--gpus", "-1")...)
+	job, err := ranksJob(training("x", "--gpus", "2"))
+	require.NoError(t, err)
+	require.Equal(t, 2, job.PerNode)
+	require.Equal(t, training("x", "--gpus", "2"), job.Args)
+	_, err = kasmina(t, training("x", "--gpus", "-1")...)
 	require.ErrorContains(t, err, "--gpus is -1")
 	for name, value := range map[string]string{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
 		"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2",
 		"MASTER_ADDR": "127.0.0.1"} {
 		t.Setenv(name, value)
 	}
-	_, err = launchRanks([]string{"train", "--gpus", "2"}, io.Discard, io.Discard)
+	_, err = ranksJob(training("x", "--gpus", "2"))
 	require.ErrorContains(t, err, "Slurm has started a process")
 	_, err = kasmina(t, training("x")...)
 	require.ErrorContains(t, err, "environment of Slurm: no usable secret")
