@@ -134,7 +134,8 @@ func tensorsOf(m *llm.Model, arch string, t Type) ([]source, error) {
 		if len(shape) == 1 {
 			s.dtype = F32
 		} else if t == Q80 && width%blockSize != 0 {
-			s.dtype = F16
+			return nil, fmt.Errorf("tensor %s has rows of %d numbers, and q8_0 takes multiples of %d: "+
+				"ask for f16", name, width, blockSize)
 		}
 		if arch == "llama" && (strings.Contains(name, "q_proj") ||
 			strings.Contains(name, "k_proj")) {

@@ -1,7 +1,6 @@
 package gguf
 
 import (
-	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -29,26 +28,31 @@ const (
 
 // file is what is read of a tokenizer.json that package hf has found sound.
 type file struct {
+	Normalizer   struct{ Type string }
 	PreTokenizer json.RawMessage `json:"pre_tokenizer"`
 	AddedTokens  []struct {
 		ID      int    `json:"id"`
 		Content string `json:"content"`
 		Special bool   `json:"special"`
+		Single  bool   `json:"single_word"`
+		LStrip  bool   `json:"lstrip"`
+		RStrip  bool   `json:"rstrip"`
 	} `json:"added_tokens"`
 	Model struct {
 		ByteFallback bool              `json:"byte_fallback"`
+		IgnoreMerges bool              `json:"ignore_merges"`
 		Vocab        map[string]int    `json:"vocab"`
 		Merges       []json.RawMessage `json:"merges"`
 	} `json:"model"`
 }
 
-// splitters are the names that llama.cpp has for splitting patterns, which it does not read from
-// the file. They are by the pattern, or by the type of a pre-tokenizer without one.
+// splitters are the names that llama.cpp has for pre-tokenizers, which it does not read from the file.
+// They are by the canonical form of the pre-tokenizer: see [file.splitter].
 var splitters = map[string]string{
 	`(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}` + rest: "llama-bpe",
 	`(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}` + rest:      "qwen2",
-	"Digits":    "smollm",
-	"ByteLevel": "gpt-2",
+	"Digits ByteLevel": "smollm",
+	"ByteLevel":        "gpt-2",
 }
 
 // rest is how both patterns end.
@@ -92,6 +96,14 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 			types[a.ID] = control
 		}
 	}
+	// llama.cpp changes no text. NFC is let through, as text is nearly always composed already, and
+	// all of Qwen's tokenizers have it.
+	if n := t.Normalizer.Type; n != "" && n != "NFC" {
+		return fmt.Errorf("tokenizer.json: llama.cpp has no normalizer, and here it is %.40q", n)
+	}
+	if err := t.checkAdded(); err != nil {
+		return err
+	}
 	merges, err := t.merges()
 	if err != nil {
 		return err
@@ -108,28 +120,87 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 	return addSpecial(all, f, tok)
 }
 
-// splitter returns what llama.cpp calls the pre-tokenizer.
+// A stage is one pre-tokenizer, with the defaults that tokenizers has for missing fields.
+type stage struct {
+	Type           string
+	Behavior       string
+	Invert         bool
+	Individual     bool `json:"individual_digits"`
+	AddPrefixSpace bool `json:"add_prefix_space"`
+	UseRegex       bool `json:"use_regex"`
+	Pattern        struct{ Regex string }
+}
+
+func (s *stage) UnmarshalJSON(text []byte) error {
+	type plain stage
+	p := plain{AddPrefixSpace: true, UseRegex: true}
+	err := json.Unmarshal(text, &p)
+	*s = stage(p)
+	return err
+}
+
+// splitter returns what llama.cpp calls the pre-tokenizer. It accepts only those that cut every text
+// as llama.cpp does.
 func (t *file) splitter() (string, error) {
-	type stage struct {
-		Type    string
-		Pattern struct{ Regex string }
-	}
-	var all struct {
-		stage
-		Pretokenizers []stage
-	}
-	if err := json.Unmarshal(t.PreTokenizer, &all); err != nil {
+	var only stage
+	var all struct{ Pretokenizers []stage }
+	err := errors.Join(json.Unmarshal(t.PreTokenizer, &only), json.Unmarshal(t.PreTokenizer, &all))
+	if err != nil {
 		return "", fmt.Errorf("tokenizer.json: pre_tokenizer: %w", err)
 	}
-	splits := all.stage
-	if len(all.Pretokenizers) > 0 {
-		splits = all.Pretokenizers[0]
+	stages := all.Pretokenizers
+	if only.Type != "Sequence" {
+		stages = []stage{only}
 	}
-	if name, ok := splitters[cmp.Or(splits.Pattern.Regex, splits.Type)]; ok {
-		return name, nil
+
+	name := ""
+	if last := stages[len(stages)-1]; last.Type == "ByteLevel" && !last.AddPrefixSpace {
+		switch first := stages[0]; {
+		case len(stages) == 1 && last.UseRegex:
+			name = splitters["ByteLevel"]
+		case len(stages) != 2:
+		case first.Type == "Digits" && first.Individual && last.UseRegex:
+			name = splitters["Digits ByteLevel"]
+		case first.Type == "Split" && first.Behavior == "Isolated" && !first.Invert && !last.UseRegex:
+			name = splitters[first.Pattern.Regex]
+		}
 	}
-	return "", fmt.Errorf("tokenizer.json: llama.cpp has no name for the pre_tokenizer %.300s",
-		t.PreTokenizer)
+	if name == "" {
+		return "", fmt.Errorf("tokenizer.json: llama.cpp has nothing that cuts texts like the "+
+			"pre_tokenizer %.300s", t.PreTokenizer)
+	}
+
+	// llama.cpp looks whole pieces up in the vocabulary with one pre-tokenizer, and with no other.
+	if t.Model.IgnoreMerges != (name == "llama-bpe") {
+		return "", fmt.Errorf("tokenizer.json: ignore_merges is %v, and llama.cpp takes %v for this "+
+			"pre_tokenizer", t.Model.IgnoreMerges, name == "llama-bpe")
+	}
+	return name, nil
+}
+
+// checkAdded refuses added tokens that llama.cpp finds at other places of a text.
+func (t *file) checkAdded() error {
+	begins := map[string]string{} // the token that begins with a text
+	for _, a := range t.AddedTokens {
+		if a.LStrip || a.RStrip || a.Single {
+			return fmt.Errorf("tokenizer.json: the added token %.60q has lstrip, rstrip or "+
+				"single_word, which llama.cpp has not", a.Content)
+		}
+		for n := 1; n < len(a.Content); n++ {
+			begins[a.Content[:n]] = a.Content
+		}
+	}
+
+	// Of tokens that overlap in a text, llama.cpp takes the longest and tokenizers the first.
+	for _, a := range t.AddedTokens {
+		for n := 1; n < len(a.Content); n++ {
+			if other := begins[a.Content[n:]]; other != "" && other != a.Content {
+				return fmt.Errorf("tokenizer.json: the added tokens %.60q and %.60q may overlap, and "+
+					"llama.cpp takes another one of them", a.Content, other)
+			}
+		}
+	}
+	return nil
 }
 
 // merges are pairs, with a space between them.
@@ -150,23 +221,33 @@ func (t *file) merges() ([]string, error) {
 
 // addSpecial adds what begins and ends a text, and the chat template.
 func addSpecial(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer) error {
-	before, _ := tok.Affixes()
-	begin := tok.BeginningOfText()
+	before, after := tok.Affixes()
+	begin, end := tok.BeginningOfText(), tok.EndOfDocument()
 	if len(before) > 0 {
 		begin = before[0]
 	}
+	switch ends := f.Generation.End; {
+	case len(after) > 0:
+		end = after[0]
+	case end < 0 && len(ends) > 0:
+		end = ends[0]
+	}
+	if len(before) > 1 || len(after) > 1 {
+		return fmt.Errorf("tokenizer.json: the post_processor puts the tokens %v before a text and %v "+
+			"after it, and llama.cpp one each at most", before, after)
+	}
+
 	if begin >= 0 {
 		all.set("tokenizer.ggml.bos_token_id", begin)
 	}
-	if len(f.Generation.End) > 0 {
-		all.set("tokenizer.ggml.eos_token_id", f.Generation.End[0])
-	} else if end := tok.EndOfDocument(); end >= 0 {
+	if end >= 0 {
 		all.set("tokenizer.ggml.eos_token_id", end)
 	}
 	if f.Generation.Pad >= 0 {
 		all.set("tokenizer.ggml.padding_token_id", f.Generation.Pad)
 	}
 	all.set("tokenizer.ggml.add_bos_token", len(before) > 0)
+	all.set("tokenizer.ggml.add_eos_token", len(after) > 0)
 	return addTemplates(all, f)
 }
 
