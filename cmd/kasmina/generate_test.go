@@ -96,3 +96,19 @@ func TestMoreTokensThanModel(t *testing.T) {
 		"--batch", "1", "--seq", "16", "--quiet", "--out", filepath.Join(t.TempDir(), "trained"))
 	require.NoError(t, err)
 }
+
+// TestSaveIsTriedFirst checks that a run which could not save its model fails before its first step.
+func TestSaveIsTriedFirst(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "model")
+	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))
+	require.NoError(t, os.Mkdir(filepath.Join(dir, "vocab.json"), 0o777)) // it cannot be copied
+	for _, more := range [][]string{nil, {"--grow", "2"}} {
+		out := filepath.Join(t.TempDir(), "out")
+		_, err := kasmina(t, append([]string{"train", "--model", dir, "--device", "cpu", "--data",
+			license, "--steps", "100000", "--batch", "1", "--seq", "16", "--quiet", "--out", out},
+			more...)...)
+		require.ErrorContains(t, err, "the trained model could not be saved")
+		require.ErrorContains(t, err, "vocab.json")
+		require.NoFileExists(t, filepath.Join(out, "config.json"))
+	}
+}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -336,6 +337,9 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
 	if err != nil {
 		return nil, err
 	}
+	if err := o.checkSave(f); err != nil {
+		return nil, err
+	}
 	t, err := llm.NewTrainer(m, loader, optimizer, o.train)
 	if err != nil {
 		return nil, err
@@ -345,6 +349,24 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
 	}
 	o.adapters.seed = o.seed
 	return t, errors.Join(err, o.adapters.grow(t))
+}
+
+// checkSave returns the error with which the model could not be saved when the run ends.
+func (o *trainOptions) checkSave(f *hf.Folder) error {
+	c := f.Config
+	if o.grow > 0 {
+		blocks := make([]llm.Block, c.Layers)
+		for i := range blocks {
+			if n := len(c.Blocks); n > 0 {
+				blocks[i] = c.Blocks[i%n]
+			}
+		}
+		c.Layers, c.Blocks = c.Layers*o.grow, slices.Repeat(blocks, o.grow)
+	}
+	if err := hf.CheckSave(c, hf.Like(f)); err != nil {
+		return fmt.Errorf("the trained model could not be saved: %w", err)
+	}
+	return nil
 }
 
 // lattices are the options of the model's seeds: adapters pass no gates.

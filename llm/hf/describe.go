@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
@@ -87,7 +88,10 @@ func describeLayers(fields map[string]any, c llm.Config) {
 		}
 	}
 
-	if fields["layer_types"] != nil {
+	// Without the list, the other fields say which layers are windowed, and say so for the old ones.
+	// All layers of Mistral are alike.
+	windowed := slices.Contains(types, "sliding_attention") && fields["model_type"] != "mistral"
+	if fields["layer_types"] != nil || windowed {
 		fields["layer_types"] = types
 	}
 	if fields["no_rope_layers"] != nil {

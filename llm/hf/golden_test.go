@@ -307,3 +307,26 @@ func TestGrownConfig(t *testing.T) {
 		}
 	}
 }
+
+// TestGrownWindows checks that windowed models without layer_types can be described when they have
+// grown.
+func TestGrownWindows(t *testing.T) {
+	for _, name := range []string{"mistral", "qwen2-window", "gemma3"} {
+		dir := copyOf(t, name)
+		rewrite(t, filepath.Join(dir, configName), func(f map[string]any) {
+			if name == "qwen2-window" {
+				f["max_window_layers"] = 1
+			}
+			delete(f, "layer_types")
+		})
+		f, err := Open(dir)
+		require.NoError(t, err, name)
+		require.NoError(t, f.Close())
+		require.NotEmpty(t, f.Config.Blocks, name)
+
+		c := f.Config
+		c.Blocks = append(eachBlock(c), eachBlock(c)...)
+		c.Layers *= 2
+		require.NoError(t, CheckSave(c, Like(f)), name)
+	}
+}

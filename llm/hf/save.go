@@ -111,6 +111,29 @@ func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveO
 	return nil
 }
 
+// CheckSave returns the error with which SavePretrained would refuse a model of a configuration,
+// whatever its parameters. A long run calls it before its first step.
+func CheckSave(c llm.Config, opts ...SaveOption) error {
+	s := &saving{shard: shardBytes, files: map[string][]byte{}}
+	for _, opt := range opts {
+		if opt == nil {
+			return errors.New("hf: CheckSave: an option is nil")
+		}
+		opt(s)
+	}
+	config, err := s.config(c)
+	if s.err != nil {
+		err = s.err
+	}
+	if err == nil {
+		err = s.collect(config)
+	}
+	if err != nil {
+		return fmt.Errorf("hf: CheckSave: %w", err)
+	}
+	return nil
+}
+
 func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error) {
 	switch {
 	case s.err != nil:
