@@ -188,13 +188,25 @@ func (i *injector) call(op string) error {
 	return nil
 }
 
-// note notes the stages of all seeds at the first gradients after the failure.
+// note notes the stages of all seeds at the first gradients after a failure. With the first gradients
+// of a step, what prepares the step is over.
 func (i *injector) note(op string) {
+	if op != "Gradients" {
+		return
+	}
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	if i.fired && i.failed != nil && i.passed == nil && op == "Gradients" {
+	if i.fired && i.failed != nil && i.passed == nil {
 		i.passed = i.stages()
 	}
+	i.settled = nil
+}
+
+// unsettle says that orders are being given.
+func (i *injector) unsettle() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.settled = nil
 }
 
 func (i *injector) failure(op string) error {

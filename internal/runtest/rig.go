@@ -391,6 +391,7 @@ func (r *rig) order(e llm.Event) error {
 		return nil
 	}
 	r.hear()
+	r.in.unsettle()
 	for i, o := range r.Orders {
 		if o.Step != e.Step {
 			continue
