@@ -194,7 +194,8 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 	} else if refused != nil && !resumeFirst(refused) && !errors.As(cause, &broken) {
 		k.fail(Unharmed, "%s (%.150v): a trainer that cannot be used says %w", what, cause, refused)
 	}
-	if r.written >= 0 && r.checkpoint != "" {
+	// After a panic nobody tells of what is still being written in the background.
+	if r.written >= 0 && r.checkpoint != "" && !(k.Checkpoint.Background && errors.As(cause, &broken)) {
 		other := k.rig(k.faultCase(), nil)
 		more := fmt.Sprintf("%s (%.150v): resumed from its checkpoint of step %d", what, cause,
 			r.written)
