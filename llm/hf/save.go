@@ -121,6 +121,9 @@ func CheckSave(c llm.Config, opts ...SaveOption) error {
 		}
 		opt(s)
 	}
+	if err := c.Check(); err != nil {
+		return fmt.Errorf("hf: CheckSave: %w", err)
+	}
 	config, err := s.config(c)
 	if s.err != nil {
 		err = s.err
