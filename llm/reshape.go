@@ -215,8 +215,14 @@ func (t *Trainer) graft(s state.SeedReport) error {
 	if t.condition.err() != nil {
 		return err
 	}
+
+	// A seed that has been fossilized before the model could grow cannot be rolled back: the run ends.
+	l := m.Kasmina.Lattice(m.LayerAt(blueprints.Depth))
+	if stuck := l.Transition(s.Seed, state.RolledBack); stuck != nil {
+		return errors.Join(err, stuck)
+	}
 	t.tellReshaped(what, time.Since(began), err)
-	return m.Kasmina.Lattice(m.LayerAt(blueprints.Depth)).Transition(s.Seed, state.RolledBack)
+	return nil
 }
 
 // growBlocks is graft without its consequences for the seed.
