@@ -182,7 +182,11 @@ func TestTelemetryOnThePage(t *testing.T) {
 	<-reached
 	w.do(chromedp.Navigate(url))
 	w.see("#stop")
-	w.do(chromedp.SetValue(chromedp.CSS("#control select"), "Off"))
+	require.Eventually(t, func() bool { // the page may still be drawing its controls
+		w.do(chromedp.SetValue(chromedp.CSS("#control select"), "Off"))
+		time.Sleep(100 * time.Millisecond)
+		return eval[string](w, `document.querySelector('#control select').value`) == "Off"
+	}, patience, 20*time.Millisecond)
 	eval[bool](w, `[...document.querySelectorAll('#control button')]
 		.find(b => b.textContent === 'Change telemetry').click() || true`)
 	w.see("#confirm-yes")

@@ -80,7 +80,8 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 	for id := range tokens {
 		tokens[id], types[id] = fmt.Sprintf("[PAD%d]", id), unused
 	}
-	for token, id := range t.Model.Vocab {
+	for _, token := range slices.Sorted(maps.Keys(t.Model.Vocab)) {
+		id := t.Model.Vocab[token]
 		if id >= vocab {
 			return fmt.Errorf("tokenizer.json: the token %.60q has the id %d, and the model has %d "+
 				"tokens", token, id, vocab)
