@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -194,13 +193,6 @@ func (a arm) grows() bool { return len(a.blocks) > 1 }
 
 // depth returns the number of blocks that the model ends with.
 func (a arm) depth() int { return a.blocks[len(a.blocks)-1] }
-
-// same reports whether two arms are equal in everything but what change does to both.
-func (a arm) same(b arm, change func(*arm)) bool {
-	change(&a)
-	change(&b)
-	return reflect.DeepEqual(a, b)
-}
 
 func (a arm) check() error {
 	switch {

@@ -33,7 +33,6 @@ type rig struct {
 	tr     *llm.Trainer
 	in     *injector
 	folder string // of its own
-	cancel context.CancelFunc
 
 	scripted int    // the step whose orders have been given last; -1 for none
 	rank     int    // 0 also of the only process
