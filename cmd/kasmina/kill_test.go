@@ -277,7 +277,7 @@ func (r *killedRun) kill(t *testing.T, out string, a aim, history []string) bool
 	killed := exit.Sys().(syscall.WaitStatus).Signaled()
 	if a.alone != "" {
 		killed = strings.Contains(text.String(), "kasmina: launch: rank "+a.alone+" ") &&
-			strings.Contains(text.String(), "ended by a signal: killed")
+			strings.Contains(text.String(), "killed by a signal: killed")
 	}
 	require.True(t, killed, "%s: %v: %s\n%s", r.name, err, text, strings.Join(history, "\n"))
 	return true

@@ -287,7 +287,7 @@ func TestTrainResumes(t *testing.T) {
 	}))
 	cancel()
 	require.ErrorIs(t, err, context.Canceled)
-	require.ErrorContains(t, err, "the same command continues from there")
+	require.ErrorContains(t, err, "give the same command again to continue")
 	require.NoFileExists(t, filepath.Join(out, "config.json"))
 	_, err = kasmina(t, append(args, "--resume")...)
 	require.NoError(t, err)
@@ -357,7 +357,7 @@ func TestErrors(t *testing.T) {
 		"train --model " + tiny + " --data " + license:                        `required flag(s) "out" not set`,
 		"train --model " + tiny + " --data " + license + " --out x --steps 0": "--steps is 0",
 		"train --model " + tiny + " --data " + license +
-			" --out x --resume": "without it a run begins",
+			" --out x --resume": "leave --resume out to start one",
 		"train --model " + tiny + " --data " + license + " --out " + tiny: "is not empty",
 		"convert --model " + tiny +
 			" --out x --gguf q4": "want f32, f16, bf16 or q8_0",

@@ -65,7 +65,10 @@ type machines struct {
 func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 	if m.world, err = parallel.Meet(c.Context(), os.Getenv, o.train.Accumulate,
 		o.deadline, facts(c)...); err != nil {
-		return m, fmt.Errorf("--gpus: %w", err)
+		if o.gpus > 1 {
+			err = fmt.Errorf("--gpus: %w", err)
+		}
+		return m, err
 	}
 	if m.world != nil && m.world.Rank() == 0 {
 		fmt.Fprintf(c.ErrOrStderr(), "ranks     %d processes, by the variables of %s\n", m.world.Size(),

@@ -149,7 +149,7 @@ func TestTrainGPUs(t *testing.T) {
 	if err == nil {
 		t.Skip("all steps were done before the interrupt came")
 	}
-	require.Contains(t, w.String(), "the same command continues from there")
+	require.Contains(t, w.String(), "give the same command again to continue")
 	require.Contains(t, w.String(), "signal interrupt")
 	parts, err := filepath.Glob(filepath.Join(together, runFolder, checkpointName+".*-?of2"))
 	require.NoError(t, err)

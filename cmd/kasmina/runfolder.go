@@ -175,7 +175,7 @@ func (d runDir) holdsOnly(dir string, names ...string) error {
 	for _, e := range entries {
 		if !slices.Contains(names, e.Name()) && !atomicfile.IsTemporary(e.Name()) &&
 			!folderlock.IsLock(e.Name()) {
-			return fmt.Errorf("the folder %s is not empty, it holds %s: name a new one", d.out,
+			return fmt.Errorf("the folder %s is not empty, because it holds %s: name a new folder", d.out,
 				filepath.Join(strings.TrimPrefix(dir[len(d.out):], string(filepath.Separator)),
 					e.Name()))
 		}
@@ -206,26 +206,25 @@ func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest
 	switch s {
 	case vacant:
 		if resume {
-			err = fmt.Errorf("--resume: %s holds no run; without it a run begins", d.out)
+			err = fmt.Errorf("--resume: there is no run in %s to continue; leave --resume out to start one", d.out)
 		}
 	case saved:
 		switch {
 		case resume:
 		case m == nil:
-			err = fmt.Errorf("%s holds a run: --resume goes on with it, or name another folder", d.out)
+			err = fmt.Errorf("%s holds a run of an older version: add --resume to continue it, or name another folder", d.out)
 		case len(differ) > 0:
 			err = fmt.Errorf("%s holds a run with other options (%s): give the same options to continue "+
-				"it, --resume to continue it with these as far as that is possible, or name another "+
-				"folder", d.out, strings.Join(differ, "; "))
+				"it, add --resume to continue it with the new ones, or name another folder", d.out, strings.Join(differ, "; "))
 		}
 	case publishing, finished:
 		if m == nil || len(differ) > 0 {
 			other := ""
 			if len(differ) > 0 {
-				other = " with other options (" + strings.Join(differ, "; ") + ")"
+				other = ", with other options (" + strings.Join(differ, "; ") + ")"
 			}
-			err = fmt.Errorf("the run of %s has ended%s: --model %s and another --out train its model "+
-				"further", d.out, other, d.out)
+			err = fmt.Errorf("the run in %s has already finished%s: to train its model further, start a "+
+				"new run with --model %s and another --out", d.out, other, d.out)
 		}
 	}
 	return s, m, err

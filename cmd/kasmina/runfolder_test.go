@@ -13,6 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/failpoint"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 )
 
 // short returns the arguments of a run of a few steps.
@@ -52,7 +53,7 @@ func TestFinishedRun(t *testing.T) {
 	before := snapshotOf(t, out)
 	for _, more := range [][]string{nil, {"--resume"}, {"--save-every", "3", "--quiet"},
 		{"--data", filepath.Join(filepath.Dir(license), ".", filepath.Base(license))}} {
-		require.Contains(t, stderrOf(t, short(out, more...)...), "the run has ended")
+		require.Contains(t, stderrOf(t, short(out, more...)...), "the run has already finished")
 		require.Equal(t, before, snapshotOf(t, out), more)
 	}
 	for _, more := range [][]string{{"--steps", "9", "--lr", "0.5"}, {"--steps", "9", "--lr", "0.5",
@@ -95,18 +96,47 @@ func TestOtherOptions(t *testing.T) {
 	_, err = kasmina(t, short(out)...)
 	require.ErrorContains(t, err, `--lr was "0.002" and is "0.0001" now`)
 	require.NotContains(t, err.Error(), "--steps")
-	_, err = kasmina(t, short(out, "--resume")...)
-	require.ErrorIs(t, err, llm.ErrSettings)
-	_, err = kasmina(t, short(out, "--lr", "0.002", "--resume")...)
-	require.NoError(t, err)
+	_, err = kasmina(t, short(out, "--seq", "8", "--resume")...)
+	require.ErrorIs(t, err, llm.ErrArchitecture)
+	require.ErrorContains(t, err, "--seq, --grow and the options of adapters must stay as they were")
+	require.Contains(t, stderrOf(t, short(out, "--resume")...), "resuming  with other settings: ")
 
 	// A run that has no manifest is that of an older version.
 	out = stopped(t, "event", "Saved")
 	require.NoError(t, os.Remove(filepath.Join(out, runFolder, manifestName)))
 	_, err = kasmina(t, short(out)...)
-	require.ErrorContains(t, err, "--resume goes on with it")
+	require.ErrorContains(t, err, "add --resume to continue it")
 	_, err = kasmina(t, short(out, "--resume")...)
 	require.NoError(t, err)
+}
+
+// TestOtherText wants a run whose text has changed to be refused, to continue with --resume, and to keep
+// its place in the text where the text is the same.
+func TestOtherText(t *testing.T) {
+	text := filepath.Join(t.TempDir(), "text.txt")
+	whole, err := os.ReadFile(license)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(text, whole, 0o666))
+	out := stopped(t, "event", "Saved", "--data", text)
+	copied := filepath.Join(t.TempDir(), "out")
+	require.NoError(t, os.CopyFS(copied, os.DirFS(out)))
+
+	require.NoError(t, os.WriteFile(text, append(whole, "changed"...), 0o666))
+	_, err = kasmina(t, short(out, "--data", text)...)
+	require.ErrorIs(t, err, data.ErrChanged)
+	require.ErrorContains(t, err, "add --resume")
+	require.Contains(t, stderrOf(t, short(out, "--data", text, "--resume")...), "resuming  with another text")
+
+	require.NoError(t, os.WriteFile(text, whole, 0o666))
+	require.NotContains(t, stderrOf(t, short(copied, "--data", text, "--resume")...), "another text")
+	never := filepath.Join(t.TempDir(), "out")
+	_, err = kasmina(t, short(never, "--data", text)...)
+	require.NoError(t, err)
+	want, err := os.ReadFile(filepath.Join(never, "model.safetensors"))
+	require.NoError(t, err)
+	got, err := os.ReadFile(filepath.Join(copied, "model.safetensors"))
+	require.NoError(t, err)
+	require.Equal(t, want, got, "--resume of an unchanged run")
 }
 
 // TestForeignFolders wants folders of others to be refused before anything is written there, and files
@@ -120,7 +150,7 @@ func TestForeignFolders(t *testing.T) {
 		before := snapshotOf(t, out)
 		for _, more := range [][]string{nil, {"--resume"}} {
 			_, err := kasmina(t, short(out, more...)...)
-			require.ErrorContains(t, err, "it holds "+name)
+			require.ErrorContains(t, err, "because it holds "+name)
 			require.Equal(t, before, snapshotOf(t, out))
 		}
 	}

@@ -59,7 +59,7 @@ last checkpoint, with the optimizer's state, and the log.
 
 If a run was interrupted or killed, the same command continues it with the same bits as without the
 interruption. Once the run has finished, the command says so and does nothing. With --resume, the run
-continues with different options as far as that is possible.
+continues with different options, such as another learning rate, number of steps or text.
 
 With --gpus, one process for each GPU takes part in the run, with the same bits as one. Processes that
 torchrun, srun or a Kubernetes operator has started find each other.
@@ -224,8 +224,8 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 			return d.publish(run)
 		}
 		if differ := differences(optionsOf(c), run); s == begun && len(differ) > 0 {
-			fmt.Fprintf(c.ErrOrStderr(), "folder    the run that was begun there with other options (%s) "+
-				"has no checkpoint: this one begins in its place\n", strings.Join(differ, "; "))
+			fmt.Fprintf(c.ErrOrStderr(), "folder    replacing a run that has other options (%s) "+
+				"and no checkpoint yet\n", strings.Join(differ, "; "))
 		}
 		return nil
 	})
@@ -244,7 +244,7 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 		if m.team.First() {
 			err = d.removeStaging()
 		}
-		fmt.Fprintf(c.ErrOrStderr(), "finished  the run has ended, and its model is in %s\n", d.out)
+		fmt.Fprintf(c.ErrOrStderr(), "finished  the run has already finished, and its model is in %s\n", d.out)
 	case saved:
 		if o.quiet {
 			break
@@ -417,7 +417,7 @@ func (o *trainOptions) serve(stderr io.Writer, t *llm.Trainer) (stop func() erro
 func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s stage,
 	tok tokenizer.Tokenizer, corpus *data.Corpus) error {
 	if s == saved {
-		if err := t.Resume(c.Context(), o.in(checkpointName)); err != nil {
+		if err := o.resumeFrom(c, t, o.in(checkpointName)); err != nil {
 			return err
 		}
 	}
@@ -446,7 +446,37 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 	t.On(llm.Checkpoint(t, o.in(checkpointName), o.saveEvery, how...))
 	err := t.Run(c.Context())
 	if errors.Is(err, context.Canceled) {
-		return fmt.Errorf("%w at step %d; the same command continues from there", err, t.Step())
+		return fmt.Errorf("stopped after step %d: %w; give the same command again to continue", t.Step(), err)
+	}
+	return err
+}
+
+// resumeFrom loads a checkpoint. With --resume it accepts one of a run that had other settings or
+// another text, and reports the differences.
+func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string) error {
+	if !o.resume {
+		err := t.Resume(c.Context(), path)
+		if errors.Is(err, data.ErrChanged) {
+			return fmt.Errorf("%w; to train on with the present text, add --resume", err)
+		}
+		return err
+	}
+
+	settings := llm.WithNewSettings(func(differences []string) {
+		fmt.Fprintf(c.ErrOrStderr(), "resuming  with other settings: %s\n",
+			strings.Join(differences, "; "))
+	})
+	err := t.Resume(c.Context(), path, settings)
+	if errors.Is(err, data.ErrChanged) {
+		// Only now, because WithNewData starts at the beginning of the text even if it is the same.
+		text := llm.WithNewData(llm.Keep{Optimizer: true, Steps: true})
+		if err = t.Resume(c.Context(), path, settings, text); err == nil {
+			fmt.Fprintln(c.ErrOrStderr(), "resuming  with another text, from its start")
+		}
+	}
+	if errors.Is(err, llm.ErrArchitecture) {
+		return fmt.Errorf("%w; --seq, --grow and the options of adapters must stay as they were: give the "+
+			"values of that run, or start a new one with another --out", err)
 	}
 	return err
 }

@@ -52,10 +52,10 @@ func (d Death) guilt() int {
 func (d Death) String() string {
 	s := fmt.Sprintf("rank %d (process %d) ended with exit code %d", d.Rank, d.PID, d.Code)
 	if d.Signal != nil {
-		s = fmt.Sprintf("rank %d (process %d) was ended by a signal: %v", d.Rank, d.PID, d.Signal)
+		s = fmt.Sprintf("rank %d (process %d) was killed by a signal: %v", d.Rank, d.PID, d.Signal)
 	}
 	if d.Signal == syscall.SIGKILL && !d.Asked {
-		s += " (as the kernel does where memory runs out: see its log)"
+		s += " (by a person, or by the kernel because memory ran out: see the kernel's log)"
 	}
 	return s
 }
@@ -73,8 +73,11 @@ func (e *Error) Error() string {
 	}
 	first := e.Deaths[0]
 	fmt.Fprintf(&b, "launch: %v", first)
-	if n := len(e.Deaths) - 1; n > 0 {
-		fmt.Fprintf(&b, "; %d others were ended or ended after it", n)
+	switch n := len(e.Deaths) - 1; {
+	case n == 1:
+		b.WriteString("; another rank stopped after it")
+	case n > 1:
+		fmt.Fprintf(&b, "; %d other ranks stopped after it", n)
 	}
 	if len(first.Last) > 0 {
 		fmt.Fprintf(&b, ". Its last lines:\n  %s", strings.Join(first.Last, "\n  "))

@@ -60,7 +60,7 @@ func UntilInterrupt(w io.Writer) context.Context {
 		signal.Stop(pipes)
 		stop() // the next interrupt has its default effect
 		fmt.Fprintln(w,
-			"\nstopping  a run after its step, with a checkpoint; Ctrl-C again ends at once")
+			"\nstopping  as soon as everything is saved; press Ctrl-C again to quit at once")
 	})
 	return ctx
 }

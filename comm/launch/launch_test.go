@@ -279,7 +279,7 @@ func TestExitEndsTheOthers(t *testing.T) {
 	require.Equal(t, 3, e.Deaths[0].Code)
 	require.Len(t, e.Deaths[0].Last, tailLines)
 	require.Regexp(t,
-		`^launch: rank 1 \(process \d+\) ended with exit code 3; 2 others were ended or ended after it`+
+		`^launch: rank 1 \(process \d+\) ended with exit code 3; 2 other ranks stopped after it`+
 			`. Its last lines:\n  line 10\n(  line \d+\n)+  line 29$`, e.Error())
 }
 

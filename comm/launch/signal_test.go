@@ -154,7 +154,7 @@ func TestKilledRank(t *testing.T) {
 		require.Equal(t, victim, e.Deaths[0].Rank, "%v\n%v", e, stderr)
 		require.Equal(t, syscall.SIGKILL, e.Deaths[0].Signal)
 		require.ErrorContains(t, e,
-			"was ended by a signal: killed (as the kernel does where memory runs out")
+			"was killed by a signal: killed (by a person, or by the kernel because memory ran out")
 		// Each says so itself, unless it was asked to end before it could. One that hears of that end
 		// first names it.
 		named := strconv.Itoa(victim)

@@ -182,10 +182,11 @@ func resumeHint(err error) error {
 // run which goes on.
 func setAside(o options, stderr io.Writer) error {
 	there, err := os.Stat(filepath.Join(o.out, checkpointName))
-	if err != nil {
-		return nil // no checkpoint that could be lost
+	checkpoint := err == nil
+	if !checkpoint && !overwrites(o.out) {
+		return nil
 	}
-	if o.resume.set {
+	if checkpoint && o.resume.set {
 		if resumed, err := os.Stat(o.resume.path); err == nil && os.SameFile(there, resumed) {
 			return nil
 		}
@@ -204,6 +205,10 @@ func setAside(o options, stderr io.Writer) error {
 			return err
 		}
 	}
+	if !checkpoint {
+		fmt.Fprintf(stderr, "kept      the files that were in %s are in %s now\n", o.out, dir)
+		return nil
+	}
 	fmt.Fprintf(stderr,
 		"kept      the run that was in %s is in %s now, and goes on with -resume -out %s\n",
 		o.out, dir, quoted(dir))
@@ -214,6 +219,17 @@ func setAside(o options, stderr io.Writer) error {
 			runs, o.out, float64(bytes)/1e6)
 	}
 	return nil
+}
+
+// overwrites reports whether a run would overwrite files in a folder that has no checkpoint. They
+// belong to a run that was killed before its first one, or to no run at all.
+func overwrites(dir string) bool {
+	for _, name := range []string{curveName, sampleName} {
+		if _, err := os.Lstat(filepath.Join(dir, name)); err == nil {
+			return true
+		}
+	}
+	return false
 }
 
 // keptRuns is how many runs have been set aside in a folder, and the bytes that they take.

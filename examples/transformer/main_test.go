@@ -455,6 +455,41 @@ func TestNothingIsLost(t *testing.T) {
 	}
 }
 
+// TestOwnFilesStay wants files of the user's own that have the names of a run's files to be set aside,
+// not overwritten.
+func TestOwnFilesStay(t *testing.T) {
+	data := textFolder(t)
+	for _, name := range []string{sampleName, curveName} {
+		out := filepath.Join(t.TempDir(), "out")
+		if err := os.MkdirAll(out, 0o777); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(out, name), []byte("mine"), 0o666); err != nil {
+			t.Fatal(err)
+		}
+		_, told := train(t, small(data, out, "-steps", "1")...)
+		kept := filepath.Join(out, keptPrefix+"1")
+		if got := string(read(t, kept, name)); got != "mine" {
+			t.Errorf("%s is %q now", name, got)
+		}
+		if want := "the files that were in " + out + " are in " + kept; !strings.Contains(told, want) {
+			t.Errorf("the user is not told %q:\n%s", want, told)
+		}
+	}
+}
+
+// TestWithoutEffect wants options of sampling to be refused where the likeliest token is always taken.
+func TestWithoutEffect(t *testing.T) {
+	for _, option := range [][]string{{"-top-k", "3"}, {"-top-p", "0.5"}} {
+		args := small(textFolder(t), t.TempDir(), append(option, "-temperature", "0")...)
+		err := run(context.Background(), args, io.Discard, io.Discard)
+		if err == nil || !strings.Contains(err.Error(), option[0]+" has no effect with -temperature 0") {
+			t.Errorf("%q: %v", option, err)
+		}
+	}
+	train(t, small(textFolder(t), t.TempDir(), "-steps", "1", "-temperature", "0")...)
+}
+
 // TestOneRunAFolder wants a second run in the folder of one that goes on to be refused, and to
 // leave that one's files alone.
 func TestOneRunAFolder(t *testing.T) {

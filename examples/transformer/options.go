@@ -110,6 +110,12 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	} else {
 		o.chooseGrowth(given)
 	}
+	for _, name := range []string{"top-k", "top-p"} {
+		if given[name] && o.sampler.Temperature == 0 {
+			return o, fmt.Errorf("-%s has no effect with -temperature 0, which always takes the likeliest token: "+
+				"leave one of them out", name)
+		}
+	}
 	o.train.Notes = map[string]string{}
 	f.VisitAll(func(f *flag.Flag) {
 		if !slices.Contains([]string{"out", "cache", "resume", "profile", "new-data", "gpus",

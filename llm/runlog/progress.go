@@ -70,12 +70,14 @@ func (p *progress) event(e llm.Event) {
 		if e.Budget != (llm.Budget{}) {
 			to = fmt.Sprintf("for %v", e.Budget)
 		}
-		seeds := "seeds"
-		if e.Seeds == 1 {
-			seeds = "seed"
+		seeds := ""
+		switch {
+		case e.Seeds == 1:
+			seeds = " and 1 seed"
+		case e.Seeds > 1:
+			seeds = fmt.Sprintf(" and %s seeds", thousands(e.Seeds))
 		}
-		p.line(fmt.Sprintf("training %s parameters, %d %s%s %s", thousands(e.Params), e.Seeds,
-			seeds, from, to))
+		p.line(fmt.Sprintf("training %s parameters%s%s %s", thousands(e.Params), seeds, from, to))
 	case llm.Reshaped:
 		if e.Err == nil {
 			p.since = e

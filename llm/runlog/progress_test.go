@@ -19,7 +19,7 @@ import (
 func TestProgressInAFile(t *testing.T) {
 	var out strings.Builder
 	eventtest.Send(t, Progress(&out), eventtest.Run(20, 40)...)
-	want := `training 1,234,567 parameters, 64 seeds from step 20 to step 40
+	want := `training 1,234,567 parameters and 64 seeds from step 20 to step 40
 [==========>         ] 21/40  loss 0.2381  667 tok/s  0:29 left
 [============>       ] 25/40  loss 0.2000  667 tok/s  0:23 left  val 1.010 bpb
 [===============>    ] 30/40  loss 0.1667  667 tok/s  0:15 left  val 0.962 bpb
@@ -64,7 +64,7 @@ func TestProgressOnATerminal(t *testing.T) {
 		screen[i] = strings.TrimRight(screen[i], " ")
 	}
 	want := []string{
-		"training 1,234,567 parameters, 64 seeds to step 10",
+		"training 1,234,567 parameters and 64 seeds to step 10",
 		"sample",
 		"fun\ufffd[2Jc\ufffd",
 		"[====================] 10/10  loss 0.5000  667 tok/s  0:00 left  val 1.443 bpb",
