@@ -64,16 +64,16 @@ func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Machine {
 
 // TestRandomRuns makes random runs on the fake driver, as package runtest does on the CPU.
 func TestRandomRuns(t *testing.T) {
-	usual := 15 * time.Second
+	plan := runtest.Plan{Usual: 15 * time.Second, Fixed: 25}
 	if testing.Short() {
-		usual = 8 * time.Second
+		plan = runtest.Plan{Usual: 8 * time.Second, Fixed: 12}
 	}
 	for name, opts := range map[string][]cudaops.MachineOption{
 		"float32":            nil,
 		"bfloat16 gradients": {cudaops.NarrowGradients()},
 	} {
 		t.Run(name, func(t *testing.T) {
-			runtest.Campaign(t, fakeMachine(t, opts...), *randomRuns, runtest.Plan{Usual: usual})
+			runtest.Campaign(t, fakeMachine(t, opts...), *randomRuns, plan)
 		})
 	}
 }

@@ -66,9 +66,9 @@ type injector struct {
 	cancel func()
 	stop   func()
 
-	// stages returns those of all seeds. They are noted once the orders of a step have been given,
-	// which are those before a failure in what prepares the next step, and when the next gradients
-	// are computed.
+	// stages returns the stages of all seeds. They are recorded after the orders of a step have been
+	// given, which is before a failure in the preparation of the next step, and again at the next
+	// update.
 	stages                  func() [][]state.Stage
 	settled, failed, passed [][]state.Stage
 	step                    int // after which it happened
@@ -151,8 +151,8 @@ func (i *injector) due(op string) bool {
 	return true
 }
 
-// moves returns the transitions that the trainer has made because of the failure, before the next
-// gradients were computed.
+// moves returns the transitions that the trainer made because of the failure, before the next
+// update.
 func (i *injector) moves() (all []move) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -188,12 +188,14 @@ func (i *injector) call(op string) error {
 	return nil
 }
 
-// note notes the stages of all seeds at the first gradients after a failure. With the first gradients
-// of a step, what prepares the step is over.
+// note records the stages of all seeds at the first update after a failure. By the first update of a
+// step, the preparation of the step is over. Gradients do not mark that moment, because directed
+// planting, which is a part of the preparation, computes gradients of its own.
 func (i *injector) note(op string) {
-	if op != "Gradients" {
+	if op != "Update" {
 		return
 	}
+
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if i.fired && i.failed != nil && i.passed == nil {

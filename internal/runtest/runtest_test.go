@@ -18,24 +18,24 @@ var flags = runtest.AddFlags()
 
 // TestRandomRuns makes random runs and checks that they keep the promises of package llm.
 func TestRandomRuns(t *testing.T) {
-	usual := 40 * time.Second
+	plan := runtest.Plan{Usual: 40 * time.Second, Fixed: 100}
 	if testing.Short() {
-		usual = 15 * time.Second
+		plan = runtest.Plan{Usual: 15 * time.Second, Fixed: 30}
 	}
-	runtest.Campaign(t, runtest.CPU(), *flags, runtest.Plan{Usual: usual})
+	runtest.Campaign(t, runtest.CPU(), *flags, plan)
 }
 
 // TestRandomFailures makes runs in each of which one thing fails. Each must report the failure, and
 // the next attempt must end with the bits of a run in which nothing failed. With -cases 1000 it
 // goes on until something has failed in so many runs.
 func TestRandomFailures(t *testing.T) {
-	usual := 20 * time.Second
-	if testing.Short() {
-		usual = 5 * time.Second
-	}
 	m := runtest.CPU()
-	runtest.Campaign(t, m, *flags, runtest.Plan{Usual: usual, Failing: true,
-		Change: func(c *runtest.Case) bool { return runtest.OnlyFault(c, m) }})
+	plan := runtest.Plan{Usual: 20 * time.Second, Fixed: 50, Failing: true,
+		Change: func(c *runtest.Case) bool { return runtest.OnlyFault(c, m) }}
+	if testing.Short() {
+		plan.Usual, plan.Fixed = 5*time.Second, 15
+	}
+	runtest.Campaign(t, m, *flags, plan)
 }
 
 // TestKnownCases checks the smallest cases that once failed, one for each fault of the trainer that was
