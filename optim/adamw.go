@@ -45,6 +45,12 @@ func NewAdamW(opts ...AdamWOption) (*AdamW, error) {
 	return a, nil
 }
 
+// chooseAdamW returns the AdamW of [Choice.New].
+func chooseAdamW(lr float64, opts []Option) (Partial, error) {
+	own := []AdamWOption{WithLR(lr), WithBetas(0.9, 0.95), WithWeightDecay(0.1)}
+	return NewAdamW(append(own, optionsOf[AdamWOption](opts)...)...)
+}
+
 // SetLR sets the learning rate of the next steps.
 func (a *AdamW) SetLR(lr float64) error {
 	if err := notNegative("SetLR", lr); err != nil {

@@ -80,6 +80,17 @@ func NewMuon(opts ...MuonOption) (*Muon, error) {
 	return m, nil
 }
 
+// muonRestShare is the learning rate that AdamW usually has when it updates what Muon leaves to it, as
+// a share of Muon's.
+const muonRestShare = 0.15
+
+// chooseMuon returns the Muon of [Choice.New]. Its matrices do not decay.
+func chooseMuon(lr float64, opts []Option) (Partial, error) {
+	own := []MuonOption{WithLR(lr), WithAdamW(WithLR(muonRestShare*lr), WithBetas(0.9, 0.95),
+		WithWeightDecay(0.1))}
+	return NewMuon(append(own, optionsOf[MuonOption](opts)...)...)
+}
+
 // SetLR sets the learning rate of the next steps for matrices, and AdamW's in proportion to what
 // both were at first.
 func (m *Muon) SetLR(lr float64) error {
