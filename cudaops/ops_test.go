@@ -24,11 +24,29 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/opcase/optest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
+
+// TestOps runs the suite of op cases, with a kernel for every op and its gradient.
+func TestOps(t *testing.T) {
+	// GPUs round what products read and what is stored between kernels, which bfloat16 does to one
+	// part in 256.
+	onEach(t, testOps, map[string]float64{"fake": 1e-6, "float32": 1e-5, "float16": 1e-2,
+		"bfloat16": 5e-2})
+}
+
+func testOps(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
+	optest.Run(t, optest.Setup{Dtype: tensor.Float32, Forward: tolerance,
+		Backward: 10 * tolerance, Share: few(1, 4),
+		Open: func(g *gorgonia.ExprGraph, params, outputs gorgonia.Nodes) (optest.Machine, error) {
+			return NewMachine(device, g, append(slices.Clone(opts), WithStrict(),
+				WithParams(params...), WithOutputs(outputs...))...)
+		}})
+}
 
 // tasksOf counts a machine's tasks by their node's op.
 func tasksOf(m *Machine) map[string]int {

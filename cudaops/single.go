@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
 // singleOp computes an op of a graph that another machine runs, on memory of that machine's. The op
@@ -77,22 +77,18 @@ func newSingleOp[V interface {
 	return l, nil
 }
 
-// forwardOf returns the forward op whose record a backward op reads on the device, nil if it needs
-// none.
+// forwardOf returns the forward op whose record a backward op reads on the device, or nil if the
+// backward op reads none.
 func forwardOf(o gorgonia.Op) gorgonia.Op {
-	switch o := o.(type) {
-	case *op.RMSNormGradOp:
-		return o.Forward
-	case *op.AttentionGradOp:
-		return o.Forward
-	case *op.SiLUMLPGradOp:
-		return o.Forward
-	case *op.CrossEntropyGradOp:
-		return o.Forward
-	case *op.LinearCrossEntropyGradOp:
-		return o.Forward
+	b, ok := o.(interface{ Shared() *opbase.Base })
+	if !ok {
+		return nil
 	}
-	return nil
+	forward := b.Shared().Forward()
+	if forward == nil || len(forward.Aux()) == 0 {
+		return nil
+	}
+	return forward.Op()
 }
 
 // run computes the op from operands at the given addresses, whose work must be done, and waits for

@@ -20,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/opcase"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	engine "github.com/kasmina-go/kasmina/llm/gpu"
@@ -440,11 +441,12 @@ func TestTrainerOwnKind(t *testing.T) {
 func TestOpBench(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	device := cudaops.OpenFake(t)
-	for op, shape := range map[string][]int{"RMSNorm": {8, 16}, "Linear": {8, 16, 4},
-		"SiLUMLP": {8, 4, 6}, "Attention": {1, 8, 2, 1, 4},
-		"LinearCrossEntropy": {8, 4, 10}, "Kasmina": {8, 12, 3},
-		"NewtonSchulz": {8, 12}, "Add": {8, 16}} {
-		figures, err := opbench.Time(op, shape, opbench.Float32, opbench.OnGPU(device),
+	for _, o := range opcase.All {
+		if o.Bench == nil {
+			continue
+		}
+		op := o.Name
+		figures, err := opbench.Time(op, o.Bench.Small, opbench.Float32, opbench.OnGPU(device),
 			opbench.WithSpan(0))
 		require.NoError(t, err, op)
 		n := 0

@@ -1,3 +1,11 @@
+// The parts of Attention and DocumentAttention:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/attention
+//   - GPU: cudaops/internal/lower/attention.go,
+//     cudaops/internal/lower/project.go,
+//     cudaops/internal/kernel/attention
+//   - test cases and benchmark: internal/opcase/attention.go
+
 package op
 
 import (

@@ -1,3 +1,11 @@
+// The parts of Bias:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/layer/bias.go
+//   - GPU: cudaops/internal/lower/linear.go,
+//     cudaops/internal/kernel/elementwise,
+//     cudaops/internal/kernel/reduce
+//   - test cases and benchmark: internal/opcase/linear.go
+
 package op
 
 import (

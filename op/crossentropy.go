@@ -1,3 +1,10 @@
+// The parts of CrossEntropy:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/crossentropy
+//   - GPU: cudaops/internal/lower/loss.go,
+//     cudaops/internal/kernel/crossentropy
+//   - test cases and benchmark: internal/opcase/crossentropy.go
+
 package op
 
 import (

@@ -1,3 +1,10 @@
+// The parts of Embedding:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/layer/embedding.go
+//   - GPU: cudaops/internal/lower/linear.go,
+//     cudaops/internal/kernel/embedding
+//   - test cases and benchmark: internal/opcase/embedding.go
+
 package op
 
 import (

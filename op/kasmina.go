@@ -1,3 +1,10 @@
+// The parts of Kasmina:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/kasmina
+//   - GPU: cudaops/internal/lower/kasmina.go,
+//     cudaops/internal/kernel/kasmina
+//   - test cases and benchmark: internal/opcase/kasmina.go
+
 package op
 
 import (

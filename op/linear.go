@@ -1,3 +1,10 @@
+// The parts of Linear:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/gemm
+//   - GPU: cudaops/internal/lower/linear.go,
+//     cudaops/internal/kernel/gemm
+//   - test cases and benchmark: internal/opcase/linear.go
+
 package op
 
 import (

@@ -1,3 +1,11 @@
+// The parts of LinearCrossEntropy:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/crossentropy, internal/cpu/gemm
+//   - GPU: cudaops/internal/lower/loss.go,
+//     cudaops/internal/kernel/gemm,
+//     cudaops/internal/kernel/crossentropy
+//   - test cases and benchmark: internal/opcase/crossentropy.go
+
 package op
 
 import (

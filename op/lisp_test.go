@@ -12,6 +12,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/opcase"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -30,9 +31,9 @@ func kasminaCases(t *testing.T) (cases []opCase) {
 			return op.Kasmina(in[0], in[1], in[2], newLattice(t, stages*chunk, settings),
 				op.WithStability(op.Stability(i%3)), op.WithGradClip(2))
 		}
-		cases = append(cases, opCase{name: "Kasmina " + kind, build: build,
-			in: []input{randomInput(r, rows, stages*chunk), randomInput(r, slots, width),
-				randomInput(r, slots)}})
+		cases = append(cases, opCase{opcase.Case{Build: build,
+			In: []opcase.Input{opcase.Normal(r, rows, stages*chunk), opcase.Normal(r, slots, width),
+				opcase.Normal(r, slots)}}, "Kasmina " + kind})
 	}
 	return cases
 }
@@ -42,7 +43,7 @@ func kasminaCases(t *testing.T) (cases []opCase) {
 func lispCost(t *testing.T, c opCase, in, wrt gorgonia.Nodes,
 	dt tensor.Dtype) (y, cost *gorgonia.Node) {
 	t.Helper()
-	y = must(t)(c.build(in))
+	y = must(t)(c.Build(in))
 	cost = y
 	if !y.IsScalar() {
 		weights := make([]float64, y.Shape().TotalSize())
@@ -63,14 +64,14 @@ func TestLispMachine(t *testing.T) {
 	tested := map[string]bool{}
 	for _, c := range append(opCases(random(t)), kasminaCases(t)...) {
 		for _, dt := range []tensor.Dtype{tensor.Float64, tensor.Float32} {
-			in, wrt := c.nodes(dt)
+			in, wrt := c.Nodes(dt)
 			y, cost := lispCost(t, c, in, wrt, dt)
 			tested[fmt.Sprintf("%T", y.Op())] = true
 			want, err := gorgonia.Grad(cost, wrt...)
 			require.NoError(t, err)
 			run(t, cost.Graph())
 
-			in, wrt = c.nodes(dt)
+			in, wrt = c.Nodes(dt)
 			_, cost = lispCost(t, c, in, wrt, dt)
 			for runs := range 2 {
 				require.NoError(t, runLisp(cost.Graph()), c.name)
@@ -102,21 +103,22 @@ func runLisp(g *gorgonia.ExprGraph) error {
 // Gradients flow from op to op, and add up where a value is used twice.
 func TestLispMachineChain(t *testing.T) {
 	r := random(t)
-	x, w, v := randomInput(r, 6, 8), randomInput(r, 8, 8), randomInput(r, 8)
-	c := opCase{in: []input{x, w, v}, build: func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+	x, w, v := opcase.Normal(r, 6, 8), opcase.Normal(r, 8, 8), opcase.Normal(r, 8)
+	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		h := must(t)(op.RMSNorm(in[0], in[2], 1e-5))
 		q := must(t)(op.RoPE(must(t)(op.Linear(h, in[1])),
 			op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}))
 		a := must(t)(op.Attention(q, h, h, op.AttentionConfig{Seq: 3, Heads: 2, HeadDim: 4,
 			Causal: true}))
 		return op.SiLUMLP(must(t)(gorgonia.Add(a, h)), in[1], in[1], in[1])
-	}}
-	in, wrt := c.nodes(tensor.Float64)
+	}
+	c := opCase{opcase.Case{In: []opcase.Input{x, w, v}, Build: build}, "chain"}
+	in, wrt := c.Nodes(tensor.Float64)
 	_, cost := lispCost(t, c, in, wrt, tensor.Float64)
 	want, err := gorgonia.Grad(cost, wrt...)
 	require.NoError(t, err)
 	run(t, cost.Graph())
-	in, wrt = c.nodes(tensor.Float64)
+	in, wrt = c.Nodes(tensor.Float64)
 	_, cost = lispCost(t, c, in, wrt, tensor.Float64)
 	require.NoError(t, runLisp(cost.Graph()))
 	for i, n := range wrt {

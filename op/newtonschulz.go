@@ -1,3 +1,12 @@
+// The parts of NewtonSchulz:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/optimizer/newtonschulz.go
+//   - GPU: cudaops/internal/lower/norm.go,
+//     cudaops/internal/schulz,
+//     cudaops/internal/kernel/gemm,
+//     cudaops/internal/kernel/normalize
+//   - test cases and benchmark: internal/opcase/newtonschulz.go
+
 package op
 
 import (

@@ -1,3 +1,10 @@
+// The parts of RMSNorm:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/layer/rmsnorm.go
+//   - GPU: cudaops/internal/lower/norm.go,
+//     cudaops/internal/kernel/norm
+//   - test cases and benchmark: internal/opcase/rmsnorm.go
+
 package op
 
 import (

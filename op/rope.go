@@ -1,3 +1,10 @@
+// The parts of RoPE:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/layer/rope.go
+//   - GPU: cudaops/internal/lower/project.go,
+//     cudaops/internal/kernel/rope
+//   - test cases and benchmark: internal/opcase/rope.go
+
 package op
 
 import (

@@ -1,3 +1,11 @@
+// The parts of SiLUMLP and GELUMLP:
+//   - shapes and gradients: this file
+//   - CPU: internal/cpu/layer/silu.go, internal/cpu/layer/gelu.go
+//   - GPU: cudaops/internal/lower/mlp.go,
+//     cudaops/internal/kernel/silu,
+//     cudaops/internal/kernel/gemm
+//   - test cases and benchmark: internal/opcase/mlp.go
+
 package op
 
 import (

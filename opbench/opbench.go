@@ -20,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/opcase"
 )
 
 // Dtype is what an op computes with.
@@ -110,13 +111,16 @@ func WithSpan(d time.Duration) Option {
 type Op struct {
 	Name  string
 	Shape string // what the numbers of a shape are, as in "rows, in, out"
+	Usual []int  // the shape of the op in a small model
 }
 
 // Ops returns the ops, in order of names.
 func Ops() []Op {
 	var all []Op
-	for _, s := range specs {
-		all = append(all, Op{s.name, s.shape})
+	for _, o := range opcase.All {
+		if o.Bench != nil {
+			all = append(all, Op{o.Name, o.Bench.Shape, slices.Clone(o.Bench.Usual)})
+		}
 	}
 	slices.SortFunc(all, func(a, b Op) int { return strings.Compare(a.Name, b.Name) })
 	return all
@@ -156,7 +160,7 @@ func Time(op string, shape []int, dtype Dtype, opts ...Option) (figures []Figure
 // bench is an op at a shape, and what has been measured of it.
 type bench struct {
 	config
-	spec    spec
+	op      *opcase.Op
 	shape   []int
 	dtype   Dtype
 	figures []Figure
@@ -164,7 +168,9 @@ type bench struct {
 }
 
 func newBench(op string, shape []int, dtype Dtype) (*bench, error) {
-	i := slices.IndexFunc(specs, func(s spec) bool { return s.name == op })
+	i := slices.IndexFunc(opcase.All, func(o *opcase.Op) bool {
+		return o.Name == op && o.Bench != nil
+	})
 	if i < 0 {
 		var names []string
 		for _, o := range Ops() {
@@ -177,26 +183,27 @@ func newBench(op string, shape []int, dtype Dtype) (*bench, error) {
 			"there is no type %q, want float64, float32, bfloat16, float16 or float8",
 			dtype)
 	}
-	s := specs[i]
-	if want := strings.Split(s.shape, ", "); len(shape) != len(want) {
+
+	s := opcase.All[i].Bench
+	if want := strings.Split(s.Shape, ", "); len(shape) != len(want) {
 		return nil, fmt.Errorf("%s: the shape is %v, want %d numbers: %s", op,
-			shape, len(want), s.shape)
+			shape, len(want), s.Shape)
 	}
 	for _, n := range shape {
 		if n < 1 {
 			return nil, fmt.Errorf("%s: the shape is %v, want numbers of at least 1: %s", op, shape,
-				s.shape)
+				s.Shape)
 		}
 	}
-	if s.check != nil {
-		if err := s.check(shape); err != nil {
-			return nil, fmt.Errorf("%s: the shape is %v (%s): %w", op, shape, s.shape, err)
+	if s.Check != nil {
+		if err := s.Check(shape); err != nil {
+			return nil, fmt.Errorf("%s: the shape is %v (%s): %w", op, shape, s.Shape, err)
 		}
 	}
-	if err := fits("inputs and result take", s.elements(shape)); err != nil {
-		return nil, fmt.Errorf("%s: the shape is %v (%s): %w", op, shape, s.shape, err)
+	if err := fits("inputs and result take", s.Elements(shape)); err != nil {
+		return nil, fmt.Errorf("%s: the shape is %v (%s): %w", op, shape, s.Shape, err)
 	}
-	return &bench{spec: s, shape: shape, dtype: dtype}, nil
+	return &bench{op: opcase.All[i], shape: shape, dtype: dtype}, nil
 }
 
 // fits returns an error where so many numbers are more than the computer's memory holds.
@@ -213,33 +220,6 @@ func (b *bench) floats() tensor.Dtype {
 		return tensor.Float64
 	}
 	return tensor.Float32
-}
-
-// build makes a graph of the op, with gradients if they are wanted. Its random numbers are the same
-// every time.
-func (b *bench) build(stock, training bool) (g *graph, err error) {
-	defer func() {
-		if cause := recover(); cause != nil { // Gorgonia has shapes that it panics at
-			err = fmt.Errorf("building the graph: %v", cause)
-		}
-	}()
-	g = newGraph(b.shape, b.floats())
-	f := b.spec.ours
-	if stock {
-		f = b.spec.stock
-	}
-	g.y = f(g)
-	if g.err != nil || !training {
-		return g, g.err
-	}
-	if g.y.IsScalar() {
-		_, err = gorgonia.Grad(g.y, g.params...)
-		return g, err
-	}
-	up := g.normal("gradient", g.y.Shape()...)
-	_, err = gorgonia.Backpropagate(gorgonia.Nodes{g.y}, gorgonia.Nodes{up},
-		g.params[:len(g.params)-1])
-	return g, errors.Join(err, g.err)
 }
 
 // measure adds a peer's figures: in the way that it chooses itself, and in every other.
@@ -274,10 +254,6 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 		return f, nil
 	}
 	stock := f.Peer == tapePeer
-	if b.spec.stock == nil && stock {
-		f.Err = errors.New("there is nothing for it among Gorgonia's ops")
-		return f, nil
-	}
 	for _, training := range []bool{false, true} {
 		g, err := b.build(stock, training)
 		if err != nil {
@@ -294,7 +270,7 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 			continue
 		}
 		f.Forward, f.Distance = took, b.distance(y)
-		f.Bytes, f.FLOPs = g.bytes(b.dtype), b.spec.flops(b.shape)
+		f.Bytes, f.FLOPs = g.bytes(b.dtype), b.op.Bench.FLOPs(b.shape)
 	}
 	return f, choices
 }

@@ -7,38 +7,28 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/opcase"
 	"github.com/kasmina-go/kasmina/opbench"
 )
 
-// small is a shape of each op.
-var small = map[string][]int{"RMSNorm": {64, 96}, "Linear": {64, 96, 32}, "LinearAdd": {64, 96, 32},
-	"SiLUMLP": {64, 32, 48},
-	"RoPE":    {2, 16, 3, 8}, "Attention": {2, 16, 3, 3, 8}, "Embedding": {64, 20, 32},
-	"CrossEntropy":       {64, 50},
-	"LinearCrossEntropy": {64, 32, 50}, "NewtonSchulz": {32, 48}, "Kasmina": {64, 32, 8},
-	"MatMul": {32, 48, 64}, "Add": {64, 48},
-	"GELUMLP": {64, 32, 48}, "Bias": {64, 48}, "Tanh": {64, 48}, "SoftMax": {64, 48}}
-
-// without is the ops that Gorgonia has nothing for.
-var without = []string{"Embedding", "GELUMLP", "Kasmina", "NewtonSchulz", "RoPE"}
-
-// TestTime wants every op timed by every peer, whose results are the same.
+// TestTime checks that every op is timed by every peer, and that the results of the peers agree.
 func TestTime(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
 	for _, dtype := range []opbench.Dtype{opbench.Float32, opbench.Float64} {
 		tolerance := map[opbench.Dtype]float64{opbench.Float32: 1e-5, opbench.Float64: 1e-12}[dtype]
-		for _, o := range opbench.Ops() {
-			figures, err := opbench.Time(o.Name, small[o.Name], dtype, opbench.WithSpan(0))
+		for _, o := range opcase.All {
+			if o.Bench == nil {
+				continue
+			}
+			figures, err := opbench.Time(o.Name, o.Bench.Small, dtype, opbench.WithSpan(0))
 			require.NoError(t, err, o.Name)
 			at := fmt.Sprintf("%s %s\n%s", o.Name, dtype, opbench.Table(figures))
 			last := figures[len(figures)-1]
 			require.Equal(t, "cpu", figures[0].Peer, at)
 			require.Equal(t, "gorgonia", last.Peer, at)
-			for _, name := range without {
-				if name == o.Name {
-					require.ErrorContains(t, last.Err, "nothing for it among Gorgonia's ops", at)
-					figures = figures[:len(figures)-1]
-				}
+			if o.Bench.Stock == nil {
+				require.ErrorContains(t, last.Err, "nothing for it among Gorgonia's ops", at)
+				figures = figures[:len(figures)-1]
 			}
 			for _, f := range figures {
 				require.NoError(t, f.Err, at)
@@ -55,7 +45,7 @@ func TestTime(t *testing.T) {
 // TestWays wants every way that a machine chose among to be timed.
 func TestWays(t *testing.T) {
 	t.Setenv("KASMINA_WAYS", "")
-	figures, err := opbench.Time("LinearAdd", small["LinearAdd"],
+	figures, err := opbench.Time("LinearAdd", []int{64, 96, 32},
 		opbench.Float32, opbench.WithSpan(0))
 	require.NoError(t, err)
 	require.Len(t, figures, 3)

@@ -81,6 +81,9 @@ func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.
 // Shared returns b: what an op that embeds a Base shares with the others.
 func (b *Base) Shared() *Base { return b }
 
+// Op returns the op that embeds b.
+func (b *Base) Op() gorgonia.Op { return b.self }
+
 // Run computes the op on flat memory: out and the inputs have the types and sizes that the op was
 // made for.
 func (b *Base) Run(out any, in Args) error {

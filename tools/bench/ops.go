@@ -8,39 +8,10 @@ import (
 	"github.com/kasmina-go/kasmina/opbench"
 )
 
-// opShapes are the shapes of a small model's ops, by their names in opbench.
-var opShapes = map[string][]int{
-	"Add":                {1024, 1024},
-	"Attention":          {4, 256, 4, 4, 64},
-	"Bias":               {1024, 1024},
-	"CrossEntropy":       {1024, 4096},
-	"Embedding":          {1024, 4096, 256},
-	"GELUMLP":            {1024, 256, 704},
-	"Kasmina":            {1024, 1024, 64},
-	"Linear":             {1024, 256, 704},
-	"LinearAdd":          {1024, 704, 256},
-	"LinearCrossEntropy": {1024, 256, 4096},
-	"MatMul":             {512, 512, 512},
-	"NewtonSchulz":       {256, 704},
-	"RMSNorm":            {1024, 1024},
-	"RoPE":               {4, 256, 4, 64},
-	"SiLUMLP":            {1024, 256, 704},
-	"SoftMax":            {1024, 1024},
-	"Tanh":               {1024, 1024},
-}
-
-// opNames are the ops that can be timed.
-func opNames() (names []string) {
-	for _, o := range opbench.Ops() {
-		names = append(names, o.Name)
-	}
-	return names
-}
-
 // cpuOps times every op alone, forward, and forward and backward together, beside Gorgonia's own.
 func cpuOps(options) error {
-	for _, name := range opNames() {
-		shape := opShapes[name]
+	for _, o := range opbench.Ops() {
+		name, shape := o.Name, o.Usual
 		figures, err := opbench.Time(name, shape, opbench.Float32,
 			opbench.WithSpan(100*time.Millisecond))
 		if err != nil {

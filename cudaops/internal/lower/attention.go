@@ -13,6 +13,12 @@ import (
 	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
+func init() {
+	register[*op.AttentionOp](lowerAttention, nil)
+	register[*op.AttentionGradOp](lowerAttentionGrad, inInput(-1))
+	register[*kvcache.AttentionOp](lowerCachedAttention, nil)
+}
+
 func attentionShape(o *op.AttentionOp, rows int) attention.Geometry {
 	c := o.Config
 	return attention.Geometry{Batch: rows / c.Seq, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,

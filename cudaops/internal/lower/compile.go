@@ -18,6 +18,11 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
+func init() {
+	register[*autodiff.RecomputeOp](lowerRecompute, nil)
+	register[*autodiff.RecomputeGradOp](lowerRecomputeGrad, inInput(-2))
+}
+
 // Options says what a program is for.
 type Options struct {
 	graph.Asked

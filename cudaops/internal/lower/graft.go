@@ -10,6 +10,16 @@ import (
 	"github.com/kasmina-go/kasmina/op/graft"
 )
 
+func init() {
+	register[*graft.BlendOp](lowerBlend, nil)
+	register[*graft.ScaleOp](lowerGraftScale, inInput(0))
+	register[*graft.IsolateOp](lowerIsolate, nil)
+	register[*graft.LowRankOp](lowerLowRank, nil)
+	register[*graft.LowRankGradOp](lowerLowRankGrad, inInput(3))
+	register[*graft.NormOp](lowerNorm, inInput(0))
+	register[*graft.HealthOp](lowerHealth, nil)
+}
+
 // control is a number of the controls, which a kernel reads where they lie: it may be another one
 // in every run.
 func control(controls *program.Array, row int, which graft.Control) *program.Array {

@@ -10,6 +10,11 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
+func init() {
+	register[*op.KasminaOp](lowerKasmina, nil)
+	register[*op.KasminaGradOp](lowerKasminaGrad, inInput(4))
+}
+
 // kasminaLayerOf returns the layer that o belongs to.
 func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	for _, l := range c.Kasmina {

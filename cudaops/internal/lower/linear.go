@@ -8,7 +8,17 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/embedding"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/op"
 )
+
+func init() {
+	register[*op.EmbeddingOp](lowerEmbedding, nil)
+	register[*op.EmbeddingGradOp](lowerEmbeddingGrad, inInput(1))
+	register[*op.BiasOp](lowerBias, nil)
+	register[*op.BiasGradOp](lowerBiasGrad, inInput(0))
+	register[*op.LinearOp](lowerLinear, inOne)
+	register[*op.LinearGradOp](lowerLinearGrad, inInput(2))
+}
 
 // newProduct is the call of a matrix product.
 func (c *compiler) newProduct(n *gorgonia.Node, p program.Product) *program.Call {

@@ -15,6 +15,13 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
+func init() {
+	register[*op.CrossEntropyOp](lowerCrossEntropy, nil)
+	register[*op.CrossEntropyGradOp](lowerCrossEntropyGrad, inInput(3))
+	register[*op.LinearCrossEntropyOp](lowerLinearCrossEntropy, nil)
+	register[*op.LinearCrossEntropyGradOp](lowerLinearCrossEntropyGrad, inInput(4))
+}
+
 // logitBytes is the most of the logits that the fused output layer holds at a time. Of a model of
 // up to narrowFeatures it is twice that. Large enough for a full GPU, small beside the activations
 // of a model with such a vocabulary. With twice as much a step takes 1 % less time at 768 and 1024

@@ -8,14 +8,14 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
-	"github.com/kasmina-go/kasmina/op"
-	"github.com/kasmina-go/kasmina/op/graft"
-	"github.com/kasmina-go/kasmina/op/kvcache"
 )
+
+func init() {
+	register[*opbase.PartOp](lowerPart, inInput(0))
+}
 
 // lowering turns a node, whose inputs are arrays already, into tasks, and returns its value.
 type lowering func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array
@@ -26,46 +26,13 @@ type ownOp struct {
 	scaled linearity // nil for an op that is not linear in anything
 }
 
-// ownOps holds the ops of this module by type. An op and its gradient stand here both or neither:
-// what one leaves for the other is on the device.
-var ownOps map[reflect.Type]ownOp
+// ownOps holds the ops of this module by type.
+var ownOps = map[reflect.Type]ownOp{}
 
-func init() {
-	in := inInput
-	ownOps = map[reflect.Type]ownOp{
-		reflect.TypeFor[*opbase.PartOp]():               {lowerPart, in(0)},
-		reflect.TypeFor[*op.RMSNormOp]():                {lowerRMSNorm, nil},
-		reflect.TypeFor[*op.RMSNormGradOp]():            {lowerRMSNormGrad, in(3)},
-		reflect.TypeFor[*op.RoPEOp]():                   {lowerRoPE, in(0)},
-		reflect.TypeFor[*op.SiLUMLPOp]():                {lowerSiLUMLP, nil},
-		reflect.TypeFor[*op.SiLUMLPGradOp]():            {lowerSiLUMLPGrad, in(5)},
-		reflect.TypeFor[*op.EmbeddingOp]():              {lowerEmbedding, nil},
-		reflect.TypeFor[*op.EmbeddingGradOp]():          {lowerEmbeddingGrad, in(1)},
-		reflect.TypeFor[*op.CrossEntropyOp]():           {lowerCrossEntropy, nil},
-		reflect.TypeFor[*op.CrossEntropyGradOp]():       {lowerCrossEntropyGrad, in(3)},
-		reflect.TypeFor[*op.LinearCrossEntropyOp]():     {lowerLinearCrossEntropy, nil},
-		reflect.TypeFor[*op.LinearCrossEntropyGradOp](): {lowerLinearCrossEntropyGrad, in(4)},
-		reflect.TypeFor[*op.BiasOp]():                   {lowerBias, nil},
-		reflect.TypeFor[*op.BiasGradOp]():               {lowerBiasGrad, in(0)},
-		reflect.TypeFor[*op.LinearOp]():                 {lowerLinear, inOne},
-		reflect.TypeFor[*op.LinearGradOp]():             {lowerLinearGrad, in(2)},
-		reflect.TypeFor[*op.AttentionOp]():              {lowerAttention, nil},
-		reflect.TypeFor[*op.AttentionGradOp]():          {lowerAttentionGrad, in(-1)},
-		reflect.TypeFor[*kvcache.AttentionOp]():         {lowerCachedAttention, nil},
-		reflect.TypeFor[*op.NewtonSchulzOp]():           {lowerNewtonSchulz, nil},
-		reflect.TypeFor[*op.NewtonSchulzGradOp]():       {lowerNewtonSchulzGrad, in(1)},
-		reflect.TypeFor[*op.KasminaOp]():                {lowerKasmina, nil},
-		reflect.TypeFor[*op.KasminaGradOp]():            {lowerKasminaGrad, in(4)},
-		reflect.TypeFor[*graft.BlendOp]():               {lowerBlend, nil},
-		reflect.TypeFor[*graft.ScaleOp]():               {lowerGraftScale, in(0)},
-		reflect.TypeFor[*graft.IsolateOp]():             {lowerIsolate, nil},
-		reflect.TypeFor[*graft.LowRankOp]():             {lowerLowRank, nil},
-		reflect.TypeFor[*graft.LowRankGradOp]():         {lowerLowRankGrad, in(3)},
-		reflect.TypeFor[*graft.NormOp]():                {lowerNorm, in(0)},
-		reflect.TypeFor[*graft.HealthOp]():              {lowerHealth, nil},
-		reflect.TypeFor[*autodiff.RecomputeOp]():        {lowerRecompute, nil},
-		reflect.TypeFor[*autodiff.RecomputeGradOp]():    {lowerRecomputeGrad, in(-2)},
-	}
+// register adds an op to ownOps. The files of this package register the ops that they lower, and with
+// an op its gradient: the gradient reads what the op has left on the device.
+func register[O gorgonia.Op](lower lowering, scaled linearity) {
+	ownOps[reflect.TypeFor[O]()] = ownOp{lower, scaled}
 }
 
 // loweringOf returns the lowering of a node to kernels, nil if there is none.

@@ -10,6 +10,11 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
+func init() {
+	register[*op.SiLUMLPOp](lowerSiLUMLP, nil)
+	register[*op.SiLUMLPGradOp](lowerSiLUMLPGrad, inInput(5))
+}
+
 // gated is what SiLUMLP's forward pass leaves. It has x·gateᵀ and x·upᵀ side by side in the rows of
 // ab [rows, 2F]. The weights of both are one above the other [2F, D]. It also has h = silu(x·gateᵀ)
 // ⊙ x·upᵀ. This is nil in float8, and need not be kept: the backward pass can form it. With gelu

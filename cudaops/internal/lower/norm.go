@@ -12,6 +12,13 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
+func init() {
+	register[*op.RMSNormOp](lowerRMSNorm, nil)
+	register[*op.RMSNormGradOp](lowerRMSNormGrad, inInput(3))
+	register[*op.NewtonSchulzOp](lowerNewtonSchulz, nil)
+	register[*op.NewtonSchulzGradOp](lowerNewtonSchulzGrad, inInput(1))
+}
+
 func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*op.RMSNormOp)
 	y, _ := c.norm(n, o, c.act(n, in[0]), nil, in[1])

@@ -17,6 +17,10 @@ import (
 	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
+func init() {
+	register[*op.RoPEOp](lowerRoPE, inInput(0))
+}
+
 // The queries, keys and values of an attention are mostly x·Wqᵀ, x·Wkᵀ and x·Wvᵀ, the first two
 // turned by RoPE. They are lowered as
 //

@@ -1,0 +1,221 @@
+// Package opcase is the table of the ops that tests check and benchmarks time. An entry has the op's
+// test cases, with a reference for each that follows the op's formula in float64, and its benchmark.
+//
+// The tests of every machine run the same cases, through package optest. Package opbench times the
+// benchmarks, and examples/gradcheck checks the gradients. An op that is added to [All] is covered by
+// all of them.
+package opcase
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+)
+
+// All holds the entries, one for each op of package op and for some of Gorgonia's own.
+var All = []*Op{
+	rmsNorm, bias, linear, linearAdd, siluMLP, geluMLP, rope, attention, documentAttention, embedding,
+	crossEntropy, linearCrossEntropy, newtonSchulz, kasminaLayer, matMul, add, tanh, softMax,
+}
+
+// Op is the entry of an op.
+type Op struct {
+	Name string
+	// Cases returns test cases with fresh random inputs at several shapes, odd ones included. It is
+	// nil for ops that are only timed.
+	Cases func(r *rand.Rand) []Case
+	Bench *Bench // nil for an op that is not timed
+}
+
+// Case is an op with inputs and, for a test, the result that it should have.
+type Case struct {
+	Config string // what distinguishes the case from others of the op, such as options
+	In     []Input
+	Build  Build
+	// Want computes the result in float64 from the inputs.
+	Want func(in []Input) []float64
+	// Size, unless it is nil, computes what rounding errors are compared with in place of the
+	// result: a result with the absolute values of its terms, for terms that may cancel.
+	Size func(in []Input) []float64
+	// Loss is by how much more than most ops the op multiplies rounding errors; 0 stands for 1.
+	Loss float64
+}
+
+// Build adds the op to the graph of its inputs.
+type Build func(in gorgonia.Nodes) (*gorgonia.Node, error)
+
+// Input is an operand: numbers in Values, or integers in IDs.
+type Input struct {
+	Shape  []int
+	Values []float64
+	IDs    []int
+}
+
+// String describes the configuration and the shapes of the inputs.
+func (c Case) String() string {
+	s := c.Config
+	for _, in := range c.In {
+		if s != "" {
+			s += " "
+		}
+		s += fmt.Sprint(in.Shape)
+	}
+	return s
+}
+
+// Nodes adds the inputs to a new graph, as tensors of type dt and of int. It returns their nodes, and
+// those of the inputs that the result can be differentiated by.
+func (c Case) Nodes(dt tensor.Dtype) (in, wrt gorgonia.Nodes) {
+	g := gorgonia.NewGraph()
+	for i, a := range c.In {
+		name := gorgonia.WithName(fmt.Sprintf("input %d", i))
+		if a.IDs != nil {
+			ids := tensor.New(tensor.WithShape(a.Shape...), tensor.WithBacking(a.IDs))
+			in = append(in, gorgonia.NodeFromAny(g, ids, name))
+			continue
+		}
+
+		n := gorgonia.NodeFromAny(g, Dense(dt, a.Values, a.Shape...), name)
+		in, wrt = append(in, n), append(wrt, n)
+	}
+	return in, wrt
+}
+
+// Sizes returns the result of Size for the absolute values of the inputs, or nil without a Size.
+func (c Case) Sizes() []float64 {
+	if c.Size == nil {
+		return nil
+	}
+	in := make([]Input, len(c.In))
+	for i, a := range c.In {
+		in[i] = Input{a.Shape, mapped(a.Values, math.Abs), a.IDs}
+	}
+	return c.Size(in)
+}
+
+// Bench is the benchmark of an op, at a shape that consists of several numbers.
+type Bench struct {
+	Shape    string                  // the names of the numbers, as in "rows, in, out"
+	Small    []int                   // a shape for tests
+	Usual    []int                   // the shape in a small model
+	Check    func(shape []int) error // refuses shapes that the op cannot have; nil for none
+	Elements func(shape []int) float64
+	FLOPs    func(shape []int) float64
+	// Case returns the op with random inputs. Its Want may be nil.
+	Case func(r *rand.Rand, shape []int) (Case, error)
+	// Stock computes the same from Gorgonia's own ops; nil where it has none for it.
+	Stock func(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error)
+	// Room, unless it is nil, returns how many numbers Stock keeps in memory beside the inputs and
+	// the result, and what they are.
+	Room func(shape []int) (what string, elements float64)
+}
+
+// Dense returns numbers as a tensor of type float32 or float64, in memory of its own.
+func Dense(dt tensor.Dtype, x []float64, shape ...int) *tensor.Dense {
+	if dt == tensor.Float64 {
+		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(append([]float64{}, x...)))
+	}
+
+	y := make([]float32, len(x))
+	for i, v := range x {
+		y[i] = float32(v)
+	}
+	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(y))
+}
+
+// Normal returns an input of normal numbers. float32 holds each of them exactly, so that both types
+// start from the same numbers.
+func Normal(r *rand.Rand, shape ...int) Input { return scaled(r, 1, shape...) }
+
+// weight returns an input of normal numbers for a matrix [out, in], whose products with normal
+// numbers are about 1 in size.
+func weight(r *rand.Rand, out, in int) Input {
+	return scaled(r, 1/math.Sqrt(float64(in)), out, in)
+}
+
+func scaled(r *rand.Rand, deviation float64, shape ...int) Input {
+	x := make([]float64, tensor.Shape(shape).TotalSize())
+	for i := range x {
+		x[i] = float64(float32(deviation * r.NormFloat64()))
+	}
+	return Input{Shape: shape, Values: x}
+}
+
+// ids returns an input of n random integers, at least low and below high.
+func ids(r *rand.Rand, n, low, high int) Input {
+	x := make([]int, n)
+	for i := range x {
+		x[i] = low + r.IntN(high-low)
+	}
+	return Input{Shape: []int{n}, IDs: x}
+}
+
+func mapped(x []float64, f func(float64) float64) []float64 {
+	y := make([]float64, len(x))
+	for i, v := range x {
+		y[i] = f(v)
+	}
+	return y
+}
+
+// number returns a constant of the type of a node.
+func number(like *gorgonia.Node, v float64) *gorgonia.Node {
+	if like.Dtype() == tensor.Float64 {
+		return gorgonia.NewConstant(v)
+	}
+	return gorgonia.NewConstant(float32(v))
+}
+
+// chain builds a graph node by node, until the first error.
+type chain struct{ err error }
+
+// do takes the node and the error of a function that adds a node.
+func (c *chain) do(build func() (*gorgonia.Node, error)) *gorgonia.Node {
+	if c.err != nil {
+		return nil
+	}
+	var n *gorgonia.Node
+	n, c.err = build()
+	return n
+}
+
+// product returns a function that multiplies a factor by the numbers of a shape at some indices. It
+// counts elements, or operations.
+func product(factor float64, at ...int) func([]int) float64 {
+	return func(shape []int) float64 {
+		n := factor
+		for _, i := range at {
+			n *= float64(shape[i])
+		}
+		return n
+	}
+}
+
+// sum returns a function that adds up the results of several others.
+func sum(all ...func([]int) float64) func([]int) float64 {
+	return func(shape []int) (n float64) {
+		for _, f := range all {
+			n += f(shape)
+		}
+		return n
+	}
+}
+
+// none counts nothing.
+func none([]int) float64 { return 0 }
+
+// divides returns a check that one number of a shape is a multiple of another.
+func divides(what string, of, by int) func([]int) error {
+	return func(shape []int) error {
+		if shape[of]%shape[by] != 0 {
+			return fmt.Errorf("want %s", what)
+		}
+		return nil
+	}
+}
+
+// matrices are the shapes of rows and features at which most ops are tested.
+var matrices = [][2]int{{1, 1}, {3, 7}, {5, 64}, {70, 33}}

@@ -1,0 +1,228 @@
+// Package optest runs the cases of package opcase on a machine: one suite for Gorgonia's tape
+// machine, the CPU machine, the GPU machine and the fake GPU.
+package optest
+
+import (
+	"math"
+	"math/rand/v2"
+	"testing"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/opcase"
+)
+
+// Machine computes a graph.
+type Machine interface {
+	RunAll() error
+	Value(*gorgonia.Node) (gorgonia.Value, error)
+	Close() error
+}
+
+// Setup says which machine the suite tests, and how exact it is.
+type Setup struct {
+	Dtype tensor.Dtype
+	// Open returns a machine for a graph whose values of outputs the suite reads. The parameters
+	// are the nodes that the graph has gradients of.
+	Open func(g *gorgonia.ExprGraph, params, outputs gorgonia.Nodes) (Machine, error)
+	// Forward and Backward bound the relative distances of results from the reference, and of
+	// gradients from those in float64.
+	Forward, Backward float64
+	// Share, unless it is below 2, runs one case out of so many, chosen at random.
+	Share int
+}
+
+// Tape returns Gorgonia's tape machine as a Machine.
+func Tape(g *gorgonia.ExprGraph, _, _ gorgonia.Nodes) (Machine, error) {
+	return tape{gorgonia.NewTapeMachine(g)}, nil
+}
+
+type tape struct{ gorgonia.VM }
+
+func (tape) Value(n *gorgonia.Node) (gorgonia.Value, error) { return n.Value(), nil }
+
+// Run runs every case of every op as a subtest. A case's result must be that of its reference, and
+// its gradients those of Gorgonia's tape machine in float64, which the tests of package op compare
+// with central differences.
+func Run(t *testing.T, s Setup) {
+	seed := rand.Uint64()
+	t.Logf("random seed %d", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+
+	for _, o := range opcase.All {
+		if o.Cases == nil {
+			continue
+		}
+		t.Run(o.Name, func(t *testing.T) {
+			for _, c := range o.Cases(r) {
+				if s.Share > 1 && r.IntN(s.Share) > 0 {
+					continue
+				}
+				t.Run(c.String(), func(t *testing.T) { s.run(t, c, r) })
+			}
+		})
+	}
+}
+
+// run checks one case.
+func (s Setup) run(t *testing.T, c opcase.Case, r *rand.Rand) {
+	want := c.Want(c.In)
+	weights := opcase.Normal(r, len(want)).Values
+	exact := Setup{Dtype: tensor.Float64, Open: Tape}
+	wantGradients, err := exact.compute(c, weights)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := s.compute(c, weights)
+	if err != nil {
+		t.Fatal(err)
+	}
+	loss := max(c.Loss, 1)
+
+	far := Distance(got[0], want)
+	if sizes := c.Sizes(); sizes != nil && far > 0 {
+		far *= norm(want) / norm(sizes)
+	}
+	if !(far <= loss*s.Forward) {
+		t.Errorf("the result differs from the reference by %.2g, want at most %g", far,
+			loss*s.Forward)
+	}
+
+	var largest float64
+	for _, g := range wantGradients[1:] {
+		largest = max(largest, norm(g))
+	}
+	for i, g := range wantGradients[1:] {
+		if len(g) < 16 {
+			continue // a single gradient may be the small difference of large terms
+		}
+
+		// A window of one key has no gradient of queries and keys. What rounding leaves there is
+		// compared with the largest gradient.
+		far := Distance(got[1+i], g)
+		if norm(g) < 1e-12*largest {
+			far = norm(got[1+i]) / largest
+		}
+		if !(far <= loss*s.Backward) {
+			t.Errorf("gradient %d differs from that in float64 by %.2g, want at most %g", i, far,
+				loss*s.Backward)
+		}
+	}
+}
+
+// compute returns the result of a case and its gradients: those of Σ weights ⊙ result + Σ x², where x
+// is the first input. So gradients of two uses add up, and stock ops surround the case's own.
+func (s Setup) compute(c opcase.Case, weights []float64) (values [][]float64, err error) {
+	in, wrt := c.Nodes(s.Dtype)
+	y, err := c.Build(in)
+	if err != nil {
+		return nil, err
+	}
+	cost, err := Cost(y, wrt[0], weights)
+	if err != nil {
+		return nil, err
+	}
+	gradients, err := gorgonia.Grad(cost, wrt...)
+	if err != nil {
+		return nil, err
+	}
+
+	outputs := append(gorgonia.Nodes{y}, gradients...)
+	m, err := s.Open(cost.Graph(), wrt, outputs)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if closed := m.Close(); err == nil {
+			err = closed
+		}
+	}()
+	if err := m.RunAll(); err != nil {
+		return nil, err
+	}
+	for _, n := range outputs {
+		v, err := m.Value(n)
+		if err != nil {
+			return nil, err
+		}
+		values = append(values, Floats(v))
+	}
+	return values, nil
+}
+
+// Cost returns Σ weights ⊙ y + Σ x² for a matrix y, and y² + Σ x² for a scalar.
+func Cost(y, x *gorgonia.Node, weights []float64) (*gorgonia.Node, error) {
+	cost, err := weighted(y, weights)
+	if err != nil {
+		return nil, err
+	}
+	squares, err := gorgonia.Square(x)
+	if err != nil {
+		return nil, err
+	}
+	if squares, err = gorgonia.Sum(squares); err != nil {
+		return nil, err
+	}
+	return gorgonia.Add(cost, squares)
+}
+
+func weighted(y *gorgonia.Node, weights []float64) (*gorgonia.Node, error) {
+	if y.IsScalar() {
+		return gorgonia.Square(y)
+	}
+	w := gorgonia.NodeFromAny(y.Graph(), opcase.Dense(y.Dtype(), weights, y.Shape()...),
+		gorgonia.WithName("weights of the cost"))
+	product, err := gorgonia.HadamardProd(y, w)
+	if err != nil {
+		return nil, err
+	}
+	return gorgonia.Sum(product)
+}
+
+// Floats returns the elements of a value as float64, in memory of their own.
+func Floats(v gorgonia.Value) []float64 {
+	flat, err := opbase.Flat(v)
+	if err != nil {
+		return nil
+	}
+	switch x := flat.(type) {
+	case []float64:
+		return append([]float64{}, x...)
+	case []float32:
+		y := make([]float64, len(x))
+		for i, v := range x {
+			y[i] = float64(v)
+		}
+		return y
+	}
+	return nil
+}
+
+// Distance returns ‖a − b‖/‖b‖, or infinity for a NaN or another length.
+func Distance(a, b []float64) float64 {
+	if len(a) != len(b) {
+		return math.Inf(1)
+	}
+	var apart, size float64
+	for i, v := range b {
+		apart += (a[i] - v) * (a[i] - v)
+		size += v * v
+	}
+	switch {
+	case apart == 0:
+		return 0
+	case math.IsNaN(apart):
+		return math.Inf(1)
+	}
+	return math.Sqrt(apart / size)
+}
+
+// norm returns ‖x‖.
+func norm(x []float64) (n float64) {
+	for _, v := range x {
+		n = math.Hypot(n, v)
+	}
+	return n
+}
