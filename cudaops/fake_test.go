@@ -582,23 +582,28 @@ func moveOn(at []byte, skipped bool) optimizer.LossScale {
 	return s
 }
 
-func (k *fakeKernels) AdamW(l *fake.Launch, a optimizer.AdamW) {
+// fakeSteps has the kernels that compute each element by itself. Each gets a tensor's parameter, its
+// scaled gradient, its moments and the step's learning rate.
+var fakeSteps = map[string]func(l *fake.Launch, t optimizer.Tensor, p, g []float32, lr, eps float64){
+	"AdamW": func(l *fake.Launch, t optimizer.Tensor, p, g []float32, lr, eps float64) {
+		cpuoptimizer.AdamW(p, g, floatsAt(l, t.Moments[0], t.Size), floatsAt(l, t.Moments[1], t.Size),
+			cpuoptimizer.AdamWStep{LR: lr, Beta1: t.Beta1, Beta2: t.Beta2, Eps: eps, Decay: t.Decay,
+				Step: int(t.Step)})
+	},
+}
+
+func (k *fakeKernels) Elementwise(l *fake.Launch, a optimizer.Elementwise) {
 	_, c, scale := control(l, a.Control)
 	if c.Skipped {
 		return
 	}
 	for i := range a.Table.Tensors {
-		p := &a.Table.Tensors[i]
-		p.Step++
-		of := func(x gpu.Ptr) []float32 { return floatsAt(l, x, p.Size) }
-		g := slices.Clone(gradientAt(l, *p, p.Size))
-		array.ScaleBy(g, scale(*p))
-		cpuoptimizer.AdamW(of(p.Param), g, of(p.First), of(p.Second),
-			cpuoptimizer.AdamWStep{LR: c.LR * p.LRScale, Beta1: p.Beta1, Beta2: p.Beta2,
-				Eps: c.Eps, Decay: p.Decay, Step: int(p.Step)})
-		if p.Copy != 0 {
-			copy(of(p.Copy), of(p.Param))
-		}
+		t := &a.Table.Tensors[i]
+		t.Step++
+		g := slices.Clone(gradientAt(l, *t, t.Size))
+		array.ScaleBy(g, scale(*t))
+		fakeSteps[a.Kernel](l, *t, floatsAt(l, t.Param, t.Size), g, c.LR*t.LRScale, c.Eps)
+		writeCopy(l, *t)
 	}
 }
 
@@ -608,7 +613,7 @@ func writeCopy(l *fake.Launch, p optimizer.Tensor) {
 	}
 }
 
-func (k *fakeKernels) MuonDirection(l *fake.Launch, a optimizer.MuonDirection) {
+func (k *fakeKernels) Direction(l *fake.Launch, a optimizer.Direction) {
 	_, c, scale := control(l, a.Control)
 	if c.Skipped {
 		return
@@ -618,7 +623,7 @@ func (k *fakeKernels) MuonDirection(l *fake.Launch, a optimizer.MuonDirection) {
 		workspace[i] = float32(math.NaN())
 	}
 	for _, p := range a.Table.Tensors {
-		g, m, u := gradientAt(l, p, p.Size), floatsAt(l, p.First, p.Size),
+		g, m, u := gradientAt(l, p, p.Size), floatsAt(l, p.Moments[0], p.Size),
 			floatsAt(l, p.Direction, p.Size)
 		mu := float32(p.Beta1)
 		var sum float64
@@ -635,7 +640,7 @@ func (k *fakeKernels) MuonDirection(l *fake.Launch, a optimizer.MuonDirection) {
 	}
 }
 
-func (k *fakeKernels) MuonApply(l *fake.Launch, a optimizer.MuonApply) {
+func (k *fakeKernels) Apply(l *fake.Launch, a optimizer.Apply) {
 	_, c, _ := control(l, a.Control)
 	if c.Skipped {
 		return

@@ -283,8 +283,9 @@ func updates(b *timer) {
 	for _, n := range sizes {
 		total += float64(n)
 		tensors = append(tensors, optimizer.Tensor{Param: b.normal(n, f32),
-			Grad: b.normal(n, f32), GradType: f32, First: b.zeros(n), Second: b.zeros(n),
-			Copy: b.room(n, bf16), CopyType: bf16, Size: n, LRScale: 1, Decay: 0.01, Beta1: 0.9,
+			Grad: b.normal(n, f32), GradType: f32,
+			Moments: [optimizer.MaxMoments]gpu.Ptr{b.zeros(n), b.zeros(n)},
+			Copy:    b.room(n, bf16), CopyType: bf16, Size: n, LRScale: 1, Decay: 0.01, Beta1: 0.9,
 			Beta2: 0.999})
 	}
 	table := must(optimizer.NewTable(b.Ctx, b.memory.For("a benchmark"), tensors))
@@ -294,7 +295,8 @@ func updates(b *timer) {
 		optimizer.GradNorm{Control: control, Squares: squares, Count: table.Chunks})
 	// Parameter and moments are read and written, the gradient is read and the parameter in
 	// bfloat16 written.
-	b.moves("adamw_llama350M", (2*3*4+2+4)*total, optimizer.AdamW{Control: control, Table: table})
+	b.moves("adamw_llama350M", (2*3*4+2+4)*total, optimizer.Elementwise{Kernel: "AdamW",
+		Control: control, Table: table})
 }
 
 // stock times what Gorgonia's own ops take: sums, a function, a cast, softmax, reductions of

@@ -139,8 +139,9 @@ func TestRefusals(t *testing.T) {
 			XStrides: []int{81, 1, 9}, Size: 4},
 		"rows": reduce.Reduce{Op: reduce.Sum, N: 9, Inner: 1}, "columns": reduce.Reduce{
 			Op: reduce.Sum, Outer: 1, N: 9},
-		"AdamW": optimizer.AdamW{Table: none}, "Muon": optimizer.MuonDirection{Table: none},
-		"Muon's end": optimizer.MuonApply{Table: none},
+		"AdamW":      optimizer.Elementwise{Kernel: "AdamW", Table: none},
+		"Muon":       optimizer.Direction{Kernel: "Muon", Table: none},
+		"Muon's end": optimizer.Apply{Kernel: "Muon", Table: none},
 	} {
 		require.NoError(t, k.Launch(s, l), what)
 	}
@@ -177,9 +178,10 @@ func TestLaunches(t *testing.T) {
 			optimizer.GradSquares{Squares: p, Table: table},
 			optimizer.GradSquares{Squares: p, Table: two},
 			optimizer.GradNorm{Control: p, Squares: p, Count: 3},
-			optimizer.AdamW{Control: p, Table: table}, optimizer.AdamW{Control: p, Table: two},
-			optimizer.MuonDirection{Control: p, Squares: p, Table: table},
-			optimizer.MuonApply{Control: p, Table: table}, quantize.Weights{Table: weights},
+			optimizer.Elementwise{Kernel: "AdamW", Control: p, Table: table},
+			optimizer.Elementwise{Kernel: "AdamW", Control: p, Table: two},
+			optimizer.Direction{Kernel: "Muon", Control: p, Squares: p, Table: table},
+			optimizer.Apply{Kernel: "Muon", Control: p, Table: table}, quantize.Weights{Table: weights},
 			elementwise.Unary{Op: elementwise.Tanh, Y: p, X: p, N: 9, Type: dt},
 			elementwise.Binary{Op: elementwise.Add, Y: p, A: elementwise.Operand{Ptr: p},
 				B: elementwise.Operand{Ptr: p, Period: 8}, N: 80, Type: dt},

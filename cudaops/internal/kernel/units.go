@@ -48,3 +48,9 @@ func (k *Set) Build() string {
 	_, build := units()
 	return build
 }
+
+// HasUnit reports whether there is a unit with that name.
+func HasUnit(name string) bool {
+	images, _ := units()
+	return images[name] != nil
+}

@@ -37,10 +37,18 @@ type implementation struct {
 	workspace func(f *family) int
 }
 
-// matrixKernels are the implementations of kernels that turn matrices by matrix products. All other
-// kernels are in [optimizer.Kernels].
-var matrixKernels = map[string]implementation{
-	"Muon": {orthogonalize, muonCalls, func(f *family) int { return f.table.Chunks }},
+// byElement implements kernels that compute each element by itself.
+var byElement = implementation{calls: func(x *Optimizer, f *family) []*program.Call {
+	return []*program.Call{newCall(optimizer.Elementwise{Kernel: f.kernel, Control: x.control,
+		Table: f.table})}
+}}
+
+// byMatrix implements kernels that update whole matrices: they orthogonalize each matrix's direction by
+// as many Newton-Schulz iterations as its rule says.
+var byMatrix = implementation{
+	prepare:   orthogonalize,
+	calls:     matrixCalls,
+	workspace: func(f *family) int { return f.table.Chunks },
 }
 
 // sort makes the families of the parameters' kernels, in the order of their names so that every
@@ -51,16 +59,18 @@ func (x *Optimizer) sort() error {
 		if x.familyOf(p) != nil {
 			continue
 		}
-
-		f := &family{kernel: k.String(), implementation: matrixKernels[k.String()]}
-		if launch := optimizer.Kernels[f.kernel]; launch != nil {
-			f.calls = func(x *Optimizer, f *family) []*program.Call {
-				return []*program.Call{newCall(launch(x.control, f.table))}
-			}
-		}
-		if f.calls == nil {
+		if !optimizer.Implemented(k.String()) {
 			return fmt.Errorf("%T updates %s by the kernel %s, which GPUs do not have: train on the "+
-				"CPU, or choose another optimizer", x.Rules, p.Input.Node.Name(), f.kernel)
+				"CPU, or choose another optimizer", x.Rules, p.Input.Node.Name(), k)
+		}
+		if n := len(k.Moments); n > optimizer.MaxMoments {
+			return fmt.Errorf("the kernel %s has %d moments, want at most %d on GPUs", k, n,
+				optimizer.MaxMoments)
+		}
+
+		f := &family{kernel: k.String(), implementation: byElement}
+		if k.Whole {
+			f.implementation = byMatrix
 		}
 		x.families = append(x.families, f)
 	}
@@ -91,16 +101,17 @@ func (x *Optimizer) workspace() (n int) {
 	return n
 }
 
-// muonCalls are the calls of Muon: the directions, the iterations that orthogonalize them, and the
-// update by their results.
-func muonCalls(x *Optimizer, f *family) []*program.Call {
+// matrixCalls returns the calls of an update by a kernel for whole matrices: the directions, the
+// iterations that orthogonalize them, and the update by their results.
+func matrixCalls(x *Optimizer, f *family) []*program.Call {
 	nesterov := slices.ContainsFunc(f.params, func(p *Param) bool { return p.Rule.Nesterov })
-	calls := []*program.Call{newCall(optimizer.MuonDirection{Control: x.control,
+	calls := []*program.Call{newCall(optimizer.Direction{Kernel: f.kernel, Control: x.control,
 		Squares: x.squares.Offset(4 * x.sums()), Table: f.table, Nesterov: nesterov})}
 
 	// The first and the last call of the iterations stand for the two launches.
 	calls = append(calls, f.iterations.Calls[1:len(f.iterations.Calls)-1]...)
-	return append(calls, newCall(optimizer.MuonApply{Control: x.control, Table: f.table}))
+	return append(calls, newCall(optimizer.Apply{Kernel: f.kernel, Control: x.control,
+		Table: f.table}))
 }
 
 // togetherLeast is the elements of squares up to which matrices of one shape go through the
@@ -166,7 +177,7 @@ func (f *family) placeIterations(x *Optimizer, groups []group) error {
 		return err
 	}
 	place.Arena(p, nil)
-	if err := x.memory.Place(p, "Muon's directions"); err != nil {
+	if err := x.memory.Place(p, "the directions of "+f.kernel); err != nil {
 		return err
 	}
 	for _, g := range groups {

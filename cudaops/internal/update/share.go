@@ -286,10 +286,8 @@ func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
 	if in.Part != nil {
 		t.Param = in.Part.Ptr()
 	}
-	for i, at := range []*gpu.Ptr{&t.First, &t.Second} {
-		if i < len(p.Moments) {
-			*at = p.Moments[i].Ptr()
-		}
+	for i, m := range p.Moments {
+		t.Moments[i] = m.Ptr()
 	}
 	switch {
 	case s == nil || t.Size == 0:

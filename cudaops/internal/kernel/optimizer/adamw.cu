@@ -48,7 +48,7 @@ template <bool kTwo> struct Step {
   // An element of a ragged end.
   __device__ __forceinline__ void one(int64_t i) const {
     const float g = Contributions<kTwo>::one(t, i);
-    update(t.param[i], g, t.first[i], t.second[i]);
+    update(t.param[i], g, t.moment(0)[i], t.moment(1)[i]);
     if (t.copy) storeOneAs(t.copy, t.copyType, i, t.param[i]);
   }
 
@@ -58,7 +58,7 @@ template <bool kTwo> struct Step {
     Contributions<kTwo> g;
   };
   __device__ __forceinline__ Four load(int64_t i) const {
-    return {::load<4>(t.param + i), ::load<4>(t.first + i), ::load<4>(t.second + i),
+    return {::load<4>(t.param + i), ::load<4>(t.moment(0) + i), ::load<4>(t.moment(1) + i),
             Contributions<kTwo>::load(t, i)};
   }
   __device__ __forceinline__ void finish(int64_t i, Four& x) const {
@@ -66,8 +66,8 @@ template <bool kTwo> struct Step {
 #pragma unroll
     for (int j = 0; j < kPerAccess; j++) update(x.p.v[j], g.v[j], x.m.v[j], x.v.v[j]);
     store(t.param + i, x.p);
-    store(t.first + i, x.m);
-    store(t.second + i, x.v);
+    store(t.moment(0) + i, x.m);
+    store(t.moment(1) + i, x.v);
     if (t.copy) storeAs(t.copy, t.copyType, i, x.p);
   }
 };

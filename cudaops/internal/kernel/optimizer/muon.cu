@@ -36,7 +36,7 @@ __device__ __forceinline__ float direction(float m, float g, float mu, int neste
 __device__ __noinline__ float scaledNorm(const Tensor& t, int index, float mu, float multiplier, int nesterov) {
   float largest = 0, sum = 0;
   auto forDirections = [&](auto f) {
-    auto one = [&](int64_t i) { f(direction(t.first[i], scaled(loadOneAs(t.grad, t.gradType, i), multiplier), mu, nesterov)); };
+    auto one = [&](int64_t i) { f(direction(t.moment(0)[i], scaled(loadOneAs(t.grad, t.gradType, i), multiplier), mu, nesterov)); };
     forChunk<1>(
         t.size, index, [](int64_t i) { return i; },
         [&](int64_t, int64_t i) {
@@ -69,13 +69,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     Pack<float, 4> m, g;
   };
   forChunk<2>(
-      t.size, c.index, [&](int64_t i) { return Two{load<4>(t.first + i), loadAs(t.grad, t.gradType, i)}; },
+      t.size, c.index, [&](int64_t i) { return Two{load<4>(t.moment(0) + i), loadAs(t.grad, t.gradType, i)}; },
       [&](int64_t i, Two v) {
 #pragma unroll
         for (int j = 0; j < 4; j++) update(v.m.v[j], v.g.v[j]);
-        store(t.first + i, v.m);
+        store(t.moment(0) + i, v.m);
       },
-      [&](int64_t i) { update(t.first[i], loadOneAs(t.grad, t.gradType, i)); });
+      [&](int64_t i) { update(t.moment(0)[i], loadOneAs(t.grad, t.gradType, i)); });
   sum = blockReduce<Sum>(sum);
   if (isinf(sum)) sum = -scaledNorm(t, c.index, mu, multiplier, nesterov);
   if (threadIdx.x == 0) squares[blockIdx.x] = sum;
@@ -105,14 +105,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     Pack<float, 4> m, g;
   };
   forChunk<2>(
-      t.size, c.index, [&](int64_t i) { return Two{load<4>(t.first + i), loadAs(t.grad, t.gradType, i)}; },
+      t.size, c.index, [&](int64_t i) { return Two{load<4>(t.moment(0) + i), loadAs(t.grad, t.gradType, i)}; },
       [&](int64_t i, Two v) {
 #pragma unroll
         for (int j = 0; j < 4; j++) v.m.v[j] = inverse * direction(v.m.v[j], scaled(v.g.v[j], multiplier), mu, nesterov);
         storeAs(t.direction, t.directionType, i, v.m);
       },
       [&](int64_t i) {
-        float u = direction(t.first[i], scaled(loadOneAs(t.grad, t.gradType, i), multiplier), mu, nesterov);
+        float u = direction(t.moment(0)[i], scaled(loadOneAs(t.grad, t.gradType, i), multiplier), mu, nesterov);
         storeOneAs(t.direction, t.directionType, i, inverse * u);
       });
 }

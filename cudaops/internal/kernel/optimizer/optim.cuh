@@ -12,8 +12,7 @@ struct Tensor {
   void* copy;         // the parameter in a narrower type, or null
   const void* grad;
   const void* other;  // another rank's contribution to the gradient, which is their sum; or null
-  float* first;       // AdamW's first moment, Muon's momentum
-  float* second;      // AdamW's second moment
+  void* moments[4];   // in the order in which the kernel of package optim declares them; null behind the last
   void* direction;    // Muon: the normalised update before the iteration
   const void* result; // and after it
   int64_t size;
@@ -22,6 +21,8 @@ struct Tensor {
   int copyType, gradType, directionType;
   int firstChunk, chunks;
   bool apart;         // whether its gradient is in the norm of those that are clipped apart
+
+  template <class T = float> __device__ __forceinline__ T* moment(int i) const { return static_cast<T*>(moments[i]); }
 };
 
 // tensorOf is a tensor of the table. Of addresses that come from memory the compiler has to be told
@@ -30,7 +31,8 @@ __device__ __forceinline__ Tensor tensorOf(const Tensor* tensors, int i) {
   const Tensor t = tensors[i];
   __builtin_assume(__isGlobal(t.param)), __builtin_assume(__isGlobal(t.copy)), __builtin_assume(__isGlobal(t.grad));
   __builtin_assume(__isGlobal(t.other));
-  __builtin_assume(__isGlobal(t.first)), __builtin_assume(__isGlobal(t.second));
+  __builtin_assume(__isGlobal(t.moments[0])), __builtin_assume(__isGlobal(t.moments[1]));
+  __builtin_assume(__isGlobal(t.moments[2])), __builtin_assume(__isGlobal(t.moments[3]));
   __builtin_assume(__isGlobal(t.direction)), __builtin_assume(__isGlobal(t.result));
   return t;
 }
@@ -55,7 +57,7 @@ struct Control {
   float apart;         // multiplier of gradients that are clipped apart
 };
 
-static_assert(sizeof(Tensor) == 144 && sizeof(Control) == 64, "the host lays them out so");
+static_assert(sizeof(Tensor) == 160 && sizeof(Control) == 64, "the host lays them out so");
 
 __device__ __forceinline__ float multiplierOf(const Control* control, const Tensor& t) {
   return t.apart ? control->apart : control->multiplier;

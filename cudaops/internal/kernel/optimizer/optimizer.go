@@ -3,6 +3,7 @@ package optimizer
 import (
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
@@ -17,9 +18,10 @@ type Tensor struct {
 	// Other is another rank's contribution to the gradient, of the same type: the gradient is Grad
 	// + Other, each sum rounded to float32. Null where Grad is all of it. A table has both kinds
 	// never. What Muon updates has none.
-	Other  gpu.Ptr
-	First  gpu.Ptr // float32: AdamW's first moment, Muon's momentum
-	Second gpu.Ptr // float32: AdamW's second moment
+	Other gpu.Ptr
+	// Moments are in the order in which the kernel of package optim declares them, and null behind the
+	// last.
+	Moments [MaxMoments]gpu.Ptr
 	// Direction is where Muon leaves the normalised update, and Result where it finds what matrix
 	// products made of it; both are of DirectionType.
 	Direction, Result gpu.Ptr
@@ -36,6 +38,9 @@ type Tensor struct {
 	FirstChunk, chunks int32 // of a Table
 	Apart              bool  // its gradient is in the norm of those that are clipped apart
 }
+
+// MaxMoments is the largest number of moments that a kernel may have.
+const MaxMoments = 4
 
 // What optim.cuh says of chunks and updates.
 const (
@@ -77,8 +82,8 @@ func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, chunks 
 	list := slices.Repeat([][2]int32{{int32(len(tensors))}}, chunks)
 	for i := range t.Tensors {
 		p := &t.Tensors[i]
-		if !kernel.Aligned(p.Param, p.Copy, p.Grad, p.Other, p.First, p.Second, p.Direction,
-			p.Result) {
+		if !kernel.Aligned(append([]gpu.Ptr{p.Param, p.Copy, p.Grad, p.Other, p.Direction, p.Result},
+			p.Moments[:]...)...) {
 			return nil,
 				fmt.Errorf("kernels.NewTable: tensor %d: an address is not a multiple of 16", i)
 		}
@@ -173,24 +178,29 @@ func (p GradNorm) Launch(q *kernel.Queue) {
 		p.Count, p.Scale, p.Apart)
 }
 
-// Kernels are the launches of the kernels of the package optim that update each element by itself,
-// under the kernels' names. Each counts a step of all of the table's tensors, and updates their
-// parameters, moments and copies by a control block that GradNorm has finished.
-var Kernels = map[string]func(control gpu.Ptr, t *Table) kernel.Launch{
-	"AdamW": func(control gpu.Ptr, t *Table) kernel.Launch { return AdamW{control, t} },
-}
+// Implemented reports whether GPUs have a kernel of package optim, given its name. They do if there is a
+// unit with that name in lower case.
+func Implemented(name string) bool { return kernel.HasUnit(unit(name)) }
 
-// AdamW counts a step of all of the table's tensors. By a control block that GradNorm has finished
-// it works out their figures of this step, and updates parameters, moments and copies.
-type AdamW struct {
+// unit returns the unit that implements a kernel of package optim.
+func unit(name string) string { return strings.ToLower(name) }
+
+// Elementwise applies a kernel of package optim that computes each element by itself. It counts a step
+// of all of the table's tensors, and updates their parameters, moments and copies by a control block
+// that GradNorm has finished.
+//
+// The unit has the functions UNIT_begin, UNIT and UNIT_of_two: see adamw.cu.
+type Elementwise struct {
+	Kernel  string // its name
 	Control gpu.Ptr
 	Table   *Table
 }
 
 // Launch launches two kernels.
-func (p AdamW) Launch(q *kernel.Queue) {
-	p.Table.begin(q, "adamw", p.Control)
-	q.Run("adamw", p.Table.kernel("adamw"), kernel.Line(p.Table.Chunks*rounds, threads),
+func (p Elementwise) Launch(q *kernel.Queue) {
+	u := unit(p.Kernel)
+	p.Table.begin(q, u, p.Control)
+	q.Run(u, p.Table.kernel(u), kernel.Line(p.Table.Chunks*rounds, threads),
 		p.Control, p.Table.updates, p.Table.tensors, p.Table.chunks)
 }
 
@@ -208,33 +218,38 @@ func (t *Table) kernel(name string) string {
 	return name
 }
 
-// MuonDirection updates the table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction.
-// Here u is the momentum or, with Nesterov, the gradient advanced by it. Squares is workspace of
-// Table.Chunks float32.
-type MuonDirection struct {
+// Direction is the first half of a kernel of package optim that updates whole matrices. It updates the
+// table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction. Here u is the momentum or, with
+// Nesterov, the gradient advanced by it. Squares is workspace of Table.Chunks float32.
+//
+// The unit has the functions UNIT_begin, UNIT_momentum, UNIT_direction and UNIT_apply: see muon.cu.
+type Direction struct {
+	Kernel           string // its name
 	Control, Squares gpu.Ptr
 	Table            *Table
 	Nesterov         bool
 }
 
 // Launch launches three kernels.
-func (p MuonDirection) Launch(q *kernel.Queue) {
-	c := kernel.Line(p.Table.Chunks, threads)
-	p.Table.begin(q, "muon", p.Control)
-	q.Run("muon", "muon_momentum", c, p.Squares, p.Control, p.Table.updates, p.Table.tensors,
+func (p Direction) Launch(q *kernel.Queue) {
+	u, c := unit(p.Kernel), kernel.Line(p.Table.Chunks, threads)
+	p.Table.begin(q, u, p.Control)
+	q.Run(u, u+"_momentum", c, p.Squares, p.Control, p.Table.updates, p.Table.tensors,
 		p.Table.chunks, p.Nesterov)
-	q.Run("muon", "muon_direction", c, p.Squares, p.Control, p.Table.tensors, p.Table.chunks,
-		p.Nesterov)
+	q.Run(u, u+"_direction", c, p.Squares, p.Control, p.Table.tensors, p.Table.chunks, p.Nesterov)
 }
 
-// MuonApply updates the table's parameters and copies from every tensor's Result.
-type MuonApply struct {
+// Apply is the second half. It updates the table's parameters and copies from every tensor's Result,
+// which matrix products have made of its Direction.
+type Apply struct {
+	Kernel  string
 	Control gpu.Ptr
 	Table   *Table
 }
 
 // Launch launches one kernel.
-func (p MuonApply) Launch(q *kernel.Queue) {
-	q.Run("muon", "muon_apply", kernel.Line(p.Table.Chunks, threads), p.Control,
-		p.Table.updates, p.Table.tensors, p.Table.chunks)
+func (p Apply) Launch(q *kernel.Queue) {
+	u := unit(p.Kernel)
+	q.Run(u, u+"_apply", kernel.Line(p.Table.Chunks, threads), p.Control, p.Table.updates,
+		p.Table.tensors, p.Table.chunks)
 }

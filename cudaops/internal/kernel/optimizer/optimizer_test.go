@@ -34,7 +34,7 @@ func newParameter(g *kerneltest.Rig, rows, cols int, gradType, copyType gpu.DTyp
 	q.m, q.rm = g.Upload(make([]float64, n), kerneltest.F32, 0)
 	q.v, q.rv = g.Upload(make([]float64, n), kerneltest.F32, 0)
 	q.Tensor = Tensor{Param: q.p.Ptr, Copy: q.copy.Ptr, Grad: q.grad.Ptr,
-		First: q.m.Ptr, Second: q.v.Ptr,
+		Moments:   [MaxMoments]gpu.Ptr{q.m.Ptr, q.v.Ptr},
 		Direction: q.work.Ptr, Result: q.work.Ptr, Size: n, LRScale: 1, ShapeScale: 1, Decay: 0.1,
 		Beta1: 0.9, Beta2: 0.999,
 		CopyType: copyType, GradType: gradType, DirectionType: gradType}
@@ -136,7 +136,7 @@ func TestAdamW(t *testing.T) {
 				g.Must(g.Launch(g.Stream, GradSquares{Squares: squares, Table: table}))
 				g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares,
 					Count: table.Chunks, Scale: 0}))
-				g.Must(g.Launch(g.Stream, AdamW{Control: control, Table: table}))
+				g.Must(g.Launch(g.Stream, Elementwise{Kernel: "AdamW", Control: control, Table: table}))
 				norm := 0.5 * math.Sqrt(sum)
 				if got := readControl(g, control); math.Abs(float64(got.Norm)-norm) > 1e-6*norm ||
 					got.Skipped || got.LR != lr {
@@ -210,7 +210,7 @@ func TestHugeGradients(t *testing.T) {
 				g.Must(g.Launch(g.Stream, GradSquares{Squares: squares, Table: table}))
 				g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares,
 					Count: table.Chunks}))
-				g.Must(g.Launch(g.Stream, AdamW{Control: control, Table: table}))
+				g.Must(g.Launch(g.Stream, Elementwise{Kernel: "AdamW", Control: control, Table: table}))
 				norm, scale := math.Sqrt(sum), 1.0
 				got := readControl(g, control)
 				require.InDelta(g, 1, float64(got.Norm)/norm, 1e-5, "%+v", got)
@@ -254,12 +254,12 @@ func TestAdamWRounds(t *testing.T) {
 		v, rv := g.Upload(seconds, kerneltest.F32, 0)
 		p, rp := g.Upload(make([]float64, n), kerneltest.F32, 0)
 		table, squares := newTable(g,
-			[]*parameter{{Tensor: Tensor{Param: p.Ptr, Grad: grad.Ptr, First: m.Ptr,
-				Second: v.Ptr, Size: n, LRScale: 1,
+			[]*parameter{{Tensor: Tensor{Param: p.Ptr, Grad: grad.Ptr,
+				Moments: [MaxMoments]gpu.Ptr{m.Ptr, v.Ptr}, Size: n, LRScale: 1,
 				Beta1: 0.9, Beta2: 0.999, Step: 4}}})
 		control := newControl(g, Control{LR: 0.5, Eps: eps, GradScale: 1})
 		g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: 0, Scale: 0}))
-		g.Must(g.Launch(g.Stream, AdamW{Control: control, Table: table}))
+		g.Must(g.Launch(g.Stream, Elementwise{Kernel: "AdamW", Control: control, Table: table}))
 		cpuoptimizer.AdamW(rp, rg, rm, rv, cpuoptimizer.AdamWStep{LR: 0.5, Beta1: 0.9,
 			Beta2: 0.999, Eps: eps, Step: 5})
 		worst, at := 0.0, 0
@@ -286,7 +286,7 @@ func TestStepWithNaNIsSkipped(t *testing.T) {
 	control := newControl(g, Control{LR: 1, GradScale: 1, MaxNorm: 1})
 	g.Must(g.Launch(g.Stream, GradSquares{Squares: squares, Table: table}))
 	g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: table.Chunks}))
-	g.Must(g.Launch(g.Stream, AdamW{Control: control, Table: table}))
+	g.Must(g.Launch(g.Stream, Elementwise{Kernel: "AdamW", Control: control, Table: table}))
 	got := readControl(g, control)
 	require.True(t, got.Skipped && math.IsInf(float64(got.Norm), 1), "%+v", got)
 	steps := stepsOf(g, table)
@@ -317,9 +317,9 @@ func TestMuon(t *testing.T) {
 				control := newControl(g, Control{LR: 0.02, GradScale: 1})
 				g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: 0,
 					Scale: 0}))
-				g.Must(g.Launch(g.Stream, MuonDirection{Control: control, Squares: squares,
-					Table: table, Nesterov: nesterov}))
-				g.Must(g.Launch(g.Stream, MuonApply{Control: control, Table: table}))
+				g.Must(g.Launch(g.Stream, Direction{Kernel: "Muon", Control: control,
+					Squares: squares, Table: table, Nesterov: nesterov}))
+				g.Must(g.Launch(g.Stream, Apply{Kernel: "Muon", Control: control, Table: table}))
 				for i, q := range qs {
 					u := make([]float64, len(q.rg))
 					clamp(q.rg, 0x1p126)
@@ -391,9 +391,9 @@ func TestLossScaleMoves(t *testing.T) {
 
 // TestLayouts wants the structures that kernels read to be laid out as optim.cuh has them.
 func TestLayouts(t *testing.T) {
-	require.EqualValues(t, 144, unsafe.Sizeof(Tensor{}))
-	require.EqualValues(t, 120, unsafe.Offsetof(Tensor{}.CopyType))
-	require.EqualValues(t, 140, unsafe.Offsetof(Tensor{}.Apart))
+	require.EqualValues(t, 160, unsafe.Sizeof(Tensor{}))
+	require.EqualValues(t, 136, unsafe.Offsetof(Tensor{}.CopyType))
+	require.EqualValues(t, 156, unsafe.Offsetof(Tensor{}.Apart))
 	require.EqualValues(t, ControlBytes, unsafe.Sizeof(Control{}))
 	require.EqualValues(t, ControlSettings, unsafe.Offsetof(Control{}.Skipped))
 	require.EqualValues(t, 44, unsafe.Offsetof(Control{}.Next))
