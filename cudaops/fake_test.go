@@ -590,6 +590,10 @@ var fakeSteps = map[string]func(l *fake.Launch, t optimizer.Tensor, p, g []float
 			cpuoptimizer.AdamWStep{LR: lr, Beta1: t.Beta1, Beta2: t.Beta2, Eps: eps, Decay: t.Decay,
 				Step: int(t.Step)})
 	},
+	"Lion": func(l *fake.Launch, t optimizer.Tensor, p, g []float32, lr, _ float64) {
+		cpuoptimizer.Lion(p, g, floatsAt(l, t.Moments[0], t.Size),
+			cpuoptimizer.LionStep{LR: lr, Beta1: t.Beta1, Beta2: t.Beta2, Decay: t.Decay})
+	},
 }
 
 func (k *fakeKernels) Elementwise(l *fake.Launch, a optimizer.Elementwise) {

@@ -50,7 +50,16 @@ func newMuon() (optim.Optimizer, error) {
 		optim.WithAdamW(optim.WithLR(0.003)))
 }
 
-var optimizers = map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon}
+// newLion takes steps small enough for an element whose interpolated gradient is so close to zero
+// that two machines disagree about its sign.
+func newLion() (optim.Optimizer, error) {
+	return optim.NewLion(optim.WithLR(0.01), optim.WithWeightDecay(0.1),
+		optim.WithGroup(optim.Vectors, optim.Decay(0), optim.LRScale(0.004)),
+		optim.WithGroup(optim.NameContains(""), optim.LRScale(0.002)))
+}
+
+var optimizers = map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon,
+	"Lion": newLion}
 
 // TestUpdate trains a model on both machines, each with an optimiser of its own, and wants the same
 // losses, parameters and optimiser states. In mid-run what is known moves from the host to the
@@ -770,7 +779,7 @@ func rankedMachine(t *testing.T, d *Device, loss *gorgonia.Node, params gorgonia
 // leave beside the runs that make them, or behind these.
 func TestRanks(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
-		"Muon": func() (optim.Optimizer, error) {
+		"Lion": newLion, "Muon": func() (optim.Optimizer, error) {
 			return optim.NewMuon()
 		}} {
 		t.Run(name, func(t *testing.T) {
@@ -809,6 +818,7 @@ func requireSame(t *testing.T, want, got []string, format string, args ...any) {
 // losses.
 func TestRanksOneRound(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
+		"Lion": newLion,
 		"Muon": func() (optim.Optimizer, error) { return optim.NewMuon() }} {
 		t.Run(name, func(t *testing.T) {
 			for _, how := range []stepped{{2, false, false, 6}, {2, true, false, 6},

@@ -21,6 +21,7 @@ type Choice struct {
 var choices = []Choice{
 	{"adamw", 1, chooseAdamW},
 	{"muon", 1 / muonRestShare, chooseMuon},
+	{"lion", 0.2, chooseLion},
 }
 
 // Choices returns the optimizers that programs offer by name.

@@ -47,6 +47,7 @@ func TestChoiceSettings(t *testing.T) {
 	for name, want := range map[string]struct{ lrScale, decay, beta1, beta2 float64 }{
 		"adamw": {1, 0.1, 0.9, 0.95},
 		"muon":  {0.15, 0.1, 0.9, 0.95}, // for an embedding, which AdamW updates
+		"lion":  {1, 0.5, 0.95, 0.98},
 	} {
 		c, err := optim.ByName(name)
 		require.NoError(t, err)

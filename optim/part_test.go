@@ -53,6 +53,7 @@ func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 			return NewAdamW(WithGroup(NameContains("norm"), LRScale(0.5)))
 		},
 		"Muon": func() (Partial, error) { return NewMuon() },
+		"Lion": func() (Partial, error) { return NewLion(WithWeightDecay(0.1)) },
 	}
 	shares := [][]Part{
 		{{"embed", PartGrain, 2 * PartGrain}, {"a", 0, 45}},

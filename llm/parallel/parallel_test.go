@@ -62,6 +62,7 @@ type setup struct {
 }
 
 func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
+func lion() (optim.Optimizer, error)  { return optim.NewLion(optim.WithLR(0.001)) }
 func muon() (optim.Optimizer, error)  { return optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01))) }
 
 // small is a model with a Kasmina layer behind each block and seeds in depth, whose largest
@@ -285,6 +286,7 @@ func TestSameBits(t *testing.T) {
 	for name, s := range map[string]setup{
 		"AdamW":   {config: small(), steps: 8, accumulate: 6},
 		"Muon":    {config: small(), steps: 8, accumulate: 6, optimizer: muon},
+		"Lion":    {config: small(), steps: 4, accumulate: 6, optimizer: lion},
 		"float64": {config: small(), steps: 4, accumulate: 5, dt: tensor.Float64},
 		"growing by AdamW": {config: small(), steps: 20, accumulate: 4,
 			grow: true, commands: true},
@@ -296,8 +298,8 @@ func TestSameBits(t *testing.T) {
 			more: siteLives},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if testing.Short() && name != "growing by Muon" && s.more == nil {
-				t.Skip("the two that are left do all that the others do")
+			if testing.Short() && name != "growing by Muon" && name != "Lion" && s.more == nil {
+				t.Skip("the three that are left do all that the others do")
 			}
 			want := s.file(t, 0)
 			numbers := sizes()

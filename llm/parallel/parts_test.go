@@ -41,11 +41,12 @@ func TestParts(t *testing.T) {
 	for name, s := range map[string]setup{
 		"AdamW": {config: small(), steps: 8, accumulate: 4, every: 2},
 		"Muon":  {config: small(), steps: 8, accumulate: 4, every: 2, optimizer: muon},
+		"Lion":  {config: small(), steps: 4, accumulate: 4, every: 2, optimizer: lion},
 		"growing": {config: small(), steps: 14, accumulate: 4, every: 3,
 			grow: true, commands: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if testing.Short() && !s.grow {
+			if testing.Short() && !s.grow && name != "Lion" {
 				t.Skip("the one that grows does all that these do")
 			}
 			want := s.file(t, 0)

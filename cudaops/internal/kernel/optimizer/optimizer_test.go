@@ -167,6 +167,65 @@ func TestAdamW(t *testing.T) {
 	}
 }
 
+// floats32 narrows numbers that float32 holds.
+func floats32(x []float64) []float32 {
+	y := make([]float32, len(x))
+	for i, v := range x {
+		y[i] = float32(v)
+	}
+	return y
+}
+
+// TestLion compares three steps with the CPU's in float32, bit for bit, since both round each product.
+// The second step has gradients beyond the bound.
+func TestLion(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	qs := newParameters(g)
+	type reference struct{ p, m []float32 }
+	want := make([]reference, len(qs))
+	for i, q := range qs {
+		want[i] = reference{floats32(q.rp), floats32(q.rm)}
+	}
+	table, squares := newTable(g, qs)
+
+	for step := range 3 {
+		for _, q := range qs {
+			newGrad(g, q)
+		}
+		if step == 1 {
+			putHuge(g, qs, 3e38, -3e38)
+		}
+		control := newControl(g, Control{LR: 0.01, GradScale: 0.5})
+		g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: 0}))
+		g.Must(g.Launch(g.Stream, Elementwise{Kernel: "Lion", Control: control, Table: table}))
+
+		for i, q := range qs {
+			grad := floats32(q.rg)
+			for j := range grad {
+				grad[j] *= 0.5
+			}
+			w := want[i]
+			cpuoptimizer.Lion(w.p, grad, w.m, cpuoptimizer.LionStep{LR: 0.01 * q.LRScale,
+				Beta1: q.Beta1, Beta2: q.Beta2, Decay: q.Decay})
+
+			what := fmt.Sprintf("step %d, tensor %d: ", step, i)
+			g.Near(what+"parameter", q.p, widened(w.p), 0)
+			g.Near(what+"moment", q.m, widened(w.m), 0)
+			nearCopy(g, q)
+		}
+	}
+	require.EqualValues(t, 3, stepsOf(g, table)[0])
+}
+
+// widened returns numbers as float64.
+func widened(x []float32) []float64 {
+	y := make([]float64, len(x))
+	for i, v := range x {
+		y[i] = float64(v)
+	}
+	return y
+}
+
 // putHuge makes two elements of each gradient huge whose type holds such numbers.
 func putHuge(g *kerneltest.Rig, qs []*parameter, a, b float64) {
 	for _, q := range qs {
