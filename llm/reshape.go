@@ -458,7 +458,8 @@ func (t *Trainer) replaceEngine(make func() (Engine, error), scale *LossScale) e
 	}
 	t.engine, t.name, t.learning = e, e.Name(), nil
 	t.note(func(e *Event) {
-		e.Params, e.Lattices = t.Model.NumParams(), t.Model.Config.Lattices()
+		e.Params, e.AllParams = t.Model.NumTrainable(), t.Model.NumParams()
+		e.Lattices = t.Model.Config.Lattices()
 	})
 	return t.setLossScale(scale)
 }

@@ -206,8 +206,9 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 	model.Join(m)
 	t.last = Event{Steps: c.Steps, Budget: c.Budget,
 		StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
-		Params:     m.NumParams(), Seeds: m.NumSeeds(), Lattices: m.Config.Lattices(),
-		Loss: math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
+		Params:     m.NumTrainable(), AllParams: m.NumParams(), Seeds: m.NumSeeds(),
+		Lattices: m.Config.Lattices(),
+		Loss:     math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
 	return t, nil
 }
 

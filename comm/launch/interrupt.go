@@ -2,65 +2,84 @@ package launch
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/signal"
 	"slices"
 	"syscall"
+
+	"github.com/kasmina-go/kasmina/comm"
 )
 
-// A Teller writes for a person. The terminal, or the program behind a pipe, may be gone: that is no
-// error, or it would end a run before its checkpoint.
+// A Teller writes messages for the user to a terminal or a pipe and never fails. If the terminal has
+// been closed, or nobody reads from the pipe any more, the messages are lost, and the run goes on to
+// save its checkpoint.
 type Teller struct{ *os.File }
 
-// Write writes what can be written.
+// Write writes as much of b as it can and reports that it wrote all of it.
 func (t Teller) Write(b []byte) (int, error) {
 	t.File.Write(b)
 	return len(b), nil
 }
 
-// WriteString is Write.
+// WriteString is like Write.
 func (t Teller) WriteString(s string) (int, error) { return t.Write([]byte(s)) }
 
+// An Interruption is the cause of a context that a signal has canceled. It wraps context.Canceled.
+type Interruption struct{ Signal os.Signal }
+
+func (i Interruption) Error() string { return fmt.Sprintf("signal %v", i.Signal) }
+
+// Unwrap returns context.Canceled.
+func (i Interruption) Unwrap() error { return context.Canceled }
+
+// ExitCode returns the exit code for a program's error: 128 plus the number of the signal if the user
+// has interrupted the program, as shells report it, and the result of [comm.ExitCode] otherwise.
+func ExitCode(err error) int {
+	code := comm.ExitCode(err)
+	var i Interruption
+	if code != comm.ExitPeer && errors.As(err, &i) {
+		if number, ok := i.Signal.(syscall.Signal); ok {
+			return 128 + int(number)
+		}
+	}
+	return code
+}
+
 // UntilInterrupt returns a context that is canceled when the user interrupts the program or closes
-// its terminal, so that a run can save. It writes a line to w that says so. A second interrupt ends
-// the program at once.
+// its terminal, so that a run can save. Its cause is an [Interruption]. UntilInterrupt writes a line
+// to w that says so. A second interrupt ends the program at once.
 //
 // The context is also canceled when the program writes to standard output or standard error and
 // nothing reads from that pipe any more, as after Ctrl-C in "program | tee". A network connection
 // that breaks has no effect, although the system raises the same signal, SIGPIPE.
 func UntilInterrupt(w io.Writer) context.Context {
-	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
+	ending := []os.Signal{os.Interrupt, syscall.SIGTERM}
 	if !signal.Ignored(syscall.SIGHUP) { // as under nohup
-		signals = append(signals, syscall.SIGHUP)
+		ending = append(ending, syscall.SIGHUP)
 	}
-	ctx, stop := signal.NotifyContext(context.Background(), signals...)
-	ctx, cancel := context.WithCancel(ctx)
-	pipes, outputs := make(chan os.Signal, 1), []*os.File{os.Stdout, os.Stderr}
-	signal.Notify(pipes, syscall.SIGPIPE)
+
+	ctx, cancel := context.WithCancelCause(context.Background())
+	signals, outputs := make(chan os.Signal, 1), []*os.File{os.Stdout, os.Stderr}
+	signal.Notify(signals, append(ending, syscall.SIGPIPE)...)
 	go func() {
-		defer cancel()
 		for {
-			select {
-			case <-ctx.Done():
-				return
-			case <-pipes:
-				if slices.ContainsFunc(outputs, brokenPipe) {
-					return
-				}
+			s := <-signals
+			if s == syscall.SIGPIPE && !slices.ContainsFunc(outputs, brokenPipe) {
+				continue
 			}
+
+			// A closing terminal sends SIGHUP twice, through its shell and when the shell exits. Every
+			// line written to a broken pipe raises SIGPIPE.
+			signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
+			signal.Stop(signals) // the next interrupt has its default effect
+			fmt.Fprintln(w,
+				"\nstopping  as soon as everything is saved; press Ctrl-C again to quit at once")
+			cancel(Interruption{s})
+			return
 		}
 	}()
-
-	context.AfterFunc(ctx, func() {
-		// A closing terminal sends SIGHUP twice, through its shell and when the shell exits. Every
-		// line written to a broken pipe raises SIGPIPE.
-		signal.Ignore(syscall.SIGHUP, syscall.SIGPIPE)
-		signal.Stop(pipes)
-		stop() // the next interrupt has its default effect
-		fmt.Fprintln(w,
-			"\nstopping  as soon as everything is saved; press Ctrl-C again to quit at once")
-	})
 	return ctx
 }

@@ -2,6 +2,7 @@ package launch
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -10,6 +11,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm"
 )
 
 // TestUntilInterrupt wants the first interrupt to end the context and to say what happens now.
@@ -25,7 +28,14 @@ func TestUntilInterrupt(t *testing.T) {
 	n, err := r.Read(told)
 	require.NoError(t, err)
 	require.Contains(t, string(told[:n]), "stopping")
+	<-ctx.Done()
 	require.ErrorIs(t, ctx.Err(), context.Canceled)
+	cause := context.Cause(ctx)
+	require.ErrorIs(t, cause, context.Canceled)
+	require.Equal(t, 130, ExitCode(fmt.Errorf("generate: %w", cause)))
+	require.Equal(t, comm.ExitPeer, ExitCode(errors.Join(cause, comm.ErrPeer)))
+	require.Equal(t, 1, ExitCode(context.Canceled))
+	require.Equal(t, 0, ExitCode(nil))
 	// The terminal closes, too, which must not end the program.
 	defer signal.Reset(syscall.SIGHUP, syscall.SIGPIPE)
 	require.NoError(t, self.Signal(syscall.SIGHUP))

@@ -272,7 +272,7 @@ func (r *run) ended(p *process) {
 	kill(p.cmd.Process) // what it has started and left
 	if p.err != nil {
 		if r.forwarded != nil && r.cause == nil {
-			r.cause = fmt.Errorf("signal %v", r.forwarded)
+			r.cause = Interruption{r.forwarded}
 		}
 		if p.Code != comm.ExitPeer {
 			r.end()
@@ -299,7 +299,7 @@ func (r *run) end() {
 // forward hands a signal on. The second one that asks to end is the last.
 func (r *run) forward(s os.Signal) {
 	if r.forwarded != nil && slices.Contains(requests, s) {
-		r.cause = fmt.Errorf("%v, after %v", s, r.forwarded)
+		r.cause = fmt.Errorf("%w, after %v", Interruption{s}, r.forwarded)
 		r.end()
 		return
 	}

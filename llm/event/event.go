@@ -80,9 +80,12 @@ type Event struct {
 	// SeedEvents are what has happened to seeds since the EpochEnd before, or since the run began.
 	SeedEvents []state.Event
 
-	Params int   // trainable parameters of the model
-	Seeds  int   // seeds of its Kasmina layers
-	Err    error // Corrupted: what was found; Failed, RunEnd: why the run stopped early, or nil
+	// Params is the number of parameters that training changes, and AllParams that of all parameters
+	// of the model. They differ if the model is frozen: only what is planted in it learns.
+	Params, AllParams int
+
+	Seeds int   // number of seeds in the model's Kasmina layers
+	Err   error // Corrupted: what was found; Failed, RunEnd: why the run stopped early, or nil
 }
 
 // A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates,

@@ -27,14 +27,21 @@ type Runner struct {
 var errNoRunner = errors.New("llm: a Runner needs a Graph and a Machine")
 
 // Run computes a graph with a loss on a batch, and returns the loss.
-func (r Runner) Run(b data.Batch) (float64, error) {
+func (r Runner) Run(b data.Batch) (float64, error) { return r.RunContext(context.Background(), b) }
+
+// RunContext is Run that ends when the context does, with its cause as the error. A cpuops.Machine
+// looks at the context within the batch, other machines only before it.
+func (r Runner) RunContext(ctx context.Context, b data.Batch) (float64, error) {
+	if ctx.Err() != nil {
+		return 0, context.Cause(ctx)
+	}
 	if r.Graph == nil || r.Machine == nil {
 		return 0, errNoRunner
 	}
 	if err := r.Let(b); err != nil {
 		return 0, err
 	}
-	data, err := r.compute(context.Background(), r.Loss)
+	data, err := r.compute(ctx, r.Loss)
 	if err != nil {
 		return 0, err
 	}

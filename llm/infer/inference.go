@@ -73,8 +73,14 @@ func (i *Inference) runner(m graph.Model, sequences int) (graph.Runner, error) {
 	return graph.Runner{Graph: g, Machine: machine}, nil
 }
 
-// Loss is that of an engine.
+// Loss returns the mean loss of a batch in nats per token.
 func (i *Inference) Loss(b data.Batch) (float64, error) {
+	return i.LossContext(context.Background(), b)
+}
+
+// LossContext is Loss that ends when the context does, with its cause as the error. On the CPU it does
+// so within the batch.
+func (i *Inference) LossContext(ctx context.Context, b data.Batch) (float64, error) {
 	m, err := i.parts()
 	if err != nil {
 		return 0, err
@@ -90,7 +96,7 @@ func (i *Inference) Loss(b data.Batch) (float64, error) {
 		}
 		i.losses[sequences] = r
 	}
-	return r.Run(b)
+	return r.RunContext(ctx, b)
 }
 
 // Decoder is that of an engine.

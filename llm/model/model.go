@@ -160,6 +160,21 @@ func (m *Model) NumParams() int {
 	return n
 }
 
+// NumTrainable returns the number of elements of those parameters that training changes. In a frozen
+// model these are only the parameters of what is planted in it.
+func (m *Model) NumTrainable() int {
+	if Made(m) != nil {
+		return 0
+	}
+	n := 0
+	for _, p := range m.Params {
+		if m.Config.Learns(p.Name) {
+			n += p.Value.Size()
+		}
+	}
+	return n
+}
+
 // NumSeeds returns the number of seeds in all Kasmina layers.
 func (m *Model) NumSeeds() int {
 	if Made(m) != nil {

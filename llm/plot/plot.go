@@ -32,7 +32,7 @@ func WithLogSteps() CurveOption {
 
 // LossCurve draws the losses of a run over its steps as a PNG picture at path, whose folders it
 // makes. There are the training loss as it was (thin) and smoothed, and the held-out loss, all in
-// bits per token. The picture is drawn anew at each evaluation and at the end. A reader of the file
+// nats per token, as in the log. The picture is drawn anew at each evaluation and at the end. A reader of the file
 // sees the old one or the new one, never a part. When a run is resumed, the points before are taken
 // from the log that runlog.JSON wrote to logPath. With "" the curve begins where this process does.
 // A place where it cannot be written ends the run before its first step.
@@ -102,13 +102,13 @@ func (c *lossCurve) rewind(step int) {
 	c.heldOut.rewind(step)
 }
 
-// A curve holds losses in bits by step.
+// A curve holds losses in nats per token by step.
 type curve struct{ plotter.XYs }
 
 // add appends a loss in nats, unless it is NaN or so large that the axis could not show any other.
 func (c *curve) add(step int, loss float64) {
 	if math.Abs(loss) < 1e6 {
-		c.XYs = append(c.XYs, plotter.XY{X: float64(step), Y: loss / math.Ln2})
+		c.XYs = append(c.XYs, plotter.XY{X: float64(step), Y: loss})
 	}
 }
 
@@ -176,7 +176,7 @@ func newPlot() *plot.Plot {
 	p := plot.New()
 	p.Title.Text = "Loss"
 	p.X.Label.Text = "step"
-	p.Y.Label.Text = "bits per token"
+	p.Y.Label.Text = "nats per token"
 	p.Title.Padding = vg.Points(6)
 	p.X.Label.Padding, p.Y.Label.Padding = vg.Points(6), vg.Points(6)
 	p.X.Tick.Marker, p.Y.Tick.Marker = plot.TickerFunc(roundTicks), plot.TickerFunc(roundTicks)

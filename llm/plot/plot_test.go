@@ -225,7 +225,7 @@ func TestSmoothedIsTheCentredMean(t *testing.T) {
 	}
 	late, variance := c.smoothed()[500:], 0.0
 	for _, p := range late {
-		variance += p.Y * p.Y * math.Ln2 * math.Ln2 / float64(len(late))
+		variance += p.Y * p.Y / float64(len(late))
 	}
 	if variance > 0.03 { // 1/201 and its scatter
 		t.Errorf("noise of variance 1 keeps a variance of %v", variance)

@@ -28,7 +28,7 @@ import (
 // event. Each has "time", "event", "step" and "elapsed_s", the seconds since this process started
 // the run, and by event:
 //
-//	start   steps, params, seeds; machine: what it runs on, where [On] says so; lattices: where
+//	start   steps, params (those that training changes), all_params, seeds; machine: what it runs on, where [On] says so; lattices: where
 //	        the seeds are (name, site, places unless they are many, group), as in llm/arch.Lattice
 //	ceiling ceiling: what the device reaches at best (product_flops_per_s, copy_bytes_per_s, type)
 //	ways    choices: how each op is computed (op, shape, way, of: how many ways there were,
@@ -44,7 +44,7 @@ import (
 //	saved   path
 //	sample  text
 //	note    text: what somebody has asked of the run
-//	reshaped text: how the model's blocks have become others; params, lattices
+//	reshaped text: how the model's blocks have become others; params, all_params, lattices
 //	profile ops (op, tasks, ns a step, bytes, flops, ways)
 //	interrupted
 //	failed  error
@@ -173,6 +173,7 @@ type Record struct {
 	Steps          *int             `json:"steps,omitempty"`
 	Budget         string           `json:"budget,omitempty"`
 	Params         *int             `json:"params,omitempty"`
+	AllParams      *int             `json:"all_params,omitempty"`
 	Seeds          *int             `json:"seeds,omitempty"`
 	TrainLoss      *jsonfloat.Float `json:"train_loss,omitempty"`
 	LearningRate   *jsonfloat.Float `json:"learning_rate,omitempty"`
@@ -204,6 +205,7 @@ func newRecord(e llm.Event) Record {
 	switch e.Kind {
 	case llm.RunStart:
 		r.Event, r.Params, r.Seeds, r.Budget = "start", &e.Params, &e.Seeds, e.Budget.String()
+		r.AllParams = &e.AllParams
 		r.Lattices = lattices(e.Lattices)
 		if e.Steps < math.MaxInt32 {
 			r.Steps = &e.Steps
@@ -229,7 +231,7 @@ func newRecord(e llm.Event) Record {
 	case llm.EpochEnd:
 		r.Event = "epoch"
 	case llm.Reshaped:
-		r.Event, r.Text, r.Params = "reshaped", e.Text, &e.Params
+		r.Event, r.Text, r.Params, r.AllParams = "reshaped", e.Text, &e.Params, &e.AllParams
 		r.Lattices = lattices(e.Lattices)
 	case llm.Measured:
 		r.Event, r.Ceiling = "ceiling", &e.Ceiling

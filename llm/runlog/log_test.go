@@ -35,7 +35,7 @@ func TestJSON(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{
-		`"event":"start","step":4,"elapsed_s":0,"steps":5,"params":1234567,"seeds":64}`,
+		`"event":"start","step":4,"elapsed_s":0,"steps":5,"params":1234567,"all_params":1234567,"seeds":64}`,
 		`"event":"step","step":5,"elapsed_s":1.5,"train_loss":1,"learning_rate":0.0003,` +
 			`"grad_norm":null,"tokens_per_s":666.66`,
 		`"event":"eval","step":5,"elapsed_s":1.5,"val_loss":1.5,"val_bpb":2.164`,

@@ -10,17 +10,22 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"golang.org/x/term"
+
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Progress shows a run to the person who waits for it: a bar, and the samples. The bar has step,
-// loss, tokens per second, time left and the last held-out bits per byte. Where there is room it
-// has the seeds that grow, by their stages. On a terminal the bar is redrawn in place, ten times a
-// second at most. In any other writer, such as a file, it is a line at each evaluation and
-// otherwise every ten seconds.
+// Progress shows a run to the person who waits for it: a bar and the samples.
+//
+// The bar has the step, the training loss and the last held-out loss (both in nats per token), the
+// time left, tokens per second, and the seeds that grow, by their stages. What the line has no room
+// for is left out, from the end of this list.
+//
+// On a terminal the bar is redrawn in place, at most ten times a second. In any other writer, such as
+// a file, it is a line at each evaluation and otherwise every ten seconds.
 func Progress(w io.Writer) llm.Callback {
-	p := &progress{w: w, terminal: isTerminal(w)}
+	p := &progress{w: w, terminal: isTerminal(w), columns: columnsOf(w)}
 	return func(e llm.Event) error {
 		p.event(e)
 		if p.err != nil {
@@ -39,6 +44,7 @@ const (
 type progress struct {
 	w        io.Writer
 	terminal bool
+	columns  func() int    // width of the terminal; nil if it is unknown
 	start    int           // step at which this process began
 	since    llm.Event     // of the present pace: the start, or the last growth
 	step     int           // step of the bar that was last drawn
@@ -55,6 +61,21 @@ func isTerminal(w io.Writer) bool {
 	}
 	info, err := f.Stat()
 	return err == nil && info.Mode()&os.ModeCharDevice != 0
+}
+
+// columnsOf returns a function that tells the width of the terminal that w writes to, or nil.
+func columnsOf(w io.Writer) func() int {
+	f, ok := w.(interface{ Fd() uintptr })
+	if !ok || !term.IsTerminal(int(f.Fd())) {
+		return nil
+	}
+	return func() int {
+		columns, _, err := term.GetSize(int(f.Fd()))
+		if err != nil {
+			return 0
+		}
+		return columns
+	}
 }
 
 func (p *progress) event(e llm.Event) {
@@ -77,12 +98,15 @@ func (p *progress) event(e llm.Event) {
 		case e.Seeds > 1:
 			seeds = fmt.Sprintf(" and %s seeds", thousands(e.Seeds))
 		}
-		p.line(fmt.Sprintf("training %s parameters%s%s %s", thousands(e.Params), seeds, from, to))
+		p.line(fmt.Sprintf("training %s%s%s %s", parameters(e), seeds, from, to))
 	case llm.Reshaped:
+		p.line(reshaped(e))
 		if e.Err == nil {
 			p.since = e
+			if e.Params < e.AllParams {
+				p.line("training " + parameters(e))
+			}
 		}
-		p.line(reshaped(e))
 	case llm.Noted:
 		p.line(printable(e.Text))
 	case llm.EpochEnd:
@@ -133,12 +157,23 @@ func (p *progress) line(s string) {
 }
 
 // padded fills s with spaces up to the width of the bar that it replaces, which works on terminals
-// without escape codes.
+// without escape codes. It adds none beyond the width of the terminal, which may have shrunk.
 func (p *progress) padded(s string) string {
 	n := utf8.RuneCountInString(s)
-	s += strings.Repeat(" ", max(0, p.width-n))
+	s += strings.Repeat(" ", max(0, min(p.width, p.room())-n))
 	p.width = n
 	return s
+}
+
+// room returns how many characters the bar may have. Terminals wrap a line that fills their width, and
+// a bar of two lines cannot be redrawn in place.
+func (p *progress) room() int {
+	if p.columns != nil {
+		if n := p.columns(); n > 0 {
+			return min(lineWidth, n-1)
+		}
+	}
+	return lineWidth
 }
 
 func (p *progress) write(s string) {
@@ -147,17 +182,22 @@ func (p *progress) write(s string) {
 	}
 }
 
-// bar returns for instance "[=====> ] 120/400 loss 2.3450 12.3k tok/s 0:42 left val 3.123 bpb".
-// Both rates are means since the start or the last growth, which changes the pace of steps. So the
-// time left allows for evaluations still to come.
+// bar returns a line such as "[====> ] 120/400  loss 2.3450  val 2.4012  0:42 left  12.3k tok/s".
+//
+// The time left and the rate are means since the start or the last growth, which changes the pace of
+// steps. So the time left allows for evaluations still to come.
 func (p *progress) bar(e llm.Event) string {
-	figures := fmt.Sprintf("%d/%d", e.Step, e.Steps)
+	parts := []string{fmt.Sprintf("%d/%d", e.Step, e.Steps)}
 	if e.Budget != (llm.Budget{}) {
-		figures = fmt.Sprintf("%.1f%% %d", 100*e.Share, e.Step)
+		parts[0] = fmt.Sprintf("%.1f%% %d", 100*e.Share, e.Step)
 	}
 	if e.Step > p.start {
-		figures += fmt.Sprintf("  loss %.4f", e.Loss)
+		parts = append(parts, fmt.Sprintf("loss %.4f", e.Loss))
 	}
+	if e.ValLoss > 0 && !math.IsInf(e.ValLoss, 1) {
+		parts = append(parts, fmt.Sprintf("val %.4f", e.ValLoss))
+	}
+
 	steps, took := e.Step-p.since.Step, float64(e.Elapsed-p.since.Elapsed)
 	if steps > 0 && took > 0 {
 		left := time.Duration(float64(e.Steps-e.Step) * took / float64(steps))
@@ -165,27 +205,44 @@ func (p *progress) bar(e llm.Event) string {
 			left = time.Duration((1 - e.Share) * took / max(e.Share-p.since.Share, 1e-3))
 		}
 		tokens := float64(e.RunTokens - p.since.RunTokens)
-		figures += fmt.Sprintf("  %s tok/s  %s left", rate(tokens/(took/1e9)), clock(left))
+		parts = append(parts, clock(left)+" left", rate(tokens/(took/1e9))+" tok/s")
 	}
-	if e.ValBPB > 0 && !math.IsInf(e.ValBPB, 1) {
-		figures += fmt.Sprintf("  val %.3f bpb", e.ValBPB)
+	if p.seeds != "" {
+		parts = append(parts, p.seeds)
 	}
-	// all of it or nothing
-	if room := lineWidth - len("[>] ") - len(figures); len(p.seeds)+2 <= room {
-		figures += "  " + p.seeds
+
+	room := p.room()
+	for len(parts) > 1 && len(strings.Join(parts, "  ")) > room-len("[>] ") {
+		parts = parts[:len(parts)-1]
 	}
-	figures = strings.TrimRight(figures, " ")
-	// The bar takes the room that is left: a line that a terminal wraps cannot be redrawn.
-	width := min(20, lineWidth-len("[] ")-len(figures))
+	return drawBar(strings.Join(parts, "  "), room, shareOf(e))
+}
+
+// drawBar returns a bar of the given share with the figures after it, in at most room characters.
+func drawBar(figures string, room int, share float64) string {
+	width := min(20, room-len("[] ")-len(figures))
 	if width < 1 {
-		return figures[:min(len(figures), lineWidth)]
+		return figures[:max(0, min(len(figures), room))]
 	}
-	done := max(0, min(width, int(float64(width)*shareOf(e))))
+	done := max(0, min(width, int(float64(width)*share)))
 	bar := strings.Repeat("=", done)
 	if done < width {
 		bar += ">" + strings.Repeat(" ", width-done-1)
 	}
 	return "[" + bar + "] " + figures
+}
+
+// parameters describes how many parameters training changes. Of a frozen model it also returns the
+// number of all parameters, and the share of them that is trained.
+func parameters(e llm.Event) string {
+	switch {
+	case e.Params == 0 && e.AllParams > 0:
+		return fmt.Sprintf("what grows in a frozen model of %s parameters", thousands(e.AllParams))
+	case e.Params < e.AllParams:
+		return fmt.Sprintf("%s of %s parameters (%.2g%%)", thousands(e.Params), thousands(e.AllParams),
+			100*float64(e.Params)/float64(e.AllParams))
+	}
+	return thousands(e.Params) + " parameters"
 }
 
 // stageMarks are the letters of stages in the bar, in the order of a life.

@@ -20,11 +20,11 @@ func TestProgressInAFile(t *testing.T) {
 	var out strings.Builder
 	eventtest.Send(t, Progress(&out), eventtest.Run(20, 40)...)
 	want := `training 1,234,567 parameters and 64 seeds from step 20 to step 40
-[==========>         ] 21/40  loss 0.2381  667 tok/s  0:29 left
-[============>       ] 25/40  loss 0.2000  667 tok/s  0:23 left  val 1.010 bpb
-[===============>    ] 30/40  loss 0.1667  667 tok/s  0:15 left  val 0.962 bpb
-[=================>  ] 35/40  loss 0.1429  667 tok/s  0:08 left  val 0.927 bpb
-[====================] 40/40  loss 0.1250  667 tok/s  0:00 left  val 0.902 bpb
+[==========>         ] 21/40  loss 0.2381  0:29 left  667 tok/s
+[============>       ] 25/40  loss 0.2000  val 0.7000  0:23 left  667 tok/s
+[===============>    ] 30/40  loss 0.1667  val 0.6667  0:15 left  667 tok/s
+[=================>  ] 35/40  loss 0.1429  val 0.6429  0:08 left  667 tok/s
+[====================] 40/40  loss 0.1250  val 0.6250  0:00 left  667 tok/s
 `
 	if out.String() != want {
 		t.Errorf("got\n%s\nwant\n%s", out.String(), want)
@@ -67,7 +67,7 @@ func TestProgressOnATerminal(t *testing.T) {
 		"training 1,234,567 parameters and 64 seeds to step 10",
 		"sample",
 		"fun\ufffd[2Jc\ufffd",
-		"[====================] 10/10  loss 0.5000  667 tok/s  0:00 left  val 1.443 bpb",
+		"[====================] 10/10  loss 0.5000  val 1.0000  0:00 left  667 tok/s",
 		"stopped after step 10: loss is NaN",
 		"",
 	}
@@ -111,7 +111,50 @@ func TestProgressFitsALine(t *testing.T) {
 		if bar := new(progress).bar(e); len(bar) > 79 {
 			t.Errorf("%d characters: %s", len(bar), bar)
 		}
+		for columns := range 90 {
+			p := &progress{columns: func() int { return columns }}
+			if bar := p.bar(e); columns > 0 && len(bar) > columns-1 {
+				t.Errorf("%d characters on a terminal of %d: %s", len(bar), columns, bar)
+			}
+		}
 	}
+}
+
+// TestProgressOnANarrowTerminal checks that no redraw of the bar is as wide as the terminal, also after
+// the terminal has shrunk, and that the losses are the last figures to go.
+func TestProgressOnANarrowTerminal(t *testing.T) {
+	var out strings.Builder
+	columns := 70
+	p := &progress{w: &out, terminal: true, columns: func() int { return columns }}
+	for i, e := range eventtest.Run(0, 10) {
+		if i > 6 {
+			columns = 40
+		}
+		from := out.Len()
+		p.event(e)
+		for line := range strings.FieldsFuncSeq(out.String()[from:], func(r rune) bool {
+			return r == '\r' || r == '\n'
+		}) {
+			if !strings.HasPrefix(line, "training") && len(line) >= columns {
+				t.Errorf("%d characters on a terminal of %d: %q", len(line), columns, line)
+			}
+		}
+	}
+	require.Contains(t, out.String(), "10/10  loss 0.5000  val 1.0000")
+}
+
+// TestProgressOfAFrozenModel checks that trainable parameters are told apart from all.
+func TestProgressOfAFrozenModel(t *testing.T) {
+	var out strings.Builder
+	eventtest.Send(t, Progress(&out),
+		llm.Event{Kind: llm.RunStart, Steps: 9, Params: 0, AllParams: 126588},
+		llm.Event{Kind: llm.Reshaped, Text: "grown", Params: 24552, AllParams: 151140},
+		llm.Event{Kind: llm.RunStart, Step: 3, Steps: 9, Params: 24552, AllParams: 151140})
+	require.Equal(t, `training what grows in a frozen model of 126,588 parameters to step 9
+growth    grown
+training 24,552 of 151,140 parameters (16%)
+training 24,552 of 151,140 parameters (16%) from step 3 to step 9
+`, out.String())
 }
 
 // TestProgressFollowsGrowth wants pace and time left to be those of the model as it is: ten steps of
@@ -128,15 +171,15 @@ func TestProgressFollowsGrowth(t *testing.T) {
 	for range 10 {
 		step(time.Second)
 	}
-	require.Contains(t, p.bar(e), " 300 tok/s  0:10 left")
+	require.Contains(t, p.bar(e), " 0:10 left  300 tok/s")
 	e.Kind, e.Err = llm.Reshaped, errors.New("no room")
 	p.event(e)
-	require.Contains(t, p.bar(e), " 300 tok/s  0:10 left")
+	require.Contains(t, p.bar(e), " 0:10 left  300 tok/s")
 	e.Err = nil
 	p.event(e)
 	require.NotContains(t, p.bar(e), "left")
 	step(3 * time.Second)
-	require.Contains(t, p.bar(e), " 100 tok/s  0:27 left")
+	require.Contains(t, p.bar(e), " 0:27 left  100 tok/s")
 }
 
 type fullDisk struct{}
@@ -196,7 +239,8 @@ func TestProgressSeeds(t *testing.T) {
 		}
 		return llm.Event{Kind: llm.EpochEnd, Step: 1, Steps: 9, Reports: []state.Report{r, r}}
 	}
-	eval := llm.Event{Kind: llm.EvalEnd, Step: 1, Steps: 9, Loss: 1.5, ValBPB: 2}
+	eval := llm.Event{Kind: llm.EvalEnd, Step: 1, Steps: 9, Loss: 1.5, ValLoss: 2, Elapsed: time.Second,
+		RunTokens: 1000}
 	eventtest.Send(t, Progress(&out), report(state.Dormant, state.Dormant), eval,
 		report(state.Training, state.Grafting, state.Dormant, state.Culled), eval,
 		report(state.Germinated, state.Training, state.Grafting,

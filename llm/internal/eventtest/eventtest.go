@@ -13,7 +13,7 @@ import (
 func Run(from, to int) []llm.Event {
 	e := llm.Event{Kind: llm.RunStart, Step: from, Steps: to, Loss: math.NaN(), ValLoss: math.NaN(),
 		ValBPB: math.NaN(),
-		Params: 1234567, Seeds: 64, StepTokens: 1000, LearningRate: 3e-4, GradNorm: math.Inf(1)}
+		Params: 1234567, AllParams: 1234567, Seeds: 64, StepTokens: 1000, LearningRate: 3e-4, GradNorm: math.Inf(1)}
 	events := []llm.Event{e}
 	for e.Step < to {
 		e.Step++
