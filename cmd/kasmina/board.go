@@ -1,7 +1,14 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -14,11 +21,15 @@ func newBoard() *cobra.Command {
 		Use:   "board RUN...",
 		Short: "Show runs side by side in a browser",
 		Long: `Show runs side by side in a browser: their curves, seeds and samples, and the settings in which
-they differ. A RUN is a folder with a log.jsonl, or such a log. Runs that are still in progress are
-followed. Ctrl-C ends the command.`,
+they differ. A RUN is a folder with a log.jsonl, or such a log. Folders without a log are skipped.
+Runs that are still in progress are followed. Ctrl-C ends the command.`,
 		Example: "  kasmina board runs/*",
 		Args:    oneDashHint(cobra.MinimumNArgs(1)),
 		RunE: func(c *cobra.Command, runs []string) error {
+			runs, err := withLogs(c.ErrOrStderr(), runs)
+			if err != nil {
+				return err
+			}
 			b, err := board.Logs(runs)
 			if err != nil {
 				return err
@@ -30,12 +41,54 @@ followed. Ctrl-C ends the command.`,
 			}
 			fmt.Fprintln(c.OutOrStdout(), url)
 			<-c.Context().Done()
-			return nil
+			return context.Cause(c.Context())
 		},
 	}
 	c.Flags().StringVar(&addr, "addr", addr,
 		"`address` of the page; with port 0 the system chooses a port")
 	return c
+}
+
+// withLogs returns the runs that have a log, and reports to w which have none, or an empty one. It
+// returns an error if no run has a log.
+func withLogs(w io.Writer, runs []string) (found []string, err error) {
+	var missing []string
+	for _, run := range runs {
+		log, size := logOf(run)
+		switch {
+		case log == "":
+			missing = append(missing, run)
+			continue
+		case size == 0:
+			fmt.Fprintf(w, "board     %s is empty, and shows up on the page once the run has begun\n", log)
+		}
+		found = append(found, run)
+	}
+
+	if len(found) == 0 {
+		return nil, fmt.Errorf("no log.jsonl in %s: want folders that \"kasmina train --out\" has written, or "+
+			"logs", strings.Join(missing, ", "))
+	}
+	for _, run := range missing {
+		fmt.Fprintf(w, "board     skipping %s, which has no log.jsonl\n", run)
+	}
+	return found, nil
+}
+
+// logOf returns the path and the size of a run's log, which may be named itself or by its folder. The
+// path is "" if there is none. An error other than that the log does not exist is left to the board.
+func logOf(run string) (path string, size int64) {
+	for _, path := range []string{filepath.Join(run, logName), filepath.Join(run, runFolder, logName), run} {
+		info, err := os.Stat(path)
+		switch {
+		case errors.Is(err, fs.ErrNotExist) || err == nil && info.IsDir():
+			continue
+		case err != nil:
+			return path, -1
+		}
+		return path, info.Size()
+	}
+	return "", 0
 }
 
 func newReport() *cobra.Command {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"os"
 	"slices"
 
 	"github.com/spf13/cobra"
@@ -23,7 +24,7 @@ func newEval() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "eval --model DIR --data FILE",
 		Short: "Measure loss and bits per byte of a text",
-		Long: `Measure the loss of a model on a text.
+		Long: `Measure the loss of a model on a text, a file or all text files of a folder.
 
 The tokens of the text are cut into windows of --seq tokens that do not overlap, and all but the first
 token of each window are scored. If the tokenizer adds a token that begins a text, the first window
@@ -64,7 +65,7 @@ func (o *common) eval(c *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	text, err := regular.Read(o.data, maxText, "a text to measure on has")
+	text, err := readText(o.data)
 	if err != nil {
 		return fmt.Errorf("--data: %w", err)
 	}
@@ -72,6 +73,9 @@ func (o *common) eval(c *cobra.Command) error {
 	if err != nil {
 		return fmt.Errorf("--data %s: %w", o.data, err)
 	}
+	// No sequence of the graph is longer than the longest window, which is the first.
+	o.seq = len(windows[0])
+
 	device, precision, err := o.open(c.ErrOrStderr())
 	if err != nil {
 		return err
@@ -87,10 +91,7 @@ func (o *common) eval(c *cobra.Command) error {
 	sum, n := 0.0, 0
 	at, clear := bar(c.ErrOrStderr(), "measuring", false)
 	err = batches(windows, o.seq, func(b data.Batch, done int) error {
-		if c.Context().Err() != nil {
-			return c.Context().Err()
-		}
-		loss, err := i.Loss(b)
+		loss, err := i.LossContext(c.Context(), b)
 		sum, n = sum+loss*float64(b.Count), n+b.Count
 		at(int64(done), int64(len(windows)))
 		return err
@@ -105,6 +106,21 @@ func (o *common) eval(c *cobra.Command) error {
 	}
 	_, err = fmt.Fprintln(c.OutOrStdout(), string(line))
 	return err
+}
+
+// readText returns the text of a file, or of all text files in a folder.
+func readText(path string) ([]byte, error) {
+	if info, err := os.Stat(path); err == nil && !info.IsDir() {
+		return regular.Read(path, maxText, "a text to measure on has")
+	}
+	text, err := data.OpenText(path)
+	if err != nil {
+		return nil, err
+	}
+	if text.Size() > maxText {
+		return nil, fmt.Errorf("the texts in %s have %d bytes, want at most %d", path, text.Size(), maxText)
+	}
+	return io.ReadAll(text.Reader())
 }
 
 // window finds out --seq.

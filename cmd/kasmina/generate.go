@@ -43,7 +43,7 @@ With --chat it receives only the answer. The text ends after --n tokens, or at a
 	}
 	o.modelFlag(c)
 	f := c.Flags()
-	f.StringVarP(&o.prompt, "prompt", "p", "", "`text` to continue")
+	f.StringVarP(&o.prompt, "prompt", "p", "", "`text` to continue; - reads it from standard input")
 	f.IntVarP(&o.n, "n", "n", 128, "largest number of tokens to generate")
 	f.Float64VarP(&o.temperature, "temperature", "t", -1,
 		"divides the logits; 0 takes the likeliest token; -1 leaves it to generation_config.json")
@@ -63,6 +63,9 @@ With --chat it receives only the answer. The text ends after --n tokens, or at a
 func (o *generateOptions) run(c *cobra.Command) error {
 	if o.n < 0 {
 		return fmt.Errorf("--n is %d, want at least 0", o.n)
+	}
+	if err := o.readPrompt(c.InOrStdin()); err != nil {
+		return err
 	}
 	f, err := hf.Open(o.model)
 	if err != nil {
@@ -112,6 +115,25 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	g := infer.Draw(f.Config, i.Decoder)
 	return o.write(c, g.Generate(c.Context(), prompt, o.n, s), tok.NewDecoder(true), prompt, shown,
 		f.Generation.End)
+}
+
+// maxPrompt is the number of bytes of a prompt that is read from standard input.
+const maxPrompt = 64 << 20
+
+// readPrompt replaces the prompt "-" by what standard input has.
+func (o *generateOptions) readPrompt(stdin io.Reader) error {
+	if o.prompt != "-" {
+		return nil
+	}
+	text, err := io.ReadAll(io.LimitReader(stdin, maxPrompt+1))
+	switch {
+	case err != nil:
+		return fmt.Errorf("--prompt -: reading standard input: %w", err)
+	case len(text) > maxPrompt:
+		return fmt.Errorf("--prompt -: standard input has more than %d bytes", maxPrompt)
+	}
+	o.prompt = string(text)
+	return nil
 }
 
 // write prints the prompt as it is shown, and each token as it is drawn, up to one that ends a text.

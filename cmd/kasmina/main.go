@@ -17,30 +17,45 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 
-	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/launch"
 	"github.com/spf13/cobra"
 )
 
 func main() {
 	stderr := launch.Teller{File: os.Stderr}
-	job, err := ranksJob(os.Args[1:])
+	args := os.Args[1:]
+	job, err := ranksJob(args)
 	switch {
 	case job != nil:
 		// The job forwards signals to its processes, which save and end in their own time.
 		job.Stdout, job.Stderr = os.Stdout, stderr
 		err = launch.Run(context.Background(), *job)
+	case err == nil && saves(args):
+		err = run(launch.UntilInterrupt(stderr), args, os.Stdout, os.Stderr)
 	case err == nil:
-		err = run(launch.UntilInterrupt(stderr), os.Args[1:], os.Stdout, os.Stderr)
+		// There is nothing to tell about the end of a command that saves nothing.
+		err = run(launch.UntilInterrupt(io.Discard), args, os.Stdout, os.Stderr)
+		if errors.As(err, new(launch.Interruption)) {
+			os.Exit(launch.ExitCode(err))
+		}
 	}
+
 	if err != nil {
 		fmt.Fprintln(stderr, "kasmina:", err)
 	}
-	os.Exit(comm.ExitCode(err))
+	os.Exit(launch.ExitCode(err))
+}
+
+// saves reports whether a command line is for a command that has something to save when it is
+// interrupted.
+func saves(args []string) bool {
+	c, _, err := newRoot().Find(args)
+	return err == nil && c.Name() == "train"
 }
 
 // run executes a command line.

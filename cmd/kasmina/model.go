@@ -30,7 +30,7 @@ func (o *common) modelFlag(c *cobra.Command) {
 }
 
 func (o *common) dataFlag(c *cobra.Command) {
-	c.Flags().StringVarP(&o.data, "data", "d", "", "text `file`")
+	c.Flags().StringVarP(&o.data, "data", "d", "", "text `file`, or a folder of them")
 }
 
 func (o *common) machineFlags(c *cobra.Command) {

@@ -151,6 +151,15 @@ func Open(path string, options ...Option) (*Corpus, error) {
 	return corpus, nil
 }
 
+// OpenText finds the text at path, as [Open] does, and holds none of it out.
+func OpenText(path string) (*Text, error) {
+	root, files, err := findFiles(path, nil)
+	if err != nil {
+		return nil, fmt.Errorf("data: OpenText: %w", err)
+	}
+	return newText(root, files), nil
+}
+
 // findFiles returns the folder that the files' names are relative to and the files in lexical
 // order.
 func findFiles(path string, extensions []string) (root string, files []document, err error) {
