@@ -26,6 +26,8 @@ func later(*pflag.FlagSet) string { return "" }
 // does nothing.
 var flagRules = map[string]map[string]rule{
 	"inspect": {"model": always},
+	"data":    {},
+	"check":   {"model": always, "seq": always, "show": always, "list": always},
 	"eval": {"model": always, "data": always, "seq": always, "device": always,
 		"precision": always},
 	"generate": {"model": always, "prompt": always, "n": always, "chat": always, "device": always,

@@ -33,7 +33,11 @@ var ineffective = map[string]string{
 // an effect, and each rule but "always" must refuse the flag where it has none.
 func TestEveryFlagHasARule(t *testing.T) {
 	always := map[string]bool{}
-	for _, c := range newRoot().Commands() {
+	commands := newRoot().Commands()
+	for _, c := range commands {
+		commands = append(commands, c.Commands()...)
+	}
+	for _, c := range commands {
 		rules := flagRules[c.Name()]
 		require.NotNil(t, rules, "the command %s has no rules", c.Name())
 		c.Flags().VisitAll(func(f *pflag.Flag) {

@@ -8,6 +8,7 @@
 //	kasmina convert --model DIR --out NEW --precision bf16 # converts the weights to another type
 //	kasmina board runs/*                                   # compares runs in a browser
 //	kasmina report runs/one                                # writes a run as an HTML page
+//	kasmina data check chat.jsonl --model DIR              # shows chat data as the model sees it
 //	kasmina completion bash                                # prints a completion script for the shell
 //	kasmina version                                        # prints the version
 //
@@ -78,7 +79,7 @@ func newRoot() *cobra.Command {
 		PersistentPreRunE: func(c *cobra.Command, args []string) error { return checkFlags(c) },
 	}
 	root.AddCommand(newInspect(), newEval(), newGenerate(), newTrain(), newConvert(), newBoard(),
-		newReport(), newVersion())
+		newReport(), newData(), newVersion())
 
 	root.SetFlagErrorFunc(flagError)
 	for _, c := range root.Commands() {

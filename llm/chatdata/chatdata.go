@@ -1,0 +1,116 @@
+// Package chatdata reads the data that chat models are fine-tuned on, and turns it into token ids with
+// a mask of the tokens to learn.
+//
+// A data file holds JSON Lines: one example per line, in any of these layouts.
+//
+//	{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
+//	{"prompt": "2 + 2 =", "completion": " 4"}
+//	{"text": "Any text, all of which is learned."}
+//	{"prompt": "Hi", "chosen": " Hello!", "rejected": " Go away."}
+//
+// A prompt, a completion, and the answers of a preference pair are either strings or lists of
+// messages. Conversations may have "tools" and "chat_template_kwargs", which are passed to the chat
+// template. Other members of a line are ignored.
+//
+// Read yields the examples of a file:
+//
+//	for example, err := range chatdata.Read(file, "chat.jsonl") {
+//		...
+//		sequences, err := encoder.Encode(example)
+//		...
+//	}
+//
+// An Encoder renders examples with the chat template of a model. Of a conversation, the model learns
+// what the assistant says and the token that ends each of its turns. Everything else is context.
+//
+// NewLoader packs the sequences of a data set into batches for training.
+package chatdata
+
+import (
+	"encoding/json"
+	"fmt"
+	"strings"
+)
+
+// A Format is the layout of an example.
+type Format int
+
+// The formats, in the order in which they are tried. A line that has the members of several formats is
+// read as the first of them.
+const (
+	Preference       Format = iota + 1 // a prompt with a chosen and a rejected answer
+	Conversation                       // a list of messages
+	PromptCompletion                   // a prompt with its completion
+	PlainText                          // text without a prompt
+)
+
+var formatNames = [...]string{Preference: "preference pair", Conversation: "conversation",
+	PromptCompletion: "prompt with completion", PlainText: "text"}
+
+// String returns the format's name, such as "conversation".
+func (f Format) String() string {
+	if f < Preference || f > PlainText {
+		return fmt.Sprintf("Format(%d)", int(f))
+	}
+	return formatNames[f]
+}
+
+// Content is text or a list of messages.
+type Content struct {
+	Text     string
+	Messages []Message // nil for text
+}
+
+// IsChat reports whether the content is a list of messages.
+func (c Content) IsChat() bool { return c.Messages != nil }
+
+// A Message is one message of a conversation.
+type Message struct {
+	Role string
+	Text string          // the content if it is a string, and "" otherwise
+	JSON json.RawMessage // the whole message, as the file has it
+}
+
+// An Example is one line of a data file.
+type Example struct {
+	File string
+	Line int // counted from 1
+	Format
+
+	Prompt     Content // empty for conversations and text
+	Completion Content // what is learned; the chosen answer of a preference pair
+	Rejected   Content // the rejected answer of a preference pair
+
+	Tools     json.RawMessage            // nil if the line has none
+	Variables map[string]json.RawMessage // further variables of the chat template
+}
+
+// A Problem reports an example that cannot be used, or one that would not teach what its author
+// expects.
+type Problem struct {
+	File string
+	Line int // 0 for a problem of the whole file
+
+	What string // what is wrong
+	Fix  string // what the user can do about it
+	Show string // the conversation as the model would see it, or ""
+}
+
+// Error returns the location of the problem, what is wrong, and how to fix it, on one line.
+func (p *Problem) Error() string {
+	var text strings.Builder
+	text.WriteString(p.File)
+	if p.Line > 0 {
+		fmt.Fprintf(&text, ":%d", p.Line)
+	}
+	text.WriteString(": " + p.What)
+	if p.Fix != "" {
+		text.WriteString(": " + p.Fix)
+	}
+	return text.String()
+}
+
+// problem returns a Problem of an example.
+func (x *Example) problem(fix, format string, args ...any) *Problem {
+	return &Problem{File: x.File, Line: x.Line, What: fmt.Sprintf(format, args...), Fix: fix}
+}

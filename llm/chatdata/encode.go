@@ -1,0 +1,424 @@
+package chatdata
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
+)
+
+// Tokenizer is what an Encoder needs of a tokenizer. Those of package
+// [github.com/kasmina-go/kasmina/llm/tokenizer/hf] have it.
+type Tokenizer interface {
+	// Encode returns the tokens of a text in which the text of a special token becomes that token.
+	Encode(text []byte) []int
+	// DecodeWhole returns the text of tokens, special tokens included.
+	DecodeWhole(ids []int) ([]byte, error)
+	// Affixes returns the tokens that begin and end a text that is not a conversation.
+	Affixes() (before, after []int)
+	// Token returns a token as the tokenizer's file writes it.
+	Token(id int) (string, bool)
+	IsSpecial(id int) bool
+}
+
+// An Encoder turns examples into tokens. Several goroutines may use it at the same time.
+type Encoder struct {
+	Tokenizer Tokenizer
+	Template  *chat.Template // may be nil if no example is a conversation
+
+	// End lists the tokens at which the model stops generating. The first one ends texts and
+	// completions that are not conversations.
+	End []int
+
+	// MaxTokens is the most tokens that a sequence may have, or 0 for any number.
+	MaxTokens int
+
+	// Now is the date for templates that write one. Keep it for the whole run, so that a run that is
+	// resumed on another day sees the same text.
+	Now time.Time
+}
+
+// A Sequence is text as tokens, some of which are learned.
+type Sequence struct {
+	File string
+	Line int
+
+	IDs   []int
+	Learn []bool // Learn[i] reports whether the model is trained to predict IDs[i]
+}
+
+// Learned returns the number of tokens that are learned.
+func (s Sequence) Learned() int {
+	n := 0
+	for _, learn := range s.Learn {
+		if learn {
+			n++
+		}
+	}
+	return n
+}
+
+// Encode returns the sequences of an example: the chosen and the rejected answer of a preference pair,
+// and otherwise usually one.
+//
+// Conversations are rendered with the chat template. The tokens to learn are found by rendering the
+// messages before each turn of the assistant: the turn begins where the invitation to the assistant
+// ends, and it ends with a token at which the model stops. So what the model learns is what it has to
+// generate. Some templates render a message differently once others follow it. Where they do, each
+// turn of the assistant becomes a sequence of its own, rendered as it is at inference.
+//
+// An error is a *[Problem] if the example is at fault: if it does not fit in MaxTokens, if there is
+// nothing to learn, if the template refuses the conversation, or if the template ends a turn of the
+// assistant without one of the End tokens.
+func (e *Encoder) Encode(x Example) ([]Sequence, error) {
+	if len(e.End) == 0 {
+		return nil, errors.New("chatdata: the encoder has no end token")
+	}
+
+	answers := []Content{x.Completion}
+	if x.Format == Preference {
+		answers = append(answers, x.Rejected)
+	}
+	var all []Sequence
+	for _, answer := range answers {
+		var sequences []Sequence
+		var err error
+		if answer.IsChat() {
+			sequences, err = e.conversation(&x, answer)
+		} else {
+			sequences, err = e.text(&x, answer)
+		}
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, sequences...)
+	}
+	if x.Format == Preference && len(all) != len(answers) {
+		return nil, x.problem("let both answers be one message of the assistant",
+			"the template renders the turns of an answer separately")
+	}
+
+	for _, s := range all {
+		if err := e.check(&x, s); err != nil {
+			return nil, err
+		}
+	}
+	return all, nil
+}
+
+// check reports a sequence that is too long or has nothing to learn.
+func (e *Encoder) check(x *Example, s Sequence) error {
+	var p *Problem
+	switch {
+	case e.MaxTokens > 0 && len(s.IDs) > e.MaxTokens:
+		p = x.problem("shorten it, train on longer sequences, or leave it out",
+			"it has %d tokens, and %d fit, so that an answer would be cut off", len(s.IDs), e.MaxTokens)
+	case s.Learned() == 0:
+		p = x.problem("add an answer of the assistant", "there is nothing to learn")
+	default:
+		return nil
+	}
+	p.Show = e.Show(s)
+	return p
+}
+
+// text encodes a text, or a prompt with its completion.
+func (e *Encoder) text(x *Example, answer Content) ([]Sequence, error) {
+	before, _ := e.Tokenizer.Affixes()
+	full := x.Prompt.Text + answer.Text
+	ids := e.Tokenizer.Encode([]byte(full))
+	start, err := e.tokensBefore(ids, full, len(x.Prompt.Text))
+	if err != nil {
+		return nil, x.problem("", "%v", err)
+	}
+
+	if len(ids) == 0 || !slices.Contains(e.End, ids[len(ids)-1]) {
+		ids = append(ids, e.End[0])
+	}
+	s := Sequence{File: x.File, Line: x.Line, IDs: slices.Concat(before, ids)}
+	s.Learn = make([]bool, len(s.IDs))
+	for i := len(before) + start; i < len(s.IDs); i++ {
+		s.Learn[i] = i > 0 // nothing predicts the first token
+	}
+	return []Sequence{s}, nil
+}
+
+// conversation encodes the prompt followed by the answer. Only what the assistant says in the answer
+// is learned.
+func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
+	if e.Template == nil {
+		return nil, x.problem(`give "prompt" and "completion" as strings, or use a model that has a chat `+
+			`template`, "it is a conversation, and the model has no chat template")
+	}
+	messages := slices.Concat(x.Prompt.Messages, answer.Messages)
+	var turns []int // the assistant's messages that are learned
+	for i := len(x.Prompt.Messages); i < len(messages); i++ {
+		if messages[i].Role == "assistant" {
+			turns = append(turns, i)
+		}
+	}
+	if len(turns) == 0 {
+		return nil, x.problem(`add a message with the role "assistant"`, "the assistant says nothing")
+	}
+
+	r := renderer{e: e, x: x, messages: messages}
+	full, err := r.render(len(messages), false)
+	if err != nil {
+		return nil, err
+	}
+	s := Sequence{File: x.File, Line: x.Line, IDs: e.Tokenizer.Encode([]byte(full))}
+	s.Learn = make([]bool, len(s.IDs))
+	for n, i := range turns {
+		next := len(messages)
+		if n+1 < len(turns) {
+			next = turns[n+1]
+		}
+		switch err := r.learn(&s, full, i, next); {
+		case errors.Is(err, errUnstable):
+			return r.separate(turns)
+		case err != nil:
+			return nil, err
+		}
+	}
+	return []Sequence{s}, nil
+}
+
+// errUnstable reports that a template renders messages differently once others follow.
+var errUnstable = errors.New("the template renders messages differently once others follow")
+
+// A renderer renders the first messages of a conversation.
+type renderer struct {
+	e        *Encoder
+	x        *Example
+	messages []Message
+}
+
+// render renders the first n messages, with an invitation to the assistant if it is to speak next.
+func (r *renderer) render(n int, assistant bool) (string, error) {
+	if n == 0 {
+		return "", nil
+	}
+	list := make([]json.RawMessage, n)
+	for i, m := range r.messages[:n] {
+		list[i] = m.JSON
+	}
+	text, err := json.Marshal(list)
+	if err != nil {
+		return "", r.x.problem("", "%v", err)
+	}
+
+	o := chat.Options{AddGenerationPrompt: assistant, Now: r.e.Now, Variables: map[string]any{}}
+	for name, value := range r.x.Variables {
+		o.Variables[name] = value
+	}
+	if r.x.Tools != nil {
+		o.Variables["tools"] = r.x.Tools
+	}
+	out, err := r.e.Template.RenderJSON(text, o)
+	if err != nil {
+		return "", r.x.problem("change the conversation to one that the model's chat template accepts",
+			"the chat template refuses its first %d messages (%v)", n, err)
+	}
+	return out, nil
+}
+
+// learn marks the tokens of message i, which is the assistant's, in a sequence that is the full
+// conversation. The assistant's next message is the one with index next.
+func (r *renderer) learn(s *Sequence, full string, i, next int) error {
+	begin, err := r.begin(full, i)
+	if err != nil {
+		return err
+	}
+
+	// The turn ends with an end token. If the messages up to this turn are rendered as in the full
+	// conversation, it is the last end token of the turn, whatever the turn says. Otherwise it is the
+	// first one after the beginning of the turn, before the assistant's next turn.
+	finished, err := r.render(i+1, false)
+	if err != nil {
+		return err
+	}
+	limit, stable := len(finished), strings.HasPrefix(full, finished)
+	if !stable {
+		limit = len(full)
+		if next < len(r.messages) {
+			if limit, err = r.begin(full, next); err != nil {
+				return err
+			}
+		}
+	}
+
+	from, err := r.e.tokensBefore(s.IDs, full, begin)
+	if err != nil {
+		return r.x.problem("", "%v", err)
+	}
+	to, err := r.e.tokensBefore(s.IDs, full, limit)
+	if err != nil {
+		return r.x.problem("", "%v", err)
+	}
+	turn := s.IDs[from:max(from, to)]
+	end := slices.IndexFunc(turn, r.e.isEnd)
+	if stable {
+		end = r.e.lastEnd(turn)
+	}
+	if end < 0 {
+		p := r.x.problem("use a template or a generation_config.json in which a token of eos_token_id ends "+
+			"the assistant's turns", "the template ends message %d, which is the assistant's, without a token "+
+			"at which the model stops (%s)", i+1, r.e.endNames())
+		p.Show = full
+		return p
+	}
+	for j := from; j <= from+end; j++ {
+		s.Learn[j] = j > 0
+	}
+	return nil
+}
+
+// begin returns the length of the part of the full conversation that precedes what the assistant says in
+// message i.
+func (r *renderer) begin(full string, i int) (int, error) {
+	invited, err := r.render(i, true)
+	if err != nil {
+		return 0, err
+	}
+	if strings.HasPrefix(full, invited) {
+		return len(invited), nil
+	}
+
+	// Some templates invite the assistant to think, with words that the finished turn lacks. What both
+	// have in common must include all earlier messages.
+	context, err := r.render(i, false)
+	if err != nil {
+		return 0, err
+	}
+	common := commonPrefix(full, invited)
+	if !strings.HasPrefix(full, context) || common < len(context) {
+		return 0, errUnstable
+	}
+	return common, nil
+}
+
+// separate encodes each turn of the assistant as a sequence of its own: the messages before it, as
+// they are rendered when the assistant is to speak next, and the turn.
+func (r *renderer) separate(turns []int) (all []Sequence, err error) {
+	for _, i := range turns {
+		full, err := r.render(i+1, false)
+		if err != nil {
+			return nil, err
+		}
+		s := Sequence{File: r.x.File, Line: r.x.Line, IDs: r.e.Tokenizer.Encode([]byte(full))}
+		s.Learn = make([]bool, len(s.IDs))
+		switch err := r.learn(&s, full, i, i+1); {
+		case errors.Is(err, errUnstable):
+			p := r.x.problem("use a chat template that renders what precedes the assistant's turn as it does "+
+				"when it asks for the turn", "the template renders the messages before message %d differently "+
+				"once the assistant has answered, so that its answer cannot be told apart", i+1)
+			p.Show = full
+			return nil, p
+		case err != nil:
+			return nil, err
+		}
+		all = append(all, s)
+	}
+	return all, nil
+}
+
+// tokensBefore returns how many of the tokens of a text lie before a byte of it. A token on both sides
+// does not lie before it.
+func (e *Encoder) tokensBefore(ids []int, text string, at int) (int, error) {
+	if at == len(text) {
+		return len(ids), nil
+	}
+	head := e.Tokenizer.Encode([]byte(text[:at]))
+	n := 0
+	for n < min(len(head), len(ids)) && head[n] == ids[n] {
+		n++
+	}
+	if n == len(head) {
+		return n, nil
+	}
+
+	// A token of the text crosses the boundary, or the tokens before it are cut differently because of
+	// what follows. Count the tokens that decode to no more than the head does.
+	want, err := e.Tokenizer.DecodeWhole(head)
+	if err != nil {
+		return 0, err
+	}
+	for n < len(ids) {
+		have, err := e.Tokenizer.DecodeWhole(ids[:n+1])
+		if err != nil {
+			return 0, err
+		}
+		if len(have) > len(want) {
+			break
+		}
+		n++
+	}
+	return n, nil
+}
+
+// endNames lists the end tokens for a message.
+func (e *Encoder) endNames() string {
+	names := make([]string, len(e.End))
+	for i, id := range e.End {
+		name, ok := e.Tokenizer.Token(id)
+		if !ok {
+			name = fmt.Sprint("token ", id)
+		}
+		names[i] = name
+	}
+	return strings.Join(names, ", ")
+}
+
+// Show returns a sequence as text, with what is learned between ⟦ and ⟧.
+func (e *Encoder) Show(s Sequence) string {
+	var text bytes.Buffer
+	for start := 0; start < len(s.IDs); {
+		end := start + 1
+		for end < len(s.IDs) && s.Learn[end] == s.Learn[start] {
+			end++
+		}
+		part, err := e.Tokenizer.DecodeWhole(s.IDs[start:end])
+		if err != nil {
+			part = fmt.Append(nil, s.IDs[start:end])
+		}
+		if s.Learn[start] {
+			fmt.Fprintf(&text, "⟦%s⟧", part)
+		} else {
+			text.Write(part)
+		}
+		start = end
+	}
+	return text.String()
+}
+
+func commonPrefix(a, b string) int {
+	n := 0
+	for n < min(len(a), len(b)) && a[n] == b[n] {
+		n++
+	}
+	return n
+}
+
+func (e *Encoder) isEnd(id int) bool { return slices.Contains(e.End, id) }
+
+// lastEnd returns the index of the end token that ends a turn, or -1. If several end tokens follow each
+// other, with nothing but white space between them, it is the first of them, at which the model stops.
+func (e *Encoder) lastEnd(turn []int) int {
+	end := -1
+	for i, id := range slices.Backward(turn) {
+		if e.isEnd(id) {
+			end = i
+			continue
+		}
+		text, err := e.Tokenizer.DecodeWhole([]int{id})
+		if end >= 0 && (err != nil || len(bytes.TrimSpace(text)) > 0) {
+			break
+		}
+	}
+	return end
+}

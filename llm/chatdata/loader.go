@@ -1,0 +1,173 @@
+package chatdata
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/llm/data"
+)
+
+// A Loader deals out batches of packed sequences without end. Each epoch goes through all rows in an
+// order of its own, which depends on the seed alone. A Loader is for one goroutine at a time.
+type Loader struct {
+	sequences []Sequence
+	rows      [][]int // indices of the sequences in each row
+	config    data.LoaderConfig
+	state     data.LoaderState
+	batch     data.Batch
+
+	order []int // the rows in the order of the epoch
+	epoch int64 // that order belongs to, or -1
+}
+
+// NewLoader packs sequences into rows of c.Seq tokens and returns a Loader at the start of its first
+// epoch.
+//
+// The batches say where each sequence of a row starts, so that attention does not reach from one
+// sequence into another. Tokens that are not learned have the target -1, and so has the rest of a row
+// that is not full.
+//
+// A sequence of c.Seq+1 tokens still fits, because its last token is only a target. It is an error if a
+// sequence is longer, or if nothing is to be learned.
+func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
+	if c.Batch < 1 || c.Seq < 1 {
+		return nil, fmt.Errorf("chatdata: NewLoader: batches of %d rows of %d tokens, want at least 1 of each",
+			c.Batch, c.Seq)
+	}
+	lengths, learned := make([]int, len(sequences)), 0
+	for i, s := range sequences {
+		if len(s.Learn) != len(s.IDs) {
+			return nil, fmt.Errorf("chatdata: NewLoader: %s:%d: %d tokens with a mask of %d", s.File, s.Line,
+				len(s.IDs), len(s.Learn))
+		}
+		if lengths[i] = max(0, len(s.IDs)-1); lengths[i] > c.Seq {
+			return nil, fmt.Errorf("chatdata: NewLoader: %s:%d has %d tokens, and a row has room for %d",
+				s.File, s.Line, len(s.IDs), c.Seq+1)
+		}
+		learned += s.Learned()
+	}
+	if learned == 0 {
+		return nil, errors.New("chatdata: NewLoader: there is nothing to learn")
+	}
+
+	n := c.Batch * c.Seq
+	return &Loader{
+		sequences: sequences,
+		rows:      Pack(lengths, c.Seq),
+		config:    c,
+		state:     data.LoaderState{Seed: c.Seed, Seq: c.Seq, Data: fingerprint(sequences)},
+		batch:     data.Batch{Inputs: make([]int, n), Targets: make([]int, n), Starts: make([]int, n)},
+		epoch:     -1,
+	}, nil
+}
+
+// fingerprint returns a string that identifies the tokens and masks of sequences.
+func fingerprint(sequences []Sequence) string {
+	h := sha256.New()
+	var buf []byte
+	for _, s := range sequences {
+		buf = binary.AppendUvarint(buf[:0], uint64(len(s.IDs)))
+		for i, id := range s.IDs {
+			learn := uint64(0)
+			if s.Learn[i] {
+				learn = 1
+			}
+			buf = binary.AppendUvarint(buf, uint64(id)<<1|learn)
+		}
+		h.Write(buf)
+	}
+	return "chat-" + hex.EncodeToString(h.Sum(nil))
+}
+
+// Rows returns the number of rows into which the sequences are packed.
+func (l *Loader) Rows() int { return len(l.rows) }
+
+// Config returns the configuration that was passed to NewLoader.
+func (l *Loader) Config() data.LoaderConfig { return l.config }
+
+// KnowsDocuments reports that batches say where sequences start.
+func (l *Loader) KnowsDocuments() bool { return true }
+
+// State returns the loader's place: a loader set to it continues with the batch that Next returns
+// next.
+func (l *Loader) State() data.LoaderState { return l.state }
+
+// SetState moves the loader to a place that State returned. The batch size may differ. The error is a
+// [data.ErrChanged] if the state is that of other data.
+func (l *Loader) SetState(s data.LoaderState) error {
+	switch {
+	case s.Data != l.state.Data:
+		return fmt.Errorf("chatdata: Loader.SetState: %w", data.ErrChanged)
+	case s.Seq != l.state.Seq:
+		return fmt.Errorf("chatdata: Loader.SetState: the state has rows of %d tokens, and the loader %d",
+			s.Seq, l.state.Seq)
+	case s.Epoch < 0 || s.Next < 0 || s.Next > int64(len(l.rows)):
+		return fmt.Errorf("chatdata: Loader.SetState: epoch %d, row %d of %d", s.Epoch, s.Next, len(l.rows))
+	}
+	l.state = s
+	l.epoch = -1
+	return nil
+}
+
+// Next returns the next batch. Its memory is used again by the following call.
+func (l *Loader) Next() (data.Batch, error) {
+	l.batch.Count = 0
+	for i := range l.config.Batch {
+		l.fill(i*l.config.Seq, l.nextRow())
+	}
+	return l.batch, nil
+}
+
+// nextRow moves the state past one row and returns the row.
+func (l *Loader) nextRow() []int {
+	if l.state.Next >= int64(len(l.rows)) {
+		l.state.Epoch++
+		l.state.Next = 0
+	}
+	if l.epoch != l.state.Epoch {
+		l.epoch = l.state.Epoch
+		l.order = rand.New(rand.NewPCG(l.state.Seed, uint64(l.epoch))).Perm(len(l.rows))
+	}
+	row := l.rows[l.order[l.state.Next]]
+	l.state.Next++
+	return row
+}
+
+// fill writes a row to the batch, from a position on.
+func (l *Loader) fill(at int, row []int) {
+	b, start := &l.batch, 0
+	for _, i := range row {
+		s := l.sequences[i]
+		n := len(s.IDs) - 1
+		if n < 1 {
+			continue
+		}
+		copy(b.Inputs[at+start:], s.IDs[:n])
+		for j := range n {
+			target := -1
+			if s.Learn[j+1] {
+				target = s.IDs[j+1]
+				b.Count++
+			}
+			b.Targets[at+start+j] = target
+			b.Starts[at+start+j] = start
+		}
+		start += n
+	}
+
+	// What is left of the row is a sequence that teaches nothing.
+	for j := start; j < l.config.Seq; j++ {
+		b.Inputs[at+j], b.Targets[at+j], b.Starts[at+j] = 0, -1, start
+	}
+}
+
+// InUse returns the batch that Next returned last: one of zeros before the first.
+func (l *Loader) InUse() data.Batch { return l.batch }
+
+// Sequences returns the sequences of the loader.
+func (l *Loader) Sequences() []Sequence { return slices.Clip(l.sequences) }

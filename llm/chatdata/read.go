@@ -1,0 +1,329 @@
+package chatdata
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"slices"
+	"strings"
+	"unicode/utf8"
+)
+
+// maxLine limits the bytes of a line, so that a file without line breaks does not fill the memory.
+const maxLine = 64 << 20
+
+// Read yields the examples of a data file in order. Empty lines are skipped.
+//
+// A line that is not an example yields a *[Problem], and reading continues with the next line. Any
+// other error, such as one of r, is the last that is yielded. The name appears in problems.
+func Read(r io.Reader, name string) iter.Seq2[Example, error] {
+	return func(yield func(Example, error) bool) {
+		lines := bufio.NewReaderSize(r, 1<<16)
+		for number := 1; ; number++ {
+			line, err := readLine(lines)
+			if err != nil && err != io.EOF {
+				yield(Example{}, fmt.Errorf("chatdata: reading line %d of %s: %w", number, name, err))
+				return
+			}
+			if number == 1 {
+				line = bytes.TrimPrefix(line, []byte("\ufeff"))
+			}
+
+			if line = bytes.TrimSpace(line); len(line) > 0 {
+				x := Example{File: name, Line: number}
+				if p := x.parse(line); p != nil {
+					if !yield(Example{}, p) {
+						return
+					}
+				} else if !yield(x, nil) {
+					return
+				}
+			}
+			if err == io.EOF {
+				return
+			}
+		}
+	}
+}
+
+// readLine returns the next line, valid until the next call. The last line comes with io.EOF.
+func readLine(r *bufio.Reader) ([]byte, error) {
+	line, err := r.ReadSlice('\n')
+	if !errors.Is(err, bufio.ErrBufferFull) {
+		return line, err
+	}
+
+	long := slices.Clone(line)
+	for errors.Is(err, bufio.ErrBufferFull) {
+		if len(long) > maxLine {
+			return nil, fmt.Errorf("it is longer than %d MiB: JSON Lines have one example per line",
+				maxLine>>20)
+		}
+		line, err = r.ReadSlice('\n')
+		long = append(long, line...)
+	}
+	return long, err
+}
+
+// parse reads a line into the example.
+func (x *Example) parse(line []byte) *Problem {
+	if !utf8.Valid(line) {
+		return x.problem("save the file as UTF-8", "the line is not valid UTF-8")
+	}
+	var members map[string]json.RawMessage
+	if err := json.Unmarshal(line, &members); err != nil {
+		return x.notAnObject(line, err)
+	}
+	for name, value := range members {
+		if string(value) == "null" {
+			delete(members, name) // datasets with several formats fill the columns of the others with null
+		}
+	}
+
+	has := func(name string) bool { _, ok := members[name]; return ok }
+	var p *Problem
+	switch {
+	case has("chosen") && has("rejected"):
+		x.Format = Preference
+		p = x.preference(members)
+	case has("messages"):
+		x.Format = Conversation
+		x.Completion, p = x.content(members, "messages")
+		if p == nil && !x.Completion.IsChat() {
+			p = x.problem(messagesFix, `"messages" is not a list`)
+		}
+	case has("prompt") && has("completion"):
+		x.Format = PromptCompletion
+		p = x.promptCompletion(members)
+	case has("text"):
+		x.Format = PlainText
+		p = x.plainText(members)
+	default:
+		p = x.unknown(members)
+	}
+	if p != nil {
+		return p
+	}
+	return x.templateVariables(members)
+}
+
+const (
+	layouts = `give it "messages", "prompt" and "completion", "text", or "chosen" and "rejected"`
+
+	messagesFix = `write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ` +
+		`"content": "..."}]}`
+)
+
+// notAnObject explains a line that is not a JSON object.
+func (x *Example) notAnObject(line []byte, err error) *Problem {
+	switch {
+	case line[0] == '[' && x.Line == 1:
+		return x.problem("write one object per line, for example with jq -c '.[]'",
+			"the file is a JSON array, not JSON Lines")
+	case string(line) == "{":
+		return x.problem("write each example on one line, for example with jq -c .",
+			"the example is spread over several lines")
+	case json.Valid(line):
+		return x.problem(layouts, "the line is not a JSON object")
+	}
+	return x.problem("check the quotes, commas and braces of this line", "the line is not valid JSON (%v)",
+		err)
+}
+
+// unknown explains an object that matches no format.
+func (x *Example) unknown(members map[string]json.RawMessage) *Problem {
+	has := func(name string) bool { _, ok := members[name]; return ok }
+	switch {
+	case has("conversations"):
+		return x.problem(`rename "conversations" to "messages", "from" to "role" (human becomes user, gpt `+
+			`becomes assistant) and "value" to "content"`, "this is the layout of ShareGPT")
+	case has("instruction") && has("output"):
+		return x.problem(`join "instruction" and "input" to "prompt", and rename "output" to "completion"`,
+			"this is the layout of Alpaca")
+	case has("prompt"):
+		return x.problem(`add "completion", or "chosen" and "rejected"`, "the prompt has no answer")
+	case has("completion"):
+		return x.problem(`add "prompt", or rename "completion" to "text"`, "the completion has no prompt")
+	case has("chosen") || has("rejected"):
+		return x.problem("a preference pair needs both", `only one of "chosen" and "rejected" is there`)
+	}
+	names := make([]string, 0, len(members))
+	for name := range members {
+		names = append(names, fmt.Sprintf("%q", name))
+	}
+	slices.Sort(names)
+	if len(names) == 0 {
+		return x.problem(layouts, "the object is empty")
+	}
+	return x.problem(layouts, "no format has the members %s", strings.Join(names, ", "))
+}
+
+// content reads a member that is a string or a list of messages.
+func (x *Example) content(members map[string]json.RawMessage, name string) (c Content, p *Problem) {
+	value := members[name]
+	switch value[0] {
+	case '"':
+		if err := json.Unmarshal(value, &c.Text); err != nil {
+			return c, x.problem("", "%q: %v", name, err)
+		}
+		return c, nil
+	case '[':
+		c.Messages, p = x.messages(value, name)
+		return c, p
+	}
+	return c, x.problem("", "%q is neither a string nor a list of messages", name)
+}
+
+// messages reads a list of messages.
+func (x *Example) messages(value json.RawMessage, name string) ([]Message, *Problem) {
+	var list []json.RawMessage
+	if err := json.Unmarshal(value, &list); err != nil {
+		return nil, x.problem("", "%q: %v", name, err)
+	}
+	if len(list) == 0 {
+		return nil, x.problem("remove the line", "%q is an empty list", name)
+	}
+
+	all := make([]Message, len(list))
+	for i, text := range list {
+		m, err := parseMessage(text)
+		if err != nil {
+			return nil, x.problem("", "message %d of %q %v", i+1, name, err)
+		}
+		all[i] = m
+	}
+	return all, nil
+}
+
+// parseMessage reads a message. Its error continues a sentence about the message.
+func parseMessage(text json.RawMessage) (Message, error) {
+	m := Message{JSON: text}
+	var members map[string]json.RawMessage
+	if err := json.Unmarshal(text, &members); err != nil || members == nil {
+		return m, errors.New(`is not an object with "role" and "content"`)
+	}
+
+	if members["from"] != nil && members["role"] == nil {
+		return m, errors.New(`has "from" instead of "role", as in the layout of ShareGPT: rename "from" to ` +
+			`"role" (human becomes user, gpt becomes assistant) and "value" to "content"`)
+	}
+	if err := json.Unmarshal(members["role"], &m.Role); err != nil || m.Role == "" {
+		return m, errors.New(`has no "role": give it one, such as user or assistant`)
+	}
+
+	content, ok := members["content"]
+	_, calls := members["tool_calls"]
+	switch {
+	case !ok && !calls:
+		return m, errors.New(`has no "content"`)
+	case !ok || string(content) == "null" || content[0] == '[':
+		return m, nil // a tool call without words, or text and pictures in parts
+	case content[0] != '"':
+		return m, errors.New(`has a "content" that is neither a string nor a list of parts`)
+	}
+	return m, json.Unmarshal(content, &m.Text)
+}
+
+func (x *Example) plainText(members map[string]json.RawMessage) (p *Problem) {
+	if x.Completion, p = x.content(members, "text"); p != nil {
+		return p
+	}
+	if x.Completion.IsChat() {
+		return x.problem(`rename "text" to "messages"`, `"text" is a list of messages`)
+	}
+	if x.Completion.Text == "" {
+		return x.problem("remove the line", "the text is empty")
+	}
+	return nil
+}
+
+func (x *Example) promptCompletion(members map[string]json.RawMessage) (p *Problem) {
+	if x.Prompt, p = x.content(members, "prompt"); p != nil {
+		return p
+	}
+	if x.Completion, p = x.content(members, "completion"); p != nil {
+		return p
+	}
+	if x.Prompt.IsChat() != x.Completion.IsChat() {
+		return x.problem("make both strings or both lists of messages",
+			`of "prompt" and "completion", one is a string and the other a list of messages`)
+	}
+	return nil
+}
+
+// preference reads a preference pair. Chosen and rejected conversations without a prompt have the
+// messages with which both begin as their prompt.
+func (x *Example) preference(members map[string]json.RawMessage) (p *Problem) {
+	if x.Completion, p = x.content(members, "chosen"); p != nil {
+		return p
+	}
+	if x.Rejected, p = x.content(members, "rejected"); p != nil {
+		return p
+	}
+	if _, ok := members["prompt"]; ok {
+		if x.Prompt, p = x.content(members, "prompt"); p != nil {
+			return p
+		}
+	} else {
+		x.implicitPrompt()
+	}
+
+	if x.Completion.IsChat() != x.Rejected.IsChat() || x.Prompt.IsChat() != x.Completion.IsChat() {
+		return x.problem("make all of them strings or all of them lists of messages",
+			`"prompt", "chosen" and "rejected" are partly strings and partly lists of messages`)
+	}
+	if slices.EqualFunc(x.Completion.Messages, x.Rejected.Messages, sameMessage) &&
+		x.Completion.Text == x.Rejected.Text {
+		return x.problem("remove the line", "the chosen and the rejected answer are equal")
+	}
+	return nil
+}
+
+// implicitPrompt moves what both answers begin with to the prompt.
+func (x *Example) implicitPrompt() {
+	chosen, rejected := &x.Completion, &x.Rejected
+	if !chosen.IsChat() || !rejected.IsChat() {
+		return
+	}
+	n := 0
+	for n < min(len(chosen.Messages), len(rejected.Messages)) &&
+		sameMessage(chosen.Messages[n], rejected.Messages[n]) {
+		n++
+	}
+	x.Prompt.Messages = slices.Clip(chosen.Messages[:n])
+	chosen.Messages, rejected.Messages = chosen.Messages[n:], rejected.Messages[n:]
+}
+
+func sameMessage(a, b Message) bool {
+	return a.Role == b.Role && a.Text == b.Text && bytes.Equal(a.JSON, b.JSON)
+}
+
+// templateVariables reads "tools" and "chat_template_kwargs".
+func (x *Example) templateVariables(members map[string]json.RawMessage) *Problem {
+	if tools, ok := members["tools"]; ok {
+		if tools[0] == '"' { // a list in a string, as tables have it whose columns have simple types
+			var text string
+			if err := json.Unmarshal(tools, &text); err != nil || !json.Valid([]byte(text)) {
+				return x.problem("make it a list", `"tools" is a string that does not hold JSON`)
+			}
+			tools = json.RawMessage(text)
+		}
+		var list []json.RawMessage
+		if err := json.Unmarshal(tools, &list); err != nil {
+			return x.problem("make it a list of tools with JSON schemas", `"tools" is not a list`)
+		}
+		if len(list) > 0 {
+			x.Tools = tools
+		}
+	}
+	if value, ok := members["chat_template_kwargs"]; ok {
+		if err := json.Unmarshal(value, &x.Variables); err != nil {
+			return x.problem("make it an object", `"chat_template_kwargs" is not an object`)
+		}
+	}
+	return nil
+}
