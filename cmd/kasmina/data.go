@@ -50,9 +50,9 @@ Each line is a JSON object with one of
   {"text": "..."}
   {"prompt": "...", "chosen": "...", "rejected": "..."}
 
-Conversations are rendered with the model's chat template. The model learns what the assistant says and
+Conversations are rendered with the model's chat template. The model learns the assistant's words and
 the token that ends each of its turns. On a terminal those tokens are green, and the shade changes from
-token to token. Elsewhere they stand between ⟦ and ⟧.
+token to token. Elsewhere, ⟦ and ⟧ enclose them.
 
 The last line of output is a JSON object with the numbers of examples, sequences, tokens, learned tokens,
 problems and warnings. The exit code is 1 if there are problems.`,
@@ -141,7 +141,7 @@ func (o *dataCheck) encoder() (*chatdata.Encoder, error) {
 
 	end := slices.Clone(f.Generation.End)
 	if id := tok.EndOfDocument(); id >= 0 {
-		// Texts end with the tokenizer's own token, and any of them ends a turn.
+		// The tokenizer's end-of-text token ends texts. Every end token can end a turn.
 		end = append([]int{id}, slices.DeleteFunc(end, func(e int) bool { return e == id })...)
 	}
 	if len(end) == 0 {
@@ -203,7 +203,7 @@ func (o *dataCheck) printHistogram(w io.Writer, r *chatdata.Report) {
 	fmt.Fprintln(w)
 }
 
-// list writes problems or warnings, and the conversation that the first of them shows.
+// list writes problems or warnings, the first ones with their conversations.
 func (o *dataCheck) list(w io.Writer, kind string, all []*chatdata.Problem) {
 	if len(all) == 0 {
 		return

@@ -5,12 +5,12 @@
 //
 //	{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
 //	{"prompt": "2 + 2 =", "completion": " 4"}
-//	{"text": "Any text, all of which is learned."}
+//	{"text": "Any text. The model learns all tokens."}
 //	{"prompt": "Hi", "chosen": " Hello!", "rejected": " Go away."}
 //
 // A prompt, a completion, and the answers of a preference pair are either strings or lists of
-// messages. Conversations may have "tools" and "chat_template_kwargs", which are passed to the chat
-// template. Other members of a line are ignored.
+// messages. A conversation may have "tools" and "chat_template_kwargs" for the chat template. Other
+// members of a line are ignored.
 //
 // Read yields the examples of a file:
 //
@@ -21,7 +21,7 @@
 //	}
 //
 // An Encoder renders examples with the chat template of a model. Of a conversation, the model learns
-// what the assistant says and the token that ends each of its turns. Everything else is context.
+// the assistant's words and the token that ends each of its turns. Everything else is context.
 //
 // NewLoader packs the sequences of a data set into batches for training.
 package chatdata
@@ -35,8 +35,8 @@ import (
 // A Format is the layout of an example.
 type Format int
 
-// The formats, in the order in which they are tried. A line that has the members of several formats is
-// read as the first of them.
+// The formats. Parsing tries them in this order, so a line with the members of several formats has the
+// first one.
 const (
 	Preference       Format = iota + 1 // a prompt with a chosen and a rejected answer
 	Conversation                       // a list of messages
@@ -68,7 +68,7 @@ func (c Content) IsChat() bool { return c.Messages != nil }
 type Message struct {
 	Role string
 	Text string          // the content if it is a string, and "" otherwise
-	JSON json.RawMessage // the whole message, as the file has it
+	JSON json.RawMessage // the whole message, unchanged
 }
 
 // An Example is one line of a data file.
@@ -78,25 +78,25 @@ type Example struct {
 	Format
 
 	Prompt     Content // empty for conversations and text
-	Completion Content // what is learned; the chosen answer of a preference pair
-	Rejected   Content // the rejected answer of a preference pair
+	Completion Content // the text to learn; in a preference pair, the chosen answer
+	Rejected   Content // in a preference pair, the rejected answer
 
 	Tools     json.RawMessage            // nil if the line has none
 	Variables map[string]json.RawMessage // further variables of the chat template
 }
 
-// A Problem reports an example that cannot be used, or one that would not teach what its author
+// A Problem reports an example that cannot be used, or that may not teach the model as its author
 // expects.
 type Problem struct {
 	File string
 	Line int // 0 for a problem of the whole file
 
-	What string // what is wrong
-	Fix  string // what the user can do about it
+	What string // a description of the problem
+	Fix  string // advice to the user, or ""
 	Show string // the conversation as the model would see it, or ""
 }
 
-// Error returns the location of the problem, what is wrong, and how to fix it, on one line.
+// Error returns the location, the description and the advice, on one line.
 func (p *Problem) Error() string {
 	var text strings.Builder
 	text.WriteString(p.File)

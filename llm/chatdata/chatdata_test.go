@@ -289,7 +289,7 @@ func TestLoader(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// An epoch has every learned token once, after the tokens of its own sequence.
+	// An epoch has every learned token once, after the earlier tokens of the same sequence.
 	want := map[string]int{}
 	for _, s := range sequences {
 		for i := range s.IDs {

@@ -16,15 +16,15 @@ type Report struct {
 
 	Tokens, Learned int
 
-	// Problems are the examples that cannot be used, in the order of the file. Warnings are those that
-	// can be used, but may not teach what their author expects.
+	// Problems list the examples that cannot be used, in the order of the file. Warnings list usable
+	// examples that may not teach the model as their author expects.
 	Problems, Warnings []*Problem
 }
 
 // Check reads and encodes a data file. The name appears in problems. The function progress is called
-// after each line with the number of lines so far, if it is not nil; an error of it ends the check.
+// after each line with the number of lines so far, unless it is nil. If it fails, the check ends.
 //
-// Check returns an error only if r or progress fails. What is wrong with examples is in the report.
+// Check returns an error only if r or progress fails. The report has the problems of examples.
 func (e *Encoder) Check(r io.Reader, name string, progress func(lines int) error) (*Report, error) {
 	report := &Report{Examples: map[Format]int{}}
 	seen := map[string]int{} // the line of each sequence

@@ -12,10 +12,10 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
 
-// Tokenizer is what an Encoder needs of a tokenizer. Those of package
-// [github.com/kasmina-go/kasmina/llm/tokenizer/hf] have it.
+// Tokenizer is the interface between an Encoder and the tokenizer of a model. Package
+// [github.com/kasmina-go/kasmina/llm/tokenizer/hf] implements it.
 type Tokenizer interface {
-	// Encode returns the tokens of a text in which the text of a special token becomes that token.
+	// Encode returns the tokens of a text. The name of a special token in the text becomes that token.
 	Encode(text []byte) []int
 	// DecodeWhole returns the text of tokens, special tokens included.
 	DecodeWhole(ids []int) ([]byte, error)
@@ -31,8 +31,8 @@ type Encoder struct {
 	Tokenizer Tokenizer
 	Template  *chat.Template // may be nil if no example is a conversation
 
-	// End lists the tokens at which the model stops generating. The first one ends texts and
-	// completions that are not conversations.
+	// End lists the tokens that stop generation. The first one ends texts and completions that are not
+	// conversations.
 	End []int
 
 	// MaxTokens is the most tokens that a sequence may have, or 0 for any number.
@@ -43,7 +43,7 @@ type Encoder struct {
 	Now time.Time
 }
 
-// A Sequence is text as tokens, some of which are learned.
+// A Sequence is a text as tokens, with a mask of the tokens to learn.
 type Sequence struct {
 	File string
 	Line int
@@ -67,10 +67,12 @@ func (s Sequence) Learned() int {
 // and otherwise usually one.
 //
 // Conversations are rendered with the chat template. The tokens to learn are found by rendering the
-// messages before each turn of the assistant: the turn begins where the invitation to the assistant
-// ends, and it ends with a token at which the model stops. So what the model learns is what it has to
-// generate. Some templates render a message differently once others follow it. Where they do, each
-// turn of the assistant becomes a sequence of its own, rendered as it is at inference.
+// messages before each turn of the assistant. A turn starts after the invitation to the assistant, which
+// the template adds for generation, and includes the end token. So the model learns exactly the tokens
+// that it has to generate.
+//
+// Some templates change the rendering of a message once another message follows. Such a conversation
+// becomes several sequences: one for each turn of the assistant, rendered as for generation.
 //
 // An error is a *[Problem] if the example is at fault: if it does not fit in MaxTokens, if there is
 // nothing to learn, if the template refuses the conversation, or if the template ends a turn of the
@@ -148,8 +150,8 @@ func (e *Encoder) text(x *Example, answer Content) ([]Sequence, error) {
 	return []Sequence{s}, nil
 }
 
-// conversation encodes the prompt followed by the answer. Only what the assistant says in the answer
-// is learned.
+// conversation encodes the prompt followed by the answer. The mask covers the assistant's turns in the
+// answer.
 func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
 	if e.Template == nil {
 		return nil, x.problem(`give "prompt" and "completion" as strings, or use a model that has a chat `+
@@ -188,8 +190,8 @@ func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
 	return []Sequence{s}, nil
 }
 
-// errUnstable reports that a template renders messages differently once others follow.
-var errUnstable = errors.New("the template renders messages differently once others follow")
+// errUnstable reports that a template renders messages differently once more messages follow.
+var errUnstable = errors.New("the template renders messages differently once more messages follow")
 
 // A renderer renders the first messages of a conversation.
 type renderer struct {
@@ -235,9 +237,9 @@ func (r *renderer) learn(s *Sequence, full string, i, next int) error {
 		return err
 	}
 
-	// The turn ends with an end token. If the messages up to this turn are rendered as in the full
-	// conversation, it is the last end token of the turn, whatever the turn says. Otherwise it is the
-	// first one after the beginning of the turn, before the assistant's next turn.
+	// Find the end token of the turn. If the messages up to this turn are rendered as in the full
+	// conversation, it is the last end token in them, even if the assistant's words contain another.
+	// Otherwise, it is the first end token after the start of the turn.
 	finished, err := r.render(i+1, false)
 	if err != nil {
 		return err
@@ -278,7 +280,7 @@ func (r *renderer) learn(s *Sequence, full string, i, next int) error {
 	return nil
 }
 
-// begin returns the length of the part of the full conversation that precedes what the assistant says in
+// begin returns the length of the part of the full conversation that precedes the assistant's words in
 // message i.
 func (r *renderer) begin(full string, i int) (int, error) {
 	invited, err := r.render(i, true)
@@ -302,8 +304,8 @@ func (r *renderer) begin(full string, i int) (int, error) {
 	return common, nil
 }
 
-// separate encodes each turn of the assistant as a sequence of its own: the messages before it, as
-// they are rendered when the assistant is to speak next, and the turn.
+// separate encodes each turn of the assistant as a separate sequence. The sequence has the messages
+// before the turn, rendered as for generation, and the turn.
 func (r *renderer) separate(turns []int) (all []Sequence, err error) {
 	for _, i := range turns {
 		full, err := r.render(i+1, false)
@@ -327,8 +329,7 @@ func (r *renderer) separate(turns []int) (all []Sequence, err error) {
 	return all, nil
 }
 
-// tokensBefore returns how many of the tokens of a text lie before a byte of it. A token on both sides
-// does not lie before it.
+// tokensBefore returns the number of tokens that end at or before byte at of the text.
 func (e *Encoder) tokensBefore(ids []int, text string, at int) (int, error) {
 	if at == len(text) {
 		return len(ids), nil
@@ -374,7 +375,7 @@ func (e *Encoder) endNames() string {
 	return strings.Join(names, ", ")
 }
 
-// Show returns a sequence as text, with what is learned between ⟦ and ⟧.
+// Show returns a sequence as text, with the learned parts between ⟦ and ⟧.
 func (e *Encoder) Show(s Sequence) string {
 	var text bytes.Buffer
 	for start := 0; start < len(s.IDs); {
@@ -406,8 +407,8 @@ func commonPrefix(a, b string) int {
 
 func (e *Encoder) isEnd(id int) bool { return slices.Contains(e.End, id) }
 
-// lastEnd returns the index of the end token that ends a turn, or -1. If several end tokens follow each
-// other, with nothing but white space between them, it is the first of them, at which the model stops.
+// lastEnd returns the index of the last end token of a turn, or -1. In a run of end tokens, with only
+// white space between them, it returns the first one, because generation stops there.
 func (e *Encoder) lastEnd(turn []int) int {
 	end := -1
 	for i, id := range slices.Backward(turn) {

@@ -12,8 +12,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// A Loader deals out batches of packed sequences without end. Each epoch goes through all rows in an
-// order of its own, which depends on the seed alone. A Loader is for one goroutine at a time.
+// A Loader returns batches of packed sequences without end. Each epoch goes through all rows in a new
+// order, which depends only on the seed and the epoch. A Loader must not be used by several goroutines
+// at once.
 type Loader struct {
 	sequences []Sequence
 	rows      [][]int // indices of the sequences in each row
@@ -98,7 +99,7 @@ func (l *Loader) KnowsDocuments() bool { return true }
 func (l *Loader) State() data.LoaderState { return l.state }
 
 // SetState moves the loader to a place that State returned. The batch size may differ. The error is a
-// [data.ErrChanged] if the state is that of other data.
+// [data.ErrChanged] if the state belongs to different data.
 func (l *Loader) SetState(s data.LoaderState) error {
 	switch {
 	case s.Data != l.state.Data:
@@ -160,7 +161,7 @@ func (l *Loader) fill(at int, row []int) {
 		start += n
 	}
 
-	// What is left of the row is a sequence that teaches nothing.
+	// The rest of the row is padding: a sequence without targets.
 	for j := start; j < l.config.Seq; j++ {
 		b.Inputs[at+j], b.Targets[at+j], b.Starts[at+j] = 0, -1, start
 	}

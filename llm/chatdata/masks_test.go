@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
-// masksOf is what testdata/masks.py writes about a template.
+// masksOf is an entry of the file that testdata/masks.py writes: a template with its conversations.
 type masksOf struct {
 	Name, Source, Tokenizer string
 	End                     []int
@@ -30,8 +30,8 @@ type masksOf struct {
 	}
 }
 
-// TestPublishedMasks compares tokens and masks with those that transformers gives for templates whose
-// authors marked what the assistant says. It needs the file that testdata/masks.py writes.
+// TestPublishedMasks compares tokens and masks with the results of transformers, for templates that mark
+// the assistant's words with {% generation %}. It needs the file that testdata/masks.py writes.
 func TestPublishedMasks(t *testing.T) {
 	folder := os.Getenv("KASMINA_CHAT_CORPUS")
 	if folder == "" {
@@ -86,8 +86,8 @@ func TestPublishedMasks(t *testing.T) {
 	t.Log(counts)
 }
 
-// compareMasks compares a mask with that of transformers, which may also have the white space around a
-// turn and the words that invite the assistant to speak.
+// compareMasks compares a mask with the one of transformers, which may also cover the white space around
+// a turn and the invitation to the assistant.
 func compareMasks(t *testing.T, e *chatdata.Encoder, name string, s chatdata.Sequence, mask []int) string {
 	var more []int
 	for i, learn := range s.Learn {

@@ -9,8 +9,8 @@ import (
 // Pack distributes items of the given lengths over rows of the given size, so that few rows are
 // needed. Each row is a list of indices into lengths. Items that are longer than a row are left out.
 //
-// It is the best-fit decreasing algorithm: the longest remaining item goes to the fullest row in which
-// it fits. The same lengths give the same rows.
+// Pack uses the best-fit decreasing algorithm: the longest remaining item goes to the fullest row that
+// has room for it. Equal lengths give equal rows.
 func Pack(lengths []int, size int) (rows [][]int) {
 	order := make([]int, 0, len(lengths))
 	for i, n := range lengths {
@@ -20,8 +20,7 @@ func Pack(lengths []int, size int) (rows [][]int) {
 	}
 	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(lengths[b], lengths[a]) })
 
-	// free[room] lists the rows in which room places are left, and occupied has a bit for each room
-	// that has such rows.
+	// free[room] lists the rows with room places left. Bit room of occupied is set if there are any.
 	free := make([][]int, size+1)
 	occupied := make([]uint64, size/64+1)
 	for _, item := range order {

@@ -80,7 +80,7 @@ func (x *Example) parse(line []byte) *Problem {
 	}
 	for name, value := range members {
 		if string(value) == "null" {
-			delete(members, name) // datasets with several formats fill the columns of the others with null
+			delete(members, name) // a table with several formats has null in the unused columns
 		}
 	}
 
@@ -255,8 +255,8 @@ func (x *Example) promptCompletion(members map[string]json.RawMessage) (p *Probl
 	return nil
 }
 
-// preference reads a preference pair. Chosen and rejected conversations without a prompt have the
-// messages with which both begin as their prompt.
+// preference reads a preference pair. If conversations have no separate prompt, the prompt consists of
+// the messages that both answers start with.
 func (x *Example) preference(members map[string]json.RawMessage) (p *Problem) {
 	if x.Completion, p = x.content(members, "chosen"); p != nil {
 		return p
@@ -283,7 +283,7 @@ func (x *Example) preference(members map[string]json.RawMessage) (p *Problem) {
 	return nil
 }
 
-// implicitPrompt moves what both answers begin with to the prompt.
+// implicitPrompt moves the messages that both answers start with to the prompt.
 func (x *Example) implicitPrompt() {
 	chosen, rejected := &x.Completion, &x.Rejected
 	if !chosen.IsChat() || !rejected.IsChat() {
@@ -305,7 +305,7 @@ func sameMessage(a, b Message) bool {
 // templateVariables reads "tools" and "chat_template_kwargs".
 func (x *Example) templateVariables(members map[string]json.RawMessage) *Problem {
 	if tools, ok := members["tools"]; ok {
-		if tools[0] == '"' { // a list in a string, as tables have it whose columns have simple types
+		if tools[0] == '"' { // JSON in a string, as in tables with columns of simple types
 			var text string
 			if err := json.Unmarshal(tools, &text); err != nil || !json.Valid([]byte(text)) {
 				return x.problem("make it a list", `"tools" is a string that does not hold JSON`)
