@@ -42,9 +42,6 @@ func NewAdapters(maxParameters int) *Adapters {
 // Check returns an error that names a field which makes no sense.
 func (a *Adapters) Check() error {
 	switch {
-	case a == nil:
-		return fmt.Errorf("control.Adapters: %w: it is nil: NewAdapters makes one",
-			state.ErrArgument)
 	case a.MaxParameters < 1:
 		return fmt.Errorf("control.Adapters: %w: MaxParameters is %d, want at least 1",
 			state.ErrArgument, a.MaxParameters)
@@ -61,17 +58,13 @@ func (a *Adapters) Check() error {
 // Parameters tells the controller how many parameters a LoRA would have, 0 for one that cannot be.
 // A trainer calls it.
 func (a *Adapters) Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int) {
-	if a != nil {
-		a.parameters = of
-	}
+	a.parameters = of
 }
 
 // Heard tells the controller the singular values of the gradient of each seed's weight, the largest
 // first. A trainer calls it.
 func (a *Adapters) Heard(of func(layer, seed int) []float64) {
-	if a != nil {
-		a.heard = of
-	}
+	a.heard = of
 }
 
 // place is a seed that may get a LoRA.
@@ -83,8 +76,8 @@ type place struct {
 
 // Decide returns what plants, where all seeds are dormant.
 func (a *Adapters) Decide(reports []state.Report) (commands []state.Command) {
-	if a == nil || a.parameters == nil {
-		return nil // which Check refuses, or no trainer has asked
+	if a.parameters == nil {
+		return nil // no trainer has asked
 	}
 	var places []*place
 	for layer, r := range reports {

@@ -12,7 +12,7 @@ import (
 // reports. Its budget is too small for a single blueprint, none of its size fits anywhere, or its
 // epochs are over before they begin. A trainer calls it, behind Parameters.
 func (h *Heuristic) Affords(reports []state.Report) error {
-	if h == nil || h.MaxActive == 0 || h.MaxParameters == 0 {
+	if h.MaxActive == 0 || h.MaxParameters == 0 {
 		return nil // it is to plant nothing
 	}
 	if h.End <= h.Begin {
@@ -37,7 +37,7 @@ func (h *Heuristic) cost(layer int, r *state.Report, seed int) int {
 
 // Affords is that of [Heuristic].
 func (a *Adapters) Affords(reports []state.Report) error {
-	if a == nil || a.parameters == nil {
+	if a.parameters == nil {
 		return nil
 	}
 	rank := 1

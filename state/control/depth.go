@@ -43,9 +43,7 @@ type Depth struct {
 // Costs tells the controller what a step costs once the model has grown by a kind and a size. It
 // counts in steps of the model as it is. A trainer calls it.
 func (d *Depth) Costs(of func(kind blueprints.Kind, size int) float64) {
-	if d != nil {
-		d.cost = of
-	}
+	d.cost = of
 }
 
 // flat is Flat, or what the cost of a step makes of it.
@@ -64,9 +62,6 @@ func NewDepth(kind blueprints.Kind, size int) *Depth {
 
 // Check returns an error that names a field which makes no sense.
 func (d *Depth) Check() error {
-	if d == nil {
-		return fmt.Errorf("control.Depth: %w: it is nil: NewDepth makes one", state.ErrArgument)
-	}
 	var errs []error
 	refuse := func(format string, args ...any) {
 		errs = append(errs, fmt.Errorf("control.Depth: %w: "+format,
@@ -129,9 +124,6 @@ func (d *Depth) LeastEpochs(l *state.Lattice, every int) (int, error) {
 
 // Decide returns the commands for the seeds in depth.
 func (d *Depth) Decide(reports []state.Report) (commands []state.Command) {
-	if d == nil {
-		return nil // which Check refuses
-	}
 	for layer, r := range reports {
 		if r.Site != blueprints.Depth || len(r.Curve) == 0 {
 			continue

@@ -25,10 +25,6 @@ func NewGovernor() *Governor { return &Governor{Harm: 0.05, Sure: 0.8, Norm: 10}
 
 // Check returns an error that names a field which makes no sense.
 func (g *Governor) Check() error {
-	if g == nil {
-		return fmt.Errorf("control.Governor: %w: it is nil: NewGovernor makes one",
-			state.ErrArgument)
-	}
 	var errs []error
 	for _, f := range []struct {
 		name        string

@@ -42,7 +42,7 @@ func TestGovernor(t *testing.T) {
 	unsure.Harm, unsure.Agree = 0.5, 0.75
 	require.Equal(t, own, g.Govern(unsure, own))
 	require.NoError(t, g.Check())
-	for _, bad := range []*control.Governor{nil, {}, {Harm: 1, Sure: 2, Norm: 1},
+	for _, bad := range []*control.Governor{{}, {Harm: 1, Sure: 2, Norm: 1},
 		{Harm: math.Inf(1), Sure: 1, Norm: 1}} {
 		require.ErrorIs(t, bad.Check(), state.ErrArgument)
 	}

@@ -63,9 +63,7 @@ type Heuristic struct {
 // Parameters tells the controller how many parameters a blueprint would have at a weight or in the
 // stream, for MaxParameters. 0 is for one that cannot be. A trainer calls it.
 func (h *Heuristic) Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int) {
-	if h != nil {
-		h.parameters = of
-	}
+	h.parameters = of
 }
 
 // sized returns what a seed grows elsewhere than on a chunk and in depth.
@@ -116,10 +114,6 @@ func NewHeuristic(maxActive, maxParameters int) *Heuristic {
 
 // Check returns an error that names a field which makes no sense.
 func (h *Heuristic) Check() error {
-	if h == nil {
-		return fmt.Errorf("control.Heuristic: %w: it is nil: NewHeuristic makes one",
-			state.ErrArgument)
-	}
 	for _, f := range []struct {
 		name  string
 		value float64
@@ -201,9 +195,6 @@ func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err er
 
 // Decide returns the commands for all layers, those on seeds that have a blueprint first.
 func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
-	if h == nil {
-		return nil // which Check refuses
-	}
 	active, parameters, trial := 0, 0, onTrial(reports)
 	for layer := range reports {
 		r := &reports[layer]

@@ -394,7 +394,7 @@ func TestNoController(t *testing.T) {
 		state.Controller
 		Check() error
 		LeastEpochs(l *state.Lattice, every int) (int, error)
-	}{(*control.Heuristic)(nil), (*control.Depth)(nil), &control.Heuristic{}, &control.Depth{}} {
+	}{&control.Heuristic{}, &control.Depth{}} {
 		require.ErrorIs(t, c.Check(), state.ErrArgument)
 		_, err := c.LeastEpochs(l, 1)
 		require.ErrorIs(t, err, state.ErrArgument)

@@ -29,7 +29,7 @@ type Planned struct {
 
 // Check returns an error that names the first growth that makes no sense.
 func (s *Schedule) Check() error {
-	if s == nil || len(s.Growths) == 0 {
+	if len(s.Growths) == 0 {
 		return fmt.Errorf("control.Schedule: %w: Growths is empty, want at least one growth",
 			state.ErrArgument)
 	}
@@ -71,10 +71,6 @@ func (s *Schedule) LeastEpochs(l *state.Lattice, _ int) (int, error) {
 
 // Decide starts the next growth once its share is spent, at most one in each epoch.
 func (s *Schedule) Decide(reports []state.Report) (commands []state.Command) {
-	if s == nil {
-		return nil // Check has refused it
-	}
-
 	for layer, r := range reports {
 		if r.Site != blueprints.Depth || len(r.Curve) == 0 {
 			continue
