@@ -524,10 +524,10 @@ func TestBlueprintErrors(t *testing.T) {
 				return all
 			}), 0, 1, "missing"},
 		"another kind": {m, good, 0, 3,
-			"seed 3, whose slot it is, has a ChunkMLP, not a LowRank"},
-		"a shared slot": {shared, good, 0, 0, "seed 3, whose slot it is, has a ChunkMLP"},
+			"seed 3 uses the same slot and has a ChunkMLP, not a LowRank"},
+		"a shared slot": {shared, good, 0, 0, "seed 3 uses the same slot and has a ChunkMLP"},
 		"dormant":       {m, good, 0, 0, "it is Dormant"},
-		"fossilized":    {m, conv, 0, 2, "seed 2, whose slot it is, is frozen for good"},
+		"fossilized":    {m, conv, 0, 2, "seed 2 uses the same slot and is fossilized"},
 		"no such layer": {m, good, 2, 0, "layer is 2"},
 		"no such seed":  {m, good, 0, 4, "seed is 4"},
 		"a narrower model": {newTrainer(t, trainerOptions{config: tiny(), steps: 1}).Model, good, 0,

@@ -285,7 +285,7 @@ func TestLatticeOfOtherSlots(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := LoadModel(t.Context(), path); !errors.Is(err, ErrArchitecture) ||
-		!strings.Contains(err.Error(), "the saved one has 9 slots, this one 3") {
+		!strings.Contains(err.Error(), "the saved lattice has 9 slots, this one 3") {
 		t.Errorf("got %v", err)
 	}
 }

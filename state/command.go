@@ -13,20 +13,21 @@ import (
 	"github.com/kasmina-go/kasmina/state/telemetry"
 )
 
-// Action says what a [Command] does.
+// Action is the type of a [Command].
 type Action uint8
 
 // The actions of commands.
 const (
-	Germinate Action = iota + 1 // as Lattice.RequestGermination, with Command.Request
-	Move                        // as Lattice.Transition, to Command.To
-	Recycle                     // as Lattice.Recycle
-	SetAlpha                    // as Lattice.SetAlpha, to Command.Alpha
-	// makes the seed a new one if it does not match its checksum, as Lattice.Quarantine
+	Germinate Action = iota + 1 // RequestGermination with Command.Request
+	Move                        // Transition to Command.To
+	Recycle                     // Lattice.Recycle
+	SetAlpha                    // Lattice.SetAlpha to Command.Alpha
+	// Quarantine resets the seed if it does not match its checksum, as Lattice.Quarantine does.
 	Quarantine
-	Load // sets the slot of a living seed of Command.Kind to Command.Params
-	// Measure changes what a layer measures, as Lattice.SetTelemetry, to Command.Telemetry. It
-	// concerns all seeds of the layer, and Command.Seed must be 0.
+	// Load overwrites the slot of a living seed, which must have Command.Kind, with Command.Params.
+	Load
+	// Measure replaces the telemetry settings of the whole layer by Command.Telemetry, as
+	// Lattice.SetTelemetry does. Command.Seed must be 0.
 	Measure
 )
 
@@ -37,7 +38,8 @@ var actionNames = [...]string{Germinate: "Germinate", Move: "Move", Recycle: "Re
 // String returns the action's name.
 func (a Action) String() string { return enum.Name(a, "Action", actionNames[:]) }
 
-// Command is something to be done with a seed of a [Network], or with what a layer measures.
+// Command is an instruction to change one seed of a [Network] or the telemetry of a layer. The
+// comment on a field names the actions that read it.
 type Command struct {
 	Action  Action
 	Layer   int
@@ -46,13 +48,13 @@ type Command struct {
 	To      Stage              // Move
 	Alpha   float64            // SetAlpha
 	Kind    blueprints.Kind    // Load
-	Params  SlotParams         // Load: the weights that the kind uses, and the scale
-	Why     string             // for people; may be empty
+	Params  SlotParams         // Load: the weights used by the kind, and the scale
+	Why     string             // reason shown to people; may be empty
 
 	Telemetry Telemetry // Measure
 }
 
-// String describes the command in a line.
+// String describes the command in one line.
 func (c Command) String() string {
 	s := fmt.Sprintf("layer %d, seed %d: ", c.Layer, c.Seed)
 	switch c.Action {
@@ -76,27 +78,32 @@ func (c Command) String() string {
 	case Load:
 		s += fmt.Sprintf("load the parameters of a %v", c.Kind)
 	case Quarantine:
-		s += "put into quarantine if it is corrupt"
+		s += "reset if it is corrupt"
 	case Measure:
 		s = fmt.Sprintf("layer %d: measure %v", c.Layer, c.Telemetry)
 	default:
 		s += c.Action.String()
 	}
+
 	if c.Why != "" {
 		s += ", because " + c.Why
 	}
 	return s
 }
 
-// Controller decides what becomes of the seeds of a network. After every epoch it is given the
-// reports of all layers, and returns commands, each of which takes effect or is refused by itself.
-// One that decides by the reports alone, as those of package control do, goes on after a restart as
-// if nothing had happened.
+// Controller decides what happens to the seeds of a network.
+//
+// After every epoch, Decide receives the reports of all layers in order and returns commands. Each
+// command is carried out, or refused, independently of the others.
+//
+// A controller that decides by the reports alone, like the controllers of package control,
+// continues after a restart as if the run had not been interrupted.
 type Controller interface {
 	Decide([]Report) []Command
 }
 
-// do carries out a command on the lattice. The caller holds the lock.
+// do executes one command and adds its reason to the StageChanged events that it causes. The caller
+// holds the lock.
 func (l *Lattice) do(c Command) error {
 	before := len(l.pending)
 	defer func() {
@@ -106,6 +113,7 @@ func (l *Lattice) do(c Command) error {
 			}
 		}
 	}()
+
 	switch c.Action {
 	case Germinate:
 		return l.germinate(c.Seed, c.Request)
@@ -122,11 +130,11 @@ func (l *Lattice) do(c Command) error {
 		l.quarantine(l.sums.Faults(c.Seed, c.Seed+1, l.seeds.crc))
 		return nil
 	case Load:
-		return l.accepts(c.Seed, c.Kind, c.Params)
+		return l.checkLoad(c.Seed, c.Kind, c.Params)
 	case Measure:
 		if c.Seed != 0 {
-			return fmt.Errorf("state.Measure: %w: the seed is %d, want 0: a layer measures all of "+
-				"its seeds alike", ErrArgument, c.Seed)
+			return fmt.Errorf("state.Measure: %w: the seed is %d, want 0: the setting "+
+				"applies to the whole layer", ErrArgument, c.Seed)
 		}
 		if err := c.Telemetry.Check(); err != nil {
 			return fmt.Errorf("state.Measure: %w: %w", ErrArgument, err)
@@ -134,17 +142,20 @@ func (l *Lattice) do(c Command) error {
 		l.config.Telemetry = c.Telemetry
 		return nil
 	}
+
 	return fmt.Errorf("state: %w: the action is %v, want Germinate, Move, Recycle, SetAlpha, "+
 		"Quarantine, Load or Measure", ErrArgument, c.Action)
 }
 
-// accepts returns an error unless the slot of a seed may be set to parameters of a blueprint. Every
-// living seed of the slot has that kind, and none is frozen for good. The caller holds the lock.
-func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
+// checkLoad returns an error unless the slot of a seed may be overwritten with parameters p of a
+// blueprint of the given kind: all living seeds of the slot must have that kind, and none may be
+// fossilized. The caller holds the lock.
+func (l *Lattice) checkLoad(seed int, kind blueprints.Kind, p SlotParams) error {
 	const method = "Load"
 	if err := l.checkSeed(method, seed); err != nil {
 		return err
 	}
+
 	refuse := func(format string, args ...any) error {
 		return fmt.Errorf("state.%s: %w: seed %d: %w", method, ErrArgument, seed,
 			fmt.Errorf(format, args...))
@@ -156,10 +167,12 @@ func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
 	if !Stage(s.stage[seed]).Alive() || s.slot[seed] == 0 {
 		return refuse("it is %v, want a seed with a blueprint", Stage(s.stage[seed]))
 	}
+
 	width := l.config.Width
 	if width == 0 {
 		width = math.MaxInt32
 	}
+
 	size, err := blueprints.Size(kind, l.hidden/l.n, width)
 	if err != nil {
 		return refuse("%w", err)
@@ -167,26 +180,29 @@ func (l *Lattice) accepts(seed int, kind blueprints.Kind, p SlotParams) error {
 	if l.config.Width > 0 && len(p.Weights) != size {
 		return refuse("%d weights, want %d for a %v", len(p.Weights), size, kind)
 	}
+
 	for i, v := range append(slices.Clone(p.Weights), p.Scale) {
 		if !finite(v) {
 			return refuse("parameter %d is %v, want a finite number", i, v)
 		}
 	}
+
 	for other, slot := range s.slot {
 		stage := Stage(s.stage[other])
 		switch {
 		case slot != s.slot[seed] || !stage.Alive():
 		case blueprints.Kind(s.kind[other]) != kind:
-			return refuse("seed %d, whose slot it is, has a %v, not a %v", other,
+			return refuse("seed %d uses the same slot and has a %v, not a %v", other,
 				blueprints.Kind(s.kind[other]), kind)
 		case stage == Fossilized:
-			return refuse("seed %d, whose slot it is, is frozen for good", other)
+			return refuse("seed %d uses the same slot and is fossilized", other)
 		}
 	}
+
 	return nil
 }
 
-// countUsers counts the living seeds of each slot.
+// countUsers recounts the living seeds of each slot.
 func (l *Lattice) countUsers() {
 	l.users = map[uint16]int{}
 	for i, stage := range l.seeds.stage {
@@ -196,7 +212,7 @@ func (l *Lattice) countUsers() {
 	}
 }
 
-// commandJSON is a command as files have it: with names in the place of numbers.
+// commandJSON is the JSON form of a command, with names instead of numbers.
 type commandJSON struct {
 	Action   string       `json:"action"`
 	Layer    int          `json:"layer"`
@@ -217,15 +233,15 @@ type commandJSON struct {
 // telemetryJSON is a Telemetry with names instead of numbers.
 type telemetryJSON struct {
 	Mode      string  `json:"mode"`
-	Reduction string  `json:"reduction,omitempty"` // Hierarchical if empty
+	Reduction string  `json:"reduction,omitempty"` // empty means Hierarchical
 	Every     int     `json:"every,omitempty"`
 	Share     float64 `json:"share,omitempty"`
 }
 
-// telemetry returns what j stands for. A name that is not known is an error.
+// telemetry converts j. An unknown name or a value out of range is an error.
 func (j *telemetryJSON) telemetry() (t Telemetry, err error) {
 	if j == nil {
-		return t, fmt.Errorf("state: %w: there is no telemetry, want an object with a mode",
+		return t, fmt.Errorf("state: %w: telemetry is missing, want an object with a mode",
 			ErrArgument)
 	}
 
@@ -233,18 +249,19 @@ func (j *telemetryJSON) telemetry() (t Telemetry, err error) {
 	if t.Mode, err = telemetry.ModeByName(j.Mode); err == nil && j.Reduction != "" {
 		t.Reduction, err = telemetry.ReductionByName(j.Reduction)
 	}
+
 	if err == nil {
 		err = t.Check()
 	}
+
 	if err != nil {
 		return Telemetry{}, fmt.Errorf("state: %w: %w", ErrArgument, err)
 	}
-
 	return t, nil
 }
 
-// MarshalJSON returns the command with the names of its action, stage, kind and strategy.
-// Parameters that are not finite, or a strategy that cannot be stored, are an error.
+// MarshalJSON encodes the command, writing the action, stage, kind and strategy by name. It returns
+// an error for parameters that are not finite and for a strategy that cannot be stored.
 func (c Command) MarshalJSON() ([]byte, error) {
 	j := commandJSON{Action: c.Action.String(), Layer: c.Layer, Seed: c.Seed, Why: c.Why}
 	switch c.Action {
@@ -268,16 +285,19 @@ func (c Command) MarshalJSON() ([]byte, error) {
 			Reduction: c.Telemetry.Reduction.String(), Every: c.Telemetry.Every,
 			Share: c.Telemetry.Share}
 	}
+
 	return json.Marshal(j)
 }
 
-// UnmarshalJSON is the inverse of MarshalJSON. Kinds and strategies are found by their names. An
-// action, a stage or a field that is not known is an error.
+// UnmarshalJSON decodes the output of MarshalJSON. It looks up kinds and strategies by their
+// registered names, and returns an error for an unknown action, stage, kind, strategy or telemetry
+// setting. On an error, c is unchanged.
 func (c *Command) UnmarshalJSON(text []byte) error {
 	var j commandJSON
 	if err := json.Unmarshal(text, &j); err != nil {
 		return err
 	}
+
 	action := slices.Index(actionNames[:], j.Action)
 	if action < 1 {
 		return fmt.Errorf("state: %w: the action is %.40q, want one of %q", ErrArgument, j.Action,
@@ -287,6 +307,7 @@ func (c *Command) UnmarshalJSON(text []byte) error {
 		return fmt.Errorf("state: %w: layer %d, seed %d, want numbers from 0",
 			ErrArgument, j.Layer, j.Seed)
 	}
+
 	read := Command{Action: Action(action), Layer: j.Layer, Seed: j.Seed,
 		Alpha: j.Alpha, Why: j.Why}
 	var err error
@@ -311,12 +332,14 @@ func (c *Command) UnmarshalJSON(text []byte) error {
 	case Measure:
 		read.Telemetry, err = j.Telemetry.telemetry()
 	}
+
 	if err == nil {
 		*c = read
 	}
 	return err
 }
 
+// kindNamed returns the registered blueprint kind with the given name.
 func kindNamed(name string) (blueprints.Kind, error) {
 	k, ok := blueprints.ByName(name)
 	if !ok {

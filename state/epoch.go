@@ -15,42 +15,50 @@ import (
 	"github.com/kasmina-go/kasmina/state/telemetry"
 )
 
-// Metrics is what the training loop reports when an epoch ends.
+// Metrics are the figures that the training loop reports about one layer at the end of an epoch.
 type Metrics struct {
-	Loss  float64       // the host's training loss; 0 when it was not measured
-	Share float64       // of the run's budget that is spent, from 0 to 1
-	Seeds []SeedMetrics // of those seeds that something was measured of
+	Loss  float64       // training loss of the host model; 0 if it was not measured
+	Share float64       // fraction of the run's budget spent so far, from 0 to 1
+	Seeds []SeedMetrics // metrics of the seeds that were measured
 }
 
-// SeedMetrics reports on one seed.
+// SeedMetrics holds the measurements of one seed during an epoch.
 type SeedMetrics struct {
 	Seed int
-	// TrainingError is that of the seed's own objective, the lower the better. Of a seed that
-	// trains it is by how much the model's loss rises when its blueprint works at full strength
-	// (see [Lattice.Probe]). NaN leaves it as it was.
+	// TrainingError is the error of the seed's own objective; lower is better. For a seed in
+	// Training it is the rise of the model's loss when the blueprint works at full strength (see
+	// [Lattice.Probe]). NaN keeps the previous value.
 	TrainingError float64
-	// Parameters are the blueprint's weights and scale as they are now, nil when they are not
-	// reported. A [Network] that is given its [Slots] fills them in for seeds that train.
+	// Parameters holds the blueprint's current weights followed by its scale, or nil if they are
+	// not reported. A [Network] with [Slots] fills them in for seeds that train.
 	Parameters []float64
-	// Performance, Stability and Compared say nothing: the last score stays, and counts as old
+	// Unscored means that Performance, Without, Compared and Stability are not set: the seed keeps
+	// its last score, which counts as stale.
 	Unscored    bool
-	Performance float64 // a score of the model with the seed in it, the higher the better
+	Performance float64 // score of the model with the seed; higher is better
 	Compared    bool    // whether Without was measured
-	// the score of the model with the seed muted (see [Lattice.Mute]), beside which the seed is
-	// judged from now on
+	// Without is the score of the model with the seed muted (see [Lattice.Mute]). From then on it
+	// is the baseline against which the seed is judged.
 	Without   float64
-	Stability float64 // from 0 to 1: how little the seed's performance fluctuates
-	Trials    int     // evaluations in this epoch ...
-	Errors    int     // ... and how many of them failed
+	Stability float64 // 0 to 1; higher means that the performance fluctuates less
+	Trials    int     // evaluations of the seed in this epoch
+	Errors    int     // evaluations that failed
 }
 
-// StepEpoch ends an epoch. It takes in the metrics, counts the epoch, and moves the α of every seed
-// that is being grafted. It returns what became possible or went wrong, ordered by seed. It makes
-// no transitions itself: those are decisions. On metrics that are not valid, and on a corrupt seed
-// unless the lattice is made [WithQuarantine], it returns an error and changes nothing.
+// StepEpoch ends an epoch: it records the metrics, increments the epoch counter, and lets the
+// strategy of every seed in Grafting raise its α. It makes no transitions; those are decisions for
+// the caller or a [Controller].
+//
+// It returns the events of the epoch in the order of the seeds, preceded by the Quarantined events
+// of corrupt seeds.
+//
+// Invalid metrics are an error wrapping [ErrArgument] or [ErrSeed]. A corrupt seed is an error
+// wrapping [ErrCorrupt], unless the lattice was made [WithQuarantine]; then the seed is reset. On
+// an error, the lattice is unchanged.
 func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
 	l.mu.Lock()
-	defer l.unlockAndTell()
+	defer l.unlockAndDeliver()
+
 	found, err := l.canStep(m)
 	if err != nil {
 		return nil, err
@@ -58,8 +66,8 @@ func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
 	return l.stepEpoch(m, found), nil
 }
 
-// canStep returns an error when the epoch cannot end, or the corrupt seeds that are put into
-// quarantine when it does.
+// canStep reports whether an epoch may end with the given metrics. It returns the corrupt seeds
+// that stepEpoch then has to quarantine.
 func (l *Lattice) canStep(m Metrics) ([]columns.Fault, error) {
 	if err := l.checkMetrics(m); err != nil {
 		return nil, err
@@ -71,47 +79,58 @@ func (l *Lattice) canStep(m Metrics) ([]columns.Fault, error) {
 	return found, nil
 }
 
+// stepEpoch ends the epoch after a successful canStep, which returned found. The caller holds the
+// lock.
 func (l *Lattice) stepEpoch(m Metrics, found []columns.Fault) []Event {
-	l.tell(l.quarantined...)
+	l.notify(l.quarantined...)
 	all := append(l.quarantined, l.quarantine(found)...)
 	l.quarantined = nil
+
+	// Opening of a gate is an event, so the state of the gates before the epoch is needed too.
 	const grain = 1024
-	before := make([]gates, l.n)
+	gatesBefore := make([]gates, l.n)
 	cpu.Parallel(l.n, grain, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
-			before[i] = l.openGates(i)
+			gatesBefore[i] = l.openGates(i)
 		}
 	})
 	l.epoch++
 	if m.Loss != 0 {
 		l.loss = m.Loss
 	}
+
 	if l.config.Site != blueprints.Chunk && m.Loss != 0 {
 		l.curve = curve.Add(l.curve, Point{Epoch: int(l.epoch), Share: m.Share, Loss: m.Loss})
 	}
+
 	for _, sm := range m.Seeds {
-		l.report(sm)
+		l.recordMetrics(sm)
 	}
+
 	if l.seeds != nil {
 		defer clear(l.seeds.sinceScore)
 	}
+
 	events := make([][]Event, (l.n+grain-1)/grain)
 	renormalize := int(l.epoch)%max(1, l.config.Renormalize) == 0
 	cpu.Parallel(l.n, grain, func(lo, hi int) {
 		var e []Event
 		for i := lo; i < hi; i++ {
-			e = l.endEpoch(e, i, renormalize, before[i])
+			e = l.endEpoch(e, i, renormalize, gatesBefore[i])
 		}
 		events[lo/grain] = e
 		l.seal(lo, hi)
 	})
+
 	for _, e := range events {
-		l.tell(e...)
+		l.notify(e...)
 		all = append(all, e...)
 	}
+
 	return all
 }
 
+// checkMetrics returns an error for metrics that are out of range or that name a seed twice.
 func (l *Lattice) checkMetrics(m Metrics) error {
 	if !finite(m.Loss) {
 		return fmt.Errorf("state.StepEpoch: %w: Loss is %v, want a finite number", ErrArgument,
@@ -121,15 +140,17 @@ func (l *Lattice) checkMetrics(m Metrics) error {
 		return fmt.Errorf("state.StepEpoch: %w: Share is %v, want a number from 0 to 1",
 			ErrArgument, m.Share)
 	}
+
 	seen := make(map[int]bool, len(m.Seeds))
 	for _, s := range m.Seeds {
 		if err := l.checkSeed("StepEpoch", s.Seed); err != nil {
 			return err
 		}
 		if seen[s.Seed] {
-			return fmt.Errorf("state.StepEpoch: %w: there are two metrics of seed %d", ErrArgument,
+			return fmt.Errorf("state.StepEpoch: %w: seed %d has two entries in Seeds", ErrArgument,
 				s.Seed)
 		}
+
 		seen[s.Seed] = true
 		switch {
 		case s.Errors > s.Trials:
@@ -153,24 +174,28 @@ func (l *Lattice) checkMetrics(m Metrics) error {
 				ErrArgument, s.Seed, s.Trials, s.Errors, uint32(math.MaxUint32))
 		}
 	}
+
 	return nil
 }
 
-// report takes in the metrics of one seed.
-func (l *Lattice) report(m SeedMetrics) {
+// recordMetrics stores the metrics of one seed.
+func (l *Lattice) recordMetrics(m SeedMetrics) {
 	s, i := l.seeds, m.Seed
 	if !math.IsNaN(m.TrainingError) {
 		s.trainingError[i] = single(m.TrainingError)
 		setOnce(&s.entryTrainingError[i], s.trainingError[i])
 	}
+
 	if m.Parameters != nil {
-		l.reportParameters(i, m.Parameters)
+		l.recordParameters(i, m.Parameters)
 	}
+
 	s.stageTrials[i] = addSaturating(s.stageTrials[i], m.Trials)
 	s.stageErrors[i] = addSaturating(s.stageErrors[i], m.Errors)
 	if m.Unscored {
 		return
 	}
+
 	s.performance[i], s.stability[i] = float32(m.Performance), toFloat16(m.Stability)
 	s.sinceScore[i], s.scored[i] = l.epoch-s.scored[i], l.epoch
 	if m.Compared {
@@ -180,17 +205,18 @@ func (l *Lattice) report(m SeedMetrics) {
 	setOnce(&s.basePerformance[i], s.performance[i])
 }
 
-// liveness is what is known of a blueprint's own parameters.
+// liveness records whether the parameters of a blueprint change.
 type liveness uint8
 
 const (
 	unreported liveness = iota
-	resting             // not finite, all 0, or the same as in the report before
+	resting             // not finite, all 0, or unchanged since the previous report
 	changing
 )
 
-// reportParameters compares the parameters of a seed's blueprint with those of the last report.
-func (l *Lattice) reportParameters(i int, p []float64) {
+// recordParameters compares the reported parameters of a seed's blueprint, by checksum, with the
+// parameters of the previous report.
+func (l *Lattice) recordParameters(i int, p []float64) {
 	s, live, zero := l.seeds, changing, true
 	h := crc32.NewIEEE()
 	var word [8]byte
@@ -202,84 +228,96 @@ func (l *Lattice) reportParameters(i int, p []float64) {
 		binary.LittleEndian.PutUint64(word[:], math.Float64bits(v))
 		h.Write(word[:])
 	}
+
 	sum := max(h.Sum32(), 1)
-	if zero || s.slotSum[i] == sum || s.slotSum[i] == 0 { // of a first report nothing is known yet
+	if zero || s.slotSum[i] == sum || s.slotSum[i] == 0 { // the first report has nothing to compare with
 		live = resting
 	}
 	s.slotSum[i], s.learning[i] = sum, uint8(live)
 }
 
-// setOnce sets *v unless it has been set since it was NaN.
+// setOnce sets *v if it is NaN, that is, has not been set before.
 func setOnce(v *float32, to float32) {
 	if *v != *v {
 		*v = to
 	}
 }
 
-// single rounds a number to single precision. A number beyond the range of float32 becomes the largest
-// one in it, since a lattice with an infinite figure could not be loaded again.
+// single rounds v to single precision. A value beyond the range of float32 becomes the largest
+// finite value, because a lattice with an infinite figure could not be loaded again.
 func single(v float64) float32 {
 	return float32(max(-math.MaxFloat32, min(v, math.MaxFloat32)))
 }
 
+// addSaturating returns n + more, or the largest uint32 if the sum overflows.
 func addSaturating(n uint32, more int) uint32 {
 	return uint32(min(uint64(n)+uint64(more), math.MaxUint32))
 }
 
-// endEpoch ends the epoch for one seed and appends its events to e. Every seed's end is independent
-// of the others'.
+// endEpoch ends the epoch for seed i and appends its events to e. It touches no other seed, so
+// epochs of different seeds may end concurrently. before holds the gates as they were before the
+// metrics were recorded.
 func (l *Lattice) endEpoch(e []Event, i int, renormalize bool, before gates) []Event {
 	s, stage := l.seeds, Stage(l.seeds.stage[i])
-	tell := func(k EventKind, to Stage, value float64) {
+	add := func(k EventKind, to Stage, value float64) {
 		e = append(e, Event{Kind: k, Seed: i, Epoch: int(l.epoch), From: stage,
 			To: to, Value: value})
 	}
 	if s.epochsInStage[i] < math.MaxUint16 {
 		s.epochsInStage[i]++
 	}
+
 	if l.loss != 0 {
 		setOnce(&s.entryLoss[i], single(l.loss))
 	}
+
 	l.endStatistics(i, renormalize)
 	if stage == Grafting {
 		switch finished, failure := l.advance(i); {
 		case failure != "":
-			tell(StrategyFailed, stage, 0)
+			add(StrategyFailed, stage, 0)
 			e[len(e)-1].Reason = failure
 		case finished:
-			tell(RampFinished, stage, float64(s.alpha[i]))
+			add(RampFinished, stage, float64(s.alpha[i]))
 		}
 	}
+
 	if until := s.embargoUntil[i]; stage.Ended() && (until == l.epoch || until < l.epoch &&
 		s.epochsInStage[i] == 1) {
-		tell(EmbargoOver, stage, 0)
+		add(EmbargoOver, stage, 0)
 	}
-	if seen := addSaturating(s.nonFiniteX[i], int(s.nonFiniteG[i])); seen != s.nonFiniteTold[i] {
-		tell(NonFinite, stage, float64(seen-s.nonFiniteTold[i]))
-		s.nonFiniteTold[i] = seen
+
+	if seen := addSaturating(s.nonFiniteX[i], int(s.nonFiniteG[i])); seen != s.nonFiniteReported[i] {
+		add(NonFinite, stage, float64(seen-s.nonFiniteReported[i]))
+		s.nonFiniteReported[i] = seen
 	}
+
 	if l.config.Gates {
 		after := l.openGates(i)
 		if after.on && !before.on {
-			tell(GateOpened, stage.Next(), 0)
+			add(GateOpened, stage.Next(), 0)
 		}
 		if after.cull && !before.cull {
-			tell(GateOpened, Culled, 0)
+			add(GateOpened, Culled, 0)
 		}
 	}
+
 	return e
 }
 
-// endStatistics measures the drift of a seed's running moments over the epoch.
+// endStatistics measures how far a seed's running moments drifted during the epoch. With
+// renormalize set, it also reduces their weight to one pass.
 func (l *Lattice) endStatistics(i int, renormalize bool) {
 	s := l.seeds
 	if s.runCount[i] == 0 {
 		return
 	}
+
 	if s.epochVariance[i] != 0 || s.epochMean[i] != 0 {
 		s.drift[i] = float32(telemetry.Drift(s.epochMean[i], s.epochVariance[i],
 			s.runMean[i], s.runVariance[i]))
 	}
+
 	s.epochMean[i], s.epochVariance[i] = s.runMean[i], s.runVariance[i]
 	if renormalize {
 		s.runCount[i] = min(s.runCount[i], max(s.stepCount[i], 1))
@@ -287,14 +325,15 @@ func (l *Lattice) endStatistics(i int, renormalize bool) {
 	}
 }
 
-// advance moves the α of a seed that is being grafted. It reports whether the strategy has ended
-// with this epoch, or why it had no answer.
+// advance lets the strategy of a seed in Grafting raise α. It reports whether the strategy has
+// finished with this epoch, or why it failed to answer.
 func (l *Lattice) advance(i int) (finished bool, failure string) {
 	s := l.seeds
 	if s.finished[i] != 0 {
 		return false, ""
 	}
-	alpha, memory, done, failure := ask(l.strategies[s.strategy[i]].Strategy, graft.Progress{
+
+	alpha, memory, done, failure := callStrategy(l.strategies[s.strategy[i]].Strategy, graft.Progress{
 		Seed:        i,
 		Alpha:       float64(s.alpha[i]),
 		Epochs:      int(s.epochsInStage[i]),
@@ -305,22 +344,25 @@ func (l *Lattice) advance(i int) (finished bool, failure string) {
 		GradNorm:    float64(s.gradNorm[i]),
 		Memory:      [2]float32{s.memory0[i], s.memory1[i]},
 	})
+
 	if failure != "" {
 		return false, failure
 	}
+
 	s.memory0[i], s.memory1[i] = memory[0], memory[1]
 	if next := float32(min(1, max(0, alpha))); next > s.alpha[i] {
 		s.alpha[i], s.lastUpdate[i] = next, l.epoch
 	}
+
 	if done {
 		s.finished[i] = 1
 	}
 	return done, ""
 }
 
-// ask returns a strategy's answer, or why there is none. A panic counts as none: the epoch must end
-// for all seeds.
-func ask(s graft.Strategy, p graft.Progress) (alpha float64, memory [2]float32,
+// callStrategy returns the answer of a strategy, or the reason why the strategy gave no answer. A
+// panic or a NaN counts as no answer, because the epoch must end for all seeds.
+func callStrategy(s graft.Strategy, p graft.Progress) (alpha float64, memory [2]float32,
 	done bool, failure string) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -333,10 +375,11 @@ func ask(s graft.Strategy, p graft.Progress) (alpha float64, memory [2]float32,
 	return alpha, memory, done, failure
 }
 
-// gates says which gates of a seed are open: the one onward and, when the seed is being evaluated,
-// the one to Culled.
+// gates records which gates out of a seed's stage are open: the one to the next stage and, for a
+// seed in Evaluating, the one to Culled.
 type gates struct{ on, cull bool }
 
+// openGates judges the gates of seed i by the present evidence.
 func (l *Lattice) openGates(i int) (g gates) {
 	stage := Stage(l.seeds.stage[i])
 	if !l.config.Gates || stage < Training || stage > FineTuning {
@@ -350,19 +393,20 @@ func (l *Lattice) openGates(i int) (g gates) {
 	return g
 }
 
-// EventKind says what an [Event] tells of.
+// EventKind identifies what happened in an [Event].
 type EventKind uint8
 
-// The kinds of event.
+// Kinds of events.
 const (
-	GateOpened   EventKind = iota + 1 // a gate that was shut lets the seed go from From to To
-	RampFinished                      // the strategy has ended, and α is Value; told once
+	GateOpened   EventKind = iota + 1 // a gate that was shut now allows the transition from From to To
+	RampFinished                      // the strategy has finished, with α at Value; sent once per grafting
 	EmbargoOver                       // the seed may be recycled
-	// Value NaN or Inf were seen in the seed's activations or gradients since the last epoch
+	// NonFinite counts, in Value, the NaN and Inf seen in the seed's activations and gradients
+	// since the last such event.
 	NonFinite
-	StrategyFailed // the seed's strategy gave no answer, for the Reason given, so α stays as it is
-	StageChanged   // the seed has gone from From to To
-	Quarantined    // the seed was corrupt, for the Reason given, and is a new one now
+	StrategyFailed // the seed's strategy failed for the given Reason, so α is unchanged
+	StageChanged   // the seed moved from From to To
+	Quarantined    // the seed was corrupt, as Reason describes, and was reset
 )
 
 var eventNames = [...]string{GateOpened: "GateOpened", RampFinished: "RampFinished",
@@ -376,37 +420,40 @@ func (k EventKind) String() string { return enum.Name(k, "EventKind", eventNames
 // Event is something that happened to a seed.
 type Event struct {
 	Kind  EventKind
-	Layer int // in events of a Network; otherwise 0
+	Layer int // always 0 in events of a single lattice
 	Seed  int
-	Epoch int // epochs that had ended, the one included with whose end it happened
-	// GateOpened, StageChanged: the transition; otherwise both are the seed's stage
+	Epoch int // number of epochs that have ended, including the epoch that caused the event
+	// GateOpened, StageChanged: the transition; otherwise both hold the seed's stage.
 	From, To Stage
 	Value    float64 // RampFinished, NonFinite
-	Reason   string  // StrategyFailed, Quarantined; StageChanged by a Command: its Why
+	Reason   string  // StrategyFailed, Quarantined; Command.Why for a StageChanged by a command
 }
 
-// String describes the event in a line.
+// String describes the event in one line.
 func (e Event) String() string {
 	s := fmt.Sprintf("epoch %d, layer %d, seed %d: ", e.Epoch, e.Layer, e.Seed)
 	switch e.Kind {
 	case GateOpened:
 		return s + fmt.Sprintf("the gate from %v to %v is open", e.From, e.To)
 	case RampFinished:
-		return s + fmt.Sprintf("the ramp has ended at α = %.3g", e.Value)
+		return s + fmt.Sprintf("the ramp finished at α = %.3g", e.Value)
 	case EmbargoOver:
-		return s + fmt.Sprintf("%v, may be recycled", e.From)
+		return s + fmt.Sprintf("%v and may be recycled", e.From)
 	case NonFinite:
-		return s + fmt.Sprintf("%.0f NaN or Inf were met", e.Value)
+		return s + fmt.Sprintf("%.0f NaN or Inf seen", e.Value)
 	case StageChanged:
 		return s + fmt.Sprintf("%v → %v", e.From, e.To)
 	}
+
 	return s + fmt.Sprintf("%v: %s", e.Kind, e.Reason)
 }
 
-// Listen makes f hear of every event from now on, until stop is called: those that StepEpoch
-// returns, and every transition, whoever makes it. Events come in the order in which they happened,
-// one at a time. They come on the goroutine of a method that changes the lattice, which waits for
-// f. f may use the lattice; what that causes is told when f has returned.
+// Listen registers f to be called with every event until stop is called: the events that StepEpoch
+// returns, and all transitions, whatever caused them.
+//
+// Events arrive in order and never concurrently. f runs on the goroutine of a method that changes
+// the lattice; the method returns only after f has. f may use the lattice. Events that it causes
+// are delivered after it has returned.
 func (l *Lattice) Listen(f func(Event)) (stop func(), err error) {
 	if f == nil {
 		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
@@ -414,16 +461,18 @@ func (l *Lattice) Listen(f func(Event)) (stop func(), err error) {
 	return l.outbox.Listen(f), nil
 }
 
-// tell notes events that the listeners will hear of. The caller holds the lock, and ends with
-// unlockAndTell.
-func (l *Lattice) tell(events ...Event) { l.pending = append(l.pending, events...) }
+// notify queues events for the listeners. The caller holds the lock and releases it with
+// unlockAndDeliver.
+func (l *Lattice) notify(events ...Event) { l.pending = append(l.pending, events...) }
 
-func (l *Lattice) unlockAndTell() {
+// unlockAndDeliver unlocks the lattice and then calls the listeners with the queued events.
+func (l *Lattice) unlockAndDeliver() {
 	l.release()
 	l.outbox.Deliver()
 }
 
-// release unlocks the lattice and leaves the delivery of what has happened to the caller.
+// release unlocks the lattice after moving the queued events to the outbox. The caller delivers
+// them.
 func (l *Lattice) release() {
 	l.outbox.Add(l.pending...)
 	l.pending = nil

@@ -11,14 +11,15 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// A seed is germinated, trained and grafted. The gates are left out here; a real run would have
-// them, and the training loop would report Metrics.
+// This example germinates a seed, trains it and grafts it. It omits the gates; a real run would
+// have them and report more Metrics.
 func Example() {
 	lattice, err := state.NewLattice(4, 64, state.WithoutGates()) // 4 seeds over 64 features
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	err = lattice.RequestGermination(2, state.GerminationRequest{
 		Slot:     1,
 		Kind:     blueprints.Residual,
@@ -28,12 +29,14 @@ func Example() {
 		fmt.Println(err)
 		return
 	}
+
 	for _, stage := range []state.Stage{state.Training, state.Grafting} {
 		if err := lattice.Transition(2, stage); err != nil {
 			fmt.Println(err)
 			return
 		}
 	}
+
 	for range 5 {
 		events, err := lattice.StepEpoch(state.Metrics{Loss: 2.5})
 		if err != nil {
@@ -46,6 +49,7 @@ func Example() {
 		}
 		fmt.Println()
 	}
+
 	err = lattice.Transition(2, state.Fossilized)
 	fmt.Println(errors.Is(err, state.ErrTransition), err)
 	// Output:
@@ -57,23 +61,49 @@ func Example() {
 	// true state.Transition: transition not allowed: seed 2 cannot go from Grafting to Fossilized: want Stabilization or RolledBack
 }
 
-// A lattice is saved and loaded as a whole; a damaged one is refused, and the error names the seed.
+// This example prints the report of a lattice, which is a table.
+func ExampleReport() {
+	lattice, err := state.NewLattice(3, 96, state.WithoutGates())
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+
+	err = lattice.RequestGermination(1, state.GerminationRequest{Slot: 2, Kind: blueprints.ConvFilter})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+
+	fmt.Print(lattice.Report())
+	// Output:
+	// 3 seeds at site chunk, epoch 0, 0 passes recorded, telemetry in mode Production
+	// SEED  STAGE       EPOCHS  KIND        SLOT  α  VARIANCE  GRADIENT  PERFORMANCE  DELTA  STABILITY  NEXT
+	// 0     Dormant     0       –           –     0  0         0         0            0      0          –
+	// 1     Germinated  0       ConvFilter  2     0  0         0         0            0      0          Training
+	// 2     Dormant     0       –           –     0  0         0         0            0      0          –
+}
+
+// This example saves and loads a lattice, and shows the error for a damaged one.
 func ExampleLattice_UnmarshalBinary() {
 	lattice, err := state.NewLattice(3, 12)
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	data, err := lattice.MarshalBinary()
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	var restored state.Lattice
 	if err := restored.UnmarshalBinary(data); err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	fmt.Println(restored.Seeds(), "seeds")
 	data[len(data)-1] ^= 1
 	err = restored.UnmarshalBinary(data)
@@ -83,8 +113,8 @@ func ExampleLattice_UnmarshalBinary() {
 	// true state.UnmarshalBinary: seed state is corrupt: seed 2 does not match its checksum: bit 24 of its checksum has flipped (1 of 3 seeds do not)
 }
 
-// impatient is a controller of a user's own: it germinates whatever is dormant, and moves
-// everything on as soon as it can.
+// impatient is a user-defined controller that germinates every dormant seed and advances every seed
+// as soon as it can.
 type impatient struct{}
 
 func (impatient) Decide(layers []state.Report) (commands []state.Command) {
@@ -100,11 +130,13 @@ func (impatient) Decide(layers []state.Report) (commands []state.Command) {
 			}
 		}
 	}
+
 	return commands
 }
 
-// A network has the seeds of several layers. A controller is given its reports and returns
-// commands; a dry run says what they would be.
+// This example creates a network of two layers and lets a controller decide on commands by its
+// reports. A dry run prints the commands instead of carrying them out. s/    // between two steps
+// of the model/      // Between two steps of the model:/
 func ExampleNetwork() {
 	var layers []state.Layer
 	for _, name := range []string{"first", "second"} {
@@ -115,22 +147,27 @@ func ExampleNetwork() {
 		}
 		layers = append(layers, state.Layer{Name: name, Lattice: lattice})
 	}
+
 	network, err := state.NewNetwork(nil, layers...)
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	if _, err := network.Listen(func(e state.Event) { fmt.Println(e) }); err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	if err := network.Do(state.Command{Action: state.Germinate, Layer: 1, Seed: 0,
 		Request: state.GerminationRequest{Slot: 1}}); err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	control.DryRun(impatient{}, os.Stdout).Decide(network.Report())
 	done := network.Submit(impatient{}.Decide(network.Report())[2:3]...) // from any goroutine
+
 	// between two steps of the model
 	network.Apply()
 	fmt.Println(<-done)

@@ -8,10 +8,12 @@ import (
 	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
-// A seed's checksum is renewed with every change of its fields, after a look at whether they still
-// matched the old one. A change keeps the syndrome, so that a seed that was corrupt before does not
-// look intact after it.
+// Every change of a seed's fields is followed by a new checksum. Code that changes seeds without
+// having verified them first (passes, and the restore of a Mark) carries a mismatch over: it XORs
+// the old syndrome into the new checksum, so that a seed that was corrupt before does not look
+// intact afterwards.
 
+// faults returns the seeds that do not match their checksums.
 func (l *Lattice) faults() []columns.Fault {
 	if l.n == 0 {
 		return nil
@@ -19,8 +21,8 @@ func (l *Lattice) faults() []columns.Fault {
 	return l.sums.All(l.seeds.crc)
 }
 
-// faultError returns an error wrapping ErrCorrupt that names the first of the given faults, nil if
-// there is none.
+// faultError returns an error wrapping ErrCorrupt that names the first of the given faults, or nil
+// if there are none.
 func faultError(c *columns.Checksums, found []columns.Fault, n int) error {
 	if len(found) == 0 {
 		return nil
@@ -29,12 +31,12 @@ func faultError(c *columns.Checksums, found []columns.Fault, n int) error {
 		ErrCorrupt, found[0].Row, c.Locate(found[0].Syndrome), len(found), n)
 }
 
-// seal renews the checksums of the seeds in [lo, hi), after a change to their fields.
+// seal recomputes the checksums of seeds [lo, hi).
 func (l *Lattice) seal(lo, hi int) {
 	l.sums.Seal(lo, hi, l.seeds.crc)
 }
 
-// checkIntact returns an error when a seed that a command is for does not match its checksum.
+// checkIntact returns an error if the seed that a command addresses does not match its checksum.
 func (l *Lattice) checkIntact(method string, seed int) error {
 	if err := faultError(l.sums, l.sums.Faults(seed, seed+1, l.seeds.crc), l.n); err != nil {
 		return fmt.Errorf("state.%s: %w", method, err)
@@ -42,27 +44,29 @@ func (l *Lattice) checkIntact(method string, seed int) error {
 	return nil
 }
 
-// Verify recomputes all checksums. It returns an error wrapping [ErrCorrupt] that names the first
-// seed whose fields do not match its checksum. The error has the field and its bit if a single one
-// has flipped, and how many such seeds there are.
+// Verify recomputes all checksums. If a seed does not match, it returns an error wrapping
+// [ErrCorrupt] that names the first such seed, the field and bit if a single bit has flipped, and
+// the number of corrupt seeds.
 func (l *Lattice) Verify() error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	if err := faultError(l.sums, l.faults(), l.n); err != nil {
 		return fmt.Errorf("state.Verify: %w", err)
 	}
 	return nil
 }
 
-// Quarantine makes every seed that does not match its checksum a new, dormant one, and returns a
-// Quarantined event for each. What the others are doing goes on. It is for lattices whose
-// corruption shall not end a run; see [WithQuarantine].
+// Quarantine resets every seed that does not match its checksum to a new, dormant one and returns a
+// Quarantined event for each. Other seeds are not affected. Use it if corruption must not end a
+// run; see [WithQuarantine].
 func (l *Lattice) Quarantine() []Event {
 	l.mu.Lock()
-	defer l.unlockAndTell()
+	defer l.unlockAndDeliver()
 	return l.quarantine(l.faults())
 }
 
+// quarantine resets the given corrupt seeds. The caller holds the lock.
 func (l *Lattice) quarantine(found []columns.Fault) (events []Event) {
 	for _, f := range found {
 		l.seeds.reset(f.Row)
@@ -71,25 +75,30 @@ func (l *Lattice) quarantine(found []columns.Fault) (events []Event) {
 		events = append(events, Event{Kind: Quarantined, Seed: f.Row, Epoch: int(l.epoch),
 			Reason: l.sums.Locate(f.Syndrome)})
 	}
+
 	if len(events) > 0 {
 		l.countUsers()
 	}
-	l.tell(events...)
+	l.notify(events...)
 	return events
 }
 
-// scrubSpan is how many seeds a scrub checks at a time: a few dozen microseconds' work, for which
-// commands and passes wait.
+// scrubSpan is the number of seeds that a scrub verifies while it holds the lock. Commands and
+// passes wait for that long, a few dozen microseconds.
 const scrubSpan = 1024
 
-// Scrub verifies all seeds once every period, a span at a time, until the context ends. It calls
-// found, if that is not nil, with an error as [Lattice.Verify] returns it whenever it meets corrupt
-// seeds. It changes nothing; run it on a goroutine of its own. Without a context, or with a period
-// that is not above 0, it returns an error at once, else nil.
+// Scrub verifies all seeds once every period until ctx is done. It holds the lock for a small part
+// of the lattice at a time and changes nothing.
+//
+// Whenever it meets corrupt seeds, it calls found, unless that is nil, with the error that
+// [Lattice.Verify] would return. Scrub blocks, so run it on its own goroutine.
+//
+// It returns nil when ctx is done, and an error at once if ctx is nil or period is not positive.
 func (l *Lattice) Scrub(ctx context.Context, period time.Duration, found func(error)) error {
 	if err := checkScrub(ctx, period); err != nil {
 		return err
 	}
+
 	ticker := time.NewTicker(max(period, time.Millisecond))
 	defer ticker.Stop()
 	for {
@@ -106,10 +115,12 @@ func (l *Lattice) Scrub(ctx context.Context, period time.Duration, found func(er
 	}
 }
 
+// verifySpan verifies the seeds of the span that starts at lo.
 func (l *Lattice) verifySpan(lo int) error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
-	if lo >= l.n { // the lattice was loaded anew, smaller
+
+	if lo >= l.n { // the lattice has been replaced by a smaller one
 		return nil
 	}
 	if err := faultError(l.sums, l.sums.Faults(lo, min(lo+scrubSpan, l.n), l.seeds.crc),
@@ -119,6 +130,7 @@ func (l *Lattice) verifySpan(lo int) error {
 	return nil
 }
 
+// checkScrub checks the arguments of Scrub.
 func checkScrub(ctx context.Context, period time.Duration) error {
 	if ctx == nil || period <= 0 {
 		return fmt.Errorf("state.Scrub: %w: context %v and period %v, want a context and a "+

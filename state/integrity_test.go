@@ -21,7 +21,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
-// flip inverts a bit of a field of a seed.
+// flip inverts a bit of a seed's field.
 func flip(c columns.Column, seed, bit int) {
 	b := make([]byte, c.Width())
 	c.Gather(b, len(b), seed, seed+1)
@@ -29,7 +29,7 @@ func flip(c columns.Column, seed, bit int) {
 	c.Scatter(b, len(b), seed, seed+1)
 }
 
-// Any bit of any field of any seed that flips in memory is found by Verify, which names the seed,
+// TestVerifyFindsEveryBit checks that Verify finds any flipped bit of any field and names the seed,
 // the field and the bit.
 func TestVerifyFindsEveryBit(t *testing.T) {
 	l := filled(t, 5)
@@ -51,9 +51,11 @@ func TestVerifyFindsEveryBit(t *testing.T) {
 			}
 		}
 	}
+
 	if err := l.Verify(); err != nil {
 		t.Error(err)
 	}
+
 	l.seeds.stage[1], l.seeds.stage[4] = 99, 99
 	err := l.Verify()
 	if err == nil || !strings.Contains(err.Error(), "seed 1 ") ||
@@ -62,7 +64,8 @@ func TestVerifyFindsEveryBit(t *testing.T) {
 	}
 }
 
-// A corrupt seed stays one whatever is done around it, and what would change it is refused.
+// TestCorruptionIsNotSealedIn checks that passes leave a corrupt seed corrupt, and that every
+// command that would change it is refused.
 func TestCorruptionIsNotSealedIn(t *testing.T) {
 	l := filled(t, 4)
 	l.seeds.stage[2] = uint8(Dormant)
@@ -77,9 +80,11 @@ func TestCorruptionIsNotSealedIn(t *testing.T) {
 		l.RecordGradient(&p, func(int) GradientSample {
 			return GradientSample{Norms: Moments{Count: 1, Mean: 3}}
 		}))
+
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	const want = "seed 2 does not match its checksum: bit 3 of slot has flipped"
 	for name, command := range map[string]func() error{
 		"Verify":     l.Verify,
@@ -101,18 +106,21 @@ func TestCorruptionIsNotSealedIn(t *testing.T) {
 	}
 }
 
-// With a quarantine the run goes on, and so does the life of every other seed.
+// TestQuarantine checks that a quarantine resets corrupt seeds, both in memory and on loading, and
+// no others.
 func TestQuarantine(t *testing.T) {
 	for _, load := range []bool{false, true} {
 		l, err := NewLattice(5, 10, WithoutGates(), WithQuarantine())
 		if err != nil {
 			t.Fatal(err)
 		}
+
 		for seed := range 5 {
 			if err := l.RequestGermination(seed, GerminationRequest{Slot: 1 + seed}); err != nil {
 				t.Fatal(err)
 			}
 		}
+
 		flip(columns.Column{Name: "alpha", Array: &l.seeds.alpha}, 3, 30)
 		l.seeds.stage[1], l.seeds.kind[1] = 200, 77
 		if load {
@@ -128,14 +136,17 @@ func TestQuarantine(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+
 		var heard []Event
 		if _, err := l.Listen(func(e Event) { heard = append(heard, e) }); err != nil {
 			t.Fatal(err)
 		}
+
 		events, err := l.StepEpoch(Metrics{})
 		if err != nil || len(events) != 2 || !slices.Equal(events, heard) {
 			t.Fatalf("events %v, heard %v, error %v", events, heard, err)
 		}
+
 		for i, want := range []Event{{Quarantined, 0, 1, 0, 0, 0, 0,
 			"more than one bit has changed"},
 			{Quarantined, 0, 3, 0, 0, 0, 0, "bit 30 of alpha has flipped"}} {
@@ -143,12 +154,14 @@ func TestQuarantine(t *testing.T) {
 				t.Errorf("event %+v, want %+v", events[i], want)
 			}
 		}
+
 		for seed, s := range l.Report().Seeds {
 			if want := seed != 1 && seed != 3; (s.Stage == Germinated) != want ||
 				(s.Slot == 1+seed) != want {
 				t.Errorf("seed %d is %v with slot %d", seed, s.Stage, s.Slot)
 			}
 		}
+
 		if err := errors.Join(l.Verify(),
 			l.RequestGermination(3, GerminationRequest{Slot: 4})); err != nil {
 			t.Error(err)
@@ -159,6 +172,7 @@ func TestQuarantine(t *testing.T) {
 	}
 }
 
+// TestScrub checks that a scrub finds a seed that is damaged while it runs.
 func TestScrub(t *testing.T) {
 	l := filled(t, 3000)
 	ctx, cancel := context.WithCancel(context.Background())
@@ -168,12 +182,12 @@ func TestScrub(t *testing.T) {
 		l.Scrub(ctx, time.Millisecond, func(err error) {
 			select {
 			case found <- err:
-			// it is found again every millisecond, for as long as this process is kept from ending
-			// the scrub
+			// The scrub finds it every millisecond until this test has stopped it.
 			default:
 			}
 		})
 	})
+
 	time.Sleep(5 * time.Millisecond)
 	l.mu.Lock()
 	flip(columns.Column{Name: "clips", Array: &l.seeds.clips}, 2500, 63)
@@ -185,6 +199,7 @@ func TestScrub(t *testing.T) {
 	if q := l.Quarantine(); len(q) != 1 || q[0].Seed != 2500 {
 		t.Errorf("quarantined %v", q)
 	}
+
 	cancel()
 	wg.Wait()
 	if err := l.Verify(); err != nil {
@@ -192,21 +207,25 @@ func TestScrub(t *testing.T) {
 	}
 }
 
-// A file of schema 2, written by the program of that time, gives what it held.
+// TestOlderFixture checks that a file of schema 2, written by the program of that time, loads with
+// its contents, and that it is saved in the current schema.
 func TestOlderFixture(t *testing.T) {
 	data, err := os.ReadFile("testdata/schema2.lattice")
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	var l Lattice
 	if err := errors.Join(l.UnmarshalBinary(data), l.Verify()); err != nil {
 		t.Fatal(err)
 	}
+
 	r := l.Report()
 	if r.Epoch != 2 || r.Step != 2 || len(r.Seeds) != 6 || l.Hidden() != 24 || l.Slots() != 7 ||
 		l.config.Embargo != 3 || l.config.Gates {
 		t.Errorf("%+v, %+v", r, l.config)
 	}
+
 	for i, want := range []struct {
 		stage Stage
 		kind  blueprints.Kind
@@ -228,6 +247,7 @@ func TestOlderFixture(t *testing.T) {
 			t.Errorf("seed %d remembers %v, error %v", i, past, err)
 		}
 	}
+
 	cosine := 0.75 * (1 - math.Cos(math.Pi*2/8)) / 2
 	if s := r.Seeds[2]; math.Abs(s.Alpha-cosine) > 1e-7 || s.Performance != -1.5 ||
 		s.Stability != 0.875 || s.Delta != 0.5 || s.Improvement != 0.25 {
@@ -244,20 +264,21 @@ func TestOlderFixture(t *testing.T) {
 	if err := l.Recycle(4); !errors.Is(err, ErrEmbargo) {
 		t.Error(err)
 	}
-	// It is written again as the present schema.
+
 	again, err := l.MarshalBinary()
 	if err != nil || !strings.Contains(string(again[:40]), fmt.Sprintf(`"schema":%d`, Schema)) {
 		t.Errorf("%q, %v", again[:40], err)
 	}
 }
 
-// A seed takes at most 112 bytes beside its statistics: what passes measure, and the moments that
-// are made of it.
+// TestBytesOfASeed checks that a seed takes at most 112 bytes in addition to its statistics, that
+// is, the measured figures and the moments derived from them.
 func TestBytesOfASeed(t *testing.T) {
 	l, err := NewLattice(1, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	statistics := 0
 	for _, c := range l.seeds.columns() {
 		if slices.Contains([]string{"variance", "mean", "min", "max", "dead_ratio", "snr",
@@ -268,6 +289,7 @@ func TestBytesOfASeed(t *testing.T) {
 			statistics += c.Width()
 		}
 	}
+
 	all := columns.RowWidth(l.seeds.saved())
 	t.Logf("%d bytes a seed, %d of them statistics", all, statistics)
 	if all-statistics > 112 || statistics == 0 {
@@ -275,7 +297,7 @@ func TestBytesOfASeed(t *testing.T) {
 	}
 }
 
-// TestWithTransitions wants a seed to remember as many transitions as asked for, the last ones.
+// TestWithTransitions checks that a seed remembers its last transitions, as many as requested.
 func TestWithTransitions(t *testing.T) {
 	for _, n := range []int{0, 1, 3} {
 		l, err := NewLattice(2, 8, WithTransitions(n), WithoutGates())
@@ -285,26 +307,30 @@ func TestWithTransitions(t *testing.T) {
 		if err := l.RequestGermination(1, GerminationRequest{Slot: 1}); err != nil {
 			t.Fatal(err)
 		}
+
 		for _, to := range []Stage{Training, Grafting, Stabilization} {
 			if err := l.Transition(1, to); err != nil {
 				t.Fatal(err)
 			}
 		}
+
 		past, err := l.Transitions(1)
 		if err != nil || len(past) != n {
 			t.Errorf("of 4 transitions %d are remembered, %v, want %d", len(past), err, n)
 			continue
 		}
+
 		if n > 0 && past[0].To != Stabilization {
 			t.Errorf("the latest transition is to %v, want Stabilization", past[0].To)
 		}
 	}
+
 	if _, err := NewLattice(2, 8, WithTransitions(256)); err == nil {
 		t.Error("256 transitions are accepted, want at most 255")
 	}
 }
 
-// TestCommandsAreJSON wants every command to come back from a file as it was.
+// TestCommandsAreJSON checks that every command survives a round trip through JSON.
 func TestCommandsAreJSON(t *testing.T) {
 	for _, c := range []Command{
 		{Action: Germinate, Layer: 1, Seed: 2, Why: "it is \"hungry\"",
@@ -328,6 +354,7 @@ func TestCommandsAreJSON(t *testing.T) {
 		require.NoError(t, json.Unmarshal(text, &again), "%s", text)
 		require.Equal(t, c, again, "%s", text)
 	}
+
 	for _, bad := range []string{`{}`, `{"action":"Grow"}`, `{"action":"Move","to":"Away"}`,
 		`{"action":"Move","seed":-1,"to":"Culled"}`,
 		`{"action":"Germinate","kind":"None"}`,
@@ -347,7 +374,7 @@ func depthLattice(t *testing.T, seeds int) *Lattice {
 	return l
 }
 
-// TestDepthSeed wants a seed in depth to live the life of any other, one at a time.
+// TestDepthSeed checks that seeds in depth go through all stages, one seed at a time.
 func TestDepthSeed(t *testing.T) {
 	l := depthLattice(t, 2)
 	stack := GerminationRequest{Kind: blueprints.Stack, Size: 4}
@@ -358,17 +385,20 @@ func TestDepthSeed(t *testing.T) {
 	} {
 		require.ErrorIs(t, l.RequestGermination(0, bad), ErrArgument, "%+v", bad)
 	}
+
 	require.NoError(t, l.RequestGermination(0, stack))
 	require.NoError(t,
 		l.RequestGermination(1, GerminationRequest{Kind: blueprints.NewBlocks, Size: 1}))
 	for _, to := range []Stage{Training, Grafting} {
 		require.NoError(t, l.Transition(0, to))
 	}
+
 	require.NoError(t, l.Transition(1, Training))
 	require.ErrorIs(t, l.Transition(1, Grafting), ErrTransition)
 	for _, to := range []Stage{Stabilization, Evaluating} {
 		require.NoError(t, l.Transition(0, to))
 	}
+
 	require.ErrorIs(t, l.Transition(0, FineTuning), ErrGate)
 	score := SeedMetrics{Seed: 0, TrainingError: 0, Performance: -2, Without: -2.1,
 		Compared: true, Stability: 1}
@@ -379,7 +409,6 @@ func TestDepthSeed(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, l.Transition(0, Fossilized))
 	require.NoError(t, l.Transition(1, Grafting))
-
 	r := l.Report()
 	require.Equal(t, 4, r.Seeds[0].Size)
 	require.Equal(t, []Point{{Epoch: 1, Share: 0.5, Loss: 2}, {Epoch: 2, Share: 0.6, Loss: 1.9}},

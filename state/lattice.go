@@ -1,21 +1,50 @@
-// Package state holds the seeds of a Kasmina layer. It knows what each of them is doing, how far it
-// is blended in, and what has been measured of its chunk of the activations. It has the rules by
-// which a seed moves from stage to stage.
+// Package state holds the seeds of Kasmina layers: the stage of each seed, its blueprint and how
+// far that is blended into the model, the telemetry of its part of the activations, and the rules
+// for moving from stage to stage.
 //
-// A layer cuts the D features of an activation tensor [rows, D] into S equal chunks of C = D/S.
-// Seed s looks after columns sC to (s+1)C. A [Lattice] keeps all seeds of one layer, one array per
-// field, each seed under a checksum that every change renews. It may be used from any number of
-// goroutines: a controller can send commands while a graph runs. A forward pass takes what it needs
-// from it at its start, so a command takes effect at the next pass.
+// A Kasmina layer cuts the D features of an activation tensor [rows, D] into S chunks of C = D/S
+// features. Seed s owns columns sC to (s+1)C−1. A [Lattice] holds the S seeds of one layer as one
+// array per field. Each seed has a checksum over its fields, which every change renews.
 //
-// A typical life: [Lattice.RequestGermination] gives a dormant seed a blueprint and a slot of the
-// layer's parameters. [Lattice.Transition] starts its training, later its grafting.
-// [Lattice.StepEpoch], called once an epoch, moves α. So it goes on until the blueprint is
-// fossilized, or culled and the seed recycled. The table of stages is at [Stage].
+// # A seed's life
 //
-// A [Network] holds the lattices of all layers of a model. Commands to it act on several seeds at
-// once and wait for the end of a step. They bring the parameters of the seeds' slots with them. A
-// [Controller] decides on commands by the network's reports; package control has some.
+// A seed starts [Dormant]. [Lattice.RequestGermination] gives it a blueprint and a slot, that is, a
+// row of the layer's parameters. [Lattice.Transition] then starts its training and later its
+// grafting. [Lattice.StepEpoch], called at the end of every epoch, raises α and reports which gates
+// have opened. The life ends when the blueprint is fossilized, or when it is given up and
+// [Lattice.Recycle] makes the seed dormant again.
+//
+// These are the stages, with the seed's output y for an input chunk x and a blueprint that computes
+// t:
+//
+//	stage          y               blueprint learns  next stages
+//	Dormant        x               –                 Germinated
+//	Germinated     x               no                Training, Cancelled
+//	Training       x               yes               Grafting, Culled, Cancelled
+//	Grafting       x + α(t(x) − x) yes, α rises      Stabilization, RolledBack
+//	Stabilization  x + α(t(x) − x) yes               Evaluating, RolledBack
+//	Evaluating     x + α(t(x) − x) no                FineTuning, Culled, RolledBack
+//	FineTuning     t(x)            yes               Fossilized, Culled, RolledBack
+//	Fossilized     t(x)            no                none
+//	Culled         x               –                 Dormant, by Recycle
+//	Cancelled      x               –                 Dormant, by Recycle
+//	RolledBack     x               –                 Dormant, by Recycle
+//
+// Most transitions also have a gate: a minimum number of epochs and conditions on measured figures
+// (see [Thresholds]). [WithoutGates] removes them.
+//
+// # Where to start
+//
+// [NewLattice] makes the lattice that op.Kasmina takes. Printing [Lattice.Report] shows a table of
+// the seeds.
+//
+// A [Network] holds the lattices of all layers of a model. Its commands act on several seeds at
+// once, take effect between two steps, and keep the parameters of the slots up to date. A
+// [Controller] decides on commands by the network's reports; package control provides several.
+//
+// Lattices and networks may be used from any number of goroutines: a controller can send commands
+// while a graph runs. A forward pass copies the state when it starts, so a command takes effect
+// with the next pass.
 package state
 
 import (
@@ -42,11 +71,11 @@ var (
 	ErrCorrupt    = errors.New("seed state is corrupt")
 	ErrSchema     = errors.New("schema version is too new")
 	ErrArgument   = errors.New("invalid argument")
-	ErrShape      = errors.New("lattice of another shape")
+	ErrShape      = errors.New("lattice has a different shape")
 )
 
 // Lattice is the state of all seeds of one Kasmina layer. Make one with [NewLattice] or load one
-// with UnmarshalBinary; the zero value has no seeds.
+// with UnmarshalBinary. The zero value has no seeds.
 type Lattice struct {
 	mu        sync.RWMutex
 	id        uint64
@@ -54,8 +83,8 @@ type Lattice struct {
 	config    config
 
 	epoch       uint32
-	step        uint64  // passes with telemetry so far
-	loss        float64 // the host's, as last reported; 0: never
+	step        uint64  // passes recorded so far
+	loss        float64 // the host's last reported loss; 0 if none was reported
 	curve       []Point
 	seeds       *seedState
 	sums        *columns.Checksums
@@ -63,20 +92,21 @@ type Lattice struct {
 	ring        ring
 	recorder    recorder
 	marked      marked
-	deferred    *Measured     // where passes leave their figures; nil for here
-	training    atomic.Uint64 // the step of training that blueprints in graphs draw their α for
-	ahead       uint64        // batches between the last one taken in and the one that is measured
+	deferred    *Measured     // where passes leave their figures; nil for the lattice itself
+	training    atomic.Uint64 // training step that seeds the α noise of blueprints in graphs
+	ahead       uint64        // batches between the last one recorded and the one being measured
 	timing      timing
-	posed       map[int]Stage // what forward passes see in place of seeds' own stages
-	quarantined []Event       // when the lattice was loaded, to be told with the next epoch's end
-	pending     []Event       // what has happened under the lock
+	overrides   map[int]Stage // stages that forward passes see instead of the seeds' own
+	quarantined []Event       // reset while loading; reported at the end of the next epoch
+	pending     []Event       // events queued under the lock
 	outbox      outbox.Outbox[Event]
-	users       map[uint16]int // living seeds of each slot
-	// what a Network keeps of the slots of seeds that are being grafted
+	users       map[uint16]int // number of living seeds of each slot
+	// kept holds, for seeds being grafted, the parameters of their slots before grafting began. A
+	// Network uses them for rollbacks.
 	kept map[int]SlotParams
 }
 
-// config is what the options of a lattice set. It is saved with the lattice.
+// config holds the options of a lattice. It is saved with the lattice.
 type config struct {
 	Site        blueprints.Site `json:"site,omitempty"`
 	Gates       bool            `json:"gates"`
@@ -88,7 +118,7 @@ type config struct {
 	History     int             `json:"history"`
 	Transitions int             `json:"transitions"`
 	Quarantine  bool            `json:"quarantine,omitempty"`
-	Noise       float64         `json:"noise,omitempty"` // of α
+	Noise       float64         `json:"noise,omitempty"` // relative width of the noise on α
 	Telemetry   Telemetry       `json:"telemetry"`
 }
 
@@ -97,8 +127,8 @@ const defaultTransitions = 4
 // Option configures a new lattice.
 type Option func(*config) error
 
-// WithoutGates makes the table of transitions the only rule: no thresholds on epochs, errors or
-// performance.
+// WithoutGates removes the thresholds on epochs, errors and performance, so that the table of
+// transitions is the only rule.
 func WithoutGates() Option {
 	return func(c *config) error {
 		c.Gates = false
@@ -106,7 +136,8 @@ func WithoutGates() Option {
 	}
 }
 
-// WithThresholds sets the conditions of the gates. The default is [DefaultThresholds].
+// WithThresholds sets the conditions of the gates. The default is [DefaultThresholds], or
+// [DepthThresholds] in depth.
 func WithThresholds(t Thresholds) Option {
 	return func(c *config) error {
 		c.Thresholds = t
@@ -114,8 +145,8 @@ func WithThresholds(t Thresholds) Option {
 	}
 }
 
-// WithEmbargo sets how many epochs must pass between the end of a blueprint's life and
-// [Lattice.Recycle]. The default is 10.
+// WithEmbargo sets the number of epochs between the end of a blueprint's life and the first
+// successful [Lattice.Recycle]. The default is 10.
 func WithEmbargo(epochs int) Option {
 	return func(c *config) error {
 		c.Embargo = epochs
@@ -123,9 +154,9 @@ func WithEmbargo(epochs int) Option {
 	}
 }
 
-// WithRenormalization sets after how many epochs a seed's running statistics are cut back to the
-// weight of one pass. They weigh all passes alike, and would not follow the present. The default is
-// 16.
+// WithRenormalization sets the period, in epochs, after which a seed's running statistics are cut
+// back to the weight of one pass. They weigh all passes alike and would otherwise adapt ever more
+// slowly. The default is 16.
 func WithRenormalization(epochs int) Option {
 	return func(c *config) error {
 		c.Renormalize = epochs
@@ -133,10 +164,12 @@ func WithRenormalization(epochs int) Option {
 	}
 }
 
-// At makes the lattice one of seeds that grow elsewhere than on chunks. Such seeds have no slots
-// and no features: hidden is their number. In depth all of them grow the one stack of a model's
-// blocks, one after the other. There [DepthThresholds] take the place of the default ones. At a
-// weight and in the stream each has a place of its own, and parameters of its own from Training on.
+// At sets the site of the seeds. The default is [blueprints.Chunk].
+//
+// Seeds at other sites have no slots and no features; the hidden argument of [NewLattice] is their
+// number. In depth, all seeds grow the model's single stack of blocks, one after the other, and the
+// default thresholds are [DepthThresholds]. At a weight and in the stream, each seed has its own
+// place and, from Training on, its own parameters.
 func At(site blueprints.Site) Option {
 	return func(c *config) error {
 		if c.Site = site; site == blueprints.Depth {
@@ -147,9 +180,8 @@ func At(site blueprints.Site) Option {
 	}
 }
 
-// WithSlots tells the lattice how many slots the layer's weights have, slot 0 ("none") included. So
-// a request for one that does not exist fails at once. Without it such a request fails when the
-// graph runs.
+// WithSlots sets the number of slots of the layer's weights, including slot 0 ("none"). A request
+// for a slot that does not exist then fails at once instead of when the graph runs.
 func WithSlots(slots int) Option {
 	return func(c *config) error {
 		c.Slots = slots
@@ -157,9 +189,9 @@ func WithSlots(slots int) Option {
 	}
 }
 
-// WithWidth tells the lattice how many weights a slot has, the number of columns of the layer's
-// weights. So a request for a blueprint that needs more fails at once. Without it such a request
-// fails when the graph runs.
+// WithWidth sets the number of weights in a slot, which is the number of columns of the layer's
+// weights. A request for a blueprint that needs more then fails at once instead of when the graph
+// runs.
 func WithWidth(weights int) Option {
 	return func(c *config) error {
 		c.Width = weights
@@ -167,8 +199,8 @@ func WithWidth(weights int) Option {
 	}
 }
 
-// WithTelemetry sets what is measured at first; [Lattice.SetTelemetry] changes it later. The
-// default is the mode [Production] with the hierarchical reduction.
+// WithTelemetry sets the initial telemetry; [Lattice.SetTelemetry] changes it later. The default is
+// mode [Production] with the hierarchical reduction.
 func WithTelemetry(t Telemetry) Option {
 	return func(c *config) error {
 		c.Telemetry = t
@@ -176,7 +208,7 @@ func WithTelemetry(t Telemetry) Option {
 	}
 }
 
-// WithHistory sets how many telemetry reports [Lattice.History] keeps. The default is 4.
+// WithHistory sets the number of telemetry reports that [Lattice.History] keeps. The default is 4.
 func WithHistory(reports int) Option {
 	return func(c *config) error {
 		c.History = reports
@@ -184,8 +216,8 @@ func WithHistory(reports int) Option {
 	}
 }
 
-// WithTransitions sets how many of its last transitions each seed remembers; see
-// [Lattice.Transitions]. The default is 4. Each takes four bytes a seed.
+// WithTransitions sets how many of its most recent transitions each seed remembers; see
+// [Lattice.Transitions]. The default is 4. Each takes four bytes per seed.
 func WithTransitions(n int) Option {
 	return func(c *config) error {
 		c.Transitions = n
@@ -193,9 +225,9 @@ func WithTransitions(n int) Option {
 	}
 }
 
-// WithQuarantine makes a seed that does not match its checksum a new, dormant one, when an epoch
-// ends and when the lattice is loaded. The next epoch's end tells of it in a Quarantined event.
-// Without it both are errors wrapping [ErrCorrupt].
+// WithQuarantine resets seeds that do not match their checksums, both when an epoch ends and when
+// the lattice is loaded. The next end of an epoch reports them in Quarantined events. Without this
+// option, corruption is an error wrapping [ErrCorrupt] in both cases.
 func WithQuarantine() Option {
 	return func(c *config) error {
 		c.Quarantine = true
@@ -203,11 +235,14 @@ func WithQuarantine() Option {
 	}
 }
 
-// WithAlphaNoise blends a blueprint, in stage Grafting, with an α that is drawn anew. It is drawn
-// evenly from (1 − width)·α to (1 + width)·α, at most 1, where α is the schedule's. So the host does
-// not come to depend on the blueprint before the verdict. The default is 0, none. On a chunk every
-// pass of training draws. Where what a blueprint computes is part of a model's graph, as at a weight
-// and in the stream, every step does. In depth there is no α: new blocks are there as a whole.
+// WithAlphaNoise blends the blueprint of a seed in Grafting with a random α, drawn uniformly
+// between (1 − width)·α and (1 + width)·α and limited to 1, where α is the one set by the strategy.
+// The host then does not come to depend on the blueprint before the verdict. width is from 0 to 1;
+// the default is 0, no noise.
+//
+// On a chunk, every pass with telemetry draws an α. At a weight and in the stream, where the
+// blueprint is part of the model's graph, every training step does. In depth nothing is drawn,
+// because new blocks take part in full at once.
 func WithAlphaNoise(width float64) Option {
 	return func(c *config) error {
 		if c.Noise = width; !(width >= 0 && width <= 1) {
@@ -217,6 +252,7 @@ func WithAlphaNoise(width float64) Option {
 	}
 }
 
+// inRange returns an error naming what unless lo ≤ v ≤ hi.
 func inRange(what string, v, lo, hi int) error {
 	if v < lo || v > hi {
 		return fmt.Errorf("%s is %d, want %d to %d", what, v, lo, hi)
@@ -226,9 +262,12 @@ func inRange(what string, v, lo, hi int) error {
 
 var lattices atomic.Uint64
 
-// NewLattice returns the state of a layer of the given number of seeds, all dormant, over hidden
-// features. hidden must be a multiple of seeds. More seeds than the computer has memory for are an
-// error, where that is known (on Linux).
+// NewLattice returns the state of a layer with the given number of seeds, all dormant, over hidden
+// features.
+//
+// It returns an error wrapping [ErrArgument] unless hidden is a positive multiple of seeds, if an
+// option is invalid, or if the seeds need more memory than the computer has, where that is known
+// (on Linux).
 func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 	if seeds < 1 || hidden < 1 || hidden%seeds != 0 {
 		return nil,
@@ -240,6 +279,7 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 		return nil, fmt.Errorf("state.NewLattice: %w: seeds is %d, want at most %d", ErrArgument,
 			seeds, uint32(math.MaxUint32))
 	}
+
 	c := config{Gates: true, Thresholds: DefaultThresholds(), Embargo: 10, Renormalize: 16,
 		History: 4, Transitions: defaultTransitions}
 	for i, o := range opts {
@@ -250,14 +290,17 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 			return nil, fmt.Errorf("state.NewLattice: %w: %w", ErrArgument, err)
 		}
 	}
+
 	if err := memory.Check(fmt.Sprintf("%d seeds take", seeds),
 		seedBytes(seeds, c.Transitions)); err != nil {
 		return nil, fmt.Errorf("state.NewLattice: %w: %w", ErrArgument, err)
 	}
+
 	ramp, err := graft.NewEntry(defaultStrategy)
 	if err != nil {
 		return nil, fmt.Errorf("state.NewLattice: %w", err)
 	}
+
 	l := &Lattice{}
 	l.install(&image{n: seeds, hidden: hidden, config: c, strategies: []graft.Entry{ramp},
 		seeds: newSeedState(seeds, c.Transitions)})
@@ -265,7 +308,7 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 	return l, nil
 }
 
-// install makes img the lattice's contents. The caller holds the lock, or the only reference.
+// install replaces the lattice's contents by img. The caller holds the lock, or the only reference.
 func (l *Lattice) install(img *image) {
 	if l.id == 0 {
 		l.id = lattices.Add(1)
@@ -276,10 +319,10 @@ func (l *Lattice) install(img *image) {
 	l.sums = checksums(l.seeds.columns(), Schema)
 	l.quarantined = img.quarantined
 	l.countUsers()
-	l.ring, l.timing, l.posed, l.kept = ring{}, timing{}, nil, map[int]SlotParams{}
+	l.ring, l.timing, l.overrides, l.kept = ring{}, timing{}, nil, map[int]SlotParams{}
 }
 
-// ID returns a number that no other lattice of this process has. It is not saved.
+// ID returns a number that is unique among the lattices of this process. It is not saved.
 func (l *Lattice) ID() uint64 {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -300,72 +343,76 @@ func (l *Lattice) Hidden() int {
 	return l.hidden
 }
 
-// Site returns where the seeds grow.
+// Site returns the site of the seeds.
 func (l *Lattice) Site() blueprints.Site {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.config.Site
 }
 
-// Slots returns the number of slots that [WithSlots] gave, or 0.
+// Slots returns the number of slots set by [WithSlots], or 0.
 func (l *Lattice) Slots() int {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.config.Slots
 }
 
-// Width returns the number of weights of a slot that [WithWidth] gave, or 0.
+// Width returns the number of weights per slot set by [WithWidth], or 0.
 func (l *Lattice) Width() int {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.config.Width
 }
 
-// Fits returns an error if a seed has a blueprint that needs more than the given number of weights
-// a slot. It wraps [blueprints.ErrWidth] and names the seed.
+// Fits returns an error wrapping [blueprints.ErrWidth] that names the seed if a seed has a
+// blueprint that needs more than width weights per slot.
 func (l *Lattice) Fits(width int) error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	if l.n == 0 || l.config.Site != blueprints.Chunk {
 		return nil
 	}
 	return l.seeds.fit(l.hidden, width)
 }
 
+// fit returns an error if the blueprint of a seed does not fit slots of the given width.
 func (s *seedState) fit(hidden, width int) error {
-	var fine [math.MaxUint8 + 1]bool // of each kind, whether it is known to fit
+	var fits [math.MaxUint8 + 1]bool // kinds that are known to fit
 	for seed, kind := range s.kind {
-		if s.slot[seed] == 0 || Stage(s.stage[seed]).Ended() || fine[kind] {
+		if s.slot[seed] == 0 || Stage(s.stage[seed]).Ended() || fits[kind] {
 			continue
 		}
 		if _, err := blueprints.Size(blueprints.Kind(kind), hidden/len(s.kind), width); err != nil {
 			return fmt.Errorf("seed %d: %w", seed, err)
 		}
-		fine[kind] = true
+		fits[kind] = true
 	}
 	return nil
 }
 
-// Epoch returns how many epochs have ended.
+// Epoch returns the number of epochs that have ended.
 func (l *Lattice) Epoch() int {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return int(l.epoch)
 }
 
-// Stage returns the stage of a seed.
+// Stage returns the stage of a seed, or an error wrapping [ErrSeed] if seed is out of range.
 func (l *Lattice) Stage(seed int) (Stage, error) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	if err := l.checkSeed("Stage", seed); err != nil {
 		return 0, err
 	}
 	return Stage(l.seeds.stage[seed]), nil
 }
 
+// checkSeed returns an error wrapping ErrSeed and naming the method if seed is out of range.
 func (l *Lattice) checkSeed(method string, seed int) error {
 	if l.n == 0 {
-		return fmt.Errorf("state.%s: %w: the lattice has none", method, ErrSeed)
+		return fmt.Errorf("state.%s: %w: the lattice has no seeds", method, ErrSeed)
 	}
 	if seed < 0 || seed >= l.n {
 		return fmt.Errorf("state.%s: %w: seed is %d, want 0 to %d", method, ErrSeed, seed, l.n-1)

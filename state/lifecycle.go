@@ -9,28 +9,33 @@ import (
 	"github.com/kasmina-go/kasmina/state/lifecycle"
 )
 
-// GerminationRequest says what a dormant seed shall grow.
+// GerminationRequest describes the blueprint that a dormant seed is to grow.
 type GerminationRequest struct {
-	// row of the layer's weights and scales, from 1; seeds may share one; 0 elsewhere than on a
-	// chunk
+	// Slot is the row of the layer's weights and scales that holds the parameters, from 1. Several
+	// seeds may share a slot. At other sites than a chunk it is 0.
 	Slot int
-	Kind blueprints.Kind // which blueprint
-	Size int             // of a blueprint elsewhere than on a chunk, as its kind says; 0 on one
-	// how α will rise; nil for a linear FixedRamp to 1 over 50 epochs; in depth it is not used
+	Kind blueprints.Kind // kind of blueprint
+	Size int
+	// Size is the size of a blueprint at other sites than a chunk, in the unit that its kind
+	// defines, such as the rank of a LoRA. On a chunk it is 0.
+	// Strategy decides how α rises. Nil means a linear FixedRamp to 1 over 50 epochs. It is not
+	// used in depth.
 	Strategy graft.Strategy
 }
 
-// defaultStrategy is that of a germination request which names none.
+// defaultStrategy is the strategy of a germination request that has none.
 var defaultStrategy = graft.FixedRamp{Ramp: graft.Linear, Epochs: 50, Target: 1}
 
-// RequestGermination gives a dormant seed a blueprint and makes it Germinated. It returns an error
-// that names the seed when the seed is not dormant, or the slot, the kind or the strategy is not
-// valid. Then nothing has changed. The parameters of the slot stay as they are. Those that are all
-// 0 become the kind's identity start when the layer next runs. blueprints.Identity makes any others
-// so, and a [Network] that is given its [Slots] does all of this.
+// RequestGermination gives a dormant seed a blueprint and moves it to Germinated. If the seed is
+// not dormant, or the slot, size, kind or strategy is invalid, it returns an error that names the
+// seed and changes nothing.
+//
+// The parameters of the slot are not changed here. If they are all 0 when the layer next runs, they
+// become the identity start of the kind; otherwise, initialize them with blueprints.Identity. A
+// [Network] with [Slots] initializes them itself.
 func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 	l.mu.Lock()
-	defer l.unlockAndTell()
+	defer l.unlockAndDeliver()
 	return l.germinate(seed, r)
 }
 
@@ -45,13 +50,16 @@ func (l *Lattice) germinate(seed int, r GerminationRequest) error {
 	if what, err := l.checkBlueprint(r); err != nil {
 		return fmt.Errorf("state.%s: %w: seed %d: %s%w", method, ErrArgument, seed, what, err)
 	}
+
 	if r.Strategy == nil {
 		r.Strategy = defaultStrategy
 	}
+
 	strategy, err := l.intern(r.Strategy)
 	if err != nil {
 		return fmt.Errorf("state.%s: %w: seed %d: Strategy: %w", method, ErrArgument, seed, err)
 	}
+
 	s := l.seeds
 	s.slot[seed], s.kind[seed], s.strategy[seed] = uint16(r.Slot), uint8(r.Kind), strategy
 	if l.config.Site != blueprints.Chunk {
@@ -61,36 +69,40 @@ func (l *Lattice) germinate(seed int, r GerminationRequest) error {
 	return nil
 }
 
-// checkBlueprint returns an error unless a request fits the lattice's site, slots and their width,
-// and the field that it is about.
+// checkBlueprint returns an error, and the field it concerns, unless a request fits the lattice's
+// site, the number of its slots and their width.
 func (l *Lattice) checkBlueprint(r GerminationRequest) (field string, err error) {
 	if l.config.Site != blueprints.Chunk {
 		return l.checkGrowth(r)
 	}
+
 	slots := math.MaxUint16 + 1
 	if l.config.Slots > 0 {
 		slots = l.config.Slots
 	}
+
 	if r.Slot < 1 || r.Slot >= slots {
 		return "Slot ", fmt.Errorf("is %d, want 1 to %d (slot 0 means none)", r.Slot, slots-1)
 	}
 	if r.Size != 0 {
 		return "Size ",
-			fmt.Errorf("is %d, want 0: the width of the slots says how large a blueprint is",
+			fmt.Errorf("is %d, want 0: the slot width determines the size of a blueprint",
 				r.Size)
 	}
+
 	width := math.MaxInt32
 	if l.config.Width > 0 {
 		width = l.config.Width
 	}
+
 	size, err := blueprints.Size(r.Kind, l.hidden/l.n, width)
 	if err == nil && l.config.Width > 0 {
-		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // as which files will hold them
+		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // the parts as which files store the parameters
 	}
 	return "Kind: ", err
 }
 
-// checkGrowth is checkBlueprint elsewhere than on a chunk.
+// checkGrowth is the form of checkBlueprint for sites other than a chunk.
 func (l *Lattice) checkGrowth(r GerminationRequest) (field string, err error) {
 	b, err := blueprints.Lookup(r.Kind)
 	switch {
@@ -104,49 +116,57 @@ func (l *Lattice) checkGrowth(r GerminationRequest) (field string, err error) {
 	case r.Size < 1 || r.Size > math.MaxUint16:
 		return "Size ", fmt.Errorf("is %d, want 1 to %d", r.Size, math.MaxUint16)
 	}
+
 	return "", nil
 }
 
-// intern returns the index of s in the lattice's strategies, adding it when it is new.
+// intern returns the index of s in the lattice's table of strategies, adding s if it is new. A full
+// table reuses the place of a strategy that no seed has.
 func (l *Lattice) intern(s graft.Strategy) (uint8, error) {
 	entry, err := graft.NewEntry(s)
 	if err != nil {
 		return 0, err
 	}
+
 	for i, known := range l.strategies {
 		if known.Saved.Name == entry.Saved.Name &&
 			string(known.Saved.Params) == string(entry.Saved.Params) {
 			return uint8(i), nil
 		}
 	}
+
 	if len(l.strategies) <= math.MaxUint8 {
 		l.strategies = append(l.strategies, entry)
 		return uint8(len(l.strategies) - 1), nil
 	}
+
 	var used [math.MaxUint8 + 1]bool
 	for _, i := range l.seeds.strategy {
 		used[i] = true
 	}
+
 	for i, u := range used {
 		if !u {
 			l.strategies[i] = entry
 			return uint8(i), nil
 		}
 	}
+
 	return 0, fmt.Errorf("%d different strategies are in use, which is all a lattice can hold",
 		len(used))
 }
 
-// Transition moves a seed to another stage. It returns an error wrapping [ErrTransition] when the
-// table of stages does not allow it, or [ErrGate] when a threshold is not met. It names the seed
-// and both stages, and nothing has changed.
+// Transition moves a seed to another stage.
 //
-// Only [Lattice.RequestGermination] gives a seed a blueprint. [WithoutGates], a seed may become
-// Germinated this way too: it has slot 0, "none", and passes through every stage with t(x) = x.
-// With gates it may not.
+// It returns an error that names the seed and both stages, and changes nothing, if the table of
+// stages does not allow the transition ([ErrTransition]) or a threshold is not met ([ErrGate]).
+//
+// With gates, only [Lattice.RequestGermination] gives a seed a blueprint. A lattice made
+// [WithoutGates] also allows a transition from Dormant to Germinated: the seed then has slot 0,
+// "none", and passes through all stages with t(x) = x.
 func (l *Lattice) Transition(seed int, to Stage) error {
 	l.mu.Lock()
-	defer l.unlockAndTell()
+	defer l.unlockAndDeliver()
 	return l.transition(seed, to)
 }
 
@@ -161,6 +181,7 @@ func (l *Lattice) transition(seed int, to Stage) error {
 	return nil
 }
 
+// checkTransition returns an error unless the table and the gates allow the transition.
 func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 	from := Stage(l.seeds.stage[seed])
 	if !from.CanBecome(to) {
@@ -173,6 +194,7 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 			"grafted at a time", method,
 			ErrTransition, seed, other, Stage(l.seeds.stage[other]), l.config.Site)
 	}
+
 	if l.config.Gates {
 		if method == "Transition" && from == Dormant {
 			return fmt.Errorf("state.%s: %w: seed %d from %v to %v needs a blueprint: ask "+
@@ -184,11 +206,12 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 				ErrGate, seed, from, to, s)
 		}
 	}
+
 	return nil
 }
 
-// growing returns another seed than the given one that is grafted and not yet fossilized, in depth,
-// or −1. What the model was before a graft is kept for one.
+// growing returns another seed in depth that is grafted but not yet fossilized, or −1. The trainer
+// keeps the model from before a graft for one seed only.
 func (l *Lattice) growing(seed int) int {
 	if l.config.Site != blueprints.Depth {
 		return -1
@@ -201,7 +224,7 @@ func (l *Lattice) growing(seed int) int {
 	return -1
 }
 
-// checkCommand returns an error when there is no such seed or it is corrupt.
+// checkCommand returns an error if seed is out of range or corrupt.
 func (l *Lattice) checkCommand(method string, seed int) error {
 	if err := l.checkSeed(method, seed); err != nil {
 		return err
@@ -209,7 +232,7 @@ func (l *Lattice) checkCommand(method string, seed int) error {
 	return l.checkIntact(method, seed)
 }
 
-// enter puts a seed into a stage and starts the stage's counters.
+// enter moves a seed to a stage and resets the counters of the stage.
 func (l *Lattice) enter(seed int, to Stage) {
 	s, nan, from := l.seeds, float32(math.NaN()), Stage(l.seeds.stage[seed])
 	if n := len(s.past); n > 0 {
@@ -218,14 +241,17 @@ func (l *Lattice) enter(seed int, to Stage) {
 		}
 		s.past[0][seed] = Transition{Epoch: int(l.epoch), From: from, To: to}.Pack()
 	}
+
 	if to.Alive() && !from.Alive() {
 		l.users[s.slot[seed]]++
 	} else if from.Alive() && !to.Alive() {
 		l.users[s.slot[seed]]--
 	}
+
 	if !to.Grafted() {
 		delete(l.kept, seed)
 	}
+
 	s.stage[seed] = uint8(to)
 	s.epochsInStage[seed] = 0
 	s.lastUpdate[seed] = l.epoch
@@ -245,41 +271,46 @@ func (l *Lattice) enter(seed int, to Stage) {
 		s.alpha[seed] = 0
 		s.embargoUntil[seed] = uint32(min(uint64(l.epoch)+uint64(l.config.Embargo), math.MaxUint32))
 	}
+
 	l.seal(seed, seed+1)
-	l.tell(Event{Kind: StageChanged, Seed: seed, Epoch: int(l.epoch), From: from, To: to})
+	l.notify(Event{Kind: StageChanged, Seed: seed, Epoch: int(l.epoch), From: from, To: to})
 }
 
-// Transitions returns a seed's last transitions, the latest first, as many as [WithTransitions]
-// keeps.
+// Transitions returns the most recent transitions of a seed, latest first, up to the number set by
+// [WithTransitions].
 func (l *Lattice) Transitions(seed int) ([]Transition, error) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	if err := l.checkSeed("Transitions", seed); err != nil {
 		return nil, err
 	}
+
 	var all []Transition
 	for _, p := range l.seeds.past {
-		if p[seed] != 0 { // which would be from Dormant to Dormant
+		if p[seed] != 0 { // 0 marks an unused entry
 			all = append(all, lifecycle.Unpack(p[seed]))
 		}
 	}
+
 	return all, nil
 }
 
-// Mute takes a seed out of forward passes, or puts it back: while it is muted they see it as
-// Dormant, whatever its stage. It is for comparing what the model does with the seed and without
-// it, is not saved, and no reason for an event.
-func (l *Lattice) Mute(seed int, muted bool) error { return l.pose("Mute", seed, Dormant, muted) }
+// Mute hides a seed from forward passes, which treat it as Dormant whatever its stage, or ends
+// that. Muting serves to compare the model with and without the seed. It is not saved and causes no
+// event.
+func (l *Lattice) Mute(seed int, muted bool) error { return l.override("Mute", seed, Dormant, muted) }
 
-// Probe has forward passes see a seed that trains as if it were FineTuning, y = t(x), or ends that.
-// It is for measuring what the blueprint would do to the model, is not saved, and no reason for an
-// event. A seed of any other stage is an error.
-func (l *Lattice) Probe(seed int, on bool) error { return l.pose("Probe", seed, FineTuning, on) }
+// Probe makes forward passes treat a seed in Training as if it were FineTuning, with y = t(x), or
+// ends that. Probing serves to measure the effect that the blueprint would have. It is not saved
+// and causes no event. Probing a seed in another stage is an error.
+func (l *Lattice) Probe(seed int, on bool) error { return l.override("Probe", seed, FineTuning, on) }
 
-// pose has forward passes see a seed in another stage than it is in, or ends that.
-func (l *Lattice) pose(method string, seed int, as Stage, on bool) error {
+// override makes forward passes see a seed in another stage than its own, or ends that.
+func (l *Lattice) override(method string, seed int, as Stage, on bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+
 	if err := l.checkSeed(method, seed); err != nil {
 		return err
 	}
@@ -287,20 +318,22 @@ func (l *Lattice) pose(method string, seed int, as Stage, on bool) error {
 		return fmt.Errorf("state.%s: %w: seed %d is %v, want Training", method,
 			ErrArgument, seed, stage)
 	}
-	if l.posed == nil {
-		l.posed = map[int]Stage{}
+
+	if l.overrides == nil {
+		l.overrides = map[int]Stage{}
 	}
-	if delete(l.posed, seed); on {
-		l.posed[seed] = as
+
+	if delete(l.overrides, seed); on {
+		l.overrides[seed] = as
 	}
 	return nil
 }
 
-// Recycle returns a seed whose blueprint's life is over to Dormant. It returns an error wrapping
-// [ErrTransition] when it is not over, or [ErrEmbargo] when it ended too few epochs ago.
+// Recycle makes a seed dormant again after its blueprint's life is over. It returns an error
+// wrapping [ErrTransition] if the life is not over, or [ErrEmbargo] if it ended too recently.
 func (l *Lattice) Recycle(seed int) error {
 	l.mu.Lock()
-	defer l.unlockAndTell()
+	defer l.unlockAndDeliver()
 	return l.recycle(seed)
 }
 
@@ -308,6 +341,7 @@ func (l *Lattice) recycle(seed int) error {
 	if err := l.checkCommand("Recycle", seed); err != nil {
 		return err
 	}
+
 	s := l.seeds
 	if from := Stage(s.stage[seed]); !from.Ended() {
 		return fmt.Errorf("state.Recycle: %w: seed %d is %v, want Culled, Cancelled or RolledBack",
@@ -318,16 +352,19 @@ func (l *Lattice) recycle(seed int) error {
 			ErrEmbargo, seed,
 			Stage(s.stage[seed]), until, l.epoch)
 	}
+
 	s.slot[seed], s.kind[seed], s.strategy[seed] = 0, 0, 0
 	l.enter(seed, Dormant)
 	return nil
 }
 
-// SetAlpha sets a seed's own α, for grafting by hand. Stages Grafting, Stabilization and Evaluating
-// blend with it, and in Grafting the seed's strategy, unless it has finished, goes on from there.
-// Set in Germinated or Training, it is where grafting will begin. The other stages have an α of
-// their own, 0 or 1, and there it changes nothing but [SeedReport.LastUpdate]. It returns an error
-// when alpha is not in [0, 1].
+// SetAlpha sets a seed's own α, for grafting by hand. It returns an error unless alpha is in [0,
+// 1].
+//
+// Stages Grafting, Stabilization and Evaluating blend with this α, and in Grafting the seed's
+// strategy continues from it unless it has finished. An α set in Germinated or Training is the
+// start of the grafting. The other stages have a fixed α of 0 or 1; there, SetAlpha only changes
+// [SeedReport.LastUpdate].
 func (l *Lattice) SetAlpha(seed int, alpha float64) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -348,7 +385,7 @@ func (l *Lattice) setAlpha(seed int, alpha float64) error {
 	return nil
 }
 
-// evidence gathers what the gates judge a seed by.
+// evidence collects the figures that the gates of a seed judge.
 func (l *Lattice) evidence(seed int) Evidence {
 	s, base := l.seeds, float64(l.seeds.basePerformance[seed])
 	e := Evidence{
@@ -363,17 +400,19 @@ func (l *Lattice) evidence(seed int) Evidence {
 		Stability:     fromFloat16(s.stability[seed]),
 		Errors:        int(s.stageErrors[seed]),
 	}
-	if l.config.Site == blueprints.Depth { // whose blueprints have learnt before they are planted
+
+	if l.config.Site == blueprints.Depth { // blocks are copies of trained ones, so they have no training error
 		e.TrainingError = 0
 	}
+
 	if s.stageTrials[seed] > 0 {
 		e.ErrorRate = float64(s.stageErrors[seed]) / float64(s.stageTrials[seed])
 	}
 	return e
 }
 
-// learns reports whether a seed's blueprint learns: by its own parameters where they have been
-// reported, and else by the gradient of its chunk.
+// learns reports whether a seed's blueprint learns: by its parameters if they were reported,
+// otherwise by the gradient of its chunk.
 func (l *Lattice) learns(seed int) bool {
 	switch liveness(l.seeds.learning[seed]) {
 	case changing:

@@ -21,11 +21,11 @@ import (
 
 const stages = 11
 
-// table is KASMINA.md's table of transitions.
+// table is the table of transitions from the specification.
 var table = map[state.Stage][]state.Stage{0: {1}, 1: {2, 9}, 2: {3, 8, 9}, 3: {4, 10}, 4: {5, 10},
 	5: {6, 8, 10}, 6: {7, 8, 10}}
 
-// route leads a dormant seed to each stage.
+// route lists the stages that lead a dormant seed to each stage.
 var route = [stages][]state.Stage{{}, {1}, {1, 2}, {1, 2, 3}, {1, 2, 3, 4}, {1, 2, 3, 4, 5},
 	{1, 2, 3, 4, 5, 6}, {1, 2, 3, 4, 5, 6, 7},
 	{1, 2, 8}, {1, 9}, {1, 2, 3, 10}}
@@ -69,6 +69,8 @@ func bytesOf(t testing.TB, l *state.Lattice) string {
 	return string(b)
 }
 
+// TestAllTransitions tries every transition and checks that only the table's transitions are
+// allowed.
 func TestAllTransitions(t *testing.T) {
 	for from := state.Stage(0); from < stages; from++ {
 		for to := state.Stage(0); to < stages; to++ {
@@ -80,6 +82,7 @@ func TestAllTransitions(t *testing.T) {
 			if got := from.CanBecome(to); got != allowed {
 				t.Errorf("%v.CanBecome(%v) is %v", from, to, got)
 			}
+
 			if allowed {
 				if got, _ := l.Stage(1); err != nil || got != to {
 					t.Errorf("%v to %v: error %v, stage %v", from, to, err, got)
@@ -90,6 +93,7 @@ func TestAllTransitions(t *testing.T) {
 			} else if bytesOf(t, l) != before {
 				t.Errorf("%v to %v: the refused transition changed the lattice", from, to)
 			}
+
 			if err := l.Verify(); err != nil {
 				t.Error(err)
 			}
@@ -97,7 +101,8 @@ func TestAllTransitions(t *testing.T) {
 	}
 }
 
-// TestRefusedTransitionSaysTheWay wants an error to say where a seed can go.
+// TestRefusedTransitionSaysTheWay checks that the error of a refused transition lists the possible
+// ones.
 func TestRefusedTransitionSaysTheWay(t *testing.T) {
 	for from, want := range map[state.Stage]string{
 		state.Dormant:    "RequestGermination",
@@ -125,6 +130,7 @@ func TestTransitionOutOfRange(t *testing.T) {
 			}
 		}
 	}
+
 	if err := l.Transition(0, 200); !errors.Is(err, state.ErrTransition) ||
 		!strings.Contains(err.Error(), "Stage(200)") {
 		t.Errorf("stage 200: error %v", err)
@@ -159,6 +165,7 @@ func TestRequestGermination(t *testing.T) {
 			t.Errorf("%+v: the refused request changed the lattice", c.r)
 		}
 	}
+
 	if err := l.RequestGermination(2, state.GerminationRequest{Slot: 2,
 		Kind: blueprints.ConvFilter}); err != nil {
 		t.Fatal(err)
@@ -198,18 +205,21 @@ func TestAlphaByStage(t *testing.T) {
 		if err := l.SetAlpha(0, 0.375); err != nil {
 			t.Fatal(err)
 		}
+
 		var p state.Pass
 		l.Begin(&p, true)
 		if float64(p.Alpha[0]) != want {
 			t.Errorf("a pass in %v goes by α = %v, want %v", stage, p.Alpha[0], want)
 		}
-		if stage == state.Training { // the parameters learn as if blended, but the output is x
+
+		if stage == state.Training { // the parameters learn as if blended in, but the output is x
 			want = 0
 		}
 		if got := l.Report().Seeds[0].Alpha; got != want {
 			t.Errorf("%v reports α = %v, want %v", stage, got, want)
 		}
 	}
+
 	l := lattice(t, 1, 4)
 	for _, alpha := range []float64{-0.001, 1.001, math.NaN(), math.Inf(1)} {
 		if err := l.SetAlpha(0, alpha); !errors.Is(err, state.ErrArgument) ||
@@ -235,6 +245,7 @@ func TestFixedRamps(t *testing.T) {
 		if err := l.RequestGermination(1, r); err != nil {
 			t.Fatal(err)
 		}
+
 		for _, to := range []state.Stage{state.Training, state.Grafting} {
 			epochs(t, l, 3)
 			if got := l.Report().Seeds[1].Alpha; got != 0 {
@@ -244,6 +255,7 @@ func TestFixedRamps(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+
 		for e := 0; e <= n+3; e++ {
 			want := target * height(min(1, float64(e)/n))
 			if got := l.Report().Seeds[1].Alpha; math.Abs(got-want) > 1e-7 {
@@ -255,9 +267,11 @@ func TestFixedRamps(t *testing.T) {
 				t.Errorf("ramp %d: epoch %d gives the events %v", ramp, e+1, events)
 			}
 		}
+
 		if err := errors.Join(l.Transition(1, state.Stabilization), l.Verify()); err != nil {
 			t.Fatal(err)
 		}
+
 		epochs(t, l, 5)
 		if got := l.Report().Seeds[1].Alpha; got != target {
 			t.Errorf("α in Stabilization is %v, want %v as it was held", got, target)
@@ -271,7 +285,8 @@ func TestFixedRamps(t *testing.T) {
 	}
 }
 
-// erratic is a strategy that answers what a lattice must not take as it is: its fields, in turn.
+// erratic is a strategy with answers that a lattice has to correct: it returns the values of its
+// fields in turn.
 type erratic struct{ Answers []float64 }
 
 func (erratic) Name() string { return "erratic" }
@@ -286,9 +301,11 @@ func TestStrategiesAreKeptInBounds(t *testing.T) {
 	if errErratic != nil {
 		t.Fatal(errErratic)
 	}
+
 	l := lattice(t, 1, 1, state.WithoutGates())
-	// JSON, in which strategies are saved, has no NaN: -99 stands in for a falling α here, and
-	// broken below for a NaN.
+
+	// Strategies are saved as JSON, which has no NaN. Here −99 represents a falling α; the strategy
+	// broken below returns NaN.
 	answers := []float64{0.25, 0.125, -99, 0.5, 7, 0.5}
 	if err := l.RequestGermination(0, state.GerminationRequest{Slot: 1,
 		Strategy: erratic{answers}}); err != nil {
@@ -298,6 +315,7 @@ func TestStrategiesAreKeptInBounds(t *testing.T) {
 		l.Transition(0, state.Grafting)); err != nil {
 		t.Fatal(err)
 	}
+
 	for i, want := range []float64{0.25, 0.25, 0.25, 0.5, 1, 1} {
 		epochs(t, l, 1)
 		if got := l.Report().Seeds[0].Alpha; got != want {
@@ -306,7 +324,7 @@ func TestStrategiesAreKeptInBounds(t *testing.T) {
 	}
 }
 
-// broken is a strategy without an answer.
+// broken is a strategy that returns NaN.
 type broken struct{}
 
 func (broken) Name() string { return "broken" }
@@ -321,6 +339,7 @@ func TestStrategyWithoutAnswer(t *testing.T) {
 	if errBroken != nil {
 		t.Fatal(errBroken)
 	}
+
 	l := lattice(t, 1, 1, state.WithoutGates())
 	err := errors.Join(l.RequestGermination(0,
 		state.GerminationRequest{Slot: 1, Strategy: broken{}}),
@@ -350,13 +369,15 @@ func TestManyStrategies(t *testing.T) {
 			break
 		}
 	}
+
 	if full < 250 {
 		t.Fatalf("the table is full at seed %d", full)
 	}
-	if err := request(full, 1000); err != nil { // one that is known
+	if err := request(full, 1000); err != nil { // a known strategy still fits
 		t.Error(err)
 	}
-	// frees the place of 1007
+
+	// This frees the place of strategy 1007.
 	if err := errors.Join(l.Transition(7, state.Cancelled), l.Recycle(7),
 		request(7, 5000)); err != nil {
 		t.Error(err)
@@ -373,6 +394,7 @@ func TestEmbargo(t *testing.T) {
 		l.Transition(0, state.Cancelled)); err != nil {
 		t.Fatal(err)
 	}
+
 	for e := range 3 {
 		if err := l.Recycle(0); !errors.Is(err, state.ErrEmbargo) || !strings.Contains(err.Error(),
 			"seed 0 is Cancelled until epoch 8") {
@@ -384,6 +406,7 @@ func TestEmbargo(t *testing.T) {
 			t.Errorf("epoch %d of the embargo gives the events %v", e+1, events)
 		}
 	}
+
 	if err := l.Recycle(0); err != nil {
 		t.Fatal(err)
 	}
@@ -395,7 +418,8 @@ func TestEmbargo(t *testing.T) {
 	}
 }
 
-// Without an embargo, too, those who listen learn that a seed may be recycled, once.
+// TestNoEmbargo checks that listeners are told once that a seed may be recycled, even without an
+// embargo.
 func TestNoEmbargo(t *testing.T) {
 	l := lattice(t, 2, 4, state.WithoutGates(), state.WithEmbargo(0))
 	if err := errors.Join(l.RequestGermination(1, state.GerminationRequest{Slot: 1}),
@@ -408,9 +432,9 @@ func TestNoEmbargo(t *testing.T) {
 	}
 }
 
-// A recycled seed starts anew: nothing that was reported of its last blueprint counts for the next
-// one.
-func TestRecycledSeedStartsAnew(t *testing.T) {
+// TestRecycledSeedStartsFresh checks that nothing reported of a seed's previous blueprint counts
+// for the next one.
+func TestRecycledSeedStartsFresh(t *testing.T) {
 	thresholds := state.DefaultThresholds()
 	thresholds.MinEpochs = [stages]int{}
 	l := lattice(t, 1, 1, state.WithThresholds(thresholds), state.WithEmbargo(0))
@@ -420,6 +444,7 @@ func TestRecycledSeedStartsAnew(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	request := func() error {
 		return l.RequestGermination(0, state.GerminationRequest{Slot: 1,
 			Strategy: erratic{slices.Repeat([]float64{0.5}, 9)}})
@@ -428,6 +453,7 @@ func TestRecycledSeedStartsAnew(t *testing.T) {
 	if err := errors.Join(request(), to(state.Training)); err != nil {
 		t.Fatal(err)
 	}
+
 	report(state.SeedMetrics{TrainingError: 0.001, Performance: 50, Errors: 9, Trials: 9})
 	if err := errors.Join(to(state.Grafting), to(state.Stabilization),
 		to(state.Evaluating)); err != nil {
@@ -436,6 +462,7 @@ func TestRecycledSeedStartsAnew(t *testing.T) {
 	if err := to(state.Culled); !errors.Is(err, state.ErrGate) {
 		t.Errorf("errors made in training cull a seed in evaluation: %v", err)
 	}
+
 	report(state.SeedMetrics{Performance: 1, Errors: 6, Trials: 6})
 	if err := errors.Join(to(state.Culled), l.Recycle(0), request(),
 		to(state.Training)); err != nil {
@@ -447,10 +474,12 @@ func TestRecycledSeedStartsAnew(t *testing.T) {
 	if s := l.Report().Seeds[0]; s.Performance != 0 || s.Stability != 0 || s.Alpha != 0 {
 		t.Errorf("the new blueprint reports %+v", s)
 	}
+
 	report(state.SeedMetrics{TrainingError: 0.001, Performance: 2, Stability: 1})
 	if err := to(state.Grafting); err != nil {
 		t.Fatal(err)
 	}
+
 	memory := func() any {
 		for _, a := range l.Arrays() {
 			if a.Name == "memory_0" {
@@ -459,8 +488,9 @@ func TestRecycledSeedStartsAnew(t *testing.T) {
 		}
 		return nil
 	}
+
 	epochs(t, l, 1)
-	if got := memory(); got != float32(1) { // erratic adds 1 in each epoch of grafting
+	if got := memory(); got != float32(1) { // erratic adds 1 in every epoch of grafting
 		t.Errorf("the strategy's memory is %v after one epoch, want 1", got)
 	}
 	if err := errors.Join(to(state.RolledBack), l.Recycle(0), request()); err != nil {
@@ -472,18 +502,21 @@ func TestRecycledSeedStartsAnew(t *testing.T) {
 	if err := errors.Join(to(state.Training)); err != nil {
 		t.Fatal(err)
 	}
+
 	report(state.SeedMetrics{TrainingError: 0.001, Performance: 3, Stability: 1})
 	if err := errors.Join(to(state.Grafting), to(state.Stabilization),
 		to(state.Evaluating)); err != nil {
 		t.Fatal(err)
 	}
+
 	report(state.SeedMetrics{Performance: 3, Stability: 1})
 	report(state.SeedMetrics{Performance: 3.02, Stability: 1})
 	if err := to(state.FineTuning); err != nil {
 		t.Fatal(err)
 	}
-	// 3.02 is less than 1 % better than the 3 that this blueprint began with, though more than the
-	// 2 of the one before.
+
+	// 3.02 is less than 1 % better than 3, the first score of this blueprint, though it is more
+	// than 1 % better than 2, the first score of the previous one.
 	if err := to(state.Fossilized); !errors.Is(err, state.ErrGate) {
 		t.Errorf("the improvement counts from the last blueprint's performance: %v", err)
 	}
@@ -510,6 +543,7 @@ func TestOptionErrors(t *testing.T) {
 			t.Errorf("error %v, want one with %q", err, text)
 		}
 	}
+
 	for _, c := range [][2]int{{0, 4}, {4, 0}, {3, 4}, {-1, 4}, {4, -8}, {8, 4}} {
 		if l, err := state.NewLattice(c[0], c[1]); l != nil || err == nil ||
 			!strings.Contains(err.Error(),
@@ -519,7 +553,8 @@ func TestOptionErrors(t *testing.T) {
 	}
 }
 
-// TestSeedsBeyondTheMemory wants a lattice that no memory holds to be refused before it takes any.
+// TestSeedsBeyondTheMemory checks that a lattice that does not fit into memory is refused before
+// anything is allocated.
 func TestSeedsBeyondTheMemory(t *testing.T) {
 	const most = math.MaxUint32
 	if has.Check("the seeds take", 100*most) == nil {
@@ -543,6 +578,7 @@ func TestZeroLattice(t *testing.T) {
 	if _, err := l.MarshalBinary(); err == nil {
 		t.Error("a lattice without seeds is marshalled")
 	}
+
 	var p state.Pass
 	l.Begin(&p, true)
 	if err := l.RecordHealth(&p, nil); err == nil {
@@ -554,8 +590,8 @@ func TestZeroLattice(t *testing.T) {
 	}
 }
 
-// Commands, passes, reports and epochs may come from any goroutine; the race detector and the
-// checksums watch.
+// TestConcurrentUse runs commands, passes, reports and epochs on several goroutines at once. The
+// race detector and the checksums detect interference.
 func TestConcurrentUse(t *testing.T) {
 	l := lattice(t, 64, 256, state.WithoutGates(), state.WithEmbargo(0),
 		state.WithTelemetry(state.Telemetry{Mode: state.Debug}))
@@ -569,6 +605,7 @@ func TestConcurrentUse(t *testing.T) {
 			}
 		}()
 	}
+
 	for worker := range 3 {
 		loop(func(i int) { // each worker owns every third seed, so its commands succeed
 			seed := (3*i + worker) % 63
@@ -576,16 +613,19 @@ func TestConcurrentUse(t *testing.T) {
 				state.GerminationRequest{Slot: 1 + i}); err != nil {
 				t.Error(err)
 			}
+
 			for _, to := range []state.Stage{state.Training, state.Grafting, state.RolledBack} {
 				if err := errors.Join(l.Transition(seed, to), l.SetAlpha(seed, 0.5)); err != nil {
 					t.Error(err)
 				}
 			}
+
 			if err := l.Recycle(seed); err != nil {
 				t.Error(err)
 			}
 		})
 	}
+
 	loop(func(int) {
 		var p state.Pass
 		l.Begin(&p, true)
@@ -602,6 +642,7 @@ func TestConcurrentUse(t *testing.T) {
 			t.Error(err)
 		}
 	})
+
 	loop(func(int) {
 		if err := l.Verify(); err != nil {
 			t.Error(err)
@@ -612,6 +653,7 @@ func TestConcurrentUse(t *testing.T) {
 			t.Error(err)
 		}
 	})
+
 	loop(func(i int) {
 		if _, err := l.StepEpoch(state.Metrics{Loss: 1,
 			Seeds: []state.SeedMetrics{{Seed: i}}}); err != nil {
@@ -622,6 +664,7 @@ func TestConcurrentUse(t *testing.T) {
 			t.Error(err)
 		}
 	})
+
 	wg.Wait()
 	if err := l.Verify(); err != nil {
 		t.Error(err)
@@ -632,24 +675,27 @@ func TestConcurrentUse(t *testing.T) {
 	}
 }
 
-// LearningSlots follows the stages of all seeds of a slot.
+// TestLearningSlots checks that LearningSlots follows the stages of all seeds of a slot.
 func TestLearningSlots(t *testing.T) {
 	l, err := state.NewLattice(6, 12, state.WithoutGates(), state.WithSlots(4))
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	want := func(learning ...bool) {
 		t.Helper()
 		if got := l.LearningSlots(); !slices.Equal(got, learning) {
 			t.Errorf("slots that learn: %v, want %v", got, learning)
 		}
 	}
+
 	do := func(errs ...error) {
 		t.Helper()
 		if err := errors.Join(errs...); err != nil {
 			t.Fatal(err)
 		}
 	}
+
 	want(false, false, false, false)
 	do(l.RequestGermination(0, state.GerminationRequest{Slot: 2}),
 		l.RequestGermination(5, state.GerminationRequest{Slot: 2}),
@@ -665,7 +711,8 @@ func TestLearningSlots(t *testing.T) {
 	want(false, false, false, true)
 }
 
-// TestGatesOfALattice takes a seed through its life with evidence from metrics alone.
+// TestGatesOfALattice takes a seed through its whole life with gates, on evidence from metrics
+// alone.
 func TestGatesOfALattice(t *testing.T) {
 	l := lattice(t, 2, 4)
 	report := func(loss float64, m state.SeedMetrics) []state.Event {
@@ -677,6 +724,7 @@ func TestGatesOfALattice(t *testing.T) {
 		}
 		return e
 	}
+
 	shut := func(to state.Stage, why string) {
 		t.Helper()
 		if err := l.Transition(1, to); !errors.Is(err, state.ErrGate) ||
@@ -686,25 +734,30 @@ func TestGatesOfALattice(t *testing.T) {
 			t.Errorf("to %v: error %v, want %q", to, err, why)
 		}
 	}
+
 	open := func(to state.Stage) {
 		t.Helper()
 		if err := l.Transition(1, to); err != nil {
 			t.Error(err)
 		}
 	}
+
 	if err := l.RequestGermination(1, state.GerminationRequest{Slot: 1}); err != nil {
 		t.Fatal(err)
 	}
+
 	open(state.Training)
 	shut(state.Grafting, "more epochs in the stage (it has 0, the threshold is 100)")
 	for range 100 {
 		report(2, state.SeedMetrics{TrainingError: math.NaN(), Performance: 10})
 	}
+
 	shut(state.Grafting, "(it has none measured, the threshold is 0.01)")
 	if e := report(1.9, state.SeedMetrics{TrainingError: 0.01, Performance: 10}); len(e) != 1 ||
 		e[0].Kind != state.GateOpened || e[0].To != state.Grafting || e[0].Seed != 1 {
 		t.Errorf("events %v, want that the gate to Grafting opened", e)
 	}
+
 	open(state.Grafting)
 	epochs(t, l, 50)
 	open(state.Stabilization)
@@ -713,6 +766,7 @@ func TestGatesOfALattice(t *testing.T) {
 	for range 30 {
 		report(1.8, state.SeedMetrics{Performance: 10, Stability: 0.8})
 	}
+
 	shut(state.FineTuning, "delta (it has 0, the threshold is 0)")
 	shut(state.Culled, "failed evaluation")
 	report(1.8, state.SeedMetrics{Performance: 9.94, Stability: 0.8})
@@ -720,6 +774,7 @@ func TestGatesOfALattice(t *testing.T) {
 	if l.Begin(&p, true); p.Stage[1] != state.Evaluating {
 		t.Fatal(p.Stage)
 	}
+
 	report(1.8, state.SeedMetrics{Performance: 10.1, Stability: 0.8})
 	open(state.FineTuning)
 	epochs(t, l, 50)
@@ -736,8 +791,8 @@ func TestGatesOfALattice(t *testing.T) {
 	}
 }
 
-// Straight-through training has no error of its own: a falling loss and live gradients open its
-// gate.
+// TestStraightThroughGate checks that a falling loss and live gradients open the gate of
+// straight-through training, which has no training error.
 func TestStraightThroughGate(t *testing.T) {
 	for _, c := range []struct {
 		last, norm float64
@@ -748,6 +803,7 @@ func TestStraightThroughGate(t *testing.T) {
 			l.Transition(0, state.Training)); err != nil {
 			t.Fatal(err)
 		}
+
 		var p state.Pass
 		l.Begin(&p, true)
 		sample := func(int) state.GradientSample {
@@ -757,6 +813,7 @@ func TestStraightThroughGate(t *testing.T) {
 		if err := l.RecordGradient(&p, sample); err != nil {
 			t.Fatal(err)
 		}
+
 		for e := range 101 {
 			loss := 2.0
 			if e > 0 {
@@ -766,6 +823,7 @@ func TestStraightThroughGate(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+
 		if err := l.Transition(0, state.Grafting); (err == nil) != c.open {
 			t.Errorf("loss 2 then %v, gradient norm %v: error %v", c.last, c.norm, err)
 		}
@@ -793,8 +851,8 @@ func TestMetricsErrors(t *testing.T) {
 	}
 }
 
-// TestHugeMetrics reports finite figures beyond the range of float32, as a run that diverges in float64
-// does. The lattice must be able to load what it saves.
+// TestHugeMetrics reports finite figures beyond the range of float32, as a run that diverges in
+// float64 does, and checks that the saved lattice can be loaded.
 func TestHugeMetrics(t *testing.T) {
 	l := lattice(t, 2, 4)
 	_, err := l.StepEpoch(state.Metrics{Loss: 1e300,
@@ -805,7 +863,7 @@ func TestHugeMetrics(t *testing.T) {
 	require.NoError(t, lattice(t, 2, 4).UnmarshalBinary(saved))
 }
 
-// TestThresholds wants a lattice to tell its thresholds, and whether it goes by them.
+// TestThresholds checks that a lattice returns its thresholds and whether it has gates.
 func TestThresholds(t *testing.T) {
 	given := state.DefaultThresholds().Within(100)
 	have, gated := lattice(t, 2, 4, state.WithThresholds(given)).Thresholds()
@@ -815,15 +873,15 @@ func TestThresholds(t *testing.T) {
 	require.False(t, gated)
 }
 
-// TestGateLooksAtTheBlueprint wants seeds whose own parameters do not learn to stay out of
-// grafting, whatever the host's loss and their chunk's gradient. Those that learn and do no harm,
-// or ever less, pass.
+// TestGateLooksAtTheBlueprint checks that a seed is kept out of grafting while its parameters do
+// not learn, whatever the host's loss and its chunk's gradient, and that it passes if they do and
+// its training error is low or falling.
 func TestGateLooksAtTheBlueprint(t *testing.T) {
 	thresholds := state.DefaultThresholds()
 	thresholds.MinEpochs[state.Training] = 3
 	for name, c := range map[string]struct {
 		parameters func(epoch int) []float64
-		errors     []float64 // of the epochs
+		errors     []float64 // training errors by epoch
 		open       bool
 	}{
 		"all are 0": {func(int) []float64 {
@@ -865,6 +923,7 @@ func TestGateLooksAtTheBlueprint(t *testing.T) {
 						Unscored: true, Parameters: c.parameters(epoch)}}})
 				require.NoError(t, err)
 			}
+
 			require.Equal(t, c.open, l.Report().Seeds[1].CanAdvance)
 			missing, err := l.Shortfall(1)
 			require.NoError(t, err)
@@ -879,7 +938,8 @@ func TestGateLooksAtTheBlueprint(t *testing.T) {
 	}
 }
 
-// TestShortfall wants a lattice to say what a seed lacks, and nothing where no gate is shut.
+// TestShortfall checks that a lattice names the condition that a seed does not meet, and nothing if
+// no gate is shut.
 func TestShortfall(t *testing.T) {
 	l := lattice(t, 2, 4)
 	request := state.GerminationRequest{Slot: 1, Kind: blueprints.Residual}
@@ -888,12 +948,11 @@ func TestShortfall(t *testing.T) {
 	missing, err := l.Shortfall(1)
 	require.NoError(t, err)
 	require.Equal(t, "more epochs in the stage (it has 0, the threshold is 100)", missing.String())
-	missing, err = l.Shortfall(0) // which is dormant
+	missing, err = l.Shortfall(0) // the seed is dormant
 	require.NoError(t, err)
 	require.Equal(t, "nothing", missing.String())
 	_, err = l.Shortfall(2)
 	require.ErrorIs(t, err, state.ErrSeed)
-
 	free := lattice(t, 2, 4, state.WithoutGates())
 	send(t, free, 1, state.Evaluating)
 	missing, err = free.Shortfall(1)
@@ -901,8 +960,8 @@ func TestShortfall(t *testing.T) {
 	require.Equal(t, state.Shortfall{}, missing)
 }
 
-// TestNothingWalksOn wants no seed to advance that nobody has given a blueprint.
-func TestNothingWalksOn(t *testing.T) {
+// TestDormantSeedCannotAdvance checks that no seed advances without a blueprint.
+func TestDormantSeedCannotAdvance(t *testing.T) {
 	thresholds := state.DefaultThresholds()
 	clear(thresholds.MinEpochs[:])
 	for _, opts := range [][]state.Option{{state.WithThresholds(thresholds)},
@@ -919,16 +978,17 @@ func TestNothingWalksOn(t *testing.T) {
 		}
 		require.Equal(t, state.Dormant, l.Report().Seeds[0].Stage)
 	}
+
 	l := lattice(t, 2, 4, state.WithThresholds(thresholds))
 	require.ErrorContains(t, l.Transition(0, state.Germinated), "RequestGermination")
 }
 
-// TestMetricsRefused wants metrics that cannot be to change nothing.
+// TestMetricsRefused checks that invalid metrics change nothing.
 func TestMetricsRefused(t *testing.T) {
 	l := lattice(t, 2, 4)
 	for want, seeds := range map[string][]state.SeedMetrics{
-		"two metrics of seed 1": {{Seed: 1}, {Seed: 0}, {Seed: 1}},
-		"3 errors in 2 trials":  {{Seed: 1, Trials: 2, Errors: 3}},
+		"seed 1 has two entries": {{Seed: 1}, {Seed: 0}, {Seed: 1}},
+		"3 errors in 2 trials":   {{Seed: 1, Trials: 2, Errors: 3}},
 	} {
 		_, err := l.StepEpoch(state.Metrics{Seeds: seeds})
 		require.ErrorIs(t, err, state.ErrArgument)

@@ -1,10 +1,10 @@
 package state
 
 // Mark saves what passes measure of the network's seeds and returns a function that restores it, as
-// if the passes in between had not run. A training step that fails before its update calls it. The
-// ring of reports keeps those passes. A mark is good until the next one.
+// if later passes had not run. A training step that fails before its update uses it. The ring of
+// reports still contains those passes. A mark is valid until the next call of Mark.
 func (n *Network) Mark() (restore func()) {
-	n = n.orNone()
+	n = n.orEmpty()
 	for _, l := range n.layers {
 		l.Lattice.mark()
 	}
@@ -15,19 +15,21 @@ func (n *Network) Mark() (restore func()) {
 	}
 }
 
-// marked is what passes measure of a lattice's seeds, saved by Mark.
+// marked is a snapshot of the figures that passes measure.
 type marked struct {
-	of      *seedState // the seeds that columns refer to
+	of      *seedState // the seeds that columns point into
 	step    uint64
 	columns []markedColumn
 }
 
-// markedColumn is a field of all seeds with a copy, whose memory the next mark uses again.
+// markedColumn is a field of all seeds together with a copy. The next mark reuses the memory of the
+// copy.
 type markedColumn interface {
 	save()
 	restore()
 }
 
+// column is a markedColumn of elements of one type.
 type column[T any] struct {
 	field *[]T
 	copy  []T
@@ -54,9 +56,11 @@ func (s *seedState) measured() []markedColumn {
 func (l *Lattice) mark() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+
 	if l.n == 0 {
 		return
 	}
+
 	if l.marked.of != l.seeds {
 		l.marked = marked{of: l.seeds, columns: l.seeds.measured()}
 	}
@@ -69,16 +73,20 @@ func (l *Lattice) mark() {
 func (l *Lattice) unmark() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+
 	if l.n == 0 || l.marked.of != l.seeds {
 		return
 	}
+
 	l.step = l.marked.step
 
-	// Seeds that did not match their checksums before do not match them afterwards.
+	// Restoring must not hide corruption: a seed that did not match its checksum before does not
+	// match it afterwards.
 	found := l.sums.Faults(0, l.n, l.seeds.crc)
 	for _, c := range l.marked.columns {
 		c.restore()
 	}
+
 	l.seal(0, l.n)
 	for _, bad := range found {
 		l.seeds.crc[bad.Row] ^= bad.Syndrome

@@ -13,20 +13,20 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// seedModel is what the specification says of a seed, written out a second time.
+// seedModel is a second, independent implementation of the specification of a seed.
 type seedModel struct {
 	stage    state.Stage
 	slot     int
 	kind     blueprints.Kind
-	alpha    float64 // its own
+	alpha    float64 // the seed's own α
 	epochs   int
-	embargo  int // epoch from which it may be recycled
+	embargo  int // first epoch of a possible Recycle
 	ramp     graft.FixedRamp
 	finished bool
 	past     []state.Transition
 }
 
-// latticeModel predicts what a lattice does with each command.
+// latticeModel predicts the effect of each command on a lattice.
 type latticeModel struct {
 	epoch int
 	seeds []seedModel
@@ -43,6 +43,7 @@ func (m *latticeModel) move(seed int, to state.Stage) error {
 	if !slices.Contains(table[s.stage], to) {
 		return state.ErrTransition
 	}
+
 	least := map[state.Stage]int{state.Training: modelMinEpochs, state.Grafting: modelMinEpochs,
 		state.Evaluating: modelMinEpochs}[s.stage]
 	if to != state.RolledBack && s.epochs < least {
@@ -51,7 +52,7 @@ func (m *latticeModel) move(seed int, to state.Stage) error {
 	if s.stage == state.Training && to == state.Grafting || s.stage == state.Evaluating &&
 		to != state.RolledBack ||
 		s.stage == state.FineTuning && to == state.Fossilized {
-		return state.ErrGate // nothing is reported that would open it
+		return state.ErrGate // nothing is reported that would open the gate
 	}
 	m.enter(s, to)
 	return nil
@@ -103,6 +104,7 @@ func (m *latticeModel) do(c state.Command) error {
 		}
 		s.alpha = float64(float32(c.Alpha))
 	}
+
 	return nil
 }
 
@@ -121,7 +123,7 @@ func (m *latticeModel) endEpoch() {
 	}
 }
 
-// share is the α with which the output blends.
+// share returns the effective α of the output.
 func (s *seedModel) share() float64 {
 	switch s.stage {
 	case state.Grafting, state.Stabilization, state.Evaluating:
@@ -132,13 +134,14 @@ func (s *seedModel) share() float64 {
 	return 0
 }
 
-// Many random commands, most of which are refused, leave a lattice in the state that the
-// specification predicts, with every checksum right.
+// TestRandomCommands sends many random commands (most are refused) and checks after each that the
+// lattice is in the predicted state. All checksums must match at the end.
 func TestRandomCommands(t *testing.T) {
-	commands := 300_000 // others in each run
+	commands := 300_000 // drawn differently in each run
 	if testing.Short() {
 		commands = 30_000
 	}
+
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("random seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -147,6 +150,7 @@ func TestRandomCommands(t *testing.T) {
 	for _, s := range []state.Stage{state.Training, state.Grafting, state.Evaluating} {
 		thresholds.MinEpochs[s] = modelMinEpochs
 	}
+
 	const seeds = 12
 	options := []state.Option{state.WithThresholds(thresholds), state.WithSlots(modelSlots),
 		state.WithEmbargo(modelEmbargo)}
@@ -162,10 +166,12 @@ func testRandomCommands(t *testing.T, r *rand.Rand, l *state.Lattice, free bool,
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	m := &latticeModel{seeds: make([]seedModel, l.Seeds())}
 	for i := range m.seeds {
 		m.seeds[i].ramp = graft.FixedRamp{Epochs: 50, Target: 1}
 	}
+
 	for k := range commands {
 		if r.IntN(8) == 0 {
 			if _, err := l.StepEpoch(state.Metrics{}); err != nil {
@@ -186,7 +192,7 @@ func testRandomCommands(t *testing.T, r *rand.Rand, l *state.Lattice, free bool,
 	}
 }
 
-// allow is do; without gates it passes over what they would refuse.
+// allow is like do, but without gates it ignores refusals that only gates would cause.
 func (m *latticeModel) allow(c state.Command, free bool) error {
 	err := m.do(c)
 	if free && errors.Is(err, state.ErrGate) {
@@ -196,17 +202,20 @@ func (m *latticeModel) allow(c state.Command, free bool) error {
 	return err
 }
 
-// anyCommand favours transitions that the table allows: others would leave most stages unvisited.
+// anyCommand favors transitions that the table allows, because uniformly drawn ones would leave
+// most stages unvisited.
 func anyCommand(r *rand.Rand, m *latticeModel) state.Command {
 	c := state.Command{Seed: r.IntN(len(m.seeds)), Action: state.Action(1 + r.IntN(4)),
 		To: state.Stage(r.IntN(stages + 1))}
 	if next := table[m.seeds[c.Seed].stage]; len(next) > 0 && r.IntN(2) == 0 {
 		c.Action, c.To = state.Move, next[r.IntN(len(next))]
 	}
+
 	if c.Action == state.Move && m.seeds[c.Seed].stage == state.Dormant &&
 		c.To == state.Germinated {
 		c.Action = state.Germinate
 	}
+
 	c.Alpha = r.Float64()*1.1 - 0.05
 	c.Request = state.GerminationRequest{Slot: r.IntN(modelSlots+2) - 1,
 		Kind:     blueprints.Kind(r.IntN(4)),
@@ -222,10 +231,12 @@ func compareWithModel(t *testing.T, l *state.Lattice, m *latticeModel) {
 	if err := l.Verify(); err != nil {
 		t.Fatal(err)
 	}
+
 	report := l.Report()
 	if report.Epoch != m.epoch {
 		t.Fatalf("epoch %d, want %d", report.Epoch, m.epoch)
 	}
+
 	for i, got := range report.Seeds {
 		want := &m.seeds[i]
 		past, err := l.Transitions(i)
@@ -242,8 +253,8 @@ func compareWithModel(t *testing.T, l *state.Lattice, m *latticeModel) {
 	}
 }
 
-// The measurements of a lattice reach its strategies: one is held up by drift, one by the gradient,
-// one speeds up.
+// TestStrategiesAreFed checks that measurements reach the strategies: drift delays one, the
+// gradient norm delays another, and performance accelerates a third.
 func TestStrategiesAreFed(t *testing.T) {
 	l := lattice(t, 4, 8, state.WithoutGates())
 	for seed, s := range []graft.Strategy{
@@ -261,6 +272,7 @@ func TestStrategiesAreFed(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	mean := 1.0
 	for epoch, want := range [][4]float64{{0.1, 0.1, 0.1, 0.1}, {0.2, 0.1, 0.3, 0.2},
 		{0.2, 0.2, 0.7, 0.3}, {0.2, 0.3, 0.8, 0.4}, {0.3, 0.4, 0.9, 0.5}} {
@@ -279,6 +291,7 @@ func TestStrategiesAreFed(t *testing.T) {
 			Performance: math.Min(float64(epoch), 2)}}}); err != nil {
 			t.Fatal(err)
 		}
+
 		for seed, s := range l.Report().Seeds {
 			if math.Abs(s.Alpha-want[seed]) > 1e-6 {
 				t.Errorf("epoch %d: α of seed %d is %v, want %v (drift %v)", epoch, seed,

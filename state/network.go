@@ -16,82 +16,92 @@ import (
 	"github.com/kasmina-go/kasmina/state/internal/outbox"
 )
 
-// Network holds the lattices of all Kasmina layers of a model, and addresses a seed by its layer
-// and its number in it.
+// Network holds the lattices of all Kasmina layers of a model. It addresses a seed by the number of
+// its layer and its number within the layer.
 //
-// Commands come in two ways. Those of [Network.Submit] wait until whoever runs the model calls
-// [Network.Apply], which a training loop does between its steps. [Network.Do] acts at once. Either
-// way all commands of one call take effect together, or, when one is refused, none.
+// # Commands
+//
+// [Network.Submit] queues commands until whoever runs the model calls [Network.Apply], which a
+// training loop does between its steps. [Network.Do] carries commands out at once. In both cases
+// the commands of one call take effect together, or not at all if any is refused.
 //
 // Submit, Listen, Report, Arrays, Verify, Scrub, Open and Close may be called from any goroutine at
-// any time. Do may be, too, where the slots have a lock. Apply, StepEpoch, Load and what it returns
-// are for whoever runs the model, between passes.
+// any time. So may Do if the slots have a lock. Apply, StepEpoch, Load and the function that it
+// returns are reserved for whoever runs the model, between passes.
 //
-// The network also looks after the parameters behind the slots, if it is given them. Germination
-// sets a slot to the blueprint's identity start, unless a living seed shares it. The beginning of a
-// grafting keeps the slot's weights and scale. A rollback puts them back, unless another living
-// seed shares the slot. A transition that is asked of the lattice itself touches no parameters, and
-// one that ends a grafting forgets what was kept.
+// # Parameters
+//
+// If the network has [Slots], it maintains the parameters in them. Germination sets a slot to the
+// blueprint's identity start, unless another living seed shares the slot. The start of a grafting
+// saves the weights and scale of the slot, and a rollback restores them, again unless another
+// living seed shares the slot.
+//
+// Transitions requested from a lattice directly do not change parameters. If such a transition ends
+// a grafting, the saved parameters are discarded.
 type Network struct {
 	layers []Layer
 	slots  Slots
 	outbox outbox.Outbox[Event]
 
-	mu    sync.Mutex // held while commands are carried out, and taken before the lattices' locks
+	mu    sync.Mutex // held while commands are carried out; locked before the lattices
 	queue queue
 }
 
-// Layer is a lattice under the name that it has in files.
+// Layer is a lattice with the name under which files store it.
 type Layer struct {
 	Name    string
 	Lattice *Lattice
 }
 
-// Slots are the parameters behind the slots of a network's layers. The network calls them between
-// passes only.
+// Slots gives a network access to the parameters in the slots of its layers. The network calls its
+// methods only between passes.
 //
-// Slots that are a [sync.Locker] too are locked by each Do, before the network itself. It waits for
-// the end of a pass that holds their lock. Whoever calls Apply or StepEpoch holds it already.
+// If Slots also implements [sync.Locker], each call of Do takes that lock before the network's own
+// and thereby waits for the end of a pass that holds it. Callers of Apply and StepEpoch must hold
+// the lock already.
 type Slots interface {
-	// Start returns the identity start of a blueprint. It changes nothing.
+	// Start returns the identity start of a blueprint without changing anything.
 	Start(Germination) (SlotParams, error)
+	// Read returns the current parameters of a slot.
 	Read(layer, slot int) (SlotParams, error)
-	// Write sets all of the given slots, or on an error none.
+	// Write sets all of the given slots or, if it returns an error, no slot.
 	Write([]SlotWrite) error
 }
 
-// Places are Slots that know where the seeds sit which have no slots.
+// Places is implemented by Slots that also know the places of seeds without slots.
 type Places interface {
 	Slots
-	// Fits returns an error if a blueprint of some size cannot grow there.
+	// Fits returns an error if a blueprint of the given size cannot grow there.
 	Fits(g Germination, size int) error
 }
 
-// Germination is the planting of a blueprint in a slot.
+// Germination describes the planting of a blueprint in a slot.
 type Germination struct {
 	Layer, Seed, Slot int
 	Kind              blueprints.Kind
-	Epoch             int // of the lattice
+	Epoch             int // the lattice's epoch
 }
 
-// SlotParams are the parameters of a slot.
+// SlotParams holds the parameters in a slot.
 type SlotParams struct {
 	Weights []float64
 	Scale   float64
 }
 
-// SlotWrite is a slot and what shall be in it.
+// SlotWrite is an assignment of parameters to a slot.
 type SlotWrite struct {
 	Layer, Slot int
 	Params      SlotParams
 }
 
-// address is a seed's, or a slot's.
+// address identifies a seed, or a slot, by its layer and number.
 type address struct{ layer, number int }
 
-// NewNetwork returns a network of the given layers, in order. slots may be nil: then nobody touches
-// parameters. It returns an error when a lattice is nil or there twice, two layers have one name,
-// or a name has a dot in it.
+// NewNetwork returns a network of the given layers, in order. If slots is nil, the network does not
+// touch parameters.
+//
+// It returns an error wrapping [ErrArgument] if a lattice is nil, two layers share a lattice or a
+// name, or a name contains a dot.
 func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
 	n := &Network{layers: slices.Clone(layers), slots: slots}
 	for i, a := range layers {
@@ -101,25 +111,27 @@ func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
 		}
 		if strings.Contains(a.Name, ".") {
 			return nil,
-				fmt.Errorf("state.NewNetwork: %w: the name of layer %d is %q, want one without a "+
+				fmt.Errorf("state.NewNetwork: %w: the name of layer %d is %q, which contains a "+
 					"dot", ErrArgument, i, a.Name)
 		}
+
 		for j, b := range layers[:i] {
 			if a.Lattice == b.Lattice || a.Name == b.Name {
 				return nil,
-					fmt.Errorf("state.NewNetwork: %w: layers %d and %d have one lattice or one "+
-						"name, %q", ErrArgument, j, i, a.Name)
+					fmt.Errorf("state.NewNetwork: %w: layers %d and %d share a lattice or "+
+						"the name %q", ErrArgument, j, i, a.Name)
 			}
 		}
 	}
+
 	for i, l := range layers {
 		l.Lattice.outbox.Relay(&n.outbox, func(e *Event) { e.Layer = i })
 	}
 	return n, nil
 }
 
-// orNone returns n, and for nil one without layers.
-func (n *Network) orNone() *Network {
+// orEmpty returns n, or an empty network if n is nil: a zero llm.Model has no network.
+func (n *Network) orEmpty() *Network {
 	if n == nil {
 		return new(Network)
 	}
@@ -127,29 +139,29 @@ func (n *Network) orNone() *Network {
 }
 
 // Layers returns the number of layers.
-func (n *Network) Layers() int { return len(n.orNone().layers) }
+func (n *Network) Layers() int { return len(n.orEmpty().layers) }
 
 // Seeds returns the number of seeds in all layers.
 func (n *Network) Seeds() (seeds int) {
-	n = n.orNone()
+	n = n.orEmpty()
 	for _, l := range n.layers {
 		seeds += l.Lattice.Seeds()
 	}
 	return seeds
 }
 
-// Lattice returns a layer's lattice, or nil when there is no such layer.
+// Lattice returns the lattice of a layer, or nil if layer is out of range.
 func (n *Network) Lattice(layer int) *Lattice {
-	n = n.orNone()
+	n = n.orEmpty()
 	if layer < 0 || layer >= len(n.layers) {
 		return nil
 	}
 	return n.layers[layer].Lattice
 }
 
-// Lattices yields the layers' lattices with their numbers.
+// Lattices returns an iterator over the layers' numbers and lattices.
 func (n *Network) Lattices() iter.Seq2[int, *Lattice] {
-	n = n.orNone()
+	n = n.orEmpty()
 	return func(yield func(int, *Lattice) bool) {
 		for i, l := range n.layers {
 			if !yield(i, l.Lattice) {
@@ -159,9 +171,9 @@ func (n *Network) Lattices() iter.Seq2[int, *Lattice] {
 	}
 }
 
-// Report returns the reports of all layers.
+// Report returns the reports of all layers, in order.
 func (n *Network) Report() []Report {
-	n = n.orNone()
+	n = n.orEmpty()
 	reports := make([]Report, len(n.layers))
 	for i, l := range n.layers {
 		reports[i] = l.Lattice.Report()
@@ -169,19 +181,18 @@ func (n *Network) Report() []Report {
 	return reports
 }
 
-// Listen makes f hear of the events of all layers; see [Lattice.Listen].
+// Listen registers f to be called with the events of all layers; see [Lattice.Listen].
 func (n *Network) Listen(f func(Event)) (stop func(), err error) {
-	n = n.orNone()
+	n = n.orEmpty()
 	if f == nil {
 		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
 	}
 	return n.outbox.Listen(f), nil
 }
 
-// Verify verifies all lattices. Its error names the layer of the first corrupt seed; see
-// [Lattice.Verify].
+// Verify verifies all lattices. An error names the first corrupt layer; see [Lattice.Verify].
 func (n *Network) Verify() error {
-	n = n.orNone()
+	n = n.orEmpty()
 	for i, l := range n.layers {
 		if err := l.Lattice.Verify(); err != nil {
 			return fmt.Errorf("layer %d: %w", i, err)
@@ -190,19 +201,22 @@ func (n *Network) Verify() error {
 	return nil
 }
 
-// Scrub runs [Lattice.Scrub] on all layers until the context ends. found may be called from several
-// goroutines at once. One that shall put corrupt seeds into quarantine submits a Quarantine
-// command. Or it leaves that to the end of the epoch of lattices that are made [WithQuarantine].
+// Scrub runs [Lattice.Scrub] on all layers until ctx is done. found may be called from several
+// goroutines at once.
+//
+// To quarantine the corrupt seeds, found can submit a Quarantine command; lattices made
+// [WithQuarantine] reset them at the end of the epoch.
 func (n *Network) Scrub(ctx context.Context, period time.Duration,
 	found func(layer int, err error)) error {
-	n = n.orNone()
+	n = n.orEmpty()
 	if err := checkScrub(ctx, period); err != nil {
 		return err
 	}
+
 	var wg sync.WaitGroup
 	for i, l := range n.layers {
 		wg.Go(func() {
-			// Its error would be that of the arguments.
+			// Only invalid arguments are errors, and they have been checked above.
 			_ = l.Lattice.Scrub(ctx, period, func(err error) {
 				if found != nil {
 					found(i, err)
@@ -210,24 +224,27 @@ func (n *Network) Scrub(ctx context.Context, period time.Duration,
 			})
 		})
 	}
+
 	wg.Wait()
 	return nil
 }
 
-// StepEpoch ends an epoch in all layers, with the metrics of each; see [Lattice.StepEpoch]. It
-// reads the parameters of the blueprints that train and adds them to the metrics. On an error
-// nothing has changed.
+// StepEpoch ends an epoch in all layers; see [Lattice.StepEpoch]. m holds the metrics of each
+// layer. The network adds the parameters of blueprints in Training to them if it has slots. On an
+// error, no layer has changed.
 func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
-	n = n.orNone()
+	n = n.orEmpty()
 	if len(m) != len(n.layers) {
-		return nil, fmt.Errorf("state.StepEpoch: %w: there are metrics of %d layers, want %d",
+		return nil, fmt.Errorf("state.StepEpoch: %w: got metrics of %d layers, want %d",
 			ErrArgument, len(m), len(n.layers))
 	}
+
 	defer n.lock()()
 	m, err := n.withParameters(m)
 	if err != nil {
 		return nil, err
 	}
+
 	found := make([][]columns.Fault, len(n.layers))
 	for i, l := range n.layers {
 		var err error
@@ -235,6 +252,7 @@ func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
 			return nil, fmt.Errorf("layer %d: %w", i, err)
 		}
 	}
+
 	var all []Event
 	for i, l := range n.layers {
 		for _, e := range l.Lattice.stepEpoch(m[i], found[i]) {
@@ -242,21 +260,24 @@ func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
 			all = append(all, e)
 		}
 	}
+
 	return all, nil
 }
 
-// withParameters returns the metrics with the parameters of all blueprints that train, if the
-// network has their slots.
+// withParameters returns a copy of the metrics that includes the parameters of all blueprints in
+// Training. Without slots, it returns the metrics unchanged.
 func (n *Network) withParameters(metrics []Metrics) ([]Metrics, error) {
 	if n.slots == nil {
 		return metrics, nil
 	}
+
 	all := slices.Clone(metrics)
 	for i, layer := range n.layers {
 		s := layer.Lattice.seeds
 		if s == nil {
 			continue
 		}
+
 		at := map[int]int{}
 		for k, sm := range all[i].Seeds {
 			at[sm.Seed] = k
@@ -267,28 +288,33 @@ func (n *Network) withParameters(metrics []Metrics) ([]Metrics, error) {
 				layer.Lattice.config.Site != blueprints.Chunk {
 				continue
 			}
+
 			p, err := n.slots.Read(i, int(s.slot[seed]))
 			if err != nil {
 				return nil, fmt.Errorf("state.StepEpoch: layer %d: the slot of seed %d: %w", i,
 					seed, err)
 			}
+
 			k, ok := at[seed]
 			if !ok {
 				k = len(own)
 				own = append(own,
 					SeedMetrics{Seed: seed, TrainingError: math.NaN(), Unscored: true})
 			}
+
 			if own[k].Parameters == nil {
 				own[k].Parameters = append(slices.Clone(p.Weights), p.Scale)
 			}
 		}
+
 		all[i].Seeds = own
 	}
+
 	return all, nil
 }
 
-// lock locks the network and its lattices. It returns what unlocks them and then tells of what has
-// happened.
+// lock locks the network and its lattices. The returned function unlocks them and then delivers the
+// queued events.
 func (n *Network) lock() (unlock func()) {
 	release := n.lockQuietly()
 	return func() {
@@ -297,7 +323,7 @@ func (n *Network) lock() (unlock func()) {
 	}
 }
 
-// lockQuietly is lock whose caller tells of what has happened.
+// lockQuietly is like lock, except that its caller delivers the events.
 func (n *Network) lockQuietly() (unlock func()) {
 	n.mu.Lock()
 	for _, l := range n.layers {
@@ -311,17 +337,17 @@ func (n *Network) lockQuietly() (unlock func()) {
 	}
 }
 
-// deliver tells of what has happened, unless that is held back.
+// deliver calls the listeners with all queued events, unless they are held back.
 func (n *Network) deliver() {
 	for _, l := range n.layers {
 		l.Lattice.outbox.Deliver()
 	}
 }
 
-// HoldEvents keeps the events of the network and its lattices back until tell is called. A caller
-// that holds a lock which listeners may want, too, calls tell once it has unlocked it.
-func (n *Network) HoldEvents() (tell func()) {
-	n = n.orNone()
+// HoldEvents holds back the events of the network and its lattices until deliver is called. It
+// serves callers that hold a lock which listeners may need: they call deliver after unlocking.
+func (n *Network) HoldEvents() (deliver func()) {
+	n = n.orEmpty()
 	n.hold(1)
 	return sync.OnceFunc(func() {
 		n.hold(-1)
@@ -329,6 +355,7 @@ func (n *Network) HoldEvents() (tell func()) {
 	})
 }
 
+// hold adds to the number of callers that hold events back.
 func (n *Network) hold(more int) {
 	n.outbox.Hold(more)
 	for _, l := range n.layers {
@@ -336,19 +363,19 @@ func (n *Network) hold(more int) {
 	}
 }
 
-// A layer in which seeds are being grafted has more than the arrays of its lattice. It has the
-// seeds, one after the other, and the parameters that their slots had when grafting began.
+// If seeds of a layer are being grafted, these arrays follow those of its lattice: the seeds, and
+// the parameters that their slots had when grafting began.
 const (
 	keptSeeds   = "kept_seeds"   // uint32 [k]
 	keptWeights = "kept_weights" // float64 [k, weights]
 	keptScales  = "kept_scales"  // float64 [k]
 )
 
-// Arrays returns a copy of the network's complete state as named arrays. They are those of every
-// lattice (see [Lattice.Arrays]), with the layer's name and a dot before their own. What is kept of
-// the slots of seeds that are being grafted is among them.
+// Arrays returns a copy of the network's complete state as named arrays: the arrays of every
+// lattice (see [Lattice.Arrays]) and the saved parameters of slots with seeds being grafted. The
+// layer's name and a dot precede the name of each array.
 func (n *Network) Arrays() (all []Array) {
-	n = n.orNone()
+	n = n.orEmpty()
 	defer n.lock()()
 	for i, layer := range n.layers {
 		for _, a := range append(layer.Lattice.arrays(), n.keptArrays(i)...) {
@@ -359,41 +386,48 @@ func (n *Network) Arrays() (all []Array) {
 	return all
 }
 
+// keptArrays returns the saved slot parameters of a layer, ordered by seed, or nil if there are
+// none.
 func (n *Network) keptArrays(layer int) []Array {
 	var seeds []uint32
 	kept := n.layers[layer].Lattice.kept
 	for seed := range kept {
 		seeds = append(seeds, uint32(seed))
 	}
+
 	if len(seeds) == 0 {
 		return nil
 	}
+
 	slices.Sort(seeds)
 	var weights, scales []float64
 	for _, seed := range seeds {
 		p := kept[int(seed)]
 		weights, scales = append(weights, p.Weights...), append(scales, p.Scale)
 	}
+
 	k := len(seeds)
 	return []Array{{keptSeeds, []int{k}, seeds}, {keptWeights, []int{k, len(weights) / k}, weights},
 		{keptScales, []int{k}, scales}}
 }
 
-// Load checks arrays as [Network.Arrays] returns them, in any order, and returns what makes them
-// the network's contents. It returns an error as [Lattice.SetArrays] does, which names the layer,
-// and changes nothing itself.
+// Load checks arrays as returned by [Network.Arrays], in any order, and returns a function that
+// makes them the network's contents. Load itself changes nothing. It returns the same errors as
+// [Lattice.SetArrays], with the name of the layer.
 func (n *Network) Load(arrays []Array) (install func(), err error) {
-	n = n.orNone()
+	n = n.orEmpty()
 	byLayer := map[string][]Array{}
 	for _, a := range arrays {
 		layer, own, _ := strings.Cut(a.Name, ".")
 		a.Name = own
 		byLayer[layer] = append(byLayer[layer], a)
 	}
+
 	if len(byLayer) > len(n.layers) {
-		return nil, fmt.Errorf("state.Load: %w: there are arrays of %d layers, want %d",
+		return nil, fmt.Errorf("state.Load: %w: got arrays of %d layers, want %d",
 			ErrArgument, len(byLayer), len(n.layers))
 	}
+
 	images, kept := make([]*image, len(n.layers)), make([]map[int]SlotParams, len(n.layers))
 	for i, layer := range n.layers {
 		var own []Array
@@ -402,7 +436,7 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 			images[i], err = fromArrays(own)
 		}
 		if err == nil {
-			err = layer.Lattice.takes(images[i])
+			err = layer.Lattice.checkImage(images[i])
 		}
 		if err == nil {
 			err = checkKept(kept[i], images[i])
@@ -411,13 +445,14 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 			return nil, fmt.Errorf("state.Load: layer %q: %w", layer.Name, err)
 		}
 	}
+
 	return func() {
 		defer n.lock()()
 		for i, layer := range n.layers {
 			l := layer.Lattice
 			l.install(images[i])
 			for seed, p := range kept[i] {
-				// unless it was corrupt, and is a new one
+				// A corrupt seed has been reset, so there is nothing to roll back.
 				if stage, _ := l.at(seed); stage.Grafted() {
 					l.kept[seed] = p
 				}
@@ -426,14 +461,14 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 	}, nil
 }
 
-// takes is adapt for callers that do not hold the lock.
-func (l *Lattice) takes(img *image) error {
+// checkImage is adapt for callers that do not hold the lock.
+func (l *Lattice) checkImage(img *image) error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.adapt(img)
 }
 
-// takeKept returns what is kept of a layer's slots, by seed, and the other arrays.
+// takeKept separates the saved slot parameters, keyed by seed, from the lattice's own arrays.
 func takeKept(arrays []Array) (kept map[int]SlotParams, own []Array, err error) {
 	var seeds []uint32
 	var weights, scales []float64
@@ -455,13 +490,15 @@ func takeKept(arrays []Array) (kept map[int]SlotParams, own []Array, err error) 
 			return nil, nil, fmt.Errorf("%w: array %q is a %T", ErrCorrupt, a.Name, a.Data)
 		}
 	}
+
 	k := len(seeds)
 	if found != 0 && found != 3 || len(scales) != k || k > 0 && len(weights)%k != 0 ||
 		k == 0 && len(weights) > 0 {
 		return nil, nil,
-			fmt.Errorf("%w: the arrays of kept slots have %d seeds, %d weights and %d scales",
+			fmt.Errorf("%w: the arrays of saved slot parameters have %d seeds, %d weights and %d scales",
 				ErrCorrupt, k, len(weights), len(scales))
 	}
+
 	kept = make(map[int]SlotParams, k)
 	for i, seed := range seeds {
 		at, width := int(seed), len(weights)/k
@@ -471,11 +508,12 @@ func takeKept(arrays []Array) (kept map[int]SlotParams, own []Array, err error) 
 		}
 		kept[at] = SlotParams{weights[i*width:][:width:width], scales[i]}
 	}
+
 	return kept, own, nil
 }
 
-// checkKept returns an error unless what is kept of a layer's slots is of seeds that it has, and
-// fits slots.
+// checkKept returns an error unless the saved slot parameters belong to seeds of the lattice, have
+// the width of its slots and are finite.
 func checkKept(kept map[int]SlotParams, img *image) error {
 	for _, seed := range slices.Sorted(maps.Keys(kept)) {
 		p := kept[seed]
@@ -484,15 +522,16 @@ func checkKept(kept map[int]SlotParams, img *image) error {
 			return fmt.Errorf("%w: array %q names seed %d of %d", ErrCorrupt,
 				keptSeeds, seed, img.n)
 		case width > 0 && len(p.Weights) != width:
-			return fmt.Errorf("%w: array %q has %d for seed %d, and slots have %d", ErrCorrupt,
+			return fmt.Errorf("%w: array %q has %d weights for seed %d, want %d", ErrCorrupt,
 				keptWeights, len(p.Weights), seed, width)
 		case slices.ContainsFunc(append(p.Weights[:len(p.Weights):len(p.Weights)], p.Scale),
 			func(v float64) bool {
 				return !finite(v)
 			}):
-			return fmt.Errorf("%w: what is kept of the slot of seed %d is not finite", ErrCorrupt,
+			return fmt.Errorf("%w: the saved slot parameters of seed %d are not finite", ErrCorrupt,
 				seed)
 		}
 	}
+
 	return nil
 }

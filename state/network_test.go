@@ -19,10 +19,10 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// memory is the parameters of a network's slots.
+// memory holds the parameters of a network's slots.
 type memory struct {
 	slots map[[2]int]state.SlotParams
-	fail  error // of Write
+	fail  error // returned by Write
 }
 
 func (m *memory) Start(g state.Germination) (state.SlotParams, error) {
@@ -55,7 +55,7 @@ func (m *memory) is(layer, slot int, v float64) bool {
 		state.SlotParams{Weights: []float64{v, -v}, Scale: v / 2})
 }
 
-// network returns one of two layers of 4 and 6 seeds, without gates and embargo.
+// network returns a network of two layers with 4 and 6 seeds, without gates and embargo.
 func network(t testing.TB, opts ...state.Option) (*state.Network, *memory) {
 	t.Helper()
 	return networkOf(t, append([]state.Option{state.WithoutGates(), state.WithEmbargo(0)},
@@ -93,8 +93,8 @@ func do(t testing.TB, n *state.Network, commands ...state.Command) {
 	}
 }
 
-// Commands that are given together take effect together or not at all, and nobody hears of what did
-// not happen.
+// TestCommandsAreAtomic checks that commands given together take effect together or not at all, and
+// that listeners receive only events that happened.
 func TestCommandsAreAtomic(t *testing.T) {
 	n, m := network(t)
 	var heard []string
@@ -103,6 +103,7 @@ func TestCommandsAreAtomic(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
+
 	do(t, n, append(append([]state.Command{germinate(1, 5, 2)}, move(1, 5, state.Training)...),
 		germinate(0, 0, 2))...)
 	if want := []string{"0 0 Germinated", "1 5 Germinated",
@@ -112,6 +113,7 @@ func TestCommandsAreAtomic(t *testing.T) {
 	if p := m.slots[[2]int{1, 2}]; !slices.Equal(p.Weights, []float64{3, 5}) {
 		t.Errorf("slot 2 of layer 1 starts at %v", p)
 	}
+
 	before, slots := fmt.Sprint(n.Arrays()), fmt.Sprint(m.slots)
 	heard = nil
 	bad := errors.New("disk on fire")
@@ -148,8 +150,8 @@ func sorted(s []string) []string {
 	return s
 }
 
-// A rollback puts a slot's parameters back to what they were when grafting began, unless another
-// living seed has the slot.
+// TestRollbackRestoresTheSlot checks that a rollback restores the slot's parameters from before the
+// grafting, unless another living seed shares the slot.
 func TestRollbackRestoresTheSlot(t *testing.T) {
 	for _, saved := range []bool{false, true} {
 		n, m := network(t)
@@ -179,14 +181,17 @@ func TestRollbackRestoresTheSlot(t *testing.T) {
 			m2.slots = m.slots
 			n, m = n2, m2
 		}
+
 		do(t, n, move(0, 1, state.Stabilization, state.Evaluating, state.RolledBack)...)
 		if !m.is(0, 2, 1) || !m.is(1, 2, 13) {
 			t.Errorf("after the rollback of seed 1 of layer 0 the slots are %v", m.slots)
 		}
+
 		do(t, n, move(0, 2, state.RolledBack)...)
 		if !m.is(0, 3, 12) {
 			t.Errorf("slot 3 is shared, and was put back to %v", m.slots[[2]int{0, 3}])
 		}
+
 		do(t, n, move(1, 0, state.Stabilization, state.Evaluating,
 			state.FineTuning, state.Fossilized)...)
 		if names := arrayNames(n); slices.Contains(names, "a.kept_seeds") ||
@@ -199,9 +204,9 @@ func TestRollbackRestoresTheSlot(t *testing.T) {
 	}
 }
 
-// What is kept for a rollback is of one grafting: when that has ended, by whosoever's hand, no
-// later one gets it.
-func TestWhatIsKeptEndsWithTheGrafting(t *testing.T) {
+// TestSavedParametersEndWithTheGrafting checks that parameters saved for a rollback are dropped
+// when the grafting ends, whoever ends it, so that no later grafting restores them.
+func TestSavedParametersEndWithTheGrafting(t *testing.T) {
 	life := []state.Stage{state.Training, state.Grafting}
 	for name, end := range map[string]func(l *state.Lattice) error{
 		"rolled back": func(l *state.Lattice) error {
@@ -228,11 +233,13 @@ func TestWhatIsKeptEndsWithTheGrafting(t *testing.T) {
 		if err := l.RequestGermination(1, state.GerminationRequest{Slot: 3}); err != nil {
 			t.Fatal(name, err)
 		}
+
 		for _, to := range life {
 			if err := l.Transition(1, to); err != nil {
 				t.Fatal(name, err)
 			}
 		}
+
 		m.set(0, 3, 7)
 		do(t, n, move(0, 1, state.RolledBack)...)
 		if !m.is(0, 3, 7) {
@@ -241,8 +248,9 @@ func TestWhatIsKeptEndsWithTheGrafting(t *testing.T) {
 	}
 }
 
-// Commands that are refused leave what is kept as it was.
-func TestRefusedCommandsKeepWhatIsKept(t *testing.T) {
+// TestRefusedCommandsKeepSavedParameters checks that refused commands do not change the parameters
+// saved for a rollback.
+func TestRefusedCommandsKeepSavedParameters(t *testing.T) {
 	n, m := network(t)
 	do(t, n, append([]state.Command{germinate(0, 1, 2)}, move(0, 1, state.Training)...)...)
 	m.set(0, 2, 1)
@@ -268,8 +276,8 @@ func arrayNames(n *state.Network) (names []string) {
 	return names
 }
 
-// A seed that germinates in a slot which a living one has joins it; one that is left alone in it
-// starts anew.
+// TestSharedSlotsStartOnce checks that a seed joins a slot with a living seed without changing its
+// parameters, and that a slot without living seeds starts afresh.
 func TestSharedSlotsStartOnce(t *testing.T) {
 	n, m := network(t)
 	do(t, n, germinate(0, 0, 1))
@@ -278,6 +286,7 @@ func TestSharedSlotsStartOnce(t *testing.T) {
 	if !m.is(0, 1, 5) {
 		t.Errorf("the second seed of a slot has reset it to %v", m.slots)
 	}
+
 	do(t, n, append(move(0, 0, state.Cancelled), move(0, 1, state.Cancelled)...)...)
 	do(t, n, germinate(0, 2, 1))
 	if m.is(0, 1, 5) {
@@ -291,6 +300,7 @@ func TestSubmittedCommandsWait(t *testing.T) {
 	if s := n.Report()[0].Seeds[0].Stage; s != state.Dormant {
 		t.Errorf("before Apply the seed is %v", s)
 	}
+
 	n.Apply()
 	if err := <-first; err != nil {
 		t.Error(err)
@@ -303,7 +313,7 @@ func TestSubmittedCommandsWait(t *testing.T) {
 	}
 }
 
-// An epoch ends in all layers or in none.
+// TestNetworkEpoch checks that an epoch ends in all layers or in none.
 func TestNetworkEpoch(t *testing.T) {
 	n, _ := network(t)
 	before := fmt.Sprint(n.Arrays())
@@ -317,6 +327,7 @@ func TestNetworkEpoch(t *testing.T) {
 			t.Errorf("got %v, want %q", err, text)
 		}
 	}
+
 	do(t, n, append([]state.Command{germinate(1, 3, 1)},
 		move(1, 3, state.Training, state.Culled)...)...)
 	events, err := n.StepEpoch(make([]state.Metrics, 2))
@@ -329,7 +340,8 @@ func TestNetworkEpoch(t *testing.T) {
 	}
 }
 
-// Listeners hear of everything in order, may act on it, and hear nothing after they have stopped.
+// TestListen checks that listeners receive all events in order, may act on them, and receive none
+// after stopping.
 func TestListen(t *testing.T) {
 	n, _ := network(t)
 	var heard []string
@@ -345,9 +357,11 @@ func TestListen(t *testing.T) {
 			}
 		}
 	})
+
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	do(t, n, germinate(0, 1, 1))
 	want := []string{"epoch 0, layer 0, seed 1: Dormant → Germinated",
 		"epoch 0, layer 0, seed 1: Germinated → Training",
@@ -355,9 +369,11 @@ func TestListen(t *testing.T) {
 		"epoch 0, layer 1, seed 3: Germinated → Training",
 		"epoch 0, layer 0, seed 3: Dormant → Germinated",
 		"epoch 0, layer 0, seed 3: Germinated → Training"}
+
 	if !slices.Equal(heard, want) {
 		t.Errorf("heard %q, want %q", heard, want)
 	}
+
 	stop()
 	do(t, n, germinate(0, 0, 1))
 	if len(heard) != len(want) {
@@ -374,10 +390,10 @@ func TestListen(t *testing.T) {
 func TestNewNetworkErrors(t *testing.T) {
 	l := lattice(t, 2, 4)
 	for text, layers := range map[string][]state.Layer{
-		"layer 1 is nil":        {{Name: "a", Lattice: l}, {Name: "b"}},
-		"layers 0 and 1":        {{Name: "a", Lattice: l}, {Name: "b", Lattice: l}},
-		`one name, "a"`:         {{Name: "a", Lattice: l}, {Name: "a", Lattice: lattice(t, 2, 4)}},
-		`"a.b", want one witho`: {{Name: "a.b", Lattice: l}},
+		"layer 1 is nil":              {{Name: "a", Lattice: l}, {Name: "b"}},
+		"layers 0 and 1":              {{Name: "a", Lattice: l}, {Name: "b", Lattice: l}},
+		`the name "a"`:                {{Name: "a", Lattice: l}, {Name: "a", Lattice: lattice(t, 2, 4)}},
+		`"a.b", which contains a dot`: {{Name: "a.b", Lattice: l}},
 	} {
 		if _, err := state.NewNetwork(nil, layers...); !errors.Is(err, state.ErrArgument) ||
 			!strings.Contains(err.Error(), text) {
@@ -419,7 +435,7 @@ func TestLoadErrors(t *testing.T) {
 			find(a, "b.kept_scales").Data = make([]float64, 2)
 			return a
 		},
-		`array "kept_weights" has 3 for seed 3, and slots have 2`: func(a []state.Array) []state.Array {
+		`array "kept_weights" has 3 weights for seed 3, want 2`: func(a []state.Array) []state.Array {
 			find(a, "b.kept_weights").Data = make([]float64, 3)
 			return a
 		},
@@ -428,7 +444,7 @@ func TestLoadErrors(t *testing.T) {
 				return a.Name == "b.kept_scales"
 			})
 		},
-		"lattice of another shape: the saved one has 9 slots, this one 5": func([]state.Array) []state.Array {
+		"lattice has a different shape: the saved lattice has 9 slots, this one 5": func([]state.Array) []state.Array {
 			return other.Arrays()
 		},
 	} {
@@ -444,7 +460,7 @@ func TestLoadErrors(t *testing.T) {
 	}
 }
 
-// Muted seeds are dormant in the passes that begin while they are.
+// TestMute checks that passes that begin while a seed is muted treat it as dormant.
 func TestMute(t *testing.T) {
 	l := lattice(t, 3, 6, state.WithoutGates())
 	send(t, l, 1, state.FineTuning)
@@ -465,18 +481,20 @@ func TestMute(t *testing.T) {
 			t.Errorf("muted %v: the state says %v", muted, s)
 		}
 	}
+
 	if err := l.Mute(3, true); !errors.Is(err, state.ErrSeed) {
 		t.Errorf("got %v", err)
 	}
 }
 
-// Commands, passes, epochs, reports and a scrub go on at once; the race detector and the checksums
-// watch.
+// TestNetworkFromEightGoroutines runs commands, passes, epochs, reports and a scrub at once. The
+// race detector and the checksums detect interference.
 func TestNetworkFromEightGoroutines(t *testing.T) {
 	n, _ := network(t)
 	if _, err := n.Listen(func(e state.Event) { _ = e.String() }); err != nil {
 		t.Fatal(err)
 	}
+
 	ctx := t.Context()
 	go n.Scrub(ctx, time.Millisecond, func(layer int, err error) {
 		t.Errorf("layer %d: %v", layer, err)
@@ -493,6 +511,7 @@ func TestNetworkFromEightGoroutines(t *testing.T) {
 			}
 		})
 	}
+
 	over := make(chan struct{})
 	go func() { senders.Wait(); close(over) }()
 	for running := true; running; {
@@ -511,6 +530,7 @@ func TestNetworkFromEightGoroutines(t *testing.T) {
 		}
 		n.Report()
 	}
+
 	if err := n.Verify(); err != nil {
 		t.Error(err)
 	}
@@ -522,13 +542,15 @@ func randomCommand(r *rand.Rand) state.Command {
 		Request: state.GerminationRequest{Slot: 1 + r.IntN(3), Kind: blueprints.Kind(r.IntN(4))}}
 }
 
-// TestNoSeeds wants an error that says so where there is no seed or no layer to name.
+// TestNoSeeds checks the errors of commands for a lattice without seeds and a network without
+// layers.
 func TestNoSeeds(t *testing.T) {
 	var l state.Lattice
 	if err := l.Transition(0, state.Germinated); !errors.Is(err, state.ErrSeed) ||
-		!strings.Contains(err.Error(), "the lattice has none") {
+		!strings.Contains(err.Error(), "the lattice has no seeds") {
 		t.Errorf("a lattice without seeds: %v", err)
 	}
+
 	n, err := state.NewNetwork(nil)
 	if err != nil {
 		t.Fatal(err)
@@ -539,8 +561,7 @@ func TestNoSeeds(t *testing.T) {
 	}
 }
 
-// TestSubmitAlwaysAnswers wants commands that nobody will carry out to be answered, before Close
-// and after.
+// TestSubmitAlwaysAnswers checks that commands submitted before or after Close get an answer.
 func TestSubmitAlwaysAnswers(t *testing.T) {
 	n, _ := network(t)
 	before := n.Submit(germinate(0, 0, 1))
@@ -556,7 +577,7 @@ func TestSubmitAlwaysAnswers(t *testing.T) {
 	require.Equal(t, state.Germinated, n.Report()[0].Seeds[0].Stage)
 }
 
-// TestHoldEvents wants events that are held back to come later, in order, and each once.
+// TestHoldEvents checks that held events are delivered later, in order, and once.
 func TestHoldEvents(t *testing.T) {
 	n, _ := network(t)
 	var heard []int
@@ -573,7 +594,7 @@ func TestHoldEvents(t *testing.T) {
 	require.Equal(t, []int{1, 1, 2}, heard)
 }
 
-// lockedSlots note whether they are locked when they are used.
+// lockedSlots records whether its lock is held when it is used.
 type lockedSlots struct {
 	state.Slots
 	sync.Mutex
@@ -585,7 +606,8 @@ func (s *lockedSlots) Write(w []state.SlotWrite) error {
 	return s.Slots.Write(w)
 }
 
-// TestSlotsWithALock wants Do to hold the slots' lock, and no listener to be called under it.
+// TestSlotsWithALock checks that Do holds the lock of the slots, and that listeners are called
+// without it.
 func TestSlotsWithALock(t *testing.T) {
 	layers, m := network(t)
 	s := &lockedSlots{Slots: m, t: t}
@@ -594,7 +616,7 @@ func TestSlotsWithALock(t *testing.T) {
 	require.NoError(t, err)
 	heard := false
 	_, err = n.Listen(func(state.Event) {
-		s.Lock() // would wait for ever under Do's lock
+		s.Lock() // would block forever if Do still held the lock
 		heard = true
 		s.Unlock()
 	})
@@ -603,9 +625,9 @@ func TestSlotsWithALock(t *testing.T) {
 	require.True(t, heard)
 }
 
-// Parameters are loaded into the slot of a living seed, with the command that germinates it or
-// later, and nothing but them changes. What does not fit is refused, and of the commands beside it
-// nothing takes effect.
+// TestLoadIntoSlots checks that parameters are loaded into the slot of a living seed, together with
+// its germination or later, and change nothing else. If they do not fit, all commands of the call
+// are refused.
 func TestLoadIntoSlots(t *testing.T) {
 	n, m := network(t, state.WithSlots(5), state.WithWidth(2))
 	load := func(seed int, kind blueprints.Kind, scale float64, w ...float64) state.Command {
@@ -617,10 +639,12 @@ func TestLoadIntoSlots(t *testing.T) {
 	if !m.is(1, 1, 4) {
 		t.Fatalf("the slot holds %v", m.slots)
 	}
+
 	do(t, n, append(move(1, 3, state.Training, state.Grafting), load(3, conv, 3, 6, -6))...)
 	if stage, _ := n.Lattice(1).Stage(3); stage != state.Grafting || !m.is(1, 1, 6) {
 		t.Fatalf("the seed is %v and the slot holds %v", stage, m.slots)
 	}
+
 	do(t, n, germinate(1, 0, 2), germinate(1, 1, 1))
 	do(t, n, move(1, 0, state.Training, state.Grafting, state.Stabilization, state.Evaluating,
 		state.FineTuning, state.Fossilized)...)
@@ -631,8 +655,8 @@ func TestLoadIntoSlots(t *testing.T) {
 	do(t, n, share)
 	for text, c := range map[string]state.Command{
 		"seed 5: it is Dormant":                   load(5, conv, 1, 1, 2),
-		"seed 0, whose slot it is, is frozen":     load(0, conv, 1, 1, 2),
-		"seed 2, whose slot it is, has a Residua": load(4, conv, 1, 1, 2),
+		"seed 0 uses the same slot and is fossil": load(0, conv, 1, 1, 2),
+		"seed 2 uses the same slot and has a Res": load(4, conv, 1, 1, 2),
 		"has a ConvFilter, not a Residual":        load(3, blueprints.Residual, 1, 1, 2),
 		"LowRank needs 4 weights":                 load(3, blueprints.LowRank, 1, 1, 2, 3, 4),
 		"3 weights, want 2":                       load(3, conv, 1, 1, 2, 3),
@@ -650,15 +674,18 @@ func TestLoadIntoSlots(t *testing.T) {
 			t.Errorf("%s: something has changed", text)
 		}
 	}
+
 	m.fail = errors.New("no room")
 	if err := n.Do(load(3, conv, 1, 1, 2)); !errors.Is(err, m.fail) {
 		t.Errorf("got %v, want %v", err, m.fail)
 	}
+
 	slotless, err := state.NewNetwork(nil,
 		state.Layer{Name: "a", Lattice: lattice(t, 2, 4, state.WithoutGates())})
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	do(t, slotless, germinate(0, 0, 1))
 	if err := slotless.Do(state.Command{Action: state.Load, Kind: conv,
 		Params: state.SlotParams{Weights: []float64{1, 2}}}); !errors.Is(err, state.ErrArgument) {
@@ -666,7 +693,7 @@ func TestLoadIntoSlots(t *testing.T) {
 	}
 }
 
-// TestEmptyArguments wants neither a panic nor a hang where nothing is given.
+// TestEmptyArguments checks that missing arguments are errors rather than a panic or a hang.
 func TestEmptyArguments(t *testing.T) {
 	var none context.Context
 	l := lattice(t, 2, 4)
@@ -681,8 +708,8 @@ func TestEmptyArguments(t *testing.T) {
 	require.ErrorIs(t, l.Scrub(t.Context(), -1, nil), state.ErrArgument)
 }
 
-// TestZeroNetworkAnswers wants what is submitted to a network without layers, which nobody applies
-// anything to, to be refused.
+// TestZeroNetworkAnswers checks that a network without layers refuses commands at once, because no
+// Apply may follow.
 func TestZeroNetworkAnswers(t *testing.T) {
 	var zero state.Network
 	done := zero.Submit(state.Command{Action: state.Recycle})
@@ -699,7 +726,7 @@ func TestZeroNetworkAnswers(t *testing.T) {
 		require.NoError(t, n.Verify())
 		require.Empty(t, n.Arrays())
 		for range n.Lattices() {
-			t.Error("a lattice of nobody")
+			t.Error("a lattice in an empty network")
 		}
 		_, err := n.StepEpoch([]state.Metrics{{}})
 		require.ErrorIs(t, err, state.ErrArgument)
@@ -707,11 +734,12 @@ func TestZeroNetworkAnswers(t *testing.T) {
 		n.Apply()
 		n.Open()
 	}
+
 	none.Close()
 }
 
-// TestPanickingListener wants every channel of Submit answered, also where a listener panics
-// between.
+// TestPanickingListener checks that every channel of Submit receives an answer even if a listener
+// panics.
 func TestPanickingListener(t *testing.T) {
 	n, _ := network(t)
 	_, err := n.Listen(func(state.Event) { panic("a listener") })
@@ -721,5 +749,5 @@ func TestPanickingListener(t *testing.T) {
 	first, second := n.Submit(command), n.Submit(command)
 	require.PanicsWithValue(t, "a listener", n.Apply)
 	require.NoError(t, <-first)
-	require.ErrorContains(t, <-second, "a listener has panicked")
+	require.ErrorContains(t, <-second, "a listener panicked")
 }

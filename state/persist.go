@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/lifecycle"
 )
 
-// image is all that a saved lattice holds.
+// image holds the complete contents of a saved lattice.
 type image struct {
 	n, hidden  int
 	config     config
@@ -28,7 +28,7 @@ type image struct {
 	quarantined []Event
 }
 
-// header is the part of a saved lattice that is not an array of one element per seed, as JSON.
+// header holds, as JSON, everything in a saved lattice except the arrays with one element per seed.
 type header struct {
 	Schema     int             `json:"schema"`
 	Seeds      int             `json:"seeds"`
@@ -40,17 +40,18 @@ type header struct {
 	Config     config          `json:"config"`
 	Strategies []graft.Saved   `json:"strategies"`
 	Kinds      []string        `json:"kinds"`  // names of the blueprint kinds by number
-	Fields     []columns.Field `json:"fields"` // the arrays that follow; the last is the checksums
+	Fields     []columns.Field `json:"fields"` // arrays that follow; the last holds the checksums
 }
 
 const crcName = "crc32"
 
-// What no run comes near, so that a loaded lattice can go on counting.
+// Limits far beyond any run, so that a loaded lattice can continue counting without overflow.
 const (
 	maxEpoch = math.MaxInt32
 	maxStep  = 1 << 62
 )
 
+// header returns the header of the saved form.
 func (l *Lattice) header() header {
 	h := header{Schema: Schema, Seeds: l.n, Hidden: l.hidden, Epoch: l.epoch, Step: l.step,
 		Loss: l.loss, Curve: l.curve, Config: l.config}
@@ -64,20 +65,20 @@ func (l *Lattice) header() header {
 	return h
 }
 
-// saved lists the fields that are saved: all, the checksums last.
+// saved returns all fields that are saved, with the checksums last.
 func (s *seedState) saved() []columns.Column {
 	return append(s.columns(), columns.Column{Name: crcName, Array: &s.crc})
 }
 
-// bytes returns the head of the binary form, with room for more bytes behind it.
+// bytes returns the head of the binary form, with capacity for the given number of further bytes.
 func (h header) bytes(more int) []byte {
-	// Nothing in a header can fail to marshal: its floats are finite, and strategies are stored
-	// only once they are JSON.
+	// Marshaling a header cannot fail: its floats are finite, and strategies are admitted only if
+	// they can be encoded.
 	text, _ := json.Marshal(h)
 	return columns.Head(text, more)
 }
 
-// parseHead returns the header at the beginning of data, and what follows it.
+// parseHead returns the header at the start of data and the bytes after it.
 func parseHead(data []byte) (h *header, rest []byte, err error) {
 	text, rest, err := columns.ParseHead(data)
 	if err != nil {
@@ -87,10 +88,12 @@ func parseHead(data []byte) (h *header, rest []byte, err error) {
 	return h, rest, err
 }
 
-// MarshalBinary returns the lattice's complete state. It implements [encoding.BinaryMarshaler].
+// MarshalBinary returns the lattice's complete state. A lattice without seeds is an error. It
+// implements [encoding.BinaryMarshaler].
 func (l *Lattice) MarshalBinary() ([]byte, error) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	if l.n == 0 {
 		return nil, fmt.Errorf("state.MarshalBinary: %w: the lattice has no seeds", ErrArgument)
 	}
@@ -98,12 +101,15 @@ func (l *Lattice) MarshalBinary() ([]byte, error) {
 	return columns.AppendRows(l.header().bytes(l.n*columns.RowWidth(saved)), saved, l.n), nil
 }
 
-// UnmarshalBinary replaces the lattice's contents by what MarshalBinary returned. A lattice that
-// has seeds already must have as many seeds and features. Kinds of blueprints and strategies are
-// found by their names: a program registers those that it uses before it loads, in any order. It
-// returns an error wrapping [ErrCorrupt], which names the seed where it can, when data is damaged.
-// When a later version of this package wrote it, the error wraps [ErrSchema]. Then nothing has
-// changed. It implements [encoding.BinaryUnmarshaler].
+// UnmarshalBinary replaces the lattice's contents by the output of MarshalBinary. A lattice that
+// has seeds accepts only data with the same shape; otherwise the error wraps [ErrShape].
+//
+// Blueprint kinds and strategies are looked up by name, so a program must have registered those in
+// use, in any order.
+//
+// Damaged data is an error wrapping [ErrCorrupt] that names the seed where possible, and data of a
+// later version of this package is an error wrapping [ErrSchema]. On an error, the lattice is
+// unchanged. It implements [encoding.BinaryUnmarshaler].
 func (l *Lattice) UnmarshalBinary(data []byte) error {
 	img, err := parse(data)
 	if err != nil {
@@ -112,9 +118,11 @@ func (l *Lattice) UnmarshalBinary(data []byte) error {
 	return l.replace("UnmarshalBinary", img)
 }
 
+// replace installs img after checking that it fits the lattice.
 func (l *Lattice) replace(method string, img *image) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+
 	if err := l.adapt(img); err != nil {
 		return fmt.Errorf("state.%s: %w", method, err)
 	}
@@ -122,40 +130,44 @@ func (l *Lattice) replace(method string, img *image) error {
 	return nil
 }
 
-// adapt gives img what the lattice knows and img does not. It returns an error, wrapping ErrShape
-// or blueprints.ErrWidth, when img cannot become the lattice's contents.
+// adapt gives img the slot width if only the lattice knows it. It returns an error wrapping
+// ErrShape or blueprints.ErrWidth if img cannot become the lattice's contents.
 func (l *Lattice) adapt(img *image) error {
-	if img.config.Width == 0 { // saved by a lattice that did not know it
+	if img.config.Width == 0 { // saved by a lattice that did not know the width
 		img.config.Width = l.config.Width
 	}
+
 	differ := func(own, saved int) bool { return own > 0 && own != saved }
 	switch {
 	case l.n == 0:
 		return nil
 	case l.config.Site != img.config.Site:
-		return fmt.Errorf("%w: %w: the saved one grows in %v, this one in %v", ErrArgument,
+		return fmt.Errorf("%w: %w: the saved lattice grows in %v, this one in %v", ErrArgument,
 			ErrShape, img.config.Site, l.config.Site)
 	case l.n != img.n || l.hidden != img.hidden:
-		return fmt.Errorf("%w: %w: the saved one has %d seeds over %d features, this one %d over "+
+		return fmt.Errorf("%w: %w: the saved lattice has %d seeds over %d features, this one %d over "+
 			"%d",
 			ErrArgument, ErrShape, img.n, img.hidden, l.n, l.hidden)
 	case differ(l.config.Slots, img.config.Slots):
-		return fmt.Errorf("%w: %w: the saved one has %d slots, this one %d", ErrArgument, ErrShape,
+		return fmt.Errorf("%w: %w: the saved lattice has %d slots, this one %d", ErrArgument, ErrShape,
 			img.config.Slots, l.config.Slots)
 	case differ(l.config.Width, img.config.Width):
-		return fmt.Errorf("%w: %w: the saved one has slots of %d weights, this one of %d",
+		return fmt.Errorf("%w: %w: the saved lattice has slots of %d weights, this one of %d",
 			ErrArgument, ErrShape, img.config.Width, l.config.Width)
 	case img.config.Width > 0 && img.config.Site == blueprints.Chunk:
 		return img.seeds.fit(img.hidden, img.config.Width)
 	}
+
 	return nil
 }
 
+// parse decodes the binary form of a lattice.
 func parse(data []byte) (*image, error) {
 	h, rest, err := parseHead(data)
 	if err != nil {
 		return nil, err
 	}
+
 	stored, err := h.columns()
 	if err != nil {
 		return nil, err
@@ -166,6 +178,7 @@ func parse(data []byte) (*image, error) {
 	return h.image(stored)
 }
 
+// parseHeader decodes a header and checks its fields.
 func parseHeader(head []byte) (*header, error) {
 	var version struct {
 		Schema int `json:"schema"`
@@ -177,6 +190,7 @@ func parseHeader(head []byte) (*header, error) {
 		return nil, fmt.Errorf("%w: the data has version %d, and this program reads up to %d",
 			ErrSchema, version.Schema, Schema)
 	}
+
 	h := &header{}
 	if err := json.Unmarshal(head, h); err != nil {
 		return nil, fmt.Errorf("%w: header: %w", ErrCorrupt, err)
@@ -196,12 +210,13 @@ func parseHeader(head []byte) (*header, error) {
 	return h, nil
 }
 
-// columns returns columns without elements, as the header lists them.
+// columns returns empty columns for the fields that the header lists.
 func (h *header) columns() ([]columns.Column, error) {
 	stored, err := columns.Empty(h.Fields)
 	if err != nil {
 		return nil, fmt.Errorf("%w: header: %w", ErrCorrupt, err)
 	}
+
 	last := columns.Field{}
 	if n := len(h.Fields); n > 0 {
 		last = h.Fields[n-1]
@@ -213,28 +228,32 @@ func (h *header) columns() ([]columns.Column, error) {
 	return stored, nil
 }
 
-// image checks what was read and puts it together. stored are the arrays as the header lists them,
-// checksums last, and become the image's own.
+// image checks and assembles the decoded fields. stored holds the columns in the order of the
+// header, checksums last; the image takes ownership of them.
 func (h *header) image(stored []columns.Column) (*image, error) {
 	crc := *stored[len(stored)-1].Array.(*[]uint32)
 	stored = stored[:len(stored)-1]
 	if err := h.Config.check(); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
 	}
+
 	sums := checksums(stored, h.Schema)
 	found := sums.All(crc)
 	if err := faultError(sums, found, h.Seeds); err != nil && !h.Config.Quarantine {
 		return nil, err
 	}
+
 	seeds, err := h.emptySeeds(stored)
 	if err != nil {
 		return nil, err
 	}
+
 	img := &image{n: h.Seeds, hidden: h.Hidden, config: h.Config, epoch: h.Epoch, step: h.Step,
 		loss: h.Loss, curve: h.Curve, seeds: seeds}
 	if err := h.migrate(img.seeds, stored); err != nil {
 		return nil, err
 	}
+
 	copy(img.seeds.crc, crc)
 	for _, f := range found {
 		img.seeds.reset(f.Row)
@@ -242,6 +261,7 @@ func (h *header) image(stored []columns.Column) (*image, error) {
 			Event{Kind: Quarantined, Seed: f.Row, Epoch: int(h.Epoch),
 				Reason: sums.Locate(f.Syndrome)})
 	}
+
 	for _, s := range h.Strategies {
 		strategy, err := s.Load()
 		if errors.Is(err, graft.ErrUnknown) {
@@ -252,19 +272,23 @@ func (h *header) image(stored []columns.Column) (*image, error) {
 		}
 		img.strategies = append(img.strategies, strategy)
 	}
+
 	if err := img.check(); err != nil {
 		return nil, err
 	}
+
 	renumbered, err := img.renumber(h.Kinds)
 	if err != nil {
 		return nil, err
 	}
+
 	if h.Schema < Schema || len(found) > 0 || renumbered {
 		checksums(img.seeds.columns(), Schema).Seal(0, img.n, img.seeds.crc)
 	}
 	return img, nil
 }
 
+// check returns an error if an option has a value that no lattice can have.
 func (c config) check() error {
 	if _, err := c.Site.MarshalText(); err != nil {
 		return err
@@ -278,6 +302,7 @@ func (c config) check() error {
 	if err := c.Telemetry.Check(); err != nil {
 		return err
 	}
+
 	for _, err := range []error{
 		inRange("embargo", c.Embargo, 0, math.MaxInt32),
 		inRange("renormalize", c.Renormalize, 1, math.MaxInt32),
@@ -289,12 +314,13 @@ func (c config) check() error {
 			return err
 		}
 	}
+
 	return nil
 }
 
-// renumber gives the kinds of the seeds the numbers that this program has for them, and reports
-// whether one has changed. names are those that the program which saved them had for its numbers. A
-// kind that is in use and not registered is an error.
+// renumber maps the kinds of the seeds from the numbers of the program that saved them to this
+// program's numbers. names lists the former. It reports whether any number has changed. A kind that
+// is in use but not registered is an error.
 func (img *image) renumber(names []string) (changed bool, err error) {
 	s := img.seeds
 	for i, number := range s.kind {
@@ -314,14 +340,16 @@ func (img *image) renumber(names []string) (changed bool, err error) {
 					"blueprints.Register before the lattice is loaded",
 					ErrArgument, i, blueprints.ErrUnknownKind, names[number])
 		}
+
 		changed = changed || s.kind[i] != uint8(kind)
 		s.kind[i] = uint8(kind)
 	}
+
 	return changed, nil
 }
 
-// check returns an error unless the seeds are in a state that a lattice can be in: renewed
-// checksums are no proof of that.
+// check returns an error unless all seeds are in a state that a lattice can be in. Matching
+// checksums do not prove that.
 func (img *image) check() error {
 	for i := range img.n {
 		if err := img.checkSeed(i); err != nil {
@@ -331,18 +359,20 @@ func (img *image) check() error {
 	return nil
 }
 
+// checkSeed returns an error if a field of seed i has a value that no lattice gives it.
 func (img *image) checkSeed(i int) error {
 	s, stage, slots := img.seeds, Stage(img.seeds.stage[i]), img.config.Slots
 	if slots == 0 {
 		slots = math.MaxUint16 + 1
 	}
+
 	switch {
 	case stage >= lifecycle.Count:
 		return fmt.Errorf("stage is %d", stage)
 	case int(s.slot[i]) >= slots:
 		return fmt.Errorf("slot is %d of %d", s.slot[i], slots)
 	case img.config.Gates && stage.Alive() && s.slot[i] == 0:
-		return fmt.Errorf("it is %v and has no slot", stage)
+		return fmt.Errorf("it is %v but has no slot", stage)
 	case int(s.strategy[i]) >= len(img.strategies):
 		return fmt.Errorf("strategy is %d of %d", s.strategy[i], len(img.strategies))
 	case !(s.alpha[i] >= 0 && s.alpha[i] <= 1):
@@ -353,10 +383,11 @@ func (img *image) checkSeed(i int) error {
 		return fmt.Errorf("finished is %d and learning is %d", s.finished[i], s.learning[i])
 	case s.stageErrors[i] > s.stageTrials[i]:
 		return fmt.Errorf("%d errors in %d trials", s.stageErrors[i], s.stageTrials[i])
-	case s.nonFiniteTold[i] > addSaturating(s.nonFiniteX[i], int(s.nonFiniteG[i])):
-		return fmt.Errorf("it has told of %d NaN and Inf, of %d and %d", s.nonFiniteTold[i],
+	case s.nonFiniteReported[i] > addSaturating(s.nonFiniteX[i], int(s.nonFiniteG[i])):
+		return fmt.Errorf("it has reported %d NaN and Inf, but %d and %d were seen", s.nonFiniteReported[i],
 			s.nonFiniteX[i], s.nonFiniteG[i])
 	}
+
 	for _, f := range []struct {
 		name  string
 		value float64
@@ -376,11 +407,12 @@ func (img *image) checkSeed(i int) error {
 			return fmt.Errorf("%s is %v", f.name, f.value)
 		}
 	}
+
 	return s.checkOpen(i)
 }
 
-// checkOpen checks the figures of a seed that need not be finite. These are those that overflow in
-// float32, and those that are NaN until they are reported.
+// checkOpen checks the figures of a seed that need not be finite, because they may overflow in
+// float32 or are NaN until they are reported.
 func (s *seedState) checkOpen(i int) error {
 	for _, f := range []struct {
 		name  string
@@ -390,6 +422,7 @@ func (s *seedState) checkOpen(i int) error {
 			return fmt.Errorf("%s is %v", f.name, f.value)
 		}
 	}
+
 	for _, f := range []struct {
 		name  string
 		value float32
@@ -400,30 +433,32 @@ func (s *seedState) checkOpen(i int) error {
 			return fmt.Errorf("%s is %v", f.name, f.value)
 		}
 	}
+
 	return nil
 }
 
-// anything is the least of a figure that may be any finite number.
+// anything is the lower limit of a figure that may be any finite number.
 var anything = math.Inf(-1)
 
-// Array is one array of a lattice's state, for storage formats that hold named arrays.
+// Array is a named array of a lattice's state, for storage formats such as safetensors.
 type Array struct {
 	Name  string
 	Shape []int
 	Data  any // []uint8, []uint16, []uint32, []uint64, []float32 or []float64
 }
 
-// headerName is the array that holds the header.
+// headerName is the name of the array that holds the header.
 const headerName = "header"
 
-// Arrays returns a copy of the lattice's complete state as named arrays. There is one for each
-// field of the seeds, and "header", a vector of bytes, with all else. The zero Lattice has none.
+// Arrays returns a copy of the lattice's complete state as named arrays: one per field of the
+// seeds, and "header", a byte vector with the rest. The zero Lattice has none.
 func (l *Lattice) Arrays() []Array {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.arrays()
 }
 
+// arrays implements Arrays. The caller holds the lock.
 func (l *Lattice) arrays() []Array {
 	if l.n == 0 {
 		return nil
@@ -436,9 +471,9 @@ func (l *Lattice) arrays() []Array {
 	return arrays
 }
 
-// SetArrays replaces the lattice's contents by arrays as [Lattice.Arrays] returns them, in any
-// order; the lattice does not keep them. It returns an error as UnmarshalBinary does, and then
-// nothing has changed.
+// SetArrays replaces the lattice's contents by arrays as returned by [Lattice.Arrays], in any
+// order. It copies them. It returns the same errors as UnmarshalBinary; on an error, the lattice is
+// unchanged.
 func (l *Lattice) SetArrays(arrays []Array) error {
 	img, err := fromArrays(arrays)
 	if err != nil {
@@ -447,18 +482,21 @@ func (l *Lattice) SetArrays(arrays []Array) error {
 	return l.replace("SetArrays", img)
 }
 
+// fromArrays checks and decodes named arrays.
 func fromArrays(arrays []Array) (*image, error) {
 	byName := map[string]any{}
 	for _, a := range arrays {
 		if _, twice := byName[a.Name]; twice {
-			return nil, fmt.Errorf("%w: array %q is there twice", ErrCorrupt, a.Name)
+			return nil, fmt.Errorf("%w: array %q occurs twice", ErrCorrupt, a.Name)
 		}
 		byName[a.Name] = a.Data
 	}
+
 	head, ok := byName[headerName].([]uint8)
 	if !ok {
 		return nil, fmt.Errorf("%w: array %q is missing or not []uint8", ErrCorrupt, headerName)
 	}
+
 	h, rest, err := parseHead(head)
 	if err != nil {
 		return nil, err
@@ -471,8 +509,9 @@ func fromArrays(arrays []Array) (*image, error) {
 		return nil, fmt.Errorf("%w: got %d arrays, want %d", ErrCorrupt,
 			len(arrays), len(h.Fields)+1)
 	}
-	// Before anything is allocated: a header that promises more seeds than there are must not cost
-	// memory.
+
+	// These checks come before any allocation, so that a header that promises more seeds than there
+	// are cannot exhaust memory.
 	for _, f := range h.Fields {
 		data := reflect.ValueOf(byName[f.Name])
 		if !data.IsValid() || data.Type().String() != "[]"+f.Type || data.Len() != h.Seeds {
@@ -480,28 +519,31 @@ func fromArrays(arrays []Array) (*image, error) {
 				f.Name, byName[f.Name], h.Seeds, f.Type)
 		}
 	}
+
 	stored, err := h.columns()
 	if err != nil {
 		return nil, err
 	}
+
 	for i, c := range stored {
 		c.Set(byName[c.Name])
 		stored[i] = c.Clone()
 	}
+
 	return h.image(stored)
 }
 
-// What the versions of the schema changed:
+// History of the schema:
 //
-//	2  added "finished"
-//	3  keeps performance in single precision instead of as a Float16, and training_error, entry_loss, entry_performance and
-//	   base_performance in single instead of double precision; dropped delta and improvement, which follow from them; and
-//	   added the last transitions
-//	4  keeps normal figures as bfloat16 instead of Float16, which had neither small nor large ones; added "entry_training_error",
+//	2  adds "finished"
+//	3  stores performance in single precision instead of Float16, and training_error, entry_loss, entry_performance and
+//	   base_performance in single instead of double precision; drops delta and improvement, which can be computed; adds
+//	   the last transitions
+//	4  stores normal-quality figures as bfloat16 instead of Float16, whose range was too small; adds "entry_training_error",
 //	   "slot_sum", "learning" and "scored"
 
-// emptySeeds returns new seeds to migrate the stored arrays to. Before memory is taken, enough must
-// be stored to deserve it.
+// emptySeeds returns new seeds, the target of migrate. It refuses headers with too little data per
+// seed to justify the allocation.
 func (h *header) emptySeeds(stored []columns.Column) (*seedState, error) {
 	if h.Schema < 3 {
 		h.Config.Transitions = defaultTransitions
@@ -514,14 +556,15 @@ func (h *header) emptySeeds(stored []columns.Column) (*seedState, error) {
 	return newSeedState(h.Seeds, h.Config.Transitions), nil
 }
 
-// migrate moves the stored arrays into s. Data of this schema must have exactly the fields of s. In
-// data of an older one, fields that it did not have keep the value of a new seed. Fields that are
-// no more are dropped.
+// migrate moves the stored arrays into s. Data of the current schema must have exactly the fields
+// of s. In data of an older schema, fields that did not exist yet keep their initial values, and
+// fields that no longer exist are dropped.
 func (h *header) migrate(s *seedState, stored []columns.Column) error {
 	byName := map[string]columns.Column{}
 	for _, c := range stored {
 		byName[c.Name] = c
 	}
+
 	old, moved := h.Schema < Schema, 0
 	for _, c := range s.columns() {
 		from, ok := byName[c.Name]
@@ -537,6 +580,7 @@ func (h *header) migrate(s *seedState, stored []columns.Column) error {
 			return fmt.Errorf("%w: field %q is missing or not %s", ErrCorrupt, c.Name, c.Type())
 		}
 	}
+
 	if h.Schema < 4 {
 		for _, figures := range [][]uint16{s.mean, s.lowest, s.highest, s.snr,
 			s.gradVariance, s.gradMax} {
@@ -545,6 +589,7 @@ func (h *header) migrate(s *seedState, stored []columns.Column) error {
 			}
 		}
 	}
+
 	if !old && moved != len(stored) {
 		return fmt.Errorf("%w: %d fields are stored, want %d", ErrCorrupt, len(stored), moved)
 	}

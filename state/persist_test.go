@@ -34,12 +34,13 @@ func fill(t *testing.T, l *Lattice) {
 		for i := range v.Len() {
 			switch e := v.Index(i); e.Kind() {
 			case reflect.Float32, reflect.Float64:
-				e.SetFloat(r.Float64()) // in [0, 1), as an α is
+				e.SetFloat(r.Float64()) // in [0, 1), as α must be
 			default:
 				e.SetUint(r.Uint64N(200))
 			}
 		}
 	}
+
 	for i := range l.n {
 		l.seeds.stage[i] = uint8(r.IntN(lifecycle.Count))
 		l.seeds.kind[i] = uint8(r.IntN(4))
@@ -47,8 +48,9 @@ func fill(t *testing.T, l *Lattice) {
 		l.seeds.schema[i] = Schema
 		l.seeds.finished[i], l.seeds.learning[i] = uint8(r.IntN(2)), uint8(r.IntN(3))
 		l.seeds.stageErrors[i] = uint32(r.IntN(1 + int(l.seeds.stageTrials[i])))
-		l.seeds.nonFiniteTold[i] = uint32(r.IntN(1 + int(l.seeds.nonFiniteX[i])))
+		l.seeds.nonFiniteReported[i] = uint32(r.IntN(1 + int(l.seeds.nonFiniteX[i])))
 	}
+
 	l.epoch, l.step, l.loss = r.Uint32N(maxEpoch), r.Uint64N(maxStep), 1/r.Float64()
 	l.seal(0, l.n)
 }
@@ -82,6 +84,7 @@ func same(t *testing.T, a, b *Lattice) {
 	if !reflect.DeepEqual(a.strategies, b.strategies) {
 		t.Errorf("strategies are %v and %v", a.strategies, b.strategies)
 	}
+
 	other := b.seeds.saved()
 	for i, c := range a.seeds.saved() {
 		if !reflect.DeepEqual(c.Array, other[i].Array) {
@@ -96,10 +99,12 @@ func TestBinaryRoundTrip(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	var b Lattice
 	if err := b.UnmarshalBinary(data); err != nil {
 		t.Fatal(err)
 	}
+
 	same(t, a, &b)
 	if err := b.Verify(); err != nil {
 		t.Error(err)
@@ -107,13 +112,15 @@ func TestBinaryRoundTrip(t *testing.T) {
 	if b.ID() == 0 || b.ID() == a.ID() {
 		t.Errorf("identities are %d and %d", a.ID(), b.ID())
 	}
+
 	again, err := b.MarshalBinary()
 	if err != nil || string(again) != string(data) {
 		t.Errorf("the loaded lattice is saved differently (%v)", err)
 	}
 }
 
-// Negative zeros, the least and the largest numbers come back with their bits.
+// TestEveryBitIsRestored checks that negative zero and the smallest and largest numbers are
+// restored bit by bit.
 func TestEveryBitIsRestored(t *testing.T) {
 	a := filled(t, 4)
 	copy(a.seeds.runMean, []float64{math.MaxFloat64, -math.MaxFloat64,
@@ -150,28 +157,33 @@ func TestArraysRoundTrip(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	id := b.ID()
 	if err := b.SetArrays(arrays); err != nil {
 		t.Fatal(err)
 	}
+
 	same(t, a, b)
 	if b.ID() != id {
 		t.Errorf("loading changed the identity from %d to %d", id, b.ID())
 	}
-	// Neither lattice holds on to the arrays.
+
+	// Neither lattice may share memory with the arrays.
 	for _, x := range arrays {
 		reflect.ValueOf(x.Data).Index(0).SetZero()
 		if n := reflect.ValueOf(x.Data).Len(); len(x.Shape) != 1 || x.Shape[0] != n {
 			t.Errorf("array %s has shape %v and %d elements", x.Name, x.Shape, n)
 		}
 	}
+
 	same(t, a, b)
 	if err := errors.Join(a.Verify(), b.Verify()); err != nil {
 		t.Error(err)
 	}
 }
 
-// Flipping any byte of a saved lattice is noticed; in a seed's fields, the error names the seed.
+// TestEveryFlippedByteIsFound checks that any flipped byte of a saved lattice is noticed, and that
+// the error names the seed if the byte belongs to one.
 func TestEveryFlippedByteIsFound(t *testing.T) {
 	const n = 3
 	a := filled(t, n)
@@ -179,9 +191,10 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	saved := a.seeds.saved()
 	start := len(data) - n*columns.RowWidth(saved)
-	owner := map[int]int{} // which seed a byte belongs to
+	owner := map[int]int{} // seed that owns a byte
 	at := start
 	for _, c := range saved {
 		for i := range n * c.Width() {
@@ -189,10 +202,12 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 		}
 		at += n * c.Width()
 	}
+
 	var b Lattice
 	if err := b.UnmarshalBinary(data); err != nil {
 		t.Fatal(err)
 	}
+
 	for i := range data {
 		for _, bit := range []byte{1, 0x10, 0x80} {
 			bad := slices.Clone(data)
@@ -204,19 +219,21 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 			}
 		}
 	}
+
 	for i := range len(data) {
 		if err := b.UnmarshalBinary(data[:i]); !errors.Is(err, ErrCorrupt) {
 			t.Fatalf("%d of %d bytes: error %v", i, len(data), err)
 		}
 	}
+
 	if err := b.UnmarshalBinary(append(slices.Clone(data), 0)); !errors.Is(err, ErrCorrupt) {
 		t.Errorf("a byte too many: error %v", err)
 	}
 	same(t, a, &b) // nothing was applied
 }
 
-// A lattice takes nothing of another shape, of which seeds, features, slots and their width alone
-// can differ. What it does not know of its slots it takes over.
+// TestOtherShapes checks that a lattice refuses data with different numbers of seeds, features or
+// slots, or another slot width, and adopts whatever it does not know about its own slots.
 func TestOtherShapes(t *testing.T) {
 	made := func(seeds, hidden int, opts ...Option) *Lattice {
 		l, err := NewLattice(seeds, hidden, opts...)
@@ -225,10 +242,12 @@ func TestOtherShapes(t *testing.T) {
 		}
 		return l
 	}
+
 	data, err := made(4, 8, WithSlots(5), WithWidth(3)).MarshalBinary()
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for name, l := range map[string]*Lattice{
 		"seeds": made(2, 8), "features": made(4, 16), "slots": made(4, 8, WithSlots(4)),
 		"width": made(4, 8, WithWidth(2)),
@@ -237,6 +256,7 @@ func TestOtherShapes(t *testing.T) {
 			t.Errorf("other %s: error %v", name, err)
 		}
 	}
+
 	for _, l := range []*Lattice{made(4, 8), made(4, 8, WithSlots(5)), made(4, 8, WithWidth(3))} {
 		if err := l.UnmarshalBinary(data); err != nil || l.Slots() != 5 || l.Width() != 3 {
 			t.Errorf("%d slots of %d weights, error %v", l.Slots(), l.Width(), err)
@@ -255,6 +275,7 @@ func TestSetArraysErrors(t *testing.T) {
 		t.Fatalf("no array %q", name)
 		return nil
 	}
+
 	for name, c := range map[string]struct {
 		change func([]Array) []Array
 		is     error
@@ -320,7 +341,7 @@ func TestSetArraysErrors(t *testing.T) {
 	}
 }
 
-// swapAll exchanges seeds 0 and 1 with their checksums, which are over the seed's number too.
+// swapAll exchanges seeds 0 and 1 including their checksums, which also cover the seed's number.
 func swapAll(arrays []Array) {
 	for _, a := range arrays {
 		if a.Name != headerName {
@@ -329,8 +350,8 @@ func swapAll(arrays []Array) {
 	}
 }
 
-// resaved saves a lattice as a program with another schema would have: change edits the header and
-// the list of fields.
+// resaved saves a lattice as a program with another schema would: change edits the header and the
+// list of fields.
 func resaved(t *testing.T, l *Lattice,
 	change func(h *header, fields []columns.Column) []columns.Column) []byte {
 	t.Helper()
@@ -354,7 +375,8 @@ func TestSchemaVersions(t *testing.T) {
 		fmt.Sprintf("version %d", Schema+1)) {
 		t.Errorf("a newer schema: error %v", err)
 	}
-	// An older version had no drift, and a field that is no more.
+
+	// An older version had no drift, but a field that no longer exists.
 	gone := []uint16{1, 2, 3, 4}
 	older := resaved(t, a, func(h *header, f []columns.Column) []columns.Column {
 		h.Schema = Schema - 1
@@ -366,20 +388,23 @@ func TestSchemaVersions(t *testing.T) {
 		}
 		return append(f, columns.Column{Name: "gone", Array: &gone})
 	})
+
 	if err := b.UnmarshalBinary(older); err != nil {
 		t.Fatal(err)
 	}
 	if err := b.Verify(); err != nil {
 		t.Error(err)
 	}
+
 	clear(a.seeds.drift)
 	figures := [][]uint16{a.seeds.mean, a.seeds.lowest, a.seeds.highest, a.seeds.snr,
 		a.seeds.gradVariance, a.seeds.gradMax}
-	for _, all := range figures { // which were Float16
+	for _, all := range figures { // these were Float16
 		for i, bits := range all {
 			all[i] = toBFloat16(fromFloat16(bits))
 		}
 	}
+
 	a.seal(0, a.n)
 	same(t, a, &b)
 	for name, change := range map[string]func(h *header, f []columns.Column) []columns.Column{
@@ -416,6 +441,7 @@ func TestSchemaVersions(t *testing.T) {
 			t.Errorf("%s: error %v", name, err)
 		}
 	}
+
 	unknown := resaved(t, a, func(h *header, f []columns.Column) []columns.Column {
 		h.Strategies[1].Name = "Telepathy"
 		return f
@@ -424,6 +450,7 @@ func TestSchemaVersions(t *testing.T) {
 		!strings.Contains(err.Error(), "Telepathy") {
 		t.Errorf("an unknown strategy: error %v", err)
 	}
+
 	copy(a.seeds.stage, []uint8{5, 5, 5, 5})
 	copy(a.seeds.kind, []uint8{1, 1, 1, 1})
 	a.seal(0, a.n)
@@ -435,6 +462,7 @@ func TestSchemaVersions(t *testing.T) {
 		!errors.Is(err, blueprints.ErrUnknownKind) || !strings.Contains(err.Error(), "Wavelet") {
 		t.Errorf("an unknown kind: error %v", err)
 	}
+
 	for name, bend := range map[string]func(){
 		"stage": func() {
 			a.seeds.stage[2] = lifecycle.Count
@@ -455,22 +483,25 @@ func TestSchemaVersions(t *testing.T) {
 	}
 }
 
-// FuzzUnmarshal reads altered lattices, also with the header's checksum made right again, behind
-// which the fuzzer could hardly get by itself. What is read takes memory in proportion to what is
-// there, whatever the header promises.
+// FuzzUnmarshal decodes altered lattices, also with a corrected header checksum, which the fuzzer
+// could hardly find by itself. Decoding may take memory only in proportion to the data, whatever
+// the header promises.
 func FuzzUnmarshal(f *testing.F) {
 	l, err := NewLattice(2, 4, WithQuarantine())
 	if err != nil {
 		f.Fatal(err)
 	}
+
 	data, err := l.MarshalBinary()
 	if err != nil {
 		f.Fatal(err)
 	}
+
 	older, err := os.ReadFile("testdata/schema2.lattice")
 	if err != nil {
 		f.Fatal(err)
 	}
+
 	f.Add(data, true)
 	f.Add(older, true)
 	f.Add(older, false)
@@ -490,8 +521,8 @@ func FuzzUnmarshal(f *testing.F) {
 	})
 }
 
-// TestForged wants a lattice that nothing can have led to be refused although its checksums fit, by
-// both ways in, and to change nothing.
+// TestForged checks that states which no sequence of calls can produce are refused by both decoders
+// although their checksums match, and that nothing changes.
 func TestForged(t *testing.T) {
 	nan, inf := float32(math.NaN()), math.Inf(1)
 	for name, forge := range map[string]func(l *Lattice, s *seedState){
@@ -520,8 +551,8 @@ func TestForged(t *testing.T) {
 		"training_error is +Inf": func(_ *Lattice, s *seedState) {
 			s.trainingError[1] = float32(inf)
 		},
-		"told of 9 NaN and Inf": func(_ *Lattice, s *seedState) {
-			s.nonFiniteTold[1], s.nonFiniteX[1], s.nonFiniteG[1] = 9, 4, 4
+		"reported 9 NaN and Inf": func(_ *Lattice, s *seedState) {
+			s.nonFiniteReported[1], s.nonFiniteX[1], s.nonFiniteG[1] = 9, 4, 4
 		},
 		"epoch 4294967295 and step": func(l *Lattice, _ *seedState) {
 			l.epoch = math.MaxUint32
@@ -530,9 +561,9 @@ func TestForged(t *testing.T) {
 			l.step = math.MaxUint64
 		},
 		"performance is NaN": func(_ *Lattice, s *seedState) { s.performance[1] = nan },
-		"it is Grafting and has no slot": func(l *Lattice, s *seedState) {
+		"it is Grafting but has no slot": func(l *Lattice, s *seedState) {
 			l.config.Gates = true
-			s.slot[0] = 1 // what fill drew may be none
+			s.slot[0] = 1 // the slot drawn by fill may be 0
 			s.stage[1], s.slot[1] = uint8(Grafting), 0
 		},
 	} {
@@ -549,6 +580,7 @@ func TestForged(t *testing.T) {
 				require.ErrorIs(t, err, ErrCorrupt)
 				require.ErrorContains(t, err, name)
 			}
+
 			after, err := into.MarshalBinary()
 			require.NoError(t, err)
 			require.Equal(t, before, after)
@@ -556,8 +588,8 @@ func TestForged(t *testing.T) {
 	}
 }
 
-// TestOverflowingFigures wants figures that overflow not to become limits by which later passes go.
-// Nor do they keep a lattice that has met them from being loaded.
+// TestOverflowingFigures checks that overflowing figures do not become limits for later passes, and
+// that a lattice that has seen them can be loaded.
 func TestOverflowingFigures(t *testing.T) {
 	l, err := NewLattice(1, 4)
 	require.NoError(t, err)
@@ -581,13 +613,14 @@ func TestOverflowingFigures(t *testing.T) {
 	}
 }
 
-// FuzzNetworkLoad gives a network its own arrays with one of them altered, the header's checksum
-// and the seeds' made right again if repair says so. They are refused and nothing has changed, or
-// the network holds them and goes on.
+// FuzzNetworkLoad loads a network's own arrays after altering one and, if repair is set, correcting
+// the checksums of the header and the seeds. Either Load refuses them and nothing changes, or the
+// network holds them and continues.
 func FuzzNetworkLoad(f *testing.F) {
 	for which := range uint8(6) {
 		f.Add(which, uint16(3), []byte{255}, which%2 == 0)
 	}
+
 	f.Add(uint8(0), uint16(columns.Prefix), []byte(`{"schema":1,"seeds":2,"hidden":1000000000000`),
 		true)
 	f.Fuzz(func(t *testing.T, which uint8, at uint16, data []byte, repair bool) {
@@ -601,31 +634,34 @@ func FuzzNetworkLoad(f *testing.F) {
 		if int(at) < len(memory) {
 			copy(memory[at:], data)
 		}
+
 		if repair {
 			renew(arrays)
 		}
+
 		var install func()
 		bounded.Run(t, int64(len(data)), func() { install, err = n.Load(arrays) })
 		require.True(t, before == fmt.Sprint(n.Arrays()), "Load itself changes something")
 		if err != nil {
 			return
 		}
+
 		install()
 		require.NoError(t, n.Verify())
 		_, err = n.StepEpoch([]Metrics{{}})
-		_ = err // there may be no figures to go by; it must not panic
+		_ = err // there may be no figures to judge by, but it must not panic
 		n.Report()
 		n.Arrays()
 	})
 }
 
-// bytesOf views the memory of a slice of numbers.
+// bytesOf returns the memory of a slice of numbers.
 func bytesOf(data any) []byte {
 	v := reflect.ValueOf(data)
 	return unsafe.Slice((*byte)(v.UnsafePointer()), v.Len()*int(v.Type().Elem().Size()))
 }
 
-// renew makes the checksums of arrays right, where the header can be read.
+// repair makes the checksums of arrays valid if the header can be read.
 func renew(arrays []Array) {
 	head := arrays[0].Data.([]uint8)
 	const at = len(columns.Magic)
@@ -635,6 +671,7 @@ func renew(arrays []Array) {
 	if err != nil || h.Seeds != 2 {
 		return
 	}
+
 	var fields []columns.Column
 	for _, a := range arrays[1 : len(arrays)-1] {
 		p := reflect.New(reflect.TypeOf(a.Data))
@@ -642,6 +679,7 @@ func renew(arrays []Array) {
 		_, name, _ := strings.Cut(a.Name, ".")
 		fields = append(fields, columns.Column{Name: name, Array: p.Interface()})
 	}
+
 	sums := arrays[len(arrays)-1].Data.([]uint32)
 	checksums(fields, h.Schema).Seal(0, h.Seeds, sums)
 }

@@ -1,7 +1,11 @@
 package state
 
 import (
+	"fmt"
 	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
 	"time"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -9,69 +13,127 @@ import (
 	"github.com/kasmina-go/kasmina/internal/curve"
 )
 
-// Point is where a run was when an epoch ended.
+// Point is the progress of a run at the end of an epoch.
 type Point = curve.Progress
 
-// SeedReport is the logical view of one seed.
+// SeedReport describes one seed: its place in its life, its blueprint, and its latest figures.
 type SeedReport struct {
 	Seed  int
 	Stage Stage
-	Slot  int // 0: none
+	Slot  int // slot of the blueprint; 0 means none
 	Kind  blueprints.Kind
-	Size  int // of the blueprint, elsewhere than on a chunk
-	// the blueprint becomes a part of a plain model once it is fossilized; see blueprints.Mergeable
+	Size  int // size of the blueprint, at other sites than a chunk
+	// Mergeable reports whether the blueprint can become part of a plain model once it is
+	// fossilized; see blueprints.Mergeable.
 	Mergeable     bool
-	Alpha         float64 // with which the output blends: 0 where it is x
+	Alpha         float64 // effective α of the output; 0 in stages with y = x
 	EpochsInStage int
-	LastUpdate    int     // epoch of the last change of stage or α
-	Performance   float64 // in half precision, as Stability
+	LastUpdate    int     // epoch of the last change of the stage or α
+	Performance   float64 // rounded to half precision, as is Stability
 	Stability     float64
-	// performance less that without the seed, or else at the first report in this stage; 0 when
-	// unknown
+	// Delta is the performance minus that without the seed or, if that was never measured, minus
+	// the first one reported in this stage. It is 0 if unknown.
 	Delta float64
-	// likewise relative to that without the seed, or else at the first report; 0 when unknown
+	// Improvement is the relative improvement over the performance without the seed or, if that was
+	// never measured, over the first one reported since germination. It is 0 if unknown.
 	Improvement float64
-	// the seed has a blueprint and the gate onward is open: Stage.Next is allowed
+	// CanAdvance reports whether the seed has a blueprint and the gate to Stage.Next is open.
 	CanAdvance   bool
-	RampFinished bool    // the strategy has ended, in Grafting
-	CanCull      bool    // a transition to Culled would be allowed
-	CanRecycle   bool    // the blueprint's life is over, and the embargo too
+	RampFinished bool    // the strategy has finished, in Grafting
+	CanCull      bool    // a transition to Culled is allowed
+	CanRecycle   bool    // the blueprint's life and the embargo are over
 	Drift        float64 // relative change of the chunk's running moments over the last epoch
 	Health       Health
 	Gradient     Gradient
 	NonFiniteX   int        // NaN and Inf seen in the activations since the lattice was made
-	NonFiniteG   int        // likewise in the gradient, also where a loss scale made it overflow
-	Clips        int        // rows whose gradient was clipped since the lattice was made
-	Histogram    *Histogram // in mode Debug, in reports of History; otherwise nil
-	// Health is of the pass, in reports of History; else, under sampling, it is zero
+	NonFiniteG   int        // NaN and Inf seen in the gradient, including overflows caused by a loss scale
+	Clips        int        // clipped rows of the gradient since the lattice was made
+	Histogram    *Histogram // in reports of History in mode Debug; otherwise nil
+	// Measured reports, in reports of History, whether Health was measured in this pass; under
+	// sampling, the Health of other seeds is zero.
 	Measured bool
 }
 
-// Report is the logical view of a lattice.
+// Report describes the state of a lattice. It prints as a table with one row per seed; see
+// [Report.String].
 type Report struct {
-	Epoch     int // epochs that have ended
-	Step      int // passes with telemetry so far
+	Epoch     int // number of epochs that have ended
+	Step      int // number of passes recorded
 	Telemetry Telemetry
 	Site      blueprints.Site
-	Curve     []Point // of the run, at other sites than chunks, the oldest first
-	Hidden    int     // features of the layer
-	Slots     int     // of the layer's weights, slot 0 included; 0 when the lattice was not told
-	// SlotParameters is how many parameters a slot has: weights and scale.
+	Curve     []Point // at other sites than chunks, the progress of the run, oldest first
+	Hidden    int     // number of features of the layer
+	Slots     int     // number of slots including slot 0; 0 if unknown
+	// SlotParameters is the number of parameters in a slot: its weights and the scale.
 	SlotParameters int
 	Layer          LayerReport
 	Seeds          []SeedReport
 }
 
-// Report returns the present state of all seeds, with the last figures measured of each.
+// String formats the report as a table for people to read: a line about the lattice, then one row
+// for each seed. Its layout may change.
+//
+// A row has the seed's number, its stage and the epochs spent in it, the kind of its blueprint with
+// its slot (or, at other sites than chunks, its size), the effective α, the variance of its input
+// chunk, the norm of the gradient of its output chunk, its performance, Delta and Stability, and
+// its possible next steps. A dash means that the seed has no blueprint.
+func (r Report) String() string {
+	place := "SLOT"
+	if r.Site != blueprints.Chunk {
+		place = "SIZE"
+	}
+
+	var b strings.Builder
+	fmt.Fprintf(&b, "%d seeds at site %v, epoch %d, %d passes recorded, telemetry %v\n", len(r.Seeds),
+		r.Site, r.Epoch, r.Step, r.Telemetry)
+	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
+	fmt.Fprintf(w, "SEED\tSTAGE\tEPOCHS\tKIND\t%s\tα\tVARIANCE\tGRADIENT\tPERFORMANCE\tDELTA\t"+
+		"STABILITY\tNEXT\n", place)
+	for _, s := range r.Seeds {
+		kind, number := "–", "–"
+		if n := s.Slot + s.Size; n > 0 { // at least one is 0
+			kind, number = s.Kind.String(), strconv.Itoa(n)
+		}
+		fmt.Fprintf(w, "%d\t%v\t%d\t%s\t%s\t%.3g\t%.3g\t%.3g\t%.4g\t%.3g\t%.2g\t%s\n", s.Seed, s.Stage,
+			s.EpochsInStage, kind, number, s.Alpha, s.Health.Variance, s.Gradient.Norm, s.Performance,
+			s.Delta, s.Stability, s.next())
+	}
+
+	// Writing to a strings.Builder cannot fail.
+	_ = w.Flush()
+	return b.String()
+}
+
+// next describes what may be done with the seed now.
+func (s SeedReport) next() string {
+	var all []string
+	if s.CanAdvance {
+		all = append(all, s.Stage.Next().String())
+	}
+	if s.CanCull {
+		all = append(all, "cull")
+	}
+	if s.CanRecycle {
+		all = append(all, "recycle")
+	}
+	if len(all) == 0 {
+		return "–"
+	}
+	return strings.Join(all, ", ")
+}
+
+// Report returns the present state of all seeds, with the latest figures of each.
 func (l *Lattice) Report() Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	r := Report{Epoch: int(l.epoch), Step: int(l.step), Telemetry: l.config.Telemetry,
 		Site:  l.config.Site,
 		Curve: slices.Clone(l.curve), Seeds: make([]SeedReport, l.n)}
 	if l.n == 0 {
 		return r
 	}
+
 	r.Hidden, r.Slots, r.SlotParameters = l.hidden, l.config.Slots,
 		max(l.config.Width, l.hidden/l.n)+1
 	cpu.Parallel(l.n, 1024, func(lo, hi int) {
@@ -84,9 +146,11 @@ func (l *Lattice) Report() Report {
 		r.Layer.Errors += r.Seeds[i].NonFiniteX + r.Seeds[i].NonFiniteG
 		r.Layer.Clips += r.Seeds[i].Clips
 	}
+
 	return r
 }
 
+// seedReport returns the report on seed i. The caller holds the lock.
 func (l *Lattice) seedReport(i int) SeedReport {
 	s, stage, e := l.seeds, Stage(l.seeds.stage[i]), l.evidence(i)
 	can := func(to Stage) bool {
@@ -96,16 +160,19 @@ func (l *Lattice) seedReport(i int) SeedReport {
 		_, open := l.config.Thresholds.Gate(stage, to, e)
 		return open
 	}
+
 	known := func(v float64) float64 {
 		if !finite(v) {
 			return 0
 		}
 		return v
 	}
+
 	slot, size := int(s.slot[i]), 0
 	if l.config.Site != blueprints.Chunk {
 		slot, size = 0, slot
 	}
+
 	return SeedReport{
 		Seed: i, Stage: stage, Slot: slot, Kind: blueprints.Kind(s.kind[i]), Size: size,
 		Mergeable:     stage.Alive() && s.slot[i] != 0 && blueprints.Mergeable(blueprints.Kind(s.kind[i])),
@@ -123,6 +190,7 @@ func (l *Lattice) seedReport(i int) SeedReport {
 	}
 }
 
+// health returns the latest health figures of seed i.
 func (s *seedState) health(i int) Health {
 	return Health{
 		Variance: float64(s.variance[i]), Mean: fromBFloat16(s.mean[i]),
@@ -131,41 +199,45 @@ func (s *seedState) health(i int) Health {
 	}
 }
 
+// gradient returns the latest gradient figures of seed i.
 func (s *seedState) gradient(i int) Gradient {
 	return Gradient{Norm: float64(s.gradNorm[i]), Variance: fromBFloat16(s.gradVariance[i]),
 		Max: fromBFloat16(s.gradMax[i])}
 }
 
-// ring keeps the telemetry of the last passes in the form in which it is transported. It has one
-// array per field, normal figures as bfloat16 and α as Float16. It is not saved with the lattice.
+// ring holds the telemetry of the most recent passes in transport form: one array per field, with
+// normal-quality figures as bfloat16 and α as Float16. It is not saved with the lattice.
 type ring struct {
-	frames []frame // oldest first once full, from next on
+	frames []frame // oldest first from next on, once the ring is full
 	next   int
 }
 
+// frame holds the telemetry of one pass.
 type frame struct {
 	epoch      uint32
-	step       uint64 // the pass's
+	step       uint64 // step of the pass
 	telemetry  Telemetry
 	stage      []uint8
 	slot       []uint16
 	kind       []uint8
 	alpha      []uint16
-	watched    []bool    // seeds whose figures the pass has measured
-	figures    seedState // health and gradient of the pass; the other fields stay empty
+	watched    []bool    // seeds that the pass has measured
+	figures    seedState // health and gradient of the pass; other fields stay empty
 	histograms []Histogram
-	gradients  bool // the backward pass has told its figures too
+	gradients  bool // whether the backward pass has reported
 }
 
-// push adds the pass p, whose health the seeds have taken in, in place of the oldest one.
+// push stores the pass p in place of the oldest one, after the seeds have recorded its health.
 func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 	if l.config.History == 0 {
 		return
 	}
+
 	if len(r.frames) < l.config.History {
 		r.frames = append(r.frames, frame{})
 		r.next = len(r.frames) - 1
 	}
+
 	f, s := &r.frames[r.next], l.seeds
 	r.next = (r.next + 1) % l.config.History
 	f.epoch, f.step, f.telemetry = p.Epoch, p.Step, p.Telemetry
@@ -177,6 +249,7 @@ func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 		f.kind = append(f.kind, uint8(p.Kind[i]))
 		f.alpha = append(f.alpha, toFloat16(float64(stage.Share(p.Alpha[i]))))
 	}
+
 	g := &f.figures
 	g.variance, g.deadRatio = append(g.variance[:0], s.variance...),
 		append(g.deadRatio[:0], s.deadRatio...)
@@ -194,6 +267,7 @@ func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 	}
 }
 
+// copyGradient stores the gradient figures that the seeds hold.
 func (f *frame) copyGradient(s *seedState) {
 	g := &f.figures
 	f.gradients = true
@@ -202,8 +276,8 @@ func (f *frame) copyGradient(s *seedState) {
 		append(g.gradMax[:0], s.gradMax...)
 }
 
-// addGradient completes the frame of the pass p with the gradients that the seeds have taken in
-// since.
+// addGradient adds the gradient figures that the seeds now hold to the frame of pass p, if that is
+// still the latest.
 func (r *ring) addGradient(l *Lattice, p *Pass) {
 	if len(r.frames) == 0 {
 		return
@@ -213,13 +287,15 @@ func (r *ring) addGradient(l *Lattice, p *Pass) {
 	}
 }
 
-// History returns the reports of the last passes that measured, the oldest first, as many as
-// [WithHistory] keeps. They hold what is measured in a pass, of the seeds that it has measured.
-// They also hold stage, slot, kind and α (in half precision) at its start. The other fields are
-// zero.
+// History returns the reports of the most recent passes that measured, oldest first, up to the
+// number set by [WithHistory].
+//
+// Each report holds the figures of the seeds that were measured in that pass, and the stage, slot,
+// kind and α (in half precision) of all seeds at its start. The other fields are zero.
 func (l *Lattice) History() []Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	reports := make([]Report, 0, len(l.ring.frames))
 	for k := range l.ring.frames {
 		f := &l.ring.frames[(l.ring.next+k)%len(l.ring.frames)]
@@ -234,6 +310,7 @@ func (l *Lattice) History() []Report {
 			if !f.watched[i] {
 				continue
 			}
+
 			r.Seeds[i].Health, r.Seeds[i].Measured = f.figures.health(i), true
 			if f.gradients {
 				r.Seeds[i].Gradient = f.figures.gradient(i)
@@ -243,38 +320,43 @@ func (l *Lattice) History() []Report {
 				r.Seeds[i].Histogram = &h
 			}
 		}
+
 		reports = append(reports, r)
 	}
+
 	return reports
 }
 
-// LayerReport holds the figures of a layer as a whole.
+// LayerReport holds the figures of a whole layer.
 type LayerReport struct {
-	// runs of the layer, forward or backward, that were timed since the lattice was made or loaded
+	// Timed is the number of runs of the layer, forward or backward, that were timed since the
+	// lattice was made or loaded.
 	Timed     int
-	Kernel    time.Duration // mean time of one of them
-	Bandwidth float64       // bytes a second that they read and wrote on average
-	Overhead  float64       // per cent by which telemetry and bookkeeping prolonged them
+	Kernel    time.Duration // mean time of a timed run
+	Bandwidth float64       // mean bytes per second that the timed runs read and wrote
+	Overhead  float64       // extra time for telemetry and bookkeeping, in percent
 	Errors    int           // NaN and Inf seen by all seeds
-	Clips     int           // rows of all seeds whose gradient was clipped
+	Clips     int           // clipped rows of the gradient, over all seeds
 }
 
-// timing sums up what was measured. It is not saved with the lattice.
+// timing accumulates measured times. It is not saved with the lattice.
 type timing struct {
 	runs  int
 	total Timing
 }
 
-// RecordTiming takes in the timing of a run of the layer.
+// RecordTiming adds the timing of one run of the layer.
 func (l *Lattice) RecordTiming(t Timing) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+
 	sum := &l.timing.total
 	sum.Kernel, sum.Telemetry, sum.Bytes = sum.Kernel+t.Kernel, sum.Telemetry+t.Telemetry,
 		sum.Bytes+t.Bytes
 	l.timing.runs++
 }
 
+// report returns the averages of the recorded timings.
 func (t *timing) report() (r LayerReport) {
 	if r.Timed = t.runs; r.Timed > 0 && t.total.Kernel > 0 {
 		r.Kernel = t.total.Kernel / time.Duration(t.runs)

@@ -8,25 +8,27 @@ import (
 	"github.com/kasmina-go/kasmina/state/internal/columns"
 )
 
-// Schema is the version of the seed state's layout that this package writes; migrate.go says what
-// became of earlier ones.
+// Schema is the version of the seed state's layout that this package writes. persist.go lists what
+// each version changed.
 const Schema = 4
 
-// seedState holds all seeds, one array per field. Figures of 16 bits are stored as their bits.
-// Those of the normal tier are bfloat16. KASMINA's float16 would do for activations near 1, but the
-// variance of a gradient underflows in it at the sizes of real models.
+// seedState holds all seeds as one array per field.
+//
+// 16-bit figures are stored as their bits. Figures of normal quality are bfloat16: float16 would
+// suffice for activations near 1, but the variance of a gradient underflows in it at the sizes of
+// real models.
 type seedState struct {
 	stage         []uint8
-	slot          []uint16 // 0: none; elsewhere than on a chunk the blueprint's size
+	slot          []uint16 // slot; 0 means none; at other sites than a chunk, the blueprint's size
 	kind          []uint8
 	strategy      []uint8 // index into Lattice.strategies
 	alpha         []float32
 	epochsInStage []uint16
 	lastUpdate    []uint32  // epoch of the last change of stage or α
-	performance   []float32 // reported as Float16, judged by its small differences
+	performance   []float32 // reported as Float16, but judged by small differences
 	stability     []uint16  // Float16
 
-	// Health of the input chunk in the last pass that reported it.
+	// Health of the input chunk in the last pass that measured it.
 	variance  []float32
 	mean      []uint16 // bfloat16
 	lowest    []uint16 // bfloat16
@@ -34,53 +36,56 @@ type seedState struct {
 	deadRatio []float32
 	snr       []uint16 // bfloat16
 
-	// Gradient of the output chunk in the last pass that reported it.
+	// Gradient of the output chunk in the last pass that measured it.
 	gradNorm     []float32
 	gradVariance []uint16 // bfloat16
 	gradMax      []uint16 // bfloat16
 
-	// Moments of the input chunk, in full precision because clamps and drift depend on differences
-	// of them. They are of the last pass; merged over passes, with their weight in elements; and
-	// the merged ones as the last epoch ended.
+	// Moments of the input chunk, in double precision because clamps and drift depend on their
+	// differences: of the last pass; merged over passes, with their weight in elements; and the
+	// merged ones at the end of the last epoch.
 	stepMean, stepVariance, stepCount []float64
 	runMean, runVariance, runCount    []float64
 	epochMean, epochVariance          []float64
 	drift                             []float32
 
-	// Moments of the norm of the chunk's gradient over rows, merged over passes, with their weight
-	// in rows.
+	// Moments of the per-row norm of the chunk's gradient, merged over passes, with their weight in
+	// rows.
 	normMean, normVariance, normCount []float64
 
-	nonFiniteX, nonFiniteG []uint32 // NaN and Inf seen so far
-	nonFiniteTold          []uint32 // how many of both events have told of
-	clips                  []uint64 // rows whose gradient was clipped
+	nonFiniteX, nonFiniteG []uint32 // number of NaN and Inf seen
+	nonFiniteReported      []uint32 // how many of both have been reported by events
+	clips                  []uint64 // clipped rows of the gradient
 
-	embargoUntil       []uint32 // epoch from which an ended seed may be recycled
+	embargoUntil       []uint32 // end of the embargo
 	memory0, memory1   []float32
-	finished           []uint8   // 1 once the strategy has taken α to where it ends
-	trainingError      []float32 // NaN: not reported
-	entryTrainingError []float32 // when first reported in this stage; NaN: not yet
-	slotSum            []uint32  // of the blueprint's parameters as last reported; 0: not yet
-	learning           []uint8   // what the last report says of them: see liveness
-	scored             []uint32  // the epoch whose end had the latest score; 0: none
-	// the host's loss when first reported in this stage; NaN: not yet
+	finished           []uint8   // 1 once the strategy has finished
+	trainingError      []float32 // NaN: never reported
+	entryTrainingError []float32 // first value reported in this stage; NaN: none yet
+	slotSum            []uint32  // checksum of the blueprint's last reported parameters; 0: none yet
+	learning           []uint8   // liveness of the last reported parameters
+	scored             []uint32  // epoch of the latest score; 0: none
+	// entryLoss is the first loss of the host reported in this stage; NaN: none yet.
 	entryLoss []float32
-	// performance when first reported in this stage, or without the seed; NaN: not yet
+	// entryPerformance is the performance without the seed, or else the first one reported in this
+	// stage; NaN: none yet.
 	entryPerformance []float32
-	// performance when first reported after germination, or without the seed; NaN: not yet
+	// basePerformance is the performance without the seed, or else the first one reported since
+	// germination; NaN: none yet.
 	basePerformance          []float32
-	stageErrors, stageTrials []uint32 // reported in this stage
+	stageErrors, stageTrials []uint32 // counts within this stage
 
-	// while an epoch ends: epochs from the score before to the new one; 0: there is no new one
+	// sinceScore is used while an epoch ends: the number of epochs between the previous score and
+	// the new one, or 0 without a new one.
 	sinceScore []uint32
 
-	// the last transitions as packed by Transition.pack, the latest first; 0: none
+	// past holds the last transitions as packed by Transition.Pack, latest first; 0: none.
 	past   [][]uint32
 	schema []uint8
-	crc    []uint32 // over the seed's number and all fields above
+	crc    []uint32 // CRC-32 over the seed's number and all fields above
 }
 
-// columns lists the fields that the checksum covers, in its order.
+// columns returns the fields that the checksum covers, in its order.
 func (s *seedState) columns() (all []columns.Column) {
 	for _, f := range []struct {
 		name  string
@@ -100,7 +105,7 @@ func (s *seedState) columns() (all []columns.Column) {
 		{"norm_mean", &s.normMean}, {"norm_variance", &s.normVariance},
 		{"norm_count", &s.normCount},
 		{"nonfinite_x", &s.nonFiniteX}, {"nonfinite_g", &s.nonFiniteG},
-		{"nonfinite_told", &s.nonFiniteTold},
+		{"nonfinite_told", &s.nonFiniteReported},
 		{"clips", &s.clips}, {"embargo_until", &s.embargoUntil}, {"memory_0", &s.memory0},
 		{"memory_1", &s.memory1}, {"finished", &s.finished},
 		{"training_error", &s.trainingError}, {"entry_training_error", &s.entryTrainingError},
@@ -111,14 +116,15 @@ func (s *seedState) columns() (all []columns.Column) {
 	} {
 		all = append(all, columns.Column{Name: f.name, Array: f.array})
 	}
+
 	for k := range s.past {
 		all = append(all, columns.Column{Name: fmt.Sprintf("past_%d", k), Array: &s.past[k]})
 	}
 	return all
 }
 
-// newSeedState returns n dormant seeds of which nothing has been measured, without checksums, that
-// remember the given number of transitions.
+// newSeedState returns n dormant seeds without figures or checksums that remember the given number
+// of transitions.
 func newSeedState(n, transitions int) *seedState {
 	s := &seedState{crc: make([]uint32, n), past: make([][]uint32, transitions),
 		sinceScore: make([]uint32, n)}
@@ -126,12 +132,12 @@ func newSeedState(n, transitions int) *seedState {
 		c.Make(n)
 	}
 	for i := range n {
-		s.begin(i)
+		s.initialize(i)
 	}
 	return s
 }
 
-// seedBytes returns what newSeedState takes.
+// seedBytes returns the number of bytes that newSeedState allocates.
 func seedBytes(n, transitions int) uint64 {
 	s := newSeedState(0, transitions)
 	row := 4 + 4 // crc and sinceScore
@@ -141,8 +147,8 @@ func seedBytes(n, transitions int) uint64 {
 	return uint64(n) * uint64(row)
 }
 
-// begin sets what a new seed has other than zeros.
-func (s *seedState) begin(i int) {
+// initialize sets the fields of a new seed that are not 0.
+func (s *seedState) initialize(i int) {
 	s.schema[i] = Schema
 	for _, f := range [][]float32{s.trainingError, s.entryTrainingError, s.entryLoss,
 		s.entryPerformance, s.basePerformance} {
@@ -150,16 +156,16 @@ func (s *seedState) begin(i int) {
 	}
 }
 
-// reset makes a seed a new one.
+// reset turns a seed into a new one.
 func (s *seedState) reset(i int) {
 	zeros := make([]byte, 8)
 	for _, c := range s.columns() {
 		c.Scatter(zeros, 8, i, i+1)
 	}
-	s.begin(i)
+	s.initialize(i)
 }
 
-// checksums are those of the seeds, over data of a schema.
+// checksums returns the checksums of seeds in the layout of a schema.
 func checksums(stored []columns.Column, schema int) *columns.Checksums {
 	return columns.NewChecksums(stored, schema >= 3)
 }

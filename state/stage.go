@@ -2,56 +2,58 @@ package state
 
 import "github.com/kasmina-go/kasmina/state/lifecycle"
 
-// Stages and the gates between them are in package lifecycle.
+// Stages and gates are implemented in package lifecycle.
 type (
-	// Stage is where a seed stands in its life: [lifecycle.Stage].
+	// Stage is a stage of a seed's life. The package documentation has a table of the stages and
+	// transitions. See [lifecycle.Stage].
 	Stage = lifecycle.Stage
-	// Transition is a change of a seed's stage: [lifecycle.Transition].
+	// Transition is a change of a seed's stage; see [lifecycle.Transition].
 	Transition = lifecycle.Transition
-	// Thresholds are the conditions of the gates: [lifecycle.Thresholds].
+	// Thresholds are the conditions of the gates; see [lifecycle.Thresholds].
 	Thresholds = lifecycle.Thresholds
-	// Evidence is what the gates judge a seed by: [lifecycle.Evidence].
+	// Evidence holds the figures that gates judge; see [lifecycle.Evidence].
 	Evidence = lifecycle.Evidence
-	// Shortfall is a condition that keeps a gate shut: [lifecycle.Shortfall].
+	// Shortfall is a condition that keeps a gate shut; see [lifecycle.Shortfall].
 	Shortfall = lifecycle.Shortfall
 )
 
-// The stages of a seed.
-const (
+// Stages of a seed. y is its output, x its input chunk, t the transform of its blueprint.
+const ( // y = x; the seed only watches its chunk
 	Dormant       = lifecycle.Dormant       // y = x; the seed watches its chunk
 	Germinated    = lifecycle.Germinated    // y = x; a blueprint has been chosen
-	Training      = lifecycle.Training      // y = x; the blueprint learns as if it were blended in
-	Grafting      = lifecycle.Grafting      // y = x + α(t(x) − x); α moves every epoch
-	Stabilization = lifecycle.Stabilization // the same with α held
-	Evaluating    = lifecycle.Evaluating    // the same with α held and the blueprint frozen
+	Training      = lifecycle.Training      // y = x; the blueprint learns as if α were 1
+	Grafting      = lifecycle.Grafting      // y = x + α(t(x) − x); α rises every epoch
+	Stabilization = lifecycle.Stabilization // as Grafting, with α held
+	Evaluating    = lifecycle.Evaluating    // as Grafting, with α held and the blueprint frozen
 	FineTuning    = lifecycle.FineTuning    // y = t(x); the blueprint learns
-	Fossilized    = lifecycle.Fossilized    // y = t(x); the blueprint is frozen for good
+	Fossilized    = lifecycle.Fossilized    // y = t(x); the blueprint is frozen permanently
 	Culled        = lifecycle.Culled        // y = x; the blueprint has failed
-	// y = x; the blueprint was given up before it was blended in
+	// Cancelled: y = x; the blueprint was given up before it was blended in.
 	Cancelled  = lifecycle.Cancelled
-	RolledBack = lifecycle.RolledBack // y = x; the blueprint was taken out again
+	RolledBack = lifecycle.RolledBack // y = x; the blueprint was removed again
 )
 
-// DefaultThresholds is [lifecycle.DefaultThresholds].
+// DefaultThresholds returns the default thresholds; see [lifecycle.DefaultThresholds].
 func DefaultThresholds() Thresholds { return lifecycle.DefaultThresholds() }
 
-// DepthThresholds is [lifecycle.DepthThresholds].
+// DepthThresholds returns the default thresholds in depth; see [lifecycle.DepthThresholds].
 func DepthThresholds() Thresholds { return lifecycle.DepthThresholds() }
 
-// Thresholds returns the conditions of the lattice's gates, and whether it has gates.
+// Thresholds returns the conditions of the lattice's gates and whether the lattice has gates at
+// all.
 func (l *Lattice) Thresholds() (t Thresholds, gated bool) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.config.Thresholds, l.config.Gates
 }
 
-// Shortfall returns what keeps a seed from the next stage of its life, [Stage.Next]: the condition
-// of its gate that is not met. It is zero where the gate is open, and where there is none. There is
-// none without gates, without a blueprint, and where the seed is Fossilized or its blueprint's life
-// is over.
+// Shortfall returns the condition that keeps a seed from the next stage of its life, [Stage.Next].
+// It is zero if the gate is open, and for seeds without one: in a lattice without gates, without a
+// blueprint, fossilized, or at the end of a blueprint's life.
 func (l *Lattice) Shortfall(seed int) (Shortfall, error) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	if err := l.checkSeed("Shortfall", seed); err != nil {
 		return Shortfall{}, err
 	}
@@ -63,16 +65,17 @@ func (l *Lattice) Shortfall(seed int) (Shortfall, error) {
 	return s, nil
 }
 
-// Address is a seed's in a network.
+// Address identifies a seed in a network.
 type Address struct {
 	Layer int `json:"layer"`
 	Seed  int `json:"seed"`
 }
 
-// Grafted returns the seeds whose blueprints are blended in, but not for good.
+// Grafted returns the seeds that are blended in but not yet fossilized.
 func (l *Lattice) Grafted() (seeds []int) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	for seed := range l.n {
 		if stage, _ := l.at(seed); stage.Grafted() {
 			seeds = append(seeds, seed)
@@ -81,11 +84,11 @@ func (l *Lattice) Grafted() (seeds []int) {
 	return seeds
 }
 
-// LearningSlots returns, for each of the slots that [WithSlots] gave, whether a seed learns with
-// it.
+// LearningSlots reports, for each slot set by [WithSlots], whether a seed trains its parameters.
 func (l *Lattice) LearningSlots() []bool {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	learning := make([]bool, l.config.Slots)
 	for seed := range l.n {
 		if stage, slot := l.at(seed); slot < len(learning) && stage.Learns() {
@@ -95,4 +98,5 @@ func (l *Lattice) LearningSlots() []bool {
 	return learning
 }
 
+// finite reports whether v is neither NaN nor infinite.
 func finite(v float64) bool { return v-v == 0 }

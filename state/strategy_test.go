@@ -25,8 +25,8 @@ func arithmetic[T blueprints.Float]() blueprints.Arithmetic[T] {
 	}
 }
 
-// register adds a blueprint, whose Identity may be nil; under -count it finds the one that is
-// there.
+// register adds a blueprint kind with an optional Identity. Under -count, it finds the kind that an
+// earlier iteration registered.
 func register(t *testing.T, b blueprints.Blueprint) blueprints.Kind {
 	t.Helper()
 	if k, ok := blueprints.ByName(b.Name); ok {
@@ -41,23 +41,25 @@ func register(t *testing.T, b blueprints.Blueprint) blueprints.Kind {
 	return k
 }
 
-// otherProgram names, in the environment of this test's own program, the kinds to register, in
-// order, and the lattice to load.
+// otherProgram is the environment variable with the kinds that this test's own program is to
+// register, in order, and the lattice that it is to load.
 const otherProgram = "KASMINA_TEST_OTHER_PROGRAM"
 
-// A lattice that one program has saved is loaded in others, which register their kinds in another
-// order, more of them, or too few.
+// TestKindsAcrossPrograms loads a lattice in programs that register their kinds in another order,
+// or more or fewer kinds.
 func TestKindsAcrossPrograms(t *testing.T) {
 	if kinds, path, ok := strings.Cut(os.Getenv(otherProgram), "|"); ok {
 		loadInOtherProgram(t, strings.Fields(kinds), path)
 		return
 	}
+
 	l := lattice(t, 4, 8, state.WithoutGates())
 	for seed, kind := range []blueprints.Kind{register(t, blueprints.Blueprint{Name: "Rose"}),
 		register(t, blueprints.Blueprint{Name: "Tulip"}), blueprints.ConvFilter} {
 		require.NoError(t, l.RequestGermination(seed,
 			state.GerminationRequest{Slot: 1 + seed, Kind: kind}))
 	}
+
 	data, err := l.MarshalBinary()
 	require.NoError(t, err)
 	path := filepath.Join(t.TempDir(), "saved.lattice")
@@ -81,6 +83,7 @@ func loadInOtherProgram(t *testing.T, kinds []string, path string) {
 	for _, name := range kinds {
 		register(t, blueprints.Blueprint{Name: name})
 	}
+
 	data, err := os.ReadFile(path)
 	require.NoError(t, err)
 	var l state.Lattice
@@ -91,18 +94,20 @@ func loadInOtherProgram(t *testing.T, kinds []string, path string) {
 		t.Log(err)
 		return
 	}
+
 	require.NoError(t, l.Verify())
 	var names []string
 	for _, s := range l.Report().Seeds {
 		names = append(names, s.Kind.String())
 	}
+
 	t.Log("loaded as", strings.Join(names, " "))
-	again, err := l.MarshalBinary() // as a program writes it whose own numbers these are
+	again, err := l.MarshalBinary() // as a program with other numbers for the kinds writes it
 	require.NoError(t, err)
 	require.NoError(t, new(state.Lattice).UnmarshalBinary(again))
 }
 
-// faulty is a strategy whose Check panics.
+// faulty is a strategy with a panicking Check.
 type faulty struct{ Boom bool }
 
 func (faulty) Name() string { return "faulty" }
@@ -116,12 +121,12 @@ func (faulty) Advance(g graft.Progress) (float64, [2]float32, bool) { return 1, 
 
 var errRegisterFaulty = graft.Register[faulty]()
 
-// nameless is a strategy that cannot say its name.
+// nameless is a strategy with a panicking Name.
 type nameless struct{ faulty }
 
 func (nameless) Name() string { panic("boom") }
 
-// brittle are slots of which one method panics.
+// brittle are slots with one method that panics.
 type brittle struct {
 	*memory
 	method string
@@ -141,8 +146,8 @@ func (p brittle) Write(w []state.SlotWrite) error {
 	return p.memory.Write(w)
 }
 
-// Whatever of a user's panics while a seed germinates, the command is refused, and nothing of it or
-// of those beside it remains.
+// TestPanicsDoNotGerminate checks that a panic of user code during germination refuses all commands
+// of the call without leaving a trace.
 func TestPanicsDoNotGerminate(t *testing.T) {
 	require.NoError(t, errRegisterFaulty)
 	size := register(t, blueprints.Blueprint{Name: "PanicInSize",
@@ -183,8 +188,9 @@ func TestPanicsDoNotGerminate(t *testing.T) {
 		require.Zero(t, events, what)
 		require.Empty(t, m.slots, what)
 		require.NoError(t, n.Verify(), what)
-		require.NoError(t, n.Lattice(0).SetAlpha(0, 0.25), what) // nothing is left locked
+		require.NoError(t, n.Lattice(0).SetAlpha(0, 0.25), what) // no lock is left held
 	}
+
 	l := lattice(t, 4, 8, state.WithoutGates(), state.WithWidth(2))
 	require.ErrorIs(t, l.RequestGermination(0, state.GerminationRequest{Slot: 1, Kind: clash}),
 		blueprints.ErrInvalid)
@@ -206,7 +212,7 @@ func beginGrafting(t testing.TB, l *state.Lattice, seed int, s graft.Strategy) {
 	}
 }
 
-// reloaded returns the lattice as it is after a round trip through its binary form.
+// reloaded returns the lattice after a round trip through its binary form.
 func reloaded(t testing.TB, l *state.Lattice) *state.Lattice {
 	t.Helper()
 	var copied state.Lattice
@@ -216,14 +222,14 @@ func reloaded(t testing.TB, l *state.Lattice) *state.Lattice {
 	return &copied
 }
 
-// The end of a ramp is told of in the epoch in which it ends and in no other. That holds where the
-// last epochs are too short to raise a float32, and where α has been there since it was set by
-// hand. It holds across files too.
-func TestRampFinishedIsToldOnce(t *testing.T) {
+// TestRampFinishedIsReportedOnce checks that the end of a ramp is reported once, in its own epoch.
+// This includes ramps with last steps too small to change a float32, an α set by hand, and lattices
+// that are saved and loaded in between.
+func TestRampFinishedIsReportedOnce(t *testing.T) {
 	for _, c := range []struct {
 		ramp  graft.FixedRamp
-		set   float64 // by hand at first, unless 0
-		alpha float64 // in the end
+		set   float64 // α set by hand at first, unless 0
+		alpha float64 // final α
 	}{
 		{graft.FixedRamp{Ramp: graft.Linear, Epochs: 1, Target: 1}, 0, 1},
 		{graft.FixedRamp{Ramp: graft.Cosine, Epochs: 12000, Target: 1}, 0, 1},
@@ -232,22 +238,25 @@ func TestRampFinishedIsToldOnce(t *testing.T) {
 		{graft.FixedRamp{Ramp: graft.Linear, Epochs: 10, Target: 0.5}, 0.625, 0.625},
 	} {
 		l := lattice(t, 1, 1, state.WithoutGates(), state.WithEmbargo(0))
-		for life := range 2 { // what one blueprint's strategy has said is not said for the next one
+		for life := range 2 { // one blueprint's report must not suppress the next one's
 			beginGrafting(t, l, 0, c.ramp)
 			if c.set > 0 {
 				if err := l.SetAlpha(0, c.set); err != nil {
 					t.Fatal(err)
 				}
 			}
+
 			if e := epochs(t, l, c.ramp.Epochs-1); len(e) != 0 {
 				t.Errorf("%+v: the events %v come before its end", c.ramp, e)
 			}
+
 			l = reloaded(t, l)
 			e := epochs(t, l, 1)
 			if len(e) != 1 || e[0].Kind != state.RampFinished || e[0].Value != c.alpha {
 				t.Errorf("%+v set to %v, life %d: its end gives the events %v",
 					c.ramp, c.set, life, e)
 			}
+
 			l = reloaded(t, l)
 			if e := epochs(t, l, 3); len(e) != 0 || l.Report().Seeds[0].Alpha != c.alpha {
 				t.Errorf("%+v: the events %v come after its end, and α is %v", c.ramp, e,
@@ -267,7 +276,7 @@ func TestRampFinishedIsToldOnce(t *testing.T) {
 	}
 }
 
-// α set while the blueprint is trained is where grafting begins, and where the strategy goes on.
+// TestSetAlphaBeforeGrafting checks that grafting starts from an α set in Training.
 func TestSetAlphaBeforeGrafting(t *testing.T) {
 	l := lattice(t, 1, 1, state.WithoutGates())
 	err := errors.Join(l.RequestGermination(0, state.GerminationRequest{Slot: 1,
@@ -276,6 +285,7 @@ func TestSetAlphaBeforeGrafting(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for e, want := range []float64{0.1875, 0.1875, 0.25} {
 		if got := l.Report().Seeds[0].Alpha; got != want {
 			t.Errorf("α is %v after %d epochs, want %v", got, e, want)
@@ -284,11 +294,13 @@ func TestSetAlphaBeforeGrafting(t *testing.T) {
 	}
 }
 
-// A lattice takes no strategy that its file would not give back.
+// TestStrategyThatCannotBeStored checks that a lattice refuses strategies that a file could not
+// restore.
 func TestStrategyThatCannotBeStored(t *testing.T) {
 	if errHidden != nil || errNarrow != nil {
 		t.Fatal(errHidden, errNarrow)
 	}
+
 	l := lattice(t, 1, 1)
 	before := bytesOf(t, l)
 	for name, c := range map[string]struct {
@@ -314,7 +326,7 @@ func TestStrategyThatCannotBeStored(t *testing.T) {
 	}
 }
 
-// hidden is a strategy whose parameter is lost in its JSON.
+// hidden is a strategy that loses its parameter in JSON.
 type hidden struct{ rate float64 }
 
 func (hidden) Name() string { return "hidden" }
@@ -323,7 +335,7 @@ func (h hidden) Advance(g graft.Progress) (float64, [2]float32, bool) {
 	return g.Alpha + h.rate, g.Memory, false
 }
 
-// narrow loses digits in its JSON.
+// narrow is a strategy that loses digits in JSON.
 type narrow struct{ Rate float64 }
 
 func (narrow) Name() string                                         { return "narrow" }
@@ -333,7 +345,7 @@ func (n narrow) MarshalJSON() ([]byte, error) {
 	return []byte(`{"Rate":0}`), nil
 }
 
-// impostor has the name of another strategy.
+// impostor is a strategy with the name of another one.
 type impostor struct {
 	Epochs int
 	Target float64
@@ -348,8 +360,8 @@ var (
 	errNarrow = graft.Register[narrow]()
 )
 
-// A strategy given by pointer is taken as it is then; what happens to it later is its owner's
-// business.
+// TestStrategyByPointer checks that a strategy given by pointer is copied, so that later changes by
+// its owner have no effect.
 func TestStrategyByPointer(t *testing.T) {
 	ramp := &graft.FixedRamp{Epochs: 4, Target: 1}
 	l := lattice(t, 1, 1, state.WithoutGates())
@@ -377,16 +389,19 @@ func (p panicking) Advance(g graft.Progress) (float64, [2]float32, bool) {
 
 var errPanicking = graft.Register[panicking]()
 
-// A strategy that panics fails for its seed alone: the epoch ends for all of them.
+// TestPanickingStrategy checks that a panicking strategy fails for its own seed alone and the epoch
+// ends for all.
 func TestPanickingStrategy(t *testing.T) {
 	if errPanicking != nil {
 		t.Fatal(errPanicking)
 	}
-	const n, bad = 5000, 4321 // seeds enough for every core
+
+	const n, bad = 5000, 4321 // enough seeds for every core
 	l := lattice(t, n, n, state.WithoutGates())
 	for seed := range n {
 		beginGrafting(t, l, seed, panicking{bad})
 	}
+
 	e := epochs(t, l, 1)
 	if len(e) != n || e[bad].Kind != state.StrategyFailed || e[bad].Reason != "panic: no idea" ||
 		e[bad-1].Kind != state.RampFinished {
@@ -401,9 +416,9 @@ func TestPanickingStrategy(t *testing.T) {
 	}
 }
 
-// TestScoresInIntervals wants a ramp that speeds up with the score to end about when it does with a
-// score every epoch. It does not matter how many epochs pass from one to the next. An old score is
-// not taken for one that has not improved.
+// TestScoresInIntervals checks that a ramp that accelerates with the score takes about as long with
+// a score every few epochs as with one in every epoch, and that a stale score does not count as one
+// without improvement.
 func TestScoresInIntervals(t *testing.T) {
 	epochsOf := func(every int, improves bool) (epochs int) {
 		l := lattice(t, 2, 4, state.WithoutGates())
@@ -428,6 +443,7 @@ func TestScoresInIntervals(t *testing.T) {
 			}
 		}
 	}
+
 	often := epochsOf(1, true)
 	require.Less(t, often, 100)
 	for _, every := range []int{2, 5, 10} {
@@ -438,8 +454,8 @@ func TestScoresInIntervals(t *testing.T) {
 	}
 }
 
-// TestAlphaNoise wants the α of passes that train to be drawn around the schedule's while a seed is
-// grafted. It is the same in a lattice that was loaded, and the schedule's in all other passes.
+// TestAlphaNoise checks that passes with telemetry draw α around its scheduled value while a seed
+// is grafted, identically in a reloaded lattice, and that all other passes use the scheduled value.
 func TestAlphaNoise(t *testing.T) {
 	l, err := state.NewLattice(3, 6, state.WithoutGates(), state.WithAlphaNoise(0.5))
 	require.NoError(t, err)
@@ -451,6 +467,7 @@ func TestAlphaNoise(t *testing.T) {
 		}
 		require.NoError(t, l.SetAlpha(seed, 0.4))
 	}
+
 	saved, err := l.MarshalBinary()
 	require.NoError(t, err)
 	var loaded state.Lattice
@@ -480,6 +497,7 @@ func TestAlphaNoise(t *testing.T) {
 			require.NoError(t, lattice.SetAlpha(0, 0.4))
 		}
 	}
+
 	require.InDelta(t, 0.2, lowest, 0.02)
 	require.InDelta(t, 0.6, highest, 0.02)
 	_, err = state.NewLattice(1, 1, state.WithAlphaNoise(2))

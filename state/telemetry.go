@@ -14,88 +14,87 @@ import (
 	"github.com/kasmina-go/kasmina/state/telemetry"
 )
 
-// What is measured of a seed is in package telemetry.
+// The figures measured of a seed are defined in package telemetry.
 type (
-	// Telemetry says what is measured: [telemetry.Config].
+	// Telemetry configures the measurements; see [telemetry.Config].
 	Telemetry = telemetry.Config
-	// TelemetryMode says when: [telemetry.Mode].
+	// TelemetryMode determines when figures are collected; see [telemetry.Mode].
 	TelemetryMode = telemetry.Mode
-	// Reduction says how rows' figures become the seed's: [telemetry.Reduction].
+	// Reduction determines how figures of rows are combined; see [telemetry.Reduction].
 	Reduction = telemetry.Reduction
-	// Health are the figures of a seed's input chunk: [telemetry.Health].
+	// Health holds the figures of a seed's input chunk; see [telemetry.Health].
 	Health = telemetry.Health
-	// Gradient are the figures of its output's gradient: [telemetry.Gradient].
+	// Gradient holds the figures of the gradient of a seed's output; see [telemetry.Gradient].
 	Gradient = telemetry.Gradient
-	// Moments sum up numbers: [telemetry.Moments].
+	// Moments are the count, mean and variance of numbers; see [telemetry.Moments].
 	Moments = telemetry.Moments
-	// Histogram counts elements by magnitude: [telemetry.Histogram].
+	// Histogram counts elements by magnitude; see [telemetry.Histogram].
 	Histogram = telemetry.Histogram
-	// HealthSample is what a forward pass has measured: [telemetry.HealthSample].
+	// HealthSample is the measurement of a forward pass; see [telemetry.HealthSample].
 	HealthSample = telemetry.HealthSample
-	// GradientSample is what a backward pass has measured: [telemetry.GradientSample].
+	// GradientSample is the measurement of a backward pass; see [telemetry.GradientSample].
 	GradientSample = telemetry.GradientSample
-	// Timing is the time of one run of a layer: [telemetry.Timing].
+	// Timing is the time of one run of a layer; see [telemetry.Timing].
 	Timing = telemetry.Timing
 )
 
-// The telemetry modes, the reductions, and the length of a histogram.
+// Telemetry modes, reductions, and the length of a histogram.
 const (
 	Production = telemetry.Production // every pass, every seed
 	Sampling   = telemetry.Sampling   // every n-th pass, or a share of the seeds, or both
-	Debug      = telemetry.Debug      // as Production, with a histogram of every seed's activations
-	Off        = telemetry.Off        // nothing; NaN and Inf are still counted
+	Debug      = telemetry.Debug      // Production, plus a histogram of every seed's activations
+	Off        = telemetry.Off        // nothing is measured; NaN and Inf are still counted
 
-	Hierarchical = telemetry.Hierarchical // the exact figures over all rows × C elements
-	MeanOfRows   = telemetry.MeanOfRows   // the average of the figures of the rows
-	MaxOfRows    = telemetry.MaxOfRows    // the largest figure of any row
+	Hierarchical = telemetry.Hierarchical // exact figures over all rows × C elements
+	MeanOfRows   = telemetry.MeanOfRows   // average of the rows' figures
+	MaxOfRows    = telemetry.MaxOfRows    // largest of the rows' figures
 
 	HistogramBins = telemetry.HistogramBins
 )
 
-// SetTelemetry changes what is measured, from the next forward pass on. It returns an error, and
-// changes nothing, when a field of t is out of range.
+// SetTelemetry changes the telemetry settings from the next forward pass on. It returns an error,
+// and changes nothing, if a field of t is out of range.
 //
-// It is for a lattice that no trainer uses at the moment. During a run a [Measure] command changes
-// telemetry instead: the command takes effect between two steps, on all ranks alike, and the
-// record of the run has it.
+// Use it for a lattice that no trainer is using. During a run, send a [Measure] command instead: it
+// takes effect between two steps, on all ranks alike, and is part of the run's record.
 func (l *Lattice) SetTelemetry(t Telemetry) error {
 	if err := t.Check(); err != nil {
 		return fmt.Errorf("state.SetTelemetry: %w: %w", ErrArgument, err)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
+
 	l.config.Telemetry = t
 	return nil
 }
 
-// Telemetry returns what is measured.
+// Telemetry returns the current telemetry settings.
 func (l *Lattice) Telemetry() Telemetry {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.config.Telemetry
 }
 
-// Pass is what a forward pass, and the backward pass that belongs to it, know of the lattice. It is
-// a copy, taken at the start of the forward pass, that later commands do not change. Slices have
-// one element for each seed. It is for those who execute the layer; the others use
-// [Lattice.Report].
+// Pass is the view of a lattice that a forward pass and its backward pass share: a copy taken at
+// the start of the forward pass, unaffected by later commands. Its slices have one element per
+// seed. It serves executors of the layer; other code uses [Lattice.Report].
 type Pass struct {
-	Record    bool      // whether the passes leave their figures in the lattice
-	Telemetry Telemetry // in force at the start
+	Record    bool      // whether the passes record their figures in the lattice
+	Telemetry Telemetry // settings in force at the start
 	Epoch     uint32
 	Step      uint64
 	Stage     []Stage
 	Slot      []uint16
 	Kind      []blueprints.Kind
-	// the seed's own in Grafting to Evaluating, 1 in Training (for gradients), FineTuning and
-	// Fossilized
+	// Alpha is the seed's own α in Grafting, Stabilization and Evaluating; 1 in Training (where it
+	// applies to gradients), FineTuning and Fossilized; and 0 elsewhere.
 	Alpha []float32
-	Watch []bool    // whether the figures of this pass are reported
-	Input []Moments // of the chunk in the pass before this one; Count 0 when there was none
-	Norms []Moments // running moments of the chunk's gradient norm over rows
+	Watch []bool    // whether the seed's figures are measured in this pass
+	Input []Moments // moments of the chunk in the previous pass; Count 0 if there was none
+	Norms []Moments // running moments of the per-row norm of the chunk's gradient
 }
 
-// seeds returns of how many seeds the pass is, or -1 when its slices disagree.
+// seeds returns the number of seeds of the pass, or −1 if its slices differ in length.
 func (p *Pass) seeds() int {
 	for _, n := range []int{len(p.Slot), len(p.Kind), len(p.Alpha), len(p.Watch),
 		len(p.Input), len(p.Norms)} {
@@ -106,15 +105,19 @@ func (p *Pass) seeds() int {
 	return len(p.Stage)
 }
 
-// Begin fills p for a forward pass that starts now, reusing p's memory. With record set, the passes
-// will be given to [Lattice.RecordHealth] and [Lattice.RecordGradient], so p.Watch says which seeds
-// to measure; otherwise it is false for all.
+// Begin fills p for a forward pass that starts now, reusing p's memory.
+//
+// With record set, the caller passes the results to [Lattice.RecordHealth] and
+// [Lattice.RecordGradient], and p.Watch selects the seeds to measure. Otherwise Watch is false for
+// all seeds.
 func (l *Lattice) Begin(p *Pass, record bool) {
 	if p == nil {
 		return
 	}
+
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	s, n := l.seeds, l.n
 	if len(p.Stage) != n {
 		*p = Pass{
@@ -123,11 +126,12 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 			Watch: make([]bool, n), Input: make([]Moments, n), Norms: make([]Moments, n),
 		}
 	}
+
 	p.Record, p.Telemetry, p.Epoch, p.Step = record, l.config.Telemetry, l.epoch, l.step+l.ahead
 	for i := range n {
 		stage := Stage(s.stage[i])
-		if posed, ok := l.posed[i]; ok {
-			stage = posed
+		if override, ok := l.overrides[i]; ok {
+			stage = override
 		}
 		p.Stage[i], p.Slot[i], p.Kind[i] = stage, s.slot[i], blueprints.Kind(s.kind[i])
 		p.Alpha[i] = stage.Weight(s.alpha[i])
@@ -140,12 +144,12 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 	}
 }
 
-// BeginStep says which step of training comes, for [Lattice.Draw].
+// BeginStep sets the number of the training step that [Lattice.Draw] draws for.
 func (l *Lattice) BeginStep(step int) { l.training.Store(uint64(step)) }
 
-// Draw has α drawn anew around its schedule for the seeds in Grafting of a pass that Begin has
-// filled. The same step of training draws the same. It is for blueprints that are part of a graph;
-// a Kasmina layer's own passes draw by themselves. See [WithAlphaNoise].
+// Draw replaces the α of seeds in Grafting in a pass filled by Begin with a random one; see
+// [WithAlphaNoise]. The same training step draws the same values. It serves blueprints that are
+// part of a graph; Begin draws for the passes of a Kasmina layer.
 func (l *Lattice) Draw(p *Pass) {
 	noise, step := l.config.Noise, l.training.Load()
 	if noise == 0 {
@@ -158,21 +162,26 @@ func (l *Lattice) Draw(p *Pass) {
 	}
 }
 
-// RecordHealth takes in what the forward pass p has measured: sample is called for every seed, from
-// several goroutines at once. Non-finite elements are counted always, the rest only when p records.
+// RecordHealth records the measurements of the forward pass p. It calls sample for every seed, from
+// several goroutines at once. Non-finite elements are always counted; everything else is recorded
+// only if p.Record is set.
 func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+
 	if err := l.checkPass("RecordHealth", p, sample != nil); err != nil {
 		return err
 	}
+
 	if l.deferred != nil {
 		l.deferHealth(p, sample)
 		return nil
 	}
+
 	if p.Record {
 		l.step++
 	}
+
 	l.record(recorder{pass: p, health: sample})
 	if p.Record && p.Telemetry.Mode != Off && slices.Contains(p.Watch, true) {
 		l.ring.push(l, p, sample)
@@ -180,15 +189,15 @@ func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) erro
 	return nil
 }
 
-// recorder is what a pass has measured, on its way into the lattice: one of health and gradient.
+// recorder carries the samples of a pass into the lattice. Either health or gradient is set.
 type recorder struct {
 	pass     *Pass
 	health   func(seed int) HealthSample
 	gradient func(seed int) GradientSample
-	span     func(lo, hi int) // of the lattice, made once: a training step allocates nothing for it
+	span     func(lo, hi int) // the lattice's recordSpan, allocated once so that a training step need not
 }
 
-// record takes in what r holds, on all cores. The caller holds the lock.
+// record stores the samples of r, using all cores. The caller holds the lock.
 func (l *Lattice) record(r recorder) {
 	if r.span = l.recorder.span; r.span == nil {
 		r.span = l.recordSpan
@@ -198,8 +207,8 @@ func (l *Lattice) record(r recorder) {
 	l.recorder = recorder{span: r.span}
 }
 
-// recordSpan takes in the figures of seeds lo to hi−1 and renews their checksums. A seed that did
-// not match its own before does not do so afterwards.
+// recordSpan stores the samples of seeds [lo, hi) and renews their checksums. A seed that did not
+// match its checksum before does not match it afterwards.
 func (l *Lattice) recordSpan(lo, hi int) {
 	found := l.sums.Faults(lo, hi, l.seeds.crc)
 	r := &l.recorder
@@ -218,6 +227,7 @@ func (l *Lattice) recordSpan(lo, hi int) {
 			l.seeds.takeGradient(i, &g, r.pass.Watch[i])
 		}
 	}
+
 	l.seal(lo, hi)
 	for _, bad := range found {
 		l.seeds.crc[bad.Row] ^= bad.Syndrome
@@ -228,10 +238,11 @@ func moments(count, mean, variance float64) Moments {
 	return Moments{Count: count, Mean: mean, Variance: variance}
 }
 
+// takeHealth stores the health of seed i, and its figures if they were watched.
 func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
 	m := h.Moments
 	run := moments(s.runCount[i], s.runMean[i], s.runVariance[i]).Merge(m)
-	if m.Valid() && run.Valid() { // limits are made of them, which must not be infinite
+	if m.Valid() && run.Valid() { // later passes derive limits from the moments, so these must stay finite
 		s.stepCount[i], s.stepMean[i], s.stepVariance[i] = m.Count, m.Mean, m.Variance
 		s.runCount[i], s.runMean[i], s.runVariance[i] = run.Count, run.Mean, run.Variance
 	}
@@ -242,18 +253,21 @@ func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
 	}
 }
 
-// RecordGradient takes in what the backward pass that belongs to p has measured, as
-// [Lattice.RecordHealth] does.
+// RecordGradient records the measurements of the backward pass of p, as [Lattice.RecordHealth]
+// does.
 func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+
 	if err := l.checkPass("RecordGradient", p, sample != nil); err != nil {
 		return err
 	}
+
 	if l.deferred != nil {
 		l.deferred.Recorded, l.deferred.Gradient = p.Record, samples(l.n, sample)
 		return nil
 	}
+
 	l.record(recorder{pass: p, gradient: sample})
 	if p.Record {
 		l.ring.addGradient(l, p)
@@ -261,6 +275,7 @@ func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) 
 	return nil
 }
 
+// takeGradient stores the gradient of seed i, and its figures if they were watched.
 func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
 	s.clips[i] += uint64(g.Clipped)
 	m := moments(s.normCount[i], s.normMean[i], s.normVariance[i]).Merge(g.Norms)
@@ -274,8 +289,8 @@ func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
 	}
 }
 
-// critical is a figure of critical quality as it is stored. One that is NaN has overflowed on its
-// way.
+// critical converts a figure of critical quality to the stored form. A NaN means that the figure
+// overflowed while it was computed.
 func critical(v float64) float32 {
 	if v != v {
 		return float32(math.Inf(1))
@@ -283,43 +298,48 @@ func critical(v float64) float32 {
 	return float32(v)
 }
 
+// checkPass checks the arguments of RecordHealth and RecordGradient.
 func (l *Lattice) checkPass(method string, p *Pass, sampled bool) error {
 	if !sampled {
 		return fmt.Errorf("state.%s: %w: sample is nil, want a function", method, ErrArgument)
 	}
 	if p == nil || l.n == 0 || p.seeds() != l.n {
-		return fmt.Errorf("state.%s: %w: the pass was not begun on this lattice of %d seeds",
+		return fmt.Errorf("state.%s: %w: the pass does not come from Begin of this lattice of %d seeds",
 			method, ErrArgument, l.n)
 	}
 	return nil
 }
 
-// Measured is what the passes of one batch have measured of a lattice, not yet taken in.
+// Measured holds the measurements of one batch's passes before a lattice records them.
 type Measured struct {
-	Recorded bool             // whether the passes were made with telemetry
-	Health   []HealthSample   // by seed; nil where no forward pass has reported
-	Gradient []GradientSample // by seed; nil where no backward pass has reported
+	Recorded bool             // whether the passes recorded telemetry
+	Health   []HealthSample   // by seed; nil if no forward pass has reported
+	Gradient []GradientSample // by seed; nil if no backward pass has reported
 }
 
-// Defer makes passes leave what they measure in m, in the place of the lattice, until it is called
-// with nil. They count as those of the ahead-th batch from now, from 0, and know of the figures
-// before the first alone. Processes that compute the batches of a step side by side do so. Each
-// then takes in what all have measured, in the order of batches, by [Lattice.Take].
+// Defer makes passes store what they measure in m instead of the lattice, until Defer is called
+// with nil. Until then the passes belong to the batch that comes ahead batches from now (0 is the
+// next one), and see only figures recorded before the first of these batches.
+//
+// Processes that compute the batches of a step in parallel use it. Each process then records all
+// measurements, in the order of the batches, with [Lattice.Take].
 func (l *Lattice) Defer(m *Measured, ahead int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+
 	l.deferred, l.ahead = m, uint64(ahead)
 	if m == nil {
 		l.ahead = 0
 	}
 }
 
-// Take takes in what the passes of a batch have measured, at this process or another one, as if
-// they had run here and now.
+// Take records the measurements of a batch, made in this process or another, as if its passes had
+// run here and now.
 func (l *Lattice) Take(m Measured) error {
 	if m.Health == nil && m.Gradient == nil {
 		return nil
 	}
+
 	var p Pass
 	l.Begin(&p, m.Recorded)
 	for _, n := range []int{len(m.Health), len(m.Gradient)} {
@@ -328,18 +348,20 @@ func (l *Lattice) Take(m Measured) error {
 				ErrArgument, n, len(p.Stage))
 		}
 	}
+
 	if m.Health != nil {
 		if err := l.RecordHealth(&p, func(i int) HealthSample { return m.Health[i] }); err != nil {
 			return err
 		}
 	}
+
 	if m.Gradient == nil {
 		return nil
 	}
 	return l.RecordGradient(&p, func(i int) GradientSample { return m.Gradient[i] })
 }
 
-// deferHealth keeps what a forward pass has measured for later. The caller holds the lock.
+// deferHealth copies the measurements of a forward pass to l.deferred. The caller holds the lock.
 func (l *Lattice) deferHealth(p *Pass, sample func(seed int) HealthSample) {
 	l.deferred.Recorded = p.Record
 	l.deferred.Health = samples(l.n, sample)
@@ -351,7 +373,7 @@ func (l *Lattice) deferHealth(p *Pass, sample func(seed int) HealthSample) {
 	}
 }
 
-// samples asks for those of all seeds, on all cores.
+// samples returns the samples of all seeds, using all cores.
 func samples[S any](seeds int, sample func(seed int) S) []S {
 	all := make([]S, seeds)
 	cpu.Parallel(seeds, 64, func(lo, hi int) {
@@ -362,10 +384,10 @@ func samples[S any](seeds int, sample func(seed int) S) []S {
 	return all
 }
 
-// Digest returns a checksum of the lattices' seeds, of their progress and of their telemetry.
-// Processes whose lattices must be the same compare it.
+// Digest returns a checksum of all lattices' seeds, progress and telemetry settings. Processes
+// compare digests to detect that their lattices differ.
 func (n *Network) Digest() uint32 {
-	n = n.orNone()
+	n = n.orEmpty()
 	var sum uint32
 	for _, l := range n.layers {
 		sum = l.Lattice.digest(sum)
@@ -373,17 +395,21 @@ func (n *Network) Digest() uint32 {
 	return sum
 }
 
+// digest returns sum extended by the lattice's own state.
 func (l *Lattice) digest(sum uint32) uint32 {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
+
 	if l.n == 0 {
 		return sum
 	}
+
 	b := binary.LittleEndian.AppendUint64(nil, l.step)
 	b = binary.LittleEndian.AppendUint32(b, l.epoch)
 	for _, c := range l.seeds.crc {
 		b = binary.LittleEndian.AppendUint32(b, c)
 	}
+
 	t := l.config.Telemetry
 	b = append(b, byte(t.Mode), byte(t.Reduction))
 	b = binary.LittleEndian.AppendUint64(b, uint64(t.Every))
@@ -391,42 +417,50 @@ func (l *Lattice) digest(sum uint32) uint32 {
 	return crc32.Update(sum, crc32.IEEETable, b)
 }
 
-// Obey carries out commands between the passes of the model: all of them, or, when one is refused,
-// none. It is for the goroutine that runs the model, which must already hold the slots' lock.
+// Obey carries out commands between the passes of the model, all or none. The goroutine that runs
+// the model calls it; it must already hold the lock of the slots.
 func (n *Network) Obey(commands ...Command) error {
-	n = n.orNone()
+	n = n.orEmpty()
 	defer n.deliver()
 	return n.do(commands)
 }
 
-// ApplyShared is [Network.Apply] of several processes with the same model: what was submitted to
-// any of them is carried out at each. exchange hands over the commands that were submitted here,
-// and returns those of all processes in an order that all have. at is the place of its own among
-// them. Its error is the answer to those who have submitted something, and is returned.
+// ApplyShared is the form of [Network.Apply] for several processes with the same model: each
+// process carries out the commands that were submitted to any process.
+//
+// exchange receives the commands submitted here and returns the commands of all processes, in the
+// same order everywhere, and the index of the first own command. If it fails, its error becomes the
+// answer to all commands submitted here, and ApplyShared returns it.
 func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command,
 	at int, err error)) error {
 	if exchange == nil {
 		return fmt.Errorf("state.ApplyShared: %w: exchange is nil", ErrArgument)
 	}
-	n = n.orNone()
+
+	n = n.orEmpty()
 	waiting := n.queue.take(false)
 	own := make([][]Command, len(waiting))
 	for i, s := range waiting {
 		own[i] = s.commands
 	}
+
 	all, at, err := exchange(own)
 	if err == nil && (at < 0 || at+len(own) > len(all)) {
-		err = fmt.Errorf("state.ApplyShared: %w: %d of %d commands from the %d-th on", ErrArgument,
+		err = fmt.Errorf("state.ApplyShared: %w: exchange returned %d own commands of %d at index %d", ErrArgument,
 			len(own), len(all), at)
 	}
+
 	if err != nil {
 		for _, s := range waiting {
 			s.done <- err
 		}
 		return err
 	}
+
 	answered := 0
-	defer func() { // a listener has panicked
+
+	// If a listener panics, the remaining submissions still get an answer.
+	defer func() {
 		for _, s := range waiting[answered:] {
 			s.done <- errListener
 		}
@@ -439,5 +473,6 @@ func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command,
 		}
 		n.deliver()
 	}
+
 	return nil
 }

@@ -43,7 +43,7 @@ func TestRecordedFiguresHaveTheirTiersPrecision(t *testing.T) {
 	m := state.Moments{Count: 6, Mean: 1.0 / 3, Variance: 2}
 	pass(t, l, true, state.HealthSample{Health: h, Moments: m, NonFinite: 2},
 		state.GradientSample{Gradient: g, Norms: m, NonFinite: 3, Clipped: 4})
-	brain := func(v float64) float64 { // to eight significant bits
+	brain := func(v float64) float64 { // rounds to the eight significant bits of a bfloat16
 		fraction, exponent := math.Frexp(v)
 		return math.Ldexp(math.RoundToEven(fraction*256)/256, exponent)
 	}
@@ -63,7 +63,8 @@ func TestRecordedFiguresHaveTheirTiersPrecision(t *testing.T) {
 				s.NonFiniteG, s.Clips)
 		}
 	}
-	// The statistics that clamps go by are not rounded.
+
+	// The statistics that determine clamps are not rounded.
 	var p state.Pass
 	if l.Begin(&p, true); p.Input[1] != m || p.Norms[1] != m || p.Step != 1 {
 		t.Errorf("the next pass goes by %+v and %+v at step %d, want %+v at step 1", p.Input[1],
@@ -83,6 +84,7 @@ func TestPassWithoutTelemetryLeavesNothing(t *testing.T) {
 	if bytesOf(t, l) != before || p.Watch[0] || p.Watch[1] {
 		t.Error("a pass without telemetry was recorded")
 	}
+
 	pass(t, l, false, state.HealthSample{Moments: m, NonFinite: 1}, state.GradientSample{})
 	if s := l.Report(); s.Seeds[0].NonFiniteX != 1 || s.Step != 0 {
 		t.Errorf("it counts %d NaN and %d steps, want 1 and 0", s.Seeds[0].NonFiniteX, s.Step)
@@ -116,6 +118,7 @@ func TestSampling(t *testing.T) {
 		if err := l.SetTelemetry(c.t); err != nil {
 			t.Fatal(err)
 		}
+
 		total := make([]int, seeds)
 		for step := range steps {
 			p, n := pass(t, l, true, state.HealthSample{}, state.GradientSample{}), 0
@@ -129,18 +132,20 @@ func TestSampling(t *testing.T) {
 				t.Fatalf("%+v: pass %d watches %d seeds, want %d", c.t, step, n, c.perPass(step))
 			}
 		}
+
 		for s, n := range total {
 			if n != c.total {
 				t.Fatalf("%+v: seed %d is watched in %d of %d passes, want %d",
 					c.t, s, n, steps, c.total)
 			}
 		}
+
 		if l.Telemetry() != c.t {
 			t.Errorf("telemetry is %+v, want %+v", l.Telemetry(), c.t)
 		}
 	}
-	// The smallest share there can be still gives every seed its turn: they come one after the
-	// other.
+
+	// Even the smallest possible share gives every seed its turn, one after the other.
 	tiny := lattice(t, 3, 3,
 		state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Share: 5e-324}))
 	if p := pass(t, tiny, true, state.HealthSample{}, state.GradientSample{}); !p.Watch[0] ||
@@ -171,10 +176,12 @@ func TestHistory(t *testing.T) {
 			Histogram: &histogram},
 			state.GradientSample{Gradient: state.Gradient{Norm: 10 * v}, Norms: m})
 	}
+
 	h := l.History()
 	if len(h) != 3 {
 		t.Fatalf("%d reports, want 3", len(h))
 	}
+
 	for k, r := range h {
 		s, v := r.Seeds[1], float64(k+2)
 		if r.Step != k+2 || s.Health.Mean != v || s.Gradient.Norm != 10*v || s.Alpha != v/8 ||
@@ -182,9 +189,11 @@ func TestHistory(t *testing.T) {
 			t.Errorf("report %d is of step %d with %+v", k, r.Step, s)
 		}
 	}
+
 	if h[2].Seeds[0].Histogram[5] != 7 || h[2].Telemetry.Mode != state.Debug {
 		t.Errorf("the last report is %+v", h[2])
 	}
+
 	if none := lattice(t, 1, 1, state.WithHistory(0)); len(none.History()) != 0 {
 		t.Error("a history of nothing holds reports")
 	} else if pass(t, none, true, state.HealthSample{},
@@ -193,7 +202,8 @@ func TestHistory(t *testing.T) {
 	}
 }
 
-// A backward pass completes the report of its own forward pass, and of no other.
+// TestHistoryOfInterleavedPasses checks that a backward pass completes the report of the matching
+// forward pass only.
 func TestHistoryOfInterleavedPasses(t *testing.T) {
 	l := lattice(t, 1, 1)
 	var first, second state.Pass
@@ -227,7 +237,7 @@ func TestRecordErrors(t *testing.T) {
 		l.RecordHealth(&others, health),
 		l.RecordGradient(&others, gradient), l.RecordHealth(&mine, nil),
 		l.RecordGradient(&mine, nil)} {
-		want := "was not begun on this lattice of 2 seeds"
+		want := "does not come from Begin of this lattice of 2 seeds"
 		if i >= 4 {
 			want = "sample is nil"
 		}
@@ -235,6 +245,7 @@ func TestRecordErrors(t *testing.T) {
 			t.Errorf("call %d: error %v, want one with %q", i, err, want)
 		}
 	}
+
 	if bytesOf(t, l) != before {
 		t.Error("refused records changed the lattice")
 	}
@@ -256,6 +267,7 @@ func TestNonFiniteEvents(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	report(2)
 	report(1)
 	report(2)
@@ -265,16 +277,17 @@ func TestNonFiniteEvents(t *testing.T) {
 		t.Errorf("events %+v, want 4 in seed 1 and 8 in seed 2", e)
 	}
 	if e := epochs(t, l, 3); len(e) != 0 {
-		t.Errorf("events %+v are told of twice", e)
+		t.Errorf("events %+v are reported twice", e)
 	}
+
 	report(2)
 	if e := epochs(t, l, 1); len(e) != 1 || e[0].Value != 4 {
 		t.Errorf("events %+v, want 4 more", e)
 	}
 }
 
-// Running statistics weigh all passes alike until they are renormalised; the drift is measured from
-// epoch to epoch.
+// TestRunningStatistics checks that running statistics weigh all passes alike until they are
+// renormalized, and that drift is measured from epoch to epoch.
 func TestRunningStatistics(t *testing.T) {
 	const every = 4
 	l := lattice(t, 1, 8, state.WithRenormalization(every))
@@ -301,28 +314,30 @@ func TestRunningStatistics(t *testing.T) {
 		math.Abs(m.Variance-32.0/9) > 1e-12 {
 		t.Errorf("norms are %+v, want 6 rows of mean 7/3 and variance 32/9", m)
 	}
-	epochs(t, l, 2) // renormalised to the weight of one pass: 2 rows
+
+	epochs(t, l, 2) // renormalized to the weight of one pass, 2 rows
 	if m := norms(); m.Count != 2 || math.Abs(m.Mean-7.0/3) > 1e-12 {
 		t.Errorf("renormalised norms are %+v, want 2 rows of the same mean", m)
 	}
+
 	at(3)
 	if m := norms(); m.Count != 4 || math.Abs(m.Mean-(7.0/3+3)/2) > 1e-12 {
 		t.Errorf("norms are %+v, want the mean of both halves", m)
 	}
 }
 
-// The drift of a chunk with mean zero is that of its root mean square, and that of a constant one
-// of its mean.
+// TestDrift checks that the drift of a chunk with mean zero follows its root mean square, and the
+// drift of a constant chunk follows its mean.
 func TestDrift(t *testing.T) {
 	for name, c := range map[string]struct {
 		first, second state.Moments
 		want          float64
 	}{
-		// together 16
+		// mean square of both passes: 16
 		"mean zero": {state.Moments{Count: 8, Variance: 4}, state.Moments{Count: 8, Variance: 28},
 			1},
 		"constant": {state.Moments{Count: 8, Mean: 2}, state.Moments{Count: 8, Mean: 2}, 0},
-		// together 1, with variance 3
+		// mean of both passes: 1, variance: 3
 		"shifted": {state.Moments{Count: 8, Mean: -2}, state.Moments{Count: 24, Mean: 2}, 1.5},
 	} {
 		l := lattice(t, 1, 8)
@@ -336,15 +351,16 @@ func TestDrift(t *testing.T) {
 	}
 }
 
-// 100,000 seeds cross an epoch boundary (gates, ramps, checksums, the report) in under 100 ms. That
-// holds for a processor of 2.6 GHz that has nothing else to do. Other programs take caches and a
-// core's other thread from both. So it is held against a loop that takes as long there, beside each
-// try.
+// TestEpochOf100000Seeds checks that 100,000 seeds cross an epoch boundary (gates, ramps, checksums
+// and the report) in under 100 ms on an idle 2.6 GHz processor. Because other programs may occupy
+// caches and the core's second thread, each attempt is compared with a loop that takes 100 ms on
+// such a processor and runs next to it.
 func TestEpochOf100000Seeds(t *testing.T) {
 	n := 100_000
 	if testing.Short() {
 		n = 10_000
 	}
+
 	l := grafting(t, n)
 	room := make([]uint64, 20<<20/8)
 	least, tries := math.Inf(1), 0
@@ -364,6 +380,7 @@ func TestEpochOf100000Seeds(t *testing.T) {
 		t.Logf("the boundary of an epoch of %d grafting seeds takes %v, the loop %v", n, took,
 			limit)
 	}
+
 	if least > 1 && !processor.Race {
 		t.Errorf("the boundary of an epoch of %d seeds takes %.1f times what the loop does", n,
 			least)
@@ -373,8 +390,8 @@ func TestEpochOf100000Seeds(t *testing.T) {
 	}
 }
 
-// yardstick returns how long a processor needs to read, multiply and write rounds blocks of 4096
-// numbers of room, one block after the other. 16,667 of them take 100 ms at 2.6 GHz.
+// yardstick returns how long a processor takes to read, multiply and write the given number of
+// 4096-number blocks of room, one after the other. 16,667 blocks take 100 ms at 2.6 GHz.
 func yardstick(t testing.TB, room []uint64, rounds int) time.Duration {
 	start := processor.Time(t)
 	const block = 1 << 12
@@ -388,10 +405,11 @@ func yardstick(t testing.TB, room []uint64, rounds int) time.Duration {
 			}
 		}
 	}
+
 	return processor.Time(t) - start
 }
 
-// grafting returns a lattice with gates, all of whose seeds are being grafted.
+// grafting returns a lattice with gates and with all seeds being grafted.
 func grafting(t testing.TB, n int) *state.Lattice {
 	thresholds := state.DefaultThresholds()
 	clear(thresholds.MinEpochs[:])
@@ -407,18 +425,22 @@ func grafting(t testing.TB, n int) *state.Lattice {
 		}
 		m.Seeds = append(m.Seeds, state.SeedMetrics{Seed: seed, TrainingError: 0.01})
 	}
+
 	if _, err := l.StepEpoch(m); err != nil {
 		t.Fatal(err)
 	}
+
 	for seed := range n {
 		if err := l.Transition(seed, state.Grafting); err != nil {
 			t.Fatal(err)
 		}
 	}
+
 	return l
 }
 
-// The whole boundary: gates, ramps, checksums before and after, the report, and a verification.
+// BenchmarkEpoch100000 measures a complete epoch boundary: gates, ramps, checksums before and
+// after, the report, and a verification.
 func BenchmarkEpoch100000(b *testing.B) {
 	l := grafting(b, 100_000)
 	b.ReportAllocs()
@@ -442,7 +464,7 @@ func BenchmarkRecord100000(b *testing.B) {
 	}
 }
 
-// TestProbe wants passes to see a probed seed at full strength, and its stage to stay.
+// TestProbe checks that passes see a probed seed at full strength while its stage stays the same.
 func TestProbe(t *testing.T) {
 	l := lattice(t, 2, 4, state.WithoutGates())
 	require.ErrorIs(t, l.Probe(1, true), state.ErrArgument)
@@ -459,7 +481,7 @@ func TestProbe(t *testing.T) {
 	}
 }
 
-// TestFiguresKeepTheirRange wants figures of normal quality that float16 cannot hold.
+// TestFiguresKeepTheirRange checks figures of normal quality that float16 could not hold.
 func TestFiguresKeepTheirRange(t *testing.T) {
 	l := lattice(t, 2, 4)
 	h := state.Health{Variance: 1e10, Mean: 1e5, Min: -3e8, Max: 3e8, SNR: 1e6}
@@ -477,8 +499,8 @@ func TestFiguresKeepTheirRange(t *testing.T) {
 	}
 }
 
-// TestHistoryUnderSampling wants reports of passes that measured alone, and in them figures of that
-// pass alone.
+// TestHistoryUnderSampling checks that the history contains only passes that measured, with figures
+// of the respective pass only.
 func TestHistoryUnderSampling(t *testing.T) {
 	l := lattice(t, 4, 8, state.WithHistory(20),
 		state.WithTelemetry(state.Telemetry{Mode: state.Sampling, Every: 3, Share: 0.5}))
@@ -488,6 +510,7 @@ func TestHistoryUnderSampling(t *testing.T) {
 			Moments: m},
 			state.GradientSample{Gradient: state.Gradient{Norm: float64(i + 1)}, Norms: m})
 	}
+
 	reports := l.History()
 	require.Len(t, reports, 4)
 	seen := map[float64]bool{}
@@ -510,7 +533,7 @@ func TestHistoryUnderSampling(t *testing.T) {
 	}
 }
 
-// TestCraftedPass wants a pass that no lattice has begun to be refused.
+// TestCraftedPass checks that a pass that no lattice has begun is refused.
 func TestCraftedPass(t *testing.T) {
 	l := lattice(t, 2, 4)
 	p := state.Pass{Stage: make([]state.Stage, 2), Record: true}
@@ -522,9 +545,9 @@ func TestCraftedPass(t *testing.T) {
 	}), state.ErrArgument)
 }
 
-// TestTakenFiguresAreThoseOfPasses has passes leave their figures elsewhere, which are taken in
-// later in order. They make the lattice that the passes themselves would have made.
-func TestTakenFiguresAreThoseOfPasses(t *testing.T) {
+// TestDeferredFiguresEqualPasses defers the measurements of passes and takes them later in order.
+// The result must be the lattice that the passes would have produced directly.
+func TestDeferredFiguresEqualPasses(t *testing.T) {
 	const seeds, batches = 70, 5
 	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
 	here, there := lattice(t, seeds, 4*seeds, state.WithHistory(3)),
@@ -533,10 +556,11 @@ func TestTakenFiguresAreThoseOfPasses(t *testing.T) {
 		require.NoError(t,
 			l.SetTelemetry(state.Telemetry{Mode: state.Sampling, Every: 2, Share: 0.3}))
 	}
+
 	for range 2 {
 		measured := make([]state.Measured, batches)
-		for _, b := range r.Perm(batches) { // whatever rank computes it, whenever
-			record := b != 2 // as a layer without telemetry that has met a NaN
+		for _, b := range r.Perm(batches) { // in any order, as ranks would compute them
+			record := b != 2 // false as for a layer without telemetry that has seen a NaN
 			h, g := make([]state.HealthSample, seeds), make([]state.GradientSample, seeds)
 			for i := range h {
 				m := state.Moments{Count: 1 + float64(r.IntN(9)), Mean: r.NormFloat64(),
@@ -546,6 +570,7 @@ func TestTakenFiguresAreThoseOfPasses(t *testing.T) {
 				g[i] = state.GradientSample{Gradient: state.Gradient{Norm: m.Mean * m.Mean},
 					Norms: m, Clipped: r.IntN(3)}
 			}
+
 			there.Defer(&measured[b], b)
 			before := bytesOf(t, there)
 			p := passWith(t, there, record, func(i int) state.HealthSample {
@@ -554,6 +579,7 @@ func TestTakenFiguresAreThoseOfPasses(t *testing.T) {
 			require.EqualValues(t, here.Report().Step+b, p.Step)
 			require.Equal(t, before, bytesOf(t, there), "a pass has changed the lattice")
 		}
+
 		there.Defer(nil, 0)
 		for b, m := range measured {
 			passWith(t, here, b != 2, func(i int) state.HealthSample {
@@ -561,9 +587,11 @@ func TestTakenFiguresAreThoseOfPasses(t *testing.T) {
 			}, func(i int) state.GradientSample { return m.Gradient[i] })
 			require.NoError(t, there.Take(m))
 		}
+
 		require.Equal(t, bytesOf(t, here), bytesOf(t, there))
 		require.Equal(t, here.History(), there.History())
 	}
+
 	require.NoError(t, there.Verify())
 	require.NoError(t, there.Take(state.Measured{}))
 	require.ErrorIs(t, there.Take(state.Measured{Health: make([]state.HealthSample, seeds-1)}),
@@ -571,7 +599,8 @@ func TestTakenFiguresAreThoseOfPasses(t *testing.T) {
 	require.Equal(t, bytesOf(t, here), bytesOf(t, there))
 }
 
-// TestDeferredHistogramsAreCopies: the samples' memory is the layer's, and used again.
+// TestDeferredHistogramsAreCopies checks that deferred histograms are copied, because the layer
+// reuses the memory of its samples.
 func TestDeferredHistogramsAreCopies(t *testing.T) {
 	l := lattice(t, 1, 4)
 	var h state.Histogram
@@ -583,8 +612,8 @@ func TestDeferredHistogramsAreCopies(t *testing.T) {
 	require.EqualValues(t, 7, m.Health[0].Histogram[3])
 }
 
-// TestSharedCommands: what is submitted to one of two networks takes effect in both, in one order,
-// and the one that submitted it has the answer.
+// TestSharedCommands checks that commands submitted to either of two networks take effect in both,
+// in one order, and that the submitter receives the answer.
 func TestSharedCommands(t *testing.T) {
 	plant := func(seed int) state.Command {
 		return state.Command{Action: state.Germinate, Seed: seed,
@@ -596,25 +625,29 @@ func TestSharedCommands(t *testing.T) {
 		require.NoError(t, err)
 		nets[i] = n
 	}
+
 	require.Equal(t, nets[0].Digest(), nets[1].Digest())
 	good, twice := nets[1].Submit(plant(2)), nets[1].Submit(plant(0))
 	first := nets[0].Submit(plant(0))
 	var queued [2][][]state.Command
-	for i, n := range nets { // what ranks hand over
+	for i, n := range nets { // the ranks' exchange
 		require.ErrorContains(t,
 			n.ApplyShared(func(own [][]state.Command) ([][]state.Command, int, error) {
 				queued[i] = own
 				return nil, 0, errors.New("rank 1 died")
 			}), "rank 1 died")
 	}
+
 	for _, answer := range []<-chan error{good, twice, first} {
 		require.ErrorContains(t, <-answer, "rank 1 died")
 	}
+
 	for i, list := range queued {
 		for _, commands := range list {
 			nets[i].Submit(commands...)
 		}
 	}
+
 	good, twice = nets[1].Submit(plant(1)), nets[1].Submit(plant(1))
 	all := append(append(queued[0], queued[1]...), []state.Command{plant(1)},
 		[]state.Command{plant(1)})
@@ -624,6 +657,7 @@ func TestSharedCommands(t *testing.T) {
 				return all, []int{0, len(queued[0])}[i], nil
 			}))
 	}
+
 	require.NoError(t, <-good)
 	require.ErrorIs(t, <-twice, state.ErrTransition)
 	for _, n := range nets {
@@ -633,6 +667,7 @@ func TestSharedCommands(t *testing.T) {
 			require.Equal(t, state.Germinated, stage)
 		}
 	}
+
 	require.Equal(t, nets[0].Digest(), nets[1].Digest())
 	require.NoError(t,
 		nets[0].Obey(state.Command{Action: state.Move, Seed: 1, To: state.Cancelled}))
@@ -641,15 +676,13 @@ func TestSharedCommands(t *testing.T) {
 }
 
 // TestMeasure checks that Measure commands set the telemetry of a layer, together with the other
-// commands of a call or not at all, and that the digest tells lattices apart that measure other
-// things.
+// commands of a call or not at all, and that digests distinguish lattices with different settings.
 func TestMeasure(t *testing.T) {
 	l := lattice(t, 3, 6)
 	n, err := state.NewNetwork(nil, state.Layer{Name: "0", Lattice: lattice(t, 3, 6)},
 		state.Layer{Name: "1", Lattice: l})
 	require.NoError(t, err)
 	before, digest := l.Telemetry(), n.Digest()
-
 	want := state.Telemetry{Mode: state.Sampling, Every: 4}
 	measure := state.Command{Action: state.Measure, Layer: 1, Telemetry: want, Why: "it is slow"}
 	require.Equal(t, "layer 1: measure in mode Sampling, one pass in 4, because it is slow",
@@ -658,12 +691,10 @@ func TestMeasure(t *testing.T) {
 	require.ErrorIs(t, n.Do(measure, impossible), state.ErrTransition)
 	require.Equal(t, before, l.Telemetry())
 	require.Equal(t, digest, n.Digest())
-
 	require.NoError(t, n.Do(measure))
 	require.Equal(t, want, l.Telemetry())
 	require.Equal(t, before, n.Lattice(0).Telemetry())
 	require.NotEqual(t, digest, n.Digest())
-
 	for _, bad := range []state.Command{
 		{Action: state.Measure, Layer: 2},
 		{Action: state.Measure, Layer: -1},
@@ -675,4 +706,22 @@ func TestMeasure(t *testing.T) {
 		require.Error(t, n.Do(bad), "%v", bad)
 		require.Equal(t, want, l.Telemetry())
 	}
+}
+
+// TestReportString checks the rows of a printed report: a blueprint's size at sites other than
+// chunks, and the steps that a seed may take next.
+func TestReportString(t *testing.T) {
+	r := state.Report{Site: blueprints.Weight, Epoch: 7, Step: 20, Seeds: []state.SeedReport{
+		{Seed: 0, Stage: state.Evaluating, EpochsInStage: 3, Kind: blueprints.LoRA, Size: 8, Alpha: 0.5,
+			Performance: -1.25, Delta: 0.125, Stability: 0.75, CanAdvance: true, CanCull: true},
+		{Seed: 1, Stage: state.Culled, CanRecycle: true},
+	}}
+	lines := strings.Split(r.String(), "\n")
+	require.Len(t, lines, 5)
+	require.Equal(t, "2 seeds at site weight, epoch 7, 20 passes recorded, telemetry in mode Production",
+		lines[0])
+	require.Contains(t, lines[1], "SIZE")
+	require.Equal(t, strings.Fields("0 Evaluating 3 LoRA 8 0.5 0 0 -1.25 0.125 0.75 FineTuning, cull"),
+		strings.Fields(lines[2]))
+	require.Equal(t, strings.Fields("1 Culled 0 – – 0 0 0 0 0 0 recycle"), strings.Fields(lines[3]))
 }

@@ -12,22 +12,23 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// ErrClosed is wrapped by the answer to commands that nobody is there to carry out.
-var ErrClosed = errors.New("nobody runs the model any more")
+// ErrClosed is wrapped by the answer to commands submitted to a closed network.
+var ErrClosed = errors.New("the network is closed: nothing runs the model")
 
-// queue is the commands that wait for Apply.
+// queue holds the commands that wait for Apply.
 type queue struct {
 	mu        sync.Mutex
 	submitted []submission
 	closed    bool
 }
 
+// submission is the commands of one call of Submit.
 type submission struct {
 	commands []Command
-	done     chan<- error // has room for the answer
+	done     chan<- error // has capacity for the answer
 }
 
-// take empties the queue, and closes it if asked to.
+// take removes and returns all submissions. With closing set, it also closes the queue.
 func (q *queue) take(closing bool) []submission {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -36,74 +37,83 @@ func (q *queue) take(closing bool) []submission {
 	return taken
 }
 
-// Waiting reports whether commands have been submitted that have not been applied.
+// Waiting reports whether submitted commands have not been applied yet.
 func (n *Network) Waiting() bool {
-	n = n.orNone()
+	n = n.orEmpty()
 	n.queue.mu.Lock()
 	defer n.queue.mu.Unlock()
 	return len(n.queue.submitted) > 0
 }
 
-// Submit hands over commands that take effect together at the next [Network.Apply]. The channel,
-// which need not be read, gets nil then, or why they were refused. It is an ErrClosed when the
-// network is closed, now or before the next Apply. It may be called from any goroutine. The one
-// that calls Apply, such as that of a trainer's callbacks, would wait for the channel without end,
-// and has [Network.Do]. A network without layers answers at once.
+// Submit queues commands that take effect together at the next [Network.Apply]. It may be called
+// from any goroutine.
+//
+// The returned channel has room for one error, so it need not be read. It receives nil once the
+// commands have been carried out, the reason if they were refused, or an error wrapping [ErrClosed]
+// if the network is closed, now or before the next Apply. A network without layers answers at once.
+//
+// The goroutine that calls Apply, which includes a trainer's callbacks, must not wait for the
+// channel: it would wait forever. Such code uses [Network.Do].
 func (n *Network) Submit(commands ...Command) <-chan error {
-	n = n.orNone()
+	n = n.orEmpty()
 	done := make(chan error, 1)
 	if len(n.layers) == 0 {
 		done <- n.Do(commands...)
 		return done
 	}
+
 	n.queue.mu.Lock()
 	defer n.queue.mu.Unlock()
+
 	if n.queue.closed {
 		done <- errSubmit
 		return done
 	}
+
 	n.queue.submitted = append(n.queue.submitted, submission{slices.Clone(commands), done})
 	return done
 }
 
-var errListener = errors.New("state.Submit: a listener has panicked before its turn: nothing was " +
+var errListener = errors.New("state.Submit: a listener panicked before the commands' turn: nothing was " +
 	"done")
 
-var errSubmit = fmt.Errorf("state.Submit: %w: Network.Do acts at once, and Network.Open says "+
-	"that somebody runs it again", ErrClosed)
+var errSubmit = fmt.Errorf("state.Submit: %w: use Network.Do to act at once, or Network.Open when "+
+	"something runs it again", ErrClosed)
 
-// Close says that nobody will call Apply: what waits for it is answered with ErrClosed now, and
-// what is submitted later at once. All else goes on as before.
+// Close declares that Apply will not be called again. All queued commands are answered with an
+// error wrapping ErrClosed, and so are commands submitted later. Nothing else changes.
 func (n *Network) Close() {
-	n = n.orNone()
+	n = n.orEmpty()
 	for _, s := range n.queue.take(true) {
 		s.done <- errSubmit
 	}
 }
 
-// Refuse answers the commands that wait for Apply with an error, and none of them takes effect. The
-// network stays open.
+// Refuse answers all queued commands with an error. No command takes effect, and the network stays
+// open.
 func (n *Network) Refuse(because error) {
-	n = n.orNone()
+	n = n.orEmpty()
 	for _, s := range n.queue.take(false) {
 		s.done <- because
 	}
 }
 
-// Open takes a Close back. A new network is open.
+// Open reverses Close. A new network is open.
 func (n *Network) Open() {
-	n = n.orNone()
+	n = n.orEmpty()
 	n.queue.mu.Lock()
 	defer n.queue.mu.Unlock()
 	n.queue.closed = false
 }
 
-// Apply carries out what has been submitted, in order. It must be called between the passes of the
-// model.
+// Apply carries out the queued commands in the order of their submission. It must be called between
+// the passes of the model.
 func (n *Network) Apply() {
-	n = n.orNone()
+	n = n.orEmpty()
 	waiting := n.queue.take(false)
-	defer func() { // a listener has panicked
+
+	// If a listener panics, the remaining submissions still get an answer.
+	defer func() {
 		for _, s := range waiting {
 			s.done <- errListener
 		}
@@ -116,11 +126,13 @@ func (n *Network) Apply() {
 	}
 }
 
-// Do carries out commands: all of them, or, when one is refused, none, and its error says which. It
-// must be called between the passes of the model, unless the slots have a lock: then it waits for
-// the end of a pass.
+// Do carries out commands at once, all or, if one is refused, none. The error names the refused
+// command.
+//
+// It must be called between the passes of the model, unless the slots have a lock; then Do waits
+// for the end of a pass.
 func (n *Network) Do(commands ...Command) error {
-	n = n.orNone()
+	n = n.orEmpty()
 	defer n.deliver()
 	if l, ok := n.slots.(sync.Locker); ok {
 		l.Lock()
@@ -129,6 +141,7 @@ func (n *Network) Do(commands ...Command) error {
 	return n.do(commands)
 }
 
+// do carries out commands as one transaction. The events that they cause stay queued.
 func (n *Network) do(commands []Command) error {
 	defer n.lockQuietly()()
 	t := transaction{n, map[int]table{}, map[address]undo{}, map[address]SlotParams{}}
@@ -141,6 +154,7 @@ func (n *Network) do(commands []Command) error {
 	return err
 }
 
+// doAll carries out the commands and then writes the slots.
 func (t *transaction) doAll(commands []Command) error {
 	for i, c := range commands {
 		if err := t.do(c); err != nil {
@@ -150,34 +164,36 @@ func (t *transaction) doAll(commands []Command) error {
 			return fmt.Errorf("layer %d: %w", c.Layer, err)
 		}
 	}
+
 	if err := t.commit(); err != nil {
 		return fmt.Errorf("state.Network: writing the slots: %w", err)
 	}
 	return nil
 }
 
-// transaction is what commands that take effect together have changed.
+// transaction records the changes of a group of commands so that they can be undone.
 type transaction struct {
 	*Network
-	before map[int]table          // of the lattices that commands were for
-	seeds  map[address]undo       // as they were
-	write  map[address]SlotParams // slots as they shall be
+	before map[int]table          // lattices that received commands, as they were before
+	seeds  map[address]undo       // seeds that received commands, as they were before
+	write  map[address]SlotParams // slots to be written by commit
 }
 
-// table is the state of a lattice, apart from its seeds, before a transaction.
+// table holds the state of a lattice outside its seeds.
 type table struct {
 	strategies []graft.Entry
 	pending    int
 	telemetry  Telemetry
 }
 
-// undo is a seed as it was.
+// undo holds the former state of a seed.
 type undo struct {
-	row  []byte // as its checksum is made of
+	row  []byte // the bytes that its checksum covers
 	crc  uint32
-	kept *SlotParams // nil for nothing
+	kept *SlotParams // nil if nothing was saved
 }
 
+// do carries out one command and notes the slots that have to be written for it.
 func (t *transaction) do(c Command) error {
 	l := t.Lattice(c.Layer)
 	if len(t.layers) == 0 {
@@ -190,6 +206,7 @@ func (t *transaction) do(c Command) error {
 	if err := l.checkSeed(c.Action.String(), c.Seed); err != nil {
 		return err
 	}
+
 	at := address{c.Layer, c.Seed}
 	t.remember(l, at)
 	from, slot := l.at(c.Seed)
@@ -200,6 +217,7 @@ func (t *transaction) do(c Command) error {
 	if c.Action == Load {
 		return t.load(c, address{c.Layer, slot})
 	}
+
 	if l.config.Site != blueprints.Chunk {
 		if p, ok := t.slots.(Places); ok && c.Action == Germinate {
 			return p.Fits(Germination{c.Layer, c.Seed, 0, c.Request.Kind, int(l.epoch)},
@@ -207,27 +225,29 @@ func (t *transaction) do(c Command) error {
 		}
 		return nil
 	}
+
 	if t.slots == nil {
 		return nil
 	}
+
 	if c.Action == Germinate {
 		_, slot = l.at(c.Seed)
 	}
 	return t.parameters(c, address{c.Layer, slot}, from, kept)
 }
 
-// at returns a seed's stage and slot.
+// at returns the stage and slot of a seed.
 func (l *Lattice) at(seed int) (Stage, int) {
 	return Stage(l.seeds.stage[seed]), int(l.seeds.slot[seed])
 }
 
-// parameters notes what becomes of the slot of a seed that has just obeyed a command. from and kept
-// are what the seed's stage was and what was kept of the slot.
+// parameters notes how the slot of a seed changes after the seed has carried out command c. from is
+// the former stage of the seed, and kept holds the parameters that were saved of the slot.
 func (t *transaction) parameters(c Command, slot address, from Stage,
 	kept *SlotParams) (err error) {
 	l := t.Lattice(c.Layer)
 	to, _ := l.at(c.Seed)
-	users := l.users[uint16(slot.number)] // this seed included if it is alive
+	users := l.users[uint16(slot.number)] // including this seed if it is alive
 	switch {
 	case c.Action == Germinate:
 		if users == 1 {
@@ -244,15 +264,17 @@ func (t *transaction) parameters(c Command, slot address, from Stage,
 	case to == RolledBack && users == 0 && kept != nil:
 		t.write[slot] = *kept
 	}
+
 	return err
 }
 
-// load notes that a slot shall hold what the command has, in front of the weights that its
-// blueprint does not use.
+// load notes that the weights of a Load command replace the first weights of a slot. Weights beyond
+// them, which the blueprint does not use, stay as they are.
 func (t *transaction) load(c Command, slot address) error {
 	if t.slots == nil {
 		return fmt.Errorf("state.Load: %w: seed %d: the network has no slots", ErrArgument, c.Seed)
 	}
+
 	p, written := t.write[slot]
 	if !written {
 		var err error
@@ -260,17 +282,19 @@ func (t *transaction) load(c Command, slot address) error {
 			return err
 		}
 	}
+
 	if len(c.Params.Weights) > len(p.Weights) {
-		return fmt.Errorf("state.Load: %w: seed %d: %d weights, and slots have %d", ErrArgument,
+		return fmt.Errorf("state.Load: %w: seed %d: got %d weights, but slots have %d", ErrArgument,
 			c.Seed, len(c.Params.Weights), len(p.Weights))
 	}
+
 	p.Weights, p.Scale = slices.Clone(p.Weights), c.Params.Scale
 	copy(p.Weights, c.Params.Weights)
 	t.write[slot] = p
 	return nil
 }
 
-// keptOf returns what is kept of a seed's slot, nil if nothing is.
+// keptOf returns the saved slot parameters of a seed, or nil if there are none.
 func (l *Lattice) keptOf(seed int) *SlotParams {
 	if p, ok := l.kept[seed]; ok {
 		return &p
@@ -278,6 +302,7 @@ func (l *Lattice) keptOf(seed int) *SlotParams {
 	return nil
 }
 
+// remember saves the state of a lattice and a seed before their first change.
 func (t *transaction) remember(l *Lattice, seed address) {
 	if _, known := t.before[seed.layer]; !known {
 		t.before[seed.layer] = table{slices.Clone(l.strategies), len(l.pending),
@@ -289,7 +314,7 @@ func (t *transaction) remember(l *Lattice, seed address) {
 	t.seeds[seed] = undo{l.sums.Row(seed.number), l.seeds.crc[seed.number], l.keptOf(seed.number)}
 }
 
-// commit writes slots.
+// commit writes the noted slots, in order.
 func (t *transaction) commit() error {
 	if len(t.write) == 0 {
 		return nil
@@ -304,6 +329,7 @@ func (t *transaction) commit() error {
 	return t.slots.Write(writes)
 }
 
+// rollback undoes all changes.
 func (t *transaction) rollback() {
 	for seed, u := range t.seeds {
 		l := t.Lattice(seed.layer)
@@ -313,6 +339,7 @@ func (t *transaction) rollback() {
 			l.kept[seed.number] = *u.kept
 		}
 	}
+
 	for layer, b := range t.before {
 		l := t.Lattice(layer)
 		l.strategies, l.pending = b.strategies, l.pending[:b.pending]

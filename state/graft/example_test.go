@@ -60,6 +60,6 @@ func ExampleRegister() {
 	// 0.5 []
 	// 0.75 []
 	// 0.875 []
-	// 0.9375 [epoch 4, layer 0, seed 0: the ramp has ended at α = 0.938]
+	// 0.9375 [epoch 4, layer 0, seed 0: the ramp finished at α = 0.938]
 	// 0.9375 []
 }
