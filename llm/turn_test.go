@@ -928,7 +928,7 @@ func TestBudgets(t *testing.T) {
 		want   string
 	}{
 		"stream": {stream, heuristic(func(h *control.Heuristic) { h.MaxParameters = 399 }),
-			"MaxParameters is 399, and the smallest blueprint that it could plant has 400"},
+			"MaxParameters is 399, and the smallest possible blueprint has 400"},
 		"stream, enough": {stream, heuristic(func(h *control.Heuristic) { h.MaxParameters = 400 }), ""},
 		"stream, wide": {stream, heuristic(func(h *control.Heuristic) { h.Features = 1000 }),
 			"no blueprint of its size fits any of the 2 seeds: lower its Features, 1000"},
@@ -936,12 +936,12 @@ func TestBudgets(t *testing.T) {
 			"End is 5 and Begin is 5"},
 		"nothing": {stream, heuristic(func(h *control.Heuristic) { h.MaxActive = 0 }), ""},
 		"chunks": {tiny(), heuristic(func(h *control.Heuristic) { h.MaxParameters = 4 }),
-			"MaxParameters is 4, and the smallest blueprint that it could plant has 5"},
+			"MaxParameters is 4, and the smallest possible blueprint has 5"},
 		"adapters": {frozen(true), adapters(23, 4, control.Unhealthiest),
-			"MaxParameters is 23, and the smallest blueprint that it could plant has 24"},
+			"MaxParameters is 23, and the smallest possible blueprint has 24"},
 		"adapters, enough": {frozen(true), adapters(24, 4, control.Unhealthiest), ""},
 		"adapters at random": {frozen(true), adapters(24, 4, control.AtRandom),
-			"the smallest blueprint that it could plant has 96"},
+			"the smallest possible blueprint has 96"},
 		"adapters of a high rank": {frozen(true), adapters(1e6, 17, control.AllAtOnce),
 			"no blueprint of its size fits any of the 14 seeds: lower its Rank, 17"},
 	} {

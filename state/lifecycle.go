@@ -187,7 +187,7 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 	if !from.CanBecome(to) {
 		return fmt.Errorf("state.%s: %w: seed %d cannot go from %v to %v: %s",
 			method, ErrTransition,
-			seed, from, to, from.Way())
+			seed, from, to, from.NextSteps())
 	}
 	if other := l.growing(seed); to == Grafting && other >= 0 {
 		return fmt.Errorf("state.%s: %w: seed %d: seed %d is %v, and in %v one blueprint is "+

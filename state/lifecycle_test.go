@@ -109,7 +109,7 @@ func TestRefusedTransitionSaysTheWay(t *testing.T) {
 		state.Germinated: "want Training or Cancelled",
 		state.Training:   "want Grafting, Culled or Cancelled",
 		state.FineTuning: "want Fossilized, Culled or RolledBack",
-		state.Fossilized: "for good",
+		state.Fossilized: "it is permanent",
 		state.RolledBack: "Recycle makes it dormant",
 	} {
 		l := lattice(t, 3, 6, state.WithoutGates())

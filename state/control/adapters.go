@@ -10,36 +10,37 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Adapters is a controller for a frozen model (llm.Config.Frozen) whose lattices are made
-// state.WithoutGates. Before the first step it plants LoRA at weights, within a budget of
-// parameters. It takes them at once to FineTuning, where they learn blended in. That is no jolt, as
-// a LoRA adds nothing at first. It decides nothing after that: they stay until whoever trains has
-// them fossilized, which merges them.
+// Adapters is a controller for frozen models (llm.Config.Frozen) with lattices made
+// state.WithoutGates. Before the first step it plants LoRA blueprints at weights, within a budget
+// of parameters, and moves them to FineTuning at once, where they learn blended in. This does not
+// disturb the model, because a LoRA adds nothing initially. Adapters makes no further decisions:
+// the blueprints stay until the trainer fossilizes them, which merges them into the weights.
 //
-// Unhealthiest weights get the ranks that their gradients ask for. Each singular value σ of a
-// gradient is a direction of rank 1 that could be followed. Those of the largest σ²/(in+out), by
-// which the loss falls first for each parameter, are taken until the budget is spent. AllAtOnce is
-// LoRA as it is known, of one Rank everywhere. AtRandom is of that Rank in random places.
+// With Unhealthiest, gradients determine the rank of each weight's LoRA. A singular value σ of a
+// weight's gradient is a direction that one rank could follow. Directions are chosen in decreasing
+// order of σ²/(in+out), the initial decrease of the loss per parameter, until the budget is spent.
+// AllAtOnce is conventional LoRA with the same Rank at every weight, and AtRandom uses that Rank at
+// random weights.
 //
-// An Adapters is for one goroutine at a time. Make one with [NewAdapters].
+// An Adapters must not be used concurrently. Make one with [NewAdapters].
 type Adapters struct {
-	MaxParameters int // of all LoRA together
-	Rank          int // of each; of Unhealthiest at most
+	MaxParameters int // budget for all LoRA together
+	Rank          int // rank of each LoRA; with Unhealthiest, the maximum
 
 	Where  Where  `json:",omitempty"`
-	Random uint64 `json:",omitempty"` // for AtRandom: another number, other places
+	Random uint64 `json:",omitempty"` // for AtRandom: seed of the random choice
 
 	parameters func(layer, seed int, kind blueprints.Kind, size int) int
 	heard      func(layer, seed int) []float64
 }
 
-// NewAdapters returns a controller with a budget of parameters, and ranks up to 32. Its fields may
-// be changed before it is used.
+// NewAdapters returns a controller with the given budget of parameters and a Rank of 32. Its fields
+// may be changed before its first use.
 func NewAdapters(maxParameters int) *Adapters {
 	return &Adapters{MaxParameters: maxParameters, Rank: 32}
 }
 
-// Check returns an error that names a field which makes no sense.
+// Check returns an error that names the first invalid field.
 func (a *Adapters) Check() error {
 	switch {
 	case a.MaxParameters < 1:
@@ -52,33 +53,35 @@ func (a *Adapters) Check() error {
 		return fmt.Errorf("control.Adapters: %w: Where is %.40q, want one of Unhealthiest, "+
 			"AtRandom and AllAtOnce", state.ErrArgument, string(a.Where))
 	}
+
 	return nil
 }
 
-// Parameters tells the controller how many parameters a LoRA would have, 0 for one that cannot be.
-// A trainer calls it.
+// Parameters sets the function that returns the number of parameters of a LoRA, or 0 if it does not
+// fit. The trainer calls it.
 func (a *Adapters) Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int) {
 	a.parameters = of
 }
 
-// Heard tells the controller the singular values of the gradient of each seed's weight, the largest
-// first. A trainer calls it.
+// Heard sets the function that returns the singular values of the gradient of a seed's weight,
+// largest first. The trainer calls it.
 func (a *Adapters) Heard(of func(layer, seed int) []float64) {
 	a.heard = of
 }
 
-// place is a seed that may get a LoRA.
+// place is a candidate for a LoRA.
 type place struct {
 	layer, seed, rank int
-	cost              int // parameters of a rank
+	cost              int // number of parameters per rank
 	last              float64
 }
 
-// Decide returns what plants, where all seeds are dormant.
+// Decide returns the commands that plant the LoRA blueprints, or nil unless all seeds are dormant.
 func (a *Adapters) Decide(reports []state.Report) (commands []state.Command) {
 	if a.parameters == nil {
-		return nil // no trainer has asked
+		return nil // no trainer has called Parameters
 	}
+
 	var places []*place
 	for layer, r := range reports {
 		for _, s := range r.Seeds {
@@ -90,11 +93,13 @@ func (a *Adapters) Decide(reports []state.Report) (commands []state.Command) {
 			}
 		}
 	}
+
 	if a.Where == Unhealthiest {
 		a.followGradients(places)
 	} else {
 		a.spread(places)
 	}
+
 	stages := []state.Stage{state.Training, state.Grafting, state.Stabilization, state.Evaluating,
 		state.FineTuning}
 	for _, p := range places {
@@ -109,20 +114,23 @@ func (a *Adapters) Decide(reports []state.Report) (commands []state.Command) {
 				Seed: p.seed, To: to})
 		}
 	}
+
 	return commands
 }
 
 func (a *Adapters) why(p *place) string {
 	switch a.Where {
 	case AtRandom:
-		return "it was drawn"
+		return "chosen at random"
 	case AllAtOnce:
-		return "all get one"
+		return "every place gets one"
 	}
-	return fmt.Sprintf("the least of its %d directions has a singular value of %.3g", p.rank, p.last)
+
+	// why returns the reason for planting at a place, for people to read.
+	return fmt.Sprintf("the smallest of its %d chosen singular values is %.3g", p.rank, p.last)
 }
 
-// followGradients gives ranks to places, a direction at a time.
+// followGradients distributes ranks over places, one direction at a time.
 func (a *Adapters) followGradients(places []*place) {
 	type direction struct {
 		*place
@@ -138,6 +146,7 @@ func (a *Adapters) followGradients(places []*place) {
 			all = append(all, direction{p, s, s * s / float64(p.cost)})
 		}
 	}
+
 	slices.SortStableFunc(all, func(a, b direction) int { return cmp.Compare(b.gain, a.gain) })
 	left := a.MaxParameters
 	for _, d := range all {
@@ -148,7 +157,7 @@ func (a *Adapters) followGradients(places []*place) {
 	}
 }
 
-// spread gives places one rank, as far as the budget goes: in order, or at random.
+// spread gives places the full rank as far as the budget goes, in order or at random.
 func (a *Adapters) spread(places []*place) {
 	order := slices.Clone(places)
 	if a.Where == AtRandom {
@@ -156,6 +165,7 @@ func (a *Adapters) spread(places []*place) {
 			return cmp.Compare(drawn(a.Random, x.layer, x.seed), drawn(a.Random, y.layer, y.seed))
 		})
 	}
+
 	left := a.MaxParameters
 	for _, p := range order {
 		if n := a.parameters(p.layer, p.seed, blueprints.LoRA, a.Rank); n > 0 && n <= left {

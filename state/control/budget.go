@@ -8,17 +8,18 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Affords returns an error if a controller that may plant never could, in a network of such
-// reports. Its budget is too small for a single blueprint, none of its size fits anywhere, or its
-// epochs are over before they begin. A trainer calls it, behind Parameters.
+// Affords returns an error if h is meant to plant blueprints but never could in a network with the
+// given reports: the budget is too small for any blueprint, no blueprint of the configured size
+// fits anywhere, or End is not after Begin. The trainer calls it after Parameters.
 func (h *Heuristic) Affords(reports []state.Report) error {
 	if h.MaxActive == 0 || h.MaxParameters == 0 {
-		return nil // it is to plant nothing
+		return nil // configured to plant nothing
 	}
 	if h.End <= h.Begin {
-		return fmt.Errorf("control.Heuristic: %w: End is %d and Begin is %d, so no epoch is left to "+
-			"plant in: End after Begin", state.ErrArgument, h.End, h.Begin)
+		return fmt.Errorf("control.Heuristic: %w: End is %d and Begin is %d, so there is no epoch to "+
+			"plant in: set End to a later epoch than Begin", state.ErrArgument, h.End, h.Begin)
 	}
+
 	return affords("control.Heuristic", h.MaxParameters, reports, h.cost,
 		func(site blueprints.Site) string {
 			if site == blueprints.Weight {
@@ -28,18 +29,20 @@ func (h *Heuristic) Affords(reports []state.Report) error {
 		})
 }
 
-// cost is how many parameters a blueprint of a layer's seed would have, 0 where none can be.
+// cost returns the number of parameters that a new blueprint of a seed would have, or 0 if none
+// fits.
 func (h *Heuristic) cost(layer int, r *state.Report, seed int) int {
 	s := r.Seeds[seed]
 	s.Stage = state.Dormant
-	return h.takes(layer, r, s)
+	return h.parameterCount(layer, r, s)
 }
 
-// Affords is that of [Heuristic].
+// Affords returns an error if a could never plant a LoRA; see [Heuristic.Affords].
 func (a *Adapters) Affords(reports []state.Report) error {
 	if a.parameters == nil {
 		return nil
 	}
+
 	rank := 1
 	if a.Where != Unhealthiest {
 		rank = a.Rank
@@ -53,7 +56,9 @@ func (a *Adapters) Affords(reports []state.Report) error {
 		}, func(blueprints.Site) string { return fmt.Sprintf("Rank, %d", a.Rank) })
 }
 
-// affords looks for the cheapest blueprint of all seeds elsewhere than in depth.
+// affords compares the budget with the cheapest blueprint of any seed outside depth. who names the
+// controller in errors, and size describes the field that determines the size of blueprints at a
+// site.
 func affords(who string, most int, reports []state.Report,
 	cost func(layer int, r *state.Report, seed int) int, size func(blueprints.Site) string) error {
 	least, seeds, last := math.MaxInt, 0, blueprints.Chunk
@@ -69,18 +74,20 @@ func affords(who string, most int, reports []state.Report,
 			}
 		}
 	}
+
 	switch {
 	case seeds == 0:
 		return nil
 	case least == math.MaxInt && last == blueprints.Chunk:
-		return nil // a report that does not say what a slot has
+		return nil // the report does not state the size of a slot
 	case least == math.MaxInt:
 		return fmt.Errorf("%s: %w: no blueprint of its size fits any of the %d seeds: lower its %s",
 			who, state.ErrArgument, seeds, size(last))
 	case least > most:
-		return fmt.Errorf("%s: %w: MaxParameters is %d, and the smallest blueprint that it could "+
-			"plant has %d: raise MaxParameters to that at least, or make blueprints smaller", who,
+		return fmt.Errorf("%s: %w: MaxParameters is %d, and the smallest possible blueprint "+
+			"has %d: raise MaxParameters to at least that, or make blueprints smaller", who,
 			state.ErrArgument, most, least)
 	}
+
 	return nil
 }

@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// grownAt returns the share of its budget at which a run of 200 epochs begins to grow; 1 for never.
-// Its loss falls as the given function says.
+// grownAt returns the share of the budget at which a run of 200 epochs with the given loss starts
+// to grow, or 1 if it never does.
 func grownAt(d *control.Depth, loss func(share float64) float64) float64 {
 	r := state.Report{Site: blueprints.Depth, Seeds: make([]state.SeedReport, 1)}
 	for epoch := 1; epoch <= 200; epoch++ {
@@ -28,8 +28,8 @@ func grownAt(d *control.Depth, loss func(share float64) float64) float64 {
 	return 1
 }
 
-// TestDepthWaitsForTheCost wants a model to grow the later the more a step costs then, within the
-// bounds, and by Flat where that is given.
+// TestDepthWaitsForTheCost checks that a model grows later if a step then costs more, within the
+// bounds of Begin and End, and that Flat overrides the cost.
 func TestDepthWaitsForTheCost(t *testing.T) {
 	slowing := func(share float64) float64 { return 2 + math.Pow(share, -1) }
 	last := 0.0
@@ -52,16 +52,18 @@ func TestDepthWaitsForTheCost(t *testing.T) {
 		} else {
 			require.Greater(t, at, last)
 		}
+
 		last = at
 		d.Flat = 1
 		require.InDelta(t, 0.05, grownAt(d, slowing), 0.01)
 	}
+
 	d := control.NewDepth(blueprints.Stack, 2)
 	require.Equal(t, d.End, grownAt(d, func(share float64) float64 { return 9 - share }))
 }
 
-// byCurve returns a controller that the curve alone decides for, and whose model's steps cost so much
-// more once it has grown.
+// byCurve returns a controller that decides by the curve alone, for a model with the given cost of
+// a step after growth.
 func byCurve(cost float64) *control.Depth {
 	d := control.NewDepth(blueprints.Stack, 2)
 	d.Begin = 0
@@ -69,9 +71,9 @@ func byCurve(cost float64) *control.Depth {
 	return d
 }
 
-// TestDepthByCurve wants a model to grow after the same number of tokens whatever the budget is, when
-// its loss falls fast up to a knee and slowly after it. Where the knee comes too late to grow, or
-// never, the model must stay as it is.
+// TestDepthByCurve checks that a model grows after the same number of tokens for any budget if its
+// loss falls fast up to a knee and slowly afterwards. If the knee comes too late to grow, or never,
+// the model must not grow.
 func TestDepthByCurve(t *testing.T) {
 	const knee = 10.0 // million tokens
 	falls := func(fast, slow float64) func(tokens float64) float64 {
@@ -84,27 +86,27 @@ func TestDepthByCurve(t *testing.T) {
 		require.NoError(t, d.Check())
 		return budget * grownAt(d, func(share float64) float64 { return loss(share * budget) })
 	}
-
 	for _, budget := range []float64{40, 80, 160} {
-		// The trend is that of the last third of the curve, so it takes until 1.5 times the knee to
-		// be flat throughout, and 1.5 times that to have stayed so.
+		// The trend covers the last third of the curve, so it is flat throughout from 1.5 times the
+		// knee on, and must then stay flat until 1.5 times that.
 		at := grownAfter(budget, falls(1, 0.1))
 		require.Greater(t, at, 1.5*knee, "budget %v", budget)
 		require.Less(t, at, 1.5*1.5*knee+0.02*budget, "budget %v", budget)
 	}
+
 	require.Equal(t, 20.0, grownAfter(20, falls(1, 0.1)), "the knee is too late")
 	require.Equal(t, 80.0, grownAfter(80, falls(1, 0.5)), "a slope of half is steep when a step costs 3 times")
 
-	// A lull in the fall that is over before it has lasted long enough is no knee.
+	// A flat stretch that ends before the delay is over is not a knee.
 	lull := func(tokens float64) float64 {
 		return 9 - math.Log(min(tokens, knee)) - math.Log(max(tokens, 1.3*knee)/(1.3*knee))
 	}
 	require.Equal(t, 80.0, grownAfter(80, lull))
 }
 
-// TestDepthByRecordedCurves replays training curves of docs/lab/growth.md. The budget counts the
-// tokens that a run would see at the depth that it starts with. The shares at which the model grows
-// must lie where the runs of that page found good ones, and shrink as the budget grows.
+// TestDepthByRecordedCurves replays training curves from docs/lab/growth.md. The budget counts the
+// tokens that a run would see at its initial depth. The shares of the growths must lie in the
+// ranges found good there, and decrease with a larger budget.
 func TestDepthByRecordedCurves(t *testing.T) {
 	var recorded []struct {
 		Run   string
@@ -114,7 +116,6 @@ func TestDepthByRecordedCurves(t *testing.T) {
 	text, err := os.ReadFile("testdata/curves.json")
 	require.NoError(t, err)
 	require.NoError(t, json.Unmarshal(text, &recorded))
-
 	shares := map[string]float64{}
 	for _, run := range recorded {
 		d := byCurve(run.Cost)
@@ -142,6 +143,7 @@ func TestDepthByRecordedCurves(t *testing.T) {
 		require.GreaterOrEqual(t, shares[run], want[0], run)
 		require.LessOrEqual(t, shares[run], want[1], run)
 	}
+
 	require.Less(t, 2*shares["flops-20-seed1-blocks=6,lr=0.002"], shares["flops-5-seed1-blocks=6,lr=0.002"])
 }
 

@@ -7,9 +7,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// DryRun returns a controller that writes what c would do to w, a line for each command, and does
-// nothing. As nothing comes of what c decides, c decides the same for as long as it sees the same.
-// Without a controller it writes nothing. w may be nil.
+// DryRun returns a controller that writes the commands of c to w, one per line, and commands
+// nothing. Since c's commands are not carried out, c repeats them while the reports stay the same.
+// A nil w discards the output.
 func DryRun(c state.Controller, w io.Writer) state.Controller {
 	if w == nil {
 		w = io.Discard
@@ -17,13 +17,14 @@ func DryRun(c state.Controller, w io.Writer) state.Controller {
 	return dryRun{together{c}, w}
 }
 
-// dryRun hears what its controller is to hear.
+// dryRun embeds together so that the wrapped controller still receives everything that a trainer
+// offers to controllers.
 type dryRun struct {
 	together
 	w io.Writer
 }
 
-// Decide writes what the controller would do.
+// Decide writes the controller's commands and returns none.
 func (d dryRun) Decide(reports []state.Report) []state.Command {
 	for _, c := range d.together.Decide(reports) {
 		fmt.Fprintf(d.w, "would do: %v\n", c)

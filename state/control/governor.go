@@ -9,21 +9,23 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Governor stands above every controller. It sees what the blueprints on trial cause, and takes
-// back at once what does harm, whoever has planted it. The seeds' embargo keeps their places empty
-// for a while then.
+// Governor supervises every controller. It compares the model with its twin, which lacks the
+// blueprints on trial, and rolls these back at once if they do harm, no matter who planted them.
+// The embargo then keeps their seeds empty for a while.
 type Governor struct {
-	// Harm is by how much the loss may be higher than that of the model without the blueprints, in
-	// nats a token. Sure is of which share of the text's batches that must be so.
+	// Harm is the largest tolerated increase of the loss over the model without the blueprints, in
+	// nats per token. Sure is the share of the text's batches that must show an increase for it to
+	// count.
 	Harm, Sure float64
-	// Norm is how many times as large as without them the gradients may be, by their global norm.
+	// Norm is the largest tolerated ratio of the global gradient norms with and without the
+	// blueprints.
 	Norm float64
 }
 
 // NewGovernor returns a governor with Harm 0.05, Sure 0.8 and Norm 10.
 func NewGovernor() *Governor { return &Governor{Harm: 0.05, Sure: 0.8, Norm: 10} }
 
-// Check returns an error that names a field which makes no sense.
+// Check returns an error that names all invalid fields.
 func (g *Governor) Check() error {
 	var errs []error
 	for _, f := range []struct {
@@ -38,26 +40,27 @@ func (g *Governor) Check() error {
 	return errors.Join(errs...)
 }
 
-// Trial is what blueprints cause that have been grafted and are not yet fossilized. It is the model
-// beside one that has made the same steps without them.
+// Trial compares a model that has grafted but not fossilized blueprints with its twin, which has
+// made the same steps without them.
 type Trial struct {
 	Seeds []state.Address
-	// by how much the loss is higher with them, and of which share of the text's batches that is so
+	// Harm is the increase of the loss with the blueprints, and Agree the share of the text's
+	// batches that show an increase.
 	Harm, Agree float64
-	// batches of the text on which the model's loss is not finite
+	// Errors is the number of the text's batches on which the model's loss is not finite.
 	Errors int
-	// global norms of the gradients, with the blueprints and without, as means over the same steps;
-	// 0 where they are not known
+	// Norm and Without are the global gradient norms with and without the blueprints, as means over
+	// the same steps, or 0 if they are not known.
 	Norm, Without float64
 }
 
-// wrong says what has gone wrong, or nothing.
+// wrong returns a description of the harm done in a trial, or "".
 func (g *Governor) wrong(t Trial) string {
 	switch {
 	case t.Errors > 0:
 		return fmt.Sprintf("the model's loss is not finite on %d batches of the text", t.Errors)
 	case t.Harm > g.Harm && t.Agree >= g.Sure:
-		return fmt.Sprintf("the loss is %.4g higher than without it, which %.0f %% of the batches "+
+		return fmt.Sprintf("the loss is %.4g higher than without it, as %.0f %% of the batches "+
 			"show", t.Harm, 100*t.Agree)
 	case t.Without > 0 && !(t.Norm <= g.Norm*t.Without):
 		return fmt.Sprintf("the gradients' norm is %.4g, and %.4g without it", t.Norm, t.Without)
@@ -65,22 +68,26 @@ func (g *Governor) wrong(t Trial) string {
 	return ""
 }
 
-// Govern returns what shall be done in the place of a controller's commands. It is these, and if
-// the trial has gone wrong first of all the rollback of its blueprints.
+// Govern returns the commands to execute in place of a controller's commands. If the trial does
+// harm, the rollbacks of its blueprints come first, and the controller's commands on these seeds
+// are dropped. Otherwise the commands are returned unchanged.
 func (g *Governor) Govern(t Trial, commands []state.Command) []state.Command {
 	why := g.wrong(t)
 	if why == "" {
 		return commands
 	}
+
 	var all []state.Command
 	for _, s := range t.Seeds {
 		all = append(all, state.Command{Action: state.Move, Layer: s.Layer, Seed: s.Seed,
 			To: state.RolledBack, Why: why})
 	}
+
 	for _, c := range commands {
 		if !slices.Contains(t.Seeds, state.Address{Layer: c.Layer, Seed: c.Seed}) {
 			all = append(all, c)
 		}
 	}
+
 	return all
 }

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// TestGovernor wants a governor to leave a controller's commands as they are while all goes well.
-// It takes back what has gone wrong, whatever the controller wants with it.
+// TestGovernor checks that a governor passes a controller's commands on while all is well, and
+// rolls back a harmful trial regardless of the controller.
 func TestGovernor(t *testing.T) {
 	trial := control.Trial{Seeds: []state.Address{{Layer: 1, Seed: 2}, {Seed: 3}}, Harm: 0.04,
 		Agree: 1, Norm: 5, Without: 1}
@@ -21,7 +21,7 @@ func TestGovernor(t *testing.T) {
 	own := []state.Command{onward, plant}
 	require.Equal(t, own, g.Govern(trial, own))
 	for why, change := range map[string]func(*control.Trial){
-		"the loss is 0.06 higher than without it, which 80 % of the batches show": func(x *control.Trial) {
+		"the loss is 0.06 higher than without it, as 80 % of the batches show": func(x *control.Trial) {
 			x.Harm, x.Agree = 0.06, 0.8
 		},
 		"the model's loss is not finite on 1 batches of the text": func(x *control.Trial) {
@@ -38,6 +38,7 @@ func TestGovernor(t *testing.T) {
 		}
 		require.Equal(t, []state.Command{back(1, 2), back(0, 3), plant}, g.Govern(wrong, own))
 	}
+
 	unsure := trial
 	unsure.Harm, unsure.Agree = 0.5, 0.75
 	require.Equal(t, own, g.Govern(unsure, own))

@@ -1,5 +1,14 @@
-// Package control has controllers, which decide by the reports of a network what becomes of its
-// seeds.
+// Package control provides controllers, which decide by the reports of a [state.Network] what
+// happens to its seeds.
+//
+// [Heuristic] plants blueprints where a layer looks unhealthy and guides them through their life.
+// [Depth] grows a model by whole blocks when its loss flattens, and [Schedule] does so at fixed
+// shares of a run. [Adapters] plants LoRA in a frozen model. [Together] combines controllers for
+// different sites, and [DryRun] prints the commands of a controller. [Governor] supervises them and
+// rolls harmful blueprints back.
+//
+// A trainer takes a controller through llm.Trainer's Grow. Before a run it calls the methods Check,
+// Parameters, Costs, Affords and LeastEpochs of a controller that has them.
 package control
 
 import (
@@ -15,58 +24,60 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// Heuristic is a controller that germinates the unhealthiest chunks and moves every blueprint on as
-// soon as its gate opens. It gives up those that have failed or whose gate stays shut for too long,
-// and recycles their seeds. Make one with [NewHeuristic].
+// Heuristic is a controller that germinates the unhealthiest chunks and advances every blueprint as
+// soon as its gate opens. It gives up blueprints that have failed or stay behind a shut gate for
+// too long, and recycles their seeds. Make one with [NewHeuristic].
 //
-// At a weight it plants a LoRA, and in the stream a Perceptron. It does so where the gradients of
-// the weight, or of the block in front, are largest for each parameter. Such a seed is hungry in
-// the way of chunks, and that is all it can be.
+// At a weight it plants a LoRA, and in the stream a Perceptron, where the gradient of the weight,
+// or of the preceding block, is largest per parameter. The only health problem of such a seed is
+// hunger.
 //
-// A chunk is unhealthy by the largest of four ratios, if that is 1 or more:
+// The health of a chunk is judged by the largest of four ratios. If it is at least 1, the chunk is
+// unhealthy:
 //
-//	hungry    norm of its gradient / (Hunger × median of the layer): the loss wants it to change
+//	hungry    norm of its gradient / (Hunger × median of the layer): the loss requires a change
 //	dead      dead ratio / Dead
 //	silent    Silence × median of the layer's variances / its variance
 //	spiky     largest deviation from its mean / (Spike × its standard deviation)
 //
-// What it grows there follows. A hungry chunk gets the first of Capacity that the layer's slots are
-// wide enough for. A dead one gets a Residual, which can shift it. A silent or spiky one gets an
-// AttentionGate, which can scale its features. Blueprints that are ready in one epoch are grafted
-// together, and no others until these are fossilized or given up. They are judged by what they
-// cause together. Each is grafted by DriftControlled where activations drift by more than Drift an
-// epoch. Where the gradient is more than twice what makes a chunk hungry it is grafted by
-// GradNormGated, and else by PerformanceLinked.
+// The problem determines the blueprint: a hungry chunk gets the first kind of Capacity that fits
+// the layer's slots, a dead one a Residual, which can shift it, and a silent or spiky one an
+// AttentionGate, which can scale its features.
 //
-// A Heuristic is for one goroutine at a time.
+// Blueprints that are ready in the same epoch are grafted together and judged by their combined
+// effect. No more are grafted until these are fossilized or given up. The strategy is
+// DriftControlled if the activations drift by more than Drift per epoch, GradNormGated if the
+// gradient is more than twice the limit for hunger, and PerformanceLinked otherwise.
+//
+// A Heuristic must not be used concurrently.
 type Heuristic struct {
-	MaxActive     int // blueprints that are alive and not fossilized, at most
-	MaxParameters int // parameters in the slots of all living blueprints, at most
-	PerEpoch      int // germinations in an epoch, at most
-	Begin, End    int // germinations happen from epoch Begin on, and before epoch End
-	Patience      int // epochs in a stage, after which a blueprint is given up whose gate is shut
-	RampEpochs    int // epochs of a grafting that nothing speeds up or delays
+	MaxActive     int // maximum number of living blueprints that are not fossilized
+	MaxParameters int // maximum number of parameters of all living blueprints
+	PerEpoch      int // maximum number of germinations per epoch
+	Begin, End    int // germinations take place in epochs [Begin, End)
+	Patience      int // epochs in a stage after which a blueprint with a shut gate is given up
+	RampEpochs    int // duration of a grafting, in epochs, that is neither accelerated nor delayed
 
 	Hunger, Dead, Silence, Spike, Drift float64
 	Capacity                            []blueprints.Kind // in order of preference
 
-	// Rank is that of a LoRA at a weight, and Features are the hidden ones of a Perceptron in the
-	// stream.
+	// Rank is the rank of a LoRA at a weight, and Features the number of hidden features of a
+	// Perceptron in the stream.
 	Rank, Features int
 
 	Where  Where  `json:",omitempty"`
-	Random uint64 `json:",omitempty"` // for AtRandom: another number, other places
+	Random uint64 `json:",omitempty"` // for AtRandom: seed of the random choice
 
 	parameters func(layer, seed int, kind blueprints.Kind, size int) int
 }
 
-// Parameters tells the controller how many parameters a blueprint would have at a weight or in the
-// stream, for MaxParameters. 0 is for one that cannot be. A trainer calls it.
+// Parameters sets the function that returns the number of parameters of a blueprint at a weight or
+// in the stream, or 0 if it does not fit. MaxParameters limits their sum. The trainer calls it.
 func (h *Heuristic) Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int) {
 	h.parameters = of
 }
 
-// sized returns what a seed grows elsewhere than on a chunk and in depth.
+// sized returns the kind and size of blueprints at a weight or in the stream.
 func (h *Heuristic) sized(site blueprints.Site) (kind blueprints.Kind, size int) {
 	if site == blueprints.Weight {
 		return blueprints.LoRA, h.Rank
@@ -74,8 +85,9 @@ func (h *Heuristic) sized(site blueprints.Site) (kind blueprints.Kind, size int)
 	return blueprints.Perceptron, h.Features
 }
 
-// takes is how many parameters a blueprint of a layer's seed has, or would have.
-func (h *Heuristic) takes(layer int, r *state.Report, s state.SeedReport) int {
+// parameterCount returns the number of parameters of a seed's blueprint, or of its possible
+// blueprint.
+func (h *Heuristic) parameterCount(layer int, r *state.Report, s state.SeedReport) int {
 	switch {
 	case r.Site == blueprints.Chunk:
 		return r.SlotParameters
@@ -88,20 +100,20 @@ func (h *Heuristic) takes(layer int, r *state.Report, s state.SeedReport) int {
 	return h.parameters(layer, s.Seed, s.Kind, s.Size)
 }
 
-// Where says in which of its seeds a Heuristic plants.
+// Where selects the seeds that a controller plants.
 type Where string
 
-// The places. AtRandom and AllAtOnce are what Unhealthiest is to be measured against.
+// Selections of seeds. AtRandom and AllAtOnce are baselines for Unhealthiest.
 const (
-	Unhealthiest Where = ""       // the unhealthiest chunks first
-	AtRandom     Where = "random" // any, healthy or not, as if they were hungry
-	AllAtOnce    Where = "all"    // all of them at epoch Begin, whatever PerEpoch says
+	Unhealthiest Where = ""       // the unhealthiest first
+	AtRandom     Where = "random" // random seeds, regardless of their health
+	AllAtOnce    Where = "all"    // all seeds in epoch Begin, ignoring PerEpoch
 )
 
-// NewHeuristic returns a controller with the given budgets, Begin 1, no End and PerEpoch a quarter
-// of maxActive. Patience is 200, RampEpochs 50, Rank 8, Features 128, Hunger 1, Dead 0.5, Silence
-// 0.1, Spike 30 and Drift 0.1. Capacity is ChunkMLP, LowRank, ConvFilter. Its fields may be changed
-// before it is used.
+// NewHeuristic returns a controller with the given budgets, a PerEpoch of a quarter of maxActive
+// (at least 1), Begin 1 and no End. Patience is 200, RampEpochs 50, Rank 8, Features 128, Hunger 1,
+// Dead 0.5, Silence 0.1, Spike 30 and Drift 0.1. Capacity is ChunkMLP, LowRank, ConvFilter. The
+// fields may be changed before the first use.
 func NewHeuristic(maxActive, maxParameters int) *Heuristic {
 	return &Heuristic{
 		MaxActive: maxActive, MaxParameters: maxParameters, PerEpoch: max(1, maxActive/4),
@@ -112,7 +124,7 @@ func NewHeuristic(maxActive, maxParameters int) *Heuristic {
 	}
 }
 
-// Check returns an error that names a field which makes no sense.
+// Check returns an error that names the invalid fields.
 func (h *Heuristic) Check() error {
 	for _, f := range []struct {
 		name  string
@@ -124,11 +136,13 @@ func (h *Heuristic) Check() error {
 				state.ErrArgument, f.name, f.value)
 		}
 	}
+
 	var errs []error
 	if !slices.Contains([]Where{Unhealthiest, AtRandom, AllAtOnce}, h.Where) {
 		errs = append(errs, fmt.Errorf("control.Heuristic: %w: Where is %.40q, want one of "+
 			"Unhealthiest, AtRandom and AllAtOnce", state.ErrArgument, string(h.Where)))
 	}
+
 	for _, f := range []struct {
 		name               string
 		value, least, most int
@@ -148,20 +162,21 @@ func (h *Heuristic) Check() error {
 				state.ErrArgument, f.name, f.value, want))
 		}
 	}
+
 	return errors.Join(errs...)
 }
 
-// fastest is how many steps of its ramp a grafting takes in an epoch at most.
+// fastest is the maximum speed of a grafting, in steps of its ramp per epoch.
 const fastest = 4
 
 var errNoLattice = fmt.Errorf("control: LeastEpochs: %w: the lattice is nil: state.NewLattice "+
 	"makes one",
 	state.ErrArgument)
 
-// LeastEpochs returns the fewest epochs after which a blueprint that h plants in the lattice can be
-// fossilized. Blueprints are compared every so many epochs. It is 0 for a lattice
-// [state.WithoutGates], which has no thresholds to meet. The error names a stage that h gives up
-// before its gate can open.
+// LeastEpochs returns the minimum number of epochs after which a blueprint that h plants in the
+// lattice can be fossilized, if blueprints are evaluated once in every epochs. It returns 0 for a
+// lattice in depth and for one [state.WithoutGates], which has no thresholds. An error names a
+// stage in which the patience of h ends before the gate can open.
 func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err error) {
 	if err := h.Check(); err != nil {
 		return 0, err
@@ -169,14 +184,16 @@ func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err er
 	if l == nil {
 		return 0, errNoLattice
 	}
+
 	thresholds, gated := l.Thresholds()
 	if !gated || l.Site() == blueprints.Depth {
 		return 0, nil
 	}
-	epochs = max(h.Begin, 0) + 1 // to be planted, and to begin to train
+
+	epochs = max(h.Begin, 0) + 1 // one epoch to germinate, and one to enter Training
 	for stage := state.Training; stage <= state.FineTuning; stage++ {
 		least := max(1, thresholds.MinEpochs[stage])
-		if stage >= state.Evaluating { // whose gates open with a comparison
+		if stage >= state.Evaluating { // these gates need an evaluation
 			least = max(least, every)
 		}
 		if least > h.Patience+1 {
@@ -190,10 +207,12 @@ func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err er
 		}
 		epochs += least
 	}
+
 	return epochs, nil
 }
 
-// Decide returns the commands for all layers, those on seeds that have a blueprint first.
+// Decide returns the commands for all layers: first those for seeds with a blueprint, then the
+// germinations.
 func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 	active, parameters, trial := 0, 0, onTrial(reports)
 	for layer := range reports {
@@ -201,9 +220,10 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 		if r.Site == blueprints.Depth {
 			continue
 		}
+
 		for _, s := range r.Seeds {
 			if s.Stage.Alive() {
-				parameters += h.takes(layer, r, s)
+				parameters += h.parameterCount(layer, r, s)
 				if s.Stage != state.Fossilized {
 					active++
 				}
@@ -214,6 +234,7 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 			}
 		}
 	}
+
 	free := freeSlots(reports)
 	germinated := 0
 	for _, c := range h.candidates(reports) {
@@ -221,11 +242,13 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 		if active >= h.MaxActive || germinated == h.PerEpoch && h.Where != AllAtOnce {
 			break
 		}
-		more := h.takes(c.layer, r, r.Seeds[c.seed])
+
+		more := h.parameterCount(c.layer, r, r.Seeds[c.seed])
 		if r.Site == blueprints.Chunk && len(free[c.layer]) == 0 ||
 			parameters+more > h.MaxParameters {
 			continue
 		}
+
 		var request state.GerminationRequest
 		if request.Kind, request.Strategy = h.remedy(r, c); r.Site == blueprints.Chunk {
 			request.Slot = free[c.layer][0]
@@ -233,14 +256,16 @@ func (h *Heuristic) Decide(reports []state.Report) (commands []state.Command) {
 		} else {
 			request.Kind, request.Size = h.sized(r.Site)
 		}
+
 		commands = append(commands, state.Command{Action: state.Germinate, Layer: c.layer,
 			Seed: c.seed, Why: c.problem.String(), Request: request})
 		active, germinated, parameters = active+1, germinated+1, parameters+more
 	}
+
 	return commands
 }
 
-// onTrial reports whether blueprints are grafted that are judged beside the model's twin.
+// onTrial reports whether grafted blueprints are being compared with the model's twin.
 func onTrial(reports []state.Report) bool {
 	return slices.ContainsFunc(reports, func(r state.Report) bool {
 		return r.Site != blueprints.Depth && slices.ContainsFunc(r.Seeds,
@@ -248,7 +273,7 @@ func onTrial(reports []state.Report) bool {
 	})
 }
 
-// next returns what is due for a seed that has a blueprint, or had one.
+// next returns the command that is due for a seed with a present or past blueprint.
 func (h *Heuristic) next(s state.SeedReport) (c state.Command, due bool) {
 	move := func(to state.Stage, why string) (state.Command, bool) {
 		return state.Command{Action: state.Move, To: to, Why: why}, true
@@ -263,7 +288,7 @@ func (h *Heuristic) next(s state.SeedReport) (c state.Command, due bool) {
 		return state.Command{Action: state.Recycle}, s.CanRecycle
 	case state.Grafting:
 		if s.CanAdvance && s.RampFinished {
-			return move(state.Stabilization, "the ramp has ended")
+			return move(state.Stabilization, "the ramp has finished")
 		}
 	case state.Evaluating, state.FineTuning:
 		if s.CanAdvance {
@@ -274,22 +299,24 @@ func (h *Heuristic) next(s state.SeedReport) (c state.Command, due bool) {
 			return move(s.Stage.Next(), "")
 		}
 	}
+
 	switch {
 	case s.Stage == state.Evaluating && s.CanCull:
 		return move(state.Culled, "the model is better without it: "+verdict(s))
 	case late && s.Stage == state.Training:
-		return move(state.Cancelled, "it has not learnt")
+		return move(state.Cancelled, "it has not learned")
 	case late && s.Stage >= state.Evaluating:
-		return move(state.RolledBack, fmt.Sprintf("%d epochs have not brought what %v asks for: %s",
+		return move(state.RolledBack, fmt.Sprintf("%d epochs have not qualified it for %v: %s",
 			s.EpochsInStage, s.Stage.Next(), verdict(s)))
 	case late:
-		return move(state.RolledBack, fmt.Sprintf("%d epochs were not enough for it to get on",
+		return move(state.RolledBack, fmt.Sprintf("its gate has stayed shut for %d epochs",
 			s.EpochsInStage))
 	}
+
 	return c, false
 }
 
-// verdict says what the comparison of the model with and without a seed came to.
+// verdict describes the comparison of the model with and without a seed's blueprint.
 func verdict(s state.SeedReport) string {
 	how := "lower"
 	if s.Delta < 0 {
@@ -299,7 +326,7 @@ func verdict(s state.SeedReport) string {
 		"agree", math.Abs(s.Delta), how, 100*math.Abs(s.Improvement), 100*s.Stability)
 }
 
-// freeSlots returns the slots of each layer that no living blueprint uses, in order.
+// freeSlots returns the unused slots of each layer, in order.
 func freeSlots(reports []state.Report) [][]int {
 	free := make([][]int, len(reports))
 	for layer, r := range reports {
@@ -319,10 +346,11 @@ func freeSlots(reports []state.Report) [][]int {
 			}
 		}
 	}
+
 	return free
 }
 
-// ailment is a way of being unhealthy.
+// ailment is a kind of health problem.
 type ailment uint8
 
 const (
@@ -332,7 +360,7 @@ const (
 	spiky
 )
 
-// problem is what is wrong with a chunk, and by how much: 1 is the limit of what is healthy.
+// problem is a health problem of a chunk with its severity; 1 is the limit of the healthy range.
 type problem struct {
 	ailment  ailment
 	severity float64
@@ -340,25 +368,25 @@ type problem struct {
 
 func (p problem) String() string {
 	if p == (problem{hungry, 1}) {
-		return "it is its turn"
+		return "chosen regardless of its health"
 	}
 	names := [...]string{"hungry", "dead", "silent", "spiky"}
-	return fmt.Sprintf("its place is %s, %.2f times the limit", names[p.ailment], p.severity)
+	return fmt.Sprintf("its place is %s (%.2f times the limit)", names[p.ailment], p.severity)
 }
 
-// candidate is an unhealthy chunk of a dormant seed.
+// candidate is a dormant seed with an unhealthy chunk.
 type candidate struct {
 	problem
 	layer, seed int
 }
 
-// candidates returns the unhealthy chunks with dormant seeds of which something has been measured,
-// the worst first.
+// candidates returns the dormant seeds with measured and unhealthy chunks, worst first.
 func (h *Heuristic) candidates(reports []state.Report) (found []candidate) {
 	for layer, r := range reports {
 		if r.Site == blueprints.Depth || r.Epoch < h.Begin || r.Epoch >= h.End {
 			continue
 		}
+
 		norm := median(r.Seeds, func(s state.SeedReport) float64 { return s.Gradient.Norm })
 		variance := median(r.Seeds, func(s state.SeedReport) float64 { return s.Health.Variance })
 		for _, s := range r.Seeds {
@@ -372,32 +400,34 @@ func (h *Heuristic) candidates(reports []state.Report) (found []candidate) {
 			}
 		}
 	}
+
 	slices.SortStableFunc(found, func(a, b candidate) int {
 		if h.Where == AtRandom {
 			return cmp.Compare(h.draw(a), h.draw(b))
 		}
 		return cmp.Compare(b.severity, a.severity)
 	})
+
 	return found
 }
 
-// measured reports whether something is known of a dormant seed, and can be planted in it.
+// measured reports whether a dormant seed has been measured and can get a blueprint.
 func (h *Heuristic) measured(layer int, r *state.Report, s state.SeedReport) bool {
 	if r.Site == blueprints.Chunk {
 		return s.Health != (state.Health{})
 	}
-	return s.Gradient.Norm > 0 && (h.parameters == nil || h.takes(layer, r, s) > 0)
+	return s.Gradient.Norm > 0 && (h.parameters == nil || h.parameterCount(layer, r, s) > 0)
 }
 
-// draw returns a random number that is a candidate's own.
+// draw returns a random number that is specific to a candidate.
 func (h *Heuristic) draw(c candidate) uint64 { return drawn(h.Random, c.layer, c.seed) }
 
-// drawn returns a random number that is a seed's own.
+// drawn returns a random number that is specific to a seed.
 func drawn(random uint64, layer, seed int) uint64 {
 	return rand.NewPCG(random, uint64(layer)<<32|uint64(uint32(seed))).Uint64()
 }
 
-// diagnose returns the worst problem of a chunk beside the medians of its layer.
+// diagnose returns the worst problem of a chunk, given the medians of its layer.
 func (h *Heuristic) diagnose(s state.SeedReport, norm, variance float64) (worst problem) {
 	deviation := math.Max(s.Health.Max-s.Health.Mean, s.Health.Mean-s.Health.Min)
 	for _, p := range []problem{
@@ -406,14 +436,15 @@ func (h *Heuristic) diagnose(s state.SeedReport, norm, variance float64) (worst 
 		{silent, h.Silence * variance / s.Health.Variance},
 		{spiky, deviation / (h.Spike * math.Sqrt(s.Health.Variance))},
 	} {
-		if p.severity > worst.severity && !math.IsInf(p.severity, 0) { // not 0/0 or 1/0
+		if p.severity > worst.severity && !math.IsInf(p.severity, 0) { // excludes 0/0 and 1/0
 			worst = p
 		}
 	}
+
 	return worst
 }
 
-// remedy returns the kind of blueprint for an unhealthy chunk, and how it shall be grafted.
+// remedy returns the kind of blueprint for an unhealthy chunk, and its grafting strategy.
 func (h *Heuristic) remedy(r *state.Report, c candidate) (blueprints.Kind, graft.Strategy) {
 	kind := blueprints.Residual
 	switch c.ailment {
@@ -428,6 +459,7 @@ func (h *Heuristic) remedy(r *state.Report, c candidate) (blueprints.Kind, graft
 	case silent, spiky:
 		kind = blueprints.AttentionGate
 	}
+
 	s := r.Seeds[c.seed]
 	switch {
 	case s.Drift > h.Drift:
@@ -437,11 +469,12 @@ func (h *Heuristic) remedy(r *state.Report, c candidate) (blueprints.Kind, graft
 		high := math.Exp2(math.Ceil(math.Log2(2 * s.Gradient.Norm)))
 		return kind, graft.GradNormGated{Epochs: h.RampEpochs, Target: 1, High: high}
 	}
+
 	return kind, graft.PerformanceLinked{Epochs: h.RampEpochs, Target: 1, Gain: 0.25,
 		MaxSpeed: fastest}
 }
 
-// median returns the median of a figure of the seeds that have it; 0 and NaN do not count.
+// median returns the median of the positive values of a figure, or 0 if there are none.
 func median(seeds []state.SeedReport, figure func(state.SeedReport) float64) float64 {
 	var all []float64
 	for _, s := range seeds {

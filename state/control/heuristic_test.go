@@ -22,7 +22,7 @@ type (
 	rules = control.Heuristic
 )
 
-// slots hold the parameters of a network's slots in memory.
+// slots holds the parameters of a network's slots.
 type slots map[[2]int]state.SlotParams
 
 func (m slots) Start(g state.Germination) (state.SlotParams, error) {
@@ -40,7 +40,7 @@ func (m slots) Write(writes []state.SlotWrite) error {
 	return nil
 }
 
-// networkOf returns a network of two layers, of 4 and 6 seeds.
+// networkOf returns a network of two layers with 4 and 6 seeds.
 func networkOf(t *testing.T, opts ...state.Option) (*state.Network, slots) {
 	t.Helper()
 	a, err := state.NewLattice(4, 8, opts...)
@@ -54,7 +54,7 @@ func networkOf(t *testing.T, opts ...state.Option) (*state.Network, slots) {
 	return n, m
 }
 
-// measure has a pass leave random figures in a lattice.
+// measure runs a pass that measures random figures in a lattice.
 func measure(t *testing.T, r *rand.Rand, l *state.Lattice) {
 	t.Helper()
 	v, norm := make([]float64, l.Seeds()), make([]float64, l.Seeds())
@@ -62,6 +62,7 @@ func measure(t *testing.T, r *rand.Rand, l *state.Lattice) {
 	for i := range v {
 		v[i], dead[i], norm[i] = r.ExpFloat64(), r.Float64(), r.ExpFloat64()
 	}
+
 	var p state.Pass
 	l.Begin(&p, true)
 	require.NoError(t, errors.Join(
@@ -75,8 +76,8 @@ func measure(t *testing.T, r *rand.Rand, l *state.Lattice) {
 		})))
 }
 
-// healthy is a report of a layer of 4 seeds over 8 features, with slots of 8 weights, in which
-// nothing is wrong.
+// healthy returns the report of a healthy layer with 4 seeds over 8 features and slots of 8
+// weights.
 func healthy() state.Report {
 	r := state.Report{Epoch: 5, Hidden: 8, Slots: 5, SlotParameters: 9, Seeds: make([]seed, 4)}
 	for i := range r.Seeds {
@@ -92,30 +93,31 @@ func heuristic(maxActive, maxParameters int) *rules {
 	return h
 }
 
-// What is wrong with a chunk decides what is grown there, and how it is grafted.
+// TestHeuristicDiagnosis checks that the problem of a chunk determines the blueprint and its
+// grafting strategy.
 func TestHeuristicDiagnosis(t *testing.T) {
 	for name, c := range map[string]struct {
 		change   func(s *seed, h *rules)
 		kind     blueprints.Kind
-		strategy string // empty: nothing germinates
+		strategy string // empty if nothing germinates
 		why      string
 	}{
 		"healthy": {func(*seed, *rules) {}, 0, "", ""},
 		"hungry": {func(s *seed, _ *rules) { s.Gradient.Norm = 2 },
-			blueprints.ChunkMLP, "PerformanceLinked", "hungry, 1.33 times"},
+			blueprints.ChunkMLP, "PerformanceLinked", "hungry (1.33 times"},
 		"hungry, only": {func(s *seed, h *rules) {
 			s.Gradient.Norm, h.Capacity = 2, []blueprints.Kind{99, blueprints.LowRank}
 		}, blueprints.LowRank, "PerformanceLinked", ""},
 		"hungry, poor": {func(s *seed, h *rules) { s.Gradient.Norm, h.Capacity = 2, nil },
 			blueprints.Residual, "PerformanceLinked", ""},
 		"starving": {func(s *seed, _ *rules) { s.Gradient.Norm = 9 },
-			blueprints.ChunkMLP, "GradNormGated", "hungry, 6.00 times"},
+			blueprints.ChunkMLP, "GradNormGated", "hungry (6.00 times"},
 		"dead": {func(s *seed, _ *rules) { s.Health.DeadRatio = 0.9 },
-			blueprints.Residual, "PerformanceLinked", "dead, 1.80 times"},
+			blueprints.Residual, "PerformanceLinked", "dead (1.80 times"},
 		"silent": {func(s *seed, _ *rules) { s.Health.Variance = 0.05 },
-			blueprints.AttentionGate, "PerformanceLinked", "silent, 2.00 times"},
+			blueprints.AttentionGate, "PerformanceLinked", "silent (2.00 times"},
 		"spiky": {func(s *seed, _ *rules) { s.Health.Max = 60 },
-			blueprints.AttentionGate, "PerformanceLinked", "spiky, 2.00 times"},
+			blueprints.AttentionGate, "PerformanceLinked", "spiky (2.00 times"},
 		"drifting": {func(s *seed, _ *rules) { s.Health.DeadRatio, s.Drift = 0.9, 0.2 },
 			blueprints.Residual, "DriftControlled", ""},
 		"constant": {func(s *seed, _ *rules) { s.Health.Variance = 0 }, 0, "", ""},
@@ -137,10 +139,12 @@ func TestHeuristicDiagnosis(t *testing.T) {
 			}
 			continue
 		}
+
 		if len(commands) != 1 {
 			t.Errorf("%s: %v", name, commands)
 			continue
 		}
+
 		got := commands[0]
 		if got.Action != state.Germinate || got.Layer != 1 || got.Seed != 2 ||
 			got.Request.Slot != 1 || got.Request.Kind != c.kind ||
@@ -151,7 +155,8 @@ func TestHeuristicDiagnosis(t *testing.T) {
 	}
 }
 
-// The life of a blueprint that goes well, and its ends.
+// TestHeuristicMoves checks the commands for a blueprint at each point of a successful life, and at
+// its possible ends.
 func TestHeuristicMoves(t *testing.T) {
 	for name, c := range map[string]struct {
 		life seed
@@ -172,7 +177,7 @@ func TestHeuristicMoves(t *testing.T) {
 		"stuck ramp": {seed{Stage: state.Grafting, CanAdvance: true, EpochsInStage: 201},
 			"move to RolledBack"},
 		"unteachable": {seed{Stage: state.Training, EpochsInStage: 201},
-			"move to Cancelled, because it has not learnt"},
+			"move to Cancelled, because it has not learned"},
 		"tuned":         {seed{Stage: state.FineTuning, CanAdvance: true}, "move to Fossilized"},
 		"fossil":        {seed{Stage: state.Fossilized, EpochsInStage: 999}, ""},
 		"under embargo": {seed{Stage: state.Culled, EpochsInStage: 999}, ""},
@@ -192,8 +197,9 @@ func TestHeuristicMoves(t *testing.T) {
 	}
 }
 
-// Whatever a network measures, every command is possible, budgets hold, and seeds get to all ends.
-// One network in some hundreds fills up with fossils before it has met them all.
+// TestHeuristicOnANetwork checks on random measurements that every command is allowed, that budgets
+// hold, and that seeds reach all possible ends. One network in some hundreds fills up with fossils
+// before its seeds have met all ends.
 func TestHeuristicOnANetwork(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("random seed %d", seed)
@@ -205,13 +211,14 @@ func TestHeuristicOnANetwork(t *testing.T) {
 		missing); networks++ {
 		growAtRandom(t, r, reached)
 	}
+
 	if slices.ContainsFunc(ends, missing) {
 		t.Errorf("seeds became %v, want some to reach each of %v", reached, ends)
 	}
 }
 
-// growAtRandom lets a heuristic command a network that measures random figures, and counts what its
-// seeds become.
+// growAtRandom lets a heuristic control a network with random measurements, and counts the final
+// stages of its seeds.
 func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
 	t.Helper()
 	thresholds := state.DefaultThresholds()
@@ -222,6 +229,7 @@ func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
 	if _, err := n.Listen(func(e state.Event) { reached[e.To]++ }); err != nil {
 		t.Fatal(err)
 	}
+
 	for range 600 {
 		metrics := make([]state.Metrics, 2)
 		for layer, l := range n.Lattices() {
@@ -234,17 +242,20 @@ func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
 						Stability: math.Sqrt(r.Float64())})
 			}
 		}
+
 		for at, p := range m { // blueprints learn
 			m[at] = state.SlotParams{Weights: p.Weights, Scale: p.Scale + 0.01}
 		}
 		if _, err := n.StepEpoch(metrics); err != nil {
 			t.Fatal(err)
 		}
+
 		for _, c := range h.Decide(n.Report()) {
 			if err := n.Do(c); err != nil {
 				t.Fatal(err)
 			}
 		}
+
 		active, living := 0, 0
 		for _, report := range n.Report() {
 			var slots []int
@@ -262,6 +273,7 @@ func growAtRandom(t *testing.T, r *rand.Rand, reached map[state.Stage]int) {
 				t.Fatalf("slots %v", slots)
 			}
 		}
+
 		if active > 3 || living > 6 {
 			t.Fatalf("%d seeds are active and %d living, want at most 3 and 6", active, living)
 		}
@@ -276,8 +288,9 @@ func TestDryRun(t *testing.T) {
 		&out).Decide([]state.Report{r}); len(commands) > 0 {
 		t.Errorf("it would do %v", commands)
 	}
+
 	want := "would do: layer 0, seed 1: germinate Residual in slot 1, to be grafted by " +
-		"PerformanceLinked, because its place is dead, 2.00 times the limit\n"
+		"PerformanceLinked, because its place is dead (2.00 times the limit)\n"
 	if out.String() != want {
 		t.Errorf("it says %q, want %q", out.String(), want)
 	}
@@ -287,6 +300,7 @@ func TestHeuristicCheck(t *testing.T) {
 	if err := control.NewHeuristic(3, 100).Check(); err != nil {
 		t.Error(err)
 	}
+
 	for name, change := range map[string]func(*rules){
 		"Hunger": func(h *rules) {
 			h.Hunger = 0
@@ -303,8 +317,8 @@ func TestHeuristicCheck(t *testing.T) {
 	}
 }
 
-// TestLeastEpochs wants what a life takes in which nothing is late, and an error where a controller
-// lacks the patience for it.
+// TestLeastEpochs checks the minimum duration of a life, and the error for a controller without the
+// patience for it.
 func TestLeastEpochs(t *testing.T) {
 	l, err := state.NewLattice(2, 4)
 	require.NoError(t, err)
@@ -327,7 +341,7 @@ func TestLeastEpochs(t *testing.T) {
 	require.Zero(t, n)
 }
 
-// TestDryRunChecks wants a dry run to be refused where the controller itself would be.
+// TestDryRunChecks checks that a dry run fails the check if its controller does.
 func TestDryRunChecks(t *testing.T) {
 	for _, c := range []state.Controller{nil, &control.Heuristic{}} {
 		check, ok := control.DryRun(c, nil).(interface{ Check() error })
@@ -336,8 +350,8 @@ func TestDryRunChecks(t *testing.T) {
 	}
 }
 
-// TestTogether wants several controllers to decide as each would alone, and to hear what each is to
-// hear. They are refused where one of them would be.
+// TestTogether checks that combined controllers decide as each would alone, receive everything that
+// a trainer offers them, and fail the check if one does.
 func TestTogether(t *testing.T) {
 	depth, seeds := control.NewDepth(blueprints.Stack, 2), control.NewHeuristic(1, 100)
 	both := control.Together(depth, seeds)
@@ -349,12 +363,12 @@ func TestTogether(t *testing.T) {
 	for i := range 9 {
 		late.Curve = append(late.Curve, state.Point{Epoch: i, Share: 0.06 * float64(i+1), Loss: 1})
 	}
+
 	late.Curve[8].Share = depth.End
 	reports := []state.Report{unwell, late}
 	want := append(depth.Decide(reports), seeds.Decide(reports)...)
 	require.Len(t, want, 4)
 	require.Equal(t, want, both.Decide(reports))
-
 	planner := both.(interface {
 		LeastEpochs(*state.Lattice, int) (int, error)
 	})
@@ -365,7 +379,6 @@ func TestTogether(t *testing.T) {
 	alone, err := seeds.LeastEpochs(l, 1)
 	require.NoError(t, err)
 	require.Equal(t, alone, n)
-
 	asked := 0
 	both.(interface {
 		Parameters(func(layer, seed int, kind blueprints.Kind, size int) int)
@@ -380,13 +393,13 @@ func TestTogether(t *testing.T) {
 	}
 }
 
-// TestEmptyDryRun wants no panic where a dry run is given nothing.
+// TestEmptyDryRun checks that a dry run without a controller or reports commands nothing.
 func TestEmptyDryRun(t *testing.T) {
 	require.Empty(t, control.DryRun(nil, nil).Decide([]state.Report{{}}))
 	require.Empty(t, control.DryRun(control.NewHeuristic(1, 1), nil).Decide(nil))
 }
 
-// TestNoController wants what nobody has made to say so, and a lattice that is none to be refused.
+// TestNoController checks that unconfigured controllers and nil lattices are errors.
 func TestNoController(t *testing.T) {
 	l, err := state.NewLattice(2, 4)
 	require.NoError(t, err)
@@ -400,14 +413,14 @@ func TestNoController(t *testing.T) {
 		require.ErrorIs(t, err, state.ErrArgument)
 		c.Decide([]state.Report{{}, l.Report()})
 	}
+
 	_, err = control.NewHeuristic(1, 1).LeastEpochs(nil, 1)
 	require.ErrorContains(t, err, "the lattice is nil")
 	_, err = control.NewDepth(blueprints.Stack, 2).LeastEpochs(nil, 1)
 	require.ErrorContains(t, err, "the lattice is nil")
 }
 
-// TestHeuristicPlaces wants seeds to be planted at random places, others for another number, or in
-// all places at once.
+// TestHeuristicPlaces checks AtRandom, with different seeds for different numbers, and AllAtOnce.
 func TestHeuristicPlaces(t *testing.T) {
 	planted := func(where control.Where, random uint64, most int) (places [][2]int) {
 		h := heuristic(most, 1000)
@@ -420,6 +433,7 @@ func TestHeuristicPlaces(t *testing.T) {
 		}
 		return places
 	}
+
 	require.Empty(t, planted(control.Unhealthiest, 1, 8))
 	require.Len(t, planted(control.AllAtOnce, 1, 8), 8)
 	require.Len(t, planted(control.AllAtOnce, 1, 5), 5)
@@ -430,14 +444,15 @@ func TestHeuristicPlaces(t *testing.T) {
 		require.Len(t, places, 2)
 		others[fmt.Sprint(places)] = true
 	}
+
 	require.Greater(t, len(others), 2)
 	h := heuristic(1, 1)
 	h.Where = "everywhere"
 	require.ErrorContains(t, h.Check(), `Where is "everywhere"`)
 }
 
-// TestHeuristicElsewhere wants a LoRA where a weight's gradients are largest, and a Perceptron in the
-// stream, within the budget of parameters.
+// TestHeuristicElsewhere checks that the heuristic plants a LoRA at the weight with the largest
+// gradient, and a Perceptron in the stream, within the budget of parameters.
 func TestHeuristicElsewhere(t *testing.T) {
 	at := func(site blueprints.Site, needs ...float64) state.Report {
 		r := state.Report{Epoch: 5, Site: site, Hidden: len(needs)}
@@ -446,6 +461,7 @@ func TestHeuristicElsewhere(t *testing.T) {
 		}
 		return r
 	}
+
 	h := heuristic(10, 100)
 	h.Hunger, h.Rank, h.Features = 1.2, 3, 20
 	h.Parameters(func(layer, _ int, kind blueprints.Kind, size int) int {
@@ -458,9 +474,10 @@ func TestHeuristicElsewhere(t *testing.T) {
 		at(blueprints.Stream, 1, 1, 2, 1)}) {
 		got = append(got, c.String())
 	}
+
 	require.Equal(t, []string{
-		"layer 0, seed 3: germinate LoRA of size 3, because its place is hungry, 3.33 times the limit",
-		"layer 1, seed 2: germinate Perceptron of size 20, because its place is hungry, 1.67 times the limit",
+		"layer 0, seed 3: germinate LoRA of size 3, because its place is hungry (3.33 times the limit)",
+		"layer 1, seed 2: germinate Perceptron of size 20, because its place is hungry (1.67 times the limit)",
 	}, got)
 	h.MaxParameters = 40
 	require.Len(t, h.Decide([]state.Report{at(blueprints.Weight, 1, 9, 1, 4)}), 1)

@@ -8,26 +8,26 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Schedule grows a model in depth at shares that are fixed before the run. It is for experiments that
-// compare shares and kinds of growth; [Depth] decides for itself when to grow, and takes back a
-// growth that does not pay.
+// Schedule grows a model in depth at shares that are fixed before the run. It serves experiments
+// that compare shares and kinds of growth; [Depth] decides by itself when to grow, and rolls back a
+// growth that does not pay off.
 //
-// The last growth is never judged: its seed stays in the stage Grafting to the end of the run. An
-// earlier one must become permanent before the next can start, so the next waits until the gates of
-// the lattice let the earlier one through. The trainer still takes a growth back when a step
-// diverges; nothing grows after that.
+// The last growth is never judged: its seed stays in stage Grafting until the end of the run. An
+// earlier growth must be fossilized before the next can start, so the next one waits until the
+// lattice's gates let the earlier one pass. The trainer still rolls back a growth when a step
+// diverges; after that, nothing grows.
 type Schedule struct {
-	Growths []Planned // in the order of their shares
+	Growths []Planned // in order of their shares
 }
 
-// Planned is a growth at a share of a run's budget.
+// Planned is a growth at a fixed share of a run's budget.
 type Planned struct {
-	Share float64         // from 0 to less than 1
-	Kind  blueprints.Kind // of depth, such as blueprints.Stack
-	Size  int             // as the kind says
+	Share float64         // from 0 to less than 1, not falling
+	Kind  blueprints.Kind // a kind of depth, such as blueprints.Stack
+	Size  int             // size of the growth, as defined by the kind
 }
 
-// Check returns an error that names the first growth that makes no sense.
+// Check returns an error that names the first invalid growth.
 func (s *Schedule) Check() error {
 	if len(s.Growths) == 0 {
 		return fmt.Errorf("control.Schedule: %w: Growths is empty, want at least one growth",
@@ -45,12 +45,13 @@ func (s *Schedule) Check() error {
 		}
 		last = g.Share
 	}
+
 	return nil
 }
 
-// LeastEpochs returns the fewest epochs that a run needs to carry the schedule out: one for each
-// growth after the last share is reached. It fails for a model that has fewer seeds in depth than
-// the schedule has growths.
+// LeastEpochs returns the minimum number of epochs of a run that completes the schedule, which
+// needs one epoch per growth after the last share is reached. A lattice in depth with fewer seeds
+// than growths is an error.
 func (s *Schedule) LeastEpochs(l *state.Lattice, _ int) (int, error) {
 	switch {
 	case l == nil:
@@ -58,7 +59,7 @@ func (s *Schedule) LeastEpochs(l *state.Lattice, _ int) (int, error) {
 	case l.Site() != blueprints.Depth:
 		return 0, s.Check()
 	case len(s.Growths) > l.Seeds():
-		return 0, fmt.Errorf("control.Schedule: %w: %d growths are planned, and %d seeds are in depth: "+
+		return 0, fmt.Errorf("control.Schedule: %w: %d growths are planned, but there are %d seeds in depth: "+
 			"set Config.Depth to the number of growths", state.ErrArgument, len(s.Growths), l.Seeds())
 	}
 
@@ -69,7 +70,7 @@ func (s *Schedule) LeastEpochs(l *state.Lattice, _ int) (int, error) {
 	return int(math.Ceil(float64(len(s.Growths)) / (1 - last))), nil
 }
 
-// Decide starts the next growth once its share is spent, at most one in each epoch.
+// Decide starts the next growth once its share is spent, at most one per epoch.
 func (s *Schedule) Decide(reports []state.Report) (commands []state.Command) {
 	for layer, r := range reports {
 		if r.Site != blueprints.Depth || len(r.Curve) == 0 {
@@ -98,6 +99,7 @@ func (s *Schedule) next(r state.Report) []state.Command {
 			return nil // the growth diverged
 		}
 	}
+
 	if done >= len(s.Growths) {
 		return nil
 	}
@@ -106,6 +108,7 @@ func (s *Schedule) next(r state.Report) []state.Command {
 	if share < planned.Share {
 		return nil
 	}
+
 	for _, seed := range r.Seeds {
 		if seed.Stage != state.Dormant {
 			continue
@@ -119,10 +122,12 @@ func (s *Schedule) next(r state.Report) []state.Command {
 			{Action: state.Move, Seed: seed.Seed, To: state.Grafting},
 		}
 	}
+
 	return nil
 }
 
-// advance moves a grafted seed toward its verdict, and past it once the gate is open.
+// advance returns the commands that move a grafted seed to its evaluation and, once the gate is
+// open, beyond it.
 func advance(seed state.SeedReport) []state.Command {
 	move := func(to state.Stage) state.Command {
 		return state.Command{Action: state.Move, Seed: seed.Seed, To: to}

@@ -12,14 +12,13 @@ import (
 
 // TestScheduleGrowsAtItsShares runs a schedule of two growths over the epochs of a run. Each growth
 // must start in the first epoch at or after its share and stay, and the schedule must stop when a
-// growth has been taken back.
+// growth has been rolled back.
 func TestScheduleGrowsAtItsShares(t *testing.T) {
 	s := &control.Schedule{Growths: []control.Planned{
 		{Share: 0.1, Kind: blueprints.Stack, Size: 2},
 		{Share: 0.25, Kind: blueprints.Middle, Size: 3},
 	}}
 	require.NoError(t, s.Check())
-
 	r := state.Report{Site: blueprints.Depth, Seeds: []state.SeedReport{{Seed: 0}, {Seed: 1}}}
 	started := map[blueprints.Kind]float64{}
 	for epoch := 1; epoch <= 100; epoch++ {
@@ -44,10 +43,10 @@ func TestScheduleGrowsAtItsShares(t *testing.T) {
 			}
 		}
 	}
+
 	require.Equal(t, map[blueprints.Kind]float64{blueprints.Stack: 0.1, blueprints.Middle: 0.25}, started)
 	require.Equal(t, []state.Stage{state.Fossilized, state.Grafting},
 		[]state.Stage{r.Seeds[0].Stage, r.Seeds[1].Stage})
-
 	r.Seeds[0].Stage, r.Seeds[1].Stage = state.RolledBack, state.Dormant
 	require.Empty(t, s.Decide([]state.Report{r}))
 }
@@ -60,6 +59,7 @@ func TestScheduleRefuses(t *testing.T) {
 		}
 		return s
 	}
+
 	for want, s := range map[string]*control.Schedule{
 		"Growths is empty":                                 {},
 		"Growths[0].Share is 1":                            stack(1),
@@ -77,5 +77,5 @@ func TestScheduleRefuses(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 2, least)
 	_, err = stack(0.1, 0.2).LeastEpochs(lattice, 1)
-	require.ErrorContains(t, err, "2 growths are planned, and 1 seeds are in depth")
+	require.ErrorContains(t, err, "2 growths are planned, but there are 1 seeds in depth")
 }

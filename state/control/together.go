@@ -9,22 +9,26 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Together returns a controller that does what several do, each at its own sites. They may be a
-// [Depth] for blocks and a [Heuristic] for the other seeds. They are asked in order, and see the
-// same reports. Of two that decide on one seed the second one's commands are refused, as a rule.
-// For Config.Frozen an [Adapters] decides by itself, which wants to hear of gradients.
+// Together returns a controller that combines several, each for its own sites, such as a [Depth]
+// for blocks and a [Heuristic] for all other seeds. They see the same reports and are asked in
+// order. If two command the same seed, the commands of the later one are normally refused.
+//
+// An [Adapters], which serves models with Config.Frozen, must be used alone, because a combined
+// controller does not pass the gradients on to it.
 func Together(all ...state.Controller) state.Controller {
 	return together(slices.Clone(all))
 }
 
+// together implements the optional methods of controllers by calling its elements' methods.
 type together []state.Controller
 
-// Check is what a trainer's Grow asks before a run.
+// Check returns the errors of all controllers, or an error if there are none.
 func (all together) Check() (err error) {
 	if len(all) == 0 {
-		return fmt.Errorf("control.Together: %w: it has no controllers, want some such as NewDepth "+
+		return fmt.Errorf("control.Together: %w: there are no controllers, want some such as NewDepth "+
 			"and NewHeuristic return", state.ErrArgument)
 	}
+
 	for i, c := range all {
 		if c == nil {
 			err = errors.Join(err, fmt.Errorf("control.Together: %w: controller %d is nil, want "+
@@ -33,10 +37,11 @@ func (all together) Check() (err error) {
 			err = errors.Join(err, c.Check())
 		}
 	}
+
 	return err
 }
 
-// Costs hands on what controllers are told of the cost of steps.
+// Costs passes the function to the controllers that want it.
 func (all together) Costs(of func(kind blueprints.Kind, size int) float64) {
 	for _, c := range all {
 		if c, ok := c.(interface {
@@ -47,7 +52,7 @@ func (all together) Costs(of func(kind blueprints.Kind, size int) float64) {
 	}
 }
 
-// Parameters hands on what controllers are told of the size of blueprints.
+// Parameters passes the function to the controllers that want it.
 func (all together) Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int) {
 	for _, c := range all {
 		if c, ok := c.(interface {
@@ -70,7 +75,7 @@ func (all together) Affords(reports []state.Report) (err error) {
 	return err
 }
 
-// LeastEpochs is the largest of theirs: each knows that of its own sites.
+// LeastEpochs returns the maximum over the controllers; each knows its own sites.
 func (all together) LeastEpochs(l *state.Lattice, every int) (most int, err error) {
 	for _, c := range all {
 		if c, ok := c.(interface {
@@ -83,7 +88,7 @@ func (all together) LeastEpochs(l *state.Lattice, every int) (most int, err erro
 	return most, err
 }
 
-// Decide returns the commands of all.
+// Decide returns the commands of all controllers.
 func (all together) Decide(reports []state.Report) (commands []state.Command) {
 	for _, c := range all {
 		if c != nil {

@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// HalfWay is a strategy of a user's own: each epoch it takes α half of the way that is left, and
-// stops near the end. Its parameters are exported fields, with which it is saved.
+// HalfWay is a user-defined strategy that takes α half of the remaining way in each epoch and stops
+// near the end. Its parameters are exported fields, so they are saved with it.
 type HalfWay struct{ Near float64 }
 
 func (HalfWay) Name() string { return "HalfWay" }
@@ -26,28 +26,32 @@ func (s HalfWay) Advance(g graft.Progress) (alpha float64, memory [2]float32, do
 	return alpha, memory, 1-alpha <= s.Near
 }
 
-// A strategy of one's own is registered, so that lattices with it can be loaded, and requested like
-// any other.
+// This example registers a user-defined strategy, so that lattices that use it can be loaded, and
+// requests it like any other.
 func ExampleRegister() {
 	if err := graft.Register[HalfWay](); err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	lattice, err := state.NewLattice(1, 8, state.WithoutGates())
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	err = errors.Join(
 		lattice.RequestGermination(0, state.GerminationRequest{Slot: 1,
 			Strategy: HalfWay{Near: 0.1}}),
 		lattice.Transition(0, state.Training),
 		lattice.Transition(0, state.Grafting),
 	)
+
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	for range 5 {
 		events, err := lattice.StepEpoch(state.Metrics{})
 		if err != nil {

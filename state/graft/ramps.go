@@ -5,17 +5,17 @@ import (
 	"math"
 )
 
-// Ramp is the curve of a [FixedRamp].
+// Ramp is the shape of a [FixedRamp].
 type Ramp uint8
 
-// The ramps. f goes from 0 to 1.
+// Shapes of ramps. f increases from 0 to 1.
 const (
 	Linear  Ramp = iota // f
 	Cosine              // (1 − cos πf)/2
 	Sigmoid             // the logistic function of 12f − 6, stretched to reach 0 and 1
 )
 
-// FixedRamp takes α from 0 to Target in the given number of epochs.
+// FixedRamp raises α to Target in the given number of epochs.
 type FixedRamp struct {
 	Ramp   Ramp    `json:"ramp"`
 	Epochs int     `json:"epochs"`
@@ -25,8 +25,8 @@ type FixedRamp struct {
 // Name returns "FixedRamp".
 func (FixedRamp) Name() string { return "FixedRamp" }
 
-// Check returns an error unless Ramp is known and Target is in (0, 1]. Epochs are from 1 to 65535,
-// as far as a lattice counts.
+// Check returns an error unless Ramp is known, Epochs is from 1 to 65535 (the limit of a lattice's
+// count) and Target is in (0, 1].
 func (s FixedRamp) Check() error {
 	if s.Ramp > Sigmoid {
 		return fmt.Errorf("FixedRamp: Ramp is %d, want Linear, Cosine or Sigmoid", s.Ramp)
@@ -34,7 +34,7 @@ func (s FixedRamp) Check() error {
 	return checkRamp(s.Name(), s.Epochs, s.Target)
 }
 
-// Advance returns Target times the ramp's height at p.Epochs/Epochs.
+// Advance returns Target times the height of the ramp at p.Epochs/Epochs.
 func (s FixedRamp) Advance(p Progress) (alpha float64, memory [2]float32, done bool) {
 	f := min(1, float64(p.Epochs)/float64(s.Epochs))
 	switch s.Ramp {
@@ -46,15 +46,15 @@ func (s FixedRamp) Advance(p Progress) (alpha float64, memory [2]float32, done b
 	return s.Target * f, p.Memory, p.Epochs >= s.Epochs
 }
 
-// The strategies below take α to Target in steps of Target/Epochs, and differ in when and how many
-// they take. They go on from whatever α is, so a seed whose α was set by hand is not taken back.
+// The strategies below raise α to Target in steps of Target/Epochs and differ in the number and
+// time of the steps. They continue from the present α, so an α set by hand is never lowered.
 
-// PerformanceLinked takes one step an epoch, and speeds up while the performance score improves. A
-// score above the last one multiplies the speed by 1 + Gain for each epoch since that. The speed is
-// at most MaxSpeed steps. Any other score puts it back to one step. Epochs without a new score keep
-// the speed, so that it matters little how often one is measured.
+// PerformanceLinked takes one step per epoch, and accelerates while the performance score improves.
+// Each score above the previous one multiplies the speed by 1 + Gain for every epoch since then, up
+// to MaxSpeed steps per epoch. Any other score resets the speed to one step. Epochs without a new
+// score keep the speed, so the frequency of scores matters little.
 type PerformanceLinked struct {
-	Epochs   int     `json:"epochs"` // without an improvement
+	Epochs   int     `json:"epochs"` // duration without acceleration
 	Target   float64 `json:"target"`
 	Gain     float64 `json:"gain"`
 	MaxSpeed float64 `json:"max_speed"`
@@ -63,7 +63,7 @@ type PerformanceLinked struct {
 // Name returns "PerformanceLinked".
 func (PerformanceLinked) Name() string { return "PerformanceLinked" }
 
-// Check returns an error unless Epochs is from 1 to 65535 and Target in (0, 1]. Gain is at least 0
+// Check returns an error unless Epochs is from 1 to 65535, Target is in (0, 1], Gain is at least 0
 // and MaxSpeed at least 1, both finite.
 func (s PerformanceLinked) Check() error {
 	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
@@ -80,8 +80,8 @@ func (s PerformanceLinked) Check() error {
 	return nil
 }
 
-// Advance remembers the last performance and the speed, which is 0 until there is a performance to
-// compare with.
+// Advance remembers the last performance and the speed. A speed of 0 means that no performance has
+// been seen yet.
 func (s PerformanceLinked) Advance(p Progress) (alpha float64, memory [2]float32, done bool) {
 	last, speed := float64(p.Memory[0]), float64(p.Memory[1])
 	switch {
@@ -93,15 +93,16 @@ func (s PerformanceLinked) Advance(p Progress) (alpha float64, memory [2]float32
 	default:
 		speed = 1
 	}
+
 	alpha, done = step(p.Alpha, s.Target, speed/float64(s.Epochs))
 	return alpha, [2]float32{float32(p.Performance), float32(speed)}, done
 }
 
-// DriftControlled takes one step an epoch, and rests for Pause epochs, the present one included,
-// whenever the drift of the chunk's activations exceeds Threshold. Drift while it rests makes the
-// rest begin anew.
+// DriftControlled takes one step per epoch, and pauses for Pause epochs, including the present one,
+// when the drift of the chunk's activations exceeds Threshold. Drift during a pause restarts the
+// pause.
 type DriftControlled struct {
-	Epochs    int     `json:"epochs"` // without a rest
+	Epochs    int     `json:"epochs"` // duration without pauses
 	Target    float64 `json:"target"`
 	Threshold float64 `json:"threshold"`
 	Pause     int     `json:"pause"`
@@ -110,8 +111,8 @@ type DriftControlled struct {
 // Name returns "DriftControlled".
 func (DriftControlled) Name() string { return "DriftControlled" }
 
-// Check returns an error unless Epochs and Pause are from 1 to 65535, Target is in (0, 1] and
-// Threshold at least 0.
+// Check returns an error unless Epochs and Pause are from 1 to 65535, Target is in (0, 1], and
+// Threshold is finite and at least 0.
 func (s DriftControlled) Check() error {
 	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
 		return err
@@ -126,7 +127,7 @@ func (s DriftControlled) Check() error {
 	return nil
 }
 
-// Advance remembers how many epochs of rest are left. Drift that is no number counts as too much.
+// Advance remembers the remaining epochs of a pause. A NaN counts as excessive drift.
 func (s DriftControlled) Advance(p Progress) (alpha float64, memory [2]float32, done bool) {
 	rest := int(p.Memory[0])
 	if !(p.Drift <= s.Threshold) {
@@ -139,10 +140,10 @@ func (s DriftControlled) Advance(p Progress) (alpha float64, memory [2]float32, 
 	return alpha, memory, done
 }
 
-// GradNormGated takes one step in every epoch at whose end the norm of the chunk's gradient is from
-// Low to High. In the others it takes none.
+// GradNormGated takes one step in every epoch if the norm of the chunk's gradient at its end is
+// between Low and High, and no step otherwise.
 type GradNormGated struct {
-	Epochs int     `json:"epochs"` // inside the band
+	Epochs int     `json:"epochs"` // duration inside the band
 	Target float64 `json:"target"`
 	Low    float64 `json:"low"`
 	High   float64 `json:"high"`
@@ -151,7 +152,7 @@ type GradNormGated struct {
 // Name returns "GradNormGated".
 func (GradNormGated) Name() string { return "GradNormGated" }
 
-// Check returns an error unless Epochs is from 1 to 65535, Target in (0, 1], and 0 ≤ Low ≤ High,
+// Check returns an error unless Epochs is from 1 to 65535, Target is in (0, 1], and 0 ≤ Low ≤ High,
 // both finite.
 func (s GradNormGated) Check() error {
 	if err := checkRamp(s.Name(), s.Epochs, s.Target); err != nil {
@@ -174,8 +175,9 @@ func (s GradNormGated) Advance(p Progress) (alpha float64, memory [2]float32, do
 	return alpha, memory, done
 }
 
-// step returns α after a step of the given share of the target, and whether it has got there. A
-// 256th of a step may be missing, since α is kept in single precision.
+// step returns α after a step of the given share of the target, and whether the target is reached.
+// The target counts as reached if only a 256th of a step is missing, because α is stored in single
+// precision.
 func step(alpha, target, share float64) (next float64, done bool) {
 	next = alpha + share*target
 	if next >= target*(1-share*0x1p-8) {
@@ -184,6 +186,7 @@ func step(alpha, target, share float64) (next float64, done bool) {
 	return next, false
 }
 
+// checkRamp checks the parameters that all strategies share.
 func checkRamp(name string, epochs int, target float64) error {
 	if epochs < 1 || epochs > math.MaxUint16 {
 		return fmt.Errorf("%s: Epochs is %d, want 1 to %d", name, epochs, math.MaxUint16)

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// grafted drives a strategy as a lattice does, which keeps α in single precision and never lets it
-// fall.
+// grafted drives a strategy as a lattice does, which stores α in single precision and never lowers
+// it.
 type grafted struct {
 	graft.Progress
 	done bool
@@ -27,8 +27,8 @@ func (g *grafted) step(s graft.Strategy) {
 	g.Alpha = max(g.Alpha, float64(float32(min(1, max(0, alpha)))))
 }
 
-// Whatever the measurements, α of every strategy stays in [0, 1], never falls, ends at the target,
-// and rests when it has to.
+// TestStrategyProperties checks for random measurements that α stays in [0, 1], never falls,
+// reaches the target, and pauses when it has to, for every strategy.
 func TestStrategyProperties(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("random seed %d", seed)
@@ -37,6 +37,7 @@ func TestStrategyProperties(t *testing.T) {
 	if testing.Short() {
 		runs = 500
 	}
+
 	for range runs {
 		epochs, target := 1+r.IntN(60), 1-r.Float64()
 		low := r.Float64()
@@ -98,6 +99,7 @@ func follow(r *rand.Rand, s graft.Strategy, g *grafted, epochs int, target float
 					memory, g.Performance, speed)
 			}
 		}
+
 		if step > 0 {
 			moved++
 		}
@@ -110,13 +112,14 @@ func follow(r *rand.Rand, s graft.Strategy, g *grafted, epochs int, target float
 			return fmt.Errorf("it ended at %v, want %v", g.Alpha, target)
 		}
 	}
+
 	if _, fixed := s.(graft.FixedRamp); !g.done || !fixed && start < target-share && moved == 0 {
 		return fmt.Errorf("it did not end in %d epochs, or did nothing", g.Epochs)
 	}
 	return nil
 }
 
-// TestStrategyChecks wants parameters that make no sense to be refused.
+// TestStrategyChecks checks that invalid parameters are refused.
 func TestStrategyChecks(t *testing.T) {
 	for _, s := range []graft.Strategy{
 		graft.PerformanceLinked{Epochs: 0, Target: 1, MaxSpeed: 1},

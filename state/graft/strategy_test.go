@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// halt is a strategy of a user's own, which stops where α is.
+// halt is a user-defined strategy that keeps α.
 type halt struct{ Reason string }
 
 func (halt) Name() string { return fmt.Sprint("halt", runs) }
@@ -19,14 +19,15 @@ func (halt) Advance(p graft.Progress) (float64, [2]float32, bool) {
 	return p.Alpha, p.Memory, true
 }
 
-var runs int // of TestRegister in this process, each of which needs a name of its own
+var runs int // number of runs of TestRegister in this process, because each needs a new name
 
-// nobody is a strategy without a name.
-type nobody struct{ halt }
+// nameless is a strategy without a name.
+type nameless struct{ halt }
 
-func (nobody) Name() string { return "" }
+func (nameless) Name() string { return "" }
 
-// TestRegister wants each name once, and types that hold their parameters themselves.
+// TestRegister checks that a name can be registered once, and only for types that are neither
+// pointers nor interfaces.
 func TestRegister(t *testing.T) {
 	runs++
 	_, err := graft.NewEntry(halt{"unknown yet"})
@@ -35,10 +36,11 @@ func TestRegister(t *testing.T) {
 	require.ErrorContains(t, graft.Register[halt](), `" of graft_test.halt is empty or taken`)
 	require.ErrorContains(t, graft.Register[*halt](), "want a type that holds its parameters")
 	require.ErrorContains(t, graft.Register[graft.Strategy](), "want a type that holds")
-	require.ErrorContains(t, graft.Register[nobody](), "is empty or taken")
+	require.ErrorContains(t, graft.Register[nameless](), "is empty or taken")
 }
 
-// TestEntry wants an entry to hold what would be loaded, and no strategy that would not be itself.
+// TestEntry checks that an entry holds the restored strategy, and that strategies that change in
+// storage are refused.
 func TestEntry(t *testing.T) {
 	given := &graft.FixedRamp{Epochs: 4, Target: 1}
 	entry, err := graft.NewEntry(given)
@@ -47,7 +49,6 @@ func TestEntry(t *testing.T) {
 	loaded, err := entry.Saved.Load()
 	require.NoError(t, err)
 	require.Equal(t, entry, loaded)
-
 	_, err = graft.NewEntry((*graft.FixedRamp)(nil))
 	require.ErrorContains(t, err, "nil *graft.FixedRamp")
 	_, err = graft.NewEntry(graft.FixedRamp{})
@@ -58,11 +59,11 @@ func TestEntry(t *testing.T) {
 	}
 }
 
-// TestNoStrategy wants none to be refused by name.
+// TestNoStrategy checks the errors for nil strategies.
 func TestNoStrategy(t *testing.T) {
 	_, err := graft.NewEntry(nil)
 	require.ErrorContains(t, err, "the strategy is nil")
 	require.NotErrorIs(t, err, blueprints.ErrPanic)
 	_, err = graft.NewEntry((*graft.FixedRamp)(nil))
-	require.ErrorContains(t, err, "it is a nil *graft.FixedRamp")
+	require.ErrorContains(t, err, "the strategy is a nil *graft.FixedRamp")
 }

@@ -9,22 +9,25 @@ import (
 
 // Thresholds are the conditions of the gates between stages.
 type Thresholds struct {
-	// by Stage: least epochs in it before it is left, other than by a rollback
+	// MinEpochs is, for each stage, the minimum number of epochs before a seed may leave it.
+	// Rollbacks ignore it.
 	MinEpochs [Count]int
-	// Training → Grafting: largest training error of the seed, if that does not fall
+	// TrainingError is the maximum training error for Training → Grafting, unless the error falls.
 	TrainingError float64
-	Stability     float64 // Evaluating → FineTuning: least stability
-	FossilStable  float64 // FineTuning → Fossilized: least stability
-	// FineTuning → Fossilized: least relative improvement of performance since germination
+	Stability     float64 // minimum stability for Evaluating → FineTuning
+	FossilStable  float64 // minimum stability for FineTuning → Fossilized
+	// Improvement is the minimum relative improvement of the performance since germination for
+	// FineTuning → Fossilized.
 	Improvement float64
-	// Evaluating → Culled: performance delta below which a blueprint has failed ...
+	// A blueprint has failed, so that Evaluating → Culled is possible, if its performance delta is
+	// below CullDelta, its error rate above CullErrorRate, or its number of errors above
+	// CullErrorCount.
 	CullDelta      float64
-	CullErrorRate  float64 // ... or error rate above which it has ...
-	CullErrorCount int     // ... or number of errors above which it has
+	CullErrorRate  float64
+	CullErrorCount int
 }
 
-// DefaultThresholds returns the thresholds that a lattice has unless state.WithThresholds gives
-// others:
+// DefaultThresholds returns the thresholds of a lattice made without state.WithThresholds:
 //
 //	MinEpochs       Training 100, Grafting 50, Stabilization 20, Evaluating 30, FineTuning 50, else 0
 //	TrainingError   0.01
@@ -48,15 +51,15 @@ func DefaultThresholds() Thresholds {
 	}
 }
 
-// DepthThresholds returns those of lattices whose seeds grow in depth, where blueprints are copies
-// of blocks that have learnt already. They are grafted at once, and judged by the loss that the
-// model would have had without them. No evaluation fails by a drop alone.
+// DepthThresholds returns the default thresholds in depth, where blueprints are copies of trained
+// blocks. They are grafted at once and judged by the loss that the model would have without them.
+// No performance drop alone makes an evaluation fail.
 //
 //	MinEpochs       Evaluating 1, FineTuning 1, else 0
 //	Improvement     0
 //	CullDelta       −1e6
 //
-// The others are those of DefaultThresholds.
+// The rest equals DefaultThresholds.
 func DepthThresholds() Thresholds {
 	t := DefaultThresholds()
 	t.MinEpochs = [Count]int{Evaluating: 1, FineTuning: 1}
@@ -64,9 +67,9 @@ func DepthThresholds() Thresholds {
 	return t
 }
 
-// Within returns the thresholds with their MinEpochs cut in proportion. Those of a whole life, from
-// Training to FineTuning, take at most half of the given epochs. A run of so many can then see
-// blueprints become fossilized. Thresholds that do so already stay as they are.
+// Within returns thresholds with MinEpochs reduced proportionally so that a whole life, from
+// Training to FineTuning, takes at most half of the given number of epochs. Blueprints can then
+// become fossilized in a run of that length. Thresholds that are short enough stay unchanged.
 func (t Thresholds) Within(epochs int) Thresholds {
 	all := 0
 	for stage := Training; stage <= FineTuning; stage++ {
@@ -80,13 +83,14 @@ func (t Thresholds) Within(epochs int) Thresholds {
 	return t
 }
 
-// Check returns an error that names a threshold which makes no sense.
+// Check returns an error that names the first invalid threshold.
 func (t Thresholds) Check() error {
 	for s, n := range t.MinEpochs {
 		if n < 0 || n > math.MaxUint16 {
 			return fmt.Errorf("MinEpochs of %v is %d, want 0 to %d", Stage(s), n, math.MaxUint16)
 		}
 	}
+
 	for _, f := range []struct {
 		name  string
 		value float64
@@ -98,43 +102,45 @@ func (t Thresholds) Check() error {
 			return fmt.Errorf("%s is %v, want a finite number", f.name, f.value)
 		}
 	}
+
 	if t.CullErrorCount < 0 {
 		return fmt.Errorf("CullErrorCount is %d, want at least 0", t.CullErrorCount)
 	}
 	return nil
 }
 
-// Evidence is what the gates judge a seed by. A figure that has not been measured is NaN and meets
-// no condition.
+// Evidence holds the figures that gates judge. A figure that has not been measured is NaN and
+// satisfies no condition.
 type Evidence struct {
-	Epochs        int     // epochs in the present stage
-	TrainingError float64 // of the seed, as last reported in Metrics
-	ErrorFalling  bool    // it is below the first one reported in this stage
+	Epochs        int     // number of epochs in the present stage
+	TrainingError float64 // as last reported in Metrics
+	ErrorFalling  bool    // TrainingError is below the first one reported in this stage
 	LossFalling   bool    // the host's loss is below the first one measured in this stage
-	// the blueprint's parameters change; where they are not reported, its chunk's gradient is
-	// finite and not 0
+	// Learning means that the blueprint's parameters change or, if they are not reported, that the
+	// gradient of its chunk is finite and not 0.
 	Learning bool
-	// they are reported, and not finite, all 0, or the same as in the report before
+	// Resting means that the parameters are reported, and are not finite, all 0 or unchanged since
+	// the previous report.
 	Resting bool
-	// performance less that without the seed, or if never compared, that at the first report in
-	// this stage
+	// Delta is the performance minus that without the seed or, if they were never compared, minus
+	// the first one reported in this stage.
 	Delta float64
-	// (performance − p)/|p|; p is that without the seed or else the first reported after
-	// germination
+	// Improvement is (performance − p)/|p|, where p is the performance without the seed or, if they
+	// were never compared, the first one reported since germination.
 	Improvement float64
 	Stability   float64
-	Errors      int     // reported in this stage
-	ErrorRate   float64 // errors per trial reported in this stage; 0 without trials
+	Errors      int     // number reported in this stage
+	ErrorRate   float64 // errors per trial in this stage; 0 without trials
 }
 
 // Shortfall is a condition that keeps a gate shut.
 type Shortfall struct {
-	Condition string // what is wanted; empty when the gate is open
+	Condition string // description of the requirement; empty if the gate is open
 	Have      float64
-	Threshold float64 // of Have
+	Threshold float64 // limit for Have
 }
 
-// String describes the shortfall with both figures, or says "nothing".
+// String describes the shortfall with both figures, or returns "nothing".
 func (s Shortfall) String() string {
 	if s.Condition == "" {
 		return "nothing"
@@ -146,8 +152,9 @@ func (s Shortfall) String() string {
 	return fmt.Sprintf("%s (it has %s, the threshold is %.4g)", s.Condition, have, s.Threshold)
 }
 
-// Gate judges the transition from one stage to another, which the table of transitions must allow,
-// by the evidence. It is a pure function of its arguments.
+// Gate judges by the evidence whether a seed may move from one stage to another. If not, it returns
+// the first condition that is not met. The transition must be allowed by the table. Gate depends on
+// its arguments only.
 func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 	if to == RolledBack {
 		return Shortfall{}, true
@@ -156,6 +163,7 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 		return Shortfall{"more epochs in the stage", float64(e.Epochs), float64(t.MinEpochs[from])},
 			false
 	}
+
 	switch {
 	case from == Training && to == Grafting:
 		falling := e.ErrorFalling || math.IsNaN(e.TrainingError) && e.LossFalling
@@ -188,17 +196,17 @@ func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 			return Shortfall{"more stability", e.Stability, t.FossilStable}, false
 		}
 	}
+
 	return Shortfall{}, true
 }
 
-// atMost compares a figure that is kept in single precision, and may have been rounded up, with its
-// threshold.
+// atMost reports whether v ≤ threshold, allowing for v having been rounded up to single precision.
 func atMost(v, threshold float64) bool { return v <= max(threshold, float64(float32(threshold))) }
 
-// atLeast compares a figure that is kept as a Float16, and may have been rounded down, with its
-// threshold.
+// atLeast reports whether v ≥ threshold, allowing for v having been rounded down to a Float16.
 func atLeast(v, threshold float64) bool {
 	return v >= min(threshold, half.NewFloat16(threshold).Float64())
 }
 
+// finite reports whether v is neither NaN nor infinite.
 func finite(v float64) bool { return v-v == 0 }

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestGates goes through every condition of KASMINA.md's gates, on both sides of its threshold.
+// TestGates checks every condition of the specified gates on both sides of its threshold.
 func TestGates(t *testing.T) {
 	nan := math.NaN()
 	with := func(change func(*lifecycle.Evidence)) lifecycle.Evidence {
@@ -127,8 +127,8 @@ func TestGates(t *testing.T) {
 	}
 }
 
-// TestWithin wants the whole life of a blueprint to fit into half of a run, and what fits already
-// to stay.
+// TestWithin checks that a whole life fits into half of a run, and that thresholds that fit already
+// do not change.
 func TestWithin(t *testing.T) {
 	all := func(t lifecycle.Thresholds) (n int) {
 		for _, e := range t.MinEpochs {

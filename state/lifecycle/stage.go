@@ -1,5 +1,6 @@
-// Package lifecycle has the stages of a seed's life, the table of what may follow what, and the
-// gates between them. All of it is pure: package state keeps the seeds.
+// Package lifecycle defines the stages of a seed's life, the table of transitions between them, and
+// the gates that guard the transitions. Everything here is pure arithmetic on its arguments;
+// package state holds the seeds, and its documentation has the table.
 package lifecycle
 
 import (
@@ -8,34 +9,34 @@ import (
 	"github.com/kasmina-go/kasmina/internal/enum"
 )
 
-// Stage is where a seed stands in its life.
+// Stage is a stage of a seed's life.
 type Stage uint8
 
-// The stages of a seed. y is the seed's output, x its input chunk, t its blueprint's transform.
+// Stages of a seed. y is its output, x its input chunk, t the transform of its blueprint.
 const (
-	Dormant    Stage = iota // y = x; the seed watches its chunk
+	Dormant    Stage = iota // y = x; the seed only watches its chunk
 	Germinated              // y = x; a blueprint has been chosen
-	// y = x; the blueprint learns as if it were blended in with α = 1, the host unaffected
+	// Training: y = x; the blueprint learns as if α were 1, without affecting the host.
 	Training
-	Grafting      // y = x + α(t(x) − x); the strategy moves α every epoch
-	Stabilization // the same with α held
-	Evaluating    // the same with α held and the blueprint frozen
+	Grafting      // y = x + α(t(x) − x); the strategy raises α every epoch
+	Stabilization // as Grafting, with α held
+	Evaluating    // as Grafting, with α held and the blueprint frozen
 	FineTuning    // y = t(x); the blueprint learns
-	Fossilized    // y = t(x); the blueprint is frozen for good
+	Fossilized    // y = t(x); the blueprint is frozen permanently
 	Culled        // y = x; the blueprint has failed
 	Cancelled     // y = x; the blueprint was given up before it was blended in
-	RolledBack    // y = x; the blueprint was taken out again
+	RolledBack    // y = x; the blueprint was removed again
 
-	Count = iota // how many there are
+	Count = iota // number of stages
 )
 
-// Names are those of the stages, by number.
+// Names holds the names of the stages by number.
 var Names = [Count]string{"Dormant", "Germinated", "Training", "Grafting",
 	"Stabilization", "Evaluating",
 	"FineTuning", "Fossilized", "Culled", "Cancelled", "RolledBack"}
 
-// allowed[s] holds the stages that may follow s. From Culled, Cancelled and RolledBack only
-// state.Lattice.Recycle leads on.
+// allowed[s] lists the stages that may follow s. Culled, Cancelled and RolledBack have no entry,
+// because only state.Lattice.Recycle ends them.
 var allowed = [Count][]Stage{
 	Dormant:       {Germinated},
 	Germinated:    {Training, Cancelled},
@@ -51,7 +52,7 @@ func (s Stage) String() string {
 	return enum.Name(s, "Stage", Names[:])
 }
 
-// CanBecome reports whether the table of transitions leads from s to next.
+// CanBecome reports whether the table allows a transition from s to next.
 func (s Stage) CanBecome(next Stage) bool {
 	if s < Count {
 		for _, a := range allowed[s] {
@@ -63,16 +64,17 @@ func (s Stage) CanBecome(next Stage) bool {
 	return false
 }
 
-// Way says, for an error, where a seed goes from the stage.
-func (s Stage) Way() string {
+// NextSteps describes, for an error message, how a seed can leave the stage.
+func (s Stage) NextSteps() string {
 	switch {
 	case s == Dormant:
 		return "RequestGermination, or the command Germinate, gives it a blueprint"
 	case s == Fossilized:
-		return "it is there for good"
+		return "it is permanent"
 	case s.Ended():
 		return "Recycle makes it dormant, and then it can grow another blueprint"
 	}
+
 	names := make([]string, len(allowed[s]))
 	for i, next := range allowed[s] {
 		names[i] = next.String()
@@ -81,8 +83,8 @@ func (s Stage) Way() string {
 	return "want " + strings.Join(names[:last], ", ") + " or " + names[last]
 }
 
-// Next returns the stage that follows in a life without failures, or s itself when s is Fossilized
-// or has ended.
+// Next returns the following stage in a life without failures, or s itself if it is Fossilized,
+// Culled, Cancelled or RolledBack.
 func (s Stage) Next() Stage {
 	if s >= Fossilized {
 		return s
@@ -90,25 +92,25 @@ func (s Stage) Next() Stage {
 	return s + 1
 }
 
-// Blends reports whether the output is x + α(t(x) − x), rather than x.
+// Blends reports whether the output is x + α(t(x) − x) rather than x.
 func (s Stage) Blends() bool { return s >= Grafting && s <= Fossilized }
 
 // Alive reports whether a seed in the stage has a blueprint.
 func (s Stage) Alive() bool { return s >= Germinated && s <= Fossilized }
 
-// Grafted reports whether the blueprint of a seed in the stage is blended in, but not for good.
+// Grafted reports whether the blueprint of a seed in the stage is blended in but not fossilized.
 func (s Stage) Grafted() bool { return s >= Grafting && s <= FineTuning }
 
-// Learns reports whether weights and scale receive gradients.
+// Learns reports whether the blueprint's weights and scale receive gradients.
 func (s Stage) Learns() bool {
 	return s == Training || s == Grafting || s == Stabilization || s == FineTuning
 }
 
-// Ended reports whether the blueprint's life is over, so that only recycling leads on.
+// Ended reports whether the blueprint's life is over, so that only recycling can follow.
 func (s Stage) Ended() bool { return s == Culled || s == Cancelled || s == RolledBack }
 
-// Weight is the α with which the arithmetic of the stage blends, given the seed's own. It blends
-// the output or, in Training, where the output is x, the gradients of weights and scale.
+// Weight returns the α for the arithmetic of the stage, given the seed's own α. In Training, where
+// the output is x, it applies to the gradients of weights and scale only.
 func (s Stage) Weight(alpha float32) float32 {
 	switch s {
 	case Training, FineTuning, Fossilized:
@@ -119,7 +121,7 @@ func (s Stage) Weight(alpha float32) float32 {
 	return 0
 }
 
-// Share is the α with which the output blends.
+// Share returns the effective α of the output.
 func (s Stage) Share(alpha float32) float32 {
 	if !s.Blends() {
 		return 0

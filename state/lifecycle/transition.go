@@ -2,20 +2,21 @@ package lifecycle
 
 // Transition is a change of a seed's stage.
 type Transition struct {
-	Epoch    int // epochs that had ended
+	Epoch    int // number of epochs that had ended
 	From, To Stage
 }
 
-// packedEpochs is the number of epochs that a packed transition can tell apart; later ones count as
-// the last.
+// packedEpochs is the number of epochs that a packed transition can represent; later ones are
+// stored as the last.
 const packedEpochs = 1 << 24
 
-// Pack returns the transition in four bytes: 0 is one from Dormant to Dormant in epoch 0.
+// Pack encodes the transition in four bytes. 0 encodes one from Dormant to Dormant in epoch 0,
+// which does not exist.
 func (t Transition) Pack() uint32 {
 	return uint32(min(t.Epoch, packedEpochs-1))<<8 | uint32(t.From)<<4 | uint32(t.To)
 }
 
-// Unpack is the inverse of Pack.
+// Unpack decodes the result of Pack.
 func Unpack(p uint32) Transition {
 	return Transition{int(p >> 8), Stage(p >> 4 & 15), Stage(p & 15)}
 }

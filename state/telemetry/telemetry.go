@@ -1,5 +1,6 @@
-// Package telemetry has what is measured of seeds: when, in which figures, and how the figures of
-// several passes become one. All of it is pure: package state keeps the figures of seeds.
+// Package telemetry defines the figures that are measured of seeds, the settings that determine
+// when, and the arithmetic that combines the figures of several passes. Everything here is pure;
+// package state holds the figures of seeds.
 package telemetry
 
 import (
@@ -12,15 +13,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// Mode says when figures are collected.
+// Mode determines when figures are collected.
 type Mode uint8
 
-// The telemetry modes.
+// Telemetry modes.
 const (
 	Production Mode = iota // every pass, every seed
 	Sampling               // every n-th pass, or a share of the seeds, or both
-	Debug                  // as Production, with a histogram of every seed's activations
-	Off                    // nothing; NaN and Inf are still counted
+	Debug                  // Production, plus a histogram of every seed's activations
+	Off                    // nothing is measured; NaN and Inf are still counted
 )
 
 var modeNames = [...]string{"Production", "Sampling", "Debug", "Off"}
@@ -37,15 +38,16 @@ func ModeByName(name string) (Mode, error) {
 	return Mode(i), nil
 }
 
-// Reduction says how the figures of a chunk's rows become those of the seed.
+// Reduction determines how the figures of a chunk's rows are combined.
 type Reduction uint8
 
-// The reductions.
+// Reductions of rows.
 const (
-	// the exact figures over all rows × C elements, by merging partial moments
+	// Hierarchical computes the exact figures over all rows × C elements, by merging partial
+	// moments.
 	Hierarchical = Reduction(seed.Exact)
-	MeanOfRows   = Reduction(seed.Mean) // the average of the figures of the rows
-	MaxOfRows    = Reduction(seed.Max)  // the largest figure of any row
+	MeanOfRows   = Reduction(seed.Mean) // average of the rows' figures
+	MaxOfRows    = Reduction(seed.Max)  // largest of the rows' figures
 )
 
 var reductionNames = [...]string{"Hierarchical", "MeanOfRows", "MaxOfRows"}
@@ -63,13 +65,13 @@ func ReductionByName(name string) (Reduction, error) {
 	return Reduction(i), nil
 }
 
-// Config says what is measured.
+// Config configures telemetry.
 type Config struct {
 	Mode      Mode      `json:"mode"`
 	Reduction Reduction `json:"reduction"`
-	// Sampling: measure every n-th pass; 0 and 1 mean every pass
+	// Every makes mode Sampling measure one pass in Every. 0 and 1 mean every pass.
 	Every int `json:"every"`
-	// Sampling: measure this share of the seeds, in turn; 0 and 1 mean all
+	// Share makes mode Sampling measure this share of the seeds, in turn. 0 and 1 mean all seeds.
 	Share float64 `json:"share"`
 }
 
@@ -88,7 +90,7 @@ func (c Config) String() string {
 	return s
 }
 
-// Check returns an error unless the fields are in range.
+// Check returns an error that names the first field out of range.
 func (c Config) Check() error {
 	switch {
 	case int(c.Mode) >= len(modeNames):
@@ -101,12 +103,13 @@ func (c Config) Check() error {
 	case !(c.Share >= 0 && c.Share <= 1):
 		return fmt.Errorf("telemetry Share is %v, want a number from 0 to 1", c.Share)
 	}
+
 	return nil
 }
 
-// Watches reports whether a seed's figures are collected in the given pass. The sampled seeds of
-// one pass are spread evenly over the lattice. They move on by one share from pass to pass, so that
-// all get their turn.
+// Watches reports whether a seed's figures are collected in the given pass. The sampled seeds of a
+// pass are spread evenly over the lattice and move on by one share from pass to pass, so that every
+// seed gets its turn.
 func (c Config) Watches(seed int, step uint64) bool {
 	switch c.Mode {
 	case Off:
@@ -121,39 +124,42 @@ func (c Config) Watches(seed int, step uint64) bool {
 			return (uint64(seed)+turn)*share%unit < share
 		}
 	}
+
 	return true
 }
 
-// Health are the six figures of a seed's input chunk, before any clamp. Non-finite elements are
-// counted, not included. In a state.Report, Variance and DeadRatio have float32 precision and the
-// others that of a bfloat16, 2⁻⁹, over the same range.
+// Health holds six figures of a seed's input chunk before any clamp. Non-finite elements are
+// excluded; they are counted separately. In a state.Report, Variance and DeadRatio have the
+// precision of float32, and the other figures have the precision of bfloat16, 2⁻⁹, with the same
+// range.
 type Health struct {
 	Variance  float64 // mean squared deviation from the mean
 	Mean      float64
 	Min, Max  float64
-	DeadRatio float64 // share of elements with |x| < ε
+	DeadRatio float64 // fraction of elements with |x| < ε
 	SNR       float64 // signal-to-noise ratio |mean|/sqrt(variance + ε)
 }
 
-// Gradient are the three figures of the gradient of a seed's output chunk, before any clipping. In
-// a state.Report, Norm has float32 precision and the others that of a bfloat16, 2⁻⁹, over the same
-// range.
+// Gradient holds three figures of the gradient of a seed's output chunk before any clipping. In a
+// state.Report, Norm has the precision of float32, and the others have the precision of bfloat16, 2⁻⁹,
+// with the same range.
 type Gradient struct {
 	Norm     float64 // square root of the sum of squares
 	Variance float64
 	Max      float64 // largest magnitude
 }
 
-// Moments sum up numbers: how many, their mean, and the mean squared deviation from it.
+// Moments are the count, mean and variance (mean squared deviation from the mean) of a set of
+// numbers.
 type Moments struct{ Count, Mean, Variance float64 }
 
-// Valid reports whether numbers can have these moments.
+// Valid reports whether a set of finite numbers can have these moments.
 func (m Moments) Valid() bool {
 	return m.Count >= 0 && m.Variance >= 0 && m.Count-m.Count == 0 &&
 		m.Mean-m.Mean == 0 && m.Variance-m.Variance == 0
 }
 
-// Merge returns the moments of the numbers of m and n together (Chan, Golub and LeVeque, "Updating
+// Merge returns the moments of the union of two sets of numbers (Chan, Golub and LeVeque, "Updating
 // Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979).
 func (m Moments) Merge(n Moments) Moments {
 	if n.Count == 0 {
@@ -167,32 +173,32 @@ func (m Moments) Merge(n Moments) Moments {
 	return Moments{count, m.Mean + d*f, m.Variance*(1-f) + n.Variance*f + d*d*f*(1-f)}
 }
 
-// HistogramBins is the length of a histogram of activations. Bin i counts the elements with
-// 2^(i−24) ≤ |x| < 2^(i−23); bin 0 also holds all smaller ones and the last bin all larger ones.
+// HistogramBins is the number of bins of a histogram of activations. Bin i counts elements with
+// 2^(i−24) ≤ |x| < 2^(i−23); bin 0 includes all smaller ones and the last bin all larger ones.
 const HistogramBins = 40
 
 // Histogram counts elements by their magnitude; see [HistogramBins].
 type Histogram [HistogramBins]uint32
 
-// HealthSample is what a forward pass has measured of one seed.
+// HealthSample is the measurement of one seed in a forward pass.
 type HealthSample struct {
-	Health Health // reduced as state.Pass.Telemetry says
-	// of all finite elements, whatever the reduction; Count 0 when not measured
+	Health Health // reduced according to state.Pass.Telemetry
+	// Moments of all finite elements, regardless of the reduction; Count 0 if not measured.
 	Moments   Moments
-	NonFinite int        // elements that are NaN or Inf
-	Histogram *Histogram // in mode Debug; nil otherwise. It is copied.
+	NonFinite int        // number of elements that are NaN or Inf
+	Histogram *Histogram // in mode Debug; otherwise nil. It is copied.
 }
 
-// GradientSample is what a backward pass has measured of one seed.
+// GradientSample is the measurement of one seed in a backward pass.
 type GradientSample struct {
-	Gradient  Gradient // reduced as state.Pass.Telemetry says
-	Norms     Moments  // of the rows' gradient norms; Count 0 when not measured
+	Gradient  Gradient // reduced according to state.Pass.Telemetry
+	Norms     Moments  // moments of the rows' gradient norms; Count 0 if not measured
 	NonFinite int
-	Clipped   int // rows whose gradient was clipped
+	Clipped   int // number of rows with a clipped gradient
 }
 
-// Drift is the relative change of a chunk's moments. It is the change of its root mean square or of
-// its mean, whichever is larger, relative to the former root mean square.
+// Drift returns the relative change of a chunk's moments: the change of its root mean square or of
+// its mean, whichever is larger, divided by the former root mean square.
 func Drift(mean0, variance0, mean1, variance1 float64) float64 {
 	rms0, rms1 := math.Sqrt(mean0*mean0+variance0), math.Sqrt(mean1*mean1+variance1)
 	if rms0 == 0 {
@@ -201,10 +207,10 @@ func Drift(mean0, variance0, mean1, variance1 float64) float64 {
 	return math.Max(math.Abs(rms1-rms0), math.Abs(mean1-mean0)) / rms0
 }
 
-// Timing is what was measured of the time that one run of a layer took, forward or backward. Who
-// executes the layer may measure it as seldom as it likes.
+// Timing is the measured time of one run of a layer, forward or backward. The executor of the layer
+// may measure it as rarely as it likes.
 type Timing struct {
-	Kernel    time.Duration // of the layer's arithmetic alone
-	Telemetry time.Duration // by how much telemetry and the lattice's bookkeeping prolong it
-	Bytes     int64         // read and written by the arithmetic at least, if caches hold nothing
+	Kernel    time.Duration // duration of the layer's arithmetic
+	Telemetry time.Duration // additional time for telemetry and the lattice's bookkeeping
+	Bytes     int64         // minimum number of bytes read and written by the arithmetic, assuming empty caches
 }

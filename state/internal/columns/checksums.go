@@ -10,21 +10,22 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Block is how many rows are gathered at a time for their checksums. They are enough to make a loop
-// over one column worth its start, few enough to stay in the first-level cache.
+// Block is the number of rows that are gathered at a time for their checksums: enough to amortize
+// the start of a loop over one column, and few enough to stay in the first-level cache.
 const Block = 64
 
-// Checksums computes the CRC-32 of a table's rows: of the row's number and its elements. Several
-// goroutines may use it at once.
+// Checksums computes the CRC-32 of each row of a table, over the row's number and elements. It may
+// be used concurrently.
 type Checksums struct {
 	columns []Column
-	offsets []int // of each column in a row of bytes, which begins with the row's number
+	offsets []int // position of each column in the bytes of a row, after the row's number
 	stride  int
-	rows    sync.Pool // *[]byte, of Block rows
+	rows    sync.Pool // *[]byte with the bytes of Block rows
 }
 
-// NewChecksums returns those of a table with the given columns. With padded set, zeros fill rows up
-// to a multiple of 16 bytes, of which processors compute a CRC-32 faster than of the rest.
+// NewChecksums returns the checksums of a table with the given columns. With padded set, zeros
+// extend rows to a multiple of 16 bytes, because processors compute a CRC-32 faster over blocks of
+// that size.
 func NewChecksums(columns []Column, padded bool) *Checksums {
 	c := &Checksums{columns: columns, stride: 4}
 	for _, col := range columns {
@@ -37,7 +38,7 @@ func NewChecksums(columns []Column, padded bool) *Checksums {
 	return c
 }
 
-// Row returns the bytes of a row that its checksum is of.
+// Row returns the bytes that the checksum of a row covers.
 func (c *Checksums) Row(row int) []byte {
 	b := make([]byte, c.stride)
 	binary.LittleEndian.PutUint32(b, uint32(row))
@@ -61,6 +62,7 @@ func (c *Checksums) Each(lo, hi int, f func(row int, sum uint32)) {
 		b := make([]byte, Block*c.stride)
 		rows = &b
 	}
+
 	defer c.rows.Put(rows)
 	buf := *rows
 	for ; lo < hi; lo += Block {
@@ -77,13 +79,13 @@ func (c *Checksums) Each(lo, hi int, f func(row int, sum uint32)) {
 	}
 }
 
-// Seal renews the checksums crc of the rows in [lo, hi).
+// Seal stores the checksums of rows [lo, hi) in crc.
 func (c *Checksums) Seal(lo, hi int, crc []uint32) {
 	c.Each(lo, hi, func(row int, sum uint32) { crc[row] = sum })
 }
 
-// Fault is a row that does not match its checksum. Its syndrome is its checksum XOR that of its
-// elements.
+// Fault is a row that does not match its checksum. Syndrome is the stored checksum XOR the computed
+// one.
 type Fault struct {
 	Row      int
 	Syndrome uint32
@@ -99,7 +101,7 @@ func (c *Checksums) Faults(lo, hi int, crc []uint32) (found []Fault) {
 	return found
 }
 
-// All is Faults of all rows, on all cores.
+// All returns the faults of all rows, using all cores.
 func (c *Checksums) All(crc []uint32) []Fault {
 	const grain = 1024
 	spans := make([][]Fault, (len(crc)+grain-1)/grain)
@@ -107,14 +109,15 @@ func (c *Checksums) All(crc []uint32) []Fault {
 	return slices.Concat(spans...)
 }
 
-// Locate says which bit of a row has flipped, if a single one has. CRC-32 is linear, and gives
-// every bit of a message as short as this a syndrome of its own.
+// Locate describes the bit of a row that has flipped, if it is a single one. CRC-32 is linear and
+// gives each bit of such a short message its own syndrome.
 func (c *Checksums) Locate(syndrome uint32) string {
 	for bit := range 32 {
 		if syndrome == 1<<bit {
 			return fmt.Sprintf("bit %d of its checksum has flipped", bit)
 		}
 	}
+
 	row := make([]byte, c.stride)
 	zero := crc32.ChecksumIEEE(row)
 	for k, col := range c.columns {
@@ -127,5 +130,6 @@ func (c *Checksums) Locate(syndrome uint32) string {
 			*at = 0
 		}
 	}
+
 	return "more than one bit has changed"
 }

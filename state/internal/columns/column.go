@@ -1,5 +1,5 @@
-// Package columns keeps tables as arrays, one for each column: their bytes, the checksums of their
-// rows, and files of them.
+// Package columns stores tables as one array per column. It provides access to their bytes,
+// checksums of their rows, and their file format.
 package columns
 
 import (
@@ -11,14 +11,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// Column is a column of a table: its name, as files have it, and a pointer to its array. That is a
-// []uint8, []uint16, []uint32, []uint64, []float32 or []float64.
+// Column is a named column of a table. Array points to its elements: a []uint8, []uint16, []uint32,
+// []uint64, []float32 or []float64.
 type Column struct {
 	Name  string
 	Array any
 }
 
-// New returns a column without elements of a named type.
+// New returns an empty column with elements of the named type.
 func New(name, elements string) (Column, error) {
 	c := Column{Name: name}
 	switch elements {
@@ -37,16 +37,17 @@ func New(name, elements string) (Column, error) {
 	default:
 		return c, fmt.Errorf("field %q is of type %q", name, elements)
 	}
+
 	return c, nil
 }
 
-// Data returns the column's array itself, such as a []uint8.
+// Data returns the column's array, such as a []uint8, without copying it.
 func (c Column) Data() any { return reflect.ValueOf(c.Array).Elem().Interface() }
 
-// Set makes an array of the column's type, such as a []uint8, the column's own.
+// Set replaces the column's array by data, which must have the same type, without copying it.
 func (c Column) Set(data any) { reflect.ValueOf(c.Array).Elem().Set(reflect.ValueOf(data)) }
 
-// Clone returns a column of the same name with a copy of the array.
+// Clone returns a column with the same name and a copy of the array.
 func (c Column) Clone() Column {
 	array := reflect.New(reflect.TypeOf(c.Array).Elem())
 	own := reflect.ValueOf(c.Array).Elem()
@@ -54,7 +55,7 @@ func (c Column) Clone() Column {
 	return Column{c.Name, array.Interface()}
 }
 
-// Make gives the column an array of n zeros.
+// Make gives the column a new array of n zeros.
 func (c Column) Make(n int) {
 	switch a := c.Array.(type) {
 	case *[]uint8:
@@ -72,7 +73,7 @@ func (c Column) Make(n int) {
 	}
 }
 
-// Type names the element type, as files do.
+// Type returns the name of the element type, as used in files.
 func (c Column) Type() string {
 	switch c.Array.(type) {
 	case *[]uint8:
@@ -90,13 +91,13 @@ func (c Column) Type() string {
 	}
 }
 
-// Width is the element type's size in bytes.
+// Width returns the size of an element in bytes.
 func (c Column) Width() int { return widths[c.Type()] }
 
 var widths = map[string]int{"uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "float32": 4,
 	"float64": 8}
 
-// RowWidth is the size of a row of all columns, in bytes.
+// RowWidth returns the size of a row of all columns in bytes.
 func RowWidth(columns []Column) (bytes int) {
 	for _, c := range columns {
 		bytes += c.Width()
@@ -104,7 +105,7 @@ func RowWidth(columns []Column) (bytes int) {
 	return bytes
 }
 
-// Gather writes elements lo to hi, little endian, one every stride bytes of dst.
+// Gather writes elements [lo, hi) in little-endian order, one every stride bytes of dst.
 func (c Column) Gather(dst []byte, stride, lo, hi int) {
 	switch a := c.Array.(type) {
 	case *[]uint8:
@@ -134,7 +135,7 @@ func (c Column) Gather(dst []byte, stride, lo, hi int) {
 	}
 }
 
-// Scatter is the inverse of Gather.
+// Scatter reads elements [lo, hi) from src; it is the inverse of Gather.
 func (c Column) Scatter(src []byte, stride, lo, hi int) {
 	for i := lo; i < hi; i++ {
 		b := src[(i-lo)*stride:]
@@ -155,13 +156,14 @@ func (c Column) Scatter(src []byte, stride, lo, hi int) {
 	}
 }
 
-// Narrow fills a column that has become float32 from what it was before: float64, or a
-// half.Float16 as uint16. It reports whether that was so.
+// Narrow fills a column that is now float32 from its former contents: float64, or half.Float16
+// stored as uint16. It returns false for other types.
 func (c Column) Narrow(from Column) bool {
 	to, ok := c.Array.(*[]float32)
 	if !ok {
 		return false
 	}
+
 	switch a := from.Array.(type) {
 	case *[]float64:
 		for i, v := range *a {
@@ -174,5 +176,6 @@ func (c Column) Narrow(from Column) bool {
 	default:
 		return false
 	}
+
 	return true
 }

@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// table returns columns of all types, of three rows.
+// table returns columns of all types with three rows.
 func table() []Column {
 	return []Column{
 		{"a", &[]uint8{1, 2, 3}}, {"b", &[]uint16{0x102, 7, 8}}, {"c", &[]uint32{1 << 31, 5, 6}},
@@ -19,7 +19,7 @@ func table() []Column {
 	}
 }
 
-// TestFile wants a file to give back the table that it is made of, and nothing of another length.
+// TestFile checks that a file restores its table, and that files of another length are refused.
 func TestFile(t *testing.T) {
 	all := table()
 	require.Equal(t, 1+2+4+8+4+8, RowWidth(all))
@@ -31,13 +31,12 @@ func TestFile(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, ReadRows(read, 3, rest))
 	require.Equal(t, all, read)
-
 	require.ErrorContains(t, ReadRows(read, 3, rest[1:]), "3 seeds take 81 bytes, but 80 follow")
 	require.ErrorContains(t, ReadRows(read, 1<<40, rest), "but 81 follow")
 	_, err = Empty([]Field{{"a", "string"}})
 	require.ErrorContains(t, err, `field "a" is of type "string"`)
 	for want, bad := range map[string][]byte{
-		"does not begin with": file[1:], "should have 6 bytes, but only 5 follow": file[:Prefix+5],
+		"does not start with": file[1:], "is 6 bytes long, but only 5 bytes follow": file[:Prefix+5],
 		"does not match its checksum": []byte(string(file[:Prefix]) + "Header"),
 	} {
 		_, _, err := ParseHead(bad)
@@ -45,7 +44,7 @@ func TestFile(t *testing.T) {
 	}
 }
 
-// TestChecksums wants every flipped bit to be found and named, and a row to be put back.
+// TestChecksums checks that every flipped bit is found and located, and that a row can be restored.
 func TestChecksums(t *testing.T) {
 	for _, padded := range []bool{false, true} {
 		all := table()
@@ -67,13 +66,15 @@ func TestChecksums(t *testing.T) {
 				sums.SetRow(1, before)
 			}
 		}
+
 		require.Empty(t, sums.Faults(0, 3, crc))
 		require.Equal(t, "bit 9 of its checksum has flipped", sums.Locate(1<<9))
 		require.Equal(t, "more than one bit has changed", sums.Locate(0b11))
 	}
 }
 
-// TestColumn wants a clone to have memory of its own, and older types to become float32.
+// TestColumn checks that a clone does not share memory, and that older types are converted to
+// float32.
 func TestColumn(t *testing.T) {
 	for _, c := range table() {
 		other := c.Clone()
@@ -83,6 +84,7 @@ func TestColumn(t *testing.T) {
 		other.Set(c.Data())
 		require.Equal(t, c, other)
 	}
+
 	to := Column{"x", &[]float32{0, 0}}
 	require.True(t, to.Narrow(Column{"x", &[]float64{0.5, -3}}))
 	require.Equal(t, []float32{0.5, -3}, to.Data())

@@ -7,14 +7,16 @@ import (
 	"hash/crc32"
 )
 
-// A file of a table is a head and the arrays, one behind the other. The head is the magic number, a
-// header's length and checksum (uint32, little endian), and the header.
+// The file of a table consists of a head followed by the arrays, one after the other. The head
+// consists of the magic number, the length and checksum of a header (uint32, little endian), and
+// the header.
 const (
 	Magic  = "KASMINA\n"
-	Prefix = len(Magic) + 8 // the head without its header
+	Prefix = len(Magic) + 8 // size of the head without its header
 )
 
-// Head returns the head of a file with the given header, with room for more bytes behind it.
+// Head returns the head of a file with the given header, with capacity for the given number of
+// further bytes.
 func Head(header []byte, more int) []byte {
 	head := make([]byte, 0, Prefix+len(header)+more)
 	head = append(head, Magic...)
@@ -23,16 +25,17 @@ func Head(header []byte, more int) []byte {
 	return append(head, header...)
 }
 
-// ParseHead returns the header at the beginning of data, and what follows it.
+// ParseHead returns the header at the start of data and the bytes after it.
 func ParseHead(data []byte) (header, rest []byte, err error) {
 	if len(data) < Prefix || string(data[:len(Magic)]) != Magic {
-		return nil, nil, fmt.Errorf("the data does not begin with %q", Magic)
+		return nil, nil, fmt.Errorf("the data does not start with %q", Magic)
 	}
+
 	size := binary.LittleEndian.Uint32(data[len(Magic):])
 	sum := binary.LittleEndian.Uint32(data[len(Magic)+4:])
 	rest = data[Prefix:]
 	if uint64(len(rest)) < uint64(size) {
-		return nil, nil, fmt.Errorf("the header should have %d bytes, but only %d follow", size,
+		return nil, nil, fmt.Errorf("the header is %d bytes long, but only %d bytes follow", size,
 			len(rest))
 	}
 	if crc32.ChecksumIEEE(rest[:size]) != sum {
@@ -51,8 +54,8 @@ func AppendRows(data []byte, columns []Column, n int) []byte {
 	return data
 }
 
-// ReadRows fills empty columns with n rows from what follows the head of a file. It returns an
-// error, and takes no memory, unless that is all there is.
+// ReadRows fills empty columns with the n rows that follow the head of a file. It returns an error,
+// before allocating anything, unless data has exactly the size of n rows.
 func ReadRows(columns []Column, n int, data []byte) error {
 	if want := uint64(n) * uint64(RowWidth(columns)); uint64(len(data)) != want {
 		return fmt.Errorf("%d seeds take %d bytes, but %d follow the header", n, want, len(data))
@@ -65,13 +68,13 @@ func ReadRows(columns []Column, n int, data []byte) error {
 	return nil
 }
 
-// Field is a column as a header lists it.
+// Field describes a column in a header.
 type Field struct {
 	Name string `json:"name"`
 	Type string `json:"type"`
 }
 
-// Fields lists columns.
+// Fields returns the descriptions of columns.
 func Fields(columns []Column) (fields []Field) {
 	for _, c := range columns {
 		fields = append(fields, Field{c.Name, c.Type()})
@@ -79,7 +82,7 @@ func Fields(columns []Column) (fields []Field) {
 	return fields
 }
 
-// Empty returns columns without elements, as a header lists them.
+// Empty returns empty columns for the given descriptions.
 func Empty(fields []Field) (columns []Column, err error) {
 	for _, f := range fields {
 		c, err := New(f.Name, f.Type)

@@ -1,4 +1,4 @@
-// Package outbox brings events to those who listen.
+// Package outbox delivers events to listeners.
 package outbox
 
 import (
@@ -6,52 +6,56 @@ import (
 	"sync"
 )
 
-// Outbox delivers events in order, one at a time, and while nothing is locked, so that a listener
-// may use what it listens to. Its zero value is ready.
+// Outbox delivers events in order, one at a time, and without holding a lock, so a listener may use
+// the source of the events. The zero value is ready to use.
 type Outbox[E any] struct {
-	mu      sync.Mutex
-	list    []*func(E)
-	waiting []E
-	busy    bool // a goroutine is delivering
-	held    int  // callers of Hold
-	relays  []relay[E]
+	mu        sync.Mutex
+	listeners []*func(E)
+	waiting   []E
+	busy      bool // a goroutine is delivering
+	held      int  // number of callers that hold events back
+	relays    []relay[E]
 }
 
-// relay is an outbox that gets the events of another one too, as mark changes them.
+// relay is another outbox that receives the same events after mark has modified them.
 type relay[E any] struct {
 	to   *Outbox[E]
 	mark func(*E)
 }
 
-// Relay hands what is added from now on to another outbox too, changed by mark.
+// Relay also adds all later events, modified by mark, to another outbox.
 func (o *Outbox[E]) Relay(to *Outbox[E], mark func(*E)) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.relays = append(slices.Clip(o.relays), relay[E]{to, mark})
 }
 
-// Listen makes f hear of every event that is added from now on, until stop is called.
+// Listen registers f to be called with every event that is added from now on, until stop is called.
 func (o *Outbox[E]) Listen(f func(E)) (stop func()) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.list = append(slices.Clip(o.list), &f)
+
+	o.listeners = append(slices.Clip(o.listeners), &f)
 	return func() {
 		o.mu.Lock()
 		defer o.mu.Unlock()
-		o.list = slices.DeleteFunc(slices.Clone(o.list), func(g *func(E)) bool { return g == &f })
+		o.listeners = slices.DeleteFunc(slices.Clone(o.listeners), func(g *func(E)) bool { return g == &f })
 	}
 }
 
-// Add puts events in, which wait for Deliver.
+// Add queues events until Deliver is called.
 func (o *Outbox[E]) Add(events ...E) {
 	if len(events) == 0 {
 		return
 	}
+
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if len(o.list) > 0 {
+
+	if len(o.listeners) > 0 {
 		o.waiting = append(o.waiting, events...)
 	}
+
 	for _, r := range o.relays {
 		events = slices.Clone(events)
 		for i := range events {
@@ -61,8 +65,8 @@ func (o *Outbox[E]) Add(events ...E) {
 	}
 }
 
-// Deliver hands over what waits. Another goroutine that is at it, or a caller of this one, sees to
-// that instead.
+// Deliver calls the listeners with the queued events. If another goroutine, or a caller further up
+// the stack, is already delivering, that one delivers them too.
 func (o *Outbox[E]) Deliver() {
 	for o.take() {
 	}
@@ -74,24 +78,26 @@ func (o *Outbox[E]) Deliver() {
 	}
 }
 
-// Hold adds to the number of those who keep all events back, or with −1 takes one away.
+// Hold adds to the number of callers that hold all events back; −1 ends one hold.
 func (o *Outbox[E]) Hold(more int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.held += more
 }
 
-// take hands over what waits now, and reports whether it did.
+// take delivers the events queued at present, and reports whether there were any.
 func (o *Outbox[E]) take() bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+
 	if o.busy || o.held > 0 || len(o.waiting) == 0 {
 		return false
 	}
-	events, list := o.waiting, o.list
+
+	events, list := o.waiting, o.listeners
 	o.waiting, o.busy = nil, true
 	o.mu.Unlock()
-	defer func() { // also when a listener panics
+	defer func() { // even if a listener panics
 		o.mu.Lock()
 		o.busy = false
 	}()
@@ -100,5 +106,6 @@ func (o *Outbox[E]) take() bool {
 			(*f)(e)
 		}
 	}
+
 	return true
 }

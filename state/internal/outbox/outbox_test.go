@@ -6,8 +6,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestOutbox wants listeners to hear of all events in order, of one that a listener adds behind the
-// others. They hear of nothing that is held back.
+// TestOutbox checks that listeners receive all events in order, including events that a listener
+// adds, and none while events are held.
 func TestOutbox(t *testing.T) {
 	var box, network Outbox[int]
 	box.Relay(&network, func(e *int) { *e += 100 })
@@ -16,9 +16,10 @@ func TestOutbox(t *testing.T) {
 		heard = append(heard, e)
 		if e == 1 {
 			box.Add(9)
-			box.Deliver() // this call sees to it, behind what goes on
+			box.Deliver() // the outer call delivers it after the present events
 		}
 	})
+
 	network.Listen(func(e int) { relayed = append(relayed, e) })
 	box.Add(1, 2)
 	require.Empty(t, heard)
@@ -38,7 +39,7 @@ func TestOutbox(t *testing.T) {
 	require.Equal(t, 103, relayed[3])
 }
 
-// TestPanic wants an outbox to go on after a listener has panicked.
+// TestPanic checks that an outbox continues to work after a listener has panicked.
 func TestPanic(t *testing.T) {
 	var box Outbox[int]
 	var heard []int
