@@ -16,7 +16,8 @@ import (
 type CheckOption func(*checker) error
 
 // WithStep sets the first step of the differences, as a multiple of max(|x|, 1) for an element x.
-// Steps shrink from there as needed, and grow where rounding drowns the differences. Default 0.01.
+// Steps shrink from there as needed, and grow if rounding errors dominate the differences. The
+// default is 0.01.
 func WithStep(h float64) CheckOption {
 	return func(c *checker) error {
 		if !(h > 0) || math.IsInf(h, 0) {
@@ -27,8 +28,8 @@ func WithStep(h float64) CheckOption {
 	}
 }
 
-// WithTolerance sets the relative error that the caller will accept: numeric derivatives are
-// refined to a hundredth of it. Default 1e-6.
+// WithTolerance sets the relative error that the caller will accept. Numeric derivatives are
+// refined to a hundredth of tol. The default is 1e-6.
 func WithTolerance(tol float64) CheckOption {
 	return func(c *checker) error {
 		if !(tol > 0 && tol < 1) {
@@ -39,8 +40,8 @@ func WithTolerance(tol float64) CheckOption {
 	}
 }
 
-// WithSamples sets how many elements of an input are checked. An input with no more than that is
-// checked in full. With n = 0 every element of every input is. Default 200.
+// WithSamples sets the number of elements that are checked per input. Inputs with at most that many
+// elements are checked in full; with n = 0, all inputs are. The default is 200.
 func WithSamples(n int) CheckOption {
 	return func(c *checker) error {
 		if n < 0 {
@@ -51,8 +52,8 @@ func WithSamples(n int) CheckOption {
 	}
 }
 
-// WithSeed chooses which elements of large inputs are checked, and along which direction. Default
-// 1.
+// WithSeed sets the seed for choosing the checked elements of large inputs, and the random
+// direction. The default is 1.
 func WithSeed(seed uint64) CheckOption {
 	return func(c *checker) error {
 		c.seed = seed
@@ -60,32 +61,34 @@ func WithSeed(seed uint64) CheckOption {
 	}
 }
 
-// CheckGradients compares gradients of cost, as gorgonia.Grad derives them, with central
-// differences. It reports both for each input in wrt, element by element.
+// CheckGradients compares the gradients of cost, as gorgonia.Grad derives them, with central
+// differences, and reports both for each input in wrt, element by element.
 //
-// cost is a float64 scalar node and wrt are float64 input nodes that it depends on; all inputs of
-// the cost must have values. Neither the graph nor any value in it is touched: gradients are
-// derived in a copy, as if none had been taken before. The copy shares the ops. One with a state of
-// its own, such as running averages, keeps what the runs leave there. An op with a Replay method is
-// run once, then replayed. Random inputs are drawn once and held; a cost that changes from one run
-// to the next for other reasons is an error.
+// cost must be a float64 scalar node and wrt float64 input nodes on which it depends; all inputs of
+// the cost must have values. Neither the graph nor its values change: gradients are derived in a
+// copy of the graph, as if none had been taken before.
+//
+// The copy shares the ops. An op with internal state, such as running averages, retains the effects
+// of the runs. An op with a Replay method is run once and then replayed. Random inputs are drawn
+// once and held. A cost that changes between runs for other reasons is an error.
 //
 // The relative error of an analytic derivative a and a numeric one n is
 //
 //	|a − n| / max(|a|, |n|, floor),   floor = max(1e-3·max|a| over the input, 1e-5·|cost|)
 //
-// The floor keeps derivatives near zero from being judged by the cost's rounding errors. An element
-// below a thousandth of its input's largest is measured against that thousandth. None is measured
-// against less than differences can resolve. Correct ops come out below 1e-6, most below 1e-8.
+// The floor keeps derivatives near zero from being judged by the cost's rounding errors: an element
+// below a thousandth of its input's largest derivative is compared with that thousandth, and no
+// element with less than differences can resolve. Correct ops have errors below 1e-6, most of them
+// below 1e-8.
 //
-// Inputs of up to 200 elements are checked in full. Of larger ones 200 elements are drawn
-// ([WithSamples], [WithSeed]), and the derivative along one random direction, to which every
-// element contributes, is checked as well.
+// Inputs of up to 200 elements are checked in full. For larger inputs, 200 elements are drawn
+// ([WithSamples], [WithSeed]), and the derivative along one random direction, which all elements
+// contribute to, is checked as well.
 //
 // Differences are extrapolated to step zero by Richardson's method, with steps that change until
-// they agree. Wide steps, which may lie on a plateau, count where narrow ones do not contradict
-// them. At a kink, such as relu at exactly 0, there is no derivative. Differences find the
-// mean of both sides there, and the report shows a difference where nothing is wrong. Choose values
+// the results agree. Wide steps, which may lie on a plateau, count only if narrow ones do not
+// contradict them. At a kink, such as relu at exactly 0, no derivative exists; differences yield
+// the mean of both sides, and the report shows an error although nothing is wrong. Choose values
 // away from kinks.
 func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes,
 	opts ...CheckOption) (CheckReport, error) {
@@ -98,6 +101,7 @@ func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes,
 			return CheckReport{}, fmt.Errorf("autodiff.CheckGradients: %w", err)
 		}
 	}
+
 	report, err := c.check(cost, wrt)
 	if err != nil {
 		return CheckReport{}, fmt.Errorf("autodiff.CheckGradients: %w", err)
@@ -105,42 +109,50 @@ func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes,
 	return report, nil
 }
 
+// checker holds the options and the state of a check.
 type checker struct {
 	step, tolerance float64
 	samples         int
 	seed            uint64
 
-	values  map[*gorgonia.Node]gorgonia.Value // of every input of the cost, private to the checker
+	values  map[*gorgonia.Node]gorgonia.Value // of all inputs of the cost, private to the checker
 	forward *copied
 	vm      gorgonia.VM
-	out     gorgonia.Value // where forward's runs leave the cost
+	out     gorgonia.Value // where runs of forward store the cost
 	runs    int
 }
 
+// check implements CheckGradients.
 func (c *checker) check(cost *gorgonia.Node, wrt gorgonia.Nodes) (CheckReport, error) {
 	if err := checkNodes(cost, wrt); err != nil {
 		return CheckReport{}, err
 	}
+
 	backward, err := copyGraph(cost, false)
 	if err != nil {
 		return CheckReport{}, err
 	}
+
 	for _, n := range wrt {
 		if !slices.Contains(backward.inputs, n) {
 			return CheckReport{}, fmt.Errorf("the cost does not depend on wrt input %s", label(n))
 		}
 	}
+
 	if err := c.takeValues(backward.inputs); err != nil {
 		return CheckReport{}, err
 	}
+
 	grads, err := c.analytic(backward, wrt)
 	if err != nil {
 		return CheckReport{}, err
 	}
+
 	base, err := c.compileForward(cost)
 	if err != nil {
 		return CheckReport{}, err
 	}
+
 	defer c.vm.Close()
 	report := CheckReport{Cost: base}
 	for i, n := range wrt {
@@ -150,10 +162,12 @@ func (c *checker) check(cost *gorgonia.Node, wrt gorgonia.Nodes) (CheckReport, e
 		}
 		report.Inputs = append(report.Inputs, in)
 	}
+
 	report.Evaluations = c.runs
 	return report, nil
 }
 
+// checkNodes returns an error unless cost and wrt are suitable nodes.
 func checkNodes(cost *gorgonia.Node, wrt gorgonia.Nodes) error {
 	switch {
 	case cost == nil || cost.Graph() == nil:
@@ -168,6 +182,7 @@ func checkNodes(cost *gorgonia.Node, wrt gorgonia.Nodes) error {
 	case len(wrt) == 0:
 		return fmt.Errorf("wrt is empty, want at least one input node")
 	}
+
 	for i, n := range wrt {
 		switch {
 		case n == nil:
@@ -182,10 +197,11 @@ func checkNodes(cost *gorgonia.Node, wrt gorgonia.Nodes) error {
 			return fmt.Errorf("wrt input %s is listed twice", label(n))
 		}
 	}
+
 	return nil
 }
 
-// takeValues copies the values of all inputs, and draws those of random sources.
+// takeValues copies the values of all inputs and draws values for random sources.
 func (c *checker) takeValues(inputs gorgonia.Nodes) error {
 	c.values = make(map[*gorgonia.Node]gorgonia.Value, len(inputs))
 	for _, n := range inputs {
@@ -199,16 +215,18 @@ func (c *checker) takeValues(inputs gorgonia.Nodes) error {
 		if v == nil {
 			return fmt.Errorf("input %s has no value: bind one with gorgonia.Let", label(n))
 		}
+
 		v, err := rowMajorCopy(v)
 		if err != nil {
 			return fmt.Errorf("input %s: %w", label(n), err)
 		}
 		c.values[n] = v
 	}
+
 	return nil
 }
 
-// bindAll gives g's inputs fresh copies of the values, since ops may change what they are given.
+// bindAll binds fresh copies of the values to g's inputs, because ops may modify their inputs.
 func (c *checker) bindAll(g *copied) error {
 	for _, n := range g.inputs {
 		v, err := gorgonia.CloneValue(c.values[n])
@@ -222,12 +240,13 @@ func (c *checker) bindAll(g *copied) error {
 	return nil
 }
 
-// analytic returns the gradients that gorgonia.Grad derives, flat.
+// analytic returns the gradients that gorgonia.Grad derives, flattened.
 func (c *checker) analytic(g *copied, wrt gorgonia.Nodes) ([][]float64, error) {
 	twins := make(gorgonia.Nodes, len(wrt))
 	for i, n := range wrt {
 		twins[i] = g.node[n]
 	}
+
 	var nodes gorgonia.Nodes
 	err := guard(func() (err error) {
 		nodes, err = gorgonia.Grad(g.out, twins...)
@@ -236,7 +255,8 @@ func (c *checker) analytic(g *copied, wrt gorgonia.Nodes) ([][]float64, error) {
 	if err != nil {
 		return nil, fmt.Errorf("deriving the gradient: %w", err)
 	}
-	// one Read each: Gorgonia merges two of one node
+
+	// Each node gets one Read only, because Gorgonia merges two reads of the same node.
 	read := make(map[*gorgonia.Node]*gorgonia.Value)
 	for _, n := range nodes {
 		if read[n] == nil {
@@ -244,10 +264,12 @@ func (c *checker) analytic(g *copied, wrt gorgonia.Nodes) ([][]float64, error) {
 			gorgonia.Read(n, read[n])
 		}
 	}
+
 	vm, err := newMachine(g.graph)
 	if err != nil {
 		return nil, err
 	}
+
 	defer vm.Close()
 	if err := c.bindAll(g); err != nil {
 		return nil, err
@@ -255,6 +277,7 @@ func (c *checker) analytic(g *copied, wrt gorgonia.Nodes) ([][]float64, error) {
 	if err := vm.RunAll(); err != nil {
 		return nil, fmt.Errorf("running the gradient: %w", err)
 	}
+
 	grads := make([][]float64, len(wrt))
 	for i, n := range nodes {
 		if grads[i], err = floats(*read[n]); err != nil {
@@ -269,23 +292,27 @@ func (c *checker) analytic(g *copied, wrt gorgonia.Nodes) ([][]float64, error) {
 				label(wrt[i]), got, want)
 		}
 	}
+
 	return grads, nil
 }
 
-// compileForward prepares the graph that differences run, and returns the cost at the point itself.
+// compileForward compiles the graph for the differences and returns the cost at the point itself.
 func (c *checker) compileForward(cost *gorgonia.Node) (float64, error) {
 	var err error
 	if c.forward, err = copyGraph(cost, true); err != nil {
 		return 0, err
 	}
+
 	gorgonia.Read(c.forward.out, &c.out)
 	if c.vm, err = newMachine(c.forward.graph); err != nil {
 		return 0, err
 	}
+
 	base, err := c.run()
 	if err != nil {
 		return 0, err
 	}
+
 	again, err := c.run()
 	switch {
 	case err != nil:
@@ -293,9 +320,10 @@ func (c *checker) compileForward(cost *gorgonia.Node) (float64, error) {
 	case math.IsNaN(base) || math.IsInf(base, 0):
 		return 0, fmt.Errorf("the cost is %v", base)
 	case base != again:
-		return 0, fmt.Errorf("the cost is %v in one run and %v in the next of the same values: "+
-			"differences of it mean nothing", base, again)
+		return 0, fmt.Errorf("the cost is %v in one run and %v in the next with the same values: "+
+			"its differences are meaningless", base, again)
 	}
+
 	return base, nil
 }
 
@@ -309,6 +337,7 @@ func (c *checker) run() (float64, error) {
 	if err := c.vm.RunAll(); err != nil {
 		return 0, fmt.Errorf("running the cost: %w", err)
 	}
+
 	f, err := floats(c.out)
 	if err != nil {
 		return 0, fmt.Errorf("cost: %w", err)
@@ -321,14 +350,16 @@ func (c *checker) compare(n *gorgonia.Node, grad []float64, base float64,
 	r *rand.Rand) (InputReport, error) {
 	report := InputReport{Name: n.Name(), Shape: n.Shape(), Floor: 1e-5 * math.Abs(base)}
 	for _, g := range grad {
-		if a := math.Abs(g); a <= math.MaxFloat64 { // neither infinite nor NaN
+		if a := math.Abs(g); a <= math.MaxFloat64 { // excludes infinities and NaN
 			report.Floor = math.Max(report.Floor, 1e-3*a)
 		}
 	}
+
 	values, err := floats(c.values[n])
 	if err != nil {
 		return report, err
 	}
+
 	pristine := slices.Clone(values)
 	direction := make([]float64, len(values))
 	add := func(e Element, step float64) error {
@@ -347,6 +378,7 @@ func (c *checker) compare(n *gorgonia.Node, grad []float64, base float64,
 		report.Elements = append(report.Elements, e)
 		return err
 	}
+
 	chosen := c.choose(len(values), r)
 	for _, i := range chosen {
 		direction[i] = 1
@@ -357,6 +389,7 @@ func (c *checker) compare(n *gorgonia.Node, grad []float64, base float64,
 		}
 		direction[i] = 0
 	}
+
 	if len(chosen) < len(values) {
 		return report, add(Element{Direction: true, Analytic: randomDirection(direction, grad, r)},
 			c.step)
@@ -364,7 +397,7 @@ func (c *checker) compare(n *gorgonia.Node, grad []float64, base float64,
 	return report, nil
 }
 
-// choose returns the elements to check, in order.
+// choose returns the indices of the elements to check, in order.
 func (c *checker) choose(size int, r *rand.Rand) []int {
 	if c.samples == 0 || size <= c.samples {
 		all := make([]int, size)
@@ -373,6 +406,7 @@ func (c *checker) choose(size int, r *rand.Rand) []int {
 		}
 		return all
 	}
+
 	taken := make(map[int]bool, c.samples)
 	var chosen []int
 	for len(chosen) < c.samples {
@@ -381,11 +415,12 @@ func (c *checker) choose(size int, r *rand.Rand) []int {
 			chosen = append(chosen, i)
 		}
 	}
+
 	slices.Sort(chosen)
 	return chosen
 }
 
-// randomDirection fills d with ±1/sqrt(len(d)) and returns the derivative that grad gives along it.
+// randomDirection fills d with ±1/sqrt(len(d)) and returns grad's derivative along it.
 func randomDirection(d, grad []float64, r *rand.Rand) float64 {
 	var along float64
 	for i := range d {
@@ -395,6 +430,7 @@ func randomDirection(d, grad []float64, r *rand.Rand) float64 {
 	return along
 }
 
+// indexOf converts a flat row-major index to one per dimension.
 func indexOf(flat int, shape tensor.Shape) []int {
 	index := make([]int, len(shape))
 	for i := len(shape) - 1; i >= 0; i-- {

@@ -35,7 +35,7 @@ func normals(r *rand.Rand, n int) []float64 {
 	return x
 }
 
-// variable adds a float64 input with normal values to g.
+// variable adds a float64 input with normally distributed values to g.
 func variable(g *gorgonia.ExprGraph, r *rand.Rand, name string, shape ...int) *gorgonia.Node {
 	return holding(g, name, normals(r, opbase.Size(shape)), shape...)
 }
@@ -53,17 +53,17 @@ func must(n *gorgonia.Node, err error) *gorgonia.Node {
 	return n
 }
 
-// weighted returns Σ w ⊙ n for random w, a cost whose gradient differs from element to element.
+// weighted returns Σ w ⊙ n for random w, a cost with a different gradient for each element.
 func weighted(n *gorgonia.Node, r *rand.Rand) *gorgonia.Node {
 	w := variable(n.Graph(), r, fmt.Sprintf("weighting of %d", n.ID()), n.Shape()...)
 	return must(gorgonia.Sum(must(gorgonia.HadamardProd(w, n))))
 }
 
-// squareOp computes x² and lets a test choose what it claims to be its gradient.
+// squareOp computes x² with a gradient that the test supplies.
 type squareOp struct {
 	opbase.Base
 	gradient func(i int, x, g float64) float64
-	flat     bool // the gradient is a vector, whatever x is
+	flat     bool // the gradient is a vector, whatever the shape of x
 }
 
 func square(x *gorgonia.Node, gradient func(i int, x, g float64) float64) *gorgonia.Node {
@@ -87,6 +87,7 @@ func (o *squareOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.
 	if o.flat {
 		shape = tensor.Shape{opbase.Size(shape)}
 	}
+
 	opbase.Init(&b.Base, o, "squareGrad", o.String(), gorgonia.Nodes{in[0], grad},
 		in[0].Dtype(), shape, nil,
 		func(o *squareOp, out []float64, in opbase.Args) error {
@@ -96,6 +97,7 @@ func (o *squareOp) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.
 			}
 			return nil
 		})
+
 	n, err := gorgonia.ApplyOp(b, in[0], grad)
 	return gorgonia.Nodes{n}, err
 }
@@ -111,6 +113,7 @@ func TestCheckGradientsPassesCorrectOps(t *testing.T) {
 		}
 		return holding(g, name, x, shape...)
 	}
+
 	cases := map[string]func(g *gorgonia.ExprGraph, r *rand.Rand) *gorgonia.Node{
 		"tanh": func(g *gorgonia.ExprGraph, r *rand.Rand) *gorgonia.Node {
 			return must(gorgonia.Tanh(variable(g, r, "x", 3, 5)))
@@ -162,6 +165,7 @@ func TestCheckGradientsPassesCorrectOps(t *testing.T) {
 				variable(g, r, "x", 4)))))
 		},
 	}
+
 	for name, build := range cases {
 		t.Run(name, func(t *testing.T) {
 			r := freshRand(t)
@@ -211,10 +215,13 @@ func TestCheckGradientsFindsWrongOps(t *testing.T) {
 			r := freshRand(t)
 			g := gorgonia.NewGraph()
 			data := normals(r, 15)
-			// clear of zero, where a gradient of 2x is too small for its error to count
+
+			// Values stay away from zero, where a gradient of 2x is too small for its error to
+			// count.
 			for i, v := range data {
 				data[i] = math.Copysign(0.5+math.Abs(v), v)
 			}
+
 			x := holding(g, "x", data, 5, 3)
 			report, err := autodiff.CheckGradients(weighted(square(x, gradient), r),
 				gorgonia.Nodes{x})
@@ -224,6 +231,7 @@ func TestCheckGradientsFindsWrongOps(t *testing.T) {
 			if report.OK(1e-6) {
 				t.Errorf("a wrong gradient passes:\n%v", report)
 			}
+
 			in, worst := report.Worst()
 			if strings.HasPrefix(name, "one element") &&
 				(fmt.Sprint(worst.Index) != "[2 1]" || in.Name != "x") {
@@ -233,10 +241,10 @@ func TestCheckGradientsFindsWrongOps(t *testing.T) {
 	}
 }
 
-// TestCheckGradientsBesideAPlateau checks elements that saturate at a tenth of the first step. They
-// add so little to the cost that rounding hides them at narrow steps, and wide ones find nothing. A
-// right derivative is still right, and one that is wrongly zero is wrong.
-func TestCheckGradientsBesideAPlateau(t *testing.T) {
+// TestCheckGradientsNearAPlateau checks elements that saturate at a tenth of the first step. Their
+// contribution to the cost is so small that rounding hides it at narrow steps, and wide steps see
+// nothing. A correct derivative must still pass, and a wrong zero must not.
+func TestCheckGradientsNearAPlateau(t *testing.T) {
 	for name, gradient := range map[string]func(i int, x, g float64) float64{
 		"right": right,
 		"zero":  func(int, float64, float64) float64 { return 0 },
@@ -280,7 +288,8 @@ func TestCheckGradientsFindsGorgoniasInverseSqrt(t *testing.T) {
 	}
 }
 
-// Of a large input only a sample is checked, yet one wrong element shows in the random direction.
+// TestCheckGradientsSamplesLargeInputs checks that one wrong element of a large input shows in the
+// random direction, although only a sample is checked.
 func TestCheckGradientsSamplesLargeInputs(t *testing.T) {
 	r := freshRand(t)
 	g := gorgonia.NewGraph()
@@ -291,6 +300,7 @@ func TestCheckGradientsSamplesLargeInputs(t *testing.T) {
 		}
 		return 2 * x * g
 	}
+
 	check := func(gradient func(int, float64, float64) float64,
 		opts ...autodiff.CheckOption) autodiff.CheckReport {
 		t.Helper()
@@ -301,11 +311,13 @@ func TestCheckGradientsSamplesLargeInputs(t *testing.T) {
 		}
 		return report
 	}
+
 	good := check(right, autodiff.WithSamples(10), autodiff.WithSeed(3))
 	if !good.OK(1e-6) || good.Checked() != 11 {
 		t.Errorf("%d elements checked, want 10 and a direction, all right:\n%v", good.Checked(),
 			good)
 	}
+
 	again, other := check(right, autodiff.WithSamples(10), autodiff.WithSeed(3)),
 		check(right, autodiff.WithSamples(10), autodiff.WithSeed(4))
 	indices := func(r autodiff.CheckReport) (s string) {
@@ -314,10 +326,12 @@ func TestCheckGradientsSamplesLargeInputs(t *testing.T) {
 		}
 		return s
 	}
+
 	if indices(good) != indices(again) || indices(good) == indices(other) {
 		t.Errorf("seed 3 twice chose\n%s\n%s\nand seed 4\n%s", indices(good),
 			indices(again), indices(other))
 	}
+
 	bad := check(wrong, autodiff.WithSamples(10), autodiff.WithSeed(3))
 	if _, worst := bad.Worst(); bad.OK(1e-6) || !worst.Direction {
 		t.Errorf("one wrong element of 3000 is not found along a random direction:\n%v", bad)
@@ -345,7 +359,7 @@ func TestCheckGradientsChangesNothing(t *testing.T) {
 		x.Value().Uintptr() != memory {
 		t.Errorf("values were\n%s and are\n%s", before, after)
 	}
-	if got := len(g.AllNodes()); got != nodes+3 { // Square, Neg and Log are the test's own
+	if got := len(g.AllNodes()); got != nodes+3 { // Square, Neg and Log are added by the test
 		t.Errorf("the graph had %d nodes and has %d", nodes, got)
 	}
 	if cost.Value() != nil || cost.Deriv() != nil {
@@ -353,8 +367,8 @@ func TestCheckGradientsChangesNothing(t *testing.T) {
 	}
 }
 
-// Gradients of another cost over the same nodes leave marks in the graph that mislead a second
-// gorgonia.Grad.
+// TestCheckGradientsAfterOtherGradients takes the gradients of another cost over the same nodes
+// first, which leaves marks in the graph that mislead a second gorgonia.Grad.
 func TestCheckGradientsAfterOtherGradients(t *testing.T) {
 	r := freshRand(t)
 	g := gorgonia.NewGraph()
@@ -363,6 +377,7 @@ func TestCheckGradientsAfterOtherGradients(t *testing.T) {
 	if _, err := gorgonia.Grad(weighted(h, r), x); err != nil {
 		t.Fatal(err)
 	}
+
 	report, err := autodiff.CheckGradients(weighted(must(gorgonia.Square(h)), r),
 		gorgonia.Nodes{x, z})
 	if err != nil {
@@ -373,13 +388,15 @@ func TestCheckGradientsAfterOtherGradients(t *testing.T) {
 	}
 }
 
-// Views and lazy transposes hold their elements in another order than they show.
+// TestCheckGradientsOfTransposedValues checks views and lazy transposes, which store their elements
+// in another order than they show.
 func TestCheckGradientsOfTransposedValues(t *testing.T) {
 	r := freshRand(t)
 	v := tensor.New(tensor.WithShape(3, 4), tensor.WithBacking(normals(r, 12)))
 	if err := v.T(); err != nil {
 		t.Fatal(err)
 	}
+
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithShape(4, 3), gorgonia.WithName("x"),
 		gorgonia.WithValue(v))
@@ -387,6 +404,7 @@ func TestCheckGradientsOfTransposedValues(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	at, err := v.At(2, 1)
 	if err != nil {
 		t.Fatal(err)
@@ -394,10 +412,12 @@ func TestCheckGradientsOfTransposedValues(t *testing.T) {
 	if !report.OK(1e-6) {
 		t.Errorf("a correct gradient is called wrong:\n%v", report)
 	}
+
 	w, err := gorgonia.CloneValue(g.Inputs()[1].Value())
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	want := 2 * at.(float64) * w.Data().([]float64)[2*3+1]
 	if e := report.Inputs[0].Elements[2*3+1]; math.Abs(e.Analytic-want) > 1e-12 {
 		t.Errorf("gradient at [2 1] is %v, want %v", e.Analytic, want)
@@ -454,7 +474,7 @@ func TestCheckGradientsRefuses(t *testing.T) {
 		{"no value elsewhere", must(gorgonia.Sum(must(gorgonia.Add(x, empty)))), gorgonia.Nodes{x},
 			nil, "\"empty\" has no value"},
 		{"noise", must(gorgonia.Sum(drop)), gorgonia.Nodes{g.ByName("d")[0]}, nil,
-			"differences of it mean nothing"},
+			"its differences are meaningless"},
 		{"no derivative", must(gorgonia.Sum(must(gorgonia.Gt(x, x, true)))), gorgonia.Nodes{x}, nil,
 			"deriving the gradient"},
 		{"nil option", cost, gorgonia.Nodes{x}, []autodiff.CheckOption{autodiff.WithStep(1), nil},
@@ -481,6 +501,7 @@ func TestCheckReportPrintsATable(t *testing.T) {
 			{Index: []int{1, 2}, Analytic: 2, Numeric: 1, RelError: 0.5}}},
 		{Name: "b", Elements: []autodiff.Element{{Analytic: 1, Numeric: 1, RelError: 1e-9}}},
 	}}
+
 	want := "input   shape   checked  max rel. error  at      analytic  numeric\n" +
 		"weight  (2, 3)  2        5.00e-01        [1 2]   2         1\n" +
 		"b       ()      1        1.00e-09        scalar  1         1\n"
@@ -493,7 +514,8 @@ func TestCheckReportPrintsATable(t *testing.T) {
 }
 
 // TestCheckGradientsAfterRemovedNodes checks a graph from which Gorgonia has removed nodes, as it
-// does in Log(1 − x). Gorgonia's own lookup of a node's inputs then finds those of others.
+// does in Log(1 − x). Gorgonia's own lookup of a node's inputs then finds the inputs of another
+// node.
 func TestCheckGradientsAfterRemovedNodes(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5),
@@ -504,13 +526,16 @@ func TestCheckGradientsAfterRemovedNodes(t *testing.T) {
 	if err == nil {
 		p, err = gorgonia.BinaryXent(p, target)
 	}
+
 	var cost *gorgonia.Node
 	if err == nil {
 		cost, err = gorgonia.Sum(p)
 	}
+
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	report, err := autodiff.CheckGradients(cost, gorgonia.Nodes{x})
 	if err != nil {
 		t.Fatal(err)

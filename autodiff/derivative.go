@@ -6,18 +6,18 @@ import (
 )
 
 const (
-	narrower = 14  // times the first step is halved at most
-	wider    = 10  // times it is doubled at most
+	narrower = 14  // maximum number of times that the first step is halved
+	wider    = 10  // maximum number of times that it is doubled
 	order    = 4   // extrapolations are kept up to an error of h^(2·order+2)
-	samples  = 3   // estimates at the narrowest steps that only tell how large rounding errors are
-	trust    = 10  // errors by which wide steps may differ from narrow ones
-	probing  = 100 // times the goal, and its rounding error, that the narrowest step may be off
+	samples  = 3   // estimates at the narrowest steps that serve only to determine the rounding error
+	trust    = 10  // tolerated difference between wide and narrow steps, in errors
+	probing  = 100 // tolerance for the narrowest step, as a multiple of the goal plus its rounding error
 )
 
-// difference is D(h) = (f(h) − f(−h)) / 2h, with what rounding f alone can add to it.
+// difference is D(h) = (f(h) − f(−h)) / 2h, with the error that rounding f alone can cause.
 type difference struct{ h, d, rounding float64 }
 
-// estimate is one of f′(0), from differences of which h is the narrowest step.
+// estimate is an estimate of f′(0) from differences with h as their narrowest step.
 type estimate struct{ h, d, spread float64 }
 
 // derivative returns f′(0) and an estimate of its error, from central differences
@@ -25,17 +25,20 @@ type estimate struct{ h, d, spread float64 }
 //	D(h) = (f(h) − f(−h)) / 2h
 //
 // with steps h, h/2, h/4, ..., each cancelling one more even power of h by Richardson's
-// extrapolation. It stops as soon as the estimated error is at most goal(f′), and the narrowest
-// step does not speak against it. A step too wide for f's curvature, its domain or a nearby kink
-// only costs evaluations. Where no step is narrow enough, rounding is the trouble, and wider steps
-// are tried. In the end [choose] decides. Steps at which f is not finite are passed over; with none
-// left the result is NaN. (Ridders, "Accurate computation of F′(x) and F′(x)F″(x)", 1982.)
+// extrapolation (Ridders, "Accurate computation of F′(x) and F′(x)F″(x)", 1982).
+//
+// It stops when the estimated error is at most goal(f′), provided that the narrowest step does not
+// contradict the estimate. A step too wide for f's curvature, its domain or a nearby kink only
+// costs evaluations. If no step is narrow enough, rounding is the problem and wider steps are
+// tried; [choose] then decides. Steps are skipped if f is not finite there. If none remains, the
+// result is NaN.
 func derivative(f func(t float64) (float64, error), h float64,
 	goal func(d float64) float64) (best, spread float64, err error) {
 	probe, err := differ(f, math.Ldexp(h, -narrower))
 	if err != nil {
 		return 0, 0, err
 	}
+
 	var steps []difference // from wide to narrow
 	for range narrower {
 		s, err := differ(f, h)
@@ -50,6 +53,7 @@ func derivative(f func(t float64) (float64, error), h float64,
 			}
 		}
 	}
+
 	steps = append(steps, probe)
 	for range wider {
 		if best, spread = choose(steps); spread <= goal(best) {
@@ -61,20 +65,23 @@ func derivative(f func(t float64) (float64, error), h float64,
 		}
 		steps = slices.Insert(steps, 0, s)
 	}
+
 	best, spread = choose(steps)
 	return best, spread, nil
 }
 
-// differ returns D(h). Where it is not finite, it is NaN.
+// differ returns D(h), or NaN if D(h) is not finite.
 func differ(f func(t float64) (float64, error), h float64) (difference, error) {
 	up, err := f(h)
 	if err != nil {
 		return difference{}, err
 	}
+
 	down, err := f(-h)
 	if err != nil {
 		return difference{}, err
 	}
+
 	s := difference{h: h, d: (up - down) / (2 * h),
 		rounding: 0x1p-52 * math.Max(math.Abs(up), math.Abs(down)) / h}
 	if math.IsInf(s.d, 0) {
@@ -83,41 +90,45 @@ func differ(f func(t float64) (float64, error), h float64) (difference, error) {
 	return s, nil
 }
 
-// extrapolate returns the best extrapolation at every step that has a wider neighbour. Steps are
-// halved from one to the next.
+// extrapolate returns the best extrapolation at every step that has a wider neighbor. Each step
+// must be half the previous one.
 func extrapolate(steps []difference) []estimate {
 	var all []estimate
-	var last []float64 // the extrapolations of the step before, by order
+	var last []float64 // extrapolations of the previous step, by order
 	for _, s := range steps {
 		if math.IsNaN(s.d) {
 			last = nil
 			continue
 		}
+
 		row, power := []float64{s.d}, 4.0
 		e := estimate{h: s.h, spread: math.Inf(1)}
 		for k := 0; k < len(last) && k < order; k++ {
 			next := row[k] + (row[k]-last[k])/(power-1)
 			power *= 4
-			// Both neighbours in the table approximate the same limit, so the farther one bounds
-			// the error. Narrow steps can still agree by chance: few bits of f remain in their
-			// differences.
+
+			// Both neighbors in the table approximate the same limit, so the more distant one
+			// bounds the error. Narrow steps may still agree by chance, because their differences
+			// contain few bits of f.
 			if spread := s.rounding + math.Max(math.Abs(next-row[k]),
 				math.Abs(next-last[k])); spread < e.spread {
 				e.d, e.spread = next, spread
 			}
 			row = append(row, next)
 		}
+
 		if len(last) > 0 {
 			all = append(all, e)
 		}
 		last = row
 	}
+
 	return all
 }
 
-// against returns e with the error that the narrowest step leaves it, and whether that step is for
-// it. Rounding, of which a wider step has less, can explain their difference. Else e is no estimate
-// at all: far out on a plateau, steps agree with each other too.
+// against returns e with an error that allows for the narrowest step, and whether that step
+// supports e. Rounding, which affects wider steps less, can explain the difference between them. If
+// it does not, e is not an estimate at all: steps far out on a plateau agree with each other too.
 func (e estimate) against(probe difference,
 	goal func(d float64) float64) (estimate, bool) {
 	off := math.Abs(probe.d - e.d)
@@ -125,13 +136,14 @@ func (e estimate) against(probe difference,
 	return e, off <= probing*(goal(e.d)+probe.rounding)
 }
 
-// choose returns the estimate that errs least, and its error, going from narrow steps to wide ones.
+// choose returns the estimate with the smallest error, and the error, going from narrow steps to
+// wide ones.
 //
-// Rounding errors of D fall as 1/h and other errors rise with h. So an estimate may claim less
-// error than narrower steps allow. It then agrees with its neighbours by chance, or lies on a
-// plateau, which what happens at 0 does not reach. Its error is taken to be what they allow. An
-// estimate that contradicts the best of narrower steps is passed over, however small its error
-// seems. (Lepski, "On a problem of adaptive estimation in Gaussian white noise", 1990.)
+// Rounding errors of D fall as 1/h, while other errors rise with h. An estimate may therefore claim
+// a smaller error than narrower steps allow, because it agrees with its neighbors by chance or lies
+// on a plateau that does not extend to 0. Its error is then taken to be the error they allow. An
+// estimate that contradicts the best of the narrower steps is skipped, no matter how small its
+// error seems. (Lepski, "On a problem of adaptive estimation in Gaussian white noise", 1990.)
 func choose(steps []difference) (best, spread float64) {
 	all := extrapolate(steps)
 	if len(all) == 0 {
@@ -143,8 +155,9 @@ func choose(steps []difference) (best, spread float64) {
 		}
 		return best, math.Inf(1)
 	}
+
 	slices.Reverse(all)
-	noise := 0. // errors times h
+	noise := 0. // largest error times h
 	for i, e := range all {
 		noise = math.Max(noise, e.spread*e.h)
 		s := noise / e.h
@@ -152,5 +165,6 @@ func choose(steps []difference) (best, spread float64) {
 			best, spread = e.d, s
 		}
 	}
+
 	return best, spread
 }

@@ -43,6 +43,7 @@ func TestDerivative(t *testing.T) {
 			t.Errorf("%s: derivative %v ± %v, error %v, want %v", name, got, spread, err, c.want)
 		}
 	}
+
 	got, _, err := derivative(func(float64) (float64, error) {
 		return math.NaN(), nil
 	}, 0.01, math.Abs)
@@ -51,8 +52,8 @@ func TestDerivative(t *testing.T) {
 	}
 }
 
-// TestDerivativeOfMany draws functions whose scale lies anywhere between the narrowest steps and
-// the widest ones. They stand beside a cost of some size, as behind norms and gates.
+// TestDerivativeOfMany draws functions with scales between the narrowest and the widest steps,
+// added to a constant cost, as after norms and gates.
 func TestDerivativeOfMany(t *testing.T) {
 	type function func(t float64) float64
 	type span func(low, high float64) float64

@@ -1,9 +1,9 @@
-// Package autodiff is about the derivatives of any Gorgonia graph, whatever ops it is made of.
+// Package autodiff provides tools for the derivatives of any Gorgonia graph, whatever its ops.
 //
-//   - [CheckGradients] compares what gorgonia.Grad derives with differences of the cost, element by
-//     element.
-//   - [ClipGlobalNorm] scales all gradients of a step together, and [FirstNonFinite] says where a
-//     NaN came from.
-//   - [Recompute] trades time for memory: it keeps a sub-graph's intermediate results only while
+//   - [CheckGradients] compares the gradients that gorgonia.Grad derives with differences of the cost,
+//     element by element. Start here when you write an op.
+//   - [ClipGlobalNorm] scales all gradients of a step together, and [FirstNonFinite] finds the parameter
+//     in which a NaN occurred.
+//   - [Recompute] trades time for memory: it keeps the intermediate results of a sub-graph only while
 //     they are needed, and computes them again for the gradient.
 package autodiff

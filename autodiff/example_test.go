@@ -15,9 +15,9 @@ func ExampleCheckGradients() {
 	x := gorgonia.NewVector(g, tensor.Float64, gorgonia.WithName("x"),
 		gorgonia.WithValue(tensor.New(tensor.WithBacking([]float64{0.5, 2}))))
 	good := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Tanh(x))))
-	// Gorgonia's gradient of it is wrong
-	bad := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.InverseSqrt(x))))
 
+	// Gorgonia's gradient of this op is wrong.
+	bad := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.InverseSqrt(x))))
 	for _, cost := range []*gorgonia.Node{good, bad} {
 		report, err := autodiff.CheckGradients(cost, gorgonia.Nodes{x})
 		if err != nil {
@@ -38,15 +38,18 @@ func ExampleClipGlobalNorm() {
 	if _, err := gorgonia.Grad(cost, x); err != nil {
 		log.Fatal(err)
 	}
+
 	vm := gorgonia.NewTapeMachine(g, gorgonia.BindDualValues(x))
 	defer vm.Close()
 	if err := vm.RunAll(); err != nil {
 		log.Fatal(err)
 	}
+
 	norm, err := autodiff.ClipGlobalNorm(gorgonia.NodesToValueGrads(gorgonia.Nodes{x}), 1)
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	grad, err := x.Grad()
 	if err != nil {
 		log.Fatal(err)
@@ -55,7 +58,8 @@ func ExampleClipGlobalNorm() {
 	// Output: 50 [0.60 0.80]
 }
 
-// Two blocks whose inner results are computed again for the gradient instead of being kept.
+// This example computes the inner results of two blocks again for the gradient instead of keeping
+// them.
 func ExampleRecompute() {
 	g := gorgonia.NewGraph()
 	value := func(x ...float64) gorgonia.NodeConsOpt {
@@ -70,6 +74,7 @@ func ExampleRecompute() {
 		}
 		return gorgonia.Tanh(h)
 	}
+
 	h := x
 	for range 2 {
 		var err error
@@ -77,6 +82,7 @@ func ExampleRecompute() {
 			log.Fatal(err)
 		}
 	}
+
 	report, err := autodiff.CheckGradients(gorgonia.Must(gorgonia.Sum(h)), gorgonia.Nodes{x, w})
 	if err != nil {
 		log.Fatal(err)

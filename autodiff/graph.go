@@ -11,32 +11,32 @@ import (
 	"gorgonia.org/gorgonia"
 )
 
-// replayer is an op with a record of its runs, which its replay reads and does not add to:
-// op.Replayer.
+// replayer is an op that records its runs and provides a variant that does not: op.Replayer.
 type replayer interface {
 	Replay() gorgonia.Op
 }
 
-// copied is a copy, in a graph of its own, of everything that a node depends on. Ops are shared
-// with the original, values are not: the copy's inputs have none until [copied.bind].
+// copied is a copy of everything that a node depends on, in a separate graph. Ops are shared with
+// the original; values are not, and the inputs of the copy have none until [copied.bind].
 type copied struct {
 	graph  *gorgonia.ExprGraph
 	out    *gorgonia.Node
-	inputs gorgonia.Nodes                    // of the original graph, in the order met
-	node   map[*gorgonia.Node]*gorgonia.Node // of the copy, by the original's
+	inputs gorgonia.Nodes                    // of the original graph, in the order found
+	node   map[*gorgonia.Node]*gorgonia.Node // nodes of the copy, keyed by original node
 }
 
-// copyGraph copies what out depends on. With replay, ops that keep a record are replaced by their
-// replays.
+// copyGraph copies everything that out depends on. With replay set, ops that record their runs are
+// replaced by their replays.
 //
-// The functions here work on copies, to leave the user's graph alone. Differentiating adds nodes to
-// a graph and marks others, so a second derivative of the same graph can come out wrong. Running a
-// graph binds values.
+// The functions of this package work on copies in order not to change the user's graph.
+// Differentiating a graph adds nodes and marks others, so a second derivative of the same graph can
+// be wrong, and running it binds values.
 func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
 	c := &copied{graph: gorgonia.NewGraph(), node: make(map[*gorgonia.Node]*gorgonia.Node)}
 	err := guard(func() error {
-		// In order of creation: Gorgonia adds up the gradients of a node in an order that follows
-		// from it. The copy then computes the same bits as the original.
+		// Nodes are copied in the order of their creation, because it determines the order in which
+		// Gorgonia adds up the gradients of a node. The copy then computes the same bits as the
+		// original.
 		for _, n := range dependencies(out) {
 			if err := c.add(n, replay); err != nil {
 				return err
@@ -44,6 +44,7 @@ func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
 		}
 		return nil
 	})
+
 	if err != nil {
 		return nil, err
 	}
@@ -51,8 +52,8 @@ func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
 	return c, nil
 }
 
-// dependencies returns out and all nodes on which it depends, in order of creation, children before
-// parents.
+// dependencies returns out and all nodes on which it depends in the order of their creation, that
+// is, children before parents.
 func dependencies(out *gorgonia.Node) gorgonia.Nodes {
 	seen := map[*gorgonia.Node]bool{out: true}
 	nodes := gorgonia.Nodes{out}
@@ -64,10 +65,12 @@ func dependencies(out *gorgonia.Node) gorgonia.Nodes {
 			}
 		}
 	}
+
 	slices.SortFunc(nodes, func(a, b *gorgonia.Node) int { return cmp.Compare(a.ID(), b.ID()) })
 	return nodes
 }
 
+// add copies a node after its children have been copied.
 func (c *copied) add(n *gorgonia.Node, replay bool) (err error) {
 	switch {
 	case graph.IsConstant(n):
@@ -86,26 +89,28 @@ func (c *copied) add(n *gorgonia.Node, replay bool) (err error) {
 		}
 		c.node[n], err = gorgonia.ApplyOp(op, children...)
 	}
+
 	return err
 }
 
-// bind gives the copy's input for the original input n a value.
+// bind sets the value of the copy's counterpart of the original input n.
 func (c *copied) bind(n *gorgonia.Node, v gorgonia.Value) error {
 	return gorgonia.Let(c.node[n], v)
 }
 
-// newInput adds an input like n to g. The number keeps inputs of one name, which Gorgonia would
-// merge, apart.
+// newInput adds an input like n to g. number distinguishes inputs of the same name, which Gorgonia
+// would otherwise merge.
 func newInput(g *gorgonia.ExprGraph, n *gorgonia.Node, number int) *gorgonia.Node {
 	return gorgonia.NewUniqueNode(gorgonia.In(g), gorgonia.WithType(n.Type()),
 		gorgonia.WithShape(n.Shape()...),
 		gorgonia.WithName(fmt.Sprintf("%s#%d", n.Name(), number)))
 }
 
-// isInput reports whether n is a variable, or a source of random numbers, which Gorgonia counts
-// among the inputs.
+// isInput reports whether n is a variable or a source of random numbers, which Gorgonia treats as
+// an input.
 func isInput(n *gorgonia.Node) bool { return n.Op() == nil || isRandomSource(n) }
 
+// isRandomSource reports whether n is a source of random numbers.
 func isRandomSource(n *gorgonia.Node) bool {
 	return n.Op() != nil && graph.OpType(n) == "gorgonia.randomOp"
 }
@@ -115,8 +120,8 @@ func isRandom(n *gorgonia.Node) bool {
 	return isRandomSource(n) || n.Op() != nil && graph.OpType(n) == "*gorgonia.dropoutOp"
 }
 
-// guard returns f's error, or as an error what Gorgonia panicked with: it does so on graphs that it
-// cannot differentiate or compile. A function of the user's that f calls counts too.
+// guard returns f's error, or an error describing its panic: Gorgonia panics on graphs that it
+// cannot differentiate or compile. It also covers user functions called by f.
 func guard(f func() error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -135,5 +140,5 @@ func newMachine(g *gorgonia.ExprGraph) (vm gorgonia.VM, err error) {
 	return vm, err
 }
 
-// label names a node in messages.
+// label returns the name of a node for messages.
 func label(n *gorgonia.Node) string { return fmt.Sprintf("%q", n.Name()) }

@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/autodiff"
 )
 
-// Nil nodes, functions that panic and ops that nobody has made are errors.
+// TestHostileArguments checks that nil nodes, panicking functions and zero ops are errors.
 func TestHostileArguments(t *testing.T) {
 	var missing *gorgonia.Node
 	model := []gorgonia.ValueGrad{missing}
@@ -20,14 +20,12 @@ func TestHostileArguments(t *testing.T) {
 	require.ErrorContains(t, err, "nil")
 	_, _, found := autodiff.FirstNonFinite(model)
 	require.False(t, found)
-
 	x := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float64, gorgonia.WithShape(2, 2),
 		gorgonia.WithName("x"))
 	_, err = autodiff.Recompute(gorgonia.Nodes{x},
 		func(gorgonia.Nodes) (*gorgonia.Node, error) { panic("boom") })
 	require.ErrorContains(t, err, "boom")
 	require.ErrorContains(t, err, "hostile_test.go")
-
 	op := new(autodiff.RecomputeOp)
 	require.Error(t, op.SetTraining(true))
 	_, err = op.Do(x.Value())

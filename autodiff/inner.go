@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// inner runs a graph within an op. Its machine is compiled at the first run and kept; its memory is
-// not.
+// inner runs a graph inside an op. The machine is compiled in the first run and kept; the memory of
+// a run is not.
 type inner struct {
 	inputs, outputs gorgonia.Nodes
 
@@ -20,11 +20,12 @@ type inner struct {
 	vm *cpuops.Machine
 }
 
-// do runs the graph on in, which holds at least the inputs, and writes the outputs one behind the
-// other to out.
+// do runs the graph on in, which has at least as many elements as the graph has inputs, and writes
+// the outputs to out, one after the other.
 func (r *inner) do(in opbase.Args, eval bool, out any) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+
 	if r.vm == nil {
 		opts := []cpuops.Option{cpuops.WithOutputs(r.outputs...)}
 		if eval {
@@ -35,15 +36,18 @@ func (r *inner) do(in opbase.Args, eval bool, out any) error {
 			return err
 		}
 	}
+
 	defer r.release()
 	for i, n := range r.inputs {
 		if err := gorgonia.Let(n, opbase.ValueOf(in[i], n.Shape())); err != nil {
 			return fmt.Errorf("input %d: %w", i, err)
 		}
 	}
+
 	if err := r.vm.RunAll(); err != nil {
 		return err
 	}
+
 	for _, n := range r.outputs {
 		flat, err := opbase.Flat(n.Value())
 		if err != nil {
@@ -59,20 +63,22 @@ func (r *inner) do(in opbase.Args, eval bool, out any) error {
 			out = dst[size:]
 		}
 	}
+
 	return nil
 }
 
-// release gives the memory of the run up, and what inputs hold of the outer graph.
+// release frees the memory of the run and the references of the inputs to values of the outer
+// graph.
 func (r *inner) release() {
 	r.vm.Release()
 	for _, n := range append(slices.Clone(r.inputs), r.outputs...) {
-		// A number takes the tensor's place, since Gorgonia has no way to bind nothing. Its
-		// unbinding would hand memory that outer values share to the next user.
+		// Gorgonia cannot unbind a value without giving its memory, which outer values share, to
+		// the next user. A number takes the tensor's place instead.
 		_ = gorgonia.UnsafeLet(n, 0.0)
 	}
 }
 
-// setTraining sets the mode of the ops within.
+// setTraining sets the mode of the ops in the graph.
 func (r *inner) setTraining(training bool) error {
 	for _, n := range r.outputs[0].Graph().AllNodes() {
 		if op, ok := n.Op().(gorgonia.TrainModeOp); ok {

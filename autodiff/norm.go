@@ -15,13 +15,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// readers know the model that was read last: a training loop reads one again and again.
+// readers hold the most recently read model, because a training loop reads the same one repeatedly.
 var readers = sync.Pool{New: func() any { return new(params.Reader) }}
 
 // GlobalNorm returns sqrt(Σ g²) over all elements of all gradients in grads, which
-// gorgonia.NodesToValueGrads makes of parameter nodes. The sum is formed in float64 and in a fixed
-// order. A NaN or an infinity in a gradient is an error that wraps a [*NonFiniteError] for the
-// first.
+// gorgonia.NodesToValueGrads makes from parameter nodes. The sum is accumulated in float64 and in a
+// fixed order. The first NaN or infinity in a gradient is an error wrapping a [*NonFiniteError].
 func GlobalNorm(grads []gorgonia.ValueGrad) (float64, error) {
 	r := readers.Get().(*params.Reader)
 	defer readers.Put(r)
@@ -35,27 +34,27 @@ func GlobalNorm(grads []gorgonia.ValueGrad) (float64, error) {
 	return 0, fmt.Errorf("autodiff.GlobalNorm: %w", err)
 }
 
-// ClipGlobalNorm scales all gradients by min(1, limit/(norm + 1e-6)), where norm is their
-// [GlobalNorm] before, which it returns. limit must be above 0. On an error, a gradient that is not
-// finite included, no gradient is changed. (Pascanu, Mikolov and Bengio, "On the difficulty of
-// training recurrent neural networks", 2013.)
+// ClipGlobalNorm multiplies all gradients by min(1, limit/(norm + 1e-6)), where norm is their
+// previous [GlobalNorm], and returns norm. limit must be positive. On an error, including a
+// gradient that is not finite, no gradient has changed. (Pascanu, Mikolov and Bengio, "On the
+// difficulty of training recurrent neural networks", 2013.)
 func ClipGlobalNorm(grads []gorgonia.ValueGrad, limit float64) (norm float64, err error) {
 	r := readers.Get().(*params.Reader)
 	defer readers.Put(r)
 	return clip(r, grads, limit)
 }
 
-// Clipper is ClipGlobalNorm of the same gradients again and again, for models of which some are
-// clipped apart from others. It is for one goroutine at a time.
+// Clipper repeatedly clips the same gradients, for models that clip some gradients separately from
+// the rest. It must not be used concurrently.
 type Clipper struct {
 	grads  []gorgonia.ValueGrad
 	reader params.Reader
 }
 
-// NewClipper returns one for some gradients.
+// NewClipper returns a Clipper for the given gradients.
 func NewClipper(grads []gorgonia.ValueGrad) *Clipper { return &Clipper{grads: slices.Clone(grads)} }
 
-// Clip is [ClipGlobalNorm].
+// Clip clips the gradients and returns their previous norm; see [ClipGlobalNorm].
 func (c *Clipper) Clip(limit float64) (norm float64, err error) {
 	if c == nil {
 		return 0, errNoClipper
@@ -63,13 +62,15 @@ func (c *Clipper) Clip(limit float64) (norm float64, err error) {
 	return clip(&c.reader, c.grads, limit)
 }
 
-var errNoClipper = errors.New("autodiff.Clipper: it is nil: NewClipper makes one")
+var errNoClipper = errors.New("autodiff.Clipper: the Clipper is nil: make one with NewClipper")
 
+// clip implements ClipGlobalNorm.
 func clip(r *params.Reader, grads []gorgonia.ValueGrad, limit float64) (norm float64, err error) {
 	const name = "autodiff.ClipGlobalNorm"
 	if !(limit > 0) {
 		return 0, fmt.Errorf("%s: limit is %v, want a number above 0", name, limit)
 	}
+
 	ps, err := r.Read(grads)
 	if err != nil {
 		return 0, fmt.Errorf("%s: %w", name, err)
@@ -77,10 +78,12 @@ func clip(r *params.Reader, grads []gorgonia.ValueGrad, limit float64) (norm flo
 	if norm, err = globalNorm(ps); err != nil {
 		return 0, fmt.Errorf("%s: %w", name, err)
 	}
+
 	scale := limit / (norm + 1e-6)
 	if !(scale < 1) {
 		return norm, nil
 	}
+
 	for _, p := range ps {
 		switch g := p.Grad.(type) {
 		case []float32:
@@ -89,11 +92,12 @@ func clip(r *params.Reader, grads []gorgonia.ValueGrad, limit float64) (norm flo
 			array.ScaleBy(g, scale)
 		}
 	}
+
 	return norm, nil
 }
 
-// globalNorm forms the sum in one pass, and looks for the culprit only where the sum shows that
-// there is one.
+// globalNorm forms the sum in one pass, and searches for a non-finite element only if the sum shows
+// that there is one.
 func globalNorm(ps []params.Param) (float64, error) {
 	var sum float64
 	for i, p := range ps {
@@ -112,35 +116,40 @@ func globalNorm(ps []params.Param) (float64, error) {
 				params.Label(p.Name, i))
 		}
 	}
+
 	return math.Sqrt(sum), nil
 }
 
-// NonFiniteError says where a NaN or an infinity was found.
+// NonFiniteError reports the location of a NaN or an infinity.
 type NonFiniteError struct {
 	Param string  // the parameter's name, quoted, or its number
 	What  string  // "value" or "gradient"
-	Index []int   // where in the parameter
+	Index []int   // index within the parameter
 	Value float64 // NaN or ±Inf
 }
 
+// Error describes the value and its location.
 func (e *NonFiniteError) Error() string {
 	return fmt.Sprintf("the %s of parameter %s is %v at %v", e.What, e.Param, e.Value, e.Index)
 }
 
-// FirstNonFinite returns the name of the first parameter with a NaN or an infinity. kind is "value"
-// or, where all values are finite, "gradient". Values go first, since a parameter that is not
-// finite spoils every gradient. A missing value or gradient counts as finite.
+// FirstNonFinite returns the name of the first parameter with a NaN or an infinity, and whether
+// there is one. kind is "value" or, if all values are finite, "gradient": values come first because
+// a parameter that is not finite spoils every gradient. A missing value or gradient counts as
+// finite.
 func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) {
 	r := readers.Get().(*params.Reader)
 	defer readers.Put(r)
 	if ps, err := r.Read(model); err == nil && !slices.ContainsFunc(ps, isNonFinite) {
 		return "", "", false
 	}
+
 	for i, p := range model {
 		if !params.Missing(p) && nonFiniteValue(p.Value()) != nil {
 			return params.Label(params.Name(p), i), "value", true
 		}
 	}
+
 	for i, p := range model {
 		if params.Missing(p) {
 			continue
@@ -149,9 +158,11 @@ func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) 
 			return params.Label(params.Name(p), i), "gradient", true
 		}
 	}
+
 	return "", "", false
 }
 
+// isNonFinite reports whether the value or the gradient of a parameter has a non-finite element.
 func isNonFinite(p params.Param) bool {
 	if x, ok := p.Value.([]float32); ok {
 		return array.FirstNonFinite(x) >= 0 || p.NonFinite() >= 0
@@ -159,6 +170,7 @@ func isNonFinite(p params.Param) bool {
 	return array.FirstNonFinite(p.Value.([]float64)) >= 0 || p.NonFinite() >= 0
 }
 
+// nonFiniteValue returns the location of the first non-finite element of v, or nil.
 func nonFiniteValue(v gorgonia.Value) *NonFiniteError {
 	if v == nil {
 		return nil
@@ -170,8 +182,8 @@ func nonFiniteValue(v gorgonia.Value) *NonFiniteError {
 	return nonFinite(flat, v.Shape())
 }
 
-// nonFinite returns where in data, the elements of a tensor of the given shape, the first NaN or
-// infinity is.
+// nonFinite returns the location of the first NaN or infinity in data, the elements of a tensor
+// with the given shape, or nil.
 func nonFinite(data any, shape tensor.Shape) *NonFiniteError {
 	i, v := -1, 0.0
 	switch d := data.(type) {
@@ -184,6 +196,7 @@ func nonFinite(data any, shape tensor.Shape) *NonFiniteError {
 			v = d[i]
 		}
 	}
+
 	if i < 0 {
 		return nil
 	}

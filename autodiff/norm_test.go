@@ -40,9 +40,11 @@ func TestClipGlobalNorm(t *testing.T) {
 			t.Errorf("limit %v above the norm changed a gradient to %v", limit, g)
 		}
 	}
+
 	if norm, err := autodiff.ClipGlobalNorm(model, 6.5); err != nil || math.Abs(norm-13) > 1e-12 {
 		t.Fatalf("norm %v, error %v, want 13", norm, err)
 	}
+
 	norm, limit := 13.0, 6.5
 	s := limit / (norm + 1e-6)
 	if got := a.grad.Data().([]float64); got[0] != 3*s || got[1] != 0 {
@@ -105,6 +107,7 @@ func TestFirstNonFinite(t *testing.T) {
 		missing, nil}); found {
 		t.Errorf("finite parameters give %s, %s", name, kind)
 	}
+
 	for _, c := range []struct {
 		model      []gorgonia.ValueGrad
 		name, kind string

@@ -14,35 +14,35 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// RecomputeOp is the op behind [Recompute]: a graph inside a node. Inputs and Output are nodes of
-// that graph.
+// RecomputeOp is the op that [Recompute] adds: a graph inside a node. Inputs and Output are nodes
+// of the inner graph.
 type RecomputeOp struct {
 	opbase.Base
 	Inputs gorgonia.Nodes
 	Output *gorgonia.Node
 
-	diff []bool // which inputs the output is differentiable in
-	eval bool   // evaluation mode, which the outer machine sets
+	diff []bool // whether the output is differentiable with respect to each input
+	eval bool   // evaluation mode, as set by the outer machine
 	run  inner
 }
 
-// Recompute adds to the graph of inputs what build makes of them, as a single op. The op keeps its
-// inputs and its result, and nothing in between. The gradient computes again what was in between
-// (gradient checkpointing). The memory of a deep model then grows with its number of blocks, not
-// with what is inside them. The price is one more forward pass.
+// Recompute adds the result of build to the graph of inputs as a single op. The op retains its
+// inputs and its result, but no intermediate results; the gradient computes these again (gradient
+// checkpointing). The memory of a deep model then grows with its number of blocks, not with the
+// contents of the blocks, at the price of one more forward pass.
 //
-// build gets nodes like inputs, of another graph. It must return a node of that graph, made of
-// those nodes and constants alone. It may use Recompute itself. Inputs may be floats or ints;
-// floats on which the result depends must be of its type, and get gradients.
+// build receives nodes like inputs in another graph. It must return a node of that graph that
+// depends on those nodes and constants alone, and it may use Recompute itself. Inputs may be floats
+// or ints. Float inputs that the result depends on must have its type, and receive gradients.
 //
-// Loss and gradients are the same bits as without Recompute. The exception is an outer node that
-// gets three or more gradients: Gorgonia may add them in another order. Ops that keep a record of
-// their runs, such as telemetry, count once: the second time their Replay is run. Random ops are
-// refused, since they would draw other numbers the second time.
+// Loss and gradients have the same bits as without Recompute, except that Gorgonia may add up three
+// or more gradients of an outer node in another order. Ops that record their runs, such as
+// telemetry, count once, because their Replay is run the second time. Random ops are refused, since
+// they would draw different numbers the second time.
 //
-// Gorgonia's machines keep every intermediate result until the run ends, so computing nodes again
-// in the same graph would save nothing; hence the graph within. (Chen et al., "Training Deep Nets
-// with Sublinear Memory Cost", 2016.)
+// The inner graph is necessary because Gorgonia's machines keep every intermediate result until the
+// run ends: computing nodes again in the same graph would save nothing. (Chen et al., "Training
+// Deep Nets with Sublinear Memory Cost", 2016.)
 func Recompute(inputs gorgonia.Nodes,
 	build func(inputs gorgonia.Nodes) (*gorgonia.Node, error)) (*gorgonia.Node, error) {
 	n, err := recompute(inputs, build)
@@ -52,6 +52,7 @@ func Recompute(inputs gorgonia.Nodes,
 	return n, nil
 }
 
+// recompute implements Recompute.
 func recompute(inputs gorgonia.Nodes,
 	build func(gorgonia.Nodes) (*gorgonia.Node, error)) (*gorgonia.Node, error) {
 	if len(inputs) == 0 || build == nil {
@@ -59,14 +60,16 @@ func recompute(inputs gorgonia.Nodes,
 			"got %d inputs and a build function: %v, want at least one input and a function",
 			len(inputs), build != nil)
 	}
+
 	g := gorgonia.NewGraph()
 	within := make(gorgonia.Nodes, len(inputs))
 	for i, n := range inputs {
 		if n == nil || n.Graph() == nil || n.Graph() != inputs[0].Graph() {
-			return nil, fmt.Errorf("input %d is nil or not in the graph of the others", i)
+			return nil, fmt.Errorf("input %d is nil or in another graph than the first input", i)
 		}
 		within[i] = newInput(g, n, i)
 	}
+
 	var out *gorgonia.Node
 	err := guard(func() (err error) {
 		out, err = build(slices.Clone(within))
@@ -78,6 +81,7 @@ func recompute(inputs gorgonia.Nodes,
 	if err := checkBuilt(g, within, out); err != nil {
 		return nil, err
 	}
+
 	o, err := newRecomputeOp(inputs, within, out, false)
 	if err != nil {
 		return nil, err
@@ -85,6 +89,7 @@ func recompute(inputs gorgonia.Nodes,
 	return gorgonia.ApplyOp(o, inputs...)
 }
 
+// checkBuilt returns an error unless out, the result of build, can be recomputed.
 func checkBuilt(g *gorgonia.ExprGraph, inputs gorgonia.Nodes, out *gorgonia.Node) error {
 	switch {
 	case out == nil || out.Graph() != g:
@@ -94,36 +99,39 @@ func checkBuilt(g *gorgonia.ExprGraph, inputs gorgonia.Nodes, out *gorgonia.Node
 	case out.Dtype() != tensor.Float32 && out.Dtype() != tensor.Float64:
 		return fmt.Errorf("build's result is %v, want float32 or float64", out.Dtype())
 	}
+
 	for _, n := range dependencies(out) {
 		switch {
 		case isRandom(n):
-			return fmt.Errorf("build uses %s, which is random: the gradient would see other "+
-				"numbers than the result", label(n))
+			return fmt.Errorf("build uses %s, which is random: the gradient would see different "+
+				"numbers from the result", label(n))
 		case isInput(n) && !slices.Contains(inputs, n):
 			return fmt.Errorf(
-				"build makes an input of its own, %s: pass it in, or no gradient would reach it",
+				"build creates the input %s: pass it in, because no gradient would reach it",
 				label(n))
 		}
 	}
+
 	return nil
 }
 
-// serial tells recomputed graphs, which nothing compares, apart in hashes.
+// serial distinguishes the hashes of recomputed graphs, since nothing compares these.
 var serial atomic.Int64
 
-// newRecomputeOp makes an op of a copy of out and what it depends on. Like give the types of the
-// op's inputs.
+// newRecomputeOp returns an op with a copy of out and its dependencies. like determines the types
+// of the op's inputs.
 func newRecomputeOp(like, inputs gorgonia.Nodes, out *gorgonia.Node,
 	replay bool) (*RecomputeOp, error) {
 	c, err := copyGraph(out, replay)
 	if err != nil {
 		return nil, err
 	}
+
 	o := &RecomputeOp{Inputs: make(gorgonia.Nodes, len(inputs)), Output: c.out,
 		diff: make([]bool, len(inputs))}
 	reached := differentiable(out)
 	for i, n := range inputs {
-		if o.Inputs[i] = c.node[n]; o.Inputs[i] == nil { // the result does not depend on it
+		if o.Inputs[i] = c.node[n]; o.Inputs[i] == nil { // the result does not depend on this input
 			o.Inputs[i] = newInput(c.graph, n, len(c.node)+i)
 		}
 		if o.diff[i] = reached[n]; o.diff[i] && n.Dtype() != out.Dtype() {
@@ -131,6 +139,7 @@ func newRecomputeOp(like, inputs gorgonia.Nodes, out *gorgonia.Node,
 				label(n), n.Dtype(), out.Dtype())
 		}
 	}
+
 	o.run = inner{inputs: o.Inputs, outputs: gorgonia.Nodes{c.out}}
 	opbase.Init(&o.Base, o, "Recompute", fmt.Sprintf("#%d", serial.Add(1)), like,
 		out.Dtype(), out.Shape(),
@@ -152,14 +161,16 @@ func differentiable(out *gorgonia.Node) map[*gorgonia.Node]bool {
 			reached[child] = reached[child] || i < len(diff) && diff[i]
 		}
 	}
+
 	return reached
 }
 
+// recomputeForward runs the inner graph.
 func recomputeForward[T cpu.Float](o *RecomputeOp, out []T, in opbase.Args) error {
 	return o.run.do(in, o.eval, out)
 }
 
-// SetTraining passes the machine's mode on to the ops within.
+// SetTraining passes the machine's mode on to the inner ops.
 func (o *RecomputeOp) SetTraining(training bool) error {
 	if o.Output == nil {
 		return errors.New(
@@ -169,20 +180,20 @@ func (o *RecomputeOp) SetTraining(training bool) error {
 	return o.run.setTraining(training)
 }
 
-// Replay returns an op of the same graph in which ops that keep a record are replaced by their
-// replays.
+// Replay returns an op with the same inner graph in which ops that record their runs are replaced
+// by their replays.
 func (o *RecomputeOp) Replay() gorgonia.Op {
 	r, err := newRecomputeOp(o.Inputs, o.Inputs, o.Output, true)
-	if err != nil { // a copy of a graph that has been copied before
+	if err != nil { // cannot happen: this graph has been copied before
 		return o
 	}
 	return r
 }
 
-// DiffWRT reports the inputs of floats on which the result depends through derivatives.
+// DiffWRT reports, for each input, whether the result has a derivative with respect to it.
 func (o *RecomputeOp) DiffWRT(int) []bool { return o.diff }
 
-// SymDiff returns the gradients of those inputs, and nil for the others.
+// SymDiff returns the gradients of those inputs, and nil for all other inputs.
 func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {
@@ -195,12 +206,14 @@ func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes,
 	return grads, nil
 }
 
+// symDiff implements SymDiff.
 func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	c, err := copyGraph(o.Output, true)
 	if err != nil {
 		return nil, err
 	}
+
 	b := &RecomputeGradOp{Forward: o, Output: c.out,
 		OutputGrad: newInput(c.graph, o.Output, len(c.node))}
 	var wrt gorgonia.Nodes
@@ -215,6 +228,7 @@ func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes,
 			wrt, shapes = append(wrt, twin), append(shapes, n.Shape())
 		}
 	}
+
 	err = guard(func() (err error) {
 		b.Grads, err = gorgonia.Backpropagate(gorgonia.Nodes{c.out}, gorgonia.Nodes{b.OutputGrad},
 			wrt)
@@ -223,8 +237,10 @@ func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes,
 	if err != nil {
 		return nil, err
 	}
+
 	b.run = inner{inputs: append(slices.Clone(b.Inputs), b.OutputGrad), outputs: b.Grads}
-	// The forward output is an input only to make certain that the first run comes first.
+
+	// The output is an input only to ensure that the forward op runs first.
 	in := append(slices.Clone(inputs), grad, output)
 	opbase.Init(&b.Base, b, "RecomputeGrad", o.String(), in, output.Dtype(),
 		tensor.Shape{opbase.PackedSize(shapes...)},
@@ -233,22 +249,25 @@ func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes,
 	if err != nil {
 		return nil, err
 	}
+
 	parts, err := opbase.Unpack(packed, shapes...)
 	if err != nil {
 		return nil, err
 	}
+
 	grads := make(gorgonia.Nodes, len(inputs))
 	for i, d := range o.diff {
 		if d {
 			grads[i], parts = parts[0], parts[1:]
 		}
 	}
+
 	return grads, nil
 }
 
-// RecomputeGradOp computes the gradients of a RecomputeOp's differentiable inputs, packed, from its
-// inputs, the gradient of its output, and its output. The nodes are those of a second graph within,
-// which holds forward and backward pass.
+// RecomputeGradOp computes the packed gradients of a RecomputeOp's differentiable inputs from the
+// inputs, the gradient of the output, and the output. Its nodes belong to a second inner graph,
+// which contains the forward and the backward pass.
 type RecomputeGradOp struct {
 	opbase.Base
 	Forward    *RecomputeOp
@@ -260,6 +279,7 @@ type RecomputeGradOp struct {
 	run inner
 }
 
+// recomputeBackward runs the second inner graph.
 func recomputeBackward[T cpu.Float](o *RecomputeGradOp, out []T, in opbase.Args) error {
 	return o.run.do(in[:len(in)-1], o.Forward.eval, out)
 }

@@ -22,17 +22,17 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// builder is a part of a model: a function of nodes.
+// builder builds a part of a model from nodes.
 type builder func(in gorgonia.Nodes) (*gorgonia.Node, error)
 
-// plain applies b in the graph of its inputs.
+// plain builds b in the graph of its inputs.
 func plain(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) { return b(in) }
 
 func recomputed(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
 	return autodiff.Recompute(in, b)
 }
 
-// nested recomputes within what is recomputed.
+// nested uses Recompute within Recompute.
 func nested(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
 	return autodiff.Recompute(in, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		h, err := autodiff.Recompute(in, b)
@@ -43,7 +43,7 @@ func nested(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
 	})
 }
 
-// thenTanh is the same model as nested, without recomputation.
+// thenTanh is the model of nested without recomputation.
 func thenTanh(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
 	h, err := b(in)
 	if err != nil {
@@ -52,14 +52,15 @@ func thenTanh(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
 	return gorgonia.Tanh(h)
 }
 
-// block uses each of x, norm, gate, up, down, table and ids, some more than once, through ops of
-// ours and stock ones.
+// block uses each of x, norm, gate, up, down, table and ids, some of them repeatedly, through ops
+// of this module and stock ops.
 func block(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	x, norm, gate, up, down, table, ids := in[0], in[1], in[2], in[3], in[4], in[5], in[6]
 	e, err := op.Embedding(ids, table)
 	if err != nil {
 		return nil, err
 	}
+
 	h, err := op.RMSNorm(x, norm, 1e-6)
 	if err != nil {
 		return nil, err
@@ -70,7 +71,8 @@ func block(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	if h, err = gorgonia.Add(h, x); err != nil {
 		return nil, err
 	}
-	// Three gradients of one node meet here, whose sum depends on the order.
+
+	// Three gradients of one node are added here, and the sum depends on their order.
 	a, b, c := must(gorgonia.Tanh(h)), must(gorgonia.Sigmoid(h)), must(gorgonia.HadamardProd(h, x))
 	if h, err = gorgonia.Add(must(gorgonia.Add(a, c)), b); err != nil {
 		return nil, err
@@ -78,7 +80,7 @@ func block(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	return gorgonia.HadamardProd(h, e)
 }
 
-// run builds the model with blocks made by apply, takes two steps on it and returns all losses and
+// run builds the model with apply building each block, takes two steps, and returns all losses and
 // gradients.
 func run(t *testing.T, seed uint64, dt tensor.Dtype,
 	apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) []named {
@@ -92,6 +94,7 @@ func run(t *testing.T, seed uint64, dt tensor.Dtype,
 		for i := range wide {
 			wide[i] *= 0.5
 		}
+
 		var value any = wide
 		if dt == tensor.Float32 {
 			narrow := make([]float32, len(wide))
@@ -100,12 +103,14 @@ func run(t *testing.T, seed uint64, dt tensor.Dtype,
 			}
 			value = narrow
 		}
+
 		n := gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithName(name),
 			gorgonia.WithShape(shape...),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(value))))
 		params = append(params, n)
 		return n
 	}
+
 	ids := gorgonia.NewVector(g, tensor.Int, gorgonia.WithName("ids"), gorgonia.WithShape(rows),
 		gorgonia.WithValue(tensor.New(tensor.WithBacking([]int{3, 0, 1, 3, 2}))))
 	x := add("x", rows, d)
@@ -115,10 +120,12 @@ func run(t *testing.T, seed uint64, dt tensor.Dtype,
 			add(name("up"), f, d), add(name("down"), d, f), add(name("table"), v, d), ids}
 		x = must(apply(in, block))
 	}
+
 	loss := must(gorgonia.Sum(must(gorgonia.HadamardProd(x, add("weighting", rows, d)))))
 	if _, err := gorgonia.Grad(loss, params...); err != nil {
 		t.Fatal(err)
 	}
+
 	vm := gorgonia.NewTapeMachine(g, gorgonia.BindDualValues(params...))
 	defer vm.Close()
 	solver := gorgonia.NewVanillaSolver(gorgonia.WithLearnRate(0.01))
@@ -128,6 +135,7 @@ func run(t *testing.T, seed uint64, dt tensor.Dtype,
 		if err := vm.RunAll(); err != nil {
 			t.Fatal(err)
 		}
+
 		seen = append(seen, named{"loss", loss.Value().Data()})
 		for _, p := range params {
 			grad, err := p.Grad()
@@ -140,15 +148,17 @@ func run(t *testing.T, seed uint64, dt tensor.Dtype,
 			}
 			seen = append(seen, named{p.Name(), copied.Data()})
 		}
+
 		if err := solver.Step(gorgonia.NodesToValueGrads(params)); err != nil {
 			t.Fatal(err)
 		}
 	}
+
 	return seen
 }
 
-// Gorgonia's LispMachine differentiates through what is recomputed: its gradients are the tape
-// machine's.
+// TestRecomputeOnTheLispMachine checks that Gorgonia's LispMachine, which differentiates through
+// recomputed graphs, yields the gradients of the tape machine.
 func TestRecomputeOnTheLispMachine(t *testing.T) {
 	seed := freshRand(t).Uint64()
 	var grads [2][][]float64
@@ -174,6 +184,7 @@ func TestRecomputeOnTheLispMachine(t *testing.T) {
 			require.NoError(t, err)
 			vm = gorgonia.NewTapeMachine(g, gorgonia.BindDualValues(params...))
 		}
+
 		require.NoError(t, vm.RunAll())
 		require.NoError(t, vm.Close())
 		for _, p := range params {
@@ -182,6 +193,7 @@ func TestRecomputeOnTheLispMachine(t *testing.T) {
 			grads[i] = append(grads[i], slices.Clone(grad.Data().([]float64)))
 		}
 	}
+
 	require.Equal(t, grads[0], grads[1])
 }
 
@@ -208,7 +220,7 @@ func TestRecomputeGivesTheSameBits(t *testing.T) {
 	}
 }
 
-// probeOp passes its input on, and its gradient back, and measures the heap when it runs.
+// probeOp returns its input unchanged, and its gradient too, and measures the heap when it runs.
 type probeOp struct {
 	opbase.Base
 	heap uint64
@@ -222,7 +234,7 @@ func probe(x *gorgonia.Node) (*gorgonia.Node, *probeOp) {
 			copy(out, opbase.Slice[float64](in, 0))
 			var m runtime.MemStats
 			runtime.GC()
-			runtime.GC() // pools give up what they hold at the second
+			runtime.GC() // pools free their memory in the second collection
 			runtime.ReadMemStats(&m)
 			o.heap = m.HeapAlloc
 			return nil
@@ -236,7 +248,8 @@ func (o *probeOp) SymDiff(_ gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.No
 	return gorgonia.Nodes{grad}, nil
 }
 
-// Between forward and backward pass a block of four wide layers must hold its result alone.
+// TestRecomputeSavesMemory checks that a block of four wide layers retains only its result between
+// the forward and the backward pass.
 func TestRecomputeSavesMemory(t *testing.T) {
 	const rows, d, wide, blocks = 64, 8, 1024, 4
 	held := func(apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) uint64 {
@@ -260,10 +273,12 @@ func TestRecomputeSavesMemory(t *testing.T) {
 					return gorgonia.Mul(h, in[2])
 				}))
 		}
+
 		h, p := probe(h)
 		if _, err := gorgonia.Grad(must(gorgonia.Sum(h)), x, up, down); err != nil {
 			t.Fatal(err)
 		}
+
 		vm := gorgonia.NewTapeMachine(g)
 		defer vm.Close()
 		var before runtime.MemStats
@@ -275,6 +290,7 @@ func TestRecomputeSavesMemory(t *testing.T) {
 		}
 		return p.heap - min(p.heap, before.HeapAlloc)
 	}
+
 	const layer = rows * wide * 8
 	without, with := held(plain), held(recomputed)
 	t.Logf("held between forward and backward pass: %d KiB without recomputation, %d KiB with",
@@ -285,8 +301,8 @@ func TestRecomputeSavesMemory(t *testing.T) {
 	}
 }
 
-// tallyOp doubles its input and counts how often it and its gradient run; its replay counts
-// gradients alone.
+// tallyOp doubles its input and counts the runs of the op and of its gradient. Its replay counts
+// gradients only.
 type tallyOp struct {
 	opbase.Base
 	forward, backward *int
@@ -337,6 +353,7 @@ func TestRecomputeCountsOnce(t *testing.T) {
 		if _, err := gorgonia.Grad(must(gorgonia.Sum(y)), x); err != nil {
 			t.Fatal(err)
 		}
+
 		vm := gorgonia.NewTapeMachine(g)
 		defer vm.Close()
 		for run := 1; run <= 3; run++ {
@@ -365,6 +382,7 @@ func TestRecomputePassesTheGradientCheck(t *testing.T) {
 			return gorgonia.Sum(must(gorgonia.Mul(must(gorgonia.Square(h)),
 				gorgonia.NewConstant(0.5))))
 		}))
+
 	report, err := autodiff.CheckGradients(cost, gorgonia.Nodes{x, w, s})
 	if err != nil {
 		t.Fatal(err)
@@ -392,8 +410,8 @@ func TestRecomputeRefuses(t *testing.T) {
 	}{
 		{"no inputs", nil, tanh, "got 0 inputs"},
 		{"no function", gorgonia.Nodes{x}, nil, "build function: false"},
-		{"nil input", gorgonia.Nodes{x, nil}, tanh, "input 1 is nil or not in the graph"},
-		{"two graphs", gorgonia.Nodes{x, other}, tanh, "input 1 is nil or not in the graph"},
+		{"nil input", gorgonia.Nodes{x, nil}, tanh, "input 1 is nil or in another graph"},
+		{"two graphs", gorgonia.Nodes{x, other}, tanh, "input 1 is nil or in another graph"},
 		{"build's own error", gorgonia.Nodes{x}, func(gorgonia.Nodes) (*gorgonia.Node, error) {
 			return nil, failure
 		}, failure.Error()},
@@ -427,10 +445,12 @@ func TestRecomputeRefuses(t *testing.T) {
 			t.Errorf("%s: error %v, want one with %q", c.name, err, c.want)
 		}
 	}
+
 	if _, err := autodiff.Recompute(gorgonia.Nodes{x, x32}, tanh); err != nil {
 		t.Errorf("an unused input of another type: %v", err)
 	}
-	// What goes wrong when the graph within runs is the outer machine's error.
+
+	// An error of a run of the inner graph must be the outer machine's error.
 	empty := must(autodiff.Recompute(gorgonia.Nodes{x32}, tanh))
 	vm := gorgonia.NewTapeMachine(empty.Graph())
 	defer vm.Close()
@@ -439,9 +459,9 @@ func TestRecomputeRefuses(t *testing.T) {
 	}
 }
 
-// A Kasmina layer in a recomputed block must leave the same figures in its lattice as one that is
-// computed once. It must also go by the same limits. Its telemetry decides what the strict mode and
-// adaptive clipping do in the next step.
+// TestRecomputeKasmina checks that a Kasmina layer in a recomputed block records the same figures
+// in its lattice as one that is computed once, and uses the same limits: its telemetry determines
+// the actions of the strict mode and of adaptive clipping in the next step.
 func TestRecomputeKasmina(t *testing.T) {
 	seed := freshRand(t).Uint64()
 	train := func(apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) (grads []named,
@@ -452,6 +472,7 @@ func TestRecomputeKasmina(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+
 		for s := range seeds {
 			request := state.GerminationRequest{Slot: 1 + s%2, Kind: blueprints.Kind(s)}
 			if err := errors.Join(l.RequestGermination(s, request), l.Transition(s, state.Training),
@@ -460,6 +481,7 @@ func TestRecomputeKasmina(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+
 		g := gorgonia.NewGraph()
 		params := gorgonia.Nodes{variable(g, r, "x", rows, seeds*chunk),
 			variable(g, r, "weights", slots, chunk), variable(g, r, "scales", slots)}
@@ -471,6 +493,7 @@ func TestRecomputeKasmina(t *testing.T) {
 		if _, err := gorgonia.Grad(weighted(must(gorgonia.Square(y)), r), params...); err != nil {
 			t.Fatal(err)
 		}
+
 		vm := gorgonia.NewTapeMachine(g, gorgonia.BindDualValues(params...))
 		defer vm.Close()
 		solver := gorgonia.NewVanillaSolver(gorgonia.WithLearnRate(0.1))
@@ -479,6 +502,7 @@ func TestRecomputeKasmina(t *testing.T) {
 			if err := vm.RunAll(); err != nil {
 				t.Fatal(err)
 			}
+
 			for _, p := range params {
 				grad, err := p.Grad()
 				if err != nil {
@@ -490,6 +514,7 @@ func TestRecomputeKasmina(t *testing.T) {
 				}
 				grads = append(grads, named{p.Name(), copied.Data()})
 			}
+
 			if err := solver.Step(gorgonia.NodesToValueGrads(params)); err != nil {
 				t.Fatal(err)
 			}
@@ -497,12 +522,14 @@ func TestRecomputeKasmina(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+
 		lattice, err = l.MarshalBinary()
 		if err != nil {
 			t.Fatal(err)
 		}
 		return grads, lattice
 	}
+
 	wantGrads, wantLattice := train(plain)
 	for name, apply := range map[string]func(gorgonia.Nodes, builder) (*gorgonia.Node, error){"once": recomputed, "nested": nestedOnce} {
 		grads, lattice := train(apply)
@@ -515,7 +542,7 @@ func TestRecomputeKasmina(t *testing.T) {
 	}
 }
 
-// nestedOnce recomputes what is recomputed already.
+// nestedOnce recomputes a recomputed graph.
 func nestedOnce(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
 	return autodiff.Recompute(in, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		return autodiff.Recompute(in, b)

@@ -13,28 +13,29 @@ import (
 type CheckReport struct {
 	Cost        float64 // at the point where gradients were checked
 	Inputs      []InputReport
-	Evaluations int // forward runs that the differences took
+	Evaluations int // number of forward runs for the differences
 }
 
-// InputReport is the part of a [CheckReport] that concerns one input.
+// InputReport is the part of a [CheckReport] about one input.
 type InputReport struct {
 	Name     string
 	Shape    tensor.Shape
-	Floor    float64 // what the relative error divides by at least; see [CheckGradients]
+	Floor    float64 // minimum denominator of the relative error; see [CheckGradients]
 	Elements []Element
 }
 
-// Element compares one derivative. Index has one figure for each dimension of the input. It is nil
-// for a scalar, and for the derivative along a random direction, which Direction marks.
+// Element compares one derivative. Index has one entry per dimension of the input. It is nil for a
+// scalar and for the derivative along a random direction, for which Direction is true.
 type Element struct {
 	Index             []int
 	Direction         bool
 	Analytic, Numeric float64
 	RelError          float64
-	Spread            float64 // the numeric derivative's estimated error
+	Spread            float64 // estimated error of the numeric derivative
 }
 
-// At describes where the element is: "[2 0]", "scalar" or "random direction".
+// At describes the position of the element: an index such as "[2 0]", "scalar" or "random
+// direction".
 func (e Element) At() string {
 	switch {
 	case e.Direction:
@@ -45,7 +46,7 @@ func (e Element) At() string {
 	return fmt.Sprint(e.Index)
 }
 
-// Worst returns the element with the largest relative error, and the zero Element if none was
+// Worst returns the element with the largest relative error, or the zero Element if none was
 // checked.
 func (r InputReport) Worst() Element {
 	var worst Element
@@ -72,13 +73,13 @@ func (r CheckReport) Worst() (InputReport, Element) {
 	return input, worst
 }
 
-// MaxRelError returns the largest relative error of all.
+// MaxRelError returns the largest relative error of all elements.
 func (r CheckReport) MaxRelError() float64 {
 	_, worst := r.Worst()
 	return worst.RelError
 }
 
-// Checked returns how many derivatives were compared.
+// Checked returns the number of derivatives that were compared.
 func (r CheckReport) Checked() int {
 	n := 0
 	for _, in := range r.Inputs {
@@ -87,10 +88,10 @@ func (r CheckReport) Checked() int {
 	return n
 }
 
-// OK reports whether something was checked and every relative error is below tol.
+// OK reports whether at least one derivative was checked and all relative errors are below tol.
 func (r CheckReport) OK(tol float64) bool { return r.Checked() > 0 && r.MaxRelError() < tol }
 
-// String returns a table with a row for each input: what was checked, and its worst element.
+// String returns a table with a row for each input that shows its worst element.
 func (r CheckReport) String() string {
 	var b strings.Builder
 	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
@@ -104,7 +105,7 @@ func (r CheckReport) String() string {
 	return b.String()
 }
 
-// relativeError returns |a−n| / max(|a|, |n|, floor), and infinity where that is not a number.
+// relativeError returns |a−n| / max(|a|, |n|, floor), or infinity if the quotient is NaN.
 func relativeError(a, n, floor float64) float64 {
 	if a == n {
 		return 0

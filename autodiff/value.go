@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// rowMajorCopy returns a copy of v that is contiguous and row-major, whatever v's layout.
+// rowMajorCopy returns a contiguous row-major copy of v, whatever its layout.
 func rowMajorCopy(v gorgonia.Value) (gorgonia.Value, error) {
 	d, ok := v.(*tensor.Dense)
 	if !ok {
@@ -19,6 +19,7 @@ func rowMajorCopy(v gorgonia.Value) (gorgonia.Value, error) {
 	if !d.IsMaterializable() && !d.DataOrder().IsColMajor() {
 		return gorgonia.CloneValue(v)
 	}
+
 	flat, err := opbase.Flat(d)
 	if err != nil {
 		return nil, err
@@ -26,7 +27,7 @@ func rowMajorCopy(v gorgonia.Value) (gorgonia.Value, error) {
 	return tensor.New(tensor.WithShape(d.Shape()...), tensor.WithBacking(flat)), nil
 }
 
-// floats returns the float64 elements of v, v's own memory.
+// floats returns the float64 elements of v without copying them.
 func floats(v gorgonia.Value) ([]float64, error) {
 	m, err := params.Memory(v)
 	if err != nil {

@@ -1,42 +1,50 @@
-// Package blueprints holds the kinds of blueprint that a Kasmina seed can train beside its chunk of
-// the activations and blend in. For each it has the meaning of the parameters, the start as the
-// identity, the transform t(x) and its gradient.
+// Package blueprints defines the kinds of blueprint that a seed can grow and the registry for a
+// program's own kinds. For each kind it has the meaning of the parameters, the initial values that
+// make it the identity, and, on chunks, the transform t(x) with its gradient.
 //
-// Six kinds are built in. w is the weight row of the seed's slot and a is the slot's scale. Four
-// kinds use one weight for each of the C features of a chunk:
+// # Chunks
+//
+// Six kinds work on a chunk of C features of the activations. w is the weight row of the seed's
+// slot and a is the slot's scale. Four use one weight per feature:
 //
 //	Residual       t(x) = x + a·w
 //	AttentionGate  t(x) = a · x ⊙ softmax(w)
 //	MLPExpansion   t(x) = a · relu(x ⊙ w)
 //	ConvFilter     t(x)[i] = a · (w0·x[i] + w1·x[i−1] + w2·x[i−2]), with zeros to the left of the chunk
 //
-// Two have the capacity to mix features. They are a matrix [m, C] and one [C, m], in the row w in
-// this order. The width W of the layer's rows decides the rank or number of hidden features, m =
-// ⌊W/2C⌋:
+// (ConvFilter uses three weights only.) Two kinds can mix features. Their row w holds a matrix [m,
+// C] followed by a matrix [C, m]. The width W of the layer's rows determines the rank or number of
+// hidden features, m = ⌊W/2C⌋:
 //
 //	LowRank        t(x) = x + a·U(V·x), with V [m, C] and U [C, m]
 //	ChunkMLP       t(x) = x + a·W2·silu(W1·x), with W1 [m, C] and W2 [C, m]
 //
-// Four make a model deeper. They have no weights of their own: the size of the germination request
-// says by how much the blocks become more.
+// # Depth
+//
+// Four kinds make a model deeper. They have no weights of their own; the size of the germination
+// request determines the number of additional blocks.
 //
 //	Stack       all blocks in order, size times over (Gong et al., "Efficient Training of BERT by
 //	            Progressively Stacking", 2019)
-//	Interleave  each block size times, one after the other
-//	NewBlocks   size new blocks behind the last one, which start as the identity
-//	Middle      the middle blocks in order, size times over, between the first third and the last
+//	Interleave  each block size times in succession
+//	NewBlocks   size new blocks after the last one, which start as the identity
+//	Middle      the first third of the blocks, the middle ones in order size times over, the last third
 //
-// One adds to the weight of a linear layer, and two to the residual stream at its full width. The
-// size of the germination request is their rank, or how many heads or hidden features they have.
-// Package llm/site has them as graphs.
+// # Weights and the stream
+//
+// One kind adds to the weight of a linear layer, and two add to the residual stream at its full
+// width. The size of the germination request is their rank, number of heads or number of hidden
+// features. Package llm/site builds them as graphs.
 //
 //	LoRA        W' = W + s·B·A, with A [size, in] and B [out, size] (Hu et al., "LoRA: Low-Rank
 //	            Adaptation of Large Language Models", 2021)
-//	Attention   x + attention(norm(x)), of size heads
-//	Perceptron  x + perceptron(norm(x)), of size hidden features
+//	Attention   x + attention(norm(x)), with size heads
+//	Perceptron  x + perceptron(norm(x)), with size hidden features
 //
-// [Register] adds more. The package knows nothing of graphs or tensors: everything works on the
-// slices of one chunk row.
+// # Your own kinds
+//
+// [Register] adds a kind; its example shows a complete one. This package does not depend on graphs
+// or tensors: transforms work on the slices of one chunk row, and [Apply] computes one.
 package blueprints
 
 import (
@@ -50,15 +58,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/guard"
 )
 
-// Float is the element type of a transform's arithmetic.
+// Float is the constraint of the element types of transforms.
 type Float interface{ float32 | float64 }
 
-// Kind identifies a registered blueprint. Built-in kinds have fixed numbers. Registered ones are
-// numbered in the order of registration. So a program that stores kinds should store their names,
-// as lattices do, and find them by [ByName].
+// Kind identifies a registered blueprint. Built-in kinds have fixed numbers, and registered ones
+// are numbered in the order of their registration. A program that stores kinds should therefore
+// store their names, as lattices do, and look them up with [ByName].
 type Kind uint8
 
-// The built-in kinds.
+// Built-in kinds.
 const (
 	Residual Kind = iota
 	AttentionGate
@@ -75,81 +83,86 @@ const (
 	Middle
 )
 
-// Homogeneity says how a transform behaves when its input is multiplied by a factor λ > 0. The
-// adaptive stability mode needs it. That mode scales a chunk of very large activations down for the
-// transform and the result up again, and must get t(x).
+// Homogeneity describes the effect of multiplying a transform's input by a factor λ > 0. The
+// adaptive stability mode relies on it: for very large activations, it scales the input down,
+// transforms it and scales the result up, and must obtain t(x).
 type Homogeneity uint8
 
 const (
-	// NotHomogeneous transforms have neither property. They are never given scaled input.
+	// NotHomogeneous transforms have neither of the following properties, and their input is never
+	// scaled.
 	NotHomogeneous Homogeneity = iota
-	// InX: t(λx; w, a) = λ·t(x; w, a).
+	// InX means t(λx; w, a) = λ·t(x; w, a).
 	InX
-	// InXAndScale: t(λx; w, λa) = λ·t(x; w, a).
+	// InXAndScale means t(λx; w, λa) = λ·t(x; w, a).
 	InXAndScale
 )
 
-// Arithmetic is the transform of a blueprint and its gradient in one element type. x, t, g and dx
-// hold the C elements of one chunk row. w, p and dp hold as many as the blueprint's Size says, or C
-// if it has none. None overlap. p stands for what the transform uses of the weights: w itself, or
-// what Prepare makes of it.
+// Arithmetic is a blueprint's transform and gradient in one element type.
 //
-// The functions run on several goroutines at once, and must keep nothing from one call to the next.
-// A panic in one of them ends the run of the graph with an error.
+// The slices x, t, g and dx hold the C elements of one chunk row. w, p and dp hold as many elements
+// as the blueprint's Size returns, or C if it has no Size. p is the form of the weights that the
+// transform uses: the output of Prepare, or w itself without Prepare. Slices do not overlap.
+//
+// The functions are called from several goroutines at once and must not keep state between calls. A
+// panic in a function ends the run of the graph with an error.
 type Arithmetic[T Float] struct {
-	// Prepare writes p, computed from w once for each seed and call rather than once a row. When
-	// nil, p is w.
+	// Prepare computes p from w, once for each seed and pass instead of once per row. If it is nil,
+	// p is w.
 	Prepare func(p, w []T)
 	// Forward writes t(x) to t.
 	Forward func(t, x, p []T, a T)
-	// Backward takes g = ∂L/∂t(x). It writes ∂L/∂x to dx, adds ∂L/∂p to dp and returns ∂L/∂a.
+	// Backward writes ∂L/∂x to dx, adds ∂L/∂p to dp and returns ∂L/∂a, given g = ∂L/∂t(x).
 	Backward func(dx, dp, g, x, p []T, a T) float64
-	// Finish turns dp, the sum of ∂L/∂p over all rows, into ∂L/∂w, in place. It is nil when Prepare
-	// is.
+	// Finish converts dp, the sum of ∂L/∂p over all rows, to ∂L/∂w in place. It must be nil if and
+	// only if Prepare is.
 	Finish func(dp, p []T)
 }
 
-// Blueprint describes one kind. One of site Depth has a Name, a Layout and an Order alone. One of
-// site Weight or Stream has a Name, a Layout and Parameters: what it computes is a graph, which
-// package llm/site registers with it.
+// Blueprint describes one kind. At site Depth, only Name, Layout and Order are used. At sites
+// Weight and Stream, only Name, Layout and Parameters are used, because the blueprint's computation
+// is a graph that package llm/site registers.
 type Blueprint struct {
-	Name string // unique
+	Name string // must be unique
 	Site Site
-	// Order is that of a blueprint of depth; see the function [Order].
+	// Order determines the blocks of a model after a growth in depth; see the function [Order].
 	Order func(blocks, size int) []int
-	// Parameters are those of a blueprint of a weight or the stream; see the function
-	// [ParametersOf]. Built-in kinds have none: theirs are those of a model's own blocks.
+	// Parameters returns the parameters of a blueprint at a weight or in the stream; see the
+	// function [ParametersOf]. It is nil in built-in kinds, which take the parameters of the
+	// model's own blocks.
 	Parameters func(h Host, size int) ([]Parameter, error)
 
-	Layout string // what the weights and the scale mean, for people
-	// Size returns how many of a slot's width weights the kind uses for chunks of c features. If
-	// they are too few, it returns how many it needs. It may grow with width. When nil, it is c.
+	Layout string // meaning of the weights and the scale, for people to read
+	// Size returns the number of weights, out of the width weights of a slot, that the kind uses
+	// for chunks of c features. If the slot is too narrow, it returns the number needed. It may
+	// increase with width. If Size is nil, the number is c.
 	Size func(c, width int) int
-	// Parts names the arrays that the n weights of a chunk of c features are, in order, as files
-	// hold them. Their names differ, none is "" or "scale", and they have n elements in all. When
-	// nil, they are one vector, "weights".
+	// Parts returns the arrays that make up the n weights of a chunk of c features, in order. Files
+	// store the weights under these names, which must be distinct, not "" and not "scale". The
+	// arrays must have n elements in total. If Parts is nil, the weights are a single vector called
+	// "weights".
 	Parts func(c, n int) []Part
-	// Identity fills w, the weights that the kind uses of one slot, and returns a scale. With these
-	// the transform of a chunk of c features is the identity, or as near to it as the kind can be.
-	// Weights that must not all start alike come from r.
+	// Identity fills w, the weights that the kind uses of one slot, and returns a scale, so that
+	// the transform of a chunk of c features is the identity or as close to it as the kind allows.
+	// It draws weights that must not start equal from r.
 	Identity    func(w []float64, c int, r *rand.Rand) (scale float64)
 	Homogeneity Homogeneity
 	F32         Arithmetic[float32]
 	F64         Arithmetic[float64]
-	// Graph says that what a blueprint of a chunk computes is a graph, which llm/site.Register adds:
-	// then it has no arithmetic here.
+	// Graph means that a blueprint on a chunk is computed by a graph, added with llm/site.Register,
+	// instead of by F32 and F64.
 	Graph bool
 }
 
-// Part is one of the arrays that a slot's weights consist of.
+// Part is one of the arrays that make up a slot's weights.
 type Part struct {
 	Name  string
 	Shape []int
 }
 
-// Parts returns the arrays that the first n weights of a slot are for a kind, as [Size] gave n for
-// chunks of c features. It returns an error wrapping [ErrInvalid] when c or n is out of range or
-// the blueprint's Parts are not as [Blueprint] says.
+// Parts returns the arrays that make up the first n weights of a slot, where n is the result of
+// [Size] for chunks of c features. It returns an error wrapping [ErrInvalid] if c or n is out of
+// range or the blueprint's Parts violates the rules in [Blueprint].
 func Parts(k Kind, c, n int) ([]Part, error) {
 	b, err := Lookup(k)
 	if err != nil {
@@ -163,6 +176,7 @@ func Parts(k Kind, c, n int) ([]Part, error) {
 	if b.Parts == nil {
 		return []Part{{"weights", []int{n}}}, nil
 	}
+
 	var parts []Part
 	if err := guarded(b, "Parts", func() { parts = b.Parts(c, n) }); err != nil {
 		return nil, err
@@ -173,18 +187,20 @@ func Parts(k Kind, c, n int) ([]Part, error) {
 	return parts, nil
 }
 
-// scaleName is what files call the scale, beside the parts of the weights.
+// scaleName is the name under which files store the scale, next to the parts of the weights.
 const scaleName = "scale"
 
+// checkParts returns an error unless the names of the parts are usable and their sizes add up to n.
 func checkParts(parts []Part, n int) error {
 	left := n
 	names := map[string]bool{"": true, scaleName: true}
 	for i, p := range parts {
 		if names[p.Name] {
 			return fmt.Errorf(
-				"the name of part %d is %q, want names that differ, and none of them \"\" or %q",
+				"the name of part %d is %q, want distinct names other than \"\" and %q",
 				i, p.Name, scaleName)
 		}
+
 		names[p.Name] = true
 		size := 1
 		for _, d := range p.Shape {
@@ -196,8 +212,9 @@ func checkParts(parts []Part, n int) error {
 		}
 		left -= size
 	}
+
 	if left != 0 {
-		return fmt.Errorf("they have %d elements, want %d", n-left, n)
+		return fmt.Errorf("the parts have %d elements in total, want %d", n-left, n)
 	}
 	return nil
 }
@@ -208,11 +225,11 @@ var (
 	ErrInvalid     = errors.New("invalid blueprint")
 	ErrSlot        = errors.New("slot out of range")
 	ErrWidth       = errors.New("slots are too narrow for the blueprint")
-	ErrPanic       = errors.New("panic") // in a function of a registered blueprint
+	ErrPanic       = errors.New("panic") // a function of a registered blueprint panicked
 )
 
-// guarded calls a function of a blueprint. When it panics, guarded returns an error wrapping
-// [ErrPanic] that says where.
+// guarded calls a function of a blueprint. If it panics, guarded returns an error wrapping
+// [ErrPanic] with the location.
 func guarded(b *Blueprint, function string, f func()) error {
 	where := fmt.Sprintf("%s of blueprint %q", function, b.Name)
 	return guard.Call(ErrPanic, where, func() error {
@@ -221,26 +238,30 @@ func guarded(b *Blueprint, function string, f func()) error {
 	})
 }
 
-// maxKinds is how many kinds a Kind can number.
+// maxKinds is the number of kinds that a Kind can represent.
 const maxKinds = 256
 
 var (
 	registering sync.Mutex
-	registry    atomic.Pointer[[]*Blueprint] // replaced as a whole, so that readers need no lock
+	registry    atomic.Pointer[[]*Blueprint] // replaced as a whole, so readers need no lock
 )
 
 func init() { registry.Store(&builtin) }
 
-// Register adds a blueprint and returns its kind. It returns an error wrapping [ErrInvalid] when
-// the name is empty or taken, a function is missing, or 256 kinds are registered already. A GPU has
-// no kernel for it: while a seed works with it, package cudaops computes that seed's layer on the
-// host.
+// Register adds a blueprint and returns its kind. It returns an error wrapping [ErrInvalid] if the
+// name is empty or taken, a required function is missing, or 256 kinds have already been
+// registered.
+//
+// GPUs have no kernels for registered kinds: while a seed uses one, package cudaops computes the
+// seed's layer on the host.
 func Register(b Blueprint) (Kind, error) {
 	if err := check(&b); err != nil {
 		return 0, err
 	}
+
 	registering.Lock()
 	defer registering.Unlock()
+
 	kinds := *registry.Load()
 	if k, ok := ByName(b.Name); ok {
 		return 0, fmt.Errorf("blueprints.Register: %w: the name %q is taken by kind %d",
@@ -248,14 +269,16 @@ func Register(b Blueprint) (Kind, error) {
 	}
 	if len(kinds) == maxKinds {
 		return 0, fmt.Errorf(
-			"blueprints.Register: %w: %d kinds are registered, which is all there can be",
+			"blueprints.Register: %w: %d kinds are registered already, the maximum",
 			ErrInvalid, maxKinds)
 	}
+
 	grown := append(append([]*Blueprint(nil), kinds...), &b)
 	registry.Store(&grown)
 	return Kind(len(kinds)), nil
 }
 
+// check returns an error unless the blueprint is complete for its site.
 func check(b *Blueprint) error {
 	var missing string
 	switch {
@@ -274,8 +297,8 @@ func check(b *Blueprint) error {
 	case b.Identity == nil:
 		missing = "Identity"
 	case b.Graph && (b.F32.Forward != nil || b.F64.Forward != nil || b.Homogeneity != 0):
-		return fmt.Errorf("blueprints.Register: %w %q: it has a graph, and F32, F64 or "+
-			"Homogeneity beside it: want one of these alone", ErrInvalid, b.Name)
+		return fmt.Errorf("blueprints.Register: %w %q: Graph is set together with F32, F64 or "+
+			"Homogeneity: want either the graph or the arithmetic", ErrInvalid, b.Name)
 	case b.Graph:
 		return nil
 	case b.F32.Forward == nil || b.F32.Backward == nil:
@@ -292,11 +315,12 @@ func check(b *Blueprint) error {
 	default:
 		return nil
 	}
+
 	return fmt.Errorf("blueprints.Register: %w %q: %s is missing", ErrInvalid, b.Name, missing)
 }
 
-// Lookup returns the blueprint of a kind, which the caller must not change, or an error wrapping
-// [ErrUnknownKind].
+// Lookup returns the blueprint of a kind, or an error wrapping [ErrUnknownKind]. The caller must
+// not modify the blueprint.
 func Lookup(k Kind) (*Blueprint, error) {
 	kinds := *registry.Load()
 	if int(k) >= len(kinds) {
@@ -306,7 +330,7 @@ func Lookup(k Kind) (*Blueprint, error) {
 	return kinds[k], nil
 }
 
-// ByName returns the kind with the given name.
+// ByName returns the kind with the given name and whether it is registered.
 func ByName(name string) (Kind, bool) {
 	for i, b := range *registry.Load() {
 		if b.Name == name {
@@ -316,10 +340,10 @@ func ByName(name string) (Kind, bool) {
 	return 0, false
 }
 
-// Kinds returns how many kinds are registered: the kinds are 0 to Kinds()−1.
+// Kinds returns the number of registered kinds, which are 0 to Kinds()−1.
 func Kinds() int { return len(*registry.Load()) }
 
-// IsGraph reports whether what a kind of a chunk computes is a graph.
+// IsGraph reports whether a kind on a chunk is computed by a graph.
 func IsGraph(k Kind) bool {
 	if int(k) < len(builtin) {
 		return false
@@ -346,7 +370,7 @@ func (k Kind) String() string {
 	return fmt.Sprintf("Kind(%d)", uint8(k))
 }
 
-// For returns b's arithmetic in the element type T, nil if b is nil.
+// For returns b's arithmetic in the element type T, or nil if b is nil.
 func For[T Float](b *Blueprint) *Arithmetic[T] {
 	if b == nil {
 		return nil
@@ -358,10 +382,10 @@ func For[T Float](b *Blueprint) *Arithmetic[T] {
 	return a.(*Arithmetic[T])
 }
 
-// Size returns how many weights a kind uses of rows of the given width, for chunks of c features:
-// the first ones. When the rows are too narrow, it returns an error wrapping [ErrWidth] that says
-// how many it needs. For c below 1 the error wraps [ErrInvalid], for an unknown kind
-// [ErrUnknownKind].
+// Size returns the number of weights that a kind uses of a slot with the given width, for chunks of
+// c features. They are the first ones. If the slot is too narrow, it returns an error wrapping
+// [ErrWidth] that states the required width. A c below 1 or a kind of another site is an error
+// wrapping [ErrInvalid], and an unknown kind one wrapping [ErrUnknownKind].
 func Size(k Kind, c, width int) (int, error) {
 	b, err := Lookup(k)
 	if err != nil {
@@ -373,29 +397,34 @@ func Size(k Kind, c, width int) (int, error) {
 	if c < 1 {
 		return 0, fmt.Errorf("%w %q: chunks of %d features, want at least 1", ErrInvalid, b.Name, c)
 	}
+
 	n := c
 	if b.Size != nil {
 		if err := guarded(b, "Size", func() { n = b.Size(c, max(0, width)) }); err != nil {
 			return 0, err
 		}
 	}
+
 	if n < 0 {
 		return 0, fmt.Errorf("%w %q: Size(%d, %d) is %d", ErrInvalid, b.Name, c, width, n)
 	}
 	if n > width {
 		return 0, fmt.Errorf(
-			"%w: %s needs %d weights a slot for chunks of %d features, and there are %d",
+			"%w: %s needs %d weights per slot for chunks of %d features, but the slots have %d",
 			ErrWidth, b.Name, n, c, width)
 	}
 	return n, nil
 }
 
-// Identity makes a slot the identity start of a kind for chunks of c features. weights is [slots,
-// W] row by row and scales is [slots]; both are the parameters of a Kasmina layer. Slot 0 means
-// "none", so slot must be in 1 … slots−1. Kinds that start from random weights draw them by seed:
-// the same one gives the same weights. Weights that the kind does not use become 0. On an error
-// nothing has changed. The error wraps [ErrWidth] when W is too small for the kind. It wraps
-// [ErrInvalid] when what Identity gives is not finite, or Parts are not as [Blueprint] says.
+// Identity sets a slot to the identity start of a kind for chunks of c features.
+//
+// weights [slots, W], row by row, and scales [slots] are the parameters of a Kasmina layer. slot
+// must be in 1 … slots−1, because slot 0 means "none". Kinds that start with random weights derive
+// them from seed. Weights that the kind does not use become 0.
+//
+// The error wraps [ErrSlot] if slot is out of range, [ErrWidth] if W is too small for the kind, and
+// [ErrInvalid] if the blueprint's Identity returns values that are not finite or its Parts violates
+// the rules in [Blueprint]. On an error, nothing has changed.
 func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) error {
 	slots := len(scales)
 	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 || c < 1 {
@@ -407,35 +436,40 @@ func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) er
 		return fmt.Errorf("blueprints.Identity: %w: slot is %d, want 1 to %d (slot 0 means none)",
 			ErrSlot, slot, slots-1)
 	}
+
 	width := len(weights) / slots
 	w, scale, err := start[T](k, c, width, seed)
 	if err != nil {
 		return fmt.Errorf("blueprints.Identity: %w", err)
 	}
+
 	scales[slot] = scale
 	copy(weights[slot*width:], w)
 	return nil
 }
 
-// start returns the identity start of a slot of the given width.
+// start returns the identity start for a slot of the given width.
 func start[T Float](k Kind, c, width int, seed uint64) (weights []T, scale T, err error) {
 	n, err := Size(k, c, width)
 	if err != nil {
 		return nil, 0, err
 	}
-	if _, err := Parts(k, c, n); err != nil { // which nobody could save
+	if _, err := Parts(k, c, n); err != nil { // otherwise the slot could not be saved
 		return nil, 0, err
 	}
+
 	b, err := Lookup(k)
 	if err != nil {
 		return nil, 0, err
 	}
+
 	w := make([]float64, width)
 	var a float64
 	err = guarded(b, "Identity", func() { a = b.Identity(w[:n:n], c, b.random(k, seed)) })
 	if err != nil {
 		return nil, 0, err
 	}
+
 	weights = make([]T, width)
 	for i, v := range append(w, a) {
 		if t := float64(T(v)); t-t != 0 {
@@ -443,14 +477,15 @@ func start[T Float](k Kind, c, width int, seed uint64) (weights []T, scale T, er
 				ErrInvalid, b.Name, i, v)
 		}
 	}
+
 	for i, v := range w {
 		weights[i] = T(v)
 	}
 	return weights, T(a), nil
 }
 
-// random returns what Identity draws from: the same numbers in every program, whatever number it
-// has for a registered kind.
+// random returns the source of Identity's random numbers. It produces the same numbers in every
+// program, even if a registered kind has different numbers there.
 func (b *Blueprint) random(k Kind, seed uint64) *rand.Rand {
 	stream := uint64(k)
 	if int(k) >= len(builtin) {
@@ -462,8 +497,8 @@ func (b *Blueprint) random(k Kind, seed uint64) *rand.Rand {
 }
 
 // Apply computes y = t(x) for one chunk row, with the weights w and the scale a of a slot. x and y
-// have one length, which is not 0; w may have more elements than the kind uses. What y holds after
-// an error means nothing.
+// must have the same positive length. w may have more elements than the kind uses. After an error,
+// the contents of y are undefined.
 func Apply[T Float](k Kind, y, x, w []T, a T) error {
 	b, err := Lookup(k)
 	if err != nil {
@@ -471,13 +506,15 @@ func Apply[T Float](k Kind, y, x, w []T, a T) error {
 	}
 	if len(y) != len(x) || len(x) == 0 {
 		return fmt.Errorf(
-			"blueprints.Apply: x has %d elements and y %d, want one length of at least 1",
+			"blueprints.Apply: x has %d elements and y %d, want the same positive length",
 			len(x), len(y))
 	}
+
 	n, err := Size(k, len(x), len(w))
 	if err != nil {
 		return fmt.Errorf("blueprints.Apply: %w", err)
 	}
+
 	w = w[:n]
 	f, p := For[T](b), w
 	err = guarded(b, "its arithmetic", func() {
@@ -487,6 +524,7 @@ func Apply[T Float](k Kind, y, x, w []T, a T) error {
 		}
 		f.Forward(y, x, p, a)
 	})
+
 	if err != nil {
 		return fmt.Errorf("blueprints.Apply: %w", err)
 	}

@@ -18,8 +18,8 @@ var builtin = []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate,
 	blueprints.MLPExpansion, blueprints.ConvFilter,
 	blueprints.LowRank, blueprints.ChunkMLP}
 
-// sizes returns how many weights a kind uses for chunks of c features, in slots of all widths that
-// make a difference.
+// sizes returns the numbers of weights that a kind uses for chunks of c features, for all widths of
+// slots that make a difference.
 func sizes(t *testing.T, k blueprints.Kind, c int) (sizes []int) {
 	for m := 1; m <= 3; m++ {
 		n, err := blueprints.Size(k, c, 2*m*c+c-1)
@@ -47,7 +47,7 @@ func normals(r *rand.Rand, n int) []float64 {
 	return v
 }
 
-// The formulas of the specification, written out a second time.
+// Second implementations of the formulas of the specification.
 func reference(k blueprints.Kind, x, w []float64, a float64) []float64 {
 	y := make([]float64, len(x))
 	at := func(v []float64, i int) float64 {
@@ -56,10 +56,12 @@ func reference(k blueprints.Kind, x, w []float64, a float64) []float64 {
 		}
 		return v[i]
 	}
+
 	var sum float64
 	for _, v := range w {
 		sum += math.Exp(v)
 	}
+
 	if k == blueprints.LowRank || k == blueprints.ChunkMLP {
 		c, m := len(x), len(w)/(2*len(x))
 		copy(y, x)
@@ -77,6 +79,7 @@ func reference(k blueprints.Kind, x, w []float64, a float64) []float64 {
 		}
 		return y
 	}
+
 	for i := range x {
 		switch k {
 		case blueprints.Residual:
@@ -89,6 +92,7 @@ func reference(k blueprints.Kind, x, w []float64, a float64) []float64 {
 			y[i] = a * (at(w, 0)*at(x, i) + at(w, 1)*at(x, i-1) + at(w, 2)*at(x, i-2))
 		}
 	}
+
 	return y
 }
 
@@ -103,12 +107,14 @@ func TestForwardIsTheFormula(t *testing.T) {
 				if err := blueprints.Apply(k, got, x, w, a); err != nil {
 					t.Fatal(err)
 				}
+
 				single := make([]float32, c)
 				if err := blueprints.Apply(k, single, narrow(x), narrow(w),
 					float32(a)); err != nil {
 					t.Fatal(err)
 				}
-				// of the terms, which may cancel
+
+				// sum of the magnitudes of the terms, which may cancel
 				size := reference(k, absolute(x), absolute(w), math.Abs(a))
 				for i := range want {
 					unit := 10 + math.Abs(want[i]) + size[i]
@@ -139,7 +145,7 @@ func narrow(v []float64) []float32 {
 	return s
 }
 
-// loss is Σ over rows of g·t(x): its gradient is what Backward and Finish must add up to.
+// loss returns Σ over rows of g·t(x). Backward and Finish must compute its gradient.
 func loss(k blueprints.Kind, xs, gs [][]float64, w []float64, a float64) (sum float64) {
 	for r, x := range xs {
 		for i, v := range reference(k, x, w, a) {
@@ -149,7 +155,7 @@ func loss(k blueprints.Kind, xs, gs [][]float64, w []float64, a float64) (sum fl
 	return sum
 }
 
-// awayFromZero moves numbers clear of zero, where the relu has a kink.
+// awayFromZero moves numbers away from zero, where relu has a kink.
 func awayFromZero(v []float64) []float64 {
 	for i, e := range v {
 		v[i] = e + math.Copysign(0.1, e)
@@ -166,6 +172,7 @@ func TestBackwardMatchesCentralDifferences(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
+
 			n := sizes(t, k, c)
 			f, w, a := b.F64, awayFromZero(normals(r, n[len(n)-1])), r.NormFloat64()
 			var xs, gs, dxs [][]float64
@@ -174,23 +181,26 @@ func TestBackwardMatchesCentralDifferences(t *testing.T) {
 				p = make([]float64, len(w))
 				f.Prepare(p, w)
 			}
+
 			dw, da := make([]float64, len(w)), 0.0
 			for range rows {
 				x, g, dx := awayFromZero(normals(r, c)), normals(r, c), make([]float64, c)
 				for i := range dx {
-					dx[i] = math.NaN() // Backward must write all of it
+					dx[i] = math.NaN() // Backward must overwrite every element
 				}
 				da += f.Backward(dx, dw, g, x, p, a)
 				xs, gs, dxs = append(xs, x), append(gs, g), append(dxs, dx)
 			}
+
 			if f.Finish != nil {
 				f.Finish(dw, p)
 			}
-			var size float64 // of the loss's terms, whose rounding shows in a difference
+			var size float64 // sum of the magnitudes of the loss's terms, which determines the rounding error of a difference
 			for row := range xs {
 				size += loss(k, [][]float64{absolute(xs[row])}, [][]float64{absolute(gs[row])},
 					absolute(w), math.Abs(a))
 			}
+
 			compare := func(what string, got float64, v *float64) {
 				t.Helper()
 				kept := *v
@@ -229,20 +239,24 @@ func TestIdentityStart(t *testing.T) {
 			if err := blueprints.Identity(k, 2, c, 7, weights, scales); err != nil {
 				t.Fatal(err)
 			}
+
 			x, y := normals(r, c), make([]float64, c)
 			if k == blueprints.MLPExpansion {
 				for i := range x {
 					x[i] = math.Abs(x[i])
 				}
 			}
+
 			if err := blueprints.Apply(k, y, x, weights[2*width:3*width], scales[2]); err != nil {
 				t.Fatal(err)
 			}
+
 			for i := range x {
 				if math.Abs(y[i]-x[i]) > 1e-15*math.Abs(x[i]) {
 					t.Errorf("%v C=%d: identity start gives t(%v) = %v", k, c, x[i], y[i])
 				}
 			}
+
 			for i, v := range weights {
 				if i/width != 2 && v != before[i] {
 					t.Errorf("%v: Identity changed slot %d", k, i/width)
@@ -252,8 +266,9 @@ func TestIdentityStart(t *testing.T) {
 	}
 }
 
-// The random weights of a start are those of its seed, and are not the same for all kinds. They let
-// hidden features learn: each part of the gradient that a zero start would lock is there.
+// TestRandomStart checks that the random weights of a start depend on the seed and the kind, and
+// that hidden features can learn: every part of the gradient that a zero start would block is
+// present.
 func TestRandomStart(t *testing.T) {
 	r := newRand(t)
 	const c, width = 5, 43
@@ -265,6 +280,7 @@ func TestRandomStart(t *testing.T) {
 		}
 		return append(weights[width:], scales[1])
 	}
+
 	for _, k := range []blueprints.Kind{blueprints.LowRank, blueprints.ChunkMLP} {
 		w := start(k, seed)
 		if !slices.Equal(w, start(k, seed)) {
@@ -273,10 +289,12 @@ func TestRandomStart(t *testing.T) {
 		if slices.Equal(w, start(k, seed+1)) {
 			t.Errorf("%v: seeds %d and %d give the same weights", k, seed, seed+1)
 		}
+
 		n, _ := blueprints.Size(k, c, width)
 		if n != 40 || blueprints.Mixing(c, width) != 4 {
 			t.Errorf("%v uses %d of %d weights, want 40", k, n, width)
 		}
+
 		for i, v := range w[:width] {
 			if (v != 0) != (i < n/2) {
 				t.Errorf("%v: weight %d starts at %v", k, i, v)
@@ -293,10 +311,12 @@ func TestHomogeneity(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+
 		x, w, a := normals(r, c), normals(r, 4*c), r.NormFloat64()
 		if b.Homogeneity == blueprints.NotHomogeneous {
 			continue
 		}
+
 		scaled := make([]float64, c)
 		for i := range x {
 			scaled[i] = lambda * x[i]
@@ -310,6 +330,7 @@ func TestHomogeneity(t *testing.T) {
 			blueprints.Apply(k, ys, scaled, w, as)); err != nil {
 			t.Fatal(err)
 		}
+
 		for i := range y {
 			if ys[i] != lambda*y[i] {
 				t.Errorf("%v declares homogeneity %d, but t(λx) = %v and λ·t(x) = %v", k,
@@ -335,6 +356,7 @@ func TestErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	without := func(change func(*blueprints.Blueprint)) error {
 		b := *valid
 		b.Name = "Incomplete"
@@ -342,6 +364,7 @@ func TestErrors(t *testing.T) {
 		_, err := blueprints.Register(b)
 		return err
 	}
+
 	w, s := make([]float64, 6), make([]float64, 3)
 	_, unknown := blueprints.Lookup(250)
 	_, unknownParts := blueprints.Parts(99, 2, 2)
@@ -352,6 +375,7 @@ func TestErrors(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
+
 	_, negative := blueprints.Size(blueprints.Kind(blueprints.Kinds()-1), 3, 5)
 	for _, c := range []struct {
 		err  error
@@ -394,12 +418,12 @@ func TestErrors(t *testing.T) {
 			"weights has 0 elements"},
 		{blueprints.Identity(blueprints.Residual, 1, 0, 0, w, s), nil, "chunks of 0 features"},
 		{blueprints.Identity(blueprints.LowRank, 1, 2, 0, w, s), blueprints.ErrWidth,
-			"LowRank needs 4 weights a slot for chunks of 2 features, and there are 2"},
+			"LowRank needs 4 weights per slot for chunks of 2 features, but the slots have 2"},
 		{unknownParts, blueprints.ErrUnknownKind, "99"},
-		{oddParts, blueprints.ErrInvalid, `"LowRank": Parts(2, 5): they have 4 elements`},
+		{oddParts, blueprints.ErrInvalid, `"LowRank": Parts(2, 5): the parts have 4 elements`},
 		{blueprints.Apply(99, w, w, w, 1), blueprints.ErrUnknownKind, "99"},
 		{blueprints.Apply(blueprints.Residual, w, w, w[:2], 1), blueprints.ErrWidth,
-			"Residual needs 6 weights a slot for chunks of 6 features, and there are 2"},
+			"Residual needs 6 weights per slot for chunks of 6 features, but the slots have 2"},
 		{blueprints.Apply(blueprints.Residual, w[:5], w, w, 1), nil, "x has 6 elements and y 5"},
 		{negative, blueprints.ErrInvalid, "Size(3, 5) is -1"},
 	} {
@@ -410,7 +434,7 @@ func TestErrors(t *testing.T) {
 	}
 }
 
-// square returns t(x) = a·x² + w in one element type.
+// square returns the arithmetic of t(x) = a·x² + w in one element type.
 func square[T blueprints.Float]() blueprints.Arithmetic[T] {
 	return blueprints.Arithmetic[T]{
 		Forward: func(t, x, w []T, a T) {
@@ -436,7 +460,7 @@ func TestRegisterFromManyGoroutines(t *testing.T) {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			name := fmt.Sprintf("Square%d of %d", i, before) // a name of its own under -count too
+			name := fmt.Sprintf("Square%d of %d", i, before) // a new name even under -count
 			k, err := blueprints.Register(blueprints.Blueprint{
 				Name: name, Identity: func([]float64, int, *rand.Rand) float64 {
 					return 0
@@ -450,6 +474,7 @@ func TestRegisterFromManyGoroutines(t *testing.T) {
 			}
 		}()
 	}
+
 	wg.Wait()
 	if got := blueprints.Kinds() - before; got != 8 {
 		t.Errorf("%d kinds were added, want 8", got)
@@ -476,17 +501,19 @@ func ExampleIdentity() {
 		fmt.Println(err)
 		return
 	}
+
 	x, y := []float64{1, -2, 3, -4}, make([]float64, c)
 	if err := blueprints.Apply(blueprints.AttentionGate, y, x, weights[c:2*c],
 		scales[1]); err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	fmt.Println(y)
 	// Output: [1 -2 3 -4]
 }
 
-// A program registers its kinds once, before it uses them.
+// This example registers a kind, which a program does once, before it uses it.
 var squareKind, errSquare = blueprints.Register(blueprints.Blueprint{
 	Name:     "Square",
 	Layout:   "a·x² + w",

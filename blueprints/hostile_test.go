@@ -11,7 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-// Numbers that mean nothing are errors, or no weights at all, and nothing panics.
+// TestMeaninglessNumbers checks that meaningless numbers are errors, or no weights, and that
+// nothing panics.
 func TestMeaninglessNumbers(t *testing.T) {
 	for _, c := range []int{0, -1, math.MinInt, 1 << 62} {
 		for _, width := range []int{0, -1, 8, math.MinInt} {
@@ -19,6 +20,7 @@ func TestMeaninglessNumbers(t *testing.T) {
 			for _, kind := range builtin {
 				_, err := blueprints.Size(kind, c, width)
 				require.Error(t, err, "Size(%v, %d, %d)", kind, c, width)
+
 				// a vector, whatever c is
 				if parts, err := blueprints.Parts(kind, c, width); err == nil {
 					require.Equal(t, []blueprints.Part{{Name: "weights", Shape: []int{width}}},
@@ -28,6 +30,7 @@ func TestMeaninglessNumbers(t *testing.T) {
 			}
 		}
 	}
+
 	for _, kind := range builtin {
 		_, err := blueprints.Parts(kind, 4, -8)
 		require.ErrorIs(t, err, blueprints.ErrInvalid, kind)
@@ -35,10 +38,11 @@ func TestMeaninglessNumbers(t *testing.T) {
 		require.Error(t, blueprints.Apply(kind, []float32{}, []float32{}, []float32{1, 2}, 1), kind)
 		require.Error(t, blueprints.Apply(kind, []float32{1}, []float32{1}, nil, 1), kind)
 	}
+
 	require.Nil(t, blueprints.For[float32](nil))
 }
 
-// register adds a blueprint of a name that no other has, with the given functions.
+// register adds a blueprint with a unique name and the given functions.
 func register(t *testing.T, b blueprints.Blueprint) blueprints.Kind {
 	t.Helper()
 	b.Name = fmt.Sprintf("%s %d", t.Name(), blueprints.Kinds())
@@ -58,8 +62,8 @@ func pass[T blueprints.Float]() blueprints.Arithmetic[T] {
 	}
 }
 
-// What a registered kind's functions panic with is an error that names the kind and the function,
-// and no parameter changes.
+// TestPanickingFunctions checks that a panic in a function of a registered kind is an error that
+// names the kind and the function, and that no parameter changes.
 func TestPanickingFunctions(t *testing.T) {
 	size := register(t, blueprints.Blueprint{Size: func(c, width int) int { panic("boom") }})
 	parts := register(t, blueprints.Blueprint{Parts: func(c, n int) []blueprints.Part {
@@ -76,7 +80,6 @@ func TestPanickingFunctions(t *testing.T) {
 		F32:      pass[float32](),
 		Identity: func([]float64, int, *rand.Rand) float64 { return 1 }})
 	require.NoError(t, err)
-
 	_, err = blueprints.Size(size, 2, 4)
 	checkPanic(t, err, size, "Size")
 	_, err = blueprints.Parts(parts, 2, 4)
@@ -88,6 +91,7 @@ func TestPanickingFunctions(t *testing.T) {
 		require.Equal(t, []float64{1, 2, 3, 4}, w)
 		require.Equal(t, []float64{5, 6}, a)
 	}
+
 	err = blueprints.Apply(forward, make([]float64, 2), make([]float64, 2), make([]float64, 2), 1)
 	checkPanic(t, err, forward, "arithmetic")
 }
@@ -100,7 +104,8 @@ func checkPanic(t *testing.T, err error, kind blueprints.Kind, function string) 
 	}
 }
 
-// Parts under which a file could not be written or read are refused before a seed grows them.
+// TestClashingParts checks that parts that a file could not store are refused before a seed grows
+// them.
 func TestClashingParts(t *testing.T) {
 	var parts []blueprints.Part
 	kind := register(t, blueprints.Blueprint{Parts: func(c, n int) []blueprints.Part {
@@ -128,7 +133,7 @@ func TestClashingParts(t *testing.T) {
 	}
 }
 
-// An identity start that no float holds is refused.
+// TestInfiniteIdentity checks that an identity start with values that are not finite is refused.
 func TestInfiniteIdentity(t *testing.T) {
 	v := 0.0
 	kind := register(t,

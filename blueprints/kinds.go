@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 )
 
+// builtin holds the built-in kinds, indexed by Kind.
 var builtin = []*Blueprint{
 	Residual: {
 		Name:        "Residual",
@@ -27,7 +28,7 @@ var builtin = []*Blueprint{
 	MLPExpansion: {
 		Name:   "MLPExpansion",
 		Layout: "a · relu(x ⊙ w): w[i] multiplies feature i before the relu, a scales the result",
-		// where x ≥ 0
+		// This is the identity where x ≥ 0.
 		Identity:    func(w []float64, _ int, _ *rand.Rand) float64 { return fill(w, 1, 1) },
 		Homogeneity: InX,
 		F32:         mlpExpansion[float32](),
@@ -106,6 +107,7 @@ var builtin = []*Blueprint{
 	},
 }
 
+// fill sets all elements of w to v and returns scale.
 func fill(w []float64, v, scale float64) float64 {
 	for i := range w {
 		w[i] = v
@@ -113,7 +115,7 @@ func fill(w []float64, v, scale float64) float64 {
 	return scale
 }
 
-// residual: t = x + a·w; dx = g, dw = a·g, da = Σ g·w.
+// residual computes t = x + a·w, with gradients dx = g, dw = a·g and da = Σ g·w.
 func residual[T Float]() Arithmetic[T] {
 	return Arithmetic[T]{
 		Forward: func(t, x, w []T, a T) {
@@ -134,9 +136,9 @@ func residual[T Float]() Arithmetic[T] {
 	}
 }
 
-// attentionGate: with p = softmax(w), t = a·x ⊙ p; dx = a·g ⊙ p, dp = a·g ⊙ x, da = Σ g·x·p. The
-// softmax's own gradient, dw = p ⊙ (dp − Σ dp·p), is linear in dp. So it is taken only once, of the
-// sum over all rows.
+// attentionGate computes t = a·x ⊙ p with p = softmax(w). Its gradients are dx = a·g ⊙ p, dp = a·g
+// ⊙ x and da = Σ g·x·p. The gradient of the softmax, dw = p ⊙ (dp − Σ dp·p), is linear in dp, so
+// Finish computes it once from the sum over all rows.
 func attentionGate[T Float]() Arithmetic[T] {
 	return Arithmetic[T]{
 		Prepare: softmax[T],
@@ -167,14 +169,16 @@ func attentionGate[T Float]() Arithmetic[T] {
 	}
 }
 
-// softmax writes exp(w[i] − max w) / Σ exp(w[j] − max w), summed in float64.
+// softmax computes p[i] = exp(w[i] − max w) / Σ exp(w[j] − max w), with the sum in float64.
 func softmax[T Float](p, w []T) {
 	top := math.Inf(-1)
 	for _, v := range w {
 		top = max(top, float64(v))
 	}
+
 	var sum float64
-	// exponentials of the first weights, often all: they take most of the time
+
+	// Exponentials take most of the time, so the first ones, often all, are kept.
 	var first [64]float64
 	for i, v := range w {
 		e := math.Exp(float64(v) - top)
@@ -182,16 +186,18 @@ func softmax[T Float](p, w []T) {
 			first[i] = e
 		}
 	}
+
 	for i := range min(len(w), len(first)) {
 		p[i] = T(first[i] / sum)
 	}
+
 	for i := len(first); i < len(w); i++ {
 		p[i] = T(math.Exp(float64(w[i])-top) / sum)
 	}
 }
 
-// mlpExpansion: t = a·relu(x ⊙ w). Where x·w > 0: dx = a·g·w, dw = a·g·x, da = Σ g·x·w; elsewhere
-// all are 0.
+// mlpExpansion computes t = a·relu(x ⊙ w). Where x·w > 0, its gradients are dx = a·g·w, dw = a·g·x
+// and da = Σ g·x·w; elsewhere they are 0.
 func mlpExpansion[T Float]() Arithmetic[T] {
 	return Arithmetic[T]{
 		Forward: func(t, x, w []T, a T) {
@@ -216,9 +222,9 @@ func mlpExpansion[T Float]() Arithmetic[T] {
 	}
 }
 
-// convFilter: t[i] = a·Σₖ w[k]·x[i−k] for k = 0, 1, 2 with i−k ≥ 0; dx[i] = a·Σₖ w[k]·g[i+k] with
-// i+k < C, dw[k] = a·Σᵢ g[i]·x[i−k], da = Σᵢ g[i]·t[i]/a. A chunk of one or two features uses as
-// many taps.
+// convFilter computes t[i] = a·Σₖ w[k]·x[i−k] for k = 0, 1, 2 with i−k ≥ 0. Its gradients are dx[i]
+// = a·Σₖ w[k]·g[i+k] with i+k < C, dw[k] = a·Σᵢ g[i]·x[i−k] and da = Σᵢ g[i]·t[i]/a. A chunk of one
+// or two features uses one or two taps.
 func convFilter[T Float]() Arithmetic[T] {
 	return Arithmetic[T]{
 		Forward: func(t, x, w []T, a T) {
@@ -238,6 +244,7 @@ func convFilter[T Float]() Arithmetic[T] {
 				dx[i] = a * (w0*g[i] + w1*g1 + w2*g2)
 				g1, g2 = g[i], g1
 			}
+
 			var d [3]float64 // Σᵢ g[i]·x[i−k]
 			var x1, x2 float64
 			for i, gi := range g {
@@ -247,15 +254,18 @@ func convFilter[T Float]() Arithmetic[T] {
 				d[2] += gi * x2
 				x1, x2 = x0, x1
 			}
+
 			for k := range min(len(dp), len(d)) {
 				dp[k] += T(float64(a) * d[k])
 				da += float64(w[k]) * d[k]
 			}
+
 			return da
 		},
 	}
 }
 
+// taps returns the first three weights, or 0 if w is shorter.
 func taps[T Float](w []T) (w0, w1, w2 T) {
 	switch len(w) {
 	case 0:

@@ -5,9 +5,9 @@ import (
 	"math/rand/v2"
 )
 
-// Mixing returns m, the rank or number of hidden features of the kinds that mix a chunk's features.
-// Chunks have c features, rows the given width, and a kind has 2·m·c weights. It is 0 where either
-// is not positive.
+// Mixing returns m, the rank or number of hidden features of kinds that mix the features of a
+// chunk. For chunks of c features and slots of the given width, a kind then has 2·m·c weights.
+// Mixing returns 0 if either argument is not positive.
 func Mixing(c, width int) (m int) {
 	if c < 1 || width < 1 {
 		return 0
@@ -15,10 +15,10 @@ func Mixing(c, width int) (m int) {
 	return width / 2 / c
 }
 
-// mixingSize asks for m = 1 at least.
+// mixingSize is the Size of kinds that mix features; it requires m ≥ 1.
 func mixingSize(c, width int) int { return 2 * c * max(1, Mixing(c, width)) }
 
-// mixingParts gives the matrices [m, c] and [c, m] names.
+// mixingParts returns the Parts of a kind with the matrices v [m, c] and u [c, m].
 func mixingParts(v, u string) func(c, n int) []Part {
 	return func(c, n int) []Part {
 		m := Mixing(c, n)
@@ -26,8 +26,8 @@ func mixingParts(v, u string) func(c, n int) []Part {
 	}
 }
 
-// mixingIdentity draws the matrix [m, c] so that the hidden features of normal x are normal, and
-// makes the one behind it 0. With both at 0 neither would ever get a gradient.
+// mixingIdentity draws the matrix [m, c] so that normal x has normal hidden features, and sets the
+// matrix [c, m] to 0. If both were 0, neither would ever receive a gradient.
 func mixingIdentity(w []float64, c int, r *rand.Rand) (scale float64) {
 	clear(w)
 	for i := range w[:len(w)/2] {
@@ -36,13 +36,12 @@ func mixingIdentity(w []float64, c int, r *rand.Rand) (scale float64) {
 	return 1
 }
 
-// mixing: with V [m, C] and U [C, m], z = V·x and h = f(z), t = x + a·U·h. With q = Uᵀg, dz = a·q ⊙
-// f'(z):
+// mixing computes t = x + a·U·h with V [m, C], U [C, m], z = V·x and h = f(z). With q = Uᵀg and dz
+// = a·q ⊙ f'(z), its gradients are
 //
 //	dx = g + Vᵀdz,  dV = dz xᵀ,  dU = a·g hᵀ,  da = Σ q ⊙ h
 //
-// f returns f(z) and f'(z). One hidden feature is computed after the other, so that no memory is
-// needed.
+// f returns f(z) and f'(z). Hidden features are computed one at a time, so no memory is allocated.
 func mixing[T Float](f func(z T) (h, slope T)) Arithmetic[T] {
 	return Arithmetic[T]{
 		Forward: func(t, x, p []T, a T) {
@@ -78,11 +77,13 @@ func mixing[T Float](f func(z T) (h, slope T)) Arithmetic[T] {
 					drow[i] += dz * x[i]
 				}
 			}
+
 			return da
 		},
 	}
 }
 
+// dot returns Σ a[i]·b[i].
 func dot[T Float](a, b []T) (sum T) {
 	b = b[:len(a)]
 	for i, v := range a {
@@ -91,9 +92,10 @@ func dot[T Float](a, b []T) (sum T) {
 	return sum
 }
 
+// linear returns z and its derivative.
 func linear[T Float](z T) (h, slope T) { return z, 1 }
 
-// silu(z) = z·σ(z), whose derivative is σ(z)(1 + z(1 − σ(z))).
+// silu returns z·σ(z) and its derivative σ(z)(1 + z(1 − σ(z))).
 func silu[T Float](z T) (h, slope T) {
 	e := math.Exp(-math.Abs(float64(z)))
 	on, off := T(1/(1+e)), T(e/(1+e)) // σ(|z|) and 1 − σ(|z|), the latter without cancellation

@@ -8,15 +8,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/enum"
 )
 
-// Site says where in a model the blueprints of a kind grow.
+// Site is a kind of place in a model where blueprints grow.
 type Site uint8
 
-// The sites.
+// Sites.
 const (
 	Chunk  Site = iota // a chunk of the residual stream, in a Kasmina layer
 	Depth              // the stack of a model's blocks
 	Weight             // the weight of a linear layer
-	Stream             // the residual stream at its full width, behind a block
+	Stream             // the residual stream at its full width, after a block
 )
 
 var siteNames = [...]string{Chunk: "chunk", Depth: "depth", Weight: "weight", Stream: "stream"}
@@ -26,15 +26,16 @@ func (s Site) String() string {
 	return enum.Name(s, "Site", siteNames[:])
 }
 
-// MarshalText and UnmarshalText make a site its name, in JSON too.
+// MarshalText returns the site's name. Together with UnmarshalText, it also determines the JSON
+// form.
 func (s Site) MarshalText() ([]byte, error) {
 	if int(s) >= len(siteNames) {
-		return nil, fmt.Errorf("%w: %v is no site", ErrInvalid, s)
+		return nil, fmt.Errorf("%w: %v is not a site", ErrInvalid, s)
 	}
 	return []byte(siteNames[s]), nil
 }
 
-// UnmarshalText is the inverse of MarshalText.
+// UnmarshalText sets the site to the one with the given name.
 func (s *Site) UnmarshalText(text []byte) error {
 	i := slices.Index(siteNames[:], string(text))
 	if i < 0 {
@@ -44,26 +45,26 @@ func (s *Site) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// Host is what a blueprint grows on, at a weight or in the stream.
+// Host describes the place of a blueprint at a weight or in the stream.
 type Host struct {
-	In, Out int // features: of the linear layer, or twice those of the stream
-	Seq     int // rows of a sequence
+	In, Out int // features of the linear layer; in the stream, both are its width
+	Seq     int // rows per sequence
 }
 
-// Parameter is a tensor of a blueprint that grows at a weight or in the stream. Its first values
-// are normal around Start, and Start itself where Deviation is 0.
+// Parameter is a tensor of a blueprint at a weight or in the stream. Its initial values are
+// normally distributed around Start, or equal to Start if Deviation is 0.
 type Parameter struct {
-	Name             string // unique in the blueprint, of a to z, 0 to 9 and _
+	Name             string // unique within the blueprint; consists of a to z, 0 to 9 and _
 	Shape            []int
 	Start, Deviation float64
 }
 
-// maxParameters bounds how many a blueprint has.
+// maxParameters is the maximum number of parameters of a blueprint.
 const maxParameters = 1 << 8
 
 // ParametersOf returns the parameters of a registered blueprint of the given size on a host. It
-// returns an error wrapping [ErrInvalid] when the kind grows elsewhere, does not fit the host, or
-// its parameters are not as [Parameter] says.
+// returns an error wrapping [ErrInvalid] if the kind has no Parameters, does not fit the host, or
+// returns parameters that violate the rules in [Parameter].
 func ParametersOf(k Kind, h Host, size int) ([]Parameter, error) {
 	b, err := Lookup(k)
 	if err != nil {
@@ -72,6 +73,7 @@ func ParametersOf(k Kind, h Host, size int) ([]Parameter, error) {
 	if b.Parameters == nil {
 		return nil, fmt.Errorf("%w %q: it has no Parameters of its own", ErrInvalid, b.Name)
 	}
+
 	var all []Parameter
 	if failed := guarded(b, "Parameters", func() { all, err = b.Parameters(h, size) }); failed != nil {
 		return nil, failed
@@ -83,6 +85,7 @@ func ParametersOf(k Kind, h Host, size int) ([]Parameter, error) {
 		return nil, fmt.Errorf("%w %q: it has %d parameters, want 1 to %d", ErrInvalid, b.Name,
 			len(all), maxParameters)
 	}
+
 	for i, p := range all {
 		same := func(q Parameter) bool { return q.Name == p.Name }
 		odd := func(r rune) bool {
@@ -91,8 +94,8 @@ func ParametersOf(k Kind, h Host, size int) ([]Parameter, error) {
 		switch {
 		case p.Name == "" || strings.ContainsFunc(p.Name, odd) ||
 			slices.ContainsFunc(all[:i], same) || b.Site == Stream && p.Name == "norm":
-			return nil, fmt.Errorf("%w %q: parameter %d is called %.40q, want names of a to z, 0 "+
-				"to 9 and _ that differ, and none of them norm, which a seed of the stream has", ErrInvalid,
+			return nil, fmt.Errorf("%w %q: parameter %d is called %.40q, want distinct names of a to z, 0 "+
+				"to 9 and _, other than norm, which every seed of the stream has", ErrInvalid,
 				b.Name, i, p.Name)
 		case len(p.Shape) == 0 || len(p.Shape) > 4 || slices.Min(p.Shape) < 1:
 			return nil, fmt.Errorf("%w %q: parameter %s has shape %v, want 1 to 4 positive sizes",
@@ -102,28 +105,27 @@ func ParametersOf(k Kind, h Host, size int) ([]Parameter, error) {
 				ErrInvalid, b.Name, p.Name, p.Start, p.Deviation)
 		}
 	}
+
 	return all, nil
 }
 
-// Mergeable reports whether what a kind has grown becomes a part of a plain model once it is
-// fossilized. Those are sums of weights, and blocks as the model's own. All else stays beside
-// these.
+// Mergeable reports whether a fossilized blueprint of a kind can become part of a plain model. This
+// holds for sums of weights, and for blocks like the model's own. Other blueprints remain separate.
 func Mergeable(k Kind) bool {
 	b, err := Lookup(k)
 	return err == nil && (b.Site == Weight || b.Site == Depth || k == Attention || k == Perceptron)
 }
 
-// NewBlock stands in an order of blocks for one that is no copy of another: it starts as the
-// identity.
+// NewBlock represents, in an order of blocks, a new block that starts as the identity.
 const NewBlock = -1
 
-// maxBlocks bounds what a kind may grow a model to.
+// maxBlocks is the maximum number of blocks of a grown model.
 const maxBlocks = 1 << 16
 
-// Order returns the blocks of a model once a blueprint of depth is grafted, in order. Each is the
-// number of the block that it is a copy of, or NewBlock. The model has the given number of blocks
-// before, and size is that of the germination request. It returns an error wrapping [ErrInvalid]
-// when size makes no sense to the kind, or its order would lose blocks.
+// Order returns the blocks of a model with the given number of blocks after a blueprint of depth
+// has been grafted. Each element is the number of the block to copy, or [NewBlock]. size is the
+// size of the germination request. It returns an error wrapping [ErrInvalid] if the kind does not
+// support the size or its order would lose blocks.
 func Order(k Kind, blocks, size int) ([]int, error) {
 	b, err := Lookup(k)
 	if err != nil {
@@ -136,6 +138,7 @@ func Order(k Kind, blocks, size int) ([]int, error) {
 		return nil, fmt.Errorf("%w %q: size %d for %d blocks, want 1 to %d of both", ErrInvalid,
 			b.Name, size, blocks, maxBlocks)
 	}
+
 	var order []int
 	if err := guarded(b, "Order", func() { order = b.Order(blocks, size) }); err != nil {
 		return nil, err
@@ -144,22 +147,25 @@ func Order(k Kind, blocks, size int) ([]int, error) {
 		return nil, fmt.Errorf("%w %q: size %d makes %d blocks of %d, want more, and at most %d",
 			ErrInvalid, b.Name, size, len(order), blocks, maxBlocks)
 	}
+
 	for i, from := range order {
 		if from < NewBlock || from >= blocks {
 			return nil, fmt.Errorf("%w %q: Order(%d, %d): block %d is a copy of %d, want %d to %d",
 				ErrInvalid, b.Name, blocks, size, i, from, NewBlock, blocks-1)
 		}
 	}
+
 	for i := range blocks {
 		if !slices.Contains(order, i) {
 			return nil, fmt.Errorf("%w %q: Order(%d, %d) loses block %d", ErrInvalid,
 				b.Name, blocks, size, i)
 		}
 	}
+
 	return order, nil
 }
 
-// stack repeats the whole stack of blocks.
+// stack repeats the whole stack of blocks size times.
 func stack(blocks, size int) (order []int) {
 	if size > maxBlocks/blocks {
 		return nil
@@ -172,15 +178,15 @@ func stack(blocks, size int) (order []int) {
 	return order
 }
 
-// interleave repeats each block.
+// interleave repeats each block size times.
 func interleave(blocks, size int) (order []int) {
 	order = stack(blocks, size)
 	slices.Sort(order)
 	return order
 }
 
-// middle repeats the blocks between the first third and the last: C1 C2 becomes C1 C2 C1 C2. Both
-// thirds are rounded down, so that a model of one or two blocks repeats all of them.
+// middle repeats the blocks between the first and the last third size times: C1 C2 becomes C1 C2 C1
+// C2. Both thirds are rounded down, so in a model of one or two blocks all are repeated.
 func middle(blocks, size int) (order []int) {
 	third := blocks / 3
 	if size > maxBlocks/blocks {
@@ -190,18 +196,20 @@ func middle(blocks, size int) (order []int) {
 	for i := range third {
 		order = append(order, i)
 	}
+
 	for range size {
 		for i := third; i < blocks-third; i++ {
 			order = append(order, i)
 		}
 	}
+
 	for i := blocks - third; i < blocks; i++ {
 		order = append(order, i)
 	}
 	return order
 }
 
-// appendBlocks puts new blocks behind the last one.
+// appendBlocks adds new blocks after the last one.
 func appendBlocks(blocks, size int) (order []int) {
 	order = stack(blocks, 1)
 	for range size {

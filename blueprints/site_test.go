@@ -23,6 +23,7 @@ func TestOrder(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, c.want, order)
 	}
+
 	for _, bad := range [][3]int{{int(Stack), 2, 1}, {int(Stack), 0, 2},
 		{int(Stack), 1 << 16, 1 << 16},
 		{int(Middle), 6, 1}, {int(Middle), 1 << 16, 1 << 16},
@@ -32,7 +33,8 @@ func TestOrder(t *testing.T) {
 	}
 }
 
-// TestRegisterDepth wants a user's order to be checked, and none of its panics to get out.
+// TestRegisterDepth checks that the order of a user-defined kind is validated and that its panics
+// become errors.
 func TestRegisterDepth(t *testing.T) {
 	register := func(name string, order func(blocks, size int) []int) Kind {
 		k, err := Register(Blueprint{Name: name, Site: Depth, Order: order})
@@ -46,6 +48,7 @@ func TestRegisterDepth(t *testing.T) {
 		}
 		return order
 	})
+
 	order, err := Order(mirror, 3, 1)
 	require.NoError(t, err)
 	require.Equal(t, []int{0, 1, 2, 2, 1, 0}, order)
@@ -59,6 +62,7 @@ func TestRegisterDepth(t *testing.T) {
 		_, err := Order(register(name, bad), 3, 1)
 		require.Error(t, err, name)
 	}
+
 	_, err = Register(Blueprint{Name: "Nothing", Site: Depth})
 	require.ErrorIs(t, err, ErrInvalid)
 	_, err = Size(Stack, 1, 1)
