@@ -368,7 +368,7 @@ func TestCheckGradientsChangesNothing(t *testing.T) {
 }
 
 // TestCheckGradientsAfterOtherGradients takes the gradients of another cost over the same nodes
-// first, which leaves marks in the graph that mislead a second gorgonia.Grad.
+// first, and thereby marks the graph, which misleads a second gorgonia.Grad.
 func TestCheckGradientsAfterOtherGradients(t *testing.T) {
 	r := freshRand(t)
 	g := gorgonia.NewGraph()
@@ -513,9 +513,8 @@ func TestCheckReportPrintsATable(t *testing.T) {
 	}
 }
 
-// TestCheckGradientsAfterRemovedNodes checks a graph from which Gorgonia has removed nodes, as it
-// does in Log(1 − x). Gorgonia's own lookup of a node's inputs then finds the inputs of another
-// node.
+// TestCheckGradientsAfterRemovedNodes checks a graph after Gorgonia has removed nodes, as it does
+// in Log(1 − x). Gorgonia's own lookup of a node's inputs then finds the inputs of another node.
 func TestCheckGradientsAfterRemovedNodes(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(5),

@@ -29,14 +29,14 @@ type copied struct {
 // replaced by their replays.
 //
 // The functions of this package work on copies in order not to change the user's graph.
-// Differentiating a graph adds nodes and marks others, so a second derivative of the same graph can
-// be wrong, and running it binds values.
+// Differentiating a graph adds nodes and marks existing ones, so a second derivative of the same
+// graph can be wrong, and running it binds values.
 func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
 	c := &copied{graph: gorgonia.NewGraph(), node: make(map[*gorgonia.Node]*gorgonia.Node)}
 	err := guard(func() error {
-		// Nodes are copied in the order of their creation, because it determines the order in which
-		// Gorgonia adds up the gradients of a node. The copy then computes the same bits as the
-		// original.
+		// Nodes are copied in the order of their creation, because it determines how Gorgonia
+		// orders the gradients of a node when it adds them. The copy then computes the same bits as
+		// the original.
 		for _, n := range dependencies(out) {
 			if err := c.add(n, replay); err != nil {
 				return err

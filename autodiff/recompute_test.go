@@ -52,8 +52,8 @@ func thenTanh(in gorgonia.Nodes, b builder) (*gorgonia.Node, error) {
 	return gorgonia.Tanh(h)
 }
 
-// block uses each of x, norm, gate, up, down, table and ids, some of them repeatedly, through ops
-// of this module and stock ops.
+// block uses each of x, norm, gate, up, down, table and ids, some repeatedly, through ops of this
+// module and stock ops.
 func block(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	x, norm, gate, up, down, table, ids := in[0], in[1], in[2], in[3], in[4], in[5], in[6]
 	e, err := op.Embedding(ids, table)
@@ -460,8 +460,8 @@ func TestRecomputeRefuses(t *testing.T) {
 }
 
 // TestRecomputeKasmina checks that a Kasmina layer in a recomputed block records the same figures
-// in its lattice as one that is computed once, and uses the same limits: its telemetry determines
-// the actions of the strict mode and of adaptive clipping in the next step.
+// in its lattice as a layer that is computed once, and uses the same limits: its telemetry
+// determines the actions of the strict mode and of adaptive clipping in the next step.
 func TestRecomputeKasmina(t *testing.T) {
 	seed := freshRand(t).Uint64()
 	train := func(apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) (grads []named,
