@@ -3,7 +3,7 @@
 //   - [CheckGradients] compares the gradients that gorgonia.Grad derives with differences of the cost,
 //     element by element. Start here when you write an op.
 //   - [ClipGlobalNorm] scales all gradients of a step together, and [FirstNonFinite] finds the parameter
-//     in which a NaN occurred.
+//     that contains a NaN.
 //   - [Recompute] trades time for memory: it keeps the intermediate results of a sub-graph only while
 //     they are needed, and computes them again for the gradient.
 package autodiff

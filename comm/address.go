@@ -14,11 +14,11 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// loopback is the address at which ranks on a single host meet.
+// loopback is the address that ranks on a single host use.
 const loopback = "127.0.0.1"
 
-// settling limits how long rank 0 retries resolving the name of its own host. A cluster's name
-// servers may learn a container's address only after the container has started.
+// settling limits how long rank 0 retries resolving its host's name. A cluster's name servers may
+// learn a container's address only after the container has started.
 const settling = 30 * time.Second
 
 // local reports whether all ranks run on the same host.

@@ -34,19 +34,23 @@ func survives(t *testing.T, p []Place, attack func()) {
 		if r == 1 {
 			time.Sleep(late)
 		}
+
 		w, err := Join(t.Context(), p[r], Options{Timeout: patience})
 		if err != nil {
 			return err
 		}
+
 		if r == 1 {
 			attack()
 		}
+
 		values, err := w.Gather(t.Context(), "x", []byte{byte(r)})
 		if err == nil && (len(values) != 2 || values[0][0] != 0 || values[1][0] != 1) {
 			err = fmt.Errorf("gathered %v", values)
 		}
 		return errors.Join(err, w.Close())
 	})
+
 	require.NoError(t, errors.Join(errs...))
 }
 
@@ -87,6 +91,7 @@ func TestStrangerTakesNoRank(t *testing.T) {
 			}
 		}
 	})
+
 	survives(t, p, attacks.Wait)
 }
 
@@ -108,6 +113,7 @@ func TestStrangerCannotFailTheRun(t *testing.T) {
 		frame(message{Kind: join, Member: member{1 << 60, "", 0}, Size: -2}),
 		nil,
 	}
+
 	var attacks sync.WaitGroup
 	attacks.Go(func() {
 		for i := range 50 {
@@ -118,6 +124,7 @@ func TestStrangerCannotFailTheRun(t *testing.T) {
 			}
 		}
 	})
+
 	survives(t, p, attacks.Wait)
 }
 
@@ -150,6 +157,7 @@ func TestSquatter(t *testing.T) {
 			if err != nil {
 				return
 			}
+
 			mu.Lock()
 			came++
 			mu.Unlock()
@@ -168,7 +176,6 @@ func TestSquatter(t *testing.T) {
 			}()
 		}
 	}()
-
 	survives(t, p, func() {
 		mu.Lock()
 		defer mu.Unlock()
@@ -176,8 +183,10 @@ func TestSquatter(t *testing.T) {
 			c.Close()
 		}
 	})
+
 	mu.Lock()
 	defer mu.Unlock()
+
 	require.NotZero(t, came, "no rank tried the relay")
 }
 
@@ -237,11 +246,13 @@ func TestWhereRankZeroListens(t *testing.T) {
 		}
 		return all
 	}
+
 	name, err := os.Hostname()
 	require.NoError(t, err)
 	for _, master := range []string{"127.0.0.1", "localhost", name, "gpu07.cluster.example"} {
 		require.Equal(t, []string{loopback}, hosts(func(p *Place) { p.MasterAddr = master }), master)
 	}
+
 	several := func(p *Place) { p.LocalSize = 1 }
 	require.Equal(t, []string{loopback}, hosts(several))
 	for _, host := range hosts(func(p *Place) { several(p); p.Listen = "0.0.0.0" }) {
@@ -258,9 +269,11 @@ func TestWhereRankZeroListens(t *testing.T) {
 		}
 		return ""
 	}()
+
 	if own == "" {
 		t.Skip("this host has only a loopback address")
 	}
+
 	require.Equal(t, []string{own}, hosts(func(p *Place) { several(p); p.MasterAddr = own }))
 	require.Equal(t, []string{own}, hosts(func(p *Place) {
 		several(p)
@@ -284,8 +297,8 @@ func TestAddressOfAnotherHost(t *testing.T) {
 	require.ErrorContains(t, err, "KASMINA_LISTEN=192.0.2.8 is [192.0.2.8], not an address of this host")
 }
 
-// TestMissingSecret checks that there is no default secret, and that the error explains how to create
-// and pass one.
+// TestMissingSecret checks that a secret is required, and that the error explains how to create and
+// pass one.
 func TestMissingSecret(t *testing.T) {
 	p := places(t, 2)[0]
 	p.Secret = ""
@@ -302,6 +315,7 @@ func TestMissingSecret(t *testing.T) {
 		require.ErrorContains(t, err, SecretFileVariable)
 		require.NotContains(t, err.Error(), "password")
 	}
+
 	for file, source := range map[string]string{"torchrun.env": "torchrun", "srun.env": "Slurm",
 		"mpirun.env": "Open MPI", "trainer.env": "Kubeflow Trainer"} {
 		p, err := FromEnvironment(variables(t, file))
@@ -309,6 +323,7 @@ func TestMissingSecret(t *testing.T) {
 		require.Equal(t, source, p.Source)
 		require.Greater(t, p.Size, 1)
 	}
+
 	_, err := Join(t.Context(), Place{Size: 1, LocalSize: 1}, Options{})
 	require.NoError(t, err)
 }
@@ -327,7 +342,6 @@ func TestSecretFile(t *testing.T) {
 	p, err = FromEnvironment(with(getenv, SecretVariable+"="+string(other)))
 	require.NoError(t, err)
 	require.True(t, p.Secret == other)
-
 	if runtime.GOOS != "windows" {
 		for _, mode := range []os.FileMode{0o640, 0o604, 0o620} {
 			require.NoError(t, os.Chmod(path, mode))
@@ -337,6 +351,7 @@ func TestSecretFile(t *testing.T) {
 		}
 		require.NoError(t, os.Chmod(path, 0o600))
 	}
+
 	require.NoError(t, os.WriteFile(path, []byte(" \n"), 0o600))
 	_, err = FromEnvironment(getenv)
 	require.ErrorContains(t, err, "is empty")
@@ -357,10 +372,12 @@ func TestSecretIsNotPrinted(t *testing.T) {
 			fmt.Fprintf(&printed, format, []any{p, secret, map[Secret]Secret{secret: secret}})
 		}
 	}
+
 	for _, handler := range []slog.Handler{slog.NewTextHandler(&printed, nil),
 		slog.NewJSONHandler(&printed, nil)} {
 		slog.New(handler).Info("here", "place", p, "secret", secret)
 	}
+
 	require.NoError(t, json.NewEncoder(&printed).Encode([]any{p, secret}))
 	require.Contains(t, printed.String(), redacted)
 	hexed := fmt.Sprintf("%x", string(secret))
@@ -414,6 +431,7 @@ func TestGatherTooLarge(t *testing.T) {
 			require.ErrorContains(t, err, c.want, r)
 		}
 	}
+
 	errs := everywhere(3, func(r int) error {
 		values, err := all[r].Gather(t.Context(), "large", make([]byte, 300))
 		if err == nil && len(values) != 3 {
@@ -421,6 +439,7 @@ func TestGatherTooLarge(t *testing.T) {
 		}
 		return err
 	})
+
 	require.NoError(t, errors.Join(errs...))
 }
 
@@ -439,6 +458,7 @@ func TestGatherWithoutOne(t *testing.T) {
 		_, err := all[r].Gather(t.Context(), "x", nil)
 		return err
 	})
+
 	require.ErrorContains(t, errs[0], "rank 1")
 	require.ErrorContains(t, errs[0], "has left")
 	require.ErrorContains(t, errs[2], "has left")

@@ -21,7 +21,7 @@
 // are relayed from another port of rank 0's host, and rank 0 stops listening once all ranks have
 // joined.
 //
-// NCCL uses connections of its own between GPUs on different hosts, and does not encrypt them by
+// NCCL uses separate connections between GPUs on different hosts, and does not encrypt them by
 // default. See docs/CLUSTER.md.
 //
 // # Deadlines
@@ -34,33 +34,33 @@
 //
 // # What has the same bits
 //
-// Send, Recv, AllGather, Broadcast and [GatherShards] copy: what arrives has the bits that left,
-// NaN payloads and signs of zeros included. Max and Min have one result, apart from NaN. Sums of
-// integers have one result too.
+// Send, Recv, AllGather, Broadcast and [GatherShards] copy: the received bits equal those sent,
+// including NaN payloads and signs of zeros. Max and Min have a unique result, except for NaN. So
+// do sums of integers.
 //
-// Sums of floating-point numbers depend on their order. That of AllReduce and ReduceScatter depends
-// on the number of ranks, on the length and on the way that NCCL takes. Two runs on the same ranks
-// may agree; runs on 2 and 4 ranks do not. Package loopback, too, adds in an order that depends on
-// the number of ranks, so that tests notice who relies on it.
+// Sums of floating-point numbers depend on their order, which for AllReduce and ReduceScatter
+// depends on the number of ranks, the length, and the algorithm that NCCL chooses. Two runs with
+// the same ranks may agree; runs with 2 and 4 ranks do not. Package loopback also adds in an order
+// that depends on the number of ranks, so that tests detect code that relies on it.
 //
 // # Sums in order
 //
-// [OrderedSum] makes sums whose bits do not depend on the number of ranks. A batch is M
-// micro-batches, and micro-batch m belongs to rank m mod N in round m / N, N being the number of
-// ranks. After each round every rank sends to each owner the owner's shard of its gradient, all in
-// one Batch of sends and receives. The owner then adds what arrived, in the order of ranks, with
-// one kernel:
+// [OrderedSum] computes sums with bits that do not depend on the number of ranks. A batch consists
+// of M micro-batches. With N ranks, micro-batch m belongs to rank m mod N in round m / N. After
+// each round, every rank sends to each owner the owner's shard of its gradient, all in one Batch of
+// sends and receives. With one kernel, the owner then adds the contributions in the order of the
+// ranks: one kernel:
 //
 //	acc = (((acc + g₀) + g₁) + …) + gₙ₋₁
 //
-// Round after round this is the sum over m = 0, 1, …, M−1 from left to right, each step rounded
-// once, for every N. On one GPU the same kernel adds one contribution at a time. Three things are
-// needed for it. The sum starts with a copy of the first contribution. Contributions have the type
-// in which they travel on one GPU, too. And no rank adds its own micro-batches before it sends
-// them: that would be another order.
+// Over all rounds this is the sum over m = 0, 1, …, M−1 from left to right, each step rounded once,
+// for every N. On a single GPU the same kernel adds one contribution at a time. Three rules make
+// this work: the sum starts with a copy of the first contribution; contributions have the same type
+// on a single GPU as when they are sent; and no rank adds its own micro-batches before sending
+// them, because that would change the order.
 //
-// Where N does not divide M the last round has fewer contributors: the first M mod N ranks.
+// If N does not divide M, the last round has contributions from the first M mod N ranks only.
 //
-// A round moves (N−1)/N of a gradient out of and into each rank, as a ReduceScatter does. What it
-// costs beside that is room for N−1 contributions to the owner's shard.
+// A round transfers (N−1)/N of a gradient out of and into each rank, like a ReduceScatter. In
+// addition, each rank needs memory for N−1 contributions to its own shard.
 package comm

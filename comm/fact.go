@@ -8,16 +8,19 @@ import (
 	"os"
 )
 
-// Binary is the [Fact] that all ranks run the same program, byte for byte.
+// Binary returns a [Fact] for checking that all ranks run the same program, byte for byte: a
+// checksum of the executable.
 func Binary() (Fact, error) {
 	path, err := os.Executable()
 	if err != nil {
 		return Fact{}, fmt.Errorf("comm: the program's file: %w", err)
 	}
+
 	f, err := os.Open(path)
 	if err != nil {
 		return Fact{}, fmt.Errorf("comm: the program's file: %w", err)
 	}
+
 	defer f.Close()
 	h := sha256.New()
 	if _, err := io.Copy(h, f); err != nil {

@@ -41,11 +41,13 @@ func FuzzMessages(f *testing.F) {
 	} {
 		f.Add(append(binary.BigEndian.AppendUint32(nil, uint32(len(head))), head...))
 	}
+
 	s := &store{place: Place{Size: 2, LocalSize: 1, Run: "r"}, seats: make([]seat, 2), port: 5,
 		gathering: map[string]*gathering{}, empty: make(chan struct{})}
 	for r := range s.seats {
 		s.seats[r].wire = says(nil)
 	}
+
 	f.Fuzz(func(t *testing.T, said []byte) {
 		bounded.Run(t, int64(len(said)), func() {
 			_, in := s.admit(says(said))

@@ -6,19 +6,19 @@ import (
 	"github.com/kasmina-go/kasmina/internal/enum"
 )
 
-// Ptr is an address in the memory that a [Group] works on: a GPU's, for NCCL.
+// Ptr is an address in the memory that a [Group] works on. For NCCL, this is GPU memory.
 type Ptr uint64
 
-// Offset is the address of element n.
+// Offset returns the address of element n of an array of type t at p.
 func (p Ptr) Offset(n int, t Type) Ptr { return p + Ptr(n*t.Size()) }
 
-// Stream is a queue of work of a device; the zero Stream is the default one.
+// Stream identifies a queue of work on a device. The zero Stream is the default one.
 type Stream uintptr
 
 // Type is the type of an element.
 type Type uint8
 
-// The types of elements, those of NCCL that training needs.
+// Element types: the types of NCCL that training needs.
 const (
 	Uint8 Type = iota
 	Int32
@@ -38,6 +38,7 @@ var types = [numTypes]struct {
 	Float16: {"float16", 2},
 	Float32: {"float32", 4}, Float64: {"float64", 8}, BFloat16: {"bfloat16", 2}}
 
+// String returns the type's name.
 func (t Type) String() string {
 	if t >= numTypes {
 		return fmt.Sprintf("Type(%d)", uint8(t))
@@ -45,7 +46,7 @@ func (t Type) String() string {
 	return types[t].name
 }
 
-// Size is in bytes.
+// Size returns the size of an element in bytes.
 func (t Type) Size() int {
 	if t >= numTypes {
 		return 0
@@ -53,10 +54,10 @@ func (t Type) Size() int {
 	return types[t].size
 }
 
-// Op is what a reduction does with two elements.
+// Op is a reduction of two elements.
 type Op uint8
 
-// The reductions.
+// Reductions.
 const (
 	Sum Op = iota
 	Max
@@ -64,68 +65,72 @@ const (
 	numOps
 )
 
+// String returns the reduction's name.
 func (o Op) String() string {
 	return enum.Name(o, "Op", []string{"sum", "max", "min"})
 }
 
-// Collectives are operations that all ranks of a group take part in. Each enqueues work on a stream
-// and returns; the work is done when the stream has passed it. Every rank must call the same
-// operations with the same counts, types and roots in the same order.
+// Collectives are operations of all ranks of a group together. A call enqueues work on a stream and
+// returns; the work is done when the stream has passed it. Every rank must call the same operations
+// with the same counts, types and roots in the same order.
 //
-// Buffers may not overlap, but dst and src may be the same where a method says so.
+// Buffers must not overlap, except where a method allows dst to be src.
 type Collectives interface {
-	// AllReduce: dst[i] = op over all ranks of src[i], for count elements. dst may be src.
+	// AllReduce computes dst[i] = op over all ranks of src[i], for count elements. dst may be src.
 	AllReduce(dst, src Ptr, count int, t Type, op Op, s Stream) error
-	// ReduceScatter: dst[i] of rank r = op over all ranks of src[r·count+i], for count elements.
-	// dst may be that part of src.
+	// ReduceScatter computes, at rank r, dst[i] = op over all ranks of src[r·count+i], for count
+	// elements. dst may be that part of src.
 	ReduceScatter(dst, src Ptr, count int, t Type, op Op, s Stream) error
-	// AllGather: dst[r·count+i] = src[i] of rank r, for count elements. src may be its part of dst.
+	// AllGather computes dst[r·count+i] = src[i] of rank r, for count elements and all r. src may
+	// be this rank's part of dst.
 	AllGather(dst, src Ptr, count int, t Type, s Stream) error
-	// Broadcast: buffer[i] = buffer[i] of rank root, for count elements.
+	// Broadcast copies count elements of buffer from rank root to all ranks.
 	Broadcast(buffer Ptr, count int, t Type, root int, s Stream) error
-	// Send hands count elements to the rank to, which must call Recv; the n-th Send from one rank
-	// to another meets its n-th Recv there. Outside a Batch it may wait for the other side.
+	// Send sends count elements to rank to, which must call Recv. The n-th Send from one rank to
+	// another corresponds to the n-th Recv there. Outside a Batch, it may wait for the other side.
 	Send(src Ptr, count int, t Type, to int, s Stream) error
-	// Recv takes count elements from the rank from.
+	// Recv receives count elements from rank from.
 	Recv(dst Ptr, count int, t Type, from int, s Stream) error
 }
 
-// Registration is memory that a [Group] knows.
+// Registration identifies memory registered with a [Group].
 type Registration uintptr
 
-// Group is ranks that compute together. Its methods may be called from any goroutine, but order
-// counts (see [Collectives]), and Err and Abort are the only ones to call beside others.
+// Group is a set of ranks that compute together. Its methods may be called from any goroutine.
+// Calls must be ordered, however (see [Collectives]); only Err and Abort may be called concurrently
+// with other methods.
 type Group interface {
 	Collectives
-	// Rank is this process's, from 0; Size is the number of ranks.
+	// Rank returns the rank of this process, and Size the number of ranks.
 	Rank() int
 	Size() int
-	// Batch makes what f calls one operation: its parts run at once, so that sends and receives
-	// between ranks cannot wait for each other. f must use c alone, and one stream. Where f fails,
-	// nothing is enqueued at this rank.
+	// Batch combines the operations that f calls into one, so that sends and receives between ranks
+	// run at once and cannot wait for each other. f must use only c and a single stream. If f
+	// fails, this rank enqueues nothing.
 	Batch(f func(c Collectives) error) error
-	// Alloc returns memory that the group's transport likes best, and Free gives it back.
+	// Alloc returns memory that suits the group's transport best. Free frees it.
 	Alloc(bytes int) (Ptr, error)
 	Free(p Ptr) error
-	// Register makes known memory that will be used again and again, so that it need not be copied
-	// through buffers of the transport. Deregister must come before the memory is freed.
+	// Register announces memory that will be used repeatedly, so that the transport can access it
+	// directly instead of through buffers. Deregister must be called before the memory is freed.
 	Register(p Ptr, bytes int) (Registration, error)
 	Deregister(r Registration) error
-	// Err says whether work that was enqueued has failed. It never waits.
+	// Err returns the error of failed work, or nil. It never blocks.
 	Err() error
-	// Abort ends all work, enqueued and running, also where it waits for ranks that are gone. From
-	// then on every call fails with the cause. Only the first cause counts.
+	// Abort ends all enqueued and running work, even if it waits for ranks that are gone. From then
+	// on every call fails with the cause. Only the first cause counts.
 	Abort(cause error)
-	// Close frees the group. The streams that it was used on must have been waited for. Where the
-	// group has failed, the error is the cause.
+	// Close frees the group. Its streams must have finished. If the group has failed, Close returns
+	// the cause.
 	Close() error
 }
 
-// CheckCall says what is wrong with the arguments of a collective. Implementations use it.
+// CheckCall returns an error if the arguments of a collective are invalid. It serves
+// implementations of [Group].
 func CheckCall(name string, g Group, count int, t Type, op Op, peer int) error {
 	switch {
 	case g == nil:
-		return fmt.Errorf("comm: %s of a group that is nil", name)
+		return fmt.Errorf("comm: %s: the group is nil", name)
 	case count < 0:
 		return fmt.Errorf("comm: %s of %d elements: want a number from 0", name, count)
 	case t >= numTypes:
@@ -135,5 +140,6 @@ func CheckCall(name string, g Group, count int, t Type, op Op, peer int) error {
 	case peer < 0 || peer >= g.Size():
 		return fmt.Errorf("comm: %s with rank %d: want 0 to %d", name, peer, g.Size()-1)
 	}
+
 	return nil
 }

@@ -6,15 +6,15 @@ import (
 	"slices"
 )
 
-// Shards says which part of a buffer belongs to which rank: rank r owns the elements from s[r] up
-// to s[r+1]. A shard may be empty.
+// Shards divides a buffer among ranks: rank r owns elements [s[r], s[r+1]). A shard may be empty.
 type Shards []int
 
-// EvenShards divides count elements among ranks as evenly as multiples of so many elements allow.
-// Where count is no multiple the last shard that is not empty takes the rest.
+// EvenShards divides count elements among size ranks, as evenly as is possible in units of multiple
+// elements. If count is not a multiple, the last non-empty shard gets the remainder. For invalid
+// arguments it returns nil, which [Shards.Check] refuses.
 func EvenShards(count, size, multiple int) Shards {
 	if count < 0 || size < 1 || size > maxRanks || multiple < 1 {
-		return nil // which Check refuses
+		return nil // refused by Check
 	}
 	s := make(Shards, size+1)
 	blocks := (count + multiple - 1) / multiple
@@ -24,16 +24,17 @@ func EvenShards(count, size, multiple int) Shards {
 	return s
 }
 
-// Piece is a stretch of a buffer. It may be divided at multiples of Multiple elements from its
-// start, or where that is 0 not at all.
+// Piece is a section of a buffer. It may be divided at multiples of Multiple elements from its
+// start, or not at all if Multiple is 0.
 type Piece struct{ Len, Multiple int }
 
-// CutShards divides a buffer, the pieces one behind the other, among ranks as evenly as the pieces
-// allow. Each bound is the place nearest to an even share at which the buffer may be divided.
+// CutShards divides a buffer that consists of consecutive pieces among ranks, as evenly as the
+// pieces allow. Each boundary is the possible one nearest to an even division.
 func CutShards(pieces []Piece, size int) Shards {
 	if size < 1 || size > maxRanks {
-		return nil // which Check refuses
+		return nil // refused by Check
 	}
+
 	total := 0
 	for _, p := range pieces {
 		total += p.Len
@@ -46,7 +47,7 @@ func CutShards(pieces []Piece, size int) Shards {
 	return s
 }
 
-// nearestCut is the place nearest to at where a buffer may be divided, the first of two.
+// nearestCut returns the possible boundary nearest to at, or the lower of two equally near ones.
 func nearestCut(pieces []Piece, at int) int {
 	start := 0
 	for _, p := range pieces {
@@ -64,10 +65,11 @@ func nearestCut(pieces []Piece, at int) int {
 		}
 		return above
 	}
+
 	return start
 }
 
-// Len is the number of elements that a rank owns.
+// Len returns the number of elements that a rank owns.
 func (s Shards) Len(rank int) int {
 	if rank < 0 || rank >= len(s)-1 {
 		return 0
@@ -75,7 +77,7 @@ func (s Shards) Len(rank int) int {
 	return s[rank+1] - s[rank]
 }
 
-// Count is the number of all elements.
+// Count returns the total number of elements.
 func (s Shards) Count() int {
 	if len(s) == 0 {
 		return 0
@@ -83,10 +85,10 @@ func (s Shards) Count() int {
 	return s[len(s)-1]
 }
 
-// Check says what is wrong with shards for so many ranks.
+// Check returns an error unless s divides a buffer among size ranks.
 func (s Shards) Check(size int) error {
 	if size < 1 || len(s) != size+1 || s[0] != 0 || !slices.IsSorted(s) {
-		return fmt.Errorf("comm: shards %v of %d ranks: want %d bounds that rise from 0", []int(s),
+		return fmt.Errorf("comm: shards %v for %d ranks: want %d boundaries that increase from 0", []int(s),
 			size,
 			size+1)
 	}
@@ -97,26 +99,26 @@ func (s Shards) Check(size int) error {
 //
 //	acc[i] = (((acc[i] + parts[0][i]) + parts[1][i]) + …)
 //
-// for count elements, each sum rounded to float32. acc is float32, the parts are of type t; of
-// float64 parts sums are float64. With overwrite, acc[i] starts as parts[0][i] itself: not as
-// 0 + parts[0][i], which would lose the sign of −0.
+// for count elements, with each sum rounded to float32. acc is float32 and the parts have type t;
+// for float64 parts, acc and the rounding are float64. With overwrite, acc[i] starts as a copy of
+// parts[0][i] rather than 0 + parts[0][i], which would lose the sign of −0.
 type Adder interface {
 	AddInOrder(acc Ptr, parts []Ptr, overwrite bool, count int, t Type, s Stream) error
 }
 
-// OrderedSum adds the contributions of micro-batches, in the order of the micro-batches, at the
-// rank that owns the sum. The result has the same bits for every number of ranks: see the package's
+// OrderedSum adds the contributions of micro-batches in the order of the micro-batches, each shard
+// at the rank that owns it. The result has the same bits for any number of ranks; see the package
 // documentation.
 type OrderedSum struct {
 	Group  Group
 	Adder  Adder
 	Shards Shards
-	Type   Type // of contributions; sums are float32, of float64 float64
-	// Staging has room for StagingLen elements of Type.
+	Type   Type // type of the contributions; SumType returns the type of the sums
+	// Staging is memory for StagingLen elements of Type.
 	Staging Ptr
 }
 
-// SumType is the type of a sum of elements: float32, of float64 elements float64.
+// SumType returns the type of a sum of elements: float64 for float64 elements, otherwise float32.
 func SumType(t Type) Type {
 	if t == Float64 {
 		return Float64
@@ -124,8 +126,8 @@ func SumType(t Type) Type {
 	return Float32
 }
 
-// StagingLen is the number of elements that arrive at a rank in one round: those of its shard, from
-// each of the other ranks.
+// StagingLen returns the number of elements that a rank receives in one round: its shard from each
+// other rank.
 func (o OrderedSum) StagingLen() int {
 	if o.Group == nil {
 		return 0
@@ -133,7 +135,7 @@ func (o OrderedSum) StagingLen() int {
 	return (o.Group.Size() - 1) * o.Shards.Len(o.Group.Rank())
 }
 
-// Check says what is wrong with the settings.
+// Check returns an error if the settings are invalid.
 func (o OrderedSum) Check() error {
 	switch o.Type {
 	case Float32, Float64, BFloat16, Float16:
@@ -145,8 +147,8 @@ func (o OrderedSum) Check() error {
 }
 
 // Add adds one round: a micro-batch of each of the first contributors ranks, in the order of ranks.
-// contribution is this rank's, Shards.Count() elements; acc is the sum of this rank's shard. The
-// first round overwrites acc.
+// contribution points to the Shards.Count() elements of this rank, and acc to the sum of this
+// rank's shard. With overwrite, which the first round must set, acc is overwritten.
 func (o OrderedSum) Add(acc, contribution Ptr, contributors int, overwrite bool, s Stream) error {
 	if err := o.Check(); err != nil {
 		return err
@@ -156,6 +158,7 @@ func (o OrderedSum) Add(acc, contribution Ptr, contributors int, overwrite bool,
 			"number of ranks",
 			contributors, o.Group.Size())
 	}
+
 	parts, err := o.exchange(contribution, contributors, s)
 	if err != nil || len(parts) == 0 {
 		return err
@@ -163,8 +166,8 @@ func (o OrderedSum) Add(acc, contribution Ptr, contributors int, overwrite bool,
 	return o.Adder.AddInOrder(acc, parts, overwrite, o.Shards.Len(o.Group.Rank()), o.Type, s)
 }
 
-// exchange sends each owner its shard, and returns where the contributions to this rank's lie, by
-// rank. This rank's own stays where it is.
+// exchange sends each owner its shard and returns the addresses of the contributions to this rank's
+// shard, by rank. This rank's own contribution is not copied.
 func (o OrderedSum) exchange(contribution Ptr, contributors int, s Stream) (parts []Ptr,
 	err error) {
 	me, own := o.Group.Rank(), o.Shards.Len(o.Group.Rank())
@@ -178,11 +181,13 @@ func (o OrderedSum) exchange(contribution Ptr, contributors int, s Stream) (part
 				}
 				continue
 			}
+
 			if me < contributors && o.Shards.Len(r) > 0 {
 				if err := c.Send(theirs, o.Shards.Len(r), o.Type, r, s); err != nil {
 					return err
 				}
 			}
+
 			if r < contributors && own > 0 {
 				if err := c.Recv(slot, own, o.Type, r, s); err != nil {
 					return err
@@ -191,13 +196,14 @@ func (o OrderedSum) exchange(contribution Ptr, contributors int, s Stream) (part
 				slot = slot.Offset(own, o.Type)
 			}
 		}
+
 		return nil
 	})
+
 	return parts, err
 }
 
-// GatherShards hands every rank all shards: buffer[Shards[r]…] is rank r's at every rank. The bits
-// are copied.
+// GatherShards copies every rank's shard of buffer to all ranks, bit by bit.
 func GatherShards(g Group, buffer Ptr, shards Shards, t Type, s Stream) error {
 	if g == nil {
 		return errors.New("comm: GatherShards: the group is nil")
@@ -205,6 +211,7 @@ func GatherShards(g Group, buffer Ptr, shards Shards, t Type, s Stream) error {
 	if err := shards.Check(g.Size()); err != nil {
 		return err
 	}
+
 	return g.Batch(func(c Collectives) error {
 		for r := range g.Size() {
 			if shards.Len(r) == 0 {

@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// variables reads a file of NAME=value lines, as env prints them.
+// variables reads a file of NAME=value lines as printed by env.
 func variables(t *testing.T, file string) func(string) string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join("testdata", file))
@@ -34,7 +34,7 @@ func with(getenv func(string) string, changes ...string) func(string) string {
 	}
 }
 
-// TestReplayedEnvironments reads what each launcher sets for one of its processes.
+// TestReplayedEnvironments reads the variables that each launcher sets for one of its processes.
 func TestReplayedEnvironments(t *testing.T) {
 	secret := NewSecret()
 	for _, c := range []struct {
@@ -61,7 +61,7 @@ func TestReplayedEnvironments(t *testing.T) {
 			ListenVariable + "=10.1.0.7"}, Place{Rank: 6,
 			Size: 10, LocalRank: 2, LocalSize: 4, MasterAddr: "10.0.0.7", MasterPort: 1234,
 			Listen: "10.1.0.7", Run: "slurm 4242.1", Source: "Slurm"}},
-		// the batch script itself
+		// This is the batch script itself.
 		{"srun.env", []string{"SLURM_STEP_ID="}, Place{Size: 1, LocalSize: 1}},
 		{"mpirun.env", nil, Place{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2,
 			MasterAddr: "pi-worker-0.pi",
@@ -81,6 +81,7 @@ func TestReplayedEnvironments(t *testing.T) {
 		require.NoError(t, err, c.file)
 		require.Equal(t, c.want, p, "%s %v", c.file, c.changes)
 	}
+
 	p, err := FromEnvironment(func(string) string { return "" })
 	require.NoError(t, err)
 	require.Equal(t, Place{Size: 1, LocalSize: 1}, p)
@@ -101,7 +102,7 @@ func TestEnvironmentsInPart(t *testing.T) {
 		{"torchrun.env", "MASTER_ADDR=", "set MASTER_ADDR"},
 		{"torchrun.env", "MASTER_PORT=70000", "port 70001"},
 		{"trainer.env", "PET_NPROC_PER_NODE=4", "package launch"},
-		{"srun.env", "SLURM_STEP_NODELIST=gpu[07-08", "brackets do not pair"},
+		{"srun.env", "SLURM_STEP_NODELIST=gpu[07-08", "brackets do not match"},
 		{"srun.env", "SLURM_STEP_NUM_TASKS=ten", `SLURM_STEP_NUM_TASKS="ten": want a number`},
 		{"srun.env", "SLURM_LOCALID=", "SLURM_LOCALID is not set"},
 		{"srun.env", "SLURM_STEP_TASKS_PER_NODE=4(x", "want a number of tasks"},
@@ -121,7 +122,7 @@ func TestDevice(t *testing.T) {
 	}
 	for _, visible := range []int{0, 2, 3} {
 		_, err := Place{LocalRank: 3, LocalSize: 4}.Device(visible)
-		require.ErrorContains(t, err, "one process a GPU")
+		require.ErrorContains(t, err, "one process per GPU")
 	}
 }
 
@@ -141,6 +142,7 @@ func TestSlurmHosts(t *testing.T) {
 		require.NoError(t, err, list)
 		require.Equal(t, want, strings.Join(got, " "), list)
 	}
+
 	for _, list := range []string{"", ",", "a,", "a[", "a]", "a[1", "a[]",
 		"a[x]", "a[2-1]", "a[1-]",
 		"a[[1]]",
@@ -151,12 +153,14 @@ func TestSlurmHosts(t *testing.T) {
 	}
 }
 
-// FuzzSlurmHosts: any list is refused or expands to names, without end or panic.
+// FuzzSlurmHosts checks that any list is either refused or expanded to names, without a panic or an
+// endless loop.
 func FuzzSlurmHosts(f *testing.F) {
 	for _, list := range []string{"gpu[01-03,7],login", "r[1-2]n[0-1]-ib", "a[0-99999]b[0-99999]",
 		"[[", "a[1]]"} {
 		f.Add(list)
 	}
+
 	f.Fuzz(func(t *testing.T, list string) {
 		hosts, err := slurmHosts(list)
 		if err == nil {
@@ -169,7 +173,8 @@ func FuzzSlurmHosts(f *testing.F) {
 	})
 }
 
-// TestSlurmPorts: windows lie below the ports that systems hand out, and do not overlap.
+// TestSlurmPorts checks that port windows lie below the ports that systems assign, and do not
+// overlap.
 func TestSlurmPorts(t *testing.T) {
 	for job := range 2048 {
 		p := Place{MasterPort: slurmPort(job, 3)}.ports()

@@ -107,8 +107,8 @@ func (a *activity) pulse() *pulse {
 }
 
 // watchdog calls look several times per deadline until done is closed. frozen reports whether this
-// process itself was suspended since the last call, in which case silence says nothing about the
-// other processes.
+// process itself was suspended since the last call; silence of the other processes then means
+// nothing.
 func watchdog(deadline time.Duration, done <-chan struct{}, look func(frozen bool)) {
 	period := max(deadline/beats, time.Millisecond)
 	tick := time.NewTicker(period)

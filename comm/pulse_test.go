@@ -47,7 +47,7 @@ func goesOn(t *testing.T, all []*World, during time.Duration) {
 	<-over
 }
 
-// player joins as a rank that sends only what the test posts, and no pulses.
+// player joins as a rank without pulses that sends only the test's messages.
 func player(t *testing.T, p Place) *wire {
 	t.Helper()
 	id, err := channel.New(string(p.Secret))
@@ -60,7 +60,7 @@ func player(t *testing.T, p Place) *wire {
 	return w
 }
 
-// withPlayer starts a run in which the last rank is a player.
+// withPlayer starts a run with a player as the last rank.
 func withPlayer(t *testing.T, size int) ([]*World, *wire) {
 	t.Helper()
 	p := places(t, size)
@@ -74,6 +74,7 @@ func withPlayer(t *testing.T, size int) ([]*World, *wire) {
 		all[r], err = Join(t.Context(), p[r], Options{Timeout: patience, Deadline: short})
 		return err
 	})
+
 	require.NoError(t, errors.Join(errs...))
 	t.Cleanup(func() {
 		for _, w := range all {
@@ -81,6 +82,7 @@ func withPlayer(t *testing.T, size int) ([]*World, *wire) {
 			w.Close()
 		}
 	})
+
 	return all, last
 }
 
@@ -108,6 +110,7 @@ func TestReportsKeepARunAlive(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, errors.Join(errs...))
 	require.NoError(t, errors.Join(everywhere(3, func(r int) error { return all[r].Close() })...))
 }
@@ -128,6 +131,7 @@ func TestWaitingRankIsNotSilent(t *testing.T) {
 		<-all[r].Done()
 		return all[r].Err()
 	})
+
 	for _, err := range errs {
 		require.ErrorContains(t, err, "no progress")
 	}
@@ -141,6 +145,7 @@ func TestBusyRankIsNotSilent(t *testing.T) {
 	for _, w := range all {
 		require.NoError(t, w.Report(7))
 	}
+
 	outer := all[0].Busy("saving")
 	inner := all[0].Busy("writing the model")
 	waited := make(chan error, 1)
@@ -153,6 +158,7 @@ func TestBusyRankIsNotSilent(t *testing.T) {
 		require.NoError(t, all[0].Report(8))
 		time.Sleep(short / 10)
 	}
+
 	blames(t, all, 2, "hangs: no progress for 500ms. Last steps reported, by rank: 8, 7, 7")
 	require.Error(t, <-waited)
 }

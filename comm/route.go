@@ -5,64 +5,69 @@ import (
 	"fmt"
 )
 
-// Leg is a part of a route: bytes that go to a rank, or come from it.
+// Leg is the part of a route that sends bytes to a rank or receives bytes from it.
 type Leg struct {
 	Rank  int
 	At    Ptr
 	Bytes int
 }
 
-// Route is an exchange that ranks make again and again, over the same memory.
+// Route is an exchange that ranks perform repeatedly over the same memory.
 type Route interface {
-	// Enqueue makes the exchange: when the stream has passed it, what comes is there, and what has
-	// left may be overwritten. All ranks call it, and for several routes in the same order.
+	// Enqueue enqueues the exchange. When the stream has passed it, the received data has arrived
+	// and the sent memory may be overwritten. All ranks must call it, for several routes in the
+	// same order.
 	Enqueue(s Stream) error
-	// Release says that what came may be overwritten once the stream has come to this point. It
-	// follows every Enqueue.
+	// Release declares that the received data may be overwritten once the stream has reached this
+	// point. It must follow every Enqueue.
 	Release(s Stream) error
-	// Hold is for a route whose places serve for something else between exchanges: Release comes
-	// ahead of every Enqueue then, where they are free. All ranks call it ahead of the first.
+	// Hold declares that the destinations of the route are used for other purposes between
+	// exchanges. Release then precedes every Enqueue, at a point where the destinations are free.
+	// All ranks must call Hold before the first Release.
 	Hold() error
-	// Open is for a route whose places are free whenever a rank enqueues, which the ranks know of
-	// each other without it: nobody calls Release then. All ranks call it ahead of the first
-	// Enqueue.
+	// Open declares that the destinations are free whenever a rank enqueues, which the ranks ensure
+	// in other ways. Release is then not called. All ranks must call Open before the first Enqueue.
 	Open()
-	// Close ends the route, whose memory may be given back then. All ranks call it, when their
-	// streams have passed what was enqueued.
+	// Close ends the route. Its memory may then be freed. All ranks must call it after their
+	// streams have passed the enqueued work.
 	Close() error
 }
 
-// Router is a group that has routes of its own, which take less than a Batch.
+// Router is implemented by groups with their own, cheaper form of routes.
 type Router interface {
-	// Route makes a route. All ranks call it with what fits: the n-th leg to a rank meets the n-th
-	// one from there. Routes of one slot use the same memory for what comes, one after the other.
+	// Route creates a route. All ranks must call it with matching legs: the n-th leg to a rank
+	// corresponds to the n-th one from there. Routes with the same slot must use the same memory
+	// for received data, one after the other.
 	Route(slot int, sends, receives []Leg) (Route, error)
 }
 
-// NewRoute makes a route of a group: its own, or a Batch of sends and receives. Without a group, and
-// for legs that it cannot have, it is an error.
+// NewRoute creates a route: the group's own if it is a [Router], otherwise a Batch of sends and
+// receives. A nil group and impossible legs are errors.
 func NewRoute(g Group, slot int, sends, receives []Leg) (Route, error) {
 	if g == nil {
 		return nil, errors.New("comm: NewRoute: the group is nil")
 	}
+
 	for _, l := range append(append([]Leg{}, sends...), receives...) {
 		if l.Rank < 0 || l.Rank >= g.Size() || l.Rank == g.Rank() || l.Bytes < 1 {
-			return nil, fmt.Errorf("comm: a route with %d bytes for rank %d: want some for "+
-				"another of %d ranks", l.Bytes, l.Rank, g.Size())
+			return nil, fmt.Errorf("comm: route: a leg of %d bytes for rank %d: want at least 1 byte for "+
+				"another one of %d ranks", l.Bytes, l.Rank, g.Size())
 		}
 	}
+
 	if r, ok := g.(Router); ok {
 		return r.Route(slot, sends, receives)
 	}
 	return batched{g, sends, receives}, nil
 }
 
-// batched is a route as a Batch.
+// batched is a route implemented by a Batch.
 type batched struct {
 	g               Group
 	sends, receives []Leg
 }
 
+// Enqueue implements [Route].
 func (b batched) Enqueue(s Stream) error {
 	return b.g.Batch(func(c Collectives) error {
 		for _, l := range b.sends {

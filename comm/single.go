@@ -2,19 +2,20 @@ package comm
 
 import "errors"
 
-// ErrZero is the error of a group that nobody has made, and of a batch without a function.
-var ErrZero = errors.New("comm: the group is its zero value, want one that New returns, or the " +
+// ErrZero is the error for the use of a zero group and for a batch without a function.
+var ErrZero = errors.New("comm: the group is a zero value (make one with New), or the " +
 	"function is nil")
 
-// Singles are a group's collectives one by one, each a batch of its own. Implementations of [Group]
+// Singles implements the collectives of a group, each as its own batch. Implementations of [Group]
 // embed it.
 type Singles struct {
 	batch func(f func(c Collectives) error) error
 }
 
-// NewSingles returns those of a group with that method Batch.
+// NewSingles returns the collectives of a group with the given method Batch.
 func NewSingles(batch func(f func(c Collectives) error) error) Singles { return Singles{batch} }
 
+// one runs f as a batch.
 func (g Singles) one(f func(c Collectives) error) error {
 	if g.batch == nil {
 		return ErrZero
@@ -22,13 +23,13 @@ func (g Singles) one(f func(c Collectives) error) error {
 	return g.batch(f)
 }
 
-// AllReduce is described at [Collectives], as are those below.
+// AllReduce implements [Collectives].
 func (g Singles) AllReduce(dst, src Ptr, count int, t Type, op Op,
 	s Stream) error {
 	return g.one(func(c Collectives) error { return c.AllReduce(dst, src, count, t, op, s) })
 }
 
-// ReduceScatter reduces to parts.
+// ReduceScatter implements [Collectives].
 func (g Singles) ReduceScatter(dst, src Ptr, count int, t Type, op Op,
 	s Stream) error {
 	return g.one(func(c Collectives) error {
@@ -36,22 +37,22 @@ func (g Singles) ReduceScatter(dst, src Ptr, count int, t Type, op Op,
 	})
 }
 
-// AllGather copies everybody's part to all.
+// AllGather implements [Collectives].
 func (g Singles) AllGather(dst, src Ptr, count int, t Type, s Stream) error {
 	return g.one(func(c Collectives) error { return c.AllGather(dst, src, count, t, s) })
 }
 
-// Broadcast copies one rank's buffer to all.
+// Broadcast implements [Collectives].
 func (g Singles) Broadcast(buffer Ptr, count int, t Type, root int, s Stream) error {
 	return g.one(func(c Collectives) error { return c.Broadcast(buffer, count, t, root, s) })
 }
 
-// Send hands elements to a rank.
+// Send implements [Collectives].
 func (g Singles) Send(src Ptr, count int, t Type, to int, s Stream) error {
 	return g.one(func(c Collectives) error { return c.Send(src, count, t, to, s) })
 }
 
-// Recv takes elements from a rank.
+// Recv implements [Collectives].
 func (g Singles) Recv(dst Ptr, count int, t Type, from int, s Stream) error {
 	return g.one(func(c Collectives) error { return c.Recv(dst, count, t, from, s) })
 }

@@ -6,23 +6,24 @@ import (
 	"strings"
 )
 
-// slurmPort keeps jobs that share a host apart: 1,024 windows of ports above 15,000, below those
-// that systems hand out by themselves.
+// slurmPort returns the first port for a job step. It gives jobs that share a host different ports:
+// 1,024 windows of ports start at 15000, below the ports that systems assign by themselves.
 func slurmPort(job, step int) int { return 15000 + (job+step)%1024*PortWindow }
 
-// maxSlurmHosts bounds what a list may expand to.
+// maxSlurmHosts is the maximum number of hosts that a list may expand to.
 const maxSlurmHosts = 1 << 17
 
-// maxSlurmDigits bounds how long numbers are that a list may ask for by leading zeros.
+// maxSlurmDigits is the maximum length of a number, which leading zeros could otherwise inflate.
 const maxSlurmDigits = 20
 
-// slurmHosts expands Slurm's list of nodes: "gpu[01-03,7],login,r[1-2]n[0-1]" is gpu01, gpu02,
-// gpu03, gpu7, login, r1n0, r1n1, r2n0, r2n1.
+// slurmHosts expands Slurm's list of nodes. For example, "gpu[01-03,7],login,r[1-2]n[0-1]" becomes
+// gpu01, gpu02, gpu03, gpu7, login, r1n0, r1n1, r2n0, r2n1.
 func slurmHosts(list string) ([]string, error) {
 	items, err := splitOutsideBrackets(list)
 	if err != nil {
 		return nil, err
 	}
+
 	var hosts []string
 	for _, item := range items {
 		expanded, err := expandBrackets(item)
@@ -33,10 +34,11 @@ func slurmHosts(list string) ([]string, error) {
 			return nil, fmt.Errorf("%q names more than %d hosts", list, maxSlurmHosts)
 		}
 	}
+
 	return hosts, nil
 }
 
-// splitOutsideBrackets splits at the commas that separate hosts.
+// splitOutsideBrackets splits a list at the commas between hosts.
 func splitOutsideBrackets(list string) ([]string, error) {
 	var items []string
 	depth, start := 0, 0
@@ -53,16 +55,17 @@ func splitOutsideBrackets(list string) ([]string, error) {
 			}
 		}
 		if depth < 0 || depth > 1 {
-			return nil, fmt.Errorf("%q: brackets do not pair", list)
+			return nil, fmt.Errorf("%q: brackets do not match", list)
 		}
 	}
+
 	if depth != 0 {
-		return nil, fmt.Errorf("%q: brackets do not pair", list)
+		return nil, fmt.Errorf("%q: brackets do not match", list)
 	}
 	return items, nil
 }
 
-// expandBrackets expands the first bracket, and what follows it by calling itself.
+// expandBrackets expands the first pair of brackets and, recursively, the rest.
 func expandBrackets(item string) ([]string, error) {
 	before, rest, found := strings.Cut(item, "[")
 	if !found {
@@ -71,6 +74,7 @@ func expandBrackets(item string) ([]string, error) {
 		}
 		return []string{item}, nil
 	}
+
 	ranges, after, _ := strings.Cut(rest, "]")
 	tails := []string{""}
 	if after != "" {
@@ -79,6 +83,7 @@ func expandBrackets(item string) ([]string, error) {
 			return nil, err
 		}
 	}
+
 	var hosts []string
 	for r := range strings.SplitSeq(ranges, ",") {
 		numbers, err := expandRange(r)
@@ -94,15 +99,17 @@ func expandBrackets(item string) ([]string, error) {
 			}
 		}
 	}
+
 	return hosts, nil
 }
 
-// expandRange is the numbers of "7" or "08-11", with the leading zeros of the first.
+// expandRange returns the numbers of "7" or "08-11", with the leading zeros of the first number.
 func expandRange(r string) ([]string, error) {
 	low, high, found := strings.Cut(r, "-")
 	if !found {
 		high = low
 	}
+
 	a, errA := strconv.ParseUint(low, 10, 32)
 	b, errB := strconv.ParseUint(high, 10, 32)
 	if errA != nil || errB != nil || b < a || len(low) > maxSlurmDigits {
@@ -111,6 +118,7 @@ func expandRange(r string) ([]string, error) {
 	if b-a >= maxSlurmHosts {
 		return nil, fmt.Errorf("[%s]: more than %d hosts", r, maxSlurmHosts)
 	}
+
 	var numbers []string
 	for n := a; n <= b; n++ {
 		numbers = append(numbers, fmt.Sprintf("%0*d", len(low), n))
@@ -118,7 +126,7 @@ func expandRange(r string) ([]string, error) {
 	return numbers, nil
 }
 
-// slurmCounts expands tasks per node: "4(x2),3" is 4, 4, 3.
+// slurmCounts expands a list of tasks per node: "4(x2),3" becomes 4, 4, 3.
 func slurmCounts(text string) ([]int, error) {
 	var counts []int
 	for item := range strings.SplitSeq(text, ",") {
@@ -135,5 +143,6 @@ func slurmCounts(text string) ([]int, error) {
 			counts = append(counts, n)
 		}
 	}
+
 	return counts, nil
 }

@@ -6,18 +6,20 @@ import (
 	"time"
 )
 
-// Watch keeps an eye on a group until the context ends. When another rank cannot go on it aborts
-// the group, so that no work waits for a rank that is gone. When the group's own work fails it
-// tells the other ranks. It asks the group every interval, 100 ms where that is 0.
+// Watch monitors a group until ctx is done. If another rank fails, it aborts the group, so that no
+// work waits for a rank that is gone. If the group's own work fails, it notifies the other ranks.
+// It checks the group once per interval, or every 100 ms if interval is not positive.
 //
-// Its error is the cause, or nil where the context ended first.
+// It returns the cause of the failure, or nil if ctx is done first.
 func Watch(ctx context.Context, w *World, g Group, interval time.Duration) error {
 	if ctx == nil || g == nil || !w.made() {
 		return errors.New("comm: Watch: the context, the world or the group is nil or a zero value")
 	}
+
 	if interval <= 0 {
 		interval = 100 * time.Millisecond
 	}
+
 	tick := time.NewTicker(interval)
 	defer tick.Stop()
 	for {
@@ -38,15 +40,15 @@ func Watch(ctx context.Context, w *World, g Group, interval time.Duration) error
 	}
 }
 
-// ErrPeer marks work that failed because another rank was not there for it.
+// ErrPeer reports that work failed because another rank was gone.
 var ErrPeer = errors.New("comm: another rank is gone")
 
-// hearsay is how long a rank that misses another waits to hear from the store what happened there.
+// hearsay limits the wait of a rank for the store to explain the loss of another rank.
 const hearsay = 2 * time.Second
 
-// Blame finds why work of this rank failed, and tells the others. Where the error is [ErrPeer] it
-// waits a little for the cause: the rank that is gone says it, or its death does. Any other error
-// is this rank's own, and becomes the others' cause by Fail.
+// Blame determines the cause of a failure of this rank's work, and notifies the other ranks. If err
+// wraps [ErrPeer], it waits briefly for the report of the rank that is gone, or of its death. Any
+// other error is this rank's own, and is passed to Fail.
 func (w *World) Blame(err error) error {
 	if errors.Is(err, ErrPeer) {
 		select {

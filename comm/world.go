@@ -25,7 +25,7 @@ var ErrClosed = errors.New("comm: closed")
 
 // Options are settings of a run's processes.
 type Options struct {
-	// Timeout is how long the ranks wait for each other when they join and when they close; 10
+	// Timeout limits how long the ranks wait for each other when they join and when they close; 10
 	// minutes if it is 0.
 	Timeout time.Duration
 	// Deadline is the time after which a silent rank, or a run without progress, fails; 0 means no

@@ -18,10 +18,10 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// patience is far more than anything here takes: a test that needs it fails.
+// patience is much longer than any operation in these tests; a test that needs it fails.
 const patience = 100 * time.Second
 
-// places are those of a run on this host, at ports that nobody uses.
+// places returns the places of a run on this host, at unused ports.
 func places(t *testing.T, size int) []Place {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -34,10 +34,11 @@ func places(t *testing.T, size int) []Place {
 			MasterPort: port, Secret: secret,
 			Run: fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port)}
 	}
+
 	return all
 }
 
-// everywhere runs f for each rank at once and returns their errors.
+// everywhere runs f for all ranks concurrently and returns their errors.
 func everywhere(size int, f func(rank int) error) []error {
 	errs := make([]error, size)
 	var wg sync.WaitGroup
@@ -55,6 +56,7 @@ func worlds(t *testing.T, size int, o Options) []*World {
 	if o.Timeout == 0 {
 		o.Timeout = patience
 	}
+
 	errs := everywhere(size, func(r int) (err error) {
 		all[r], err = Join(t.Context(), p[r], o)
 		return err
@@ -66,6 +68,7 @@ func worlds(t *testing.T, size int, o Options) []*World {
 			return all[r].Close()
 		})
 	})
+
 	return all
 }
 
@@ -80,7 +83,8 @@ func TestGather(t *testing.T) {
 			if all[r].Rank() != r || all[r].Size() != size {
 				return fmt.Errorf("rank %d of %d", all[r].Rank(), all[r].Size())
 			}
-			for range 3 { // a key may be used again
+
+			for range 3 { // keys may be reused
 				got, err := all[r].Gather(t.Context(), "values", values[r])
 				if err != nil {
 					return err
@@ -91,6 +95,7 @@ func TestGather(t *testing.T) {
 					}
 				}
 			}
+
 			if err := all[r].Barrier(t.Context(), "end"); err != nil {
 				return err
 			}
@@ -105,7 +110,7 @@ func TestGather(t *testing.T) {
 	}
 }
 
-// TestBarrierWaits: nobody passes before the last has come.
+// TestBarrierWaits checks that no rank passes a barrier before the last has arrived.
 func TestBarrierWaits(t *testing.T) {
 	all := worlds(t, 3, Options{})
 	var mu sync.Mutex
@@ -117,11 +122,13 @@ func TestBarrierWaits(t *testing.T) {
 		err := all[r].Barrier(t.Context(), "b")
 		mu.Lock()
 		defer mu.Unlock()
+
 		if come != 3 {
 			return fmt.Errorf("passed after %d", come)
 		}
 		return err
 	})
+
 	require.NoError(t, errors.Join(errs...))
 }
 
@@ -136,9 +143,11 @@ func TestFactsMustAgree(t *testing.T) {
 			Facts: []Fact{{"version", "1"}, {"learning rate", lr}}})
 		return err
 	})
+
 	for r, err := range errs {
 		require.ErrorContains(t, err, `learning rate differs: "0.1" at rank 0, "0.2" at rank 2`, r)
 	}
+
 	p = places(t, 2)
 	errs = everywhere(2, func(r int) error {
 		_, err := Join(t.Context(), p[r], Options{Timeout: patience, Facts: make([]Fact, r)})
@@ -173,7 +182,6 @@ func TestRankZeroIsMissing(t *testing.T) {
 		"rank 0 was not found at 127.0.0.1, ports "+strconv.Itoa(p[1].ports()[0]))
 	require.ErrorContains(t, err, "is MASTER_ADDR its host?")
 	require.ErrorIs(t, err, context.DeadlineExceeded)
-
 	ctx, cancel := context.WithCancelCause(t.Context())
 	stopped := errors.New("stopped")
 	cancel(stopped)
@@ -206,8 +214,8 @@ func open(t *testing.T, p Place, deadline time.Duration) *store {
 	return s
 }
 
-// TestTakenPorts joins a run whose first ports are taken: by a run with another secret, by a run with
-// the same secret, and by programs that send garbage, close connections or never answer.
+// TestTakenPorts joins a run while its first ports are taken: by a run with another secret, by a
+// run with the same secret, and by programs that send garbage, close connections or never answer.
 func TestTakenPorts(t *testing.T) {
 	p := places(t, 2)
 	another, namesake := p[0], p[0]
@@ -221,6 +229,7 @@ func TestTakenPorts(t *testing.T) {
 		if err != nil {
 			continue // taken by an unrelated program
 		}
+
 		defer l.Close()
 		go func() {
 			for {
@@ -244,6 +253,7 @@ func TestTakenPorts(t *testing.T) {
 		}
 		return w.Close()
 	})
+
 	require.NoError(t, errors.Join(errs...))
 	require.Less(t, time.Since(began), channel.HandshakeTimeout/2,
 		"an unresponsive port delayed the ranks")
@@ -259,7 +269,6 @@ func TestRefusals(t *testing.T) {
 	w, _, failures := c.round(t.Context())
 	require.NotNil(t, w, failures)
 	defer w.Close()
-
 	for _, test := range []struct {
 		change func(*Place)
 		final  bool
@@ -277,11 +286,13 @@ func TestRefusals(t *testing.T) {
 		require.ErrorContains(t, err, test.want)
 		require.Equal(t, test.final, isFinal(err), test.want)
 	}
+
 	require.Nil(t, s.failure)
 }
 
-// TestFailureIsTold: every rank ends with the cause, whoever fails and however.
-func TestFailureIsTold(t *testing.T) {
+// TestFailureIsReported checks that every rank reports the cause of a failure, whichever rank fails
+// and however.
+func TestFailureIsReported(t *testing.T) {
 	const size = 3
 	for _, c := range []struct {
 		name string
@@ -293,8 +304,9 @@ func TestFailureIsTold(t *testing.T) {
 	} {
 		for bad := range size {
 			if c.name == "dies" && bad == 0 {
-				continue // below
+				continue // tested below
 			}
+
 			all := worlds(t, size, Options{})
 			errs := everywhere(size, func(r int) error {
 				if r == bad {
@@ -316,19 +328,21 @@ func TestFailureIsTold(t *testing.T) {
 				<-all[r].Done()
 				require.Equal(t, err, all[r].Err())
 			}
+
 			require.Error(t, all[bad].Err())
 		}
 	}
 }
 
-// TestRankZeroDies: without the store the others still learn who is gone.
+// TestRankZeroDies checks that the other ranks learn which rank is gone even without the store.
 func TestRankZeroDies(t *testing.T) {
 	all := worlds(t, 3, Options{})
-	all[0].store.mu.Lock() // one that is gone tells nobody of a wire that is closed before theirs
+	all[0].store.mu.Lock() // a dead rank does not report that another connection closed before its own
 	for _, seat := range all[0].store.seats {
 		seat.wire.conn.(*tls.Conn).NetConn().(*net.TCPConn).SetLinger(0)
 		seat.wire.Close()
 	}
+
 	all[0].store.mu.Unlock()
 	for _, w := range all[1:] {
 		err := w.Barrier(t.Context(), "b")

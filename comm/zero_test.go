@@ -8,7 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestZeroValues wants what nobody has made to say who makes it, and nothing to panic or to wait.
+// TestZeroValues checks that the errors of zero values name the constructor, and that nothing
+// panics or blocks.
 func TestZeroValues(t *testing.T) {
 	for _, w := range []*World{nil, new(World)} {
 		_, err := w.Gather(t.Context(), "x", nil)
@@ -24,6 +25,7 @@ func TestZeroValues(t *testing.T) {
 		require.NoError(t, w.Close())
 		require.ErrorContains(t, Watch(t.Context(), w, nil, time.Second), "nil or a zero value")
 	}
+
 	var none Shards
 	require.Error(t, none.Check(1))
 	require.Zero(t, none.Count()+none.Len(0)+none.Len(-1))

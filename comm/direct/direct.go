@@ -1,10 +1,11 @@
-// Package direct has the GPUs of one host write into each other's memory. Their copy engines do so,
-// beside which kernels run undisturbed; NCCL's kernels would take multiprocessors from them.
+// Package direct lets the GPUs of one host write into each other's memory. The copies are made by
+// copy engines, which do not disturb running kernels, whereas NCCL's kernels would take
+// multiprocessors away from them.
 //
-// [New] makes of a group one whose routes ([comm.Route]) are such copies. Ranks tell each other by
-// words in memory how far they are. A stream waits for such a word without a kernel, also in what is
-// captured. A word says that something has arrived, or that its place is free. Whoever waits for it
-// sets it back, so that what is captured can be replayed.
+// [New] returns a group with routes ([comm.Route]) that consist of such copies. Ranks synchronize
+// through words in memory: a word signals that data has arrived or that its destination is free. A
+// stream waits for a word without a kernel, even in captured work, and the waiting side resets the
+// word, so that captured work can be replayed.
 package direct
 
 import (
@@ -18,61 +19,62 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// Device is the GPU of this process.
+// Device provides access to the GPU of this process.
 type Device interface {
-	// Do runs f on a thread on which the GPU's context is current.
+	// Do runs f on a thread with the GPU's context current.
 	Do(f func() error) error
 }
 
-// group is one whose routes are copies into other ranks' memory.
+// group is a group with routes that copy into the memory of other ranks.
 type group struct {
 	comm.Group
 	world  *comm.World
 	device Device
 	api    memory
 
-	words  comm.Ptr   // of this rank
-	theirs []comm.Ptr // words of each rank, as this process reaches them
+	words  comm.Ptr   // words of this rank
+	theirs []comm.Ptr // words of each rank, at their addresses in this process
 
 	mu       sync.Mutex
-	imported map[imported]*mapping // allocations of other ranks
+	imported map[imported]*mapping // allocations of other ranks that are mapped here
 	stop     chan struct{}         // closed by Close
 	aborted  sync.Once
 	closed   sync.Once
 }
 
-// imported is an allocation of another rank.
+// imported identifies an allocation of another rank.
 type imported struct {
 	rank   int
 	handle string
 }
 
-// mapping is where one lies here.
+// mapping is the address of an imported allocation in this process, with the number of its users.
 type mapping struct {
 	base comm.Ptr
 	uses int
 }
 
-// slots is how many slots routes may have, and so the words of a rank.
+// slots is the maximum number of slots for routes. It determines the number of words of a rank.
 const slots = 256
 
-// The words of a slot and a rank.
+// Words of a slot and another rank.
 const (
-	arrived = iota // what that rank has sent to this one is there
-	free           // that rank is done with what this one has sent last
+	arrived = iota // the data sent by that rank has arrived here
+	free           // that rank no longer needs the data that this rank sent last
 	wordKinds
 )
 
-// word is where one lies, of a rank's.
+// word returns the address of a word within the words of a rank.
 func (g *group) word(of comm.Ptr, slot, rank, kind int) comm.Ptr {
 	return of + comm.Ptr(4*((slot*g.Size()+rank)*wordKinds+kind))
 }
 
+// wordCount returns the number of words of a rank.
 func (g *group) wordCount() int { return slots * g.Size() * wordKinds }
 
-// New returns the group with routes of its own where all ranks are on one host and their GPUs reach
-// each other's memory. Otherwise it returns the group as it is, and why. All ranks call it, and get
-// the same.
+// New returns a group with direct routes on top of the group of, if all ranks run on one host and
+// their GPUs can access each other's memory. Otherwise it returns of itself and the reason. All
+// ranks must call New, and all get the same kind of group.
 func New(ctx context.Context, w *comm.World, d Device, of comm.Group) (g comm.Group, why error,
 	err error) {
 	if ctx == nil || w == nil || d == nil || of == nil {
@@ -86,6 +88,7 @@ func New(ctx context.Context, w *comm.World, d Device, of comm.Group) (g comm.Gr
 	return newGroup(ctx, w, d, of, api, why)
 }
 
+// newGroup implements New. why is nil if this rank can provide direct routes.
 func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api memory,
 	why error) (comm.Group, error, error) {
 	g := &group{Group: of, world: w, device: d, api: api,
@@ -93,14 +96,17 @@ func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api m
 	if why == nil && w.Place().LocalSize != w.Size() {
 		why = errors.New("direct: the ranks are on several hosts")
 	}
+
 	var own offer
 	if why == nil {
 		own, why = g.open()
 	}
+
 	all, err := swap(ctx, w, "direct", said{own, text(why)})
 	if err != nil {
 		return nil, nil, errors.Join(err, g.shut())
 	}
+
 	if why = firstOf(all); why == nil {
 		for r, s := range all {
 			at := g.words
@@ -110,6 +116,7 @@ func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api m
 			g.theirs = append(g.theirs, at)
 		}
 	}
+
 	if all, err = swap(ctx, w, "direct", said{Err: text(why)}); err != nil {
 		return nil, nil, errors.Join(err, g.shut())
 	}
@@ -119,18 +126,19 @@ func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api m
 	return g, nil, nil
 }
 
-// said is what a rank says when routes are made.
+// said is a rank's contribution to the agreement on direct routes.
 type said struct {
 	Offer offer
 	Err   string
 }
 
-// offer is memory as other processes find it.
+// offer describes memory in a form that other processes can map.
 type offer struct {
-	Handle string // of the allocation
+	Handle string // handle of the allocation
 	Offset int
 }
 
+// text returns the text of an error, or "".
 func text(err error) string {
 	if err == nil {
 		return ""
@@ -138,6 +146,7 @@ func text(err error) string {
 	return err.Error()
 }
 
+// firstOf returns the first error among the ranks' contributions.
 func firstOf(all []said) error {
 	for r, s := range all {
 		if s.Err != "" {
@@ -147,26 +156,29 @@ func firstOf(all []said) error {
 	return nil
 }
 
-// swap hands a value to all ranks, and returns those of all.
+// swap sends a value to all ranks and returns the values of all ranks.
 func swap[T any](ctx context.Context, w *comm.World, key string, own T) ([]T, error) {
 	b, err := json.Marshal(own)
 	if err != nil {
 		return nil, err
 	}
+
 	texts, err := w.Gather(ctx, key, b)
 	if err != nil {
 		return nil, err
 	}
+
 	all := make([]T, len(texts))
 	for r, t := range texts {
 		if err := json.Unmarshal(t, &all[r]); err != nil {
 			return nil, fmt.Errorf("direct: rank %d: %w", r, err)
 		}
 	}
+
 	return all, nil
 }
 
-// open takes the words, all places free, and offers them.
+// open allocates the words, with all destinations free, and offers them to the other ranks.
 func (g *group) open() (o offer, err error) {
 	err = g.device.Do(func() error {
 		var err error
@@ -179,13 +191,14 @@ func (g *group) open() (o offer, err error) {
 		}
 		return g.api.Fill(g.words, start)
 	})
+
 	if err != nil {
 		return o, err
 	}
 	return g.offered(g.words)
 }
 
-// offered is memory of this rank as others find it.
+// offered returns an offer of memory of this rank.
 func (g *group) offered(p comm.Ptr) (o offer, err error) {
 	err = g.device.Do(func() error {
 		base, err := g.api.Allocation(p)
@@ -199,11 +212,13 @@ func (g *group) offered(p comm.Ptr) (o offer, err error) {
 	return o, err
 }
 
-// reach is where memory that a rank offers lies in this process, until leave is called as often.
+// reach returns the address in this process of memory offered by a rank. Each call must be matched
+// by a call of leave.
 func (g *group) reach(rank int, o offer) (p comm.Ptr, err error) {
 	err = g.device.Do(func() error {
 		g.mu.Lock()
 		defer g.mu.Unlock()
+
 		m := g.imported[imported{rank, o.Handle}]
 		if m == nil {
 			base, err := g.api.Import(o.Handle)
@@ -213,18 +228,21 @@ func (g *group) reach(rank int, o offer) (p comm.Ptr, err error) {
 			m = &mapping{base: base}
 			g.imported[imported{rank, o.Handle}] = m
 		}
+
 		m.uses++
 		p = m.base + comm.Ptr(o.Offset)
 		return nil
 	})
+
 	return p, err
 }
 
-// leave gives up what reach has found.
+// leave releases the result of reach.
 func (g *group) leave(rank int, o offer) error {
 	return g.device.Do(func() error {
 		g.mu.Lock()
 		defer g.mu.Unlock()
+
 		m := g.imported[imported{rank, o.Handle}]
 		if m == nil {
 			return nil
@@ -237,38 +255,42 @@ func (g *group) leave(rank int, o offer) error {
 	})
 }
 
-// shut gives back what open and reach have taken.
+// shut releases everything that open and reach have acquired.
 func (g *group) shut() error {
 	return g.device.Do(func() error {
 		g.mu.Lock()
 		defer g.mu.Unlock()
+
 		var errs []error
 		for key, m := range g.imported {
 			errs = append(errs, g.api.Forget(m.base))
 			delete(g.imported, key)
 		}
+
 		if g.words != 0 {
 			errs = append(errs, g.api.Free(g.words))
 			g.words = 0
 		}
+
 		return errors.Join(errs...)
 	})
 }
 
-// Abort ends all work. Streams that wait for a word go on: what they compute is of no use, and Err
-// says so.
+// Abort ends all work. Streams that wait for a word continue with useless results, and Err returns
+// the cause.
 func (g *group) Abort(cause error) {
 	g.Group.Abort(cause)
 	g.aborted.Do(func() { go g.letPass() })
 }
 
-// letPass sets all words, again and again, until the group is closed: each lets a stream pass but
-// one place where it waits.
+// letPass sets all words repeatedly until the group is closed. Each round lets every stream pass
+// one wait.
 func (g *group) letPass() {
 	ones := make([]uint32, g.wordCount())
 	for i := range ones {
 		ones[i] = 1
 	}
+
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -280,18 +302,20 @@ func (g *group) letPass() {
 		err := g.device.Do(func() error {
 			g.mu.Lock()
 			defer g.mu.Unlock()
+
 			if g.words == 0 {
 				return nil
 			}
 			return g.api.Fill(g.words, ones)
 		})
-		if err != nil { // the context is lost, and nothing waits any more
+		if err != nil { // the context is lost, so no stream waits any more
 			return
 		}
 	}
 }
 
-// Close frees the group. The other ranks' streams have passed all that reaches this one.
+// Close frees the group. The streams of other ranks must have passed all work that accesses this
+// rank.
 func (g *group) Close() error {
 	g.closed.Do(func() { close(g.stop) })
 	return errors.Join(g.shut(), g.Group.Close())

@@ -16,8 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// host is the memory of all GPUs of a host, and their streams. Work of one stream is done in order,
-// that of several at any time.
+// host is the memory of all GPUs of a host, with their streams. The work of one stream is executed
+// in order, and the work of different streams in any order.
 type host struct {
 	mu     sync.Mutex
 	change *sync.Cond
@@ -31,10 +31,10 @@ func newHost() *host {
 	return h
 }
 
-// elsewhere is where memory of another process begins: an address is of use to nobody else.
+// elsewhere is the base of addresses that are valid in another process only.
 const elsewhere = comm.Ptr(1) << 44
 
-// device is one of them, as a process sees it.
+// device is one of the GPUs, as seen by a process.
 type device struct {
 	*host
 	imports map[comm.Ptr]int
@@ -48,7 +48,7 @@ func (h *host) device() *device {
 
 func (d *device) Do(f func() error) error { return f() }
 
-// at is n bytes of memory.
+// at returns n bytes of memory.
 func (d *device) at(p comm.Ptr, n int) []byte {
 	p &^= elsewhere
 	for _, base := range slices.Sorted(maps.Keys(d.blocks)) {
@@ -63,6 +63,7 @@ func (d *device) at(p comm.Ptr, n int) []byte {
 func (d *device) Alloc(bytes int) (comm.Ptr, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+
 	p := d.next
 	d.next += comm.Ptr(bytes+511) &^ 255
 	d.blocks[p] = make([]byte, bytes)
@@ -79,6 +80,7 @@ func (d *device) Free(p comm.Ptr) error {
 func (d *device) Fill(p comm.Ptr, words []uint32) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+
 	for i, w := range words {
 		d.at(p+comm.Ptr(4*i), 1)[0] = byte(w)
 	}
@@ -89,6 +91,7 @@ func (d *device) Fill(p comm.Ptr, words []uint32) error {
 func (d *device) Allocation(p comm.Ptr) (comm.Ptr, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+
 	for _, base := range slices.Sorted(maps.Keys(d.blocks)) {
 		if p >= base && int(p-base) < len(d.blocks[base]) {
 			return base, nil
@@ -114,7 +117,7 @@ func (d *device) Forget(base comm.Ptr) error {
 	return nil
 }
 
-// enqueue puts work on a stream.
+// enqueue adds work to a stream.
 func (d *device) enqueue(s comm.Stream, work func()) {
 	if d.streams[s] == nil {
 		queue := make(chan func(), 1<<16)
@@ -188,7 +191,7 @@ func (p *plain) Abort(cause error) {
 	p.cause = cause
 }
 
-// each runs f at so many ranks of one host.
+// each runs f at size ranks of one host.
 func each(t *testing.T, size int, refuse error, f func(d *device, g comm.Group, why error)) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -207,6 +210,7 @@ func each(t *testing.T, size int, refuse error, f func(d *device, g comm.Group, 
 				t.Error(err)
 				return
 			}
+
 			passed := false
 			defer func() {
 				if !passed {
@@ -217,11 +221,13 @@ func each(t *testing.T, size int, refuse error, f func(d *device, g comm.Group, 
 			if r == 1 {
 				d.refuse = refuse
 			}
+
 			g, why, err := newGroup(t.Context(), w, d, &plain{world: w}, d, nil)
 			if err != nil {
 				t.Error(err)
 				return
 			}
+
 			f(d, g, why)
 			passed = true
 			if err := errors.Join(w.Barrier(t.Context(), "done"), g.Close(),
@@ -233,14 +239,15 @@ func each(t *testing.T, size int, refuse error, f func(d *device, g comm.Group, 
 			}
 		})
 	}
+
 	wg.Wait()
 	if !t.Failed() {
 		require.Empty(t, h.blocks, "allocations are left")
 	}
 }
 
-// TestRoute: what ranks send arrives, round after round, in places that several routes take in
-// turn. It never arrives before the one who takes it is done with what came before.
+// TestRoute checks that data arrives, round after round, in memory that several routes use in turn,
+// and never before the receiver has released the previous data.
 func TestRoute(t *testing.T) {
 	const size, routes, turns, rounds, bytes = 3, 4, 2, 6, 64
 	each(t, size, nil, func(d *device, g comm.Group, why error) {
@@ -257,7 +264,7 @@ func TestRoute(t *testing.T) {
 					continue
 				}
 				slot := places + comm.Ptr((i%turns*size+r)*bytes)
-				for _, part := range [][2]int{{0, 24}, {24, bytes}} { // two legs to each
+				for _, part := range [][2]int{{0, 24}, {24, bytes}} { // two legs to each rank
 					n := part[1] - part[0]
 					sends = append(sends, comm.Leg{Rank: r, Bytes: n,
 						At: from + comm.Ptr(i*bytes+part[0])})
@@ -265,10 +272,12 @@ func TestRoute(t *testing.T) {
 						At: slot + comm.Ptr(part[0])})
 				}
 			}
+
 			route, err := comm.NewRoute(g, i%turns, sends, receives)
 			require.NoError(t, err)
 			all = append(all, route)
 		}
+
 		const s = comm.Stream(7)
 		value := func(round, route, rank int) byte { return byte(1 + rank + 10*route + 50*round) }
 		var wrong []string
@@ -295,6 +304,7 @@ func TestRoute(t *testing.T) {
 				require.NoError(t, all[i].Release(s))
 			}
 		}
+
 		d.sync(s)
 		require.Empty(t, wrong)
 		for _, r := range all {
@@ -304,8 +314,8 @@ func TestRoute(t *testing.T) {
 	})
 }
 
-// TestHold: what is sent to places that are held comes no sooner than they are free, the first time
-// too, and the next route of the slot begins with places that are free.
+// TestHold checks that data for held destinations does not arrive before these are free, including
+// the first time, and that the next route of the slot starts with free destinations.
 func TestHold(t *testing.T) {
 	const rounds, bytes, s = 3, 64, comm.Stream(7)
 	each(t, 2, nil, func(d *device, g comm.Group, why error) {
@@ -327,23 +337,26 @@ func TestHold(t *testing.T) {
 				}
 			}))
 		}
+
 		is := func(want byte) {
 			var got byte
 			require.NoError(t, d.locked(s, func() { got = d.at(place, 1)[0] }))
 			d.sync(s)
 			require.Equal(t, want, got)
 		}
+
 		for i := range byte(rounds) {
 			fill(p, 10+i)
-			fill(place, 1) // what lies there for something else
+			fill(place, 1) // the destination has another purpose
 			if g.Rank() == 1 {
 				d.sync(s)
-				time.Sleep(30 * time.Millisecond) // in which rank 0 could write
+				time.Sleep(30 * time.Millisecond) // give rank 0 time to write
 				is(1)
 			}
 			require.NoError(t, errors.Join(route.Release(s), route.Enqueue(s)))
 			is(10 + i)
 		}
+
 		require.NoError(t, route.Close())
 		route, err = legs()
 		require.NoError(t, err)
@@ -354,7 +367,7 @@ func TestHold(t *testing.T) {
 	})
 }
 
-// TestOpen: an open route sends without being told that its places are free.
+// TestOpen checks that an open route sends without being told that its destinations are free.
 func TestOpen(t *testing.T) {
 	const bytes, s = 64, comm.Stream(7)
 	each(t, 2, nil, func(d *device, g comm.Group, why error) {
@@ -375,12 +388,13 @@ func TestOpen(t *testing.T) {
 			require.Equal(t, i+10*byte(other), got)
 			require.NoError(t, g.(*group).world.Barrier(t.Context(), fmt.Sprint(i)))
 		}
+
 		require.NoError(t, errors.Join(route.Close(), d.Free(p)))
 	})
 }
 
-// TestRefused: where a rank's GPU cannot share memory, all keep the group that they have, and say
-// why. Legs that do not fit are an error.
+// TestRefused checks that all ranks keep their group, and get the reason, if one rank's GPU cannot
+// share memory, and that legs that do not match are an error.
 func TestRefused(t *testing.T) {
 	each(t, 2, errors.New("no peers"), func(_ *device, g comm.Group, why error) {
 		require.ErrorContains(t, why, "rank 1: no peers")
@@ -390,15 +404,15 @@ func TestRefused(t *testing.T) {
 		p, err := d.Alloc(64)
 		require.NoError(t, err)
 		_, err = comm.NewRoute(g, 0, []comm.Leg{{Rank: g.Rank(), At: p, Bytes: 4}}, nil)
-		require.ErrorContains(t, err, "another of 2 ranks")
+		require.ErrorContains(t, err, "another one of 2 ranks")
 		_, err = comm.NewRoute(g, slots, nil, nil)
 		require.ErrorContains(t, err, "slot 256")
 		require.NoError(t, d.Free(p))
 	})
 }
 
-// TestAbort: a stream that waits for a rank that sends nothing goes on when all has failed, and Err
-// tells of it.
+// TestAbort checks that a stream that waits for a rank that sends nothing continues after an abort,
+// and that Err returns the cause.
 func TestAbort(t *testing.T) {
 	each(t, 2, nil, func(d *device, g comm.Group, _ error) {
 		p, err := d.Alloc(64)
@@ -423,6 +437,7 @@ func TestAbort(t *testing.T) {
 			require.ErrorIs(t, g.Err(), gone)
 			require.ErrorIs(t, route.Enqueue(s), gone)
 		}
+
 		require.NoError(t, route.Close())
 		require.NoError(t, d.Free(p))
 	})

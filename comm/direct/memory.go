@@ -12,23 +12,25 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// memory is what a GPU does with its memory and that of others, in the context that is current.
+// memory is the interface to GPU memory in the current context, including memory of other
+// processes.
 type memory interface {
 	Alloc(bytes int) (comm.Ptr, error)
 	Free(p comm.Ptr) error
-	// Fill sets words, and does not wait for any stream.
+	// Fill writes words without waiting for any stream.
 	Fill(p comm.Ptr, words []uint32) error
-	// Allocation is the beginning of the one that an address lies in.
+	// Allocation returns the base address of the allocation that contains p.
 	Allocation(p comm.Ptr) (comm.Ptr, error)
-	// Export makes an allocation known to other processes, by a handle; Import is where one lies
-	// here, until Forget.
+	// Export returns a handle that lets other processes map an allocation. Import maps one and
+	// returns its address in this process; Forget unmaps it.
 	Export(base comm.Ptr) (handle string, err error)
 	Import(handle string) (comm.Ptr, error)
 	Forget(base comm.Ptr) error
 
+	// Copy enqueues a copy.
 	Copy(to, from comm.Ptr, bytes int, s comm.Stream) error
-	// Write sets a word when all of the stream before is done; Wait has the stream wait until a word
-	// is v.
+	// Write enqueues a write to a word after all previous work of the stream. Wait makes the stream
+	// wait until a word equals v.
 	Write(word comm.Ptr, v uint32, s comm.Stream) error
 	Wait(word comm.Ptr, v uint32, s comm.Stream) error
 }
@@ -39,7 +41,7 @@ const handleBytes = 64
 // handle is a CUipcMemHandle. C passes it by value.
 type handle struct{ Words [handleBytes / 8]uint64 }
 
-// api is what is used of libcuda; the tags are the names of the symbols.
+// api holds the functions used from libcuda. Tags are the names of the symbols.
 type api struct {
 	ErrorName func(status int32, name **byte) int32                              `c:"cuGetErrorName"`
 	MemAlloc  func(p *uintptr, bytes uintptr) int32                              `c:"cuMemAlloc_v2"`
@@ -57,11 +59,13 @@ type api struct {
 	EndStream func(s uintptr) int32                                              `c:"cuStreamDestroy_v2"`
 }
 
+// loaded loads libcuda once.
 var loaded = sync.OnceValues(func() (*api, error) {
 	library, err := sharedlib.Open("libcuda.so.1")
 	if err != nil {
 		return nil, fmt.Errorf("direct: %w", err)
 	}
+
 	a := &api{}
 	for symbol, f := range sharedlib.Functions(a) {
 		address, err := sharedlib.Lookup(library, symbol)
@@ -70,9 +74,11 @@ var loaded = sync.OnceValues(func() (*api, error) {
 		}
 		purego.RegisterFunc(f, address)
 	}
+
 	return a, nil
 })
 
+// load returns the functions of libcuda as a memory.
 func load() (memory, error) {
 	a, err := loaded()
 	if err != nil {
@@ -81,7 +87,7 @@ func load() (memory, error) {
 	return a, nil
 }
 
-// check turns a status into an error.
+// check converts a status to an error.
 func (a *api) check(call string, status int32) error {
 	if status == 0 {
 		return nil
@@ -137,8 +143,9 @@ func (a *api) Import(text string) (comm.Ptr, error) {
 		words[i] = &h.Words[i]
 	}
 	if _, err := fmt.Sscanf(text, "[%x %x %x %x %x %x %x %x]", words...); err != nil {
-		return 0, fmt.Errorf("direct: a handle %.200q: %w", text, err)
+		return 0, fmt.Errorf("direct: invalid memory handle %.200q: %w", text, err)
 	}
+
 	const enablePeers = 1
 	var p uintptr
 	err := a.check("cuIpcOpenMemHandle", a.OpenIPC(&p, h, enablePeers))

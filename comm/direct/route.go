@@ -8,36 +8,36 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// route is copies into other ranks' memory.
+// route is a route that copies into the memory of other ranks.
 type route struct {
 	g    *group
 	slot int
-	to   []copies // by rank, the next one first, so that not all write to the same
-	from []int    // ranks
+	to   []copies // copies by rank, starting with the next rank, so that not all ranks write to the same one
+	from []int    // ranks that send data to this one
 	used []used
-	held bool // places are free from a Release to the next Enqueue alone
-	open bool // places are always free
+	held bool // destinations are free only between Release and the next Enqueue
+	open bool // destinations are always free
 }
 
-// used is memory of another rank that a route reaches.
+// used is memory of another rank that a route has mapped.
 type used struct {
 	rank int
 	at   offer
 }
 
-// copies are those to a rank.
+// copies are the copies to one rank.
 type copies struct {
 	rank   int
 	pieces []piece
 }
 
-// piece is one copy.
+// piece is a single copy.
 type piece struct {
 	to, from comm.Ptr
 	bytes    int
 }
 
-// place is where a rank takes what comes from another.
+// place is the destination of data from another rank.
 type place struct {
 	From, Bytes int
 	At          offer
@@ -45,11 +45,12 @@ type place struct {
 
 var _ comm.Router = (*group)(nil)
 
-// Route is that of comm.Router.
+// Route implements [comm.Router].
 func (g *group) Route(slot int, sends, receives []comm.Leg) (comm.Route, error) {
 	if slot < 0 || slot >= slots {
 		return nil, fmt.Errorf("direct: slot %d of a route: want 0 to %d", slot, slots-1)
 	}
+
 	var own []place
 	for _, l := range receives {
 		at, err := g.offered(l.At)
@@ -58,10 +59,12 @@ func (g *group) Route(slot int, sends, receives []comm.Leg) (comm.Route, error) 
 		}
 		own = append(own, place{l.Rank, l.Bytes, at})
 	}
+
 	all, err := swap(context.Background(), g.world, "route", own)
 	if err != nil {
 		return nil, err
 	}
+
 	r := &route{g: g, slot: slot}
 	for i := 1; i < g.Size(); i++ {
 		rank := (g.Rank() + i) % g.Size()
@@ -79,10 +82,11 @@ func (g *group) Route(slot int, sends, receives []comm.Leg) (comm.Route, error) 
 			}
 		}
 	}
+
 	return r, nil
 }
 
-// copiesTo are those of sends to a rank, to the places that it takes them at.
+// copiesTo returns the copies of sends to a rank, given the destinations that it offers.
 func (r *route) copiesTo(rank int, sends []comm.Leg, places []place) (copies, error) {
 	g, c := r.g, copies{rank: rank}
 	var mine []place
@@ -91,13 +95,14 @@ func (r *route) copiesTo(rank int, sends []comm.Leg, places []place) (copies, er
 			mine = append(mine, p)
 		}
 	}
+
 	for _, l := range sends {
 		if l.Rank != rank {
 			continue
 		}
 		n := len(c.pieces)
 		if n >= len(mine) || mine[n].Bytes != l.Bytes {
-			return c, fmt.Errorf("direct: rank %d does not take the %d bytes of leg %d from rank %d",
+			return c, fmt.Errorf("direct: rank %d does not expect the %d bytes of leg %d from rank %d",
 				rank, l.Bytes, n, g.Rank())
 		}
 		at, err := g.reach(rank, mine[n].At)
@@ -107,6 +112,7 @@ func (r *route) copiesTo(rank int, sends []comm.Leg, places []place) (copies, er
 		r.used = append(r.used, used{rank, mine[n].At})
 		c.pieces = append(c.pieces, piece{at, l.At, l.Bytes})
 	}
+
 	if len(c.pieces) != len(mine) {
 		return c, fmt.Errorf("direct: rank %d waits for %d legs from rank %d, which has %d", rank,
 			len(mine), g.Rank(), len(c.pieces))
@@ -114,6 +120,7 @@ func (r *route) copiesTo(rank int, sends []comm.Leg, places []place) (copies, er
 	return c, nil
 }
 
+// Enqueue enqueues the copies, and waits for the data of the other ranks.
 func (r *route) Enqueue(s comm.Stream) error {
 	g := r.g
 	return r.do(func() error {
@@ -133,16 +140,18 @@ func (r *route) Enqueue(s comm.Stream) error {
 				return err
 			}
 		}
+
 		for _, rank := range r.from {
 			if err := g.await(g.word(g.words, r.slot, rank, arrived), s); err != nil {
 				return err
 			}
 		}
+
 		return nil
 	})
 }
 
-// await has a stream wait for a word, and set it back.
+// await makes a stream wait for a word and reset it.
 func (g *group) await(word comm.Ptr, s comm.Stream) error {
 	if err := g.api.Wait(word, 1, s); err != nil {
 		return err
@@ -150,6 +159,7 @@ func (g *group) await(word comm.Ptr, s comm.Stream) error {
 	return g.api.Write(word, 0, s)
 }
 
+// Release lets the other ranks overwrite the received data.
 func (r *route) Release(s comm.Stream) error {
 	g := r.g
 	return r.do(func() error {
@@ -162,7 +172,7 @@ func (r *route) Release(s comm.Stream) error {
 	})
 }
 
-// do makes calls of the driver while the group works.
+// do runs f with the GPU's context current, unless the group has failed.
 func (r *route) do(f func() error) error {
 	if err := r.g.Err(); err != nil {
 		return err
@@ -170,8 +180,10 @@ func (r *route) do(f func() error) error {
 	return r.g.device.Do(f)
 }
 
+// Open declares that the destinations are always free.
 func (r *route) Open() { r.open = true }
 
+// Hold declares that the destinations are free only between Release and Enqueue.
 func (r *route) Hold() error {
 	r.held = true
 	if err := r.setFree(0); err != nil {
@@ -181,7 +193,8 @@ func (r *route) Hold() error {
 	return err
 }
 
-// setFree says to this rank whether the places that it writes to are free, as no stream waits.
+// setFree sets the words that tell this rank whether its destinations are free. No stream may be
+// waiting for them.
 func (r *route) setFree(v uint32) error {
 	g := r.g
 	return r.do(func() error {
@@ -194,21 +207,24 @@ func (r *route) setFree(v uint32) error {
 	})
 }
 
-// Close gives up other ranks' memory, and returns when all have.
+// Close unmaps the memory of other ranks and returns when all ranks have done so.
 func (r *route) Close() error {
 	var errs []error
-	if r.held && r.g.Err() == nil { // for the next route of the slot
+	if r.held && r.g.Err() == nil { // the next route of the slot expects free destinations
 		errs = append(errs, r.setFree(1))
 	}
+
 	for _, u := range r.used {
 		errs = append(errs, r.g.leave(u.rank, u.at))
 	}
+
 	r.used = nil
-	if r.g.world.Err() == nil { // else nobody can be waited for, and all is over
+	if r.g.world.Err() == nil { // after a failure, other ranks may be gone
 		_, err := swap(context.Background(), r.g.world, "route", struct{}{})
 		if r.g.world.Err() == nil {
 			errs = append(errs, err)
 		}
 	}
+
 	return errors.Join(errs...)
 }

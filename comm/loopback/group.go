@@ -1,11 +1,11 @@
-// Package loopback is a [comm.Group] over TCP between processes of one host, or goroutines of one
-// process. Tests run on it with any number of ranks without a GPU. Its connections are encrypted and
-// authenticated by the secret of the run, as those of package comm are.
+// Package loopback implements [comm.Group] over TCP between processes of one host, or goroutines of
+// one process. Tests use it to run any number of ranks without a GPU. Its connections are encrypted
+// and authenticated with the secret of the run, as in package comm.
 //
-// It does what NCCL does, at a thousandth of the speed. Work runs on streams, sends and receives
-// that do not meet wait, and sums depend on the number of ranks. A rank that is gone makes work
-// fail later, when [Group.Err] says so. It is stricter in one thing. Ranks that call different
-// collectives get an error that says which, where NCCL waits for ever or mixes up data.
+// It behaves like NCCL, a thousand times slower: work runs on streams, sends and receives wait for
+// their counterparts, sums depend on the number of ranks, and the loss of a rank makes work fail
+// later, as [Group.Err] reports. In one respect it is stricter: if ranks call different
+// collectives, they get an error that names these, where NCCL would hang or mix up data.
 package loopback
 
 import (
@@ -23,32 +23,32 @@ type Group struct {
 
 	world  *comm.World
 	device Device
-	peers  []*peer // by rank; nil for this one
+	peers  []*peer // by rank; nil for this rank
 
-	issue sync.Mutex // held from numbering to enqueueing
+	issue sync.Mutex // held while operations are numbered and enqueued
 
 	mu            sync.Mutex
 	changed       sync.Cond
-	cause         error // why the group has ended
+	cause         error // the reason why the group has ended
 	registrations map[comm.Registration]bool
 	registered    comm.Registration
 }
 
 var _ comm.Group = (*Group)(nil)
 
-// errLeft is the cause of a group that was closed.
+// errLeft is the cause after Close.
 var errLeft = fmt.Errorf("loopback: %w", comm.ErrClosed)
 
-// Rank is this process's.
+// Rank returns the rank of this process.
 func (g *Group) Rank() int { return g.world.Rank() }
 
-// Size is the number of ranks.
+// Size returns the number of ranks.
 func (g *Group) Size() int { return g.world.Size() }
 
-// operation is a collective of one rank. It sends its parts at once, waits for those of others, and
-// then finishes.
+// operation is a collective at one rank. It sends its data immediately, waits for the data of other
+// ranks, and then calls finish.
 type operation struct {
-	header header // what the other ranks must have called
+	header header // the call that all other ranks must make too
 	read   []piece
 	write  []piece
 	local  piece
@@ -57,20 +57,20 @@ type operation struct {
 	turns  turns
 }
 
-// finish fills the result from what this rank itself contributes and what it received.
+// finish computes the result from this rank's own contribution and the received ones.
 type finish func(own []byte, received [][]byte, result []byte) error
 
-// piece is memory that goes to or comes from a rank.
+// piece is memory to send to a rank or to receive from one.
 type piece struct {
 	peer  int
 	at    comm.Ptr
 	bytes int
 }
 
-// turns counts the messages to and from each rank up to this operation.
+// turns holds the numbers of the operation's messages to and from each rank.
 type turns struct{ sent, received []uint64 }
 
-// calls lowers collectives to operations.
+// calls records the collectives of a batch as operations.
 type calls struct {
 	g       *Group
 	list    []operation
@@ -78,6 +78,7 @@ type calls struct {
 	started bool
 }
 
+// add adds an operation to the batch.
 func (c *calls) add(o operation, s comm.Stream) error {
 	if c.started && s != c.stream {
 		return fmt.Errorf("loopback: a batch on streams %d and %d: want one", c.stream, s)
@@ -87,7 +88,7 @@ func (c *calls) add(o operation, s comm.Stream) error {
 	return nil
 }
 
-// others are the ranks beside this one.
+// others returns the other ranks.
 func (c *calls) others() (ranks []int) {
 	for r := range c.g.Size() {
 		if r != c.g.Rank() {
@@ -97,11 +98,13 @@ func (c *calls) others() (ranks []int) {
 	return ranks
 }
 
+// AllReduce implements [comm.Collectives].
 func (c *calls) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
 	s comm.Stream) error {
 	if err := comm.CheckCall("AllReduce", c.g, count, t, op, 0); err != nil {
 		return err
 	}
+
 	bytes := count * t.Size()
 	o := operation{header: header{Call: allReduce, Type: t, Op: op, Count: uint64(count)},
 		local: piece{at: src, bytes: bytes}, result: piece{at: dst, bytes: bytes}}
@@ -109,15 +112,18 @@ func (c *calls) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
 		o.read = append(o.read, piece{r, src, bytes})
 		o.write = append(o.write, piece{peer: r, bytes: bytes})
 	}
+
 	o.finish = c.reduction(t, op)
 	return c.add(o, s)
 }
 
+// ReduceScatter implements [comm.Collectives].
 func (c *calls) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
 	s comm.Stream) error {
 	if err := comm.CheckCall("ReduceScatter", c.g, count, t, op, 0); err != nil {
 		return err
 	}
+
 	bytes := count * t.Size()
 	o := operation{header: header{Call: reduceScatter, Type: t, Op: op, Count: uint64(count)},
 		local:  piece{at: src.Offset(c.g.Rank()*count, t), bytes: bytes},
@@ -126,11 +132,12 @@ func (c *calls) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm
 		o.read = append(o.read, piece{r, src.Offset(r*count, t), bytes})
 		o.write = append(o.write, piece{peer: r, bytes: bytes})
 	}
+
 	o.finish = c.reduction(t, op)
 	return c.add(o, s)
 }
 
-// reduction reduces the own part and those received.
+// reduction returns a finish that reduces this rank's part and the received ones.
 func (c *calls) reduction(t comm.Type, op comm.Op) finish {
 	me := c.g.Rank()
 	return func(own []byte, received [][]byte, written []byte) error {
@@ -138,10 +145,12 @@ func (c *calls) reduction(t comm.Type, op comm.Op) finish {
 	}
 }
 
+// AllGather implements [comm.Collectives].
 func (c *calls) AllGather(dst, src comm.Ptr, count int, t comm.Type, s comm.Stream) error {
 	if err := comm.CheckCall("AllGather", c.g, count, t, 0, 0); err != nil {
 		return err
 	}
+
 	bytes := count * t.Size()
 	o := operation{header: header{Call: allGather, Type: t, Count: uint64(count)},
 		local:  piece{at: src, bytes: bytes},
@@ -150,6 +159,7 @@ func (c *calls) AllGather(dst, src comm.Ptr, count int, t comm.Type, s comm.Stre
 		o.read = append(o.read, piece{r, src, bytes})
 		o.write = append(o.write, piece{r, dst.Offset(r*count, t), bytes})
 	}
+
 	o.finish = func(own []byte, _ [][]byte, written []byte) error {
 		copy(written, own)
 		return nil
@@ -157,10 +167,12 @@ func (c *calls) AllGather(dst, src comm.Ptr, count int, t comm.Type, s comm.Stre
 	return c.add(o, s)
 }
 
+// Broadcast implements [comm.Collectives].
 func (c *calls) Broadcast(buffer comm.Ptr, count int, t comm.Type, root int, s comm.Stream) error {
 	if err := comm.CheckCall("Broadcast", c.g, count, t, 0, root); err != nil {
 		return err
 	}
+
 	bytes := count * t.Size()
 	o := operation{header: header{Call: broadcast, Type: t, Root: uint32(root),
 		Count: uint64(count)}}
@@ -168,12 +180,14 @@ func (c *calls) Broadcast(buffer comm.Ptr, count int, t comm.Type, root int, s c
 		o.write = []piece{{root, buffer, bytes}}
 		return c.add(o, s)
 	}
+
 	for _, r := range c.others() {
 		o.read = append(o.read, piece{r, buffer, bytes})
 	}
 	return c.add(o, s)
 }
 
+// Send implements [comm.Collectives].
 func (c *calls) Send(src comm.Ptr, count int, t comm.Type, to int, s comm.Stream) error {
 	if err := c.checkPair("Send", count, t, to); err != nil {
 		return err
@@ -182,6 +196,7 @@ func (c *calls) Send(src comm.Ptr, count int, t comm.Type, to int, s comm.Stream
 		read: []piece{{to, src, count * t.Size()}}}, s)
 }
 
+// Recv implements [comm.Collectives].
 func (c *calls) Recv(dst comm.Ptr, count int, t comm.Type, from int, s comm.Stream) error {
 	if err := c.checkPair("Recv", count, t, from); err != nil {
 		return err
@@ -190,6 +205,7 @@ func (c *calls) Recv(dst comm.Ptr, count int, t comm.Type, from int, s comm.Stre
 		write: []piece{{from, dst, count * t.Size()}}}, s)
 }
 
+// checkPair checks the arguments of Send and Recv.
 func (c *calls) checkPair(name string, count int, t comm.Type, peer int) error {
 	if err := comm.CheckCall(name, c.g, count, t, 0, peer); err != nil {
 		return err
@@ -215,14 +231,16 @@ func (g *Group) Batch(f func(c comm.Collectives) error) error {
 	return g.enqueue(c)
 }
 
-// enqueue hands the operations to the stream. Their messages are numbered now, so that those of two
-// streams cannot be mixed up. Work that a graph runs again gets new numbers then.
+// enqueue adds the operations to the stream. Messages are numbered at this point, so that messages
+// of different streams cannot be confused. When a graph runs the work again, it gets new numbers.
 func (g *Group) enqueue(c *calls) error {
 	g.issue.Lock()
 	defer g.issue.Unlock()
+
 	if err := g.Err(); err != nil {
 		return err
 	}
+
 	g.number(c.list)
 	again := false
 	err := g.device.Enqueue(c.stream, func() error {
@@ -232,15 +250,18 @@ func (g *Group) enqueue(c *calls) error {
 		again = true
 		return g.run(c.list)
 	})
+
 	if err != nil {
 		g.Abort(err)
 	}
 	return err
 }
 
+// number assigns numbers to the messages of the operations.
 func (g *Group) number(list []operation) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+
 	for i := range list {
 		o := &list[i]
 		o.turns = turns{}
@@ -255,7 +276,7 @@ func (g *Group) number(list []operation) {
 	}
 }
 
-// run sends everything before it waits for anything.
+// run sends all data before it waits for any.
 func (g *Group) run(list []operation) (err error) {
 	defer func() {
 		if err != nil {
@@ -263,21 +284,25 @@ func (g *Group) run(list []operation) (err error) {
 			err = g.Err()
 		}
 	}()
+
 	own := make([][]byte, len(list))
 	for i := range list {
 		if own[i], err = g.send(&list[i]); err != nil {
 			return err
 		}
 	}
+
 	for i := range list {
 		if err := g.receive(&list[i], own[i]); err != nil {
 			return err
 		}
 	}
+
 	return nil
 }
 
-// send queues copies of what others get, and returns a copy of what this rank itself contributes.
+// send queues copies of the data for other ranks, and returns a copy of this rank's own
+// contribution.
 func (g *Group) send(o *operation) ([]byte, error) {
 	for i, p := range o.read {
 		data, err := g.device.Bytes(p.at, p.bytes)
@@ -288,6 +313,7 @@ func (g *Group) send(o *operation) ([]byte, error) {
 		h.Turn = o.turns.sent[i]
 		g.peers[p.peer].queue(h, slices.Clone(data))
 	}
+
 	own, err := g.device.Bytes(o.local.at, o.local.bytes)
 	if o.finish == nil || o.local.bytes == 0 {
 		return nil, nil
@@ -295,6 +321,7 @@ func (g *Group) send(o *operation) ([]byte, error) {
 	return slices.Clone(own), err
 }
 
+// receive waits for the data of other ranks and computes the result.
 func (g *Group) receive(o *operation, own []byte) error {
 	var received [][]byte
 	for i, p := range o.write {
@@ -312,9 +339,11 @@ func (g *Group) receive(o *operation, own []byte) error {
 		}
 		copy(to, data)
 	}
+
 	if o.finish == nil || o.result.bytes == 0 {
 		return nil
 	}
+
 	written, err := g.device.Bytes(o.result.at, o.result.bytes)
 	if err != nil {
 		return err
@@ -322,10 +351,11 @@ func (g *Group) receive(o *operation, own []byte) error {
 	return o.finish(own, received, written)
 }
 
-// await waits for a message of a rank, and checks that the rank called the same.
+// await waits for a message from a rank and checks that the rank called the same collective.
 func (g *Group) await(rank int, turn uint64, want header) ([]byte, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+
 	p := g.peers[rank]
 	for {
 		if m, ok := p.inbox[turn]; ok {
@@ -338,6 +368,7 @@ func (g *Group) await(rank int, turn uint64, want header) ([]byte, error) {
 			}
 			return m.data, nil
 		}
+
 		if g.cause != nil {
 			return nil, g.cause
 		}
@@ -350,7 +381,7 @@ func (g *Group) await(rank int, turn uint64, want header) ([]byte, error) {
 	}
 }
 
-// Alloc returns memory of the device.
+// Alloc allocates memory of the device.
 func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 	if g.device == nil {
 		return 0, comm.ErrZero
@@ -358,7 +389,7 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 	return g.device.Alloc(bytes)
 }
 
-// Free gives it back.
+// Free frees memory.
 func (g *Group) Free(p comm.Ptr) error {
 	if g.device == nil {
 		return comm.ErrZero
@@ -366,7 +397,7 @@ func (g *Group) Free(p comm.Ptr) error {
 	return g.device.Free(p)
 }
 
-// Register notes memory.
+// Register registers memory.
 func (g *Group) Register(p comm.Ptr, bytes int) (comm.Registration, error) {
 	if g.device == nil {
 		return 0, comm.ErrZero
@@ -376,15 +407,17 @@ func (g *Group) Register(p comm.Ptr, bytes int) (comm.Registration, error) {
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
+
 	g.registered++
 	g.registrations[g.registered] = true
 	return g.registered, nil
 }
 
-// Deregister forgets it.
+// Deregister reverses Register.
 func (g *Group) Deregister(r comm.Registration) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+
 	if !g.registrations[r] {
 		return fmt.Errorf("loopback: nothing is registered as %d", r)
 	}
@@ -392,7 +425,7 @@ func (g *Group) Deregister(r comm.Registration) error {
 	return nil
 }
 
-// Err is why the group has ended, nil while it has not.
+// Err returns the reason why the group has ended, or nil if it has not.
 func (g *Group) Err() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -406,7 +439,7 @@ func (g *Group) Abort(cause error) {
 	g.end(cause)
 }
 
-// end ends the group, unless it has ended. The caller holds the lock.
+// end ends the group, unless it has already ended. The caller holds the lock.
 func (g *Group) end(cause error) {
 	if g.cause != nil {
 		return
@@ -414,6 +447,7 @@ func (g *Group) end(cause error) {
 	if g.cause = cause; g.device == nil {
 		return
 	}
+
 	g.changed.Broadcast()
 	for _, p := range g.peers {
 		if p != nil {
@@ -422,7 +456,7 @@ func (g *Group) end(cause error) {
 	}
 }
 
-// Close tells the others that nothing more comes, and closes the connections.
+// Close announces that no more messages will follow, and closes the connections.
 func (g *Group) Close() error {
 	g.Abort(errLeft)
 	for _, p := range g.peers {

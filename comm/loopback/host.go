@@ -12,18 +12,18 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// Device is memory, and streams that work on it.
+// Device provides memory and streams that work on it.
 type Device interface {
 	Alloc(bytes int) (comm.Ptr, error)
 	Free(p comm.Ptr) error
-	// Bytes is the memory from p on. It is asked for when the work runs.
+	// Bytes returns n bytes of memory at p. It is called when the work runs.
 	Bytes(p comm.Ptr, n int) ([]byte, error)
-	// Enqueue adds work to a stream, which runs it after all that was added before.
+	// Enqueue adds work to a stream, after all work added before.
 	Enqueue(s comm.Stream, work func() error) error
 }
 
-// Host is a [Device] in the memory of the process, with as many streams as are used, each a
-// goroutine of its own. An error of work is kept, as CUDA does: from then on no work runs.
+// Host is a [Device] in the memory of the process. Each stream is a goroutine. The first error of
+// any work is kept, as in CUDA, and no work runs after it.
 type Host struct {
 	mu      sync.Mutex
 	idle    sync.Cond
@@ -33,14 +33,16 @@ type Host struct {
 	err     error
 }
 
+// allocation is a block of memory.
 type allocation struct {
 	at   comm.Ptr
 	data []byte
 }
 
+// queue is the work of a stream.
 type queue struct{ work []func() error }
 
-// NewHost returns a device without memory.
+// NewHost returns a device without allocations.
 func NewHost() *Host {
 	h := &Host{next: 1 << 20, streams: map[comm.Stream]*queue{}}
 	h.idle.L = &h.mu
@@ -49,23 +51,25 @@ func NewHost() *Host {
 
 const alignment = 256
 
-// Alloc returns memory filled with a pattern that no test should find in its results.
+// Alloc returns memory filled with a pattern that should not occur in the results of a test.
 func (h *Host) Alloc(bytes int) (comm.Ptr, error) {
 	if bytes < 1 {
 		return 0, fmt.Errorf("loopback: allocation of %d bytes: want at least 1", bytes)
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
+
 	a := allocation{h.next, slices.Repeat([]byte{0xa5}, bytes)}
 	h.memory = append(h.memory, a)
-	h.next += comm.Ptr(bytes+2*alignment-1) / alignment * alignment // a gap between any two
+	h.next += comm.Ptr(bytes+2*alignment-1) / alignment * alignment // leave a gap between allocations
 	return a.at, nil
 }
 
-// Free gives memory back.
+// Free frees memory.
 func (h *Host) Free(p comm.Ptr) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+
 	i, found := h.find(p)
 	if !found {
 		return fmt.Errorf("loopback: nothing was allocated at %#x", p)
@@ -74,17 +78,18 @@ func (h *Host) Free(p comm.Ptr) error {
 	return nil
 }
 
-// find is the place of the allocation at p, or of the next one.
+// find returns the index of the allocation at p, or of the next one.
 func (h *Host) find(p comm.Ptr) (int, bool) {
 	return slices.BinarySearchFunc(h.memory, p, func(a allocation, p comm.Ptr) int {
 		return int(int64(a.at) - int64(p))
 	})
 }
 
-// Bytes is n bytes of memory, which must lie in one allocation.
+// Bytes returns n bytes of memory, which must belong to one allocation.
 func (h *Host) Bytes(p comm.Ptr, n int) ([]byte, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+
 	i, found := h.find(p)
 	if !found {
 		i--
@@ -95,24 +100,28 @@ func (h *Host) Bytes(p comm.Ptr, n int) ([]byte, error) {
 			return data[from : from+n : from+n], nil
 		}
 	}
+
 	return nil, fmt.Errorf("loopback: %d bytes at %#x are not in one allocation", n, p)
 }
 
-// Enqueue runs work on the stream's goroutine, after what was enqueued there before.
+// Enqueue runs work on the goroutine of the stream, after all work enqueued there before.
 func (h *Host) Enqueue(s comm.Stream, work func() error) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+
 	if h.err != nil {
 		return h.err
 	}
 	if h.streams == nil {
-		return errors.New("loopback: the device is its zero value, want one that NewHost returns")
+		return errors.New("loopback: the device is a zero value: make one with NewHost")
 	}
+
 	q := h.streams[s]
 	if q == nil {
 		q = &queue{}
 		h.streams[s] = q
 	}
+
 	q.work = append(q.work, work)
 	if len(q.work) == 1 {
 		go h.run(q)
@@ -120,10 +129,12 @@ func (h *Host) Enqueue(s comm.Stream, work func() error) error {
 	return nil
 }
 
-// run works until the queue is empty. What runs stays in the queue, so that Sync waits for it.
+// run executes the queue until it is empty. Running work stays in the queue, so that Sync waits for
+// it.
 func (h *Host) run(q *queue) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+
 	for len(q.work) > 0 {
 		work := q.work[0]
 		if h.err == nil {
@@ -136,20 +147,22 @@ func (h *Host) run(q *queue) {
 		}
 		q.work = q.work[1:]
 	}
+
 	h.idle.Broadcast()
 }
 
-// Sync waits for the work of a stream, and returns the device's first error.
+// Sync waits for the work of a stream and returns the device's first error.
 func (h *Host) Sync(s comm.Stream) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+
 	for q := h.streams[s]; q != nil && len(q.work) > 0; {
 		h.idle.Wait()
 	}
 	return h.err
 }
 
-// AddInOrder is [comm.Adder] on a stream.
+// AddInOrder implements [comm.Adder] on a stream.
 func (h *Host) AddInOrder(acc comm.Ptr, parts []comm.Ptr, overwrite bool, count int, t comm.Type,
 	s comm.Stream) error {
 	parts = slices.Clone(parts)
@@ -158,6 +171,7 @@ func (h *Host) AddInOrder(acc comm.Ptr, parts []comm.Ptr, overwrite bool, count 
 		if err != nil {
 			return err
 		}
+
 		for i, part := range parts {
 			data, err := h.Bytes(part, count*t.Size())
 			if err != nil {
@@ -169,11 +183,12 @@ func (h *Host) AddInOrder(acc comm.Ptr, parts []comm.Ptr, overwrite bool, count 
 				return err
 			}
 		}
+
 		return nil
 	})
 }
 
-// addFloat64 adds elements to sums, or sets the sums to them.
+// addFloat64 adds elements to sums or, with set, copies them.
 func addFloat64(sum, data []byte, set bool) {
 	for i := 0; i < len(sum); i += 8 {
 		bits := binary.NativeEndian.Uint64(data[i:])
@@ -185,7 +200,7 @@ func addFloat64(sum, data []byte, set bool) {
 	}
 }
 
-// addFloat32 adds elements of type t to float32 sums, or sets the sums to them.
+// addFloat32 adds elements of type t to float32 sums or, with set, copies them.
 func addFloat32(sum, data []byte, t comm.Type, set bool) error {
 	for i := range len(sum) / 4 {
 		at := sum[4*i:]
@@ -199,11 +214,12 @@ func addFloat32(sum, data []byte, t comm.Type, set bool) error {
 		}
 		binary.NativeEndian.PutUint32(at, bits)
 	}
+
 	return nil
 }
 
-// float32Bits is element i as a float32. Float32 itself is not loaded as a number, so that its
-// bits stay.
+// float32Bits returns the bits of element i as a float32. Elements of type Float32 are not loaded
+// as numbers, in order to preserve their bits.
 func float32Bits(data []byte, i int, t comm.Type) (uint32, error) {
 	switch t {
 	case comm.Float32:

@@ -17,10 +17,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// patience is far more than anything here takes.
+// patience is much longer than any operation in these tests.
 const patience = 100 * time.Second
 
-// rank is what a test has of one rank.
+// rank is one rank with its device and group.
 type rank struct {
 	*Group
 	*Host
@@ -34,7 +34,7 @@ func (r rank) Alloc(bytes int) comm.Ptr {
 	return p
 }
 
-// put is new memory with the data.
+// put allocates memory with the given data.
 func (r rank) put(data []byte) comm.Ptr {
 	p := r.Alloc(len(data) + 1)
 	copy(r.get(p, len(data)), data)
@@ -57,7 +57,7 @@ func everywhere(size int, f func(rank int) error) []error {
 	return errs
 }
 
-// ranks joins a number of ranks in this process.
+// ranks starts the given number of ranks in this process.
 func ranks(t *testing.T, size int) []rank {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -79,6 +79,7 @@ func ranks(t *testing.T, size int) []rank {
 		all[r] = rank{g, h, w, t}
 		return err
 	})
+
 	require.NoError(t, errors.Join(errs...))
 	t.Cleanup(func() {
 		everywhere(size, func(r int) error {
@@ -87,6 +88,7 @@ func ranks(t *testing.T, size int) []rank {
 			return all[r].world.Close()
 		})
 	})
+
 	return all
 }
 
@@ -100,14 +102,15 @@ func randomBytes(rng *rand.Rand, n int) []byte {
 	return data
 }
 
-// newRand draws another seed each run, and says which.
+// newRand returns a generator with a new seed in each run, and logs the seed.
 func newRand(t *testing.T) *rand.Rand {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// TestCopies: any bits arrive as they are, from any type, in odd lengths, zero among them.
+// TestCopies checks that all bits arrive unchanged, for every type and for odd lengths including
+// zero.
 func TestCopies(t *testing.T) {
 	rng := newRand(t)
 	for _, size := range sizes {
@@ -121,13 +124,14 @@ func TestCopies(t *testing.T) {
 				data = append(data, randomBytes(rng, bytes))
 				together = append(together, data[len(data)-1]...)
 			}
+
 			errs := everywhere(size, func(r int) error {
 				const stream = 3
 				me, next, last := all[r], (r+1)%size, (r+size-1)%size
 				src, gathered, received := me.put(data[r]),
 					me.Alloc(size*bytes+1), me.Alloc(bytes+1)
 				inPlace, sent := me.put(together), me.put(data[r])
-				copy(me.get(inPlace, size*bytes), make([]byte, r*bytes)) // only its own part counts
+				copy(me.get(inPlace, size*bytes), make([]byte, r*bytes)) // only this rank's part counts
 				if err := errors.Join(
 					me.AllGather(gathered, src, count, typ, stream),
 					me.AllGather(inPlace, inPlace.Offset(r*count, typ), count, typ, stream),
@@ -142,6 +146,7 @@ func TestCopies(t *testing.T) {
 					}), me.Sync(stream)); err != nil {
 					return err
 				}
+
 				require.Equal(t, together, append([]byte{}, me.get(gathered, size*bytes)...))
 				require.Equal(t, together, append([]byte{}, me.get(inPlace, size*bytes)...))
 				require.Equal(t, data[root], append([]byte{}, me.get(src, bytes)...))
@@ -152,12 +157,13 @@ func TestCopies(t *testing.T) {
 			})
 			require.NoError(t, errors.Join(errs...))
 		}
+
 		errs := everywhere(size, func(r int) error { return all[r].Group.Close() })
 		require.NoError(t, errors.Join(errs...))
 	}
 }
 
-// encode writes small numbers, whose sums are exact in every type.
+// encode encodes small numbers with sums that are exact in every type.
 func encode(values []int, t comm.Type) []byte {
 	var data []byte
 	e := binary.NativeEndian
@@ -179,6 +185,7 @@ func encode(values []int, t comm.Type) []byte {
 			data = e.AppendUint64(data, math.Float64bits(float64(v)))
 		}
 	}
+
 	return data
 }
 
@@ -209,6 +216,7 @@ func TestReductions(t *testing.T) {
 						}
 					}
 				}
+
 				errs := everywhere(size, func(r int) error {
 					me, bytes := all[r], count*typ.Size()
 					data := encode(values[r], typ)
@@ -219,6 +227,7 @@ func TestReductions(t *testing.T) {
 						me.Sync(0)); err != nil {
 						return err
 					}
+
 					expected := append([]byte{}, encode(want, typ)...)
 					require.Equal(t, expected, append([]byte{}, me.get(full, size*bytes)...),
 						"%v %v", op, typ)
@@ -235,40 +244,47 @@ func TestReductions(t *testing.T) {
 	}
 }
 
-// TestTwoStreams: work on two streams runs side by side, and its messages are not mixed up.
+// TestTwoStreams checks that two streams work concurrently and that their messages are not
+// confused.
 func TestTwoStreams(t *testing.T) {
 	all := ranks(t, 3)
 	gate := make(chan struct{})
 	errs := everywhere(3, func(r int) error {
 		me := all[r]
 		var results []comm.Ptr
-		// Stream 1 is held up at rank 0 until stream 2 is done there.
+
+		// Stream 1 is blocked at rank 0 until stream 2 has finished there.
 		err := me.Enqueue(1, func() error {
 			if r == 0 {
 				<-gate
 			}
 			return nil
 		})
+
 		for i := range 20 {
 			src, dst := me.put([]byte{byte(10*i + r)}), me.Alloc(3)
 			results = append(results, dst)
 			err = errors.Join(err, me.AllGather(dst, src, 1, comm.Uint8, comm.Stream(1+i%2)))
 		}
+
 		err = errors.Join(err, me.Sync(2))
 		if r == 0 {
 			close(gate)
 		}
+
 		err = errors.Join(err, me.Sync(1))
 		for i, p := range results {
 			require.Equal(t, []byte{byte(10 * i), byte(10*i + 1), byte(10*i + 2)}, append([]byte{},
 				me.get(p, 3)...))
 		}
+
 		return err
 	})
+
 	require.NoError(t, errors.Join(errs...))
 }
 
-// TestReplay: work that a graph runs again exchanges data again.
+// TestReplay checks that work that a graph runs again exchanges data again.
 func TestReplay(t *testing.T) {
 	all := ranks(t, 2)
 	errs := everywhere(2, func(r int) error {
@@ -279,6 +295,7 @@ func TestReplay(t *testing.T) {
 		if err := me.AllGather(dst, src, 1, comm.Uint8, 0); err != nil {
 			return err
 		}
+
 		for i := range byte(5) {
 			me.get(src, 1)[0] = 10*i + byte(r)
 			for _, work := range graph.work {
@@ -288,12 +305,14 @@ func TestReplay(t *testing.T) {
 			}
 			require.Equal(t, []byte{10 * i, 10*i + 1}, append([]byte{}, me.get(dst, 2)...))
 		}
+
 		return nil
 	})
+
 	require.NoError(t, errors.Join(errs...))
 }
 
-// recorder is a device that keeps work, as a capture does.
+// recorder is a device that records work, as a capture does.
 type recorder struct {
 	*Host
 	work []func() error
@@ -304,7 +323,7 @@ func (r *recorder) Enqueue(_ comm.Stream, work func() error) error {
 	return nil
 }
 
-// TestDifferentCalls: what would hang NCCL is an error that says what was called.
+// TestDifferentCalls checks that calls that would make NCCL hang are an error that names them.
 func TestDifferentCalls(t *testing.T) {
 	for name, calls := range map[string][2]func(me rank, p comm.Ptr) error{
 		"AllGather of 1 uint8": {
@@ -356,6 +375,7 @@ func TestBadArguments(t *testing.T) {
 	} {
 		require.ErrorContains(t, err, want)
 	}
+
 	require.NoError(t, me.Err(), "nothing of it was enqueued")
 	p := me.Alloc(8)
 	r, err := me.Register(p, 8)

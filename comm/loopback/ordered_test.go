@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// hardFloat32 draws any bits: NaNs with payloads, infinities, both zeros and numbers too small to
-// be normal. Now and then it draws large ones that cancel.
+// hardFloat32 draws difficult bits: NaNs with payloads, infinities, zeros of both signs, subnormal
+// numbers and, now and then, large numbers that cancel.
 func hardFloat32(rng *rand.Rand) uint32 {
 	switch rng.IntN(12) {
 	case 0:
@@ -45,10 +45,11 @@ func microBatches(rng *rand.Rand, n, count int, t comm.Type) [][]byte {
 			}
 		}
 	}
+
 	return all
 }
 
-// sumOn adds micro-batches on a number of ranks and returns the sum as each rank has it in the end.
+// sumOn adds micro-batches on a number of ranks and returns the final sum at each rank.
 func sumOn(t *testing.T, all []rank, batches [][]byte, shards comm.Shards, typ comm.Type) [][]byte {
 	sums := comm.SumType(typ)
 	size, bytes := len(all), sums.Size()*shards.Count()
@@ -69,22 +70,25 @@ func sumOn(t *testing.T, all []rank, batches [][]byte, shards comm.Shards, typ c
 				return err
 			}
 		}
+
 		err := errors.Join(comm.GatherShards(me.Group, sum, shards, sums, 0), me.Sync(0))
 		results[r] = append([]byte{}, me.get(sum, bytes)...)
 		return err
 	})
+
 	require.NoError(t, errors.Join(errs...))
 	return results
 }
 
-// TestOrderedSumSameBits: a sum of micro-batches has the same bits on 1, 2, 3, 4 and 8 ranks, at
-// every rank, whatever the shards.
+// TestOrderedSumSameBits checks that a sum of micro-batches has the same bits on 1, 2, 3, 4 and 8
+// ranks, at every rank, whatever the shards.
 func TestOrderedSumSameBits(t *testing.T) {
 	rng := newRand(t)
 	groups := map[int][]rank{}
 	for _, size := range sizes {
 		groups[size] = ranks(t, size)
 	}
+
 	for _, typ := range []comm.Type{comm.Float32, comm.Float64, comm.BFloat16, comm.Float16} {
 		for _, count := range []int{0, 1, 5, 7, 64, 1001} {
 			for _, n := range []int{1, 2, 7, 8, 12} {
@@ -107,7 +111,7 @@ func TestOrderedSumSameBits(t *testing.T) {
 	}
 }
 
-// unevenShards draws bounds; many shards are empty.
+// unevenShards draws the boundaries of shards; many shards are empty.
 func unevenShards(rng *rand.Rand, count, size int) comm.Shards {
 	s := make(comm.Shards, size+1)
 	for r := 1; r < size; r++ {
@@ -117,8 +121,8 @@ func unevenShards(rng *rand.Rand, count, size int) comm.Shards {
 	return s
 }
 
-// TestOrderedSumIsThePlainSum: one rank's sum is the loop that anybody would write, and the sum of
-// one micro-batch is that micro-batch, NaN payloads and −0 included.
+// TestOrderedSumIsThePlainSum checks that the sum on one rank equals a simple loop's, and that the
+// sum of one micro-batch is that micro-batch, including NaN payloads and −0.
 func TestOrderedSumIsThePlainSum(t *testing.T) {
 	rng := newRand(t)
 	all := ranks(t, 3)
@@ -127,6 +131,7 @@ func TestOrderedSumIsThePlainSum(t *testing.T) {
 	for _, got := range sumOn(t, all, batches, comm.EvenShards(count, 3, 1), comm.Float32) {
 		require.Equal(t, batches[0], got)
 	}
+
 	var want []byte
 	batches = make([][]byte, 5)
 	for range count {
@@ -138,13 +143,14 @@ func TestOrderedSumIsThePlainSum(t *testing.T) {
 		}
 		want = binary.NativeEndian.AppendUint32(want, math.Float32bits(sum))
 	}
+
 	for _, got := range sumOn(t, all, batches, comm.EvenShards(count, 3, 1), comm.Float32) {
 		require.Equal(t, want, got)
 	}
 }
 
-// TestReductionsDependOnRanks: AllReduce of the same numbers differs from one number of ranks to
-// another. So the test above would notice an ordered sum that is none.
+// TestReductionsDependOnRanks checks that the result of AllReduce depends on the number of ranks.
+// Otherwise the test above could not detect an ordered sum that uses it.
 func TestReductionsDependOnRanks(t *testing.T) {
 	rng := newRand(t)
 	const count = 1000
@@ -156,6 +162,7 @@ func TestReductionsDependOnRanks(t *testing.T) {
 		}
 		batches = append(batches, b)
 	}
+
 	all, want := ranks(t, 8), sumOn(t, ranks(t, 1), batches, comm.Shards{0, count}, comm.Float32)[0]
 	errs := everywhere(8, func(r int) error {
 		p := all[r].put(batches[r])
@@ -163,6 +170,7 @@ func TestReductionsDependOnRanks(t *testing.T) {
 		require.NotEqual(t, want, append([]byte{}, all[r].get(p, 4*count)...))
 		return err
 	})
+
 	require.NoError(t, errors.Join(errs...))
 }
 
@@ -175,13 +183,13 @@ func TestOrderedSumRefuses(t *testing.T) {
 	o.Type = comm.Int32
 	require.ErrorContains(t, o.Add(1, 1, 1, true, 0), "ordered sum of int32")
 	o.Type, o.Shards = comm.Float32, comm.Shards{0, 2, 1}
-	require.ErrorContains(t, o.Add(1, 1, 1, true, 0), "bounds that rise from 0")
+	require.ErrorContains(t, o.Add(1, 1, 1, true, 0), "boundaries that increase from 0")
 	require.ErrorContains(t, comm.GatherShards(me.Group, 1, comm.Shards{1, 2}, comm.Float32, 0),
-		"bounds that rise")
+		"boundaries that increase")
 }
 
-// TestCutShards: every bound is where the buffer may be divided, and no other such place is nearer
-// to an even share.
+// TestCutShards checks that every boundary is a possible one, and that no other is nearer to an
+// even division.
 func TestCutShards(t *testing.T) {
 	rng := newRand(t)
 	for range 300 {
@@ -195,6 +203,7 @@ func TestCutShards(t *testing.T) {
 			total += p.Len
 			pieces, cuts = append(pieces, p), append(cuts, total)
 		}
+
 		size := 1 + rng.IntN(9)
 		s := comm.CutShards(pieces, size)
 		require.NoError(t, s.Check(size))

@@ -17,7 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// header says what a message belongs to.
+// header identifies the operation that a message belongs to.
 type header struct {
 	Call  call
 	Type  comm.Type
@@ -28,6 +28,7 @@ type header struct {
 	Count uint64
 }
 
+// call identifies a collective.
 type call uint8
 
 const (
@@ -36,9 +37,10 @@ const (
 	allGather
 	broadcast
 	sendReceive
-	bye // nothing more comes
+	bye // no more messages follow
 )
 
+// String describes the collective for error messages.
 func (h header) String() string {
 	name := [...]string{"AllReduce", "ReduceScatter", "AllGather", "Broadcast", "Send and Recv",
 		"Close"}[h.Call]
@@ -51,16 +53,18 @@ func (h header) String() string {
 	return fmt.Sprintf("%s of %d %v", name, h.Count, h.Type)
 }
 
+// message is the data of an operation for one rank.
 type message struct {
 	header header
 	data   []byte
 }
 
-// peer is the connection to another rank. The group's lock guards what is not the queue's.
+// peer is the connection to another rank. The group's lock guards all fields above mu; mu guards
+// the queue.
 type peer struct {
 	rank           int
 	conn           net.Conn
-	sent, received uint64 // messages that were numbered
+	sent, received uint64 // number of messages that have been numbered
 	inbox          map[uint64]message
 	left           bool
 
@@ -68,33 +72,36 @@ type peer struct {
 	more    sync.Cond
 	outbox  []message
 	ended   bool
-	written chan struct{} // closed when nothing more is written
+	written chan struct{} // closed when the last message has been written
 }
 
+// newPeer returns the peer for a connection.
 func newPeer(rank int, conn net.Conn) *peer {
 	p := &peer{rank: rank, conn: conn, inbox: map[uint64]message{}, written: make(chan struct{})}
 	p.more.L = &p.mu
 	return p
 }
 
-// queue never waits, so that no rank waits for another to send.
+// queue adds a message without blocking, so that no rank waits for another in order to send.
 func (p *peer) queue(h header, data []byte) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+
 	if !p.ended {
 		p.outbox = append(p.outbox, message{h, data})
 		p.more.Signal()
 	}
 }
 
-// end lets the messages in the queue go out where all is well, and cuts the connection where it is
-// not.
+// end delivers the queued messages if all is well, and cuts the connection otherwise.
 func (p *peer) end(well bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+
 	if p.ended {
 		return
 	}
+
 	p.ended = true
 	if well {
 		p.outbox = append(p.outbox, message{header: header{Call: bye}})
@@ -102,10 +109,11 @@ func (p *peer) end(well bool) {
 		p.outbox = nil
 		p.conn.Close()
 	}
+
 	p.more.Signal()
 }
 
-// writeAll writes until the end.
+// writeAll writes queued messages until the peer ends.
 func (p *peer) writeAll(g *Group) {
 	defer close(p.written)
 	w := bufio.NewWriter(p.conn)
@@ -124,6 +132,7 @@ func (p *peer) writeAll(g *Group) {
 			_, werr := w.Write(m.data)
 			err = errors.Join(err, werr)
 		}
+
 		if err = errors.Join(err, w.Flush()); err != nil && !ended {
 			g.gone(p, err)
 		}
@@ -134,7 +143,7 @@ func (p *peer) writeAll(g *Group) {
 	}
 }
 
-// readAll puts messages into the inbox until the end.
+// readAll stores received messages in the inbox until the peer ends.
 func (p *peer) readAll(g *Group) {
 	r := bufio.NewReader(p.conn)
 	for {
@@ -145,7 +154,7 @@ func (p *peer) readAll(g *Group) {
 			err = binary.Read(r, binary.BigEndian, &length)
 		}
 		if err == nil && (m.header.Call > bye || length > maxBytes) {
-			err = errors.New("what it sent is no message")
+			err = errors.New("it sent data that is not a message")
 		}
 		if err == nil && m.header.Call == bye {
 			g.mu.Lock()
@@ -154,14 +163,17 @@ func (p *peer) readAll(g *Group) {
 			g.mu.Unlock()
 			return
 		}
+
 		if err == nil {
 			m.data = make([]byte, length)
 			_, err = io.ReadFull(r, m.data)
 		}
+
 		if err != nil {
 			g.gone(p, err)
 			return
 		}
+
 		g.mu.Lock()
 		p.inbox[m.header.Turn] = m
 		g.changed.Broadcast()
@@ -169,9 +181,11 @@ func (p *peer) readAll(g *Group) {
 	}
 }
 
+// maxBytes is the maximum length of a message's data.
 const maxBytes = 1 << 40
 
-// gone ends the group because a rank is gone, unless that rank has left as it should.
+// gone ends the group because the connection to a rank was lost, unless that rank has left
+// regularly.
 func (g *Group) gone(p *peer, err error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -180,49 +194,55 @@ func (g *Group) gone(p *peer, err error) {
 	}
 }
 
-// New connects all ranks of a world to each other. Every rank must call it.
+// New connects all ranks of a world. Every rank must call it.
 func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
 	if ctx == nil || w.Size() == 0 || d == nil {
 		return nil, errors.New("loopback: New: the context, the world or the device is nil")
 	}
+
 	g := &Group{world: w, device: d, peers: make([]*peer, w.Size()),
 		registrations: map[comm.Registration]bool{}}
 	g.Singles, g.changed.L = comm.NewSingles(g.Batch), &g.mu
 	if w.Size() == 1 {
 		return g, nil
 	}
+
 	conns, err := connect(ctx, w)
 	if err != nil {
 		return nil, fmt.Errorf("loopback: rank %d: %w", w.Rank(), err)
 	}
+
 	for r, conn := range conns {
 		if conn != nil {
 			g.peers[r] = newPeer(r, conn)
 		}
 	}
+
 	for _, p := range g.peers {
 		if p != nil {
 			go p.writeAll(g)
 			go p.readAll(g)
 		}
 	}
+
 	return g, nil
 }
 
-// An invitation contains the address of a rank's listener, and a random word that identifies this
-// group among groups with the same secret.
+// invitation contains the address of a rank's listener and a random word that distinguishes groups
+// with the same secret.
 type invitation struct {
 	Address string
 	Word    [16]byte
 }
 
-// A greeting is the first message of a rank that connects to another.
+// greeting is the first message of a rank that connects to another.
 type greeting struct {
 	Word [16]byte
 	Rank uint32
 }
 
-// connect makes an authenticated connection to every other rank. The higher rank dials the lower one.
+// connect returns an authenticated connection to every other rank. The higher rank dials the lower
+// one.
 func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 	conns = make([]net.Conn, w.Size())
 	defer func() {
@@ -234,10 +254,12 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 	if err != nil {
 		return nil, err
 	}
+
 	listener, err := id.Listen("127.0.0.1:0")
 	if err != nil {
 		return nil, err
 	}
+
 	defer listener.Close()
 	mine := invitation{Address: listener.Addrs()[0].String()}
 	rand.Read(mine.Word[:])
@@ -245,6 +267,7 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 	if err != nil {
 		return nil, err
 	}
+
 	texts, err := w.Gather(ctx, "loopback", text)
 	if err != nil {
 		return nil, err
@@ -260,7 +283,6 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 		case <-ctx.Done():
 		}
 	}()
-
 	for r := range w.Rank() {
 		var to invitation
 		if err := json.Unmarshal(texts[r], &to); err != nil {
@@ -274,6 +296,7 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 			return conns, errors.Join(err, w.Err())
 		}
 	}
+
 	for n := w.Rank() + 1; n < w.Size(); {
 		conn, err := listener.Accept()
 		if err != nil {
@@ -286,9 +309,11 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 			conn.Close()
 		}
 	}
+
 	return conns, nil
 }
 
+// closeAll closes the connections that are not nil.
 func closeAll(conns []net.Conn) {
 	for _, c := range conns {
 		if c != nil {
@@ -297,7 +322,7 @@ func closeAll(conns []net.Conn) {
 	}
 }
 
-// hear reads the greeting of a higher rank.
+// hear reads the greeting of a higher rank. ok is false if it does not belong to this group.
 func hear(conn net.Conn, word [16]byte, w *comm.World) (rank int, ok bool) {
 	var heard greeting
 	if conn.SetReadDeadline(time.Now().Add(channel.HandshakeTimeout)) != nil ||

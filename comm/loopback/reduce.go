@@ -10,9 +10,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// reduceRing reduces the parts of all ranks into dst, as a ring does. The elements are divided into
-// as many blocks as there are ranks, and block b starts at rank b+1 and goes round. So sums depend
-// on the number of ranks, as NCCL's do.
+// reduceRing reduces the contributions of all ranks into dst in the order of a ring: the elements
+// are divided into as many blocks as there are ranks, and block b starts at rank b+1. Sums
+// therefore depend on the number of ranks, as NCCL's do.
 func reduceRing(dst []byte, parts [][]byte, t comm.Type, op comm.Op) error {
 	size, n := t.Size(), len(parts)
 	count := len(dst) / size
@@ -20,6 +20,7 @@ func reduceRing(dst []byte, parts [][]byte, t comm.Type, op comm.Op) error {
 	if err != nil {
 		return err
 	}
+
 	value := make([]byte, size)
 	for i := range count {
 		start := i*n/count + 1
@@ -30,6 +31,7 @@ func reduceRing(dst []byte, parts [][]byte, t comm.Type, op comm.Op) error {
 		}
 		copy(dst[at:], value)
 	}
+
 	return nil
 }
 
@@ -70,9 +72,11 @@ func reducer(t comm.Type, op comm.Op) (func(a, b []byte), error) {
 			e.PutUint16(a, uint16(half.NewFloat16(reduce(op, x, y))))
 		}, nil
 	}
+
 	return nil, fmt.Errorf("loopback: reduction of %v", t)
 }
 
+// reduce returns op(a, b).
 func reduce[T cmp.Ordered](op comm.Op, a, b T) T {
 	switch op {
 	case comm.Max:

@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// TestWatchAbortsWork: ranks that wait for one that has failed end with its cause.
+// TestWatchAbortsWork checks that ranks that wait for a failed rank end with its cause.
 func TestWatchAbortsWork(t *testing.T) {
 	all := ranks(t, 4)
 	errs := everywhere(4, func(r int) error {
@@ -22,6 +22,7 @@ func TestWatchAbortsWork(t *testing.T) {
 			me.world.Fail(errors.New("out of paper"))
 			return <-watched
 		}
+
 		p := me.Alloc(4)
 		work := errors.Join(me.AllReduce(p, p, 1, comm.Float32, comm.Sum, 0), me.Sync(0))
 		require.Error(t, work)
@@ -32,6 +33,7 @@ func TestWatchAbortsWork(t *testing.T) {
 		require.Equal(t, cause, me.world.Blame(work))
 		return cause
 	})
+
 	for r, err := range errs {
 		var e *comm.RankError
 		if r == 2 {
@@ -44,9 +46,9 @@ func TestWatchAbortsWork(t *testing.T) {
 	}
 }
 
-// TestWatchTellsOfFailedWork: where a group fails at one rank and nobody died, the others learn
-// why.
-func TestWatchTellsOfFailedWork(t *testing.T) {
+// TestWatchReportsFailedWork checks that the other ranks learn the reason if a group fails at one
+// rank that has not died.
+func TestWatchReportsFailedWork(t *testing.T) {
 	all := ranks(t, 3)
 	errs := everywhere(3, func(r int) error {
 		me := all[r]
@@ -62,6 +64,7 @@ func TestWatchTellsOfFailedWork(t *testing.T) {
 		}
 		return <-watched
 	})
+
 	for r, err := range errs {
 		require.ErrorContains(t, err, "400 bytes at", r)
 		var e *comm.RankError
@@ -69,7 +72,7 @@ func TestWatchTellsOfFailedWork(t *testing.T) {
 	}
 }
 
-// TestWatchEndsWithItsContext: a run that ends well is not aborted.
+// TestWatchEndsWithItsContext checks that a run that ends well is not aborted.
 func TestWatchEndsWithItsContext(t *testing.T) {
 	all := ranks(t, 2)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -83,7 +86,8 @@ func TestWatchEndsWithItsContext(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 }
 
-// TestLeftRank: work that needs a rank that has closed its group fails, and says so.
+// TestLeftRank checks that work that needs a rank that has closed its group fails with an error
+// that says so.
 func TestLeftRank(t *testing.T) {
 	all := ranks(t, 2)
 	require.NoError(t, all[1].Group.Close())

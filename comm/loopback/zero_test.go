@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// TestZeroValues wants what nobody has made to say who makes it.
+// TestZeroValues checks that the errors of zero values name the constructor.
 func TestZeroValues(t *testing.T) {
 	var g Group
 	second := func(_ any, err error) error { return err }
@@ -18,6 +18,7 @@ func TestZeroValues(t *testing.T) {
 		g.Batch(func(comm.Collectives) error { return nil })} {
 		require.ErrorIs(t, err, comm.ErrZero)
 	}
+
 	require.Error(t, g.Deregister(1))
 	require.Zero(t, g.Rank()+g.Size())
 	g.Abort(comm.ErrZero)

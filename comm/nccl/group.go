@@ -1,8 +1,8 @@
-// Package nccl is a [comm.Group] of GPUs by NVIDIA's NCCL, which is found and loaded at run time:
-// no cgo, no toolkit, no build tag. One process has one GPU.
+// Package nccl implements [comm.Group] for GPUs with NVIDIA's NCCL, loaded at run time without cgo,
+// toolkit or build tag. Each process uses one GPU.
 //
-// NCCL's own sums depend on the number of ranks and on the way it takes; see package comm for sums
-// that do not. Work may be captured in a CUDA graph: then every replay does it again.
+// NCCL's own sums depend on the number of ranks and on the algorithm that it chooses; package comm
+// provides sums that do not. Work may be captured in a CUDA graph, and each replay then repeats it.
 package nccl
 
 import (
@@ -15,13 +15,13 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// Device is the GPU of this process.
+// Device provides access to the GPU of this process.
 type Device interface {
-	// Do runs f on a thread on which the GPU's context is current.
+	// Do runs f on a thread with the GPU's context current.
 	Do(f func() error) error
 }
 
-// Group is a communicator of NCCL. Its methods may be called from any goroutine.
+// Group is an NCCL communicator. Its methods may be called from any goroutine.
 type Group struct {
 	comm.Singles
 
@@ -29,18 +29,19 @@ type Group struct {
 	world  *comm.World
 	device Device
 
-	calls sync.Mutex // held by whatever enqueues
+	calls sync.Mutex // held while work is enqueued
 
 	mu      sync.Mutex
-	handle  uintptr // 0 once it is gone
+	handle  uintptr // 0 before the communicator exists
 	cause   error
-	aborted chan struct{} // closed when the handle has been given up
+	aborted chan struct{} // closed when the communicator has been freed
 }
 
 var _ comm.Group = (*Group)(nil)
 
-// New makes the communicator of a world's ranks. All must call it. When the context ends, or
-// another rank fails, it returns, and what NCCL has begun is left to the end of the process.
+// New creates a communicator of a world's ranks. All ranks must call it. If ctx is done or another
+// rank fails, it returns an error, and the work that NCCL has started is left until the process
+// exits.
 func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
 	a, err := load()
 	if err != nil {
@@ -49,6 +50,7 @@ func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
 	return newGroup(ctx, w, d, a)
 }
 
+// newGroup implements New with the given functions of NCCL.
 func newGroup(ctx context.Context, w *comm.World, d Device, a *api) (*Group, error) {
 	g := &Group{api: a, world: w, device: d, aborted: make(chan struct{})}
 	g.Singles = comm.NewSingles(g.Batch)
@@ -56,6 +58,7 @@ func newGroup(ctx context.Context, w *comm.World, d Device, a *api) (*Group, err
 	if err != nil {
 		return nil, err
 	}
+
 	made := make(chan error, 1)
 	go func() {
 		made <- d.Do(func() error {
@@ -65,6 +68,7 @@ func newGroup(ctx context.Context, w *comm.World, d Device, a *api) (*Group, err
 			r := a.CommInit(&handle, int32(w.Size()), id, int32(w.Rank()), &c)
 			g.mu.Lock()
 			defer g.mu.Unlock()
+
 			g.handle = handle
 			return a.check("ncclCommInitRankConfig", 0, r)
 		})
@@ -78,12 +82,12 @@ func newGroup(ctx context.Context, w *comm.World, d Device, a *api) (*Group, err
 	case <-w.Done():
 		return nil, w.Err()
 	case <-ctx.Done():
-		return nil, fmt.Errorf("nccl: rank %d of %d waits for the others: %w", w.Rank(),
+		return nil, fmt.Errorf("nccl: rank %d of %d is waiting for the other ranks: %w", w.Rank(),
 			w.Size(), context.Cause(ctx))
 	}
 }
 
-// id is the communicator's, which rank 0 makes.
+// id returns the identifier of the communicator, which rank 0 creates.
 func (g *Group) id(ctx context.Context) (id uniqueID, err error) {
 	var own []byte
 	if g.world.Rank() == 0 {
@@ -94,30 +98,33 @@ func (g *Group) id(ctx context.Context) (id uniqueID, err error) {
 			own = binary.LittleEndian.AppendUint64(own, word)
 		}
 	}
+
 	all, err := g.world.Gather(ctx, "nccl", own)
 	if err != nil {
 		return id, err
 	}
 	if len(all[0]) != 8*len(id.Bytes) {
-		return id, fmt.Errorf("nccl: rank 0 has sent an id of %d bytes, want %d",
+		return id, fmt.Errorf("nccl: rank 0 sent an identifier of %d bytes, want %d",
 			len(all[0]), 8*len(id.Bytes))
 	}
+
 	for i := range id.Bytes {
 		id.Bytes[i] = binary.LittleEndian.Uint64(all[0][8*i:])
 	}
 	return id, nil
 }
 
-// Rank is this process's.
+// Rank returns the rank of this process.
 func (g *Group) Rank() int { return g.world.Rank() }
 
-// Size is the number of ranks.
+// Size returns the number of ranks.
 func (g *Group) Size() int { return g.world.Size() }
 
-// live is the communicator, or why there is none.
+// live returns the communicator, or the reason why it cannot be used.
 func (g *Group) live() (uintptr, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+
 	if g.cause != nil {
 		return 0, g.cause
 	}
@@ -139,14 +146,16 @@ func (g *Group) Batch(f func(c comm.Collectives) error) error {
 	return g.enqueue(l.work)
 }
 
-// enqueue hands work to NCCL as one group.
+// enqueue passes work to NCCL as one group.
 func (g *Group) enqueue(work []call) error {
 	handle, err := g.live()
 	if err != nil || len(work) == 0 {
 		return err
 	}
+
 	g.calls.Lock()
 	defer g.calls.Unlock()
+
 	err = g.device.Do(func() error {
 		if err := g.api.check("ncclGroupStart", handle, g.api.GroupStart()); err != nil {
 			return err
@@ -159,6 +168,7 @@ func (g *Group) enqueue(work []call) error {
 		}
 		return errors.Join(errs, g.api.check("ncclGroupEnd", handle, g.api.GroupEnd()))
 	})
+
 	if err == nil {
 		return nil
 	}
@@ -168,18 +178,20 @@ func (g *Group) enqueue(work []call) error {
 	return err
 }
 
-// call is a collective of a batch.
+// call is a collective in a batch.
 type call struct {
 	name string
 	do   func(handle uintptr) result
 }
 
-// list notes the collectives of a batch. A batch that fails before it is complete enqueues nothing.
+// list records the collectives of a batch, so that a batch that fails before it is complete
+// enqueues nothing.
 type list struct {
 	g    *Group
 	work []call
 }
 
+// add records a collective after checking its arguments.
 func (l *list) add(name string, count int, t comm.Type, op comm.Op, peer int,
 	do func(handle uintptr) result) error {
 	if err := comm.CheckCall(name, l.g, count, t, op, peer); err != nil {
@@ -189,6 +201,7 @@ func (l *list) add(name string, count int, t comm.Type, op comm.Op, peer int,
 	return nil
 }
 
+// AllReduce implements [comm.Collectives].
 func (l *list) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
 	s comm.Stream) error {
 	return l.add("AllReduce", count, t, op, 0, func(h uintptr) result {
@@ -197,6 +210,7 @@ func (l *list) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
 	})
 }
 
+// ReduceScatter implements [comm.Collectives].
 func (l *list) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
 	s comm.Stream) error {
 	return l.add("ReduceScatter", count, t, op, 0, func(h uintptr) result {
@@ -205,6 +219,7 @@ func (l *list) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm.
 	})
 }
 
+// AllGather implements [comm.Collectives].
 func (l *list) AllGather(dst, src comm.Ptr, count int, t comm.Type, s comm.Stream) error {
 	return l.add("AllGather", count, t, 0, 0, func(h uintptr) result {
 		return l.g.api.AllGather(uintptr(src), uintptr(dst), uintptr(count),
@@ -212,6 +227,7 @@ func (l *list) AllGather(dst, src comm.Ptr, count int, t comm.Type, s comm.Strea
 	})
 }
 
+// Broadcast implements [comm.Collectives].
 func (l *list) Broadcast(buffer comm.Ptr, count int, t comm.Type, root int, s comm.Stream) error {
 	return l.add("Broadcast", count, t, 0, root, func(h uintptr) result {
 		return l.g.api.Broadcast(uintptr(buffer), uintptr(buffer), uintptr(count), dataTypes[t],
@@ -219,19 +235,21 @@ func (l *list) Broadcast(buffer comm.Ptr, count int, t comm.Type, root int, s co
 	})
 }
 
+// Send implements [comm.Collectives].
 func (l *list) Send(src comm.Ptr, count int, t comm.Type, to int, s comm.Stream) error {
 	return l.add("Send", count, t, 0, to, func(h uintptr) result {
 		return l.g.api.Send(uintptr(src), uintptr(count), dataTypes[t], int32(to), h, uintptr(s))
 	})
 }
 
+// Recv implements [comm.Collectives].
 func (l *list) Recv(dst comm.Ptr, count int, t comm.Type, from int, s comm.Stream) error {
 	return l.add("Recv", count, t, 0, from, func(h uintptr) result {
 		return l.g.api.Recv(uintptr(dst), uintptr(count), dataTypes[t], int32(from), h, uintptr(s))
 	})
 }
 
-// Alloc returns memory that NCCL can hand to other GPUs without a copy.
+// Alloc returns memory that NCCL can send to other GPUs without copying it first.
 func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 	if bytes < 1 {
 		return 0, fmt.Errorf("nccl: allocation of %d bytes: want at least 1", bytes)
@@ -239,6 +257,7 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 	if g.api == nil {
 		return 0, comm.ErrZero
 	}
+
 	var p uintptr
 	err := g.device.Do(func() error {
 		return g.api.check(fmt.Sprintf("ncclMemAlloc of %d bytes", bytes), 0,
@@ -247,7 +266,7 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 	return comm.Ptr(p), err
 }
 
-// Free gives memory back.
+// Free frees memory.
 func (g *Group) Free(p comm.Ptr) error {
 	if g.api == nil {
 		return comm.ErrZero
@@ -257,7 +276,7 @@ func (g *Group) Free(p comm.Ptr) error {
 	})
 }
 
-// Register makes memory known.
+// Register registers memory with NCCL.
 func (g *Group) Register(p comm.Ptr, bytes int) (comm.Registration, error) {
 	handle, err := g.live()
 	if err != nil {
@@ -271,7 +290,7 @@ func (g *Group) Register(p comm.Ptr, bytes int) (comm.Registration, error) {
 	return comm.Registration(r), err
 }
 
-// Deregister forgets it.
+// Deregister reverses Register.
 func (g *Group) Deregister(r comm.Registration) error {
 	handle, err := g.live()
 	if err != nil {
@@ -282,10 +301,11 @@ func (g *Group) Deregister(r comm.Registration) error {
 	})
 }
 
-// Err says whether work that was enqueued has failed.
+// Err returns the error of failed work, or nil.
 func (g *Group) Err() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+
 	if g.cause != nil || g.handle == 0 {
 		return g.cause
 	}
@@ -304,9 +324,10 @@ func (g *Group) Abort(cause error) {
 	}
 }
 
+// errLeft is the cause after Close.
 var errLeft = fmt.Errorf("nccl: %w", comm.ErrClosed)
 
-// end gives the communicator up by a function that frees it, unless that has been done.
+// end frees the communicator with the given function, unless that has already happened.
 func (g *Group) end(cause error, free func(uintptr) result) error {
 	g.mu.Lock()
 	handle := g.handle
@@ -315,11 +336,12 @@ func (g *Group) end(cause error, free func(uintptr) result) error {
 		<-g.aborted
 		return nil
 	}
+
 	g.cause = cause
 	g.mu.Unlock()
 	defer close(g.aborted)
 	return g.device.Do(func() error {
-		return g.api.check("giving the communicator up", 0, free(handle))
+		return g.api.check("freeing the communicator", 0, free(handle))
 	})
 }
 
@@ -331,6 +353,7 @@ func (g *Group) Close() error {
 	err := g.end(errLeft, g.api.CommDestroy)
 	g.mu.Lock()
 	defer g.mu.Unlock()
+
 	if !errors.Is(g.cause, comm.ErrClosed) {
 		return g.cause
 	}

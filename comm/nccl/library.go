@@ -12,15 +12,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// Variable is the environment variable that names NCCL's library, the file or a folder that holds
-// it, and ends the search for it.
+// Variable is the environment variable with the path of NCCL's library or of the folder that
+// contains it. If it is set, no other place is searched.
 const Variable = "KASMINA_LIBNCCL"
 
-// uniqueID names a communicator. C passes it by value.
+// uniqueID identifies a communicator. C passes it by value.
 type uniqueID struct{ Bytes [16]uint64 }
 
-// config is ncclConfig_t of NCCL 2.18, the oldest that has it in this form. The library knows by
-// size and version which fields are there.
+// config is ncclConfig_t as of NCCL 2.18, the first version with this layout. The library infers
+// the existing fields from size and version.
 type config struct {
 	Size                                 uint64
 	Magic, Version                       uint32
@@ -37,7 +37,7 @@ const (
 	undefined     = math.MinInt32
 )
 
-// api is what is used of NCCL. The tags are the names of the symbols.
+// api holds the functions used from NCCL. Tags are the names of the symbols.
 type api struct {
 	GetVersion     func(version *int32) result                                                        `c:"ncclGetVersion"`
 	GetUniqueID    func(id *uniqueID) result                                                          `c:"ncclGetUniqueId"`
@@ -61,23 +61,26 @@ type api struct {
 	Recv           func(dst, count uintptr, t dataType, peer int32, comm, stream uintptr) result      `c:"ncclRecv"`
 }
 
+// loaded is the library, once it has been found.
 var loaded struct {
 	sync.Mutex
 	api  *api
 	path string
 }
 
-// load finds NCCL and loads it once.
+// load finds and loads NCCL once.
 func load() (*api, error) {
 	loaded.Lock()
 	defer loaded.Unlock()
+
 	if loaded.api != nil {
 		return loaded.api, nil
 	}
+
 	a, tried := sharedlib.Load(sharedlib.Host(), places(sharedlib.Host()), 0, open)
 	if a == nil {
 		return nil, &sharedlib.NotFoundError{Library: "NVIDIA's library for several GPUs (libnccl)", Tried: tried,
-			Help: "Any one of these brings it: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12 for a driver of CUDA 12 " +
+			Help: "Install it in one of these ways: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12 for a driver of CUDA 12 " +
 				"(in the Python environment that is active), the system's package libnccl2, or the folder that holds it in " +
 				"LD_LIBRARY_PATH or in " + Variable + "."}
 	}
@@ -85,7 +88,7 @@ func load() (*api, error) {
 	return a, nil
 }
 
-// places lists where NCCL may be. It does not exist for Windows and macOS.
+// places returns the possible locations of NCCL, which exists only for Linux.
 func places(f sharedlib.Finder) []sharedlib.Place {
 	if f.GOOS != "linux" {
 		return nil
@@ -93,18 +96,21 @@ func places(f sharedlib.Finder) []sharedlib.Place {
 	return f.Toolkit(Variable, "libnccl.so.2", "nccl", "libnccl.so.2")
 }
 
-// oldest is the first version that has all functions used here.
+// oldest is the first version with all functions used here.
 const oldest = 2*10000 + 19*100
 
+// open loads the library at path and checks its version.
 func open(path string) (*api, error) {
 	library, err := sharedlib.Open(path)
 	if err != nil {
 		return nil, errors.New(strings.TrimPrefix(err.Error(), path+": "))
 	}
+
 	a, err := bind(library)
 	if err != nil {
 		return nil, err
 	}
+
 	var version int32
 	if r := a.GetVersion(&version); r != success {
 		return nil, fmt.Errorf("ncclGetVersion: %s", a.ErrorString(r))
@@ -115,9 +121,10 @@ func open(path string) (*api, error) {
 	return a, nil
 }
 
+// versionString formats a version number of NCCL.
 func versionString(v int32) string { return fmt.Sprintf("%d.%d.%d", v/10000, v/100%100, v%100) }
 
-// Version is that of the library found.
+// Version returns the version of the library.
 func Version() (string, error) {
 	a, err := load()
 	if err != nil {
@@ -128,7 +135,7 @@ func Version() (string, error) {
 	return versionString(version), nil
 }
 
-// bind fills in the functions.
+// bind looks up the functions.
 func bind(library uintptr) (*api, error) {
 	a := &api{}
 	for symbol, f := range sharedlib.Functions(a) {

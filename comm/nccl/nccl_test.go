@@ -19,20 +19,21 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// fake is the library that notes its calls.
+// fake is a library that records its calls.
 type fake struct {
 	*api
 	notes         func() string
 	fail, pending func(r result)
 }
 
-// newFake compiles the library, which takes a C compiler, and loads it, anew in every test.
+// newFake compiles the library, which requires a C compiler, and loads a new copy for each test.
 func newFake(t *testing.T) fake {
 	t.Helper()
 	cc, err := exec.LookPath("cc")
 	if err != nil {
 		t.Skip("there is no C compiler")
 	}
+
 	path := filepath.Join(t.TempDir(), "libnccl.so.2")
 	out, err := exec.Command(cc, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", path,
 		"testdata/fake.c").CombinedOutput()
@@ -48,6 +49,7 @@ func newFake(t *testing.T) fake {
 		require.NoError(t, err)
 		purego.RegisterFunc(to, address)
 	}
+
 	return f
 }
 
@@ -69,6 +71,7 @@ func worlds(t *testing.T, size int) []*comm.World {
 				comm.Options{Timeout: time.Minute})
 		})
 	}
+
 	wg.Wait()
 	require.NoError(t, errors.Join(errs...))
 	t.Cleanup(func() {
@@ -77,16 +80,17 @@ func worlds(t *testing.T, size int) []*comm.World {
 			w.Close()
 		}
 	})
+
 	return all
 }
 
-// groups makes a communicator of three ranks on the fake, one after the other.
+// groups creates the communicators of three ranks on the fake.
 func groups(t *testing.T, f fake) []*Group {
 	t.Helper()
 	w := worlds(t, 3)
 	all, errs := make([]*Group, len(w)), make([]error, len(w))
 	var wg sync.WaitGroup
-	var one sync.Mutex // the fake's notes are not safe
+	var one sync.Mutex // the fake's record is not safe for concurrent use
 	for r := range w {
 		wg.Go(func() { all[r], errs[r] = newGroup(t.Context(), w[r], locked{&one}, f.api) })
 	}
@@ -103,7 +107,8 @@ func (l locked) Do(f func() error) error {
 	return f()
 }
 
-// TestInit: all arguments arrive, the 128 bytes of the id by value among them.
+// TestInit checks that all arguments arrive, including the 128 bytes of the identifier, which are
+// passed by value.
 func TestInit(t *testing.T) {
 	f := newFake(t)
 	all := groups(t, f)
@@ -117,7 +122,7 @@ func TestInit(t *testing.T) {
 	}
 }
 
-// TestCalls: every collective reaches NCCL with its own arguments, in a group.
+// TestCalls checks that every collective reaches NCCL with its arguments, inside a group.
 func TestCalls(t *testing.T) {
 	f := newFake(t)
 	g := groups(t, f)[1]
@@ -150,6 +155,7 @@ func TestCalls(t *testing.T) {
 		require.NoError(t, c.call())
 		require.Equal(t, "start\n"+c.want+"\nend\n", f.notes())
 	}
+
 	require.NoError(t, g.Batch(func(c comm.Collectives) error {
 		return errors.Join(c.Send(1, 1, comm.Uint8, 0, 3), c.Recv(2, 1, comm.Uint8, 2, 3))
 	}))
@@ -168,7 +174,7 @@ func TestCalls(t *testing.T) {
 	require.NoError(t, g.Close())
 }
 
-// TestRefusedBatch: a batch with a call that cannot be enqueues nothing.
+// TestRefusedBatch checks that a batch with an invalid call enqueues nothing.
 func TestRefusedBatch(t *testing.T) {
 	f := newFake(t)
 	g := groups(t, f)[0]
@@ -179,6 +185,7 @@ func TestRefusedBatch(t *testing.T) {
 		}
 		return c.Recv(1, 1, comm.Uint8, 3, 0)
 	}), "Recv with rank 3")
+
 	_, err := g.Alloc(0)
 	require.ErrorContains(t, err, "0 bytes")
 	require.NoError(t, g.Batch(func(comm.Collectives) error { return nil }))
@@ -187,8 +194,8 @@ func TestRefusedBatch(t *testing.T) {
 	require.Equal(t, "start\nAllGather 0x1 0x1 1 1 0x600 (nil)\nend\n", f.notes())
 }
 
-// TestFailures: errors have the call's name and what NCCL says. One that another rank is to blame
-// for is an ErrPeer. After an abort everything fails with the cause.
+// TestFailures checks that errors contain the call's name and NCCL's description, that they wrap
+// ErrPeer if another rank is to blame, and that everything fails with the cause after an abort.
 func TestFailures(t *testing.T) {
 	f := newFake(t)
 	g := groups(t, f)[0]
@@ -207,6 +214,7 @@ func TestFailures(t *testing.T) {
 	for range 4 {
 		wg.Go(func() { g.Abort(cause) })
 	}
+
 	wg.Wait()
 	g.Abort(errors.New("later"))
 	require.Equal(t, "abort 0x600\n", f.notes())
@@ -218,7 +226,8 @@ func TestFailures(t *testing.T) {
 	require.Empty(t, f.notes())
 }
 
-// TestMissingLibrary: the error says where was searched and how to get the library.
+// TestMissingLibrary checks that the error lists the searched locations and explains how to install
+// the library.
 func TestMissingLibrary(t *testing.T) {
 	f := sharedlib.Host()
 	f.GOOS = "linux"
@@ -229,11 +238,13 @@ func TestMissingLibrary(t *testing.T) {
 	for _, p := range places(f) {
 		asked = append(asked, string(p))
 	}
+
 	all := strings.Join(asked, " ")
 	for _, want := range []string{"/lib/nowhere/libnccl.so.2", " libnccl.so.2 ",
 		"/nowhere/lib/python3*/site-packages/nvidia/nccl/lib/libnccl.so.2"} {
 		require.Contains(t, all, want)
 	}
+
 	f.GOOS = "windows"
 	require.Empty(t, places(f))
 	t.Setenv(Variable, t.TempDir())
@@ -252,7 +263,7 @@ func TestMissingLibrary(t *testing.T) {
 	require.Error(t, err)
 }
 
-// TestRealLibrary: where NCCL is installed it loads and makes an id, which takes no GPU.
+// TestRealLibrary loads NCCL, if it is installed, and creates an identifier, which needs no GPU.
 func TestRealLibrary(t *testing.T) {
 	a, err := load()
 	if err != nil {

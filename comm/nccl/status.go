@@ -26,17 +26,19 @@ type redOp int32
 
 var redOps = map[comm.Op]redOp{comm.Sum: 0, comm.Max: 2, comm.Min: 3}
 
-// check turns a result into an error.
+// check converts a result to an error, which wraps comm.ErrPeer if another rank is to blame.
 func (a *api) check(call string, handle uintptr, r result) error {
 	if r == success || r == inProgress {
 		return nil
 	}
+
 	err := fmt.Errorf("nccl: %s: %s", call, a.ErrorString(r))
 	if handle != 0 {
 		if last := a.LastError(handle); last != "" {
 			err = fmt.Errorf("%w: %s", err, last)
 		}
 	}
+
 	if r == remoteError {
 		err = fmt.Errorf("%w: %w", comm.ErrPeer, err)
 	}

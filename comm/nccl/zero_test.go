@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// TestZeroGroup wants a group that nobody has made to say who makes it.
+// TestZeroGroup checks that the errors of a zero group name the constructor.
 func TestZeroGroup(t *testing.T) {
 	var g Group
 	second := func(_ any, err error) error { return err }
@@ -18,6 +18,7 @@ func TestZeroGroup(t *testing.T) {
 		g.Deregister(1), g.Batch(func(comm.Collectives) error { return nil })} {
 		require.ErrorIs(t, err, comm.ErrZero)
 	}
+
 	require.Zero(t, g.Rank()+g.Size())
 	require.NoError(t, g.Err())
 	g.Abort(comm.ErrZero)

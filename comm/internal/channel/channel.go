@@ -38,8 +38,8 @@ import (
 	"time"
 )
 
-// MinSecret is the number of characters from which on a random secret cannot be guessed: 128 bits in
-// base64. Whoever takes secrets from outside refuses shorter ones.
+// MinSecret is the minimum number of characters of a random secret that cannot be guessed: 128 bits
+// in base64. Code that accepts secrets from outside must refuse shorter ones.
 const MinSecret = 22
 
 // ErrStranger reports that the peer did not prove knowledge of the secret.
