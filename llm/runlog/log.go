@@ -1,5 +1,7 @@
-// Package runlog tells of a training run, from its events alone. [Progress] tells the person who
-// waits for it, [JSON] a file that programs and people read later, with [Read] or without.
+// Package runlog reports on a training run by means of its events.
+//
+// [Progress] shows a progress bar to the person watching the run. [JSON] writes a log that programs
+// and people can read later; [Read] reads such a log, and [Tail] follows one that is still growing.
 package runlog
 
 import (
@@ -24,50 +26,62 @@ import (
 	"github.com/kasmina-go/kasmina/llm/arch"
 )
 
-// JSON writes a line with one JSON object to the file at path, whose folders it makes, for every
-// event. Each has "time", "event", "step" and "elapsed_s", the seconds since this process started
-// the run, and by event:
+// JSON returns a callback that appends one line of JSON per event to the file at path. It creates
+// the file and its folders if necessary.
 //
-//	start   steps, params (those that training changes), all_params, seeds; machine: what it runs on, where [On] says so; lattices: where
-//	        the seeds are (name, site, places unless they are many, group), as in llm/arch.Lattice
-//	ceiling ceiling: what the device reaches at best (product_flops_per_s, copy_bytes_per_s, type)
-//	ways    choices: how each op is computed (op, shape, way, of: how many ways there were,
-//	        source: why, times), before the first step
+// Every record contains "time", "event", "step" and "elapsed_s", the seconds since this process
+// started the run. The remaining fields depend on the event:
+//
+//	start       steps or budget; params (trainable), all_params, seeds; machine: facts about the
+//	            computer, see [On]; lattices: the locations of the seeds (name, site, places,
+//	            group), see llm/arch
+//	ceiling     ceiling: the measured peak of the device (product_flops_per_s, copy_bytes_per_s,
+//	            type)
+//	ways        choices: the implementation chosen for each op (op, shape, way, of: the number of
+//	            candidates, source: the reason, times), before the first step
 //	complete
-//	epoch   epoch, layer, states: of each seed of a Kasmina layer, once an epoch and before the
-//	        step's line, when somebody has steered seeds, and at the end of a run in which more has
-//	        happened since; see below
-//	step    train_loss (nats per token), learning_rate, grad_norm, tokens_per_s and flops_per_s
-//	        (means since elapsed_s began)
-//	eval    val_loss (nats per token), val_bpb (bits per byte)
-//	corrupt error: what is wrong with the seeds of a layer, as llm.Scrub has found
-//	saved   path
-//	sample  text
-//	note    text: what somebody has asked of the run
-//	reshaped text: how the model's blocks have become others; params, all_params, lattices
-//	profile ops (op, tasks, ns a step, bytes, flops, ways)
+//	epoch       epoch, layer, states: the state of each seed, see below
+//	step        train_loss (nats per token), learning_rate, grad_norm, tokens_per_s and flops_per_s
+//	            (averages over elapsed_s), share (completed fraction of a run with a budget)
+//	eval        val_loss (nats per token), val_bpb (bits per byte)
+//	corrupt     error: the damage that llm.Scrub found in the seeds of a layer
+//	saved       path
+//	sample      text
+//	note        text: a request made of the run
+//	reshaped    text: how the model has changed; params, all_params, seeds, lattices; error if it
+//	            could not change
+//	profile     ops (op, tasks, ns per step, bytes, flops, ways)
 //	interrupted
-//	failed  error
-//	end     train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
+//	failed      error
+//	end         train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
 //
-// In an "epoch" line epoch is how many epochs of the lattices have ended. layer is the place of a
-// layer in llm.Config.Kasmina, from 0, and each of the states has:
+// An "epoch" record is written for each Kasmina layer at the end of an epoch, after a person has
+// steered seeds, and before the end of a run if there is news. It precedes the "step" record of the
+// same step, and a layer with many seeds is split over several records. "epoch" counts the
+// completed epochs, and "layer" is an index into llm.Config.Kasmina. Each state contains:
 //
-//	seed    its number in the layer, from 0
-//	stage   such as "Grafting"
-//	alpha   with which the output blends, from 0 to 1
-//	health  of the activations that the seed looks after, when they were last measured: variance,
-//	        mean, min and max in their own unit (variance in its square), dead_ratio (share from 0 to
-//	        1 that is all but 0), snr (|mean| by standard deviation); null before the first time
-//	events  if there were any since the last such line or the start: kind (a state.EventKind), epoch
-//	        (as above), from and to (stages, which differ in a transition), value (of a kind that has
-//	        one, else 0), reason (the first words)
+//	seed        index in the layer, starting at 0
+//	stage       for example "Grafting"
+//	alpha       blending weight of the seed's output, 0 to 1
+//	health      statistics of the activations at the seed when last measured: variance, mean, min,
+//	            max, dead_ratio (fraction of values close to 0), snr (|mean| divided by the
+//	            standard deviation); null before the first measurement
+//	drift       relative change of mean and variance over the last epoch, if any
+//	grad_norm   norm of the gradient at the seed, if measured
+//	non_finite  number of NaN and Inf encountered, if any
+//	kind, slot, size, epochs_in_stage, can_advance
+//	            the blueprint, unless the seed is dormant
+//	trial       result of comparing the model with and without the seed, if they were compared:
+//	            delta (decrease of the held-out loss), improvement (delta relative to the loss),
+//	            stability (fraction of the batches that agree)
+//	events      events since the previous record: kind (a state.EventKind), epoch, from and to
+//	            (stages), value, reason (first line)
 //
-// These numbers have four digits. A layer of many seeds takes several lines.
+// The numbers of a state are rounded to four digits. NaN and infinities are written as null.
 //
-// A number that is NaN or infinite is null. An existing file is continued. After a resumption its
-// lines may reach beyond the step of the "start" line, and what follows that line replaces them. A
-// line that a killed process left half written is ended, and readers should pass over it.
+// A resumed run appends to its log. The log may then contain records beyond the step of the last
+// "start" record; the records after "start" replace them. If a process was killed while writing,
+// its last line may be incomplete. JSON terminates that line, and readers skip it.
 func JSON(path string, opts ...Option) llm.Callback {
 	var file *os.File
 	var c config
@@ -76,7 +90,8 @@ func JSON(path string, opts ...Option) llm.Callback {
 			opt(&c)
 		}
 	}
-	failed := false // in this run, whose end need not be told of it again
+
+	failed := false // a failed write ends the run, and RunEnd must not report it a second time
 	return func(e llm.Event) (err error) {
 		if failed = failed && e.Kind != llm.RunStart; failed {
 			return nil
@@ -87,15 +102,17 @@ func JSON(path string, opts ...Option) llm.Callback {
 				err = fmt.Errorf("runlog: JSON: %w", err)
 			}
 		}()
+
 		if file == nil {
 			if file, err = openLog(path); err != nil {
 				return err
 			}
 		}
-		lines, err := linesOf(e, c)
+		lines, err := encode(e, c)
 		if err != nil {
 			return err
 		}
+
 		// One write call: a killed process leaves at most its last line incomplete.
 		_, err = file.Write(lines)
 		if e.Kind == llm.RunEnd || err != nil {
@@ -106,14 +123,14 @@ func JSON(path string, opts ...Option) llm.Callback {
 	}
 }
 
-// An Option changes what JSON writes.
+// An Option configures [JSON].
 type Option func(*config)
 
 type config struct{ machine map[string]string }
 
-// On has the start line tell, as "machine", what the run is computed on. It tells the version of
-// Go, the system, the processor's cores, and the given facts, such as device and precision. Pages
-// of a run show them beside its settings.
+// On adds a description of the computer to the "start" record, under the key "machine". It consists
+// of the Go version, the operating system, the number of cores, and the given facts, such as the
+// device and the precision. The board lists it among the settings of the run.
 func On(facts map[string]string) Option {
 	return func(c *config) {
 		c.machine = map[string]string{"go": runtime.Version(),
@@ -123,16 +140,21 @@ func On(facts map[string]string) Option {
 	}
 }
 
-// linesOf returns what the log has of an event.
-func linesOf(e llm.Event, c config) (lines []byte, err error) {
-	records := []Record{newRecord(e)}
-	if e.Kind == llm.RunStart {
-		records[0].Machine = c.machine
-	}
+// Records returns the records that [JSON] writes for an event, in order. An EpochEnd without
+// reports has none.
+func Records(e llm.Event) []Record {
 	if e.Kind == llm.EpochEnd {
-		records = epochRecords(e)
+		return epochRecords(e)
 	}
-	for _, r := range records {
+	return []Record{newRecord(e)}
+}
+
+// encode returns the lines of an event.
+func encode(e llm.Event, c config) (lines []byte, err error) {
+	for _, r := range Records(e) {
+		if e.Kind == llm.RunStart {
+			r.Machine = c.machine
+		}
 		line, err := json.Marshal(r)
 		if err != nil {
 			return nil, err
@@ -142,10 +164,11 @@ func linesOf(e llm.Event, c config) (lines []byte, err error) {
 	return lines, nil
 }
 
-// openLog opens the file to append to, and ends its last line if that has no end.
+// openLog opens the file for appending. It terminates the last line if a killed process left it
+// incomplete.
 func openLog(path string) (*os.File, error) {
 	if path == "" {
-		return nil, errors.New(`the path is "", want that of a file`)
+		return nil, errors.New(`the path is empty: pass the name of the log file`)
 	}
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return nil, err
@@ -154,6 +177,7 @@ func openLog(path string) (*os.File, error) {
 	if err != nil || size == 0 {
 		return f, err
 	}
+
 	last := make([]byte, 1)
 	if _, err = f.ReadAt(last, size-1); err == nil && last[0] != '\n' {
 		_, err = f.Write([]byte{'\n'})
@@ -164,7 +188,7 @@ func openLog(path string) (*os.File, error) {
 	return f, nil
 }
 
-// A Record is a line of the log; JSON says which fields it has by event.
+// A Record is a line of the log. See [JSON] for the fields of each event.
 type Record struct {
 	Time           time.Time        `json:"time"`
 	Event          string           `json:"event"`
@@ -172,6 +196,7 @@ type Record struct {
 	ElapsedSeconds float64          `json:"elapsed_s"`
 	Steps          *int             `json:"steps,omitempty"`
 	Budget         string           `json:"budget,omitempty"`
+	Share          *jsonfloat.Float `json:"share,omitempty"`
 	Params         *int             `json:"params,omitempty"`
 	AllParams      *int             `json:"all_params,omitempty"`
 	Seeds          *int             `json:"seeds,omitempty"`
@@ -190,8 +215,8 @@ type Record struct {
 	Layer          *int             `json:"layer,omitempty"`
 	States         []SeedRecord     `json:"states,omitempty"`
 	Error          string           `json:"error,omitempty"`
-	// Machine is what the run is computed on: see [On].
-	Machine  map[string]string `json:"machine,omitempty"`
+
+	Machine  map[string]string `json:"machine,omitempty"` // see [On]
 	Lattices []arch.Lattice    `json:"lattices,omitempty"`
 	Ceiling  *llm.Ceiling      `json:"ceiling,omitempty"`
 }
@@ -202,6 +227,7 @@ func newRecord(e llm.Event) Record {
 	valLoss, valBPB := jsonfloat.Float(e.ValLoss), jsonfloat.Float(e.ValBPB)
 	learningRate, gradNorm := jsonfloat.Float(e.LearningRate), jsonfloat.Float(e.GradNorm)
 	tokensPerS := jsonfloat.Float(float64(e.RunTokens) / e.Elapsed.Seconds())
+
 	switch e.Kind {
 	case llm.RunStart:
 		r.Event, r.Params, r.Seeds, r.Budget = "start", &e.Params, &e.Seeds, e.Budget.String()
@@ -216,6 +242,10 @@ func newRecord(e llm.Event) Record {
 		r.Event, r.TrainLoss, r.LearningRate, r.GradNorm = "step", &loss, &learningRate, &gradNorm
 		flopsPerS := jsonfloat.Float(e.RunFLOPs / e.Elapsed.Seconds())
 		r.TokensPerS, r.FLOPsPerS = &tokensPerS, &flopsPerS
+		if e.Budget != (llm.Budget{}) {
+			share := jsonfloat.Float(e.Share)
+			r.Share = &share
+		}
 	case llm.EvalEnd:
 		r.Event, r.ValLoss, r.ValBPB = "eval", &valLoss, &valBPB
 	case llm.Saved:
@@ -231,7 +261,8 @@ func newRecord(e llm.Event) Record {
 	case llm.EpochEnd:
 		r.Event = "epoch"
 	case llm.Reshaped:
-		r.Event, r.Text, r.Params, r.AllParams = "reshaped", e.Text, &e.Params, &e.AllParams
+		r.Event, r.Text = "reshaped", e.Text
+		r.Params, r.AllParams, r.Seeds = &e.Params, &e.AllParams, &e.Seeds
 		r.Lattices = lattices(e.Lattices)
 	case llm.Measured:
 		r.Event, r.Ceiling = "ceiling", &e.Ceiling
@@ -245,30 +276,31 @@ func newRecord(e llm.Event) Record {
 		r.Event, r.TrainLoss, r.TokensPerS = "end", &loss, &tokensPerS
 		r.ValLoss, r.ValBPB = &valLoss, &valBPB
 	}
+
 	if e.Err != nil {
 		r.Error = e.Err.Error()
 	}
 	return r
 }
 
-// Limits of a line that is read as a record. Those of steps have some hundred bytes, those of
-// epochs some hundred for each of lineSeeds seeds. Values take more memory than the shortest text
-// of them, so that it takes two limits to bound it.
+// Limits of a record. A "step" record takes a few hundred bytes, and an "epoch" record a few hundred
+// for each of at most lineSeeds seeds. Decoding can take much more memory than the text does, so
+// the number of values is limited too.
 const (
 	maxRecord = 1 << 20 // bytes
 	maxValues = 1 << 14
-	maxLine   = 1 << 28 // of a line that is no record: a file without ends of lines is no log
+	maxLine   = 1 << 28 // bytes of any line: a file without line ends is not a log
 )
 
-// Read calls f with each record of the log at path, in order. Lines that are no records are passed
-// over, and a file that does not exist has none. A file without ends of lines is an error.
+// Read calls f for each record of the log at path, in order. It skips lines that are not records.
+// A file that does not exist has no records; a file without line ends is an error.
 func Read(path string, f func(Record)) error {
 	_, err := ReadFrom(path, 0, f)
 	return err
 }
 
-// ReadFrom is Read from a byte of the file on. It returns the byte behind the last line that has an
-// end: from there on a log that is still being written is read later.
+// ReadFrom is like [Read] but starts at a byte offset. It returns the offset after the last
+// complete line, where a later call can continue.
 func ReadFrom(path string, from int64, f func(Record)) (end int64, err error) {
 	file, _, err := regular.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -278,34 +310,38 @@ func ReadFrom(path string, from int64, f func(Record)) (end int64, err error) {
 		return from, fmt.Errorf("runlog: Read: %w", err)
 	}
 	defer file.Close()
+
 	if end, err = readFrom(file, from, f); err != nil {
 		return end, fmt.Errorf("runlog: Read: %w", err)
 	}
 	return end, nil
 }
 
-// readFrom calls f with the records of an open log from a byte on, and returns where the last line
-// that has an end is over.
+// readFrom calls f for the records of an open log, starting at a byte offset, and returns the
+// offset after the last complete line.
 func readFrom(file *os.File, from int64, f func(Record)) (end int64, err error) {
 	if _, err := file.Seek(from, io.SeekStart); err != nil {
 		return from, err
 	}
+
 	end = from
 	lines := bufio.NewReaderSize(file, maxRecord)
 	for {
 		line, err := lines.ReadSlice('\n')
 		whole := int64(len(line))
-		if errors.Is(err, bufio.ErrBufferFull) { // no record has so long a line
+		if errors.Is(err, bufio.ErrBufferFull) { // too long for a record
 			var more int64
 			more, err = skipLine(lines)
 			line, whole = nil, whole+more
 		}
+
 		var r Record
 		if bytes.Count(line, []byte{','}) < maxValues && json.Unmarshal(line, &r) == nil {
 			f(r)
 		}
+
 		if err == io.EOF {
-			if json.Valid(line) { // a last line without an end
+			if json.Valid(line) { // complete except for the line end
 				end += whole
 			}
 			return end, nil
@@ -317,7 +353,7 @@ func readFrom(file *os.File, from int64, f func(Record)) (end int64, err error) 
 	}
 }
 
-// skipLine reads on to the end of a line, and returns how far that was.
+// skipLine reads the rest of a line and returns its length.
 func skipLine(lines *bufio.Reader) (n int64, err error) {
 	for {
 		line, err := lines.ReadSlice('\n')
@@ -325,7 +361,7 @@ func skipLine(lines *bufio.Reader) (n int64, err error) {
 			return n, err
 		}
 		if n > maxLine {
-			return n, fmt.Errorf("it is no log: a line has more than %d bytes", maxLine)
+			return n, fmt.Errorf("not a log: a line has more than %d bytes", maxLine)
 		}
 	}
 }

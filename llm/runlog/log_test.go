@@ -60,8 +60,8 @@ func TestJSON(t *testing.T) {
 	}
 }
 
-// A process that is killed while it writes leaves part of a line; the next one's first line must
-// not be lost to it.
+// If a process is killed while writing, the incomplete line must not swallow the first line of the
+// next process.
 func TestJSONContinues(t *testing.T) {
 	whole := filepath.Join(t.TempDir(), "log.jsonl")
 	eventtest.Send(t, JSON(whole), eventtest.Run(0, 3)...)
@@ -98,7 +98,7 @@ func TestJSONReportsWhereItFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	err := JSON("")(llm.Event{Kind: llm.RunStart})
-	if err == nil || err.Error() != `runlog: JSON: the path is "", want that of a file` {
+	if err == nil || err.Error() != `runlog: JSON: the path is empty: pass the name of the log file` {
 		t.Errorf("no path: got %v", err)
 	}
 	err = JSON(filepath.Join(file, "log.jsonl"))(llm.Event{Kind: llm.RunStart})
@@ -108,8 +108,8 @@ func TestJSONReportsWhereItFails(t *testing.T) {
 	}
 }
 
-// TestLongLines wants lines that are too long for records to be passed over without being kept,
-// also at the end of a log.
+// TestLongLines checks that Read skips lines that are too long for a record without holding them in
+// memory, including at the end of the log.
 func TestLongLines(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log.jsonl")
 	long := `{"event":"step","step":1,"text":"` + strings.Repeat("x", 9*maxRecord) + `"}`
@@ -126,7 +126,7 @@ func TestLongLines(t *testing.T) {
 	}
 }
 
-// FuzzRead gives Read any bytes, which cost no more than a line.
+// FuzzRead checks that Read accepts any bytes and needs no more memory than a record does.
 func FuzzRead(f *testing.F) {
 	f.Add([]byte(`{"event":"start","step":0}` + "\n" + `{"step":1,"train_loss":2}` + "\n"))
 	f.Add([]byte("null\n[]\n3\n{}\n{"))
@@ -139,33 +139,34 @@ func FuzzRead(f *testing.F) {
 	})
 }
 
-// TestWhatIsNoLog gives Read what has no end, or never begins.
-func TestWhatIsNoLog(t *testing.T) {
+// TestReadRejects checks that Read returns an error for paths that are not files, and for a file
+// that consists of one endless line.
+func TestReadRejects(t *testing.T) {
 	for _, path := range texttest.NoFiles(t) {
 		require.ErrorContains(t, Read(path, func(Record) {}), path)
 	}
 	hole := texttest.Hole(t, nil)
 	bounded.Run(t, 0, func() {
-		require.ErrorContains(t, Read(hole, func(Record) {}), "it is no log")
+		require.ErrorContains(t, Read(hole, func(Record) {}), "not a log")
 	})
 }
 
-// TestOn wants the start line, and it alone, to tell what a run is computed on.
+// TestOn checks that the start record, and no other, describes the computer.
 func TestOn(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log.jsonl")
 	eventtest.Send(t, JSON(path, On(map[string]string{"device": "a card", "cores": "3"})),
 		eventtest.Run(0, 2)...)
-	told := 0
+	described := 0
 	if err := Read(path, func(r Record) {
 		if r.Machine == nil {
 			return
 		}
-		told++
+		described++
 		if r.Event != "start" || r.Machine["device"] != "a card" || r.Machine["cores"] != "3" ||
 			r.Machine["go"] == "" {
 			t.Errorf("%s: %v", r.Event, r.Machine)
 		}
-	}); err != nil || told != 1 {
-		t.Errorf("%d lines tell of the machine, %v", told, err)
+	}); err != nil || described != 1 {
+		t.Errorf("%d records describe the machine, %v", described, err)
 	}
 }

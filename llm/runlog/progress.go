@@ -16,14 +16,14 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Progress shows a run to the person who waits for it: a bar and the samples.
+// Progress returns a callback that shows a progress bar, the samples, and notable events.
 //
-// The bar has the step, the training loss and the last held-out loss (both in nats per token), the
-// time left, tokens per second, and the seeds that grow, by their stages. What the line has no room
-// for is left out, from the end of this list.
+// The bar contains the step, the training loss and the latest held-out loss (both in nats per
+// token), the remaining time, the speed, and the number of growing seeds by stage. If the line is
+// too short for all of them, the last ones are omitted.
 //
-// On a terminal the bar is redrawn in place, at most ten times a second. In any other writer, such as
-// a file, it is a line at each evaluation and otherwise every ten seconds.
+// On a terminal the bar is redrawn in place, at most ten times per second. Any other writer, such
+// as a file, gets a line after each evaluation and otherwise every ten seconds.
 func Progress(w io.Writer) llm.Callback {
 	p := &progress{w: w, terminal: isTerminal(w), columns: columnsOf(w)}
 	return func(e llm.Event) error {
@@ -45,17 +45,17 @@ type progress struct {
 	w        io.Writer
 	terminal bool
 	columns  func() int    // width of the terminal; nil if it is unknown
-	start    int           // step at which this process began
-	since    llm.Event     // of the present pace: the start, or the last growth
-	step     int           // step of the bar that was last drawn
-	drawn    time.Duration // Elapsed of the same
-	seeds    string        // by stage, while some grow
-	width    int           // characters of the bar that stands on the terminal's current line
-	err      error         // first failure to write
+	start    int           // first step of this process
+	since    llm.Event     // start of the current pace: the start of the run, or the last growth
+	step     int           // step of the last bar
+	drawn    time.Duration // Elapsed of the last bar
+	seeds    string        // growing seeds by stage, "" if there are none
+	width    int           // characters of the bar on the terminal's current line
+	err      error         // first write error
 }
 
 func isTerminal(w io.Writer) bool {
-	f, ok := w.(interface{ Stat() (os.FileInfo, error) }) // an *os.File, or what writes to one
+	f, ok := w.(interface{ Stat() (os.FileInfo, error) }) // an *os.File or a wrapper of one
 	if !ok {
 		return false
 	}
@@ -63,7 +63,7 @@ func isTerminal(w io.Writer) bool {
 	return err == nil && info.Mode()&os.ModeCharDevice != 0
 }
 
-// columnsOf returns a function that tells the width of the terminal that w writes to, or nil.
+// columnsOf returns a function that returns the width of the terminal to which w writes, or nil.
 func columnsOf(w io.Writer) func() int {
 	f, ok := w.(interface{ Fd() uintptr })
 	if !ok || !term.IsTerminal(int(f.Fd())) {
@@ -137,7 +137,7 @@ func (p *progress) event(e llm.Event) {
 	}
 }
 
-// draw shows the bar.
+// draw writes the bar.
 func (p *progress) draw(e llm.Event) {
 	p.step, p.drawn = e.Step, e.Elapsed
 	if p.terminal {
@@ -147,7 +147,7 @@ func (p *progress) draw(e llm.Event) {
 	}
 }
 
-// line prints lines above the bar, which the next draw puts below them.
+// line writes lines in place of the bar. The next draw writes the bar below them.
 func (p *progress) line(s string) {
 	if p.terminal && p.width > 0 {
 		p.write("\r" + p.padded("") + "\r")
@@ -156,8 +156,9 @@ func (p *progress) line(s string) {
 	p.write(s + "\n")
 }
 
-// padded fills s with spaces up to the width of the bar that it replaces, which works on terminals
-// without escape codes. It adds none beyond the width of the terminal, which may have shrunk.
+// padded appends spaces to s so that it covers the bar on the current line. Unlike an escape code
+// this works on every terminal. It adds none beyond the width of the terminal, which may have
+// shrunk.
 func (p *progress) padded(s string) string {
 	n := utf8.RuneCountInString(s)
 	s += strings.Repeat(" ", max(0, min(p.width, p.room())-n))
@@ -165,8 +166,8 @@ func (p *progress) padded(s string) string {
 	return s
 }
 
-// room returns how many characters the bar may have. Terminals wrap a line that fills their width, and
-// a bar of two lines cannot be redrawn in place.
+// room returns the maximum length of the bar. Terminals wrap a line that fills their width, and a bar
+// of two lines cannot be redrawn in place.
 func (p *progress) room() int {
 	if p.columns != nil {
 		if n := p.columns(); n > 0 {
@@ -184,8 +185,9 @@ func (p *progress) write(s string) {
 
 // bar returns a line such as "[====> ] 120/400  loss 2.3450  val 2.4012  0:42 left  12.3k tok/s".
 //
-// The time left and the rate are means since the start or the last growth, which changes the pace of
-// steps. So the time left allows for evaluations still to come.
+// Remaining time and speed are based on the average since the start of the run or the last growth,
+// which changes the duration of a step. The average includes evaluations, so the remaining time
+// allows for those still to come.
 func (p *progress) bar(e llm.Event) string {
 	parts := []string{fmt.Sprintf("%d/%d", e.Step, e.Steps)}
 	if e.Budget != (llm.Budget{}) {
@@ -232,8 +234,8 @@ func drawBar(figures string, room int, share float64) string {
 	return "[" + bar + "] " + figures
 }
 
-// parameters describes how many parameters training changes. Of a frozen model it also returns the
-// number of all parameters, and the share of them that is trained.
+// parameters describes the number of trainable parameters. For a frozen model it adds the total number
+// of parameters and the trainable fraction.
 func parameters(e llm.Event) string {
 	switch {
 	case e.Params == 0 && e.AllParams > 0:
@@ -245,7 +247,7 @@ func parameters(e llm.Event) string {
 	return thousands(e.Params) + " parameters"
 }
 
-// stageMarks are the letters of stages in the bar, in the order of a life.
+// stageMarks abbreviates the stages in the bar, in the order in which a seed passes through them.
 var stageMarks = []struct {
 	stage state.Stage
 	mark  string
@@ -253,8 +255,7 @@ var stageMarks = []struct {
 	{state.Stabilization, "stab"},
 	{state.Evaluating, "eval"}, {state.FineTuning, "tune"}, {state.Fossilized, "fossil"}}
 
-// growing counts the seeds that have a blueprint by stage, such as "2 train 1 graft"; "" if none
-// has.
+// growing counts the seeds with a blueprint by stage, as in "2 train 1 graft".
 func growing(reports []state.Report) string {
 	counts := map[state.Stage]int{}
 	for _, r := range reports {
@@ -271,7 +272,7 @@ func growing(reports []state.Report) string {
 	return strings.Join(parts, " ")
 }
 
-// shareOf is the share of a run that is done.
+// shareOf returns the completed fraction of a run.
 func shareOf(e llm.Event) float64 {
 	if e.Budget != (llm.Budget{}) {
 		return e.Share
@@ -279,7 +280,7 @@ func shareOf(e llm.Event) float64 {
 	return float64(e.Step) / float64(max(e.Steps, 1))
 }
 
-// reshaped says how a model has grown, or why it has not.
+// reshaped describes how the model has grown, or why it could not.
 func reshaped(e llm.Event) string {
 	if e.Err != nil {
 		return fmt.Sprintf("growth    %s: %v", e.Text, e.Err)
@@ -287,7 +288,7 @@ func reshaped(e llm.Event) string {
 	return "growth    " + e.Text
 }
 
-// rate returns a number with three digits or four, such as 950, 12.3k or 1.20M.
+// rate formats a number with three or four digits, as in 950, 12.3k or 1.20M.
 func rate(x float64) string {
 	switch {
 	case x < 1e3:
@@ -299,7 +300,7 @@ func rate(x float64) string {
 	}
 }
 
-// clock returns a duration as m:ss or h:mm:ss.
+// clock formats a duration as m:ss or h:mm:ss.
 func clock(d time.Duration) string {
 	s := int64(max(d, 0).Round(time.Second) / time.Second)
 	if s < 3600 {
@@ -308,7 +309,7 @@ func clock(d time.Duration) string {
 	return fmt.Sprintf("%d:%02d:%02d", s/3600, s/60%60, s%60)
 }
 
-// thousands returns n with a comma between each group of three digits.
+// thousands formats n with commas between groups of three digits.
 func thousands(n int) string {
 	s := fmt.Sprint(n)
 	for i := len(s) - 3; i > 0; i -= 3 {
@@ -317,8 +318,8 @@ func thousands(n int) string {
 	return s
 }
 
-// printable replaces what a terminal might obey rather than show: a model that knows little can
-// write any bytes.
+// printable replaces control characters, which a terminal would obey: an untrained model can
+// generate any bytes.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r == '\n' || r == '\t' || unicode.IsPrint(r) {

@@ -31,8 +31,8 @@ func TestProgressInAFile(t *testing.T) {
 	}
 }
 
-// On a terminal lines overwrite each other: what is seen in the end is what a terminal of that kind
-// makes of the output.
+// Lines on a terminal overwrite each other, so the test interprets carriage returns as a terminal
+// does and compares the resulting screen.
 func TestProgressOnATerminal(t *testing.T) {
 	var out strings.Builder
 	p := &progress{w: &out, terminal: true}
@@ -120,8 +120,8 @@ func TestProgressFitsALine(t *testing.T) {
 	}
 }
 
-// TestProgressOnANarrowTerminal checks that no redraw of the bar is as wide as the terminal, also after
-// the terminal has shrunk, and that the losses are the last figures to go.
+// TestProgressOnANarrowTerminal checks that the bar is always narrower than the terminal, even after the
+// terminal has shrunk, and that the losses are the last figures to be omitted.
 func TestProgressOnANarrowTerminal(t *testing.T) {
 	var out strings.Builder
 	columns := 70
@@ -143,7 +143,7 @@ func TestProgressOnANarrowTerminal(t *testing.T) {
 	require.Contains(t, out.String(), "10/10  loss 0.5000  val 1.0000")
 }
 
-// TestProgressOfAFrozenModel checks that trainable parameters are told apart from all.
+// TestProgressOfAFrozenModel checks that trainable parameters are distinguished from the total.
 func TestProgressOfAFrozenModel(t *testing.T) {
 	var out strings.Builder
 	eventtest.Send(t, Progress(&out),
@@ -157,8 +157,8 @@ training 24,552 of 151,140 parameters (16%) from step 3 to step 9
 `, out.String())
 }
 
-// TestProgressFollowsGrowth wants pace and time left to be those of the model as it is: ten steps of
-// a second each, then a model whose steps take three.
+// TestProgressFollowsGrowth checks that speed and remaining time are measured from the last growth:
+// ten steps take a second each, and after the growth a step takes three seconds.
 func TestProgressFollowsGrowth(t *testing.T) {
 	p := &progress{w: io.Discard}
 	e := llm.Event{Kind: llm.RunStart, Steps: 20}
@@ -202,7 +202,8 @@ func TestIsTerminal(t *testing.T) {
 	if isTerminal(f) || isTerminal(&strings.Builder{}) {
 		t.Error("a file passes for a terminal")
 	}
-	// a device of characters, as a terminal is
+
+	// The null device is a character device, like a terminal.
 	device, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
 	if err != nil {
 		t.Fatal(err)
@@ -228,8 +229,8 @@ func TestNumbersForPeople(t *testing.T) {
 	}
 }
 
-// TestProgressSeeds wants seeds that grow by their stages, where the line has room for all of them,
-// and nothing while none does.
+// TestProgressSeeds checks that the bar counts the growing seeds by stage. It omits the counts if no
+// seed is growing or the line has no room for every stage.
 func TestProgressSeeds(t *testing.T) {
 	var out strings.Builder
 	report := func(stages ...state.Stage) llm.Event {

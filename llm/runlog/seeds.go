@@ -11,16 +11,25 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A SeedRecord is a seed in an "epoch" line; [JSON] says what the fields mean.
+// A SeedRecord describes a seed in an "epoch" record. See [JSON] for the meaning of the fields.
 type SeedRecord struct {
-	Seed   int             `json:"seed"`
-	Stage  string          `json:"stage"`
-	Alpha  jsonfloat.Float `json:"alpha"`
-	Health *HealthRecord   `json:"health"`
-	Events []EventRecord   `json:"events,omitempty"`
+	Seed       int             `json:"seed"`
+	Stage      string          `json:"stage"`
+	Alpha      jsonfloat.Float `json:"alpha"`
+	Health     *HealthRecord   `json:"health"`
+	Drift      jsonfloat.Float `json:"drift,omitempty"`
+	GradNorm   jsonfloat.Float `json:"grad_norm,omitempty"`
+	NonFinite  int             `json:"non_finite,omitempty"`
+	Kind       string          `json:"kind,omitempty"`
+	Slot       int             `json:"slot,omitempty"`
+	Size       int             `json:"size,omitempty"`
+	Epochs     int             `json:"epochs_in_stage,omitempty"`
+	CanAdvance bool            `json:"can_advance,omitempty"`
+	Trial      *TrialRecord    `json:"trial,omitempty"`
+	Events     []EventRecord   `json:"events,omitempty"`
 }
 
-// A HealthRecord is a [state.Health] in an "epoch" line. A number that was NaN or infinite is NaN.
+// A HealthRecord is a [state.Health] in an "epoch" record. Infinities are read back as NaN.
 type HealthRecord struct {
 	Variance  jsonfloat.Float `json:"variance"`
 	Mean      jsonfloat.Float `json:"mean"`
@@ -30,7 +39,14 @@ type HealthRecord struct {
 	SNR       jsonfloat.Float `json:"snr"`
 }
 
-// An EventRecord is a [state.Event] of a seed in an "epoch" line.
+// A TrialRecord is the result of comparing the model with and without a seed.
+type TrialRecord struct {
+	Delta       jsonfloat.Float `json:"delta"`
+	Improvement jsonfloat.Float `json:"improvement"`
+	Stability   jsonfloat.Float `json:"stability"`
+}
+
+// An EventRecord is a [state.Event] of a seed in an "epoch" record.
 type EventRecord struct {
 	Kind   string          `json:"kind"`
 	Epoch  int             `json:"epoch"`
@@ -40,10 +56,10 @@ type EventRecord struct {
 	Reason string          `json:"reason,omitempty"`
 }
 
-// lineSeeds is how many seeds a line has at most, so that it stays far below what Read takes.
+// lineSeeds limits the seeds per record, so that a record stays well below the limits of Read.
 const lineSeeds = 256
 
-// epochRecords are the lines of an EpochEnd: one for each layer, or for each lineSeeds of its
+// epochRecords returns the records of an EpochEnd event: for each layer, one record per lineSeeds
 // seeds.
 func epochRecords(e llm.Event) []Record {
 	type address struct{ layer, seed int }
@@ -52,15 +68,16 @@ func epochRecords(e llm.Event) []Record {
 		at := address{x.Layer, x.Seed}
 		events[at] = append(events[at], eventRecord(x))
 	}
+
 	var records []Record
 	for layer, report := range e.Reports {
 		for seeds := range slices.Chunk(report.Seeds, lineSeeds) {
 			r := newRecord(e)
 			r.Epoch, r.Layer = &report.Epoch, &layer
-			for _, s := range seeds {
-				r.States = append(r.States, SeedRecord{Seed: s.Seed, Stage: s.Stage.String(),
-					Alpha: figure(s.Alpha), Health: healthRecord(s.Health),
-					Events: events[address{layer, s.Seed}]})
+			for i := range seeds {
+				s := seedRecord(&seeds[i])
+				s.Events = events[address{layer, s.Seed}]
+				r.States = append(r.States, s)
 			}
 			records = append(records, r)
 		}
@@ -68,10 +85,29 @@ func epochRecords(e llm.Event) []Record {
 	return records
 }
 
-// maxPlaces is how many places of seeds a line has at most.
+// seedRecord returns the record of a seed without its events. A dormant seed has no blueprint, so
+// the fields that describe one stay empty.
+func seedRecord(s *state.SeedReport) SeedRecord {
+	r := SeedRecord{Seed: s.Seed, Stage: s.Stage.String(), Alpha: figure(s.Alpha),
+		Health: healthRecord(s.Health), Drift: figure(s.Drift), GradNorm: figure(s.Gradient.Norm),
+		NonFinite: s.NonFiniteX + s.NonFiniteG}
+	if s.Stage == state.Dormant {
+		return r
+	}
+
+	r.Kind, r.Slot, r.Size = s.Kind.String(), s.Slot, s.Size
+	r.Epochs, r.CanAdvance = s.EpochsInStage, s.CanAdvance
+	if s.Delta != 0 || s.Improvement != 0 || s.Stability != 0 {
+		r.Trial = &TrialRecord{figure(s.Delta), figure(s.Improvement), figure(s.Stability)}
+	}
+	return r
+}
+
+// maxPlaces limits the seed locations that a record lists.
 const maxPlaces = 4096
 
-// lattices are those that a line has: without places where there are many.
+// lattices returns the lattices for a record. Once maxPlaces locations have been listed, the
+// remaining lattices are recorded without theirs.
 func lattices(all []arch.Lattice) []arch.Lattice {
 	all, left := slices.Clone(all), maxPlaces
 	for i := range all {
@@ -82,7 +118,7 @@ func lattices(all []arch.Lattice) []arch.Lattice {
 	return all
 }
 
-// healthRecord returns nil if nothing has been measured.
+// healthRecord returns the record of h, or nil if nothing has been measured.
 func healthRecord(h state.Health) *HealthRecord {
 	if h == (state.Health{}) {
 		return nil
@@ -91,19 +127,23 @@ func healthRecord(h state.Health) *HealthRecord {
 		Max: figure(h.Max), DeadRatio: figure(h.DeadRatio), SNR: figure(h.SNR)}
 }
 
-// maxReason bounds what an event says of its reason, which may be a user's whole stack.
+// maxReason limits the bytes of an event's reason, which may be a whole stack trace.
 const maxReason = 200
 
 func eventRecord(e state.Event) EventRecord {
 	reason, _, _ := strings.Cut(e.Reason, "\n")
+	if len(reason) > maxReason {
+		reason = strings.ToValidUTF8(reason[:maxReason], "")
+	}
 	return EventRecord{Kind: e.Kind.String(), Epoch: e.Epoch, From: e.From.String(),
-		To: e.To.String(), Value: figure(e.Value), Reason: reason[:min(len(reason), maxReason)]}
+		To: e.To.String(), Value: figure(e.Value), Reason: reason}
 }
 
-// figure rounds x to four digits: the most that is known of most figures, and a third of a line.
+// figure rounds x to four significant digits, which is as precise as most measurements are and
+// keeps records short.
 func figure(x float64) jsonfloat.Float {
 	rounded, err := strconv.ParseFloat(strconv.FormatFloat(x, 'g', 4, 64), 64)
-	if err != nil { // what is rounded is too large for a float64
+	if err != nil { // rounding up exceeded the largest float64
 		return jsonfloat.Float(x)
 	}
 	return jsonfloat.Float(rounded)

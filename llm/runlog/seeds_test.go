@@ -19,15 +19,15 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// records are those of a log.
+// records returns the records of a log.
 func records(t *testing.T, path string) (all []Record) {
 	t.Helper()
 	require.NoError(t, Read(path, func(r Record) { all = append(all, r) }))
 	return all
 }
 
-// TestEpochLines wants each seed of each layer once, with what it does, its health and its events.
-// Read takes the lines, however many seeds there are.
+// TestEpochLines checks that epoch records contain every seed of every layer once, with its stage,
+// health, trial and events, and that Read accepts the records however many seeds there are.
 func TestEpochLines(t *testing.T) {
 	const many = 3*lineSeeds + 1
 	epoch := eventtest.Run(4, 5)[1]
@@ -37,6 +37,8 @@ func TestEpochLines(t *testing.T) {
 	for _, r := range epoch.Reports {
 		for i := range r.Seeds {
 			r.Seeds[i] = state.SeedReport{Seed: i, Stage: state.Grafting, Alpha: 1. / 3,
+				Kind: blueprints.LoRA, Slot: 3, EpochsInStage: 2, Delta: -1. / 3, Stability: 0.75,
+				Drift: 0.125, Gradient: state.Gradient{Norm: 2}, NonFiniteG: 1, CanAdvance: true,
 				Health: state.Health{Variance: 1234567, Mean: -0.5, Min: math.Inf(-1),
 					Max: math.MaxFloat64, DeadRatio: 0.25, SNR: math.NaN()}}
 		}
@@ -56,6 +58,7 @@ func TestEpochLines(t *testing.T) {
 		require.Less(t, len(line), maxRecord/4)
 		require.True(t, len(line) == 0 || json.Valid(line), "%s", line)
 	}
+
 	var found [2][]SeedRecord
 	for _, r := range records(t, path) {
 		require.Equal(t, "epoch", r.Event)
@@ -73,6 +76,12 @@ func TestEpochLines(t *testing.T) {
 		require.EqualValues(t, 0.25, s.Health.DeadRatio)
 		require.EqualValues(t, math.MaxFloat64, s.Health.Max)
 		require.True(t, math.IsNaN(float64(s.Health.Min)) && math.IsNaN(float64(s.Health.SNR)))
+		require.Equal(t, "LoRA", s.Kind)
+		require.Equal(t, []int{3, 2, 1}, []int{s.Slot, s.Epochs, s.NonFinite})
+		require.Equal(t, &TrialRecord{Delta: -0.3333, Stability: 0.75}, s.Trial)
+		require.EqualValues(t, 0.125, s.Drift)
+		require.EqualValues(t, 2, s.GradNorm)
+		require.True(t, s.CanAdvance)
 		require.Equal(t, i == many-1, s.Events != nil)
 	}
 	require.Equal(t, []EventRecord{{Kind: "RampFinished", Epoch: 7, From: "Dormant", To: "Dormant",
@@ -85,7 +94,7 @@ func TestEpochLines(t *testing.T) {
 	}}, found[1][1])
 }
 
-// TestOlderLogs wants the lines of logs from before there were epochs in them to be read as ever.
+// TestOlderLogs checks that Read accepts logs from before there were epoch records.
 func TestOlderLogs(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log.jsonl")
 	require.NoError(t, os.WriteFile(path, []byte(
@@ -101,7 +110,7 @@ func TestOlderLogs(t *testing.T) {
 	require.Nil(t, all[1].States)
 }
 
-// TestManyValues wants a line whose values take many times its bytes to be passed over.
+// TestManyValues checks that Read skips lines that would need many times their size in memory.
 func TestManyValues(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log.jsonl")
 	for _, field := range []string{"states", "ops", "choices"} {
@@ -118,8 +127,8 @@ func TestManyValues(t *testing.T) {
 	}
 }
 
-// TestPlaces wants the log to tell where seeds are, unless they are many, what was asked of the run,
-// and what its device reaches.
+// TestPlaces checks that the log contains requests, the peak of the device, and the locations of
+// the seeds unless there are too many.
 func TestPlaces(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log.jsonl")
 	all := eventtest.Run(0, 2)
@@ -130,9 +139,10 @@ func TestPlaces(t *testing.T) {
 	ceiling.Kind, ceiling.Ceiling = llm.Measured, llm.Ceiling{Product: 1e12, Type: "bfloat16"}
 	eventtest.Send(t, JSON(path), append(all[:len(all)-1:len(all)-1], note, ceiling,
 		all[len(all)-1])...)
-	var told []string
+
+	var events []string
 	require.NoError(t, Read(path, func(r Record) {
-		told = append(told, r.Event)
+		events = append(events, r.Event)
 		switch r.Event {
 		case "start":
 			require.Equal(t, []arch.Lattice{few, {Name: "many"}}, r.Lattices)
@@ -142,7 +152,24 @@ func TestPlaces(t *testing.T) {
 			require.Equal(t, llm.Ceiling{Product: 1e12, Type: "bfloat16"}, *r.Ceiling)
 		}
 	}))
-	require.Contains(t, told, "note")
-	require.Contains(t, told, "ceiling")
-	require.Len(t, all[0].Lattices[1].Places, maxPlaces, "the event's own are as they were")
+	require.Contains(t, events, "note")
+	require.Contains(t, events, "ceiling")
+	require.Len(t, all[0].Lattices[1].Places, maxPlaces, "the event itself was modified")
+}
+
+// TestReshaped checks that the record of a growth contains the new numbers of parameters and seeds,
+// and that step records of a run with a budget contain the completed fraction.
+func TestReshaped(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "log.jsonl")
+	e := eventtest.Run(0, 2)[1]
+	e.Budget, e.Share = llm.Budget{Time: 60e9}, 0.25
+	grown := e
+	grown.Kind, grown.Text, grown.Params, grown.Seeds = llm.Reshaped, "3 blocks become 6", 99, 12
+	eventtest.Send(t, JSON(path), e, grown)
+
+	all := records(t, path)
+	require.Len(t, all, 2)
+	require.EqualValues(t, 0.25, *all[0].Share)
+	require.Equal(t, []int{99, 12}, []int{*all[1].Params, *all[1].Seeds})
+	require.Equal(t, "3 blocks become 6", all[1].Text)
 }

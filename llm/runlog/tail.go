@@ -12,30 +12,31 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// A Tail reads a log that may still be written, a piece at a time. It notices when another log has
-// taken the place of the one that it has read. Make one with [NewTail].
+// A Tail follows a log that is still being written. It detects when the log has been replaced by
+// another one. Create a Tail with [NewTail].
 type Tail struct {
 	path string
-	end  int64 // of what has been read
+	end  int64 // offset of the next unread byte
 
-	// What the log was when it was last read. It is the same log if it is still the same file and
-	// still has its first and its last bytes in place.
-	info        fs.FileInfo // nil before the log has been read
+	// The file as it was last read. It still holds the same log if it is the same file and its
+	// first and last bytes have not changed.
+	info        fs.FileInfo // nil before the first read
 	first, last []byte
 }
 
-// NewTail returns a Tail that has read nothing of the log at path.
+// NewTail returns a Tail at the start of the log at path.
 func NewTail(path string) *Tail { return &Tail{path: path} }
 
-// markSize is how many bytes a Tail compares at either end. A line with a time in it is shorter.
+// markSize is the number of bytes that a Tail compares at either end of the log. It exceeds the
+// length of a "step" record, which contains the time.
 const markSize = 1 << 12
 
-// Read calls f with the records that have been added to the log since the last Read, in order, and
-// returns when the log was last changed.
+// Read calls f for each record that was added to the log since the previous Read, in order. It
+// returns the time at which the log was last modified.
 //
-// If the log is not the one of the last Read, because it has been deleted, truncated or overwritten
-// since, Read calls restart first, and then f with all of its records. A log that does not exist is
-// an error. What was read before then stays valid until there is another log.
+// If the log has been deleted, truncated or overwritten since the previous Read, Read first calls
+// restart and then calls f for all records of the new log. A missing log is an error, after which
+// Read may be called again: nothing is lost unless another log has taken its place.
 func (t *Tail) Read(restart func(), f func(Record)) (changed time.Time, err error) {
 	file, _, err := regular.Open(t.path)
 	if err != nil {
@@ -63,6 +64,7 @@ func (t *Tail) Read(restart func(), f func(Record)) (changed time.Time, err erro
 
 	end, err := readFrom(file, t.end, f)
 	t.end, t.info = end, info
+
 	var unmarked error
 	if t.first, t.last, unmarked = marks(file, end); err == nil {
 		err = unmarked
@@ -73,7 +75,7 @@ func (t *Tail) Read(restart func(), f func(Record)) (changed time.Time, err erro
 	return info.ModTime(), nil
 }
 
-// continues reports whether a file is the log that was last read, with or without more lines.
+// continues reports whether the file holds the log of the previous Read, possibly with more lines.
 func (t *Tail) continues(file *os.File, info fs.FileInfo) (bool, error) {
 	if !os.SameFile(t.info, info) || info.Size() < t.end {
 		return false, nil
@@ -88,7 +90,7 @@ func (t *Tail) continues(file *os.File, info fs.FileInfo) (bool, error) {
 	return bytes.Equal(first, t.first) && bytes.Equal(last, t.last), err
 }
 
-// marks returns the first and the last bytes of a file up to a position.
+// marks returns the first and the last markSize bytes of the file up to an offset.
 func marks(file *os.File, end int64) (first, last []byte, err error) {
 	n := min(end, markSize)
 	first, last = make([]byte, n), make([]byte, n)

@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/runlog"
 )
 
-// lines returns a log of steps, with losses that differ from log to log.
+// lines returns a log of the given steps, all with the same loss.
 func lines(from, to int, loss string) string {
 	var b strings.Builder
 	for step := from; step <= to; step++ {
@@ -23,14 +23,14 @@ func lines(from, to int, loss string) string {
 	return b.String()
 }
 
-// TestTail checks that a log which grows is read on, and that another log in its place is read from
-// its start, however it came there.
+// TestTail checks that a Tail continues with the new records of a growing log, and starts over when
+// another log has taken its place, however that happened.
 func TestTail(t *testing.T) {
 	long := lines(1, 400, "2.5") // several times what a Tail compares
 	for name, c := range map[string]struct {
-		change  func(t *testing.T, path string) // of a log of long and its first bytes
+		change  func(t *testing.T, path string) // modifies the log
 		restart bool
-		want    string // what is read after it
+		want    string // records read after the change
 	}{
 		"nothing": {func(*testing.T, string) {}, false, ""},
 		"appended": {func(t *testing.T, path string) {
@@ -55,11 +55,11 @@ func TestTail(t *testing.T) {
 		"overwritten by a longer one": {func(t *testing.T, path string) {
 			require.NoError(t, os.WriteFile(path, []byte(lines(1, 500, "7.5")), 0o666))
 		}, true, lines(1, 500, "7.5")},
-		"overwritten by one that begins alike": {func(t *testing.T, path string) {
+		"overwritten by one with the same start": {func(t *testing.T, path string) {
 			require.NoError(t, os.WriteFile(path,
 				[]byte(lines(1, 300, "2.5")+lines(301, 500, "7.5")), 0o666))
 		}, true, lines(1, 300, "2.5") + lines(301, 500, "7.5")},
-		"deleted and written anew": {func(t *testing.T, path string) {
+		"deleted and written again": {func(t *testing.T, path string) {
 			require.NoError(t, os.Remove(path))
 			require.NoError(t, os.WriteFile(path, []byte(lines(1, 500, "7.5")), 0o666))
 		}, true, lines(1, 500, "7.5")},
@@ -85,8 +85,8 @@ func TestTail(t *testing.T) {
 	}
 }
 
-// TestTailMissing checks that a log which is missing for a while is an error, and that it is read on
-// when it is there again.
+// TestTailMissing checks that a missing log is an error, and that the Tail continues once the log is
+// back.
 func TestTailMissing(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log.jsonl")
 	require.NoError(t, os.WriteFile(path, []byte(lines(1, 3, "2.5")), 0o666))
@@ -100,7 +100,7 @@ func TestTailMissing(t *testing.T) {
 	require.Equal(t, lines(4, 4, "2.5"), readTail(t, tail, nil))
 }
 
-// readTail returns the lines of what is new. A restart is an error unless it is counted.
+// readTail returns the new records as lines. A restart fails the test if restarts is nil.
 func readTail(t *testing.T, tail *runlog.Tail, restarts *int) string {
 	t.Helper()
 	var b strings.Builder
