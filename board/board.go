@@ -21,6 +21,7 @@ package board
 //go:generate go run ./internal/vendored
 
 import (
+	"cmp"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -82,6 +83,13 @@ type Option func(*config)
 type config struct {
 	hosts   []string
 	control bool
+	name    string
+}
+
+// WithFolder names the run of [Attach] after its folder, as a board of logs and a report do. Without
+// this option the run is called "run".
+func WithFolder(folder string) Option {
+	return func(c *config) { c.name = runName(folder) }
 }
 
 // WithHosts lets browsers reach the board under the given names too, without port. Addresses,
@@ -116,7 +124,7 @@ func Attach(t *llm.Trainer, opts ...Option) (*Board, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := b.Watch(t, "run"); err != nil {
+	if err := b.Watch(t, cmp.Or(b.config.name, "run")); err != nil {
 		return nil, errors.Join(err, b.Close())
 	}
 	return b, nil

@@ -263,3 +263,34 @@ func TestSteering(t *testing.T) {
 	require.ErrorContains(t, <-done, "a person asked on the board")
 	require.Empty(t, w.complaints(), "the browser's console")
 }
+
+// TestFinishedRun checks that the page of a run that has ended offers nothing that could only be
+// refused, whether the page was open when the run ended or is opened later.
+func TestFinishedRun(t *testing.T) {
+	w := browser(t)
+	tr := newTrainer(t, 200, 4)
+	_, url := listen(t, tr, board.WithControl())
+	paced(tr, 10*time.Millisecond)
+	done := make(chan error, 1)
+	go func() { done <- tr.Run(context.Background()) }()
+	w.do(chromedp.Navigate(url))
+	w.see("#stop", "#legend li")
+	eval[bool](w, "Lattice.select({layer: 0, seed: 3}); true")
+	w.see("#germinate")
+	w.do(chromedp.Click(chromedp.CSS("#save")))
+	w.see("#confirm-yes")
+	require.NoError(t, <-done)
+
+	const offered = `['#save', '#stop', '#germinate', '#confirm-yes'].filter(s => {
+		const e = document.querySelector(s);
+		return e && e.checkVisibility();
+	}).join()`
+	require.Eventually(t, func() bool {
+		return w.text("#state") == "ended" && eval[string](w, offered) == ""
+	}, patience, 50*time.Millisecond)
+	w.do(chromedp.Reload(), chromedp.Sleep(time.Second))
+	require.Eventually(t, func() bool { return w.text("#state") == "ended" }, patience,
+		50*time.Millisecond)
+	require.Empty(t, eval[string](w, offered))
+	require.Empty(t, w.complaints(), "the browser's console")
+}

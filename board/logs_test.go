@@ -128,7 +128,7 @@ func TestReplacedLog(t *testing.T) {
 	require.NotContains(t, eval[string](w, "Board.csv()"), "2.25")
 	require.Eventually(t, func() bool {
 		text := w.text("#events")
-		return strings.Contains(text, "step 11, epoch 0: loss 7") && !strings.Contains(text, "loss 2.25")
+		return strings.Contains(text, "step 11, epoch 0loss 7") && !strings.Contains(text, "loss 2.25")
 	}, patience, 50*time.Millisecond, "the page says %s", w.text("#events"))
 
 	// A resumption takes back what is beyond it, evaluations included.

@@ -111,7 +111,15 @@ func (b *Board) routes() http.Handler {
 		answer(w, run.Series())
 	})
 	get("/lattice", lattice)
-	get("/events", events)
+	get("/events", func(w http.ResponseWriter, r *http.Request, run *store.Run) {
+		answerFrom(w, r, run.Events)
+	})
+	get("/groups", func(w http.ResponseWriter, r *http.Request, run *store.Run) {
+		answerFrom(w, r, run.Groups)
+	})
+	get("/history", func(w http.ResponseWriter, _ *http.Request, run *store.Run) {
+		answer(w, run.History())
+	})
 	get("/reports", func(w http.ResponseWriter, _ *http.Request, run *store.Run) {
 		answer(w, run.Reports())
 	})
@@ -131,16 +139,17 @@ func lattice(w http.ResponseWriter, _ *http.Request, run *store.Run) {
 	w.Write(text)
 }
 
-// maxAnswered bounds the events of one answer.
+// maxAnswered limits the events of one answer.
 const maxAnswered = 10_000
 
-func events(w http.ResponseWriter, r *http.Request, run *store.Run) {
+// answerFrom answers with the part of a list that starts with the number in the query.
+func answerFrom[T any](w http.ResponseWriter, r *http.Request, list func(from, n int) []T) {
 	from, err := number(r.FormValue("from"))
 	if err != nil {
 		refuse(w, http.StatusBadRequest, "from: "+err.Error())
 		return
 	}
-	answer(w, run.Events(from, maxAnswered))
+	answer(w, list(from, maxAnswered))
 }
 
 func (b *Board) seed(w http.ResponseWriter, r *http.Request, run *store.Run) {

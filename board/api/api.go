@@ -1,36 +1,38 @@
-// Package api has the JSON of a board, under /api/v1, and its client. With it a program in another
-// process watches a run and grows its model.
+// Package api defines the JSON interface of a board, under /api/v1, and a client for it. With the
+// client, a program in another process can watch a run and grow its model.
 //
 //	GET  /api/v1/runs                          []Run
 //	GET  /api/v1/runs/{run}                    Run
 //	GET  /api/v1/runs/{run}/series             Series
-//	GET  /api/v1/runs/{run}/lattice            Lattice: what the picture needs, of every seed
-//	GET  /api/v1/runs/{run}/events             []Event, the oldest first
+//	GET  /api/v1/runs/{run}/lattice            Lattice: a picture of all seeds
+//	GET  /api/v1/runs/{run}/history            History: the stages of the seeds over the epochs
+//	GET  /api/v1/runs/{run}/events             []Event, the oldest first; ?from=NUMBER
+//	GET  /api/v1/runs/{run}/groups             []Group, the oldest first; ?from=NUMBER
 //	GET  /api/v1/runs/{run}/seeds/{layer}/{n}  Seed
-//	GET  /api/v1/runs/{run}/reports            []Report: of every layer, for controllers
-//	GET  /api/v1/cards                         []Card: the GPUs of the board's computer
-//	GET  /api/v1/stream                        server-sent events: run, series, lattice, events,
-//	                                           samples, cards, as they change; board, which names
-//	                                           the board; again, before everything of a run follows
-//	                                           once more, since the run has been resumed or replaced
+//	GET  /api/v1/runs/{run}/reports            []Report: every layer, for controllers
+//	GET  /api/v1/cards                         []Card: the GPUs of the computer
+//	GET  /api/v1/stream                        server-sent events, see below
 //
-// A board that lets a run be steered (board.WithControl) has these too. Each POST is an order. It
-// needs the token in the header Authorization, as Bearer TOKEN, and JSON of the type that the table
-// names.
+// The stream sends an event whenever something changes: run, series, lattice, groups, samples and
+// cards. A group that has grown is sent again, with the same number. An event "board" identifies the
+// board. An event "again" announces that a run has been resumed or replaced; everything the board
+// knows about the run follows.
 //
-//	GET  /api/v1/control                       Control, without a token
-//	POST /api/v1/runs/{run}/commands           Commands: together, after the present step
-//	POST /api/v1/runs/{run}/telemetry          Telemetry, after the present step
-//	POST /api/v1/runs/{run}/save               Request: a checkpoint after the present step
-//	POST /api/v1/runs/{run}/stop               Request: the run ends after its present step
-//	GET  /api/v1/runs/{run}/orders/{id}        Order, without a token
+// A board that permits steering (board.WithControl) also has the following paths. A POST requires
+// the header "Authorization: Bearer TOKEN" and a JSON body of the type shown.
 //
-// The answer to an order is an Order. Its status is 200 once the run has granted the order, and 409
-// if the run has refused it. After twenty seconds without either the status is 202: the order is
-// pending, and will still be granted or refused. The path in the header Location then says what has
-// come of it.
+//	GET  /api/v1/control                       Control, no token required
+//	POST /api/v1/runs/{run}/commands           Commands: all or none take effect after the step
+//	POST /api/v1/runs/{run}/telemetry          Telemetry: takes effect after the step
+//	POST /api/v1/runs/{run}/save               Request: saves a checkpoint after the step
+//	POST /api/v1/runs/{run}/stop               Request: ends the run after the step
+//	GET  /api/v1/runs/{run}/orders/{id}        Order, no token required
 //
-// A number that is NaN or infinite is null. What fails is answered with a status from 400 on and
+// The answer to a POST is an Order. Its status is 200 if the run has carried out the order, and 409
+// if the run has refused it. If neither happens within twenty seconds, the status is 202: the order
+// is pending, and the path in the header Location returns its result later.
+//
+// Numbers that are NaN or infinite are null. Errors have a status of 400 or more and the body
 // {"error": "..."}.
 package api
 
@@ -41,47 +43,59 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Float is a number that is null in JSON where it is NaN or infinite.
+// Float is a number that is encoded as null if it is NaN or infinite.
 type Float = jsonfloat.Float
 
-// Run is where a run stands.
+// Run is the status of a run.
 //
-// A run whose log has not changed for two minutes is silent, if the log does not say that the run
-// has ended. Its program is busy, or was killed. Once the log changes, the run is running again.
+// A run is silent if its log has not changed for two minutes although the run has not ended: its
+// program is busy, or it was killed. When the log changes, the run is running again.
 type Run struct {
-	ID       string    `json:"id"`
-	Name     string    `json:"name"`
-	State    string    `json:"state"` // waiting, running, silent, ended, stopped or failed
-	Error    string    `json:"error,omitempty"`
-	Started  time.Time `json:"started,omitzero"`
-	Step     int       `json:"step"`
-	Steps    int       `json:"steps,omitempty"` // 0 for a run that a budget alone ends
-	Budget   string    `json:"budget,omitempty"`
-	Share    Float     `json:"share"` // done, 0 to 1
-	Elapsed  Float     `json:"elapsed_s"`
-	Left     Float     `json:"left_s"`
-	Loss     Float     `json:"loss"` // nats per token
-	Rate     Float     `json:"learning_rate"`
-	GradNorm Float     `json:"grad_norm"`
-	Speed    Float     `json:"tokens_per_s"` // of the last seconds
-	Tokens   int64     `json:"tokens"`       // since this process started the run
-	FLOPs    Float     `json:"flops_per_s"`  // likewise, as arch.Config.FLOPs counts them
-	// what the devices reach at best, 0 before it is measured, and the run's share of it
-	Ceiling      Float             `json:"ceiling_flops_per_s"`
-	CeilingShare Float             `json:"ceiling_share"`
-	ValLoss      Float             `json:"val_loss"`
-	ValBPB       Float             `json:"val_bpb"`
-	Params       int               `json:"params"`
-	Seeds        int               `json:"seeds"`
-	Epoch        int               `json:"epoch"`            // of the lattices
-	Stages       map[string]int    `json:"stages,omitempty"` // seeds by stage
-	Saved        string            `json:"saved,omitempty"`  // the last checkpoint's file
-	SavedAt      int               `json:"saved_step,omitempty"`
-	Dropped      int64             `json:"dropped,omitempty"` // events that the board had no room for
-	Settings     map[string]string `json:"settings,omitempty"`
+	ID      string    `json:"id"`
+	Name    string    `json:"name"`
+	State   string    `json:"state"` // waiting, running, silent, ended, stopped or failed
+	Error   string    `json:"error,omitempty"`
+	Started time.Time `json:"started,omitzero"`
+
+	Step    int    `json:"step"`
+	Steps   int    `json:"steps,omitempty"` // 0 if only a budget ends the run
+	Budget  string `json:"budget,omitempty"`
+	Share   Float  `json:"share"`     // completed fraction, 0 to 1
+	Elapsed Float  `json:"elapsed_s"` // including earlier processes of a resumed run
+	Left    Float  `json:"left_s"`
+
+	// Losses are in nats per token.
+	Loss     Float `json:"loss"`
+	ValLoss  Float `json:"val_loss"`
+	ValBPB   Float `json:"val_bpb"` // bits per byte
+	BestLoss Float `json:"best_val_loss"`
+	BestStep int   `json:"best_val_step,omitempty"`
+	Rate     Float `json:"learning_rate"`
+	GradNorm Float `json:"grad_norm"`
+
+	Speed     Float `json:"tokens_per_s"`      // over the last seconds
+	MeanSpeed Float `json:"mean_tokens_per_s"` // since this process started the run
+	Tokens    int64 `json:"tokens"`            // since this process started the run
+	FLOPs     Float `json:"flops_per_s"`       // over the last seconds, see arch.Config.FLOPs
+
+	// The measured peak of the devices, 0 if unknown, and the fraction of it that the run reaches.
+	Ceiling      Float `json:"ceiling_flops_per_s"`
+	CeilingShare Float `json:"ceiling_share"`
+
+	Params   int `json:"params"`
+	ParamsAt int `json:"params_step,omitempty"` // step at which a growth last changed Params
+
+	Seeds   int            `json:"seeds"`
+	Epoch   int            `json:"epoch"`            // of the lattices
+	Stages  map[string]int `json:"stages,omitempty"` // number of seeds by stage
+	Saved   string         `json:"saved,omitempty"`  // file of the last checkpoint
+	SavedAt int            `json:"saved_step,omitempty"`
+	Dropped int64          `json:"dropped,omitempty"` // events lost because the queue was full
+
+	Settings map[string]string `json:"settings,omitempty"`
 }
 
-// Card is a GPU of the computer whose program trains. What it does not tell is 0.
+// Card is a GPU of the computer that trains. Values that the GPU does not report are 0.
 type Card struct {
 	Index      int    `json:"index"`
 	Name       string `json:"name"`
@@ -90,11 +104,13 @@ type Card struct {
 	PowerLimit Float  `json:"power_limit_w"`
 	Used       uint64 `json:"memory_used_bytes"`
 	Total      uint64 `json:"memory_total_bytes"`
-	Busy       Float  `json:"busy"` // share of the time in which some kernel ran, 0 to 1
+	Busy       Float  `json:"busy"` // fraction of the time during which a kernel ran, 0 to 1
 }
 
-// Series are the curves of a run, a column each: of its steps, and of its evaluations. Long runs
-// are thinned: each point is then Stride steps, with their mean loss.
+// Series contains the curves of a run, one column each. The first six columns have a value per
+// point, and the last four a value per evaluation.
+//
+// A point of a long run stands for Stride steps and has their mean loss.
 type Series struct {
 	Stride       int     `json:"stride"`
 	Step         []Float `json:"step"`
@@ -109,7 +125,7 @@ type Series struct {
 	ValBPB       []Float `json:"val_bpb"`
 }
 
-// Lattice is the picture of all seeds: a byte a seed in each array, in base64.
+// Lattice is a picture of all seeds.
 type Lattice struct {
 	Version int     `json:"version"`
 	Epoch   int     `json:"epoch"`
@@ -117,82 +133,119 @@ type Lattice struct {
 	Layers  []Layer `json:"layers"`
 }
 
-// Layer is one lattice.
+// Layer is the picture of one lattice. Its arrays contain one byte per seed, in base64.
 type Layer struct {
-	Name  string `json:"name"`
-	Site  string `json:"site"`  // where in the model its blueprints grow: a blueprints.Site
-	Slots int    `json:"slots"` // of a chunk's layer: rows of its weights, 0 included; else 0
-	// seeds that belong together, such as those of a block, if any: pictures keep them in a row
-	Group  int    `json:"group,omitempty"`
-	Stage  []byte `json:"stage"`  // state.Stage
-	Alpha  []byte `json:"alpha"`  // 255 for 1
-	Health []byte `json:"health"` // 255: all features live; 0: all dead, or NaN and Inf were met
-	Kind   []byte `json:"kind"`   // blueprints.Kind
+	Name   string `json:"name"`
+	Site   string `json:"site"`            // a blueprints.Site
+	Slots  int    `json:"slots"`           // rows of the weights of a chunk's layer, otherwise 0
+	Group  int    `json:"group,omitempty"` // seeds that a picture keeps in a row, such as a block's
+	Stage  []byte `json:"stage"`           // state.Stage
+	Alpha  []byte `json:"alpha"`           // 255 for 1
+	Health []byte `json:"health"`          // 255: all features live; 0: all dead, or NaN or Inf
+	Kind   []byte `json:"kind"`            // blueprints.Kind
 }
 
-// Event is something that happened to a seed.
+// History contains the stages of seeds over the epochs. If there are many seeds, it contains only
+// every nth.
+type History struct {
+	Epochs int `json:"epochs"`
+	Every  int `json:"every"` // a row stands for this number of seeds
+
+	// A row lists the changes of a seed, which starts as Dormant: the epoch and the state.Stage of
+	// each change alternate.
+	Rows [][]int `json:"rows"`
+}
+
+// Event is an event of a seed, or of the run as a whole.
 type Event struct {
-	Number int `json:"number"` // from 0
-	Step   int `json:"step"`   // of the report that told of it
-	Epoch  int `json:"epoch"`
-	Layer  int `json:"layer"` // −1, as Seed, for what concerns no seed
-	Seed   int `json:"seed"`
-	// where the seed is, if layer and seed do not say it, such as "block 3, q"
-	Place string `json:"place,omitempty"`
-	// of a state.EventKind; Refused for a command that was, and Noted for what concerns no seed:
-	// To says why, or what
+	Number int    `json:"number"` // starting at 0
+	Step   int    `json:"step"`
+	Epoch  int    `json:"epoch"`
+	Layer  int    `json:"layer"`           // −1 for the run as a whole
+	Seed   int    `json:"seed"`            // −1 for the run as a whole
+	Place  string `json:"place,omitempty"` // such as "block 3, q", if layer and seed do not suffice
+
+	// A state.EventKind, or Refused for a refused command, Grown for a growth of the model, and
+	// Noted for anything else. In these three cases To contains the text.
 	Kind   string `json:"kind"`
 	From   string `json:"from"`
 	To     string `json:"to"`
 	Value  Float  `json:"value,omitempty"`
-	Reason string `json:"reason,omitempty"` // why, if whoever did it has said so
+	Reason string `json:"reason,omitempty"`
 }
 
-// Sample is text drawn from the model.
+// Group summarizes the events of one step that differ only in their seed.
+type Group struct {
+	Number int       `json:"number"` // starting at 0
+	Step   int       `json:"step"`
+	Time   Float     `json:"time"` // seconds
+	Epoch  int       `json:"epoch"`
+	Kind   string    `json:"kind"` // From, To, Value and Reason too are those of an Event
+	From   string    `json:"from"`
+	To     string    `json:"to"`
+	Value  Float     `json:"value,omitempty"`
+	Reason string    `json:"reason,omitempty"`
+	Count  int       `json:"count"` // number of events
+	Seeds  []SeedRef `json:"seeds"` // the first few seeds
+}
+
+// SeedRef identifies a seed.
+type SeedRef struct {
+	Layer int    `json:"layer"`
+	Seed  int    `json:"seed"`
+	Place string `json:"place,omitempty"`
+}
+
+// Sample is text generated by the model.
 type Sample struct {
 	Step int    `json:"step"`
 	Text string `json:"text"`
 }
 
-// Seed is what is known of one seed, and what has happened to it.
+// Seed is the state of a seed and its latest events. See state.SeedReport for the fields.
 type Seed struct {
-	Layer       int      `json:"layer"`
-	Seed        int      `json:"seed"`
-	Site        string   `json:"site"`
-	Place       string   `json:"place,omitempty"` // as that of an Event
-	Stage       string   `json:"stage"`
-	Epochs      int      `json:"epochs_in_stage"`
-	Kind        string   `json:"kind,omitempty"`
-	Slot        int      `json:"slot,omitempty"`
-	Size        int      `json:"size,omitempty"`
-	Alpha       Float    `json:"alpha"`
-	Performance Float    `json:"performance"`
-	Stability   Float    `json:"stability"`
-	Delta       Float    `json:"delta"`
-	Improvement Float    `json:"improvement"`
-	CanAdvance  bool     `json:"can_advance"`
-	WaitsFor    string   `json:"waits_for,omitempty"` // what keeps it from the next stage
-	RampOver    bool     `json:"ramp_finished"`
-	LastUpdate  int      `json:"last_update"`
-	CanCull     bool     `json:"can_cull"`
-	CanRecycle  bool     `json:"can_recycle"`
-	Next        []string `json:"next,omitempty"` // stages that the table of transitions allows
-	Drift       Float    `json:"drift"`
-	Variance    Float    `json:"variance"`
-	Mean        Float    `json:"mean"`
-	Min         Float    `json:"min"`
-	Max         Float    `json:"max"`
-	DeadRatio   Float    `json:"dead_ratio"`
-	SNR         Float    `json:"snr"`
-	GradNorm    Float    `json:"grad_norm"`
-	GradVar     Float    `json:"grad_variance"`
-	GradMax     Float    `json:"grad_max"`
-	NonFinite   int      `json:"non_finite"`
-	Clips       int      `json:"clips"`
-	Events      []Event  `json:"events,omitempty"`
+	Layer       int    `json:"layer"`
+	Seed        int    `json:"seed"`
+	Site        string `json:"site"`
+	Place       string `json:"place,omitempty"`
+	Stage       string `json:"stage"`
+	Epochs      int    `json:"epochs_in_stage"`
+	Kind        string `json:"kind,omitempty"`
+	Slot        int    `json:"slot,omitempty"`
+	Size        int    `json:"size,omitempty"`
+	Alpha       Float  `json:"alpha"`
+	Performance Float  `json:"performance"`
+
+	// Whether the model has been compared with and without the seed. If not, the results of the
+	// comparison are 0.
+	Compared    bool  `json:"compared"`
+	Stability   Float `json:"stability"`
+	Delta       Float `json:"delta"`
+	Improvement Float `json:"improvement"`
+
+	CanAdvance bool     `json:"can_advance"`
+	WaitsFor   string   `json:"waits_for,omitempty"` // condition for the next stage that is not met
+	RampOver   bool     `json:"ramp_finished"`
+	LastUpdate int      `json:"last_update"`
+	CanCull    bool     `json:"can_cull"`
+	CanRecycle bool     `json:"can_recycle"`
+	Next       []string `json:"next,omitempty"` // stages that may follow
+	Drift      Float    `json:"drift"`
+	Variance   Float    `json:"variance"`
+	Mean       Float    `json:"mean"`
+	Min        Float    `json:"min"`
+	Max        Float    `json:"max"`
+	DeadRatio  Float    `json:"dead_ratio"`
+	SNR        Float    `json:"snr"`
+	GradNorm   Float    `json:"grad_norm"`
+	GradVar    Float    `json:"grad_variance"`
+	GradMax    Float    `json:"grad_max"`
+	NonFinite  int      `json:"non_finite"`
+	Clips      int      `json:"clips"`
+	Events     []Event  `json:"events,omitempty"`
 }
 
-// Report is what a controller decides by: state.Report as JSON.
+// Report is a state.Report, the input of a controller, as JSON.
 type Report struct {
 	Epoch          int    `json:"epoch"`
 	Step           int    `json:"step"`
@@ -203,19 +256,19 @@ type Report struct {
 	Seeds          []Seed `json:"seeds"`
 }
 
-// Control says what may be asked of a board.
+// Control describes what a board permits.
 type Control struct {
 	Allowed bool                `json:"allowed"`
-	Kinds   map[string][]string `json:"kinds,omitempty"` // of blueprints, by site
+	Kinds   map[string][]string `json:"kinds,omitempty"` // names of blueprints by site
 }
 
-// Request is who asks, and why.
+// Request names the person or program that makes a request, and its reason.
 type Request struct {
 	Who string `json:"who,omitempty"`
 	Why string `json:"why,omitempty"`
 }
 
-// Commands are commands to seeds, of which all take effect or none.
+// Commands are commands to seeds. Either all of them take effect or none does.
 type Commands struct {
 	Request
 	Commands []state.Command `json:"commands"`
@@ -223,22 +276,22 @@ type Commands struct {
 
 // States of an Order.
 const (
-	Pending = "pending" // it waits for the end of the run's step, and will be done or refused
+	Pending = "pending" // waiting for the end of the step
 	Done    = "done"
 	Refused = "refused"
 )
 
-// Order is what has come of something that was asked of a run.
+// Order is the state of a request to a run.
 type Order struct {
 	ID    int    `json:"id"`
 	State string `json:"state"`           // Pending, Done or Refused
 	Done  bool   `json:"done"`            // whether State is Done
-	Error string `json:"error,omitempty"` // why the order was refused
+	Error string `json:"error,omitempty"` // reason for the refusal
 }
 
-// Telemetry is what all lattices shall measure from now on.
+// Telemetry selects what all lattices measure from now on.
 type Telemetry struct {
 	Request
 	Mode  string `json:"mode"`            // Production, Sampling, Debug or Off
-	Every int    `json:"every,omitempty"` // Sampling: passes
+	Every int    `json:"every,omitempty"` // for Sampling: measure one of this number of passes
 }

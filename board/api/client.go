@@ -16,34 +16,61 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Client asks a board. Its methods may be called from any goroutine.
+// A Client talks to a board. Its methods may be called from any goroutine.
 type Client struct {
-	URL   string       // of the page, such as http://127.0.0.1:6060/
-	Token string       // for commands; the board prints it
-	Who   string       // for the record
-	HTTP  *http.Client // nil for http.DefaultClient
+	// URL is the address that the board prints, such as http://127.0.0.1:6060/#token=SECRET.
+	URL string
+
+	// Token permits steering. If it is empty, the client uses the token in the URL.
+	Token string
+
+	Who  string       // name of this program, for the run's log
+	HTTP *http.Client // nil for http.DefaultClient
 }
 
-// maxAnswer bounds what a client reads.
+// address returns the base of the board's paths, without a slash at the end, and the token.
+func (c *Client) address() (base, token string, err error) {
+	u, err := url.Parse(strings.TrimSpace(c.URL))
+	if err != nil {
+		return "", "", err
+	}
+	if u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
+		return "", "", fmt.Errorf("the URL %q is not a board's: use the address that the board "+
+			"prints, such as http://127.0.0.1:6060/", c.URL)
+	}
+
+	token = c.Token
+	if token == "" {
+		// A fragment has the form of a query.
+		if values, err := url.ParseQuery(u.EscapedFragment()); err == nil {
+			token = values.Get("token")
+		}
+	}
+	u.Fragment, u.RawFragment, u.RawQuery = "", "", ""
+	return strings.TrimSuffix(u.String(), "/"), token, nil
+}
+
+// maxAnswer limits the size of an answer.
 const maxAnswer = 1 << 28
 
-// Runs returns where the board's runs stand.
+// Runs returns the status of all runs.
 func (c *Client) Runs(ctx context.Context) (runs []Run, err error) {
 	return runs, c.call(ctx, "GET", "runs", nil, &runs)
 }
 
-// Run returns where a run stands.
+// Run returns the status of a run.
 func (c *Client) Run(ctx context.Context, run string) (r Run, err error) {
 	return r, c.call(ctx, "GET", "runs/"+url.PathEscape(run), nil, &r)
 }
 
-// Reports returns the reports of the run's lattices, as a controller takes them. There are none
-// before the run has begun.
+// Reports returns the reports of the run's lattices, the input of a controller. There are none
+// before the run has started.
 func (c *Client) Reports(ctx context.Context, run string) ([]state.Report, error) {
 	var all []Report
 	if err := c.call(ctx, "GET", "runs/"+url.PathEscape(run)+"/reports", nil, &all); err != nil {
 		return nil, err
 	}
+
 	reports := make([]state.Report, len(all))
 	for i, r := range all {
 		var err error
@@ -54,24 +81,25 @@ func (c *Client) Reports(ctx context.Context, run string) ([]state.Report, error
 	return reports, nil
 }
 
-// Do carries out commands after the present step: all of them, or, when one is refused, none. It
-// waits for the end of the step, however long that takes, until ctx ends.
+// Do carries out commands after the current step. If one of them is refused, none takes effect. Do
+// waits for the end of the step or of ctx.
 func (c *Client) Do(ctx context.Context, run string, commands ...state.Command) error {
 	return c.order(ctx, run, "commands", Commands{Request{Who: c.Who}, commands})
 }
 
-// Measure changes the telemetry of all lattices after the present step, and waits as Do does.
+// Measure changes the telemetry of all lattices after the current step. Like [Client.Do], it waits
+// for the result.
 func (c *Client) Measure(ctx context.Context, run string, mode state.TelemetryMode,
 	every int) error {
 	return c.order(ctx, run, "telemetry", Telemetry{Request{Who: c.Who}, mode.String(), every})
 }
 
-// Save has the run save a checkpoint after its present step, and waits as Do does.
+// Save saves a checkpoint after the current step. Like [Client.Do], it waits for the result.
 func (c *Client) Save(ctx context.Context, run string) error {
 	return c.order(ctx, run, "save", Request{Who: c.Who})
 }
 
-// Stop ends the run after its present step.
+// Stop ends the run after the current step.
 func (c *Client) Stop(ctx context.Context, run, why string) error {
 	return c.order(ctx, run, "stop", Request{c.Who, why})
 }
@@ -79,7 +107,7 @@ func (c *Client) Stop(ctx context.Context, run, why string) error {
 // pollEvery is the interval at which a client queries a pending order.
 const pollEvery = 500 * time.Millisecond
 
-// order gives an order, and waits until it has been granted or refused.
+// order sends a request to the run and waits for the result.
 func (c *Client) order(ctx context.Context, run, path string, body any) error {
 	runs := "runs/" + url.PathEscape(run) + "/"
 	var o Order
@@ -105,9 +133,10 @@ func (c *Client) order(ctx context.Context, run, path string, body any) error {
 	return nil
 }
 
-// Follow lets a controller grow the run's model, from this process. Whenever an epoch has ended it
-// is asked, and each of its commands takes effect or is refused by itself. refused, if it is not
-// nil, hears of those. Follow returns nil when the run has ended.
+// Follow lets a controller in this process grow the run's model. After every epoch it passes the
+// reports to the controller and sends each of the controller's commands to the run. If the run
+// refuses a command, Follow calls refused, unless that is nil, and continues. Follow returns nil
+// when the run has ended.
 func (c *Client) Follow(ctx context.Context, run string, controller state.Controller,
 	refused func(state.Command, error)) error {
 	if controller == nil {
@@ -122,6 +151,7 @@ func (c *Client) Follow(ctx context.Context, run string, controller state.Contro
 		case "ended", "stopped", "failed":
 			return nil
 		}
+
 		if r.Epoch <= epoch {
 			select {
 			case <-ctx.Done():
@@ -130,14 +160,16 @@ func (c *Client) Follow(ctx context.Context, run string, controller state.Contro
 			}
 			continue
 		}
+
 		reports, err := c.Reports(ctx, run)
 		if err != nil {
 			return err
 		}
-		epoch = r.Epoch // of which a run without seeds has no reports
+		epoch = r.Epoch // a run without seeds has no reports
 		for _, r := range reports {
 			epoch = max(epoch, r.Epoch)
 		}
+
 		for _, command := range controller.Decide(reports) {
 			err := c.Do(ctx, run, command)
 			switch {
@@ -150,31 +182,34 @@ func (c *Client) Follow(ctx context.Context, run string, controller state.Contro
 	}
 }
 
-// ErrRefused is wrapped by the error of a command that the run could not carry out.
+// ErrRefused is wrapped by the errors of requests that the run has refused.
 var ErrRefused = errors.New("refused")
 
-// call asks, and reads the answer.
+// call sends a request and decodes the answer into to.
 func (c *Client) call(ctx context.Context, method, path string, body, to any) error {
 	fail := func(err error) error {
 		return fmt.Errorf("board/api: %s %s: %w", method, path, err)
 	}
+
+	base, token, err := c.address()
+	if err != nil {
+		return fail(err)
+	}
 	var text []byte
 	if body != nil {
-		var err error
 		if text, err = json.Marshal(body); err != nil {
 			return fail(err)
 		}
 	}
-	r, err := http.NewRequestWithContext(ctx, method,
-		strings.TrimSuffix(c.URL, "/")+"/api/v1/"+path,
-		bytes.NewReader(text))
+	r, err := http.NewRequestWithContext(ctx, method, base+"/api/v1/"+path, bytes.NewReader(text))
 	if err != nil {
 		return fail(err)
 	}
 	if body != nil {
 		r.Header.Set("Content-Type", "application/json")
-		r.Header.Set("Authorization", "Bearer "+c.Token)
+		r.Header.Set("Authorization", "Bearer "+token)
 	}
+
 	client := c.HTTP
 	if client == nil {
 		client = http.DefaultClient
@@ -184,10 +219,12 @@ func (c *Client) call(ctx context.Context, method, path string, body, to any) er
 		return fail(err)
 	}
 	defer response.Body.Close()
+
 	answer, err := io.ReadAll(io.LimitReader(response.Body, maxAnswer))
 	if err != nil {
 		return fail(err)
 	}
+
 	if response.StatusCode >= 400 {
 		var why struct{ Error string }
 		if json.Unmarshal(answer, &why) != nil || why.Error == "" {
@@ -208,7 +245,7 @@ func (c *Client) call(ctx context.Context, method, path string, body, to any) er
 	return nil
 }
 
-// state returns the report as a controller takes it.
+// state converts the report for a controller.
 func (r Report) state() (state.Report, error) {
 	s := state.Report{Epoch: r.Epoch, Step: r.Step, Hidden: r.Hidden, Slots: r.Slots,
 		SlotParameters: r.SlotParameters, Seeds: make([]state.SeedReport, len(r.Seeds))}
@@ -224,19 +261,21 @@ func (r Report) state() (state.Report, error) {
 	return s, nil
 }
 
+// state converts the seed for a controller.
 func (a Seed) state() (s state.SeedReport, err error) {
 	for s.Stage = state.Dormant; s.Stage.String() != a.Stage; s.Stage++ {
 		if s.Stage > state.RolledBack {
-			return s, fmt.Errorf("the stage %.40q is not known", a.Stage)
+			return s, fmt.Errorf("unknown stage %.40q", a.Stage)
 		}
 	}
 	if a.Kind != "" {
 		kind, ok := blueprints.ByName(a.Kind)
 		if !ok {
-			return s, fmt.Errorf("the kind %.40q is not known here", a.Kind)
+			return s, fmt.Errorf("unknown blueprint %.40q", a.Kind)
 		}
 		s.Kind = kind
 	}
+
 	s.Seed, s.Slot, s.Size, s.Alpha = a.Seed, a.Slot, a.Size, float64(a.Alpha)
 	s.EpochsInStage, s.LastUpdate = a.Epochs, a.LastUpdate
 	s.Performance, s.Stability = float64(a.Performance), float64(a.Stability)

@@ -1,5 +1,6 @@
 'use strict';
-// Steering: each order is confirmed, sent with the token of the page's address, and answered.
+// Steer lets a person control a run. Every request is confirmed, sent with the token from the page's
+// address, and answered.
 const Steer = (() => {
   const $ = id => document.getElementById(id);
   let token = '', control = {allowed: false}, order = null;
@@ -14,7 +15,7 @@ const Steer = (() => {
 
   function say(text) { $('answer').textContent = text; }
 
-  // confirm asks before anything is sent.
+  // confirm asks for confirmation before anything is sent.
   function confirm(question, path, body) {
     order = {path, body};
     $('confirm-text').textContent = question;
@@ -27,30 +28,43 @@ const Steer = (() => {
     $('confirm').close();
     const {path, body} = order, who = $('confirm-who').value.trim();
     localStorage.setItem('who', who);
-    say('sent; waiting for the end of the step');
+    say('Sent. Waiting for the end of the step …');
     try {
       const run = 'api/v1/runs/' + Board.shown() + '/';
       let answer = await fetch(run + path, {method: 'POST',
         headers: {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + token},
         body: JSON.stringify({who: who || 'a person', why: $('confirm-why').value, ...body})});
-      let told = await answer.json();
-      while (answer.ok && told.state === 'pending') { // a long step: ask what has come of the order
-        say('pending: the step takes long, and the order waits for its end');
+      let result = await answer.json();
+      while (answer.ok && result.state === 'pending') {
+        say('Pending: the step takes long, and the request waits for its end.');
         await new Promise(next => setTimeout(next, 1000));
-        answer = await fetch(run + 'orders/' + told.id);
-        told = await answer.json();
+        answer = await fetch(run + 'orders/' + result.id);
+        result = await answer.json();
       }
-      say(answer.ok && told.done ? 'done' : 'refused: ' + told.error);
-    } catch (e) { say('the board cannot be reached, so it is not known what has come of the order'); }
+      say(answer.ok && result.done ? 'Done.' : 'Refused: ' + result.error);
+    } catch (e) { say('The board cannot be reached, so the result of the request is unknown.'); }
   }
 
-  // seed offers what may become of a seed.
+  // permitted reports whether the run can be steered. A run that has ended cannot.
+  function permitted(run) { return token && control.allowed && ['waiting', 'running'].includes(run.status.state); }
+
+  // update shows or hides the controls of a run.
+  function update(run) {
+    if (permitted(run) && !$('control').children.length) panel();
+    $('control-section').hidden = !permitted(run);
+    if (!permitted(run)) {
+      $('steer').hidden = true;
+      if ($('confirm').open) $('confirm').close();
+    }
+  }
+
+  // seed offers the actions that are possible for a seed.
   function seed(run, at, seed, layer) {
     const form = $('steer');
-    form.hidden = !token || !control.allowed || !run.status.state || run.status.state !== 'running';
+    form.hidden = !permitted(run) || run.status.state !== 'running';
     if (form.hidden) return;
     const key = at.layer + '/' + at.seed + '/' + seed.stage;
-    if (form.dataset.key === key) return; // or a choice would be lost
+    if (form.dataset.key === key) return; // rebuilding the form would discard a person's choice
     form.dataset.key = key;
     const name = seed.place || layer.name + ', seed ' + at.seed;
     const command = c => ({commands: [{layer: at.layer, seed: at.seed, ...c}]});
@@ -72,7 +86,7 @@ const Steer = (() => {
     for (const k of (control.kinds || {})[seed.site] || []) kind.append(new Option(k, k));
     slot.type = 'number';
     slot.min = 1;
-    const slots = layer.slots > 0; // elsewhere a blueprint has a size
+    const slots = layer.slots > 0; // at other sites a blueprint has a size
     slot.value = slots ? Math.min(at.seed + 1, Math.max(1, layer.slots - 1)) : 1;
     const go = button('Germinate', () => confirm('Germinate a ' + kind.value + ' in ' + name + '?', 'commands',
       command({action: 'Germinate', kind: kind.value, [slots ? 'slot' : 'size']: Number(slot.value)})));
@@ -84,30 +98,30 @@ const Steer = (() => {
     const mode = document.createElement('select'), label = document.createElement('label');
     for (const m of ['Production', 'Sampling', 'Debug', 'Off']) mode.append(new Option(m, m));
     label.append('Telemetry ', mode);
-    const save = button('Save now', () => confirm('Save a checkpoint behind this step?', 'save', {}));
-    const stop = button('Stop', () => confirm('End the run behind this step, with a checkpoint if it has one?', 'stop', {}));
+    const save = button('Save now', () => confirm('Save a checkpoint after this step?', 'save', {}));
+    const stop = button('Stop', () => confirm('End the run after this step? If it saves checkpoints, it saves one before it ends.', 'stop', {}));
     save.id = 'save';
     stop.id = 'stop';
     const box = document.createElement('p');
     box.className = 'controls';
-    box.append(save, stop, label, button('Change telemetry', () => confirm('Measure seeds in mode ' + mode.value + '?', 'telemetry',
+    box.append(save, stop, label, button('Change telemetry', () => confirm('Change the telemetry of the seeds to ' + mode.value + '?', 'telemetry',
       {mode: mode.value, every: mode.value === 'Sampling' ? 4 : 0})));
     $('control').replaceChildren(box);
-    $('control-section').hidden = false;
   }
 
   async function learn() {
     try {
       control = await (await fetch('api/v1/control')).json();
     } catch { return; }
-    if (token && control.allowed) panel();
+    const run = Board.runs.get(Board.shown());
+    if (run) update(run);
   }
 
   function start() {
     const given = new URLSearchParams(location.hash.slice(1)).get('token');
     if (given) {
       sessionStorage.setItem('token', given);
-      history.replaceState(null, '', location.pathname); // or it would be copied with the address
+      history.replaceState(null, '', location.pathname); // keep the token out of copied addresses
     }
     token = sessionStorage.getItem('token') || '';
     $('confirm-yes').addEventListener('click', send);
@@ -115,5 +129,5 @@ const Steer = (() => {
     learn();
   }
 
-  return {start, seed, learn};
+  return {start, seed, learn, update};
 })();

@@ -1,27 +1,27 @@
 'use strict';
-// The lattice: a cell for each seed of each layer. All cells are pixels of one small picture, which is
-// drawn anew when seeds change; to move or enlarge it is a single drawImage, whatever there is in it.
+// Lattice draws a cell for each seed of each layer. The cells are the pixels of a small image, which is
+// painted when seeds change. Moving and zooming take a single drawImage, however many seeds there are.
 const Lattice = (() => {
   const stages = ['Dormant', 'Germinated', 'Training', 'Grafting', 'Stabilization', 'Evaluating', 'FineTuning',
     'Fossilized', 'Culled', 'Cancelled', 'RolledBack'];
   const meanings = {
-    Dormant: 'It watches its part of the model, and changes nothing.',
-    Germinated: 'A blueprint, a small piece of network, has been chosen. The model is still as it was.',
-    Training: 'The blueprint learns beside the model, which is still as it was.',
-    Grafting: 'The blueprint is blended in: its share α rises.',
-    Stabilization: 'The blueprint is blended in, and learns with the model.',
-    Evaluating: 'The model is compared with itself without the blueprint.',
-    FineTuning: 'The blueprint has helped, and learns on.',
-    Fossilized: 'The blueprint stays for good.',
-    Culled: 'The blueprint has been taken out: it had failed.',
-    Cancelled: 'The blueprint was given up before it was blended in.',
-    RolledBack: 'The blueprint has been taken out again, and the model is as it would be without it.',
+    Dormant: 'The seed observes its part of the model and changes nothing.',
+    Germinated: 'A blueprint, which is a small network, has been chosen. It does not affect the model yet.',
+    Training: 'The blueprint learns alongside the model. It does not affect the model yet.',
+    Grafting: 'The blueprint is being blended into the model: its weight α rises.',
+    Stabilization: 'The blueprint is part of the model and learns with it.',
+    Evaluating: 'The blueprint is on trial: a run that compares evaluates the model with and without it.',
+    FineTuning: 'The blueprint has passed its trial period and keeps learning.',
+    Fossilized: 'The blueprint is a permanent part of the model.',
+    Culled: 'The blueprint has failed and was removed.',
+    Cancelled: 'The blueprint was abandoned before it became part of the model.',
+    RolledBack: 'The blueprint was removed, and the model is what it would be without it.',
   };
-  const colours = [[138, 143, 152], [214, 196, 60], [232, 150, 40], [222, 98, 42], [196, 92, 160], [128, 100, 212],
+  const colors = [[138, 143, 152], [214, 196, 60], [232, 150, 40], [222, 98, 42], [196, 92, 160], [128, 100, 212],
     [48, 128, 214], [34, 154, 88], [204, 50, 56], [140, 96, 76], [164, 32, 98]];
-  const cell = 28; // pixels of a seed, at most, when all are shown
-  let canvas, g, small, sg, blocks = [], width = 1, height = 1;
-  let scale = 1, left = 0, top = 0, ratio = 1, wanted = false, selected = null, onSelect = () => {}, onHover = () => {}, fitted = true;
+  const cell = 28; // largest size of a seed in pixels when all are shown
+  let canvas, g, small, sg, blocks = [], gap = 2, width = 1, height = 1;
+  let scale = 1, left = 0, top = 0, ratio = 1, scheduled = false, selected = null, onSelect = () => {}, onHover = () => {}, fitted = true;
 
   function bytes(text) {
     const raw = atob(text || ''), out = new Uint8Array(raw.length);
@@ -29,17 +29,19 @@ const Lattice = (() => {
     return out;
   }
 
-  // layout gives every layer a block of cells, on shelves about as wide as the canvas is. Seeds that belong
-  // together stay in a row.
+  // layout places a block of cells for every layer on shelves about as wide as the canvas. A group of
+  // seeds stays in one row.
   function layout(layers) {
-    const gap = 2, sizes = layers.map(l => {
+    const few = layers.reduce((n, l) => n + Math.ceil(l.stage.length / 16), 0) < 24;
+    gap = few ? 1 : 2;
+    const sizes = layers.map(l => {
       const n = l.stage.length, group = Math.max(1, l.group), wide = Math.sqrt(n * (group > 1 ? 3 : 2));
       const columns = group === 1 && n <= 128 ? Math.max(n, 1) : Math.min(Math.max(n, 1), group * Math.max(1, Math.round(wide / group)));
       return {columns, rows: Math.max(1, Math.ceil(n / columns)), room: Math.max(columns, Math.ceil(label(l, layers).length / 4))};
     });
     const area = sizes.reduce((s, b) => s + (b.room + gap) * (b.rows + gap), 0);
     const shelf = Math.max(...sizes.map(b => b.room), Math.sqrt(area * canvas.clientWidth / 200));
-    let x = 0, y = 2, tall = 0;
+    let x = 0, y = gap, tall = 0;
     width = 1;
     blocks = layers.map((layer, i) => {
       const {columns, rows, room} = sizes[i];
@@ -55,7 +57,7 @@ const Lattice = (() => {
     canvas.style.height = Math.round(Math.max(80, Math.min(ideal, 420, innerHeight * 0.6))) + 'px';
   }
 
-  // label is a layer's name, with its site where there are several.
+  // label returns the name of a layer, with its site if there are several sites.
   function label(layer, layers) {
     const same = layers.every(l => l.site === layers[0].site);
     return layer.name + (same || layer.name.startsWith(layer.site) ? '' : ', ' + layer.site);
@@ -68,10 +70,10 @@ const Lattice = (() => {
     if (same) layers.forEach((l, i) => { blocks[i].layer = l; }); else layout(layers);
     paint();
     if (!same || fitted) fit();
-    want();
+    redraw();
   }
 
-  // paint draws the cells where the layout has them.
+  // paint paints the small image.
   function paint() {
     if (small.width !== width || small.height !== height) { small.width = width; small.height = height; }
     const image = sg.createImageData(width, height), pixels = image.data;
@@ -79,7 +81,7 @@ const Lattice = (() => {
       const {stage, health} = b.layer;
       for (let i = 0; i < stage.length; i++) {
         const at = 4 * ((b.y + Math.floor(i / b.columns)) * width + b.x + i % b.columns);
-        const c = colours[stage[i]] || colours[0], light = 0.3 + 0.7 * health[i] / 255;
+        const c = colors[stage[i]] || colors[0], light = 0.3 + 0.7 * health[i] / 255;
         pixels[at] = c[0] * light; pixels[at + 1] = c[1] * light; pixels[at + 2] = c[2] * light; pixels[at + 3] = 255;
       }
     }
@@ -91,17 +93,17 @@ const Lattice = (() => {
     scale = Math.min(canvas.clientWidth / (width + 1), canvas.clientHeight / (height + 1), cell);
     left = (canvas.clientWidth - width * scale) / 2;
     top = (canvas.clientHeight - height * scale) / 2;
-    want();
+    redraw();
   }
 
-  function want() {
-    if (wanted) return;
-    wanted = true;
+  function redraw() {
+    if (scheduled) return;
+    scheduled = true;
     requestAnimationFrame(draw);
   }
 
   function draw() {
-    wanted = false;
+    scheduled = false;
     const w = Math.round(canvas.clientWidth * ratio), h = Math.round(canvas.clientHeight * ratio);
     if (canvas.width !== w || canvas.height !== h) { canvas.width = w; canvas.height = h; }
     g.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -114,7 +116,7 @@ const Lattice = (() => {
     if (selected) frame(style);
   }
 
-  // grid parts the cells that can be seen.
+  // grid draws lines between the visible cells.
   function grid(style) {
     g.strokeStyle = style.getPropertyValue('--back');
     g.lineWidth = 1;
@@ -131,7 +133,7 @@ const Lattice = (() => {
     g.fillStyle = style.getPropertyValue('--soft');
     g.font = '12px sans-serif';
     for (const b of blocks) {
-      if (2 * scale < 9) continue;
+      if (gap * scale < 9) continue;
       g.fillText(b.label, left + b.x * scale, top + b.y * scale - 2);
     }
   }
@@ -145,7 +147,7 @@ const Lattice = (() => {
     g.strokeRect(left + (b.x + selected.seed % b.columns) * scale, top + (b.y + Math.floor(selected.seed / b.columns)) * scale, s, s);
   }
 
-  // at returns the seed under a point of the canvas.
+  // at returns the seed at a point of the canvas.
   function at(x, y) {
     const cx = Math.floor((x - left) / scale), cy = Math.floor((y - top) / scale);
     for (let layer = 0; layer < blocks.length; layer++) {
@@ -159,7 +161,7 @@ const Lattice = (() => {
 
   function select(where) {
     selected = where;
-    want();
+    redraw();
     if (where) onSelect(where);
   }
 
@@ -169,10 +171,10 @@ const Lattice = (() => {
     top = y - (y - top) * next / scale;
     scale = next;
     fitted = false;
-    want();
+    redraw();
   }
 
-  function pan(dx, dy) { left += dx; top += dy; fitted = false; want(); }
+  function pan(dx, dy) { left += dx; top += dy; fitted = false; redraw(); }
 
   function key(e) {
     const b = selected && blocks[selected.layer];
@@ -216,55 +218,44 @@ const Lattice = (() => {
     });
     canvas.addEventListener('pointercancel', () => { held = null; });
     canvas.addEventListener('wheel', e => {
-      if (!e.ctrlKey && document.activeElement !== canvas) return; // or the page could not be scrolled past it
+      if (!e.ctrlKey && document.activeElement !== canvas) return; // let the page scroll past the canvas
       e.preventDefault();
       zoom(e.deltaY < 0 ? 1.15 : 1 / 1.15, e.offsetX, e.offsetY);
     }, {passive: false});
     canvas.addEventListener('keydown', key);
   }
 
-  function resized() { if (blocks.length) { if (fitted) { layout(blocks.map(b => b.layer)); paint(); fit(); } want(); } }
-  function colour(stage) { return 'rgb(' + (colours[stages.indexOf(stage)] || colours[0]).join(',') + ')'; }
+  function resized() { if (blocks.length) { if (fitted) { layout(blocks.map(b => b.layer)); paint(); fit(); } redraw(); } }
+  function color(stage) { return 'rgb(' + (colors[stages.indexOf(stage)] || colors[0]).join(',') + ')'; }
   function layers() { return blocks.map(b => b.layer); }
   function chosen() { return selected; }
 
-  // history draws a row for each seed, or for one of several where there are many, by what happened.
-  function history(element, picture, events) {
-    const rows = [], first = [];
-    let total = 0;
-    for (const l of picture.layers) { first.push(total); total += bytes(l.stage).length; }
-    const every = Math.max(1, Math.ceil(total / 1500)), epochs = Math.max(1, picture.epoch);
-    const w = Math.min(1200, Math.max(200, epochs)), h = Math.ceil(total / every);
-    const changes = new Map();
-    for (const e of events) {
-      if (e.kind !== 'StageChanged' && e.kind !== 'Quarantined') continue;
-      const row = first[e.layer] + e.seed;
-      if (row % every) continue;
-      if (!changes.has(row)) changes.set(row, []);
-      changes.get(row).push([e.epoch, Math.max(0, stages.indexOf(e.to))]);
-    }
-    element.width = w;
-    element.height = h;
-    element.style.height = Math.min(420, Math.max(60, h * 6)) + 'px';
+  // history draws a row for each seed of a history that has changed, colored by its stages.
+  function history(element, {epochs, rows}) {
+    rows = rows.filter(row => row && row.length);
+    const width = Math.min(1200, Math.max(200, epochs));
+    element.width = width;
+    element.height = rows.length;
+    element.style.height = Math.min(240, Math.max(24, rows.length * 4)) + 'px';
     const context = element.getContext('2d');
-    for (let y = 0; y < h; y++) {
+    rows.forEach((row, y) => {
+      const changes = [...row, epochs, 0];
       let from = 0, stage = 0;
-      for (const [epoch, next] of [...(changes.get(y * every) || []), [epochs, 0]]) {
-        const to = Math.round(epoch / epochs * w);
-        context.fillStyle = colour(stages[stage]);
+      for (let i = 0; i < changes.length; i += 2) {
+        const to = Math.round(changes[i] / epochs * width);
+        context.fillStyle = color(stages[stage]);
         context.fillRect(from, y, Math.max(0, to - from), 1);
         from = to;
-        stage = next;
+        stage = changes[i + 1];
       }
-    }
-    return h;
+    });
   }
 
-  // centre returns where on the canvas a seed is.
-  function centre(layer, seed) {
+  // center returns the position of a seed on the canvas.
+  function center(layer, seed) {
     const b = blocks[layer];
     return {x: left + (b.x + seed % b.columns + 0.5) * scale, y: top + (b.y + Math.floor(seed / b.columns) + 0.5) * scale};
   }
 
-  return {meanings, start, set, fit, zoom, pan, resized, select, chosen, colour, stages, layers, centre, want, history};
+  return {meanings, start, set, fit, zoom, pan, resized, select, chosen, color, stages, layers, center, redraw, history};
 })();

@@ -397,7 +397,7 @@ func (o *trainOptions) schedule() (err error) {
 
 // serve shows the run in a browser until stop is called.
 func (o *trainOptions) serve(stderr io.Writer, t *llm.Trainer) (stop func() error, err error) {
-	var opts []board.Option
+	opts := []board.Option{board.WithFolder(o.out)}
 	if o.control {
 		opts = append(opts, board.WithControl())
 	}

@@ -201,7 +201,7 @@ func lead(ctx context.Context, t *llm.Trainer, o options, texts *dataset, onCPU 
 
 // show puts the run on a board, at the address that -board names.
 func show(t *llm.Trainer, o options, stderr io.Writer) (*board.Board, error) {
-	var opts []board.Option
+	opts := []board.Option{board.WithFolder(o.out)}
 	if o.boardControl {
 		opts = append(opts, board.WithControl())
 	}

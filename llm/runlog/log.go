@@ -32,7 +32,7 @@ import (
 // Every record contains "time", "event", "step" and "elapsed_s", the seconds since this process
 // started the run. The remaining fields depend on the event:
 //
-//	start       steps or budget; params (trainable), all_params, seeds; machine: facts about the
+//	start       steps, or budget and share; params (trainable), all_params, seeds; machine: facts about the
 //	            computer, see [On]; lattices: the locations of the seeds (name, site, places,
 //	            group), see llm/arch
 //	ceiling     ceiling: the measured peak of the device (product_flops_per_s, copy_bytes_per_s,
@@ -232,7 +232,7 @@ func newRecord(e llm.Event) Record {
 	case llm.RunStart:
 		r.Event, r.Params, r.Seeds, r.Budget = "start", &e.Params, &e.Seeds, e.Budget.String()
 		r.AllParams = &e.AllParams
-		r.Lattices = lattices(e.Lattices)
+		r.Lattices, r.Share = lattices(e.Lattices), share(e)
 		if e.Steps < math.MaxInt32 {
 			r.Steps = &e.Steps
 		}
@@ -241,11 +241,7 @@ func newRecord(e llm.Event) Record {
 	case llm.StepEnd:
 		r.Event, r.TrainLoss, r.LearningRate, r.GradNorm = "step", &loss, &learningRate, &gradNorm
 		flopsPerS := jsonfloat.Float(e.RunFLOPs / e.Elapsed.Seconds())
-		r.TokensPerS, r.FLOPsPerS = &tokensPerS, &flopsPerS
-		if e.Budget != (llm.Budget{}) {
-			share := jsonfloat.Float(e.Share)
-			r.Share = &share
-		}
+		r.TokensPerS, r.FLOPsPerS, r.Share = &tokensPerS, &flopsPerS, share(e)
 	case llm.EvalEnd:
 		r.Event, r.ValLoss, r.ValBPB = "eval", &valLoss, &valBPB
 	case llm.Saved:
@@ -281,6 +277,16 @@ func newRecord(e llm.Event) Record {
 		r.Error = e.Err.Error()
 	}
 	return r
+}
+
+// share returns the completed fraction of a run with a budget, or nil for a run whose steps are
+// counted.
+func share(e llm.Event) *jsonfloat.Float {
+	if e.Budget == (llm.Budget{}) {
+		return nil
+	}
+	done := jsonfloat.Float(e.Share)
+	return &done
 }
 
 // Limits of a record. A "step" record takes a few hundred bytes, and an "epoch" record a few hundred

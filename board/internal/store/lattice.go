@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// place says where a seed is, if its number does not.
+// place returns the location of a seed, or "" if its layer and number suffice.
 func place(layers []arch.Lattice, layer, seed int) string {
 	if layer < 0 || layer >= len(layers) || seed < 0 || seed >= len(layers[layer].Places) {
 		return ""
@@ -17,15 +17,15 @@ func place(layers []arch.Lattice, layer, seed int) string {
 	return layers[layer].Places[seed]
 }
 
-// picture returns what a picture of the lattices needs.
+// picture returns the layers for a picture of the lattices.
 func picture(reports []state.Report, layers []arch.Lattice) []api.Layer {
 	all := make([]api.Layer, len(reports))
 	for i, r := range reports {
 		n := len(r.Seeds)
-		l := api.Layer{Name: strconv.Itoa(i), Site: r.Site.String(), Slots: r.Slots,
+		l := api.Layer{Name: "layer " + strconv.Itoa(i), Site: r.Site.String(), Slots: r.Slots,
 			Stage: make([]byte, n),
 			Alpha: make([]byte, n), Health: make([]byte, n), Kind: make([]byte, n)}
-		if r.Site == blueprints.Chunk && l.Slots == 0 { // the lattice was not told
+		if r.Site == blueprints.Chunk && l.Slots == 0 { // unknown
 			l.Slots = n + 1
 		}
 		if i < len(layers) {
@@ -41,7 +41,7 @@ func picture(reports []state.Report, layers []arch.Lattice) []api.Layer {
 	return all
 }
 
-// share returns a byte for a number from 0 to 1.
+// share maps a number from 0 to 1 to a byte.
 func share(x float64) byte {
 	if !(x > 0) {
 		return 0
@@ -49,8 +49,8 @@ func share(x float64) byte {
 	return byte(min(x, 1)*255 + 0.5)
 }
 
-// health is the share of a chunk's features that live; none do once NaN or Inf were met. What has
-// not been measured counts as healthy.
+// health returns the fraction of live features as a byte, or 0 if NaN or Inf were encountered. A
+// seed that has not been measured counts as healthy.
 func health(s *state.SeedReport) byte {
 	if s.NonFiniteX+s.NonFiniteG > 0 {
 		return 0
@@ -71,13 +71,14 @@ func stages(reports []state.Report) (counts map[string]int) {
 	return counts
 }
 
-// seed returns what a report says of a seed.
+// seed converts the report of a seed.
 func seed(r *state.Report, layer, number int) api.Seed {
 	s := &r.Seeds[number]
 	a := api.Seed{Layer: layer, Seed: number, Site: r.Site.String(), Stage: s.Stage.String(),
 		Epochs: s.EpochsInStage, Slot: s.Slot, Size: s.Size, Alpha: api.Float(s.Alpha),
 		Performance: api.Float(s.Performance), Stability: api.Float(s.Stability),
-		Delta: api.Float(s.Delta), Improvement: api.Float(s.Improvement),
+		Compared: s.Delta != 0 || s.Improvement != 0 || s.Stability != 0,
+		Delta:    api.Float(s.Delta), Improvement: api.Float(s.Improvement),
 		CanAdvance: s.CanAdvance, CanCull: s.CanCull, CanRecycle: s.CanRecycle,
 		Drift: api.Float(s.Drift), Variance: api.Float(s.Health.Variance),
 		Mean: api.Float(s.Health.Mean), Min: api.Float(s.Health.Min), Max: api.Float(s.Health.Max),
@@ -86,6 +87,7 @@ func seed(r *state.Report, layer, number int) api.Seed {
 		GradVar: api.Float(s.Gradient.Variance), GradMax: api.Float(s.Gradient.Max),
 		NonFinite: s.NonFiniteX + s.NonFiniteG,
 		Clips:     s.Clips}
+
 	if s.Stage != state.Dormant {
 		a.Kind = s.Kind.String()
 	}
@@ -97,7 +99,7 @@ func seed(r *state.Report, layer, number int) api.Seed {
 	return a
 }
 
-// kinds are the names of the blueprints that may grow at a site.
+// kinds returns the names of the blueprints that may grow at a site.
 func kinds(site blueprints.Site) (names []string) {
 	for _, k := range blueprints.KindsAt(site) {
 		names = append(names, k.String())

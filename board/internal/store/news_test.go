@@ -14,10 +14,9 @@ import (
 	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/runlog"
-	"github.com/kasmina-go/kasmina/state"
 )
 
-// stepEvent is the end of a step.
+// stepEvent returns the event at the end of a step of one second.
 func stepEvent(step int) llm.Event {
 	return llm.Event{Kind: llm.StepEnd, Step: step, Steps: math.MaxInt32,
 		Loss: 1 / float64(step), GradNorm: 2,
@@ -25,7 +24,7 @@ func stepEvent(step int) llm.Event {
 		RunTokens: int64(step), ValLoss: math.NaN()}
 }
 
-// seen takes in what a viewer has been sent.
+// seen adds the steps of the series in a message to a viewer's steps.
 func seen(t *testing.T, news string, steps *[]float64) {
 	t.Helper()
 	for message := range strings.SplitSeq(news, "\n\n") {
@@ -45,8 +44,8 @@ func seen(t *testing.T, news string, steps *[]float64) {
 	}
 }
 
-// TestNews wants viewers that ask at their own pace to see the same points, each once. So it is
-// when a run of many steps has been thinned.
+// TestNews checks that viewers receive every point once, however often they ask, also when the
+// points of a long run have been merged.
 func TestNews(t *testing.T) {
 	r := NewRun("0", "run", nil)
 	r.Take(llm.Event{Kind: llm.RunStart, Steps: math.MaxInt32})
@@ -58,6 +57,7 @@ func TestNews(t *testing.T) {
 		require.NoError(t, r.News(&buffer, c))
 		seen(t, buffer.String(), to)
 	}
+
 	const steps = 3*maxPoints + 7
 	for step := 1; step <= steps; step++ {
 		r.Take(stepEvent(step))
@@ -68,21 +68,24 @@ func TestNews(t *testing.T) {
 			ask(&seldom, &b)
 		}
 	}
+
 	require.Equal(t, a, b)
 	require.LessOrEqual(t, len(a), maxPoints)
 	for i := range a[1:] {
 		require.Greater(t, a[i+1], a[i])
 	}
+
 	s := r.Series()
 	require.Equal(t, 4, s.Stride)
 	require.EqualValues(t, steps/4*4, s.Step[len(s.Step)-1])
 	require.InEpsilon(t, (1.+1./2+1./3+1./4)/4, float64(s.Loss[0]), 1e-12, "the mean of four steps")
+
 	buffer.Reset()
 	require.NoError(t, r.News(&buffer, &often))
 	require.Zero(t, buffer.Len(), "nothing is new")
 }
 
-// TestResumed wants the points of steps that a run makes again in the place of the old ones.
+// TestResumed checks that the points of repeated steps replace the old ones.
 func TestResumed(t *testing.T) {
 	r := NewRun("0", "run", nil)
 	r.Take(llm.Event{Kind: llm.RunStart, Steps: 100})
@@ -100,22 +103,27 @@ func TestResumed(t *testing.T) {
 	require.EqualValues(t, 42, s.Loss[6])
 }
 
-// TestEventsBounded wants the latest events kept, with their numbers, however many there are.
+// TestEventsBounded checks that the latest events and groups are kept, with their numbers, however
+// many there are.
 func TestEventsBounded(t *testing.T) {
 	r := NewRun("0", "run", nil)
 	const n = 2*maxEvents + 5
 	for i := range n {
-		r.Take(llm.Event{Kind: llm.EpochEnd,
-			SeedEvents: []state.Event{{Kind: state.StageChanged, Seed: i}}})
+		r.Take(llm.Event{Kind: llm.Noted, Step: i})
 	}
 	last := r.Events(n-1, 10)
 	require.Len(t, last, 1)
-	require.Equal(t, n-1, last[0].Seed)
+	require.Equal(t, n-1, last[0].Step)
 	require.Equal(t, n-1, last[0].Number)
 	require.LessOrEqual(t, len(r.events), 2*maxEvents)
+
+	groups := r.Groups(n-1, 10)
+	require.Len(t, groups, 1)
+	require.Equal(t, n-1, groups[0].Step)
+	require.LessOrEqual(t, len(r.groups.all), 2*maxGroups)
 }
 
-// BenchmarkViewers is what a step costs the whole computer with 20 viewers, each told of it.
+// BenchmarkViewers measures the cost of a step with 20 viewers that receive every step.
 func BenchmarkViewers(b *testing.B) {
 	r := NewRun("0", "run", nil)
 	r.Take(llm.Event{Kind: llm.RunStart, Steps: math.MaxInt32})
@@ -134,8 +142,8 @@ func BenchmarkViewers(b *testing.B) {
 	}
 }
 
-// TestResumedLog checks that nothing of a log that a resumed run has taken back is left, and that
-// viewers who have seen it are told to forget it.
+// TestResumedLog checks that a resumption removes everything after its step, and that viewers who
+// have received it are told to discard it.
 func TestResumedLog(t *testing.T) {
 	r := NewRun("0", "run", nil)
 	read := func(lines ...string) {
@@ -171,7 +179,8 @@ func TestResumedLog(t *testing.T) {
 	require.Empty(t, status.Stages, "what the seeds were at step 6 is not known")
 	full := r.Full()
 	require.Len(t, full.Samples, 6)
-	require.Len(t, full.Events, 12)
+	require.Len(t, full.Groups, 12)
+	require.Len(t, r.Events(0, 100), 12)
 	require.Empty(t, full.Lattice.Layers)
 
 	b.Reset()
@@ -182,7 +191,7 @@ func TestResumedLog(t *testing.T) {
 	require.Contains(t, news, `"eval_step":[1,2,3,4,5,6]`)
 	require.NotContains(t, news, `"step":7`)
 
-	// What the run does from there has numbers that no viewer has seen.
+	// New events have numbers that no viewer has seen.
 	read(`{"event":"note","step":7,"elapsed_s":1,"text":"y"}`,
 		`{"event":"eval","step":7,"elapsed_s":1,"val_loss":42,"val_bpb":1}`)
 	fresh := r.Events(before[len(before)-1].Number+1, 100)
@@ -196,16 +205,17 @@ func TestResumedLog(t *testing.T) {
 	require.NotContains(t, b.String(), "event: again")
 	require.Contains(t, b.String(), `"eval_step":[7]`)
 
-	// A run that starts afresh in the same folder leaves nothing of the one before.
+	// A run that starts over in the same folder removes everything.
 	read(`{"event":"start","step":0,"steps":5}`)
 	full = r.Full()
 	require.Empty(t, full.Series.Step)
 	require.Empty(t, full.Series.EvalStep)
-	require.Empty(t, full.Events)
+	require.Empty(t, full.Groups)
+	require.Empty(t, r.Events(0, 100))
 	require.Empty(t, full.Samples)
 }
 
-// TestResumedInProcess is TestResumedLog for a trainer that the board watches.
+// TestResumedInProcess is [TestResumedLog] for a trainer that the board watches.
 func TestResumedInProcess(t *testing.T) {
 	r := NewRun("0", "run", nil)
 	r.Take(llm.Event{Kind: llm.RunStart, Steps: 100})
@@ -224,7 +234,7 @@ func TestResumedInProcess(t *testing.T) {
 	r.Take(again)
 	full := r.Full()
 	require.Equal(t, []api.Float{1, 2, 3, 4, 5, 6}, full.Series.EvalStep)
-	require.Len(t, full.Events, 6)
+	require.Len(t, full.Groups, 6)
 	require.Len(t, full.Samples, 6)
 	e := stepEvent(7)
 	e.Elapsed = time.Second

@@ -1,24 +1,23 @@
-// Package store keeps what a board knows of its runs. It holds copies, so that who reads them never
-// waits for a run, nor a run for them.
+// Package store holds what a board knows about its runs. It keeps copies, so that neither readers
+// nor runs ever wait for each other.
 package store
 
 import (
 	"cmp"
 	"encoding/json"
-	"fmt"
 	"math"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/kasmina-go/kasmina/board/api"
-	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Limits of what is kept of a run.
+// Limits of the data of a run.
 const (
 	maxEvents  = 1 << 17
 	maxSamples = 20
@@ -26,7 +25,7 @@ const (
 	maxEvals   = 1 << 14
 )
 
-// Run is what is known of one run. Its methods may be called from any goroutine.
+// A Run holds the data of one run. Its methods may be called from any goroutine.
 type Run struct {
 	id      string
 	dropped atomic.Int64
@@ -34,55 +33,60 @@ type Run struct {
 
 	mu      sync.Mutex
 	run     api.Run
-	silent  bool // nothing has been heard of the run for long
-	history int  // counts how often something was taken out of what viewers have seen
+	silent  bool // the log has not changed for a long time
+	history int  // counts removals of data that viewers may have seen
 	layers  []arch.Lattice
 	steps   steps
 	evals   []eval
-	reports []state.Report
-	version int // of the reports
-	at      int // their step
+	reports []state.Report // as far as records contain them
+	exact   []state.Report // of a trainer that the board watches
+	version int            // of the reports
+	at      int            // step of the reports
 	events  []api.Event
 	next    int // number of the next event
+	groups  groups
 	samples []api.Sample
-	sampled int // samples that there have been
-	before  time.Duration
+	sampled int           // number of samples so far
+	before  time.Duration // duration of the run before this process
 	recent  speed
-	lattice []byte // JSON of the picture, of the version latticeOf
+	lattice []byte // JSON of the picture of version drawn
 	drawn   int
 	deltas  delta
-	told    standing
+	sent    sentStatus
 }
 
-// NewRun returns a run that has not begun.
+// NewRun returns a run that has not started.
 func NewRun(id, name string, settings map[string]string) *Run {
 	return &Run{id: id, run: waiting(id, name, settings)}
 }
 
-// waiting returns the status of a run that has not begun.
+// waiting returns the status of a run that has not started.
 func waiting(id, name string, settings map[string]string) api.Run {
 	nan := api.Float(math.NaN())
 	return api.Run{ID: id, Name: name, State: "waiting", Settings: settings, Loss: nan,
-		Rate: nan, GradNorm: nan, Speed: nan, ValLoss: nan, ValBPB: nan, Left: nan}
+		Rate: nan, GradNorm: nan, Speed: nan, MeanSpeed: nan, ValLoss: nan, ValBPB: nan,
+		BestLoss: nan, Left: nan}
 }
 
-// ID returns the run's.
+// ID returns the identifier of the run.
 func (r *Run) ID() string { return r.id }
 
-// Clear forgets all of the run but its name, for another run that has taken its place.
+// Clear removes all data except for the name, because another run has taken the place of this one.
 func (r *Run) Clear(settings map[string]string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	defer r.changed.Add(1)
+
 	r.run = waiting(r.id, r.run.Name, settings)
 	r.layers, r.steps, r.evals, r.events, r.samples = nil, steps{}, nil, nil, nil
+	r.groups.cut(func(int) bool { return true })
 	r.before, r.recent, r.silent = 0, speed{}, false
 	r.forgetReports()
 	r.rewritten()
 }
 
-// rewritten records that data have been removed that viewers may have received, so that they are
-// sent the whole run again.
+// rewritten records that data have been removed that viewers may have received, so that viewers
+// receive the whole run again.
 func (r *Run) rewritten() {
 	r.history++
 	r.deltas, r.sampled = delta{}, len(r.samples)
@@ -90,20 +94,21 @@ func (r *Run) rewritten() {
 
 // forgetReports discards the reports of the seeds.
 func (r *Run) forgetReports() {
-	r.reports, r.at, r.run.Epoch, r.run.Stages = nil, 0, 0, nil
+	r.reports, r.exact, r.at, r.run.Epoch, r.run.Stages = nil, nil, 0, 0, nil
 	r.version++
 }
 
-// resumeAt discards everything later than a step, because the run makes those steps again. If the
-// run starts over, it discards everything.
+// resumeAt discards everything later than a step, because the run repeats those steps. If the run
+// starts over, resumeAt discards everything.
 func (r *Run) resumeAt(step int) {
-	afresh := step == 0 && len(r.steps.points) > 0
-	beyond := func(at int) bool { return at > step || afresh }
-	was := []int{r.steps.thinned, len(r.evals), len(r.events), len(r.samples)}
+	restart := step == 0 && len(r.steps.points) > 0
+	beyond := func(at int) bool { return at > step || restart }
+	before := []int{r.steps.thinned, len(r.evals), len(r.events), len(r.samples)}
 
 	r.steps.cut(step)
 	r.evals = slices.DeleteFunc(r.evals, func(e eval) bool { return beyond(int(e.step)) })
 	r.events = slices.DeleteFunc(r.events, func(e api.Event) bool { return beyond(e.Step) })
+	cut := r.groups.cut(beyond)
 	r.samples = slices.DeleteFunc(r.samples, func(s api.Sample) bool { return beyond(s.Step) })
 	if r.run.Saved != "" && beyond(r.run.SavedAt) {
 		r.run.Saved, r.run.SavedAt = "", 0
@@ -111,8 +116,9 @@ func (r *Run) resumeAt(step int) {
 	if len(r.reports) > 0 && beyond(r.at) {
 		r.forgetReports()
 	}
-	if is := []int{r.steps.thinned, len(r.evals), len(r.events), len(r.samples)}; !slices.Equal(is,
-		was) {
+
+	after := []int{r.steps.thinned, len(r.evals), len(r.events), len(r.samples)}
+	if cut || !slices.Equal(after, before) {
 		r.rewritten()
 	}
 
@@ -122,13 +128,13 @@ func (r *Run) resumeAt(step int) {
 	}
 }
 
-// Drop counts an event for which there was no room.
+// Drop counts an event that was lost because the queue was full.
 func (r *Run) Drop() { r.dropped.Add(1); r.changed.Add(1) }
 
-// Changed returns a number that changes with the run.
+// Changed returns a number that changes whenever the run does.
 func (r *Run) Changed() int64 { return r.changed.Load() }
 
-// Status returns where the run stands.
+// Status returns the status of the run.
 func (r *Run) Status() api.Run {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -144,139 +150,26 @@ func (r *Run) status() api.Run {
 	return s
 }
 
-// Take takes in an event of the trainer. Reports must be no one else's to change.
-func (r *Run) Take(e llm.Event) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	defer r.changed.Add(1)
-	a := &r.run
-	if e.Lattices != nil {
-		r.layers = e.Lattices
-	}
-	a.Step, a.Params, a.Seeds, a.Tokens = e.Step, e.Params, e.Seeds, e.RunTokens
-	a.Share, a.Elapsed = api.Float(e.Share), api.Float(e.Elapsed.Seconds())
-	a.ValLoss, a.ValBPB = api.Float(e.ValLoss), api.Float(e.ValBPB)
-	switch e.Kind {
-	case llm.RunStart:
-		r.start(e)
-	case llm.StepEnd:
-		r.step(e)
-	case llm.EvalEnd:
-		if len(r.evals) < maxEvals {
-			r.evals = append(r.evals, eval{float64(e.Step), r.seconds(e), e.ValLoss, e.ValBPB})
-		}
-	case llm.Saved:
-		a.Saved, a.SavedAt = e.Path, e.Step
-	case llm.Sampled:
-		r.sample(api.Sample{Step: e.Step, Text: clip(e.Text)})
-	case llm.EpochEnd:
-		r.report(e.Step, e.Reports, e.SeedEvents)
-	case llm.Measured:
-		r.measured(e.Ceiling)
-	case llm.Noted:
-		r.note(e.Step, e.Text)
-	case llm.Reshaped:
-		r.note(e.Step, e.Text)
-	case llm.Failed:
-		a.State = "failed"
-	case llm.RunEnd:
-		r.end(e)
-	}
-}
+// Kinds of events that concern the run as a whole. Their field To contains the text.
+const (
+	Noted   = "Noted"   // a request, or a growth that was not possible
+	Grown   = "Grown"   // the model has grown
+	Refused = "Refused" // a command was refused
+)
 
-// seconds is the run's age, that of earlier processes or runs of the trainer included.
-func (r *Run) seconds(e llm.Event) float64 { return (r.before + e.Elapsed).Seconds() }
-
-func (r *Run) start(e llm.Event) {
-	a := &r.run
-	a.State, a.Error, a.Started = "running", "", time.Now()
-	if a.Steps = e.Steps; e.Steps >= math.MaxInt32 {
-		a.Steps = 0
-	}
-	if e.Budget != (llm.Budget{}) {
-		a.Budget = e.Budget.String()
-	}
-	r.resumeAt(e.Step)
-	r.recent = speed{from: e.Elapsed, share: e.Share, began: e.Elapsed}
-	r.report(e.Step, e.Reports, nil)
-}
-
-func (r *Run) step(e llm.Event) {
-	a := &r.run
-	tokens, flops, left := r.recent.step(e)
-	a.Loss, a.Rate, a.GradNorm = api.Float(e.Loss), api.Float(e.LearningRate), api.Float(e.GradNorm)
-	a.Speed, a.Left = api.Float(tokens), api.Float(left)
-	r.computes(flops)
-	r.steps.add(point{float64(e.Step), r.seconds(e), e.Loss, e.LearningRate, e.GradNorm, tokens})
-}
-
-func (r *Run) end(e llm.Event) {
-	a := &r.run
-	switch {
-	case e.Err == nil:
-		a.State = "ended"
-	case a.State != "failed":
-		a.State = "stopped"
-	}
-	if e.Err != nil {
-		a.Error = clip(e.Err.Error())
-	}
-	a.Left = 0
-}
-
-// report takes in what is known of the seeds.
-func (r *Run) report(step int, reports []state.Report, happened []state.Event) {
-	for _, e := range happened {
-		r.event(api.Event{Step: step, Epoch: e.Epoch, Layer: e.Layer, Seed: e.Seed,
-			Kind: e.Kind.String(), From: e.From.String(), To: e.To.String(),
-			Value: api.Float(e.Value), Reason: clip(e.Reason)})
-	}
-	if len(reports) == 0 {
-		return
-	}
-	r.reports, r.at = reports, step
-	r.version++
-	r.run.Epoch, r.run.Stages = reports[0].Epoch, stages(reports)
-}
-
-// computes notes how many operations a second the run makes.
-func (r *Run) computes(flops float64) {
-	r.run.FLOPs = api.Float(flops)
-	if r.run.Ceiling > 0 {
-		r.run.CeilingShare = r.run.FLOPs / r.run.Ceiling
-	}
-}
-
-// measured notes what the run's device reaches at best, among its settings too.
-func (r *Run) measured(c llm.Ceiling) {
-	r.run.Ceiling = api.Float(c.Product)
-	r.computes(float64(r.run.FLOPs))
-	facts := map[string]string{}
-	if c.Product > 0 {
-		facts["products at best"] = fmt.Sprintf("%.4g TFLOP/s of %s", c.Product/1e12, clip(c.Type))
-	}
-	if c.Copy > 0 {
-		facts["copies at best"] = fmt.Sprintf("%.4g GB/s", c.Copy/1e9)
-	}
-	r.onMachine(facts, false)
-}
-
-// note adds what concerns no seed to what has happened.
-func (r *Run) note(step int, text string) {
-	r.event(api.Event{Step: step, Epoch: r.run.Epoch, Layer: -1, Seed: -1, Kind: Noted,
+// note adds an event that concerns no seed.
+func (r *Run) note(kind, text string) {
+	r.event(api.Event{Step: r.run.Step, Epoch: r.run.Epoch, Layer: -1, Seed: -1, Kind: kind,
 		To: clip(text)})
 }
 
-// Noted is the kind of an event that concerns no seed; To says what has happened.
-const Noted = "Noted"
-
-// Refuse notes commands that were refused, and why.
+// Refuse adds events for commands that were refused, with the reason.
 func (r *Run) Refuse(commands []state.Command, why error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	defer r.changed.Add(1)
 	for _, c := range commands {
-		if c.Action == state.Measure { // which concerns no single seed
+		if c.Action == state.Measure { // applies to all seeds
 			c.Layer, c.Seed = -1, -1
 		}
 		r.event(api.Event{Step: r.run.Step, Epoch: r.run.Epoch, Layer: c.Layer, Seed: c.Seed,
@@ -284,16 +177,15 @@ func (r *Run) Refuse(commands []state.Command, why error) {
 	}
 }
 
-// Refused is the kind of an event that is a command which was refused; To says why.
-const Refused = "Refused"
-
+// event adds an event to the list of events and to its group.
 func (r *Run) event(e api.Event) {
-	if len(r.events) >= 2*maxEvents { // the older half goes
+	if len(r.events) >= 2*maxEvents {
 		r.events = append([]api.Event(nil), r.events[maxEvents:]...)
 	}
 	e.Number, e.Place = r.next, place(r.layers, e.Layer, e.Seed)
 	r.events = append(r.events, e)
 	r.next++
+	r.groups.add(e, float64(r.run.Elapsed))
 }
 
 func (r *Run) sample(s api.Sample) {
@@ -304,16 +196,22 @@ func (r *Run) sample(s api.Sample) {
 	r.sampled++
 }
 
-// clip bounds a text.
-func clip(s string) string { return s[:min(len(s), maxText)] }
+// clip limits the length of a text.
+func clip(s string) string {
+	if len(s) <= maxText {
+		return s
+	}
+	return strings.ToValidUTF8(s[:maxText], "")
+}
 
-// Series returns the run's curves.
+// Series returns the curves of the run.
 func (r *Run) Series() api.Series {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.series(0, 0)
 }
 
+// series returns the points from index step on and the evaluations from index evaluation on.
 func (r *Run) series(step, evaluation int) (s api.Series) {
 	r.steps.since(step, &s)
 	for _, e := range r.evals[min(evaluation, len(r.evals)):] {
@@ -325,13 +223,15 @@ func (r *Run) series(step, evaluation int) (s api.Series) {
 	return s
 }
 
-// Lattice returns the JSON of the picture of all seeds. Viewers share it.
+// Lattice returns the JSON of the picture of all seeds. The caller must not modify it: viewers share
+// it.
 func (r *Run) Lattice() ([]byte, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.lattice != nil && r.drawn == r.version {
 		return r.lattice, nil
 	}
+
 	l := api.Lattice{Version: r.version, Epoch: r.run.Epoch, Step: r.at,
 		Layers: picture(r.reports, r.layers)}
 	text, err := json.Marshal(l)
@@ -339,54 +239,78 @@ func (r *Run) Lattice() ([]byte, error) {
 	return text, err
 }
 
-// Events returns those from a number on, at most n, the oldest first.
+// Events returns up to n events, the oldest first, starting with the given number.
 func (r *Run) Events(from, n int) []api.Event {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.eventsFrom(from, n)
-}
 
-func (r *Run) eventsFrom(from, n int) []api.Event {
-	at := r.eventAt(from)
+	// Numbers of events that a resumption has removed are not used again, so numbers and indices
+	// differ.
+	at, _ := slices.BinarySearchFunc(r.events, from, func(e api.Event, number int) int {
+		return cmp.Compare(e.Number, number)
+	})
 	return append([]api.Event{}, r.events[at:min(len(r.events), at+n)]...)
 }
 
-// eventAt returns the index of the first event with a number from the given one on. Numbers of
-// events that a resumed run has taken back are not used again.
-func (r *Run) eventAt(number int) int {
-	at, _ := slices.BinarySearchFunc(r.events, number, func(e api.Event, number int) int {
-		return cmp.Compare(e.Number, number)
-	})
-	return at
+// Groups returns up to n groups of events, the oldest first, starting with the given number.
+func (r *Run) Groups(from, n int) []api.Group {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.groups.from(from, n)
 }
 
-// Seed returns what is known of a seed, and false if there is none.
+// Seed returns the state of a seed and its latest events. It returns false if there is no such
+// seed.
 func (r *Run) Seed(layer, number int) (api.Seed, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if layer < 0 || layer >= len(r.reports) || number < 0 || number >= len(r.reports[layer].Seeds) {
 		return api.Seed{}, false
 	}
-	s := seed(&r.reports[layer], layer, number)
-	s.Place, s.Events = place(r.layers, layer, number), []api.Event{}
+
+	s := r.seed(layer, number)
+	s.Events = []api.Event{}
 	for _, e := range r.events {
 		if e.Layer == layer && e.Seed == number {
 			s.Events = append(s.Events, e)
 		}
 	}
-	if len(s.Events) > maxSeedEvents {
-		s.Events = s.Events[len(s.Events)-maxSeedEvents:]
-	}
+	s.Events = latest(s.Events)
 	return s, true
 }
 
+// seed returns the state of a seed without its events. What the log contains is taken from there,
+// so that the page and the report agree to the last digit.
+func (r *Run) seed(layer, number int) api.Seed {
+	s := seed(&r.reports[layer], layer, number)
+	if layer < len(r.exact) && number < len(r.exact[layer].Seeds) {
+		x := seed(&r.exact[layer], layer, number)
+		s.Performance, s.SNR, s.GradVar, s.GradMax, s.Clips = x.Performance, x.SNR, x.GradVar,
+			x.GradMax, x.Clips
+		s.CanCull, s.CanRecycle, s.RampOver, s.LastUpdate = x.CanCull, x.CanRecycle, x.RampOver,
+			x.LastUpdate
+	}
+	s.Place = place(r.layers, layer, number)
+	return s
+}
+
+// maxSeedEvents limits the events of a seed that are returned together.
 const maxSeedEvents = 500
 
-// Reports returns what controllers decide by.
+// latest returns the last maxSeedEvents events.
+func latest(events []api.Event) []api.Event {
+	return events[max(0, len(events)-maxSeedEvents):]
+}
+
+// Reports returns the reports for a controller. They are exact if the board watches the trainer.
 func (r *Run) Reports() []api.Report {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	reports := r.reports
+	if r.exact != nil {
+		reports = r.exact
+	}
+
 	all := make([]api.Report, len(reports))
 	for i := range reports {
 		from := &reports[i]
@@ -401,7 +325,7 @@ func (r *Run) Reports() []api.Report {
 	return all
 }
 
-// Kinds are the names of the blueprints that may grow at each site of the run's lattices.
+// Kinds returns the names of the blueprints that may grow at each site of the run's lattices.
 func (r *Run) Kinds() map[string][]string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -412,50 +336,90 @@ func (r *Run) Kinds() map[string][]string {
 	return all
 }
 
-// speed measures tokens a second over the last seconds.
-type speed struct {
-	from   time.Duration // when the present stretch began
-	tokens int64         // RunTokens then
-	flops  float64       // RunFLOPs then
-	last   float64
-	rate   float64 // FLOPs a second
-	began  time.Duration
-	share  float64 // of the run, when it began
+// History returns the stages of the seeds over the epochs.
+func (r *Run) History() api.History {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.stageHistory()
 }
 
-// stretch is over how long a speed is measured at least.
-const stretch = 2 * time.Second
+// maxRows limits the seeds of a history. If there are more, it contains one of several.
+const maxRows = 1500
 
-// step takes in a step, and returns tokens and FLOPs a second, and the seconds left by the mean so
-// far.
-func (s *speed) step(e llm.Event) (tokensPerS, flopsPerS, left float64) {
-	if d := e.Elapsed - s.from; d > stretch || s.last == 0 && d > 0 {
-		s.last = float64(e.RunTokens-s.tokens) / d.Seconds()
-		s.rate = (e.RunFLOPs - s.flops) / d.Seconds()
-		s.from, s.tokens, s.flops = e.Elapsed, e.RunTokens, e.RunFLOPs
+func (r *Run) stageHistory() api.History {
+	var first []int
+	total := 0
+	for _, report := range r.reports {
+		first = append(first, total)
+		total += len(report.Seeds)
 	}
-	left = math.NaN()
-	if done := e.Share - s.share; done > 0 {
-		left = (1 - e.Share) / done * (e.Elapsed - s.began).Seconds()
+	h := api.History{Epochs: r.run.Epoch, Every: max(1, (total+maxRows-1)/maxRows)}
+	h.Rows = make([][]int, (total+h.Every-1)/h.Every)
+
+	for _, e := range r.events {
+		if e.Kind != state.StageChanged.String() && e.Kind != state.Quarantined.String() ||
+			e.Layer < 0 || e.Layer >= len(first) || e.Seed < 0 ||
+			e.Seed >= len(r.reports[e.Layer].Seeds) {
+			continue
+		}
+		row := first[e.Layer] + e.Seed
+		if row%h.Every != 0 {
+			continue
+		}
+		to := &h.Rows[row/h.Every]
+		*to = append(*to, e.Epoch, int(stageNamed(e.To)))
 	}
-	return s.last, s.rate, left
+	return h
 }
 
-// Full is all that is kept of a run.
+// Full is the content of a report.
 type Full struct {
 	Run     api.Run      `json:"run"`
 	Series  api.Series   `json:"series"`
-	Events  []api.Event  `json:"events"`
+	Groups  []api.Group  `json:"groups"`
 	Samples []api.Sample `json:"samples"`
 	Lattice api.Lattice  `json:"lattice"`
+	History api.History  `json:"history"`
+	Seeds   []api.Seed   `json:"seeds"`
 }
 
-// Full returns all that is kept of the run.
+// maxFull limits the dormant seeds of a report that have no history.
+const maxFull = 4096
+
+// Full returns the content of a report on the run.
 func (r *Run) Full() Full {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return Full{Run: r.status(), Series: r.series(0, 0), Events: append([]api.Event{}, r.events...),
+	return Full{Run: r.status(), Series: r.series(0, 0), Groups: r.groups.from(0, math.MaxInt32),
 		Samples: append([]api.Sample{}, r.samples...),
-		Lattice: api.Lattice{Version: r.version, Epoch: r.run.Epoch,
-			Step: r.at, Layers: picture(r.reports, r.layers)}}
+		Lattice: api.Lattice{Version: r.version, Epoch: r.run.Epoch, Step: r.at,
+			Layers: picture(r.reports, r.layers)},
+		History: r.stageHistory(), Seeds: r.seeds()}
+}
+
+// seeds returns the states of all seeds with their latest events.
+func (r *Run) seeds() []api.Seed {
+	type address struct{ layer, seed int }
+	events := map[address][]api.Event{}
+	for _, e := range r.events {
+		at := address{e.Layer, e.Seed}
+		events[at] = append(events[at], e)
+	}
+
+	all := []api.Seed{}
+	plain := 0
+	for layer := range r.reports {
+		for number := range r.reports[layer].Seeds {
+			own := latest(events[address{layer, number}])
+			if len(own) == 0 && r.reports[layer].Seeds[number].Stage == state.Dormant {
+				if plain++; plain > maxFull {
+					continue
+				}
+			}
+			s := r.seed(layer, number)
+			s.Events = own
+			all = append(all, s)
+		}
+	}
+	return all
 }

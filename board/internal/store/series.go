@@ -6,21 +6,23 @@ import (
 	"github.com/kasmina-go/kasmina/board/api"
 )
 
-// maxPoints bounds a curve: what is more, a screen does not show.
+// maxPoints limits the points of a curve. A screen cannot show more.
 const maxPoints = 1 << 14
 
-// A point is a step.
+// A point holds the values of one step, or of several consecutive steps of a long run.
 type point struct{ step, time, loss, rate, norm, speed float64 }
 
-// steps are the points of a run. Once they are maxPoints, each two become one, and from then on
-// each stands for twice as many steps. It has their mean loss and gradient norm, and the last of
-// all else.
+// steps holds the points of a run.
+//
+// When there are maxPoints points, each two neighbors are merged into one, and from then on a point
+// stands for twice as many steps. A merged point has the mean loss and gradient norm of its steps,
+// and the other values of its last step.
 type steps struct {
 	points  []point
-	stride  int // steps of a point
+	stride  int // steps per point
 	partial point
 	count   int // steps in partial
-	thinned int // how often two have become one: then viewers need all of them again
+	thinned int // counts the merges; after a merge, viewers need all points again
 }
 
 func (s *steps) add(p point) {
@@ -29,11 +31,13 @@ func (s *steps) add(p point) {
 	if s.count++; s.count < s.stride {
 		return
 	}
+
 	s.points = append(s.points, s.partial)
 	s.partial, s.count = point{}, 0
 	if len(s.points) < maxPoints {
 		return
 	}
+
 	for i := range len(s.points) / 2 {
 		s.points[i] = join(s.points[2*i], s.points[2*i+1], 1)
 	}
@@ -41,7 +45,7 @@ func (s *steps) add(p point) {
 	s.stride, s.thinned = 2*s.stride, s.thinned+1
 }
 
-// join returns a point for n others, whose means are in a, and b.
+// join merges a, which stands for n points, with the next point b.
 func join(a, b point, n int) point {
 	if n == 0 {
 		return b
@@ -51,7 +55,7 @@ func join(a, b point, n int) point {
 	return point{b.step, b.time, mean(a.loss, b.loss), b.rate, mean(a.norm, b.norm), b.speed}
 }
 
-// cut drops the points beyond a step: a resumed run makes them again.
+// cut removes the points after a step, because a resumed run repeats those steps.
 func (s *steps) cut(step int) {
 	n, _ := slices.BinarySearchFunc(s.points, float64(step)+0.5, func(p point, at float64) int {
 		if p.step < at {
@@ -65,7 +69,7 @@ func (s *steps) cut(step int) {
 	}
 }
 
-// since returns the points from number n on as columns.
+// since appends the points with index n and above to the columns of a series.
 func (s *steps) since(n int, to *api.Series) {
 	to.Stride = max(s.stride, 1)
 	for _, p := range s.points[min(n, len(s.points)):] {
@@ -78,5 +82,5 @@ func (s *steps) since(n int, to *api.Series) {
 	}
 }
 
-// eval is an evaluation.
+// An eval is the result of an evaluation.
 type eval struct{ step, time, loss, bpb float64 }
