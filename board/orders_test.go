@@ -193,18 +193,18 @@ func TestTelemetryOnThePage(t *testing.T) {
 	w.do(chromedp.SendKeys(chromedp.CSS("#confirm-who"), "Ann"),
 		chromedp.Click(chromedp.CSS("#confirm-yes")))
 	require.Eventually(t, func() bool {
-		return w.text("#answer") == "pending: the step takes long, and the order waits for its end"
+		return w.text("#answer") == "Pending: the step takes long, and the request waits for its end."
 	}, patience, 20*time.Millisecond)
 	require.Equal(t, state.Production, tr.Model.Kasmina.Lattice(0).Telemetry().Mode)
 
 	close(goOn)
 	require.NoError(t, <-done)
-	require.Eventually(t, func() bool { return w.text("#answer") == "done" }, patience,
+	require.Eventually(t, func() bool { return w.text("#answer") == "Done." }, patience,
 		20*time.Millisecond, "the page says %s", w.text("#answer"))
 	require.Equal(t, state.Off, tr.Model.Kasmina.Lattice(0).Telemetry().Mode)
 	require.Eventually(t, func() bool {
 		return eval[string](w, "document.querySelector('#events').textContent") ==
-			"step 3, epoch 1: Ann asked on the board to measure seeds in mode Off"
+			"step 3, epoch 1Ann asked on the board to measure seeds in mode Off"
 	}, patience, 20*time.Millisecond, "the page says %s", w.text("#events"))
 	require.Empty(t, w.complaints(), "the browser's console")
 }

@@ -4,6 +4,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -42,7 +43,7 @@ func TestPrintedURL(t *testing.T) {
 		require.Len(t, runs, 1)
 		require.NoError(t, c.Save(t.Context(), "0"))
 		require.Regexp(t, `^(/board)?/api/v1/runs/0/save$`, path)
-		require.Equal(t, "Bearer "+want, token)
+		require.Equal(t, want, strings.TrimSpace(strings.TrimPrefix(token, "Bearer")))
 	}
 
 	c := &api.Client{URL: server.URL + "/#token=one", Token: "two"}

@@ -188,6 +188,8 @@ const Charts = (() => {
     });
   }
 
+  const listed = 12; // curves in a legend; the table of runs has the figures of all
+
   // relabel builds the legend of a chart.
   function relabel(c) {
     c.values = [];
@@ -200,8 +202,10 @@ const Charts = (() => {
       c.values.push(value);
       return item;
     });
+    const more = document.createElement('li');
+    more.textContent = items.length > listed ? 'and ' + (items.length - listed) + ' more' : '';
     c.position = document.createElement('li');
-    c.list.replaceChildren(...items, c.position);
+    c.list.replaceChildren(...items.slice(0, listed), more, c.position);
   }
 
   function create(kind) {
