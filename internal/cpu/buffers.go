@@ -2,7 +2,7 @@ package cpu
 
 import "sync"
 
-// buffers is memory that a call needs for its own duration, kept for later calls.
+// buffers is working memory of a call, which is kept for later calls.
 type buffers[T Float] struct {
 	t   []T
 	f64 []float64
@@ -10,6 +10,7 @@ type buffers[T Float] struct {
 
 var buffers32, buffers64 sync.Pool
 
+// bufferPool returns the pool of buffers for T.
 func bufferPool[T Float]() *sync.Pool {
 	if _, ok := any(T(0)).(float32); ok {
 		return &buffers32
@@ -17,6 +18,7 @@ func bufferPool[T Float]() *sync.Pool {
 	return &buffers64
 }
 
+// GetBuffers returns working memory, to be returned with PutBuffers.
 func GetBuffers[T Float]() *buffers[T] {
 	if b, ok := bufferPool[T]().Get().(*buffers[T]); ok {
 		return b
@@ -24,9 +26,10 @@ func GetBuffers[T Float]() *buffers[T] {
 	return new(buffers[T])
 }
 
+// PutBuffers returns working memory for later use.
 func PutBuffers[T Float](b *buffers[T]) { bufferPool[T]().Put(b) }
 
-// Elements returns n elements, whatever they hold.
+// Elements returns n elements with undefined contents.
 func (b *buffers[T]) Elements(n int) []T {
 	if cap(b.t) < n {
 		b.t = make([]T, n)
@@ -34,7 +37,7 @@ func (b *buffers[T]) Elements(n int) []T {
 	return b.t[:n]
 }
 
-// Floats returns n numbers, whatever they hold.
+// Floats returns n numbers with undefined contents.
 func (b *buffers[T]) Floats(n int) []float64 {
 	if cap(b.f64) < n {
 		b.f64 = make([]float64, n)

@@ -1,12 +1,14 @@
-// Package cpu holds what the arithmetic of the ops on a CPU shares. That is the instruction set,
-// the team of goroutines that work is spread over, and memory for a call. The families of kernels
-// are in the folders below. They are plain loops over slices that read like the formulas, for
-// float32 and float64, with rows or heads spread over the cores. They know nothing of graphs, nodes
-// or tensors; callers check shapes, so functions index without further tests.
+// Package cpu provides the common basis of the ops' CPU kernels: the detection of the instruction
+// set, the team of goroutines over which work is spread, and temporary memory.
 //
-// Results do not depend on how many cores share the work. A sum is always formed by one goroutine
-// in one order, or from partial sums over fixed blocks that are added in a fixed order. The same
-// inputs give the same bits on every run.
+// The kernels themselves are in the folders below, one family each. They are plain loops over
+// slices that read like the formulas, for float32 and float64, with rows or heads spread over the
+// cores. They know nothing of graphs, nodes or tensors. Callers check shapes, so the kernels do
+// not.
+//
+// Results do not depend on the number of cores: a sum is always formed by one goroutine in one
+// order, or from partial sums over fixed blocks that are added in a fixed order. The same inputs
+// give the same bits on every run.
 package cpu
 
 import (
@@ -17,21 +19,22 @@ import (
 	"sync"
 )
 
-// Float is the element type of every kernel.
+// Float is the constraint of the element types of kernels.
 type Float interface{ float32 | float64 }
 
-// Parallel splits [0, n) into spans of at most grain indices and calls f(lo, hi) for each, on as
-// many goroutines as there are cores. It returns when all calls have. Spans begin at multiples of
-// grain, whatever the number of cores. So a caller may keep one partial result a span and add them
-// up in order.
+// Parallel splits [0, n) into spans of at most grain indices, calls f(lo, hi) for each on as many
+// goroutines as there are cores, and returns when all calls have returned. Spans start at multiples
+// of grain regardless of the number of cores, so a caller can keep one partial result per span and
+// add these in order.
 //
-// When a call of f panics, no further ones begin. Once those under way have ended, Parallel panics
-// on the calling goroutine: with a [*Panic] if the panic was on another one. The same goes for
-// [runtime.Goexit] on another one.
+// If a call of f panics, no further calls start. Once the running calls have returned, Parallel
+// panics on the calling goroutine, with a [*Panic] if the panic happened on another one. A
+// [runtime.Goexit] on another goroutine has the same effect.
 func Parallel(n, grain int, f func(lo, hi int)) {
 	if n <= 0 {
 		return
 	}
+
 	grain = max(grain, 1)
 	workers := min(runtime.GOMAXPROCS(0), (n+grain-1)/grain)
 	if workers == 1 {
@@ -40,11 +43,13 @@ func Parallel(n, grain int, f func(lo, hi int)) {
 		}
 		return
 	}
+
 	t := teams.Get().(*team)
 	t.divide(n, grain, workers, f)
 	for range workers - 1 {
 		t.recruit()
 	}
+
 	t.lead()
 	if p := t.panicked.Load(); p != nil {
 		panic(p)
@@ -53,13 +58,14 @@ func Parallel(n, grain int, f func(lo, hi int)) {
 	teams.Put(t)
 }
 
-// spans is a kernel with its arguments: Span computes indices lo to hi−1.
+// spans is implemented by the arguments of a kernel: Span computes indices [lo, hi).
 type spans[A any] interface {
 	*A
 	Span(lo, hi int)
 }
 
-// call is a kernel's arguments, kept for the next call with arguments of that type.
+// call holds the arguments of a kernel, and is reused by later calls with arguments of the same
+// type.
 type call[A any] struct {
 	args A
 	f    func(lo, hi int)
@@ -67,8 +73,8 @@ type call[A any] struct {
 
 var calls sync.Map // *sync.Pool of *call[A], by the type A
 
-// Spread is Parallel for a kernel's arguments a and its method Span. A function that captured them
-// would be allocated anew in every call; a steady state of this one allocates nothing.
+// Spread calls Parallel with the method Span of a kernel's arguments a. Unlike a closure over the
+// arguments, it does not allocate in the steady state.
 func Spread[A any, P spans[A]](n, grain int, a A) {
 	key := reflect.TypeFor[A]()
 	pool, ok := calls.Load(key)
@@ -79,15 +85,16 @@ func Spread[A any, P spans[A]](n, grain int, a A) {
 			return c
 		}})
 	}
+
 	c := pool.(*sync.Pool).Get().(*call[A])
 	c.args = a
 	Parallel(n, grain, c.f)
-	c.args = *new(A) // keeps nobody's memory alive; after a panic, c is not used again
+	c.args = *new(A) // release the caller's memory; after a panic, c is not used again
 	pool.(*sync.Pool).Put(c)
 }
 
-// Panic is what a function has panicked with on a goroutine that is not its caller's, and the stack
-// of that goroutine.
+// Panic holds the value of a panic on another goroutine than the caller's, and the stack of that
+// goroutine.
 type Panic struct {
 	Value any
 	Stack []byte
@@ -96,8 +103,9 @@ type Panic struct {
 // String returns the value and the stack.
 func (p *Panic) String() string { return fmt.Sprintf("%v\n\n%s", p.Value, p.Stack) }
 
-// AsPanic is for the deferred function that has recovered r, while the stack still shows where it
-// came from. What an inner call of Parallel has passed on keeps its own stack.
+// AsPanic converts the recovered value r to a Panic. It must be called by the deferred function
+// that recovered r, while the stack still shows the origin. A Panic passed on by an inner call of
+// Parallel keeps its stack.
 func AsPanic(r any) *Panic {
 	if p, ok := r.(*Panic); ok {
 		return p
@@ -105,12 +113,12 @@ func AsPanic(r any) *Panic {
 	return &Panic{r, debug.Stack()}
 }
 
-// Grain returns how many items of the given cost (in elementary operations) make one span worth
-// handing to a goroutine.
+// Grain returns the number of items of the given cost, in elementary operations, that make a span
+// worth handing to a goroutine.
 func Grain(cost int) int { return max(1, 1<<15/max(cost, 1)) }
 
 // CeilDiv returns a/b, rounded up.
 func CeilDiv(a, b int) int { return (a + b - 1) / b }
 
-// VectorGrain is the fixed block over which vector reductions form one partial result.
+// VectorGrain is the size of the fixed blocks over which vector reductions form partial results.
 const VectorGrain = 1 << 14

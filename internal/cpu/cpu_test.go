@@ -11,17 +11,17 @@ import (
 	"time"
 )
 
-// recovered returns what f panics with.
+// recovered returns the panic value of f.
 func recovered(f func()) (r any) {
 	defer func() { r = recover() }()
 	f()
 	return nil
 }
 
-// everywhere calls f on the calling goroutine and on a helper of Parallel at the same time, and
-// tells f which is which.
+// everywhere calls f on the calling goroutine and on a helper of Parallel at the same time. The
+// argument is true on the calling goroutine.
 func everywhere(f func(caller bool)) {
-	var both sync.WaitGroup // a rendezvous, so that neither takes both spans
+	var both sync.WaitGroup // a rendezvous, so that neither goroutine takes both spans
 	both.Add(2)
 	caller := goroutine()
 	Parallel(2, 1, func(int, int) {
@@ -31,8 +31,9 @@ func everywhere(f func(caller bool)) {
 	})
 }
 
-// A panic on a helper reaches the caller with the helper's stack, and so does the helper's end. One
-// on the calling goroutine reaches it as it is. All leave the pool in working order.
+// TestParallelPanics checks that a panic on a helper, or the helper's end, reaches the caller with
+// the helper's stack, that a panic on the calling goroutine reaches it unchanged, and that the pool
+// keeps working.
 func TestParallelPanics(t *testing.T) {
 	atLeastTwoCores(t)
 	for range 50 {
@@ -65,6 +66,7 @@ func TestParallelPanics(t *testing.T) {
 		}).(*Panic); !ok || !strings.Contains(p.String(), "Goexit") {
 			t.Fatalf("the end of a helper arrives as %v", p)
 		}
+
 		var sum atomic.Int64
 		Parallel(1000, 1, func(lo, hi int) { sum.Add(int64(lo)) })
 		if sum.Load() != 999*1000/2 {
@@ -73,8 +75,8 @@ func TestParallelPanics(t *testing.T) {
 	}
 }
 
-// A call does not wait for helpers who are still on their way when all is done, and these do
-// nothing for it. They may work for the next call of the same team.
+// TestLateHelpers checks that a call does not wait for helpers that arrive after all work is done,
+// and that these do nothing for it. They may work for the next call of the same team.
 func TestLateHelpers(t *testing.T) {
 	var indices atomic.Int32
 	count := func(lo, hi int) { indices.Add(int32(hi - lo)) }
@@ -84,21 +86,24 @@ func TestLateHelpers(t *testing.T) {
 	if n := indices.Load(); n != 7 || late.join() {
 		t.Errorf("a leader alone has met %d of 7 indices, or can be joined then", n)
 	}
+
 	late.divide(7, 2, 3, count)
-	for range 4 { // more than are wanted
+	for range 4 { // more than needed
 		if !late.join() {
 			t.Error("the second call cannot be joined")
 		}
 		late.help()
 	}
+
 	late.lead()
 	if n := indices.Load(); n != 14 {
 		t.Errorf("after two calls %d of 14 indices have been met", n)
 	}
 }
 
-// Calls come from many goroutines, close together and far apart, so that helpers are on the
-// lookout, about to sleep or asleep. Each call must run all of its spans once.
+// TestParallelFromManyGoroutines makes calls from many goroutines, close together and far apart, so
+// that helpers are looking for work, about to sleep or asleep. Each call must run all of its spans
+// once.
 func TestParallelFromManyGoroutines(t *testing.T) {
 	atLeastTwoCores(t)
 	var callers sync.WaitGroup
@@ -125,10 +130,11 @@ func TestParallelFromManyGoroutines(t *testing.T) {
 			}
 		})
 	}
+
 	callers.Wait()
 }
 
-// goroutine identifies the calling goroutine, as its stack's first line does: "goroutine 7
+// goroutine identifies the calling goroutine by the first line of its stack, "goroutine 7
 // [running]:".
 func goroutine() string {
 	line := make([]byte, 64)
@@ -136,7 +142,7 @@ func goroutine() string {
 	return string(line[:bytes.IndexByte(line, '[')])
 }
 
-// atLeastTwoCores makes Parallel use helpers on a machine with a single core too.
+// atLeastTwoCores makes Parallel use helpers even on a machine with a single core.
 func atLeastTwoCores(t *testing.T) {
 	cores := runtime.GOMAXPROCS(0)
 	runtime.GOMAXPROCS(max(2, cores))
@@ -145,7 +151,8 @@ func atLeastTwoCores(t *testing.T) {
 
 func panicsOnHelper() { panic("boom") }
 
-// No call is under way when Parallel panics, and those that have not begun by then never do.
+// TestParallelStopsAtPanic checks that no call is in progress when Parallel panics, and that calls
+// that have not started by then never do.
 func TestParallelStopsAtPanic(t *testing.T) {
 	atLeastTwoCores(t)
 	const n = 10_000
@@ -158,11 +165,12 @@ func TestParallelStopsAtPanic(t *testing.T) {
 			if lo == 100 {
 				panic(lo)
 			}
-			if lo > 100 { // so slow that the panic is noticed long before the end
+			if lo > 100 { // slow enough for the panic to be noticed long before the end
 				time.Sleep(time.Millisecond)
 			}
 		})
 	})
+
 	if r == nil || running.Load() != 0 {
 		t.Errorf("recovered %v with %d calls under way", r, running.Load())
 	}
@@ -171,7 +179,8 @@ func TestParallelStopsAtPanic(t *testing.T) {
 	}
 }
 
-// A panic below two levels of Parallel keeps the stack of the goroutine where it began.
+// TestNestedParallelPanics checks that a panic below two levels of Parallel keeps the stack of its
+// goroutine.
 func TestNestedParallelPanics(t *testing.T) {
 	atLeastTwoCores(t)
 	r := recovered(func() {
@@ -185,6 +194,7 @@ func TestNestedParallelPanics(t *testing.T) {
 			}
 		})
 	})
+
 	if p, ok := r.(*Panic); !ok || p.Value != "boom" ||
 		!strings.Contains(p.String(), "panicsOnHelper") {
 		t.Errorf("a nested panic arrives as %v", r)

@@ -2,6 +2,7 @@ package cpu
 
 import "golang.org/x/sys/cpu"
 
+// detectISA returns the best level that the machine supports.
 func detectISA() ISA {
 	x := &cpu.X86
 	switch {
@@ -13,5 +14,5 @@ func detectISA() ISA {
 	return Generic
 }
 
-// HasBF16 reports whether AVX-512 has instructions for pairs of bfloat16.
+// HasBF16 reports whether the machine has AVX-512 instructions for pairs of bfloat16.
 func HasBF16() bool { return cpu.X86.HasAVX512BF16 && cpu.X86.HasAVX512BW }

@@ -6,7 +6,7 @@ import (
 	"golang.org/x/sys/cpu"
 )
 
-// TestDetectISA wants the features that the kernels of each level have instructions of.
+// TestDetectISA checks that each level requires all features that its kernels use.
 func TestDetectISA(t *testing.T) {
 	was := cpu.X86
 	defer func() { cpu.X86 = was }()
@@ -15,6 +15,7 @@ func TestDetectISA(t *testing.T) {
 	if l := detectISA(); l != AVX512 {
 		t.Errorf("with all features: %v", l)
 	}
+
 	for _, c := range []struct {
 		feature *bool
 		want    ISA

@@ -2,5 +2,5 @@
 
 package cpu
 
-// pause lets the core rest for some 50 nanoseconds, and its other thread run.
+// pause lets the core rest for some 50 nanoseconds and its other hardware thread run.
 func pause()

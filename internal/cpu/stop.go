@@ -2,11 +2,11 @@ package cpu
 
 import "sync/atomic"
 
-// Stop asks a kernel that takes one to end early: what it writes is worth nothing then. A nil *Stop
-// never does. A Stop may be asked for from any goroutine.
+// Stop lets callers end a kernel early; its results are then undefined. A nil *Stop never ends one.
+// Its methods may be called from any goroutine.
 type Stop struct{ asked atomic.Bool }
 
-// Ask asks the kernels that have s to end.
+// Ask requests the kernels with s to end.
 func (s *Stop) Ask() { s.asked.Store(true) }
 
 // Asked reports whether Ask has been called.

@@ -6,34 +6,34 @@ import (
 	"sync/atomic"
 )
 
-// team is one call of Parallel and the goroutines at work on it. Teams and goroutines are kept for
-// the next call, so that a steady state allocates nothing.
+// team is one call of Parallel with the goroutines that work on it. Teams and goroutines are kept
+// for later calls, so that the steady state allocates nothing.
 type team struct {
 	f        func(lo, hi int)
 	n, grain int
 	parts    []part
-	joined   atomic.Int32          // helpers who have begun
-	helpers  atomic.Int32          // at work; closed, and asleep while the leader sleeps
-	wake     chan struct{}         // from the last helper to a leader who sleeps
-	panicked atomic.Pointer[Panic] // a helper's; a team that has one is not used again
+	joined   atomic.Int32          // number of helpers that have started
+	helpers  atomic.Int32          // number of working helpers; plus closed, and asleep while the leader sleeps
+	wake     chan struct{}         // from the last helper to a sleeping leader
+	panicked atomic.Pointer[Panic] // a helper's panic; such a team is not used again
 }
 
 const (
-	closed = 1 << 29 // all spans have begun: who comes now comes too late, and is not waited for
+	closed = 1 << 29 // all spans have started: late helpers are turned away and not waited for
 	asleep = 1 << 30
 )
 
-// part is a share of the spans, one for the leader and for each helper: who is through with theirs
-// goes on with the others'. The leader has the first part and, on two cores, always the same helper
-// the second. So a core mostly reads in one call what it has itself written in the one before,
-// where the same rows are split.
+// part is a share of the spans, one for the leader and one for each helper. Workers that have
+// finished their own part continue with the remaining parts. The leader has the first part and, on
+// two cores, the second part always goes to the same helper. If the same rows are split, a core
+// therefore mostly reads its own results of the previous call.
 type part struct {
-	next atomic.Int64 // the next span to run
+	next atomic.Int64 // next span to run
 	end  int64
-	_    [48]byte // to the end of a cache line
+	_    [48]byte // padding to a cache line
 }
 
-// divide gives n indices in spans of grain out to workers parts.
+// divide distributes n indices, in spans of grain, over workers parts.
 func (t *team) divide(n, grain, workers int, f func(lo, hi int)) {
 	t.f, t.n, t.grain = f, n, grain
 	if workers > cap(t.parts) {
@@ -45,55 +45,58 @@ func (t *team) divide(n, grain, workers int, f func(lo, hi int)) {
 		t.parts[w].next.Store(int64(spans * w / workers))
 		t.parts[w].end = int64(spans * (w + 1) / workers)
 	}
+
 	t.joined.Store(0)
-	t.helpers.Store(0) // which opens it, also to who was recruited for an earlier call
+	t.helpers.Store(0) // opens the team, even to helpers recruited for an earlier call
 }
 
-// To wake a sleeping thread takes tens of microseconds, more than many a kernel. So helpers who
-// have run out of work look out for more before they sleep, as many as there are cores for. Leaders
-// look out for the end of their helpers' work. rounds pauses are some 50 microseconds.
+// Waking a sleeping thread takes tens of microseconds, longer than many kernels. Helpers without
+// work therefore keep looking for more before they sleep, at most as many as there are cores, and
+// leaders keep looking for the end of their helpers' work. rounds pauses last some 50 microseconds.
 const rounds = 1000
 
 var (
 	teams    = sync.Pool{New: func() any { return &team{wake: make(chan struct{}, 1)} }}
-	hired    atomic.Int32                   // helpers there are
-	lookouts atomic.Int32                   // helpers who look out and are nobody's yet
-	offers   = make(chan *team, maxHelpers) // to them
-	idle     = make(chan *team)             // to a helper who sleeps
-	queue    = make(chan *team, queued)     // to the next helper who has done with another team
+	hired    atomic.Int32                   // number of helpers
+	lookouts atomic.Int32                   // number of helpers that are looking for work and have not been claimed
+	offers   = make(chan *team, maxHelpers) // to helpers that are looking
+	idle     = make(chan *team)             // to a sleeping helper
+	queue    = make(chan *team, queued)     // to the next helper that finishes work for another team
 )
 
 const (
 	maxHelpers = 1024
-	// Where other processes have the cores, calls end before helpers come to what is queued for
-	// them.
+	// If other processes occupy the cores, calls end before helpers get to their queued teams.
 	queued = 64
 )
 
-// recruit finds t a helper: one who looks out, one who sleeps, or a new one. When there are as many
-// as cores and all are at work, t waits for the next who is not.
+// recruit finds a helper for t: a helper looking for work, a sleeping one, or a new one. If there
+// are as many helpers as cores and all are working, t is queued for the next one to finish.
 func (t *team) recruit() {
 	if claim() {
 		offers <- t
 		return
 	}
+
 	select {
 	case idle <- t:
 		return
 	default:
 	}
+
 	if hire() {
 		go help(t)
 		return
 	}
+
 	select {
 	case queue <- t:
 	default:
 	}
 }
 
-// hire reports whether there may be one helper more, and counts it. There are as many as cores at
-// most, whatever number of goroutines call Parallel. They stay, also when GOMAXPROCS becomes less.
+// hire reports whether another helper may be started, and counts it. There are at most as many as
+// cores, no matter how many goroutines call Parallel. Helpers stay even if GOMAXPROCS decreases.
 func hire() bool {
 	most := int32(min(runtime.GOMAXPROCS(0), maxHelpers))
 	for {
@@ -107,7 +110,7 @@ func hire() bool {
 	}
 }
 
-// claim takes one of the lookouts, if there are any.
+// claim claims a helper that is looking for work, if there is one.
 func claim() bool {
 	for {
 		n := lookouts.Load()
@@ -132,9 +135,11 @@ func await() *team {
 				pause()
 			}
 		}
+
 		if !claim() {
-			return <-offers // as many are on their way as there are helpers here
+			return <-offers // a claimed helper is certain to be offered a team
 		}
+
 		if !looks || looked == rounds {
 			select {
 			case t := <-queue:
@@ -143,16 +148,17 @@ func await() *team {
 				return t
 			}
 		}
+
 		select {
 		case t := <-queue:
 			return t
-		default: // another helper was there first
+		default: // another helper was faster
 		}
 	}
 }
 
-// work runs spans, those of part w first; w may be any number, as the helpers of an earlier call
-// may join.
+// work runs spans, starting with part w. w may be any number, since helpers of an earlier call may
+// join.
 func (t *team) work(w int) {
 	for i := range t.parts {
 		p := &t.parts[(w+i)%len(t.parts)]
@@ -163,7 +169,7 @@ func (t *team) work(w int) {
 	}
 }
 
-// lead works for t and waits for its helpers, even when f panics: they still use what f does.
+// lead works for t and waits for its helpers, even if f panics, because they still use f's data.
 func (t *team) lead() {
 	done := false
 	defer func() {
@@ -176,7 +182,7 @@ func (t *team) lead() {
 	done = true
 }
 
-// wait returns when no helper is at work, and none will be.
+// wait returns when no helper is working for t and none can join.
 func (t *team) wait() {
 	t.helpers.Or(closed)
 	for range rounds {
@@ -190,14 +196,14 @@ func (t *team) wait() {
 	}
 }
 
-// stop lets no further span begin.
+// stop prevents further spans from starting.
 func (t *team) stop() {
 	for w := range t.parts {
 		t.parts[w].next.Store(t.parts[w].end)
 	}
 }
 
-// join makes the calling helper one of t's, unless t is closed.
+// join makes the calling goroutine a helper of t, unless t is closed.
 func (t *team) join() bool {
 	for {
 		n := t.helpers.Load()
@@ -210,9 +216,9 @@ func (t *team) join() bool {
 	}
 }
 
-// help works for t and then for whoever calls next.
+// help works for t and then for later calls.
 func help(t *team) {
-	defer hired.Add(-1) // for runtime.Goexit
+	defer hired.Add(-1) // in case of runtime.Goexit
 	for {
 		if t.join() {
 			t.help()
@@ -221,6 +227,7 @@ func help(t *team) {
 	}
 }
 
+// help runs spans of t as a helper, and passes on a panic.
 func (t *team) help() {
 	done := false
 	defer func() {
@@ -235,6 +242,7 @@ func (t *team) help() {
 			t.wake <- struct{}{}
 		}
 	}()
+
 	t.work(int(t.joined.Add(1)))
 	done = true
 }

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Helpers are no more than cores, however many goroutines call; those of tests with more cores have
-// stayed.
+// TestHelpersAreBounded checks that there are at most as many helpers as cores, no matter how many
+// goroutines call. Helpers from tests with more cores may remain.
 func TestHelpersAreBounded(t *testing.T) {
 	atLeastTwoCores(t)
 	stayed := helpersAlive()
@@ -18,21 +18,23 @@ func TestHelpersAreBounded(t *testing.T) {
 	for range callers {
 		go func() {
 			for range 200 {
-				Parallel(8, 1, func(int, int) { runtime.Gosched() }) // so that calls overlap
+				Parallel(8, 1, func(int, int) { runtime.Gosched() }) // makes calls overlap
 			}
 			ended <- struct{}{}
 		}()
 	}
+
 	most := 0
 	for range callers {
 		<-ended
 		most = max(most, helpersAlive())
 	}
+
 	require.LessOrEqual(t, most, max(runtime.GOMAXPROCS(0), stayed))
 	require.Positive(t, most, "nobody helped, so that nothing was shown")
 }
 
-// helpersAlive counts the goroutines that run help.
+// helpersAlive returns the number of goroutines that run help.
 func helpersAlive() int {
 	stacks := make([]byte, 1<<16)
 	for {

@@ -5,10 +5,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// Op is elementwise arithmetic.
+// Op is an elementwise operation.
 type Op uint8
 
-// The operations.
+// Operations.
 const (
 	Add Op = iota
 	Sub
@@ -16,12 +16,13 @@ const (
 	Div
 )
 
-// Arithmetic writes a op b to y elementwise. An operand of one element goes with every element of
-// the other. y may be a or b.
+// Arithmetic sets y = a op b elementwise. An operand with a single element is combined with every
+// element of the other operand. y may be a or b.
 func Arithmetic[T cpu.Float](op Op, y, a, b []T) {
 	cpu.Spread(len(y), cpu.VectorGrain, arithmeticArgs[T]{op, y, a, b})
 }
 
+// arithmeticArgs are the arguments of Arithmetic.
 type arithmeticArgs[T cpu.Float] struct {
 	op      Op
 	y, a, b []T
@@ -32,9 +33,11 @@ func (s *arithmeticArgs[T]) Span(lo, hi int) {
 	if len(a) == len(s.y) {
 		a = a[lo:hi]
 	}
+
 	if len(b) == len(s.y) {
 		b = b[lo:hi]
 	}
+
 	switch {
 	case len(a) == 1 && len(y) > 1:
 		scalarLeft(s.op, y, a[0], b)
@@ -45,6 +48,7 @@ func (s *arithmeticArgs[T]) Span(lo, hi int) {
 	}
 }
 
+// elementwise computes y = a op b.
 func elementwise[T cpu.Float](op Op, y, a, b []T) {
 	a, b = a[:len(y)], b[:len(y)]
 	switch op {
@@ -65,6 +69,7 @@ func elementwise[T cpu.Float](op Op, y, a, b []T) {
 	}
 }
 
+// scalarLeft computes y = a op b for a number a.
 func scalarLeft[T cpu.Float](op Op, y []T, a T, b []T) {
 	b = b[:len(y)]
 	switch op {
@@ -87,6 +92,7 @@ func scalarLeft[T cpu.Float](op Op, y []T, a T, b []T) {
 	}
 }
 
+// scalarRight computes y = a op b for a number b.
 func scalarRight[T cpu.Float](op Op, y, a []T, b T) {
 	a = a[:len(y)]
 	switch op {

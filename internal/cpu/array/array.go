@@ -1,4 +1,4 @@
-// Package array has sums, tests and arithmetic over whole slices, spread over the cores.
+// Package array provides sums, tests and arithmetic over whole slices, using all cores.
 package array
 
 import (
@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// SumSquares returns Σ x². It adds in float64 over fixed blocks, so that the bits do not depend on
-// the number of cores.
+// SumSquares returns Σ x². It accumulates in float64 over fixed blocks, so the bits do not depend
+// on the number of cores.
 func SumSquares[T cpu.Float](x []T) float64 {
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
@@ -19,12 +19,13 @@ func SumSquares[T cpu.Float](x []T) float64 {
 	return vec.Sum(partial)
 }
 
-// BlockSquares sets partial[i] to Σ x² over the i-th block of cpu.VectorGrain elements, the last of
-// which may be shorter. The sum of all, from left to right, is SumSquares.
+// BlockSquares sets partial[i] to Σ x² over the i-th block of cpu.VectorGrain elements; the last
+// block may be shorter. Adding the partial sums from left to right yields SumSquares.
 func BlockSquares[T cpu.Float](partial []float64, x []T) {
 	cpu.Spread(len(x), cpu.VectorGrain, sumSquares[T]{x, partial})
 }
 
+// sumSquares are the arguments of SumSquares.
 type sumSquares[T cpu.Float] struct {
 	x       []T
 	partial []float64
@@ -46,7 +47,8 @@ type scaling[T cpu.Float] struct {
 
 func (s *scaling[T]) Span(lo, hi int) { vec.Scale(s.x[lo:hi], s.s) }
 
-// FirstNonFinite returns the index of the first NaN or infinity in x, and -1 if there is none.
+// FirstNonFinite returns the index of the first NaN or infinity in x, or −1 if all elements are
+// finite.
 func FirstNonFinite[T cpu.Float](x []T) int {
 	first := firsts.Get().(*atomic.Int64)
 	defer firsts.Put(first)
@@ -58,7 +60,7 @@ func FirstNonFinite[T cpu.Float](x []T) int {
 	return -1
 }
 
-// firsts has counters for the functions of this file.
+// firsts holds counters for the functions of this file.
 var firsts = sync.Pool{New: func() any { return new(atomic.Int64) }}
 
 type firstNonFinite[T cpu.Float] struct {
@@ -70,8 +72,9 @@ func (s *firstNonFinite[T]) Span(lo, hi int) {
 	if vec.Finite(s.x[lo:hi]) {
 		return
 	}
+
 	for i, v := range s.x[lo:hi] {
-		if v-v == 0 { // false for NaN and ±Inf alone
+		if v-v == 0 { // false only for NaN and ±Inf
 			continue
 		}
 		for at := int64(lo + i); ; {
@@ -109,7 +112,7 @@ func (s *nonZero[T]) Span(lo, hi int) {
 	}
 }
 
-// Copy copies src to dst, which has as many elements.
+// Copy copies src to dst, which must be at least as long.
 func Copy[T cpu.Float](dst, src []T) {
 	cpu.Spread(len(src), cpu.VectorGrain, copying[T]{dst[:len(src)], src})
 }

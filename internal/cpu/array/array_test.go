@@ -19,12 +19,14 @@ func TestVectorReductions(t *testing.T) {
 		if got := SumSquares(x); math.Abs(got-want) > 1e-10*want {
 			t.Errorf("n=%d: sum of squares %v, want %v", n, got, want)
 		}
+
 		blocks, sum := make([]float64, cpu.CeilDiv(n, cpu.VectorGrain)), 0.0
 		if BlockSquares(blocks, x); n > 0 {
 			for _, b := range blocks {
 				sum += b
 			}
 		}
+
 		if got := SumSquares(x); got != sum {
 			t.Errorf("n=%d: blocks add up to %v, want %v", n, sum, got)
 		}
@@ -34,6 +36,7 @@ func TestVectorReductions(t *testing.T) {
 		if n < 2 {
 			continue
 		}
+
 		at := r.IntN(n - 1)
 		x[at], x[n-1] = math.Inf(-1), math.NaN()
 		if i := FirstNonFinite(x); i != at {
@@ -50,7 +53,7 @@ func BenchmarkFirstNonFinite(b *testing.B) {
 	}
 }
 
-// TestFirstNonFinite hides each kind of value that is not finite at every place of a vector.
+// TestFirstNonFinite puts each kind of non-finite value at every position of a vector.
 func TestFirstNonFinite(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)

@@ -1,4 +1,4 @@
-// Package attention computes softmax attention and its gradients a tile of scores at a time.
+// Package attention computes softmax attention and its gradients, one tile of scores at a time.
 package attention
 
 import (
@@ -10,23 +10,24 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// Shape is the geometry of one call of attention over packed rows. q is [Batch·Seq, Heads·HeadDim],
+// Shape is the geometry of one call of attention over packed rows. q is [Batch·Seq, Heads·HeadDim];
 // k and v are [Batch·Seq, KVHeads·HeadDim]. Query head h reads key-value head h/(Heads/KVHeads).
 type Shape struct {
 	Batch, Seq, Heads, KVHeads, HeadDim int
 	Causal                              bool
 	Scale                               float64
 
-	// Starts [Batch·Seq] is the first position that each query of a causal attention sees, at most
-	// its own, nil for 0. Along a sequence it never decreases.
+	// Starts [Batch·Seq] holds the first position that each query of a causal attention sees. It
+	// must not exceed the query's own position or decrease along a sequence. Nil means position 0.
 	Starts []int
-	// Window is how many positions a query of a causal attention sees, with its own; 0 means all.
+	// Window is the number of positions that a query of a causal attention sees, including its own;
+	// 0 means all.
 	Window int
 
-	Stop *cpu.Stop // of Forward
+	Stop *cpu.Stop // interrupts Forward
 }
 
-// sequence returns the geometry of sequence b, whose Starts alone differ from those of the others.
+// sequence returns the geometry of sequence b. Sequences differ in their Starts only.
 func (s Shape) sequence(b int) Shape {
 	if s.Starts != nil {
 		s.Starts = s.Starts[b*s.Seq:][:s.Seq]
@@ -45,7 +46,8 @@ func (s *Shape) start(i int) (from int) {
 	return from
 }
 
-// keys returns the range of keys outside which none of the nq queries from position i0 on sees any.
+// keys returns the range of keys that contains all keys seen by any of the nq queries from position
+// i0 on.
 func (s *Shape) keys(i0, nq int) (from, to int) {
 	if s.Causal {
 		return s.start(i0), i0 + nq
@@ -53,8 +55,8 @@ func (s *Shape) keys(i0, nq int) (from, to int) {
 	return 0, s.Seq
 }
 
-// seen returns which of the nk keys from position j0 on the query at position i sees, counted from
-// j0.
+// seen returns the range, relative to j0, of keys that the query at position i sees among the nk
+// keys from position j0 on.
 func (s *Shape) seen(i, j0, nk int) (from, to int) {
 	if !s.Causal {
 		return 0, nk
@@ -63,26 +65,28 @@ func (s *Shape) seen(i, j0, nk int) (from, to int) {
 	return min(to, max(0, s.start(i)-j0)), to
 }
 
-// Tiles of queries and keys: the products of the backward pass and their operands stay in a core's
-// second-level cache. Along the diagonal of a causal attention, a strip of queries after the other
-// leaves out the keys that none of it sees.
+// Sizes of tiles. The products of the backward pass and their operands stay in a core's
+// second-level cache. Along the diagonal of a causal attention, queries are processed in strips
+// that skip keys unseen by all their queries.
 const (
 	queryTile  = 128
 	queryStrip = 32
 	keyTile    = 256
-	// of a row of scores; not a power of two, which would crowd columns into few sets of a cache
+	// scoreStride is the stride of a row of scores. A power of two would map columns to few sets of
+	// a cache.
 	scoreStride = keyTile + 16
 )
 
-// tiles is the memory that one worker needs, whatever the sequence length.
+// tiles is the working memory of one worker, independent of the sequence length.
 type tiles[T cpu.Float] struct {
 	p, dp []T // queryTile×keyTile, of stride scoreStride
-	m, l  []T // running maximum and sum of a query
-	d     []T // Σ output ⊙ its gradient of a query
+	m, l  []T // running maximum and sum of each query
+	d     []T // Σ output ⊙ output gradient of each query
 }
 
 var tiles32, tiles64 sync.Pool
 
+// tilePool returns the pool of tiles for T.
 func tilePool[T cpu.Float]() *sync.Pool {
 	if _, ok := any(T(0)).(float32); ok {
 		return &tiles32
@@ -90,6 +94,7 @@ func tilePool[T cpu.Float]() *sync.Pool {
 	return &tiles64
 }
 
+// getTiles returns tiles from the pool or new ones.
 func getTiles[T cpu.Float]() *tiles[T] {
 	if t, ok := tilePool[T]().Get().(*tiles[T]); ok {
 		return t
@@ -99,12 +104,16 @@ func getTiles[T cpu.Float]() *tiles[T] {
 		make([]T, queryTile), make([]T, queryTile)}
 }
 
-// Forward computes y = softmax(Scale·q·kᵀ)·v for every head, and the normalizers of all rows of
-// scores, [Batch·Heads·Seq, 2]. Those of a row are its largest score m and l = Σ exp(score − m). The
-// backward pass needs both: float32 rounds m + log l by up to 0.03 where scores are near 10⁶, which
-// makes the probabilities wrong by 3 %. Scores exist a tile at a time: the softmax is formed online, with
-// a running maximum and sum a query. (Milakov and Gimelshein, "Online normalizer calculation for
-// softmax", 2018; Dao et al., "FlashAttention", 2022.) It ends early when s.Stop asks for it.
+// Forward computes y = softmax(Scale·q·kᵀ)·v for every head, and the normalizers [Batch·Heads·Seq,
+// 2] of all rows of scores.
+//
+// The normalizers of a row are its largest score m and l = Σ exp(score − m). The backward pass
+// needs both, because float32 rounds m + log l by up to 0.03 for scores near 10⁶, which would make
+// the probabilities wrong by 3 %.
+//
+// Scores exist one tile at a time: the softmax is computed online, with a running maximum and sum
+// for each query (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et
+// al., "FlashAttention", 2022). Forward ends early once s.Stop has been asked to stop.
 func Forward[T cpu.Float](y, normalizers, q, k, v []T, s Shape) {
 	buf := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(buf)
@@ -116,15 +125,15 @@ func Forward[T cpu.Float](y, normalizers, q, k, v []T, s Shape) {
 		forwardArgs[T]{y, normalizers, q, kt, v, s, blocks, stride})
 }
 
-// transposedStride is that of a transposed head's rows, one for each of its features, of seq
-// elements.
+// transposedStride returns the stride of the rows of a transposed head; a row holds one feature of
+// seq positions.
 func transposedStride[T cpu.Float](seq int) int {
 	lanes := gemm.Lanes[T]()
-	// neither too narrow for whole vectors nor a power of two
+	// Wide enough for whole vectors, but not a power of two.
 	return (cpu.CeilDiv(seq, lanes) + 1) * lanes
 }
 
-// transposeHead writes the transpose of a head of a sequence, seq rows of x, of stride xd.
+// transposeHead writes the transpose of one head of a sequence: seq rows of x with stride xd.
 func transposeHead[T cpu.Float](xt, x []T, stride, xd, seq, headDim int) {
 	lanes := gemm.Lanes[T]()
 	for i := 0; i < seq; i += lanes {
@@ -132,6 +141,7 @@ func transposeHead[T cpu.Float](xt, x []T, stride, xd, seq, headDim int) {
 	}
 }
 
+// transposedHeads are the arguments for transposing all heads.
 type transposedHeads[T cpu.Float] struct {
 	xt, x []T
 	Shape
@@ -147,14 +157,15 @@ func (s *transposedHeads[T]) Span(lo, hi int) {
 	}
 }
 
-// At computes one row of a causal attention of a single sequence, that of the given position. q and
-// y are [Heads·HeadDim], k and v have the rows of all positions up to it. The row has the bits that
-// [Forward] gives it, as long as the products of matrices have them.
+// At computes the row of a causal attention for one position of a single sequence. q and y are
+// [Heads·HeadDim]; k and v hold the rows of all positions up to this one. The row has the same bits
+// as in [Forward], provided that the matrix products do.
 func At[T cpu.Float](y, q, k, v []T, position int, s Shape) {
 	s.Batch, s.Seq, s.Causal = 1, position+1, true
 	cpu.Spread(s.Heads, max(1, 1<<12/(s.Seq*s.HeadDim)), atArgs[T]{y, q, k, v, position, s})
 }
 
+// atArgs are the arguments of At.
 type atArgs[T cpu.Float] struct {
 	y, q, k, v []T
 	position   int
@@ -174,8 +185,9 @@ func (s atArgs[T]) Span(lo, hi int) {
 	}
 }
 
+// forwardArgs are the arguments of Forward.
 type forwardArgs[T cpu.Float] struct {
-	y, normalizers, q, kt, v []T // kt has the transposes of k's heads, one behind the other
+	y, normalizers, q, kt, v []T // kt holds the transposed heads of k, one after the other
 	Shape
 	blocks, stride int
 }
@@ -186,7 +198,7 @@ func (s *forwardArgs[T]) Span(lo, hi int) {
 	t := getTiles[T]()
 	defer tilePool[T]().Put(t)
 	for task := lo; task < hi; task++ {
-		// A head's longest causal rows come first, so that the cores finish together.
+		// The longest causal rows of a head come first, so that the cores finish together.
 		head, block := task/s.blocks, s.blocks-1-task%s.blocks
 		b, h := head/s.Heads, head%s.Heads
 		i0 := block * queryStrip
@@ -199,14 +211,14 @@ func (s *forwardArgs[T]) Span(lo, hi int) {
 	}
 }
 
-// matrix is a head's kᵀ, stored as that or as k.
+// matrix is kᵀ of one head, stored either transposed or as k.
 type matrix[T cpu.Float] struct {
 	x      []T
 	stride int
-	trans  bool // it is k
+	trans  bool // x holds k
 }
 
-// from returns where its column j begins.
+// from returns the memory starting at column j.
 func (m *matrix[T]) from(j int) []T {
 	if m.trans {
 		return m.x[j*m.stride:]
@@ -214,15 +226,16 @@ func (m *matrix[T]) from(j int) []T {
 	return m.x[j:]
 }
 
-// forward computes nq rows of one head, at most a strip, whose first is position i0.
+// forward computes at most one strip of nq rows of one head, starting at position i0.
 func (t *tiles[T]) forward(y, normalizers, q []T, kt matrix[T], v []T, qd, kd, i0, nq int,
 	s Shape) {
 	dh := s.HeadDim
 	_, keys := s.keys(i0, nq)
-	firstKey, _ := s.keys(i0/queryStrip*queryStrip, nq) // of a single row the tiles of its strip
+	firstKey, _ := s.keys(i0/queryStrip*queryStrip, nq) // for a single row, use the tiles of its strip
 	for i := range nq {
 		t.m[i], t.l[i] = T(math.Inf(-1)), 0
 	}
+
 	for j0 := firstKey; j0 < keys && !s.Stop.Asked(); j0 += keyTile {
 		nk := min(keyTile, keys-j0)
 		gemm.MulSerial(false, kt.trans, nq, nk, dh, T(s.Scale), q, qd, kt.from(j0),
@@ -235,6 +248,7 @@ func (t *tiles[T]) forward(y, normalizers, q []T, kt matrix[T], v []T, qd, kd, i
 			if p = p[from:to]; len(p) == 0 {
 				continue
 			}
+
 			m := max(t.m[i], vec.Max(p))
 			sum := vec.ExpSub(p, p, m)
 			if m != t.m[i] && j0 > firstKey {
@@ -245,39 +259,43 @@ func (t *tiles[T]) forward(y, normalizers, q []T, kt matrix[T], v []T, qd, kd, i
 			t.m[i] = m
 			t.l[i] += sum
 		}
+
 		gemm.MulSerial(false, false, nq, dh, nk, 1, t.p, scoreStride, v[j0*kd:], kd,
 			unless[T](j0 == firstKey), y, qd)
 	}
+
 	for i := range nq {
 		vec.Scale(y[i*qd:][:dh], 1/t.l[i])
 		normalizers[2*i], normalizers[2*i+1] = t.m[i], t.l[i]
 	}
 }
 
-// Backward computes the gradients dq, dk and dv of [Attention] for the output gradient g, from the
-// forward pass's output y and normalizers. Scores are computed again, tile by tile; with P the softmax and
-// D = rowsum(g ⊙ y),
+// Backward computes the gradients dq, dk and dv of the attention for the output gradient g, given
+// the output y and the normalizers of the forward pass. Scores are recomputed tile by tile. With P
+// the softmax and D = rowsum(g ⊙ y),
 //
 //	dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − D),  dq = Scale·dS·k,  dk = Scale·dSᵀ·q.
 func Backward[T cpu.Float](dq, dk, dv, g, q, k, v, y, normalizers []T, s Shape) {
-	// One task is a key-value head with all query heads that read it: no two tasks write the same
-	// element.
+	// Each task handles a key-value head with all query heads that read it, so no two tasks write
+	// the same element.
 	cpu.Spread(s.Batch*s.KVHeads, 1,
 		backwardArgs[T]{dq, dk, dv, g, q, k, v, y, normalizers, s})
 }
 
+// backwardArgs are the arguments of Backward.
 type backwardArgs[T cpu.Float] struct {
 	dq, dk, dv, g, q, k, v, y, normalizers []T
 	Shape
 }
 
-// headGradient is the backward pass of one query head. Matrices begin with its sequence's first row
-// and its own columns, or those of the key-value head that it reads.
+// headGradient holds the operands of the backward pass of one query head. Matrices start at the
+// first row of its sequence and the first column of the head, or of the key-value head that it
+// reads.
 type headGradient[T cpu.Float] struct {
 	dq, dk, dv, g, q, k, v, y, normalizers []T
 	kt, vt                                 []T  // transposes of k and v
 	qd, kd, stride                         int  // strides of queries, of keys, and of kt and vt
-	unset                                  bool // nothing has been added to dk and dv yet
+	unset                                  bool // dk and dv have not been written yet
 	Shape
 }
 
@@ -305,7 +323,7 @@ func (s *backwardArgs[T]) Span(lo, hi int) {
 	}
 }
 
-// backward computes dq of one query head and adds to dk and dv of the head it reads.
+// backward computes dq of one query head, and adds to dk and dv of its key-value head.
 func (t *tiles[T]) backward(h *headGradient[T]) {
 	for i0 := 0; i0 < h.Seq; i0 += queryTile {
 		nq := min(queryTile, h.Seq-i0)
@@ -325,8 +343,8 @@ func (t *tiles[T]) backward(h *headGradient[T]) {
 }
 
 // queryGradient computes P and dS for a strip of n queries and nk keys. The first query is number r
-// of the tile that begins with position i0. The keys begin at position j0 and go as far as the last
-// query sees. It adds what they give to dq, or sets dq to it if these keys are the first.
+// of the tile that starts at position i0. The keys start at position j0 up to the last query's last
+// key. It adds their contribution to dq or, with overwrite, sets dq to it.
 func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, overwrite bool) {
 	lo, _ := h.seen(i0+r, j0, nk)
 	_, hi := h.seen(i0+r+n-1, j0, nk)
@@ -338,6 +356,7 @@ func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, overw
 		gemm.MulSerial(false, false, n, hi-lo, h.HeadDim, 1, h.g[at:], h.qd, h.vt[j0+lo:],
 			h.stride, 0, dp, scoreStride)
 	}
+
 	for i := r; i < r+n; i++ {
 		p, dp := t.p[i*scoreStride:][:hi], t.dp[i*scoreStride:][:hi]
 		from, to := h.seen(i0+i, j0, nk)
@@ -350,21 +369,22 @@ func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, overw
 		vec.Scale(p, 1/h.normalizers[2*(i0+i)+1])
 		vec.SoftmaxGradient(dp, p, t.d[i])
 	}
+
 	switch {
 	case lo < hi:
 		gemm.MulSerial(false, false, n, h.HeadDim, hi-lo, T(h.Scale), t.dp[r*scoreStride+lo:],
 			scoreStride, h.k[(j0+lo)*h.kd:], h.kd,
 			unless[T](overwrite), h.dq[at:], h.qd)
-	case overwrite: // of the strip's documents, the next keys are the first
+	case overwrite: // the strip's queries see only later keys, which add to dq
 		for i := range n {
 			clear(h.dq[at+i*h.qd:][:h.HeadDim])
 		}
 	}
 }
 
-// keyGradients adds to dk and dv what nq queries from position i0 on give nk keys from position j0
-// on. Where keys are among the queries, no earlier query has seen them, and only those of their
-// strip and later ones count.
+// keyGradients adds the contributions of nq queries from position i0 on to dk and dv of nk keys
+// from position j0 on. For keys at positions of these queries, no earlier query contributes, and
+// only queries from their strip on do.
 func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
 	for c, m := 0, 0; c < nk; c += m {
 		r, unseen := 0, i0 == 0
@@ -383,7 +403,7 @@ func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
 	}
 }
 
-// unless is the beta of a product that adds to what is there, unless it is the first.
+// unless returns the beta of a product: 0 to overwrite the result, 1 to add to it.
 func unless[T cpu.Float](overwrite bool) T {
 	if overwrite {
 		return 0

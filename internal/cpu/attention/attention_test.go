@@ -11,9 +11,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// TestAt wants single rows to be those of the whole.
+// TestAt checks that single rows equal the rows of the whole.
 func TestAt(t *testing.T) {
-	// Scores reach 20, whose float32 rounding, 1e-6, becomes a relative error of their
+	// Scores reach 20, where the float32 rounding error of 1e-6 becomes a relative error of their
 	// exponentials.
 	t.Run("float32", func(t *testing.T) { testAttentionAt[float32](t, 1e-5) })
 	t.Run("float64", func(t *testing.T) { testAttentionAt[float64](t, 1e-14) })
@@ -37,8 +37,9 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 		q, k, v := normal(s.Seq*qd), normal(s.Seq*kd), normal(s.Seq*kd)
 		want, normalizers := make([]T, len(q)), make([]T, 2*s.Seq*s.Heads)
 		Forward(want, normalizers, q, k, v, s)
-		// The sums of the terms' sizes: what the terms themselves sum to may nearly cancel, and
-		// then has few right digits.
+
+		// Sums of the terms' magnitudes, because the terms themselves may nearly cancel and then
+		// have few correct digits.
 		size := make([]T, len(q))
 		Forward(size, normalizers, q, k, cputest.Absolute(slices.Clone(v)), s)
 		for _, p := range []int{0, 1, 63, 64, 65, 149} {
@@ -59,8 +60,8 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 	}
 }
 
-// TestDocumentTiles wants documents that begin where tiles do to leave those before them alone: no
-// NaN in one reaches another.
+// TestDocumentTiles checks that documents that start at tile boundaries do not affect earlier ones:
+// a NaN in one document must not reach another.
 func TestDocumentTiles(t *testing.T) {
 	t.Run("float32", testDocumentTiles[float32])
 	t.Run("float64", testDocumentTiles[float64])
@@ -77,6 +78,7 @@ func testDocumentTiles[T cpu.Float](t *testing.T) {
 	for i := range rows {
 		s.Starts = append(s.Starts, i%s.Seq/border*border)
 	}
+
 	nan := func(n int) []T {
 		x := make([]T, n)
 		for i := range x {
@@ -84,19 +86,21 @@ func testDocumentTiles[T cpu.Float](t *testing.T) {
 		}
 		return x
 	}
+
 	qn, kn := rows*s.Heads*s.HeadDim, rows*s.KVHeads*s.HeadDim
-	var in [4][]T // q, k, v and the output's gradient
+	var in [4][]T // q, k, v and the output gradient
 	for i, n := range []int{qn, kn, kn, qn} {
 		in[i] = nan(n)
 		for at, width := 0, n/rows; at < rows; at++ {
 			for e := range width {
-				// the first document of the second sequence stays NaN
+				// the first document of the second sequence remains NaN
 				if s.Starts[at] > 0 || at < s.Seq {
 					in[i][at*width+e] = T(r.NormFloat64())
 				}
 			}
 		}
 	}
+
 	y, normalizers, dq, dk, dv := nan(qn), nan(2*rows*s.Heads), nan(qn), nan(kn), nan(kn)
 	Forward(y, normalizers, in[0], in[1], in[2], s)
 	Backward(dq, dk, dv, in[3], in[0], in[1], in[2], y, normalizers, s)
@@ -112,7 +116,7 @@ func testDocumentTiles[T cpu.Float](t *testing.T) {
 	}
 }
 
-// TestLongAttention wants sequences of several tiles to have the values and gradients of the
+// TestLongAttention compares the values and gradients of sequences of several tiles with the
 // formulas.
 func TestLongAttention(t *testing.T) {
 	t.Run("float32", func(t *testing.T) { testLongAttention[float32](t, 2e-6) })
@@ -140,6 +144,7 @@ func testLongAttention[T cpu.Float](t *testing.T, tolerance float64) {
 				s.Starts = append(s.Starts, start)
 			}
 		}
+
 		qd, kd := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
 		values := func(n int, of func() float64) []T {
 			x := make([]T, n)
@@ -171,12 +176,13 @@ func testLongAttention[T cpu.Float](t *testing.T, tolerance float64) {
 	}
 }
 
-// plainAttention returns y, dq, dk and dv as the formulas have them, a query after the other.
+// plainAttention returns y, dq, dk and dv by the formulas, one query at a time.
 func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
 	var out [4][]float64
 	for i, n := range []int{len(q), len(q), len(k), len(v)} {
 		out[i] = make([]float64, n)
 	}
+
 	y, dq, dk, dv := out[0], out[1], out[2], out[3]
 	product := func(a, b []T) (sum float64) {
 		for i, x := range a {
@@ -184,6 +190,7 @@ func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
 		}
 		return sum
 	}
+
 	add := func(y []float64, a float64, x []T) {
 		for i, x := range x {
 			y[i] += a * float64(x)
@@ -210,11 +217,13 @@ func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
 				p[j] = math.Exp(s.Scale * product(qi, k[of(j):]))
 				sum += p[j]
 			}
+
 			for j := from; j < to; j++ {
 				p[j] /= sum
 				d += p[j] * product(gi, v[of(j):])
 				add(y[at:], p[j], v[of(j):][:s.HeadDim])
 			}
+
 			for j := from; j < to; j++ {
 				ds := s.Scale * p[j] * (product(gi, v[of(j):]) - d)
 				add(dv[of(j):], p[j], gi)
@@ -223,11 +232,12 @@ func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
 			}
 		}
 	}
+
 	return out
 }
 
-// TestWindowTiles wants blocks of keys before a window to be left out. No NaN in them may reach
-// queries that see none, but for those of their tile.
+// TestWindowTiles checks that blocks of keys before a window are skipped: a NaN in them must not
+// reach queries that do not see it, except in the same tile.
 func TestWindowTiles(t *testing.T) {
 	t.Run("float32", testWindowTiles[float32])
 	t.Run("float64", testWindowTiles[float64])
@@ -249,13 +259,15 @@ func testWindowTiles[T cpu.Float](t *testing.T) {
 		}
 		return x
 	}
+
 	qd, kd := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
 	q, k, v, g := normal(qd), normal(kd), normal(kd), normal(qd)
 	y, normalizers, dq := make([]T, len(q)), make([]T, 2*s.Seq*s.Heads), make([]T, len(q))
 	dk, dv := make([]T, len(k)), make([]T, len(k))
 	Forward(y, normalizers, q, k, v, s)
 	Backward(dq, dk, dv, g, q, k, v, y, normalizers, s)
-	// behind the tile of the last query that sees one of them
+
+	// after the tile of the last query that sees one of these keys
 	first := spoilt + s.Window + queryTile
 	for name, x := range map[string][]T{"y": y, "dq": dq, "dk": dk, "dv": dv} {
 		width := len(x) / s.Seq
@@ -265,7 +277,7 @@ func testWindowTiles[T cpu.Float](t *testing.T) {
 	}
 }
 
-// BenchmarkWindow shows what a window leaves of both passes over 4096 positions.
+// BenchmarkWindow measures both passes over 4096 positions with windows of different sizes.
 func BenchmarkWindow(b *testing.B) {
 	for _, window := range []int{0, 1024, 256} {
 		b.Run(strconv.Itoa(window), func(b *testing.B) {

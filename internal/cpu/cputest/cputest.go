@@ -1,5 +1,5 @@
-// Package cputest has what the tests of the CPU's kernels share. That is runs with every
-// instruction set, buffers that show what is written outside, and random numbers.
+// Package cputest provides helpers for testing CPU kernels: runs with every instruction set,
+// buffers that reveal writes outside their bounds, and random numbers.
 package cputest
 
 import (
@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// EachISA runs f with the kernels of every instruction set that this machine has.
+// EachISA runs f with every instruction set that this machine supports.
 func EachISA(t *testing.T, f func(t *testing.T)) {
 	best := cpu.Level()
 	defer cpu.UseISA(best)
@@ -21,7 +21,7 @@ func EachISA(t *testing.T, f func(t *testing.T)) {
 	}
 }
 
-// Rand returns a fresh source and logs its seed when the test fails.
+// Rand returns a newly seeded source and logs the seed if the test fails.
 func Rand(t *testing.T) *rand.Rand {
 	seed := uint64(time.Now().UnixNano())
 	t.Cleanup(func() {
@@ -32,10 +32,10 @@ func Rand(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 1))
 }
 
-// Canary is what buffers hold around what a kernel may write.
+// Canary is the value around the writable part of a padded buffer.
 const Canary = 31
 
-// SameBits fails the test unless both hold the same numbers.
+// SameBits fails the test unless both slices hold the same numbers, bit for bit.
 func SameBits[T cpu.Float](t *testing.T, want, got []T) {
 	t.Helper()
 	for i := range want {
@@ -45,7 +45,7 @@ func SameBits[T cpu.Float](t *testing.T, want, got []T) {
 	}
 }
 
-// Padded returns n elements inside canaries.
+// Padded returns n elements, mid, surrounded by canaries in buf.
 func Padded(n int) (buf, mid []float32) {
 	buf = make([]float32, n+64)
 	for i := range buf {
@@ -54,7 +54,8 @@ func Padded(n int) (buf, mid []float32) {
 	return buf, buf[32 : 32+n]
 }
 
-// CanariesLive fails the test if something was written around what [padded] has returned.
+// CanariesLive fails the test if anything was written outside the writable part of a buffer from
+// [Padded].
 func CanariesLive(t *testing.T, buf []float32) {
 	t.Helper()
 	for i, v := range buf {
@@ -64,7 +65,7 @@ func CanariesLive(t *testing.T, buf []float32) {
 	}
 }
 
-// Normal returns n normally distributed numbers of the given standard deviation.
+// Normal returns n normally distributed numbers with the given standard deviation.
 func Normal(r *rand.Rand, n int, size float64) []float32 {
 	x := make([]float32, n)
 	for i := range x {
@@ -83,7 +84,7 @@ func Relative(got, want []float64) float64 {
 	return math.Sqrt(d / n)
 }
 
-// Normals returns n numbers of the standard normal distribution.
+// Normals returns n numbers with a standard normal distribution.
 func Normals(r *rand.Rand, n int) []float64 {
 	x := make([]float64, n)
 	for i := range x {
@@ -101,7 +102,7 @@ func Narrow(x []float64) []float32 {
 	return y
 }
 
-// Widen returns x in float64.
+// Widen returns x converted to float64.
 func Widen(x []float32) []float64 {
 	y := make([]float64, len(x))
 	for i, v := range x {

@@ -1,5 +1,5 @@
-// Package crossentropy computes the mean cross-entropy of logits, or of a linear layer whose logits
-// it never forms at once, and the gradients.
+// Package crossentropy computes the mean cross-entropy of logits, or of a linear layer without
+// storing all logits at once, and the gradients.
 package crossentropy
 
 import (
@@ -10,12 +10,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// Forward returns the mean of the negative log-likelihood, m + log l − logits[r, targets[r]], over
-// the rows with a target of at least 0. Here m is the row's largest logit and l = Σ exp(logits[r] −
-// m). logits is len(targets)×v. At least one row must have a target.
+// Forward returns the mean negative log-likelihood m + log l − logits[r, targets[r]] over the rows
+// with a target of at least 0, where m is the row's largest logit and l = Σ exp(logits[r] − m).
+// logits is len(targets)×v. At least one row must have a target.
 //
-// Forward sets normalizers, len(targets)×2, to m and l of each such row. Those are two numbers, since
-// m + log l is not exact: near 10⁶ float32 rounds it by up to 0.03, which would make the
+// It sets normalizers, len(targets)×2, to m and l of each such row. They are stored separately
+// because m + log l is not exact: near 10⁶, float32 rounds it by up to 0.03, which would make the
 // probabilities of the backward pass wrong by 3 %.
 func Forward[T cpu.Float](normalizers, logits []T, targets []int, v int) float64 {
 	b := cpu.GetBuffers[T]()
@@ -25,7 +25,7 @@ func Forward[T cpu.Float](normalizers, logits []T, targets []int, v int) float64
 	return vec.Sum(losses) / float64(Targets(targets))
 }
 
-// Targets counts the targets that are at least 0.
+// Targets returns the number of targets that are at least 0.
 func Targets(targets []int) int {
 	n := 0
 	for _, t := range targets {
@@ -36,7 +36,7 @@ func Targets(targets []int) int {
 	return n
 }
 
-// rowLosses sets the loss of each row, 0 for a row without target, and its normalizer.
+// rowLosses computes the loss of each row, or 0 for a row without target, and its normalizers.
 type rowLosses[T cpu.Float] struct {
 	losses              []float64
 	normalizers, logits []T
@@ -61,13 +61,14 @@ func (s *rowLosses[T]) Span(lo, hi int) {
 	}
 }
 
-// Backward computes dlogits[r] = g·(softmax(logits[r]) − onehot(targets[r])) from the normalizers of
-// Forward, and zero for rows without target. dlogits may be the memory of logits.
+// Backward computes dlogits[r] = g·(softmax(logits[r]) − onehot(targets[r])) with the normalizers
+// of Forward, and 0 for rows without target. dlogits may be logits.
 func Backward[T cpu.Float](dlogits, logits, normalizers []T, targets []int, v int, g T) {
 	cpu.Spread(len(targets), cpu.Grain(20*v),
 		rowGradients[T]{dlogits, logits, normalizers, targets, v, g})
 }
 
+// rowGradients are the arguments of Backward.
 type rowGradients[T cpu.Float] struct {
 	dlogits, logits, normalizers []T
 	targets                      []int
@@ -89,12 +90,12 @@ func (s *rowGradients[T]) Span(lo, hi int) {
 	}
 }
 
-// chunkRows returns how many rows of v logits a chunk of LinearForward holds: about four megabytes
-// of float32.
+// chunkRows returns the number of rows of v logits in a chunk of LinearForward: about four
+// megabytes of float32.
 func chunkRows(v int) int { return max(16, 1<<20/v) }
 
-// LinearForward returns [Forward] of the logits x·wᵀ, x len(targets)×d and w v×d, and sets
-// normalizers. It forms the logits a chunk of rows at a time.
+// LinearForward returns [Forward] of the logits x·wᵀ, where x is len(targets)×d and w is v×d, and
+// sets normalizers. Logits exist for one chunk of rows at a time.
 func LinearForward[T cpu.Float](normalizers, x, w []T, targets []int, d, v int) float64 {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()
@@ -109,8 +110,8 @@ func LinearForward[T cpu.Float](normalizers, x, w []T, targets []int, d, v int) 
 	return vec.Sum(losses) / float64(Targets(targets))
 }
 
-// LinearBackward computes dx and dw for the gradient g of the mean loss. It forms the logits again
-// from x and w, a chunk of rows at a time.
+// LinearBackward computes dx and dw for the gradient g of the mean loss. It recomputes the logits
+// from x and w, one chunk of rows at a time.
 func LinearBackward[T cpu.Float](dx, dw, x, w, normalizers []T, targets []int, d, v int, g T) {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()

@@ -9,13 +9,13 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// Under the race detector sync.Pool drops what it is given at random, so these tests are not built
-// there.
+// The race detector makes sync.Pool drop values at random, so these tests are excluded from such
+// builds.
 func TestGemmAllocatesNothing(t *testing.T) {
 	r := cputest.Rand(t)
 	for _, p := range []*product[float32]{
 		newProduct[float32](r, false, true, 64, 64, 64, 1, 0),
-		newProduct[float32](r, false, false, 1, 13, 200, 1, 0), // with B in place
+		newProduct[float32](r, false, false, 1, 13, 200, 1, 0), // B in place
 	} {
 		if n := allocs.PerRun(100, func() { p.run(MulSerial[float32]) }); n >= 1 {
 			t.Errorf("%d×%d×%d: %v allocations a call", p.m, p.n, p.k, n)

@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// BenchmarkGemm reports, beside the speed, the share of the multiply-add peak measured just before
-// and after.
+// BenchmarkGemm reports the speed and its share of the multiply-add peak, measured just before and
+// after.
 func BenchmarkGemm(b *testing.B) {
 	for _, s := range []struct {
 		m, n, k        int
@@ -38,29 +38,36 @@ func BenchmarkGemm(b *testing.B) {
 			if s.transA {
 				lda = s.m
 			}
+
 			if s.transB {
 				ldb = s.k
 			}
+
 			x, w, y := make([]float32, s.m*s.k), make([]float32, s.k*s.n), make([]float32, s.m*s.n)
 			for i := range x {
 				x[i] = float32(i%7) - 3
 			}
+
 			for i := range w {
 				w[i] = float32(i%5) - 2
 			}
+
 			f := Mul[float32]
 			if s.serial {
 				f = MulSerial[float32]
 			}
+
 			cores := runtime.GOMAXPROCS(0)
 			if s.serial {
 				cores = 1
 			}
+
 			before := FMAPeak(cores, 20*time.Millisecond)
 			b.ReportAllocs()
 			for b.Loop() {
 				f(s.transA, s.transB, s.m, s.n, s.k, 1, x, lda, w, ldb, 0, y, s.n)
 			}
+
 			speed := 2 * float64(s.m*s.n*s.k) * float64(b.N) / b.Elapsed().Seconds()
 			b.ReportMetric(speed/1e9, "GFLOP/s")
 			if peak := (before + FMAPeak(cores, 20*time.Millisecond)) / 2; peak > 0 {

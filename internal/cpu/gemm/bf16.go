@@ -8,19 +8,19 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Products of float32 matrices may round their operands to bfloat16: with AVX512-BF16 an
-// instruction multiplies twice as many. Sums stay float32. The instruction takes numbers below
-// 2⁻¹²⁶ for zero.
+// Products of float32 matrices can round their operands to bfloat16, because an instruction of
+// AVX512-BF16 does twice as many multiplications. Sums remain float32. The instruction treats
+// numbers below 2⁻¹²⁶ as zero.
 
-// ErrNoBFloat16 says that the CPU cannot multiply in bfloat16.
+// ErrNoBFloat16 reports that the CPU cannot multiply in bfloat16.
 var ErrNoBFloat16 = errors.New("the CPU has no AVX512-BF16, or KASMINA_CPU forbids it")
 
-// rounding is whether large products round their operands.
+// rounding reports whether large products round their operands.
 var rounding atomic.Bool
 
-// UseBFloat16 makes [Mul] round the operands of large float32 products to bfloat16, or makes it
-// stop. It returns ErrNoBFloat16 where the CPU cannot, and changes nothing then. The environment
-// variable KASMINA_CPU_BF16=1 turns it on from the start, where the CPU can.
+// UseBFloat16 enables or disables rounding of the operands of large float32 products in [Mul]. If
+// the CPU does not support it, enabling returns ErrNoBFloat16 and changes nothing. The environment
+// variable KASMINA_CPU_BF16=1 enables rounding at startup if the CPU supports it.
 func UseBFloat16(on bool) error {
 	if on && (kernelsBF16 == nil || cpu.Level() != cpu.AVX512) {
 		return ErrNoBFloat16
@@ -32,19 +32,20 @@ func UseBFloat16(on bool) error {
 // RoundsToBFloat16 reports whether [Mul] rounds the operands of large products.
 func RoundsToBFloat16() bool { return rounding.Load() && cpu.Level() == cpu.AVX512 }
 
-// kernelsBF16 are the kernels that round: nil where the CPU has none.
+// kernelsBF16 are the kernels that round, or nil if the CPU does not support them.
 var kernelsBF16 *kernels[float32]
 
-// roundedLeast is the least number of multiplications for which rounding pays: it is work for each
-// element of both operands.
+// roundedLeast is the minimum number of multiplications to round operands, because it costs time
+// for each element of both operands.
 const roundedLeast = 1 << 20
 
-// Rounds reports whether [Mul] rounds the operands of a product of float32 matrices, m×k by k×n.
+// Rounds reports whether [Mul] rounds the operands of a float32 product of an m×k and a k×n matrix.
 func Rounds(m, n, k int) bool {
 	return RoundsToBFloat16() && m >= 16 && n >= 16 && m*n*k >= roundedLeast
 }
 
-// rounded computes g with rounded operands, if that is asked for, possible and worth it.
+// rounded computes g with rounded operands if that is enabled, supported and worthwhile. It reports
+// whether it did.
 func rounded[T cpu.Float](g *operands[T]) bool {
 	f, ok := any(g).(*operands[float32])
 	if !ok || !Rounds(f.m, f.n, f.k) {
@@ -54,7 +55,7 @@ func rounded[T cpu.Float](g *operands[T]) bool {
 	return true
 }
 
-// lastPair is v as bfloat16, rounded to nearest even, beside a zero.
+// lastPair returns a pair of bfloat16 that consists of v, rounded to nearest even, and zero.
 func lastPair(v float32) float32 {
 	b := math.Float32bits(v)
 	if v != v {

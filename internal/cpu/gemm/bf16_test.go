@@ -8,19 +8,20 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// bf16Of rounds to nearest even.
+// bf16Of rounds to the nearest bfloat16, ties to even.
 func bf16Of(v float32) float64 {
 	return float64(math.Float32frombits(math.Float32bits(lastPair(v)) << 16))
 }
 
-// TestRoundedProducts compares products of rounded operands with float64 sums of operands that are
-// rounded one by one. It takes all forms and odd sizes, with canaries around C.
+// TestRoundedProducts compares products with rounded operands with float64 sums of individually
+// rounded operands, for all forms and odd sizes, with canaries around C.
 func TestRoundedProducts(t *testing.T) {
 	if err := UseBFloat16(true); errors.Is(err, ErrNoBFloat16) {
 		t.Skip(err)
 	} else if err != nil {
 		t.Fatal(err)
 	}
+
 	defer UseBFloat16(false)
 	r := cputest.Rand(t)
 	for _, c := range [][3]int{{128, 128, 128}, {129, 131, 127}, {64, 200, 333}, {1000, 33, 40},
@@ -52,6 +53,7 @@ func TestRoundedProducts(t *testing.T) {
 						}
 						continue
 					}
+
 					var sum float64
 					for p := range k {
 						x, y := a[i*lda:], b[p*ldb:]
@@ -64,11 +66,13 @@ func TestRoundedProducts(t *testing.T) {
 						}
 						sum += bf16Of(ax) * bf16Of(by)
 					}
+
 					want := float64(alpha)*sum + float64(beta)*float64(was[i*ldc+j])
 					diff += (got - want) * (got - want)
 					norm += want * want
 				}
 			}
+
 			if e := math.Sqrt(diff / norm); !(e < 1e-6) {
 				t.Errorf("%v transA=%v transB=%v: relative error %.2g", c, transA, transB, e)
 			}
@@ -76,11 +80,12 @@ func TestRoundedProducts(t *testing.T) {
 	}
 }
 
-// TestRoundedProductsKeepNaN wants NaN and infinities to show.
+// TestRoundedProductsKeepNaN checks that NaN and infinities show in the result.
 func TestRoundedProductsKeepNaN(t *testing.T) {
 	if err := UseBFloat16(true); err != nil {
 		t.Skip(err)
 	}
+
 	defer UseBFloat16(false)
 	const n = 128
 	for _, bad := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {

@@ -1,5 +1,5 @@
-// Package gemm multiplies matrices, blocked as in BLIS, in the vectors of the CPU or in plain Go.
-// Operands are rounded to bfloat16 where that is asked for.
+// Package gemm multiplies matrices with the blocking of BLIS, using vector instructions or plain
+// Go. On request, it rounds operands to bfloat16.
 package gemm
 
 import (
@@ -13,16 +13,18 @@ import (
 
 // Mul computes C = alpha·op(A)·op(B) + beta·C for row-major matrices, where op(X) is X or Xᵀ
 // (transA, transB). op(A) is m×k, op(B) is k×n and C is m×n. lda, ldb and ldc are the strides
-// between stored rows. With beta = 0 what C held before, NaN included, does not matter; with alpha
-// = 0 or k = 0, A and B are not read. The work is spread over the cores. C must not overlap A or B.
+// between stored rows.
+//
+// With beta = 0, the previous contents of C are ignored, even if they are NaN. With alpha = 0 or k
+// = 0, A and B are not read. C must not overlap A or B. The work is spread over all cores.
 func Mul[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T, ldb int,
 	beta T, c []T, ldc int) {
 	multiply(true, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb,
 		beta, c, ldc, nil, nil})
 }
 
-// MulSerial is Mul on the calling goroutine alone, for callers that already run on every core. It
-// gives the same bits.
+// MulSerial is like Mul, but runs on the calling goroutine only, for callers that already use every
+// core. It returns the same bits.
 func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T,
 	ldb int, beta T, c []T, ldc int) {
 	multiply(false, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb,
@@ -30,26 +32,32 @@ func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, ld
 }
 
 // The product is blocked as in BLIS (van Zee and van de Geijn, 2015). op(B) is copied into panels
-// nr columns wide, in the order in which the innermost kernel reads them. Blocks of C then run over
-// the cores. Each goes down k in steps of gemmKC, and sweeps mr rows of op(A) at a time over the
-// panels. The rows stay in the L1 cache, packed where they would not as they lie; the panels stay
-// in L2. Every element of C is summed along k in one order that follows from the shape alone. So
-// the number of cores, and the blocks that it leads to, change no bits.
+// of nr columns, in the innermost kernel's reading order. The cores then compute blocks of C. Each
+// block advances along k in steps of gemmKC and sweeps mr rows of op(A) at a time over the panels.
+// The rows stay in the L1 cache (they are packed if they otherwise would not), and the panels stay
+// in L2.
+//
+// Every element of C is summed along k in an order that depends on the shape alone. The number of
+// cores, and the resulting blocks, therefore do not affect the bits.
 const (
-	gemmKC = 256 // steps of the tile along k in a packed panel: elements, or pairs
-	// columns of op(B) swept per block: gemmKC·gemmNC float32 are 512 KiB, half of a usual L2
+	gemmKC = 256 // steps along k in a packed panel: elements, or pairs of them
+	// gemmNC is the number of columns of op(B) swept per block. gemmKC·gemmNC float32 take 512 KiB,
+	// half of a typical L2 cache.
 	gemmNC     = 512
-	gemmPacked = 1 << 20 // most elements of op(B) packed at a time
-	gemmSmall  = 1 << 17 // products of fewer multiplications stay on one core
+	gemmPacked = 1 << 20 // maximum number of elements of op(B) packed at a time
+	gemmSmall  = 1 << 17 // products with fewer multiplications stay on one core
 
-	// of the tile along k, from one fetch ahead to the next; the assembly knows it
+	// gemmFetchSteps is the number of steps along k between two prefetches. The assembly depends on
+	// it.
 	gemmFetchSteps = 16
 )
 
-// tile is what a kernel works on: C = alpha·A·B + beta·C + D for m×n elements of C. Element (i, p)
-// of A is at a[i·rs + p·cs], row p of panel j of B at b[j·panel + p·bs]. Row i of C is at c[i·ldc]
-// and of D, unless it is nil, at d[i·ldd]. For the dot kernel, column j of B is at b[j·bs], cs is 1
-// and D is nil. The assembly knows the offsets of the fields.
+// tile describes the work of a kernel: C = alpha·A·B + beta·C + D for m×n elements of C.
+//
+// Element (i, p) of A is a[i·rs + p·cs]. Row p of panel j of B starts at b[j·panel + p·bs]. Row i
+// of C starts at c[i·ldc], and row i of D, unless it is nil, at d[i·ldd]. For the dot kernel,
+// column j of B starts at b[j·bs], cs is 1 and D is nil. The assembly depends on the offsets of the
+// fields.
 type tile[T cpu.Float] struct {
 	m, n, k     int
 	a           []T
@@ -65,17 +73,17 @@ type tile[T cpu.Float] struct {
 	alpha, beta T
 }
 
-// fetch is what a kernel may bring into the second-level cache for the next tile. At panel p <
-// panels and step gemmFetchSteps·s along k these are two lines, p·jump + s·step and p·jump + s·step
-// + stride bytes behind next. Processors foresee by themselves what is read next in a row, but not
-// that there are other rows.
+// fetch describes memory that a kernel prefetches into the second-level cache for the next tile. At
+// panel p < panels and step gemmFetchSteps·s along k, these are two lines, p·jump + s·step and
+// p·jump + s·step + stride bytes after next. Processors predict further reads within a row, but not
+// reads of other rows.
 type fetch[T cpu.Float] struct {
 	next               []T
 	stride, step, jump int
 	panels             int
 }
 
-// sweep computes t panel after panel of nr columns with a kernel for one.
+// sweep computes t panel by panel, in panels of nr columns, with a kernel for a single panel.
 func (t *tile[T]) sweep(nr int, kernel func(*tile[T])) {
 	n, b, c, d := t.n, t.b, t.c, t.d
 	for at := 0; at < n; at += nr {
@@ -89,25 +97,24 @@ func (t *tile[T]) sweep(nr int, kernel func(*tile[T])) {
 
 // kernels is the innermost arithmetic for one element type and instruction set.
 type kernels[T cpu.Float] struct {
-	mr, nr int            // the most rows of a tile of C, and the columns of a panel
-	lanes  int            // the most rows that transpose takes; at least mr, and a divisor of nr
+	mr, nr int            // maximum number of rows of a tile of C, and the number of columns of a panel
+	lanes  int            // maximum number of rows for transpose; at least mr, and a divisor of nr
 	tile   func(*tile[T]) // any number of columns; k > 0
-	pairs  bool           // elements of panels are pairs of bfloat16, neighbours along k
+	pairs  bool           // elements of panels are pairs of bfloat16 that are neighbors along k
 
-	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c] and dst[c·ds + r] = src[r·ss +
-	// c]. With pairs they take those of r and c/2, or r/2 and c, beside a zero if there is no
-	// neighbour. They may write past width or rows, up to a multiple of lanes.
+	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c], and dst[c·ds + r] = src[r·ss
+	// + c]. With pairs, element (r, c) of src is part of the pair of row r/2, or column c/2, and a
+	// missing neighbor is zero. Both may write beyond width or rows, up to a multiple of lanes.
 	copy      func(dst []T, ds int, src []T, ss, rows, width int)
 	transpose func(dst []T, ds int, src []T, ss, rows, cols int)
 
-	// dot, where there is one, computes a tile of at most dotM rows and four columns. It reads rows
-	// of A and of Bᵀ as they are.
+	// dot, if not nil, computes a tile of at most dotM rows and four columns, reading the rows of A
+	// and of Bᵀ in place.
 	dot  func(*tile[T])
 	dotM int
 }
 
-// steps returns how many steps of the tile k elements are, and deepest how many elements gemmKC
-// steps are.
+// steps returns the number of steps along k for k elements.
 func (kn *kernels[T]) steps(k int) int {
 	if kn.pairs {
 		return (k + 1) / 2
@@ -115,6 +122,7 @@ func (kn *kernels[T]) steps(k int) int {
 	return k
 }
 
+// deepest returns the number of elements along k in gemmKC steps.
 func (kn *kernels[T]) deepest() int {
 	if kn.pairs {
 		return 2 * gemmKC
@@ -122,8 +130,8 @@ func (kn *kernels[T]) deepest() int {
 	return gemmKC
 }
 
-// gemmEngine keeps the kernels and, so that a steady state allocates nothing, the working memory of
-// past products.
+// gemmEngine holds the kernels, and the working memory of past products so that the steady state
+// allocates nothing.
 type gemmEngine[T cpu.Float] struct {
 	kernels kernels[T]
 	jobs    sync.Pool // *job[T]
@@ -143,6 +151,7 @@ func init() {
 	rounding.Store(os.Getenv("KASMINA_CPU_BF16") == "1" && kernelsBF16 != nil)
 }
 
+// engine returns the engine for T.
 func engine[T cpu.Float]() *gemmEngine[T] {
 	if e, ok := any(&engine32).(*gemmEngine[T]); ok {
 		return e
@@ -150,6 +159,7 @@ func engine[T cpu.Float]() *gemmEngine[T] {
 	return any(&engine64).(*gemmEngine[T])
 }
 
+// operands are the arguments of a product.
 type operands[T cpu.Float] struct {
 	transA, transB bool
 	m, n, k        int
@@ -161,51 +171,56 @@ type operands[T cpu.Float] struct {
 	beta           T
 	c              []T
 	ldc            int
-	d              []T // nil, or m×n of stride n: what is added
+	d              []T // nil, or an m×n matrix of stride n to add
 	stop           *cpu.Stop
 }
 
-// job is one product under way.
+// job is a product in progress.
 type job[T cpu.Float] struct {
 	operands[T]
 	kn *kernels[T]
 
-	// The part of op(B) in hand: rows [p0, p0+depth), columns [j0, j0+width), in packed unless B is
-	// read in place.
+	// The current part of op(B): rows [p0, p0+depth) and columns [j0, j0+width), copied to packed
+	// unless B is read in place.
 	p0, depth, j0, width int
 	packed               []T
 	inPlace              bool
 
-	mb, nb   int  // rows and columns of C in one block
-	fetching bool // the product is so large that its operands may be outside of the caches
+	mb, nb   int  // rows and columns of C per block
+	fetching bool // the product is so large that its operands may not be in the caches
 
-	// The methods that run on several cores, bound once.
+	// The methods that run on several cores, bound only once.
 	packSpan, blockSpan, dotSpan func(lo, hi int)
 }
 
 // scratch is the working memory of one goroutine.
 type scratch[T cpu.Float] struct {
-	panel []T // mr rows of op(A), a column after the other
+	panel []T // mr rows of op(A), column by column
 	tile  tile[T]
 }
 
+// multiply computes g after checking the bounds of its matrices.
 func multiply[T cpu.Float](parallel bool, g operands[T]) {
 	if g.m <= 0 || g.n <= 0 {
 		return
 	}
+
 	checkMatrix(g.c, g.m, g.n, g.ldc)
 	if g.d != nil {
 		checkMatrix(g.d, g.m, g.n, g.n)
 	}
+
 	if g.k <= 0 || g.alpha == 0 {
 		g.scaleC()
 		return
 	}
+
 	if g.transA {
 		checkMatrix(g.a, g.k, g.m, g.lda)
 	} else {
 		checkMatrix(g.a, g.m, g.k, g.lda)
 	}
+
 	if g.transB {
 		checkMatrix(g.b, g.n, g.k, g.ldb)
 	} else {
@@ -219,7 +234,7 @@ func multiply[T cpu.Float](parallel bool, g operands[T]) {
 	run(e.take(&e.kernels), g, parallel)
 }
 
-// take returns a job with nothing to do yet.
+// take returns an idle job.
 func (e *gemmEngine[T]) take(kn *kernels[T]) *job[T] {
 	j, _ := e.jobs.Get().(*job[T])
 	if j == nil {
@@ -230,7 +245,7 @@ func (e *gemmEngine[T]) take(kn *kernels[T]) *job[T] {
 	return j
 }
 
-// run computes g with j, and puts j back.
+// run computes g with j and then releases j.
 func run[T cpu.Float](j *job[T], g operands[T], parallel bool) {
 	j.operands = g
 	workers := 1
@@ -238,12 +253,12 @@ func run[T cpu.Float](j *job[T], g operands[T], parallel bool) {
 		workers = runtime.GOMAXPROCS(0)
 	}
 	j.run(workers)
-	j.operands = operands[T]{} // keep no reference to the caller's memory
+	j.operands = operands[T]{} // do not retain the caller's memory
 	engine[T]().jobs.Put(j)
 }
 
 // checkMatrix panics with an index out of range if a rows×cols matrix of stride ld does not fit in
-// x. The assembly checks no bounds of its own.
+// x. The assembly does not check bounds.
 func checkMatrix[T cpu.Float](x []T, rows, cols, ld int) {
 	if ld < cols {
 		panic("gemm: stride of a matrix is less than its width")
@@ -251,6 +266,7 @@ func checkMatrix[T cpu.Float](x []T, rows, cols, ld int) {
 	_ = x[(rows-1)*ld+cols-1]
 }
 
+// scaleC computes C = beta·C + D.
 func (g *operands[T]) scaleC() {
 	for i := range g.m {
 		row := g.c[i*g.ldc : i*g.ldc+g.n]
@@ -262,12 +278,13 @@ func (g *operands[T]) scaleC() {
 			if g.beta == 0 {
 				row[j] = d
 			} else {
-				row[j] = T(g.beta*row[j]) + d // rounded before the sum
+				row[j] = T(g.beta*row[j]) + d // the conversion forces rounding before the addition
 			}
 		}
 	}
 }
 
+// run computes the product with the given number of workers.
 func (j *job[T]) run(workers int) {
 	spread := func(n, grain int, f func(lo, hi int)) {
 		if workers == 1 {
@@ -276,10 +293,12 @@ func (j *job[T]) run(workers int) {
 			cpu.Parallel(n, grain, f)
 		}
 	}
+
 	if j.kn.dot != nil && !j.transA && j.transB && j.m <= gemmDotRows {
 		spread(j.n, max(16, gemmSmall/4/(j.m*j.k)&^3), j.dotSpan)
 		return
 	}
+
 	nr := j.kn.nr
 	j.fetching = workers > 1
 	j.inPlace = !j.kn.pairs && !j.transB && (j.m <= j.kn.mr || j.m <= gemmInPlace &&
@@ -304,27 +323,29 @@ func (j *job[T]) run(workers int) {
 	}
 }
 
-// gemmDotRows is the largest m for which A·Bᵀ is computed as dot products. Above it, they cost more
-// than transposing B into panels: lanes are added up, and B's rows read once for every few rows of
-// A.
+// gemmDotRows is the largest m to compute A·Bᵀ as dot products. For more rows, they cost more than
+// transposing B into panels, because lanes must be added up and B's rows are read once for every
+// few rows of A.
 const gemmDotRows = 32
 
-// gemmInPlace is the largest m for which B is read in place if each of its rows begins with a cache
-// line. With fewer rows an element of B is used so rarely that copying it costs more than reading
-// it out of order. With mr rows or less that holds however B lies.
+// gemmInPlace is the largest m to read B in place if each of its rows is aligned to a cache line.
+// With so few rows, copying an element of B costs more than reading it out of order. With at most
+// mr rows, that holds for any alignment.
 const gemmInPlace = 768
 
+// alignedRows reports whether all rows of x are aligned to cache lines.
 func alignedRows[T cpu.Float](x []T, ld int) bool {
 	const line = 64
 	return uintptr(unsafe.Pointer(unsafe.SliceData(x)))%line == 0 &&
 		uintptr(ld)*unsafe.Sizeof(x[0])%line == 0
 }
 
-// split chooses the blocks of C, about four a core, so that a core held up by other work delays the
-// end by little. None is smaller than two tiles of rows, and none wider than gemmNC.
+// split chooses the blocks of C: about four per core, so that a core delayed by other work has
+// little effect on the end. Blocks have at least two tiles of rows and at most gemmNC columns.
 func (j *job[T]) split(workers int) {
 	nr := j.kn.nr
-	// columns of each
+
+	// even returns the width of the given number of blocks.
 	even := func(blocks int) int { return cpu.CeilDiv(cpu.CeilDiv(j.width, blocks), nr) * nr }
 	j.mb, j.nb = j.m, even(cpu.CeilDiv(j.width, gemmNC))
 	if workers == 1 {
@@ -335,8 +356,8 @@ func (j *job[T]) split(workers int) {
 	j.nb = min(j.nb, even(cpu.CeilDiv(want, cpu.CeilDiv(j.m, j.mb))))
 }
 
-// packPanels packs panels [lo, hi) of op(B). All panels of the first gemmKC rows come first, then
-// those of the next.
+// packPanels packs panels [lo, hi) of op(B). All panels of the first gemmKC rows precede the panels
+// of the following rows.
 func (j *job[T]) packPanels(lo, hi int) {
 	nr, lanes := j.kn.nr, j.kn.lanes
 	padded := cpu.CeilDiv(j.width, nr) * nr
@@ -357,8 +378,8 @@ func (j *job[T]) packPanels(lo, hi int) {
 	}
 }
 
-// blocks computes blocks [lo, hi) of C, numbered along the rows: the cores share out C's rows, as
-// they do elsewhere.
+// blocks computes blocks [lo, hi) of C, numbered along the rows, so that the cores divide C by rows
+// as other kernels do.
 func (j *job[T]) blocks(lo, hi int) {
 	pool := &engine[T]().scratch
 	s, _ := pool.Get().(*scratch[T])
@@ -376,8 +397,8 @@ func (j *job[T]) blocks(lo, hi int) {
 	pool.Put(s)
 }
 
-// block adds the part of op(B) in hand into the block of C whose first row is i0 and first column
-// j0 + c0.
+// block adds the product with the current part of op(B) to the block of C with first row i0 and
+// first column j0 + c0.
 func (j *job[T]) block(s *scratch[T], i0, c0 int) {
 	t := &s.tile
 	i1, c1 := min(i0+j.mb, j.m), min(c0+j.nb, j.width)
@@ -393,8 +414,8 @@ func (j *job[T]) block(s *scratch[T], i0, c0 int) {
 		}
 		last := j.p0+p+kc == j.k
 		for i := i0; i < i1; i += t.m {
-			// Rows are shared out evenly among the fewest tiles: a sliver at the end would run at a
-			// fraction of the speed.
+			// Rows are divided evenly among the fewest possible tiles, because a narrow last tile
+			// would run at a fraction of the speed.
 			t.m = cpu.CeilDiv(i1-i, cpu.CeilDiv(i1-i, j.kn.mr))
 			j.rowsOfA(s, i, j.p0+p, kc)
 			t.n = c1 - c0
@@ -406,6 +427,7 @@ func (j *job[T]) block(s *scratch[T], i0, c0 int) {
 			} else {
 				t.b, t.bs, t.panel = j.packed[j.kn.steps(p)*padded+c0*t.k:], nr, nr*t.k
 			}
+
 			t.c = j.c[i*j.ldc+j.j0+c0:]
 			if j.d != nil && last {
 				t.d = j.d[i*j.n+j.j0+c0:]
@@ -418,10 +440,10 @@ func (j *job[T]) block(s *scratch[T], i0, c0 int) {
 	}
 }
 
-// rowsOfA points the tile at kc columns, from column p on, of t.m rows of op(A) from row i on. Rows
-// of A as they lie are as good to read as packed ones, unless they evict each other from the L1
-// cache. Columns are not: each brings a line along of which the tile needs a part. These are packed
-// if they will be swept over enough columns of C.
+// rowsOfA points the tile to t.m rows of op(A) from row i on, and to kc columns from column p on.
+// Rows of A can be read in place, unless they evict each other from the L1 cache. Columns cannot,
+// because the tile needs only a part of each cache line. They are packed if they will be swept over
+// enough columns of C.
 func (j *job[T]) rowsOfA(s *scratch[T], i, p, kc int) {
 	t := &s.tile
 	switch {
@@ -434,9 +456,9 @@ func (j *job[T]) rowsOfA(s *scratch[T], i, p, kc int) {
 	}
 }
 
-// next is what to fetch while a tile is computed. It is m rows of A from row i on, at columns from
-// p on, in a block of rows i0 to i1. It is the rows below. Behind the last ones it is those of the
-// block at the next columns, and where the block ends those of the next one.
+// next returns the memory to prefetch while a tile is computed. The tile has m rows of A from row i
+// on and columns from p on, in a block of rows [i0, i1). The next memory is in the rows below;
+// after the last rows, in the block's next columns; and at the end of the block, in the next block.
 func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
 	const line = 64
 	if i += m; i >= i1 {
@@ -444,17 +466,22 @@ func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
 			i, p = i1, 0
 		}
 	}
+
 	if i >= j.m {
 		return fetch[T]{}
 	}
+
 	kc := min(j.kn.deepest(), j.depth-p)
 	size, times := int(unsafe.Sizeof(T(0))), cpu.CeilDiv(j.kn.steps(kc), gemmFetchSteps)
 	stride := size * j.lda
-	// most of the m columns are in lines that the tile before has read, the last one least likely
+
+	// Most of the m columns are in lines that the previous tile has read, the last one least
+	// likely.
 	if j.transA {
 		return fetch[T]{j.a[(j.p0+p)*j.lda+min(i+m, j.m)-1:], stride, 2 * stride,
 			2 * stride * times, cpu.CeilDiv(kc, 2*times)}
 	}
+
 	rows := j.a[i*j.lda+j.p0+p:]
 	if size*kc > line*times {
 		return fetch[T]{rows, line, 2 * line, stride, m}
@@ -462,7 +489,7 @@ func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
 	return fetch[T]{rows, stride, line, 2 * stride, cpu.CeilDiv(m, 2)}
 }
 
-// conflicting reports whether rows of a stride ld begin at nearly the same place in a page. Such
+// conflicting reports whether rows with stride ld start at nearly the same offset in a page. Such
 // rows share few sets of an L1 cache.
 func conflicting[T cpu.Float](ld int) bool {
 	const page = 4096
@@ -470,6 +497,7 @@ func conflicting[T cpu.Float](ld int) bool {
 	return min(past, page-past) < page/16
 }
 
+// packRowsOfA copies the rows of the tile to the panel of s.
 func (j *job[T]) packRowsOfA(s *scratch[T], i, p, kc int) {
 	t, lanes := &s.tile, j.kn.lanes
 	if j.transA {
@@ -480,8 +508,8 @@ func (j *job[T]) packRowsOfA(s *scratch[T], i, p, kc int) {
 	t.a, t.rs, t.cs = s.panel, 1, lanes
 }
 
-// gemmSweep is the width of the widest blocks of C for which rows of op(A) are never packed.
-// Packing would cost more than it saves there.
+// gemmSweep is the maximum width of blocks of C with unpacked rows of op(A): packing these would
+// cost more than it saves.
 const gemmSweep = 64
 
 // dots computes columns [lo, hi) of C = alpha·A·Bᵀ + beta·C + D as dot products.
@@ -491,6 +519,7 @@ func (j *job[T]) dots(lo, hi int) {
 	if s == nil {
 		s = new(scratch[T])
 	}
+
 	t := &s.tile
 	t.k, t.rs, t.cs, t.bs, t.ldc, t.alpha, t.beta = j.k, j.lda, 1, j.ldb, j.ldc, j.alpha, j.beta
 	for c := lo; c < hi; c += 4 {
@@ -504,21 +533,23 @@ func (j *job[T]) dots(lo, hi int) {
 		if j.d == nil {
 			continue
 		}
+
 		for i := range j.m {
 			for q := c; q < c+t.n; q++ {
 				j.c[i*j.ldc+q] += j.d[i*j.n+q]
 			}
 		}
 	}
+
 	s.tile = tile[T]{}
 	pool.Put(s)
 }
 
-// Lanes returns the most rows that [TransposeLanes] takes.
+// Lanes returns the maximum number of rows for [TransposeLanes].
 func Lanes[T cpu.Float]() int { return engine[T]().kernels.lanes }
 
-// TransposeLanes writes dst[c·ds + r] = src[r·ss + c] for rows × cols elements. It may write past
-// rows, up to lanes.
+// TransposeLanes sets dst[c·ds + r] = src[r·ss + c] for rows × cols elements. It may write beyond
+// rows, up to Lanes.
 func TransposeLanes[T cpu.Float](dst []T, ds int, src []T, ss, rows, cols int) {
 	engine[T]().kernels.transpose(dst, ds, src, ss, rows, cols)
 }

@@ -8,7 +8,7 @@ import (
 
 //go:generate go -C ../asm run . -part gemm -pkg gemm -out ../gemm/gemm_amd64.s
 
-// The kernels of gemm_amd64.s, which the program in internal/cpu/asm writes.
+// The kernels of gemm_amd64.s, which the program in internal/cpu/asm generates.
 
 //go:noescape
 func gemmTileAVX512F32(t *tile[float32])
@@ -31,8 +31,8 @@ func gemmTileAVX2F64(t *tile[float64])
 //go:noescape
 func gemmDotAVX2F32(t *tile[float32])
 
-// packCopy copies rows × width dwords, at most two vectors wide, between strides in bytes. It
-// writes whole vectors.
+// packCopy copies rows × width dwords, at most two vectors wide, between memory with the given
+// strides in bytes. It writes whole vectors.
 //
 //go:noescape
 func packCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
@@ -41,8 +41,8 @@ func packCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
 //go:noescape
 func packCopyAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer, srcStride, rows, width int)
 
-// packTranspose writes dst[c·dstStride + r] = src[r·srcStride + c] for dwords, rows at most one
-// vector; strides in bytes. It writes whole vectors.
+// packTranspose sets dst[c·dstStride + r] = src[r·srcStride + c] for dwords, with at most one
+// vector of rows and strides in bytes. It writes whole vectors.
 //
 //go:noescape
 func packTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
@@ -52,9 +52,9 @@ func packTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
 func packTransposeAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
 	srcStride, rows, cols int)
 
-// pairCopy writes to row r of dst the pairs of bfloat16 that width elements of rows 2r and 2r+1 of
-// src make. pairTranspose writes to row c those of elements 2c and 2c+1 of at most 16 rows. Strides
-// are in bytes. They write whole vectors.
+// pairCopy writes to row r of dst the pairs of bfloat16 made from width elements of rows 2r and
+// 2r+1 of src. pairTranspose writes to row c the pairs made from elements 2c and 2c+1 of at most 16
+// rows. Strides are in bytes. Both write whole vectors.
 //
 //go:noescape
 func pairCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
@@ -64,15 +64,16 @@ func pairCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
 func pairTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
 	srcStride, rows, cols int)
 
-// fmaLoop runs n rounds of 12 independent multiply-adds of whole vectors of float32.
+// fmaLoop runs n rounds of 12 independent multiply-adds of whole float32 vectors.
 func fmaLoopAVX512(n int)
 func fmaLoopAVX2(n int)
 
-// useBF16 sets kernelsBF16, once the kernels of float32 are those of AVX-512.
+// useBF16 sets kernelsBF16 from the float32 kernels of AVX-512.
 func useBF16(k32 kernels[float32]) {
 	if !cpu.HasBF16() || cpu.Level() != cpu.AVX512 {
 		return
 	}
+
 	k32.tile, k32.dot, k32.pairs = gemmTileAVX512BF16, nil, true
 	k32.copy = func(dst []float32, ds int, src []float32, ss, rows, width int) {
 		if pairs := rows / 2; pairs > 0 {
@@ -85,6 +86,7 @@ func useBF16(k32 kernels[float32]) {
 			}
 		}
 	}
+
 	k32.transpose = func(dst []float32, ds int, src []float32, ss, rows, cols int) {
 		pairTransposeAVX512(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, rows,
 			cols)
@@ -118,6 +120,7 @@ func kernelsFor(l cpu.ISA) (kernels[float32], kernels[float64]) {
 	default:
 		return k32, k64
 	}
+
 	k32.copy = func(dst []float32, ds int, src []float32, ss, rows, width int) {
 		pack(unsafe.Pointer(&dst[0]), 4*ds, unsafe.Pointer(&src[0]), 4*ss, rows, width)
 	}
@@ -128,7 +131,7 @@ func kernelsFor(l cpu.ISA) (kernels[float32], kernels[float64]) {
 	return k32, k64
 }
 
-// fmaPeakLoop returns a loop of multiply-adds and its float32 operations per round.
+// fmaPeakLoop returns a loop of multiply-adds and its number of float32 operations per round.
 func fmaPeakLoop() (flops int, run func(rounds int)) {
 	switch cpu.Level() {
 	case cpu.AVX512:

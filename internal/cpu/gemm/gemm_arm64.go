@@ -6,12 +6,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// The float32 kernel for arm64. It has been tested under emulation only, and never timed on such a
-// machine. Its shape, eight rows of two vectors with room for the operands in the 32 registers,
-// follows from the register file alone.
+// This is the float32 kernel for arm64. It has been tested under emulation only, and never timed.
+// Its shape, eight rows of two vectors with room for the operands in 32 registers, was derived from
+// the register file alone.
 
-// neonTile is what gemmTileNEON works on: sums[i][j] = Σ rows[i][p·step]·b[p·stride + j] for p < k.
-// Strides are in bytes. The assembly knows the offsets of the fields.
+// neonTile describes the work of gemmTileNEON: sums[i][j] = Σ rows[i][p·step]·b[p·stride + j] for p
+// < k. Strides are in bytes. The assembly depends on the offsets of the fields.
 type neonTile struct {
 	sums    [8][8]float32
 	rows    [8]*float32
@@ -23,19 +23,21 @@ type neonTile struct {
 //go:noescape
 func gemmTileNEON(t *neonTile)
 
-// tileNEON is the tile kernel. What lies outside the tile is computed too, from memory that is
-// there, and left out.
+// tileNEON is the tile kernel. It also computes elements outside the tile, from existing memory,
+// and discards them.
 func tileNEON(t *tile[float32]) {
 	var n neonTile
 	for i := range n.rows {
 		n.rows[i] = &t.a[min(i, t.m-1)*t.rs]
 	}
+
 	n.step, n.k, n.b, n.stride = 4*t.cs, t.k, unsafe.SliceData(t.b), 4*t.bs
-	if len(t.b) < (t.k-1)*t.bs+len(n.sums[0]) { // the last columns of a matrix, in place
+	if len(t.b) < (t.k-1)*t.bs+len(n.sums[0]) { // the last columns of a matrix that is read in place
 		gemmLastColumns(&n, t)
 	} else {
 		gemmTileNEON(&n)
 	}
+
 	for i := range t.m {
 		c := t.c[i*t.ldc:][:t.n]
 		for j := range c {
@@ -51,8 +53,8 @@ func tileNEON(t *tile[float32]) {
 	}
 }
 
-// gemmLastColumns runs the kernel on a copy of B. The tile is copied too, or else that of B would
-// be on the heap.
+// gemmLastColumns runs the kernel on a copy of B. It copies the tile too, because n would otherwise
+// make the copy of B escape to the heap.
 func gemmLastColumns(n *neonTile, t *tile[float32]) {
 	var b [gemmKC][8]float32
 	for p := range t.k {
@@ -64,6 +66,7 @@ func gemmLastColumns(n *neonTile, t *tile[float32]) {
 	n.sums = tile.sums
 }
 
+// kernelsFor returns the kernels of an instruction set.
 func kernelsFor(l cpu.ISA) (kernels[float32], kernels[float64]) {
 	k32 := portableKernels[float32]()
 	if l == cpu.Neon {
@@ -74,10 +77,10 @@ func kernelsFor(l cpu.ISA) (kernels[float32], kernels[float64]) {
 	return k32, portableKernels[float64]()
 }
 
-// fmaLoopNEON runs n rounds of 16 independent multiply-adds of whole vectors of float32.
+// fmaLoopNEON runs n rounds of 16 independent multiply-adds of whole float32 vectors.
 func fmaLoopNEON(n int)
 
-// fmaPeakLoop returns a loop of multiply-adds and its float32 operations per round.
+// fmaPeakLoop returns a loop of multiply-adds and its number of float32 operations per round.
 func fmaPeakLoop() (flops int, run func(rounds int)) {
 	if cpu.Level() == cpu.Neon {
 		return 16 * 2 * 4, fmaLoopNEON

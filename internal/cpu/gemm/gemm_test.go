@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// product is one call of Mul with its memory: matrices of odd strides, and a C that lies in a
-// larger poisoned buffer.
+// product is a call of Mul with its memory: matrices with odd strides, and a C inside a larger
+// poisoned buffer.
 type product[T cpu.Float] struct {
 	operands[T]
 	before, buf []T
@@ -34,6 +34,7 @@ func newProduct[T cpu.Float](r *rand.Rand, transA, transB bool, m, n, k int,
 	for i := range p.buf {
 		p.buf[i] = cputest.Canary
 	}
+
 	p.c = p.buf[p.at : p.at+m*p.ldc]
 	for i := range m {
 		for j := range n {
@@ -43,12 +44,13 @@ func newProduct[T cpu.Float](r *rand.Rand, transA, transB bool, m, n, k int,
 			}
 		}
 	}
+
 	p.before = append([]T(nil), p.buf...)
 	return p
 }
 
-// randomMatrix returns rows×cols values, stored transposed if asked, in a slice that ends with the
-// last of them.
+// randomMatrix returns rows×cols values, stored transposed on request, in a slice that ends with
+// the last value.
 func randomMatrix[T cpu.Float](r *rand.Rand, rows, cols int, trans bool) ([]T, int) {
 	if trans {
 		rows, cols = cols, rows
@@ -61,8 +63,8 @@ func randomMatrix[T cpu.Float](r *rand.Rand, rows, cols int, trans bool) ([]T, i
 	return x, ld
 }
 
-// check compares C with sums in float64, element by element against the bound of a sum of k rounded
-// products. It compares everything around C with the canaries.
+// check compares C elementwise with sums in float64, within the error bound of a sum of k rounded
+// products, and checks the canaries around C.
 func (p *product[T]) check(t *testing.T, eps float64) {
 	t.Helper()
 	a, b := contiguous(p.a, p.lda, p.m, p.k, p.transA), contiguous(p.b, p.ldb, p.n, p.k, !p.transB)
@@ -78,6 +80,7 @@ func (p *product[T]) check(t *testing.T, eps float64) {
 			}
 			continue
 		}
+
 		var sum, size float64
 		col := b[j*p.k : (j+1)*p.k]
 		for l, x := range a[i*p.k : (i+1)*p.k] {
@@ -85,19 +88,21 @@ func (p *product[T]) check(t *testing.T, eps float64) {
 			sum += x
 			size += math.Abs(x)
 		}
+
 		if p.beta != 0 {
 			x := float64(p.beta) * float64(p.before[q])
 			sum += x
 			size += math.Abs(x)
 		}
+
 		if d := math.Abs(float64(p.buf[q]) - sum); !(d <= eps*(4+math.Sqrt(float64(p.k)))*size) {
 			t.Fatalf("C[%d,%d] = %v, want %v (difference %.2g)", i, j, p.buf[q], sum, d)
 		}
 	}
 }
 
-// contiguous returns rows×cols values in float64, row by row, of a matrix that is stored transposed
-// or not.
+// contiguous returns the rows×cols values of a matrix, stored transposed or not, in float64 and row
+// by row.
 func contiguous[T cpu.Float](x []T, ld, rows, cols int, trans bool) []float64 {
 	rowStride, colStride := ld, 1
 	if trans {
@@ -116,8 +121,8 @@ func (p *product[T]) run(f func(bool, bool, int, int, int, T, []T, int, []T, int
 	f(p.transA, p.transB, p.m, p.n, p.k, p.alpha, p.a, p.lda, p.b, p.ldb, p.beta, p.c, p.ldc)
 }
 
-// transpositions returns which of the four forms of A and B case i is tested in: all, or under
-// -short one in turn.
+// transpositions returns the forms of A and B for testing case i: all four, or one in turn with
+// -short.
 func transpositions(i int) []int {
 	if testing.Short() {
 		return []int{i % 4}
@@ -138,13 +143,15 @@ func testGemm[T cpu.Float](t *testing.T, eps float64) {
 		{17, 33, 1}, {64, 64, 64},
 		{32, 64, 64}, {2, 37, 130}, {14, 32, 256}, {16, 100, 300}, {29, 65, 257}, {60, 40, 515},
 		{3, 1100, 17}, {40, 1050, 9}}
-	for m := 1; m <= 15; m++ { // every height of tile, with a last column of every width
+	for m := 1; m <= 15; m++ { // every height of a tile, with a last column of every width
 		shapes = append(shapes, [3]int{m, 1 + r.IntN(70), 1 + r.IntN(40)},
 			[3]int{15 + m, 16 + m, 1 + r.IntN(40)})
 	}
+
 	for range 8 {
 		shapes = append(shapes, [3]int{1 + r.IntN(80), 1 + r.IntN(80), 1 + r.IntN(300)})
 	}
+
 	scalars := []T{0, 1, -0.75}
 	for i, s := range shapes {
 		for _, trans := range transpositions(i) {
@@ -167,8 +174,8 @@ func testGemm[T cpu.Float](t *testing.T, eps float64) {
 	}
 }
 
-// TestGemmAdds wants a product that adds D to have the bits of the product and an addition after
-// it. It takes one step along k and several, few rows and many.
+// TestGemmAdds checks that a product that adds D has the bits of the product followed by an
+// addition, for one and several steps along k, and for few and many rows.
 func TestGemmAdds(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
@@ -194,7 +201,8 @@ func TestGemmAdds(t *testing.T) {
 	})
 }
 
-// TestGemmCores checks that the number of cores, and with it the blocks of C, changes no bits.
+// TestGemmCores checks that the number of cores, and the resulting blocks of C, do not affect the
+// bits.
 func TestGemmCores(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
@@ -216,7 +224,7 @@ func TestGemmCores(t *testing.T) {
 }
 
 func TestGemmPartsOfPackedB(t *testing.T) {
-	// Larger than what is packed at a time, so that C is built up from several parts in both
+	// Larger than the part packed at a time, so that C is computed from several parts in both
 	// directions.
 	r := cputest.Rand(t)
 	for _, s := range [][3]int{{15, 1100, 1300}, {18, 20, 60000}, {17, 2000, 700}} {
@@ -259,7 +267,7 @@ func TestGemmRefusesShortSlices(t *testing.T) {
 func TestFMAPeak(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		peak := FMAPeak(1, time.Millisecond)
-		for range 50 { // another process may have had the CPU for nearly all of a try
+		for range 50 { // another process may have used the CPU during most of an attempt
 			if peak == 0 || peak >= 1e8 {
 				break
 			}
@@ -271,8 +279,9 @@ func TestFMAPeak(t *testing.T) {
 	})
 }
 
-// TestGemmFetches wants every tile of a block to have fetched what the next one reads of A that it
-// has not read itself. With A as it lies that is all of it, and with Aᵀ the last column.
+// TestGemmFetches checks that every tile of a block has prefetched the part of A that the next tile
+// reads and it has not read itself: everything if A is not transposed, and the last column if it
+// is.
 func TestGemmFetches(t *testing.T) {
 	const line = 64
 	r := cputest.Rand(t)
@@ -295,7 +304,8 @@ func TestGemmFetches(t *testing.T) {
 			kc := min(j.kn.deepest(), j.depth-p)
 			for i, m := i0, 0; i < i1; i += m {
 				m = cpu.CeilDiv(i1-i, cpu.CeilDiv(i1-i, j.kn.mr))
-				// The tile behind this one, unless it is another block's or of another depth.
+
+				// The tile after this one, unless it belongs to another block or depth.
 				nextI, nextP := i+m, p
 				if nextI == i1 {
 					nextI, nextP = i0, p+kc
@@ -303,6 +313,7 @@ func TestGemmFetches(t *testing.T) {
 				if nextP+kc > j.depth {
 					continue
 				}
+
 				f := j.next(i, m, i0, i1, p)
 				fetched := map[uintptr]bool{}
 				first := uintptr(unsafe.Pointer(unsafe.SliceData(f.next)))
@@ -312,6 +323,7 @@ func TestGemmFetches(t *testing.T) {
 						fetched[at/line], fetched[(at+uintptr(f.stride))/line] = true, true
 					}
 				}
+
 				rows := cpu.CeilDiv(i1-nextI, cpu.CeilDiv(i1-nextI, j.kn.mr))
 				for q := nextP; q < nextP+kc; q++ {
 					if j.transA && rows == m && !fetched[lineOf(j.a[q*j.lda+nextI+rows-1:])] {
@@ -319,8 +331,8 @@ func TestGemmFetches(t *testing.T) {
 							"is not fetched", m, j.m, j.k, q, nextI, nextP)
 					}
 					for i := nextI; !j.transA && i < nextI+min(m, rows); i++ {
-						// Where rows do not begin with a line, their last elements may be in one
-						// more.
+						// If rows do not start at a cache line, their last elements may be in
+						// another one.
 						if end := max(nextP,
 							min(q, nextP+kc-line/4)); !fetched[lineOf(j.a[i*j.lda+end:])] {
 							t.Fatalf("m %d of %d, k %d: element (%d, %d) of the tile at (%d, %d) "+

@@ -12,8 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// guarded returns n elements that end where an inaccessible page begins: reading or writing past
-// them crashes.
+// guarded returns n elements that end at an inaccessible page, so that accesses beyond them crash.
 func guarded[T cpu.Float](t *testing.T, n int) []T {
 	page := syscall.Getpagesize()
 	var z T
@@ -24,6 +23,7 @@ func guarded[T cpu.Float](t *testing.T, n int) []T {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	t.Cleanup(func() { syscall.Munmap(mem) })
 	if err := syscall.Mprotect(mem[pages*page:], syscall.PROT_NONE); err != nil {
 		t.Fatal(err)
@@ -34,8 +34,8 @@ func guarded[T cpu.Float](t *testing.T, n int) []T {
 	return unsafe.Slice((*T)(unsafe.Pointer(&mem[pages*page-bytes])), n)
 }
 
-// TestGemmStaysInBounds places A, B and C at the end of mapped memory: vectors that reach past an
-// edge must be masked.
+// TestGemmStaysInBounds places A, B and C at the end of mapped memory, which requires vectors that
+// extend beyond an edge to be masked.
 func TestGemmStaysInBounds(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		t.Run("float32", testBounds[float32])

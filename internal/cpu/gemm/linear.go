@@ -2,18 +2,18 @@ package gemm
 
 import "github.com/kasmina-go/kasmina/internal/cpu"
 
-// Linear computes y = x·wᵀ for x rows×in, w out×in and y rows×out.
+// Linear computes y = x·wᵀ, where x is rows×in, w is out×in and y is rows×out.
 func Linear[T cpu.Float](y, x, w []T, rows, in, out int) {
 	Mul(false, true, rows, out, in, 1, x, in, w, in, 0, y, out)
 }
 
-// LinearUntil is Linear that ends early when stop asks for it.
+// LinearUntil is like Linear, but ends early on request of stop.
 func LinearUntil[T cpu.Float](stop *cpu.Stop, y, x, w []T, rows, in, out int) {
 	multiply(true, operands[T]{false, true, rows, out, in, 1, x, in, w, in, 0, y, out, nil, stop})
 }
 
-// LinearAdd computes y = x·wᵀ + d, in one pass over y. It gives the bits that Linear and an
-// addition give, and ends early when stop asks for it.
+// LinearAdd computes y = x·wᵀ + d in one pass over y, with the same bits as Linear followed by an
+// addition. It ends early on request of stop.
 func LinearAdd[T cpu.Float](stop *cpu.Stop, y, d, x, w []T, rows, in, out int) {
 	multiply(true, operands[T]{false, true, rows, out, in, 1, x, in, w, in, 0, y, out, d, stop})
 }

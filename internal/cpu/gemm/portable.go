@@ -2,8 +2,8 @@ package gemm
 
 import "github.com/kasmina-go/kasmina/internal/cpu"
 
-// portableKernels are the kernels in plain Go, for other platforms, older CPUs and as the twin that
-// the assembly is tested against.
+// portableKernels returns the kernels in plain Go, which serve other platforms and older CPUs, and
+// as the reference for tests of the assembly.
 func portableKernels[T cpu.Float]() kernels[T] {
 	const size = 4
 	return kernels[T]{mr: size, nr: size, lanes: size, tile: func(t *tile[T]) {
@@ -12,9 +12,8 @@ func portableKernels[T cpu.Float]() kernels[T] {
 		copy: copyPanel[T], transpose: transposePanel[T]}
 }
 
-// tilePortable computes C = alpha·A·B + beta·C + D for a tile of at most 4×4. The whole tile is
-// kept in sixteen variables, so that the compiler can hold them in registers. At the edges the sums
-// outside the tile are of zeros.
+// tilePortable computes C = alpha·A·B + beta·C + D for a tile of at most 4×4. The sums of a full
+// tile are sixteen variables, so that the compiler can keep them in registers.
 func tilePortable[T cpu.Float](t *tile[T]) {
 	var acc [4][4]T
 	if t.m == 4 && t.n == 4 {
@@ -30,6 +29,7 @@ func tilePortable[T cpu.Float](t *tile[T]) {
 			}
 		}
 	}
+
 	for i := range t.m {
 		c := t.c[i*t.ldc : i*t.ldc+t.n]
 		for j := range c {
@@ -45,6 +45,7 @@ func tilePortable[T cpu.Float](t *tile[T]) {
 	}
 }
 
+// fullTile returns the sums of a 4×4 tile.
 func fullTile[T cpu.Float](k int, a []T, rs, cs int, b []T, bs int) [4][4]T {
 	var c00, c01, c02, c03, c10, c11, c12, c13, c20, c21, c22, c23, c30, c31, c32, c33 T
 	for p := range k {
@@ -59,18 +60,19 @@ func fullTile[T cpu.Float](k int, a []T, rs, cs int, b []T, bs int) [4][4]T {
 		x = a[p*cs+3*rs]
 		c30, c31, c32, c33 = c30+x*b0, c31+x*b1, c32+x*b2, c33+x*b3
 	}
+
 	return [4][4]T{{c00, c01, c02, c03}, {c10, c11, c12, c13},
 		{c20, c21, c22, c23}, {c30, c31, c32, c33}}
 }
 
-// copyPanel writes dst[r·ds + c] = src[r·ss + c] for rows × width elements.
+// copyPanel sets dst[r·ds + c] = src[r·ss + c] for rows × width elements.
 func copyPanel[T cpu.Float](dst []T, ds int, src []T, ss, rows, width int) {
 	for r := range rows {
 		copy(dst[r*ds:r*ds+width], src[r*ss:r*ss+width])
 	}
 }
 
-// transposePanel writes dst[c·ds + r] = src[r·ss + c] for rows × cols elements.
+// transposePanel sets dst[c·ds + r] = src[r·ss + c] for rows × cols elements.
 func transposePanel[T cpu.Float](dst []T, ds int, src []T, ss, rows, cols int) {
 	for r := range rows {
 		for c, x := range src[r*ss : r*ss+cols] {

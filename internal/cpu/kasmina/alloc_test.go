@@ -9,10 +9,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// Under the race detector sync.Pool drops what it is given at random, so this test is not built
-// there.
+// The race detector makes sync.Pool drop values at random, so this test is excluded from such
+// builds.
 
-// A pass allocates nothing once it has run.
+// TestAllocations checks that a pass allocates nothing after the first time.
 func TestAllocations(t *testing.T) {
 	p, _ := newLayerRun(t, cputest.Rand(t), 300, 64, 16, 0, 1)
 	if n := allocs.PerRun(20, func() {

@@ -8,15 +8,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// Backward computes the gradients of Forward, given g, that of y, and the figures of g. A row of g
-// is first scaled, for each seed, by min(1, limit/(‖g‖ + ε)) when there are limits. Then
+// Backward computes the gradients of Forward for the gradient g of y, and the figures of g. With
+// limits, a row of g is first scaled, for each seed, by min(1, limit/(‖g‖ + ε)). Then
 //
 //	dx = g                                  for seeds that do not blend
-//	dx = (1 − α)·g + (∂t/∂x)ᵀ·αg            for those that do, 0 where the strict mode's clamp bites
-//	dweights[slot] += Σ_rows (∂t/∂w)ᵀ·αg    for those that learn, with α = 1 for those that do not blend
+//	dx = (1 − α)·g + (∂t/∂x)ᵀ·αg            for seeds that blend; 0 where the strict mode clamps
+//	dweights[slot] += Σ_rows (∂t/∂w)ᵀ·αg    for seeds that learn, with α = 1 if they do not blend
 //	dscales[slot]  += Σ_rows (∂t/∂a)·αg
 //
-// summed over seeds that share a slot. Slots of no learning seed get 0.
+// summed over the seeds of each slot. Slots without a learning seed get 0.
 func (k *Layer[T]) Backward(dx, dweights, dscales, g, x, weights, scales []T) {
 	k.prepare(weights, scales, true)
 	k.prepareLearning()
@@ -45,12 +45,14 @@ func (p *backwardPass[T]) Span(lo, hi int) {
 				da[s.learn] = 0
 			}
 		}
+
 		if k.columns {
 			p := any(p).(*backwardPass[float32])
 			backwardStrips(p.k, any(t).(*tile[float32]), p.dx, p.g, p.x, any(dp).([]float32), da)
 		} else {
 			k.backwardRows(t, p.dx, p.g)
 		}
+
 		for j := range t.active {
 			if s := &t.active[j]; !s.ruled {
 				seed = s.Index
@@ -59,10 +61,11 @@ func (p *backwardPass[T]) Span(lo, hi int) {
 			}
 		}
 	}
+
 	k.memory.Put(t)
 }
 
-// backwardRows copies a tile of g, clipped, and forms its figures row by row.
+// backwardRows copies a tile of g, clipped, and computes its figures row by row.
 func (k *Layer[T]) backwardRows(t *tile[T], dx, g []T) {
 	for r := t.r0; r < t.r1; r++ {
 		at := r*t.stride + t.s0*k.Chunk
@@ -72,14 +75,16 @@ func (k *Layer[T]) backwardRows(t *tile[T], dx, g []T) {
 	}
 }
 
-// backwardSeed replaces one seed's gradient of the output in a tile of dx by that of x, and adds
-// the gradients of its parameters. It goes a row at a time or by its kind's own way.
+// backwardSeed replaces, in a tile of dx, the output gradient of one seed by the input gradient,
+// and adds the gradients of its parameters. It works row by row, or on all rows for kinds that mix
+// features.
 func (k *Layer[T]) backwardSeed(t *tile[T], dx, x []T, s *Seed[T], dp []T, da []float64) {
 	c := k.Chunk
 	var gradients []T
 	if s.Learn {
 		gradients = dp[s.at:][:s.size]
 	}
+
 	if s.mixes {
 		d := k.mixBackward(dx, gradients, x, t.r0, t.r1, s, t.scratch)
 		if s.Learn {
@@ -87,9 +92,11 @@ func (k *Layer[T]) backwardSeed(t *tile[T], dx, x []T, s *Seed[T], dp []T, da []
 		}
 		return
 	}
+
 	if !s.Learn {
-		gradients = t.scratch[3*c:][:s.size] // of no use
+		gradients = t.scratch[3*c:][:s.size] // discarded
 	}
+
 	for r := t.r0; r < t.r1; r++ {
 		at := r*t.stride + s.Index*c
 		d := k.blendBackward(dx[at:][:c], gradients, x[at:][:c], s, t.scratch)
@@ -99,12 +106,13 @@ func (k *Layer[T]) backwardSeed(t *tile[T], dx, x []T, s *Seed[T], dp []T, da []
 	}
 }
 
-// watchGradient takes one row of a tile, whose first seed is s0, into the tile's figures, and
-// scales the chunks whose norm exceeds their limit.
+// watchGradient adds one row of a tile with first seed s0 to the tile's figures, and scales the
+// chunks with a norm above their limit.
 func (k *Layer[T]) watchGradient(partial []figures.Chunk, gr, g []T, s0 int) {
 	if !k.measured && k.Limit == nil && vec.Finite(gr) {
 		return
 	}
+
 	c := k.Chunk
 	for i := range partial {
 		v, f := gr[i*c:][:c], &partial[i]
@@ -113,6 +121,7 @@ func (k *Layer[T]) watchGradient(partial []figures.Chunk, gr, g []T, s0 int) {
 			f.Bad += figures.CountBad(v)
 			continue
 		}
+
 		row := figures.Scan(v, 0)
 		m := row.Absolute()
 		length := figures.Norm(m)
@@ -128,9 +137,11 @@ func (k *Layer[T]) watchGradient(partial []figures.Chunk, gr, g []T, s0 int) {
 		} else {
 			f.Bad += row.Bad
 		}
+
 		if k.Limit == nil {
 			continue
 		}
+
 		if by := k.Limit[s0+i] / (length + k.Eps); by < 1 {
 			f.Clipped++
 			for j := range v {
@@ -140,8 +151,9 @@ func (k *Layer[T]) watchGradient(partial []figures.Chunk, gr, g []T, s0 int) {
 	}
 }
 
-// blendBackward replaces the gradient g of one chunk row of an active seed by that of its input x.
-// It adds the gradient of p to dp and returns that of the scale. scratch holds 3·Chunk elements.
+// blendBackward replaces the output gradient g of one chunk row of an active seed by the gradient
+// of its input x. It adds the gradient of p to dp and returns the gradient of the scale. scratch
+// has 3·Chunk elements.
 func (k *Layer[T]) blendBackward(g, dp, x []T, s *Seed[T], scratch []T) (da float64) {
 	c := len(x)
 	in, dt, gt := x, scratch[:c], scratch[c:2*c]
@@ -149,6 +161,7 @@ func (k *Layer[T]) blendBackward(g, dp, x []T, s *Seed[T], scratch []T) (da floa
 		in = scratch[2*c : 3*c]
 		k.clamp(in, x, s)
 	}
+
 	switch {
 	case !s.Blend:
 		return s.rule.Backward(dt, dp, g, in, s.p, s.scale)
@@ -164,6 +177,7 @@ func (k *Layer[T]) blendBackward(g, dp, x []T, s *Seed[T], scratch []T) (da floa
 			g[i] += v - gt[i]
 		}
 	}
+
 	if k.Stability == seed.Strict {
 		for i, v := range x {
 			if k.bites(v, s) {
@@ -171,10 +185,11 @@ func (k *Layer[T]) blendBackward(g, dp, x []T, s *Seed[T], scratch []T) (da floa
 			}
 		}
 	}
+
 	return da
 }
 
-// prepareLearning numbers the seeds that learn and readies their buffers.
+// prepareLearning numbers the learning seeds and prepares their buffers.
 func (k *Layer[T]) prepareLearning() {
 	k.learning, k.learned = k.learning[:0], 0
 	for i := range k.Active {
@@ -214,6 +229,7 @@ func (p *kasminaLearned[T]) Span(lo, hi int) {
 			}
 			total[j] = T(sum)
 		}
+
 		for b := 1; b < blocks; b++ {
 			k.da[i] += k.da[b*n+i]
 		}
@@ -253,8 +269,8 @@ func (p *kasminaSlots[T]) Span(lo, hi int) {
 	}
 }
 
-// sortBySlot orders the learning seeds by slot, those of a slot in their own order: slot s has
-// order[heads[s]:heads[s+1]].
+// sortBySlot sorts the learning seeds by slot, and within a slot by their order. The seeds of slot
+// s are order[heads[s]:heads[s+1]].
 func (k *Layer[T]) sortBySlot() {
 	k.heads, k.order = grow(k.heads, k.Slots+2), grow(k.order, len(k.learning))
 	clear(k.heads)
@@ -271,7 +287,7 @@ func (k *Layer[T]) sortBySlot() {
 	}
 }
 
-// Exponents returns the histogram of the magnitudes of x of every measured seed.
+// Exponents returns a histogram of the magnitudes of x for every measured seed.
 func (k *Layer[T]) Exponents(x []T) [][figures.Exponents]uint32 {
 	histograms := make([][figures.Exponents]uint32, k.Seeds)
 	d := k.Seeds * k.Chunk

@@ -11,9 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// mixedLayer returns a layer whose seeds are in all situations that stages and kinds make. Of every
-// eight, three take no part, one learns beside its chunk, two blend and learn, and two only blend.
-// All are measured.
+// mixedLayer returns a layer with seeds of all stages and kinds. Of every eight seeds, three are
+// inactive, one learns without blending, two blend and learn, and two only blend. All are measured.
 func mixedLayer[T cpu.Float](tb testing.TB, rows, seeds, chunk, slots int) *Layer[T] {
 	k := &Layer[T]{Rows: rows, Seeds: seeds, Chunk: chunk, Slots: slots, Width: chunk,
 		Stability: seed.Adaptive, Eps: 1e-8, Measure: make([]bool, seeds)}
@@ -30,18 +29,20 @@ func mixedLayer[T cpu.Float](tb testing.TB, rows, seeds, chunk, slots int) *Laye
 			tb.Fatal(err)
 		}
 	}
+
 	return k
 }
 
-// BenchmarkBandwidth reports the bytes that a pass must move, a second: x and y, or x, g and dx. It
-// sets them against two copies on the same cores. One is of 128 MiB, which no cache holds
-// (%memory), and one of the size of y, which a large cache does (%copy). Each is the best of many
-// runs, and they take turns.
+// BenchmarkBandwidth reports the bytes per second that a pass must move: x and y, or x, g and dx.
+// It compares them with two copies on the same cores, one of 128 MiB, which exceeds all caches
+// (%memory), and one of the size of y, which a large cache can hold (%copy). Each result is the
+// best of many runs, which alternate.
 func BenchmarkBandwidth(b *testing.B) {
 	from, to := make([]float32, 1<<25), make([]float32, 1<<25)
-	for i := range from { // else all of its pages are one
+	for i := range from { // otherwise all pages would map to one
 		from[i] = float32(i)
 	}
+
 	parallelCopy := func(dst, src []float32) time.Duration {
 		start := time.Now()
 		cpu.Parallel(len(dst), 1<<18, func(lo, hi int) { copy(dst[lo:hi], src[lo:hi]) })
@@ -82,6 +83,7 @@ func BenchmarkBandwidth(b *testing.B) {
 						large = min(large, parallelCopy(to, from))
 					}
 				}
+
 				speed := float64(pass.bytes*n) / passed.Seconds()
 				b.ReportMetric(speed/1e9, "GB/s")
 				b.ReportMetric(100*speed*copied.Seconds()/float64(8*n), "%copy")

@@ -8,13 +8,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// In float32, and with figures reduced exactly, a tile is computed strip by strip. Blueprints that
-// go by the element have one rule for whole vectors of columns, whatever seeds these belong to.
-// Figures are formed a column at a time, and folded into those of the seeds at the end of the tile.
-// What does not go by the element (kinds that mix, registered kinds, the strict mode) is computed a
-// row and a seed at a time. It works on what the strips have left there, x or g.
+// In float32 and with exactly reduced figures, a tile is computed strip by strip. Elementwise
+// blueprints are described by one rule for whole vectors of columns, regardless of the seeds that
+// the columns belong to. Figures are computed per column and folded into the seeds' figures at the
+// end of the tile.
+//
+// Everything else (kinds that mix features, registered kinds, the strict mode) is computed by row
+// and seed, starting from the x or g that the strips have left in the result.
 
-// ruleBuilding builds the rules of the strips of groups of seeds.
+// ruleBuilding builds the rules of the strips for groups of seeds.
 type ruleBuilding struct {
 	k        *Layer[float32]
 	backward bool
@@ -37,6 +39,7 @@ func (a *ruleBuilding) Span(lo, hi int) {
 			if !s.ruled || !blends && !learns {
 				continue
 			}
+
 			for j := 0; j < c; {
 				at := (s.Index-s0)*c + j
 				rule, column := &rules[at/width], at%width
@@ -52,9 +55,9 @@ func (a *ruleBuilding) Span(lo, hi int) {
 	}
 }
 
-// setRule makes n columns of r, from the given one on, follow the rule of the chunk of s. They are
-// features j to j+n−1 of its c. With w, p and a as in package blueprints and β = α where the seed
-// blends, x and its coefficient of each kind are
+// setRule sets n columns of r, starting with the given one, to the rule of the chunk of s. They are
+// features j to j+n−1 of its c features. With w, p and a as in package blueprints, and β = α if the
+// seed blends, the kinds compute
 //
 //	Residual       x + βa·w
 //	AttentionGate  (1 − β + βa·p)·x
@@ -65,6 +68,7 @@ func setRule(r *strip.Rule, s *Seed[float32], column, n, j, c int, backward bool
 	if !s.Blend {
 		rest, gain = 1, 0
 	}
+
 	on, off, p := r.On[column:][:n], r.Off[column:][:n], s.p[j:]
 	r.Take(strip.Ruled, column, n)
 	switch s.Kind {
@@ -111,14 +115,14 @@ func setRule(r *strip.Rule, s *Seed[float32], column, n, j, c int, backward bool
 	}
 }
 
-// taps returns the first three weights, 0 for those that are not there.
+// taps returns the first three weights, with 0 for missing ones.
 func taps(w []float32) (w0, w1, w2 float64) {
 	var t [3]float32
 	copy(t[:], w)
 	return float64(t[0]), float64(t[1]), float64(t[2])
 }
 
-// bits returns all bits set, or none.
+// bits returns −1, with all bits set, or 0.
 func bits(set bool) int32 {
 	if set {
 		return -1
@@ -133,6 +137,7 @@ func forwardStrips(k *Layer[float32], t *tile[float32], y, x []float32) {
 	if folds {
 		t.startAll(k, x)
 	}
+
 	t.passes(k, func(i int, s strip.View) {
 		rule := &k.rules[t.first+i]
 		switch {
@@ -146,6 +151,7 @@ func forwardStrips(k *Layer[float32], t *tile[float32], y, x []float32) {
 			in.Load(x, s, strip.PassRows*s.Stride)
 			t.countBad(k, x, s)
 		}
+
 		if rule.Blends {
 			in.LoadEdges(x, s, t.columns)
 			largest = max(largest, rule.Forward(y, in, s))
@@ -153,23 +159,27 @@ func forwardStrips(k *Layer[float32], t *tile[float32], y, x []float32) {
 			in.Store(y, s)
 		}
 	})
+
 	if folds {
 		t.foldAll(k, x, k.Eps)
 		largest = max(largest, t.largest)
 	}
+
 	strip.Fence()
-	// The rules hold up to this magnitude: elements beyond it are scaled down for the transform, or
-	// not finite.
+
+	// The rules are valid up to this magnitude. Larger elements must be scaled down for the
+	// transform, or are not finite.
 	limit := float32(math.MaxFloat32)
 	if k.Stability == seed.Adaptive {
 		limit = adaptiveLimit
 	}
+
 	if largest > limit {
 		forwardLarge(k, t, y, x, limit)
 	}
 }
 
-// forwardLarge computes chunk rows with an element beyond the limit once more, by themselves.
+// forwardLarge recomputes, individually, the chunk rows with an element beyond the limit.
 func forwardLarge(k *Layer[float32], t *tile[float32], y, x []float32, limit float32) {
 	for i := range t.active {
 		s := &t.active[i]
@@ -185,7 +195,7 @@ func forwardLarge(k *Layer[float32], t *tile[float32], y, x []float32, limit flo
 	}
 }
 
-// exceeds reports whether some |x| is above the limit.
+// exceeds reports whether any |x| is above the limit.
 func exceeds(x []float32, limit float32) bool {
 	for _, v := range x {
 		if v > limit || v < -limit {
@@ -204,14 +214,17 @@ func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32,
 		normed = (t.r1 - t.r0) / strip.NormRows * strip.NormRows
 		t.startNorms(k, g)
 	}
+
 	if folds {
 		t.startAll(k, g)
 	}
+
 	for i := range t.strips {
 		if k.rules[t.first+i].Learns {
 			t.state[i].Sums = strip.Sums{}
 		}
 	}
+
 	grad, in := &t.packs[0], &t.packs[1]
 	t.passes(k, func(i int, s strip.View) {
 		rule, state, norms := &k.rules[t.first+i], &t.state[i], s.Done < normed
@@ -234,6 +247,7 @@ func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32,
 			grad.Load(g, s, strip.PassRows*s.Stride)
 			t.countBad(k, g, s)
 		}
+
 		if computes {
 			ahead := 0
 			if !rule.Blends {
@@ -243,10 +257,12 @@ func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32,
 			in.LoadEdges(x, s, t.columns)
 			grad.LoadEdges(g, s, t.columns)
 		}
+
 		if norms {
 			state.Norms.Add(grad[strip.PackRoom:], strip.PackStride, s.Rows,
 				k.Chunk, s.Columns/k.Chunk)
 		}
+
 		switch {
 		case rule.Blends && rule.Learns:
 			rule.Learn(dx, grad, in, s, x, &state.Sums)
@@ -259,22 +275,25 @@ func backwardStrips(k *Layer[float32], t *tile[float32], dx, g, x, dp []float32,
 			grad.Store(dx, s)
 		}
 	})
+
 	strip.Fence()
 	for i := range t.strips {
 		if k.rules[t.first+i].Learns {
 			foldSums(k, t, t.strip(k, i, 0), &t.state[i].Sums, dp, da)
 		}
 	}
+
 	if folds {
 		t.foldAll(k, g, 0)
 	}
+
 	if measured {
 		t.foldNorms(k, g, normed)
 	}
 }
 
-// foldSums adds the gradients of the seeds' p and scales that follow from the sums of a strip. With
-// β = α where the seed blends, else 1, and Σ over rows,
+// foldSums adds the gradients of the seeds' p and scales that result from the sums of a strip. With
+// β = α if the seed blends and 1 otherwise, and Σ over rows,
 //
 //	Residual                     dp = βa·Σ g,           da = β·Σ w·Σ g
 //	AttentionGate, MLPExpansion  dp = βa·Σ g·x,         da = β·Σ p·Σ g·x
@@ -288,11 +307,12 @@ func foldSums(k *Layer[float32], t *tile[float32], s strip.View, sums *strip.Sum
 		if !a.Learn || !a.ruled || a.Blend && a.Alpha == 0 {
 			continue
 		}
+
 		beta := 1.0
 		if a.Blend {
 			beta = float64(a.Alpha)
 		}
-		start := (a.Index-t.s0)*c - s.From // may lie in a strip to the left
+		start := (a.Index-t.s0)*c - s.From // may be in a strip to the left
 		feature := max(0, -start)
 		column := start + feature
 		n := min(c-feature, s.Columns-column)
@@ -318,10 +338,12 @@ func foldSums(k *Layer[float32], t *tile[float32], s strip.View, sums *strip.Sum
 				sum += float64(p[j]) * float64(e)
 			}
 		}
+
 		da[a.learn] += beta * sum
 	}
 }
 
+// sum64 returns Σ v in float64.
 func sum64(v []float32) (sum float64) {
 	for _, e := range v {
 		sum += float64(e)
@@ -329,8 +351,8 @@ func sum64(v []float32) (sum float64) {
 	return sum
 }
 
-// ceil32 returns the smallest float32 that is no less than v: x < v and x < ceil32(v) are the same
-// for float32 x.
+// ceil32 returns the smallest float32 that is not below v. For float32 x, x < v and x < ceil32(v)
+// are equivalent.
 func ceil32(v float64) float32 {
 	c := float32(v)
 	if float64(c) < v {

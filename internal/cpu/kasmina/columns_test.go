@@ -16,7 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// layerRun is a layer with what it runs on and what it writes.
+// layerRun is a layer with its inputs and outputs.
 type layerRun[T cpu.Float] struct {
 	*Layer[T]
 	x, g, weights, scales []T
@@ -36,7 +36,7 @@ func (p *layerRun[T]) run() {
 	p.gradient = slices.Clone(p.Figures)
 }
 
-// newLayerRun returns a layer whose inputs have the given mean and deviation, and its like in
+// newLayerRun returns a layer with inputs of the given mean and deviation, and the same layer in
 // float64.
 func newLayerRun(t *testing.T, r *rand.Rand, rows, seeds, chunk int,
 	mean, deviation float64) (*layerRun[float32], *layerRun[float64]) {
@@ -52,6 +52,7 @@ func newLayerRun(t *testing.T, r *rand.Rand, rows, seeds, chunk int,
 		}
 		return single, double
 	}
+
 	a.x, b.x = fill(n, mean, deviation)
 	a.g, b.g = fill(n, mean, deviation)
 	a.weights, b.weights = fill(slots*chunk, 0, 1)
@@ -71,19 +72,21 @@ func newLayerRun(t *testing.T, r *rand.Rand, rows, seeds, chunk int,
 func sameFigures(t *testing.T, what string, seed int, got, want *figures.Chunk, measured bool) {
 	t.Helper()
 	moments := func(of string, g, w figures.Moments) {
-		unit := 1e-14 * math.Abs(w.Mean) // to which a norm is known
+		unit := 1e-14 * math.Abs(w.Mean) // precision of a norm
 		spread := math.Sqrt(w.M2)
 		if g.N != w.N || math.Abs(g.Mean-w.Mean) > 1e-9*spread+unit ||
 			math.Abs(g.M2-w.M2) > 1e-8*w.M2+4*w.N*unit*(spread+unit) {
 			t.Errorf("%s: seed %d's moments of %s are %+v, want %+v", what, seed, of, g, w)
 		}
 	}
+
 	if got.Bad != want.Bad {
 		t.Errorf("%s: seed %d has %d bad elements, want %d", what, seed, got.Bad, want.Bad)
 	}
 	if !measured {
 		return
 	}
+
 	moments("elements", got.Moments, want.Moments)
 	moments("norms", got.Norms, want.Norms)
 	if got.Min != want.Min || got.Max != want.Max || got.Dead != want.Dead {
@@ -91,9 +94,9 @@ func sameFigures(t *testing.T, what string, seed int, got, want *figures.Chunk, 
 	}
 }
 
-// TestStrips compares the strips of every instruction set with the seeds' own arithmetic, row by
-// row in float64. Chunks are smaller, larger and no multiples of vectors and strips, with all kinds
-// in all situations.
+// TestStrips compares the strips of every instruction set with the row-by-row computation in
+// float64. Chunks are smaller and larger than vectors and strips and not multiples of either, with
+// all kinds in all situations.
 func TestStrips(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
@@ -113,6 +116,7 @@ func TestStrips(t *testing.T) {
 					sameFigures(t, name+", gradient", i, &a.gradient[i],
 						&b.gradient[i], a.Measure[i])
 				}
+
 				for what, v := range map[string]struct {
 					got   []float32
 					want  []float64
@@ -127,6 +131,7 @@ func TestStrips(t *testing.T) {
 						t.Errorf("%s: %s has relative error %g", name, what, off/size)
 					}
 				}
+
 				if t.Failed() {
 					t.FailNow()
 				}
@@ -135,8 +140,8 @@ func TestStrips(t *testing.T) {
 	})
 }
 
-// NaN and infinities are counted for their own seeds, touch nobody else's results, and leave the
-// figures of what is finite.
+// TestStripsNonFinite checks that NaN and infinities are counted for their own seeds, do not affect
+// the results of other seeds, and are excluded from the figures.
 func TestStripsNonFinite(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
@@ -152,19 +157,22 @@ func TestStripsNonFinite(t *testing.T) {
 				at := (first+i)*seeds*chunk + victim*chunk + r.IntN(chunk)
 				bad.x[at], bad.g[at] = float32(v), float32(v)
 			}
+
 			bad.run()
 			reference := &layerRun[float64]{Layer: mixedLayer[float64](t, rows, seeds, chunk, 5)}
 			copy(reference.Measure, clean.Measure)
 			reference.x, reference.weights, reference.scales, reference.y = cputest.Widen(bad.x),
 				cputest.Widen(bad.weights), cputest.Widen(bad.scales), make([]float64, len(bad.x))
 			reference.Forward(reference.y, reference.x, reference.weights, reference.scales)
-			// those of infinities too, which rules of strips do not give
+
+			// including norms of infinities, which rules of strips do not compute
 			for i, want := range reference.y {
 				if math.IsNaN(float64(bad.y[i])) != math.IsNaN(want) {
 					t.Fatalf("chunks of %d: element %d of y is %v, want %v, for %v", chunk, i,
 						bad.y[i], want, bad.x[i])
 				}
 			}
+
 			for s := range seeds {
 				sameFigures(t, "with NaN", s, &bad.input[s],
 					&reference.Figures[s], clean.Measure[s])
@@ -173,6 +181,7 @@ func TestStripsNonFinite(t *testing.T) {
 					t.Errorf("chunks of %d: seed %d has %d and %d bad elements, want %d", chunk, s,
 						bad.input[s].Bad, bad.gradient[s].Bad, want)
 				}
+
 				for row := range rows {
 					at := (row*seeds + s) * chunk
 					if s == victim && first <= row && row < first+3 {
@@ -189,7 +198,8 @@ func TestStripsNonFinite(t *testing.T) {
 	})
 }
 
-// A seed that does not blend passes every bit on, and results do not depend on the number of cores.
+// TestStripsBits checks that seeds that do not blend pass every bit on, and that results do not
+// depend on the number of cores.
 func TestStripsBits(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
@@ -199,6 +209,7 @@ func TestStripsBits(t *testing.T) {
 				p.x[i], p.g[i] = float32(math.Copysign(0, -1)), float32(math.Copysign(0, -1))
 			}
 		}
+
 		p.run()
 		first := *p
 		first.y, first.dx, first.dw, first.da = slices.Clone(p.y), slices.Clone(p.dx),
@@ -218,6 +229,7 @@ func TestStripsBits(t *testing.T) {
 				}
 			}
 		}
+
 		defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(0))
 		for _, cores := range []int{1, 3} {
 			runtime.GOMAXPROCS(cores)
@@ -231,7 +243,7 @@ func TestStripsBits(t *testing.T) {
 	})
 }
 
-// Results that are written past the caches are the same as others.
+// TestStreams checks that writing past the caches does not change results.
 func TestStreams(t *testing.T) {
 	defer func(n int) { strip.Streamed = n }(strip.Streamed)
 	cputest.EachISA(t, func(t *testing.T) {
@@ -247,7 +259,7 @@ func TestStreams(t *testing.T) {
 	})
 }
 
-// The kinds that go by the element have a rule, and others have none.
+// TestRuledKinds checks that elementwise kinds have a rule and other kinds have none.
 func TestRuledKinds(t *testing.T) {
 	for kind := range blueprints.Kind(6) {
 		k := &Layer[float32]{Rows: 1, Seeds: 1, Chunk: 4, Slots: 2, Width: 8,

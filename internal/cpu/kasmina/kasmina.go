@@ -1,5 +1,5 @@
-// Package kasmina computes the forward and the backward pass of a Kasmina layer, and the figures of
-// what passes.
+// Package kasmina computes the forward and backward pass of a Kasmina layer, and the figures of its
+// inputs and gradients.
 package kasmina
 
 import (
@@ -16,13 +16,13 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// adaptiveLimit is the magnitude beyond which the adaptive mode scales.
+// adaptiveLimit is the magnitude above which the adaptive mode scales.
 const adaptiveLimit = 1e6
 
-// Seed is a seed whose blueprint takes part in a pass.
+// Seed is a seed with a blueprint that takes part in a pass.
 type Seed[T cpu.Float] struct {
-	// which blends, y = x + α(t(x) − x), or gives y = x, and whose weights and scale learn or do
-	// not
+	// Seed determines whether the seed blends, y = x + α(t(x) − x) instead of y = x, and whether
+	// its weights and scale learn.
 	seed.Seed
 	Index int
 
@@ -31,58 +31,58 @@ type Seed[T cpu.Float] struct {
 	rule             *blueprints.Arithmetic[T]
 	homogeneity      blueprints.Homogeneity
 	mixes            bool // the kind is computed for many rows at once
-	ruled            bool // strips compute it
-	size             int  // how many weights the kind uses
-	w, p             []T  // those of the slot, and what rule makes of them
+	ruled            bool // strips compute this seed
+	size             int  // number of weights that the kind uses
+	w, p             []T  // weights of the slot, and the p that rule derives from them
 	scale            T
 	learn            int // index among the learning seeds
-	at               int // where its gradients begin among theirs
+	at               int // start of its gradients in dp
 }
 
-// Layer computes one layer: x is Rows × Seeds·Chunk, weights Slots × Width, scales Slots. Its
-// buffers are reused from pass to pass.
+// Layer computes one layer. x is Rows × Seeds·Chunk, weights is Slots × Width and scales is Slots.
+// Buffers are reused from pass to pass.
 type Layer[T cpu.Float] struct {
 	Rows, Seeds, Chunk, Slots, Width int
 
 	Stability seed.Stability
 	Eps       float64
 	Active    []Seed[T] // set by Activate
-	Measure   []bool    // of each seed: whether to collect its figures
+	Measure   []bool    // for each seed, whether to compute its figures
 	Reduce    seed.Reduction
-	// backward: of each seed, the largest norm of a row's gradient; nil for none
+	// Limit holds, for the backward pass, the maximum norm of a row's gradient for each seed; nil
+	// means no limit.
 	Limit []float64
 
-	// Figures has one element for each seed after a pass. Of seeds that are not measured, only Bad
-	// and Clipped are set.
+	// Figures has one element per seed after a pass. For seeds that are not measured, only Bad and
+	// Clipped are set.
 	Figures []figures.Chunk
 
-	partial  []figures.Chunk // of each block of rows and seed
-	measured bool            // some seed is
+	partial  []figures.Chunk // by block of rows and seed
+	measured bool            // at least one seed is measured
 	columns  bool            // the pass is computed in strips
 	prepared []T
-	needs    int          // elements of scratch memory
-	rules    []strip.Rule // of every strip of a row of tiles
+	needs    int          // number of elements of scratch memory
+	rules    []strip.Rule // for every strip of a row of tiles
 	learning []int        // indices into Active
-	learned  int          // elements of their p
-	dp       []T          // of each block of rows, the gradients of the learning seeds' p
-	da       []float64    // likewise of the scale
+	learned  int          // number of elements of all learning seeds' p
+	dp       []T          // by block of rows, the gradients of the learning seeds' p
+	da       []float64    // by block of rows, the gradients of the learning seeds' scales
 	heads    []int        // counting sort of the learning seeds by slot
 	order    []int
 	memory   sync.Pool // of *tile[T]
 }
 
-// RulePanic is the Value of the [Panic] that Forward and Backward panic with when the rule of a
-// seed does.
+// RulePanic is the Value of the [cpu.Panic] of Forward and Backward if the rule of a seed panics.
 type RulePanic struct {
 	Seed  int
 	Value any
 }
 
-// noSeed stands for the seed while no rule runs.
+// noSeed represents the seed while no rule runs.
 const noSeed = -1
 
-// attribute is deferred by what runs rules, and seed says whose. It names the seed in a panic that
-// passes.
+// attribute adds the seed to a passing panic. Code that runs rules defers it and keeps *seed up to
+// date.
 func attribute(seed *int) {
 	r := recover()
 	if r == nil {
@@ -95,16 +95,18 @@ func attribute(seed *int) {
 	panic(r)
 }
 
-// Activate adds seed i to Active, which are in the order of their seeds, unless it only watches. It
-// returns an error for a slot that does not exist, and for a kind that is unknown or needs more
+// Activate adds seed i to Active, unless it only watches its chunk. Seeds must be added in order.
+// It returns an error for a slot that does not exist and for a kind that is unknown or needs more
 // than Width weights.
 func (k *Layer[T]) Activate(i int, of seed.Seed) error {
 	if of.Slot == 0 || !of.Blend && !of.Learn {
 		return nil
 	}
+
 	s := Seed[T]{Seed: of, Index: i, slot: int(of.Slot), alpha: T(of.Alpha),
 		low: T(of.Low), high: T(of.High)}
-	// at 0 there is nothing to learn, whatever t(x) is, NaN included
+
+	// With α = 0 there is nothing to learn, whatever t(x) is, even NaN.
 	s.Learn = of.Learn && of.Alpha != 0
 	b, err := blueprints.Lookup(s.Kind)
 	if err != nil {
@@ -116,13 +118,14 @@ func (k *Layer[T]) Activate(i int, of seed.Seed) error {
 	if s.slot >= k.Slots {
 		return fmt.Errorf("seed %d has slot %d, but weights has %d slots", i, s.slot, k.Slots)
 	}
+
 	s.rule, s.homogeneity = blueprints.For[T](b), b.Homogeneity
 	s.mixes = s.Kind == blueprints.LowRank || s.Kind == blueprints.ChunkMLP
 	k.Active = append(k.Active, s)
 	return nil
 }
 
-// prepare binds the active seeds to the parameters and readies the buffers.
+// prepare binds the active seeds to the parameters and prepares the buffers.
 func (k *Layer[T]) prepare(weights, scales []T, backward bool) {
 	rows, _ := k.tile()
 	prepared := 0
@@ -142,6 +145,7 @@ func (k *Layer[T]) prepare(weights, scales []T, backward bool) {
 			k.needs = max(k.needs, 3*k.Chunk+s.size)
 		}
 	}
+
 	k.prepared = grow(k.prepared, prepared)
 	for i, next := 0, 0; i < len(k.Active); i++ {
 		if s := &k.Active[i]; s.rule.Prepare != nil {
@@ -149,7 +153,8 @@ func (k *Layer[T]) prepare(weights, scales []T, backward bool) {
 			next += s.size
 		}
 	}
-	cpu.Spread(len(k.Active), cpu.Grain(64*k.Chunk), preparation[T]{k}) // exponentials
+
+	cpu.Spread(len(k.Active), cpu.Grain(64*k.Chunk), preparation[T]{k}) // may compute exponentials
 	k.measured = slices.Contains(k.Measure, true)
 	k.partial = grow(k.partial, k.blocks()*k.Seeds)
 	k.Figures = grow(k.Figures, k.Seeds)
@@ -159,7 +164,7 @@ func (k *Layer[T]) prepare(weights, scales []T, backward bool) {
 	}
 }
 
-// preparation makes the active seeds' p of their weights.
+// preparation computes p for the active seeds.
 type preparation[T cpu.Float] struct{ k *Layer[T] }
 
 func (p *preparation[T]) Span(lo, hi int) {
@@ -173,7 +178,7 @@ func (p *preparation[T]) Span(lo, hi int) {
 	}
 }
 
-// grow returns n elements, in s's memory when there is room, with whatever they hold.
+// grow returns n elements with undefined contents, reusing s's memory if possible.
 func grow[E any](s []E, n int) []E {
 	if cap(s) < n {
 		return make([]E, n)
@@ -181,7 +186,7 @@ func grow[E any](s []E, n int) []E {
 	return s[:n]
 }
 
-// Forward computes y from x, and the figures of x:
+// Forward computes y and the figures of x:
 //
 //	y = x + α(t(x) − x)
 //
@@ -210,6 +215,7 @@ func (p *forwardPass[T]) Span(lo, hi int) {
 		} else {
 			k.forwardRows(t, p.y, p.x)
 		}
+
 		for j := range t.active {
 			s := &t.active[j]
 			if !s.Blend || s.ruled {
@@ -227,10 +233,11 @@ func (p *forwardPass[T]) Span(lo, hi int) {
 			seed = noSeed
 		}
 	}
+
 	k.memory.Put(t)
 }
 
-// forwardRows copies a tile and forms its figures row by row.
+// forwardRows copies a tile and computes its figures row by row.
 func (k *Layer[T]) forwardRows(t *tile[T], y, x []T) {
 	for r := t.r0; r < t.r1; r++ {
 		at := r*t.stride + t.s0*k.Chunk
@@ -240,11 +247,12 @@ func (k *Layer[T]) forwardRows(t *tile[T], y, x []T) {
 	}
 }
 
-// watchInput takes one row of a tile, whose first seed is s0, into the tile's figures.
+// watchInput adds one row of a tile with first seed s0 to the tile's figures.
 func (k *Layer[T]) watchInput(partial []figures.Chunk, xr, x []T, s0 int) {
 	if !k.measured && vec.Finite(xr) {
 		return
 	}
+
 	c := k.Chunk
 	for i := range partial {
 		v, f := xr[i*c:][:c], &partial[i]
@@ -262,7 +270,7 @@ func (k *Layer[T]) watchInput(partial []figures.Chunk, xr, x []T, s0 int) {
 	}
 }
 
-// finishing merges the figures of v of all blocks of rows, in order.
+// finishing merges the figures of v over all blocks of rows, in order.
 type finishing[T cpu.Float] struct {
 	k *Layer[T]
 	v []T
@@ -280,7 +288,7 @@ func (p *finishing[T]) Span(lo, hi int) {
 	}
 }
 
-// blend computes one chunk row of a seed that blends. scratch holds 2·Chunk elements.
+// blend computes one chunk row of a seed that blends. scratch has 2·Chunk elements.
 func (k *Layer[T]) blend(y, x []T, s *Seed[T], scratch []T) {
 	c := len(x)
 	t, in, scale, up := scratch[:c], x, s.scale, T(1)
@@ -300,8 +308,9 @@ func (k *Layer[T]) blend(y, x []T, s *Seed[T], scratch []T) {
 			}
 		}
 	}
+
 	switch s.alpha {
-	case 0: // whatever t(x) is, NaN included, has no part in the result
+	case 0: // t(x) does not affect the result, even if it is NaN
 		t = in
 	case 1:
 		s.rule.Forward(t, in, s.p, scale)
@@ -311,18 +320,20 @@ func (k *Layer[T]) blend(y, x []T, s *Seed[T], scratch []T) {
 			t[i] = v + s.alpha*(t[i]-v)
 		}
 	}
+
 	if up == 1 {
 		copy(y, t)
 		return
 	}
+
 	for i, v := range t {
 		y[i] = v * up
 	}
 }
 
-// shrink returns the power of two, at most 1, that takes the largest magnitude of x to
-// adaptiveLimit or below. It is 1 for transforms that cannot be scaled, and for a row that holds
-// Inf or NaN, which no scale brings back.
+// shrink returns the power of two, at most 1, that scales the largest magnitude of x to
+// adaptiveLimit or below. It returns 1 for transforms that cannot be scaled and for rows that
+// contain Inf or NaN, which no scale can repair.
 func (k *Layer[T]) shrink(x []T, s *Seed[T]) T {
 	var top float64
 	for _, v := range x {
@@ -337,7 +348,7 @@ func (k *Layer[T]) shrink(x []T, s *Seed[T]) T {
 	return T(math.Ldexp(1, -exp))
 }
 
-// clamp writes x with elements smaller than ε as 0, and the others clamped to the seed's limits.
+// clamp writes x with elements below ε set to 0 and all others clamped to the seed's limits.
 func (k *Layer[T]) clamp(out, x []T, s *Seed[T]) {
 	for i, v := range x {
 		if math.Abs(float64(v)) < k.Eps {
@@ -353,8 +364,8 @@ func (k *Layer[T]) clamp(out, x []T, s *Seed[T]) {
 	}
 }
 
-// bites reports whether clamp changes v, so that no gradient passes. It does not change 0, unless 0
-// is beyond the limits.
+// bites reports whether clamp changes v, so that no gradient passes. It leaves 0 unchanged unless 0
+// is outside the limits.
 func (k *Layer[T]) bites(v T, s *Seed[T]) bool {
 	return v != 0 && math.Abs(float64(v)) < k.Eps || v < s.low || v > s.high
 }

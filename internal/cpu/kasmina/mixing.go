@@ -8,29 +8,30 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// The kinds that mix the features of a chunk, LowRank and ChunkMLP, compute the rows of a tile at
-// once. X [n, C] are the rows, V [m, C] and U [C, m] the matrices, and f is the identity or silu:
+// The kinds that mix the features of a chunk, LowRank and ChunkMLP, are computed for all rows of a
+// tile together. With the rows X [n, C], the matrices V [m, C] and U [C, m], and f the identity or
+// silu,
 //
 //	Z = X·Vᵀ,  H = a·f(Z),  Y = X + α·H·Uᵀ
 
-// mixingScratch is how many elements of memory n rows take: the backward pass two arrays of n·c and
-// four of n·m.
+// mixingScratch returns the number of elements of memory for n rows: in the backward pass two
+// arrays of n·c and four of n·m elements.
 func mixingScratch(n, c, size int) int { return 2*n*c + 4*n*(size/(2*c)) }
 
-// take cuts n elements off scratch memory.
+// take returns the first n elements of the scratch memory and removes them from it.
 func take[T cpu.Float](scratch *[]T, n int) []T {
 	s := (*scratch)[:n:n]
 	*scratch = (*scratch)[n:]
 	return s
 }
 
-// matrices returns V and U of a seed that mixes, or their gradients, and m.
+// matrices returns V and U of a seed that mixes features, or their gradients, and m.
 func (s *Seed[T]) matrices(p []T, c int) (v, u []T, m int) {
 	m = s.size / (2 * c)
 	return p[:m*c], p[m*c:], m
 }
 
-// mix computes y in rows r0 to r1 of a seed that blends.
+// mix computes rows [r0, r1) of y for a seed that blends.
 func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 	c, d, n := k.Chunk, k.Seeds*k.Chunk, r1-r0
 	at := r0*d + s.Index*c
@@ -50,7 +51,8 @@ func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 			copy(row, xr)
 		}
 	}
-	if s.alpha != 0 { // else t(x), whatever it is, NaN included, has no part in the result
+
+	if s.alpha != 0 { // otherwise t(x) does not affect the result, even if it is NaN
 		z, h, scale := take(&scratch, n*m), take(&scratch, n*m), take(&scratch, n*m)
 		gemm.MulSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
 		for i := range scale {
@@ -65,6 +67,7 @@ func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 		}
 		gemm.MulSerial(false, true, n, c, m, 1, h, m, u, m, 0, out, c)
 	}
+
 	for r := range n {
 		yr, row, by := y[at+r*d:][:c], in[r*c:][:c], out[r*c:][:c]
 		up := T(1)
@@ -80,9 +83,9 @@ func (k *Layer[T]) mix(y, x []T, r0, r1 int, s *Seed[T], scratch []T) {
 	}
 }
 
-// mixBackward replaces in rows r0 to r1 of dx the gradient g of a seed's output by that of its
-// input x. With dp it adds the gradient of the weights to it and returns that of the scale. With G
-// = α·g, or g where the seed does not blend,
+// mixBackward replaces, in rows [r0, r1) of dx, the output gradient g of a seed by the gradient of
+// its input x. Unless dp is nil, it adds the gradient of the weights to dp. It returns the gradient
+// of the scale. With G = α·g, or g if the seed does not blend,
 //
 //	Q = G·U,  dZ = a·Q ⊙ f'(Z),  dx = g + dZ·V,  dV = dZᵀ·X,  dU = Gᵀ·H,  da = Σ Q ⊙ f(Z)
 func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []T) (da float64) {
@@ -100,6 +103,7 @@ func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []
 				gr[i] = s.alpha * e
 			}
 		}
+
 		z, h, q, dz := take(&scratch, n*m), take(&scratch, n*m),
 			take(&scratch, n*m), take(&scratch, n*m)
 		gemm.MulSerial(false, true, n, m, c, 1, in, c, v, c, 0, z, m)
@@ -114,6 +118,7 @@ func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []
 			gemm.MulSerial(true, false, c, m, n, 1, g, c, h, m, 1, du, m)
 		}
 	}
+
 	if s.Blend && k.Stability == seed.Strict {
 		for r := range n {
 			dr := dx[at+r*d:][:c]
@@ -124,11 +129,12 @@ func (k *Layer[T]) mixBackward(dx, dp, x []T, r0, r1 int, s *Seed[T], scratch []
 			}
 		}
 	}
+
 	return da
 }
 
-// hidden computes h = a·f(z) and dz = a·q ⊙ f'(z), and returns Σ q ⊙ f(z). It replaces z by what is
-// summed.
+// hidden computes h = a·f(z) and dz = a·q ⊙ f'(z), and returns Σ q ⊙ f(z). It overwrites z with the
+// terms of the sum.
 func (s *Seed[T]) hidden(h, dz, q, z []T) (da float64) {
 	if s.Kind == blueprints.ChunkMLP {
 		for i := range dz {
@@ -140,6 +146,7 @@ func (s *Seed[T]) hidden(h, dz, q, z []T) (da float64) {
 			h[i], dz[i], z[i] = s.scale*e, s.scale*q[i], q[i]*e
 		}
 	}
+
 	for _, e := range z {
 		da += float64(e)
 	}

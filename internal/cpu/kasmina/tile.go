@@ -10,13 +10,13 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// The work is cut into tiles of whole chunks and at most tileRows rows, whatever the number of
-// cores. Sums are formed within a tile, in the element type where they are gradients, and then over
-// the tiles of a seed in order.
+// The work is divided into tiles of whole chunks and at most tileRows rows, regardless of the
+// number of cores. Sums are formed within a tile (in the element type for gradients) and then over
+// the tiles of a seed, in order.
 //
-// A tile has several strips, and the same rows of each, a band, are computed before the next ones.
-// Much of a page of memory is then read at a time. What belongs to the columns of a strip stays in
-// the first cache while its part of a band passes.
+// A tile consists of several strips. A band of rows is computed for all strips before the next
+// band, so that much of each memory page is read at a time. The per-column data of a strip stays in
+// the first-level cache while its part of a band is processed.
 const (
 	tileStrips   = 4
 	bandRows     = 32
@@ -24,41 +24,42 @@ const (
 	tileRows     = 256
 )
 
-// tile is rows r0 to r1 of seeds s0 to s1, with the memory of the goroutine that works on it.
+// tile is rows [r0, r1) of seeds [s0, s1), with the working memory of a goroutine.
 type tile[T cpu.Float] struct {
-	packs [2]strip.Pack // first, so that the vectors in what the strips use are aligned
+	packs [2]strip.Pack // first, to align the vectors in the strips' data
 	state []strip.State
 	fetch strip.Fetch
 
 	block, r0, r1, s0, s1 int
 	stride, columns       int // of the whole matrix; of the tile
-	width                 int // of its strips but the last, which may be narrower
-	strips                int // how many there are
-	first                 int // number of the first among those of a row of tiles
+	width                 int // width of the strips, except that the last may be narrower
+	strips                int // number of strips
+	first                 int // number of the first strip within a row of tiles
 	active                []Seed[T]
-	figures               []figures.Chunk // of the seeds in these rows
-	largest               float32         // of their magnitudes but NaN, once all are folded
+	figures               []figures.Chunk // of the tile's seeds, over the tile's rows
+	largest               float32         // largest magnitude except NaN, after all figures have been folded
 	scratch               []T
 }
 
-// tile returns the size of tiles.
+// tile returns the maximum size of tiles.
 func (k *Layer[T]) tile() (rows, seeds int) {
 	seeds = min(k.Seeds, max(1, tileStrips*k.stripWidth()/k.Chunk))
 	return min(k.Rows, max(1, min(tileRows, tileElements/(seeds*k.Chunk)))), seeds
 }
 
-// blocks returns how many tiles lie one below the other, and groups how many side by side.
+// blocks returns the number of rows of tiles.
 func (k *Layer[T]) blocks() int {
 	rows, _ := k.tile()
 	return (k.Rows + rows - 1) / rows
 }
 
+// groups returns the number of columns of tiles.
 func (k *Layer[T]) groups() int {
 	_, seeds := k.tile()
 	return (k.Seeds + seeds - 1) / seeds
 }
 
-// stripWidth returns the width of strips: that of whole chunks, if one fits.
+// stripWidth returns the width of strips, which consist of whole chunks if a chunk fits.
 func (k *Layer[T]) stripWidth() int {
 	if k.Chunk > strip.Columns {
 		return strip.Columns
@@ -66,19 +67,19 @@ func (k *Layer[T]) stripWidth() int {
 	return strip.Columns / k.Chunk * k.Chunk
 }
 
-// strips returns how many strips a tile has at most.
+// strips returns the maximum number of strips of a tile.
 func (k *Layer[T]) strips() int {
 	_, seeds := k.tile()
 	return (seeds*k.Chunk + k.stripWidth() - 1) / k.stripWidth()
 }
 
-// tileGrain returns how many tiles are worth handing to a goroutine.
+// tileGrain returns the number of tiles that are worth handing to a goroutine.
 func (k *Layer[T]) tileGrain() int {
 	rows, seeds := k.tile()
 	return max(1, tileElements/4/(rows*seeds*k.Chunk))
 }
 
-// takeTile returns memory for a goroutine's tiles, to be put back into k.memory.
+// takeTile returns the working memory of a goroutine, to be returned to k.memory.
 func (k *Layer[T]) takeTile() *tile[T] {
 	t, _ := k.memory.Get().(*tile[T])
 	if t == nil {
@@ -88,7 +89,7 @@ func (k *Layer[T]) takeTile() *tile[T] {
 	return t
 }
 
-// moveTo makes t the i-th tile, with figures of nothing.
+// moveTo sets t to the i-th tile and resets its figures.
 func (t *tile[T]) moveTo(k *Layer[T], i int) {
 	rows, seeds := k.tile()
 	groups := k.groups()
@@ -113,8 +114,8 @@ func (k *Layer[T]) active(s0, s1 int) []Seed[T] {
 	return k.Active[from : from+n]
 }
 
-// strip returns what the i-th strip has below the first top rows of the tile: strip.PassRows rows,
-// or the last ones.
+// strip returns the part of the i-th strip below the first top rows of the tile: strip.PassRows
+// rows, or the remaining ones.
 func (t *tile[T]) strip(k *Layer[T], i, top int) strip.View {
 	j := i * t.width
 	return strip.View{
@@ -124,8 +125,8 @@ func (t *tile[T]) strip(k *Layer[T], i, top int) strip.View {
 	}
 }
 
-// passes calls f for what the strips have in strip.PassRows rows each, in the order in which it is
-// to be computed. That is s of strip i.
+// passes calls f for all parts of strip.PassRows rows, in the order of computation: s is a part of
+// strip i.
 func (t *tile[T]) passes(k *Layer[T], f func(i int, s strip.View)) {
 	rows := t.r1 - t.r0
 	for band := 0; band < rows; band += bandRows {
@@ -137,7 +138,7 @@ func (t *tile[T]) passes(k *Layer[T], f func(i int, s strip.View)) {
 	}
 }
 
-// measured reports whether some seed of the tile is.
+// measured reports whether any seed of the tile is measured.
 func (t *tile[T]) measured(k *Layer[T]) bool {
 	for _, m := range k.Measure[t.s0:t.s1] {
 		if m {
@@ -147,8 +148,8 @@ func (t *tile[T]) measured(k *Layer[T]) bool {
 	return false
 }
 
-// parts calls f for every seed with columns in s: n of its features from one on, in n columns of s
-// from one on.
+// parts calls f for every seed with columns in s: n features starting with feature, in n columns of
+// s starting with column.
 func (t *tile[T]) parts(k *Layer[T], s strip.View, f func(seed, column, feature, n int)) {
 	c := k.Chunk
 	for j := 0; j < s.Columns; {
@@ -159,12 +160,12 @@ func (t *tile[T]) parts(k *Layer[T], s strip.View, f func(seed, column, feature,
 	}
 }
 
-// anchor returns that of a seed in this tile of v.
+// anchor returns the anchor of a seed in this tile of v.
 func (t *tile[T]) anchor(k *Layer[T], v []T, seed int) float64 {
 	return figures.Anchor(v[t.r0*t.stride+seed*k.Chunk])
 }
 
-// start readies the figures of a strip of v.
+// start resets the figures of a strip of v.
 func (t *tile[T]) start(k *Layer[T], v []T, s strip.View, seen *strip.Figures) {
 	seen.Start(s.Columns)
 	t.parts(k, s, func(seed, column, _, n int) {
@@ -175,7 +176,7 @@ func (t *tile[T]) start(k *Layer[T], v []T, s strip.View, seen *strip.Figures) {
 	})
 }
 
-// startAll readies the figures of the strips of v, and foldAll adds them to those of the seeds.
+// startAll resets the figures of all strips of v.
 func (t *tile[T]) startAll(k *Layer[T], v []T) {
 	t.largest = 0
 	for i := range t.strips {
@@ -183,6 +184,7 @@ func (t *tile[T]) startAll(k *Layer[T], v []T) {
 	}
 }
 
+// foldAll adds the figures of all strips of v to the seeds' figures.
 func (t *tile[T]) foldAll(k *Layer[T], v []T, eps float64) {
 	for i := range t.strips {
 		t.fold(k, v, t.strip(k, i, 0), &t.state[i].Seen, eps)
@@ -210,11 +212,13 @@ func (t *tile[T]) fold(k *Layer[T], v []T, s strip.View, seen *strip.Figures, ep
 				high = h
 			}
 		}
+
 		t.largest = max(t.largest, -low, high)
 		if sum-sum != 0 {
 			t.scanRows(k, f, v, seed, feature, n, eps)
 			return
 		}
+
 		if k.Measure[seed] {
 			f.Moments.Merge(figures.Shifted(t.anchor(k, v, seed)-figures.Anchor(v[seed*k.Chunk]),
 				sum, square, n*(t.r1-t.r0)))
@@ -224,7 +228,7 @@ func (t *tile[T]) fold(k *Layer[T], v []T, s strip.View, seen *strip.Figures, ep
 	})
 }
 
-// scanRows adds n features of a chunk to its figures, NaN and Inf among them.
+// scanRows adds n features of a chunk to its figures, row by row, handling NaN and Inf.
 func (t *tile[T]) scanRows(k *Layer[T], f *figures.Chunk, v []T, seed, feature, n int,
 	eps float64) {
 	for r := t.r0; r < t.r1; r++ {
@@ -237,7 +241,7 @@ func (t *tile[T]) scanRows(k *Layer[T], f *figures.Chunk, v []T, seed, feature, 
 	}
 }
 
-// countBad counts NaN and Inf where nothing is measured.
+// countBad counts NaN and Inf if nothing is measured.
 func (t *tile[T]) countBad(k *Layer[T], v []T, s strip.View) {
 	for r := range s.Rows {
 		row := v[s.At+r*s.Stride:][:s.Columns]
@@ -250,18 +254,19 @@ func (t *tile[T]) countBad(k *Layer[T], v []T, s strip.View) {
 	}
 }
 
-// rowNorm returns the norm of n features of a seed in a row of g.
+// rowNorm returns the norm of a seed's chunk in a row of g.
 func (t *tile[T]) rowNorm(k *Layer[T], g []T, row, seed int) float64 {
 	return math.Sqrt(vec.SumSquares(g[row*t.stride+seed*k.Chunk:][:k.Chunk]))
 }
 
-// norms returns where the norms of a seed are summed up, where whole chunks are in strips.
+// norms returns the place where the norms of a seed are accumulated. Strips must consist of whole
+// chunks.
 func (t *tile[T]) norms(k *Layer[T], seed int) (n *strip.Norms, i int) {
 	each := t.width / k.Chunk
 	return &t.state[(seed-t.s0)/each].Norms, (seed - t.s0) % each
 }
 
-// startNorms readies the norms of the chunks of g.
+// startNorms resets the norms of the chunks of g.
 func (t *tile[T]) startNorms(k *Layer[T], g []T) {
 	for seed := t.s0; seed < t.s1; seed++ {
 		n, i := t.norms(k, seed)
@@ -270,8 +275,8 @@ func (t *tile[T]) startNorms(k *Layer[T], g []T) {
 	}
 }
 
-// foldNorms adds the norms of the rows of g to the figures of the seeds. Those of the first rows
-// are summed up already.
+// foldNorms adds the row norms of g to the figures of the seeds. The strips have already
+// accumulated the norms of the first rows rows.
 func (t *tile[T]) foldNorms(k *Layer[T], g []T, rows int) {
 	for seed := t.s0; seed < t.s1; seed++ {
 		f := &t.figures[seed-t.s0]
@@ -296,8 +301,8 @@ func (t *tile[T]) foldNorms(k *Layer[T], g []T, rows int) {
 	}
 }
 
-// ahead returns what to fetch while s is computed: what tile.passes has after it, or if that is in
-// another tile s once more.
+// ahead returns the memory to prefetch while s is computed: the part that follows in the order of
+// tile.passes, or s itself if that part belongs to another tile.
 func ahead(t *tile[float32], s strip.View) strip.Fetch {
 	const columns = strip.PassRows * 16 // in strip.PassRows lines
 	at, done, rows := s.At, s.Done+strip.PassRows, t.r1-t.r0
@@ -309,6 +314,7 @@ func ahead(t *tile[float32], s strip.View) strip.Fetch {
 	case done < rows:
 		at += strip.PassRows*t.stride - s.From
 	}
+
 	run := (s.Columns + columns - 1) / columns
 	return strip.Fetch{At: 4 * at, Left: run, Run: run, Jump: 4 * (t.stride - run*columns)}
 }

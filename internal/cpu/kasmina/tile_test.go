@@ -7,8 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
 )
 
-// Every element belongs to one tile, tiles lie at multiples of their size, and none is larger than
-// intended.
+// TestTiles checks that every element belongs to one tile, that tiles are aligned to multiples of
+// their size, and that none is too large.
 func TestTiles(t *testing.T) {
 	for _, k := range []*Layer[float32]{
 		{Rows: 1, Seeds: 1, Chunk: 1}, {Rows: 1000, Seeds: 1, Chunk: 3},
@@ -31,6 +31,7 @@ func TestTiles(t *testing.T) {
 				}
 			}
 		}
+
 		for i, n := range seen {
 			if n != 1 {
 				t.Fatalf("%d rows of %d seeds: chunk %d is in %d tiles", k.Rows, k.Seeds, i, n)

@@ -19,7 +19,7 @@ func (s *bias[T]) Span(lo, hi int) {
 	}
 }
 
-// BiasBackward computes the gradient of the bias, db = Σ_r g[r]. Rows are added in order.
+// BiasBackward computes the gradient of the bias, db = Σ_r g[r], adding rows in order.
 func BiasBackward[T cpu.Float](db, g []T) {
 	clear(db)
 	cpu.Spread(len(db), max(64, cpu.Grain(len(g)/len(db))), biasBackward[T]{db, g})

@@ -19,8 +19,8 @@ func (s *embedding[T]) Span(lo, hi int) {
 	}
 }
 
-// EmbeddingBackward computes the gradient of the table, dt[v] = Σ_{r: ids[r] = v} g[r]. Rows are
-// added in order.
+// EmbeddingBackward computes the gradient of the table, dt[v] = Σ_{r: ids[r] = v} g[r], adding rows
+// in order.
 func EmbeddingBackward[T cpu.Float](dt []T, ids []int, g []T, d int) {
 	cpu.Spread(len(dt), 1<<16, zero[T]{dt})
 	cpu.Spread(d, max(16, cpu.Grain(len(ids))), embeddingBackward[T]{dt, g, ids, d})

@@ -20,7 +20,7 @@ func GELUMul[T cpu.Float](h, a, b []T) { cpu.Spread(len(h), cpu.Grain(8), gelu[T
 
 type gelu[T cpu.Float] struct{ h, a, b []T }
 
-// geluTile is how many elements are worked on together, in the first-level cache.
+// geluTile is the number of elements that are processed together, in the first-level cache.
 const geluTile = 256
 
 func (s *gelu[T]) Span(lo, hi int) {
@@ -36,11 +36,12 @@ func (s *gelu[T]) Span(lo, hi int) {
 	}
 }
 
-// GELUMulBackward computes h as GELUMul does, and from the gradient dh of h those of a and b:
+// GELUMulBackward computes h as GELUMul does and, from the gradient dh of h, the gradients of a and
+// b:
 //
 //	da = dh ⊙ b ⊙ σ(z)(1 + a(1−σ(z))·k(1 + 3c·a²)),  db = dh ⊙ gelu(a).
 //
-// da may be the memory of dh, since each element is read before it is written.
+// da may be dh, since each element is read before it is written.
 func GELUMulBackward[T cpu.Float](h, da, db, dh, a, b []T) {
 	cpu.Spread(len(h), cpu.Grain(16), geluBackward[T]{h, da, db, dh, a, b})
 }

@@ -1,5 +1,5 @@
-// Package layer has the small layers: RMSNorm, rotary position embedding, the gated SiLU and the
-// table of embeddings.
+// Package layer computes the small layers: RMSNorm, rotary position embedding, gated SiLU and GELU,
+// bias and embedding, with their gradients.
 package layer
 
 import (
@@ -30,13 +30,13 @@ func (s *rmsNorm[T]) Span(lo, hi int) {
 	}
 }
 
-// RMSNormBackward computes the gradients of RMSNorm for the output gradient g: with n =
+// RMSNormBackward computes the gradients of RMSNorm for the output gradient g. With n =
 // x[r]·rstd[r],
 //
 //	dx[r] = rstd[r]·(g ⊙ w − n·mean(g ⊙ w ⊙ n)),  dw = Σ_r g[r] ⊙ n.
 func RMSNormBackward[T cpu.Float](dx, dw, g, x, w, rstd []T) {
 	d := len(w)
-	rows := max(32, cpu.Grain(8*d)) // of a span, which has a sum of its own for dw
+	rows := max(32, cpu.Grain(8*d)) // rows per span, each with a separate sum for dw
 	buf := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(buf)
 	sums := buf.Elements(cpu.CeilDiv(len(rstd), rows) * d)

@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// TestRMSNormBackward wants the gradients of the formula, also where several spans of rows add to
-// that of w.
+// TestRMSNormBackward compares the gradients with the formula, including cases in which several
+// spans of rows contribute to the gradient of w.
 func TestRMSNormBackward(t *testing.T) {
 	t.Run("float32", func(t *testing.T) { testRMSNormBackward[float32](t, 2e-6) })
 	t.Run("float64", func(t *testing.T) { testRMSNormBackward[float64](t, 1e-13) })
@@ -51,6 +51,7 @@ func testRMSNormBackward[T cpu.Float](t *testing.T, tolerance float64) {
 				wantW[i] += float64(g[i]) * n
 			}
 		}
+
 		for name, c := range map[string]struct {
 			got  []T
 			want []float64

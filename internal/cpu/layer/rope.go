@@ -5,10 +5,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// RoPE rotates the pairs (i, i+h) of every head, h = headDim/2: (a, b) becomes (a·cos − b·sin,
-// b·cos + a·sin). The angle's cosine and sine stand at [position·h + i] in the tables. x and y are
-// rows×(heads·headDim), row r has position r mod seq. With inverse the rotation is undone, which is
-// also its gradient.
+// RoPE rotates the pairs (i, i+h) of every head, where h = headDim/2: (a, b) becomes (a·cos −
+// b·sin, b·cos + a·sin). The cosine and sine of the angle are at [position·h + i] of the tables. x
+// and y are rows×(heads·headDim), and row r has position r mod seq. With inverse, the rotation is
+// reversed, which is also the gradient.
 func RoPE[T cpu.Float](y, x, cos, sin []T, seq, heads, headDim int, inverse bool) {
 	d := heads * headDim
 	sign := T(1)

@@ -12,11 +12,12 @@ type silu[T cpu.Float] struct{ h, a, b []T }
 
 func (s *silu[T]) Span(lo, hi int) { vec.SiLUMul(s.h[lo:hi], s.a[lo:hi], s.b[lo:hi]) }
 
-// SiLUMulBackward computes h as SiLUMul does, and from the gradient dh of h those of a and b:
+// SiLUMulBackward computes h as SiLUMul does and, from the gradient dh of h, the gradients of a and
+// b:
 //
 //	da = dh ⊙ b ⊙ σ(a)(1 + a(1−σ(a))),  db = dh ⊙ silu(a).
 //
-// da may be the memory of dh, since each element is read before it is written.
+// da may be dh, since each element is read before it is written.
 func SiLUMulBackward[T cpu.Float](h, da, db, dh, a, b []T) {
 	cpu.Spread(len(h), cpu.Grain(8), siluBackward[T]{h, da, db, dh, a, b})
 }

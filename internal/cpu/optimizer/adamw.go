@@ -1,4 +1,4 @@
-// Package optimizer has the steps of AdamW and Muon, and the Newton-Schulz iteration.
+// Package optimizer computes the steps of AdamW, Lion and Muon, and the Newton-Schulz iteration.
 package optimizer
 
 import (
@@ -8,13 +8,13 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// AdamWStep holds the figures of one AdamW step. Step counts from 1.
+// AdamWStep holds the parameters of an AdamW step. Step counts from 1.
 type AdamWStep struct {
 	LR, Beta1, Beta2, Eps, Decay float64
 	Step                         int
 }
 
-// AdamW updates the parameter p and its moments m and v from the gradient g, which it leaves zero:
+// AdamW updates the parameter p and its moments m and v from the gradient g, and sets g to zero:
 //
 //	m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
 //	p ← (1 − lr·decay)·p − lr/(1−β1ᵗ) · m / (sqrt(v)/sqrt(1−β2ᵗ) + ε)

@@ -16,6 +16,7 @@ func TestAdamWFollowsTheFormula(t *testing.T) {
 	for i := range v {
 		v[i] *= v[i]
 	}
+
 	s := AdamWStep{LR: 0.03, Beta1: 0.8, Beta2: 0.97, Eps: 1e-6, Decay: 0.2, Step: 7}
 	wantP, wantM, wantV := make([]float64, n), make([]float64, n), make([]float64, n)
 	for i := range p {
@@ -24,6 +25,7 @@ func TestAdamWFollowsTheFormula(t *testing.T) {
 		mHat, vHat := wantM[i]/(1-math.Pow(0.8, 7)), wantV[i]/(1-math.Pow(0.97, 7))
 		wantP[i] = p[i] - 0.03*0.2*p[i] - 0.03*mHat/(math.Sqrt(vHat)+1e-6)
 	}
+
 	p32, g32, m32, v32 := cputest.Narrow(p), cputest.Narrow(g), cputest.Narrow(m), cputest.Narrow(v)
 	AdamW(p, g, m, v, s)
 	AdamW(p32, g32, m32, v32, s)
@@ -33,6 +35,7 @@ func TestAdamWFollowsTheFormula(t *testing.T) {
 			t.Errorf("float64 %s: relative error %.2g", name, e)
 		}
 	}
+
 	for name, e := range map[string]float64{"p": cputest.Relative(cputest.Widen(p32), wantP),
 		"m": cputest.Relative(cputest.Widen(m32), wantM),
 		"v": cputest.Relative(cputest.Widen(v32), wantV)} {
@@ -40,6 +43,7 @@ func TestAdamWFollowsTheFormula(t *testing.T) {
 			t.Errorf("float32 %s: relative error %.2g", name, e)
 		}
 	}
+
 	for i := range g {
 		if g[i] != 0 || g32[i] != 0 {
 			t.Fatalf("gradient %d is left at %v and %v, want 0", i, g[i], g32[i])

@@ -5,7 +5,7 @@ import "github.com/kasmina-go/kasmina/internal/cpu"
 // LionStep holds the constants of one Lion step.
 type LionStep struct{ LR, Beta1, Beta2, Decay float64 }
 
-// Lion updates the parameter p and its moment m from the gradient g, which it leaves zero:
+// Lion updates the parameter p and its moment m from the gradient g, and sets g to zero:
 //
 //	c = β1·m + (1−β1)·g
 //	p ← (1 − lr·decay)·p − lr·sign(c)
@@ -31,7 +31,6 @@ func (s *lion[T]) Span(lo, hi int) {
 	largest := largestGradient[T]()
 	for i, gi := range g {
 		gi = max(-largest, min(gi, largest))
-
 		move := T(0)
 		switch c := T(s.beta1*m[i]) + T(s.gain1*gi); {
 		case c > 0:
@@ -40,7 +39,6 @@ func (s *lion[T]) Span(lo, hi int) {
 			move = -s.rate
 		}
 		p[i] = T(s.keep*p[i]) - move
-
 		m[i] = T(s.beta2*m[i]) + T(s.gain2*gi)
 		g[i] = 0
 	}

@@ -6,20 +6,20 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// MuonStep holds the figures of one Muon step. Rate multiplies the orthogonalised update.
+// MuonStep holds the parameters of a Muon step. Rate multiplies the orthogonalized update.
 type MuonStep struct {
 	Rate, Keep, Momentum float64
 	Nesterov             bool
 	Iterations           int
 }
 
-// Muon updates the rows×cols matrix p and its momentum m from the gradient g, which it leaves zero:
+// Muon updates the rows×cols matrix p and its momentum m from the gradient g, and sets g to zero:
 //
 //	m ← μ·m + (1−μ)·g,   u = (1−μ)·g + μ·m (Nesterov), or u = m
 //	p ← keep·p − rate·NewtonSchulz(u)
 //
-// A gradient beyond a quarter of the largest number counts as that, so that momentum and u stay
-// finite. (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.)
+// Gradients are limited to a quarter of the largest number in magnitude, so that momentum and u
+// stay finite. (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.)
 func Muon[T cpu.Float](p, g, m []T, rows, cols int, s MuonStep) {
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
@@ -51,7 +51,8 @@ func (s *muonDirection[T]) Span(lo, hi int) {
 	}
 }
 
-// largestGradient returns the bound of Muon's gradients, the difference of two of which T holds.
+// largestGradient returns the limit for gradients, chosen so that T can represent the difference of
+// any two.
 func largestGradient[T cpu.Float]() T {
 	if _, ok := any(T(0)).(float32); ok {
 		return T(math.Ldexp(1, 126))

@@ -8,20 +8,19 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// The quintic's coefficients are Keller Jordan's ("Muon: An optimizer for hidden layers in neural
-// networks", 2024), chosen for the steepest slope at zero. Five steps take singular values from
-// [1e-3, 1] to about [0.7, 1.2], not to exactly 1.
+// The coefficients of the quintic are Keller Jordan's ("Muon: An optimizer for hidden layers in
+// neural networks", 2024), chosen for the steepest slope at zero. Five steps map singular values in
+// [1e-3, 1] to about [0.7, 1.2] rather than exactly 1.
 const (
 	nsA, nsB, nsC = 3.4445, -4.7750, 2.0315
 	nsEps         = 1e-7 // keeps a zero matrix zero
 )
 
-// NewtonSchulz writes the approximate orthogonal factor U·Vᵀ of x = U·Σ·Vᵀ, a rows×cols matrix, to
-// y:
+// NewtonSchulz sets y to the approximate orthogonal factor U·Vᵀ of the rows×cols matrix x = U·Σ·Vᵀ:
 //
 //	X = x / (‖x‖ + 1e-7);   steps times:  A = X·Xᵀ,  X ← a·X + (b·A + c·A²)·X
 //
-// A tall matrix is transposed first, so that A has the smaller side. y must not overlap x.
+// A tall matrix is transposed first, so that A has the smaller dimension. y must not overlap x.
 func NewtonSchulz[T cpu.Float](y, x []T, rows, cols, steps int) {
 	buf := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(buf)
@@ -34,18 +33,19 @@ func NewtonSchulz[T cpu.Float](y, x []T, rows, cols, steps int) {
 		n.step(next, cur)
 		cur, next = next, cur
 	}
+
 	n.store(y, cur)
 }
 
-// NewtonSchulzBackward writes the gradient of x to dx for the gradient g of NewtonSchulz's output.
-// It computes the steps again and keeps their X, which takes steps+1 times the memory of x.
+// NewtonSchulzBackward sets dx to the gradient of x for the gradient g of NewtonSchulz's output. It
+// recomputes the steps and stores every X, which takes steps+1 times the memory of x.
 //
-// Backwards through a step, with B = b·A + c·A² and dY the gradient of its output (A and B are
-// symmetric):
+// The gradient of a step, with B = b·A + c·A² and the gradient dY of its output (A and B are
+// symmetric), is
 //
 //	dB = dY·Xᵀ,  dA = b·dB + c·(dB·A + A·dB),  dX = a·dY + B·dY + (dA + dAᵀ)·X
 //
-// and through the normalisation, with r = ‖x‖ + 1e-7:  dx = dX/r − x·⟨dX, x⟩/(r²·‖x‖).
+// and that of the normalization, with r = ‖x‖ + 1e-7, is dx = dX/r − x·⟨dX, x⟩/(r²·‖x‖).
 func NewtonSchulzBackward[T cpu.Float](dx, x, g []T, rows, cols, steps int) {
 	n := newNSChain(rows, cols, make([]T, nsRoom(rows, cols)))
 	norm := math.Sqrt(array.SumSquares(x))
@@ -54,12 +54,14 @@ func NewtonSchulzBackward[T cpu.Float](dx, x, g []T, rows, cols, steps int) {
 	for i := range chain {
 		chain[i] = make([]T, len(x))
 	}
+
 	n.load(chain[0], x)
 	array.ScaleBy(chain[0], 1/r)
 	for i := range steps {
 		n.step(chain[i+1], chain[i])
 	}
-	// The last X is the output, which the gradient does not need: its memory takes the running
+
+	// The last X is the output, which the gradient does not need, so its memory holds the running
 	// gradient.
 	dy, d := chain[steps], make([]T, len(x))
 	n.load(dy, g)
@@ -67,31 +69,35 @@ func NewtonSchulzBackward[T cpu.Float](dx, x, g []T, rows, cols, steps int) {
 		n.stepBackward(d, dy, chain[i])
 		d, dy = dy, d
 	}
+
 	n.store(dx, dy)
 	var dot float64
 	for i, v := range x {
 		dot += float64(dx[i]) * float64(v)
 	}
+
 	var pull T
-	if norm > 0 { // at zero the norm has no gradient; the term vanishes in every direction's mean
+	if norm > 0 { // at zero the norm has no gradient, and the term's mean over all directions vanishes
 		pull = T(dot / (r * r * norm))
 	}
+
 	inv := T(1 / r)
 	for i, v := range x {
 		dx[i] = dx[i]*inv - v*pull
 	}
 }
 
-// nsChain is the workspace of an iteration over m×n matrices, m ≤ n.
+// nsChain is the working memory of an iteration over m×n matrices with m ≤ n.
 type nsChain[T cpu.Float] struct {
 	m, n      int
 	transpose bool
 	a, b, t   []T // m×m
 }
 
-// nsRoom is the number of elements that the workspace for rows×cols matrices needs.
+// nsRoom returns the number of elements of working memory for rows×cols matrices.
 func nsRoom(rows, cols int) int { return 3 * min(rows, cols) * min(rows, cols) }
 
+// newNSChain returns an nsChain that uses room.
 func newNSChain[T cpu.Float](rows, cols int, room []T) nsChain[T] {
 	m, n := min(rows, cols), max(rows, cols)
 	mm := m * m
@@ -99,7 +105,7 @@ func newNSChain[T cpu.Float](rows, cols int, room []T) nsChain[T] {
 		b: room[mm : 2*mm], t: room[2*mm : 3*mm]}
 }
 
-// load copies a matrix of the caller's shape into one of the iteration's.
+// load copies a matrix of the caller's shape to one of the iteration's shape.
 func (c *nsChain[T]) load(dst, src []T) {
 	if !c.transpose {
 		copy(dst, src)
@@ -108,7 +114,7 @@ func (c *nsChain[T]) load(dst, src []T) {
 	transpose(dst, src, c.n, c.m)
 }
 
-// store copies one of the iteration's matrices into one of the caller's shape.
+// store copies a matrix of the iteration's shape to one of the caller's shape.
 func (c *nsChain[T]) store(dst, src []T) {
 	if !c.transpose {
 		copy(dst, src)
@@ -153,7 +159,7 @@ func transpose[T cpu.Float](dst, src []T, rows, cols int) {
 	cpu.Spread(rows, transposeTile, transposition[T]{dst, src, rows, cols})
 }
 
-const transposeTile = 32 // square tiles, so that both sides stay in cache
+const transposeTile = 32 // square tiles, so that both sides stay in the cache
 
 type transposition[T cpu.Float] struct {
 	dst, src   []T

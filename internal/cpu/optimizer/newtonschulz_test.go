@@ -7,8 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// nsReference is the iteration in float64 as the formula has it, with plain loops and without
-// transposing.
+// nsReference is the iteration in float64 by the formula, with plain loops and without transposing.
 func nsReference(x []float64, rows, cols, steps int) []float64 {
 	mul := func(a, b []float64, m, k, n int) []float64 {
 		c := make([]float64, m*n)
@@ -21,6 +20,7 @@ func nsReference(x []float64, rows, cols, steps int) []float64 {
 		}
 		return c
 	}
+
 	flip := func(a []float64, rows, cols int) []float64 {
 		t := make([]float64, len(a))
 		for i := range rows {
@@ -30,15 +30,18 @@ func nsReference(x []float64, rows, cols, steps int) []float64 {
 		}
 		return t
 	}
+
 	var norm float64
 	for _, v := range x {
 		norm += v * v
 	}
+
 	norm = math.Sqrt(norm) + 1e-7
 	y := make([]float64, len(x))
 	for i, v := range x {
 		y[i] = v / norm
 	}
+
 	for range steps {
 		a := mul(y, flip(y, rows, cols), rows, cols, rows)
 		aa := mul(a, a, rows, rows, rows)
@@ -47,6 +50,7 @@ func nsReference(x []float64, rows, cols, steps int) []float64 {
 			y[i] = 3.4445*y[i] - 4.7750*ay[i] + 2.0315*aay[i]
 		}
 	}
+
 	return y
 }
 
@@ -63,6 +67,7 @@ func TestNewtonSchulzFollowsTheFormula(t *testing.T) {
 		if e := cputest.Relative(y, want); !(e < 1e-12) {
 			t.Errorf("%v float64: relative error %.2g", s, e)
 		}
+
 		x32 := cputest.Narrow(x)
 		y32 := make([]float32, len(x))
 		NewtonSchulz(y32, x32, rows, cols, steps)
@@ -73,8 +78,9 @@ func TestNewtonSchulzFollowsTheFormula(t *testing.T) {
 	}
 }
 
-// Five steps must make a well-conditioned matrix nearly orthogonal: y·yᵀ close to the identity.
-func TestNewtonSchulzOrthogonalises(t *testing.T) {
+// TestNewtonSchulzOrthogonalizes checks that five steps make a well-conditioned matrix nearly
+// orthogonal: y·yᵀ is close to the identity.
+func TestNewtonSchulzOrthogonalizes(t *testing.T) {
 	r := cputest.Rand(t)
 	const m, n = 8, 200
 	y := make([]float64, m*n)
@@ -111,7 +117,7 @@ func TestNewtonSchulzBackwardAgreesWithDifferences(t *testing.T) {
 	for _, s := range [][3]int{{1, 1, 2}, {4, 4, 3}, {3, 6, 5}, {6, 3, 5}} {
 		rows, cols, steps := s[0], s[1], s[2]
 		x, g := cputest.Normals(r, rows*cols), cputest.Normals(r, rows*cols)
-		if len(x) == 1 { // clear of zero, where the sign has its step
+		if len(x) == 1 { // away from zero, where the sign jumps
 			x[0] = math.Copysign(1+math.Abs(x[0]), x[0])
 		}
 		dx := make([]float64, len(x))
@@ -136,11 +142,12 @@ func TestNewtonSchulzBackwardAgreesWithDifferences(t *testing.T) {
 			num[i] = (4*central(i, 5e-5) - central(i, 1e-4)) / 3
 		}
 		if rows*cols == 1 {
-			if math.Abs(dx[0]) > 1e-5 { // a 1×1 matrix's result is its sign
+			if math.Abs(dx[0]) > 1e-5 { // the result for a 1×1 matrix is its sign
 				t.Errorf("%v: gradient %v, want about 0", s, dx[0])
 			}
 			continue
 		}
+
 		if e := cputest.Relative(dx, num); !(e < 1e-6) {
 			t.Errorf("%v: relative error %.2g", s, e)
 		}

@@ -7,7 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// kernels are the functions of this package for float32 in the vectors of an instruction set.
+// kernels are the functions of this package for float32 with the vectors of an instruction set.
 type kernels struct {
 	expSub          func(dst, src *float32, n int, shift float32) float32
 	maximum         func(x *float32, n int) float32
@@ -28,12 +28,12 @@ type kernels struct {
 		beta2, gain2, eps, largest float32)
 }
 
-// kernels32 are the kernels in use, nil where plain Go is.
+// kernels32 are the kernels in use, or nil for plain Go.
 var kernels32 *kernels
 
 func init() { cpu.OnISA(func(l cpu.ISA) { kernels32 = kernelsFor(l) }) }
 
-// vectorized returns the kernels, if T is float32 and there are any.
+// vectorized returns the kernels if T is float32 and kernels are in use, otherwise nil.
 func vectorized[T cpu.Float]() *kernels {
 	if _, ok := any(T(0)).(float32); ok {
 		return kernels32
@@ -41,7 +41,7 @@ func vectorized[T cpu.Float]() *kernels {
 	return nil
 }
 
-// p32 is where the elements of x, which are float32, begin.
+// p32 returns a pointer to the elements of x, which must be float32.
 func p32[T cpu.Float](x []T) *float32 { return (*float32)(unsafe.Pointer(unsafe.SliceData(x))) }
 
 // SumSquares returns Σ x², formed in float64.
@@ -88,7 +88,7 @@ func Finite[T cpu.Float](x []T) bool {
 		return k.finite(p32(x), len(x)) == 0
 	}
 	for _, v := range x {
-		if v-v != 0 { // NaN, which differs from 0 too
+		if v-v != 0 { // true for NaN as well
 			return false
 		}
 	}
@@ -131,7 +131,7 @@ func AddScaled[T cpu.Float](y, a, b []T, s T) {
 	}
 }
 
-// Rotate sets ya = xa·c − xb·s and yb = xb·c + xa·s, s taken times sign.
+// Rotate sets ya = xa·c − xb·s and yb = xb·c + xa·s, with s multiplied by sign.
 func Rotate[T cpu.Float](ya, yb, xa, xb, c, s []T, sign T) {
 	n := len(xa)
 	ya, yb, xb, c, s = ya[:n], yb[:n], xb[:n], c[:n], s[:n]
@@ -181,16 +181,16 @@ func SoftmaxGradient[T cpu.Float](dp, p []T, d T) {
 	}
 }
 
-// AdamW holds the figures of an AdamW step, p ← Keep·p − Rate·m/(sqrt(v)/Root + Eps), with
-// m ← m + Gain1·(g − m) and v ← Beta2·v + Gain2·g².
+// AdamW holds the constants of an AdamW step, p ← Keep·p − Rate·m/(sqrt(v)/Root + Eps), with m ← m
+// + Gain1·(g − m) and v ← Beta2·v + Gain2·g².
 //
-// A gradient beyond ±[LargestGradient] counts as ±LargestGradient.
+// Gradients are limited to ±[LargestGradient].
 type AdamW[T cpu.Float] struct {
 	Keep, Rate, Root, Gain1, Beta2, Gain2, Eps T
 }
 
-// LargestGradient returns the largest power of two whose square T holds with room to spare: 2⁶³ or
-// 2⁵¹¹. A mean of squares of gradients up to it stays finite, and so decays again.
+// LargestGradient returns the largest power of two with a square well within the range of T: 2⁶³ or
+// 2⁵¹¹. A mean of squares of gradients up to it stays finite and can therefore decay again.
 func LargestGradient[T cpu.Float]() T {
 	if _, ok := any(T(0)).(float32); ok {
 		return T(math.Ldexp(1, 63))
@@ -198,7 +198,7 @@ func LargestGradient[T cpu.Float]() T {
 	return T(math.Ldexp(1, 511))
 }
 
-// Step updates p, m and v from the gradient g, and leaves g zero.
+// Step updates p, m and v from the gradient g, and sets g to zero.
 func (s *AdamW[T]) Step(p, g, m, v []T) {
 	g, m, v = g[:len(p)], m[:len(p)], v[:len(p)]
 	largest := LargestGradient[T]()
@@ -208,6 +208,7 @@ func (s *AdamW[T]) Step(p, g, m, v []T) {
 			float32(s.Beta2), float32(s.Gain2), float32(s.Eps), float32(largest))
 		return
 	}
+
 	for i, gi := range g {
 		gi = max(-largest, min(gi, largest))
 		mi := m[i] + s.Gain1*(gi-m[i])

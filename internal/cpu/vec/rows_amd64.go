@@ -4,7 +4,7 @@ import "github.com/kasmina-go/kasmina/internal/cpu"
 
 //go:generate go -C ../asm run . -part rows -pkg vec -out ../vec/rows_amd64.s
 
-// The kernels of rows_amd64.s, which the program in internal/cpu/asm writes.
+// The kernels of rows_amd64.s, which the program in internal/cpu/asm generates.
 
 //go:noescape
 func sumSquaresAVX512(x *float32, n int) float64

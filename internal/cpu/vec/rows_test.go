@@ -9,14 +9,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// TestRows compares the row kernels of every instruction set with the same code in float64. It
-// takes all lengths up to several vectors and some beyond, with canaries around what they write.
+// TestRows compares the row kernels of every instruction set with the same code in float64, for all
+// lengths up to several vectors and some longer ones, with canaries around the results.
 func TestRows(t *testing.T) {
 	adam := AdamW[float64]{Keep: 0.999, Rate: 3e-3, Root: 0.3, Gain1: 0.1, Beta2: 0.95,
 		Gain2: 0.05, Eps: 1e-8}
 	adam32 := AdamW[float32]{Keep: float32(adam.Keep), Rate: float32(adam.Rate),
 		Root: float32(adam.Root), Gain1: float32(adam.Gain1),
 		Beta2: float32(adam.Beta2), Gain2: float32(adam.Gain2), Eps: float32(adam.Eps)}
+
 	// Each has a float32 and a float64 form over the same six vectors, and returns a sum or 0.
 	type kernels struct {
 		f32 func(x [][]float32) float64
@@ -85,7 +86,8 @@ func TestRows(t *testing.T) {
 							want[i][j] = float64(v)
 						}
 					}
-					var sizes [6][]float64 // Σ of the terms' sizes: the terms themselves may cancel
+
+					var sizes [6][]float64 // Σ of the terms' magnitudes, because the terms may cancel
 					for i := range want {
 						sizes[i] = cputest.Absolute(slices.Clone(want[i]))
 					}
@@ -94,6 +96,7 @@ func TestRows(t *testing.T) {
 					if !(math.Abs(got-sum) <= 1e-6*size) {
 						t.Fatalf("%d elements: the sum is %v, want %v", n, got, sum)
 					}
+
 					for i := range x {
 						cputest.CanariesLive(t, buffers[i])
 						for j, v := range x[i] {
@@ -117,7 +120,7 @@ func span(lo, hi int) []int {
 	return all
 }
 
-// TestFinite hides each kind of value that is not finite at every place of a row.
+// TestFinite puts each kind of non-finite value at every position of a row.
 func TestFinite(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := rand.New(rand.NewPCG(1, 2))

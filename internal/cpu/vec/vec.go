@@ -1,7 +1,7 @@
-// Package vec has the loops over one row or one block that the kernels are made of. They run on the
-// calling goroutine, float32 in vectors where the CPU has them and anything else in plain Go. An
-// element's result does not depend on its place in the slice, and a sum's order depends on its
-// length alone.
+// Package vec provides the loops over one row or block that kernels consist of. They run on the
+// calling goroutine, with vector instructions for float32 if the CPU has them and otherwise in
+// plain Go. The result for an element does not depend on its position in the slice, and the order
+// of a sum depends on its length only.
 package vec
 
 import (
@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// ExpSub sets dst = exp(src − shift) element by element, float32 to within 2 units in the last
-// place, and returns the sum of dst. dst may be src.
+// ExpSub sets dst = exp(src − shift) elementwise, for float32 to within 2 units in the last place,
+// and returns the sum of dst. dst may be src.
 func ExpSub[T cpu.Float](dst, src []T, shift T) (sum T) {
 	dst = dst[:len(src)]
 	if k := vectorized[T](); k != nil {
@@ -25,8 +25,8 @@ func ExpSub[T cpu.Float](dst, src []T, shift T) (sum T) {
 	return sum
 }
 
-// Max returns the largest element of x, and −Inf if x is empty. If x holds a NaN, the result is any
-// element.
+// Max returns the largest element of x, or −Inf if x is empty. If x contains a NaN, the result may
+// be any element.
 func Max[T cpu.Float](x []T) T {
 	if k := vectorized[T](); k != nil {
 		return T(k.maximum(p32(x), len(x)))
@@ -53,7 +53,8 @@ func SiLUMul[T cpu.Float](h, a, b []T) {
 	}
 }
 
-// SiLUMulBackward sets h as SiLUMul does, and from the gradient dh of h those of a and b:
+// SiLUMulBackward sets h as SiLUMul does and, from the gradient dh of h, computes the gradients of
+// a and b:
 //
 //	da = dh ⊙ b ⊙ σ(a)(1 + a(1−σ(a))),  db = dh ⊙ silu(a).
 //
@@ -65,6 +66,7 @@ func SiLUMulBackward[T cpu.Float](h, da, db, dh, a, b []T) {
 		k.siluMulBackward(p32(h), p32(da), p32(db), p32(dh), p32(a), p32(b), n)
 		return
 	}
+
 	for i, x := range a {
 		s, rest := sigmoids(x)
 		g, silu := dh[i], x*s

@@ -2,7 +2,7 @@ package vec
 
 //go:generate go -C ../asm run . -part vec -pkg vec -out ../vec/vec_amd64.s
 
-// The kernels of vec_amd64.s, which the program in internal/cpu/asm writes.
+// The kernels of vec_amd64.s, which the program in internal/cpu/asm generates.
 
 //go:noescape
 func expSubAVX512(dst, src *float32, n int, shift float32) float32

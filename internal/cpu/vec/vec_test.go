@@ -8,11 +8,13 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 )
 
-// ulps returns how far got is from want in units in the last place of a float32 of want's size.
+// ulps returns the difference of got and want in units in the last place of a float32 of want's
+// magnitude.
 func ulps(got float32, want float64) float64 {
 	if math.IsNaN(want) && math.IsNaN(float64(got)) || float64(got) == want {
 		return 0
 	}
+
 	w := float32(want)
 	if math.IsInf(float64(w), 0) || math.IsInf(float64(got), 0) || got != got || w != w {
 		if got == w {
@@ -20,6 +22,7 @@ func ulps(got float32, want float64) float64 {
 		}
 		return math.Inf(1)
 	}
+
 	unit := math.Max(math.Ldexp(1, -149),
 		math.Abs(float64(math.Nextafter32(w, float32(math.Inf(1))))-float64(w)))
 	return math.Abs(float64(got)-want) / unit
@@ -35,6 +38,7 @@ func TestExp(t *testing.T) {
 		x = append(x, r.Float32()*195-105, float32(r.NormFloat64()),
 			math.Float32frombits(r.Uint32()))
 	}
+
 	cputest.EachISA(t, func(t *testing.T) {
 		dst := make([]float32, len(x))
 		ExpSub(dst, x, 0)
@@ -66,6 +70,7 @@ func TestExpSubAndMax(t *testing.T) {
 			if m != want {
 				t.Fatalf("maximum of %v is %v, want %v", x, m, want)
 			}
+
 			if n == 0 {
 				m = 0
 			}
@@ -79,11 +84,13 @@ func TestExpSubAndMax(t *testing.T) {
 					t.Fatalf("exp(%v − %v) = %v, want %v", v, m, dst[i], e)
 				}
 			}
-			// Each term is right to 2 units in the last place, 4 of 2⁻²⁴ at most, and each addition
-			// rounds by one of them.
+
+			// Each term is correct to 2 units in the last place, at most 4 of 2⁻²⁴, and each
+			// addition adds a rounding error of one.
 			if !(math.Abs(float64(sum)-ref) <= 0x1p-24*float64(n+5)*ref) {
 				t.Fatalf("%d elements sum to %v, want %v", n, sum, ref)
 			}
+
 			cputest.CanariesLive(t, buf)
 			again := append([]float32(nil), x...)
 			if s := ExpSub(again, again, m); s != sum {
@@ -91,6 +98,7 @@ func TestExpSubAndMax(t *testing.T) {
 			}
 			cputest.SameBits(t, dst, again)
 		}
+
 		if x := []float32{1, float32(math.NaN()), 2}; !math.IsNaN(float64(ExpSub(x, x, 2))) {
 			t.Error("a NaN was hidden")
 		}
@@ -118,8 +126,9 @@ func TestSiLUMulKernels(t *testing.T) {
 			for i := range n {
 				x, y, dy := float64(a[i]), float64(b[i]), float64(g[i])
 				s := 1 / (1 + math.Exp(-x))
-				// Below a = −87 σ(a) and products with it have no more than the digits of a
-				// denormal number.
+
+				// Below a = −87, σ(a) and products with it only have the precision of a denormal
+				// number.
 				lost := math.Ldexp(1, -147) * (1 + math.Abs(x)) * (1 +
 					math.Abs(y)) * (1 + math.Abs(dy))
 				if d := math.Abs(float64(h[i]) - x*s*y); !(d <= 5e-7*math.Abs(x*s*y)+lost) {
@@ -128,8 +137,9 @@ func TestSiLUMulKernels(t *testing.T) {
 				if d := math.Abs(float64(db[i]) - dy*x*s); !(d <= 5e-7*math.Abs(dy*x*s)+lost) {
 					t.Fatalf("db = %v, want %v for a = %v", db[i], dy*x*s, x)
 				}
-				// The bracket passes through zero near a = −1.28, so it is the larger term that
-				// bounds the error.
+
+				// The bracket passes through zero near a = −1.28, so its larger term bounds the
+				// error.
 				bound := 1e-6*math.Abs(dy*y*s)*(1+math.Abs(x*(1-s))) + lost
 				if want := dy * y * s * (1 + x*(1-s)); !(math.Abs(float64(da[i])-want) <= bound) {
 					t.Fatalf("da = %v, want %v for a = %v", da[i], want, x)
@@ -139,9 +149,9 @@ func TestSiLUMulKernels(t *testing.T) {
 	})
 }
 
-// TestVectorsDependOnNoPlace checks that an element's result is the same in a whole vector and in a
-// partial one.
-func TestVectorsDependOnNoPlace(t *testing.T) {
+// TestVectorsDependOnNoPosition checks that the result for an element is the same in a whole vector
+// and in a partial one.
+func TestVectorsDependOnNoPosition(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := cputest.Rand(t)
 		a, b := cputest.Normal(r, 77, 3), cputest.Normal(r, 77, 3)
@@ -162,6 +172,7 @@ func TestVectorsInFloat64(t *testing.T) {
 	for i := range x {
 		x[i] = r.NormFloat64()
 	}
+
 	m := Max(x)
 	sum, ref := ExpSub(y, x, m), 0.0
 	for i, v := range x {
@@ -170,6 +181,7 @@ func TestVectorsInFloat64(t *testing.T) {
 		}
 		ref += y[i]
 	}
+
 	if math.Abs(sum-ref) > 1e-14 {
 		t.Errorf("sum %v, want %v", sum, ref)
 	}

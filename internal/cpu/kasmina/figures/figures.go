@@ -1,5 +1,5 @@
-// Package figures sums up what a pass sees of a seed's chunk: moments, extremes, elements that are
-// dead or not finite, and histograms of magnitudes.
+// Package figures summarizes the elements of a seed's chunk in a pass: moments, extremes, counts of
+// dead and non-finite elements, and histograms of magnitudes.
 package figures
 
 import (
@@ -9,11 +9,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// Moments are the count and mean of numbers and the sum of their squared deviations from it. They
-// are only ever merged (Chan, Golub and LeVeque 1979), never formed as a difference of large sums.
+// Moments are the count and mean of numbers and the sum of their squared deviations from the mean.
+// They are always merged (Chan, Golub and LeVeque, 1979) and never computed as a difference of
+// large sums.
 type Moments struct{ N, Mean, M2 float64 }
 
-// Merge makes m the moments of the numbers of m and o together.
+// Merge sets m to the moments of the union of the numbers of m and o.
 func (m *Moments) Merge(o Moments) {
 	if o.N == 0 {
 		return
@@ -25,7 +26,7 @@ func (m *Moments) Merge(o Moments) {
 	m.N = n
 }
 
-// Add makes v one of m's numbers (Welford 1962).
+// Add adds v to the numbers (Welford, 1962).
 func (m *Moments) Add(v float64) {
 	m.N++
 	d := v - m.Mean
@@ -41,22 +42,22 @@ func (m Moments) Variance() float64 {
 	return m.M2 / m.N
 }
 
-// Chunk sum up what a pass has seen of one seed's chunk: its input in a forward pass, its output's
-// gradient in a backward pass. Elements that are NaN or Inf are counted in Bad and left out of
-// everything else.
+// Chunk summarizes one seed's chunk in a pass: its input in a forward pass, or its output gradient
+// in a backward pass. NaN and Inf are counted in Bad and excluded from everything else.
 type Chunk struct {
-	Moments  Moments // relative to the chunk's anchor until finished
+	Moments  Moments // relative to the chunk's anchor until Finish
 	Min, Max float64
 	Dead     int // elements with |v| < ε
-	Bad      int // NaN and Inf
+	Bad      int // number of NaN and Inf
 	Norms    Moments
-	Clipped  int             // rows whose gradient was clipped
-	Rows     [PerRow]float64 // sum, or maximum, of the rows' figures, unless the reduction is exact
+	Clipped  int             // number of rows with a clipped gradient
+	Rows     [PerRow]float64 // unless the reduction is exact: sum or maximum of the rows' figures
 }
 
+// PerRow is the number of figures of a row.
 const PerRow = 6
 
-// Health returns variance, mean, minimum, maximum, dead ratio and signal-to-noise ratio
+// Health returns variance, mean, minimum, maximum, dead ratio and the signal-to-noise ratio
 // |mean|/sqrt(variance + ε).
 func (f *Chunk) Health(reduce seed.Reduction, eps float64) [PerRow]float64 {
 	if reduce != seed.Exact {
@@ -65,6 +66,7 @@ func (f *Chunk) Health(reduce seed.Reduction, eps float64) [PerRow]float64 {
 	return Health(f.Moments, f.Min, f.Max, f.Dead, eps)
 }
 
+// Health returns the health figures for the given summary of a chunk.
 func Health(m Moments, lo, hi float64, dead int, eps float64) [PerRow]float64 {
 	if m.N == 0 {
 		return [PerRow]float64{}
@@ -82,6 +84,7 @@ func (f *Chunk) Gradient(reduce seed.Reduction) [3]float64 {
 	return Gradient(f.Moments, f.Min, f.Max)
 }
 
+// Gradient returns the gradient figures for the given summary of a chunk.
 func Gradient(m Moments, lo, hi float64) [3]float64 {
 	if m.N == 0 {
 		return [3]float64{}
@@ -89,10 +92,10 @@ func Gradient(m Moments, lo, hi float64) [3]float64 {
 	return [3]float64{Norm(m), m.Variance(), max(-lo, hi)}
 }
 
-// Norm is the square root of the sum of squares of the numbers of m.
+// Norm returns the square root of the sum of the squared numbers.
 func Norm(m Moments) float64 { return math.Sqrt(m.M2 + m.N*m.Mean*m.Mean) }
 
-// New are the figures of nothing.
+// New returns the summary of an empty chunk.
 func New(reduce seed.Reduction) Chunk {
 	f := Chunk{Min: math.Inf(1), Max: math.Inf(-1)}
 	if reduce == seed.Max {
@@ -103,7 +106,7 @@ func New(reduce seed.Reduction) Chunk {
 	return f
 }
 
-// AddRow adds what was seen in one row of the chunk, whose anchor is given.
+// AddRow adds the summary of one row. anchor is the anchor of the chunk.
 func (f *Chunk) AddRow(row *Row, anchor float64) {
 	m := row.Moments
 	m.Mean += row.anchor - anchor
@@ -113,7 +116,7 @@ func (f *Chunk) AddRow(row *Row, anchor float64) {
 	f.Bad += row.Bad
 }
 
-// ReduceRow takes one row's figures into Rows.
+// ReduceRow adds the figures of one row to Rows.
 func (f *Chunk) ReduceRow(reduce seed.Reduction, row []float64) {
 	for i, v := range row {
 		if reduce == seed.Mean {
@@ -124,7 +127,7 @@ func (f *Chunk) ReduceRow(reduce seed.Reduction, row []float64) {
 	}
 }
 
-// Merge adds the figures of other rows of the same chunk.
+// Merge adds the summary of other rows of the same chunk.
 func (f *Chunk) Merge(o *Chunk, reduce seed.Reduction) {
 	f.Moments.Merge(o.Moments)
 	f.Norms.Merge(o.Norms)
@@ -137,7 +140,7 @@ func (f *Chunk) Merge(o *Chunk, reduce seed.Reduction) {
 	}
 }
 
-// Finish makes the figures absolute, with rows the number of rows that Rows sums up.
+// Finish converts the figures from relative to absolute ones, and sums of rows to means.
 func (f *Chunk) Finish(reduce seed.Reduction, anchor float64) {
 	rows := f.Norms.N
 	f.Moments.Mean += anchor
@@ -154,18 +157,18 @@ func (f *Chunk) Finish(reduce seed.Reduction, anchor float64) {
 	}
 }
 
-// Row is what was seen in one row of a chunk.
+// Row summarizes one row of a chunk.
 type Row struct {
-	// one of the values, or 0: deviations from it keep their precision where values share leading
-	// digits
+	// anchor is one of the values, or 0. Deviations from it keep their precision if the values
+	// share leading digits.
 	anchor    float64
 	Moments   Moments // the mean is relative to the anchor
 	Low, High float64
 	Dead, Bad int
 }
 
-// Scan looks at one row of a chunk. Branches in its loops are all but never taken; sums run in four
-// lanes, which do not wait for each other.
+// Scan summarizes one row of a chunk. Branches in its loops are rarely taken, and sums use four
+// independent lanes.
 func Scan[T cpu.Float](v []T, eps float64) Row {
 	s := Row{anchor: Anchor(v[0])}
 	k, first := s.anchor, float64(v[0])
@@ -179,13 +182,16 @@ func Scan[T cpu.Float](v []T, eps float64) Row {
 		s2 += float64(q[2]) - k
 		s3 += float64(q[3]) - k
 	}
+
 	for _, e := range v[lanes:] {
 		s0 += float64(e) - k
 	}
+
 	sum := (s0 + s1) + (s2 + s3)
 	if sum-sum != 0 {
 		return scanFinite(v, eps)
 	}
+
 	for _, e := range v {
 		e := float64(e)
 		if e < lo {
@@ -198,6 +204,7 @@ func Scan[T cpu.Float](v []T, eps float64) Row {
 			s.Dead++
 		}
 	}
+
 	s.Low, s.High = lo, hi
 	s.Moments.N = float64(len(v))
 	s.Moments.Mean = sum / s.Moments.N
@@ -211,15 +218,17 @@ func Scan[T cpu.Float](v []T, eps float64) Row {
 		s2 += d2 * d2
 		s3 += d3 * d3
 	}
+
 	for _, e := range v[lanes:] {
 		d := float64(e) - k - s.Moments.Mean
 		s0 += d * d
 	}
+
 	s.Moments.M2 = (s0 + s1) + (s2 + s3)
 	return s
 }
 
-// scanFinite is scan for a row with NaN or Inf in it, or with deviations that overflow.
+// scanFinite is like Scan, for rows that contain NaN or Inf or have overflowing deviations.
 func scanFinite[T cpu.Float](v []T, eps float64) Row {
 	s := Row{Low: math.Inf(1), High: math.Inf(-1)}
 	for _, e := range v {
@@ -234,15 +243,16 @@ func scanFinite[T cpu.Float](v []T, eps float64) Row {
 			s.Dead++
 		}
 	}
+
 	return s
 }
 
-// Absolute returns the moments with the true mean.
+// Absolute returns the moments with an absolute mean.
 func (s *Row) Absolute() Moments {
 	return Moments{s.Moments.N, s.anchor + s.Moments.Mean, s.Moments.M2}
 }
 
-// CountBad returns how many elements are NaN or Inf.
+// CountBad returns the number of elements that are NaN or Inf.
 func CountBad[T cpu.Float](v []T) (n int) {
 	for _, e := range v {
 		if e-e != 0 {
@@ -252,7 +262,7 @@ func CountBad[T cpu.Float](v []T) (n int) {
 	return n
 }
 
-// Anchor returns an anchor, given an element.
+// Anchor returns the anchor for a given element.
 func Anchor[T cpu.Float](e T) float64 {
 	if e-e != 0 {
 		return 0
@@ -260,11 +270,11 @@ func Anchor[T cpu.Float](e T) float64 {
 	return float64(e)
 }
 
-// Exponents is the length of a histogram of magnitudes: bin i counts 2^(i−24) ≤ |v| < 2^(i−23), bin
-// 0 everything smaller too, the last bin everything larger.
+// Exponents is the length of a histogram of magnitudes. Bin i counts 2^(i−24) ≤ |v| < 2^(i−23); bin
+// 0 includes everything smaller and the last bin everything larger.
 const Exponents = 40
 
-// AddExponents counts the finite elements of v by their magnitude.
+// AddExponents adds the finite elements of v to a histogram of magnitudes.
 func AddExponents[T cpu.Float](h *[Exponents]uint32, v []T) {
 	for _, e := range v {
 		exp := int(math.Float64bits(float64(e))>>52&0x7ff) - 1023
@@ -274,9 +284,9 @@ func AddExponents[T cpu.Float](h *[Exponents]uint32, v []T) {
 	}
 }
 
-// Shifted returns the moments of n numbers, given the sums of their deviations from an anchor and
-// of the squares of these. It loses no more than a factor of n in precision if the anchor is one of
-// the numbers.
+// Shifted returns the moments of n numbers from the sums of their deviations from an anchor and of
+// the squared deviations. If the anchor is one of the numbers, it loses at most a factor of n in
+// precision.
 func Shifted(anchor, sum, square float64, n int) Moments {
 	if n == 0 {
 		return Moments{}

@@ -22,10 +22,12 @@ func TestMomentsMerge(t *testing.T) {
 		}
 		parts.Merge(part)
 	}
+
 	if parts.N != all.N || math.Abs(parts.Mean-all.Mean) > 1e-8 ||
 		math.Abs(parts.M2-all.M2) > 1e-7*all.M2 {
 		t.Errorf("merged moments are %+v, want %+v", parts, all)
 	}
+
 	var none Moments
 	none.Merge(Moments{})
 	if none != (Moments{}) || none.Variance() != 0 {
@@ -33,18 +35,21 @@ func TestMomentsMerge(t *testing.T) {
 	}
 }
 
-// A row whose sum overflows has figures all the same; a row without finite elements has none.
+// TestScanExtremes checks that a row with an overflowing sum has figures, and that a row without
+// finite elements has none.
 func TestScanExtremes(t *testing.T) {
 	huge := []float64{1.5e308, 1.5e308, -1.5e308, -1.5e308, 1.5e308, 1.5e308}
 	if s := Scan(huge, 1); s.Bad != 0 || s.Low != -1.5e308 || s.High != 1.5e308 ||
 		s.Moments.N != 6 || math.Abs(s.Absolute().Mean/0.5e308-1) > 1e-12 {
 		t.Errorf("%+v", s)
 	}
+
 	nan, inf := math.NaN(), math.Inf(1)
 	s := Scan([]float64{nan, -inf, inf}, 1)
 	if s.Bad != 3 || s.Moments.N != 0 || s.Dead != 0 {
 		t.Errorf("%+v", s)
 	}
+
 	f := New(seed.Exact)
 	f.AddRow(&s, 0)
 	f.Finish(seed.Exact, 0)

@@ -1,6 +1,7 @@
-// Package strip has the float32 kernels of a Kasmina layer. They work on a strip: some rows of up
-// to Columns columns of a matrix. A vector holds neighbouring columns, whatever chunks they belong
-// to. What belongs to a column is in structs of arrays, whose layout the assembly knows.
+// Package strip provides the float32 kernels of a Kasmina layer. They work on a strip, which is a
+// number of rows of up to Columns columns of a matrix. A vector holds neighboring columns, whatever
+// chunks they belong to. Per-column data is stored as structs of arrays, with a layout that the
+// assembly depends on.
 package strip
 
 import (
@@ -12,79 +13,81 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// Columns is the most columns of a strip.
+// Columns is the maximum number of columns of a strip.
 const Columns = 256
 
-// PassRows is how many rows go through all kernels before the next ones do: few enough to stay in
-// the first cache.
+// PassRows is the number of rows that pass through all kernels before the next ones do: few enough
+// to stay in the first-level cache.
 const PassRows = 2 * NormRows
 
-// Figures sum up what has been seen of each column. Deviations are from the column's anchor, which
-// is the same for the columns of a chunk. Sums are formed in float64, in which neither squares nor
-// sums of float32 elements overflow, so that they are finite exactly where all elements are.
-// Elsewhere nothing in a column has a meaning.
+// Figures summarize each column. Deviations are relative to the column's anchor, which is the same
+// for all columns of a chunk. Sums are formed in float64, where neither squares nor sums of float32
+// elements overflow. They are therefore finite if and only if all elements are; if not, all figures
+// of the column are meaningless.
 type Figures struct {
-	Sum, Square       [Columns]float64 // of deviations, and of their squares
+	Sum, Square       [Columns]float64 // of deviations, and of squared deviations
 	Anchor, Low, High [Columns]float32
 	Dead              [Columns]int32
 }
 
-// Rule says what becomes of each column. Forward, with the Gate g and the neighbours to the left,
+// Rule determines the result of each column. The forward pass computes, with the Gate g and the
+// neighbors to the left,
 //
 //	y = (On if x·g > 0, else Off)·x + Add + Near·x[−1] + Far·x[−2]
 //
-// and backward, for the gradient v of y, with the neighbours to the right,
+// and the backward pass, for the gradient v of y and with the neighbors to the right,
 //
 //	dx = (On if x·g > 0, else Off)·v + Near·v[+1] + Far·v[+2]
 //
-// Neighbours that are not of the column's chunk are masked out and never read.
+// Neighbors outside the column's chunk are masked out.
 type Rule struct {
 	On, Off, Gate, Add, Near, Far [Columns]float32
 	HasNear, HasFar               [Columns]int32     // all bits set, or none
-	Above                         [Columns]float32   // for Sums
-	LeftNear, LeftFar             [Columns]int32     // those of the forward pass, for Sums
-	Form                          [Columns / 16]Form // of 16 columns each
-	// some column is not the identity; some column has sums
+	Above                         [Columns]float32   // used by Sums
+	LeftNear, LeftFar             [Columns]int32     // neighbors of the forward pass, used by Sums
+	Form                          [Columns / 16]Form // one per 16 columns
+	// Blends: some column is not the identity. Learns: some column needs sums.
 	Blends, Learns bool
-	_              [46]byte // to whole vectors
+	_              [46]byte // padding to whole vectors
 }
 
-// Take adds f to the forms of n columns from the given one on.
+// Take adds f to the forms of n columns, starting with the given one.
 func (r *Rule) Take(f Form, column, n int) {
 	for i := column / 16; i <= (column+n-1)/16; i++ {
 		r.Form[i] |= f
 	}
 }
 
-// Form says how much of a Rule its columns take, so that they can be spared the rest.
+// Form describes which parts of a Rule 16 columns use, so that kernels can skip the rest.
 type Form uint8
 
-// The forms.
+// Forms.
 const (
-	Ruled  Form = 1 << iota // some column is not the identity, or has sums
-	Gated                   // of some, On and Off differ
-	Beside                  // some have neighbours
-	Across                  // and these are not all among the 16 columns
+	Ruled  Form = 1 << iota // some columns are not the identity, or need sums
+	Gated                   // On and Off differ in some columns
+	Beside                  // some columns have neighbors
+	Across                  // some neighbors are not among the 16 columns
 )
 
-// Sums are sums over rows of g·1 and g·x, where x·Gate > Above, and of g·x[−1] and g·x[−2].
+// Sums are the sums over rows of g and of g·x, for elements with x·Gate > Above, and of g·x[−1] and
+// g·x[−2].
 type Sums struct{ All, Here, Near, Far [Columns]float32 }
 
-// Norms are those of a strip's chunks. For each they are the sums, in lanes, of the deviations of
-// its rows' norms from an anchor, and of their squares.
+// Norms describe the row norms of a strip's chunks: for each chunk, sums, in lanes, of the
+// deviations of its row norms from an anchor and of their squares.
 type Norms struct {
 	Anchor      [Columns / 4]float64
 	Sum, Square [Columns / 4][PassRows]float64
 }
 
-// State is what is summed up over the rows of a strip of a tile.
+// State accumulates over the rows of a strip of a tile.
 type State struct {
 	Seen  Figures
 	Sums  Sums
 	Norms Norms
 }
 
-// kernels are these functions in the vectors of an instruction set.
+// kernels are the functions of this package with the vectors of an instruction set.
 type kernels struct {
 	inputFigures         func(f *Figures, pack, x *float32, rows, stride, columns int, eps float32)
 	gradientFigures      func(f *Figures, pack, x *float32, rows, stride, columns int)
@@ -99,52 +102,55 @@ type kernels struct {
 	storeRows  func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
 	streamRows func(dst, src *float32, rows, dstStride, srcStride, columns, ahead int)
 
-	// blendBackward and blendSums in one, where there are registers enough; else nil.
+	// blendLearn combines blendBackward and blendSums. It is nil if there are too few registers.
 	blendLearn, blendLearnStreamed func(dx, grad, x *float32, rule *Rule, s *Sums, ahead *float32,
 		rows, stride, columns int)
 
-	// inputFigures and blendForward in one, and gradientFigures and blendLearn, for PassRows rows;
-	// nil where registers are few. With chunks of vectors vectors, unless that is 0, backward also
-	// does what chunkNorms does. It counts them in counter, which is as many.
+	// fusedForward combines inputFigures and blendForward, and fusedBackward combines
+	// gradientFigures and blendLearn, for PassRows rows. They are nil if there are too few
+	// registers. If vectors is not 0, chunks consist of that many vectors and fusedBackward also
+	// does the work of chunkNorms; counter must then equal vectors.
 	fusedForward, fusedForwardStreamed func(y, x *float32, rule *Rule, state *State,
 		nextX *float32, ahead *Fetch, stride, columns int, eps float32)
 	fusedBackward, fusedBackwardStreamed func(dx, grad, x *float32, rule *Rule, state *State,
 		nextGrad, nextX *float32, ahead *Fetch, stride, columns, vectors, counter int)
 
 	chunkNorms func(n *Norms, x *float32, groups, chunk, chunks, stride int)
-	storeFence func() // after what is written past the caches, before anybody may read it
+	storeFence func() // orders writes past the caches before later accesses
 }
 
-// kernels32 are the kernels in use, nil where plain Go is.
+// kernels32 are the kernels in use, or nil for plain Go.
 var kernels32 *kernels
 
 func init() { cpu.OnISA(func(l cpu.ISA) { kernels32 = kernelsFor(l) }) }
 
-// View is Rows rows of Columns columns that begin at index At of a matrix with the given Stride.
+// View is a strip: Rows rows of Columns columns, starting at index At of a matrix with the given
+// Stride.
 type View struct {
 	At, Rows, Stride, Columns int
-	// the first one's number among the tile's columns; rows of the tile above it
+	// From is the number of the first column within the tile, and Done the number of rows of the
+	// tile above the strip.
 	From, Done int
-	Edges      bool // chunks go on in other strips
+	Edges      bool // chunks extend into other strips
 }
 
-// Pack holds the rows of a strip that are at work. In the matrix they are often a multiple of 4096
-// bytes apart, and would drive each other out of the cache. Processors also take a load for one of
-// what was just stored at the same place of another such row. There is room on either side of a row
-// for neighbours that are masked out.
+// Pack holds the rows of a strip that are being processed. In the matrix, rows are often a multiple
+// of 4096 bytes apart: they would evict each other from the cache, and processors would mistake
+// loads for reads of recent stores to other rows. On both sides of a row, there is room for
+// neighbors that are masked out.
 type Pack [PassRows*PackStride + PackRoom]float32
 
-// The rows of a [Pack] begin with PackRoom columns of neighbours and are PackStride apart.
+// Rows of a [Pack] start after PackRoom columns for neighbors and are PackStride apart.
 const (
 	PackRoom   = 16
 	PackStride = Columns + PackRoom
 )
 
-// at returns the index of column i of row r.
+// at returns the index of column i in row r.
 func (p *Pack) at(r, i int) int { return PackRoom + r*PackStride + i }
 
-// Load fills the pack with the strip s of x. It brings what lies ahead elements ahead, if that is
-// not 0, into the second cache.
+// Load copies the strip s of x into the pack. If ahead is not 0, it also prefetches the memory that
+// is ahead elements further into the second-level cache.
 func (p *Pack) Load(x []float32, s View, ahead int) {
 	if k := kernels32; k != nil {
 		move := k.storeRows
@@ -159,12 +165,13 @@ func (p *Pack) Load(x []float32, s View, ahead int) {
 	}
 }
 
-// LoadEdges adds the neighbours, two on either side, that rows have in other strips of a tile of
+// LoadEdges adds the neighbors, two on either side, that rows have in other strips of a tile with
 // the given width.
 func (p *Pack) LoadEdges(x []float32, s View, width int) {
 	if !s.Edges {
 		return
 	}
+
 	for r := range s.Rows {
 		if left := p.at(r, 0); s.From > 0 {
 			copy(p[left-2:left], x[s.At+r*s.Stride-2:])
@@ -191,19 +198,21 @@ func (p *Pack) Store(y []float32, s View) {
 	}
 }
 
-// Streamed is the size, in elements, from which on a result is written past the caches. Most of it
-// would not be there any more when it is needed, and they would first read what it overwrites.
+// Streamed is the minimum size, in elements, of results that are written past the caches. Most of
+// such a result would have left the caches before it is needed, and writing through them would
+// first read the overwritten memory.
 var Streamed = 1 << 21
 
-// streams reports whether the strip of y is written past the caches. Vectors must be aligned then.
+// streams reports whether the strip of y is written past the caches, which requires aligned
+// vectors.
 func (s View) streams(y []float32) bool {
 	return len(y) >= Streamed && s.Stride%16 == 0 && uintptr(unsafe.Pointer(&y[s.At]))%64 == 0
 }
 
-// negativeZero is what can be added to any number, −0 included, without changing it.
+// negativeZero can be added to any number, including −0, without changing it.
 var negativeZero = float32(math.Copysign(0, -1))
 
-// Identity leaves columns as they are.
+// Identity is the rule that leaves columns unchanged.
 var Identity = func() (r Rule) {
 	for i := range Columns {
 		r.On[i], r.Off[i], r.Above[i] = 1, 1, -1
@@ -212,14 +221,14 @@ var Identity = func() (r Rule) {
 	return r
 }()
 
-// Fence makes what has been streamed visible before what is written later.
+// Fence makes streamed writes visible before later ones.
 func Fence() {
 	if kernels32 != nil {
 		kernels32.storeFence()
 	}
 }
 
-// noFigures are the figures of nothing, but for the anchors.
+// noFigures are the figures of no elements, except for the anchors.
 var noFigures = func() (f Figures) {
 	for i := range Columns {
 		f.Low[i], f.High[i] = math.MaxFloat32, -math.MaxFloat32
@@ -227,7 +236,7 @@ var noFigures = func() (f Figures) {
 	return f
 }()
 
-// Start makes f the figures of nothing, in columns columns.
+// Start resets f, except for the anchors, in the given number of columns.
 func (f *Figures) Start(columns int) {
 	clear(f.Sum[:columns])
 	clear(f.Square[:columns])
@@ -236,8 +245,8 @@ func (f *Figures) Start(columns int) {
 	copy(f.High[:columns], noFigures.High[:])
 }
 
-// AddInput adds the strip s of x, and which elements are smaller than eps. It leaves the strip in
-// p.
+// AddInput adds the strip s of x, counting elements with a magnitude below eps as dead. It leaves
+// the strip in p.
 func (f *Figures) AddInput(p *Pack, x []float32, s View, eps float32) {
 	if k := kernels32; k != nil {
 		k.inputFigures(f, &p[PackRoom], &x[s.At], s.Rows, s.Stride, s.Columns, eps)
@@ -257,6 +266,7 @@ func (f *Figures) AddGradient(p *Pack, g []float32, s View) {
 	f.add(p, s, 0)
 }
 
+// add adds the strip in p.
 func (f *Figures) add(p *Pack, s View, eps float32) {
 	for r := range s.Rows {
 		for i, v := range p[p.at(r, 0):][:s.Columns] {
@@ -276,7 +286,7 @@ func (f *Figures) add(p *Pack, s View, eps float32) {
 	}
 }
 
-// factor returns on or off for an element x of column i.
+// factor returns On or Off for an element x of column i.
 func (c *Rule) factor(i int, x float32) float32 {
 	if x*c.Gate[i] <= 0 {
 		return c.Off[i]
@@ -284,7 +294,8 @@ func (c *Rule) factor(i int, x float32) float32 {
 	return c.On[i]
 }
 
-// Forward computes the strip s of y from x, and returns the largest |x| of those that are no NaN.
+// Forward computes the strip s of y from x, and returns the largest |x| among those that are not
+// NaN.
 func (c *Rule) Forward(y []float32, x *Pack, s View) (top float32) {
 	if k := kernels32; k != nil {
 		blend := k.blendForward
@@ -293,6 +304,7 @@ func (c *Rule) Forward(y []float32, x *Pack, s View) (top float32) {
 		}
 		return blend(&y[s.At], &x[PackRoom], c, s.Rows, s.Stride, s.Columns)
 	}
+
 	for r := range s.Rows {
 		for i := range s.Columns {
 			at := x.at(r, i)
@@ -310,11 +322,12 @@ func (c *Rule) Forward(y []float32, x *Pack, s View) (top float32) {
 			}
 		}
 	}
+
 	return top
 }
 
-// Backward computes the strip s of dx from g and x, which is packed from input. It brings the next
-// rows of that into the second cache.
+// Backward computes the strip s of dx from g and x, which was packed from input. It prefetches the
+// next rows of input into the second-level cache.
 func (c *Rule) Backward(dx []float32, g, x *Pack, s View, input []float32) {
 	if k := kernels32; k != nil {
 		blend := k.blendBackward
@@ -324,6 +337,7 @@ func (c *Rule) Backward(dx []float32, g, x *Pack, s View, input []float32) {
 		blend(&dx[s.At], &g[PackRoom], &x[PackRoom], c, s.ahead(input), s.Rows, s.Stride, s.Columns)
 		return
 	}
+
 	for r := range s.Rows {
 		for i := range s.Columns {
 			at := x.at(r, i)
@@ -339,12 +353,13 @@ func (c *Rule) Backward(dx []float32, g, x *Pack, s View, input []float32) {
 	}
 }
 
-// Add adds what a rule needs of g and x in the strip s.
+// Add adds the terms that rule c needs of g and x in the strip s.
 func (t *Sums) Add(c *Rule, g, x *Pack, s View) {
 	if k := kernels32; k != nil {
 		k.blendSums(t, c, &g[PackRoom], &x[PackRoom], s.Rows, s.Columns)
 		return
 	}
+
 	for r := range s.Rows {
 		for i := range s.Columns {
 			at := x.at(r, i)
@@ -363,7 +378,7 @@ func (t *Sums) Add(c *Rule, g, x *Pack, s View) {
 	}
 }
 
-// Learn is Backward and Add.
+// Learn combines Backward and Add.
 func (c *Rule) Learn(dx []float32, g, x *Pack, s View, input []float32, t *Sums) {
 	k := kernels32
 	if k == nil || k.blendLearn == nil {
@@ -378,28 +393,28 @@ func (c *Rule) Learn(dx []float32, g, x *Pack, s View, input []float32, t *Sums)
 	blend(&dx[s.At], &g[PackRoom], &x[PackRoom], c, t, s.ahead(input), s.Rows, s.Stride, s.Columns)
 }
 
-// ahead is where the next rows of x begin.
+// ahead returns the start of the next rows of x.
 func (s View) ahead(x []float32) *float32 { return &x[min(s.At+PassRows*s.Stride, len(x)-1)] }
 
-// Fetch says what a fused kernel brings into the second cache while it computes a strip. It brings
-// as many lines of the rows that come next as the strip has vectors. They come in the order in
-// which they are in memory, and not in that of the strip. Processors follow that order and fetch
-// more by themselves. Offsets are in bytes, and a kernel fetches PassRows lines at a time.
+// Fetch describes the memory that a fused kernel prefetches into the second-level cache while it
+// computes a strip: as many lines of the following rows as the strip has vectors, in the order of
+// memory rather than of the strip, because processors recognize this order and prefetch more by
+// themselves. Offsets are in bytes. A kernel prefetches PassRows lines at a time.
 type Fetch struct {
 	At        int // offset of the first lines in a matrix
-	Left, Run int // how often it fetches until the end of the row, and in a row
-	Jump      int // offset of the next row from the end of one
+	Left, Run int // number of prefetches until the end of the row, and in a full row
+	Jump      int // offset from the end of a row to the next row
 }
 
-// Fuses reports whether there are kernels for MeasureForward and MeasureBackward. They take no
-// longer than those that form no figures, for all of them wait for memory. Where these are, nothing
-// is gained by not measuring.
+// Fuses reports whether kernels for MeasureForward and MeasureBackward exist. They are limited by
+// memory and take no longer than kernels that compute no figures, so where they exist, skipping
+// figures would save nothing.
 func Fuses() bool { return kernels32 != nil && kernels32.fusedForward != nil }
 
-// Fuses reports whether MeasureForward and MeasureBackward compute the strip s.
+// Fuses reports whether MeasureForward and MeasureBackward can compute the strip s.
 func (s View) Fuses() bool { return Fuses() && s.Rows == PassRows }
 
-// MeasureForward is AddInput and Forward in one, without a pack.
+// MeasureForward combines AddInput and Forward, without a pack.
 func (c *Rule) MeasureForward(y, x []float32, s View, t *State, f *Fetch, eps float32) {
 	pass := kernels32.fusedForward
 	if s.streams(y) {
@@ -408,8 +423,8 @@ func (c *Rule) MeasureForward(y, x []float32, s View, t *State, f *Fetch, eps fl
 	pass(&y[s.At], &x[s.At], c, t, &x[0], f, s.Stride, s.Columns, eps)
 }
 
-// MeasureBackward is AddGradient and Learn in one, without packs. With chunks of vectors vectors,
-// if that is not 0, it also adds norms.
+// MeasureBackward combines AddGradient and Learn, without packs. If vectors is not 0, chunks
+// consist of that many vectors and norms are added too.
 func (c *Rule) MeasureBackward(dx, g, x []float32, s View, t *State, f *Fetch, vectors int) {
 	pass := kernels32.fusedBackward
 	if s.streams(dx) {
@@ -419,14 +434,14 @@ func (c *Rule) MeasureBackward(dx, g, x []float32, s View, t *State, f *Fetch, v
 		s.Columns, vectors, vectors)
 }
 
-// NormRows is how many rows [Norms.Add] takes at once.
+// NormRows is the number of rows that [Norms.Add] processes at once.
 const NormRows = 4
 
-// CanNorm reports whether [Norms.Add] computes norms of chunks of c columns.
+// CanNorm reports whether [Norms.Add] supports chunks of c columns.
 func CanNorm(c int) bool { return c%4 == 0 && c <= Columns }
 
-// Add adds the norms of rows, which are stride elements apart, of chunks of c columns. Of rows rows
-// those that are no group of NormRows are left out.
+// Add adds the row norms of chunks of c columns. Rows are stride elements apart; those beyond the
+// last full group of NormRows are ignored.
 func (n *Norms) Add(g []float32, stride, rows, c, chunks int) {
 	if k := kernels32; k != nil {
 		k.chunkNorms(n, &g[0], rows/NormRows, c, chunks, stride)
@@ -441,7 +456,7 @@ func (n *Norms) Add(g []float32, stride, rows, c, chunks int) {
 	}
 }
 
-// Moments returns those of the norms of rows rows that Add has seen of chunk i.
+// Moments returns the moments of the norms of chunk i over the given number of added rows.
 func (n *Norms) Moments(i, rows int) figures.Moments {
 	var sum, square float64
 	for lane, d := range n.Sum[i] {
@@ -451,7 +466,7 @@ func (n *Norms) Moments(i, rows int) figures.Moments {
 	return figures.Shifted(n.Anchor[i], sum, square, rows)
 }
 
-// The assembly relies on these.
+// The assembly depends on these offsets.
 var (
 	_ = [1]int{}[unsafe.Offsetof(Figures{}.Dead)-7*4*Columns]
 	_ = [1]int{}[unsafe.Offsetof(Rule{}.Form)-11*4*Columns]

@@ -4,7 +4,7 @@ import "github.com/kasmina-go/kasmina/internal/cpu"
 
 //go:generate go -C ../../asm run . -part kasmina -pkg strip -out ../kasmina/strip/strip_amd64.s
 
-// The kernels of strip_amd64.s, which the program in internal/cpu/asm writes.
+// The kernels of strip_amd64.s, which the program in internal/cpu/asm generates.
 
 //go:noescape
 func inputFiguresAVX512(f *Figures, pack, x *float32, rows, stride, columns int, eps float32)
