@@ -2,7 +2,9 @@ package main
 
 import (
 	"fmt"
+	"io"
 	"os"
+	"path/filepath"
 
 	"github.com/spf13/cobra"
 
@@ -47,6 +49,9 @@ for llama.cpp.`,
 }
 
 func (o *convertOptions) run(c *cobra.Command) error {
+	if !(o.shard*(1<<30) >= 1) || o.shard > 1<<20 {
+		return fmt.Errorf("--shard is %v GiB, want more than 0, and at most %d", o.shard, 1<<20)
+	}
 	opts := []hf.SaveOption{hf.WithShardSize(int64(o.shard * (1 << 30)))}
 	if o.precision != "" {
 		name, ok := types[o.precision]
@@ -80,6 +85,9 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		return err
 	}
 	defer f.Close()
+	if err := o.check(f, kind, opts); err != nil {
+		return err
+	}
 	m, err := load(c.Context(), f, c.ErrOrStderr())
 	if err != nil {
 		return err
@@ -87,8 +95,39 @@ func (o *convertOptions) run(c *cobra.Command) error {
 	at, clear := bar(c.ErrOrStderr(), "writing", true)
 	defer clear()
 	if o.gguf != "" {
-		return gguf.Save(c.Context(), o.out, f, m, kind, at)
+		err = gguf.Save(c.Context(), o.out, f, m, kind, at)
+	} else {
+		err = hf.SavePretrained(c.Context(), o.out, m, append(opts, hf.Like(f), hf.WithSaveProgress(at))...)
 	}
-	return hf.SavePretrained(c.Context(), o.out, m,
-		append(opts, hf.Like(f), hf.WithSaveProgress(at))...)
+	if err != nil {
+		return err
+	}
+	clear()
+	o.report(c.ErrOrStderr())
+	return nil
+}
+
+// check returns the error with which the model could not be written, before its weights are read.
+func (o *convertOptions) check(f *hf.Folder, kind gguf.Type, opts []hf.SaveOption) error {
+	if o.gguf != "" {
+		return gguf.Check(f, f.Config, kind)
+	}
+	return hf.CheckSave(f.Config, append(opts, hf.Like(f))...)
+}
+
+// report says what has been written, and what can be done with it.
+func (o *convertOptions) report(w io.Writer) {
+	size, files := sizeOf(o.out)
+	fmt.Fprintf(w, "saved     %s (%s, %s)\n", o.out, plural(files, "file"), sizeText(size))
+	if o.gguf != "" {
+		fmt.Fprintf(w, "next      llama-cli -m %s\n", quoted(o.out))
+		return
+	}
+
+	if _, err := os.Stat(filepath.Join(o.out, tokenizerName)); err != nil {
+		fmt.Fprintf(w, "tokenizer %s has none to copy: put the model's tokenizer.json into %s before you use "+
+			"it\n", o.model, o.out)
+		return
+	}
+	fmt.Fprintf(w, "next      kasmina generate -m %s -p TEXT\n", quoted(o.out))
 }

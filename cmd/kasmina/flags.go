@@ -36,7 +36,10 @@ var flagRules = map[string]map[string]rule{
 		"seq": always, "lr": always, "grow": always, "adapters": always, "time": always,
 		"recompute": always, "save-every": always, "eval-every": always, "seed": always,
 		"resume": always, "board": always, "tensorboard": always, "quiet": always, "device": always,
-		"precision":     always,
+		"precision": always,
+		"optimizer": always, "schedule": always, "warmup": always, "clip": always, "gguf": always,
+		"weight-decay":  decays,
+		"keep-best":     evaluates,
 		"gpus":          later,
 		"steps":         notWith("time", "0s", "the time ends the run"),
 		"directed":      directed,
@@ -71,6 +74,19 @@ func notWith(other, none, why string) rule {
 		}
 		return fmt.Sprintf("has no effect with --%s, %s: leave one of them out", other, why)
 	}
+}
+
+// evaluates is the rule of --keep-best, which needs evaluations to choose from.
+func evaluates(f *pflag.FlagSet) string {
+	return notWithValue(f, "eval-every", "0", "which evaluates the last model only")
+}
+
+// notWithValue returns why a flag has no effect if another flag has the given value.
+func notWithValue(f *pflag.FlagSet, other, value, why string) string {
+	if f.Lookup(other).Value.String() != value {
+		return ""
+	}
+	return fmt.Sprintf("has no effect with --%s %s, %s: leave one of them out", other, value, why)
 }
 
 // directed is the rule of --directed: adapters that grow always follow the gradients.

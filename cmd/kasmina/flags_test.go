@@ -1,9 +1,14 @@
 package main
 
 import (
+	"bytes"
+	"fmt"
+	"os"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 
@@ -23,6 +28,8 @@ var ineffective = map[string]string{
 	"train --rank":          "train --model MODEL --data TEXT --out OUT --rank 4",
 	"train --board-control": "train --model MODEL --data TEXT --out OUT --board-control",
 	"train --deadline":      "train --model MODEL --data TEXT --out OUT --deadline 10s --device cpu",
+	"train --weight-decay":  "train --model MODEL --data TEXT --out OUT --adapters all --weight-decay 0.2",
+	"train --keep-best":     "train --model MODEL --data TEXT --out OUT --keep-best --eval-every 0",
 	"train --gpus":          "train --model MODEL --data TEXT --out OUT --gpus 2 --device cpu",
 	"train --save-parts":    "train --model MODEL --data TEXT --out OUT --save-parts --device cpu",
 	"convert --precision":   "convert --model MODEL --out OUT --gguf f32 --precision f16",
@@ -92,3 +99,186 @@ func TestSeveralFlagsWithoutEffect(t *testing.T) {
 
 // nameOf returns the name of a rule's function.
 func nameOf(r rule) string { return runtime.FuncForPC(reflect.ValueOf(r).Pointer()).Name() }
+
+// invalid has values for flags that are never valid. Flags with other types have none.
+var invalid = map[string][]string{
+	"int":      {"-7"},
+	"int64":    {"-7"},
+	"float64":  {"-7", "NaN", "+Inf"},
+	"duration": {"-7s"},
+}
+
+// TestErrorsNameTheFlag gives every flag values that make no sense. The error must name the flag, and
+// no field or option of a Go package.
+func TestErrorsNameTheFlag(t *testing.T) {
+	lines := map[string]string{
+		"eval":     "eval -m MODEL -d TEXT",
+		"generate": "generate -m MODEL -p a -n 2 -t 1",
+		"train":    "train -m MODEL -d TEXT -o OUT -n 200 --device cpu",
+		"convert":  "convert -m MODEL -o OUT",
+	}
+	excessive := map[string]string{"batch": "1000000000000", "accumulate": "1000000000000",
+		"grow": "1000000000000", "rank": "1000000000000", "warmup": "1000000000000"}
+	for _, c := range newRoot().Commands() {
+		c.Flags().VisitAll(func(f *pflag.Flag) {
+			values := invalid[f.Value.Type()]
+			if c.Name() == "train" && excessive[f.Name] != "" {
+				values = append(slices.Clip(values), excessive[f.Name])
+			}
+			for _, value := range values {
+				out := filepath.Join(t.TempDir(), "out")
+				line := strings.NewReplacer("MODEL", tiny, "TEXT", license, "OUT", out).Replace(lines[c.Name()])
+				flag := "--" + f.Name + "=" + value
+				args := append(strings.Fields(line), flag)
+				if f.Name == "rank" {
+					args = append(args, "--adapters", "all")
+				}
+				_, err := kasmina(t, args...)
+				if err == nil || !strings.Contains(err.Error(), "--"+f.Name) ||
+					regexp.MustCompile(`[A-Z][A-Za-z]+\.[A-Z]|With[A-Z]`).MatchString(err.Error()) {
+					t.Errorf("%s %s: %v", c.Name(), flag, err)
+				}
+			}
+		})
+	}
+}
+
+// An effect shows that a flag does something: the command does not leave the same with it as without.
+type effect struct{ line, with string }
+
+// effects has an effect for every flag that the command accepts in some company.
+var effects = map[string]effect{
+	"inspect --model": {"inspect TINY", "inspect --model LLAMA"},
+	"report --out":    {"report RUN", "report RUN --out OUT.html"},
+	"board --addr":    {"board RUN --addr nowhere", "board RUN --addr elsewhere"},
+
+	"eval --model":     {"eval -m TINY -d TEXT", "eval --model ALTERED -d TEXT"},
+	"eval --data":      {"eval -m TINY -d TEXT", "eval -m TINY --data OTHER"},
+	"eval --seq":       {"eval -m TINY -d TEXT", "eval -m TINY -d TEXT --seq 16"},
+	"eval --device":    {"eval -m TINY -d TEXT", "eval -m TINY -d TEXT --device none"},
+	"eval --precision": {"eval -m TINY -d TEXT", "eval -m TINY -d TEXT --precision none"},
+
+	"generate --model":  {"generate -m TINY -p a -n 9", "generate --model ALTERED -p a -n 9"},
+	"generate --prompt": {"generate -m TINY -p a -n 9", "generate -m TINY --prompt b -n 9"},
+	"generate --n":      {"generate -m TINY -p a -n 9", "generate -m TINY -p a --n 8"},
+	"generate --chat":   {"generate -m TINY -p a -n 9", "generate -m TINY -p a -n 9 --chat"},
+	"generate --device": {"generate -m TINY -p a -n 9", "generate -m TINY -p a -n 9 --device none"},
+	"generate --precision": {"generate -m TINY -p a -n 9",
+		"generate -m TINY -p a -n 9 --precision none"},
+	"generate --temperature": {"generate -m TINY -p a -n 30", "generate -m TINY -p a -n 30 --temperature 9"},
+	"generate --top-k": {"generate -m TINY -p a -n 30 -t 9",
+		"generate -m TINY -p a -n 30 -t 9 --top-k 1"},
+	"generate --top-p": {"generate -m TINY -p a -n 30 -t 9",
+		"generate -m TINY -p a -n 30 -t 9 --top-p 0"},
+	"generate --seed": {"generate -m TINY -p a -n 30 -t 9", "generate -m TINY -p a -n 30 -t 9 --seed 2"},
+
+	"convert --model":     {"convert -m TINY -o OUT", "convert --model ALTERED -o OUT"},
+	"convert --out":       {"convert -m TINY -o OUT", "convert -m TINY --out OUT/x"},
+	"convert --precision": {"convert -m TINY -o OUT", "convert -m TINY -o OUT --precision f16"},
+	"convert --shard":     {"convert -m TINY -o OUT", "convert -m TINY -o OUT --shard 1e-5"},
+	"convert --gguf":      {"convert -m TINY -o OUT", "convert -m TINY -o OUT --gguf f16"},
+
+	"train --model":         {"TRAIN", "TRAIN --model ALTERED"},
+	"train --data":          {"TRAIN", "TRAIN --data OTHER"},
+	"train --out":           {"TRAIN", "TRAIN --out OUT/x"},
+	"train --steps":         {"TRAIN", "TRAIN --steps 3"},
+	"train --batch":         {"TRAIN", "TRAIN --batch 2"},
+	"train --accumulate":    {"TRAIN", "TRAIN --accumulate 2"},
+	"train --seq":           {"TRAIN", "TRAIN --seq 8"},
+	"train --lr":            {"TRAIN", "TRAIN --lr 0.01"},
+	"train --grow":          {"TRAIN", "TRAIN --grow 2"},
+	"train --adapters":      {"TRAIN", "TRAIN --adapters all"},
+	"train --directed":      {"TRAIN --adapters all", "TRAIN --adapters all --directed"},
+	"train --rank":          {"TRAIN --adapters all", "TRAIN --adapters all --rank 2"},
+	"train --time":          {"TRAIN --time 1ms", "TRAIN --time 2s"},
+	"train --save-every":    {"TRAIN", "TRAIN --save-every 1"},
+	"train --eval-every":    {"TRAIN", "TRAIN --eval-every 1"},
+	"train --seed":          {"TRAIN", "TRAIN --seed 2"},
+	"train --resume":        {"TRAIN", "TRAIN --resume"},
+	"train --board":         {"TRAIN", "TRAIN --board 127.0.0.1:0"},
+	"train --board-control": {"TRAIN --board nowhere", "TRAIN --board 127.0.0.1:0 --board-control"},
+	"train --tensorboard":   {"TRAIN", "TRAIN --tensorboard"},
+	"train --quiet":         {"TRAIN", "TRAIN --quiet"},
+	"train --device":        {"TRAIN", "TRAIN --device none"},
+	"train --precision":     {"TRAIN", "TRAIN --precision none"},
+	"train --optimizer":     {"TRAIN", "TRAIN --optimizer muon"},
+	"train --schedule":      {"TRAIN", "TRAIN --schedule constant"},
+	"train --warmup":        {"TRAIN", "TRAIN --warmup 1"},
+	"train --clip":          {"TRAIN", "TRAIN --clip 0.01"},
+	"train --weight-decay":  {"TRAIN --lr 0.1", "TRAIN --lr 0.1 --weight-decay 0"},
+	"train --keep-best":     {"TRAIN", "TRAIN --keep-best"},
+	"train --gguf":          {"TRAIN", "TRAIN --gguf f16"},
+}
+
+// unseen has the flags whose effect a single process on a CPU does not show, and why.
+var unseen = map[string]string{
+	"train --recompute":  "it changes the memory that a run takes, and no bits",
+	"train --gpus":       "TestTrainGPUs starts several processes",
+	"train --deadline":   "it is for processes that hang",
+	"train --save-parts": "TestTrainGPUs looks for the parts",
+}
+
+// TestEveryFlagHasAnEffect walks the flags of all commands and runs each command with the flag and
+// without it. What the command says and writes must differ.
+func TestEveryFlagHasAnEffect(t *testing.T) {
+	altered := filepath.Join(t.TempDir(), "altered")
+	_, err := kasmina(t, "train", "-m", tiny, "-d", license, "-o", altered, "-n", "1", "-b", "1", "--seq",
+		"16", "--lr", "0.1", "--device", "cpu")
+	require.NoError(t, err)
+	other := filepath.Join(t.TempDir(), "text")
+	require.NoError(t, os.WriteFile(other, bytes.Repeat([]byte("other text. "), 200), 0o666))
+	recorded := finishedRun(t)
+
+	observe := func(line string) string {
+		t.Chdir(t.TempDir())
+		line = strings.Replace(line, "TRAIN", "train -m TINY -d TEXT -o OUT -n 2 -b 1 --seq 16 --device cpu", 1)
+		if strings.Contains(line, "--time") {
+			line = strings.Replace(line, "-n 2 ", "", 1)
+		}
+		dir := filepath.Join(t.TempDir(), "dir")
+		line = strings.NewReplacer("TINY", absolute(t, tiny), "LLAMA", absolute(t, testdata+"/llama2"),
+			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "RUN", recorded, "OUT",
+			filepath.Join(dir, "out")).Replace(line)
+		var stdout, stderr bytes.Buffer
+		err := run(t.Context(), strings.Fields(line), &stdout, &stderr)
+		text := fmt.Sprintf("%s\n%s\n%v\n", &stdout, &stderr, err)
+		for path, content := range snapshotOf(t, filepath.Dir(dir)) {
+			switch filepath.Base(path) {
+			case manifestName, logName: // which have the options, and times
+				content = ""
+			}
+			text += path + content
+		}
+		return timesAndPlaces.ReplaceAllString(strings.ReplaceAll(text, filepath.Dir(dir), "DIR"), "")
+	}
+
+	without := map[string]string{} // what commands leave without the flag
+	for _, c := range newRoot().Commands() {
+		c.Flags().VisitAll(func(f *pflag.Flag) {
+			name := c.Name() + " --" + f.Name
+			e, ok := effects[name]
+			if unseen[name] != "" || f.Name == "help" {
+				return
+			}
+			require.True(t, ok, "the flag --%s of %s has no line in effects", f.Name, c.Name())
+			require.Contains(t, e.with, "--"+f.Name)
+			if _, seen := without[e.line]; !seen {
+				without[e.line] = observe(e.line)
+				if !strings.Contains(e.line, "--time") {
+					require.Equal(t, without[e.line], observe(e.line), "two runs of %s differ", e.line)
+				}
+			}
+			require.NotEqual(t, without[e.line], observe(e.with), name)
+		})
+	}
+}
+
+// timesAndPlaces matches what differs between two runs of the same command.
+var timesAndPlaces = regexp.MustCompile(`\d+:\d\d left|[\d.]+[kM]? tok/s|127\.0\.0\.1:\d+|/tmp/[^ "\n]*/\d+/`)
+
+// absolute returns a path of the package's folder that holds in any folder.
+func absolute(t *testing.T, path string) string {
+	t.Helper()
+	_, file, _, _ := runtime.Caller(0)
+	return filepath.Join(filepath.Dir(file), path)
+}

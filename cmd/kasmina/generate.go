@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"iter"
+	"math"
 	"slices"
 
 	"github.com/spf13/cobra"
@@ -61,8 +62,8 @@ With --chat it receives only the answer. The text ends after --n tokens, or at a
 }
 
 func (o *generateOptions) run(c *cobra.Command) error {
-	if o.n < 0 {
-		return fmt.Errorf("--n is %d, want at least 0", o.n)
+	if err := o.check(); err != nil {
+		return err
 	}
 	if err := o.readPrompt(c.InOrStdin()); err != nil {
 		return err
@@ -115,6 +116,21 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	g := infer.Draw(f.Config, i.Decoder)
 	return o.write(c, g.Generate(c.Context(), prompt, o.n, s), tok.NewDecoder(true), prompt, shown,
 		f.Generation.End)
+}
+
+// check returns an error for values that make no sense.
+func (o *generateOptions) check() error {
+	switch {
+	case o.n < 0:
+		return fmt.Errorf("--n is %d, want at least 0", o.n)
+	case o.temperature != automatic && !(o.temperature >= 0) || math.IsInf(o.temperature, 1):
+		return fmt.Errorf("--temperature is %v, want a finite number of at least 0", o.temperature)
+	case o.topK < automatic:
+		return fmt.Errorf("--top-k is %d, want at least 0", o.topK)
+	case o.topP != automatic && !(o.topP >= 0 && o.topP <= 1):
+		return fmt.Errorf("--top-p is %v, want 0 to 1", o.topP)
+	}
+	return nil
 }
 
 // maxPrompt is the number of bytes of a prompt that is read from standard input.
@@ -173,13 +189,13 @@ func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) 
 	}
 
 	// Zero is a value of each of these options.
-	if o.temperature != -1 {
+	if o.temperature != automatic {
 		s.Temperature = o.temperature
 	}
-	if o.topK != -1 {
+	if o.topK != automatic {
 		s.TopK = o.topK
 	}
-	if o.topP != -1 {
+	if o.topP != automatic {
 		s.TopP = sampler.Nucleus(o.topP)
 	}
 	if len(g.Ignored) > 0 {

@@ -75,7 +75,7 @@ func (o *common) inspect(w io.Writer) error {
 	}
 	// Master weights, gradients and two moments of AdamW, each of four bytes.
 	row("training takes", "%s for weights, gradients and AdamW, and activations beside",
-		size(16*int64(params)))
+		sizeText(16*int64(params)))
 	fmt.Fprintln(t, "\ntensor\ttype\tshape\tbytes\tfile")
 	total := int64(0)
 	for _, x := range f.Tensors() {
@@ -138,15 +138,4 @@ func inspectFile(w io.Writer, path string) error {
 // shapeOf is a shape as people read it.
 func shapeOf(shape []int) string {
 	return strings.ReplaceAll(strings.Trim(fmt.Sprint(shape), "[]"), " ", "×")
-}
-
-// size is a number of bytes as people read it.
-func size(bytes int64) string {
-	switch {
-	case bytes >= 1<<30:
-		return fmt.Sprintf("%.1f GiB", float64(bytes)/(1<<30))
-	case bytes >= 1<<20:
-		return fmt.Sprintf("%.1f MiB", float64(bytes)/(1<<20))
-	}
-	return fmt.Sprintf("%.1f KiB", float64(bytes)/(1<<10))
 }

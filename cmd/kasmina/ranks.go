@@ -27,7 +27,7 @@ func ranksJob(args []string) (*launch.Job, error) {
 	root := newRoot()
 	c, rest, err := root.Find(args)
 	if err != nil || c.Name() != "train" || c.ParseFlags(rest) != nil ||
-		c.ValidateArgs(c.Flags().Args()) != nil || c.ValidateRequiredFlags() != nil {
+		c.ValidateArgs(c.Flags().Args()) != nil || recall(c) != nil || c.ValidateRequiredFlags() != nil {
 		return nil, nil
 	}
 

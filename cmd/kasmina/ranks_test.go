@@ -278,3 +278,44 @@ func TestRanksJob(t *testing.T) {
 	_, err = kasmina(t, training("x", "--accumulate", "1")...)
 	require.ErrorContains(t, err, "accumulate 2")
 }
+
+// TestPartsAreTried checks that a rank which could not write its part of a checkpoint ends the run
+// before the first step.
+func TestPartsAreTried(t *testing.T) {
+	outs := []string{filepath.Join(t.TempDir(), "out"), filepath.Join(t.TempDir(), "out")}
+	require.NoError(t, os.MkdirAll(outs[1], 0o777))
+	require.NoError(t, os.WriteFile(filepath.Join(outs[1], runFolder), nil, 0o666))
+	texts := ranksOf(t, outs, "--steps", "3", "--save-parts")
+	require.Contains(t, texts[1], "the part of this rank")
+	log, err := os.ReadFile(filepath.Join(outs[0], runFolder, logName))
+	if err == nil {
+		require.NotContains(t, string(log), `"event":"step"`)
+	}
+}
+
+// ranksOf runs a training by two processes with a folder each, which must fail, and returns what they
+// say.
+func ranksOf(t *testing.T, outs []string, more ...string) []string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	port := l.Addr().(*net.TCPAddr).Port
+	require.NoError(t, l.Close())
+
+	var group sync.WaitGroup
+	texts := make([]string, len(outs))
+	for rank, out := range outs {
+		env := []string{"RANK=" + strconv.Itoa(rank), "WORLD_SIZE=2", "LOCAL_RANK=" + strconv.Itoa(rank),
+			"LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + strconv.Itoa(port),
+			"KASMINA_SECRET=0123456789abcdef0123456789abcdef"}
+		group.Go(func() {
+			text, err := program(t, env, training(out, more...)...).CombinedOutput()
+			texts[rank] = string(text)
+			if err == nil {
+				t.Errorf("rank %d has succeeded: %s", rank, text)
+			}
+		})
+	}
+	group.Wait()
+	return texts
+}

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -30,6 +31,8 @@ const (
 	checkpointName = "checkpoint.safetensors"
 	logName        = "log.jsonl"
 	stagingName    = "model" // the finished model, until its files have moved to --out
+	ggufName       = "model.gguf"
+	bestName       = "best.safetensors"
 	configName     = "config.json"
 )
 
@@ -39,7 +42,8 @@ const (
 //	OUT/run/run.json                     the manifest: the options of the run, and whether it has finished
 //	OUT/run/checkpoint.safetensors, ...  the last checkpoint
 //	OUT/run/log.jsonl, tensorboard       what the run has reported
-//	OUT/run/model                        the finished model, before it moves to OUT
+//	OUT/run/best.safetensors             with --keep-best, the best model so far; best.json has its loss
+//	OUT/run/model, model.gguf            the finished model, before it moves to OUT
 //
 // The manifest is written before anything else, so a folder without one is not a run's. It is written
 // again when the run finishes. All files are written atomically, so that after a kill at any moment
@@ -55,6 +59,20 @@ type manifest struct {
 	Files []string `json:"files,omitempty"`
 	// Finished reports that all Files are in the folder of --out.
 	Finished bool `json:"finished,omitempty"`
+	// Replaces lists the files of the model with which the run had finished before it was extended.
+	// They stay in the folder of --out until the new model replaces them.
+	Replaces []string `json:"replaces,omitempty"`
+}
+
+// next returns the manifest of a run that goes on with the given options. m may be nil.
+func (m *manifest) next(options map[string]string) *manifest {
+	n := &manifest{Options: options}
+	if m != nil {
+		if n.Replaces = m.Replaces; m.Finished {
+			n.Replaces = m.Files
+		}
+	}
+	return n
 }
 
 // A stage is how far the run in a folder has come.
@@ -80,8 +98,15 @@ var pathOptions = []string{"model", "data"}
 func optionsOf(c *cobra.Command) map[string]string {
 	all := map[string]string{}
 	c.Flags().VisitAll(func(f *pflag.Flag) {
-		if !slices.Contains(freeOptions, f.Name) {
-			all[f.Name] = f.Value.String()
+		if slices.Contains(freeOptions, f.Name) {
+			return
+		}
+		all[f.Name] = f.Value.String()
+		if slices.Contains(pathOptions, f.Name) {
+			// A later command may run in another folder.
+			if path, err := filepath.Abs(all[f.Name]); err == nil {
+				all[f.Name] = path
+			}
 		}
 	})
 	return all
@@ -109,8 +134,10 @@ func (d runDir) look() (stage, *manifest, error) {
 	case len(m.Files) > 0, err == nil && staged.IsDir():
 		return publishing, m, nil
 	}
-	if err := d.holdsOnly(d.out, runFolder); err != nil {
-		return vacant, nil, err
+	if len(m.Replaces) == 0 {
+		if err := d.holdsOnly(d.out, runFolder); err != nil {
+			return vacant, nil, err
+		}
 	}
 	if _, err := os.Stat(d.in(checkpointName)); err == nil {
 		return saved, m, nil
@@ -218,23 +245,52 @@ func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest
 				"it, add --resume to continue it with the new ones, or name another folder", d.out, strings.Join(differ, "; "))
 		}
 	case publishing, finished:
+		if s == finished && resume && m != nil && extends(options, m) {
+			if _, err := os.Stat(d.in(checkpointName)); err != nil {
+				return s, m, fmt.Errorf("the run in %s cannot be extended without its checkpoint: %w", d.out, err)
+			}
+			return saved, m, nil
+		}
 		if m == nil || len(differ) > 0 {
 			other := ""
 			if len(differ) > 0 {
 				other = ", with other options (" + strings.Join(differ, "; ") + ")"
 			}
-			err = fmt.Errorf("the run in %s has already finished%s: to train its model further, start a "+
-				"new run with --model %s and another --out", d.out, other, d.out)
+			err = fmt.Errorf("the run in %s has already finished%s: add --resume and more --steps to extend "+
+				"it, or start a new run with --model %s and another --out", d.out, other, d.out)
 		}
 	}
 	return s, m, err
 }
 
-// differences describes in which options a command differs from the run of a manifest.
+// extends reports whether a command asks a finished run for more steps, or more time. Adapters have
+// been merged into the weights, so that there is nothing left to train in a run of theirs.
+func extends(options map[string]string, m *manifest) bool {
+	if m.Options["adapters"] != "" {
+		return false
+	}
+	was, err := time.ParseDuration(m.Options["time"])
+	is, err2 := time.ParseDuration(options["time"])
+	if err == nil && err2 == nil && (is > 0 || was > 0) {
+		return is > was && was > 0
+	}
+	before, err := strconv.Atoi(m.Options["steps"])
+	after, err2 := strconv.Atoi(options["steps"])
+	return err == nil && err2 == nil && after > before
+}
+
+// differences describes in which options a command differs from the run of a manifest. An option that
+// the run's version did not have, and whose value is the default, does not count.
 func differences(options map[string]string, m *manifest) (all []string) {
 	if m == nil {
 		return nil
 	}
+	flags := newTrain().Flags()
+	isDefault := func(name, value string) bool {
+		f := flags.Lookup(name)
+		return f != nil && f.DefValue == value
+	}
+
 	names := maps.Clone(options)
 	maps.Copy(names, m.Options)
 	for _, name := range slices.Sorted(maps.Keys(names)) {
@@ -242,6 +298,8 @@ func differences(options map[string]string, m *manifest) (all []string) {
 		was, known := m.Options[name]
 		switch {
 		case given && known && (is == was || slices.Contains(pathOptions, name) && sameFile(is, was)):
+		case given && !known && isDefault(name, is):
+		case given && known && openSettings[name] == was && isDefault(name, was):
 		case !known:
 			all = append(all, fmt.Sprintf("--%s is %q now and was not known then", name, is))
 		case !given:
@@ -327,6 +385,12 @@ func (d runDir) writable() error {
 func (d runDir) publish(m *manifest) error {
 	staging := d.in(stagingName)
 	if len(m.Files) == 0 {
+		// The GGUF file was written next to the folder, because the folder appears as a whole.
+		if _, err := os.Lstat(d.in(ggufName)); err == nil {
+			if err := atomicfile.Move(d.in(ggufName), filepath.Join(staging, ggufName)); err != nil {
+				return err
+			}
+		}
 		entries, err := os.ReadDir(staging)
 		if err != nil {
 			return err
@@ -343,21 +407,29 @@ func (d runDir) publish(m *manifest) error {
 
 	for _, name := range m.Files {
 		failpoint.Reach("publish", name)
-		if err := d.publishFile(filepath.Join(staging, name), filepath.Join(d.out, name)); err != nil {
+		replace := slices.Contains(m.Replaces, name)
+		err := d.publishFile(filepath.Join(staging, name), filepath.Join(d.out, name), replace)
+		if err != nil {
 			return err
+		}
+	}
+	for _, name := range m.Replaces {
+		if !slices.Contains(m.Files, name) {
+			_ = os.Remove(filepath.Join(d.out, name)) // a folder stays if the user has put files there
 		}
 	}
 
 	failpoint.Reach("published", d.out)
-	m.Finished = true
+	m.Finished, m.Replaces = true, nil
 	if err := d.writeManifest(m); err != nil {
 		return err
 	}
 	return d.removeStaging()
 }
 
-// publishFile moves a file to its place, unless that has been done before.
-func (d runDir) publishFile(from, to string) error {
+// publishFile moves a file to its place, unless that has been done before. It replaces a file there
+// only if replace is set.
+func (d runDir) publishFile(from, to string, replace bool) error {
 	staged, err := os.Lstat(from)
 	if errors.Is(err, fs.ErrNotExist) {
 		if _, err := os.Lstat(to); err != nil {
@@ -369,6 +441,9 @@ func (d runDir) publishFile(from, to string) error {
 		return err
 	}
 
+	if replace {
+		return replaceFile(staged, from, to)
+	}
 	err = atomicfile.Move(from, to)
 	if !errors.Is(err, fs.ErrExist) {
 		return err
@@ -379,6 +454,27 @@ func (d runDir) publishFile(from, to string) error {
 	}
 	return fmt.Errorf("somebody else has written %s meanwhile: move it away, and the same command "+
 		"finishes the run", to)
+}
+
+// replaceFile moves a file, or all files of a folder, to its place.
+func replaceFile(staged fs.FileInfo, from, to string) error {
+	if !staged.IsDir() {
+		return os.Rename(from, to)
+	}
+
+	entries, err := os.ReadDir(from)
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(to, 0o777); err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if err := os.Rename(filepath.Join(from, e.Name()), filepath.Join(to, e.Name())); err != nil {
+			return err
+		}
+	}
+	return os.Remove(from)
 }
 
 // removeStaging removes the folder that publish has emptied.

@@ -56,10 +56,10 @@ func TestFinishedRun(t *testing.T) {
 		require.Contains(t, stderrOf(t, short(out, more...)...), "the run has already finished")
 		require.Equal(t, before, snapshotOf(t, out), more)
 	}
-	for _, more := range [][]string{{"--steps", "9", "--lr", "0.5"}, {"--steps", "9", "--lr", "0.5",
+	for _, more := range [][]string{{"--steps", "3", "--lr", "0.5"}, {"--steps", "3", "--lr", "0.5",
 		"--resume"}} {
 		_, err := kasmina(t, short(out, more...)...)
-		require.ErrorContains(t, err, `--lr was "0.0001" and is "0.5" now; --steps was "4" and is "9" now`)
+		require.ErrorContains(t, err, `--lr was "0.0001" and is "0.5" now; --steps was "4" and is "3" now`)
 		require.ErrorContains(t, err, "another --out")
 		require.Equal(t, before, snapshotOf(t, out), more)
 	}
@@ -74,14 +74,20 @@ func TestFinishedRun(t *testing.T) {
 func stopped(t *testing.T, point, path string, more ...string) string {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), "out")
+	stopAt(t, point, path, short(out, more...)...)
+	return out
+}
+
+// stopAt runs a command that ends with an error at a failpoint.
+func stopAt(t *testing.T, point, path string, args ...string) {
+	t.Helper()
 	defer failpoint.Set(nil)
 	failpoint.Set(func(p, at string) {
 		if p == point && strings.Contains(at, path) {
 			panic("stopped")
 		}
 	})
-	require.PanicsWithValue(t, "stopped", func() { stderrOf(t, short(out, more...)...) })
-	return out
+	require.PanicsWithValue(t, "stopped", func() { stderrOf(t, args...) })
 }
 
 // TestOtherOptions wants a command with other options than those of the run in its folder to be
@@ -99,7 +105,8 @@ func TestOtherOptions(t *testing.T) {
 	_, err = kasmina(t, short(out, "--seq", "8", "--resume")...)
 	require.ErrorIs(t, err, llm.ErrArchitecture)
 	require.ErrorContains(t, err, "--seq, --grow and the options of adapters must stay as they were")
-	require.Contains(t, stderrOf(t, short(out, "--resume")...), "resuming  with other settings: ")
+	require.Contains(t, stderrOf(t, short(out, "--resume", "--lr", "0.0003")...),
+		`resuming  with other settings: --lr was "0.002" and is "0.0003" now`)
 
 	// A run that has no manifest is that of an older version.
 	out = stopped(t, "event", "Saved")

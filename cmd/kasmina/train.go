@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
-	"slices"
 	"strings"
 	"time"
 
@@ -18,11 +17,11 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/hf/gguf"
 	"github.com/kasmina-go/kasmina/llm/parallel"
 	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/llm/tensorboard"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
-	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 )
@@ -44,6 +43,10 @@ type trainOptions struct {
 	gpus      int
 	deadline  time.Duration
 	parts     bool
+	learning  learning
+	warmup    int // steps of it
+	keepBest  bool
+	gguf      string
 }
 
 func newTrain() *cobra.Command {
@@ -58,8 +61,11 @@ The folder --out receives the trained model, in the format of transformers. Its 
 last checkpoint, with the optimizer's state, and the log.
 
 If a run was interrupted or killed, the same command continues it with the same bits as without the
-interruption. Once the run has finished, the command says so and does nothing. With --resume, the run
-continues with different options, such as another learning rate, number of steps or text.
+interruption. Once the run has finished, the command says so and does nothing.
+
+With --resume, only --out is required: all other options are those with which the run started, unless
+they are given. So the run continues with another learning rate, number of steps or text. More --steps
+also extend a run that has finished.
 
 With --gpus, one process for each GPU takes part in the run, with the same bits as one. Processes that
 torchrun, srun or a Kubernetes operator has started find each other.
@@ -67,9 +73,11 @@ torchrun, srun or a Kubernetes operator has started find each other.
 With --grow, the model receives more blocks while it trains. With --adapters, the weights stay as they
 are, and LoRA adapters learn and are merged into the weights at the end.`,
 		Example: `  kasmina train -m models/tiny -d text.txt -o tuned -n 200 -b 2
+  kasmina train -o tuned --resume -n 400
   kasmina train -m models/tiny -d text.txt -o adapted --adapters grow --rank 4`,
 		Args:              oneDashHint(cobra.NoArgs),
 		ValidArgsFunction: cobra.NoFileCompletions,
+		PreRunE:           func(c *cobra.Command, args []string) error { return recall(c) },
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}
 	o.modelFlag(c)
@@ -80,7 +88,10 @@ are, and LoRA adapters learn and are merged into the weights at the end.`,
 	f.IntVarP(&o.train.Batch, "batch", "b", 4, "sequences per batch")
 	f.IntVar(&o.train.Accumulate, "accumulate", 1, "batches per step")
 	f.IntVar(&o.seq, "seq", 0, "tokens per sequence (default: the model's longest context, at most 1024)")
-	f.Float64Var(&o.lr, "lr", 1e-4, "peak learning rate")
+	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: 0.0001 with adamw, and as much more as the "+
+		"--optimizer needs)")
+	f.Float64Var(&o.train.Clip, "clip", 1, "limit of the global gradient norm; 0 means no limit")
+	o.learning.flags(c)
 	f.IntVar(&o.grow, "grow", 0, "let the model grow to this many times as many blocks; 0 means no growth")
 	o.adapters.flags(c)
 	f.DurationVar(&o.train.Budget.Time, "time", 0, "train for this long instead of --steps, such as 90s or 2h")
@@ -88,6 +99,10 @@ are, and LoRA adapters learn and are merged into the weights at the end.`,
 		"save memory by computing the blocks again in the backward pass")
 	f.IntVar(&o.saveEvery, "save-every", 100, "steps between checkpoints; 0 saves only after the last step")
 	f.IntVar(&o.evalEvery, "eval-every", 50, "steps between evaluations; 0 evaluates only after the last step")
+	f.BoolVar(&o.keepBest, "keep-best", false, "save the model of the evaluation with the lowest held-out loss "+
+		"instead of the last one")
+	f.StringVar(&o.gguf, "gguf", "", "also write model.gguf for llama.cpp, with weights of this `type`: f32, f16, "+
+		"bf16 or q8_0")
 	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed for the data order")
 	f.BoolVar(&o.resume, "resume", false, "continue the run in --out even if its options were different")
 	f.StringVar(&o.board, "board", "", "show the run in a browser at this `address`, such as 127.0.0.1:6060")
@@ -102,6 +117,7 @@ are, and LoRA adapters learn and are merged into the weights at the end.`,
 	f.BoolVar(&o.parts, "save-parts", false, "let each of several processes write its own part of a "+
 		"checkpoint; for large models")
 	o.machineFlags(c)
+	completeFlag(c, "gguf", "f32", "f16", "bf16", "q8_0")
 	markRequired(c, "model", "data", "out")
 	return c
 }
@@ -110,7 +126,13 @@ func (o *trainOptions) dir() runDir { return runDir{filepath.Clean(o.out)} }
 
 func (o *trainOptions) in(name string) string { return o.dir().in(name) }
 
-// check refuses what would otherwise fail after the training alone.
+// Limits that keep sizes within what any computer has.
+const (
+	mostSequences = 1 << 20
+	mostGrowth    = 64
+)
+
+// check returns an error for values that make no sense, before anything is written.
 func (o *trainOptions) check() error {
 	for _, count := range []struct {
 		name  string
@@ -119,9 +141,12 @@ func (o *trainOptions) check() error {
 		if count.value < 1 {
 			return fmt.Errorf("--%s is %d, want at least 1", count.name, count.value)
 		}
+		if count.name != "steps" && count.value > mostSequences {
+			return fmt.Errorf("--%s is %d, want at most %d", count.name, count.value, mostSequences)
+		}
 	}
-	if o.grow < 0 || o.grow == 1 {
-		return fmt.Errorf("--grow is %d, want 0, or 2 for twice as many blocks", o.grow)
+	if o.grow < 0 || o.grow == 1 || o.grow > mostGrowth {
+		return fmt.Errorf("--grow is %d, want 0, or 2 for twice as many blocks, up to %d", o.grow, mostGrowth)
 	}
 	if err := o.adapters.check(); err != nil {
 		return err
@@ -135,8 +160,16 @@ func (o *trainOptions) check() error {
 	if o.grow > 0 && o.train.Steps < 100 {
 		return fmt.Errorf("--steps is %d, and --grow takes at least 100", o.train.Steps)
 	}
-	if !(o.lr > 0) {
-		return fmt.Errorf("--lr is %v, want more than 0", o.lr)
+	if err := o.checkLearning(); err != nil {
+		return err
+	}
+	if o.gguf != "" {
+		if _, err := gguf.ParseType(o.gguf); err != nil {
+			return fmt.Errorf("--gguf: %w", err)
+		}
+	}
+	if o.keepBest && o.adapters.where != "" {
+		return errNoBest
 	}
 	if o.saveEvery < 0 || o.evalEvery < 0 {
 		return fmt.Errorf("--save-every is %d and --eval-every %d, want at least 0", o.saveEvery,
@@ -145,10 +178,16 @@ func (o *trainOptions) check() error {
 	if o.gpus < 0 {
 		return fmt.Errorf("--gpus is %d, want at least 1", o.gpus)
 	}
+	if o.deadline < 0 {
+		return fmt.Errorf("--deadline is %v, want at least 0", o.deadline)
+	}
 	return nil
 }
 
 func (o *trainOptions) run(c *cobra.Command) (err error) {
+	if o.lr == 0 && !c.Flags().Changed("lr") {
+		o.lr = o.learning.rate()
+	}
 	if err := o.check(); err != nil {
 		return err
 	}
@@ -164,6 +203,7 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 	if err := o.checkProcesses(c, m); err != nil {
 		return err
 	}
+	o.settle(m)
 
 	stage, release, err := o.openFolder(c, m)
 	if err != nil {
@@ -173,7 +213,7 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 	if stage == finished {
 		return nil
 	}
-	return o.runFrom(c, m, stage)
+	return o.remedy(o.runFrom(c, m, stage))
 }
 
 // checkProcesses returns an error for options that have no effect with the processes that there are:
@@ -275,6 +315,9 @@ func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	if err != nil {
 		return err
 	}
+	if err := o.checkSave(f); err != nil {
+		return err
+	}
 	corpus, err := data.Open(o.data)
 	if err != nil {
 		return fmt.Errorf("--data: %w", err)
@@ -288,18 +331,8 @@ func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 		return err
 	}
 	defer m.team.Busy("writing the model")()
-	at, clear := bar(c.ErrOrStderr(), "writing", true)
-	defer clear()
-	d := o.dir()
-	if err := savePretrained(c.Context(), d.in(stagingName), t.Model, hf.Like(f),
-		hf.WithSaveProgress(at), hf.WithShardSize(modelShard)); err != nil {
-		return err
-	}
-	return d.publish(&manifest{Options: optionsOf(c)})
+	return o.save(c, t.Model, f)
 }
-
-// savePretrained is hf.SavePretrained, but in tests of a slow disk.
-var savePretrained = hf.SavePretrained
 
 // trainer loads the model and makes what trains it.
 func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
@@ -314,16 +347,10 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
 	if err != nil {
 		return nil, fmt.Errorf("--data: %w", err)
 	}
-	optimizer, err := optim.NewAdamW(optim.WithLR(o.lr), optim.WithBetas(0.9, 0.95),
-		optim.WithWeightDecay(0.1),
-		optim.WithGroup(optim.NameContains("norm", "bias", "kasmina"), optim.Decay(0)))
+	optimizer, err := o.newOptimizer()
 	if err != nil {
 		return nil, err
 	}
-	if err := o.schedule(); err != nil {
-		return nil, err
-	}
-	o.train.Clip = 1
 	if o.grow > 0 {
 		o.train.Epoch = max(1, o.train.Steps/100) // a seed's life takes some 80 epochs
 	}
@@ -337,9 +364,6 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
 	if err != nil {
 		return nil, err
 	}
-	if err := o.checkSave(f); err != nil {
-		return nil, err
-	}
 	t, err := llm.NewTrainer(m, loader, optimizer, o.train)
 	if err != nil {
 		return nil, err
@@ -351,48 +375,12 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
 	return t, errors.Join(err, o.adapters.grow(t))
 }
 
-// checkSave returns the error with which the model could not be saved when the run ends.
-func (o *trainOptions) checkSave(f *hf.Folder) error {
-	c := f.Config
-	if o.grow > 0 {
-		blocks := make([]llm.Block, c.Layers)
-		for i := range blocks {
-			if n := len(c.Blocks); n > 0 {
-				blocks[i] = c.Blocks[i%n]
-			}
-		}
-		c.Layers, c.Blocks = c.Layers*o.grow, slices.Repeat(blocks, o.grow)
-	}
-	if err := hf.CheckSave(c, hf.Like(f)); err != nil {
-		return fmt.Errorf("the trained model could not be saved: %w", err)
-	}
-	return nil
-}
-
 // lattices are the options of the model's seeds: adapters pass no gates.
 func (o *trainOptions) lattices() []state.Option {
 	if o.adapters.where == "" {
 		return nil
 	}
 	return []state.Option{state.WithoutGates()}
-}
-
-// warmup is the most steps in which the learning rate rises. At the end a tenth of it is left.
-const warmup = 100
-
-// schedule sets the learning rate's course over the steps or the time.
-func (o *trainOptions) schedule() (err error) {
-	if o.train.Budget.Time == 0 {
-		o.train.Schedule, err = optim.WarmupCosine(o.lr, o.lr/10, min(warmup, o.train.Steps/10),
-			o.train.Steps)
-		return err
-	}
-	o.train.Steps = 0
-	if o.train.Schedule, err = optim.Warmup(o.lr, warmup/5); err != nil {
-		return err
-	}
-	o.train.Annealing, err = optim.CosineAnnealing(0.1)
-	return err
 }
 
 // serve shows the run in a browser until stop is called.
@@ -424,7 +412,11 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 
 	// From here on the folder is a run's, with the options of this command.
 	if err := on.atFirst(func() error {
-		return o.dir().writeManifest(&manifest{Options: optionsOf(c)})
+		run, err := o.dir().readManifest()
+		if err != nil {
+			return err
+		}
+		return o.dir().writeManifest(run.next(optionsOf(c)))
 	}); err != nil {
 		return err
 	}
@@ -456,17 +448,26 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string) error {
 	if !o.resume {
 		err := t.Resume(c.Context(), path)
-		if errors.Is(err, data.ErrChanged) {
+		switch {
+		case errors.Is(err, data.ErrChanged):
 			return fmt.Errorf("%w; to train on with the present text, add --resume", err)
+		case errors.Is(err, llm.ErrSettings):
+			return settingsError{err}
 		}
 		return err
 	}
 
-	settings := llm.WithNewSettings(func(differences []string) {
-		fmt.Fprintf(c.ErrOrStderr(), "resuming  with other settings: %s\n",
-			strings.Join(differences, "; "))
+	run, err := o.dir().readManifest()
+	if err != nil {
+		return err
+	}
+	settings := llm.WithNewSettings(func(found []string) {
+		if options := differences(optionsOf(c), run); len(options) > 0 {
+			found = options // which have the names that the user knows
+		}
+		fmt.Fprintf(c.ErrOrStderr(), "resuming  with other settings: %s\n", strings.Join(found, "; "))
 	})
-	err := t.Resume(c.Context(), path, settings)
+	err = t.Resume(c.Context(), path, settings)
 	if errors.Is(err, data.ErrChanged) {
 		// Only now, because WithNewData starts at the beginning of the text even if it is the same.
 		text := llm.WithNewData(llm.Keep{Optimizer: true, Steps: true})
@@ -480,6 +481,17 @@ func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string)
 	}
 	return err
 }
+
+// A settingsError is the error of a checkpoint whose run was set up in another way, although its
+// options were the same, as on another kind of machine. It names the option that accepts it.
+type settingsError struct{ error }
+
+func (e settingsError) Error() string {
+	text, _, _ := strings.Cut(e.error.Error(), ": set up the trainer")
+	return text + ": add --resume to continue all the same"
+}
+
+func (e settingsError) Unwrap() error { return e.error }
 
 // watch adds what shows a run, writes its log and evaluates, which is for one process.
 func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
@@ -508,7 +520,13 @@ func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 	if o.adapters.where != "" && !o.quiet {
 		t.On(o.adapters.told(t, c))
 	}
+	if err := o.describe(shown); err != nil {
+		return nil, errors.Join(err, stop())
+	}
 	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName),
 		runlog.On(on.facts())), llm.Evaluate(t, e, o.evalEvery), llm.Ceilings(t))
+	if o.keepBest {
+		t.On(o.saveBest(t))
+	}
 	return stop, nil
 }

@@ -135,6 +135,12 @@ func (c *checkpointer) save(step int) error {
 // folder.
 func (c *checkpointer) begin() error {
 	if !c.t.Writes() {
+		if c.parts && c.t.Parallel() {
+			// This rank writes a part of its own, perhaps to another disk.
+			if err := modelfile.Writable(c.path); err != nil {
+				return fmt.Errorf("llm: Checkpoint: the part of this rank: %w", err)
+			}
+		}
 		return nil
 	}
 	info, err := os.Stat(c.path)

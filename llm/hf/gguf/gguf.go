@@ -71,6 +71,30 @@ func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	return nil
 }
 
+// Check returns the error with which Save would refuse a model of a configuration, whatever its
+// parameters: llama.cpp may lack its architecture, or its folder's tokenizer. A long run calls Check
+// before its first step.
+func Check(f *hf.Folder, c llm.Config, t Type) error {
+	if f == nil {
+		return errors.New("gguf: the folder is nil, want one that hf.Open returns")
+	}
+	if _, known := fileTypes[t]; !known {
+		return fmt.Errorf("gguf: the type is %d, want F32, F16, BF16 or Q80", t)
+	}
+	if err := c.Check(); err != nil {
+		return fmt.Errorf("gguf: %w", err)
+	}
+
+	c = plain.Config(c)
+	if _, err := fieldsOf(f, c, t); err != nil {
+		return fmt.Errorf("gguf: %w", err)
+	}
+	if _, _, err := layoutOf(c, t); err != nil {
+		return fmt.Errorf("gguf: %w", err)
+	}
+	return nil
+}
+
 func save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	progress func(done, of int64)) error {
 	switch _, known := fileTypes[t]; {

@@ -108,12 +108,37 @@ func appendQ80(b []byte, row []float32) (_ []byte, fits bool) {
 
 // tensorsOf returns the tensors of a model as llama.cpp has them.
 func tensorsOf(m *llm.Model, arch string, t Type) ([]source, error) {
-	c := m.Config
-	var all []source
+	all, params, err := layoutOf(m.Config, t)
+	if err != nil {
+		return nil, err
+	}
+
+	for i, name := range params {
+		if name == "" {
+			continue
+		}
+		p := m.Param(name)
+		values, ok := p.Data().([]float32)
+		if !ok {
+			return nil, fmt.Errorf("tensor %s is of %v, want float32", name, p.Dtype())
+		}
+		_, width := all[i].rows()
+		all[i].row = func(i int) []float32 { return values[i*width:][:width] }
+		if arch == "llama" && (strings.Contains(name, "q_proj") || strings.Contains(name, "k_proj")) {
+			all[i] = interleaved(all[i], m.Config.HeadDim)
+		}
+	}
+	return all, nil
+}
+
+// layoutOf returns the tensors of a configuration, without the values of parameters, and the
+// parameters' names, which are "" for tensors that are no parameters.
+func layoutOf(c llm.Config, t Type) (all []source, params []string, err error) {
 	if s := c.Scaling; s.HighFreq != 0 {
 		factors := rotaryFactors(c)
 		all = append(all, source{"rope_freqs.weight", []int{len(factors)}, F32,
 			func(int) []float32 { return factors }})
+		params = append(params, "")
 	}
 	for name, shape := range c.Parameters() {
 		if strings.Contains(name, ".kasmina.") {
@@ -121,29 +146,19 @@ func tensorsOf(m *llm.Model, arch string, t Type) ([]source, error) {
 		}
 		to, err := nameOf(name)
 		if err != nil {
-			return nil, err
-		}
-		p := m.Param(name)
-		values, ok := p.Data().([]float32)
-		if !ok {
-			return nil, fmt.Errorf("tensor %s is of %v, want float32", name, p.Dtype())
+			return nil, nil, err
 		}
 		s := source{name: to, shape: shape, dtype: t}
 		_, width := s.rows()
-		s.row = func(i int) []float32 { return values[i*width:][:width] }
 		if len(shape) == 1 {
 			s.dtype = F32
 		} else if t == Q80 && width%blockSize != 0 {
-			return nil, fmt.Errorf("tensor %s has rows of %d numbers, and q8_0 takes multiples of %d: "+
+			return nil, nil, fmt.Errorf("tensor %s has rows of %d numbers, and q8_0 takes multiples of %d: "+
 				"ask for f16", name, width, blockSize)
 		}
-		if arch == "llama" && (strings.Contains(name, "q_proj") ||
-			strings.Contains(name, "k_proj")) {
-			s = interleaved(s, c.HeadDim)
-		}
-		all = append(all, s)
+		all, params = append(all, s), append(params, name)
 	}
-	return all, nil
+	return all, params, nil
 }
 
 // interleaved has the two features that RoPE turns lie side by side in every head, as llama.cpp has

@@ -1,0 +1,150 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/llm/hf"
+)
+
+// TestOutputsAreTried checks that every output which a run cannot write at its end is an error before
+// its first step.
+func TestOutputsAreTried(t *testing.T) {
+	blocked := func(name string) func(out string) {
+		return func(out string) {
+			require.NoError(t, os.MkdirAll(filepath.Join(out, runFolder, name, "x"), 0o777))
+			// The folder is that of a run, which the command would otherwise refuse to touch.
+			require.NoError(t, runDir{out}.writeManifest(&manifest{Options: map[string]string{}}))
+		}
+	}
+	unmergeable := filepath.Join(t.TempDir(), "model")
+	require.NoError(t, os.CopyFS(unmergeable, os.DirFS(tiny)))
+	require.NoError(t, os.Mkdir(filepath.Join(unmergeable, "vocab.json"), 0o777))
+
+	spaced := filepath.Join(t.TempDir(), "model")
+	require.NoError(t, os.CopyFS(spaced, os.DirFS(tiny)))
+	text, err := os.ReadFile(filepath.Join(spaced, "tokenizer.json"))
+	require.NoError(t, err)
+	text = bytes.ReplaceAll(text, []byte(`"add_prefix_space": false`), []byte(`"add_prefix_space": true`))
+	require.NoError(t, os.WriteFile(filepath.Join(spaced, "tokenizer.json"), text, 0o666))
+
+	for name, c := range map[string]struct {
+		model   string
+		prepare func(out string)
+		more    []string
+		want    string
+	}{
+		"folder":     {tiny, func(out string) { require.NoError(t, os.WriteFile(out, nil, 0o666)) }, nil, "--out"},
+		"tokenizer":  {unmergeable, nil, nil, "could not be saved"},
+		"merge":      {unmergeable, nil, []string{"--adapters", "all"}, "could not be saved"},
+		"checkpoint": {tiny, blocked(checkpointName), []string{"--resume"}, checkpointName},
+		"best":       {tiny, blocked(bestName), []string{"--keep-best"}, bestName},
+		"GGUF":       {spaced, nil, []string{"--gguf", "f16"}, "--gguf: the trained model could not be saved"},
+		"GGUF file":  {tiny, blocked(ggufName), []string{"--gguf", "f16"}, ggufName},
+	} {
+		t.Run(name, func(t *testing.T) {
+			out := filepath.Join(t.TempDir(), "out")
+			if c.prepare != nil {
+				c.prepare(out)
+			}
+			_, err := kasmina(t, append([]string{"train", "-m", c.model, "-d", license, "-o", out, "-b", "1", "-n",
+				"2", "--seq", "16", "--device", "cpu"}, c.more...)...)
+			require.ErrorContains(t, err, c.want)
+			log, err := os.ReadFile(filepath.Join(out, runFolder, logName))
+			if err == nil {
+				require.NotContains(t, string(log), `"event":"step"`)
+			}
+		})
+	}
+}
+
+// TestTrainGGUF checks that --gguf writes the trained model for llama.cpp too.
+func TestTrainGGUF(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "out")
+	stderrOf(t, short(out, "--gguf", "q8_0")...)
+	described, err := kasmina(t, "inspect", filepath.Join(out, ggufName))
+	require.NoError(t, err)
+	require.Contains(t, described, "blk.1.ffn_down.weight")
+
+	// A kill between the two models loses neither.
+	stoppedOut := stopped(t, "publish", "config.json", "--gguf", "q8_0")
+	stderrOf(t, short(stoppedOut, "--gguf", "q8_0")...)
+	want, err := os.ReadFile(filepath.Join(out, ggufName))
+	require.NoError(t, err)
+	got, err := os.ReadFile(filepath.Join(stoppedOut, ggufName))
+	require.NoError(t, err)
+	require.Equal(t, len(want), len(got))
+}
+
+// TestKeepBest checks that --keep-best saves the model of the best evaluation, which is not the last
+// one where the learning rate is far too high.
+func TestKeepBest(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "out")
+	told := stderrOf(t, short(out, "--keep-best", "--eval-every", "1", "--lr", "5", "--schedule",
+		"constant", "--steps", "6")...)
+	var b best
+	text, err := os.ReadFile(filepath.Join(out, runFolder, bestFigures))
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(text, &b))
+	require.Less(t, b.Step, 6)
+	require.Contains(t, told, fmt.Sprintf("best      the model after step %d", b.Step))
+
+	last := filepath.Join(t.TempDir(), "out")
+	stderrOf(t, short(last, "--eval-every", "1", "--lr", "5", "--schedule", "constant", "--steps",
+		fmt.Sprint(b.Step))...)
+	require.Equal(t, trained(t, last), trained(t, out))
+}
+
+// TestFullDisk checks that the error of a full disk says that the same command continues.
+func TestFullDisk(t *testing.T) {
+	o := &trainOptions{common: common{out: t.TempDir()}}
+	full := fmt.Errorf("writing: %w", syscall.ENOSPC)
+	require.ErrorContains(t, o.remedy(full), "give the same command again to continue from the start")
+	require.NoError(t, os.MkdirAll(o.in(""), 0o777))
+	require.NoError(t, os.WriteFile(o.in(checkpointName), nil, 0o666))
+	require.ErrorContains(t, o.remedy(full), "give the same command again to continue from the last checkpoint")
+	require.ErrorIs(t, o.remedy(full), syscall.ENOSPC)
+	require.NoError(t, o.remedy(nil))
+	require.EqualError(t, o.remedy(errors.New("other")), "other")
+}
+
+// TestReports checks that train and convert say what they have saved and what to try next.
+func TestReports(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "my out")
+	told := stderrOf(t, short(out)...)
+	require.Contains(t, told, "saved     the model in "+out)
+	require.Contains(t, told, "next      kasmina generate -m '"+out+"' -p TEXT")
+	require.Contains(t, told, "settings  adamw, learning rate 0.0001")
+
+	copied := filepath.Join(t.TempDir(), "copied")
+	told = stderrOf(t, "convert", "-m", tiny, "-o", copied)
+	require.Contains(t, told, "saved     "+copied+" (")
+	require.Contains(t, told, "next      kasmina generate -m "+copied)
+
+	bare := filepath.Join(t.TempDir(), "bare")
+	require.NoError(t, os.CopyFS(bare, os.DirFS(testdata+"/llama2")))
+	told = stderrOf(t, "convert", "-m", bare, "-o", filepath.Join(t.TempDir(), "x"))
+	require.Contains(t, told, "tokenizer "+bare+" has none to copy")
+	require.NotContains(t, told, "next")
+	require.Equal(t, `'it'\''s'`, quoted("it's"))
+}
+
+// TestFrozen checks that the trainable parameters of adapters are told apart from all.
+func TestFrozen(t *testing.T) {
+	told := stderrOf(t, short(filepath.Join(t.TempDir(), "out"), "--adapters", "all", "--rank", "2")...)
+	f, err := hf.Open(tiny)
+	require.NoError(t, err)
+	defer f.Close()
+	require.Regexp(t, `training [\d,]+ of [\d,]+ parameters \([\d.]+%\)`, told)
+	require.Contains(t, told, "frozen model of 31,392 parameters")
+	require.False(t, strings.Contains(told, "weight decay 0.1"))
+}

@@ -1,0 +1,72 @@
+package main
+
+import (
+	"fmt"
+	"path/filepath"
+	"slices"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/llm/hf"
+)
+
+// excluding lists the options that end a run. If one of them is given, the other is not recalled.
+var excluding = map[string]string{"steps": "time", "time": "steps"}
+
+// recall gives the options that are not on the command line, with --resume, the values with which the
+// run in --out started.
+func recall(c *cobra.Command) error {
+	f := c.Flags()
+	if resume, err := f.GetBool("resume"); err != nil || !resume {
+		return err
+	}
+	out, err := f.GetString("out")
+	if err != nil || out == "" {
+		return err
+	}
+	m, err := runDir{filepath.Clean(out)}.readManifest()
+	if err != nil || m == nil {
+		return err // no manifest is the concern of decide
+	}
+
+	var onCommandLine []string
+	for name := range m.Options {
+		if flag := f.Lookup(name); flag != nil && flag.Changed {
+			onCommandLine = append(onCommandLine, name)
+		}
+	}
+	for name, value := range m.Options {
+		flag := f.Lookup(name)
+		if flag == nil || slices.Contains(onCommandLine, name) ||
+			slices.Contains(onCommandLine, excluding[name]) || value == flag.DefValue {
+			continue
+		}
+		if err := f.Set(name, value); err != nil {
+			return fmt.Errorf("--resume: --%s was %q when the run started: %w", name, value, err)
+		}
+	}
+	return nil
+}
+
+// openSettings are the values of options that leave the choice to the command. Runs of older versions
+// have recorded them instead of the choice.
+var openSettings = map[string]string{"device": "auto", "precision": "", "seq": "0", "lr": "0"}
+
+// settle replaces the values of options that leave the choice to the command by what it has chosen, so
+// that the run continues if the user writes the same values out. The flags share these variables, so
+// the manifest records the choice too.
+func (o *trainOptions) settle(m machines) {
+	o.device = "cpu"
+	if m.device != nil {
+		o.device = "cuda"
+	}
+	if o.precision == "" {
+		o.precision = m.precision.String()
+	}
+	if f, err := hf.Open(o.model); err == nil { // runFrom returns the error
+		if o.seq == 0 {
+			o.seq = min(f.Config.Seq, 1024)
+		}
+		f.Close()
+	}
+}
