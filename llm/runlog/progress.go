@@ -103,7 +103,7 @@ func (p *progress) event(e llm.Event) {
 		p.line(reshaped(e))
 		if e.Err == nil {
 			p.since = e
-			if e.Params < e.AllParams {
+			if 0 < e.Params && e.Params < e.AllParams {
 				p.line("training " + parameters(e))
 			}
 		}
