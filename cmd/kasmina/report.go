@@ -37,14 +37,6 @@ func sizeText(bytes int64) string {
 	return fmt.Sprintf("%.1f KiB", float64(bytes)/(1<<10))
 }
 
-// plural returns a number with a noun, such as "1 file" or "3 files".
-func plural(n int, noun string) string {
-	if n != 1 {
-		noun += "s"
-	}
-	return fmt.Sprintf("%d %s", n, noun)
-}
-
 // quoted returns a path as an argument for a shell.
 func quoted(path string) string {
 	if strings.ContainsFunc(path, func(r rune) bool {
