@@ -25,9 +25,10 @@ func later(*pflag.FlagSet) string { return "" }
 // flagRules has a rule for every flag of every command, so that no flag is accepted in silence when it
 // does nothing.
 var flagRules = map[string]map[string]rule{
-	"inspect": {"model": always},
-	"data":    {},
-	"check":   {"model": always, "seq": always, "show": always, "list": always},
+	"inspect":    {"model": always},
+	"data":       {},
+	"data check": {"model": always, "seq": always, "show": always, "list": always},
+	"check":      {"model": always, "seq": always, "show": always, "list": always},
 	"eval": {"model": always, "data": always, "seq": always, "device": always,
 		"precision": always},
 	"generate": {"model": always, "prompt": always, "n": always, "chat": always, "device": always,
@@ -98,10 +99,16 @@ func directed(f *pflag.FlagSet) string {
 	return onlyWith("adapters", "", "--adapters")(f)
 }
 
+// nameOf returns the name of a command, with those of the commands that it belongs to.
+func nameOf(c *cobra.Command) string {
+	_, name, _ := strings.Cut(c.CommandPath(), " ")
+	return name
+}
+
 // checkFlags returns an error for a flag that is given but has no effect, and for a required flag whose
 // value is empty, as that of --out "$OUT" is if the variable is not set.
 func checkFlags(c *cobra.Command) (err error) {
-	rules := flagRules[c.Name()]
+	rules := flagRules[nameOf(c)]
 	c.Flags().Visit(func(f *pflag.Flag) {
 		if err != nil {
 			return

@@ -46,7 +46,7 @@ func TestEveryFlagHasARule(t *testing.T) {
 		commands = append(commands, c.Commands()...)
 	}
 	for _, c := range commands {
-		rules := flagRules[c.Name()]
+		rules := flagRules[nameOf(c)]
 		require.NotNil(t, rules, "the command %s has no rules", c.Name())
 		c.Flags().VisitAll(func(f *pflag.Flag) {
 			require.NotNil(t, rules[f.Name], "the flag --%s of %s has no rule", f.Name, c.Name())
@@ -54,10 +54,10 @@ func TestEveryFlagHasARule(t *testing.T) {
 		for name := range rules {
 			require.NotNil(t, c.Flags().Lookup(name), "%s has no flag --%s", c.Name(), name)
 			if isAlways(c, name) {
-				always[c.Name()+" --"+name] = true
+				always[nameOf(c)+" --"+name] = true
 				continue
 			}
-			require.Contains(t, ineffective, c.Name()+" --"+name)
+			require.Contains(t, ineffective, nameOf(c)+" --"+name)
 		}
 	}
 
@@ -74,8 +74,8 @@ func TestEveryFlagHasARule(t *testing.T) {
 
 // isAlways reports whether the rule of a flag is the function always.
 func isAlways(c *cobra.Command, name string) bool {
-	rule := flagRules[c.Name()][name]
-	return nameOf(rule) == nameOf(always)
+	rule := flagRules[nameOf(c)][name]
+	return functionOf(rule) == functionOf(always)
 }
 
 // TestSeveralFlagsWithoutEffect wants all flags that do nothing to be named, and a greedy text that
@@ -98,8 +98,16 @@ func TestSeveralFlagsWithoutEffect(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// nameOf returns the name of a rule's function.
-func nameOf(r rule) string { return runtime.FuncForPC(reflect.ValueOf(r).Pointer()).Name() }
+// commands returns a command's subcommands, and theirs.
+func commands(c *cobra.Command) (all []*cobra.Command) {
+	for _, sub := range c.Commands() {
+		all = append(append(all, sub), commands(sub)...)
+	}
+	return all
+}
+
+// functionOf returns the name of a rule's function.
+func functionOf(r rule) string { return runtime.FuncForPC(reflect.ValueOf(r).Pointer()).Name() }
 
 // invalid has values for flags that are never valid. Flags with other types have none.
 var invalid = map[string][]string{
@@ -117,10 +125,12 @@ func TestErrorsNameTheFlag(t *testing.T) {
 		"generate": "generate -m MODEL -p a -n 2 -t 1",
 		"train":    "train -m MODEL -d TEXT -o OUT -n 200 --device cpu",
 		"convert":  "convert -m MODEL -o OUT",
+
+		"data check": "data check -m MODEL CHAT",
 	}
 	excessive := map[string]string{"batch": "1000000000000", "accumulate": "1000000000000",
 		"grow": "1000000000000", "rank": "1000000000000", "warmup": "1000000000000"}
-	for _, c := range newRoot().Commands() {
+	for _, c := range commands(newRoot()) {
 		c.Flags().VisitAll(func(f *pflag.Flag) {
 			values := invalid[f.Value.Type()]
 			if c.Name() == "train" && excessive[f.Name] != "" {
@@ -128,7 +138,7 @@ func TestErrorsNameTheFlag(t *testing.T) {
 			}
 			for _, value := range values {
 				out := filepath.Join(t.TempDir(), "out")
-				line := strings.NewReplacer("MODEL", tiny, "TEXT", license, "OUT", out).Replace(lines[c.Name()])
+				line := strings.NewReplacer("MODEL", tiny, "TEXT", license, "CHAT", license, "OUT", out).Replace(lines[nameOf(c)])
 				flag := "--" + f.Name + "=" + value
 				args := append(strings.Fields(line), flag)
 				if f.Name == "rank" {
@@ -152,6 +162,11 @@ var effects = map[string]effect{
 	"inspect --model": {"inspect TINY", "inspect --model LLAMA"},
 	"report --out":    {"report RUN", "report RUN --out OUT.html"},
 	"board --addr":    {"board RUN --addr nowhere", "board RUN --addr elsewhere"},
+
+	"data check --model": {"data check CHAT -m TINY", "data check CHAT --model LLAMA"},
+	"data check --seq":   {"data check CHAT -m TINY", "data check CHAT -m TINY --seq 16"},
+	"data check --show":  {"data check CHAT -m TINY", "data check CHAT -m TINY --show 0"},
+	"data check --list":  {"data check CHAT -m TINY", "data check CHAT -m TINY --list 1"},
 
 	"eval --model":     {"eval -m TINY -d TEXT", "eval --model ALTERED -d TEXT"},
 	"eval --data":      {"eval -m TINY -d TEXT", "eval -m TINY --data OTHER"},
@@ -228,6 +243,9 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 	require.NoError(t, err)
 	other := filepath.Join(t.TempDir(), "text")
 	require.NoError(t, os.WriteFile(other, bytes.Repeat([]byte("other text. "), 200), 0o666))
+	chats := filepath.Join(t.TempDir(), "chat.jsonl")
+	require.NoError(t, os.WriteFile(chats, []byte(`{"text": "Permission is hereby granted, free of `+
+		`charge, to any person obtaining a copy of this software"}`+"\n{}\n[]\n"), 0o666))
 	recorded := finishedRun(t)
 
 	observe := func(line string) string {
@@ -238,7 +256,7 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 		}
 		dir := filepath.Join(t.TempDir(), "dir")
 		line = strings.NewReplacer("TINY", absolute(t, tiny), "LLAMA", absolute(t, testdata+"/llama2"),
-			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "RUN", recorded, "OUT",
+			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "CHAT", chats, "RUN", recorded, "OUT",
 			filepath.Join(dir, "out")).Replace(line)
 		var stdout, stderr bytes.Buffer
 		err := run(t.Context(), strings.Fields(line), &stdout, &stderr)
@@ -258,9 +276,9 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 	}
 
 	without := map[string]string{} // what commands leave without the flag
-	for _, c := range newRoot().Commands() {
+	for _, c := range commands(newRoot()) {
 		c.Flags().VisitAll(func(f *pflag.Flag) {
-			name := c.Name() + " --" + f.Name
+			name := nameOf(c) + " --" + f.Name
 			e, ok := effects[name]
 			if unseen[name] != "" || f.Name == "help" {
 				return

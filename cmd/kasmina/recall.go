@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"maps"
 	"path/filepath"
 	"slices"
 
@@ -30,13 +31,14 @@ func recall(c *cobra.Command) error {
 	}
 
 	var onCommandLine []string
-	for name := range m.Options {
+	names := slices.Sorted(maps.Keys(m.Options))
+	for _, name := range names {
 		if flag := f.Lookup(name); flag != nil && flag.Changed {
 			onCommandLine = append(onCommandLine, name)
 		}
 	}
-	for name, value := range m.Options {
-		flag := f.Lookup(name)
+	for _, name := range names {
+		flag, value := f.Lookup(name), m.Options[name]
 		if flag == nil || slices.Contains(onCommandLine, name) ||
 			slices.Contains(onCommandLine, excluding[name]) || value == flag.DefValue {
 			continue
