@@ -169,9 +169,9 @@ func short(x float64) string {
 // scalingTables are those of SCALING.md.
 func scalingTables(t *testing.T) []string {
 	models := scaledModels(t)
-	bytes := "| model | parameters | tokens a GPU | one GPU, ms | gradients out | " +
+	bytes := "| model | parameters | tokens per GPU | one GPU, ms | gradients out | " +
 		"parameters in | " +
-		"state a GPU |\n| --- | --- | --- | --- | --- | --- | --- |\n"
+		"state per GPU |\n| --- | --- | --- | --- | --- | --- | --- |\n"
 	paces := "| model | GPUs | InfiniBand | % | hidden | hosts first | Ethernet | % | " +
 		"hidden | hosts first |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
 	for _, m := range models {
@@ -212,13 +212,13 @@ func divisions(t *testing.T, m scaled) string {
 	_, nvlink := fit(t)
 	p, c := paramsOf(m.config), m.config
 	activations := m.tokens() * float64(c.Dim) * 2
-	table := "| 8B on 8 GPUs | a GPU moves | NVLink | InfiniBand | Ethernet | state a GPU |\n" +
+	table := "| 8B on 8 GPUs | bytes per GPU | NVLink | InfiniBand | Ethernet | state per GPU |\n" +
 		"| --- | --- | --- | --- | --- | --- |\n"
 	for _, d := range []struct {
 		name         string
 		bytes, state float64
 	}{
-		{"as it is", moved * p * 7 / 8, stateBytes(p, 8)},
+		{"today", moved * p * 7 / 8, stateBytes(p, 8)},
 		{"ZeRO-3", (2 + 2 + 2) * p * 7 / 8, p * (4 + 2 + 2 + 4 + 8) / 8},
 		{"tensor", float64(4*c.Layers) * activations * 2 * 7 / 8, p * (4 + 2 + 2 + 4 + 8) / 8},
 		{"pipeline", 2 * activations, p * (4 + 2 + 2 + 4 + 8) / 8},
