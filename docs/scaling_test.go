@@ -240,8 +240,7 @@ func milliseconds(s float64) string {
 	return fmt.Sprintf("%.0f s", s)
 }
 
-// TestScaling wants the tables and the figures of SCALING.md to be those that follow from what was
-// measured.
+// TestScaling computes the tables and figures of SCALING.md from the measurements.
 func TestScaling(t *testing.T) {
 	m, err := llm.NewModel(llm.Config{Vocab: 96, Dim: 16, Layers: 3, Heads: 4, KVHeads: 2, FF: 24,
 		Seq: 8, Untied: true}.Default(), tensor.Float32, 1)
@@ -254,7 +253,7 @@ func TestScaling(t *testing.T) {
 	}
 	delay, nvlink := fit(t)
 	require.Contains(t, string(text), fmt.Sprintf("%.1f ms and %.0f GB/s", 1e3*delay, nvlink/1e9))
-	for _, p := range pairs(t) { // of which the line must be a fair picture
+	for _, p := range pairs(t) { // the line must fit each measurement
 		reckoned := p.tokens/p.one - updateOf(p.params)/2 + delay + p.params*moved/2/nvlink
 		require.InEpsilon(t, 2*p.tokens/p.two, reckoned, 0.005)
 	}
