@@ -227,18 +227,7 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 			graph.Describe(param), n)
 	}
 	x.Forgot() // at all ranks, which gather the state together
-	own, end := x.Part(i)
-	if from, to = max(from, own)-own, min(to, end)-own; from >= to {
-		return nil
-	}
-	for _, a := range all[i].Moments {
-		size := a.Type.Size()
-		if err := m.runner.Launch(program.Zero{Ptr: a.Ptr().Offset(from * size),
-			Bytes: (to - from) * size}); err != nil {
-			return err
-		}
-	}
-	return nil
+	return x.Forget(i, from, to)
 }
 
 // DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the
@@ -411,9 +400,7 @@ func (r Rank) GatherState() (err error) {
 	if err != nil {
 		return err
 	}
-	return stateOf(x, func(param, moment int) ([]float32, error) {
-		return x.Gathered(param, x.Params[param].Moments[moment].Ptr())
-	})
+	return stateOf(x, x.GatheredMoment)
 }
 
 // DownloadOwn brings what this rank's GPU remembers into the optimiser, and returns the parts that

@@ -271,7 +271,7 @@ func download(m *Machine, i *program.Input, to []float32, all bool) error {
 }
 
 // stateOf sets the optimiser's state to moments that fetch returns, if the device knows others.
-func stateOf(x *update.Optimizer, fetch func(param, moment int) ([]float32, error)) error {
+func stateOf(x *update.Optimizer, fetch func(param, moment int) (any, error)) error {
 	if !x.Newer() {
 		return nil
 	}
@@ -283,13 +283,13 @@ func stateOf(x *update.Optimizer, fetch func(param, moment int) ([]float32, erro
 		}
 		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1},
 			Data: []int64{step}})
-		for i, moment := range p.Rule.Kernel.MomentNames() {
+		for i, m := range p.Rule.Kernel.Moments {
 			data, err := fetch(n, i)
 			if err != nil {
 				return err
 			}
-			state = append(state, optim.Tensor{Name: name + "." + moment,
-				Shape: slices.Clone(p.Input.Array.Shape), Data: data})
+			state = append(state, optim.Tensor{Name: name + "." + m.Name,
+				Shape: m.Shape(p.Input.Array.Shape), Data: data})
 		}
 	}
 	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })

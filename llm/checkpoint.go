@@ -157,20 +157,22 @@ func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfi
 	if err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
-	from := map[string]int{}
-	for _, p := range parts {
-		from[p.Name] = p.From
+
+	sizes := make(map[string]int, len(t.Model.Params))
+	for _, p := range t.Model.Params {
+		sizes[p.Name] = p.Value.Shape().TotalSize()
 	}
-	for _, s := range o.StateParts(parts) {
-		at, own := from[s.Name[:strings.LastIndexByte(s.Name, '.')]]
-		if _, count := s.Data.([]int64); count || !own {
-			counts = append(counts, s)
-			continue
-		}
+	counts, own := o.StateParts(parts)
+	for _, s := range own {
 		if !model.Finite(s.Data) {
 			return nil, nil, notFinite(s.Name)
 		}
-		moments = append(moments, modelfile.Stretch{Moment: s.Name, From: at, Data: s.Data})
+
+		m := modelfile.Stretch{Moment: s.Name, From: s.From, Data: s.Data}
+		if s.Of != sizes[s.Name[:strings.LastIndexByte(s.Name, '.')]] {
+			m.Of = s.Of
+		}
+		moments = append(moments, m)
 	}
 	return counts, moments, nil
 }

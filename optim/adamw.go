@@ -28,7 +28,7 @@ var _ Partial = (*AdamW)(nil)
 
 var adamWKernel = &Kernel{
 	Name:    "AdamW",
-	Moments: []Moment{{"exp_avg", OfGradients}, {"exp_avg_sq", OfSquares}},
+	Moments: []Moment{{Name: "exp_avg", Mean: OfGradients}, {Name: "exp_avg_sq", Mean: OfSquares}},
 	float32: adamW[float32],
 	float64: adamW[float64],
 }
@@ -66,7 +66,8 @@ func (a *AdamW) rule(name string, shape []int) (Rule, float64) {
 		Beta2: h.beta2, Eps: a.eps}, a.lr * h.scale
 }
 
-func adamW[T cpu.Float](p, g []T, moments [][]T, s step) {
-	optimizer.AdamW(p, g, moments[0], moments[1], optimizer.AdamWStep{LR: s.lr, Beta1: s.Beta1,
+func adamW[T cpu.Float](p, g []T, moments []any, s step) {
+	m, v := moments[0].([]T), moments[1].([]T)
+	optimizer.AdamW(p, g, m, v, optimizer.AdamWStep{LR: s.lr, Beta1: s.Beta1,
 		Beta2: s.Beta2, Eps: s.Eps, Decay: s.Decay, Step: s.count})
 }

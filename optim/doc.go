@@ -51,8 +51,8 @@ type Optimizer interface {
 }
 
 // Tensor is a part of an optimiser's state. Its name is the parameter's, followed by what it is
-// (".exp_avg", ".step"). Data are its elements in row-major order, a []float32, []float64 or
-// []int64.
+// (".exp_avg", ".step"). Data are its elements in row-major order, a []float32, []float64,
+// []uint8 or []int64.
 type Tensor struct {
 	Name  string
 	Shape []int

@@ -34,7 +34,7 @@ func (o BetasOption) lion(l *Lion) error { return o.apply(&l.common) }
 
 var lionKernel = &Kernel{
 	Name:    "Lion",
-	Moments: []Moment{{"exp_avg", OfGradients}},
+	Moments: []Moment{{Name: "exp_avg", Mean: OfGradients}},
 	float32: lion[float32],
 	float64: lion[float64],
 }
@@ -72,7 +72,7 @@ func (l *Lion) rule(name string, shape []int) (Rule, float64) {
 		Beta2: h.beta2}, l.lr * h.scale
 }
 
-func lion[T cpu.Float](p, g []T, moments [][]T, s step) {
-	optimizer.Lion(p, g, moments[0], optimizer.LionStep{LR: s.lr, Beta1: s.Beta1, Beta2: s.Beta2,
+func lion[T cpu.Float](p, g []T, moments []any, s step) {
+	optimizer.Lion(p, g, moments[0].([]T), optimizer.LionStep{LR: s.lr, Beta1: s.Beta1, Beta2: s.Beta2,
 		Decay: s.Decay})
 }

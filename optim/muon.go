@@ -52,7 +52,7 @@ var _ Partial = (*Muon)(nil)
 
 var muonKernel = &Kernel{
 	Name:    "Muon",
-	Moments: []Moment{{"momentum_buffer", OfGradients}},
+	Moments: []Moment{{Name: "momentum_buffer", Mean: OfGradients}},
 	Whole:   true,
 	float32: muon[float32],
 	float64: muon[float64],
@@ -121,8 +121,8 @@ func (m *Muon) rule(name string, shape []int) (Rule, float64) {
 		Iterations: m.iterations}, m.lr * h.scale
 }
 
-func muon[T cpu.Float](p, g []T, moments [][]T, s step) {
-	optimizer.Muon(p, g, moments[0], s.shape[0], s.shape[1], optimizer.MuonStep{
+func muon[T cpu.Float](p, g []T, moments []any, s step) {
+	optimizer.Muon(p, g, moments[0].([]T), s.shape[0], s.shape[1], optimizer.MuonStep{
 		Rate: s.lr * s.ShapeScale, Keep: 1 - s.lr*s.Decay, Momentum: s.Beta1, Nesterov: s.Nesterov,
 		Iterations: s.Iterations})
 }

@@ -8,6 +8,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
@@ -34,13 +35,19 @@ type Partial interface {
 	StepParts(model []gorgonia.ValueGrad, parts []Part) error
 
 	// Moments returns the moments of a parameter, in the order of its kernel's Moments, each a
-	// []float32 or []float64. They are the optimizer's own memory, into which other processes'
-	// parts can be copied. The result is nil before the first step.
+	// []float32, []float64 or []uint8. They are the optimizer's own memory, into which other
+	// processes' parts can be copied: see [Moment.Part]. The result is nil before the first step.
 	Moments(name string) []any
 
-	// StateParts is State for the given parts alone: a flat copy of the part's elements of each
-	// moment, under the moment's name, and the step counts of all parameters.
-	StateParts(parts []Part) []Tensor
+	// StateParts returns the step counts of all parameters and a copy of the given parts of the
+	// moments, both in order of names.
+	StateParts(parts []Part) (counts []Tensor, moments []Stretch)
+}
+
+// Stretch is consecutive elements of a moment, as a flat tensor with the moment's name in the state.
+type Stretch struct {
+	Tensor
+	From, Of int // the first element, and the number of elements of the whole moment
 }
 
 // readParts returns the parameters of a model, and those parts of them that are to be updated.
@@ -120,28 +127,30 @@ func (u *updater) Moments(name string) []any {
 }
 
 // StateParts implements [Partial].
-func (u *updater) StateParts(parts []Part) []Tensor {
+func (u *updater) StateParts(parts []Part) (counts []Tensor, moments []Stretch) {
 	if u == nil {
-		return nil
+		return nil, nil
 	}
 
-	var state []Tensor
 	for name, e := range u.entries {
 		if e.step > 0 {
-			state = append(state, e.steps(name))
+			counts = append(counts, e.steps(name))
 		}
 	}
+
 	for _, p := range parts {
 		e := u.entries[p.Name]
 		if e == nil || e.step == 0 {
 			continue
 		}
 		for i, m := range e.kernel.Moments {
-			state = append(state, Tensor{p.Name + "." + m.Name, []int{p.To - p.From},
-				clone(slice(e.moments[i], p))})
+			from, to := m.Part(p)
+			own := Tensor{p.Name + "." + m.Name, []int{to - from}, clone(m.Slice(e.moments[i], p))}
+			moments = append(moments, Stretch{own, from, m.Len(opbase.Size(e.shape))})
 		}
 	}
-	return sorted(state)
+	slices.SortFunc(moments, func(a, b Stretch) int { return cmp.Compare(a.Name, b.Name) })
+	return sorted(counts), moments
 }
 
 // sorted puts a state in order of names.

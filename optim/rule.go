@@ -3,7 +3,6 @@ package optim
 import (
 	"encoding/json"
 	"fmt"
-	"slices"
 	"strconv"
 )
 
@@ -42,35 +41,22 @@ type Kernel struct {
 	Name string
 
 	// Moments are the arrays that the kernel remembers of a parameter from step to step, besides
-	// the number of steps. Each has the parameter's shape. On the CPU it also has the parameter's
-	// type, and on a GPU it is float32.
+	// the number of steps. A kernel needs them in this order.
 	Moments []Moment
 
 	// Whole reports whether the kernel updates whole matrices only. The parameters of other kernels
 	// can be divided among ranks at multiples of [PartGrain].
 	Whole bool
 
-	float32 func(p, g []float32, moments [][]float32, s step)
-	float64 func(p, g []float64, moments [][]float64, s step)
+	// float32 and float64 update a parameter p, or a part of it, from its gradient g, which they
+	// leave zero, and update the moments.
+	float32 func(p, g []float32, moments []any, s step)
+	float64 func(p, g []float64, moments []any, s step)
 
 	// check returns an error for moments, finite and of the right shape, that no steps lead to. It
 	// may be nil.
 	check func(r Rule, e *entry) error
 }
-
-// Moment is an array that a kernel remembers of a parameter.
-type Moment struct {
-	Name string // in checkpoints, where it follows the parameter's name and a dot
-	Mean Mean
-}
-
-// Mean says what a moment is a running mean of.
-type Mean int
-
-const (
-	OfGradients Mean = iota + 1
-	OfSquares        // of the gradients' squares, so that it is never negative
-)
 
 // step holds what a kernel needs to know about a step besides the data.
 type step struct {
@@ -78,23 +64,6 @@ type step struct {
 	lr    float64 // of this parameter
 	count int     // of the parameter's steps, this one included
 	shape []int   // of the parameter, of which the data may be a part
-}
-
-// Gradients returns the moment that tells best how large a parameter's gradients are: a mean of
-// their squares if the kernel keeps one, otherwise a mean of the gradients. It reports false if the
-// kernel keeps neither.
-func (k *Kernel) Gradients() (Moment, bool) {
-	if k == nil {
-		return Moment{}, false
-	}
-
-	for _, mean := range []Mean{OfSquares, OfGradients} {
-		i := slices.IndexFunc(k.Moments, func(m Moment) bool { return m.Mean == mean })
-		if i >= 0 {
-			return k.Moments[i], true
-		}
-	}
-	return Moment{}, false
 }
 
 // MomentNames returns the names of the kernel's moments.

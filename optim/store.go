@@ -36,7 +36,7 @@ type entry struct {
 	dtype   tensor.Dtype
 	kernel  *Kernel
 	step    int
-	moments []any // each []float32 or []float64
+	moments []any // each []float32, []float64 or []uint8
 }
 
 // steps returns the tensor that counts the steps of a parameter.
@@ -92,33 +92,61 @@ func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 	return decls, nil
 }
 
-// parse returns the entries that state holds. Each must be complete: the moments of the parameter's
-// kernel, of one shape and type, and a step count.
-func parse(state []Tensor, kernelOf func(name string, shape []int) *Kernel) (map[string]*entry,
-	error) {
-	parts := map[string]map[string]Tensor{}
+// fieldsOf groups the tensors of a state by parameter and field, and returns the parameters in the order
+// in which they appear. Of two tensors with one name the last counts, and a name without a dot is
+// ignored.
+func fieldsOf(state []Tensor) (fields map[string]map[string]Tensor, order []string) {
+	fields = map[string]map[string]Tensor{}
 	for _, t := range state {
 		dot := strings.LastIndexByte(t.Name, '.')
 		if dot < 1 {
-			return nil, fmt.Errorf("tensor %q: want a name such as \"weight.%s\"", t.Name,
-				stepField)
+			continue
 		}
-		name, field := t.Name[:dot], t.Name[dot+1:]
-		if parts[name] == nil {
-			parts[name] = map[string]Tensor{}
+
+		name := t.Name[:dot]
+		if fields[name] == nil {
+			fields[name] = map[string]Tensor{}
+			order = append(order, name)
 		}
-		if _, ok := parts[name][field]; ok {
+		fields[name][t.Name[dot+1:]] = t
+	}
+	return fields, order
+}
+
+// widest returns the shape of the moment that has the most elements among a parameter's tensors. Some
+// moment always has the parameter's shape, and none has more elements.
+func widest(fields map[string]Tensor) (shape []int) {
+	most := -2 // a shape that no tensor has counts as −1
+	for _, field := range slices.Sorted(maps.Keys(fields)) {
+		if n := elements(fields[field].Shape); field != stepField && n > most {
+			shape, most = fields[field].Shape, n
+		}
+	}
+	return shape
+}
+
+// parse returns the entries that state holds. Each must be complete: the moments of the parameter's
+// kernel, with fitting shapes and types, and a step count.
+func (u *updater) parse(state []Tensor) (map[string]*entry, error) {
+	seen := map[string]bool{}
+	for _, t := range state {
+		if strings.LastIndexByte(t.Name, '.') < 1 {
+			return nil, fmt.Errorf("tensor %q: want a name such as \"weight.%s\"", t.Name, stepField)
+		}
+		if seen[t.Name] {
 			return nil, fmt.Errorf("there are two tensors %q", t.Name)
 		}
-		parts[name][field] = t
+		seen[t.Name] = true
 	}
-	names := slices.Sorted(maps.Keys(parts))
+
+	fields, names := fieldsOf(state)
+	slices.Sort(names)
 	parsed, errs := make([]*entry, len(names)), make([]error, len(names))
 	parallel.Each(len(names), func(i int) {
-		kernel := func(shape []int) *Kernel { return kernelOf(names[i], shape) }
-		parsed[i], errs[i] = parseEntry(parts[names[i]], kernel)
+		parsed[i], errs[i] = u.parseEntry(names[i], fields[names[i]])
 	})
-	entries := make(map[string]*entry, len(parts))
+
+	entries := make(map[string]*entry, len(names))
 	for i, name := range names {
 		if errs[i] != nil {
 			return nil, fmt.Errorf("parameter %q: %w", name, errs[i])
@@ -128,22 +156,18 @@ func parse(state []Tensor, kernelOf func(name string, shape []int) *Kernel) (map
 	return entries, nil
 }
 
-func parseEntry(parts map[string]Tensor, kernelOf func(shape []int) *Kernel) (*entry, error) {
-	steps, ok := parts[stepField].Data.([]int64)
+// parseEntry returns the entry that a parameter's tensors make.
+func (u *updater) parseEntry(name string, fields map[string]Tensor) (*entry, error) {
+	steps, ok := fields[stepField].Data.([]int64)
 	if !ok || len(steps) != 1 || steps[0] < 1 || steps[0] > maxSteps {
 		return nil, fmt.Errorf("%s is %v, want one int64 of 1 to %d", stepField,
-			shortened(parts[stepField].Data), int64(maxSteps))
-	}
-	e := &entry{step: int(steps[0])}
-	for _, field := range slices.Sorted(maps.Keys(parts)) {
-		if field != stepField {
-			e.shape = slices.Clone(parts[field].Shape)
-		}
+			shortened(fields[stepField].Data), int64(maxSteps))
 	}
 
-	e.kernel = kernelOf(e.shape)
+	e := &entry{step: int(steps[0]), shape: slices.Clone(widest(fields))}
+	e.kernel = u.Rule(name, e.shape).Kernel
 	wanted := e.kernel.MomentNames()
-	for _, f := range slices.Sorted(maps.Keys(parts)) {
+	for _, f := range slices.Sorted(maps.Keys(fields)) {
 		if f != stepField && !slices.Contains(wanted, f) {
 			return nil, fmt.Errorf("it has %s, but %s keeps %s: the state is that of another "+
 				"optimizer, or of one with other options", f, e.kernel,
@@ -152,42 +176,65 @@ func parseEntry(parts map[string]Tensor, kernelOf func(shape []int) *Kernel) (*e
 	}
 
 	for _, m := range e.kernel.Moments {
-		f := m.Name
-		t, ok := parts[f]
-		dtype, n := dtypeOf(t.Data)
-		switch {
-		case !ok:
-			return nil, fmt.Errorf("there is no %s", f)
-		case n < 0:
-			return nil, fmt.Errorf("%s holds a %T, want []float32 or []float64", f, t.Data)
-		case elements(t.Shape) < 0:
-			return nil, fmt.Errorf("%s has shape %v, which no tensor has", f, t.Shape)
-		case n != elements(t.Shape):
-			return nil, fmt.Errorf("%s has %d elements, want %d for shape %v", f, n,
-				elements(t.Shape), t.Shape)
-		case !slices.Equal(t.Shape, e.shape) || len(e.moments) > 0 && dtype != e.dtype:
-			return nil, fmt.Errorf("%s is %v of shape %v, unlike the parameter's other moments", f,
-				dtype, t.Shape)
+		t, ok := fields[m.Name]
+		if !ok {
+			return nil, fmt.Errorf("there is no %s", m.Name)
 		}
-		if err := checkMoment(m, t.Data); err != nil {
+		if err := e.add(m, t); err != nil {
 			return nil, err
 		}
-		e.dtype = dtype
-		e.moments = append(e.moments, clone(t.Data))
 	}
 	return e, nil
 }
 
-// checkMoment returns an error unless the elements of a moment are finite and, for means of squares,
-// not negative. Any other element would make a weight NaN or infinite.
+// add checks a tensor of a state and adds a copy of it as the entry's next moment.
+func (e *entry) add(m Moment, t Tensor) error {
+	dtype, n := dtypeOf(t.Data)
+	codes, isCodes := t.Data.([]uint8)
+	if isCodes {
+		n = len(codes)
+	}
+
+	switch {
+	case m.Codes == nil && (n < 0 || isCodes):
+		return fmt.Errorf("%s holds a %T, want []float32 or []float64", m.Name, t.Data)
+	case m.Codes != nil && !isCodes:
+		return fmt.Errorf("%s holds a %T, want []uint8", m.Name, t.Data)
+	case elements(t.Shape) < 0:
+		return fmt.Errorf("%s has shape %v, which no tensor has", m.Name, t.Shape)
+	case n != elements(t.Shape):
+		return fmt.Errorf("%s has %d elements, want %d for shape %v", m.Name, n,
+			elements(t.Shape), t.Shape)
+	case !slices.Equal(t.Shape, m.Shape(e.shape)),
+		!isCodes && e.dtype != (tensor.Dtype{}) && dtype != e.dtype:
+		return fmt.Errorf("%s is %v of shape %v, unlike the parameter's other moments", m.Name,
+			dtype, t.Shape)
+	}
+	if err := checkMoment(m, t.Data); err != nil {
+		return err
+	}
+
+	if !isCodes {
+		e.dtype = dtype
+	}
+	e.moments = append(e.moments, clone(t.Data))
+	return nil
+}
+
+// checkMoment returns an error unless the elements of a moment are finite and, for means of squares
+// and scales, not negative. Any code will do. Any other element would make a weight NaN or infinite.
 //
 // Whatever steps leave must pass, with any betas. So the mean of the gradients is not compared with
 // the mean of their squares. For β2 ≤ β1² their ratio has no bound: where gradients stay away, the
 // squares decay faster, down to zero.
 func checkMoment(m Moment, data any) error {
 	at, want := nonFinite(data), "a finite number"
-	if at < 0 && m.Mean == OfSquares {
+	switch {
+	case at >= 0:
+	case m.Mean == OfSquares:
 		at, want = negative(data), "a mean of squares, which is at least 0"
+	case m.Mean == IsScale:
+		at, want = negative(data), "a scale, which is at least 0"
 	}
 	if at < 0 {
 		return nil
@@ -246,6 +293,8 @@ func clone(data any) any {
 		return parallel.Clone(d)
 	case []float64:
 		return parallel.Clone(d)
+	case []uint8:
+		return slices.Clone(d)
 	}
 	return data
 }

@@ -25,10 +25,6 @@ type updater struct {
 
 	entries map[string]*entry
 	reader  params.Reader
-
-	// room for the moments of the parameter that is being updated
-	moments32 [][]float32
-	moments64 [][]float64
 }
 
 func newUpdater(name string, rule func(name string, shape []int) (Rule, float64)) *updater {
@@ -129,19 +125,19 @@ func (u *updater) update(p params.Param, from, to int) {
 	r, lr := u.rule(p.Name, p.Shape)
 	s := step{Rule: r, lr: lr, count: e.step, shape: p.Shape}
 
+	moments := e.moments
+	if to-from != p.Shape.TotalSize() {
+		moments = make([]any, len(e.moments))
+		for i, m := range e.kernel.Moments {
+			moments[i] = m.Slice(e.moments[i], Part{From: from, To: to})
+		}
+	}
+
 	switch g := p.Grad.(type) {
 	case []float32:
-		u.moments32 = u.moments32[:0]
-		for _, m := range e.moments {
-			u.moments32 = append(u.moments32, m.([]float32)[from:to])
-		}
-		r.Kernel.float32(p.Value.([]float32), g, u.moments32, s)
+		r.Kernel.float32(p.Value.([]float32), g, moments, s)
 	case []float64:
-		u.moments64 = u.moments64[:0]
-		for _, m := range e.moments {
-			u.moments64 = append(u.moments64, m.([]float64)[from:to])
-		}
-		r.Kernel.float64(p.Value.([]float64), g, u.moments64, s)
+		r.Kernel.float64(p.Value.([]float64), g, moments, s)
 	}
 }
 
@@ -203,11 +199,8 @@ func (u *updater) entry(p params.Param) *entry {
 	}
 
 	for len(e.moments) < len(e.kernel.Moments) {
-		if n := opbase.Size(p.Shape); p.Dtype == tensor.Float32 {
-			e.moments = append(e.moments, make([]float32, n))
-		} else {
-			e.moments = append(e.moments, make([]float64, n))
-		}
+		m := e.kernel.Moments[len(e.moments)]
+		e.moments = append(e.moments, m.New(opbase.Size(p.Shape), p.Dtype))
 	}
 	return e
 }
@@ -223,13 +216,8 @@ func (u *updater) Forget(name string, from, to int) error {
 			return fmt.Errorf("elements %d to %d of parameter %q, which has %d", from, to, name, n)
 		}
 
-		for _, m := range e.moments {
-			switch m := m.(type) {
-			case []float32:
-				clear(m[from:to])
-			case []float64:
-				clear(m[from:to])
-			}
+		for i, data := range e.moments {
+			e.kernel.Moments[i].Forget(data, from, to)
 		}
 		return nil
 	})
@@ -260,7 +248,7 @@ func (u *updater) State() []Tensor {
 		}
 		state = append(state, e.steps(name))
 		for i, m := range e.kernel.Moments {
-			state = append(state, Tensor{name + "." + m.Name, slices.Clone(e.shape), e.moments[i]})
+			state = append(state, Tensor{name + "." + m.Name, m.Shape(e.shape), e.moments[i]})
 		}
 	}
 	sorted(state)
@@ -271,9 +259,7 @@ func (u *updater) State() []Tensor {
 // SetState implements [Optimizer].
 func (u *updater) SetState(state []Tensor) error {
 	return u.run("SetState", func() error {
-		entries, err := parse(state, func(name string, shape []int) *Kernel {
-			return u.Rule(name, shape).Kernel
-		})
+		entries, err := u.parse(state)
 		if err != nil {
 			return err
 		}

@@ -259,22 +259,28 @@ func SaveWhole(path string, tensors []safetensors.Tensor, metadata map[string]st
 
 // SaveApart writes a checkpoint of two files.
 func SaveApart(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
-	sizes := map[string]int{} // of parameters
+	sizes := map[string]int{} // of all tensors, by name
 	for _, x := range tensors {
 		sizes[x.Name] = opbase.Size(x.Shape)
 	}
+
 	var rest []safetensors.Tensor
 	var moments []modelfile.Stretch
 	for _, x := range tensors {
 		own, prefixed := strings.CutPrefix(x.Name, modelfile.OptimizerPrefix)
-		size := opbase.Size(x.Shape)
-		if n, ok := sizes[own[:max(0, strings.LastIndexByte(own, '.'))]]; !prefixed || !ok ||
-			n != size || x.DType != safetensors.F32 && x.DType != safetensors.F64 {
+		n, ok := sizes[own[:max(0, strings.LastIndexByte(own, '.'))]]
+		if !prefixed || !ok || x.DType == safetensors.I64 { // which counts steps
 			rest = append(rest, x)
 			continue
 		}
-		moments = append(moments, modelfile.Stretch{Moment: own, Data: x.Data})
+
+		m := modelfile.Stretch{Moment: own, Data: x.Data}
+		if size := sizes[x.Name]; size != n {
+			m.Of = size
+		}
+		moments = append(moments, m)
 	}
+
 	set := modelfile.SetOf(metadata[modelfile.TrainingKey], moments)
 	text, err := json.Marshal(set)
 	if err != nil {

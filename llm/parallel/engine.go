@@ -179,14 +179,13 @@ func (e *engine) Add(r Round) error {
 		return err
 	}
 	if e.team.Rank() < r.Contributors {
-		buffer, err := e.floats(e.contribution, e.shards.Count())
+		size := e.sum.Type.Size()
+		buffer, err := e.team.host.Bytes(e.contribution, e.shards.Count()*size)
 		if err != nil {
 			return err
 		}
 		if err := e.each(func(s stretch, _, grad any) {
-			copyParts([]optim.Part{{To: s.len}}, []int{s.at}, buffer, func(string) any {
-				return grad
-			}, true)
+			copy(buffer[s.at*size:], bytesOf(grad))
 		}); err != nil {
 			return err
 		}
@@ -220,7 +219,9 @@ func (e *engine) Update() (float64, error) {
 	for i := range at {
 		at[i] = e.ats[i] - e.shards[e.team.Rank()]
 	}
-	copyParts(e.parts, at, acc, func(name string) any { return ps[name].Grad }, false)
+	copyParts(e.parts, at, bytesOf(acc), e.sum.Type.Size(), func(p optim.Part) any {
+		return elements(ps[p.Name].Grad, p)
+	}, false)
 	host, seeds, err := e.norms(acc)
 	if err != nil {
 		return 0, err
@@ -326,19 +327,22 @@ func (e *engine) updateParts() error {
 	if err != nil {
 		return err
 	}
-	return e.spread(func(name string) any { return ps[name].Value })
+	return e.spread(func(p optim.Part) any { return elements(ps[p.Name].Value, p) })
 }
 
-// spread makes an array of every parameter, nil for some, what its owners have.
-func (e *engine) spread(array func(name string) any) error {
+// spread copies an array that belongs to every parameter from the owners of its parts to all ranks.
+// The function slice returns a part of the array here, or nil if the parameter has none.
+func (e *engine) spread(slice func(optim.Part) any) error {
 	if e.team.Size() == 1 {
 		return nil
 	}
-	buffer, err := e.floats(e.weights, e.shards.Count())
+	size := e.sum.Type.Size()
+	buffer, err := e.team.host.Bytes(e.weights, e.shards.Count()*size)
 	if err != nil {
 		return err
 	}
-	copyParts(e.parts, e.ats, buffer, array, true)
+
+	copyParts(e.parts, e.ats, buffer, size, slice, true)
 	err = comm.GatherShards(e.team.group, e.weights, e.shards, e.sum.Type, 0)
 	if err = errors.Join(err, e.team.sync()); err != nil {
 		return e.team.blame(err)
@@ -346,7 +350,7 @@ func (e *engine) spread(array func(name string) any) error {
 	for r := range e.team.Size() {
 		if r != e.team.Rank() {
 			parts, ats := e.layout.parts(r)
-			copyParts(parts, ats, buffer, array, false)
+			copyParts(parts, ats, buffer, size, slice, false)
 		}
 	}
 	return nil
@@ -354,9 +358,9 @@ func (e *engine) spread(array func(name string) any) error {
 
 func (e *engine) Gather() error {
 	for k := range e.layout.moments {
-		if err := e.spread(func(name string) any {
-			if m := e.optimizer.Moments(name); k < len(m) {
-				return m[k]
+		if err := e.spread(func(p optim.Part) any {
+			if data := e.optimizer.Moments(p.Name); k < len(data) {
+				return e.layout.kernels[p.Name].Moments[k].Slice(data[k], p)
 			}
 			return nil
 		}); err != nil {

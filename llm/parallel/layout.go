@@ -1,6 +1,8 @@
 package parallel
 
 import (
+	"unsafe"
+
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/comm"
@@ -14,7 +16,9 @@ type layout struct {
 	params []stretch
 	shards comm.Shards
 
-	// moments is the largest number of moments that the optimizer keeps of a parameter.
+	// kernels are those by which the optimizer updates the parameters. The largest number of moments
+	// that any of them has is moments.
+	kernels map[string]*optim.Kernel
 	moments int
 
 	model  []gorgonia.ValueGrad
@@ -30,7 +34,7 @@ type stretch struct {
 // newLayout divides a model among ranks: parameters whose kernel needs whole matrices not at all, and
 // all others at multiples of optim.PartGrain.
 func newLayout(model []gorgonia.ValueGrad, o optim.Partial, size int) (*layout, error) {
-	l := &layout{model: model}
+	l := &layout{model: model, kernels: map[string]*optim.Kernel{}}
 	ps, err := l.reader.Read(model)
 	if err != nil {
 		return nil, err
@@ -44,7 +48,7 @@ func newLayout(model []gorgonia.ValueGrad, o optim.Partial, size int) (*layout, 
 		if kernel.Whole {
 			piece.Multiple = 0
 		}
-		l.moments = max(l.moments, len(kernel.Moments))
+		l.kernels[p.Name], l.moments = kernel, max(l.moments, len(kernel.Moments))
 		pieces = append(pieces, piece)
 		l.params = append(l.params, stretch{p.Name, at, n})
 		at += n
@@ -78,29 +82,42 @@ func (l *layout) read() (map[string]params.Param, error) {
 	return byName, nil
 }
 
-// copyParts copies parts between arrays of parameters and the buffer, one of []float32 and
-// []float64.
-func copyParts(parts []optim.Part, ats []int, buffer any, array func(name string) any,
-	toBuffer bool) {
+// copyParts copies parts between arrays, which slice returns in part, and the buffer, whose elements
+// have the given size. A part of an array is copied as bytes, and takes no more of them than the
+// elements of the parameter have room for. The buffer has the part at the parameter's place.
+func copyParts(parts []optim.Part, ats []int, buffer []byte, size int,
+	slice func(optim.Part) any, toBuffer bool) {
 	for i, part := range parts {
-		n := part.To - part.From
-		switch b := buffer.(type) {
-		case []float32:
-			if x, ok := array(part.Name).([]float32); ok {
-				transfer(b[ats[i]:][:n], x[part.From:part.To], toBuffer)
-			}
-		case []float64:
-			if x, ok := array(part.Name).([]float64); ok {
-				transfer(b[ats[i]:][:n], x[part.From:part.To], toBuffer)
-			}
+		array := bytesOf(slice(part))
+		room := buffer[ats[i]*size:][:len(array)]
+		if toBuffer {
+			copy(room, array)
+		} else {
+			copy(array, room)
 		}
 	}
 }
 
-func transfer[T any](buffer, array []T, toBuffer bool) {
-	if toBuffer {
-		copy(buffer, array)
-	} else {
-		copy(array, buffer)
+// elements returns the elements of a parameter's value or gradient that belong to a part.
+func elements(data any, p optim.Part) any {
+	switch x := data.(type) {
+	case []float32:
+		return x[p.From:p.To]
+	case []float64:
+		return x[p.From:p.To]
 	}
+	return nil
+}
+
+// bytesOf returns the memory of numbers, and nothing for a nil.
+func bytesOf(numbers any) []byte {
+	switch x := numbers.(type) {
+	case []float32:
+		return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x))), 4*len(x))
+	case []float64:
+		return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x))), 8*len(x))
+	case []uint8:
+		return x
+	}
+	return nil
 }

@@ -9,20 +9,21 @@ import (
 // DType is the type of what lies in device memory. Kernels read it as an int.
 type DType int32
 
-// The types: floats by size and then range, and the integers of ids.
+// The types: floats by size and then range, the integers of ids, and the codes of moments.
 const (
 	Float32 DType = iota
 	Float16
 	BFloat16
 	Float8E4M3
 	Int64
+	Uint8
 )
 
 // Size is the bytes of an element.
-func (t DType) Size() int { return [...]int{4, 2, 2, 1, 8}[t] }
+func (t DType) Size() int { return [...]int{4, 2, 2, 1, 8, 1}[t] }
 
 func (t DType) String() string {
-	return [...]string{"float32", "float16", "bfloat16", "float8e4m3", "int64"}[t]
+	return [...]string{"float32", "float16", "bfloat16", "float8e4m3", "int64", "uint8"}[t]
 }
 
 // Float8Max is the largest number of Float8E4M3.

@@ -39,6 +39,11 @@ func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
 	return err
 }
 
+// FetchBytes brings an array to the host as it lies in device memory.
+func (r *Runner) FetchBytes(a *program.Array, dst []byte) error {
+	return r.bring(dst[:a.Extent()], a.Ptr())
+}
+
 // HostOperand is what the host is given of input i of a node, which is a: without the loss scale.
 func (r *Runner) HostOperand(n *gorgonia.Node, i int, a *program.Array) (gorgonia.Value, error) {
 	scale := float32(1)

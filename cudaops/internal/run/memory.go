@@ -146,10 +146,10 @@ type Kept struct {
 	taken  map[gpu.Ptr]bool      // what goes back to it, if its taker is closed before
 }
 
-// KeptParam is a parameter that is kept. Its arrays are of float32, one behind the other.
+// KeptParam is a parameter that is kept, of float32.
 type KeptParam struct {
 	Value   gpu.Ptr
-	Len     int                // elements of each array
+	Len     int                // elements of the parameter
 	Moments map[string]gpu.Ptr // by the names that package optim has for them
 	Step    int64              // updates so far
 }

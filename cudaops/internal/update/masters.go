@@ -4,12 +4,15 @@ import (
 	"fmt"
 	"slices"
 
+	"gorgonia.org/tensor"
+
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/optim"
 )
 
 // Of a parameter that runs read in a narrower type alone, several ranks hold the float32 values
@@ -91,28 +94,66 @@ func (x *Optimizer) copies(p *Param, t *optimizer.Tensor) {
 	}
 }
 
-// Own returns a moment of a parameter as this rank has it, with zeros for the parts of others.
-func (x *Optimizer) Own(param, moment int) ([]float32, error) {
-	whole := make([]float32, x.Params[param].Grad.Len())
-	from, to := x.Part(param)
-	return whole, x.m.FetchFloats(x.Params[param].Moments[moment], whole[from:to])
+// Own returns a moment of a parameter as this rank has it, with zeros for the parts of other ranks.
+func (x *Optimizer) Own(param, moment int) (any, error) {
+	p := x.Params[param]
+	m := p.Rule.Kernel.Moments[moment]
+	whole := m.New(p.Grad.Len(), tensor.Float32)
+	a := p.Moments[moment]
+	if a.Len() == 0 {
+		return whole, nil
+	}
+
+	own := x.own(param)
+	part := m.Slice(whole, optim.Part{From: own.from, To: own.to})
+	return whole, x.m.FetchBytes(a, hostBytes(part))
 }
 
-// Gathered returns float32 values of a parameter, or a moment of it, of which each rank has a part,
-// this one at an address. It does so at every rank; all must ask for the same.
+// hostBytes returns the memory of a moment's elements on the host.
+func hostBytes(data any) []byte {
+	if codes, ok := data.([]uint8); ok {
+		return codes
+	}
+	return gpu.Bytes(data.([]float32))
+}
+
+// GatheredMoment returns a moment of a parameter, of which each rank has a part. All ranks must ask for
+// the same moment.
+func (x *Optimizer) GatheredMoment(param, moment int) (any, error) {
+	p := x.Params[param]
+	m := p.Rule.Kernel.Moments[moment]
+	whole := m.New(p.Grad.Len(), tensor.Float32)
+	return whole, x.gather(param, p.Moments[moment].Ptr(), func(r part) []byte {
+		return hostBytes(m.Slice(whole, optim.Part{From: r.from, To: r.to}))
+	})
+}
+
+// Gathered returns the float32 values of a parameter, of which each rank has a part. This rank's part
+// is at own. All ranks must ask for the same parameter.
 func (x *Optimizer) Gathered(param int, own gpu.Ptr) ([]float32, error) {
+	whole := make([]float32, x.Params[param].Grad.Len())
+	return whole, x.gather(param, own, func(r part) []byte {
+		return gpu.Bytes(whole[r.from:r.to])
+	})
+}
+
+// gather brings to the host what all ranks have of an array that is divided as a parameter is. This
+// rank's part is at own, and host returns the place for each part on the host.
+func (x *Optimizer) gather(param int, own gpu.Ptr, host func(part) []byte) error {
 	s, parts := x.share, x.share.parts[param]
-	whole, n := make([]float32, x.Params[param].Grad.Len()), 1
+	most := 1
 	for _, p := range parts {
-		n = max(n, p.len())
+		most = max(most, len(host(p)))
 	}
-	room, err := x.memory.Alloc(4*n, "what other ranks have")
+	room, err := x.memory.Alloc(most, "what other ranks have")
 	if err != nil {
-		return nil, err
+		return err
 	}
+
 	ctx, stream := x.m.Ctx, x.m.Stream
 	for r, p := range parts {
-		if p.len() == 0 {
+		to := host(p)
+		if len(to) == 0 {
 			continue
 		}
 		at := room
@@ -121,14 +162,14 @@ func (x *Optimizer) Gathered(param int, own gpu.Ptr) ([]float32, error) {
 		}
 		err := run.InTurn(
 			func() error {
-				return s.group.Broadcast(ptr(at), p.len(), comm.Float32, r, comm.Stream(stream))
+				return s.group.Broadcast(ptr(at), len(to), comm.Uint8, r, comm.Stream(stream))
 			},
-			func() error { return ctx.CopyToHost(gpu.Bytes(whole[p.from:p.to]), at, stream) },
+			func() error { return ctx.CopyToHost(to, at, stream) },
 			func() error { return ctx.SyncStream(stream) },
 			s.group.Err) // what is aborted ends early, and says nothing on the stream
 		if err != nil {
-			return nil, run.Joined(err, x.memory.Free(room))
+			return run.Joined(err, x.memory.Free(room))
 		}
 	}
-	return whole, x.memory.Free(room)
+	return x.memory.Free(room)
 }

@@ -202,8 +202,8 @@ func (x *Optimizer) loadState() error {
 		if t, ok := known[name+".step"]; ok && kept == nil {
 			p.Step = t.Data.([]int64)[0]
 		}
-		for _, moment := range p.Rule.Kernel.MomentNames() {
-			a, err := x.loadMoment(i, moment, kept, known[name+"."+moment])
+		for _, m := range p.Rule.Kernel.Moments {
+			a, err := x.loadMoment(i, m, kept, known[name+"."+m.Name])
 			if err != nil {
 				return err
 			}
@@ -213,35 +213,78 @@ func (x *Optimizer) loadState() error {
 	return x.m.Ctx.SyncStream(x.m.Stream)
 }
 
-// loadMoment gives the device a moment of this rank's part of a parameter. What a machine before has
-// kept is taken over, or copied where that cannot be. Else it is what the optimiser knows.
-func (x *Optimizer) loadMoment(i int, moment string, kept *run.KeptParam,
+// loadMoment puts a moment of this rank's part of a parameter on the device. It takes over the memory
+// in which another machine has kept the moment, or copies it if the memory cannot be taken over. If
+// none has, the moment is what the optimizer knows, or zero.
+func (x *Optimizer) loadMoment(i int, m optim.Moment, kept *run.KeptParam,
 	known optim.Tensor) (a *program.Array, err error) {
-	p, ctx, s := x.Params[i], x.m.Ctx, x.m.Stream
-	from, to := x.Part(i)
-	a = new(program.Program).NewResident(gpu.Float32, to-from)
+	ctx, s := x.m.Ctx, x.m.Stream
+	a, from := x.newMoment(i, m)
 	if kept != nil {
-		if a.Base = kept.Moments[moment]; a.Base == 0 {
-			return nil, fmt.Errorf("%s has no %s, which another optimiser remembers",
-				p.Input.Node.Name(), moment)
+		if a.Base = kept.Moments[m.Name]; a.Base == 0 {
+			return nil, fmt.Errorf("%s has no %s, which another optimizer remembers",
+				x.Params[i].Input.Node.Name(), m.Name)
 		}
 		if x.memory.Take(a.Base, a.Bytes) {
 			return a, nil
 		}
 	}
+
 	before := a.Base
-	if a.Base, err = x.memory.Alloc(a.Bytes, "the optimiser's state"); err != nil {
+	if a.Base, err = x.memory.Alloc(a.Bytes, "the optimizer's state"); err != nil {
 		return nil, err
 	}
-	switch data, ok := known.Data.([]float32); {
-	case kept != nil:
-		err = ctx.CopyOnDevice(a.Base, before.Offset(4*from), a.Extent(), s)
-	case ok && from < to:
-		err = ctx.CopyToDevice(a.Base, gpu.Bytes(data[from:to]), s)
-	default:
-		err = ctx.Memset8(a.Base, 0, a.Bytes, s)
+	if kept != nil {
+		at := before.Offset(from * a.Type.Size())
+		return a, ctx.CopyOnDevice(a.Base, at, a.Extent(), s)
 	}
-	return a, err
+
+	var data []byte
+	switch known := known.Data.(type) {
+	case []float32:
+		data = gpu.Bytes(known[from : from+a.Len()])
+	case []uint8:
+		data = known[from : from+a.Len()]
+	}
+	if len(data) == 0 {
+		return a, ctx.Memset8(a.Base, m.Zero(), a.Bytes, s)
+	}
+	return a, ctx.CopyToDevice(a.Base, data, s)
+}
+
+// newMoment returns an array, without memory, for a moment of this rank's part of a parameter, and the
+// first element of the moment that belongs to the part.
+func (x *Optimizer) newMoment(i int, m optim.Moment) (a *program.Array, from int) {
+	own := x.own(i)
+	from, to := m.Part(optim.Part{From: own.from, To: own.to})
+	t := gpu.Float32
+	if m.Codes != nil {
+		t = gpu.Uint8
+	}
+	return new(program.Program).NewResident(t, max(0, to-from)), from
+}
+
+// Forget makes zero what this rank remembers of the elements from ≤ e < to of parameter number i. Scales
+// stay, as [optim.Moment.Forget] says.
+func (x *Optimizer) Forget(i, from, to int) error {
+	own := x.own(i)
+	if from, to = max(from, own.from)-own.from, min(to, own.to)-own.from; from >= to {
+		return nil
+	}
+
+	p := x.Params[i]
+	for k, m := range p.Rule.Kernel.Moments {
+		if m.Block > 1 {
+			continue
+		}
+		a := p.Moments[k]
+		size := a.Type.Size()
+		if err := x.m.Ctx.Memset8(a.Ptr().Offset(from*size), m.Zero(), (to-from)*size,
+			x.m.Stream); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Leave hands the parameters, which are in a memory, and their moments to k. The stream is idle.
@@ -250,8 +293,8 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 		kept := &run.KeptParam{Value: p.Input.Array.Ptr(), Len: p.Input.Array.Len(),
 			Moments: map[string]gpu.Ptr{}, Step: p.Step + int64(x.Steps)}
 		values.Leave(k, kept.Value)
-		for i, moment := range p.Rule.Kernel.MomentNames() {
-			kept.Moments[moment] = p.Moments[i].Ptr()
+		for i, m := range p.Rule.Kernel.Moments {
+			kept.Moments[m.Name] = p.Moments[i].Ptr()
 			x.memory.Leave(k, p.Moments[i].Ptr())
 		}
 		k.Params[p.Input.Node.Name()] = kept

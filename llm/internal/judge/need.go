@@ -16,48 +16,27 @@ import (
 //	sqrt(Σ g²/n)
 //
 // The sum runs over the n elements of the seed's weight or, for a seed in the stream, of the block
-// in front of it. The gradients g are those that the optimizer remembers in the moment that
-// [optim.Kernel.Gradients] returns. Parameters without such a moment do not count, and the need of a
-// seed that has no other is 0. That includes all seeds if the optimizer does not declare its rules.
+// in front of it. The gradients g are those that [optim.RememberedGradients] finds in the moments.
+// Parameters without any do not count, and the need of a seed that has no other is 0. That includes
+// all seeds if the optimizer does not declare its rules.
 //
 // Sums follow the order of moments. Since [optim.Optimizer.State] sorts them by name, all ranks and
 // all repetitions of a run compute the same bits.
 func Needs(c arch.Config, site blueprints.Site, moments []optim.Tensor,
 	optimizer optim.Optimizer) []float64 {
-	type total struct {
-		param        string
-		squares, num float64
-	}
-
 	needs := make([]float64, c.Seeded(site))
 	rules, ok := optimizer.(optim.Rules)
 	if !ok {
 		return needs
 	}
 
-	totals := make([]total, 0, len(moments))
-	for _, m := range moments {
-		if _, ok := m.Data.([]int64); ok { // the number of steps, which has a shape of its own
-			continue
-		}
-
-		dot := strings.LastIndexByte(m.Name, '.')
-		param, field := m.Name[:dot], m.Name[dot+1:]
-		kept, ok := rules.Rule(param, m.Shape).Kernel.Gradients()
-		if !ok || kept.Name != field {
-			continue
-		}
-		if squares, num := sumSquares(kept.Mean, m.Data); num > 0 {
-			totals = append(totals, total{param, squares, num})
-		}
-	}
-
+	gradients := optim.RememberedGradients(rules, moments)
 	for seed := range needs {
 		grows := growsOn(c, site, seed)
 		squares, num := 0.0, 0.0
-		for _, t := range totals {
-			if grows(t.param) {
-				squares, num = squares+t.squares, num+t.num
+		for _, g := range gradients {
+			if grows(g.Param) {
+				squares, num = squares+g.Squares, num+float64(g.Count)
 			}
 		}
 		if num > 0 {
@@ -78,29 +57,6 @@ func growsOn(c arch.Config, site blueprints.Site, seed int) func(param string) b
 		return func(param string) bool { return strings.HasPrefix(param, prefix) }
 	}
 	return func(string) bool { return false }
-}
-
-// sumSquares returns the sum of the squared gradients that a moment, a mean of some kind, holds, and
-// their number.
-func sumSquares(mean optim.Mean, data any) (sum, num float64) {
-	square := func(v float64) float64 { return v * v }
-	if mean == optim.OfSquares {
-		square = func(v float64) float64 { return v }
-	}
-
-	switch x := data.(type) {
-	case []float32:
-		for _, v := range x {
-			sum += square(float64(v))
-		}
-		num = float64(len(x))
-	case []float64:
-		for _, v := range x {
-			sum += square(v)
-		}
-		num = float64(len(x))
-	}
-	return sum, num
 }
 
 // Measure leaves in a lattice what its dormant seeds need. Those that have something planted are

@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"unsafe"
@@ -31,7 +32,8 @@ import (
 // Whatever is killed at whatever moment, the main file therefore belongs to a complete set.
 //
 // A part holds flat stretches of moments. Each is named by OptimizerPrefix, the name of the moment,
-// "@" and the index of the stretch's first element. The ranks hold the stretches in order.
+// "@" and the index of the stretch's first element. If the moment does not have as many elements as its
+// parameter, "/" and the number that it has follow. The ranks hold the stretches in order.
 
 // PartsKey is where the main file has its [Parts], and a part its own [part].
 const PartsKey = "kasmina.parts"
@@ -51,7 +53,7 @@ type part struct {
 const (
 	maxParts    = 1 << 16
 	maxPartText = 1 << 10
-	// maxFields is how many moments of a parameter are read; AdamW has two.
+	// maxFields is the largest number of moments of a parameter that are read.
 	maxFields = 8
 )
 
@@ -113,10 +115,11 @@ func Writable(path string) error {
 	return nil
 }
 
-// Stretch is elements of a moment, from an element of it on.
+// Stretch is consecutive elements of a moment.
 type Stretch struct {
 	Moment string
-	From   int
+	From   int // the first element
+	Of     int // the number of elements of the whole moment, or 0 if it is that of the parameter
 	Data   any
 }
 
@@ -132,6 +135,8 @@ func SetOf(run string, moments []Stretch) Parts {
 			sum = crc32.Checksum(bytesOf(x), castagnoli)
 		case []float64:
 			sum = crc32.Checksum(bytesOf(x), castagnoli)
+		case []uint8:
+			sum = crc32.Checksum(x, castagnoli)
 		}
 		fmt.Fprintln(h, m.Moment, sum)
 	}
@@ -150,8 +155,11 @@ func bytesOf[T float32 | float64](x []T) []byte {
 func (p Parts) SavePart(path string, rank int, stretches []Stretch) error {
 	var tensors []safetensors.Tensor
 	for _, s := range stretches {
-		x, err := safetensors.New(OptimizerPrefix+s.Moment+"@"+strconv.Itoa(s.From),
-			[]int{reflect.ValueOf(s.Data).Len()}, s.Data)
+		name := OptimizerPrefix + s.Moment + "@" + strconv.Itoa(s.From)
+		if s.Of > 0 {
+			name += "/" + strconv.Itoa(s.Of)
+		}
+		x, err := safetensors.New(name, []int{reflect.ValueOf(s.Data).Len()}, s.Data)
 		if err != nil {
 			return err
 		}
@@ -283,9 +291,12 @@ func (g *gathering) allocate() error {
 	}
 	for _, m := range g.order {
 		m.have = 0
-		if m.dtype == safetensors.F64 {
+		switch m.dtype {
+		case safetensors.F64:
 			m.Data = make([]float64, m.size)
-		} else {
+		case safetensors.U8:
+			m.Data = make([]uint8, m.size)
+		default:
 			m.Data = make([]float32, m.size)
 		}
 	}
@@ -327,15 +338,27 @@ func (g *gathering) add(ctx context.Context, file *safetensors.File, stretch str
 		return err
 	}
 	if !prefixed || dot < 0 || len(shape) != 1 || g.shapes[own[:dot]] == nil ||
-		dtype != safetensors.F32 && dtype != safetensors.F64 {
+		!slices.Contains([]safetensors.DType{safetensors.F32, safetensors.F64, safetensors.U8}, dtype) {
 		return fmt.Errorf("%w: %.100q is no stretch of a moment of the model's", ErrArchitecture,
 			stretch)
 	}
-	m, err := g.moment(own[:at], own[:dot], dtype)
+
+	first, total, sized := strings.Cut(own[at+1:], "/")
+	whole := g.shapes[own[:dot]]
+	if sized {
+		n, err := strconv.Atoi(total)
+		if err != nil || n < 0 {
+			return fmt.Errorf("%w: %.100q says that its moment has %.20q elements",
+				safetensors.ErrCorrupt, stretch, total)
+		}
+		whole = []int{n}
+	}
+	m, err := g.moment(own[:at], own[:dot], whole, dtype)
 	if err != nil {
 		return err
 	}
-	if from, err := strconv.Atoi(own[at+1:]); err != nil || from != m.have ||
+
+	if from, err := strconv.Atoi(first); err != nil || from != m.have ||
 		shape[0] > m.size-from {
 		return fmt.Errorf("%w: %.100q has %d elements, and comes where element %d of %d is next",
 			safetensors.ErrCorrupt, stretch, shape[0], m.have, m.size)
@@ -348,23 +371,25 @@ func (g *gathering) add(ctx context.Context, file *safetensors.File, stretch str
 		reflect.ValueOf(m.Data).Slice(m.have-shape[0], m.have).Interface())
 }
 
-// moment is one that has begun, or begins.
-func (g *gathering) moment(name, param string, dtype safetensors.DType) (*growing, error) {
+// moment returns the moment of a parameter that a stretch belongs to, and begins it if need be.
+func (g *gathering) moment(name, param string, shape []int, dtype safetensors.DType) (*growing,
+	error) {
 	if m := g.moments[name]; m != nil {
-		if m.dtype != dtype {
-			return nil, fmt.Errorf("%w: its parts have %s as %s and as %s", safetensors.ErrCorrupt,
-				name, m.dtype, dtype)
+		if m.dtype != dtype || !slices.Equal(m.Shape, shape) {
+			return nil, fmt.Errorf("%w: its parts have %s as %s of shape %v and as %s of shape %v",
+				safetensors.ErrCorrupt, name, m.dtype, m.Shape, dtype, shape)
 		}
 		return m, nil
 	}
 	if g.fields[param]++; g.fields[param] > maxFields {
 		return nil, fmt.Errorf("%w: %s has more than %d moments", ErrArchitecture, param, maxFields)
 	}
+
 	size := 1
-	for _, d := range g.shapes[param] {
+	for _, d := range shape {
 		size *= d
 	}
-	m := &growing{Moment: Moment{Name: name, Shape: g.shapes[param]}, dtype: dtype, size: size}
+	m := &growing{Moment: Moment{Name: name, Shape: shape}, dtype: dtype, size: size}
 	g.moments[name], g.order = m, append(g.order, m)
 	return m, nil
 }

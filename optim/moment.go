@@ -1,0 +1,250 @@
+package optim
+
+import (
+	"iter"
+	"slices"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// Moment is an array that a kernel remembers of a parameter from step to step.
+//
+// Most moments have the parameter's shape and type, which is float32 on a GPU. A moment may also be
+// stored in eight bits per element: its elements are then codes, each of which stands for a number
+// relative to the scale of its block. The scales are a moment of their own.
+type Moment struct {
+	Name string // in checkpoints, where it follows the parameter's name and a dot
+	Mean Mean
+
+	// Codes is nil for a moment of floats. Otherwise the elements are uint8, and code c stands for
+	// Codes[c] times the element of the moment Scale that belongs to the same block. One of the
+	// codes stands for 0.
+	Codes *[256]float32
+	Scale string // name of the moment that has the scales
+
+	// Block is the number of consecutive elements of the parameter that share an element of the
+	// moment; 0 means 1. It divides [PartGrain], so that no block belongs to two parts.
+	Block int
+}
+
+// Mean says what a moment is a running mean of.
+type Mean int
+
+const (
+	OfGradients Mean = iota + 1
+	OfSquares        // of the gradients' squares, so that it is never negative
+
+	// IsScale marks the scales of another moment, which are never negative either.
+	IsScale Mean = 0
+)
+
+// Len returns the number of elements that the moment has for n elements of a parameter.
+func (m Moment) Len(n int) int {
+	block := max(1, m.Block)
+	return (n + block - 1) / block
+}
+
+// Shape returns the moment's shape for a parameter of the given shape.
+func (m Moment) Shape(shape []int) []int {
+	if m.Block > 1 {
+		return []int{m.Len(opbase.Size(shape))}
+	}
+	return slices.Clone(shape)
+}
+
+// Part returns the elements from ≤ i < to of the moment that belong to a part of a parameter.
+func (m Moment) Part(p Part) (from, to int) { return p.From / max(1, m.Block), m.Len(p.To) }
+
+// Size returns the number of bytes of an element, given the size of the floats that moments are
+// stored as.
+func (m Moment) Size(float int) int {
+	if m.Codes != nil {
+		return 1
+	}
+	return float
+}
+
+// Zero returns the byte with which memory must be filled to make the moment zero.
+func (m Moment) Zero() byte {
+	if m.Codes == nil {
+		return 0
+	}
+	return byte(slices.Index(m.Codes[:], 0))
+}
+
+// Forget makes zero what data, the elements of the moment, holds for the elements from ≤ i < to of the
+// parameter. Scales stay, since other elements of their blocks may need them.
+func (m Moment) Forget(data any, from, to int) {
+	if m.Block > 1 {
+		return
+	}
+
+	switch x := data.(type) {
+	case []float32:
+		clear(x[from:to])
+	case []float64:
+		clear(x[from:to])
+	case []uint8:
+		zero := m.Zero()
+		for i := from; i < to; i++ {
+			x[i] = zero
+		}
+	}
+}
+
+// New returns the moment of n elements of a parameter before the first step: zeros, as float64 if the
+// parameter has that type and otherwise as float32, or as codes.
+func (m Moment) New(n int, dtype tensor.Dtype) any {
+	n = m.Len(n)
+	switch {
+	case m.Codes != nil:
+		x := make([]uint8, n)
+		m.Forget(x, 0, n)
+		return x
+	case dtype == tensor.Float64:
+		return make([]float64, n)
+	}
+	return make([]float32, n)
+}
+
+// Slice returns the elements of the moment that belong to a part of a parameter.
+func (m Moment) Slice(data any, p Part) any {
+	from, to := m.Part(p)
+	switch x := data.(type) {
+	case []float32:
+		return x[from:to]
+	case []float64:
+		return x[from:to]
+	case []uint8:
+		return x[from:to]
+	}
+	return data
+}
+
+// Bytes returns the memory that the kernel's moments take for n elements of a parameter, given the
+// size of the floats that they are stored as.
+func (k *Kernel) Bytes(n, float int) (bytes int) {
+	if k == nil {
+		return 0
+	}
+
+	for _, m := range k.Moments {
+		bytes += m.Len(n) * m.Size(float)
+	}
+	return bytes
+}
+
+// MomentBytes returns the memory that an optimizer's moments take for parameters of the given names and
+// shapes, stored as floats of the given size: 4 on GPUs.
+func MomentBytes(o Rules, params iter.Seq2[string, []int], float int) (bytes int) {
+	for name, shape := range params {
+		bytes += o.Rule(name, shape).Kernel.Bytes(opbase.Size(shape), float)
+	}
+	return bytes
+}
+
+// Gradients summarizes what an optimizer remembers about the size of a parameter's gradients.
+type Gradients struct {
+	Param   string
+	Squares float64 // sum of the squares of all gradients
+	Count   int     // number of gradients
+}
+
+// RememberedGradients returns the gradients that the moments in a state hold, in the order of the
+// parameters in the state. They come from a mean of squares if the parameter's kernel keeps one, and
+// otherwise from a mean of the gradients. A parameter without either is left out.
+func RememberedGradients(o Rules, state []Tensor) (all []Gradients) {
+	fields, order := fieldsOf(state)
+	for _, param := range order {
+		kernel := o.Rule(param, widest(fields[param])).Kernel
+		m, ok := kernel.tellsGradients()
+		if !ok {
+			continue
+		}
+		values, ok := kernel.values(m, fields[param])
+		if !ok {
+			continue
+		}
+
+		g := Gradients{Param: param}
+		for v := range values {
+			if m.Mean == OfGradients {
+				v *= v
+			}
+			g.Squares += v
+			g.Count++
+		}
+		all = append(all, g)
+	}
+	return all
+}
+
+// tellsGradients returns the moment that tells best how large a parameter's gradients are. It reports
+// false if there is none.
+func (k *Kernel) tellsGradients() (Moment, bool) {
+	if k == nil {
+		return Moment{}, false
+	}
+
+	for _, mean := range []Mean{OfSquares, OfGradients} {
+		i := slices.IndexFunc(k.Moments, func(m Moment) bool { return m.Mean == mean })
+		if i >= 0 {
+			return k.Moments[i], true
+		}
+	}
+	return Moment{}, false
+}
+
+// values returns the numbers that moment m has among a parameter's tensors. It reports false unless
+// there are any, and the scales that they need.
+func (k *Kernel) values(m Moment, fields map[string]Tensor) (iter.Seq[float64], bool) {
+	switch x := fields[m.Name].Data.(type) {
+	case []float32:
+		return floats(x), len(x) > 0
+	case []float64:
+		return floats(x), len(x) > 0
+	case []uint8:
+		return k.decoded(m, x, fields)
+	}
+	return nil, false
+}
+
+// decoded is values for a moment of codes.
+func (k *Kernel) decoded(m Moment, codes []uint8, fields map[string]Tensor) (iter.Seq[float64], bool) {
+	at := slices.IndexFunc(k.Moments, func(s Moment) bool { return s.Name == m.Scale })
+	if at < 0 || m.Codes == nil {
+		return nil, false
+	}
+
+	var scales []float64
+	switch x := fields[m.Scale].Data.(type) {
+	case []float32:
+		scales = slices.Collect(floats(x))
+	case []float64:
+		scales = x
+	}
+	s := k.Moments[at]
+	if len(scales) != s.Len(len(codes)) {
+		return nil, false
+	}
+
+	return func(yield func(float64) bool) {
+		for i, c := range codes {
+			if !yield(float64(m.Codes[c]) * scales[i/max(1, s.Block)]) {
+				return
+			}
+		}
+	}, len(codes) > 0
+}
+
+func floats[T float32 | float64](x []T) iter.Seq[float64] {
+	return func(yield func(float64) bool) {
+		for _, v := range x {
+			if !yield(float64(v)) {
+				return
+			}
+		}
+	}
+}
