@@ -25,14 +25,21 @@ type AdamWStep struct {
 // A gradient beyond ±[vec.LargestGradient] counts as ±LargestGradient. In PyTorch, the square of a
 // larger one makes v infinite for good, and the element never moves again.
 func AdamW[T cpu.Float](p, g, m, v []T, s AdamWStep) {
+	cpu.Spread(len(p), cpu.VectorGrain, adamW[T]{p, g, m, v, adamWRule[T](s)})
+}
+
+// adamWRule returns what a step does with each element.
+func adamWRule[T cpu.Float](s AdamWStep) vec.AdamW[T] {
 	t := float64(s.Step)
-	keep := T(1 - s.LR*s.Decay)
-	rate := T(s.LR / (1 - math.Pow(s.Beta1, t)))
-	root := T(math.Sqrt(1 - math.Pow(s.Beta2, t)))
-	gain1, beta2, gain2, eps := T(1-s.Beta1), T(s.Beta2), T(1-s.Beta2), T(s.Eps)
-	rule := vec.AdamW[T]{Keep: keep, Rate: rate, Root: root, Gain1: gain1, Beta2: beta2,
-		Gain2: gain2, Eps: eps}
-	cpu.Spread(len(p), cpu.VectorGrain, adamW[T]{p, g, m, v, rule})
+	return vec.AdamW[T]{
+		Keep:  T(1 - s.LR*s.Decay),
+		Rate:  T(s.LR / (1 - math.Pow(s.Beta1, t))),
+		Root:  T(math.Sqrt(1 - math.Pow(s.Beta2, t))),
+		Gain1: T(1 - s.Beta1),
+		Beta2: T(s.Beta2),
+		Gain2: T(1 - s.Beta2),
+		Eps:   T(s.Eps),
+	}
 }
 
 type adamW[T cpu.Float] struct {
