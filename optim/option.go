@@ -42,9 +42,13 @@ func (o BetasOption) apply(c *common) error {
 	return checkBetas("WithBetas", o.beta1, o.beta2)
 }
 
-type adamWOption func(*AdamW) error
+// EpsOption configures the optimizers that divide by the root of a second moment.
+type EpsOption struct{ eps float64 }
 
-func (f adamWOption) adamW(a *AdamW) error { return f(a) }
+func (o EpsOption) adamW(a *AdamW) error {
+	a.eps = o.eps
+	return positive("WithEps", o.eps)
+}
 
 type muonOption func(*Muon) error
 
@@ -100,12 +104,7 @@ func WithGroup(match Match, opts ...GroupOption) Option {
 func WithBetas(beta1, beta2 float64) BetasOption { return BetasOption{beta1, beta2} }
 
 // WithEps sets what is added to the root of the second moment, above 0. Default 1e-8.
-func WithEps(eps float64) AdamWOption {
-	return adamWOption(func(a *AdamW) error {
-		a.eps = eps
-		return positive("WithEps", eps)
-	})
-}
+func WithEps(eps float64) EpsOption { return EpsOption{eps} }
 
 // WithMomentum sets the decay rate of the momentum, at least 0 and below 1. Default 0.95.
 func WithMomentum(mu float64) MuonOption {
