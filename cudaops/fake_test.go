@@ -590,6 +590,13 @@ var fakeSteps = map[string]func(l *fake.Launch, t optimizer.Tensor, p, g []float
 			cpuoptimizer.AdamWStep{LR: lr, Beta1: t.Beta1, Beta2: t.Beta2, Eps: eps, Decay: t.Decay,
 				Step: int(t.Step)})
 	},
+	"AdamW8bit": func(l *fake.Launch, t optimizer.Tensor, p, g []float32, lr, eps float64) {
+		blocks := (t.Size + cpuoptimizer.Block8 - 1) / cpuoptimizer.Block8
+		cpuoptimizer.AdamW8bit(p, g, fake.Slice[uint8](l, t.Moments[0], t.Size),
+			fake.Slice[uint8](l, t.Moments[2], t.Size), floatsAt(l, t.Moments[1], blocks),
+			floatsAt(l, t.Moments[3], blocks), cpuoptimizer.AdamWStep{LR: lr, Beta1: t.Beta1,
+				Beta2: t.Beta2, Eps: eps, Decay: t.Decay, Step: int(t.Step)})
+	},
 	"Lion": func(l *fake.Launch, t optimizer.Tensor, p, g []float32, lr, _ float64) {
 		cpuoptimizer.Lion(p, g, floatsAt(l, t.Moments[0], t.Size),
 			cpuoptimizer.LionStep{LR: lr, Beta1: t.Beta1, Beta2: t.Beta2, Decay: t.Decay})

@@ -58,8 +58,16 @@ func newLion() (optim.Optimizer, error) {
 		optim.WithGroup(optim.NameContains(""), optim.LRScale(0.002)))
 }
 
+// newAdamW8bit has moments of eight bits for all parameters but the smallest.
+func newAdamW8bit() (optim.Optimizer, error) {
+	return optim.NewAdamW8bit(optim.WithLR(0.01), optim.WithWeightDecay(0.1), optim.WithEps(1e-6),
+		optim.WithMin8bitSize(40),
+		optim.WithFloatMomentsFor(func(string, []int) bool { return false }),
+		optim.WithGroup(optim.Vectors, optim.Decay(0), optim.LRScale(2)))
+}
+
 var optimizers = map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon,
-	"Lion": newLion}
+	"Lion": newLion, "AdamW8bit": newAdamW8bit}
 
 // TestUpdate trains a model on both machines, each with an optimiser of its own, and wants the same
 // losses, parameters and optimiser states. In mid-run what is known moves from the host to the
@@ -209,6 +217,13 @@ func TestAllApart(t *testing.T) {
 }
 
 func asTensor(s optim.Tensor) *tensor.Dense {
+	if codes, ok := s.Data.([]uint8); ok {
+		numbers := make([]float32, len(codes))
+		for i, c := range codes {
+			numbers[i] = float32(c)
+		}
+		s.Data = numbers
+	}
 	return tensor.New(tensor.WithShape(s.Shape...), tensor.WithBacking(s.Data))
 }
 
@@ -779,7 +794,7 @@ func rankedMachine(t *testing.T, d *Device, loss *gorgonia.Node, params gorgonia
 // leave beside the runs that make them, or behind these.
 func TestRanks(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
-		"Lion": newLion, "Muon": func() (optim.Optimizer, error) {
+		"Lion": newLion, "AdamW8bit": newAdamW8bit, "Muon": func() (optim.Optimizer, error) {
 			return optim.NewMuon()
 		}} {
 		t.Run(name, func(t *testing.T) {
@@ -818,7 +833,7 @@ func requireSame(t *testing.T, want, got []string, format string, args ...any) {
 // losses.
 func TestRanksOneRound(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
-		"Lion": newLion,
+		"Lion": newLion, "AdamW8bit": newAdamW8bit,
 		"Muon": func() (optim.Optimizer, error) { return optim.NewMuon() }} {
 		t.Run(name, func(t *testing.T) {
 			for _, how := range []stepped{{2, false, false, 6}, {2, true, false, 6},

@@ -22,6 +22,7 @@ var choices = []Choice{
 	{"adamw", 1, chooseAdamW},
 	{"muon", 1 / muonRestShare, chooseMuon},
 	{"lion", 0.2, chooseLion},
+	{"adamw8bit", 1, chooseAdamW8bit},
 }
 
 // Choices returns the optimizers that programs offer by name.

@@ -48,6 +48,8 @@ func TestChoiceSettings(t *testing.T) {
 		"adamw": {1, 0.1, 0.9, 0.95},
 		"muon":  {0.15, 0.1, 0.9, 0.95}, // for an embedding, which AdamW updates
 		"lion":  {1, 0.5, 0.95, 0.98},
+
+		"adamw8bit": {1, 0.1, 0.9, 0.95},
 	} {
 		c, err := optim.ByName(name)
 		require.NoError(t, err)

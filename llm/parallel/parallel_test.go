@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -63,7 +64,14 @@ type setup struct {
 
 func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
 func lion() (optim.Optimizer, error)  { return optim.NewLion(optim.WithLR(0.001)) }
-func muon() (optim.Optimizer, error)  { return optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01))) }
+
+// adamW8bit has moments of eight bits for all matrices, some of which have a last block that is shorter.
+func adamW8bit() (optim.Optimizer, error) {
+	return optim.NewAdamW8bit(optim.WithLR(0.01), optim.WithMin8bitSize(100),
+		optim.WithFloatMomentsFor(func(string, []int) bool { return false }))
+}
+
+func muon() (optim.Optimizer, error) { return optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01))) }
 
 // small is a model with a Kasmina layer behind each block and seeds in depth, whose largest
 // parameter is divided.
@@ -284,10 +292,13 @@ func TestSameBits(t *testing.T) {
 	strict := small()
 	strict.KasminaOptions.GradClip = 0.01
 	for name, s := range map[string]setup{
-		"AdamW":   {config: small(), steps: 8, accumulate: 6},
-		"Muon":    {config: small(), steps: 8, accumulate: 6, optimizer: muon},
-		"Lion":    {config: small(), steps: 4, accumulate: 6, optimizer: lion},
-		"float64": {config: small(), steps: 4, accumulate: 5, dt: tensor.Float64},
+		"AdamW":     {config: small(), steps: 8, accumulate: 6},
+		"Muon":      {config: small(), steps: 8, accumulate: 6, optimizer: muon},
+		"Lion":      {config: small(), steps: 4, accumulate: 6, optimizer: lion},
+		"float64":   {config: small(), steps: 4, accumulate: 5, dt: tensor.Float64},
+		"AdamW8bit": {config: small(), steps: 4, accumulate: 6, optimizer: adamW8bit},
+		"growing by AdamW8bit in float64": {config: small(), steps: 20, accumulate: 4, grow: true,
+			optimizer: adamW8bit, dt: tensor.Float64},
 		"growing by AdamW": {config: small(), steps: 20, accumulate: 4,
 			grow: true, commands: true},
 		"growing by Muon": {config: strict, steps: 20, accumulate: 4, grow: true,
@@ -298,8 +309,9 @@ func TestSameBits(t *testing.T) {
 			more: siteLives},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if testing.Short() && name != "growing by Muon" && name != "Lion" && s.more == nil {
-				t.Skip("the three that are left do all that the others do")
+			if testing.Short() && s.more == nil &&
+				!slices.Contains([]string{"growing by Muon", "Lion", "AdamW8bit"}, name) {
+				t.Skip("the four that are left do all that the others do")
 			}
 			want := s.file(t, 0)
 			numbers := sizes()

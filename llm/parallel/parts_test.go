@@ -39,14 +39,15 @@ func beside(t *testing.T, path string) (names []string) {
 // written. It goes on on any number of ranks, and is the only one in its folder.
 func TestParts(t *testing.T) {
 	for name, s := range map[string]setup{
-		"AdamW": {config: small(), steps: 8, accumulate: 4, every: 2},
-		"Muon":  {config: small(), steps: 8, accumulate: 4, every: 2, optimizer: muon},
-		"Lion":  {config: small(), steps: 4, accumulate: 4, every: 2, optimizer: lion},
+		"AdamW":     {config: small(), steps: 8, accumulate: 4, every: 2},
+		"Muon":      {config: small(), steps: 8, accumulate: 4, every: 2, optimizer: muon},
+		"Lion":      {config: small(), steps: 4, accumulate: 4, every: 2, optimizer: lion},
+		"AdamW8bit": {config: small(), steps: 4, accumulate: 4, every: 2, optimizer: adamW8bit},
 		"growing": {config: small(), steps: 14, accumulate: 4, every: 3,
 			grow: true, commands: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if testing.Short() && !s.grow && name != "Lion" {
+			if testing.Short() && !s.grow && name != "Lion" && name != "AdamW8bit" {
 				t.Skip("the one that grows does all that these do")
 			}
 			want := s.file(t, 0)

@@ -140,6 +140,7 @@ func TestRefusals(t *testing.T) {
 		"rows": reduce.Reduce{Op: reduce.Sum, N: 9, Inner: 1}, "columns": reduce.Reduce{
 			Op: reduce.Sum, Outer: 1, N: 9},
 		"AdamW":      optimizer.Elementwise{Kernel: "AdamW", Table: none},
+		"AdamW8bit":  optimizer.Elementwise{Kernel: "AdamW8bit", Table: none},
 		"Lion":       optimizer.Elementwise{Kernel: "Lion", Table: none},
 		"Muon":       optimizer.Direction{Kernel: "Muon", Table: none},
 		"Muon's end": optimizer.Apply{Kernel: "Muon", Table: none},

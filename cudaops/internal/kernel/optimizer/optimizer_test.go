@@ -217,6 +217,86 @@ func TestLion(t *testing.T) {
 	require.EqualValues(t, 3, stepsOf(g, table)[0])
 }
 
+// TestAdamW8bit compares three steps with the CPU's, each from the state that the GPU has left, so that a
+// number near the middle between two codes makes no difference later. Besides rounding, the codes may
+// differ by one for few numbers.
+func TestAdamW8bit(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	type moments struct{ m, v, mScale, vScale *kerneltest.Buffer }
+	qs := newParameters(g)
+	eight := make([]moments, len(qs))
+	for i, q := range qs {
+		blocks := kernel.CeilDiv(q.Size, cpuoptimizer.Block8)
+		words := kernel.CeilDiv(q.Size, 4)
+		x := moments{m: g.Alloc(words, kerneltest.F32, 0), v: g.Alloc(words, kerneltest.F32, 0)}
+		x.mScale, _ = g.Upload(make([]float64, blocks), kerneltest.F32, 0)
+		x.vScale, _ = g.Upload(make([]float64, blocks), kerneltest.F32, 0)
+		g.Must(g.Ctx.CopyToDevice(x.m.Ptr, make([]byte, q.Size), g.Stream))
+		g.Must(g.Ctx.CopyToDevice(x.v.Ptr, make([]byte, q.Size), g.Stream))
+		q.Moments = [MaxMoments]gpu.Ptr{x.m.Ptr, x.mScale.Ptr, x.v.Ptr, x.vScale.Ptr}
+		eight[i] = x
+	}
+	table, squares := newTable(g, qs)
+
+	codes := func(b *kerneltest.Buffer, n int) []uint8 {
+		raw := make([]byte, n)
+		g.Must(g.Ctx.CopyToHost(raw, b.Ptr, g.Stream))
+		g.Must(g.Ctx.SyncStream(g.Stream))
+		return raw
+	}
+	for step := range 3 {
+		for _, q := range qs {
+			newGrad(g, q)
+		}
+		if step == 1 {
+			putHuge(g, qs, 1e21, -1e37)
+		}
+
+		// What the CPU makes of the state that is there.
+		type result struct {
+			p, mScale, vScale []float32
+			m, v              []uint8
+		}
+		want := make([]result, len(qs))
+		for i, q := range qs {
+			x := eight[i]
+			w := result{floats32(g.Read(q.p)), floats32(g.Read(x.mScale)), floats32(g.Read(x.vScale)),
+				codes(x.m, q.Size), codes(x.v, q.Size)}
+			grad := floats32(q.rg)
+			for j := range grad {
+				grad[j] *= 0.5
+			}
+			cpuoptimizer.AdamW8bit(w.p, grad, w.m, w.v, w.mScale, w.vScale, cpuoptimizer.AdamWStep{
+				LR: 0.01 * q.LRScale, Beta1: q.Beta1, Beta2: q.Beta2, Eps: 1e-8, Decay: q.Decay,
+				Step: step + 1})
+			want[i] = w
+		}
+
+		control := newControl(g, Control{LR: 0.01, Eps: 1e-8, GradScale: 0.5})
+		g.Must(g.Launch(g.Stream, GradNorm{Control: control, Squares: squares, Count: 0}))
+		g.Must(g.Launch(g.Stream, Elementwise{Kernel: "AdamW8bit", Control: control, Table: table}))
+		for i, q := range qs {
+			w, x := want[i], eight[i]
+			what := fmt.Sprintf("step %d, tensor %d: ", step, i)
+			g.Near(what+"parameter", q.p, widened(w.p), 1e-5)
+			g.Near(what+"scales of m", x.mScale, widened(w.mScale), 1e-6)
+			g.Near(what+"scales of v", x.vScale, widened(w.vScale), 1e-6)
+			for _, c := range [][2][]uint8{{w.m, codes(x.m, q.Size)}, {w.v, codes(x.v, q.Size)}} {
+				differ := 0
+				for j, code := range c[0] {
+					if d := int(code) - int(c[1][j]); d != 0 {
+						differ++
+						require.Equal(t, 1, d*d, "%scode %d", what, j)
+					}
+				}
+				require.LessOrEqual(t, differ, 1+q.Size/1000, what)
+			}
+			nearCopy(g, q)
+		}
+	}
+	require.EqualValues(t, 3, stepsOf(g, table)[0])
+}
+
 // widened returns numbers as float64.
 func widened(x []float32) []float64 {
 	y := make([]float64, len(x))

@@ -1,0 +1,133 @@
+package optim
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// AdamW8bit is [AdamW] with moments of eight bits, which take a quarter of the memory of float32. They
+// are stored as bitsandbytes does: each block of 256 elements has a scale, the largest magnitude in it,
+// and each element is one of 256 numbers relative to the scale. The parameter is updated by the new
+// moments before they are rounded.
+//
+// Small parameters ([WithMin8bitSize]) and those that [WithFloatMomentsFor] chooses keep moments of floats.
+// By default the latter are the embeddings: most of their rows have no gradient in a step, and few
+// have a large one.
+//
+// Unlike in bitsandbytes, the parameter decays before its update instead of after it, as AdamW's do.
+// Where the rounded second moment is 0 and there is no gradient, the first moment counts as 0 too, since
+// dividing it by ε would be a step of any size. (Dettmers et al., "8-bit Optimizers via Block-wise
+// Quantization", 2022.)
+type AdamW8bit struct {
+	common
+	*updater
+	floats *AdamW // whose rules apply to the parameters with moments of floats
+	match  Match
+	least  int // elements of a parameter with moments of eight bits
+}
+
+var _ Partial = (*AdamW8bit)(nil)
+
+// AdamW8bitOption configures [NewAdamW8bit].
+type AdamW8bitOption interface{ adamW8bit(*AdamW8bit) error }
+
+func (o Option) adamW8bit(a *AdamW8bit) error      { return o.apply(&a.floats.common) }
+func (o BetasOption) adamW8bit(a *AdamW8bit) error { return o.apply(&a.floats.common) }
+func (o EpsOption) adamW8bit(a *AdamW8bit) error   { return o.adamW(a.floats) }
+
+type adamW8bitOption func(*AdamW8bit) error
+
+func (f adamW8bitOption) adamW8bit(a *AdamW8bit) error { return f(a) }
+
+// WithFloatMomentsFor chooses the parameters whose moments are floats, besides the small ones. Default
+// NameContains("embed").
+func WithFloatMomentsFor(match Match) AdamW8bitOption {
+	return adamW8bitOption(func(a *AdamW8bit) error {
+		a.match = match
+		if match == nil {
+			return fmt.Errorf("WithFloatMomentsFor: match is nil, want a function such as " +
+				"optim.NameContains(\"embed\")")
+		}
+		return nil
+	})
+}
+
+// WithMin8bitSize sets the number of elements from which on a parameter has moments of eight bits, at
+// least 1. Default 4096.
+func WithMin8bitSize(n int) AdamW8bitOption {
+	return adamW8bitOption(func(a *AdamW8bit) error {
+		a.least = n
+		if n < 1 {
+			return fmt.Errorf("WithMin8bitSize: got %d, want at least 1", n)
+		}
+		return nil
+	})
+}
+
+var adamW8bitKernel = &Kernel{
+	Name: "AdamW8bit",
+	Moments: []Moment{
+		{Name: "exp_avg_codes", Mean: OfGradients, Codes: &optimizer.Signed8.Values,
+			Scale: "exp_avg_scales"},
+		{Name: "exp_avg_scales", Mean: IsScale, Block: optimizer.Block8},
+		{Name: "exp_avg_sq_codes", Mean: OfSquares, Codes: &optimizer.Unsigned8.Values,
+			Scale: "exp_avg_sq_scales"},
+		{Name: "exp_avg_sq_scales", Mean: IsScale, Block: optimizer.Block8},
+	},
+	float32: adamW8bit[float32],
+	float64: adamW8bit[float64],
+}
+
+// NewAdamW8bit returns an AdamW8bit. Its defaults are those of [NewAdamW].
+func NewAdamW8bit(opts ...AdamW8bitOption) (*AdamW8bit, error) {
+	floats, err := NewAdamW()
+	if err != nil {
+		return nil, err
+	}
+
+	a := &AdamW8bit{floats: floats, match: NameContains("embed"), least: 4096}
+	a.updater = newUpdater("optim.AdamW8bit", a.rule)
+	if err := applyAll("optim.NewAdamW8bit", opts, func(o AdamW8bitOption) error {
+		return o.adamW8bit(a)
+	}); err != nil {
+		return nil, err
+	}
+	a.common = floats.common
+	return a, nil
+}
+
+// chooseAdamW8bit returns the AdamW8bit of [Choice.New].
+func chooseAdamW8bit(lr float64, opts []Option) (Partial, error) {
+	own := []AdamW8bitOption{WithLR(lr), WithBetas(0.9, 0.95), WithWeightDecay(0.1)}
+	return NewAdamW8bit(append(own, optionsOf[AdamW8bitOption](opts)...)...)
+}
+
+// SetLR sets the learning rate of the next steps.
+func (a *AdamW8bit) SetLR(lr float64) error {
+	if a.floats == nil {
+		return fmt.Errorf("optim.AdamW8bit: SetLR: %w", errZero)
+	}
+	if err := notNegative("SetLR", lr); err != nil {
+		return fmt.Errorf("optim.AdamW8bit: %w", err)
+	}
+	a.lr, a.floats.lr = lr, lr
+	return nil
+}
+
+func (a *AdamW8bit) rule(name string, shape []int) (Rule, float64) {
+	r, lr := a.floats.rule(name, shape)
+	if opbase.Size(shape) >= a.least && !a.match(name, shape) {
+		r.Kernel = adamW8bitKernel
+	}
+	return r, lr
+}
+
+func adamW8bit[T cpu.Float](p, g []T, moments []any, s step) {
+	m, v := moments[0].([]uint8), moments[2].([]uint8)
+	mScale, vScale := moments[1].([]T), moments[3].([]T)
+	optimizer.AdamW8bit(p, g, m, v, mScale, vScale, optimizer.AdamWStep{LR: s.lr, Beta1: s.Beta1,
+		Beta2: s.Beta2, Eps: s.Eps, Decay: s.Decay, Step: s.count})
+}
