@@ -185,7 +185,7 @@ const roomLeft = 0.1
 // what WithMemory says.
 func lacking(m *Machine, p *program.Program) (int, error) {
 	free, total, err := m.device.ctx.MemInfo()
-	moments, divided := toCome(m, p)
+	moments, divided := memoryToCome(m, p)
 	own := p.Arena + p.Resident() + moments
 	lacks := own + int(roomLeft*float64(total)) - int(free) - m.runner.Memory.Kept.Held()
 	if m.config.limit > 0 {
@@ -194,20 +194,22 @@ func lacking(m *Machine, p *program.Program) (int, error) {
 	return lacks, err
 }
 
-// toCome is the bytes of the moments that the machine would have with AdamW, and about those of
-// parameters that it gives back when its optimiser has divided them among ranks. Muon has one
-// moment, and directions.
-func toCome(m *Machine, p *program.Program) (moments, divided int) {
+// memoryToCome returns the bytes of the moments that the machine's optimizer will have, and about how many
+// bytes of parameters the machine gives back once the optimizer has divided them among ranks.
+func memoryToCome(m *Machine, p *program.Program) (moments, divided int) {
 	ranks := 1
 	if r := m.config.ranks; r != nil {
 		ranks = r.Group.Size()
 	}
+
 	for _, in := range p.Inputs {
-		if g := gradientOf(m, p, in); g != nil {
-			moments += 2 * 4 * g.Len()
-			if len(in.Copies) > 0 {
-				divided += in.Array.Extent() - in.Array.Extent()/ranks
-			}
+		g := gradientOf(m, p, in)
+		if g == nil {
+			continue
+		}
+		moments += m.config.momentBytes(in.Node, g.Len())
+		if len(in.Copies) > 0 {
+			divided += in.Array.Extent() - in.Array.Extent()/ranks
 		}
 	}
 	return moments / ranks, divided

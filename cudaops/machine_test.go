@@ -1318,18 +1318,37 @@ func TestBorrowedValues(t *testing.T) {
 // TestRoomOfOptimizer wants a machine to spend memory only where the moments to come have room too.
 func TestRoomOfOptimizer(t *testing.T) {
 	device, _ := openFake(t, cardOf(256<<20))
-	made := func() *Machine {
+	made := func(opts ...MachineOption) *Machine {
 		b := newLifetime(t, newAdamW).batch
-		m, err := NewMachine(device, b.G, gatesFused, WithParams(b.Params...), WithOutputs(b.Loss))
+		m, err := NewMachine(device, b.G, append(opts, gatesFused, WithParams(b.Params...),
+			WithOutputs(b.Loss))...)
 		require.NoError(t, err)
 		return m
 	}
 	m := made()
-	moments, _ := toCome(m, m.runner.Program)
+	moments, _ := memoryToCome(m, m.runner.Program)
 	need := m.Memory()
 	require.NoError(t, m.Close())
 	require.NotZero(t, m.runner.Program.Spent, "on an empty card")
 	require.NotZero(t, moments)
+
+	for name, want := range map[string]float64{"AdamW": 1, "Lion": 0.5, "AdamW8bit": 0.27} {
+		o, err := optimizers[name]()
+		require.NoError(t, err)
+		m := made(WithOptimizer(o.(optim.Rules)))
+		own, _ := memoryToCome(m, m.runner.Program)
+		require.InDelta(t, want, float64(own)/float64(moments), 0.03, name)
+		require.NoError(t, m.SetOptimizer(o, 0))
+		held := 0
+		for _, p := range m.optimizer.Params {
+			for _, a := range p.Moments {
+				held += a.Extent()
+			}
+		}
+		require.Equal(t, own, held, name)
+		require.NoError(t, m.Close())
+	}
+
 	for left, want := range map[int]bool{3 * moments / 2: true, moments / 2: false} {
 		free, total, err := device.Memory()
 		require.NoError(t, err)

@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/enum"
 	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/optim"
 )
 
 type machineConfig struct {
@@ -32,7 +33,10 @@ type machineConfig struct {
 	kernels func(run.Launcher) run.Launcher
 
 	ranks *update.Ranks // that make updates together; nil for the only one
-	kept  *run.Kept     // of a machine before
+
+	// rules are those of the optimizer that SetOptimizer will be given, or nil if it is not known yet.
+	rules optim.Rules
+	kept  *run.Kept // of a machine before
 	// its names of parameters, by those here
 	inherits map[string]string
 
@@ -204,8 +208,23 @@ func WithStream(handle uintptr) MachineOption {
 	}
 }
 
+// WithOptimizer tells the machine which optimizer it will be given by [Machine.SetOptimizer]. A machine
+// that may spend memory to save time then leaves room for the moments that the optimizer's rules declare.
+// Without this option it leaves room for AdamW's, two float32 numbers for each parameter.
+func WithOptimizer(o optim.Rules) MachineOption {
+	return setting(func(c *machineConfig) { c.rules = o })
+}
+
+// momentBytes returns the memory that the optimizer's moments of a parameter of n elements take.
+func (c *machineConfig) momentBytes(param *gorgonia.Node, n int) int {
+	if c.rules == nil {
+		return 2 * 4 * n
+	}
+	return c.rules.Rule(param.Name(), param.Shape()).Kernel.Bytes(n, 4)
+}
+
 // WithMemory has the machine spend memory to save time only as far as it takes no more than so many
-// bytes of the device with it, counting the moments of AdamW. What it cannot do without it takes in
+// bytes of the device with it, counting the moments of the optimizer ([WithOptimizer]). What it cannot do without it takes in
 // any case. The default is what leaves the device some memory: see [Machine].
 func WithMemory(bytes int) MachineOption {
 	return func(c *machineConfig) error {

@@ -114,6 +114,9 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 		}
 	}
 	own = append(own, cudaops.WithApart(seeds...))
+	if rules, ok := b.optimizer.(optim.Rules); ok {
+		own = append(own, cudaops.WithOptimizer(rules))
+	}
 	if frozen := g.Frozen(); len(frozen) > 0 {
 		own = append(own, cudaops.WithFrozen(nil, frozen...))
 	}
