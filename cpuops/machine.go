@@ -141,17 +141,20 @@ func (p *param) Grad() (gorgonia.Value, error) { return p.grad, nil }
 // solver's Step. It takes the place of gorgonia.NodesToValueGrads.
 func (m *Machine) ValueGrads() []gorgonia.ValueGrad { return slices.Clone(m.params) }
 
-// RunAll computes the graph. Every input must have a value, from gorgonia.Let or from its making.
+// RunAll is Run without cancellation. It makes Machine a gorgonia.VM.
 func (m *Machine) RunAll() error { return m.Run(context.Background()) }
 
-// Run is RunAll that ends when the context does, with its cause as the error. It looks between two
-// ops, and within matrix products, attention and SiLUMLP, but not within their gradients.
+// Run computes the graph. Every input must have a value, from gorgonia.Let or from the node's
+// creation.
 //
-// The machine can run again then, as it can after an error. The sums of gradients are what they were
-// before a run that did not end well, so that the next run adds to nothing of it.
+// If ctx is canceled, Run returns context.Cause(ctx). It looks at ctx between two ops and within
+// matrix products, attention and SiLUMLP, but not within their gradients.
+//
+// After an error or a cancellation the machine can run again. The sums of gradients are then what
+// they were before the run that failed.
 func (m *Machine) Run(ctx context.Context) error {
 	if err := m.run(ctx); err != nil {
-		return fmt.Errorf("cpuops.Machine.RunAll: %w", err)
+		return fmt.Errorf("cpuops.Machine.Run: %w", err)
 	}
 	return nil
 }

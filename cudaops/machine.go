@@ -1,6 +1,7 @@
 package cudaops
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -303,14 +304,28 @@ func (m *Machine) Memory() int {
 	return m.runner.Memory.Held() + m.optimizer.Held()
 }
 
-// RunAll computes the graph. It returns when the work is on its way to the device; [Machine.Value]
-// waits for it. An error on the device may show in a later call.
-func (m *Machine) RunAll() (err error) {
-	defer in("Machine.RunAll", &err)
+// RunAll is Run without cancellation. It makes Machine a gorgonia.VM.
+func (m *Machine) RunAll() error { return m.Run(context.Background()) }
+
+// Run computes the graph. It returns once the work has been enqueued on the device; [Machine.Value]
+// waits for the results. An error on the device may be reported by a later call.
+//
+// If ctx is canceled, Run returns context.Cause(ctx). It looks at ctx before it enqueues anything and
+// before each op that is computed on the host. Work that the device has been given is not
+// interrupted. The machine can run again afterwards.
+func (m *Machine) Run(ctx context.Context) (err error) {
+	defer in("Machine.Run", &err)
 	if err = usable(m); err != nil {
 		return
 	}
-	ctx, r := m.device.ctx, m.runner
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+
+	device, r := m.device.ctx, m.runner
+	r.Context = ctx
+	defer func() { r.Context = nil }()
+
 	// A run waits call by call for parameters that come from other ranks. It waits for all of them
 	// where it has marks, where Kasmina layers may change parameters ahead of it, and where the
 	// parameters are another machine's.
@@ -324,16 +339,16 @@ func (m *Machine) RunAll() (err error) {
 	}
 	r.State.On(run.Begin)
 	if r.State.Ran() {
-		if err := ctx.SyncEvent(m.sent); err != nil {
+		if err := device.SyncEvent(m.sent); err != nil {
 			return err
 		}
 	}
 	if err := m.profiler.Start(); err != nil {
 		return err
 	}
-	defer m.profiler.Call("RunAll")()
+	defer m.profiler.Call("Run")()
 	if err := run.InTurn(func() error { return awaited.Arrive(r.Stream) }, m.layers.Before,
-		r.Inputs.SendAll, func() error { return ctx.Record(m.sent, r.Stream) },
+		r.Inputs.SendAll, func() error { return device.Record(m.sent, r.Stream) },
 		func() error {
 			return r.Compute(func(capture bool, plain func() error) error {
 				work := plain

@@ -1048,7 +1048,7 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 	for _, h := range p.Host {
 		calls = append(calls, h.Name)
 	}
-	require.True(t, slices.Contains(calls, "RunAll"))
+	require.True(t, slices.Contains(calls, "Run"))
 	var text bytes.Buffer
 	require.NoError(t, p.WriteTrace(&text))
 	var trace struct {

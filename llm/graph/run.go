@@ -13,7 +13,7 @@ import (
 
 // Machine computes a graph, as cpuops.Machine and cudaops.Machine do.
 type Machine interface {
-	RunAll() error
+	Run(ctx context.Context) error
 	Value(*gorgonia.Node) (gorgonia.Value, error)
 	Close() error
 }
@@ -55,7 +55,7 @@ func (r Runner) RunContext(ctx context.Context, b data.Batch) (float64, error) {
 }
 
 // Next computes a graph for logits, and returns those for the token that follows the given ones: a
-// []float32 or a []float64. On a cpuops.Machine it ends with the context.
+// []float32 or a []float64. It returns an error if ctx is canceled first.
 func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
 	if r.Graph == nil || r.Machine == nil {
 		return nil, errNoRunner
@@ -70,11 +70,7 @@ func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
 	if err := r.seeds.steer(); err != nil {
 		return nil, err
 	}
-	run := r.Machine.RunAll
-	if m, ok := r.Machine.(*cpuops.Machine); ok {
-		run = func() error { return m.Run(ctx) }
-	}
-	if err := run(); err != nil {
+	if err := r.Machine.Run(ctx); err != nil {
 		return nil, err
 	}
 	v, err := r.Machine.Value(n)

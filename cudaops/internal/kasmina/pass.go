@@ -20,6 +20,9 @@ import (
 func (ls *Layers) Run(c *program.Call, p program.KasminaPass) error {
 	l, of := ls.of[p.Layer], func(field string) *program.Array { return c.Operand(field).Array }
 	if l.hosted {
+		if err := ls.m.Canceled(); err != nil {
+			return err
+		}
 		in := []*program.Array{of("X"), of("Weights"), of("Scales")}
 		if c.Operand("G") == nil {
 			return ls.m.passOnHost(p.Node, in, of("Y"))

@@ -4,6 +4,7 @@
 package run
 
 import (
+	"context"
 	"errors"
 	"fmt"
 
@@ -34,6 +35,9 @@ type Executor struct {
 	plans     map[gpu.MatmulSpec]*Plan
 	pinned    [carriers][]byte // by way of which values travel: see carry
 
+	// Context cancels the run under way; nil outside of runs that can be canceled.
+	Context context.Context
+
 	// Host computes on the host, and Pass a pass of a Kasmina layer. They are nil where a program
 	// has no such calls.
 	Host func(program.HostOp) error
@@ -55,7 +59,9 @@ func (x *Executor) Launch(params any) error {
 func (x *Executor) Call(c *program.Call) (err error) {
 	switch p := c.Params.(type) {
 	case program.HostOp:
-		err = x.Host(p)
+		if err = x.Canceled(); err == nil {
+			err = x.Host(p)
+		}
 	case program.KasminaPass:
 		err = x.Pass(c, p)
 	default:
@@ -63,6 +69,15 @@ func (x *Executor) Call(c *program.Call) (err error) {
 	}
 	if err != nil {
 		return fmt.Errorf("%s: %w", c.Node, err)
+	}
+	return nil
+}
+
+// Canceled returns the cause if the run under way has been canceled. Work on the host asks it, since
+// that waits for the device; work on the device is enqueued too quickly to be worth interrupting.
+func (x *Executor) Canceled() error {
+	if x.Context != nil && x.Context.Err() != nil {
+		return context.Cause(x.Context)
 	}
 	return nil
 }
