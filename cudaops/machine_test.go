@@ -1488,7 +1488,7 @@ func TestZeroMachine(t *testing.T) {
 	_, _, address := m.Address(nil)
 	_, _, step := m.Step(nil)
 	for name, err := range map[string]error{"Address": address, "Step": step,
-		"Bind": m.Bind(nil, 0, 0), "RunAll": m.RunAll(), "SetOptimizer": m.SetOptimizer(nil, 0),
+		"Bind": m.Bind(nil, 0, 0), "Run": m.RunAll(), "SetOptimizer": m.SetOptimizer(nil, 0),
 		"Update": errOf(m.Update()), "Forget": m.Forget(nil, 0, 0),
 		"Contribute": m.Rank().Contribute(1, true), "Expect": m.Rank().Expect(1, true),
 		"GatherState": m.Rank().GatherState(),

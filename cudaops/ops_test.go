@@ -1477,7 +1477,7 @@ func TestLastProducts(t *testing.T) {
 		got, table := 0, false
 		for _, c := range m.runner.Program.Calls {
 			table = table || c.Op == "EmbeddingGrad"
-			if _, product := c.Params.(program.Matmul); product && table {
+			if _, product := c.Params.(*program.Matmul); product && table {
 				got++
 			}
 		}

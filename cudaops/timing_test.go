@@ -381,7 +381,7 @@ func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string,
 	r := tuned{log: log.String(), value: flat(t, valueIn(t, m, y)),
 		timings: calls(device, "cublasLtMatmul") - 1}
 	for _, c := range m.runner.Program.Calls {
-		if p, ok := c.Params.(program.Matmul); ok {
+		if p, ok := c.Params.(*program.Matmul); ok {
 			r.way = p.Way
 		}
 	}

@@ -120,14 +120,15 @@ func (t *Chooser) ChooseWay(c *program.Call) error {
 	if err != nil {
 		return err
 	}
-	c.Params, c.Choice = program.WithWay(c.Params, ways[way]), choice
+	c.SetWay(ways[way])
+	c.Choice = choice
 	return nil
 }
 
 // hasNone reports whether a call has an operand without elements.
 func hasNone(c *program.Call) bool {
 	return slices.ContainsFunc(c.Args, func(a program.Arg) bool {
-		return a.Field != "" && a.Len() == 0
+		return a.Bound() && a.Len() == 0
 	})
 }
 
@@ -239,7 +240,7 @@ func (t *Chooser) cannot(j program.Group, err error) {
 // product plans the product that a call is, if it is one. It is computed in the way that is chosen
 // for all products like it.
 func (t *Chooser) product(c *program.Call) (err error) {
-	m, ok := c.Params.(program.Matmul)
+	m, ok := c.Params.(*program.Matmul)
 	if !ok {
 		return nil
 	}
@@ -254,18 +255,17 @@ func (t *Chooser) product(c *program.Call) (err error) {
 	if err != nil {
 		return err
 	}
-	names, own := slices.Clone(p.Ways), t.ownWays(m)
+	names, own := slices.Clone(p.Ways), t.ownWays(*m)
 	for _, w := range own {
 		names = append(names, w.String())
 	}
-	m.Way, c.Choice, err = t.choose(productGroup(m, c.Args, names, len(own) > 0))
-	c.Params = m
+	m.Way, c.Choice, err = t.choose(productGroup(c, m, names, len(own) > 0))
 	return err
 }
 
 // productGroup is a product in its ways as it is timed: a matrix that it adds is one of its own. For
 // cuBLASLt's ways that makes no difference, and they are known by the product without it.
-func productGroup(m program.Matmul, args []program.Arg, ways []string, own bool) program.Group {
+func productGroup(c *program.Call, m *program.Matmul, ways []string, own bool) program.Group {
 	g := program.Group{Op: productOp, Shape: fmt.Sprintf("%+v", m.Spec), FLOPs: m.Spec.FLOPs()}
 	if m.Alpha != 1 || m.Beta != 0 && m.Beta != 1 {
 		g.Shape += " scaled"
@@ -273,22 +273,30 @@ func productGroup(m program.Matmul, args []program.Arg, ways []string, own bool)
 	if own && m.Beta == 1 {
 		g.Shape += " with a matrix added"
 	}
-	args = slices.DeleteFunc(slices.Clone(args), func(a program.Arg) bool { return a.Field == "C" })
-	for i, a := range args {
-		if a.Field != "D" {
-			continue
+
+	of := func(field *gpu.Ptr) *program.Array {
+		if a := c.Operand(field); a != nil {
+			return a.Array
 		}
-		args[i].Role, g.Results = program.Write, []*program.Array{a.Array}
-		if m.Beta != 0 {
-			added := *a.Array
-			added.Buffer = new(program.Buffer)
-			args = append(args, program.Reads("C", &added))
-		}
+		return nil
 	}
+	d := of(&m.D)
+	g.Results = []*program.Array{d}
+	var added *program.Array
+	if m.Beta != 0 {
+		other := *d
+		other.Buffer = new(program.Buffer)
+		added = &other
+	}
+
 	for i, name := range ways {
-		m.Way = i
+		one := *m
+		one.Way = i
 		g.Alternatives = append(g.Alternatives, program.Alternative{Name: name,
-			Calls: []*program.Call{{Params: m, Args: args}}})
+			Calls: []*program.Call{program.NewCall(&one, program.Writes(&one.D, d),
+				program.Reads(&one.A, of(&m.A)), program.Reads(&one.B, of(&m.B)),
+				program.Reads(&one.ScaleA, of(&m.ScaleA)),
+				program.Reads(&one.ScaleB, of(&m.ScaleB)), program.Reads(&one.C, added))}})
 	}
 	return g
 }

@@ -198,13 +198,17 @@ func TestGather(t *testing.T) {
 		buffer(0, 1, 1, 0), buffer(0, 1, 1, 0)
 	later := *in
 	later.At = 4096
-	scaled := program.Reads("Later", &later)
+	var fields [7]gpu.Ptr
+	scaled := program.Reads(&fields[0], &later)
 	scaled.Deviation = 0.02
+	untimed := program.Reads(&fields[5], documents)
+	untimed.Role = program.Untimed
 	x := &timer{pieces: map[*program.Buffer]*piece{}}
 	x.gather([]*program.Call{
-		{Args: []program.Arg{program.Reads("X", in), program.Writes("Y", between),
-			{Field: "Documents", Array: documents, Role: program.Untimed}}},
-		{Args: []program.Arg{scaled, program.Reads("Y", between), program.Updates("Z", out)}},
+		{Args: []program.Arg{program.Reads(&fields[1], in), program.Writes(&fields[2], between),
+			untimed}},
+		{Args: []program.Arg{scaled, program.Reads(&fields[3], between),
+			program.Updates(&fields[4], out)}},
 	})
 
 	require.Equal(t, []*program.Buffer{in.Buffer, between.Buffer, out.Buffer}, x.order)

@@ -109,7 +109,7 @@ func (x *timer) gather(calls []*program.Call) {
 	written := map[*program.Buffer]bool{}
 	for _, c := range calls {
 		for _, a := range c.Args {
-			if a.Field == "" || a.Role == program.Untimed {
+			if !a.Bound() || a.Role == program.Untimed {
 				continue
 			}
 			p := x.pieces[a.Buffer]
@@ -298,8 +298,12 @@ func (x *timer) right(ways []int) ([]int, error) {
 
 // run enqueues the job in some way.
 func (x *timer) run(way int) error {
-	for _, c := range x.Alternatives[way].Calls {
-		if err := x.x.Launch(c.Bind(c.Params, x.address)); err != nil {
+	a := x.Alternatives[way]
+	for _, c := range a.Calls {
+		if a.Way != nil {
+			c.SetWay(*a.Way)
+		}
+		if err := x.x.Launch(c.Bind(x.address)); err != nil {
 			return err
 		}
 	}

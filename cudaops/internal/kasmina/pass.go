@@ -17,23 +17,32 @@ import (
 
 // Run enqueues a pass of a layer as the run under way has it: on the device or on the host, with
 // telemetry or without.
-func (ls *Layers) Run(c *program.Call, p program.KasminaPass) error {
-	l, of := ls.of[p.Layer], func(field string) *program.Array { return c.Operand(field).Array }
-	if l.hosted {
-		if err := ls.m.Canceled(); err != nil {
-			return err
-		}
-		in := []*program.Array{of("X"), of("Weights"), of("Scales")}
-		if c.Operand("G") == nil {
-			return ls.m.passOnHost(p.Node, in, of("Y"))
-		}
-		return ls.m.passOnHost(p.Node, append(in, nil, of("G")), of("DX"), of("DWeights"),
-			of("DScales"))
-	}
-	if p.Replay {
+func (ls *Layers) Run(c *program.Call, p *program.KasminaPass) error {
+	l := ls.of[p.Layer]
+	switch {
+	case l.hosted:
+		return ls.onHost(c, p)
+	case p.Replay:
 		return l.m.Launch(l.pass(c, mode{}, false))
 	}
 	return l.m.Launch(l.pass(c, l.now().mode, true))
+}
+
+// onHost computes a pass on the host.
+func (ls *Layers) onHost(c *program.Call, p *program.KasminaPass) error {
+	if err := ls.m.Canceled(); err != nil {
+		return err
+	}
+
+	of := func(field *gpu.Ptr) *program.Array { return c.Operand(field).Array }
+	if f := &p.Forward; !p.Grad {
+		return ls.m.passOnHost(p.Node, []*program.Array{of(&f.X), of(&f.Weights), of(&f.Scales)},
+			of(&f.Y))
+	}
+	b := &p.Backward
+	return ls.m.passOnHost(p.Node,
+		[]*program.Array{of(&b.X), of(&b.Weights), of(&b.Scales), nil, of(&b.G)},
+		of(&b.DX), of(&b.DWeights), of(&b.DScales))
 }
 
 // pass is the launch of a pass in a mode. Of one that is not to count nobody reads the counts.
@@ -44,17 +53,22 @@ func (l *layer) pass(c *program.Call, m mode, counts bool) any {
 		}
 		return l.at(word)
 	}
-	if c.Operand("G") != nil {
-		return c.Bind(kasminakernel.Backward{Layer: l.Layer, Clip: l.Clips(),
-			Telemetry: m.telemetry, Reduction: m.reduction, Figures: l.at(program.KasminaGradient),
-			Bad: at(program.KasminaBadG), Clipped: at(program.KasminaClipped)}, (*program.Array).Ptr)
+
+	p := c.Bind((*program.Array).Ptr).(program.KasminaPass)
+	if b := p.Backward; p.Grad {
+		b.Clip, b.Telemetry, b.Reduction = l.Clips(), m.telemetry, m.reduction
+		b.Figures = l.at(program.KasminaGradient)
+		b.Bad, b.Clipped = at(program.KasminaBadG), at(program.KasminaClipped)
+		return b
 	}
-	f := kasminakernel.Forward{Layer: l.Layer, Telemetry: m.telemetry, Reduction: m.reduction,
-		Figures: l.at(program.KasminaHealth), Bad: at(program.KasminaBadX)}
+
+	f := p.Forward
+	f.Telemetry, f.Reduction = m.telemetry, m.reduction
+	f.Figures, f.Bad = l.at(program.KasminaHealth), at(program.KasminaBadX)
 	if m.histogram {
 		f.Histogram = l.at(program.KasminaBins)
 	}
-	return c.Bind(f, (*program.Array).Ptr)
+	return f
 }
 
 // A monitor tells what telemetry costs a pass of a layer: ahead of the pass its arithmetic runs
@@ -62,23 +76,23 @@ func (l *layer) pass(c *program.Call, m mode, counts bool) any {
 
 // Measures reports whether a call is a pass that measures in the run under way.
 func (ls *Layers) Measures(c *program.Call) bool {
-	p, ok := c.Params.(program.KasminaPass)
+	p, ok := c.Params.(*program.KasminaPass)
 	return ok && !p.Replay && ls.of[p.Layer].now().mode.telemetry
 }
 
 // Save copies what a backward pass in place replaces, for Unmeasured.
 func (ls *Layers) Save(c *program.Call) error {
-	p := c.Params.(program.KasminaPass)
+	p := c.Params.(*program.KasminaPass)
 	if p.Spare == nil {
 		return nil
 	}
-	g := c.Operand("G")
+	g := c.Operand(&p.Backward.G)
 	return ls.m.Ctx.CopyOnDevice(p.Spare.Ptr(), g.Ptr(), g.Extent(), ls.m.Stream)
 }
 
 // Unmeasured enqueues a pass without telemetry.
 func (ls *Layers) Unmeasured(c *program.Call) error {
-	p := c.Params.(program.KasminaPass)
+	p := c.Params.(*program.KasminaPass)
 	l := ls.of[p.Layer]
 	pass := l.pass(c, mode{}, false)
 	if b, ok := pass.(kasminakernel.Backward); ok && p.Spare != nil {
@@ -90,11 +104,11 @@ func (ls *Layers) Unmeasured(c *program.Call) error {
 
 // Note tells a layer's lattice what its pass took, without telemetry and with it.
 func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
-	p := c.Params.(program.KasminaPass)
+	p := c.Params.(*program.KasminaPass)
 	l := ls.of[p.Layer]
 	seeds := 2 * l.State.Seeds // read and written, in x and y
-	if g := c.Operand("G"); g != nil {
-		seeds = l.moving(g.Ptr() == c.Operand("DX").Ptr())
+	if b := &p.Backward; p.Grad {
+		seeds = l.moving(c.Operand(&b.G).Ptr() == c.Operand(&b.DX).Ptr())
 	}
 	l.Op.Lattice.RecordTiming(state.Timing{Kernel: unmeasured, Telemetry: whole - unmeasured,
 		Bytes: int64(seeds * l.Rows * l.Chunk * l.Type.Size())})

@@ -323,6 +323,15 @@ func (w Way) String() string {
 	return fmt.Sprintf("%s-%d", w.Family, w.Size)
 }
 
-// Tuned is a launch whose way is chosen by timing. It says its name among the choices, and its
-// shape, for people and to tell times apart.
+// Tuned is implemented by launches whose way is chosen by timing. Tuning returns the name of the op
+// and the shape by which the choice is known. The pointer to the launch also has SetWay, which sets
+// the way that was chosen.
 type Tuned interface{ Tuning() (op, shape string) }
+
+// Workspaced is implemented by pointers to launches that need scratch memory.
+type Workspaced interface {
+	// WorkspaceBytes returns the size of the memory on a device.
+	WorkspaceBytes(d gpu.DeviceInfo) int
+	// WorkspaceField returns the field that takes its address.
+	WorkspaceField() *gpu.Ptr
+}

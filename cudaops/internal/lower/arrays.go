@@ -23,8 +23,8 @@ func (c *compiler) aux(shape ...int) *program.Array { return c.NewArray(gpu.Floa
 
 // cast is the call that writes b, a's values in another type.
 func (c *compiler) cast(n *gorgonia.Node, b, a *program.Array) *program.Call {
-	return c.newCall(n, elementwise.Cast{YType: b.Type, XType: a.Type, N: a.Len()},
-		program.Writes("Y", b), program.Reads("X", a))
+	l := elementwise.Cast{YType: b.Type, XType: a.Type, N: a.Len()}
+	return newCall(c, n, &l, program.Writes(&l.Y, b), program.Reads(&l.X, a))
 }
 
 // as returns a's values in another type: a itself, or a copy that is made once.

@@ -5,6 +5,7 @@ import (
 
 	"gorgonia.org/gorgonia"
 
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
@@ -33,10 +34,10 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program
 	documents := c.documentsOf(n, o, in)
 	y, normalizers := c.Like(q), c.aux(s.Batch, s.Heads, s.Seq, 2)
 	c.saved[o] = normalizers
-	c.call(n, attention.Forward{Geometry: s, Type: q.Type}, program.Writes("Y", y),
-		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
-		program.Writes("Normalizers", normalizers),
-		untimed("Documents", documents)).FLOPs = attentionFLOPs(s, o, 2)
+	a := attention.Forward{Geometry: s, Type: q.Type}
+	addCall(c, n, &a, program.Writes(&a.Y, y), program.Reads(&a.Q, q), program.Reads(&a.K, k),
+		program.Reads(&a.V, v), program.Writes(&a.Normalizers, normalizers),
+		untimed(&a.Documents, documents)).FLOPs = attentionFLOPs(s, o, 2)
 	return y
 }
 
@@ -55,17 +56,21 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 	y := c.NewArray(q.Type, n.Shape()...)
 	// of zeros, which launches leave as they find them
 	arrived := c.NewConstant(make([]float32, g.Counters()))
-	c.call(n, decode.Attention{Geometry: g, Type: q.Type}, program.Writes("Y", y),
-		program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
-		program.Updates("Keys", cache.Keys), program.Updates("Values", cache.Values),
-		program.Reads("Cos", t.cos), program.Reads("Sin", t.sin), program.Reads("Position", in[3]),
-		program.Uses("Parts", c.Workspace(g.PartsBytes(c.o.Device))),
-		program.Updates("Arrived", arrived))
+	a := decode.Attention{Geometry: g, Type: q.Type}
+	addCall(c, n, &a, program.Writes(&a.Y, y), program.Reads(&a.Q, q), program.Reads(&a.K, k),
+		program.Reads(&a.V, v), program.Updates(&a.Keys, cache.Keys),
+		program.Updates(&a.Values, cache.Values), program.Reads(&a.Cos, t.cos),
+		program.Reads(&a.Sin, t.sin), program.Reads(&a.Position, in[3]),
+		program.Uses(&a.Parts, c.Workspace(g.PartsBytes(c.o.Device))),
+		program.Updates(&a.Arrived, arrived))
 	return y
 }
 
-func untimed(field string, a *program.Array) program.Arg {
-	return program.Arg{Field: field, Array: a, Role: program.Untimed}
+// untimed returns an operand that is read, and null while variants are timed.
+func untimed(field *gpu.Ptr, a *program.Array) program.Arg {
+	arg := program.Reads(field, a)
+	arg.Role = program.Untimed
+	return arg
 }
 
 // packing is a table of where documents and windows start. Without documents starts is nil.
@@ -93,7 +98,8 @@ func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp,
 		c.bound(n, p.starts, program.IDRange{Argument: "starts", Seq: seq})
 	}
 	table := c.Workspace(attention.DocumentsBytes(p.Batch, seq))
-	c.call(n, p.Documents, program.Writes("Table", table), program.Reads("Starts", p.starts))
+	d := p.Documents
+	addCall(c, n, &d, program.Writes(&d.Table, table), program.Reads(&d.Starts, p.starts))
 	c.documents[p] = table
 	return table
 }
@@ -118,28 +124,28 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 	documents, t := c.documentsOf(n, o, in), c.rotation(turned)
 	s := attentionShape(o, q.Shape[0])
 	normalizers := c.saved[o].(*program.Array)
-	call := c.newCall(n, attention.Backward{Geometry: s, Type: q.Type}, program.Writes("DQ", dq),
-		program.Writes("DK", dk), program.Writes("DV", dv),
-		program.Reads("G", g), program.Reads("Q", q), program.Reads("K", k), program.Reads("V", v),
-		program.Reads("Y", y), program.Reads("Normalizers", normalizers),
-		program.Reads("Cos", t.cos), program.Reads("Sin", t.sin),
-		untimed("Documents", documents))
+	a := attention.Backward{Geometry: s, Type: q.Type}
+	call := newCall(c, n, &a, program.Writes(&a.DQ, dq), program.Writes(&a.DK, dk),
+		program.Writes(&a.DV, dv), program.Reads(&a.G, g), program.Reads(&a.Q, q),
+		program.Reads(&a.K, k), program.Reads(&a.V, v), program.Reads(&a.Y, y),
+		program.Reads(&a.Normalizers, normalizers), program.Reads(&a.Cos, t.cos),
+		program.Reads(&a.Sin, t.sin), untimed(&a.Documents, documents))
 	call.FLOPs = attentionFLOPs(s, o, 5)
-	c.formStatistics(n, call, g, y, normalizers)
+	c.formStatistics(n, call, &a, g, y, normalizers)
 	c.Add(call)
 }
 
 // formStatistics has the product g, the gradient of an attention's result y, also form what the
 // backward pass of the attention begins with. That is where one kernel can, where it is faster than
 // two, and where nothing needs g earlier. It saves to read g once more.
-func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, g, y,
-	normalizers *program.Array) {
+func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, back *attention.Backward,
+	g, y, normalizers *program.Array) {
 	at := slices.IndexFunc(c.Calls, func(p *program.Call) bool {
-		m, ok := p.Params.(program.Matmul)
+		m, ok := p.Params.(*program.Matmul)
 		if !ok {
 			return false
 		}
-		d := p.Operand("D")
+		d := p.Operand(&m.D)
 		return d.Buffer == g.Buffer && d.At == g.At && slices.Equal(d.Shape, g.Shape) &&
 			!m.Spec.TransA && !m.Spec.TransB && !m.Spec.Scaled() && m.Spec.Batch == 1 &&
 			m.Alpha == 1 && m.Beta == 0
@@ -147,27 +153,29 @@ func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, g, y,
 	if at < 0 || slices.ContainsFunc(c.Calls[at+1:], c.Calls[at].Bound) {
 		return
 	}
-	back, product := call.Params.(attention.Backward), c.Calls[at]
-	one := gemm.StatisticsProduct{Geometry: back.Geometry, D: product.Params.(program.Matmul).Spec.K,
-		Type: back.Type}
+	product := c.Calls[at]
+	m := product.Params.(*program.Matmul)
+	one := gemm.StatisticsProduct{Geometry: back.Geometry, D: m.Spec.K, Type: back.Type}
 	if len(c.o.Ways(one)) == 0 {
 		return
 	}
 	c.fail(c.o.ChooseWay(call))
-	if back = call.Params.(attention.Backward); back.Way.Family != attention.Hopper {
+	if back.Way.Family != attention.Hopper {
 		return
 	}
+
 	back.HasStatistics = true
-	call.Params = back
-	workspace := call.Operand("Workspace")
+	workspace := call.Operand(&back.Workspace)
 	workspace.Role = program.Update
 	c.Calls = slices.Delete(c.Calls, at, at+1)
-	form := program.Writes("Workspace", workspace.Array)
-	c.either(n, []*program.Call{product, c.newCall(n, attention.Statistics{Geometry: back.Geometry,
-		Type: back.Type}, program.Reads("G", g), program.Reads("Y", y),
-		program.Reads("Normalizers", normalizers), form)}, true, one, program.Writes("G", g), program.Reads("X", product.Operand("A").Array),
-		program.Reads("W", product.Operand("B").Array), program.Reads("Y", y),
-		program.Reads("Normalizers", normalizers), form)
+	s := attention.Statistics{Geometry: back.Geometry, Type: back.Type}
+	statistics := newCall(c, n, &s, program.Reads(&s.G, g), program.Reads(&s.Y, y),
+		program.Reads(&s.Normalizers, normalizers), program.Writes(&s.Workspace, workspace.Array))
+	c.addProduct([]*program.Call{product, statistics}, true, newCall(c, n, &one,
+		program.Writes(&one.G, g), program.Reads(&one.X, product.Operand(&m.A).Array),
+		program.Reads(&one.W, product.Operand(&m.B).Array), program.Reads(&one.Y, y),
+		program.Reads(&one.Normalizers, normalizers),
+		program.Writes(&one.Workspace, workspace.Array)))
 }
 
 // attentionFLOPs is the operations of so many products of an attention, of which a causal mask

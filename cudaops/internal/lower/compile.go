@@ -11,6 +11,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/elementwise"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
@@ -158,25 +159,32 @@ func (c *compiler) gather() {
 		}
 		sum := c.NewResident(gpu.Float32, g.Shape...)
 		c.Sums[p] = sum
-		c.call(p.Deriv(), elementwise.Axpby{Alpha: 1, Beta: 1, N: g.Len(),
-			YType: gpu.Float32, XType: g.Type},
-			program.Updates("Y", sum), program.Reads("X", g))
+		a := elementwise.Axpby{Alpha: 1, Beta: 1, N: g.Len(), YType: gpu.Float32, XType: g.Type}
+		addCall(c, p.Deriv(), &a, program.Updates(&a.Y, sum), program.Reads(&a.X, g))
 	}
 }
 
-// newCall is a call of a node. Operands that are nil are left out, and workspace is added.
-func (c *compiler) newCall(n *gorgonia.Node, params any, args ...program.Arg) *program.Call {
-	if k, ok := params.(interface{ WorkspaceBytes(gpu.DeviceInfo) int }); ok {
-		args = append(args, program.Uses("Workspace", c.Workspace(k.WorkspaceBytes(c.o.Device))))
+// newCall returns a call of a node. It adds the workspace of launches that need one.
+func newCall[L any](c *compiler, n *gorgonia.Node, launch *L, args ...program.Arg) *program.Call {
+	switch w := any(launch).(type) {
+	case kernel.Workspaced:
+		args = append(args, program.Uses(w.WorkspaceField(),
+			c.Workspace(w.WorkspaceBytes(c.o.Device))))
+	case interface{ WorkspaceBytes(gpu.DeviceInfo) int }:
+		panic(fmt.Sprintf("lower: a %T needs a workspace, but has no WorkspaceField", launch))
 	}
-	call := program.NewCall(params, args...)
+	return c.named(n, program.NewCall(launch, args...))
+}
+
+// addCall adds a call of a node to the program.
+func addCall[L any](c *compiler, n *gorgonia.Node, launch *L, args ...program.Arg) *program.Call {
+	return c.Add(newCall(c, n, launch, args...))
+}
+
+// named gives a call the names of the node that it computes.
+func (c *compiler) named(n *gorgonia.Node, call *program.Call) *program.Call {
 	call.Op, call.Node, call.Layer = graph.OpName(n), graph.Describe(n), c.layers.Of(n)
 	return call
-}
-
-// call adds a call of a node.
-func (c *compiler) call(n *gorgonia.Node, params any, args ...program.Arg) *program.Call {
-	return c.Add(c.newCall(n, params, args...))
 }
 
 // bound makes the integers of an input that a node reads be checked when they are sent.

@@ -70,14 +70,14 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) pro
 		q = c.keepWeight(x, of, turned)
 	case turned:
 		q = newQuantized(c.NewArray, d, rows)
-		c.call(n, quantize.Columns{Rows: rows, D: d, Type: x.Type},
-			program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
-			program.Reads("X", x)).Op = "QuantizeColumns"
+		l := quantize.Columns{Rows: rows, D: d, Type: x.Type}
+		addCall(c, n, &l, program.Writes(&l.Y, q.Values), program.Writes(&l.Scale, q.Scales),
+			program.Reads(&l.X, x)).Op = "QuantizeColumns"
 	default:
 		q = newQuantized(c.NewArray, rows, d)
-		c.call(n, quantize.Rows{Rows: rows, D: d, XStride: x.Stride, Type: x.Type},
-			program.Writes("Y", q.Values), program.Writes("Scale", q.Scales),
-			program.Reads("X", x)).Op = "Quantize"
+		l := quantize.Rows{Rows: rows, D: d, XStride: x.Stride, Type: x.Type}
+		addCall(c, n, &l, program.Writes(&l.Y, q.Values), program.Writes(&l.Scale, q.Scales),
+			program.Reads(&l.X, x)).Op = "Quantize"
 	}
 	c.Made[key] = q
 	return q

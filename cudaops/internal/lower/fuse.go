@@ -157,23 +157,24 @@ func (c *compiler) tied(n *gorgonia.Node) *program.Array {
 	return to
 }
 
-// either adds what computes a product and what is done with its result. It is several calls, the
-// product first, or where one can do it one with the given parameters, which are kernel.Tuned. The
-// latter saves a pass over memory, the former has the fastest product. The chooser decides, and
-// either reports which.
-func (c *compiler) either(n *gorgonia.Node, several []*program.Call, can bool, params any,
-	args ...program.Arg) (one bool) {
-	call, product := c.newCall(n, params, args...), several[0]
-	call.Op, call.Node, call.Layer = product.Op, product.Node, product.Layer
-	call.FLOPs, call.Float8 = product.FLOPs, product.Float8
-	g, ways := program.WaysOf(call, c.o.Ways)
-	if !can || len(ways) == 0 || slices.ContainsFunc(call.Args, func(a program.Arg) bool {
+// addProduct adds a product and what is done with its result: either as several calls, the product
+// first, or as the single call one, whose launch is kernel.Tuned, if can allows that. The single call
+// saves a pass over memory; the separate calls have the fastest product. The chooser decides, and
+// addProduct reports whether it added the single call.
+func (c *compiler) addProduct(several []*program.Call, can bool, one *program.Call) (fused bool) {
+	product := several[0]
+	one.Op, one.Node, one.Layer = product.Op, product.Node, product.Layer
+	one.FLOPs, one.Float8 = product.FLOPs, product.Float8
+
+	g, ways := program.WaysOf(one, c.o.Ways)
+	if !can || len(ways) == 0 || slices.ContainsFunc(one.Args, func(a program.Arg) bool {
 		return a.At%program.VectorBytes != 0
 	}) {
 		c.Calls = append(c.Calls, several...)
 		return false
 	}
-	g.FLOPs = call.FLOPs
+
+	g.FLOPs = one.FLOPs
 	g.Alternatives = slices.Insert(g.Alternatives, 0,
 		program.Alternative{Name: "separate", Calls: several})
 	i, choice, err := c.o.Choose(g)
@@ -181,7 +182,9 @@ func (c *compiler) either(n *gorgonia.Node, several []*program.Call, can bool, p
 		c.Calls = append(c.Calls, several...)
 		return false
 	}
-	call.Params, call.Choice = program.WithWay(params, ways[i-1]), choice
-	c.Add(call)
+
+	one.SetWay(ways[i-1])
+	one.Choice = choice
+	c.Add(one)
 	return true
 }

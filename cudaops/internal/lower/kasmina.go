@@ -38,13 +38,6 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	return l
 }
 
-// kasminaPass adds a pass of a layer, with so many bytes of workspace.
-func (c *compiler) kasminaPass(n *gorgonia.Node, p program.KasminaPass, workspace int,
-	args ...program.Arg) *program.Call {
-	return c.call(n, p, append(args, program.Uses("Workspace", c.Workspace(workspace)),
-		program.Reads("State", p.Layer.Memory), program.Uses("", p.Spare))...)
-}
-
 func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*op.KasminaOp)
 	l := c.kasminaLayerOf(o)
@@ -55,10 +48,15 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 		}
 	}
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
-	y, f := c.Like(x), kasmina.Forward{Layer: l.Layer}
-	c.kasminaPass(n, program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying},
-		f.WorkspaceBytes(c.o.Device), program.Reads("X", x), program.Reads("Weights", weights),
-		program.Reads("Scales", scales), program.Writes("Y", y))
+	y := c.Like(x)
+
+	p := program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying,
+		Forward: kasmina.Forward{Layer: l.Layer}}
+	f := &p.Forward
+	addCall(c, n, &p, program.Reads(&f.X, x), program.Reads(&f.Weights, weights),
+		program.Reads(&f.Scales, scales), program.Writes(&f.Y, y),
+		program.Uses(&f.Workspace, c.Workspace(f.WorkspaceBytes(c.o.Device))),
+		program.Reads(&f.State.Ptr, l.Memory))
 	return y
 }
 
@@ -68,17 +66,20 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	g := c.act(n, in[4])
 	dx, dw, ds := c.Like(x), c.aux(weights.Shape...), c.aux(scales.Shape...)
-	p := program.KasminaPass{Layer: l, Node: n}
+	p := program.KasminaPass{Layer: l, Node: n, Grad: true,
+		Backward: kasmina.Backward{Layer: l.Layer, Clip: l.Clips()}}
 	// The x of an input may begin anywhere.
 	over := !l.State.Wide && l.InPlace() && !x.Resident && x.At%program.VectorBytes == 0
 	if over && c.o.Timed {
 		p.Spare = c.Like(g) // for what comes ahead of the pass, which needs g as it is
 	}
-	b := kasmina.Backward{Layer: l.Layer, Clip: l.Clips()}
-	pass := c.kasminaPass(n, p, b.WorkspaceBytes(c.o.Device),
-		program.Reads("X", x), program.Reads("Weights", weights), program.Reads("Scales", scales),
-		program.Reads("G", g), program.Writes("DX", dx), program.Writes("DWeights", dw),
-		program.Writes("DScales", ds))
+
+	b := &p.Backward
+	pass := addCall(c, n, &p, program.Reads(&b.X, x), program.Reads(&b.Weights, weights),
+		program.Reads(&b.Scales, scales), program.Reads(&b.G, g), program.Writes(&b.DX, dx),
+		program.Writes(&b.DWeights, dw), program.Writes(&b.DScales, ds),
+		program.Uses(&b.Workspace, c.Workspace(b.WorkspaceBytes(c.o.Device))),
+		program.Reads(&b.State.Ptr, l.Memory), program.Uses(program.NoField, p.Spare))
 	if over {
 		pass.Over = program.Over{From: g, To: dx}
 	}

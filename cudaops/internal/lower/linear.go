@@ -22,7 +22,7 @@ func init() {
 
 // newProduct is the call of a matrix product.
 func (c *compiler) newProduct(n *gorgonia.Node, p program.Product) *program.Call {
-	return c.newCall(n, p.Params(), p.Args()...)
+	return c.named(n, p.Call())
 }
 
 // matmul adds a matrix product.
@@ -34,10 +34,10 @@ func (c *compiler) linear(n *gorgonia.Node, y, x, w, add *program.Array) {
 		c.matmul(n, c.weighted(n, y, x, w, false).Plus(add))
 		return
 	}
-	c.call(n, decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type,
-		Steady: w.Resident && len(c.Calls) > 0},
-		program.Writes("Y", y), program.Reads("X", x), program.Reads("W", w),
-		program.Reads("C", add)).FLOPs = 2 * float64(w.Len())
+	a := decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type,
+		Steady: w.Resident && len(c.Calls) > 0}
+	addCall(c, n, &a, program.Writes(&a.Y, y), program.Reads(&a.X, x), program.Reads(&a.W, w),
+		program.Reads(&a.C, add)).FLOPs = 2 * float64(w.Len())
 }
 
 func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
@@ -75,21 +75,22 @@ func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) *program
 	ids, table := in[0], c.act(n, in[1])
 	c.bound(n, ids, program.IDRange{Argument: "ids", Vocab: table.Shape[0]})
 	y := c.NewArray(table.Type, n.Shape()...)
-	c.call(n, embedding.Forward{Rows: y.Shape[0],
-		Vocab: table.Shape[0], D: table.Shape[1],
-		Type: y.Type, TableType: table.Type},
-		program.Reads("IDs", ids), program.Reads("Table", table), program.Writes("Y", y))
+	a := embedding.Forward{Rows: y.Shape[0], Vocab: table.Shape[0], D: table.Shape[1], Type: y.Type,
+		TableType: table.Type}
+	addCall(c, n, &a, program.Reads(&a.IDs, ids), program.Reads(&a.Table, table),
+		program.Writes(&a.Y, y))
 	return y
 }
 
 // lowerEmbeddingGrad adds the gradient of a table to that of the output layer, if they are one.
 func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	g, dt := c.act(n, in[1]), program.Updates("DT", c.tied(n))
-	if dt.Array == nil {
-		dt = program.Writes("DT", c.aux(n.Shape()...))
+	g, sum := c.act(n, in[1]), c.tied(n)
+	a := embedding.Backward{Rows: g.Shape[0], Vocab: n.Shape()[0], D: n.Shape()[1], Type: g.Type,
+		Accumulate: sum != nil}
+	dt := program.Updates(&a.DT, sum)
+	if sum == nil {
+		dt = program.Writes(&a.DT, c.aux(n.Shape()...))
 	}
-	c.call(n, embedding.Backward{Rows: g.Shape[0], Vocab: dt.Shape[0], D: dt.Shape[1],
-		Type: g.Type, Accumulate: dt.Role == program.Update},
-		program.Reads("IDs", in[0]), program.Reads("G", g), dt)
+	addCall(c, n, &a, program.Reads(&a.IDs, in[0]), program.Reads(&a.G, g), dt)
 	return dt.Array
 }

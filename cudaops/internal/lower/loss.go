@@ -99,30 +99,31 @@ func (c *compiler) outputRows(o outputRows) {
 	a := crossentropy.Forward{Rows: o.x.Shape[0], V: o.w.Shape[0], Type: o.x.Type}
 	if o.dx == nil {
 		c.matmul(n, p)
-		c.call(n, a, program.Reads("Logits", o.logits), program.Writes("Losses", o.losses),
-			program.Reads("Targets", o.targets))
+		addCall(c, n, &a, program.Reads(&a.Logits, o.logits), program.Writes(&a.Losses, o.losses),
+			program.Reads(&a.Targets, o.targets))
 		return
 	}
 	// The gradient takes the place of the logits.
 	several := []*program.Call{c.newProduct(n, p),
-		c.newCall(n, a, program.Updates("Logits", o.logits),
-			program.Writes("Losses", o.losses), program.Reads("Targets", o.targets),
-			program.Reads("Scale", o.scale), program.Reads("Grad", o.upstream))}
+		newCall(c, n, &a, program.Updates(&a.Logits, o.logits),
+			program.Writes(&a.Losses, o.losses), program.Reads(&a.Targets, o.targets),
+			program.Reads(&a.Scale, o.scale), program.Reads(&a.Grad, o.upstream))}
 	scaled, factors := c.Like(o.x), c.aux(o.x.Shape[0])
 	// One forms the exponentials in the product of the logits: see [gemm.LinearCrossEntropy]. It is
 	// timed with logits of the standard deviation 4.
-	x, d := program.Reads("X", o.x), o.x.Shape[1]
+	d := o.x.Shape[1]
+	f := gemm.LinearCrossEntropy{Rows: a.Rows, V: a.V, D: d, Type: o.x.Type}
+	x := program.Reads(&f.X, o.x)
 	x.Deviation = 4 / math.Sqrt(float64(d))
-	one := c.either(n, several, true, gemm.LinearCrossEntropy{Rows: a.Rows, V: a.V, D: d,
-		Type: o.x.Type}, program.Uses("Terms", o.logits),
-		program.Uses("Scaled", scaled), program.Uses("Factors", factors),
-		program.Writes("Losses", o.losses), x, program.Reads("W", o.w),
-		program.Reads("Targets", o.targets), program.Reads("Scale", o.scale),
-		program.Reads("Grad", o.upstream))
+	one := c.addProduct(several, true, newCall(c, n, &f, program.Uses(&f.Terms, o.logits),
+		program.Uses(&f.Scaled, scaled), program.Uses(&f.Factors, factors),
+		program.Writes(&f.Losses, o.losses), x, program.Reads(&f.W, o.w),
+		program.Reads(&f.Targets, o.targets), program.Reads(&f.Scale, o.scale),
+		program.Reads(&f.Grad, o.upstream)))
 	c.matmul(n, program.Product{D: o.dx, A: o.logits, B: o.w})
 	if one {
-		c.call(n, gemm.ScaleRows{Rows: o.dx.Shape[0], D: o.dx.Shape[1]},
-			program.Updates("X", o.dx), program.Reads("Factors", factors))
+		s := gemm.ScaleRows{Rows: o.dx.Shape[0], D: o.dx.Shape[1]}
+		addCall(c, n, &s, program.Updates(&s.X, o.dx), program.Reads(&s.Factors, factors))
 		o.x = scaled
 	}
 	c.matmul(n, program.Product{D: o.dw, A: o.logits, B: o.x, TransA: true, Beta: o.beta})
@@ -166,9 +167,9 @@ func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *prog
 	losses, saved := c.classify(n, targets, v)
 	saved.normalizers = c.aux(rows, 2)
 	c.saved[n.Op()] = saved
-	c.call(n, crossentropy.Forward{Rows: rows, V: v, Type: logits.Type},
-		program.Reads("Logits", logits), program.Reads("Targets", targets),
-		program.Writes("Losses", losses), program.Writes("Normalizers", saved.normalizers))
+	a := crossentropy.Forward{Rows: rows, V: v, Type: logits.Type}
+	addCall(c, n, &a, program.Reads(&a.Logits, logits), program.Reads(&a.Targets, targets),
+		program.Writes(&a.Losses, losses), program.Writes(&a.Normalizers, saved.normalizers))
 	return c.meanLoss(n, losses, saved.scale)
 }
 
@@ -178,16 +179,17 @@ func (c *compiler) classify(n *gorgonia.Node, targets *program.Array,
 	vocab int) (losses *program.Array, s classified) {
 	c.bound(n, targets, program.IDRange{Argument: "targets", Vocab: vocab, Negative: true})
 	losses, s.scale = c.aux(targets.Len()), c.aux(1)
-	c.call(n, crossentropy.Scale{Rows: targets.Len()},
-		program.Writes("Scale", s.scale), program.Reads("Targets", targets))
+	a := crossentropy.Scale{Rows: targets.Len()}
+	addCall(c, n, &a, program.Writes(&a.Scale, s.scale), program.Reads(&a.Targets, targets))
 	return losses, s
 }
 
 // meanLoss adds the mean of the losses of all rows with a target.
 func (c *compiler) meanLoss(n *gorgonia.Node, losses, scale *program.Array) *program.Array {
 	loss := c.aux()
-	c.call(n, crossentropy.Mean{Rows: losses.Len()}, program.Writes("Mean", loss),
-		program.Reads("Losses", losses), program.Reads("Scale", scale))
+	a := crossentropy.Mean{Rows: losses.Len()}
+	addCall(c, n, &a, program.Writes(&a.Mean, loss), program.Reads(&a.Losses, losses),
+		program.Reads(&a.Scale, scale))
 	return loss
 }
 
@@ -195,10 +197,10 @@ func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *
 	logits, targets, g := c.act(n, in[0]), in[1], c.as(n, in[3], gpu.Float32)
 	saved := c.saved[n.Op().(*op.CrossEntropyGradOp).Forward].(classified)
 	d := c.Like(logits)
-	c.call(n, crossentropy.Backward{Forward: crossentropy.Forward{Rows: logits.Shape[0],
-		V: logits.Shape[1], Type: logits.Type}},
-		program.Writes("Out", d), program.Reads("Logits", logits), program.Reads("Normalizers", saved.normalizers),
-		program.Reads("Targets", targets), program.Reads("Scale", saved.scale),
-		program.Reads("Grad", g))
+	a := crossentropy.Backward{Forward: crossentropy.Forward{Rows: logits.Shape[0],
+		V: logits.Shape[1], Type: logits.Type}}
+	addCall(c, n, &a, program.Writes(&a.Out, d), program.Reads(&a.Logits, logits),
+		program.Reads(&a.Normalizers, saved.normalizers), program.Reads(&a.Targets, targets),
+		program.Reads(&a.Scale, saved.scale), program.Reads(&a.Grad, g))
 	return d
 }

@@ -123,10 +123,10 @@ func lowerOnHost(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 	c.o.Warn(fmt.Sprintf("%v: %s: it is computed on the host, which waits for the device and "+
 		"copies %d values there and back", n.Op(), why, len(graph.Children(n))))
 	out := c.NewArray(typeOf(n.Dtype()), n.Shape()...)
-	args := []program.Arg{program.Writes("", out)}
+	args := []program.Arg{program.Writes(program.NoField, out)}
 	for _, a := range in {
-		args = append(args, program.Reads("", a))
+		args = append(args, program.Reads(program.NoField, a))
 	}
-	c.call(n, program.HostOp{Node: n, In: in, Out: out}, args...)
+	addCall(c, n, &program.HostOp{Node: n, In: in, Out: out}, args...)
 	return out
 }

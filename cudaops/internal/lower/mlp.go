@@ -45,10 +45,10 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns int) {
 	rows, f := h.Shape[0], h.Shape[1]
 	if rows == 1 && len(c.gradients[n.Op()]) == 0 {
-		c.call(n, decode.Gated{F: f, D: x.Shape[1], GELU: s.gelu, Type: x.Type,
-			Steady: s.weights.Resident && len(c.Calls) > 0},
-			program.Writes("H", h), program.Reads("X", x),
-			program.Reads("W", s.weights)).FLOPs = 2 * float64(s.weights.Len())
+		a := decode.Gated{F: f, D: x.Shape[1], GELU: s.gelu, Type: x.Type,
+			Steady: s.weights.Resident && len(c.Calls) > 0}
+		addCall(c, n, &a, program.Writes(&a.H, h), program.Reads(&a.X, x),
+			program.Reads(&a.W, s.weights)).FLOPs = 2 * float64(s.weights.Len())
 		return
 	}
 	p := c.weighted(n, s.ab, x, s.weights, false)
@@ -57,12 +57,14 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns 
 	if q.Values != nil && !s.gelu {
 		out = nil // nobody needs h but in float8
 	}
-	several := []*program.Call{c.newProduct(n, p), c.newCall(n, silu.Mul{Rows: rows, F: f,
-		GELU: s.gelu, Type: x.Type}, program.Writes("H", out), program.Reads("AB", s.ab),
-		program.Writes("H8", q.Values), program.Writes("Scale8", q.Scales))}
+	m := silu.Mul{Rows: rows, F: f, GELU: s.gelu, Type: x.Type}
+	several := []*program.Call{c.newProduct(n, p), newCall(c, n, &m, program.Writes(&m.H, out),
+		program.Reads(&m.AB, s.ab), program.Writes(&m.H8, q.Values),
+		program.Writes(&m.Scale8, q.Scales))}
 	one := gemm.SiLUProduct{Gate: gemm.Gate{Rows: rows, F: f, D: x.Shape[1], Type: x.Type}}
-	c.either(n, several, !s.gelu && !float8, one, program.Writes("H", h),
-		program.Writes("AB", s.ab), program.Reads("X", x), program.Reads("Weights", s.weights))
+	c.addProduct(several, !s.gelu && !float8, newCall(c, n, &one, program.Writes(&one.H, h),
+		program.Writes(&one.AB, s.ab), program.Reads(&one.X, x),
+		program.Reads(&one.Weights, s.weights)))
 }
 
 func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
@@ -90,18 +92,19 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 	p := c.weighted(n, dh, g, down, true)
 	float8 := p.ScaleA != nil
 	q := c.quantizing(dab, float8 && c.float8(rows, d, 2*f))
-	several := []*program.Call{c.newProduct(n, p), c.newCall(n, silu.MulBackward{Rows: rows, F: f,
-		GELU: s.gelu, Type: t}, program.Writes("H", h), program.Writes("DAB", dab),
-		program.Reads("DH", dh), program.Reads("AB", s.ab),
-		program.Writes("DAB8", q.Values), program.Writes("Scale8", q.Scales))}
+	m := silu.MulBackward{Rows: rows, F: f, GELU: s.gelu, Type: t}
+	several := []*program.Call{c.newProduct(n, p), newCall(c, n, &m, program.Writes(&m.H, h),
+		program.Writes(&m.DAB, dab), program.Reads(&m.DH, dh), program.Reads(&m.AB, s.ab),
+		program.Writes(&m.DAB8, q.Values), program.Writes(&m.Scale8, q.Scales))}
+
 	keeps := s.h != nil && c.Spent+s.h.Extent() <= c.o.Room
-	args := []program.Arg{program.Writes("DAB", dab), program.Reads("AB", s.ab),
-		program.Reads("G", g), program.Reads("Down", down)}
-	if !keeps {
-		args = append(args, program.Writes("H", h))
-	}
 	one := gemm.SiLUProductBackward{Gate: gemm.Gate{Rows: rows, F: f, D: d, Type: t}}
-	if c.either(n, several, !s.gelu && !float8, one, args...) && keeps {
+	args := []program.Arg{program.Writes(&one.DAB, dab), program.Reads(&one.AB, s.ab),
+		program.Reads(&one.G, g), program.Reads(&one.Down, down)}
+	if !keeps {
+		args = append(args, program.Writes(&one.H, h))
+	}
+	if c.addProduct(several, !s.gelu && !float8, newCall(c, n, &one, args...)) && keeps {
 		h = s.h
 		c.Spent += h.Extent()
 	}

@@ -46,9 +46,10 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 	a := norm.RMSNorm{Rows: rows, D: d, Eps: o.Eps, Type: x.Type,
 		// whose first rows come last
 		Ascending: residual == nil && isOp[*op.KasminaOp](graph.Children(n)[0])}
-	c.call(n, a, program.Writes("Y", y), program.Writes("Rstd", rstd), program.Reads("X", x),
-		program.Reads("W", w), program.Reads("Residual", residual), program.Writes("Sum", sum),
-		program.Writes("Y8", q.Values), program.Writes("Scale8", q.Scales))
+	addCall(c, n, &a, program.Writes(&a.Y, y), program.Writes(&a.Rstd, rstd),
+		program.Reads(&a.X, x), program.Reads(&a.W, w), program.Reads(&a.Residual, residual),
+		program.Writes(&a.Sum, sum), program.Writes(&a.Y8, q.Values),
+		program.Writes(&a.Scale8, q.Scales))
 	return y, sum
 }
 
@@ -60,20 +61,18 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	dx, dw := c.Like(x), c.aux(w.Shape...)
 	to, add := c.addend(c.partOf(n, 0), dx)
 	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
-	c.call(n, norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type},
-		program.Writes("DX", dx), program.Writes("DW", dw), program.Reads("G", g),
-		program.Reads("X", x), program.Reads("W", w), program.Reads("Rstd", saved.rstd),
-		program.Reads("Add", add), program.Writes("DX8", q.Values),
-		program.Writes("Scale8", q.Scales))
+	a := norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type}
+	addCall(c, n, &a, program.Writes(&a.DX, dx), program.Writes(&a.DW, dw),
+		program.Reads(&a.G, g), program.Reads(&a.X, x), program.Reads(&a.W, w),
+		program.Reads(&a.Rstd, saved.rstd), program.Reads(&a.Add, add),
+		program.Writes(&a.DX8, q.Values), program.Writes(&a.Scale8, q.Scales))
 	return packed(dx, dw)
 }
 
 // schulz builds the calls of a node's Newton-Schulz iteration.
 func (c *compiler) schulz(n *gorgonia.Node) schulz.Builder {
 	return schulz.Builder{Program: c.Program, Chooser: c.o.Chooser, Activation: c.o.Activation,
-		Call: func(params any, args ...program.Arg) *program.Call {
-			return c.newCall(n, params, args...)
-		}}
+		Name: func(call *program.Call) *program.Call { return c.named(n, call) }}
 }
 
 func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {

@@ -173,10 +173,10 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 	if t.angles == nil {
 		t.angles = c.NewConstant(gemm.RoPEAngles(t.cos.Data, t.sin.Data, o.HeadDim/2))
 	}
-	c.either(n, several, true, one, program.Writes("Y", wide),
-		program.Reads("X", product.A), program.Reads("Weights", product.B),
-		program.Reads("ScaleX", product.ScaleA), program.Reads("ScaleWeights", product.ScaleB),
-		program.Reads("Angles", t.angles))
+	c.addProduct(several, true, newCall(c, n, &one, program.Writes(&one.Y, wide),
+		program.Reads(&one.X, product.A), program.Reads(&one.Weights, product.B),
+		program.Reads(&one.ScaleX, product.ScaleA),
+		program.Reads(&one.ScaleWeights, product.ScaleB), program.Reads(&one.Angles, t.angles)))
 }
 
 // projectionsGrad is the nodes between an attention's gradient and the gradient of x.
@@ -303,12 +303,12 @@ func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 	a := rope.Rotate{Rows: x.Shape[0], Seq: o.Config.Seq, Heads: x.Shape[1] / o.Config.HeadDim,
 		HeadDim: o.Config.HeadDim, XStride: x.Stride, YStride: y.Stride,
 		Inverse: o.Inverse, Type: x.Type}
-	out := program.Writes("Y", y)
+	out := program.Writes(&a.Y, y)
 	if y == x {
 		out.Role = program.Update
 	}
-	return c.newCall(n, a, program.Reads("X", x), out, program.Reads("Cos", t.cos),
-		program.Reads("Sin", t.sin))
+	return newCall(c, n, &a, program.Reads(&a.X, x), out, program.Reads(&a.Cos, t.cos),
+		program.Reads(&a.Sin, t.sin))
 }
 
 // rotationTables are the cosines and sines of a rotation, which ops with the same angles share.

@@ -88,8 +88,8 @@ func (c *compiler) unary(n *gorgonia.Node, f elementwise.UnaryOp, x *program.Arr
 // map1 adds y = f(x) for every element, of which p is a parameter.
 func (c *compiler) map1(n *gorgonia.Node, f elementwise.UnaryOp, y, x *program.Array,
 	p float64) *program.Array {
-	c.call(n, elementwise.Unary{Op: f, P: p, N: y.Len(), Type: y.Type},
-		program.Reads("X", x), program.Writes("Y", y))
+	a := elementwise.Unary{Op: f, P: p, N: y.Len(), Type: y.Type}
+	addCall(c, n, &a, program.Reads(&a.X, x), program.Writes(&a.Y, y))
 	return y
 }
 
@@ -104,8 +104,9 @@ func (c *compiler) map2(n *gorgonia.Node, f elementwise.BinaryOp, y, a, b *progr
 			as[i].Period = 1
 		}
 	}
-	c.call(n, elementwise.Binary{Op: f, A: as[0], B: as[1], N: y.Len(), Type: y.Type},
-		program.Reads("A", a), program.Reads("B", b), program.Writes("Y", y))
+	l := elementwise.Binary{Op: f, A: as[0], B: as[1], N: y.Len(), Type: y.Type}
+	addCall(c, n, &l, program.Reads(&l.A.Ptr, a), program.Reads(&l.B.Ptr, b),
+		program.Writes(&l.Y, y))
 	return y
 }
 

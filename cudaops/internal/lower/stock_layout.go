@@ -65,13 +65,14 @@ func (c *compiler) move(n *gorgonia.Node, in []*program.Array, m moves) *program
 		return y
 	}
 	if m.zeros {
-		c.call(n, program.Zero{Bytes: y.Extent()}, program.Writes("Ptr", y))
+		z := program.Zero{Bytes: y.Extent()}
+		addCall(c, n, &z, program.Writes(&z.Ptr, y))
 	}
 	for _, s := range m.copies {
 		x := c.as(n, in[s.input], e)
 		s.Size = e.Size()
-		c.call(n, s.Copy, program.Writes("Y", y.View(s.y, y.Len()-s.y)),
-			program.Reads("X", x.View(s.x, x.Len()-s.x)))
+		addCall(c, n, &s.Copy, program.Writes(&s.Copy.Y, y.View(s.y, y.Len()-s.y)),
+			program.Reads(&s.Copy.X, x.View(s.x, x.Len()-s.x)))
 	}
 	return y
 }

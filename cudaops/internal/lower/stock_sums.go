@@ -156,8 +156,8 @@ func (c *compiler) reduceMiddle(n *gorgonia.Node, r reduce.Reduction, x *program
 		t = gpu.Float32
 	}
 	y := c.NewArray(t, outer, inner)
-	c.call(n, reduce.Reduce{Op: r, Outer: outer, N: middle, Inner: inner, YType: t, XType: x.Type},
-		program.Reads("X", x), program.Writes("Y", y))
+	a := reduce.Reduce{Op: r, Outer: outer, N: middle, Inner: inner, YType: t, XType: x.Type}
+	addCall(c, n, &a, program.Reads(&a.X, x), program.Writes(&a.Y, y))
 	return y
 }
 
@@ -182,16 +182,17 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 		return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 			y, g := rows(in[1]), rows(c.as(n, in[2], in[1].Type))
 			dx := c.Like(y)
-			c.call(n, softmax.Backward{Rows: y.Shape[0], N: y.Shape[1], Type: y.Type},
-				program.Reads("Y", y), program.Reads("G", g), program.Writes("DX", dx))
+			l := softmax.Backward{Rows: y.Shape[0], N: y.Shape[1], Type: y.Type}
+			addCall(c, n, &l, program.Reads(&l.Y, y), program.Reads(&l.G, g),
+				program.Writes(&l.DX, dx))
 			return dx.View(0, n.Shape()...)
 		}
 	}
 	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 		a := rows(in[0])
 		y := c.Like(a)
-		c.call(n, softmax.Forward{Rows: a.Shape[0], N: a.Shape[1], Type: a.Type},
-			program.Reads("X", a), program.Writes("Y", y))
+		l := softmax.Forward{Rows: a.Shape[0], N: a.Shape[1], Type: a.Type}
+		addCall(c, n, &l, program.Reads(&l.X, a), program.Writes(&l.Y, y))
 		return y.View(0, n.Shape()...)
 	}
 }

@@ -32,11 +32,11 @@ func TestArena(t *testing.T) {
 			var args []program.Arg
 			for range r.IntN(4) {
 				if len(written) > 0 {
-					args = append(args, program.Reads("", written[r.IntN(len(written))]))
+					args = append(args, program.Reads(program.NoField, written[r.IntN(len(written))]))
 				}
 			}
 			written = append(written, a)
-			c := p.Add(&program.Call{Args: append(args, program.Writes("", a))})
+			c := p.Add(&program.Call{Args: append(args, program.Writes(program.NoField, a))})
 			if len(args) > 0 && r.IntN(2) == 0 {
 				c.Over = program.Over{From: args[0].Array, To: a}
 			}

@@ -1,8 +1,6 @@
 package program
 
 import (
-	"fmt"
-	"reflect"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -10,42 +8,82 @@ import (
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
-// Call is one piece of device work: what is computed, and what it reads and writes.
+// Call is one piece of device work: what is computed, and the arrays it reads and writes.
 type Call struct {
-	Op     string // as profiles name it
-	Node   string // of the graph, for people
-	Layer  string // of the model, as parameters' names tell
-	Params any    // a launch of package kernels with null addresses, or HostOp or KasminaPass
+	Op    string // the name in profiles
+	Node  string // the node of the graph, for error messages
+	Layer string // the layer of the model, derived from parameter names
+
+	// Params is a pointer to what is computed: a launch of package kernel, a Matmul, Zero, HostOp or
+	// KasminaPass. Between two calls of Bind its operands have null addresses.
+	Params any
 	Args   []Arg
+
 	FLOPs  float64        // of matrix products
-	Float8 bool           // of which these are
-	Choice *optime.Choice // of its way; nil for none
+	Float8 bool           // FLOPs are those of float8 products
+	Choice *optime.Choice // how the variant was chosen; nil if there was nothing to choose
 	Over   Over
+
+	value func() any // returns a copy of what Params points to; nil for Prepared calls
 }
 
-// NewCall is a call on those of the operands that are not nil.
-func NewCall(params any, args ...Arg) *Call {
-	c := &Call{Params: params, Args: slices.DeleteFunc(args, func(a Arg) bool {
-		return a.Array == nil || a.Buffer == nil
-	})}
-	if m, ok := params.(Matmul); ok {
+// NewCall returns a call of a launch whose operands are fields of *launch. Operands without an array
+// are dropped.
+//
+//	a := softmax.Forward{Rows: rows, N: n, Type: t}
+//	c := program.NewCall(&a, program.Reads(&a.X, x), program.Writes(&a.Y, y))
+func NewCall[L any](launch *L, args ...Arg) *Call {
+	c := Prepared(launch, args...)
+	c.value = func() any { return *launch }
+	if m, ok := any(launch).(*Matmul); ok {
 		c.FLOPs, c.Float8 = m.Spec.FLOPs(), m.Spec.Scaled()
 	}
 	return c
+}
+
+// Prepared returns a call of a launch whose addresses are set already. The operands only say what the
+// call reads and writes.
+func Prepared(launch any, args ...Arg) *Call {
+	return &Call{Params: launch, Args: slices.DeleteFunc(args, func(a Arg) bool {
+		return a.Array == nil || a.Buffer == nil
+	})}
 }
 
 // Over is a result that a call can leave in the memory of what it reads there, where nothing else
 // needs that. From is nil where there is none.
 type Over struct{ From, To *Array }
 
-// Arg is an operand of a call.
+// Arg is an operand of a call: an array, what the call does with it, and the field of the launch that
+// takes its address.
 type Arg struct {
-	Field string // of the call's Params, which takes its address; "" where none does
 	*Array
 	Role Role
-	// Deviation is the standard deviation of the random numbers that a read is timed with; 0 counts
-	// as 1.
+	// Deviation is the standard deviation of the random numbers with which a read operand is timed; 0
+	// means 1.
 	Deviation float64
+
+	ptr    *gpu.Ptr // nil for operands that no field takes
+	stride *int     // nil where rows have no gaps
+}
+
+// Bound reports whether a field of the launch takes the operand's address.
+func (a Arg) Bound() bool { return a.ptr != nil }
+
+// Field is a field of a launch that takes an operand: an address, or a matrix whose rows may have
+// gaps.
+type Field interface{ *gpu.Ptr | *kernel.Rows }
+
+// NoField stands for the field of an operand that the launch does not take, or knows already.
+var NoField *gpu.Ptr
+
+func operand[F Field](field F, a *Array, r Role) Arg {
+	switch f := any(field).(type) {
+	case *kernel.Rows:
+		return Arg{Array: a, Role: r, ptr: &f.Ptr, stride: &f.Stride}
+	case *gpu.Ptr:
+		return Arg{Array: a, Role: r, ptr: f}
+	}
+	panic("unreachable")
 }
 
 // Role is what a call does with an operand.
@@ -61,17 +99,17 @@ const (
 	Untimed      // read, but null when ways are timed
 )
 
-// Reads, Writes, Updates and Uses are operands of these roles, Uses of Scratch.
-func Reads(field string, a *Array) Arg { return Arg{Field: field, Array: a} }
+// Reads returns an operand that is read.
+func Reads[F Field](field F, a *Array) Arg { return operand(field, a, Read) }
 
-// Writes is an operand that is written as a whole.
-func Writes(field string, a *Array) Arg { return Arg{Field: field, Array: a, Role: Write} }
+// Writes returns an operand that is written as a whole.
+func Writes[F Field](field F, a *Array) Arg { return operand(field, a, Write) }
 
-// Updates is an operand that is read and written.
-func Updates(field string, a *Array) Arg { return Arg{Field: field, Array: a, Role: Update} }
+// Updates returns an operand that is read and written.
+func Updates[F Field](field F, a *Array) Arg { return operand(field, a, Update) }
 
-// Uses is an operand that only the op itself has a use for.
-func Uses(field string, a *Array) Arg { return Arg{Field: field, Array: a, Role: Scratch} }
+// Uses returns scratch memory of the call.
+func Uses[F Field](field F, a *Array) Arg { return operand(field, a, Scratch) }
 
 // Bytes is what the call moves: its operands once, twice what it reads and writes.
 func (c *Call) Bytes() (n float64) {
@@ -93,11 +131,11 @@ func (c *Call) Touches(b *Buffer) bool {
 	return slices.ContainsFunc(c.Args, func(a Arg) bool { return a.Buffer == b })
 }
 
-// Operand returns the operand of a field, nil if there is none.
-func (c *Call) Operand(field string) *Arg {
+// Operand returns the operand that a field takes, nil if there is none.
+func (c *Call) Operand(field *gpu.Ptr) *Arg {
 	for i := range c.Args {
-		if c.Args[i].Field == field {
-			return &c.Args[i]
+		if a := &c.Args[i]; a.Bound() && a.ptr == field {
+			return a
 		}
 	}
 	return nil
@@ -113,37 +151,36 @@ func (c *Call) Bound(d *Call) bool {
 	return writes(c, d) || writes(d, c)
 }
 
-// Bind returns a launch with what address says of the call's operands in the fields that name them.
-// A field is an address, or a structure that holds one as Ptr and perhaps a Stride of rows.
-func (c *Call) Bind(params any, address func(*Array) gpu.Ptr) any {
-	bound := reflect.New(reflect.TypeOf(params)).Elem()
-	bound.Set(reflect.ValueOf(params))
-	for _, a := range c.Args {
-		if a.Field == "" {
-			continue
-		}
-		f := bound.FieldByName(a.Field)
-		if !f.IsValid() {
-			panic(fmt.Sprintf("program: %T has no field %s", params, a.Field))
-		}
-		p := f
-		if f.Kind() == reflect.Struct {
-			if p = f.FieldByName("Ptr"); f.FieldByName("Stride").IsValid() {
-				f.FieldByName("Stride").SetInt(int64(a.RowStride()))
-			}
-		}
-		p.SetUint(uint64(address(a.Array)))
+// Bind returns a copy of the launch with the addresses of the operands in the fields that take them,
+// and the strides of matrices whose rows may have gaps.
+func (c *Call) Bind(address func(*Array) gpu.Ptr) any {
+	if c.value == nil {
+		return c.Params
 	}
-	return bound.Interface()
+
+	for _, a := range c.Args {
+		if a.ptr != nil {
+			*a.ptr = address(a.Array)
+		}
+		if a.stride != nil {
+			*a.stride = a.RowStride()
+		}
+	}
+	bound := c.value()
+
+	for _, a := range c.Args {
+		if a.ptr != nil {
+			*a.ptr = 0
+		}
+		if a.stride != nil {
+			*a.stride = 0
+		}
+	}
+	return bound
 }
 
-// WithWay returns a launch that is to be computed in a way: what its field Way is.
-func WithWay(params, way any) any {
-	v := reflect.New(reflect.TypeOf(params)).Elem()
-	v.Set(reflect.ValueOf(params))
-	v.FieldByName("Way").Set(reflect.ValueOf(way))
-	return v.Interface()
-}
+// SetWay sets the way in which a launch with several is computed.
+func (c *Call) SetWay(w kernel.Way) { c.Params.(interface{ SetWay(kernel.Way) }).SetWay(w) }
 
 // Zero is the Params of a call that fills memory with zeros.
 type Zero struct {
@@ -181,22 +218,22 @@ type Group struct {
 type Alternative struct {
 	Name  string
 	Calls []*Call
+	Way   *kernel.Way // in which the only call is computed; nil to leave calls as they are
 }
 
-// WaysOf is a group of one call in the ways that its kernel is said to have.
-func WaysOf(c *Call, has func(params any) []kernel.Way) (g Group, ways []kernel.Way) {
-	tuned := c.Bind(c.Params, (*Array).StandIn).(kernel.Tuned)
-	g.Op, g.Shape = tuned.Tuning()
-	ways = has(tuned)
+// WaysOf returns the ways that has lists for the launch of a call, and the group of alternatives that
+// they are.
+func WaysOf(c *Call, has func(launch any) []kernel.Way) (g Group, ways []kernel.Way) {
+	bound := c.Bind((*Array).StandIn)
+	g.Op, g.Shape = bound.(kernel.Tuned).Tuning()
+	ways = has(bound)
 	for _, a := range c.Args {
 		if a.Role == Write || a.Role == Update {
 			g.Results = append(g.Results, a.Array)
 		}
 	}
 	for _, w := range ways {
-		one := *c
-		one.Params = WithWay(c.Params, w)
-		g.Alternatives = append(g.Alternatives, Alternative{w.String(), []*Call{&one}})
+		g.Alternatives = append(g.Alternatives, Alternative{w.String(), []*Call{c}, &w})
 	}
 	return g, ways
 }

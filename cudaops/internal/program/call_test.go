@@ -1,53 +1,91 @@
 package program
 
 import (
+	"fmt"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
-
-type rows struct {
-	Ptr    gpu.Ptr
-	Stride int
-}
 
 type launch struct {
 	Y    gpu.Ptr
-	X    rows
+	X    kernel.Rows
 	N    int
-	Way  string
+	Way  kernel.Way
 	Null gpu.Ptr
 }
 
-// TestBind wants addresses and strides in the fields that operands name, and the rest of a launch,
-// and the call, as they were.
+func (l launch) Tuning() (op, shape string) { return "Launch", fmt.Sprint(l.X.Stride) }
+func (l *launch) SetWay(w kernel.Way)       { l.Way = w }
+
+// TestBind checks that Bind returns a copy of the launch with the addresses and strides of the
+// operands, and leaves the launch of the call as it was.
 func TestBind(t *testing.T) {
 	p := &Program{}
 	y, x := p.NewArray(gpu.Float32, 6, 4), p.NewArray(gpu.BFloat16, 6, 10)
 	y.Base, x.Base = 1<<20, 2<<20
 	part := x.Columns(3, 4)
-	c := p.Add(&Call{Params: launch{N: 24},
-		Args: []Arg{Writes("Y", y), Reads("X", part), Reads("", x)}})
-	want := launch{Y: 1 << 20, X: rows{2<<20 + 6, 10}, N: 24}
-	require.Equal(t, want, c.Bind(c.Params, (*Array).Ptr))
-	require.Equal(t, launch{N: 24}, c.Params)
-	require.Equal(t, launch{Y: Alignment, X: rows{Alignment + 6, 10}, N: 24},
-		c.Bind(c.Params, (*Array).StandIn))
-	want.Way = "fused"
-	require.Equal(t, want, WithWay(c.Bind(c.Params, (*Array).Ptr), "fused"))
-	c.Args = append(c.Args, Reads("Z", x))
-	require.PanicsWithValue(t, "program: program.launch has no field Z", func() {
-		c.Bind(c.Params, (*Array).Ptr)
+	l := launch{N: 24}
+	c := p.Add(NewCall(&l, Writes(&l.Y, y), Reads(&l.X, part), Reads(NoField, x),
+		Reads(&l.Null, nil)))
+	require.Len(t, c.Args, 3, "an operand without an array")
+
+	want := launch{Y: 1 << 20, X: kernel.Rows{Ptr: 2<<20 + 6, Stride: 10}, N: 24}
+	require.Equal(t, want, c.Bind((*Array).Ptr))
+	require.Equal(t, launch{N: 24}, l)
+	require.Equal(t, launch{Y: Alignment, X: kernel.Rows{Ptr: Alignment + 6, Stride: 10}, N: 24},
+		c.Bind((*Array).StandIn))
+
+	c.SetWay(kernel.Way{Family: "fused"})
+	want.Way = kernel.Way{Family: "fused"}
+	require.Equal(t, want, c.Bind((*Array).Ptr))
+}
+
+// TestOperand checks that operands are found by the field that takes them, and that operands without
+// a field are not.
+func TestOperand(t *testing.T) {
+	p := &Program{}
+	a, b := p.NewArray(gpu.Float32, 4), p.NewArray(gpu.Float32, 4)
+	var l launch
+	c := NewCall(&l, Reads(NoField, a), Writes(&l.Y, b))
+	require.Equal(t, b, c.Operand(&l.Y).Array)
+	require.Nil(t, c.Operand(&l.Null))
+	require.Nil(t, c.Operand(NoField))
+}
+
+// TestPrepared checks that a launch whose addresses are set already stays as it is.
+func TestPrepared(t *testing.T) {
+	p := &Program{}
+	c := Prepared(launch{Y: 7}, Writes(NoField, p.NewArray(gpu.Float32, 4)))
+	require.Equal(t, launch{Y: 7}, c.Bind((*Array).Ptr))
+	require.Len(t, c.Args, 1)
+}
+
+// TestWaysOf checks that a launch is asked for its ways with the alignment and strides of its
+// operands.
+func TestWaysOf(t *testing.T) {
+	p := &Program{}
+	x, y := p.NewArray(gpu.Float32, 6, 10), p.NewArray(gpu.Float32, 6, 4)
+	var l launch
+	c := NewCall(&l, Reads(&l.X, x.Columns(2, 4)), Writes(&l.Y, y))
+	a, b := kernel.Way{Family: "a"}, kernel.Way{Family: "b", Size: 2}
+	g, ways := WaysOf(c, func(params any) []kernel.Way {
+		require.Equal(t, kernel.Rows{Ptr: Alignment + 8, Stride: 10}, params.(launch).X)
+		return []kernel.Way{a, b}
 	})
+	require.Equal(t, []kernel.Way{a, b}, ways)
+	require.Equal(t, Group{Op: "Launch", Shape: "10", Results: []*Array{y},
+		Alternatives: []Alternative{{"a", []*Call{c}, &a}, {"b-2", []*Call{c}, &b}}}, g)
 }
 
 // TestCallBytes wants operands counted once, and twice where they are read and written.
 func TestCallBytes(t *testing.T) {
 	p := &Program{}
 	a, b := p.NewArray(gpu.Float32, 10), p.NewArray(gpu.BFloat16, 7)
-	c := &Call{Args: []Arg{Reads("", a), Reads("", a), Updates("", b)}}
+	c := &Call{Args: []Arg{Reads(NoField, a), Reads(NoField, a), Updates(NoField, b)}}
 	require.Equal(t, 40+2*14.0, c.Bytes())
 	require.True(t, c.Touches(b.Buffer))
 	require.False(t, c.Touches(p.NewArray(gpu.Float32, 1).Buffer))

@@ -25,13 +25,20 @@ func (l *KasminaLayer) Clips() bool {
 	return l.Op.Config.GradClip > 0 || l.Op.Config.AdaptiveClip > 0
 }
 
-// KasminaPass is the Params of a pass of a layer. What it measures changes from run to run. So does
-// where it is computed: on the host while a seed has a kind without a kernel.
+// KasminaPass is the forward or backward pass of a layer. What it measures changes from run to run,
+// and so does where it is computed: on the host while a seed has a kind without a kernel.
 type KasminaPass struct {
 	Layer  *KasminaLayer
 	Node   *gorgonia.Node
-	Replay bool   // measures nothing
-	Spare  *Array // a copy of what such a pass replaces, for runs of it that nobody reads
+	Replay bool // measures nothing
+
+	// The launch is Backward if Grad is set, otherwise Forward. Package kasmina adds what the run
+	// under way measures.
+	Grad     bool
+	Forward  kasmina.Forward
+	Backward kasmina.Backward
+
+	Spare *Array // a copy of what such a pass replaces, for runs of it that nobody reads
 }
 
 // HostOp is the Params of a call that the host computes, between two copies, with the node's own

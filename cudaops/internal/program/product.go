@@ -53,16 +53,17 @@ func (p Product) Params() Matmul {
 	return Matmul{Spec: spec, MatmulArgs: gpu.MatmulArgs{Alpha: cmp.Or(p.Alpha, 1), Beta: p.Beta}}
 }
 
-// Args is the operands of the product's call.
-func (p Product) Args() []Arg {
-	d := Writes("D", p.D)
+// Call returns the call of the product.
+func (p Product) Call() *Call {
+	m := p.Params()
+	d := Writes(&m.D, p.D)
 	if p.Beta != 0 && (p.C == nil || p.C == p.D) {
 		d.Role = Update
 	}
-	args := []Arg{d, Reads("A", p.A), Reads("B", p.B),
-		Reads("ScaleA", p.ScaleA), Reads("ScaleB", p.ScaleB)}
+	args := []Arg{d, Reads(&m.A, p.A), Reads(&m.B, p.B),
+		Reads(&m.ScaleA, p.ScaleA), Reads(&m.ScaleB, p.ScaleB)}
 	if p.Beta != 0 && p.C != nil && p.C != p.D {
-		args = append(args, Reads("C", p.C))
+		args = append(args, Reads(&m.C, p.C))
 	}
-	return args
+	return NewCall(&m, args...)
 }

@@ -41,7 +41,7 @@ type Executor struct {
 	// Host computes on the host, and Pass a pass of a Kasmina layer. They are nil where a program
 	// has no such calls.
 	Host func(program.HostOp) error
-	Pass func(c *program.Call, p program.KasminaPass) error
+	Pass func(c *program.Call, p *program.KasminaPass) error
 }
 
 // Launch enqueues the work that the parameters of a call say, whose addresses are set.
@@ -58,14 +58,14 @@ func (x *Executor) Launch(params any) error {
 // Call enqueues a call whose operands have memory.
 func (x *Executor) Call(c *program.Call) (err error) {
 	switch p := c.Params.(type) {
-	case program.HostOp:
+	case *program.HostOp:
 		if err = x.Canceled(); err == nil {
-			err = x.Host(p)
+			err = x.Host(*p)
 		}
-	case program.KasminaPass:
+	case *program.KasminaPass:
 		err = x.Pass(c, p)
 	default:
-		err = x.Launch(c.Bind(c.Params, (*program.Array).Ptr))
+		err = x.Launch(c.Bind((*program.Array).Ptr))
 	}
 	if err != nil {
 		return fmt.Errorf("%s: %w", c.Node, err)

@@ -115,7 +115,7 @@ func (r *Runner) Compute(observe func(capture bool, work func() error) error) er
 // captured.
 func (r *Runner) OnHost() bool {
 	return slices.ContainsFunc(r.Program.Calls, func(c *program.Call) bool {
-		_, host := c.Params.(program.HostOp)
+		_, host := c.Params.(*program.HostOp)
 		return host
 	}) || r.Attendant.OnHost()
 }

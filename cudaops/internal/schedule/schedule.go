@@ -14,7 +14,7 @@ import (
 func PutOff(p *program.Program, n int) {
 	for i := len(p.Calls) - 1; i >= 0 && n > 0; i-- {
 		c, rest := p.Calls[i], p.Calls[i+1:]
-		_, product := c.Params.(program.Matmul)
+		_, product := c.Params.(*program.Matmul)
 		if product && !slices.ContainsFunc(rest, c.Bound) {
 			p.Calls = append(slices.Delete(p.Calls, i, i+1), c)
 			n--

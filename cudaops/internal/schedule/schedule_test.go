@@ -17,14 +17,15 @@ func TestPutOff(t *testing.T) {
 	add := func(op string, params any, args ...program.Arg) {
 		p.Add(&program.Call{Op: op, Params: params, Args: args})
 	}
-	w, r := program.Writes, program.Reads
-	add("early", program.Matmul{}, w("", array()), r("", g))
-	add("dw of two", program.Matmul{}, w("", array()), r("", g), r("", x))
-	add("dx", program.Matmul{}, w("", dx), r("", g))
-	add("dw", program.Matmul{}, w("", array()), r("", dx), r("", x))
-	add("norm", nil, program.Updates("", dx))
-	add("last dw", program.Matmul{}, w("", array()), r("", dx), r("", x))
-	add("embedding", nil, w("", table), r("", dx))
+	w := func(a *program.Array) program.Arg { return program.Writes(program.NoField, a) }
+	r := func(a *program.Array) program.Arg { return program.Reads(program.NoField, a) }
+	add("early", &program.Matmul{}, w(array()), r(g))
+	add("dw of two", &program.Matmul{}, w(array()), r(g), r(x))
+	add("dx", &program.Matmul{}, w(dx), r(g))
+	add("dw", &program.Matmul{}, w(array()), r(dx), r(x))
+	add("norm", nil, program.Updates(program.NoField, dx))
+	add("last dw", &program.Matmul{}, w(array()), r(dx), r(x))
+	add("embedding", nil, w(table), r(dx))
 	PutOff(p, 2)
 	var order []string
 	for _, c := range p.Calls {

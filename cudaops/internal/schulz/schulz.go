@@ -77,8 +77,8 @@ type Builder struct {
 	*program.Program
 	program.Chooser
 	Activation gpu.DType // of the program
-	// Call names a call.
-	Call func(params any, args ...program.Arg) *program.Call
+	// Name gives a call the names by which profiles and errors know it.
+	Name func(*program.Call) *program.Call
 }
 
 // square is memory for a square of each matrix of x, with its smaller side.
@@ -97,7 +97,7 @@ func (b Builder) newStep(x *program.Array) step {
 // products is the calls of matrix products.
 func (b Builder) products(all ...program.Product) (calls []*program.Call) {
 	for _, p := range all {
-		calls = append(calls, b.Call(p.Params(), p.Args()...))
+		calls = append(calls, b.Name(p.Call()))
 	}
 	return calls
 }
@@ -105,8 +105,8 @@ func (b Builder) products(all ...program.Product) (calls []*program.Call) {
 // Normalized is the call that makes y = x/(‖x‖ + 1e-7).
 func (b Builder) Normalized(y, x *program.Array) *program.Call {
 	a := normalize.Forward{N: x.Len(), YType: y.Type, XType: x.Type}
-	return b.Call(a, program.Writes("Y", y), program.Reads("X", x),
-		program.Uses("Workspace", b.Workspace(normalize.WorkspaceBytes)))
+	return b.Name(program.NewCall(&a, program.Writes(&a.Y, y), program.Reads(&a.X, x),
+		program.Uses(&a.Workspace, b.Workspace(normalize.WorkspaceBytes))))
 }
 
 // Gradient adds the gradient of x for that of the result of so many steps, g. It computes the steps
@@ -131,9 +131,10 @@ func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
 		g = dx
 	}
 	dx := b.Like(x)
-	b.Add(b.Call(normalize.Backward{N: x.Len(), Type: x.Type}, program.Writes("DX", dx),
-		program.Reads("G", g), program.Reads("X", x),
-		program.Uses("Workspace", b.Workspace(normalize.WorkspaceBytes))))
+	a := normalize.Backward{N: x.Len(), Type: x.Type}
+	b.Add(b.Name(program.NewCall(&a, program.Writes(&a.DX, dx), program.Reads(&a.G, g),
+		program.Reads(&a.X, x),
+		program.Uses(&a.Workspace, b.Workspace(normalize.WorkspaceBytes)))))
 	return dx
 }
 
@@ -212,11 +213,11 @@ func (b Builder) symmetric(n gemm.NewtonSchulz, x, y *program.Array) (calls []*p
 		places[n.Squares[i]] = b.square(x)
 	}
 	multiply := func(a gemm.Symmetric) {
-		args := []program.Arg{program.Writes("D", places[a.D]),
-			program.Reads("Left", places[a.Left]),
-			program.Reads("Right", places[a.Right]), program.Reads("C", places[a.C])}
+		args := []program.Arg{program.Writes(&a.D, places[a.D]),
+			program.Reads(&a.Left, places[a.Left]),
+			program.Reads(&a.Right, places[a.Right]), program.Reads(&a.C, places[a.C])}
 		a.D, a.Left, a.Right, a.C = 0, 0, 0, 0
-		call := b.Call(a, args...)
+		call := b.Name(program.NewCall(&a, args...))
 		call.FLOPs = 2 * float64(a.Batch) * float64(a.N) * float64(a.N) * float64(a.Depth)
 		calls = append(calls, call)
 	}

@@ -39,8 +39,8 @@ type implementation struct {
 
 // byElement implements kernels that compute each element by itself.
 var byElement = implementation{calls: func(x *Optimizer, f *family) []*program.Call {
-	return []*program.Call{newCall(optimizer.Elementwise{Kernel: f.kernel, Control: x.control,
-		Table: f.table})}
+	return []*program.Call{named(program.Prepared(optimizer.Elementwise{Kernel: f.kernel, Control: x.control,
+		Table: f.table}))}
 }}
 
 // byMatrix implements kernels that update whole matrices: they orthogonalize each matrix's direction by
@@ -105,13 +105,14 @@ func (x *Optimizer) workspace() (n int) {
 // iterations that orthogonalize them, and the update by their results.
 func matrixCalls(x *Optimizer, f *family) []*program.Call {
 	nesterov := slices.ContainsFunc(f.params, func(p *Param) bool { return p.Rule.Nesterov })
-	calls := []*program.Call{newCall(optimizer.Direction{Kernel: f.kernel, Control: x.control,
-		Squares: x.squares.Offset(4 * x.sums()), Table: f.table, Nesterov: nesterov})}
+	calls := []*program.Call{named(program.Prepared(optimizer.Direction{Kernel: f.kernel,
+		Control: x.control, Squares: x.squares.Offset(4 * x.sums()), Table: f.table,
+		Nesterov: nesterov}))}
 
 	// The first and the last call of the iterations stand for the two launches.
 	calls = append(calls, f.iterations.Calls[1:len(f.iterations.Calls)-1]...)
-	return append(calls, newCall(optimizer.Apply{Kernel: f.kernel, Control: x.control,
-		Table: f.table}))
+	return append(calls, named(program.Prepared(optimizer.Apply{Kernel: f.kernel,
+		Control: x.control, Table: f.table})))
 }
 
 // togetherLeast is the elements of squares up to which matrices of one shape go through the
@@ -141,7 +142,7 @@ func orthogonalize(x *Optimizer, f *family) error {
 	}
 	f.iterations = &program.Program{}
 	b := schulz.Builder{Program: f.iterations, Chooser: x.m.Chooser, Activation: x.m.Activation,
-		Call: newCall}
+		Name: named}
 	var groups []group
 	for _, k := range kinds {
 		side, together := min(k.rows, k.columns), 1
@@ -165,11 +166,11 @@ func orthogonalize(x *Optimizer, f *family) error {
 // one that reads their results. The first and the last call stand for these two.
 func (f *family) placeIterations(x *Optimizer, groups []group) error {
 	p := f.iterations
-	before, after := newCall(nil), newCall(nil)
+	before, after := named(program.Prepared(nil)), named(program.Prepared(nil))
 	p.Add(before)
 	for _, g := range groups {
-		before.Args = append(before.Args, program.Writes("", g.iteration.Start))
-		after.Args = append(after.Args, program.Reads("", g.iteration.Result))
+		before.Args = append(before.Args, program.Writes(program.NoField, g.iteration.Start))
+		after.Args = append(after.Args, program.Reads(program.NoField, g.iteration.Result))
 		p.Calls = append(p.Calls, g.iteration.Calls...)
 	}
 	p.Add(after)

@@ -64,8 +64,9 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	whole, first := in.Array.Base, in.Copies[0].Array
 	in.Part, in.Array.Base, in.Copies[0].Renew = part, 0, nil
 	for i, c := range in.Copies[1:] {
-		in.Copies[i+1].Renew = newCall(elementwise.Cast{YType: c.Type, XType: first.Type,
-			N: first.Len()}, program.Writes("Y", c.Array), program.Reads("X", first))
+		l := elementwise.Cast{YType: c.Type, XType: first.Type, N: first.Len()}
+		in.Copies[i+1].Renew = named(program.NewCall(&l, program.Writes(&l.Y, c.Array),
+			program.Reads(&l.X, first)))
 	}
 	return x.m.Memory.Free(whole)
 }

@@ -415,19 +415,19 @@ func (x *Optimizer) Wait() (optimizer.Control, error) {
 // any rank.
 func (x *Optimizer) judge(loss *program.Array) error {
 	at := x.squares.Offset(4 * len(x.chunks))
-	byLoss := newCall(program.Zero{Ptr: at, Bytes: 4})
+	byLoss := program.Prepared(program.Zero{Ptr: at, Bytes: 4})
 	if loss != nil {
-		byLoss = newCall(elementwise.Unary{Op: elementwise.MulScalar, Y: at, N: 1,
-			Type: gpu.Float32}, program.Reads("X", loss))
+		l := elementwise.Unary{Op: elementwise.MulScalar, Y: at, N: 1, Type: gpu.Float32}
+		byLoss = program.NewCall(&l, program.Reads(&l.X, loss))
 	}
+	squares := program.Prepared(x.squared())
+	norm := optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: x.sums(),
+		Apart: x.apart}
+	judge := program.NewCall(&norm, program.Updates(&norm.Scale, x.m.Program.Scale))
 	return run.InTurn(
-		func() error { return x.m.Calls([]*program.Call{newCall(x.squared()), byLoss}) },
+		func() error { return x.m.Calls([]*program.Call{named(squares), named(byLoss)}) },
 		x.gatherSquares,
-		func() error {
-			return x.m.Call(newCall(optimizer.GradNorm{Control: x.control, Squares: x.squares,
-				Count: x.sums(), Apart: x.apart},
-				program.Updates("Scale", x.m.Program.Scale)))
-		})
+		func() error { return x.m.Call(named(judge)) })
 }
 
 // apply makes the calls that change the parameters, all of them, or with other ranks those of this
@@ -459,10 +459,8 @@ func ClearSums(r *run.Runner) error {
 	return nil
 }
 
-// newCall is a call of the update, whose operands are in the tables but for those that are given
-// and not nil.
-func newCall(params any, args ...program.Arg) *program.Call {
-	c := program.NewCall(params, args...)
+// named gives a call the names of the update.
+func named(c *program.Call) *program.Call {
 	c.Op, c.Node = "Update", "the update"
 	return c
 }

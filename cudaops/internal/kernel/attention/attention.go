@@ -342,3 +342,12 @@ func (a Backward) Ways(k *kernel.Set) []kernel.Way {
 	}
 	return ways
 }
+
+// SetWay implements [kernel.Tuned].
+func (a *Forward) SetWay(w kernel.Way) { a.Way = w }
+
+// SetWay implements [kernel.Tuned].
+func (a *Backward) SetWay(w kernel.Way) { a.Way = w }
+
+// WorkspaceField implements [kernel.Workspaced].
+func (a *Backward) WorkspaceField() *gpu.Ptr { return &a.Workspace }

@@ -89,3 +89,6 @@ func (a Backward) Launch(q *kernel.Queue) {
 	q.Run("embedding", "embedding_join"+variant+"_f32", tiles, a.DT, p.heads,
 		p.tails, p.sorted, p.starts, a.IDs, vocab, a.D, a.Accumulate)
 }
+
+// WorkspaceField implements [kernel.Workspaced].
+func (a *Backward) WorkspaceField() *gpu.Ptr { return &a.Workspace }

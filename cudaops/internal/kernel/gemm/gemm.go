@@ -174,3 +174,6 @@ func (a SiLUProductBackward) Tuning() (op, shape string) {
 	return "SiLUProductBackward", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) +
 		kernel.With(a.H == 0, "without h")
 }
+
+// SetWay sets the way in which the launch is computed.
+func (g *Gate) SetWay(w kernel.Way) { g.Way = w }

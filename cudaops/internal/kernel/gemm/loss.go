@@ -84,3 +84,9 @@ func (a LinearCrossEntropy) Tuning() (op, shape string) {
 func (a LinearCrossEntropy) WorkspaceBytes(gpu.DeviceInfo) int {
 	return 4 * a.Rows * (1 + kernel.CeilDiv(a.V, lossColumns))
 }
+
+// WorkspaceField implements [kernel.Workspaced].
+func (a *LinearCrossEntropy) WorkspaceField() *gpu.Ptr { return &a.Workspace }
+
+// SetWay sets the way in which the launch is computed.
+func (a *LinearCrossEntropy) SetWay(w kernel.Way) { a.Way = w }

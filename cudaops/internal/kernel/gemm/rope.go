@@ -80,3 +80,6 @@ func (a RoPEProduct) Tuning() (op, shape string) {
 	return "RoPEProduct", fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", a.Rows,
 		a.Columns, a.D, a.Turned, a.HeadDim, a.Seq, a.Type) + kernel.With(a.Float8, "of float8")
 }
+
+// SetWay sets the way in which the launch is computed.
+func (a *RoPEProduct) SetWay(w kernel.Way) { a.Way = w }

@@ -54,3 +54,6 @@ func (a StatisticsProduct) Tuning() (op, shape string) {
 	return "StatisticsProduct", fmt.Sprintf("%dx%d, %d heads of %d, depth %d, %v", a.Batch, a.Seq,
 		a.Heads, a.HeadDim, a.D, a.Type)
 }
+
+// SetWay sets the way in which the launch is computed.
+func (a *StatisticsProduct) SetWay(w kernel.Way) { a.Way = w }

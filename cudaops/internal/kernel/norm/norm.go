@@ -207,3 +207,6 @@ func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
 func (a RMSNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return 4 * a.D * a.parts(d)
 }
+
+// WorkspaceField implements [kernel.Workspaced].
+func (a *RMSNormBackward) WorkspaceField() *gpu.Ptr { return &a.Workspace }

@@ -135,3 +135,6 @@ func (a Columns) WorkspaceBytes(d gpu.DeviceInfo) int {
 
 // HeldThreads is the most threads of a block that holds rows in registers.
 const HeldThreads = 512
+
+// WorkspaceField implements [kernel.Workspaced].
+func (a *Columns) WorkspaceField() *gpu.Ptr { return &a.Workspace }

@@ -108,3 +108,6 @@ func (a Reduce) run(q *kernel.Queue, parts, late int) {
 	q.Run("reduce", string(a.Op)+variant+name, c, a.Y, a.X, a.Scale, int64(a.N), int64(a.Inner),
 		parts, late, tiles)
 }
+
+// WorkspaceField implements [kernel.Workspaced].
+func (a *Reduce) WorkspaceField() *gpu.Ptr { return &a.Workspace }
