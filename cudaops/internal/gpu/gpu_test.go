@@ -16,7 +16,8 @@ func TestArgs(t *testing.T) {
 	Add(&a, uint64(7))
 	a.Struct([]byte(append([]byte{9}, make([]byte, 127)...)), 64)
 	Add(&a, int64(-1))
-	want := []Param{{0, 4}, {8, 8}, {16, 4}, {20, 3}, {24, 8}, {64, 128}, {192, 8}}
+	want := []Param{{0, 4, Integer}, {8, 8, Integer}, {16, 4, Float}, {20, 3, Structure},
+		{24, 8, UnknownKind}, {64, 128, Structure}, {192, 8, Integer}}
 	f := &Function{Name: "k", Params: want}
 	require.NoError(t, f.Check(&a))
 	b := a.Packed()
@@ -29,8 +30,12 @@ func TestArgs(t *testing.T) {
 	err := f.Check(&a)
 	require.ErrorIs(t, err, InvalidValue)
 	require.ErrorContains(t, err, "cuLaunchKernel(k): CUDA_ERROR_INVALID_VALUE (1): arguments [")
-	require.ErrorContains(t, err, "{Offset:16 Size:4}")
-	require.ErrorContains(t, err, "{Offset:16 Size:8}")
+	require.ErrorContains(t, err, "{Offset:16 Size:4 Kind:f}")
+	require.ErrorContains(t, err, "{Offset:16 Size:8 Kind:f}")
+
+	f.Params = append([]Param(nil), want...)
+	f.Params[2].Kind = Integer
+	require.ErrorContains(t, f.Check(&a), "{Offset:16 Size:4 Kind:i}")
 	f.Params = []Param{}
 	require.ErrorContains(t, f.Check(&a), "the kernel takes []")
 	require.NoError(t, f.Check(new(Args)))

@@ -12,11 +12,42 @@ import (
 type Function struct {
 	Name   string
 	Handle uintptr
-	Params []Param // the layout of its parameters, where a fake knows it
+	Params []Param // its parameters, if a fake knows them
 }
 
-// Param is where a parameter lies among a kernel's parameters, in bytes.
-type Param struct{ Offset, Size int }
+// Param is a parameter of a kernel, or the argument for one: its place among the others, in bytes,
+// and its kind.
+type Param struct {
+	Offset, Size int
+	Kind         ParamKind
+}
+
+// fits reports whether an argument fits a parameter: unknown kinds fit all.
+func (p Param) fits(a Param) bool {
+	return p.Offset == a.Offset && p.Size == a.Size &&
+		(p.Kind == a.Kind || p.Kind == UnknownKind || a.Kind == UnknownKind)
+}
+
+// ParamKind tells numbers apart that are passed alike.
+type ParamKind byte
+
+// The kinds of parameters.
+const (
+	UnknownKind ParamKind = iota
+	Integer               // and addresses
+	Float
+	Structure
+)
+
+var kindLetters = [...]string{"?", "i", "f", "s"}
+
+// String returns the letter that stands for the kind.
+func (k ParamKind) String() string { return kindLetters[k] }
+
+// KindOf returns the kind of a letter, UnknownKind if it has none.
+func KindOf(letter string) ParamKind {
+	return ParamKind(max(0, slices.Index(kindLetters[:], letter)))
+}
 
 // Dim counts blocks or threads along three axes; a zero counts as 1.
 type Dim struct{ X, Y, Z int }
@@ -71,21 +102,30 @@ type Args struct {
 func (a *Args) Packed() []byte { return a.buf }
 
 // Add appends a number or a pointer, at a multiple of its own size.
-func Add[T Number](a *Args, v T) { a.Struct(Bytes([]T{v}), int(unsafe.Sizeof(v))) }
+func Add[T Number](a *Args, v T) {
+	kind := Integer
+	switch any(v).(type) {
+	case float32, float64:
+		kind = Float
+	}
+	a.add(Bytes([]T{v}), int(unsafe.Sizeof(v)), kind)
+}
 
 // Struct appends a structure passed by value, whose C alignment is align.
-func (a *Args) Struct(b []byte, align int) {
+func (a *Args) Struct(b []byte, align int) { a.add(b, align, Structure) }
+
+func (a *Args) add(b []byte, align int, kind ParamKind) {
 	for len(a.buf)%align != 0 {
 		a.buf = append(a.buf, 0)
 	}
-	a.params = append(a.params, Param{len(a.buf), len(b)})
+	a.params = append(a.params, Param{len(a.buf), len(b), kind})
 	a.buf = append(a.buf, b...)
 }
 
 // Check compares the arguments with the kernel's own parameters: a mismatch would be garbage on a
 // GPU, which does not look. Tests launch every kernel on a fake that knows them from its binary.
 func (f *Function) Check(a *Args) error {
-	if f.Params == nil || slices.Equal(f.Params, a.params) {
+	if f.Params == nil || slices.EqualFunc(f.Params, a.params, Param.fits) {
 		return nil
 	}
 	return NewError("cuLaunchKernel("+f.Name+")", InvalidValue, "", fmt.Sprintf("arguments %+v "+

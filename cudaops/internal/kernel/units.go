@@ -23,6 +23,12 @@ import (
 //go:embed */*.fatbin
 var binaries embed.FS
 
+// Signatures is a [fatbin.Table] of all kernels. Tests check launches against it: a GPU would read
+// whatever lies where it expects a parameter.
+//
+//go:embed signatures.txt
+var Signatures string
+
 // units are the binaries by unit, read once, and what tells one build of them from another.
 var units = sync.OnceValues(func() (images map[string][]byte, build string) {
 	paths, err := fs.Glob(binaries, "*/*.fatbin")

@@ -1,6 +1,9 @@
-// Command build compiles those of the kernels' units with nvcc whose binary does not match its
-// sources. It must run in the folder above the families', as go generate does. A unit finds headers
-// in its own folder, in hopper and in include.
+// Command build compiles the kernels' units with nvcc, as far as their sources have changed, and writes
+// the signatures of all kernels to signatures.txt. It then runs the tests that compare the arguments
+// of launches with these signatures.
+//
+// Build must run in the folder above the families', as go generate does. A unit finds headers in its
+// own folder, in hopper and in include.
 package main
 
 import (
@@ -10,6 +13,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -17,6 +21,8 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/fatbin"
 )
 
 // targets cover Ampere, Ada, Hopper with its own instructions, and Blackwell; PTX of compute_80
@@ -30,6 +36,20 @@ func main() {
 	if err := build("."); err != nil {
 		log.Fatal(err)
 	}
+	if err := checkLaunches(); err != nil {
+		log.Fatal(err)
+	}
+}
+
+// checkLaunches runs the tests that compare the arguments of launches with the signatures of the
+// kernels.
+func checkLaunches() error {
+	cmd := exec.Command("go", "test", "-run", "Launch|Signatures|Copies|Pick", "./...")
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("launches do not fit the kernels' signatures: %w", err)
+	}
+	return nil
 }
 
 // build compiles the units of a folder that have changed.
@@ -51,7 +71,32 @@ func build(dir string) error {
 			return fmt.Errorf("%s.cu: %w", name, err)
 		}
 	}
-	return nil
+	return writeSignatures(dir, names)
+}
+
+// signatures is the file with the signatures of all kernels.
+const signatures = "signatures.txt"
+
+// writeSignatures writes the signatures of the kernels in the binaries of units.
+func writeSignatures(dir string, units []string) error {
+	all := fatbin.Table{}
+	for _, name := range units {
+		binary, err := os.ReadFile(filepath.Join(dir, name+".fatbin"))
+		if err != nil {
+			return err
+		}
+		kernels, err := fatbin.Signatures(binary[:len(binary)-sha256.Size])
+		if err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		maps.Copy(all, kernels)
+	}
+
+	text, err := all.MarshalText()
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(dir, signatures), text, 0o644)
 }
 
 // units lists the .cu files of the families' folders, without the extension.

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"crypto/sha256"
+	"maps"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -8,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/fatbin"
 )
 
 func TestBinariesMatchSources(t *testing.T) {
@@ -21,6 +25,36 @@ func TestBinariesMatchSources(t *testing.T) {
 	}
 	fatbins, _ := filepath.Glob("../*/*.fatbin")
 	require.Len(t, fatbins, len(names))
+}
+
+// TestSignaturesMatchBinaries checks that signatures.txt is what go generate would write, and that the
+// machine code for every architecture fits it.
+func TestSignaturesMatchBinaries(t *testing.T) {
+	names, err := units("..")
+	require.NoError(t, err)
+	var want fatbin.Table
+	text, err := os.ReadFile(filepath.Join("..", signatures))
+	require.NoError(t, err)
+	require.NoError(t, want.UnmarshalText(text))
+
+	got := fatbin.Table{}
+	for _, name := range names {
+		binary, err := os.ReadFile(filepath.Join("..", name+".fatbin"))
+		require.NoError(t, err)
+		kernels, err := fatbin.Signatures(binary)
+		require.NoError(t, err)
+		maps.Copy(got, kernels)
+		for _, capability := range []int{80, 89, 90, 100} {
+			layouts, err := fatbin.Layouts(binary, capability)
+			require.NoError(t, err)
+			require.Len(t, layouts, len(kernels), name)
+			for kernel, layout := range layouts {
+				_, err := want[kernel].Of(layout)
+				require.NoError(t, err, "%s for compute capability %d", kernel, capability)
+			}
+		}
+	}
+	require.Equal(t, want, got)
 }
 
 func TestHashCoversAllThatMatters(t *testing.T) {
@@ -79,8 +113,15 @@ func TestBuild(t *testing.T) {
 	require.ErrorContains(t, build(dir), "12.4")
 	compilerSays("13.0", "exit 3")
 	require.ErrorContains(t, build(dir), "a.cu: exit status 3")
-	compilerSays("13.0", `echo code > "$3"`) // behind -fatbin -o
+	image, err := os.ReadFile(filepath.Join("..", "gemm", "gemm_symmetric.fatbin"))
+	require.NoError(t, err)
+	compiled := filepath.Join(home, "compiled")
+	require.NoError(t, os.WriteFile(compiled, image[:len(image)-sha256.Size], 0o644))
+	compilerSays("13.0", `cp "`+compiled+`" "$3"`) // the file that -fatbin -o names
 	require.NoError(t, build(dir))
+	text, err := os.ReadFile(filepath.Join(dir, signatures))
+	require.NoError(t, err)
+	require.Contains(t, string(text), "gemm_symmetric")
 	want, err := sourceHash(dir, "family/a")
 	require.NoError(t, err)
 	require.Equal(t, want, binaryHash(dir, "family/a"))

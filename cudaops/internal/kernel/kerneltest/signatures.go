@@ -1,0 +1,48 @@
+package kerneltest
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/fatbin"
+)
+
+// Signatures returns the signatures of all kernels, as go generate has written them.
+var Signatures = sync.OnceValues(func() (table fatbin.Table, err error) {
+	err = table.UnmarshalText([]byte(kernel.Signatures))
+	return table, err
+})
+
+// Kernels returns the kernels that the fat binary of a unit has for GPUs of a compute capability,
+// with the signatures of the table. A table that does not fit the binary is an error. It is for
+// [fake.Config].
+func Kernels(image []byte, capability int) (map[string][]gpu.Param, error) {
+	read, _ := binaries.LoadOrStore(binaryKey{&image[0], capability},
+		sync.OnceValues(func() (map[string][]gpu.Param, error) {
+			all, err := fatbin.Layouts(image, capability)
+			if err != nil {
+				return nil, err
+			}
+			table, err := Signatures()
+			if err != nil {
+				return nil, err
+			}
+			for name, layout := range all {
+				if all[name], err = table[name].Of(layout); err != nil {
+					return nil, fmt.Errorf("kerneltest: %s: %w: run go generate", name, err)
+				}
+			}
+			return all, nil
+		}))
+	return read.(func() (map[string][]gpu.Param, error))()
+}
+
+// binaries holds the results of Kernels.
+var binaries sync.Map
+
+type binaryKey struct {
+	image      *byte
+	capability int
+}
