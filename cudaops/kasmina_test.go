@@ -755,7 +755,7 @@ type kasminaChain struct {
 }
 
 func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
-	seeds []int) *kasminaChain {
+	seeds []int, layer ...op.KasminaOption) *kasminaChain {
 	t.Helper()
 	const rows, d, slots = 6, 24, 4
 	k, g, r := &kasminaChain{}, gorgonia.NewGraph(), rand.New(rand.NewPCG(seed, 5))
@@ -777,7 +777,7 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 		}
 		w := randomNode(g, r, 1, fmt.Sprintf("w%d", i), slots, d/n)
 		a := randomNode(g, r, 1, fmt.Sprintf("a%d", i), slots)
-		y, err = op.Kasmina(y, w, a, l)
+		y, err = op.Kasmina(y, w, a, l, layer...)
 		require.NoError(t, err)
 		k.params, k.lattices = append(k.params, w, a), append(k.lattices, l)
 	}
@@ -841,6 +841,54 @@ func TestKasminaReports(t *testing.T) {
 			check(t, device, WithStrict())
 		})
 		t.Run(name+"/GPU", func(t *testing.T) { check(t, openGPU(t), WithStrict()) })
+	}
+}
+
+// TestKasminaFailedRun checks that a run which fails in any of its launches leaves no counts on the
+// device: once the lattice is restored, the runs that follow are reported as if nothing had failed.
+func TestKasminaFailedRun(t *testing.T) {
+	seed := randomSeed(t)
+	telemetry := []state.Telemetry{{Mode: state.Production}, {Mode: state.Production}}
+	reports := func(fails int) (clips int, failed bool, reports []state.Report) {
+		device, cuda := openFake(t, fake.Config{})
+		k := newKasminaChain(t, seed, telemetry, []int{8, 4}, op.WithGradClip(1e-6))
+		m, err := NewMachine(device, k.loss.Graph(), WithParams(k.params...), WithOutputs(k.loss))
+		require.NoError(t, err)
+		defer m.Close()
+
+		if fails > 0 {
+			before := make([][]byte, len(k.lattices))
+			for i, l := range k.lattices {
+				before[i], err = l.MarshalBinary()
+				require.NoError(t, err)
+			}
+			cuda.Fail("cuLaunchKernel", fails, gpu.OutOfMemory)
+			if failed = m.RunAll() != nil; !failed {
+				return 0, false, nil
+			}
+			require.NoError(t, m.DropGradients())
+			for i, l := range k.lattices {
+				require.NoError(t, l.UnmarshalBinary(before[i]))
+			}
+		}
+
+		require.NoError(t, errors.Join(m.RunAll(), m.RunAll(), m.DropGradients()))
+		for _, l := range k.lattices {
+			r := l.Report()
+			clips, reports = clips+r.Layer.Clips, append(reports, r)
+		}
+		return clips, failed, reports
+	}
+
+	clips, _, want := reports(0)
+	require.NotZero(t, clips, "no row was clipped, so that the test shows nothing")
+	for fails := 1; ; fails++ {
+		_, failed, got := reports(fails)
+		if !failed {
+			require.Greater(t, fails, 4)
+			return
+		}
+		sameReports(t, fmt.Sprintf("launch %d has failed", fails), got, want)
 	}
 }
 

@@ -349,21 +349,25 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 	defer m.profiler.Call("Run")()
 	if err := run.InTurn(func() error { return awaited.Arrive(r.Stream) }, m.layers.Before,
 		r.Inputs.SendAll, func() error { return device.Record(m.sent, r.Stream) },
-		func() error {
-			return r.Compute(func(capture bool, plain func() error) error {
-				work := plain
-				if m.monitor != nil && r.Now.Loaded && !m.profiler.Busy() {
-					work = func() error { return m.monitor.Run(plain) }
-				}
-				return m.profiler.Around(capture, m.optimizer, work, m.profiler.Marked)
-			})
-		}, m.layers.After); err != nil {
+		func() error { return r.Compute(m.observer(), m.optimizer) }, m.layers.After); err != nil {
 		return err
 	}
 	if m.optimizer == nil {
 		m.profiler.Finish()
 	}
 	return nil
+}
+
+// observer returns what observes the work that comes next: a profile that is being made has
+// precedence over the monitor.
+func (m *Machine) observer() run.Observer {
+	switch {
+	case m.profiler.Open():
+		return m.profiler
+	case m.monitor != nil:
+		return m.monitor
+	}
+	return run.Unobserved{}
 }
 
 // Reset does nothing: every run begins anew. It is part of gorgonia.VM.

@@ -167,13 +167,8 @@ func updateBy(m *Machine, by *program.Array,
 func enqueueUpdate(m *Machine, loss *program.Array) error {
 	defer m.profiler.Finish()
 	defer m.profiler.Call("Update")()
-	x := m.optimizer
-	return m.monitor.Updating(func() error {
-		return x.Enqueue(loss, func(bytes float64, capture bool, work, plain func() error) error {
-			return m.profiler.Around(capture, x, work,
-				func() error { return m.profiler.Update(bytes, plain) })
-		})
-	})
+	o := m.observer()
+	return o.Update(func() error { return m.optimizer.Enqueue(loss, o) })
 }
 
 // optimizerOf is the machine's optimiser.

@@ -35,7 +35,7 @@ func (s *scope) close() {
 // fakeMachine computes random runs on the fake driver, a device of its own for each.
 func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Machine {
 	faults := []string{"cuMemAlloc", "cuMemAlloc", "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync",
-		"cuStreamSynchronize"}
+		"cuStreamSynchronize", "cuLaunchKernel"}
 	return runtest.Machine{
 		Name:   t.Name(),
 		Limits: runtest.Limits{Listening: true, Faults: faults},

@@ -68,6 +68,10 @@ type Layers struct {
 	host    [2][]byte    // pinned, for the report of a run and that of the one before it
 	arrived [2]gpu.Event // when the host has them
 	next    int          // of the run under way or to come, among the two
+
+	// unreported is set while a run may have added to the counts on the device without a report of
+	// it. It stays set if the run fails.
+	unreported bool
 }
 
 // New prepares the layers of a machine's program, whose runs they attend from now on.
@@ -107,6 +111,10 @@ func New(m *Machine) (ls *Layers, err error) {
 
 // Before receives what runs have measured, and sends the lattices' states.
 func (ls *Layers) Before() error {
+	if err := ls.discardUnreported(); err != nil {
+		return err
+	}
+	ls.unreported = len(ls.layers) > 0
 	for _, l := range ls.layers {
 		if err := run.InTurn(l.before, l.start); err != nil {
 			return err
@@ -129,7 +137,39 @@ func (ls *Layers) After() error {
 	for _, l := range ls.layers {
 		l.flights[i].busy = !l.hosted
 	}
+	ls.unreported = false
 	return nil
+}
+
+// discardUnreported makes the counts on the device the ones that later reports are compared with, if
+// a run has failed between Before and After. Its passes may have counted rows that no lattice is to
+// hear of, since the run has no result.
+func (ls *Layers) discardUnreported() error {
+	if !ls.unreported {
+		return nil
+	}
+
+	// Reports of earlier runs hold counts from before the failure.
+	if err := ls.Settle(); err != nil {
+		return err
+	}
+
+	report := ls.host[ls.next]
+	if err := run.InTurn(
+		func() error { return ls.m.Ctx.CopyToHost(report, ls.m.Program.Reports.Ptr(), ls.m.Stream) },
+		func() error { return ls.m.Ctx.SyncStream(ls.m.Stream) }); err != nil {
+		return err
+	}
+	for _, l := range ls.layers {
+		copy(l.counts, l.countsIn(report))
+	}
+	ls.unreported = false
+	return nil
+}
+
+// countsIn returns the layer's counts in a report.
+func (l *layer) countsIn(report []byte) []uint32 {
+	return gpu.View[uint32](report)[l.Place(0):][:len(l.counts)]
 }
 
 // AppendMode adds what the run measures, and where.
@@ -271,7 +311,7 @@ func (l *layer) receive(i int, wait bool) error {
 func (l *layer) deliver(f *flight, report []byte) error {
 	seeds := l.State.Seeds
 	words, figures := gpu.View[uint32](report), gpu.View[float32](report)
-	counts := words[l.Place(0):][:len(l.counts)]
+	counts := l.countsIn(report)
 	counted := slices.Clone(counts)
 	for i, v := range l.counts {
 		counted[i] -= v

@@ -81,11 +81,17 @@ func (o *Monitor) Close() error {
 // Sampling reports whether the run that is on its way has marks.
 func (o *Monitor) Sampling() bool { return len(o.timed) > 1 }
 
-// Run enqueues a run of the program, which has been loaded: replay, or the same with marks.
-func (o *Monitor) Run(replay func() error) error {
+// Run enqueues a run of the program, with marks if it is due. A run that has yet to load kernels is
+// not measured.
+func (o *Monitor) Run(w run.Work) error {
+	replay := w.Replay
+	if !o.Now.Loaded {
+		return replay()
+	}
 	if err := o.collect(); err != nil {
 		return err
 	}
+
 	if o.runs++; o.timed != nil || o.runs < o.Every-1 || len(o.Program.Calls) == 0 {
 		return replay()
 	}
@@ -217,9 +223,9 @@ func (o *Monitor) note(t *task, d time.Duration) {
 	}
 }
 
-// Updating enqueues an update, and times it after a run that is timed.
-func (o *Monitor) Updating(enqueue func() error) error {
-	if o == nil || !o.Sampling() || o.timed[len(o.timed)-1].task != nil {
+// Update enqueues an update, and times it if it follows a run that is timed.
+func (o *Monitor) Update(enqueue func() error) error {
+	if !o.Sampling() || o.timed[len(o.timed)-1].task != nil {
 		return enqueue()
 	}
 	update := interval{from: o.next(), to: o.next(), task: &o.tasks[len(o.tasks)-1]}
@@ -234,6 +240,9 @@ func (o *Monitor) Updating(enqueue func() error) error {
 	}
 	return nil
 }
+
+// UpdatePart enqueues a part of an update.
+func (o *Monitor) UpdatePart(w run.Work) error { return w.Replay() }
 
 // Times returns what the ops of a run have taken so far on average, the longest first, with the
 // ways in which they are computed. Under the name Update is what the optimiser took, which moves so

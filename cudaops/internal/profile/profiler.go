@@ -84,6 +84,9 @@ type markedSpan struct {
 // Busy reports whether there are steps to come.
 func (p *Profiler) Busy() bool { return p != nil && (p.open || len(p.steps) < Steps) }
 
+// Open reports whether a step has begun and not ended.
+func (p *Profiler) Open() bool { return p != nil && p.open }
+
 // marked reports whether the step that is open has marks.
 func (p *Profiler) marked() bool { return p.open && len(p.steps) > 1+plainSteps }
 
@@ -126,30 +129,47 @@ func (p *Profiler) Call(name string) func() {
 	}
 }
 
-// Around enqueues a piece of the step: with work, or, in the marked step, with marked, captured if
-// that is allowed.
-func (p *Profiler) Around(capture bool, optimizer any, work, marked func() error) error {
-	switch {
-	case p == nil || !p.open:
-		return work()
-	case !p.marked():
+// Run enqueues a run of the program as a piece of the step.
+func (p *Profiler) Run(w run.Work) error {
+	w.Plain = p.enqueueCalls
+	return p.enqueuePiece(w)
+}
+
+// Update enqueues an update.
+func (p *Profiler) Update(enqueue func() error) error { return enqueue() }
+
+// UpdatePart enqueues a part of an update as a piece of the step.
+func (p *Profiler) UpdatePart(w run.Work) error {
+	plain := w.Plain
+	w.Plain = func() error {
+		p.doing(optime.Span{Op: update, Bytes: w.Bytes})
+		return plain()
+	}
+	return p.enqueuePiece(w)
+}
+
+// enqueuePiece enqueues a piece of the step between two marks. In a step with marks after every kernel
+// it enqueues, or captures, the work kernel by kernel.
+func (p *Profiler) enqueuePiece(w run.Work) error {
+	if !p.marked() {
 		from := p.put()
-		p.do(work)
+		p.do(w.Replay)
 		if to := p.put(); p.err == nil {
 			s := p.steps[len(p.steps)-1]
 			s.pieces = append(s.pieces, [2]gpu.Event{from, to})
 		}
 		return p.failed()
 	}
-	key := pieceKey{p.Now, optimizer, len(p.whole)}
+
+	key := pieceKey{p.Now, w.Optimizer, len(p.whole)}
 	piece := p.pieces[key]
 	if piece == nil || piece.graph == 0 {
 		piece = &markedPiece{}
 		p.pieces[key] = piece
 	}
-	enqueue := func() error { return p.enqueue(piece, marked) }
+	enqueue := func() error { return p.enqueue(piece, w.Plain) }
 	var err error
-	if capture {
+	if w.Captured {
 		err = p.Repeat(&piece.graph, enqueue)
 	} else {
 		err = enqueue()
@@ -202,8 +222,8 @@ func (p *Profiler) doing(t optime.Span) {
 	p.task, p.tasks = &t, p.tasks+1
 }
 
-// Marked enqueues the program.
-func (p *Profiler) Marked() error {
+// enqueueCalls enqueues the program call by call, and notes which call comes next.
+func (p *Profiler) enqueueCalls() error {
 	for _, c := range p.Program.Calls {
 		t := optime.Span{Op: c.Op, Layer: c.Layer, Bytes: c.Bytes(),
 			FLOPs: c.FLOPs, Float8: c.Float8}
@@ -217,12 +237,6 @@ func (p *Profiler) Marked() error {
 		}
 	}
 	return nil
-}
-
-// Update enqueues an update that moves so many bytes.
-func (p *Profiler) Update(bytes float64, launch func() error) error {
-	p.doing(optime.Span{Op: update, Bytes: bytes})
-	return launch()
 }
 
 // Close gives back events and graphs.

@@ -86,9 +86,8 @@ func (all Recordings[K]) Drop(ctx gpu.Context) error {
 // and change them together.
 const recordings = 16
 
-// Compute enqueues a run, or what was captured of it, by way of observe, which may add marks of
-// time. The argument capture says that the run's work can be captured.
-func (r *Runner) Compute(observe func(capture bool, work func() error) error) error {
+// Compute enqueues a run through an observer. The optimizer is the machine's, nil if it has none.
+func (r *Runner) Compute(o Observer, optimizer any) error {
 	defer r.State.On(Run) // also where it fails: some of its work may be on its way
 	r.Scale.Carried = r.Scale.Now.Scale
 	mode, captured := r.Attendant.AppendMode(nil), !r.OnHost()
@@ -102,12 +101,18 @@ func (r *Runner) Compute(observe func(capture bool, work func() error) error) er
 		}
 	}
 	r.Now = r.Recorded.Of(string(mode))
-	return observe(r.Now.Loaded && captured, func() error {
-		err := r.Replay(r.Now, captured, r.Enqueue)
-		if err == nil && r.Beside != nil {
-			r.Beside.Done()
-		}
-		return err
+
+	return o.Run(Work{
+		Replay: func() error {
+			err := r.Replay(r.Now, captured, r.Enqueue)
+			if err == nil && r.Beside != nil {
+				r.Beside.Done()
+			}
+			return err
+		},
+		Plain:     r.Enqueue,
+		Captured:  r.Now.Loaded && captured,
+		Optimizer: optimizer,
 	})
 }
 

@@ -347,10 +347,9 @@ func (x *Optimizer) buildTables() error {
 
 // Enqueue puts an update at the present learning rate on its way. Its norm comes back before the
 // rest of it begins, which so hides what the host does until the next run. With a loss that is not
-// finite the parameters stay as they are, and its value comes back too. Around enqueues calls of
-// the update, which it is given with the bytes that they move and whether they can be captured.
-func (x *Optimizer) Enqueue(loss *program.Array,
-	around func(bytes float64, capture bool, work, plain func() error) error) error {
+// finite the parameters stay as they are, and its value comes back too. The observer enqueues the
+// parts of the update.
+func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 	ctx, s := x.m.Ctx, x.m.Stream
 	x.settings.LR = x.LR()
 	if want := x.settings.Bytes(); !bytes.HasPrefix(x.staging, want[:optimizer.ControlSettings]) {
@@ -372,8 +371,13 @@ func (x *Optimizer) Enqueue(loss *program.Array,
 	}
 	part := func(at gpu.Ptr, bytes float64, plain func() error) error {
 		r := x.recorded.Of(at)
-		replay := func() error { return x.m.Replay(r, !x.uncaptured, plain) }
-		return around(bytes, r.Loaded && !x.uncaptured, replay, plain)
+		return o.UpdatePart(run.Work{
+			Replay:    func() error { return x.m.Replay(r, !x.uncaptured, plain) },
+			Plain:     plain,
+			Captured:  r.Loaded && !x.uncaptured,
+			Optimizer: x,
+			Bytes:     bytes,
+		})
 	}
 	looking := x.gradientBytes()
 	return run.InTurn(
