@@ -2,6 +2,8 @@ package kerneltest
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -29,8 +31,8 @@ func Kernels(image []byte, capability int) (map[string][]gpu.Param, error) {
 			if err != nil {
 				return nil, err
 			}
-			for name, layout := range all {
-				if all[name], err = table[name].Of(layout); err != nil {
+			for _, name := range slices.Sorted(maps.Keys(all)) {
+				if all[name], err = table[name].Of(all[name]); err != nil {
 					return nil, fmt.Errorf("kerneltest: %s: %w: run go generate", name, err)
 				}
 			}
