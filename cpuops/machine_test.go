@@ -452,7 +452,7 @@ func TestErrors(t *testing.T) {
 	_, err = cpuops.NewMachine(g, nil)
 	fails(err, "an option is nil")
 	_, err = cpuops.NewMachine(g, cpuops.WithParams(y))
-	fails(err, "node 0 is no input")
+	fails(err, "node 0 is not an input")
 	_, err = cpuops.NewMachine(g, cpuops.WithOutputs(nil))
 	fails(err, "a node is nil")
 	other := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(2, 3),
@@ -504,7 +504,7 @@ func TestPlansBeyondTheMemory(t *testing.T) {
 	w := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(1, 1<<22), gorgonia.WithName("w"))
 	check[*gorgonia.Node](t)(gorgonia.Sum(check[*gorgonia.Node](t)(gorgonia.Mul(x, w))))
 	if _, err := cpuops.NewMachine(g); err == nil || !strings.Contains(err.Error(),
-		"take 65536.0 GiB, and this computer has") {
+		"take 65536.0 GiB, but this computer has") {
 		t.Errorf("got %v", err)
 	}
 }

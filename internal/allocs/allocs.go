@@ -6,10 +6,10 @@ import (
 	"testing"
 )
 
-// PerRun returns how many allocations a call of f makes, as [testing.AllocsPerRun] does, which
-// averages over runs calls but counts what the whole process allocates. Whatever else is going on
-// there only adds, and a garbage collection only empties pools. So no collection begins meanwhile,
-// and the least of several measurements counts.
+// PerRun returns the number of allocations per call of f, averaged over runs calls like
+// [testing.AllocsPerRun], which counts allocations of the whole process. Other activity only adds
+// to the count, and garbage collections only empty pools. PerRun therefore disables collections and
+// returns the minimum of several measurements.
 func PerRun(runs int, f func()) float64 {
 	defer debug.SetGCPercent(debug.SetGCPercent(-1))
 	least := testing.AllocsPerRun(runs, f)

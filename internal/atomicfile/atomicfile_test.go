@@ -21,7 +21,7 @@ func mustWrite(t *testing.T, path, text string) {
 	}
 }
 
-// TestKeepsTheOldOne wants nothing to have happened after an error, wherever it comes from.
+// TestKeepsTheOldOne checks that an error, whatever its cause, leaves everything as it was.
 func TestKeepsTheOldOne(t *testing.T) {
 	dir := t.TempDir()
 	mustWrite(t, filepath.Join(dir, "file"), "old")
@@ -76,8 +76,9 @@ func TestKeepsLink(t *testing.T) {
 	}
 }
 
-// TestStale wants a write to remove the temporary files of killed writers, and nothing else: neither
-// the file of a running writer, nor that of another owner, nor a user's file of a similar name.
+// TestStale checks that a write removes the temporary files of killed writers and nothing else:
+// neither the file of a running writer, nor that of another owner, nor a user's file with a similar
+// name.
 func TestStale(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "model")
@@ -115,8 +116,8 @@ func TestStale(t *testing.T) {
 	}
 }
 
-// TestTemporaryStays wants the temporary file of a running writer to stay from its first moment on
-// while others remove stale ones.
+// TestTemporaryStays checks that the temporary file of a running writer is never removed, even in
+// its first moment, while other writers remove stale ones.
 func TestTemporaryStays(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "model")
@@ -145,7 +146,7 @@ func TestTemporaryStays(t *testing.T) {
 			t.Error(err)
 		}
 
-		// Windows renames closed files only.
+		// Windows renames only closed files.
 		if err := os.Rename(f.Name(), path); err != nil && runtime.GOOS != "windows" {
 			t.Error(err)
 			break
@@ -158,8 +159,8 @@ func TestTemporaryStays(t *testing.T) {
 	<-stopped
 }
 
-// TestLongNames wants every name that the file system takes to be written, and Writable to refuse
-// the others before anything is.
+// TestLongNames checks that every name that the file system allows can be written, and that
+// Writable refuses all other names in advance.
 func TestLongNames(t *testing.T) {
 	text := func(f *os.File) error { _, err := f.WriteString("text"); return err }
 	for _, n := range []int{1, 100, 200, 219, 220, 233, 234, 250, 255, 256, 300} {

@@ -17,7 +17,7 @@ func fill(dir string) error {
 	return os.WriteFile(filepath.Join(dir, "config"), []byte("ours"), 0o666)
 }
 
-// names returns what a folder holds.
+// names returns the contents of a folder.
 func names(t *testing.T, dir string) (all []string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
@@ -28,8 +28,8 @@ func names(t *testing.T, dir string) (all []string) {
 	return all
 }
 
-// TestCreateFolder wants a folder to appear where there is nothing or an empty folder, also through
-// a symbolic link, and nothing else to be left.
+// TestCreateFolder checks that a folder is created where there is nothing or an empty folder, even
+// through a symbolic link, and that no other files remain.
 func TestCreateFolder(t *testing.T) {
 	dir := t.TempDir()
 	require.NoError(t, CreateFolder(filepath.Join(dir, "a", "new"), fill))
@@ -48,7 +48,7 @@ func TestCreateFolder(t *testing.T) {
 	require.Equal(t, []string{"a", "empty"}, names(t, dir))
 
 	if runtime.GOOS == "windows" {
-		return // which lets only some users create links
+		return // Windows lets only some users create links
 	}
 	target := filepath.Join(dir, "target")
 	require.NoError(t, os.Mkdir(target, 0o777))
@@ -57,7 +57,8 @@ func TestCreateFolder(t *testing.T) {
 	require.Equal(t, []string{"config"}, names(t, target))
 }
 
-// TestAppears wants what appears while a file or a folder is written to stay, and the write to fail.
+// TestAppears checks that a file or folder that appears during a write is preserved and makes the
+// write fail.
 func TestAppears(t *testing.T) {
 	theirs := []byte("theirs")
 	for name, appear := range map[string]func(path string) error{
@@ -91,15 +92,15 @@ func TestAppears(t *testing.T) {
 		}
 	}
 
-	// An empty folder is anybody's.
+	// An empty folder may be used by anyone.
 	path := filepath.Join(t.TempDir(), "out")
 	require.NoError(t, CreateFolder(path, func(tmp string) error {
 		return errors.Join(os.Mkdir(path, 0o777), fill(tmp))
 	}))
 }
 
-// TestMoveWithoutTheSystem wants the ways to move that are used where the system has none to replace
-// nothing either.
+// TestMoveWithoutTheSystem checks that the fallbacks for systems without an exclusive rename
+// replace nothing either.
 func TestMoveWithoutTheSystem(t *testing.T) {
 	dir := t.TempDir()
 	at := func(name string) string { return filepath.Join(dir, name) }
@@ -119,8 +120,8 @@ func TestMoveWithoutTheSystem(t *testing.T) {
 	require.Equal(t, "theirs", string(got))
 }
 
-// TestStaleFolder wants the temporary folder of a killed process to be removed, and that of a running
-// one to stay.
+// TestStaleFolder checks that the temporary folder of a killed process is removed, and that of a
+// running one is not.
 func TestStaleFolder(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("Windows cannot tell whose folder it is")
@@ -140,7 +141,8 @@ func TestStaleFolder(t *testing.T) {
 	require.Equal(t, []string{".kasmina-notes.tmp", "out"}, names(t, dir))
 }
 
-// TestWritePart wants stale files of parts to be removed by the next write of the main file alone.
+// TestWritePart checks that stale files of parts are removed only by the next write of the main
+// file.
 func TestWritePart(t *testing.T) {
 	dir := t.TempDir()
 	main := filepath.Join(dir, "main")

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestPipeOfAStaleName wants a named pipe that is called like a killed writer's temporary file not to
+// TestPipeOfAStaleName checks that a named pipe with the name of a stale temporary file does not
 // block the next write.
 func TestPipeOfAStaleName(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model")

@@ -1,5 +1,5 @@
-// Package bounded is for the tests of what reads files. Whatever stands in a file, a reader takes
-// memory in proportion to it, and comes to an end.
+// Package bounded tests functions that read files: whatever a file contains, a reader must use
+// memory in proportion to the size of the file, and must finish.
 package bounded
 
 import (
@@ -9,24 +9,24 @@ import (
 )
 
 const (
-	// PerByte is how much memory a reader may allocate for a byte of its file, all that is freed
-	// again included.
+	// PerByte is the number of bytes that a reader may allocate per byte of its file, including
+	// memory that is freed again.
 	PerByte = 4
-	// Constant is what it may allocate beside that, for a file of any size: buffers, tables,
+	// Constant is the number of bytes that it may allocate in addition, for buffers, tables and
 	// errors.
 	Constant = 4 << 20
-	// patience is how long a reader may take for the files that tests make. It is a thousand times
-	// what they take on an idle computer, so it tells a loop without end from a busy computer.
+	// patience is the time limit for reading the files that tests make: a thousand times what it
+	// takes on an idle computer, so that only an endless loop exceeds it.
 	patience = 2 * time.Minute
 )
 
-// Run calls read, which reads files of so many bytes together. It fails the test if that allocates
-// more than [PerByte] times their size and [Constant]. If it does not come to an end, the program
-// does. Nothing else may allocate meanwhile.
+// Run calls read, which reads files of size bytes in total. It fails the test if read allocates
+// more than [PerByte]·size + [Constant] bytes, and panics if read does not finish. No other
+// goroutine may allocate meanwhile.
 func Run(t testing.TB, size int64, read func()) {
 	t.Helper()
 	watchdog := time.AfterFunc(patience, func() {
-		panic("a reader has not come to an end: " +
+		panic("a reader has not finished: " +
 			t.Name())
 	})
 	defer watchdog.Stop()

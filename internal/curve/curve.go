@@ -1,21 +1,23 @@
-// Package curve tells from the loss of a run how it falls.
+// Package curve describes how the loss of a run falls as the run spends its budget.
 package curve
 
 import "math"
 
-// Point is a loss, Y, when X has been spent.
+// Point is the loss, Y, after X has been spent.
 type Point struct{ X, Y float64 }
 
-// Trend fits the part of a curve from two thirds of its last X on with
+// Trend fits
 //
 //	Y = level − fall·ln(X)
 //
-// by least squares: the loss of a run falls by about the same amount whenever what is spent grows
-// by the same factor. ok is false for fewer than four points with X above 0, or all at one X.
+// by least squares to the part of a curve from two thirds of its last X on: the loss of a run falls
+// by about the same amount each time the spending grows by the same factor. ok is false if fewer
+// than four points have a positive X, or if all are at one X.
 func Trend(points []Point) (fall, level float64, ok bool) {
 	if len(points) == 0 {
 		return 0, 0, false
 	}
+
 	from := points[len(points)-1].X * 2 / 3
 	var n, sx, sy, sxx, sxy float64
 	for _, p := range points {
@@ -25,36 +27,42 @@ func Trend(points []Point) (fall, level float64, ok bool) {
 		x := math.Log(p.X)
 		n, sx, sy, sxx, sxy = n+1, sx+x, sy+p.Y, sxx+x*x, sxy+x*p.Y
 	}
+
 	if spread := n*sxx - sx*sx; n >= 4 && spread > 1e-12*n*n {
 		fall = -(n*sxy - sx*sy) / spread
 		return fall, (sy + fall*sx) / n, true
 	}
+
 	return 0, 0, false
 }
 
-// Law is the loss that a run comes to as it spends:
+// Law predicts the loss of a run as a function of its spending:
 //
 //	Y(X) = level + gain·X^(−power)
 //
-// It is how losses of language models fall with time, tokens or FLOPs. (Kaplan et al., "Scaling
-// Laws for Neural Language Models", 2020.)
+// The losses of language models follow such laws in time, tokens and FLOPs (Kaplan et al., "Scaling
+// Laws for Neural Language Models", 2020).
 type Law struct{ level, gain, power, until float64 }
 
-// At returns the loss at X. Beyond one and a half times the last point it tells no further fall.
-// The points show only that the law holds so far.
+// At returns the loss at X. Beyond one and a half times the last point it predicts no further
+// decrease, because the points do not support the law any further.
 func (l Law) At(x float64) float64 { return l.level + l.gain*math.Pow(min(x, l.until), -l.power) }
 
-// powers are those that Fit tries. Below the first the law is a logarithm but for rounding.
+// Fit tries the given number of powers in this range. With the smallest power, the law is a
+// logarithm up to rounding.
 const leastPower, mostPower, powers = 0.02, 3, 64
 
-// Fit returns the law that is nearest, by least squares, to the points from a third of the last X
-// on. ok is false for fewer than eight of them, for those all at about one X, and where the loss
-// does not fall. It is also false where the law would not have told the last third from what comes
-// before. Early in a run, or behind a change of the learning rate, a loss follows no law yet.
+// Fit returns the law that fits best, by least squares, the points from a third of the last X on.
+//
+// ok is false if these are fewer than eight points, if they are all at about one X, or if the loss
+// does not fall. It is also false if a law fitted to the first two thirds would not have predicted
+// the last third: early in a run, or after a change of the learning rate, the loss does not follow
+// a law yet.
 func Fit(points []Point) (best Law, ok bool) {
 	if best, ok = fit(points); !ok {
 		return best, false
 	}
+
 	end := points[len(points)-1].X
 	var before, after []Point
 	for _, p := range points {
@@ -64,26 +72,31 @@ func Fit(points []Point) (best Law, ok bool) {
 			after = append(after, p)
 		}
 	}
+
 	told, ok := fit(before)
 	if !ok || len(after) == 0 {
 		return best, false
 	}
+
 	missed, fell := 0.0, 0.0
 	for _, p := range after {
 		missed += (p.Y - told.At(p.X)) / float64(len(after))
 		fell += (best.At(end*2/3) - best.At(p.X)) / float64(len(after))
 	}
+
 	return best, math.Abs(missed) <= mostMissed*fell
 }
 
-// mostMissed is by how much of the fall in the last third a law may miss it.
+// mostMissed is the largest tolerated error of such a prediction, as a fraction of the fall in the
+// last third.
 const mostMissed = 0.5
 
-// fit is Fit without a look at what the law would have told.
+// fit implements Fit without checking the prediction of the last third.
 func fit(points []Point) (best Law, ok bool) {
 	if len(points) == 0 {
 		return best, false
 	}
+
 	from := points[len(points)-1].X / 3
 	var used []Point
 	for _, p := range points {
@@ -91,9 +104,11 @@ func fit(points []Point) (best Law, ok bool) {
 			used = append(used, p)
 		}
 	}
+
 	if len(used) < 8 || used[len(used)-1].X < 1.5*used[0].X {
 		return best, false
 	}
+
 	least := math.Inf(1)
 	for i := range powers {
 		power := leastPower * math.Pow(mostPower/leastPower, float64(i)/(powers-1))
@@ -101,10 +116,11 @@ func fit(points []Point) (best Law, ok bool) {
 			best, least = l, squares
 		}
 	}
+
 	return best, best.gain > 0
 }
 
-// fitPower returns the law of a power, and the sum of its squared errors.
+// fitPower returns the best law with the given power, and the sum of its squared errors.
 func fitPower(points []Point, power float64) (Law, float64) {
 	var mx, my float64
 	n := float64(len(points))
@@ -112,17 +128,20 @@ func fitPower(points []Point, power float64) (Law, float64) {
 		mx += math.Pow(p.X, -power) / n
 		my += p.Y / n
 	}
+
 	var xx, xy float64
 	for _, p := range points {
 		x := math.Pow(p.X, -power) - mx
 		xx += x * x
 		xy += x * (p.Y - my)
 	}
+
 	l := Law{my - xy/xx*mx, xy / xx, power, points[len(points)-1].X * 3 / 2}
 	squares := 0.0
 	for _, p := range points {
 		e := p.Y - l.At(p.X)
 		squares += e * e
 	}
+
 	return l, squares
 }

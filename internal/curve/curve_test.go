@@ -8,7 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// run returns a run's losses up to a share of what it may spend, with noise of the given deviation.
+// run returns the losses of a run up to the given share of its budget, with noise of the given
+// deviation.
 func run(upTo, noise float64, loss func(x float64) float64) (points []Point) {
 	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
 	for x := 0.01; x <= upTo; x += 0.005 {
@@ -17,8 +18,8 @@ func run(upTo, noise float64, loss func(x float64) float64) (points []Point) {
 	return points
 }
 
-// TestFit wants the fit of a run's first part to tell what the run comes to. The loss falls as a
-// law or as a logarithm, or has a steep start that is not the law's.
+// TestFit checks that a fit of the first part of a run predicts its end, if the loss follows a law
+// or a logarithm, or has a steep start that does not follow the law.
 func TestFit(t *testing.T) {
 	steep := func(x float64) float64 { return 2 + 0.3*math.Pow(x, -0.4) + 5*math.Exp(-100*x) }
 	for name, loss := range map[string]func(float64) float64{
@@ -41,7 +42,7 @@ func TestFit(t *testing.T) {
 	}
 }
 
-// TestNoFit wants curves that tell nothing to be no law.
+// TestNoFit checks that curves that do not follow a law yield no fit.
 func TestNoFit(t *testing.T) {
 	for name, points := range map[string][]Point{
 		"bends":    run(0.4, 0, func(x float64) float64 { return 2 - x + 8*math.Max(0, 0.25-x) }),

@@ -2,18 +2,18 @@ package curve
 
 import "fmt"
 
-// Progress is where a run was when an epoch ended.
+// Progress is the state of a run at the end of an epoch.
 type Progress struct {
-	Epoch int     `json:"epoch"` // epochs that had ended
-	Share float64 `json:"share"` // of the run's budget that was spent
-	Loss  float64 `json:"loss"`  // the host's, as the metrics had it
+	Epoch int     `json:"epoch"` // number of epochs that have ended
+	Share float64 `json:"share"` // fraction of the run's budget spent
+	Loss  float64 `json:"loss"`  // the host's loss, as reported in the metrics
 }
 
-// MaxLength bounds a curve of a run.
+// MaxLength is the maximum length of a run's curve.
 const MaxLength = 512
 
-// Add returns a curve with a point more. A full one first loses every second point, so that
-// those that stay lie evenly over the run.
+// Add returns the curve with an additional point. If the curve is full, every second point is
+// dropped first, so that the remaining ones are spread evenly over the run.
 func Add(curve []Progress, p Progress) []Progress {
 	if len(curve) >= MaxLength {
 		for i := range MaxLength / 2 {
@@ -24,11 +24,12 @@ func Add(curve []Progress, p Progress) []Progress {
 	return append(curve, p)
 }
 
-// Check returns an error unless a run that has come to the given epoch can have the curve.
+// Check returns an error unless a run at the given epoch can have the curve.
 func Check(curve []Progress, epoch uint32) error {
 	if len(curve) > MaxLength {
 		return fmt.Errorf("the curve has %d points, want at most %d", len(curve), MaxLength)
 	}
+
 	last := 0
 	for i, p := range curve {
 		if p.Epoch <= last || int64(p.Epoch) > int64(epoch) || !(p.Share >= 0 && p.Share <= 1) ||
@@ -37,5 +38,6 @@ func Check(curve []Progress, epoch uint32) error {
 		}
 		last = p.Epoch
 	}
+
 	return nil
 }

@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestCurveStaysSmall wants a curve to keep the whole run in bounded memory.
+// TestCurveStaysSmall checks that a curve covers the whole run with bounded memory.
 func TestCurveStaysSmall(t *testing.T) {
 	var points []Progress
 	for epoch := 1; epoch <= 10*MaxLength; epoch++ {

@@ -35,6 +35,7 @@ var (
 func Claim(dir string) (release func() error, err error) {
 	mu.Lock()
 	defer mu.Unlock()
+
 	folder, err := os.Stat(dir)
 	if err != nil {
 		return nil, err
@@ -42,6 +43,7 @@ func Claim(dir string) (release func() error, err error) {
 	if !folder.IsDir() {
 		return nil, fmt.Errorf("%s is no folder", dir)
 	}
+
 	for _, c := range claims {
 		if os.SameFile(c.folder, folder) {
 			c.users++
@@ -53,6 +55,7 @@ func Claim(dir string) (release func() error, err error) {
 	if err != nil {
 		return nil, err
 	}
+
 	c := &claim{folder, 1, unlock}
 	claims = append(claims, c)
 	return sync.OnceValue(c.release), nil
@@ -61,15 +64,18 @@ func Claim(dir string) (release func() error, err error) {
 func (c *claim) release() error {
 	mu.Lock()
 	defer mu.Unlock()
+
 	if c.users--; c.users > 0 {
 		return nil
 	}
+
 	for i := range claims {
 		if claims[i] == c {
 			claims = append(claims[:i:i], claims[i+1:]...)
 			break
 		}
 	}
+
 	return c.unlock()
 }
 

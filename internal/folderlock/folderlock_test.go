@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestMain is, where the environment names a folder, another program that claims it.
+// TestMain acts as another program that claims a folder if an environment variable names one.
 func TestMain(m *testing.M) {
 	dir := os.Getenv("FOLDERLOCK_CLAIM")
 	if dir == "" {
@@ -24,12 +24,13 @@ func TestMain(m *testing.M) {
 	case err != nil:
 		panic(err)
 	}
+
 	os.Stdout.Write([]byte("!"))
 	io.Copy(io.Discard, os.Stdin) // until it is told to end, or killed
 }
 
-// other starts another program that claims a folder. It returns whether it could, and what kills
-// it.
+// other starts another program that claims a folder. It returns whether the program succeeded, and
+// a function that kills it.
 func other(t *testing.T, dir string) (claimed bool, kill func()) {
 	t.Helper()
 	c := exec.Command(os.Args[0])
@@ -45,19 +46,21 @@ func other(t *testing.T, dir string) (claimed bool, kill func()) {
 			c.Wait()
 		}
 	}
+
 	c.Wait()
 	require.Equal(t, 3, c.ProcessState.ExitCode())
 	return false, func() {}
 }
 
-// TestOneProgram wants a folder to be one program's at a time, until that is killed or has released
-// it as often as it claimed it. Nothing may be left there.
+// TestOneProgram checks that a folder belongs to one program at a time, until the program is killed
+// or has released the folder as often as it claimed it, and that no files remain.
 func TestOneProgram(t *testing.T) {
 	dir := t.TempDir()
 	first, err := Claim(dir)
 	if errors.Is(err, errors.ErrUnsupported) {
 		t.Skip(err)
 	}
+
 	require.NoError(t, err)
 	second, err := Claim(filepath.Join(dir, "..", filepath.Base(dir)))
 	require.NoError(t, err)

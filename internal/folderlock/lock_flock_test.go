@@ -12,8 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestLockFile wants the file that is locked where folders cannot be to go with the lock, and two
-// claims at once never to succeed while it comes and goes.
+// TestLockFile checks that the file that replaces a folder's lock is removed with the lock, and
+// that two simultaneous claims never both succeed while it appears and disappears.
 func TestLockFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), name)
 	var holders, claimed atomic.Int32
@@ -25,6 +25,7 @@ func TestLockFile(t *testing.T) {
 				if errors.Is(err, ErrInUse) {
 					continue
 				}
+
 				if err != nil {
 					t.Error(err)
 					return
@@ -40,6 +41,7 @@ func TestLockFile(t *testing.T) {
 			}
 		})
 	}
+
 	wait.Wait()
 	require.NotZero(t, claimed.Load())
 	require.NoFileExists(t, path)

@@ -21,6 +21,7 @@ func lock(dir string) (unlock func() error, err error) {
 	if err != nil {
 		return nil, err
 	}
+
 	h, err := syscall.CreateFile(p, syscall.GENERIC_READ|syscall.GENERIC_WRITE, 0, nil,
 		syscall.CREATE_ALWAYS, hidden|deleteOnClose, 0)
 	if errors.Is(err, sharingViolation) || errors.Is(err, syscall.ERROR_ACCESS_DENIED) &&

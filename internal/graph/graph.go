@@ -1,5 +1,5 @@
-// Package graph is how the machines read a Gorgonia graph. It tells what is asked of a run, which
-// values outlive it, in which order nodes are computed, and what nodes and ops are called.
+// Package graph provides the machines' view of a Gorgonia graph: the requested results, the values
+// that outlive a run, the order of computation, and the names of nodes and ops.
 package graph
 
 import (
@@ -10,24 +10,25 @@ import (
 	"gorgonia.org/gorgonia"
 )
 
-// Asked is what is asked of the runs of a graph, beside the nodes that no other one needs.
+// Asked holds the parameters and outputs that a machine was told about. Runs also compute nodes
+// that no other node needs.
 type Asked struct {
 	Params  gorgonia.Nodes // inputs that are parameters
-	Outputs gorgonia.Nodes // nodes whose values shall outlive a run
+	Outputs gorgonia.Nodes // nodes with values that must outlive a run
 }
 
-// AddParams is the option WithParams of a machine.
+// AddParams implements the machine option WithParams.
 func (a *Asked) AddParams(params ...*gorgonia.Node) error {
 	for i, n := range params {
 		if n == nil || n.Op() != nil {
-			return fmt.Errorf("WithParams: node %d is no input", i)
+			return fmt.Errorf("WithParams: node %d is not an input", i)
 		}
 	}
 	a.Params = append(a.Params, params...)
 	return nil
 }
 
-// AddOutputs is the option WithOutputs of a machine.
+// AddOutputs implements the machine option WithOutputs.
 func (a *Asked) AddOutputs(outputs ...*gorgonia.Node) error {
 	if slices.Contains(outputs, nil) {
 		return errors.New("WithOutputs: a node is nil")
@@ -36,12 +37,13 @@ func (a *Asked) AddOutputs(outputs ...*gorgonia.Node) error {
 	return nil
 }
 
-// Within returns an error unless all that is named is in the graph.
+// Within returns an error unless all named nodes are in the graph.
 func (a *Asked) Within(g *gorgonia.ExprGraph) error {
 	all := map[*gorgonia.Node]bool{}
 	for _, n := range g.AllNodes() {
 		all[n] = true
 	}
+
 	for _, option := range []struct {
 		name  string
 		nodes gorgonia.Nodes
@@ -53,10 +55,12 @@ func (a *Asked) Within(g *gorgonia.ExprGraph) error {
 			}
 		}
 	}
+
 	return nil
 }
 
-// Gradients returns the parameters by the node of their gradient, which several can share.
+// Gradients returns the parameters by the node of their gradient, which several parameters can
+// share.
 func (a *Asked) Gradients() map[*gorgonia.Node]gorgonia.Nodes {
 	of := map[*gorgonia.Node]gorgonia.Nodes{}
 	for _, p := range a.Params {
@@ -67,8 +71,9 @@ func (a *Asked) Gradients() map[*gorgonia.Node]gorgonia.Nodes {
 	return of
 }
 
-// Results returns what is computed for its own sake: outputs, and what no node needs. Behind these
-// are the gradients of parameters, which may stand there already.
+// Results returns the nodes that must be computed: results are the outputs and all nodes that no
+// other node needs, and gradients are the gradients of parameters, some of which may also be
+// results.
 func (a *Asked) Results(g *gorgonia.ExprGraph) (results, gradients gorgonia.Nodes) {
 	used := map[*gorgonia.Node]bool{}
 	for _, n := range g.AllNodes() {
@@ -76,22 +81,25 @@ func (a *Asked) Results(g *gorgonia.ExprGraph) (results, gradients gorgonia.Node
 			used[child] = true
 		}
 	}
+
 	results = slices.Clone(a.Outputs)
 	for _, n := range g.AllNodes() {
 		if n.Op() != nil && !used[n] {
 			results = append(results, n)
 		}
 	}
+
 	for _, p := range a.Params {
 		if d := p.Deriv(); d != nil {
 			gradients = append(gradients, d)
 		}
 	}
+
 	return results, gradients
 }
 
-// Order returns the nodes that the results, of one graph, depend on, and these, each behind its
-// inputs.
+// Order returns the results, which belong to one graph, and all nodes that they depend on, each
+// after its inputs.
 func Order(results ...*gorgonia.Node) (gorgonia.Nodes, error) {
 	if len(results) == 0 {
 		return nil, nil
@@ -99,9 +107,10 @@ func Order(results ...*gorgonia.Node) (gorgonia.Nodes, error) {
 	return orderOf(results[0].Graph().ExactSubgraphRoots(results...))
 }
 
-// OrderOfAll returns the nodes of a graph, each behind its inputs.
+// OrderOfAll returns all nodes of a graph, each after its inputs.
 func OrderOfAll(g *gorgonia.ExprGraph) (gorgonia.Nodes, error) { return orderOf(g) }
 
+// orderOf sorts the nodes of a graph.
 func orderOf(g *gorgonia.ExprGraph) (gorgonia.Nodes, error) {
 	sorted, err := gorgonia.Sort(g)
 	if err != nil {

@@ -9,7 +9,7 @@ import (
 	"gorgonia.org/tensor"
 )
 
-// small is cost = Σ(x·w + x·w), and a node beside it that nothing needs.
+// small returns cost = Σ(x·w + x·w) and a node that no other node needs.
 func small() (g *gorgonia.ExprGraph, x, w, cost, aside *gorgonia.Node) {
 	g = gorgonia.NewGraph()
 	x = gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(2, 3), gorgonia.WithName("x"))
@@ -19,8 +19,8 @@ func small() (g *gorgonia.ExprGraph, x, w, cost, aside *gorgonia.Node) {
 	return g, x, w, cost, gorgonia.Must(gorgonia.Neg(x))
 }
 
-// TestResults wants outputs, what nothing needs, and gradients of parameters, in an order in which
-// every node is behind its inputs.
+// TestResults checks that results consist of outputs, unneeded nodes and gradients of parameters,
+// and that nodes follow their inputs.
 func TestResults(t *testing.T) {
 	g, x, w, cost, aside := small()
 	_, err := gorgonia.Grad(cost, w)
@@ -29,14 +29,12 @@ func TestResults(t *testing.T) {
 	require.NoError(t, a.AddParams(w, x))
 	require.NoError(t, a.AddOutputs(cost))
 	require.NoError(t, a.Within(g))
-
 	results, gradients := a.Results(g)
 	require.Equal(t, cost, results[0])
 	require.Contains(t, results, aside)
 	require.NotContains(t, results, w)
 	require.Equal(t, gorgonia.Nodes{w.Deriv()}, gradients, "x has none")
 	require.Equal(t, map[*gorgonia.Node]gorgonia.Nodes{w.Deriv(): {w}}, a.Gradients())
-
 	order, err := Order(append(results, gradients...)...)
 	require.NoError(t, err)
 	for i, n := range order {
@@ -45,25 +43,26 @@ func TestResults(t *testing.T) {
 			require.Contains(t, order, child)
 		}
 	}
+
 	all, err := OrderOfAll(g)
 	require.NoError(t, err)
 	require.ElementsMatch(t, g.AllNodes(), all)
 }
 
-// TestAskedErrors wants what cannot be asked for to be named.
+// TestAskedErrors checks that errors name invalid parameters and outputs.
 func TestAskedErrors(t *testing.T) {
 	_, x, _, cost, _ := small()
 	other := gorgonia.NewGraph()
 	var a Asked
-	require.ErrorContains(t, a.AddParams(x, cost), "WithParams: node 1 is no input")
-	require.ErrorContains(t, a.AddParams(nil), "WithParams: node 0 is no input")
+	require.ErrorContains(t, a.AddParams(x, cost), "WithParams: node 1 is not an input")
+	require.ErrorContains(t, a.AddParams(nil), "WithParams: node 0 is not an input")
 	require.ErrorContains(t, a.AddOutputs(cost, nil), "WithOutputs: a node is nil")
 	require.Empty(t, a)
 	require.NoError(t, a.AddOutputs(cost))
 	require.ErrorContains(t, a.Within(other), "WithOutputs: "+Describe(cost)+" is not in the graph")
 }
 
-// TestNames wants ops by their names and types.
+// TestNames checks the names and types of ops.
 func TestNames(t *testing.T) {
 	_, x, w, cost, aside := small()
 	sum := Children(cost)[0]
@@ -75,14 +74,15 @@ func TestNames(t *testing.T) {
 		require.Empty(t, Symbol(n))
 		require.NoError(t, HasValue(n))
 	}
+
 	require.Equal(t, "gorgonia.linAlgBinOp", OpType(y))
 	require.Equal(t, "input x (2, 3)", Describe(x))
 	require.True(t, IsInput(x) && IsInput(gorgonia.NewConstant(float32(2))) && !IsInput(y))
 	require.ErrorContains(t, HasValue(gorgonia.Read(y, new(gorgonia.Value))), "WithOutputs")
 }
 
-// TestLayers wants nodes to be of the layer of the parameter that they read, and else of their last
-// input's.
+// TestLayers checks that nodes belong to the layer of the parameter that they read, or of their
+// last input.
 func TestLayers(t *testing.T) {
 	g := gorgonia.NewGraph()
 	matrix := func(name string) *gorgonia.Node {
@@ -96,7 +96,6 @@ func TestLayers(t *testing.T) {
 	beside := gorgonia.Must(gorgonia.Neg(x))
 	order, err := Order(both, beside)
 	require.NoError(t, err)
-
 	l := Layers{IsParam: gorgonia.Nodes{w0, w1}.Contains}
 	l.Add(order)
 	for n, want := range map[*gorgonia.Node]string{first: "model.layers.0",
@@ -104,6 +103,7 @@ func TestLayers(t *testing.T) {
 		both:   "model.layers.1", x: "", beside: "", nil: ""} {
 		require.Equal(t, want, l.Of(n))
 	}
+
 	inner := matrix("inner")
 	l.Join(inner, second)
 	require.Equal(t, "model.layers.1", l.Of(inner))

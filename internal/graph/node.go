@@ -8,11 +8,11 @@ import (
 	"gorgonia.org/gorgonia"
 )
 
-// Children returns the inputs of a node's op in order, duplicates included, in a slice of the
-// caller's.
+// Children returns a new slice of the inputs of a node's op, in order and including duplicates.
 func Children(n *gorgonia.Node) gorgonia.Nodes {
 	g := n.Graph()
-	// Gorgonia has removed nodes, as it does in Log(Sigmoid(x)), and finds others in their places
+
+	// Gorgonia removes nodes, for example in Log(Sigmoid(x)), and then finds others in their place.
 	if g.Node(n.ID()) != n {
 		g = g.ExactSubgraphRoots(n)
 	}
@@ -22,11 +22,11 @@ func Children(n *gorgonia.Node) gorgonia.Nodes {
 			children = append(children, child)
 		}
 	}
+
 	return children
 }
 
-// HasValue returns an error for a statement, which is a node that no machine of this module can
-// compute.
+// HasValue returns an error if n is a statement, which no machine of this module can compute.
 func HasValue(n *gorgonia.Node) error {
 	if n.Type() == nil {
 		return errors.New("gorgonia.Read and gorgonia.Set are for Gorgonia's machines: in place " +
@@ -35,20 +35,20 @@ func HasValue(n *gorgonia.Node) error {
 	return nil
 }
 
-// IsInput reports whether a node's value is there before a run: it is an input or a constant.
+// IsInput reports whether a node has its value before a run: whether it is an input or a constant.
 func IsInput(n *gorgonia.Node) bool { return n.Op() == nil || IsConstant(n) }
 
-// IsConstant reports whether n is one of Gorgonia's constants, whose op holds the value.
+// IsConstant reports whether n is one of Gorgonia's constants, whose value is in the op.
 func IsConstant(n *gorgonia.Node) bool {
 	return n.Op() != nil && strings.HasPrefix(OpType(n), "gorgonia.constant")
 }
 
-// OpType is the type of a node's op, by whose name those of Gorgonia's are told apart that it does
-// not export: gorgonia.reshapeOp. It is <nil> for an input.
+// OpType returns the type name of a node's op, which distinguishes Gorgonia's unexported types,
+// such as gorgonia.reshapeOp. It returns "<nil>" for an input.
 func OpType(n *gorgonia.Node) string { return fmt.Sprintf("%T", n.Op()) }
 
-// Symbol is what Gorgonia's elementwise arithmetic of two operands does: + - ⊙ ÷ and so on. It is
-// empty for other ops.
+// Symbol returns the operator of Gorgonia's elementwise arithmetic of two operands, such as + - ⊙
+// ÷, or "" for other ops.
 func Symbol(n *gorgonia.Node) string {
 	if OpType(n) != "gorgonia.elemBinOp" {
 		return ""
@@ -57,7 +57,7 @@ func Symbol(n *gorgonia.Node) string {
 	return symbol
 }
 
-// OpName is the name of this module's ops, and the description of others.
+// OpName returns the name of this module's ops, and the description of all other ops.
 func OpName(n *gorgonia.Node) string {
 	if o, ok := n.Op().(interface{ Name() string }); ok {
 		return o.Name()
@@ -65,7 +65,7 @@ func OpName(n *gorgonia.Node) string {
 	return fmt.Sprint(n.Op())
 }
 
-// Describe says what a node is, for errors.
+// Describe describes a node for error messages.
 func Describe(n *gorgonia.Node) string {
 	if n.Op() == nil {
 		return fmt.Sprintf("input %s %v", n.Name(), n.Shape())

@@ -1,4 +1,4 @@
-// Package guard calls functions of a user's, whose panics must leave nothing half done.
+// Package guard calls user-supplied functions and turns their panics into errors.
 package guard
 
 import (
@@ -6,8 +6,8 @@ import (
 	"runtime/debug"
 )
 
-// Call returns f's error. When f panics, it is an error that wraps kind, and says where that was,
-// why, and in which calls.
+// Call returns f's error. If f panics, the error wraps kind and contains the location, the panic
+// value and the stack.
 func Call(kind error, where string, f func() error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {

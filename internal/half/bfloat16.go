@@ -2,8 +2,8 @@ package half
 
 import "math"
 
-// BFloat16 is the upper half of a float32: its range, 1e-38 to 3e38, with a relative spacing of
-// 2⁻⁷.
+// BFloat16 is the upper half of a float32: it has the range of float32, 1e-38 to 3e38, with a
+// relative spacing of 2⁻⁷.
 type BFloat16 uint16
 
 // NewBFloat16 rounds v to the nearest BFloat16, ties to even. NaN stays NaN.

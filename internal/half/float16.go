@@ -1,10 +1,11 @@
-// Package half has numbers of 16 bits.
+// Package half implements 16-bit floating-point numbers.
 package half
 
 import "math"
 
 // Float16 is an IEEE 754 half-precision number: 1 sign bit, 5 exponent bits, 10 fraction bits. It
-// holds integers to 2048 exactly, has a relative spacing of 2⁻¹⁰, and is ±Inf from 65520 on.
+// represents integers up to 2048 exactly, has a relative spacing of 2⁻¹⁰, and rounds numbers from
+// 65520 on to ±Inf.
 type Float16 uint16
 
 // NewFloat16 rounds v to the nearest Float16, ties to even, in one step from float64. NaN stays
@@ -15,14 +16,16 @@ func NewFloat16(v float64) Float16 {
 	switch {
 	case v != v:
 		return sign | 0x7e00
-	case v >= 65520: // halfway between the largest finite number, 65504, and what would be the next
+	case v >= 65520: // halfway between the largest finite number, 65504, and the next one that would follow
 		return sign | 0x7c00
-	case v < 0x1p-14: // subnormal: multiples of 2⁻²⁴, of which 1024 are the smallest normal number
+	case v < 0x1p-14: // subnormal: a multiple of 2⁻²⁴; the smallest normal number is 1024 times that
 		return sign | Float16(math.RoundToEven(v*0x1p24))
 	}
+
 	_, exp := math.Frexp(v) // v in [2^(exp−1), 2^exp)
-	// The significand in units of its last place, 1024 … 2048. Its leading bit adds one to the
-	// exponent field, as does the carry of 2048.
+
+	// The significand in units of its last place, 1024 … 2048. Its leading bit, and the carry if it
+	// is 2048, add one to the exponent field.
 	significand := Float16(math.RoundToEven(math.Ldexp(v, 11-exp)))
 	return sign | (Float16(exp+13)<<10 + significand)
 }
@@ -42,14 +45,15 @@ func (h Float16) Float64() float64 {
 	default:
 		v = math.Ldexp(1024+fraction, exp-25)
 	}
+
 	if h>>15 != 0 {
 		v = -v
 	}
 	return v
 }
 
-// Narrow returns the bits of the BFloat16 or the Float16 nearest to a finite number, and whether
-// that is finite too.
+// Narrow returns the bits of the BFloat16 or Float16 nearest to a finite number, and whether the
+// result is finite too.
 func Narrow(x float32, bfloat bool) (bits uint16, fits bool) {
 	if bfloat {
 		b := NewBFloat16(x)

@@ -24,8 +24,8 @@ func TestFloat16AllValues(t *testing.T) {
 	}
 }
 
-// Every midpoint between two neighbours rounds to the one with the even fraction. The next float64
-// on either side of the midpoint goes to the nearer neighbour.
+// TestFloat16RoundsToNearestEven checks that every midpoint between neighbors rounds to the one
+// with the even fraction, and that the next float64 on either side rounds to the nearer neighbor.
 func TestFloat16RoundsToNearestEven(t *testing.T) {
 	for i := range 0x7c00 {
 		lo, hi := Float16(i), Float16(i+1)

@@ -1,4 +1,4 @@
-// Package jsonfloat writes numbers as JSON that may be no numbers.
+// Package jsonfloat encodes floating-point numbers, including NaN and infinities, as JSON.
 package jsonfloat
 
 import (
@@ -6,8 +6,8 @@ import (
 	"math"
 )
 
-// Float is null in JSON when it is NaN or infinite, for which JSON has no words, and NaN when it is
-// read from null.
+// Float is encoded as null if it is NaN or infinite, which JSON cannot represent, and null is
+// decoded as NaN.
 type Float float64
 
 // MarshalJSON implements json.Marshaler.

@@ -6,14 +6,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Aux is memory that a forward op fills and its backward op reads: a figure that would cost a pass
-// to compute again. It belongs to the forward op and is reused from run to run.
+// Aux is memory that a forward op fills and its backward op reads, for values that would cost a
+// pass to recompute. It belongs to the forward op and is reused from run to run.
 type Aux struct {
 	f32 []float32
 	f64 []float64
 }
 
-// AuxSlice returns n elements of a, what they last held included.
+// AuxSlice returns n elements of a with their previous contents.
 func AuxSlice[T cpu.Float](a *Aux, n int) []T {
 	var s any
 	switch any(*new(T)).(type) {
@@ -28,10 +28,11 @@ func AuxSlice[T cpu.Float](a *Aux, n int) []T {
 		}
 		s = a.f64
 	}
+
 	return s.([]T)
 }
 
-// Len returns the type and the number of the elements of a, none before the first run.
+// Len returns the type and number of the elements of a, which is 0 before the first run.
 func (a *Aux) Len() (tensor.Dtype, int) {
 	if a.f64 != nil {
 		return tensor.Float64, len(a.f64)
@@ -39,7 +40,7 @@ func (a *Aux) Len() (tensor.Dtype, int) {
 	return tensor.Float32, len(a.f32)
 }
 
-// Lend makes memory, a []float32 or a []float64, that of a; nil takes it away.
+// Lend makes a use memory, a []float32 or []float64, or none if memory is nil.
 func (a *Aux) Lend(memory any) {
 	a.f32, _ = memory.([]float32)
 	a.f64, _ = memory.([]float64)
@@ -48,11 +49,12 @@ func (a *Aux) Lend(memory any) {
 // Aux returns the auxiliary memory of an op.
 func (b *Base) Aux() []*Aux { return b.aux }
 
-// Owns registers the auxiliary memory of an op, for ReleaseAux.
+// Owns registers the auxiliary memory of an op with ReleaseAux.
 func (b *Base) Owns(aux ...*Aux) { b.aux = append(b.aux, aux...) }
 
-// ReleaseAux drops the op's auxiliary memory; its next run allocates it anew. A graph that is
-// computed a second time for its gradient calls it after the first, whose figures nobody reads.
+// ReleaseAux frees the op's auxiliary memory; its next run allocates new memory. A graph that is
+// recomputed for its gradient calls it after the first computation, since only the second fills the
+// memory for the backward op.
 func (b *Base) ReleaseAux() {
 	for _, a := range b.aux {
 		*a = Aux{}

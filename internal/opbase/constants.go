@@ -5,9 +5,9 @@ import (
 	"gorgonia.org/tensor"
 )
 
-// All graphs share some of Gorgonia's constants, which it hashes when a graph first asks for them,
-// without a lock. Derivatives that ask for them here let graphs be made on several goroutines. Where
-// one fails, its constants are hashed later, as ever.
+// All graphs share some of Gorgonia's constants, which Gorgonia hashes without a lock when a graph
+// first uses them. Using them here, in derivatives, allows graphs to be built on several
+// goroutines. If a derivative fails, its constants are hashed later as usual.
 func init() {
 	for _, dtype := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		for _, f := range []func(*gorgonia.Node) (*gorgonia.Node, error){gorgonia.Square,

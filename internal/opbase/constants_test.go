@@ -9,8 +9,8 @@ import (
 	"gorgonia.org/tensor"
 )
 
-// TestConstants derives graphs on several goroutines, in a process in which nobody else does. What
-// they share is for the race detector to see.
+// TestConstants differentiates graphs on several goroutines in a separate process. The race
+// detector finds unsynchronized access to shared constants.
 func TestConstants(t *testing.T) {
 	var group sync.WaitGroup
 	for range 4 {
@@ -26,5 +26,6 @@ func TestConstants(t *testing.T) {
 			}
 		})
 	}
+
 	group.Wait()
 }

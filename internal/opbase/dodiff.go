@@ -11,20 +11,20 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 )
 
-// derivative is what an op's SymDiff makes of it, in a graph of its own, for machines that
-// differentiate while they run.
+// derivative holds the result of an op's SymDiff in a separate graph, for machines that
+// differentiate during a run.
 type derivative struct {
 	once   sync.Once
 	err    error
 	inputs gorgonia.Nodes
 	output *gorgonia.Node
 	grad   *gorgonia.Node
-	grads  gorgonia.Nodes // of the inputs, nil where the op is not differentiable
+	grads  gorgonia.Nodes // by input; nil if the op is not differentiable with respect to it
 }
 
-// DoDiff adds, to the gradients of the inputs, what follows from that of the output: by the
-// backward op, as SymDiff has it. Gorgonia's LispMachine calls it. An op without SymDiff passes a
-// gradient of 0 on, and fails at any other, as every op does on a GPU.
+// DoDiff adds to the gradients of the inputs the contribution of the output's gradient, using the
+// backward op that SymDiff returns. Gorgonia's LispMachine calls it. An op without SymDiff accepts
+// a gradient of 0 and fails for any other; on a GPU every op fails.
 func (b *Base) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	output *gorgonia.Node) error {
 	if err := b.doDiff(ctx, inputs, output); err != nil {
@@ -33,6 +33,7 @@ func (b *Base) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	return nil
 }
 
+// doDiff implements DoDiff.
 func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	output *gorgonia.Node) error {
 	if ctx.Device != gorgonia.CPU {
@@ -43,10 +44,12 @@ func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	if len(inputs) != len(b.in) || output == nil {
 		return fmt.Errorf("got %d inputs, want %d and an output", len(inputs), len(b.in))
 	}
+
 	grad, err := output.Grad()
 	if err != nil {
 		return err
 	}
+
 	d := b.derivative
 	if d.once.Do(func() { d.err = d.build(b) }); d.err != nil {
 		if zero, err := isZero(grad); err == nil && zero {
@@ -54,10 +57,12 @@ func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 		}
 		return d.err
 	}
+
 	values := map[*gorgonia.Node]gorgonia.Value{d.output: output.Value(), d.grad: grad}
 	for i, n := range d.inputs {
 		values[n] = inputs[i].Value()
 	}
+
 	for i, n := range d.grads {
 		if n == nil || graph.IsConstant(inputs[i]) {
 			continue
@@ -74,15 +79,17 @@ func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 			return fmt.Errorf("of input %d: %w", i, err)
 		}
 	}
+
 	return nil
 }
 
-// build differentiates the op that b is part of.
+// build differentiates the op that contains b.
 func (d *derivative) build(b *Base) error {
 	op, ok := b.self.(gorgonia.SDOp)
 	if !ok {
 		return fmt.Errorf("%s is not differentiable: it is a gradient itself", b.name)
 	}
+
 	g := gorgonia.NewGraph()
 	node := func(o operand, name string) *gorgonia.Node {
 		return gorgonia.NewUniqueNode(gorgonia.In(g), gorgonia.WithType(o.typ),
@@ -91,19 +98,20 @@ func (d *derivative) build(b *Base) error {
 	for i, in := range b.in {
 		d.inputs = append(d.inputs, node(in, fmt.Sprintf("input %d", i)))
 	}
+
 	d.output, d.grad = node(b.out, "output"), node(b.out, "gradient")
 	var err error
 	if d.grads, err = op.SymDiff(d.inputs, d.output, d.grad); err != nil {
 		return err
 	}
 	if len(d.grads) > len(d.inputs) {
-		return fmt.Errorf("SymDiff gives %d gradients, want one for each of %d inputs",
+		return fmt.Errorf("SymDiff returned %d gradients, want one for each of %d inputs",
 			len(d.grads), len(d.inputs))
 	}
 	return nil
 }
 
-// evaluate computes a node from those that have values, and gives those on the way theirs.
+// evaluate computes a node from the nodes in values, and adds all intermediate values to them.
 func evaluate(n *gorgonia.Node, values map[*gorgonia.Node]gorgonia.Value) (gorgonia.Value, error) {
 	if v, ok := values[n]; ok {
 		return v, nil
@@ -111,6 +119,7 @@ func evaluate(n *gorgonia.Node, values map[*gorgonia.Node]gorgonia.Value) (gorgo
 	if graph.IsConstant(n) {
 		return n.Value(), nil
 	}
+
 	children := graph.Children(n)
 	in := make([]gorgonia.Value, len(children))
 	for i, child := range children {
@@ -119,6 +128,7 @@ func evaluate(n *gorgonia.Node, values map[*gorgonia.Node]gorgonia.Value) (gorgo
 			return nil, err
 		}
 	}
+
 	v, err := n.Op().Do(in...)
 	if err != nil {
 		return nil, err
@@ -133,6 +143,7 @@ func accumulate(sum, v gorgonia.Value) error {
 	if err != nil {
 		return err
 	}
+
 	switch to := sum.(type) {
 	case *gorgonia.F32:
 		if x, ok := from.([]float32); ok && len(x) == 1 {
@@ -159,9 +170,11 @@ func accumulate(sum, v gorgonia.Value) error {
 			return add(sliceOf(to), x)
 		}
 	}
+
 	return fmt.Errorf("cannot add a %v of shape %v to a %T", v.Dtype(), v.Shape(), sum)
 }
 
+// add adds x to sum.
 func add[T cpu.Float](sum any, x []T) error {
 	to, ok := sum.([]T)
 	if !ok || len(to) != len(x) {
@@ -173,6 +186,7 @@ func add[T cpu.Float](sum any, x []T) error {
 	return nil
 }
 
+// isZero reports whether all elements of v are 0.
 func isZero(v gorgonia.Value) (bool, error) {
 	flat, err := Flat(v)
 	if err != nil {
@@ -187,6 +201,7 @@ func isZero(v gorgonia.Value) (bool, error) {
 	return false, fmt.Errorf("the gradient is a %T", v)
 }
 
+// allZero reports whether all elements of x are 0.
 func allZero[T cpu.Float](x []T) bool {
 	for _, v := range x {
 		if v != 0 {

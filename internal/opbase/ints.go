@@ -2,8 +2,8 @@ package opbase
 
 import "fmt"
 
-// CheckIDs says which of ids, an op's argument, is no id of a vocabulary. Negative ones may be
-// allowed, for rows that do not count.
+// CheckIDs returns an error naming the first element of ids, an op's argument, that is not in the
+// vocabulary. With negative set, negative ids are allowed; they mark rows to ignore.
 func CheckIDs[T int | int64](argument string, ids []T, vocab int, negative bool) error {
 	for i, id := range ids {
 		if uint64(id) < uint64(vocab) || id < 0 && negative {
@@ -16,10 +16,12 @@ func CheckIDs[T int | int64](argument string, ids []T, vocab int, negative bool)
 		return fmt.Errorf("%s[%d] is %d, want an id of the vocabulary, 0 to %d%s", argument, i, id,
 			vocab-1, or)
 	}
+
 	return nil
 }
 
-// CheckStarts says which of starts is not where a document begins, in sequences of seq tokens.
+// CheckStarts returns an error naming the first element of starts that cannot be the start of a
+// document in sequences of seq tokens.
 func CheckStarts[T int | int64](starts []T, seq int) error {
 	var least T
 	for row, start := range starts {
@@ -33,5 +35,6 @@ func CheckStarts[T int | int64](starts []T, seq int) error {
 		}
 		least = start
 	}
+
 	return nil
 }

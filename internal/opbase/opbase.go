@@ -1,10 +1,10 @@
-// Package opbase holds what every Gorgonia op of this module shares. It has the part of gorgonia.Op
-// that does not depend on what an op computes: type, shape, hash, allocation, access to the values'
-// memory. It also has packed results and their parts.
+// Package opbase provides what all Gorgonia ops of this module share: the parts of gorgonia.Op that
+// do not depend on the computation, such as type, shape, hash, allocation and access to the memory
+// of values.
 //
 // An op embeds [Base], which makes it a gorgonia.Op, and adds its configuration, DiffWRT and
-// SymDiff. Gorgonia has no op with several results. One that needs them returns them packed one
-// behind the other in a flat vector, and [Unpack] gives a node for each.
+// SymDiff. Gorgonia does not support ops with several results. Such an op returns its results
+// packed in a flat vector, and [Unpack] creates a node for each of them.
 package opbase
 
 import (
@@ -18,49 +18,52 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
-	// An older version makes every program that imports Gorgonia panic at start on current Go.
-	// Importing it here makes the version in our go.mod a direct requirement, which reaches every
-	// user of this module.
+	// Older versions make every program that imports Gorgonia panic at startup on current Go. This
+	// import makes the version in our go.mod a direct requirement, which applies to all users of
+	// this module.
 	_ "go4.org/unsafe/assume-no-moving-gc"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Args are the flat, contiguous, row-major contents of an op's inputs: each a []float32, []float64
-// or []int.
+// Args holds the flat, contiguous, row-major contents of an op's inputs. Each element is a
+// []float32, []float64 or []int.
 type Args []any
 
-// Slice returns argument i of a, whose element type the op's constructor has made certain.
+// Slice returns argument i of a. The op's constructor has checked the element type.
 func Slice[T cpu.Float | int](a Args, i int) []T { return a[i].([]T) }
 
-// Kernel computes an op: it writes every element of out, whatever out held before.
+// Kernel computes an op. It must overwrite every element of out.
 type Kernel[O any, T cpu.Float] func(op O, out []T, in Args) error
 
-// Base is the part of a gorgonia.Op that all ops of this module share. It is set by [Init].
+// Base is the part of a gorgonia.Op that all ops of this module share. [Init] initializes it.
 type Base struct {
 	placement
 	name, config string
 	in           []operand
 	out          operand
 	aux          []*Aux
-	forward      *Base // of a backward op
+	forward      *Base // only in a backward op
 	self         gorgonia.Op
 	derivative   *derivative
-	stop         *cpu.Stop // of the present run
+	stop         *cpu.Stop // set during a run that may end early
 	f32          func(out []float32, in Args) error
 	f64          func(out []float64, in Args) error
 }
 
+// operand is the type and shape of an input or of the result.
 type operand struct {
 	typ   hm.Type
 	dt    tensor.Dtype
 	shape tensor.Shape
 }
 
-// Init fills b, the Base embedded in op. name is what errors and graphs show. config is everything
-// beside the inputs' shapes that distinguishes two ops of that name. It is part of the hash, so
-// that Gorgonia never merges different ops. out is the shape of the result, empty for a scalar, and
-// dt its type. f32 and f64 are the op's arithmetic.
+// Init initializes b, the Base embedded in op.
+//
+// name appears in errors and graphs. config contains everything other than the inputs' shapes that
+// distinguishes ops with that name; it is part of the hash, so that Gorgonia never merges different
+// ops. out is the shape of the result, empty for a scalar, and dt its type. f32 and f64 compute the
+// op.
 func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.Node,
 	dt tensor.Dtype, out tensor.Shape,
 	f32 Kernel[O, float32], f64 Kernel[O, float64]) {
@@ -78,14 +81,14 @@ func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.
 	b.f64 = func(out []float64, in Args) error { return f64(op, out, in) }
 }
 
-// Shared returns b: what an op that embeds a Base shares with the others.
+// Shared returns b, the part of an op that all ops share.
 func (b *Base) Shared() *Base { return b }
 
 // Op returns the op that embeds b.
 func (b *Base) Op() gorgonia.Op { return b.self }
 
-// Run computes the op on flat memory: out and the inputs have the types and sizes that the op was
-// made for.
+// Run computes the op on flat memory. out and the inputs must have the types and sizes for which
+// the op was created.
 func (b *Base) Run(out any, in Args) error {
 	var err error
 	switch out := out.(type) {
@@ -100,31 +103,31 @@ func (b *Base) Run(out any, in Args) error {
 	return nil
 }
 
-// Stop returns what may ask the op's arithmetic to end early, nil outside of a run that may end so.
+// Stop returns the Stop with which the present run may end the computation early, or nil.
 func (b *Base) Stop() *cpu.Stop { return b.stop }
 
-// RunUntil is Run that ends early when stop asks for it, if the op may take long: the result is
-// worth nothing then.
+// RunUntil is like Run, but if stop asks for it, an op that may take long ends early with an
+// undefined result.
 func (b *Base) RunUntil(stop *cpu.Stop, out any, in Args) error {
 	b.stop = stop
 	defer func() { b.stop = nil }()
 	return b.Run(out, in)
 }
 
-// Differentiates notes that b is the backward op of forward, whose auxiliary memory it reads.
+// Differentiates records that b is the backward op of forward and reads its auxiliary memory.
 func (b *Base) Differentiates(forward gorgonia.Op) {
 	if f, ok := forward.(interface{ Shared() *Base }); ok {
 		b.forward = f.Shared()
 	}
 }
 
-// Forward returns the forward op that b is the backward op of, nil if it is none.
+// Forward returns the forward op of a backward op, or nil for other ops.
 func (b *Base) Forward() *Base { return b.forward }
 
 // Name returns the op's name.
 func (b *Base) Name() string { return b.name }
 
-// InputShape returns the shape of input i, nil if there is none. The caller must not change it.
+// InputShape returns the shape of input i, or nil if there is none. The caller must not modify it.
 func (b *Base) InputShape(i int) tensor.Shape {
 	if i < 0 || i >= len(b.in) {
 		return nil
@@ -138,8 +141,8 @@ func (b *Base) Dtype() tensor.Dtype { return b.out.dt }
 // Arity returns the number of inputs.
 func (b *Base) Arity() int { return len(b.in) }
 
-// Type returns the op's signature. Every call builds a new one, since Gorgonia recycles what it
-// gets. That of a zero value is nil.
+// Type returns the op's signature, or nil for a zero value. Every call returns a new one, because
+// Gorgonia recycles it.
 func (b *Base) Type() hm.Type {
 	if b.self == nil {
 		return nil
@@ -151,8 +154,8 @@ func (b *Base) Type() hm.Type {
 	return hm.NewFnType(append(ts, b.out.typ)...)
 }
 
-// InferShape returns the shape of the result, after checking that the inputs have the shapes the op
-// was made for.
+// InferShape returns the shape of the result. It returns an error unless the inputs have the shapes
+// for which the op was created.
 func (b *Base) InferShape(in ...gorgonia.DimSizer) (tensor.Shape, error) {
 	shapes, err := gorgonia.DimSizersToShapes(in)
 	if err != nil {
@@ -161,23 +164,25 @@ func (b *Base) InferShape(in ...gorgonia.DimSizer) (tensor.Shape, error) {
 	if len(shapes) != len(b.in) {
 		return nil, fmt.Errorf("%s: got %d inputs, want %d", b.name, len(shapes), len(b.in))
 	}
+
 	for i, s := range shapes {
 		if !slices.Equal(s, b.in[i].shape) {
 			return nil, fmt.Errorf("%s: input %d has shape %v, want %v",
 				b.name, i, s, b.in[i].shape)
 		}
 	}
+
 	return b.out.shape.Clone(), nil
 }
 
 // ReturnsPtr reports that the result is not a copy of an input.
 func (b *Base) ReturnsPtr() bool { return true }
 
-// OverwritesInput reports that no input's memory becomes the result's.
+// OverwritesInput reports that the result does not reuse an input's memory.
 func (b *Base) OverwritesInput() int { return -1 }
 
-// WriteHash writes what identifies the op: name, configuration, and the types and shapes of inputs
-// and result.
+// WriteHash writes the identity of the op: its name, configuration, and the types and shapes of
+// inputs and result.
 func (b *Base) WriteHash(h hash.Hash) {
 	fmt.Fprintf(h, "kasmina.%s{%s}", b.name, b.config)
 	for _, o := range append(slices.Clone(b.in), b.out) {
@@ -192,7 +197,7 @@ func (b *Base) Hashcode() uint32 {
 	return h.Sum32()
 }
 
-// String returns name and configuration.
+// String returns the name and the configuration.
 func (b *Base) String() string {
 	if b.config == "" {
 		return b.name
@@ -206,6 +211,7 @@ func (b *Base) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	n := Size(b.out.shape)
 	switch b.out.dt {
 	case tensor.Float32:
@@ -223,23 +229,26 @@ func (b *Base) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 	}
 }
 
-// UsePreallocDo computes the op into the memory of prealloc, which must have the result's type and
-// shape and be contiguous. What it held does not matter.
+// UsePreallocDo computes the op into the memory of prealloc, which must be contiguous and have the
+// result's type and shape. Its contents are overwritten.
 func (b *Base) UsePreallocDo(prealloc gorgonia.Value,
 	in ...gorgonia.Value) (gorgonia.Value, error) {
 	args, err := b.args(in)
 	if err != nil {
 		return nil, err
 	}
+
 	fits := prealloc != nil && prealloc.Dtype() == b.out.dt &&
 		slices.Equal(prealloc.Shape(), b.out.shape)
 	if d, ok := prealloc.(*tensor.Dense); ok {
 		fits = fits && !d.IsMaterializable() && !d.DataOrder().IsColMajor()
 	}
+
 	if !fits {
 		return nil, fmt.Errorf("%s: the preallocated value must be a contiguous %v of shape %v",
 			b.name, b.out.dt, b.out.shape)
 	}
+
 	switch p := prealloc.(type) {
 	case *gorgonia.F32:
 		out := []float32{0}
@@ -259,18 +268,19 @@ func (b *Base) UsePreallocDo(prealloc gorgonia.Value,
 	default:
 		err = fmt.Errorf("cannot write a result into a %T", prealloc)
 	}
+
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", b.name, err)
 	}
 	return prealloc, nil
 }
 
-// errZero is the error of an op that nobody has made.
+// errZero is the error for the use of a zero op.
 var errZero = errors.New(
-	"the op is a zero value: ops are made by the functions that add them to a graph")
+	"the op is a zero value: use the function that adds the op to a graph")
 
-// CheckGradient returns an error unless the nodes given to an op's SymDiff are those of the op.
-// They are its inputs, its result and the gradient of that.
+// CheckGradient returns an error unless the arguments of an op's SymDiff are valid: the number of
+// inputs must match, and no node may be nil.
 func CheckGradient(b *Base, inputs gorgonia.Nodes, output, grad *gorgonia.Node) error {
 	if b.self == nil {
 		return errZero
@@ -282,6 +292,7 @@ func CheckGradient(b *Base, inputs gorgonia.Nodes, output, grad *gorgonia.Node) 
 	return nil
 }
 
+// args returns the contents of the inputs after checking their types and sizes.
 func (b *Base) args(in []gorgonia.Value) (Args, error) {
 	if b.self == nil {
 		return nil, errZero
@@ -289,6 +300,7 @@ func (b *Base) args(in []gorgonia.Value) (Args, error) {
 	if len(in) != len(b.in) {
 		return nil, fmt.Errorf("%s: got %d inputs, want %d", b.name, len(in), len(b.in))
 	}
+
 	args := make(Args, len(in))
 	for i, v := range in {
 		want := b.in[i]
@@ -306,12 +318,13 @@ func (b *Base) args(in []gorgonia.Value) (Args, error) {
 		}
 		args[i] = flat
 	}
+
 	return args, nil
 }
 
-// Flat returns the elements of v in row-major order, one element for a scalar. They are v's own
-// memory where it is contiguous. Otherwise (a view, a lazy transpose, a column-major tensor) they
-// are a copy.
+// Flat returns the elements of v in row-major order, or the single element of a scalar. For
+// contiguous values, it returns v's own memory; for views, lazy transposes and column-major
+// tensors, a copy.
 func Flat(v gorgonia.Value) (any, error) {
 	switch v := v.(type) {
 	case *gorgonia.F32:
@@ -329,11 +342,12 @@ func Flat(v gorgonia.Value) (any, error) {
 		}
 		return sliceOf(v), nil
 	}
+
 	return nil, fmt.Errorf("cannot read a %T: want a dense tensor or a float", v)
 }
 
-// sliceOf returns the memory of a contiguous tensor. (tensor.Dense.Data would give a bare element
-// for a scalar.)
+// sliceOf returns the memory of a contiguous tensor. Unlike tensor.Dense.Data, it returns a slice
+// even for a scalar.
 func sliceOf(d *tensor.Dense) any {
 	switch d.Dtype() {
 	case tensor.Float32:
@@ -346,6 +360,7 @@ func sliceOf(d *tensor.Dense) any {
 	return d.Data()
 }
 
+// rowMajor returns a row-major copy of the elements of a column-major tensor.
 func rowMajor(d *tensor.Dense) any {
 	switch data := d.Data().(type) {
 	case []float32:
@@ -359,6 +374,7 @@ func rowMajor(d *tensor.Dense) any {
 	}
 }
 
+// gather returns the elements of a strided tensor in row-major order.
 func gather[T any](data []T, shape tensor.Shape, strides []int) []T {
 	out := make([]T, 0, Size(shape))
 	var walk func(dim, offset int)
@@ -375,7 +391,7 @@ func gather[T any](data []T, shape tensor.Shape, strides []int) []T {
 	return out
 }
 
-// Size returns the number of elements of a tensor of the given shape: one for a scalar.
+// Size returns the number of elements of a tensor with the given shape, which is 1 for a scalar.
 func Size(shape tensor.Shape) int {
 	n := 1
 	for _, d := range shape {
@@ -384,8 +400,8 @@ func Size(shape tensor.Shape) int {
 	return n
 }
 
-// ValueOf returns a value over the memory of flat, a []float32, []float64 or []int; a scalar is a
-// copy.
+// ValueOf returns a value that uses the memory of flat, a []float32, []float64 or []int. A scalar
+// is a copy.
 func ValueOf(flat any, shape tensor.Shape) gorgonia.Value {
 	if len(shape) == 0 {
 		switch x := flat.(type) {

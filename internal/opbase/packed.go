@@ -9,8 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// PackedSize returns the length of the flat vector that holds tensors of the given shapes one
-// behind the other.
+// PackedSize returns the length of a flat vector that holds tensors of the given shapes.
 func PackedSize(shapes ...tensor.Shape) int {
 	n := 0
 	for _, s := range shapes {
@@ -19,13 +18,14 @@ func PackedSize(shapes ...tensor.Shape) int {
 	return n
 }
 
-// Unpack returns one node for each of the shapes that packed, a vector of PackedSize(shapes...)
-// elements, holds in this order. The nodes are views: no element is copied.
+// Unpack returns a node for each of the tensors that packed, a vector of PackedSize(shapes...)
+// elements, holds in this order. The nodes are views; no elements are copied.
 func Unpack(packed *gorgonia.Node, shapes ...tensor.Shape) (gorgonia.Nodes, error) {
 	if want := PackedSize(shapes...); packed.Dims() != 1 || packed.Shape()[0] != want {
 		return nil, fmt.Errorf("unpack: got a packed result of shape %v, want (%d)", packed.Shape(),
 			want)
 	}
+
 	parts := make(gorgonia.Nodes, len(shapes))
 	offset := 0
 	for i, s := range shapes {
@@ -40,10 +40,11 @@ func Unpack(packed *gorgonia.Node, shapes ...tensor.Shape) (gorgonia.Nodes, erro
 		parts[i] = n
 		offset += Size(s)
 	}
+
 	return parts, nil
 }
 
-// PartOp views one tensor in a packed result: out = packed[Offset : Offset+size], in its own shape.
+// PartOp is a view of one tensor in a packed result: packed[Offset : Offset+size] in its own shape.
 type PartOp struct {
 	Base
 	Offset int
@@ -64,17 +65,20 @@ func (p *PartOp) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 	return nil, fmt.Errorf("%v: want a float vector, got %T", p, args[0])
 }
 
+// part returns the elements of the part.
 func part[T cpu.Float](p *PartOp, data []T) []T {
 	end := p.Offset + Size(p.out.shape)
 	return data[p.Offset:end:end]
 }
 
+// copyPart computes the part as a copy.
 func copyPart[T cpu.Float](p *PartOp, out []T, in Args) error {
 	copy(out, part(p, Slice[T](in, 0)))
 	return nil
 }
 
-// DoDiff adds the part's gradient to its place in that of the packed vector; see [Base.DoDiff].
+// DoDiff adds the part's gradient to the corresponding part of the packed vector's gradient; see
+// [Base.DoDiff].
 func (p *PartOp) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	output *gorgonia.Node) error {
 	if err := p.addPart(ctx, inputs, output); err != nil {
@@ -83,32 +87,39 @@ func (p *PartOp) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	return nil
 }
 
+// addPart implements DoDiff.
 func (p *PartOp) addPart(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	output *gorgonia.Node) error {
 	if ctx.Device != gorgonia.CPU || len(inputs) != 1 {
 		return fmt.Errorf("%d inputs on %v, want one on the CPU", len(inputs), ctx.Device)
 	}
+
 	grad, err := output.Grad()
 	if err != nil {
 		return err
 	}
+
 	from, err := Flat(grad)
 	if err != nil {
 		return err
 	}
+
 	sum, err := inputs[0].Grad()
 	if err != nil {
 		return err
 	}
+
 	to, err := Flat(sum)
 	if err != nil {
 		return err
 	}
+
 	switch x := from.(type) {
 	case []float32:
 		return add(part(p, to.([]float32)), x)
 	case []float64:
 		return add(part(p, to.([]float64)), x)
 	}
+
 	return fmt.Errorf("the gradient is a %T", grad)
 }

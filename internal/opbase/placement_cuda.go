@@ -9,18 +9,18 @@ import (
 	"gorgonia.org/gorgonia/cuda"
 )
 
-// CUDA computes an op on an engine of Gorgonia's CUDA machine, in whose memory inputs and result
-// lie. kept is what it may keep of the op from call to call. The engine's work is done. It reports
-// whether it could.
+// CUDA computes an op on an engine of Gorgonia's CUDA machine, whose memory holds the inputs and
+// the result. kept is storage that the function may use from call to call. All previous work of the
+// engine has finished. CUDA reports whether it supports the op.
 //
-// cudaops sets it, since this package and the ops know nothing of CUDA. A program that imports
-// cudaops computes them with its kernels, another one on the CPU. Both use the same memory, which
-// Gorgonia allocates such that both can reach it.
+// cudaops sets it, because this package and the ops do not depend on CUDA: a program that imports
+// cudaops computes ops with its kernels, and other programs on the CPU. Both use the same memory,
+// which Gorgonia allocates so that both can access it.
 var CUDA func(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.Value,
 	in []gorgonia.Value) (bool, error)
 
-// placement is where Gorgonia's own machines run an op: on a GPU, in a build with Gorgonia's tag
-// cuda.
+// placement determines where Gorgonia's own machines run an op: here, on a GPU, because the build
+// has Gorgonia's tag cuda.
 type placement struct {
 	op   gorgonia.Op
 	kept any
@@ -28,7 +28,7 @@ type placement struct {
 
 func (p *placement) place(o gorgonia.Op) { p.op = o }
 
-// CallsExtern reports that device code runs, for which Gorgonia allocates the result.
+// CallsExtern reports that device code runs, so that Gorgonia allocates the result.
 func (p *placement) CallsExtern() bool { return true }
 
 // CUDADo makes every op a gorgonia.CUDADoer.
@@ -37,16 +37,19 @@ func (p *placement) CUDADo(extern gorgonia.External, dev gorgonia.Device, preall
 	if prealloc == nil {
 		return nil, fmt.Errorf("%v: Gorgonia has allocated no memory for the result", p.op)
 	}
+
 	machine, ok := extern.(gorgonia.CUDAMachine)
 	if !ok || int(dev) < 0 || int(dev) >= len(machine.Engines()) {
 		return nil, fmt.Errorf("%v: placed on GPU %d of a %T, want one of a gorgonia.CUDAMachine",
 			p.op, dev, extern)
 	}
+
 	engine := &machine.Engines()[dev]
-	engine.Context().Synchronize() // enqueued behind what makes the inputs
+	engine.Context().Synchronize() // enqueued after the computation of the inputs
 	if err := engine.DoWork(); err != nil {
 		return nil, fmt.Errorf("%v: %w", p.op, err)
 	}
+
 	if CUDA != nil {
 		if done, err := CUDA(p.op, &p.kept, engine, prealloc, in); err != nil {
 			return nil, fmt.Errorf("%v: %w", p.op, err)
@@ -54,5 +57,6 @@ func (p *placement) CUDADo(extern gorgonia.External, dev gorgonia.Device, preall
 			return prealloc, nil
 		}
 	}
+
 	return p.op.(gorgonia.UsePreallocDoer).UsePreallocDo(prealloc, in...)
 }

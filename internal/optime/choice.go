@@ -2,22 +2,22 @@ package optime
 
 import "time"
 
-// Choice is the way in which a machine computes an op of some shape.
+// Choice is the variant with which a machine computes an op of some shape.
 type Choice struct {
-	Op     string   `json:"op"`    // as in RMSNorm
-	Shape  string   `json:"shape"` // as in "4096x1024 bfloat16"
-	Way    string   `json:"way"`   // as in rows-4; of a GPU's matrix product what cuBLASLt calls it
-	Of     int      `json:"of"`    // how many ways there were
-	Ways   []string `json:"-"`     // their names
+	Op     string   `json:"op"`    // such as RMSNorm
+	Shape  string   `json:"shape"` // such as "4096x1024 bfloat16"
+	Way    string   `json:"way"`   // such as rows-4; for a GPU's matrix product, cuBLASLt's name
+	Of     int      `json:"of"`    // number of variants that were available
+	Ways   []string `json:"-"`     // names of these variants
 	Source Source   `json:"source"`
-	// Cold is what it took when it was timed, with nothing in the cache; 0 if it was not timed.
+	// Cold is the measured time with cold caches, or 0 if the variant was not timed.
 	Cold time.Duration `json:"cold_ns,omitempty"`
 }
 
-// Source says why a way was chosen.
+// Source is the reason for choosing a variant.
 type Source string
 
-// The sources of a choice.
+// Sources of choices.
 const (
 	ByRule   Source = "rule"   // by rule of thumb
 	Stored   Source = "stored" // timed before

@@ -1,4 +1,4 @@
-// Package optime is what the ops of a graph took, as packages cudaops and llm both show it.
+// Package optime describes the time that the ops of a graph take, for packages cudaops and llm.
 package optime
 
 import (
@@ -9,27 +9,28 @@ import (
 	"time"
 )
 
-// OpTime is what the nodes of one op took in a run.
+// OpTime is the time that the nodes of one op take in a run.
 type OpTime struct {
-	Op    string        `json:"op"`    // the op's name, as in RMSNormGrad
-	Tasks int           `json:"tasks"` // launches, matrix products among them
+	Op    string        `json:"op"`    // name of the op, such as RMSNormGrad
+	Tasks int           `json:"tasks"` // number of launches, including matrix products
 	Time  time.Duration `json:"ns"`
-	// Bytes is what has to move at least: everything that the tasks read or write, once. FLOPs is
-	// the multiplications and additions of matrix products and attention.
+	// Bytes is the least amount of data to move: everything that the tasks read or write, once.
+	// FLOPs is the number of multiplications and additions of matrix products and attention.
 	Bytes float64 `json:"bytes,omitempty"`
 	FLOPs float64 `json:"flops,omitempty"`
-	// Ways are those that were chosen among several. Tuned is what the tasks took that were tuned,
-	// when they were (of a monitor alone).
+	// Ways lists the variants that were chosen among several. Tuned, which only a monitor sets, is
+	// the time that the tuned tasks took during tuning.
 	Ways  []string      `json:"ways,omitempty"`
 	Tuned time.Duration `json:"tuned_ns,omitempty"`
 }
 
-// Bandwidth is Bytes by Time, in bytes a second.
+// Bandwidth returns Bytes/Time in bytes per second.
 func (t OpTime) Bandwidth() float64 { return rate(t.Bytes, t.Time) }
 
-// Rate is FLOPs by Time, in operations a second.
+// Rate returns FLOPs/Time in operations per second.
 func (t OpTime) Rate() float64 { return rate(t.FLOPs, t.Time) }
 
+// rate returns n per second, or 0 if d is not positive.
 func rate(n float64, d time.Duration) float64 {
 	if d <= 0 {
 		return 0
@@ -37,7 +38,7 @@ func rate(n float64, d time.Duration) float64 {
 	return n / d.Seconds()
 }
 
-// Gather adds up what is of the same op, and puts the longest first.
+// Gather adds up the times of each op and returns the sums, longest first.
 func Gather(times []OpTime) (sums []OpTime) {
 	at := map[string]int{}
 	for _, t := range times {
@@ -58,13 +59,14 @@ func Gather(times []OpTime) (sums []OpTime) {
 			}
 		}
 	}
+
 	slices.SortFunc(sums, func(a, b OpTime) int {
 		return cmp.Or(cmp.Compare(b.Time, a.Time), cmp.Compare(a.Op, b.Op))
 	})
 	return sums
 }
 
-// Table is the times for people: a line each, with their shares of the whole.
+// Table formats the times for people, one line per op, with their shares of the total.
 func Table(times []OpTime) string {
 	var whole time.Duration
 	for _, t := range times {
@@ -78,5 +80,6 @@ func Table(times []OpTime) string {
 			t.Time.Seconds()*1e6, 100*rate(t.Time.Seconds(), whole),
 			t.Bandwidth()/1e9, t.Rate()/1e12, strings.Join(t.Ways, ", "))
 	}
+
 	return s.String()
 }

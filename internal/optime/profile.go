@@ -10,61 +10,62 @@ import (
 	"time"
 )
 
-// Profile is where the time of one step on a GPU went.
+// Profile describes how the time of one step on a GPU was spent.
 type Profile struct {
 	Device string
-	// Period is the time from the beginning of one step to that of the next, the median of Steps
-	// steps that ran as always.
+	// Period is the time from the start of one step to the start of the next: the median of Steps
+	// unprofiled steps.
 	Period time.Duration
 	Steps  int
-	// Graphs is how long such a step's captured work was on the GPU: the rest of the period the GPU
-	// copied or waited.
+	// Graphs is the time for which the captured work of such a step occupied the GPU. During the
+	// rest of the period, the GPU copied or waited.
 	Graphs time.Duration
-	// Marked is the time of such work with a time stamp after every kernel, and Mark what a stamp
-	// takes, which Spans are without.
+	// Marked is the time of the captured work with a time stamp after every kernel, and Mark the
+	// cost of a time stamp, which is subtracted from Spans.
 	Marked, Mark time.Duration
-	// Copy and Product are the card's ceilings, measured just now. Copy is the bytes a second, read
-	// and written ones together, of a copy in its memory. Product is the operations a second of
-	// large products of matrices of type Type. Where the step has products of float8 with a factor
-	// for each row, there is a figure of those too. 0 if they could not be measured.
+	// Copy and Product are the card's peak performance, measured together with the profile: Copy is
+	// the number of bytes per second, read plus written, of a copy within its memory, and Product
+	// the number of operations per second of large matrix products of type Type. ProductFloat8 is
+	// the same for float8 with a factor per row, if the step has such products. Unmeasured values
+	// are 0.
 	Copy, Product, ProductFloat8 float64
 	Type                         string
 
 	Spans []Span     // on the GPU, in order
-	Host  []HostSpan // in the program, of the step that was not marked
+	Host  []HostSpan // of the program, in the step without time stamps
 }
 
-// Span is a kernel's run, or that of something else that keeps the GPU busy. The kernels of a task
-// (a node of the graph, or a piece of one) stand next to each other, and share its figures.
+// Span is the time during which a kernel, or other work, occupied the GPU. The kernels of a task (a
+// node of the graph, or a part of one) are adjacent and share the task's figures.
 type Span struct {
-	Kernel string // the function's name, or what cuBLASLt computes, or copy or memset
-	Op     string // as in RMSNormGrad
-	Layer  string // as in model.layers.3; "" where the graph does not tell
-	Task   int    // its number
-	// Start is when it began, counted from the beginning of the step. Times are those of the marked
-	// step without the marks, put where the step's captured pieces were in a step without marks,
-	// with even gaps. Where they add up to more than the piece took, they are scaled down to that.
-	// They can with tiny kernels, since a mark also keeps the next from starting.
+	Kernel string // name of the function, or the computation of cuBLASLt, "copy" or "memset"
+	Op     string // such as RMSNormGrad
+	Layer  string // such as model.layers.3; "" if the graph does not determine it
+	Task   int    // number of the task
+	// Start is the time since the start of the step. Times come from the marked step, without the
+	// cost of the marks. They are placed, with even gaps, where the step's captured pieces were in
+	// a step without marks. If they add up to more than a piece took, they are scaled down; this
+	// happens with tiny kernels, because a mark also delays the next kernel.
 	Start, Time time.Duration
-	// Of the task: the bytes that have to move at least, the operations of its products, and its
-	// share of the ceiling. The share is the time that bytes or operations take at the card's
-	// ceiling, whichever is longer, by the task's time. A task whose operands are in the cache can
-	// exceed 1. 0 where there is no ceiling.
+	// Figures of the task: the least number of bytes to move, the operations of its products, and
+	// its share of the ceiling, which is the minimum time for the bytes or the operations at the
+	// card's peak, whichever is longer, divided by the task's time. The share can exceed 1 for
+	// operands in the cache, and is 0 without a ceiling.
 	Bytes, FLOPs, Share float64
-	Float8              bool     // FLOPs is of products of float8
-	Ways                []string // that were chosen among several
-	// Loose is work that is not captured, such as the copy of a batch. Its time includes what the
-	// program takes to enqueue it, and does not count as busy.
+	Float8              bool     // FLOPs counts float8 products
+	Ways                []string // variants that were chosen among several
+	// Loose marks work that is not captured, such as the copy of a batch. Its time includes
+	// enqueueing by the program, and does not count as busy.
 	Loose bool
 }
 
-// HostSpan is a call of the program.
+// HostSpan is a call in the program.
 type HostSpan struct {
 	Name        string
 	Start, Time time.Duration
 }
 
-// Kernels is the time of all captured spans together.
+// Kernels returns the total time of all captured spans.
 func (p *Profile) Kernels() (sum time.Duration) {
 	for _, s := range p.Spans {
 		if !s.Loose {
@@ -74,13 +75,14 @@ func (p *Profile) Kernels() (sum time.Duration) {
 	return sum
 }
 
-// Busy is the share of the period in which the GPU was busy. kernels counts the sum of all captured
-// kernels' times, graphs the time of the captured work, which includes the gaps between kernels.
+// Busy returns the fraction of the period during which the GPU was busy: kernels by the total time
+// of all captured kernels, and graphs by the time of the captured work, which includes gaps between
+// kernels.
 func (p *Profile) Busy() (kernels, graphs float64) {
 	return rate(p.Kernels().Seconds(), p.Period), rate(p.Graphs.Seconds(), p.Period)
 }
 
-// ceiling is the least time of a span's task on the card, 0 where that is not known.
+// ceiling returns the minimum time of a span's task on the card, or 0 if it is not known.
 func (p *Profile) ceiling(s Span) time.Duration {
 	least, product := 0.0, p.Product
 	if s.Float8 {
@@ -95,7 +97,7 @@ func (p *Profile) ceiling(s Span) time.Duration {
 	return time.Duration(least * float64(time.Second))
 }
 
-// SetShares fills in the spans' shares of the ceiling.
+// SetShares sets the spans' shares of the ceiling.
 func (p *Profile) SetShares() {
 	for tasks := p.Spans; len(tasks) > 0; {
 		var task []Span
@@ -107,7 +109,7 @@ func (p *Profile) SetShares() {
 	}
 }
 
-// nextTask cuts the first task off.
+// nextTask splits off the spans of the first task.
 func nextTask(spans []Span) (task, rest []Span) {
 	n := slices.IndexFunc(spans, func(s Span) bool { return s.Task != spans[0].Task })
 	if n < 0 {
@@ -116,6 +118,7 @@ func nextTask(spans []Span) (task, rest []Span) {
 	return spans[:n], spans[n:]
 }
 
+// timeOf returns the total time of spans.
 func timeOf(spans []Span) (sum time.Duration) {
 	for _, s := range spans {
 		sum += s.Time
@@ -123,7 +126,7 @@ func timeOf(spans []Span) (sum time.Duration) {
 	return sum
 }
 
-// Ops gathers the spans by their ops, the longest first.
+// Ops returns the times by op, longest first.
 func (p *Profile) Ops() []OpTime {
 	var ops []OpTime
 	for rest := p.Spans; len(rest) > 0; {
@@ -136,10 +139,10 @@ func (p *Profile) Ops() []OpTime {
 	return Gather(ops)
 }
 
-// tableKernels is how many kernels the table lists.
+// tableKernels is the number of kernels in the table.
 const tableKernels = 20
 
-// Table is the profile for people: the step, its ops and its longest kernels.
+// Table formats the profile for people: the step, its ops and its longest kernels.
 func (p *Profile) Table() string {
 	var s strings.Builder
 	kernels, graphs := p.Busy()
@@ -157,12 +160,14 @@ func (p *Profile) Table() string {
 	if p.ProductFloat8 > 0 {
 		fmt.Fprintf(&s, ", %.0f in float8", p.ProductFloat8/1e12)
 	}
+
 	s.WriteString(", measured now\n\n")
 	p.opTable(&s)
 	p.kernelTable(&s)
 	return s.String()
 }
 
+// opTable writes the table of ops.
 func (p *Profile) opTable(w io.Writer) {
 	whole := timeOf(p.Spans)
 	fmt.Fprintf(w, "%-24s %5s %10s %6s %8s %8s %8s\n", "op", "tasks", "us", "%",
@@ -182,6 +187,7 @@ func (p *Profile) opTable(w io.Writer) {
 	}
 }
 
+// kernelTable writes the table of kernels.
 func (p *Profile) kernelTable(w io.Writer) {
 	whole := timeOf(p.Spans)
 	var kernels []OpTime
@@ -194,13 +200,14 @@ func (p *Profile) kernelTable(w io.Writer) {
 		fmt.Fprintf(w, "%-56.56s %5d %10.1f %6.1f\n", k.Op, k.Tasks, k.Time.Seconds()*1e6,
 			100*rate(k.Time.Seconds(), whole))
 	}
+
 	if more := len(kernels) - tableKernels; more > 0 {
 		fmt.Fprintf(w, "and %d more\n", more)
 	}
 }
 
-// traceEvent is an event of Chrome's trace format, with times in microseconds.
-// (Duca and Sinclair, "Trace Event Format", 2016.)
+// traceEvent is an event of Chrome's trace format with times in microseconds (Duca and Sinclair,
+// "Trace Event Format", 2016).
 type traceEvent struct {
 	Name     string         `json:"name"`
 	Category string         `json:"cat,omitempty"`
@@ -220,12 +227,12 @@ const (
 )
 
 // WriteTrace writes the step in Chrome's trace-event format, which https://ui.perfetto.dev and
-// chrome://tracing show. It has the GPU's kernels with the ops and layers that they are of, and the
-// program's calls.
+// chrome://tracing display: the GPU's kernels with their ops and layers, and the program's calls.
 func (p *Profile) WriteTrace(w io.Writer) error {
 	if w == nil {
 		return errors.New("Profile.WriteTrace: the writer is nil")
 	}
+
 	kernels, graphs := p.Busy()
 	trace := struct {
 		Unit   string         `json:"displayTimeUnit"`
@@ -240,11 +247,14 @@ func (p *Profile) WriteTrace(w io.Writer) error {
 		"ceiling_type":                  p.Type,
 		"ceiling_product_float8_tflops": p.ProductFloat8 / 1e12,
 	}, p.events()}
+
 	return json.NewEncoder(w).Encode(trace)
 }
 
+// micros returns d in microseconds.
 func micros(d time.Duration) float64 { return float64(d) / 1e3 }
 
+// events returns the events of the trace.
 func (p *Profile) events() []traceEvent {
 	var events []traceEvent
 	name := func(what, name string, process, thread int) {
@@ -258,6 +268,7 @@ func (p *Profile) events() []traceEvent {
 			Duration: micros(last.Start + last.Time - s[0].Start), Process: tracedGPU,
 			Thread: thread, Args: args})
 	}
+
 	name("process_name", p.Device, tracedGPU, 0)
 	name("thread_name", "kernels", tracedGPU, kernelTrack)
 	name("thread_name", "ops", tracedGPU, opTrack)
@@ -273,6 +284,7 @@ func (p *Profile) events() []traceEvent {
 		}
 		add(kernelTrack, p.Spans[i:i+1], s.Kernel, args)
 	}
+
 	for rest := p.Spans; len(rest) > 0; {
 		var task []Span
 		task, rest = nextTask(rest)
@@ -280,6 +292,7 @@ func (p *Profile) events() []traceEvent {
 		args["us"] = micros(timeOf(task))
 		add(opTrack, task, task[0].Op, args)
 	}
+
 	for rest := p.Spans; len(rest) > 0; {
 		n := slices.IndexFunc(rest, func(s Span) bool { return s.Layer != rest[0].Layer })
 		if n < 0 {
@@ -290,15 +303,17 @@ func (p *Profile) events() []traceEvent {
 		}
 		rest = rest[n:]
 	}
+
 	for _, h := range p.Host {
 		events = append(events, traceEvent{Name: h.Name, Category: "program", Phase: "X",
 			Start:    micros(h.Start),
 			Duration: micros(h.Time), Process: tracedHost, Thread: 1})
 	}
+
 	return events
 }
 
-// args is what a trace says of a span beside its time.
+// args returns the details of a span for a trace.
 func (s Span) args() map[string]any {
 	args := map[string]any{"op": s.Op, "layer": s.Layer, "bytes": s.Bytes, "flops": s.FLOPs,
 		"share_of_ceiling": s.Share,

@@ -1,4 +1,4 @@
-// Package parallel spreads work that shares nothing over the processors.
+// Package parallel spreads independent work over the processors.
 package parallel
 
 import (
@@ -8,8 +8,8 @@ import (
 	"sync/atomic"
 )
 
-// Each calls f with every i from 0 to n−1, on as many goroutines as there are processors to use. It
-// returns when all calls have. The order is any. A panic of f is that of the program.
+// Each calls f with every i from 0 to n−1, in any order, on as many goroutines as there are
+// processors, and returns when all calls have returned. A panic in f ends the program.
 func Each(n int, f func(i int)) {
 	var next atomic.Int64
 	var wait sync.WaitGroup
@@ -23,10 +23,10 @@ func Each(n int, f func(i int)) {
 	wait.Wait()
 }
 
-// chunk is how many elements of a slice are one piece of work.
+// chunk is the number of elements of a slice in one piece of work.
 const chunk = 1 << 19
 
-// Chunks calls f with all parts lo ≤ i < hi of n elements, as Each does.
+// Chunks calls f with ranges [lo, hi) that cover n elements, like Each.
 func Chunks(n int, f func(lo, hi int)) {
 	if n <= chunk {
 		f(0, n)
@@ -35,7 +35,7 @@ func Chunks(n int, f func(lo, hi int)) {
 	Each((n+chunk-1)/chunk, func(i int) { f(i*chunk, min(n, (i+1)*chunk)) })
 }
 
-// Clone is slices.Clone.
+// Clone is a parallel slices.Clone.
 func Clone[T any](x []T) []T {
 	if len(x) <= chunk {
 		return slices.Clone(x)
@@ -45,7 +45,7 @@ func Clone[T any](x []T) []T {
 	return y
 }
 
-// Index is slices.IndexFunc of the numbers from 0 to n−1.
+// Index is a parallel slices.IndexFunc over the numbers from 0 to n−1.
 func Index(n int, f func(i int) bool) int {
 	var first atomic.Int64
 	first.Store(int64(n))
@@ -59,6 +59,7 @@ func Index(n int, f func(i int) bool) int {
 			}
 		}
 	})
+
 	if at := first.Load(); at < int64(n) {
 		return int(at)
 	}

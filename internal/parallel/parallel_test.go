@@ -7,7 +7,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestEach wants every number once, and all of them when Each returns.
+// TestEach checks that every number occurs once, and that all calls have finished when Each
+// returns.
 func TestEach(t *testing.T) {
 	for _, n := range []int{0, 1, 2, 1000} {
 		calls := make([]atomic.Int32, n)
@@ -18,7 +19,7 @@ func TestEach(t *testing.T) {
 	}
 }
 
-// TestIndex wants the first number for which a function holds, and clones to be equal.
+// TestIndex checks that Index returns the first matching number, and that clones are equal.
 func TestIndex(t *testing.T) {
 	for _, n := range []int{0, 3, chunk + 1, 5*chunk + 7} {
 		x := make([]byte, n)

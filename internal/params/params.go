@@ -1,5 +1,5 @@
-// Package params reads what optimisers and gradient tools need from the parameters that Gorgonia
-// hands them: name, shape and the memory of value and gradient.
+// Package params reads the data that optimizers and gradient tools need from Gorgonia's parameters:
+// name, shape, and the memory of value and gradient.
 package params
 
 import (
@@ -16,8 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Param is one parameter. Value and Grad are both []float32 or both []float64: the memory of the
-// parameter itself, in row-major order, so that writes reach it.
+// Param is one parameter. Value and Grad are both []float32 or both []float64, and are the
+// parameter's own memory in row-major order, so writes to them change the parameter.
 type Param struct {
 	Name        string
 	Shape       tensor.Shape
@@ -25,27 +25,27 @@ type Param struct {
 	Value, Grad any
 }
 
-// Reader reads parameters. It keeps what it has read for the next time, so that reading the same
-// ones again allocates nothing. The zero value is ready; a Reader is not safe for use by several
-// goroutines at once.
+// Reader reads parameters. It caches the result, so that reading the same parameters again
+// allocates nothing. The zero value is ready to use. A Reader must not be used concurrently.
 type Reader struct {
 	params []Param
 	kept   []values
 	names  map[string]int
 }
 
-// values are what a parameter was read from.
+// values are the Gorgonia values that a parameter was read from.
 type values struct {
 	value, grad gorgonia.Value
 }
 
-// Read returns the parameters of model in its order, in a slice that is the reader's until the next
-// call. Every one must have a value and a gradient of the same shape and float type, each
-// contiguous and row-major. No two may have the same name.
+// Read returns the parameters of model in order. The slice is valid until the next call. Every
+// parameter must have a value and a gradient of the same shape and float type, both contiguous and
+// row-major, and names must be unique.
 func (r *Reader) Read(model []gorgonia.ValueGrad) ([]Param, error) {
 	if r.fresh(model) {
 		return r.params, nil
 	}
+
 	r.params, r.kept = slices.Grow(r.params[:0], len(model)), slices.Grow(r.kept[:0], len(model))
 	r.names = make(map[string]int, len(model))
 	for i, vg := range model {
@@ -61,14 +61,16 @@ func (r *Reader) Read(model []gorgonia.ValueGrad) ([]Param, error) {
 		r.names[p.Name] = i
 		r.params, r.kept = append(r.params, p), append(r.kept, v)
 	}
+
 	return r.params, nil
 }
 
-// fresh reports whether what was read last is what model holds now.
+// fresh reports whether the cached parameters are those of model.
 func (r *Reader) fresh(model []gorgonia.ValueGrad) bool {
 	if len(model) != len(r.params) {
 		return false
 	}
+
 	for i, vg := range model {
 		if Missing(vg) {
 			return false
@@ -80,11 +82,11 @@ func (r *Reader) fresh(model []gorgonia.ValueGrad) bool {
 			return false
 		}
 	}
+
 	return true
 }
 
-// same reports whether v is the value that was read as memory, and still has that memory and p's
-// shape.
+// same reports whether v is the value read before and still has the given memory and p's shape.
 func same(v, read gorgonia.Value, p *Param, memory any) bool {
 	switch v := v.(type) {
 	case *gorgonia.F32, *gorgonia.F64:
@@ -101,22 +103,27 @@ func same(v, read gorgonia.Value, p *Param, memory any) bool {
 			return v.Uintptr() == uintptr(unsafe.Pointer(unsafe.SliceData(x)))
 		}
 	}
+
 	return false
 }
 
+// read reads one parameter.
 func read(vg gorgonia.ValueGrad) (Param, values, error) {
 	if Missing(vg) {
 		return Param{}, values{}, fmt.Errorf("is nil")
 	}
+
 	p, v := Param{Name: Name(vg)}, vg.Value()
 	if v == nil {
 		return p, values{}, fmt.Errorf("has no value: bind one with gorgonia.Let")
 	}
+
 	g, err := vg.Grad()
 	if err != nil || g == nil {
 		return p, values{}, fmt.Errorf(
 			"has no gradient: run a machine made with gorgonia.BindDualValues for this parameter")
 	}
+
 	p.Shape, p.Dtype = v.Shape().Clone(), v.Dtype()
 	if g.Dtype() != p.Dtype || !slices.Equal(g.Shape(), p.Shape) {
 		return p, values{}, fmt.Errorf(
@@ -132,8 +139,8 @@ func read(vg gorgonia.ValueGrad) (Param, values, error) {
 	return p, values{v, g}, nil
 }
 
-// Memory returns the elements of v, a float scalar or a contiguous row-major tensor of floats, as
-// the slice that v holds.
+// Memory returns the elements of v, a float scalar or a contiguous row-major tensor of floats,
+// without copying them.
 func Memory(v gorgonia.Value) (any, error) {
 	switch v := v.(type) {
 	case *gorgonia.F32:
@@ -152,15 +159,16 @@ func Memory(v gorgonia.Value) (any, error) {
 			return v.Float64s()[:opbase.Size(v.Shape())], nil
 		}
 	}
+
 	return nil, fmt.Errorf("is a %T of %v: want a dense tensor or a scalar of float32 or float64",
 		v, v.Dtype())
 }
 
-// slice returns the one element that p points at.
+// slice returns a slice of the element that p points to.
 func slice[T cpu.Float](p *T) []T { return unsafe.Slice(p, 1) }
 
-// NonFinite returns the index of the first NaN or infinity in the gradient, and −1 if there is
-// none.
+// NonFinite returns the index of the first NaN or infinity in the gradient, or −1 if all elements
+// are finite.
 func (p Param) NonFinite() int {
 	if g, ok := p.Grad.([]float32); ok {
 		return array.FirstNonFinite(g)
@@ -168,13 +176,13 @@ func (p Param) NonFinite() int {
 	return array.FirstNonFinite(p.Grad.([]float64))
 }
 
-// Missing reports whether vg is nil or a node that is.
+// Missing reports whether vg is nil or a nil node.
 func Missing(vg gorgonia.ValueGrad) bool {
 	n, isNode := vg.(*gorgonia.Node)
 	return vg == nil || isNode && n == nil
 }
 
-// Name returns the name that the user gave vg, and "" if there is none.
+// Name returns the name that the user gave vg, or "" if it has none.
 func Name(vg gorgonia.ValueGrad) string {
 	nm, ok := vg.(gorgonia.Namer)
 	if !ok || Missing(vg) {
@@ -182,12 +190,12 @@ func Name(vg gorgonia.ValueGrad) string {
 	}
 	name := nm.Name()
 	if n, ok := vg.(*gorgonia.Node); ok && n.Op() == nil && strings.HasPrefix(name, "%!s(<nil>)(") {
-		return "" // what Node.Name makes up for an input without a name
+		return "" // Node.Name generates this for an input without a name
 	}
 	return name
 }
 
-// Label returns a parameter's name for messages: quoted, or its number where it has none.
+// Label returns a parameter's name for messages: quoted, or its number if it has no name.
 func Label(name string, i int) string {
 	if name == "" {
 		return fmt.Sprintf("#%d (unnamed)", i)

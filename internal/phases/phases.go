@@ -1,4 +1,4 @@
-// Package phases tells where the time of one piece of work went.
+// Package phases measures how the time of a piece of work is divided among its phases.
 package phases
 
 import (
@@ -7,24 +7,26 @@ import (
 	"time"
 )
 
-// Clock measures phases that follow each other. It is for one goroutine.
+// Clock measures successive phases. It must not be used concurrently.
 type Clock struct {
 	began, last time.Time
 	names       []string
 	spent       []time.Duration
 }
 
-// Start returns a clock whose first phase begins now.
+// Start returns a clock with its first phase starting now.
 func Start() *Clock {
 	now := time.Now()
 	return &Clock{began: now, last: now}
 }
 
-// End ends a phase, and begins the next one. Phases of one name are added up. A nil clock is none.
+// End ends a phase and starts the next one. Phases with the same name are added up. A nil Clock
+// measures nothing.
 func (c *Clock) End(name string) {
 	if c == nil {
 		return
 	}
+
 	now := time.Now()
 	took := now.Sub(c.last)
 	c.last = now
@@ -34,10 +36,11 @@ func (c *Clock) End(name string) {
 			return
 		}
 	}
+
 	c.names, c.spent = append(c.names, name), append(c.spent, took)
 }
 
-// String is all phases in order, in milliseconds, and their sum.
+// String returns all phases in order and their total, in milliseconds.
 func (c *Clock) String() string {
 	if c == nil {
 		return ""
@@ -49,4 +52,5 @@ func (c *Clock) String() string {
 	return fmt.Sprintf("%.1f ms: %s", milliseconds(c.last.Sub(c.began)), strings.Join(all, ", "))
 }
 
+// milliseconds returns d in milliseconds.
 func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

@@ -1,5 +1,5 @@
-// Package plan gives the intermediate results of a computation places in one piece of memory. Each
-// is needed for some of the computation's steps.
+// Package plan places the intermediate results of a computation, each needed during some of its
+// steps, in one block of memory.
 package plan
 
 import (
@@ -7,7 +7,7 @@ import (
 	"slices"
 )
 
-// Interval is a piece of memory that is needed from step First to step Last, both included.
+// Interval is a piece of memory that is needed from step First to step Last, inclusive.
 type Interval struct {
 	Bytes, First, Last int
 	Offset             int // set by Pack and Fit
@@ -17,10 +17,12 @@ type Interval struct {
 func Align(bytes, alignment int) int { return (bytes + alignment - 1) / alignment * alignment }
 
 // Pack gives every interval an offset in one arena, a multiple of the alignment, and returns the
-// arena's size. No two that are needed at the same time overlap. Large ones are placed first, each
-// at the lowest offset that is free for as long as it is needed. On graphs of language models the
-// arena is within a few per cent of the most that is needed at any one step. (Pisarchyk and Lee,
-// "Efficient Memory Management for Deep Neural Net Inference", 2020, greedy by size.)
+// size of the arena. Intervals that are needed at the same time do not overlap.
+//
+// Large intervals are placed first, each at the lowest offset that is free for as long as it is
+// needed (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020,
+// greedy by size). On graphs of language models, the arena exceeds the maximum needed in any step
+// by a few percent.
 func Pack(all []*Interval, alignment int) (total int) {
 	order := slices.Clone(all)
 	slices.SortStableFunc(order, func(a, b *Interval) int {
@@ -35,8 +37,8 @@ func Pack(all []*Interval, alignment int) (total int) {
 	return total
 }
 
-// Fit gives an interval the lowest offset that is free of others, which are in the order of their
-// offsets, for as long as it is needed.
+// Fit gives an interval the lowest offset that is free for as long as it is needed. placed holds
+// the other intervals, ordered by offset.
 func Fit(v *Interval, placed []*Interval, alignment int) {
 	v.Offset = 0
 	for _, p := range placed {
@@ -50,7 +52,7 @@ func Fit(v *Interval, placed []*Interval, alignment int) {
 	}
 }
 
-// Insert adds an interval to others, which are in the order of their offsets.
+// Insert adds an interval to placed, which is ordered by offset.
 func Insert(placed []*Interval, v *Interval) []*Interval {
 	i, _ := slices.BinarySearchFunc(placed, v.Offset, func(p *Interval, offset int) int {
 		return cmp.Compare(p.Offset, offset)

@@ -19,6 +19,7 @@ func TestPack(t *testing.T) {
 			first := r.IntN(40)
 			all[i] = &Interval{Bytes: r.IntN(10000), First: first, Last: first + r.IntN(12)}
 		}
+
 		total := Pack(all, alignment)
 		for i, a := range all {
 			if a.Offset%alignment != 0 || a.Offset < 0 || a.Offset+a.Bytes > total {
@@ -31,6 +32,7 @@ func TestPack(t *testing.T) {
 				}
 			}
 		}
+
 		if least := peak(all, alignment); total < least || total > 2*least {
 			t.Errorf("%d intervals take %d bytes, and %d are needed at once",
 				len(all), total, least)
@@ -38,8 +40,8 @@ func TestPack(t *testing.T) {
 	}
 }
 
-// TestPackChain wants a chain of equal tensors, each needed by the next step only, to take the room
-// of two.
+// TestPackChain checks that a chain of equal tensors, each needed by the next step only, takes the
+// memory of two.
 func TestPackChain(t *testing.T) {
 	var all []*Interval
 	for i := range 100 {
@@ -50,8 +52,8 @@ func TestPackChain(t *testing.T) {
 	}
 }
 
-// peak returns the most memory that the intervals need at any one step: a lower bound of what Pack
-// can reach.
+// peak returns the maximum memory that the intervals need in any step, which is a lower bound for
+// Pack.
 func peak(all []*Interval, alignment int) int {
 	steps := map[int]int{}
 	for _, v := range all {

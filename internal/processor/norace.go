@@ -1,7 +1,7 @@
 //go:build !race
 
-// Package processor measures the processor time that tests take.
+// Package processor measures the processor time used by tests.
 package processor
 
-// Race is whether the race detector watches, which takes a multiple of the time.
+// Race reports whether the race detector is enabled, which multiplies the time.
 const Race = false

@@ -2,5 +2,5 @@
 
 package processor
 
-// Race is whether the race detector watches, which takes a multiple of the time.
+// Race reports whether the race detector is enabled, which multiplies the time.
 const Race = true

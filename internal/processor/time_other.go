@@ -9,5 +9,5 @@ import (
 
 var began = time.Now()
 
-// Time returns the time by the clock, where the system does not tell that of the processors.
+// Time returns the elapsed time, because the system does not report processor time.
 func Time(testing.TB) time.Duration { return time.Since(began) }

@@ -8,7 +8,8 @@ import (
 	"time"
 )
 
-// Time returns what the process has used of all processors, on which other programs have no part.
+// Time returns the time that this process has used on all processors, which other programs do not
+// affect.
 func Time(t testing.TB) time.Duration {
 	t.Helper()
 	var r syscall.Rusage

@@ -2,5 +2,5 @@
 
 package regular
 
-// nonBlocking is not needed where pipes do not stand in folders.
+// nonBlocking is not needed on systems without named pipes in folders.
 const nonBlocking = 0

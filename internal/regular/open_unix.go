@@ -4,6 +4,5 @@ package regular
 
 import "syscall"
 
-// nonBlocking makes opening a named pipe return at once. Reading a regular file is the same with
-// and without it.
+// nonBlocking makes opening a named pipe return at once. It does not affect regular files.
 const nonBlocking = syscall.O_NONBLOCK

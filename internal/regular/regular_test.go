@@ -16,6 +16,7 @@ func TestOpen(t *testing.T) {
 	if os.Symlink(path, link) == nil {
 		names = append(names, link)
 	}
+
 	for _, name := range names {
 		f, size, err := Open(name)
 		require.NoError(t, err)
@@ -25,8 +26,9 @@ func TestOpen(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, "text", string(b))
 		_, err = Read(name, 3, "a word has")
-		require.ErrorContains(t, err, "has 4 bytes, and a word has at most 3")
+		require.ErrorContains(t, err, "has 4 bytes, but a word has at most 3")
 	}
+
 	_, _, err := Open("")
 	require.ErrorContains(t, err, `the path is "", want that of a file`)
 	_, _, err = Open(path + "-absent")
@@ -44,7 +46,7 @@ func TestReadHole(t *testing.T) {
 		t.Skip("this file system has no holes:", err)
 	}
 	_, err := Read(path, 1<<20, "this has")
-	require.ErrorContains(t, err, "has 42949672960 bytes, and this has at most 1048576")
+	require.ErrorContains(t, err, "has 42949672960 bytes, but this has at most 1048576")
 }
 
 func TestDevices(t *testing.T) {
@@ -57,7 +59,7 @@ func TestDevices(t *testing.T) {
 	}
 }
 
-// TestAppend continues a file, makes one, and refuses what is none.
+// TestAppend checks that Append continues a file, creates one, and refuses everything else.
 func TestAppend(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log")
 	for i, line := range []string{"a", "b"} {
@@ -68,6 +70,7 @@ func TestAppend(t *testing.T) {
 		require.NoError(t, err)
 		require.NoError(t, f.Close())
 	}
+
 	b, err := os.ReadFile(path)
 	require.NoError(t, err)
 	require.Equal(t, "ab", string(b))

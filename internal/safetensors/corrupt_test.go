@@ -14,12 +14,13 @@ import (
 	"testing"
 )
 
-// loadBytes does all that can be done with a file: it opens it, verifies it and reads every tensor.
+// loadBytes uses a file in every way: it opens it, verifies it and reads every tensor.
 func loadBytes(b []byte) error {
 	f, err := NewFile("file", bytes.NewReader(b), int64(len(b)))
 	if err != nil {
 		return err
 	}
+
 	for _, name := range f.Names() {
 		t, err := f.Tensor(context.Background(), name)
 		if err != nil {
@@ -29,10 +30,11 @@ func loadBytes(b []byte) error {
 			return fmt.Errorf("Tensor returned an unsound tensor: %v", err)
 		}
 	}
+
 	return f.Verify(context.Background(), f.Names()...)
 }
 
-// small returns the bytes of a small file with a little of everything.
+// small returns the bytes of a small file with a bit of everything.
 func small(t testing.TB) []byte {
 	path := filepath.Join(t.(interface{ TempDir() string }).TempDir(), "small")
 	err := Save(path, []Tensor{
@@ -43,6 +45,7 @@ func small(t testing.TB) []byte {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	b, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -55,6 +58,7 @@ func TestEveryAlteredByteIsRefused(t *testing.T) {
 	if err := loadBytes(b); err != nil {
 		t.Fatal(err)
 	}
+
 	for i := range b {
 		for x := 1; x < 256; x++ {
 			b[i] ^= byte(x)
@@ -103,14 +107,17 @@ func TestDamageIsLocated(t *testing.T) {
 	if err := os.WriteFile(path, b, 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	f, err := Open(path)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	defer f.Close()
 	if _, err := f.Tensor(context.Background(), "first"); err != nil {
 		t.Errorf("the undamaged tensor: %v", err)
 	}
+
 	_, errTensor := f.Tensor(context.Background(), "second")
 	_, _, errLoad := Load(path)
 	for _, err := range []error{errTensor, errLoad, f.Verify(t.Context(), f.Names()...)} {
@@ -121,13 +128,13 @@ func TestDamageIsLocated(t *testing.T) {
 	}
 }
 
-// file puts a header before n bytes of data.
+// file returns a header followed by n bytes of data.
 func file(header string, n int) []byte {
 	b := binary.LittleEndian.AppendUint64(nil, uint64(len(header)))
 	return append(append(b, header...), make([]byte, n)...)
 }
 
-// plain is a header as other writers make it, without checksums.
+// plain is a header without checksums, as other programs write it.
 const plain = `{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},` +
 	`"b":{"shape":[],"data_offsets":[8,9],"dtype":"BOOL"}}   `
 
@@ -164,7 +171,7 @@ func TestHostileFiles(t *testing.T) {
 		{"empty", nil, "too short"},
 		{"only a length", file("", 0), "does not start with {"},
 		{"length past the end", file(plain, 0)[:20], "only 12 follow"},
-		{"huge length", binary.LittleEndian.AppendUint64(nil, math.MaxUint64), "it may be no safetensors file"},
+		{"huge length", binary.LittleEndian.AppendUint64(nil, math.MaxUint64), "is this a safetensors file?"},
 		{"length above the limit", binary.LittleEndian.AppendUint64(nil, maxHeader+1), "the format allows"},
 		{"not JSON", file("{hello}", 0), "JSON"},
 		{"what a terminal obeys", file("{\x1b[2J}", 0), `found "\x1b"`},
@@ -226,6 +233,7 @@ func TestHostileFiles(t *testing.T) {
 		{"key with a space", file(`{"__metadata__":{"kasmina.crc32c": "00000000","kasmina.digest":"crc32c"}}`, 0), "are damaged"},
 		{"digits cut off", file(`{"__metadata__":{"kasmina.digest":"crc32c","kasmina.crc32c":""}}`, 0), "are damaged"},
 	}
+
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
 			err := loadBytes(test.file)

@@ -16,14 +16,14 @@ const (
 	metadataName = "__metadata__"
 	// maxHeader is the reference implementation's limit, in bytes: enough for a million tensors.
 	maxHeader = 100_000_000
-	// maxRank is how many dimensions a tensor has at most. Models have five (convolutions in
-	// space); what is above costs a reader more memory for shapes than the header itself.
+	// maxRank is the maximum number of dimensions of a tensor. Models use up to five (convolutions
+	// in space). With more, shapes would take more memory than the header itself.
 	maxRank = 16
-	// maxMetadata is how many entries the metadata has at most. Writers that describe a whole
-	// training run have some dozens, as what they hold is in the entries' values.
+	// maxMetadata is the maximum number of metadata entries. Writers that describe a whole training
+	// run use a few dozen, since most of the data is in the values.
 	maxMetadata = 1024
-	// digestKey announces sumsKey and the other way round; they differ in more than one byte, so
-	// that no small damage hides both.
+	// digestKey and sumsKey announce each other. They differ in more than one byte, so that no
+	// small damage hides both.
 	digestKey   = "kasmina.digest"
 	digestValue = "crc32c"
 	sumsKey     = "kasmina.crc32c"
@@ -32,7 +32,7 @@ const (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// entry is a tensor's line in the header; begin and end are offsets into data.
+// entry describes a tensor in the header. begin and end are offsets into data.
 type entry struct {
 	name       string
 	dtype      DType
@@ -40,20 +40,22 @@ type entry struct {
 	begin, end int64
 }
 
-// encodeHeader returns the length and header bytes that open a file, with the checksums sums of the
-// entries and its own. They are padded with spaces so that data is aligned to eight bytes.
+// encodeHeader returns the length and header bytes at the start of a file, including the checksums
+// sums of the entries and the header's own. The header is padded with spaces so that data is
+// aligned to eight bytes.
 func encodeHeader(entries []entry, metadata map[string]string, sums []uint32) ([]byte, error) {
 	all := maps.Clone(metadata)
 	if all == nil {
 		all = make(map[string]string)
 	}
+
 	var digits strings.Builder
 	digits.WriteString(strings.Repeat("0", sumDigits))
 	for _, s := range sums {
 		fmt.Fprintf(&digits, "%08x", s)
 	}
-	all[digestKey], all[sumsKey] = digestValue, digits.String()
 
+	all[digestKey], all[sumsKey] = digestValue, digits.String()
 	b := make([]byte, 8, 256+128*len(entries))
 	b = append(b, `{"`+metadataName+`":{`...)
 	for i, key := range slices.Sorted(maps.Keys(all)) {
@@ -63,6 +65,7 @@ func encodeHeader(entries []entry, metadata map[string]string, sums []uint32) ([
 		b = append(appendString(b, key), ':')
 		b = appendString(b, all[key])
 	}
+
 	b = append(b, '}')
 	for _, e := range entries {
 		b = append(appendString(append(b, ','), e.name), `:{"dtype":`...)
@@ -75,27 +78,31 @@ func encodeHeader(entries []entry, metadata map[string]string, sums []uint32) ([
 		}
 		b = fmt.Appendf(b, `],"data_offsets":[%d,%d]}`, e.begin, e.end)
 	}
+
 	b = append(b, '}')
 	for len(b)%8 != 0 {
 		b = append(b, ' ')
 	}
+
 	if len(b)-8 > maxHeader {
 		return nil, fmt.Errorf("header of %d bytes, the format allows %d: %w", len(b)-8,
 			maxHeader, ErrInvalid)
 	}
+
 	binary.LittleEndian.PutUint64(b, uint64(len(b)-8))
 	at := sumsOffset(b)
 	copy(b[at:], fmt.Sprintf("%08x", headerSum(b, at)))
 	return b, nil
 }
 
+// appendString appends s as a JSON string.
 func appendString(b []byte, s string) []byte {
 	quoted, _ := json.Marshal(s) // a string always has an encoding
 	return append(b, quoted...)
 }
 
-// sumsOffset returns where the checksums' digits start in the length and header bytes, -1 when
-// there are none. A quote inside a JSON string is escaped, so only the entry itself can match.
+// sumsOffset returns the position of the checksums' digits in the length and header bytes, or −1 if
+// there are none. Quotes inside JSON strings are escaped, so only the entry itself can match.
 func sumsOffset(head []byte) int {
 	key := []byte(`"` + sumsKey + `":"`)
 	at := bytes.Index(head, key)
@@ -105,22 +112,23 @@ func sumsOffset(head []byte) int {
 	return at + len(key)
 }
 
-// headerSum is the checksum of the length and header bytes with the digits at position at read as
-// zeros.
+// headerSum returns the checksum of the length and header bytes, with the digits at position at
+// read as zeros.
 func headerSum(head []byte, at int) uint32 {
 	sum := crc32.Update(0, castagnoli, head[:at])
 	sum = crc32.Update(sum, castagnoli, bytes.Repeat([]byte{'0'}, sumDigits))
 	return crc32.Update(sum, castagnoli, head[at+sumDigits:])
 }
 
-// takeSums removes the checksums from metadata and returns those of the n tensors, nil when the
-// file has none. It fails when they are damaged or the header does not match its own.
+// takeSums removes the checksums from metadata and returns those of the n tensors, or nil if the
+// file has none. Damaged checksums, and a header that does not match its own, are errors.
 func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) {
 	digest, announced := metadata[digestKey]
 	digits, present := metadata[sumsKey]
 	if !announced && !present {
 		return nil, nil
 	}
+
 	delete(metadata, digestKey)
 	delete(metadata, sumsKey)
 	at := sumsOffset(head)
@@ -135,6 +143,7 @@ func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) 
 		return nil, fmt.Errorf("header: %d checksum digits, expected %d",
 			len(digits), sumDigits*(n+1))
 	}
+
 	sums := make([]uint32, n+1)
 	for i := range sums {
 		d := digits[i*sumDigits:][:sumDigits]
@@ -145,8 +154,9 @@ func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) 
 		}
 		sums[i] = uint32(v)
 	}
-	// Compared as text: the checksum does not cover its own digits, and damage may turn one into
-	// upper case.
+
+	// Compared as text, because the checksum does not cover its own digits, and damage may turn a
+	// digit into upper case.
 	if got := fmt.Sprintf("%08x", headerSum(head, at)); got != digits[:sumDigits] {
 		return nil, fmt.Errorf("header: checksum %s, expected %s", got, digits[:sumDigits])
 	}

@@ -19,12 +19,13 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
-// TestHugeHeaders opens files whose headers are as large as the format allows, and full of what
-// takes memory to read.
+// TestHugeHeaders opens files with headers of the maximum size that are as expensive as possible to
+// parse.
 func TestHugeHeaders(t *testing.T) {
 	if testing.Short() {
 		t.Skip("headers of 99 MB")
 	}
+
 	const room = 99_000_000
 	repeated := func(open string, item func(b *bytes.Buffer, i int), end string) func() []byte {
 		return func() []byte { return header(room, open, item, end) }
@@ -32,7 +33,7 @@ func TestHugeHeaders(t *testing.T) {
 	const empty = `":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}`
 	for name, c := range map[string]struct {
 		file   func() []byte
-		faults string // "" if it is a good file
+		faults string // empty if the file is valid
 	}{
 		"tensors": {repeated("{", func(b *bytes.Buffer, i int) {
 			fmt.Fprintf(b, `"%x%s`, i, empty)
@@ -82,7 +83,8 @@ func TestHugeHeaders(t *testing.T) {
 	}
 }
 
-// header returns a file that is a header of about so many bytes, most of them items.
+// header returns a file that consists of a header of about the given number of bytes, most of them
+// items.
 func header(room int, open string, item func(b *bytes.Buffer, i int), end string) []byte {
 	var b bytes.Buffer
 	b.Grow(room + 200)
@@ -94,12 +96,13 @@ func header(room int, open string, item func(b *bytes.Buffer, i int), end string
 		}
 		item(&b, i)
 	}
+
 	b.WriteString(end)
 	binary.LittleEndian.PutUint64(b.Bytes(), uint64(b.Len()-8))
 	return b.Bytes()
 }
 
-// TestHole opens files that are much larger than what is stored of them.
+// TestHole opens sparse files that are much larger than their stored contents.
 func TestHole(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "hole")
 	const size = 40 << 30
@@ -131,7 +134,7 @@ func TestNoFiles(t *testing.T) {
 	}
 }
 
-// TestContext ends what reads in the middle of a tensor.
+// TestContext cancels reads in the middle of a tensor.
 func TestContext(t *testing.T) {
 	const size = 3 * chunk
 	b := file(fmt.Sprintf(`{"a":{"dtype":"U8","shape":[%d],"data_offsets":[0,%[1]d]}}`, size), size)
@@ -148,7 +151,7 @@ func TestContext(t *testing.T) {
 	require.Equal(t, r.after, r.reads)
 }
 
-// counting calls a function after so many reads.
+// counting is a reader that calls a function after a given number of reads.
 type counting struct {
 	io.ReaderAt
 	reads, after int
@@ -162,7 +165,7 @@ func (c *counting) ReadAt(b []byte, at int64) (int, error) {
 	return c.ReaderAt.ReadAt(b, at)
 }
 
-// TestSaveWithinLimits wants what cannot be read to be refused when it is saved.
+// TestSaveWithinLimits checks that Save refuses files that could not be read.
 func TestSaveWithinLimits(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	shape := make([]int, maxRank+1)
@@ -174,6 +177,7 @@ func TestSaveWithinLimits(t *testing.T) {
 	for i := range maxMetadata - 1 {
 		many[fmt.Sprint(i)] = ""
 	}
+
 	err = Save(path, nil, many)
 	require.ErrorIs(t, err, ErrInvalid)
 	require.ErrorContains(t, err, "1023 entries of metadata, want at most 1022")
@@ -184,17 +188,19 @@ func TestSaveWithinLimits(t *testing.T) {
 	require.Equal(t, many, metadata)
 }
 
-// FuzzScanner compares strings with what encoding/json makes of them.
+// FuzzScanner compares decoded strings with encoding/json.
 func FuzzScanner(f *testing.F) {
 	for _, s := range []string{`""`, `"a"`, `"\u0061\ud83d\ude00\ud83d\n\/"`,
 		`"\`, `"\x"`, "\"\x01\"",
 		`"a" `, `"\ude00\ud83d"`, `"\ud83d\u0061"`} {
 		f.Add(s)
 	}
+
 	f.Fuzz(func(t *testing.T, text string) {
 		if !strings.HasPrefix(text, `"`) || strings.ToValidUTF8(text, "") != text {
 			return
 		}
+
 		s := scanner{text: text}
 		got, err := s.string()
 		if err == nil {
@@ -209,8 +215,8 @@ func FuzzScanner(f *testing.F) {
 	})
 }
 
-// FuzzOpen gives files as they are, and behind a header's length. What is accepted is JSON, has
-// sound tensors, and can be saved.
+// FuzzOpen opens arbitrary files, with and without a correct header length. Accepted files must
+// contain JSON and valid tensors, and it must be possible to save them.
 func FuzzOpen(f *testing.F) {
 	f.Add(small(f), false)
 	f.Add([]byte(plain+strings.Repeat("\x00", 9)), true)
@@ -222,6 +228,7 @@ func FuzzOpen(f *testing.F) {
 			n := bytes.LastIndexByte(b, '}') + 1
 			binary.LittleEndian.PutUint64(b, uint64(max(0, n-8)))
 		}
+
 		bounded.Run(t, int64(len(b)), func() {
 			if err := loadBytes(b); err != nil && !errors.Is(err, ErrCorrupt) {
 				t.Error(err)

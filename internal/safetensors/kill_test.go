@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// saverEnv makes the test binary save in a loop. It holds the file's path and the first version, a
-// line each.
+// saverEnv is the environment variable that makes the test binary save in a loop. It holds the path
+// of the file and the first version, on separate lines.
 const saverEnv = "SAFETENSORS_TEST_SAVER"
 
 func TestMain(m *testing.M) {
@@ -25,7 +25,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// saveForever saves version after version and prints the number of each when it begins.
+// saveForever saves version after version, printing the number of each before it starts.
 func saveForever(path, first string) {
 	v, _ := strconv.ParseUint(first, 10, 64)
 	for ; ; v++ {
@@ -38,7 +38,7 @@ func saveForever(path, first string) {
 	}
 }
 
-// version returns the tensors of version v: about 300 kB that no other version has.
+// version returns the tensors of version v: about 300 kB that differ from all other versions.
 func version(v uint64) []Tensor {
 	r := rand.New(rand.NewPCG(v, 0))
 	n := 16_000 + int(v%7)
@@ -48,16 +48,17 @@ func version(v uint64) []Tensor {
 	}
 }
 
-// TestKill kills a process while it saves, and looks at what it left. That is always a complete
-// version, and never an older one than had been saved. The moments are random, soon after a file
-// was begun, or after a save. With random ones alone it would be up to the disk, and to what else
-// runs, how many meet a half-written file.
+// TestKill kills a process while it saves, and checks that it leaves a complete version that is not
+// older than the last saved one. It kills at random times, soon after a file has been started, and
+// after a save; with random times alone, the disk and other load would determine how often a file
+// is half-written.
 func TestKill(t *testing.T) {
 	r := random(t)
 	kills := 100
 	if testing.Short() {
 		kills = 20
 	}
+
 	path := filepath.Join(t.TempDir(), "checkpoint")
 	halfWrittenFiles := func() []string {
 		files, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".kasmina-*.tmp"))
@@ -66,6 +67,7 @@ func TestKill(t *testing.T) {
 		}
 		return files
 	}
+
 	var left []string // by the last kill
 	start := time.Now()
 	mustSave(t, path, version(0), map[string]string{"version": "0"})
@@ -76,9 +78,10 @@ func TestKill(t *testing.T) {
 			if now := halfWrittenFiles(); len(now) > 0 && !slices.Equal(now, left) {
 				return
 			}
-			time.Sleep(50 * time.Microsecond) // which the child has the processor for
+			time.Sleep(50 * time.Microsecond) // lets the child have the processor
 		}
 	}
+
 	saved := func(s *saver) { s.next() }
 	moments := []func(*saver){anyTime, writing, anyTime, saved}
 	next := uint64(1)
@@ -93,6 +96,7 @@ func TestKill(t *testing.T) {
 		if len(now) > 1 {
 			t.Fatalf("one killed writer left %v", now)
 		}
+
 		if len(now) > 0 && !slices.Equal(now, left) {
 			halfWritten++
 		}
@@ -106,11 +110,13 @@ func TestKill(t *testing.T) {
 		}
 		next = got + 1
 	}
+
 	t.Logf("%d kills: %d left a half-written file beside the old one, %d came after a save",
 		n, halfWritten, after)
 	if halfWritten < kills/10 || after < kills/10 {
 		t.Errorf("the kills were not spread over the saves")
 	}
+
 	mustSave(t, path, nil, nil)
 	if files, err := os.ReadDir(filepath.Dir(path)); err != nil || len(files) != 1 {
 		t.Errorf("the last save left %v, %v", files, err)
@@ -121,11 +127,11 @@ func TestKill(t *testing.T) {
 type saver struct {
 	t     *testing.T
 	lines *bufio.Scanner
-	begun uint64 // the version that it saves
+	begun uint64 // version being saved
 }
 
-// next waits until the process begins a version, having saved all before. It is false once the
-// process has ended.
+// next waits until the process starts a version, having saved all previous ones. It returns false
+// once the process has ended.
 func (s *saver) next() bool {
 	if !s.lines.Scan() {
 		return false
@@ -139,8 +145,8 @@ func (s *saver) next() bool {
 	return true
 }
 
-// killSaver starts a process that saves version first and the following, and kills it at a moment
-// after it has begun. It returns the last version that the process is known to have saved.
+// killSaver starts a process that saves first and the following versions, and kills it some time
+// after it has started. It returns the last version that the process is known to have saved.
 func killSaver(t *testing.T, path string, first uint64, moment func(*saver)) uint64 {
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%s\n%d", saverEnv, path, first))
@@ -151,10 +157,12 @@ func killSaver(t *testing.T, path string, first uint64, moment func(*saver)) uin
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
+
 	s := &saver{t, bufio.NewScanner(stdout), first}
 	if s.next() {
 		moment(s)
 	}
+
 	cmd.Process.Kill()
 	for s.next() {
 	}
@@ -168,14 +176,17 @@ func loadVersion(t *testing.T, path string) uint64 {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	v, err := strconv.ParseUint(metadata["version"], 10, 64)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for i, want := range version(v) {
 		if i >= len(tensors) || !same(tensors[i], want) {
 			t.Fatalf("tensor %q is not version %d's", want.Name, v)
 		}
 	}
+
 	return v
 }

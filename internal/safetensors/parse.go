@@ -15,10 +15,10 @@ import (
 // `"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}`.
 const minEntry = 49
 
-// parseHeader reads the header's JSON in one pass, in memory of about three times its size. For
-// this it does not decode into maps, and names and values share the header's memory, which must not
-// change any more. Entries come back in data order. They are known to be sound, to have different
-// names and to fill dataSize bytes exactly.
+// parseHeader parses the header's JSON in one pass, using about three times its size in memory. It
+// therefore does not decode into maps, and names and values share the memory of header, which must
+// not change afterwards. The entries are returned in the order of their data. They are valid, have
+// distinct names and fill dataSize bytes exactly.
 func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, error) {
 	if len(header) == 0 || header[0] != '{' {
 		return nil, nil, errors.New("header does not start with {")
@@ -26,6 +26,7 @@ func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, err
 	if !utf8.Valid(header) {
 		return nil, nil, errors.New("header is not valid UTF-8 JSON")
 	}
+
 	p := parser{scanner: scanner{text: unsafe.String(unsafe.SliceData(header), len(header))},
 		dataSize: dataSize}
 	p.entries = make([]entry, 0, min(strings.Count(p.text, `"dtype"`), len(p.text)/minEntry))
@@ -35,21 +36,23 @@ func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, err
 	if err := p.inDataOrder(); err != nil {
 		return nil, nil, err
 	}
+
 	if p.metadata == nil {
 		p.metadata = map[string]string{}
 	}
 	return p.entries, p.metadata, nil
 }
 
-// parser gathers what a header holds. What it reads is just what the format has: duplicate,
-// misspelt and unknown keys are errors, which decoding into structs would let pass.
+// parser collects the contents of a header. It accepts only what the format allows: duplicate,
+// misspelled and unknown keys are errors, which decoding into structs would not detect.
 type parser struct {
 	scanner
 	entries  []entry
-	metadata map[string]string // nil before they are met
+	metadata map[string]string // nil until the metadata has been read
 	dataSize int64
 }
 
+// header parses the whole header.
 func (p *parser) header() error {
 	for first := true; ; first = false {
 		name, more, err := p.key(first)
@@ -59,12 +62,14 @@ func (p *parser) header() error {
 		if !more {
 			return p.end()
 		}
+
 		if name == metadataName {
 			if err := p.readMetadata(); err != nil {
 				return err
 			}
 			continue
 		}
+
 		e, err := p.entry(name)
 		if err != nil {
 			return fmt.Errorf("tensor %.100q: %w", name, err)
@@ -73,14 +78,17 @@ func (p *parser) header() error {
 	}
 }
 
+// readMetadata parses the metadata.
 func (p *parser) readMetadata() error {
 	if p.metadata != nil {
 		return fmt.Errorf("duplicate key %q", metadataName)
 	}
+
 	p.metadata = map[string]string{}
-	if p.acceptNull() { // some writers' way to say that there is none
+	if p.acceptNull() { // written by some programs for empty metadata
 		return nil
 	}
+
 	for first := true; ; first = false {
 		key, more, err := p.key(first)
 		if err != nil || !more {
@@ -98,6 +106,7 @@ func (p *parser) readMetadata() error {
 	}
 }
 
+// entry parses the description of a tensor.
 func (p *parser) entry(name string) (entry, error) {
 	e := entry{name: name}
 	var seen [3]bool
@@ -109,6 +118,7 @@ func (p *parser) entry(name string) (entry, error) {
 		if !more {
 			break
 		}
+
 		field := slices.Index(fields[:], key)
 		if field < 0 {
 			return e, fmt.Errorf("unknown field %.100q", key)
@@ -121,21 +131,24 @@ func (p *parser) entry(name string) (entry, error) {
 			return e, err
 		}
 	}
+
 	n := 0
 	for _, s := range seen {
 		if s {
 			n++
 		}
 	}
+
 	if n != len(fields) {
 		return e, fmt.Errorf("%d fields, expected dtype, shape and data_offsets", n)
 	}
 	return e, e.check()
 }
 
-// fields are those of an entry.
+// fields lists the fields of an entry.
 var fields = [...]string{"dtype", "shape", "data_offsets"}
 
+// field parses the value of the given field.
 func (p *parser) field(e *entry, field int) error {
 	switch field {
 	case 0:
@@ -167,22 +180,25 @@ func (p *parser) field(e *entry, field int) error {
 		}
 		e.begin, e.end = at[0], at[1]
 	}
+
 	return nil
 }
 
-// check compares the type and the shape with the offsets.
+// check returns an error unless the type and shape match the offsets.
 func (e *entry) check() error {
 	n, err := elements(e.shape)
 	if err != nil {
 		return err
 	}
+
 	bits := e.dtype.bits()
 	want, whole := int64(n)*int64(bits/8), true
 	if bits%8 != 0 {
 		want, whole = int64(n)*int64(bits)/8, n*bits%8 == 0
 	}
+
 	if !whole {
-		return fmt.Errorf("%s of shape %v takes %d bits, which are no whole number of bytes",
+		return fmt.Errorf("%s of shape %v takes %d bits, which is not a whole number of bytes",
 			e.dtype, e.shape, n*bits)
 	}
 	if got := e.end - e.begin; got != want {
@@ -192,8 +208,8 @@ func (e *entry) check() error {
 	return nil
 }
 
-// inDataOrder sorts the entries by their places and checks that they fill data without gaps or
-// overlaps.
+// inDataOrder sorts the entries by the position of their data, and checks that these fill data
+// without gaps or overlaps.
 func (p *parser) inDataOrder() error {
 	byPlace := func(a, b entry) int {
 		return cmp.Or(cmp.Compare(a.begin, b.begin), cmp.Compare(a.end,
@@ -202,11 +218,12 @@ func (p *parser) inDataOrder() error {
 	if !slices.IsSortedFunc(p.entries, byPlace) {
 		slices.SortStableFunc(p.entries, byPlace)
 	}
+
 	var end int64
 	for _, e := range p.entries {
 		if e.begin != end {
 			return fmt.Errorf(
-				"tensor %.100q: data begins at offset %d, expected %d: a gap or an overlap",
+				"tensor %.100q: data starts at offset %d, expected %d: a gap or an overlap",
 				e.name, e.begin, end)
 		}
 		if end = e.end; end > p.dataSize {
@@ -215,6 +232,7 @@ func (p *parser) inDataOrder() error {
 				e.name, end, p.dataSize, cutShort)
 		}
 	}
+
 	if end != p.dataSize {
 		return fmt.Errorf("the tensors end at offset %d, but the file has %d bytes of data", end,
 			p.dataSize)

@@ -17,21 +17,20 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// File is an open safetensors file whose header has been checked. Its methods may be called
-// concurrently.
+// File is an open safetensors file with a valid header. Its methods may be called concurrently.
 type File struct {
 	name      string
 	r         io.ReaderAt
 	close     func() error
 	dataStart int64
 	entries   []entry // in data order
-	byName    []int32 // the entries in order of their names
+	byName    []int32 // indices of entries, ordered by name
 	metadata  map[string]string
-	sums      []uint32 // of the entries, nil when the file has none
+	sums      []uint32 // checksums of the entries; nil if the file has none
 }
 
-// Open opens the file at path and checks its header: what is wrong with it comes as an ErrCorrupt.
-// Anything but a regular file is refused without waiting for it. Close it after use.
+// Open opens the file at path and checks its header. A damaged header is an error wrapping
+// ErrCorrupt, and anything but a regular file is refused at once. The caller must close the file.
 func Open(path string) (*File, error) {
 	f, size, err := regular.Open(path)
 	if err != nil {
@@ -46,31 +45,34 @@ func Open(path string) (*File, error) {
 	return file, nil
 }
 
-// NewFile reads the header of a safetensors file of size bytes from r; name stands for it in
-// errors.
+// NewFile reads the header of a safetensors file of size bytes from r. name appears in errors.
 func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 	f := &File{name: name, r: r, close: func() error { return nil }}
 	if size < 8 {
 		return nil, f.corrupt("%d bytes, too short for a header: %s", size, cutShort)
 	}
+
 	var length [8]byte
 	if err := f.readAt(length[:], 0); err != nil {
 		return nil, err
 	}
+
 	n := binary.LittleEndian.Uint64(length[:])
 	if n > maxHeader {
 		return nil,
-			f.corrupt("header of %d bytes, the format allows %d: it may be no safetensors file",
+			f.corrupt("header of %d bytes, the format allows %d: is this a safetensors file?",
 				n, maxHeader)
 	}
 	if n > uint64(size-8) {
 		return nil, f.corrupt("header of %d bytes, but only %d follow its length: %s", n, size-8,
 			cutShort)
 	}
+
 	head := make([]byte, 8+n)
 	if err := f.readAt(head, 0); err != nil {
 		return nil, err
 	}
+
 	f.dataStart = int64(len(head))
 	var err error
 	if f.entries, f.metadata, err = parseHeader(head[8:], size-f.dataStart); err != nil {
@@ -85,7 +87,7 @@ func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 	return f, nil
 }
 
-// sortNames makes the index. Beside a map of names it takes a tenth of the memory.
+// sortNames creates the index of names, which takes a tenth of the memory of a map.
 func (f *File) sortNames() error {
 	f.byName = make([]int32, len(f.entries)) // a header has room for some millions
 	for i := range f.byName {
@@ -100,10 +102,11 @@ func (f *File) sortNames() error {
 			return fmt.Errorf("duplicate key %.100q", name)
 		}
 	}
+
 	return nil
 }
 
-// find returns the entry of a tensor.
+// find returns the index of a tensor's entry.
 func (f *File) find(name string) (int, error) {
 	i, ok := slices.BinarySearchFunc(f.byName, name, func(i int32,
 		name string) int {
@@ -115,14 +118,15 @@ func (f *File) find(name string) (int, error) {
 	return int(f.byName[i]), nil
 }
 
-// Load reads a whole file, checksums included: the tensors in data order and the metadata. It takes
-// as much memory as the file says; where files may be anybody's, open them and ask for what is
-// wanted.
+// Load reads a whole file and verifies its checksums. It returns the tensors in the order of their
+// data, and the metadata. It uses as much memory as the file demands; to read untrusted files, open
+// them and read only the wanted tensors.
 func Load(path string) ([]Tensor, map[string]string, error) {
 	f, err := Open(path)
 	if err != nil {
 		return nil, nil, err
 	}
+
 	defer f.Close()
 	tensors := make([]Tensor, len(f.entries))
 	for i := range tensors {
@@ -130,6 +134,7 @@ func Load(path string) ([]Tensor, map[string]string, error) {
 			return nil, nil, err
 		}
 	}
+
 	return tensors, f.Metadata(), nil
 }
 
@@ -139,10 +144,10 @@ func (f *File) Close() error { return f.close() }
 // Metadata returns a copy of the metadata, without the checksums.
 func (f *File) Metadata() map[string]string { return maps.Clone(f.metadata) }
 
-// HasDigest reports whether the file carries checksums, as all files from Save do.
+// HasDigest reports whether the file has checksums, as all files written by Save do.
 func (f *File) HasDigest() bool { return f.sums != nil }
 
-// Names returns the names of the tensors in data order.
+// Names returns the names of the tensors in the order of their data.
 func (f *File) Names() []string {
 	names := make([]string, len(f.entries))
 	for i, e := range f.entries {
@@ -160,7 +165,7 @@ func (f *File) Info(name string) (DType, []int, error) {
 	return f.entries[i].dtype, slices.Clone(f.entries[i].shape), nil
 }
 
-// Bytes returns the size of a tensor's data, 0 for one that the file does not have.
+// Bytes returns the size of a tensor's data, or 0 if the file does not have the tensor.
 func (f *File) Bytes(name string) int64 {
 	i, err := f.find(name)
 	if err != nil {
@@ -169,8 +174,8 @@ func (f *File) Bytes(name string) int64 {
 	return f.entries[i].end - f.entries[i].begin
 }
 
-// Tensor reads one tensor and checks its checksum, if the file has checksums. It takes as much
-// memory as Bytes says.
+// Tensor reads a tensor and verifies its checksum, if the file has checksums. It allocates as much
+// memory as Bytes returns.
 func (f *File) Tensor(ctx context.Context, name string) (Tensor, error) {
 	i, err := f.find(name)
 	if err != nil {
@@ -179,17 +184,19 @@ func (f *File) Tensor(ctx context.Context, name string) (Tensor, error) {
 	return f.tensor(ctx, i)
 }
 
-// Read is Tensor into data, a slice of the tensor's type and size. On an error data may hold a part
-// of it.
+// Read reads a tensor into data, a slice of the tensor's type and size. After an error, data may
+// contain a part of it.
 func (f *File) Read(ctx context.Context, name string, data any) error {
 	i, err := f.find(name)
 	if err != nil {
 		return err
 	}
+
 	e := f.entries[i]
 	if err := f.supports(e); err != nil {
 		return err
 	}
+
 	n := int((e.end - e.begin) / int64(e.dtype.Size()))
 	if reflect.TypeOf(data) != e.dtype.sliceType() || reflect.ValueOf(data).Len() != n {
 		return fmt.Errorf("safetensors: %s: tensor %.100q has %d elements of type %s, which do "+
@@ -199,8 +206,7 @@ func (f *File) Read(ctx context.Context, name string, data any) error {
 	return f.fill(ctx, i, data)
 }
 
-// Verify reads the data of the named tensors, holding one chunk at a time, and checks their
-// checksums.
+// Verify reads the data of the named tensors, one chunk at a time, and verifies their checksums.
 func (f *File) Verify(ctx context.Context, names ...string) error {
 	scratch := make([]byte, min(chunk, f.dataSize()))
 	for _, name := range names {
@@ -215,7 +221,7 @@ func (f *File) Verify(ctx context.Context, names ...string) error {
 	return nil
 }
 
-// dataSize is the size of all data.
+// dataSize returns the size of all data.
 func (f *File) dataSize() int64 {
 	if len(f.entries) == 0 {
 		return 0
@@ -223,19 +229,23 @@ func (f *File) dataSize() int64 {
 	return f.entries[len(f.entries)-1].end
 }
 
+// tensor reads the tensor of entry i.
 func (f *File) tensor(ctx context.Context, i int) (Tensor, error) {
 	e := f.entries[i]
 	if err := f.supports(e); err != nil {
 		return Tensor{}, err
 	}
+
 	size := e.end - e.begin
 	err := memory.Check("its data take", uint64(size))
 	if err == nil && size > math.MaxInt {
 		err = fmt.Errorf("its data take %d bytes, more than this computer can address", size)
 	}
+
 	if err != nil {
 		return Tensor{}, fmt.Errorf("safetensors: %s: tensor %.100q: %w", f.name, e.name, err)
 	}
+
 	n := int(size) / e.dtype.Size()
 	data := reflect.MakeSlice(e.dtype.sliceType(), n, n).Interface()
 	if err := f.fill(ctx, i, data); err != nil {
@@ -244,7 +254,7 @@ func (f *File) tensor(ctx context.Context, i int) (Tensor, error) {
 	return Tensor{e.name, e.dtype, slices.Clone(e.shape), data}, nil
 }
 
-// supports returns an error if the elements of an entry cannot be read.
+// supports returns an error if elements of the entry's type cannot be read.
 func (f *File) supports(e entry) error {
 	if _, no := unsupported[e.dtype]; no {
 		return fmt.Errorf("safetensors: %s: tensor %.100q is of type %s, which cannot be read: %w",
@@ -253,7 +263,7 @@ func (f *File) supports(e entry) error {
 	return nil
 }
 
-// fill reads the data of entry i into a slice that fits it.
+// fill reads the data of entry i into a slice of the right type and size.
 func (f *File) fill(ctx context.Context, i int, data any) error {
 	b := bytesOf(data)
 	if err := f.read(ctx, i, func(at, n int64) []byte { return b[at : at+n] }, nil); err != nil {
@@ -265,9 +275,9 @@ func (f *File) fill(ctx context.Context, i int, data any) error {
 	return nil
 }
 
-// Chunks calls visit with the data of a tensor, in order and as little-endian bytes. Each call gets
-// whole elements, in memory that the next call uses again. It checks the checksum when all are
-// read, and returns an error of visit as it is.
+// Chunks calls visit with the data of a tensor, in order and as little-endian bytes. Each part
+// consists of whole elements and is valid only during the call. Chunks verifies the checksum at the
+// end, and returns an error of visit unchanged.
 func (f *File) Chunks(ctx context.Context, name string, visit func(part []byte) error) error {
 	i, err := f.find(name)
 	if err != nil {
@@ -280,14 +290,15 @@ func (f *File) Chunks(ctx context.Context, name string, visit func(part []byte) 
 	return f.read(ctx, i, func(_, n int64) []byte { return scratch[:n] }, visit)
 }
 
-// Part is Chunks of the bytes of a tensor from one on to another, which begin and end elements. It
-// checks no checksum: several goroutines may each read a part.
+// Part calls visit, like Chunks, with bytes [from, to) of a tensor, which must start and end at
+// elements. It verifies no checksum. Several goroutines may read a part each.
 func (f *File) Part(ctx context.Context, name string, from, to int64,
 	visit func(part []byte) error) error {
 	i, err := f.find(name)
 	if err != nil {
 		return err
 	}
+
 	e := f.entries[i]
 	if err := f.supports(e); err != nil {
 		return err
@@ -297,6 +308,7 @@ func (f *File) Part(ctx context.Context, name string, from, to int64,
 		return fmt.Errorf("safetensors: %s: bytes %d to %d of tensor %.100q, which has %d", f.name,
 			from, to, name, e.end-e.begin)
 	}
+
 	scratch := make([]byte, min(chunk, to-from))
 	for at := from; at < to; at += chunk {
 		if ctx.Err() != nil {
@@ -311,11 +323,13 @@ func (f *File) Part(ctx context.Context, name string, from, to int64,
 			return err
 		}
 	}
+
 	return nil
 }
 
-// read reads the data of entry i, chunk by chunk, and checks it. buffer returns where a chunk goes,
-// for an offset into the entry and a length. visit, unless it is nil, sees each chunk.
+// read reads the data of entry i, chunk by chunk, and verifies it. buffer returns the destination
+// of a chunk, given its offset in the entry and its length. visit, unless nil, is called with each
+// chunk.
 func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte,
 	visit func(part []byte) error) error {
 	e := f.entries[i]
@@ -325,10 +339,12 @@ func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte,
 			return fmt.Errorf("safetensors: %s: reading tensor %.100q: %w", f.name, e.name,
 				context.Cause(ctx))
 		}
+
 		part := buffer(at, min(chunk, e.end-e.begin-at))
 		if err := f.readAt(part, f.dataStart+e.begin+at); err != nil {
 			return fmt.Errorf("tensor %.100q: %w", e.name, err)
 		}
+
 		if f.sums != nil {
 			sum = crc32.Update(sum, castagnoli, part)
 		}
@@ -339,12 +355,14 @@ func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte,
 					part[j])
 			}
 		}
+
 		if visit != nil {
 			if err := visit(part); err != nil {
 				return err
 			}
 		}
 	}
+
 	if f.sums != nil && sum != f.sums[i] {
 		return f.corrupt("tensor %.100q: data checksum %08x, expected %08x (file bytes %d to %d)",
 			e.name, sum, f.sums[i], f.dataStart+e.begin, f.dataStart+e.end)
@@ -352,8 +370,8 @@ func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte,
 	return nil
 }
 
-// readAt fills b from the given position. The sizes were checked, so an early end means that the
-// file has shrunk.
+// readAt fills b from the given position. Since sizes have been checked, an early end means that
+// the file has shrunk.
 func (f *File) readAt(b []byte, at int64) error {
 	n, err := f.r.ReadAt(b, at)
 	switch {
@@ -365,9 +383,10 @@ func (f *File) readAt(b []byte, at int64) error {
 	return fmt.Errorf("safetensors: %s: %w", f.name, err)
 }
 
-// cutShort is why a file ends too early.
-const cutShort = "the file is cut short, as by a copy that did not end"
+// cutShort explains a file that ends too early.
+const cutShort = "the file is cut short, as by an incomplete copy"
 
+// corrupt returns an error wrapping ErrCorrupt.
 func (f *File) corrupt(format string, args ...any) error {
 	return fmt.Errorf("safetensors: %s: %s: %w", f.name, fmt.Sprintf(format, args...), ErrCorrupt)
 }

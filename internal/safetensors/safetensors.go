@@ -18,13 +18,15 @@
 //	"kasmina.digest": "crc32c"
 //	"kasmina.crc32c": eight hex digits for the length and header, then eight for each tensor in data order
 //
-// The header's own checksum is taken with its eight digits read as zeros. CRC32C, because the enemy
-// is a disk and not a forger. It finds every damage of up to 32 neighbouring bits, and all but 2⁻³²
-// of the rest. Processors compute it faster than memory delivers the bytes. A sum per tensor tells
-// where the damage is. The entries announce each other, so that damage to one of them cannot pass
-// for a file without checksums. Files without either (from other writers) load with the structural
-// checks alone; [File.HasDigest] tells them apart. A tool that changes tensors and copies the
-// metadata must leave out the two entries.
+// The header's own checksum is computed with its eight digits read as zeros. CRC32C suffices
+// because it protects against faulty disks rather than forgers: it detects all damage of up to 32
+// adjacent bits, and all but 2⁻³² of other damage, and processors compute it faster than memory
+// delivers the bytes. The checksum of each tensor locates the damage. Because the entries announce
+// each other, damage to one of them cannot make the file look like one without checksums.
+//
+// Files from other writers, which have neither entry, are checked structurally only;
+// [File.HasDigest] distinguishes them. A tool that changes tensors and copies the metadata must
+// drop the two entries.
 package safetensors
 
 import (
@@ -38,20 +40,22 @@ import (
 )
 
 var (
-	// ErrCorrupt marks a file that is damaged, truncated, hostile or no safetensors file at all.
+	// ErrCorrupt reports a file that is damaged, truncated, malicious or not a safetensors file at
+	// all.
 	ErrCorrupt = errors.New("corrupt safetensors file")
-	// ErrInvalid marks tensors or metadata that cannot be saved.
+	// ErrInvalid reports tensors or metadata that cannot be saved.
 	ErrInvalid = errors.New("invalid tensor")
-	// ErrUnsupported marks a tensor of a type that the format has and this package does not read.
+	// ErrUnsupported reports a tensor of a type that the format defines but this package cannot
+	// read.
 	ErrUnsupported = errors.New("unsupported tensor type")
-	// ErrNotFound marks a tensor that the file does not have.
+	// ErrNotFound reports a tensor that the file does not have.
 	ErrNotFound = errors.New("tensor not found")
 )
 
-// DType names an element type as the format spells it.
+// DType is an element type, spelled as in the format.
 type DType string
 
-// The element types. F16, BF16 and the 8-bit floats are kept as their bits.
+// Element types. F16, BF16 and the 8-bit floats are represented by their bits.
 const (
 	F64    DType = "F64"
 	F32    DType = "F32"
@@ -70,8 +74,8 @@ const (
 	Bool   DType = "BOOL"
 )
 
-// sliceTypes says how each element type is held in Go. The first entry with a slice type is the one
-// New deduces from it.
+// sliceTypes lists the Go representation of each element type. New chooses the first entry with the
+// type of its data.
 var sliceTypes = []struct {
 	dtype DType
 	slice reflect.Type
@@ -93,7 +97,7 @@ var sliceTypes = []struct {
 	{F8E5M2, reflect.TypeFor[[]uint8]()},
 }
 
-// sliceType returns the Go slice type that holds d, nil for an unknown d.
+// sliceType returns the Go slice type that represents d, or nil if d is unknown.
 func (d DType) sliceType() reflect.Type {
 	for _, t := range sliceTypes {
 		if t.dtype == d {
@@ -103,12 +107,12 @@ func (d DType) sliceType() reflect.Type {
 	return nil
 }
 
-// unsupported has the bits of one element of the types that the format has and this package does not
-// read. A file with such tensors can be opened, and its other tensors read.
+// unsupported holds the number of bits per element of the types that the format defines but this
+// package cannot read. A file with such tensors can be opened, and its other tensors can be read.
 var unsupported = map[DType]int{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8,
 	"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64}
 
-// bits returns the bits of one element, 0 for a type that the format does not have.
+// bits returns the number of bits per element, or 0 for a type that the format does not define.
 func (d DType) bits() int {
 	if n, ok := unsupported[d]; ok {
 		return n
@@ -116,7 +120,7 @@ func (d DType) bits() int {
 	return 8 * d.Size()
 }
 
-// Size returns the bytes of one element, 0 for a type that this package does not read.
+// Size returns the number of bytes per element, or 0 for a type that this package cannot read.
 func (d DType) Size() int {
 	if t := d.sliceType(); t != nil {
 		return int(t.Elem().Size())
@@ -124,19 +128,18 @@ func (d DType) Size() int {
 	return 0
 }
 
-// Tensor is a named array in row-major order. An empty Shape is a scalar: one element.
+// Tensor is a named array in row-major order. An empty Shape means a scalar with one element.
 type Tensor struct {
 	Name  string
 	DType DType
 	Shape []int
-	// Data is the typed slice that belongs to DType: []float64 for F64, []uint16 for BF16, []bool
-	// for Bool, and so on.
+	// Data is a slice of the type that represents DType: []float64 for F64, []uint16 for BF16,
+	// []bool for Bool, and so on.
 	Data any
 }
 
-// New makes a tensor of data, which it keeps without copying, and deduces the element type.
-// []uint16 means U16 and []uint8 means U8, so set DType afterwards for F16, BF16 and the 8-bit
-// floats.
+// New returns a tensor that uses data without copying it. It infers the element type: []uint16
+// means U16 and []uint8 means U8, so set DType afterwards for F16, BF16 and the 8-bit floats.
 func New(name string, shape []int, data any) (Tensor, error) {
 	t := Tensor{Name: name, Shape: slices.Clone(shape), Data: data}
 	for _, s := range sliceTypes {
@@ -149,7 +152,7 @@ func New(name string, shape []int, data any) (Tensor, error) {
 		"fixed-size number or bool: %w", name, data, ErrInvalid)
 }
 
-// check returns an error when the parts of the tensor do not fit each other.
+// check returns an error unless type, shape and data match.
 func (t *Tensor) check() error {
 	fail := func(format string, args ...any) error {
 		return fmt.Errorf("safetensors: tensor %q: %s: %w", t.Name, fmt.Sprintf(format, args...),
@@ -162,6 +165,7 @@ func (t *Tensor) check() error {
 	if reflect.TypeOf(t.Data) != want {
 		return fail("dtype %s needs data of type %v, got %T", t.DType, want, t.Data)
 	}
+
 	n, err := elements(t.Shape)
 	if err != nil {
 		return fail("%v", err)
@@ -172,8 +176,8 @@ func (t *Tensor) check() error {
 	return nil
 }
 
-// elements returns the product of shape. It fails on negative dimensions and where eight bytes an
-// element would not fit an int.
+// elements returns the product of shape. It returns an error for negative dimensions, and if the
+// number of bytes at eight bytes per element would overflow an int.
 func elements(shape []int) (int, error) {
 	n := 1
 	for _, d := range shape {
@@ -184,25 +188,27 @@ func elements(shape []int) (int, error) {
 			n = 0
 		}
 	}
+
 	for _, d := range shape {
 		if n > 0 && n > math.MaxInt/8/d {
 			return 0, fmt.Errorf("shape %v has too many elements", shape)
 		}
 		n *= d
 	}
+
 	return n, nil
 }
 
-// Memory views the memory of a slice of numbers or bools.
+// Memory returns the memory of a slice of numbers or bools.
 func Memory(data any) []byte { return bytesOf(data) }
 
-// bytesOf views the memory of a slice of numbers or bools.
+// bytesOf returns the memory of a slice of numbers or bools.
 func bytesOf(data any) []byte {
 	v := reflect.ValueOf(data)
 	return unsafe.Slice((*byte)(v.UnsafePointer()), v.Len()*int(v.Type().Elem().Size()))
 }
 
-// hostIsLittleEndian is a variable so that tests can walk the other path.
+// hostIsLittleEndian is a variable so that tests can exercise the other case.
 var hostIsLittleEndian = binary.NativeEndian.Uint16([]byte{1, 0}) == 1
 
 // swapBytes reverses the bytes of every element in b.

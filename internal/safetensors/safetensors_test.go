@@ -20,7 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// random returns a generator whose seed is logged when the test fails.
+// random returns a generator and logs its seed if the test fails.
 func random(t *testing.T) *rand.Rand {
 	seed := rand.Uint64()
 	t.Cleanup(func() {
@@ -31,7 +31,7 @@ func random(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// fill returns a slice for dtype with n random elements of any bits, NaNs of every kind included.
+// fill returns a slice for dtype with n elements of random bits, including NaNs of every kind.
 func fill(r *rand.Rand, dtype DType, n int) any {
 	data := reflect.MakeSlice(dtype.sliceType(), n, n).Interface()
 	for b := bytesOf(data); len(b) > 0; b = b[1:] {
@@ -57,7 +57,7 @@ func sample(r *rand.Rand) []Tensor {
 	return tensors
 }
 
-// same reports whether two tensors are equal bit for bit.
+// same reports whether two tensors are identical, bit for bit.
 func same(a, b Tensor) bool {
 	return a.Name == b.Name && a.DType == b.DType && slices.Equal(a.Shape, b.Shape) &&
 		reflect.TypeOf(a.Data) == reflect.TypeOf(b.Data) &&
@@ -98,14 +98,17 @@ func TestRoundTrip(t *testing.T) {
 	if len(loaded) != len(tensors) {
 		t.Fatalf("%d tensors, expected %d", len(loaded), len(tensors))
 	}
+
 	f, err := Open(path)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	defer f.Close()
 	if err := f.Verify(t.Context(), f.Names()...); err != nil || !f.HasDigest() {
 		t.Errorf("Verify: %v, HasDigest %v", err, f.HasDigest())
 	}
+
 	for i, want := range tensors {
 		got, err := f.Tensor(t.Context(), want.Name)
 		if err != nil {
@@ -125,11 +128,13 @@ func TestRoundTrip(t *testing.T) {
 			t.Errorf("Load()[%d] = %v, not what was saved as %q", i, loaded[i], name)
 		}
 	}
+
 	for _, e := range f.entries {
 		if at := f.dataStart + e.begin; at%int64(e.dtype.Size()) != 0 || f.dataStart%8 != 0 {
 			t.Errorf("tensor %q of %s starts at byte %d", e.name, e.dtype, at)
 		}
 	}
+
 	if _, err := f.Tensor(t.Context(), "absent"); !errors.Is(err, ErrNotFound) ||
 		!strings.Contains(err.Error(), "absent") {
 		t.Errorf("Tensor of an absent name: %v", err)
@@ -139,7 +144,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// TestBytes holds a whole file against the format's description, written out by hand.
+// TestBytes compares a whole file with the format's description, written out by hand.
 func TestBytes(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
 	got := mustSave(t, path, []Tensor{
@@ -150,6 +155,7 @@ func TestBytes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	defer f.Close()
 	at := sumsOffset(got)
 	header := fmt.Sprintf(
@@ -166,8 +172,8 @@ func TestBytes(t *testing.T) {
 	}
 }
 
-// TestOtherByteOrder pretends that this host stores numbers the other way round: files must then
-// hold every element reversed, and load again.
+// TestOtherByteOrder pretends that this host has the other byte order: files must then have the
+// bytes of every element reversed, and load correctly.
 func TestOtherByteOrder(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
 	data := []uint32{0x01020304, 0xa0b0c0d0}
@@ -179,6 +185,7 @@ func TestOtherByteOrder(t *testing.T) {
 	if !bytes.Equal(here[len(here)-8:], there[len(there)-8:]) {
 		t.Errorf("data % x, expected % x", there[len(there)-8:], here[len(here)-8:])
 	}
+
 	loaded, _, err := Load(path)
 	if err != nil || !reflect.DeepEqual(loaded[0].Data, data) {
 		t.Errorf("loaded %v, %v", loaded, err)
@@ -192,11 +199,13 @@ func TestNew(t *testing.T) {
 			t.Errorf("New of %v: %v, %v", s.slice, tensor, err)
 		}
 	}
+
 	shape := []int{2}
 	tensor, err := New("x", shape, []int8{1, 2})
 	if shape[0] = 9; err != nil || tensor.Shape[0] != 2 {
 		t.Errorf("New kept the caller's shape: %v, %v", tensor, err)
 	}
+
 	for _, data := range []any{nil, 3.0, []int{1, 2}, []string{"a", "b"}, [2]float64{},
 		[]complex64{1, 2}, []float64{1}} {
 		if _, err := New("weight", []int{2}, data); !errors.Is(err, ErrInvalid) ||
@@ -233,6 +242,7 @@ func TestSaveRefuses(t *testing.T) {
 		{"metadata key not UTF-8", nil, map[string]string{"\xff": ""}, "UTF-8"},
 		{"metadata value not UTF-8", nil, map[string]string{"k": "\xff"}, `"k"`},
 	}
+
 	for _, test := range tests {
 		dir := t.TempDir()
 		path := filepath.Join(dir, "model")
@@ -254,7 +264,8 @@ func TestSaveFails(t *testing.T) {
 		nil); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("into an absent folder: %v", err)
 	}
-	// A folder in the place of the file lets the save get as far as the rename.
+
+	// A folder in place of the file makes the save fail at the rename.
 	path := filepath.Join(dir, "model")
 	if err := os.MkdirAll(filepath.Join(path, "full"), 0o777); err != nil {
 		t.Fatal(err)
@@ -281,20 +292,22 @@ func TestConcurrentSaves(t *testing.T) {
 			done <- err
 		}()
 	}
+
 	for range writers {
-		// Windows refuses to rename over a file that another goroutine is just renaming: an error,
+		// Windows refuses to replace a file that another goroutine is renaming. This is an error,
 		// not damage.
 		if err := <-done; err != nil && runtime.GOOS != "windows" {
 			t.Error(err)
 		}
 	}
+
 	if _, _, err := Load(path); err != nil {
 		t.Error(err)
 	}
 }
 
-// TestSources wants tensors that are made while they are written to be the same file. A wrong size
-// must leave the old file, and Chunks must give the bytes back.
+// TestSources checks that tensors generated during writing produce the same file, that a wrong size
+// preserves the old file, and that Chunks returns the bytes.
 func TestSources(t *testing.T) {
 	x, err := New("x", []int{3}, []float32{1, 2, 3})
 	require.NoError(t, err)
@@ -308,13 +321,11 @@ func TestSources(t *testing.T) {
 	got, err := os.ReadFile(made)
 	require.NoError(t, err)
 	require.Equal(t, want, got)
-
 	source.Shape = []int{4}
 	require.ErrorIs(t, SaveSources(made, []Source{source}, nil), ErrInvalid)
 	got, err = os.ReadFile(made)
 	require.NoError(t, err)
 	require.Equal(t, want, got)
-
 	f, err := Open(made)
 	require.NoError(t, err)
 	defer f.Close()

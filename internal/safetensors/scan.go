@@ -9,8 +9,8 @@ import (
 	"unicode/utf8"
 )
 
-// scanner reads JSON from a text from left to right: objects, arrays of whole numbers, and strings,
-// which is all that headers have.
+// scanner reads JSON from left to right. It supports objects, arrays of whole numbers, and strings,
+// which is all that headers contain.
 type scanner struct {
 	text string
 	at   int
@@ -18,6 +18,7 @@ type scanner struct {
 
 var errNotJSON = errors.New("not valid JSON")
 
+// skipSpace skips white space.
 func (s *scanner) skipSpace() {
 	for s.at < len(s.text) {
 		switch s.text[s.at] {
@@ -29,7 +30,7 @@ func (s *scanner) skipSpace() {
 	}
 }
 
-// accept reads c if it comes next.
+// accept consumes c if it is next.
 func (s *scanner) accept(c byte) bool {
 	s.skipSpace()
 	if s.at == len(s.text) || s.text[s.at] != c {
@@ -39,7 +40,7 @@ func (s *scanner) accept(c byte) bool {
 	return true
 }
 
-// acceptNull reads null if it comes next.
+// acceptNull consumes null if it is next.
 func (s *scanner) acceptNull() bool {
 	s.skipSpace()
 	if !strings.HasPrefix(s.text[s.at:], "null") {
@@ -49,6 +50,7 @@ func (s *scanner) acceptNull() bool {
 	return true
 }
 
+// expect consumes c, or returns an error if something else is next.
 func (s *scanner) expect(c byte) error {
 	if s.accept(c) {
 		return nil
@@ -56,10 +58,10 @@ func (s *scanner) expect(c byte) error {
 	return s.found(string(c))
 }
 
-// found is the error of what comes next where something else should.
+// found returns an error that describes the next token and the expected one.
 func (s *scanner) found(want string) error {
 	if s.at == len(s.text) {
-		return fmt.Errorf("%w: it ends where %s is expected", errNotJSON, want)
+		return fmt.Errorf("%w: the text ends where %s is expected", errNotJSON, want)
 	}
 	next := s.text[s.at:min(s.at+20, len(s.text))]
 	if end := strings.IndexAny(next[1:], ",:{}[] "); end >= 0 {
@@ -68,7 +70,7 @@ func (s *scanner) found(want string) error {
 	return fmt.Errorf("%w: found %.20q at byte %d, expected %s", errNotJSON, next, s.at, want)
 }
 
-// end is an error unless the text ends here.
+// end returns an error unless the text ends here.
 func (s *scanner) end() error {
 	if s.skipSpace(); s.at < len(s.text) {
 		return s.found("the end")
@@ -76,8 +78,8 @@ func (s *scanner) end() error {
 	return nil
 }
 
-// key reads the next key of an object and the colon behind it; before the first it reads the brace.
-// At the object's end more is false.
+// key reads the next key of an object and the following colon. With first set, it reads the opening
+// brace first. At the end of the object, more is false.
 func (s *scanner) key(first bool) (key string, more bool, err error) {
 	if more, err = s.next(first, '{', '}'); err != nil || !more {
 		return "", false, err
@@ -88,14 +90,15 @@ func (s *scanner) key(first bool) (key string, more bool, err error) {
 	return key, true, err
 }
 
-// next reads what stands before an element: open before the first, commas between them, or close
-// behind the last.
+// next reads the separator before an element: open before the first element, a comma between
+// elements, or close after the last, in which case more is false.
 func (s *scanner) next(first bool, open, close byte) (more bool, err error) {
 	if first {
 		if err := s.expect(open); err != nil {
 			return false, err
 		}
 	}
+
 	if s.accept(close) {
 		return false, nil
 	}
@@ -105,8 +108,7 @@ func (s *scanner) next(first bool, open, close byte) (more bool, err error) {
 	return true, s.expect(',')
 }
 
-// array reads an array of whole numbers of at most limit into numbers, and returns how many there
-// are.
+// array reads an array of whole numbers up to limit into numbers, and returns its length.
 func (s *scanner) array(numbers []int64, limit uint64) (int, error) {
 	for n := 0; ; n++ {
 		more, err := s.next(n == 0, '[', ']')
@@ -122,6 +124,7 @@ func (s *scanner) array(numbers []int64, limit uint64) (int, error) {
 	}
 }
 
+// number reads a whole number up to limit.
 func (s *scanner) number(limit uint64) (int64, error) {
 	s.skipSpace()
 	start := s.at
@@ -132,6 +135,7 @@ func (s *scanner) number(limit uint64) (int64, error) {
 	if digits == "" {
 		return 0, s.found("a number")
 	}
+
 	v, err := strconv.ParseUint(digits, 10, 64)
 	if err != nil || v > limit || digits[0] == '0' && digits != "0" {
 		return 0, fmt.Errorf("found %.40s, expected a whole number of at most %d", digits, limit)
@@ -139,11 +143,12 @@ func (s *scanner) number(limit uint64) (int64, error) {
 	return int64(v), nil
 }
 
-// string reads a string. Without escapes it shares the text's memory.
+// string reads a string. The result shares the text's memory unless it contains escapes.
 func (s *scanner) string() (string, error) {
 	if !s.accept('"') {
 		return "", s.found("a string")
 	}
+
 	start, escaped := s.at, false
 	for ; s.at < len(s.text); s.at++ {
 		switch c := s.text[s.at]; {
@@ -156,16 +161,17 @@ func (s *scanner) string() (string, error) {
 			return raw, nil
 		case c == '\\':
 			escaped = true
-			s.at++ // what is escaped does not end the string
+			s.at++ // an escaped character does not end the string
 		case c < ' ':
 			return "", fmt.Errorf("%w: control character %#x in a string", errNotJSON, c)
 		}
 	}
+
 	s.at = len(s.text)
 	return "", s.found(`"`)
 }
 
-// unescape returns the meaning of what stands between the quotes of a JSON string.
+// unescape decodes the text between the quotes of a JSON string.
 func unescape(raw string) (string, error) {
 	b := make([]byte, 0, len(raw))
 	for len(raw) > 0 {
@@ -177,6 +183,7 @@ func unescape(raw string) (string, error) {
 			b, raw = append(b, raw[:n]...), raw[n:]
 			continue
 		}
+
 		if raw[1] == 'u' {
 			r, n := escapedRune(raw)
 			if n == 0 {
@@ -185,17 +192,20 @@ func unescape(raw string) (string, error) {
 			b, raw = utf8.AppendRune(b, r), raw[n:]
 			continue
 		}
+
 		i := strings.IndexByte(`"\/bfnrt`, raw[1])
 		if i < 0 {
 			return "", fmt.Errorf("%w: escape %.2q in a string", errNotJSON, raw)
 		}
 		b, raw = append(b, "\"\\/\b\f\n\r\t"[i]), raw[2:]
 	}
+
 	return string(b), nil
 }
 
-// escapedRune returns the character that a text begins with as \uXXXX, or as two of them, and their
-// length. The length is 0 if there is none. Half a pair is U+FFFD, as encoding/json has it.
+// escapedRune decodes the character at the start of text, which is \uXXXX or a surrogate pair of
+// them, and returns its length, or 0 if the text does not start with an escape. Half a pair becomes
+// U+FFFD, as in encoding/json.
 func escapedRune(text string) (rune, int) {
 	first, ok := hex4(text)
 	if !ok {
@@ -204,15 +214,17 @@ func escapedRune(text string) (rune, int) {
 	if !utf16.IsSurrogate(first) {
 		return first, 6
 	}
+
 	if second, ok := hex4(text[6:]); ok {
 		if r := utf16.DecodeRune(first, second); r != utf8.RuneError {
 			return r, 12
 		}
 	}
+
 	return utf8.RuneError, 6
 }
 
-// hex4 reads \uXXXX at the beginning of a text.
+// hex4 decodes \uXXXX at the start of a text.
 func hex4(text string) (rune, bool) {
 	if len(text) < 6 || text[:2] != `\u` {
 		return 0, false

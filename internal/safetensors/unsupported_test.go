@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// fileOf returns a file with a header and zeros behind it.
+// fileOf returns a file with a header followed by zeros.
 func fileOf(t *testing.T, header string, size int) (*File, error) {
 	t.Helper()
 	b := binary.LittleEndian.AppendUint64(nil, uint64(len(header)))
@@ -17,7 +17,7 @@ func fileOf(t *testing.T, header string, size int) (*File, error) {
 	return NewFile("file", bytes.NewReader(b), int64(len(b)))
 }
 
-// TestNullMetadata checks files whose metadata are null, which the reference implementation loads.
+// TestNullMetadata checks files with null metadata, which the reference implementation loads.
 func TestNullMetadata(t *testing.T) {
 	const tensor = `"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}`
 	for _, header := range []string{
@@ -48,8 +48,8 @@ func TestNullMetadata(t *testing.T) {
 	}
 }
 
-// TestUnsupportedTypes checks that a file with types of the format that this package does not read
-// counts as sound, that its other tensors can be read, and that sizes are checked all the same.
+// TestUnsupportedTypes checks that a file with types that the format defines but this package
+// cannot read is valid, that its other tensors can be read, and that all sizes are checked.
 func TestUnsupportedTypes(t *testing.T) {
 	for dtype, bits := range map[string]int{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8,
 		"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64} {
@@ -81,10 +81,10 @@ func TestUnsupportedTypes(t *testing.T) {
 				t.Errorf("%s of %s: %v", method, dtype, err)
 			}
 		}
+
 		if err := f.Verify(t.Context(), "a"); err != nil {
 			t.Error(err)
 		}
-
 		if _, err := fileOf(t, header(9, bits), bits+2); !errors.Is(err, ErrCorrupt) {
 			t.Errorf("%s of a wrong size: %v", dtype, err)
 		}

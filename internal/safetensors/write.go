@@ -13,20 +13,20 @@ import (
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
-// chunk is how many bytes are read or written at a time: few system calls, and the checksum finds
-// them in the cache. A multiple of every element size.
+// chunk is the number of bytes read or written at a time. It keeps the number of system calls low
+// and the bytes in the cache for the checksum. It is a multiple of every element size.
 const chunk = 1 << 20
 
-// Save writes tensors and metadata to a file at path, which it replaces in one step, as
-// atomicfile.Write does. Killed at any moment, it leaves the old file or the new one. Several
-// processes may save to one path; the last wins.
+// Save writes tensors and metadata to a file at path, replacing it in one step like
+// atomicfile.Write: a process killed at any moment leaves the old file or the new one. Several
+// processes may save to one path; the last one wins.
 //
-// The same arguments give the same bytes. Data is ordered by element size, largest first, and
-// otherwise as given. So every tensor is aligned to its elements, since the format allows no gaps,
-// and the first to eight bytes.
+// The same arguments produce the same bytes. Tensors are ordered by element size, largest first,
+// and otherwise as given. Every tensor is therefore aligned to its elements although the format
+// allows no gaps, and the first one to eight bytes.
 //
-// Nothing is written when the arguments do not fit (ErrInvalid). After any other error, too, the
-// file is a complete one, and the temporary file is gone.
+// Invalid arguments are an error wrapping ErrInvalid, and nothing is written. After any other
+// error, the file at path is still complete, and the temporary file is gone.
 func Save(path string, tensors []Tensor, metadata map[string]string) error {
 	return saveTensors(path, tensors, metadata, atomicfile.Write)
 }
@@ -40,9 +40,10 @@ func SavePart(path, of string, tensors []Tensor, metadata map[string]string) err
 	return saveTensors(path, tensors, metadata, write)
 }
 
-// A writeFunc is atomicfile.Write or one of its variants.
+// writeFunc is the type of atomicfile.Write and its variants.
 type writeFunc func(path string, write func(*os.File) error) error
 
+// saveTensors implements Save and SavePart.
 func saveTensors(path string, tensors []Tensor, metadata map[string]string, write writeFunc) error {
 	sources := make([]Source, len(tensors))
 	for i, t := range tensors {
@@ -54,8 +55,8 @@ func saveTensors(path string, tensors []Tensor, metadata map[string]string, writ
 	return saveSources(path, sources, metadata, write)
 }
 
-// Source is a tensor whose data are made while they are written, so that they need not all be in
-// memory.
+// Source is a tensor with data that is generated while it is written, so that not all data needs to
+// be in memory.
 type Source struct {
 	Name  string
 	DType DType
@@ -64,7 +65,7 @@ type Source struct {
 	Write func(io.Writer) error
 }
 
-// source is a tensor that is there.
+// source returns a Source for a tensor in memory.
 func (t Tensor) source() Source {
 	return Source{t.Name, t.DType, t.Shape, func(w io.Writer) error {
 		for part := range slices.Chunk(bytesOf(t.Data), chunk) {
@@ -80,12 +81,14 @@ func (t Tensor) source() Source {
 	}}
 }
 
-// SaveSources is Save of tensors whose data are made while they are written. A source that writes
-// more or less than its shape asks for is ErrInvalid, and the old file stays.
+// SaveSources is like Save for tensors whose data is generated during writing. A source that writes
+// more or less data than its shape requires is an error wrapping ErrInvalid; the old file then
+// remains.
 func SaveSources(path string, sources []Source, metadata map[string]string) error {
 	return saveSources(path, sources, metadata, atomicfile.Write)
 }
 
+// saveSources adds the path to errors of save.
 func saveSources(path string, sources []Source, metadata map[string]string, write writeFunc) error {
 	if err := save(path, sources, metadata, write); err != nil {
 		return fmt.Errorf("safetensors: save %s: %w", path, err)
@@ -93,20 +96,25 @@ func saveSources(path string, sources []Source, metadata map[string]string, writ
 	return nil
 }
 
+// save writes a file.
 func save(path string, tensors []Source, metadata map[string]string, write writeFunc) error {
 	tensors, entries, err := layOut(tensors, metadata)
 	if err != nil {
 		return err
 	}
+
 	head, err := encodeHeader(entries, metadata, make([]uint32, len(entries)))
 	if err != nil {
 		return err
 	}
+
 	return write(path, func(f *os.File) error {
-		// The checksums are known last, so the header goes in last, over the hole left for it.
+		// The checksums are known only at the end, so the header is written last, into the space
+		// left for it.
 		if _, err := f.Seek(int64(len(head)), io.SeekStart); err != nil {
 			return err
 		}
+
 		sums, err := writeData(f, tensors, entries)
 		if err != nil {
 			return err
@@ -119,13 +127,13 @@ func save(path string, tensors []Source, metadata map[string]string, write write
 	})
 }
 
-// layOut checks everything that can be wrong with the arguments and gives each tensor its place in
-// data.
+// layOut checks the arguments and assigns each tensor its position in data.
 func layOut(tensors []Source, metadata map[string]string) ([]Source, []entry, error) {
-	if most := maxMetadata - 2; len(metadata) > most { // beside the checksums
+	if most := maxMetadata - 2; len(metadata) > most { // in addition to the two checksum entries
 		return nil, nil, fmt.Errorf("%d entries of metadata, want at most %d: %w", len(metadata),
 			most, ErrInvalid)
 	}
+
 	for _, key := range slices.Sorted(maps.Keys(metadata)) {
 		value := metadata[key]
 		if key == digestKey || key == sumsKey {
@@ -136,6 +144,7 @@ func layOut(tensors []Source, metadata map[string]string) ([]Source, []entry, er
 			return nil, nil, fmt.Errorf("metadata %q: not valid UTF-8: %w", key, ErrInvalid)
 		}
 	}
+
 	tensors = slices.Clone(tensors)
 	slices.SortStableFunc(tensors, func(a, b Source) int { return b.DType.Size() - a.DType.Size() })
 	entries := make([]entry, len(tensors))
@@ -158,24 +167,26 @@ func layOut(tensors []Source, metadata map[string]string) ([]Source, []entry, er
 		case seen[t.Name]:
 			return nil, nil, fmt.Errorf("two tensors are named %q: %w", t.Name, ErrInvalid)
 		}
+
 		seen[t.Name] = true
 		end := offset + int64(n)*int64(t.DType.Size())
 		entries[i] = entry{t.Name, t.DType, t.Shape, offset, end}
 		offset = end
 	}
+
 	return tensors, entries, nil
 }
 
-// writeData streams the tensors' elements to w and returns their checksums.
+// writeData writes the tensors' elements to w and returns their checksums.
 func writeData(w io.Writer, tensors []Source, entries []entry) ([]uint32, error) {
-	// gathers small tensors; large chunks pass straight through
+	// The buffer collects small tensors; large chunks bypass it.
 	buffered := bufio.NewWriterSize(w, chunk)
 	sums := make([]uint32, len(tensors))
 	for i, t := range tensors {
 		s := &summed{w: buffered}
 		err := t.Write(s)
 		if want := entries[i].end - entries[i].begin; err == nil && s.bytes != want {
-			err = fmt.Errorf("%d bytes were written, its shape has %d: %w",
+			err = fmt.Errorf("its source wrote %d bytes, but its shape requires %d: %w",
 				s.bytes, want, ErrInvalid)
 		}
 		if err != nil {
@@ -183,10 +194,11 @@ func writeData(w io.Writer, tensors []Source, entries []entry) ([]uint32, error)
 		}
 		sums[i] = s.sum
 	}
+
 	return sums, buffered.Flush()
 }
 
-// summed counts and sums what passes through it.
+// summed counts the bytes that pass through it and computes their checksum.
 type summed struct {
 	w     io.Writer
 	bytes int64

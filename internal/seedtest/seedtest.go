@@ -1,4 +1,4 @@
-// Package seedtest damages seeds for tests, as failing memory does.
+// Package seedtest damages seeds for tests, as faulty memory does.
 package seedtest
 
 import (
@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// FlipAlpha flips bit 3 of a seed's α. All that a lattice offers renews the seed's checksum, so it
-// goes by the memory of the field.
+// FlipAlpha flips bit 3 of a seed's α. It writes to the field's memory, because all methods of a
+// lattice renew the checksum.
 func FlipAlpha(t testing.TB, l *state.Lattice, seed int) {
 	t.Helper()
 	fields := reflect.ValueOf(l).Elem()

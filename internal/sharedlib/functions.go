@@ -5,8 +5,8 @@ import (
 	"reflect"
 )
 
-// Functions yields pointers to the fields of a structure of functions, by the names of the symbols
-// that their tags c have.
+// Functions returns an iterator over the fields of a struct of functions: the name of the symbol,
+// which is in the tag c, and a pointer to the field.
 func Functions(api any) iter.Seq2[string, any] {
 	v := reflect.ValueOf(api).Elem()
 	return func(yield func(string, any) bool) {

@@ -4,7 +4,7 @@ package sharedlib
 
 import "github.com/ebitengine/purego"
 
-// Open loads a shared library: a path, or a name that the system's loader looks up.
+// Open loads a shared library, given a path or a name for the system's loader to find.
 func Open(path string) (uintptr, error) {
 	return purego.Dlopen(path, purego.RTLD_NOW|purego.RTLD_LOCAL)
 }

@@ -7,14 +7,14 @@ import (
 	"golang.org/x/sys/windows"
 )
 
-// Open loads a DLL: an absolute path, or a name that is looked for in System32 alone. What
-// it needs in turn comes from its own folder and System32. The working folder and PATH, where
-// others may plant a DLL, are never searched.
+// Open loads a DLL, given an absolute path or a name in System32. The DLL's dependencies are loaded
+// from its folder and System32. The working folder and PATH, where others may plant a DLL, are
+// never searched.
 func Open(path string) (uintptr, error) {
 	flags := uintptr(windows.LOAD_LIBRARY_SEARCH_SYSTEM32)
 	switch {
 	case filepath.IsAbs(path):
-		path = filepath.Clean(path) // the loader takes no forward slashes
+		path = filepath.Clean(path) // the loader does not accept forward slashes
 		flags |= windows.LOAD_LIBRARY_SEARCH_DLL_LOAD_DIR
 	case filepath.Base(path) != path || filepath.VolumeName(path) != "":
 		return 0, fmt.Errorf("%s: want an absolute path, or a name in System32", path)

@@ -1,5 +1,5 @@
-// Package sharedlib finds shared libraries at run time, by the names and in the folders where
-// people and package managers put them, and loads them.
+// Package sharedlib finds and loads shared libraries at run time, by the names and in the folders
+// that people and package managers use.
 package sharedlib
 
 import (
@@ -14,10 +14,10 @@ import (
 	"strings"
 )
 
-// Attempt is a place where a library was looked for, and why that failed.
+// Attempt is a place that was searched for a library, and the reason for failing.
 type Attempt struct{ Place, Reason string }
 
-// Finder lists the places where a library may be, best first, on one system.
+// Finder lists the possible places of a library on one system, best first.
 type Finder struct {
 	GOOS, GOARCH string
 	Getenv       func(string) string
@@ -25,20 +25,20 @@ type Finder struct {
 	Glob         func(string) ([]string, error)
 }
 
-// Host searches this computer.
+// Host returns a Finder for this computer.
 func Host() Finder {
 	return Finder{runtime.GOOS, runtime.GOARCH, os.Getenv, exec.LookPath, filepath.Glob}
 }
 
-// Place is a name for the system's loader or, if it has a folder in it, a pattern of files. The
-// loader searches LD_LIBRARY_PATH and its own cache, on Windows the folder System32 alone.
+// Place is a name for the system's loader or, if it contains a separator, a pattern of files. The
+// loader searches LD_LIBRARY_PATH and its cache; on Windows, only System32.
 type Place string
 
-// IsName reports whether the loader looks for the place.
+// IsName reports whether the place is a name for the loader.
 func (p Place) IsName() bool { return !strings.ContainsAny(string(p), `/\`) }
 
-// Override turns the value of a variable into a place: a folder stands for the library's files in
-// it.
+// Override converts the value of an environment variable to a place. A folder stands for the
+// library's files in it.
 func (f Finder) Override(value, pattern string) Place {
 	if inside := filepath.Join(value, pattern); len(f.files(Place(inside))) > 0 {
 		return Place(inside)
@@ -49,9 +49,9 @@ func (f Finder) Override(value, pattern string) Place {
 	return Place("." + string(filepath.Separator) + value)
 }
 
-// Trusts reports whether a place may be loaded from. On Windows, whoever can write to the working
-// folder, or to one of PATH, could plant a DLL there. So a path must be absolute, and Open finds
-// names in System32 alone.
+// Trusts reports whether libraries may be loaded from a place. On Windows, anyone who can write to
+// the working folder, or to a folder in PATH, could plant a DLL there. Paths must therefore be
+// absolute, and Open looks up names in System32 only.
 func (f Finder) Trusts(p Place) bool {
 	if f.GOOS != "windows" || p.IsName() {
 		return true
@@ -60,6 +60,7 @@ func (f Finder) Trusts(p Place) bool {
 	return slash(0) && slash(1) || len(p) > 1 && p[1] == ':' && slash(2)
 }
 
+// files returns the files that match a place, or the name itself.
 func (f Finder) files(p Place) []string {
 	if p.IsName() {
 		return []string{string(p)}
@@ -71,7 +72,7 @@ func (f Finder) files(p Place) []string {
 	return files
 }
 
-// Multiarch is the folder of libraries in Debian's and its kin.
+// Multiarch returns the name of the folder for libraries on Debian and its derivatives.
 func (f Finder) Multiarch() string {
 	if f.GOARCH == "arm64" {
 		return "aarch64-linux-gnu"
@@ -79,22 +80,26 @@ func (f Finder) Multiarch() string {
 	return "x86_64-linux-gnu"
 }
 
-// Toolkit lists where a library of CUDA's may be, given a pattern of its files and the names that
-// the loader is asked for. It looks at the variable, LD_LIBRARY_PATH and the loader's cache, CUDA's
-// toolkits and the system's packages. The last places are Python's packages of the environment in
-// use, in the folders pip of nvidia. On Windows every place but System32 is below an absolute path
-// that a variable gives.
+// Toolkit returns the possible places of a CUDA library. pattern matches its files, pip is the
+// folder of its Python package within nvidia, and names are the names for the loader.
+//
+// If the environment variable is set, it is the only place. Otherwise the places are, in order:
+// LD_LIBRARY_PATH, the folders in CUDA_HOME, CUDA_PATH and CONDA_PREFIX, the loader, the usual
+// folders of CUDA toolkits and system packages, and the Python packages of the active environment.
+// On Windows, all places except System32 are below an absolute path from an environment variable.
 func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
 	sub, lib := []string{"lib64", "lib"}, "lib"
 	if f.GOOS == "windows" {
 		sub, lib = []string{"bin", filepath.Join("bin", "x64")}, "bin"
 	}
+
 	if v := f.Getenv(variable); v != "" {
 		return []Place{f.Override(v, pattern)}
 	}
 	if f.GOOS != "linux" && f.GOOS != "windows" {
 		return nil
 	}
+
 	var places []Place
 	in := func(elem ...string) {
 		p := Place(filepath.Join(append(elem, pattern)...))
@@ -102,17 +107,20 @@ func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
 			places = append(places, p)
 		}
 	}
+
 	if f.GOOS == "linux" {
 		for _, dir := range filepath.SplitList(f.Getenv("LD_LIBRARY_PATH")) {
 			in(dir)
 		}
 	}
+
 	for _, root := range []string{f.Getenv("CUDA_HOME"), f.Getenv("CUDA_PATH"),
 		f.Getenv("CONDA_PREFIX")} {
 		for _, s := range sub {
 			in(root, s)
 		}
 	}
+
 	places = append(places, names...)
 	if f.GOOS == "linux" {
 		for _, dir := range []string{"/usr/local/cuda/lib64", "/usr/local/cuda-[0-9]*/lib64",
@@ -125,17 +133,19 @@ func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
 		in(f.Getenv("ProgramFiles"), toolkits, "x64")
 		in(f.Getenv("ProgramFiles"), toolkits)
 	}
+
 	for _, site := range f.sitePackages() {
 		in(site, "nvidia", pip, lib) // nvidia/cublas/lib, and nvidia/cu13/lib since CUDA 13
 		if f.GOOS == "windows" {
 			in(site, "nvidia", pip, "bin", "x86_64")
 		}
 	}
+
 	return places
 }
 
-// sitePackages lists the folders of Python packages, first those of the environment that is active
-// or (but not on Windows) first in PATH. The user's follow, then the system's.
+// sitePackages returns the folders of Python packages: first those of the active environment and,
+// except on Windows, of the first Python in PATH, then the user's and the system's.
 func (f Finder) sitePackages() []string {
 	dirs := filepath.SplitList(f.Getenv("PYTHONPATH"))
 	lib := filepath.Join("lib", "python3*")
@@ -145,12 +155,15 @@ func (f Finder) sitePackages() []string {
 	} else if exe, err := f.LookPath("python3"); err == nil {
 		roots = append(roots, filepath.Dir(filepath.Dir(exe)))
 	}
+
 	if home := f.Getenv("HOME"); home != "" {
 		roots = append(roots, filepath.Join(home, ".local"))
 	}
+
 	if f.GOOS == "linux" {
 		roots = append(roots, "/usr/local", "/usr")
 	}
+
 	for _, root := range roots {
 		if root == "" {
 			continue
@@ -160,11 +173,12 @@ func (f Finder) sitePackages() []string {
 			dirs = append(dirs, filepath.Join(root, lib, "dist-packages"))
 		}
 	}
+
 	return dirs
 }
 
-// Load tries the places in turn, and in each the newest major that is at most newest first, until
-// accept takes a library. It returns what accept returned, or the attempts.
+// Load tries all places in order until accept accepts a library. Within a place, it tries the
+// newest major version first, up to newest. It returns the result of accept, or all attempts.
 func Load[T any](f Finder, places []Place, newest int,
 	accept func(path string) (T, error)) (T, []Attempt) {
 	var tried []Attempt
@@ -178,6 +192,7 @@ func Load[T any](f Finder, places []Place, newest int,
 		} else if len(files) == 0 {
 			tried = append(tried, Attempt{Place: string(p), Reason: "no such file"})
 		}
+
 		slices.SortStableFunc(files, func(a, b string) int {
 			return cmp.Compare(major(b), major(a))
 		})
@@ -185,6 +200,7 @@ func Load[T any](f Finder, places []Place, newest int,
 			if seen[file] {
 				continue
 			}
+
 			seen[file] = true
 			if m := major(file); newest > 0 && m > newest {
 				tried = append(tried,
@@ -200,11 +216,12 @@ func Load[T any](f Finder, places []Place, newest int,
 			tried = append(tried, Attempt{Place: file, Reason: err.Error()})
 		}
 	}
+
 	var none T
 	return none, tried
 }
 
-// major is the number at the end of a library's name: 13 in libcublasLt.so.13 and
+// major returns the number at the end of a library's name: 13 for libcublasLt.so.13 and
 // cublasLt64_13.dll.
 func major(path string) int {
 	name := strings.TrimSuffix(filepath.Base(path), ".dll")
@@ -216,13 +233,14 @@ func major(path string) int {
 	return n
 }
 
-// NotFoundError says that a library could not be loaded, and what was tried.
+// NotFoundError reports that a library could not be loaded, with all attempts.
 type NotFoundError struct {
 	Library string
 	Tried   []Attempt
 	Help    string
 }
 
+// Error lists the attempts, after advice on installing the library.
 func (e *NotFoundError) Error() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s was not found. %s", e.Library, e.Help)

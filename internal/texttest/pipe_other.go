@@ -4,5 +4,5 @@ package texttest
 
 import "testing"
 
-// NamedPipe returns a path where there is none: this system has no pipes in folders.
+// NamedPipe returns a path that does not exist, because this system has no named pipes in folders.
 func NamedPipe(*testing.T) string { return "no pipe" }

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// NamedPipe returns the path of one that nobody writes to.
+// NamedPipe returns the path of a named pipe without a writer.
 func NamedPipe(t *testing.T) string {
 	path := filepath.Join(t.TempDir(), "pipe")
 	if err := syscall.Mkfifo(path, 0o666); err != nil {

@@ -1,4 +1,4 @@
-// Package texttest holds texts and files for tests: of known content, of any, and Go's own source.
+// Package texttest provides texts and files for tests, including random ones and Go's own source.
 package texttest
 
 import (
@@ -13,14 +13,14 @@ import (
 	"time"
 )
 
-// Rand returns random numbers that differ from run to run, and logs how to repeat them.
+// Rand returns a source of random numbers with a new seed in each run, and logs the seed.
 func Rand(t testing.TB) *rand.Rand {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// Files makes a folder with the given files.
+// Files creates a folder with the given files and returns its path.
 func Files(t testing.TB, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -33,6 +33,7 @@ func Files(t testing.TB, files map[string]string) string {
 			t.Fatal(err)
 		}
 	}
+
 	return dir
 }
 
@@ -46,7 +47,7 @@ func Numbered(n int) map[string]string {
 	return files
 }
 
-// Bytes returns n bytes of any value.
+// Bytes returns n random bytes.
 func Bytes(r *rand.Rand, n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -55,7 +56,7 @@ func Bytes(r *rand.Rand, n int) []byte {
 	return b
 }
 
-// Words is a text that is easy to learn a little about.
+// Words returns a text of n bytes with simple regularities to learn.
 func Words(seed uint64, n int) []byte {
 	vocabulary := []string{"func ", "return ", "if err != nil ", "{\n", "}\n", "x := y\n"}
 	r := rand.New(rand.NewPCG(seed, 1))
@@ -66,7 +67,7 @@ func Words(seed uint64, n int) []byte {
 	return text[:n]
 }
 
-// Repetitive returns at least n bytes in which few symbols make many pairs, some of them invalid
+// Repetitive returns at least n bytes in which few symbols form many pairs, some of them invalid
 // UTF-8.
 func Repetitive(r *rand.Rand, n int) []byte {
 	alphabet := []string{"a", "a", "b", "c", "ab", " ", " ", "\n\t", ".", "é", "\xff"}
@@ -77,29 +78,34 @@ func Repetitive(r *rand.Rand, n int) []byte {
 	return text
 }
 
-// Go returns up to size bytes of Go's own source to train on, and as many of other files of it.
+// Go returns up to size bytes of Go's own source for training, and as many bytes of other source
+// files.
 func Go(t testing.TB, size int) (train, heldOut []byte) {
 	t.Helper()
 	root, err := exec.Command("go", "env", "GOROOT").Output()
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	files := 0
 	visit := func(name string, entry fs.DirEntry, err error) error {
 		if err != nil || entry.IsDir() || filepath.Ext(name) != ".go" {
 			return err
 		}
+
 		text, err := os.ReadFile(name)
 		if files++; files%2 == 0 {
 			train = append(train, text...)
 		} else {
 			heldOut = append(heldOut, text...)
 		}
+
 		if len(train) >= size && len(heldOut) >= size {
 			return fs.SkipAll
 		}
 		return err
 	}
+
 	src := filepath.Join(strings.TrimSpace(string(root)), "src")
 	if err := filepath.WalkDir(src, visit); err != nil {
 		t.Fatal(err)

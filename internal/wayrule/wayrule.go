@@ -1,5 +1,5 @@
-// Package wayrule holds the rules by which a user forces or forbids ways to compute ops, for the
-// machines of packages cudaops and cpuops.
+// Package wayrule implements the rules with which a user forces or forbids variants of ops, called
+// ways, for the machines of packages cudaops and cpuops.
 package wayrule
 
 import (
@@ -10,22 +10,22 @@ import (
 	"strings"
 )
 
-// Variable is the environment variable with further rules.
+// Variable is the environment variable that holds further rules, separated by commas.
 const Variable = "KASMINA_WAYS"
 
-// Host is the way to compute an op of Gorgonia's own on the CPU although there is a kernel for it.
+// Host is the variant that computes one of Gorgonia's own ops on the CPU although a kernel exists.
 const Host = "host"
 
-// Rule forces a way upon an op, or forbids it. Both are patterns of [path.Match].
+// Rule forces or forbids a variant of an op. Op and Way are patterns as in [path.Match].
 type Rule struct {
 	Op, Way string
 	Forbid  bool
 }
 
-// Rules are several, of which later ones have precedence.
+// Rules is a list of rules. Later rules take precedence.
 type Rules []Rule
 
-// Parse reads rules of the form OP=WAY or OP!=WAY.
+// Parse parses rules of the form OP=WAY or OP!=WAY.
 func Parse(texts []string) (Rules, error) {
 	var rules Rules
 	for _, text := range texts {
@@ -41,10 +41,11 @@ func Parse(texts []string) (Rules, error) {
 		}
 		rules = append(rules, r)
 	}
+
 	return rules, nil
 }
 
-// WithEnvironment returns the rules and, behind them, those of [Variable].
+// WithEnvironment returns the rules followed by the rules in [Variable].
 func (rules Rules) WithEnvironment() (Rules, error) {
 	v := os.Getenv(Variable)
 	if v == "" {
@@ -57,32 +58,35 @@ func (rules Rules) WithEnvironment() (Rules, error) {
 	return slices.Concat(rules, more), nil
 }
 
-// Applies reports whether the rule is about an op.
+// Applies reports whether the rule applies to an op.
 func (r Rule) Applies(op string) bool { return matches(r.Op, op) }
 
-// Names reports whether the rule is about a way.
+// Names reports whether the rule is about a variant.
 func (r Rule) Names(way string) bool { return matches(r.Way, way) }
 
+// matches reports whether name matches pattern.
 func matches(pattern, name string) bool {
 	ok, _ := path.Match(pattern, name)
 	return ok
 }
 
-// Allowed returns the ways that the rules leave of those of an op, by their numbers, and whether
-// the rules force one. A rule that would leave none is ignored, and warn is told so.
+// Allowed returns the indices of the variants of an op that the rules allow, and whether the rules
+// force a choice. A rule that would exclude all variants is ignored and passed to warn.
 func (rules Rules) Allowed(op string, ways []string, warn func(string)) (left []int, forced bool) {
 	for i := range ways {
 		left = append(left, i)
 	}
+
 	for _, r := range rules {
 		if !r.Applies(op) || r.Way == Host {
 			continue
 		}
+
 		kept := slices.DeleteFunc(slices.Clone(left), func(i int) bool {
 			return r.Names(ways[i]) == r.Forbid
 		})
 		if len(kept) == 0 {
-			if !r.Forbid { // it overrules those before
+			if !r.Forbid { // a forcing rule overrides earlier rules
 				for i := range ways {
 					if r.Names(ways[i]) {
 						kept = append(kept, i)
@@ -95,12 +99,14 @@ func (rules Rules) Allowed(op string, ways []string, warn func(string)) (left []
 				continue
 			}
 		}
+
 		left, forced = kept, forced || len(kept) < len(ways)
 	}
+
 	return left, forced
 }
 
-// OnHost reports whether the rules want an op on the CPU.
+// OnHost reports whether the rules demand that an op run on the CPU.
 func (rules Rules) OnHost(op string) bool {
 	host := false
 	for _, r := range rules {
@@ -111,7 +117,7 @@ func (rules Rules) OnHost(op string) bool {
 	return host
 }
 
-// Ask reports whether a rule asks for a way.
+// Ask reports whether a rule demands a variant.
 func (rules Rules) Ask(op, way string) bool {
 	return slices.ContainsFunc(rules, func(r Rule) bool {
 		return !r.Forbid && r.Applies(op) && r.Names(way)

@@ -29,6 +29,7 @@ func TestAllowed(t *testing.T) {
 			rules, err = Parse(strings.Split(c.rules, ","))
 			require.NoError(t, err)
 		}
+
 		rules, err = rules.WithEnvironment()
 		require.NoError(t, err)
 		warned := false
