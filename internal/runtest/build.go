@@ -17,15 +17,15 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// tokens is a text in memory, of which every seventh token is frequent and one ends documents.
+// tokens is a text in memory. One token in seven is frequent, and one token ends documents.
 type tokens struct {
 	ids []int
 	in  *injector
-	// documents says that the text knows where documents end.
+	// documents reports whether the text has a token that ends documents.
 	name string
 }
 
-// endOfDocument is the token that ends a document.
+// endOfDocument is the token that ends each document.
 const endOfDocument = 1
 
 type documents struct{ *tokens }
@@ -37,21 +37,24 @@ func (c Case) tokens(in *injector) data.Tokens {
 	ids := make([]int, c.Text.Tokens)
 	last := 0
 	for i := range ids {
-		// A token often follows from the one before, so that there is something to learn.
+		// A token often depends on the previous token, so that there is something to learn.
 		if last = (last*7 + 3) % (vocab - 10); r.IntN(3) == 0 {
 			last = r.IntN(vocab - 10)
 		}
 		ids[i] = last
 	}
+
 	if c.Text.Rare {
 		for id := vocab - 10; id < vocab; id++ {
 			ids[r.IntN(len(ids))] = id
 		}
 	}
+
 	t := &tokens{ids, in, fmt.Sprintf("tokens %d %d", c.Seed, len(ids))}
 	if c.Model.Documents {
 		return documents{t}
 	}
+
 	return t
 }
 
@@ -69,7 +72,7 @@ func (t *tokens) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
-// letters is a tokenizer with one token a byte.
+// letters is a tokenizer with one token per byte.
 type letters struct{}
 
 func (letters) Name() string   { return "letters" }
@@ -100,7 +103,7 @@ func (c Case) heldOut() (*data.Evaluation, error) {
 	return data.NewEvaluation(text, letters{}, 1, c.Model.Seq)
 }
 
-// options returns those of all lattices.
+// options returns the options of all lattices.
 func (l Lattices) options() (all []state.Option) {
 	if l.Gated > 0 {
 		t := state.DefaultThresholds()
@@ -112,57 +115,67 @@ func (l Lattices) options() (all []state.Option) {
 	} else {
 		all = append(all, state.WithoutGates())
 	}
+
 	all = append(all, state.WithEmbargo(l.Embargo), state.WithTelemetry(l.Telemetry))
 	if l.Noise > 0 {
 		all = append(all, state.WithAlphaNoise(l.Noise))
 	}
+
 	if l.Quarantine {
 		all = append(all, state.WithQuarantine())
 	}
+
 	if l.Transitions > 0 {
 		all = append(all, state.WithTransitions(l.Transitions))
 	}
+
 	if l.History > 0 {
 		all = append(all, state.WithHistory(l.History))
 	}
+
 	if l.Renormalize > 0 {
 		all = append(all, state.WithRenormalization(l.Renormalize))
 	}
+
 	return all
 }
 
-// newModel returns the case's model as it begins.
+// newModel returns the initial model of the case.
 func (c Case) newModel() (*llm.Model, error) {
 	dt := tensor.Float32
 	if c.Float64 {
 		dt = tensor.Float64
 	}
+
 	m, err := llm.NewModel(c.Model.Default(), dt, c.Seed, c.Lattices.options()...)
 	if err != nil || c.Model.Depth == 0 || c.Lattices.Gated > 0 {
 		return m, err
 	}
 
-	// The lattice of depth has gates whatever the options say. Without them orders can take a seed
-	// through its whole life.
+	// The lattice of depth always has gates. Without them, orders could take a seed through its whole
+	// life.
 	free, err := state.NewLattice(c.Model.Depth, c.Model.Depth, append(c.Lattices.options(),
 		state.At(blueprints.Depth))...)
 	if err != nil {
 		return nil, err
 	}
+
 	return m, m.Kasmina.Lattice(m.LayerAt(blueprints.Depth)).SetArrays(free.Arrays())
 }
 
-// newOptimizer returns the case's optimizer. It is a wrapped one only where its calls may fail,
-// since trainer and engines may look at the type.
+// newOptimizer returns the optimizer of the case. The optimizer is wrapped only if its calls may fail,
+// because the trainer and the engines may check its type.
 func (c Case) newOptimizer(in *injector) (optim.Optimizer, error) {
 	d := c.Optimizer
 	opts := []optim.Option{optim.WithLR(d.LR), optim.WithWeightDecay(d.Decay)}
 	if d.Spare {
 		opts = append(opts, optim.WithGroup(optim.NameContains("kasmina"), optim.Decay(0)))
 	}
+
 	if d.Group {
 		opts = append(opts, optim.WithGroup(optim.NameContains("mlp"), optim.LRScale(0.5)))
 	}
+
 	wrapped := c.Fault != nil && slices.Contains(optimizerOps, c.Fault.Op)
 	if d.Muon {
 		own := []optim.MuonOption{optim.WithAdamW(optim.WithLR(d.LR))}
@@ -175,21 +188,25 @@ func (c Case) newOptimizer(in *injector) (optim.Optimizer, error) {
 		}
 		return &faultyMuon{o, in}, nil
 	}
+
 	var own []optim.AdamWOption
 	for _, o := range opts {
 		own = append(own, o)
 	}
+
 	if d.Beta1 > 0 {
 		own = append(own, optim.WithBetas(d.Beta1, d.Beta2))
 	}
+
 	o, err := optim.NewAdamW(own...)
 	if err != nil || !wrapped {
 		return o, err
 	}
+
 	return &faultyAdamW{o, in}, nil
 }
 
-// config returns the case's training configuration but for the engine.
+// config returns the training configuration of the case, without the engine.
 func (c Case) config() (llm.TrainConfig, error) {
 	t := c.Train
 	tc := llm.TrainConfig{Steps: t.Steps, Batch: t.Batch, Accumulate: t.Accumulate, Clip: t.Clip,
@@ -202,6 +219,7 @@ func (c Case) config() (llm.TrainConfig, error) {
 			return tc, err
 		}
 	}
+
 	if plain := tc.Schedule; t.Explode > 0 {
 		tc.Schedule = func(step int) float64 {
 			if step == t.Explode-1 {
@@ -210,6 +228,7 @@ func (c Case) config() (llm.TrainConfig, error) {
 			return plain(step)
 		}
 	}
+
 	stepTokens := t.Batch * max(1, t.Accumulate) * c.Model.Seq
 	switch t.Budget {
 	case "tokens":
@@ -218,19 +237,21 @@ func (c Case) config() (llm.TrainConfig, error) {
 		tc.Steps = 2 * t.Steps
 		tc.Budget.FLOPs = float64(t.Steps*stepTokens) * c.Model.Default().FLOPs()
 	}
+
 	if t.Anneal {
 		tc.Annealing, err = optim.CosineAnnealing(0.1)
 	}
+
 	return tc, err
 }
 
-// Script is a controller that commands by the epoch.
+// Script is a controller that gives fixed commands after each epoch.
 type Script struct {
 	Orders []Order
 	in     *injector
 }
 
-// Decide returns the commands of the epoch that has ended.
+// Decide returns the commands for the end of an epoch.
 func (s Script) Decide(reports []state.Report) (all []state.Command) {
 	if err := s.in.call("Decide"); err != nil {
 		panic(err)
@@ -243,19 +264,20 @@ func (s Script) Decide(reports []state.Report) (all []state.Command) {
 	return s.in.without(reports[0].Epoch, all)
 }
 
-// Needs is a controller that plants where the gradients are largest, moves every blueprint on from
-// epoch to epoch, and takes some back. It decides by the reports alone.
+// Needs is a controller that plants blueprints at the largest gradients, moves every blueprint to its
+// next stage after each epoch, and rolls some back. Its decisions depend only on the reports.
 type Needs struct {
 	Seed  uint64
-	Sizes int // of what it plants
+	Sizes int // number of different sizes of blueprints
 	in    *injector
 }
 
-// Decide returns the commands of the epoch that has ended.
+// Decide returns the commands for the end of an epoch.
 func (n Needs) Decide(reports []state.Report) (all []state.Command) {
 	if err := n.in.call("Decide"); err != nil {
 		panic(err)
 	}
+
 	for layer, report := range reports {
 		neediest := -1
 		for _, s := range report.Seeds {
@@ -275,7 +297,7 @@ func (n Needs) Decide(reports []state.Report) (all []state.Command) {
 			case s.Stage >= state.Grafting && r.IntN(5) == 0:
 				c.To = state.RolledBack
 			case r.IntN(4) == 0:
-				continue // it stays for an epoch more
+				continue // stay in this stage for another epoch
 			default:
 				c.To = s.Stage.Next()
 			}
@@ -303,10 +325,11 @@ func (n Needs) Decide(reports []state.Report) (all []state.Command) {
 		}
 		all = append(all, plant)
 	}
+
 	return n.in.without(reports[0].Epoch, all)
 }
 
-// growthOf returns the case's growth.
+// growthOf returns the growth of the case.
 func (c Case) growthOf(in *injector, refused func(state.Command, error), record *bytes.Buffer) (
 	g llm.Growth, err error) {
 	p := c.Growth
@@ -316,9 +339,11 @@ func (c Case) growthOf(in *injector, refused func(state.Command, error), record 
 			return g, err
 		}
 	}
+
 	if p.Governed {
 		g.Governor = &control.Governor{Harm: 1e-9, Sure: 0.5, Norm: 1}
 	}
+
 	switch p.Controller {
 	case "script":
 		g.Controller = Script{p.Script, in}
@@ -351,5 +376,6 @@ func (c Case) growthOf(in *injector, refused func(state.Command, error), record 
 	default:
 		return g, fmt.Errorf("runtest: no controller %q", p.Controller)
 	}
+
 	return g, nil
 }

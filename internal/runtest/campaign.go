@@ -18,24 +18,25 @@ import (
 	"time"
 )
 
-// Flags are those of a test that runs a campaign.
+// Flags hold the flags of a test that runs a campaign.
 type Flags struct {
-	Duration time.Duration // of the campaign; 0 for that of the test
-	Case     string        // the only case: a seed, or the text of a case
-	Cases    int           // how many cases, instead of a duration
-	Parallel int           // how many at once; 0 for as many as there are processors
-	Shrink   time.Duration // how long a failing case is made smaller
-	All      bool          // go on after a failure
+	Duration time.Duration // duration of the campaign; 0 for the default of the test
+	Case     string        // the only case: a seed or the JSON of a case
+	Cases    int           // number of cases, instead of a duration
+	Parallel int           // number of cases at the same time; 0 for the number of processors
+	Shrink   time.Duration // time for simplifying a failing case
+	All      bool          // continue after a failure
 }
 
-// AddFlags adds the flags to those of the test binary.
+// AddFlags registers the flags in the test binary.
 func AddFlags() *Flags {
 	var f Flags
 	flag.DurationVar(&f.Duration, "duration", 0, "how long random runs are made, instead of the "+
 		"test's own time")
-	if flag.Lookup("seed") == nil { // other tests of the binary may have it
+	if flag.Lookup("seed") == nil { // another test may have registered it
 		flag.Uint64("seed", 0, "seed of the first random run (default: a fresh one, or 1 where CI is set)")
 	}
+
 	flag.StringVar(&f.Case, "case", "", "the only random run: its seed, or the JSON of a case")
 	flag.IntVar(&f.Cases, "cases", 0, "how many random runs are made, instead of a duration")
 	flag.IntVar(&f.Parallel, "cases-at-once", 0, "random runs at once (default: the processors)")
@@ -49,13 +50,13 @@ type Plan struct {
 	Usual time.Duration // how long the campaign runs
 	Cases int           // how many cases it checks instead; 0 for as many as Usual allows
 	Fixed int           // how many it checks where CI is set: always the same cases, on any machine
-	// Change, if it is not nil, alters each case. It returns false for one that is of no interest.
+	// Change modifies each case, unless it is nil. It returns false to skip the case.
 	Change func(*Case) bool
-	// Failing has only those cases count in which something has failed.
+	// Failing counts only cases with a failed operation.
 	Failing bool
 }
 
-// Campaign checks random cases on a machine, and logs what was checked how often.
+// Campaign checks random cases on a machine and logs how often each property was checked.
 func Campaign(t *testing.T, m Machine, f Flags, p Plan) {
 	t.Helper()
 	change := p.Change
@@ -73,10 +74,12 @@ func Campaign(t *testing.T, m Machine, f Flags, p Plan) {
 		}
 		return
 	}
+
 	seed, err := strconv.ParseUint(flag.Lookup("seed").Value.String(), 10, 64)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	duration, cases := cmp.Or(f.Duration, p.Usual), cmp.Or(f.Cases, p.Cases)
 	if f.Duration > 0 {
 		cases = f.Cases
@@ -104,6 +107,7 @@ func Campaign(t *testing.T, m Machine, f Flags, p Plan) {
 		counts = newTable()
 		found  []finding
 	)
+
 	over := func(i uint64) bool {
 		mu.Lock()
 		defer mu.Unlock()
@@ -115,6 +119,7 @@ func Campaign(t *testing.T, m Machine, f Flags, p Plan) {
 		}
 		return time.Since(began) > duration
 	}
+
 	for range cmp.Or(f.Parallel, runtime.GOMAXPROCS(0)) {
 		wg.Go(func() {
 			for {
@@ -144,10 +149,12 @@ func Campaign(t *testing.T, m Machine, f Flags, p Plan) {
 			}
 		})
 	}
+
 	wg.Wait()
 	if testing.Verbose() {
 		t.Logf("%s in %v\n%v", m.Name, time.Since(began).Round(time.Second), counts)
 	}
+
 	slices.SortFunc(found, func(a, b finding) int { return cmp.Compare(a.after, b.after) })
 	for i, x := range found {
 		text := fmt.Sprintf("after %v: %v\nrepeat it by\n\t%s -case %d", x.after.Round(time.Second),
@@ -157,13 +164,14 @@ func Campaign(t *testing.T, m Machine, f Flags, p Plan) {
 		}
 		t.Error(text)
 	}
+
 	if counts.skipped > counts.cases/5+5 {
 		t.Errorf("%d of %d cases were impossible: %v", counts.skipped, counts.cases,
 			counts.why)
 	}
 }
 
-// hang is far longer than a case takes.
+// hang is much longer than any case takes.
 const hang = 5 * time.Minute
 
 // finding is a case that has failed.
@@ -173,22 +181,25 @@ type finding struct {
 	after   time.Duration
 }
 
-// caseOf reads what the flag -case has.
+// caseOf parses the value of the flag -case.
 func caseOf(text string, m Machine, change func(*Case) bool) (c Case, err error) {
 	if strings.HasPrefix(text, "{") {
 		return Parse(text)
 	}
+
 	var seed uint64
 	if _, err = fmt.Sscan(text, &seed); err != nil {
 		return c, fmt.Errorf("-case %q: want a seed, or the JSON of a case", text)
 	}
+
 	if c = Generate(seed, m.Limits); change != nil && !change(&c) {
 		return c, fmt.Errorf("-case %d: this test leaves it out", seed)
 	}
+
 	return c, nil
 }
 
-// command repeats a test.
+// command returns the command that repeats a test.
 func command(t *testing.T) string {
 	folder, err := os.Getwd()
 	if err != nil {
@@ -198,7 +209,7 @@ func command(t *testing.T) string {
 		"$/^"))
 }
 
-// packageOf names the folder of a package relative to the module's.
+// packageOf returns the path of a folder relative to the module.
 func packageOf(folder string) string {
 	for up := folder; up != filepath.Dir(up); up = filepath.Dir(up) {
 		if _, err := os.Stat(filepath.Join(up, "go.mod")); err == nil {
@@ -215,12 +226,13 @@ func smaller(t *testing.T, c Case, m Machine, failure *Failure, f Flags, folder 
 	if f.Shrink <= 0 {
 		return ""
 	}
+
 	last, tries := failure, 0
 	least := Shrink(c, func(c Case) bool {
 		tries++
 		own := filepath.Join(folder, fmt.Sprint("shrink-", tries))
 		defer os.RemoveAll(own)
-		for range 3 { // equal runs differ now and then
+		for range 3 { // unequal runs may be equal by chance
 			if r := Check(c, m, own); r.Failure != nil && r.Failure.Property == failure.Property &&
 				panics(r.Failure) == panics(failure) {
 				last = r.Failure
@@ -232,14 +244,15 @@ func smaller(t *testing.T, c Case, m Machine, failure *Failure, f Flags, folder 
 		}
 		return false
 	}, f.Shrink)
+
 	return fmt.Sprintf("\nthe smallest such case (%d tried):\n\t%s -case '%v'\nfails by: %v", tries,
 		command(t), least, last)
 }
 
 func panics(f *Failure) bool { return strings.HasPrefix(f.Err.Error(), "panic: ") }
 
-// scratch returns a folder for the files of runs: in memory where the system has that, since
-// files are written and synced by the thousand.
+// scratch returns a folder for the files of runs. The folder is in memory if the system supports it, because
+// the runs write and sync thousands of files.
 func scratch(t *testing.T) string {
 	const memory = "/dev/shm"
 	if s, err := os.Stat(memory); err == nil && s.IsDir() {
@@ -274,12 +287,15 @@ func (t *table) add(c Case, r Result) {
 		t.why[r.Skipped.Error()]++
 		return
 	}
+
 	if r.Outcome != "" {
 		t.outcomes[r.Outcome]++
 	}
+
 	for _, p := range r.Checked {
 		t.properties[p]++
 	}
+
 	for _, f := range c.Features() {
 		t.total[f]++
 		if t.features[f] == nil {
@@ -291,24 +307,28 @@ func (t *table) add(c Case, r Result) {
 	}
 }
 
-// String returns the counts: a row for each feature, a column for each property.
+// String returns the counts as a table with a row per feature and a column per property.
 func (t *table) String() string {
 	var text strings.Builder
 	fmt.Fprintf(&text, "%d cases, of which %d were impossible\n", t.cases, t.skipped)
 	for _, why := range slices.Sorted(maps.Keys(t.why)) {
 		fmt.Fprintf(&text, "impossible, %d times: %.200s\n", t.why[why], why)
 	}
+
 	for i, p := range Properties {
 		fmt.Fprintf(&text, "(%d) %s: checked %d times\n", i+1, p, t.properties[p])
 	}
+
 	for _, o := range slices.Sorted(maps.Keys(t.outcomes)) {
 		fmt.Fprintf(&text, "after a failure, %s: %d times\n", o, t.outcomes[o])
 	}
+
 	w := tabwriter.NewWriter(&text, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprint(w, "feature\tcases\t")
 	for i := range Properties {
 		fmt.Fprintf(w, "(%d)\t", i+1)
 	}
+
 	fmt.Fprintln(w)
 	for _, f := range slices.Sorted(maps.Keys(t.total)) {
 		fmt.Fprintf(w, "%s\t%d\t", f, t.total[f])
@@ -317,6 +337,7 @@ func (t *table) String() string {
 		}
 		fmt.Fprintln(w)
 	}
+
 	w.Flush()
 	return text.String()
 }

@@ -1,9 +1,9 @@
-// Package runtest generates training runs at random and checks that they keep the promises that
-// package llm makes for every run.
+// Package runtest generates random training runs and checks that they keep the promises of package
+// llm.
 //
-// A [Case] describes a run completely: the model, the optimizer, how the model grows, and what
-// interrupts or fails. Equal seeds generate equal cases. [Check] makes the run several times and
-// compares the results:
+// A [Case] describes a run completely: the model, the optimizer, the growth, and the interruptions and
+// failures. Equal seeds generate equal cases. [Check] repeats the run in several ways and compares the
+// results:
 //
 //   - Two equal runs are equal.
 //   - A resumed run equals an uninterrupted one.
@@ -13,8 +13,8 @@
 //     bits of a run in which nothing failed.
 //   - Parameters that should be frozen keep their bits.
 //
-// [Shrink] removes everything from a failing case that the failure does not need. [Campaign] does
-// all of this for many cases, and is what the tests of several packages call.
+// [Shrink] simplifies a failing case as far as it still fails. [Campaign] checks many cases; the tests of
+// several packages call it.
 package runtest
 
 import (
@@ -27,10 +27,10 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Case describes a run and what is checked of it. It is written as JSON, so that a case can be
-// repeated after the generator has changed.
+// Case describes a run and the properties to check. Its JSON form allows a case to be repeated even
+// after the generator has changed.
 type Case struct {
-	Seed      uint64     `json:"seed"` // of the parameters, the text, and the order of the data
+	Seed      uint64     `json:"seed"` // for the parameters, the text and the order of the data
 	Model     llm.Config `json:"model"`
 	Float64   bool       `json:"float64,omitempty"`
 	Lattices  Lattices   `json:"lattices,omitzero"`
@@ -40,18 +40,18 @@ type Case struct {
 	Growth    *Growth    `json:"growth,omitempty"`
 	Orders    []Order    `json:"orders,omitempty"`
 
-	// Checkpoint, if it is not nil, has the run write a checkpoint file.
+	// Checkpoint describes the checkpoint that the run writes, or is nil for none.
 	Checkpoint *Checkpoint `json:"checkpoint,omitempty"`
 	Resumes    []Resume    `json:"resumes,omitempty"`
-	Ranks      int         `json:"ranks,omitempty"`  // of another run, which must end alike; 0 for none
-	Replay     bool        `json:"replay,omitempty"` // another run follows the record of growth
+	Ranks      int         `json:"ranks,omitempty"`  // ranks of a second run, which must end with equal results; 0 for none
+	Replay     bool        `json:"replay,omitempty"` // a second run replays the record of growth
 	Beside     []string    `json:"beside,omitempty"` // callbacks that must leave no trace: see besides
 	Fault      *Fault      `json:"fault,omitempty"`
 }
 
 // Lattices holds the options of all lattices of a model.
 type Lattices struct {
-	Gated       int             `json:"gated,omitempty"` // epochs that a stage takes at least; 0 for no gates
+	Gated       int             `json:"gated,omitempty"` // minimal number of epochs in a stage; 0 for no gates
 	Embargo     int             `json:"embargo,omitempty"`
 	Noise       float64         `json:"noise,omitempty"`
 	Telemetry   state.Telemetry `json:"telemetry,omitzero"`
@@ -61,7 +61,7 @@ type Lattices struct {
 	Renormalize int             `json:"renormalize,omitempty"`
 }
 
-// Train holds what llm.TrainConfig does.
+// Train corresponds to llm.TrainConfig.
 type Train struct {
 	Steps      int     `json:"steps"`
 	Batch      int     `json:"batch"`
@@ -79,32 +79,32 @@ type Train struct {
 type Optimizer struct {
 	Muon  bool    `json:"muon,omitempty"`
 	LR    float64 `json:"lr"`
-	Beta1 float64 `json:"beta1,omitempty"` // the betas are the default ones if this is 0
+	Beta1 float64 `json:"beta1,omitempty"` // 0 means the default betas
 	Beta2 float64 `json:"beta2,omitempty"`
 	Decay float64 `json:"decay,omitempty"`
-	Spare bool    `json:"spare,omitempty"` // no decay of blueprints
+	Spare bool    `json:"spare,omitempty"` // exclude blueprints from weight decay
 	Group bool    `json:"group,omitempty"` // another learning rate for some parameters
 }
 
-// Text describes the tokens that a run learns from. A short text makes for several epochs of data.
+// Text describes the training text. A short text is read several times.
 type Text struct {
 	Tokens int  `json:"tokens"`
 	Rare   bool `json:"rare,omitempty"` // some tokens occur only once
 }
 
-// Growth describes a controller and how seeds are judged.
+// Growth describes a controller and the judgment of seeds.
 type Growth struct {
 	Controller string  `json:"controller"` // see controllerOf
 	Script     []Order `json:"script,omitempty"`
 	Every      int     `json:"every,omitempty"`
 	Validation bool    `json:"validation,omitempty"`
-	Governed   bool    `json:"governed,omitempty"` // by a governor that takes most blueprints back
+	Governed   bool    `json:"governed,omitempty"` // with a governor that rolls most blueprints back
 	Rewarm     int     `json:"rewarm,omitempty"`
-	Fresh      bool    `json:"fresh,omitempty"` // moments of copied blocks
+	Fresh      bool    `json:"fresh,omitempty"` // clear the moments of copied blocks
 }
 
-// Order is a list of commands that take effect together. Step counts steps or, in the script of a
-// controller, epochs.
+// Order is a list of commands that take effect together. Step is a number of steps or, in the script of a
+// controller, of epochs.
 type Order struct {
 	Step     int             `json:"step"`
 	Via      string          `json:"via,omitempty"` // "submit" or "steer"; Network.Do otherwise
@@ -116,31 +116,32 @@ type Checkpoint struct {
 	Every      int  `json:"every,omitempty"`
 	Background bool `json:"background,omitempty"`
 	Apart      bool `json:"apart,omitempty"`
-	Parts      bool `json:"parts,omitempty"` // of several ranks each writes a file
+	Parts      bool `json:"parts,omitempty"` // each rank writes a separate file
 }
 
 // Resume describes how a run is resumed from the checkpoint of a step.
 type Resume struct {
 	Step int `json:"step"`
-	// Into names the trainer that resumes: "fresh", "loaded" (of the model that LoadModel returns),
-	// "same" (the one that has trained to the end), or "other" (one that has made another run).
+	// Into names the trainer that resumes: "fresh", "loaded" (with the model that LoadModel returns),
+	// "same" (after training to the end), or "other" (after a different run).
 	Into string `json:"into"`
 }
 
-// Fault describes the one thing that goes wrong in a run.
+// Fault describes the only failure of a run.
 type Fault struct {
 	Op string `json:"op"` // see faultOps
-	// At chooses one of the n calls that the run makes of Op: the one at n·At, rounded down.
+	// At chooses the call that fails. Of n calls of Op in the run, it is the one with index n·At, rounded
+	// down.
 	At float64 `json:"at"`
-	// Resuming has the failure happen during a Resume instead of a Run.
+	// Resuming places the failure in a Resume instead of a Run.
 	Resuming bool `json:"resuming,omitempty"`
-	// Early has a callback fail before all other callbacks have seen the event, and not after.
+	// Early makes the first callback fail instead of the last.
 	Early bool `json:"early,omitempty"`
-	// Diverged has the error wrap llm.ErrDiverged.
+	// Diverged makes the error wrap llm.ErrDiverged.
 	Diverged bool `json:"diverged,omitempty"`
 }
 
-// String returns the case as JSON, as -case wants it.
+// String returns the case as JSON, for the flag -case.
 func (c Case) String() string {
 	text, err := json.Marshal(c)
 	if err != nil {
@@ -149,7 +150,7 @@ func (c Case) String() string {
 	return string(text)
 }
 
-// Parse reads what Case.String returned.
+// Parse returns the case of a string returned by Case.String.
 func Parse(text string) (c Case, err error) {
 	if err = json.Unmarshal([]byte(text), &c); err != nil {
 		return c, fmt.Errorf("runtest: the case %.60q: %w", text, err)
@@ -157,7 +158,7 @@ func Parse(text string) (c Case, err error) {
 	return c, nil
 }
 
-// clone returns a copy that shares nothing that Shrink changes.
+// clone returns a copy that Shrink can modify.
 func (c Case) clone() Case {
 	c.Orders, c.Resumes = slices.Clone(c.Orders), slices.Clone(c.Resumes)
 	c.Beside = slices.Clone(c.Beside)
@@ -166,18 +167,21 @@ func (c Case) clone() Case {
 		g.Script = slices.Clone(g.Script)
 		c.Growth = &g
 	}
+
 	if c.Fault != nil {
 		f := *c.Fault
 		c.Fault = &f
 	}
+
 	if c.Checkpoint != nil {
 		k := *c.Checkpoint
 		c.Checkpoint = &k
 	}
+
 	return c
 }
 
-// Features returns the names of all features that the case has, for counting.
+// Features returns the names of the features in the case, for statistics.
 func (c Case) Features() (all []string) {
 	add := func(has bool, name string) {
 		if has {
@@ -226,10 +230,12 @@ func (c Case) Features() (all []string) {
 		add(slices.ContainsFunc(c.Orders, func(o Order) bool { return o.Via == via }),
 			"commands by "+map[string]string{"": "Do", "submit": "Submit", "steer": "Steer"}[via])
 	}
+
 	for _, kind := range []blueprints.Kind{blueprints.Stack, blueprints.Interleave,
 		blueprints.NewBlocks, blueprints.Middle, blueprints.LoRA, blueprints.Attention, blueprints.Perceptron} {
 		add(c.plants(kind), "blueprint: "+kind.String())
 	}
+
 	if g := c.Growth; g != nil {
 		add(true, "controller: "+g.Controller)
 		add(g.Validation, "twin and validation")
@@ -238,21 +244,25 @@ func (c Case) Features() (all []string) {
 		add(g.Rewarm > 0, "learning rate that climbs back")
 		add(g.Fresh, "fresh moments")
 	}
+
 	if k := c.Checkpoint; k != nil {
 		add(true, "Checkpoint")
 		add(k.Background, "Checkpoint in the background")
 		add(k.Apart, "Checkpoint in two files")
 		add(k.Parts && c.Ranks > 0, "Checkpoint in parts")
 	}
+
 	for _, into := range resumeTargets {
 		add(slices.ContainsFunc(c.Resumes, func(r Resume) bool { return r.Into == into }),
 			"resumed by a "+into+" trainer")
 	}
+
 	add(c.Replay && c.Growth != nil, "replayed")
 	add(c.Ranks > 0, fmt.Sprintf("%d ranks", c.Ranks))
 	for _, b := range c.Beside {
 		add(true, "beside: "+b)
 	}
+
 	if f := c.Fault; f != nil {
 		name := "fault: " + f.Op
 		if f.Resuming {
@@ -260,10 +270,11 @@ func (c Case) Features() (all []string) {
 		}
 		add(true, name)
 	}
+
 	return all
 }
 
-// plants reports whether somebody is ordered to plant a kind.
+// plants reports whether an order plants a blueprint of the kind.
 func (c Case) plants(kind blueprints.Kind) bool {
 	orders := c.Orders
 	if c.Growth != nil {

@@ -19,31 +19,31 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Machine computes the runs of cases.
+// Machine describes a device on which cases run.
 type Machine struct {
 	Name   string
 	Limits Limits
-	// Open opens what one case needs.
+	// Open opens the device for one case.
 	Open func() (*Session, error)
-	// Ranks calls f for every rank of a team and returns the errors by rank. It is nil where
-	// Limits.Ranks is 0.
+	// Ranks calls f for every rank of a team and returns the errors by rank. It is nil if Limits.Ranks
+	// is 0.
 	Ranks func(ranks int, f func(rank int, build Build) error) []error
-	// RankedApart is set where ranks compute with other bits than a single process, as on GPUs. Their
-	// runs are compared with that of a team of one, and each rank needs a batch of every step.
+	// RankedApart reports that ranks compute different bits from a single process, as on GPUs. Their runs
+	// are compared with the run of a team of one, and each rank needs a batch in every step.
 	RankedApart bool
 }
 
-// Session is a machine that computes the runs of one case.
+// Session is a device that has been opened for one case.
 type Session struct {
 	Engine Build
-	// Fail has the at-th call from now of one of Limits.Faults fail. It returns what reports whether
-	// that has happened, and takes the failure back if not.
+	// Fail makes the at-th call of op from now fail; op is one of Limits.Faults. The returned function
+	// reports whether the call has failed, and cancels the failure if it has not.
 	Fail func(op string, at int) (happened func() bool)
-	// Close returns an error also where something is left that should not be. It may be nil.
+	// Close closes the device. It also fails if resources have leaked. It may be nil.
 	Close func() error
 }
 
-// The properties that are checked.
+// The properties of runs.
 const (
 	Completes = "a run in which nothing fails completes"
 	Repeats   = "equal runs are equal"
@@ -55,13 +55,13 @@ const (
 	Unharmed  = "a failed operation changes nothing"
 )
 
-// Properties lists all of them.
+// Properties lists all properties.
 var Properties = []string{Completes, Repeats, Frozen, Resumes, OnRanks, Traceless, Replays, Unharmed}
 
-// resumeTargets are the trainers that a run is resumed by.
+// resumeTargets lists the values of Resume.Into.
 var resumeTargets = []string{"fresh", "loaded", "same", "other"}
 
-// A Failure is a property that a case does not have.
+// A Failure is an error that reports a violated property.
 type Failure struct {
 	Property string
 	Err      error
@@ -69,11 +69,11 @@ type Failure struct {
 
 func (f *Failure) Error() string { return f.Property + ": " + f.Err.Error() }
 
-// Result is what a check has found.
+// Result is the result of checking a case.
 type Result struct {
 	Checked []string // properties
-	Outcome string   // how the fault of the case ended: "" where it did not happen
-	Skipped error    // why there is no such run: the case is impossible
+	Outcome string   // how the run dealt with the fault; "" if the fault did not happen
+	Skipped error    // why the case is impossible, or nil
 	Failure *Failure // nil if the case has all properties
 }
 
@@ -85,12 +85,12 @@ type checker struct {
 	folder  string
 	rigs    int
 	Result
-	straight *rig // that nothing happens to, and what it saves in the end
+	straight *rig // an uninterrupted run, and its checkpoint at the end
 	end      []byte
-	plain    *rig // the same without a file for each step
+	plain    *rig // the same run without a file for each step
 }
 
-// Check makes the runs of a case and compares them. Files are in folders below the given one.
+// Check makes the runs of a case and compares them. It writes files to the given folder.
 func Check(c Case, m Machine, folder string) (r Result) {
 	k := &checker{Case: c, machine: m, folder: folder}
 	defer func() {
@@ -103,15 +103,18 @@ func Check(c Case, m Machine, folder string) (r Result) {
 			r.Failure = failed
 		}
 	}()
+
 	session, err := m.Open()
 	if err != nil {
 		k.fail(Completes, "opening the machine: %w", err)
 	}
+
 	k.session = session
 	k.check()
 	if session.Close != nil {
 		k.must(Completes, "closing the machine", session.Close())
 	}
+
 	return
 }
 
@@ -119,22 +122,24 @@ func (k *checker) check() {
 	if k.base(); k.Skipped != nil || k.end == nil {
 		return
 	}
+
 	k.callbacks()
 	for _, r := range k.Resumes {
 		k.resumes(r)
 	}
+
 	k.ranks()
 	k.replays()
 	k.fault()
 	k.closed(k.straight)
 }
 
-// fail ends the check.
+// fail ends the check with a failure.
 func (k *checker) fail(property, format string, args ...any) {
 	panic(&Failure{property, fmt.Errorf(format, args...)})
 }
 
-// must ends the check for an error.
+// must ends the check if err is not nil.
 func (k *checker) must(property, what string, err error) {
 	if err != nil {
 		k.fail(property, "%s: %w", what, err)
@@ -143,7 +148,7 @@ func (k *checker) must(property, what string, err error) {
 
 func (k *checker) checked(property string) { k.Checked = append(k.Checked, property) }
 
-// rig makes a trainer for a case that is like k's.
+// rig returns a trainer for a variation of the case.
 func (k *checker) rig(c Case, m *llm.Model) *rig {
 	r, err := k.newRig(c, m)
 	k.must(Completes, "making a trainer", err)
@@ -155,7 +160,7 @@ func (k *checker) newRig(c Case, m *llm.Model) (*rig, error) {
 	return newRig(c, k.session.Engine, m, filepath.Join(k.folder, fmt.Sprint(k.rigs)), 0)
 }
 
-// closed closes a trainer, which must be possible, and looks at what was noted of its runs.
+// closed closes a trainer, which must succeed, and checks the problems found during its runs.
 func (k *checker) closed(r *rig) {
 	k.must(Completes, "closing the trainer", r.close())
 	if len(r.problems) == 0 {
@@ -168,19 +173,21 @@ func (k *checker) closed(r *rig) {
 	k.fail(property, "%s", strings.Join(r.problems, "; "))
 }
 
-// base makes the run that all others are compared with, twice.
+// base makes the reference run twice.
 func (k *checker) base() {
 	straight, err := k.newRig(k.Case, nil)
 	if err != nil {
 		k.Skipped = err
 		return
 	}
+
 	k.straight = straight
 	k.straight.saves = true
 	err = k.straight.run()
 	if err != nil && !errors.Is(err, llm.ErrDiverged) && !idle(err) {
 		k.fail(Completes, "after step %d: %w", k.straight.tr.Step(), err)
 	}
+
 	k.checked(Completes)
 	if err == nil {
 		if k.end, err = k.straight.save(); !errors.Is(err, llm.ErrDiverged) {
@@ -188,15 +195,18 @@ func (k *checker) base() {
 		}
 		err = nil
 	}
+
 	k.plain = k.rig(k.Case, nil)
 	k.plain.in.arm("", 0, nil)
 	again := k.plain.run()
 	if textOf(again) != textOf(err) {
 		k.fail(Repeats, "one run ends with %v, the other one with %v", err, again)
 	}
+
 	if k.end != nil {
 		k.same(Repeats, "a run that is made again, without saves", k.plain, -1, false)
 	}
+
 	k.checked(Repeats)
 	k.checked(Frozen)
 	k.closed(k.plain)
@@ -205,18 +215,18 @@ func (k *checker) base() {
 	}
 }
 
-// idle reports whether a run has ended since nothing in a frozen model can learn.
+// idle reports whether a run has failed because nothing in a frozen model can learn.
 func idle(err error) bool {
 	return err != nil && strings.Contains(err.Error(), "nothing is planted")
 }
 
-// number is what errors name a lattice by, which no other lattice of the process has.
+// number matches the number of a lattice in errors, which is unique in the process.
 var number = regexp.MustCompile(`lattice=[0-9]+`)
 
 func textOf(err error) string { return number.ReplaceAllString(fmt.Sprint(err), "lattice") }
 
-// same ends the check unless a run has ended as the straight one has, and told the same from a step
-// on. Loose leaves out the results of evaluations.
+// same ends the check unless a run has ended like the reference run, with equal reports after a step. If
+// loose is set, the results of evaluations may differ.
 func (k *checker) same(property, what string, r *rig, from int, loose bool) {
 	k.alike(property, what, k.straight, r, from)
 	end, err := r.save()
@@ -226,7 +236,7 @@ func (k *checker) same(property, what string, r *rig, from int, loose bool) {
 	}
 }
 
-// alike compares what two runs have told of steps after one.
+// alike compares the reports of two runs after a step.
 func (k *checker) alike(property, what string, a, b *rig, from int) {
 	for step := from + 1; step <= a.tr.Step(); step++ {
 		x, ok := a.figures[step]
@@ -235,17 +245,19 @@ func (k *checker) alike(property, what string, a, b *rig, from int) {
 			k.fail(property, "%s: step %d has other figures", what, step)
 		}
 	}
+
 	x, y := a.toldFrom(max(0, from)), b.toldFrom(max(0, from))
 	if property == Unharmed {
-		return // what is told before a failure is not told again
+		return // reports before a failure are not repeated
 	}
+
 	if !slices.Equal(x, y) {
 		k.fail(property, "%s tells\n%s\nand not\n%s", what, strings.Join(y, "\n"), strings.Join(x,
 			"\n"))
 	}
 }
 
-// callbacks compares with a run that has no callbacks.
+// callbacks compares the reference run with a run without callbacks.
 func (k *checker) callbacks() {
 	if len(k.Beside) == 0 && k.Checkpoint == nil {
 		return
@@ -259,7 +271,7 @@ func (k *checker) callbacks() {
 	k.closed(r)
 }
 
-// resumes resumes the run behind a step.
+// resumes resumes the run after a step.
 func (k *checker) resumes(p Resume) {
 	step := min(p.Step, k.straight.tr.Step()-1)
 	path := k.straight.files[step]
@@ -273,6 +285,7 @@ func (k *checker) resumes(p Resume) {
 	if diff := differences(want, now, false); diff != "" {
 		k.fail(Resumes, "%s saves another file at once: %s", what, diff)
 	}
+
 	clear(r.figures)
 	r.told = nil
 	k.must(Resumes, what, r.run())
@@ -281,7 +294,7 @@ func (k *checker) resumes(p Resume) {
 	k.closed(r)
 }
 
-// resumer returns a trainer that is to resume from a file.
+// resumer returns a trainer that will resume from a file.
 func (k *checker) resumer(into, path, what string) *rig {
 	switch into {
 	case "loaded":
@@ -304,10 +317,11 @@ func (k *checker) resumer(into, path, what string) *rig {
 		r.Orders = orders
 		return r
 	}
+
 	return k.rig(k.Case, nil)
 }
 
-// others returns orders that plant the same blueprints in other sizes, and leave some out.
+// others returns orders that plant the same blueprints with different sizes. It omits some of the orders.
 func others(orders []Order) (all []Order) {
 	for i, o := range orders {
 		if i%5 == 4 {
@@ -324,14 +338,16 @@ func others(orders []Order) (all []Order) {
 		}
 		all = append(all, o)
 	}
+
 	return all
 }
 
-// replays makes a run that follows the record of the straight one, in the place of the controller.
+// replays makes a run that replays the record of the reference run instead of using the controller.
 func (k *checker) replays() {
 	if !k.Replay || k.Growth == nil {
 		return
 	}
+
 	record, err := llm.ReadRecord(bytes.NewReader(k.straight.record.Bytes()))
 	k.must(Replays, "the record", err)
 	c := k.Case.clone()
@@ -350,6 +366,7 @@ func (k *checker) replays() {
 				k.straight.toldFrom(-1), "\n"), &k.straight.record)
 		}
 	}
+
 	end, err := r.save()
 	k.must(Replays, "saving the end", err)
 	want, _, err := contents(k.end)
@@ -361,6 +378,7 @@ func (k *checker) replays() {
 			k.fail(Replays, "the run ends with other %s", name)
 		}
 	}
+
 	k.checked(Replays)
 	k.closed(r)
 }
@@ -371,6 +389,7 @@ func (k *checker) ranks() {
 	if c == nil || k.Fault != nil && isOf(k.Fault.Op, "rank") {
 		return
 	}
+
 	what := fmt.Sprintf("a run on %d ranks", k.Ranks)
 	want, wantEnd, from := k.straight, k.end, ""
 	if k.machine.RankedApart {
@@ -383,38 +402,45 @@ func (k *checker) ranks() {
 		from = k.straight.files[step]
 		what += fmt.Sprintf(", resumed behind step %d of a run in one process", step)
 	}
+
 	first, end, errs := k.team(*c, func(r *rig) { r.resumedOrdered = true }, from)
 	for rank, err := range errs {
 		k.must(OnRanks, fmt.Sprintf("%s: rank %d", what, rank), err)
 	}
+
 	if from == "" {
 		k.alike(OnRanks, what, want, first, -1)
 	}
+
 	if diff := differences(wantEnd, end, true); diff != "" {
 		k.fail(OnRanks, "%s ends with another file: %s", what, diff)
 	}
+
 	k.checked(OnRanks)
 }
 
-// onRanks returns the case as it can be on several ranks, nil if it cannot.
+// onRanks returns the case for several ranks, or nil if it cannot run on them.
 func (k *checker) onRanks() *Case {
 	if k.Ranks == 0 || k.machine.Ranks == nil || k.Model.Frozen && k.Growth != nil {
 		return nil
 	}
+
 	o := k.Model.KasminaOptions
 	if k.Train.Accumulate > 1 && (o.Stability != 0 || o.AdaptiveClip > 0) {
-		return nil // whose bits are others, and are documented as such
+		return nil // documented to compute different bits
 	}
+
 	if k.machine.RankedApart && (k.Train.Accumulate < k.Ranks || o.Stability != 0 || o.AdaptiveClip > 0) {
-		return nil // which GPUs refuse
+		return nil // refused by GPUs
 	}
+
 	c := k.Case.clone()
 	c.Beside = nil
 	return &c
 }
 
-// team trains on ranks. It returns the rig of rank 0 and the file that it saves in the end. Before
-// the run, ready may prepare a rank, and all of them resume from a file if one is named.
+// team trains on several ranks. It returns the rig of rank 0 and its checkpoint at the end. Before the run,
+// it calls ready for each rank, unless ready is nil, and resumes from a file, unless from is "".
 func (k *checker) team(c Case, ready func(*rig), from string) (first *rig, end []byte, errs []error) {
 	k.rigs++
 	folder := filepath.Join(k.folder, fmt.Sprint(k.rigs))
@@ -454,6 +480,7 @@ func (k *checker) team(c Case, ready func(*rig), from string) (first *rig, end [
 		problems[rank] = strings.Join(r.problems, "; ")
 		return errors.Join(err, r.close())
 	})
+
 	for rank, p := range problems {
 		if p != "" && !strings.HasPrefix(p, "callbacks hear") {
 			k.fail(Frozen, "rank %d: %s", rank, p)
@@ -461,24 +488,28 @@ func (k *checker) team(c Case, ready func(*rig), from string) (first *rig, end [
 			k.fail(Unharmed, "rank %d: %s", rank, p)
 		}
 	}
+
 	return first, end, errs
 }
 
-// differences says in what two checkpoints differ, and "" if they do not. Loose leaves out the
-// results of evaluations. The counts of NaN and Inf are left out as soon as there are any, since
-// those that evaluations and saves meet are counted, too.
+// differences lists the differences between two checkpoints. It returns "" if they are equal. If loose is
+// set, it ignores the results of evaluations. As soon as a checkpoint has counted a NaN or Inf, it ignores
+// these counts, because evaluations and saves increase them too.
 func differences(a, b []byte, loose bool) string {
 	if bytes.Equal(a, b) {
 		return ""
 	}
+
 	x, left, err := contents(a)
 	if err != nil {
 		return err.Error()
 	}
+
 	y, right, err := contents(b)
 	if err != nil {
 		return err.Error()
 	}
+
 	if nonFinite(x) || nonFinite(y) {
 		for name := range x {
 			if counted.MatchString(name) {
@@ -488,6 +519,7 @@ func differences(a, b []byte, loose bool) string {
 		}
 		loose = true
 	}
+
 	var all []string
 	for _, name := range slices.Sorted(maps.Keys(x)) {
 		v := x[name]
@@ -497,11 +529,13 @@ func differences(a, b []byte, loose bool) string {
 			all = append(all, "other "+name)
 		}
 	}
+
 	for _, name := range slices.Sorted(maps.Keys(y)) {
 		if _, ok := x[name]; !ok {
 			all = append(all, name+" beside")
 		}
 	}
+
 	for _, key := range slices.Sorted(maps.Keys(left)) {
 		v, w := left[key], right[key]
 		if v == w {
@@ -509,19 +543,22 @@ func differences(a, b []byte, loose bool) string {
 		}
 		all = append(all, jsonDifferences(key, v, w, loose)...)
 	}
+
 	if more := len(all) - 8; more > 0 {
 		all = append(all[:8], fmt.Sprintf("and %d more", more))
 	}
+
 	if len(all) == 0 && !loose {
 		return "the same contents in other bytes"
 	}
+
 	return strings.Join(all, ", ")
 }
 
-// counted are the arrays of lattices that depend on how many NaN and Inf were met.
+// counted matches the arrays of a lattice that depend on the counts of NaN and Inf.
 var counted = regexp.MustCompile(`^lattice\..*\.(nonfinite_.*|crc32)$`)
 
-// nonFinite reports whether a lattice of a checkpoint has met NaN or Inf.
+// nonFinite reports whether a lattice of a checkpoint has counted a NaN or Inf.
 func nonFinite(tensors map[string][]byte) bool {
 	for name, v := range tensors {
 		if counted.MatchString(name) && !strings.HasSuffix(name, "crc32") &&
@@ -538,6 +575,7 @@ func contents(file []byte) (tensors map[string][]byte, metadata map[string]strin
 	if err != nil {
 		return nil, nil, err
 	}
+
 	tensors = map[string][]byte{}
 	for _, name := range f.Names() {
 		var all []byte
@@ -553,15 +591,17 @@ func contents(file []byte) (tensors map[string][]byte, metadata map[string]strin
 		}
 		tensors[name] = append(all, fmt.Sprint(kind, shape)...)
 	}
+
 	return tensors, f.Metadata(), nil
 }
 
-// jsonDifferences names the fields in which two objects differ.
+// jsonDifferences returns the names of the fields that differ between two objects.
 func jsonDifferences(key, a, b string, loose bool) (all []string) {
 	var x, y map[string]json.RawMessage
 	if json.Unmarshal([]byte(a), &x) != nil || json.Unmarshal([]byte(b), &y) != nil {
 		return []string{key}
 	}
+
 	for _, field := range slices.Sorted(maps.Keys(x)) {
 		v := x[field]
 		if loose && (field == "val_loss" || field == "val_bpb") {
@@ -572,10 +612,12 @@ func jsonDifferences(key, a, b string, loose bool) (all []string) {
 				v))
 		}
 	}
+
 	for _, field := range slices.Sorted(maps.Keys(y)) {
 		if _, ok := x[field]; !ok {
 			all = append(all, fmt.Sprintf("%s of %s beside", field, key))
 		}
 	}
+
 	return all
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// fault makes the run once more, has one thing fail, and goes on from there.
+// fault repeats the run with a failing operation, and continues after the failure.
 func (k *checker) fault() {
 	f := k.Fault
 	switch {
@@ -32,7 +32,7 @@ func (k *checker) fault() {
 	}
 }
 
-// call returns which of n calls of an operation fails: the one from 1 on, 0 if there is none.
+// call returns which of n calls fails, counted from 1. It returns 0 if n is 0.
 func (f *Fault) call(n int) int {
 	if n == 0 {
 		return 0
@@ -47,8 +47,8 @@ func (f *Fault) wraps() error {
 	return nil
 }
 
-// faultCase is the case of a run in which something fails: without goroutines whose calls come at
-// any time.
+// faultCase returns the case for a run with a failing operation. It omits goroutines that make calls at
+// unpredictable times.
 func (k *checker) faultCase() Case {
 	c := k.Case.clone()
 	c.Beside = slices.DeleteFunc(c.Beside, func(b string) bool {
@@ -58,17 +58,18 @@ func (k *checker) faultCase() Case {
 	return c
 }
 
-// faultOfRun has a call fail in a run.
+// faultOfRun makes a call fail during a run.
 func (k *checker) faultOfRun() {
 	f, c := k.Fault, k.faultCase()
 	calls := k.plain.in.count(f.Op)
-	if len(c.Beside) < len(k.Beside) { // whose calls are counted too
+	if len(c.Beside) < len(k.Beside) { // count again without the calls of the omitted goroutines
 		r := k.rig(c, nil)
 		r.in.arm("", 0, nil)
 		k.must(Traceless, "a run with fewer callbacks", r.run())
 		calls = r.in.count(f.Op)
 		k.closed(r)
 	}
+
 	r := k.rig(c, nil)
 	r.in.arm(f.Op, f.call(calls), f.wraps())
 	err := r.run()
@@ -76,12 +77,13 @@ func (k *checker) faultOfRun() {
 		k.closed(r)
 		return
 	}
+
 	k.must(Unharmed, "repairing the folder", r.repair())
 	what := fmt.Sprintf("a run in which call %d of %d of %s fails, after step %d",
 		f.call(calls), calls, f.Op, r.tr.Step())
 	stops := isOf(f.Op, "cancel") || isOf(f.Op, "stop")
 	switch {
-	case err == nil && (stops || f.Op == "ReadTokens"): // the loader may try again by itself
+	case err == nil && (stops || f.Op == "ReadTokens"): // the loader may have retried
 		k.same(Unharmed, what, r, -1, true)
 		k.ended("has completed all the same")
 	case err == nil:
@@ -93,68 +95,75 @@ func (k *checker) faultOfRun() {
 		}
 		k.goesOn(r, what, err)
 	}
+
 	k.checked(Unharmed)
 	k.closed(r)
 }
 
-// mostMachineCalls is how many calls of a machine's own a run makes, roughly.
+// mostMachineCalls is the approximate number of driver calls in a run.
 const mostMachineCalls = 300
 
-// faultOfMachine has a call fail that the machine makes by itself.
+// faultOfMachine makes a driver call of the machine fail.
 func (k *checker) faultOfMachine() {
 	f := k.Fault
 	r := k.rig(k.faultCase(), nil)
 	r.in.arm("", 0, nil)
-	at := 1 + int(f.At*f.At*mostMachineCalls) // mostly early ones, which all runs make
+	at := 1 + int(f.At*f.At*mostMachineCalls) // prefer early calls, which all runs make
 	happened := k.session.Fail(f.Op, at)
 	err := r.run()
 	if !happened() {
 		k.closed(r)
 		return
 	}
+
 	what := fmt.Sprintf("a run in which call %d of %s fails, after step %d", at, f.Op, r.tr.Step())
 	told := slices.ContainsFunc(r.told, func(t told) bool { return t.err != nil })
 	switch {
 	case err == nil && told:
-		// Who gave what up is not known; what matters is that the run can be saved and resumed.
+		// It is unknown which growth was abandoned. The run must still be able to save.
 		_, err := r.save()
 		k.must(Unharmed, what+": saving the end", err)
 		k.ended("a growth is given up")
-	case err == nil: // the machine has found another way
+	case err == nil: // the machine used an alternative
 		k.same(Unharmed, what, r, -1, true)
 		k.ended("the run goes on")
 	default:
 		k.goesOn(r, what, err)
 	}
+
 	k.checked(Unharmed)
 	k.closed(r)
 }
 
-// ended notes how a fault ended.
+// ended sets the outcome of the fault.
 func (k *checker) ended(how string) { k.Outcome = how }
 
-// absorbed checks a run that has gone on. The trainer must have told why, and given up a growth.
-// The rest must be as in a run in which somebody else gives that growth up.
+// absorbed checks a run that has continued after a failure. The trainer must have reported the failure and
+// abandoned a growth. Otherwise, the run must equal a run with orders to abandon that growth.
 func (k *checker) absorbed(r *rig, what string) {
 	if !slices.ContainsFunc(r.told, func(t told) bool { return errors.Is(t.err, ErrInjected) }) {
 		k.fail(Unharmed, "%s: nobody is told", what)
 	}
+
 	gave := r.in.moves()
 	other := k.rig(k.faultCase(), nil)
 	other.extra, other.in.dropped = gave, r.dropped
 	for _, i := range slices.Backward(r.refused) {
 		other.Orders = slices.Delete(slices.Clone(other.Orders), i, i+1)
 	}
+
 	if len(r.dropped) > 0 && k.Growth.Controller != "script" && k.Growth.Controller != "needs" {
 		k.closed(other)
-		return // the others cannot be told to leave out a command
+		return // other controllers cannot omit a command
 	}
+
 	k.must(Unharmed, "a run in which somebody else gives the growth up", other.run())
 	for _, m := range gave {
 		if m.to != state.Cancelled && m.to != state.RolledBack {
 			k.fail(Unharmed, "%s: seed %d of layer %d becomes %v", what, m.seed, m.layer, m.to)
 		}
 	}
+
 	want, err := other.save()
 	k.must(Unharmed, what, err)
 	end, err := r.save()
@@ -163,30 +172,32 @@ func (k *checker) absorbed(r *rig, what string) {
 		k.fail(Unharmed, "%s, and %v are given up, ends with another file than one in which somebody "+
 			"gives them up: %s", what, gave, diff)
 	}
+
 	k.closed(other)
 }
 
-// goesOn checks what a run has left that has ended with an error, and goes on from there.
+// goesOn checks the state after a run that ended with an error, and continues from there.
 func (k *checker) goesOn(r *rig, what string, cause error) {
 	if idle(cause) {
 		k.ended("a growth is given up, without which nothing learns")
 		return
 	}
+
 	step := r.tr.Step()
 	now, refused := r.save()
 	ordered := r.scripted >= step || !slices.ContainsFunc(k.Orders, func(o Order) bool {
 		return o.Step == step
 	})
 	var broken panicked
-	// Growth that has been told of is not undone when the step after it fails.
-	// What an optimizer has forgotten of frozen parameters stays forgotten.
+	// Reported growth is not undone if the following step fails. State that the optimizer has cleared for
+	// frozen parameters is not restored.
 	undone := k.Fault.Op != "Forget" && !slices.ContainsFunc(k.straight.told, func(t told) bool {
 		return t.step == step+1 && strings.HasPrefix(t.text, "reshaped")
 	})
 	if path := k.straight.files[step]; refused == nil && ordered && undone && path != "" {
 		want, err := os.ReadFile(path)
 		k.must(Unharmed, what, err)
-		// As a run ends, fossilized seeds become a part of the model.
+		// At the end of a run, fossilized seeds become part of the model.
 		ended := step == k.straight.tr.Step() && differences(k.end, now, true) == ""
 		if diff := differences(want, now, true); diff != "" && !ended {
 			k.fail(Unharmed, "%s (%.150v), has changed the trainer: %s", what, cause, diff)
@@ -194,7 +205,8 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 	} else if refused != nil && !resumeFirst(refused) && !errors.As(cause, &broken) {
 		k.fail(Unharmed, "%s (%.150v): a trainer that cannot be used says %w", what, cause, refused)
 	}
-	// After a panic nobody tells of what is still being written in the background.
+
+	// After a panic, a checkpoint that is still being written in the background is not reported.
 	if r.written >= 0 && r.checkpoint != "" && !(k.Checkpoint.Background && errors.As(cause, &broken)) {
 		other := k.rig(k.faultCase(), nil)
 		more := fmt.Sprintf("%s (%.150v): resumed from its checkpoint of step %d", what, cause,
@@ -205,6 +217,7 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 		k.closed(other)
 		k.ended("a fresh trainer goes on")
 	}
+
 	again := r.run()
 	more := fmt.Sprintf("%s (%.150v): run again", what, cause)
 	if again != nil && resumeFirst(again) {
@@ -219,6 +232,7 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 	} else {
 		k.ended("the same trainer goes on")
 	}
+
 	k.must(Unharmed, more, again)
 	end, err := r.save()
 	k.must(Unharmed, more+": saving the end", err)
@@ -227,12 +241,12 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 	}
 }
 
-// resumeFirst reports whether an error tells to resume from a checkpoint.
+// resumeFirst reports whether an error asks the user to resume from a checkpoint.
 func resumeFirst(err error) bool {
 	return strings.Contains(strings.ToLower(err.Error()), "resume")
 }
 
-// faultOfResume has a call fail while a checkpoint is read.
+// faultOfResume makes a call fail while a checkpoint is read.
 func (k *checker) faultOfResume() {
 	f, c := k.Fault, k.faultCase()
 	step := min(int(f.At*float64(k.straight.tr.Step()+1)), k.straight.tr.Step())
@@ -240,11 +254,12 @@ func (k *checker) faultOfResume() {
 	_, inside := math.Modf(f.At * 97)
 	prepared := func() *rig {
 		r := k.rig(c, nil)
-		if f.Early { // a trainer that has moved on
+		if f.Early { // resume in a trainer that has already trained
 			k.must(Unharmed, "a run before", r.run())
 		}
 		return r
 	}
+
 	counter := prepared()
 	counter.in.arm("", 0, nil)
 	k.must(Resumes, "resuming", counter.resume(path, step, true))
@@ -253,6 +268,7 @@ func (k *checker) faultOfResume() {
 	if calls == 0 {
 		return
 	}
+
 	at := (&Fault{At: inside}).call(calls)
 	r := prepared()
 	before, err := r.save()
@@ -263,11 +279,13 @@ func (k *checker) faultOfResume() {
 		k.closed(r)
 		return
 	}
+
 	what := fmt.Sprintf("a Resume at step %d in which call %d of %d of %s fails", step, at, calls,
 		f.Op)
 	if !errors.Is(err, ErrInjected) {
 		k.fail(Unharmed, "%s ends with %w", what, err)
 	}
+
 	after, refused := r.save()
 	if refused == nil {
 		if diff := differences(before, after, false); diff != "" {
@@ -276,6 +294,7 @@ func (k *checker) faultOfResume() {
 	} else if !resumeFirst(refused) {
 		k.fail(Unharmed, "%s: a trainer that cannot be used says %w", what, refused)
 	}
+
 	k.must(Unharmed, what+": once more", r.resume(path, step, true))
 	clear(r.figures)
 	r.told = nil
@@ -286,18 +305,20 @@ func (k *checker) faultOfResume() {
 	k.closed(r)
 }
 
-// rankFault has one of several ranks fail, and goes on with as many.
+// rankFault makes one of several ranks fail, and continues with the same number of ranks.
 func (k *checker) rankFault() {
 	c := k.onRanks()
 	if c == nil || k.machine.RankedApart {
 		return
 	}
+
 	f, ranks := k.Fault, k.Ranks
 	fails := 1 + int(k.Seed%uint64(ranks-1))
 	calls := k.straight.tr.Step()
 	if f.Op == "rank Gradients" {
 		calls *= max(1, k.Train.Accumulate)
 	}
+
 	var failing *rig
 	first, _, errs := k.team(*c, func(r *rig) {
 		r.in.arm("", 0, nil)
@@ -306,9 +327,11 @@ func (k *checker) rankFault() {
 			r.in.arm(f.Op, f.call(calls), f.wraps())
 		}
 	}, "")
+
 	if failing == nil || !failing.in.disarm() {
 		return
 	}
+
 	what := fmt.Sprintf("a run on %d ranks, of which rank %d fails after step %d", ranks, fails,
 		failing.tr.Step())
 	for rank, err := range errs {
@@ -316,31 +339,36 @@ func (k *checker) rankFault() {
 			k.fail(Unharmed, "%s: rank %d hears of nothing", what, rank)
 		}
 	}
+
 	if !errors.Is(errs[fails], ErrInjected) {
 		k.fail(Unharmed, "%s: its own error is %w", what, errs[fails])
 	}
+
 	from := ""
 	if first.written >= 0 {
 		from = first.checkpoint
 	}
+
 	ordered := first.ordered
 	_, end, errs := k.team(*c, func(r *rig) { r.resumedOrdered = ordered }, from)
 	for rank, err := range errs {
 		k.must(Unharmed, fmt.Sprintf("%s: begun again from step %d: rank %d", what, first.written,
 			rank), err)
 	}
+
 	if diff := differences(k.end, end, true); diff != "" {
 		k.fail(Unharmed, "%s, begun again from step %d, ends with another file: %s", what,
 			first.written, diff)
 	}
+
 	k.ended("fresh ranks go on")
 	k.checked(Unharmed)
 }
 
-// besideSample is a Resume that another goroutine asks for while a callback samples.
+// besideSample is the fault in which another goroutine calls Resume while a callback samples.
 const besideSample = "Resume beside SampleText"
 
-// resumeBesideSample takes the run back to an earlier step while a callback samples.
+// resumeBesideSample resumes at an earlier step while a callback samples.
 func (k *checker) resumeBesideSample() {
 	c := k.faultCase()
 	r := k.rig(c, nil)
@@ -365,6 +393,7 @@ func (k *checker) resumeBesideSample() {
 			}
 			return nil
 		})
+
 	what := fmt.Sprintf("a run that is taken back to step %d while a callback samples behind step %d",
 		to, at)
 	k.must(Unharmed, what, r.run())
@@ -373,6 +402,7 @@ func (k *checker) resumeBesideSample() {
 	if diff := differences(k.end, end, true); diff != "" {
 		k.fail(Unharmed, "%s ends with another file: %s", what, diff)
 	}
+
 	k.ended("the run goes on from there")
 	k.checked(Unharmed)
 	k.closed(r)

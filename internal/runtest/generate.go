@@ -12,13 +12,13 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// Limits says what a machine can do, so that only possible cases are generated.
+// Limits describes the abilities of a machine, so that Generate returns only possible cases.
 type Limits struct {
 	Float64   bool     // models of float64
 	Optimizer bool     // optimizers that wrap those of package optim
 	Ranks     int      // the most
-	Listening bool     // ops that tell gradients, which directed LoRA needs
-	Faults    []string // more operations that can fail, which Machine.Fail knows
+	Listening bool     // access to gradients, for directed LoRA
+	Faults    []string // further operations that Session.Fail can make fail
 }
 
 // generator draws a case.
@@ -28,7 +28,7 @@ type generator struct {
 	limits Limits
 }
 
-// Generate returns the case of a seed.
+// Generate returns the case for a seed.
 func Generate(seed uint64, limits Limits) Case {
 	g := &generator{Rand: rand.New(rand.NewPCG(seed, 0)), limits: limits}
 	g.Seed = seed
@@ -46,7 +46,7 @@ func (g *generator) chance(n int) bool { return g.IntN(n) == 0 }
 // pick returns one of several values.
 func pick[T any](g *generator, of ...T) T { return of[g.IntN(len(of))] }
 
-// vocab is the number of tokens that texts are made of.
+// vocab is the number of different tokens in texts.
 const vocab = 40
 
 func (g *generator) model() {
@@ -55,24 +55,29 @@ func (g *generator) model() {
 	if g.chance(4) {
 		c.Dim = 16
 	}
+
 	if g.chance(4) {
 		c.Layers++
 	}
+
 	if g.chance(3) {
 		c.KVHeads = 1
 	}
+
 	c.Untied = g.chance(3)
 	c.QKVBias, c.QKNorm = g.chance(6), g.chance(6)
 	c.PostNorms, c.NormPlusOne, c.GELU = g.chance(8), g.chance(8), g.chance(8)
 	if g.chance(8) {
 		c.EmbedScale = 2
 	}
+
 	if g.chance(6) {
 		c.Blocks = []llm.Block{{Window: 3}}
 		if c.Layers > 1 && g.chance(2) {
 			c.Blocks = append(c.Blocks, llm.Block{NoRoPE: g.chance(2)})
 		}
 	}
+
 	c.Documents, c.ZeroOutputs = g.chance(8), !c.PostNorms && g.chance(8)
 	g.Case.Float64 = g.limits.Float64 && g.chance(10)
 	g.Model = c
@@ -88,9 +93,11 @@ func (g *generator) train() {
 		t.Budget = pick(g, "tokens", "flops")
 		t.Anneal = g.chance(2)
 	}
+
 	if g.chance(25) {
 		t.Explode = 3 + g.IntN(t.Steps-3)
 	}
+
 	o := &g.Optimizer
 	o.LR, o.Muon = pick(g, 0.003, 0.01, 0.03), g.chance(4)
 	if !o.Muon && g.chance(3) {
@@ -98,19 +105,22 @@ func (g *generator) train() {
 			[2]float64{0.5, 0.99}, [2]float64{0.99, 0.95})
 		o.Beta1, o.Beta2 = betas[0], betas[1]
 	}
+
 	if g.chance(3) {
 		o.Decay = 0.1
 		o.Spare = g.chance(2)
 	}
+
 	o.Group = g.chance(8)
 	g.Text = Text{Tokens: pick(g, 60, 150, 1000, 3000), Rare: g.chance(2)}
 }
 
-// seeds gives the model seeds at one to three sites, most of the time.
+// seeds usually adds seeds at one to three sites of the model.
 func (g *generator) seeds() {
 	if g.chance(12) {
 		return // a plain run
 	}
+
 	c := &g.Model
 	for range 1 + g.IntN(2) {
 		switch g.IntN(4) {
@@ -152,43 +162,50 @@ func (g *generator) seeds() {
 			}
 		}
 	}
-	// Another number of blocks may have left places behind.
+
+	// Remove places in blocks that the model does not have.
 	c.Weights = slices.DeleteFunc(c.Weights, func(w llm.WeightSite) bool { return w.Block >= c.Layers })
 	for i, s := range c.Streams {
 		c.Streams[i] = min(s, c.Layers-1)
 	}
+
 	c.Blocks = c.Blocks[:min(len(c.Blocks), c.Layers)]
 	if len(c.Weights) > 0 && len(c.Kasmina)+c.Depth == 0 && g.chance(3) {
 		c.Frozen = true
 		c.Directed = g.limits.Listening && g.chance(3)
 	}
+
 	l := &g.Lattices
 	l.Embargo = g.IntN(3)
 	if g.chance(6) {
 		l.Noise = 0.3
 	}
+
 	if g.chance(4) {
 		l.Telemetry = pick(g, state.Telemetry{Mode: state.Off},
 			state.Telemetry{Mode: state.Sampling, Every: 2}, state.Telemetry{Mode: state.Debug},
 			state.Telemetry{Reduction: state.MeanOfRows}, state.Telemetry{Reduction: state.MaxOfRows})
 	}
+
 	l.Quarantine = g.chance(6)
 	if g.chance(6) {
 		l.Transitions, l.History, l.Renormalize = 2, 2, 3
 	}
 }
 
-// growth chooses who commands the seeds.
+// growth chooses the controller of the seeds.
 func (g *generator) growth() {
 	sites := sitesOf(g.Model)
 	if len(sites) == 0 {
 		return
 	}
+
 	judged := len(sites) > 1 || g.Model.Depth == 0
 	if g.chance(4) {
 		g.Orders = g.lives(sites, g.Train.Steps, 0, true)
 		return
 	}
+
 	by := &Growth{Controller: pick(g, "script", "script", "script", "needs", "needs", "heuristic"),
 		Every: pick(g, 1, 1, 2), Governed: g.chance(10)}
 	by.Validation = judged || g.chance(2)
@@ -207,17 +224,19 @@ func (g *generator) growth() {
 			g.Train.Steps, g.Train.Epoch, by.Every = 20, 1, 1
 		}
 	}
+
 	if g.Model.Depth > 0 && g.chance(4) {
 		by.Rewarm, by.Fresh = g.IntN(4), g.chance(2)
 	}
+
 	g.Growth = by
 	if g.Model.Frozen || g.chance(3) {
-		// Somebody else commands too, and is refused now and then.
+		// Add orders that compete with the controller. Some of them will be refused.
 		g.Orders = g.lives(sites, g.Train.Steps, 0, true)
 	}
 }
 
-// place is a lattice of a model.
+// place identifies a lattice of a model.
 type place struct {
 	site         blueprints.Site
 	layer, seeds int
@@ -227,12 +246,14 @@ func sitesOf(c llm.Config) (all []place) {
 	for range c.Kasmina {
 		all = append(all, place{blueprints.Chunk, len(all), c.Seeds})
 	}
+
 	for site, n := range map[blueprints.Site]int{blueprints.Weight: len(c.Weights),
 		blueprints.Stream: len(c.Streams), blueprints.Depth: c.Depth} {
 		if n > 0 {
 			all = append(all, place{site, 0, n})
 		}
 	}
+
 	order := []blueprints.Site{blueprints.Chunk, blueprints.Weight, blueprints.Stream,
 		blueprints.Depth}
 	slices.SortStableFunc(all, func(a, b place) int {
@@ -241,10 +262,11 @@ func sitesOf(c llm.Config) (all []place) {
 	for i := range all {
 		all[i].layer = i
 	}
+
 	return all
 }
 
-// lives returns orders that take some seeds through lives, of which some end early.
+// lives returns orders that take some seeds through their lives. Some lives end early.
 func (g *generator) lives(sites []place, steps, from int, anyway bool) (all []Order) {
 	deep := from
 	for _, p := range sites {
@@ -270,10 +292,12 @@ func (g *generator) lives(sites []place, steps, from int, anyway bool) (all []Or
 			}
 		}
 	}
-	if anyway && g.chance(4) { // what is refused
+
+	if anyway && g.chance(4) { // an order that will be refused
 		all = append(all, Order{Step: g.IntN(steps), Commands: []state.Command{{Action: state.Move,
 			To: pick(g, state.Fossilized, state.Grafting, state.Dormant)}}})
 	}
+
 	slices.SortStableFunc(all, func(a, b Order) int { return cmp.Compare(a.Step, b.Step) })
 	if anyway && g.chance(4) {
 		via := pick(g, "submit", "steer")
@@ -281,10 +305,11 @@ func (g *generator) lives(sites []place, steps, from int, anyway bool) (all []Or
 			all[i].Via = via
 		}
 	}
+
 	return all
 }
 
-// life adds the orders of one life that begins at a step, and returns the step after it.
+// life adds the orders for one life that starts at a step. It returns the step after the end of the life.
 func (g *generator) life(all *[]Order, p place, seed, at, steps int) int {
 	c := func(action state.Action) state.Command {
 		return state.Command{Action: action, Layer: p.layer, Seed: seed}
@@ -304,13 +329,14 @@ func (g *generator) life(all *[]Order, p place, seed, at, steps int) int {
 		}
 		commands = nil
 	}
-	hurry := 1 + g.IntN(3) // in how many of three cases two moves happen at once
+
+	hurry := 1 + g.IntN(3) // how often, out of three, two moves happen at the same step
 	for at < steps {
 		if g.IntN(3) >= hurry || stage > state.Grafting && g.chance(2) {
 			order()
 			at += pick(g, 1, 1, 1, 2)
 		}
-		// Most lives that end early do so once the blueprint is in the model.
+		// Most early ends come after the blueprint has entered the model.
 		odds := 12
 		if stage >= state.Grafting {
 			odds = 5
@@ -334,7 +360,7 @@ func (g *generator) life(all *[]Order, p place, seed, at, steps int) int {
 		}
 		if stage == state.FineTuning && g.chance(4) {
 			order()
-			return steps // it stays as it is to the end
+			return steps // the stage does not change any more
 		}
 		next := stage.Next()
 		if next == stage {
@@ -347,17 +373,18 @@ func (g *generator) life(all *[]Order, p place, seed, at, steps int) int {
 			commands = append(commands, set)
 		}
 	}
+
 	order()
 	return at + 1
 }
 
-// request returns what a seed shall grow.
+// request returns a request for a seed to germinate.
 func (g *generator) request(p place, seed int) (r state.GerminationRequest) {
 	switch p.site {
 	case blueprints.Chunk:
 		r.Slot = 1 + seed
 		if g.chance(6) {
-			r.Slot = 1 // which several may share
+			r.Slot = 1 // several seeds may share a slot
 		}
 		r.Kind = pick(g, blueprints.Residual, blueprints.AttentionGate, blueprints.MLPExpansion,
 			blueprints.ConvFilter)
@@ -375,6 +402,7 @@ func (g *generator) request(p place, seed int) (r state.GerminationRequest) {
 			r.Size = 1
 		}
 	}
+
 	if p.site != blueprints.Depth && g.chance(2) {
 		n := 1 + g.IntN(4)
 		r.Strategy = pick[graft.Strategy](g, graft.FixedRamp{Epochs: n, Target: 1},
@@ -383,37 +411,43 @@ func (g *generator) request(p place, seed int) (r state.GerminationRequest) {
 			graft.DriftControlled{Epochs: n, Target: 1, Threshold: 0.1, Pause: 1},
 			graft.GradNormGated{Epochs: n, Target: 0.75, Low: 0.01, High: 10})
 	}
+
 	return r
 }
 
-// checks chooses what is checked of the run, beside what is checked of every run.
+// checks chooses the optional properties to check.
 func (g *generator) checks() {
 	if !g.chance(3) {
 		g.Checkpoint = &Checkpoint{Every: pick(g, 0, 1, 2, 5), Background: g.chance(3),
 			Apart: g.chance(4), Parts: g.chance(3)}
 	}
+
 	resumes := g.IntN(3)
 	if g.Model.Depth > 0 {
 		resumes++
 	}
+
 	for range resumes {
 		g.Resumes = append(g.Resumes, Resume{g.IntN(g.Train.Steps), pick(g, resumeTargets...)})
 	}
+
 	if g.chance(6) && g.limits.Ranks > 1 {
 		g.Ranks = 2 + g.IntN(g.limits.Ranks-1)
 	}
+
 	g.Replay = g.Growth != nil && g.chance(4)
 	if g.chance(3) {
 		for _, i := range g.Perm(len(besides))[:1+g.IntN(2)] {
 			g.Beside = append(g.Beside, besides[i])
 		}
 	}
+
 	if g.chance(2) {
 		g.Fault = g.fault()
 	}
 }
 
-// fault chooses what fails, in a run that does not diverge by itself.
+// fault chooses an operation that fails, unless the run will diverge.
 func (g *generator) fault() *Fault {
 	g.Train.Explode = 0
 	f := &Fault{Op: pick(g, faultOps(g.limits)...), At: float64(g.IntN(1000)) / 1000,
@@ -423,8 +457,8 @@ func (g *generator) fault() *Fault {
 	return f
 }
 
-// OnlyFault makes a generated case one in which something fails on a machine, and nothing else is
-// checked beside that. It returns false if nothing can.
+// OnlyFault changes a generated case so that an operation fails and no optional properties are checked. It
+// returns false if no operation can fail.
 func OnlyFault(c *Case, m Machine) bool {
 	g := &generator{Rand: rand.New(rand.NewPCG(c.Seed, 5)), limits: m.Limits}
 	f := g.fault()
@@ -439,9 +473,11 @@ func OnlyFault(c *Case, m Machine) bool {
 	case f.Op == "record" && c.Growth == nil:
 		return false
 	}
+
 	if c.Checkpoint == nil && (isOf(f.Op, "checkpoint") || f.Op == "callback Saved") {
 		c.Checkpoint = &Checkpoint{Every: 2}
 	}
+
 	c.Fault = f
 	return true
 }

@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/graph"
 )
 
-// gpuEngine is what the engine of a GPU is beside an llm.Engine.
+// gpuEngine is the interface of a GPU engine.
 type gpuEngine interface {
 	llm.Stepper
 	llm.Sensor
@@ -18,13 +18,13 @@ type gpuEngine interface {
 	llm.Listener
 }
 
-// faultyGPU is the engine of a GPU, whose calls may fail.
+// faultyGPU wraps the engine of a GPU so that calls can fail.
 type faultyGPU struct {
 	gpuEngine
 	in *injector
 }
 
-// faultyScaler is one that scales the loss.
+// faultyScaler wraps the engine of a GPU that scales the loss.
 type faultyScaler struct {
 	faultyGPU
 	scaler llm.Scaler
@@ -48,7 +48,7 @@ func (f faultyGPU) Gradients(b data.Batch) (float64, error) {
 	return f.gpuEngine.Gradients(b)
 }
 
-// Step counts as a call of both methods that it stands for.
+// Step counts as a call of Gradients and a call of Update.
 func (f faultyGPU) Step(b data.Batch) (loss, norm float64, err error) {
 	if err := f.in.call("Gradients"); err != nil {
 		return 0, 0, err
@@ -108,10 +108,10 @@ func (f faultyGPU) Decoder() (func(context.Context, []int) (any, error), error) 
 	return f.gpuEngine.Decoder()
 }
 
-// Close gives everything back also where it fails.
+// Close releases all resources even if it fails.
 func (f faultyGPU) Close() error { return errors.Join(f.gpuEngine.Close(), f.in.call("Close")) }
 
-// Keep is a Close that may not fail so, since nothing tells whether it has closed.
+// Keep does not fail, because its caller could not tell whether the engine has been closed.
 func (f faultyGPU) Keep() (llm.Kept, error) {
 	kept, err := f.gpuEngine.Keep()
 	if err != nil {
@@ -120,7 +120,8 @@ func (f faultyGPU) Keep() (llm.Kept, error) {
 	return faultyKept{kept, f.in}, nil
 }
 
-// faultyKept is what an engine has left, of which the next engine may not be made.
+// faultyKept wraps the memory that an engine leaves to the next one, so that creating the next engine can
+// fail.
 type faultyKept struct {
 	llm.Kept
 	in *injector
@@ -137,5 +138,5 @@ func (k faultyKept) Engine(from map[string]string) (llm.Engine, error) {
 	return wrap(e, k.in), nil
 }
 
-// memory views numbers as bytes.
+// memory returns the bytes of a slice of numbers without copying them.
 func memory(data any) []byte { return safetensors.Memory(data) }

@@ -18,12 +18,11 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// ErrInjected is wrapped by every failure that a Fault causes.
+// ErrInjected is wrapped by every error that a Fault causes.
 var ErrInjected = errors.New("injected failure")
 
-// Names of what can fail. An operation of an engine, an optimizer or a file returns ErrInjected
-// instead of doing its work. "cancel" and "stop" end the run at the moment of a call, which itself
-// succeeds.
+// The operations that can fail. An operation of an engine, an optimizer or a file returns ErrInjected
+// instead of doing its work. "cancel" and "stop" end the run during a call that succeeds.
 var (
 	engineOps = []string{"engine", "engine", "engine", "Gradients", "Update", "Loss", "Push", "Pull",
 		"Figures", "Close", "Decoder", "Forget"}
@@ -36,8 +35,8 @@ var (
 		"stop StepEnd", besideSample}
 )
 
-// faultOps returns what can fail on a machine. Some names are there several times, to be chosen
-// more often.
+// faultOps returns the operations that can fail on a machine. It repeats some of them so that they are
+// chosen more often.
 func faultOps(l Limits) []string {
 	all := slices.Concat(engineOps, diskOps, callbackOps, cancelOps)
 	if l.Optimizer {
@@ -54,15 +53,15 @@ func resumable(op string) bool {
 	return slices.Contains([]string{"engine", "Push", "SetState", "Declare", "Close", "Pull"}, op)
 }
 
-// injector counts operations and lets one of them fail.
+// injector counts operations and makes one call fail.
 type injector struct {
 	mu     sync.Mutex
 	counts map[string]int
-	op     string // that fails
-	at     int    // at which call, from 1; 0 for never
+	op     string // operation that fails
+	at     int    // number of the failing call, from 1; 0 for none
 	fired  bool
 	silent bool
-	wraps  error // what the failure wraps, beside ErrInjected
+	wraps  error // a second error that the failure wraps, or nil
 	cancel func()
 	stop   func()
 
@@ -71,26 +70,25 @@ type injector struct {
 	// update.
 	stages                  func() [][]state.Stage
 	settled, failed, passed [][]state.Stage
-	step                    int // after which it happened
+	step                    int // last step before the failure
 	now                     func() int
-	dropped                 []dropped // commands of a controller that were refused since something failed
+	dropped                 []dropped // commands that without removes
 }
 
-// dropped is a command that a controller gives behind an epoch.
+// dropped is a command of a controller after an epoch that was refused because of a failure.
 type dropped struct {
 	epoch int
 	text  string
 }
 
-// without returns the commands that a controller gives behind an epoch, but for those that another
-// run did not get because something had failed.
+// without returns the commands of a controller after an epoch, except the dropped ones.
 func (i *injector) without(epoch int, all []state.Command) []state.Command {
 	return slices.DeleteFunc(all, func(c state.Command) bool {
 		return slices.Contains(i.dropped, dropped{epoch, c.String()})
 	})
 }
 
-// settle notes the stages of all seeds, which only the trainer changes from now on.
+// settle records the stages of all seeds. From now on, only the trainer changes them.
 func (i *injector) settle() {
 	stages := i.stages()
 	i.mu.Lock()
@@ -100,7 +98,7 @@ func (i *injector) settle() {
 
 func newInjector() *injector { return &injector{counts: map[string]int{}} }
 
-// arm has the at-th call of an operation from now fail.
+// arm makes the at-th call of an operation from now fail.
 func (i *injector) arm(op string, at int, wraps error) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -115,7 +113,7 @@ func (i *injector) disarm() (fired bool) {
 	return i.fired
 }
 
-// silence leaves calls alone until the function that it returns is called.
+// silence ignores all calls until the returned function is called.
 func (i *injector) silence() (end func()) {
 	set := func(silent bool) {
 		i.mu.Lock()
@@ -132,20 +130,23 @@ func (i *injector) count(op string) int {
 	return i.counts[op]
 }
 
-// due counts a call of an operation, and reports whether it is to fail.
+// due counts a call of an operation and reports whether the call must fail.
 func (i *injector) due(op string) bool {
 	if i == nil {
 		return false
 	}
+
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if i.silent {
 		return false
 	}
+
 	i.counts[op]++
 	if i.at == 0 || i.op != op || i.counts[op] != i.at {
 		return false
 	}
+
 	i.fired = true
 	i.step, i.failed, i.passed = i.now(), i.settled, nil
 	return true
@@ -166,25 +167,30 @@ func (i *injector) moves() (all []move) {
 	return all
 }
 
-// call returns the error with which a call of an operation is to fail. Calls of the operation may
-// also be the moments at which the run is canceled.
+// call counts a call of an operation. It returns an error if the call must fail, and cancels or stops the
+// run if the fault asks for that.
 func (i *injector) call(op string) error {
 	if i == nil {
 		return nil
 	}
+
 	i.note(op)
 	if i.due("cancel " + op) {
 		i.cancel()
 	}
+
 	if i.due("stop " + op) {
 		i.stop()
 	}
+
 	if i.due("panic " + op) {
 		panic(i.failure("panic " + op))
 	}
+
 	if i.due(op) {
 		return i.failure(op)
 	}
+
 	return nil
 }
 
@@ -204,7 +210,7 @@ func (i *injector) note(op string) {
 	i.settled = nil
 }
 
-// unsettle says that orders are being given.
+// unsettle discards the recorded stages, because orders are about to change them.
 func (i *injector) unsettle() {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -218,13 +224,13 @@ func (i *injector) failure(op string) error {
 	return fmt.Errorf("%s: %w", op, ErrInjected)
 }
 
-// cpuEngine is what the engine of the CPU is beside an llm.Engine.
+// cpuEngine is the interface of the CPU engine.
 type cpuEngine interface {
 	llm.Sensor
 	llm.Listener
 }
 
-// faulty is the engine of the CPU, whose calls may fail.
+// faulty wraps the engine of the CPU so that calls can fail.
 type faulty struct {
 	cpuEngine
 	in *injector
@@ -286,16 +292,16 @@ func (f faulty) Decoder() (func(context.Context, []int) (any, error), error) {
 	return f.cpuEngine.Decoder()
 }
 
-// Close gives everything back also where it fails.
+// Close releases all resources even if it fails.
 func (f faulty) Close() error { return errors.Join(f.cpuEngine.Close(), f.in.call("Close")) }
 
-// parallelEngine is what the engine of a rank on the CPU is beside an llm.Parallel.
+// parallelEngine is the interface of the engine of a rank on the CPU.
 type parallelEngine interface {
 	llm.Parallel
 	Figures() ([]graph.Figures, error)
 }
 
-// faultyRank is the engine of a rank, whose gradients may fail.
+// faultyRank wraps the engine of a rank so that computing gradients can fail.
 type faultyRank struct {
 	parallelEngine
 	in *injector
@@ -310,7 +316,7 @@ func (f faultyRank) Batches(n int, next func() (data.Batch, error)) ([]float64, 
 	})
 }
 
-// faultyAdamW and faultyMuon are optimizers whose calls may fail.
+// faultyAdamW and faultyMuon wrap optimizers so that calls can fail.
 type (
 	faultyAdamW struct {
 		*optim.AdamW
@@ -378,7 +384,7 @@ func (f *faultyMuon) Step(p []gorgonia.ValueGrad) error {
 	return f.Muon.Step(p)
 }
 
-// faultyWriter is a file whose writes may fail.
+// faultyWriter wraps a file so that writes can fail.
 type faultyWriter struct {
 	io.Writer
 	in *injector
@@ -391,8 +397,8 @@ func (f faultyWriter) Write(p []byte) (int, error) {
 	return f.Writer.Write(p)
 }
 
-// opOfCallback returns the operation that stands for a callback's seeing an event.
+// opOfCallback returns the operation of a callback that receives an event.
 func opOfCallback(k llm.EventKind) string { return "callback " + k.String() }
 
-// isOf reports whether the name of an operation begins with a word.
+// isOf reports whether the first word of an operation's name is word.
 func isOf(op, word string) bool { return strings.HasPrefix(op, word+" ") }

@@ -15,17 +15,17 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// CPU is the machine that computes on this computer's processors.
+// CPU returns the machine that uses the processors of this computer.
 func CPU() Machine {
 	return Machine{Name: "CPU", Ranks: cpuRanks,
 		Open:   func() (*Session, error) { return &Session{Engine: llm.CPUEngine()}, nil },
 		Limits: Limits{Float64: true, Optimizer: true, Ranks: 3, Listening: true}}
 }
 
-// patience is far more than ranks of one process need to meet.
+// patience is a generous time for the ranks of one process to connect.
 const patience = 100 * time.Second
 
-// secret is what the ranks of all teams know, which are all in this process.
+// secret authenticates the ranks of all teams in this process.
 const secret = "the secret of the ranks of random runs"
 
 var teams atomic.Int64
@@ -41,6 +41,7 @@ func cpuRanks(ranks int, f func(rank int, build Build) error) []error {
 		errs[0] = err
 		return errs
 	}
+
 	port := l.Addr().(*net.TCPAddr).Port
 	name := fmt.Sprintf("runtest %d %d", os.Getpid(), teams.Add(1))
 	ctx := context.Background()
@@ -63,6 +64,7 @@ func cpuRanks(ranks int, f func(rank int, build Build) error) []error {
 			errs[r] = errors.Join(err, team.Close(err))
 		})
 	}
+
 	wg.Wait()
 	return errs
 }

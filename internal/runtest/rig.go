@@ -24,52 +24,54 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Build makes an engine, as llm.TrainConfig.Engine does.
+// Build creates an engine, like llm.TrainConfig.Engine.
 type Build = func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)
 
-// rig is a trainer with everything that a case puts around it, and what was seen of its runs.
+// rig is a trainer with the callbacks and failures of a case, and with observations of its runs.
 type rig struct {
 	Case
 	tr     *llm.Trainer
 	in     *injector
-	folder string // of its own
+	folder string // for the files of this rig
 
-	scripted int    // the step whose orders have been given last; -1 for none
-	rank     int    // 0 also of the only process
-	extra    []move // made behind the orders of a step
+	scripted int    // step of the last orders that were given; -1 for none
+	rank     int    // 0 for a single process
+	extra    []move // transitions to make after the orders of their steps
 
 	figures  map[int]figures
 	told     []told // growth, refusals
 	record   bytes.Buffer
 	problems []string
 
-	saves   bool           // after each step
-	files   map[int]string // paths of what was saved, by step
-	rest    bool           // the callbacks have heard of what is left to tell before a RunEnd
-	failed  bool           // a callback has
-	reshape bool           // growth has been told of since the last StepEnd
+	saves   bool           // save after each step
+	files   map[int]string // paths of the saved files, by step
+	rest    bool           // the EpochEnd after a failure has been received
+	failed  bool           // a callback has failed
+	reshape bool           // growth was reported since the last StepEnd
 	frozen  frozen
-	moves   []move // of seeds, with the steps behind which they happened
+	moves   []move // transitions of seeds, with the last step before each
 	waiting []waiting
-	refused []int     // orders, because something has failed
-	dropped []dropped // and commands of the controller
-	// the file that Checkpoint writes, the step that it was last written at, and whether the orders
-	// of that step had been given
+	refused []int     // orders that were refused because of the failure
+	dropped []dropped // commands of the controller that were refused because of the failure
+
+	// The file of the callback Checkpoint, the step of its last version, and whether the orders of that
+	// step had been given.
 	checkpoint string
 	written    int
 	ordered    bool
 
-	// whether the checkpoint that a rank resumes from was written after the orders of its step
+	// resumedOrdered reports whether the checkpoint to resume from was written after the orders of its
+	// step.
 	resumedOrdered bool
 
 	beside sync.WaitGroup
 	quit   chan struct{}
 }
 
-// figures are those that a StepEnd tells.
+// figures holds the bits of the numbers in a StepEnd.
 type figures struct{ loss, norm, rate uint64 }
 
-// told is what was told of a step.
+// told is a report of growth or of a refused command.
 type told struct {
 	step int
 	text string
@@ -83,38 +85,42 @@ type move struct {
 	from, to    state.Stage
 }
 
-// waiting is an order that has been handed over.
+// waiting is an order without an answer yet.
 type waiting struct {
 	step int
 	done <-chan error
 }
 
-// newRig makes a trainer for a case, of a model that may be given, as one of several ranks or as the
-// only process, whose rank is 0.
+// newRig returns a rig for a case. It creates the model unless m is given.
 func newRig(c Case, build Build, m *llm.Model, folder string, rank int) (r *rig, err error) {
 	r = &rig{Case: c, in: newInjector(), folder: folder, scripted: -1, figures: map[int]figures{},
 		files: map[int]string{}, written: -1, rank: rank}
 	if err := os.MkdirAll(folder, 0o777); err != nil {
 		return nil, err
 	}
+
 	if m == nil {
 		if m, err = c.newModel(); err != nil {
 			return nil, err
 		}
 	}
+
 	loader, err := data.NewLoader(c.tokens(r.in), data.LoaderConfig{Batch: c.Train.Batch,
 		Seq: m.Config.Seq, Seed: c.Seed + 3})
 	if err != nil {
 		return nil, err
 	}
+
 	o, err := c.newOptimizer(r.in)
 	if err != nil {
 		return nil, err
 	}
+
 	tc, err := c.config()
 	if err != nil {
 		return nil, err
 	}
+
 	tc.Engine = func(m *llm.Model, o optim.Optimizer, tc llm.TrainConfig) (llm.Engine, error) {
 		if err := r.in.call("engine"); err != nil {
 			return nil, err
@@ -125,9 +131,11 @@ func newRig(c Case, build Build, m *llm.Model, folder string, rank int) (r *rig,
 		}
 		return wrap(e, r.in), nil
 	}
+
 	if r.tr, err = llm.NewTrainer(m, loader, o, tc); err != nil {
 		return nil, err
 	}
+
 	if c.Growth != nil {
 		g, err := c.growthOf(r.in, func(c state.Command, err error) {
 			r.told = append(r.told, told{r.tr.Step(), fmt.Sprintf("%v: %v", c, err), err})
@@ -143,9 +151,11 @@ func newRig(c Case, build Build, m *llm.Model, folder string, rank int) (r *rig,
 			return nil, errors.Join(err, r.tr.Close())
 		}
 	}
+
 	if err := r.listen(); err != nil {
 		return nil, errors.Join(err, r.tr.Close())
 	}
+
 	r.callbacks()
 	return r, nil
 }
@@ -153,7 +163,7 @@ func newRig(c Case, build Build, m *llm.Model, folder string, rank int) (r *rig,
 // wrap puts an injector around an engine.
 func wrap(e llm.Engine, in *injector) llm.Engine {
 	switch e := e.(type) {
-	case llm.ParallelStepper: // a rank on a GPU, as it is
+	case llm.ParallelStepper: // a rank on a GPU is not wrapped
 		return e
 	case parallelEngine:
 		return faultyRank{e, in}
@@ -162,6 +172,7 @@ func wrap(e llm.Engine, in *injector) llm.Engine {
 	case cpuEngine:
 		return faulty{e, in}
 	}
+
 	return e
 }
 
@@ -169,7 +180,7 @@ func (r *rig) problem(format string, args ...any) {
 	r.problems = append(r.problems, fmt.Sprintf(format, args...))
 }
 
-// listen notes the transitions of all seeds.
+// listen records the transitions of all seeds.
 func (r *rig) listen() error {
 	r.in.now = r.tr.Step
 	r.in.stages = func() (all [][]state.Stage) {
@@ -183,6 +194,7 @@ func (r *rig) listen() error {
 		}
 		return all
 	}
+
 	_, err := r.tr.Model.Kasmina.Listen(func(e state.Event) {
 		if e.Kind == state.StageChanged {
 			r.moves = append(r.moves, move{r.tr.Step(), e.Layer, e.Seed, e.From, e.To})
@@ -191,7 +203,7 @@ func (r *rig) listen() error {
 	return err
 }
 
-// besides are the names of callbacks that must leave no trace.
+// besides lists the names of callbacks that must leave no trace.
 var besides = []string{"evaluate", "sample", "save", "notes", "scrub", "monitor", "readers",
 	"more checkpoints"}
 
@@ -201,6 +213,7 @@ func (r *rig) callbacks() {
 	if f := r.Fault; f != nil && f.Early {
 		t.On(r.fail)
 	}
+
 	t.On(r.see, r.order)
 	for _, b := range r.Beside {
 		switch b {
@@ -235,6 +248,7 @@ func (r *rig) callbacks() {
 			t.On(llm.Checkpoint(t, filepath.Join(r.folder, "more"), 1))
 		}
 	}
+
 	if f := r.Fault; f != nil && f.Op == "callback Noted" && !slices.Contains(r.Beside, "notes") {
 		t.On(func(e llm.Event) error {
 			if e.Kind == llm.StepEnd && e.Step%2 == 0 {
@@ -243,8 +257,9 @@ func (r *rig) callbacks() {
 			return nil
 		})
 	}
+
 	if k := r.Checkpoint; k != nil {
-		// Ranks name one file, which is that of rank 0.
+		// All ranks use the path of rank 0.
 		folder := r.folder
 		if r.rank > 0 {
 			folder = filepath.Join(filepath.Dir(folder), "0")
@@ -262,22 +277,25 @@ func (r *rig) callbacks() {
 		}
 		t.On(r.disk, llm.Checkpoint(t, r.checkpoint, k.Every, opts...))
 	}
+
 	t.On(func(e llm.Event) error {
 		if r.saves && (e.Kind == llm.StepEnd || e.Kind == llm.RunStart) {
 			path := filepath.Join(r.folder, fmt.Sprint("step-", e.Step))
 			err := t.Save(path)
 			if errors.Is(err, llm.ErrDiverged) {
-				return nil // the next step tells
+				return nil // the next step reports it
 			}
 			r.files[e.Step] = path
 			return err
 		}
 		return nil
 	})
+
 	if f := r.Fault; f == nil || !f.Early {
 		t.On(r.fail)
 	}
-	t.On(func(e llm.Event) error { // the moments at which a run is canceled between steps
+
+	t.On(func(e llm.Event) error { // cancel or stop the run between two steps
 		if e.Kind == llm.StepEnd {
 			if r.in.due("cancel StepEnd") {
 				r.in.cancel()
@@ -290,11 +308,12 @@ func (r *rig) callbacks() {
 	})
 }
 
-// fail is the callback that may fail.
+// fail is a callback that fails as the fault says.
 func (r *rig) fail(e llm.Event) error {
 	if r.in.due("panic " + e.Kind.String()) {
 		panic(r.in.failure("panic " + e.Kind.String()))
 	}
+
 	op := opOfCallback(e.Kind)
 	if r.rank > 0 || r.Ranks == 0 {
 		if e.Kind == llm.StepEnd && r.in.due("rank StepEnd") {
@@ -302,23 +321,26 @@ func (r *rig) fail(e llm.Event) error {
 			return r.in.failure("rank StepEnd")
 		}
 	}
+
 	if r.in.due(op) {
 		r.failed = true
 		return r.in.failure(op)
 	}
+
 	return nil
 }
 
-// duration is what differs from run to run in what is told of growth.
+// duration matches the duration in reports of growth, which differs from run to run.
 var duration = regexp.MustCompile(`,? in [0-9.]+ s`)
 
-// see notes what the trainer tells, and checks what must hold at any time.
+// see records the events of the trainer and checks invariants.
 func (r *rig) see(e llm.Event) error {
-	// Before the RunEnd there may be an EpochEnd, which tells of seeds.
+	// After a failure, there may be an EpochEnd with reports of seeds before the RunEnd.
 	if r.failed && (r.rest && e.Kind != llm.RunEnd || !slices.Contains([]llm.EventKind{llm.Failed,
 		llm.Interrupted, llm.Saved, llm.EpochEnd, llm.RunEnd}, e.Kind)) {
 		r.problem("callbacks hear of %v of step %d after one of them has failed", e.Kind, e.Step)
 	}
+
 	r.rest = r.failed && e.Kind == llm.EpochEnd
 	switch e.Kind {
 	case llm.RunStart:
@@ -346,18 +368,21 @@ func (r *rig) see(e llm.Event) error {
 			r.written, r.ordered = e.Step, r.scripted >= e.Step
 		}
 	}
+
 	return nil
 }
 
-// readers starts a goroutine that calls what may be called while a run goes on.
+// readers starts a goroutine that calls methods that are allowed during a run.
 func (r *rig) readers(e llm.Event) error {
 	if e.Kind != llm.RunStart {
 		return nil
 	}
+
 	text, err := r.heldOut()
 	if err != nil {
 		return err
 	}
+
 	quit := r.quit
 	r.beside.Go(func() {
 		for i := 0; ; i++ {
@@ -380,22 +405,24 @@ func (r *rig) readers(e llm.Event) error {
 			}
 		}
 	})
+
 	return nil
 }
 
-// order gives the orders of a step, once: behind the step, or at the start of a run that goes on
-// from a checkpoint which was written before.
+// order gives the orders of a step once: after the step, or at the start of a run that was resumed from a
+// checkpoint without them.
 func (r *rig) order(e llm.Event) error {
 	if e.Kind != llm.StepEnd && e.Kind != llm.RunStart {
 		return nil
 	}
+
 	r.hear()
 	r.in.unsettle()
 	for i, o := range r.Orders {
 		if o.Step != e.Step {
 			continue
 		}
-		if o.Via == "" || r.Fault != nil { // what waits takes effect when a run ends, too
+		if o.Via == "" || r.Fault != nil { // submitted orders would also take effect when a run ends
 			if r.scripted >= e.Step {
 				continue
 			}
@@ -416,6 +443,7 @@ func (r *rig) order(e llm.Event) error {
 			r.waiting = append(r.waiting, waiting{e.Step, r.tr.Model.Kasmina.Submit(o.Commands...)})
 		}
 	}
+
 	if r.scripted < e.Step {
 		for _, m := range r.extra {
 			if m.step != e.Step {
@@ -426,13 +454,14 @@ func (r *rig) order(e llm.Event) error {
 			}
 		}
 	}
+
 	r.scripted = max(r.scripted, e.Step)
 	r.in.settle()
 	r.frozen.look(r)
 	return nil
 }
 
-// hear notes the answers to orders that were handed over.
+// hear records the answers to submitted orders.
 func (r *rig) hear() {
 	for _, w := range r.waiting {
 		select {
@@ -444,18 +473,21 @@ func (r *rig) hear() {
 			r.told = append(r.told, told{w.step, "an order has no answer behind the next step", nil})
 		}
 	}
+
 	r.waiting = nil
 }
 
-// disk has the folder or the file of the checkpoint become one that cannot be written.
+// disk makes the folder or the file of the checkpoint unwritable.
 func (r *rig) disk(e llm.Event) error {
 	if e.Kind != llm.StepEnd {
 		return nil
 	}
+
 	folder := filepath.Dir(r.checkpoint)
 	if r.in.due("checkpoint folder") {
 		return os.Rename(folder, folder+" aside")
 	}
+
 	if r.in.due("checkpoint file") {
 		if err := os.Rename(r.checkpoint, r.checkpoint+" aside"); err != nil && !errors.Is(err,
 			os.ErrNotExist) {
@@ -463,14 +495,16 @@ func (r *rig) disk(e llm.Event) error {
 		}
 		return os.MkdirAll(filepath.Join(r.checkpoint, "in the way"), 0o777)
 	}
+
 	return nil
 }
 
-// repair takes back what disk has done.
+// repair undoes the effect of disk.
 func (r *rig) repair() error {
 	if r.checkpoint == "" {
 		return nil
 	}
+
 	folder := filepath.Dir(r.checkpoint)
 	if _, err := os.Stat(folder + " aside"); err == nil {
 		if err := os.RemoveAll(folder); err != nil {
@@ -478,6 +512,7 @@ func (r *rig) repair() error {
 		}
 		return os.Rename(folder+" aside", folder)
 	}
+
 	if _, err := os.Stat(filepath.Join(r.checkpoint, "in the way")); err == nil {
 		if err := os.RemoveAll(r.checkpoint); err != nil {
 			return err
@@ -487,15 +522,16 @@ func (r *rig) repair() error {
 			return err
 		}
 	}
+
 	return nil
 }
 
-// panicked is the error of a run that has panicked.
+// panicked wraps the value of a panic during a run.
 type panicked struct{ error }
 
 func (p panicked) Unwrap() error { return p.error }
 
-// run trains until the end, or until something ends the run.
+// run trains until the run ends or fails.
 func (r *rig) run() (err error) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	defer cancel(nil)
@@ -515,28 +551,33 @@ func (r *rig) run() (err error) {
 			err = panicked{e}
 		}
 	}()
+
 	r.failed, r.rest = false, false
 	err = r.tr.Run(ctx)
 	r.hear()
 	return err
 }
 
-// resume goes on from a file, that was written behind a step, before its orders or after.
+// resume resumes from the checkpoint of a step. The argument ordered reports whether the checkpoint was
+// written after the orders of the step.
 func (r *rig) resume(path string, step int, ordered bool) error {
 	if err := r.tr.Resume(context.Background(), path); err != nil {
 		return err
 	}
+
 	if have := r.tr.Step(); have != step {
 		return fmt.Errorf("the trainer is at step %d, and the checkpoint is of step %d", have, step)
 	}
+
 	if r.scripted = step - 1; ordered {
 		r.scripted = step
 	}
+
 	r.frozen.forget()
 	return nil
 }
 
-// save returns what the trainer saves now.
+// save returns a checkpoint of the trainer.
 func (r *rig) save() ([]byte, error) {
 	path := filepath.Join(r.folder, "now")
 	if err := r.tr.Save(path); err != nil {
@@ -547,7 +588,7 @@ func (r *rig) save() ([]byte, error) {
 
 func (r *rig) close() error { return r.tr.Close() }
 
-// toldFrom returns what was told of steps after one.
+// toldFrom returns the reports of later steps.
 func (r *rig) toldFrom(step int) (all []string) {
 	for _, t := range r.told {
 		if t.step > step {
@@ -561,7 +602,7 @@ func (r *rig) toldFrom(step int) (all []string) {
 	return all
 }
 
-// frozen has the numbers of parameters that the next step must not change.
+// frozen holds the values of parameters that the next step must not change.
 type frozen struct {
 	params map[string][]byte
 	why    map[string]string
@@ -570,7 +611,7 @@ type frozen struct {
 
 func (f *frozen) forget() { f.params, f.why = nil, nil }
 
-// look notes which parameters must stay as they are in the next step.
+// look records the parameters that the next step must not change.
 func (f *frozen) look(r *rig) {
 	f.forget()
 	f.moves = len(r.moves)
@@ -578,6 +619,7 @@ func (f *frozen) look(r *rig) {
 	if !r.pull() {
 		return
 	}
+
 	note := func(name, why string) {
 		if p := m.Param(name); p != nil {
 			if f.params == nil {
@@ -586,6 +628,7 @@ func (f *frozen) look(r *rig) {
 			f.params[name], f.why[name] = bitsOf(p.Data()), why
 		}
 	}
+
 	if m.Config.Frozen {
 		for _, p := range m.Params {
 			if !arch.OfSeeds(p.Name) {
@@ -593,9 +636,11 @@ func (f *frozen) look(r *rig) {
 			}
 		}
 	}
+
 	if r.Optimizer.Decay > 0 && !r.Optimizer.Spare {
 		return
 	}
+
 	for _, planted := range m.Config.Planted {
 		for layer, l := range m.Kasmina.Lattices() {
 			if l.Site() != planted.Site {
@@ -614,16 +659,16 @@ func (f *frozen) look(r *rig) {
 	}
 }
 
-// pull fetches the parameters from the engine. It reports whether they are here: ranks on GPUs would
-// have to fetch them together.
+// pull fetches the parameters from the engine and reports whether that was possible. Ranks cannot pull
+// separately.
 func (r *rig) pull() bool {
 	defer model.Take(r.tr.Model)()
 	defer r.in.silence()()
 	return r.Ranks == 0 && model.Pull(r.tr.Model) == nil
 }
 
-// check compares parameters with what look has noted. Where a seed has changed its stage since,
-// somebody may have changed parameters on purpose.
+// check compares parameters with the values that look recorded. It does nothing if a seed has changed its
+// stage since, because its parameters may have changed on purpose.
 func (f *frozen) check(r *rig) {
 	if len(r.moves) != f.moves && !r.tr.Model.Config.Frozen || len(f.params) == 0 || !r.pull() {
 		return
@@ -636,5 +681,5 @@ func (f *frozen) check(r *rig) {
 	}
 }
 
-// bitsOf returns the memory of numbers as bytes of its own.
+// bitsOf returns a copy of the bytes of a slice of numbers.
 func bitsOf(data any) []byte { return bytes.Clone(memory(data)) }

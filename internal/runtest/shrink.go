@@ -7,8 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// Shrink returns a case that still fails, by a check that the caller makes, and has as little as
-// possible of what c has. It stops trying after some time.
+// Shrink simplifies a case as far as the function fails still returns true. It stops after the given
+// time.
 func Shrink(c Case, fails func(Case) bool, patience time.Duration) Case {
 	end := time.Now().Add(patience)
 	for {
@@ -28,7 +28,7 @@ func Shrink(c Case, fails func(Case) bool, patience time.Duration) Case {
 	}
 }
 
-// simpler returns the cases that lack one thing of c, the largest things first.
+// simpler returns cases that lack one element of c, with the most complex elements removed first.
 func simpler(c Case) (all []Case) {
 	add := func(change func(*Case)) {
 		next := c.clone()
@@ -37,11 +37,13 @@ func simpler(c Case) (all []Case) {
 			all = append(all, next)
 		}
 	}
+
 	add(func(c *Case) { c.Fault = nil })
 	add(func(c *Case) { c.Resumes = nil })
 	for i := range c.Resumes {
 		add(func(c *Case) { c.Resumes = slices.Delete(c.Resumes, i, i+1) })
 	}
+
 	add(func(c *Case) { c.Ranks = 0 })
 	add(func(c *Case) { c.Replay = false })
 	add(func(c *Case) { c.Ranks = min(c.Ranks, 2) })
@@ -49,6 +51,7 @@ func simpler(c Case) (all []Case) {
 	for i := range c.Beside {
 		add(func(c *Case) { c.Beside = slices.Delete(c.Beside, i, i+1) })
 	}
+
 	add(func(c *Case) { c.Checkpoint = nil })
 	if c.Checkpoint != nil {
 		add(func(c *Case) { c.Checkpoint.Background = false })
@@ -56,6 +59,7 @@ func simpler(c Case) (all []Case) {
 		add(func(c *Case) { c.Checkpoint.Parts = false })
 		add(func(c *Case) { c.Checkpoint.Every = 0 })
 	}
+
 	add(func(c *Case) { c.Growth = nil })
 	add(func(c *Case) { c.Orders = nil })
 	if c.Growth != nil {
@@ -68,14 +72,17 @@ func simpler(c Case) (all []Case) {
 			add(func(c *Case) { c.Growth.Script = slices.Delete(c.Growth.Script, i, i+1) })
 		}
 	}
+
 	for i := range c.Orders {
 		add(func(c *Case) { c.Orders = slices.Delete(c.Orders, i, i+1) })
 	}
+
 	for i, o := range c.Orders {
 		if o.Via != "" {
 			add(func(c *Case) { c.Orders[i].Via = "" })
 		}
 	}
+
 	add(func(c *Case) { c.Lattices = Lattices{} })
 	for _, change := range []func(*llm.Config){
 		func(c *llm.Config) { c.Kasmina, c.Seeds, c.SlotWidth = nil, 0, 0 },
@@ -99,6 +106,7 @@ func simpler(c Case) (all []Case) {
 	} {
 		add(func(c *Case) { change(&c.Model) })
 	}
+
 	add(func(c *Case) { c.Float64 = false })
 	add(func(c *Case) { c.Optimizer.Muon = false })
 	add(func(c *Case) { c.Optimizer = Optimizer{Muon: c.Optimizer.Muon, LR: c.Optimizer.LR} })
@@ -112,10 +120,12 @@ func simpler(c Case) (all []Case) {
 	} {
 		add(func(c *Case) { c.Train = plain })
 	}
+
 	for _, steps := range []int{t.Steps / 2, t.Steps - 1} {
 		if steps > 0 {
 			add(func(c *Case) { c.Train.Steps = steps })
 		}
 	}
+
 	return all
 }
