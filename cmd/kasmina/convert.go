@@ -103,6 +103,11 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		return err
 	}
 	clear()
+	if o.gguf != "" {
+		if err := differencesOf(c.ErrOrStderr(), f); err != nil {
+			return err
+		}
+	}
 	o.report(c.ErrOrStderr())
 	return nil
 }
@@ -113,6 +118,15 @@ func (o *convertOptions) check(f *hf.Folder, kind gguf.Type, opts []hf.SaveOptio
 		return gguf.Check(f, f.Config, kind)
 	}
 	return hf.CheckSave(f.Config, append(opts, hf.Like(f))...)
+}
+
+// differencesOf reports where llama.cpp treats a text in another way than the model's tokenizer.
+func differencesOf(w io.Writer, f *hf.Folder) error {
+	all, err := gguf.Differences(f)
+	for _, d := range all {
+		fmt.Fprintf(w, "note      %s\n", d)
+	}
+	return err
 }
 
 // report says what has been written, and what can be done with it.

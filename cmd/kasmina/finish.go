@@ -107,7 +107,13 @@ func (o *trainOptions) saveGGUF(c *cobra.Command, m *llm.Model, f *hf.Folder,
 	if err := os.Remove(path); err != nil && exists(path) {
 		return fmt.Errorf("--gguf: %w", err)
 	}
-	return gguf.Save(c.Context(), path, f, m, kind, at)
+	if err := gguf.Save(c.Context(), path, f, m, kind, at); err != nil {
+		return err
+	}
+	if o.quiet {
+		return nil
+	}
+	return differencesOf(c.ErrOrStderr(), f)
 }
 
 // report says what the run has saved, and what can be done with it.

@@ -244,12 +244,71 @@ func addSpecial(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer) error {
 	if end >= 0 {
 		all.set("tokenizer.ggml.eos_token_id", end)
 	}
+	if err := addEnds(all, f, tok, end); err != nil {
+		return err
+	}
 	if f.Generation.Pad >= 0 {
 		all.set("tokenizer.ggml.padding_token_id", f.Generation.Pad)
 	}
 	all.set("tokenizer.ggml.add_bos_token", len(before) > 0)
 	all.set("tokenizer.ggml.add_eos_token", len(after) > 0)
 	return addTemplates(all, f)
+}
+
+// ending are texts of tokens at which llama.cpp stops in any model.
+var ending = []string{"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
+	"<|end_of_text|>", "<|eom_id|>"}
+
+// addEnds adds the tokens, besides end, at which generation stops. llama.cpp has a field for two more.
+// At any others it stops because of their texts, or not at all.
+func addEnds(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer, end int) error {
+	var more []int
+	for _, id := range f.Generation.End {
+		if id != end && !slices.Contains(more, id) {
+			more = append(more, id)
+		}
+	}
+
+	// The fields are for the tokens that llama.cpp would not stop at by itself.
+	known := func(id int) int {
+		text, _ := tok.Token(id)
+		if slices.Contains(ending, string(text)) {
+			return 1
+		}
+		return 0
+	}
+	slices.SortStableFunc(more, func(a, b int) int { return known(a) - known(b) })
+	for i, id := range more {
+		switch {
+		case i == 0:
+			all.set("tokenizer.ggml.eot_token_id", id)
+		case i == 1:
+			all.set("tokenizer.ggml.eom_token_id", id)
+		case known(id) == 0:
+			return fmt.Errorf("generation_config.json: eos_token_id is %v, and llama.cpp stops at three tokens "+
+				"at most: leave some out", f.Generation.End)
+		}
+	}
+	return nil
+}
+
+// Differences describes, for the user of a file that [Save] has written, what llama.cpp does with some
+// texts that the folder's own tokenizer does not do. It returns nil if there is nothing.
+func Differences(f *hf.Folder) ([]string, error) {
+	text, err := regular.Read(filepath.Join(f.Dir, "tokenizer.json"), maxTokenizer, "a tokenizer.json has")
+	if err != nil {
+		return nil, fmt.Errorf("gguf: %w", err)
+	}
+	var t file
+	if err := json.Unmarshal(text, &t); err != nil {
+		return nil, fmt.Errorf("gguf: tokenizer.json: %w", err)
+	}
+	if t.Normalizer.Type != "NFC" {
+		return nil, nil
+	}
+	return []string{"the tokenizer composes characters (NFC) and llama.cpp does not: text with decomposed " +
+		"characters, such as e followed by U+0301 instead of é, gets other tokens there unless you compose it " +
+		"first"}, nil
 }
 
 // addTemplates copies the chat templates, which need not be ones that this module can render.

@@ -148,12 +148,15 @@ func TestEnds(t *testing.T) {
 		files map[string]string
 		eos   uint32
 		add   bool
+		more  []uint32 // eot and eom
 	}{
-		{nil, 1, false},
-		{map[string]string{"generation_config.json": `{"eos_token_id": [5, 1]}`}, 1, false},
+		{nil, 1, false, nil},
+		{map[string]string{"generation_config.json": `{"eos_token_id": [5, 1]}`}, 1, false, []uint32{5}},
+		{map[string]string{"generation_config.json": `{"eos_token_id": [5, 1, 7, 5]}`}, 1, false,
+			[]uint32{5, 7}},
 		{map[string]string{"tokenizer_config.json": `{"eos_token": null}`,
-			"generation_config.json": `{"eos_token_id": [5, 1]}`}, 5, false},
-		{map[string]string{"tokenizer.json": template}, 1, true},
+			"generation_config.json": `{"eos_token_id": [5, 1]}`}, 5, false, []uint32{1}},
+		{map[string]string{"tokenizer.json": template}, 1, true, nil},
 	} {
 		f := folderWith(t, c.files)
 		m, err := f.Load(t.Context())
@@ -163,7 +166,33 @@ func TestEnds(t *testing.T) {
 		fields, _ := read(t, path)
 		require.Equal(t, c.eos, fields["tokenizer.ggml.eos_token_id"])
 		require.Equal(t, c.add, fields["tokenizer.ggml.add_eos_token"])
+		for i, name := range []string{"tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"} {
+			if i < len(c.more) {
+				require.Equal(t, c.more[i], fields[name])
+			} else {
+				require.NotContains(t, fields, name)
+			}
+		}
 	}
+
+	// llama.cpp stops at the end of a text by its name, and needs no field for it. It has none for a
+	// third token.
+	f := folderWith(t, map[string]string{"tokenizer_config.json": `{"eos_token": null}`,
+		"generation_config.json": `{"eos_token_id": [5, 1, 7, 9]}`})
+	require.NoError(t, addTokenizer(&fields{}, f, 400))
+	f = folderWith(t, map[string]string{"generation_config.json": `{"eos_token_id": [5, 7, 9]}`})
+	require.ErrorContains(t, addTokenizer(&fields{}, f, 400), "stops at three tokens at most")
+}
+
+// TestDifferences checks that the user learns that llama.cpp normalizes nothing.
+func TestDifferences(t *testing.T) {
+	none, err := Differences(folderWith(t, nil))
+	require.NoError(t, err)
+	require.Empty(t, none)
+	some, err := Differences(folderWith(t, map[string]string{"tokenizer.json": `{"normalizer": {"type": "NFC"}}`}))
+	require.NoError(t, err)
+	require.Len(t, some, 1)
+	require.Contains(t, some[0], "NFC")
 }
 
 // TestQ80OfOtherWidths checks that rows which q8_0 cannot divide are refused, and not written in
