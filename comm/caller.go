@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -19,6 +20,9 @@ type caller struct {
 	place   Place
 	id      *channel.Identity
 	targets []string // host:port addresses to try
+
+	mu     sync.Mutex
+	failed []error // why the latest attempts failed
 }
 
 // connect retries all targets until rank 0 of this run accepts the connection. It also returns rank
@@ -30,6 +34,7 @@ func (c *caller) connect(ctx context.Context, timeout time.Duration) (*wire, tim
 	for pause := 10 * time.Millisecond; ; pause = min(2*pause, time.Second) {
 		w, deadline, failures := c.round(ctx)
 		if w != nil {
+			c.setRefusals(nil)
 			return w, deadline, nil
 		}
 		if i := slices.IndexFunc(failures, isFinal); i >= 0 {
@@ -37,6 +42,7 @@ func (c *caller) connect(ctx context.Context, timeout time.Duration) (*wire, tim
 		}
 		if ctx.Err() == nil {
 			refusals = failures
+			c.setRefusals(failures)
 		}
 
 		select {

@@ -33,6 +33,9 @@ type Options struct {
 	Deadline time.Duration
 	// Facts must be the same at all ranks, or none may join: the program's version, options, data.
 	Facts []Fact
+	// Waiting, unless it is nil, is called with a text for the user if a rank has to wait for others
+	// to join for more than a few seconds, and from time to time from then on.
+	Waiting func(text string)
 }
 
 // Fact is something on which all ranks must agree.
@@ -118,7 +121,8 @@ func (w *World) meet(ctx context.Context) (err error) {
 	// The store reports missing ranks after the timeout, so allow it more time than that.
 	joining, cancel := context.WithTimeout(ctx, w.options.Timeout+writeTimeout)
 	defer cancel()
-	c := caller{place: p, id: id, targets: targets}
+	c := &caller{place: p, id: id, targets: targets}
+	defer w.reportWaiting(c)()
 	if w.wire, w.options.Deadline, err = c.connect(joining, w.options.Timeout); err != nil {
 		return err
 	}

@@ -63,8 +63,10 @@ type machines struct {
 
 // meet joins the other processes of the run, if there are any, and opens the device.
 func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
-	if m.world, err = parallel.Meet(c.Context(), os.Getenv, o.train.Accumulate,
-		o.deadline, facts(c)...); err != nil {
+	waiting := func(text string) { fmt.Fprintf(c.ErrOrStderr(), "waiting   %s\n", text) }
+	m.world, err = parallel.MeetWith(c.Context(), os.Getenv, o.train.Accumulate,
+		comm.Options{Deadline: o.deadline, Facts: facts(c), Waiting: waiting})
+	if err != nil {
 		if o.gpus > 1 {
 			err = fmt.Errorf("--gpus: %w", err)
 		}

@@ -35,7 +35,9 @@ func launchRanks(args []string, stdout, stderr io.Writer) (launched bool, err er
 // joinRanks meets the other processes of the run, if there are any. The world is nil where there
 // are none.
 func joinRanks(ctx context.Context, o options, stderr io.Writer) (*comm.World, error) {
-	w, err := parallel.Meet(ctx, os.Getenv, o.train.Accumulate, 0, o.facts()...)
+	waiting := func(text string) { fmt.Fprintf(os.Stderr, "waiting   %s\n", text) }
+	w, err := parallel.MeetWith(ctx, os.Getenv, o.train.Accumulate,
+		comm.Options{Facts: o.facts(), Waiting: waiting})
 	if err != nil || w == nil {
 		return nil, err
 	}

@@ -20,6 +20,12 @@ const Deadline = 5 * time.Minute
 // is silent for longer than the deadline ends the run of all; 0 stands for [Deadline].
 func Meet(ctx context.Context, getenv func(string) string, batches int, deadline time.Duration,
 	facts ...comm.Fact) (*comm.World, error) {
+	return MeetWith(ctx, getenv, batches, comm.Options{Deadline: deadline, Facts: facts})
+}
+
+// MeetWith is [Meet] with all options that [comm.Join] takes.
+func MeetWith(ctx context.Context, getenv func(string) string, batches int, o comm.Options) (*comm.World,
+	error) {
 	place, err := comm.FromEnvironment(getenv)
 	if err != nil || place.Size == 1 {
 		return nil, err
@@ -29,16 +35,17 @@ func Meet(ctx context.Context, getenv func(string) string, batches int, deadline
 			"%d processes: give --accumulate %d, or a multiple of it", batches,
 			place.Size, place.Size)
 	}
-	if deadline < 0 {
-		return nil, fmt.Errorf("parallel: a deadline of %v: want some time, such as %v", deadline,
+	if o.Deadline < 0 {
+		return nil, fmt.Errorf("parallel: a deadline of %v: want some time, such as %v", o.Deadline,
 			Deadline)
 	}
 	binary, err := comm.Binary()
 	if err != nil {
 		return nil, err
 	}
-	return comm.Join(ctx, place, comm.Options{Deadline: cmp.Or(deadline, Deadline),
-		Facts: append([]comm.Fact{binary}, facts...)})
+	o.Deadline = cmp.Or(o.Deadline, Deadline)
+	o.Facts = append([]comm.Fact{binary}, o.Facts...)
+	return comm.Join(ctx, place, o)
 }
 
 // First reports whether this process writes files and tells the user: the only one, whose team is

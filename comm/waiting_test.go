@@ -1,0 +1,45 @@
+package comm
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestWaiting checks that ranks which wait say for whom: rank 0 names the missing rank, and a rank with
+// another secret learns that rank 0 does not take it.
+func TestWaiting(t *testing.T) {
+	defer func(first, later time.Duration) { firstReport, laterReport = first, later }(firstReport, laterReport)
+	firstReport, laterReport = 50*time.Millisecond, 50*time.Millisecond
+	p := places(t, 2)
+	p[1].Secret = NewSecret()
+
+	ctx, cancel := context.WithCancel(t.Context())
+	var mu sync.Mutex
+	texts := make([]string, 2)
+	errs := everywhere(2, func(rank int) error {
+		w, err := Join(ctx, p[rank], Options{Timeout: patience, Waiting: func(text string) {
+			mu.Lock()
+			defer mu.Unlock()
+			texts[rank] = text
+			if texts[0] != "" && texts[1] != "" {
+				cancel()
+			}
+		}})
+		if err == nil {
+			err = errors.Join(errors.New("joined"), w.Close())
+		}
+		return err
+	})
+	cancel()
+	for _, err := range errs {
+		require.ErrorIs(t, err, context.Canceled)
+	}
+	require.Contains(t, texts[0], "for rank 1 of 2 to join at 127.0.0.1")
+	require.Contains(t, texts[1], "for rank 0 at 127.0.0.1")
+	require.Contains(t, texts[1], "does not know this run's secret")
+}
