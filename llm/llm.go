@@ -116,6 +116,11 @@ func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 // LoadModel reads a model from a file that Model.Save or Trainer.Save wrote: see [model.Load].
 func LoadModel(ctx context.Context, path string) (*Model, error) { return model.Load(ctx, path) }
 
+// AllLogits returns the logits of a model at all positions of a sequence: see [infer.AllLogits].
+func AllLogits(ctx context.Context, m *Model, tokens []int) (*tensor.Dense, error) {
+	return infer.AllLogits(ctx, m, tokens)
+}
+
 // NewGenerator returns a generator that uses the model's parameters as they are at each call: see
 // [infer.NewGenerator].
 func NewGenerator(m *Model) (*Generator, error) { return infer.NewGenerator(m) }

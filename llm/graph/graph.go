@@ -39,11 +39,13 @@ type Graph struct {
 	Targets *gorgonia.Node // int [Batch·Seq], below 0 where nothing is predicted; nil ForLogits
 	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without, and ForLogits
 	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
-	Rows    *gorgonia.Node // int [Batch], the rows of Batch·Seq whose logits are wanted, ForLogits
+	// Rows are the rows of Batch·Seq whose logits are wanted, ForLogits: an int [Batch], or [Batch·Seq]
+	// with WithAllPositions.
+	Rows *gorgonia.Node
 	// int [1], the position of the only token of a graph ForLogits that keeps the keys and values
 	// of those before it. It is nil for others, which have Rows
 	Position *gorgonia.Node
-	Logits   *gorgonia.Node // [Batch, Vocab], ForLogits
+	Logits   *gorgonia.Node // [len(Rows), Vocab], ForLogits
 	Params   gorgonia.Nodes // one for each of the model's Params
 	// Learning are those of Params whose gradients a ForTraining graph has: all, but of a frozen
 	// model what is planted alone, and what WithGradients names.
@@ -88,6 +90,9 @@ func WithLossShare(n int) Option { return func(b *builder) { b.shares = n } }
 func WithGradients(params ...string) Option {
 	return func(b *builder) { b.wanted = params }
 }
+
+// WithAllPositions gives a ForLogits graph the logits of all positions instead of one of each sequence.
+func WithAllPositions() Option { return func(b *builder) { b.everywhere = true } }
 
 // Build builds a model's computation on batches of the given number of sequences. ForTraining it
 // includes the gradients of all parameters.
@@ -191,13 +196,15 @@ type builder struct {
 	g         *gorgonia.ExprGraph
 	kind      Kind
 	recompute bool
-	shares    int
-	wanted    []string      // parameters whose gradients are; nil for those that learn
-	blocks    block.Builder // of sequences up to Config.Seq; a Position is ForLogits
-	cached    bool          // it is to have a Position
-	keeps     bool          // its keys and values are for one that has
-	out       *Graph
-	nodes     map[string]*gorgonia.Node // parameters by name
+	// everywhere says that the logits of all positions are wanted.
+	everywhere bool
+	shares     int
+	wanted     []string      // parameters whose gradients are; nil for those that learn
+	blocks     block.Builder // of sequences up to Config.Seq; a Position is ForLogits
+	cached     bool          // it is to have a Position
+	keeps      bool          // its keys and values are for one that has
+	out        *Graph
+	nodes      map[string]*gorgonia.Node // parameters by name
 }
 
 func (b *builder) build(batch int) (*Graph, error) {
@@ -237,7 +244,11 @@ func (b *builder) build(batch int) (*Graph, error) {
 	}
 	out.seeds.streams = append(out.seeds.streams, x)
 	if b.kind == ForLogits && !b.cached {
-		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(batch),
+		wanted := batch
+		if b.everywhere {
+			wanted = rows
+		}
+		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(wanted),
 			gorgonia.WithName("rows"))
 		if x, err = op.Embedding(out.Rows, x); err != nil { // a table's rows, or a matrix's
 			return nil, err

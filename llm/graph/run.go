@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -64,6 +65,40 @@ func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
 		return nil, err
 	}
 	return r.compute(ctx, r.Logits)
+}
+
+// All computes a graph that has the logits of all positions of one sequence, of as many tokens as
+// given, and returns a copy of them. On a cpuops.Machine it ends with the context.
+func (r Runner) All(ctx context.Context, tokens []int) (*tensor.Dense, error) {
+	if r.Graph == nil || r.Machine == nil {
+		return nil, errNoRunner
+	}
+	if r.IDs == nil || r.Rows == nil || r.Rows.Shape()[0] != len(tokens) || r.IDs.Shape()[0] != len(tokens) {
+		return nil, errNoGraph
+	}
+
+	rows := make([]int, len(tokens))
+	for i := range rows {
+		rows[i] = i
+	}
+	if err := gorgonia.Let(r.IDs, ids(slices.Clone(tokens))); err != nil {
+		return nil, err
+	}
+	if err := gorgonia.Let(r.Rows, ids(rows)); err != nil {
+		return nil, err
+	}
+	if _, err := r.compute(ctx, r.Logits); err != nil {
+		return nil, err
+	}
+	v, err := r.Machine.Value(r.Logits)
+	if err != nil {
+		return nil, err
+	}
+	logits, ok := v.(*tensor.Dense)
+	if !ok {
+		return nil, fmt.Errorf("the logits are a %T", v)
+	}
+	return logits.Clone().(*tensor.Dense), nil
 }
 
 func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {

@@ -60,8 +60,12 @@ func (s Slots) forgetPlanted(e Mirror, l *state.Lattice, before []bool,
 	return now, nil
 }
 
-// LayerAt returns the number of the lattice of a site that is not a chunk's, -1 if there is none.
+// LayerAt returns the number of the lattice of a site in Model.Kasmina, or -1 if there is none. Chunks
+// have a lattice for each entry of Config.Kasmina, and LayerAt returns the first, 0.
 func (m *Model) LayerAt(site blueprints.Site) int {
+	if site == blueprints.Chunk && Made(m) == nil && len(m.Config.Kasmina) > 0 {
+		return 0
+	}
 	if i := slices.Index(m.Config.Sites(), site); i >= 0 && Made(m) == nil {
 		return len(m.Config.Kasmina) + i
 	}
