@@ -74,6 +74,7 @@ func TestLongWorkOutsideOfSteps(t *testing.T) {
 		add    func(t *testing.T, tr *llm.Trainer) error
 		finish func(team *parallel.Team)
 	}
+
 	for name, c := range map[string]work{
 		"a checkpoint":           {engine: slow{gather: long}},
 		"a part of a checkpoint": {rank: 2, engine: slow{gather: long}, parts: true},

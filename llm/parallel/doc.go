@@ -6,50 +6,50 @@
 //	err = trainer.Run(ctx)
 //	err = errors.Join(err, team.Close(err))
 //
-// That is on CPUs: package llm/gpu has Join and Parallel for GPUs. Every rank makes the same model,
-// loader, optimiser and callbacks. A run begins with a comparison: a rank with other data, options,
-// parameters or seeds is named, and nobody trains.
+// This example trains on CPUs. For GPUs, use Join and Parallel of package llm/gpu. Every rank creates the
+// same model, loader, optimizer and callbacks. A run starts by comparing the ranks. If the data, options,
+// parameters or seeds of a rank differ, the run fails with an error that names the rank.
 //
 // # A step
 //
-// A step is M = TrainConfig.Accumulate batches, on any number N of ranks. Every rank's loader deals
-// out all of them, which costs little, so that all loaders stand at the same place. Rank m mod N
-// computes batch m.
+// A step has M = TrainConfig.Accumulate batches on any number N of ranks. The loader of every rank returns
+// all M batches, so that the loaders stay synchronized. Rank m mod N computes batch m.
 //
-//  1. After each round of N batches every rank sends to each owner the owner's shard of its
-//     gradient, while it computes its next batch. The owner adds in the order of batches
-//     (comm.OrderedSum). So the gradients of a step have the bits of a run that accumulates M
-//     batches on one rank.
-//  2. Ranks exchange losses, and what the passes have measured of the lattices. All take that in, in
-//     the order of batches: lattices merge moments, never averages, and are the same everywhere. On
-//     GPUs they do so beside 4, having agreed beside 1 that there can be an update ([Team.Step]).
-//     What else they have to tell each other, such as a wish to stop, they say there: between
-//     ordinary steps they do not meet.
-//  3. The norm of the gradient is made of sums over fixed blocks of optim.PartGrain elements. Owners
-//     form those of their blocks, and everyone adds all of them in one order.
-//  4. Each owner clips and updates its shard. Shards end where blocks do, and a matrix of Muon is in
-//     one shard, so each element is computed as on one rank.
-//  5. New weights come back to all.
+//  1. After each round of N batches, every rank sends each owner the owner's shard of its gradient while
+//     it computes the next batch. The owner adds the shards in the order of the batches
+//     (comm.OrderedSum). The gradients of the step therefore have the same bits as on a single rank that
+//     accumulates M batches.
+//  2. The ranks exchange losses and the telemetry of the lattices, and merge both in the order of the
+//     batches. Lattices merge moments, never averages, so they are equal on all ranks. On GPUs, this
+//     happens during stage 4, after the ranks have agreed during stage 1 that an update is possible (see
+//     [Team.Step]). The same messages carry everything else that the ranks need to know, such as a
+//     request to stop, so ranks do not communicate between ordinary steps.
+//  3. The norm of the gradient is the root of a sum over fixed blocks of optim.PartGrain elements. Each
+//     owner computes the sums of its blocks, and every rank adds them in the same order.
+//  4. Each owner clips and updates its shard. Shards consist of whole blocks, and a matrix that Muon
+//     updates is in a single shard, so each element is computed as on a single rank.
+//  5. The owners send the new weights to all ranks.
 //
-// This is ZeRO's stage 2. Beside the weights, a rank holds the sums of gradients of its shard, and
-// uses the moments of its shard alone. (Rajbhandari et al., "ZeRO: Memory optimizations toward
-// training trillion parameter models", 2020.)
+// This corresponds to stage 2 of ZeRO: a rank holds all weights, but only the gradient sums and moments
+// of its shard. (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
+// models", 2020.)
 //
-// # What is equal
+// # Reproducibility
 //
-// Parameters, moments and lattices have the same bits for every N. They are those of
-// [llm.CPUEngine] at the same M, whose checkpoints go on here and the other way round. One thing
-// sets the two apart. With M above 1, the Strict mode and adaptive clipping of Kasmina layers go by
-// what was measured up to the step before. The batch before does not count yet. Such a run has
-// another engine's name.
+// Parameters, moments and lattices have the same bits for every N, and the same bits as with
+// [llm.CPUEngine] and the same M. Checkpoints of either can be resumed with the other.
 //
-// # What fails
+// There is one exception. With M > 1, the Strict mode and the adaptive clipping of Kasmina layers use
+// telemetry up to the previous step, while llm.CPUEngine uses telemetry up to the previous batch. Such a run
+// has a different engine name, so that the checkpoints are not confused.
+//
+// # Failures
 //
 // An error in a batch is returned on all ranks. If a rank dies or ends its run with an error (see
 // [Team.Close]), the run ends on all ranks with a *comm.RankError that names it, even if they are
 // waiting for that rank. The same happens if a rank hangs for longer than comm.Options.Deadline.
 //
 // Steps, evaluations and samples report progress. Saving a checkpoint and making an engine are
-// declared as long work, for which the other ranks wait without limit. Callbacks that may take
-// longer than the deadline must declare this with [Team.Busy].
+// declared as long work, and the other ranks wait for it without a limit. Callbacks that may take longer
+// than the deadline must declare this with [Team.Busy].
 package parallel

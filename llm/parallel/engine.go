@@ -27,23 +27,24 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// engine is the CPU's of one rank.
+// engine is the CPU engine of one rank.
 type engine struct {
 	llm.Inference
 	team      *Team
 	optimizer optim.Partial
 	config    llm.TrainConfig
 	train     llm.Runner
-	// of one batch; of the own parts, before an update, those of the step
+	// grads has the gradients of one batch. Before an update, the parts of this rank have the gradients of
+	// the whole step.
 	grads []gorgonia.ValueGrad
 	*layout
-	parts []optim.Part // own
+	parts []optim.Part // the parts of this rank
 	ats   []int
 
 	sum                        comm.OrderedSum
 	contribution, acc, weights comm.Ptr
 	buffers                    []comm.Ptr
-	flight                     bool // contribution is on its way
+	flight                     bool // the contribution is being sent
 }
 
 var (
@@ -51,8 +52,8 @@ var (
 	_ llm.Busier   = (*engine)(nil)
 )
 
-// Engine is for [llm.TrainConfig.Engine]. The optimiser must be an [optim.Partial]. Where it fails
-// at one rank it fails at all.
+// Engine creates the engine of this rank, for [llm.TrainConfig.Engine]. The optimizer must be an
+// [optim.Partial]. If Engine fails on one rank, it fails on all.
 func (t *Team) Engine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 	defer t.Busy("making an engine")()
 	e, err := t.newEngine(m, o, c)
@@ -69,38 +70,45 @@ func (t *Team) newEngine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*e
 	if t.host == nil {
 		return nil, errors.New("the team's group is on GPUs: gpu.Parallel makes engines for them")
 	}
+
 	partial, ok := o.(optim.Partial)
 	if !ok {
 		return nil,
-			fmt.Errorf("%T updates whole models alone, want an optimiser such as optim.AdamW", o)
+			fmt.Errorf("%T can only update whole models: use an optimizer such as optim.AdamW", o)
 	}
+
 	g, err := c.Graph(m)
 	if err != nil {
 		return nil, err
 	}
+
 	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Learning...),
 		cpuops.WithOutputs(g.Outputs()...))
 	if err != nil {
 		return nil, err
 	}
+
 	e := &engine{Inference: llm.Inference{Model: m}, team: t, optimizer: partial, config: c,
 		train: llm.Runner{Graph: g, Machine: machine}, grads: machine.ValueGrads()}
 	if err := o.Declare(e.grads); err != nil {
 		return e, err
 	}
+
 	if e.layout, err = newLayout(e.grads, partial, t.Size()); err != nil {
 		return e, err
 	}
+
 	e.parts, e.ats = e.layout.parts(t.Rank())
 	return e, e.allocate(m.Dtype())
 }
 
-// allocate takes memory for gradients and weights on their way.
+// allocate allocates buffers for the transfer of gradients and weights.
 func (e *engine) allocate(dt tensor.Dtype) error {
 	typ := comm.Float32
 	if dt == tensor.Float64 {
 		typ = comm.Float64
 	}
+
 	e.sum = comm.OrderedSum{Group: e.team.group, Adder: e.team.host, Shards: e.shards, Type: typ}
 	own := e.shards.Len(e.team.Rank())
 	for _, b := range []struct {
@@ -115,10 +123,11 @@ func (e *engine) allocate(dt tensor.Dtype) error {
 		*b.at = p
 		e.buffers = append(e.buffers, p)
 	}
+
 	return nil
 }
 
-// floats is a buffer of the model's type.
+// floats returns n elements of a buffer as numbers of the model's type.
 func (e *engine) floats(p comm.Ptr, n int) (any, error) {
 	b, err := e.team.host.Bytes(p, n*e.sum.Type.Size())
 	if err != nil || n == 0 {
@@ -130,7 +139,7 @@ func (e *engine) floats(p comm.Ptr, n int) (any, error) {
 	return unsafe.Slice((*float32)(unsafe.Pointer(&b[0])), n), nil
 }
 
-// Name is that of the CPU's engine where the bits are.
+// Name returns the name of the CPU engine if both compute the same bits.
 func (e *engine) Name() string {
 	name := "cpu"
 	if gemm.RoundsToBFloat16() {
@@ -155,7 +164,7 @@ func (e *engine) Batches(n int, next func() (data.Batch, error)) ([]float64, err
 	return e.team.Batches(e.Model, e, n, next)
 }
 
-// Compute is that of [Worker].
+// Compute implements [Worker].
 func (e *engine) Compute(b data.Batch, _ Round) (float64, error) {
 	if err := e.Drop(); err != nil {
 		return 0, err
@@ -163,7 +172,7 @@ func (e *engine) Compute(b data.Batch, _ Round) (float64, error) {
 	return e.train.Run(b)
 }
 
-// Land waits until the contribution has left and what came has been added.
+// Land waits until the contribution has been sent and the received contributions have been added.
 func (e *engine) Land() error {
 	if !e.flight {
 		return nil
@@ -172,12 +181,13 @@ func (e *engine) Land() error {
 	return e.team.sync()
 }
 
-// Add sends the gradients of a round's batch to their owners, and adds those of this rank's shard.
-// It returns when they are on their way.
+// Add starts to send the gradients of a batch to their owners and to add the received gradients to the
+// shard of this rank.
 func (e *engine) Add(r Round) error {
 	if err := e.Land(); err != nil {
 		return err
 	}
+
 	if e.team.Rank() < r.Contributors {
 		size := e.sum.Type.Size()
 		buffer, err := e.team.host.Bytes(e.contribution, e.shards.Count()*size)
@@ -190,6 +200,7 @@ func (e *engine) Add(r Round) error {
 			return err
 		}
 	}
+
 	e.flight = true
 	return e.sum.Add(e.acc, e.contribution, r.Contributors, r.First, 0)
 }
@@ -211,14 +222,17 @@ func (e *engine) Update() (float64, error) {
 	if err != nil {
 		return 0, err
 	}
+
 	acc, err := e.floats(e.acc, e.shards.Len(e.team.Rank()))
 	if err != nil {
 		return 0, err
 	}
+
 	at := make([]int, len(e.ats))
 	for i := range at {
 		at[i] = e.ats[i] - e.shards[e.team.Rank()]
 	}
+
 	copyParts(e.parts, at, bytesOf(acc), e.sum.Type.Size(), func(p optim.Part) any {
 		return elements(ps[p.Name].Grad, p)
 	}, false)
@@ -226,6 +240,7 @@ func (e *engine) Update() (float64, error) {
 	if err != nil {
 		return 0, err
 	}
+
 	for _, p := range e.parts {
 		norm := host
 		if arch.OfSeeds(p.Name) {
@@ -242,14 +257,16 @@ func (e *engine) Update() (float64, error) {
 			array.ScaleBy(g[p.From:p.To], scale)
 		}
 	}
+
 	if !slices.ContainsFunc(e.params, func(s stretch) bool { return !arch.OfSeeds(s.name) }) {
 		host = seeds
 	}
+
 	return host, e.updateParts()
 }
 
-// norms are those of the whole gradient, of which acc is this rank's shard. One is of the model's
-// own parameters, the other of those of seeds, which are clipped apart.
+// norms returns two norms of the whole gradient, given the shard of this rank: the norm for the parameters
+// of the host, and the norm for the parameters of seeds. They are clipped separately.
 func (e *engine) norms(acc any) (host, seeds float64, err error) {
 	var own []byte
 	at := 0
@@ -267,10 +284,12 @@ func (e *engine) norms(acc any) (host, seeds float64, err error) {
 		}
 		at += n
 	}
+
 	all, err := e.team.exchange(own)
 	if err != nil {
 		return 0, 0, err
 	}
+
 	blocks := bytes.Join(all, nil)
 	for _, s := range e.params {
 		var squares float64
@@ -287,20 +306,22 @@ func (e *engine) norms(acc any) (host, seeds float64, err error) {
 			host += squares
 		}
 	}
+
 	if sum := host + seeds; math.IsNaN(sum) || math.IsInf(sum, 0) {
 		return 0, 0, llm.ErrGradients
 	}
+
 	return math.Sqrt(host), math.Sqrt(seeds), nil
 }
 
-// What a rank says of its part of an update.
+// The results of updating the parts of a rank.
 const (
 	updated = iota
 	overflowed
 	refused
 )
 
-// updateParts updates the own parts, and brings the weights of all to this rank.
+// updateParts updates the parts of this rank and fetches all other weights from their owners.
 func (e *engine) updateParts() error {
 	err := e.optimizer.StepParts(e.grads, e.parts)
 	own := []byte{updated}
@@ -309,10 +330,12 @@ func (e *engine) updateParts() error {
 	} else if err != nil {
 		own = append([]byte{refused}, err.Error()...)
 	}
+
 	all, failed := e.team.exchange(own)
 	if failed != nil {
 		return failed
 	}
+
 	for r, said := range all {
 		switch {
 		case len(said) < 1 || said[0] > refused:
@@ -323,10 +346,12 @@ func (e *engine) updateParts() error {
 			return llm.ErrOverflow
 		}
 	}
+
 	ps, err := e.read()
 	if err != nil {
 		return err
 	}
+
 	return e.spread(func(p optim.Part) any { return elements(ps[p.Name].Value, p) })
 }
 
@@ -336,6 +361,7 @@ func (e *engine) spread(slice func(optim.Part) any) error {
 	if e.team.Size() == 1 {
 		return nil
 	}
+
 	size := e.sum.Type.Size()
 	buffer, err := e.team.host.Bytes(e.weights, e.shards.Count()*size)
 	if err != nil {
@@ -347,12 +373,14 @@ func (e *engine) spread(slice func(optim.Part) any) error {
 	if err = errors.Join(err, e.team.sync()); err != nil {
 		return e.team.blame(err)
 	}
+
 	for r := range e.team.Size() {
 		if r != e.team.Rank() {
 			parts, ats := e.layout.parts(r)
 			copyParts(parts, ats, buffer, size, slice, false)
 		}
 	}
+
 	return nil
 }
 
@@ -367,17 +395,18 @@ func (e *engine) Gather() error {
 			return err
 		}
 	}
+
 	return nil
 }
 
-// Own has nothing to do: what the optimiser remembers of the own parts is here.
+// Own returns the parts of this rank. Their optimizer state is already in memory.
 func (e *engine) Own() ([]optim.Part, error) { return e.parts, nil }
 
 func (e *engine) Gradients(data.Batch) (float64, error) {
 	return 0, errors.New("parallel: the batches of a step are computed together: Batches")
 }
 
-// Figures is that of [llm.Sensor]: of the last batch of this rank.
+// Figures implements [llm.Sensor] for the last batch of this rank.
 func (e *engine) Figures() ([]graph.Figures, error) {
 	return e.train.Figures(e.train.Machine.Value)
 }

@@ -60,6 +60,7 @@ func members(t testing.TB, size int, f func(team *Team, group *counting) error) 
 			}
 		})
 	}
+
 	wg.Wait()
 }
 
@@ -77,6 +78,7 @@ func TestExchange(t *testing.T) {
 		}
 		return b
 	}
+
 	members(t, size, func(team *Team, group *counting) error {
 		for round := range 24 {
 			group.gathers = 0

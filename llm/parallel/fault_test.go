@@ -60,28 +60,34 @@ func rankIn(dir string) (err error) {
 	if err != nil {
 		return err
 	}
+
 	binary, err := comm.Binary()
 	if err != nil {
 		return err
 	}
+
 	if v := os.Getenv(versionVariable); v != "" && place.Rank == 1 {
 		binary.Value = v
 	}
+
 	ctx := context.Background()
 	w, err := comm.Join(ctx, place, comm.Options{Timeout: patience, Deadline: deadline,
 		Facts: []comm.Fact{binary}})
 	if err != nil {
 		return err
 	}
+
 	team, err := parallel.Join(ctx, w)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, team.Close(err)) }()
+
 	s := faulty(dir)
 	if _, err := os.Stat(s.save); err == nil {
 		s.resume = s.save
 	}
+
 	s.more = func(tr *llm.Trainer) {
 		tr.On(func(e llm.Event) error {
 			if e.Kind == llm.StepEnd && place.Rank == 0 {
@@ -90,6 +96,7 @@ func rankIn(dir string) (err error) {
 			return nil
 		})
 	}
+
 	s.parts = os.Getenv(partsVariable) != ""
 	return s.train(ctx, place.Rank, place.Size, aimed(place.Rank, s.save, team.Engine))
 }
@@ -145,6 +152,7 @@ func children(t *testing.T) map[int]int {
 			}
 		}
 	}
+
 	return all
 }
 
@@ -162,10 +170,12 @@ func TestKilledRanks(t *testing.T) {
 	if _, err := os.Stat("/proc/self/environ"); err != nil {
 		t.Skip("needs /proc to find processes")
 	}
+
 	kills := 6 // and more in TestAimedKills
 	if testing.Short() {
 		kills = 2
 	}
+
 	want := faulty(t.TempDir()).file(t, 0)
 	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
 	dir := t.TempDir()
@@ -212,10 +222,12 @@ func TestKilledRanks(t *testing.T) {
 			require.NoError(t, os.Remove(path))
 		}
 	}
+
 	for range 3 {
 		_, ended := start(t.Context(), t, dir, 2)
 		require.NoError(t, <-ended)
 	}
+
 	b, err := os.ReadFile(faulty(dir).save)
 	require.NoError(t, err)
 	require.True(t, bytes.Equal(want, b),
@@ -228,6 +240,7 @@ func TestStoppedRank(t *testing.T) {
 	if _, err := os.Stat("/proc/self/environ"); err != nil {
 		t.Skip("needs /proc to find processes")
 	}
+
 	dir := t.TempDir()
 	folders.Store(t.Name(), dir)
 	out, ended := start(t.Context(), t, dir, 3)
@@ -262,6 +275,7 @@ func TestHangingCallback(t *testing.T) {
 			once.Do(func() { close(release) })
 			return err
 		})
+
 	for r, err := range errs {
 		var e *comm.RankError
 		require.ErrorAs(t, err, &e, "rank %d", r)
@@ -287,12 +301,14 @@ func TestFailingCallback(t *testing.T) {
 		}
 		return own.train(t.Context(), rank, 3, team.Engine)
 	})
+
 	for r, err := range errs {
 		require.ErrorContains(t, err, "the disk is full")
 		if r != 1 {
 			require.ErrorContains(t, err, "rank 1: ")
 		}
 	}
+
 	short := s
 	short.steps, short.stop = 9, 4
 	short.save = filepath.Join(t.TempDir(), "other.safetensors")

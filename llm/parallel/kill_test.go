@@ -53,6 +53,7 @@ func aimed(rank int, path string, make func(*llm.Model, optim.Optimizer, llm.Tra
 	if n != 3 || err != nil || own != rank {
 		return make
 	}
+
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 		e, err := make(m, o, c)
 		if err != nil {
@@ -88,6 +89,7 @@ func (v *victim) Batches(n int, next func() (data.Batch, error)) ([]float64, err
 		}
 		return b, err
 	})
+
 	v.batch = time.Since(began) * time.Duration(v.Ranks()) / time.Duration(n)
 	return losses, err
 }
@@ -169,10 +171,12 @@ func TestAimedKills(t *testing.T) {
 		require.NoError(t, os.RemoveAll(dir))
 		require.NoError(t, os.Mkdir(dir, 0o777))
 	}
+
 	most, first := *kills, r.IntN(len(aims))
 	if testing.Short() {
 		most = min(most, len(aims)/2)
 	}
+
 	for kill := 0; kill < most; {
 		size, aim := 2+r.IntN(3), aims[(first+kill)%len(aims)]
 		rank := r.IntN(size)
@@ -194,6 +198,7 @@ func TestAimedKills(t *testing.T) {
 		}
 		kill++
 	}
+
 	_, ended := start(t.Context(), t, dir, 2, partsVariable+"=1")
 	require.NoError(t, <-ended)
 	finish()

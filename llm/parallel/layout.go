@@ -10,14 +10,13 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// layout is how a model's parameters lie one behind the other in a buffer, and which rank owns
-// what.
+// layout describes a buffer with all parameters of a model and its division into shards.
 type layout struct {
 	params []stretch
 	shards comm.Shards
 
-	// kernels are those by which the optimizer updates the parameters. The largest number of moments
-	// that any of them has is moments.
+	// kernels has the update kernel of each parameter, and moments the largest number of moments of a
+	// kernel.
 	kernels map[string]*optim.Kernel
 	moments int
 
@@ -25,20 +24,21 @@ type layout struct {
 	reader params.Reader
 }
 
-// stretch is a parameter's place in the buffer.
+// stretch is the place of a parameter in the buffer.
 type stretch struct {
 	name    string
 	at, len int
 }
 
-// newLayout divides a model among ranks: parameters whose kernel needs whole matrices not at all, and
-// all others at multiples of optim.PartGrain.
+// newLayout divides a model among ranks, at multiples of optim.PartGrain. It does not divide a parameter if
+// the kernel needs whole matrices.
 func newLayout(model []gorgonia.ValueGrad, o optim.Partial, size int) (*layout, error) {
 	l := &layout{model: model, kernels: map[string]*optim.Kernel{}}
 	ps, err := l.reader.Read(model)
 	if err != nil {
 		return nil, err
 	}
+
 	var pieces []comm.Piece
 	at := 0
 	for _, p := range ps {
@@ -53,11 +53,12 @@ func newLayout(model []gorgonia.ValueGrad, o optim.Partial, size int) (*layout, 
 		l.params = append(l.params, stretch{p.Name, at, n})
 		at += n
 	}
+
 	l.shards = comm.CutShards(pieces, size)
 	return l, nil
 }
 
-// parts are those of the parameters that a rank owns. ats are their places in the buffer.
+// parts returns the parts of parameters that belong to a rank, and their offsets in the buffer.
 func (l *layout) parts(rank int) (parts []optim.Part, ats []int) {
 	for _, s := range l.params {
 		from, to := max(l.shards[rank]-s.at, 0), min(l.shards[rank+1]-s.at, s.len)
@@ -69,7 +70,7 @@ func (l *layout) parts(rank int) (parts []optim.Part, ats []int) {
 	return parts, ats
 }
 
-// read returns the parameters as they are in memory now, by name.
+// read returns the current parameters by name.
 func (l *layout) read() (map[string]params.Param, error) {
 	ps, err := l.reader.Read(l.model)
 	if err != nil {
@@ -82,9 +83,9 @@ func (l *layout) read() (map[string]params.Param, error) {
 	return byName, nil
 }
 
-// copyParts copies parts between arrays, which slice returns in part, and the buffer, whose elements
-// have the given size. A part of an array is copied as bytes, and takes no more of them than the
-// elements of the parameter have room for. The buffer has the part at the parameter's place.
+// copyParts copies parts of arrays to or from the buffer. The function slice returns a part of an array.
+// Elements of the buffer have the given size. The bytes of a part must fit in the place of the parameter's
+// elements in the buffer.
 func copyParts(parts []optim.Part, ats []int, buffer []byte, size int,
 	slice func(optim.Part) any, toBuffer bool) {
 	for i, part := range parts {
@@ -109,7 +110,7 @@ func elements(data any, p optim.Part) any {
 	return nil
 }
 
-// bytesOf returns the memory of numbers, and nothing for a nil.
+// bytesOf returns the memory of a slice of numbers, or nil for nil.
 func bytesOf(numbers any) []byte {
 	switch x := numbers.(type) {
 	case []float32:

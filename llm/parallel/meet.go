@@ -14,22 +14,24 @@ import (
 // declared with [Team.Busy] may take longer.
 const Deadline = 5 * time.Minute
 
-// Meet meets the other processes of a run, as the environment says (comm.FromEnvironment, getenv
-// being os.Getenv). The world is nil where this process is alone. All must have the same program
-// and the same facts, and a step of so many batches must leave something to do for each. One that
-// is silent for longer than the deadline ends the run of all; 0 stands for [Deadline].
+// Meet connects to the other processes of a run according to the environment (see comm.FromEnvironment).
+// Pass os.Getenv as getenv. If this process is the only one, the world is nil.
+//
+// All processes must run the same program with the same facts, and a step must have at least one batch per
+// process. If a process is silent for longer than the deadline, the run fails; 0 means [Deadline].
 func Meet(ctx context.Context, getenv func(string) string, batches int, deadline time.Duration,
 	facts ...comm.Fact) (*comm.World, error) {
 	return MeetWith(ctx, getenv, batches, comm.Options{Deadline: deadline, Facts: facts})
 }
 
-// MeetWith is [Meet] with all options that [comm.Join] takes.
+// MeetWith is like [Meet] with all options of [comm.Join].
 func MeetWith(ctx context.Context, getenv func(string) string, batches int, o comm.Options) (*comm.World,
 	error) {
 	place, err := comm.FromEnvironment(getenv)
 	if err != nil || place.Size == 1 {
 		return nil, err
 	}
+
 	if batches < place.Size {
 		return nil, fmt.Errorf("parallel: a step of %d batches leaves nothing to do for some of "+
 			"%d processes: give --accumulate %d, or a multiple of it", batches,
@@ -39,6 +41,7 @@ func MeetWith(ctx context.Context, getenv func(string) string, batches int, o co
 		return nil, fmt.Errorf("parallel: a deadline of %v: want some time, such as %v", o.Deadline,
 			Deadline)
 	}
+
 	binary, err := comm.Binary()
 	if err != nil {
 		return nil, err
@@ -48,25 +51,28 @@ func MeetWith(ctx context.Context, getenv func(string) string, batches int, o co
 	return comm.Join(ctx, place, o)
 }
 
-// First reports whether this process writes files and tells the user: the only one, whose team is
-// nil, or rank 0.
+// First reports whether this process writes files and messages: whether it is rank 0 or the team is nil.
 func (t *Team) First() bool { return t == nil || t.Rank() == 0 }
 
-// InTurn calls f at rank 0 first, and then at the others, which find what it has left on the disk.
-// Where f fails at rank 0 it is not called elsewhere. Without a team it calls f.
+// InTurn calls f on rank 0 first and then on all other ranks, which can use the files that rank 0 has
+// written. If f fails on rank 0, it is not called on other ranks. Without a team, InTurn just calls f.
 func (t *Team) InTurn(f func() error) error {
 	if f == nil {
 		return errors.New("parallel: InTurn: the function is nil")
 	}
+
 	if t == nil {
 		return f()
 	}
+
 	var err error
 	if t.First() {
 		err = f()
 	}
+
 	if err := t.Agree(err); err != nil || t.First() {
 		return err
 	}
+
 	return f()
 }

@@ -88,28 +88,34 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 	if dt == (tensor.Dtype{}) {
 		dt = tensor.Float32
 	}
+
 	m, err := llm.NewModel(s.config, dt, 7, state.WithoutGates())
 	if err != nil {
 		return err
 	}
+
 	batch := max(s.batch, 2)
 	loader, err := data.NewLoader(newWords(3+s.text), data.LoaderConfig{Batch: batch,
 		Seq: s.config.Seq, Seed: 5})
 	if err != nil {
 		return err
 	}
+
 	make := s.optimizer
 	if make == nil {
 		make = adamW
 	}
+
 	o, err := make()
 	if err != nil {
 		return err
 	}
+
 	schedule, err := optim.WarmupCosine(o.LR(), o.LR()/10, 2, 40)
 	if err != nil {
 		return err
 	}
+
 	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: s.steps, Batch: batch,
 		Accumulate: s.accumulate,
 		Schedule:   schedule, Clip: 1, Epoch: 3, Engine: engine})
@@ -117,6 +123,7 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 		return err
 	}
 	defer tr.Close()
+
 	if s.grow {
 		held, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, s.config.Seq)
 		if err != nil {
@@ -129,14 +136,17 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 			return err
 		}
 	}
+
 	if s.resume != "" {
 		if err := tr.Resume(ctx, s.resume); err != nil {
 			return err
 		}
 	}
+
 	if s.more != nil {
 		s.more(tr)
 	}
+
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	tr.On(func(e llm.Event) error {
@@ -153,6 +163,7 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 		}
 		return nil
 	})
+
 	if s.save != "" {
 		var opts []llm.CheckpointOption
 		if s.background {
@@ -163,6 +174,7 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 		}
 		tr.On(llm.Checkpoint(tr, s.save, s.every, opts...))
 	}
+
 	return tr.Run(ctx)
 }
 
@@ -195,6 +207,7 @@ func commandsAt(step int) [][]state.Command {
 	case 8:
 		return [][]state.Command{move(depth, 1, state.Grafting)}
 	}
+
 	return nil
 }
 
@@ -237,6 +250,7 @@ func places(t *testing.T, size int) []comm.Place {
 			MasterPort: port, Run: fmt.Sprintf("%s %d %d", t.Name(), os.Getpid(), port),
 			Secret: secret}
 	}
+
 	return all
 }
 
@@ -260,6 +274,7 @@ func on(t *testing.T, size int, o comm.Options,
 			errs[r] = err
 		})
 	}
+
 	wg.Wait()
 	return errs
 }
@@ -384,6 +399,7 @@ func mustHaveGrown(t *testing.T, file []byte) {
 			}
 		}
 	}
+
 	require.Greater(t, blending, 1)
 }
 
@@ -397,6 +413,7 @@ func TestLimitsOfTheStepBefore(t *testing.T) {
 	for _, size := range sizes() {
 		require.True(t, bytes.Equal(want, s.file(t, size)), "%d ranks", size)
 	}
+
 	require.False(t, bytes.Equal(want, s.file(t, 0)))
 	s.resume = filepath.Join(t.TempDir(), "run.safetensors")
 	require.NoError(t, os.WriteFile(s.resume, want, 0o666))

@@ -98,6 +98,7 @@ func TestPartsTidy(t *testing.T) {
 	for _, name := range keep {
 		require.FileExists(t, filepath.Join(dir, name))
 	}
+
 	require.Len(t, beside(t, s.save), len(keep)+2)
 }
 
@@ -145,6 +146,7 @@ func TestDamagedParts(t *testing.T) {
 		err := own.run(t, 0)
 		require.ErrorContains(t, err, want, "want %q", want)
 	}
+
 	require.NoError(t, os.WriteFile(second, sound, 0o666))
 	own := s
 	own.resume, own.save = s.save, ""
@@ -161,9 +163,11 @@ func (s setup) edited(t *testing.T, path, old, new string) []byte {
 			return !strings.HasSuffix(x.Name, "@0")
 		})
 	}
+
 	for i := range tensors {
 		tensors[i].Name = strings.ReplaceAll(tensors[i].Name, old, new)
 	}
+
 	out := filepath.Join(t.TempDir(), "part")
 	require.NoError(t, safetensors.Save(out, tensors, metadata))
 	b, err := os.ReadFile(out)

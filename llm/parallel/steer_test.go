@@ -81,16 +81,19 @@ func TestBoardSteersAllRanks(t *testing.T) {
 		person.Wait()
 		return err
 	})
+
 	for _, err := range errs {
 		require.ErrorIs(t, err, context.Canceled)
 		require.ErrorContains(t, err, "a person asked on the board")
 	}
+
 	require.Len(t, grown[0], 1)
 	require.GreaterOrEqual(t, len(saved[0]), 2, "the person's, and that of the end")
 	for r := 1; r < size; r++ {
 		require.Equal(t, grown[0], grown[r])
 		require.Equal(t, ended[0], ended[r])
 	}
+
 	plain := setup{config: small(), accumulate: 3, steps: 1 << 20, resume: s.save, stop: ended[0] + 1,
 		save: filepath.Join(t.TempDir(), "on.safetensors")}
 	require.ErrorIs(t, plain.run(t, 0), errStop)
@@ -118,15 +121,18 @@ func steerAsPerson(ctx context.Context, c *api.Client, path string) error {
 		}
 		time.Sleep(time.Millisecond)
 	}
+
 	if err := c.Save(ctx, "0"); err != nil {
 		return err
 	}
+
 	for ctx.Err() == nil {
 		if _, err := os.Stat(path); err == nil {
 			return c.Stop(ctx, "0", "enough")
 		}
 		time.Sleep(time.Millisecond)
 	}
+
 	return ctx.Err()
 }
 
@@ -194,9 +200,11 @@ func TestBoardMeasuresAllRanks(t *testing.T) {
 		}
 		return own.train(t.Context(), rank, size, team.Engine)
 	})
+
 	for _, err := range errs {
 		require.NoError(t, err)
 	}
+
 	require.Len(t, changed[0], 4)
 	require.Equal(t, changed[0], changed[1])
 
@@ -246,12 +254,14 @@ func post(url, token, body string) int {
 	if err != nil {
 		return 0
 	}
+
 	r.Header.Set("Authorization", "Bearer "+token)
 	r.Header.Set("Content-Type", "application/json")
 	response, err := http.DefaultClient.Do(r)
 	if err != nil {
 		return 0
 	}
+
 	response.Body.Close()
 	return response.StatusCode
 }

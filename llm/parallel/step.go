@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// result is what a batch has come to.
+// result is the result of a batch.
 type result struct {
 	Loss      float64
 	Err       string // empty for none
@@ -21,27 +21,27 @@ type result struct {
 	Measured  []state.Measured
 }
 
-// unfit reports whether no update may be made of the batch.
+// unfit reports whether the batch rules out an update.
 func (r result) unfit() bool { return r.Err != "" || r.Loss-r.Loss != 0 }
 
-// report is what a rank tells the others of a step's batches.
+// report is the message of a rank about its batches in a step.
 type report struct {
-	Word     []byte   // for those who train
-	Lattices uint32   // digest, before the step
-	Err      string   // why there can be no step here
-	Unfit    bool     // a batch has come to what no update may be made of
-	Results  []result // of its own batches, in order
+	Word     []byte   // message of the trainer
+	Lattices uint32   // digest before the step
+	Err      string   // error that prevents the step on this rank
+	Unfit    bool     // a batch of this rank rules out an update
+	Results  []result // results of the batches of this rank, in order
 }
 
-// Worker computes what falls to one rank of a step.
+// Worker computes the part of a step that belongs to one rank.
 type Worker interface {
-	// Compute makes the gradients of a batch of a round, alone, and returns its loss. The passes have
-	// reported to the lattices when it returns.
+	// Compute computes the gradients of a single batch of a round and returns the loss. When it returns,
+	// the lattices have the telemetry of the batch.
 	Compute(b data.Batch, r Round) (float64, error)
-	// Add adds the gradients of a round to their owners' sums, unless Compute has seen to that: those
-	// that its contributors have computed last. It may return while they are on their way.
+	// Add adds the latest gradients of the round's contributors to the sums of their owners, unless
+	// Compute has already done so. It may return before the transfer is complete.
 	Add(r Round) error
-	// Land waits until all that was added is there.
+	// Land waits until all transfers are complete.
 	Land() error
 }
 
@@ -51,13 +51,15 @@ type Round struct {
 	First        bool // of the step
 }
 
-// Batches computes the batches of a step, as [llm.Parallel] wants, by a worker at each rank.
+// Batches computes the batches of a step with a worker on each rank. It implements the method of
+// [llm.Parallel].
 func (t *Team) Batches(m *llm.Model, w Worker, n int, next func() (data.Batch, error)) ([]float64,
 	error) {
 	t.steps.Add(1)
 	if err := t.progress(); err != nil {
 		return nil, err
 	}
+
 	own := report{Lattices: m.Kasmina.Digest()}
 	loader, err := t.rounds(w, n, next, func(b data.Batch, round Round, i int) {
 		own.Results = append(own.Results, compute(m, w, b, round, i))
@@ -65,18 +67,21 @@ func (t *Team) Batches(m *llm.Model, w Worker, n int, next func() (data.Batch, e
 	if err != nil {
 		return nil, err
 	}
+
 	if err := w.Land(); err != nil {
 		return nil, t.blame(err)
 	}
+
 	all, err := t.compared(own, loader)
 	if err != nil {
 		return nil, err
 	}
+
 	return take(m, n, all)
 }
 
-// rounds deals out the n batches of a step, has each do with those of this rank, and adds what the
-// rounds have come to. It returns the loader's error, at which this rank computes no more.
+// rounds reads the n batches of a step, calls each for the batches of this rank, and adds the gradients of
+// each round. If the loader fails, this rank stops computing, and rounds returns the error of the loader.
 func (t *Team) rounds(w Worker, n int, next func() (data.Batch, error),
 	each func(b data.Batch, r Round, i int)) (loader, err error) {
 	me, size := t.Rank(), t.Size()
@@ -94,19 +99,22 @@ func (t *Team) rounds(w Worker, n int, next func() (data.Batch, error),
 			}
 		}
 	}
+
 	return loader, nil
 }
 
-// compared is reports where this rank's loader has ended with an error or nil. A rank's error, or
-// lattices that are not those of rank 0, are an error of all.
+// compared exchanges reports and checks them. All ranks return an error if the loader of a rank has failed
+// or if the lattices of a rank differ from the lattices of rank 0.
 func (t *Team) compared(own report, loader error) ([]report, error) {
 	if loader != nil {
 		own.Err = loader.Error()
 	}
+
 	all, err := t.reports(own)
 	if err != nil {
 		return nil, err
 	}
+
 	for r, other := range all {
 		switch {
 		case other.Err != "" && r != t.Rank():
@@ -117,29 +125,33 @@ func (t *Team) compared(own report, loader error) ([]report, error) {
 					"while ranks train, what changes seeds must be submitted (Model.Kasmina.Submit)", r)
 		}
 	}
+
 	return all, loader
 }
 
-// reports exchanges what ranks tell of a step.
+// reports exchanges the reports of a step.
 func (t *Team) reports(own report) ([]report, error) {
 	var b bytes.Buffer
 	if err := gob.NewEncoder(&b).Encode(own); err != nil {
 		return nil, err
 	}
+
 	texts, err := t.exchange(b.Bytes())
 	if err != nil {
 		return nil, err
 	}
+
 	all := make([]report, len(texts))
 	for r, text := range texts {
 		if err := gob.NewDecoder(bytes.NewReader(text)).Decode(&all[r]); err != nil {
 			return nil, fmt.Errorf("parallel: rank %d does something else than a step: %w", r, err)
 		}
 	}
+
 	return all, nil
 }
 
-// take takes in what the batches have measured, in order, up to the first that has failed.
+// take merges the telemetry of the batches into the lattices, in order, up to the first failed batch.
 func take(model *llm.Model, n int, all []report) (losses []float64, err error) {
 	for i := range n {
 		r, at := i%len(all), i/len(all)
@@ -161,10 +173,11 @@ func take(model *llm.Model, n int, all []report) (losses []float64, err error) {
 		}
 		losses = append(losses, got.Loss)
 	}
+
 	return losses, nil
 }
 
-// compute makes the gradients of the i-th batch of a step.
+// compute computes the gradients of the i-th batch of a step.
 func compute(m *llm.Model, w Worker, b data.Batch, in Round, i int) result {
 	measured := note(m, i)
 	defer noted(m)
@@ -172,7 +185,7 @@ func compute(m *llm.Model, w Worker, b data.Batch, in Round, i int) result {
 	return resultOf(loss, measured, err)
 }
 
-// note has the lattices set aside what passes of the i-th batch measure, until noted.
+// note makes the lattices set aside the telemetry of the i-th batch until noted is called.
 func note(m *llm.Model, i int) []state.Measured {
 	measured := make([]state.Measured, m.Kasmina.Layers())
 	for k, l := range m.Kasmina.Lattices() {
@@ -195,28 +208,30 @@ func resultOf(loss float64, measured []state.Measured, err error) result {
 	return r
 }
 
-// Stepper is a Worker that computes and updates beside its host. A loss that is not finite at one
-// rank keeps the parameters of all.
+// Stepper is a Worker that computes and updates asynchronously. If the loss of a rank is not finite, no rank
+// changes its parameters.
 type Stepper interface {
 	Worker
-	// Start puts the gradients of a batch of a round on their way, as Compute makes them, and Wait
-	// waits for them. It returns the loss, and the passes have reported to the lattices.
+	// Start starts to compute the gradients of a batch, as Compute does. Wait waits for them and returns
+	// the loss; the lattices then have the telemetry of the batch.
 	Start(b data.Batch, r Round) error
 	Wait() (float64, error)
-	// Finish makes the update behind the last round of a step, in which this rank has started a batch
-	// or not. When the passes have reported it calls told with the loss, 0 without a batch, and the
-	// update goes on meanwhile. An error of told is that of Finish.
+	// Finish performs the update after the last round of a step. The argument started reports whether this
+	// rank started a batch in that round. As soon as the passes have reported, Finish calls told with the
+	// loss, or with 0 if there is no batch. The update continues during the call. Finish returns an error
+	// of told.
 	Finish(started bool, told func(loss float64) error) (norm float64, err error)
 }
 
-// Step is Batches and the update in one, as [llm.ParallelStepper] wants. While they compute the last
-// round the ranks agree that there can be an update, and while they make it they exchange losses.
+// Step combines Batches with the update. It implements the method of [llm.ParallelStepper]. The ranks agree
+// on the update while they compute the last round, and exchange losses during the update.
 func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, error),
 	word []byte) (step llm.StepResult, err error) {
 	t.steps.Add(1)
 	if err := t.progress(); err != nil {
 		return step, err
 	}
+
 	own := report{Lattices: m.Kasmina.Digest(), Word: word}
 	var results []result
 	var measured []state.Measured
@@ -232,9 +247,11 @@ func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, err
 		failed = w.Start(b, round)
 	})
 	defer noted(m)
+
 	if err != nil {
 		return step, err
 	}
+
 	finish := func(loss float64, err error) error {
 		noted(m)
 		if started {
@@ -246,6 +263,7 @@ func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, err
 		}
 		return err
 	}
+
 	all, err := t.compared(own, errors.Join(loader, failed))
 	unfit := slices.ContainsFunc(all, func(r report) bool { return r.Unfit })
 	if err == nil {
@@ -253,11 +271,13 @@ func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, err
 			step.Words = append(step.Words, r.Word)
 		}
 	}
+
 	if err == nil && !unfit {
 		step.Made = true
 		step.Norm, err = w.Finish(started, func(loss float64) error { return finish(loss, nil) })
 		return step, err
 	}
+
 	var loss float64
 	var lost error
 	if started && failed == nil {
@@ -266,5 +286,6 @@ func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, err
 	if err == nil {
 		err = finish(loss, lost)
 	}
+
 	return step, err
 }
