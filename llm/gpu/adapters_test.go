@@ -27,11 +27,13 @@ func adapters(t *testing.T, device *cudaops.Device, p cudaops.Precision, growth 
 	if growth.Replay == nil {
 		growth.Controller = control.NewAdapters(6000)
 	}
+
 	require.NoError(t, tr.Grow(growth))
 	host := map[string][]float32{}
 	for _, q := range tr.Model.Params {
 		host[q.Name] = append([]float32(nil), q.Value.Float32s()...)
 	}
+
 	tr.On(llm.MergeAtEnd(tr), func(e llm.Event) error {
 		if e.Kind != llm.StepEnd {
 			return nil
@@ -42,11 +44,13 @@ func adapters(t *testing.T, device *cudaops.Device, p cudaops.Precision, growth 
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(context.Background()))
 	params = map[string][]float32{}
 	for _, q := range tr.Model.Params {
 		params[q.Name] = q.Value.Float32s()
 	}
+
 	require.Equal(t, host["model.embed_tokens.weight"], params["model.embed_tokens.weight"])
 	require.NotEqual(t, host["model.layers.0.self_attn.o_proj.weight"],
 		params["model.layers.0.self_attn.o_proj.weight"])

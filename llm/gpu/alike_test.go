@@ -53,6 +53,7 @@ func eachMember(t *testing.T, size int, f func(team *parallel.Team) error) (errs
 			}
 		})
 	}
+
 	wg.Wait()
 	return errs
 }
@@ -82,6 +83,7 @@ func TestCompileAlike(t *testing.T) {
 			require.NoError(t, err)
 		}
 	}
+
 	for _, err := range eachMember(t, 3, func(team *parallel.Team) error {
 		_, err := compileAlike(team, func() (*compiled, []cudaops.Choice, error) {
 			return nil, nil, errors.New("no memory")

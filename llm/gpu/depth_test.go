@@ -23,6 +23,7 @@ func deepens(t *testing.T, tr *llm.Trainer, folder string) {
 			{Action: state.Move, To: state.Training}, {Action: state.Move, To: state.Grafting}},
 		7: {{Action: state.Move, To: state.RolledBack}},
 	}
+
 	tr.On(func(e llm.Event) error {
 		if e.Kind != llm.StepEnd {
 			return nil

@@ -50,6 +50,7 @@ func loadDriver() (*driver, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	d := &driver{}
 	for symbol, f := range sharedlib.Functions(d) {
 		address, err := sharedlib.Lookup(library, symbol)
@@ -58,6 +59,7 @@ func loadDriver() (*driver, error) {
 		}
 		purego.RegisterFunc(f, address)
 	}
+
 	return d, nil
 }
 
@@ -75,27 +77,33 @@ func exchange(ctx context.Context, w *comm.World, device *cudaops.Device) (err e
 	if x.driver, err = loadDriver(); err != nil {
 		return err
 	}
+
 	n, err := nccl.New(ctx, w, device)
 	if err != nil {
 		return err
 	}
+
 	g, why, err := direct.New(ctx, w, device, n)
 	if err != nil {
 		return err
 	}
+
 	if why != nil && w.Rank() == 0 {
 		fmt.Println("no direct routes:", why)
 	}
+
 	if err := x.call(func() int32 {
 		return x.driver.NewStream((*uintptr)(&x.stream), 1) // beside the default one
 	}); err != nil {
 		return err
 	}
+
 	for _, name := range []string{"124M", "350M", "925M"} {
 		if err := x.model(ctx, name, n, g); err != nil {
 			return err
 		}
 	}
+
 	return errors.Join(g.Close(), w.Close())
 }
 
@@ -122,16 +130,19 @@ func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g com
 	for p := range rankRuns()[name].config.Specs() {
 		params += tensor.Shape(p.Shape).TotalSize()
 	}
+
 	buckets := (2*params + bucketBytes - 1) / bucketBytes
 	piece := bucketBytes / size
 	whole, err := x.alloc(buckets * bucketBytes)
 	if err != nil {
 		return err
 	}
+
 	staging, err := x.alloc(buckets * bucketBytes)
 	if err != nil {
 		return err
 	}
+
 	// to is where a rank's piece of a bucket lies.
 	to := func(base comm.Ptr, bucket, r int) comm.Ptr {
 		return base + comm.Ptr(bucket*bucketBytes+r*piece)
@@ -160,6 +171,7 @@ func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g com
 		}
 		return all, nil
 	}
+
 	byRoutes := func(all []comm.Route) func() error {
 		return func() error {
 			for _, r := range all {
@@ -170,6 +182,7 @@ func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g com
 			return nil
 		}
 	}
+
 	collectives := func() error {
 		for b := range buckets {
 			if err := n.ReduceScatter(to(staging, b, rank), to(whole, b, 0), piece/2, comm.BFloat16,
@@ -185,14 +198,17 @@ func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g com
 		}
 		return nil
 	}
+
 	ours, err := routes(g)
 	if err != nil {
 		return err
 	}
+
 	theirs, err := routes(n)
 	if err != nil {
 		return err
 	}
+
 	line := fmt.Sprintf("%s on %d GPUs, %d MB out and in, alone:", name, size,
 		2*buckets*(bucketBytes>>20)*(size-1)/size)
 	for _, way := range []struct {
@@ -206,14 +222,17 @@ func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g com
 		}
 		line += fmt.Sprintf(" %s %.2f ms,", way.name, 1e3*took.Seconds())
 	}
+
 	if rank == 0 {
 		fmt.Println(line[:len(line)-1])
 	}
+
 	for _, r := range ours {
 		if err := r.Close(); err != nil {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -232,6 +251,7 @@ func (x *exchanger) timed(ctx context.Context, f func() error) (time.Duration, e
 		}
 		times = append(times, time.Since(began))
 	}
+
 	slices.Sort(times)
 	return times[len(times)/2], nil
 }

@@ -3,8 +3,8 @@
 //	device, err := cudaops.Open()
 //	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{..., Engine: gpu.Engine(device, cudaops.BFloat16)})
 //
-// With cudaops.Float16 the engine is an llm.Scaler: a step whose gradients overflow is skipped, and
-// the loss scale is saved with the run.
+// With cudaops.Float16, the engine is an llm.Scaler: it skips a step if the gradients overflow, and
+// checkpoints include the loss scale.
 package gpu
 
 import (
@@ -24,10 +24,10 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Engine returns what makes the engine of a trainer on the device. Parameters and the optimiser's
-// state live there, as float32 whatever the precision. They come back when a checkpoint is saved,
-// when another trainer has the model, and when the trainer is closed. The device must stay open
-// until then. Options, such as that of tuning, are for all machines that the engine makes.
+// Engine returns a function for [llm.TrainConfig.Engine] that creates engines on the device. Parameters and
+// the optimizer's state stay on the device, as float32 for every precision. They are copied to the host when
+// a checkpoint is saved, when another trainer takes the model, and when the trainer is closed. The device
+// must stay open until then. The options, for example for tuning, apply to all machines of the engine.
 func Engine(device *cudaops.Device, precision cudaops.Precision,
 	opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
 	error) {
@@ -42,20 +42,20 @@ func Engine(device *cudaops.Device, precision cudaops.Precision,
 	}
 }
 
-// engine is an llm.Engine.
+// engine implements llm.Engine on a GPU.
 type engine struct {
 	name          string
-	llm.Inference // on machines that share the parameters' memory
+	llm.Inference // on machines that share the memory of the parameters
 	optimizer     optim.Optimizer
 	limit         float64
 	graph         *llm.Graph
 	machine       *cudaops.Machine
 	changed       bool    // the device is ahead of the host
-	builder       builder // that made it
-	optimizes     bool    // the machine has the optimiser
+	builder       builder // creates further engines
+	optimizes     bool    // the machine has the optimizer
 }
 
-// scaler is an engine that computes with float16, an llm.Scaler.
+// scaler is an engine for float16. It implements llm.Scaler.
 type scaler struct{ *engine }
 
 func (s scaler) LossScale() llm.LossScale { return llm.LossScale(s.machine.LossScale()) }
@@ -64,7 +64,7 @@ func (s scaler) SetLossScale(l llm.LossScale) error {
 	return s.machine.SetLossScale(cudaops.LossScale(l))
 }
 
-// builder makes an engine: compiled first, and then with its optimiser.
+// builder creates engines in two stages: compile and optimize.
 type builder struct {
 	name   string
 	device *cudaops.Device
@@ -76,35 +76,41 @@ type builder struct {
 	scales         bool // the loss
 }
 
-// engine makes one, whose machine has more options.
+// engine creates an engine. The options are added to those of the builder.
 func (b builder) engine(more ...cudaops.MachineOption) (llm.Engine, error) {
 	e, err := b.compile(more...)
 	if err != nil {
 		return nil, fmt.Errorf("llm/gpu: %w", err)
 	}
+
 	if err := e.optimize(); err != nil {
 		return nil, errors.Join(fmt.Errorf("llm/gpu: %w", err), e.machine.Close())
 	}
+
 	if b.scales && e.graph.Updates() { // a frozen model may have nothing yet that learns
 		return scaler{e}, nil
 	}
+
 	return e, nil
 }
 
-// compile makes an engine without an optimiser.
+// compile creates an engine without an optimizer.
 func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 	if b.model.Dtype() != tensor.Float32 {
 		return nil, fmt.Errorf("the model is of %v, want float32", b.model.Dtype())
 	}
+
 	g, err := b.config.Graph(b.model)
 	if err != nil {
 		return nil, err
 	}
+
 	if g.Updates() {
 		if err := b.optimizer.Declare(gorgonia.NodesToValueGrads(g.Learning)); err != nil {
 			return nil, err
 		}
 	}
+
 	own := append(slices.Clip(b.opts), cudaops.WithParams(g.Learning...),
 		cudaops.WithOutputs(g.Outputs()...))
 	var seeds gorgonia.Nodes
@@ -113,18 +119,22 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 			seeds = append(seeds, p)
 		}
 	}
+
 	own = append(own, cudaops.WithApart(seeds...))
 	if rules, ok := b.optimizer.(optim.Rules); ok {
 		own = append(own, cudaops.WithOptimizer(rules))
 	}
+
 	if frozen := g.Frozen(); len(frozen) > 0 {
 		own = append(own, cudaops.WithFrozen(nil, frozen...))
 	}
+
 	own = append(append(own, b.training...), more...)
 	machine, err := cudaops.NewMachine(b.device, g.G, own...)
 	if err != nil {
 		return nil, err
 	}
+
 	beside := func(g *llm.Graph) (llm.Machine, error) {
 		return cudaops.NewMachine(b.device, g.G, append(slices.Clip(b.opts),
 			cudaops.WithParamsOf(machine), cudaops.WithOutputs(g.Outputs()...))...)
@@ -133,11 +143,12 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 	if p := machine.GradientPrecision(); p != cudaops.Float32 { // other bits
 		name += ", gradients " + p.String()
 	}
+
 	return &engine{name, llm.Inference{Model: b.model, Make: beside}, b.optimizer, b.config.Clip,
 		g, machine, false, b, false}, nil
 }
 
-// optimize puts the optimiser on the device.
+// optimize adds the optimizer to the machine.
 func (e *engine) optimize() error {
 	if !e.graph.Updates() {
 		return nil
@@ -163,7 +174,7 @@ func (e *engine) updated(norm float64, err error) (float64, error) {
 	return norm, err
 }
 
-// Step is that of [llm.Stepper].
+// Step implements [llm.Stepper].
 func (e *engine) Step(b data.Batch) (loss, norm float64, err error) {
 	if err := e.graph.Let(b); err != nil {
 		return 0, 0, err
@@ -176,26 +187,26 @@ func (e *engine) Step(b data.Batch) (loss, norm float64, err error) {
 	return loss, norm, err
 }
 
-// Figures is that of [llm.Sensor].
+// Figures implements [llm.Sensor].
 func (e *engine) Figures() ([]graph.Figures, error) { return e.graph.Figures(e.machine.Value) }
 
-// OpTimes needs the option cudaops.WithMonitor.
+// OpTimes returns the times of ops. It needs the option cudaops.WithMonitor.
 func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.machine.Monitor() }
 
-// Choices is that of [llm.Chooser].
+// Choices implements [llm.Chooser].
 func (e *engine) Choices() []llm.Choice { return e.machine.Choices() }
 
-// Ceiling is that of [llm.Measurer].
+// Ceiling implements [llm.Measurer].
 func (e *engine) Ceiling() (llm.Ceiling, error) { return e.machine.Ceiling() }
 
-// StartProfile and Profile are the machine's.
+// StartProfile and Profile profile the machine.
 func (e *engine) StartProfile() error            { return e.machine.StartProfile() }
 func (e *engine) Profile() (*llm.Profile, error) { return e.machine.Profile() }
 
 func (e *engine) Drop() error { return e.machine.DropGradients() }
 
-// FirstNonFinite looks at the values on the host after pulling them, and then at the gradients of
-// the step. Pulling may fail for moments that are not finite either: values come before these.
+// FirstNonFinite searches the values, which it pulls first, and then the gradients of the step. Pulling may
+// fail because of moments that are not finite, but only after the values have been fetched.
 func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 	_ = e.Pull()
 	for i, p := range e.graph.Params {
@@ -209,11 +220,12 @@ func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 	return "", "", false
 }
 
-// Pull fetches the named parameters; without names all, and what the optimiser remembers.
+// Pull fetches the named parameters. Without names, it fetches all parameters and the optimizer's state.
 func (e *engine) Pull(names ...string) error {
 	if !e.changed {
 		return nil
 	}
+
 	if len(names) > 0 {
 		var nodes gorgonia.Nodes
 		for _, name := range names {
@@ -225,17 +237,19 @@ func (e *engine) Pull(names ...string) error {
 		}
 		return e.machine.Download(nodes...)
 	}
+
 	// moments: parameters have come before them
 	if err := e.machine.Download(); errors.Is(err, cudaops.ErrNonFinite) {
 		return fmt.Errorf("%w: %w", llm.ErrDiverged, err)
 	} else if err != nil {
 		return err
 	}
+
 	e.changed = false
 	return nil
 }
 
-// find returns the number of a parameter.
+// find returns the index of a parameter.
 func (e *engine) find(name string) (int, error) {
 	i := slices.IndexFunc(e.graph.Params, func(p *gorgonia.Node) bool { return p.Name() == name })
 	if i < 0 {
@@ -244,24 +258,27 @@ func (e *engine) find(name string) (int, error) {
 	return i, nil
 }
 
-// Gradient is that of [llm.Listener].
+// Gradient implements [llm.Listener].
 func (e *engine) Gradient(param string) (any, error) {
 	i, err := e.find(param)
 	if err != nil {
 		return nil, err
 	}
+
 	g := e.graph.Params[i].Deriv()
 	if g == nil {
 		return nil, fmt.Errorf("no gradient of parameter %s is gathered", param)
 	}
+
 	v, err := e.machine.Value(g)
 	if err != nil {
 		return nil, err
 	}
+
 	return v.Data(), nil
 }
 
-// Push sends the named parameters; without names all, and what the optimiser remembers.
+// Push sends the named parameters. Without names, it sends all parameters and the optimizer's state.
 func (e *engine) Push(names ...string) error {
 	if len(names) == 0 {
 		if err := e.machine.Upload(e.graph.Params...); err != nil {
@@ -269,12 +286,14 @@ func (e *engine) Push(names ...string) error {
 		}
 		return e.optimize()
 	}
+
 	var nodes gorgonia.Nodes
 	for _, p := range e.graph.Params {
 		if slices.Contains(names, p.Name()) {
 			nodes = append(nodes, p)
 		}
 	}
+
 	return e.machine.Upload(nodes...)
 }
 
@@ -293,11 +312,11 @@ func (e *engine) Close() error {
 	return errors.Join(e.Inference.Close(), e.machine.Close())
 }
 
-// CanKeep is that of [llm.Keeper]: a machine keeps what its optimiser updates, if it has one. Since
-// a failed Push it has none.
+// CanKeep implements [llm.Keeper]. The parameters can stay on the device if the machine has an optimizer,
+// which is not the case after a failed Push.
 func (e *engine) CanKeep() bool { return e.optimizes }
 
-// Keep is that of [llm.Keeper].
+// Keep implements [llm.Keeper].
 func (e *engine) Keep() (llm.Kept, error) {
 	if err := e.Inference.Close(); err != nil {
 		return nil, err
@@ -309,13 +328,13 @@ func (e *engine) Keep() (llm.Kept, error) {
 	return kept{k, e.builder}, nil
 }
 
-// kept is an llm.Kept.
+// kept implements llm.Kept.
 type kept struct {
 	*cudaops.Kept
 	builder builder
 }
 
-// Engine is that of [llm.Kept].
+// Engine implements [llm.Kept].
 func (k kept) Engine(from map[string]string) (llm.Engine, error) {
 	e, err := k.builder.engine(cudaops.WithKept(k.Kept, from))
 	switch e := e.(type) {

@@ -112,12 +112,14 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 		optimizer = must[*optim.Muon](t)(optim.NewMuon(optim.WithLR(0.01),
 			optim.WithAdamW(optim.WithLR(3e-3))))
 	}
+
 	c := llm.TrainConfig{Steps: p.steps, Batch: p.batch, Accumulate: accumulate, Clip: 1, Epoch: 2,
 		Recompute: p.recompute,
 		Schedule:  optim.Constant(optimizer.LR())}
 	if device != nil {
 		c.Engine = gpu.Engine(device, precision, p.options...)
 	}
+
 	trainer := must[*llm.Trainer](t)(llm.NewTrainer(model, loader, optimizer, c))
 	t.Cleanup(func() {
 		require.NoError(t, trainer.Close())
@@ -144,6 +146,7 @@ func (p plan) trainer(t *testing.T, device *cudaops.Device, precision cudaops.Pr
 		}
 		return nil
 	})
+
 	return trainer
 }
 
@@ -258,11 +261,13 @@ func precisions(d *cudaops.Device) map[string]cudaops.Precision {
 	if multipliesFloat8(d) {
 		all["float8"] = cudaops.Float8
 	}
+
 	if testing.Short() {
 		delete(all, "float8")
 		delete(all, "float32")
 		delete(all, "float16")
 	}
+
 	return all
 }
 
@@ -311,6 +316,7 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 		}
 		return nil
 	})
+
 	losses(t, straight)
 	resumed := newTrainer(t, device, precision, 1, false)
 	require.NoError(t, resumed.Resume(t.Context(), path))
@@ -328,9 +334,11 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	if precision == cudaops.Float16 {
 		require.True(t, bytes.Contains(saved(t, straight), []byte("loss_scale")))
 	}
+
 	if precision != cudaops.Float32 {
 		return
 	}
+
 	onCPU := newTrainer(t, nil, 0, 1, false)
 	err = onCPU.Resume(t.Context(), path)
 	require.ErrorIs(t, err, llm.ErrSettings)
@@ -373,6 +381,7 @@ func TestResumeGradientPrecision(t *testing.T) {
 			"the losses are %v, and %v without a break", rest, all)
 		require.InEpsilon(t, all[len(all)-1], rest[len(rest)-1], 0.02)
 	}
+
 	resume(wide, narrow, 1, `Engine is "cuda bf16, gradients bf16" here and "cuda bf16" there`)
 	resume(narrow, wide, 1, `Engine is "cuda bf16" here and "cuda bf16, gradients bf16" there`)
 	resume(narrow, narrow, 1, "")
@@ -388,11 +397,13 @@ func TestProfileStep(t *testing.T) {
 	if testing.Short() {
 		after, accumulate = 1, 1
 	}
+
 	p.steps = max(p.steps, after+cudaops.ProfileSteps+1)
 	var want []float64
 	if !testing.Short() {
 		want = losses(t, p.trainer(t, device, cudaops.BFloat16, accumulate, true))
 	}
+
 	tr := p.trainer(t, device, cudaops.BFloat16, accumulate, !testing.Short())
 	path := filepath.Join(t.TempDir(), "trace.json")
 	var out bytes.Buffer
@@ -400,10 +411,12 @@ func TestProfileStep(t *testing.T) {
 	if got := losses(t, tr); want != nil {
 		require.Equal(t, want, got)
 	}
+
 	trace := must[[]byte](t)(os.ReadFile(path))
 	for _, want := range []string{"traceEvents", fmt.Sprintf("model.layers.%d", p.layers-1),
 		"Kasmina"} {
 		require.True(t, bytes.Contains(trace, []byte(want)), "no %s in the trace", want)
 	}
+
 	t.Logf("%s", out.String())
 }

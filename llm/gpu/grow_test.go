@@ -59,6 +59,7 @@ func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float6
 		}
 		return tr.Model.Kasmina.Do(commands...)
 	})
+
 	all = losses(t, tr)
 	for _, muted := range []bool{true, false} {
 		require.NoError(t, tr.Model.Kasmina.Lattice(tr.Model.Kasmina.Layers()-1).Mute(7, muted))
@@ -66,6 +67,7 @@ func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float6
 		require.NoError(t, err)
 		worth = loss - worth
 	}
+
 	return all, -worth
 }
 

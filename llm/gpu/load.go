@@ -13,9 +13,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/infer"
 )
 
-// Weights have the parameters of a model by name, as hf.Folder does. Read hands their elements to
-// put, in order and in pieces, as little-endian numbers of dtype float32, float16 or bfloat16. It
-// is called from several goroutines.
+// Weights reads the parameters of a model by name, like hf.Folder. Read passes the elements of a parameter
+// to put, in order and in pieces, as little-endian numbers of dtype float32, float16 or bfloat16. Several
+// goroutines may call Read.
 type Weights interface {
 	Read(ctx context.Context, name string, put func(part []byte, dtype string) error) error
 }
@@ -23,10 +23,10 @@ type Weights interface {
 var dtypes = map[string]cudaops.Precision{"float32": cudaops.Float32, "float16": cudaops.Float16,
 	"bfloat16": cudaops.BFloat16}
 
-// Load reads weights straight to the device, and returns what computes with them there: losses, and
-// logits to draw text by. The host keeps nothing, and the device matrices as the precision stores
-// activations, two bytes an element in BFloat16: see [cudaops.WithFrozen]. Ways are not tuned
-// unless an option says so. Close the inference before the device.
+// Load reads weights directly to the device and returns an inference for losses and generation. The host
+// does not keep the weights. The device stores matrices in the type that the precision uses for activations,
+// for example two bytes per element with BFloat16 (see [cudaops.WithFrozen]). Kernels are chosen by rules
+// unless an option asks for tuning. Close the inference before the device.
 func Load(ctx context.Context, device *cudaops.Device, precision cudaops.Precision, c llm.Config,
 	w Weights, opts ...cudaops.MachineOption) (*llm.Inference, error) {
 	i, err := load(ctx, device, precision, c, w, opts)
@@ -41,14 +41,17 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 	if ctx == nil || w == nil {
 		return nil, errors.New("the context or what has the weights is nil")
 	}
+
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
-	// A small graph for logits has all parameters, as all others use them.
+
+	// A small graph for logits has the same parameters as all other graphs.
 	g, err := graph.Build(graph.Outline(c), graph.ForLogits, 1, graph.WithWindow(1))
 	if err != nil {
 		return nil, err
 	}
+
 	all := append([]cudaops.MachineOption{cudaops.WithPrecision(precision),
 		cudaops.WithTuning(cudaops.TuneOff)}, opts...)
 	read := func(n *gorgonia.Node, put func([]byte, cudaops.Precision) error) error {
@@ -61,11 +64,13 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 			return put(part, t)
 		})
 	}
+
 	owner, err := cudaops.NewMachine(device, g.G,
 		append([]cudaops.MachineOption{cudaops.WithFrozen(read, g.Params...)}, all...)...)
 	if err != nil {
 		return nil, err
 	}
+
 	return infer.Of(c, func(g *llm.Graph) (llm.Machine, error) {
 		return cudaops.NewMachine(device, g.G, append([]cudaops.MachineOption{
 			cudaops.WithParamsOf(owner), cudaops.WithOutputs(g.Outputs()...)}, all...)...)

@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// Ordinal is the number of the GPU that a process of a world computes on, among those that it sees.
-// It is 0 for a process that is alone, whose world is nil.
+// Ordinal returns the number of the GPU for this process, among the visible GPUs. It returns 0 if the process
+// is the only one and w is nil.
 func Ordinal(w *comm.World) (int, error) {
 	if w == nil {
 		return 0, nil
@@ -22,27 +22,30 @@ func Ordinal(w *comm.World) (int, error) {
 	return w.Place().Device(visible)
 }
 
-// Team connects the processes of a world by their GPUs ([Join]). Where the device is nil it
-// connects them by their CPUs (parallel.Join), which then are of one host. Without a world there is
-// no team. All must call it, and compute on the same kind of device.
+// Team connects the processes of a world with [Join] or, if device is nil, with parallel.Join, which uses the
+// CPUs of one host. All processes must call it with the same kind of device. If w is nil, it returns nil.
 func Team(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel.Team, error) {
 	if w == nil {
 		return nil, nil
 	}
+
 	own := "the CPU"
 	if device != nil {
 		own = "a GPU"
 	}
+
 	all, err := w.Gather(ctx, "device", []byte(own))
 	if err != nil {
 		return nil, err
 	}
+
 	for r, other := range all {
 		if string(other) != string(all[0]) {
 			return nil, fmt.Errorf("llm/gpu: rank 0 would train on %s and rank %d on %s: name "+
 				"the device", all[0], r, other)
 		}
 	}
+
 	switch {
 	case device != nil:
 		return Join(ctx, w, device)
@@ -50,5 +53,6 @@ func Team(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 		return nil, w.Blame(fmt.Errorf("llm/gpu: %d processes on several hosts: CPUs train "+
 			"together on one host alone", w.Size()))
 	}
+
 	return parallel.Join(ctx, w)
 }

@@ -25,11 +25,13 @@ func TestRandomRuns(t *testing.T) {
 	if testing.Short() {
 		usual = 5 * time.Second
 	}
+
 	ranks := 0
 	if second, err := cudaops.Open(cudaops.WithOrdinal(1)); err == nil {
 		defer second.Close()
 		ranks = 2
 	}
+
 	for _, p := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16, cudaops.Float16,
 		cudaops.Float8} {
 		t.Run(p.String(), func(t *testing.T) {
@@ -65,11 +67,13 @@ func teamOfGPUs(ctx context.Context, n int, p cudaops.Precision,
 		errs[0] = err
 		return errs
 	}
+
 	port := l.Addr().(*net.TCPAddr).Port
 	var wg sync.WaitGroup
 	for r := range n {
 		wg.Go(func() { errs[r] = rankOnGPU(ctx, r, n, port, p, f) })
 	}
+
 	wg.Wait()
 	return errs
 }
@@ -81,6 +85,7 @@ func rankOnGPU(ctx context.Context, rank, n, port int, p cudaops.Precision,
 		return err
 	}
 	defer func() { err = errors.Join(err, device.Close()) }()
+
 	name := fmt.Sprintf("random runs %d", port)
 	w, err := comm.Join(ctx, comm.Place{Rank: rank, Size: n, LocalRank: rank, LocalSize: n,
 		MasterAddr: "127.0.0.1", MasterPort: port, Run: name, Secret: "the secret of the ranks of random runs"},
@@ -88,10 +93,12 @@ func rankOnGPU(ctx context.Context, rank, n, port int, p cudaops.Precision,
 	if err != nil {
 		return err
 	}
+
 	team, err := gpu.Join(ctx, w, device)
 	if err != nil {
 		return err
 	}
+
 	err = f(rank, gpu.Parallel(device, p, team))
 	return errors.Join(err, team.Close(err))
 }

@@ -23,16 +23,18 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Join connects the ranks of a world by NCCL, each with a GPU of its own. All must call it. The
-// world is the team's from then on; the device must stay open until the team is closed.
+// Join connects the ranks of a world with NCCL. Each rank must have a separate GPU, and all ranks must call
+// Join. The team takes ownership of the world. The device must stay open until the team is closed.
 func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel.Team, error) {
 	if ctx == nil || w == nil || device == nil {
 		return nil, errors.New("llm/gpu: Join: the context, the world or the device is nil")
 	}
+
 	g, err := nccl.New(ctx, w, device)
 	if err != nil {
 		return nil, fmt.Errorf("llm/gpu: %w", w.Blame(err))
 	}
+
 	var group comm.Group = g
 	if os.Getenv("KASMINA_DIRECT") != "off" {
 		var why error
@@ -43,17 +45,19 @@ func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 			slog.Debug("gradients travel by NCCL", "why", why)
 		}
 	}
+
 	return parallel.On(w, group), nil
 }
 
-// Parallel is [Engine] for a rank of a team: see package parallel. Each GPU holds the weights, and
-// the sums of gradients and the moments of its part. Gradients travel by NCCL in the precision that
-// the machine keeps them in, and weights as float32.
+// Parallel is like [Engine] for a rank of a team (see package parallel). Each GPU holds all weights, but only
+// the gradient sums and moments of its part. NCCL transfers gradients in the precision in which the machine
+// stores them, and weights as float32.
 //
-// Rank 0 tunes, as opts say (cudaops.WithTuning), and its choices hold for all, which therefore
-// compute with the same kernels. They are on GPUs of one kind. Updates, whose shapes depend on the
-// number of ranks, and evaluations go by rule. Float16, and Kasmina layers in the Strict mode or
-// with adaptive clipping, are for a single GPU.
+// Rank 0 chooses kernels as the options say (see cudaops.WithTuning). All ranks use the same choices, so
+// their GPUs must be of the same kind. Updates and evaluations use kernels chosen by rules, because the shapes
+// of updates depend on the number of ranks.
+//
+// Several GPUs support neither Float16 nor Kasmina layers with the Strict mode or adaptive clipping.
 func Parallel(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team,
 	opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
 	error) {
@@ -70,7 +74,7 @@ func Parallel(device *cudaops.Device, precision cudaops.Precision, team *paralle
 	}
 }
 
-// ranked is the engine of one of several ranks.
+// ranked implements the engine of one of several ranks.
 type ranked struct {
 	*engine
 	team *parallel.Team
@@ -88,6 +92,7 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 	if err := team.Agree(checkRanked(precision, team, m, c)); err != nil {
 		return nil, err
 	}
+
 	b := builder{name: "cuda " + precision.String() + ", ranks", device: device,
 		opts: append(slices.Clip(opts), cudaops.WithPrecision(precision),
 			cudaops.WithTuning(cudaops.TuneOff)),
@@ -96,6 +101,7 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 	if c.Accumulate%team.Size() == 0 {
 		rounds = c.Accumulate / team.Size()
 	}
+
 	shared := []cudaops.MachineOption{cudaops.WithRanks(team.Group(), rounds)}
 	e, err := compileAlike(team, func() (*engine, []cudaops.Choice, error) {
 		b.training = append(append(shared, cudaops.WithTuning(cudaops.TuneDefault)), opts...)
@@ -111,13 +117,15 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 	if err != nil {
 		return nil, err
 	}
+
 	if err := e.optimize(); err != nil {
 		return nil, errors.Join(err, e.machine.Close())
 	}
+
 	return ranked{e, team}, nil
 }
 
-// checkRanked refuses what several ranks cannot do.
+// checkRanked returns an error for options that several ranks do not support.
 func checkRanked(precision cudaops.Precision, team *parallel.Team, m *llm.Model,
 	c llm.TrainConfig) error {
 	k := m.Config.KasminaOptions
@@ -131,11 +139,12 @@ func checkRanked(precision cudaops.Precision, team *parallel.Team, m *llm.Model,
 		return fmt.Errorf("a step of %d batches leaves nothing to do for some of %d GPUs: "+
 			"TrainConfig.Accumulate is at least their number", c.Accumulate, team.Size())
 	}
+
 	return nil
 }
 
-// compileAlike compiles at rank 0, and then at the others with what rank 0 has chosen. An error of
-// rank 0 is that of all.
+// compileAlike compiles on rank 0 first, and then on the other ranks with the choices of rank 0. If rank 0
+// fails, all ranks return its error.
 func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []cudaops.Choice, error),
 	others func([]cudaops.Choice) (E, error)) (e E, err error) {
 	var chosen []byte
@@ -150,17 +159,21 @@ func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []cudaops.C
 			chosen, err = json.Marshal(ways)
 		}
 	}
+
 	if err = team.Agree(err); err != nil {
 		return e, err
 	}
+
 	all, err := team.Exchange(chosen)
 	if err != nil || team.Rank() == 0 {
 		return e, err
 	}
+
 	var ways []cudaops.Choice
 	if err := json.Unmarshal(all[0], &ways); err != nil {
 		return e, fmt.Errorf("the choices of rank 0: %w", err)
 	}
+
 	return others(append([]cudaops.Choice{}, ways...))
 }
 
@@ -175,13 +188,13 @@ func (r ranked) Batches(n int, next func() (data.Batch, error)) ([]float64, erro
 	return r.team.Batches(r.Model, r, n, next)
 }
 
-// StepBatches is that of [llm.ParallelStepper].
+// StepBatches implements [llm.ParallelStepper].
 func (r ranked) StepBatches(n int, next func() (data.Batch, error), word []byte) (llm.StepResult,
 	error) {
 	return r.team.Step(r.Model, r, n, next, word)
 }
 
-// Compute is that of [parallel.Worker]. In a full round gradients leave beside the run.
+// Compute implements [parallel.Worker]. In a full round, gradients are sent during the run.
 func (r ranked) Compute(b data.Batch, in parallel.Round) (float64, error) {
 	if err := r.machine.Rank().Expect(in.Contributors, in.First); err != nil {
 		return 0, err
@@ -189,7 +202,7 @@ func (r ranked) Compute(b data.Batch, in parallel.Round) (float64, error) {
 	return r.engine.Gradients(b)
 }
 
-// Start is that of [parallel.Stepper], as Wait and Finish are.
+// Start, Wait and Finish implement [parallel.Stepper].
 func (r ranked) Start(b data.Batch, in parallel.Round) error {
 	if err := r.machine.Rank().Expect(in.Contributors, in.First); err != nil {
 		return err
@@ -217,9 +230,9 @@ func (r ranked) Finish(started bool, told func(loss float64) error) (float64, er
 	return norm, r.blamed(err)
 }
 
-// Pull is that of [llm.Engine]. Without names all ranks call it, and of a run that has failed it
-// fetches nothing. With names it does not wait for others: of a weight whose float32 values are
-// divided among ranks it fetches what the GPU computes with.
+// Pull implements [llm.Engine]. Without names, all ranks must call it, and after a failed run it fetches
+// nothing. With names, it does not wait for other ranks. If the float32 values of a weight are divided among
+// ranks, it then fetches the values in the precision of the GPU.
 func (r ranked) Pull(names ...string) error {
 	if len(names) > 0 {
 		return r.engine.Pull(names...)
@@ -230,12 +243,12 @@ func (r ranked) Pull(names ...string) error {
 	return r.team.Blame(r.engine.Pull())
 }
 
-// Add enqueues the exchange of gradients that have not left, and the sums behind it.
+// Add enqueues the exchange of the gradients that have not been sent yet, followed by the sums.
 func (r ranked) Add(in parallel.Round) error {
 	return r.machine.Rank().Contribute(in.Contributors, in.First)
 }
 
-// Land does not wait: the update comes behind the sums.
+// Land does not wait, because the update is enqueued after the sums.
 func (r ranked) Land() error { return nil }
 
 func (r ranked) Gradients(data.Batch) (float64, error) {
@@ -247,7 +260,8 @@ func (r ranked) Update() (float64, error) {
 	return norm, r.blamed(err)
 }
 
-// blamed is the error of an update, of which others learn, unless it has changed nothing.
+// blamed returns the error of an update and reports it to the other ranks, unless the update has changed
+// nothing.
 func (r ranked) blamed(err error) error {
 	if err == nil || errors.Is(err, llm.ErrGradients) {
 		return err
@@ -255,7 +269,7 @@ func (r ranked) blamed(err error) error {
 	return r.team.Blame(err)
 }
 
-// Step is not for several ranks.
+// Step always fails, because several ranks use StepBatches.
 func (r ranked) Step(data.Batch) (loss, norm float64, err error) {
 	_, err = r.Gradients(data.Batch{})
 	return 0, 0, err
@@ -268,7 +282,7 @@ func (r ranked) Gather() error {
 	return nil
 }
 
-// Own fetches what this rank's GPU remembers.
+// Own fetches the optimizer's state from the GPU of this rank.
 func (r ranked) Own() ([]optim.Part, error) {
 	parts, err := r.machine.Rank().DownloadOwn()
 	if err != nil {
@@ -277,7 +291,7 @@ func (r ranked) Own() ([]optim.Part, error) {
 	return parts, nil
 }
 
-// CanKeep is that of [llm.Keeper]: each rank has but a part of the parameters.
+// CanKeep implements [llm.Keeper]. It returns false, because each rank has only a part of the parameters.
 func (r ranked) CanKeep() bool { return false }
 
 func (r ranked) Loss(b data.Batch) (float64, error) {
@@ -293,5 +307,5 @@ func (r ranked) Decoder() (func(ctx context.Context, tokens []int) (any, error),
 	return r.team.Drawing(next), err
 }
 
-// Drop leaves nothing: the sums of the next step begin anew.
+// Drop does nothing, because the sums of the next step start from zero.
 func (r ranked) Drop() error { return nil }

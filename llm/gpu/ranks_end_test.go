@@ -89,6 +89,7 @@ func pidOf(t *testing.T, dir string, rank int) int {
 			return pid
 		}
 	}
+
 	t.Fatalf("rank %d is not there", rank)
 	return 0
 }

@@ -115,6 +115,7 @@ func rankRuns() map[string]rankRun {
 		"long": {config: gpt, precision: cudaops.BFloat16, steps: 100000, batch: 8,
 			accumulate: 2, pace: true},
 	}
+
 	llama := llm.Config{Vocab: 128256, Dim: 4096, Layers: 32, Heads: 32, KVHeads: 8, FF: 14336,
 		Seq: 4096, Base: 5e5, Untied: true}.Default()
 	whole := rankRun{config: llama, precision: cudaops.BFloat16, steps: 9, batch: 2, pace: true,
@@ -131,6 +132,7 @@ func rankRuns() map[string]rankRun {
 		r.gradients = cudaops.BFloat16
 		runs[name+", gradients bf16"] = r
 	}
+
 	return runs
 }
 
@@ -142,32 +144,39 @@ func rankOf(role, dir string) (err error) {
 	if !ok && name != exchangeRole {
 		return fmt.Errorf("there is no run %q", name)
 	}
+
 	place, err := comm.FromEnvironment(os.Getenv)
 	if err != nil {
 		return err
 	}
+
 	device, err := cudaops.Open(cudaops.WithOrdinal(place.LocalRank))
 	if err != nil {
 		return err
 	}
 	defer device.Close()
+
 	ctx := context.Background()
 	if plain {
 		return run.train(ctx, place, device, dir, gpu.Engine(device, run.precision,
 			run.options()...))
 	}
+
 	w, err := comm.Join(ctx, place, comm.Options{Timeout: time.Minute, Deadline: run.silence()})
 	if err != nil {
 		return err
 	}
+
 	if name == exchangeRole {
 		return exchange(ctx, w, device)
 	}
+
 	team, err := gpu.Join(ctx, w, device)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, team.Close(err)) }()
+
 	return run.train(ctx, place, device, dir, gpu.Parallel(device, run.precision, team,
 		run.options()...))
 }
@@ -178,11 +187,13 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 	if err != nil {
 		return err
 	}
+
 	loader, err := data.NewLoader(words(texttest.Words(3, 200000)),
 		data.LoaderConfig{Batch: r.batch, Seq: r.config.Seq, Seed: 5})
 	if err != nil {
 		return err
 	}
+
 	var o optim.Optimizer
 	if o, err = optim.NewAdamW(optim.WithLR(r.rate())); r.muon {
 		o, err = optim.NewMuon()
@@ -190,9 +201,11 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 	if err != nil {
 		return err
 	}
+
 	if r.accumulate == 0 {
 		r.accumulate = place.Size
 	}
+
 	watch, spent := &watched{}, watched{}
 	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: r.steps, Batch: r.batch,
 		Accumulate: r.accumulate, Recompute: r.recompute,
@@ -209,6 +222,7 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 		return err
 	}
 	defer tr.Close()
+
 	var began, last time.Time
 	var each []time.Duration // a step
 	const laps = 3
@@ -246,9 +260,11 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 		began, spent, each = time.Now(), *watch, nil
 		return nil
 	})
+
 	if !r.pace {
 		tr.On(llm.Checkpoint(tr, filepath.Join(dir, "run.safetensors"), 20))
 	}
+
 	return tr.Run(ctx)
 }
 
@@ -307,6 +323,7 @@ func growthAt(step int) []state.Command {
 	case 9:
 		return []state.Command{move(0, 1, state.Grafting), move(depth, 0, state.Grafting)}
 	}
+
 	return nil
 }
 
@@ -324,6 +341,7 @@ func launched(t *testing.T, role string, ranks int) (said string, file []byte) {
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		require.NoError(t, err)
 	}
+
 	return out.String(), file
 }
 
@@ -338,9 +356,11 @@ func gpus(t *testing.T) (n int) {
 		require.NoError(t, d.Close())
 		n++
 	}
+
 	if n < 2 {
 		t.Skip("needs two GPUs")
 	}
+
 	return n
 }
 
@@ -369,6 +389,7 @@ func TestRanksPace(t *testing.T) {
 	if testing.Short() {
 		t.Skip("takes a minute")
 	}
+
 	for name, r := range rankRuns() {
 		if !r.pace || name == "long" || strings.HasPrefix(name, "8B") {
 			continue

@@ -69,6 +69,7 @@ func siteTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision, c ll
 	if device != nil {
 		config.Engine = gpu.Engine(device, p)
 	}
+
 	if make := config.Engine; len(keeps) > 0 && !keeps[0] {
 		config.Engine = func(m *llm.Model, o optim.Optimizer,
 			c llm.TrainConfig) (llm.Engine, error) {
@@ -79,6 +80,7 @@ func siteTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision, c ll
 			return byHost{e.(llm.Stepper)}, nil
 		}
 	}
+
 	tr := must[*llm.Trainer](t)(llm.NewTrainer(m, loader, o, config))
 	t.Cleanup(func() { require.NoError(t, tr.Close()) })
 	return tr
@@ -108,6 +110,7 @@ func toStage(m *llm.Model, layer int, seeds []int, size int, to state.Stage) err
 			all = append(all, c)
 		}
 	}
+
 	return m.Kasmina.Do(all...)
 }
 
@@ -195,6 +198,7 @@ func TestSitesPace(t *testing.T) {
 	if testing.Short() {
 		t.Skip("takes a minute")
 	}
+
 	const rank = 16
 	c := llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, Seq: 1024}.Default()
 	// pace runs a model whose seeds of a site go through stages behind some steps.
@@ -235,6 +239,7 @@ func TestSitesPace(t *testing.T) {
 		fmt.Printf("pace: %-34s median %7.3f ms, least %7.3f, of %d steps; first step %.2f s; %q\n",
 			name, ms(timed[len(timed)/2]), ms(timed[0]), len(timed), took[0].Seconds(), texts)
 	}
+
 	qv, every, stream := c, c, c
 	qv.Weights = c.WeightSites("q", "v")
 	every.Weights = c.WeightSites("q", "k", "v", "o", "gate", "up", "down")
@@ -250,6 +255,7 @@ func TestSitesPace(t *testing.T) {
 		pace("an Attention in the stream, training", stream, blueprints.Stream,
 			map[int][]state.Stage{2: training})
 	}
+
 	pace("all weights, to the end", every, blueprints.Weight, map[int][]state.Stage{2: grafting,
 		5: {state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized}})
 	pace("in the stream, to the end", stream, blueprints.Stream, map[int][]state.Stage{2: grafting,
@@ -269,6 +275,7 @@ func TestSwapPace(t *testing.T) {
 	if testing.Short() {
 		t.Skip("takes minutes")
 	}
+
 	before := slog.Default()
 	slog.SetDefault(slog.New(slog.NewTextHandler(os.Stdout,
 		&slog.HandlerOptions{Level: slog.LevelDebug})))
@@ -305,6 +312,7 @@ func swapPace(t *testing.T, device *cudaops.Device, name string, c llm.Config, s
 	for i := range c.Seeded(site) {
 		seeds = append(seeds, i)
 	}
+
 	size := map[blueprints.Site]int{blueprints.Weight: 16, blueprints.Stream: 12,
 		blueprints.Depth: 4}[site]
 	var took []time.Duration
@@ -325,6 +333,7 @@ func swapPace(t *testing.T, device *cudaops.Device, name string, c llm.Config, s
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	require.Len(t, took, 33)
 	for _, at := range []int{8, 16, 24} {
@@ -336,5 +345,6 @@ func swapPace(t *testing.T, device *cudaops.Device, name string, c llm.Config, s
 		fmt.Printf("swap: %s: behind step %d %.0f ms beyond three steps of %.1f ms\n", name, at,
 			ms(behind-3*timed[2]), ms(timed[2]))
 	}
+
 	require.NoError(t, tr.Close())
 }

@@ -174,6 +174,7 @@ func stagesTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision,
 	if device != nil {
 		config.Engine = gpu.Engine(device, p)
 	}
+
 	tr := must[*llm.Trainer](t)(llm.NewTrainer(m, loader, o, config))
 	t.Cleanup(func() { require.NoError(t, tr.Close()) })
 	return tr
