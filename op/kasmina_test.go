@@ -629,7 +629,7 @@ func TestKasminaErrors(t *testing.T) {
 		{x, f64(5, 3), s, l, nil, "weights has shape (5, 3)|at least 4|12 features / 3 seeds"},
 		{x, f64(5, 9), s, wide, nil, "weights has rows of 9|(5, 9)|8"},
 		{x, f64(5, 7), s, mixing, nil,
-			"weights has shape (5, 7)|seed 1|LowRank needs 8 weights|there are 7"},
+			"weights has shape (5, 7)|seed 1|LowRank needs 8 weights|the slots have 7"},
 		{x, w, f64(5, 1), l, nil, "scales has shape (5, 1)|[slots]"},
 		{x, w, f64(6), l, nil, "scales has shape (6)|(5)|(5, 4)"},
 		{x, w, s, slotted, nil, "weights has 5 slots|(5, 4)|9"},

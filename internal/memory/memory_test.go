@@ -17,7 +17,7 @@ func TestCheck(t *testing.T) {
 		t.Error(err)
 	}
 	if err := Check("everything takes", math.MaxUint64); err == nil ||
-		!strings.Contains(err.Error(), "everything takes 17179869184.0 GiB, and") {
+		!strings.Contains(err.Error(), "everything takes 17179869184.0 GiB, but") {
 		t.Errorf("got %v", err)
 	}
 }

@@ -36,7 +36,7 @@ func TestManyChoices(t *testing.T) {
 	})
 	require.NoError(t, os.Truncate(path, 40<<30))
 	_, err := read(path)
-	require.ErrorContains(t, err, "has 42949672960 bytes, and a file of choices has at most")
+	require.ErrorContains(t, err, "has 42949672960 bytes, but a file of choices has at most")
 	_, err = read(filepath.Dir(path))
 	require.ErrorContains(t, err, "is a folder")
 }

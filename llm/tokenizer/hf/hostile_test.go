@@ -195,7 +195,7 @@ func TestLoad(t *testing.T) {
 	require.NoError(t, os.Truncate(large, 100<<20))
 	bounded.Run(t, 0, func() {
 		_, err = Load(large)
-		require.ErrorContains(t, err, "has 104857600 bytes, and a tokenizer.json has at most")
+		require.ErrorContains(t, err, "has 104857600 bytes, but a tokenizer.json has at most")
 	})
 }
 
