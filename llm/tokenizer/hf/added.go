@@ -8,14 +8,14 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/internal/split"
 )
 
-// An addedToken is one that is found in a text before it is cut, whatever stands around it.
+// An addedToken is a token that is found in a text before the text is cut into pieces.
 type addedToken struct {
 	id         int
 	content    string
-	singleWord bool // found only if no word goes on before or behind it
-	lstrip     bool // takes the white space before it
-	rstrip     bool // takes the white space behind it
-	normalized bool // looked for in the normalized text, as the normalizers write it
+	singleWord bool // only matches if no word continues before or after it
+	lstrip     bool // includes the white space before it
+	rstrip     bool // includes the white space after it
+	normalized bool // matched in the normalized text, with its own text normalized too
 	special    bool
 }
 
@@ -48,11 +48,13 @@ func readAdded(v value) ([]addedToken, error) {
 		all = append(all, t)
 		return o.done()
 	})
+
 	return all, err
 }
 
-// addTokens adds tokens to the vocabulary. Rust's tokenizers gives them the ids of the model, or
-// those behind it in turn, whatever the file says. An id that is not that one is an error.
+// addTokens adds tokens to the vocabulary. Rust's tokenizers ignores the ids in the file: a token has its
+// id in the model or, if it is not in the model, the next free id. If the file has a different id,
+// addTokens returns an error.
 func (m *model) addTokens(added []addedToken) error {
 	known := map[string]bool{}
 	count := 0
@@ -61,6 +63,7 @@ func (m *model) addTokens(added []addedToken) error {
 			count++
 		}
 	}
+
 	next := count
 	for i, t := range added {
 		where := fmt.Sprintf("added_tokens[%d], %.60q", i, t.content)
@@ -91,12 +94,13 @@ func (m *model) addTokens(added []addedToken) error {
 		}
 		m.tokens[t.id] = token{t.content, true}
 	}
+
 	return nil
 }
 
-// A matcher finds tokens in a text: the leftmost, of those the longest.
+// A matcher finds the leftmost token in a text and, at the same position, the longest.
 type matcher struct {
-	begins [256]bool             // whether a token begins with a byte
+	begins [256]bool             // whether any token starts with the byte
 	next   map[edge]int32        // the nodes of a trie
 	tokens map[int32]*addedToken // by node
 }
@@ -110,11 +114,12 @@ func newMatcher() *matcher {
 	return &matcher{next: map[edge]int32{}, tokens: map[int32]*addedToken{}}
 }
 
-// add enters a token, which is found where the text has the pattern.
+// add adds a token that matches the pattern.
 func (m *matcher) add(t *addedToken, pattern []byte) error {
 	if len(pattern) == 0 {
 		return errors.New("the normalizer leaves nothing of it")
 	}
+
 	m.begins[pattern[0]] = true
 	node := int32(0)
 	for _, b := range pattern {
@@ -125,14 +130,16 @@ func (m *matcher) add(t *addedToken, pattern []byte) error {
 		}
 		node = n
 	}
+
 	if other := m.tokens[node]; other != nil {
 		return fmt.Errorf("it is found where %.60q is", other.content)
 	}
+
 	m.tokens[node] = t
 	return nil
 }
 
-// find returns the first token at or behind a place, and where it lies, or nil.
+// find returns the first token at or after a position with its range, or nil.
 func (m *matcher) find(text []byte, at int) (t *addedToken, from, to int) {
 	for ; at < len(text); at++ {
 		if !m.begins[text[at]] {
@@ -153,13 +160,14 @@ func (m *matcher) find(text []byte, at int) (t *addedToken, from, to int) {
 			return t, at, to
 		}
 	}
+
 	return nil, 0, 0
 }
 
-// split hands on what the tokens part a text into: them, with the white space that they take, and
-// what lies between. Special tokens are text if they are ordinary.
+// split calls next for the tokens in a text, including the white space that belongs to them, and for the
+// parts between tokens. If ordinary is set, special tokens count as text.
 func (m *matcher) split(text []byte, ordinary bool, next func(t *addedToken, part []byte)) {
-	end := 0 // of what was handed on
+	end := 0 // end of the last part
 	for at := 0; ; {
 		t, from, to := m.find(text, at)
 		if t == nil {
@@ -181,12 +189,13 @@ func (m *matcher) split(text []byte, ordinary bool, next func(t *addedToken, par
 		next(t, nil)
 		end = to
 	}
+
 	if end < len(text) {
 		next(nil, text[end:])
 	}
 }
 
-// isWhole reports whether no word goes on before or behind a part of a text.
+// isWhole reports whether no word continues before or after the range.
 func isWhole(text []byte, from, to int) bool {
 	before, n := utf8.DecodeLastRune(text[:from])
 	if n > 0 && split.IsWord(before) {
@@ -196,7 +205,7 @@ func isWhole(text []byte, from, to int) bool {
 	return n == 0 || !split.IsWord(behind)
 }
 
-// spaceBefore returns where the white space before a place begins.
+// spaceBefore returns the start of the white space before a position.
 func spaceBefore(text []byte, at int) int {
 	for at > 0 {
 		r, n := utf8.DecodeLastRune(text[:at])
@@ -208,7 +217,7 @@ func spaceBefore(text []byte, at int) int {
 	return at
 }
 
-// spaceBehind returns where the white space behind a place ends.
+// spaceBehind returns the end of the white space after a position.
 func spaceBehind(text []byte, at int) int {
 	for at < len(text) {
 		r, n := utf8.DecodeRune(text[at:])

@@ -24,6 +24,7 @@ func TestSameAsRust(t *testing.T) {
 	if folder == "" {
 		t.Skip("KASMINA_TOKENIZERS names no folder: see fetch.sh and compare.py")
 	}
+
 	tokenizers, err := filepath.Glob(filepath.Join(folder, "*", "tokenizer.json"))
 	require.NoError(t, err)
 	texts, err := filepath.Glob(filepath.Join(folder, "*.txt"))
@@ -53,6 +54,7 @@ func timeCorpus(t *testing.T, tok *Tokenizer, texts []string) {
 		require.NoError(t, err)
 		all = append(all, text...)
 	}
+
 	dir := t.TempDir()
 	path := filepath.Join(dir, "all.txt")
 	require.NoError(t, os.WriteFile(path, all, 0o600))
@@ -73,6 +75,7 @@ func compareLlamaCpp(t *testing.T, tok *Tokenizer, folder string) {
 		t.Log(err)
 		return
 	}
+
 	ids, err := os.ReadFile(filepath.Join(folder, "llama.cpp.out"))
 	require.NoError(t, err)
 	all := strings.Split(string(texts), "\n__ggml_vocab_test__\n")
@@ -86,6 +89,7 @@ func compareLlamaCpp(t *testing.T, tok *Tokenizer, folder string) {
 		}
 		require.Equal(t, want, append([]int(nil), tok.Encode([]byte(text))...), "%q", text)
 	}
+
 	t.Logf("llama.cpp: the same ids for %d texts", len(all))
 }
 
@@ -99,6 +103,7 @@ func compareText(t *testing.T, tok *Tokenizer, folder, path string) {
 	for i := range want {
 		want[i] = int(binary.LittleEndian.Uint32(raw[4*i:]))
 	}
+
 	begin := time.Now()
 	ids := tok.Encode(text)
 	encode := time.Since(begin)
@@ -118,17 +123,21 @@ func compareText(t *testing.T, tok *Tokenizer, folder, path string) {
 				before, ours, rust)
 		}
 	}
+
 	require.Len(t, ids, len(want), name)
 	if tok.decoding.replaced != nil { // by which two characters become one
 		text = tok.decoding.replaced[0].apply(text)
 	}
+
 	if tok.model.byteLevel && slices.Contains(tok.model.bytes[:], none) {
 		return // the vocabulary has no token for some bytes
 	}
+
 	if slices.Contains(tok.normalizers, normalizer(prepend("▁"))) &&
 		bytes.Contains(text, []byte("<s>")) {
 		return // a token in the text gets a space behind it
 	}
+
 	require.True(t, bytes.Equal(tok.normalizedForm(text), back), "%s: decoding gives another text",
 		name)
 }

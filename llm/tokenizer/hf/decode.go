@@ -10,22 +10,22 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/internal/bytelevel"
 )
 
-// A decoding is how the file's decoders make bytes of tokens, one after the other: replaced, read
-// as <0xNN> or at byte level, and joined.
+// A decoding converts tokens to bytes as the file's decoders do. The steps are replacing, decoding <0xNN>
+// or the byte level, and joining, in this order.
 type decoding struct {
 	replaced     []replace
 	metaspace    *metaspace
 	byteFallback bool
 	byteLevel    bool
 	fused        bool
-	spaced       bool // there is no decoder: tokens have spaces between them
-	stripped     rune // the character that is removed at the beginning,
-	strip        int  // up to so many times
+	spaced       bool // the file has no decoder, so tokens are separated by spaces
+	stripped     rune // the character that is removed at the beginning of the text
+	strip        int  // how many of them are removed at most
 }
 
-// readDecoding reads the decoders. They are supported in the order in which they stand in decoding.
+// readDecoding reads the decoders. It supports them in the order of the fields in decoding.
 func readDecoding(v value) (d decoding, err error) {
-	begun := "" // the last decoder behind which no replacement may stand
+	begun := "" // the last decoder that must come after all replacements
 	err = readComponents("decoder", v, "decoders", func(kind string, o *object) error {
 		if d.byteLevel && kind != "Fuse" || d.strip > 0 ||
 			begun != "" && (kind == "Replace" || kind == "Metaspace" || kind == "ByteLevel") ||
@@ -61,6 +61,7 @@ func readDecoding(v value) (d decoding, err error) {
 		}
 		return nil
 	})
+
 	return d, err
 }
 
@@ -70,10 +71,12 @@ func (d *decoding) readStrip(o *object) {
 	if n != len(content) || n == 0 {
 		o.fail("content", fmt.Errorf("it is %.40q, want one character", content))
 	}
+
 	d.stripped, d.strip = r, o.integer("start")
 	if stop := o.integer("stop"); stop != 0 {
 		o.fail("stop", fmt.Errorf("%d is not supported, want 0", stop))
 	}
+
 	if !d.fused {
 		o.fail("", errors.New("it is supported behind Fuse alone"))
 	}
@@ -84,6 +87,7 @@ func (d *decoding) appendToken(out []byte, text string, first bool) []byte {
 	if d.spaced && !first {
 		out = append(out, ' ')
 	}
+
 	if m := d.metaspace; m != nil {
 		space := " "
 		if first && m.scheme != never {
@@ -91,50 +95,55 @@ func (d *decoding) appendToken(out []byte, text string, first bool) []byte {
 		}
 		text = strings.ReplaceAll(text, m.replacement, space)
 	}
+
 	for _, r := range d.replaced {
 		text = strings.ReplaceAll(text, r.old, r.new)
 	}
+
 	if d.byteFallback && len(text) == 6 && text[:3] == "<0x" && text[5] == '>' {
 		if b, err := strconv.ParseUint(text[3:5], 16, 8); err == nil {
 			return append(out, byte(b))
 		}
 	}
+
 	if d.byteLevel {
 		if out, ok := bytelevel.AppendBytes(out, text); ok {
 			return out
 		}
 	}
+
 	return append(out, text...)
 }
 
-// A Decoder turns ids into text as they come, for which Decode must have all of them. It is for one
-// goroutine.
+// A Decoder converts ids to text one by one, while Decode needs all ids at once. It must not be used by
+// several goroutines at the same time.
 type Decoder struct {
 	t       *Tokenizer
-	special bool // whether special tokens are decoded, or skipped
+	special bool // decode special tokens instead of skipping them
 	begun   bool
-	strip   int    // characters that may still be removed
-	held    []byte // that are no character yet
+	strip   int    // number of characters that may still be removed
+	held    []byte // bytes of an incomplete character
 	out     []byte
 }
 
-// NewDecoder returns a decoder at the beginning of a text. It skips special tokens, such as the end
-// of a turn, or gives what they are written as.
+// NewDecoder returns a decoder at the beginning of a text. The decoder either skips special tokens, such
+// as the end of a turn, or writes their text.
 func (t *Tokenizer) NewDecoder(skipSpecial bool) *Decoder {
 	return &Decoder{t: t, special: !skipSpecial, strip: t.decoding.strip}
 }
 
-// Next returns the bytes that an id adds to the text, valid until the next call. It holds back the
-// bytes of a character of which some are missing. So the parts that it returns are valid UTF-8 if
-// the text is. An id in a gap of the vocabulary adds nothing. One outside the vocabulary is an error,
-// and changes nothing.
+// Next returns the bytes that an id adds to the text. They are valid until the next call. Next holds back
+// the bytes of an incomplete character, so that each result is valid UTF-8 if the text is. An id in a gap
+// of the vocabulary adds nothing. An id outside the vocabulary is an error and changes nothing.
 func (d *Decoder) Next(id int) ([]byte, error) {
 	if d.t.isGap(id) {
 		return nil, nil
 	}
+
 	if err := d.t.check(id); err != nil {
 		return nil, fmt.Errorf("hf: Decoder.Next: %w", err)
 	}
+
 	d.add(id)
 	whole := len(d.held) - incomplete(d.held)
 	d.out = append(d.out[:0], d.held[:whole]...)
@@ -142,8 +151,8 @@ func (d *Decoder) Next(id int) ([]byte, error) {
 	return d.stripped(d.out), nil
 }
 
-// Prime has the decoder go on behind ids whose text the caller has already, such as those of a
-// prompt. If that text ends inside a character, the next bytes complete it.
+// Prime continues after ids that the caller has already written, such as a prompt. If their text ends
+// within a character, the following bytes complete the character.
 func (d *Decoder) Prime(ids []int) error {
 	for _, id := range ids {
 		if _, err := d.Next(id); err != nil {
@@ -154,7 +163,7 @@ func (d *Decoder) Prime(ids []int) error {
 	return nil
 }
 
-// Flush returns the bytes that were held back, and begins a new text.
+// Flush returns the bytes that were held back and starts a new text.
 func (d *Decoder) Flush() []byte {
 	if d.t == nil {
 		return nil
@@ -174,7 +183,7 @@ func (d *Decoder) add(id int) {
 	d.begun = true
 }
 
-// stripped removes what is to be removed at the beginning of the text.
+// stripped removes the characters to be stripped from the beginning of the text.
 func (d *Decoder) stripped(out []byte) []byte {
 	for d.strip > 0 && len(out) > 0 {
 		r, n := utf8.DecodeRune(out)
@@ -188,7 +197,7 @@ func (d *Decoder) stripped(out []byte) []byte {
 	return out
 }
 
-// incomplete returns how many bytes at the end of a text begin a character that goes on.
+// incomplete returns the length of the incomplete character at the end of a text.
 func incomplete(text []byte) int {
 	for n := 1; n < utf8.UTFMax && n <= len(text); n++ {
 		if end := text[len(text)-n:]; utf8.RuneStart(end[0]) {

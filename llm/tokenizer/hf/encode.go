@@ -6,10 +6,10 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/internal/merge"
 )
 
-// An encoder is what one goroutine needs to encode: a cache of pieces and working memory.
+// An encoder holds the cache and the buffers for encoding in one goroutine.
 type encoder struct {
 	model  *model
-	cut    func(piece []byte, first bool) // cuts pieces and calls append
+	cut    func(piece []byte, first bool) // cuts a piece and calls append for the parts
 	cache  merge.Cache
 	merger *merge.Merger
 	tokens []int32
@@ -35,10 +35,12 @@ func (e *encoder) append(piece []byte) {
 			return
 		}
 	}
+
 	if m.byteLevel {
 		e.merge(piece)
 		return
 	}
+
 	from, before := 0, rune(none)
 	for at := 0; at < len(piece); {
 		r, n := utf8.DecodeRune(piece[at:])
@@ -52,10 +54,11 @@ func (e *encoder) append(piece []byte) {
 		at += n
 		before = r
 	}
+
 	e.merge(piece[from:])
 }
 
-// merge appends the tokens of a piece that can be merged for itself.
+// merge appends the tokens of a piece that can be merged independently.
 func (e *encoder) merge(piece []byte) {
 	tokens, ok := e.cache.Find(piece)
 	if !ok {
@@ -79,12 +82,12 @@ func (m *model) character(c []byte) int32 {
 	return none
 }
 
-// appendSymbols appends the tokens that a piece starts as: those of its characters. One without a
-// token is the tokens <0xNN> of its bytes if there are all of them. Else it is the unknown token,
-// which waits for the next character that has one, else nothing. A byte-level encoding has no
-// characters but bytes.
+// appendSymbols appends the initial tokens of a piece: the tokens of its characters or, at byte level, of
+// its bytes. A character without a token becomes the tokens <0xNN> of its bytes if all of them exist.
+// Otherwise, it becomes the unknown token. Like Rust's tokenizers, appendSymbols adds that token only
+// before the next character that has a token.
 func (m *model) appendSymbols(tokens []int32, piece []byte) []int32 {
-	waiting := false // an unknown token
+	waiting := false // an unknown token has not been added yet
 	for at := 0; at < len(piece); {
 		n := 1
 		if !m.byteLevel && piece[at] >= utf8.RuneSelf {
@@ -111,9 +114,11 @@ func (m *model) appendSymbols(tokens []int32, piece []byte) []int32 {
 		}
 		waiting = m.unknown != none
 	}
+
 	if waiting {
 		tokens = append(tokens, m.unknown)
 	}
+
 	return tokens
 }
 

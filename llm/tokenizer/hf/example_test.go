@@ -35,6 +35,7 @@ func ExampleDecoder() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	d := tok.NewDecoder(true) // skips special tokens
 	for _, id := range []int{0, 1, 3, 5} {
 		part, err := d.Next(id)
@@ -43,6 +44,7 @@ func ExampleDecoder() {
 		}
 		fmt.Printf("%q ", part)
 	}
+
 	fmt.Printf("%q\n", d.Flush())
 	// Output: "G" "o" " " "" ""
 }

@@ -70,9 +70,11 @@ func compareDecoded(t *testing.T, tok *Tokenizer, ids []int, text string, c gold
 	if c.Decoded == nil {
 		c.Decoded = &text
 	}
+
 	if c.Skipped == nil {
 		c.Skipped = c.Decoded
 	}
+
 	skipped, err := tok.Decode(ids)
 	require.NoError(t, err)
 	require.Equal(t, withoutErrors(*c.Skipped), withoutErrors(string(skipped)), "%q", text)

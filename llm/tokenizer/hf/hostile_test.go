@@ -256,6 +256,7 @@ func FuzzParse(f *testing.F) {
 	for _, t := range g.Tokenizers {
 		f.Add([]byte(t.File), []byte(nil), "It's 1234 ▁\n<s>")
 	}
+
 	f.Add([]byte(file("")), []byte(`{"bos_token":"a","eos_token":{"content":"b"}}`), "ab")
 	f.Fuzz(func(t *testing.T, file, config []byte, text string) {
 		if len(config) == 0 {
@@ -352,6 +353,7 @@ func TestTruncationAndPadding(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, []int{0, 1, 0, 1, 1}, tok.EncodeWhole([]byte("ababb")))
 	}
+
 	for _, key := range []string{"truncation", "padding"} {
 		_, err := Parse([]byte(`{"`+key+`":5,`+model), nil)
 		require.ErrorContains(t, err, key+": it is a number, want null or an object")

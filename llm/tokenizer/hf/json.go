@@ -10,27 +10,29 @@ import (
 	"unicode/utf8"
 )
 
-// A value is one JSON value as it stands in the file, without space around it. Package
-// encoding/json would build maps of a file of 33 MB, take no notice of keys that occur twice, and
-// match keys whatever their case.
+// A value is a JSON value as written in the file, without surrounding space. The package encoding/json
+// would build maps for a file of 33 MB, ignore duplicate keys, and match keys regardless of case.
 type value []byte
 
-// maxDepth is how deep values may be nested. The files of known models have eight levels.
+// maxDepth limits the nesting of values. The files of known models have eight levels.
 const maxDepth = 64
 
-// parseJSON checks that a text is one JSON value and nothing else.
+// parseJSON checks that a text consists of exactly one JSON value.
 func parseJSON(text []byte) (value, error) {
 	if !utf8.Valid(text) {
 		return nil, errors.New("it is not UTF-8")
 	}
+
 	from := skipSpace(text, 0)
 	to, err := skipValue(text, from, 0)
 	if err != nil {
 		return nil, err
 	}
+
 	if end := skipSpace(text, to); end < len(text) {
 		return nil, fmt.Errorf("byte %d is %q behind the value, want the end", end, text[end])
 	}
+
 	return value(text[from:to]), nil
 }
 
@@ -46,14 +48,16 @@ func skipSpace(text []byte, at int) int {
 	return at
 }
 
-// skipValue returns where the value that begins at a place ends.
+// skipValue returns the end of the value at a position.
 func skipValue(text []byte, at, depth int) (int, error) {
 	if depth > maxDepth {
 		return 0, fmt.Errorf("byte %d is nested deeper than %d levels", at, maxDepth)
 	}
+
 	if at == len(text) {
 		return 0, errors.New("it ends inside of a value")
 	}
+
 	switch c := text[at]; {
 	case c == '"':
 		return skipString(text, at)
@@ -68,20 +72,23 @@ func skipValue(text []byte, at, depth int) (int, error) {
 	case c == '-' || '0' <= c && c <= '9':
 		return skipNumber(text, at)
 	}
+
 	for _, literal := range []string{"null", "true", "false"} {
 		if len(text)-at >= len(literal) && string(text[at:at+len(literal)]) == literal {
 			return at + len(literal), nil
 		}
 	}
+
 	return 0, fmt.Errorf("byte %d is %q, want a value", at, text[at])
 }
 
-// skipItems skips what stands between brackets, separated by commas.
+// skipItems skips the comma-separated items between brackets.
 func skipItems(text []byte, at int, closing byte, item func(at int) (int, error)) (int, error) {
 	at = skipSpace(text, at+1)
 	if at < len(text) && text[at] == closing {
 		return at + 1, nil
 	}
+
 	for {
 		var err error
 		if at, err = item(at); err != nil {
@@ -103,13 +110,16 @@ func skipMember(text []byte, at, depth int) (int, error) {
 	if at == len(text) || text[at] != '"' {
 		return 0, fmt.Errorf("byte %d begins no key", at)
 	}
+
 	at, err := skipString(text, at)
 	if err != nil {
 		return 0, err
 	}
+
 	if at = skipSpace(text, at); at == len(text) || text[at] != ':' {
 		return 0, fmt.Errorf("byte %d is not the ':' behind a key", at)
 	}
+
 	return skipValue(text, skipSpace(text, at+1), depth+1)
 }
 
@@ -119,11 +129,12 @@ func skipString(text []byte, at int) (int, error) {
 		case c == '"':
 			return i + 1, nil
 		case c == '\\':
-			i++ // what is escaped is looked at when the string is read
+			i++ // escapes are checked when the string is read
 		case c < ' ':
 			return 0, fmt.Errorf("byte %d is the control character %#x inside of a string", i, c)
 		}
 	}
+
 	return 0, fmt.Errorf("the string at byte %d does not end", at)
 }
 
@@ -142,7 +153,7 @@ func isNumberByte(c byte) bool {
 	return '0' <= c && c <= '9' || c == '-' || c == '+' || c == '.' || c == 'e' || c == 'E'
 }
 
-// kind names what a value is, for errors.
+// kind returns the kind of a value for errors.
 func (v value) kind() string {
 	switch v[0] {
 	case '"':
@@ -156,12 +167,13 @@ func (v value) kind() string {
 	case 't', 'f':
 		return "a boolean"
 	}
+
 	return "a number"
 }
 
 func (v value) isNull() bool { return v[0] == 'n' }
 
-// short returns the value's beginning, for errors.
+// short returns the beginning of the value for errors.
 func (v value) short() string {
 	if len(v) > 60 {
 		return string(v[:60]) + "…"
@@ -169,11 +181,12 @@ func (v value) short() string {
 	return string(v)
 }
 
-// elements calls f for the elements of an array.
+// elements calls f for each element of an array.
 func (v value) elements(f func(i int, element value) error) error {
 	if v[0] != '[' {
 		return fmt.Errorf("it is %s, want an array", v.kind())
 	}
+
 	i := 0
 	_, err := skipItems(v, 0, ']', func(at int) (int, error) {
 		end, err := skipValue(v, at, 0)
@@ -183,14 +196,16 @@ func (v value) elements(f func(i int, element value) error) error {
 		i++
 		return end, err
 	})
+
 	return err
 }
 
-// members calls f for the members of an object. A key is valid during the call alone.
+// members calls f for each member of an object. The key is valid only during the call.
 func (v value) members(f func(key []byte, member value) error) error {
 	if v[0] != '{' {
 		return fmt.Errorf("it is %s, want an object", v.kind())
 	}
+
 	var scratch []byte
 	_, err := skipItems(v, 0, '}', func(at int) (int, error) {
 		colon, _ := skipString(v, at)
@@ -206,14 +221,16 @@ func (v value) members(f func(key []byte, member value) error) error {
 		}
 		return end, err
 	})
+
 	return err
 }
 
-// appendText appends what a string stands for.
+// appendText appends the decoded text of a string.
 func (v value) appendText(text []byte) ([]byte, error) {
 	if v[0] != '"' {
 		return nil, fmt.Errorf("it is %s, want a string", v.kind())
 	}
+
 	for at := 1; at < len(v)-1; at++ {
 		if v[at] != '\\' {
 			text = append(text, v[at])
@@ -235,11 +252,12 @@ func (v value) appendText(text []byte) ([]byte, error) {
 			return nil, fmt.Errorf("it has the escape %q, which JSON does not know", v[at-1:at+1])
 		}
 	}
+
 	return text, nil
 }
 
-// escapedRune returns the character that \uXXXX stands for, or two of them for one beyond U+FFFF.
-// The second result is the length of what is written, 0 if it is wrong.
+// escapedRune decodes \uXXXX, or a surrogate pair of two such escapes. The second result is the length of
+// the escapes, or 0 if they are invalid.
 func (v value) escapedRune(at int) (rune, int) {
 	hex := func(at int) rune {
 		if at+6 > len(v) || v[at] != '\\' || v[at+1] != 'u' {
@@ -251,6 +269,7 @@ func (v value) escapedRune(at int) (rune, int) {
 		}
 		return rune(n)
 	}
+
 	r := hex(at)
 	switch {
 	case r < 0:
@@ -258,9 +277,11 @@ func (v value) escapedRune(at int) (rune, int) {
 	case !utf16.IsSurrogate(r):
 		return r, 6
 	}
+
 	if r = utf16.DecodeRune(r, hex(at+6)); r == utf8.RuneError {
 		return 0, 0
 	}
+
 	return r, 12
 }
 
@@ -285,15 +306,15 @@ func (v value) boolean() (bool, error) {
 	return v[0] == 't', nil
 }
 
-// An object gives the members of a JSON object one by one. The first error is kept, and done
-// returns it, or names the members that nobody asked for.
+// An object returns the members of a JSON object one by one. It remembers the first error, which done
+// returns. If there is no error, done returns an error for members that were not read.
 type object struct {
-	where   string // in the file, such as "model"
+	where   string // location in the file, such as "model"
 	members map[string]value
 	err     error
 }
 
-// maxMembers is more than any object has whose members are read by name.
+// maxMembers is larger than the number of members in any object whose members are read by name.
 const maxMembers = 64
 
 func newObject(where string, v value) *object {
@@ -311,6 +332,7 @@ func newObject(where string, v value) *object {
 	if err != nil {
 		o.fail("", err)
 	}
+
 	return o
 }
 
@@ -318,18 +340,21 @@ func (o *object) fail(key string, err error) {
 	if o.err != nil {
 		return
 	}
+
 	where := o.where
 	if key != "" {
 		where = path(where, key)
 	}
+
 	if where == "" {
 		o.err = err
 		return
 	}
+
 	o.err = fmt.Errorf("%s: %w", where, err)
 }
 
-// path names a member of an object.
+// path returns the location of a member.
 func path(where, key string) string {
 	if where == "" {
 		return key
@@ -337,14 +362,14 @@ func path(where, key string) string {
 	return where + "." + key
 }
 
-// take returns a member and strikes it off, or false if it is missing or null.
+// take returns a member and marks it as read. It returns false if the member is missing or null.
 func (o *object) take(key string) (value, bool) {
 	v, ok := o.members[key]
 	delete(o.members, key)
 	return v, ok && !v.isNull()
 }
 
-// must is take for a member that there must be.
+// must is like take, but a missing member is an error.
 func (o *object) must(key string) (value, bool) {
 	v, ok := o.take(key)
 	if !ok {
@@ -397,7 +422,7 @@ func (o *object) integer(key string) int {
 	return n
 }
 
-// done returns what went wrong, or an error that names a member that was not taken.
+// done returns the first error, or an error for a member that was not read.
 func (o *object) done() error {
 	if o.err == nil && len(o.members) > 0 {
 		keys := make([]string, 0, len(o.members))
@@ -410,7 +435,7 @@ func (o *object) done() error {
 	return o.err
 }
 
-// unsupported is the error of a component that this package does not implement.
+// unsupported returns the error for a component that this package does not implement.
 func (o *object) unsupported(kind string) error {
 	return fmt.Errorf("%s: type %.60q is not supported", o.where, kind)
 }

@@ -4,15 +4,16 @@ import (
 	"unicode/utf8"
 )
 
-// junctions are the pairs of characters between which some merge joins two tokens. Everywhere else
-// a text can be cut before it is merged, and the tokens stay the same. That makes words of a text
-// that no pre-tokenizer cuts: in Llama 2 and Gemma no merge joins a letter and the space behind it.
+// junctions has the pairs of characters between which some merge joins two tokens. Between any other
+// characters, a text can be cut before merging without changing the tokens. This divides the text into
+// words even if no pre-tokenizer does: in Llama 2 and Gemma, no merge joins a letter with a space after
+// it.
 type junctions struct {
 	ascii [utf8.RuneSelf][utf8.RuneSelf]bool
 	other map[[2]rune]bool
 }
 
-// add enters the pair of characters where two tokens are joined.
+// add adds the characters on both sides of a merge.
 func (j *junctions) add(left, right string) {
 	a, _ := utf8.DecodeLastRuneInString(left)
 	b, _ := utf8.DecodeRuneInString(right)

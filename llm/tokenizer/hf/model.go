@@ -14,42 +14,43 @@ const (
 	maxMerges = 1 << 21
 )
 
-// A model is a byte-pair encoding: what the tokens are, and which pairs of them are merged.
+// A model is a byte-pair encoding: a vocabulary and a list of pairs to merge.
 //
-// Where it is byteLevel, ids has the bytes that tokens stand for, and a piece starts as its bytes.
-// Otherwise a piece starts as its characters.
+// If byteLevel is set, the keys of ids are the decoded bytes of tokens, and a piece is initially divided
+// into bytes. Otherwise, it is divided into characters.
 type model struct {
 	tokens []token          // by id
-	ids    map[string]int32 // of tokens
-	apart  map[string]int32 // of tokens that no piece has, such as special ones
+	ids    map[string]int32 // ids of tokens
+	apart  map[string]int32 // ids of tokens that never occur in a piece, such as special tokens
 	merges *merge.Table
 
 	byteLevel    bool
 	byteFallback bool
 	fuseUnknown  bool
 	ignoreMerges bool
-	unknown      int32 // the token of what has no other, or none
+	unknown      int32 // token for characters without a token, or none
 
-	bytes     [256]int32 // the tokens of single bytes, or none
-	fallback  [256]int32 // the tokens <0x00> to <0xFF>, or none
+	bytes     [256]int32 // tokens of single bytes, or none
+	fallback  [256]int32 // tokens <0x00> to <0xFF>, or none
 	junctions junctions
-	longest   int // bytes of the longest token
+	longest   int // length of the longest token in bytes
 }
 
-// A token is what the file calls an id.
+// A token is an entry of the vocabulary.
 type token struct {
 	text string
-	ok   bool // whether there is one of this id
+	ok   bool // the id has a token
 }
 
 const none = -1
 
-// readModel reads the model of a file whose text is cut at byte level or not.
+// readModel reads the model of a file.
 func readModel(v value, byteLevel bool) (*model, error) {
 	o := newObject("model", v)
 	if kind := o.textOr("type", "BPE"); kind != "BPE" {
 		return nil, o.unsupported(kind)
 	}
+
 	m := &model{byteLevel: byteLevel, unknown: none}
 	m.fuseUnknown = o.boolOr("fuse_unk", false)
 	m.byteFallback = o.boolOr("byte_fallback", false)
@@ -58,23 +59,28 @@ func readModel(v value, byteLevel bool) (*model, error) {
 		o.fail("dropout", fmt.Errorf("%s is not supported, want null: the same text would get "+
 			"other ids each time", dropout.short()))
 	}
+
 	for _, key := range []string{"continuing_subword_prefix", "end_of_word_suffix"} {
 		if affix := o.textOr(key, ""); affix != "" {
 			o.fail(key, fmt.Errorf("%.40q is not supported, want none", affix))
 		}
 	}
+
 	if m.byteFallback && byteLevel {
 		o.fail("byte_fallback", errors.New("it is not supported with a ByteLevel pre-tokenizer"))
 	}
+
 	unknown := o.textOr("unk_token", "")
 	vocab, _ := o.must("vocab")
 	merges, _ := o.must("merges")
 	if err := o.done(); err != nil {
 		return nil, err
 	}
+
 	if err := m.readVocab(vocab); err != nil {
 		return nil, fmt.Errorf("model.vocab: %w", err)
 	}
+
 	if unknown != "" {
 		id, ok := m.find(unknown)
 		if !ok {
@@ -82,9 +88,11 @@ func readModel(v value, byteLevel bool) (*model, error) {
 		}
 		m.unknown = id
 	}
+
 	if err := m.readMerges(merges); err != nil {
 		return nil, fmt.Errorf("model.merges: %w", err)
 	}
+
 	m.findBytes()
 	return m, nil
 }
@@ -93,7 +101,7 @@ func readModel(v value, byteLevel bool) (*model, error) {
 func (m *model) readVocab(v value) error {
 	type entry struct{ id, end int }
 	var entries []entry
-	var arena []byte // one allocation for all tokens
+	var arena []byte // a single allocation for all tokens
 	largest := 0
 	err := v.members(func(key []byte, member value) error {
 		id, err := member.integer(maxIDs - 1)
@@ -111,9 +119,11 @@ func (m *model) readVocab(v value) error {
 	if err != nil {
 		return err
 	}
+
 	if largest > 2*len(entries)+1024 {
 		return fmt.Errorf("it has %d tokens, but ids up to %d", len(entries), largest)
 	}
+
 	m.tokens = make([]token, largest+1)
 	m.ids = make(map[string]int32, len(entries))
 	m.apart = map[string]int32{}
@@ -127,10 +137,11 @@ func (m *model) readVocab(v value) error {
 		m.tokens[e.id] = token{text, true}
 		m.longest = max(m.longest, len(text))
 	}
+
 	return m.indexTokens(len(texts))
 }
 
-// indexTokens makes the map of ids. The tokens have the given number of bytes together.
+// indexTokens creates the map of ids. The argument is the total number of bytes in tokens.
 func (m *model) indexTokens(size int) error {
 	arena := make([]byte, 0, size)
 	for id, t := range m.tokens {
@@ -152,10 +163,11 @@ func (m *model) indexTokens(size int) error {
 		}
 		ids[text] = int32(id)
 	}
+
 	return nil
 }
 
-// find returns the id of a token as the file writes it.
+// find returns the id of a token, given as written in the file.
 func (m *model) find(text string) (int32, bool) {
 	ids := m.ids
 	if m.byteLevel {
@@ -166,12 +178,13 @@ func (m *model) find(text string) (int32, bool) {
 			ids = m.apart
 		}
 	}
+
 	id, ok := ids[text]
 	return id, ok
 }
 
-// readMerges reads the pairs that are merged, "a b" or ["a", "b"]. Where a pair occurs twice the
-// last counts, as it does in Rust's tokenizers.
+// readMerges reads the pairs to merge, written as "a b" or ["a", "b"]. If a pair occurs twice, the last
+// one counts, as in Rust's tokenizers.
 func (m *model) readMerges(v value) error {
 	type pair struct{ left, right, id int32 }
 	var pairs []pair
@@ -204,6 +217,7 @@ func (m *model) readMerges(v value) error {
 	if err != nil {
 		return err
 	}
+
 	m.merges = merge.NewTable(len(pairs))
 	for rank, p := range pairs {
 		m.merges.Add(p.left, p.right, int32(rank), p.id)
@@ -211,6 +225,7 @@ func (m *model) readMerges(v value) error {
 			m.junctions.add(m.tokens[p.left].text, m.tokens[p.right].text)
 		}
 	}
+
 	return nil
 }
 
@@ -227,6 +242,7 @@ func mergeOf(v value, text []byte) (left, right []byte, err error) {
 		}
 		return left, right, nil
 	}
+
 	cuts := make([]int, 0, 2)
 	err = v.elements(func(i int, element value) error {
 		if i == 2 {
@@ -237,16 +253,18 @@ func mergeOf(v value, text []byte) (left, right []byte, err error) {
 		cuts = append(cuts, len(text))
 		return err
 	})
+
 	if err == nil && len(cuts) != 2 {
 		err = fmt.Errorf("it is %s, want two tokens", v.short())
 	}
 	if err != nil {
 		return nil, nil, err
 	}
+
 	return text[:cuts[0]], text[cuts[0]:], nil
 }
 
-// mergeToken returns the id of a token that a merge is of or makes.
+// mergeToken returns the id of an operand or a result of a merge.
 func (m *model) mergeToken(text []byte) (int32, error) {
 	id, ok := m.find(string(text))
 	if !ok {
@@ -255,7 +273,7 @@ func (m *model) mergeToken(text []byte) (int32, error) {
 	return id, nil
 }
 
-// findBytes finds the tokens that pieces start as where they have no characters.
+// findBytes finds the tokens of single bytes.
 func (m *model) findBytes() {
 	for b := range 256 {
 		m.bytes[b], m.fallback[b] = none, none

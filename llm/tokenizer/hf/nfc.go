@@ -10,10 +10,10 @@ import (
 
 //go:generate python3 nfc.py
 
-// nfc is Unicode's normalization form C: characters are decomposed, marks put in order, and
-// composed again. Package norm, whose tables it uses, joins runs of more than 30 marks in another
-// way. It takes some characters beyond U+FFFF for others, and knows newer marks than Rust's
-// tokenizers.
+// nfc implements Unicode's normalization form C: it decomposes characters, sorts the marks, and composes
+// the characters again. It uses the tables of package norm, but not its algorithm, which differs from
+// Rust's tokenizers for runs of more than 30 marks, for some characters beyond U+FFFF, and for newer
+// marks.
 type nfc struct{}
 
 func (nfc) growth() int { return 3 }
@@ -23,10 +23,11 @@ func (nfc) normalize(text []byte) []byte {
 	if at == len(text) {
 		return text
 	}
+
 	out := append(make([]byte, 0, len(text)+len(text)/8), text[:at]...)
 	var c composer
 	for at < len(text) {
-		// One character and what may be joined with it.
+		// Handle a character together with the marks that may be composed with it.
 		for first := true; at < len(text); first = false {
 			r, n := utf8.DecodeRune(text[at:])
 			if !first && isPlain(r, n) {
@@ -44,11 +45,12 @@ func (nfc) normalize(text []byte) []byte {
 		out = append(out, text[at:at+n]...)
 		at += n
 	}
+
 	return out
 }
 
-// isPlain reports whether a character, of n bytes, is the same in form C, and is not joined with
-// one before it.
+// isPlain reports whether a character of n bytes is unchanged in form C and never composed with a
+// previous character.
 func isPlain(r rune, n int) bool {
 	if r < 0x300 || r == utf8.RuneError && n == 1 {
 		return true
@@ -58,7 +60,8 @@ func isPlain(r rune, n int) bool {
 	return p.CCC() == 0 && p.BoundaryBefore() && len(p.Decomposition()) == 0
 }
 
-// plain returns how much of a text is plain, except the last character in front of another.
+// plain returns the length of the plain part at the start of a text. If the text continues, the last
+// character of the part is excluded, because a following mark may be composed with it.
 func plain(text []byte) int {
 	last := 0
 	for at := 0; at < len(text); {
@@ -72,16 +75,17 @@ func plain(text []byte) int {
 		last = at
 		at += n
 	}
+
 	return len(text)
 }
 
-// A composer holds a character and the marks behind it until the next one begins.
+// A composer holds a character and the marks after it until the next character.
 type composer struct {
 	starter []rune // decomposed: at most one starter, then marks
 	classes []uint8
 }
 
-// add appends a character, after what is held is composed if it does not belong to it.
+// add appends a character. If it does not belong to the held characters, add composes them first.
 func (c *composer) add(out []byte, r rune) []byte {
 	if s, ok := decomposeHangul(r); ok {
 		for _, r := range s {
@@ -89,12 +93,14 @@ func (c *composer) add(out []byte, r rune) []byte {
 		}
 		return out
 	}
+
 	var buffer [utf8.UTFMax]byte
 	char := buffer[:utf8.EncodeRune(buffer[:], r)]
 	decomposition := norm.NFD.Properties(char).Decomposition()
 	if decomposition == nil {
 		decomposition = char
 	}
+
 	for len(decomposition) > 0 {
 		p := norm.NFD.Properties(decomposition)
 		r, n := utf8.DecodeRune(decomposition)
@@ -105,10 +111,11 @@ func (c *composer) add(out []byte, r rune) []byte {
 		out = c.addDecomposed(out, r, class)
 		decomposition = decomposition[n:]
 	}
+
 	return out
 }
 
-// isUnmoved reports whether a mark is none to Rust's tokenizers.
+// isUnmoved reports whether Rust's tokenizers does not treat a mark as a mark.
 func isUnmoved(r rune) bool {
 	_, found := slices.BinarySearchFunc(unmoved[:], r, func(between [2]rune, r rune) int {
 		switch {
@@ -122,31 +129,33 @@ func isUnmoved(r rune) bool {
 	return found
 }
 
-// addDecomposed appends a character that is not decomposed further, of a canonical combining class.
+// addDecomposed appends a decomposed character with a canonical combining class.
 func (c *composer) addDecomposed(out []byte, r rune, class uint8) []byte {
 	if class == 0 && len(c.starter) > 0 {
 		c.compose()
 		last := len(c.starter) - 1
-		// Two starters are joined where nothing stands between them.
+		// Compose two starters if there is nothing between them.
 		if both, ok := compose(c.starter[0], r); last == 0 && c.classes[0] == 0 && ok {
 			c.starter[0] = both
 			return out
 		}
 		out = c.write(out)
 	}
+
 	c.starter = append(c.starter, r)
 	c.classes = append(c.classes, class)
 	return out
 }
 
-// compose puts the marks in order and joins them with the starter where they can be.
+// compose sorts the marks and composes them with the starter where possible.
 func (c *composer) compose() {
 	c.order()
 	if c.classes[0] != 0 {
 		return
 	}
+
 	kept := 1
-	blocked := uint8(0) // the class of the mark before, which is between it and the starter
+	blocked := uint8(0) // the class of the previous mark, which separates the next one from the starter
 	for i := 1; i < len(c.starter); i++ {
 		both, ok := compose(c.starter[0], c.starter[i])
 		if ok && blocked < c.classes[i] {
@@ -157,18 +166,21 @@ func (c *composer) compose() {
 		c.starter[kept], c.classes[kept] = c.starter[i], c.classes[i]
 		kept++
 	}
+
 	c.starter, c.classes = c.starter[:kept], c.classes[:kept]
 }
 
-// order sorts the marks by class, equal ones as they come.
+// order sorts the marks by class. The order of equal classes does not change.
 func (c *composer) order() {
 	from := 0
 	if c.classes[0] == 0 {
 		from = 1
 	}
+
 	if slices.IsSorted(c.classes[from:]) {
 		return
 	}
+
 	type mark struct {
 		r     rune
 		class uint8
@@ -177,6 +189,7 @@ func (c *composer) order() {
 	for i := range marks {
 		marks[i] = mark{c.starter[from+i], c.classes[from+i]}
 	}
+
 	slices.SortStableFunc(marks, func(a, b mark) int { return int(a.class) - int(b.class) })
 	for i, m := range marks {
 		c.starter[from+i], c.classes[from+i] = m.r, m.class
@@ -208,7 +221,7 @@ const (
 	jamoVTCount                = jamoVCount * jamoTCount
 	firstComposed, endComposed = 0xc0, 0x30000
 
-	// DIVES AKURU VOWEL SIGN O, of Unicode 13: Rust's tokenizers does not join its parts.
+	// Rust's tokenizers does not compose DIVES AKURU VOWEL SIGN O of Unicode 13.
 	unknownO = 0x11938
 )
 
@@ -224,7 +237,7 @@ func decomposeHangul(r rune) ([]rune, bool) {
 	return parts, true
 }
 
-// composed are the characters that two others are joined to.
+// composed maps pairs of characters to their composition.
 var composed = sync.OnceValue(func() map[[2]rune]rune {
 	pairs := map[[2]rune]rune{}
 	for r := rune(firstComposed); r < endComposed; r++ {
@@ -233,7 +246,7 @@ var composed = sync.OnceValue(func() map[[2]rune]rune {
 		}
 		text := string(r)
 		decomposition := norm.NFD.PropertiesString(text).Decomposition()
-		// A character that form C takes apart, or that is one other, is never joined.
+		// Form C decomposes these characters, so they are never the result of a composition.
 		if utf8.RuneCount(decomposition) < 2 || norm.NFC.String(text) != text {
 			continue
 		}
@@ -247,7 +260,7 @@ var composed = sync.OnceValue(func() map[[2]rune]rune {
 	return pairs
 })
 
-// compose returns the character that two are joined to.
+// compose returns the composition of two characters.
 func compose(a, b rune) (rune, bool) {
 	switch {
 	case a >= jamoLBase && a < jamoLEnd && b >= jamoVBase && b < jamoVEnd:

@@ -6,20 +6,21 @@ import (
 	"fmt"
 )
 
-// A normalizer replaces characters of a text before it is cut. The text is not changed in place.
+// A normalizer replaces characters of a text before the text is cut. It does not modify the text in
+// place.
 type normalizer interface {
 	normalize(text []byte) []byte
-	// growth is how many times as long the text can become.
+	// growth returns the factor by which a text can become longer at most.
 	growth() int
 }
 
 const (
 	maxComponents = 32  // of one kind; known files have up to three
-	maxAffix      = 256 // bytes of what is put in front, or in the place of something
+	maxAffix      = 256 // bytes of a prefix or a replacement
 	maxGrowth     = 64
 )
 
-// readNormalizers reads the normalizers, in the order in which they are applied.
+// readNormalizers reads the normalizers in the order of their application.
 func readNormalizers(v value) ([]normalizer, error) {
 	var all []normalizer
 	err := readComponents("normalizer", v, "normalizers", func(kind string, o *object) error {
@@ -38,6 +39,7 @@ func readNormalizers(v value) ([]normalizer, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	growth := 1
 	for _, n := range all {
 		if growth *= n.growth(); growth > maxGrowth {
@@ -45,10 +47,11 @@ func readNormalizers(v value) ([]normalizer, error) {
 				maxGrowth)
 		}
 	}
+
 	return all, nil
 }
 
-// readComponents calls read for a component, or for those in it if it is a Sequence, whose list has
+// readComponents calls read for a component or, if it is a Sequence, for the components in the list with
 // the given name.
 func readComponents(where string, v value, list string,
 	read func(kind string, o *object) error) error {
@@ -61,27 +64,32 @@ func readNested(where string, v value, list string, read func(kind string, o *ob
 	if *left--; *left < 0 {
 		return fmt.Errorf("%s: more than %d components", where, maxComponents)
 	}
+
 	o := newObject(where, v)
 	kind := o.text("type")
 	if o.err != nil {
 		return o.err
 	}
+
 	if kind != "Sequence" {
 		if err := read(kind, o); err != nil {
 			return err
 		}
 		return o.done()
 	}
+
 	items, ok := o.must(list)
 	if !ok {
 		return o.done()
 	}
+
 	err := items.elements(func(i int, item value) error {
 		return readNested(fmt.Sprintf("%s.%s[%d]", where, list, i), item, list, read, left)
 	})
 	if err != nil {
 		return err
 	}
+
 	return o.done()
 }
 
@@ -94,23 +102,27 @@ func (o *object) affix(key string) string {
 	return s
 }
 
-// pattern returns what {"String": …} stands for. A regular expression is an error.
+// pattern returns the text of {"String": …}. A regular expression is an error.
 func (o *object) pattern(key string) string {
 	v, ok := o.must(key)
 	if !ok {
 		return ""
 	}
+
 	p := newObject(path(o.where, key), v)
 	if _, ok := p.members["Regex"]; ok {
 		p.fail("Regex", errors.New("regular expressions are not supported here"))
 	}
+
 	s := p.affix("String")
 	if s == "" {
 		p.fail("String", errors.New("it is empty"))
 	}
+
 	if err := p.done(); err != nil && o.err == nil {
 		o.err = err
 	}
+
 	return s
 }
 

@@ -11,22 +11,24 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/internal/split"
 )
 
-// findPattern returns what finds a regular expression that is none of the published ones. It means
-// the same in Oniguruma and here, or is an error, as is one that can match nothing or that takes
-// exponential time.
+// findPattern returns a finder for a regular expression that is not one of the published patterns. It
+// returns an error if the expression does not mean the same in Oniguruma and in regexp2, if it can match
+// an empty text, or if it takes exponential time.
 func findPattern(pattern string) (finder, error) {
 	pattern, err := portable(pattern)
 	if err != nil {
 		return nil, err
 	}
-	// Without a limit, a match cannot fail.
+
+	// Without a time limit, matching cannot fail.
 	re, err := regexp2.Compile(pattern, regexp2.None, regexp2.OptionMaxBacktrackingStackSize(-1))
 	if err != nil {
 		return nil, err
 	}
+
 	return func(text []byte, match func(from, to int)) {
 		runes := make([]rune, 0, len(text))
-		places := make([]int, 0, len(text)+1) // of runes and the end
+		places := make([]int, 0, len(text)+1) // the offsets of the runes and of the end
 		for at := 0; at < len(text); {
 			r, n := utf8.DecodeRune(text[at:])
 			runes, places = append(runes, r), append(places, at)
@@ -43,23 +45,27 @@ func findPattern(pattern string) (finder, error) {
 
 const maxPattern = 4096 // bytes
 
-// portable returns a pattern in which categories such as \p{L} are the characters that Oniguruma
-// has in them. Else it returns an error that names what is not supported.
+// portable returns the pattern with categories such as \p{L} replaced by the characters that belong to
+// them in Oniguruma. It returns an error that names an unsupported construct.
 func portable(pattern string) (string, error) {
 	if len(pattern) > maxPattern {
 		return "", fmt.Errorf("the pattern has %d bytes, want at most %d", len(pattern), maxPattern)
 	}
+
 	p := patternParser{rest: pattern, length: len(pattern)}
 	x := p.alternatives(0)
 	if p.err == nil && p.rest != "" {
 		p.fail("an unmatched )")
 	}
+
 	if p.err == nil && x.empty {
 		p.fail("a match of nothing")
 	}
+
 	if p.err != nil {
 		return "", p.err
 	}
+
 	var out strings.Builder
 	done := 0
 	for _, w := range p.written {
@@ -67,37 +73,38 @@ func portable(pattern string) (string, error) {
 		out.WriteString(w.text)
 		done = w.to
 	}
+
 	out.WriteString(pattern[done:])
 	return out.String(), nil
 }
 
-// A patternParser reads a pattern from left to right.
+// A patternParser parses a pattern from left to right.
 type patternParser struct {
 	rest    string
-	length  int // of the pattern
+	length  int // length of the pattern
 	err     error
 	inClass bool
 	written []rewritten
 }
 
-// rewritten is what stands in the place of a part of the pattern.
+// rewritten holds the replacement for a part of the pattern.
 type rewritten struct {
 	from, to int
 	text     string
 }
 
-// An expression is what the parser must know of a part of a pattern.
+// An expression describes a part of a pattern for the parser.
 type expression struct {
-	empty     bool // it can match nothing
-	unbounded bool // a part of it can be repeated without end
-	choice    bool // it can match one text in several ways, or texts of several lengths
-	degree    int  // repetitions one behind the other: the time is this power of a text's length
+	empty     bool // it can match an empty text
+	unbounded bool // it contains a repetition without a limit
+	choice    bool // it can match a text in several ways, or texts of different lengths
+	degree    int  // number of successive repetitions: the time is this power of the length of the text
 }
 
-// maxDegree is the most repetitions that stand one behind the other. Published patterns have two.
+// maxDegree limits the number of successive repetitions. Published patterns have two.
 const maxDegree = 3
 
-// fail notes the first error and ends the parse.
+// fail records the first error and ends parsing.
 func (p *patternParser) fail(what string) {
 	if p.err == nil {
 		p.err = fmt.Errorf("%s is not supported, at %.40q", what, p.rest)
@@ -118,6 +125,7 @@ func (p *patternParser) alternatives(depth int) (x expression) {
 	if depth > 16 {
 		p.fail("a group inside of 16 others")
 	}
+
 	for {
 		y := p.sequence(depth)
 		x.empty = x.empty || y.empty
@@ -142,14 +150,16 @@ func (p *patternParser) sequence(depth int) expression {
 			p.fail(fmt.Sprintf("more than %d repetitions one behind the other", maxDegree))
 		}
 	}
+
 	return x
 }
 
-// repeated reads the quantifier behind an expression, if there is one.
+// repeated parses the optional quantifier of an expression.
 func (p *patternParser) repeated(x expression) expression {
 	if p.rest == "" {
 		return x
 	}
+
 	switch c := p.rest[0]; {
 	case c == '?':
 		p.take("?")
@@ -159,7 +169,7 @@ func (p *patternParser) repeated(x expression) expression {
 			p.fail("a repetition of a repetition")
 			return x
 		}
-		if x.choice { // each time in another way: in all, exponentially many
+		if x.choice { // each repetition has several possibilities, so the time is exponential
 			p.fail("a repetition of a choice")
 			return x
 		}
@@ -171,14 +181,16 @@ func (p *patternParser) repeated(x expression) expression {
 	default:
 		return x
 	}
-	p.take("?") // as few as possible
+
+	p.take("?") // a lazy quantifier
 	if p.rest != "" && strings.ContainsRune("*+?{", rune(p.rest[0])) {
 		p.fail("a quantifier of a quantifier")
 	}
+
 	return x
 }
 
-// counted reads {m}, {m,} or {m,n}.
+// counted parses {m}, {m,} or {m,n}.
 func (p *patternParser) counted(x expression) expression {
 	var low, high int
 	body, rest, _ := strings.Cut(p.rest[1:], "}")
@@ -187,15 +199,18 @@ func (p *patternParser) counted(x expression) expression {
 	if two && second != "" && err == nil {
 		_, err = fmt.Sscanf(second, "%d", &high)
 	}
+
 	const most = 1000
 	if err != nil || x.unbounded || low < 0 || low > most || high > most {
 		p.fail("this quantifier")
 		return x
 	}
+
 	if x.choice && max(low, high) > 1 {
 		p.fail("a repetition of a choice")
 		return x
 	}
+
 	p.rest = rest
 	x.empty = x.empty || low == 0
 	x.unbounded = two && second == ""
@@ -203,6 +218,7 @@ func (p *patternParser) counted(x expression) expression {
 	if x.choice = x.choice || two; x.unbounded || high > low+few {
 		x.degree++
 	}
+
 	return x
 }
 
@@ -220,15 +236,17 @@ func (p *patternParser) atom(depth int) expression {
 		_, n := utf8.DecodeRuneInString(p.rest)
 		p.rest = p.rest[n:]
 	}
+
 	return expression{}
 }
 
 func (p *patternParser) group(depth int) expression {
-	// The one group of published patterns in which capitals count as small letters. In others the
-	// engines differ: what matches ß, or the sign of Kelvin.
+	// This is the only group in published patterns that ignores case. For other groups, the engines
+	// differ, for example in the matches for ß and the Kelvin sign.
 	if p.take(`(?i:'s|'t|'re|'ve|'m|'ll|'d)`) {
 		return expression{}
 	}
+
 	ahead := p.take("(?=") || p.take("(?!")
 	if !ahead && !p.take("(?:") {
 		if strings.HasPrefix(p.rest, "(?") {
@@ -237,16 +255,19 @@ func (p *patternParser) group(depth int) expression {
 		}
 		p.take("(")
 	}
+
 	x := p.alternatives(depth + 1)
 	if !p.take(")") {
 		p.fail("a group without an end")
 	}
+
 	if ahead {
 		x.empty = true
 		if p.rest != "" && strings.ContainsRune("*+?{", rune(p.rest[0])) {
 			p.fail("a repeated lookahead")
 		}
 	}
+
 	return x
 }
 
@@ -273,16 +294,18 @@ func (p *patternParser) escape() {
 	}
 }
 
-// characters writes those of a category, or all others, in the place of what stands before rest.
+// characters replaces a category, or its complement, by a list of characters.
 func (p *patternParser) characters(category string, other bool, rest string) {
 	ranges, ok := split.Category(category)
 	if !ok {
 		p.fail("this category")
 		return
 	}
+
 	if other {
 		ranges = others(ranges)
 	}
+
 	var text strings.Builder
 	for _, r := range ranges {
 		for i, r := range r {
@@ -296,15 +319,17 @@ func (p *patternParser) characters(category string, other bool, rest string) {
 			}
 		}
 	}
+
 	set := text.String()
 	if !p.inClass {
 		set = "[" + set + "]"
 	}
+
 	p.written = append(p.written, rewritten{p.length - len(p.rest), p.length - len(rest), set})
 	p.rest = rest
 }
 
-// others returns the characters outside of ranges.
+// others returns the complement of the ranges.
 func others(ranges [][2]rune) (all [][2]rune) {
 	next := rune(0)
 	for _, r := range ranges {
@@ -313,13 +338,15 @@ func others(ranges [][2]rune) (all [][2]rune) {
 		}
 		next = r[1] + 1
 	}
+
 	if next <= utf8.MaxRune {
 		all = append(all, [2]rune{next, utf8.MaxRune})
 	}
+
 	return all
 }
 
-// class reads [...]. Oniguruma and regexp2 have classes in classes, and write them otherwise.
+// class parses [...]. Nested classes are errors, because Oniguruma and regexp2 write them differently.
 func (p *patternParser) class() {
 	p.take("[")
 	p.take("^")

@@ -9,13 +9,13 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/internal/split"
 )
 
-// A stage is a pre-tokenizer: it cuts a piece further and hands the parts on, none of them empty.
-// Of a text, first says whether the piece or part is its beginning.
+// A stage is a pre-tokenizer. It divides a piece into parts that are not empty and calls a function for
+// each. The argument first reports whether the piece or part starts the text.
 type stage interface {
 	cut(piece []byte, first bool, next func(part []byte, first bool))
 }
 
-// readStages reads the pre-tokenizers, and whether they leave bytes instead of characters.
+// readStages reads the pre-tokenizers. It also reports whether they convert the text to the byte level.
 func readStages(v value) (stages []stage, byteLevel bool, err error) {
 	err = readComponents("pre_tokenizer", v, "pretokenizers", func(kind string, o *object) error {
 		if byteLevel {
@@ -42,10 +42,11 @@ func readStages(v value) (stages []stage, byteLevel bool, err error) {
 		}
 		return nil
 	})
+
 	return stages, byteLevel, err
 }
 
-// prefixSpace puts a space before pieces that begin with none.
+// prefixSpace adds a space to pieces that do not start with one.
 type prefixSpace struct{}
 
 func (prefixSpace) cut(piece []byte, first bool, next func([]byte, bool)) {
@@ -55,7 +56,7 @@ func (prefixSpace) cut(piece []byte, first bool, next func([]byte, bool)) {
 	next(piece, first)
 }
 
-// scan cuts by one of the published patterns, which match everywhere.
+// scan divides a text with one of the published patterns, which match everywhere.
 type scan struct{ *split.Scanner }
 
 func mustScan(pattern string) scan {
@@ -71,7 +72,7 @@ func (s scan) cut(piece []byte, first bool, next func([]byte, bool)) {
 	}
 }
 
-// digits parts numbers from what is none, and from each other if they are individual.
+// digits separates numbers from other text and, if individual is set, digits from each other.
 type digits struct{ individual bool }
 
 func (d digits) cut(piece []byte, first bool, next func([]byte, bool)) {
@@ -86,13 +87,14 @@ func (d digits) cut(piece []byte, first bool, next func([]byte, bool)) {
 		inNumber = number
 		at += n
 	}
+
 	next(piece[from:], first && from == 0)
 }
 
-// metaspace writes spaces as another character, and cuts in front of it.
+// metaspace replaces spaces by a character and cuts the text before that character.
 type metaspace struct {
 	replacement string
-	scheme      string // whether it is put in front: always, first or never
+	scheme      string // when the character is added at the start: always, first or never
 	split       bool
 }
 
@@ -108,18 +110,21 @@ func readMetaspace(o *object) metaspace {
 	if utf8.RuneCountInString(m.replacement) != 1 && o.err == nil {
 		o.fail("replacement", fmt.Errorf("it is %.40q, want one character", m.replacement))
 	}
+
 	m.scheme = o.textOr("prepend_scheme", always)
 	if m.scheme != always && m.scheme != first && m.scheme != never {
 		o.fail("prepend_scheme", fmt.Errorf("%.40q is not supported, want always, first or never",
 			m.scheme))
 	}
-	if !o.boolOr("add_prefix_space", true) { // of older files
+
+	if !o.boolOr("add_prefix_space", true) { // in older files
 		if m.scheme != never {
 			o.fail("add_prefix_space", fmt.Errorf("it is false, but prepend_scheme is %q, want "+
 				"\"never\"", m.scheme))
 		}
 	}
-	o.textOr("str_rep", "") // of older files, without effect
+
+	o.textOr("str_rep", "") // in older files, without effect
 	m.split = o.boolOr("split", true)
 	return m
 }
@@ -130,10 +135,12 @@ func (m metaspace) cut(piece []byte, atStart bool, next func([]byte, bool)) {
 	if !bytes.HasPrefix(piece, mark) && (m.scheme == always || m.scheme == first && atStart) {
 		piece = append(mark, piece...)
 	}
+
 	if !m.split {
 		next(piece, atStart)
 		return
 	}
+
 	for len(piece) > 0 {
 		n := bytes.Index(piece[min(len(mark), len(piece)):], mark)
 		if !bytes.HasPrefix(piece, mark) {
@@ -149,17 +156,17 @@ func (m metaspace) cut(piece []byte, atStart bool, next func([]byte, bool)) {
 	}
 }
 
-// splitter cuts where a pattern matches.
+// splitter divides a text at the matches of a pattern.
 type splitter struct {
 	find     finder
 	behavior string
-	invert   bool // matches are what lies between those of the pattern
+	invert   bool // swap matches and the text between them
 }
 
-// A finder calls match for the places of a pattern in a text, ascending.
+// A finder calls match for the matches of a pattern in a text, in order.
 type finder func(text []byte, match func(from, to int))
 
-// The behaviors: what becomes of a match.
+// The behaviors for matches.
 const (
 	removed            = "Removed"
 	isolated           = "Isolated"
@@ -175,10 +182,12 @@ func readSplit(o *object) stage {
 	default:
 		o.fail("behavior", fmt.Errorf("%.40q is not supported", s.behavior))
 	}
+
 	v, ok := o.must("pattern")
 	if !ok {
 		return s
 	}
+
 	p := newObject(path(o.where, "pattern"), v)
 	if _, regex := p.members["Regex"]; !regex {
 		old := p.affix("String")
@@ -199,11 +208,12 @@ func readSplit(o *object) stage {
 		}
 		s.find = find
 	}
+
 	o.finish(p)
 	return s
 }
 
-// finish adds the error of an object in it.
+// finish records the error of a nested object.
 func (o *object) finish(p *object) {
 	if err := p.done(); err != nil && o.err == nil {
 		o.err = err
@@ -223,7 +233,7 @@ func findString(old string) finder {
 	}
 }
 
-// A section of a text is a match of a pattern or what lies between two.
+// A section of a text is either a match of a pattern or the text between two matches.
 type section struct {
 	from, to int
 	match    bool
@@ -242,9 +252,11 @@ func (s splitter) cut(piece []byte, first bool, next func([]byte, bool)) {
 		add(from, to, true)
 		end = to
 	})
+
 	if end < len(piece) {
 		add(end, len(piece), false)
 	}
+
 	for _, c := range s.joined(sections) {
 		if c.to > c.from && !(s.behavior == removed && c.match) {
 			next(piece[c.from:c.to], first && c.from == 0)
@@ -252,10 +264,10 @@ func (s splitter) cut(piece []byte, first bool, next func([]byte, bool)) {
 	}
 }
 
-// joined joins sections as the behavior says.
+// joined joins sections according to the behavior.
 func (s splitter) joined(sections []section) []section {
 	var all []section
-	before := false // whether the last one is a match
+	before := false // the previous section is a match
 	switch s.behavior {
 	case mergedWithPrevious, contiguous:
 		for _, c := range sections {
@@ -286,5 +298,6 @@ func (s splitter) joined(sections []section) []section {
 		}
 		return all
 	}
+
 	return sections
 }

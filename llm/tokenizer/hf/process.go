@@ -7,12 +7,12 @@ import (
 	"slices"
 )
 
-// A template is what the file's post-processors put around a text.
+// A template describes the tokens that the file's post-processors add before and after a text.
 type template struct{ before, behind []int }
 
 const maxTemplate = 64 // tokens
 
-// readTemplate reads the post-processors. Those that change offsets alone do nothing here.
+// readTemplate reads the post-processors. Post-processors that only change offsets have no effect here.
 func readTemplate(v value) (t template, err error) {
 	err = readComponents("post_processor", v, "processors", func(kind string, o *object) error {
 		switch kind {
@@ -30,11 +30,11 @@ func readTemplate(v value) (t template, err error) {
 		}
 		return nil
 	})
+
 	return t, err
 }
 
-// template reads the template of a single text. The one of two texts is left alone, as nothing
-// here encodes two.
+// template reads the template for a single text. The template for pairs of texts is ignored.
 func (o *object) template() (t template) {
 	o.take("pair")
 	ids := o.templateIDs()
@@ -42,6 +42,7 @@ func (o *object) template() (t template) {
 	if !ok {
 		return t
 	}
+
 	seen := false
 	err := single.elements(func(i int, item value) error {
 		p := newObject(fmt.Sprintf("%s.single[%d]", o.where, i), item)
@@ -77,22 +78,25 @@ func (o *object) template() (t template) {
 		}
 		return p.done()
 	})
+
 	if err == nil && !seen {
 		err = errors.New("it has no sequence A")
 	}
 	if err != nil {
 		o.fail("single", err)
 	}
+
 	return t
 }
 
-// templateIDs reads the ids of the tokens that a template names.
+// templateIDs reads the ids of the tokens in a template.
 func (o *object) templateIDs() map[string][]int {
 	all := map[string][]int{}
 	v, ok := o.take("special_tokens")
 	if !ok {
 		return all
 	}
+
 	tokens := newObject(path(o.where, "special_tokens"), v)
 	for _, name := range slices.Sorted(maps.Keys(tokens.members)) {
 		member, ok := tokens.must(name)
@@ -118,6 +122,7 @@ func (o *object) templateIDs() map[string][]int {
 		}
 		tokens.finish(s)
 	}
+
 	o.finish(tokens)
 	return all
 }

@@ -1,7 +1,9 @@
-// Package hf reads the tokenizer.json of Hugging Face and gives the ids that Rust's tokenizers
-// gives. It has byte-pair encodings at byte level (GPT-2, Llama 3, Qwen, SmolLM, Mistral's Tekken)
-// and of characters with byte fallback (Llama 2, Mistral, Gemma). What a file asks for and this
-// package does not do is an error that names it.
+// Package hf implements the tokenizers that Hugging Face's tokenizer.json files describe. It produces the
+// same ids as the Rust library tokenizers.
+//
+// The package supports byte-pair encodings at byte level (GPT-2, Llama 3, Qwen, SmolLM, Mistral's Tekken)
+// and with characters and byte fallback (Llama 2, Mistral, Gemma). If a file uses a feature that the
+// package does not support, loading it returns an error that names the feature.
 package hf
 
 import (
@@ -18,27 +20,27 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// A Tokenizer is a [tokenizer.Tokenizer] that a tokenizer.json describes. All methods may be called
-// at the same time.
+// A Tokenizer implements [tokenizer.Tokenizer] as described by a tokenizer.json. Several goroutines may
+// use it at the same time.
 //
-// It is lossless except where the file is not. A normalizer such as NFC (Qwen) changes the text
-// before it is encoded, and tokens that take the space around them give none back. The text of
-// special tokens comes back from DecodeWhole alone.
+// The tokenizer is lossless if the file is. Normalizers such as NFC (Qwen) change the text before
+// encoding, and tokens that absorb the space around them do not restore it. Only DecodeWhole returns the
+// text of special tokens.
 type Tokenizer struct {
 	name        string
 	model       *model
 	normalizers []normalizer
-	raw         *matcher // tokens that are found before the text is normalized,
-	normalized  *matcher // and those that are found after
+	raw         *matcher // tokens that are found before normalization
+	normalized  *matcher // tokens that are found after normalization
 	special     map[int]bool
-	skipped     map[int]bool // special, and written as the file writes it or another such token
+	skipped     map[int]bool // special tokens, and tokens with the same text
 	added       map[string]int
-	rewritten   map[int]string // added tokens as the normalizers write them
+	rewritten   map[int]string // added tokens after normalization
 	template    template
 	decoding    decoding
-	begin, end  int // none if not known
+	begin, end  int // none if unknown
 
-	encoders sync.Pool // of *encoder, so that goroutines share no cache and need no lock
+	encoders sync.Pool // holds *encoder, so that goroutines share no cache and need no lock
 }
 
 var (
@@ -50,21 +52,23 @@ const (
 	fileName   = "tokenizer.json"
 	configName = "tokenizer_config.json"
 
-	maxFile   = 64 << 20 // bytes; the largest known, Gemma 3's, has 33 MB
+	maxFile   = 64 << 20 // bytes; the largest known file, Gemma 3's, has 33 MB
 	maxConfig = 16 << 20
 )
 
-// Load reads a tokenizer.json, or the one of a folder. The folder's tokenizer_config.json, if there
-// is one, says which tokens begin and end a text.
+// Load reads a tokenizer.json, given its path or the path of its folder. If the folder has a
+// tokenizer_config.json, it defines the tokens at the beginning and the end of a text.
 func Load(path string) (*Tokenizer, error) {
 	file, folder := path, ""
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
 		file, folder = filepath.Join(path, fileName), path
 	}
+
 	text, err := regular.Read(file, maxFile, "a tokenizer.json has")
 	if err != nil {
 		return nil, fmt.Errorf("hf: Load: %w", err)
 	}
+
 	var config []byte
 	if folder != "" {
 		config, err = regular.Read(filepath.Join(folder, configName), maxConfig,
@@ -73,15 +77,16 @@ func Load(path string) (*Tokenizer, error) {
 			return nil, fmt.Errorf("hf: Load: %w", err)
 		}
 	}
+
 	t, err := parse(text, config)
 	if err != nil {
 		return nil, fmt.Errorf("hf: Load: %s: %w", path, err)
 	}
+
 	return t, nil
 }
 
-// Parse reads what a tokenizer.json holds, and the tokenizer_config.json beside it, which may be
-// nil.
+// Parse parses the contents of a tokenizer.json and of a tokenizer_config.json, which may be nil.
 func Parse(text, config []byte) (*Tokenizer, error) {
 	t, err := parse(text, config)
 	if err != nil {
@@ -95,18 +100,22 @@ func parse(text, config []byte) (*Tokenizer, error) {
 		return nil, fmt.Errorf("it has %d bytes, and a tokenizer.json at most %d", len(text),
 			maxFile)
 	}
+
 	root, err := parseJSON(text)
 	if err != nil {
 		return nil, err
 	}
+
 	o := newObject("", root)
 	t := &Tokenizer{special: map[int]bool{}, added: map[string]int{}, rewritten: map[int]string{}}
 	if err := t.read(o); err != nil {
 		return nil, err
 	}
+
 	if err := t.readConfig(config); err != nil {
 		return nil, fmt.Errorf("%s: %w", configName, err)
 	}
+
 	sum := sha256.New()
 	sum.Write(text)
 	t.name = fmt.Sprintf("hf-%d-%x", t.VocabSize(), sum.Sum(fmt.Append(nil, t.begin, t.end))[:8])
@@ -118,13 +127,15 @@ func (t *Tokenizer) read(o *object) error {
 	if version := o.textOr("version", "1.0"); version != "1.0" {
 		o.fail("version", fmt.Errorf("%.40q is not supported, want \"1.0\"", version))
 	}
-	// The file keeps how somebody last truncated and padded texts. transformers does neither unless
-	// a call asks for it, and nothing here does.
+
+	// The file records the last settings for truncation and padding. Like transformers, which truncates
+	// and pads only on request, ignore them.
 	for _, key := range []string{"truncation", "padding"} {
 		if v, ok := o.take(key); ok && v[0] != '{' {
 			o.fail(key, fmt.Errorf("it is %s, want null or an object", v.kind()))
 		}
 	}
+
 	parts := map[string]value{}
 	for _, key := range []string{"normalizer", "pre_tokenizer", "post_processor", "decoder",
 		"added_tokens"} {
@@ -132,16 +143,19 @@ func (t *Tokenizer) read(o *object) error {
 			parts[key] = v
 		}
 	}
+
 	modelValue, _ := o.must("model")
 	err := o.done()
 	if err != nil {
 		return err
 	}
+
 	if v, ok := parts["normalizer"]; ok {
 		if t.normalizers, err = readNormalizers(v); err != nil {
 			return err
 		}
 	}
+
 	var stages []stage
 	byteLevel := false
 	if v, ok := parts["pre_tokenizer"]; ok {
@@ -149,35 +163,41 @@ func (t *Tokenizer) read(o *object) error {
 			return err
 		}
 	}
+
 	if err := t.checkStages(stages); err != nil {
 		return err
 	}
+
 	if v, ok := parts["post_processor"]; ok {
 		if t.template, err = readTemplate(v); err != nil {
 			return err
 		}
 	}
+
 	t.decoding = decoding{spaced: true}
 	if v, ok := parts["decoder"]; ok {
 		if t.decoding, err = readDecoding(v); err != nil {
 			return err
 		}
 	}
+
 	var added []addedToken
 	if v, ok := parts["added_tokens"]; ok {
 		if added, err = readAdded(v); err != nil {
 			return err
 		}
 	}
+
 	if t.model, err = readModel(modelValue, byteLevel); err != nil {
 		return err
 	}
+
 	t.encoders.New = func() any { return newEncoder(t.model, stages) }
 	return t.add(added)
 }
 
-// checkStages refuses a Metaspace that asks for the beginning of a text behind a normalizer that
-// puts something there. Which piece is the first then depends on offsets.
+// checkStages refuses a Metaspace that depends on the beginning of the text after a normalizer that adds
+// text there. In this case, the result would depend on offsets.
 func (t *Tokenizer) checkStages(stages []stage) error {
 	for _, s := range stages {
 		m, ok := s.(metaspace)
@@ -191,14 +211,16 @@ func (t *Tokenizer) checkStages(stages []stage) error {
 			}
 		}
 	}
+
 	return nil
 }
 
-// add adds the added tokens, and checks that the template's are in the vocabulary.
+// add adds the added tokens and checks that the vocabulary has the tokens of the template.
 func (t *Tokenizer) add(added []addedToken) error {
 	if err := t.model.addTokens(added); err != nil {
 		return err
 	}
+
 	t.raw, t.normalized = newMatcher(), newMatcher()
 	for i := range added {
 		a := &added[i]
@@ -214,29 +236,34 @@ func (t *Tokenizer) add(added []addedToken) error {
 			return fmt.Errorf("added_tokens[%d], %.60q: %w", i, a.content, err)
 		}
 	}
+
 	t.skipped = map[int]bool{}
 	for _, a := range added {
 		other, ok := t.added[t.written(a.id)]
 		t.skipped[a.id] = ok && t.special[other]
 	}
+
 	for _, id := range slices.Concat(t.template.before, t.template.behind) {
 		if err := t.check(id); err != nil {
 			return fmt.Errorf("post_processor: %w", err)
 		}
 	}
+
 	return nil
 }
 
-// readConfig finds out which tokens begin and end a text.
+// readConfig determines the tokens at the beginning and the end of a text.
 func (t *Tokenizer) readConfig(config []byte) error {
 	t.begin, t.end = none, none
 	if config == nil {
 		return nil
 	}
+
 	root, err := parseJSON(config)
 	if err != nil {
 		return err
 	}
+
 	return root.members(func(key []byte, member value) error {
 		var id *int
 		switch string(key) {
@@ -245,7 +272,7 @@ func (t *Tokenizer) readConfig(config []byte) error {
 		case "eos_token":
 			id = &t.end
 		default:
-			return nil // of models, chats and Python's classes
+			return nil // used for models, chats and Python classes
 		}
 		if member.isNull() {
 			return nil
@@ -262,11 +289,12 @@ func (t *Tokenizer) readConfig(config []byte) error {
 	})
 }
 
-// tokenText returns the text of a token that is a string, or an object with its content.
+// tokenText returns the text of a token, given as a string or as an object with its content.
 func tokenText(v value) (string, error) {
 	if v[0] == '"' {
 		return v.text()
 	}
+
 	text := ""
 	err := v.members(func(key []byte, member value) error {
 		var err error
@@ -275,13 +303,14 @@ func tokenText(v value) (string, error) {
 		}
 		return err
 	})
+
 	return text, err
 }
 
-// Name returns "hf-", the size of the vocabulary and 16 hexadecimal digits that stand for the file.
+// Name returns "hf-", the size of the vocabulary, and 16 hexadecimal digits of a hash of the file.
 func (t *Tokenizer) Name() string { return t.name }
 
-// VocabSize returns the largest id plus one. Some ids below may stand for no token.
+// VocabSize returns the largest id plus one. Some smaller ids may have no token.
 func (t *Tokenizer) VocabSize() int {
 	if t.model == nil {
 		return 0
@@ -295,13 +324,13 @@ func (t *Tokenizer) BeginningOfText() int { return t.begin }
 // EndOfDocument returns the id of eos_token, or a negative number if there is none.
 func (t *Tokenizer) EndOfDocument() int { return t.end }
 
-// Affixes returns the tokens that the file's template puts before and behind a text, such as the
-// beginning of a text. Encode leaves them away.
+// Affixes returns the tokens that the file's template adds before and after a text, such as the
+// beginning-of-text token. Encode does not add them.
 func (t *Tokenizer) Affixes() (before, behind []int) {
 	return slices.Clone(t.template.before), slices.Clone(t.template.behind)
 }
 
-// ID returns the id of a token as the file writes it, such as "<|im_end|>".
+// ID returns the id of a token, given as written in the file, such as "<|im_end|>".
 func (t *Tokenizer) ID(token string) (int, bool) {
 	if t.model == nil {
 		return 0, false
@@ -313,7 +342,7 @@ func (t *Tokenizer) ID(token string) (int, bool) {
 	return id, ok
 }
 
-// Token returns a token as the file writes it, or false for an id that stands for none.
+// Token returns a token as written in the file. It returns false if the id has no token.
 func (t *Tokenizer) Token(id int) (string, bool) {
 	if t.check(id) != nil {
 		return "", false
@@ -321,11 +350,11 @@ func (t *Tokenizer) Token(id int) (string, bool) {
 	return t.model.tokens[id].text, true
 }
 
-// IsSpecial reports whether an id is that of a special token.
+// IsSpecial reports whether id belongs to a special token.
 func (t *Tokenizer) IsSpecial(id int) bool { return t.special[id] }
 
-// isGap reports whether an id lies in the vocabulary and stands for no token. Models draw such ids,
-// and as in Rust's tokenizers they add nothing to a text.
+// isGap reports whether an id is within the vocabulary but has no token. Models can generate such ids. As
+// in Rust's tokenizers, they add nothing to a text.
 func (t *Tokenizer) isGap(id int) bool {
 	return t != nil && t.model != nil && id >= 0 && id < len(t.model.tokens) && !t.model.tokens[id].ok
 }
@@ -342,7 +371,7 @@ func (t *Tokenizer) check(id int) error {
 	return nil
 }
 
-// written returns a token as the decoders take it.
+// written returns a token as input for the decoders.
 func (t *Tokenizer) written(id int) string {
 	if text, ok := t.rewritten[id]; ok {
 		return text
@@ -357,17 +386,16 @@ func (t *Tokenizer) normalize(text []byte) []byte {
 	return text
 }
 
-// Encode returns the tokens of a text, without those of the template: encode(text,
-// add_special_tokens=False) of Rust's tokenizers. The text of a special token becomes that token; a
-// text that others wrote is for EncodeOrdinary. Bytes that are not UTF-8 count as characters of
-// their own.
+// Encode returns the tokens of a text without the tokens of the template, like encode(text,
+// add_special_tokens=False) in Rust's tokenizers. The text of a special token becomes that token. For
+// untrusted text, use EncodeOrdinary. Each byte that is not valid UTF-8 counts as a character.
 func (t *Tokenizer) Encode(text []byte) []int { return t.encode(text, false) }
 
-// EncodeOrdinary is Encode where special tokens are text like any other.
+// EncodeOrdinary is like Encode, but treats special tokens as ordinary text.
 func (t *Tokenizer) EncodeOrdinary(text []byte) []int { return t.encode(text, true) }
 
-// EncodeWhole is Encode with the tokens of the template before and behind the text:
-// encode(text) of Rust's tokenizers.
+// EncodeWhole is like Encode, but adds the tokens of the template, like encode(text) in Rust's
+// tokenizers.
 func (t *Tokenizer) EncodeWhole(text []byte) []int {
 	return slices.Concat(t.template.before, t.Encode(text), t.template.behind)
 }
@@ -376,6 +404,7 @@ func (t *Tokenizer) encode(text []byte, ordinary bool) []int {
 	if t.model == nil {
 		return nil
 	}
+
 	e := t.encoders.Get().(*encoder)
 	defer t.encoders.Put(e)
 	e.ids = make([]int, 0, len(text)/3)
@@ -398,18 +427,19 @@ func (t *Tokenizer) encode(text []byte, ordinary bool) []int {
 			begin = false
 		})
 	})
+
 	ids := e.ids
 	e.ids = nil
 	return ids
 }
 
-// Decode returns the bytes of the tokens, of special ones none. It is decode(ids) of Rust's
-// tokenizers, except that bytes that are not UTF-8 stay what they are, and that an id outside the
-// vocabulary is an error. An id in a gap of the vocabulary adds nothing. A Decoder does so as the ids
-// come.
+// Decode returns the bytes of the tokens without special tokens, like decode(ids) in Rust's tokenizers.
+// There are two differences: bytes that are not valid UTF-8 are preserved, and an id outside the
+// vocabulary is an error. An id in a gap of the vocabulary adds nothing. To decode ids one by one, use a
+// Decoder.
 func (t *Tokenizer) Decode(ids []int) ([]byte, error) { return t.decode("Decode", ids, true) }
 
-// DecodeWhole is Decode with special tokens as the file writes them.
+// DecodeWhole is like Decode, but includes special tokens as written in the file.
 func (t *Tokenizer) DecodeWhole(ids []int) ([]byte, error) {
 	return t.decode("DecodeWhole", ids, false)
 }
@@ -425,5 +455,6 @@ func (t *Tokenizer) decode(method string, ids []int, skipSpecial bool) ([]byte, 
 		}
 		d.add(id)
 	}
+
 	return slices.Clone(d.stripped(d.held)), nil
 }

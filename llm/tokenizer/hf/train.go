@@ -14,23 +14,23 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/internal/split"
 )
 
-// patterns are the published ones that cut text into pieces.
+// patterns has the published patterns that divide text into pieces.
 var patterns = map[string]string{"gpt2": split.GPT2, "llama3": split.Llama3, "qwen2": split.Qwen,
 	"tekken": split.Tekken, "gpt4o": split.GPT4o}
 
-// EndOfText is the special token that Train adds behind all others.
+// EndOfText is the special token that Train adds after all other tokens.
 const EndOfText = "<|endoftext|>"
 
-// Train learns a byte-level encoding of a text, as [tokenizer.TrainBPE] does. The pattern of a
-// published model cuts the pieces: gpt2, llama3, qwen2, tekken or gpt4o. It returns a
-// tokenizer.json, which [Parse] and Rust's tokenizers read, and the tokenizer_config.json beside
-// it.
+// Train learns a byte-level encoding of a text, like [tokenizer.TrainBPE]. The text is divided with the
+// pattern of a published model: gpt2, llama3, qwen2, tekken or gpt4o. Train returns a tokenizer.json, for
+// [Parse] and Rust's tokenizers, and the matching tokenizer_config.json.
 //
 //	ids 0 to 255   the bytes
-//	ids from 256   the texts that merges make, in the order in which they were found
+//	ids from 256   the results of merges, in order
 //	the last id    EndOfText
 //
-// The vocabulary has at most vocab tokens, 257 to 2^20: fewer where no pair occurs twice.
+// The vocabulary has at most vocab tokens, from 257 to 2^20. It has fewer if no pair occurs twice any
+// more.
 func Train(ctx context.Context, text io.Reader, vocab int, pattern string,
 	progress func(merges, of int) error) (tokenizerJSON, config []byte, err error) {
 	expression, ok := patterns[pattern]
@@ -38,14 +38,17 @@ func Train(ctx context.Context, text io.Reader, vocab int, pattern string,
 		return nil, nil, fmt.Errorf("hf: Train: the pattern is %.40q, want one of %s", pattern,
 			strings.Join(slices.Sorted(maps.Keys(patterns)), ", "))
 	}
+
 	scanner, _ := split.NewScanner(expression)
 	merges, err := tokenizer.Merges(ctx, text, vocab, scanner.Next, progress)
 	if err != nil {
 		return nil, nil, fmt.Errorf("hf: Train: %w", err)
 	}
+
 	if tokenizerJSON, err = written(expression, merges); err != nil {
 		return nil, nil, fmt.Errorf("hf: Train: %w", err)
 	}
+
 	config, err = json.MarshalIndent(map[string]any{"tokenizer_class": "PreTrainedTokenizerFast",
 		"eos_token": EndOfText, "model_max_length": 1 << 30, "clean_up_tokenization_spaces": false},
 		"", "  ")
@@ -54,7 +57,7 @@ func Train(ctx context.Context, text io.Reader, vocab int, pattern string,
 
 type fields = map[string]any
 
-// written returns a tokenizer.json.
+// written returns the tokenizer.json.
 func written(expression string, merges [][2]int) ([]byte, error) {
 	tokens := make([]string, 256, 256+len(merges))
 	vocab := make(map[string]int, cap(tokens)+1)
@@ -62,13 +65,14 @@ func written(expression string, merges [][2]int) ([]byte, error) {
 		tokens[b] = string(bytelevel.AppendToken(nil, []byte{byte(b)}))
 		vocab[tokens[b]] = b
 	}
+
 	var pairs [][2]string
 	seen := map[[2]string]bool{}
 	for _, m := range merges {
 		pair := [2]string{tokens[m[0]], tokens[m[1]]}
 		token := pair[0] + pair[1]
 		tokens = append(tokens, token)
-		if seen[pair] { // two ids may stand for one text
+		if seen[pair] { // different ids may have the same text
 			continue
 		}
 		seen[pair], pairs = true, append(pairs, pair)
@@ -76,6 +80,7 @@ func written(expression string, merges [][2]int) ([]byte, error) {
 			vocab[token] = len(vocab)
 		}
 	}
+
 	end := len(vocab)
 	byteLevel := fields{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
 		"use_regex": false}
