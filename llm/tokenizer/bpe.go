@@ -23,44 +23,47 @@ import (
 	"github.com/kasmina-go/kasmina/internal/splitmix"
 )
 
-// A BPE is a byte-level byte-pair encoding (Sennrich, Haddow and Birch, "Neural Machine Translation
-// of Rare Words with Subword Units", 2016; on bytes as in Radford et al., "Language Models are
-// Unsupervised Multitask Learners", 2019). Text is cut into pieces: about words with the space
-// before them, numbers, punctuation and line ends with indentation. A piece starts as its bytes.
-// Inside it the pair of neighbouring tokens that training merged first is merged, the leftmost
-// where it occurs twice. That goes on until no pair is left that training merged.
+// A BPE is a byte-level byte-pair encoding (Sennrich, Haddow and Birch, "Neural Machine Translation of
+// Rare Words with Subword Units", 2016; on bytes as in Radford et al., "Language Models are Unsupervised
+// Multitask Learners", 2019).
+//
+// Text is first divided into pieces: roughly, words with the space before them, numbers, punctuation, and
+// line ends with the indentation after them. The tokens of a piece are initially its bytes. Encoding then
+// repeatedly merges the neighboring pair that training merged first, the leftmost one if there are
+// several, until no pair can be merged.
 //
 //	ids 0 to 255           the bytes
-//	ids 256 to 255+merges  the merged pairs, in the order in which training found them
-//	id  256+merges         the end of a document: Encode never makes it, it decodes to nothing
+//	ids 256 to 255+merges  the merged pairs, in the order of training
+//	id  256+merges         the end of a document: never produced by Encode, decoded as nothing
 //
-// A model's vocabulary may be larger, to be a multiple of what suits the hardware; the ids beyond
-// VocabSize then stand for nothing. The zero BPE has no merges: its tokens are the bytes and the
-// end of a document. All methods may be called at the same time.
+// A model may have a larger vocabulary than VocabSize, for example a multiple of a size that suits the
+// hardware. The additional ids are unused.
+//
+// The zero BPE has no merges: its tokens are the bytes and the end of a document. Several goroutines may
+// use a BPE at the same time.
 type BPE struct {
 	name   string
 	merges []pair
-	merged pairTable // the ids that pairs become
+	merged pairTable // ids of merged pairs
 
-	encoders sync.Pool // of *bpeEncoder, so that goroutines share no cache and need no lock
+	encoders sync.Pool // holds *bpeEncoder, so that goroutines share no cache and need no lock
 }
 
-// A pair of ids of neighbouring tokens.
+// A pair holds the ids of two neighboring tokens.
 type pair struct{ left, right int32 }
 
-// maxVocab is the largest vocabulary that TrainBPE makes and LoadBPE reads. More than 2^20 is a
-// mistake in a number rather than a wish.
+// maxVocab is the largest vocabulary for TrainBPE and LoadBPE. A larger number is probably a mistake.
 const maxVocab = 1 << 20
 
-// newBPE returns the encoding with the given merges. It is an error when one of them names a token
-// that does not yet exist, makes one longer than any piece, or occurs twice. Training never does
-// that.
+// newBPE returns the encoding with the given merges. It is an error if a merge uses a token that does not
+// exist yet, produces a token longer than a piece, or occurs twice. Training never does any of this.
 func newBPE(merges []pair) (*BPE, error) {
 	b := &BPE{merges: merges, merged: newPairTable(merges)}
-	sizes := make([]uint8, 256+len(merges)) // of the tokens, in bytes
+	sizes := make([]uint8, 256+len(merges)) // length of each token in bytes
 	for i := range 256 {
 		sizes[i] = 1
 	}
+
 	for i, m := range merges {
 		id := int32(256 + i)
 		if m.left < 0 || m.left >= id || m.right < 0 || m.right >= id {
@@ -78,6 +81,7 @@ func newBPE(merges []pair) (*BPE, error) {
 		}
 		sizes[id] = uint8(n)
 	}
+
 	sum := sha256.New()
 	b.writeLines(sum)
 	b.name = fmt.Sprintf("bpe-%d-%x", 257+len(merges), sum.Sum(nil)[:8])
@@ -86,11 +90,11 @@ func newBPE(merges []pair) (*BPE, error) {
 }
 
 var withoutMerges = sync.OnceValue(func() *BPE {
-	b, _ := newBPE(nil) // in which nothing can be wrong
+	b, _ := newBPE(nil) // no merges, so no error
 	return b
 })
 
-// made returns b, or what the zero value stands for.
+// made returns b, or the encoding without merges for a zero value.
 func (b *BPE) made() *BPE {
 	if b == nil || b.merged.ids == nil {
 		return withoutMerges()
@@ -98,9 +102,9 @@ func (b *BPE) made() *BPE {
 	return b
 }
 
-// appendToken appends the bytes of a token: those of the two that it was merged of. Each of them is
-// shorter, so the calls go as deep as a piece is long at most. A table of all bytes would be larger
-// than the merges many times over.
+// appendToken appends the bytes of a token by appending both tokens that were merged. Each of them is
+// shorter, so the depth of the recursion is at most the length of a piece. A table of the bytes of all
+// tokens would take many times the memory of the merges.
 func (b *BPE) appendToken(text []byte, id int) []byte {
 	switch {
 	case id < 256:
@@ -112,19 +116,17 @@ func (b *BPE) appendToken(text []byte, id int) []byte {
 	return b.appendToken(b.appendToken(text, int(m.left)), int(m.right))
 }
 
-// Name returns "bpe-", the size of the vocabulary and 16 hexadecimal digits that stand for the
-// merges.
+// Name returns "bpe-", the size of the vocabulary, and 16 hexadecimal digits of a hash of the merges.
 func (b *BPE) Name() string { return b.made().name }
 
-// VocabSize returns 257 and the number of merges.
+// VocabSize returns 257 plus the number of merges.
 func (b *BPE) VocabSize() int { return 257 + len(b.made().merges) }
 
-// EndOfDocument returns the id of the token that stands between documents, the last of the
-// vocabulary.
+// EndOfDocument returns the id of the token between documents, the last id of the vocabulary.
 func (b *BPE) EndOfDocument() int { return b.VocabSize() - 1 }
 
-// Encode returns the tokens of the text. The time it takes is proportional to the text's length,
-// whatever the text.
+// Encode returns the tokens of a text. The time is proportional to the length of the text, even for
+// hostile texts.
 func (b *BPE) Encode(text []byte) []int {
 	b = b.made()
 	e := b.encoders.Get().(*bpeEncoder)
@@ -138,7 +140,7 @@ func (b *BPE) Encode(text []byte) []int {
 	return ids
 }
 
-// Decode returns the bytes of the tokens. The end of a document has none.
+// Decode returns the bytes of the tokens. The end-of-document token has no bytes.
 func (b *BPE) Decode(ids []int) ([]byte, error) {
 	b = b.made()
 	var text []byte
@@ -152,20 +154,20 @@ func (b *BPE) Decode(ids []int) ([]byte, error) {
 	return text, nil
 }
 
-// A bpeEncoder is what one goroutine needs to encode: working memory, and the tokens of the pieces
-// that it met. Most of a text is a few pieces many times over.
+// A bpeEncoder holds the buffers for encoding in one goroutine and a cache with the tokens of earlier
+// pieces. Most of a text consists of a few frequent pieces.
 type bpeEncoder struct {
 	bpe   *BPE
 	cache map[string]span
-	slab  []int32 // the tokens of all pieces in the cache
-	parts []int32 // the tokens of a piece, while it is being merged
-	next  []int32 // next[i] is what parts[i] and parts[i+1] become, or unmerged
+	slab  []int32 // tokens of all pieces in the cache
+	parts []int32 // tokens of a piece during merging
+	next  []int32 // next[i] is the id of the merged parts[i] and parts[i+1], or unmerged
 }
 
 type span struct{ lo, hi int32 }
 
 const (
-	maxCached = 1 << 16 // pieces; some megabytes
+	maxCached = 1 << 16 // pieces; a few megabytes
 	unmerged  = math.MaxInt32
 )
 
@@ -183,22 +185,26 @@ func (e *bpeEncoder) append(ids []int, piece []byte) []int {
 		e.slab = append(e.slab, tokens...)
 		e.cache[string(piece)] = span{lo, int32(len(e.slab))}
 	}
+
 	for _, id := range tokens {
 		ids = append(ids, int(id))
 	}
+
 	return ids
 }
 
-// merge returns the tokens of a piece, valid until the next call. Pieces are short, so that to look
-// for the next merge among all neighbours, a quadratic method, is the fastest.
+// merge returns the tokens of a piece, valid until the next call. Pieces are short, so searching all
+// pairs for the next merge is the fastest method, although it takes quadratic time.
 func (e *bpeEncoder) merge(piece []byte) []int32 {
 	e.parts, e.next = e.parts[:0], e.next[:0]
 	for _, c := range piece {
 		e.parts = append(e.parts, int32(c))
 	}
+
 	for i := range e.parts[1:] {
 		e.next = append(e.next, e.becomes(i))
 	}
+
 	for {
 		best, at := int32(unmerged), 0
 		for i, id := range e.next {
@@ -221,17 +227,17 @@ func (e *bpeEncoder) merge(piece []byte) []int32 {
 	}
 }
 
-// becomes returns the id that parts[i] and parts[i+1] are merged to.
+// becomes returns the id of the merged parts[i] and parts[i+1].
 func (e *bpeEncoder) becomes(i int) int32 {
 	return e.bpe.merged.find(pair{e.parts[i],
 		e.parts[i+1]})
 }
 
-// A pairTable finds the id that a pair becomes, by open addressing. A map takes three times the
-// memory. The key of its hash is random, or a file could be made whose pairs all collide.
+// A pairTable maps pairs to the ids of their merges, using open addressing. A map would take three times
+// the memory. The hash has a random key, so that nobody can create a file in which all pairs collide.
 type pairTable struct {
 	merges []pair
-	// 0 where there is none; their number is a power of two, of which at most half are taken
+	// 0 means empty; the length is a power of two, and at most half of the entries are used
 	ids []int32
 	key uint64
 }
@@ -240,7 +246,7 @@ func newPairTable(merges []pair) pairTable {
 	return pairTable{merges, make([]int32, 1<<bits.Len(uint(2*len(merges)))), rand.Uint64()}
 }
 
-// find returns the id that a pair becomes, or unmerged.
+// find returns the id of a merged pair, or unmerged.
 func (t *pairTable) find(p pair) int32 {
 	if id := t.ids[t.slot(p)]; id > 0 {
 		return id
@@ -248,7 +254,7 @@ func (t *pairTable) find(p pair) int32 {
 	return unmerged
 }
 
-// add enters a pair, and returns its id if it was there before.
+// add adds a pair. If the table has the pair already, add returns its id.
 func (t *pairTable) add(p pair, id int32) (before int32) {
 	at := t.slot(p)
 	if t.ids[at] > 0 {
@@ -258,7 +264,7 @@ func (t *pairTable) add(p pair, id int32) (before int32) {
 	return unmerged
 }
 
-// slot returns where a pair is, or would be.
+// slot returns the index of a pair, or the index where it would be added.
 func (t *pairTable) slot(p pair) uint64 {
 	mask := uint64(len(t.ids) - 1)
 	at := splitmix.Mix(uint64(uint32(p.left))<<32|uint64(uint32(p.right))^t.key) & mask
@@ -268,16 +274,16 @@ func (t *pairTable) slot(p pair) uint64 {
 	return at
 }
 
-// bpeHeader is the first line of a BPE's file. Its number grows when the format does, or the way in
-// which text is cut into pieces: both decide what ids a text gets.
+// bpeHeader is the first line of the file of a BPE. Its number increases when the format changes, or the
+// division of text into pieces, because both affect the ids of a text.
 const bpeHeader = "kasmina bpe 1\n"
 
-// Save writes the encoding to a text file at path, which it replaces in one step. A process that is
-// killed leaves the old file or the new one. Folders that path needs are made.
+// Save writes the encoding to a text file. It replaces an existing file atomically: a killed process
+// leaves either the old or the new file. Save creates missing folders.
 //
 //	kasmina bpe 1        the format
 //	merges N
-//	LEFT RIGHT           N lines: merge i makes id 256+i of these
+//	LEFT RIGHT           N lines: merge i joins these ids to id 256+i
 //	sha256 HEX           of all lines above
 func (b *BPE) Save(path string) error {
 	b = b.made()
@@ -286,16 +292,17 @@ func (b *BPE) Save(path string) error {
 		w := bufio.NewWriter(f)
 		b.writeLines(io.MultiWriter(w, sum))
 		fmt.Fprintf(w, "sha256 %x\n", sum.Sum(nil))
-		return w.Flush() // which knows of earlier errors too
+		return w.Flush() // also returns earlier errors
 	})
 	if err != nil {
 		return fmt.Errorf("tokenizer: BPE.Save: %w", err)
 	}
+
 	return nil
 }
 
-// writeLines writes the file without its last line. Encodings are equal when these are. An error of
-// the writer is left to it.
+// writeLines writes all lines of the file except the last one. Encodings are equal if these lines are.
+// Errors are left to the writer.
 func (b *BPE) writeLines(w io.Writer) {
 	fmt.Fprintf(w, "%smerges %d\n", bpeHeader, len(b.merges))
 	var line []byte
@@ -306,12 +313,11 @@ func (b *BPE) writeLines(w io.Writer) {
 	}
 }
 
-// maxBPEFile is the size of a file with as many merges as there can be, none longer than "1048575
-// 1048575\n".
+// maxBPEFile is the size of the largest valid file: the most merges, each as long as "1048575 1048575\n".
 const maxBPEFile = 16*maxVocab + 256
 
-// LoadBPE reads the file that Save wrote to path. An error of a file that is damaged or something
-// else says what is wrong with it.
+// LoadBPE reads a file written by Save. If the file is damaged or has a different format, the error
+// describes the problem.
 func LoadBPE(path string) (*BPE, error) {
 	text, err := regular.Read(path, maxBPEFile, "a byte-pair encoding has")
 	if err != nil {
@@ -329,11 +335,13 @@ func parseBPE(text []byte) (*BPE, error) {
 		return nil, fmt.Errorf("it begins with %q, want %q: it is no byte-pair encoding, or one "+
 			"of another version", text[:min(len(text), len(bpeHeader))], bpeHeader)
 	}
+
 	end := bytes.LastIndexByte(text[:len(text)-1], '\n') + 1
 	if sum := fmt.Sprintf("sha256 %x\n", sha256.Sum256(text[:end])); string(text[end:]) != sum {
 		return nil, fmt.Errorf("it is damaged: the last line is %.80q, want %q", text[end:], sum)
 	}
-	// The sum is right, so what is wrong from here on was so when it was written.
+
+	// The checksum is correct, so any problem from here on was already there when the file was written.
 	second, rest, _ := bytes.Cut(text[len(bpeHeader):end], []byte("\n"))
 	lines := bytes.Count(rest, []byte("\n"))
 	number, ok := strings.CutPrefix(string(second[:min(len(second), 40)]), "merges ")
@@ -342,6 +350,7 @@ func parseBPE(text []byte) (*BPE, error) {
 		return nil, fmt.Errorf("its second line is %.80q, want \"merges %d\" for as many lines "+
 			"below, and no more than %d", second, lines, maxVocab-257)
 	}
+
 	merges := make([]pair, n)
 	for i := range merges {
 		var line []byte
@@ -354,32 +363,36 @@ func parseBPE(text []byte) (*BPE, error) {
 		}
 		merges[i] = pair{int32(l), int32(r)}
 	}
+
 	return newBPE(merges)
 }
 
-// Text is what LoadOrTrainBPE takes a sample of, such as a data.Text.
+// Text is a source of samples for LoadOrTrainBPE, such as a data.Text.
 type Text interface {
 	// Sample returns up to limit bytes, spread evenly over the text.
 	Sample(limit int) ([]byte, error)
 }
 
-// LoadOrTrainBPE returns the encoding in the file at path. If there is no file, it trains one on up
-// to sample bytes of the text, spread evenly over it, and saves it there. A place where it cannot
-// be saved is an error before that. A file whose vocabulary is larger than vocab is an error. A
-// smaller one is not, as training ends early on a text with too few pairs. The context ends the
-// training.
+// LoadOrTrainBPE loads the encoding from the file at path. If there is no file, it trains an encoding on
+// up to sample bytes, spread evenly over the text, and saves it.
+//
+// It returns an error before training if the file could not be written. It also returns an error if the
+// vocabulary in the file is larger than vocab. A smaller vocabulary is accepted, because training ends
+// early if a text has too few pairs. Canceling the context ends the training.
 func LoadOrTrainBPE(ctx context.Context, path string, text Text, vocab, sample int,
 	progress func(merges, of int) error) (*BPE, error) {
 	if ctx == nil {
 		return nil, errors.New("tokenizer: LoadOrTrainBPE: the context must not be nil")
 	}
+
 	if text == nil {
 		return nil, errors.New("tokenizer: LoadOrTrainBPE: text must not be nil")
 	}
+
 	b, err := LoadBPE(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		if err := atomicfile.Writable(path); err != nil { // before the training is for nothing
+		if err := atomicfile.Writable(path); err != nil { // fail before training
 			return nil, fmt.Errorf("tokenizer: LoadOrTrainBPE: %w", err)
 		}
 		raw, err := text.Sample(sample)
@@ -400,5 +413,6 @@ func LoadOrTrainBPE(ctx context.Context, path string, text Text, vocab, sample i
 			"most %d: ask for as many, or name another file for a smaller one", path,
 			b.VocabSize(), vocab)
 	}
+
 	return b, nil
 }

@@ -63,6 +63,7 @@ func naiveBPE(text []byte, merges int) (found []pair) {
 	for _, p := range split(text) {
 		words = append(words, byteIDs(p))
 	}
+
 	for len(found) < merges {
 		counts := map[pair]int{}
 		for _, w := range words {
@@ -86,6 +87,7 @@ func naiveBPE(text []byte, merges int) (found []pair) {
 		}
 		found = append(found, best)
 	}
+
 	return found
 }
 
@@ -130,6 +132,7 @@ func TestTrainBPEIsDeterministic(t *testing.T) {
 			require.Equal(t, []int{calls, 743}, []int{merges, of})
 			return nil
 		})
+
 	require.NoError(t, err)
 	require.Equal(t, want.Name(), got.Name())
 	require.Equal(t, want.merges, got.merges)
@@ -143,6 +146,7 @@ func TestReadPiecesAreThoseOfTheWholeText(t *testing.T) {
 	for len(text) < 5<<20/2 { // the buffer ends inside of pieces of all lengths
 		text = append(append(text, bytes.Repeat([]byte("é"), r.IntN(100))...), ' ')
 	}
+
 	var pieces []string
 	err := readPieces(t.Context(), iotest.DataErrReader(bytes.NewReader(text)),
 		cutter{nextPiece, maxPiece}, func(p []byte) { pieces = append(pieces, string(p)) })
@@ -175,6 +179,7 @@ func TestTrainBPEErrors(t *testing.T) {
 			require.ErrorIs(t, err, c.err)
 		}
 	}
+
 	_, err := TrainBPE(t.Context(), nil, 300, nil)
 	require.Error(t, err, "no reader")
 }
@@ -197,6 +202,7 @@ func TestPieces(t *testing.T) {
 	} {
 		require.Equal(t, c.want, strings.Join(split([]byte(c.text)), "|"), c.name)
 	}
+
 	for _, c := range []string{"x", " ", "\n", "-", "é"} {
 		for i, p := range split([]byte(strings.Repeat(c, 1000))) {
 			require.True(t, len(p) <= maxPiece && utf8.ValidString(p),
@@ -235,6 +241,7 @@ func TestBPECacheOverflows(t *testing.T) {
 	for i := range maxCached + 5000 {
 		text = fmt.Appendf(text, " %d", i)
 	}
+
 	e := &bpeEncoder{bpe: b, cache: map[string]span{}}
 	for range 2 {
 		var got, want []int
@@ -265,6 +272,7 @@ func TestBPEInParallel(t *testing.T) {
 			}
 		})
 	}
+
 	wait.Wait()
 }
 
@@ -312,6 +320,7 @@ func FuzzBPE(f *testing.F) {
 		"\t \n\r ", "日本\xe6\x97"} {
 		f.Add([]byte(text))
 	}
+
 	f.Fuzz(func(t *testing.T, text []byte) {
 		ids := b.Encode(text)
 		for i, id := range ids {
@@ -338,6 +347,7 @@ func TestBPESaveAndLoad(t *testing.T) {
 		require.Equal(t, vocab, back.VocabSize())
 		require.Equal(t, b.Encode(text), back.Encode(text))
 	}
+
 	files, err := os.ReadDir(filepath.Dir(path))
 	require.NoError(t, err)
 	require.Len(t, files, 1)
@@ -370,6 +380,7 @@ func TestLoadBPEErrors(t *testing.T) {
 	for i := range 7 { // 4, 8, ... bytes
 		long += fmt.Sprintf("%d %d\n", 256+i, 256+i)
 	}
+
 	for _, c := range []struct {
 		name string
 		file []byte
@@ -425,6 +436,7 @@ func TestHugeBPE(t *testing.T) {
 			})
 		}
 	}
+
 	file := append([]byte(bpeHeader), bytes.Repeat([]byte("\n"), maxBPEFile-200)...)
 	bounded.Run(t, int64(len(file)), func() {
 		_, err := parseBPE(file)
@@ -468,6 +480,7 @@ func TestLoadOrTrainBPE(t *testing.T) {
 			return nil
 		})
 	}
+
 	first, err := load(300)
 	require.NoError(t, err)
 	require.NotZero(t, trained)
@@ -490,6 +503,7 @@ func TestLoadOrTrainBPE(t *testing.T) {
 	if err := os.Symlink(nowhere+"-to-nothing", nowhere); err != nil {
 		t.Skipf("without symbolic links there is no folder here that cannot be made: %v", err)
 	}
+
 	path = filepath.Join(nowhere, "text.bpe")
 	_, err = load(300)
 	require.ErrorContains(t, err, nowhere)
@@ -594,6 +608,7 @@ func TestContextEndsTraining(t *testing.T) {
 		require.ErrorIs(t, err, cause)
 		require.Equal(t, after, done)
 	}
+
 	ctx, cancel := context.WithCancelCause(t.Context())
 	cancel(cause)
 	path := filepath.Join(t.TempDir(), "bpe")

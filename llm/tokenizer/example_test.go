@@ -29,6 +29,7 @@ func ExampleTrainBPE() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	ids := bpe.Encode([]byte("return err != io.EOF"))
 	for _, id := range ids {
 		token, err := bpe.Decode([]int{id})
@@ -37,6 +38,7 @@ func ExampleTrainBPE() {
 		}
 		fmt.Printf("%q ", token)
 	}
+
 	fmt.Println()
 	// Output:
 	// "return" " err" " !=" " " "i" "o" "." "E" "O" "F"

@@ -2,30 +2,30 @@ package tokenizer
 
 import "unicode/utf8"
 
-// maxPiece is the most bytes that a piece, and so a token, can have. It bounds the time that a
-// piece of hostile text takes; few lines of text have a longer word, rule or indentation.
+// maxPiece is the largest length in bytes of a piece and thus of a token. It limits the time for hostile
+// texts. Few texts have longer words, rules or indentations.
 const maxPiece = 128
 
-// A class is what a rune is for nextPiece.
+// A class is the role of a rune for nextPiece.
 type class uint8
 
 const (
-	symbol  class = iota // also a byte that is not UTF-8
-	letter               // of words, identifiers and numbers
-	blank                // white space inside a line
+	symbol  class = iota // also bytes that are not valid UTF-8
+	letter               // letters and digits
+	blank                // white space within a line
 	newline              // the end of a line
 	pastEnd              // no rune: the end of the text
 )
 
-// symbols are the runes beyond ASCII that are not letters: roughly, blocks of punctuation,
-// mathematics and pictures. Package unicode would know better, but not the same in every version of
-// Go, and a vocabulary must give the same tokens in all.
+// symbols lists the runes beyond ASCII that are not letters: roughly, the blocks of punctuation,
+// mathematics and pictures. Package unicode is more precise, but differs between versions of Go, and a
+// vocabulary must produce the same tokens with every version.
 var symbols = [][2]rune{
 	{0x80, 0xbf}, {0xd7, 0xd7}, {0xf7, 0xf7}, // Latin-1
-	// from general punctuation to symbols and arrows
+	// general punctuation to symbols and arrows
 	{0x2000, 0x2bff},
 	{0x3000, 0x303f}, {0xff01, 0xff0f}, {0xff1a, 0xff20}, // East Asian punctuation
-	{0xfff0, 0xffff}, // specials, with what stands for invalid UTF-8
+	{0xfff0, 0xffff}, // specials, including the replacement character
 	{0x1f000, 0x1faff},
 }
 
@@ -40,11 +40,13 @@ func classOf(r rune) class {
 	case r < utf8.RuneSelf:
 		return symbol
 	}
+
 	for _, block := range symbols {
 		if block[0] <= r && r <= block[1] {
 			return symbol
 		}
 	}
+
 	return letter
 }
 
@@ -55,26 +57,29 @@ var asciiClass = func() (table [utf8.RuneSelf]class) {
 	return table
 }()
 
-// nextPiece returns the length of the first piece of a text that is not empty. It is one of
+// nextPiece returns the length of the first piece of a text, which must not be empty. A piece has at most
+// maxPiece bytes and is one of these:
 //
-//	white space with a line end in it: the line ends and the indentation of the line that follows
-//	blanks, except the last one, which belongs to what it stands before
+//	white space with a line end: up to and including the indentation of the next line
+//	blanks, except for the last one, which belongs to the next piece
 //	letters, with one blank or symbol before them
-//	symbols, with one blank before them and white space after them if that has a line end in it
+//	symbols, with one blank before them, and the following white space if it has a line end
 //
-// and at most maxPiece bytes. So words come with what usually introduces them, " the" or
-// ".Println", and the layout of source code takes few tokens, such as " {\n\t\t".
+// Words thus include the usual character before them, as in " the" and ".Println", and the layout of
+// source code takes few tokens, such as " {\n\t\t".
 func nextPiece(text []byte) int {
 	s := pieceScanner{text[:min(len(text), maxPiece)]}
 	first, n := s.class(0)
 	if first == letter {
 		return s.skip(n, letter)
 	}
+
 	if end, lines := s.space(0); lines {
 		return end
 	} else if end > n {
 		return end - 1
 	}
+
 	switch second, _ := s.class(n); {
 	case second == letter:
 		return s.skip(n, letter)
@@ -84,13 +89,14 @@ func nextPiece(text []byte) int {
 			return end
 		}
 	}
+
 	return n
 }
 
-// A pieceScanner holds the text that a piece can be of.
+// A pieceScanner holds the text that a piece may cover.
 type pieceScanner struct{ text []byte }
 
-// class returns the class and length of the rune at the given place.
+// class returns the class and the length of the rune at a position.
 func (s pieceScanner) class(at int) (class, int) {
 	if at >= len(s.text) {
 		return pastEnd, 0
@@ -102,7 +108,7 @@ func (s pieceScanner) class(at int) (class, int) {
 	return classOf(r), n
 }
 
-// skip returns where the runes of class c end.
+// skip returns the end of a run of runes of class c.
 func (s pieceScanner) skip(at int, c class) int {
 	for {
 		k, n := s.class(at)
@@ -113,7 +119,7 @@ func (s pieceScanner) skip(at int, c class) int {
 	}
 }
 
-// space returns where the white space ends, and whether there is a line end in it.
+// space returns the end of the white space and reports whether it has a line end.
 func (s pieceScanner) space(at int) (end int, lines bool) {
 	for {
 		k, n := s.class(at)

@@ -1,28 +1,29 @@
-// Package tokenizer turns text into token ids and back. [Bytes] is one byte each. A [BPE] is a
-// byte-level byte-pair encoding, which it also trains, saves and loads. All are lossless. It knows
-// nothing of models or of where text comes from.
+// Package tokenizer converts text to token ids and back. The tokenizer [Bytes] has one token per byte. A
+// [BPE] is a byte-level byte-pair encoding, which the package can train, save and load. Both are
+// lossless. Package hf implements the tokenizers of published models.
 package tokenizer
 
 import "fmt"
 
-// A Tokenizer turns text into token ids in [0, VocabSize) and back. Those of this package are
-// lossless: Decode(Encode(text)) equals text for any bytes, valid UTF-8 or not. One of package hf
-// changes a text as its file says. The number of bytes that some tokens cover, which bits per byte
-// are measured by, is the length of what they decode to. A Tokenizer may be used by several
-// goroutines at once.
+// A Tokenizer converts text to token ids in [0, VocabSize) and back. The tokenizers of this package are
+// lossless: Decode(Encode(text)) equals text for any bytes, even if they are not valid UTF-8. The
+// tokenizers of package hf may change the text.
+//
+// For bits per byte, the number of bytes of some tokens is the length of the decoded text. Several
+// goroutines may use a Tokenizer at the same time.
 type Tokenizer interface {
-	// Name identifies the tokenizer, its vocabulary included: equal names mean equal ids for every
-	// text. The checkpoints of a Trainer record it.
+	// Name identifies the tokenizer with its vocabulary: tokenizers with equal names produce equal ids
+	// for every text. The checkpoints of a Trainer include the name.
 	Name() string
 	VocabSize() int
 	Encode(text []byte) []int
-	// Decode returns the bytes that the ids stand for, or an error that names the first id outside
-	// the vocabulary.
+	// Decode returns the bytes of the tokens. It returns an error that names the first id outside the
+	// vocabulary.
 	Decode(ids []int) ([]byte, error)
 }
 
-// Bytes makes one token of each byte: the id is the byte's value and the vocabulary has 256
-// entries.
+// Bytes is the tokenizer with one token per byte. The id is the value of the byte, and the vocabulary has
+// 256 entries.
 type Bytes struct{}
 
 // Name returns "bytes".
@@ -53,8 +54,9 @@ func (Bytes) Decode(ids []int) ([]byte, error) {
 	return text, nil
 }
 
-// DocumentEnder is a tokenizer, or tokens, of which one ends each document.
+// DocumentEnder is implemented by tokenizers, and by tokens, with a token that ends each document.
 type DocumentEnder interface {
-	// EndOfDocument returns its id, or a negative number if there is none after all.
+	// EndOfDocument returns the id of that token, or a negative number if the vocabulary has no such
+	// token.
 	EndOfDocument() int
 }

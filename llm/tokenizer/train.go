@@ -10,40 +10,47 @@ import (
 	"slices"
 )
 
-// TrainBPE finds the merges that compress the text. Again and again, the most frequent pair of
-// neighbouring tokens becomes a token of its own. Of equally frequent ones it is that with the
-// lower ids. It ends at a vocabulary of the given size, 257 to 2^20, or before, when no pair occurs
-// twice. The same text and size give the same encoding, however the reader portions it. Memory
-// grows with the number of different pieces, not with the text.
+// TrainBPE learns merges that compress the text. It repeatedly replaces the most frequent pair of
+// neighboring tokens by a new token. Among equally frequent pairs, it prefers the lower ids. Training
+// ends when the vocabulary has the given size, from 257 to 2^20, or when no pair occurs twice.
 //
-// The function progress is called, if it is not nil, after each merge. An error of it ends the
-// training, and so does the context.
+// The same text and size produce the same encoding, regardless of how the reader divides the text. The
+// memory grows with the number of different pieces, but not with the length of the text.
+//
+// TrainBPE calls progress after each merge, unless it is nil. An error from progress or a canceled
+// context ends the training.
 func TrainBPE(ctx context.Context, text io.Reader, vocab int,
 	progress func(merges, of int) error) (*BPE, error) {
 	if ctx == nil {
 		return nil, errors.New("tokenizer: TrainBPE: the context must not be nil")
 	}
+
 	if vocab < 257 || vocab > maxVocab {
 		return nil, fmt.Errorf("tokenizer: TrainBPE: the vocabulary is %d, want 257 to %d: 256 "+
 			"bytes, the end of a document, and merges", vocab, maxVocab)
 	}
+
 	if text == nil {
 		return nil, errors.New("tokenizer: TrainBPE: text must not be nil")
 	}
+
 	merges, err := findMerges(ctx, text, vocab, cutter{nextPiece, maxPiece}, progress)
 	if err != nil {
 		return nil, fmt.Errorf("tokenizer: TrainBPE: %w", err)
 	}
+
 	b, err := newBPE(merges)
 	if err != nil {
 		return nil, fmt.Errorf("tokenizer: TrainBPE: %w", err)
 	}
+
 	return b, nil
 }
 
-// Merges finds the merges that TrainBPE finds, as pairs of ids, where next cuts the first piece off
-// a text and returns its length. Ids below 256 are bytes, and merge i makes the id 256+i. A piece
-// depends on the following 64 KiB at most. Package hf has the pieces of published models.
+// Merges returns the same merges as TrainBPE, as pairs of ids, for a different division into pieces: next
+// returns the length of the first piece of a text. Ids below 256 are bytes, and merge i produces the id
+// 256+i. A piece must not depend on more than the following 64 KiB. Package hf has the divisions of
+// published models.
 func Merges(ctx context.Context, text io.Reader, vocab int, next func(text []byte) int,
 	progress func(merges, of int) error) ([][2]int, error) {
 	switch {
@@ -56,18 +63,21 @@ func Merges(ctx context.Context, text io.Reader, vocab int, next func(text []byt
 	case text == nil || next == nil:
 		return nil, errors.New("tokenizer: Merges: text and next must not be nil")
 	}
+
 	found, err := findMerges(ctx, text, vocab, cutter{next, 64 << 10}, progress)
 	if err != nil {
 		return nil, fmt.Errorf("tokenizer: Merges: %w", err)
 	}
+
 	merges := make([][2]int, len(found))
 	for i, m := range found {
 		merges[i] = [2]int{int(m.left), int(m.right)}
 	}
+
 	return merges, nil
 }
 
-// cutter cuts text into pieces, of which each depends on so many bytes at most.
+// cutter divides text into pieces, each of which depends on a limited number of bytes.
 type cutter struct {
 	next  func(text []byte) int
 	reach int
@@ -79,6 +89,7 @@ func findMerges(ctx context.Context, text io.Reader, vocab int, cut cutter,
 	if err != nil {
 		return nil, err
 	}
+
 	merges := make([]pair, 0, vocab-257)
 	for len(merges) < cap(merges) {
 		if ctx.Err() != nil {
@@ -97,19 +108,20 @@ func findMerges(ctx context.Context, text io.Reader, vocab int, cut cutter,
 			return nil, err
 		}
 	}
+
 	return merges, nil
 }
 
-// A bpeTrainer counts pairs. A merge changes the counts of the pairs around it alone, and only
-// words with the pair are visited for it.
+// A bpeTrainer counts pairs. A merge changes only the counts of neighboring pairs, and only words with
+// the pair need to be visited.
 type bpeTrainer struct {
 	words []bpeWord
 	pairs map[pair]*pairCount
 	queue pairQueue
-	fresh []*pairCount // first seen during the current merge
+	fresh []*pairCount // pairs first seen during the current merge
 }
 
-// A bpeWord is a piece that occurs count times, as the tokens that it consists of so far.
+// A bpeWord is a piece with its current tokens and its number of occurrences.
 type bpeWord struct {
 	ids   []int32
 	count int64
@@ -118,10 +130,10 @@ type bpeWord struct {
 type pairCount struct {
 	pair
 	count int64
-	words []int32 // where the pair is; some may have lost it to another merge since
+	words []int32 // words with the pair; some may have lost it to another merge
 }
 
-// newBPETrainer counts the pieces of the text and the pairs of bytes in them.
+// newBPETrainer counts the pieces of the text and their pairs of bytes.
 func newBPETrainer(ctx context.Context, text io.Reader, cut cutter) (*bpeTrainer, error) {
 	t := &bpeTrainer{pairs: map[pair]*pairCount{}}
 	index := map[string]int{}
@@ -141,18 +153,20 @@ func newBPETrainer(ctx context.Context, text io.Reader, cut cutter) (*bpeTrainer
 	if err != nil {
 		return nil, err
 	}
+
 	for w, word := range t.words {
 		for i := range word.ids[1:] {
 			t.add(word.ids[i], word.ids[i+1], w)
 		}
 	}
+
 	t.queueFresh()
 	return t, nil
 }
 
-// readPieces calls f for the pieces of the text, which it reads in portions. A piece depends on so
-// many bytes at most. So they are those of the whole text when less than that waits for the next
-// portion.
+// readPieces reads the text in portions and calls f for its pieces. A piece depends on a limited number
+// of bytes. As long as more bytes than that are available, the pieces are the same as those of the whole
+// text.
 func readPieces(ctx context.Context, text io.Reader, cut cutter, f func(piece []byte)) error {
 	buffer := make([]byte, 1<<20)
 	have := 0
@@ -178,11 +192,11 @@ func readPieces(ctx context.Context, text io.Reader, cut cutter, f func(piece []
 	}
 }
 
-// mostFrequent returns the pair to merge next, or false when none occurs twice.
+// mostFrequent returns the pair to merge next, or false if no pair occurs twice.
 func (t *bpeTrainer) mostFrequent() (pair, bool) {
 	for len(t.queue) > 0 {
-		// Counts of queued pairs only fall, as new pairs contain a new token: those that fell can
-		// wait until they are first.
+		// The counts of queued pairs only decrease, because new pairs contain a new token. Pairs with a
+		// lower count can wait until they are first.
 		top := &t.queue[0]
 		if now := top.pairCount.count; top.count != now {
 			top.count = now
@@ -194,6 +208,7 @@ func (t *bpeTrainer) mostFrequent() (pair, bool) {
 		}
 		return heap.Pop(&t.queue).(queued).pair, true
 	}
+
 	return pair{}, false
 }
 
@@ -201,7 +216,7 @@ func (t *bpeTrainer) mostFrequent() (pair, bool) {
 func (t *bpeTrainer) merge(p pair, id int32) {
 	for _, w := range t.pairs[p].words {
 		ids := t.words[w].ids
-		merged := ids[:0] // follows behind the place that is read
+		merged := ids[:0] // written behind the position that is read
 		for i := 0; i < len(ids); i++ {
 			if i+1 == len(ids) || ids[i] != p.left || ids[i+1] != p.right {
 				merged = append(merged, ids[i])
@@ -220,11 +235,12 @@ func (t *bpeTrainer) merge(p pair, id int32) {
 		}
 		t.words[w].ids = merged
 	}
+
 	delete(t.pairs, p)
 	t.queueFresh()
 }
 
-// add counts a pair in word w.
+// add adds an occurrence of a pair in word w.
 func (t *bpeTrainer) add(left, right int32, w int) {
 	p := pair{left, right}
 	c := t.pairs[p]
@@ -233,13 +249,14 @@ func (t *bpeTrainer) add(left, right int32, w int) {
 		t.pairs[p] = c
 		t.fresh = append(t.fresh, c)
 	}
+
 	c.count += t.words[w].count
 	if n := len(c.words); n == 0 || c.words[n-1] != int32(w) {
 		c.words = append(c.words, int32(w))
 	}
 }
 
-// remove takes a pair of word w out of the counts.
+// remove removes an occurrence of a pair in word w.
 func (t *bpeTrainer) remove(left, right int32, w int) {
 	t.pairs[pair{left, right}].count -= t.words[w].count
 }
@@ -253,7 +270,8 @@ func (t *bpeTrainer) queueFresh() {
 	t.fresh = t.fresh[:0]
 }
 
-// A pairQueue is a heap with the most frequent pair on top, as counted when they were queued.
+// A pairQueue is a heap with the most frequent pair on top, according to the counts when the pairs were
+// queued.
 type pairQueue []queued
 
 type queued struct {
