@@ -1,12 +1,13 @@
-// Package bytelevel is GPT-2's alphabet, by which a byte-level encoding writes its tokens: each
-// byte as a printable character. Bytes that are none in Latin-1 are the characters from U+0100 on.
+// Package bytelevel implements GPT-2's alphabet for byte-level encodings, which write each byte of a
+// token as a printable character. Bytes that are not printable in Latin-1 are written as the characters
+// from U+0100 on.
 package bytelevel
 
 import "unicode/utf8"
 
 var alphabet = func() (a struct {
 	runes [256]rune
-	bytes [0x144]int16 // -1 where a character stands for no byte
+	bytes [0x144]int16 // -1 for characters outside the alphabet
 }) {
 	for i := range a.bytes {
 		a.bytes[i] = -1
@@ -24,8 +25,8 @@ var alphabet = func() (a struct {
 	return a
 }()
 
-// AppendBytes appends the bytes that a token stands for, or returns false if a character of it
-// stands for none.
+// AppendBytes appends the bytes of a token. It returns false if the token has a character outside the
+// alphabet.
 func AppendBytes(bytes []byte, token string) ([]byte, bool) {
 	from := len(bytes)
 	for _, r := range token {
@@ -37,7 +38,7 @@ func AppendBytes(bytes []byte, token string) ([]byte, bool) {
 	return bytes, true
 }
 
-// AppendToken appends what bytes are written as.
+// AppendToken appends the characters for bytes.
 func AppendToken(token, bytes []byte) []byte {
 	for _, b := range bytes {
 		token = utf8.AppendRune(token, alphabet.runes[b])

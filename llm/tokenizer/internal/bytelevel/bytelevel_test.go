@@ -17,6 +17,7 @@ func TestAlphabet(t *testing.T) {
 		require.True(t, ok)
 		require.Equal(t, []byte{byte(b)}, bytes)
 	}
+
 	for _, token := range []string{" ", "aŤ", "中", "\xff"} {
 		bytes, ok := AppendBytes([]byte("x"), token)
 		require.False(t, ok)

@@ -1,5 +1,5 @@
-// Package merge merges neighbouring tokens, which is what byte-pair encodings do inside a piece of
-// text, and remembers the pieces that it met.
+// Package merge merges neighboring tokens within a piece of text, as byte-pair encodings do, and caches
+// the results.
 package merge
 
 import (
@@ -14,11 +14,10 @@ import (
 // None is the rank of pairs that are not merged.
 const None = math.MaxInt32
 
-// A Table holds the merges: which pairs of tokens become one, and which is merged first. It finds
-// them by open addressing, as a map takes three times the memory. The key of its hash is random, or
-// a file could be made whose pairs all collide.
+// A Table holds merges with their ranks, using open addressing. A map would take three times the memory.
+// The hash has a random key, so that a file cannot make all pairs collide.
 type Table struct {
-	slots []slot // their number is a power of two, of which at most half are taken
+	slots []slot // the length is a power of two, and at most half of the slots are used
 	key   uint64
 }
 
@@ -37,13 +36,13 @@ func NewTable(n int) *Table {
 	return t
 }
 
-// Find returns the rank of a pair's merge, None if there is none, and the token that it makes.
+// Find returns the rank of a pair, or None, and the merged token.
 func (t *Table) Find(left, right int32) (rank, id int32) {
 	s := t.slot(left, right)
 	return s.rank, s.id
 }
 
-// Add enters a merge, and returns the rank that the pair had before, or None.
+// Add adds a merge. It returns the previous rank of the pair, or None.
 func (t *Table) Add(left, right, rank, id int32) (before int32) {
 	s := t.slot(left, right)
 	before = s.rank
@@ -51,7 +50,7 @@ func (t *Table) Add(left, right, rank, id int32) (before int32) {
 	return before
 }
 
-// slot returns where a pair is, or would be.
+// slot returns the index of a pair, or the index where it would be added.
 func (t *Table) slot(left, right int32) *slot {
 	mask := uint64(len(t.slots) - 1)
 	at := splitmix.Mix(uint64(uint32(left))<<32|uint64(uint32(right))^t.key) & mask
@@ -64,37 +63,40 @@ func (t *Table) slot(left, right int32) *slot {
 	}
 }
 
-// A Merger merges the tokens of pieces. It is for one goroutine.
+// A Merger merges the tokens of pieces. It must not be used by several goroutines at once.
 type Merger struct {
 	table *Table
-	next  []step // next[i] is the merge of tokens i and i+1, while they are few
+	next  []step // for few tokens: next[i] is the merge of tokens i and i+1
 
-	symbols []symbol // while they are many
+	symbols []symbol // for many tokens
 	queue   queue
 }
 
-// NewMerger returns a merger by a table.
+// NewMerger returns a merger for a table.
 func NewMerger(t *Table) *Merger { return &Merger{table: t} }
 
 type step struct{ rank, id int32 }
 
-// few is how many tokens are merged by looking for the next merge among all neighbours. That is
-// quadratic, but the fastest for nearly all pieces.
+// few is the largest number of tokens that Merge handles by searching all pairs for the next merge. The
+// search takes quadratic time, but is the fastest method for nearly all pieces.
 const few = 48
 
-// Merge merges, again and again, the pair of the lowest rank, the leftmost where it occurs twice.
-// The result is in the place of the tokens. For n tokens it takes time in O(n log n).
+// Merge repeatedly merges the pair with the lowest rank, the leftmost one if there are several. It
+// replaces the tokens by the result. The time for n tokens is O(n log n).
 func (m *Merger) Merge(tokens []int32) []int32 {
 	if len(tokens) < 2 {
 		return tokens
 	}
+
 	if len(tokens) > few {
 		return m.mergeMany(tokens)
 	}
+
 	m.next = m.next[:0]
 	for i := range tokens[1:] {
 		m.next = append(m.next, m.find(tokens, i))
 	}
+
 	for {
 		best, at := int32(None), 0
 		for i := range m.next {
@@ -122,25 +124,27 @@ func (m *Merger) find(tokens []int32, at int) step {
 	return step{rank, id}
 }
 
-// A symbol is a token of a list in which merged ones are skipped.
+// A symbol is a token in a linked list of the remaining tokens.
 type symbol struct {
-	id         int32 // gone when it was merged into the one before it
+	id         int32 // gone after merging with the previous symbol
 	prev, next int32
 }
 
 const gone = -1
 
-// mergeMany is Merge with a queue of the merges that may come next. An entry whose pair is no more
-// is left in it, and dropped when it comes up.
+// mergeMany implements Merge with a queue of candidates. Outdated candidates are skipped when they are
+// removed from the queue.
 func (m *Merger) mergeMany(tokens []int32) []int32 {
 	m.symbols = slices.Grow(m.symbols[:0], len(tokens))
 	m.queue.clear(len(tokens))
 	for i, id := range tokens {
 		m.symbols = append(m.symbols, symbol{id, int32(i - 1), int32(i + 1)})
 	}
+
 	for i := range tokens[1:] {
 		m.push(int32(i))
 	}
+
 	for {
 		e, ok := m.queue.pop()
 		if !ok {
@@ -156,7 +160,7 @@ func (m *Merger) mergeMany(tokens []int32) []int32 {
 			continue
 		}
 		left.id, left.next, right.id = id, right.next, gone
-		if left.prev >= 0 { // first, so that a run of merges queues others in their order
+		if left.prev >= 0 { // first, so that a run of merges queues the next ones in order
 			m.push(left.prev)
 		}
 		if int(left.next) < len(tokens) {
@@ -164,14 +168,16 @@ func (m *Merger) mergeMany(tokens []int32) []int32 {
 			m.push(e.at())
 		}
 	}
+
 	kept := tokens[:0]
 	for at := 0; at < len(m.symbols); at = int(m.symbols[at].next) {
 		kept = append(kept, m.symbols[at].id)
 	}
+
 	return kept
 }
 
-// push queues the merge of the symbol at a place and the next one.
+// push queues the merge of a symbol with the next one.
 func (m *Merger) push(at int32) {
 	left := m.symbols[at]
 	if rank, _ := m.table.Find(left.id, m.symbols[left.next].id); rank != None {

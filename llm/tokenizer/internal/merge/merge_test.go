@@ -71,6 +71,7 @@ func TestCache(t *testing.T) {
 		require.True(t, ok)
 		require.Equal(t, []int32{int32(i), 1}, tokens)
 	}
+
 	require.LessOrEqual(t, len(c.spans), maxCached)
 	long := make([]byte, maxCachedPiece+1)
 	c.Add(long, []int32{1})

@@ -2,23 +2,23 @@ package merge
 
 import "slices"
 
-// An entry is a merge that may come next. It is its rank, and below that where it is, so that the
-// least entry is the next one.
+// An entry is a candidate for a merge. It has the rank in its upper bits and the position in its lower
+// bits, so that the least entry is the next merge.
 type entry uint64
 
 func (e entry) rank() int32 { return int32(e >> 32) }
 func (e entry) at() int32   { return int32(uint32(e)) }
 
-// A queue gives its entries in ascending order. Those behind all of a sorted list wait for their
-// turn to be sorted too, and only what comes in between goes to a heap. So the merges of a run of
-// one letter, of which one pass makes those of the next, are never moved.
+// A queue returns its entries in ascending order. Entries larger than all entries of a sorted list wait
+// to be sorted later, and only entries in between go to a heap. In a run of equal letters, where each
+// pass produces the candidates for the next one, entries are therefore never moved.
 type queue struct {
 	sorted, later []entry
 	between       heap
-	at            int // the next one of sorted
+	at            int // next entry of sorted
 }
 
-// clear empties the queue, which is to get about so many entries.
+// clear removes all entries and prepares for about n new ones.
 func (q *queue) clear(n int) {
 	*q = queue{sorted: slices.Grow(q.sorted[:0], n), later: slices.Grow(q.later[:0], n),
 		between: q.between[:0]}
@@ -32,24 +32,26 @@ func (q *queue) push(e entry) {
 	q.later = append(q.later, e)
 }
 
-// pop takes the least entry, if there is one.
+// pop removes and returns the least entry, if there is one.
 func (q *queue) pop() (entry, bool) {
-	if q.at == len(q.sorted) { // so nothing is in between
+	if q.at == len(q.sorted) { // the heap is empty too
 		if len(q.later) == 0 {
 			return 0, false
 		}
 		q.sorted, q.later, q.at = q.later, q.sorted[:0], 0
 		slices.Sort(q.sorted)
 	}
+
 	if len(q.between) == 0 || q.sorted[q.at] <= q.between[0] {
 		q.at++
 		return q.sorted[q.at-1], true
 	}
+
 	return q.between.pop(), true
 }
 
-// A heap has no entry i less than entry (i-1)/2. Package container/heap would allocate for each
-// entry.
+// A heap is ordered so that entry i is not less than entry (i-1)/2. Package container/heap would allocate
+// memory for each entry.
 type heap []entry
 
 func (q *heap) push(e entry) {
@@ -64,6 +66,7 @@ func (q *heap) push(e entry) {
 		all[at] = all[parent]
 		at = parent
 	}
+
 	all[at] = e
 }
 
@@ -75,6 +78,7 @@ func (q *heap) pop() entry {
 	if len(all) == 0 {
 		return top
 	}
+
 	at := 0
 	for {
 		child := 2*at + 1
@@ -90,6 +94,7 @@ func (q *heap) pop() entry {
 		all[at] = all[child]
 		at = child
 	}
+
 	all[at] = last
 	return top
 }

@@ -8,12 +8,12 @@ import (
 
 //go:generate python3 classes.py
 
-// A class is what a character is to the patterns. The classes do not overlap: a pattern's \s is
-// space and newline, its \p{L} upper, lower and letter.
+// A class is a group of characters that all patterns treat alike. The classes do not overlap: \s
+// corresponds to space and newline, and \p{L} to upper, lower and letter.
 type class uint8
 
 const (
-	symbol  class = iota // anything else, and a byte that is not UTF-8
+	symbol  class = iota // everything else, and bytes that are not valid UTF-8
 	upper                // \p{Lu}, \p{Lt}
 	lower                // \p{Ll}
 	letter               // \p{Lm}, \p{Lo}
@@ -29,11 +29,11 @@ const (
 	classBits  = 0x7
 )
 
-// The classes are Oniguruma's, by which Rust's tokenizers runs its patterns. Package unicode knows
-// another version of Unicode, and each version of Go might cut a text into other pieces.
+// The classes are those of Oniguruma, which Rust's tokenizers uses for patterns. Package unicode has a
+// different version of Unicode in each version of Go, so a text might be divided differently.
 const pageSize = 128
 
-// A classTable holds the classes of all characters, in pages of which equal ones are one.
+// A classTable holds the classes of all characters in pages. Equal pages are shared.
 type classTable struct {
 	ascii [utf8.RuneSelf]class
 	pages [(utf8.MaxRune + 1) / pageSize]*[pageSize]uint8
@@ -63,7 +63,7 @@ var classes = sync.OnceValue(func() *classTable {
 	return t
 })
 
-// classOf returns the class of a character of a general category.
+// classOf returns the class of a character with a general category.
 func classOf(r rune, category string) class {
 	switch {
 	case r == '\r' || r == '\n':
@@ -81,17 +81,20 @@ func classOf(r rune, category string) class {
 	case category[0] == 'N':
 		return number
 	}
+
 	return symbol
 }
 
 func (t *classTable) bits(r rune) uint8 { return t.pages[r/pageSize][r%pageSize] }
 
-// Category returns the first and last of the characters of a general category, such as "Lu", or of
-// all whose names begin with "L". They ascend; it returns false if there is none of that name.
+// Category returns the ranges of the characters in a general category, such as "Lu", or in all categories
+// that start with a letter, such as "L". The ranges are ascending. Category returns false for an unknown
+// name.
 func Category(name string) (ranges [][2]rune, ok bool) {
 	if name == "" || name[0] == 'C' {
 		return nil, false
 	}
+
 	for i, run := range runs {
 		if !strings.HasPrefix(categories[run&0x1f], name) {
 			continue
@@ -106,10 +109,11 @@ func Category(name string) (ranges [][2]rune, ok bool) {
 			ranges = append(ranges, [2]rune{from, to})
 		}
 	}
+
 	return ranges, ranges != nil
 }
 
-// at returns the class and length of the first character of a text that is not empty.
+// at returns the class and the length of the first character of a text, which must not be empty.
 func (t *classTable) at(text []byte) (class, int) {
 	if c := text[0]; c < utf8.RuneSelf {
 		return t.ascii[c], 1
@@ -127,9 +131,9 @@ func IsSpace(r rune) bool {
 	return c == space || c == newline
 }
 
-// IsWord reports whether a character is one of a word, as \w of Rust's regex has it.
+// IsWord reports whether a character matches \w in Rust's regex.
 func IsWord(r rune) bool { return classes().bits(r)&wordBit != 0 }
 
-// IsNumeric reports whether a character is a number to Rust's standard library, which knows newer
-// ones than \p{N} does.
+// IsNumeric reports whether a character is numeric according to Rust's standard library, which has a
+// newer version of Unicode than \p{N}.
 func IsNumeric(r rune) bool { return classes().bits(r)&numericBit != 0 }

@@ -1,9 +1,9 @@
-// Package split cuts text into the pieces that byte-pair encodings merge inside of. For the
-// published patterns it has a scanner, some twenty times as fast as a regular expression. The
-// patterns' meaning is that of Oniguruma, which Rust's tokenizers uses.
+// Package split divides text into the pieces within which byte-pair encodings merge. It has scanners for
+// the published patterns, which are about twenty times as fast as a regular expression. They give the
+// patterns the same meaning as Oniguruma, which Rust's tokenizers uses.
 package split
 
-// The published patterns that have a scanner.
+// The published patterns.
 const (
 	// GPT2 is the pattern of Radford et al., "Language Models are Unsupervised Multitask
 	// Learners", 2019, which a ByteLevel pre-tokenizer uses.
@@ -32,23 +32,22 @@ const (
 	symbolsSlashAndSpace = `| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+`
 )
 
-// A Scanner finds the pieces of one of the published patterns. It may be used by several
-// goroutines at once.
+// A Scanner finds the pieces of a published pattern. Several goroutines may use it at the same time.
 type Scanner struct {
 	classes *classTable
 	family  family
 }
 
-// A family is how a pattern differs from the others.
+// A family describes the differences between patterns.
 type family struct {
-	gpt2      bool // a space alone may lead letters, and numbers of any length too
-	cased     bool // a word begins anew where capitals follow small letters
-	suffixes  bool // 's and its like belong to the word before them
-	slash     bool // a slash may follow symbols and their line ends
+	gpt2      bool // letters may follow a single space, and numbers may have any length and follow a space too
+	cased     bool // a capital after a small letter starts a new word
+	suffixes  bool // 's and similar suffixes belong to the previous word
+	slash     bool // a slash can follow symbols and their line ends
 	maxDigits int
 }
 
-// NewScanner returns the scanner of a published pattern, or false if the pattern is another one.
+// NewScanner returns the scanner for a pattern, or false if the pattern is not a published one.
 func NewScanner(pattern string) (*Scanner, bool) {
 	f, ok := map[string]family{
 		GPT2:   {gpt2: true},
@@ -60,9 +59,9 @@ func NewScanner(pattern string) (*Scanner, bool) {
 	return &Scanner{classes: classes(), family: f}, ok
 }
 
-// Next returns the length of the first piece of a text that is not empty. A byte that is not UTF-8
-// counts as a symbol. The time of all pieces of a text is proportional to its length. Only white
-// space behind each of its line ends may be read twice.
+// Next returns the length of the first piece of a text, which must not be empty. Bytes that are not valid
+// UTF-8 count as symbols. The time for all pieces of a text is proportional to its length. Only white
+// space after line ends may be read twice.
 func (s *Scanner) Next(text []byte) int {
 	switch {
 	case s.family.gpt2:
@@ -70,22 +69,26 @@ func (s *Scanner) Next(text []byte) int {
 	case s.family.cased:
 		return s.nextCased(text)
 	}
+
 	if n := contraction(text, true); n > 0 {
 		return n
 	}
+
 	first, n := s.classes.at(text)
 	if isLetter(first) {
 		return s.letters(text, n)
 	}
+
 	if first != newline && first != number && n < len(text) {
 		if second, m := s.classes.at(text[n:]); isLetter(second) {
 			return s.letters(text, n+m)
 		}
 	}
+
 	return s.rest(text, first, n)
 }
 
-// nextCased is Next for patterns that tell small letters from capitals.
+// nextCased implements Next for patterns that distinguish small letters from capitals.
 func (s *Scanner) nextCased(text []byte) int {
 	first, n := s.classes.at(text)
 	leads := !isLetter(first) && first != newline && first != number
@@ -106,13 +109,14 @@ func (s *Scanner) nextCased(text []byte) int {
 			return end
 		}
 	}
+
 	return s.rest(text, first, n)
 }
 
-// smallWord returns the length of a match of upperRun* lowerRun+, or 0. Letters without case and
-// marks are in both.
+// smallWord returns the length of a match of upperRun* lowerRun+, or 0. Letters without case and marks
+// belong to both runs.
 func (s *Scanner) smallWord(text []byte) int {
-	at, both := 0, 0 // both: behind the last character that is in both
+	at, both := 0, 0 // end of the last character that belongs to both runs
 	for at < len(text) {
 		c, n := s.classes.at(text[at:])
 		switch c {
@@ -127,11 +131,12 @@ func (s *Scanner) smallWord(text []byte) int {
 			return both
 		}
 	}
+
 	return both
 }
 
-// capitalWord returns the length of a match of upperRun+ lowerRun*, or 0. It is asked where
-// smallWord found nothing, so that there are capitals alone.
+// capitalWord returns the length of a match of upperRun+ lowerRun*, or 0. It is called if smallWord has
+// found nothing, so there are only capitals.
 func (s *Scanner) capitalWord(text []byte) int {
 	at := 0
 	for at < len(text) {
@@ -155,8 +160,8 @@ func (s *Scanner) lowerRun(text []byte, at int) int {
 	return at
 }
 
-// rest returns the length of a piece that is no word: a number, symbols or white space. The class
-// and length of its first character are given.
+// rest returns the length of a piece that is not a word: a number, symbols or white space. The arguments
+// are the class and the length of the first character.
 func (s *Scanner) rest(text []byte, first class, n int) int {
 	switch {
 	case first == number:
@@ -175,14 +180,16 @@ func (s *Scanner) rest(text []byte, first class, n int) int {
 			return s.symbols(text, n+m)
 		}
 	}
+
 	end, last, lines := s.spaces(text)
 	if lines > 0 {
 		return lines
 	}
+
 	return beforeLast(end, last, len(text))
 }
 
-// symbols returns where the symbols end that go on at a place, with the line ends behind them.
+// symbols returns the end of a run of symbols that includes a position, with the line ends after it.
 func (s *Scanner) symbols(text []byte, at int) int {
 	at = s.symbolRun(text, at)
 	for at < len(text) && (text[at] == '\n' || text[at] == '\r' || s.family.slash &&
@@ -203,8 +210,8 @@ func (s *Scanner) symbolRun(text []byte, at int) int {
 	return at
 }
 
-// spaces returns where the white space that a text begins with ends, and where its last character
-// begins. It also returns where its last line end ends, 0 if there is none.
+// spaces returns the end of the white space at the start of a text, the start of its last character, and
+// the end of its last line end, or 0 if there is no line end.
 func (s *Scanner) spaces(text []byte) (end, last, lines int) {
 	for end < len(text) {
 		c, n := s.classes.at(text[end:])
@@ -217,11 +224,12 @@ func (s *Scanner) spaces(text []byte) (end, last, lines int) {
 			lines = end
 		}
 	}
+
 	return end, last, lines
 }
 
-// beforeLast is \s+(?!\S)|\s+: white space except its last character, which belongs to what it
-// stands before, unless it is alone or the text ends.
+// beforeLast matches \s+(?!\S)|\s+: white space without its last character, which belongs to the next
+// piece. The last character is included if it is the only one or if the text ends there.
 func beforeLast(end, last, length int) int {
 	if end == length || last == 0 {
 		return end
@@ -244,12 +252,14 @@ func (s *Scanner) nextGPT2(text []byte) int {
 	if n := contraction(text, false); n > 0 {
 		return n
 	}
+
 	at := 0
 	c, n := s.classes.at(text)
 	if text[0] == ' ' && len(text) > 1 {
 		at = 1
 		c, n = s.classes.at(text[1:])
 	}
+
 	switch {
 	case isLetter(c):
 		return s.letters(text, at+n)
@@ -265,28 +275,32 @@ func (s *Scanner) nextGPT2(text []byte) int {
 	case isSymbol(c):
 		return s.symbolRun(text, at+n)
 	}
+
 	end, last, _ := s.spaces(text)
 	return beforeLast(end, last, len(text))
 }
 
 func isLetter(c class) bool { return c == upper || c == lower || c == letter }
 
-// isSymbol is [^\s\p{L}\p{N}].
+// isSymbol reports whether a class matches [^\s\p{L}\p{N}].
 func isSymbol(c class) bool { return c == symbol || c == mark }
 
-// contraction returns the length of 's, 't, 're, 've, 'm, 'll or 'd, or 0. Where capitals count as
-// small letters, U+017F, the long s, counts as s.
+// contraction returns the length of 's, 't, 're, 've, 'm, 'll or 'd, or 0. If case is ignored, U+017F,
+// the long s, counts as s.
 func contraction(text []byte, fold bool) int {
 	if len(text) < 2 || text[0] != '\'' {
 		return 0
 	}
+
 	c := text[1]
 	if fold && c == 0xc5 && len(text) > 2 && text[2] == 0xbf {
 		return 3
 	}
+
 	if fold {
 		c = small(c)
 	}
+
 	var second byte
 	switch c {
 	case 's', 't', 'm', 'd':
@@ -296,12 +310,15 @@ func contraction(text []byte, fold bool) int {
 	case 'l':
 		second = 'l'
 	}
+
 	if second == 0 || len(text) < 3 {
 		return 0
 	}
+
 	if c = text[2]; c == second || fold && small(c) == second {
 		return 3
 	}
+
 	return 0
 }
 

@@ -103,6 +103,7 @@ func randomText(r *rand.Rand) string {
 			b.WriteString(string(part[lo : lo+r.IntN(min(6, len(part)-lo))]))
 		}
 	}
+
 	return b.String()
 }
 
@@ -110,6 +111,7 @@ func FuzzScanner(f *testing.F) {
 	for _, text := range hostile {
 		f.Add(text)
 	}
+
 	type pair struct {
 		scanner *Scanner
 		re      *regexp2.Regexp
@@ -119,6 +121,7 @@ func FuzzScanner(f *testing.F) {
 		s, _ := NewScanner(pattern)
 		pairs[name] = pair{s, regexp2.MustCompile(pattern, regexp2.None)}
 	}
+
 	f.Fuzz(func(t *testing.T, text string) {
 		text = known(text)
 		for name, p := range pairs {
