@@ -26,7 +26,7 @@ func clusterText(t *testing.T) (data string, small []string) {
 	}
 	return data,
 		strings.Fields(
-			"-dim 16 -layers 1 -heads 2 -seq 16 -batch 2 -seeds 4 -sample 10 -heldout 200")
+			"--dim 16 --layers 1 --heads 2 --vocab 300 --seq 16 --batch 2 --held-out 400")
 }
 
 // freePort returns one that nobody listens at now.
@@ -42,8 +42,8 @@ func freePort(t *testing.T) string {
 func onePlain(t *testing.T, program, data string, args ...string) []byte {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), "plain")
-	c := exec.Command(program, append([]string{"-device", "cpu", "-data", data, "-out", out,
-		"-accumulate", "8"}, args...)...)
+	c := exec.Command(program, append([]string{"train", "--preset", "small", "--device", "cpu", "--data", data,
+		"--cache", t.TempDir(), "--out", out, "--accumulate", "8"}, args...)...)
 	said, err := c.CombinedOutput()
 	require.NoError(t, err, "%s", said)
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
@@ -69,7 +69,7 @@ for p in "${pids[@]}"; do wait "$p"; done
 // on when it is submitted again, and ends with the bits of one process.
 func TestSlurmScript(t *testing.T) {
 	p := built(t)
-	script, err := filepath.Abs("cluster/transformer.sbatch")
+	script, err := filepath.Abs("cluster/train.sbatch")
 	require.NoError(t, err)
 	text, err := os.ReadFile(script)
 	require.NoError(t, err)
@@ -78,22 +78,22 @@ func TestSlurmScript(t *testing.T) {
 	bin := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(bin, "srun"), []byte(fakeSrun), 0o777))
 	data, small := clusterText(t)
-	out, program := filepath.Join(t.TempDir(), "out"), filepath.Join(p.folder, "transformer")
+	out, program := filepath.Join(t.TempDir(), "out"), filepath.Join(p.folder, "kasmina")
 	submit := func(args ...string) string {
 		c := exec.Command("bash", append([]string{script}, args...)...)
 		c.Env = append(os.Environ(), "PATH="+bin+":"+os.Getenv("PATH"), "TASKS="+string(tasks[1]),
-			"PROGRAM="+program, "DATA="+data, "OUT="+out, "DEVICE=cpu",
+			"PRESET=small", "PROGRAM="+program, "DATA="+data, "OUT="+out, "DEVICE=cpu",
 			"JOB="+strconv.Itoa(os.Getpid())) // ranks meet by the job's number, so each has its own
 		said, err := c.CombinedOutput()
 		require.NoError(t, err, "%s", said)
 		return string(said)
 	}
-	require.Contains(t, submit(append(small, "-steps", "4")...), "ranks     "+string(tasks[1])+
+	require.Contains(t, submit(append(small, "--steps", "4")...), "ranks     "+string(tasks[1])+
 		" processes, by the variables of Slurm")
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
 	require.NoError(t, err)
-	require.Equal(t, onePlain(t, program, data, append(small, "-steps", "4")...), b)
-	require.Contains(t, submit("-steps", "6"), "resuming")
+	require.Equal(t, onePlain(t, program, data, append(small, "--steps", "4")...), b)
+	require.Contains(t, submit(append(small, "--steps", "4")...), "finished")
 }
 
 // TestTrainJob runs what the manifest has the container run, with the environment that the runtime
@@ -110,14 +110,14 @@ func TestTrainJob(t *testing.T) {
 	var program, args []string
 	require.NoError(t, json.Unmarshal([]byte(field("command")), &program))
 	require.NoError(t, json.Unmarshal([]byte(field("args")), &args))
-	require.Equal(t, []string{"/transformer"}, program)
+	require.Equal(t, []string{"/kasmina"}, program)
 	data, small := clusterText(t)
 	out := filepath.Join(t.TempDir(), "out")
 	for i, a := range args {
-		args[i] = strings.NewReplacer("/text", data, "/runs/cluster", out, "cuda", "cpu").Replace(a)
+		args[i] = strings.NewReplacer("/text", data, "/runs/cluster", out, "/runs/tokens", t.TempDir(), "cuda", "cpu").Replace(a)
 	}
-	small = append(small, "-steps", "3")
-	c := exec.Command(filepath.Join(p.folder, "transformer"), append(args, small...)...)
+	small = append(small, "--preset", "small", "--steps", "3")
+	c := exec.Command(filepath.Join(p.folder, "kasmina"), append(args, small...)...)
 	c.Env = append(os.Environ(), "PET_NNODES="+field("numNodes"), "PET_NPROC_PER_NODE="+
 		field("numProcPerNode"), "PET_NODE_RANK=0",
 		"PET_MASTER_ADDR=127.0.0.1", "PET_MASTER_PORT="+freePort(t))
@@ -126,26 +126,27 @@ func TestTrainJob(t *testing.T) {
 	require.Contains(t, string(said), "ranks     "+field("numProcPerNode")+" processes")
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
 	require.NoError(t, err)
-	require.Equal(t, onePlain(t, filepath.Join(p.folder, "transformer"), data, small...), b)
+	require.Equal(t, onePlain(t, filepath.Join(p.folder, "kasmina"), data, small...), b)
 }
 
-// TestGPUsOption: -gpus has the bits of one process; too few batches, and a rank's failure, are
-// told.
+// TestGPUsOption checks that --gpus has the bits of one process, and that too few batches and a wrong
+// number are reported.
 func TestGPUsOption(t *testing.T) {
 	p := built(t)
 	data, small := clusterText(t)
-	program, out := filepath.Join(p.folder, "transformer"), filepath.Join(t.TempDir(), "out")
-	small = append(small, "-steps", "3")
-	args := append([]string{"-device", "cpu", "-data", data, "-out", out, "-gpus", "3"}, small...)
-	said, err := exec.Command(program, append(args, "-accumulate", "8")...).CombinedOutput()
+	program, out := filepath.Join(p.folder, "kasmina"), filepath.Join(t.TempDir(), "out")
+	small = append(small, "--steps", "3")
+	args := append([]string{"train", "--preset", "small", "--device", "cpu", "--data", data, "--cache", t.TempDir(),
+		"--out", out, "--gpus", "3"}, small...)
+	said, err := exec.Command(program, append(args, "--accumulate", "8")...).CombinedOutput()
 	require.NoError(t, err, "%s", said)
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
 	require.NoError(t, err)
 	require.Equal(t, onePlain(t, program, data, small...), b)
-	said, err = exec.Command(program, append(args, "-accumulate", "2")...).CombinedOutput()
+	said, err = exec.Command(program, append(args, "--accumulate", "2")...).CombinedOutput()
 	require.Error(t, err)
 	require.Contains(t, string(said), "give --accumulate 3, or a multiple of it")
-	said, err = exec.Command(program, append(args, "-gpus", "-1")...).CombinedOutput()
+	said, err = exec.Command(program, append(args, "--gpus", "-1")...).CombinedOutput()
 	require.Error(t, err)
-	require.Contains(t, string(said), "-gpus is -1, want at least 1")
+	require.Contains(t, string(said), "--gpus is -1, want at least 1")
 }

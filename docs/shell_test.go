@@ -52,16 +52,18 @@ var build = sync.OnceValues(func() (*programs, error) {
 	}
 
 	// The options of subcommands follow the subcommand.
-	for program, subcommand := range subcommands {
+	for program, all := range subcommands {
 		binary := filepath.Join(p.folder, filepath.Base(program))
-		help, _ := exec.Command(binary, subcommand, "-help").CombinedOutput()
-		p.options[program+" "+subcommand] = optionsIn(help)
+		for _, subcommand := range all {
+			help, _ := exec.Command(binary, subcommand, "-help").CombinedOutput()
+			p.options[program+" "+subcommand] = optionsIn(help)
+		}
 	}
 	return p, nil
 })
 
-// subcommands are those of the programs, other than kasmina, that have one.
-var subcommands = map[string]string{"./examples/grow": "bench"}
+// subcommands lists the subcommands of programs other than kasmina.
+var subcommands = map[string][]string{"./tools/bench": {"growth", "study"}}
 
 // optionsIn returns the options that a program's help lists, without dashes.
 func optionsIn(help []byte) map[string]bool {
@@ -224,7 +226,7 @@ func (p *programs) checkRun(args []string) error {
 		return fmt.Errorf("go run %s: there is no such program, have %q", args[0],
 			slices.Sorted(maps.Keys(p.options)))
 	}
-	if len(args) > 1 && subcommands[name] == args[1] {
+	if len(args) > 1 && slices.Contains(subcommands[name], args[1]) {
 		name, args, options = name+" "+args[1], args[1:], p.options[name+" "+args[1]]
 	}
 	for _, a := range args[1:] {
@@ -368,32 +370,32 @@ func TestCommands(t *testing.T) {
 func TestCommandsFail(t *testing.T) {
 	p := built(t)
 	for code, good := range map[string]bool{
-		"go run ./examples/grow -only static > a.txt":       true,
-		"KASMINA_WAYS='A=b' go run ./examples/grow -runs 2": true,
-		"go test ./op -run TestGolden -v && go test ./...":  true,
-		"x=$(go list -m -f '{{.Dir}}' " + module + ")":      true,
-		"go run ./examples/nothing":                         false,
-		"go run ./examples/grow -onlys":                     false,
-		"go run ./examples/grow bench -limit 9m blocks=3":   true,
-		"go run ./examples/grow bench -only static":         false,
-		"go run ./examples/grow -limit 9m":                  false,
-		"go test ./nothing":                                 false,
-		"go test ./op -run TestNothingAtAll":                false,
-		"go test ./op -nothing":                             false,
-		"go get example.com/other":                          false,
-		"python3 tools/nothing.py":                          false,
-		"python3 testdata/make_golden.py --nothing":         false,
-		".ci/nothing":                                          false,
-		"kasmina eval --model x --seq=3":                       true,
-		"kasmina eval -m x":                                    true,
-		"kasmina eval -model x":                                false,
-		"kasmina eval --models x":                              false,
-		"kasmina frobnicate":                                   false,
-		"go run ./cmd/kasmina board x":                         true,
-		"go run ./cmd/kasmina board -q":                        false,
-		"frobnicate":                                           false,
-		"ls | go run ./examples/nothing":                       false,
-		"for s in 1 2; do go run ./examples/grow -no $s; done": false,
+		"go run ./tools/bench growth -only static > a.txt":       true,
+		"KASMINA_WAYS='A=b' go run ./tools/bench growth -runs 2": true,
+		"go test ./op -run TestGolden -v && go test ./...":       true,
+		"x=$(go list -m -f '{{.Dir}}' " + module + ")":           true,
+		"go run ./examples/nothing":                              false,
+		"go run ./tools/bench growth -onlys":                     false,
+		"go run ./tools/bench study -limit 9m blocks=3":          true,
+		"go run ./tools/bench study -only static":                false,
+		"go run ./tools/bench growth -limit 9m":                  false,
+		"go test ./nothing":                                      false,
+		"go test ./op -run TestNothingAtAll":                     false,
+		"go test ./op -nothing":                                  false,
+		"go get example.com/other":                               false,
+		"python3 tools/nothing.py":                               false,
+		"python3 testdata/make_golden.py --nothing":              false,
+		".ci/nothing":                    false,
+		"kasmina eval --model x --seq=3": true,
+		"kasmina eval -m x":              true,
+		"kasmina eval -model x":          false,
+		"kasmina eval --models x":        false,
+		"kasmina frobnicate":             false,
+		"go run ./cmd/kasmina board x":   true,
+		"go run ./cmd/kasmina board -q":  false,
+		"frobnicate":                     false,
+		"ls | go run ./examples/nothing": false,
+		"for s in 1 2; do go run ./tools/bench growth -no $s; done": false,
 	} {
 		var err error
 		for _, words := range shellCommands(code) {

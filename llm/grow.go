@@ -89,7 +89,7 @@ func (t *Trainer) Grow(g Growth) error {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
 	// In depth, and in a frozen model, blueprints need no text to be judged by.
-	if g.Validation == nil && t.judged() && !t.Model.Config.Frozen {
+	if g.Validation == nil && t.judged() && !t.Model.Config.Frozen && !growsDepthAlone(g.Controller) {
 		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are " +
 			"judged by, such as data.NewEvaluation makes of held-out text")
 	}
@@ -125,6 +125,15 @@ func (t *Trainer) Grow(g Growth) error {
 	}
 	t.growth = &g
 	return nil
+}
+
+// growsDepthAlone reports whether a controller leaves the seeds of all sites but depth dormant.
+func growsDepthAlone(c state.Controller) bool {
+	switch c.(type) {
+	case *control.Depth, *control.Schedule:
+		return true
+	}
+	return false
 }
 
 // costOf is what a step takes once the model has grown in depth, in steps of the model as it is. A

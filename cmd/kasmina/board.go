@@ -24,7 +24,7 @@ func newBoard() *cobra.Command {
 they differ. A RUN is a folder with a log.jsonl, or such a log. Folders without a log are skipped.
 Runs that are still in progress are followed. Ctrl-C ends the command.`,
 		Example: "  kasmina board runs/*",
-		Args:    oneDashHint(cobra.MinimumNArgs(1)),
+		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, runs []string) error {
 			runs, err := withLogs(c.ErrOrStderr(), runs)
 			if err != nil {
@@ -101,7 +101,7 @@ happened and why, settings and samples. RUN is a folder with a log.jsonl, or suc
 
 An earlier report of the same run is replaced. Any other file with that name is left alone, and the
 command fails.`,
-		Args: oneDashHint(cobra.ExactArgs(1)),
+		Args: cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, runs []string) error {
 			path, err := board.WriteReport(out, runs[0])
 			if err != nil {

@@ -31,7 +31,7 @@ func newConvert() *cobra.Command {
 
 Without --precision, every tensor keeps its type and its bytes. With --gguf, the model becomes one file
 for llama.cpp.`,
-		Args:              oneDashHint(cobra.NoArgs),
+		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}

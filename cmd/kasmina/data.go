@@ -57,7 +57,7 @@ token to token. Elsewhere, ⟦ and ⟧ enclose them.
 The last line of output is a JSON object with the numbers of examples, sequences, tokens, learned tokens,
 problems and warnings. The exit code is 1 if there are problems.`,
 		Example: "  kasmina data check chat.jsonl --model Llama-3.2-1B-Instruct --seq 2048",
-		Args:    oneDashHint(cobra.ExactArgs(1)),
+		Args:    cobra.ExactArgs(1),
 		RunE:    func(c *cobra.Command, args []string) error { return o.run(c, args[0]) },
 	}
 	o.modelFlag(c)

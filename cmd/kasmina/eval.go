@@ -32,7 +32,7 @@ begins with it.
 
 The last line of output is a JSON object with loss (nats per token), tokens (the number of scored
 tokens) and bpb (bits per byte of the text that the scored tokens stand for).`,
-		Args:              oneDashHint(cobra.NoArgs),
+		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.eval(c) },
 	}

@@ -21,9 +21,9 @@ import (
 var savePretrained = hf.SavePretrained
 
 // checkSave returns the error with which the trained model could not be written when the run ends.
-func (o *trainOptions) checkSave(f *hf.Folder) error {
-	c := o.finalConfig(f.Config)
-	if err := hf.CheckSave(c, hf.Like(f)); err != nil {
+func (o *trainOptions) checkSave(from origin) error {
+	c := o.finalConfig(from.shape())
+	if err := hf.CheckSave(c, from.saving()...); err != nil {
 		return fmt.Errorf("the trained model could not be saved: %w", err)
 	}
 	if o.gguf == "" {
@@ -31,7 +31,7 @@ func (o *trainOptions) checkSave(f *hf.Folder) error {
 	}
 	kind, err := gguf.ParseType(o.gguf)
 	if err == nil {
-		err = gguf.Check(f, c, kind)
+		err = gguf.Check(from.(published).Folder, c, kind)
 	}
 	if err == nil {
 		err = atomicfile.Writable(o.in(ggufName))
@@ -58,7 +58,7 @@ func (o *trainOptions) finalConfig(c llm.Config) llm.Config {
 }
 
 // save writes the trained model and moves it to its place.
-func (o *trainOptions) save(c *cobra.Command, m *llm.Model, f *hf.Folder) error {
+func (o *trainOptions) save(c *cobra.Command, m *llm.Model, from origin) error {
 	d := o.dir()
 	if o.keepBest && exists(d.in(bestName)) {
 		best, err := llm.LoadModel(c.Context(), d.in(bestName))
@@ -71,13 +71,12 @@ func (o *trainOptions) save(c *cobra.Command, m *llm.Model, f *hf.Folder) error 
 	at, clear := bar(c.ErrOrStderr(), "writing", true)
 	defer clear()
 	if o.gguf != "" {
-		if err := o.saveGGUF(c, m, f, at); err != nil {
+		if err := o.saveGGUF(c, m, from, at); err != nil {
 			return err
 		}
 	}
-	err := savePretrained(c.Context(), d.in(stagingName), m, hf.Like(f), hf.WithSaveProgress(at),
-		hf.WithShardSize(modelShard))
-	if err != nil {
+	how := append(from.saving(), hf.WithSaveProgress(at), hf.WithShardSize(modelShard))
+	if err := savePretrained(c.Context(), d.in(stagingName), m, how...); err != nil {
 		return err
 	}
 
@@ -97,7 +96,7 @@ func (o *trainOptions) save(c *cobra.Command, m *llm.Model, f *hf.Folder) error 
 
 // saveGGUF writes the model for llama.cpp next to the folder where the model is written. It replaces
 // the file of a process that was killed.
-func (o *trainOptions) saveGGUF(c *cobra.Command, m *llm.Model, f *hf.Folder,
+func (o *trainOptions) saveGGUF(c *cobra.Command, m *llm.Model, from origin,
 	at func(done, of int64)) error {
 	kind, err := gguf.ParseType(o.gguf)
 	if err != nil {
@@ -107,6 +106,7 @@ func (o *trainOptions) saveGGUF(c *cobra.Command, m *llm.Model, f *hf.Folder,
 	if err := os.Remove(path); err != nil && exists(path) {
 		return fmt.Errorf("--gguf: %w", err)
 	}
+	f := from.(published).Folder
 	if err := gguf.Save(c.Context(), path, f, m, kind, at); err != nil {
 		return err
 	}

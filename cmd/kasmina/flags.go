@@ -1,8 +1,6 @@
 package main
 
 import (
-	"cmp"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -33,12 +31,19 @@ var flagRules = map[string]map[string]rule{
 		"precision": always},
 	"generate": {"model": always, "prompt": always, "n": always, "chat": always, "device": always,
 		"precision": always, "temperature": always, "top-k": later, "top-p": later, "seed": later},
-	"train": {"model": always, "data": always, "out": always, "batch": always, "accumulate": always,
-		"seq": always, "lr": always, "grow": always, "adapters": always, "time": always,
+	"train": {"model": always, "preset": ofNew, "layers": ofNew, "dim": ofNew, "heads": ofNew,
+		"kv-heads": ofNew, "ff": ofNew, "untied": ofNew, "vocab": ofNew, "tokenizer": ofNew,
+		"documents": ofNew, "cache": ofNew, "max-bytes": always, "held-out": always,
+		"grad-precision": later, "tune": later, "profile": later,
+		"monitor": notWith("gpus", "0", "which starts several processes"),
+		"data":    always, "out": always, "batch": always, "accumulate": always,
+		"seq": always, "lr": always, "grow": always,
+		"adapters": onlyWith("model", "", "the --model that they adapt"), "time": always,
 		"recompute": always, "save-every": always, "eval-every": always, "seed": always,
 		"resume": always, "board": always, "tensorboard": always, "quiet": always, "device": always,
 		"precision": always,
-		"optimizer": always, "schedule": always, "warmup": always, "clip": always, "gguf": always,
+		"optimizer": always, "schedule": always, "warmup": always, "clip": always,
+		"gguf":          onlyWith("model", "", "--model, or kasmina convert after the run,"),
 		"weight-decay":  decays,
 		"keep-best":     evaluates,
 		"gpus":          later,
@@ -54,6 +59,11 @@ var flagRules = map[string]map[string]rule{
 	"board":   {"addr": always},
 	"report":  {"out": always},
 	"version": {},
+}
+
+// ofNew is the rule of flags that describe a new model.
+func ofNew(f *pflag.FlagSet) string {
+	return notWith("model", "", "whose architecture and tokenizer stay as they are")(f)
 }
 
 // onlyWith is the rule of flags that have an effect only if another flag has a value that differs
@@ -129,71 +139,9 @@ func checkFlags(c *cobra.Command) (err error) {
 	return err
 }
 
-// flagError adds to an error of the flag parser how to find the right flag.
+// flagError adds to an error of the flag parser where the right flags are listed.
 func flagError(c *cobra.Command, err error) error {
-	// For -seed, the parser complains of -s with the value "eed", or of the unknown short options in
-	// "seed".
-	written := ""
-	var missing *pflag.NotExistError
-	var invalid *pflag.InvalidValueError
-	if errors.As(err, &missing) {
-		written = missing.GetSpecifiedShortnames()
-	} else if errors.As(err, &invalid) && invalid.GetFlag().Shorthand != "" {
-		written = invalid.GetFlag().Shorthand + invalid.GetValue()
-	}
-
-	long := longFlag(c, written)
-	if long == nil && missing != nil {
-		// Of -quiet, the parser has taken the switch -q before it complains of "uiet".
-		c.Flags().VisitAll(func(f *pflag.Flag) {
-			if isSwitch(f) && f.Shorthand != "" {
-				long = cmp.Or(long, longFlag(c, f.Shorthand+written))
-			}
-		})
-	}
-	if long != nil {
-		return fmt.Errorf("%w; long options take two dashes: --%s", err, long.Name)
-	}
 	return fmt.Errorf("%w; see %q", err, c.CommandPath()+" --help")
-}
-
-// oneDashHint returns a check of a command's arguments that also recognizes long options written with a
-// single dash. The flag parser takes the first letter of such an option for a short option and the rest
-// for its value. In "-model DIR", -m has the value "odel", and DIR remains as an argument.
-func oneDashHint(check cobra.PositionalArgs) cobra.PositionalArgs {
-	return func(c *cobra.Command, args []string) error {
-		err := check(c, args)
-
-		var written, long []string
-		c.Flags().Visit(func(f *pflag.Flag) {
-			w := f.Shorthand + f.Value.String()
-			l := longFlag(c, w)
-			if f.Shorthand == "" || l == nil {
-				return
-			}
-
-			// A value that only looks like the end of an option's name is fine, unless something else is
-			// wrong or the option would have been complete without a value of its own.
-			if err != nil || strings.Contains(w, "=") || isSwitch(l) {
-				written, long = append(written, "-"+w), append(long, "--"+l.Name)
-			}
-		})
-		if len(long) > 0 {
-			return fmt.Errorf("%s: long options take two dashes: %s", strings.Join(written, ", "),
-				strings.Join(long, ", "))
-		}
-		return err
-	}
-}
-
-// longFlag returns the flag of c with a long name such as "seed", which may be followed by "=" and a
-// value. It returns nil if there is none.
-func longFlag(c *cobra.Command, written string) *pflag.Flag {
-	name, _, _ := strings.Cut(written, "=")
-	if len(name) < 2 {
-		return nil
-	}
-	return c.Flags().Lookup(name)
 }
 
 // isSwitch reports whether a flag is on or off. One that is off by default may be given as off.

@@ -21,20 +21,37 @@ import (
 // ineffective has a command line for every flag that does nothing in some company. The flag has no
 // effect there, and must be refused by name.
 var ineffective = map[string]string{
-	"generate --top-k":      "generate --model MODEL --prompt Once -n 1 --top-k 5",
-	"generate --top-p":      "generate --model MODEL --prompt Once -n 1 --top-p 0.9",
-	"generate --seed":       "generate --model MODEL --prompt Once -n 1 --seed 3",
-	"train --steps":         "train --model MODEL --data TEXT --out OUT --time 1s --steps 5",
-	"train --directed":      "train --model MODEL --data TEXT --out OUT --directed",
-	"train --rank":          "train --model MODEL --data TEXT --out OUT --rank 4",
-	"train --board-control": "train --model MODEL --data TEXT --out OUT --board-control",
-	"train --deadline":      "train --model MODEL --data TEXT --out OUT --deadline 10s --device cpu",
-	"train --weight-decay":  "train --model MODEL --data TEXT --out OUT --adapters all --weight-decay 0.2",
-	"train --keep-best":     "train --model MODEL --data TEXT --out OUT --keep-best --eval-every 0",
-	"train --gpus":          "train --model MODEL --data TEXT --out OUT --gpus 2 --device cpu",
-	"train --save-parts":    "train --model MODEL --data TEXT --out OUT --save-parts --device cpu",
-	"convert --precision":   "convert --model MODEL --out OUT --gguf f32 --precision f16",
-	"convert --shard":       "convert --model MODEL --out OUT --gguf f32 --shard 1e-9",
+	"generate --top-k":       "generate --model MODEL --prompt Once -n 1 --top-k 5",
+	"generate --top-p":       "generate --model MODEL --prompt Once -n 1 --top-p 0.9",
+	"generate --seed":        "generate --model MODEL --prompt Once -n 1 --seed 3",
+	"train --steps":          "train --model MODEL --data TEXT --out OUT --time 1s --steps 5",
+	"train --preset":         "train --model MODEL --data TEXT --out OUT --preset small",
+	"train --layers":         "train --model MODEL --data TEXT --out OUT --layers 2",
+	"train --dim":            "train --model MODEL --data TEXT --out OUT --dim 32",
+	"train --heads":          "train --model MODEL --data TEXT --out OUT --heads 2",
+	"train --kv-heads":       "train --model MODEL --data TEXT --out OUT --kv-heads 2",
+	"train --ff":             "train --model MODEL --data TEXT --out OUT --ff 64",
+	"train --untied":         "train --model MODEL --data TEXT --out OUT --untied",
+	"train --vocab":          "train --model MODEL --data TEXT --out OUT --vocab 300",
+	"train --tokenizer":      "train --model MODEL --data TEXT --out OUT --tokenizer MODEL",
+	"train --documents":      "train --model MODEL --data TEXT --out OUT --documents",
+	"train --cache":          "train --model MODEL --data TEXT --out OUT --cache OUT",
+	"train --adapters":       "train --preset small --data TEXT --out OUT --adapters all",
+	"train --gguf":           "train --preset small --data TEXT --out OUT --gguf f16",
+	"train --grad-precision": "train --model MODEL --data TEXT --out OUT --grad-precision bf16 --device cpu",
+	"train --tune":           "train --model MODEL --data TEXT --out OUT --tune full --device cpu",
+	"train --profile":        "train --model MODEL --data TEXT --out OUT --profile OUT --device cpu",
+	"train --monitor":        "train --model MODEL --data TEXT --out OUT --monitor 2 --gpus 2",
+	"train --directed":       "train --model MODEL --data TEXT --out OUT --directed",
+	"train --rank":           "train --model MODEL --data TEXT --out OUT --rank 4",
+	"train --board-control":  "train --model MODEL --data TEXT --out OUT --board-control",
+	"train --deadline":       "train --model MODEL --data TEXT --out OUT --deadline 10s --device cpu",
+	"train --weight-decay":   "train --model MODEL --data TEXT --out OUT --adapters all --weight-decay 0.2",
+	"train --keep-best":      "train --model MODEL --data TEXT --out OUT --keep-best --eval-every 0",
+	"train --gpus":           "train --model MODEL --data TEXT --out OUT --gpus 2 --device cpu",
+	"train --save-parts":     "train --model MODEL --data TEXT --out OUT --save-parts --device cpu",
+	"convert --precision":    "convert --model MODEL --out OUT --gguf f32 --precision f16",
+	"convert --shard":        "convert --model MODEL --out OUT --gguf f32 --shard 1e-9",
 }
 
 // TestEveryFlagHasARule walks the flags of all commands. Each must have a rule that says when it has
@@ -117,6 +134,9 @@ var invalid = map[string][]string{
 	"duration": {"-7s"},
 }
 
+// newModelFlags are the numbers that describe a new model.
+var newModelFlags = []string{"layers", "dim", "heads", "kv-heads", "ff", "vocab"}
+
 // TestErrorsNameTheFlag gives every flag values that make no sense. The error must name the flag, and
 // no field or option of a Go package.
 func TestErrorsNameTheFlag(t *testing.T) {
@@ -141,6 +161,10 @@ func TestErrorsNameTheFlag(t *testing.T) {
 				line := strings.NewReplacer("MODEL", tiny, "TEXT", license, "CHAT", license, "OUT", out).Replace(lines[nameOf(c)])
 				flag := "--" + f.Name + "=" + value
 				args := append(strings.Fields(line), flag)
+				if slices.Contains(newModelFlags, f.Name) {
+					args = append(slices.DeleteFunc(args, func(a string) bool { return a == "-m" || a == tiny }),
+						"--preset", "small")
+				}
 				if f.Name == "rank" {
 					args = append(args, "--adapters", "all")
 				}
@@ -194,6 +218,20 @@ var effects = map[string]effect{
 	"convert --shard":     {"convert -m TINY -o OUT", "convert -m TINY -o OUT --shard 1e-5"},
 	"convert --gguf":      {"convert -m TINY -o OUT", "convert -m TINY -o OUT --gguf f16"},
 
+	"train --preset":    {"FRESH --preset small", "FRESH --preset none"},
+	"train --layers":    {"FRESH --layers 1", "FRESH --layers 2"},
+	"train --dim":       {"FRESH --layers 1", "FRESH --layers 1 --dim 16"},
+	"train --heads":     {"FRESH --layers 1", "FRESH --layers 1 --heads 4"},
+	"train --kv-heads":  {"FRESH --layers 1", "FRESH --layers 1 --kv-heads 1"},
+	"train --ff":        {"FRESH --layers 1", "FRESH --layers 1 --ff 32"},
+	"train --untied":    {"FRESH --layers 1", "FRESH --layers 1 --untied"},
+	"train --vocab":     {"FRESH --layers 1", "FRESH --layers 1 --vocab 310"},
+	"train --tokenizer": {"FRESH --layers 1", "FRESH --layers 1 --tokenizer none"},
+	"train --documents": {"FRESH --layers 1 -d FOLDER", "FRESH --layers 1 -d FOLDER --documents"},
+	"train --cache":     {"FRESH --layers 1", "FRESH --layers 1 --cache OUT-tokens"},
+	"train --max-bytes": {"TRAIN", "TRAIN --max-bytes 600"},
+	"train --held-out":  {"TRAIN", "TRAIN --held-out 30"},
+
 	"train --model":         {"TRAIN", "TRAIN --model ALTERED"},
 	"train --data":          {"TRAIN", "TRAIN --data OTHER"},
 	"train --out":           {"TRAIN", "TRAIN --out OUT/x"},
@@ -228,10 +266,14 @@ var effects = map[string]effect{
 
 // unseen has the flags whose effect a single process on a CPU does not show, and why.
 var unseen = map[string]string{
-	"train --recompute":  "it changes the memory that a run takes, and no bits",
-	"train --gpus":       "TestTrainGPUs starts several processes",
-	"train --deadline":   "it is for processes that hang",
-	"train --save-parts": "TestTrainGPUs looks for the parts",
+	"train --monitor":        "TestTrainFromScratch looks for the table, which has times",
+	"train --grad-precision": "it is for GPUs",
+	"train --tune":           "it is for GPUs",
+	"train --profile":        "it is for GPUs",
+	"train --recompute":      "it changes the memory that a run takes, and no bits",
+	"train --gpus":           "TestTrainGPUs starts several processes",
+	"train --deadline":       "it is for processes that hang",
+	"train --save-parts":     "TestTrainGPUs looks for the parts",
 }
 
 // TestEveryFlagHasAnEffect walks the flags of all commands and runs each command with the flag and
@@ -247,16 +289,28 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 	require.NoError(t, os.WriteFile(chats, []byte(`{"text": "Permission is hereby granted, free of `+
 		`charge, to any person obtaining a copy of this software"}`+"\n{}\n[]\n"), 0o666))
 	recorded := finishedRun(t)
+	t.Setenv("XDG_CACHE_HOME", t.TempDir())
+	folder := t.TempDir()
+	for _, name := range []string{"a", "b", "c"} {
+		text := bytes.Repeat([]byte("a text of "+name+". "), 80)
+		require.NoError(t, os.WriteFile(filepath.Join(folder, name), text, 0o666))
+	}
 
 	observe := func(line string) string {
 		t.Chdir(t.TempDir())
 		line = strings.Replace(line, "TRAIN", "train -m TINY -d TEXT -o OUT -n 2 -b 1 --seq 16 --device cpu", 1)
+		line = strings.Replace(line, "FRESH", "train --dim 32 --heads 2 -d TEXT -o OUT -n 2 -b 1 --seq 16 "+
+			"--device cpu", 1)
+		if !strings.Contains(line, "--vocab") && !strings.Contains(line, "--tokenizer") &&
+			!strings.Contains(line, "-m TINY") {
+			line = strings.Replace(line, "--dim 32 ", "--dim 32 --vocab 300 ", 1)
+		}
 		if strings.Contains(line, "--time") {
 			line = strings.Replace(line, "-n 2 ", "", 1)
 		}
 		dir := filepath.Join(t.TempDir(), "dir")
 		line = strings.NewReplacer("TINY", absolute(t, tiny), "LLAMA", absolute(t, testdata+"/llama2"),
-			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "CHAT", chats, "RUN", recorded, "OUT",
+			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "FOLDER", folder, "CHAT", chats, "RUN", recorded, "OUT",
 			filepath.Join(dir, "out")).Replace(line)
 		var stdout, stderr bytes.Buffer
 		err := run(t.Context(), strings.Fields(line), &stdout, &stderr)

@@ -38,7 +38,7 @@ func (o *generateOptions) command() *cobra.Command {
 
 Standard output receives the prompt and the text that the model adds, as it is drawn, and nothing else.
 With --chat it receives only the answer. The text ends after --n tokens, or at a token that ends a text.`,
-		Args:              oneDashHint(cobra.NoArgs),
+		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}

@@ -24,12 +24,12 @@ func newInspect() *cobra.Command {
 		Short: "Describe a model folder or a file of weights",
 		Long: `Describe a model folder: its configuration, tokenizer and tensors, and the memory that training
 takes. If PATH is a safetensors or GGUF file, describe its header. No weights are read.`,
-		Args: oneDashHint(func(c *cobra.Command, args []string) error {
+		Args: func(c *cobra.Command, args []string) error {
 			if o.model == "" {
 				return cobra.ExactArgs(1)(c, args)
 			}
 			return cobra.NoArgs(c, args)
-		}),
+		},
 		RunE: func(c *cobra.Command, args []string) error {
 			if len(args) == 1 {
 				o.model = args[0]

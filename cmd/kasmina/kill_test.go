@@ -102,11 +102,16 @@ type killedRun struct {
 	merges bool
 	shard  int  // bytes
 	parts  bool // ranks write checkpoints in parts, which have random names
+	fresh  bool // the model is trained from scratch
 }
 
 func (r *killedRun) command(t *testing.T, out string, env ...string) *exec.Cmd {
-	args := append([]string{"train", "--model", tiny, "--data", license, "--out", out, "--seq", "16",
-		"--device", "cpu", "--lr", "0.003", "--quiet"}, r.args...)
+	model := []string{"train", "--model", tiny}
+	if r.fresh {
+		model = append([]string{"train", "--cache", filepath.Join(filepath.Dir(out), "cache")}, freshSizes...)
+	}
+	args := append(append(model, "--data", license, "--out", out, "--seq", "16",
+		"--device", "cpu", "--lr", "0.003", "--quiet"), r.args...)
 	if r.shard > 0 {
 		env = append(env, shardVariable+"="+strconv.Itoa(r.shard))
 	}
@@ -133,6 +138,8 @@ func killedRuns() []*killedRun {
 		{name: "grow, 2 ranks", args: on2(grow)},
 		{name: "plain, sharded", args: plain, shard: 40 << 10},
 		{name: "adapters", args: adapters, merges: true},
+		{name: "from scratch", args: plain, fresh: true},
+		{name: "from scratch, 2 ranks", args: on2(plain), fresh: true},
 		{name: "plain, 2 ranks, parts", args: append(on2(plain), "--save-parts"), parts: true},
 	}
 }

@@ -336,7 +336,10 @@ func TestErrors(t *testing.T) {
 	for line, want := range map[string]string{
 		"eval --model " +
 			tiny: `required flag(s) "data" not set`,
-		"eval --data x": `required flag(s) "model" not set`,
+		"eval --data x":                              `required flag(s) "model" not set`,
+		"eval -model x --data y":                     `unknown command "x" for "kasmina eval"`,
+		"train --data x --out y":                     "at least one of the flags in the group [model preset layers] is required",
+		"train -m x --preset small --data x --out y": "--preset has no effect with --model",
 		"eval --model " + tiny + " --data " +
 			empty: "none of them can be scored",
 		"eval --model " + tiny + " --data none": "no such file",
@@ -374,52 +377,6 @@ func TestErrors(t *testing.T) {
 	// A variable of a script that is not set must not make the current folder the model's.
 	_, err := kasmina(t, "convert", "--model", tiny, "--out", "")
 	require.EqualError(t, err, "--out is empty")
-}
-
-// TestOneDash checks that a long option with a single dash is an error that names the right spelling,
-// whatever the flag parser makes of it, and that values that look like the end of an option remain
-// possible.
-func TestOneDash(t *testing.T) {
-	for line, long := range map[string]string{
-		"eval -model x --data y":             "model",  // -m with a value, and an argument
-		"eval --data y -model":               "",       // -m with a value
-		"eval -model=x --data y":             "model",  // -m with a value
-		"eval -m x --data y -seq 3":          "seq",    // no option -s
-		"eval -m x -d y -device cpu":         "device", // -d with a value, and an argument
-		"generate -m x -prompt y":            "prompt",
-		"generate -m x -prompt=y":            "prompt",
-		"generate -m x -p y -seed 3":         "seed", // -s with a value that is no number
-		"generate -m x -p y -temperature=1":  "temperature",
-		"generate -m x -p y -top-k 3":        "top-k",
-		"train -m x -d y -o z -steps 3":      "steps",
-		"train -m x -d y -o z -quiet":        "quiet",    // -q, and an unknown -u
-		"train -m x --data y -o z -directed": "directed", // -d with a value
-		"train -m x -d y -o z -board :0":     "board",
-		"train -m x -d y -o z -save-every 3": "save-every",
-		"train -help":                        "help",
-		"convert -m x -out y":                "out",
-		"inspect -model x":                   "model",
-		"report -out x.html y":               "out",
-		"report -out=x.html y":               "out",
-		"board -addr :0 x":                   "addr",
-	} {
-		stdout, err := kasmina(t, strings.Fields(line)...)
-		require.Error(t, err, line)
-		require.Empty(t, stdout, line)
-		if long != "" {
-			require.Regexp(t, "long options take two dashes: --"+long+"$", err, line)
-		}
-	}
-
-	_, err := kasmina(t, "eval", "-model", tiny, "-data", license)
-	require.EqualError(t, err, "-model, -data: long options take two dashes: --model, --data")
-
-	t.Chdir(t.TempDir())
-	for _, line := range []string{"report -o ut none", "inspect -m odel"} {
-		_, err := kasmina(t, strings.Fields(line)...)
-		require.Error(t, err, line)
-		require.NotContains(t, err.Error(), "dashes", line)
-	}
 }
 
 // TestUsage checks that an error does not print the usage, and that --help does, on standard output.
@@ -490,6 +447,8 @@ func TestCompletion(t *testing.T) {
 	for line, want := range map[string]string{
 		"eval --mo":            "--model",
 		"train --adapters ":    "grow all random",
+		"train --preset ":      "small 124M 350M 925M",
+		"train --optimizer ":   "adamw muon lion",
 		"convert --gguf ":      "f32 f16 bf16 q8_0",
 		"train --device ":      "auto cpu cuda",
 		"eval --device ":       "auto cpu cuda",

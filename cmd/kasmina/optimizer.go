@@ -20,6 +20,7 @@ type learning struct {
 	schedule  string
 	warmup    int     // automatic for a tenth of the steps
 	decay     float64 // automatic for that of the optimizer
+	base      float64 // peak learning rate that suits AdamW
 }
 
 // automatic is the value of an option that leaves the choice to the command, where 0 is a choice of
@@ -36,7 +37,7 @@ const (
 var scheduleNames = []string{cosine, linear, constant}
 
 const (
-	// usualRate is the peak learning rate for AdamW unless --lr says otherwise.
+	// usualRate is the default peak learning rate for fine-tuning with AdamW.
 	usualRate = 1e-4
 	// floor is the share of the peak learning rate that is left at the end.
 	floor = 0.1
@@ -89,9 +90,9 @@ func (o *trainOptions) checkLearning() error {
 func (l *learning) rate() float64 {
 	choice, err := optim.ByName(l.optimizer)
 	if err != nil {
-		return usualRate // newOptimizer returns the error
+		return l.base // newOptimizer returns the error
 	}
-	return usualRate * choice.Rate
+	return l.base * choice.Rate
 }
 
 // newOptimizer returns the optimizer of a run.

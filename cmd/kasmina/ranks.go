@@ -14,10 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/launch"
 	"github.com/kasmina-go/kasmina/cudaops"
-	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/llm/parallel"
-	"github.com/kasmina-go/kasmina/optim"
 )
 
 // ranksJob returns the job that this process has if it is to start one process for each GPU: for train with
@@ -27,7 +25,8 @@ func ranksJob(args []string) (*launch.Job, error) {
 	root := newRoot()
 	c, rest, err := root.Find(args)
 	if err != nil || c.Name() != "train" || c.ParseFlags(rest) != nil ||
-		c.ValidateArgs(c.Flags().Args()) != nil || recall(c) != nil || c.ValidateRequiredFlags() != nil {
+		c.ValidateArgs(c.Flags().Args()) != nil || recall(c) != nil || c.ValidateRequiredFlags() != nil ||
+		c.ValidateFlagGroups() != nil || checkFlags(c) != nil {
 		return nil, nil
 	}
 
@@ -39,7 +38,7 @@ func ranksJob(args []string) (*launch.Job, error) {
 }
 
 // ownOptions are those in which ranks may differ: names on one host, and what rank 0 alone does.
-var ownOptions = []string{"model", "data", "out", "gpus", "board", "board-control", "tensorboard",
+var ownOptions = []string{"model", "tokenizer", "data", "cache", "out", "gpus", "board", "board-control", "tensorboard",
 	"quiet", "help"}
 
 // facts are the options on which ranks must agree.
@@ -86,20 +85,6 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 		return m, errors.Join(err, m.close(nil))
 	}
 	return m, nil
-}
-
-// engine makes what computes the steps; nil is a single CPU's.
-func (m machines) engine() func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
-	error) {
-	switch {
-	case m.device != nil && m.team != nil:
-		return gpu.Parallel(m.device, m.precision, m.team)
-	case m.device != nil:
-		return gpu.Engine(m.device, m.precision)
-	case m.team != nil:
-		return m.team.Engine
-	}
-	return nil
 }
 
 // atFirst calls f at rank 0 alone, and returns its error everywhere.

@@ -65,6 +65,9 @@ func (o *trainOptions) settle(m machines) {
 	if o.precision == "" {
 		o.precision = m.precision.String()
 	}
+	if o.model == "" {
+		return
+	}
 	if f, err := hf.Open(o.model); err == nil { // runFrom returns the error
 		if o.seq == 0 {
 			o.seq = min(f.Config.Seq, 1024)

@@ -36,7 +36,7 @@ func TestResumeRecallsOptions(t *testing.T) {
 	_, err := kasmina(t, "train", "--resume", "--out", out, "--steps", "nine")
 	require.ErrorContains(t, err, "steps")
 	_, err = kasmina(t, "train", "--resume", "--out", filepath.Join(t.TempDir(), "none"))
-	require.ErrorContains(t, err, `required flag(s) "model", "data" not set`)
+	require.ErrorContains(t, err, `required flag(s) "data" not set`)
 }
 
 // TestExtend checks that a run that has finished continues with more steps, from its checkpoint, and

@@ -41,6 +41,7 @@ const (
 //	OUT/config.json, ...                 the finished model
 //	OUT/run/run.json                     the manifest: the options of the run, and whether it has finished
 //	OUT/run/checkpoint.safetensors, ...  the last checkpoint
+//	OUT/run/tokenizer                    the tokenizer that a run from scratch has trained
 //	OUT/run/log.jsonl, tensorboard       what the run has reported
 //	OUT/run/best.safetensors             with --keep-best, the best model so far; best.json has its loss
 //	OUT/run/model, model.gguf            the finished model, before it moves to OUT
@@ -89,10 +90,10 @@ const (
 // freeOptions are the options that decide nothing about the result, so that a run may continue with
 // other values.
 var freeOptions = []string{"out", "resume", "save-every", "eval-every", "board", "board-control",
-	"tensorboard", "quiet", "gpus", "deadline", "save-parts", "help"}
+	"tensorboard", "quiet", "gpus", "deadline", "save-parts", "cache", "monitor", "profile", "help"}
 
 // pathOptions are the options whose values name files. They are equal if they name the same file.
-var pathOptions = []string{"model", "data"}
+var pathOptions = []string{"model", "tokenizer", "data"}
 
 // optionsOf returns the options of a command that decide the result.
 func optionsOf(c *cobra.Command) map[string]string {
@@ -102,7 +103,7 @@ func optionsOf(c *cobra.Command) map[string]string {
 			return
 		}
 		all[f.Name] = f.Value.String()
-		if slices.Contains(pathOptions, f.Name) {
+		if slices.Contains(pathOptions, f.Name) && all[f.Name] != "" {
 			// A later command may run in another folder.
 			if path, err := filepath.Abs(all[f.Name]); err == nil {
 				all[f.Name] = path

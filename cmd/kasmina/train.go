@@ -16,7 +16,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/failpoint"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/hf/gguf"
 	"github.com/kasmina-go/kasmina/llm/parallel"
 	"github.com/kasmina-go/kasmina/llm/runlog"
@@ -47,15 +46,28 @@ type trainOptions struct {
 	warmup    int // steps of it
 	keepBest  bool
 	gguf      string
+	scratch   scratch
+	text      textOptions
+	engine    engineOptions
 }
 
-func newTrain() *cobra.Command {
-	var o trainOptions
+func newTrain() *cobra.Command { return newTrainOf(&trainOptions{}) }
+
+// newTrainOf returns the command that parses its options into o.
+func newTrainOf(o *trainOptions) *cobra.Command {
 	c := &cobra.Command{
-		Use:   "train --model DIR --data FILE --out NEW",
-		Short: "Continue training a model on a text",
-		Long: `Continue training all weights of a model on a text, a file or a folder. Part of the text is held
-out for evaluation.
+		Use:   "train {--model DIR | --preset NAME | --layers N ...} --data FILE --out NEW",
+		Short: "Train a model on a text, from scratch or further",
+		Long: `Train all weights of a model on a text, a file or a folder. Part of the text is held out for
+evaluation. With --model, a model that has been trained before learns more. Without it, a new model is
+trained from scratch: --preset chooses its size, or --layers, --dim and --heads do. Its tokenizer is
+trained on the same text, unless --tokenizer names one.
+
+  preset   blocks  features  tokens per sequence  tokens per step
+  small         4       192                  256            2,048   for a CPU, and the default for --layers
+  124M         12       768                1,024           32,768   for GPUs
+  350M         24     1,024                1,024           16,384
+  925M         16     2,048                2,048           16,384
 
 The folder --out receives the trained model, in the format of transformers. Its subfolder run holds the
 last checkpoint, with the optimizer's state, and the log.
@@ -74,25 +86,30 @@ With --grow, the model receives more blocks while it trains. With --adapters, th
 are, and LoRA adapters learn and are merged into the weights at the end.`,
 		Example: `  kasmina train -m models/tiny -d text.txt -o tuned -n 200 -b 2
   kasmina train -o tuned --resume -n 400
-  kasmina train -m models/tiny -d text.txt -o adapted --adapters grow --rank 4`,
-		Args:              oneDashHint(cobra.NoArgs),
+  kasmina train -m models/tiny -d text.txt -o adapted --adapters grow --rank 4
+  kasmina train --preset small -d notes/ -o mine --grow 2
+  kasmina train --layers 6 --dim 256 --heads 8 --vocab 4096 -d notes/ -o mine`,
+		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		PreRunE:           func(c *cobra.Command, args []string) error { return recall(c) },
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}
 	o.modelFlag(c)
+	o.scratch.flags(c)
+	o.text.flags(c, &o.data)
 	f := c.Flags()
-	f.StringVarP(&o.data, "data", "d", "", "text `file`, or a folder of them")
 	f.StringVarP(&o.out, "out", "o", "", "new `directory` for the model and the run")
 	f.IntVarP(&o.train.Steps, "steps", "n", 100, "number of optimizer steps")
 	f.IntVarP(&o.train.Batch, "batch", "b", 4, "sequences per batch")
 	f.IntVar(&o.train.Accumulate, "accumulate", 1, "batches per step")
-	f.IntVar(&o.seq, "seq", 0, "tokens per sequence (default: the model's longest context, at most 1024)")
-	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: 0.0001 with adamw, and as much more as the "+
-		"--optimizer needs)")
+	f.IntVar(&o.seq, "seq", 0, "tokens per sequence (default: that of the preset, or the longest "+
+		"context of --model, at most 1024)")
+	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: that of the preset, or 0.0001, with "+
+		"adamw; as much more or less as another --optimizer needs)")
 	f.Float64Var(&o.train.Clip, "clip", 1, "limit of the global gradient norm; 0 means no limit")
 	o.learning.flags(c)
-	f.IntVar(&o.grow, "grow", 0, "let the model grow to this many times as many blocks; 0 means no growth")
+	f.IntVar(&o.grow, "grow", 0, "multiply the number of blocks by this while training, to --layers in a new "+
+		"model; 0 means no growth")
 	o.adapters.flags(c)
 	f.DurationVar(&o.train.Budget.Time, "time", 0, "train for this long instead of --steps, such as 90s or 2h")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
@@ -103,7 +120,7 @@ are, and LoRA adapters learn and are merged into the weights at the end.`,
 		"instead of the last one")
 	f.StringVar(&o.gguf, "gguf", "", "also write model.gguf for llama.cpp, with weights of this `type`: f32, f16, "+
 		"bf16 or q8_0")
-	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed for the data order")
+	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed for the data order, and for the weights of a new model")
 	f.BoolVar(&o.resume, "resume", false, "continue the run in --out even if its options were different")
 	f.StringVar(&o.board, "board", "", "show the run in a browser at this `address`, such as 127.0.0.1:6060")
 	f.BoolVar(&o.control, "board-control", false,
@@ -117,8 +134,9 @@ are, and LoRA adapters learn and are merged into the weights at the end.`,
 	f.BoolVar(&o.parts, "save-parts", false, "let each of several processes write its own part of a "+
 		"checkpoint; for large models")
 	o.machineFlags(c)
+	o.engine.flags(c)
 	completeFlag(c, "gguf", "f32", "f16", "bf16", "q8_0")
-	markRequired(c, "model", "data", "out")
+	markRequired(c, "data", "out")
 	return c
 }
 
@@ -134,6 +152,12 @@ const (
 
 // check returns an error for values that make no sense, before anything is written.
 func (o *trainOptions) check() error {
+	if err := o.text.check(); err != nil {
+		return err
+	}
+	if err := o.engine.checkValues(); err != nil {
+		return err
+	}
 	for _, count := range []struct {
 		name  string
 		value int
@@ -147,6 +171,11 @@ func (o *trainOptions) check() error {
 	}
 	if o.grow < 0 || o.grow == 1 || o.grow > mostGrowth {
 		return fmt.Errorf("--grow is %d, want 0, or 2 for twice as many blocks, up to %d", o.grow, mostGrowth)
+	}
+	if o.model == "" {
+		if err := o.scratch.check(o.grow); err != nil {
+			return err
+		}
 	}
 	if err := o.adapters.check(); err != nil {
 		return err
@@ -185,6 +214,9 @@ func (o *trainOptions) check() error {
 }
 
 func (o *trainOptions) run(c *cobra.Command) (err error) {
+	if err := o.resolve(c); err != nil {
+		return err
+	}
 	if o.lr == 0 && !c.Flags().Changed("lr") {
 		o.lr = o.learning.rate()
 	}
@@ -201,6 +233,9 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 		c.SetErr(io.Discard)
 	}
 	if err := o.checkProcesses(c, m); err != nil {
+		return err
+	}
+	if err := o.engine.check(c, m); err != nil {
 		return err
 	}
 	o.settle(m)
@@ -300,48 +335,47 @@ var modelShard int64 = 5 << 30
 
 // runFrom trains from a stage on, and writes the model.
 func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
-	f, err := hf.Open(o.model)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	if o.seq == 0 {
-		o.seq = min(f.Config.Seq, 1024)
-	}
-	if err := o.window(c.ErrOrStderr(), f.Config); err != nil {
-		return err
-	}
-	tok, err := tokenizerOf(o.model, f.Config.Vocab)
-	if err != nil {
-		return err
-	}
-	if err := o.checkSave(f); err != nil {
-		return err
-	}
-	corpus, err := data.Open(o.data)
+	corpus, err := o.text.open(o.data)
 	if err != nil {
 		return fmt.Errorf("--data: %w", err)
 	}
-	t, err := o.trainer(c, f, m, tok, corpus)
+	from, err := o.origin(c, m, s, corpus.Train)
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(o.steps(c, t, m, s, tok, corpus), t.Close()); err != nil ||
+	defer from.Close()
+
+	if o.seq == 0 {
+		o.seq = min(from.shape().Seq, 1024)
+	}
+	if err := o.window(c.ErrOrStderr(), from.shape()); err != nil {
+		return err
+	}
+	if err := o.checkSave(from); err != nil {
+		return err
+	}
+	tokens, err := o.text.tokens(c, m, corpus.Train, from.vocabulary())
+	if err != nil {
+		return err
+	}
+	defer tokens.Close()
+
+	t, err := o.trainer(c, from, m, tokens)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(o.steps(c, t, m, s, from, corpus), t.Close()); err != nil ||
 		!m.team.First() {
 		return err
 	}
 	defer m.team.Busy("writing the model")()
-	return o.save(c, t.Model, f)
+	return o.save(c, t.Model, from)
 }
 
-// trainer loads the model and makes what trains it.
-func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
-	tok tokenizer.Tokenizer, corpus *data.Corpus) (*llm.Trainer, error) {
-	o.train.Engine = on.engine()
-	tokens, err := data.Tokenize(c.Context(), corpus.Train, tok)
-	if err != nil {
-		return nil, err
-	}
+// trainer returns the trainer of the model that the run starts from.
+func (o *trainOptions) trainer(c *cobra.Command, from origin, on machines,
+	tokens data.Tokens) (*llm.Trainer, error) {
+	o.train.Engine = o.engine.engine(on)
 	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: o.train.Batch, Seq: o.seq,
 		Seed: o.seed})
 	if err != nil {
@@ -354,13 +388,13 @@ func (o *trainOptions) trainer(c *cobra.Command, f *hf.Folder, on machines,
 	if o.grow > 0 {
 		o.train.Epoch = max(1, o.train.Steps/100) // a seed's life takes some 80 epochs
 	}
-	m, err := load(c.Context(), f, c.ErrOrStderr(), hf.WithConfig(func(c *llm.Config) {
-		c.Seq = o.seq
+	m, err := from.model(c.Context(), c.ErrOrStderr(), func(c *llm.Config) {
+		c.Seq, c.Documents = o.seq, o.text.documents
 		if o.grow > 0 {
 			c.Depth = 1
 		}
 		o.adapters.config(c)
-	}, o.lattices()...))
+	}, o.lattices()...)
 	if err != nil {
 		return nil, err
 	}
@@ -403,7 +437,7 @@ func (o *trainOptions) serve(stderr io.Writer, t *llm.Trainer) (stop func() erro
 
 // steps runs the training from a stage on.
 func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s stage,
-	tok tokenizer.Tokenizer, corpus *data.Corpus) error {
+	from origin, corpus *data.Corpus) error {
 	if s == saved {
 		if err := o.resumeFrom(c, t, o.in(checkpointName)); err != nil {
 			return err
@@ -416,12 +450,15 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 		if err != nil {
 			return err
 		}
-		return o.dir().writeManifest(run.next(optionsOf(c)))
+		if err := o.dir().writeManifest(run.next(optionsOf(c))); err != nil {
+			return err
+		}
+		return from.keep()
 	}); err != nil {
 		return err
 	}
 	if on.team.First() {
-		stop, err := o.watch(c, t, on, tok, corpus)
+		stop, err := o.watch(c, t, on, from.vocabulary(), corpus)
 		if err != nil {
 			return err
 		}
@@ -476,7 +513,7 @@ func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string)
 		}
 	}
 	if errors.Is(err, llm.ErrArchitecture) {
-		return fmt.Errorf("%w; --seq, --grow and the options of adapters must stay as they were: give the "+
+		return fmt.Errorf("%w; the sizes of the model, --seq, --grow and the options of adapters must stay as they were: give the "+
 			"values of that run, or start a new one with another --out", err)
 	}
 	return err
@@ -496,11 +533,7 @@ func (e settingsError) Unwrap() error { return e.error }
 // watch adds what shows a run, writes its log and evaluates, which is for one process.
 func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 	tok tokenizer.Tokenizer, corpus *data.Corpus) (stop func() error, err error) {
-	held, err := corpus.HeldOut.Sample(256 << 10)
-	if err != nil {
-		return nil, err
-	}
-	e, err := data.NewEvaluation(held, tok, o.train.Batch, o.seq)
+	e, err := o.text.evaluation(corpus.HeldOut, tok, o.train.Batch, o.seq)
 	if err != nil {
 		return nil, err
 	}
@@ -528,5 +561,6 @@ func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 	if o.keepBest {
 		t.On(o.saveBest(t))
 	}
+	o.engine.watch(c, t)
 	return stop, nil
 }

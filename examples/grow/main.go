@@ -1,19 +1,15 @@
-// Command grow trains a language model twice in equal time, from one random seed on the same text.
-// One has all its blocks from the start. The other has few blocks, whose steps are quick, and gets
-// as many when the controller sees the loss flatten. It compares the held-out losses, and draws
-// them over the time with the stack of blocks below.
+// Command grow trains two models in equal time, on the same text and from the same random seed. The
+// first has four blocks from the start. The second starts with two, whose steps are quicker, and gets
+// two more while it trains.
 //
-//	go run ./examples/grow                    # under three minutes on two cores, on the Go sources
-//	go run ./examples/grow -data ~/notes -time 5m -lr 0.01,0.02,0.03
-//	go run ./examples/grow -runs 1 -replay runs/grow/grown-1.record.jsonl
+//	go run ./examples/grow                                      # a minute on two cores
+//	go run ./examples/grow -data ~/notes -time 5m
+//	go run ./examples/grow -replay runs/grow/record.jsonl
 //
-// The command bench compares many recipes of growth with tuned static models, on budgets that are
-// counted in tokens per parameter, and keeps a record of each run:
+// The program writes the decisions of the growing run to a record. With -replay, the run follows a
+// record instead of the clock and the controller, and has the same bits on any machine.
 //
-//	go run ./examples/grow bench -h
-//
-// Beside each model lie a log and, of a grown one, the record of the decisions by which it grew,
-// which -replay follows. The last line that it prints is a JSON object with the results.
+// "go run ./tools/bench growth" measures growth at all places of a model, on GPUs too.
 package main
 
 import (
@@ -23,93 +19,157 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/signal"
 	"path/filepath"
-	"syscall"
+	"time"
 
-	"github.com/kasmina-go/kasmina/board"
-	"github.com/kasmina-go/kasmina/cudaops"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/comm/launch"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/runlog"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
+)
+
+// config describes the full model.
+var config = llm.Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256}
+
+const (
+	growth = 2    // factor by which the number of blocks grows
+	batch  = 8    // sequences per step
+	rate   = 0.02 // peak learning rate
 )
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop)
-	err := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
-	if err != nil && !errors.Is(err, flag.ErrHelp) {
+	path := flag.String("data", "", "text `file` or folder to learn from (default: the sources of Go)")
+	out := flag.String("out", filepath.Join("runs", "grow"), "`folder` for the record")
+	limit := flag.Duration("time", 30*time.Second, "time to train each model")
+	seed := flag.Uint64("seed", 1, "random seed of the weights and of the data order")
+	replay := flag.String("replay", "", "let the growing model follow this `record`, and train no other")
+	flag.Parse()
+
+	err := run(launch.UntilInterrupt(os.Stderr), *path, *out, *replay, *limit, *seed, os.Stdout)
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "grow:", err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, args []string, stdout, stderr io.Writer) (err error) {
-	if len(args) > 0 && args[0] == "bench" {
-		return runBench(ctx, args[1:], stdout, stderr)
-	}
-	o, err := parse(args, stderr)
+func run(ctx context.Context, path, out, replay string, limit time.Duration, seed uint64,
+	stdout io.Writer) error {
+	corpus, err := openText(path)
 	if err != nil {
 		return err
 	}
-	if err := os.MkdirAll(o.out, 0o777); err != nil {
-		return err
-	}
-	text, err := openCorpus(ctx, o, stderr)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, text.Close()) }()
-	device, err := openDevice(o.device, stderr)
-	if err != nil {
-		return err
-	}
-	if device != nil {
-		defer device.Close()
-	}
-	e := &experiment{options: o, ctx: ctx, text: text, device: device, w: stderr}
-	if o.board != "" {
-		var opts []board.Option
-		if o.boardControl {
-			opts = append(opts, board.WithControl())
-		}
-		if e.board, err = board.New(opts...); err != nil {
-			return err
-		}
-		defer e.board.Close()
-		url, err := e.board.Listen(o.board)
-		if err != nil {
-			return fmt.Errorf("-board: %w", err)
-		}
-		fmt.Fprintf(stderr, "board     %s\n", url)
-	}
-	var all results
-	for r := range o.runs {
-		c, err := e.compare(o.seed+uint64(r), r == 0)
+	if replay != "" {
+		file, err := os.Open(replay)
 		if err != nil {
 			return err
 		}
-		all = append(all, c)
-		path := filepath.Join(o.out, fmt.Sprintf("growth-%d.png", c.seed))
-		if err := drawComparison(path, c); err != nil {
-			return err
+		defer file.Close()
+		record, err := llm.ReadRecord(file)
+		if err != nil {
+			return fmt.Errorf("%s: %w", replay, err)
 		}
-		fmt.Fprintf(stderr, "picture   %s\n", path)
+		return train(ctx, "replayed", corpus, seed, limit, &llm.Growth{Replay: record}, stdout)
 	}
-	return all.report(stdout)
+
+	if err := train(ctx, "from the start", corpus, seed, limit, nil, stdout); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(out, 0o777); err != nil {
+		return err
+	}
+	record, err := os.Create(filepath.Join(out, "record.jsonl"))
+	if err != nil {
+		return err
+	}
+	grown := &llm.Growth{Controller: control.NewDepth(blueprints.Stack, growth), Record: record}
+	err = train(ctx, "grown", corpus, seed, limit, grown, stdout)
+	if err == nil {
+		fmt.Fprintf(stdout, "the decisions of the growing run are in %s\n", record.Name())
+	}
+	return errors.Join(err, record.Close())
 }
 
-func openDevice(device string, stderr io.Writer) (*cudaops.Device, error) {
-	if device == "cpu" {
-		return nil, nil
+// train trains a model until the time is over, and prints its loss on held-out text. If growing is nil,
+// the model has all blocks from the start.
+func train(ctx context.Context, name string, corpus *data.Corpus, seed uint64, limit time.Duration,
+	growing *llm.Growth, stdout io.Writer) (err error) {
+	tokens, err := data.Tokenize(ctx, corpus.Train, tokenizer.Bytes{})
+	if err != nil {
+		return err
 	}
-	d, err := cudaops.Open()
-	switch {
-	case err == nil:
-		fmt.Fprintf(stderr, "device    %v\n", d)
-		return d, nil
-	case device == "auto":
-		if !errors.Is(err, cudaops.ErrNoDevice) {
-			fmt.Fprintf(stderr, "device    the CPU, as the GPU cannot be used: %v\n", err)
+	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: seed})
+	if err != nil {
+		return err
+	}
+	heldOut, err := corpus.HeldOut.Sample(64 << 10)
+	if err != nil {
+		return err
+	}
+	evaluation, err := data.NewEvaluation(heldOut, tokenizer.Bytes{}, batch, config.Seq)
+	if err != nil {
+		return err
+	}
+
+	c := config
+	if growing != nil {
+		c.Layers, c.Depth = c.Layers/growth, 1
+	}
+	model, err := llm.NewModel(c.Default(), tensor.Float32, seed, state.WithoutGates())
+	if err != nil {
+		return err
+	}
+	optimizer, err := optim.NewMuon(optim.WithLR(rate), optim.WithAdamW(optim.WithLR(0.15*rate)))
+	if err != nil {
+		return err
+	}
+	schedule, err := optim.Warmup(rate, 20)
+	if err != nil {
+		return err
+	}
+	annealing, err := optim.CosineAnnealing(0.05) // over the time spent
+	if err != nil {
+		return err
+	}
+	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Batch: batch, Schedule: schedule,
+		Annealing: annealing, Budget: llm.Budget{Time: limit}, Clip: 1, Epoch: 1})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, t.Close()) }()
+	if growing != nil {
+		if err := t.Grow(*growing); err != nil {
+			return err
 		}
-		return nil, nil
 	}
-	return nil, err
+
+	t.On(runlog.Progress(os.Stderr))
+	if err := t.Run(ctx); err != nil {
+		return err
+	}
+	_, bitsPerByte, err := t.Evaluate(evaluation)
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(stdout, "%-14s  %d blocks, %d steps: %.4f bits per byte of held-out text\n", name,
+		t.Model.Config.Layers, t.Step(), bitsPerByte)
+	return err
+}
+
+// openText opens the text at path, by default the sources of Go.
+func openText(path string) (*data.Corpus, error) {
+	if path != "" {
+		return data.Open(path)
+	}
+	path, err := data.GoSource()
+	if err != nil {
+		return nil, err
+	}
+	return data.Open(path, data.WithExtensions(".go"))
 }

@@ -40,6 +40,7 @@ type SaveOption func(*saving)
 
 type saving struct {
 	like     *Folder
+	tokens   string // folder or file of the tokenizer; "" takes the one of like
 	dtype    safetensors.DType
 	shard    int64
 	files    map[string][]byte
@@ -82,6 +83,10 @@ func WithShardSize(bytes int64) SaveOption {
 func WithFile(name string, content []byte) SaveOption {
 	return func(s *saving) { s.files[name] = content }
 }
+
+// WithTokenizer writes the tokenizer at path, a tokenizer.json or the folder of a model, instead of
+// the tokenizer of [Like]. Chat templates belong to the tokenizer.
+func WithTokenizer(path string) SaveOption { return func(s *saving) { s.tokens = path } }
 
 // WithSaveProgress calls f as bytes of the weights have been written.
 func WithSaveProgress(f func(done, of int64)) SaveOption {
@@ -202,22 +207,33 @@ func (s *saving) collect(config []byte) error {
 		}
 	}
 	add(configName, config)
-	if s.like == nil {
+	switch {
+	case s.like == nil:
 		add(generationName, []byte("{\n  \"_from_model_config\": true\n}\n"))
-		return nil
-	}
-	if s.like.generation != nil {
+	case s.like.generation != nil:
 		add(generationName, s.like.generation)
-	} else {
+	default:
 		add(generationName, s.like.generationOf())
 	}
-	names, err := templateFiles(s.like.Dir)
+
+	dir := s.tokens
+	if dir == "" && s.like != nil {
+		dir = s.like.Dir
+	}
+	if dir == "" {
+		return nil
+	}
+	if info, err := os.Stat(dir); err == nil && !info.IsDir() {
+		text, err := regular.Read(dir, maxTokenizer, "a tokenizer's file has")
+		add(tokenizerFiles[0], text)
+		return err
+	}
+	names, err := templateFiles(dir)
 	if err != nil {
 		return err
 	}
 	for _, name := range slices.Concat(tokenizerFiles, names) {
-		text, err := regular.Read(filepath.Join(s.like.Dir, name), maxTokenizer,
-			"a tokenizer's file has")
+		text, err := regular.Read(filepath.Join(dir, name), maxTokenizer, "a tokenizer's file has")
 		if err == nil {
 			add(name, text)
 		} else if !errors.Is(err, fs.ErrNotExist) {

@@ -9,17 +9,17 @@ import (
 	"strings"
 )
 
-// slack is by how much an op or a step may be slower than before.
+// slack is the tolerated slowdown of an op or a step.
 const slack = 0.03
 
-// earlier is the file of a run on this machine.
+// earlier holds the results of an earlier run on this machine.
 type earlier struct {
 	path  string
 	card  string
 	lines []result
 }
 
-// readEarlier reads the lines of one machine: a file of several is refused.
+// readEarlier reads the results of one machine. Results of several machines are an error.
 func readEarlier(path string) (*earlier, error) {
 	lines, err := readResults(path)
 	if err != nil {
@@ -45,7 +45,7 @@ func readEarlier(path string) (*earlier, error) {
 	return e, nil
 }
 
-// fits returns an error unless a run, whose first line this is, has the machine of the earlier one.
+// fits returns an error if the first line of this run names another machine than the earlier run.
 func (e *earlier) fits(run result) error {
 	if e == nil || e.card == run.Card {
 		return nil
@@ -55,7 +55,7 @@ func (e *earlier) fits(run result) error {
 		run.Card)
 }
 
-// measurement is what an op or a step takes, in microseconds, in the earlier run and in this one.
+// A measurement is the time of an op or a step in both runs, in microseconds.
 type measurement struct {
 	name        string
 	before, now float64
@@ -63,8 +63,7 @@ type measurement struct {
 
 func (m measurement) slower() float64 { return m.now/m.before - 1 }
 
-// compare writes what became slower by more than slack as a table, and returns an error if anything
-// did.
+// compare writes a table of everything that became slower by more than slack. A row in it is an error.
 func (e *earlier) compare(w io.Writer, now []result) error {
 	before, after := fastest(e.lines), fastest(now)
 	var both, slower []measurement
@@ -101,7 +100,7 @@ func (e *earlier) compare(w io.Writer, now []result) error {
 	return errors.New("slower than before: " + strings.Join(names, ", "))
 }
 
-// fastest is the least time of each of this project's measurements, by name.
+// fastest returns the shortest time of each of this project's measurements, by name.
 func fastest(all []result) map[string]float64 {
 	times := map[string]float64{}
 	for _, r := range all {

@@ -26,11 +26,10 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// The CPU's groups: what bounds it, a matrix product, a Kasmina layer, ops one by one, and
-// training.
+// The groups for the CPU: its limits, a matrix product, a Kasmina layer, single ops, and training.
 func cpuGroups() []string { return []string{"copy", "gemm", "kasmina", "ops", "train"} }
 
-// onCPU measures in float32, on as many cores as GOMAXPROCS says.
+// onCPU measures in float32 on GOMAXPROCS cores.
 func onCPU(o options) error {
 	if err := o.check(cpuGroups()); err != nil {
 		return err
@@ -58,7 +57,7 @@ func onCPU(o options) error {
 	return nil
 }
 
-// processor is the processor's name, where the operating system tells.
+// processor returns the processor's name, or "" if the operating system does not provide it.
 func processor() string {
 	info, err := os.ReadFile("/proc/cpuinfo")
 	if err == nil {
@@ -71,8 +70,7 @@ func processor() string {
 	return runtime.GOARCH
 }
 
-// timed is the median time of f over about a second, at least five runs, after one that does not
-// count.
+// timed returns the median time of f over about a second, in at least five runs after a warmup.
 func timed(f func() error) (time.Duration, error) {
 	if err := f(); err != nil {
 		return 0, err
@@ -125,8 +123,8 @@ func cpuGemm(options) error {
 	return emit(measured("gemm_1024_f32_cpu", took, 0, 2*n*n*n))
 }
 
-// cpuKasmina measures a layer whose seeds are all grafting, the four kinds in turn, with its
-// default telemetry. It measures a forward pass, and forward and backward pass together.
+// cpuKasmina measures a layer with default telemetry. All its seeds are grafting, with four kinds of
+// blueprints in turn. It times the forward pass, and the forward and backward pass together.
 func cpuKasmina(options) error {
 	const rows, dim, seeds, chunk = 1024, 4096, 256, 16
 	random := rand.New(rand.NewPCG(4, 4))
@@ -194,9 +192,9 @@ func graft(l *state.Lattice, seed int, alpha float64) error {
 	return l.SetAlpha(seed, alpha)
 }
 
-// cpuTrain times steps of a small Llama-style model: forward and backward pass, clipping, AdamW.
-// The peer is the same model made of Gorgonia's own ops on its own machine. Memory is the most that
-// the process has held so far.
+// cpuTrain times training steps of a small Llama-style model: forward and backward pass, clipping and
+// AdamW. The peer is the same model built from Gorgonia's own ops, on Gorgonia's machine. The memory
+// is the maximum that the process has held so far.
 func cpuTrain(o options) error {
 	s := size{"llama3M_cpu", llm.Config{Vocab: 256, Dim: 256, Layers: 4, Heads: 4,
 		FF: 704, Seq: 256}, 4, false}
@@ -290,7 +288,7 @@ func cpuSteps(steps int, s size, vm gorgonia.VM, grads []gorgonia.ValueGrad,
 	return median(times)
 }
 
-// peakGiB is the most memory that the process has held, 0 where the operating system does not tell.
+// peakGiB returns the maximum memory of the process, or 0 if the operating system does not report it.
 func peakGiB() float64 {
 	status, err := os.ReadFile("/proc/self/status")
 	if err != nil {

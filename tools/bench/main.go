@@ -1,43 +1,53 @@
 // Command bench times this module's kernels and whole training steps, and prints one JSON line for
-// each. A line has name, microseconds, GB/s or TFLOP/s, tokens per second and memory. Progress goes
-// to standard error.
+// each: its name, microseconds, GB/s or TFLOP/s, tokens per second and memory. Progress goes to
+// standard error.
 //
 //	go run ./tools/bench > kasmina.jsonl                       # everything, on the GPU
 //	go run ./tools/bench -groups train -models llama124M       # some of it
 //	go run ./tools/bench -device cpu                           # the CPU's counterpart
 //	go run ./tools/bench -against before.jsonl > after.jsonl    # fails where something became slower
 //
-// peers/torch_peers.py measures the same in PyTorch, under the same names, and peers/llmc_peers.py
-// training steps of llm.c. The lines of all, taken in one go on one machine, become a table:
+// peers/torch_peers.py takes the same measurements in PyTorch, under the same names, and
+// peers/llmc_peers.py times training steps of llm.c. A table combines measurements from one machine:
 //
 //	python3 tools/bench/peers/torch_peers.py > torch.jsonl
 //	go run ./tools/bench -table kasmina.jsonl torch.jsonl
 //
-// Kernels are timed by package cudabench: medians of launches that find nothing in the cache. A
-// training step is everything from token ids on the host to updated weights and the loss on the
-// host. A loss is the same without an update. These are medians of wall-clock times.
+// Two commands of their own train models to the end and compare them:
+//
+//	go run ./tools/bench growth -help                          # pairs of a grown and a static model
+//	go run ./tools/bench study -help                           # recipes of growth, on several budgets
+//
+// Package cudabench times kernels, as medians of launches with a cold cache. A training step is
+// everything from token ids on the host to updated weights and the loss on the host; a loss is the same
+// without the update. Both are medians of wall-clock times. Package opbench times single ops on a CPU.
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"math"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/cudabench"
+	"github.com/kasmina-go/kasmina/tools/bench/growth"
 )
 
-// result is a line of output. The first line of a program says where and when it ran, in the place
-// of a measurement.
+// A result is a line of output. The first line of a program describes the machine and the date
+// instead of a measurement.
 type result struct {
 	Bench    string  `json:"bench"`
 	Peer     string  `json:"peer"`
@@ -57,10 +67,10 @@ type result struct {
 	Command  string `json:"command,omitempty"`
 }
 
-// project is this module's name among the peers, whereabouts the name of a program's first line.
+// project is this module's name among the peers. whereabouts names the first line of a program.
 const project, whereabouts = "kasmina", "run"
 
-// options are those of main.
+// options are the options on the command line.
 type options struct {
 	groups    []string
 	models    []string
@@ -75,7 +85,30 @@ type options struct {
 	before    *earlier // nil without -against
 }
 
+// comparisons are the commands that train models to the end.
+var comparisons = map[string]func(ctx context.Context, args []string, stdout, stderr io.Writer) error{
+	"growth": growth.Pairs, "study": growth.Study}
+
+// compare runs one of the comparisons.
+func compare(args []string) error {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop)
+	err := comparisons[args[0]](ctx, args[1:], os.Stdout, os.Stderr)
+	if errors.Is(err, flag.ErrHelp) {
+		return nil
+	}
+	return err
+}
+
 func main() {
+	if len(os.Args) > 1 && comparisons[os.Args[1]] != nil {
+		if err := compare(os.Args[1:]); err != nil {
+			fmt.Fprintln(os.Stderr, "bench:", err)
+			os.Exit(1)
+		}
+		return
+	}
+
 	groups := flag.String("groups", "",
 		"which groups of measurements, separated by commas (default: all)\non a GPU "+
 			strings.Join(gpuGroups(), ", ")+"\non a CPU "+strings.Join(cpuGroups(), ", "))
@@ -149,7 +182,7 @@ func (o options) run(device string, repeat int, against string) error {
 	return o.before.compare(os.Stderr, emitted)
 }
 
-// gpuGroups are cudabench's, then what is measured through the public machine.
+// gpuGroups returns the groups of cudabench, and the groups measured through the public machine.
 func gpuGroups() []string {
 	return append(cudabench.Groups(), "loss", "train", "train-f8", "train-bf16-gradients",
 		"recompute", "train-kasmina", ofPublished)
@@ -162,7 +195,7 @@ func modelNames() (names []string) {
 	return names
 }
 
-// check fills in the groups where none are chosen, and refuses what is not there.
+// check chooses all groups if none is named, and returns an error for unknown names.
 func (o *options) check(groups []string) error {
 	if o.groups == nil {
 		o.groups = groups
@@ -188,7 +221,7 @@ func (o *options) check(groups []string) error {
 	if o.batch < 0 {
 		return fmt.Errorf("-batch is %d, want at least 1, or 0 for the model's own", o.batch)
 	}
-	// not when all is measured
+	// An hour of measurements must not end in an error.
 	if info, err := os.Stat(filepath.Dir(o.profile)); o.profile != "" &&
 		(err != nil || !info.IsDir()) {
 		return fmt.Errorf("-profile is %s, want a file in a folder that is there", o.profile)
@@ -245,7 +278,7 @@ func onGPU(o options) error {
 	return nil
 }
 
-// begin prints a run's first line, unless the earlier run is of another machine.
+// begin prints the first line of a run, unless the earlier run was on another machine.
 func (o options) begin(line result) error {
 	if err := o.before.fits(line); err != nil {
 		return err
@@ -253,7 +286,7 @@ func (o options) begin(line result) error {
 	return emit(line)
 }
 
-// measured is the line of a measurement.
+// measured returns the result of a measurement.
 func measured(name string, d time.Duration, bytes, flops float64) result {
 	s := d.Seconds()
 	return result{Bench: name, Peer: project, Us: rounded(s*1e6, 2), GBps: rounded(bytes/s/1e9, 2),
@@ -265,7 +298,7 @@ func rounded(x float64, digits int) float64 {
 	return math.Round(x*p) / p
 }
 
-// where is the first line.
+// where returns the first line of a run.
 func where(card, driver string) result {
 	command := append([]string{"go run ./tools/bench"}, os.Args[1:]...)
 	return result{Bench: whereabouts, Peer: project, Card: card, Driver: driver,
@@ -273,7 +306,7 @@ func where(card, driver string) result {
 		Date:     time.Now().Format(time.DateOnly), Command: strings.Join(command, " ")}
 }
 
-// driverVersion is the version of NVIDIA's driver, empty where nvidia-smi does not tell.
+// driverVersion returns the version of NVIDIA's driver, or "" without nvidia-smi.
 func driverVersion() string {
 	out, err := exec.Command("nvidia-smi", "--query-gpu=driver_version",
 		"--format=csv,noheader").Output()
@@ -284,10 +317,10 @@ func driverVersion() string {
 	return strings.TrimSpace(version)
 }
 
-// emitted is all that emit has printed.
+// emitted holds all results so far.
 var emitted []result
 
-// emit prints a line, and the measurement for people to standard error.
+// emit prints a result as JSON, and in words on standard error.
 func emit(r result) error {
 	emitted = append(emitted, r)
 	line, err := json.Marshal(r)

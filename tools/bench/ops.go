@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/opbench"
 )
 
-// cpuOps times every op alone, forward, and forward and backward together, beside Gorgonia's own.
+// cpuOps times every op, forward, and forward and backward together, next to Gorgonia's own ops.
 func cpuOps(options) error {
 	for _, o := range opbench.Ops() {
 		name, shape := o.Name, o.Usual
@@ -19,7 +19,7 @@ func cpuOps(options) error {
 		}
 		seen := map[string]bool{}
 		for _, f := range figures {
-			// a peer's first figure is the way that it chooses itself
+			// The first figure of a peer is its own choice.
 			if f.Err != nil || seen[f.Peer] {
 				continue
 			}
@@ -32,7 +32,7 @@ func cpuOps(options) error {
 	return nil
 }
 
-// emitOp prints the lines of one figure.
+// emitOp prints the results of one figure.
 func emitOp(name string, shape []int, f opbench.Figure) error {
 	size := strings.Trim(strings.ReplaceAll(fmt.Sprint(shape), " ", "x"), "[]")
 	line := func(pass string, took time.Duration, bytes, flops float64) error {

@@ -13,10 +13,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// printTable writes the lines of files as Markdown tables, one of kernels and one of training
-// steps. Each name has a row, in the order in which names first come up. The share is of the
-// fastest copy or product, whatever program measured it. Copies are named copy_..., products
-// gemm_8192_..., and on a CPU the peak of multiply-adds is fma_peak_....
+// printTable writes the results in files as Markdown tables, one for kernels and one for training
+// steps. Each name has a row, in order of first appearance. The share relates to the fastest copy or
+// product that any program measured. Copies are named copy_..., products gemm_8192_..., and the peak of
+// a CPU's multiply-adds fma_peak_....
 func printTable(w io.Writer, files []string) error {
 	if len(files) == 0 {
 		return errors.New(
@@ -98,8 +98,8 @@ func readResults(path string) ([]result, error) {
 	return all, s.Err()
 }
 
-// entries returns this project's measurement of a name, and the peers', the fastest first. Of
-// several measurements by one program the last counts.
+// entries returns this project's measurement of a name, and the measurements of the peers, the fastest
+// first. The last measurement of each program counts.
 func entries(all []result, name string) (ours result, peers []result) {
 	for _, r := range all {
 		if r.Bench != name {
@@ -116,8 +116,8 @@ func entries(all []result, name string) (ours result, peers []result) {
 	return ours, peers
 }
 
-// ceilingsOf returns the bandwidth of a copy in GB/s, and the peak of arithmetic in TFLOP/s; 0
-// where it was not measured.
+// ceilingsOf returns the bandwidth of a copy in GB/s and the peak of arithmetic in TFLOP/s. Either is 0
+// if it was not measured.
 func ceilingsOf(all []result) (bandwidth, arithmetic float64) {
 	for _, r := range all {
 		switch {
@@ -130,7 +130,7 @@ func ceilingsOf(all []result) (bandwidth, arithmetic float64) {
 	return bandwidth, arithmetic
 }
 
-// String is what was measured: the rate, the time, the memory.
+// String returns the rate, the time and the memory of a measurement.
 func (r result) String() string {
 	var rate string
 	switch {
@@ -159,7 +159,7 @@ func (r result) String() string {
 	return strings.Join(present(rate, took, memory, extra), ", ")
 }
 
-// decimals is how many a rate is written with: three digits at least.
+// decimals returns the number of decimals for a rate, so that it has at least three digits.
 func decimals(x float64) int {
 	switch {
 	case x >= 100:
@@ -180,7 +180,7 @@ func describe(peers []result) string {
 	return orDash(strings.Join(all, "; "))
 }
 
-// ratio is how many times as fast as the best peer this project is.
+// ratio returns the speed of this project relative to the best peer.
 func ratio(ours result, peers []result) string {
 	if ours.Us == 0 || len(peers) == 0 {
 		return "–"

@@ -27,11 +27,11 @@ type size struct {
 	name      string
 	config    llm.Config
 	batch     int
-	published bool // the shape of a model that is, which the group of these trains
+	published bool // the shape of a published model
 }
 
-// sizes are models of Llama 2's blocks, and the shapes of published ones. Those are Llama-3.2-1B,
-// Qwen3-1.7B, and the first six blocks of Mistral-7B, in sequences that are longer than its window.
+// sizes lists models with Llama 2's blocks, and published shapes: Llama-3.2-1B, Qwen3-1.7B, and the
+// first six blocks of Mistral-7B with sequences longer than its window.
 var sizes = []size{
 	{"llama124M", llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024},
 		32, false},
@@ -50,21 +50,22 @@ var sizes = []size{
 		Traits: llm.Traits{Blocks: []llm.Block{{Window: 4096}}}}, 2, true},
 }
 
-// variant is a way to train a model, measured by a group of its own.
+// A variant trains a model in a particular way. A group of measurements selects it.
 type variant struct {
 	group, suffix string // suffix of the line's name
-	model         string // the one that it trains; "" for all that are chosen
+	model         string // "" trains every chosen model
 	how           []llm.GraphOption
-	float8        bool // whatever the precision that is asked for
-	// of weights; BFloat16 is with products of bfloat16 or float8, whatever else is asked for
+	float8        bool // overrides the precision option
+	// type of the gradients of weights; BFloat16 needs products of bfloat16 or float8, and overrides
+	// the precision option
 	gradients cudaops.Precision
-	seeds     int // of a Kasmina layer behind each block, half of which blend; 0 for none
+	seeds     int // seeds of the Kasmina layer after each block; half of them blend
 	telemetry state.Telemetry
 }
 
-// variants are the model itself, with products of float8, with gradients of weights in bfloat16,
-// and with blocks computed again in the backward pass. Others have Kasmina layers, without
-// telemetry and with that of all seeds in each step, beside a step without such layers.
+// variants lists the plain model, float8 products, bfloat16 gradients, and blocks computed again in
+// the backward pass. The last variants compare Kasmina layers, without telemetry and with all of it,
+// with a model that has no such layers.
 var variants = []variant{
 	{group: "train"},
 	{group: ofPublished},
@@ -78,14 +79,13 @@ var variants = []variant{
 		telemetry: state.Telemetry{Mode: state.Production}},
 }
 
-// trains reports whether a model is trained in that way.
+// trains reports whether the variant trains a model.
 func (o options) trains(s size, v variant) bool {
 	return slices.Contains(o.models, s.name) && o.has(v.group) &&
 		s.published == (v.group == ofPublished) && (v.model == "" || v.model == s.name)
 }
 
-// trainings are the ways in which a model is trained: those that take turns together, the others
-// alone.
+// trainings returns the variants to measure with a model. Variants in one group run alternately.
 func (o options) trainings(s size) (all [][]variant) {
 	for _, v := range variants {
 		if !o.trains(s, v) {
@@ -100,20 +100,20 @@ func (o options) trainings(s size) (all [][]variant) {
 	return all
 }
 
-// ofPublished is the group that trains the shapes of published models.
+// ofPublished is the name of the group with published shapes.
 const ofPublished = "train-published"
 
-// warmUp is how many runs come before those that are timed: they load kernels and record the graph.
+// warmUp is the number of untimed runs at the start, which load kernels and record the graph.
 const warmUp = 5
 
-// The trainings of this group differ by little, and a GPU that has grown warm is slower by more. So
-// they are all there at once, and take turns of so many steps.
+// A warm GPU is slower by more than the variants of this group differ. They therefore exist at the
+// same time, and alternate after this many steps.
 const (
 	inTurns = "train-kasmina"
 	turn    = 10
 )
 
-// model is a new one, with the variant's seeds.
+// model returns a new model with the variant's seeds.
 func (s size) model(v variant) (*llm.Model, error) {
 	c := s.config
 	if v.seeds > 0 {
@@ -141,10 +141,10 @@ func (s size) model(v variant) (*llm.Model, error) {
 	return m, nil
 }
 
-// training is a model on the device and the times of its steps on random tokens.
+// A training holds a model on the device and the times of its steps on random tokens.
 type training struct {
 	size
-	name    string // of the line
+	name    string // of the result
 	params  int
 	machine *cudaops.Machine
 	loss    *gorgonia.Node
@@ -153,7 +153,7 @@ type training struct {
 	times   []time.Duration
 }
 
-// begin makes a training and takes the steps that do not count.
+// begin returns a training that has made its untimed steps.
 func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, err error) {
 	m, err := s.model(v)
 	if err != nil {
@@ -167,7 +167,7 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 	switch {
 	case v.float8:
 		precision = cudaops.Float8
-	case v.gradients == cudaops.BFloat16 && precision != cudaops.Float8: // with which alone they go
+	case v.gradients == cudaops.BFloat16 && precision != cudaops.Float8: // the only other type that allows them
 		precision = cudaops.BFloat16
 	}
 	opts := []cudaops.MachineOption{cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss),
@@ -203,7 +203,7 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 	return t, nil
 }
 
-// step computes loss and gradients of the next batch, updates the parameters and waits for the
+// step computes the loss and gradients of the next batch, updates the parameters, and waits for the
 // loss.
 func (t *training) step() (err error) {
 	if err := errors.Join(t.next(), t.machine.RunAll()); err != nil {
@@ -213,7 +213,7 @@ func (t *training) step() (err error) {
 	return err
 }
 
-// time takes steps and their times.
+// time makes and times steps.
 func (t *training) time(steps int) error {
 	for range steps {
 		start := time.Now()
@@ -225,8 +225,8 @@ func (t *training) time(steps int) error {
 	return nil
 }
 
-// result is the line of a training whose steps have been timed. What else is asked for of it comes
-// now.
+// result returns the measurement of a timed training, and writes its profile and op times if the
+// options ask for them.
 func (t *training) result(o options) (r result, err error) {
 	if o.profile != "" {
 		if err := profile(t.machine, t.step, o.traceFile(t.name)); err != nil {
@@ -249,8 +249,7 @@ func (t *training) result(o options) (r result, err error) {
 	return r, nil
 }
 
-// train measures trainings of a model in some ways, one after the other or, those of a group, in
-// turns.
+// train measures the variants of a model, one after the other or alternately.
 func (s size) train(device *cudaops.Device, ways []variant, o options) (err error) {
 	var all []*training
 	defer func() {
@@ -271,7 +270,7 @@ func (s size) train(device *cudaops.Device, ways []variant, o options) (err erro
 	}
 	left := o.steps
 	if len(all) > 1 {
-		// a first one that does not count: after a pause the clock is above what it comes down to
+		// The first step after a pause does not count, since the clock rate is still high.
 		left += turn
 	}
 	for ; left > 0; left -= turn {
@@ -296,7 +295,7 @@ func (s size) train(device *cudaops.Device, ways []variant, o options) (err erro
 	return nil
 }
 
-// trained is the line of a training step.
+// trained returns the result for a training step.
 func (s size) trained(name string, took time.Duration, params int) result {
 	c := s.config.Default()
 	tokens := float64(s.batch * c.Seq)
@@ -305,7 +304,7 @@ func (s size) trained(name string, took time.Duration, params int) result {
 	return r
 }
 
-// linearCrossEntropy times an output layer with its loss and their gradients.
+// linearCrossEntropy times an output layer with its loss and gradients.
 func linearCrossEntropy(device *cudaops.Device) (err error) {
 	const rows, dim, vocab = 16384, 2048, 50304
 	random := rand.New(rand.NewPCG(2, 2))
@@ -345,15 +344,15 @@ func linearCrossEntropy(device *cudaops.Device) (err error) {
 	if err != nil {
 		return err
 	}
-	// bytes: parameter, bfloat16 copy, gradient, which w's chunks add up in float32
+	// Bytes of the parameter, its bfloat16 copy, and the gradient, which is summed in float32.
 	const operands = dim * (rows*(4+2+2) + vocab*(4+2+4))
 	r := measured("linear_ce_fwdbwd_16384x2048x50304", took, 0, 6*rows*dim*vocab)
 	r.ExtraGiB = rounded(float64(machine.Memory()-operands)/(1<<30), 3)
 	return emit(r)
 }
 
-// normal is a matrix of normal numbers with the given deviation: a hundred thousand distinct ones,
-// over and over.
+// normal returns a matrix of normal numbers with the given deviation. It repeats about a hundred
+// thousand distinct numbers.
 func normal(r *rand.Rand, deviation float64, rows, columns int) *tensor.Dense {
 	x := make([]float32, rows*columns)
 	n := min(len(x), 1<<17-1) // odd, so that rows differ
@@ -366,7 +365,7 @@ func normal(r *rand.Rand, deviation float64, rows, columns int) *tensor.Dense {
 	return tensor.New(tensor.WithShape(rows, columns), tensor.WithBacking(x))
 }
 
-// profile runs the steps that a profile takes, writes its trace and prints its table.
+// profile profiles a step, writes its trace and prints its table.
 func profile(m *cudaops.Machine, step func() error, path string) error {
 	if err := m.StartProfile(); err != nil {
 		return err
@@ -388,7 +387,7 @@ func profile(m *cudaops.Machine, step func() error, path string) error {
 	return errors.Join(p.WriteTrace(f), f.Close())
 }
 
-// traceFile is where the trace of a training goes, of which there may be several.
+// traceFile returns the path of the trace of a training.
 func (o options) traceFile(training string) string {
 	trainings := 0
 	for _, s := range sizes {
@@ -410,7 +409,7 @@ func newOptimizer(muon bool) (optim.Optimizer, error) {
 	return optim.NewAdamW(optim.WithLR(3e-4))
 }
 
-// batches returns what gives a graph other random tokens: a few batches, drawn now, in turn.
+// batches returns a function that gives a graph the next of a few random batches.
 func (s size) batches(g *llm.Graph) func() error {
 	random := rand.New(rand.NewPCG(1, 1))
 	var drawn [4]data.Batch
@@ -425,7 +424,7 @@ func (s size) batches(g *llm.Graph) func() error {
 	}
 }
 
-// computed is a run of the graph, and the loss.
+// computed runs the graph and returns the loss.
 func computed(m *cudaops.Machine, loss *gorgonia.Node) (float64, error) {
 	if err := m.RunAll(); err != nil {
 		return 0, err
@@ -441,7 +440,7 @@ func value(m *cudaops.Machine, loss *gorgonia.Node) (float64, error) {
 	return float64(v.Data().(float32)), nil
 }
 
-// letTokens gives ids and targets random tokens.
+// letTokens sets ids and targets to random tokens.
 func letTokens(r *rand.Rand, vocab int, nodes ...*gorgonia.Node) error {
 	for _, n := range nodes {
 		x := randomTokens(r, vocab, n)
@@ -453,7 +452,7 @@ func letTokens(r *rand.Rand, vocab int, nodes ...*gorgonia.Node) error {
 	return nil
 }
 
-// randomTokens is a value for a node.
+// randomTokens returns random token ids as a value for a node.
 func randomTokens(r *rand.Rand, vocab int, n *gorgonia.Node) []int {
 	x := make([]int, n.Shape()[0])
 	for i := range x {

@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"errors"
@@ -15,16 +15,16 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// An arm is one recipe of a benchmark: how deep a model starts, when and how it grows, and how it is
-// optimized. It is written as key=value pairs with commas between, as in
+// An arm is a recipe to be compared: the depth of a model, its growth and its optimization. It is
+// written as key=value pairs separated by commas:
 //
 //	blocks=12,lr=0.002
 //	blocks=3-12,share=0.1,kind=middle,rewarm=40
 //
-// Keys that have their default are left out, so that equal arms have equal names.
+// Keys with default values are left out, so that equal arms have equal names.
 type arm struct {
 	blocks    []int     // at the start and after each growth: one number for a static model
-	shares    []float64 // of the budget, one for each growth; none where the controller decides
+	shares    []float64 // of the budget, one for each growth; empty if the controller decides
 	curve     bool      // the controller decides by the curve alone, without bounds
 	kind      string    // stack, interleave or middle
 	rate      float64   // peak learning rate; 0 for the best rate of the static arms
@@ -36,8 +36,8 @@ type arm struct {
 	norms     string    // none or qk
 }
 
-// armKeys are the keys of an arm in the order in which it is written. Each has a default, a parser
-// and a formatter.
+// armKeys lists the keys of an arm in the order of its written form, each with its default, parser and
+// formatter.
 var armKeys = []struct {
 	name   string
 	normal string
@@ -96,7 +96,7 @@ type armKey = struct {
 	format func(a arm) string
 }
 
-// wordKey returns a key whose value is one of a few words, the first of which is the default.
+// wordKey returns a key that takes one of a few words. The first word is the default.
 func wordKey(name string, field func(*arm) *string, words ...string) armKey {
 	return armKey{name, words[0],
 		func(a *arm, v string) error {
@@ -119,7 +119,7 @@ func parseNumber(s string) (float64, error) {
 
 func formatNumber(v float64) string { return strconv.FormatFloat(v, 'g', -1, 64) }
 
-// parseList reads values that have dashes between them.
+// parseList reads values separated by dashes.
 func parseList[T any](s string, parse func(string) (T, error)) (all []T, err error) {
 	for part := range strings.SplitSeq(s, "-") {
 		v, err := parse(part)
@@ -170,7 +170,7 @@ func parseArm(text string) (a arm, err error) {
 	return a, nil
 }
 
-// String writes the arm without the keys that have their default.
+// String returns the arm without keys that have default values.
 func (a arm) String() string {
 	var pairs []string
 	for _, k := range armKeys {
@@ -219,7 +219,7 @@ func (a arm) check() error {
 	return nil
 }
 
-// growth returns the blueprint of growth i: its kind, and the size that leads to the wanted depth.
+// growth returns the kind and size of growth i.
 func (a arm) growth(i int) (kind blueprints.Kind, size int, err error) {
 	kind = map[string]blueprints.Kind{"stack": blueprints.Stack, "interleave": blueprints.Interleave,
 		"middle": blueprints.Middle}[a.kind]
@@ -235,7 +235,7 @@ func (a arm) growth(i int) (kind blueprints.Kind, size int, err error) {
 	}
 }
 
-// schedule returns the controller of an arm with fixed shares, nil for another one.
+// schedule returns the controller of an arm with fixed shares, or nil for other arms.
 func (a arm) schedule() *control.Schedule {
 	if len(a.shares) == 0 {
 		return nil
@@ -248,7 +248,7 @@ func (a arm) schedule() *control.Schedule {
 	return s
 }
 
-// controller returns what decides when the arm's model grows.
+// controller returns the controller of the arm's model.
 func (a arm) controller() state.Controller {
 	if s := a.schedule(); s != nil {
 		return s
@@ -261,8 +261,8 @@ func (a arm) controller() state.Controller {
 	return d
 }
 
-// config returns the configuration that the arm's model starts with. It is that of the largest model
-// but for its depth and the options of the arm.
+// config returns the initial configuration of the arm's model. It differs from the largest model in
+// depth and in the options of the arm.
 func (a arm) config(largest llm.Config) llm.Config {
 	c := largest
 	c.Layers, c.Depth = a.blocks[0], len(a.blocks)-1
@@ -270,7 +270,7 @@ func (a arm) config(largest llm.Config) llm.Config {
 	return c
 }
 
-// annealing returns how the learning rate falls over the run's budget.
+// annealing returns the decay of the learning rate over the budget.
 func (a arm) annealing() (optim.Annealing, error) {
 	switch a.decay {
 	case "linear":

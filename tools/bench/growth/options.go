@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"errors"
@@ -31,24 +31,23 @@ type options struct {
 	heldOut                                  int64
 	rates                                    []float64
 	time                                     time.Duration
-	budget                                   llm.Budget // what a static run may spend
-	grownShare                               float64    // of it, that a grown run may spend
-	evaluations                              int        // in a run, about
+	budget                                   llm.Budget // budget of a static run
+	grownShare                               float64    // share of the budget for a grown run
+	evaluations                              int        // approximate number in each run
 	seed                                     uint64
-	sites                                    []string // where it grows
+	sites                                    []string // sites of growth
 	kind                                     string
 	controller                               *control.Depth
-	seeds                                    *control.Heuristic // elsewhere than in depth
+	seeds                                    *control.Heuristic // for other sites than depth
 }
 
 func parse(args []string, stderr io.Writer) (o options, err error) {
 	var rates, sites string
 	o.controller, o.seeds = control.NewDepth(blueprints.Stack, 1), control.NewHeuristic(16, 1<<20)
-	f := flag.NewFlagSet("grow", flag.ContinueOnError)
+	f := flag.NewFlagSet("bench growth", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.Usage = func() {
-		fmt.Fprint(stderr, `usage: grow [options]
-       grow bench [options] [arm ...], a benchmark of many recipes: see grow bench -help
+		fmt.Fprint(stderr, `usage: bench growth [options]
 
 `)
 		f.PrintDefaults()
@@ -126,7 +125,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	return o, o.finish(f.Args())
 }
 
-// finish derives what the options leave open, and refuses what makes no sense.
+// finish fills in defaults, and returns an error for values that make no sense.
 func (o *options) finish(rest []string) error {
 	for _, c := range []struct {
 		ok   bool
@@ -183,9 +182,9 @@ func (o *options) finish(rest []string) error {
 	if err := errors.Join(o.model.Check(), o.controller.Check(), o.seeds.Check()); err != nil {
 		return err
 	}
-	epochs := 40.0 // comparisons elsewhere than in depth take longer than the steps between them
+	epochs := 40.0 // comparisons at other sites take longer than the steps between them
 	if o.grows("depth") {
-		epochs = 100 // of which a growth takes some 80
+		epochs = 100 // a growth takes about 80
 	}
 	if steps := o.steps(); steps > 0 {
 		o.epoch = max(1, min(o.epoch, int(steps/epochs)))
@@ -196,18 +195,18 @@ func (o *options) finish(rest []string) error {
 // grows reports whether models grow at a site.
 func (o *options) grows(site string) bool { return slices.Contains(o.sites, site) }
 
-// elsewhere reports whether models grow elsewhere than in depth.
+// elsewhere reports whether models grow at other sites than depth.
 func (o *options) elsewhere() bool {
 	return o.grows("chunk") || o.grows("weight") || o.grows("stream")
 }
 
-// steps is how many a static run has, 0 where its time does not tell.
+// steps returns the number of steps in a static run, or 0 if its time limits it.
 func (o *options) steps() float64 {
 	tokens := float64(o.budget.Tokens) + o.budget.FLOPs/o.model.FLOPs()
 	return tokens / float64(o.batch*o.model.Seq)
 }
 
-// plan tells the controller how the model grows from -from blocks to -layers.
+// plan configures the controller to grow the model from -from blocks to -layers.
 func (o *options) plan() error {
 	times := o.model.Layers / o.from
 	c := o.controller

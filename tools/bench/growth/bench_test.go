@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"encoding/json"
@@ -154,7 +154,7 @@ func TestRows(t *testing.T) {
 
 // benchArgs are arguments of a benchmark that takes hardly any time.
 func benchArgs(t *testing.T, data, out string, more ...string) []string {
-	return append([]string{"bench", "-device", "cpu", "-data", data, "-out", out, "-vocab", "0",
+	return append([]string{"-device", "cpu", "-data", data, "-out", out, "-vocab", "0",
 		"-layers", "4", "-dim", "16", "-heads", "2", "-seq", "16", "-batch", "4", "-heldout", "256",
 		"-budgets", "2", "-seeds", "3"}, more...)
 }
@@ -166,13 +166,13 @@ func TestBench(t *testing.T) {
 	var stdout, stderr strings.Builder
 	args := benchArgs(t, data, out, "-equal", "flops,time", "-lr", "0.01", "blocks=4",
 		"blocks=2-4,share=0.3,rewarm=3,moments=fresh,norms=qk,outputs=zero,decay=late,lr=0.01")
-	require.NoError(t, run(t.Context(), args, &stdout, &stderr), &stderr)
+	require.NoError(t, Study(t.Context(), args, &stdout, &stderr), &stderr)
 
 	kept := filepath.Join(out, "flops-2-seed3-blocks=4,lr=0.01.json")
 	before, err := os.Stat(kept)
 	require.NoError(t, err)
 	stdout.Reset()
-	require.NoError(t, run(t.Context(), append(args, "blocks=1-4,share=0.2"), &stdout, &stderr), &stderr)
+	require.NoError(t, Study(t.Context(), append(args, "blocks=1-4,share=0.2"), &stdout, &stderr), &stderr)
 	after, err := os.Stat(kept)
 	require.NoError(t, err)
 	require.Equal(t, before.ModTime(), after.ModTime())
@@ -214,21 +214,21 @@ func TestBench(t *testing.T) {
 	require.FileExists(t, filepath.Join(out, "table.md"))
 
 	stdout.Reset()
-	require.NoError(t, run(t.Context(), []string{"bench", "-report", "-out", out}, &stdout, io.Discard))
+	require.NoError(t, Study(t.Context(), []string{"-report", "-out", out}, &stdout, io.Discard))
 	require.Contains(t, stdout.String(), "`blocks=1-4,share=0.2,lr=0.01`")
 
 	// Packed runs are still known: the table stays the same, and none of them is made again.
 	table := stdout.String()
 	stdout.Reset()
-	require.NoError(t, run(t.Context(), []string{"bench", "-pack", "-out", out}, &stdout, io.Discard))
+	require.NoError(t, Study(t.Context(), []string{"-pack", "-out", out}, &stdout, io.Discard))
 	require.Equal(t, table, stdout.String())
 	require.NoFileExists(t, kept)
 	stdout.Reset()
-	require.NoError(t, run(t.Context(), args, &stdout, io.Discard))
+	require.NoError(t, Study(t.Context(), args, &stdout, io.Discard))
 	require.Equal(t, table, stdout.String())
 	require.NoFileExists(t, kept)
 
-	require.ErrorContains(t, run(t.Context(), benchArgs(t, data, out, "-batch", "5", "blocks=4,lr=0.01"),
+	require.ErrorContains(t, Study(t.Context(), benchArgs(t, data, out, "-batch", "5", "blocks=4,lr=0.01"),
 		io.Discard, io.Discard), "has the runs of another model, text or precision")
 }
 
@@ -236,7 +236,7 @@ func TestBench(t *testing.T) {
 func TestBenchLimit(t *testing.T) {
 	out := t.TempDir()
 	var stderr strings.Builder
-	err := run(t.Context(), benchArgs(t, textFolder(t), out, "-limit", "1ms", "blocks=4,lr=0.01"), io.Discard, &stderr)
+	err := Study(t.Context(), benchArgs(t, textFolder(t), out, "-limit", "1ms", "blocks=4,lr=0.01"), io.Discard, &stderr)
 	require.ErrorContains(t, err, "there are no records of runs in")
 	require.Contains(t, stderr.String(), "2 of 2 runs are left for the next call")
 }
@@ -248,7 +248,7 @@ func TestBenchGoesOnAfterAFailure(t *testing.T) {
 	out := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(out, "decisions"), nil, 0o666))
 	var stdout strings.Builder
-	err := run(t.Context(), benchArgs(t, textFolder(t), out, "-equal", "flops", "blocks=2-4,share=0.1,lr=0.01",
+	err := Study(t.Context(), benchArgs(t, textFolder(t), out, "-equal", "flops", "blocks=2-4,share=0.1,lr=0.01",
 		"blocks=4,lr=0.01"), &stdout, io.Discard)
 	require.ErrorContains(t, err, "flops-2-seed3-blocks=2-4,share=0.1,lr=0.01: ")
 	require.Contains(t, stdout.String(), "`blocks=4,lr=0.01`")
@@ -271,7 +271,7 @@ func TestBadBenchOptions(t *testing.T) {
 		"study.json":                 {"-report"},
 	} {
 		args = append(benchArgs(t, textFolder(t), t.TempDir()), args...)
-		require.ErrorContains(t, run(t.Context(), args, io.Discard, io.Discard), want, args)
+		require.ErrorContains(t, Study(t.Context(), args, io.Discard, io.Discard), want, args)
 	}
-	require.ErrorIs(t, run(t.Context(), []string{"bench", "-h"}, io.Discard, io.Discard), flag.ErrHelp)
+	require.ErrorIs(t, Study(t.Context(), []string{"-h"}, io.Discard, io.Discard), flag.ErrHelp)
 }

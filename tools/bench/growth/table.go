@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"cmp"
@@ -28,11 +28,11 @@ type row struct {
 	Deviation float64  `json:"deviation"` // standard deviation over the random seeds
 	Failed    int      `json:"failed,omitempty"`
 
-	// Gain is by how much the loss lies below that of the best static arm, as the mean over the
-	// random seeds that both have.
+	// Gain is the difference between the loss of the best static arm and this loss, averaged over
+	// the random seeds of both.
 	Gain *float64 `json:"gain,omitempty"`
-	// Reached is the mean share of the budget at which the runs had the final loss of the best static
-	// arm; nil if one of them never had it.
+	// Reached is the mean share of the budget after which the runs reached the final loss of the
+	// best static arm. It is nil if a run never did.
 	Reached *float64 `json:"share_to_static_loss,omitempty"`
 
 	Tokens  float64 `json:"tokens"`
@@ -72,7 +72,7 @@ func (s *study) rows() (all []row) {
 	return all
 }
 
-// add adds a run to a row. One that failed is only counted.
+// add adds a run to a row. A failed run is only counted.
 func (r *row) add(run record) {
 	if run.Failed != "" {
 		r.Failed++
@@ -81,7 +81,7 @@ func (r *row) add(run record) {
 	r.runs[run.Seed] = run
 }
 
-// grouped splits sorted rows into those of one budget each.
+// grouped splits sorted rows by budget.
 func grouped(all []row) (groups [][]row) {
 	for len(all) > 0 {
 		n := 1
@@ -93,8 +93,8 @@ func grouped(all []row) (groups [][]row) {
 	return groups
 }
 
-// compareWithStatic compares the rows of a budget with the best static arm: of those with the most
-// random seeds, the arm with the lowest mean loss.
+// compareWithStatic compares the rows of a budget with the best static arm: the arm with the lowest
+// mean loss among the static arms with the most random seeds.
 func compareWithStatic(rows []row) {
 	best := -1
 	for i, r := range rows {
@@ -143,7 +143,7 @@ func meanAndDeviation(runs map[uint64]record, figure func(record) float64) (mean
 	if n == 0 {
 		return 0, 0
 	}
-	seeds := slices.Sorted(maps.Keys(runs)) // the order of a map would change the last bits
+	seeds := slices.Sorted(maps.Keys(runs)) // adding in the order of a map would change the last bits
 	for _, seed := range seeds {
 		mean += figure(runs[seed]) / n
 	}

@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"fmt"
@@ -21,8 +21,8 @@ var (
 	trialColor  = color.RGBA{140, 198, 140, 255}
 )
 
-// drawComparison makes a picture of a comparison: the held-out losses over the time. Below them are
-// the grown model's blocks, each as a bar from when it is there.
+// drawComparison draws the held-out losses of a comparison over time. Bars below them show when each
+// block of the grown model was added.
 func drawComparison(path string, c comparison) error {
 	losses, blocks := plot.New(), plot.New()
 	losses.Title.Text = title(c)
@@ -61,7 +61,7 @@ func drawComparison(path string, c comparison) error {
 	return save(path, losses, blocks)
 }
 
-// title says what came of a comparison.
+// title describes the result of a comparison.
 func title(c comparison) string {
 	switch {
 	case c.static == nil || c.grown == nil:
@@ -93,7 +93,7 @@ func addLoss(p *plot.Plot, name string, r *trained, c color.Color) error {
 	return nil
 }
 
-// addCrossing draws the loss that the static run ends with, and where the grown one has it.
+// addCrossing marks the final loss of the static run, and the time at which the grown run reached it.
 func addCrossing(p *plot.Plot, c comparison) error {
 	lines := []plotter.XYs{{{X: 0, Y: c.static.loss}, {X: 100, Y: c.static.loss}}}
 	if at := 100 * c.grown.timeTo(c.static.loss); at == at {
@@ -110,7 +110,7 @@ func addCrossing(p *plot.Plot, c comparison) error {
 	return nil
 }
 
-// zoom leaves out the steep beginning.
+// zoom cuts off the steep start.
 func zoom(p *plot.Plot, c comparison) {
 	p.Y.Min, p.Y.Max = math.Inf(1), math.Inf(-1)
 	for _, r := range []*trained{c.static, c.grown} {
@@ -131,7 +131,7 @@ func zoom(p *plot.Plot, c comparison) {
 	p.Y.Min, p.Y.Max = p.Y.Min-margin, p.Y.Max+margin
 }
 
-// addBlocks draws a run's blocks, the first one lowest. Those on trial are light.
+// addBlocks draws the blocks of a run from the bottom up. Blocks on trial are light.
 func addBlocks(p *plot.Plot, r *trained) error {
 	most, end := 0, 100*r.curve[len(r.curve)-1].share
 	start, to := 0.0, 0.0

@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"context"
@@ -20,15 +20,15 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// evaluationShares are the shares of the budget at which a run is evaluated: often at the start,
+// evaluationShares lists the shares of the budget at which a run is evaluated: often at the start,
 // where the loss falls fast, and every twentieth later.
 var evaluationShares = []float64{0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4,
 	0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1}
 
-// trainingPoints is the number of points that a record has of the training loss.
+// trainingPoints is the number of training losses in a record.
 const trainingPoints = 128
 
-// train makes the run of a job. A run that diverges has a record that says so.
+// train runs a job. The record of a run that diverges says so.
 func (b *bench) train(ctx context.Context, j job, d *cudaops.Device) (r record, err error) {
 	r = record{job: j, Device: "CPU", Parameters: 0}
 	if d != nil {

@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"bytes"
@@ -20,10 +20,10 @@ import (
 // A job is one run of a benchmark: an arm, on a budget, from a random seed.
 type job struct {
 	Arm arm `json:"arm"`
-	// Budget is the number of tokens, for each parameter in the blocks of the largest model, that
-	// the largest static model sees in the run. Every arm spends what that takes.
+	// Budget is the number of tokens that the largest static model sees for each parameter in its
+	// blocks. Every arm spends as much as that model.
 	Budget float64 `json:"tokens_per_parameter"`
-	// Equal is what runs on a budget have in common: flops, or the time of their steps.
+	// Equal is "flops" or "time", the quantity that every run on the budget spends.
 	Equal string `json:"equal"`
 	Seed  uint64 `json:"random_seed"`
 }
@@ -33,10 +33,10 @@ func (j job) name() string {
 	return fmt.Sprintf("%s-%s-seed%d-%v", j.Equal, formatNumber(j.Budget), j.Seed, j.Arm)
 }
 
-// A record is what came of a job.
+// A record is the result of a job.
 type record struct {
 	job
-	// Failed says why the run has no result, as when its loss became infinite; empty otherwise.
+	// Failed is the reason why the run has no result, such as an infinite loss.
 	Failed string `json:"failed,omitempty"`
 
 	Loss       float64      `json:"loss"` // held out, in nats per byte
@@ -48,7 +48,7 @@ type record struct {
 	Device     string       `json:"device"`
 	Growths    []growth     `json:"growths,omitempty"`
 	Curve      []curvePoint `json:"curve"`              // held-out losses
-	Training   [][2]float64 `json:"training,omitempty"` // shares and the mean training loss up to each, per token
+	Training   [][2]float64 `json:"training,omitempty"` // pairs of a share and the mean training loss up to it, per token
 }
 
 // growth is a change of the number of blocks during a run.
@@ -68,8 +68,8 @@ type curvePoint struct {
 	Loss    float64 `json:"loss"`
 }
 
-// shareTo returns the share of the budget at which the run first had a loss, false if it never had.
-// Between two evaluations the loss is taken to fall in a straight line.
+// shareTo returns the share of the budget after which the run first reached a loss, or false if it
+// never did. It interpolates between evaluations.
 func (r record) shareTo(loss float64) (float64, bool) {
 	var before curvePoint
 	for i, p := range r.Curve {
@@ -85,15 +85,14 @@ func (r record) shareTo(loss float64) (float64, bool) {
 	return 0, false
 }
 
-// A study is a folder with the records of a benchmark, all of models that differ only in what their
-// arms say.
+// A study is a folder with the records of a benchmark. Its models differ only in their arms.
 type study struct {
 	dir     string
 	records map[string]record // by the names of their jobs
 	studySettings
 }
 
-// studySettings are the settings that all runs of a study have in common.
+// studySettings are the settings shared by all runs of a study.
 type studySettings struct {
 	Largest   llm.Config `json:"largest"` // the configuration of the largest static model
 	Batch     int        `json:"batch"`
@@ -101,12 +100,11 @@ type studySettings struct {
 	Tokens    string     `json:"tokens"`   // fingerprint of the training text
 	HeldOut   string     `json:"held_out"` // fingerprint of the held-out text
 
-	// Speed is the largest static model's, in FLOPs per second. It turns a budget into a time.
+	// Speed of the largest static model in FLOPs per second, which converts a budget to a time.
 	Speed float64 `json:"speed,omitempty"`
 }
 
-// openStudy opens a folder of records, which is made if there is none. It refuses a folder whose
-// runs had other settings.
+// openStudy opens or creates a folder of records. Records of runs with other settings are an error.
 func openStudy(dir string, settings studySettings) (*study, error) {
 	s := &study{dir: dir, records: map[string]record{}, studySettings: settings}
 	var there studySettings
@@ -134,11 +132,10 @@ func loadStudy(dir string) (*study, error) {
 	return s, s.readRecords()
 }
 
-// packedName is the file with the records that pack has put together, a line each.
+// packedName is the file to which pack writes all records, one per line.
 const packedName = "records.jsonl"
 
-// pack moves all records into one file, and leaves their training losses out, which take most of
-// the space. The runs count as made.
+// pack moves all records into one file, without their training losses, which take most of the space.
 func (s *study) pack() error {
 	var lines []byte
 	for _, name := range slices.Sorted(maps.Keys(s.records)) {
@@ -199,7 +196,7 @@ func (s *study) readRecords() error {
 // path returns the path of a file of the study.
 func (s *study) path(name string) string { return filepath.Join(s.dir, name+".json") }
 
-// add keeps the record of a run, in memory and as a file.
+// add stores the record of a run in memory and in a file.
 func (s *study) add(r record) error {
 	if err := writeJSON(s.path(r.name()), r); err != nil {
 		return err

@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"fmt"
@@ -16,9 +16,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 )
 
-// drawGains draws, over the budget, how the best arms end compared with the best static arm of all:
-// the best static and the best growing arm of each optimizer. Runs of equal FLOPs and of equal time
-// have a panel each. The table says which arms these are.
+// drawGains draws the final losses of the best static and the best growing arm of each optimizer,
+// relative to the best static arm, over the budget. Equal FLOPs and equal time have separate panels.
+// The table names the arms.
 func drawGains(path string, rows []row) error {
 	var panels []*plot.Plot
 	for _, equal := range []string{"flops", "time"} {
@@ -47,7 +47,7 @@ func drawGains(path string, rows []row) error {
 	})
 }
 
-// gainLines returns the panel of runs with the same thing in common, nil if there is nothing to draw.
+// gainLines returns the panel for equal FLOPs or equal time, or nil if it would be empty.
 func gainLines(rows []row, equal string) (*plot.Plot, error) {
 	lines, names := map[string]plotter.XYs{}, []string(nil)
 	grows := false

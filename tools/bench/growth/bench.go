@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"context"
@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 )
 
-// benchOptions are the options of grow bench.
+// benchOptions are the options of Study.
 type benchOptions struct {
 	options
 	grid   plan
@@ -28,13 +28,13 @@ type benchOptions struct {
 	pack   bool
 }
 
-// parseBench reads the arguments of grow bench.
+// parseBench reads the arguments of Study.
 func parseBench(args []string, stderr io.Writer) (o benchOptions, err error) {
 	var budgets, equal, seeds, rates string
-	f := flag.NewFlagSet("grow bench", flag.ContinueOnError)
+	f := flag.NewFlagSet("bench study", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.Usage = func() {
-		fmt.Fprint(stderr, `usage: grow bench [options] [arm ...]
+		fmt.Fprint(stderr, `usage: bench study [options] [arm ...]
 
 Compares models that grow with static ones on equal budgets and prints a table. An arm is written as
 blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (one that grows). Without lr the rate
@@ -101,7 +101,7 @@ Each run leaves a record in the folder -out. A run that has a record is not made
 	return o, o.finishBench(f.Args())
 }
 
-// finishBench derives the arms and the largest model, and refuses options that make no sense.
+// finishBench fills in the arms and the largest model, and returns an error for impossible values.
 func (o *benchOptions) finishBench(arms []string) error {
 	for _, e := range o.grid.equal {
 		if e != "flops" && e != "time" {
@@ -142,8 +142,9 @@ func (o *benchOptions) finishBench(arms []string) error {
 	return o.model.Check()
 }
 
-// runBench is the command grow bench.
-func runBench(ctx context.Context, args []string, stdout, stderr io.Writer) (err error) {
+// Study trains the arms that args name on every budget, and prints a table. It keeps a record of each
+// run and continues where an earlier call has stopped.
+func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err error) {
 	o, err := parseBench(args, stderr)
 	if err != nil {
 		return err
@@ -185,7 +186,7 @@ func runBench(ctx context.Context, args []string, stdout, stderr io.Writer) (err
 		return err
 	}
 
-	// A job that fails is not tried again in this call, and does not keep the others from running.
+	// A job that fails is not repeated in this call, and the other jobs still run.
 	failed := func(j job) bool { return b.failed[j.name()] != nil }
 	for {
 		jobs := slices.DeleteFunc(o.grid.jobs(s.records), failed)
@@ -260,12 +261,12 @@ type bench struct {
 	deadline time.Time         // zero for none
 	stderr   io.Writer
 
-	mu     sync.Mutex       // guards the study, stderr and what follows
+	mu     sync.Mutex       // guards the study, stderr and the fields below
 	failed map[string]error // runs that ended with an error, by the names of their jobs
 }
 
-// run makes the runs of jobs, in their order. It returns how many it left out because they would end
-// after the deadline. Its error is that of a record that could not be written, or of ctx.
+// run runs jobs in order, and returns the number of jobs skipped because they would end after the
+// deadline. It fails if a record cannot be written or ctx ends.
 func (b *bench) run(ctx context.Context, jobs []job) (skipped int, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -294,7 +295,7 @@ deal:
 	return skipped, context.Cause(ctx)
 }
 
-// runOne makes one run and adds its record to the study.
+// runOne runs a job and adds its record to the study.
 func (b *bench) runOne(ctx context.Context, j job, d *cudaops.Device, skipped *int) error {
 	// Evaluations and the start of a run take time as well, about a tenth of it.
 	expected := time.Duration(1.1*b.flops(j)/b.Speed*float64(time.Second)) + 2*time.Second
@@ -324,7 +325,7 @@ func (b *bench) runOne(ctx context.Context, j job, d *cudaops.Device, skipped *i
 	return b.add(r)
 }
 
-// flops returns the FLOPs that a job may spend, if that is what runs have in common.
+// flops returns the budget of a job in FLOPs.
 func (b *bench) flops(j job) float64 {
 	blocks := 0
 	for name, shape := range b.Largest.Parameters() {

@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"context"
@@ -26,7 +26,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// experiment is what all its runs share.
+// An experiment holds what its runs share.
 type experiment struct {
 	options
 	ctx    context.Context
@@ -34,36 +34,35 @@ type experiment struct {
 	device *cudaops.Device // nil for the CPU
 	board  *board.Board    // or nil
 	w      io.Writer
-	best   float64 // learning rate of the static runs, once it is known
+	best   float64 // learning rate of the static runs; 0 until it is known
 }
 
-// point is where a run was: at a share of what a static run may spend, with a held-out loss in nats
-// a byte.
+// A point of a run has its share of the static budget and its held-out loss in nats per byte.
 type point struct {
 	share, loss   float64
-	blocks, trial int // how many there were, and how many of them on trial
+	blocks, trial int // blocks of the model, and blocks on trial
 }
 
-// trained is what has become of a run.
+// A trained value is the result of a run.
 type trained struct {
 	rate    float64
-	loss    float64 // held out, nats a byte
+	loss    float64 // held out, in nats per byte
 	params  int
 	steps   int
 	flops   float64 // as llm.Config.FLOPs counts them
-	seconds float64 // of steps, decisions and growth
+	seconds float64 // spent on steps, decisions and growth
 	curve   []point
 
 	evaluating time.Duration
 }
 
-// comparison is a random seed's two runs; one is nil with -only.
+// A comparison holds the two runs of a random seed. With -only, one of them is nil.
 type comparison struct {
 	seed          uint64
 	static, grown *trained
 }
 
-// compare trains a random seed's two models. The first seed tries all learning rates.
+// compare trains the two models of a random seed. The first seed tries all learning rates.
 func (e *experiment) compare(seed uint64, first bool) (c comparison, err error) {
 	c.seed = seed
 	rates := e.rates
@@ -133,12 +132,12 @@ func (e *experiment) train(seed uint64, lr float64, grown bool,
 	return r, t.Model.Save(filepath.Join(e.out, name+".safetensors"))
 }
 
-// grow lets a trainer follow the controller or a record, and opens the record of what they decide.
+// grow lets a trainer follow the controller or a record, and records the decisions.
 func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error) {
 	g := llm.Growth{Controller: e.controller}
 	if e.elsewhere() {
 		g.Controller, g.Validation, g.Every = e.seedController(t), e.text.validation, 4
-		if e.grows("depth") { // whose curve needs a point an epoch
+		if e.grows("depth") { // its curve needs a point in each epoch
 			g.Controller, g.Every = control.Together(e.controller, g.Controller), 1
 		}
 	}
@@ -154,7 +153,7 @@ func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error)
 	}
 	path := filepath.Join(e.out, name+".record.jsonl")
 	if same, err := filepath.Abs(replay); err == nil && replay != "" {
-		if here, err := filepath.Abs(path); err == nil && here == same { // it is written anew
+		if here, err := filepath.Abs(path); err == nil && here == same { // it would overwrite itself
 			path = filepath.Join(e.out, name+".replayed.jsonl")
 		}
 	}
@@ -169,7 +168,7 @@ func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error)
 	return f, nil
 }
 
-// follow evaluates a run, outside its time, notes its curve, and tells how far it is.
+// follow evaluates a run outside its time, adds to its curve, and reports progress.
 func (e *experiment) follow(t *llm.Trainer, r *trained, name string, grown bool) llm.Callback {
 	evaluations := float64(e.evaluations)
 	next, of := 1/evaluations, 1.0
@@ -210,7 +209,7 @@ func (e *experiment) follow(t *llm.Trainer, r *trained, name string, grown bool)
 	}
 }
 
-// where returns the point at which a run is.
+// where returns the current point of a run.
 func (e *experiment) where(t *llm.Trainer, share, loss float64) point {
 	p := point{share: share, loss: loss, blocks: t.Model.Config.Layers}
 	for _, r := range t.Model.Kasmina.Report() {
@@ -223,18 +222,18 @@ func (e *experiment) where(t *llm.Trainer, share, loss float64) point {
 	return p
 }
 
-// warmup is the steps in which the learning rate rises, floor what is left of it at the end.
+// The learning rate rises for warmup steps, and ends at the share floor of its peak.
 const warmup, floor = 50, 0.1
 
-// chunks are how many seeds a Kasmina layer has with -site chunk.
+// chunks is the number of seeds in each Kasmina layer with -site chunk.
 const chunks = 16
 
-// epochs is how many a run on -tokens has.
+// epochs is the number of epochs in a run with -tokens.
 func (e *experiment) epochs() int {
 	return int(e.steps()) / e.epoch
 }
 
-// seed puts seeds where the model shall grow.
+// seed adds seeds at the chosen sites.
 func (e *experiment) seed(c *llm.Config) {
 	if e.grows("depth") {
 		c.Layers, c.Depth = e.from, 1
@@ -254,7 +253,7 @@ func (e *experiment) seed(c *llm.Config) {
 	}
 }
 
-// seedController returns the controller of a run that grows elsewhere than in depth.
+// seedController returns the controller for growth at other sites than depth.
 func (e *experiment) seedController(t *llm.Trainer) state.Controller {
 	h := *e.seeds
 	h.Random = t.Loader.Config().Seed
@@ -263,7 +262,7 @@ func (e *experiment) seedController(t *llm.Trainer) state.Controller {
 	return &h
 }
 
-// trainer makes the trainer of a model that is static or starts small.
+// trainer returns the trainer of a static model, or of a model that starts small.
 func (e *experiment) trainer(seed uint64, lr float64, grown bool) (*llm.Trainer, error) {
 	c, opts := e.model, []state.Option{}
 	if grown {
@@ -314,8 +313,8 @@ func (e *experiment) newOptimizer(lr float64) (optim.Optimizer, error) {
 
 type results []comparison
 
-// timeTo returns the share of what a static run may spend at which a run had come to a loss; NaN if
-// it never has.
+// timeTo returns the share of the static budget after which a run reached a loss, or NaN if it never
+// did.
 func (r *trained) timeTo(loss float64) float64 {
 	for _, p := range r.curve {
 		if p.loss <= loss {
@@ -329,7 +328,7 @@ func (r *trained) timeTo(loss float64) float64 {
 func (all results) report(stdout io.Writer) error {
 	var out struct {
 		Seeds        []uint64   `json:"random_seeds"`
-		StaticLoss   []float64  `json:"static_loss"` // nats a byte, held out
+		StaticLoss   []float64  `json:"static_loss"` // held out, in nats per byte
 		GrownLoss    []float64  `json:"grown_loss"`
 		StaticParams int        `json:"static_params"`
 		GrownParams  int        `json:"grown_params"`
@@ -338,7 +337,7 @@ func (all results) report(stdout io.Writer) error {
 		GrownSteps   []int      `json:"grown_steps"`
 		StaticFLOPs  []float64  `json:"static_flops"`
 		GrownFLOPs   []float64  `json:"grown_flops"`
-		Seconds      float64    `json:"seconds"` // the longest run's
+		Seconds      float64    `json:"seconds"` // of the longest run
 		Share        []*float64 `json:"share_of_time_to_static_loss"`
 	}
 	fmt.Fprintf(stdout, "\n%-12s %-7s %9s %14s %11s %7s %8s   %s\n", "random seed", "model",

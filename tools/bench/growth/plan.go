@@ -1,13 +1,13 @@
-package main
+package growth
 
 import (
 	"math"
 	"slices"
 )
 
-// A plan says which jobs a benchmark has. Arms without a learning rate are tuned: a static arm runs
-// at every rate from the first random seed, and at the best of them from the others. A grown arm
-// takes the best rate of the static arm that is as deep as it ends.
+// A plan lists the jobs of a benchmark. Arms without a learning rate are tuned: a static arm tries
+// every rate with the first random seed, and uses the best rate with the other seeds. A grown arm uses
+// the best rate of the static arm with the same final depth.
 type plan struct {
 	budgets []float64
 	equal   []string
@@ -29,8 +29,8 @@ func defaultArms(layers int) (arms []string) {
 	return append(arms, "blocks="+quarter+"-"+all, "blocks="+quarter+"-"+all+",share=curve")
 }
 
-// jobs returns the jobs that can run now, given the records of those that have run. Jobs that wait
-// for a rate to be tuned are left out: when all others have run, jobs returns them.
+// jobs returns the jobs without a record that can run now. A job that waits for a tuned rate follows
+// in a later call.
 func (p plan) jobs(records map[string]record) (ready []job) {
 	add := func(j job) {
 		if _, done := records[j.name()]; !done && !slices.ContainsFunc(ready, func(r job) bool {
@@ -80,7 +80,7 @@ func (p plan) trials(j job) (trials []job) {
 	return trials
 }
 
-// static returns the arm whose model has from the start the blocks that a grown model ends with.
+// static returns the static arm with the final depth of a grown model.
 func (a arm) static() arm {
 	plain, _ := parseArm("blocks=1")
 	a.blocks, a.shares, a.curve = []int{a.depth()}, nil, false
@@ -88,7 +88,7 @@ func (a arm) static() arm {
 	return a
 }
 
-// tunedRate returns the rate of the run with the lowest loss, once all of them are over.
+// tunedRate returns the rate of the run with the lowest loss, once all runs are over.
 func tunedRate(trials []job, records map[string]record) (rate float64, known bool) {
 	least := math.Inf(1)
 	for _, t := range trials {

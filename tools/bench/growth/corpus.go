@@ -1,4 +1,4 @@
-package main
+package growth
 
 import (
 	"context"
@@ -10,17 +10,17 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// corpus is what both models learn from and are judged by.
+// A corpus is the text for training and evaluation.
 type corpus struct {
 	tokens  data.Tokens
 	heldOut *data.Evaluation
 
-	validation *data.Evaluation // what blueprints elsewhere than in depth are judged by: other text
+	validation *data.Evaluation // separate text for judging blueprints at other sites than depth
 }
 
 const validationText = 4 << 10 // bytes
 
-const tokenizerText = 16 << 20 // bytes that a byte-pair encoding is trained on, at most
+const tokenizerText = 16 << 20 // maximum bytes for training a byte-pair encoding
 
 func openCorpus(ctx context.Context, o options, w io.Writer) (*corpus, error) {
 	path, opts := o.data, []data.Option{}
@@ -62,7 +62,7 @@ func openCorpus(ctx context.Context, o options, w io.Writer) (*corpus, error) {
 	return c, err
 }
 
-// tokenize makes the tokens: bytes, or those of a byte-pair encoding, which are kept in a file.
+// tokenize encodes the text as bytes, or with a byte-pair encoding whose tokens are kept in a file.
 func (c *corpus) tokenize(ctx context.Context, o options, text *data.Text,
 	w io.Writer) (tok tokenizer.Tokenizer, err error) {
 	if o.vocab == 0 {
