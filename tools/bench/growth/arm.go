@@ -28,7 +28,7 @@ type arm struct {
 	curve     bool      // the controller decides by the curve alone, without bounds
 	kind      string    // stack, interleave or middle
 	rate      float64   // peak learning rate; 0 for the best rate of the static arms
-	optimizer string    // adamw or muon
+	optimizer string    // one of optim.ChoiceNames
 	decay     string    // of the learning rate: cosine, linear, or late (constant for half of the run)
 	rewarm    int       // llm.Growth.Rewarm
 	moments   string    // kept or fresh, of copied blocks
@@ -75,7 +75,8 @@ var armKeys = []struct {
 		return formatNumber(a.rate)
 	}},
 	wordKey("kind", func(a *arm) *string { return &a.kind }, "stack", "interleave", "middle"),
-	wordKey("optimizer", func(a *arm) *string { return &a.optimizer }, "adamw", "muon"),
+	wordKey("optimizer", func(a *arm) *string { return &a.optimizer },
+		optim.ChoiceNames()...),
 	wordKey("decay", func(a *arm) *string { return &a.decay }, "cosine", "linear", "late"),
 	{"rewarm", "0", func(a *arm, v string) (err error) {
 		if a.rewarm, err = strconv.Atoi(v); err == nil && a.rewarm < 0 {

@@ -40,7 +40,7 @@ Compares models that grow with static ones on equal budgets and prints a table. 
 blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (one that grows). Without lr the rate
 is tuned; without share the controller decides when to grow, and with share=curve it does so by the
 curve of the loss alone. Other keys: kind=stack|interleave|middle,
-optimizer=adamw|muon, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh, outputs=random|zero
+optimizer=adamw|muon|lion|adamw8bit, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh, outputs=random|zero
 and norms=none|qk. Without arms the published comparison is made.
 
 Each run leaves a record in the folder -out. A run that has a record is not made again.

@@ -303,12 +303,11 @@ func (e *experiment) trainer(seed uint64, lr float64, grown bool) (*llm.Trainer,
 }
 
 func (e *experiment) newOptimizer(lr float64) (optim.Optimizer, error) {
-	adamw := []optim.AdamWOption{optim.WithBetas(0.9, 0.95), optim.WithWeightDecay(0.1),
-		optim.WithGroup(optim.NameContains("norm"), optim.Decay(0))}
-	if e.optimizer == "adamw" {
-		return optim.NewAdamW(append(adamw, optim.WithLR(lr))...)
+	choice, err := optim.ByName(e.optimizer)
+	if err != nil {
+		return nil, err
 	}
-	return optim.NewMuon(optim.WithLR(lr), optim.WithAdamW(append(adamw, optim.WithLR(0.15*lr))...))
+	return choice.New(lr, optim.WithGroup(optim.NameContains("norm"), optim.Decay(0)))
 }
 
 type results []comparison

@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
@@ -74,7 +75,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.Float64Var(&o.grownShare, "grown-share", 1, "share of that which a grown run may take")
 	f.IntVar(&o.batch, "batch", 8, "sequences in a batch")
 	f.IntVar(&o.epoch, "epoch", 5, "steps in an epoch, behind which the controller decides")
-	f.StringVar(&o.optimizer, "optimizer", "muon", "muon or adamw")
+	f.StringVar(&o.optimizer, "optimizer", "muon", strings.Join(optim.ChoiceNames(), ", "))
 	f.StringVar(&rates, "lr", "0.02",
 		"peak learning rates, as 0.01,0.02: the static run is tried with each, and the grown one has\nthe best of them")
 	f.IntVar(&o.model.Layers, "layers", 4,
@@ -157,8 +158,9 @@ func (o *options) finish(rest []string) error {
 			fmt.Sprintf("-from is %d, want 1 to %d: fewer than -layers", o.from, o.model.Layers-1)},
 		{slices.Contains([]string{"auto", "cpu", "cuda"}, o.device),
 			fmt.Sprintf("-device is %q, want auto, cpu or cuda", o.device)},
-		{slices.Contains([]string{"muon", "adamw"}, o.optimizer),
-			fmt.Sprintf("-optimizer is %q, want muon or adamw", o.optimizer)},
+		{slices.Contains(optim.ChoiceNames(), o.optimizer),
+			fmt.Sprintf("-optimizer is %q, want one of %s", o.optimizer,
+				strings.Join(optim.ChoiceNames(), ", "))},
 		{slices.Contains([]string{"", "static", "grown"}, o.only),
 			fmt.Sprintf("-only is %q, want static or grown", o.only)},
 		{o.replay == "" || o.only != "static",
