@@ -259,7 +259,7 @@ func TestArguments(t *testing.T) {
 		"WithRanks: got -1 rounds":            errOf(NewMachine(device, g, WithRanks(&silent{}, -1))),
 		"a node is nil":                       owner.Upload(nil),
 		"no parameter has a gradient":         owner.SetOptimizer(wrapped{new(optim.AdamW)}, 1),
-		"the optimiser is a nil *optim.AdamW": owner.SetOptimizer((*optim.AdamW)(nil), 1),
+		"the optimizer is a nil *optim.AdamW": owner.SetOptimizer((*optim.AdamW)(nil), 1),
 		"cudaops.Open: an option is nil":      errOf(Open(nil)),
 	} {
 		require.ErrorContains(t, err, want)
@@ -2207,7 +2207,7 @@ func TestOutOfMemory(t *testing.T) {
 		err = l.machine.SetOptimizer(bigger.optimizer, 1)
 		wants(t, err, "SetOptimizer: allocating", "for Muon's directions",
 			"asked for", "of 33.00 MiB free")
-		require.ErrorContains(t, errOf(l.machine.Update()), "no optimiser")
+		require.ErrorContains(t, errOf(l.machine.Update()), "no optimizer")
 		require.NoError(t,
 			errors.Join(device.ctx.Free(hog), l.machine.SetOptimizer(l.optimizer, 1), l.step()))
 	})

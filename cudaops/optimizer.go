@@ -18,15 +18,18 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrNonFinite is wrapped by the error of an update whose gradients hold NaN or infinity. It has
-// changed nothing.
+// ErrNonFinite is wrapped by the error of an update whose gradients contain NaN or infinity. The
+// update has changed nothing.
 var ErrNonFinite = errors.New("the gradients are not finite")
 
-// SetOptimizer puts an optimiser of the package optim, with what it remembers so far, on the
-// device. There [Machine.Update] applies it to the machine's parameters. The limit maxNorm is of
-// the global norm of the gradients, and of that of those [WithApart]; 0 means none. Arguments that
-// are refused change nothing. Else an optimiser that the machine had before is let go of, with what
-// it remembered there, and after an error it has none.
+// SetOptimizer moves an optimizer of package optim, including its state, to the device, where
+// [Machine.Update] applies it to the machine's parameters.
+//
+// If maxNorm is not 0, it limits the global norm of the gradients. Gradients that [WithApart] names
+// are clipped by a norm of their own, with the same limit.
+//
+// If an argument is invalid, nothing changes. Otherwise the machine drops the optimizer that it had
+// before, including its state on the device. After any other error it has no optimizer.
 func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	defer in("Machine.SetOptimizer", &err)
 	if err = usable(m); err != nil {
@@ -35,25 +38,26 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	rules, ok := o.(optim.Rules)
 	switch v := reflect.ValueOf(o); {
 	case ok && v.Kind() == reflect.Pointer && v.IsNil():
-		return fmt.Errorf("the optimiser is a nil %T", o)
+		return fmt.Errorf("the optimizer is a nil %T", o)
 	case !ok:
 		return fmt.Errorf("a %T does not declare its rules: want an optimizer of the package optim", o)
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
 		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
 	case len(m.config.inherits) > 0 && len(m.config.kept.Params) == 0:
-		return errors.New("the moments that WithKept hands on are not there any more: what was kept " +
-			"was closed before, or other machines have left it to the next")
+		return errors.New("the moments that WithKept hands on no longer exist: they were closed " +
+			"before, or other machines have passed them on")
 	}
 	if name := m.config.missing(); name != "" {
-		return fmt.Errorf("another machine has left the moments of %s to the next", name)
+		return fmt.Errorf("another machine has passed on the moments of %s", name)
 	}
 	if old := m.optimizer; old != nil {
 		m.optimizer, m.runner.Beside = nil, nil
-		// runs may have been captured with the exchange that goes along with them
+		// Captured runs may include the exchange of gradients.
 		if err := run.Joined(m.runner.DropCaptures(), old.Close()); err != nil {
 			return err
 		}
 	}
+
 	var all []*update.Param
 	for _, i := range m.runner.Program.Inputs {
 		if g := gradientOf(m, m.runner.Program, i); g != nil {
@@ -65,42 +69,50 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 				Apart: slices.Contains(m.config.apart, i.Node)})
 		}
 	}
+
 	if len(all) == 0 {
 		return errors.New("no parameter has a gradient: name them with WithParams and derive " +
 			"them with gorgonia.Grad")
 	}
+
 	x, err := update.New(update.Machine{Runner: m.runner, Chooser: m.chooser,
 		Activation: m.config.Activation, Kept: m.config.inherited}, rules, all, maxNorm,
 		m.config.ranks)
 	if err != nil {
 		return err
 	}
-	m.config.inherits = nil // a later optimiser remembers what it does
+
+	m.config.inherits = nil // a later optimizer has its own state
 	if m.optimizer = x; x.Shared() {
 		m.runner.Beside = x
 	}
 	return nil
 }
 
-// Update applies the optimiser, at its present learning rate, to the parameters and the gradients
-// of the last run. It waits for the global norm of the gradients before clipping, which it returns;
-// the device then goes on with the rest of the update. If the norm is not finite, no parameter
-// changes and the error wraps [ErrNonFinite], and [Machine.NonFinite] says where that shows first.
-// But WithPrecision(Float16) it is no error while the loss scale is above 1, since the next step has
-// a smaller one (see [Machine.LossScale]). After an error of the device, which may show in a later
-// call, the update may have been made in part. Then it is not known what the optimiser remembers:
-// it makes no other update, and its state is not to be had.
+// Update applies the optimizer, at its present learning rate, to the parameters and the gradients
+// of the last run. It returns the global norm of the gradients before clipping. Update waits for
+// this norm only, and the device continues with the rest of the update.
+//
+// If the norm is not finite, no parameter changes and the error wraps [ErrNonFinite];
+// [Machine.NonFinite] then finds the first bad gradient. With WithPrecision(Float16) this is no
+// error as long as the loss scale is above 1, since the next step uses a smaller one: see
+// [Machine.LossScale].
+//
+// After an error of the device, which a later call may report, part of the update may have been
+// made. The optimizer state is then undefined, and further updates fail.
 func (m *Machine) Update() (norm float64, err error) {
 	defer in("Machine.Update", &err)
 	_, norm, err = updateBy(m, nil, nil)
 	return norm, err
 }
 
-// Step is [Machine.Update] by the loss of the last run, a node of one float32 that is kept, whose
-// value it returns too. [Machine.RunAll] comes before it, and the device does not wait between the
-// two. Step returns when loss and norm are known, as Update does. If the loss is not finite no
-// parameter changes, which is no error. Then the norm is not finite either, and gathered gradients
-// are dropped. The errors are those of [Machine.Value] and Update.
+// Step is like [Machine.Update], but also takes the loss of the last run into account and returns
+// it. The loss is a node of one float32 whose value is kept. Call [Machine.RunAll] first; the
+// device does not wait between the two.
+//
+// Step returns as soon as the loss and the norm are known. If the loss is not finite, no parameter
+// changes. That is no error; the norm is not finite either, and accumulated gradients are dropped.
+// The errors are those of [Machine.Value] and Update.
 func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	defer in("Machine.Step", &err)
 	a, err := lossOf(m, loss)
@@ -110,7 +122,8 @@ func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	return updateBy(m, a, nil)
 }
 
-// lossOf is where a loss lies: one float32 that is kept, and does not carry the loss scale.
+// lossOf returns the array of a loss: one float32 that is kept and not multiplied by the loss
+// scale.
 func lossOf(m *Machine, loss *gorgonia.Node) (*program.Array, error) {
 	a, err := lasting(m, loss)
 	if err != nil {
@@ -118,41 +131,43 @@ func lossOf(m *Machine, loss *gorgonia.Node) (*program.Array, error) {
 	}
 	p := m.runner.Program
 	if a.Type != gpu.Float32 || a.Len() != 1 || p.Scaling.Carried[loss] {
-		return nil, fmt.Errorf("%s is no loss, want a number", graph.Describe(loss))
+		return nil, fmt.Errorf("%s is not a loss, want one float32 number", graph.Describe(loss))
 	}
 	return a, nil
 }
 
-// updateBy is an update by a loss, nil for none, with which beside is called when the run before it
-// is over.
+// updateBy makes an update that depends on a loss, which may be nil. It calls during, which may be
+// nil too, with the loss as soon as the preceding run has ended.
 func updateBy(m *Machine, by *program.Array,
-	beside func(float64) error) (value, norm float64, err error) {
+	during func(float64) error) (value, norm float64, err error) {
 	x, err := updatable(m)
 	if err != nil {
 		return 0, 0, err
 	}
 	scale := &m.runner.Scale
 	if m.runner.Program.Scale != nil && scale.Carried != scale.Now.Scale {
-		return 0, 0,
-			errors.New("the loss scale is not that of the last run: run the machine again")
+		return 0, 0, errors.New("the loss scale has changed since the last run: run the machine again")
 	}
-	x.Abandoned = true // until it is known how the update ended
+	x.Abandoned = true // until the outcome of the update is known
 	if err := run.InTurn(func() error { return enqueueUpdate(m, by) }, x.WaitForRun); err != nil {
 		return 0, 0, err
 	}
+
 	settled := m.layers.Settle()
 	if by != nil {
 		value = float64(x.Loss())
 	}
-	if beside != nil {
-		if err := beside(value); err != nil {
+	if during != nil {
+		if err := during(value); err != nil {
 			return value, 0, run.Joined(settled, err)
 		}
 	}
+
 	done, err := x.Wait()
 	if err != nil {
 		return value, 0, err
 	}
+
 	x.Abandoned = false
 	if m.runner.Program.Scale != nil {
 		scale.Now = done.Next
@@ -163,7 +178,7 @@ func updateBy(m *Machine, by *program.Array,
 	return value, float64(done.Norm), settled
 }
 
-// enqueueUpdate puts an update on its way, with the marks of a profiler or of the monitor.
+// enqueueUpdate enqueues an update, together with the marks of a profiler or the monitor.
 func enqueueUpdate(m *Machine, loss *program.Array) error {
 	defer m.profiler.Finish()
 	defer m.profiler.Call("Update")()
@@ -171,7 +186,7 @@ func enqueueUpdate(m *Machine, loss *program.Array) error {
 	return o.Update(func() error { return m.optimizer.Enqueue(loss, o) })
 }
 
-// optimizerOf is the machine's optimiser.
+// optimizerOf returns the machine's optimizer.
 func optimizerOf(m *Machine) (*update.Optimizer, error) {
 	if err := usable(m); err != nil {
 		return nil, err
@@ -185,7 +200,7 @@ func optimizerOf(m *Machine) (*update.Optimizer, error) {
 	return m.optimizer, nil
 }
 
-// updatable is the machine's optimiser, where there can be gradients for it.
+// updatable returns the machine's optimizer if there can be gradients for it.
 func updatable(m *Machine) (*update.Optimizer, error) {
 	x, err := optimizerOf(m)
 	if err == nil && !m.runner.State.Ran() {
@@ -195,14 +210,14 @@ func updatable(m *Machine) (*update.Optimizer, error) {
 }
 
 var (
-	errNoOptimizer = errors.New("the machine has no optimiser: give it one with SetOptimizer")
+	errNoOptimizer = errors.New("the machine has no optimizer: set one with SetOptimizer")
 	errNoGradients = errors.New("the machine has not run, so there are no gradients")
-	errAbandoned   = errors.New("the last update failed while it was made, so what the optimiser " +
-		"remembers is not known: resume from a checkpoint")
+	errAbandoned   = errors.New("the last update failed before it was complete, so the optimizer " +
+		"state is undefined: resume from a checkpoint")
 )
 
-// Forget makes zero what the machine's optimiser remembers on the device of a parameter's elements
-// from ≤ i < to, in row-major order. The count of its steps stays.
+// Forget clears the optimizer's state on the device for the elements from ≤ i < to of a parameter,
+// in row-major order. The parameter's step count stays.
 func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	defer in("Machine.Forget", &err)
 	x, err := optimizerOf(m)
@@ -215,19 +230,23 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	all := x.Params
 	i := slices.IndexFunc(all, func(p *update.Param) bool { return p.Input.Node == param })
 	if i < 0 {
-		return fmt.Errorf("the optimiser has no parameter %s", graph.Describe(param))
+		return fmt.Errorf("the optimizer has no parameter %s", graph.Describe(param))
 	}
+
 	if n := all[i].Grad.Len(); from < 0 || to < from || to > n {
 		return fmt.Errorf("elements %d to %d of %s, which has %d", from, to,
 			graph.Describe(param), n)
 	}
-	x.Forgot() // at all ranks, which gather the state together
+	x.Forgot() // on all ranks, since they gather the state together
 	return x.Forget(i, from, to)
 }
 
-// DropGradients forgets the gradients that a machine made WithAccumulation has gathered since the
-// last update. The lattices of Kasmina layers receive what runs have measured before it returns, so
-// that a caller who restores the lattices after a failed step does not find it there later.
+// DropGradients drops the gradients that a machine made with WithAccumulation has accumulated since
+// the last update.
+//
+// Before it returns, the lattices of Kasmina layers receive the measurements of previous runs. A
+// caller that restores the lattices after a failed step therefore does not find these measurements
+// there later.
 func (m *Machine) DropGradients() (err error) {
 	defer in("Machine.DropGradients", &err)
 	if err = usable(m); err != nil {
@@ -236,18 +255,22 @@ func (m *Machine) DropGradients() (err error) {
 	return errors.Join(m.layers.Settle(), update.ClearSums(m.runner))
 }
 
-// NonFinite returns the first parameter whose gradient has an element that is NaN or infinite, or a
-// norm that is, nil if there is none. It looks at the gradients of the last [Machine.Update],
-// whether that was made or not. After another run it looks at those that the next one would apply:
-// with [WithAccumulation] at the sums. It waits for the device. After an update all ranks
-// ([WithRanks]) name the same parameter. Ahead of one, behind [Rank.Contribute], each looks only at
-// the elements that it updates, and returns nil where none of these is bad.
+// NonFinite returns the first parameter whose gradient contains NaN or infinity, or has a norm that
+// is not finite. It returns nil if there is none. It waits for the device.
+//
+// After an update, made or not, NonFinite looks at the gradients of that update. After a later run
+// it looks at the gradients that the next update would apply: with [WithAccumulation], the
+// accumulated ones.
+//
+// With [WithRanks], all ranks return the same parameter after an update. Before an update and after
+// [Rank.Contribute], each rank looks only at the elements that it updates.
 func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	defer in("Machine.NonFinite", &err)
 	x, err := updatable(m)
 	if err != nil {
 		return nil, err
 	}
+
 	bad, err := x.NonFinite()
 	for _, p := range m.config.Params {
 		if bad[p] {
@@ -257,18 +280,19 @@ func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	return nil, err
 }
 
-// LossScale is the loss scale of a machine WithPrecision(Float16), and how it fared. It is part of
-// the state of a training run, as what an optimiser remembers is.
+// LossScale is the loss scale of a machine made with WithPrecision(Float16), and its history. Like
+// the optimizer state it belongs to the state of a training run.
 type LossScale struct {
 	Scale   float64 `json:"scale"`
-	Good    int     `json:"good"`    // steps since the scale was last changed
-	Skipped int     `json:"skipped"` // steps with a gradient that was not finite
+	Good    int     `json:"good"`    // steps since the last change of the scale
+	Skipped int     `json:"skipped"` // steps skipped because of a gradient that was not finite
 }
 
-// firstLossScale is PyTorch's.
+// firstLossScale is the initial loss scale, which is also PyTorch's.
 const firstLossScale = 1 << 16
 
-// LossScale returns the loss scale as of the last update; it is 1 in a machine that does not scale.
+// LossScale returns the loss scale after the last update. It is 1 for a machine that does not scale
+// the loss.
 func (m *Machine) LossScale() LossScale {
 	if m == nil || m.runner == nil {
 		return LossScale{}
@@ -277,8 +301,8 @@ func (m *Machine) LossScale() LossScale {
 	return LossScale{Scale: float64(s.Scale), Good: int(s.Good), Skipped: int(s.Skipped)}
 }
 
-// SetLossScale continues with the loss scale of another machine, or of an earlier run. Gradients
-// that the machine holds were made with the old one, and are dropped.
+// SetLossScale continues with the loss scale of another machine or of an earlier run. The machine
+// drops the gradients that it has, since they were computed with the old loss scale.
 func (m *Machine) SetLossScale(s LossScale) (err error) {
 	defer in("Machine.SetLossScale", &err)
 	if err = usable(m); err != nil {
@@ -289,8 +313,8 @@ func (m *Machine) SetLossScale(s LossScale) (err error) {
 	at := m.runner.Program.Scale
 	switch {
 	case at == nil:
-		return errors.New("the machine does not scale: it has another precision than Float16, or " +
-			"a graph without gradients")
+		return errors.New("the machine does not scale the loss: its precision is not Float16, or " +
+			"its graph has no gradients")
 	case float64(scale.Scale) != s.Scale || !(s.Scale >= 1) || scale.Scale-scale.Scale != 0:
 		return fmt.Errorf("the loss scale: Scale is %v, want a float32 of at least 1", s.Scale)
 	case int(scale.Good) != s.Good || int(scale.Skipped) != s.Skipped ||
@@ -298,6 +322,7 @@ func (m *Machine) SetLossScale(s LossScale) (err error) {
 		return fmt.Errorf("numbers of steps: Good is %d and Skipped %d, want at least 0", s.Good,
 			s.Skipped)
 	}
+
 	if err := m.device.ctx.CopyToDevice(at.Ptr(), scale.Bytes(), m.runner.Stream); err != nil {
 		return err
 	}
@@ -305,8 +330,8 @@ func (m *Machine) SetLossScale(s LossScale) (err error) {
 	return update.ClearSums(m.runner)
 }
 
-// GradientPrecision returns BFloat16 if the machine keeps the gradient of any parameter like that
-// (see [WithGradientPrecision]), else Float32.
+// GradientPrecision returns BFloat16 if the machine keeps any parameter's gradient in that type
+// (see [WithGradientPrecision]), and Float32 otherwise.
 func (m *Machine) GradientPrecision() Precision {
 	if m == nil || m.runner == nil {
 		return Float32
@@ -319,14 +344,16 @@ func (m *Machine) GradientPrecision() Precision {
 	return Float32
 }
 
-// Rank is a machine's part in what the ranks of a group do together: see [Machine.Rank].
+// Rank groups the methods that a machine calls together with the machines of other ranks: see
+// [Machine.Rank].
 type Rank struct{ m *Machine }
 
-// Rank is what a machine made [WithRanks] does together with those of the other ranks, once it has
-// an optimiser. Its methods are called like those of the machine.
+// Rank returns the methods that a machine made with [WithRanks] calls together with the machines of
+// the other ranks, once it has an optimizer. Like the machine's own methods they must not be called
+// concurrently.
 func (m *Machine) Rank() Rank { return Rank{m} }
 
-// optimizer is that of all ranks.
+// optimizer returns the optimizer that the machine shares with other ranks.
 func (r Rank) optimizer() (*update.Optimizer, error) {
 	x, err := optimizerOf(r.m)
 	if err == nil && !x.Shared() {
@@ -335,9 +362,11 @@ func (r Rank) optimizer() (*update.Optimizer, error) {
 	return x, err
 }
 
-// Expect says, ahead of a run, in which round it is. It tells how many ranks contribute to it, and
-// whether it is the first of a step. Where all do, the gradients leave beside the run, each as soon
-// as it is there. It holds for one run. All ranks that contribute call it, or none.
+// Expect announces the next run: the number of ranks that contribute to its round, and whether the
+// round is the first of a step. If all ranks contribute, gradients are sent during the run, each as
+// soon as it has been computed.
+//
+// The announcement holds for one run. Either all contributing ranks call Expect or none does.
 func (r Rank) Expect(contributors int, first bool) (err error) {
 	defer in("Rank.Expect", &err)
 	x, err := r.optimizer()
@@ -347,10 +376,13 @@ func (r Rank) Expect(contributors int, first bool) (err error) {
 	return x.Expect(contributors, first)
 }
 
-// Contribute sends the gradients of the last run to the ranks that own them, where this rank is
-// among the first contributors. It adds what comes to this rank's sums, which are begun anew with
-// first. What has left beside the run (see [Rank.Expect]) is not sent again. All ranks call it
-// after every round of runs, and [Rank.Step] or [Machine.Update] after the last one of a step.
+// Contribute sends the gradients of the last run to the ranks that own them, provided that this
+// rank is one of the first contributors. It adds the gradients that arrive to this rank's sums,
+// which start at zero if first is true. Gradients that were sent during the run (see [Rank.Expect])
+// are not sent again.
+//
+// All ranks call Contribute after each round of runs, and [Rank.Step] or [Machine.Update] after the
+// last round of a step.
 func (r Rank) Contribute(contributors int, first bool) (err error) {
 	defer in("Rank.Contribute", &err)
 	x, err := r.optimizer()
@@ -363,32 +395,35 @@ func (r Rank) Contribute(contributors int, first bool) (err error) {
 	return x.Contribute(contributors, first)
 }
 
-// Step is [Machine.Step] of all ranks, behind the last round of a step. A loss that is not finite
-// at one of them leaves the parameters of all as they are. The loss is nil at a rank that did not
-// contribute to that round. When the run is over, beside is called with the loss, 0 for none, while
-// the update goes on. An error of it is that of the step, which does not wait for the norm then.
-// From an error on it is not known what the optimiser remembers, nor the loss scale: it makes no
-// other update, and its state is not to be had.
-func (r Rank) Step(loss *gorgonia.Node, beside func(loss float64) error) (norm float64, err error) {
+// Step is [Machine.Step] for all ranks together, after the last round of a step. If the loss of any
+// rank is not finite, no rank changes its parameters. The loss is nil on a rank that did not
+// contribute to the last round.
+//
+// When the run has ended, Step calls during with the loss, or 0 if there is none, while the update
+// continues. If during fails, Step returns its error without waiting for the norm.
+//
+// After any error the optimizer state and the loss scale are undefined, and further updates fail.
+func (r Rank) Step(loss *gorgonia.Node, during func(loss float64) error) (norm float64, err error) {
 	defer in("Rank.Step", &err)
 	if _, err := r.optimizer(); err != nil {
 		return 0, err
 	}
-	if beside == nil {
-		return 0, errors.New("what goes beside the update is nil")
+	if during == nil {
+		return 0, errors.New("the function to call during the update is nil")
 	}
+
 	var by *program.Array
 	if loss != nil {
 		if by, err = lossOf(r.m, loss); err != nil {
 			return 0, err
 		}
 	}
-	_, norm, err = updateBy(r.m, by, beside)
+	_, norm, err = updateBy(r.m, by, during)
 	return norm, err
 }
 
-// GatherState brings what the optimisers of all ranks remember into this rank's, whole. All ranks
-// call it. [Machine.Download] leaves the optimiser alone there.
+// GatherState completes this rank's optimizer state with the parts that other ranks have. All ranks
+// call it. On a machine with several ranks, [Machine.Download] does not touch the optimizer.
 func (r Rank) GatherState() (err error) {
 	defer in("Rank.GatherState", &err)
 	x, err := r.optimizer()
@@ -398,14 +433,16 @@ func (r Rank) GatherState() (err error) {
 	return stateOf(x, x.GatheredMoment)
 }
 
-// DownloadOwn brings what this rank's GPU remembers into the optimiser, and returns the parts that
-// it has. Elsewhere the optimiser's moments are zeros then. It waits for no other rank.
+// DownloadOwn copies this rank's part of the optimizer state from the device to the optimizer, and
+// returns the parts of parameters that it covers. The optimizer's other moments become zero.
+// DownloadOwn does not wait for other ranks.
 func (r Rank) DownloadOwn() (parts []optim.Part, err error) {
 	defer in("Rank.DownloadOwn", &err)
 	x, err := r.optimizer()
 	if err != nil {
 		return nil, err
 	}
+
 	for i, p := range x.Params {
 		if from, to := x.Part(i); from < to {
 			parts = append(parts, optim.Part{Name: p.Input.Node.Name(), From: from, To: to})

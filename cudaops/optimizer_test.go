@@ -275,8 +275,8 @@ func TestUpdateRefuses(t *testing.T) {
 		require.ErrorContains(t, err, want)
 	}
 	_, err = machine.Update()
-	wants(err, "no optimiser")
-	wants(machine.Forget(b.Params[0], 0, 1), "no optimiser")
+	wants(err, "no optimizer")
+	wants(machine.Forget(b.Params[0], 0, 1), "no optimizer")
 	wants(machine.SetOptimizer(adamw, -1), "maxNorm")
 	wants(machine.SetOptimizer(nil, 0), "does not declare its rules")
 	require.NoError(t, machine.SetOptimizer(adamw, 1))
@@ -1311,7 +1311,7 @@ func TestRanksRemember(t *testing.T) {
 		require.NoError(t, err)
 		m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0), notCaptured)
 		defer m.Close()
-		require.ErrorContains(t, m.Rank().Contribute(1, true), "no optimiser")
+		require.ErrorContains(t, m.Rank().Contribute(1, true), "no optimizer")
 		require.NoError(t, m.SetOptimizer(o, 0))
 		if g.Rank() == 0 {
 			require.ErrorContains(t, m.Rank().Contribute(1, true), "has not run")

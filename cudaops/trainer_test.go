@@ -726,7 +726,7 @@ func TestKeepsOptimizer(t *testing.T) {
 	require.ErrorIs(t, e.Push(), cudaops.ErrOutOfMemory)
 	require.False(t, k.CanKeep())
 	_, err = k.Keep()
-	require.ErrorContains(t, err, "the machine has no optimiser")
+	require.ErrorContains(t, err, "the machine has no optimizer")
 	require.NoError(t, e.Push())
 	require.True(t, k.CanKeep())
 	kept, err := k.Keep()

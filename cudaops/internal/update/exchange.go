@@ -11,22 +11,22 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// beside is the exchange of gradients on a stream of its own, beside the run that makes them. A
-// bucket leaves when its gradients are there, while the run goes on.
+// beside is the exchange of gradients during the run that computes them, on a stream of its own. A
+// bucket is sent as soon as its gradients are there, while the run continues.
 type beside struct {
 	side           run.Executor // on the stream of the exchange
 	forked, joined gpu.Event
-	expected       round // of the next run; with no contributors nothing goes along with it
-	sent           bool  // the last run's gradients have left, and been added
+	expected       round // of the next run; without contributors, the run sends nothing
+	sent           bool  // the last run's gradients have been sent and added
 }
 
-// round is a kind of round, captured apart.
+// round is the kind of a round. Each kind is captured separately.
 type round struct {
 	contributors int
 	first        bool
 }
 
-// open takes what the exchange beside a run needs.
+// open creates the stream, events and routes of the exchange.
 func (x *Optimizer) open() (err error) {
 	s := x.share
 	s.side = *x.m.Executor
@@ -38,11 +38,12 @@ func (x *Optimizer) open() (err error) {
 			return err
 		}
 	}
+
 	return x.connect(s.group.Size())
 }
 
-// connect makes the routes of rounds to which so many ranks contribute, unless there are some. All
-// ranks call it.
+// connect creates the routes for rounds with the given number of contributors, unless they exist.
+// All ranks call it.
 func (x *Optimizer) connect(contributors int) error {
 	for _, b := range x.share.buckets {
 		if b.routes[contributors] != nil {
@@ -62,10 +63,11 @@ func (x *Optimizer) connect(contributors int) error {
 	return nil
 }
 
-// contribution is the route by which a bucket's gradients come to their owners.
+// contribution returns the route by which a bucket's gradients reach their owners.
 func (x *Optimizer) contribution(b *bucket, contributors int) (comm.Route, error) {
 	s, me := x.share, x.share.group.Rank()
 	var sends, receives []comm.Leg
+
 	for r := range s.group.Size() {
 		if r != me && me < contributors {
 			for _, p := range s.of(b, r) {
@@ -83,15 +85,16 @@ func (x *Optimizer) contribution(b *bucket, contributors int) (comm.Route, error
 	return comm.NewRoute(s.group, b.slot, sends, receives)
 }
 
-// bytes is those of a part's gradient.
+// bytes returns the size of a part's gradient.
 func (x *Optimizer) bytes(p *part) int { return p.len() * x.Params[p.param].Grad.Type.Size() }
 
-// shut waits for the exchange, ends its routes and gives back its stream.
+// shut waits for the exchange, closes its routes and destroys its stream.
 func (x *Optimizer) shut() error {
 	if x.share == nil || x.share.side.Stream == 0 {
 		return nil
 	}
 	s := x.share
+
 	errs := []error{x.m.Ctx.SyncStream(s.side.Stream)}
 	for _, b := range s.buckets {
 		for _, r := range b.routes {
@@ -103,17 +106,19 @@ func (x *Optimizer) shut() error {
 			errs = append(errs, l.route.Close())
 		}
 	}
+
 	errs = append(errs, x.m.Ctx.DestroyStream(s.side.Stream))
 	return run.Joined(append(errs, s.rounds.Drop(x.m.Ctx))...)
 }
 
-// Expect says what the next run is: one of a round of so many ranks. Where all contribute, their
-// gradients leave beside it.
+// Expect announces the round of the next run. If all ranks contribute to it, gradients are sent
+// during the run.
 func (x *Optimizer) Expect(contributors int, first bool) error {
 	s := x.share
 	if err := s.takes(contributors, first); err != nil {
 		return err
 	}
+
 	s.sent, s.expected = false, round{}
 	if contributors == s.group.Size() && contributors > 1 {
 		s.expected = round{contributors, first}
@@ -121,19 +126,19 @@ func (x *Optimizer) Expect(contributors int, first bool) error {
 	return nil
 }
 
-// takes returns an error for a round that there cannot be.
+// takes returns an error for a round that is not possible.
 func (s *share) takes(contributors int, first bool) error {
 	if contributors < 1 || contributors > s.group.Size() {
 		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks",
 			contributors, s.group.Size())
 	}
 	if s.two && (contributors != 2 || !first) {
-		return errors.New("a step is one round of two ranks here: WithRanks says so")
+		return errors.New("WithRanks says that a step is one round of two ranks")
 	}
 	return nil
 }
 
-// Due is that of run.Beside.
+// Due implements run.Beside.
 func (x *Optimizer) Due() (kind byte, captured bool) {
 	switch r := x.share.expected; {
 	case r.contributors == 0:
@@ -144,9 +149,9 @@ func (x *Optimizer) Due() (kind byte, captured bool) {
 	return 'g', !x.uncaptured
 }
 
-// Along enqueues the calls of a run, each behind the parameters that it is the first to read. Where
-// the run has work beside it, a bucket leaves when its gradients are there, and the machine's stream
-// waits for all in the end.
+// Along enqueues the calls of a run. A call waits for the parameters that it is the first to read.
+// If gradients are sent during the run, each bucket leaves as soon as its gradients are there, and
+// the machine's stream finally waits for all of them.
 func (x *Optimizer) Along(calls []*program.Call) error {
 	s, ctx := x.share, x.m.Ctx
 	var left []*bucket
@@ -166,6 +171,7 @@ func (x *Optimizer) Along(calls []*program.Call) error {
 			}
 		}
 	}
+
 	if s.expected.contributors == 0 {
 		return nil
 	}
@@ -173,21 +179,21 @@ func (x *Optimizer) Along(calls []*program.Call) error {
 		func() error { return ctx.WaitEvent(x.m.Stream, s.joined) })
 }
 
-// fork has the exchange's stream wait for what the machine's has been given.
+// fork makes the stream of the exchange wait for the work that the machine's stream has so far.
 func (x *Optimizer) fork() error {
 	s, ctx := x.share, x.m.Ctx
 	return run.InTurn(func() error { return ctx.Record(s.forked, x.m.Stream) },
 		func() error { return ctx.WaitEvent(s.side.Stream, s.forked) })
 }
 
-// Done notes whether the run's gradients have left.
+// Done notes whether the run has sent its gradients.
 func (x *Optimizer) Done() {
 	x.share.sent, x.share.expected = x.share.expected.contributors > 0, round{}
 }
 
-// Contribute enqueues the sending of the last run's gradients to their owners, where this rank is
-// among the first contributors. It also enqueues the adding of what comes, unless that went along
-// with the run. It is what all ranks do after every round.
+// Contribute enqueues the sending of the last run's gradients to their owners, if this rank is one
+// of the first contributors, and the addition of the gradients that arrive. It does nothing if both
+// happened during the run. All ranks call it after every round.
 func (x *Optimizer) Contribute(contributors int, first bool) error {
 	s := x.share
 	if err := s.takes(contributors, first); err != nil {
@@ -198,6 +204,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 		s.sent = false
 		return nil
 	}
+
 	if err := x.connect(contributors); err != nil {
 		return err
 	}
@@ -212,10 +219,10 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 	})
 }
 
-// send exchanges the gradients of a bucket, and adds those of this rank.
+// send exchanges the gradients of a bucket and adds up those of this rank's parts.
 func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
 	at, route := comm.Stream(on.Stream), b.routes[r.contributors]
-	if x.share.two { // what comes may lie where the passes have been
+	if x.share.two { // incoming gradients may use memory of the run
 		if err := route.Release(at); err != nil {
 			return err
 		}
@@ -224,6 +231,7 @@ func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
 	if err := route.Enqueue(at); err != nil {
 		return err
 	}
+
 	for _, p := range x.share.of(b, x.share.group.Rank()) {
 		if err := x.addUp(p, r, on); err != nil {
 			return err
@@ -240,6 +248,7 @@ func (x *Optimizer) addUp(p *part, r round, on *run.Executor) error {
 	if r.first {
 		keep = 0
 	}
+
 	for _, at := range p.contributed[:r.contributors] {
 		if err := on.Launch(elementwise.Axpby{Y: p.sum, YType: gpu.Float32, X: at,
 			XType: x.Params[p.param].Grad.Type, Alpha: 1, Beta: keep, N: p.len()}); err != nil {

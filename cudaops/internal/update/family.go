@@ -11,14 +11,15 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/schulz"
 )
 
-// family is the parameters that one kernel of the package optim updates, and how the device does it.
+// family is the parameters that one kernel of package optim updates, and the kernel's
+// implementation on the device.
 type family struct {
 	implementation
 	kernel string
 
-	tensors []optimizer.Tensor // of this rank
-	params  []*Param           // whose they are
-	table   *optimizer.Table   // of the tensors
+	tensors []optimizer.Tensor // this rank's parts
+	params  []*Param           // the parameters of the tensors
+	table   *optimizer.Table   // the tensors on the device
 
 	// iterations are the matrix products between a matrix kernel's two launches.
 	iterations *program.Program
@@ -32,7 +33,7 @@ type implementation struct {
 	// calls returns the calls of an update.
 	calls func(x *Optimizer, f *family) []*program.Call
 
-	// workspace returns how many float32 numbers the calls need behind the sums of squares. It may
+	// workspace returns the number of float32 numbers that the calls need after the sums of squares. It may
 	// be nil.
 	workspace func(f *family) int
 }
@@ -51,8 +52,8 @@ var byMatrix = implementation{
 	workspace: func(f *family) int { return f.table.Chunks },
 }
 
-// sort makes the families of the parameters' kernels, in the order of their names so that every
-// rank has the same.
+// sort creates the families of the parameters' kernels. They are in the order of the kernels'
+// names, which is the same on all ranks.
 func (x *Optimizer) sort() error {
 	for _, p := range x.Params {
 		k := p.Rule.Kernel
@@ -90,8 +91,8 @@ func (x *Optimizer) familyOf(p *Param) *family {
 	return x.families[i]
 }
 
-// workspace returns how many float32 numbers the families need behind the sums of squares. They use
-// them one after the other.
+// workspace returns the number of float32 numbers that the families need after the sums of squares.
+// The families use them in turn.
 func (x *Optimizer) workspace() (n int) {
 	for _, f := range x.families {
 		if f.workspace != nil {
@@ -109,25 +110,25 @@ func matrixCalls(x *Optimizer, f *family) []*program.Call {
 		Control: x.control, Squares: x.squares.Offset(4 * x.sums()), Table: f.table,
 		Nesterov: nesterov}))}
 
-	// The first and the last call of the iterations stand for the two launches.
+	// The first and the last call of the iterations stand for Direction and Apply.
 	calls = append(calls, f.iterations.Calls[1:len(f.iterations.Calls)-1]...)
 	return append(calls, named(program.Prepared(optimizer.Apply{Kernel: f.kernel,
 		Control: x.control, Table: f.table})))
 }
 
-// togetherLeast is the elements of squares up to which matrices of one shape go through the
-// iteration together. Those of one that is larger fill the GPU.
+// togetherLeast is the number of elements of square matrices up to which matrices of one shape
+// share an iteration. Larger matrices fill the GPU by themselves.
 const togetherLeast = 1 << 24
 
-// group is matrices that go through the iteration together.
+// group is matrices that share an iteration.
 type group struct {
 	tensors   []*optimizer.Tensor
 	iteration schulz.Iteration
-	size      int // of a matrix
+	size      int // elements of a matrix
 }
 
-// orthogonalize gives the family's matrices places for their directions, and adds the iterations that
-// turn these into updates. Small matrices of one shape share an iteration.
+// orthogonalize adds the iterations that turn the directions of the family's matrices into updates,
+// and gives the directions memory. Small matrices of one shape share an iteration.
 func orthogonalize(x *Optimizer, f *family) error {
 	type kind struct{ rows, columns, iterations int }
 	alike := map[kind][]*optimizer.Tensor{}
@@ -140,14 +141,17 @@ func orthogonalize(x *Optimizer, f *family) error {
 		}
 		alike[k] = append(alike[k], &f.tensors[i])
 	}
+
 	f.iterations = &program.Program{}
 	b := schulz.Builder{Program: f.iterations, Chooser: x.m.Chooser, Activation: x.m.Activation,
 		Name: named}
+
 	var groups []group
 	for _, k := range kinds {
 		side, together := min(k.rows, k.columns), 1
-		// The next begins where vectors may. Ranks own other matrices on other numbers of GPUs, and
-		// a product of several may be computed in another way than that of one.
+		// Each matrix must begin at an address that vector accesses can use. Among ranks, which
+		// matrices a rank owns depends on the number of ranks. A product of several matrices may
+		// be computed differently from a product of one, so they stay separate.
 		if k.rows*k.columns%program.VectorBytes == 0 && x.share == nil {
 			together = max(1, togetherLeast/(side*side))
 		}
@@ -162,8 +166,8 @@ func orthogonalize(x *Optimizer, f *family) error {
 	return f.placeIterations(x, groups)
 }
 
-// placeIterations gives the iterations memory, between the call that writes their matrices and the
-// one that reads their results. The first and the last call stand for these two.
+// placeIterations gives the iterations memory. They run between a call that writes their matrices
+// and a call that reads their results, for which the first and the last call stand.
 func (f *family) placeIterations(x *Optimizer, groups []group) error {
 	p := f.iterations
 	before, after := named(program.Prepared(nil)), named(program.Prepared(nil))
@@ -174,13 +178,16 @@ func (f *family) placeIterations(x *Optimizer, groups []group) error {
 		p.Calls = append(p.Calls, g.iteration.Calls...)
 	}
 	p.Add(after)
+
 	if err := x.m.Chooser.Program(p); err != nil {
 		return err
 	}
+
 	place.Arena(p, nil)
 	if err := x.memory.Place(p, "the directions of "+f.kernel); err != nil {
 		return err
 	}
+
 	for _, g := range groups {
 		from, to := g.iteration.Start, g.iteration.Result
 		for i, t := range g.tensors {

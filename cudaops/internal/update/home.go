@@ -12,16 +12,16 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// load is parameters that come back together from those who have updated them. They come beside the
-// next run, which waits for them where it first reads one.
+// load is parameters that travel from their owners to all ranks together. They arrive during the
+// next run, which waits for them before it first reads one.
 type load struct {
-	pack  // ordered by these calls
+	pack  // in the order of the calls that first read the parameters
 	route comm.Route
-	home  gpu.Event // they are there
+	home  gpu.Event // the parameters have arrived
 }
 
-// arrange puts the parameters in loads, and gives what comes from others a place in one piece of
-// memory. It makes the routes by which that comes.
+// arrange groups the parameters into loads, places incoming parameters next to each other, and
+// creates the routes of the loads.
 func (x *Optimizer) arrange() error {
 	s := x.share
 	if s.group.Size() == 1 {
@@ -37,6 +37,7 @@ func (x *Optimizer) arrange() error {
 	if err := x.lay(); err != nil {
 		return err
 	}
+
 	for i, l := range s.loads {
 		var err error
 		if l.home, err = x.memory.NewEvent(false); err != nil {
@@ -45,13 +46,13 @@ func (x *Optimizer) arrange() error {
 		if l.route, err = x.routeOf(l, s.slots+i); err != nil {
 			return err
 		}
-		l.route.Open() // all runs are over: the sums of squares were added up behind them
+		l.route.Open() // no run is in progress, since the sums of squares come after all runs
 	}
 	return nil
 }
 
-// firstTouch is the number of a run's first call that touches an array's buffer, behind all where
-// none does.
+// firstTouch returns the index of the first call of a run that touches an array's buffer, or the
+// number of calls if none does.
 func (x *Optimizer) firstTouch(a *program.Array) int {
 	calls := x.m.Program.Calls
 	touches := func(c *program.Call) bool { return c.Touches(a.Buffer) }
@@ -61,7 +62,7 @@ func (x *Optimizer) firstTouch(a *program.Array) int {
 	return len(calls)
 }
 
-// lay gives what comes from other ranks places one behind the other.
+// lay moves the arrays that come from other ranks to consecutive memory.
 func (x *Optimizer) lay() error {
 	if x.m.Inputs.Laid {
 		return nil
@@ -76,7 +77,7 @@ func (x *Optimizer) lay() error {
 			}
 			if !x.m.Memory.Owns(a.Base) {
 				return fmt.Errorf("%s lies in memory that is not the machine's: ranks that train "+
-					"together cannot bind parameters", x.Params[i].Input.Node.Name())
+					"together cannot use bound parameters", x.Params[i].Input.Node.Name())
 			}
 			buffers = append(buffers, a.Buffer)
 			room.Take(a.Bytes)
@@ -86,6 +87,7 @@ func (x *Optimizer) lay() error {
 	if room.At, err = x.m.Memory.Alloc(max(1, int(room.At)), "parameters"); err != nil {
 		return err
 	}
+
 	x.m.Inputs.Laid = true
 	for _, b := range buffers {
 		at := room.Take(b.Bytes)
@@ -100,10 +102,10 @@ func (x *Optimizer) lay() error {
 	return nil
 }
 
-// routeOf is the route of a load: what lies side by side goes at once.
+// routeOf returns the route of a load. Neighboring parts are sent at once.
 func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 	s, me := x.share, x.share.group.Rank()
-	have := make([][]stretch, s.group.Size()) // what each rank has, as it lies here
+	have := make([][]stretch, s.group.Size()) // each rank's parts, at their addresses here
 	for _, i := range l.params {
 		a := x.traveller(i)
 		at := func(element int) gpu.Ptr { return a.Ptr().Offset(element * a.Type.Size()) }
@@ -113,6 +115,7 @@ func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 			}
 		}
 	}
+
 	var sends, receives []comm.Leg
 	for r := range have {
 		if r == me {
@@ -128,8 +131,7 @@ func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 	return comm.NewRoute(s.group, slot, sends, receives)
 }
 
-// stretch is memory of a buffer, or of several that lie one behind the other, of which it is the
-// last.
+// stretch is a piece of memory of one buffer or of consecutive buffers, of which it names the last.
 type stretch struct {
 	of       *program.Buffer
 	from, to gpu.Ptr
@@ -139,8 +141,8 @@ func (s stretch) leg(rank int) comm.Leg {
 	return comm.Leg{Rank: rank, At: ptr(s.from), Bytes: int(s.to - s.from)}
 }
 
-// joined are stretches in the order of addresses, as one where there is nothing between them, or
-// nothing but what aligns the second.
+// joined sorts stretches by address and merges neighbors. Padding for the alignment of the second
+// one may lie between them.
 func joined(some []stretch) (all []stretch) {
 	some = slices.SortedFunc(slices.Values(some), func(a, b stretch) int {
 		return cmp.Compare(a.from, b.from)
@@ -160,29 +162,30 @@ func joined(some []stretch) (all []stretch) {
 	return all
 }
 
-// hides reports whether parameters come back beside the next run: nothing has to be made of them
-// when they are there.
+// hides reports whether parameters can travel during the next run. They cannot if something has to
+// be computed from them first.
 func (x *Optimizer) hides() bool {
 	return len(x.renew) == 0 && len(x.m.Program.Weights) == 0
 }
 
-// bringHome brings the parameters to all ranks. Beside the next run they come behind what the
-// machine's stream has been given, where nothing else is to wait for that; else as a part of the
-// update. It does nothing where they come in the other way.
-func (x *Optimizer) bringHome(beside bool) error {
+// bringHome sends the parameters to all ranks. If during is true, they travel during the next run,
+// after the work that the machine's stream has so far; otherwise their journey is part of the
+// update. Depending on the machine, one of the two calls does nothing.
+func (x *Optimizer) bringHome(during bool) error {
 	s, ctx, on := x.share, x.m.Ctx, x.m.Stream
-	if s == nil || len(s.loads) == 0 || x.hides() != beside {
+	if s == nil || len(s.loads) == 0 || x.hides() != during {
 		return nil
 	}
-	if beside {
+	if during {
 		on = s.side.Stream
 		if err := x.fork(); err != nil {
 			return err
 		}
 	}
+
 	for _, l := range s.loads {
 		err := l.route.Enqueue(comm.Stream(on))
-		if err == nil && beside {
+		if err == nil && during {
 			err = ctx.Record(l.home, on)
 		}
 		if err != nil {
@@ -192,7 +195,7 @@ func (x *Optimizer) bringHome(beside bool) error {
 	return nil
 }
 
-// await has a run wait for the parameters that its next call is the first to read.
+// await makes a run wait for the parameters that its next call is the first to read.
 func (x *Optimizer) await(call int) error {
 	for _, l := range x.share.loads {
 		if l.first != call {
@@ -209,9 +212,9 @@ func (x *Optimizer) await(call int) error {
 	return nil
 }
 
-// Arrive has a stream wait for all parameters: for an update under way, where that is on another
-// stream, and for what comes from other ranks. Whatever reads or writes parameters, but for a run of
-// the machine's own, comes behind it.
+// Arrive makes a stream wait for all parameters: for an update in progress, if that is on another
+// stream, and for parameters from other ranks. Anything but a run of the machine itself must call
+// it before it reads or writes parameters.
 func (x *Optimizer) Arrive(stream gpu.Stream) error {
 	if x == nil {
 		return nil
@@ -224,6 +227,7 @@ func (x *Optimizer) Arrive(stream gpu.Stream) error {
 	if x.share == nil || len(x.share.loads) == 0 {
 		return nil
 	}
+
 	loads := x.share.loads
 	return x.m.Ctx.WaitEvent(stream, loads[len(loads)-1].home)
 }

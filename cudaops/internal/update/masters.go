@@ -15,11 +15,12 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Of a parameter that runs read in a narrower type alone, several ranks hold the float32 values
-// once: each those that it updates. What it makes of them travels to the others in the narrower
-// type, of which all have the whole.
+// If runs read a parameter only in a narrower type, its float32 values are divided among the ranks: each
+// rank has the elements that it updates. After an update the ranks exchange the narrow elements, which
+// all ranks have completely.
 
-// travels reports whether a parameter comes back from its owners in the type of its first copy.
+// travels reports whether the owners of a parameter send its first copy, in a narrower type,
+// instead of its float32 values.
 func (x *Optimizer) travels(p *Param) bool {
 	in := p.Input
 	return x.share.group.Size() > 1 && len(in.Copies) > 0 &&
@@ -30,15 +31,14 @@ func (x *Optimizer) travels(p *Param) bool {
 		})
 }
 
-// keepParts leaves this rank the float32 values of the parts that it updates, of parameters that
-// travel in a narrower type.
+// keepParts reduces parameters that travel in a narrower type to the parts that this rank updates.
 func (x *Optimizer) keepParts() error {
 	for i, p := range x.Params {
 		from, to := x.Part(i)
 		switch {
 		case p.Input.Part != nil && (p.Input.Part.From != from || p.Input.Part.To != to):
-			return fmt.Errorf("%s is divided among ranks already, in another way than this "+
-				"optimiser asks for: make a new machine for it", p.Input.Node.Name())
+			return fmt.Errorf("%s is already divided among ranks, and this optimizer needs "+
+				"another division: make a new machine for it", p.Input.Node.Name())
 		case p.Input.Part != nil || !x.travels(p):
 			continue
 		}
@@ -49,6 +49,7 @@ func (x *Optimizer) keepParts() error {
 	return nil
 }
 
+// keepPart reduces the float32 values of a parameter to one part and frees the rest.
 func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	size := in.Array.Type.Size()
 	part := &program.Part{From: from, To: to,
@@ -61,6 +62,7 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 		(to-from)*size, x.m.Stream), x.m.Ctx.SyncStream(x.m.Stream)); err != nil {
 		return err
 	}
+
 	whole, first := in.Array.Base, in.Copies[0].Array
 	in.Part, in.Array.Base, in.Copies[0].Renew = part, 0, nil
 	for i, c := range in.Copies[1:] {
@@ -71,7 +73,7 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	return x.m.Memory.Free(whole)
 }
 
-// traveller is what comes to other ranks of a parameter.
+// traveller returns the array of a parameter that is sent to other ranks.
 func (x *Optimizer) traveller(i int) *program.Array {
 	if in := x.Params[i].Input; in.Part != nil {
 		return in.Copies[0].Array
@@ -79,8 +81,8 @@ func (x *Optimizer) traveller(i int) *program.Array {
 	return x.Params[i].Input.Array
 }
 
-// copies says how a parameter's copies are renewed: one along with the parameter, where this rank
-// updates all of it, or where it travels.
+// copies decides how a parameter's copies are renewed. One copy is written together with the
+// parameter if this rank updates all of it or if the copy travels.
 func (x *Optimizer) copies(p *Param, t *optimizer.Tensor) {
 	for i, c := range p.Input.Copies {
 		part := p.Input.Part
@@ -146,7 +148,7 @@ func (x *Optimizer) gather(param int, own gpu.Ptr, host func(part) []byte) error
 	for _, p := range parts {
 		most = max(most, len(host(p)))
 	}
-	room, err := x.memory.Alloc(most, "what other ranks have")
+	room, err := x.memory.Alloc(most, "parts of other ranks")
 	if err != nil {
 		return err
 	}
@@ -167,7 +169,7 @@ func (x *Optimizer) gather(param int, own gpu.Ptr, host func(part) []byte) error
 			},
 			func() error { return ctx.CopyToHost(to, at, stream) },
 			func() error { return ctx.SyncStream(stream) },
-			s.group.Err) // what is aborted ends early, and says nothing on the stream
+			s.group.Err) // an aborted broadcast ends early without an error on the stream
 		if err != nil {
 			return run.Joined(err, x.memory.Free(room))
 		}

@@ -13,25 +13,29 @@ import (
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
-// share is a rank's part of an update that several make. Gradients travel in buckets, each of those
-// that a run is done with about the same time. Each bucket is divided among all ranks, so that all
-// send and receive at any time. Parameters are divided at multiples of a table's chunk, except those
-// whose kernel needs whole matrices, which are not divided.
+// share is this rank's part of an update that several ranks make together.
 //
-// In each round of micro-batches every rank sends each owner what it has of the owner's gradients.
-// The owner adds them in the order of ranks: see package comm and exchange.go. Of a step of one
-// round by two ranks the update adds the two contributions as it reads them. There are no sums in
-// memory then, and what comes from the other lies in the arena of the run. The owner's sums of
-// squares, of whole chunks, go to all, so that the norm is added up as on one GPU. Then each
-// updates its part, and the parameters come back to all.
+// Gradients travel in buckets of parameters whose gradients a run completes at about the same time.
+// Each bucket is divided among all ranks, so that all ranks send and receive all the time.
+// Parameters are divided at multiples of a table's chunk, except those whose kernel needs whole
+// matrices, which are not divided.
+//
+// After each round of micro-batches, every rank sends each owner its contribution to the owner's
+// gradients, and the owner adds the contributions in the order of ranks: see package comm and
+// exchange.go. If a step is one round of two ranks, there are no sums in memory: the update adds
+// the two contributions while it reads them, and incoming contributions lie in the arena of the
+// run.
+//
+// The owners' sums of squares, over whole chunks, go to all ranks, so that the norm is added up as
+// on a single GPU. Then each rank updates its part, and the parameters travel back to all ranks.
 type share struct {
 	group   comm.Group
 	buckets []*bucket
-	parts   [][]part // of each parameter, by rank; of some ranks they have no elements
+	parts   [][]part // of each parameter, by rank; some have no elements
 	two     bool     // the update adds the contributions of two ranks
-	slots   int      // of routes of buckets
-	least   int      // bytes of what travels together
-	loads   []*load  // in which parameters come back
+	slots   int      // number of slots for the routes of buckets
+	least   int      // least size of a bucket or load in bytes
+	loads   []*load  // the parameters on their way back
 	rounds  run.Recordings[round]
 
 	beside
@@ -39,34 +43,37 @@ type share struct {
 
 // bucket is parameters whose gradients travel together.
 type bucket struct {
-	pack     // ordered by the calls behind which gradients are there
+	pack     // in the order of the calls that complete the gradients
 	slot int // of its routes
-	// of rounds to which so many ranks contribute; those to which not all do are made when the
-	// first such round comes
+
+	// routes has the routes by the number of ranks that contribute to a round. Routes for fewer than
+	// all ranks are created when they are needed first.
 	routes map[int]comm.Route
 }
 
 // part is the elements from ≤ i < to of a parameter.
 type part struct {
 	param, from, to int
-	contributed     []gpu.Ptr // by rank, to their gradient; of other ranks' parts this rank's alone
-	sum             gpu.Ptr   // of these, in float32; of this rank's parts
+	contributed     []gpu.Ptr // contributions to the gradient, by rank; all of them only for the owner
+	sum             gpu.Ptr   // their sum in float32, for the owner
 }
 
 func (p part) len() int { return p.to - p.from }
 
 const (
-	// bucketBytes is what a bucket has at least, but for the last. It is enough to use a link well,
-	// and little enough for the first to leave soon.
+	// bucketBytes is the least size of a bucket other than the last. It is large enough to use a link
+	// well, and small enough for the first bucket to leave soon.
 	bucketBytes = 32 << 20
-	// slots is how many buckets there is room for, where they are added up beside the run: one may
-	// arrive while another is added.
+
+	// slots is the number of buckets for which there is memory when they are added up during the
+	// run, so that one can arrive while another is added.
 	slots = 3
-	// mostHeld is how many buckets there are about at most where there is room for all, and loads.
+
+	// mostHeld is about the largest number of loads, and of buckets when there is memory for all.
 	mostHeld = 64
 )
 
-// divide decides which gradients travel together, and who owns what.
+// divide decides which gradients travel together and which rank owns which elements.
 func (x *Optimizer) divide(r *Ranks) error {
 	if r == nil {
 		return nil
@@ -78,16 +85,19 @@ func (x *Optimizer) divide(r *Ranks) error {
 	}
 	x.share = s
 	s.two = r.Rounds == 1 && r.Group.Size() == 2
+
 	total := 0
 	for _, p := range x.Params {
 		total += p.Grad.Extent()
 		s.two = s.two && !p.Rule.Kernel.Whole
 	}
+
 	s.least = cmp.Or(r.Bucket, bucketBytes)
 	least := s.least
 	if s.two {
 		least = max(least, total/mostHeld)
 	}
+
 	grad := func(i int) *program.Array { return x.Params[i].Grad }
 	for _, p := range x.packs(least, grad, x.lastWrite) {
 		b := &bucket{pack: p, routes: map[int]comm.Route{}}
@@ -99,22 +109,25 @@ func (x *Optimizer) divide(r *Ranks) error {
 
 // pack is parameters that travel together.
 type pack struct {
-	params      []int // numbers
+	params      []int // indices of the parameters
 	bytes       int
-	first, last int // the calls of a run at which they are ordered, of the first and the last
+	first, last int // the calls of a run by which the first and the last parameter are ordered
 }
 
-// packs puts what travels of the parameters in packs of so many bytes at least, in the order of
-// calls of a run. One that is as large as two begins a pack, so that others do not wait for it.
-func (x *Optimizer) packs(least int, what func(i int) *program.Array,
+// packs groups the parameters into packs of at least the given number of bytes, in the order of
+// calls of a run. A parameter as large as two packs begins a pack, so that others do not wait for
+// it.
+func (x *Optimizer) packs(least int, array func(i int) *program.Array,
 	call func(*program.Array) int) (all []pack) {
 	order, calls := make([]int, len(x.Params)), make([]int, len(x.Params))
 	for i := range x.Params {
-		order[i], calls[i] = i, call(what(i))
+		order[i], calls[i] = i, call(array(i))
 	}
+
 	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(calls[a], calls[b]) })
+
 	for _, i := range order {
-		n := what(i).Extent()
+		n := array(i).Extent()
 		if len(all) == 0 || all[len(all)-1].bytes >= least || n >= 2*least {
 			all = append(all, pack{first: calls[i]})
 		}
@@ -124,7 +137,7 @@ func (x *Optimizer) packs(least int, what func(i int) *program.Array,
 	return all
 }
 
-// lastWrite is the number of a run's last call that writes to an array's buffer.
+// lastWrite returns the index of the last call of a run that writes to an array's buffer.
 func (x *Optimizer) lastWrite(a *program.Array) (last int) {
 	for i, c := range x.m.Program.Calls {
 		for _, arg := range c.Args {
@@ -146,6 +159,7 @@ func (x *Optimizer) cut(b *bucket) {
 		}
 		pieces = append(pieces, piece)
 	}
+
 	ranks := x.share.group.Size()
 	shards := comm.CutShards(pieces, ranks)
 	for r := range ranks {
@@ -163,7 +177,7 @@ func (x *Optimizer) cut(b *bucket) {
 	}
 }
 
-// of is a rank's parts of what is in a bucket.
+// of returns a rank's parts of the parameters in a bucket.
 func (s *share) of(b *bucket, rank int) (all []*part) {
 	for _, i := range b.params {
 		if p := &s.parts[i][rank]; p.len() > 0 {
@@ -173,7 +187,7 @@ func (s *share) of(b *bucket, rank int) (all []*part) {
 	return all
 }
 
-// takeRoom allocates the sums, and room for what comes from other ranks.
+// takeRoom allocates the sums of gradients and memory for incoming gradients.
 func (x *Optimizer) takeRoom() error {
 	s := x.share
 	if s.two {
@@ -181,7 +195,7 @@ func (x *Optimizer) takeRoom() error {
 		return x.lodge()
 	}
 	s.slots = min(slots, len(s.buckets))
-	var sums, room kernel.Carve // of all buckets, and for the one that takes most
+	var sums, room kernel.Carve // for all buckets, and for the largest
 	for _, b := range s.buckets {
 		var all kernel.Carve
 		x.stage(b, &all)
@@ -190,10 +204,12 @@ func (x *Optimizer) takeRoom() error {
 			p.sum = sums.Take(4 * p.len())
 		}
 	}
+
 	at, err := x.memory.Alloc(max(1, int(sums.At)), "the sums of gradients")
 	if err != nil {
 		return err
 	}
+
 	others, err := x.memory.Alloc(max(1, s.slots*int(room.At)), "gradients of other ranks")
 	for i, b := range s.buckets {
 		b.slot = i % s.slots
@@ -205,7 +221,7 @@ func (x *Optimizer) takeRoom() error {
 	return err
 }
 
-// stage gives what comes from other ranks of a bucket places in a piece of memory.
+// stage assigns pieces of memory to a bucket's incoming gradients.
 func (x *Optimizer) stage(b *bucket, in *kernel.Carve) {
 	me := x.share.group.Rank()
 	for r := range x.share.group.Size() {
@@ -217,9 +233,9 @@ func (x *Optimizer) stage(b *bucket, in *kernel.Carve) {
 	}
 }
 
-// lodge gives what comes from the other rank room in the run's arena, where no later call needs
-// that: the passes are done with most of it when gradients leave. What does not fit has memory of
-// its own.
+// lodge places the other rank's gradients in the arena of the run where no later call needs it:
+// most of it is free by the time gradients travel. Gradients that do not fit get memory of their
+// own.
 func (x *Optimizer) lodge() error {
 	s, p, me := x.share, x.m.Program, x.share.group.Rank()
 	var arena gpu.Ptr
@@ -229,6 +245,7 @@ func (x *Optimizer) lodge() error {
 			arena, placed = b.Base-gpu.Ptr(b.Offset), plan.Insert(placed, &b.Interval)
 		}
 	}
+
 	var outside kernel.Carve
 	var rest []*gpu.Ptr
 	for i, b := range s.buckets {
@@ -243,6 +260,7 @@ func (x *Optimizer) lodge() error {
 			*at, rest = outside.Take(v.Bytes), append(rest, at)
 		}
 	}
+
 	others, err := x.memory.Alloc(max(1, int(outside.At)), "gradients of other ranks")
 	for _, at := range rest {
 		*at += others
@@ -250,8 +268,8 @@ func (x *Optimizer) lodge() error {
 	return err
 }
 
-// gatherSquares brings the sums of squares to all ranks, of all chunks and of the losses. Each is
-// that of one rank, and 0 at the others, so that no order of addition matters.
+// gatherSquares brings the sums of squares of all chunks and of the losses to all ranks. Each sum
+// comes from one rank and is 0 on the others, so the order of addition does not matter.
 func (x *Optimizer) gatherSquares() error {
 	if x.share == nil || x.share.group.Size() == 1 {
 		return nil
@@ -261,7 +279,7 @@ func (x *Optimizer) gatherSquares() error {
 		comm.Stream(x.m.Stream))
 }
 
-// own is this rank's part of a parameter, whose moments it remembers.
+// own returns this rank's part of a parameter, whose moments it has.
 func (x *Optimizer) own(i int) part {
 	if x.share == nil {
 		return part{param: i, to: x.Params[i].Grad.Len()}
@@ -269,13 +287,13 @@ func (x *Optimizer) own(i int) part {
 	return x.share.parts[i][x.share.group.Rank()]
 }
 
-// Part is the elements of parameter number i that this rank remembers moments of.
+// Part returns the elements of parameter number i whose moments this rank has.
 func (x *Optimizer) Part(i int) (from, to int) { return x.own(i).from, x.own(i).to }
 
-// Shared reports whether the optimiser is one of several ranks'.
+// Shared reports whether the optimizer works together with those of other ranks.
 func (x *Optimizer) Shared() bool { return x.share != nil }
 
-// tensorOf is what a table has of this rank's part of a parameter.
+// tensorOf returns the table entry for this rank's part of a parameter.
 func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
 	p, own, s := x.Params[i], x.own(i), x.share
 	in, r := p.Input, p.Rule
@@ -283,12 +301,14 @@ func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
 		GradType: p.Grad.Type, Size: own.len(),
 		LRScale: r.LRScale, ShapeScale: r.ShapeScale, Decay: r.Decay, Beta1: r.Beta1,
 		Beta2: r.Beta2, Step: p.Step, Apart: p.Apart}
+
 	if in.Part != nil {
 		t.Param = in.Part.Ptr()
 	}
 	for i, m := range p.Moments {
 		t.Moments[i] = m.Ptr()
 	}
+
 	switch {
 	case s == nil || t.Size == 0:
 	case s.two:

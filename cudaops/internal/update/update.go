@@ -1,6 +1,6 @@
-// Package update applies optimisers on the device: their moments, their control block, and the
-// calls of an update, which are a program of their own. It knows the runner and the inputs of its
-// machine, and they know nothing of it.
+// Package update applies optimizers on the device. It owns their moments, their control block and the
+// calls of an update, which are a program of their own. It uses the runner and the inputs of its
+// machine, and they do not depend on it.
 package update
 
 import (
@@ -23,74 +23,78 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Machine is what an optimiser needs of the machine whose parameters it updates.
+// Machine is the part of a machine that an optimizer needs to update its parameters.
 type Machine struct {
 	*run.Runner
 	Chooser    *choose.Chooser
 	Activation gpu.DType // what activations are stored as
-	// what a parameter's moments are to begin with, nil where the optimiser knows
+
+	// Kept returns the moments that an earlier machine has left for a parameter, or nil.
 	Kept func(*program.Input) *run.KeptParam
 }
 
-// Param is a parameter and what the optimiser remembers of it, on the device.
+// Param is a parameter and its optimizer state on the device.
 type Param struct {
 	Input   *program.Input
 	Grad    *program.Array
 	Rule    optim.Rule
 	Moments []*program.Array // in the order of the kernel's
-	Step    int64            // updates before those that the device counts
-	Apart   bool             // its gradient is clipped with those of others that are apart
+	Step    int64            // updates before the first on this device
+	Apart   bool             // the gradient is clipped with those that are apart
 }
 
-// Optimizer updates a machine's parameters.
+// Optimizer updates a machine's parameters on the device.
 type Optimizer struct {
 	optim.Rules
 	Params []*Param
 	Steps  int // updates on the device
-	// Abandoned is whether an update was begun and not waited for, so that Steps is not known.
+
+	// Abandoned reports whether an update was begun and not waited for, so that Steps is unknown.
 	Abandoned bool
 
 	m          Machine
 	memory     run.Memory
 	families   []*family
-	all        *optimizer.Table // of the gradients' squares
-	chunks     []*Param         // of which the chunks of all gradients are, in the order of Params
+	all        *optimizer.Table // for the gradients' squares
+	chunks     []*Param         // the parameter of each chunk, in the order of Params
 	control    gpu.Ptr          // optimizer.Control
-	staging    []byte           // the same, pinned
-	squares    gpu.Ptr          // of all chunks and of the loss; then the families' workspace
-	apart      gpu.Ptr          // of each, whether its gradients are apart; null where none are
+	staging    []byte           // the control block in pinned memory
+	squares    gpu.Ptr          // sums of all chunks and of the loss, then the families' workspace
+	apart      gpu.Ptr          // a flag for each sum of gradients that are apart; null if none are
 	settings   optimizer.Control
-	loss       []byte                  // pinned, of a step
-	ran        gpu.Event               // the run before the update is done
-	judged     gpu.Event               // the control block is back
-	updated    gpu.Event               // the parameters of this rank are up to date
-	recorded   run.Recordings[gpu.Ptr] // by the loss that is looked at; 0 for none, rest behind the norm
-	renew      []*program.Call         // copies of parameters that the update does not write
-	share      *share                  // of several ranks; nil for the only one
-	uncaptured bool                    // collectives are enqueued as they are
-	newer      bool                    // the device has moments that the host does not know
+	loss       []byte                  // the loss of a step in pinned memory
+	ran        gpu.Event               // the run before the update has ended
+	judged     gpu.Event               // the control block has returned to the host
+	updated    gpu.Event               // this rank's parameters are up to date
+	recorded   run.Recordings[gpu.Ptr] // first halves by the loss's address or 0, second half by rest
+	renew      []*program.Call         // renew the copies that the update does not write
+	share      *share                  // this rank's share; nil if it is the only rank
+	uncaptured bool                    // collectives cannot be captured
+	newer      bool                    // the state on the device is newer than the host's
 }
 
-// Ranks are those that make an update together.
+// Ranks describes the ranks that make an update together.
 type Ranks struct {
 	Group      comm.Group
 	Uncaptured bool // the group's work cannot be captured
-	Bucket     int  // bytes of gradients that travel together at least; 0 for what is fast
-	Rounds     int  // of a step; 0 for any number
+	Bucket     int  // least size of a bucket in bytes; 0 for a size that is fast
+	Rounds     int  // rounds of a step; 0 for any number
 }
 
-// New puts an optimiser, with what it remembers so far, on the device. Where ranks are not nil it
-// updates this rank's part.
+// New moves an optimizer with its state to the device. If ranks is not nil, the optimizer updates
+// this rank's part of the parameters.
 func New(m Machine, rules optim.Rules, params []*Param, maxNorm float64, ranks *Ranks) (*Optimizer,
 	error) {
 	if !slices.ContainsFunc(params, func(p *Param) bool { return !p.Apart }) {
-		for _, p := range params { // there is nothing to be apart from
+		for _, p := range params { // if all are apart, none is
 			p.Apart = false
 		}
 	}
+
 	x := &Optimizer{Rules: rules, Params: params, m: m,
 		memory:   run.Memory{Ctx: m.Ctx, Kept: m.Memory.Kept},
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1}}
+
 	divide := func() error { return x.divide(ranks) }
 	if err := run.InTurn(divide, x.loadState, x.buildTables, x.allocate, x.flag); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
@@ -98,18 +102,20 @@ func New(m Machine, rules optim.Rules, params []*Param, maxNorm float64, ranks *
 	return x, nil
 }
 
-// allocate takes what an update needs beside the tables.
+// allocate takes the memory and events that an update needs besides the tables.
 func (x *Optimizer) allocate() (err error) {
 	x.control, err = x.memory.Alloc(optimizer.ControlBytes+4*(x.sums()+x.workspace()),
-		"the optimiser")
+		"the optimizer")
 	if err != nil {
 		return err
 	}
+
 	x.squares = x.control.Offset(optimizer.ControlBytes)
 	host, err := x.memory.AllocHost(optimizer.ControlBytes + 4)
 	if err != nil {
 		return err
 	}
+
 	clear(host)
 	x.staging, x.loss = host[:optimizer.ControlBytes], host[optimizer.ControlBytes:]
 	for _, e := range []*gpu.Event{&x.ran, &x.judged, &x.updated} {
@@ -120,8 +126,8 @@ func (x *Optimizer) allocate() (err error) {
 	return nil
 }
 
-// flag tells the device which sums of squares are of gradients that are clipped apart: in the order
-// in which the update adds them up. The last, of the loss, is of none.
+// flag tells the device which sums of squares belong to gradients that are clipped apart. The flags
+// are in the order of the sums. The last sum is the loss's and belongs to no gradient.
 func (x *Optimizer) flag() (err error) {
 	flags := make([]byte, x.sums())
 	for i, p := range x.chunks {
@@ -129,27 +135,30 @@ func (x *Optimizer) flag() (err error) {
 			flags[i] = 1
 		}
 	}
+
 	if !slices.Contains(flags, 1) {
 		return nil
 	}
-	if x.apart, err = x.memory.Alloc(len(flags), "the optimiser"); err != nil {
+	if x.apart, err = x.memory.Alloc(len(flags), "the optimizer"); err != nil {
 		return err
 	}
 	return x.m.Ctx.CopyToDevice(x.apart, flags, x.m.Stream)
 }
 
-// Updates reports whether the optimiser changes an input.
+// Updates reports whether the optimizer changes an input.
 func (x *Optimizer) Updates(in *program.Input) bool {
 	return slices.ContainsFunc(x.Params, func(p *Param) bool { return p.Input == in })
 }
 
-// Bytes is what an update has to move. It reads gradients for their norm, and then these,
-// parameters and moments, and writes the last two and the parameters' copies. Those of float8,
-// which are made of the others, it does not count. Without an optimiser it is 0.
+// Bytes returns the number of bytes that an update moves. It reads the gradients for their norm,
+// reads gradients, parameters and moments, and writes parameters, moments and the parameters'
+// copies. Copies in float8, which are made from the other copies, do not count. A nil Optimizer
+// moves nothing.
 func (x *Optimizer) Bytes() (n float64) {
 	if x == nil {
 		return 0
 	}
+
 	n = 2 * x.gradientBytes()
 	for _, p := range x.Params {
 		for _, a := range append([]*program.Array{p.Input.Array}, p.Moments...) {
@@ -169,7 +178,7 @@ func (x *Optimizer) gradientBytes() (n float64) {
 	return n
 }
 
-// Held is the bytes of device memory that the optimiser holds.
+// Held returns the number of bytes of device memory that the optimizer holds.
 func (x *Optimizer) Held() int {
 	if x == nil {
 		return 0
@@ -177,18 +186,20 @@ func (x *Optimizer) Held() int {
 	return x.memory.Held()
 }
 
-// sums is how many sums of squares an update adds up: of all chunks, and of the loss.
+// sums returns the number of sums of squares that an update adds up: one for each chunk, and one
+// for the loss.
 func (x *Optimizer) sums() int { return len(x.chunks) + 1 }
 
-// Newer reports whether the device remembers what the host does not.
+// Newer reports whether the state on the device is newer than the host's.
 func (x *Optimizer) Newer() bool { return x.Steps > 0 || x.newer }
 
-// Forgot notes that the device has forgotten something that the host remembers.
+// Forgot notes that part of the state on the device has been cleared.
 func (x *Optimizer) Forgot() { x.newer = true }
 
-// loadState gives the device what the optimiser remembers, or what a machine before has left there.
+// loadState gives the device the optimizer's state, or the state that an earlier machine has left
+// on the device.
 func (x *Optimizer) loadState() error {
-	var known map[string]optim.Tensor // asked for when it is needed: it is copied
+	var known map[string]optim.Tensor // the optimizer's state, copied when it is first needed
 	for i, p := range x.Params {
 		name, kept := p.Input.Node.Name(), x.m.Kept(p.Input)
 		if kept != nil {
@@ -264,7 +275,7 @@ func (x *Optimizer) newMoment(i int, m optim.Moment) (a *program.Array, from int
 	return new(program.Program).NewResident(t, max(0, to-from)), from
 }
 
-// Forget makes zero what this rank remembers of the elements from ≤ e < to of parameter number i. Scales
+// Forget clears this rank's moments of the elements from ≤ e < to of parameter number i. Scales
 // stay, as [optim.Moment.Forget] says.
 func (x *Optimizer) Forget(i, from, to int) error {
 	own := x.own(i)
@@ -287,7 +298,8 @@ func (x *Optimizer) Forget(i, from, to int) error {
 	return nil
 }
 
-// Leave hands the parameters, which are in a memory, and their moments to k. The stream is idle.
+// Leave hands the parameters, which belong to the memory values, and their moments over to k. The
+// stream is idle.
 func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 	for _, p := range x.Params {
 		kept := &run.KeptParam{Value: p.Input.Array.Ptr(), Len: p.Input.Array.Len(),
@@ -301,8 +313,8 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 	}
 }
 
-// buildTables lays out the parameters for the kernels. The chunks of squares are in an order that
-// does not depend on the number of ranks.
+// buildTables lays out the parameters for the kernels. The order of the chunks does not depend on
+// the number of ranks.
 func (x *Optimizer) buildTables() error {
 	if err := x.sort(); err != nil {
 		return err
@@ -318,7 +330,7 @@ func (x *Optimizer) buildTables() error {
 		}
 		x.settings.Eps = cmp.Or(p.Rule.Eps, x.settings.Eps)
 
-		if t.Size > 0 { // otherwise it is another rank's
+		if t.Size > 0 { // otherwise it belongs to another rank
 			f := x.familyOf(p)
 			f.tensors, f.params = append(f.tensors, t), append(f.params, p)
 			all = append(all, t)
@@ -334,21 +346,22 @@ func (x *Optimizer) buildTables() error {
 		}
 	}
 
-	ctx, alloc := x.m.Ctx, x.memory.For("the optimiser")
+	ctx, alloc := x.m.Ctx, x.memory.For("the optimizer")
 	var errs []error
 	for _, f := range x.families {
 		table, err := optimizer.NewTable(ctx, alloc, f.tensors)
 		f.table, errs = table, append(errs, err)
 	}
+
 	scattered, err := optimizer.NewScattered(ctx, alloc, all, len(x.chunks))
 	x.all = scattered
 	return run.Joined(append(errs, err)...)
 }
 
-// Enqueue puts an update at the present learning rate on its way. Its norm comes back before the
-// rest of it begins, which so hides what the host does until the next run. With a loss that is not
-// finite the parameters stay as they are, and its value comes back too. The observer enqueues the
-// parts of the update.
+// Enqueue enqueues an update at the optimizer's present learning rate. The norm returns to the host
+// before the second half of the update, which hides the host's work up to the next run. If the loss
+// is not finite, no parameter changes. The value of the loss returns to the host too. The observer
+// enqueues the halves of the update.
 func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 	ctx, s := x.m.Ctx, x.m.Stream
 	x.settings.LR = x.LR()
@@ -359,6 +372,7 @@ func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 			return err
 		}
 	}
+
 	var at gpu.Ptr
 	if loss != nil {
 		at = loss.Ptr()
@@ -366,9 +380,11 @@ func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 			return err
 		}
 	}
+
 	if err := ctx.Record(x.ran, s); err != nil {
 		return err
 	}
+
 	part := func(at gpu.Ptr, bytes float64, plain func() error) error {
 		r := x.recorded.Of(at)
 		return o.UpdatePart(run.Work{
@@ -379,12 +395,13 @@ func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 			Bytes:     bytes,
 		})
 	}
+
 	looking := x.gradientBytes()
 	return run.InTurn(
-		func() error { return x.Arrive(s) }, // what came has been waited for when all meet in it
+		func() error { return x.Arrive(s) }, // so that incoming parameters are there when all ranks meet
 		func() error { return part(at, looking, func() error { return x.judge(loss) }) },
 		func() error {
-			x.m.State.On(run.Look) // also where judge was captured before
+			x.m.State.On(run.Look) // also if judge was captured before
 			return ctx.CopyToHost(x.staging, x.control, s)
 		},
 		func() error { return ctx.Record(x.judged, s) },
@@ -393,13 +410,13 @@ func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 		func() error { return ctx.Record(x.updated, s) })
 }
 
-// rest is no loss's address.
+// rest is the key of the second half's recording. No loss has this address.
 const rest gpu.Ptr = 1
 
-// WaitForRun waits for the run before the update.
+// WaitForRun waits for the run that precedes the update.
 func (x *Optimizer) WaitForRun() error { return x.m.Ctx.SyncEvent(x.ran) }
 
-// Loss is what the update looks at, when the run has been waited for.
+// Loss returns the loss of the update, after WaitForRun.
 func (x *Optimizer) Loss() float32 { return gpu.View[float32](x.loss)[0] }
 
 // Wait waits until it is known whether the update is made, and returns its control block.
@@ -414,9 +431,8 @@ func (x *Optimizer) Wait() (optimizer.Control, error) {
 	return c, nil
 }
 
-// judge forms the norm of the gradients, of those of all ranks. Where there is a loss, 0·loss stands
-// among the squares: 0, which leaves their sum as it is, or NaN, at which the update is not made, at
-// any rank.
+// judge computes the norm of all ranks' gradients. If there is a loss, the squares include 0·loss.
+// This is 0 and does not change the sum, or it is NaN and prevents the update on all ranks.
 func (x *Optimizer) judge(loss *program.Array) error {
 	at := x.squares.Offset(4 * len(x.chunks))
 	byLoss := program.Prepared(program.Zero{Ptr: at, Bytes: 4})
@@ -434,9 +450,8 @@ func (x *Optimizer) judge(loss *program.Array) error {
 		func() error { return x.m.Call(named(judge)) })
 }
 
-// apply makes the calls that change the parameters, all of them, or with other ranks those of this
-// rank, and brings the others'. Then it makes anew what is made of them. A table without tensors
-// launches nothing.
+// apply enqueues the calls that update this rank's parameters, brings those of other ranks, and
+// renews everything that is computed from parameters. A table without tensors launches nothing.
 func (x *Optimizer) apply() error {
 	var calls []*program.Call
 	for _, f := range x.families {
@@ -450,7 +465,7 @@ func (x *Optimizer) apply() error {
 		func() error { return ClearSums(x.m.Runner) })
 }
 
-// ClearSums sets the gathered gradients of a program to zero.
+// ClearSums sets the accumulated gradients of a program to zero.
 func ClearSums(r *run.Runner) error {
 	params := slices.SortedFunc(maps.Keys(r.Program.Sums),
 		func(a, b *gorgonia.Node) int { return cmp.Compare(a.ID(), b.ID()) })
@@ -469,13 +484,13 @@ func named(c *program.Call) *program.Call {
 	return c
 }
 
-// squared is the launch that forms all sums of squares that this rank has to form.
+// squared returns the launch that computes this rank's sums of squares.
 func (x *Optimizer) squared() optimizer.GradSquares {
 	return optimizer.GradSquares{Squares: x.squares, Table: x.all}
 }
 
-// Close gives back all memory, once nothing moves there any more. The machine's stream is idle, but
-// not that of the exchange, nor other ranks, which may still write here.
+// Close frees all memory once no transfer uses it. The machine's stream must be idle. The stream of
+// the exchange and other ranks, which may still write here, need not be.
 func (x *Optimizer) Close() error {
 	if x == nil {
 		return nil
@@ -483,18 +498,20 @@ func (x *Optimizer) Close() error {
 	return run.Joined(x.recorded.Drop(x.m.Ctx), x.shut(), x.memory.Close())
 }
 
-// NonFinite returns the parameters whose gradients have an element that is NaN or infinite, or are so
-// large that their norm is. Of other ranks' parts it knows when an update has looked at them.
+// NonFinite returns the parameters whose gradients contain NaN or infinity, or are so large that
+// their norm is infinite. Other ranks' parts count only after an update has looked at them.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 	if !x.m.State.Looked() {
 		if err := x.m.Launch(x.squared()); err != nil {
 			return nil, err
 		}
 	}
+
 	squares := make([]float32, len(x.chunks))
 	if err := x.m.Ctx.CopyToHost(gpu.Bytes(squares), x.squares, x.m.Stream); err != nil {
 		return nil, err
 	}
+
 	bad := map[*gorgonia.Node]bool{}
 	for chunk, v := range squares {
 		if v-v != 0 {

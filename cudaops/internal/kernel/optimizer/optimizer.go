@@ -9,61 +9,63 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Tensor is a parameter, what an optimiser keeps for it, and how it treats it: Tensor of optim.cuh.
-// Addresses are multiples of 16.
+// Tensor describes a parameter, its gradient and optimizer state, and the constants of its update.
+// It is Tensor of optim.cuh. Addresses are multiples of 16.
 type Tensor struct {
 	Param gpu.Ptr // float32
-	Copy  gpu.Ptr // the parameter in CopyType, written with every update; may be null
+	Copy  gpu.Ptr // the parameter in CopyType, updated too; may be null
 	Grad  gpu.Ptr // of GradType
-	// Other is another rank's contribution to the gradient, of the same type: the gradient is Grad
-	// + Other, each sum rounded to float32. Null where Grad is all of it. A table has both kinds
-	// never. What Muon updates has none.
+
+	// Other is another rank's contribution to the gradient, of the same type, or null. The gradient
+	// is then Grad + Other, rounded to float32. Either all tensors of a table have one or none has,
+	// and no tensor of a kernel for whole matrices has one.
 	Other gpu.Ptr
-	// Moments are in the order in which the kernel of package optim declares them, and null behind the
-	// last.
+
+	// Moments has the kernel's moments in the order in which package optim declares them.
 	Moments [MaxMoments]gpu.Ptr
-	// Direction is where Muon leaves the normalised update, and Result where it finds what matrix
-	// products made of it; both are of DirectionType.
+
+	// Direction is where a kernel for whole matrices writes the normalized update, and Result where
+	// it finds the orthogonalized one. Both have the type DirectionType.
 	Direction, Result gpu.Ptr
 
 	Size         int
 	LRScale      float64 // times the learning rate
 	ShapeScale   float64 // Muon: times the rate of the update, not of the decay
 	Decay        float64
-	Beta1, Beta2 float64 // Muon's momentum is Beta1
+	Beta1, Beta2 float64 // Beta1 is the momentum of Muon
 	Step         int64   // updates so far
 
 	CopyType, GradType, DirectionType gpu.DType
 
 	FirstChunk, chunks int32 // of a Table
-	Apart              bool  // its gradient is in the norm of those that are clipped apart
+	Apart              bool  // the gradient is clipped apart from those of other tensors
 }
 
 // MaxMoments is the largest number of moments that a kernel may have.
 const MaxMoments = 4
 
-// What optim.cuh says of chunks and updates.
+// These constants agree with optim.cuh.
 const (
 	threads     = 256
 	rounds      = 16
 	updateBytes = 6 * 4
 
-	// Chunk is the elements of a Table's chunk; the last one of a tensor has what is left.
+	// Chunk is the number of elements of a chunk. The last chunk of a tensor may be smaller.
 	Chunk = threads * 4 * rounds
 )
 
-// Table is tensors laid out on the device, so that one launch updates them all: the tensors, what a
-// step works out for each, and their chunks.
+// Table holds tensors laid out on the device for launches that update all of them: the tensors,
+// their constants for the current step, and their chunks.
 type Table struct {
 	Tensors []Tensor // as they were at first
-	// Chunks is the blocks of a launch, and the float32 numbers of workspace that sums of squares
-	// take.
+
+	// Chunks is the number of blocks of a launch, and of float32 numbers that sums of squares take.
 	Chunks                   int
 	tensors, updates, chunks gpu.Ptr
 }
 
-// NewTable lays out tensors one behind the other. What it says of them is fixed from then on, but
-// for Step, which the device counts up. Without tensors nothing is launched.
+// NewTable lays out tensors with consecutive chunks. From then on their descriptions are fixed,
+// except Step, which the device increments. Without tensors, nothing is launched.
 func NewTable(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor) (*Table, error) {
 	tensors, chunks := slices.Clone(tensors), 0
 	for i := range tensors {
@@ -73,13 +75,15 @@ func NewTable(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor) (*Table, er
 	return NewScattered(ctx, alloc, tensors, chunks)
 }
 
-// NewScattered is NewTable of so many chunks, of which tensors say where theirs are. Where they
-// leave gaps it is for [GradSquares] alone: what is nobody's has the sum 0.
+// NewScattered is like NewTable, but with a given number of chunks, of which the tensors'
+// FirstChunk says which belong to them. A table with gaps is for [GradSquares] only, which gives
+// the chunks in the gaps the sum 0.
 func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, chunks int) (*Table,
 	error) {
 	t := &Table{Tensors: slices.Clone(tensors), Chunks: chunks}
-	// chunks that are nobody's are of a tensor behind them that has no elements
+	// Chunks in gaps belong to an extra tensor without elements.
 	list := slices.Repeat([][2]int32{{int32(len(tensors))}}, chunks)
+
 	for i := range t.Tensors {
 		p := &t.Tensors[i]
 		if !kernel.Aligned(append([]gpu.Ptr{p.Param, p.Copy, p.Grad, p.Other, p.Direction, p.Result},
@@ -92,34 +96,36 @@ func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, chunks 
 			list[p.FirstChunk+j] = [2]int32{int32(i), j}
 		}
 	}
+
 	rows := append(slices.Clip(t.Tensors), Tensor{})
 	p, err := kernel.Upload(ctx, alloc, gpu.Bytes(rows), make([]byte, updateBytes*len(rows)),
 		gpu.Bytes(list))
 	if err != nil {
 		return nil, fmt.Errorf("kernels.NewTable: %w", err)
 	}
+
 	t.tensors, t.updates, t.chunks = p[0], p[1], p[2]
 	return t, nil
 }
 
-// Control is what a step has for all tensors, in device memory of ControlBytes, so that a captured
-// step finds this step's figures there: Control of optim.cuh. The host writes the first part, of
-// ControlSettings bytes, the kernels the second.
+// Control is the control block of a step, Control of optim.cuh. It lies in ControlBytes of device
+// memory, so that a captured step finds its current values there. The host writes the first
+// ControlSettings bytes, the kernels the rest.
 type Control struct {
 	LR, Eps   float64
-	MaxNorm   float64 // of all gradients together, and of those apart; 0 for no clipping
-	GradScale float64 // what gradients are multiplied by first, besides 1/loss scale
+	MaxNorm   float64 // limit of the gradients' norm; 0 for no clipping
+	GradScale float64 // first factor of the gradients, besides 1/loss scale
 
-	Skipped    bool    // a gradient was NaN or infinite, and nothing was changed
+	Skipped    bool    // a gradient was NaN or infinite, and nothing changed
 	Norm       float32 // of the gradients, scaled but not clipped
-	Multiplier float32 // GradScale / loss scale, and what clipping adds to it
+	Multiplier float32 // GradScale / loss scale, times the factor of clipping
 	Next       LossScale
-	Apart      float32 // Multiplier of gradients that are clipped apart
+	Apart      float32 // the same for gradients that are clipped apart
 }
 
-// LossScale is what a loss is multiplied by, so that float16 holds its gradients, and how that
-// fared. It counts the steps since it was last changed, and those that a gradient which was not
-// finite made void. On the device it takes LossScaleBytes.
+// LossScale is the factor by which the loss is multiplied so that float16 can hold its gradients.
+// It counts the steps since its last change, and the steps that were skipped because a gradient was
+// not finite. In device memory it takes LossScaleBytes.
 type LossScale struct {
 	Scale         float32
 	Good, Skipped int32
@@ -128,28 +134,27 @@ type LossScale struct {
 // LossScaleBytes is the size of a LossScale in device memory.
 const LossScaleBytes = 12
 
-// Bytes is the loss scale as it lies in device memory.
+// Bytes returns the loss scale as it lies in device memory.
 func (s LossScale) Bytes() []byte { return gpu.Bytes([]LossScale{s}) }
 
-// ControlBytes is the size of a control block, of which the host writes the first ControlSettings
-// bytes.
+// Sizes of a control block, and of its first part, which the host writes.
 const (
 	ControlBytes    = 64
 	ControlSettings = 32
 )
 
-// Bytes is the control block as it lies in device memory.
+// Bytes returns the control block as it lies in device memory.
 func (c Control) Bytes() []byte { return gpu.Bytes([]Control{c}) }
 
-// DecodeControl is the control block as a step leaves it.
+// DecodeControl returns the control block that lies in b.
 func DecodeControl(b []byte) Control {
 	c := make([]Control, 1)
 	copy(gpu.Bytes(c), b)
 	return c[0]
 }
 
-// GradSquares sets Squares [Table.Chunks], float32, to sums of squares of the gradients, one for
-// each chunk.
+// GradSquares computes the sum of the squared gradients of each chunk, as [Table.Chunks] float32
+// numbers at Squares.
 type GradSquares struct {
 	Squares gpu.Ptr
 	Table   *Table
@@ -161,12 +166,13 @@ func (p GradSquares) Launch(q *kernel.Queue) {
 		kernel.Line(p.Table.Chunks, threads), p.Squares, p.Table.tensors, p.Table.chunks)
 }
 
-// GradNorm finishes a control block. It gets the norm of the gradients from Count sums of squares,
-// which may be of several tables. It gets whether the step is skipped, and what clipping multiplies
-// gradients by. With a count of 0 the norm is 0 and nothing is clipped or skipped. Scale is a
-// LossScale that the gradients carry: they are divided by it, and it is moved on for the next step.
-// Null means that they carry none. Apart is a byte for each sum, which is not 0 where the sum is of
-// gradients apart. Null means that none is.
+// GradNorm completes a control block. From Count sums of squares, of one table or several, it
+// computes the norm of the gradients, whether the step is skipped, and the factor by which clipping
+// multiplies the gradients. If Count is 0, the norm is 0 and nothing is clipped or skipped.
+//
+// Scale is the LossScale that the gradients were computed with, or null. GradNorm divides them by
+// it and updates it for the next step. Apart has a byte for each sum, which is not 0 if the sum
+// belongs to gradients that are clipped apart. If it is null, there are none.
 type GradNorm struct {
 	Control, Squares, Scale, Apart gpu.Ptr
 	Count                          int
@@ -178,16 +184,16 @@ func (p GradNorm) Launch(q *kernel.Queue) {
 		p.Count, p.Scale, p.Apart)
 }
 
-// Implemented reports whether GPUs have a kernel of package optim, given its name. They do if there is a
-// unit with that name in lower case.
+// Implemented reports whether GPUs have the kernel of package optim with that name: there is a unit
+// with the name in lower case.
 func Implemented(name string) bool { return kernel.HasUnit(unit(name)) }
 
 // unit returns the unit that implements a kernel of package optim.
 func unit(name string) string { return strings.ToLower(name) }
 
-// Elementwise applies a kernel of package optim that computes each element by itself. It counts a step
-// of all of the table's tensors, and updates their parameters, moments and copies by a control block
-// that GradNorm has finished.
+// Elementwise applies a kernel of package optim that updates each element, or each block of
+// elements, by itself. It counts a step of all tensors in the table, and updates their parameters,
+// moments and copies according to a control block that GradNorm has completed.
 //
 // The unit has the functions UNIT_begin, UNIT and UNIT_of_two: see adamw.cu.
 type Elementwise struct {
@@ -204,13 +210,13 @@ func (p Elementwise) Launch(q *kernel.Queue) {
 		p.Control, p.Table.updates, p.Table.tensors, p.Table.chunks)
 }
 
-// begin counts a step, and works out what follows from it for each tensor.
+// begin counts a step and computes each tensor's constants for it.
 func (t *Table) begin(q *kernel.Queue, unit string, control gpu.Ptr) {
 	q.Run(unit, unit+"_begin", kernel.Cover(len(t.Tensors), threads, threads), control,
 		t.updates, t.tensors, len(t.Tensors))
 }
 
-// kernel is the name of one that reads the table's gradients.
+// kernel returns the name of the variant of a kernel that reads the table's gradients.
 func (t *Table) kernel(name string) string {
 	if len(t.Tensors) > 0 && t.Tensors[0].Other != 0 {
 		return name + "_of_two"
@@ -218,9 +224,10 @@ func (t *Table) kernel(name string) string {
 	return name
 }
 
-// Direction is the first half of a kernel of package optim that updates whole matrices. It updates the
-// table's momenta and leaves u/(‖u‖ + 1e-7) in every tensor's Direction. Here u is the momentum or, with
-// Nesterov, the gradient advanced by it. Squares is workspace of Table.Chunks float32.
+// Direction is the first half of a kernel of package optim that updates whole matrices. It updates
+// the momentum of every tensor in the table and writes u/(‖u‖ + 1e-7) to the tensor's Direction.
+// The update u is the momentum or, with Nesterov, the gradient advanced by it. Squares is a
+// workspace of Table.Chunks float32 numbers.
 //
 // The unit has the functions UNIT_begin, UNIT_momentum, UNIT_direction and UNIT_apply: see muon.cu.
 type Direction struct {
@@ -239,8 +246,8 @@ func (p Direction) Launch(q *kernel.Queue) {
 	q.Run(u, u+"_direction", c, p.Squares, p.Control, p.Table.tensors, p.Table.chunks, p.Nesterov)
 }
 
-// Apply is the second half. It updates the table's parameters and copies from every tensor's Result,
-// which matrix products have made of its Direction.
+// Apply is the second half. It updates parameters and copies from every tensor's Result, which
+// matrix products have computed from its Direction.
 type Apply struct {
 	Kernel  string
 	Control gpu.Ptr
