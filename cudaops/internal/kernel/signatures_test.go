@@ -103,6 +103,7 @@ func TestEveryLaunch(t *testing.T) {
 		optimizer.GradSquares{Squares: p, Table: table},
 		optimizer.GradNorm{Control: p, Squares: p, Count: 3},
 		optimizer.Elementwise{Kernel: "AdamW", Control: p, Table: table},
+		optimizer.Elementwise{Kernel: "AdamW8bit", Control: p, Table: table},
 		optimizer.Elementwise{Kernel: "Lion", Control: p, Table: table},
 		optimizer.Direction{Kernel: "Muon", Control: p, Squares: p, Table: table},
 		optimizer.Apply{Kernel: "Muon", Control: p, Table: table},
