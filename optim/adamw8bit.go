@@ -8,25 +8,25 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// AdamW8bit is [AdamW] with moments of eight bits, which take a quarter of the memory of float32. They
-// are stored as bitsandbytes does: each block of 256 elements has a scale, the largest magnitude in it,
-// and each element is one of 256 numbers relative to the scale. The parameter is updated by the new
+// AdamW8bit is [AdamW] with 8-bit moments, which take a quarter of the memory of float32. They are
+// stored as in bitsandbytes: each block of 256 elements has a scale, its largest magnitude, and
+// each element is one of 256 numbers relative to the scale. The parameter is updated by the new
 // moments before they are rounded.
 //
-// Small parameters ([WithMin8bitSize]) and those that [WithFloatMomentsFor] chooses keep moments of floats.
-// By default the latter are the embeddings: most of their rows have no gradient in a step, and few
+// Small parameters ([WithMin8bitSize]) and those that [WithFloatMomentsFor] selects keep moments of
+// floats. The default selects embeddings: in a step most of their rows have no gradient, and a few
 // have a large one.
 //
-// Unlike in bitsandbytes, the parameter decays before its update instead of after it, as AdamW's do.
-// Where the rounded second moment is 0 and there is no gradient, the first moment counts as 0 too, since
-// dividing it by ε would be a step of any size. (Dettmers et al., "8-bit Optimizers via Block-wise
-// Quantization", 2022.)
+// There are two differences from bitsandbytes. The parameter decays before its update instead of
+// after it, as with AdamW. And if the rounded second moment is 0 and there is no gradient, the
+// first moment counts as 0 too, since dividing it by ε could be a step of any size. (Dettmers et
+// al., "8-bit Optimizers via Block-wise Quantization", 2022.)
 type AdamW8bit struct {
 	common
 	*updater
-	floats *AdamW // whose rules apply to the parameters with moments of floats
+	floats *AdamW // rules for the parameters with moments of floats
 	match  Match
-	least  int // elements of a parameter with moments of eight bits
+	least  int // least number of elements for 8-bit moments
 }
 
 var _ Partial = (*AdamW8bit)(nil)
@@ -42,7 +42,7 @@ type adamW8bitOption func(*AdamW8bit) error
 
 func (f adamW8bitOption) adamW8bit(a *AdamW8bit) error { return f(a) }
 
-// WithFloatMomentsFor chooses the parameters whose moments are floats, besides the small ones. Default
+// WithFloatMomentsFor selects parameters with moments of floats, in addition to small ones. Default
 // NameContains("embed").
 func WithFloatMomentsFor(match Match) AdamW8bitOption {
 	return adamW8bitOption(func(a *AdamW8bit) error {
@@ -55,8 +55,8 @@ func WithFloatMomentsFor(match Match) AdamW8bitOption {
 	})
 }
 
-// WithMin8bitSize sets the number of elements from which on a parameter has moments of eight bits, at
-// least 1. Default 4096.
+// WithMin8bitSize sets the least number of elements of a parameter with 8-bit moments, at least 1.
+// Default 4096.
 func WithMin8bitSize(n int) AdamW8bitOption {
 	return adamW8bitOption(func(a *AdamW8bit) error {
 		a.least = n

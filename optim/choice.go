@@ -6,18 +6,18 @@ import (
 	"strings"
 )
 
-// Choice is an optimizer that programs offer by its name, for example in a command line.
+// Choice is an optimizer that programs offer by name, for example on a command line.
 type Choice struct {
 	Name string
 
-	// Rate is the learning rate that suits the optimizer, as a multiple of the one that suits AdamW.
+	// Rate is a good learning rate for the optimizer, as a multiple of a good one for AdamW.
 	Rate float64
 
 	build func(lr float64, opts []Option) (Partial, error)
 }
 
-// choices lists the optimizers that have names. A new optimizer is added here, and nowhere else, to be
-// offered by all programs.
+// choices lists the optimizers with names, the default first. Adding an optimizer here makes all
+// programs offer it.
 var choices = []Choice{
 	{"adamw", 1, chooseAdamW},
 	{"muon", 1 / muonRestShare, chooseMuon},
@@ -47,19 +47,17 @@ func ByName(name string) (Choice, error) {
 	return choices[i], nil
 }
 
-// New returns the optimizer with the peak learning rate lr, which is the optimizer's own rate and not
-// AdamW's, and settings that are usual for language models: betas of 0.9 and 0.95 and a weight decay
-// of 0.1 where the optimizer has no others of its own. Options come after these settings and
-// override them.
+// New returns the optimizer with settings that suit language models: betas of 0.9 and 0.95 and a
+// weight decay of 0.1, unless the optimizer usually has others. The peak learning rate lr is the
+// optimizer's own, not AdamW's. Options override the settings.
 func (c Choice) New(lr float64, opts ...Option) (Partial, error) {
 	if c.build == nil {
-		return nil, fmt.Errorf("optim: a choice is its zero value: ByName returns choices")
+		return nil, fmt.Errorf("optim: the choice is a zero value: ByName returns choices")
 	}
 	return c.build(lr, opts)
 }
 
-// optionsOf returns options that every optimizer takes as the options of one optimizer, whose option
-// type is O.
+// optionsOf converts options that every optimizer takes to O, the option type of one optimizer.
 func optionsOf[O any](opts []Option) []O {
 	own := make([]O, len(opts))
 	for i, o := range opts {

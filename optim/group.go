@@ -9,10 +9,11 @@ import (
 // Match chooses parameters by name and shape.
 type Match func(name string, shape []int) bool
 
-// Vectors matches parameters with fewer than two dimensions: the weights of norms, biases, scales.
+// Vectors matches parameters with fewer than two dimensions, such as the weights of norms and
+// biases.
 func Vectors(_ string, shape []int) bool { return len(shape) < 2 }
 
-// NameContains matches parameters whose name contains one of the parts.
+// NameContains matches parameters with any of the parts in their names.
 func NameContains(parts ...string) Match {
 	return func(name string, _ []int) bool {
 		for _, p := range parts {
@@ -24,7 +25,7 @@ func NameContains(parts ...string) Match {
 	}
 }
 
-// hyper holds what may differ from one parameter to the next.
+// hyper is the settings that can differ between parameters.
 type hyper struct{ scale, decay, beta1, beta2 float64 }
 
 // GroupOption changes what applies to the parameters of a group.
@@ -36,7 +37,7 @@ type group struct {
 	betas bool
 }
 
-// LRScale multiplies the learning rate of the group, by 0 to freeze it.
+// LRScale multiplies the learning rate of the group. 0 freezes the group.
 func LRScale(s float64) GroupOption {
 	return func(g *group) error {
 		g.set = append(g.set, func(h *hyper) { h.scale = s })
@@ -52,7 +53,7 @@ func Decay(d float64) GroupOption {
 	}
 }
 
-// Betas sets the decay rates of AdamW's two moments for the group.
+// Betas sets the decay rates of the two moments for the group.
 func Betas(beta1, beta2 float64) GroupOption {
 	return func(g *group) error {
 		g.set, g.betas = append(g.set, func(h *hyper) { h.beta1, h.beta2 = beta1, beta2 }), true
@@ -76,7 +77,7 @@ func newGroup(match Match, opts []GroupOption) (group, error) {
 	return g, nil
 }
 
-// common holds what all optimizers have.
+// common is the settings that all optimizers have.
 type common struct {
 	lr     float64
 	base   hyper
@@ -86,8 +87,8 @@ type common struct {
 // LR returns the learning rate of the next step.
 func (c *common) LR() float64 { return c.lr }
 
-// resolve returns what applies to a parameter: the base, without decay for vectors, changed by the
-// first group that matches.
+// resolve returns the settings of a parameter: the base settings, without decay for vectors, as
+// changed by the first group that matches.
 func (c *common) resolve(name string, shape []int) hyper {
 	base := c.base
 	if Vectors(name, shape) {

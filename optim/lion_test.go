@@ -127,7 +127,7 @@ func TestLionRefuses(t *testing.T) {
 		"WithBetas: got 1":                 {optim.WithBetas(0.9, 1)},
 		"WithWeightDecay: got -1":          {optim.WithWeightDecay(-1)},
 		"optim.NewLion: an option is nil":  {nil},
-		"an option is its zero value":      {optim.Option{}},
+		"an option is a zero value":        {optim.Option{}},
 		"WithGroup: Betas: got 2, want a ": {optim.WithGroup(optim.Vectors, optim.Betas(0, 2))},
 	} {
 		_, err := optim.NewLion(opts...)

@@ -9,32 +9,31 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Moment is an array that a kernel remembers of a parameter from step to step.
+// Moment is an array that a kernel keeps for a parameter from step to step.
 //
 // Most moments have the parameter's shape and type, which is float32 on a GPU. A moment may also be
-// stored in eight bits per element: its elements are then codes, each of which stands for a number
-// relative to the scale of its block. The scales are a moment of their own.
+// stored with eight bits per element. Its elements are then codes for numbers relative to the scale
+// of their block, and the scales are another moment.
 type Moment struct {
 	Name string // in checkpoints, where it follows the parameter's name and a dot
 	Mean Mean
 
-	// Codes is nil for a moment of floats. Otherwise the elements are uint8, and code c stands for
-	// Codes[c] times the element of the moment Scale that belongs to the same block. One of the
-	// codes stands for 0.
+	// Codes is nil for a moment of floats. Otherwise the elements are of type uint8, and code c stands
+	// for Codes[c] times the scale of the block. One of the codes stands for 0.
 	Codes *[256]float32
-	Scale string // name of the moment that has the scales
+	Scale string // name of the moment with the scales of the codes
 
 	// Block is the number of consecutive elements of the parameter that share an element of the
 	// moment; 0 means 1. It divides [PartGrain], so that no block belongs to two parts.
 	Block int
 }
 
-// Mean says what a moment is a running mean of.
+// Mean describes the quantity that a moment is a running mean of.
 type Mean int
 
 const (
 	OfGradients Mean = iota + 1
-	OfSquares        // of the gradients' squares, so that it is never negative
+	OfSquares        // the squares of gradients; never negative
 
 	// IsScale marks the scales of another moment, which are never negative either.
 	IsScale Mean = 0
@@ -57,8 +56,7 @@ func (m Moment) Shape(shape []int) []int {
 // Part returns the elements from ≤ i < to of the moment that belong to a part of a parameter.
 func (m Moment) Part(p Part) (from, to int) { return p.From / max(1, m.Block), m.Len(p.To) }
 
-// Size returns the number of bytes of an element, given the size of the floats that moments are
-// stored as.
+// Size returns the number of bytes of an element, given the size of a float.
 func (m Moment) Size(float int) int {
 	if m.Codes != nil {
 		return 1
@@ -66,7 +64,7 @@ func (m Moment) Size(float int) int {
 	return float
 }
 
-// Zero returns the byte with which memory must be filled to make the moment zero.
+// Zero returns the byte that fills the memory of a moment of zeros.
 func (m Moment) Zero() byte {
 	if m.Codes == nil {
 		return 0
@@ -74,8 +72,8 @@ func (m Moment) Zero() byte {
 	return byte(slices.Index(m.Codes[:], 0))
 }
 
-// Forget makes zero what data, the elements of the moment, holds for the elements from ≤ i < to of the
-// parameter. Scales stay, since other elements of their blocks may need them.
+// Forget clears the elements from ≤ i < to of the parameter in data, which has the moment's
+// elements. Scales stay, since other elements of their blocks may need them.
 func (m Moment) Forget(data any, from, to int) {
 	if m.Block > 1 {
 		return
@@ -94,8 +92,8 @@ func (m Moment) Forget(data any, from, to int) {
 	}
 }
 
-// New returns the moment of n elements of a parameter before the first step: zeros, as float64 if the
-// parameter has that type and otherwise as float32, or as codes.
+// New returns a moment of zeros for n elements of a parameter: codes, or floats of the parameter's
+// type, for which every type but float64 counts as float32.
 func (m Moment) New(n int, dtype tensor.Dtype) any {
 	n = m.Len(n)
 	switch {
@@ -123,8 +121,8 @@ func (m Moment) Slice(data any, p Part) any {
 	return data
 }
 
-// Bytes returns the memory that the kernel's moments take for n elements of a parameter, given the
-// size of the floats that they are stored as.
+// Bytes returns the memory of the kernel's moments for n elements of a parameter, given the size of
+// a float.
 func (k *Kernel) Bytes(n, float int) (bytes int) {
 	if k == nil {
 		return 0
@@ -136,8 +134,8 @@ func (k *Kernel) Bytes(n, float int) (bytes int) {
 	return bytes
 }
 
-// MomentBytes returns the memory that an optimizer's moments take for parameters of the given names and
-// shapes, stored as floats of the given size: 4 on GPUs.
+// MomentBytes returns the memory of an optimizer's moments for parameters with the given names and
+// shapes, given the size of a float, which is 4 on GPUs.
 func MomentBytes(o Rules, params iter.Seq2[string, []int], float int) (bytes int) {
 	for name, shape := range params {
 		bytes += o.Rule(name, shape).Kernel.Bytes(opbase.Size(shape), float)
@@ -145,16 +143,16 @@ func MomentBytes(o Rules, params iter.Seq2[string, []int], float int) (bytes int
 	return bytes
 }
 
-// Gradients summarizes what an optimizer remembers about the size of a parameter's gradients.
+// Gradients summarizes a parameter's recent gradients.
 type Gradients struct {
 	Param   string
 	Squares float64 // sum of the squares of all gradients
 	Count   int     // number of gradients
 }
 
-// RememberedGradients returns the gradients that the moments in a state hold, in the order of the
-// parameters in the state. They come from a mean of squares if the parameter's kernel keeps one, and
-// otherwise from a mean of the gradients. A parameter without either is left out.
+// RememberedGradients returns a summary of the gradients for each parameter in an optimizer's
+// state, in the state's order of parameters. It uses a mean of squares if the parameter's kernel
+// has one, and otherwise a mean of gradients. It leaves out parameters without either.
 func RememberedGradients(o Rules, state []Tensor) (all []Gradients) {
 	fields, order := fieldsOf(state)
 	for _, param := range order {
@@ -181,7 +179,7 @@ func RememberedGradients(o Rules, state []Tensor) (all []Gradients) {
 	return all
 }
 
-// tellsGradients returns the moment that tells best how large a parameter's gradients are. It reports
+// tellsGradients returns the moment from which the size of gradients is known best. It reports
 // false if there is none.
 func (k *Kernel) tellsGradients() (Moment, bool) {
 	if k == nil {
@@ -197,8 +195,8 @@ func (k *Kernel) tellsGradients() (Moment, bool) {
 	return Moment{}, false
 }
 
-// values returns the numbers that moment m has among a parameter's tensors. It reports false unless
-// there are any, and the scales that they need.
+// values returns the numbers of moment m in a parameter's tensors. It reports false if there are
+// none, or if their scales are missing.
 func (k *Kernel) values(m Moment, fields map[string]Tensor) (iter.Seq[float64], bool) {
 	switch x := fields[m.Name].Data.(type) {
 	case []float32:

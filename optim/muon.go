@@ -11,29 +11,32 @@ import (
 	"github.com/kasmina-go/kasmina/internal/parallel"
 )
 
-// Scale says how Muon scales the orthogonalised update of a rows×cols matrix.
+// Scale is the way in which Muon scales the orthogonalized update of a rows×cols matrix.
 type Scale int
 
 const (
-	// SpectralScale is sqrt(max(1, rows/cols)), Keller Jordan's: a step of a given rate changes
-	// what a layer does by about as much whatever its shape.
+	// SpectralScale is Keller Jordan's scale, sqrt(max(1, rows/cols)). A learning rate then changes
+	// the outputs of layers by about the same amount, whatever their shape.
 	SpectralScale Scale = iota
-	// RMSScale is 0.2·sqrt(max(rows, cols)): updates are about as large, element by element, as
-	// AdamW's, whose learning rates then fit. (Liu et al., "Muon is Scalable for LLM Training",
-	// 2025.)
+
+	// RMSScale is 0.2·sqrt(max(rows, cols)). The elements of updates are then about as large as those
+	// of AdamW, so that AdamW's learning rates fit. (Liu et al., "Muon is Scalable for LLM
+	// Training", 2025.)
 	RMSScale
 )
 
-// Muon updates matrices along the orthogonal factor of their momentum, as [op.NewtonSchulz]
-// approximates it. It leaves the other parameters to AdamW: vectors, and embeddings and output
-// layers, whose rows are independent.
+// Muon updates matrices by the orthogonal factor of their momentum, which [op.NewtonSchulz]
+// approximates:
 //
 //	m ← μ·m + (1−μ)·g,   u = (1−μ)·g + μ·m
 //	p ← (1 − lr·decay)·p − lr · scale · NewtonSchulz(u)
 //
-// A weight stored as [out, in] has rows = out. A gradient beyond a quarter of the largest number
-// counts as that, so that m stays finite. (Keller Jordan, "Muon: An optimizer for hidden
-// layers in neural networks", 2024.)
+// AdamW updates all other parameters: vectors, embeddings and output layers, in which each row
+// stands for itself.
+//
+// A weight stored as [out, in] has rows = out. To keep m finite, a gradient is limited to a quarter
+// of the largest number. (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks",
+// 2024.)
 //
 // [op.NewtonSchulz]: https://pkg.go.dev/github.com/kasmina-go/kasmina/op#NewtonSchulz
 type Muon struct {
@@ -44,7 +47,7 @@ type Muon struct {
 	iterations int
 	scale      Scale
 	match      Match
-	rest       *AdamW  // whose rules apply to the parameters that are left to AdamW
+	rest       *AdamW  // rules for the parameters that AdamW updates
 	restShare  float64 // AdamW's learning rate as a share of Muon's
 }
 
@@ -60,8 +63,8 @@ var muonKernel = &Kernel{
 }
 
 // NewMuon returns a Muon. Its defaults are those of Keller Jordan's implementation: WithLR(0.02),
-// WithMomentum(0.95), WithNesterov(true), WithIterations(5), WithWeightDecay(0), and those that
-// [WithAdamW] and [WithAdamWFor] document.
+// WithMomentum(0.95), WithNesterov(true), WithIterations(5) and WithWeightDecay(0). For the other
+// parameters see [WithAdamW] and [WithAdamWFor].
 func NewMuon(opts ...MuonOption) (*Muon, error) {
 	rest, err := NewAdamW(WithLR(3e-4), WithBetas(0.9, 0.95), WithEps(1e-10), WithWeightDecay(0))
 	if err != nil {
@@ -80,8 +83,7 @@ func NewMuon(opts ...MuonOption) (*Muon, error) {
 	return m, nil
 }
 
-// muonRestShare is the learning rate that AdamW usually has when it updates what Muon leaves to it, as
-// a share of Muon's.
+// muonRestShare is the usual learning rate of Muon's AdamW, as a share of Muon's.
 const muonRestShare = 0.15
 
 // chooseMuon returns the Muon of [Choice.New]. Its matrices do not decay.
@@ -91,8 +93,8 @@ func chooseMuon(lr float64, opts []Option) (Partial, error) {
 	return NewMuon(append(own, optionsOf[MuonOption](opts)...)...)
 }
 
-// SetLR sets the learning rate of the next steps for matrices, and AdamW's in proportion to what
-// both were at first.
+// SetLR sets the learning rate of the next steps for matrices. AdamW's learning rate changes by the
+// same factor.
 func (m *Muon) SetLR(lr float64) error {
 	if m.rest == nil {
 		return fmt.Errorf("optim.Muon: SetLR: %w", errZero)
@@ -104,7 +106,7 @@ func (m *Muon) SetLR(lr float64) error {
 	return nil
 }
 
-// usesAdamW reports whether a parameter is left to AdamW.
+// usesAdamW reports whether AdamW updates a parameter.
 func (m *Muon) usesAdamW(name string, shape []int) bool {
 	return len(shape) != 2 || m.match(name, shape)
 }
@@ -134,9 +136,9 @@ func (s Scale) of(rows, cols int) float64 {
 	return math.Sqrt(math.Max(1, float64(rows)/float64(cols)))
 }
 
-// checkMomentum returns an error for a momentum that no gradients lead to. Finite ones are at most
-// the largest number F of their type, and t steps from zero add up to (1 − μᵗ)·F. Nothing less is
-// certain here: how gradients are clipped is up to the caller, and may have changed since.
+// checkMomentum returns an error for a momentum to which no gradients lead. The elements of
+// gradients are at most the largest number F of their type, and t steps from zero add up to (1 −
+// μᵗ)·F. A lower limit would depend on the caller's clipping, which may have changed.
 func checkMomentum(r Rule, e *entry) error {
 	const rounding = 1 + 1e-4
 	share := -math.Expm1(float64(e.step)*math.Log(r.Beta1)) * rounding

@@ -26,13 +26,13 @@ func (o Option) muon(m *Muon) error {
 
 func (o Option) apply(c *common) error {
 	if o.set == nil {
-		return fmt.Errorf("an option is its zero value: functions such as WithLR make options")
+		return fmt.Errorf("an option is a zero value: functions such as WithLR return options")
 	}
 	return o.set(c)
 }
 
-// BetasOption configures the optimizers whose moments have two decay rates, which [NewMuon]'s
-// matrices have not.
+// BetasOption configures optimizers whose moments have two decay rates. The matrices of [NewMuon]
+// have only one.
 type BetasOption struct{ beta1, beta2 float64 }
 
 func (o BetasOption) adamW(a *AdamW) error { return o.apply(&a.common) }
@@ -42,7 +42,7 @@ func (o BetasOption) apply(c *common) error {
 	return checkBetas("WithBetas", o.beta1, o.beta2)
 }
 
-// EpsOption configures the optimizers that divide by the root of a second moment.
+// EpsOption configures optimizers that divide by the root of a second moment.
 type EpsOption struct{ eps float64 }
 
 func (o EpsOption) adamW(a *AdamW) error {
@@ -54,7 +54,7 @@ type muonOption func(*Muon) error
 
 func (f muonOption) muon(m *Muon) error { return f(m) }
 
-// applyAll has apply set each option, and says in an error which constructor was given it.
+// applyAll applies all options, and adds the name of the constructor to an error.
 func applyAll[O comparable](constructor string, opts []O, apply func(O) error) error {
 	var none O
 	for _, opt := range opts {
@@ -68,8 +68,8 @@ func applyAll[O comparable](constructor string, opts []O, apply func(O) error) e
 	return nil
 }
 
-// WithLR sets the learning rate, above 0. Muon's is that of matrices; [WithAdamW] sets the learning
-// rate of Muon's other parameters. The constructors document the default.
+// WithLR sets the learning rate, above 0. For Muon it is the learning rate of matrices; [WithAdamW]
+// sets that for the other parameters. The constructors document the default.
 func WithLR(lr float64) Option {
 	return Option{func(c *common) error {
 		c.lr = lr
@@ -77,10 +77,10 @@ func WithLR(lr float64) Option {
 	}}
 }
 
-// WithWeightDecay sets the decoupled weight decay: each step multiplies a parameter by
-// 1 − lr·decay. Parameters with fewer than two dimensions have none unless a group says otherwise.
-// Muon's is that of matrices; [WithAdamW] sets the decay of Muon's other parameters. The
-// constructors document the default.
+// WithWeightDecay sets the decoupled weight decay: each step multiplies a parameter by 1 −
+// lr·decay. Parameters with fewer than two dimensions do not decay unless a group says so. For Muon
+// it is the decay of matrices; [WithAdamW] sets that for the other parameters. The constructors
+// document the default.
 func WithWeightDecay(d float64) Option {
 	return Option{func(c *common) error {
 		c.base.decay = d
@@ -88,9 +88,9 @@ func WithWeightDecay(d float64) Option {
 	}}
 }
 
-// WithGroup changes the learning rate, decay or betas of the parameters that match. If several
-// groups match, the first one applies. Muon's groups apply to all its parameters, including those
-// that it leaves to AdamW, and come before the groups in [WithAdamW].
+// WithGroup changes the learning rate, decay or betas of matching parameters. If several groups
+// match, the first one applies. Muon's groups apply to all its parameters, including those that
+// AdamW updates, and precede the groups in [WithAdamW].
 func WithGroup(match Match, opts ...GroupOption) Option {
 	g, err := newGroup(match, opts)
 	return Option{func(c *common) error {
@@ -103,7 +103,7 @@ func WithGroup(match Match, opts ...GroupOption) Option {
 // the default.
 func WithBetas(beta1, beta2 float64) BetasOption { return BetasOption{beta1, beta2} }
 
-// WithEps sets what is added to the root of the second moment, above 0. Default 1e-8.
+// WithEps sets the number added to the root of the second moment, above 0. Default 1e-8.
 func WithEps(eps float64) EpsOption { return EpsOption{eps} }
 
 // WithMomentum sets the decay rate of the momentum, at least 0 and below 1. Default 0.95.
@@ -114,7 +114,7 @@ func WithMomentum(mu float64) MuonOption {
 	})
 }
 
-// WithNesterov chooses between Nesterov's momentum, the default, and the plain one.
+// WithNesterov selects Nesterov's momentum, the default, or plain momentum.
 func WithNesterov(on bool) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.nesterov = on
@@ -133,7 +133,7 @@ func WithIterations(n int) MuonOption {
 	})
 }
 
-// WithScale chooses how an orthogonalised update is scaled. Default [SpectralScale].
+// WithScale selects the scale of orthogonalized updates. Default [SpectralScale].
 func WithScale(s Scale) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.scale = s
@@ -144,8 +144,8 @@ func WithScale(s Scale) MuonOption {
 	})
 }
 
-// WithAdamWFor chooses the parameters that AdamW updates, besides those that are no matrices.
-// Default NameContains("embed", "head", "kasmina").
+// WithAdamWFor selects matrices for AdamW to update. Default NameContains("embed", "head",
+// "kasmina").
 func WithAdamWFor(match Match) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.match = match
@@ -157,8 +157,8 @@ func WithAdamWFor(match Match) MuonOption {
 	})
 }
 
-// WithAdamW configures the AdamW that updates the rest. Default WithLR(3e-4), WithBetas(0.9, 0.95),
-// WithEps(1e-10), WithWeightDecay(0).
+// WithAdamW configures the AdamW for all other parameters. Default WithLR(3e-4), WithBetas(0.9,
+// 0.95), WithEps(1e-10), WithWeightDecay(0).
 func WithAdamW(opts ...AdamWOption) MuonOption {
 	return muonOption(func(m *Muon) error {
 		return applyAll("WithAdamW", opts, func(o AdamWOption) error { return o.adamW(m.rest) })

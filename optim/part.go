@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// PartGrain is the number of elements in whose multiples a parameter may be divided. The elements
-// of each block are computed by themselves, so that parts have the bits of the whole.
+// PartGrain is the number of elements at whose multiples a parameter can be divided. Kernels
+// compute each such block of elements separately, so that parts have the bits of the whole.
 const PartGrain = cpu.VectorGrain
 
 // Part is the elements From ≤ i < To, in row-major order, of the parameter with that name.
@@ -22,21 +22,22 @@ type Part struct {
 	From, To int
 }
 
-// Partial is implemented by optimizers that can update a part of a model, for runs in which each of
-// several processes updates its own part. All optimizers of this package implement it.
+// Partial is implemented by optimizers that can update a part of a model, for runs of several
+// processes each of which updates its own part. All optimizers of this package implement it.
 type Partial interface {
 	Rules
 
-	// StepParts is Step for the given parts alone. It counts a step of every parameter of the
-	// model, but reads and changes no gradients, values and moments outside the parts.
+	// StepParts is Step for the given parts only. It counts a step of every parameter of the model,
+	// but neither reads nor changes gradients, values and moments outside the parts.
 	//
-	// From is a multiple of [PartGrain], and so is To, unless it is the parameter's end. Parts do
-	// not overlap. A matrix whose kernel is [Kernel.Whole] is one part or none.
+	// From is a multiple of [PartGrain], and so is To unless it is the end of the parameter. Parts do
+	// not overlap. If [Kernel.Whole] is set, a part is the whole matrix.
 	StepParts(model []gorgonia.ValueGrad, parts []Part) error
 
-	// Moments returns the moments of a parameter, in the order of its kernel's Moments, each a
-	// []float32, []float64 or []uint8. They are the optimizer's own memory, into which other
-	// processes' parts can be copied: see [Moment.Part]. The result is nil before the first step.
+	// Moments returns the moments of a parameter in the order of its kernel's Moments, each as a
+	// []float32, []float64 or []uint8. They are the optimizer's own memory, so that a caller can copy
+	// the parts of other processes into them: see [Moment.Part]. Before the first step there are
+	// none.
 	Moments(name string) []any
 
 	// StateParts returns the step counts of all parameters and a copy of the given parts of the
@@ -44,26 +45,28 @@ type Partial interface {
 	StateParts(parts []Part) (counts []Tensor, moments []Stretch)
 }
 
-// Stretch is consecutive elements of a moment, as a flat tensor with the moment's name in the state.
+// Stretch is consecutive elements of a moment, as a flat tensor with the name of the moment in a state.
 type Stretch struct {
 	Tensor
 	From, Of int // the first element, and the number of elements of the whole moment
 }
 
-// readParts returns the parameters of a model, and those parts of them that are to be updated.
+// readParts returns the parameters of a model and the given parts of them, which are to be updated.
 func (u *updater) readParts(model []gorgonia.ValueGrad,
 	parts []Part) (ps, cut []params.Param, err error) {
 	if ps, err = u.reader.Read(model); err != nil {
 		return nil, nil, err
 	}
+
 	byName := make(map[string]params.Param, len(ps))
 	for i, p := range ps {
 		if p.Name == "" {
 			return nil, nil, fmt.Errorf(
-				"parameter #%d has no name, under which its state could be kept", i)
+				"parameter #%d has no name, which its state needs", i)
 		}
 		byName[p.Name] = p
 	}
+
 	for _, part := range parts {
 		p, ok := byName[part.Name]
 		if !ok {
@@ -82,7 +85,7 @@ func (u *updater) readParts(model []gorgonia.ValueGrad,
 	return ps, cut, nil
 }
 
-// of returns the part's value and gradient, under the shape of the whole.
+// of returns the part's value and gradient with the shape of the whole parameter.
 func (part Part) of(p params.Param) (params.Param, error) {
 	n := p.Shape.TotalSize()
 	if part.From < 0 || part.To < part.From || part.To > n || part.From%PartGrain != 0 ||

@@ -6,13 +6,13 @@ import (
 	"strconv"
 )
 
-// Rule says how an optimizer updates one parameter. A machine that has its own implementation of
-// Kernel follows it instead of calling Step.
+// Rule describes how an optimizer updates one parameter. A machine that has its own implementation
+// of Kernel follows the rule instead of calling Step.
 //
-// The zero value belongs to an optimizer that does not know the parameter.
+// The zero Rule means that the optimizer does not know the parameter.
 type Rule struct {
 	Kernel  *Kernel // the formula; the fields below are its constants
-	LRScale float64 // times the optimizer's learning rate
+	LRScale float64 // factor of the optimizer's learning rate
 	Decay   float64
 
 	// Beta1 and Beta2 are the decay rates of the kernel's moments. Muon's momentum is Beta1.
@@ -24,10 +24,10 @@ type Rule struct {
 	Iterations int     // Muon: Newton-Schulz steps
 }
 
-// Rules is implemented by optimizers that declare how they update each parameter. Machines,
-// ranks, checkpoints and the judges of growth ask the rule instead of the optimizer's type.
+// Rules is implemented by optimizers that declare how they update each parameter. Machines, ranks,
+// checkpoints and the judges of growth ask for the rule instead of the optimizer's type.
 //
-// Their Step returns [ErrOverflow] when an update makes a parameter NaN or infinite.
+// Step returns [ErrOverflow] if an update makes a parameter NaN or infinite.
 type Rules interface {
 	Optimizer
 
@@ -35,35 +35,35 @@ type Rules interface {
 	Rule(name string, shape []int) Rule
 }
 
-// Kernel is the formula by which a rule updates a parameter.
+// Kernel is the formula of an update.
 type Kernel struct {
 	// Name identifies the kernel in checkpoints, in errors and to machines that implement it.
 	Name string
 
-	// Moments are the arrays that the kernel remembers of a parameter from step to step, besides
-	// the number of steps. A kernel needs them in this order.
+	// Moments are the arrays that the kernel keeps for a parameter from step to step, besides the
+	// number of steps.
 	Moments []Moment
 
 	// Whole reports whether the kernel updates whole matrices only. The parameters of other kernels
 	// can be divided among ranks at multiples of [PartGrain].
 	Whole bool
 
-	// float32 and float64 update a parameter p, or a part of it, from its gradient g, which they
-	// leave zero, and update the moments.
+	// float32 and float64 update a parameter p, or a part of it, and its moments from the gradient g,
+	// which they set to zero.
 	float32 func(p, g []float32, moments []any, s step)
 	float64 func(p, g []float64, moments []any, s step)
 
-	// check returns an error for moments, finite and of the right shape, that no steps lead to. It
-	// may be nil.
+	// check returns an error for finite moments of the right shape to which no steps lead. It may be
+	// nil.
 	check func(r Rule, e *entry) error
 }
 
-// step holds what a kernel needs to know about a step besides the data.
+// step is the input of a kernel besides the data.
 type step struct {
 	Rule
 	lr    float64 // of this parameter
-	count int     // of the parameter's steps, this one included
-	shape []int   // of the parameter, of which the data may be a part
+	count int     // number of the parameter's steps, including this one
+	shape []int   // of the whole parameter, even if the data is a part
 }
 
 // MomentNames returns the names of the kernel's moments.
@@ -94,15 +94,15 @@ func (k *Kernel) MarshalText() ([]byte, error) { return []byte(k.String()), nil 
 // runs, but not to update a parameter.
 func (k *Kernel) UnmarshalText(text []byte) error {
 	name := string(text)
-	if strconv.Quote(name) != `"`+name+`"` { // errors show it, perhaps in a terminal that obeys it
+	if strconv.Quote(name) != `"`+name+`"` { // error messages may show it in a terminal
 		return fmt.Errorf("optim: the name of a kernel is %.40q, want letters and digits", name)
 	}
 	*k = Kernel{Name: name}
 	return nil
 }
 
-// UnmarshalJSON reads a rule as encoding/json writes it. Checkpoints written when there were two
-// kernels have a boolean "Muon" in place of the kernel's name.
+// UnmarshalJSON reads a rule as encoding/json writes it. Checkpoints from the time of two kernels
+// have a boolean "Muon" instead of the kernel's name.
 func (r *Rule) UnmarshalJSON(text []byte) error {
 	type plain Rule // without this method
 	if err := json.Unmarshal(text, (*plain)(r)); err != nil || r.Kernel != nil {

@@ -5,8 +5,7 @@ import (
 	"math"
 )
 
-// Schedule gives the learning rate of the step before which step steps have been done: 0 for the
-// first.
+// Schedule returns the learning rate of a step, given the number of steps before it.
 type Schedule func(step int) float64
 
 // Constant returns the schedule that always gives lr.
@@ -33,8 +32,9 @@ func Warmup(peak float64, steps int) (Schedule, error) {
 	}, nil
 }
 
-// Annealing gives the factor of the learning rate at a share, from 0 to 1, of what a run may spend.
-// A run whose steps become larger knows that share, and not how many steps are left.
+// Annealing returns the factor of the learning rate at a share, from 0 to 1, of a run's budget. It
+// suits runs whose steps become larger, which know this share but not the number of steps that are
+// left.
 type Annealing func(share float64) float64
 
 // CosineAnnealing returns the one that falls from 1 along half a cosine to floor, which is from 0

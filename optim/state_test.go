@@ -327,7 +327,7 @@ func TestZeroValues(t *testing.T) {
 	for _, o := range []optim.Optimizer{&optim.AdamW{}, &optim.Muon{}} {
 		for _, err := range []error{o.Step(model(small()...)), o.Declare(model(small()...)),
 			o.SetState(nil)} {
-			require.ErrorContains(t, err, "NewAdamW make optimizers", "%T", o)
+			require.ErrorContains(t, err, "constructor such as NewAdamW", "%T", o)
 		}
 		require.Empty(t, o.State())
 		require.Zero(t, o.LR())

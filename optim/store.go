@@ -20,17 +20,16 @@ import (
 // stepField is the suffix of the tensor that counts a parameter's steps.
 const stepField = "step"
 
-// maxSteps is the last count of steps up to which float64, in which bias correction computes, has
-// all whole numbers. A step a nanosecond takes more than 100 days to get there.
+// maxSteps is the largest step count. Bias correction uses float64, which has all whole numbers up
+// to this one. At a step per nanosecond, reaching it takes more than 100 days.
 const maxSteps = min(1<<53, math.MaxInt-1)
 
 // ErrOverflow is wrapped by the error of a step whose update made a parameter NaN or infinite.
-// Unlike after other errors the parameters have changed then, and what the optimiser remembers of
-// them: go on from a checkpoint.
+// Unlike after other errors, parameters and optimizer state have changed: continue from a
+// checkpoint.
 var ErrOverflow = errors.New("the update overflowed")
 
-// entry is what an optimizer remembers of one parameter. The moments, of the parameter's size, are
-// nil before its first step.
+// entry is the state of one parameter. Before the parameter's first step it has no moments.
 type entry struct {
 	shape   []int
 	dtype   tensor.Dtype
@@ -39,12 +38,12 @@ type entry struct {
 	moments []any // each []float32, []float64 or []uint8
 }
 
-// steps returns the tensor that counts the steps of a parameter.
+// steps returns the tensor with the parameter's step count.
 func (e *entry) steps(name string) Tensor {
 	return Tensor{name + "." + stepField, []int{1}, []int64{int64(e.step)}}
 }
 
-// overflowed returns an ErrOverflow if a step has made one of the parameters NaN or infinite.
+// overflowed returns an ErrOverflow if a parameter is not finite after a step.
 func overflowed(ps []params.Param) error {
 	for _, p := range ps {
 		if at := nonFinite(p.Value); at >= 0 {
@@ -55,8 +54,7 @@ func overflowed(ps []params.Param) error {
 	return nil
 }
 
-// nonFinite returns the index of the first NaN or infinity in a slice of floats, and −1 if there is
-// none.
+// nonFinite returns the index of the first NaN or infinity among floats, or −1.
 func nonFinite(data any) int {
 	switch d := data.(type) {
 	case []float32:
@@ -67,18 +65,19 @@ func nonFinite(data any) int {
 	return -1
 }
 
-// declarations returns an empty entry for each parameter of a model, by name. Gradients need not be
-// there yet.
+// declarations returns an empty entry for each parameter of a model, by name. Parameters need no
+// gradients yet.
 func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 	decls := make(map[string]*entry, len(model))
 	for i, vg := range model {
 		if params.Missing(vg) {
 			return nil, fmt.Errorf("parameter #%d is nil", i)
 		}
+
 		name, v := params.Name(vg), vg.Value()
 		switch {
 		case name == "":
-			return nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept",
+			return nil, fmt.Errorf("parameter #%d has no name, which its state needs",
 				i)
 		case decls[name] != nil:
 			return nil, fmt.Errorf("two parameters have the name %q", name)
@@ -87,14 +86,15 @@ func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 		case v.Dtype() != tensor.Float32 && v.Dtype() != tensor.Float64:
 			return nil, fmt.Errorf("parameter %q is %v, want float32 or float64", name, v.Dtype())
 		}
+
 		decls[name] = &entry{shape: v.Shape().Clone(), dtype: v.Dtype()}
 	}
 	return decls, nil
 }
 
-// fieldsOf groups the tensors of a state by parameter and field, and returns the parameters in the order
-// in which they appear. Of two tensors with one name the last counts, and a name without a dot is
-// ignored.
+// fieldsOf groups the tensors of a state by parameter and field, and returns the parameters in
+// their order in the state. If two tensors have the same name, the last one counts. Names without a
+// dot are ignored.
 func fieldsOf(state []Tensor) (fields map[string]map[string]Tensor, order []string) {
 	fields = map[string]map[string]Tensor{}
 	for _, t := range state {
@@ -113,8 +113,8 @@ func fieldsOf(state []Tensor) (fields map[string]map[string]Tensor, order []stri
 	return fields, order
 }
 
-// widest returns the shape of the moment that has the most elements among a parameter's tensors. Some
-// moment always has the parameter's shape, and none has more elements.
+// widest returns the shape of the largest moment among a parameter's tensors. It is the parameter's
+// shape, since every kernel has a moment of that shape and none that is larger.
 func widest(fields map[string]Tensor) (shape []int) {
 	most := -2 // a shape that no tensor has counts as −1
 	for _, field := range slices.Sorted(maps.Keys(fields)) {
@@ -125,8 +125,8 @@ func widest(fields map[string]Tensor) (shape []int) {
 	return shape
 }
 
-// parse returns the entries that state holds. Each must be complete: the moments of the parameter's
-// kernel, with fitting shapes and types, and a step count.
+// parse returns the entries of a state. Each entry must be complete: a step count, and the moments
+// of the parameter's kernel with fitting shapes and types.
 func (u *updater) parse(state []Tensor) (map[string]*entry, error) {
 	seen := map[string]bool{}
 	for _, t := range state {
@@ -156,7 +156,7 @@ func (u *updater) parse(state []Tensor) (map[string]*entry, error) {
 	return entries, nil
 }
 
-// parseEntry returns the entry that a parameter's tensors make.
+// parseEntry returns the entry that consists of a parameter's tensors.
 func (u *updater) parseEntry(name string, fields map[string]Tensor) (*entry, error) {
 	steps, ok := fields[stepField].Data.([]int64)
 	if !ok || len(steps) != 1 || steps[0] < 1 || steps[0] > maxSteps {
@@ -187,7 +187,7 @@ func (u *updater) parseEntry(name string, fields map[string]Tensor) (*entry, err
 	return e, nil
 }
 
-// add checks a tensor of a state and adds a copy of it as the entry's next moment.
+// add checks a tensor and adds a copy of it as the entry's next moment.
 func (e *entry) add(m Moment, t Tensor) error {
 	dtype, n := dtypeOf(t.Data)
 	codes, isCodes := t.Data.([]uint8)
@@ -221,12 +221,12 @@ func (e *entry) add(m Moment, t Tensor) error {
 	return nil
 }
 
-// checkMoment returns an error unless the elements of a moment are finite and, for means of squares
-// and scales, not negative. Any code will do. Any other element would make a weight NaN or infinite.
+// checkMoment returns an error unless all elements are finite and means of squares and scales are
+// not negative. Other elements would make a weight NaN or infinite. All codes are valid.
 //
-// Whatever steps leave must pass, with any betas. So the mean of the gradients is not compared with
-// the mean of their squares. For β2 ≤ β1² their ratio has no bound: where gradients stay away, the
-// squares decay faster, down to zero.
+// Every state that steps produce must pass, whatever the betas. The mean of the gradients is
+// therefore not compared with the mean of their squares: for β2 ≤ β1² their ratio is unbounded,
+// since without gradients the squares decay to zero faster.
 func checkMoment(m Moment, data any) error {
 	at, want := nonFinite(data), "a finite number"
 	switch {
@@ -244,7 +244,7 @@ func checkMoment(m Moment, data any) error {
 		reflect.ValueOf(data).Index(at), at, want)
 }
 
-// negative returns the index of the first element below zero, and −1 if there is none.
+// negative returns the index of the first element below zero, or −1.
 func negative(data any) int {
 	switch d := data.(type) {
 	case []float32:
@@ -255,8 +255,7 @@ func negative(data any) int {
 	return -1
 }
 
-// elements returns the number of elements of a shape that comes from outside, and −1 if it has none
-// that an int can hold.
+// elements returns the number of elements of an untrusted shape, or −1 if no int can hold it.
 func elements(shape []int) int {
 	n := 1
 	for _, d := range shape {
@@ -268,7 +267,7 @@ func elements(shape []int) int {
 	return n
 }
 
-// shortened is a value for messages: a long slice would fill them.
+// shortened returns a value for messages, which a long slice would fill.
 func shortened(data any) any {
 	if v := reflect.ValueOf(data); v.Kind() == reflect.Slice && v.Len() > 8 {
 		return fmt.Sprintf("a %T of %d elements", data, v.Len())
@@ -276,7 +275,7 @@ func shortened(data any) any {
 	return data
 }
 
-// dtypeOf returns type and length of a slice of floats, and −1 for anything else.
+// dtypeOf returns the type and length of a slice of floats, and −1 for anything else.
 func dtypeOf(data any) (tensor.Dtype, int) {
 	switch d := data.(type) {
 	case []float32:

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// updater is everything about an optimizer except its rules: it updates parameters by them and keeps
-// what their kernels remember, by parameter name.
+// updater is an optimizer without its rules. It applies the rules to parameters and keeps the state
+// of each parameter by name.
 type updater struct {
 	name string // of the optimizer, in errors
 
@@ -32,9 +32,9 @@ func newUpdater(name string, rule func(name string, shape []int) (Rule, float64)
 }
 
 var errZero = errors.New(
-	"the optimizer is its zero value: constructors such as NewAdamW make optimizers")
+	"the optimizer is a zero value: create it with a constructor such as NewAdamW")
 
-// run calls f and says in its error which method of which optimizer failed.
+// run calls f and adds the names of the optimizer and the method to its error.
 func (u *updater) run(method string, f func() error) error {
 	if u == nil {
 		return fmt.Errorf("optim: %s: %w", method, errZero)
@@ -74,10 +74,10 @@ func (u *updater) Declare(model []gorgonia.ValueGrad) error {
 	})
 }
 
-// Step updates every parameter in model from its gradient, and leaves the gradients zero.
+// Step updates every parameter in model from its gradient and sets the gradients to zero.
 //
-// It returns an error if a parameter has no name, value or gradient, has another shape than before,
-// or has a gradient that is not finite. Nothing has changed then. The exception is [ErrOverflow].
+// It returns an error, and changes nothing, if a parameter has no name, value or gradient, if its
+// shape has changed, or if its gradient is not finite. The exception is [ErrOverflow].
 func (u *updater) Step(model []gorgonia.ValueGrad) error {
 	return u.run("Step", func() error {
 		ps, err := u.readModel(model)
@@ -88,8 +88,8 @@ func (u *updater) Step(model []gorgonia.ValueGrad) error {
 	})
 }
 
-// step counts a step of the parameters ps and updates cut: the given parts of them, or if parts is
-// nil all of them.
+// step counts a step of the parameters ps and updates cut, which has the given parts of them. If
+// parts is nil, cut has the whole parameters.
 func (u *updater) step(ps, cut []params.Param, parts []Part) error {
 	for _, p := range ps {
 		if err := u.fits(p.Name, p.Shape, p.Dtype); err != nil {
@@ -119,7 +119,7 @@ func (u *updater) step(ps, cut []params.Param, parts []Part) error {
 	return overflowed(cut)
 }
 
-// update updates the elements from ≤ i < to of a parameter, which are all that p holds.
+// update updates the elements from ≤ i < to of a parameter, which are the elements in p.
 func (u *updater) update(p params.Param, from, to int) {
 	e := u.entries[p.Name]
 	r, lr := u.rule(p.Name, p.Shape)
@@ -141,7 +141,7 @@ func (u *updater) update(p params.Param, from, to int) {
 	}
 }
 
-// readModel returns the parameters of a step. All of them have names and finite gradients.
+// readModel returns the parameters for a step. It checks that they have names and finite gradients.
 func (u *updater) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) {
 	ps, err := u.reader.Read(model)
 	if err != nil {
@@ -150,7 +150,7 @@ func (u *updater) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) 
 
 	for i, p := range ps {
 		if p.Name == "" {
-			return nil, fmt.Errorf("parameter #%d has no name, under which its state could be kept",
+			return nil, fmt.Errorf("parameter #%d has no name, which its state needs",
 				i)
 		}
 		if at := p.NonFinite(); at >= 0 {
@@ -162,7 +162,7 @@ func (u *updater) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) 
 	return ps, nil
 }
 
-// fits returns an error if a parameter is not what the optimizer knows under its name.
+// fits returns an error if the optimizer knows a parameter with another type or shape by this name.
 func (u *updater) fits(name string, shape []int, dtype tensor.Dtype) error {
 	e, ok := u.entries[name]
 	if ok && (e.dtype != dtype || !slices.Equal(e.shape, shape)) {
@@ -173,7 +173,7 @@ func (u *updater) fits(name string, shape []int, dtype tensor.Dtype) error {
 	return nil
 }
 
-// allFit is fits for all entries. If closed is true, no entry may be new to the optimizer.
+// allFit calls fits for all entries. If closed is true, the optimizer must know each parameter.
 func (u *updater) allFit(entries map[string]*entry, closed bool) error {
 	for _, name := range slices.Sorted(maps.Keys(entries)) {
 		if closed && u.entries[name] == nil {
@@ -186,7 +186,7 @@ func (u *updater) allFit(entries map[string]*entry, closed bool) error {
 	return nil
 }
 
-// entry returns the parameter's entry, with moments.
+// entry returns the entry of a parameter, complete with moments.
 func (u *updater) entry(p params.Param) *entry {
 	e := u.entries[p.Name]
 	if e == nil {
@@ -223,9 +223,9 @@ func (u *updater) Forget(name string, from, to int) error {
 	})
 }
 
-// Drop forgets parameters that no longer exist, including their names and shapes. No interface
-// requires it: a trainer calls it, where an optimizer has it, before a model grows under the same
-// names in other shapes.
+// Drop removes parameters from the state, including their names and shapes. No interface requires
+// it. If an optimizer has it, a trainer calls it before a model grows and reuses names with other
+// shapes.
 func (u *updater) Drop(names ...string) {
 	if u == nil {
 		return
@@ -276,7 +276,7 @@ func (u *updater) SetState(state []Tensor) error {
 			}
 		}
 
-		// Parameters that are declared, but not part of the state, start anew.
+		// Parameters that are declared but not in the state restart from zero.
 		for name, e := range u.entries {
 			u.entries[name] = &entry{shape: e.shape, dtype: e.dtype}
 		}
