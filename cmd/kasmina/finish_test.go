@@ -124,6 +124,7 @@ func TestReports(t *testing.T) {
 	require.Contains(t, told, "saved     the model in "+out)
 	require.Contains(t, told, "next      kasmina generate -m '"+out+"' -p TEXT")
 	require.Contains(t, told, "settings  adamw, learning rate 0.0001")
+	require.Contains(t, told, "memory    245.2 KiB for the optimizer's moments")
 
 	copied := filepath.Join(t.TempDir(), "copied")
 	told = stderrOf(t, "convert", "-m", tiny, "-o", copied)

@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/hf/gguf"
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
+	"github.com/kasmina-go/kasmina/optim"
 )
 
 func newInspect() *cobra.Command {
@@ -73,9 +74,21 @@ func (o *common) inspect(w io.Writer) error {
 	} else {
 		row("tokenizer", "%s", tok.Name())
 	}
-	// Master weights, gradients and two moments of AdamW, each of four bytes.
-	row("training takes", "%s for weights, gradients and AdamW, and activations beside",
-		sizeText(16*int64(params)))
+
+	// Weights, gradients and most moments have four bytes per number.
+	var moments []string
+	for _, choice := range optim.Choices() {
+		o, err := choice.New(1)
+		if err != nil {
+			return err
+		}
+		bytes := optim.MomentBytes(o, c.Parameters(), 4)
+		moments = append(moments, fmt.Sprintf("%s (%s)", sizeText(int64(bytes)), choice.Name))
+	}
+	row("training takes", "%s for weights and gradients, the optimizer's moments, and activations",
+		sizeText(8*int64(params)))
+	row("moments take", "%s", strings.Join(moments, ", "))
+
 	fmt.Fprintln(t, "\ntensor\ttype\tshape\tbytes\tfile")
 	total := int64(0)
 	for _, x := range f.Tensors() {

@@ -125,6 +125,7 @@ func TestInspect(t *testing.T) {
 	}
 	require.Contains(t, out, "llama")
 	require.Contains(t, out, "hf-400-")
+	require.Contains(t, out, "moments take    245.2 KiB (adamw), 173.2 KiB (muon), 122.6 KiB (lion)")
 
 	out, err = kasmina(t, "inspect", filepath.Join(tiny, "model.safetensors"))
 	require.NoError(t, err)

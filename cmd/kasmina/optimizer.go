@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -157,8 +158,8 @@ func (o *trainOptions) setSchedule() (err error) {
 	return err
 }
 
-// describe writes the values with which the run learns.
-func (o *trainOptions) describe(w io.Writer) error {
+// describe writes the settings with which the run learns, and the memory of the optimizer's moments.
+func (o *trainOptions) describe(w io.Writer, config llm.Config) error {
 	optimizer, err := o.newOptimizer()
 	if err != nil {
 		return err
@@ -176,9 +177,17 @@ func (o *trainOptions) describe(w io.Writer) error {
 		course = o.learning.schedule + " to a tenth"
 	}
 
+	moments := optim.MomentBytes(optimizer, func(yield func(string, []int) bool) {
+		for name, shape := range config.Parameters() {
+			if config.Learns(name) && !yield(name, shape) {
+				return
+			}
+		}
+	}, 4)
+
 	_, err = fmt.Fprintf(w, "settings  %s, learning rate %.3g (%s of warmup, then %s), weight decay %v, "+
-		"%s, %s of %d tokens a step\n", o.learning.optimizer, o.lr, plural(o.warmup, "step"), course, decay, clip,
-		plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seq)
+		"%s, %s of %d tokens a step\nmemory    %s for the optimizer's moments\n", o.learning.optimizer, o.lr, plural(o.warmup, "step"), course, decay, clip,
+		plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seq, sizeText(int64(moments)))
 	return err
 }
 

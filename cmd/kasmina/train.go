@@ -553,7 +553,7 @@ func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 	if o.adapters.where != "" && !o.quiet {
 		t.On(o.adapters.told(t, c))
 	}
-	if err := o.describe(shown); err != nil {
+	if err := o.describe(shown, t.Model.Config); err != nil {
 		return nil, errors.Join(err, stop())
 	}
 	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName),
