@@ -119,6 +119,19 @@ func sums(v isa) {
 			v.reduce64(low, high)
 			Store(low.AsX(), ReturnIndex(0))
 		})
+	// Σ x in float64.
+	over(v, "sum64", "x", "", "float64", zero(low, high),
+		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
+			v.load(p[0], r[0], masked)
+			v.upper(r[0], r[1])
+			VCVTPS2PD(v.half(r[0]), r[0])
+			VADDPD(r[0], low, low)
+			VCVTPS2PD(v.half(r[1]), r[1])
+			VADDPD(r[1], high, high)
+		}, func() {
+			v.reduce64(low, high)
+			Store(low.AsX(), ReturnIndex(0))
+		})
 	// Σ (g·w)·x in float64.
 	over(v, "dot3", "grad w x", "", "float64", zero(low, high),
 		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
@@ -210,6 +223,12 @@ func elements(v isa) {
 		v.load(p[1], r[u], masked)
 		v.load(p[2], r[u+1], masked)
 		VADDPS(r[u+1], r[u], r[u])
+		v.store(r[u], p[0], masked)
+	}, nil)
+	// y = x + s.
+	over(v, "addNumber", "y x", "s", "", nil, func(p []Mem, s []VecPhysical, u int, masked bool) {
+		v.load(p[1], r[u], masked)
+		VADDPS(s[0], r[u], r[u])
 		v.store(r[u], p[0], masked)
 	}, nil)
 	// x *= s.

@@ -14,6 +14,7 @@ type kernels struct {
 	siluMul         func(h, a, b *float32, n int)
 	siluMulBackward func(h, da, db, dh, a, b *float32, n int)
 	sumSquares      func(x *float32, n int) float64
+	sum64           func(x *float32, n int) float64
 	dot3            func(g, w, x *float32, n int) float64
 	dotProduct      func(a, b *float32, n int) float32
 	finite          func(x *float32, n int) float32
@@ -22,6 +23,7 @@ type kernels struct {
 	addScaled       func(y, a, b *float32, n int, s float32)
 	rotate          func(ya, yb, xa, xb, c, s *float32, n int, sign float32)
 	addVectors      func(y, a, b *float32, n int)
+	addNumber       func(y, x *float32, n int, s float32)
 	scaleVector     func(x *float32, n int, s float32)
 	softmaxGradient func(dp, p *float32, n int, d float32)
 	adamW           func(p, g, m, v *float32, n int, keep, rate, root, gain1,
@@ -54,6 +56,17 @@ func SumSquares[T cpu.Float](x []T) float64 {
 		sum += float64(v) * float64(v)
 	}
 	return sum
+}
+
+// Sum64 returns Σ x, formed in float64.
+func Sum64[T cpu.Float](x []T) (s float64) {
+	if k := vectorized[T](); k != nil {
+		return k.sum64(p32(x), len(x))
+	}
+	for _, v := range x {
+		s += float64(v)
+	}
+	return s
 }
 
 // Dot3 returns Σ (g·w)·x, formed in float64.
@@ -155,6 +168,18 @@ func Add[T cpu.Float](y, a, b []T) {
 	}
 	for i := range y {
 		y[i] = a[i] + b[i]
+	}
+}
+
+// AddNumber sets y = x + s. y may be x.
+func AddNumber[T cpu.Float](y, x []T, s T) {
+	x = x[:len(y)]
+	if k := vectorized[T](); k != nil {
+		k.addNumber(p32(y), p32(x), len(y), float32(s))
+		return
+	}
+	for i, v := range x {
+		y[i] = v + s
 	}
 }
 

@@ -10,6 +10,9 @@ import "github.com/kasmina-go/kasmina/internal/cpu"
 func sumSquaresAVX512(x *float32, n int) float64
 
 //go:noescape
+func sum64AVX512(x *float32, n int) float64
+
+//go:noescape
 func dot3AVX512(grad, w, x *float32, n int) float64
 
 //go:noescape
@@ -34,6 +37,9 @@ func rotateAVX512(ya, yb, xa, xb, c, s *float32, n int, sign float32)
 func addVectorsAVX512(y, a, b *float32, n int)
 
 //go:noescape
+func addNumberAVX512(y, x *float32, n int, s float32)
+
+//go:noescape
 func scaleVectorAVX512(x *float32, n int, s float32)
 
 //go:noescape
@@ -45,6 +51,9 @@ func adamWAVX512(p, grad, m, v *float32, n int, keep float32, rate float32, root
 
 //go:noescape
 func sumSquaresAVX2(x *float32, n int) float64
+
+//go:noescape
+func sum64AVX2(x *float32, n int) float64
 
 //go:noescape
 func dot3AVX2(grad, w, x *float32, n int) float64
@@ -71,6 +80,9 @@ func rotateAVX2(ya, yb, xa, xb, c, s *float32, n int, sign float32)
 func addVectorsAVX2(y, a, b *float32, n int)
 
 //go:noescape
+func addNumberAVX2(y, x *float32, n int, s float32)
+
+//go:noescape
 func scaleVectorAVX2(x *float32, n int, s float32)
 
 //go:noescape
@@ -86,6 +98,7 @@ var kernelsAVX512 = kernels{
 	siluMul:         siluMulAVX512,
 	siluMulBackward: siluMulBackwardAVX512,
 	sumSquares:      sumSquaresAVX512,
+	sum64:           sum64AVX512,
 	dot3:            dot3AVX512,
 	dotProduct:      dotProductAVX512,
 	finite:          finiteAVX512,
@@ -94,6 +107,7 @@ var kernelsAVX512 = kernels{
 	addScaled:       addScaledAVX512,
 	rotate:          rotateAVX512,
 	addVectors:      addVectorsAVX512,
+	addNumber:       addNumberAVX512,
 	scaleVector:     scaleVectorAVX512,
 	softmaxGradient: softmaxGradientAVX512,
 	adamW:           adamWAVX512,
@@ -105,6 +119,7 @@ var kernelsAVX2 = kernels{
 	siluMul:         siluMulAVX2,
 	siluMulBackward: siluMulBackwardAVX2,
 	sumSquares:      sumSquaresAVX2,
+	sum64:           sum64AVX2,
 	dot3:            dot3AVX2,
 	dotProduct:      dotProductAVX2,
 	finite:          finiteAVX2,
@@ -113,6 +128,7 @@ var kernelsAVX2 = kernels{
 	addScaled:       addScaledAVX2,
 	rotate:          rotateAVX2,
 	addVectors:      addVectorsAVX2,
+	addNumber:       addNumberAVX2,
 	scaleVector:     scaleVectorAVX2,
 	softmaxGradient: softmaxGradientAVX2,
 	adamW:           adamWAVX2,

@@ -60,6 +60,54 @@ done:
 	VZEROUPPER
 	RET
 
+// func sum64AVX512(x *float32, n int) float64
+// Requires: AVX, AVX512F, SSE2
+TEXT ·sum64AVX512(SB), NOSPLIT, $0-24
+	MOVQ   x+0(FP), DI
+	MOVQ   n+8(FP), R8
+	VPXORD Z14, Z14, Z14
+	VPXORD Z13, Z13, Z13
+	SUBQ   $0x10, R8
+	JLT    tail
+
+loop:
+	VMOVUPS       (DI), Z0
+	VEXTRACTF64X4 $0x01, Z0, Y1
+	VCVTPS2PD     Y0, Z0
+	VADDPD        Z0, Z14, Z14
+	VCVTPS2PD     Y1, Z1
+	VADDPD        Z1, Z13, Z13
+	ADDQ          $0x40, DI
+	SUBQ          $0x10, R8
+	JGE           loop
+
+tail:
+	ADDQ          $0x10, R8
+	JZ            done
+	MOVQ          R8, CX
+	MOVL          $0x00000001, AX
+	SHLQ          CL, AX
+	DECQ          AX
+	KMOVW         AX, K1
+	VMOVUPS.Z     (DI), K1, Z0
+	VEXTRACTF64X4 $0x01, Z0, Y1
+	VCVTPS2PD     Y0, Z0
+	VADDPD        Z0, Z14, Z14
+	VCVTPS2PD     Y1, Z1
+	VADDPD        Z1, Z13, Z13
+
+done:
+	VADDPD        Z13, Z14, Z14
+	VEXTRACTF64X4 $0x01, Z14, Y13
+	VADDPD        Y13, Y14, Y14
+	VEXTRACTF128  $0x01, Y14, X13
+	VADDPD        X13, X14, X14
+	VPERMILPD     $0x01, X14, X13
+	VADDPD        X13, X14, X14
+	MOVSD         X14, ret+16(FP)
+	VZEROUPPER
+	RET
+
 // func dot3AVX512(grad *float32, w *float32, x *float32, n int) float64
 // Requires: AVX, AVX512F, SSE2
 TEXT ·dot3AVX512(SB), NOSPLIT, $0-40
@@ -439,6 +487,41 @@ done:
 	VZEROUPPER
 	RET
 
+// func addNumberAVX512(y *float32, x *float32, n int, s float32)
+// Requires: AVX, AVX512F
+TEXT ·addNumberAVX512(SB), NOSPLIT, $0-28
+	MOVQ         y+0(FP), DI
+	MOVQ         x+8(FP), SI
+	MOVQ         n+16(FP), R8
+	VBROADCASTSS s+24(FP), Z0
+	SUBQ         $0x10, R8
+	JLT          tail
+
+loop:
+	VMOVUPS (SI), Z1
+	VADDPS  Z0, Z1, Z1
+	VMOVUPS Z1, (DI)
+	ADDQ    $0x40, DI
+	ADDQ    $0x40, SI
+	SUBQ    $0x10, R8
+	JGE     loop
+
+tail:
+	ADDQ      $0x10, R8
+	JZ        done
+	MOVQ      R8, CX
+	MOVL      $0x00000001, AX
+	SHLQ      CL, AX
+	DECQ      AX
+	KMOVW     AX, K1
+	VMOVUPS.Z (SI), K1, Z1
+	VADDPS    Z0, Z1, Z1
+	VMOVUPS   Z1, K1, (DI)
+
+done:
+	VZEROUPPER
+	RET
+
 // func scaleVectorAVX512(x *float32, n int, s float32)
 // Requires: AVX, AVX512F
 TEXT ·scaleVectorAVX512(SB), NOSPLIT, $0-20
@@ -669,6 +752,51 @@ DATA laneMask<>+52(SB)/4, $0x00000000
 DATA laneMask<>+56(SB)/4, $0x00000000
 DATA laneMask<>+60(SB)/4, $0x00000000
 GLOBL laneMask<>(SB), RODATA|NOPTR, $64
+
+// func sum64AVX2(x *float32, n int) float64
+// Requires: AVX, SSE2
+TEXT ·sum64AVX2(SB), NOSPLIT, $0-24
+	MOVQ   x+0(FP), DI
+	MOVQ   n+8(FP), R8
+	VXORPS Y14, Y14, Y14
+	VXORPS Y13, Y13, Y13
+	SUBQ   $0x08, R8
+	JLT    tail
+
+loop:
+	VMOVUPS      (DI), Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VCVTPS2PD    X0, Y0
+	VADDPD       Y0, Y14, Y14
+	VCVTPS2PD    X1, Y1
+	VADDPD       Y1, Y13, Y13
+	ADDQ         $0x20, DI
+	SUBQ         $0x08, R8
+	JGE          loop
+
+tail:
+	ADDQ         $0x08, R8
+	JZ           done
+	LEAQ         laneMask<>+32(SB), AX
+	SHLQ         $0x02, R8
+	SUBQ         R8, AX
+	VMOVUPS      (AX), Y15
+	VMASKMOVPS   (DI), Y15, Y0
+	VEXTRACTF128 $0x01, Y0, X1
+	VCVTPS2PD    X0, Y0
+	VADDPD       Y0, Y14, Y14
+	VCVTPS2PD    X1, Y1
+	VADDPD       Y1, Y13, Y13
+
+done:
+	VADDPD       Y13, Y14, Y14
+	VEXTRACTF128 $0x01, Y14, X13
+	VADDPD       X13, X14, X14
+	VPERMILPD    $0x01, X14, X13
+	VADDPD       X13, X14, X14
+	MOVSD        X14, ret+16(FP)
+	VZEROUPPER
+	RET
 
 // func dot3AVX2(grad *float32, w *float32, x *float32, n int) float64
 // Requires: AVX, FMA3, SSE2
@@ -1030,6 +1158,40 @@ tail:
 	VMASKMOVPS (DX), Y15, Y1
 	VADDPS     Y1, Y0, Y0
 	VMASKMOVPS Y0, Y15, (DI)
+
+done:
+	VZEROUPPER
+	RET
+
+// func addNumberAVX2(y *float32, x *float32, n int, s float32)
+// Requires: AVX
+TEXT ·addNumberAVX2(SB), NOSPLIT, $0-28
+	MOVQ         y+0(FP), DI
+	MOVQ         x+8(FP), SI
+	MOVQ         n+16(FP), R8
+	VBROADCASTSS s+24(FP), Y0
+	SUBQ         $0x08, R8
+	JLT          tail
+
+loop:
+	VMOVUPS (SI), Y1
+	VADDPS  Y0, Y1, Y1
+	VMOVUPS Y1, (DI)
+	ADDQ    $0x20, DI
+	ADDQ    $0x20, SI
+	SUBQ    $0x08, R8
+	JGE     loop
+
+tail:
+	ADDQ       $0x08, R8
+	JZ         done
+	LEAQ       laneMask<>+32(SB), AX
+	SHLQ       $0x02, R8
+	SUBQ       R8, AX
+	VMOVUPS    (AX), Y15
+	VMASKMOVPS (SI), Y15, Y1
+	VADDPS     Y0, Y1, Y1
+	VMASKMOVPS Y1, Y15, (DI)
 
 done:
 	VZEROUPPER

@@ -27,6 +27,8 @@ func TestRows(t *testing.T) {
 		"squares": {func(x [][]float32) float64 {
 			return SumSquares(x[0])
 		}, func(x [][]float64) float64 { return SumSquares(x[0]) }},
+		"sum64": {func(x [][]float32) float64 { return Sum64(x[0]) },
+			func(x [][]float64) float64 { return Sum64(x[0]) }},
 		"dot3": {func(x [][]float32) float64 { return Dot3(x[0], x[1], x[2]) },
 			func(x [][]float64) float64 { return Dot3(x[0], x[1], x[2]) }},
 		"dot": {func(x [][]float32) float64 {
@@ -54,6 +56,8 @@ func TestRows(t *testing.T) {
 			}},
 		"addVectors": {func(x [][]float32) float64 { Add(x[0], x[0], x[1]); return 0 },
 			func(x [][]float64) float64 { Add(x[0], x[0], x[1]); return 0 }},
+		"addNumber": {func(x [][]float32) float64 { AddNumber(x[0], x[1], 1.7); return 0 },
+			func(x [][]float64) float64 { AddNumber(x[0], x[1], 1.7); return 0 }},
 		"scale": {func(x [][]float32) float64 {
 			Scale(x[0], -2.5)
 			return 0
