@@ -336,6 +336,27 @@ func (k *fakeKernels) RMSNorm(l *fake.Launch, a normkernel.RMSNorm) {
 	float8At(l, a.Y8, a.Scale8, rowsAt(l, a.Y, a.Rows, a.D, 0))
 }
 
+func (k *fakeKernels) LayerNorm(l *fake.Launch, a normkernel.LayerNorm) {
+	n := a.Rows * a.D
+	layer.LayerNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Stats, a.Rows*normkernel.LayerNormStats),
+		floatsAt(l, a.X, n), floatsAt(l, a.W, a.D), floatsAt(l, a.B, a.D), a.Eps)
+}
+
+func (k *fakeKernels) LayerNormBackward(l *fake.Launch, a normkernel.LayerNormBackward) {
+	n := a.Rows * a.D
+	floatsAt(l, a.Workspace, 2*a.D)
+	dx := floatsAt(l, a.DX, n)
+	layer.LayerNormBackward(dx, floatsAt(l, a.DW, a.D), floatsAt(l, a.DB, a.D), floatsAt(l, a.G, n),
+		floatsAt(l, a.X, n), floatsAt(l, a.W, a.D),
+		floatsAt(l, a.Stats, a.Rows*normkernel.LayerNormStats))
+
+	if a.Add != 0 {
+		for i, v := range floatsAt(l, a.Add, n) {
+			dx[i] += v
+		}
+	}
+}
+
 func (k *fakeKernels) Build() string { return "fake" }
 
 func (k *fakeKernels) RMSNormBackward(l *fake.Launch, a normkernel.RMSNormBackward) {

@@ -54,6 +54,9 @@ func TestConstructorErrors(t *testing.T) {
 	rms := func(x, w *gorgonia.Node, eps float64) func() (*gorgonia.Node, error) {
 		return func() (*gorgonia.Node, error) { return op.RMSNorm(x, w, eps) }
 	}
+	layerNorm := func(x, w, b *gorgonia.Node, eps float64) func() (*gorgonia.Node, error) {
+		return func() (*gorgonia.Node, error) { return op.LayerNorm(x, w, b, eps) }
+	}
 	linear := func(x, w *gorgonia.Node) func() (*gorgonia.Node, error) {
 		return func() (*gorgonia.Node, error) { return op.Linear(x, w) }
 	}
@@ -85,8 +88,15 @@ func TestConstructorErrors(t *testing.T) {
 		"RMSNorm weight": {rms(f64(3, 5), f64(4), 0), "RMSNorm|weight has shape (4)|(5)|(3, 5)"},
 		"RMSNorm types":  {rms(f64(3, 4), f32(4), 0), "RMSNorm|weight|float32|x|float64"},
 		"RMSNorm graphs": {rms(f64(3, 4), elsewhere, 0), "RMSNorm|weight|x|different graphs"},
-		"RMSNorm eps":    {rms(f64(3, 4), f64(4), -1), "RMSNorm|eps|-1"},
-		"RMSNorm ints":   {rms(ids(4), f64(4), 0), "RMSNorm|x|int|float32 or float64"},
+		"LayerNorm weight": {layerNorm(f64(3, 5), f64(4), f64(5), 0),
+			"LayerNorm|weight has shape (4)|(5)|(3, 5)"},
+		"LayerNorm bias": {layerNorm(f64(3, 5), f64(5), f64(4), 0),
+			"LayerNorm|bias has shape (4)|(5)|(3, 5)"},
+		"LayerNorm types": {layerNorm(f64(3, 4), f64(4), f32(4), 0),
+			"LayerNorm|bias|float32|x|float64"},
+		"LayerNorm eps": {layerNorm(f64(3, 4), f64(4), f64(4), math.NaN()), "LayerNorm|eps|NaN"},
+		"RMSNorm eps":   {rms(f64(3, 4), f64(4), -1), "RMSNorm|eps|-1"},
+		"RMSNorm ints":  {rms(ids(4), f64(4), 0), "RMSNorm|x|int|float32 or float64"},
 		"RoPE odd head": {rope(f64(6, 6), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 3}),
 			"RoPE|HeadDim is 3|even"},
 		"RoPE width": {rope(f64(6, 6), op.RoPEConfig{Seq: 3, Heads: 2, HeadDim: 4}),

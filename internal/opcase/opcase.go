@@ -17,7 +17,7 @@ import (
 
 // All holds the entries, one for each op of package op and for some of Gorgonia's own.
 var All = []*Op{
-	rmsNorm, bias, linear, linearAdd, siluMLP, geluMLP, rope, attention, documentAttention, embedding,
+	rmsNorm, layerNorm, bias, linear, linearAdd, siluMLP, geluMLP, rope, attention, documentAttention, embedding,
 	crossEntropy, linearCrossEntropy, newtonSchulz, kasminaLayer, matMul, add, tanh, softMax,
 }
 
