@@ -199,6 +199,11 @@ var unaryOps = map[elementwise.UnaryOp]func(v, p float64) float64{
 	elementwise.DivideInto:  func(v, p float64) float64 { return p / v },
 	elementwise.PowScalar:   func(v, p float64) float64 { return math.Pow(v, p) },
 	elementwise.PowOf:       func(v, p float64) float64 { return math.Pow(p, v) },
+	elementwise.GELU: func(v, _ float64) float64 {
+		y := []float64{0}
+		layer.GELU(y, []float64{v})
+		return y[0]
+	},
 }
 
 func truth(b bool) float64 {
@@ -223,6 +228,11 @@ var binaryOps = map[elementwise.BinaryOp]func(a, b float64) float64{
 	elementwise.GreaterEqual: func(a, b float64) float64 { return truth(a >= b) },
 	elementwise.Equal:        func(a, b float64) float64 { return truth(a == b) },
 	elementwise.NotEqual:     func(a, b float64) float64 { return truth(a != b) },
+	elementwise.GELUGradient: func(a, b float64) float64 {
+		dx := []float64{0}
+		layer.GELUBackward(dx, []float64{a}, []float64{b})
+		return dx[0]
+	},
 }
 
 func (k *fakeKernels) Binary(l *fake.Launch, a elementwise.Binary) {

@@ -17,8 +17,8 @@ import (
 
 // All holds the entries, one for each op of package op and for some of Gorgonia's own.
 var All = []*Op{
-	rmsNorm, layerNorm, bias, linear, linearAdd, siluMLP, geluMLP, rope, attention, documentAttention, embedding,
-	crossEntropy, linearCrossEntropy, newtonSchulz, kasminaLayer, matMul, add, tanh, softMax,
+	rmsNorm, layerNorm, bias, linear, linearAdd, geluOp, siluMLP, geluMLP, rope, attention,
+	documentAttention, embedding, crossEntropy, linearCrossEntropy, newtonSchulz, kasminaLayer, matMul, add, tanh, softMax,
 }
 
 // Op is the entry of an op.

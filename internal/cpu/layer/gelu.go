@@ -67,3 +67,64 @@ func (s *geluBackward[T]) Span(lo, hi int) {
 		}
 	}
 }
+
+// GELU computes y = gelu(x).
+func GELU[T cpu.Float](y, x []T) { cpu.Spread(len(y), cpu.Grain(8), plainGELU[T]{y, x}) }
+
+type plainGELU[T cpu.Float] struct{ y, x []T }
+
+// geluFar is far from 0: beyond ±geluFar, gelu(a) is a or 0, and a³ could be infinite.
+const geluFar = 100
+
+func (s *plainGELU[T]) Span(lo, hi int) {
+	var z, f [geluTile]T
+	for ; lo < hi; lo += geluTile {
+		n := min(geluTile, hi-lo)
+		for i, x := range s.x[lo:][:n] {
+			b := max(-geluFar, min(x, geluFar))
+			k := geluScale * (1 + geluCubic*b*b)
+			z[i], f[i] = k*b, 1/k
+			if b != x {
+				f[i] *= x / b // silu(z)·f is then x·σ(z)
+			}
+		}
+		vec.SiLUMul(s.y[lo:][:n], z[:n], f[:n])
+	}
+}
+
+// GELUBackward computes dx = dy ⊙ gelu'(x), with
+//
+//	gelu'(a) = σ(z)(1 + a(1−σ(z))·k(1 + 3c·a²)).
+func GELUBackward[T cpu.Float](dx, dy, x []T) {
+	cpu.Spread(len(dx), cpu.Grain(16), plainGELUBackward[T]{dx, dy, x})
+}
+
+type plainGELUBackward[T cpu.Float] struct{ dx, dy, x []T }
+
+func (s *plainGELUBackward[T]) Span(lo, hi int) {
+	// With f = 1/(k(1 + c·a²)), gelu = silu(z)·f. Of the two gradients of that product, dz is
+	// multiplied by z' and df by f' = −f·2c·a/(1 + c·a²).
+	var z, f, h, dz, df [geluTile]T
+	for ; lo < hi; lo += geluTile {
+		n := min(geluTile, hi-lo)
+		x, dx := s.x[lo:][:n], s.dx[lo:][:n]
+		for i, a := range x {
+			b := max(-geluFar, min(a, geluFar))
+			k := geluScale * (1 + geluCubic*b*b)
+			z[i], f[i] = k*b, 1/k
+		}
+		dy := s.dy[lo:][:n]
+		vec.SiLUMulBackward(h[:n], dz[:n], df[:n], dy, z[:n], f[:n])
+
+		for i, a := range x {
+			switch q := geluCubic * a * a; {
+			case a > geluFar:
+				dx[i] = dy[i]
+			case a < -geluFar:
+				dx[i] = 0
+			default:
+				dx[i] = dz[i]*geluScale*(1+3*q) - df[i]*f[i]*2*geluCubic*a/(1+q)
+			}
+		}
+	}
+}

@@ -28,7 +28,8 @@
   F(Tanh, tanhf(a))                                                    \
   F(Sigmoid, sigmoid(a))                                               \
   F(AddScalar, a + p)                                                  \
-  F(MulScalar, a * p)
+  F(MulScalar, a * p)                                                  \
+  F(GELU, a * sigmoid(geluExponent(a)))
 #define SMALL_UNARY(F)                                                 \
   F(SubFrom, p - a)                                                    \
   F(DivideInto, p / a)                                                 \
@@ -51,7 +52,8 @@
   F(Add, a + b)                                                        \
   F(Sub, a - b)                                                        \
   F(Mul, a* b)                                                         \
-  F(Div, a / b)
+  F(Div, a / b)                                                        \
+  F(GELUGradient, a* geluSlope(b))
 #define SMALL_BINARY(F)                                                \
   F(Pow, powf(a, b))                                                   \
   F(Maximum, a > b || a != a ? a : b)                                  \
@@ -68,6 +70,19 @@ enum Unary { FAST_UNARY(NAME) SMALL_UNARY(NAME) };
 enum Binary { FAST_BINARY(NAME) SMALL_BINARY(NAME) };
 
 __device__ __forceinline__ float sigmoid(float a) { return 1.0f / (1.0f + expf(-a)); }
+
+// GELU in its approximation by tanh is a·σ(z) with z = k·a·(1 + c·a²), k = 2√(2/π). From |a| = 10 on σ(z) is 0 or 1 and does
+// not change, so that a may be bounded in what is multiplied by 0: 0·∞ would be NaN.
+constexpr float kGELUScale = 1.595769121605731f, kGELUCubic = 0.044715f;
+__device__ __forceinline__ float geluBounded(float a) { return fminf(fmaxf(a, -100.0f), 100.0f); }
+__device__ __forceinline__ float geluExponent(float a) {
+  const float b = geluBounded(a);
+  return kGELUScale * a * (1 + kGELUCubic * b * b);
+}
+__device__ __forceinline__ float geluSlope(float a) {
+  const float z = geluExponent(a), b = geluBounded(a);
+  return sigmoid(z) * (1 + b * sigmoid(-z) * kGELUScale * (1 + 3 * kGELUCubic * b * b));
+}
 
 #define CASE(name, formula) \
   case name: return formula;

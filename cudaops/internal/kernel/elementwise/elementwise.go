@@ -25,6 +25,7 @@ const (
 	Sigmoid
 	AddScalar // a + p
 	MulScalar // a·p
+	GELU      // a·Φ(a), in the approximation by tanh
 	SubFrom   // p − a
 	DivideInto
 	PowScalar // aᵖ
@@ -51,6 +52,7 @@ const (
 	Sub
 	Mul
 	Div
+	GELUGradient // a·gelu'(b)
 	Pow
 	Maximum
 	Minimum
@@ -71,7 +73,7 @@ const (
 
 // rowOps is the binary functions that kernels for a row for every row have: the first so many,
 // which are compiled for speed.
-const rowOps = Div + 1
+const rowOps = GELUGradient + 1
 
 // elementwise launches a kernel over n elements, perAccess of which are one access.
 func elementwise(q *kernel.Queue, name string, n, perAccess int, args ...any) {

@@ -25,6 +25,7 @@ var unaryReference = map[UnaryOp]func(a, p float64) float64{
 	Sigmoid:     func(a, _ float64) float64 { return 1 / (1 + math.Exp(-a)) },
 	AddScalar:   func(a, p float64) float64 { return a + p },
 	MulScalar:   func(a, p float64) float64 { return a * p },
+	GELU:        func(a, _ float64) float64 { return a / 2 * (1 + math.Tanh(geluAngle(a))) },
 	SubFrom:     func(a, p float64) float64 { return p - a },
 	DivideInto:  func(a, p float64) float64 { return p / a },
 	PowScalar:   math.Pow,
@@ -48,10 +49,15 @@ var unaryReference = map[UnaryOp]func(a, p float64) float64{
 }
 
 var binaryReference = map[BinaryOp]func(a, b float64) float64{
-	Add:          func(a, b float64) float64 { return a + b },
-	Sub:          func(a, b float64) float64 { return a - b },
-	Mul:          func(a, b float64) float64 { return a * b },
-	Div:          func(a, b float64) float64 { return a / b },
+	Add: func(a, b float64) float64 { return a + b },
+	Sub: func(a, b float64) float64 { return a - b },
+	Mul: func(a, b float64) float64 { return a * b },
+	Div: func(a, b float64) float64 { return a / b },
+	GELUGradient: func(a, b float64) float64 {
+		tanh := math.Tanh(geluAngle(b))
+		slope := math.Sqrt(2/math.Pi) * (1 + 3*0.044715*b*b)
+		return a * ((1+tanh)/2 + b/2*(1-tanh*tanh)*slope)
+	},
 	Pow:          math.Pow,
 	Maximum:      math.Max,
 	Minimum:      math.Min,
@@ -62,6 +68,9 @@ var binaryReference = map[BinaryOp]func(a, b float64) float64{
 	Equal:        func(a, b float64) float64 { return one(a == b) },
 	NotEqual:     func(a, b float64) float64 { return one(a != b) },
 }
+
+// geluAngle is what GELU's approximation takes the hyperbolic tangent of.
+func geluAngle(a float64) float64 { return math.Sqrt(2/math.Pi) * (a + 0.044715*a*a*a) }
 
 func one(b bool) float64 {
 	if b {
