@@ -481,6 +481,9 @@ var families = map[string]llm.Traits{
 	"Gemma 3": {QKNorm: true, NormPlusOne: true, PostNorms: true, GELU: true,
 		EmbedScale: 4, AttentionScale: 0.3,
 		Blocks: []llm.Block{{Window: 5, Base: 100}, {}}},
+	"OLMo 2": {QKNorm: true, WideQKNorm: true, PostNorms: true, NoPreNorms: true},
+	"GPT-2": {LayerNorm: true, GELU: true, PlainMLP: true, QKVBias: true, OutBias: true,
+		MLPBias: true, Positions: 14, Blocks: []llm.Block{{NoRoPE: true}}},
 }
 
 // TestFamilies wants models with the traits of each family to have the losses of a CPU, in steps

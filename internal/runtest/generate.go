@@ -78,6 +78,16 @@ func (g *generator) model() {
 		}
 	}
 
+	switch {
+	case g.chance(8): // as GPT-2
+		c.QKNorm, c.PostNorms, c.NormPlusOne = false, false, false
+		c.LayerNorm, c.GELU, c.PlainMLP = true, true, true
+		c.QKVBias, c.OutBias, c.MLPBias = true, true, true
+		c.Positions, c.Blocks = c.Seq+g.IntN(3), []llm.Block{{NoRoPE: true}}
+	case g.chance(8): // as OLMo 2
+		c.PostNorms, c.NoPreNorms, c.QKNorm, c.WideQKNorm = true, true, true, true
+	}
+
 	c.Documents, c.ZeroOutputs = g.chance(8), !c.PostNorms && g.chance(8)
 	g.Case.Float64 = g.limits.Float64 && g.chance(10)
 	g.Model = c

@@ -36,7 +36,9 @@ type Spec struct {
 // those of what is planted.
 func (c Config) Specs() iter.Seq[Spec] {
 	return func(yield func(Spec) bool) {
-		if !yield(Spec{EmbedName, []int{c.Vocab, c.Dim}, 0, inner, nil}) {
+		if !yield(Spec{EmbedName, []int{c.Vocab, c.Dim}, 0, inner, nil}) ||
+			c.Positions > 0 &&
+				!yield(Spec{PositionsName, []int{c.Positions, c.Dim}, 0, inner, nil}) {
 			return
 		}
 		for i := range c.Layers {
@@ -54,6 +56,7 @@ func (c Config) Specs() iter.Seq[Spec] {
 			}
 		}
 		if !yield(Spec{NormName, []int{c.Dim}, c.norm(), 0, nil}) ||
+			c.LayerNorm && !yield(Spec{NormBiasName, []int{c.Dim}, 0, 0, nil}) ||
 			c.Untied && !yield(Spec{HeadName, []int{c.Vocab, c.Dim}, 0, inner, nil}) {
 			return
 		}
@@ -89,6 +92,10 @@ func (c Config) blockSpec(prefix string, p block.Param) Spec {
 		spec.Start, spec.Closed = c.norm(), &noNorm
 	case block.Inner:
 		spec.Deviation = inner
+	case block.OutputBias:
+		if !c.PostNorms {
+			spec.Closed = new(float64)
+		}
 	case block.Output:
 		if spec.Deviation = inner / math.Sqrt(2*float64(c.Layers)); !c.PostNorms {
 			spec.Closed = new(float64)
@@ -111,9 +118,11 @@ func (p Spec) Fresh(step uint64, number int) func() float64 {
 
 // Names of parameters are those of the Llama weights that circulate as safetensors files.
 const (
-	EmbedName = "model.embed_tokens.weight"
-	NormName  = "model.norm.weight"
-	HeadName  = "lm_head.weight"
+	EmbedName     = "model.embed_tokens.weight"
+	PositionsName = "model.embed_positions.weight"
+	NormName      = "model.norm.weight"
+	NormBiasName  = "model.norm.bias"
+	HeadName      = "lm_head.weight"
 
 	BlocksPrefix = "model.layers."
 
@@ -132,7 +141,11 @@ func BlockPrefix(i int) string { return fmt.Sprintf("%s%d.", BlocksPrefix, i) }
 // of a step, whatever its tokens, and are not counted.
 func (c Config) FLOPs() float64 {
 	heads, kv := float64(c.Heads*c.HeadDim), float64(c.KVHeads*c.HeadDim)
-	block := float64(c.Dim) * (2*heads + 2*kv + 3*float64(c.FF))
+	layers := 3.0 // of a perceptron
+	if c.PlainMLP {
+		layers = 2
+	}
+	block := float64(c.Dim) * (2*heads + 2*kv + layers*float64(c.FF))
 	flops := float64(c.Vocab) * float64(c.Dim)
 	for i := range c.Layers {
 		flops += block + heads*c.seen(i)

@@ -172,6 +172,10 @@ func (c Config) StreamShape(kind blueprints.Kind, size int) (s block.Shape, atte
 			"up to %d, as the model's blocks have key-value heads: it becomes one of them", size,
 			group, c.Heads)
 	}
+	if c.WideQKNorm && size != c.Heads {
+		return s, true, fmt.Errorf("an Attention of %d heads, want %d: the model normalizes queries "+
+			"over all heads, so one with fewer heads cannot become a block", size, c.Heads)
+	}
 	s.Heads, s.KVHeads = size, max(1, size/group)
 	return s, true, nil
 }
@@ -217,6 +221,9 @@ func (c Config) SeedParams(p Planted) (all []Spec, err error) {
 	}
 	if p.Site == blueprints.Stream {
 		all = append(all, Spec{p.Prefix() + "norm", []int{c.Dim}, c.norm(), 0, nil})
+		if c.LayerNorm {
+			all = append(all, Spec{p.Prefix() + "norm.bias", []int{c.Dim}, 0, 0, nil})
+		}
 	}
 	params, err := blueprints.ParametersOf(kind, h, p.Size)
 	for _, q := range params {
@@ -266,6 +273,10 @@ func (c Config) checkSites() error {
 		if _, ok := linearLayers[s.Layer]; !ok && s.Layer != headLayer {
 			return fmt.Errorf("llm: Config.Weights[%d].Layer is %.40q, want q, k, v, o, gate, up, "+
 				"down or head", i, s.Layer)
+		}
+		if s.Layer == "gate" && c.PlainMLP {
+			return fmt.Errorf("llm: Config.Weights[%d].Layer is gate, and perceptrons of a model with "+
+				"PlainMLP have none: want q, k, v, o, up, down or head", i)
 		}
 		if s.Block < 0 || s.Block >= c.Layers || s.Layer == headLayer && s.Block != 0 {
 			return fmt.Errorf("llm: Config.Weights[%d].Block is %d, want 0 to %d, and 0 for the "+

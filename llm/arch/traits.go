@@ -31,6 +31,24 @@ type Traits struct {
 	PostNorms bool `json:"post_norms,omitempty"`
 	// GELU is the gate of the perceptron in place of SiLU, in its approximation by tanh.
 	GELU bool `json:"gelu,omitempty"`
+	// PlainMLP leaves out the perceptron's gate, as GPT-2 does: down(gelu(up(x))). It needs GELU.
+	PlainMLP bool `json:"plain_mlp,omitempty"`
+	// OutBias adds a bias to the output layer of attention, and MLPBias to both layers of a PlainMLP,
+	// as GPT-2 does.
+	OutBias bool `json:"out_bias,omitempty"`
+	MLPBias bool `json:"mlp_bias,omitempty"`
+	// LayerNorm has layer norms, with biases, in place of RMSNorm, as GPT-2 does.
+	LayerNorm bool `json:"layer_norm,omitempty"`
+	// WideQKNorm normalizes all heads of queries together, and all heads of keys, as OLMo 2 does. It
+	// needs QKNorm.
+	WideQKNorm bool `json:"wide_qk_norm,omitempty"`
+	// NoPreNorms has attention and perceptron read the residual stream without a norm, as OLMo 2
+	// does. It needs PostNorms.
+	NoPreNorms bool `json:"no_pre_norms,omitempty"`
+	// Positions, unless it is 0, is the number of learned vectors that are added to the embeddings by
+	// position, as GPT-2 does. Seq is then at most Positions. Such models usually have blocks with
+	// NoRoPE.
+	Positions int `json:"positions,omitempty"`
 	// EmbedScale is a factor on embeddings, but not on the output layer that shares their table; 0
 	// means 1. Gemma has sqrt(Dim).
 	EmbedScale float64 `json:"embed_scale,omitempty"`
@@ -68,7 +86,9 @@ func (c Config) Block(i int) Block {
 func (c Config) BlockShape() block.Shape {
 	return block.Shape{Dim: c.Dim, FF: c.FF, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
 		Eps: c.Eps, Scale: c.AttentionScale, QKVBias: c.QKVBias, QKNorm: c.QKNorm,
-		NormPlusOne: c.NormPlusOne, PostNorms: c.PostNorms, GELU: c.GELU}
+		NormPlusOne: c.NormPlusOne, PostNorms: c.PostNorms, GELU: c.GELU,
+		PlainMLP: c.PlainMLP, OutBias: c.OutBias, MLPBias: c.MLPBias, LayerNorm: c.LayerNorm,
+		WideQKNorm: c.WideQKNorm, NoPreNorms: c.NoPreNorms}
 }
 
 // Attention is Block for the builder of graphs.
@@ -95,6 +115,9 @@ func (c Config) checkTraits() error {
 		return errors.New("llm: Config.ZeroOutputs and PostNorms are both set, want one of them: " +
 			"the gradient of a norm of zeros has no bound")
 	}
+	if err := c.checkTogether(); err != nil {
+		return err
+	}
 	if err := c.Scaling.Check(); err != nil {
 		return fmt.Errorf("llm: Config.%w", err)
 	}
@@ -120,6 +143,36 @@ func (c Config) checkTraits() error {
 		if err := b.Scaling.Check(); err != nil {
 			return fmt.Errorf("llm: Config.Blocks[%d].%w", i, err)
 		}
+	}
+	return nil
+}
+
+// checkTogether checks traits that need or exclude others.
+func (c Config) checkTogether() error {
+	for _, t := range []struct {
+		set          bool
+		name, others string
+		fits         bool
+	}{
+		{c.PlainMLP, "PlainMLP", "GELU", c.GELU},
+		{c.MLPBias, "MLPBias", "PlainMLP", c.PlainMLP},
+		{c.WideQKNorm, "WideQKNorm", "QKNorm", c.QKNorm},
+		{c.NoPreNorms, "NoPreNorms", "PostNorms", c.PostNorms},
+		{c.LayerNorm, "LayerNorm", "none of NormPlusOne, QKNorm and PostNorms",
+			!c.NormPlusOne && !c.QKNorm && !c.PostNorms},
+	} {
+		if t.set && !t.fits {
+			return fmt.Errorf("llm: Config.%s is set, want %s with it", t.name, t.others)
+		}
+	}
+
+	switch {
+	case c.Positions < 0 || c.Positions > MaxField:
+		return fmt.Errorf("llm: Config.Positions is %d, want 1 to %d, or 0 for none", c.Positions,
+			MaxField)
+	case c.Positions > 0 && c.Seq > c.Positions:
+		return fmt.Errorf("llm: Config.Seq is %d, want at most Positions, %d: the model has learned "+
+			"no others", c.Seq, c.Positions)
 	}
 	return nil
 }

@@ -233,6 +233,9 @@ func (b *builder) build(batch int) (*Graph, error) {
 	if err == nil && c.EmbedScale != 0 {
 		x, err = gorgonia.Mul(x, b.number(c.EmbedScale))
 	}
+	if err == nil && c.Positions > 0 {
+		x, err = b.positions(x)
+	}
 	for i := range c.Layers {
 		out.seeds.streams = append(out.seeds.streams, x)
 		if err == nil {
@@ -254,7 +257,8 @@ func (b *builder) build(batch int) (*Graph, error) {
 			return nil, err
 		}
 	}
-	if x, err = b.blocks.Norm(x, b.nodes[arch.NormName]); err != nil {
+	if x, err = b.blocks.Norm(x, b.nodes[arch.NormName],
+		b.nodes[arch.NormBiasName]); err != nil {
 		return nil, err
 	}
 	head := b.nodes[arch.HeadName]
@@ -275,6 +279,23 @@ func (b *builder) build(batch int) (*Graph, error) {
 		return out, b.differentiate(out)
 	}
 	return nil, errors.New("unknown kind of graph")
+}
+
+// positions adds the learned vectors of the rows' positions to x.
+func (b *builder) positions(x *gorgonia.Node) (*gorgonia.Node, error) {
+	at := b.blocks.Position
+	if at == nil {
+		all := make([]int, x.Shape()[0])
+		for i := range all {
+			all[i] = i % b.blocks.Seq
+		}
+		at = gorgonia.NodeFromAny(b.g, ids(all), gorgonia.WithName("positions"))
+	}
+	learned, err := op.Embedding(at, b.nodes[arch.PositionsName])
+	if err != nil {
+		return nil, err
+	}
+	return gorgonia.Add(x, learned)
 }
 
 // differentiate adds the gradients of the loss, or of its share where several batches make a step.

@@ -242,8 +242,12 @@ func (b *builder) stream(i int, x *gorgonia.Node, p arch.Planted,
 	case blueprints.Attention, blueprints.Perceptron:
 		t, err = b.half(i, kind, in, params, p.Size)
 	default:
-		if in, err = b.blocks.Norm(in, params[0]); err == nil {
-			t, err = site.Apply(kind, in, params[1:], p.Size)
+		norm, own := params[:1], params[1:]
+		if b.Config.LayerNorm {
+			norm, own = params[:2], params[2:]
+		}
+		if in, err = b.blocks.Norm(in, norm[0], norm[len(norm)-1]); err == nil {
+			t, err = site.Apply(kind, in, own, p.Size)
 		}
 	}
 	if err != nil {

@@ -1,5 +1,5 @@
-// Package block builds one block of a decoder as a graph, as Llama has it and the families that
-// followed it. A block is attention and a gated perceptron around a residual stream.
+// Package block builds one block of a decoder as a graph, for Llama, the families that followed it,
+// and GPT-2. A block is attention and a perceptron around a residual stream.
 package block
 
 import (
@@ -14,14 +14,20 @@ import (
 // Shape is what all blocks of a model have in common.
 type Shape struct {
 	Dim, FF, Heads, KVHeads, HeadDim int
-	Eps                              float64 // of RMSNorm
+	Eps                              float64 // of the norms
 	Scale                            float64 // factor on the scores; 0 means 1/sqrt(HeadDim)
 
-	QKVBias     bool // queries, keys and values have a bias
-	QKNorm      bool // each head of queries and keys is normalised before it is turned
+	QKVBias     bool // queries, keys and values have biases
+	OutBias     bool // the output layer of attention has a bias
+	MLPBias     bool // the layers of a perceptron without a gate have biases
+	QKNorm      bool // each head of queries and keys is normalized before it is rotated
+	WideQKNorm  bool // with QKNorm: all heads of queries, or of keys, are normalized together
+	LayerNorm   bool // norms are layer norms, with biases, in place of RMSNorm
 	NormPlusOne bool // norms scale by 1 + weight
-	PostNorms   bool // what is added to the residual stream is normalised
-	GELU        bool // the gate of the perceptron
+	PostNorms   bool // what is added to the residual stream is normalized
+	NoPreNorms  bool // with PostNorms: attention and the perceptron read the stream as it is
+	GELU        bool // the perceptron applies GELU in place of SiLU
+	PlainMLP    bool // the perceptron has no gate
 }
 
 // Attention is what the attention of one block has of its own.
@@ -37,11 +43,12 @@ type Role uint8
 
 // The roles.
 const (
-	Norm    Role = iota // of an RMSNorm
-	Closing             // of one behind attention or the perceptron: what they add is its output
-	Bias                // is added
-	Inner               // a linear layer
-	Output              // a linear layer that writes to the residual stream
+	Norm       Role = iota // the weight of a norm
+	Closing                // the weight of a norm after attention or the perceptron
+	Bias                   // is added
+	OutputBias             // is added to the output of a layer with the role Output
+	Inner                  // a linear layer
+	Output                 // a linear layer that writes to the residual stream
 )
 
 // Param describes a parameter of a block.
@@ -55,40 +62,55 @@ type Param struct {
 const (
 	qBias, kBias, vBias = "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
 	qNorm, kNorm        = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
-	postNorm            = "post_attention_layernorm.weight"
-	preMLP, postMLP     = "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"
+)
+
+// Names of norms, without .weight or .bias.
+const (
+	preNorm         = "input_layernorm"
+	postNorm        = "post_attention_layernorm"
+	preMLP, postMLP = "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
 
 // All returns a block's parameters, in the order in which Build takes them.
 func (s Shape) All() []Param {
 	q, kv := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
-	all := []Param{{"input_layernorm.weight", []int{s.Dim}, Norm},
-		{"self_attn.q_proj.weight", []int{q, s.Dim}, Inner},
-		{"self_attn.k_proj.weight", []int{kv, s.Dim}, Inner},
-		{"self_attn.v_proj.weight", []int{kv, s.Dim}, Inner}}
-	if s.QKVBias {
-		all = append(all, Param{qBias, []int{q}, Bias}, Param{kBias, []int{kv}, Bias},
-			Param{vBias, []int{kv}, Bias})
+	var all []Param
+	add := func(present bool, params ...Param) {
+		if present {
+			all = append(all, params...)
+		}
 	}
-	if s.QKNorm {
-		all = append(all, Param{qNorm, []int{s.HeadDim}, Norm},
-			Param{kNorm, []int{s.HeadDim}, Norm})
+	norm := func(present bool, name string, role Role) {
+		add(present, Param{name + ".weight", []int{s.Dim}, role})
+		add(present && s.LayerNorm, Param{name + ".bias", []int{s.Dim}, Bias})
 	}
-	second := Norm
+
+	norm(!s.NoPreNorms, preNorm, Norm)
+	add(true, Param{"self_attn.q_proj.weight", []int{q, s.Dim}, Inner},
+		Param{"self_attn.k_proj.weight", []int{kv, s.Dim}, Inner},
+		Param{"self_attn.v_proj.weight", []int{kv, s.Dim}, Inner})
+	add(s.QKVBias, Param{qBias, []int{q}, Bias}, Param{kBias, []int{kv}, Bias},
+		Param{vBias, []int{kv}, Bias})
+	if s.WideQKNorm {
+		add(s.QKNorm, Param{qNorm, []int{q}, Norm}, Param{kNorm, []int{kv}, Norm})
+	} else {
+		add(s.QKNorm, Param{qNorm, []int{s.HeadDim}, Norm}, Param{kNorm, []int{s.HeadDim}, Norm})
+	}
+	add(true, Param{"self_attn.o_proj.weight", []int{s.Dim, q}, Output})
+	add(s.OutBias, Param{"self_attn.o_proj.bias", []int{s.Dim}, OutputBias})
+
 	if s.PostNorms {
-		second = Closing
+		norm(true, postNorm, Closing)
+		norm(!s.NoPreNorms, preMLP, Norm)
+	} else {
+		norm(true, postNorm, Norm)
 	}
-	all = append(all, Param{"self_attn.o_proj.weight", []int{s.Dim, q}, Output},
-		Param{postNorm, []int{s.Dim}, second})
-	if s.PostNorms {
-		all = append(all, Param{preMLP, []int{s.Dim}, Norm})
-	}
-	all = append(all, Param{"mlp.gate_proj.weight", []int{s.FF, s.Dim}, Inner},
-		Param{"mlp.up_proj.weight", []int{s.FF, s.Dim}, Inner},
-		Param{"mlp.down_proj.weight", []int{s.Dim, s.FF}, Output})
-	if s.PostNorms {
-		all = append(all, Param{postMLP, []int{s.Dim}, Closing})
-	}
+	add(!s.PlainMLP, Param{"mlp.gate_proj.weight", []int{s.FF, s.Dim}, Inner})
+	add(true, Param{"mlp.up_proj.weight", []int{s.FF, s.Dim}, Inner})
+	add(s.MLPBias, Param{"mlp.up_proj.bias", []int{s.FF}, Bias})
+	add(true, Param{"mlp.down_proj.weight", []int{s.Dim, s.FF}, Output})
+	add(s.MLPBias, Param{"mlp.down_proj.bias", []int{s.Dim}, OutputBias})
+	norm(s.PostNorms, postMLP, Closing)
 	return all
 }
 
@@ -96,8 +118,8 @@ func (s Shape) All() []Param {
 // all that a block adds to the residual stream by the one or the other.
 func (s Shape) Half(attention bool) (half []Param) {
 	for _, p := range s.All() {
-		own := p.Name == "input_layernorm.weight" || strings.HasPrefix(p.Name, "self_attn.") ||
-			p.Name == postNorm && s.PostNorms
+		own := strings.HasPrefix(p.Name, preNorm+".") || strings.HasPrefix(p.Name, "self_attn.") ||
+			strings.HasPrefix(p.Name, postNorm+".") && s.PostNorms
 		if own == attention {
 			half = append(half, p)
 		}
@@ -171,8 +193,12 @@ func (b *Builder) BuildHalf(in gorgonia.Nodes, attention bool, a Attention) (*go
 
 // attends is what attention adds to x.
 func (p *parts) attends(x *gorgonia.Node) *gorgonia.Node {
-	h := p.linear(p.attention(p.norm(x, "input_layernorm.weight")), "self_attn.o_proj")
-	if p.PostNorms { // which Llama has behind the sum, and Gemma in front of it
+	h := x
+	if !p.NoPreNorms {
+		h = p.norm(x, preNorm)
+	}
+	h = p.linear(p.attention(h), "self_attn.o_proj")
+	if p.PostNorms { // the norm of this name comes after the sum in Llama, and before it in Gemma
 		h = p.norm(h, postNorm)
 	}
 	return h
@@ -180,7 +206,10 @@ func (p *parts) attends(x *gorgonia.Node) *gorgonia.Node {
 
 // perceives is what the perceptron adds to x.
 func (p *parts) perceives(x *gorgonia.Node) *gorgonia.Node {
-	if p.PostNorms {
+	switch {
+	case p.NoPreNorms:
+		return p.norm(p.mlp(x), postMLP)
+	case p.PostNorms:
 		return p.norm(p.mlp(p.norm(x, preMLP)), postMLP)
 	}
 	return p.mlp(p.norm(x, postNorm))
@@ -200,12 +229,23 @@ func (p *parts) add(x, h *gorgonia.Node) *gorgonia.Node {
 	return p.do(func() (*gorgonia.Node, error) { return gorgonia.Add(x, h) })
 }
 
-func (p *parts) norm(x *gorgonia.Node, name string, opts ...op.RMSNormOption) *gorgonia.Node {
-	return p.do(func() (*gorgonia.Node, error) { return p.Norm(x, p.params[name], opts...) })
+// norm adds the norm of a name.
+func (p *parts) norm(x *gorgonia.Node, name string) *gorgonia.Node {
+	return p.do(func() (*gorgonia.Node, error) {
+		return p.Norm(x, p.params[name+".weight"], p.params[name+".bias"])
+	})
 }
 
-// Norm is the model's RMSNorm.
-func (s Shape) Norm(x, weight *gorgonia.Node, opts ...op.RMSNormOption) (*gorgonia.Node, error) {
+// Norm adds the norm that the model has before attention and the perceptron, and at the end. The bias
+// is that of a layer norm, and nil otherwise.
+func (s Shape) Norm(x, weight, bias *gorgonia.Node) (*gorgonia.Node, error) {
+	if s.LayerNorm {
+		return op.LayerNorm(x, weight, bias, s.Eps)
+	}
+	return s.rmsNorm(x, weight)
+}
+
+func (s Shape) rmsNorm(x, weight *gorgonia.Node, opts ...op.RMSNormOption) (*gorgonia.Node, error) {
 	if s.NormPlusOne {
 		opts = append(opts, op.WeightPlusOne())
 	}
@@ -222,7 +262,14 @@ func (p *parts) linear(x *gorgonia.Node, name string) *gorgonia.Node {
 	return p.do(func() (*gorgonia.Node, error) { return op.Bias(y, b) })
 }
 
+// mlp adds the perceptron.
 func (p *parts) mlp(x *gorgonia.Node) *gorgonia.Node {
+	if p.PlainMLP {
+		h := p.linear(x, "mlp.up_proj")
+		h = p.do(func() (*gorgonia.Node, error) { return op.GELU(h) })
+		return p.linear(h, "mlp.down_proj")
+	}
+
 	mlp := op.SiLUMLP
 	if p.GELU {
 		mlp = op.GELUMLP
@@ -270,12 +317,17 @@ func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 	})
 }
 
-// project computes queries or keys: a linear layer, a norm of each head and the rotation by
-// position. The two latter may be none. Attention to kept keys turns them itself.
+// project adds queries or keys: a linear layer, a norm and the rotation by position, of which the
+// block may lack the latter two. Attention to cached keys rotates them itself.
 func (p *parts) project(h *gorgonia.Node, name, norm string, heads int) *gorgonia.Node {
 	y := p.linear(h, name)
 	if p.QKNorm {
-		y = p.norm(y, norm, op.EachHead())
+		var opts []op.RMSNormOption
+		if !p.WideQKNorm {
+			opts = append(opts, op.EachHead())
+		}
+		h := y
+		y = p.do(func() (*gorgonia.Node, error) { return p.rmsNorm(h, p.params[norm], opts...) })
 	}
 	r := p.rope()
 	if r == nil || p.Position != nil {
