@@ -1,6 +1,7 @@
 package hf
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math"
@@ -26,17 +27,17 @@ type traits struct {
 	eps                                                        float64
 	tied                                                       bool
 
-	rope        rope
-	localRope   rope   // of windowed layers
-	noRope      []bool // layers without
-	window      int    // positions that windowed layers see
-	windowed    []bool // layers
-	biasQKV     bool
-	biasOut     bool
-	biasMLP     bool
-	normQK      bool    // RMSNorm of each head of queries and keys
-	gemma       bool    // 1+w norms, four a block; GELU-tanh gate; scaled embedding
-	queryScalar float64 // queries are multiplied by its -1/2nd power; 0 for HeadDim
+	rope      rope
+	localRope rope   // of windowed layers
+	noRope    []bool // layers without
+	window    int    // positions that windowed layers see
+	windowed  []bool // layers
+	biasQKV   bool
+	biasOut   bool
+	biasMLP   bool
+	normQK    bool       // RMSNorm of each head of queries and keys
+	gemma     bool       // its windowed layers have rotary angles of their own
+	own       llm.Traits // what the family has beyond what the fields above say
 }
 
 // rope is how angles follow from positions.
@@ -57,15 +58,32 @@ type tokenIDs struct {
 	end        []int
 }
 
-// family is what models of one model_type have in common.
+// family describes the models of one model_type.
 type family struct {
-	class       string // in architectures
+	class string // in architectures
+	// fields are the names of fields that the family calls otherwise than Llama.
+	fields      map[string]string
+	inner       int     // the default of intermediate_size, in multiples of hidden_size; 0 for none
+	eps         float64 // the default of rms_norm_eps; 0 for 1e-6
 	theta       float64
 	localTheta  float64
 	tied        bool
 	activation  string // name of the field
 	activations []string
 	read        func(o *object, t *traits)
+	// layout returns how the files of weights hold the parameters; nil stands for plainLayout.
+	layout func(w *weights) layout
+}
+
+// field returns what the family calls a field of Llama's.
+func (f family) field(name string) string { return cmp.Or(f.fields[name], name) }
+
+// layout returns how the weights hold the parameters.
+func (t *traits) layout(w *weights) layout {
+	if f := families[t.family]; f.layout != nil {
+		return f.layout(w)
+	}
+	return plainLayout
 }
 
 var families = map[string]family{
@@ -166,14 +184,18 @@ func readTraits(o *object) (*traits, error) {
 
 func (t *traits) readSizes(o *object, f family) {
 	t.vocab = o.must("vocab_size", 1, maxField)
-	t.dim = o.must("hidden_size", 1, maxField)
-	t.layers = o.must("num_hidden_layers", 1, 1<<12)
-	t.heads = o.must("num_attention_heads", 1, maxField)
-	t.ff = o.must("intermediate_size", 1, maxField)
-	t.positions = o.must("max_position_embeddings", 1, maxField)
+	t.dim = o.must(f.field("hidden_size"), 1, maxField)
+	t.layers = o.must(f.field("num_hidden_layers"), 1, 1<<12)
+	t.heads = o.must(f.field("num_attention_heads"), 1, maxField)
+	if f.inner > 0 {
+		t.ff = o.number(f.field("intermediate_size"), f.inner*t.dim, 1, maxField)
+	} else {
+		t.ff = o.must("intermediate_size", 1, maxField)
+	}
+	t.positions = o.must(f.field("max_position_embeddings"), 1, maxField)
 	t.kvHeads = o.number("num_key_value_heads", t.heads, 1, maxField)
 	t.headDim = o.number("head_dim", 0, 1, maxField)
-	t.eps = o.float("rms_norm_eps", 1e-6)
+	t.eps = o.float(f.field("rms_norm_eps"), cmp.Or(f.eps, 1e-6))
 	t.tied = o.bool("tie_word_embeddings", f.tied)
 	if o.err == nil && t.headDim == 0 {
 		t.headDim = t.dim / t.heads
@@ -332,12 +354,15 @@ func readSmolLM3(o *object, t *traits) {
 
 func readGemma3(o *object, t *traits) {
 	t.gemma, t.normQK = true, true
+	t.own = llm.Traits{NormPlusOne: true, PostNorms: true, GELU: true,
+		EmbedScale: math.Sqrt(float64(t.dim))}
 	bias := o.bool("attention_bias", false)
 	t.biasQKV, t.biasOut = bias, bias
-	t.queryScalar = o.float("query_pre_attn_scalar", 256)
-	if !(t.queryScalar > 0) || math.IsInf(t.queryScalar, 0) {
-		o.fail("query_pre_attn_scalar", "it is %v, want more than 0", t.queryScalar)
+	scalar := o.float("query_pre_attn_scalar", 256)
+	if !(scalar > 0) || math.IsInf(scalar, 0) {
+		o.fail("query_pre_attn_scalar", "it is %v, want more than 0", scalar)
 	}
+	t.own.AttentionScale = 1 / math.Sqrt(scalar)
 	o.only("attn_logit_softcapping", "", "scores are not capped here")
 	o.only("final_logit_softcapping", "", "logits are not capped here")
 	o.only("use_bidirectional_attention", "false", "text is read forwards")
@@ -378,20 +403,11 @@ func (t *traits) config() (llm.Config, error) {
 	c := llm.Config{Vocab: t.vocab, Dim: t.dim, Layers: t.layers, Heads: t.heads,
 		KVHeads: t.kvHeads, HeadDim: t.headDim, FF: t.ff, Seq: t.positions, Base: t.rope.theta,
 		Eps: t.eps, Untied: !t.tied}
-	c.Traits = llm.Traits{Scaling: t.rope.scaling(), QKVBias: t.biasQKV, QKNorm: t.normQK,
-		Blocks: t.blocks()}
-	if t.gemma {
-		c.NormPlusOne, c.PostNorms, c.GELU = true, true, true
-		c.EmbedScale = math.Sqrt(float64(t.dim))
-		c.AttentionScale = 1 / math.Sqrt(t.queryScalar)
-	}
-	if t.biasOut {
-		return c,
-			errors.New("attention_bias: it is true, and the output layer of attention has no " +
-				"bias here")
-	}
-	if t.biasMLP {
-		return c, errors.New("mlp_bias: it is true, and perceptrons have no biases here")
+	c.Traits = t.own
+	c.Scaling, c.Blocks = t.rope.scaling(), t.blocks()
+	c.QKVBias, c.OutBias, c.MLPBias, c.QKNorm = t.biasQKV, t.biasOut, t.biasMLP, t.normQK
+	if c.MLPBias && !c.PlainMLP {
+		return c, errors.New("mlp_bias: it is true, and perceptrons with a gate have no biases here")
 	}
 	return c, c.Check()
 }

@@ -54,7 +54,7 @@ func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error
 	delete(fields, "torch_dtype")
 	fields["dtype"] = dtypeNames[d]
 	if c.Layers != s.like.Config.Layers {
-		fields["num_hidden_layers"] = c.Layers
+		fields[families[s.like.Family].field("num_hidden_layers")] = c.Layers
 		describeLayers(fields, c)
 	}
 	text, err := json.MarshalIndent(fields, "", "  ")

@@ -36,6 +36,7 @@ type Folder struct {
 	config     []byte // config.json as it is
 	generation []byte // likewise, nil without
 	weights    *weights
+	layout     layout
 }
 
 // Open reads config.json, generation_config.json and the headers of the weights. It checks that
@@ -75,7 +76,8 @@ func (f *Folder) open() error {
 	if f.weights, err = openWeights(f.Dir); err != nil {
 		return err
 	}
-	if err := f.weights.fit(f.Config); err != nil {
+	f.layout = f.traits.layout(f.weights)
+	if err := f.weights.fit(f.Config, f.layout(f.Config), derived); err != nil {
 		return errors.Join(err, f.Close())
 	}
 	return nil

@@ -225,7 +225,6 @@ func TestHostileConfig(t *testing.T) {
 		`{"rms_norm_eps": -1}`:                                                   "rms_norm_eps",
 		`{"dtype": "int8"}`:                                                      "dtype",
 		`{"attention_dropout": 0.1}`:                                             "attention_dropout",
-		`{"attention_bias": true}`:                                               "attention_bias",
 		`{"mlp_bias": true}`:                                                     "mlp_bias",
 		`{"quantization_config": {"bits": 4}}`:                                   "quantization_config",
 		`{"auto_map": {"AutoModel": "x.Y"}}`:                                     "auto_map",

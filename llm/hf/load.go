@@ -76,7 +76,7 @@ func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, erro
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if _, ok := f.weights.in[p.Name]; !ok {
+		if _, ok := f.weights.places[p.Name]; !ok {
 			return nil // of a Kasmina layer, as Open has checked
 		}
 		return f.weights.read(ctx, p.Name, p.Value.Float32s(), func(bytes int) {
@@ -115,17 +115,17 @@ func (l *loading) config(c llm.Config) (llm.Config, error) {
 	return changed, nil
 }
 
-// bytes is the size of the weights that a configuration needs.
+// bytes returns the size in the files of the parameters of a configuration.
 func (w *weights) bytes(c llm.Config) (total int64) {
 	for name := range c.Parameters() {
-		if f, ok := w.in[name]; ok {
-			total += f.Bytes(name)
+		if p, ok := w.places[name]; ok {
+			total += int64(p.elements()) * int64(w.dtypeOf(name).Size())
 		}
 	}
 	return total
 }
 
-// Read hands the elements of a tensor to put, in order and in pieces, as they stand in the file.
+// Read hands the elements of a parameter to put, in order and in pieces, as numbers that the file has.
 // They are little-endian numbers of dtype float32, float16 or bfloat16. It is for a device that is
 // to hold them without a copy on the host. It may be called from several goroutines. A number that
 // is NaN or infinite is an error that wraps llm.ErrDiverged.
@@ -144,18 +144,32 @@ func (f *Folder) Read(ctx context.Context, name string,
 	return nil
 }
 
-// pieces hands out a tensor of numbers that are all finite.
+// pieces hands out the numbers of a parameter, which are all finite.
 func (w *weights) pieces(ctx context.Context, name string,
 	visit func(part []byte, dtype safetensors.DType) error) error {
-	f, ok := w.in[name]
+	p, ok := w.places[name]
 	if !ok {
 		return fmt.Errorf("there is no tensor %.100q", name)
 	}
-	dtype, _, err := f.Info(name)
+	f := w.in[p.name]
+	dtype, _, err := f.Info(p.name)
 	if err != nil {
 		return err
 	}
-	return f.Chunks(ctx, name, finite(name, dtype, 0, visit))
+	checked := finite(p.name, dtype, 0, visit)
+	if p.whole() {
+		return f.Chunks(ctx, p.name, checked)
+	}
+
+	all := make([]byte, 0, f.Bytes(p.name))
+	err = f.Chunks(ctx, p.name, func(part []byte) error {
+		all = append(all, part...)
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	return checked(p.extract(all, dtype.Size()))
 }
 
 // finite has visit see parts of a tensor from an element on, whose numbers are all finite.
@@ -190,26 +204,28 @@ func (w *weights) read(ctx context.Context, name string, to []float32, done func
 			return nil
 		}
 	}
-	f := w.in[name]
-	dtype, _, err := f.Info(name)
+	p := w.places[name]
+	f := w.in[p.name]
+	dtype, _, err := f.Info(p.name)
 	if err != nil {
 		return err
 	}
-	size := f.Bytes(name)
-	if n := int64(len(to) * dtype.Size()); n != size {
-		return fmt.Errorf("tensor %s: it has %d bytes, want %d", name, size, n)
+	if n := p.elements(); n != len(to) {
+		return fmt.Errorf("tensor %s: it has %d elements, want %d", p.name, n, len(to))
 	}
-	if f.HasDigest() || size <= partBytes {
+	size := int64(len(to) * dtype.Size())
+	if !p.whole() || f.HasDigest() || size <= partBytes {
 		return w.pieces(ctx, name, into(to))
 	}
+
 	var work sync.WaitGroup
 	errs := make([]error, (size+partBytes-1)/partBytes)
 	for i := range errs {
 		from := int64(i) * partBytes
 		work.Go(func() {
 			at := int(from) / dtype.Size()
-			errs[i] = f.Part(ctx, name, from, min(from+partBytes, size),
-				finite(name, dtype, at, into(to[at:])))
+			errs[i] = f.Part(ctx, p.name, from, min(from+partBytes, size),
+				finite(p.name, dtype, at, into(to[at:])))
 		})
 	}
 	work.Wait()

@@ -280,7 +280,7 @@ func (f *Folder) generationOf() []byte {
 	return append(text, '\n')
 }
 
-// dtypeOf returns the type in which a tensor is written.
+// dtypeOf returns the type in which a parameter is written.
 func (s *saving) dtypeOf(name string) safetensors.DType {
 	if s.dtype != "" {
 		return s.dtype
@@ -345,11 +345,15 @@ func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
 // shards divides the parameters into files.
 func (s *saving) shards(m *llm.Model) (shards [][]safetensors.Source, total int64) {
-	c := plain.Config(m.Config)
+	layout := plainLayout
+	if s.like != nil {
+		layout = s.like.layout
+	}
+
 	var size int64
-	for name, shape := range c.Parameters() {
-		source := s.source(name, shape, m.Param(name))
-		bytes := int64(tensor.Shape(shape).TotalSize()) * int64(source.DType.Size())
+	for _, t := range layout(plain.Config(m.Config)) {
+		source := s.source(t, m)
+		bytes := int64(tensor.Shape(t.shape).TotalSize()) * int64(source.DType.Size())
 		if n := len(shards); n == 0 || size+bytes > s.shard {
 			shards, size = append(shards, nil), 0
 		}
@@ -371,12 +375,13 @@ func unfit(dtype safetensors.DType) func(float32) bool {
 	}
 }
 
-// source is a parameter that is converted while it is written.
-func (s *saving) source(name string, shape []int, p *tensor.Dense) safetensors.Source {
+// source returns a tensor that is converted while it is written.
+func (s *saving) source(t stored, m *llm.Model) safetensors.Source {
 	const piece = 1 << 16
-	dtype := s.dtypeOf(name)
-	return safetensors.Source{Name: name, DType: dtype, Shape: shape,
+	dtype := s.dtypeOf(t.params[0])
+	return safetensors.Source{Name: t.name, DType: dtype, Shape: t.shape,
 		Write: func(w io.Writer) error {
+			p := t.assemble(m)
 			var buffer []byte
 			var small []float32
 			for at, n := 0, p.Shape().TotalSize(); at < n; at += piece {
@@ -395,7 +400,7 @@ func (s *saving) source(name string, shape []int, p *tensor.Dense) safetensors.S
 				}
 				if bad := slices.IndexFunc(small, unfit(dtype)); bad >= 0 {
 					return fmt.Errorf("element %d of %s is %v, which %s cannot hold: ask for another "+
-						"type", at+bad, name, small[bad], dtype)
+						"type", at+bad, t.name, small[bad], dtype)
 				}
 				buffer = narrow(buffer[:0], small, dtype)
 				if _, err := w.Write(buffer); err != nil {

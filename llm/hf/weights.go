@@ -34,6 +34,8 @@ type weights struct {
 	names []string                     // of the files
 	in    map[string]*safetensors.File // tensors
 	order []string                     // of the tensors
+
+	places map[string]place // of the model's parameters
 }
 
 // openWeights opens the files of weights, and checks that the index agrees with them.
@@ -148,38 +150,13 @@ func (w *weights) close() error {
 	return errors.Join(errs...)
 }
 
-// derived are tensors that old versions of transformers kept although they follow from the
-// configuration.
-var derived = regexp.MustCompile(
-	`^model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq$`)
+// derived matches tensors that old versions of transformers kept although they follow from the
+// configuration: frequencies of rotary embeddings, and causal masks.
+var derived = regexp.MustCompile(`^model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq$|` +
+	`^(transformer\.)?h\.\d+\.attn\.(masked_)?bias$`)
 
-// fit checks that the tensors are those of a configuration.
-func (w *weights) fit(c llm.Config) error {
-	rest := maps.Clone(w.in)
-	for name, shape := range c.Parameters() {
-		f, ok := rest[name]
-		if !ok {
-			return fmt.Errorf("tensor %s is missing from the weights, which have %d others", name,
-				len(w.in))
-		}
-		dtype, have, err := f.Info(name)
-		if err != nil {
-			return err
-		}
-		if !readable(dtype) {
-			return fmt.Errorf("tensor %s is of type %s, want F32, F16 or BF16", name, dtype)
-		}
-		if !slices.Equal(have, shape) {
-			return fmt.Errorf("tensor %s has the shape %v, and by config.json it is %v", name, have,
-				shape)
-		}
-		delete(rest, name)
-	}
-	for name := range rest {
-		if derived.MatchString(name) {
-			delete(rest, name)
-		}
-	}
+// noOthers checks that no tensors are left over, but for an output layer that is the embedding.
+func (w *weights) noOthers(c llm.Config, rest map[string]*safetensors.File) error {
 	if _, both := rest[headName]; both && !c.Untied {
 		delete(rest, headName)
 		if err := w.sameHead(); err != nil {
@@ -200,12 +177,13 @@ func readable(d safetensors.DType) bool {
 
 // sameHead wants an output layer that config.json says is the embedding to be it.
 func (w *weights) sameHead() error {
-	a, b := w.in[embedName], w.in[headName]
-	da, sa, _ := a.Info(embedName)
+	embedding := w.places[embedName].name
+	a, b := w.in[embedding], w.in[headName]
+	da, sa, _ := a.Info(embedding)
 	db, sb, _ := b.Info(headName)
 	same := da == db && slices.Equal(sa, sb)
 	if same {
-		x, err := a.Tensor(context.Background(), embedName)
+		x, err := a.Tensor(context.Background(), embedding)
 		if err != nil {
 			return err
 		}
@@ -221,7 +199,7 @@ func (w *weights) sameHead() error {
 	}
 	if !same {
 		return fmt.Errorf("tensor %s differs from %s, and config.json has tie_word_embeddings: "+
-			"one of them is wrong", headName, embedName)
+			"one of them is wrong", headName, embedding)
 	}
 	return nil
 }
@@ -249,12 +227,12 @@ func (f *Folder) Tensors() []TensorInfo {
 	return all
 }
 
-// dtypeOf returns the type of a tensor, "" for one that is not there.
-func (w *weights) dtypeOf(name string) safetensors.DType {
-	f, ok := w.in[name]
+// dtypeOf returns the type of a parameter in the weights, or "" for one that is not there.
+func (w *weights) dtypeOf(param string) safetensors.DType {
+	p, ok := w.places[param]
 	if !ok {
 		return ""
 	}
-	d, _, _ := f.Info(name)
+	d, _, _ := w.in[p.name].Info(p.name)
 	return d
 }
