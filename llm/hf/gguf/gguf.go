@@ -9,11 +9,13 @@ package gguf
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"os"
 	"path/filepath"
@@ -55,9 +57,30 @@ func ParseType(name string) (Type, error) {
 	return t, nil
 }
 
-// architectures are what llama.cpp calls families.
-var architectures = map[string]string{"llama": "llama", "mistral": "llama", "qwen2": "qwen2",
-	"qwen3": "qwen3"}
+// An architecture is a family as llama.cpp knows it.
+type architecture struct {
+	name string
+	// parts are names of parts of blocks where they differ from partNames.
+	parts map[string]string
+	// interleaved says that the two features which RoPE rotates together are neighbors.
+	interleaved bool
+	// learned says that the model has a table of positions, and no RoPE.
+	learned bool
+	// layerNorm says that norms are layer norms.
+	layerNorm bool
+	// fused says that queries, keys and values are one tensor.
+	fused bool
+	// outBias says that the output layer of attention may have a bias.
+	outBias bool
+}
+
+// architectures are the families that llama.cpp has, by their names in config.json.
+var architectures = map[string]architecture{
+	"llama":   {name: "llama", interleaved: true, outBias: true},
+	"mistral": {name: "llama", interleaved: true, outBias: true},
+	"qwen2":   {name: "qwen2"},
+	"qwen3":   {name: "qwen3"},
+}
 
 // Save writes a model that was loaded from a folder, with the folder's tokenizer and chat template.
 // The file at path must not exist. It appears when it is complete, and if somebody else creates it in
@@ -89,7 +112,7 @@ func Check(f *hf.Folder, c llm.Config, t Type) error {
 	if _, err := fieldsOf(f, c, t); err != nil {
 		return fmt.Errorf("gguf: %w", err)
 	}
-	if _, _, err := layoutOf(c, t); err != nil {
+	if _, _, err := architectures[f.Family].layoutOf(c, t); err != nil {
 		return fmt.Errorf("gguf: %w", err)
 	}
 	return nil
@@ -233,35 +256,41 @@ func (f *fields) set(key string, value any) {
 
 // fieldsOf describes a model and its tokenizer.
 func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
-	arch, ok := architectures[f.Family]
+	a, ok := architectures[f.Family]
 	if !ok {
-		return nil,
-			fmt.Errorf("models of the family %s cannot be written, want llama, mistral, qwen2 or "+
-				"qwen3", f.Family)
+		return nil, fmt.Errorf("models of the family %s cannot be written, want one of %s", f.Family,
+			strings.Join(slices.Sorted(maps.Keys(architectures)), ", "))
 	}
-	for i, b := range c.Blocks {
-		if b.Window > 0 || b.NoRoPE || b.Base != 0 {
-			return nil,
-				fmt.Errorf("block %d has a window or angles of its own, which %s of llama.cpp "+
-					"has not", i, arch)
-		}
+	if err := a.check(c); err != nil {
+		return nil, err
 	}
+
+	arch := a.name
 	all := &fields{}
 	all.set("general.architecture", arch)
 	all.set("general.type", "model")
 	all.set("general.name", filepath.Base(filepath.Clean(f.Dir)))
 	all.set("general.file_type", int(fileTypes[t]))
 	all.set("general.quantization_version", 2)
-	for _, field := range []struct {
-		key   string
-		value any
-	}{{"block_count", c.Layers}, {"context_length", c.Seq}, {"embedding_length", c.Dim},
-		{"feed_forward_length", c.FF}, {"attention.head_count", c.Heads},
-		{"attention.head_count_kv", c.KVHeads}, {"attention.key_length", c.HeadDim},
-		{"attention.value_length", c.HeadDim}, {"attention.layer_norm_rms_epsilon", c.Eps},
-		{"rope.dimension_count", c.HeadDim}, {"rope.freq_base", c.Base}, {"vocab_size", c.Vocab}} {
-		all.set(arch+"."+field.key, field.value)
+	set := func(key string, value any) { all.set(arch+"."+key, value) }
+	set("block_count", c.Layers)
+	set("context_length", c.Seq)
+	set("embedding_length", c.Dim)
+	set("feed_forward_length", c.FF)
+	set("attention.head_count", c.Heads)
+	set("attention.head_count_kv", c.KVHeads)
+	set("attention.key_length", c.HeadDim)
+	set("attention.value_length", c.HeadDim)
+	if a.layerNorm {
+		set("attention.layer_norm_epsilon", c.Eps)
+	} else {
+		set("attention.layer_norm_rms_epsilon", c.Eps)
 	}
+	if !a.learned {
+		set("rope.dimension_count", c.HeadDim)
+		set("rope.freq_base", c.Base)
+	}
+	set("vocab_size", c.Vocab)
 	if s := c.Scaling; s.BetaFast != 0 {
 		if s.BetaFast != 32 || s.BetaSlow != 1 || s.Unrounded || s.Magnitude != 0 {
 			return nil,
@@ -278,8 +307,23 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 	return all, addTokenizer(all, f, c.Vocab)
 }
 
-// names are those of llama.cpp for parts of blocks.
-var names = map[string]string{
+// check refuses what llama.cpp does not have in the architecture.
+func (a architecture) check(c llm.Config) error {
+	for i, b := range c.Blocks {
+		if b.Window > 0 || b.NoRoPE != a.learned || b.Base != 0 {
+			return fmt.Errorf("block %d has a window or angles of its own, which %s of llama.cpp "+
+				"has not", i, a.name)
+		}
+	}
+	if c.OutBias && !a.outBias {
+		return fmt.Errorf("the output layer of attention has a bias, which %s of llama.cpp has not",
+			a.name)
+	}
+	return nil
+}
+
+// partNames are what most architectures of llama.cpp call the parts of blocks.
+var partNames = map[string]string{
 	"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
 	"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
 	"self_attn.q_norm": "attn_q_norm",
@@ -288,19 +332,43 @@ var names = map[string]string{
 }
 
 // nameOf returns what llama.cpp calls a parameter.
-func nameOf(name string) (string, error) {
+func (a architecture) nameOf(name string) (string, error) {
 	switch name {
 	case "model.embed_tokens.weight":
 		return "token_embd.weight", nil
+	case positions:
+		return "position_embd.weight", nil
 	case "model.norm.weight":
 		return "output_norm.weight", nil
+	case "model.norm.bias":
+		return "output_norm.bias", nil
 	case "lm_head.weight":
 		return "output.weight", nil
 	}
+
 	block, part, ok := strings.Cut(strings.TrimPrefix(name, "model.layers."), ".")
 	dot := strings.LastIndexByte(part, '.')
-	if ok && dot > 0 && names[part[:dot]] != "" {
-		return "blk." + block + "." + names[part[:dot]] + part[dot:], nil
+	if ok && dot > 0 {
+		if to := cmp.Or(a.parts[part[:dot]], partNames[part[:dot]]); to != "" {
+			return "blk." + block + "." + to + part[dot:], nil
+		}
 	}
 	return "", fmt.Errorf("llama.cpp has no tensor for %s", name)
+}
+
+// positions is the table of learned positions.
+const positions = "model.embed_positions.weight"
+
+// together returns the parameters that make one tensor with the given one, in order, or none if they
+// are in the tensor of a parameter before.
+func (a architecture) together(name string) []string {
+	before, after, found := strings.Cut(name, "self_attn.q_proj")
+	switch {
+	case !a.fused:
+	case found:
+		return []string{name, before + "self_attn.k_proj" + after, before + "self_attn.v_proj" + after}
+	case strings.Contains(name, "self_attn.k_proj"), strings.Contains(name, "self_attn.v_proj"):
+		return nil
+	}
+	return []string{name}
 }

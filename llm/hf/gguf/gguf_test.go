@@ -159,7 +159,7 @@ func TestSave(t *testing.T) {
 		require.Len(t, fields["tokenizer.ggml.merges"], 400-256-2)
 		require.Len(t, tensors, len(m.Params))
 		for _, p := range m.Params {
-			to, err := nameOf(p.Name)
+			to, err := architectures["llama"].nameOf(p.Name)
 			require.NoError(t, err)
 			require.Contains(t, tensors, to)
 			x := tensors[to]

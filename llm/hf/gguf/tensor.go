@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"slices"
 	"strings"
 
 	"github.com/kasmina-go/kasmina/internal/half"
@@ -107,67 +108,110 @@ func appendQ80(b []byte, row []float32) (_ []byte, fits bool) {
 }
 
 // tensorsOf returns the tensors of a model as llama.cpp has them.
-func tensorsOf(m *llm.Model, arch string, t Type) ([]source, error) {
-	all, params, err := layoutOf(m.Config, t)
+func tensorsOf(m *llm.Model, a architecture, t Type) ([]source, error) {
+	all, params, err := a.layoutOf(m.Config, t)
 	if err != nil {
 		return nil, err
 	}
 
-	for i, name := range params {
-		if name == "" {
+	for i, names := range params {
+		if len(names) == 0 {
 			continue
 		}
-		p := m.Param(name)
-		values, ok := p.Data().([]float32)
-		if !ok {
-			return nil, fmt.Errorf("tensor %s is of %v, want float32", name, p.Dtype())
+		values, err := joined(m, names)
+		if err != nil {
+			return nil, err
 		}
 		_, width := all[i].rows()
 		all[i].row = func(i int) []float32 { return values[i*width:][:width] }
-		if arch == "llama" && (strings.Contains(name, "q_proj") || strings.Contains(name, "k_proj")) {
+
+		rotated := strings.Contains(names[0], "q_proj") || strings.Contains(names[0], "k_proj")
+		if a.interleaved && rotated {
 			all[i] = interleaved(all[i], m.Config.HeadDim)
 		}
 	}
 	return all, nil
 }
 
-// layoutOf returns the tensors of a configuration, without the values of parameters, and the
-// parameters' names, which are "" for tensors that are no parameters.
-func layoutOf(c llm.Config, t Type) (all []source, params []string, err error) {
+// layoutOf returns the tensors of a configuration, without the values of parameters, and the names of
+// the parameters of which each tensor consists. Tensors that follow from the configuration have none.
+func (a architecture) layoutOf(c llm.Config, t Type) (all []source, params [][]string, err error) {
 	if s := c.Scaling; s.HighFreq != 0 {
 		factors := rotaryFactors(c)
 		all = append(all, source{"rope_freqs.weight", []int{len(factors)}, F32,
 			func(int) []float32 { return factors }})
-		params = append(params, "")
+		params = append(params, nil)
 	}
+
+	shapes := map[string][]int{}
 	for name, shape := range c.Parameters() {
+		shapes[name] = shape
+	}
+	for name := range c.Parameters() {
 		if strings.Contains(name, ".kasmina.") {
 			continue
 		}
-		to, err := nameOf(name)
+		parts := a.together(name)
+		if len(parts) == 0 {
+			continue
+		}
+		to, err := a.nameOf(name)
 		if err != nil {
 			return nil, nil, err
 		}
-		s := source{name: to, shape: shape, dtype: t}
+
+		s := source{name: to, shape: slices.Clone(shapes[name]), dtype: t}
+		for _, p := range parts[1:] {
+			s.shape[0] += shapes[p][0]
+		}
 		_, width := s.rows()
-		if len(shape) == 1 {
+		if len(s.shape) == 1 || name == positions {
 			s.dtype = F32
 		} else if t == Q80 && width%blockSize != 0 {
-			return nil, nil, fmt.Errorf("tensor %s has rows of %d numbers, and q8_0 takes multiples of %d: "+
-				"ask for f16", name, width, blockSize)
+			return nil, nil, fmt.Errorf("tensor %s has rows of %d numbers, and q8_0 takes multiples "+
+				"of %d: ask for f16", name, width, blockSize)
 		}
-		all, params = append(all, s), append(params, name)
+		all, params = append(all, s), append(params, parts)
 	}
 	return all, params, nil
 }
 
-// interleaved has the two features that RoPE turns lie side by side in every head, as llama.cpp has
-// them for Llama.
+// joined returns the numbers of some parameters, one after the other.
+func joined(m *llm.Model, names []string) (values []float32, err error) {
+	for i, name := range names {
+		p := m.Param(name)
+		part, ok := p.Data().([]float32)
+		if !ok {
+			return nil, fmt.Errorf("tensor %s is of %v, want float32", name, p.Dtype())
+		}
+		if i == 0 {
+			values = slices.Clip(part) // a model's own memory, which append copies
+		} else {
+			values = append(values, part...)
+		}
+	}
+	return values, nil
+}
+
+// interleaved puts the two features that RoPE rotates together next to each other in every head, as
+// llama.cpp has them for Llama. The tensor is a matrix with a row for each feature, or a bias.
 func interleaved(s source, headDim int) source {
+	at := func(i int) int {
+		head, within := i/headDim, i%headDim
+		return head*headDim + within%2*headDim/2 + within/2
+	}
 	row := s.row
-	s.row = func(i int) []float32 {
-		head, at := i/headDim, i%headDim
-		return row(head*headDim + at%2*headDim/2 + at/2)
+	if len(s.shape) > 1 {
+		s.row = func(i int) []float32 { return row(at(i)) }
+		return s
+	}
+
+	s.row = func(int) []float32 {
+		values := make([]float32, s.shape[0])
+		for i := range values {
+			values[i] = row(0)[at(i)]
+		}
+		return values
 	}
 	return s
 }

@@ -171,7 +171,11 @@ func (t *file) splitter() (string, error) {
 			"pre_tokenizer %.300s", t.PreTokenizer)
 	}
 
-	// llama.cpp looks whole pieces up in the vocabulary with one pre-tokenizer, and with no other.
+	// llama.cpp looks whole pieces up in the vocabulary with one pre-tokenizer, and with no other. One
+	// with another name cuts texts alike.
+	if name == "llama-bpe" && !t.Model.IgnoreMerges {
+		return "dbrx", nil
+	}
 	if t.Model.IgnoreMerges != (name == "llama-bpe") {
 		return "", fmt.Errorf("tokenizer.json: ignore_merges is %v, and llama.cpp takes %v for this "+
 			"pre_tokenizer", t.Model.IgnoreMerges, name == "llama-bpe")

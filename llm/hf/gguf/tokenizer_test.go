@@ -57,16 +57,21 @@ func TestPreTokenizers(t *testing.T) {
 		require.NoError(t, err)
 		return `{"type": "Split", "pattern": {"Regex": ` + string(text) + `}, ` + rest + `}`
 	}
-	qwen, isolated := "", `"behavior": "Isolated", "invert": false`
+	qwen, llama, isolated := "", "", `"behavior": "Isolated", "invert": false`
 	for pattern, name := range splitters {
-		if name == "qwen2" {
+		switch name {
+		case "qwen2":
 			qwen = pattern
+		case "llama-bpe":
+			llama = pattern
 		}
 	}
 	for pre, want := range map[string]string{
 		byteLevel: "gpt-2",
 		sequence(`{"type": "Digits", "individual_digits": true}`, byteLevel): "smollm",
 		sequence(split(qwen, isolated), onlyBytes):                           "qwen2",
+		// as llama-bpe, but for pieces that are looked up whole
+		sequence(split(llama, isolated), onlyBytes): "dbrx",
 
 		prefixSpace:                    "",
 		onlyBytes:                      "",
@@ -200,7 +205,7 @@ func TestDifferences(t *testing.T) {
 func TestQ80OfOtherWidths(t *testing.T) {
 	f, m := load(t, "../testdata/qwen3")
 	require.NotZero(t, m.Config.Dim%blockSize)
-	_, err := tensorsOf(m, "qwen3", Q80)
+	_, err := tensorsOf(m, architecture{name: "qwen3"}, Q80)
 	require.ErrorContains(t, err, "q8_0 takes multiples of 32: ask for f16")
 	_ = f
 }
