@@ -3,11 +3,14 @@
 Each has golden.safetensors: ids, the logits for them in float32, and the losses of ten steps of
 AdamW on them. Runs with transformers 5.23.0 and torch 2.15.0:
 
-    python3 make.py
+    python3 make.py             # all
+    python3 make.py gpt2 olmo2  # some
 
 bf16.json says how far transformers is from that where it computes in bfloat16, on a GPU:
 
     python3 make.py bf16
+
+What it says of llama-bias, gpt2 and olmo2 was computed on a CPU.
 """
 
 import json
@@ -33,6 +36,8 @@ YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0,
             original_max_position_embeddings=16)
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
 THETA = dict(rope_type="default", rope_theta=1000000.0)
+# What GPT-2 calls otherwise, or does not have.
+GPT2 = dict(intermediate_size=None, num_key_value_heads=None, n_inner=40)
 
 # name: class of the configuration, what it has beyond SMALL, type of the weights
 MODELS = {
@@ -41,6 +46,7 @@ MODELS = {
     "llama3.2": ("Llama", dict(rope_parameters=LLAMA3, tie_word_embeddings=True,
                                eos_token_id=[2, 3]), "float16"),
     "llama-linear": ("Llama", dict(rope_parameters=LINEAR), "float32"),
+    "llama-bias": ("Llama", dict(attention_bias=True), "float32"),
     "llama-yarn": ("Llama", dict(rope_parameters=YARN), "float32"),
     "smollm2": ("Llama", dict(tie_word_embeddings=True, rms_norm_eps=1e-5,
                               rope_parameters=dict(THETA, rope_theta=100000.0)), "bfloat16"),
@@ -50,6 +56,9 @@ MODELS = {
     "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=1,
                                    rope_parameters=dict(YARN, rope_theta=1000000.0)), "float32"),
     "qwen3": ("Qwen3", dict(head_dim=10, rope_parameters=THETA), "bfloat16"),
+    "gpt2": ("GPT2", GPT2, "float32"),
+    "olmo2": ("Olmo2", dict(rms_norm_eps=1e-5, rope_parameters=dict(THETA, rope_theta=500000.0)),
+              "bfloat16"),
     "smollm3": ("SmolLM3", dict(num_hidden_layers=4, no_rope_layer_interval=2,
                                 rope_parameters=dict(THETA, rope_theta=5000000.0)), "float32"),
     "gemma3": ("Gemma3Text", dict(num_hidden_layers=3, head_dim=6, sliding_window=5,
@@ -65,7 +74,8 @@ MODELS = {
 
 def make(name, family, fields, dtype):
     torch.manual_seed(sum(map(ord, name)))
-    config = getattr(transformers, family + "Config")(**{**SMALL, **fields})
+    fields = {k: v for k, v in {**SMALL, **fields}.items() if v is not None or k == "sliding_window"}
+    config = getattr(transformers, family + "Config")(**fields)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -186,6 +196,9 @@ def tokenizers_regex():
 
 if sys.argv[1:] == ["bf16"]:
     bf16()
+elif sys.argv[1:]:
+    for name in sys.argv[1:]:
+        make(name, *MODELS[name])
 else:
     for name, (family, fields, dtype) in MODELS.items():
         make(name, family, fields, dtype)
