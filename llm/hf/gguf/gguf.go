@@ -1,6 +1,5 @@
-// Package gguf writes models as GGUF files, which llama.cpp runs. They are those of the families
-// Llama, Mistral without a window, Qwen 2 and Qwen 3, with byte-level tokenizers and chat
-// templates.
+// Package gguf writes models as GGUF files, which llama.cpp runs: those of the families Llama, Mistral
+// without a window, Qwen 2, Qwen 3 and OLMo 2, with byte-level tokenizers and chat templates.
 //
 //	file   = "GGUF" ‖ version 3 ‖ number of tensors ‖ number of fields ‖ fields ‖ tensor infos ‖ data
 //
@@ -80,6 +79,10 @@ var architectures = map[string]architecture{
 	"mistral": {name: "llama", interleaved: true, outBias: true},
 	"qwen2":   {name: "qwen2"},
 	"qwen3":   {name: "qwen3"},
+	"olmo2": {name: "olmo2", parts: map[string]string{
+		"post_attention_layernorm":   "post_attention_norm",
+		"post_feedforward_layernorm": "post_ffw_norm",
+	}},
 }
 
 // Save writes a model that was loaded from a folder, with the folder's tokenizer and chat template.
