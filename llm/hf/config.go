@@ -95,6 +95,7 @@ var families = map[string]family{
 		activations: []string{"silu", "swish"}, read: readQwen2},
 	"qwen3": {class: "Qwen3ForCausalLM", theta: 10000, activation: "hidden_act",
 		activations: []string{"silu", "swish"}, read: readQwen3},
+	"gpt2":  gpt2,
 	"olmo2": olmo2,
 	"smollm3": {class: "SmolLM3ForCausalLM", theta: 2000000, tied: true, activation: "hidden_act",
 		activations: []string{"silu", "swish"}, read: readSmolLM3},

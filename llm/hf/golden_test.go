@@ -20,7 +20,7 @@ import (
 
 // folders are the models of testdata/make.py.
 var folders = []string{"llama2", "llama3.1", "llama3.2", "llama-linear", "llama-bias", "llama-yarn", "smollm2",
-	"mistral", "mistral-full", "qwen2.5", "qwen2-window", "qwen3", "smollm3", "gemma3", "olmo2"}
+	"mistral", "mistral-full", "qwen2.5", "qwen2-window", "qwen3", "smollm3", "gemma3", "olmo2", "gpt2"}
 
 // golden is what transformers computes with a model.
 type golden struct {

@@ -4,7 +4,8 @@
 //	m, err := f.Load(ctx)                    // an llm.Model, to run, train and grow
 //	err = hf.SavePretrained(ctx, "out", m, hf.Like(f)) // which transformers loads
 //
-// It reads the families Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2 and the text part of Gemma 3. A
+// It reads the families Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-2 and the text part of Gemma
+// 3. A
 // field of config.json is understood, known to change nothing, or an error that names it; and so is
 // every tensor of the weights.
 package hf

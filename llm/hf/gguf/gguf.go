@@ -1,5 +1,5 @@
 // Package gguf writes models as GGUF files, which llama.cpp runs: those of the families Llama, Mistral
-// without a window, Qwen 2, Qwen 3 and OLMo 2, with byte-level tokenizers and chat templates.
+// without a window, Qwen 2, Qwen 3, OLMo 2 and GPT-2, with byte-level tokenizers and chat templates.
 //
 //	file   = "GGUF" ‖ version 3 ‖ number of tensors ‖ number of fields ‖ fields ‖ tensor infos ‖ data
 //
@@ -79,6 +79,8 @@ var architectures = map[string]architecture{
 	"mistral": {name: "llama", interleaved: true, outBias: true},
 	"qwen2":   {name: "qwen2"},
 	"qwen3":   {name: "qwen3"},
+	"gpt2": {name: "gpt2", learned: true, layerNorm: true, fused: true, outBias: true,
+		parts: map[string]string{"self_attn.q_proj": "attn_qkv"}},
 	"olmo2": {name: "olmo2", parts: map[string]string{
 		"post_attention_layernorm":   "post_attention_norm",
 		"post_feedforward_layernorm": "post_ffw_norm",
