@@ -234,6 +234,30 @@ func TestGrowErrors(t *testing.T) {
 	}
 }
 
+// TestDepthNeedsNoText checks that a model with Kasmina layers grows in depth without a text to judge by,
+// and that a controller which also plants on chunks does not.
+func TestDepthNeedsNoText(t *testing.T) {
+	c := tiny()
+	c.Depth = 1
+	tr := newTrainer(t, trainerOptions{config: c, steps: 200})
+	tr.Config.Epoch = 1
+	if len(c.Kasmina) == 0 {
+		t.Fatal("the model has no Kasmina layers")
+	}
+
+	err := tr.Grow(Growth{Controller: control.Together(control.NewDepth(blueprints.Stack, 2),
+		control.NewHeuristic(1, 1<<20))})
+	if err == nil || !strings.Contains(err.Error(), "Validation is nil, want") {
+		t.Errorf("got %v, want an error about the text", err)
+	}
+	for _, controller := range []state.Controller{control.NewDepth(blueprints.Stack, 2),
+		&control.Schedule{Growths: []control.Planned{{Share: 0.5, Kind: blueprints.Stack, Size: 2}}}} {
+		if err := tr.Grow(Growth{Controller: controller}); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // TestJudge wants a seed that is being evaluated to be judged by the model's loss with it and
 // without it. One that trains is judged by how much that rises with its blueprint at full strength,
 // and others by the loss alone. All seeds are as before afterwards.

@@ -62,7 +62,7 @@ const (
 func main() {
 	path := flag.String("data", "", "text `file` or folder to learn from (default: the sources of Go)")
 	out := flag.String("out", filepath.Join("runs", "transformer"), "`folder` for the model, log, curve and sample")
-	steps := flag.Int("steps", 1000, "optimizer steps")
+	steps := flag.Int("steps", 1500, "optimizer steps")
 	seed := flag.Uint64("seed", 1, "random seed of the weights, the data order and the sample")
 	resume := flag.Bool("resume", false, "continue the run in -out")
 	flag.Parse()

@@ -204,6 +204,30 @@ func TestOwnModel(t *testing.T) {
 	}
 }
 
+// TestWithTokenizer checks that a new model is saved with the tokenizer of a folder or a file.
+func TestWithTokenizer(t *testing.T) {
+	m, err := llm.NewModel(llm.Config{Vocab: 50, Dim: 24, Layers: 1, Heads: 4, Seq: 16}.Default(),
+		tensor.Float32, 3)
+	require.NoError(t, err)
+	files := map[string][]string{"testdata/tiny": {"tokenizer.json", "tokenizer_config.json",
+		"chat_template.jinja"}, "testdata/tiny/tokenizer.json": {"tokenizer.json"}}
+	for path, want := range files {
+		dir := filepath.Join(t.TempDir(), "out")
+		require.NoError(t, SavePretrained(t.Context(), dir, m, WithTokenizer(path)))
+
+		entries, err := os.ReadDir(dir)
+		require.NoError(t, err)
+		require.Len(t, entries, 3+len(want)) // with the weights and two configurations
+		for _, name := range want {
+			a, err := os.ReadFile(filepath.Join("testdata/tiny", name))
+			require.NoError(t, err)
+			b, err := os.ReadFile(filepath.Join(dir, name))
+			require.NoError(t, err)
+			require.Equal(t, a, b, name)
+		}
+	}
+}
+
 // TestGrowing wants a model that gets Kasmina layers to compute what it did.
 func TestGrowing(t *testing.T) {
 	f, g := open(t, "llama2"), readGolden(t, "llama2")
