@@ -3,48 +3,35 @@ package growth
 import (
 	"fmt"
 	"image/color"
-	"os"
 	"slices"
 
 	"gonum.org/v1/plot"
 	"gonum.org/v1/plot/plotter"
 	"gonum.org/v1/plot/plotutil"
 	"gonum.org/v1/plot/vg"
-	"gonum.org/v1/plot/vg/draw"
-	"gonum.org/v1/plot/vg/vgimg"
 
-	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/figure"
 )
 
 // drawGains draws the final losses of the best static and the best growing arm of each optimizer,
 // relative to the best static arm, over the budget. Equal FLOPs and equal time have separate panels.
 // The table names the arms.
 func drawGains(path string, rows []row) error {
-	var panels []*plot.Plot
+	var panels []figure.Panel
 	for _, equal := range []string{"flops", "time"} {
 		lines, err := gainLines(rows, equal)
 		if err != nil {
 			return err
 		}
 		if lines != nil {
-			panels = append(panels, lines)
+			panels = append(panels, figure.Panel{Plot: lines, Height: 1})
 		}
 	}
 	if len(panels) == 0 {
 		return nil // nothing grew, or there is no static arm to compare with
 	}
 
-	img := vgimg.New(8*vg.Inch, vg.Length(len(panels))*4.5*vg.Inch)
-	canvas := draw.New(img)
-	height := canvas.Max.Y / vg.Length(len(panels))
-	for i, p := range panels {
-		above, below := vg.Length(i)*height, vg.Length(len(panels)-1-i)*height
-		p.Draw(draw.Crop(canvas, 0, 0, below, -above))
-	}
-	return atomicfile.WriteMkdir(path, func(f *os.File) error {
-		_, err := vgimg.PngCanvas{Canvas: img}.WriteTo(f)
-		return err
-	})
+	return figure.Write(path, 8*vg.Inch, vg.Length(len(panels))*4.5*vg.Inch, panels...)
 }
 
 // gainLines returns the panel for equal FLOPs or equal time, or nil if it would be empty.

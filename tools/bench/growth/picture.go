@@ -4,15 +4,12 @@ import (
 	"fmt"
 	"image/color"
 	"math"
-	"os"
 
 	"gonum.org/v1/plot"
 	"gonum.org/v1/plot/plotter"
 	"gonum.org/v1/plot/vg"
-	"gonum.org/v1/plot/vg/draw"
-	"gonum.org/v1/plot/vg/vgimg"
 
-	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/figure"
 )
 
 var (
@@ -26,7 +23,7 @@ var (
 func drawComparison(path string, c comparison) error {
 	losses, blocks := plot.New(), plot.New()
 	losses.Title.Text = title(c)
-	losses.Y.Label.Text, blocks.Y.Label.Text = "held-out loss, nats a byte", "blocks"
+	losses.Y.Label.Text, blocks.Y.Label.Text = "held-out loss, nats per byte", "blocks"
 	blocks.X.Label.Text = "share of the static model's time, % (light blocks are on trial)"
 	losses.Legend.Top = true
 	for _, p := range []*plot.Plot{losses, blocks} {
@@ -58,7 +55,8 @@ func drawComparison(path string, c comparison) error {
 	} else if err := addBlocks(blocks, c.static); err != nil {
 		return err
 	}
-	return save(path, losses, blocks)
+	return figure.Write(path, 7*vg.Inch, 6*vg.Inch, figure.Panel{Plot: losses, Height: 7},
+		figure.Panel{Plot: blocks, Height: 3})
 }
 
 // title describes the result of a comparison.
@@ -160,19 +158,4 @@ func addBlocks(p *plot.Plot, r *trained) error {
 	}
 	p.Y.Min, p.Y.Max = 0, float64(most)
 	return nil
-}
-
-// save writes the two plots as a PNG, one below the other.
-func save(path string, losses, blocks *plot.Plot) error {
-	img := vgimg.New(7*vg.Inch, 6*vg.Inch)
-	canvas := draw.New(img)
-	split := 1.8 * vg.Inch
-	upper := draw.Crop(canvas, 0, 0, split, 0)
-	lower := draw.Crop(canvas, 0, 0, 0, split-canvas.Max.Y)
-	losses.Draw(upper)
-	blocks.Draw(lower)
-	return atomicfile.WriteMkdir(path, func(f *os.File) error {
-		_, err := vgimg.PngCanvas{Canvas: img}.WriteTo(f)
-		return err
-	})
 }
