@@ -1,5 +1,5 @@
-// Package board shows training runs in a browser while they go on: curves, the lattice of seeds,
-// samples, and Prometheus' metrics.
+// Package board shows training runs in a browser: curves, seeds, events and samples. It also serves
+// metrics for Prometheus.
 //
 //	b, err := board.Attach(trainer)
 //	...
@@ -7,13 +7,13 @@
 //	...
 //	defer b.Close()
 //
-// The page works offline: all of it is in the program. A [Board] is an [http.Handler] too, for a
-// program that has a server of its own.
+// The page needs no network: all its files are embedded in the program. A program with a web server
+// can use a [Board] as an [http.Handler].
 //
-// A run never waits for its board. The board takes copies of the trainer's events, and what it has
-// no room for it drops and counts. Viewers ask a copy of their own, a few times a second; one that
-// stalls is disconnected, and one that floods is refused. Package [board/api] has the JSON, under
-// /api/v1, and a client.
+// A run never waits for its board. The board receives copies of the trainer's events; if it falls too
+// far behind, it drops events and counts them. Viewers receive updates a few times per second. The
+// board disconnects viewers that do not read and refuses excessive requests. Package [board/api]
+// documents the JSON interface under /api/v1 and contains a client for it.
 //
 // [board/api]: https://pkg.go.dev/github.com/kasmina-go/kasmina/board/api
 package board
@@ -39,8 +39,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Board shows the runs of the trainers that it watches. Make one with [New] or [Attach]. All
-// methods may be called from any goroutine.
+// A Board shows the runs of trainers, or the runs that logs describe. Create one with [New], [Attach]
+// or [Logs]. All methods may be called from any goroutine.
 type Board struct {
 	handler http.Handler
 	config  config
@@ -49,35 +49,35 @@ type Board struct {
 	identity identity
 	queue    chan message
 	closing  chan struct{}
-	drained  chan struct{} // closed when the queue has been taken in, after closing
-	viewers  places        // of streams
+	drained  chan struct{} // closed once the queue is empty after closing
+	viewers  places        // limits the streams
 	cards    cards
 
 	orders   orders
-	patience time.Duration // of requests that wait for the end of a step
+	patience time.Duration // for requests that wait for the end of a step
 
 	mu       sync.Mutex
 	closed   bool
 	runs     []*store.Run
-	trainers []*llm.Trainer // of the runs
+	trainers []*llm.Trainer // of the runs, nil for a run that a log describes
 	servers  []*http.Server
 }
 
-// identity distinguishes a board from another one that listens at the same address later.
+// identity distinguishes a board from another one that later listens at the same address.
 type identity struct {
 	ID string `json:"id"`
 }
 
-// message is an event of a run, on its way from the trainer.
+// A message is an event of a run in the queue.
 type message struct {
 	run   *store.Run
 	event llm.Event
 }
 
-// queued is how many events may wait, which is seconds of the fastest runs.
+// queued is the capacity of the queue. It suffices for several seconds of the fastest runs.
 const queued = 4096
 
-// Option changes what [New] makes.
+// An Option configures [New], [Attach] and [Logs].
 type Option func(*config)
 
 type config struct {
@@ -92,14 +92,14 @@ func WithFolder(folder string) Option {
 	return func(c *config) { c.name = runName(folder) }
 }
 
-// WithHosts lets browsers reach the board under the given names too, without port. Addresses,
-// localhost and the computer's own name are known: any other could be a stranger's page that has
-// its name lead here.
+// WithHosts permits requests under additional host names, given without a port. Addresses, localhost
+// and the name of the computer are always permitted. Other names are refused because a hostile page
+// could use them to reach the board.
 func WithHosts(names ...string) Option {
 	return func(c *config) { c.hosts = append(c.hosts, names...) }
 }
 
-// New returns a board without runs.
+// New returns a board without runs. Use [Board.Watch] to add some.
 func New(opts ...Option) (*Board, error) {
 	b := &Board{queue: make(chan message, queued), closing: make(chan struct{}),
 		drained:  make(chan struct{}),
@@ -110,6 +110,7 @@ func New(opts ...Option) (*Board, error) {
 		}
 		opt(&b.config)
 	}
+
 	if b.config.control {
 		b.token = newToken()
 	}
@@ -118,7 +119,8 @@ func New(opts ...Option) (*Board, error) {
 	return b, nil
 }
 
-// Attach returns a board that watches a trainer. It must be called before the trainer's Run.
+// Attach returns a board that shows the runs of a trainer. It must be called before the trainer's
+// Run.
 func Attach(t *llm.Trainer, opts ...Option) (*Board, error) {
 	b, err := New(opts...)
 	if err != nil {
@@ -130,12 +132,13 @@ func Attach(t *llm.Trainer, opts ...Option) (*Board, error) {
 	return b, nil
 }
 
-// Watch shows the runs of one more trainer, under a name.
+// Watch adds a trainer, whose runs the board shows under the given name.
 func (b *Board) Watch(t *llm.Trainer, name string) error {
 	if t == nil || t.Model == nil {
-		return errors.New("board: Watch: the trainer is nil or its zero value, want one that " +
-			"llm.NewTrainer returns")
+		return errors.New("board: Watch: the trainer is nil or its zero value: create it with " +
+			"llm.NewTrainer")
 	}
+
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	switch {
@@ -144,6 +147,7 @@ func (b *Board) Watch(t *llm.Trainer, name string) error {
 	case b.closed:
 		return errors.New("board: Watch: the board is closed")
 	}
+
 	run := store.NewRun(strconv.Itoa(len(b.runs)), name, settings(t))
 	b.runs, b.trainers = append(b.runs, run), append(b.trainers, t)
 	f := &feed{board: b, run: run, seeds: t.Model.Kasmina}
@@ -151,11 +155,13 @@ func (b *Board) Watch(t *llm.Trainer, name string) error {
 	return nil
 }
 
-// settings are what people compare runs by: the program's notes, or else the model's sizes.
+// settings returns the settings by which people compare runs: the program's notes, or the sizes of the
+// model if there are no notes.
 func settings(t *llm.Trainer) map[string]string {
 	if len(t.Config.Notes) > 0 {
 		return maps.Clone(t.Config.Notes)
 	}
+
 	m, c := t.Model.Config, t.Config
 	s := map[string]string{}
 	for name, v := range map[string]int{"layers": m.Layers, "dim": m.Dim,
@@ -167,22 +173,22 @@ func settings(t *llm.Trainer) map[string]string {
 	return s
 }
 
-// feed hands the events of a trainer to the board. It runs on the training goroutine and never
-// waits.
+// A feed passes the events of a trainer to the board. It runs on the training goroutine, so it must
+// not wait.
 type feed struct {
 	board *Board
 	run   *store.Run
 	seeds *state.Network
-	left  []state.Event // that the queue had no room for
+	left  []state.Event // events of seeds that did not fit into the queue
 }
 
-// maxLeft bounds the events of seeds that wait for room.
+// maxLeft limits the events of seeds that wait for the queue.
 const maxLeft = 1 << 16
 
 func (f *feed) event(e llm.Event) error {
 	switch e.Kind {
 	case llm.RunStart:
-		e.Reports = f.seeds.Report() // or the picture would be empty for an epoch
+		e.Reports = f.seeds.Report() // for the picture before the first epoch ends
 	case llm.EpochEnd:
 		if len(f.left) > 0 {
 			e.SeedEvents = append(f.left, e.SeedEvents...)
@@ -190,6 +196,7 @@ func (f *feed) event(e llm.Event) error {
 	case llm.Profiled, llm.Chosen:
 		return nil
 	}
+
 	if f.send(e) {
 		if e.Kind == llm.EpochEnd {
 			f.left = nil
@@ -203,8 +210,8 @@ func (f *feed) event(e llm.Event) error {
 	return nil
 }
 
-// send reports whether there was room. For the end of a run it waits a moment: nothing waits for
-// it then.
+// send adds an event to the queue and reports whether there was room. It waits up to a second to add
+// the end of a run, when waiting delays no training.
 func (f *feed) send(e llm.Event) bool {
 	m := message{f.run, e}
 	select {
@@ -212,6 +219,7 @@ func (f *feed) send(e llm.Event) bool {
 		return true
 	default:
 	}
+
 	if e.Kind != llm.RunEnd {
 		return false
 	}
@@ -223,7 +231,7 @@ func (f *feed) send(e llm.Event) bool {
 	}
 }
 
-// collect takes events in until the board is closed and none is left.
+// collect moves events from the queue to their runs until the board is closed and the queue empty.
 func (b *Board) collect() {
 	defer close(b.drained)
 	for {
@@ -252,10 +260,10 @@ func (b *Board) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	b.handler.ServeHTTP(w, r)
 }
 
-// errZero is the error of a board that nobody has made.
-var errZero = errors.New("the board is its zero value, want one that New or Attach returns")
+// errZero is the error of a zero Board.
+var errZero = errors.New("the board is its zero value: create it with New or Attach")
 
-// Close ends the board's servers. Viewers are told what there is to tell first.
+// Close shuts the board's servers down. Before that, it sends the latest updates to the viewers.
 func (b *Board) Close() error {
 	b.mu.Lock()
 	if b.closed || b.handler == nil {
@@ -265,12 +273,14 @@ func (b *Board) Close() error {
 	b.closed = true
 	servers := b.servers
 	b.mu.Unlock()
+
 	close(b.closing)
 	<-b.drained
 	for deadline := time.Now().Add(partingTime); b.viewers.count() > 0 &&
 		time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}
+
 	errs := b.cards.close()
 	for _, s := range servers {
 		errs = errors.Join(errs, s.Close())
@@ -281,32 +291,32 @@ func (b *Board) Close() error {
 	return nil
 }
 
-// partingTime is how long viewers may take for the end of a run.
+// partingTime limits how long Close waits for viewers to receive the latest updates.
 const partingTime = time.Second
 
-// trains reports whether some run is of this program, on this computer.
+// trains reports whether the board watches a trainer, so that a run uses this computer.
 func (b *Board) trains() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return slices.ContainsFunc(b.trainers, func(t *llm.Trainer) bool { return t != nil })
 }
 
-// gpus are those that the board's runs may train on: none of a board of logs.
+// gpus returns the GPUs of this computer, or none if the board shows only logs.
 func (b *Board) gpus() []api.Card {
 	if !b.trains() {
 		return []api.Card{}
 	}
-	return b.cards.told()
+	return b.cards.state()
 }
 
-// all returns the runs.
+// all returns all runs.
 func (b *Board) all() []*store.Run {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.runs[:len(b.runs):len(b.runs)]
 }
 
-// byID returns a run, nil if there is none.
+// byID returns the run with the given ID, or nil if there is none.
 func (b *Board) byID(id string) *store.Run {
 	for _, r := range b.all() {
 		if r.ID() == id {

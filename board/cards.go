@@ -12,22 +12,23 @@ import (
 	"github.com/kasmina-go/kasmina/board/internal/nvml"
 )
 
-// cards are the GPUs of the computer that the board's runs train on.
+// cards reads the state of the GPUs of this computer.
 type cards struct {
 	open func() (*nvml.Library, error)
 
 	mu      sync.Mutex
 	tried   bool
-	library *nvml.Library // nil where there is none
+	library *nvml.Library // nil if there is none
 	known   []nvml.Card
 	read    time.Time
-	failed  bool // which has been told
+	failed  bool // an error has been logged
 }
 
-// cardsEvery is how old what is told of GPUs may be: asking them takes milliseconds.
+// cardsEvery limits how often the GPUs are read, because that takes milliseconds.
 const cardsEvery = time.Second
 
-// now returns the GPUs: none where NVML is missing, which is told once.
+// now returns the state of the GPUs, at most cardsEvery old. If NVML is missing, it returns none and
+// logs that once.
 func (c *cards) now() []nvml.Card {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -35,23 +36,25 @@ func (c *cards) now() []nvml.Card {
 		c.tried = true
 		var err error
 		if c.library, err = c.open(); err != nil {
-			slog.Debug(fmt.Sprintf("board: power and memory of GPUs are not shown: %v", err))
+			slog.Debug(fmt.Sprintf("board: the power and memory of GPUs are not shown: %v", err))
 		}
 	}
+
 	if c.library == nil || time.Since(c.read) < cardsEvery {
 		return c.known
 	}
+
 	var err error
 	if c.known, err = c.library.Cards(); err != nil && !c.failed {
 		c.failed = true
-		slog.Warn(fmt.Sprintf("board: what GPUs tell of themselves is not complete: %v", err))
+		slog.Warn(fmt.Sprintf("board: some GPUs cannot be read: %v", err))
 	}
 	c.read = time.Now()
 	return c.known
 }
 
-// told returns the GPUs as the API has them.
-func (c *cards) told() []api.Card {
+// state returns the state of the GPUs for the API.
+func (c *cards) state() []api.Card {
 	all := []api.Card{}
 	for _, n := range c.now() {
 		all = append(all, api.Card{Index: n.Index, Name: n.Name, UUID: n.UUID,
@@ -61,6 +64,7 @@ func (c *cards) told() []api.Card {
 	return all
 }
 
+// close closes the library.
 func (c *cards) close() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -72,7 +76,7 @@ func (c *cards) close() error {
 	return l.Close()
 }
 
-// cardMetrics are the gauges of a GPU. What it does not tell is 0, and left out.
+// cardMetrics lists the gauges of a GPU. Values that a GPU does not report are 0 and omitted.
 var cardMetrics = []struct {
 	name, help string
 	value      func(nvml.Card) float64
@@ -80,24 +84,24 @@ var cardMetrics = []struct {
 	{"kasmina_gpu_power_watts", "Power that the GPU draws.", func(c nvml.Card) float64 {
 		return c.Power
 	}},
-	{"kasmina_gpu_power_limit_watts", "Power at which the GPU lowers its clock.",
+	{"kasmina_gpu_power_limit_watts", "Power above which the GPU reduces its clock.",
 		func(c nvml.Card) float64 { return c.PowerLimit }},
-	{"kasmina_gpu_power_ratio", "Share of the power limit, which bounds training steps.",
+	{"kasmina_gpu_power_ratio", "Fraction of the power limit that the GPU draws.",
 		func(c nvml.Card) float64 {
 			if c.PowerLimit == 0 {
 				return 0
 			}
 			return c.Power / c.PowerLimit
 		}},
-	{"kasmina_gpu_memory_used_bytes", "Memory of the GPU in use, by all programs.",
+	{"kasmina_gpu_memory_used_bytes", "Memory of the GPU that is in use by any program.",
 		func(c nvml.Card) float64 { return float64(c.Used) }},
 	{"kasmina_gpu_memory_total_bytes", "Memory of the GPU.",
 		func(c nvml.Card) float64 { return float64(c.Total) }},
-	{"kasmina_gpu_busy_ratio", "Share of the time in which some kernel ran.",
+	{"kasmina_gpu_busy_ratio", "Fraction of the time during which a kernel ran.",
 		func(c nvml.Card) float64 { return c.Busy }},
 }
 
-// cardExposition returns the gauges of GPUs in Prometheus' text format.
+// cardExposition returns the gauges of GPUs in Prometheus's text format.
 func cardExposition(all []nvml.Card) []byte {
 	var b bytes.Buffer
 	for _, m := range cardMetrics {

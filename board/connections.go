@@ -15,14 +15,14 @@ const (
 	// A single client cannot take all places.
 	maxConnectionsOfClient = maxConnections * 3 / 4
 
-	stalled    = 10 * time.Second // after which a peer that takes nothing of an answer is dropped
-	writeChunk = 1 << 16          // what a peer must take of a longer answer in that time
-	sendBuffer = 1 << 18          // what the system keeps for a peer that does not read
-	patient    = time.Second      // how long a write may last before it gives way to other clients
+	stalled    = 10 * time.Second // limit for a client to read writeChunk bytes of an answer
+	writeChunk = 1 << 16
+	sendBuffer = 1 << 18     // bytes that the system buffers for a client that does not read
+	patient    = time.Second // a longer write may be interrupted in favor of another client
 )
 
-// clientOf returns the client that an address with a port belongs to. The addresses of an IPv6
-// network count as one client, which may use any of them.
+// clientOf returns the client to which an address with a port belongs. All addresses of an IPv6
+// network count as the same client, because a client may use any address of its network.
 func clientOf(addr string) string {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -43,10 +43,10 @@ func clientOf(addr string) string {
 	return network.String()
 }
 
-// connections is a listener that bounds how many connections there are, in all and of a client.
+// connections is a listener that limits the number of connections, in total and per client.
 //
-// When a bound is reached, a new connection takes the place of one on which no request is being
-// answered, or whose peer does not read its answer. Without any such connection it is closed.
+// When a limit is reached, a new connection replaces an idle one, or one whose client does not read
+// its answer. If there is no such connection, the new one is closed.
 type connections struct {
 	net.Listener
 	stalled time.Duration
@@ -61,16 +61,16 @@ func newConnections(l net.Listener) *connections {
 		ofClient: map[string]int{}}
 }
 
-// A phase is what a connection is used for at the moment.
+// A phase is the current use of a connection.
 type phase uint8
 
 const (
-	idle      phase = iota // no handler works on a request; one may be on its way
-	answering              // a handler works on a request
-	writing                // a part of an answer is being written
+	idle      phase = iota // no handler is running
+	answering              // a handler is running
+	writing                // a handler is writing a part of its answer
 )
 
-// connection is a connection of a listener that bounds them.
+// A connection is a connection that was accepted by a listener with limits.
 type connection struct {
 	net.Conn
 	from   *connections
@@ -78,10 +78,10 @@ type connection struct {
 
 	// The listener's mu guards these.
 	phase phase
-	since time.Time // when the phase began
+	since time.Time // start of the phase
 }
 
-// Accept returns the next connection for which there is a place.
+// Accept returns the next connection that the limits permit.
 func (l *connections) Accept() (net.Conn, error) {
 	for {
 		c, err := l.Listener.Accept()
@@ -95,39 +95,41 @@ func (l *connections) Accept() (net.Conn, error) {
 	}
 }
 
-// admit gives a connection a place, and returns nil if there is none.
+// admit adds a connection, possibly in place of another one. It returns nil if the limits do not
+// permit that.
 func (l *connections) admit(c net.Conn) *connection {
 	own := &connection{Conn: c, from: l, client: clientOf(c.RemoteAddr().String()),
 		since: time.Now()}
 	if tcp, ok := c.(*net.TCPConn); ok {
-		_ = tcp.SetWriteBuffer(sendBuffer) // on an error it stays as large as the system makes it
+		_ = tcp.SetWriteBuffer(sendBuffer) // if this fails, the default size remains
 	}
 
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	var leaves *connection
+	var replaced *connection
 	switch {
 	case l.ofClient[own.client] >= maxConnectionsOfClient:
-		leaves = l.least(own.client)
+		replaced = l.leastUsed(own.client)
 	case len(l.open) >= maxConnections:
-		leaves = l.least(l.busiest())
+		replaced = l.leastUsed(l.busiest())
 	default:
 		l.add(own)
 		return own
 	}
-	if leaves == nil {
+	if replaced == nil {
 		return nil
 	}
 
-	l.remove(leaves)
-	leaves.Conn.Close()
+	l.remove(replaced)
+	replaced.Conn.Close()
 	l.add(own)
 	return own
 }
 
-// least returns the connection of a client that is missed least: the one that has been idle, or
-// else writing, for the longest time. It returns nil if all are in use.
-func (l *connections) least(client string) (found *connection) {
+// leastUsed returns the connection of a client that has been idle for the longest time. If none is
+// idle, it returns the one that has been writing for the longest time. It returns nil if all
+// connections are in use.
+func (l *connections) leastUsed(client string) (found *connection) {
 	for c := range l.open {
 		switch {
 		case c.client != client || c.phase == answering:
@@ -156,7 +158,7 @@ func (l *connections) add(c *connection) {
 }
 
 func (l *connections) remove(c *connection) {
-	if _, there := l.open[c]; !there {
+	if _, open := l.open[c]; !open {
 		return
 	}
 	delete(l.open, c)
@@ -165,7 +167,7 @@ func (l *connections) remove(c *connection) {
 	}
 }
 
-// enter notes that a connection is in another phase from now on, and returns the phase before.
+// enter starts a phase of a connection and returns the previous one.
 func (l *connections) enter(c *connection, p phase) (before phase) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -174,15 +176,15 @@ func (l *connections) enter(c *connection, p phase) (before phase) {
 	return before
 }
 
-// connectionKey is the key of a request's connection in its context.
+// connectionKey is the context key for the connection of a request.
 type connectionKey struct{}
 
-// context is for the field ConnContext of a server.
+// context implements the field ConnContext of a server.
 func (l *connections) context(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, connectionKey{}, c)
 }
 
-// tracked notes on which connections a handler works.
+// tracked records for which connections a handler is running.
 func (l *connections) tracked(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if c, ok := r.Context().Value(connectionKey{}).(*connection); ok {
@@ -193,7 +195,7 @@ func (l *connections) tracked(next http.Handler) http.Handler {
 	})
 }
 
-// Write writes p. It fails when the peer has not taken any part of writeChunk bytes in time.
+// Write writes p. It fails if the client takes too long to read any writeChunk bytes.
 func (c *connection) Write(p []byte) (n int, err error) {
 	before := c.from.enter(c, writing)
 	defer func() { c.from.enter(c, before) }()
@@ -203,14 +205,14 @@ func (c *connection) Write(p []byte) (n int, err error) {
 		if err := c.Conn.SetWriteDeadline(time.Now().Add(c.from.stalled)); err != nil {
 			return n, err
 		}
-		took, err := c.Conn.Write(part)
-		if n += took; err != nil || n == len(p) {
+		written, err := c.Conn.Write(part)
+		if n += written; err != nil || n == len(p) {
 			return n, err
 		}
 	}
 }
 
-// Close closes the connection, whose place is free then.
+// Close closes the connection and removes it from its listener.
 func (c *connection) Close() error {
 	c.from.mu.Lock()
 	c.from.remove(c)
@@ -218,15 +220,15 @@ func (c *connection) Close() error {
 	return c.Conn.Close()
 }
 
-// places are for a bounded number of streams, in all and of a client.
+// places limits the number of streams, in total and per client.
 type places struct {
 	mu       sync.Mutex
 	taken    int
 	ofClient map[string]int
 }
 
-// take takes a place for a client, and returns what gives it back. It returns false if there is
-// none.
+// take reserves a place for a client and returns a function that releases it. It returns false if the
+// limits do not permit another stream.
 func (p *places) take(client string) (leave func(), ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -249,14 +251,14 @@ func (p *places) take(client string) (leave func(), ok bool) {
 	}, true
 }
 
-// count returns how many places are taken.
+// count returns the number of reserved places.
 func (p *places) count() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.taken
 }
 
-// rates bound how often something happens a second, in all and for a client.
+// rates limits the rate of events, in total and per client.
 type rates struct {
 	perSecond float64
 
@@ -265,10 +267,10 @@ type rates struct {
 	clients map[string]*bucket
 }
 
-// maxClients bounds the clients that rates remember.
+// maxClients limits the number of clients that rates tracks.
 const maxClients = 1 << 10
 
-// take reports whether it may happen now.
+// take reports whether an event of a client is permitted now.
 func (r *rates) take(client string, now time.Time) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -276,7 +278,7 @@ func (r *rates) take(client string, now time.Time) bool {
 	own := r.clients[client]
 	if own == nil {
 		if len(r.clients) >= maxClients {
-			r.clients = nil // all begin with a full bucket again
+			r.clients = nil // every client starts with a full bucket again
 		}
 		if r.clients == nil {
 			r.clients = map[string]*bucket{}
@@ -285,11 +287,11 @@ func (r *rates) take(client string, now time.Time) bool {
 		r.clients[client] = own
 	}
 
-	// A client that is refused takes nothing from others.
+	// A refused event must not count against the total.
 	return own.take(now, r.perSecond*3/4) && r.all.take(now, r.perSecond)
 }
 
-// bucket lets something happen so many times a second, on average, and twice as often at once.
+// A bucket permits a number of events per second on average, and twice that number at once.
 type bucket struct {
 	left float64
 	at   time.Time

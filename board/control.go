@@ -21,24 +21,24 @@ import (
 	"github.com/kasmina-go/kasmina/state/telemetry"
 )
 
-// WithControl lets whoever has the board's [Board.Token] steer its runs. Without it a board can
-// only be looked at.
+// WithControl permits clients with the board's [Board.Token] to steer its runs. Without this option,
+// the board is read-only.
 func WithControl() Option { return func(c *config) { c.control = true } }
 
-// Token returns what a request must have to steer a run, "" if none may. It is a new one for each
-// board, and part of the URL that Listen returns.
+// Token returns the token that a request needs to steer a run, or "" if the board is read-only. Every
+// board has its own token, which is part of the URL that [Board.Listen] returns.
 func (b *Board) Token() string { return b.token }
 
-// Limits of what is asked of a run.
+// Limits of requests to a run.
 const (
 	maxBody     = 1 << 16
 	maxCommands = 1000
 	maxWho      = 64
 	maxWhy      = 200
-	maxOrders   = 20 // requests a second, refused ones included
+	maxOrders   = 20 // per second, including refused ones
 )
 
-// control adds what steers runs to the routes.
+// control adds the routes that steer runs.
 func (b *Board) control(mux *http.ServeMux) {
 	mux.HandleFunc("GET /api/v1/control", func(w http.ResponseWriter, _ *http.Request) {
 		c := api.Control{Allowed: b.config.control}
@@ -51,7 +51,7 @@ func (b *Board) control(mux *http.ServeMux) {
 
 	orders := &rates{perSecond: maxOrders}
 	post := func(path string, read reader) {
-		mux.HandleFunc("POST /api/v1/runs/{run}/"+path, b.authorised(orders, read))
+		mux.HandleFunc("POST /api/v1/runs/{run}/"+path, b.authorized(orders, read))
 	}
 	post("commands", readCommands)
 	post("telemetry", readTelemetry)
@@ -63,35 +63,36 @@ func (b *Board) control(mux *http.ServeMux) {
 // result. If the order is refused, the page shows the returned commands.
 type reader func(*http.Request, *llm.Trainer) (answer <-chan error, commands []state.Command, err error)
 
-// errRequest is wrapped by what is wrong with a request itself.
-var errRequest = errors.New("the request")
+// errRequest is wrapped by errors of malformed requests.
+var errRequest = errors.New("invalid request")
 
-// authorised lets requests through that carry the token and come from no other site.
-func (b *Board) authorised(orders *rates, read reader) http.HandlerFunc {
+// authorized accepts only requests with the token that do not come from another site.
+func (b *Board) authorized(orders *rates, read reader) http.HandlerFunc {
 	sites := http.NewCrossOriginProtection()
 	return func(w http.ResponseWriter, r *http.Request) {
 		given, bearer := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 		want, got := sha256.Sum256([]byte(b.token)), sha256.Sum256([]byte(given))
 		kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
+
 		switch run, t := b.trainer(r.PathValue("run")); {
 		case !b.config.control:
 			refuse(w, http.StatusForbidden,
-				"this board can only be looked at: board.WithControl, or --board-control, lets a "+
-					"run be steered")
+				"this board is read-only: board.WithControl, or --board-control, "+
+					"permits steering")
 		case !orders.take(clientOf(r.RemoteAddr), time.Now()):
-			refuse(w, http.StatusTooManyRequests, "too many commands")
+			refuse(w, http.StatusTooManyRequests, "too many requests to steer")
 		case sites.Check(r) != nil:
 			refuse(w, http.StatusForbidden, "the request comes from another site")
 		case !bearer || subtle.ConstantTimeCompare(want[:], got[:]) != 1:
 			w.Header().Set("WWW-Authenticate", "Bearer")
 			refuse(w, http.StatusUnauthorized,
-				"the token is missing or wrong: the program printed it, with the board's URL")
+				"the token is missing or wrong: it is part of the URL that the program printed")
 		case err != nil || kind != "application/json":
 			refuse(w, http.StatusUnsupportedMediaType, "the body must be application/json")
 		case run == nil:
-			refuse(w, http.StatusNotFound, "there is no such run; /api/v1/runs lists them")
+			refuse(w, http.StatusNotFound, "no such run; /api/v1/runs lists all runs")
 		case t == nil:
-			refuse(w, http.StatusConflict, "the run is of another program or has ended")
+			refuse(w, http.StatusConflict, "the run belongs to another program and can only be watched")
 		default:
 			r.Body = http.MaxBytesReader(w, r.Body, maxBody)
 			b.carryOut(w, r, run, t, read)
@@ -99,7 +100,7 @@ func (b *Board) authorised(orders *rates, read reader) http.HandlerFunc {
 	}
 }
 
-// trainer returns a run, and its trainer.
+// trainer returns the run with the given ID and its trainer.
 func (b *Board) trainer(id string) (*store.Run, *llm.Trainer) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -111,14 +112,14 @@ func (b *Board) trainer(id string) (*store.Run, *llm.Trainer) {
 	return nil, nil
 }
 
-// read reads a request as JSON without fields that are not known, or anything behind it.
+// read decodes a request. Unknown fields and data after the JSON value are errors.
 func read(r *http.Request, to any) error {
 	d := json.NewDecoder(r.Body)
 	d.DisallowUnknownFields()
 	err := d.Decode(to)
 	if err == nil {
 		if _, more := d.Token(); more != io.EOF {
-			err = errors.New("there is more behind the JSON")
+			err = errors.New("there is data after the JSON value")
 		}
 	}
 	if err != nil {
@@ -127,7 +128,7 @@ func read(r *http.Request, to any) error {
 	return nil
 }
 
-// asked says who has asked for what, and why, for the record.
+// asked describes a request for the log: who has asked for what, and why.
 func asked(q api.Request, what, why string) string {
 	who := clean(q.Who, maxWho)
 	if who == "" {
@@ -140,7 +141,8 @@ func asked(q api.Request, what, why string) string {
 	return text
 }
 
-// clean returns s as a line of at most n bytes, without characters that a terminal would obey.
+// clean returns s as a line of at most n bytes, without control characters, which a terminal would
+// obey.
 func clean(s string, n int) string {
 	s = strings.Join(strings.Fields(strings.ToValidUTF8(s, "")), " ")
 	s = strings.Map(func(r rune) rune {
@@ -162,14 +164,14 @@ func readCommands(r *http.Request, t *llm.Trainer) (<-chan error, []state.Comman
 		return nil, nil, err
 	}
 	if len(q.Commands) == 0 || len(q.Commands) > maxCommands {
-		return nil, nil, fmt.Errorf("%w: there are %d commands, want 1 to %d", errRequest,
+		return nil, nil, fmt.Errorf("%w: it has %d commands, want 1 to %d", errRequest,
 			len(q.Commands), maxCommands)
 	}
 
 	for i := range q.Commands {
 		c := &q.Commands[i]
 		if c.Action == state.Load {
-			return nil, nil, fmt.Errorf("%w: parameters are not loaded through a board", errRequest)
+			return nil, nil, fmt.Errorf("%w: a board cannot load parameters", errRequest)
 		}
 		why := c.Why
 		if why == "" {
@@ -180,7 +182,7 @@ func readCommands(r *http.Request, t *llm.Trainer) (<-chan error, []state.Comman
 	return t.Steer(q.Commands...), q.Commands, nil
 }
 
-// readTelemetry reads what all lattices are to measure.
+// readTelemetry reads a request to change the telemetry of all lattices.
 func readTelemetry(r *http.Request, t *llm.Trainer) (<-chan error, []state.Command, error) {
 	var q api.Telemetry
 	if err := read(r, &q); err != nil {
@@ -203,7 +205,7 @@ func readTelemetry(r *http.Request, t *llm.Trainer) (<-chan error, []state.Comma
 			Why: note})
 	}
 	if len(commands) == 0 {
-		return nil, nil, errors.New("the run's model has no seeds that could be measured")
+		return nil, nil, errors.New("the model of the run has no seeds")
 	}
 
 	return t.Ask(llm.Request{Commands: commands, Note: note}), commands[:1], nil
@@ -229,5 +231,5 @@ func readStop(r *http.Request, t *llm.Trainer) (<-chan error, []state.Command, e
 	return answer, nil, nil
 }
 
-// newToken returns one that nobody can guess.
+// newToken returns a token that cannot be guessed.
 func newToken() string { return rand.Text() }

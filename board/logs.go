@@ -27,25 +27,26 @@ import (
 // The files of a run's folder.
 const (
 	logName   = "log.jsonl"
-	runFolder = "run" // in the folder of a model that kasmina train has written
+	runFolder = "run" // subfolder of a model that kasmina train has written
 )
 
-// checkpointNames are those of a run's checkpoint, which has its settings.
+// checkpointNames lists the possible names of a run's checkpoint, which contains its settings.
 var checkpointNames = []string{"model.safetensors", "checkpoint.safetensors"}
 
-// Times of logs that are read while they may still be written.
+// Intervals for reading logs that are still being written.
 const (
 	readEvery   = time.Second
 	silentAfter = 2 * time.Minute
 )
 
-// Logs returns a board that shows runs by their logs, side by side: runs of other programs,
-// finished or still going on. A path is a folder with a log.jsonl, or a log itself.
+// Logs returns a board that shows the runs that logs describe, side by side. The runs may be finished
+// or in progress. A path is a folder with a log.jsonl, or a log itself.
 func Logs(paths []string, opts ...Option) (*Board, error) {
 	if len(paths) == 0 {
 		return nil,
-			errors.New("board: Logs: there is no path, want folders of runs, such as runs/*")
+			errors.New("board: Logs: there are no paths: pass folders of runs, such as runs/*")
 	}
+
 	var logs []*log
 	for i, name := range runNames(paths) {
 		l, err := openLog(paths[i], strconv.Itoa(i), name)
@@ -58,6 +59,7 @@ func Logs(paths []string, opts ...Option) (*Board, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, l := range logs {
@@ -67,17 +69,17 @@ func Logs(paths []string, opts ...Option) (*Board, error) {
 	return b, nil
 }
 
-// log is a log that is read.
+// A log follows the log of a run.
 type log struct {
 	folder string
 	tail   *runlog.Tail
 	run    *store.Run
 
-	changed time.Time // when the log changed last, by its file
-	heard   time.Time // the same, by this computer's clock
+	changed time.Time // modification time of the file
+	heard   time.Time // when changed last changed, by this computer's clock
 }
 
-// openLog reads what a log has by now.
+// openLog opens a log and reads its present content.
 func openLog(path, id, name string) (*log, error) {
 	folder, file := filepath.Split(path)
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
@@ -119,8 +121,8 @@ func placeOf(path string) string {
 // runName returns the name of a run, which is the last part of its path.
 func runName(path string) string { return lastParts(placeOf(path), 1) }
 
-// runNames returns names of runs that tell them apart: of runs with the same name, the last parts of
-// their paths.
+// runNames returns distinct names for runs. Runs in folders of the same name are named by the last
+// parts of their paths.
 func runNames(paths []string) []string {
 	places, names := make([]string, len(paths)), make([]string, len(paths))
 	for i, path := range paths {
@@ -140,7 +142,7 @@ func runNames(paths []string) []string {
 		}
 	}
 
-	// A run that is given twice gets a number.
+	// Number a run that is given more than once.
 	for i, name := range names {
 		for n := 2; slices.Contains(names[:i], names[i]); n++ {
 			names[i] = fmt.Sprintf("%s (%d)", name, n)
@@ -149,8 +151,8 @@ func runNames(paths []string) []string {
 	return names
 }
 
-// lastParts returns the last n parts of an absolute path. The root of a file system, which has no
-// name, is "run".
+// lastParts returns the last n parts of an absolute path, or "run" for the root of a file system, which
+// has no name.
 func lastParts(path string, n int) string {
 	separator := string(filepath.Separator)
 	path = strings.Trim(strings.TrimPrefix(path, filepath.VolumeName(path)), separator)
@@ -161,7 +163,7 @@ func lastParts(path string, n int) string {
 	return strings.Join(parts[max(0, len(parts)-n):], "/")
 }
 
-// notes returns the settings of the run by its checkpoint; there may be none yet.
+// notes returns the settings in the checkpoint of the run, or nil if there is no checkpoint yet.
 func (l *log) notes() (notes map[string]string) {
 	for _, name := range checkpointNames {
 		if n, err := llm.ReadNotes(filepath.Join(l.folder, name)); err == nil {
@@ -171,15 +173,16 @@ func (l *log) notes() (notes map[string]string) {
 	return notes
 }
 
-// read takes in what has been added.
+// read reads the records that were added to the log.
 func (l *log) read() error {
 	saved := false
 	changed, err := l.tail.Read(func() {
-		l.run.Clear(nil) // the checkpoint may still be that of the other run
+		l.run.Clear(nil) // the checkpoint may still belong to the previous run
 	}, func(r runlog.Record) {
 		l.run.Read(r)
 		saved = saved || r.Event == "saved"
 	})
+
 	if saved {
 		l.run.Configure(l.notes())
 	}
@@ -190,7 +193,7 @@ func (l *log) read() error {
 	return err
 }
 
-// follow reads on until the board is closed.
+// follow reads new records until the board is closed.
 func (l *log) follow(closing <-chan struct{}) {
 	tick := time.NewTicker(readEvery)
 	defer tick.Stop()
@@ -199,13 +202,13 @@ func (l *log) follow(closing <-chan struct{}) {
 		case <-closing:
 			return
 		case <-tick.C:
-			_ = l.read() // what cannot be read now may be later
+			_ = l.read() // a log that cannot be read now may be readable later
 		}
 	}
 }
 
-// Report writes a run, by its folder or its log, as one page of HTML that needs nothing else. It
-// shows curves, the lattice over time, settings and samples.
+// Report writes the page of a run as a single HTML file that needs no other files. path is the folder
+// of the run, or its log. The page shows the same figures as a [Board].
 func Report(w io.Writer, path string) error {
 	l, err := openLog(path, "0", runName(path))
 	if err != nil {
@@ -225,12 +228,12 @@ func Report(w io.Writer, path string) error {
 	return nil
 }
 
-// WriteReport writes the Report of a run to a file, whose folders it creates, and returns the path
-// of the file. Without a path the file has the name of the run's folder, with .html, and is in the
-// current folder.
+// WriteReport writes the [Report] of a run to a file and returns the path of the file. It creates the
+// folders of the file. If path is empty, the file is written to the current folder and named after
+// the folder of the run, with the suffix .html.
 //
-// An earlier report of the same run is replaced. A file that is anything else, such as the report of
-// another run with the same name, is an error, and stays.
+// WriteReport replaces an earlier report of the same run. Any other existing file is an error and
+// stays, including the report of another run with the same name.
 func WriteReport(path, run string) (string, error) {
 	if path == "" {
 		path = runName(run) + ".html"
@@ -243,7 +246,7 @@ func WriteReport(path, run string) (string, error) {
 	exists, err := replaceable(path, run)
 	if err == nil && exists {
 		err = atomicfile.Write(path, func(f *os.File) error { return writeAll(f, page.Bytes()) })
-	} else if err == nil { // which fails if somebody else creates the file now
+	} else if err == nil { // fails if another program creates the file now
 		err = atomicfile.CreateMkdir(path, func(f *os.File) error {
 			return writeAll(f, page.Bytes())
 		})
@@ -254,12 +257,13 @@ func WriteReport(path, run string) (string, error) {
 	return path, nil
 }
 
+// writeAll writes text to w.
 func writeAll(w io.Writer, text []byte) error {
 	_, err := w.Write(text)
 	return err
 }
 
-// replaceable reports whether there is a file at path. One that is not a report of the run is an
+// replaceable reports whether a file exists at path. A file that is not a report of the run is an
 // error.
 func replaceable(path, run string) (exists bool, err error) {
 	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
@@ -271,7 +275,7 @@ func replaceable(path, run string) (exists bool, err error) {
 	}
 	defer f.Close()
 
-	start := make([]byte, 1<<10) // a report begins with its mark
+	start := make([]byte, 1<<10) // contains the mark of a report
 	n, err := io.ReadFull(f, start)
 	if err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
 		return true, err
@@ -283,8 +287,8 @@ func replaceable(path, run string) (exists bool, err error) {
 	return true, nil
 }
 
-// reportMark returns an HTML element that identifies the run of a report. It contains a checksum of
-// the run's path rather than the path, because reports are passed on to other people.
+// reportMark returns an HTML element that identifies the run of a report. It contains a checksum of the
+// run's path rather than the path itself, which other people need not see.
 func reportMark(run string) string {
 	place := placeOf(run)
 	if real, err := filepath.EvalSymlinks(place); err == nil {
@@ -300,13 +304,14 @@ var (
 	iconPattern   = regexp.MustCompile(`<link rel="icon" href="[a-z.]+">\n`)
 )
 
-// standalone returns the page with all that it loads within it, a mark, and data, which JSON has made
-// free of what HTML would take for tags.
+// standalone returns the page with its styles and scripts, a mark, and data, all in one text. The data
+// are JSON, in which encoding/json has escaped the characters of HTML tags.
 func standalone(data []byte, mark string) ([]byte, error) {
 	html, err := page.ReadFile("page/index.html")
 	if err != nil {
 		return nil, err
 	}
+
 	var errs error
 	file := func(match []byte, p *regexp.Regexp) []byte {
 		text, err := page.ReadFile("page/" + string(p.FindSubmatch(match)[1]))
@@ -317,6 +322,7 @@ func standalone(data []byte, mark string) ([]byte, error) {
 	html = stylePattern.ReplaceAllFunc(html, func(m []byte) []byte {
 		return []byte("<style>" + string(file(m, stylePattern)) + "</style>")
 	})
+
 	sums := ""
 	html = scriptPattern.ReplaceAllFunc(html, func(m []byte) []byte {
 		text := file(m, scriptPattern)
@@ -324,10 +330,12 @@ func standalone(data []byte, mark string) ([]byte, error) {
 		sums += " 'sha256-" + base64.StdEncoding.EncodeToString(sum[:]) + "'"
 		return []byte("<script>" + string(text) + "</script>")
 	})
+
 	policy :=
 		`<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:; ` +
 			`style-src 'unsafe-inline'; script-src` + sums + `">`
 	html = bytes.Replace(html, []byte("<head>"), []byte("<head>\n"+mark+"\n"+policy), 1)
+
 	held := `<script type="application/json" id="data">` + string(data) + "</script>\n<script>"
 	return bytes.Replace(html, []byte("<script>"), []byte(held), 1), errs
 }

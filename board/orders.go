@@ -23,22 +23,22 @@ const (
 	maxSettled = 1000
 )
 
-// orders are the orders that were given through a board.
+// orders holds the requests to steer that a board has received.
 type orders struct {
 	mu   sync.Mutex
-	last int // the number of the latest
+	last int // ID of the latest order
 	all  []*order
 }
 
-// order is something that was asked of a run.
+// An order is a request to a run.
 type order struct {
 	id      int
 	run     *store.Run
-	settled chan struct{} // closed when err has the result
+	settled chan struct{} // closed once err is the result
 	err     error
 }
 
-// isSettled reports whether the order has been granted or refused.
+// isSettled reports whether the order has been carried out or refused.
 func (o *order) isSettled() bool {
 	select {
 	case <-o.settled:
@@ -48,7 +48,7 @@ func (o *order) isSettled() bool {
 	}
 }
 
-// status returns the order's current status.
+// status returns the state of the order for the API.
 func (o *order) status() api.Order {
 	switch {
 	case !o.isSettled():
@@ -60,12 +60,13 @@ func (o *order) status() api.Order {
 	}
 }
 
-// add remembers a new order, which answer will settle. refused is called first if that is an error.
+// add stores a new order. answer delivers its result; if that is an error, add calls refused before
+// the order is settled.
 func (o *orders) add(run *store.Run, answer <-chan error, refused func(error)) *order {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
-	// Forget settled orders, the oldest first. Pending ones are few: see full.
+	// Forget settled orders, the oldest first. There are only a few pending ones, see full.
 	for len(o.all) >= maxSettled {
 		i := slices.IndexFunc(o.all, (*order).isSettled)
 		if i < 0 {
@@ -77,7 +78,7 @@ func (o *orders) add(run *store.Run, answer <-chan error, refused func(error)) *
 	o.last++
 	next := &order{id: o.last, run: run, settled: make(chan struct{})}
 	o.all = append(o.all, next)
-	go func() { // a run answers everything before it ends
+	go func() { // ends because a run answers every request before it ends
 		if next.err = <-answer; next.err != nil {
 			refused(next.err)
 		}
@@ -86,10 +87,11 @@ func (o *orders) add(run *store.Run, answer <-chan error, refused func(error)) *
 	return next
 }
 
-// full reports whether no more orders may wait.
+// full reports whether the maximum number of orders is pending.
 func (o *orders) full() bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
+
 	pending := 0
 	for _, one := range o.all {
 		if !one.isSettled() {
@@ -99,7 +101,7 @@ func (o *orders) full() bool {
 	return pending >= maxPending
 }
 
-// find returns an order of a run, nil if there is none.
+// find returns the order of a run with the given ID, or nil if there is none.
 func (o *orders) find(run *store.Run, id int) *order {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -110,13 +112,13 @@ func (o *orders) find(run *store.Run, id int) *order {
 	return o.all[i]
 }
 
-// carryOut reads an order, passes it to the trainer and answers with the result. The page shows
-// commands that are refused.
+// carryOut reads an order, passes it to the trainer, and answers with the result. The page shows
+// refused commands as events.
 func (b *Board) carryOut(w http.ResponseWriter, r *http.Request, run *store.Run, t *llm.Trainer,
 	read reader) {
 	if b.orders.full() {
 		refuse(w, http.StatusServiceUnavailable, fmt.Sprintf(
-			"%d orders wait for the end of the run's step: try again after it", maxPending))
+			"%d requests wait for the end of the current step: try again after it", maxPending))
 		return
 	}
 
@@ -138,7 +140,7 @@ func (b *Board) carryOut(w http.ResponseWriter, r *http.Request, run *store.Run,
 	o := b.orders.add(run, reply, func(err error) { run.Refuse(commands, err) })
 	select {
 	case <-o.settled:
-	case <-r.Context().Done(): // the order stands, and its client may ask for it later
+	case <-r.Context().Done(): // the order stays pending; the client may query it later
 		return
 	case <-time.After(b.patience):
 	}
@@ -154,18 +156,19 @@ func (b *Board) carryOut(w http.ResponseWriter, r *http.Request, run *store.Run,
 	}
 }
 
-// order answers with what has come of an order.
+// order answers with the state of an order.
 func (b *Board) order(w http.ResponseWriter, r *http.Request) {
 	id, err := number(r.PathValue("order"))
 	if err != nil {
 		refuse(w, http.StatusBadRequest, err.Error())
 		return
 	}
+
 	run := b.byID(r.PathValue("run"))
 	o := b.orders.find(run, id)
 	if run == nil || o == nil {
 		refuse(w, http.StatusNotFound, fmt.Sprintf(
-			"there is no such order; a board remembers the last %d", maxSettled))
+			"no such order; the board remembers only the last %d", maxSettled))
 		return
 	}
 	answer(w, o.status())

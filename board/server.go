@@ -21,27 +21,30 @@ import (
 //go:embed page
 var page embed.FS
 
-// Limits of what viewers may ask.
+// Limits for viewers.
 const (
-	maxViewers         = 64 // streams at a time
+	maxViewers         = 64 // simultaneous streams
 	maxViewersOfClient = maxViewers * 3 / 4
-	maxRequests        = 200 // a second, of all viewers together
+	maxRequests        = 200 // per second, by all viewers together
 	maxHeader          = 1 << 14
 )
 
-// Listen serves the board at an address such as 127.0.0.1:6060, in the background, until Close. It
-// returns the page's URL, with the token of a board that has one. With port 0 the system chooses
-// one. An address without a host, such as :6060, lets other computers look too.
+// Listen serves the board in the background, at an address such as 127.0.0.1:6060, until Close. It
+// returns the URL of the page, which includes the token if the board permits steering.
+//
+// With port 0, the system chooses a port. With an address without a host, such as :6060, other
+// computers can also open the page.
 func (b *Board) Listen(addr string) (url string, err error) {
 	l, err := net.Listen("tcp", addr)
 	if err != nil {
-		return "", fmt.Errorf("board: Listen: %w; want an address such as 127.0.0.1:6060 that no "+
-			"other program has, or one with port 0 for any", err)
+		return "", fmt.Errorf("board: Listen: %w; use an address such as 127.0.0.1:6060 that no "+
+			"other program uses, or port 0 to let the system choose", err)
 	}
 	places := newConnections(l)
 	s := &http.Server{Handler: places.tracked(b), ConnContext: places.context,
 		ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
 		IdleTimeout: time.Minute, MaxHeaderBytes: maxHeader}
+
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.handler == nil {
@@ -50,16 +53,17 @@ func (b *Board) Listen(addr string) (url string, err error) {
 	if b.closed {
 		return "", errors.Join(errors.New("board: Listen: the board is closed"), l.Close())
 	}
+
 	b.servers = append(b.servers, s)
 	go s.Serve(places)
 	url = "http://" + shown(l.Addr().String()) + "/"
 	if b.token != "" {
-		url += "#token=" + b.token // which browsers keep to themselves
+		url += "#token=" + b.token // browsers do not send a fragment
 	}
 	return url, nil
 }
 
-// shown is an address as a browser on this computer takes it.
+// shown returns an address that a browser on this computer can open.
 func shown(addr string) string {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -71,12 +75,13 @@ func shown(addr string) string {
 	return net.JoinHostPort(host, port)
 }
 
-// routes are the board's pages.
+// routes returns the handler of all paths.
 func (b *Board) routes() http.Handler {
 	files, err := fs.Sub(page, "page")
 	if err != nil {
-		panic(err) // the folder is in the program
+		panic(err) // the folder is embedded
 	}
+
 	mux := http.NewServeMux()
 	mux.Handle("GET /{$}", http.FileServerFS(files))
 	for _, name := range []string{"app.js", "charts.js", "lattice.js", "control.js", "style.css",
@@ -84,6 +89,7 @@ func (b *Board) routes() http.Handler {
 		"uplot.LICENSE", "icon.svg"} {
 		mux.Handle("GET /"+name, http.FileServerFS(files))
 	}
+
 	mux.HandleFunc("GET /metrics", b.metrics)
 	mux.HandleFunc("GET /api/v1/runs", func(w http.ResponseWriter, r *http.Request) {
 		runs := []api.Run{}
@@ -95,13 +101,14 @@ func (b *Board) routes() http.Handler {
 	mux.HandleFunc("GET /api/v1/cards", func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, b.gpus())
 	})
+
 	get := func(path string, f func(http.ResponseWriter, *http.Request, *store.Run)) {
 		mux.HandleFunc("GET /api/v1/runs/{run}"+path, func(w http.ResponseWriter, r *http.Request) {
 			if run := b.byID(r.PathValue("run")); run != nil {
 				f(w, r, run)
 				return
 			}
-			refuse(w, http.StatusNotFound, "there is no such run; /api/v1/runs lists them")
+			refuse(w, http.StatusNotFound, "no such run; /api/v1/runs lists all runs")
 		})
 	}
 	get("", func(w http.ResponseWriter, _ *http.Request, run *store.Run) {
@@ -124,11 +131,13 @@ func (b *Board) routes() http.Handler {
 		answer(w, run.Reports())
 	})
 	get("/seeds/{layer}/{seed}", b.seed)
+
 	mux.HandleFunc("GET /api/v1/stream", b.stream)
 	b.control(mux)
 	return mux
 }
 
+// lattice answers with the picture of the seeds.
 func lattice(w http.ResponseWriter, _ *http.Request, run *store.Run) {
 	text, err := run.Lattice()
 	if err != nil {
@@ -152,6 +161,7 @@ func answerFrom[T any](w http.ResponseWriter, r *http.Request, list func(from, n
 	answer(w, list(from, maxAnswered))
 }
 
+// seed answers with the state of a seed.
 func (b *Board) seed(w http.ResponseWriter, r *http.Request, run *store.Run) {
 	layer, err1 := number(r.PathValue("layer"))
 	n, err2 := number(r.PathValue("seed"))
@@ -159,32 +169,35 @@ func (b *Board) seed(w http.ResponseWriter, r *http.Request, run *store.Run) {
 		refuse(w, http.StatusBadRequest, err.Error())
 		return
 	}
+
 	s, ok := run.Seed(layer, n)
 	if !ok {
 		refuse(w, http.StatusNotFound, fmt.Sprintf("the run has no seed %d in layer %d", n, layer))
 		return
 	}
+
 	if _, t := b.trainer(run.ID()); t != nil && layer < t.Model.Kasmina.Layers() {
-		lacks, err := t.Model.Kasmina.Lattice(layer).Shortfall(n)
-		if err == nil && lacks.Condition != "" {
-			s.WaitsFor = lacks.String()
+		shortfall, err := t.Model.Kasmina.Lattice(layer).Shortfall(n)
+		if err == nil && shortfall.Condition != "" {
+			s.WaitsFor = shortfall.String()
 		}
 	}
 	answer(w, s)
 }
 
-// number reads a number from 0 on; none is 0.
+// number parses a non-negative number. An empty text is 0.
 func number(s string) (int, error) {
 	if s == "" {
 		return 0, nil
 	}
 	n, err := strconv.ParseUint(s, 10, 31)
 	if err != nil {
-		return 0, fmt.Errorf("%.40q is no number from 0 on", s)
+		return 0, fmt.Errorf("%.40q is not a non-negative number", s)
 	}
 	return int(n), nil
 }
 
+// answer answers with a value as JSON.
 func answer(w http.ResponseWriter, v any) { answerWith(w, http.StatusOK, v) }
 
 // answerWith answers with a status and a value as JSON.
@@ -207,12 +220,12 @@ func refuse(w http.ResponseWriter, status int, why string) {
 	w.Write(text)
 }
 
-// policy lets the page load what the board serves, and nothing else.
+// policy permits the page to load only files of the board.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: " +
 	"data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
-// guarded answers only as many requests as cost a run nothing, and only those that were meant for
-// the board.
+// guarded limits the rate of requests, so that they do not slow a run down, and refuses requests with
+// foreign host names.
 func (b *Board) guarded(next http.Handler) http.Handler {
 	requests := &rates{perSecond: maxRequests}
 	known := append([]string{"localhost"}, b.config.hosts...)
@@ -227,23 +240,24 @@ func (b *Board) guarded(next http.Handler) http.Handler {
 		h.Set("Cross-Origin-Resource-Policy", "same-origin")
 		h.Set("Cache-Control", "no-store")
 		if r.Method != http.MethodPost && r.ContentLength != 0 {
-			h.Set("Connection", "close") // or the server would wait for a body that nobody reads
+			h.Set("Connection", "close") // otherwise the server waits for the rest of the body
 		}
+
 		switch {
 		case !requests.take(clientOf(r.RemoteAddr), time.Now()):
 			h.Set("Retry-After", "1")
 			refuse(w, http.StatusTooManyRequests,
-				"too many requests: the board answers a few hundred a second")
+				"too many requests: the board answers a few hundred per second")
 		case !ours(r.Host, known):
-			refuse(w, http.StatusForbidden, fmt.Sprintf("the name %.80q is not known to be this "+
-				"board's: use its address, or board.WithHosts", r.Host))
+			refuse(w, http.StatusForbidden, fmt.Sprintf("the host name %.80q is not permitted: "+
+				"use the address of the computer, or board.WithHosts", r.Host))
 		default:
 			next.ServeHTTP(w, r)
 		}
 	})
 }
 
-// ours reports whether a request's host is an address or one of the names.
+// ours reports whether the host of a request is an address or one of the names.
 func ours(host string, names []string) bool {
 	if h, _, err := net.SplitHostPort(host); err == nil {
 		host = h

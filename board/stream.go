@@ -10,31 +10,36 @@ import (
 	"github.com/kasmina-go/kasmina/board/internal/store"
 )
 
-// Times of a stream.
+// Intervals of a stream.
 const (
-	// at which a viewer is told what is new, for each of the viewers: all together take as much as one
+	// The interval between updates grows with the number of viewers, so that all viewers together
+	// cost no more than one does.
 	viewerEvery = 250 * time.Millisecond
-	aliveEvery  = 15 * time.Second // at least, for proxies and to notice who has gone
+
+	// An idle stream sends a comment, so that proxies keep the connection and the board notices that
+	// a viewer has left.
+	aliveEvery = 15 * time.Second
 )
 
-// stream tells a viewer of what changes, until it goes or the board is closed.
+// stream sends updates to a viewer until the viewer leaves or the board is closed.
 func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
 	leave, ok := b.viewers.take(clientOf(r.RemoteAddr))
 	if !ok {
 		w.Header().Set("Retry-After", "10")
-		refuse(w, http.StatusServiceUnavailable,
-			"the board has as many viewers as it serves at a time")
+		refuse(w, http.StatusServiceUnavailable, "too many viewers: try again later")
 		return
 	}
 	defer leave()
+
 	w.Header().Set("Content-Type", "text/event-stream")
 	v := viewer{response: w, control: http.NewResponseController(w),
 		seen: map[*store.Run]*store.Cursor{}}
 	if err := store.Send(&v.news, "board", b.identity); err != nil {
 		return
 	}
+
 	for {
-		if err := v.tell(b.all(), b.gpus()); err != nil {
+		if err := v.update(b.all(), b.gpus()); err != nil {
 			return
 		}
 		select {
@@ -42,32 +47,32 @@ func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
 			return
 		case <-b.closing:
 			<-b.drained
-			v.tell(b.all(), nil)
+			v.update(b.all(), nil)
 			return
-		case <-time.After(untilTold(time.Now(), b.viewers.count())):
+		case <-time.After(untilUpdate(time.Now(), b.viewers.count())):
 		}
 	}
 }
 
-// untilTold is how long one of n viewers waits. All wait for the same moments, since what they lack is
-// then the same, and is written once.
-func untilTold(now time.Time, n int) time.Duration {
+// untilUpdate returns how long one of n viewers waits. All viewers are updated at the same moments,
+// so that they need the same data, which is encoded only once.
+func untilUpdate(now time.Time, n int) time.Duration {
 	every := time.Duration(max(1, n)) * viewerEvery
 	return every - time.Duration(now.UnixNano())%every
 }
 
-// viewer is one stream.
+// A viewer is the state of one stream.
 type viewer struct {
 	response http.ResponseWriter
 	control  *http.ResponseController
 	seen     map[*store.Run]*store.Cursor
 	news     bytes.Buffer
 	cards    []api.Card
-	told     time.Time
+	sent     time.Time // of the last update
 }
 
-// tell sends what is new.
-func (v *viewer) tell(runs []*store.Run, cards []api.Card) error {
+// update sends what has changed since the last update.
+func (v *viewer) update(runs []*store.Run, cards []api.Card) error {
 	defer v.news.Reset()
 	for _, run := range runs {
 		c := v.seen[run]
@@ -85,15 +90,16 @@ func (v *viewer) tell(runs []*store.Run, cards []api.Card) error {
 			return err
 		}
 	}
-	if v.news.Len() == 0 && time.Since(v.told) > aliveEvery {
+
+	if v.news.Len() == 0 && time.Since(v.sent) > aliveEvery {
 		v.news.WriteString(":\n\n")
 	}
 	if v.news.Len() == 0 {
 		return nil
 	}
-	v.told = time.Now()
-	// A handler under a test's recorder has no deadlines.
-	_ = v.control.SetWriteDeadline(v.told.Add(stalled))
+
+	v.sent = time.Now()
+	_ = v.control.SetWriteDeadline(v.sent.Add(stalled)) // test recorders have no deadlines
 	if _, err := v.response.Write(v.news.Bytes()); err != nil {
 		return err
 	}

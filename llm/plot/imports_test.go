@@ -8,19 +8,19 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestImports wants a program that trains models to hold nothing that draws pictures: llm/plot does
-// that for those who ask for it. The plotting library brings fonts, LaTeX, PDF and images along.
+// TestImports checks that only package plot depends on the plotting library, which adds fonts, LaTeX,
+// PDF and images to a program.
 func TestImports(t *testing.T) {
-	const room = "github.com/kasmina-go/kasmina/llm"
+	const root = "github.com/kasmina-go/kasmina/llm"
 	drawing := regexp.MustCompile(`(?m)^.*(gonum.org/v1/plot|/image/|/go-(fonts|latex|pdf)/|svgo|` +
 		`freetype).*$`)
-	for _, user := range []string{room, room + "/data", room + "/runlog", room + "/gpu"} {
+	for _, user := range []string{root, root + "/data", root + "/runlog", root + "/gpu"} {
 		require.Empty(t, drawing.FindAllString(dependencies(t, user), -1), user)
 	}
-	require.NotEmpty(t, drawing.FindAllString(dependencies(t, room+"/plot"), -1))
+	require.NotEmpty(t, drawing.FindAllString(dependencies(t, root+"/plot"), -1))
 }
 
-// dependencies lists all packages that go into a program that imports one.
+// dependencies lists a package and all its dependencies.
 func dependencies(t *testing.T, path string) string {
 	t.Helper()
 	list, err := exec.Command("go", "list", "-deps", path).Output()

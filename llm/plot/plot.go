@@ -1,5 +1,5 @@
-// Package plot draws training runs. It stands apart from package llm so that only who draws pays
-// for fonts and a plotting library.
+// Package plot draws the curves of training runs. It is separate from package llm so that only
+// programs that draw depend on fonts and a plotting library.
 package plot
 
 import (
@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"image/color"
 	"math"
-	"os"
 	"slices"
 	"strconv"
 
@@ -18,24 +17,29 @@ import (
 	"gonum.org/v1/plot/vg/draw"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/figure"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/runlog"
 )
 
-// CurveOption changes how LossCurve draws.
+// A CurveOption configures [LossCurve].
 type CurveOption func(*lossCurve)
 
-// WithLogSteps makes the axis of steps logarithmic.
+// WithLogSteps selects a logarithmic axis of steps.
 func WithLogSteps() CurveOption {
 	return func(c *lossCurve) { c.logSteps = true }
 }
 
-// LossCurve draws the losses of a run over its steps as a PNG picture at path, whose folders it
-// makes. There are the training loss as it was (thin) and smoothed, and the held-out loss, all in
-// nats per token, as in the log. The picture is drawn anew at each evaluation and at the end. A reader of the file
-// sees the old one or the new one, never a part. When a run is resumed, the points before are taken
-// from the log that runlog.JSON wrote to logPath. With "" the curve begins where this process does.
-// A place where it cannot be written ends the run before its first step.
+// LossCurve returns a callback that draws the losses of a run over its steps, as a PNG picture at
+// path. It creates the folders of path.
+//
+// The picture shows the training loss (thin), the smoothed training loss, and the held-out loss, all
+// in nats per token. It is redrawn after each evaluation and at the end of the run. A reader of the
+// file sees the old picture or the new one, never a part of one.
+//
+// If a run is resumed, the earlier points are taken from the log that [runlog.JSON] wrote to logPath.
+// If logPath is empty, the curve starts with this process. If the picture cannot be written, the run
+// ends with an error before its first step.
 func LossCurve(path, logPath string, options ...CurveOption) llm.Callback {
 	var c lossCurve
 	for _, o := range options {
@@ -74,7 +78,7 @@ func (c *lossCurve) callback(path, logPath string) llm.Callback {
 	}
 }
 
-// restore takes the points of earlier runs from the log.
+// restore reads the points of earlier processes from the log.
 func (c *lossCurve) restore(logPath string) error {
 	if logPath == "" {
 		return nil
@@ -92,8 +96,8 @@ func (c *lossCurve) restore(logPath string) error {
 	})
 }
 
-// rewind forgets what the run that now begins at step replaces: the points beyond it, and all
-// before a fresh start.
+// rewind removes the points that a run starting at step replaces: those after the step, or all of
+// them if the run starts over.
 func (c *lossCurve) rewind(step int) {
 	if step == 0 {
 		step = -1
@@ -105,7 +109,7 @@ func (c *lossCurve) rewind(step int) {
 // A curve holds losses in nats per token by step.
 type curve struct{ plotter.XYs }
 
-// add appends a loss in nats, unless it is NaN or so large that the axis could not show any other.
+// add appends a loss unless it is NaN or so large that the axis could not show the other losses.
 func (c *curve) add(step int, loss float64) {
 	if math.Abs(loss) < 1e6 {
 		c.XYs = append(c.XYs, plotter.XY{X: float64(step), Y: loss})
@@ -120,14 +124,15 @@ func (c *curve) rewind(step int) {
 	c.XYs = c.XYs[:n]
 }
 
-// smoothed returns the means over a centred window of about 4 % of the points, which do not lag
-// behind as a running mean does. At the start, where the loss falls fast, the window shrinks on
-// both sides; at the end it loses its right side.
+// smoothed returns the means over a centered window of about 4 % of the points. Unlike a running
+// mean, they do not lag. At the start, while the loss falls quickly, the window is narrower on both
+// sides; at the end it lacks its right side.
 func (c *curve) smoothed() plotter.XYs {
 	sums := make([]float64, len(c.XYs)+1)
 	for i, p := range c.XYs {
 		sums[i+1] = sums[i] + p.Y
 	}
+
 	smooth := make(plotter.XYs, len(c.XYs))
 	for i, p := range c.XYs {
 		half := min(len(c.XYs)/50, i)
@@ -137,16 +142,16 @@ func (c *curve) smoothed() plotter.XYs {
 	return smooth
 }
 
-// maxDrawn is the number of points that a line is thinned to: more than the picture is wide in
-// pixels.
+// maxDrawn limits the points of a line. It exceeds the width of the picture in pixels.
 const maxDrawn = 2000
 
-// thinned returns the least and the greatest point of each of maxDrawn/2 spans of a longer line,
-// which look the same.
+// thinned divides a line of more than maxDrawn points into maxDrawn/2 spans and returns the lowest
+// and the highest point of each span. The result looks the same.
 func thinned(points plotter.XYs) plotter.XYs {
 	if len(points) <= maxDrawn {
 		return points
 	}
+
 	thin := make(plotter.XYs, 0, maxDrawn)
 	for i := range maxDrawn / 2 {
 		span := points[i*len(points)/(maxDrawn/2) : (i+1)*len(points)/(maxDrawn/2)]
@@ -182,7 +187,7 @@ func newPlot() *plot.Plot {
 	p.X.Tick.Marker, p.Y.Tick.Marker = plot.TickerFunc(roundTicks), plot.TickerFunc(roundTicks)
 	p.Legend.Top = true
 	p.Legend.Padding = vg.Points(3)
-	p.Legend.XOffs, p.Legend.YOffs = vg.Points(-8), vg.Points(-8)
+
 	for _, style := range []*text.Style{&p.Title.TextStyle, &p.Legend.TextStyle,
 		&p.X.Label.TextStyle, &p.Y.Label.TextStyle, &p.X.Tick.Label, &p.Y.Tick.Label} {
 		style.Font.Variant = "Sans"
@@ -193,8 +198,8 @@ func newPlot() *plot.Plot {
 	return p
 }
 
-// roundTicks returns the multiples of 1, 2 or 5 times a power of ten of which five to thirteen lie
-// between lo and hi.
+// roundTicks returns ticks between lo and hi at multiples of 1, 2 or 5 times a power of ten. It
+// chooses the distance so that there are five to thirteen ticks.
 func roundTicks(lo, hi float64) (ticks []plot.Tick) {
 	unit := math.Pow(10, math.Floor(math.Log10((hi-lo)/5)))
 	step := unit
@@ -203,6 +208,7 @@ func roundTicks(lo, hi float64) (ticks []plot.Tick) {
 			step = multiple * unit
 		}
 	}
+
 	first := math.Ceil(lo / step)
 	// Counted from 0: first + 1 may equal first when lo and hi are very close.
 	for i := 0.0; i <= math.Floor(hi/step)-first; i++ {
@@ -213,11 +219,12 @@ func roundTicks(lo, hi float64) (ticks []plot.Tick) {
 	return ticks
 }
 
-// draw writes the picture. Without any points there is nothing to see, and no file.
+// draw writes the picture, unless there are no points yet.
 func (c *lossCurve) draw(path string) error {
 	if len(c.train.XYs)+len(c.heldOut.XYs) == 0 {
 		return nil
 	}
+
 	p := newPlot()
 	for _, l := range []struct {
 		name   string
@@ -238,6 +245,7 @@ func (c *lossCurve) draw(path string) error {
 		if len(l.points) == 0 {
 			continue
 		}
+
 		line, dots, err := plotter.NewLinePoints(l.points)
 		if err != nil {
 			return err
@@ -250,17 +258,11 @@ func (c *lossCurve) draw(path string) error {
 			p.Add(dots)
 		}
 	}
+
 	if c.logSteps {
+		// The axis needs a range even if fewer than two points have a logarithm.
 		p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, plot.LogTicks{Prec: -1}
-		// also when there is no point, or only one, that has a logarithm
 		p.X.Min, p.X.Max = 1, max(p.X.Max, 10)
 	}
-	png, err := p.WriterTo(8*vg.Inch, 5*vg.Inch, "png")
-	if err != nil {
-		return err
-	}
-	return atomicfile.WriteMkdir(path, func(f *os.File) error {
-		_, err := png.WriteTo(f)
-		return err
-	})
+	return figure.Write(path, 8*vg.Inch, 5*vg.Inch, figure.Panel{Plot: p, Height: 1})
 }

@@ -34,7 +34,7 @@ func decodePNG(t testing.TB, path string) image.Image {
 	return picture
 }
 
-// pixels counts the pixels of a color.
+// pixels counts the pixels with the given color.
 func pixels(picture image.Image, c interface{ RGBA() (r, g, b, a uint32) }) (n int) {
 	r, g, b, _ := c.RGBA()
 	for y := range picture.Bounds().Dy() {
@@ -66,12 +66,13 @@ func TestLossCurve(t *testing.T) {
 				held)
 		}
 		if files, _ := os.ReadDir(dir); len(files) != 1 {
-			t.Errorf("%s: besides the picture there is %v", name, files)
+			t.Errorf("%s: the folder contains %v", name, files)
 		}
 	}
 }
 
-// Losses that are not numbers, steps at 0, one point, none: a run must not die of its picture.
+// A run must not fail because of its picture, even if losses are not numbers, a step is 0, or there
+// are fewer than two points.
 func TestLossCurveTakesAnyLosses(t *testing.T) {
 	nan, inf := math.NaN(), math.Inf(1)
 	for name, losses := range map[string][]float64{
@@ -103,20 +104,20 @@ func TestLossCurveTakesAnyLosses(t *testing.T) {
 	}
 }
 
-// A run that was killed at step 15, resumed from its checkpoint at 10, has the curve of a run that
-// was never stopped.
+// A run that was killed at step 15 and resumed from its checkpoint at step 10 has the same curve as a
+// run that was never interrupted.
 func TestLossCurveResumes(t *testing.T) {
 	dir := t.TempDir()
 	log := filepath.Join(dir, "log.jsonl")
 	for _, logFirst := range []bool{true, false} {
 		os.Remove(log)
-		older := eventtest.Run(0, 8) // and begun anew
+		older := eventtest.Run(0, 8) // an earlier run in the same folder
 		eventtest.Send(t, runlog.JSON(log), slices.Insert(older, 1, llm.Event{Kind: llm.EvalEnd,
 			ValLoss: 99})...)
 		killed := eventtest.Run(0, 20)
 		for i := range killed {
 			if killed[i].Step > 10 {
-				killed[i].Loss, killed[i].ValLoss = 99, 99 // what is replaced must not be seen
+				killed[i].Loss, killed[i].ValLoss = 99, 99 // replaced after the resumption
 			}
 		}
 		for i, e := range killed {
@@ -208,11 +209,11 @@ func TestThinnedKeepsTheExtremes(t *testing.T) {
 	}
 }
 
-func TestSmoothedIsTheCentredMean(t *testing.T) {
+func TestSmoothedIsTheCenteredMean(t *testing.T) {
 	r := texttest.Rand(t)
 	var c curve
 	for i := range 500 {
-		c.add(i, 3+0.01*float64(i)) // a straight line is its own centred mean
+		c.add(i, 3+0.01*float64(i)) // a straight line is its own centered mean
 	}
 	for i, p := range c.smoothed()[:490] {
 		if p.X != c.XYs[i].X || math.Abs(p.Y-c.XYs[i].Y) > 1e-9 {
@@ -227,12 +228,12 @@ func TestSmoothedIsTheCentredMean(t *testing.T) {
 	for _, p := range late {
 		variance += p.Y * p.Y / float64(len(late))
 	}
-	if variance > 0.03 { // 1/201 and its scatter
+	if variance > 0.03 { // 1/201, with some tolerance
 		t.Errorf("noise of variance 1 keeps a variance of %v", variance)
 	}
 }
 
-// Whatever the log holds, it can be read and drawn.
+// FuzzRestore checks that any log can be read, and that its points can be drawn.
 func FuzzRestore(f *testing.F) {
 	f.Add([]byte(`{"event":"start","step":0}` + "\n" + `{"event":"step","step":1,"train_loss":2}` +
 		"\n" + `{"event":"eval"`))
@@ -269,16 +270,26 @@ func xs(c curve) []float64 {
 	return xs
 }
 
-func TestOptionThatIsNil(t *testing.T) {
+func TestNilOption(t *testing.T) {
 	err := LossCurve("x", "", nil)(llm.Event{Kind: llm.RunStart})
 	require.ErrorContains(t, err, "plot: LossCurve: an option is nil")
 }
 
-// TestPlaceOfThePicture wants a place where no picture can be written to end a run before its first
-// step.
-func TestPlaceOfThePicture(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "file") // in the place of a folder
+// TestUnwritablePath checks that a run ends before its first step if the picture cannot be written.
+func TestUnwritablePath(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file") // not a folder
 	require.NoError(t, os.WriteFile(file, nil, 0o666))
 	err := LossCurve(filepath.Join(file, "loss.png"), "")(llm.Event{Kind: llm.RunStart})
 	require.ErrorContains(t, err, "plot: LossCurve: mkdir")
+}
+
+// TestUnits checks that both losses are drawn in nats per token, as all other parts of the project
+// report them.
+func TestUnits(t *testing.T) {
+	c := lossCurve{}
+	draw := c.callback(filepath.Join(t.TempDir(), "loss.png"), "")
+	eventtest.Send(t, draw, eventtest.Run(0, 5)...)
+	require.InDelta(t, 1.0, c.train.XYs[4].Y, 1e-12)
+	require.InDelta(t, 1.5, c.heldOut.XYs[0].Y, 1e-12)
+	require.Equal(t, "nats per token", newPlot().Y.Label.Text)
 }

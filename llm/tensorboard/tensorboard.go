@@ -1,15 +1,15 @@
-// Package tensorboard writes a run's curves, samples and the figures of its seeds as event files,
-// which TensorBoard reads.
+// Package tensorboard writes the curves, samples and seed statistics of a run as event files for
+// TensorBoard.
 //
-// An event file is records, each
+// An event file is a sequence of records of this form:
 //
 //	length     uint64, little-endian
 //	check      uint32: the masked CRC-32C of the length
 //	event      a protocol buffer of that length
 //	check      uint32: the masked CRC-32C of the event
 //
-// A masked check of c is ((c >> 15) | (c << 17)) + 0xa282ead8, modulo 2³². The fields of the
-// buffers are those of TensorFlow's event.proto and summary.proto.
+// The masked form of a checksum c is ((c >> 15) | (c << 17)) + 0xa282ead8, modulo 2³².
+// TensorFlow's event.proto and summary.proto define the protocol buffers.
 package tensorboard
 
 import (
@@ -29,11 +29,14 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Events writes an event file of each run to a folder, which it makes. Scalars are train/loss,
-// train/learning_rate, train/gradient_norm, train/tokens_per_second, validation/loss,
-// validation/bits_per_byte and seeds/STAGE, how many seeds are in a stage. The text is sample.
-// Histograms, once an epoch and for each lattice, are lattice/LAYER/alpha, dead_ratio, variance and
-// gradient_norm. A number that is NaN or infinite is left out.
+// Events returns a callback that writes an event file for each run to a folder. It creates the folder
+// if necessary.
+//
+// The scalars are train/loss, train/learning_rate, train/gradient_norm, train/tokens_per_second,
+// validation/loss, validation/bits_per_byte and, for each stage, seeds/STAGE with the number of
+// seeds. Samples are written as the text "sample". After each epoch, the histograms
+// lattice/LAYER/alpha, dead_ratio, variance and gradient_norm are written for each lattice. Events
+// omits numbers that are NaN or infinite.
 func Events(folder string) llm.Callback {
 	w := &writer{folder: folder}
 	return func(e llm.Event) error {
@@ -47,8 +50,8 @@ func Events(folder string) llm.Callback {
 type writer struct {
 	folder string
 	file   *os.File
-	failed bool // in this run
-	runs   int  // of this callback, whose files need names of their own
+	failed bool // a write has failed in this run
+	runs   int  // number of runs so far, which makes file names unique
 }
 
 func (w *writer) event(e llm.Event) error {
@@ -62,6 +65,7 @@ func (w *writer) event(e llm.Event) error {
 	if w.failed || w.file == nil {
 		return nil
 	}
+
 	var err error
 	if values := summary(e); len(values) > 0 {
 		_, err = w.file.Write(record(event(e.Step, values)))
@@ -74,21 +78,23 @@ func (w *writer) event(e llm.Event) error {
 	return err
 }
 
-// open begins a file. TensorBoard wants "tfevents" in its name, and reads files in the names'
-// order.
+// open starts a new file. TensorBoard requires "tfevents" in the name and reads files in the order of
+// their names.
 func (w *writer) open() (err error) {
 	if w.folder == "" {
-		return errors.New("the folder is \"\", want the name of one")
+		return errors.New("the name of the folder is empty")
 	}
 	if err := os.MkdirAll(w.folder, 0o777); err != nil {
 		return err
 	}
+
 	w.runs++
 	name := fmt.Sprintf("events.out.tfevents.%010d.%d.%d", time.Now().Unix(), os.Getpid(), w.runs)
 	if w.file, err = os.OpenFile(filepath.Join(w.folder, name), os.O_CREATE|os.O_EXCL|os.O_WRONLY,
 		0o666); err != nil {
 		return err
 	}
+
 	first := protowire.AppendTag(stamped(nil), 3, protowire.BytesType) // file_version
 	_, err = w.file.Write(record(protowire.AppendString(first, "brain.Event:2")))
 	if err != nil {
@@ -98,13 +104,14 @@ func (w *writer) open() (err error) {
 	return err
 }
 
-// summary returns what an event has to tell, each a Summary.Value.
+// summary returns the values of an event, each as a Summary.Value.
 func summary(e llm.Event) (values [][]byte) {
 	add := func(tag string, x float64) {
 		if !math.IsNaN(x) && !math.IsInf(x, 0) {
 			values = append(values, scalar(tag, x))
 		}
 	}
+
 	switch e.Kind {
 	case llm.StepEnd:
 		add("train/loss", e.Loss)
@@ -131,7 +138,7 @@ func summary(e llm.Event) (values [][]byte) {
 	return values
 }
 
-// histograms are those of a lattice.
+// histograms returns the histograms of a lattice.
 func histograms(layer int, seeds []state.SeedReport) (values [][]byte) {
 	for _, f := range []struct {
 		name string
@@ -155,14 +162,14 @@ func histograms(layer int, seeds []state.SeedReport) (values [][]byte) {
 	return values
 }
 
-// scalar is a value with a number.
+// scalar returns a value that contains a number.
 func scalar(tag string, x float64) []byte {
 	b := named(tag)
 	b = protowire.AppendTag(b, 2, protowire.Fixed32Type) // simple_value
 	return protowire.AppendFixed32(b, math.Float32bits(float32(x)))
 }
 
-// text is a value with a string, for TensorBoard's plugin "text".
+// text returns a value that contains a string, for TensorBoard's plugin "text".
 func text(tag, s string) []byte {
 	plugin := field(nil, 1, []byte("text")) // plugin_name
 	metadata := field(nil, 1, plugin)       // plugin_data
@@ -173,13 +180,14 @@ func text(tag, s string) []byte {
 	return field(field(named(tag), 8, tensor), 9, metadata)
 }
 
-// buckets is how many of equal width a histogram has.
+// buckets is the number of buckets of a histogram. They have equal widths.
 const buckets = 30
 
-// histogram is a value with the distribution of numbers.
+// histogram returns a value that contains the distribution of numbers.
 func histogram(tag string, all []float64) []byte {
 	low, high := slices.Min(all), slices.Max(all)
 	width := (high - low) / buckets
+
 	var counts [buckets]float64
 	var sum, squares float64
 	for _, x := range all {
@@ -190,12 +198,14 @@ func histogram(tag string, all []float64) []byte {
 		counts[i]++
 		sum, squares = sum+x, squares+x*x
 	}
+
+	// The fields min, max, num, sum and sum_squares.
 	var h, limits, heights []byte
-	// min, max, num, sum, sum_squares
 	for i, x := range []float64{low, high, float64(len(all)), sum, squares} {
 		h = protowire.AppendFixed64(protowire.AppendTag(h, protowire.Number(i+1),
 			protowire.Fixed64Type), math.Float64bits(x))
 	}
+
 	for i, n := range counts {
 		limit := low + float64(i+1)*width
 		if i == buckets-1 {
@@ -208,10 +218,10 @@ func histogram(tag string, all []float64) []byte {
 	return field(named(tag), 5, field(field(h, 6, limits), 7, heights))
 }
 
-// named begins a Summary.Value.
+// named returns a Summary.Value with only its tag.
 func named(tag string) []byte { return field(nil, 1, []byte(tag)) }
 
-// event returns an Event with a summary.
+// event returns an Event that contains a summary of values.
 func event(step int, values [][]byte) []byte {
 	b := protowire.AppendTag(stamped(nil), 2, protowire.VarintType) // step
 	b = protowire.AppendVarint(b, uint64(step))
@@ -222,25 +232,26 @@ func event(step int, values [][]byte) []byte {
 	return field(b, 5, s)
 }
 
-// stamped adds wall_time.
+// stamped appends the current time as wall_time.
 func stamped(b []byte) []byte {
 	b = protowire.AppendTag(b, 1, protowire.Fixed64Type)
 	return protowire.AppendFixed64(b, math.Float64bits(float64(time.Now().UnixMicro())/1e6))
 }
 
-// field adds a field of bytes.
+// field appends a field that contains bytes.
 func field(b []byte, number protowire.Number, value []byte) []byte {
 	return protowire.AppendBytes(protowire.AppendTag(b, number, protowire.BytesType), value)
 }
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
+// masked returns the masked checksum of b.
 func masked(b []byte) uint32 {
 	c := crc32.Checksum(b, castagnoli)
 	return (c>>15 | c<<17) + 0xa282ead8
 }
 
-// record frames an event.
+// record returns the record that contains an event.
 func record(e []byte) []byte {
 	b := binary.LittleEndian.AppendUint64(nil, uint64(len(e)))
 	b = binary.LittleEndian.AppendUint32(b, masked(b))

