@@ -34,10 +34,10 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// patience is far more than anything here takes.
+// patience exceeds the duration of everything in these tests by far.
 const patience = 2 * time.Minute
 
-// newTrainer returns one of a model so small that a step takes a millisecond.
+// newTrainer returns the trainer of a very small model, whose steps take about a millisecond.
 func newTrainer(t testing.TB, steps, seeds int) *llm.Trainer {
 	t.Helper()
 	c := llm.Config{Vocab: 256, Layers: 2, Dim: 2 * seeds, Heads: 2, FF: 8,
@@ -60,7 +60,7 @@ func newTrainer(t testing.TB, steps, seeds int) *llm.Trainer {
 	return tr
 }
 
-// get asks a board that listens.
+// get requests a URL and decodes the answer.
 func get(t testing.TB, url string, to any) {
 	t.Helper()
 	r, err := http.Get(url)
@@ -72,7 +72,7 @@ func get(t testing.TB, url string, to any) {
 	require.NoError(t, json.Unmarshal(text, to), string(text))
 }
 
-// germinate plants a blueprint and takes it to Training, with a reason.
+// germinate plants a blueprint in a seed and moves the seed to Training, with a reason.
 func germinate(t testing.TB, tr *llm.Trainer, layer, seed int, why string) {
 	t.Helper()
 	require.NoError(t, tr.Model.Kasmina.Do(
@@ -81,7 +81,7 @@ func germinate(t testing.TB, tr *llm.Trainer, layer, seed int, why string) {
 		state.Command{Action: state.Move, Layer: layer, Seed: seed, To: state.Training, Why: why}))
 }
 
-// listen returns the URL of a board that watches a trainer.
+// listen returns a board that watches a trainer, and its URL.
 func listen(t testing.TB, tr *llm.Trainer, opts ...board.Option) (*board.Board, string) {
 	t.Helper()
 	b, err := board.Attach(tr, opts...)
@@ -92,7 +92,7 @@ func listen(t testing.TB, tr *llm.Trainer, opts ...board.Option) (*board.Board, 
 	return b, url
 }
 
-// TestRun wants the API to tell of a run what the trainer told.
+// TestRun checks that the API returns what the trainer reported.
 func TestRun(t *testing.T) {
 	tr := newTrainer(t, 6, 4)
 	_, url := listen(t, tr)
@@ -139,7 +139,7 @@ func TestRun(t *testing.T) {
 	require.Equal(t, "<b>it is hungry</b>", seed.Events[0].Reason)
 }
 
-// TestStream wants a viewer to be told of every step once, in order, and of the end.
+// TestStream checks that a viewer receives every step once, in order, and the end of the run.
 func TestStream(t *testing.T) {
 	const steps = 50
 	tr := newTrainer(t, steps, 4)
@@ -191,7 +191,7 @@ func TestStream(t *testing.T) {
 	}
 }
 
-// TestHostile wants requests that are not for the board, or not whole, to be refused.
+// TestHostile checks that malformed requests and requests for other hosts are refused.
 func TestHostile(t *testing.T) {
 	tr := newTrainer(t, 2, 4)
 	b, err := board.Attach(tr, board.WithHosts("gpu.example"))
@@ -215,7 +215,7 @@ func TestHostile(t *testing.T) {
 		{"GET", "/app.js", "localhost:6060", 200},
 		{"GET", "/", "gpu.example:80", 200},
 		{"GET", "/", "[::1]:6060", 200},
-		{"GET", "/", "evil.example", 403}, // whose name leads to this computer
+		{"GET", "/", "evil.example", 403}, // a foreign name that resolves to this computer
 		{"GET", "/", "", 200},
 		{"POST", "/", "", 405},
 		{"DELETE", "/api/v1/runs/0", "", 405},
@@ -237,7 +237,7 @@ func TestHostile(t *testing.T) {
 	}
 }
 
-// TestZeroBoard wants a board that nobody has made to say who makes it.
+// TestZeroBoard checks that the errors of a zero Board explain how to create one.
 func TestZeroBoard(t *testing.T) {
 	var b board.Board
 	w := httptest.NewRecorder()
@@ -250,12 +250,12 @@ func TestZeroBoard(t *testing.T) {
 	require.NoError(t, b.Close())
 }
 
-// TestFlood wants a flood to be refused, and a run beside it and beside viewers that read nothing
-// to be told of as ever.
+// TestFlood checks that excessive requests are refused, and that they and viewers that never read
+// do not disturb a run.
 func TestFlood(t *testing.T) {
 	tr := newTrainer(t, 300, 4)
 	b, url := listen(t, tr)
-	for range 20 { // that ask for the stream and never read it
+	for range 20 { // streams that are never read
 		r, err := http.Get(url + "api/v1/stream")
 		require.NoError(t, err)
 		defer r.Body.Close()
@@ -281,7 +281,7 @@ func TestFlood(t *testing.T) {
 	}, patience, 50*time.Millisecond)
 }
 
-// parser reads what Prometheus scrapes.
+// parser is a Python script that parses metrics with Prometheus's client library.
 const parser = `
 import sys
 from prometheus_client.parser import text_string_to_metric_families
@@ -290,15 +290,14 @@ for f in text_string_to_metric_families(sys.stdin.read()):
         print(f.type, s.name, s.labels.get("name"), s.labels.get("stage"), s.value)
 `
 
-// TestMetrics wants Prometheus' own tool to find nothing wrong with the metrics, and a parser of the
-// format to read them.
+// TestMetrics checks the metrics with Prometheus's promtool and with a parser of the format.
 func TestMetrics(t *testing.T) {
 	tr := newTrainer(t, 4, 4)
 	b, err := board.New()
 	require.NoError(t, err)
 	require.NoError(t, b.Watch(tr, "a \"name\"\nof \\ two lines"))
 	require.NoError(t, tr.Run(t.Context()))
-	require.NoError(t, b.Close()) // has taken in all
+	require.NoError(t, b.Close()) // empties the queue
 	w := httptest.NewRecorder()
 	b.ServeHTTP(w, httptest.NewRequest("GET", "http://127.0.0.1/metrics", nil))
 	require.Equal(t, 200, w.Code)
@@ -322,12 +321,12 @@ func TestMetrics(t *testing.T) {
 		require.Error(t, check.Run(), "promtool takes anything")
 	})
 	t.Run("prometheus_client", func(t *testing.T) {
-		python := os.Getenv("KASMINA_PYTHON") // one with prometheus_client
+		python := os.Getenv("KASMINA_PYTHON") // an interpreter with prometheus_client
 		if python == "" {
 			python = "python3"
 		}
 		if exec.Command(python, "-c", "import prometheus_client").Run() != nil {
-			t.Skip("no Python with prometheus_client: KASMINA_PYTHON names one")
+			t.Skip("no Python with prometheus_client: set KASMINA_PYTHON to one")
 		}
 		read := exec.Command(python, "-c", parser)
 		read.Stdin = strings.NewReader(text)
@@ -340,7 +339,7 @@ func TestMetrics(t *testing.T) {
 	})
 }
 
-// TestRefusals wants what cannot be watched or listened to named.
+// TestRefusals checks the errors for trainers and addresses that cannot be used.
 func TestRefusals(t *testing.T) {
 	_, err := board.Attach(nil)
 	require.ErrorContains(t, err, "nil")
@@ -349,14 +348,14 @@ func TestRefusals(t *testing.T) {
 	b, err := board.New()
 	require.NoError(t, err)
 	_, err = b.Listen("nowhere")
-	require.ErrorContains(t, err, "want an address")
+	require.ErrorContains(t, err, "use an address")
 	require.NoError(t, b.Close())
 	require.NoError(t, b.Close())
 	_, err = b.Listen("127.0.0.1:0")
 	require.ErrorContains(t, err, "closed")
 }
 
-// order sends a request to steer, as a program would unless edit changes it.
+// order sends a request to steer. edit, unless it is nil, modifies the request first.
 func order(t testing.TB, b *board.Board, path, body string, edit func(*http.Request)) *httptest.ResponseRecorder {
 	t.Helper()
 	r := httptest.NewRequest("POST", "http://127.0.0.1/api/v1/runs/"+path, strings.NewReader(body))
@@ -370,7 +369,7 @@ func order(t testing.TB, b *board.Board, path, body string, edit func(*http.Requ
 	return w
 }
 
-// TestNoControl wants a board to be read-only unless it is told otherwise.
+// TestNoControl checks that a board is read-only by default.
 func TestNoControl(t *testing.T) {
 	tr := newTrainer(t, 2, 4)
 	b, url := listen(t, tr)
@@ -381,7 +380,8 @@ func TestNoControl(t *testing.T) {
 	}
 }
 
-// TestForged wants orders without the token, from other sites, or malformed to change nothing.
+// TestForged checks that requests without the token, from other sites, or with invalid content
+// change nothing.
 func TestForged(t *testing.T) {
 	tr := newTrainer(t, 20, 4)
 	b, _ := listen(t, tr, board.WithControl())
@@ -435,13 +435,13 @@ func TestForged(t *testing.T) {
 			require.Equal(t, state.Dormant, s.Stage)
 		}
 	}
-	for range 60 { // guesses
+	for range 60 { // guesses of the token
 		order(t, b, "0/stop", "{}", header("Authorization", "Bearer x"))
 	}
 	require.Equal(t, 429, order(t, b, "0/stop", "{}", nil).Code)
 }
 
-// planter germinates the first dormant seed it sees, and takes it to Training.
+// A planter is a controller that germinates a seed and moves it to Training.
 type planter struct{ seen []state.Report }
 
 func (p *planter) Decide(reports []state.Report) []state.Command {
@@ -452,7 +452,7 @@ func (p *planter) Decide(reports []state.Report) []state.Command {
 		return []state.Command{
 			{Action: state.Germinate, Seed: 3, Why: "the client's controller wants it",
 				Request: state.GerminationRequest{Slot: 2, Kind: blueprints.AttentionGate}},
-			{Action: state.Move, Seed: 2, To: state.Fossilized}, // which is not possible
+			{Action: state.Move, Seed: 2, To: state.Fossilized}, // impossible
 		}
 	case state.Germinated:
 		return []state.Command{{Action: state.Move, Seed: 3, To: state.Training}}
@@ -460,8 +460,9 @@ func (p *planter) Decide(reports []state.Report) []state.Command {
 	return nil
 }
 
-// TestClient wants a controller in another process to grow a model. It sees the reports that one
-// inside sees, and what it commands happens, in the record too.
+// TestClient checks that a controller in another process can grow a model. It must receive the
+// same reports as a controller inside, and its commands must take effect and appear among the
+// events.
 func TestClient(t *testing.T) {
 	tr := newTrainer(t, 150, 4)
 	paced(tr, 10*time.Millisecond)
@@ -499,7 +500,7 @@ func TestClient(t *testing.T) {
 	require.ErrorContains(t, c.Stop(ctx, "0", ""), "token")
 }
 
-// logged runs a trainer with a log, and returns its folder.
+// logged runs a trainer that writes a log, and returns the folder of the log.
 func logged(t *testing.T, name string, steps int) string {
 	t.Helper()
 	folder := filepath.Join(t.TempDir(), name)
@@ -518,8 +519,8 @@ func logged(t *testing.T, name string, steps int) string {
 	return folder
 }
 
-// TestLogs wants the logs of runs, one that goes on included, to show what the runs were and what
-// differs in their settings. Lines that are no records do no harm.
+// TestLogs checks that a board of logs shows finished runs and one in progress, with their
+// settings, and that it skips lines that are not records.
 func TestLogs(t *testing.T) {
 	one, two := logged(t, "one", 6), logged(t, "two", 9)
 	b, err := board.Logs([]string{one, filepath.Join(two, "log.jsonl")})
@@ -564,7 +565,7 @@ func TestLogs(t *testing.T) {
 	get(t, url+"api/v1/runs/0/series", &s)
 	require.Len(t, s.Step, 8)
 
-	model := t.TempDir() // as kasmina train leaves it
+	model := t.TempDir() // the layout that kasmina train writes
 	require.NoError(t, os.Rename(two, filepath.Join(model, "run")))
 	other, err := board.Logs([]string{model})
 	require.NoError(t, err)
@@ -581,7 +582,7 @@ func TestLogs(t *testing.T) {
 	require.Equal(t, 403, order(t, b, "0/stop", "{}", nil).Code)
 }
 
-// TestReport wants a report to be one page that asks for nothing else, with the run in it.
+// TestReport checks that a report is a single page that contains the run and loads no other files.
 func TestReport(t *testing.T) {
 	folder := logged(t, "one", 6)
 	var page bytes.Buffer
@@ -607,8 +608,7 @@ func TestReport(t *testing.T) {
 	require.Empty(t, w.complaints(), "the browser's console")
 }
 
-// TestFollowWithoutSeeds wants a controller of a run that has no seeds to be asked once an epoch,
-// and not again and again.
+// TestFollowWithoutSeeds checks that a controller of a run without seeds is called once per epoch.
 func TestFollowWithoutSeeds(t *testing.T) {
 	epoch := 0
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -631,7 +631,7 @@ func TestFollowWithoutSeeds(t *testing.T) {
 	require.Equal(t, 2, asked.n)
 }
 
-// counted counts how often a controller is asked.
+// counted is a controller that counts its calls.
 type counted struct{ n int }
 
 func (c *counted) Decide([]state.Report) []state.Command {

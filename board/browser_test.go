@@ -23,17 +23,17 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// screenshots has the test write the pictures of the guide.
+// screenshots is the folder for pictures of the page.
 var screenshots = flag.String("screenshots", "", "folder to write pictures of the page to")
 
-// A window is a headless Chromium.
+// A window is a window of a headless Chromium.
 type window struct {
 	*testing.T
 	ctx  context.Context
-	said chan string // what its console has said that is wrong
+	said chan string // errors and warnings in the console
 }
 
-// browser opens a window. The test is skipped where there is no Chromium.
+// browser opens a window. It skips the test if Chromium is not installed.
 func browser(t *testing.T) *window {
 	t.Helper()
 	path := ""
@@ -78,11 +78,11 @@ func browser(t *testing.T) *window {
 	return w
 }
 
-// do carries out actions within a time that is ample for any.
+// do performs actions, with a generous time limit.
 func (w *window) do(actions ...chromedp.Action[chromedp.Void]) {
 	w.Helper()
 	ctx := w.ctx
-	if chromedp.FromContext(ctx).Target != nil { // the browser would end with a shorter context
+	if chromedp.FromContext(ctx).Target != nil { // the first context must live as long as the browser
 		var stop func()
 		ctx, stop = context.WithTimeout(ctx, 60*time.Second)
 		defer stop()
@@ -90,7 +90,7 @@ func (w *window) do(actions ...chromedp.Action[chromedp.Void]) {
 	require.NoError(w, chromedp.Do(ctx, actions...), "%v", w.complaints())
 }
 
-// see waits for elements to be visible.
+// see waits until elements are visible.
 func (w *window) see(selectors ...string) {
 	w.Helper()
 	for _, s := range selectors {
@@ -98,13 +98,13 @@ func (w *window) see(selectors ...string) {
 	}
 }
 
-// text returns that of an element.
+// text returns the text of an element.
 func (w *window) text(selector string) string {
 	w.Helper()
 	return eval[string](w, fmt.Sprintf("document.querySelector(%q).textContent", selector))
 }
 
-// eval evaluates an expression, and awaits its promise if it is one.
+// eval evaluates an expression, and awaits the result if it is a promise.
 func eval[T any](w *window, expression string) T {
 	w.Helper()
 	ctx, stop := context.WithTimeout(w.ctx, 60*time.Second)
@@ -114,7 +114,7 @@ func eval[T any](w *window, expression string) T {
 	return v
 }
 
-// complaints are what the console has said.
+// complaints returns the errors and warnings in the console.
 func (w *window) complaints() (all []string) {
 	for len(w.said) > 0 {
 		all = append(all, <-w.said)
@@ -122,7 +122,7 @@ func (w *window) complaints() (all []string) {
 	return all
 }
 
-// view sets the window's size, and light or dark.
+// view sets the size of the window and selects light or dark mode.
 func (w *window) view(width, height int64, scheme string) {
 	w.Helper()
 	w.do(chromedp.EmulateViewport(width, height),
@@ -133,7 +133,7 @@ func (w *window) view(width, height int64, scheme string) {
 		}), chromedp.Sleep(400*time.Millisecond))
 }
 
-// shoot takes a picture for the guide, if it is asked for.
+// shoot saves a picture of the page if the flag asks for pictures.
 func (w *window) shoot(name string) {
 	w.Helper()
 	if *screenshots == "" {
@@ -144,7 +144,8 @@ func (w *window) shoot(name string) {
 	require.NoError(w, os.WriteFile(filepath.Join(*screenshots, name), picture, 0o666))
 }
 
-// accessible wants the rules of axe to find nothing.
+// accessible checks the page with the accessibility rules of axe, and that it fits into the
+// window.
 func (w *window) accessible(view string) {
 	w.Helper()
 	script, err := os.ReadFile("testdata/axe.js")
@@ -156,7 +157,7 @@ func (w *window) accessible(view string) {
 		"%s: the page is wider than its window", view)
 }
 
-// paced makes a run slow enough to be watched.
+// paced slows a run down so that it can be watched.
 func paced(tr *llm.Trainer, step time.Duration) {
 	tr.On(func(e llm.Event) error {
 		if e.Kind == llm.StepEnd {
@@ -166,9 +167,9 @@ func paced(tr *llm.Trainer, step time.Duration) {
 	})
 }
 
-// TestPage wants the page to load, within a second where -timing asks for that. The first chart is
-// there before the second step, and seeds with the reasons of what happens to them. It is
-// accessible on every width, in light and dark.
+// TestPage checks the page of a run. The first chart must appear before the second step, seeds
+// must be shown with the reasons for their changes, and the page must be accessible at every
+// width, in light and dark mode. With -timing, the page must load within a second.
 func TestPage(t *testing.T) {
 	w := browser(t)
 	tr := newTrainer(t, 400, 16)
@@ -199,7 +200,7 @@ func TestPage(t *testing.T) {
 	done := make(chan error, 1)
 	begun := time.Now()
 	go func() { done <- tr.Run(context.Background()) }()
-	w.see("#chart-loss canvas") // of the first step alone
+	w.see("#chart-loss canvas") // with only the first step
 	t.Logf("the first chart is there after %v", time.Since(begun))
 	close(seen)
 	if *timing {
@@ -227,8 +228,8 @@ func TestPage(t *testing.T) {
 	require.Empty(t, w.complaints(), "the browser's console")
 }
 
-// TestSteering wants a person to germinate a seed on the page and to see it in the lattice. The run
-// stops when asked to.
+// TestSteering checks that a person can germinate a seed on the page, sees the result, and can
+// stop the run.
 func TestSteering(t *testing.T) {
 	w := browser(t)
 	tr := newTrainer(t, 4000, 16)

@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// scrape returns a board's metrics.
+// scrape returns the metrics of a board.
 func scrape(t *testing.T, b *Board) string {
 	t.Helper()
 	w := httptest.NewRecorder()
@@ -25,8 +25,8 @@ func scrape(t *testing.T, b *Board) string {
 	return string(text)
 }
 
-// TestCards wants gauges of what the GPUs tell, none of what they do not, and none of runs that are
-// read from logs.
+// TestCards checks the gauges of GPUs. Values that a GPU does not report must be missing, and a
+// board of logs must have no gauges.
 func TestCards(t *testing.T) {
 	b, err := New()
 	require.NoError(t, err)
@@ -54,11 +54,11 @@ func TestCards(t *testing.T) {
 	require.NoError(t, b.Close())
 }
 
-// TestNoCards wants the lack of NVML to be told once, and nothing to be shown.
+// TestNoCards checks that a missing NVML is logged once and that no gauges are shown.
 func TestNoCards(t *testing.T) {
-	var told bytes.Buffer
+	var logged bytes.Buffer
 	before := slog.Default()
-	slog.SetDefault(slog.New(slog.NewTextHandler(&told,
+	slog.SetDefault(slog.New(slog.NewTextHandler(&logged,
 		&slog.HandlerOptions{Level: slog.LevelDebug})))
 	defer slog.SetDefault(before)
 	b, err := New()
@@ -68,7 +68,7 @@ func TestNoCards(t *testing.T) {
 	for range 3 {
 		require.NotContains(t, scrape(t, b), "kasmina_gpu")
 	}
-	require.Equal(t, 1, strings.Count(told.String(), "no driver here"))
+	require.Equal(t, 1, strings.Count(logged.String(), "no driver here"))
 	b.trainers = nil
 	require.NoError(t, b.Close())
 }

@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// listening returns a board's address.
+// listening returns a board that listens, and its address.
 func listening(t *testing.T) (b *Board, addr string) {
 	t.Helper()
 	b, err := New()
@@ -24,7 +24,7 @@ func listening(t *testing.T) (b *Board, addr string) {
 	return b, strings.Trim(strings.TrimPrefix(url, "http://"), "/")
 }
 
-// silent opens a connection that asks for a path, unless that is empty, and reads nothing.
+// silent opens a connection and never reads from it. It requests a path unless that is empty.
 func silent(t *testing.T, addr, path string) net.Conn {
 	t.Helper()
 	c, err := net.Dial("tcp", addr)
@@ -37,7 +37,7 @@ func silent(t *testing.T, addr, path string) net.Conn {
 	return c
 }
 
-// reachable checks that a new client gets the page soon.
+// reachable checks that a new client gets the page quickly.
 func reachable(t *testing.T, addr, what string) {
 	t.Helper()
 	client := &http.Client{Timeout: 5 * time.Second,
@@ -51,8 +51,8 @@ func reachable(t *testing.T, addr, what string) {
 	require.Equal(t, http.StatusOK, r.StatusCode, what)
 }
 
-// TestSilentConnections checks that connections whose clients read nothing, or request nothing, do
-// not exclude new ones, not even from the same address.
+// TestSilentConnections checks that connections of clients that neither read nor request anything
+// do not exclude new connections, even from the same address.
 func TestSilentConnections(t *testing.T) {
 	for name, path := range map[string]string{
 		"which ask for nothing":      "",
@@ -74,7 +74,7 @@ func TestSilentConnections(t *testing.T) {
 				_, err := io.WriteString(silent(t, addr, ""), path)
 				require.NoError(t, err)
 			}
-			time.Sleep(50 * time.Millisecond) // by when the server has answered what it can
+			time.Sleep(50 * time.Millisecond) // until the send buffers are full
 			for range 3 {
 				reachable(t, addr, name)
 			}
@@ -83,7 +83,7 @@ func TestSilentConnections(t *testing.T) {
 }
 
 // TestSlowReaders checks that a connection is dropped if its client does not read a long answer,
-// and that it gives way to new connections even before that.
+// and that a new connection may replace it even before that.
 func TestSlowReaders(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -134,8 +134,8 @@ func TestSlowReaders(t *testing.T) {
 	}
 }
 
-// TestReadingConnectionsStay checks that connections which are in use, streams included, do not give
-// way to new ones.
+// TestReadingConnectionsStay checks that new connections do not replace connections that are in
+// use, such as streams.
 func TestReadingConnectionsStay(t *testing.T) {
 	_, addr := listening(t)
 	stream := silent(t, addr, "/api/v1/stream")
@@ -154,7 +154,7 @@ func TestReadingConnectionsStay(t *testing.T) {
 	require.True(t, late.Timeout())
 }
 
-// TestShares checks that no client takes the connections, streams and requests of all.
+// TestShares checks that no single client can use up all connections, streams and requests.
 func TestShares(t *testing.T) {
 	var p places
 	var leave []func()
@@ -194,7 +194,7 @@ func TestShares(t *testing.T) {
 	require.LessOrEqual(t, len(r.clients), maxClients)
 }
 
-// TestClientOf checks which addresses count as one client.
+// TestClientOf checks which addresses count as the same client.
 func TestClientOf(t *testing.T) {
 	for addr, want := range map[string]string{
 		"192.0.2.1:80":              "192.0.2.1",

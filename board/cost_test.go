@@ -30,18 +30,19 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// timing is for an idle computer.
-var timing = flag.Bool("timing", false, "hold the page to how soon it is there and how it moves")
+// timing enables checks that require an idle computer.
+var timing = flag.Bool("timing", false, "check how quickly the page loads and moves")
 
-// What BenchmarkStep trains.
+// Options of BenchmarkStep.
 var (
-	costLarge = flag.Bool("cost-124M", false, "BenchmarkStep trains a model of 124M")
+	costLarge = flag.Bool("cost-124M", false, "train a model with 124M parameters in BenchmarkStep")
 	costBatch = flag.Int("cost-batch", 1, "sequences in a batch of BenchmarkStep")
 	costSeq   = flag.Int("cost-seq", 128, "tokens in a sequence of BenchmarkStep")
 	costTurn  = flag.Int("cost-turn", 10, "steps in a turn of BenchmarkStep")
 )
 
-// viewersOf tells a process of this test that it is viewers, and of which page.
+// viewersOf is an environment variable. In a process that acts as the viewers, it contains the URL
+// of the page.
 const viewersOf = "KASMINA_TEST_VIEWERS"
 
 func TestMain(m *testing.M) {
@@ -54,7 +55,7 @@ func TestMain(m *testing.M) {
 
 const viewers = 20
 
-// view opens the streams of viewers, or closes them, at each line that it is told.
+// view opens or closes the streams of all viewers, in turn, for each line that it reads.
 func view(url string) {
 	var open []io.Closer
 	for lines := bufio.NewScanner(os.Stdin); lines.Scan(); fmt.Println("done") {
@@ -77,47 +78,48 @@ func view(url string) {
 	}
 }
 
-// The ways in which BenchmarkStep's turns are made.
+// The variants of a turn.
 const (
 	without = iota
 	boarded
 	watched
-	ways
+	variants
 )
 
-// orders are those of a round's turns, one after the other: what comes first or last in a round may be
-// quicker for that alone.
-var orders = [][ways]int{{without, boarded, watched}, {watched, without, boarded},
+// turnOrders lists the orders of the turns in successive rounds. The order varies because the position
+// in a round may affect the duration.
+var turnOrders = [][variants]int{{without, boarded, watched}, {watched, without, boarded},
 	{boarded, watched, without}, {watched, boarded, without}, {without, watched, boarded},
 	{boarded, without, watched}}
 
-// turns makes turns of steps, with a board, without, and with viewers, and times them.
+// turns divides the steps of a run into turns without a board, with a board, and with viewers, and
+// measures their durations.
 type turns struct {
 	feed  llm.Callback
-	look  func() // begins or ends the viewers
+	look  func() // connects or disconnects the viewers
 	round chan<- struct{}
 	go_   <-chan struct{}
 
-	way, steps int
-	made       int // turns
-	last       time.Time
-	times      [ways][]float64 // seconds of a step
-	means      [ways][]float64 // of a turn
-	paid       time.Duration   // by the training goroutine, in turns with a board
-	fed        int
+	variant, steps int
+	made           int // number of turns
+	last           time.Time
+	times          [variants][]float64 // seconds per step
+	means          [variants][]float64 // mean of each turn
+	paid           time.Duration       // by the training goroutine, in turns with a board
+	fed            int
 }
 
-// event is a callback. A step's time goes from the end of the one before, whose events included.
+// event is a callback. A step lasts from the end of the previous step and includes its events.
 func (m *turns) event(e llm.Event) error {
 	now := time.Now()
 	if e.Kind == llm.StepEnd && !m.last.IsZero() {
-		m.times[m.way] = append(m.times[m.way], now.Sub(m.last).Seconds())
+		m.times[m.variant] = append(m.times[m.variant], now.Sub(m.last).Seconds())
 	}
 	if e.Kind == llm.StepEnd {
 		m.last = now
 		m.steps++
 	}
-	if m.way != without || e.Kind == llm.RunStart || e.Kind == llm.Measured {
+	if m.variant != without || e.Kind == llm.RunStart || e.Kind == llm.Measured {
 		if err := m.feed(e); err != nil {
 			return err
 		}
@@ -130,24 +132,24 @@ func (m *turns) event(e llm.Event) error {
 	return nil
 }
 
-// next ends a turn. The first step of the next one is not timed.
+// next ends a turn. The first step of the following turn is not measured.
 func (m *turns) next() error {
-	all := m.times[m.way]
+	all := m.times[m.variant]
 	turn, sum := all[max(0, len(all)-*costTurn):], 0.0
 	for _, s := range turn {
 		sum += s
 	}
-	m.means[m.way] = append(m.means[m.way], sum/float64(len(turn)))
-	if m.way == watched {
+	m.means[m.variant] = append(m.means[m.variant], sum/float64(len(turn)))
+	if m.variant == watched {
 		m.look()
 	}
-	if m.made++; m.made%ways == 0 {
+	if m.made++; m.made%variants == 0 {
 		m.round <- struct{}{}
 		if _, more := <-m.go_; !more {
 			return errDone
 		}
 	}
-	if m.way = orders[m.made/ways%len(orders)][m.made%ways]; m.way == watched {
+	if m.variant = turnOrders[m.made/variants%len(turnOrders)][m.made%variants]; m.variant == watched {
 		m.look()
 	}
 	m.last = time.Time{}
@@ -156,10 +158,11 @@ func (m *turns) next() error {
 
 var errDone = errors.New("the benchmark is over")
 
-// BenchmarkStep is what a board costs a step of training: steps without one, with one, and with 20
-// viewers in another process take turns. An iteration is a turn of each. Metrics are the medians of
-// a step's time, and the mean differences to turns without a board, in percent, with their standard
-// errors. The last one is what the training goroutine itself pays for the events of a step.
+// BenchmarkStep measures what a board adds to the duration of a training step. Turns of steps
+// without a board, with a board, and with 20 viewers in another process alternate, and an
+// iteration is one turn of each. The metrics are the median durations of a step, the mean
+// differences from turns without a board in percent, with their standard errors, and the time that
+// the training goroutine itself spends on the events of a step.
 func BenchmarkStep(b *testing.B) {
 	b.Run("cpu", func(b *testing.B) { cost(b, nil) })
 	b.Run("gpu", func(b *testing.B) {
@@ -173,6 +176,7 @@ func BenchmarkStep(b *testing.B) {
 	})
 }
 
+// cost runs the benchmark on a device, or on the CPU if device is nil.
 func cost(b *testing.B, device *cudaops.Device) {
 	tr := costTrainer(b, device)
 	shown, err := board.New()
@@ -185,19 +189,19 @@ func cost(b *testing.B, device *cudaops.Device) {
 	tr.On(llm.Ceilings(tr), m.event)
 	ended := make(chan error, 1)
 	go func() { ended <- tr.Run(context.Background()) }()
-	<-round // loads kernels, and fills caches
-	m.times, m.means, m.paid, m.fed, m.made = [ways][]float64{}, [ways][]float64{}, 0, 0, 0
+	<-round // loads kernels and fills caches
+	m.times, m.means, m.paid, m.fed, m.made = [variants][]float64{}, [variants][]float64{}, 0, 0, 0
 	for b.Loop() {
 		goOn <- struct{}{}
 		<-round
 	}
 	close(goOn)
 	require.ErrorIs(b, <-ended, errDone)
-	for way, name := range []string{"without", "board", "viewers"} {
-		slices.Sort(m.times[way])
-		b.ReportMetric(1e3*m.times[way][len(m.times[way])/2], name+"-ms/step")
-		if way != without {
-			mean, spread := differences(m.means[way], m.means[without])
+	for variant, name := range []string{"without", "board", "viewers"} {
+		slices.Sort(m.times[variant])
+		b.ReportMetric(1e3*m.times[variant][len(m.times[variant])/2], name+"-ms/step")
+		if variant != without {
+			mean, spread := differences(m.means[variant], m.means[without])
 			b.ReportMetric(100*mean, name+"-%")
 			b.ReportMetric(100*spread, name+"-±%")
 		}
@@ -211,7 +215,8 @@ func cost(b *testing.B, device *cudaops.Device) {
 	b.ReportMetric(100*float64(r.CeilingShare), "share-%")
 }
 
-// TestGPU wants the board of a run on a GPU to show the card, and the run's share of what it reaches.
+// TestGPU checks that the board of a run on a GPU shows the GPU, and the fraction of its peak that
+// the run reaches.
 func TestGPU(t *testing.T) {
 	device, err := cudaops.Open()
 	if errors.Is(err, cudaops.ErrNoDevice) {
@@ -240,7 +245,7 @@ func TestGPU(t *testing.T) {
 	t.Logf("%+v, %v of %v FLOP/s", cards[0], r.FLOPs, r.Ceiling)
 }
 
-// differences returns the mean of a/b − 1, and its standard error.
+// differences returns the mean of a/b − 1 and its standard error.
 func differences(a, b []float64) (mean, spread float64) {
 	for i := range a {
 		mean += (a[i]/b[i] - 1) / float64(len(a))
@@ -251,8 +256,8 @@ func differences(a, b []float64) (mean, spread float64) {
 	return mean, math.Sqrt(spread / float64(len(a)) / float64(max(1, len(a)-1)))
 }
 
-// lookers starts a process that is viewers of a page, none at first. Each call of what it returns
-// begins or ends them.
+// lookers starts a process that acts as the viewers of a page. Each call of the returned function
+// connects or disconnects the viewers; at first they are not connected.
 func lookers(b *testing.B, url string) func() {
 	c := exec.Command(os.Args[0])
 	c.Env = append(os.Environ(), viewersOf+"="+url)
@@ -272,7 +277,7 @@ func lookers(b *testing.B, url string) func() {
 	}
 }
 
-// costTrainer returns a trainer with seeds in all blocks, whose epochs are half a turn.
+// costTrainer returns a trainer with seeds in all blocks. Its epochs are half as long as a turn.
 func costTrainer(b testing.TB, device *cudaops.Device) *llm.Trainer {
 	c := llm.Config{Vocab: 256, Dim: 64, Layers: 2, Heads: 2, FF: 128, Seeds: 16, Seq: *costSeq}
 	if *costLarge {

@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// Add gives a board a run without a trainer.
+// Add adds a run without a trainer.
 func (b *Board) Add(name string) *store.Run {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -17,10 +17,10 @@ func (b *Board) Add(name string) *store.Run {
 	return r
 }
 
-// Feed is what the board adds to a trainer's callbacks.
+// Feed returns the callback that the board adds to a trainer.
 func (b *Board) Feed(t *llm.Trainer) llm.Callback {
 	return (&feed{board: b, run: b.Add("fed"), seeds: t.Model.Kasmina}).event
 }
 
-// SetPatience changes how long requests wait for the end of a step.
+// SetPatience sets how long requests wait for the end of a step.
 func (b *Board) SetPatience(d time.Duration) { b.patience = d }

@@ -17,7 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// FuzzReport gives Report any log, which becomes a page of bounded size.
+// FuzzReport checks that Report accepts any log and writes a page of limited size.
 func FuzzReport(f *testing.F) {
 	f.Add([]byte(`{"event":"start","step":0,"steps":9,"machine":{"device":"x"}}` + "\n" +
 		`{"event":"step","step":1,"train_loss":2,"elapsed_seconds":1e300}` + "\n" +
@@ -26,7 +26,7 @@ func FuzzReport(f *testing.F) {
 		"\n" + `{"event":"sample","step":2,"text":"</script>"}` + "\n" +
 		`{"event":"start","step":1}` + "\n" + `{"event":"end","step":3,"error":"z"}`))
 	path := filepath.Join(f.TempDir(), "log.jsonl")
-	const page = 1 << 20 // what stands in every report
+	const page = 1 << 20 // size of an empty report
 	f.Fuzz(func(t *testing.T, log []byte) {
 		require.NoError(t, os.WriteFile(path, log, 0o666))
 		bounded.Run(t, int64(len(log)+4*page), func() {
@@ -35,8 +35,8 @@ func FuzzReport(f *testing.F) {
 	})
 }
 
-// FuzzOrders gives what steers a run any path and body, and looks at the board after it. The run
-// goes on.
+// FuzzOrders sends any path and body to the handlers that steer a run, and checks the board
+// afterwards.
 func FuzzOrders(f *testing.F) {
 	f.Add("commands", `{"who":"x","why":"y","commands":[{"action":"Germinate","layer":0,"seed":0,`+
 		`"slot":1,"kind":"Residual"},{"action":"SetAlpha","seed":1,"alpha":2}]}`)

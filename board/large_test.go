@@ -19,7 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// large feeds a run of many steps and seeds, which come in layers of 5000.
+// large adds the events of a run with many steps and seeds, in layers of 5000 seeds.
 func large(t testing.TB, run *store.Run, steps, seeds int) {
 	t.Helper()
 	r := texttest.Rand(t)
@@ -51,8 +51,8 @@ func large(t testing.TB, run *store.Run, steps, seeds int) {
 	run.Take(e)
 }
 
-// TestLarge wants the page of a run of 10,000 steps and 50,000 seeds to stay below 200 MB. Where
-// -timing asks for that, it draws 30 frames a second while the lattice is moved.
+// TestLarge checks that the page of a run with 10,000 steps and 50,000 seeds needs less than 200
+// MB. With -timing, it must also draw 30 frames per second while the lattice is moved.
 func TestLarge(t *testing.T) {
 	if testing.Short() {
 		t.Skip("takes seconds")
@@ -73,7 +73,7 @@ func TestLarge(t *testing.T) {
 		Lattice.zoom(6);
 		const canvas = document.getElementById('lattice'), at = canvas.getBoundingClientRect();
 		let x = 300, y = 100;
-		canvas.setPointerCapture = () => {}; // there is no such pointer
+		canvas.setPointerCapture = () => {}; // the events have no real pointer
 		const point = type => canvas.dispatchEvent(new PointerEvent(type,
 			{pointerId: 1, clientX: at.left + x, clientY: at.top + y}));
 		point('pointerdown');
@@ -102,11 +102,11 @@ func TestLarge(t *testing.T) {
 	require.Empty(t, w.complaints(), "the browser's console")
 }
 
-// renderer is the memory, in MB, of the largest process of a page that this one has started. It
-// counts its own and its part of what it shares. It is not known where there is no /proc.
+// renderer returns the memory in MB of the largest renderer process that this test has started,
+// with its portion of shared memory. It returns false if there is no /proc.
 func renderer(t *testing.T) (mb float64, ok bool) {
 	field := func(file, name string) (n float64) {
-		text, _ := os.ReadFile(file) // of a process that may have ended
+		text, _ := os.ReadFile(file) // the process may have ended
 		for line := range strings.Lines(string(text)) {
 			if rest, is := strings.CutPrefix(line, name); is {
 				fmt.Sscan(rest, &n)
@@ -135,7 +135,7 @@ func renderer(t *testing.T) (mb float64, ok bool) {
 	return mb, ok
 }
 
-// BenchmarkFeed is what the training goroutine pays for a board at a step.
+// BenchmarkFeed measures the cost of a step for the training goroutine.
 func BenchmarkFeed(b *testing.B) {
 	tr := newTrainer(b, 1, 4)
 	shown, err := board.Attach(tr)

@@ -17,7 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// writeLog makes a folder with a log of steps from 1 on, and returns the folder.
+// writeLog creates a folder with a log of the given number of steps, and returns the folder.
 func writeLog(t *testing.T, folder string, steps int, loss float64) string {
 	t.Helper()
 	require.NoError(t, os.MkdirAll(folder, 0o777))
@@ -49,7 +49,7 @@ func addLog(t *testing.T, folder, text string) {
 	require.NoError(t, f.Close())
 }
 
-// logs returns the URL of a board of logs.
+// logs returns the URL of a board that shows logs.
 func logs(t *testing.T, paths ...string) string {
 	t.Helper()
 	b, err := board.Logs(paths)
@@ -60,7 +60,7 @@ func logs(t *testing.T, paths ...string) string {
 	return url
 }
 
-// becomes waits until a run has a state.
+// becomes waits until a run has the given state.
 func becomes(t *testing.T, url, state string) (r api.Run) {
 	t.Helper()
 	require.Eventually(t, func() bool {
@@ -70,8 +70,8 @@ func becomes(t *testing.T, url, state string) (r api.Run) {
 	return r
 }
 
-// TestSilentLog checks that a run whose log has not changed for minutes is silent, not stopped, and
-// is running again once its log grows.
+// TestSilentLog checks that a run is silent, and not stopped, if its log has not changed for
+// minutes, and that it is running again once its log grows.
 func TestSilentLog(t *testing.T) {
 	folder := writeLog(t, filepath.Join(t.TempDir(), "one"), 3, 2)
 	past := time.Now().Add(-5 * time.Minute)
@@ -83,8 +83,8 @@ func TestSilentLog(t *testing.T) {
 	r := becomes(t, url, "running")
 	require.Equal(t, 4, r.Step)
 	require.NoError(t, os.Chtimes(filepath.Join(folder, "log.jsonl"), past, past))
-	time.Sleep(1500 * time.Millisecond) // in which the board looks at the log
-	becomes(t, url, "running")          // whatever the clock of the file's computer says
+	time.Sleep(1500 * time.Millisecond) // the board reads the log every second
+	becomes(t, url, "running")          // regardless of the modification time
 
 	addLog(t, folder, `{"event":"end","step":4}`+"\n")
 	becomes(t, url, "ended")
@@ -92,8 +92,8 @@ func TestSilentLog(t *testing.T) {
 	becomes(t, logs(t, folder), "ended")
 }
 
-// TestReplacedLog checks that nothing of a log is left when another one has taken its place, on the
-// page and in the API, and that a page which is open shows the new run alone.
+// TestReplacedLog checks that the API and an open page discard all data of a log that another log
+// has replaced.
 func TestReplacedLog(t *testing.T) {
 	w := browser(t)
 	folder := writeLog(t, filepath.Join(t.TempDir(), "one"), 8, 2.25)
@@ -108,7 +108,7 @@ func TestReplacedLog(t *testing.T) {
 	}
 	require.Len(t, shown(), 16)
 
-	// A run in the same folder, which is further than the old one when the board looks again.
+	// The new run in the same folder has already made more steps than the old one.
 	writeLog(t, folder, 11, 7)
 	require.Eventually(t, func() bool {
 		var s api.Series
@@ -131,7 +131,7 @@ func TestReplacedLog(t *testing.T) {
 		return strings.Contains(text, "step 11, epoch 0loss 7") && !strings.Contains(text, "loss 2.25")
 	}, patience, 50*time.Millisecond, "the page says %s", w.text("#events"))
 
-	// A resumption takes back what is beyond it, evaluations included.
+	// A resumption removes all later data, including evaluations.
 	addLog(t, folder, `{"event":"start","step":4,"steps":1000}`+"\n"+
 		`{"event":"step","step":5,"train_loss":9}`+"\n")
 	require.Eventually(t, func() bool { return len(shown()) == 9 }, patience, 50*time.Millisecond)
@@ -144,8 +144,8 @@ func TestReplacedLog(t *testing.T) {
 	require.Empty(t, w.complaints(), "the browser's console")
 }
 
-// TestReplacedCheckpoint checks that a run which has taken the place of another one is not shown
-// with the settings of that, whose checkpoint may be in the folder for a while.
+// TestReplacedCheckpoint checks that a run does not get the settings of the run that it has
+// replaced, whose checkpoint may remain in the folder for a while.
 func TestReplacedCheckpoint(t *testing.T) {
 	one, two := logged(t, "one", 6), logged(t, "two", 4)
 	url := logs(t, one)
@@ -175,7 +175,7 @@ func TestReplacedCheckpoint(t *testing.T) {
 	require.Equal(t, "card of two", r.Settings["on: device"])
 }
 
-// TestNamesOfLogs checks that runs can be told apart by their names.
+// TestNamesOfLogs checks that runs have distinct names.
 func TestNamesOfLogs(t *testing.T) {
 	dir := t.TempDir()
 	a, b := writeLog(t, filepath.Join(dir, "a", "x"), 1, 1), writeLog(t, filepath.Join(dir, "b", "x"), 1, 1)
@@ -193,8 +193,8 @@ func TestNamesOfLogs(t *testing.T) {
 	require.Equal(t, []string{"a/x", "b/x", "y", "own", "y (2)"}, names)
 }
 
-// TestCSV checks that no name in the page's CSV is a formula to a spreadsheet, and that numbers stay
-// numbers.
+// TestCSV checks that spreadsheets take no name in the CSV of the page for a formula, and that
+// numbers remain numbers.
 func TestCSV(t *testing.T) {
 	w := browser(t)
 	names := map[string]string{
@@ -207,7 +207,7 @@ func TestCSV(t *testing.T) {
 		"\rx":            "'\rx",
 		"\nx":            "'\nx",
 		" =1":            "' =1",
-		"\uff1d1":        "'\uff1d1", // which some take for =
+		"\uff1d1":        "'\uff1d1", // some spreadsheets take this for =
 		"-1.5":           "-1.5",
 		"+2e-3":          "+2e-3",
 		"a=b":            "a=b",

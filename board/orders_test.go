@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// atStep runs a trainer, which waits after the given step until goOn is closed.
+// atStep starts a trainer that waits after the given step until goOn is closed.
 func atStep(t *testing.T, tr *llm.Trainer, step int) (reached <-chan struct{}, goOn chan<- struct{},
 	done <-chan error) {
 	t.Helper()
@@ -34,8 +34,8 @@ func atStep(t *testing.T, tr *llm.Trainer, step int) (reached <-chan struct{}, g
 	return at, on, ended
 }
 
-// TestPendingOrders checks that an order which has waited for long is reported as pending and not as
-// refused, and that its client learns what comes of it.
+// TestPendingOrders checks that an order that waits for a long time is reported as pending rather
+// than refused, and that its client can query the result.
 func TestPendingOrders(t *testing.T) {
 	tr := newTrainer(t, 6, 4)
 	b, _ := listen(t, tr, board.WithControl())
@@ -93,8 +93,8 @@ func TestPendingOrders(t *testing.T) {
 	require.Equal(t, 400, code)
 }
 
-// TestClientWaitsForPendingOrders checks that a client waits until its order has been carried out,
-// however long the step takes, and that a client which gives up says what that means.
+// TestClientWaitsForPendingOrders checks that a client waits for the result of its order however
+// long the step takes, and that a client that gives up explains what may still happen.
 func TestClientWaitsForPendingOrders(t *testing.T) {
 	tr := newTrainer(t, 6, 4)
 	b, url := listen(t, tr, board.WithControl())
@@ -112,7 +112,7 @@ func TestClientWaitsForPendingOrders(t *testing.T) {
 
 	answers := make(chan error, 2)
 	go func() { answers <- c.Measure(t.Context(), "0", state.Sampling, 3) }()
-	time.Sleep(50 * time.Millisecond) // by when the order is pending
+	time.Sleep(50 * time.Millisecond) // until the order is pending
 	require.Empty(t, answers)
 	close(goOn)
 	require.NoError(t, <-answers)
@@ -125,8 +125,8 @@ func TestClientWaitsForPendingOrders(t *testing.T) {
 	require.ErrorIs(t, c.Save(t.Context(), "0"), api.ErrRefused)
 }
 
-// TestNamesAreLines checks that the name and the reason that come with an order reach no terminal as
-// control characters.
+// TestNamesAreLines checks that control characters in the name and the reason of an order reach no
+// terminal.
 func TestNamesAreLines(t *testing.T) {
 	tr := newTrainer(t, 6, 4)
 	b, _ := listen(t, tr, board.WithControl())
@@ -140,8 +140,8 @@ func TestNamesAreLines(t *testing.T) {
 		"llm: the run has been stopped: [31mAnn asked on the board to stop: to 2Jrest")
 }
 
-// TestTooManyPendingOrders checks that orders which wait for a step are bounded, and that what comes
-// of each is known after the step.
+// TestTooManyPendingOrders checks that the number of pending orders is limited, and that the
+// result of each is known after the step.
 func TestTooManyPendingOrders(t *testing.T) {
 	tr := newTrainer(t, 6, 4)
 	b, _ := listen(t, tr, board.WithControl())
@@ -156,7 +156,7 @@ func TestTooManyPendingOrders(t *testing.T) {
 		case 503:
 			full++
 			require.Contains(t, w.Body.String(), "wait for the end")
-		case 429: // more than so many a second
+		case 429: // too many requests per second
 			time.Sleep(50 * time.Millisecond)
 		default:
 			t.Fatal(w.Code, w.Body)
@@ -171,8 +171,8 @@ func TestTooManyPendingOrders(t *testing.T) {
 	require.Equal(t, 64, accepted)
 }
 
-// TestTelemetryOnThePage changes telemetry on the page during a step that takes longer than a
-// request waits.
+// TestTelemetryOnThePage changes the telemetry on the page during a step that takes longer than
+// requests wait.
 func TestTelemetryOnThePage(t *testing.T) {
 	w := browser(t)
 	tr := newTrainer(t, 6, 4)

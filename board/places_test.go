@@ -18,12 +18,12 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// judged is why a controller rolls a seed back.
+// judged is the reason for which a controller rolls a seed back.
 const judged = "34 epochs have not brought what FineTuning asks for: the loss is 0.0021 higher with " +
 	"it (0.07 %), and 70 % of the text's batches agree"
 
-// everywhere feeds the events of a run of 600 steps whose model has seeds at all sites. These are
-// Kasmina layers, every linear layer of so many blocks, the stream and depth.
+// everywhere adds the events of a run of 600 steps. Its model has seeds at all sites: Kasmina
+// layers, every linear layer of the given number of blocks, the stream, and depth.
 func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 	t.Helper()
 	r := texttest.Rand(t)
@@ -93,9 +93,8 @@ func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 	run.Take(e)
 }
 
-// TestEverywhere wants seeds of all sites, thousands of them too, to be found and named on the
-// page. It shows the reasons of what became of them. Names and samples are shown as they are,
-// whatever they hold.
+// TestEverywhere checks that the page finds and names seeds at all sites, even if there are
+// thousands, and shows the reasons for their changes. Names and samples must be shown literally.
 func TestEverywhere(t *testing.T) {
 	w := browser(t)
 	b, err := board.New()

@@ -16,9 +16,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// BenchmarkServed is the time of processors that 20 viewers in another process take from a run, by
-// its steps a second. An iteration is seconds of the run with them, and as many without. A tenth of
-// a percent of two cores is 2 ms of a second.
+// BenchmarkServed measures the processor time that 20 viewers in another process take from a run,
+// depending on its steps per second. An iteration consists of several seconds with viewers and as
+// many without. A tenth of a percent of two cores is 2 ms per second.
 func BenchmarkServed(b *testing.B) {
 	for _, steps := range []int{2, 20} {
 		b.Run(fmt.Sprintf("%d-steps-a-second", steps), func(b *testing.B) { served(b, steps) })
@@ -34,7 +34,7 @@ func served(b *testing.B, steps int) {
 	run := shown.Add("paced")
 	run.Take(llm.Event{Kind: llm.RunStart, Steps: math.MaxInt32})
 	look := lookers(b, url)
-	const stretch = 10 // seconds; viewers are told every few
+	const stretch = 10 // seconds; viewers are updated every few seconds
 	every, step := time.Second/time.Duration(steps), 0
 	second := func() (took float64) {
 		began := spent(b)
@@ -54,7 +54,7 @@ func served(b *testing.B, steps int) {
 	alone, seen := 0.0, 0.0
 	for b.Loop() {
 		look()
-		second() // in which the viewers come
+		second() // the viewers connect
 		for range stretch {
 			seen += second() / stretch
 		}
@@ -67,7 +67,7 @@ func served(b *testing.B, steps int) {
 	b.ReportMetric(1e3*seen/float64(b.N), "viewers-cpu-ms/s")
 }
 
-// spent is the seconds of processors that this process has taken.
+// spent returns the processor time in seconds that this process has used.
 func spent(b *testing.B) float64 {
 	var u syscall.Rusage
 	require.NoError(b, syscall.Getrusage(syscall.RUSAGE_SELF, &u))
