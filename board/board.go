@@ -10,8 +10,8 @@
 // The page needs no network: all its files are embedded in the program. A program with a web server
 // can use a [Board] as an [http.Handler].
 //
-// A run never waits for its board. The board receives copies of the trainer's events; if it falls too
-// far behind, it drops events and counts them. Viewers receive updates a few times per second. The
+// A run never waits for its board. The board receives copies of the trainer's events; if it
+// cannot keep up, it drops events and counts them. Viewers receive updates a few times per second. The
 // board disconnects viewers that do not read and refuses excessive requests. Package [board/api]
 // documents the JSON interface under /api/v1 and contains a client for it.
 //
@@ -63,7 +63,7 @@ type Board struct {
 	servers  []*http.Server
 }
 
-// identity distinguishes a board from another one that later listens at the same address.
+// identity distinguishes a board from later boards at the same address.
 type identity struct {
 	ID string `json:"id"`
 }
@@ -132,7 +132,7 @@ func Attach(t *llm.Trainer, opts ...Option) (*Board, error) {
 	return b, nil
 }
 
-// Watch adds a trainer, whose runs the board shows under the given name.
+// Watch adds a trainer to the board, which shows its runs under the given name.
 func (b *Board) Watch(t *llm.Trainer, name string) error {
 	if t == nil || t.Model == nil {
 		return errors.New("board: Watch: the trainer is nil or its zero value: create it with " +
@@ -155,8 +155,8 @@ func (b *Board) Watch(t *llm.Trainer, name string) error {
 	return nil
 }
 
-// settings returns the settings by which people compare runs: the program's notes, or the sizes of the
-// model if there are no notes.
+// settings returns the settings that distinguish runs: the program's notes, or the sizes of the model
+// if there are no notes.
 func settings(t *llm.Trainer) map[string]string {
 	if len(t.Config.Notes) > 0 {
 		return maps.Clone(t.Config.Notes)
@@ -316,7 +316,7 @@ func (b *Board) all() []*store.Run {
 	return b.runs[:len(b.runs):len(b.runs)]
 }
 
-// byID returns the run with the given ID, or nil if there is none.
+// byID returns the run with the given ID, or nil for an unknown ID.
 func (b *Board) byID(id string) *store.Run {
 	for _, r := range b.all() {
 		if r.ID() == id {

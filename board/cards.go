@@ -18,7 +18,7 @@ type cards struct {
 
 	mu      sync.Mutex
 	tried   bool
-	library *nvml.Library // nil if there is none
+	library *nvml.Library // nil if it is missing
 	known   []nvml.Card
 	read    time.Time
 	failed  bool // an error has been logged

@@ -21,7 +21,7 @@ const (
 	patient    = time.Second // a longer write may be interrupted in favor of another client
 )
 
-// clientOf returns the client to which an address with a port belongs. All addresses of an IPv6
+// clientOf returns the client that uses an address, which includes a port. All addresses of an IPv6
 // network count as the same client, because a client may use any address of its network.
 func clientOf(addr string) string {
 	host, _, err := net.SplitHostPort(addr)
@@ -45,8 +45,8 @@ func clientOf(addr string) string {
 
 // connections is a listener that limits the number of connections, in total and per client.
 //
-// When a limit is reached, a new connection replaces an idle one, or one whose client does not read
-// its answer. If there is no such connection, the new one is closed.
+// When a limit is reached, a new connection replaces an idle connection or a connection with a
+// client that does not read its answer. Without such a connection, the new one is closed.
 type connections struct {
 	net.Listener
 	stalled time.Duration
@@ -127,7 +127,7 @@ func (l *connections) admit(c net.Conn) *connection {
 }
 
 // leastUsed returns the connection of a client that has been idle for the longest time. If none is
-// idle, it returns the one that has been writing for the longest time. It returns nil if all
+// idle, it returns the connection that has been writing for the longest time. It returns nil if all
 // connections are in use.
 func (l *connections) leastUsed(client string) (found *connection) {
 	for c := range l.open {
@@ -184,7 +184,7 @@ func (l *connections) context(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, connectionKey{}, c)
 }
 
-// tracked records for which connections a handler is running.
+// tracked records that a handler is running for a connection.
 func (l *connections) tracked(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if c, ok := r.Context().Value(connectionKey{}).(*connection); ok {

@@ -103,7 +103,7 @@ func TestLarge(t *testing.T) {
 }
 
 // renderer returns the memory in MB of the largest renderer process that this test has started,
-// with its portion of shared memory. It returns false if there is no /proc.
+// with its portion of shared memory. It returns false on systems without /proc.
 func renderer(t *testing.T) (mb float64, ok bool) {
 	field := func(file, name string) (n float64) {
 		text, _ := os.ReadFile(file) // the process may have ended

@@ -17,11 +17,11 @@ const (
 	viewerEvery = 250 * time.Millisecond
 
 	// An idle stream sends a comment, so that proxies keep the connection and the board notices that
-	// a viewer has left.
+	// a viewer has disconnected.
 	aliveEvery = 15 * time.Second
 )
 
-// stream sends updates to a viewer until the viewer leaves or the board is closed.
+// stream sends updates to a viewer until the viewer disconnects or the board is closed.
 func (b *Board) stream(w http.ResponseWriter, r *http.Request) {
 	leave, ok := b.viewers.take(clientOf(r.RemoteAddr))
 	if !ok {
@@ -71,7 +71,7 @@ type viewer struct {
 	sent     time.Time // of the last update
 }
 
-// update sends what has changed since the last update.
+// update sends all changes since the last update.
 func (v *viewer) update(runs []*store.Run, cards []api.Card) error {
 	defer v.news.Reset()
 	for _, run := range runs {

@@ -82,8 +82,9 @@ type Run struct {
 	Ceiling      Float `json:"ceiling_flops_per_s"`
 	CeilingShare Float `json:"ceiling_share"`
 
-	Params   int `json:"params"`
-	ParamsAt int `json:"params_step,omitempty"` // step at which a growth last changed Params
+	Params    int `json:"params"`                // trainable
+	AllParams int `json:"all_params,omitempty"`  // including frozen ones
+	ParamsAt  int `json:"params_step,omitempty"` // step at which a growth last changed Params
 
 	Seeds   int            `json:"seeds"`
 	Epoch   int            `json:"epoch"`            // of the lattices

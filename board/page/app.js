@@ -106,7 +106,8 @@
       ['bits per byte', number(s.val_bpb), 'held-out'],
       over ? ['tokens per second', rate(s.mean_tokens_per_s), 'average'] : ['tokens per second', rate(s.tokens_per_s), 'average ' + rate(s.mean_tokens_per_s)]];
     if (s.ceiling_share) tiles.push(['share of the peak', percent(s.ceiling_share), 'of ' + rate(s.ceiling_flops_per_s) + 'FLOP/s']);
-    tiles.push(['parameters', rate(s.params), s.params_step ? 'since step ' + thousands(s.params_step) : s.seeds ? thousands(s.seeds) + ' seeds' : '']);
+    const frozen = s.all_params > s.params;
+    tiles.push([frozen ? 'trainable parameters' : 'parameters', rate(s.params), frozen ? 'of ' + rate(s.all_params) : s.params_step ? 'since step ' + thousands(s.params_step) : s.seeds ? thousands(s.seeds) + ' seeds' : '']);
     if (s.learning_rate !== null || s.grad_norm !== null) {
       tiles.push(['learning rate', number(s.learning_rate && +s.learning_rate.toPrecision(3)), ''], ['gradient norm', number(s.grad_norm), '']);
     }

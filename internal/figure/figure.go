@@ -85,8 +85,8 @@ func align(all []draw.Canvas, panels []Panel) {
 	}
 }
 
-// moveLegend moves the legend of a plot from the edge of the canvas to that of the frame. The edges
-// differ by the room that the plot leaves for labels and for points at its border.
+// moveLegend moves the legend of a plot from the edge of the canvas to the edge of the frame. Between
+// the two, the plot reserves space for labels and for points at its border.
 func moveLegend(p *plot.Plot, c draw.Canvas) {
 	frame := p.DataCanvas(c)
 	if p.Title.Text != "" {

@@ -47,7 +47,7 @@ print(json.dumps({
     "dead": [h.min, h.max, h.num, h.sum, h.sum_squares, sum(h.bucket), len(h.bucket)]}))
 `
 
-// python returns a Python interpreter that has a package. It skips the test if there is none.
+// python returns a Python interpreter that has a package. It skips the test without one.
 func python(t *testing.T, pack string) string {
 	t.Helper()
 	name := os.Getenv("KASMINA_PYTHON")

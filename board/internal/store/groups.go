@@ -36,7 +36,7 @@ type groups struct {
 	open     map[groupKey]int
 }
 
-// A groupKey identifies a group among those of the current step.
+// A groupKey identifies a group within the current step.
 type groupKey struct {
 	step, epoch            int
 	kind, from, to, reason string
@@ -93,7 +93,7 @@ func (g *groups) index(number int) int {
 	return at
 }
 
-// cut removes the groups for which beyond reports true, and reports whether there were any.
+// cut removes the groups at steps that satisfy beyond, and reports whether there were any.
 func (g *groups) cut(beyond func(step int) bool) bool {
 	before := len(g.all)
 	g.all = slices.DeleteFunc(g.all, func(one group) bool { return beyond(one.Step) })

@@ -34,8 +34,8 @@ type sentStatus struct {
 }
 
 // News appends the changes of the run since the previous call with the same cursor to b, as
-// server-sent events, and advances the cursor. No queue is kept per viewer: a viewer that asks less
-// often receives more at a time.
+// server-sent events, and advances the cursor. No queue is kept per viewer: a viewer that calls News
+// less often receives more at a time.
 func (r *Run) News(b *bytes.Buffer, c *Cursor) error {
 	changed := r.changed.Load()
 	if c.started && changed == c.changed {
@@ -97,7 +97,7 @@ func (r *Run) sendStatus(b *bytes.Buffer, changed int64) error {
 	return nil
 }
 
-// runMessage tells a viewer to discard all data of a run, because the whole run follows again.
+// runMessage instructs a viewer to discard all data of a run, because the whole run follows again.
 type runMessage struct {
 	Run string `json:"run"`
 }

@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Limits of what a log may contain. A log is a file, which may contain anything.
+// Limits for the content of a log, which is a file and may contain anything.
 const (
 	maxLogged  = 1 << 20 // seeds per layer
 	maxLayers  = 1 << 12
@@ -24,9 +24,9 @@ const (
 
 // Take adds an event of a trainer. The event's reports must not change afterwards.
 //
-// Take adds the records that a log has of the event. So a board that watches a trainer, a board of
-// logs and a report show the same numbers. In addition, Take keeps what a log does not contain: the
-// exact reports, which controllers need.
+// Take adds the same records that a log contains for the event. Therefore a board that watches a
+// trainer, a board of logs and a report show the same numbers. In addition, Take keeps the exact
+// reports, which controllers need and a log does not contain.
 func (r *Run) Take(e llm.Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -68,6 +68,9 @@ func (r *Run) read(l runlog.Record) {
 	params := a.Params
 	if l.Params != nil {
 		a.Params = *l.Params
+	}
+	if l.AllParams != nil {
+		a.AllParams = *l.AllParams
 	}
 	if l.Seeds != nil {
 		a.Seeds = *l.Seeds
@@ -112,7 +115,7 @@ func (r *Run) read(l runlog.Record) {
 	}
 }
 
-// start begins a run or resumes it.
+// start adds the start or the resumption of a run.
 func (r *Run) start(l runlog.Record) {
 	a := &r.run
 	a.State, a.Error, a.Started, a.Budget = "running", "", l.Time, clip(l.Budget)
@@ -123,7 +126,7 @@ func (r *Run) start(l runlog.Record) {
 	r.onMachine(l.Machine, true)
 	r.resumeAt(l.Step)
 
-	// The start record does not contain the values of the step at which the run resumes.
+	// The start record does not contain the values of the last step before it.
 	nan := api.Float(math.NaN())
 	a.Loss, a.Rate, a.GradNorm, a.Speed, a.MeanSpeed = nan, nan, nan, nan, nan
 	if n := len(r.steps.points); n > 0 {
@@ -168,8 +171,7 @@ func (r *Run) evaluated(l runlog.Record, seconds float64) {
 	}
 }
 
-// recallEvaluations sets the held-out loss of the status to that of the last evaluation, and the
-// best one to the lowest so far.
+// recallEvaluations updates the latest and the best held-out loss of the status.
 func (r *Run) recallEvaluations() {
 	a, nan := &r.run, api.Float(math.NaN())
 	if len(r.evals) == 0 {
@@ -213,7 +215,7 @@ func (r *Run) reshaped(l runlog.Record, before int) {
 		return
 	}
 	r.note(Grown, l.Text)
-	if l.Params != nil && before != *l.Params {
+	if l.Params != nil && before != r.run.Params {
 		r.run.ParamsAt = l.Step
 	}
 	if len(l.Lattices) > 0 && len(r.reports) > len(l.Lattices) {
@@ -334,7 +336,7 @@ func seedReport(s *runlog.SeedRecord) state.SeedReport {
 	return to
 }
 
-// stageNamed returns the stage with the given name, or Dormant if there is none.
+// stageNamed returns the stage with the given name, or Dormant for an unknown name.
 func stageNamed(name string) state.Stage {
 	for s := state.Dormant; s <= state.RolledBack; s++ {
 		if s.String() == name {
@@ -392,7 +394,7 @@ type speed struct {
 const interval = 2 * time.Second
 
 // add takes the totals after a step, at the given number of seconds. done is the completed fraction
-// of what this process has to do. It returns the speeds in tokens and operations per second, and
+// of this process's share of the run. It returns the speeds in tokens and operations per second, and
 // the seconds left if the run continues at its average pace, or NaN if that is unknown.
 func (s *speed) add(seconds, tokens, flops, done float64) (tokensPerS, flopsPerS, left float64) {
 	if done > 0 {

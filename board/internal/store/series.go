@@ -15,7 +15,7 @@ type point struct{ step, time, loss, rate, norm, speed float64 }
 // steps holds the points of a run.
 //
 // When there are maxPoints points, each two neighbors are merged into one, and from then on a point
-// stands for twice as many steps. A merged point has the mean loss and gradient norm of its steps,
+// represents twice as many steps. A merged point has the mean loss and gradient norm of its steps,
 // and the other values of its last step.
 type steps struct {
 	points  []point
@@ -45,7 +45,7 @@ func (s *steps) add(p point) {
 	s.stride, s.thinned = 2*s.stride, s.thinned+1
 }
 
-// join merges a, which stands for n points, with the next point b.
+// join merges a, which represents n points, with the next point b.
 func join(a, b point, n int) point {
 	if n == 0 {
 		return b
