@@ -360,7 +360,6 @@
   function markersOf(run) {
     return run.groups.filter(g => g.kind === 'Grown' || g.kind === 'StageChanged').slice(-1000).map(g => ({
       step: g.step, time: g.time, grown: g.kind === 'Grown', color: Lattice.color(g.to),
-      short: g.to.length > 42 ? g.to.slice(0, 40) + '…' : g.to,
       text: g.kind === 'Grown' ? g.to : thousands(g.count) + (g.count === 1 ? ' seed ' : ' seeds ') + g.from + ' → ' + g.to,
     }));
   }

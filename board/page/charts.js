@@ -107,7 +107,7 @@ const Charts = (() => {
       const curve = {stroke: f.color, width: f.heldOut ? 2 : 1.6, dash: f.dashed ? [5, 4] : undefined, spanGaps: true,
         points: {show: dots, size: 5, fill: f.color, width: 0}};
       if (f.smooth) {
-        series.push({...curve, width: 1, alpha: 0.3, points: {show: false}}, {...curve, width: 2, points: {show: false}});
+        series.push({...curve, width: 1, alpha: found.length > 4 ? 0.12 : 0.3, points: {show: false}}, {...curve, width: 2, points: {show: false}});
       } else {
         series.push(curve);
       }
@@ -141,26 +141,27 @@ const Charts = (() => {
     drawLabels(u, ratio);
   }
 
-  // drawLabels writes next to the lines of a large chart what the model has become, where there is
-  // room.
+  // drawLabels writes the changes of the model next to the lines of a large chart, shortened to the
+  // distance between the lines.
   function drawLabels(u, ratio) {
     if (u.height < 250) return;
     const g = u.ctx, {left, top, width} = u.bbox;
-    let free = left;
     g.save();
     g.font = 11 * ratio + 'px system-ui, sans-serif';
+    g.textAlign = 'left';
     g.fillStyle = style('--soft');
-    for (const m of markers) {
-      const x = u.valToPos(m[options.axis], 'x', true) + 4 * ratio, text = m.short || '';
-      const size = g.measureText(text).width;
-      if (!m.grown || x < free || x + size > left + width) continue;
-      g.fillText(text, x, top + 10 * ratio);
-      free = x + size + 8 * ratio;
-    }
+    const grown = markers.filter(m => m.grown).map(m => ({x: u.valToPos(m[options.axis], 'x', true), text: m.text}));
+    grown.forEach(({x, text}, i) => {
+      const end = i + 1 < grown.length ? Math.min(grown[i + 1].x, left + width) : left + width, room = end - x - 10 * ratio;
+      if (x < left || room < 40 * ratio) return;
+      let short = text;
+      while (short.length > 4 && g.measureText(short + '…').width > room) short = short.slice(0, -1);
+      g.fillText(short === text ? text : short + '…', x + 5 * ratio, top + 10 * ratio);
+    });
     g.restore();
   }
 
-  // tip shows what happened at a marker under the cursor.
+  // tip describes the markers near the cursor.
   function tip(c, u) {
     const {left, top} = u.cursor;
     const near = left < 0 ? [] : markers.filter(m => Math.abs(u.valToPos(m[options.axis], 'x') - left) < 5);
