@@ -269,9 +269,15 @@ func TestSteering(t *testing.T) {
 // refused, whether the page was open when the run ended or is opened later.
 func TestFinishedRun(t *testing.T) {
 	w := browser(t)
-	tr := newTrainer(t, 200, 4)
+	tr := newTrainer(t, 20, 4)
 	_, url := listen(t, tr, board.WithControl())
-	paced(tr, 10*time.Millisecond)
+	goOn := make(chan struct{})
+	tr.On(func(e llm.Event) error {
+		if e.Kind == llm.StepEnd && e.Step == 10 {
+			<-goOn
+		}
+		return nil
+	})
 	done := make(chan error, 1)
 	go func() { done <- tr.Run(context.Background()) }()
 	w.do(chromedp.Navigate(url))
@@ -280,6 +286,7 @@ func TestFinishedRun(t *testing.T) {
 	w.see("#germinate")
 	w.do(chromedp.Click(chromedp.CSS("#save")))
 	w.see("#confirm-yes")
+	close(goOn)
 	require.NoError(t, <-done)
 
 	const offered = `['#save', '#stop', '#germinate', '#confirm-yes'].filter(s => {
