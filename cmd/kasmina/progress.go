@@ -9,29 +9,43 @@ import (
 	"golang.org/x/term"
 )
 
-// bar shows on a terminal how far a job is, and shows nothing elsewhere. The function that it
-// returns may be called from several goroutines; clear removes the bar.
+// wide is the number of columns that a bar with all its figures needs.
+const wide = 80
+
+// bar shows the progress of a job on a terminal, and nothing elsewhere. The function at may be called
+// from several goroutines; clear removes the bar.
 func bar(w io.Writer, what string, bytes bool) (at func(done, of int64), clear func()) {
-	if f, ok := w.(*os.File); !ok || !term.IsTerminal(int(f.Fd())) {
+	f, ok := w.(*os.File)
+	if !ok || !term.IsTerminal(int(f.Fd())) {
 		return func(int64, int64) {}, func() {}
 	}
+
+	options := []progressbar.Option{progressbar.OptionSetWriter(w), progressbar.OptionSetDescription(what),
+		progressbar.OptionThrottle(1e8), progressbar.OptionClearOnFinish()}
+	if columns, _, err := term.GetSize(int(f.Fd())); err == nil && columns < wide {
+		// A bar that the terminal wraps cannot be redrawn in place.
+		options = append(options, progressbar.OptionSetPredictTime(false),
+			progressbar.OptionSetElapsedTime(false),
+			progressbar.OptionSetWidth(max(1, columns-len(what)-len("  100% ||   ")-1)), progressbar.OptionUseANSICodes(true))
+	} else {
+		options = append(options, progressbar.OptionShowBytes(bytes), progressbar.OptionShowCount())
+	}
+
 	var lock sync.Mutex
 	var b *progressbar.ProgressBar
-	return func(done, of int64) {
-			lock.Lock()
-			defer lock.Unlock()
-			if b == nil {
-				b = progressbar.NewOptions64(of, progressbar.OptionSetWriter(w),
-					progressbar.OptionSetDescription(what), progressbar.OptionShowBytes(bytes),
-					progressbar.OptionShowCount(), progressbar.OptionThrottle(1e8),
-					progressbar.OptionClearOnFinish())
-			}
-			_ = b.Set64(done) // a terminal that is gone is no reason to end
-		}, func() {
-			lock.Lock()
-			defer lock.Unlock()
-			if b != nil {
-				_ = b.Clear()
-			}
+	at = func(done, of int64) {
+		lock.Lock()
+		defer lock.Unlock()
+		if b == nil {
+			b = progressbar.NewOptions64(of, options...)
 		}
+		_ = b.Set64(done) // a terminal that is gone is no reason to end
+	}
+	return at, func() {
+		lock.Lock()
+		defer lock.Unlock()
+		if b != nil {
+			_ = b.Clear()
+		}
+	}
 }
