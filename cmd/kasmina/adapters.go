@@ -13,22 +13,23 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// adapters are the options of LoRA in a frozen model.
+// adapters holds the options for training LoRA adapters in a frozen model.
 type adapters struct {
 	where    string // "" for none
 	rank     int
 	directed bool
-	seed     uint64 // of random places
+	seed     uint64 // random seed for --adapters random
 }
 
-// adapterPlaces are the ways to place adapters.
+// adapterPlaces maps the values of --adapters to ways to choose layers.
 var adapterPlaces = map[string]control.Where{"grow": control.Unhealthiest,
 	"all": control.AllAtOnce, "random": control.AtRandom}
 
-// adapterLayers are the linear layers that adapters may sit on.
+// adapterLayers lists the linear layers that can have adapters.
 var adapterLayers = []string{"q", "k", "v", "o", "gate", "up", "down"}
 
-// wider is how many times the rank adapters have in random places: in one of so many.
+// wider is the factor by which --adapters random multiplies the rank. One layer in wider gets an adapter,
+// so that the number of parameters stays the same.
 const wider = 4
 
 func (a *adapters) flags(c *cobra.Command) {
@@ -54,7 +55,7 @@ func (a *adapters) check() error {
 	return nil
 }
 
-// config makes a model one that keeps its weights, with seeds on its linear layers.
+// config freezes the weights of a model and adds a seed to each of its linear layers.
 func (a *adapters) config(c *llm.Config) {
 	if a.where == "" {
 		return
@@ -63,7 +64,7 @@ func (a *adapters) config(c *llm.Config) {
 	c.Frozen, c.Directed = true, a.directed || a.where == "grow"
 }
 
-// grow has a trainer plant adapters.
+// grow makes a trainer plant adapters.
 func (a *adapters) grow(t *llm.Trainer) error {
 	if a.where == "" {
 		return nil
@@ -83,7 +84,7 @@ func (a *adapters) grow(t *llm.Trainer) error {
 	return t.Grow(llm.Growth{Controller: by})
 }
 
-// parameters is how many LoRA of the rank have on all layers.
+// parameters returns the number of parameters of adapters with the given rank on all layers.
 func (a *adapters) parameters(c llm.Config) (all int, err error) {
 	for seed := range c.Weights {
 		n, err := c.SeedSize(llm.Planted{Site: blueprints.Weight, Seed: seed,
@@ -96,7 +97,7 @@ func (a *adapters) parameters(c llm.Config) (all int, err error) {
 	return all, nil
 }
 
-// describe says what has been planted, for people.
+// describe lists the adapters by layer.
 func (a *adapters) describe(c llm.Config) string {
 	byLayer := map[string]int{}
 	for _, p := range c.Planted {
@@ -111,7 +112,7 @@ func (a *adapters) describe(c llm.Config) string {
 
 var errAdaptersGrow = errors.New("--adapters and --grow are given: want one of them")
 
-// told returns a callback that shows once what has been planted.
+// told returns a callback that prints the adapters when they are planted or merged.
 func (a *adapters) told(t *llm.Trainer, c *cobra.Command) llm.Callback {
 	return func(e llm.Event) error {
 		if e.Kind == llm.Reshaped && slices.ContainsFunc(t.Model.Config.Planted,

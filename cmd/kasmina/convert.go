@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf/gguf"
 )
 
-// types are what --precision of convert takes.
+// types maps the values of --precision to the names of types.
 var types = map[string]string{"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 type convertOptions struct {
@@ -66,7 +66,7 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		if kind, err = gguf.ParseType(o.gguf); err != nil {
 			return fmt.Errorf("--gguf: %w", err)
 		}
-		// What is wrong with --out is found out now rather than after the model has been loaded.
+		// A wrong --out is reported before the model is loaded.
 		if _, err := os.Lstat(o.out); err == nil {
 			return fmt.Errorf("--out: %s exists: name a new file, or remove that one", o.out)
 		}
@@ -129,7 +129,7 @@ func differencesOf(w io.Writer, f *hf.Folder) error {
 	return err
 }
 
-// report says what has been written, and what can be done with it.
+// report prints what was written and what to try next.
 func (o *convertOptions) report(w io.Writer) {
 	size, files := sizeOf(o.out)
 	fmt.Fprintf(w, "saved     %s (%s, %s)\n", o.out, plural(files, "file"), sizeText(size))

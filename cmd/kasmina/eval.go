@@ -16,7 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
-// maxText is how much text eval reads: all of its tokens are in memory.
+// maxText limits the bytes of a text, because all of its tokens are held in memory.
 const maxText = 1 << 30
 
 func newEval() *cobra.Command {
@@ -45,7 +45,7 @@ tokens) and bpb (bits per byte of the text that the scored tokens stand for).`,
 	return c
 }
 
-// score is what eval prints.
+// A score is the last line that eval prints.
 type score struct {
 	Loss   float64 `json:"loss"`
 	Tokens int     `json:"tokens"`
@@ -123,7 +123,7 @@ func readText(path string) ([]byte, error) {
 	return io.ReadAll(text.Reader())
 }
 
-// window finds out --seq.
+// window sets --seq to its default, or checks it.
 func (o *common) window(stderr io.Writer, c llm.Config) error {
 	switch {
 	case o.seq == 0:
@@ -138,8 +138,8 @@ func (o *common) window(stderr io.Writer, c llm.Config) error {
 	return nil
 }
 
-// cut returns the windows of a text's tokens, and how many of its bytes the tokens stand for that
-// are scored.
+// cut divides the tokens of a text into windows. It also returns the number of bytes that the scored
+// tokens encode.
 func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err error) {
 	before, _ := tok.Affixes()
 	ids := append(before, tok.EncodeOrdinary(text)...)
@@ -167,10 +167,10 @@ func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err 
 	return windows, bytes, nil
 }
 
-// batchTokens is about how many tokens a batch has.
+// batchTokens is the approximate number of tokens in a batch.
 const batchTokens = 4096
 
-// batches calls f with windows as rows of batches, and how many windows have been seen.
+// batches arranges windows in batches and calls f with each batch and the number of windows so far.
 func batches(windows [][]int, seq int, f func(b data.Batch, done int) error) error {
 	size := min(max(1, batchTokens/seq), len(windows))
 	for done := 0; done < len(windows); done += size {

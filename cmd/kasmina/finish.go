@@ -17,7 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf/gguf"
 )
 
-// savePretrained is hf.SavePretrained, but in tests of a slow disk.
+// savePretrained is hf.SavePretrained. A test replaces it to simulate a slow disk.
 var savePretrained = hf.SavePretrained
 
 // checkSave returns the error with which the trained model could not be written when the run ends.
@@ -42,7 +42,7 @@ func (o *trainOptions) checkSave(from origin) error {
 	return nil
 }
 
-// finalConfig returns the configuration of the model when the run ends.
+// finalConfig returns the configuration that the model has at the end of the run.
 func (o *trainOptions) finalConfig(c llm.Config) llm.Config {
 	if o.grow == 0 {
 		return c
@@ -116,7 +116,7 @@ func (o *trainOptions) saveGGUF(c *cobra.Command, m *llm.Model, from origin,
 	return differencesOf(c.ErrOrStderr(), f)
 }
 
-// report says what the run has saved, and what can be done with it.
+// report prints what the run has saved and what to try next.
 func (o *trainOptions) report(w io.Writer) {
 	d, data := quoted(o.dir().out), quoted(o.data)
 	fmt.Fprintf(w, "saved     the model in %s, its checkpoint and its log in %s\n", o.dir().out, o.in(""))

@@ -115,8 +115,8 @@ func nameOf(c *cobra.Command) string {
 	return name
 }
 
-// checkFlags returns an error for a flag that is given but has no effect, and for a required flag whose
-// value is empty, as that of --out "$OUT" is if the variable is not set.
+// checkFlags returns an error if a flag is given but has no effect, or if the value of a required flag is
+// empty. The value of --out "$OUT" is empty if the variable is not set.
 func checkFlags(c *cobra.Command) (err error) {
 	rules := flagRules[nameOf(c)]
 	c.Flags().Visit(func(f *pflag.Flag) {

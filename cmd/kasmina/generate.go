@@ -152,10 +152,10 @@ func (o *generateOptions) readPrompt(stdin io.Reader) error {
 	return nil
 }
 
-// write prints the prompt as it is shown, and each token as it is drawn, up to one that ends a text.
+// write prints the prompt, and then each token as it is drawn, until a token ends the text.
 func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 	d *tokenizers.Decoder, prompt []int, shown string, end []int) error {
-	// The decoder sees the prompt too: some take the space from the first token of a text.
+	// Some tokenizers drop the space of a text's first token, so the decoder has to see the prompt.
 	if err := d.Prime(prompt); err != nil {
 		return err
 	}
@@ -181,14 +181,14 @@ func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 	return err
 }
 
-// sampler is what options and generation_config.json say.
+// sampler combines the options with generation_config.json.
 func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) sampler.Config {
 	s := sampler.Config{Vocab: vocab, Seed: o.seed, TopK: g.TopK, TopP: sampler.Nucleus(g.TopP)}
 	if g.Sample {
 		s.Temperature = g.Temperature
 	}
 
-	// Zero is a value of each of these options.
+	// Zero is a valid value of each of these options, so -1 means that it was not given.
 	if o.temperature != automatic {
 		s.Temperature = o.temperature
 	}
@@ -199,14 +199,14 @@ func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) 
 		s.TopP = sampler.Nucleus(o.topP)
 	}
 	if len(g.Ignored) > 0 {
-		fmt.Fprintf(c.ErrOrStderr(), "generation_config.json has %q, which is not done here\n",
+		fmt.Fprintf(c.ErrOrStderr(), "note      ignoring %q in generation_config.json, which generate does not support\n",
 			g.Ignored)
 	}
 	return s
 }
 
-// checkSampling returns an error if options of sampling are given and nothing is sampled. Where the
-// command line itself asks for temperature 0 it only says so, because the text is the one asked for.
+// checkSampling returns an error if sampling options are given although nothing is sampled. If the
+// command line itself sets the temperature to 0, it only prints a note, because the text is as requested.
 func (o *generateOptions) checkSampling(c *cobra.Command, s sampler.Config) error {
 	unused := given(c, "top-k", "top-p", "seed")
 	if s.Temperature != 0 || len(unused) == 0 {
@@ -220,7 +220,7 @@ func (o *generateOptions) checkSampling(c *cobra.Command, s sampler.Config) erro
 		"sampling: give a --temperature above 0 too", have(unused))
 }
 
-// message writes the prompt by the chat template.
+// message renders the prompt with the chat template.
 func (o *generateOptions) message() (string, error) {
 	t, err := chat.Load(o.model)
 	if err != nil {

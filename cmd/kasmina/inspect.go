@@ -99,7 +99,7 @@ func (o *common) inspect(w io.Writer) error {
 	return t.Flush()
 }
 
-// inspectFile is inspect of a file.
+// inspectFile describes the header of a safetensors or GGUF file.
 func inspectFile(w io.Writer, path string) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	field := func(name, value string) {
@@ -148,7 +148,7 @@ func inspectFile(w io.Writer, path string) error {
 	return t.Flush()
 }
 
-// shapeOf is a shape as people read it.
+// shapeOf formats a shape, such as 32×64.
 func shapeOf(shape []int) string {
 	return strings.ReplaceAll(strings.Trim(fmt.Sprint(shape), "[]"), " ", "×")
 }

@@ -19,7 +19,7 @@ import (
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
-// common are the options of commands that compute with a model.
+// common holds the options of commands that compute with a model.
 type common struct {
 	model, data, out, device, precision string
 	seq                                 int
@@ -44,12 +44,12 @@ func (o *common) machineFlags(c *cobra.Command) {
 	completeFlag(c, "precision", "f32", "bf16", "f16", "f8")
 }
 
-// open opens the device to compute on; nil is the CPU.
+// open opens the device to compute on. It returns nil for the CPU.
 func (o *common) open(stderr io.Writer) (*cudaops.Device, cudaops.Precision, error) {
 	return o.openFor(nil, stderr)
 }
 
-// openFor is open for one of the processes of a world.
+// openFor is like open, for one of several processes.
 func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cudaops.Precision,
 	error) {
 	precision := cudaops.Float32
@@ -68,7 +68,7 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 			return nil, 0, fmt.Errorf("--device cuda: %w; --device cpu computes without one", err)
 		}
 		if !errors.Is(err, cudaops.ErrNoDevice) {
-			fmt.Fprintf(stderr, "the CPU computes, as the GPU cannot be used: %v\n", err)
+			fmt.Fprintf(stderr, "note      using the CPU, because the GPU cannot be used: %v\n", err)
 		}
 	case "cpu":
 	default:
@@ -84,7 +84,7 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 	return nil, 0, fmt.Errorf("--precision %s is for a GPU; a CPU takes f32 or bf16", o.precision)
 }
 
-// openGPU opens that of a process.
+// openGPU opens the GPU that belongs to a process.
 func openGPU(w *comm.World) (*cudaops.Device, error) {
 	at, err := gpu.Ordinal(w)
 	if err != nil {
@@ -93,7 +93,7 @@ func openGPU(w *comm.World) (*cudaops.Device, error) {
 	return cudaops.Open(cudaops.WithOrdinal(at))
 }
 
-// load loads the model of a folder, with a bar.
+// load reads the model of a folder and shows a progress bar.
 func load(ctx context.Context, f *hf.Folder, stderr io.Writer, opts ...hf.LoadOption) (*llm.Model,
 	error) {
 	at, clear := bar(stderr, "loading", true)
@@ -101,8 +101,8 @@ func load(ctx context.Context, f *hf.Folder, stderr io.Writer, opts ...hf.LoadOp
 	return f.Load(ctx, append(opts, hf.WithProgress(at))...)
 }
 
-// A vocabulary is the tokenizer of a folder, limited to the tokens that its model has. The published
-// tokenizer of Gemma 3 has one more, for pictures, and only a text in which that occurs cannot be read.
+// A vocabulary is a folder's tokenizer, limited to the tokens that its model has. The published tokenizer
+// of Gemma 3 has one more token, for pictures. Only texts that contain it cannot be read.
 type vocabulary struct {
 	*tokenizers.Tokenizer
 	size int // of the model's vocabulary
@@ -121,7 +121,7 @@ func tokenizerOf(dir string, size int) (vocabulary, error) {
 // VocabSize returns the number of ids that both the tokenizer and the model have.
 func (v vocabulary) VocabSize() int { return min(v.size, v.Tokenizer.VocabSize()) }
 
-// check returns an error that names the first token which the model does not have.
+// check returns an error that names the first token outside the model's vocabulary.
 func (v vocabulary) check(ids []int) error {
 	for _, id := range ids {
 		if id >= v.size {
@@ -134,8 +134,8 @@ func (v vocabulary) check(ids []int) error {
 	return nil
 }
 
-// inference loads the model of a folder for sequences of so many tokens, with a bar, and computes
-// with it. On a device, that alone has its weights then; nil is the CPU.
+// inference loads the model of a folder for sequences of seq tokens and shows a progress bar. If device
+// is nil, the model computes on the CPU. Otherwise its weights are read straight to the device.
 func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
 	if device == nil {
@@ -153,7 +153,7 @@ func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Devic
 	return gpu.Load(ctx, device, p, config, w)
 }
 
-// counted tells how much of a folder's weights has been read.
+// counted is a folder that reports how many bytes of its weights have been read.
 type counted struct {
 	*hf.Folder
 	at    func(done, of int64)
@@ -161,7 +161,7 @@ type counted struct {
 	total int64
 }
 
-// Read is that of gpu.Weights.
+// Read implements gpu.Weights.
 func (w *counted) Read(ctx context.Context, name string,
 	put func(part []byte, dtype string) error) error {
 	return w.Folder.Read(ctx, name, func(part []byte, dtype string) error {

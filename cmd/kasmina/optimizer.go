@@ -19,8 +19,8 @@ import (
 type learning struct {
 	optimizer string
 	schedule  string
-	warmup    int     // automatic for a tenth of the steps
-	decay     float64 // automatic for that of the optimizer
+	warmup    int     // in steps, or automatic
+	decay     float64 // weight decay, or automatic
 	base      float64 // peak learning rate that suits AdamW
 }
 

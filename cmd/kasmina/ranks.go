@@ -37,11 +37,12 @@ func ranksJob(args []string) (*launch.Job, error) {
 	return launch.ForGPUs(gpus, args, os.Getenv)
 }
 
-// ownOptions are those in which ranks may differ: names on one host, and what rank 0 alone does.
+// ownOptions lists the options in which ranks may differ: paths on each host, and options that only rank
+// 0 uses.
 var ownOptions = []string{"model", "tokenizer", "data", "cache", "out", "gpus", "board", "board-control", "tensorboard",
 	"quiet", "help"}
 
-// facts are the options on which ranks must agree.
+// facts returns the options on which all ranks must agree.
 func facts(c *cobra.Command) (all []comm.Fact) {
 	c.Flags().VisitAll(func(f *pflag.Flag) {
 		if !slices.Contains(ownOptions, f.Name) {
@@ -52,9 +53,9 @@ func facts(c *cobra.Command) (all []comm.Fact) {
 	return all
 }
 
-// machines are what a process trains on.
+// machines holds what a process trains on.
 type machines struct {
-	world     *comm.World // nil where this process is alone
+	world     *comm.World // nil for a single process
 	team      *parallel.Team
 	device    *cudaops.Device // nil for the CPU
 	precision cudaops.Precision
@@ -72,7 +73,7 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 		return m, err
 	}
 	if m.world != nil && m.world.Rank() == 0 {
-		fmt.Fprintf(c.ErrOrStderr(), "ranks     %d processes, by the variables of %s\n", m.world.Size(),
+		fmt.Fprintf(c.ErrOrStderr(), "ranks     %d processes, found through the variables of %s\n", m.world.Size(),
 			m.world.Place().Source)
 	}
 	if m.device, m.precision, err = o.openFor(m.world, c.ErrOrStderr()); err != nil {
@@ -87,7 +88,7 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 	return m, nil
 }
 
-// atFirst calls f at rank 0 alone, and returns its error everywhere.
+// atFirst calls f at rank 0 only and returns its error at all ranks.
 func (m machines) atFirst(f func() error) (err error) {
 	if m.team.First() {
 		err = f()
@@ -98,7 +99,7 @@ func (m machines) atFirst(f func() error) (err error) {
 	return err
 }
 
-// facts are what the run's log tells of them.
+// facts describes the machines in the log of the run.
 func (m machines) facts() map[string]string {
 	all := map[string]string{"device": "the CPU", "precision": m.precision.String(),
 		"processes": "1"}
@@ -111,7 +112,7 @@ func (m machines) facts() map[string]string {
 	return all
 }
 
-// close leaves the others, who learn of a failure, and frees the device.
+// close disconnects from the other ranks, reporting a failure to them, and frees the device.
 func (m machines) close(failure error) (err error) {
 	if m.team != nil {
 		err = m.team.Close(failure)

@@ -76,7 +76,7 @@ func (m *manifest) next(options map[string]string) *manifest {
 	return n
 }
 
-// A stage is how far the run in a folder has come.
+// A stage is the progress of the run in a folder.
 type stage int
 
 const (
@@ -157,14 +157,14 @@ func (d runDir) lookWithout() (stage, error) {
 		return saved, d.holdsOnly(d.out, runFolder)
 	}
 
-	// A process killed before it wrote the manifest leaves at most the two folders.
+	// A process that was killed before it wrote the manifest leaves at most the two empty folders.
 	if err := d.holdsOnly(d.out, runFolder); err != nil {
 		return vacant, err
 	}
 	return vacant, d.holdsOnly(filepath.Join(d.out, runFolder))
 }
 
-// readManifest returns nil if there is no manifest.
+// readManifest returns a nil manifest if the file does not exist.
 func (d runDir) readManifest() (*manifest, error) {
 	path := d.in(manifestName)
 	text, err := regular.Read(path, 1<<20, "the manifest of a run has")
@@ -280,8 +280,8 @@ func extends(options map[string]string, m *manifest) bool {
 	return err == nil && err2 == nil && after > before
 }
 
-// differences describes in which options a command differs from the run of a manifest. An option that
-// the run's version did not have, and whose value is the default, does not count.
+// differences describes the options that differ between a command and the run of a manifest. It ignores
+// an option with its default value if the version that started the run did not have that option.
 func differences(options map[string]string, m *manifest) (all []string) {
 	if m == nil {
 		return nil
@@ -372,7 +372,7 @@ func (d runDir) writable() error {
 		return fmt.Errorf("--out: %w", err)
 	}
 
-	// The longest paths are those of temporary files in the temporary folder of the model.
+	// Temporary files in the temporary folder of the model have the longest paths.
 	longest := filepath.Join(d.in(atomicfile.LongestTemporary), atomicfile.LongestTemporary)
 	if _, err := os.Lstat(longest); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("--out: %w", err)
@@ -449,7 +449,7 @@ func (d runDir) publishFile(from, to string, replace bool) error {
 	if !errors.Is(err, fs.ErrExist) {
 		return err
 	}
-	// Where a file moves by a second name, a process killed in between leaves both.
+	// Some file systems move a file through a second link. A process killed in between leaves both.
 	if moved, err := os.Lstat(to); err == nil && os.SameFile(staged, moved) {
 		return os.Remove(from)
 	}

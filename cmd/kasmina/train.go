@@ -277,7 +277,7 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 	d := o.dir()
 	release = func() error { return nil }
 	err = m.atFirst(func() error {
-		// What is wrong with the folder is found before anything is created there.
+		// Problems with the folder are found before anything is created there.
 		var run *manifest
 		if s, _, err = d.decide(optionsOf(c), o.resume); err != nil || s == finished {
 			return err
@@ -333,7 +333,7 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 // change it.
 var modelShard int64 = 5 << 30
 
-// runFrom trains from a stage on, and writes the model.
+// runFrom trains from the given stage on and saves the model.
 func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	corpus, err := o.text.open(o.data)
 	if err != nil {
@@ -409,7 +409,7 @@ func (o *trainOptions) trainer(c *cobra.Command, from origin, on machines,
 	return t, errors.Join(err, o.adapters.grow(t))
 }
 
-// lattices are the options of the model's seeds: adapters pass no gates.
+// lattices returns the options of the seed lattices. Adapters move through their stages without gates.
 func (o *trainOptions) lattices() []state.Option {
 	if o.adapters.where == "" {
 		return nil
@@ -435,7 +435,7 @@ func (o *trainOptions) serve(stderr io.Writer, t *llm.Trainer) (stop func() erro
 	return b.Close, nil
 }
 
-// steps runs the training from a stage on.
+// steps runs the training from the given stage on.
 func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s stage,
 	from origin, corpus *data.Corpus) error {
 	if s == saved {
@@ -530,7 +530,7 @@ func (e settingsError) Error() string {
 
 func (e settingsError) Unwrap() error { return e.error }
 
-// watch adds what shows a run, writes its log and evaluates, which is for one process.
+// watch adds the callbacks that show the run, write its log and evaluate. Only one process calls it.
 func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 	tok tokenizer.Tokenizer, corpus *data.Corpus) (stop func() error, err error) {
 	e, err := o.text.evaluation(corpus.HeldOut, tok, o.train.Batch, o.seq)
