@@ -73,7 +73,7 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 		return m, err
 	}
 	if m.world != nil && m.world.Rank() == 0 {
-		fmt.Fprintf(c.ErrOrStderr(), "ranks     %d processes, found through the variables of %s\n", m.world.Size(),
+		fmt.Fprintf(c.ErrOrStderr(), "ranks     %d processes, by the variables of %s\n", m.world.Size(),
 			m.world.Place().Source)
 	}
 	if m.device, m.precision, err = o.openFor(m.world, c.ErrOrStderr()); err != nil {
