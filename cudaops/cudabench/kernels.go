@@ -66,6 +66,14 @@ func norms(b *timer) {
 		back.Add = a.Residual
 		b.moves("add_rmsnorm_fwd"+name, 4*size, a)
 		b.moves("add_rmsnorm_bwd"+name, 4*size, back)
+
+		layer := norm.LayerNorm{Y: a.Y, Stats: b.room(norm.LayerNormStats*rows, f32), X: a.X, W: a.W,
+			B: a.W, Rows: rows, D: d, Eps: 1e-5, Type: bf16}
+		layerBack := norm.LayerNormBackward{DX: back.DX, DW: back.DW, DB: b.room(d, f32), G: back.G,
+			X: a.X, W: a.W, Stats: layer.Stats, Rows: rows, D: d, Type: bf16}
+		layerBack.Workspace = b.bytes(layerBack.WorkspaceBytes(b.Info))
+		b.moves("layernorm_fwd"+name, 2*size, layer)
+		b.moves("layernorm_bwd"+name, 3*size, layerBack)
 		b.free()
 	}
 }
