@@ -19,6 +19,7 @@ var published = map[string]int{
 	"qwen2.5-0.5b": 494032768, "qwen2.5-7b": 7615616512, "qwen3-0.6b": 596049920,
 	"qwen3-8b": 8190735360, "mistral-7b-v0.1": 7241732096, "mistral-7b-v0.3": 7248023552,
 	"smollm2-135m": 134515008, "smollm3-3b": 3075098624, "gemma-3-1b": 999885952,
+	"gpt2": 124439808,
 }
 
 // hollow makes a folder of a published configuration, with weights of zeros that take no place.
@@ -32,12 +33,13 @@ func hollow(t *testing.T, name string) string {
 	c, err := traits.config()
 	require.NoError(t, err)
 	head, at := map[string]any{}, 0
-	for name, shape := range c.Parameters() {
+	for _, x := range traits.layout(&weights{})(c) {
 		n := 2
-		for _, d := range shape {
+		for _, d := range x.shape {
 			n *= d
 		}
-		head[name] = map[string]any{"dtype": "BF16", "shape": shape, "data_offsets": []int{at, at + n}}
+		head[x.name] = map[string]any{"dtype": "BF16", "shape": x.shape,
+			"data_offsets": []int{at, at + n}}
 		at += n
 	}
 	line, err := json.Marshal(head)
@@ -68,6 +70,12 @@ func TestPublished(t *testing.T) {
 		"smollm3-3b": func(t *testing.T, c llm.Config) {
 			require.False(t, c.Block(2).NoRoPE)
 			require.True(t, c.Block(3).NoRoPE)
+		},
+		"gpt2": func(t *testing.T, c llm.Config) {
+			require.True(t, c.LayerNorm && c.PlainMLP && c.OutBias && !c.Untied)
+			require.Equal(t, 3072, c.FF)
+			require.Equal(t, 1024, c.Positions)
+			require.True(t, c.Block(11).NoRoPE)
 		},
 		"gemma-3-1b": func(t *testing.T, c llm.Config) {
 			require.Equal(t, llm.Block{Window: 512, Base: 10000}, c.Block(4))

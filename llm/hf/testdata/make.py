@@ -22,6 +22,7 @@ import warnings
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Regex
 
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
@@ -134,34 +135,46 @@ def distance(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def make_tiny():
-    """A model with a tokenizer and a chat template, for the command and its guide."""
+def make_tiny(name="tiny"):
+    """A model with a tokenizer, for the command and its guide: of Llama with a chat template, or of
+    the family that the name says."""
     from tokenizers import Tokenizer, models, pre_tokenizers, decoders, trainers, processors
 
     text = open("../../../LICENSE").read()
+    begin, end = ("<|begin_of_text|>", "<|end_of_text|>") if name == "tiny" else ("<|endoftext|>",) * 2
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(tokenizers_regex(), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    pattern = {"tiny": QWEN, "tiny-olmo2": CL100K}.get(name)
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
+    if pattern:
+        tok.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(Regex(pattern), "isolated"), tok.pre_tokenizer])
     tok.decoder = decoders.ByteLevel()
     tok.train_from_iterator([text], trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+        vocab_size=400, special_tokens=list(dict.fromkeys([begin, end])),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False))
-    tok.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)])
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tok, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>")
-    fast.chat_template = ("{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"
-                          "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
-    shutil.rmtree("tiny", ignore_errors=True)
-    fast.save_pretrained("tiny")
+    if name == "tiny":
+        tok.post_processor = processors.TemplateProcessing(
+            single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)])
+    else:
+        tok.post_processor = processors.ByteLevel(trim_offsets=False)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tok, bos_token=begin, eos_token=end)
+    if name == "tiny":
+        fast.chat_template = (
+            "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"
+            "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    shutil.rmtree(name, ignore_errors=True)
+    fast.save_pretrained(name)
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(**{**SMALL, "vocab_size": 400, "hidden_size": 32,
-                                         "intermediate_size": 64, "bos_token_id": 0,
-                                         "eos_token_id": 1, "pad_token_id": None,
-                                         "max_position_embeddings": 128,
-                                         "tie_word_embeddings": True})
+    small = {**SMALL, "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64,
+             "bos_token_id": fast.bos_token_id, "eos_token_id": fast.eos_token_id,
+             "pad_token_id": None, "max_position_embeddings": 128, "tie_word_embeddings": True}
+    family = {"tiny": "Llama", "tiny-gpt2": "GPT2", "tiny-olmo2": "Olmo2"}[name]
+    if family == "GPT2":
+        small = {k: v for k, v in small.items() if k not in GPT2}
+    config = getattr(transformers, family + "Config")(**small)
     model = transformers.AutoModelForCausalLM.from_config(config)
+    if name != "tiny":
+        model.eval()
     ids = torch.tensor([fast(text)["input_ids"]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(150):
@@ -172,8 +185,8 @@ def make_tiny():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    model.to(torch.bfloat16).save_pretrained("tiny")
-    model = transformers.AutoModelForCausalLM.from_pretrained("tiny", dtype=torch.float32)
+    model.to(torch.bfloat16).save_pretrained(name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     golden = {"seq": 48, "loss": 0.0, "tokens": 0, "prompt": text[:40]}
     for window in ids[0].split(golden["seq"]):
         logits = model(window[None]).logits[0, :-1]
@@ -184,22 +197,27 @@ def make_tiny():
     prompt = torch.tensor([fast(golden["prompt"])["input_ids"]])
     out = model.generate(prompt, max_new_tokens=30, do_sample=False)
     golden["text"] = fast.decode(out[0], skip_special_tokens=True)
-    json.dump(golden, open("tiny.json", "w"), indent=1)
+    if name != "tiny":
+        golden["encoded"] = {t: fast(t)["input_ids"] for t in HOSTILE}
+    json.dump(golden, open(name + ".json", "w"), indent=1)
 
 
-def tokenizers_regex():
-    """The splitting pattern of Qwen 2."""
-    from tokenizers import Regex
-    return Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+"
-                 r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-
+# The patterns that Qwen 2 and OLMo 2 split texts by.
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST
+CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST
+HOSTILE = ["", " ", "   a", "a   b", "\n\n \r\n\tx", "don't DON'T we'LL I'M 'Re", "1 22 333 4444 12345",
+           "x1y22z \u00bd", "e\u0301 \u00e9 \uff26\uff35\uff2c\uff2c", "\U0001f469\u200d\U0001f467 \u4eba\u4eba\u751f",
+           "a<|endoftext|>b <|endoftext|", "func main() {\n\tx := 0x1F // hi\n}", "\u0000\u00ad\ufffd\U0010ffff",
+           "All human beings are born free"]
 
 if sys.argv[1:] == ["bf16"]:
     bf16()
 elif sys.argv[1:]:
     for name in sys.argv[1:]:
-        make(name, *MODELS[name])
+        make_tiny(name) if name.startswith("tiny") else make(name, *MODELS[name])
 else:
     for name, (family, fields, dtype) in MODELS.items():
         make(name, family, fields, dtype)
-    make_tiny()
+    for name in ["tiny", "tiny-gpt2", "tiny-olmo2"]:
+        make_tiny(name)
