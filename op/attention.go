@@ -20,82 +20,89 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// AttentionConfig describes the layout of [Attention]'s inputs.
+// AttentionConfig describes the layout of the inputs of [Attention].
 type AttentionConfig struct {
-	Seq     int     // positions in a sequence; rows are sequences one behind the other
+	Seq     int     // positions in a sequence; sequences follow one another in the rows
 	Heads   int     // query heads
 	KVHeads int     // key-value heads, a divisor of Heads; 0 means Heads
 	HeadDim int     // features of a head
-	Causal  bool    // a position sees itself and those before it
+	Causal  bool    // a position attends to itself and to earlier positions only
 	Scale   float64 // factor on the scores; 0 means 1/sqrt(HeadDim)
-	// Window is how many positions a causal attention sees, a query's own and those before it; 0
-	// means all. Whole tiles of keys outside it cost nothing. (Beltagy et al., "Longformer: The
-	// Long-Document Transformer", 2020.)
+	// Window is the number of positions that a query of a causal attention attends to, its own
+	// included; 0 means all. Tiles of keys that lie completely outside the window take no time.
+	// (Beltagy et al., "Longformer: The Long-Document Transformer", 2020.)
 	Window int
 }
 
-// AttentionOp is the op behind [Attention] and [DocumentAttention].
+// AttentionOp is the op that [Attention] and [DocumentAttention] apply.
 type AttentionOp struct {
 	opbase.Base
-	Config AttentionConfig // with the defaults filled in
+	Config AttentionConfig // with defaults filled in
 
-	// two numbers of every query and head, which the backward op reuses
+	// two numbers for each query and head, used again by the backward op
 	normalizers opbase.Aux
 }
 
-// Attention is scaled dot-product attention, for every sequence b and head h on its own:
+// Attention computes scaled dot-product attention, separately for every sequence b and head h:
 //
 //	y = softmax(Scale · q·kᵀ)·v
 //
-// q and y are [B·Seq, Heads·HeadDim], k and v are [B·Seq, KVHeads·HeadDim]; all float32 or all
-// float64. Query head h reads key-value head h/(Heads/KVHeads) (grouped-query attention; Ainslie et
-// al., "GQA", 2023). Scores are formed a tile at a time with an online softmax. So memory grows
-// with Seq, not with its square (Dao et al., "FlashAttention", 2022).
+// q and y are [B·Seq, Heads·HeadDim], and k and v are [B·Seq, KVHeads·HeadDim]. All are float32 or
+// all are float64. Query head h uses key-value head h/(Heads/KVHeads) (grouped-query attention;
+// Ainslie et al., "GQA", 2023). Scores are computed one tile at a time with an online softmax, so
+// memory grows with Seq and not with its square (Dao et al., "FlashAttention", 2022).
 func Attention(q, k, v *gorgonia.Node, c AttentionConfig) (*gorgonia.Node, error) {
 	return attend("Attention", gorgonia.Nodes{q, k, v}, c)
 }
 
-// DocumentAttention is a causal [Attention] of sequences in which documents lie one behind the
-// other and see nothing of each other. The query at position i of a sequence sees the keys at
-// starts[i] ≤ j ≤ i. starts[i] is the position of the first token of the document that token i
-// belongs to.
+// DocumentAttention is a causal [Attention] for sequences that contain several documents, one after
+// another, which do not attend to each other. The query at position i of a sequence attends to the
+// keys at positions starts[i] ≤ j ≤ i, where starts[i] is the position of the first token of token
+// i's document.
 //
-// starts is [B·Seq] of type int, by rows, as ids are. Positions count from 0 in each sequence.
-// Along it starts must not decrease, with 0 ≤ starts[i] ≤ i; anything else is an error when the
-// graph runs. It has no gradient. Whole tiles of keys before the documents of their queries cost
-// nothing. [RoPE] before it may count positions through the sequence, since scores depend on the
-// distance of query and key alone.
+// starts is [B·Seq] of type int, with one entry for each row of q. Positions count from 0 in each
+// sequence. Within a sequence starts must not decrease, and 0 ≤ starts[i] ≤ i. The run returns an
+// error otherwise. starts has no gradient. Tiles of keys that lie completely before the documents
+// of their queries take no time. A preceding [RoPE] may count positions through the whole sequence,
+// because scores depend only on the distance between query and key.
 func DocumentAttention(q, k, v, starts *gorgonia.Node, c AttentionConfig) (*gorgonia.Node, error) {
 	return attend("DocumentAttention", gorgonia.Nodes{q, k, v, starts}, c)
 }
 
-// attend applies the op to queries, keys, values and, for documents, where these start.
+// attend applies the op to queries, keys, values and, for documents, their start positions.
 func attend(name string, in gorgonia.Nodes, c AttentionConfig) (*gorgonia.Node, error) {
 	q := in[0]
 	aq, ak, av := arg{"q", q}, arg{"k", in[1]}, arg{"v", in[2]}
 	if err := checkFloats(name, aq, ak, av); err != nil {
 		return nil, err
 	}
+
 	if c.KVHeads == 0 {
 		c.KVHeads = c.Heads
 	}
+
 	if c.Scale == 0 {
 		c.Scale = 1 / math.Sqrt(float64(c.HeadDim))
 	}
+
 	if err := c.check(); err != nil {
 		return nil, fmt.Errorf("op.%s: %w", name, err)
 	}
+
 	if c.Window >= c.Seq {
 		c.Window = 0
 	}
+
 	for _, a := range []arg{aq, ak, av} {
 		if err := checkDims(name, a, 2, "[rows, heads·HeadDim]"); err != nil {
 			return nil, err
 		}
 	}
+
 	if err := checkHeads(name, aq, c.Seq, "Heads", c.Heads, c.HeadDim); err != nil {
 		return nil, err
 	}
+
 	kvWidth := c.KVHeads * c.HeadDim
 	because := fmt.Sprintf("the rows of q %v by KVHeads %d × HeadDim %d",
 		q.Shape(), c.KVHeads, c.HeadDim)
@@ -104,11 +111,13 @@ func attend(name string, in gorgonia.Nodes, c AttentionConfig) (*gorgonia.Node, 
 			return nil, err
 		}
 	}
+
 	if len(in) > 3 {
 		if err := checkStarts(name, aq, arg{"starts", in[3]}, c); err != nil {
 			return nil, err
 		}
 	}
+
 	o := &AttentionOp{Config: c}
 	o.Owns(&o.normalizers)
 	opbase.Init(&o.Base, o, name, fmt.Sprintf("%+v", c), in, q.Dtype(), q.Shape(),
@@ -145,14 +154,16 @@ func (c AttentionConfig) check() error {
 	case math.IsNaN(c.Scale) || math.IsInf(c.Scale, 0):
 		return fmt.Errorf("config: Scale is %v, want a finite number", c.Scale)
 	}
+
 	return nil
 }
 
-// Documents reports whether the op is that of [DocumentAttention], whose fourth input says where
-// documents start.
+// Documents reports whether [DocumentAttention] made the op. Its fourth input then holds the start
+// positions of the documents.
 func (o *AttentionOp) Documents() bool { return o.Arity() > 3 }
 
-// shape returns the geometry, with the starts of documents if these are among the inputs.
+// shape returns the geometry of the attention, including the starts of documents if they are an
+// input.
 func (o *AttentionOp) shape(in opbase.Args) (cpuattention.Shape, error) {
 	c := o.Config
 	s := cpuattention.Shape{Batch: o.InputShape(0)[0] / c.Seq, Seq: c.Seq,
@@ -198,8 +209,8 @@ func (o *AttentionOp) SymDiff(in gorgonia.Nodes,
 	return append(grads, nil)[:o.Arity()], nil
 }
 
-// AttentionGradOp computes [dq | dk | dv], packed, from the forward op's inputs, its output and the
-// output's gradient.
+// AttentionGradOp computes the packed gradients [dq | dk | dv] from the inputs of the forward op,
+// its output and the output's gradient.
 type AttentionGradOp struct {
 	opbase.Base
 	Forward *AttentionOp

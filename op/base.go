@@ -10,9 +10,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Replayer is an op that keeps a record of its runs, such as telemetry. [autodiff.Recompute]
-// computes a graph a second time for its gradient, and then runs the op's replay instead. That is
-// the same arithmetic from the same record, to which it adds nothing.
+// Replayer is an op that records its runs, for example as telemetry. [autodiff.Recompute] computes
+// a part of a graph a second time for its gradient, and runs the op's replay there. The replay
+// performs the same arithmetic from the same record and adds nothing to it.
 //
 // [autodiff.Recompute]: https://pkg.go.dev/github.com/kasmina-go/kasmina/autodiff#Recompute
 type Replayer interface {
@@ -20,7 +20,7 @@ type Replayer interface {
 	Replay() gorgonia.Op
 }
 
-// arg is an argument of a constructor, with the name that its documentation gives it.
+// arg is an argument of a constructor with the name it has in the documentation.
 type arg struct {
 	name string
 	node *gorgonia.Node
@@ -31,6 +31,7 @@ func checkFloats(op string, args ...arg) error {
 	if err := checkGraph(op, args...); err != nil {
 		return err
 	}
+
 	for _, a := range args {
 		if dt := a.node.Dtype(); dt != tensor.Float32 && dt != tensor.Float64 {
 			return fmt.Errorf("op.%s: %s is of type %v, want float32 or float64", op, a.name, dt)
@@ -41,6 +42,7 @@ func checkFloats(op string, args ...arg) error {
 				op, a.name, a.node.Dtype(), first.name, first.node.Dtype())
 		}
 	}
+
 	return nil
 }
 
@@ -57,11 +59,12 @@ func checkGraph(op string, args ...arg) error {
 			return fmt.Errorf("op.%s: %s and %s are in different graphs", op, a.name, args[0].name)
 		}
 	}
+
 	return nil
 }
 
-// checkDims returns an error unless a has the given number of dimensions, which want describes,
-// such as "[rows, D]", and none of them is 0.
+// checkDims returns an error unless a has the given number of dimensions and none of them is 0.
+// want describes the dimensions, for example "[rows, D]".
 func checkDims(op string, a arg, dims int, want string) error {
 	got := a.node.Shape()
 	if len(got) != dims {
@@ -74,7 +77,8 @@ func checkDims(op string, a arg, dims int, want string) error {
 	return nil
 }
 
-// checkShape returns an error unless a has the given shape, whose reason because gives.
+// checkShape returns an error unless a has the given shape. The error ends with because, the reason
+// for that shape.
 func checkShape(op string, a arg, because string, want ...int) error {
 	if got := a.node.Shape(); !slices.Equal(got, want) {
 		return fmt.Errorf("op.%s: %s has shape %v, want %v: %s", op, a.name, got,
@@ -83,7 +87,8 @@ func checkShape(op string, a arg, because string, want ...int) error {
 	return nil
 }
 
-// checkInts returns an error unless a is a vector of n ints, one for each row.
+// checkInts returns an error unless a is a vector of n ints, one for each row. A negative n accepts
+// any length.
 func checkInts(op string, a arg, n int, because string) error {
 	if dt := a.node.Dtype(); dt != tensor.Int {
 		return fmt.Errorf("op.%s: %s is of type %v, want int", op, a.name, dt)
@@ -94,9 +99,8 @@ func checkInts(op string, a arg, n int, because string) error {
 	return checkShape(op, a, because, n)
 }
 
-// backward applies the backward op b and returns one node for each gradient. in are b's inputs, and
-// its packed result holds the gradients of the first n of them. forward is the op that b
-// differentiates.
+// backward applies the backward op b, which differentiates forward, and returns one node for each
+// gradient. in are the inputs of b. Its packed result holds the gradients of the first n of them.
 func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgonia.Op,
 	in gorgonia.Nodes, n int,
 	f32 opbase.Kernel[O, float32], f64 opbase.Kernel[O, float64]) (gorgonia.Nodes, error) {
@@ -114,7 +118,7 @@ func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgon
 	return opbase.Unpack(packed, shapes...)
 }
 
-// checkHeads returns an error unless a is [rows, heads·headDim] with rows a multiple of seq.
+// checkHeads returns an error unless a is [rows, heads·headDim] and rows is a multiple of seq.
 func checkHeads(op string, a arg, seq int, headsName string, heads, headDim int) error {
 	rows, d := a.node.Shape()[0], a.node.Shape()[1]
 	if d != heads*headDim {

@@ -18,14 +18,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// BiasOp is the op behind [Bias].
+// BiasOp is the op that [Bias] applies.
 type BiasOp struct{ opbase.Base }
 
 // Bias adds a bias to the features of every row:
 //
 //	y[r] = x[r] + b
 //
-// x and y are [rows, D], b is [D]; all float32 or all float64.
+// x and y are [rows, D], and b is [D]. All are float32 or all are float64.
 func Bias(x, b *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "Bias"
 	ax, ab := arg{"x", x}, arg{"b", b}
@@ -39,6 +39,7 @@ func Bias(x, b *gorgonia.Node) (*gorgonia.Node, error) {
 		x.Shape()[1]); err != nil {
 		return nil, err
 	}
+
 	o := &BiasOp{}
 	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{x, b}, x.Dtype(), x.Shape(),
 		bias[float32], bias[float64])
@@ -53,11 +54,12 @@ func bias[T cpu.Float](_ *BiasOp, y []T, in opbase.Args) error {
 // DiffWRT reports that the op is differentiable in x and b.
 func (o *BiasOp) DiffWRT(int) []bool { return []bool{true, true} }
 
-// SymDiff returns the gradients of x, which is that of the output, and of b.
+// SymDiff returns the gradients of x and b. The gradient of x is the output's gradient.
 func (o *BiasOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
 		return nil, err
 	}
+
 	b := &BiasGradOp{}
 	opbase.Init(&b.Base, b, "BiasGrad", "", gorgonia.Nodes{grad}, grad.Dtype(), in[1].Shape(),
 		biasGrad[float32], biasGrad[float64])
@@ -69,7 +71,8 @@ func (o *BiasOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgon
 	return gorgonia.Nodes{grad, db}, nil
 }
 
-// BiasGradOp computes the gradient of the bias, the sum of the rows of the output's gradient.
+// BiasGradOp computes the gradient of the bias, which is the sum of the rows of the output's
+// gradient.
 type BiasGradOp struct{ opbase.Base }
 
 func biasGrad[T cpu.Float](_ *BiasGradOp, db []T, in opbase.Args) error {

@@ -19,23 +19,24 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// ErrNoTargets is wrapped by the error of a cross-entropy whose batch has no row with a target of
-// at least 0. There is then nothing to take the mean of.
+// ErrNoTargets is wrapped by the error of a cross-entropy when no row of the batch has a target of
+// at least 0. The mean is then undefined.
 var ErrNoTargets = errors.New("no row has a target")
 
-// CrossEntropyOp is the op behind [CrossEntropy].
+// CrossEntropyOp is the op that [CrossEntropy] applies.
 type CrossEntropyOp struct {
 	opbase.Base
-	normalizers opbase.Aux // two numbers of every row, which the backward op reuses
+	normalizers opbase.Aux // two numbers for each row, used again by the backward op
 }
 
-// CrossEntropy is the mean negative log-likelihood, in nats, of the targets under softmax(logits):
+// CrossEntropy computes the mean negative log-likelihood of the targets under softmax(logits), in
+// nats:
 //
 //	loss = mean over rows r with targets[r] ≥ 0 of  log Σ_v exp(logits[r, v]) − logits[r, targets[r]]
 //
-// logits is [rows, V] of float32 or float64, targets is [rows] of type int, loss is a scalar. Rows
-// with a negative target count for nothing. A target of V or more is an error when the graph runs,
-// and so is a batch without targets.
+// logits is [rows, V] of float32 or float64, targets is [rows] of type int, and loss is a scalar.
+// Rows with a negative target are ignored. The run returns an error if a target is V or more, or if
+// no row has a target ([ErrNoTargets]).
 func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "CrossEntropy"
 	al, at := arg{"logits", logits}, arg{"targets", targets}
@@ -52,6 +53,7 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 		logits.Shape())); err != nil {
 		return nil, err
 	}
+
 	o := &CrossEntropyOp{}
 	o.Owns(&o.normalizers)
 	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{logits, targets},
@@ -60,8 +62,8 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	return gorgonia.ApplyOp(o, logits, targets)
 }
 
-// checkTargets returns an error unless targets has a row to learn from and all lie below the
-// vocabulary's size v.
+// checkTargets returns an error unless at least one row has a target and all targets are below the
+// vocabulary size v.
 func checkTargets(targets []int, v int) error {
 	if err := opbase.CheckIDs("targets", targets, v, true); err != nil {
 		return err
@@ -92,6 +94,7 @@ func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
 		return nil, err
 	}
+
 	b := &CrossEntropyGradOp{Forward: o}
 	inputs := gorgonia.Nodes{in[0], in[1], output, grad}
 	opbase.Init(&b.Base, b, "CrossEntropyGrad", "", inputs, in[0].Dtype(), in[0].Shape(),
@@ -103,8 +106,8 @@ func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	return gorgonia.Nodes{dx, nil}, nil
 }
 
-// CrossEntropyGradOp computes the gradient of the logits from logits, targets, the loss and its
-// gradient.
+// CrossEntropyGradOp computes the gradient of the logits from the logits, the targets, the loss and
+// the gradient of the loss.
 type CrossEntropyGradOp struct {
 	opbase.Base
 	Forward *CrossEntropyOp

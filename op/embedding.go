@@ -18,15 +18,16 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// EmbeddingOp is the op behind [Embedding].
+// EmbeddingOp is the op that [Embedding] applies.
 type EmbeddingOp struct{ opbase.Base }
 
 // Embedding looks up rows of a table:
 //
 //	y[r] = table[ids[r]]
 //
-// ids is [rows] of type int, table is [V, D] of float32 or float64, y is [rows, D]. An id outside
-// [0, V) is an error when the graph runs. The gradient of the table is dense; ids have none.
+// ids is [rows] of type int, table is [V, D] of float32 or float64, and y is [rows, D]. The run
+// returns an error if an id is outside [0, V). The gradient of the table is dense. ids have no
+// gradient.
 func Embedding(ids, table *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "Embedding"
 	ai, at := arg{"ids", ids}, arg{"table", table}
@@ -42,6 +43,7 @@ func Embedding(ids, table *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkDims(name, at, 2, "[V, D]"); err != nil {
 		return nil, err
 	}
+
 	o := &EmbeddingOp{}
 	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{ids, table}, table.Dtype(),
 		tensor.Shape{ids.Shape()[0], table.Shape()[1]},
@@ -68,6 +70,7 @@ func (o *EmbeddingOp) SymDiff(in gorgonia.Nodes,
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
 		return nil, err
 	}
+
 	b := &EmbeddingGradOp{}
 	inputs := gorgonia.Nodes{in[0], grad}
 	opbase.Init(&b.Base, b, "EmbeddingGrad", fmt.Sprint(in[1].Shape()), inputs,
@@ -80,7 +83,7 @@ func (o *EmbeddingOp) SymDiff(in gorgonia.Nodes,
 	return gorgonia.Nodes{nil, dt}, nil
 }
 
-// EmbeddingGradOp computes the gradient of the table from ids and the output's gradient.
+// EmbeddingGradOp computes the gradient of the table from the ids and the output's gradient.
 type EmbeddingGradOp struct{ opbase.Base }
 
 func embeddingGrad[T cpu.Float](o *EmbeddingGradOp, dt []T, in opbase.Args) error {

@@ -24,10 +24,10 @@ func matrixNode(g *gorgonia.ExprGraph, name string, rows, cols int,
 		gorgonia.WithShape(rows, cols), gorgonia.WithValue(value))
 }
 
-// A model of one block, as Llama has them, and the gradients of its loss. It has an embedding,
-// attention with rotary positions, a SiLU-gated perceptron, norms, and the output layer with its
-// loss. Two sequences of four tokens. It knows nothing yet, so that its loss is near that of a
-// guess, ln 16 ≈ 2.8.
+// This example builds a model of one Llama block and computes its loss and gradients for two
+// sequences of four tokens. The model has an embedding, attention with rotary positions, a
+// SiLU-gated perceptron, norms, and an output layer with the loss. It is not trained, so its loss is
+// close to the loss of a guess, ln 16 ≈ 2.8.
 func Example() {
 	const seq, vocab, dim, heads, ff = 4, 16, 8, 2, 24
 	g := gorgonia.NewGraph()
@@ -89,8 +89,9 @@ func Example() {
 	// Output: loss 3.0, gradients of 11 parameters, those of embedding (16, 8)
 }
 
-// Two sequences of three positions, one head with two features. All keys are alike, so every
-// position sees the average of the values up to its own.
+// This example runs causal attention over two sequences of three positions, with one head of two
+// features. All keys are equal, so the output at every position is the average of the values up to
+// and including that position.
 func ExampleAttention() {
 	g := gorgonia.NewGraph()
 	q := matrixNode(g, "q", 6, 2, 1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6)
@@ -122,8 +123,8 @@ func ExampleAttention() {
 	// [3.0 3.0]
 }
 
-// Two documents share a sequence. All keys are alike, so every position sees the average of its
-// document's values up to its own.
+// In this example two documents share a sequence. All keys are equal, so the output at every
+// position is the average of its document's values up to and including that position.
 func ExampleDocumentAttention() {
 	g := gorgonia.NewGraph()
 	q := matrixNode(g, "q", 5, 1, 1, 2, 3, 4, 5)
@@ -151,9 +152,9 @@ func ExampleDocumentAttention() {
 	// [2 3 4 10 15]
 }
 
-// The output layer and loss of a language model with four words. The first position scores them all
-// alike and should say word 2. The second is sure of word 1, and rightly so. The third has no
-// target.
+// This example computes the output layer and the loss of a language model with four words. The first
+// position gives all words the same score, and its target is word 2. The second is certain of word
+// 1, which is its target. The third has no target.
 func ExampleLinearCrossEntropy() {
 	g := gorgonia.NewGraph()
 	x := matrixNode(g, "x", 3, 2, 0, 0, 0, 50, 1, 1)
@@ -190,8 +191,8 @@ func ExampleLinearCrossEntropy() {
 	// dx of the third [0.000 0.000]
 }
 
-// A layer of two seeds over four features. Seed 1 is fine-tuning a Residual blueprint in slot 1,
-// which adds 10 to its two features; seed 0 is dormant.
+// This example runs a layer of two seeds over four features. Seed 0 is dormant. Seed 1 fine-tunes a
+// Residual blueprint in slot 1, which adds 10 to the two features of the seed.
 func ExampleKasmina() {
 	lattice, err := state.NewLattice(2, 4, state.WithoutGates())
 	if err != nil {
@@ -252,9 +253,9 @@ func ExampleKasmina() {
 	// mean of seed 1's input 3.5
 }
 
-// A small classifier of Gorgonia's own ops, with a Kasmina layer behind its hidden features, learns
-// XOR. Seed 0 goes through a whole life meanwhile. The gates are left out here; in a real run they
-// decide, by Metrics, when a seed may go on.
+// This example trains a small classifier on XOR. It consists of Gorgonia's own ops, with a Kasmina
+// layer after the hidden features. During the training, seed 0 passes through its whole life cycle.
+// The example omits the gates. In a real run they use Metrics to decide when a seed may advance.
 func ExampleKasmina_training() {
 	check := func(err error) {
 		if err != nil {
@@ -320,7 +321,7 @@ func ExampleKasmina_training() {
 		default:
 			check(lattice.Transition(0, seed.Stage.Next()))
 		}
-		if !lattice.LearningSlots()[1] { // no momentum shall move what is frozen
+		if !lattice.LearningSlots()[1] { // momentum must not change frozen parameters
 			check(solver.Forget("weights", 1*width, 2*width))
 			check(solver.Forget("scales", 1, 2))
 		}

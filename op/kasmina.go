@@ -22,29 +22,28 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// ErrNonFinite is what a run's error wraps when a Kasmina layer made with [StopOnNonFinite] meets
-// NaN or Inf. See [RunError] for the errors of Gorgonia's own machines.
+// ErrNonFinite is wrapped by the error of a run when a Kasmina layer made with [StopOnNonFinite]
+// finds NaN or Inf. Errors of Gorgonia's own machines must first pass through [RunError].
 var ErrNonFinite = errors.New("NaN or Inf")
 
-// ErrBlueprint is what a run's error wraps when a function of a registered blueprint has panicked:
-// blueprints.ErrPanic. The error names the seed and the kind, and shows the stack. See [RunError]
-// for the errors of Gorgonia's own machines.
+// ErrBlueprint is blueprints.ErrPanic. The error of a run wraps it when a function of a registered
+// blueprint panicked. The error names the seed and the kind, and includes the stack. Errors of
+// Gorgonia's own machines must first pass through [RunError].
 var ErrBlueprint = blueprints.ErrPanic
 
-// Stability says what a [Kasmina] layer does about extreme inputs of seeds whose blueprint
-// computes.
+// Stability is how a [Kasmina] layer treats extreme inputs of seeds whose blueprint computes.
 type Stability uint8
 
 const (
-	// Adaptive scales a chunk row whose largest magnitude passes 10⁶ down by a power of two,
-	// evaluates it, and scales the result up again. So intermediate results do not overflow. It
-	// computes the same function as Fast.
+	// Adaptive scales a chunk row whose largest magnitude exceeds 10⁶ down by a power of two,
+	// evaluates the row, and scales the result up again, so that intermediate results do not
+	// overflow. It computes the same function as Fast.
 	Adaptive = Stability(seed.Adaptive)
-	// Fast computes the formulas as they are.
+	// Fast computes the formulas without changes.
 	Fast = Stability(seed.Fast)
-	// Strict replaces x by 0 where |x| < ε, for the blend and the transform. It clamps x to mean ±
-	// 6σ of the seed's input in the previous pass with telemetry. No gradient passes where that
-	// changes x; it passes where x is 0 already.
+	// Strict replaces x by 0 where |x| < ε, for the blend and the transform. It also clamps x to
+	// mean ± 6σ of the seed's input in the previous pass with telemetry. Where this changes x, no
+	// gradient passes. Where x is 0 already, the gradient passes.
 	Strict = Stability(seed.Strict)
 )
 
@@ -55,7 +54,8 @@ func (s Stability) String() string {
 	return enum.Name(s, "Stability", stabilityNames[:])
 }
 
-// MarshalText implements encoding.TextMarshaler, by the mode's name.
+// MarshalText implements encoding.TextMarshaler. The text is the mode's name. It returns an error
+// if there is no such mode.
 func (s Stability) MarshalText() ([]byte, error) {
 	if int(s) >= len(stabilityNames) {
 		return nil, fmt.Errorf("op: %v is none of %q", s, stabilityNames)
@@ -63,7 +63,8 @@ func (s Stability) MarshalText() ([]byte, error) {
 	return []byte(s.String()), nil
 }
 
-// UnmarshalText implements encoding.TextUnmarshaler.
+// UnmarshalText implements encoding.TextUnmarshaler. It returns an error if there is no mode of
+// that name.
 func (s *Stability) UnmarshalText(name []byte) error {
 	i := slices.Index(stabilityNames[:], string(name))
 	if i < 0 {
@@ -73,15 +74,15 @@ func (s *Stability) UnmarshalText(name []byte) error {
 	return nil
 }
 
-// KasminaConfig is what the options of [Kasmina] set.
+// KasminaConfig holds the settings that the options of [Kasmina] make.
 type KasminaConfig struct {
 	Stability       Stability
 	Epsilon         float64
-	GradClip        float64 // largest norm of a row's gradient for each seed; 0 for none
-	AdaptiveClip    float64 // the same as running mean + AdaptiveClip·σ of those norms; 0 for none
+	GradClip        float64 // largest norm of a row's gradient for each seed; 0 for no limit
+	AdaptiveClip    float64 // limits these norms to running mean + AdaptiveClip·σ; 0 for no limit
 	StopOnNonFinite bool
 	NoTelemetry     bool
-	Graphs          []int // seeds whose blueprints the graph around the layer computes
+	Graphs          []int // seeds whose blueprints are computed by the graph around the layer
 }
 
 // KasminaOption configures a [Kasmina] layer.
@@ -98,8 +99,8 @@ func WithStability(s Stability) KasminaOption {
 	}
 }
 
-// WithEpsilon sets ε, below whose magnitude an activation counts as dead, and which keeps
-// denominators from 0. The default is 1e-8.
+// WithEpsilon sets ε. An activation whose magnitude is below ε counts as dead. ε also keeps
+// denominators away from 0. The default is 1e-8.
 func WithEpsilon(eps float64) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.Epsilon = eps
@@ -107,7 +108,8 @@ func WithEpsilon(eps float64) KasminaOption {
 	}
 }
 
-// WithGradClip scales the output's gradient g, for each row and seed, by min(1, limit/(‖g‖ + ε)).
+// WithGradClip multiplies the output's gradient g, for each row and seed, by min(1, limit/(‖g‖ +
+// ε)).
 func WithGradClip(limit float64) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.GradClip = limit
@@ -115,9 +117,9 @@ func WithGradClip(limit float64) KasminaOption {
 	}
 }
 
-// WithAdaptiveGradClip clips as [WithGradClip] does, with limit = mean + deviations·σ. These are of
-// the norms of the seed's gradient over the rows of all passes with telemetry so far. The first
-// pass is not clipped.
+// WithAdaptiveGradClip clips like [WithGradClip] with limit = mean + deviations·σ. mean and σ are
+// taken over the norms of the seed's gradient in the rows of all passes with telemetry so far. The
+// first pass is not clipped.
 func WithAdaptiveGradClip(deviations float64) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.AdaptiveClip = deviations
@@ -125,11 +127,13 @@ func WithAdaptiveGradClip(deviations float64) KasminaOption {
 	}
 }
 
-// StopOnNonFinite makes a run fail, with an error wrapping [ErrNonFinite] that names the seed, when
-// x or the output's gradient holds NaN or Inf. Without it they are only counted and reported; see
-// [state.SeedReport]. So are those of a gradient that carries a loss scale above 1 (precision
-// Float16 on a GPU). The scale may be to blame, and the step is skipped. What Gorgonia's own
-// machines return does not unwrap by itself; see [RunError].
+// StopOnNonFinite makes a run return an error that wraps [ErrNonFinite] and names the seed when x
+// or the output's gradient contains NaN or Inf. Without this option such values are only counted
+// and reported (see [state.SeedReport]).
+//
+// NaN and Inf are also only counted in a gradient that carries a loss scale above 1 (precision
+// Float16 on a GPU). The scale may be the cause, and the step is skipped. Errors of Gorgonia's own
+// machines must first pass through [RunError].
 func StopOnNonFinite() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.StopOnNonFinite = true
@@ -137,10 +141,10 @@ func StopOnNonFinite() KasminaOption {
 	}
 }
 
-// WithoutTelemetry makes a layer that reads its lattice and leaves no figures in it. It is for
-// evaluation, sampling and gradient checks: running it does not change what it computes. Only NaN
-// and Inf, which are never hidden, are added to the lattice's counts; a run that meets none leaves
-// no trace.
+// WithoutTelemetry makes a layer that reads its lattice but records no figures in it. Use it for
+// evaluation, sampling and gradient checks, where running the layer must not change what it
+// computes. NaN and Inf are still added to the counts of the lattice. A run that finds none leaves
+// the lattice unchanged.
 func WithoutTelemetry() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.NoTelemetry = true
@@ -148,8 +152,9 @@ func WithoutTelemetry() KasminaOption {
 	}
 }
 
-// WithGraphs names seeds that work with kinds which are graphs (see package llm/site): whoever builds
-// the graph adds to y what these compute. The layer itself passes their chunks on, and measures them.
+// WithGraphs names seeds whose kinds are graphs (see package llm/site). The code that builds the
+// graph adds the results of these graphs to y. The layer passes the chunks of these seeds on
+// unchanged and measures them.
 func WithGraphs(seeds ...int) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.Graphs = slices.Clone(seeds)
@@ -164,7 +169,7 @@ func positive(what string, v float64) error {
 	return nil
 }
 
-// KasminaOp is the op behind [Kasmina], and with Replaying set its replay.
+// KasminaOp is the op that [Kasmina] applies. With Replaying set it is the replay of such an op.
 type KasminaOp struct {
 	opbase.Base
 	Lattice   *state.Lattice
@@ -180,44 +185,49 @@ type KasminaOp struct {
 //	y = x + α(t(x) − x)      in Grafting, Stabilization and Evaluating, with the seed's α, and in FineTuning and
 //	                         Fossilized, with α = 1
 //
-// where t is the transform of the seed's blueprint, with the weights and the scale of the seed's
-// slot (see the package blueprints). x and y are [rows, D], and D is the lattice's number of hidden
-// features; its S seeds have C = D/S columns each. weights is [slots, W] and scales is [slots]; all
-// three are float32 or all float64. Slot 0 means "none", so row 0 is never read and real slots
-// start at 1. A seed in any stage whose slot is 0 has t(x) = x. Seeds may share a slot: their
-// gradients add up.
+// Here t is the transform of the seed's blueprint, with the weights and the scale of the seed's
+// slot (see package blueprints). x and y are [rows, D], where D is the number of hidden features of
+// the lattice. Each of its S seeds has C = D/S columns. weights is [slots, W] and scales is
+// [slots]. x, weights and scales are all float32 or all float64.
 //
-// W is C or more: a kind uses the first of a row's weights, as many as [blueprints.Size] says, and
-// the others have no gradient. The kinds with capacity need 2C or more, and W decides their rank. A
-// kind for which W is too small is an error wrapping [blueprints.ErrWidth]. It comes here, if a
-// seed already has the kind. It comes from [state.Lattice.RequestGermination], if the lattice knows
-// W by [state.WithWidth]. Otherwise it comes when the graph runs.
+// Slot 0 means "none": row 0 is never read, and usable slots start at 1. A seed with slot 0 has
+// t(x) = x in every stage. Several seeds may share a slot, and their gradients are then added.
 //
-// A slot whose weights and scale are all 0 has not been written. The first pass that computes with
-// it writes the identity start of the seed's kind there, as [blueprints.Identity] has it. So
-// weights and scales may begin as gorgonia.Zeroes. A slot that holds anything else stays as it is:
-// one that is used again starts anew by [blueprints.Identity], or by a [state.Network].
+// W must be at least C. A kind uses the first [blueprints.Size] weights of a row. The others have
+// no gradient. The kinds with capacity need at least 2C weights, and W determines their rank. If W
+// is too small for a kind, the error wraps [blueprints.ErrWidth]. Kasmina returns it if a seed
+// already has the kind. Otherwise [state.Lattice.RequestGermination] returns it if
+// [state.WithWidth] gave W to the lattice. In all other cases the run returns it.
+//
+// A slot whose weights and scale are all 0 has not been written yet. The first pass that computes
+// with such a slot writes the identity start of the seed's kind into it (see
+// [blueprints.Identity]). weights and scales may therefore start as gorgonia.Zeroes. A slot with
+// any other contents is left unchanged. To reuse such a slot, write a new start with
+// [blueprints.Identity] or a [state.Network].
 //
 // Gradients follow from the formulas. They reach weights and scales in the stages Grafting,
-// Stabilization and FineTuning. They do so in Training too: there y = x and dx = g, and the
-// parameters learn as if the output were t(x). Elsewhere they are 0.
+// Stabilization and FineTuning, and also in Training. In Training y = x and dx = g, while the
+// parameters learn as if the output were t(x). In the other stages the gradients of weights and
+// scales are 0.
 //
-// A parameter whose gradient is 0 is still moved by a solver that has momentum or weight decay. For
-// a frozen blueprint to stay as it is, bit for bit, the solver must not decay weights. It must also
-// forget what it knows of slots with which no seed learns any more. See
-// [state.Lattice.LearningSlots] and Forget of optim.Optimizer.
+// A solver with momentum or weight decay still changes parameters whose gradient is 0. To keep a
+// frozen blueprint unchanged bit for bit, the solver must not decay the weights, and it must
+// discard its state for slots with which no seed learns any more. See [state.Lattice.LearningSlots]
+// and the method Forget of optim.Optimizer.
 //
-// A forward pass takes a snapshot of the lattice at its start, and its backward pass goes by the
-// same one. A stage or α that changes in between, from whatever goroutine, takes effect at the next
-// forward pass. Both passes leave their figures in the lattice; see [state.Lattice.Report].
+// A forward pass takes a snapshot of the lattice when it starts, and its backward pass uses the
+// same snapshot. If a goroutine changes a stage or α in between, the change takes effect in the
+// next forward pass. Both passes record their figures in the lattice (see [state.Lattice.Report]).
 //
-// A lattice looks after one activation. Several graphs may hold a layer with one lattice, say for
-// training and for evaluation. But one pass with telemetry counts as one step of the lattice. So
-// all but one of those that run in a training step should be made [WithoutTelemetry]. That also
-// holds for gradient checks, in which the limits of the strict mode and of adaptive clipping must
-// stand still. Gradients that are clipped are no longer those of the output. Neither are those of
-// weights and scales in Training, Evaluating and Fossilized, so a gradient check reports them as
-// wrong. examples/gradcheck shows what they can be compared with.
+// A lattice belongs to one activation. Several graphs may contain a layer with the same lattice,
+// for example one for training and one for evaluation. But each pass with telemetry counts as one
+// step of the lattice. If several such layers run in a training step, make all but one of them with
+// [WithoutTelemetry].
+//
+// Use [WithoutTelemetry] for gradient checks as well, because the limits of strict mode and of
+// adaptive clipping must not change between evaluations. Clipped gradients differ from those of the
+// output. So do the gradients of weights and scales in Training, Evaluating and Fossilized, and a
+// gradient check reports them as wrong. examples/gradcheck shows what to compare them with.
 func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice,
 	opts ...KasminaOption) (*gorgonia.Node, error) {
 	const name = "Kasmina"
@@ -228,6 +238,7 @@ func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice,
 	if err := checkKasminaShapes(name, ax, aw, as, lattice); err != nil {
 		return nil, err
 	}
+
 	c := KasminaConfig{Epsilon: 1e-8}
 	for i, o := range opts {
 		if o == nil {
@@ -237,11 +248,13 @@ func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice,
 			return nil, fmt.Errorf("op.%s: %w", name, err)
 		}
 	}
+
 	if c.GradClip > 0 && c.AdaptiveClip > 0 {
 		return nil, fmt.Errorf(
 			"op.%s: WithGradClip(%v) and WithAdaptiveGradClip(%v) exclude each other",
 			name, c.GradClip, c.AdaptiveClip)
 	}
+
 	o := &KasminaOp{Lattice: lattice, Config: c, inputs: gorgonia.Nodes{x, weights, scales},
 		run: &kasminaRun{}}
 	o.init()
@@ -261,6 +274,7 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 	if lattice == nil {
 		return fmt.Errorf("op.%s: lattice is nil, want one made by state.NewLattice", name)
 	}
+
 	seeds, d := lattice.Seeds(), x.node.Shape()[1]
 	if seeds == 0 {
 		return fmt.Errorf("op.%s: lattice has no seeds, want one made by state.NewLattice", name)
@@ -274,6 +288,7 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 		return fmt.Errorf("op.%s: x has %d features (shape %v), want the lattice's %d", name, d,
 			x.node.Shape(), lattice.Hidden())
 	}
+
 	slots, width := weights.node.Shape()[0], weights.node.Shape()[1]
 	if width < d/seeds {
 		return fmt.Errorf("op.%s: weights has shape %v, want [slots, W] with W at least %d = %d "+
@@ -298,7 +313,7 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 	return nil
 }
 
-// Chunk returns C, the number of features that a seed looks after, 0 of a zero value.
+// Chunk returns C, the number of features of a seed, or 0 for a zero KasminaOp.
 func (o *KasminaOp) Chunk() int {
 	if !o.made() {
 		return 0
@@ -306,7 +321,7 @@ func (o *KasminaOp) Chunk() int {
 	return o.InputShape(0)[1] / o.Lattice.Seeds()
 }
 
-// made reports whether [Kasmina] has made the op.
+// made reports whether [Kasmina] made the op.
 func (o *KasminaOp) made() bool { return o.run != nil && o.Lattice != nil && len(o.inputs) > 0 }
 
 func (o *KasminaOp) init() {
@@ -330,9 +345,8 @@ func (o *KasminaOp) SymDiff(inputs gorgonia.Nodes,
 	return backward(&b.Base, b, "KasminaGrad", o, in, 3, kasminaGrad[float32], kasminaGrad[float64])
 }
 
-// Replay returns an op that computes the last run of o again, from the same snapshot of the
-// lattice, and adds nothing to the telemetry. It fails when o has not run, or is a
-// zero value.
+// Replay returns an op that repeats the last run of o from the same snapshot of the lattice and
+// adds nothing to the telemetry. The replay returns an error if o has not run or is a zero value.
 func (o *KasminaOp) Replay() gorgonia.Op {
 	if !o.made() {
 		return new(KasminaOp)
@@ -343,8 +357,8 @@ func (o *KasminaOp) Replay() gorgonia.Op {
 	return r
 }
 
-// KasminaGradOp computes [dx | dweights | dscales], packed, from x, weights, scales, the forward
-// output and its gradient.
+// KasminaGradOp computes the packed gradients [dx | dweights | dscales] from x, weights, scales,
+// the forward output and its gradient.
 type KasminaGradOp struct {
 	opbase.Base
 	Forward *KasminaOp

@@ -9,18 +9,18 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// KasminaPass is a pass of a Kasmina layer whose arithmetic somebody else does, such as a machine
-// on a GPU. It takes the snapshot of the lattice that the arithmetic goes by. It hands the lattice
-// what was measured, as the op's own run does. [KasminaOp.NewPass] makes one; a zero value has no
-// seeds, and what can fail does.
+// KasminaPass is a pass of a Kasmina layer whose arithmetic runs outside the op, for example on a
+// GPU. It takes the snapshot of the lattice for the arithmetic, and afterwards records the
+// measurements in the lattice, like the op's own run. [KasminaOp.NewPass] makes a KasminaPass. A
+// zero KasminaPass has no seeds, and its methods that return an error fail.
 type KasminaPass struct {
 	op     *KasminaOp
-	origin *kasminaRun // the op's own
+	origin *kasminaRun // the run of the op itself
 	limits []float64
 }
 
-// NewPass returns a pass that has not begun. It is independent of the op's own runs. That of
-// a zero value is one.
+// NewPass returns a pass that has not begun and does not affect the op's own runs. For a zero
+// KasminaOp it returns a zero KasminaPass.
 func (o *KasminaOp) NewPass() *KasminaPass {
 	if !o.made() {
 		return new(KasminaPass)
@@ -29,14 +29,14 @@ func (o *KasminaOp) NewPass() *KasminaPass {
 		origin: o.run}
 }
 
-// SharesRun reports whether o and p go by the same snapshot: one replays the other, or both a
-// third.
+// SharesRun reports whether o and p use the same snapshot because one replays the other or both
+// replay a third op.
 func (o *KasminaOp) SharesRun(p *KasminaOp) bool { return p != nil && o.run == p.run }
 
-// errZeroPass is the error of a pass that nobody has made.
+// errZeroPass is the error of a KasminaPass that NewPass did not make.
 var errZeroPass = errors.New("op: the KasminaPass is its zero value, want one that NewPass returns")
 
-// Begin takes the snapshot.
+// Begin takes the snapshot of the lattice.
 func (p *KasminaPass) Begin() {
 	if p.op == nil {
 		return
@@ -45,7 +45,7 @@ func (p *KasminaPass) Begin() {
 	p.limits = gradLimits(p.op, p.limits)
 }
 
-// Attached returns an error if a seed works with a kind that is a graph, and nobody computes that.
+// Attached returns an error if a seed works with a kind that is a graph and no graph computes it.
 func (p *KasminaPass) Attached() error {
 	if p.op == nil {
 		return errZeroPass
@@ -53,26 +53,28 @@ func (p *KasminaPass) Attached() error {
 	return p.op.attached(&p.op.run.pass)
 }
 
-// Leave makes the snapshot that of the op's own last run, for a backward pass that is computed
-// apart from this one.
+// Leave stores the snapshot as that of the op's own last run, for a backward pass that is computed
+// separately.
 func (p *KasminaPass) Leave() {
 	if p.origin == nil {
 		return
 	}
 	p.origin.mu.Lock()
 	defer p.origin.mu.Unlock()
+
 	copyPass(&p.origin.pass, &p.op.run.pass)
 	p.origin.begun = true
 }
 
-// Resume takes, in place of Begin, the snapshot of the op's own last run: what Leave has left, or
-// the op's Do.
+// Resume takes the snapshot of the op's own last run instead of a new one. That is the snapshot
+// that Leave stored or that the op's Do took. It returns an error if there is none.
 func (p *KasminaPass) Resume() error {
 	if p.origin == nil {
 		return errZeroPass
 	}
 	p.origin.mu.Lock()
 	defer p.origin.mu.Unlock()
+
 	if !p.origin.begun {
 		return errNotRun
 	}
@@ -81,7 +83,7 @@ func (p *KasminaPass) Resume() error {
 	return nil
 }
 
-// copyPass is *dst = *src without shared memory; dst's is used again.
+// copyPass copies *src to *dst without sharing memory. It reuses the memory of dst.
 func copyPass(dst, src *state.Pass) {
 	old := *dst
 	*dst = *src
@@ -91,7 +93,7 @@ func copyPass(dst, src *state.Pass) {
 	dst.Norms = append(old.Norms[:0], src.Norms...)
 }
 
-// Snapshot is what Begin has found. It is not to be changed.
+// Snapshot returns the snapshot that Begin or Resume took. The caller must not change it.
 func (p *KasminaPass) Snapshot() *state.Pass {
 	if p.op == nil {
 		return new(state.Pass)
@@ -99,8 +101,9 @@ func (p *KasminaPass) Snapshot() *state.Pass {
 	return &p.op.run.pass
 }
 
-// Start makes the weights and the one scale of a seed's slot the identity start of its kind, if all
-// are 0. They have then not been written yet. It reports whether it has.
+// Start writes the identity start of the kind to the weights and the scale of a seed's slot if all
+// of them are 0, which means that they have not been written yet. scale has one element. started
+// reports whether Start wrote them.
 func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int,
 	weights, scale []float32) (started bool, err error) {
 	if !o.made() {
@@ -111,20 +114,22 @@ func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int,
 	}) {
 		return false, nil
 	}
-	w, a := make([]float32, 2*len(weights)), make([]float32, 2) // as the rows of slots 0 and 1
+
+	w, a := make([]float32, 2*len(weights)), make([]float32, 2) // like the rows of slots 0 and 1
 	if err := blueprints.Identity(kind, 1, o.Chunk(), o.draw(seed, slot), w, a); err != nil {
 		return false, err
 	}
+
 	copy(weights, w[len(weights):])
 	scale[0] = a[1]
 	return true, nil
 }
 
-// KasminaSeed is a seed as a pass finds it.
+// KasminaSeed holds the properties of a seed in a pass.
 type KasminaSeed = seed.Seed
 
-// Seed returns what arithmetic needs to know of a seed. Limit is 0 unless the layer clips. Of a seed
-// that the snapshot does not have it returns a zero value.
+// Seed returns the properties of seed i that the arithmetic needs. Limit is 0 unless the layer
+// clips. If the snapshot has no seed i, Seed returns a zero KasminaSeed.
 func (p *KasminaPass) Seed(i int) KasminaSeed {
 	if i < 0 || i >= len(p.Snapshot().Stage) {
 		return KasminaSeed{}
@@ -136,26 +141,27 @@ func (p *KasminaPass) Seed(i int) KasminaSeed {
 	return k
 }
 
-// Measures reports whether this pass shall tell the lattice anything but the number of NaN and Inf.
-// A sampling pass may watch no seed.
+// Measures reports whether this pass has to record more than the number of NaN and Inf. In a
+// sampling pass there may be no seed to measure.
 func (p *KasminaPass) Measures() bool {
 	s := p.Snapshot()
 	return s.Record && (slices.Contains(s.Watch, true) || p.NeedsLast())
 }
 
-// NeedsLast reports whether this pass makes its limits of what the pass before it has measured.
-// That must then be in the lattice before this one begins.
+// NeedsLast reports whether the limits of this pass depend on the measurements of the previous
+// pass. These must then be in the lattice before this pass begins.
 func (p *KasminaPass) NeedsLast() bool {
 	return p.op != nil && (p.op.Config.Stability == Strict || p.op.Config.AdaptiveClip > 0)
 }
 
-// RecordHealth gives the lattice what a forward pass has measured; sample is called for every seed,
-// from several goroutines. The error wraps [ErrNonFinite] when the layer shall stop at what was
-// met.
+// RecordHealth records the measurements of a forward pass in the lattice. It calls sample for every
+// seed, from several goroutines. The error wraps [ErrNonFinite] if the layer stops at NaN or Inf
+// and found one in x.
 func (p *KasminaPass) RecordHealth(sample func(seed int) state.HealthSample) error {
 	if err := p.canRecord(sample != nil); err != nil {
 		return err
 	}
+
 	s := &p.op.run.pass
 	bad := p.countNonFinite(func(seed int) int { return sample(seed).NonFinite })
 	if s.Record || bad.elements > 0 {
@@ -170,14 +176,17 @@ func (p *KasminaPass) RecordHealth(sample func(seed int) state.HealthSample) err
 			return err
 		}
 	}
+
 	return bad.error(p.op, "x")
 }
 
-// RecordGradient does the same for a backward pass.
+// RecordGradient records the measurements of a backward pass in the same way. The error wraps
+// [ErrNonFinite] if the layer stops at NaN or Inf and found one in the gradient of y.
 func (p *KasminaPass) RecordGradient(sample func(seed int) state.GradientSample) error {
 	if err := p.canRecord(sample != nil); err != nil {
 		return err
 	}
+
 	s := &p.op.run.pass
 	bad := p.countNonFinite(func(seed int) int { return sample(seed).NonFinite })
 	if s.Record || bad.elements > 0 {
@@ -192,6 +201,7 @@ func (p *KasminaPass) RecordGradient(sample func(seed int) state.GradientSample)
 			return err
 		}
 	}
+
 	return bad.error(p.op, "the gradient of y")
 }
 

@@ -20,28 +20,29 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// kasminaRun is what a run of the forward op leaves to its replays and its backward op.
+// kasminaRun holds what a run of the forward op passes on to its replays and its backward op.
 type kasminaRun struct {
 	mu    sync.Mutex
 	begun bool
-	pass  state.Pass // the snapshot that they all go by
-	plan  any        // *cpukasmina.Layer[T]: its buffers serve every run
+	pass  state.Pass // the snapshot that they all use
+	plan  any        // *cpukasmina.Layer[T]; every run uses its buffers again
 
-	health     func(seed int) state.HealthSample // what the plan's last run has measured
+	health     func(seed int) state.HealthSample // measurements of the plan's last run
 	gradient   func(seed int) state.GradientSample
 	histograms [][cpufigures.Exponents]uint32 // of the last forward pass, in debug mode
 }
 
 var errNotRun = errors.New("the layer's forward pass has not run")
 
-// catch turns the panic of a blueprint's function into an error. Gorgonia's machine runs ops on a
-// goroutine of its own, on which nobody could recover from what somebody's blueprint does. Other
-// panics are this module's mistakes, and pass.
+// catch converts the panic of a blueprint's function to an error. Gorgonia's machine runs ops on a
+// goroutine of its own, where the caller cannot recover from the panic of a registered blueprint.
+// Other panics are bugs in this module, and catch does not stop them.
 func (r *kasminaRun) catch(err *error) {
 	cause := recover()
 	if cause == nil {
 		return
 	}
+
 	if p, ok := cause.(*cpu.Panic); ok {
 		if rule, ok := p.Value.(cpukasmina.RulePanic); ok {
 			*err = fmt.Errorf("seed %d: %w in %v: %v\n\n%s", rule.Seed, ErrBlueprint,
@@ -49,46 +50,55 @@ func (r *kasminaRun) catch(err *error) {
 			return
 		}
 	}
+
 	panic(cause)
 }
 
-// kasmina is the forward pass.
+// kasmina is the forward kernel.
 func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) (err error) {
 	r := o.run
 	r.mu.Lock()
 	defer r.mu.Unlock()
+
 	defer r.catch(&err)
 	if o.Replaying && !r.begun {
 		return errNotRun
 	}
+
 	if !o.Replaying {
 		o.Lattice.Begin(&r.pass, !o.Config.NoTelemetry)
 		r.begun = true
 	}
+
 	if err := o.attached(&r.pass); err != nil {
 		return err
 	}
+
 	k, err := kasminaPlan[T](o)
 	if err != nil {
 		return err
 	}
+
 	x, weights, scales := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2)
 	if err := startSlots(o, k, weights, scales); err != nil {
 		return err
 	}
+
 	run := func() { k.Forward(y, x, weights, scales) }
 	if o.Replaying {
 		run()
 		return nil
 	}
+
 	cost := timed(o, y, x, run)
 	defer cost.record(o)
 	if r.pass.Record {
 		for s, watch := range r.pass.Watch {
-			// whose limits in the next pass are made of the moments
+			// The limits of the next pass depend on the moments.
 			k.Measure[s] = watch || o.Config.Stability == Strict
 		}
 	}
+
 	run()
 	bad := countNonFinite(k.Figures)
 	if r.pass.Record || bad.elements > 0 {
@@ -100,29 +110,36 @@ func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) (err error) {
 			return err
 		}
 	}
+
 	return bad.error(o, "x")
 }
 
-// kasminaGrad is the backward pass.
+// kasminaGrad is the backward kernel.
 func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err error) {
 	o, r := b.Forward, b.Forward.run
 	r.mu.Lock()
 	defer r.mu.Unlock()
+
 	defer r.catch(&err)
 	if !r.begun {
 		return errNotRun
 	}
+
 	k, err := kasminaPlan[T](o)
 	if err != nil {
 		return err
 	}
+
 	k.Limit = gradLimits(o, k.Limit)
 	x, weights, scales, g := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2),
 		opbase.Slice[T](in, 4)
-	// Of copies, where a machine has given some to the forward pass.
+
+	// The machine may have given the forward pass copies of the weights. Those given to the
+	// backward pass then still need their start.
 	if err := startSlots(o, k, weights, scales); err != nil {
 		return err
 	}
+
 	dx, rest := out[:len(x)], out[len(x):]
 	dweights, dscales := rest[:len(weights)], rest[len(weights):]
 	run := func() { k.Backward(dx, dweights, dscales, g, x, weights, scales) }
@@ -130,10 +147,11 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 	defer cost.record(o)
 	if r.pass.Record {
 		for s, watch := range r.pass.Watch {
-			// whose limits in the next pass are made of the norms
+			// The limits of the next pass depend on the norms.
 			k.Measure[s] = watch || o.Config.AdaptiveClip > 0
 		}
 	}
+
 	run()
 	bad := countNonFinite(k.Figures)
 	if r.pass.Record || bad.elements > 0 {
@@ -141,22 +159,23 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 			return err
 		}
 	}
+
 	return bad.error(o, "the gradient of y")
 }
 
-// timedEvery is how many passes go by from one that is timed to the next.
+// timedEvery is the number of steps from one timed pass to the next.
 const timedEvery = 128
 
-// passCost is what a pass that is timed has cost so far.
+// passCost is the cost measured so far of a timed pass.
 type passCost struct {
-	kernel time.Duration // without telemetry; 0 when the pass is not timed
-	start  time.Time     // with it
+	kernel time.Duration // time without telemetry; 0 if the pass is not timed
+	start  time.Time     // when the pass with telemetry started
 	bytes  int
 }
 
-// timed is called when all is ready to run but the list of what to measure. When the pass is one to
-// be timed, it runs the arithmetic twice without telemetry. The first time is only for the caches,
-// the second is timed.
+// timed must be called when everything except the list of measurements is ready to run. If the pass
+// is to be timed, timed runs the arithmetic twice without telemetry. The first run fills the
+// caches, and the second is measured.
 func timed[T cpu.Float](o *KasminaOp, out, in []T, run func()) passCost {
 	p := &o.run.pass
 	if !p.Record || p.Telemetry.Mode == state.Off || p.Step%timedEvery != 0 || &out[0] == &in[0] {
@@ -169,7 +188,7 @@ func timed[T cpu.Float](o *KasminaOp, out, in []T, run func()) passCost {
 	return passCost{now.Sub(start), now, 2 * len(in) * int(unsafe.Sizeof(in[0]))}
 }
 
-// record tells the lattice, once the pass is over, how much longer it took with telemetry.
+// record reports to the lattice, after the pass, how much longer it took with telemetry.
 func (c passCost) record(o *KasminaOp) {
 	if c.kernel > 0 {
 		o.Lattice.RecordTiming(state.Timing{Kernel: c.kernel, Telemetry: time.Since(c.start) - c.kernel,
@@ -177,8 +196,8 @@ func (c passCost) record(o *KasminaOp) {
 	}
 }
 
-// kasminaPlan readies the arithmetic for the snapshot of o's run: which seeds take part and how.
-// Nothing is measured yet.
+// kasminaPlan prepares the arithmetic for the snapshot of o's run, with all the seeds that take
+// part. The plan measures nothing yet.
 func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpukasmina.Layer[T], error) {
 	k, ok := o.run.plan.(*cpukasmina.Layer[T])
 	x, weights := o.InputShape(0), o.InputShape(1)
@@ -192,6 +211,7 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpukasmina.Layer[T], error) {
 		}
 		o.run.plan, o.run.health, o.run.gradient = k, healthSamples(o.run, k), gradientSamples(k)
 	}
+
 	p := &o.run.pass
 	k.Reduce = seed.Reduction(p.Telemetry.Reduction)
 	clear(k.Measure)
@@ -201,15 +221,16 @@ func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpukasmina.Layer[T], error) {
 			return nil, fmt.Errorf("%w (shape %v)", err, weights)
 		}
 	}
+
 	return k, nil
 }
 
-// seed is a seed as a pass finds it, but for Limit. Low and High, which change from pass to pass,
-// are 0 unless the mode is Strict.
+// seed returns the properties of seed i in a pass, except Limit. Low and High change from pass to
+// pass. They are 0 unless the mode is Strict.
 func (o *KasminaOp) seed(p *state.Pass, i int) seed.Seed {
 	s := seed.Seed{Kind: p.Kind[i], Slot: p.Slot[i], Blend: p.Stage[i].Blends(),
 		Learn: p.Stage[i].Learns(), Alpha: p.Alpha[i]}
-	if blueprints.IsGraph(s.Kind) { // which is computed elsewhere
+	if blueprints.IsGraph(s.Kind) { // the surrounding graph computes it
 		s = seed.Seed{}
 	}
 	if o.Config.Stability == Strict {
@@ -218,7 +239,7 @@ func (o *KasminaOp) seed(p *state.Pass, i int) seed.Seed {
 	return s
 }
 
-// attached returns an error if a seed works with a kind that is a graph, and nobody computes that.
+// attached returns an error if a seed works with a kind that is a graph and no graph computes it.
 func (o *KasminaOp) attached(p *state.Pass) error {
 	for i, stage := range p.Stage {
 		if (stage.Blends() || stage.Learns()) && blueprints.IsGraph(p.Kind[i]) &&
@@ -232,8 +253,8 @@ func (o *KasminaOp) attached(p *state.Pass) error {
 	return nil
 }
 
-// startSlots writes the identity start to the slots of active seeds in which all is 0: nobody has
-// written them yet.
+// startSlots writes the identity start to the slots of active seeds whose weights and scale are all
+// 0, which means that they have not been written yet.
 func startSlots[T cpu.Float](o *KasminaOp, k *cpukasmina.Layer[T], weights, scales []T) error {
 	for i := range k.Active {
 		s := &k.Active[i]
@@ -247,18 +268,20 @@ func startSlots[T cpu.Float](o *KasminaOp, k *cpukasmina.Layer[T], weights, scal
 			return fmt.Errorf("seed %d: %w", s.Index, err)
 		}
 	}
+
 	return nil
 }
 
-// draw returns the random seed of a slot's identity start: the same in every run of a program,
-// another one in every layer.
+// draw returns the random seed for the identity start of a slot. It depends on the name of the
+// layer's weights, the seed and the slot, so it is the same in every run of a program and differs
+// between layers whose weights have different names.
 func (o *KasminaOp) draw(seed, slot int) uint64 {
 	h := fnv.New64a()
 	fmt.Fprint(h, o.inputs[1].Name())
 	return rand.NewPCG(h.Sum64(), uint64(seed)<<32|uint64(slot)).Uint64()
 }
 
-// clampLimits returns mean ± 6σ, or ±Inf when nothing has been measured.
+// clampLimits returns mean ± 6σ, or ±Inf if nothing has been measured.
 func clampLimits(m state.Moments) (low, high float64) {
 	if m.Count == 0 {
 		return math.Inf(-1), math.Inf(1)
@@ -267,15 +290,17 @@ func clampLimits(m state.Moments) (low, high float64) {
 	return m.Mean - reach, m.Mean + reach
 }
 
-// gradLimits returns the largest norm of a row's gradient for each seed, or nil when o does not
-// clip.
+// gradLimits returns the largest norm of a row's gradient for each seed, or nil if o does not clip.
+// It reuses limits.
 func gradLimits(o *KasminaOp, limits []float64) []float64 {
 	if o.Config.GradClip == 0 && o.Config.AdaptiveClip == 0 {
 		return nil
 	}
+
 	if limits == nil {
 		limits = make([]float64, len(o.run.pass.Stage))
 	}
+
 	for s, m := range o.run.pass.Norms {
 		switch {
 		case o.Config.GradClip > 0:
@@ -286,6 +311,7 @@ func gradLimits(o *KasminaOp, limits []float64) []float64 {
 			limits[s] = m.Mean + o.Config.AdaptiveClip*math.Sqrt(m.Variance)
 		}
 	}
+
 	return limits
 }
 
@@ -324,7 +350,8 @@ func gradientSamples[T cpu.Float](k *cpukasmina.Layer[T]) func(int) state.Gradie
 	}
 }
 
-// nonFinite says where NaN and Inf were met.
+// nonFinite counts NaN and Inf: the first seed with any, the number of such seeds, and the number
+// of elements.
 type nonFinite struct{ seed, seeds, elements int }
 
 func countNonFinite(figures []cpufigures.Chunk) (n nonFinite) {
@@ -340,7 +367,8 @@ func countNonFinite(figures []cpufigures.Chunk) (n nonFinite) {
 	return n
 }
 
-// error returns an error when the layer shall stop at what was met in the given tensor.
+// error returns an error if n is not empty and the layer stops at NaN and Inf. where names the
+// tensor.
 func (n nonFinite) error(o *KasminaOp, where string) error {
 	if n.elements == 0 || !o.Config.StopOnNonFinite {
 		return nil

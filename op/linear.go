@@ -18,14 +18,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// LinearOp is the op behind [Linear].
+// LinearOp is the op that [Linear] applies.
 type LinearOp struct{ opbase.Base }
 
-// Linear is a matrix product with a weight stored as PyTorch stores it:
+// Linear multiplies x by a weight, which is stored in PyTorch's layout:
 //
 //	y = x·wᵀ
 //
-// x is [rows, in], w is [out, in], y is [rows, out]; all float32 or all float64.
+// x is [rows, in], w is [out, in], and y is [rows, out]. All are float32 or all are float64.
 func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "Linear"
 	ax, aw := arg{"x", x}, arg{"w", w}
@@ -38,11 +38,13 @@ func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkDims(name, aw, 2, "[out, in]"); err != nil {
 		return nil, err
 	}
+
 	rows, in, out := x.Shape()[0], x.Shape()[1], w.Shape()[0]
 	if err := checkShape(name, aw, fmt.Sprintf("[out, in] with the features of x %v", x.Shape()),
 		out, in); err != nil {
 		return nil, err
 	}
+
 	o := &LinearOp{}
 	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{x, w}, x.Dtype(), tensor.Shape{rows, out},
 		linear[float32], linear[float64])
@@ -70,7 +72,7 @@ func (o *LinearOp) SymDiff(inputs gorgonia.Nodes,
 		linearGrad[float32], linearGrad[float64])
 }
 
-// LinearGradOp computes [dx | dw], packed, from x, w and the output's gradient.
+// LinearGradOp computes the packed gradients [dx | dw] from x, w and the output's gradient.
 type LinearGradOp struct{ opbase.Base }
 
 func linearGrad[T cpu.Float](o *LinearGradOp, out []T, args opbase.Args) error {

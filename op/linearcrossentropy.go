@@ -19,20 +19,22 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// LinearCrossEntropyOp is the op behind [LinearCrossEntropy].
+// LinearCrossEntropyOp is the op that [LinearCrossEntropy] applies.
 type LinearCrossEntropyOp struct {
 	opbase.Base
-	normalizers opbase.Aux // two numbers of every row, which the backward op reuses
+	normalizers opbase.Aux // two numbers for each row, used again by the backward op
 }
 
-// LinearCrossEntropy is a language model's output layer and loss in one:
+// LinearCrossEntropy computes the output layer of a language model and its loss in one op:
 //
 //	loss = CrossEntropy(x·wᵀ, targets)
 //
-// x is [rows, D], w is [V, D], both float32 or both float64, targets is [rows] of type int, loss is
-// a scalar. The logits, often the largest tensor of a model, are formed a few rows at a time, and
-// again in the backward pass. That keeps two numbers a row from the forward pass. Targets are as for
-// [CrossEntropy]. (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
+// x is [rows, D] and w is [V, D], both float32 or both float64. targets is [rows] of type int, and
+// loss is a scalar. Targets are treated as in [CrossEntropy].
+//
+// The logits are often the largest tensor of a model. This op computes them for a few rows at a
+// time, and again in the backward pass. It keeps only two numbers for each row of the forward pass.
+// (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
 func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "LinearCrossEntropy"
 	ax, aw, at := arg{"x", x}, arg{"w", w}, arg{"targets", targets}
@@ -56,6 +58,7 @@ func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 		x.Shape())); err != nil {
 		return nil, err
 	}
+
 	o := &LinearCrossEntropyOp{}
 	o.Owns(&o.normalizers)
 	in := gorgonia.Nodes{x, w, targets}
@@ -94,8 +97,8 @@ func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	return append(grads, nil), nil
 }
 
-// LinearCrossEntropyGradOp computes [dx | dw], packed, from x, w, targets, the loss and its
-// gradient.
+// LinearCrossEntropyGradOp computes the packed gradients [dx | dw] from x, w, the targets, the loss
+// and the gradient of the loss.
 type LinearCrossEntropyGradOp struct {
 	opbase.Base
 	Forward *LinearCrossEntropyOp

@@ -19,20 +19,21 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// NewtonSchulzOp is the op behind [NewtonSchulz].
+// NewtonSchulzOp is the op that [NewtonSchulz] applies.
 type NewtonSchulzOp struct {
 	opbase.Base
 	Steps int
 }
 
-// NewtonSchulz approximates the orthogonal factor U·Vᵀ of x = U·Σ·Vᵀ by Muon's quintic iteration:
+// NewtonSchulz approximates the orthogonal factor U·Vᵀ of x = U·Σ·Vᵀ by the quintic iteration of
+// Muon:
 //
 //	X = x / (‖x‖ + 1e-7);   steps times:  A = X·Xᵀ,  X ← 3.4445·X + (−4.7750·A + 2.0315·A²)·X
 //
-// x is a float32 or float64 matrix; a tall one is transposed for the iteration, so that A has the
-// smaller side. steps must be at least 1; Muon takes 5, after which singular values above 1e-3·‖x‖
-// lie in about [0.7, 1.2]. The backward pass computes the steps again. (Keller Jordan, "Muon: An
-// optimizer for hidden layers in neural networks", 2024.)
+// x is a float32 or float64 matrix. A tall matrix is transposed for the iteration, so that A has
+// the size of the smaller side. steps must be at least 1. Muon uses 5, after which singular values
+// above 1e-3·‖x‖ lie in about [0.7, 1.2]. The backward pass computes the steps again. (Keller
+// Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.)
 func NewtonSchulz(x *gorgonia.Node, steps int) (*gorgonia.Node, error) {
 	const name = "NewtonSchulz"
 	ax := arg{"x", x}
@@ -45,6 +46,7 @@ func NewtonSchulz(x *gorgonia.Node, steps int) (*gorgonia.Node, error) {
 	if steps < 1 {
 		return nil, fmt.Errorf("op.%s: steps is %d, want at least 1", name, steps)
 	}
+
 	o := &NewtonSchulzOp{Steps: steps}
 	opbase.Init(&o.Base, o, name, fmt.Sprintf("steps=%d", steps), gorgonia.Nodes{x}, x.Dtype(),
 		x.Shape(),
@@ -72,7 +74,7 @@ func (o *NewtonSchulzOp) SymDiff(inputs gorgonia.Nodes,
 		newtonSchulzGrad[float32], newtonSchulzGrad[float64])
 }
 
-// NewtonSchulzGradOp computes dx from x and the gradient of the forward output.
+// NewtonSchulzGradOp computes dx from x and the output's gradient.
 type NewtonSchulzGradOp struct {
 	opbase.Base
 	Forward *NewtonSchulzOp

@@ -19,35 +19,36 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// RMSNormOp is the op behind [RMSNorm].
+// RMSNormOp is the op that [RMSNorm] applies. With [EachHead], the length D of the weight is less
+// than the number of columns of x.
 type RMSNormOp struct {
 	opbase.Base
 	Eps float64
-	// PlusOne is that of [WeightPlusOne]. With [EachHead], D is less than the columns of x.
+	// PlusOne is set by [WeightPlusOne].
 	PlusOne bool
 
-	rstd   opbase.Aux // 1/rms of every row, or of each of its heads, which the backward op reuses
-	factor opbase.Aux // 1 + weight, with PlusOne
+	rstd   opbase.Aux // 1/rms of every row or head, used again by the backward op
+	factor opbase.Aux // 1 + weight if PlusOne is set
 }
 
-// RMSNormOption changes how [RMSNorm] computes.
+// RMSNormOption configures [RMSNorm].
 type RMSNormOption func(*rmsNormSettings)
 
 type rmsNormSettings struct{ plusOne, heads bool }
 
-// WeightPlusOne scales by 1 + weight in place of the weight, as Gemma does.
+// WeightPlusOne scales the features by 1 + weight instead of weight, as in Gemma.
 func WeightPlusOne() RMSNormOption { return func(s *rmsNormSettings) { s.plusOne = true } }
 
-// EachHead normalises each head of a row for itself, with one weight for all heads: x is [rows,
-// heads·D]. (Henry et al., "Query-Key Normalization for Transformers", 2020.)
+// EachHead normalizes each head of a row separately, with one weight for all heads. x is then
+// [rows, heads·D]. (Henry et al., "Query-Key Normalization for Transformers", 2020.)
 func EachHead() RMSNormOption { return func(s *rmsNormSettings) { s.heads = true } }
 
-// RMSNorm divides every row of x by its root mean square and scales its features:
+// RMSNorm divides every row of x by its root mean square and scales the features:
 //
 //	y[r] = x[r] / sqrt(mean(x[r]²) + eps) ⊙ weight
 //
-// x is [rows, D], weight is [D], y is [rows, D]; all are float32 or all float64. eps must not be
-// negative. (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.)
+// x and y are [rows, D], and weight is [D]. All are float32 or all are float64. eps must be finite
+// and not negative. (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.)
 func RMSNorm(x, weight *gorgonia.Node, eps float64, opts ...RMSNormOption) (*gorgonia.Node, error) {
 	const name = "RMSNorm"
 	var s rmsNormSettings
@@ -57,6 +58,7 @@ func RMSNorm(x, weight *gorgonia.Node, eps float64, opts ...RMSNormOption) (*gor
 		}
 		opt(&s)
 	}
+
 	ax, aw := arg{"x", x}, arg{"weight", weight}
 	if err := checkFloats(name, ax, aw); err != nil {
 		return nil, err
@@ -64,6 +66,7 @@ func RMSNorm(x, weight *gorgonia.Node, eps float64, opts ...RMSNormOption) (*gor
 	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
 		return nil, err
 	}
+
 	if s.heads {
 		if err := checkDims(name, aw, 1, "[D]"); err != nil {
 			return nil, err
@@ -77,15 +80,18 @@ func RMSNorm(x, weight *gorgonia.Node, eps float64, opts ...RMSNormOption) (*gor
 		x.Shape()[1]); err != nil {
 		return nil, err
 	}
+
 	if !(eps >= 0) || math.IsInf(eps, 0) {
 		return nil, fmt.Errorf("op.%s: eps is %v, want a finite number of at least 0", name, eps)
 	}
+
 	o := &RMSNormOp{Eps: eps, PlusOne: s.plusOne}
 	o.Owns(&o.rstd, &o.factor)
 	config := fmt.Sprintf("eps=%v", eps)
 	if s.plusOne {
 		config += " 1+weight"
 	}
+
 	opbase.Init(&o.Base, o, name, config, gorgonia.Nodes{x, weight}, x.Dtype(), x.Shape(),
 		rmsNorm[float32], rmsNorm[float64])
 	return gorgonia.ApplyOp(o, x, weight)
@@ -96,12 +102,12 @@ func rmsNorm[T cpu.Float](o *RMSNormOp, y []T, in opbase.Args) error {
 	return nil
 }
 
-// rstdOf is room for 1/rms of every row or head.
+// rstdOf returns the memory for 1/rms of every row or head.
 func rstdOf[T cpu.Float](o *RMSNormOp) []T {
 	return opbase.AuxSlice[T](&o.rstd, opbase.Size(o.InputShape(0))/o.InputShape(1)[0])
 }
 
-// factorOf is what features are multiplied by.
+// factorOf returns the factors of the features: the weight, or 1 + weight if PlusOne is set.
 func factorOf[T cpu.Float](o *RMSNormOp, in opbase.Args) []T {
 	w := opbase.Slice[T](in, 1)
 	if !o.PlusOne {
@@ -129,8 +135,8 @@ func (o *RMSNormOp) SymDiff(inputs gorgonia.Nodes,
 		rmsNormGrad[float32], rmsNormGrad[float64])
 }
 
-// RMSNormGradOp computes [dx | dweight], packed, from x, weight, the forward output and its
-// gradient.
+// RMSNormGradOp computes the packed gradients [dx | dweight] from x, weight, the forward output and
+// its gradient.
 type RMSNormGradOp struct {
 	opbase.Base
 	Forward *RMSNormOp

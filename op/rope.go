@@ -19,45 +19,47 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// RoPEConfig describes the layout of [RoPE]'s input and its angles.
+// RoPEConfig describes the layout of the input of [RoPE] and the rotation angles.
 type RoPEConfig struct {
-	Seq     int     // positions in a sequence; rows are sequences one behind the other
+	Seq     int     // positions in a sequence; sequences follow one another in the rows
 	Heads   int     // heads in a row
 	HeadDim int     // features of a head, even
 	Base    float64 // base of the angles' geometric series; 0 means 10000
-	// how angles shrink for contexts longer than the model was first trained on; nil for none
+	// Scaling adapts the angles to contexts longer than in the first training; nil for none.
 	Scaling *RoPEScaling
 }
 
-// RoPEScaling lengthens the wavelengths of RoPE for contexts longer than the model was first
-// trained on. The zero value is none. There are three kinds:
+// RoPEScaling lowers the frequencies of RoPE for contexts longer than in the model's first
+// training. The zero value changes nothing. There are three kinds:
 //
-//   - linear: Factor alone slows every pair by it (Chen et al., "Extending Context Window of Large
-//     Language Models via Position Interpolation", 2023);
-//   - that of Llama 3.1, with HighFreq: a pair that turns at least HighFreq times over Original
-//     positions keeps its frequency. One that turns at most LowFreq times is slowed by Factor, and
-//     between the two the frequency is interpolated;
-//   - YaRN, with BetaFast: the same between the pairs, counted as real numbers, that turn BetaFast and
-//     BetaSlow times, the interpolation being linear in the pair. Magnitude then multiplies cosines
-//     and sines (Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models",
-//     2023).
+//   - Linear, with Factor only: every frequency is divided by Factor (Chen et al., "Extending Context
+//     Window of Large Language Models via Position Interpolation", 2023).
+//   - Llama 3.1, with HighFreq: a pair that makes at least HighFreq turns over Original positions
+//     keeps its frequency. The frequency of a pair that makes at most LowFreq turns is divided by
+//     Factor. Frequencies between the two are interpolated.
+//   - YaRN, with BetaFast: the pairs that make BetaFast and BetaSlow turns, as real numbers, are the
+//     limits. Pairs below the first keep their frequency, and beyond the second it is divided by
+//     Factor. In between it is interpolated linearly in the index of the pair. Cosines and sines are
+//     multiplied by Magnitude (Peng et al., "YaRN: Efficient Context Window Extension of Large
+//     Language Models", 2023).
 type RoPEScaling struct {
 	Factor   float64 // at least 1
 	LowFreq  float64 `json:",omitempty"`
 	HighFreq float64 `json:",omitempty"`
-	// context length of the first training; not used by the linear kind
+	// Original is the context length of the first training. The linear kind does not use it.
 	Original int `json:",omitempty"`
 
-	BetaFast float64 `json:",omitempty"` // turns; published models have 32
-	BetaSlow float64 `json:",omitempty"` // turns; published models have 1
-	// Unrounded leaves the two pairs of YaRN where they are. Else the first is rounded down and the
-	// second up.
+	BetaFast float64 `json:",omitempty"` // turns; 32 in published models
+	BetaSlow float64 `json:",omitempty"` // turns; 1 in published models
+	// Unrounded keeps the two limiting pairs of YaRN as real numbers. Otherwise the first is
+	// rounded down and the second is rounded up.
 	Unrounded bool `json:",omitempty"`
-	// Magnitude is YaRN's factor on queries and on keys; 0 means 0.1·ln(Factor) + 1.
+	// Magnitude is YaRN's factor on the cosines and sines, and so on queries and keys; 0 means
+	// 0.1·ln(Factor) + 1.
 	Magnitude float64 `json:",omitempty"`
 }
 
-// Check returns an error that names the first field that does not fit. The zero value fits.
+// Check returns an error that names the first invalid field. The zero value is valid.
 func (s RoPEScaling) Check() error {
 	yarn, llama3 := s.BetaFast != 0 || s.BetaSlow != 0, s.LowFreq != 0 || s.HighFreq != 0
 	switch {
@@ -84,10 +86,11 @@ func (s RoPEScaling) Check() error {
 		return fmt.Errorf("Scaling.Magnitude is %v and Unrounded %v, which are for YaRN: set "+
 			"BetaFast and BetaSlow too", s.Magnitude, s.Unrounded)
 	}
+
 	return nil
 }
 
-// RoPEOp is the op behind [RoPE], and with Inverse set its gradient.
+// RoPEOp is the op that [RoPE] applies. With Inverse set it computes the gradient.
 type RoPEOp struct {
 	opbase.Base
 	Config  RoPEConfig
@@ -96,13 +99,13 @@ type RoPEOp struct {
 	cos, sin opbase.Aux
 }
 
-// RoPE turns the features of every head by angles that grow with the position. So a product of a
-// query and a key depends on their distance:
+// RoPE rotates pairs of features of every head by angles proportional to the position, so that the
+// product of a query and a key depends on their distance:
 //
 //	(x[i], x[i+h]) → (x[i]·cos θ − x[i+h]·sin θ, x[i+h]·cos θ + x[i]·sin θ),  θ = position · Base^(−2i/HeadDim)
 //
-// for i < h = HeadDim/2, the half-split layout of Llama's published weights. x is [rows,
-// Heads·HeadDim], float32 or float64; row r has position r mod Seq, so rows must be a multiple of
+// for i < h = HeadDim/2. This is the half-split layout of Llama's published weights. x is [rows,
+// Heads·HeadDim] of float32 or float64. Row r has position r mod Seq, so rows must be a multiple of
 // Seq. (Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.)
 func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 	const name = "RoPE"
@@ -113,12 +116,15 @@ func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 	if err := checkDims(name, ax, 2, "[rows, Heads·HeadDim]"); err != nil {
 		return nil, err
 	}
+
 	c.Base = c.base()
-	// the gradient is built later: what the caller does with his in between must not matter
+
+	// The gradient is built later. A copy protects it from changes by the caller in between.
 	if c.Scaling != nil {
 		s := *c.Scaling
 		c.Scaling = &s
 	}
+
 	if err := c.check(); err != nil {
 		return nil, fmt.Errorf("op.%s: %w", name, err)
 	}
@@ -128,7 +134,7 @@ func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 	return newRoPE(x, c, false)
 }
 
-// base returns Base, or what 0 means.
+// base returns Base, or its default if it is 0.
 func (c RoPEConfig) base() float64 {
 	if c.Base == 0 {
 		return 10000
@@ -150,6 +156,7 @@ func (c RoPEConfig) check() error {
 	case !(c.Base > 1) || math.IsInf(c.Base, 0):
 		return fmt.Errorf("config: Base is %v, want a finite number above 1", c.Base)
 	}
+
 	if c.Scaling == nil {
 		return nil
 	}
@@ -162,34 +169,38 @@ func (c RoPEConfig) check() error {
 	return nil
 }
 
-// frequency returns the angle by which pair i turns from one position to the next.
+// frequency returns the angle by which pair i rotates from one position to the next.
 func (c RoPEConfig) frequency(i int) float64 {
 	f := math.Pow(c.Base, -2*float64(i)/float64(c.HeadDim))
 	s := c.Scaling
 	if s == nil {
 		return f
 	}
+
 	if s.BetaFast > 0 {
 		low, high := c.turning(s.BetaFast), c.turning(s.BetaSlow)
 		if !s.Unrounded {
 			low, high = math.Floor(low), math.Ceil(high)
 		}
 		low, high = max(low, 0), min(high, float64(c.HeadDim-1))
-		if low == high {
+		if low == high { // as in the training of published models
 			high += 1e-3 // as published models have been trained
 		}
 		slowed := min(1, max(0, (float64(i)-low)/(high-low)))
 		return (1-slowed)*f + slowed*f/s.Factor
 	}
+
 	if s.HighFreq == 0 {
 		return f / s.Factor
 	}
+
 	turns := float64(s.Original) * f / (2 * math.Pi)
 	keep := min(1, max(0, (turns-s.LowFreq)/(s.HighFreq-s.LowFreq)))
 	return keep*f + (1-keep)*f/s.Factor
 }
 
-// turning returns the pair, as a real number, that turns so often over Original positions.
+// turning returns the pair, as a real number, that makes this number of turns over Original
+// positions.
 func (c RoPEConfig) turning(turns float64) float64 {
 	return float64(c.HeadDim) * math.Log(float64(c.Scaling.Original)/(2*math.Pi*turns)) /
 		(2 * math.Log(c.Base))
@@ -219,7 +230,8 @@ func newRoPE(x *gorgonia.Node, c RoPEConfig, inverse bool) (*gorgonia.Node, erro
 	return gorgonia.ApplyOp(o, x)
 }
 
-// tables returns cosines and sines, which are formed when the op first runs: on a GPU that is never.
+// tables returns the cosines and sines. It computes them when the op first runs, which never
+// happens on a GPU.
 func tables[T cpu.Float](o *RoPEOp) (cos, sin []T) {
 	n := o.Config.Seq * o.Config.HeadDim / 2
 	t, have := o.cos.Len()
@@ -230,8 +242,8 @@ func tables[T cpu.Float](o *RoPEOp) (cos, sin []T) {
 	return cos, sin
 }
 
-// fill calls set with the cosine and sine of the angle of pair i at position from + p. It does so
-// for index p·HeadDim/2 + i, of so many positions.
+// fill calls set with the cosine and sine of the angle of pair i at position from + p, for every
+// pair and the given number of positions. index is p·HeadDim/2 + i.
 func (c RoPEConfig) fill(from, positions int, set func(index int, cos, sin float64)) {
 	h, m := c.HeadDim/2, c.magnitude()
 	for i := range h {
@@ -243,14 +255,14 @@ func (c RoPEConfig) fill(from, positions int, set func(index int, cos, sin float
 	}
 }
 
-// maxAngles is the largest Seq × HeadDim: 4 GiB for each table of float64.
+// maxAngles is the largest Seq × HeadDim. A table of float64 then has 4 GiB.
 const maxAngles = 1 << 30
 
-// Tables returns the cosines and sines of all angles, times YaRN's magnitude, [Seq, HeadDim/2]
-// each, whatever Heads is. They are nil where [RoPE] would refuse the config.
+// Tables returns the cosines and sines of all angles, multiplied by YaRN's magnitude, as two tables
+// [Seq, HeadDim/2]. It ignores Heads. The tables are nil if [RoPE] would reject the config.
 func (c RoPEConfig) Tables() (cos, sin []float64) { return c.Angles(0, c.Seq) }
 
-// Angles returns the rows of [RoPEConfig.Tables] for so many positions from the given one on.
+// Angles returns rows of [RoPEConfig.Tables] for the given number of positions, starting at from.
 func (c RoPEConfig) Angles(from, positions int) (cos, sin []float64) {
 	c.Base, c.Heads = c.base(), 1
 	if c.check() != nil {
@@ -272,7 +284,7 @@ func rope[T cpu.Float](o *RoPEOp, y []T, in opbase.Args) error {
 // DiffWRT reports that the op is differentiable.
 func (o *RoPEOp) DiffWRT(int) []bool { return []bool{true} }
 
-// SymDiff returns the gradient of x: the output's gradient, turned back.
+// SymDiff returns the gradient of x, which is the output's gradient rotated by the negative angles.
 func (o *RoPEOp) SymDiff(inputs gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {

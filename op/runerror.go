@@ -2,10 +2,10 @@ package op
 
 import "errors"
 
-// RunError returns an error of a run as one in which errors.Is and errors.As find what the ops have
-// wrapped. That is [ErrNonFinite], [ErrBlueprint] or [ErrNoTargets], for example. The errors of
-// Gorgonia's own machines need it: their type has a method Err where these look for Unwrap. The
-// text stays as it is; so does every other error, nil included.
+// RunError makes the errors that ops wrap visible to errors.Is and errors.As, for example
+// [ErrNonFinite], [ErrBlueprint] or [ErrNoTargets]. The errors of Gorgonia's own machines need it
+// because their type has a method Err instead of Unwrap. The text of the error does not change.
+// RunError returns every other error unchanged, including nil.
 func RunError(err error) error {
 	var context interface{ Err() error }
 	if !errors.As(err, &context) {
@@ -18,7 +18,7 @@ func RunError(err error) error {
 	return &runError{err, inner}
 }
 
-// runError is outer, which does not unwrap, beside what it is about.
+// runError combines outer, an error that does not unwrap, with the error inside it.
 type runError struct{ outer, inner error }
 
 func (e *runError) Error() string { return e.outer.Error() }

@@ -19,12 +19,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// SiLUMLPOp is the op behind [SiLUMLP] and, with GELU, [GELUMLP].
+// SiLUMLPOp is the op that [SiLUMLP] applies, and [GELUMLP] if GELU is set.
 type SiLUMLPOp struct {
 	opbase.Base
 	GELU bool
 
-	// x·gateᵀ and x·upᵀ, which the backward op reuses, and room for their product
+	// x·gateᵀ and x·upᵀ, which the backward op uses again, and memory for their product
 	a, b, h opbase.Aux
 }
 
@@ -32,13 +32,14 @@ type SiLUMLPOp struct {
 //
 //	y = (silu(x·gateᵀ) ⊙ x·upᵀ)·downᵀ,  silu(a) = a/(1+exp(−a))
 //
-// x is [rows, D], gate and up are [F, D], down is [D, F], y is [rows, D]; all float32 or all
-// float64. (Shazeer, "GLU Variants Improve Transformer", 2020.)
+// x is [rows, D], gate and up are [F, D], down is [D, F], and y is [rows, D]. All are float32 or
+// all are float64. (Shazeer, "GLU Variants Improve Transformer", 2020.)
 func SiLUMLP(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error) {
 	return gatedMLP("SiLUMLP", false, x, gate, up, down)
 }
 
-// GELUMLP is [SiLUMLP] with another gate, as Gemma has it, the approximation of GELU by tanh:
+// GELUMLP is the gated two-layer perceptron of Gemma. It is [SiLUMLP] with another gate, the tanh
+// approximation of GELU:
 //
 //	y = (gelu(x·gateᵀ) ⊙ x·upᵀ)·downᵀ,  gelu(a) = a/2·(1 + tanh(√(2/π)·(a + 0.044715·a³)))
 //
@@ -58,6 +59,7 @@ func gatedMLP(name string, gelu bool, x, gate, up, down *gorgonia.Node) (*gorgon
 	if err := checkDims(name, ag, 2, "[F, D]"); err != nil {
 		return nil, err
 	}
+
 	d, f := x.Shape()[1], gate.Shape()[0]
 	if err := checkShape(name, ag, fmt.Sprintf("[F, D] with the D of x %v", x.Shape()), f,
 		d); err != nil {
@@ -71,6 +73,7 @@ func gatedMLP(name string, gelu bool, x, gate, up, down *gorgonia.Node) (*gorgon
 		f); err != nil {
 		return nil, err
 	}
+
 	o := &SiLUMLPOp{GELU: gelu}
 	o.Owns(&o.a, &o.b, &o.h)
 	in := gorgonia.Nodes{x, gate, up, down}
@@ -96,6 +99,7 @@ func siluMLP[T cpu.Float](o *SiLUMLPOp, y []T, in opbase.Args) error {
 	if o.GELU {
 		mul = layer.GELUMul[T]
 	}
+
 	mul(h, a, b)
 	gemm.LinearUntil(stop, y, h, down, n, f, d)
 	return nil
@@ -124,8 +128,8 @@ func (o *SiLUMLPOp) gradName() string {
 	return "SiLUMLPGrad"
 }
 
-// SiLUMLPGradOp computes [dx | dgate | dup | ddown], packed, from x, gate, up, down, the forward
-// output and its gradient.
+// SiLUMLPGradOp computes the packed gradients [dx | dgate | dup | ddown] from x, gate, up, down,
+// the forward output and its gradient.
 type SiLUMLPGradOp struct {
 	opbase.Base
 	Forward *SiLUMLPOp
@@ -149,6 +153,7 @@ func siluMLPGrad[T cpu.Float](o *SiLUMLPGradOp, out []T, in opbase.Args) error {
 	if fw.GELU {
 		mulBackward = layer.GELUMulBackward[T]
 	}
+
 	mulBackward(h, da, db, da, a, b)
 	gemm.Mul(true, false, d, f, n, 1, g, d, h, f, 0, ddown, f)
 	gemm.Mul(true, false, f, d, n, 1, da, f, x, d, 0, dgate, d)

@@ -11,14 +11,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// NormOp is the op behind [Norm].
+// NormOp is the op that [Norm] applies.
 type NormOp struct{ opbase.Base }
 
-// Norm measures how large a tensor is, such as the gradient of a parameter:
+// Norm computes the Euclidean norm of a tensor, such as the gradient of a parameter:
 //
 //	y = sqrt(Σ x²)
 //
-// y is [1]. It has no gradient.
+// x is of type float32 or float64, and y is [1]. The op has no gradient.
 func Norm(x *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkFloat("Norm", x); err != nil {
 		return nil, err
@@ -41,33 +41,34 @@ func norm[T cpu.Float](_ *NormOp, y []T, in opbase.Args) error {
 // DiffWRT reports that the op is not differentiable.
 func (o *NormOp) DiffWRT(int) []bool { return []bool{false} }
 
-// SymDiff returns an error.
+// SymDiff returns an error, because the op has no gradient.
 func (o *NormOp) SymDiff(gorgonia.Nodes, *gorgonia.Node, *gorgonia.Node) (gorgonia.Nodes, error) {
 	return nil, fmt.Errorf("%v has no gradient", o)
 }
 
-// HealthRows is how many rows, the first ones, [Health] looks at.
+// HealthRows is the largest number of rows that [Health] measures. It measures the first ones.
 const HealthRows = 256
 
-// DeadBelow is the magnitude below which [Health] takes an element for dead.
+// DeadBelow is the magnitude below which [Health] counts an element as dead.
 const DeadBelow = 1e-8
 
-// The figures of [Health], in order.
+// These are the indices of the figures in the result of [Health].
 const (
 	Mean = iota
 	Variance
 	Min
 	Max
-	DeadRatio // share of the elements with |x| < DeadBelow
+	DeadRatio // fraction of the elements with |x| < DeadBelow
 
-	Figures = iota // how many there are
+	Figures = iota // the number of figures
 )
 
-// HealthOp is the op behind [Health].
+// HealthOp is the op that [Health] applies.
 type HealthOp struct{ opbase.Base }
 
-// Health measures the first rows of activations x [rows, D]. The result is [Figures]. It has no
-// gradient.
+// Health measures the first [HealthRows] rows of activations x [rows, D] of type float32 or
+// float64. The result is [Figures]: [Mean], [Variance], [Min], [Max] and [DeadRatio] of the
+// elements. The op has no gradient.
 func Health(x *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkFloat("Health", x); err != nil {
 		return nil, err
@@ -96,11 +97,13 @@ func health[T cpu.Float](o *HealthOp, y []T, in opbase.Args) error {
 			dead++
 		}
 	}
+
 	mean := sum / n
 	for _, v := range x {
 		d := float64(v) - mean
 		squares += d * d
 	}
+
 	for i, v := range []float64{mean, squares / n, low, high, float64(dead) / n} {
 		y[i] = T(v)
 	}
@@ -110,13 +113,13 @@ func health[T cpu.Float](o *HealthOp, y []T, in opbase.Args) error {
 // DiffWRT reports that the op is not differentiable.
 func (o *HealthOp) DiffWRT(int) []bool { return []bool{false} }
 
-// SymDiff returns an error.
+// SymDiff returns an error, because the op has no gradient.
 func (o *HealthOp) SymDiff(gorgonia.Nodes, *gorgonia.Node, *gorgonia.Node) (gorgonia.Nodes,
 	error) {
 	return nil, fmt.Errorf("%v has no gradient", o)
 }
 
-// checkFloat returns an error unless a node is of a float type and in a graph.
+// checkFloat returns an error unless x is a node of a graph and of a float type.
 func checkFloat(name string, x *gorgonia.Node) error {
 	if x == nil || x.Graph() == nil || x.Dtype() != tensor.Float32 && x.Dtype() != tensor.Float64 {
 		return fmt.Errorf("graft.%s: x is %v, want a node of float32 or float64", name, x)

@@ -1,16 +1,21 @@
-// Package graft has the ops by which what a seed grows is attached to a graph. How much of it works
-// in either direction stands in a value that whoever runs the graph sets between two runs. So a
-// blueprint goes from isolated training to its full share without another graph.
+// Package graft provides the ops that attach a blueprint, which a seed grows, to a graph. A value
+// of the graph controls how strongly the blueprint contributes in either direction. The caller may
+// change it between two runs, so a blueprint goes from isolated training to its full contribution
+// without a new graph.
 //
-// That value is a matrix of controls [n, 4], a row for each seed:
+// Start with [Blend] for a blueprint that adds to the host's activations and [LowRank] for one that
+// adds to a weight. [Isolate] controls the gradients of the blueprint's input and parameters.
 //
-//	Forward   how much of the blueprint the output has: α
-//	Backward  the factor on the gradient into the blueprint's output
-//	Inward    the factor on the gradient into the blueprint's input
-//	Learning  the factor on the gradients of its parameters
+// The value is a matrix of controls [n, 4] with one row for each seed:
 //
-// A seed that trains has 0, 1, 0, 1. The output is that of the host, and so is the gradient of what
-// lies before, while the parameters learn as if α were 1. One that is grafted has α, α, 1, 1.
+//	Forward   α, the factor on the blueprint's contribution to the output
+//	Backward  factor on the gradient of the blueprint's output
+//	Inward    factor on the gradient of the blueprint's input
+//	Learning  factor on the gradients of the blueprint's parameters
+//
+// A seed in training has 0, 1, 0, 1. The output then equals that of the host, and so does the
+// gradient of everything before it, while the parameters learn as if α were 1. A grafted seed has
+// α, α, 1, 1.
 package graft
 
 import (
@@ -25,27 +30,27 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Control is a column of the controls.
+// Control is a column of the matrix of controls.
 type Control int
 
-// The controls.
+// These are the columns.
 const (
 	Forward Control = iota
 	Backward
 	Inward
 	Learning
 
-	Controls = iota // how many there are
+	Controls = iota // the number of columns
 )
 
-// Row is where the controls of one seed stand.
+// Row identifies the row of the matrix of controls that belongs to a seed.
 type Row struct {
-	Of *gorgonia.Node // [n, Controls], of the type of what it controls
-	At int            // the row, from 0
+	Of *gorgonia.Node // [n, Controls], of the same type as the nodes it controls
+	At int            // the index of the row, from 0
 }
 
-// check returns an error unless the row is one, in the graph of the given nodes and of their type,
-// which is a float.
+// check returns an error unless the row exists and all nodes are in one graph and of one float
+// type.
 func (r Row) check(name string, args ...*gorgonia.Node) error {
 	for i, n := range append(args, r.Of) {
 		switch {
@@ -61,6 +66,7 @@ func (r Row) check(name string, args ...*gorgonia.Node) error {
 				name, i, n.Dtype(), args[0].Dtype())
 		}
 	}
+
 	s := r.Of.Shape()
 	if len(s) != 2 || s[1] != Controls || r.At < 0 || r.At >= s[0] {
 		return fmt.Errorf("graft.%s: row %d of controls of shape %v, want a row of [n, %d]", name,
@@ -69,12 +75,12 @@ func (r Row) check(name string, args ...*gorgonia.Node) error {
 	return nil
 }
 
-// control reads one, as the i-th argument has it.
+// control returns control c of a row of the matrix, which is argument i.
 func control[T cpu.Float](in opbase.Args, i, row int, c Control) T {
 	return opbase.Slice[T](in, i)[row*Controls+int(c)]
 }
 
-// scaled writes y = f·x. With an f of 0 it is 0 whatever x is, NaN too.
+// scaled writes y = f·x. If f is 0, y is 0 even where x is NaN.
 func scaled[T cpu.Float](y, x []T, f T) {
 	switch f {
 	case 0:
@@ -90,17 +96,17 @@ func scaled[T cpu.Float](y, x []T, f T) {
 	}
 }
 
-// BlendOp is the op behind [Blend].
+// BlendOp is the op that [Blend] applies.
 type BlendOp struct {
 	opbase.Base
 	Row int
 }
 
-// Blend adds what a blueprint computes to what the host does:
+// Blend adds the output of a blueprint to that of the host:
 //
 //	y = x + Forward·t;  dx = g, dt = Backward·g
 //
-// x, t and y have one shape. With a Forward of 0, y is x whatever t is.
+// x, t and y have the same shape. If Forward is 0, y equals x for any t, even NaN.
 func Blend(x, t *gorgonia.Node, r Row) (*gorgonia.Node, error) {
 	if err := r.check("Blend", x, t); err != nil {
 		return nil, err
@@ -109,6 +115,7 @@ func Blend(x, t *gorgonia.Node, r Row) (*gorgonia.Node, error) {
 		return nil, fmt.Errorf("graft.Blend: t has shape %v, want that of x, %v", t.Shape(),
 			x.Shape())
 	}
+
 	o := &BlendOp{Row: r.At}
 	in := gorgonia.Nodes{x, t, r.Of}
 	opbase.Init(&o.Base, o, "Blend", fmt.Sprint("row=", r.At), in, x.Dtype(), x.Shape(),
@@ -123,6 +130,7 @@ func blend[T cpu.Float](o *BlendOp, y []T, in opbase.Args) error {
 		copy(y, x)
 		return nil
 	}
+
 	cpu.Parallel(len(y), 1<<14, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
 			y[i] = x[i] + f*t[i]
@@ -131,10 +139,10 @@ func blend[T cpu.Float](o *BlendOp, y []T, in opbase.Args) error {
 	return nil
 }
 
-// DiffWRT reports that the op is differentiable in all but the controls.
+// DiffWRT reports that the op is differentiable in all inputs except the controls.
 func (o *BlendOp) DiffWRT(int) []bool { return []bool{true, true, false} }
 
-// SymDiff returns the gradients of x, which is that of the output, and of t.
+// SymDiff returns the gradients of x and t. The gradient of x is the output's gradient.
 func (o *BlendOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
 		return nil, err
@@ -143,14 +151,14 @@ func (o *BlendOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgo
 	return gorgonia.Nodes{grad, dt, nil}, err
 }
 
-// ScaleOp computes y = c·x of one control c.
+// ScaleOp computes y = c·x for a control c.
 type ScaleOp struct {
 	opbase.Base
 	Row     int
 	Control Control
 }
 
-// scale adds the gradient that a control lets through.
+// scale adds an op that multiplies the gradient g by a control.
 func scale(g *gorgonia.Node, r Row, c Control, forward gorgonia.Op) (*gorgonia.Node, error) {
 	o := &ScaleOp{Row: r.At, Control: c}
 	in := gorgonia.Nodes{g, r.Of}
@@ -165,18 +173,18 @@ func scaleBy[T cpu.Float](o *ScaleOp, y []T, in opbase.Args) error {
 	return nil
 }
 
-// IsolateOp is the op behind [Isolate].
+// IsolateOp is the op that [Isolate] applies.
 type IsolateOp struct {
 	opbase.Base
 	Row     int
 	Control Control
 }
 
-// Isolate passes x on, and a control's share of its gradient back:
+// Isolate returns x unchanged and multiplies its gradient by a control:
 //
 //	y = x;  dx = c·g
 //
-// The control is Inward for what a blueprint takes in, and Learning for a parameter of its own.
+// The control is Inward for the input of a blueprint and Learning for a parameter of the blueprint.
 func Isolate(x *gorgonia.Node, r Row, c Control) (*gorgonia.Node, error) {
 	if err := r.check("Isolate", x); err != nil {
 		return nil, err
@@ -209,27 +217,31 @@ func (o *IsolateOp) SymDiff(in gorgonia.Nodes,
 	return gorgonia.Nodes{dx, nil}, err
 }
 
-// LowRankOp is the op behind [LowRank].
+// LowRankOp is the op that [LowRank] applies.
 type LowRankOp struct {
 	opbase.Base
 	Row   int
 	Scale float64
 }
 
-// LowRank adds a product of two narrow matrices to a weight:
+// LowRank adds the product of two narrow matrices to a weight:
 //
 //	y = w + Forward·scale·b·a
 //	dw = g,  da = k·bᵀ·g,  db = k·g·aᵀ,  k = Backward·Learning·scale
 //
-// w and y are [out, in], b is [out, r], a is [r, in]. With a Forward of 0, y is w whatever a and b
-// are. (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. The sum of the
-// weights takes out·in·r operations, where x·aᵀ·bᵀ takes rows·(in+out)·r. Where the weight learns
-// too, its gradient is there for those of a and b.)
+// w and y are [out, in], b is [out, r], and a is [r, in]. scale must be finite. If Forward is 0, y
+// equals w for any a and b. (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models",
+// 2021.)
+//
+// Computing the sum of the weights takes out·in·r operations, whereas x·aᵀ·bᵀ would take
+// rows·(in+out)·r. If the weight learns as well, its gradient g already exists when those of a and
+// b are computed.
 func LowRank(w, a, b *gorgonia.Node, r Row, scale float64) (*gorgonia.Node, error) {
 	const name = "LowRank"
 	if err := r.check(name, w, a, b); err != nil {
 		return nil, err
 	}
+
 	ws, as, bs := w.Shape(), a.Shape(), b.Shape()
 	if len(ws) != 2 || len(as) != 2 || len(bs) != 2 || bs[0] != ws[0] || as[1] != ws[1] ||
 		as[0] != bs[1] {
@@ -239,6 +251,7 @@ func LowRank(w, a, b *gorgonia.Node, r Row, scale float64) (*gorgonia.Node, erro
 	if scale-scale != 0 {
 		return nil, fmt.Errorf("graft.LowRank: scale is %v, want a finite number", scale)
 	}
+
 	o := &LowRankOp{Row: r.At, Scale: scale}
 	in := gorgonia.Nodes{w, a, b, r.Of}
 	opbase.Init(&o.Base, o, name, fmt.Sprint("row=", r.At, " scale=", scale), in, w.Dtype(), ws,
@@ -253,8 +266,8 @@ func lowRank[T cpu.Float](o *LowRankOp, y []T, in opbase.Args) error {
 	return nil
 }
 
-// AddLowRank writes y = w + factor·b·a, for a of r rows, as the op does. Merging a blueprint into
-// its weight gives the bits that it had beside it.
+// AddLowRank writes y = w + factor·b·a for an a of r rows, with the same arithmetic as the op.
+// Merging a blueprint into its weight therefore gives exactly the bits that the op computed.
 func AddLowRank[T cpu.Float](y, w, a, b []T, r int, factor float64) {
 	copy(y, w)
 	if factor == 0 || r == 0 {
@@ -264,15 +277,16 @@ func AddLowRank[T cpu.Float](y, w, a, b []T, r int, factor float64) {
 	gemm.Mul(false, false, out, in, r, T(factor), b, r, a, in, 1, y, in)
 }
 
-// DiffWRT reports that the op is differentiable in all but the controls.
+// DiffWRT reports that the op is differentiable in all inputs except the controls.
 func (o *LowRankOp) DiffWRT(int) []bool { return []bool{true, true, true, false} }
 
-// SymDiff returns the gradients of w, which is that of the output, of a and of b.
+// SymDiff returns the gradients of w, a and b. The gradient of w is the output's gradient.
 func (o *LowRankOp) SymDiff(in gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
 		return nil, err
 	}
+
 	b := &LowRankGradOp{Forward: o}
 	inputs := gorgonia.Nodes{in[1], in[2], in[3], grad}
 	shapes := []tensor.Shape{in[1].Shape(), in[2].Shape()}
@@ -283,6 +297,7 @@ func (o *LowRankOp) SymDiff(in gorgonia.Nodes,
 	if err != nil {
 		return nil, err
 	}
+
 	d, err := opbase.Unpack(packed, shapes...)
 	if err != nil {
 		return nil, err
@@ -290,7 +305,8 @@ func (o *LowRankOp) SymDiff(in gorgonia.Nodes,
 	return gorgonia.Nodes{grad, d[0], d[1], nil}, nil
 }
 
-// LowRankGradOp computes [da | db], packed, from a, b, the controls and the output's gradient.
+// LowRankGradOp computes the packed gradients [da | db] from a, b, the controls and the output's
+// gradient.
 type LowRankGradOp struct {
 	opbase.Base
 	Forward *LowRankOp
@@ -305,6 +321,7 @@ func lowRankGrad[T cpu.Float](o *LowRankGradOp, d []T, args opbase.Args) error {
 		clear(d)
 		return nil
 	}
+
 	r, in, out := o.InputShape(0)[0], o.InputShape(0)[1], o.InputShape(1)[0]
 	gemm.Mul(true, false, r, in, out, k, b, r, g, in, 0, d[:len(a)], in)
 	gemm.Mul(false, true, out, r, in, k, g, in, a, in, 0, d[len(a):], r)

@@ -1,5 +1,7 @@
-// Package kvcache keeps what attention has computed of earlier tokens, so that another one takes a
-// pass over a single row.
+// Package kvcache provides an attention op that keeps the keys and values of earlier tokens, so
+// that generating another token takes a pass over a single row.
+//
+// [Attention] makes the op. [AttentionOp.Fill] stores the keys and values of a prompt in it.
 package kvcache
 
 import (
@@ -17,34 +19,34 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Config is what an attention to kept keys and values needs to know.
+// Config describes an attention over kept keys and values.
 type Config struct {
 	Heads, KVHeads, HeadDim int
-	Capacity                int            // positions, at most
-	RoPE                    *op.RoPEConfig // its Base and Scaling; nil if nothing turns
-	Window                  int            // as op.AttentionConfig has it
+	Capacity                int            // largest number of positions
+	RoPE                    *op.RoPEConfig // its Base and Scaling are used; nil for no rotation
+	Window                  int            // as in op.AttentionConfig
 	Scale                   float64        // factor on the scores; 0 means 1/sqrt(HeadDim)
 }
 
-// AttentionOp is the op behind [Attention]. On a CPU it holds the keys, turned by their positions,
-// and the values of the positions so far, in memory that grows with them. On a GPU the machine has
-// them.
+// AttentionOp is the op that [Attention] applies. On a CPU it holds the rotated keys and the values
+// of the positions so far, in memory that grows with their number. On a GPU the machine holds them.
 type AttentionOp struct {
 	opbase.Base
-	Config Config // with the defaults filled in
+	Config Config // with defaults filled in
 
 	keys, values opbase.Aux // [positions, KVHeads·HeadDim]
-	query        opbase.Aux // the one that is turned
+	query        opbase.Aux // the rotated query
 }
 
-// Attention is the attention of the token at a position to those before it and itself, whose keys
-// and values it keeps:
+// Attention computes the attention of the token at position p to itself and all earlier tokens, and
+// keeps its key and value:
 //
 //	keys[p] = turned(k),  values[p] = v,  y = softmax(Scale·turned(q)·keysᵀ)·values
 //
-// turned is op.RoPE's rotation by the position p. q and y are [1, Heads·HeadDim], k and v
-// [1, KVHeads·HeadDim], all float32 or all float64; position is an int [1] below Capacity. Those of
-// earlier positions come from earlier runs, or from Fill. There is no gradient.
+// turned is the rotation of op.RoPE by position p. q and y are [1, Heads·HeadDim], and k and v are
+// [1, KVHeads·HeadDim]. All are float32 or all are float64. position is an int [1] below Capacity.
+// Keys and values of earlier positions come from earlier runs or from [AttentionOp.Fill]. The op
+// has no gradient.
 func Attention(q, k, v, position *gorgonia.Node, c Config) (*gorgonia.Node, error) {
 	in := gorgonia.Nodes{q, k, v, position}
 	for _, n := range in {
@@ -52,19 +54,25 @@ func Attention(q, k, v, position *gorgonia.Node, c Config) (*gorgonia.Node, erro
 			return nil, errors.New("kvcache.Attention: an input is nil")
 		}
 	}
+
 	if c.Scale == 0 {
 		c.Scale = 1 / math.Sqrt(float64(c.HeadDim))
 	}
+
 	if c.RoPE != nil {
 		r := *c.RoPE
 		r.Seq, r.HeadDim = c.Capacity, c.HeadDim
 		c.RoPE = &r
 	}
+
 	if err := c.check(in); err != nil {
 		return nil, fmt.Errorf("kvcache.Attention: %w", err)
 	}
+
 	o := &AttentionOp{Config: c}
-	// two that read the same keep their own: the address tells them apart
+
+	// The address in the description keeps two ops with the same inputs apart. Each has its own
+	// keys and values.
 	opbase.Init(&o.Base, o, "CachedAttention", fmt.Sprintf("%+v %p", c, o), in, q.Dtype(),
 		q.Shape(), attend[float32], attend[float64])
 	return gorgonia.ApplyOp(o, in...)
@@ -76,6 +84,7 @@ func (c Config) check(in gorgonia.Nodes) error {
 		return fmt.Errorf("%d heads for %d of keys, %d features, a capacity of %d and a window of "+
 			"%d do not fit", c.Heads, c.KVHeads, c.HeadDim, c.Capacity, c.Window)
 	}
+
 	for i, heads := range []int{c.Heads, c.KVHeads, c.KVHeads} {
 		n := in[i]
 		if want := (tensor.Shape{1, heads * c.HeadDim}); !n.Shape().Eq(want) ||
@@ -84,6 +93,7 @@ func (c Config) check(in gorgonia.Nodes) error {
 				i, n.Dtype(), n.Shape(), want)
 		}
 	}
+
 	if p := in[3]; p.Dtype() != tensor.Int || !p.Shape().Eq(tensor.Shape{1}) {
 		return fmt.Errorf("position is a %v of shape %v, want an int of shape [1]", p.Dtype(),
 			p.Shape())
@@ -91,31 +101,31 @@ func (c Config) check(in gorgonia.Nodes) error {
 	return nil
 }
 
-// DiffWRT says that there is no gradient.
+// DiffWRT reports that the op is not differentiable.
 func (o *AttentionOp) DiffWRT(inputs int) []bool { return make([]bool, max(inputs, 0)) }
 
-// SymDiff refuses.
+// SymDiff returns an error, because the op has no gradient.
 func (o *AttentionOp) SymDiff(gorgonia.Nodes, *gorgonia.Node, *gorgonia.Node) (gorgonia.Nodes,
 	error) {
 	return nil, errors.New("kvcache.Attention has no gradient: train with op.Attention")
 }
 
-// Fill takes over the keys, turned by their positions, and the values of the first positions:
-// []float32 or []float64, as the op's inputs are.
+// Fill stores the rotated keys and the values of the first positions in the op. They must be
+// []float32 or []float64 like the op's inputs. The op uses the slices without copying them.
 func (o *AttentionOp) Fill(keys, values any) {
 	o.keys.Lend(keys)
 	o.values.Lend(values)
 }
 
-// Take takes over what another op keeps, which is not to run any more.
+// Take moves the keys and values of another op to o. The other op must not run any more.
 func (o *AttentionOp) Take(from *AttentionOp) {
 	if from != nil {
 		o.keys, o.values = from.keys, from.values
 	}
 }
 
-// extended returns the memory of a with room for so many elements, the first of which are what it
-// held.
+// extended returns the memory of a with at least the given number of elements. If it is too short,
+// extended copies its contents to new memory of room elements.
 func extended[T cpu.Float](a *opbase.Aux, elements, room int) []T {
 	_, n := a.Len()
 	held := opbase.AuxSlice[T](a, n)
@@ -134,6 +144,7 @@ func attend[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 	if p < 0 || p >= c.Capacity {
 		return fmt.Errorf("position is %d, want 0 to %d", p, c.Capacity-1)
 	}
+
 	room := Room(p+1, c.Capacity)
 	keys := extended[T](&o.keys, (p+1)*len(k), room*len(k))
 	values := extended[T](&o.values, (p+1)*len(v), room*len(v))
@@ -143,12 +154,13 @@ func attend[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 	} else {
 		q = turn(o, q, k, keys[p*len(k):][:len(k)], p)
 	}
+
 	attention.At(y, q, keys, values, p, attention.Shape{Heads: c.Heads, KVHeads: c.KVHeads,
 		HeadDim: c.HeadDim, Scale: c.Scale, Window: c.Window})
 	return nil
 }
 
-// turn returns the queries, turned by the angles of a position, and writes the keys.
+// turn returns the queries rotated by the angles of a position, and writes the rotated k to keys.
 func turn[T cpu.Float](o *AttentionOp, q, k, keys []T, position int) []T {
 	c := o.Config
 	wideCos, wideSin := c.RoPE.Angles(position, 1)
@@ -162,11 +174,12 @@ func turn[T cpu.Float](o *AttentionOp, q, k, keys []T, position int) []T {
 	return turned
 }
 
-// least is how many rows there are at least: for fewer, a pass takes hardly less time.
+// least is the smallest number of rows. A pass over fewer rows takes about the same time.
 const least = 16
 
-// Room is the number of rows for so many tokens, at most the given number. It is a power of two, so
-// that few windows are built as texts get longer.
+// Room returns the number of rows to reserve for the given number of tokens, but not more than
+// most. Below most it is a power of two of at least 16, so that few windows are built while texts
+// grow.
 func Room(tokens, most int) int {
 	rows := least
 	for rows < tokens {
