@@ -1,5 +1,6 @@
-// Package baseline says how well text can be predicted without a neural network, in bits per byte.
-// It counts three bytes in a row, or uses gzip. A model that does no better has learnt little.
+// Package baseline measures how well text can be predicted without a neural network, in bits per
+// byte. [TrainOrder2] counts sequences of three bytes and makes an [Order2], and [GzipBitsPerByte]
+// uses gzip. A language model that is no better than these has learned little.
 package baseline
 
 import (
@@ -12,28 +13,30 @@ import (
 	"slices"
 )
 
-// Order2 predicts a byte from the two before it, by how often it followed them in the text it was
-// trained on. The estimates of orders 2, 1 and 0 and the uniform distribution are interpolated by
-// Witten and Bell's method C:
+// Order2 predicts a byte from the two preceding bytes, by how often it followed them in the
+// training text. It interpolates the estimates of orders 2, 1 and 0 and the uniform distribution by
+// method C of Witten and Bell:
 //
 //	P₂(b | a₁a₂) = (n(a₁a₂b) + t(a₁a₂) · P₁(b | a₂)) / (n(a₁a₂) + t(a₁a₂))
 //	P₁(b | a₂)   = (n(a₂b) + t(a₂) · P₀(b)) / (n(a₂) + t(a₂))
 //	P₀(b)        = (n(b) + t / 256) / (n + t)
 //
-// where n counts occurrences in the training text and t the different bytes that were seen to
-// follow the context. (Witten and Bell, "The zero-frequency problem", 1991; on Go source it beat
-// absolute discounting at every size of training text from 100 KB to 86 MB.) It is the yardstick
-// for a byte-level language model: one that does worse has learnt less than a table of trigrams.
-// All methods may be called at the same time.
+// Here n counts occurrences in the training text, and t counts the different bytes that follow a
+// context in it. (Witten and Bell, "The zero-frequency problem", 1991. On Go source this method was
+// better than absolute discounting at every size of training text from 100 KB to 86 MB.)
+//
+// Order2 is the reference for a byte-level language model: a model with more bits per byte has
+// learned less than a table of trigrams. Methods may be called concurrently.
 type Order2 struct {
 	counts [3][]uint32 // by order: n(b) [256], n(a₂b) [256²], n(a₁a₂b) [256³]
 	totals [3][]uint64 // n of each context: [1], [256], [256²]
 	seen   [3][]uint32 // t of each context
 }
 
-// TrainOrder2 counts all bytes of r. After each MiB it calls progress, unless that is nil, with the
-// bytes read so far. It also looks whether the context has ended, whose cause is the error then.
-// Counts are 32 bits wide and stop growing when full.
+// TrainOrder2 counts the bytes of r. After each MiB it calls progress, unless it is nil, with the
+// number of bytes read so far. If ctx ends, TrainOrder2 returns an error that wraps its cause. It
+// also returns an error if reading fails or r has less than 3 bytes. The counts have 32 bits and
+// stay at the maximum once they reach it.
 func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*Order2, error) {
 	switch {
 	case ctx == nil:
@@ -41,6 +44,7 @@ func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*
 	case r == nil:
 		return nil, fmt.Errorf("baseline: TrainOrder2: the reader is nil")
 	}
+
 	m := new(Order2)
 	contexts := 1
 	for order := range m.counts {
@@ -49,14 +53,16 @@ func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*
 		m.seen[order] = make([]uint32, contexts)
 		contexts *= 256
 	}
+
 	buf := make([]byte, 1<<20)
 	var read int64
-	var history uint32 // the last three bytes
+	var history uint32 // the three most recent bytes
 	for {
 		if ctx.Err() != nil {
 			return nil, fmt.Errorf("baseline: TrainOrder2: after %d bytes: %w",
 				read, context.Cause(ctx))
 		}
+
 		n, err := io.ReadFull(r, buf)
 		for i, b := range buf[:n] {
 			history = history<<8&0xffffff | uint32(b)
@@ -64,6 +70,7 @@ func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*
 				*c++
 			}
 		}
+
 		read += int64(n)
 		if progress != nil && n > 0 {
 			progress(read)
@@ -75,6 +82,7 @@ func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*
 			return nil, fmt.Errorf("baseline: TrainOrder2: after %d bytes: %w", read, err)
 		}
 	}
+
 	if read < 3 {
 		return nil, fmt.Errorf("baseline: TrainOrder2: the training text has %d bytes, want at "+
 			"least 3", read)
@@ -83,8 +91,8 @@ func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*
 	return m, nil
 }
 
-// sum derives the counts of lower orders and the contexts' totals from the trigram counts. The
-// text's first two bytes, which no trigram ends in, are thereby left out.
+// sum derives the counts of lower orders and the totals of the contexts from the trigram counts.
+// The first two bytes of the text are not counted, because no trigram ends with them.
 func (m *Order2) sum() {
 	for order := 2; order >= 0; order-- {
 		counts := m.counts[order]
@@ -107,20 +115,22 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 	p := 1.0 / 256
 	context := 0
 	for order, next := range [3]byte{0, a2, a1} {
-		// The context of an order is that of the order below with one more byte before it.
+		// The context of an order is that of the next lower order, preceded by one more byte.
 		context |= int(next) << (8 * max(order-1, 0))
 		n, t := float64(m.totals[order][context]), float64(m.seen[order][context])
 		if n == 0 {
-			break // a context never seen: every longer one is unseen too
+			break // all longer contexts are missing as well
 		}
 		p = (float64(m.counts[order][context<<8|int(b)]) + t*p) / (n + t)
 	}
+
 	return p
 }
 
-// BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text but the first. That is only
-// ever a context, as it is for a language model. The second byte is predicted as if the first had
-// come twice. It ends with the context, whose cause is the error then.
+// BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text except the first, which is
+// only a context, as in a language model. The context of the second byte is the first byte twice.
+// BitsPerByte returns an error if the text has less than 2 bytes, if [TrainOrder2] did not make m,
+// or if ctx ends. In the last case the error wraps the cause.
 func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) {
 	if ctx == nil {
 		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: %w", errNoContext)
@@ -133,6 +143,7 @@ func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) 
 		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: the text has %d bytes, want at least 2",
 			len(text))
 	}
+
 	bits := 0.0
 	a1, a2 := text[0], text[0]
 	for i, b := range text[1:] {
@@ -142,11 +153,13 @@ func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) 
 		bits -= math.Log2(m.probability(a1, a2, b))
 		a1, a2 = a2, b
 	}
+
 	return bits / float64(len(text)-1), nil
 }
 
-// GzipBitsPerByte returns the size in bits of the text compressed as by gzip -9, divided by its
-// length in bytes. It ends with the context, whose cause is the error then.
+// GzipBitsPerByte returns the size in bits of the text after compression like gzip -9, divided by
+// the length of the text in bytes. It returns an error if the text is empty, or if ctx ends,
+// wrapping its cause.
 func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
 	if ctx == nil {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: %w", errNoContext)
@@ -154,6 +167,7 @@ func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
 	if len(text) == 0 {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: the text is empty")
 	}
+
 	var size countingWriter
 	z, err := gzip.NewWriterLevel(&size, gzip.BestCompression)
 	for piece := range slices.Chunk(text, pause) {
@@ -164,9 +178,11 @@ func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
 			_, err = z.Write(piece)
 		}
 	}
+
 	if err == nil {
 		err = z.Close()
 	}
+
 	if err != nil {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: %w", err)
 	}
@@ -175,10 +191,10 @@ func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
 
 var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
-// pause is after how many bytes a context is looked at.
+// pause is the number of bytes between two checks of the context.
 const pause = 1 << 18
 
-// countingWriter is the number of bytes written to it.
+// countingWriter counts the bytes written to it.
 type countingWriter int64
 
 func (c *countingWriter) Write(p []byte) (int, error) {

@@ -31,6 +31,7 @@ func naive(trigrams []string, context string, b byte) float64 {
 	if len(context) > 0 {
 		lower = naive(trigrams, context[1:], b)
 	}
+
 	count, total, seen := 0.0, 0.0, make(map[byte]bool)
 	for _, t := range trigrams {
 		if t[2-len(context):2] == context {
@@ -41,6 +42,7 @@ func naive(trigrams []string, context string, b byte) float64 {
 			}
 		}
 	}
+
 	if total == 0 {
 		return lower
 	}
@@ -87,7 +89,9 @@ func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 		text = append(text,
 			byte(splitmix.Mix(uint64(text[n-2])<<16|uint64(text[n-1])<<8|uint64(r.IntN(4)))%16))
 	}
+
 	m := mustTrain(t, text[:300_000])
+
 	// two of the four may be the same byte: the source's own code length for the held-out part
 	entropy := 0.0
 	for i := 300_001; i < len(text); i++ {
@@ -99,6 +103,7 @@ func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 		}
 		entropy -= math.Log2(float64(same) / 4)
 	}
+
 	entropy /= 100_000 - 1
 	bpb, err := m.BitsPerByte(t.Context(), text[300_000:])
 	if err != nil || math.Abs(bpb-entropy) > 0.02 {
@@ -129,6 +134,7 @@ func TestOrder2Streams(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	a, _ := whole.BitsPerByte(t.Context(), text[:1000])
 	b, _ := pieces.BitsPerByte(t.Context(), text[:1000])
 	if a != b {
@@ -169,10 +175,12 @@ func BenchmarkTrainOrder2(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
+
 	corpus, err := data.Open(dir, data.WithExtensions("go"))
 	if err != nil {
 		b.Fatal(err)
 	}
+
 	text := corpus.Train
 	b.SetBytes(text.Size())
 	for b.Loop() {
@@ -203,6 +211,7 @@ func TestContextEnds(t *testing.T) {
 			cancel(enough)
 		}
 	})
+
 	require.ErrorIs(t, err, enough)
 	require.ErrorContains(t, err, "after 2097152 bytes")
 	for name, score := range map[string]func(context.Context, []byte) (float64, error){
@@ -214,6 +223,7 @@ func TestContextEnds(t *testing.T) {
 		_, err = score(none, text)
 		require.ErrorContains(t, err, "the context is nil", name)
 	}
+
 	_, err = TrainOrder2(none, bytes.NewReader(text), nil)
 	require.ErrorContains(t, err, "the context is nil")
 }

@@ -1,11 +1,12 @@
-// Package data finds text, keeps it as tokens and deals out batches of it.
+// Package data finds text, stores it as tokens and forms batches from it.
 //
 //	Open  →  Corpus.Train    →  Tokenize, or CacheTokens  →  NewLoader  →  Batch after Batch
 //	         Corpus.HeldOut  →  Text.Sample  →  NewEvaluation
 //
-// A [Corpus] is the text of a file or a folder, split into a part to train on and one held out.
-// [Tokens] are text as ids, from files, from memory or from a [TokenFile]. A [Loader] deals them
-// out in a random order that it can take up again, and an [Evaluation] always in the same.
+// Start with [Open]. It returns a [Corpus], the text of a file or a folder divided into a part to
+// train on and a held-out part. [Tokens] are the token ids of a text, from files, from memory or
+// from a [TokenFile]. A [Loader] returns batches of them in a random order, which it can resume. An
+// [Evaluation] always returns its batches in the same order.
 package data
 
 import (
@@ -29,30 +30,31 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// ErrChanged is wrapped by errors that report text that is no longer what it was. A file of a
-// Corpus that changed or vanished after it was opened, or a LoaderState of other data.
+// ErrChanged is wrapped by errors that report changed data: a file of a Corpus that was changed or
+// removed after it was opened, or a LoaderState that belongs to other data.
 var ErrChanged = errors.New("the data has changed")
 
-// A Corpus is the text of a file or of the files of a folder. It is split into one part to train on
-// and one held out. Only a table of the files is kept in memory; their bytes are read when asked
-// for.
+// A Corpus is the text of a file or of the files in a folder. It is split into one part to train on
+// and a held-out part. Only a table of the files is kept in memory. Their contents are read on
+// demand.
 //
-// The split depends on the files' paths relative to the folder, their number and the split seed. So
-// it is the same in every run and on every machine:
-//   - 20 files and more are split by file. A hash of the seed and a file's path is taken as a
-//     number in [0, 1). A file is held out when that is less than the held-out share. The file with
-//     the least hash always is. New files leave the others where they are.
-//   - Of fewer files, each is cut: its last bytes are held out.
+// The split depends on the number of files, their paths relative to the folder and the split seed.
+// It is therefore the same in every run and on every machine:
+//   - A corpus of 20 or more files is split by file. A hash of the seed and a file's path is
+//     interpreted as a number in [0, 1), and the file is held out if this number is less than the
+//     held-out share. The file with the smallest hash is always held out. New files do not move other
+//     files to the other part, except a file that was held out only for its smallest hash.
+//   - With fewer files, the last bytes of each file are held out.
 //
-// In both parts the files lie in an order drawn from the seed, so that the first bytes are a fair
+// In both parts the order of the files is derived from the seed, so that the first bytes are a fair
 // sample of the whole.
 type Corpus struct {
 	Train   *Text
 	HeldOut *Text
 }
 
-// minFilesToSplit is the number of files from which on whole files are held out. With fewer, their
-// sizes would make the held-out share a matter of luck.
+// minFilesToSplit is the smallest number of files that are split by file. With fewer, the held-out
+// share would depend too much on the sizes of single files.
 const minFilesToSplit = 20
 
 type config struct {
@@ -62,11 +64,11 @@ type config struct {
 	maxBytes   int64
 }
 
-// An Option changes how Open chooses and splits files.
+// An Option configures which files Open uses and how it splits them.
 type Option func(*config) error
 
-// WithExtensions takes only files whose names end in one of the extensions, such as ".go" (or
-// "go"), out of a folder.
+// WithExtensions restricts a folder to files whose names end in one of the extensions, such as
+// ".go" or "go".
 func WithExtensions(extensions ...string) Option {
 	return func(c *config) error {
 		if len(extensions) == 0 {
@@ -82,8 +84,8 @@ func WithExtensions(extensions ...string) Option {
 	}
 }
 
-// WithHeldOut sets the share of the text that is held out, between 0 and 1, both excluded; the
-// default is 0.05.
+// WithHeldOut sets the share of the text that is held out. It must be greater than 0 and less than
+// 1. The default is 0.05.
 func WithHeldOut(share float64) Option {
 	return func(c *config) error {
 		if !(share > 0 && share < 1) {
@@ -95,7 +97,7 @@ func WithHeldOut(share float64) Option {
 	}
 }
 
-// WithSplitSeed sets the seed of the split and of the files' order; the default is 0.
+// WithSplitSeed sets the seed of the split and of the order of the files. The default is 0.
 func WithSplitSeed(seed uint64) Option {
 	return func(c *config) error {
 		c.seed = seed
@@ -103,9 +105,9 @@ func WithSplitSeed(seed uint64) Option {
 	}
 }
 
-// WithMaxBytes takes about n bytes only, the held-out share of them from the held-out part and the
-// rest from the part to train on. From both it takes the first files in the order drawn from the
-// seed, the last of them cut short.
+// WithMaxBytes limits the corpus to about n bytes, divided between the two parts by the held-out
+// share. n must be at least 2. Each part consists of its first files in the order derived from the
+// seed, and its last file is cut.
 func WithMaxBytes(n int64) Option {
 	return func(c *config) error {
 		if n < 2 {
@@ -116,12 +118,13 @@ func WithMaxBytes(n int64) Option {
 	}
 }
 
-// Open finds the text at path, a file or a folder. A folder is searched with all folders in it.
-// Files and folders whose names start with a dot are passed over, and so are symbolic links (path
-// itself may be one). Empty files and binary ones, with a zero byte among the first 8192, are
-// passed over too. A file that is named directly is always taken.
+// Open finds the text at path, which is a file or a folder. A folder is searched recursively. Open
+// skips files and folders whose names start with a dot, symbolic links inside a folder, empty
+// files, and binary files, which have a zero byte among the first 8192. path itself may be a
+// symbolic link. A file that path names directly is used even if it is binary.
 //
-// It is an error when path does not exist, something in it cannot be read, or no text is found.
+// Open returns an error if path does not exist, if something in it cannot be read, or if there is
+// not enough text for both parts.
 func Open(path string, options ...Option) (*Corpus, error) {
 	c := config{heldOut: 0.05}
 	for _, o := range options {
@@ -132,16 +135,19 @@ func Open(path string, options ...Option) (*Corpus, error) {
 			return nil, fmt.Errorf("data: Open: %w", err)
 		}
 	}
+
 	root, files, err := findFiles(path, c.extensions)
 	if err != nil {
 		return nil, fmt.Errorf("data: Open: %w", err)
 	}
+
 	train, held := c.split(files)
 	if c.maxBytes > 0 {
 		maxHeld := max(1, int64(math.Round(c.heldOut*float64(c.maxBytes))))
 		held = capDocuments(held, maxHeld)
 		train = capDocuments(train, max(1, c.maxBytes-maxHeld))
 	}
+
 	corpus := &Corpus{Train: newText(root, train), HeldOut: newText(root, held)}
 	if corpus.Train.Size() == 0 || corpus.HeldOut.Size() == 0 {
 		return nil, fmt.Errorf("data: Open: %d files with %d bytes in %s are too little to hold "+
@@ -151,7 +157,7 @@ func Open(path string, options ...Option) (*Corpus, error) {
 	return corpus, nil
 }
 
-// OpenText finds the text at path, as [Open] does, and holds none of it out.
+// OpenText finds the text at path like [Open], but holds none of it out.
 func OpenText(path string) (*Text, error) {
 	root, files, err := findFiles(path, nil)
 	if err != nil {
@@ -160,16 +166,17 @@ func OpenText(path string) (*Text, error) {
 	return newText(root, files), nil
 }
 
-// findFiles returns the folder that the files' names are relative to and the files in lexical
-// order.
+// findFiles returns the files in lexical order, and the folder to which their names are relative.
 func findFiles(path string, extensions []string) (root string, files []document, err error) {
-	if path == "" { // which EvalSymlinks takes for the present folder
+	if path == "" { // EvalSymlinks returns the current folder for it.
 		return "", nil, errors.New(`the path is "", want that of a file or a folder with text`)
 	}
+
 	root, err = filepath.EvalSymlinks(path)
 	if err != nil {
 		return "", nil, fmt.Errorf("%w: want a file or a folder with text", err)
 	}
+
 	info, err := os.Stat(root)
 	switch {
 	case err != nil:
@@ -189,13 +196,14 @@ func findFiles(path string, extensions []string) (root string, files []document,
 	case info.Size() == 0:
 		return "", nil, fmt.Errorf("%s is empty, want text", path)
 	}
+
 	if _, err := isBinary(root); err != nil { // it may be binary, but it must be readable
 		return "", nil, err
 	}
 	return filepath.Dir(root), []document{newDocument(filepath.Base(root), info)}, nil
 }
 
-// A search collects the text files of a folder, and counts what it passes over.
+// A search collects the text files of a folder and counts the files that it skips.
 type search struct {
 	root       string
 	extensions []string
@@ -204,42 +212,50 @@ type search struct {
 	seen, matched, empty, binary int
 }
 
-// visit is called for each file and folder, in lexical order.
+// visit is called for every file and folder in lexical order.
 func (s *search) visit(name string, entry fs.DirEntry, err error) error {
 	if err != nil {
 		return err
 	}
+
 	if name != s.root && strings.HasPrefix(entry.Name(), ".") {
 		if entry.IsDir() {
 			return fs.SkipDir
 		}
 		return nil
 	}
+
 	if !entry.Type().IsRegular() {
 		return nil
 	}
+
 	s.seen++
 	hasSuffix := func(e string) bool { return strings.HasSuffix(name, e) }
 	if len(s.extensions) > 0 && !slices.ContainsFunc(s.extensions, hasSuffix) {
 		return nil
 	}
+
 	s.matched++
 	info, err := entry.Info()
 	if err != nil {
 		return err
 	}
+
 	if info.Size() == 0 {
 		s.empty++
 		return nil
 	}
+
 	skip, err := isBinary(name)
 	if err != nil {
 		return err
 	}
+
 	if skip {
 		s.binary++
 		return nil
 	}
+
 	relative, err := filepath.Rel(s.root, name)
 	if err != nil {
 		return err
@@ -248,7 +264,7 @@ func (s *search) visit(name string, entry fs.DirEntry, err error) error {
 	return nil
 }
 
-// found says why there are no files.
+// found explains why the search found no text.
 func (s *search) found() string {
 	wanted := "of any extension"
 	if len(s.extensions) > 0 {
@@ -261,7 +277,7 @@ func (s *search) found() string {
 		wanted, s.empty, s.binary)
 }
 
-// isBinary reports whether there is a zero byte among the file's first 8192.
+// isBinary reports whether the first 8192 bytes of the file contain a zero byte.
 func isBinary(name string) (bool, error) {
 	f, _, err := regular.Open(name)
 	if err != nil {
@@ -272,13 +288,14 @@ func isBinary(name string) (bool, error) {
 	return bytes.IndexByte(head, 0) >= 0, err
 }
 
-// split returns the documents to train on and those held out, each in the order drawn from the
+// split returns the documents to train on and the held-out ones, each in the order derived from the
 // seed.
 func (c *config) split(files []document) (train, held []document) {
 	order := make(map[string]uint64, len(files))
 	for _, d := range files {
 		order[d.name] = c.hash("order", d.name)
 	}
+
 	slices.SortFunc(files, func(a, b document) int {
 		return cmp.Or(cmp.Compare(order[a.name], order[b.name]), cmp.Compare(a.name, b.name))
 	})
@@ -295,6 +312,7 @@ func (c *config) split(files []document) (train, held []document) {
 		}
 		return train, held
 	}
+
 	least := slices.MinFunc(files, func(a, b document) int {
 		return cmp.Or(cmp.Compare(c.hash("split", a.name), c.hash("split", b.name)),
 			cmp.Compare(a.name, b.name))
@@ -306,18 +324,21 @@ func (c *config) split(files []document) (train, held []document) {
 			train = append(train, d)
 		}
 	}
+
 	return train, held
 }
 
-// hash returns 64 uniform bits for a purpose and a name. SHA-256 is here for its even spread and
-// because it is the same everywhere.
+// hash returns 64 uniformly distributed bits for a purpose and a name. SHA-256 distributes evenly
+// and gives the same bits on every machine.
 func (c *config) hash(purpose, name string) uint64 {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%s\x00%d\x00%s", purpose, c.seed, name))
 	return binary.BigEndian.Uint64(sum[:])
 }
 
-// GoSource returns the folder with the source of Go's standard library and tools, which every Go
-// installation has: some 80 MB of .go files. It looks where `go env GOROOT` points to.
+// GoSource returns the folder with the source of Go's standard library and tools, about 80 MB of
+// .go files. Every Go installation contains it. GoSource uses the environment variable GOROOT or,
+// if that is not set, the output of `go env GOROOT`. It returns an error if the command fails or
+// the folder does not contain the source.
 func GoSource() (string, error) {
 	root := os.Getenv("GOROOT")
 	if root == "" {
@@ -330,6 +351,7 @@ func GoSource() (string, error) {
 		}
 		root = strings.TrimSpace(string(out))
 	}
+
 	dir := filepath.Join(root, "src")
 	if _, err := os.Stat(filepath.Join(dir, "fmt", "print.go")); err != nil {
 		return "", fmt.Errorf("data: GoSource: %s does not hold Go's source: %w", dir, err)

@@ -55,6 +55,7 @@ func TestOpenChoosesFiles(t *testing.T) {
 	if err := os.Symlink(dir, filepath.Join(dir, "loop")); err != nil {
 		t.Logf("without a loop of symbolic links: %v", err)
 	}
+
 	for _, c := range []struct {
 		options []Option
 		want    []string
@@ -98,9 +99,11 @@ func TestSplitIsAPartition(t *testing.T) {
 				content = content[d.size:]
 			}
 		}
+
 		if !maps.Equal(got, files) {
 			t.Errorf("%d files: training text and held-out text do not make up the files", n)
 		}
+
 		share := float64(c.HeldOut.Size()) / float64(c.HeldOut.Size()+c.Train.Size())
 		if share < 0.02 || share > 0.6 {
 			t.Errorf("%d files: a share of %.3f is held out, want about 0.2", n, share)
@@ -138,6 +141,7 @@ func TestSplitIsStable(t *testing.T) {
 		c.HeldOut) {
 		t.Error("a new file leaves both fingerprints as they were")
 	}
+
 	for _, name := range want {
 		if !slices.Contains(names(more.HeldOut), name) {
 			t.Errorf("a new file moves %s out of the held-out part", name)
@@ -170,6 +174,7 @@ func TestMaxBytesTakesTheFirst(t *testing.T) {
 			t.Errorf("%s has %d bytes, want the first %d of the whole", c.name, len(got), c.want)
 		}
 	}
+
 	if all := mustOpen(t, dir, WithHeldOut(0.2), WithMaxBytes(1<<40)); printOf(t,
 		all.Train) != printOf(t, whole.Train) {
 		t.Error("a limit beyond the text's size changes it")
@@ -183,6 +188,7 @@ func TestTextReadAt(t *testing.T) {
 		files[fmt.Sprint(i)] = "x" + strings.ReplaceAll(string(texttest.Bytes(r, r.IntN(50))),
 			"\x00", "0")
 	}
+
 	text := mustOpen(t, texttest.Files(t, files)).Train
 	whole := readAll(t, text)
 	for range 500 {
@@ -194,6 +200,7 @@ func TestTextReadAt(t *testing.T) {
 			t.Fatalf("ReadAt(%d bytes, %d) = %d, %v: %q, want %q", len(want), lo, n, err, got, want)
 		}
 	}
+
 	if n, err := text.ReadAt(make([]byte, 5), text.Size()-2); n != 2 || err != io.EOF {
 		t.Errorf("reading beyond the end gives %d, %v, want 2, EOF", n, err)
 	}
@@ -216,6 +223,7 @@ func TestSample(t *testing.T) {
 		if err != nil || len(got) != min(limit, len(whole)) {
 			t.Fatalf("Sample(%d) has %d bytes, %v", limit, len(got), err)
 		}
+
 		for lo, at := 0, 0; lo < len(got); lo += sampleBlock {
 			block := got[lo:min(lo+sampleBlock, len(got))]
 			i := bytes.Index(whole[at:], block)
@@ -229,6 +237,7 @@ func TestSample(t *testing.T) {
 			}
 		}
 	}
+
 	if _, err := text.Sample(0); err == nil {
 		t.Error("Sample(0) is accepted")
 	}
@@ -270,6 +279,7 @@ func TestOpenErrors(t *testing.T) {
 			}
 		}
 	}
+
 	if _, err := Open(""); err == nil || !strings.Contains(err.Error(), `the path is ""`) {
 		t.Errorf("no path gives %v, and not the present folder", err)
 	}
@@ -287,6 +297,7 @@ func TestOpenNamesAnUnreadableFile(t *testing.T) {
 	if err := os.Chmod(secret, 0); err != nil {
 		t.Fatal(err)
 	}
+
 	for _, path := range []string{dir, secret} {
 		if _, err := Open(path); !errors.Is(err, fs.ErrPermission) || !strings.Contains(err.Error(),
 			"secret.txt") {
@@ -349,10 +360,12 @@ func FuzzCorpus(f *testing.F) {
 				_ = os.WriteFile(filepath.Join(dir, name), text, 0o666) // which may be no name here
 			}
 		}
+
 		c, err := Open(dir)
 		if err != nil {
 			return
 		}
+
 		for _, part := range []*Text{c.Train, c.HeldOut} {
 			text, err := part.Sample(int(part.Size()))
 			require.NoError(t, err)
@@ -361,6 +374,7 @@ func FuzzCorpus(f *testing.F) {
 			require.NoError(t, err)
 			require.Len(t, documents, part.Documents())
 		}
+
 		require.LessOrEqual(t, c.Train.Size()+c.HeldOut.Size(), int64(len(text1)+len(text2)))
 	})
 }
@@ -375,6 +389,7 @@ func TestSampleDocuments(t *testing.T) {
 		// a file with zeros is binary
 		files[fmt.Sprint(i)] = string(bytes.ReplaceAll(raw, []byte{0}, []byte{1}))
 	}
+
 	text := mustOpen(t, texttest.Files(t, files), WithHeldOut(1e-9)).Train
 	whole := readAll(t, text)
 	for _, limit := range []int{1, sampleBlock, sampleBlock + 100, 7*sampleBlock + 5,
@@ -383,10 +398,12 @@ func TestSampleDocuments(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+
 		documents, err := text.SampleDocuments(limit)
 		if err != nil || !bytes.Equal(slices.Concat(documents...), sample) {
 			t.Fatalf("SampleDocuments(%d) holds something else than Sample, %v", limit, err)
 		}
+
 		last := 0 // where the document before ends
 		for i, d := range documents {
 			at := last + bytes.Index(whole[last:], d)
@@ -405,6 +422,7 @@ func TestSampleDocuments(t *testing.T) {
 			last = at + len(d)
 		}
 	}
+
 	if _, err := text.SampleDocuments(0); err == nil {
 		t.Error("SampleDocuments(0) is accepted")
 	}

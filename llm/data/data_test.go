@@ -27,6 +27,7 @@ func TestNil(t *testing.T) {
 	} {
 		require.ErrorContains(t, err, "nil", name)
 	}
+
 	require.Nil(t, (*Loader)(nil).Tokens())
 }
 
@@ -42,6 +43,7 @@ func TestZeroValues(t *testing.T) {
 		require.Zero(t, l.State())
 		require.Zero(t, l.InUse())
 	}
+
 	err = new(TokenFile).ReadTokens(make([]int, 1), 1)
 	require.ErrorContains(t, err, "tokens 1 to 2 of 0")
 	require.Error(t, new(TokenFile).Close())

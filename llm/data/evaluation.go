@@ -10,9 +10,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// Evaluation is held-out text cut into batches, always the same ones. Every token but the first is
-// a target once; rows that are left over in the last batch have the target -1. All methods may be
-// called at the same time.
+// Evaluation is held-out text divided into batches, which are always the same. Every token except
+// the first is a target exactly once. Unused rows of the last batch have the target -1. Methods may
+// be called concurrently.
 type Evaluation struct {
 	ids    []int
 	begins []int // the token that begins the document of each; nil where nobody knows
@@ -24,7 +24,7 @@ type Evaluation struct {
 	hash   string
 }
 
-// Fingerprint stands for the tokens and how they are batched.
+// Fingerprint identifies the tokens and their division into batches.
 func (e *Evaluation) Fingerprint() string {
 	e.hashed.Do(func() {
 		e.hash = fingerprintOf(fmt.Sprint("evaluation ", e.batch, e.seq, e.bytes),
@@ -33,16 +33,17 @@ func (e *Evaluation) Fingerprint() string {
 	return e.hash
 }
 
-// NewEvaluation encodes the text, for batches of the given number of sequences of seq tokens. The
-// text has to make at least two tokens, and those after the first have to stand for some of it.
+// NewEvaluation encodes the text for batches of the given number of sequences of seq tokens. It
+// returns an error unless the text has at least two tokens and the tokens after the first stand for
+// at least one byte.
 func NewEvaluation(text []byte, tok tokenizer.Tokenizer, batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewEvaluation", [][]byte{text}, false, tok, batch, seq)
 }
 
-// NewDocumentEvaluation is NewEvaluation of several documents, or parts of such, for a model with
-// Config.Documents: batches say where they start. They are encoded one by one. If the tokenizer is
-// a BPE, or has a method EndOfDocument() int as a BPE has, that token follows each and is a target
-// too.
+// NewDocumentEvaluation is like [NewEvaluation] for several documents, or parts of documents, and a
+// model with Config.Documents. The batches contain the start positions of the documents. Each
+// document is encoded separately. If the tokenizer is a BPE or has a method EndOfDocument() int,
+// the token for the end of a document follows each document and is a target as well.
 func NewDocumentEvaluation(documents [][]byte, tok tokenizer.Tokenizer,
 	batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewDocumentEvaluation", documents, true, tok, batch, seq)
@@ -56,17 +57,20 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.To
 	if err := checkBatches(batch, seq); err != nil {
 		return nil, fmt.Errorf("data: %s: %w", name, err)
 	}
+
 	e := &Evaluation{batch: batch, seq: seq}
 	read := 0
 	for _, text := range documents {
 		e.add(tok, text, apart)
 		read += len(text)
 	}
+
 	if len(e.ids) < 2 {
 		return nil,
 			fmt.Errorf("data: %s: %d bytes of held-out text make %d tokens, want at least 2", name,
 				read, len(e.ids))
 	}
+
 	targets, err := tok.Decode(e.ids[1:])
 	if err != nil {
 		return nil, fmt.Errorf("data: %s: %w", name, err)
@@ -78,14 +82,15 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.To
 	return e, nil
 }
 
-// add appends a document's tokens. If documents are to be kept apart, it also notes where it
-// begins: with the token that ends the one before, as in a Batch.
+// add appends the tokens of a document. If apart is set, it also records where the document starts,
+// which is at the token that ends the previous document, as in a Batch.
 func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, apart bool) {
 	ids := tok.Encode(text)
 	if !apart {
 		e.ids = append(e.ids, ids...)
 		return
 	}
+
 	begin := len(e.ids)
 	end, ended := tok.(tokenizer.DocumentEnder)
 	ended = ended && end.EndOfDocument() >= 0
@@ -93,34 +98,37 @@ func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, apart bool) {
 		begin--
 		e.begins[begin] = begin
 	}
+
 	if ended {
 		ids = append(ids, end.EndOfDocument())
 	}
+
 	e.ids = append(e.ids, ids...)
 	for len(e.begins) < len(e.ids) {
 		e.begins = append(e.begins, begin)
 	}
 }
 
-// Tokens returns the number of targets in all batches together.
+// Tokens returns the total number of targets.
 func (e *Evaluation) Tokens() int { return len(e.ids) - 1 }
 
 // Seq returns the number of tokens in a sequence.
 func (e *Evaluation) Seq() int { return e.seq }
 
-// IDs yields all tokens, those of the first sequence first.
+// IDs yields all tokens in the order of the sequences.
 func (e *Evaluation) IDs() iter.Seq[int] { return slices.Values(e.ids) }
 
-// Bytes returns the number of bytes that the targets stand for.
+// Bytes returns the number of text bytes that the targets stand for.
 func (e *Evaluation) Bytes() int { return e.bytes }
 
-// Batches yields the batches in order. A batch's memory is used again for the following one.
+// Batches yields the batches in order. The memory of a batch is reused for the next one.
 func (e *Evaluation) Batches() iter.Seq[Batch] {
 	return func(yield func(Batch) bool) {
 		b := newBatch(e.batch * e.seq)
 		if e.begins != nil {
 			b.Starts = make([]int, len(b.Inputs))
 		}
+
 		for start := 0; start < e.Tokens(); start += len(b.Inputs) {
 			b.Count = copy(b.Targets, e.ids[start+1:])
 			copy(b.Inputs, e.ids[start:start+b.Count])
@@ -138,9 +146,9 @@ func (e *Evaluation) Batches() iter.Seq[Batch] {
 	}
 }
 
-// Score turns the sum of the losses of all targets, in nats, into two figures. They are the mean
-// loss in nats per token, and bits per byte: sum / (ln 2 · bytes). A batch adds its mean loss times
-// its Count to the sum.
+// Score converts the sum of the losses of all targets, in nats, to the mean loss in nats per token
+// and to bits per byte, sum / (ln 2 · bytes). To form the sum, add the mean loss of each batch
+// times its Count.
 func (e *Evaluation) Score(sum float64) (loss, bitsPerByte float64) {
 	return sum / float64(e.Tokens()), sum / math.Ln2 / float64(e.Bytes())
 }

@@ -20,6 +20,7 @@ func TestEvaluation(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
+
 			for range 2 {
 				ids := c.tok.Encode(text)
 				count := 0
@@ -28,6 +29,7 @@ func TestEvaluation(t *testing.T) {
 						b.Count == 0 {
 						t.Fatalf("%+v: batch %+v", size, b)
 					}
+
 					for i, target := range b.Targets {
 						switch {
 						case i >= b.Count && (target != -1 || b.Inputs[i] != 0):
@@ -40,11 +42,13 @@ func TestEvaluation(t *testing.T) {
 					}
 					count += b.Count
 				}
+
 				if count != c.tokens || e.Tokens() != c.tokens || e.Bytes() != c.bytes {
 					t.Fatalf("%s: %d targets, Tokens %d, Bytes %d, want %d, %d bytes", c.tok.Name(),
 						count, e.Tokens(), e.Bytes(), c.tokens, c.bytes)
 				}
 			}
+
 			// A model that gives each byte a probability of 1/8 has 3 bits per byte, however the
 			// bytes form tokens.
 			sum := 3 * math.Ln2 * float64(c.bytes)
@@ -54,6 +58,7 @@ func TestEvaluation(t *testing.T) {
 			}
 		}
 	}
+
 	for _, c := range []struct {
 		text       string
 		batch, seq int
@@ -76,12 +81,14 @@ func TestDocumentEvaluation(t *testing.T) {
 			// two tokens or more
 			documents = append(documents, append(texttest.Repetitive(r, 5+r.IntN(40)), "\n1"...))
 		}
+
 		batch, seq := 1+r.IntN(3), 1+r.IntN(12)
 		for _, tok := range []tokenizer.Tokenizer{tokenizer.Bytes{}, bpe} {
 			e, err := NewDocumentEvaluation(documents, tok, batch, seq)
 			if err != nil {
 				t.Fatal(err)
 			}
+
 			var ids, begins []int
 			for i, d := range documents {
 				begin := len(ids)
@@ -97,6 +104,7 @@ func TestDocumentEvaluation(t *testing.T) {
 					begins = append(begins, begin)
 				}
 			}
+
 			count := 0
 			for b := range e.Batches() {
 				for i, start := range b.Starts {
@@ -112,6 +120,7 @@ func TestDocumentEvaluation(t *testing.T) {
 				}
 				count += b.Count
 			}
+
 			if text, err := tok.Decode(ids[1:]); err != nil || count != len(ids)-1 ||
 				count != e.Tokens() || e.Bytes() != len(text) {
 				t.Errorf("%s: %d targets, Tokens %d, Bytes %d, want %d and %d, %v", tok.Name(),
@@ -119,11 +128,13 @@ func TestDocumentEvaluation(t *testing.T) {
 			}
 		}
 	}
+
 	// One token, and the end of its document.
 	if _, err := NewDocumentEvaluation([][]byte{{'x'}}, bpe, 1, 1); err == nil ||
 		!strings.Contains(err.Error(), "no text left to predict") {
 		t.Errorf("a text with nothing to predict: the error is %v", err)
 	}
+
 	for _, documents := range [][][]byte{nil, {[]byte("x")}, {{}, {}}} {
 		if _, err := NewDocumentEvaluation(documents, tokenizer.Bytes{}, 1, 1); err == nil ||
 			!strings.Contains(err.Error(), "NewDocumentEvaluation") {

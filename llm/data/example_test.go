@@ -35,16 +35,19 @@ func ExampleOpen() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	fmt.Println(corpus.Train.Size(), "bytes to train on,", corpus.HeldOut.Size(), "held out")
 
 	held, err := corpus.HeldOut.Sample(1 << 20)
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	baseline, err := baseline.TrainOrder2(context.Background(), corpus.Train.Reader(), nil)
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	bpb, err := baseline.BitsPerByte(context.Background(), held)
 	if err != nil {
 		log.Fatal(err)
@@ -63,19 +66,23 @@ func ExampleLoader() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	tokens, err := data.Tokenize(context.Background(), corpus.Train, tokenizer.Bytes{})
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	config := data.LoaderConfig{Batch: 2, Seq: 8, Seed: 1}
 	loader, err := data.NewLoader(tokens, config)
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	batch, err := loader.Next()
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	fmt.Println(len(batch.Inputs), "inputs,", len(batch.Targets), "targets")
 	fmt.Println("each target is the next input:", batch.Targets[0] == batch.Inputs[1])
 
@@ -86,10 +93,12 @@ func ExampleLoader() {
 	if err := resumed.SetState(loader.State()); err != nil {
 		log.Fatal(err)
 	}
+
 	batch, err = loader.Next()
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	again, err := resumed.Next()
 	if err != nil {
 		log.Fatal(err)
@@ -109,6 +118,7 @@ func ExampleCacheTokens() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	for range 2 {
 		bpe, err := tokenizer.LoadOrTrainBPE(context.Background(),
 			filepath.Join(filepath.Dir(path), "cache", "bpe"),
@@ -116,11 +126,13 @@ func ExampleCacheTokens() {
 		if err != nil {
 			log.Fatal(err)
 		}
+
 		tokens, err := data.CacheTokens(context.Background(), filepath.Join(filepath.Dir(path),
 			"cache", "tokens"), corpus.Train, bpe, nil)
 		if err != nil {
 			log.Fatal(err)
 		}
+
 		fmt.Println(corpus.Train.Size(), "bytes,", tokens.Len(), "tokens of a vocabulary of",
 			tokens.VocabSize())
 		if err := tokens.Close(); err != nil {

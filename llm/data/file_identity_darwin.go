@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// fileIdentity tells a file from another one that took its place, and when it was last changed, its
-// times included.
+// fileIdentity returns a string that distinguishes a file from another file at the same path, and
+// the time of the last change of the file, including changes of its times.
 func fileIdentity(info fs.FileInfo) (identity string, changed time.Time) {
 	s, ok := info.Sys().(*syscall.Stat_t)
 	if !ok {

@@ -22,25 +22,26 @@ import (
 
 var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
-// fingerprintPiece is how much of a text is hashed at a time: all cores take part in a large file
-// too.
+// fingerprintPiece is the number of bytes that one goroutine hashes at a time. The pieces of a
+// large file are hashed on all cores.
 const fingerprintPiece = 16 << 20
 
-// fingerprinted is what a Text remembers of itself.
+// fingerprinted is the fingerprint of a Text once it is known.
 type fingerprinted struct {
 	mu    sync.Mutex
 	value string
 }
 
-// Fingerprint returns 64 hexadecimal digits that stand for what the text says. They are a SHA-256
-// over the bytes of its documents, in order, and where each ends. Names and folders do not count.
-// It reads the whole text once, on all cores. The result is kept in the user's cache folder, under
-// the files' paths, sizes and times. It is known at once while they stay as they are.
+// Fingerprint returns 64 hexadecimal digits that identify the contents of the text. They are a
+// SHA-256 over the bytes of its documents, in order, and the end of each. Names and folders do not
+// matter. Fingerprint reads the whole text once, on all cores. It stores the result in the user's
+// cache folder together with the files' paths, sizes and times. As long as these do not change,
+// later calls return it without reading the text.
 //
-// If it is not nil, the function progress is called with the number of bytes that are read and of
-// those there are. It is never called where the fingerprint is known. An error of it ends the work.
-// Other errors are that of a file that cannot be read or has changed (ErrChanged), and why the
-// context ended. Fingerprint may be called by several goroutines at once.
+// If progress is not nil, it is called with the number of bytes read and the total. It is not
+// called if the fingerprint is known already. An error of progress ends the work. Fingerprint also
+// returns an error if a file cannot be read or has changed (ErrChanged), or if ctx ends. It is safe
+// for concurrent use.
 func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) error) (
 	string, error) {
 	if ctx == nil {
@@ -49,21 +50,26 @@ func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) e
 	if t == nil {
 		return "", errors.New("data: Text.Fingerprint: the text is nil: Open finds some")
 	}
+
 	t.known.mu.Lock()
 	defer t.known.mu.Unlock()
+
 	if t.known.value != "" {
 		return t.known.value, nil
 	}
+
 	began, table := time.Now(), t.table()
 	cache := fingerprintCache()
 	if value, ok := cache.get(table); ok && t.unchanged() {
 		t.known.value = value
 		return value, nil
 	}
+
 	value, err := t.hash(ctx, progress)
 	if err != nil {
 		return "", fmt.Errorf("data: Text.Fingerprint: %w", err)
 	}
+
 	if t.settled(began) {
 		cache.put(table, value)
 	}
@@ -71,7 +77,7 @@ func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) e
 	return value, nil
 }
 
-// hash reads the text.
+// hash computes the fingerprint from the text.
 func (t *Text) hash(ctx context.Context, progress func(bytes, of int64) error) (string, error) {
 	type piece struct {
 		at, size int64
@@ -83,7 +89,8 @@ func (t *Text) hash(ctx context.Context, progress func(bytes, of int64) error) (
 			pieces = append(pieces, piece{at: at, size: min(fingerprintPiece, end-at)})
 		}
 	}
-	ctx, fail := context.WithCancelCause(ctx) // the first error ends what the others do
+
+	ctx, fail := context.WithCancelCause(ctx) // the first error stops the other goroutines
 	defer fail(nil)
 	var (
 		all  sync.WaitGroup
@@ -94,11 +101,13 @@ func (t *Text) hash(ctx context.Context, progress func(bytes, of int64) error) (
 	read := func(n int) error {
 		mu.Lock()
 		defer mu.Unlock()
+
 		if done += int64(n); progress == nil || ctx.Err() != nil {
 			return nil
 		}
 		return progress(done, t.Size())
 	}
+
 	for range min(runtime.GOMAXPROCS(0), len(pieces)) {
 		all.Go(func() {
 			buffer := make([]byte, 1<<20)
@@ -111,14 +120,17 @@ func (t *Text) hash(ctx context.Context, progress func(bytes, of int64) error) (
 			}
 		})
 	}
+
 	for i := range pieces {
 		next <- &pieces[i]
 	}
+
 	close(next)
 	all.Wait()
 	if ctx.Err() != nil {
 		return "", context.Cause(ctx)
 	}
+
 	whole, at := sha256.New(), 0
 	for _, d := range t.docs {
 		fmt.Fprintf(whole, "document of %d bytes\n", d.size)
@@ -127,6 +139,7 @@ func (t *Text) hash(ctx context.Context, progress func(bytes, of int64) error) (
 			at++
 		}
 	}
+
 	return hex.EncodeToString(whole.Sum(nil)), nil
 }
 
@@ -146,11 +159,11 @@ func (t *Text) hashPiece(ctx context.Context, h hash.Hash, at, size int64, buffe
 			return err
 		}
 	}
+
 	return nil
 }
 
-// table stands for the files that the text is read from: where they are, and when they were
-// written.
+// table returns a hash of the paths, sizes and times of the files in the text.
 func (t *Text) table() string {
 	h := sha256.New()
 	for _, d := range t.docs {
@@ -160,7 +173,7 @@ func (t *Text) table() string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-// file is the path of a document's file, absolute where the system tells it.
+// file returns the path of the document's file. It is absolute if the system can determine that.
 func (t *Text) file(d document) string {
 	name := filepath.Join(t.root, filepath.FromSlash(d.name))
 	if abs, err := filepath.Abs(name); err == nil {
@@ -169,18 +182,18 @@ func (t *Text) file(d document) string {
 	return name
 }
 
-// fingerprintSettle is how old a file must be for its times to tell that it has not been written
-// again. File systems count in steps of up to two seconds.
+// fingerprintSettle is the minimum age of a file's times in the cache. File systems record times in
+// steps of up to two seconds, so a later write could leave more recent times unchanged.
 var fingerprintSettle = 3 * time.Second
 
-// settled reports whether all files had their times long before the given moment.
+// settled reports whether the times of all files were at least fingerprintSettle old at began.
 func (t *Text) settled(began time.Time) bool {
 	return !slices.ContainsFunc(t.docs, func(d document) bool {
 		return began.Sub(d.modified) < fingerprintSettle || began.Sub(d.changed) < fingerprintSettle
 	})
 }
 
-// unchanged reports whether all files are still those that Open found.
+// unchanged reports whether all files are still as Open found them.
 func (t *Text) unchanged() bool {
 	return !slices.ContainsFunc(t.docs, func(d document) bool {
 		info, err := os.Stat(t.file(d))
@@ -193,16 +206,16 @@ func (t *Text) unchanged() bool {
 	})
 }
 
-// fingerprints is the file of known fingerprints in the user's cache folder, "" where there is no
-// such folder. What cannot be read or written there is computed again.
+// fingerprints is the path of the file of known fingerprints in the user's cache folder, or "" if
+// there is no such folder. Fingerprints that cannot be read or written there are computed again.
 type fingerprints string
 
 const (
-	fingerprintsMost  = 256     // texts that are remembered
-	fingerprintsBytes = 1 << 20 // of the file, at most
+	fingerprintsMost  = 256     // largest number of texts in the file
+	fingerprintsBytes = 1 << 20 // largest size of the file
 )
 
-// knownText is an entry of the file, the latest last.
+// knownText is an entry of the file. The most recent entry is the last one.
 type knownText struct {
 	Table       string `json:"table"`
 	Fingerprint string `json:"fingerprint"`
@@ -221,14 +234,17 @@ func (f fingerprints) read() (all []knownText) {
 	if err != nil {
 		return nil
 	}
+
 	defer file.Close()
 	if size > fingerprintsBytes {
 		return nil
 	}
+
 	d := json.NewDecoder(io.LimitReader(file, size))
 	if t, err := d.Token(); err != nil || t != json.Delim('[') {
 		return nil
 	}
+
 	for d.More() && len(all) < fingerprintsMost {
 		var k knownText
 		if d.Decode(&k) != nil {
@@ -236,6 +252,7 @@ func (f fingerprints) read() (all []knownText) {
 		}
 		all = append(all, k)
 	}
+
 	return all
 }
 
@@ -253,13 +270,15 @@ func (f fingerprints) put(table, fingerprint string) {
 	if f == "" {
 		return
 	}
+
 	all := slices.DeleteFunc(f.read(), func(k knownText) bool { return k.Table == table })
 	all = append(all, knownText{table, fingerprint})
 	text, err := json.Marshal(all[max(0, len(all)-fingerprintsMost):])
 	if err != nil {
 		return
 	}
-	// Whoever cannot write here hashes again.
+
+	// Without the entry the text is only hashed again.
 	_ = atomicfile.WriteMkdir(string(f), func(w *os.File) error {
 		_, err := w.Write(text)
 		return err

@@ -35,6 +35,7 @@ func TestFingerprint(t *testing.T) {
 	require.Equal(t, text, of(map[string]string{"b": "the text of one file"}), "another name")
 	require.NotEqual(t, text, of(map[string]string{"a": "the text of two file"}),
 		"other text of the same size")
+
 	// The last bytes of each file are held out.
 	whole, parts := strings.Repeat("x", 40), strings.Repeat("x", 20)
 	require.NotEqual(t, of(map[string]string{"a": whole}),
@@ -50,6 +51,7 @@ func TestFingerprintPieces(t *testing.T) {
 	for i := range big {
 		big[i] = byte(i*i>>7) | 1
 	}
+
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "big"), big, 0o666))
 	all := printOf(t, mustOpen(t, dir).Train)
 	big[fingerprintPiece+1] ^= 2
@@ -77,6 +79,7 @@ func TestFingerprintProgress(t *testing.T) {
 		last = done
 		return nil
 	})
+
 	require.NoError(t, err)
 	require.Equal(t, text.Size(), last)
 	require.Equal(t, value, printOf(t, text))
@@ -123,9 +126,11 @@ func TestFingerprintKept(t *testing.T) {
 	if id, _ := fileIdentity(info); id != "" {
 		require.NotEqual(t, first, printOf(t, mustOpen(t, dir).Train))
 	}
+
 	for range fingerprintsMost + 5 {
 		known.put(time.Now().String(), first)
 	}
+
 	require.Len(t, known.read(), fingerprintsMost)
 	require.NoError(t, os.WriteFile(string(known), []byte("[{"), 0o666))
 	require.Empty(t, known.read())

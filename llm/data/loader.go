@@ -10,51 +10,51 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// A Batch holds sequences of token ids and for each id the one that follows it in the text, both
-// [batch, seq] by rows. A target of -1 marks a row that counts for nothing.
+// A Batch holds sequences of token ids and, for each id, the id that follows it in the text. Both
+// are [batch, seq] by rows. A target of -1 marks a row that does not count.
 type Batch struct {
 	Inputs, Targets []int
-	Count           int // targets that count
+	Count           int // number of targets that count
 
 	// Starts [batch, seq] is the position in its sequence at which the document of each token
-	// begins. It is 0 where that lies before the sequence, and nil where nobody knows of documents.
-	// The token that ends a document counts to the next one: that begins with it, as it does in
-	// SampleText. Targets know no borders.
+	// starts. It is 0 if the document starts before the sequence. Starts is nil if the boundaries
+	// of documents are unknown. The token that ends a document belongs to the next document and
+	// starts it, as in SampleText. Targets ignore the boundaries of documents.
 	Starts []int
 }
 
-// LoaderConfig sizes a Loader's batches and seeds its order.
+// LoaderConfig configures the size of the batches of a Loader and the seed of their order.
 type LoaderConfig struct {
 	Batch int // sequences in a batch
 	Seq   int // tokens in a sequence
 	Seed  uint64
 }
 
-// LoaderState is the place of a Loader in its endless stream of batches.
+// LoaderState is a position of a Loader in its endless sequence of batches.
 type LoaderState struct {
 	Seed  uint64 `json:"seed"`
-	Epoch int64  `json:"epoch"` // passes over the data that are complete
-	Next  int64  `json:"next"`  // windows of this epoch that have been handed out
+	Epoch int64  `json:"epoch"` // completed passes over the data
+	Next  int64  `json:"next"`  // windows of this epoch that were returned
 	Seq   int    `json:"seq"`
 	Data  string `json:"data"` // fingerprint of the tokens
 }
 
-// A Loader deals out batches of a text without end, in an order that depends on the seed alone. For
-// each epoch the text is cut into windows of Seq tokens, at boundaries that move from epoch to
-// epoch. They are taken in a random order that needs no table of them. While a batch is in use, the
-// next one is being read. A Loader is for one goroutine at a time.
+// A Loader returns batches of a text without end, in an order that depends only on the seed. For
+// each epoch it divides the text into windows of Seq tokens, whose boundaries differ from epoch to
+// epoch. It returns them in a random order, for which it does not store a table. While a batch is
+// in use, the Loader reads the next one in the background. It is not safe for concurrent use.
 type Loader struct {
 	tokens Tokens
 	config LoaderConfig
-	state  LoaderState    // of the batch that Next returns next
-	starts documentStarts // nil where the tokens do not know
-	ahead  chan readAhead // that batch, being read; nil when nothing is
-	spare  Batch          // the memory of the batch before the one that is in use
+	state  LoaderState    // of the batch that Next will return
+	starts documentStarts // nil if the tokens have no known documents
+	ahead  chan readAhead // receives that batch while it is being read; nil otherwise
+	spare  Batch          // memory of the batch before the one in use
 	inUse  Batch
 }
 
-// maxBatchTokens keeps what a Loader holds of a batch, some numbers for each token, under a few
-// GiB.
+// maxBatchTokens limits the memory of a Loader, which holds several numbers for each token of a
+// batch, to a few GiB.
 const maxBatchTokens = 1 << 26
 
 type readAhead struct {
@@ -63,8 +63,9 @@ type readAhead struct {
 	err   error
 }
 
-// NewLoader returns a Loader at the start of its first epoch. It is an error when the tokens do not
-// suffice for one sequence and the target of its last token. So is a batch of more than 2²⁶ tokens.
+// NewLoader returns a Loader at the start of its first epoch. It returns an error if the tokens are
+// not enough for one sequence and the target of its last token, or if a batch has more than 2²⁶
+// tokens.
 func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	if tokens == nil {
 		return nil, fmt.Errorf("data: NewLoader: the tokens are nil")
@@ -82,6 +83,7 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 			"with its last target needs %d: it takes more text, or shorter "+
 			"sequences", tokens.Len(), c.Seq, c.Seq+1)
 	}
+
 	l := &Loader{
 		tokens: tokens,
 		config: c,
@@ -90,17 +92,18 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 		spare:  newBatch(c.Batch * c.Seq),
 		inUse:  newBatch(c.Batch * c.Seq),
 	}
+
 	if l.starts != nil {
 		l.spare.Starts, l.inUse.Starts = make([]int, c.Batch*c.Seq), make([]int, c.Batch*c.Seq)
 	}
 	return l, nil
 }
 
-// maxSide is how many sequences a batch may have, and tokens a sequence: what is derived from them
-// stays inside the range of int.
+// maxSide is the largest number of sequences in a batch and of tokens in a sequence. Numbers
+// derived from them then fit into an int.
 const maxSide = 1 << 24
 
-// checkBatches returns an error unless batches of that size can be.
+// checkBatches returns an error unless both numbers are in the valid range.
 func checkBatches(sequences, seq int) error {
 	if min(sequences, seq) < 1 || max(sequences, seq) > maxSide {
 		return fmt.Errorf("batches of %d sequences of %d tokens, want 1 to %d of each", sequences,
@@ -113,20 +116,22 @@ func newBatch(n int) Batch {
 	return Batch{Inputs: make([]int, n), Targets: make([]int, n), Count: n}
 }
 
-// documentStarts sets starts[i] to where the document of token i of a window begins, or 0 if before
-// it. The window's tokens stand at the given offset.
+// documentStarts sets starts[i] to the position in a window at which the document of token i
+// starts, or to 0 if it starts before the window. offset is the position of the window in the text.
 type documentStarts func(starts, window []int, offset int64)
 
-// startsOf returns how to find the documents among tokens, where each ends with a token of its own
-// or tokens are bytes of files. It is nil for others.
+// startsOf returns a function that finds the documents among the tokens. It is nil unless a token
+// ends each document or the tokens are bytes of files.
 func startsOf(t Tokens) documentStarts {
 	if b, ok := t.(byteTokens); ok {
 		return b.starts
 	}
+
 	e, ok := t.(tokenizer.DocumentEnder)
 	if !ok || e.EndOfDocument() < 0 {
 		return nil
 	}
+
 	end := e.EndOfDocument()
 	return func(starts, window []int, _ int64) {
 		start := 0
@@ -141,28 +146,31 @@ func startsOf(t Tokens) documentStarts {
 
 var errNoLoader = errors.New("the loader is nil or its zero value: NewLoader makes one")
 
-// Next returns the next batch. Its memory is used again after the following call. After an error
-// the same batch is tried again.
+// Next returns the next batch. Its memory is reused after the next call. If Next returns an error,
+// the following call tries to read the same batch again.
 func (l *Loader) Next() (Batch, error) {
 	if l == nil || l.tokens == nil {
 		return Batch{}, fmt.Errorf("data: Loader.Next: %w", errNoLoader)
 	}
+
 	if l.ahead == nil {
 		l.readAhead()
 	}
+
 	r := <-l.ahead
 	l.ahead = nil
 	if r.err != nil {
 		l.spare = r.batch
 		return Batch{}, fmt.Errorf("data: Loader.Next: %w", r.err)
 	}
+
 	l.spare, l.inUse, l.state = l.inUse, r.batch, r.after
 	l.readAhead()
 	return l.inUse, nil
 }
 
-// readAhead starts to read the batch at l.state into l.spare. The channel has room for the result,
-// so that the goroutine ends even when nobody asks for it.
+// readAhead starts to read the batch at l.state into l.spare. The channel has a buffer for the
+// result, so that the goroutine ends even if nothing receives it.
 func (l *Loader) readAhead() {
 	l.ahead = make(chan readAhead, 1)
 	go func(ahead chan<- readAhead, batch Batch, s LoaderState) {
@@ -171,10 +179,10 @@ func (l *Loader) readAhead() {
 	}(l.ahead, l.spare, l.state)
 }
 
-// errTokens is wrapped by the error of a batch whose tokens panicked.
+// errTokens is wrapped by the error of a batch when a method of its tokens panicked.
 var errTokens = errors.New("a method of the tokens panicked")
 
-// read fills a batch from a state on, and moves the state.
+// read fills a batch from the position s and advances s.
 func (l *Loader) read(batch Batch, s *LoaderState) error {
 	window := make([]int, s.Seq+1)
 	for i := 0; i < len(batch.Inputs); i += s.Seq {
@@ -188,12 +196,13 @@ func (l *Loader) read(batch Batch, s *LoaderState) error {
 			l.starts(batch.Starts[i:][:s.Seq], window, offset)
 		}
 	}
+
 	return nil
 }
 
-// advance moves the state past one window and returns the token at which that window starts. The
-// boundaries of an epoch are at shift, shift + Seq, shift + 2 Seq and so on. A shift that would
-// leave no whole window is cut back.
+// advance moves the state past one window and returns the token at which the window starts. The
+// windows of an epoch start at shift, shift + Seq, shift + 2 Seq and so on. shift is reduced if it
+// would leave no complete window.
 func (s *LoaderState) advance(tokens int64) int64 {
 	seq := int64(s.Seq)
 	windows, shift := s.windows(tokens)
@@ -207,7 +216,7 @@ func (s *LoaderState) advance(tokens int64) int64 {
 	return shift + int64(w)*seq
 }
 
-// windows returns how many windows the epoch has and where the first one starts.
+// windows returns the number of windows in the epoch and the start of the first one.
 func (s *LoaderState) windows(tokens int64) (n, shift int64) {
 	seq := int64(s.Seq)
 	shift = min(int64(splitmix.Mix(s.key())%uint64(seq)), tokens-1-seq)
@@ -217,11 +226,11 @@ func (s *LoaderState) windows(tokens int64) (n, shift int64) {
 // key returns the key of the epoch's order.
 func (s *LoaderState) key() uint64 { return splitmix.Mix(splitmix.Mix(s.Seed) + uint64(s.Epoch)) }
 
-// maxEpoch is the largest epoch that a state may be in. No run gets there, and counting on from it
-// cannot overflow.
+// maxEpoch is the largest epoch in a valid state. No run reaches it, and counting from it cannot
+// overflow.
 const maxEpoch = 1 << 62
 
-// Tokens returns what the loader reads, and nil if nobody has made it.
+// Tokens returns the tokens that the loader reads. It returns nil if NewLoader did not make l.
 func (l *Loader) Tokens() Tokens {
 	if l == nil {
 		return nil
@@ -229,7 +238,7 @@ func (l *Loader) Tokens() Tokens {
 	return l.tokens
 }
 
-// Config returns that of NewLoader.
+// Config returns the configuration given to NewLoader.
 func (l *Loader) Config() (c LoaderConfig) {
 	if l != nil {
 		c = l.config
@@ -237,10 +246,11 @@ func (l *Loader) Config() (c LoaderConfig) {
 	return c
 }
 
-// KnowsDocuments reports whether batches say where documents start.
+// KnowsDocuments reports whether the batches contain the starts of documents.
 func (l *Loader) KnowsDocuments() bool { return l != nil && l.starts != nil }
 
-// InUse returns the batch that Next returned last: one of zeros before the first.
+// InUse returns the batch that Next returned most recently. Before the first call of Next it is a
+// batch of zeros.
 func (l *Loader) InUse() (b Batch) {
 	if l != nil {
 		b = l.inUse
@@ -248,8 +258,8 @@ func (l *Loader) InUse() (b Batch) {
 	return b
 }
 
-// State returns the loader's place: a loader set to it continues with the batch that Next returns
-// next.
+// State returns the position of the loader. A loader set to it continues with the batch that Next
+// would return.
 func (l *Loader) State() (s LoaderState) {
 	if l != nil {
 		s = l.state
@@ -257,8 +267,10 @@ func (l *Loader) State() (s LoaderState) {
 	return s
 }
 
-// SetState moves the loader to a place that State returned, its seed included; the batch size may
-// differ. A state of other data is an ErrChanged, and a state that is refused changes nothing.
+// SetState moves the loader to a position that State returned, including its seed. The batch size
+// may differ. SetState returns an error that wraps ErrChanged if the state belongs to other data,
+// and an error if its sequence length differs or its position is invalid. The loader then stays
+// unchanged.
 func (l *Loader) SetState(s LoaderState) error {
 	if l == nil || l.tokens == nil {
 		return fmt.Errorf("data: Loader.SetState: %w", errNoLoader)
@@ -276,18 +288,20 @@ func (l *Loader) SetState(s LoaderState) error {
 		return fmt.Errorf("data: Loader.SetState: window %d of epoch %d, want one of 0 to %d in "+
 			"an epoch of 0 to %d", s.Next, s.Epoch, windows, int64(maxEpoch))
 	}
+
 	if l.ahead != nil {
 		l.spare = (<-l.ahead).batch
 		l.ahead = nil
 	}
+
 	l.state = s
 	return nil
 }
 
 // permute returns the image of i under a pseudorandom permutation of [0, n). It is a Feistel
-// network of four rounds over the least even number of bits that hold n-1. It is applied again
-// while the result lies outside (cycle walking; Black and Rogaway, "Ciphers with arbitrary finite
-// domains", 2002).
+// network of four rounds over the smallest even number of bits that hold n-1. While the result is
+// outside [0, n), the network is applied again (cycle walking; Black and Rogaway, "Ciphers with
+// arbitrary finite domains", 2002).
 func permute(i, n, key uint64) uint64 {
 	half := (bits.Len64(n-1) + 1) / 2
 	mask := uint64(1)<<half - 1

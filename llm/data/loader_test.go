@@ -77,6 +77,7 @@ func TestPermuteIsUniform(t *testing.T) {
 		}
 		return sum
 	}
+
 	for _, i := range []uint64{0, 1, n / 2, n - 1} {
 		if first := chi2(i); first > 175 {
 			if second := chi2(i); second > 175 {
@@ -103,6 +104,7 @@ func TestLoaderCoversTheTextOnce(t *testing.T) {
 				next.Epoch, next.Next = epoch, 0
 				windows, shift = next.windows(int64(n))
 			}
+
 			for range windows {
 				b := mustNext(t, l)
 				for i, id := range b.Inputs {
@@ -113,15 +115,18 @@ func TestLoaderCoversTheTextOnce(t *testing.T) {
 					covered[id] = true
 				}
 			}
+
 			if got := l.State(); got.Epoch != epoch || got.Next != windows {
 				t.Fatalf("after epoch %d: state %+v, want its last window, %d", epoch, got, windows)
 			}
+
 			missed := 0
 			for _, c := range covered {
 				if !c {
 					missed++
 				}
 			}
+
 			if missed > 2*seq || shift >= int64(seq) {
 				t.Fatalf("seq %d of %d tokens: epoch %d leaves out %d tokens and begins at %d", seq,
 					n, epoch, missed, shift)
@@ -153,6 +158,7 @@ func TestLoaderOrder(t *testing.T) {
 		}
 		return slices.Clone(mustNext(t, l).Inputs)
 	}
+
 	if !slices.Equal(first(1, 3), first(1, 3)) {
 		t.Error("the same seed deals out different batches")
 	}
@@ -182,10 +188,12 @@ func TestLoaderResumes(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+
 		var state LoaderState
 		if err := json.Unmarshal(saved, &state); err != nil {
 			t.Fatal(err)
 		}
+
 		c.Seed++ // the state's seed counts
 		resumed := loaderOf(t, tokens, c)
 		for range r.IntN(3) {
@@ -194,6 +202,7 @@ func TestLoaderResumes(t *testing.T) {
 		if err := resumed.SetState(state); err != nil {
 			t.Fatal(err)
 		}
+
 		for i := range 20 {
 			if want, got := mustNext(t, l), mustNext(t, resumed); !reflect.DeepEqual(got, want) {
 				t.Fatalf("%+v: batch %d after %s is %v, want %v", c, i, saved, got, want)
@@ -283,6 +292,7 @@ func TestLoaderReportsAVanishedFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	c := LoaderConfig{Batch: 2, Seq: 50}
 	want := slices.Clone(mustNext(t, loaderOf(t, tokens, c)).Inputs)
 	l := loaderOf(t, tokens, c)
@@ -290,12 +300,14 @@ func TestLoaderReportsAVanishedFile(t *testing.T) {
 	if err := os.Rename(path, path+".away"); err != nil {
 		t.Fatal(err)
 	}
+
 	for range 2 {
 		if _, err := l.Next(); !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(),
 			`a.txt" has vanished`) {
 			t.Fatalf("without the file: %v, want an ErrChanged that names it", err)
 		}
 	}
+
 	if err := os.Rename(path+".away", path); err != nil {
 		t.Fatal(err)
 	}
@@ -339,6 +351,7 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	ids := make([]int, tokens.Len())
 	if err := tokens.ReadTokens(ids, 0); err != nil {
 		t.Fatal(err)
@@ -360,6 +373,7 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	if tokens.Fingerprint() == printOf(t, text) {
 		t.Error("the fingerprint does not tell tokenizers apart")
 	}
+
 	_, err = Tokenize(t.Context(), text, pairs{300})
 	if err == nil || !strings.Contains(err.Error(), "outside its vocabulary [0, 300)") {
 		t.Errorf("ids outside the vocabulary give %v", err)
@@ -380,11 +394,13 @@ func FuzzLoaderState(f *testing.F) {
 		if json.Unmarshal(text, &s) != nil {
 			return
 		}
+
 		before := l.State()
 		if err := l.SetState(s); err != nil {
 			require.Equal(t, before, l.State())
 			return
 		}
+
 		for range 6 {
 			b, err := l.Next()
 			require.NoError(t, err)
@@ -392,6 +408,7 @@ func FuzzLoaderState(f *testing.F) {
 				require.True(t, id >= 0 && id < 99 && b.Targets[i] == id+1)
 			}
 		}
+
 		if l.State().Epoch <= maxEpoch { // which is far beyond where runs get to
 			require.NoError(t, l.SetState(l.State()))
 		}
@@ -406,6 +423,7 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	bpe := tokenBPE(t)
 	file := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, bpe)
 	var ends []int64 // of the file's documents, without their last tokens
@@ -414,9 +432,11 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 			ends = append(ends, int64(i))
 		}
 	}
+
 	if len(ends) != text.Documents() {
 		t.Fatalf("%d documents in the file, want %d", len(ends), text.Documents())
 	}
+
 	r := texttest.Rand(t)
 	for _, c := range []struct {
 		name   string
@@ -444,6 +464,7 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 			}
 		}
 	}
+
 	kept := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, tokenizer.Bytes{})
 	for _, tokens := range []Tokens{upTo(20), kept} {
 		if b := mustNext(t, loaderOf(t, tokens, LoaderConfig{Batch: 1, Seq: 9})); b.Starts != nil {

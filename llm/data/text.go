@@ -25,7 +25,7 @@ func capDocuments(docs []document, limit int64) []document {
 	return docs
 }
 
-// A document is a span of bytes of one file.
+// A document is a span of bytes in a file.
 type document struct {
 	name     string // relative to the text's root, with slashes
 	offset   int64
@@ -43,8 +43,8 @@ func newDocument(name string, info fs.FileInfo) document {
 		identity: identity, changed: changed}
 }
 
-// A Text is one part of a Corpus: its documents, one after the other without anything between them.
-// It may be read by several goroutines at once.
+// A Text is one part of a Corpus: its documents one after another, with nothing between them. It is
+// safe for concurrent use.
 type Text struct {
 	root string
 	docs []document
@@ -66,7 +66,7 @@ func newText(root string, docs []document) *Text {
 	return t
 }
 
-// Size returns the number of bytes.
+// Size returns the number of bytes in the text.
 func (t *Text) Size() int64 {
 	if len(t.ends) == 0 {
 		return 0
@@ -74,18 +74,19 @@ func (t *Text) Size() int64 {
 	return t.ends[len(t.ends)-1]
 }
 
-// Documents returns the number of files, parts of files included, that the text consists of.
+// Documents returns the number of files or parts of files in the text.
 func (t *Text) Documents() int { return len(t.docs) }
 
 // Reader returns a reader of the whole text from its start.
 func (t *Text) Reader() io.Reader { return io.NewSectionReader(t, 0, t.Size()) }
 
-// ReadAt reads len(p) bytes from the given offset of the text, as io.ReaderAt says. A file that
-// changed or vanished since Open is an ErrChanged that names it.
+// ReadAt reads len(p) bytes from the given offset of the text and implements io.ReaderAt. If a file
+// was changed or removed since Open, the error wraps ErrChanged and names the file.
 func (t *Text) ReadAt(p []byte, offset int64) (int, error) {
 	if offset < 0 {
 		return 0, fmt.Errorf("data: Text.ReadAt: the offset is %d, want at least 0", offset)
 	}
+
 	read := 0
 	first, _ := slices.BinarySearch(t.ends, offset+1)
 	for i := first; i < len(t.docs) && read < len(p); i++ {
@@ -97,15 +98,16 @@ func (t *Text) ReadAt(p []byte, offset int64) (int, error) {
 		}
 		read += n
 	}
+
 	if read < len(p) {
 		return read, io.EOF
 	}
 	return read, nil
 }
 
-// readDocument fills p from the given offset of the document's file. The file is opened for each
-// read: that costs some microseconds and leaves nothing to close, to run out of or to share between
-// goroutines.
+// readDocument fills p from the given offset of the document's file. It opens the file for every
+// read. That takes a few microseconds, and no file has to be closed later or shared between
+// goroutines, nor can the limit of open files be reached.
 func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	name := filepath.Join(t.root, filepath.FromSlash(d.name))
 	f, _, err := regular.Open(name)
@@ -115,6 +117,7 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	if err != nil {
 		return err
 	}
+
 	defer f.Close()
 	info, err := f.Stat()
 	if err != nil {
@@ -125,6 +128,7 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 			ErrChanged, name, d.fileSize, d.modified.Format(time.DateTime), info.Size(),
 			info.ModTime().Format(time.DateTime))
 	}
+
 	_, err = f.ReadAt(p, offset)
 	if err == io.EOF {
 		return fmt.Errorf("%w: %q was cut short", ErrChanged, name)
@@ -132,13 +136,13 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	return err
 }
 
-// sampleBlock is the size of the pieces that Sample puts together: twice gzip's window, so that
-// what a seam costs gzip is little.
+// sampleBlock is the size of the blocks of a Sample. It is twice the window of gzip, so that the
+// boundaries between blocks have little effect on gzip.
 const sampleBlock = 64 << 10
 
-// Sample returns the whole text when it has at most limit bytes, else limit bytes in 64 KiB blocks
-// spread evenly over it. The same text and limit give the same bytes, so that whatever is scored on
-// them is scored on the same ones.
+// Sample returns the whole text if it has at most limit bytes. Otherwise it returns limit bytes in
+// blocks of 64 KiB that are spread evenly over the text. The same text and limit always give the
+// same bytes, so that several methods can be scored on the same sample.
 func (t *Text) Sample(limit int) ([]byte, error) {
 	if t == nil {
 		return nil, errors.New("data: Text.Sample: the text is nil: Open finds some")
@@ -146,6 +150,7 @@ func (t *Text) Sample(limit int) ([]byte, error) {
 	if limit < 1 {
 		return nil, fmt.Errorf("data: Text.Sample: the limit is %d bytes, want at least 1", limit)
 	}
+
 	n := int(min(int64(limit), t.Size()))
 	sample := make([]byte, 0, n)
 	for at, size := range t.sampleBlocks(n) {
@@ -155,17 +160,19 @@ func (t *Text) Sample(limit int) ([]byte, error) {
 		}
 		sample = sample[:len(sample)+size]
 	}
+
 	return sample, nil
 }
 
-// sampleBlocks yields where the blocks of a sample of n bytes are in the text, and their sizes.
+// sampleBlocks yields the offsets and sizes in the text of the blocks of a sample of n bytes.
 func (t *Text) sampleBlocks(n int) iter.Seq2[int64, int] {
 	return func(yield func(at int64, size int) bool) {
 		blocks := (n + sampleBlock - 1) / sampleBlock
 		for i := range blocks {
 			lo, hi := i*sampleBlock, min((i+1)*sampleBlock, n)
-			// The gap before a block grows in proportion to its number, and the last block ends
-			// where the text ends.
+
+			// The gap before a block is proportional to its index, and the last block ends at the
+			// end of the text.
 			gap := int64(0)
 			if blocks > 1 {
 				gap = (t.Size() - int64(n)) * int64(i) / int64(blocks-1)
@@ -177,12 +184,14 @@ func (t *Text) sampleBlocks(n int) iter.Seq2[int64, int] {
 	}
 }
 
-// SampleDocuments returns what Sample does, cut where documents end and where text is left out.
+// SampleDocuments returns the bytes of [Text.Sample], divided where a document ends and where text
+// is skipped.
 func (t *Text) SampleDocuments(limit int) ([][]byte, error) {
 	sample, err := t.Sample(limit)
 	if err != nil {
 		return nil, err
 	}
+
 	var cuts []int
 	size, read := 0, int64(0) // of the blocks so far, and where in the text the last one ends
 	for at, n := range t.sampleBlocks(len(sample)) {
@@ -196,6 +205,7 @@ func (t *Text) SampleDocuments(limit int) ([][]byte, error) {
 		}
 		size += n
 	}
+
 	var documents [][]byte
 	start := 0
 	for _, cut := range append(cuts, size) {
@@ -204,5 +214,6 @@ func (t *Text) SampleDocuments(limit int) ([][]byte, error) {
 		}
 		start = cut
 	}
+
 	return documents, nil
 }

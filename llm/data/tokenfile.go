@@ -19,56 +19,59 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// A TokenFile is text that was encoded once and for all: token ids in a file, read where they are
-// asked for. It implements Tokens and may be read by several goroutines at once.
+// A TokenFile is an encoded text: a file of token ids that are read on demand. It implements Tokens
+// and is safe for concurrent use.
 //
 //	bytes 0 to 4095   "kasmina tokens 1\n", a line of JSON, "crc32c " and 8 hexadecimal digits for
 //	                  that line, and spaces
 //	from 4096 on      the ids, little-endian, of 2 bytes if the vocabulary has at most 65536
 //	                  entries, else of 4
 //
-// The line of JSON names text and tokenizer, so that a file of other text, or of text that has
-// changed since, is not used.
+// The line of JSON identifies the text and the tokenizer. A file is therefore not used for another
+// text, nor after the text has changed.
 type TokenFile struct {
 	f      *os.File
 	header tokenHeader
-	end    int // token that ends a document, -1 for none
+	end    int // token that ends a document, or -1 if there is none
 }
 
 type tokenHeader struct {
 	Tokenizer   string `json:"tokenizer"`
 	VocabSize   int    `json:"vocab_size"`
 	Fingerprint string `json:"fingerprint"` // of the text and its tokenizer
-	Width       int    `json:"width"`       // bytes of an id
-	Count       int64  `json:"count"`       // ids
+	Width       int    `json:"width"`       // bytes in an id
+	Count       int64  `json:"count"`       // number of ids
 	CRC         uint32 `json:"crc32c"`      // of all ids
 }
 
 const (
 	tokenMagic     = "kasmina tokens 1\n"
 	tokenDataStart = 4096
-	// portionSize is how much text is encoded at a time: enough to keep a core busy, little enough
-	// to have many.
+	// portionSize is the number of bytes of text that are encoded at a time. It is large enough to
+	// occupy a core and small enough that there are many portions.
 	portionSize = 1 << 20
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// newTokenHeader returns what the header of the text's tokens says before they are counted.
+// newTokenHeader returns the header of the tokens of the text, without their number and checksum.
 func newTokenHeader(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (tokenHeader, error) {
 	h := tokenHeader{Tokenizer: tok.Name(), VocabSize: tok.VocabSize(), Width: 4}
 	if h.VocabSize <= 1<<16 {
 		h.Width = 2
 	}
-	// Tokenize makes other tokens of the same text: it does not end documents.
+
+	// The prefix tells these tokens from those of Tokenize, which adds no token at the end of
+	// documents.
 	fingerprint, err := text.Fingerprint(ctx, nil)
 	h.Fingerprint = fingerprintOf("documents "+tok.Name(), fingerprint)
 	return h, err
 }
 
-// CacheTokens returns the text's tokens from the file at path. If there is none, or one of text
-// that has changed or of another tokenizer, it is written first, as WriteTokens does. A file that
-// holds something else, or is damaged, is an error: it is not overwritten.
+// CacheTokens returns the tokens of the text from the file at path. If there is no such file, or if
+// it belongs to another tokenizer or to a text that has changed, CacheTokens first writes it like
+// [WriteTokens]. It returns an error for a damaged file or a file of another kind, and does not
+// overwrite it.
 func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
 	progress func(bytes, of int64) error) (*TokenFile, error) {
 	t, err := OpenTokens(ctx, path, text, tok)
@@ -81,9 +84,9 @@ func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tok
 	return OpenTokens(ctx, path, text, tok)
 }
 
-// OpenTokens opens the file that WriteTokens wrote to path, and reads it once to check it. A file
-// made of other text (see [Text.Fingerprint]) or by another tokenizer is an ErrChanged. When the
-// context ends, so does the reading. Close it after use.
+// OpenTokens opens a file that [WriteTokens] wrote to path, and reads it once to check it. The
+// caller must close it. The error wraps ErrChanged if the file was made of another text (see
+// [Text.Fingerprint]) or with another tokenizer. OpenTokens returns an error if ctx ends.
 func OpenTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer) (
 	*TokenFile, error) {
 	if ctx == nil {
@@ -92,30 +95,37 @@ func OpenTokens(ctx context.Context, path string, text *Text, tok tokenizer.Toke
 	if text == nil || tok == nil {
 		return nil, errors.New("data: OpenTokens: text and tokenizer must not be nil")
 	}
+
 	f, size, err := regular.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("data: OpenTokens: %w", err)
 	}
+
 	want, err := newTokenHeader(ctx, text, tok)
 	if err != nil {
 		f.Close()
 		return nil, fmt.Errorf("data: OpenTokens: %w", err)
 	}
+
 	t := &TokenFile{f: f, end: -1}
 	if e, ok := tok.(tokenizer.DocumentEnder); ok {
 		t.end = e.EndOfDocument()
 	}
+
 	err = t.readHeader()
 	if err == nil {
 		err = t.header.check(want)
 	}
+
 	if err == nil {
 		err = t.verify(ctx, size)
 	}
+
 	if err != nil {
 		f.Close()
 		return nil, fmt.Errorf("data: OpenTokens: %s: %w", path, err)
 	}
+
 	return t, nil
 }
 
@@ -125,11 +135,13 @@ func (t *TokenFile) readHeader() error {
 	if err != nil && err != io.EOF && !errors.Is(err, io.ErrUnexpectedEOF) {
 		return err
 	}
+
 	rest, ok := bytes.CutPrefix(head[:n], []byte(tokenMagic))
 	if !ok {
 		return fmt.Errorf("it begins with %q, want %q: it holds no tokens, or in another "+
 			"version's format", head[:min(n, len(tokenMagic))], tokenMagic)
 	}
+
 	line, rest, _ := bytes.Cut(rest, []byte("\n"))
 	want := fmt.Sprintf("crc32c %08x\n", crc32.Checksum(line, castagnoli))
 	if n < tokenDataStart || !bytes.HasPrefix(rest, []byte(want)) {
@@ -141,7 +153,7 @@ func (t *TokenFile) readHeader() error {
 	return nil
 }
 
-// check compares the header with the one that the tokens of a text should have.
+// check compares the header with the expected one.
 func (h tokenHeader) check(want tokenHeader) error {
 	switch {
 	case h.Tokenizer != want.Tokenizer || h.VocabSize != want.VocabSize:
@@ -155,7 +167,7 @@ func (h tokenHeader) check(want tokenHeader) error {
 	return nil
 }
 
-// verify reads all ids and compares them with the header.
+// verify reads all ids and compares their number, range and checksum with the header.
 func (t *TokenFile) verify(ctx context.Context, size int64) error {
 	h := t.header
 	size -= tokenDataStart
@@ -163,6 +175,7 @@ func (t *TokenFile) verify(ctx context.Context, size int64) error {
 		return fmt.Errorf("it is damaged: %d bytes of ids, want %d ids of %d bytes", size, h.Count,
 			h.Width)
 	}
+
 	var sum uint32
 	raw := make([]byte, min(portionSize, size))
 	ids := make([]int, len(raw)/h.Width)
@@ -170,10 +183,12 @@ func (t *TokenFile) verify(ctx context.Context, size int64) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
+
 		n := int(min(int64(len(ids)), h.Count-at))
 		if err := t.read(ids[:n], raw[:n*h.Width], at); err != nil {
 			return err
 		}
+
 		sum = crc32.Update(sum, castagnoli, raw[:n*h.Width])
 		for i, id := range ids[:n] {
 			if id >= h.VocabSize {
@@ -183,13 +198,14 @@ func (t *TokenFile) verify(ctx context.Context, size int64) error {
 		}
 		at += int64(n)
 	}
+
 	if sum != h.CRC {
 		return fmt.Errorf("it is damaged: the checksum of the ids is %08x, want %08x", sum, h.CRC)
 	}
 	return nil
 }
 
-// read fills ids with the tokens from the given offset on; raw has room for their bytes.
+// read fills ids with the tokens starting at offset. raw is memory for their bytes.
 func (t *TokenFile) read(ids []int, raw []byte, offset int64) error {
 	if _, err := t.f.ReadAt(raw, tokenDataStart+offset*int64(t.header.Width)); err != nil {
 		return err
@@ -207,7 +223,8 @@ func (t *TokenFile) read(ids []int, raw []byte, offset int64) error {
 // Len returns the number of tokens.
 func (t *TokenFile) Len() int64 { return t.header.Count }
 
-// ReadTokens fills dst with the tokens from the given offset on.
+// ReadTokens fills dst with the tokens starting at offset. It returns an error if they are not all
+// in the file.
 func (t *TokenFile) ReadTokens(dst []int, offset int64) error {
 	if offset < 0 || offset > t.Len()-int64(len(dst)) {
 		return fmt.Errorf("data: TokenFile.ReadTokens: tokens %d to %d of %d: %w", offset,
@@ -235,14 +252,16 @@ func (t *TokenFile) EndOfDocument() int { return t.end }
 func (t *TokenFile) Close() error { return t.f.Close() }
 
 // WriteTokens encodes the text on all cores and writes its tokens to the file at path, which it
-// replaces in one step. A process that is killed leaves the old file or the new one. Folders that
-// path needs are made. Documents are encoded one by one, in portions of up to 1 MiB that end after
-// a newline where there is one. If the tokenizer is a BPE, or has a method EndOfDocument() int as a
-// BPE has, that token follows each. The same text and tokenizer give the same file on any number of
-// cores. Memory for some portions is all that it takes.
+// replaces atomically: if the process is killed, path still has the old file or already the new
+// one. It creates missing folders of path.
 //
-// If it is not nil, the function progress is called with the bytes of the text that are encoded and
-// those there are. An error of it ends the work, and so does the context.
+// Documents are encoded separately, in portions of up to 1 MiB that end after a newline if they
+// contain one. If the tokenizer is a BPE or has a method EndOfDocument() int, the token for the end
+// of a document follows each document. The same text and tokenizer give the same file on any number
+// of cores. WriteTokens only needs memory for several portions.
+//
+// If progress is not nil, it is called with the number of bytes encoded so far and the total. An
+// error of progress ends the work, and so does the end of ctx.
 func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
 	progress func(bytes, of int64) error) error {
 	if ctx == nil {
@@ -251,21 +270,26 @@ func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tok
 	if text == nil || tok == nil {
 		return errors.New("data: WriteTokens: text and tokenizer must not be nil")
 	}
+
 	header, err := newTokenHeader(ctx, text, tok)
 	if err != nil {
 		return fmt.Errorf("data: WriteTokens: %w", err)
 	}
+
 	err = atomicfile.WriteMkdir(path, func(f *os.File) error {
-		// Count and checksum are known last, so the header goes in last, over the hole left for it.
+		// The number and the checksum of the ids are known last. The header is therefore written
+		// last, into the space left for it.
 		if _, err := f.Seek(tokenDataStart, io.SeekStart); err != nil {
 			return err
 		}
+
 		w := bufio.NewWriterSize(f, portionSize)
 		var done int64
 		err := encodeDocuments(text, tok, header.Width, func(p portion) error {
 			if ctx.Err() != nil {
 				return context.Cause(ctx)
 			}
+
 			header.Count += int64(len(p.ids) / header.Width)
 			header.CRC = crc32.Update(header.CRC, castagnoli, p.ids)
 			if _, err := w.Write(p.ids); err != nil {
@@ -276,12 +300,14 @@ func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tok
 			}
 			return nil
 		})
+
 		if err != nil {
 			return err
 		}
 		if err := w.Flush(); err != nil {
 			return err
 		}
+
 		head, err := header.encode()
 		if err != nil {
 			return err
@@ -289,13 +315,14 @@ func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tok
 		_, err = f.WriteAt(head, 0)
 		return err
 	})
+
 	if err != nil {
 		return fmt.Errorf("data: WriteTokens: %w", err)
 	}
 	return nil
 }
 
-// encode returns the first bytes of the file.
+// encode returns the header as the first 4096 bytes of the file.
 func (h tokenHeader) encode() ([]byte, error) {
 	line, err := json.Marshal(h)
 	if err != nil {
@@ -310,17 +337,17 @@ func (h tokenHeader) encode() ([]byte, error) {
 	return append(head, bytes.Repeat([]byte(" "), tokenDataStart-len(head))...), nil
 }
 
-// A portion is a piece of a document and its ids as they stand in the file.
+// A portion is a piece of a document and its encoded ids.
 type portion struct {
 	text []byte
-	last bool // of its document
-	ids  []byte
+	last bool   // of the document
+	ids  []byte // as stored in the file
 	err  error
 }
 
-// encodeDocuments calls write for the text's portions in order, while others are being encoded. The
-// queue holds a channel for each portion that was begun, and has room for as many as there are
-// cores.
+// encodeDocuments calls write for the portions of the text in order, while later portions are being
+// encoded. The queue contains a channel for each portion in progress and has room for as many as
+// there are cores.
 func encodeDocuments(text *Text, tok tokenizer.Tokenizer, width int,
 	write func(portion) error) error {
 	queue := make(chan chan portion, runtime.GOMAXPROCS(0))
@@ -329,7 +356,7 @@ func encodeDocuments(text *Text, tok tokenizer.Tokenizer, width int,
 	go func() {
 		defer close(queue)
 		eachPortion(text, func(p portion) bool {
-			result := make(chan portion, 1) // has room, so that nobody need wait for it
+			result := make(chan portion, 1) // buffered, so that the goroutine never waits
 			go func() {
 				p.encode(tok, width)
 				result <- p
@@ -351,11 +378,12 @@ func encodeDocuments(text *Text, tok tokenizer.Tokenizer, width int,
 			return err
 		}
 	}
+
 	return nil
 }
 
 // eachPortion calls f for the portions of the text until f returns false or the text cannot be
-// read. Then the last portion has the error.
+// read. In the latter case the last portion contains the error.
 func eachPortion(text *Text, f func(portion) bool) {
 	for i, end := range text.ends {
 		for at := end - text.docs[i].size; at < end; {
@@ -374,15 +402,17 @@ func eachPortion(text *Text, f func(portion) bool) {
 	}
 }
 
-// encode sets the portion's ids.
+// encode encodes the text of the portion and sets its ids or its error.
 func (p *portion) encode(tok tokenizer.Tokenizer, width int) {
 	if p.err != nil {
 		return
 	}
+
 	ids := tok.Encode(p.text)
 	if e, ok := tok.(tokenizer.DocumentEnder); ok && p.last && e.EndOfDocument() >= 0 {
 		ids = append(ids, e.EndOfDocument())
 	}
+
 	p.ids = make([]byte, 0, len(ids)*width)
 	for _, id := range ids {
 		if err := checkID(id, tok.VocabSize()); err != nil {

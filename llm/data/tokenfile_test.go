@@ -109,6 +109,7 @@ func TestTokenFileHoldsTheTextsTokens(t *testing.T) {
 					want = append(want, bpe.EndOfDocument())
 				}
 			}
+
 			f := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, tok)
 			if got := allTokens(t, f); !slices.Equal(got, want) {
 				t.Fatalf("%d tokens, want %d, or others", len(got), len(want))
@@ -116,6 +117,7 @@ func TestTokenFileHoldsTheTextsTokens(t *testing.T) {
 			if f.Tokenizer() != tok.Name() || f.VocabSize() != tok.VocabSize() {
 				t.Errorf("the tokens are of %s with %d ids", f.Tokenizer(), f.VocabSize())
 			}
+
 			r := texttest.Rand(t)
 			for range 20 {
 				at := r.IntN(len(want))
@@ -125,6 +127,7 @@ func TestTokenFileHoldsTheTextsTokens(t *testing.T) {
 					t.Fatalf("tokens %d to %d are others, or %v", at, at+len(part), err)
 				}
 			}
+
 			if back, err := tok.Decode(want); err == nil && !bytes.Equal(back, raw) {
 				t.Error("the text does not come back")
 			}
@@ -157,6 +160,7 @@ func TestTokenFileIsTheSameOnAnyNumberOfCores(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	if !bytes.Equal(files[0], files[1]) {
 		t.Error("five cores wrote another file than one")
 	}
@@ -175,6 +179,7 @@ func TestTokenFileFeedsALoader(t *testing.T) {
 	if a, b := mustNext(t, first), mustNext(t, second); !slices.Equal(a.Inputs, b.Inputs) {
 		t.Error("resumed with another batch")
 	}
+
 	// Tokenize does not end documents, so that its tokens are others.
 	tokens, err := Tokenize(t.Context(), text, bpe)
 	if err != nil {
@@ -194,6 +199,7 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 		fs.ErrNotExist) {
 		t.Fatalf("no file: %v", err)
 	}
+
 	mustCache(t, path, text, tokenizer.Bytes{}).Close() // Windows does not replace open files
 	name := func(d document) string { return filepath.Join(dir, filepath.FromSlash(d.name)) }
 	remove := func() error { return os.Remove(name(text.docs[1])) }
@@ -216,16 +222,19 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 		if err := c.change(); err != nil {
 			t.Fatal(err)
 		}
+
 		text := mustOpen(t, dir).Train
 		if _, err := OpenTokens(t.Context(), path, text, wide{}); !errors.Is(err, ErrChanged) ||
 			!strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v, want %q", c.name, err, c.want)
 		}
+
 		f := mustCache(t, path, text, wide{})
 		want, err := newTokenHeader(t.Context(), text, wide{})
 		if err != nil || f.Fingerprint() != want.Fingerprint || f.Len() == 0 {
 			t.Errorf("%s: the tokens were not made anew", c.name)
 		}
+
 		called := false
 		f.Close()
 		again, err := CacheTokens(t.Context(), path, text, wide{}, func(int64,
@@ -257,6 +266,7 @@ func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 			"[0, 16777216)") {
 		t.Errorf("an id outside the vocabulary: %v", err)
 	}
+
 	last := text.docs[len(text.docs)-1]
 	if err := os.Chtimes(filepath.Join(dir, filepath.FromSlash(last.name)), time.Time{},
 		time.Unix(1e9, 0)); err != nil {
@@ -294,6 +304,7 @@ func TestOpenTokensErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	flipped := func(at int) []byte {
 		b := bytes.Clone(file)
 		b[at] ^= 1 << r.IntN(8)
@@ -306,6 +317,7 @@ func TestOpenTokensErrors(t *testing.T) {
 		change(&h)
 		return tokenFile(t, h, ids)
 	}
+
 	line := bytes.IndexByte(file[len(tokenMagic):], '\n') + len(tokenMagic)
 	for _, c := range []struct {
 		name string
@@ -349,10 +361,12 @@ func TestOpenTokensErrors(t *testing.T) {
 			t.Errorf("%s: the file was overwritten, or %v", c.name, err)
 		}
 	}
+
 	if _, err := (tokenHeader{Tokenizer: strings.Repeat("x",
 		tokenDataStart)}).encode(); err == nil {
 		t.Error("a name that does not fit the header is no error")
 	}
+
 	for _, err := range []error{
 		WriteTokens(t.Context(), path, nil, wide{}, nil),
 		WriteTokens(t.Context(), path, text, nil, nil),
@@ -361,6 +375,7 @@ func TestOpenTokensErrors(t *testing.T) {
 			t.Errorf("nil: %v", err)
 		}
 	}
+
 	if _, err := OpenTokens(t.Context(), path, nil, nil); err == nil ||
 		!strings.Contains(err.Error(), "must not be nil") {
 		t.Errorf("nil: %v", err)
@@ -384,6 +399,7 @@ func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
 			t.Errorf("%d tokens from %d: %v", c.length, c.offset, err)
 		}
 	}
+
 	f.Close()
 	if err := f.ReadTokens(make([]int, 1), 0); !errors.Is(err, os.ErrClosed) {
 		t.Errorf("after Close: %v", err)
@@ -399,6 +415,7 @@ func FuzzOpenTokens(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
+
 	h.Count, h.CRC = 2, crc32.Checksum([]byte{1, 0, 2, 0}, castagnoli)
 	file := tokenFile(f, h, []byte{1, 0, 2, 0})
 	f.Add(file, false)
@@ -415,9 +432,11 @@ func FuzzOpenTokens(f *testing.F) {
 			file = append(head,
 				ids[min(len(ids), max(0, tokenDataStart-len(tokenMagic)-len(line)-1)):]...)
 		}
+
 		if err := os.WriteFile(path, file, 0o666); err != nil {
 			t.Fatal(err)
 		}
+
 		var tokens *TokenFile
 		var err error
 		bounded.Run(t, int64(len(file)), func() {
@@ -427,6 +446,7 @@ func FuzzOpenTokens(f *testing.F) {
 		if err != nil {
 			return
 		}
+
 		defer tokens.Close()
 		for i, id := range allTokens(t, tokens) {
 			if id != int(binary.LittleEndian.Uint16(file[tokenDataStart+2*i:])) || id > 255 {

@@ -12,26 +12,30 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// Tokens is text as token ids that can be read anywhere, which is all that a Loader asks of its
-// data. The ids lie inside the vocabulary of the tokenizer that made them. Where one of them ends
-// each document, a method EndOfDocument() int says which. All methods may be called at the same
-// time: a Loader reads beside its caller.
+// Tokens is a text as token ids that can be read from any offset. A Loader needs nothing else from
+// its data. The ids are within the vocabulary of the tokenizer that made them. If a token ends each
+// document, an optional method EndOfDocument() int returns it. Methods may be called concurrently,
+// because a Loader reads in the background.
 type Tokens interface {
 	Len() int64
 	// Tokenizer returns the name of the tokenizer, and VocabSize the size of its vocabulary.
 	Tokenizer() string
 	VocabSize() int
-	// ReadTokens fills dst with the tokens from the given offset on.
+	// ReadTokens fills dst with the tokens starting at offset.
 	ReadTokens(dst []int, offset int64) error
-	// Fingerprint identifies the text and its tokenizer, so that a run is not resumed on other
+	// Fingerprint identifies the text and its tokenizer, so that a run cannot be resumed with other
 	// data.
 	Fingerprint() string
 }
 
-// Tokenize returns a text's tokens. With a tokenizer.Bytes they are read from the text's files when
-// asked for. Any other tokenizer encodes the whole text now, in pieces of up to 1 MiB that end
-// after a newline where there is one. Its tokens are kept in memory at four bytes each. It takes
-// the text's fingerprint, which after [Text.Fingerprint] is known. The context ends the work.
+// Tokenize returns the tokens of a text. With a tokenizer.Bytes they are read from the files of the
+// text on demand. Any other tokenizer encodes the whole text at once, in pieces of up to 1 MiB that
+// end after a newline if they contain one. The tokens are then kept in memory, with four bytes
+// each.
+//
+// Tokenize needs the fingerprint of the text, which takes a pass over it unless [Text.Fingerprint]
+// has computed it before. It returns an error if the text cannot be read, if the tokenizer makes an
+// id outside its vocabulary, or if ctx ends.
 func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("data: Tokenize: %w", errNoContext)
@@ -39,6 +43,7 @@ func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens,
 	if text == nil || tok == nil {
 		return nil, fmt.Errorf("data: Tokenize: text and tokenizer must not be nil")
 	}
+
 	fingerprint, err := text.Fingerprint(ctx, nil)
 	if err != nil {
 		return nil, fmt.Errorf("data: Tokenize: %w", err)
@@ -46,6 +51,7 @@ func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens,
 	if _, ok := tok.(tokenizer.Bytes); ok {
 		return byteTokens{text: text, fingerprint: fingerprint}, nil
 	}
+
 	t := &memoryTokens{tokenizer: tok.Name(), vocabSize: tok.VocabSize(),
 		fingerprint: fingerprintOf(tok.Name(), fingerprint)}
 	piece := make([]byte, 1<<20)
@@ -53,26 +59,32 @@ func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens,
 		if ctx.Err() != nil {
 			return nil, fmt.Errorf("data: Tokenize: %w", context.Cause(ctx))
 		}
+
 		n := int(min(int64(len(piece)), text.Size()-offset))
 		if _, err := text.ReadAt(piece[:n], offset); err != nil {
 			return nil, fmt.Errorf("data: Tokenize: %w", err)
 		}
+
 		if newline := bytes.LastIndexByte(piece[:n], '\n'); newline >= 0 &&
 			offset+int64(n) < text.Size() {
 			n = newline + 1
 		}
+
 		for _, id := range tok.Encode(piece[:n]) {
 			if err := checkID(id, tok.VocabSize()); err != nil {
 				return nil, fmt.Errorf("data: Tokenize: tokenizer %s made %w", tok.Name(), err)
 			}
 			t.ids = append(t.ids, uint32(id))
 		}
+
 		offset += int64(n)
 	}
+
 	return t, nil
 }
 
-// fingerprintOf stands for tokens by how they are made and the fingerprint of their text.
+// fingerprintOf returns the fingerprint of tokens from the way they are made and the fingerprint of
+// their text.
 func fingerprintOf(how, text string) string {
 	return fmt.Sprintf("%x", sha256.Sum256(fmt.Appendf(nil, "%s %s", how, text)))
 }
@@ -84,7 +96,7 @@ func checkID(id, vocabSize int) error {
 	return nil
 }
 
-// byteTokens are the tokens of a tokenizer.Bytes.
+// byteTokens are the tokens that a tokenizer.Bytes makes.
 type byteTokens struct {
 	tokenizer.Bytes
 	text        *Text
@@ -106,7 +118,7 @@ func (b byteTokens) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
-// starts is documentStarts.
+// starts implements documentStarts.
 func (b byteTokens) starts(starts, _ []int, offset int64) {
 	next, _ := slices.BinarySearch(b.text.ends, offset+1)
 	start := 0
