@@ -243,7 +243,7 @@
         td.className = 'name';
         td.append(show);
       } else if (column.name === 'done') {
-        td.textContent = percent(value);
+        td.textContent = Math.floor(100 * value) + ' %'; // as in the header
       } else {
         td.textContent = column.text ? column.text(run) : column.numeric ? number(value) : value;
       }

@@ -61,6 +61,16 @@ func TestLogAgrees(t *testing.T) {
 	require.InDelta(t, float64(s.FLOPs)/7e10, float64(s.CeilingShare), 1e-9)
 }
 
+// TestForeignLines checks that JSON which does not come from a log is ignored.
+func TestForeignLines(t *testing.T) {
+	r := NewRun("0", "run", nil)
+	params := 99
+	r.Read(runlog.Record{Step: 7, Params: &params})
+	require.Equal(t, "waiting", r.Status().State)
+	require.Zero(t, r.Status().Step)
+	require.Zero(t, r.Status().Params)
+}
+
 // TestGroups checks that events which differ only in their seed are one group, although the events of
 // each seed are recorded together.
 func TestGroups(t *testing.T) {

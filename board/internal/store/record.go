@@ -60,6 +60,10 @@ func (r *Run) Read(l runlog.Record) {
 }
 
 func (r *Run) read(l runlog.Record) {
+	if l.Event == "" { // a line of some other file
+		return
+	}
+
 	a := &r.run
 	a.Step = l.Step
 	if len(l.Lattices) > 0 && len(l.Lattices) <= maxLayers {
