@@ -129,12 +129,12 @@ func (t *Trainer) settle(err error, granting bool) error {
 		own = t.takeRequests()
 	}
 	exchange := func(commands [][]state.Command) ([][]state.Command, int, error) {
-		asked, err := ranks.Settle(e, err, commands, plain(own))
+		asked, err := ranks.Settle(e, err, commands, portable(own))
 		if err != nil {
 			refuse(own, err)
 			return nil, 0, err
 		}
-		err = t.grantAll(asked.Requests, own, asked.OwnRequests)
+		err = t.grantAll(requestsOf(asked.Requests), own, asked.OwnRequests)
 		return asked.Commands, asked.OwnCommands, err
 	}
 
@@ -196,7 +196,7 @@ func (t *Trainer) compare() error {
 		return nil
 	}
 	err := model.Pull(t.Model)
-	own := ranks.Stand{Step: t.last.Step, Steps: t.Config.Steps, Settings: t.settings(),
+	own := ranks.Stand[Config]{Step: t.last.Step, Steps: t.Config.Steps, Settings: t.settings(),
 		Loader: t.Loader.State(),
 		Config: t.Model.Config, Lattices: t.Model.Kasmina.Digest(),
 		Documents: t.Loader.KnowsDocuments()}
@@ -222,4 +222,22 @@ func (t *Trainer) compare() error {
 // spentTime is what a step has taken, by the clock of rank 0.
 func (t *Trainer) spentTime(began time.Time) (time.Duration, error) {
 	return shared(t, "time", time.Since(began))
+}
+
+// portable returns requests in the form in which ranks exchange them.
+func portable(requests []pendingRequest) []ranks.Request {
+	all := make([]ranks.Request, len(requests))
+	for i, r := range requests {
+		all[i] = ranks.Request(r.Request)
+	}
+	return all
+}
+
+// requestsOf returns requests that ranks have exchanged.
+func requestsOf(exchanged []ranks.Request) []Request {
+	all := make([]Request, len(exchanged))
+	for i, r := range exchanged {
+		all[i] = Request(r)
+	}
+	return all
 }

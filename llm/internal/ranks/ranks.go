@@ -11,9 +11,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/event"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -141,25 +139,32 @@ func Between(e Ranks, err, wish error) (stop, _ error) {
 	return nil, nil
 }
 
+// A Request is something that somebody has asked of a rank. It has the fields of llm.Request.
+type Request struct {
+	Commands []state.Command `json:"commands,omitempty"`
+	Save     bool            `json:"save,omitempty"`
+	Note     string          `json:"note,omitempty"`
+}
+
 // settled is the message that a rank sends at the end of a step: why the step has failed, or what
 // others have asked of the rank.
 type settled struct {
 	Err      string
 	Commands [][]state.Command
-	Requests []event.Request
+	Requests []Request
 }
 
 // Asked holds what was asked of all ranks, in the order of ranks.
 type Asked struct {
 	Commands [][]state.Command
-	Requests []event.Request
+	Requests []Request
 
 	OwnCommands, OwnRequests int // indices of the first entries of this rank
 }
 
 // Settle exchanges what was asked of each rank, or the error of a rank.
 func Settle(e Ranks, err error, commands [][]state.Command,
-	requests []event.Request) (asked Asked, _ error) {
+	requests []Request) (asked Asked, _ error) {
 	own := settled{TextOf(err), portable(commands), portableRequests(requests)}
 	all, failed := Swap(e, "commands", own)
 
@@ -189,7 +194,7 @@ func portable(own [][]state.Command) [][]state.Command {
 }
 
 // portableRequests returns requests as other ranks can read them; see portable.
-func portableRequests(own []event.Request) []event.Request {
+func portableRequests(own []Request) []Request {
 	own = slices.Clone(own)
 	for i := range own {
 		own[i].Commands = portable([][]state.Command{own[i].Commands})[0]
@@ -197,19 +202,20 @@ func portableRequests(own []event.Request) []event.Request {
 	return own
 }
 
-// Stand is what ranks must have in common when a run begins.
-type Stand struct {
+// Stand holds what ranks must have in common when a run starts. C is the type of the model's
+// configuration.
+type Stand[C any] struct {
 	Step, Steps int
 	Settings    *settings.Settings
 	Loader      data.LoaderState
-	Config      arch.Config
+	Config      C
 	Lattices    uint32
 	Params      uint32
 	Documents   bool
 }
 
-// Differences names what is other there.
-func (here Stand) Differences(there Stand) []string {
+// Differences names everything in which the other rank differs.
+func (here Stand[C]) Differences(there Stand[C]) []string {
 	diff := settings.Fields(here.Config, there.Config)
 	diff = append(diff, here.Settings.DifferencesOfRanks(*there.Settings)...)
 	for _, d := range []struct {
