@@ -14,7 +14,6 @@ import (
 	"github.com/kasmina-go/kasmina/board/internal/store"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -27,7 +26,7 @@ const judged = "34 epochs have not brought what FineTuning asks for: the loss is
 func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 	t.Helper()
 	r := texttest.Rand(t)
-	c := arch.Config{Layers: blocks, Kasmina: []int{0, 1, 2, 3}, Streams: []int{1, 3}, Depth: 2}
+	c := llm.Config{Layers: blocks, Kasmina: []int{0, 1, 2, 3}, Streams: []int{1, 3}, Depth: 2}
 	c.Weights = c.WeightSites("q", "k", "v", "o", "gate", "up", "down")
 	e := llm.Event{Kind: llm.RunStart, Steps: 1000, StepTokens: 4096, ValLoss: math.NaN(),
 		ValBPB: math.NaN(), Params: 123_600_000, Lattices: c.Lattices()}

@@ -38,7 +38,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 	"github.com/kasmina-go/kasmina/llm"
-	llmgraph "github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -907,7 +906,7 @@ func valueless(t *testing.T, m *llm.Model, kind llm.GraphKind, p Precision) (*ll
 	func(*gorgonia.Node, func([]byte, Precision) error) error) {
 	g, err := m.Graph(kind, 1)
 	require.NoError(t, err)
-	bare, err := llmgraph.Build(llmgraph.Outline(m.Config), kind, 1)
+	bare, err := llm.BuildGraph(llm.Outline(m.Config), kind, 1)
 	require.NoError(t, err)
 	values := map[string][]float32{}
 	for i, n := range g.Params {
@@ -1036,15 +1035,15 @@ func TestDecoding(t *testing.T) {
 				Traits: traits}
 			m, err := llm.NewModel(c.Default(), tensor.Float32, 1)
 			require.NoError(t, err)
-			decode := func(make func(*llmgraph.Graph) (llmgraph.Machine, error)) *llmgraph.Decoding {
-				d, err := llmgraph.NewDecoding(m.Parts(), make)
+			decode := func(make func(*llm.Graph) (llm.Machine, error)) *llm.Decoding {
+				d, err := llm.NewDecoding(m.Parts(), make)
 				require.NoError(t, err)
 				t.Cleanup(func() { require.NoError(t, d.Close()) })
 				return d
 			}
 			var attention *Machine
 			var cached *gorgonia.Node
-			onGPU := decode(func(g *llmgraph.Graph) (llmgraph.Machine, error) {
+			onGPU := decode(func(g *llm.Graph) (llm.Machine, error) {
 				made, err := NewMachine(device, g.G, WithStrict(),
 					WithParams(g.Params...), WithOutputs(g.Outputs()...))
 				if err == nil && g.Position != nil {
@@ -1090,7 +1089,7 @@ func TestKeepOfKept(t *testing.T) {
 	var attentions []*Machine
 	var cached gorgonia.Nodes
 	for range 2 {
-		d, err := llmgraph.NewDecoding(m.Parts(), func(g *llmgraph.Graph) (llmgraph.Machine, error) {
+		d, err := llm.NewDecoding(m.Parts(), func(g *llm.Graph) (llm.Machine, error) {
 			made, err := NewMachine(device, g.G, WithParams(g.Params...), WithOutputs(g.Outputs()...))
 			if err == nil && g.Position != nil {
 				attentions = append(attentions, made)

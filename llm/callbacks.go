@@ -1,76 +1,96 @@
 package llm
 
 import (
-	"context"
-	"io"
-	"sync"
-	"time"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"syscall"
 
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
-	"github.com/kasmina-go/kasmina/llm/callback"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/engine"
-	"github.com/kasmina-go/kasmina/llm/infer"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
-	"github.com/kasmina-go/kasmina/state"
 )
 
-// Callbacks are in package callback.
-type (
-	// An EvaluateOption changes what Evaluate does.
-	EvaluateOption = callback.EvaluateOption
-	// A CheckpointOption changes what Checkpoint does.
-	CheckpointOption = callback.CheckpointOption
-)
+// WriteFunc writes a checkpoint.
+type writeFunc = func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
 
-// ErrFolderInUse is wrapped by the error of an output folder that another program has claimed.
-var ErrFolderInUse = callback.ErrFolderInUse
+// unlessStopped drops an error that only says that the run's context has ended. All callbacks have
+// to see a step's end before the run is interrupted, those that change the model before the one
+// that saves it.
+func unlessStopped(t *Trainer, err error) error {
+	if stopped := t.stopped(); stopped != nil && errors.Is(err, stopped) {
+		return nil
+	}
+	return err
+}
+
+// due reports whether a callback that acts every so many steps, and after the last one, should act
+// on this event.
+func due(e Event, every int) bool {
+	return e.Kind == Complete || e.Kind == StepEnd && (e.Last || every > 0 &&
+		e.Step%every == 0)
+}
+
+// refuse returns the callback of arguments that no run can use: it ends the run with an error
+// before the first step.
+func refusing(format string, args ...any) Callback {
+	err := fmt.Errorf("llm: "+format, args...)
+	return func(e Event) error {
+		if e.Kind == RunStart {
+			return err
+		}
+		return nil
+	}
+}
+
+// An EvaluateOption changes what Evaluate does.
+type EvaluateOption func(*evaluateConfig)
+
+type evaluateConfig struct{ quick *data.Evaluation }
 
 // WithQuick scores another text, such as a part of the held-out text, before the last step.
 func WithQuick(text *data.Evaluation) EvaluateOption {
-	return callback.WithQuick(text)
+	return func(c *evaluateConfig) { c.quick = text }
 }
 
 // Evaluate scores the held-out text every so many steps (0 for never) and at the last step, and
 // tells the callbacks. Of a run whose context ends it scores nothing more.
 func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOption) Callback {
-	return callback.Evaluate(access{t}, text, every, opts...)
+	c := evaluateConfig{quick: text}
+	for _, opt := range opts {
+		if opt == nil {
+			return refusing("Evaluate: an option is nil")
+		}
+		opt(&c)
+	}
+	if t.made() != nil {
+		return refusing("Evaluate: %w", t.made())
+	}
+	for _, text := range []*data.Evaluation{text, c.quick} {
+		if err := t.canScore(text); err != nil {
+			return refusing("Evaluate: %w", err)
+		}
+	}
+	return func(e Event) error {
+		if !due(e, every) {
+			return nil
+		}
+		scored := text
+		if !e.Last {
+			scored = c.quick
+		}
+		loss, bpb, err := t.Evaluate(scored)
+		if err != nil {
+			return unlessStopped(t, err)
+		}
+		t.note(func(e *Event) { e.ValLoss, e.ValBPB = loss, bpb })
+		return t.emit(EvalEnd, nil)
+	}
 }
-
-// InBackground writes a checkpoint while the run goes on, if there is a step to come. It writes
-// from a copy of everything in it that takes memory until the file is complete. Its Saved event has
-// the step that was saved, and comes after a later one.
-func InBackground() CheckpointOption {
-	return callback.InBackground()
-}
-
-// InParts lets several ranks write a checkpoint together, a file each: see [Trainer.SaveParts]. The
-// run waits for them, InBackground or not.
-func InParts() CheckpointOption {
-	return callback.InParts()
-}
-
-// OptimizerApart writes the optimiser's moments to a file of their own: see [Trainer.SaveApart].
-func OptimizerApart() CheckpointOption {
-	return callback.OptimizerApart()
-}
-
-// Checkpoint saves everything needed to go on to the file at path. It does so every so many steps
-// (0 for never), at the last step, and when the run is interrupted. After a callback or a step has
-// failed it tries to save the last step, unless that is ErrDiverged. Then the file's old contents
-// are better. The file is replaced as a whole: there is always a complete one. Folders that it
-// needs are made. A place where it cannot be written ends the run before its first step, and so
-// does a folder that another program has claimed. It is claimed for the run, as by [ClaimFolder].
-func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
-	return callback.Checkpoint(access{t}, path, every, opts...)
-}
-
-// MergeAtEnd has the blueprints which learn fully blended in, as those of control.Adapters do,
-// fossilized behind the last step of a run. As the run ends they become a part of the model. Let it
-// stand before callbacks that save.
-func MergeAtEnd(t *Trainer) Callback { return callback.MergeAtEnd(access{t}) }
 
 // SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last
 // step, and tells the callbacks. It writes the text of the latest sample to the file at path, whose
@@ -80,205 +100,81 @@ func MergeAtEnd(t *Trainer) Callback { return callback.MergeAtEnd(access{t}) }
 // used end the run before its first step, and so does a place where the file cannot be written.
 func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config,
 	path string, every int) Callback {
-	return callback.SampleText(access{t}, tok, prompt, n, c, path, every)
-}
-
-// ClaimFolder makes an output folder, which must exist, this program's until release is called or
-// the program ends. So no two programs write one run's files: to all others it is an
-// ErrFolderInUse. Within the program any number of callers may claim it, from any goroutine, and it
-// is the program's until all have released it. A run with a [Checkpoint] claims its folder by
-// itself; a program that reads or writes there before the run claims it first.
-//
-// It works on Linux, macOS, the BSDs and Windows. Where the system or the file system cannot lock,
-// it is an errors.ErrUnsupported, and a Checkpoint goes on without.
-func ClaimFolder(dir string) (release func() error, err error) {
-	return callback.ClaimFolder(dir)
-}
-
-// Monitor tells the callbacks what the ops of the trainer's engine take, as a Profiled event. It
-// does so every so many steps (0 for never) and after the last one. At the end of the run it prints
-// them as a table. It does nothing for an engine that is no [Profiler] or has timed nothing.
-// Engines on CPU and GPU want the option WithMonitor of cpuops and cudaops.
-func Monitor(t *Trainer, w io.Writer, every int) Callback {
-	return callback.Monitor(access{t}, w, every)
-}
-
-// Ceilings measures, behind the first step of a run, what the engine's device reaches at best, and
-// tells the callbacks of it: see [Measured]. Of several ranks the devices count as alike. It does
-// nothing for an engine that is no [Measurer].
-func Ceilings(t *Trainer) Callback {
-	return callback.Ceilings(access{t})
-}
-
-// ProfileStep profiles a step of the run. It begins when that many steps have been made (at least
-// 1), which load kernels and warm the GPU up. It writes the trace (see [Profile.WriteTrace]) to the
-// file at path, whose folders it makes, and prints a summary. The trainer's engine must be a
-// [Tracer]. Of a run that ends before, it writes nothing and says so.
-func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
-	return callback.ProfileStep(access{t}, w, path, after)
-}
-
-// Scrub verifies the checksums of all seeds when a run begins, and then once every period while it
-// goes on. What it finds it writes to w, a line for each layer or part of a large one, and tells
-// the callbacks of (Corrupted). Both happen behind the next step and once. It changes nothing: a
-// corrupt seed ends the run with state.ErrCorrupt when the epoch does, unless the lattices are made
-// with [state.WithQuarantine].
-func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
-	return callback.Scrub(access{t}, w, period)
-}
-
-// access is the view of a trainer that callbacks have.
-type access struct{ *Trainer }
-
-func (a access) Made() error                              { return a.made() }
-func (a access) Model() *Model                            { return a.Trainer.Model }
-func (a access) Note(set func(*Event))                    { a.note(set) }
-func (a access) Emit(k EventKind, set func(*Event)) error { return a.emit(k, set) }
-func (a access) InTurn(f func() error) error              { return a.inTurn(f) }
-func (a access) Context() context.Context                 { return a.context() }
-func (a access) Stopped() error                           { return a.stopped() }
-func (a access) Decoder() (infer.Logits, error)           { return a.decoder() }
-func (a access) Saves() int                               { return a.saves() }
-
-func (a access) OpTimes(p engine.Profiler) ([]OpTime, error) { return a.opTimes(p) }
-
-// The engine and the configuration are read in the model's turn, since a Resume on another goroutine
-// may replace them.
-
-func (a access) Engine() Engine {
-	defer model.Take(a.Trainer.Model)()
-	return a.engine
-}
-
-func (a access) Config() Config {
-	defer model.Take(a.Trainer.Model)()
-	return a.Trainer.Model.Config
-}
-
-func (a access) CanEvaluate(text *data.Evaluation) error {
-	if err := a.made(); err != nil {
-		return err
+	switch _, err := sampler.New(c); {
+	case err != nil:
+		return refusing("SampleText: %w", err)
+	case t.made() != nil || tok == nil:
+		return refusing("SampleText: trainer and tokenizer must not be nil")
+	case len(promptTokens(tok, prompt)) == 0:
+		return refusing("SampleText: the prompt %q makes no token, want at least one", prompt)
+	case n < 0:
+		return refusing("SampleText: asked for %d tokens, want at least 0", n)
 	}
-	defer model.Take(a.Trainer.Model)()
-	return a.canEvaluate(text)
-}
-
-func (a access) Agree(err error) error {
-	e, _ := a.Engine().(Parallel)
-	return agreed(e, err)
-}
-
-func (a access) Busy(what string) (done func()) { return busy(a.Engine(), what) }
-
-func (a access) Parallel() bool {
-	_, parallel := a.Engine().(Parallel)
-	return parallel
-}
-
-func (a access) Writes() bool {
-	e, parallel := a.Engine().(Parallel)
-	return !parallel || e.Rank() == 0
-}
-
-func (a access) Ranks() int {
-	if e, parallel := a.Engine().(Parallel); parallel {
-		return e.Ranks()
+	if err := t.config().Knows(slices.Values(promptTokens(tok, prompt))); err != nil {
+		return refusing("SampleText: the prompt: %w", err)
 	}
-	return 1
-}
-
-func (a access) AddSaver() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.steering.savers++
-}
-
-func (a access) SaveBy(path string, write callback.WriteFunc) error { return a.saveBy(path, write) }
-
-func (a access) Copied() ([]safetensors.Tensor, map[string]string, error) { return a.copied() }
-
-// decoder returns a decoder whose every call is a turn of its own. When the model or the engine has
-// changed since the last call, as by a Resume on another goroutine, it starts again with those.
-func (t *Trainer) decoder() (infer.Logits, error) {
-	var next infer.Logits
-	var changes uint64
-	renew := func() (err error) {
-		if now := model.Changes(t.Model); next == nil || now != changes {
-			next, err = t.engine.Decoder()
-			changes = now
-		}
-		return err
+	if c.Vocab == 0 || c.Vocab > tok.VocabSize() {
+		c.Vocab = tok.VocabSize()
 	}
-	if err := t.inTurn(renew); err != nil {
-		return nil, err
-	}
-	return func(ctx context.Context, tokens []int) (logits any, err error) {
-		err = t.inTurn(func() error {
-			if err := renew(); err != nil {
-				return err
+	return func(e Event) error {
+		if e.Kind == RunStart && path != "" {
+			if err := overwritable(path); err != nil {
+				return fmt.Errorf("llm: SampleText: %w", err)
 			}
-			logits, err = next(ctx, tokens)
-			return err
-		})
-		return logits, err
-	}, nil
-}
-
-// opTimes is that of the trainer's engine, also when a step has failed.
-func (t *Trainer) opTimes(p Profiler) ([]OpTime, error) {
-	defer model.Take(t.Model)()
-	if t.phase == closed {
-		return nil, nil
+		}
+		if !due(e, every) {
+			return nil
+		}
+		text, err := drawSample(t, tok, prompt, n, c)
+		if err == nil && path != "" {
+			if err = os.MkdirAll(filepath.Dir(path), 0o777); err == nil {
+				err = os.WriteFile(path, []byte(text), 0o666)
+			}
+		}
+		if err != nil {
+			return unlessStopped(t, fmt.Errorf("llm: sample: %w", err))
+		}
+		return t.emit(Sampled, func(e *Event) { e.Text = text })
 	}
-	return p.OpTimes()
 }
 
-// seedEvents gathers what happens to seeds during a run. Whoever makes it happen adds to it, on
-// whatever goroutine.
-type seedEvents struct {
-	mu   sync.Mutex
-	list []state.Event
-}
-
-func (s *seedEvents) add(e state.Event) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.list = append(s.list, e)
-}
-
-// take returns the gathered events and empties the list.
-func (s *seedEvents) take() []state.Event {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	list := s.list
-	s.list = nil
-	return list
-}
-
-// tellEpoch tells the callbacks of the seeds if the last step has ended an epoch of the lattices,
-// or somebody has steered behind it.
-func (t *Trainer) tellEpoch() error {
-	steered := t.steering.told
-	t.steering.told = false
-	if t.Step()%t.Config.Epoch != 0 && !steered {
-		return nil
+// overwritable finds out whether os.WriteFile will work: what is there, such as a device, may be
+// one that no file can be made beside.
+func overwritable(path string) error {
+	if _, err := os.Stat(path); err != nil {
+		return atomicfile.Writable(path)
 	}
-	return t.tellSeeds(t.happened.take())
+	f, err := os.OpenFile(path, os.O_WRONLY|syscall.O_NONBLOCK, 0) // a pipe may have no reader
+	if err != nil {
+		return err
+	}
+	return f.Close()
 }
 
-// tellRest tells the callbacks what has happened to seeds since the last epoch, if anything has.
-func (t *Trainer) tellRest() error {
-	happened := t.happened.take()
-	if len(happened) == 0 {
-		return nil
+// promptTokens returns what a sample starts from: the prompt's tokens, or the one before a
+// document.
+func promptTokens(tok tokenizer.Tokenizer, prompt string) []int {
+	if e, ok := tok.(tokenizer.DocumentEnder); ok && prompt == "" && e.EndOfDocument() >= 0 {
+		return []int{e.EndOfDocument()}
 	}
-	return t.tellSeeds(happened)
+	return tok.Encode([]byte(prompt))
 }
 
-func (t *Trainer) tellSeeds(happened []state.Event) error {
-	if t.Model.Kasmina.Layers() == 0 {
-		return nil
+// sample returns the prompt and n tokens that follow it.
+func drawSample(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int,
+	c sampler.Config) (string, error) {
+	s, err := sampler.New(c)
+	if err != nil {
+		return "", err
 	}
-	reports := t.Model.Kasmina.Report()
-	return t.emit(EpochEnd, func(e *Event) { e.Reports, e.SeedEvents = reports, happened })
+	g := GeneratorOf(t.config(), t.decoder)
+	var tokens []int
+	for token, err := range g.Generate(t.context(), promptTokens(tok, prompt), n, s) {
+		if err != nil {
+			return "", err
+		}
+		tokens = append(tokens, token)
+	}
+	text, err := tok.Decode(tokens)
+	return prompt + string(text), err
 }

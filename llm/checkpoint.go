@@ -12,11 +12,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
-	"github.com/kasmina-go/kasmina/llm/callback"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -72,7 +70,7 @@ func (s *beforeStates) UnmarshalJSON(text []byte) error {
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It
 // refuses, with ErrDiverged, also a model whose loss on the last batch is not finite. The next step
 // would fail, and the file's old contents are better.
-func (t *Trainer) Save(path string) error { return t.saveBy(path, callback.SaveWhole) }
+func (t *Trainer) Save(path string) error { return t.saveBy(path, saveWhole) }
 
 // saveBy has the only process, or rank 0, write a checkpoint.
 func (t *Trainer) saveBy(path string,
@@ -80,7 +78,7 @@ func (t *Trainer) saveBy(path string,
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: saving the run: %w", err)
 	}
-	defer model.Take(t.Model)()
+	defer take(t.Model)()
 	defer t.busy("writing a checkpoint")()
 	tensors, metadata, err := t.snapshot()
 	if err == nil && t.writes() {
@@ -93,7 +91,7 @@ func (t *Trainer) saveBy(path string,
 // which has all else and names it. That file is written last and replaced in one step. A process
 // killed at any moment leaves the old pair of files or the new one. [Trainer.Resume] reads both,
 // and [LoadModel] the file at path alone. The same state gives the same bytes.
-func (t *Trainer) SaveApart(path string) error { return t.saveBy(path, callback.SaveApart) }
+func (t *Trainer) SaveApart(path string) error { return t.saveBy(path, saveApart) }
 
 // SaveParts is Save where several ranks train. Each writes its part of what the optimiser
 // remembers, all at once, to a file beside the one at path. That file has all else, is written last
@@ -104,10 +102,10 @@ func (t *Trainer) SaveParts(path string) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: saving the run: %w", err)
 	}
-	if !(access{t}).Parallel() {
+	if !t.parallel() {
 		return t.Save(path)
 	}
-	defer model.Take(t.Model)()
+	defer take(t.Model)()
 	defer t.busy("writing its part of a checkpoint")()
 	return t.agree(t.saveParts(path, t.ranks()))
 }
@@ -164,7 +162,7 @@ func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfi
 	}
 	counts, own := o.StateParts(parts)
 	for _, s := range own {
-		if !model.Finite(s.Data) {
+		if !isFinite(s.Data) {
 			return nil, nil, notFinite(s.Name)
 		}
 
@@ -184,7 +182,7 @@ func notFinite(name string) error {
 
 // copied returns what Save writes, in memory of its own.
 func (t *Trainer) copied() ([]safetensors.Tensor, map[string]string, error) {
-	defer model.Take(t.Model)()
+	defer take(t.Model)()
 	tensors, metadata, err := t.snapshot()
 	if t.writes() {
 		copyTensors(tensors)
@@ -204,7 +202,7 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	return t.snapshotOf(func() ([]optim.Tensor, error) {
 		state := t.Optimizer.State()
 		for _, s := range state {
-			if !model.Finite(s.Data) {
+			if !isFinite(s.Data) {
 				return nil, notFinite(s.Name)
 			}
 		}
@@ -218,7 +216,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 	if err := t.usable(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
-	tensors, metadata, err := model.Tensors(t.Model)
+	tensors, metadata, err := tensorsOf(t.Model)
 	if err != nil {
 		return nil, nil, err
 	}

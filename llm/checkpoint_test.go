@@ -26,9 +26,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -535,7 +533,7 @@ func TestNumbersThatAreNone(t *testing.T) {
 	}{
 		"NaN": {edit(weight, 2, nan), "parameter " + weight + " is NaN at element 2", true,
 			ErrDiverged},
-		"infinity": {edit(arch.NormName, 3, inf),
+		"infinity": {edit(normName, 3, inf),
 			"parameter model.norm.weight is -Inf at element 3",
 			true, ErrDiverged},
 		"moment of NaN": {edit("optimizer."+weight+".exp_avg", 1, nan), weight +
@@ -635,10 +633,10 @@ func TestHoles(t *testing.T) {
 					`"data_offsets":[0,%d]}}`, config, name, size/4, size))
 	}
 	for what, content := range map[string][]byte{
-		"nothing": nil, "a parameter": one(arch.EmbedName, string(config)),
+		"nothing": nil, "a parameter": one(embedName, string(config)),
 		"a lattice": one("lattice.0.stage",
 			string(config)),
-		"moments": one("optimizer.w.x", string(config)), "a large model": one(arch.EmbedName,
+		"moments": one("optimizer.w.x", string(config)), "a large model": one(embedName,
 			strings.Replace(string(config), `\"vocab\":3`, `\"vocab\":16777216`, 1)),
 		"a scale": one("scale",
 			string(config)),
@@ -827,7 +825,7 @@ func TestPartsThatAnnounceMore(t *testing.T) {
 	defer f.Close()
 	info, err := os.Stat(path)
 	require.NoError(t, err)
-	bounded.Run(t, info.Size(), func() { _, err = f.Moments(t.Context(), model.FileShape(m.Config, tensor.Float32)) })
+	bounded.Run(t, info.Size(), func() { _, err = f.Moments(t.Context(), fileShapeOf(m.Config, tensor.Float32)) })
 	require.ErrorContains(t, err, "its parts have 2 of the 524288 elements of "+
 		"model.embed_tokens.weight.0")
 }

@@ -17,9 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
@@ -348,7 +346,7 @@ func TestBadKasminaOptions(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	m, err := NewModel(withOptions(KasminaOptions{Epsilon: 0.5}), tensor.Float32, 1)
 	require.NoError(t, err)
-	tensors, metadata, err := model.Tensors(m)
+	tensors, metadata, err := tensorsOf(m)
 	require.NoError(t, err)
 	config := metadata[modelfile.ConfigKey]
 	for json, want := range map[string]string{
@@ -407,11 +405,11 @@ func TestBlueprintMovesBetweenRuns(t *testing.T) {
 			if err := <-done; err != nil {
 				t.Fatal(err)
 			}
-			got, err := model.Slots{Model: to.Model}.Read(0, 4)
+			got, err := slotStore{Model: to.Model}.Read(0, 4)
 			if err != nil {
 				t.Fatal(err)
 			}
-			want, err := model.Slots{Model: source.Model}.Read(1, seed)
+			want, err := slotStore{Model: source.Model}.Read(1, seed)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -533,12 +531,12 @@ func TestBlueprintErrors(t *testing.T) {
 		"a narrower model": {newTrainer(t, trainerOptions{config: tiny(), steps: 1}).Model, good, 0,
 			1, "LowRank needs 8 weights"},
 	} {
-		before := slices.Clone(c.m.Param(arch.BlockPrefix(0) + arch.KasminaWeights).Float32s())
+		before := slices.Clone(c.m.Param(blockPrefix(0) + kasminaWeights).Float32s())
 		err := c.m.LoadBlueprint(c.path, c.layer, c.seed)
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: got %v, want an error with %q", name, err, c.want)
 		}
-		if !slices.Equal(before, c.m.Param(arch.BlockPrefix(0)+arch.KasminaWeights).Float32s()) {
+		if !slices.Equal(before, c.m.Param(blockPrefix(0)+kasminaWeights).Float32s()) {
 			t.Errorf("%s: the refused file has changed weights", name)
 		}
 	}
@@ -577,11 +575,11 @@ func roomy() Config {
 func TestCapacityResumes(t *testing.T) {
 	o := trainerOptions{config: roomy(), steps: 30}
 	whole, first := newTrainer(t, o), newTrainer(t, o)
-	start := slices.Clone(whole.Model.Param(arch.BlockPrefix(0) + arch.KasminaWeights).Float32s())
+	start := slices.Clone(whole.Model.Param(blockPrefix(0) + kasminaWeights).Float32s())
 	if err := whole.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	w := whole.Model.Param(arch.BlockPrefix(0) + arch.KasminaWeights)
+	w := whole.Model.Param(blockPrefix(0) + kasminaWeights)
 	for slot, used := range map[int]int{1: 16, 2: 4, 3: 16} { // LowRank, ConvFilter, ChunkMLP
 		for i := range used {
 			if at := slot*18 + i; w.Float32s()[at] == start[at] && (slot != 2 || i < 3) {
@@ -630,8 +628,8 @@ func TestCapacityStarts(t *testing.T) {
 						l.Transition(seed, state.Cancelled), l.Recycle(seed)); err != nil {
 						t.Fatal(err)
 					}
-					w := m.Param(arch.BlockPrefix(layer) +
-						arch.KasminaWeights).Float32s()[(1+seed)*18:][:18]
+					w := m.Param(blockPrefix(layer) +
+						kasminaWeights).Float32s()[(1+seed)*18:][:18]
 					all = append(all, slices.Clone(w))
 				}
 				if _, err := l.StepEpoch(state.Metrics{}); err != nil {
@@ -669,7 +667,7 @@ func TestCapacityErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := m.Param(arch.BlockPrefix(0) + arch.KasminaWeights).Float32s()
+	w := m.Param(blockPrefix(0) + kasminaWeights).Float32s()
 	w[9] = 7
 	before := slices.Clone(w)
 	err = m.Germinate(0, 1, state.GerminationRequest{Slot: 2, Kind: blueprints.LowRank})

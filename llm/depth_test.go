@@ -21,11 +21,8 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/event"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -121,8 +118,8 @@ func TestStackCopies(t *testing.T) {
 				for name, bits := range after {
 					var block int
 					var rest string
-					if n, _ := fmt.Sscanf(name, arch.BlocksPrefix+"%d.%s", &block, &rest); n == 2 {
-						require.Equal(t, before[arch.BlockPrefix(c.from[block])+rest], bits, name)
+					if n, _ := fmt.Sscanf(name, blocksPrefix+"%d.%s", &block, &rest); n == 2 {
+						require.Equal(t, before[blockPrefix(c.from[block])+rest], bits, name)
 						copied++
 					} else {
 						require.Equal(t, before[name], bits, name)
@@ -158,7 +155,7 @@ func TestGrownIsAPlainModel(t *testing.T) {
 	c.Layers = 4
 	plain := newTrainer(t, trainerOptions{config: c, steps: 8})
 	for i, p := range plain.Model.Params {
-		model.CopyNumbers(p.Value, tr.Model.Params[i].Value)
+		copyNumbers(p.Value, tr.Model.Params[i].Value)
 		require.Equal(t, p.Name, tr.Model.Params[i].Name)
 	}
 	for layer := range 2 {
@@ -207,7 +204,7 @@ func testNewBlocks(t *testing.T, c Config, closing string, closed float32) {
 	grownBy(t, tr, 0, blueprints.NewBlocks, 2)
 	require.Equal(t, 4, tr.Model.Config.Layers)
 	require.Equal(t, before, loss())
-	name := arch.BlockPrefix(3) + closing
+	name := blockPrefix(3) + closing
 	require.Equal(t, closed, tr.Model.Param(name).Float32s()[0])
 	tr.Config.Steps = 8
 	require.NoError(t, tr.Run(context.Background()))
@@ -222,7 +219,7 @@ func TestRollbackOfDepth(t *testing.T) {
 	grownBy(t, tr, 2, blueprints.Stack, 3)
 	tr.Config.Steps = 8
 	require.NoError(t, tr.Run(context.Background()))
-	require.NotEqual(t, before[arch.EmbedName], learntBy(t, tr)[arch.EmbedName])
+	require.NotEqual(t, before[embedName], learntBy(t, tr)[embedName])
 	require.NoError(t, tr.Model.Kasmina.Do(state.Command{Action: state.Move, Layer: 2, Seed: 2,
 		To: state.RolledBack}))
 	require.NoError(t, tr.inTurn(tr.reshape))
@@ -321,7 +318,7 @@ func TestForgedBefore(t *testing.T) {
 		`there is no parameter "model.stranger"`: func(x map[string]safetensors.Tensor,
 			_ map[string]string) {
 			for _, field := range []string{".step", ".exp_avg", ".exp_avg_sq"} {
-				moment := x["before.optimizer."+arch.NormName+field]
+				moment := x["before.optimizer."+normName+field]
 				moment.Name = "before.optimizer.model.stranger" + field
 				x[moment.Name] = moment
 			}
@@ -436,7 +433,7 @@ func TestReplay(t *testing.T) {
 	var record bytes.Buffer
 	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
 	start := func(g Growth, budget time.Duration) *Trainer {
-		tr := newTrainer(t, trainerOptions{config: c, steps: event.Unlimited})
+		tr := newTrainer(t, trainerOptions{config: c, steps: unlimitedSteps})
 		tr.Config.Budget = Budget{Time: budget}
 		var err error
 		tr.Config.Annealing, err = optim.CosineAnnealing(0.1)
@@ -600,7 +597,7 @@ func TestFreshMoments(t *testing.T) {
 				}
 				var block int
 				var rest string
-				n, _ := fmt.Sscanf(x.Name, arch.BlocksPrefix+"%d.%s", &block, &rest)
+				n, _ := fmt.Sscanf(x.Name, blocksPrefix+"%d.%s", &block, &rest)
 				if !numbers || strings.HasSuffix(x.Name, ".step") || strings.Contains(x.Name, "kasmina") {
 					continue
 				}

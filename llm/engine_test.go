@@ -15,7 +15,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/allocs"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -74,8 +73,8 @@ func TestAllocations(t *testing.T) {
 
 // kasminaNames are the names of the parameters of a Kasmina layer behind a block.
 func kasminaNames(block int) []string {
-	p := arch.BlockPrefix(block)
-	return []string{p + arch.KasminaWeights, p + arch.KasminaScales}
+	p := blockPrefix(block)
+	return []string{p + kasminaWeights, p + kasminaScales}
 }
 
 // mirrored is an engine that notes what it is told to take from the host.
@@ -119,12 +118,12 @@ func TestSlotsReachTheEngine(t *testing.T) {
 		act(state.Move, 1, 1, state.Cancelled, 0), act(state.Germinate, 1, 0, 0, 1),
 		act(state.Move, 1, 2, state.RolledBack, 0), // which restores slot 2
 	}
-	before := bitsOf(m.Param(arch.BlockPrefix(1) + arch.KasminaWeights))
+	before := bitsOf(m.Param(blockPrefix(1) + kasminaWeights))
 	e.fail = errors.New("no room")
 	if err := m.Kasmina.Do(commands...); !errors.Is(err, e.fail) {
 		t.Errorf("error %v", err)
 	}
-	if !slices.Equal(before, bitsOf(m.Param(arch.BlockPrefix(1)+arch.KasminaWeights))) {
+	if !slices.Equal(before, bitsOf(m.Param(blockPrefix(1)+kasminaWeights))) {
 		t.Error("slots that the engine has not taken have changed")
 	}
 	e.fail, e.pushed = nil, nil
@@ -212,7 +211,7 @@ func TestAnotherTrainer(t *testing.T) {
 	first := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
 	e := &mirrored{Engine: first.engine}
 	first.engine = e
-	norm := first.Model.Param(arch.NormName)
+	norm := first.Model.Param(normName)
 	e.pull = func() { norm.Float32s()[0] = 7 }
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	if err := first.Save(path); err != nil {
@@ -221,7 +220,7 @@ func TestAnotherTrainer(t *testing.T) {
 	norm.Float32s()[0] = 1 // as it is on the host until it is asked for
 	c, seen := first.Config, float32(0)
 	c.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
-		seen = m.Param(arch.NormName).Float32s()[0]
+		seen = m.Param(normName).Float32s()[0]
 		return CPUEngine()(m, o, c)
 	}
 	second, err := NewTrainer(first.Model, first.Loader, first.Optimizer, c)
@@ -308,7 +307,7 @@ func TestDivergedIsNotSaved(t *testing.T) {
 			return nil
 		}), name},
 		"parameters that make the loss overflow": {5, at5(func(tr *Trainer) error {
-			x := tr.Model.Param(arch.EmbedName).Float32s()
+			x := tr.Model.Param(embedName).Float32s()
 			for i := range x {
 				x[i] = 3e38
 			}
@@ -389,7 +388,7 @@ func TestUpdateOverflowed(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "m.safetensors")
 			tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
 			tr.engine = &unchecked{tr.engine, 0, func() {
-				tr.Model.Param(arch.NormName).Float32s()[2] = value
+				tr.Model.Param(normName).Float32s()[2] = value
 			}}
 			tr.On(Checkpoint(tr, path, 2))
 			err := tr.Run(t.Context())
@@ -402,7 +401,7 @@ func TestUpdateOverflowed(t *testing.T) {
 					t.Errorf("error %q does not say %q", err, word)
 				}
 			}
-			if named := strings.Contains(err.Error(), arch.NormName); named != (value != value) {
+			if named := strings.Contains(err.Error(), normName); named != (value != value) {
 				t.Errorf("error %q names the parameter: %v", err, named)
 			}
 			for name, f := range map[string]func() error{
@@ -438,10 +437,10 @@ func TestUpdateOverflowed(t *testing.T) {
 
 func TestEvaluateDiverged(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
-	tr.Model.Param(arch.NormName).Float32s()[2] = float32(math.NaN())
+	tr.Model.Param(normName).Float32s()[2] = float32(math.NaN())
 	if _, _, err := tr.Evaluate(heldOut(t, 50, 1)); !errors.Is(err, ErrDiverged) ||
-		!strings.Contains(err.Error(), arch.NormName) {
-		t.Errorf("got %v, want ErrDiverged in %s", err, arch.NormName)
+		!strings.Contains(err.Error(), normName) {
+		t.Errorf("got %v, want ErrDiverged in %s", err, normName)
 	}
 	if err := tr.Model.Save(filepath.Join(t.TempDir(), "m")); !errors.Is(err, ErrDiverged) {
 		t.Errorf("Model.Save: got %v, want ErrDiverged", err)

@@ -24,8 +24,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/processor"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/engine"
-	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -201,7 +199,7 @@ func TestWindowsThatGrow(t *testing.T) {
 func wholeLogits(t *testing.T, m *Model) Runner {
 	g, err := m.Graph(ForLogits, 1)
 	require.NoError(t, err)
-	whole, err := graph.OnCPU(g)
+	whole, err := runnerOnCPU(g)
 	require.NoError(t, err)
 	return whole
 }
@@ -252,7 +250,7 @@ func TestDecoding(t *testing.T) {
 			for range 1 + r.IntN(seq+2) {
 				all = append(all, r.IntN(256))
 			}
-			d := tr.engine.(*engine.CPU)
+			d := tr.engine.(*cpuEngine)
 			for range seq + 3 {
 				window := all[max(0, len(all)-seq):]
 				got, err := next(t.Context(), window)

@@ -10,10 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/graph"
-	"github.com/kasmina-go/kasmina/llm/internal/judge"
 	"github.com/kasmina-go/kasmina/llm/internal/ranks"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 )
@@ -69,7 +66,7 @@ func (t *Trainer) Grow(g Growth) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
-	defer model.Take(t.Model)()
+	defer take(t.Model)()
 	if g.Every == 0 {
 		g.Every = 1
 	}
@@ -237,7 +234,7 @@ func (t *Trainer) endEpoch(loss float64) error {
 	if err := t.measureSites(); err != nil {
 		return err
 	}
-	var verdict *judge.Verdict
+	var verdict *trialVerdict
 	if g != nil && g.Validation != nil && t.judged() && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
 		var err error
 		if verdict, err = t.compareSeeds(metrics); err != nil {
@@ -290,14 +287,14 @@ func (t *Trainer) measureSites() error {
 	}
 	for _, l := range n.Lattices() {
 		if site := l.Site(); site == blueprints.Weight || site == blueprints.Stream {
-			err = errors.Join(err, judge.Measure(l, judge.Needs(c, site, now.Moments, t.Optimizer)))
+			err = errors.Join(err, measureNeeds(l, needsOf(c, site, now.Moments, t.Optimizer)))
 		}
 	}
 	return err
 }
 
 // compareSeeds measures what the seeds do to the model, those on trial beside its twin.
-func (t *Trainer) compareSeeds(metrics []state.Metrics) (verdict *judge.Verdict, err error) {
+func (t *Trainer) compareSeeds(metrics []state.Metrics) (verdict *trialVerdict, err error) {
 	j := t.judge()
 	if t.twin != nil {
 		if j.Without, err = t.catchUp(); err != nil {
@@ -335,7 +332,7 @@ func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 		if err != nil {
 			continue
 		}
-		if score, ok := judge.Depth(append(r.Curve, state.Point{Epoch: r.Epoch + 1,
+		if score, ok := depthScore(append(r.Curve, state.Point{Epoch: r.Epoch + 1,
 			Share: m.Share, Loss: m.Loss}),
 			past, s.Seed); ok {
 			m.Seeds = append(m.Seeds, score)
@@ -346,8 +343,8 @@ func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 
 // judge measures what seeds do to the model. A loss may be NaN or infinite. It does not stop when
 // the run is asked to: an epoch ends as a whole or not at all.
-func (t *Trainer) judge() judge.Judge {
-	return judge.Judge{Seeds: t.Model.Kasmina, Text: t.growth.Validation, Loss: t.engine.Loss}
+func (t *Trainer) judge() seedJudge {
+	return seedJudge{Seeds: t.Model.Kasmina, Text: t.growth.Validation, Loss: t.engine.Loss}
 }
 
 // record writes a decision.
@@ -369,7 +366,7 @@ func (t *Trainer) replay() *Record {
 
 // decide returns what the controller commands, under the governor, or the record in the place of
 // both.
-func (t *Trainer) decide(v *judge.Verdict) ([]state.Command, error) {
+func (t *Trainer) decide(v *trialVerdict) ([]state.Command, error) {
 	if r := t.replay(); r != nil {
 		return r.Commands(t.last.Step), nil
 	}
@@ -394,7 +391,7 @@ func (t *Trainer) sense() error {
 	}
 	for _, l := range t.Model.Kasmina.Lattices() {
 		if site := l.Site(); site == blueprints.Weight || site == blueprints.Stream {
-			if err := judge.Sense(l, &t.pass, all, t.Model.Config.Dim); err != nil {
+			if err := senseSite(l, &t.pass, all, t.Model.Config.Dim); err != nil {
 				return err
 			}
 		}
@@ -403,7 +400,7 @@ func (t *Trainer) sense() error {
 }
 
 // figures are those of the step's last batch, whoever has computed it.
-func (t *Trainer) figures(s Sensor) (all []graph.Figures, err error) {
+func (t *Trainer) figures(s Sensor) (all []SeedFigures, err error) {
 	e := t.ranks()
 	if e == nil {
 		return s.Figures()

@@ -18,9 +18,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/texttest"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -164,7 +162,7 @@ func TestRollbackOfAModel(t *testing.T) {
 		n := tr.Model.Kasmina
 		// newTrainer has seed 1 of each layer in Training, with slot 1.
 		read := func() state.SlotParams {
-			p, err := model.Slots{Model: tr.Model}.Read(1, 1)
+			p, err := slotStore{Model: tr.Model}.Read(1, 1)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -400,7 +398,7 @@ func TestGrowHasTime(t *testing.T) {
 		require.NoError(t, err)
 		tr.engine, err = CPUEngine()(tr.Model, tr.Optimizer, tr.Config)
 		require.NoError(t, err)
-		model.Hold(tr.Model, holder{tr})
+		hold(tr.Model, holder{tr})
 		return tr
 	}
 	h := control.NewHeuristic(4, 1<<20)
@@ -460,7 +458,7 @@ func TestFrozenSlots(t *testing.T) {
 					if e.Kind != StepEnd {
 						return nil
 					}
-					p, err := model.Slots{Model: tr.Model}.Read(layer, slot)
+					p, err := slotStore{Model: tr.Model}.Read(layer, slot)
 					seen = append(seen, p)
 					if e.Step == frozenAt { // behind the network's back
 						err = errors.Join(err, tr.Model.Kasmina.Lattice(layer).Transition(seed,
@@ -502,13 +500,13 @@ func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	live := func(layer int) (n int) {
 		for _, s := range tr.Optimizer.State() {
 			x, ok := s.Data.([]float32)
-			p := arch.BlockPrefix(tr.Model.Config.Kasmina[layer])
+			p := blockPrefix(tr.Model.Config.Kasmina[layer])
 			switch {
 			case !ok:
 				continue
-			case strings.HasPrefix(s.Name, p+arch.KasminaWeights):
+			case strings.HasPrefix(s.Name, p+kasminaWeights):
 				x = x[width : 2*width]
-			case strings.HasPrefix(s.Name, p+arch.KasminaScales):
+			case strings.HasPrefix(s.Name, p+kasminaScales):
 				x = x[1:2]
 			default:
 				continue

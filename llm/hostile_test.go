@@ -20,12 +20,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/engine"
-	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -371,9 +367,9 @@ func TestZeroValues(t *testing.T) {
 			"ReadBlueprint: the": m.LoadBlueprint("file", 0, 0), "ReadBlueprint": read,
 		} {
 			require.ErrorContains(t, err, name)
-			require.ErrorIs(t, err, model.ErrZero)
+			require.ErrorIs(t, err, errZeroModel)
 		}
-		require.Nil(t, m.Param(arch.NormName))
+		require.Nil(t, m.Param(normName))
 		require.Zero(t, m.NumParams()+m.NumSeeds())
 		require.Zero(t, m.Dtype())
 	}
@@ -403,17 +399,17 @@ func TestZeroValues(t *testing.T) {
 	require.NoError(t, new(Inference).Close())
 	var c Config
 	_, _, shape := c.StreamShape(blueprints.Attention, 1)
-	cpu := new(engine.CPU)
+	cpu := new(cpuEngine)
 	for want, err := range map[string]error{
 		"no heads":            shape,
 		"one of Model.Graph":  new(Graph).Let(data.Batch{}),
 		"of Model.Graph":      Runner{}.Let(data.Batch{}),
 		"for logits":          new(Graph).LetTokens([]int{1}),
-		"the graph is nil":    second(graph.OnCPU(nil)),
-		"its zero value":      second(new(graph.Decoding).Next(t.Context(), nil)),
+		"the graph is nil":    second(runnerOnCPU(nil)),
+		"its zero value":      second(new(Decoding).Next(t.Context(), nil)),
 		"the writer is nil":   Decision{}.Write(nil),
 		"WriteTrace":          new(Profile).WriteTrace(nil),
-		"the optimiser is":    second(engine.NewCPU(nil, nil, nil, 0)),
+		"the optimiser is":    second(newCPUEngine(nil, nil, nil, 0)),
 		"that NewCPU returns": errors.Join(second(cpu.OpTimes()), second(cpu.Update())),
 		"NewCPU":              cpu.Forget("x", 0, 1),
 	} {
@@ -421,16 +417,16 @@ func TestZeroValues(t *testing.T) {
 	}
 	require.Zero(t, c.KasminaWidth())
 	require.NoError(t, c.Knows(nil))
-	require.Empty(t, c.GrowStream(arch.Grown{}).Streams)
+	require.Empty(t, c.GrowStream(Grown{}).Streams)
 	require.Empty(t, c.StreamOrder(3))
 	require.Empty(t, cpu.Choices())
-	require.NoError(t, errors.Join(cpu.Close(), new(graph.Decoding).Close()))
+	require.NoError(t, errors.Join(cpu.Close(), new(Decoding).Close()))
 }
 
 // TestNoEngine wants a factory that returns no engine and no error to be told of.
 func TestNoEngine(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
-	for _, none := range []Engine{nil, (*engine.CPU)(nil)} {
+	for _, none := range []Engine{nil, (*cpuEngine)(nil)} {
 		c := tr.Config
 		c.Engine = func(*Model, optim.Optimizer, TrainConfig) (Engine, error) { return none, nil }
 		_, err := NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)

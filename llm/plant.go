@@ -10,9 +10,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/phases"
-	"github.com/kasmina-go/kasmina/llm/arch"
-	"github.com/kasmina-go/kasmina/llm/graph"
-	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -23,7 +20,7 @@ import (
 
 // planting is what the seeds at weights and in the stream ask for.
 type planting struct {
-	plant  []arch.Planted
+	plant  []Planted
 	gone   []state.Address // whose blueprints' lives are over
 	merge  []state.Address // that are fossilized
 	grafts []state.Address // that begin to be grafted
@@ -47,7 +44,7 @@ func (t *Trainer) asked() (p planting) {
 			_, in := c.PlantedAt(where, seed)
 			switch alive := stage >= state.Training && stage < state.Fossilized; {
 			case alive && !in:
-				p.plant = append(p.plant, arch.Planted{Site: where, Seed: seed,
+				p.plant = append(p.plant, Planted{Site: where, Seed: seed,
 					Kind: t.pass.Kind[seed].String(), Size: int(t.pass.Slot[seed])})
 			case stage == state.Fossilized && in:
 				if t.canMerge(where, t.pass.Kind[seed]) {
@@ -147,7 +144,7 @@ func (t *Trainer) obeySeeds(p planting) error {
 	}
 	clock.End("what is kept")
 	slog.Debug("llm: seeds have got their way", "in", clock)
-	if what := become.Describe(p.plant, p.gone, p.merge, t.siteOf); what != "" {
+	if what := describePlanting(p.plant, p.gone, p.merge, t.siteOf); what != "" {
 		t.tellReshaped(what, time.Since(began), nil)
 	}
 	return nil
@@ -155,7 +152,7 @@ func (t *Trainer) obeySeeds(p planting) error {
 
 // settled merges fossilized blueprints into a model and takes out blueprints whose seeds have
 // ended. It returns the resulting model with the growth state and the loss scale to match.
-func (t *Trainer) settled(now become.Model, p planting) (next become.Model, growing growthState,
+func (t *Trainer) settled(now modelState, p planting) (next modelState, growing growthState,
 	scale *LossScale, err error) {
 	next, growing, scale = now, t.growthState, t.lossScale()
 
@@ -167,7 +164,7 @@ func (t *Trainer) settled(now become.Model, p planting) (next become.Model, grow
 				seeds = append(seeds, at.Seed)
 			}
 		}
-		all, err := become.Merge(where, seeds, t.last.Step, next, growing.models()...)
+		all, err := mergeSeeds(where, seeds, t.last.Step, next, growing.models()...)
 		if err != nil {
 			return next, growing, scale, err
 		}
@@ -176,7 +173,7 @@ func (t *Trainer) settled(now become.Model, p planting) (next become.Model, grow
 
 	if i := growing.snapshots.find(p.gone...); i >= 0 {
 		back := growing.snapshots[i]
-		next, scale = next.Back(back.Model, next.Config), back.scale
+		next, scale = next.Back(back.modelState, next.Config), back.scale
 		growing.snapshots = growing.snapshots.rolledBackTo(i)
 	}
 	growing.snapshots = growing.snapshots.without(p.gone...)
@@ -193,7 +190,7 @@ func (t *Trainer) settled(now become.Model, p planting) (next become.Model, grow
 
 // needed returns the model with the parameters that a planting needs on the host: all of them
 // before a graft or for directed blueprints, and otherwise those that are merged.
-func (t *Trainer) needed(p planting) (become.Model, error) {
+func (t *Trainer) needed(p planting) (modelState, error) {
 	c := t.Model.Config
 	if len(p.grafts) > 0 || c.Directed && len(p.plant) > 0 {
 		return t.now()
@@ -204,7 +201,7 @@ func (t *Trainer) needed(p planting) (become.Model, error) {
 		if where == blueprints.Weight {
 			prefixes = append(prefixes, c.WeightName(c.Weights[at.Seed]))
 		}
-		prefixes = append(prefixes, arch.SeedPrefix(where, at.Seed))
+		prefixes = append(prefixes, seedPrefix(where, at.Seed))
 	}
 	for _, q := range t.Model.Params {
 		if slices.ContainsFunc(prefixes, func(prefix string) bool {
@@ -219,7 +216,7 @@ func (t *Trainer) needed(p planting) (become.Model, error) {
 // attach rebuilds the engine if the blueprints of chunks that are graphs have changed. Seeds whose
 // graph cannot be built are abandoned.
 func (t *Trainer) attach() error {
-	all := graph.AttachedTo(t.Model.Kasmina)
+	all := attachedTo(t.Model.Kasmina)
 	if slices.Equal(all, t.attached) {
 		return nil
 	}
@@ -241,7 +238,7 @@ func (t *Trainer) attach() error {
 }
 
 // detach abandons the seeds of chunks whose blueprints are graphs that the engine does not compute yet.
-func (t *Trainer) detach(all []graph.Attached) error {
+func (t *Trainer) detach(all []attachedSeed) error {
 	for _, a := range all {
 		if slices.Contains(t.attached, a) {
 			continue
@@ -272,13 +269,13 @@ func (t *Trainer) siteOf(at state.Address) blueprints.Site {
 }
 
 // with returns the twin of a model in which blueprints have been planted.
-func (w *twin) with(plant []arch.Planted, step int) *twin {
+func (w *twin) with(plant []Planted, step int) *twin {
 	if w == nil || w.lost || len(plant) == 0 {
 		return w
 	}
 	next := *w
 	for _, p := range plant {
-		next.Model = next.Plant(p, step)
+		next.modelState = next.Plant(p, step)
 	}
 	return &next
 }
@@ -297,7 +294,7 @@ func (t *Trainer) refuse(p planting, cause error, began time.Time) error {
 			return errors.Join(cause, err)
 		}
 	}
-	t.tellReshaped(become.Describe(p.plant, nil, nil, t.siteOf), time.Since(began), cause)
+	t.tellReshaped(describePlanting(p.plant, nil, nil, t.siteOf), time.Since(began), cause)
 
 	// What other seeds ask for, such as a snapshot before they are grafted, cannot wait for the next
 	// step.

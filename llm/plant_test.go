@@ -17,7 +17,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/site"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -469,7 +468,7 @@ func TestChunkGraphsThatCannotBe(t *testing.T) {
 	require.NoError(t, m.Germinate(0, 1, state.GerminationRequest{Slot: 1,
 		Kind: squareKind(t, "square, graph", true)}))
 	require.NoError(t, m.Kasmina.Do(move(1, state.Training), move(1, state.Grafting)))
-	r, err := graph.OnCPU(g, g.Loss)
+	r, err := runnerOnCPU(g, g.Loss)
 	require.NoError(t, err)
 	_, err = r.Run(data.Batch{Inputs: make([]int, m.Config.Seq),
 		Targets: make([]int, m.Config.Seq), Count: m.Config.Seq})

@@ -11,7 +11,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/ranks"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -76,7 +75,7 @@ func (t *Trainer) spared() bool {
 // last step, which it forgets. It takes a turn, since a Resume on another goroutine may replace the
 // engine.
 func (t *Trainer) takeHeard() (Parallel, ranks.Heard) {
-	defer model.Take(t.Model)()
+	defer take(t.Model)()
 	h := t.heard
 	t.heard = ranks.Heard{}
 	return t.ranks(), h
@@ -172,7 +171,7 @@ func (t *Trainer) gatherState() error {
 
 // settleInTurn is settle outside of a step.
 func (t *Trainer) settleInTurn() error {
-	defer model.TakeToChange(t.Model)()
+	defer takeToChange(t.Model)()
 	return t.settle(nil, false)
 }
 
@@ -195,7 +194,7 @@ func (t *Trainer) compare() error {
 	if e == nil {
 		return nil
 	}
-	err := model.Pull(t.Model)
+	err := pull(t.Model)
 	own := ranks.Stand[Config]{Step: t.last.Step, Steps: t.Config.Steps, Settings: t.settings(),
 		Loader: t.Loader.State(),
 		Config: t.Model.Config, Lattices: t.Model.Kasmina.Digest(),

@@ -16,11 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/phases"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
-	"github.com/kasmina-go/kasmina/llm/arch"
-	"github.com/kasmina-go/kasmina/llm/graph"
-	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -153,25 +149,25 @@ func (t *Trainer) commitGrowth(at state.Address) {
 	t.snapshots = t.snapshots.without(at)
 	for i := range t.snapshots {
 		if b := &t.snapshots[i]; len(b.Config.Grown) < len(grown) {
-			b.Model = b.Grow(grown[len(grown)-1]).Clone()
+			b.modelState = b.Grow(grown[len(grown)-1]).Clone()
 		}
 	}
 }
 
 // now returns the model as it is, on the host; with an ErrDiverged too.
-func (t *Trainer) now() (m become.Model, err error) {
-	if err = model.Pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
+func (t *Trainer) now() (m modelState, err error) {
+	if err = pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
 		return m, err
 	}
 	if err := t.gatherState(); err != nil {
 		return m, err
 	}
-	m = become.Model{Config: t.Model.Config, Params: t.Model.Params, Moments: t.Optimizer.State()}
+	m = modelState{Config: t.Model.Config, Params: t.Model.Params, Moments: t.Optimizer.State()}
 	return t.there(m), err
 }
 
 // there notes that a model is what the engine has, where that can leave it to the next one.
-func (t *Trainer) there(m become.Model) become.Model {
+func (t *Trainer) there(m modelState) modelState {
 	if k, ok := t.engine.(Keeper); ok && k.CanKeep() {
 		m.From, m.Here = map[string]string{}, map[string]bool{}
 		for _, p := range m.Params {
@@ -185,15 +181,15 @@ func (t *Trainer) there(m become.Model) become.Model {
 
 // part returns the model as it is, on the host the named parameters alone where the engine can leave
 // the others to the next one.
-func (t *Trainer) part(names ...string) (become.Model, error) {
-	m := t.there(become.Model{Config: t.Model.Config, Params: t.Model.Params})
+func (t *Trainer) part(names ...string) (modelState, error) {
+	m := t.there(modelState{Config: t.Model.Config, Params: t.Model.Params})
 	if m.From == nil {
 		return t.now()
 	}
 	if len(names) == 0 {
 		return m, nil
 	}
-	return m, model.Pull(t.Model, names...)
+	return m, pull(t.Model, names...)
 }
 
 // graft gives the model the blocks of a seed's blueprint. When that cannot be, as for want of
@@ -262,7 +258,7 @@ func (t *Trainer) forgetCopies(order []int) error {
 		}
 
 		for _, p := range t.Model.Params {
-			if !strings.HasPrefix(p.Name, arch.BlockPrefix(i)) || !t.Model.Config.Learns(p.Name) {
+			if !strings.HasPrefix(p.Name, blockPrefix(i)) || !t.Model.Config.Learns(p.Name) {
 				continue
 			}
 			if err := t.engine.Forget(p.Name, 0, p.Value.Shape().TotalSize()); err != nil {
@@ -296,7 +292,7 @@ func (t *Trainer) takeBack(s state.SeedReport) error {
 	if err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}
-	if err := t.change(now, now.Back(b.Model, c), b.scale); err != nil {
+	if err := t.change(now, now.Back(b.modelState, c), b.scale); err != nil {
 		return err
 	}
 	t.growthState = growthState{snapshots: t.snapshots.rolledBackTo(i).without(at)}
@@ -327,7 +323,7 @@ func (t *Trainer) withdraw(cause error) error {
 
 // canReshape returns an error if the model cannot get another configuration.
 func (t *Trainer) canReshape(next Config) error {
-	if model.Trainers(t.Model) > 1 {
+	if trainersOf(t.Model) > 1 {
 		return errors.New("another trainer of the model is open, whose graphs are of the blocks " +
 			"that there are: close it")
 	}
@@ -344,16 +340,16 @@ func (t *Trainer) canReshape(next Config) error {
 
 // change makes the model, which is as now returned it, another one, and makes the trainer an engine
 // for that. On an error all is as before, or there is no engine any more.
-func (t *Trainer) change(old, next become.Model, scale *LossScale) error {
+func (t *Trainer) change(old, next modelState, scale *LossScale) error {
 	clock, oldScale := phases.Start(), t.lossScale()
 	make, end, err := t.leave(old)
 	if err != nil {
 		return t.loseEngine(err)
 	}
 	clock.End("leaving the engine")
-	put := func(m become.Model, scale *LossScale) error {
+	put := func(m modelState, scale *LossScale) error {
 		own := t.Model.Params
-		model.Become(t.Model, m.Config, m.Params)
+		become(t.Model, m.Config, m.Params)
 		if err := t.agree(t.setOptimizer(own, m)); err != nil {
 			return err
 		}
@@ -384,7 +380,7 @@ func (t *Trainer) loseEngine(cause error) error {
 // setOptimizer makes the optimizer one of a model, with the model's moments. It forgets those
 // parameters that it knows and the model lacks, or has in another shape: a seed that grows again
 // may do so in another size.
-func (t *Trainer) setOptimizer(known []Param, m become.Model) error {
+func (t *Trainer) setOptimizer(known []Param, m modelState) error {
 	if o, ok := t.Optimizer.(interface{ Drop(names ...string) }); ok {
 		shapes := map[string]tensor.Shape{}
 		for _, p := range m.Params {
@@ -396,7 +392,7 @@ func (t *Trainer) setOptimizer(known []Param, m become.Model) error {
 			}
 		}
 	}
-	if err := t.Optimizer.Declare(become.ValueGrads(m.Config, m.Params)); err != nil {
+	if err := t.Optimizer.Declare(valueGradsOf(m.Config, m.Params)); err != nil {
 		return err
 	}
 	return t.Optimizer.SetState(m.MomentsHere())
@@ -404,11 +400,11 @@ func (t *Trainer) setOptimizer(known []Param, m become.Model) error {
 
 // leave closes the engine, before the next one takes memory. It returns what makes that for a model,
 // and what is to be called in the end.
-func (t *Trainer) leave(old become.Model) (make func(become.Model) (Engine, error),
+func (t *Trainer) leave(old modelState) (make func(modelState) (Engine, error),
 	end func() error, err error) {
 	if old.From == nil {
 		closed := t.engine.Close()
-		return func(become.Model) (Engine, error) {
+		return func(modelState) (Engine, error) {
 			if err := closed; err != nil {
 				closed = nil
 				return nil, err
@@ -420,8 +416,8 @@ func (t *Trainer) leave(old become.Model) (make func(become.Model) (Engine, erro
 	if err != nil {
 		return nil, nil, err
 	}
-	return func(m become.Model) (Engine, error) {
-		t.attached = graph.AttachedTo(t.Model.Kasmina)
+	return func(m modelState) (Engine, error) {
+		t.attached = attachedTo(t.Model.Kasmina)
 		e, err := kept.Engine(m.From)
 		if err != nil || len(m.Here) == 0 {
 			return e, err
@@ -439,7 +435,7 @@ func (t *Trainer) newEngine() (Engine, error) {
 	if build == nil {
 		build = CPUEngine()
 	}
-	t.attached = graph.AttachedTo(t.Model.Kasmina)
+	t.attached = attachedTo(t.Model.Kasmina)
 	e, err := build(t.Model, t.Optimizer, t.Config)
 	if err == nil && isNil(e) {
 		err = errors.New("llm: TrainConfig.Engine has returned neither an engine nor an error")
@@ -449,10 +445,10 @@ func (t *Trainer) newEngine() (Engine, error) {
 
 // replaceEngine makes an engine for the model as it is.
 func (t *Trainer) replaceEngine(make func() (Engine, error), scale *LossScale) error {
-	held := model.HolderOf(t.Model)
-	model.Hold(t.Model, nil) // parameters are the host's until there is an engine
+	held := holderOf(t.Model)
+	hold(t.Model, nil) // parameters are the host's until there is an engine
 	e, err := make()
-	model.Hold(t.Model, held)
+	hold(t.Model, held)
 	if err != nil {
 		return err
 	}
@@ -490,7 +486,7 @@ func (t *Trainer) tellGrowth() error {
 
 // nextReshaped takes the oldest Reshaped event that callbacks have not been told about.
 func (t *Trainer) nextReshaped() (e Event, ok bool) {
-	defer model.Take(t.Model)()
+	defer take(t.Model)()
 	if len(t.reshaped) == 0 {
 		return e, false
 	}
@@ -500,6 +496,6 @@ func (t *Trainer) nextReshaped() (e Event, ok bool) {
 
 // forgetFrozen drops the momentum of slots with which no seed learns any more.
 func (t *Trainer) forgetFrozen() (err error) {
-	t.learning, err = model.Slots{Model: t.Model}.ForgetFrozen(t.engine, t.learning)
+	t.learning, err = slotStore{Model: t.Model}.ForgetFrozen(t.engine, t.learning)
 	return err
 }

@@ -13,11 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/graph"
-	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -48,7 +45,7 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 
 func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) error {
 	if ctx == nil {
-		return fmt.Errorf("llm: Resume: %w", model.ErrNoContext)
+		return fmt.Errorf("llm: Resume: %w", errNoContext)
 	}
 	var r resumption
 	for _, opt := range opts {
@@ -60,7 +57,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: Resume: %w", err)
 	}
-	done := model.TakeToChange(t.Model)
+	done := takeToChange(t.Model)
 	defer done()
 	if t.phase == closed {
 		return fmt.Errorf("llm: Resume: %w", errClosed)
@@ -74,10 +71,10 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	if err := f.Fits(model.FileShape(c, t.Model.Dtype())); err != nil {
+	if err := f.Fits(fileShapeOf(c, t.Model.Dtype())); err != nil {
 		return err
 	}
-	params, loadModel, err := model.ContentsIn(ctx, t.Model, f, c)
+	params, loadModel, err := contentsIn(ctx, t.Model, f, c)
 	if err != nil {
 		return err
 	}
@@ -89,16 +86,16 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	optimizer, err := r.optimizerIn(ctx, f, model.FileShape(c, t.Model.Dtype()))
+	optimizer, err := r.optimizerIn(ctx, f, fileShapeOf(c, t.Model.Dtype()))
 	if err != nil {
 		return err
 	}
 	other := !t.Model.Config.SameBlocks(c)
-	if other && model.Trainers(t.Model) > 1 {
+	if other && trainersOf(t.Model) > 1 {
 		return f.Errorf("its model has other blocks, and another trainer of the model is open: " +
 			"close it")
 	}
-	read := become.Model{Config: c, Params: params, Moments: optimizer}
+	read := modelState{Config: c, Params: params, Moments: optimizer}
 	if err := t.setStates(run, growthState{before, twin}, read); err != nil {
 		return f.Errorf("%w", err)
 	}
@@ -119,7 +116,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 // It also returns the model's configuration, whose blocks may have grown from those that the
 // trainer's began with, and the settings that differ and may.
 func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []string, error) {
-	c, err := model.ConfigIn(f)
+	c, err := configIn(f)
 	if err != nil {
 		return nil, c, nil, err
 	}
@@ -234,12 +231,12 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 //
 // The optimizer is also tried on what a rollback or the end of a trial would need, so that a file
 // that cannot be continued is refused now.
-func (t *Trainer) setStates(run *training, growing growthState, read become.Model) error {
+func (t *Trainer) setStates(run *training, growing growthState, read modelState) error {
 	// What has diverged is what a checkpoint is for.
-	if err := model.Pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
+	if err := pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}
-	own := become.Model{Config: t.Model.Config, Params: t.Model.Params,
+	own := modelState{Config: t.Model.Config, Params: t.Model.Params,
 		Moments: t.Optimizer.State()}
 	loader, scale := t.Loader.State(), t.lossScale()
 	known := own.Params
@@ -252,7 +249,7 @@ func (t *Trainer) setStates(run *training, growing growthState, read become.Mode
 		if err := t.setLossScale(b.scale); err != nil {
 			return undo(fmt.Errorf("%s: %w", what, err))
 		}
-		err := t.setOptimizer(known, b.Model)
+		err := t.setOptimizer(known, b.modelState)
 		known = slices.Concat(known, b.Params)
 		if err != nil {
 			return undo(fmt.Errorf("%s: %w", what, err))
@@ -285,8 +282,8 @@ func (t *Trainer) setStates(run *training, growing growthState, read become.Mode
 // goOn makes a model that has been read the trainer's, and the engine's: a new one's where its
 // blocks are others than before.
 func (t *Trainer) goOn(run *training, other bool) error {
-	model.Changed(t.Model)
-	model.Hold(t.Model, holder{t})
+	changed(t.Model)
+	hold(t.Model, holder{t})
 	t.progress = progress{spent: run.Spent, share: run.Share, losses: float64(run.Losses),
 		summed: run.Summed}
 	t.note(func(e *Event) {
@@ -295,7 +292,7 @@ func (t *Trainer) goOn(run *training, other bool) error {
 		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	})
 	t.noteEnd()
-	other = other || !slices.Equal(t.attached, graph.AttachedTo(t.Model.Kasmina))
+	other = other || !slices.Equal(t.attached, attachedTo(t.Model.Kasmina))
 	if !other && t.engine != nil {
 		if err := t.engine.Push(); err != nil {
 			t.on(restored, nil)

@@ -3,7 +3,6 @@ package llm
 import (
 	"slices"
 
-	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -63,31 +62,31 @@ func (s snapshots) rolledBackTo(i int) snapshots {
 }
 
 // with returns the snapshots with one more, of a model in memory of its own.
-func (s snapshots) with(m become.Model, scale *LossScale, seeds ...state.Address) snapshots {
+func (s snapshots) with(m modelState, scale *LossScale, seeds ...state.Address) snapshots {
 	return append(slices.Clone(s), snapshot{branch{m.Clone(), scale}, seeds})
 }
 
 // models returns the models to which growth that has been decided is applied as well: those of the
 // snapshots, and the twin.
-func (g growthState) models() (all []become.Model) {
+func (g growthState) models() (all []modelState) {
 	for _, b := range g.snapshots {
-		all = append(all, b.Model)
+		all = append(all, b.modelState)
 	}
 	if g.twin != nil && !g.twin.lost {
-		all = append(all, g.twin.Model)
+		all = append(all, g.twin.modelState)
 	}
 	return all
 }
 
 // withModels returns the state with other models in the order of models.
-func (g growthState) withModels(all []become.Model) growthState {
+func (g growthState) withModels(all []modelState) growthState {
 	g.snapshots = slices.Clone(g.snapshots)
 	for i := range g.snapshots {
-		g.snapshots[i].Model = all[i]
+		g.snapshots[i].modelState = all[i]
 	}
 	if len(all) > len(g.snapshots) {
 		w := *g.twin
-		w.Model = all[len(g.snapshots)]
+		w.modelState = all[len(g.snapshots)]
 		g.twin = &w
 	}
 	return g

@@ -8,10 +8,6 @@ import (
 	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/llm/event"
-	"github.com/kasmina-go/kasmina/llm/internal/judge"
-	"github.com/kasmina-go/kasmina/llm/internal/listen"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -255,7 +251,7 @@ func (t *Trainer) recordRequest(r Request, err error) error {
 		}
 	}
 	if r.Save {
-		return t.record(Decision{Asked: event.AskedToSave, Why: r.Note, Refused: refused})
+		return t.record(Decision{Asked: AskedToSave, Why: r.Note, Refused: refused})
 	}
 	return nil
 }
@@ -266,8 +262,8 @@ func (t *Trainer) recordStop() error {
 	if !errors.As(t.stopped(), &why) {
 		return nil
 	}
-	defer model.Take(t.Model)()
-	return t.record(Decision{Asked: event.AskedToStop, Why: string(why)})
+	defer take(t.Model)()
+	return t.record(Decision{Asked: AskedToStop, Why: string(why)})
 }
 
 // follow carries out the commands that the record has for a step between the ends of epochs. At the
@@ -305,7 +301,7 @@ var errUnplanted = errors.New("the model is frozen (Config.Frozen), and nothing 
 // is to learn.
 func (t *Trainer) plantFirst() error {
 	c := t.Model.Config
-	if !c.Frozen || len(c.Planted) > 0 || t.growth == nil || judge.Awake(t.Model.Kasmina) {
+	if !c.Frozen || len(c.Planted) > 0 || t.growth == nil || anyAwake(t.Model.Kasmina) {
 		return nil
 	}
 	// A run that follows a record listens too, so that the seeds' figures are those of that run.
@@ -335,11 +331,11 @@ func (t *Trainer) listen() error {
 	}); ok {
 		by.Heard(heard.Sigma(layer))
 	}
-	return judge.Measure(t.Model.Kasmina.Lattice(layer), heard.Norms())
+	return measureNeeds(t.Model.Kasmina.Lattice(layer), heard.Norms())
 }
 
 // hear returns what the gradients of the weights that seeds sit on ask for now.
-func (t *Trainer) hear() (m listen.Model, err error) {
+func (t *Trainer) hear() (m heardModel, err error) {
 	if t.ranks() != nil {
 		return m, errors.New("several ranks cannot listen to a frozen model: train it with one, or " +
 			"plant by Model.Kasmina.Do, without Config.Directed")
@@ -348,10 +344,10 @@ func (t *Trainer) hear() (m listen.Model, err error) {
 	if build == nil {
 		build = CPUEngine()
 	}
-	c.Accumulate, c.listen = 1, listen.Weights(t.Model.Config)
+	c.Accumulate, c.listen = 1, listenedWeights(t.Model.Config)
 	e, err := build(t.Model, t.Optimizer, c)
 	if err == nil {
-		m, err = listen.To(t.Model.Config, e, t.Loader)
+		m, err = listenTo(t.Model.Config, e, t.Loader)
 	}
 	if err != nil {
 		err = fmt.Errorf("listening to the frozen model: %w", err)
@@ -360,7 +356,7 @@ func (t *Trainer) hear() (m listen.Model, err error) {
 }
 
 // directions are what blueprints begin along.
-func (t *Trainer) directions(plant []Planted) (m listen.Model, err error) {
+func (t *Trainer) directions(plant []Planted) (m heardModel, err error) {
 	if t.Model.Config.Directed && len(plant) > 0 {
 		return t.hear()
 	}

@@ -13,16 +13,17 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/event"
-	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/ranks"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
+
+// ErrArchitecture is wrapped by the error of a checkpoint whose model differs in its architecture from
+// the model that it is loaded into.
+var ErrArchitecture = modelfile.ErrArchitecture
 
 // ErrDiverged is wrapped by the error of a run whose loss, gradients or parameters are no longer
 // finite. Parameters are those before the step that failed, unless its update overflowed. Such ones
@@ -71,7 +72,7 @@ func (c *TrainConfig) check() error {
 		return err
 	}
 	if c.Steps == 0 && c.Budget != (Budget{}) {
-		c.Steps = event.Unlimited
+		c.Steps = unlimitedSteps
 	}
 	switch {
 	case c.Annealing != nil && c.Budget == (Budget{}):
@@ -125,10 +126,10 @@ type Trainer struct {
 	grew   *settings.Growth // of the run that was resumed, until Run has compared it; or nil
 	progress
 	growthState
-	attached []graph.Attached // seeds of chunks that the engine's graph computes
-	whole    bool             // the step must not be interrupted between two batches
-	reshaped []Event          // Reshaped events that callbacks have not been told about yet
-	pass     state.Pass       // scratch space for what seeds ask for
+	attached []attachedSeed // seeds of chunks that the engine's graph computes
+	whole    bool           // the step must not be interrupted between two batches
+	reshaped []Event        // Reshaped events that callbacks have not been told about yet
+	pass     state.Pass     // scratch space for what seeds ask for
 	condition
 
 	happened seedEvents // in a run, and not yet told
@@ -166,8 +167,8 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 		return nil, errors.New("llm: NewTrainer: the model is nil")
 	case l == nil:
 		return nil, errors.New("llm: NewTrainer: the loader is nil")
-	case model.Made(m) != nil:
-		return nil, fmt.Errorf("llm: NewTrainer: %w", model.ErrZero)
+	case checkMade(m) != nil:
+		return nil, fmt.Errorf("llm: NewTrainer: %w", errZeroModel)
 	case l.Tokens() == nil:
 		return nil, errors.New("llm: NewTrainer: the loader is its zero value: data.NewLoader " +
 			"makes one")
@@ -193,8 +194,8 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 			"CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, created: true}
-	defer model.Take(m)()
-	if err := model.Pull(m); err != nil { // from the trainer that has the model
+	defer take(m)()
+	if err := pull(m); err != nil { // from the trainer that has the model
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
 	}
 	var err error
@@ -202,8 +203,8 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 		return nil, err
 	}
 	t.name = t.engine.Name()
-	model.Hold(m, holder{t})
-	model.Join(m)
+	hold(m, holder{t})
+	join(m)
 	t.last = Event{Steps: c.Steps, Budget: c.Budget,
 		StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
 		Params:     m.NumTrainable(), AllParams: m.NumParams(), Seeds: m.NumSeeds(),
@@ -257,17 +258,17 @@ func (t *Trainer) Close() error {
 	if t.made() != nil {
 		return nil
 	}
-	defer model.Take(t.Model)()
+	defer take(t.Model)()
 	if t.phase == closed {
 		return nil
 	}
 
 	var errs []error
 	if t.holds() {
-		errs = append(errs, model.Pull(t.Model))
-		model.Hold(t.Model, nil)
+		errs = append(errs, pull(t.Model))
+		hold(t.Model, nil)
 	}
-	model.Leave(t.Model)
+	leave(t.Model)
 	if t.engine != nil {
 		errs = append(errs, t.engine.Close())
 	}
@@ -290,7 +291,7 @@ func (t *Trainer) inTurn(f func() error) error {
 	if err := t.made(); err != nil {
 		return err
 	}
-	defer model.Take(t.Model)()
+	defer take(t.Model)()
 	if err := t.usable(); err != nil {
 		return err
 	}
@@ -302,7 +303,7 @@ type holder struct{ *Trainer }
 
 func (h holder) Spoiled() error { return h.damage() }
 
-func (h holder) Mirror() model.Mirror {
+func (h holder) Mirror() paramMirror {
 	if !h.mirrored() {
 		return nil
 	}
@@ -310,7 +311,7 @@ func (h holder) Mirror() model.Mirror {
 }
 
 // holds reports whether the trainer is the one that has its model's parameters.
-func (t *Trainer) holds() bool { return model.HolderOf(t.Model) == holder{t} }
+func (t *Trainer) holds() bool { return holderOf(t.Model) == holder{t} }
 
 // usable returns an error when the trainer cannot work with the model. If it is another trainer's
 // turn, that ends here.
@@ -326,19 +327,19 @@ func (t *Trainer) takeOver() error {
 	if t.engine == nil {
 		return t.condition.err()
 	}
-	if err := model.Pull(t.Model); err != nil {
+	if err := pull(t.Model); err != nil {
 		return err
 	}
-	model.Hold(t.Model, nil)
+	hold(t.Model, nil)
 	if err := t.engine.Push(); err != nil {
 		return fmt.Errorf("the engine %s has not taken what another trainer has made of the "+
 			"model: %w", t.engine.Name(), err)
 	}
 
-	model.Hold(t.Model, holder{t})
+	hold(t.Model, holder{t})
 	t.on(restored, nil)
 	t.twin = nil
-	model.Changed(t.Model)
+	changed(t.Model)
 	return nil
 }
 
@@ -420,8 +421,8 @@ func (t *Trainer) Run(ctx context.Context) error {
 // refuseLate refuses the commands that wait in Model.Kasmina, because no checkpoint of the run would
 // contain their effect. If a run of another trainer of the model goes on, they wait for its next step.
 func (t *Trainer) refuseLate() {
-	defer model.Take(t.Model)()
-	if model.Runs(t.Model) == 1 {
+	defer take(t.Model)()
+	if runsOf(t.Model) == 1 {
 		t.Model.Kasmina.Refuse(errRunEnded)
 	}
 }
@@ -469,14 +470,14 @@ func (t *Trainer) begin(ctx context.Context) error {
 			t.ctx, t.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
 		}
 		t.unlisten = stop
-		model.StartRun(t.Model)
+		startRun(t.Model)
 		return nil
 	})
 }
 
 func (t *Trainer) end() {
-	defer model.Take(t.Model)()
-	model.EndRun(t.Model)
+	defer take(t.Model)()
+	endRun(t.Model)
 
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -501,7 +502,7 @@ func (t *Trainer) tellChoices() error {
 }
 
 func (t *Trainer) choices() []Choice {
-	defer model.Take(t.Model)()
+	defer take(t.Model)()
 	c, ok := t.engine.(Chooser)
 	if !ok || t.phase == closed {
 		return nil
@@ -544,15 +545,15 @@ var errBetweenBatches = errors.New("the context has ended between two batches")
 // its first batch: the model has grown then, and the next attempt starts from there. A step that
 // fails during or after its update leaves the trainer damaged or its step incomplete: see condition.
 func (t *Trainer) step() error {
-	defer model.TakeToChange(t.Model)()
+	defer takeToChange(t.Model)()
 	began := time.Now()
 	if err := t.usable(); err != nil { // a callback may have let another trainer have its turn
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
 
-	growing, changes := t.growthState, model.Changes(t.Model)
+	growing, changes := t.growthState, changesOf(t.Model)
 	err := t.settleGrowth()
-	grew := model.Changes(t.Model) != changes
+	grew := changesOf(t.Model) != changes
 	if err != nil {
 		if !grew && t.condition.err() == nil {
 			t.growthState = growing
@@ -568,7 +569,7 @@ func (t *Trainer) step() error {
 	done := t.last.Step
 	restore := t.beforeStep()
 	u := update{rate: t.rate(done), before: t.Optimizer.LR()}
-	model.Changed(t.Model)
+	changed(t.Model)
 	for _, l := range t.Model.Kasmina.Lattices() {
 		l.BeginStep(done)
 	}
@@ -886,7 +887,7 @@ func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err e
 	if err := t.made(); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}
-	defer model.Take(t.Model)()
+	defer take(t.Model)()
 	if err := t.canEvaluate(e); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}

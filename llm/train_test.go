@@ -17,10 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/texttest"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/engine"
-	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -179,7 +176,7 @@ func TestAccumulation(t *testing.T) {
 		}
 		return gorgonia.NodesToValueGrads(g.Params)
 	}
-	whole, halves := gradients(6), gradients(3, graph.WithLossShare(2))
+	whole, halves := gradients(6), gradients(3, withLossShare(2))
 	for i, w := range whole {
 		a, _ := w.Grad()
 		b, _ := halves[i].Grad()
@@ -363,7 +360,7 @@ func TestNaNInGradient(t *testing.T) {
 	if _, err := tr.engine.Gradients(b); err != nil { // makes the gradients, without a step
 		t.Fatal(err)
 	}
-	g, err := tr.engine.(*engine.CPU).ValueGrads()[3].Grad()
+	g, err := tr.engine.(*cpuEngine).ValueGrads()[3].Grad()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -630,7 +627,7 @@ func TestGerminateErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := m.Param(arch.BlockPrefix(0) + arch.KasminaWeights).Float32s()
+	w := m.Param(blockPrefix(0) + kasminaWeights).Float32s()
 	w[2*4] = 7
 	if err := m.Germinate(0, 1, state.GerminationRequest{Slot: 1}); err != nil {
 		t.Fatal(err)

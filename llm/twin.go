@@ -13,17 +13,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/internal/become"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/state"
 )
 
 // A branch is a copy of everything that training steps change in a model: parameters, optimizer
 // moments and loss scale.
 type branch struct {
-	become.Model // in memory of its own
-	scale        *LossScale
+	modelState // in memory of its own
+	scale      *LossScale
 }
 
 // A twin is the model without the blueprints that are on trial.
@@ -147,9 +145,9 @@ func (t *Trainer) enter(b branch) error {
 	}
 
 	t.learning = nil // the moments may be those of slots that are frozen by now
-	model.Changed(t.Model)
+	changed(t.Model)
 	parallel.Each(len(b.Params), func(i int) {
-		model.CopyNumbers(t.Model.Params[i].Value, b.Params[i].Value)
+		copyNumbers(t.Model.Params[i].Value, b.Params[i].Value)
 	})
 	if err := t.engine.Push(); err != nil {
 		return fmt.Errorf("%w: %w", errNotTaken, err)
@@ -348,7 +346,7 @@ func (t *Trainer) branchIn(ctx context.Context, f *modelfile.File, c Config, pre
 	scale *LossScale) (b branch, err error) {
 	b.scale, b.Config = scale, c
 	b.Config.KasminaOptions = t.Model.Config.KasminaOptions
-	if b.Params, err = model.ParamsIn(ctx, t.Model, f, c, prefix); err != nil {
+	if b.Params, err = paramsIn(ctx, t.Model, f, c, prefix); err != nil {
 		return b, err
 	}
 	b.Moments, err = momentsIn(ctx, f, prefix+modelfile.OptimizerPrefix)

@@ -17,7 +17,6 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/internal/judge"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
@@ -210,7 +209,7 @@ func TestHeuristicGrowsSites(t *testing.T) {
 	checkSame(t, tr, again)
 	now, err := tr.now()
 	require.NoError(t, err)
-	needs := judge.Needs(tr.Model.Config, blueprints.Weight, now.Moments, tr.Optimizer)
+	needs := needsOf(tr.Model.Config, blueprints.Weight, now.Moments, tr.Optimizer)
 	require.Len(t, needs, 6)
 	for _, n := range needs {
 		require.Positive(t, n)

@@ -10,8 +10,8 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
-	"github.com/kasmina-go/kasmina/llm/infer"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
@@ -113,7 +113,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 		return err
 	}
 	defer i.Close()
-	g := infer.Draw(f.Config, i.Decoder)
+	g := llm.GeneratorOf(f.Config, i.Decoder)
 	return o.write(c, g.Generate(c.Context(), prompt, o.n, s), tok.NewDecoder(true), prompt, shown,
 		f.Generation.End)
 }

@@ -7,7 +7,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/graph"
 )
 
 // gpuEngine is the interface of a GPU engine.
@@ -94,7 +93,7 @@ func (f faultyGPU) Forget(param string, from, to int) error {
 	return f.gpuEngine.Forget(param, from, to)
 }
 
-func (f faultyGPU) Figures() ([]graph.Figures, error) {
+func (f faultyGPU) Figures() ([]llm.SeedFigures, error) {
 	if err := f.in.call("Figures"); err != nil {
 		return nil, err
 	}

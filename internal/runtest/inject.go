@@ -13,7 +13,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -278,7 +277,7 @@ func (f faulty) Forget(param string, from, to int) error {
 	return f.cpuEngine.Forget(param, from, to)
 }
 
-func (f faulty) Figures() ([]graph.Figures, error) {
+func (f faulty) Figures() ([]llm.SeedFigures, error) {
 	if err := f.in.call("Figures"); err != nil {
 		return nil, err
 	}
@@ -298,7 +297,7 @@ func (f faulty) Close() error { return errors.Join(f.cpuEngine.Close(), f.in.cal
 // parallelEngine is the interface of the engine of a rank on the CPU.
 type parallelEngine interface {
 	llm.Parallel
-	Figures() ([]graph.Figures, error)
+	Figures() ([]llm.SeedFigures, error)
 }
 
 // faultyRank wraps the engine of a rank so that computing gradients can fail.

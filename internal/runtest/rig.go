@@ -16,9 +16,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -631,7 +629,7 @@ func (f *frozen) look(r *rig) {
 
 	if m.Config.Frozen {
 		for _, p := range m.Params {
-			if !arch.OfSeeds(p.Name) {
+			if !llm.IsSeedParam(p.Name) {
 				note(p.Name, "the host is frozen")
 			}
 		}
@@ -662,9 +660,16 @@ func (f *frozen) look(r *rig) {
 // pull fetches the parameters from the engine and reports whether that was possible. Ranks cannot pull
 // separately.
 func (r *rig) pull() bool {
-	defer model.Take(r.tr.Model)()
+	if r.Ranks > 0 {
+		return false
+	}
 	defer r.in.silence()()
-	return r.Ranks == 0 && model.Pull(r.tr.Model) == nil
+
+	done, err := r.tr.Model.Current()
+	if err == nil {
+		done()
+	}
+	return err == nil
 }
 
 // check compares parameters with the values that look recorded. It does nothing if a seed has changed its

@@ -18,9 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -115,7 +113,7 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 		cudaops.WithOutputs(g.Outputs()...))
 	var seeds gorgonia.Nodes
 	for _, p := range g.Learning {
-		if arch.OfSeeds(p.Name()) {
+		if llm.IsSeedParam(p.Name()) {
 			seeds = append(seeds, p)
 		}
 	}
@@ -188,7 +186,7 @@ func (e *engine) Step(b data.Batch) (loss, norm float64, err error) {
 }
 
 // Figures implements [llm.Sensor].
-func (e *engine) Figures() ([]graph.Figures, error) { return e.graph.Figures(e.machine.Value) }
+func (e *engine) Figures() ([]llm.SeedFigures, error) { return e.graph.Figures(e.machine.Value) }
 
 // OpTimes returns the times of ops. It needs the option cudaops.WithMonitor.
 func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.machine.Monitor() }

@@ -9,8 +9,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/graph"
-	"github.com/kasmina-go/kasmina/llm/infer"
 )
 
 // Weights reads the parameters of a model by name, like hf.Folder. Read passes the elements of a parameter
@@ -47,7 +45,7 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 	}
 
 	// A small graph for logits has the same parameters as all other graphs.
-	g, err := graph.Build(graph.Outline(c), graph.ForLogits, 1, graph.WithWindow(1))
+	g, err := llm.BuildGraph(llm.Outline(c), llm.ForLogits, 1, llm.WithWindow(1))
 	if err != nil {
 		return nil, err
 	}
@@ -71,7 +69,7 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 		return nil, err
 	}
 
-	return infer.Of(c, func(g *llm.Graph) (llm.Machine, error) {
+	return llm.InferenceOf(c, func(g *llm.Graph) (llm.Machine, error) {
 		return cudaops.NewMachine(device, g.G, append([]cudaops.MachineOption{
 			cudaops.WithParamsOf(owner), cudaops.WithOutputs(g.Outputs()...)}, all...)...)
 	}, owner.Close), nil

@@ -8,14 +8,13 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/hf/internal/plain"
 )
 
 // config is the config.json of a model. It is that of the folder it is like, as far as it describes
 // the model, or one of its own.
 func (s *saving) config(c llm.Config) ([]byte, error) {
 	if s.like == nil {
-		return s.ownConfig(plain.Config(c))
+		return s.ownConfig(c.Plain())
 	}
 	d := s.dtypeOf(embedName)
 	if same(c, s.like.Config) && (s.dtype == "" || dtypeNames[d] == s.like.traits.dtype) {
@@ -26,7 +25,7 @@ func (s *saving) config(c llm.Config) ([]byte, error) {
 
 // same reports whether two configurations compute the same, on sequences of any length.
 func same(a, b llm.Config) bool {
-	a, b = plain.Config(a), plain.Config(b)
+	a, b = a.Plain(), b.Plain()
 	a.Seq, b.Seq = 0, 0
 	a.Documents, b.Documents = false, false
 	a.Blocks, b.Blocks = eachBlock(a), eachBlock(b)

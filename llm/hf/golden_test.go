@@ -14,7 +14,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/hf/internal/plain"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -188,7 +187,7 @@ func TestOwnModel(t *testing.T) {
 		require.NoError(t, SavePretrained(t.Context(), dir, m))
 		again, err := Load(t.Context(), dir)
 		require.NoError(t, err)
-		require.Equal(t, plain.Config(c), again.Config)
+		require.Equal(t, c.Plain(), again.Config)
 		for _, p := range again.Params {
 			want := m.Param(p.Name)
 			for i, v := range p.Value.Float32s() {

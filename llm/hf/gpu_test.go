@@ -13,7 +13,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
-	"github.com/kasmina-go/kasmina/llm/infer"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
@@ -123,7 +122,7 @@ func TestTextOnGPU(t *testing.T) {
 			greedy := func(i *llm.Inference, prompt []int, n int) (text []int) {
 				s, err := sampler.New(sampler.Config{Vocab: f.Config.Vocab})
 				require.NoError(t, err)
-				for id, err := range infer.Draw(f.Config, i.Decoder).Generate(t.Context(), prompt, n, s) {
+				for id, err := range llm.GeneratorOf(f.Config, i.Decoder).Generate(t.Context(), prompt, n, s) {
 					require.NoError(t, err)
 					text = append(text, id)
 				}

@@ -19,7 +19,6 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
-	"github.com/kasmina-go/kasmina/llm/infer"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
@@ -183,7 +182,7 @@ func TestLoadTime(t *testing.T) {
 		for _, tokens := range []int{4, 132} { // machines are made and their work recorded by the first
 			begin, n := time.Now(), 0
 			var first time.Duration
-			for _, err := range infer.Draw(f.Config, i.Decoder).Generate(t.Context(), prompt, tokens,
+			for _, err := range llm.GeneratorOf(f.Config, i.Decoder).Generate(t.Context(), prompt, tokens,
 				greedy) {
 				require.NoError(t, err)
 				if n++; n == 4 {

@@ -20,8 +20,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/hf/internal/plain"
-	"github.com/kasmina-go/kasmina/llm/model"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
 
@@ -149,12 +147,12 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 	case ctx == nil:
 		return errors.New("the context is nil, want one such as context.Background()")
 	}
-	done, err := model.Current(m)
+	done, err := m.Current()
 	if err != nil {
 		return err
 	}
 	defer done()
-	m, err = plain.Of(m)
+	m, err = m.Plain()
 	if err != nil {
 		return err
 	}
@@ -191,12 +189,12 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 // what the model computes otherwise. While a trainer runs, it waits for the end of the present
 // step; where the result is m itself, it goes on to change.
 func Plain(m *llm.Model) (*llm.Model, error) {
-	done, err := model.Current(m)
+	done, err := m.Current()
 	if err != nil {
 		return nil, err
 	}
 	defer done()
-	return plain.Of(m)
+	return m.Plain()
 }
 
 // collect gathers the small files.

@@ -11,14 +11,13 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/state"
 )
 
 // planted returns a model in which blueprints with random numbers are fossilized and still beside
 // it, as a run leaves them that ends there.
-func planted(t *testing.T, c llm.Config, all ...arch.Planted) *llm.Model {
+func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 	t.Helper()
 	for _, p := range all {
 		c = c.Plant(p)
@@ -83,13 +82,13 @@ func TestMergedLoads(t *testing.T) {
 			c = c.Default()
 			c.Weights, c.LoRAAlpha = c.WeightSites("q", "v", "o", "gate", "down", "head"), 4
 			c.Streams = []int{0, 1, 1, 1}
-			var all []arch.Planted
+			var all []llm.Planted
 			for seed := range c.Weights {
-				all = append(all, arch.Planted{Site: blueprints.Weight, Seed: seed, Kind: "LoRA",
+				all = append(all, llm.Planted{Site: blueprints.Weight, Seed: seed, Kind: "LoRA",
 					Size: 1 + seed%3})
 			}
 			for seed := range c.Streams {
-				p := arch.Planted{Site: blueprints.Stream, Seed: seed, Kind: "Perceptron", Size: 11}
+				p := llm.Planted{Site: blueprints.Stream, Seed: seed, Kind: "Perceptron", Size: 11}
 				if seed%2 == 1 {
 					p.Kind, p.Size = "Attention", []int{1, 1, 2, 2}[seed]
 				}
@@ -128,7 +127,7 @@ func distance(a, b []float32) float64 {
 func TestUnmergedIsRefused(t *testing.T) {
 	c := llm.Config{Vocab: 40, Dim: 24, Layers: 1, Heads: 2, Seq: 16}.Default()
 	c.Weights = c.WeightSites("q")
-	m := planted(t, c.Plant(arch.Planted{Site: blueprints.Weight, Kind: "LoRA", Size: 2}))
+	m := planted(t, c.Plant(llm.Planted{Site: blueprints.Weight, Kind: "LoRA", Size: 2}))
 	for _, to := range []state.Stage{state.Germinated, state.Training, state.Grafting} {
 		command := state.Command{Action: state.Move, To: to}
 		if to == state.Germinated {

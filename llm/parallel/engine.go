@@ -20,9 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/graph"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
@@ -243,7 +241,7 @@ func (e *engine) Update() (float64, error) {
 
 	for _, p := range e.parts {
 		norm := host
-		if arch.OfSeeds(p.Name) {
+		if llm.IsSeedParam(p.Name) {
 			norm = seeds
 		}
 		scale := e.config.Clip / (norm + 1e-6)
@@ -258,7 +256,7 @@ func (e *engine) Update() (float64, error) {
 		}
 	}
 
-	if !slices.ContainsFunc(e.params, func(s stretch) bool { return !arch.OfSeeds(s.name) }) {
+	if !slices.ContainsFunc(e.params, func(s stretch) bool { return !llm.IsSeedParam(s.name) }) {
 		host = seeds
 	}
 
@@ -300,7 +298,7 @@ func (e *engine) norms(acc any) (host, seeds float64, err error) {
 			squares += math.Float64frombits(binary.LittleEndian.Uint64(blocks))
 			blocks = blocks[8:]
 		}
-		if arch.OfSeeds(s.name) {
+		if llm.IsSeedParam(s.name) {
 			seeds += squares
 		} else {
 			host += squares
@@ -407,7 +405,7 @@ func (e *engine) Gradients(data.Batch) (float64, error) {
 }
 
 // Figures implements [llm.Sensor] for the last batch of this rank.
-func (e *engine) Figures() ([]graph.Figures, error) {
+func (e *engine) Figures() ([]llm.SeedFigures, error) {
 	return e.train.Figures(e.train.Machine.Value)
 }
 

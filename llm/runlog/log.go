@@ -23,7 +23,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/arch"
 )
 
 // JSON returns a callback that appends one line of JSON per event to the file at path. It creates
@@ -217,7 +216,7 @@ type Record struct {
 	Error          string           `json:"error,omitempty"`
 
 	Machine  map[string]string `json:"machine,omitempty"` // see [On]
-	Lattices []arch.Lattice    `json:"lattices,omitempty"`
+	Lattices []llm.Lattice     `json:"lattices,omitempty"`
 	Ceiling  *llm.Ceiling      `json:"ceiling,omitempty"`
 }
 

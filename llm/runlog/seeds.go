@@ -7,7 +7,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -108,7 +107,7 @@ const maxPlaces = 4096
 
 // lattices returns the lattices for a record. Once maxPlaces locations have been listed, the
 // remaining lattices are recorded without theirs.
-func lattices(all []arch.Lattice) []arch.Lattice {
+func lattices(all []llm.Lattice) []llm.Lattice {
 	all, left := slices.Clone(all), maxPlaces
 	for i := range all {
 		if left -= len(all[i].Places); left < 0 {

@@ -14,7 +14,6 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/llm/internal/eventtest"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -132,8 +131,8 @@ func TestManyValues(t *testing.T) {
 func TestPlaces(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log.jsonl")
 	all := eventtest.Run(0, 2)
-	few := arch.Lattice{Name: "weights", Site: blueprints.Weight, Places: []string{"block 0, q"}}
-	all[0].Lattices = []arch.Lattice{few, {Name: "many", Places: make([]string, maxPlaces)}}
+	few := llm.Lattice{Name: "weights", Site: blueprints.Weight, Places: []string{"block 0, q"}}
+	all[0].Lattices = []llm.Lattice{few, {Name: "many", Places: make([]string, maxPlaces)}}
 	note, ceiling := all[1], all[1]
 	note.Kind, note.Text = llm.Noted, "a person asked"
 	ceiling.Kind, ceiling.Ceiling = llm.Measured, llm.Ceiling{Product: 1e12, Type: "bfloat16"}
@@ -145,7 +144,7 @@ func TestPlaces(t *testing.T) {
 		events = append(events, r.Event)
 		switch r.Event {
 		case "start":
-			require.Equal(t, []arch.Lattice{few, {Name: "many"}}, r.Lattices)
+			require.Equal(t, []llm.Lattice{few, {Name: "many"}}, r.Lattices)
 		case "note":
 			require.Equal(t, "a person asked", r.Text)
 		case "ceiling":

@@ -5,12 +5,12 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/board/api"
-	"github.com/kasmina-go/kasmina/llm/arch"
+	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
 )
 
 // place returns the location of a seed, or "" if its layer and number suffice.
-func place(layers []arch.Lattice, layer, seed int) string {
+func place(layers []llm.Lattice, layer, seed int) string {
 	if layer < 0 || layer >= len(layers) || seed < 0 || seed >= len(layers[layer].Places) {
 		return ""
 	}
@@ -18,7 +18,7 @@ func place(layers []arch.Lattice, layer, seed int) string {
 }
 
 // picture returns the layers for a picture of the lattices.
-func picture(reports []state.Report, layers []arch.Lattice) []api.Layer {
+func picture(reports []state.Report, layers []llm.Lattice) []api.Layer {
 	all := make([]api.Layer, len(reports))
 	for i, r := range reports {
 		n := len(r.Seeds)

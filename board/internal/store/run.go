@@ -12,8 +12,9 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kasmina-go/kasmina/llm"
+
 	"github.com/kasmina-go/kasmina/board/api"
-	"github.com/kasmina-go/kasmina/llm/arch"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -35,7 +36,7 @@ type Run struct {
 	run     api.Run
 	silent  bool // the log has not changed for a long time
 	history int  // counts removals of data that viewers may have seen
-	layers  []arch.Lattice
+	layers  []llm.Lattice
 	steps   steps
 	evals   []eval
 	reports []state.Report // as far as records contain them

@@ -24,8 +24,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
-	"github.com/kasmina-go/kasmina/llm/hf/internal/plain"
-	"github.com/kasmina-go/kasmina/llm/model"
 )
 
 const (
@@ -113,7 +111,7 @@ func Check(f *hf.Folder, c llm.Config, t Type) error {
 		return fmt.Errorf("gguf: %w", err)
 	}
 
-	c = plain.Config(c)
+	c = c.Plain()
 	if _, err := fieldsOf(f, c, t); err != nil {
 		return fmt.Errorf("gguf: %w", err)
 	}
@@ -133,12 +131,12 @@ func save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	case !known:
 		return fmt.Errorf("the type is %d, want F32, F16, BF16 or Q80", t)
 	}
-	done, err := model.Current(m)
+	done, err := m.Current()
 	if err != nil {
 		return err
 	}
 	defer done()
-	if m, err = plain.Of(m); err != nil {
+	if m, err = m.Plain(); err != nil {
 		return err
 	}
 	fields, err := fieldsOf(f, m.Config, t)

@@ -1,0 +1,297 @@
+package llm
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/folderlock"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+)
+
+// A CheckpointOption changes what Checkpoint does.
+type CheckpointOption func(*checkpointer)
+
+// InBackground writes a checkpoint while the run goes on, if there is a step to come. It writes
+// from a copy of everything in it that takes memory until the file is complete. Its Saved event has
+// the step that was saved, and comes after a later one.
+func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
+
+// InParts lets several ranks write a checkpoint together, a file each: see [Trainer.SaveParts]. The
+// run waits for them, InBackground or not.
+func InParts() CheckpointOption { return func(c *checkpointer) { c.parts = true } }
+
+// OptimizerApart writes the optimiser's moments to a file of their own: see [Trainer.SaveApart].
+func OptimizerApart() CheckpointOption {
+	return func(c *checkpointer) { c.write = saveApart }
+}
+
+// Checkpoint saves everything needed to go on to the file at path. It does so every so many steps
+// (0 for never), at the last step, and when the run is interrupted. After a callback or a step has
+// failed it tries to save the last step, unless that is ErrDiverged. Then the file's old contents
+// are better. The file is replaced as a whole: there is always a complete one. Folders that it
+// needs are made. A place where it cannot be written ends the run before its first step, and so
+// does a folder that another program has claimed. It is claimed for the run, as by [ClaimFolder].
+func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
+	if t.made() != nil {
+		return refusing("Checkpoint: %w", t.made())
+	}
+	c := &checkpointer{t: t, path: path, every: every, write: saveWhole}
+	t.addSaver()
+	for _, opt := range opts {
+		if opt == nil {
+			return refusing("Checkpoint: an option is nil")
+		}
+		opt(c)
+	}
+	return c.event
+}
+
+// A checkpointer writes one file at a time.
+type checkpointer struct {
+	t          *Trainer
+	path       string
+	every      int
+	asked      int // saves that had been asked for when it last saved
+	write      func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
+	background bool
+	parts      bool
+	release    func() error // the folder
+	tried      int          // the step that was last to be saved in this run, or that it began at
+	step       int          // that is being written
+	written    chan error   // has its result; nil when nothing is being written
+}
+
+func (c *checkpointer) event(e Event) error {
+	switch {
+	case e.Kind == RunStart:
+		c.tried = e.Step
+		return c.begin()
+	case e.Kind == RunEnd:
+		return errors.Join(c.wait(), c.end())
+	case e.Kind == Failed:
+		err := c.finish()
+		if errors.Is(err, ErrDiverged) { // a callback's, of the step that was saved last
+			return err
+		}
+		return errors.Join(err, c.rescue(e))
+	case !due(e, c.every) && e.Kind != Interrupted && !c.wanted(e):
+		return c.poll()
+	}
+	c.asked = c.t.saves()
+	apart := c.parts && c.t.parallel()
+	if c.background && !apart && e.Kind == StepEnd && !e.Last {
+		return c.saveBeside(e.Step)
+	}
+	return c.save(e.Step)
+}
+
+// wanted reports whether somebody has asked for a save; see [Trainer.SaveSoon].
+func (c *checkpointer) wanted(e Event) bool {
+	return e.Kind == StepEnd && c.t.saves() > c.asked
+}
+
+// rescue saves the last step of a run that has failed, unless it has been tried, or there is no
+// sound one.
+func (c *checkpointer) rescue(e Event) error {
+	sound := c.t.inTurn(func() error { return nil })
+	if e.Step == c.tried || errors.Is(e.Err, ErrDiverged) || sound != nil {
+		return nil
+	}
+	return c.save(e.Step)
+}
+
+// save writes the trainer's state.
+func (c *checkpointer) save(step int) error {
+	c.tried = step
+	write := func(path string) error { return c.t.saveBy(path, c.write) }
+	if c.parts && c.t.parallel() {
+		write = c.t.SaveParts
+	}
+
+	// An earlier file that could not be written is no reason not to write this one. But a callback
+	// that refuses the earlier file may want it to be the last.
+	earlier := c.written != nil
+	failed := c.wait()
+	if earlier && failed == nil {
+		if err := c.saved(c.step); err != nil {
+			return err
+		}
+	}
+	written := write(c.path)
+	if err := errors.Join(failed, written); err != nil {
+		return err
+	}
+	return c.saved(step)
+}
+
+// begin creates the folders that the checkpoint needs, checks that it can be written, and claims its
+// folder.
+func (c *checkpointer) begin() error {
+	if !c.t.writesNow() {
+		if c.parts && c.t.parallel() {
+			// This rank writes a part of its own, perhaps to another disk.
+			if err := modelfile.Writable(c.path); err != nil {
+				return fmt.Errorf("llm: Checkpoint: the part of this rank: %w", err)
+			}
+		}
+		return nil
+	}
+	info, err := os.Stat(c.path)
+	if err == nil && !info.Mode().IsRegular() && !info.IsDir() {
+		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
+	}
+	if err := modelfile.Replaceable(c.path); err != nil {
+		return fmt.Errorf("llm: Checkpoint: %w", err)
+	}
+	if err := modelfile.Writable(c.path); err != nil {
+		return fmt.Errorf("llm: Checkpoint: %w", err)
+	}
+
+	release, err := ClaimFolder(filepath.Dir(c.path))
+	if err != nil && !errors.Is(err, errors.ErrUnsupported) {
+		return fmt.Errorf("llm: Checkpoint: %w", err)
+	}
+	c.release = release
+	return nil
+}
+
+// end gives the folder back.
+func (c *checkpointer) end() error {
+	release := c.release
+	c.release = nil
+	if release == nil {
+		return nil
+	}
+	return release()
+}
+
+// saveBeside starts to write the trainer's state, after what is still being written.
+func (c *checkpointer) saveBeside(step int) error {
+	if err := c.t.agreeNow(c.finish()); err != nil {
+		return err
+	}
+	c.tried = step
+	defer c.t.busyNow("copying a checkpoint")()
+	tensors, metadata, err := c.t.copied()
+	if err != nil {
+		return err
+	}
+	c.step, c.written = step, make(chan error, 1)
+	if !c.t.writesNow() {
+		c.written <- nil
+		return nil
+	}
+	go func(written chan<- error) {
+		written <- c.write(c.path, tensors, metadata)
+	}(c.written)
+	return nil
+}
+
+// wait waits for the file that is being written.
+func (c *checkpointer) wait() error {
+	if c.written == nil {
+		return nil
+	}
+	defer c.t.busyNow("waiting for its checkpoint to be written")()
+	err := <-c.written
+	c.written = nil
+	return err
+}
+
+// finish waits for the file that is being written and emits Saved.
+func (c *checkpointer) finish() error {
+	if c.written == nil {
+		return nil
+	}
+	if err := c.wait(); err != nil {
+		return err
+	}
+	return c.saved(c.step)
+}
+
+// poll emits Saved if the file in the background has been written.
+func (c *checkpointer) poll() error {
+	if len(c.written) == 0 {
+		return nil
+	}
+	return c.finish()
+}
+
+func (c *checkpointer) saved(step int) error {
+	return c.t.emit(Saved, func(e *Event) { e.Path, e.Step = c.path, step })
+}
+
+// ErrFolderInUse is wrapped by the error of an output folder that another program has claimed.
+var ErrFolderInUse = folderlock.ErrInUse
+
+// ClaimFolder makes an output folder, which must exist, this program's until release is called or
+// the program ends. So no two programs write one run's files: to all others it is an
+// ErrFolderInUse. Within the program any number of callers may claim it, from any goroutine, and it
+// is the program's until all have released it. A run with a [Checkpoint] claims its folder by
+// itself; a program that reads or writes there before the run claims it first.
+//
+// It works on Linux, macOS, the BSDs and Windows. Where the system or the file system cannot lock,
+// it is an errors.ErrUnsupported, and a Checkpoint goes on without.
+func ClaimFolder(dir string) (release func() error, err error) {
+	release, err = folderlock.Claim(dir)
+	if err != nil {
+		return nil, fmt.Errorf("llm: ClaimFolder: %s: %w; name another folder for this one, or "+
+			"wait for the other program", dir, err)
+	}
+	return release, nil
+}
+
+// SaveWhole writes a checkpoint of one file.
+func saveWhole(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
+	if err := safetensors.Save(path, tensors, metadata); err != nil {
+		return err
+	}
+	_ = modelfile.Parts{}.Tidy(path) // what is left of another checkpoint harms nothing
+	return nil
+}
+
+// SaveApart writes a checkpoint of two files.
+func saveApart(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
+	sizes := map[string]int{} // of all tensors, by name
+	for _, x := range tensors {
+		sizes[x.Name] = opbase.Size(x.Shape)
+	}
+
+	var rest []safetensors.Tensor
+	var moments []modelfile.Stretch
+	for _, x := range tensors {
+		own, prefixed := strings.CutPrefix(x.Name, modelfile.OptimizerPrefix)
+		n, ok := sizes[own[:max(0, strings.LastIndexByte(own, '.'))]]
+		if !prefixed || !ok || x.DType == safetensors.I64 { // which counts steps
+			rest = append(rest, x)
+			continue
+		}
+
+		m := modelfile.Stretch{Moment: own, Data: x.Data}
+		if size := sizes[x.Name]; size != n {
+			m.Of = size
+		}
+		moments = append(moments, m)
+	}
+
+	set := modelfile.SetOf(metadata[modelfile.TrainingKey], moments)
+	text, err := json.Marshal(set)
+	if err != nil {
+		return err
+	}
+	metadata[modelfile.PartsKey] = string(text)
+	if err := set.SavePart(path, 0, moments); err != nil {
+		return err
+	}
+	if err := safetensors.Save(path, rest, metadata); err != nil {
+		return err
+	}
+	_ = set.Tidy(path)
+	return nil
+}

@@ -1,0 +1,36 @@
+package llm
+
+import (
+	"github.com/kasmina-go/kasmina/internal/failpoint"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// MergeAtEnd fossilizes every blueprint that learns fully blended in, as those of control.Adapters
+// do, after the last step of a run. When the run ends, these blueprints become a part of the model.
+// Add MergeAtEnd before callbacks that save.
+func MergeAtEnd(t *Trainer) Callback {
+	return func(e Event) error {
+		if e.Kind != StepEnd || !e.Last {
+			return nil
+		}
+		if err := t.made(); err != nil {
+			return err
+		}
+		seeds := t.Model.Kasmina
+		var commands []state.Command
+		for layer, r := range seeds.Report() {
+			for _, s := range r.Seeds {
+				if s.Stage == state.FineTuning {
+					commands = append(commands, state.Command{Action: state.Move, Layer: layer,
+						Seed: s.Seed, To: state.Fossilized, Why: "the run ends"})
+				}
+			}
+		}
+		if len(commands) == 0 {
+			return nil
+		}
+
+		failpoint.Reach("merge", "")
+		return seeds.Do(commands...)
+	}
+}

@@ -1,0 +1,161 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/llm/sampler"
+)
+
+// Generator draws text from a model, token by token, on the CPU. Each token sees as many of the
+// tokens before it as the model's training sequences were long. Up to that length a token takes a
+// pass over one row, since keys and values are kept. Beyond it every token moves the others to
+// other positions, and takes a pass over the whole window.
+//
+// A Generator is for one goroutine at a time. While a trainer runs, each token waits for the end of
+// the present step.
+type Generator struct {
+	config  Config
+	decoder func() (logitsFunc, error)
+	close   func() error
+}
+
+// NewGenerator returns a generator that uses the model's parameters as they are at each call.
+func NewGenerator(m *Model) (*Generator, error) {
+	if m == nil {
+		return nil, errors.New("llm: NewGenerator: the model is nil")
+	}
+	defer take(m)()
+	i := &Inference{Model: m}
+	if _, err := i.Decoder(); err != nil {
+		return nil, err
+	}
+	return &Generator{m.Config, func() (logitsFunc, error) { return i.beside(m) }, i.Close}, nil
+}
+
+// Logits returns the logits for what follows some tokens, as the Decoder of an engine does.
+type logitsFunc = func(ctx context.Context, tokens []int) (any, error)
+
+// beside returns a decoder whose every call is a turn of its own, with the parameters that the
+// model has then.
+func (i *Inference) beside(m *Model) (logitsFunc, error) {
+	var next logitsFunc
+	var seen uint64
+	return func(ctx context.Context, tokens []int) (any, error) {
+		defer take(m)()
+		if now := changesOf(m); next == nil || now != seen {
+			if err := pull(m, paramNames(m)...); err != nil {
+				return nil, err
+			}
+			var err error
+			if next, err = i.Decoder(); err != nil { // which forgets the tokens so far
+				return nil, err
+			}
+			seen = now
+		}
+		return next(ctx, tokens)
+	}, nil
+}
+
+// names returns those of all parameters.
+func paramNames(m *Model) []string {
+	names := make([]string, len(m.Params))
+	for i, p := range m.Params {
+		names[i] = p.Name
+	}
+	return names
+}
+
+// Draw returns a generator for a configuration whose logits are those of a decoder, which is asked
+// for once for each text.
+func GeneratorOf(c Config, decoder func() (logitsFunc, error)) *Generator {
+	return &Generator{config: c, decoder: decoder}
+}
+
+// Close frees the generator's machine.
+func (g *Generator) Close() error {
+	if g == nil || g.close == nil {
+		return nil
+	}
+	return g.close()
+}
+
+// Generate yields n tokens that s draws to continue the prompt, which needs at least one token,
+// each as soon as it is drawn:
+//
+//	for token, err := range generator.Generate(ctx, prompt, 100, sampler) {
+//		if err != nil {
+//			return err
+//		}
+//		...
+//	}
+//
+// An error is the last that it yields, and so is the end of the context. It looks for that within
+// the passes over the model too. When the model changes between two tokens, the next one is drawn
+// from the changed model.
+func (g *Generator) Generate(ctx context.Context, prompt []int, n int,
+	s *sampler.Sampler) iter.Seq2[int, error] {
+	return func(yield func(int, error) bool) {
+		if err := g.generate(ctx, prompt, n, s, func(token int) bool {
+			return yield(token,
+				nil)
+		}); err != nil {
+			yield(0, fmt.Errorf("llm: Generate: %w", err))
+		}
+	}
+}
+
+// generate calls yield with each token until that returns false.
+func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sampler.Sampler,
+	yield func(token int) bool) error {
+	switch {
+	case g == nil || g.decoder == nil:
+		return errors.New("the generator is nil or its zero value: NewGenerator makes one")
+	case ctx == nil:
+		return errNoContext
+	case len(prompt) == 0:
+		return errors.New("the prompt is empty, want at least one token")
+	case n < 0:
+		return fmt.Errorf("asked for %d tokens, want at least 0", n)
+	case s == nil:
+		return errors.New("the sampler is nil")
+	}
+	logits, err := g.decoder()
+	if err != nil {
+		return err
+	}
+	window := slices.Clone(prompt[max(0, len(prompt)-g.config.Seq):])
+	for i := range n {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		next, err := drawFrom(ctx, logits, window, s)
+		if err != nil {
+			return fmt.Errorf("token %d: %w", i+1, err)
+		}
+		if !yield(next) {
+			return nil
+		}
+		if len(window) == g.config.Seq {
+			window = slices.Delete(window, 0, 1)
+		}
+		window = append(window, next)
+	}
+	return nil
+}
+
+// drawFrom draws the token that follows.
+func drawFrom(ctx context.Context, logits func(ctx context.Context, tokens []int) (any, error),
+	tokens []int, s *sampler.Sampler) (int, error) {
+	v, err := logits(ctx, tokens)
+	if err != nil {
+		return 0, err
+	}
+	if x, ok := v.([]float32); ok {
+		return sampler.Draw(s, x)
+	}
+	return sampler.Draw(s, v.([]float64))
+}

@@ -1,0 +1,372 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/llm/internal/block"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Kind says what a graph computes.
+type GraphKind uint8
+
+// The kinds of graph.
+const (
+	ForTraining GraphKind = iota + 1 // the loss and its gradients; Kasmina layers gather telemetry
+	ForLoss                          // the loss alone; lattices only count what is not finite
+	// the logits of one position of each sequence; lattices only count what is not finite
+	ForLogits
+)
+
+// Graph is a model's computation on one batch. Every graph of a model shares the memory of its
+// parameters, so they are for one goroutine at a time.
+type Graph struct {
+	G       *gorgonia.ExprGraph
+	Kind    GraphKind
+	Batch   int            // sequences
+	IDs     *gorgonia.Node // int [Batch·Seq]
+	Targets *gorgonia.Node // int [Batch·Seq], below 0 where nothing is predicted; nil ForLogits
+	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without, and ForLogits
+	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
+	// Rows are the rows of Batch·Seq whose logits are wanted, ForLogits: an int [Batch], or [Batch·Seq]
+	// with WithAllPositions.
+	Rows *gorgonia.Node
+	// int [1], the position of the only token of a graph ForLogits that keeps the keys and values
+	// of those before it. It is nil for others, which have Rows
+	Position *gorgonia.Node
+	Logits   *gorgonia.Node // [len(Rows), Vocab], ForLogits
+	Params   gorgonia.Nodes // one for each of the model's Params
+	// Learning are those of Params whose gradients a ForTraining graph has: all, but of a frozen
+	// model what is planted alone, and what WithGradients names.
+	Learning gorgonia.Nodes
+
+	listens bool           // it is of WithGradients
+	blocks  *block.Builder // that it is built of
+	keeps   bool           // keys and values, among its Outputs
+	seeds   graphSeeds
+}
+
+// Updates reports whether runs of a ForTraining graph lead to updates: it has gradients, of what
+// learns.
+func (g *Graph) Updates() bool { return g != nil && len(g.Learning) > 0 && !g.listens }
+
+// Frozen are those of Params whose gradients a ForTraining graph has not.
+func (g *Graph) Frozen() (frozen gorgonia.Nodes) {
+	if g == nil {
+		return nil
+	}
+	for _, p := range g.Params {
+		if !slices.Contains(g.Learning, p) {
+			frozen = append(frozen, p)
+		}
+	}
+	return frozen
+}
+
+// Option changes how a graph is built.
+type GraphOption func(*graphBuilder)
+
+// WithRecompute makes the backward pass of a ForTraining graph compute each block again from its
+// input instead of keeping what is inside. That takes less memory, for about a third more work.
+func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = true } }
+
+// WithLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those
+// of their mean loss.
+func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares = n } }
+
+// WithGradients has the gradients of the named parameters alone, whether they learn or not: for who
+// wants to know them, and makes no update.
+func withGradients(params ...string) GraphOption {
+	return func(b *graphBuilder) { b.wanted = params }
+}
+
+// WithAllPositions gives a ForLogits graph the logits of all positions instead of one of each sequence.
+func WithAllPositions() GraphOption { return func(b *graphBuilder) { b.everywhere = true } }
+
+// Build builds a model's computation on batches of the given number of sequences. ForTraining it
+// includes the gradients of all parameters.
+func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*Graph, error) {
+	if batch < 1 || batch > maxField {
+		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, maxField)
+	}
+	c := m.Config
+	b := &graphBuilder{ModelParts: m, g: gorgonia.NewGraph(), kind: kind,
+		blocks: block.Builder{Shape: c.BlockShape(), Seq: c.Seq},
+		nodes:  map[string]*gorgonia.Node{}}
+	for _, opt := range opts {
+		if opt == nil {
+			return nil, errors.New("llm: Graph: an option is nil")
+		}
+		opt(b)
+	}
+	g, err := b.build(batch)
+	if err != nil {
+		return nil, fmt.Errorf("llm: building the model: %w", err)
+	}
+	return g, nil
+}
+
+// Model is what a graph is of. All graphs of a model share its parameters' memory.
+type ModelParts struct {
+	Config  Config
+	Params  []Param
+	Kasmina *state.Network // lattices, one for each of Config.Kasmina first
+}
+
+// Param is a trainable tensor of a model. One of an [Outline] has no value.
+type Param struct {
+	Name  string
+	Value *tensor.Dense
+}
+
+// Outline is a model whose values are elsewhere, such as on a device alone. The parameters of its
+// graphs have names and shapes, and no values. It has no seeds.
+func Outline(c Config) ModelParts {
+	m := ModelParts{Config: c}
+	for p := range c.Specs() {
+		m.Params = append(m.Params, Param{Name: p.Name})
+	}
+	return m
+}
+
+// dtype is that of a model's floats.
+func (m ModelParts) dtype() tensor.Dtype {
+	if v := m.Params[0].Value; v != nil {
+		return v.Dtype()
+	}
+	return tensor.Float32
+}
+
+// addParams adds the parameters' nodes.
+func (b *graphBuilder) addParams() error {
+	i := 0
+	for s := range b.Config.Specs() {
+		if i == len(b.Params) || b.Params[i].Name != s.Name {
+			return fmt.Errorf("parameter %d is not %s, which the configuration has there", i, s.Name)
+		}
+		var n *gorgonia.Node
+		if v := b.Params[i].Value; v != nil {
+			n = gorgonia.NodeFromAny(b.g, v, gorgonia.WithName(s.Name))
+		} else {
+			n = gorgonia.NewTensor(b.g, tensor.Float32, len(s.Shape),
+				gorgonia.WithShape(s.Shape...), gorgonia.WithName(s.Name))
+		}
+		b.nodes[s.Name] = n
+		b.out.Params = append(b.out.Params, n)
+		i++
+	}
+	if len(b.Config.Kasmina)+len(b.Config.Planted) > 0 && b.Kasmina == nil {
+		return errors.New("an outline has no seeds, and the configuration has some")
+	}
+	return nil
+}
+
+// NewParam returns a tensor of the numbers that next gives, of zeros if next is nil.
+func newParamValue(dt tensor.Dtype, shape []int, next func() float64) *tensor.Dense {
+	n := tensor.Shape(shape).TotalSize()
+	if dt == tensor.Float32 {
+		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(drawNumbers[float32](n, next)))
+	}
+	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(drawNumbers[float64](n, next)))
+}
+
+func drawNumbers[T float32 | float64](n int, next func() float64) []T {
+	x := make([]T, n)
+	if next != nil {
+		for i := range x {
+			x[i] = T(next())
+		}
+	}
+	return x
+}
+
+type graphBuilder struct {
+	ModelParts
+	g         *gorgonia.ExprGraph
+	kind      GraphKind
+	recompute bool
+	// everywhere says that the logits of all positions are wanted.
+	everywhere bool
+	shares     int
+	wanted     []string      // parameters whose gradients are; nil for those that learn
+	blocks     block.Builder // of sequences up to Config.Seq; a Position is ForLogits
+	cached     bool          // it is to have a Position
+	keeps      bool          // its keys and values are for one that has
+	out        *Graph
+	nodes      map[string]*gorgonia.Node // parameters by name
+}
+
+func (b *graphBuilder) build(batch int) (*Graph, error) {
+	c, rows := b.Config, batch*b.blocks.Seq
+	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, blocks: &b.blocks, keeps: b.keeps}
+	b.out = out
+	if b.cached {
+		rows = 1
+		b.blocks.Position = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(1),
+			gorgonia.WithName("position"))
+		out.Position = b.blocks.Position
+	}
+	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
+		gorgonia.WithName("ids"))
+	if c.Documents && b.kind != ForLogits {
+		out.Starts = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
+			gorgonia.WithName("starts"))
+	}
+	if err := b.addParams(); err != nil {
+		return nil, err
+	}
+	if err := b.plant(); err != nil {
+		return nil, err
+	}
+	x, err := op.Embedding(out.IDs, b.nodes[embedName])
+	if err == nil && c.EmbedScale != 0 {
+		x, err = gorgonia.Mul(x, b.number(c.EmbedScale))
+	}
+	if err == nil && c.Positions > 0 {
+		x, err = b.positions(x)
+	}
+	for i := range c.Layers {
+		out.seeds.streams = append(out.seeds.streams, x)
+		if err == nil {
+			x, err = b.block(i, x)
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	out.seeds.streams = append(out.seeds.streams, x)
+	if b.kind == ForLogits && !b.cached {
+		wanted := batch
+		if b.everywhere {
+			wanted = rows
+		}
+		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(wanted),
+			gorgonia.WithName("rows"))
+		if x, err = op.Embedding(out.Rows, x); err != nil { // a table's rows, or a matrix's
+			return nil, err
+		}
+	}
+	if x, err = b.blocks.Norm(x, b.nodes[normName],
+		b.nodes[NormBiasName]); err != nil {
+		return nil, err
+	}
+	head := b.nodes[headName]
+	if !c.Untied {
+		head = b.nodes[embedName]
+	}
+	switch b.kind {
+	case ForLogits:
+		out.Logits, err = op.Linear(x, head)
+		return out, err
+	case ForTraining, ForLoss:
+		out.Targets = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
+			gorgonia.WithName("targets"))
+		if out.Loss, err = op.LinearCrossEntropy(x, head, out.Targets); err != nil ||
+			b.kind == ForLoss {
+			return out, err
+		}
+		return out, b.differentiate(out)
+	}
+	return nil, errors.New("unknown kind of graph")
+}
+
+// positions adds the learned vectors of the rows' positions to x.
+func (b *graphBuilder) positions(x *gorgonia.Node) (*gorgonia.Node, error) {
+	at := b.blocks.Position
+	if at == nil {
+		all := make([]int, x.Shape()[0])
+		for i := range all {
+			all[i] = i % b.blocks.Seq
+		}
+		at = gorgonia.NodeFromAny(b.g, idTensor(all), gorgonia.WithName("positions"))
+	}
+	learned, err := op.Embedding(at, b.nodes[PositionsName])
+	if err != nil {
+		return nil, err
+	}
+	return gorgonia.Add(x, learned)
+}
+
+// differentiate adds the gradients of the loss, or of its share where several batches make a step.
+func (b *graphBuilder) differentiate(g *Graph) error {
+	cost := g.Loss
+	if b.shares > 1 {
+		var err error
+		if cost, err = gorgonia.Mul(cost, b.number(1/float64(b.shares))); err != nil {
+			return err
+		}
+	}
+	for _, p := range g.Params {
+		if b.wanted == nil && b.Config.Learns(p.Name()) || slices.Contains(b.wanted, p.Name()) {
+			g.Learning = append(g.Learning, p)
+		}
+	}
+	g.listens = b.wanted != nil
+	if len(g.Learning) == 0 {
+		return nil // of a frozen model in which nothing is planted yet
+	}
+	hashOnes()
+	if _, err := gorgonia.Grad(cost, g.Learning...); err != nil || b.wanted != nil {
+		return err
+	}
+	return b.measure()
+}
+
+// hashOnes has Gorgonia hash the ones that all its graphs share. It does so when a graph first takes
+// one in, and goroutines that differentiate graphs of their own would race for it.
+var hashOnes = sync.OnceFunc(func() {
+	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
+		x := gorgonia.NewScalar(gorgonia.NewGraph(), dt)
+		_, _ = gorgonia.Grad(gorgonia.Must(gorgonia.Square(x)), x)
+	}
+})
+
+// number is a constant of the parameters' type.
+func (b *graphBuilder) number(x float64) *gorgonia.Node {
+	if b.dtype() == tensor.Float64 {
+		return gorgonia.NewConstant(x)
+	}
+	return gorgonia.NewConstant(float32(x))
+}
+
+// block adds block i and the Kasmina layer behind it, if there is one, to the residual stream x.
+func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
+	p := blockPrefix(i)
+	inputs := gorgonia.Nodes{x}
+	for _, name := range b.blocks.Params() {
+		inputs = append(inputs, b.nodes[p+name])
+	}
+	if b.out.Starts != nil {
+		inputs = append(inputs, b.out.Starts)
+	}
+	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+		return b.blocks.Build(in, b.Config.Attention(i))
+	}
+	var err error
+	if b.recompute && b.kind == ForTraining {
+		x, err = autodiff.Recompute(inputs, build)
+	} else {
+		x, err = build(inputs)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("block %d: %w", i, err)
+	}
+	for n, after := range b.Config.Kasmina {
+		if after != i {
+			continue
+		}
+		x, err = b.kasmina(n, x, b.nodes[p+kasminaWeights], b.nodes[p+kasminaScales])
+		if err != nil {
+			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
+		}
+	}
+	return b.streams(i, x)
+}

@@ -1,0 +1,119 @@
+package llm
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+)
+
+// maxGrown bounds how often a model's stack can have grown.
+const maxGrown = 1 << 10
+
+// checkGrown returns an error unless the blocks can have become what they are as Grown says.
+func (c Config) checkGrown() error {
+	if c.Depth < 0 || c.Depth > maxGrown {
+		return fmt.Errorf("llm: Config.Depth is %d, want 0 to %d", c.Depth, maxGrown)
+	}
+	if len(c.Grown) > maxGrown {
+		return fmt.Errorf("llm: Config.Grown has %d growths, want at most %d",
+			len(c.Grown), maxGrown)
+	}
+	blocks := c.Layers
+	for i := len(c.Grown) - 1; i >= 0; i-- {
+		g := c.Grown[i]
+		before := slices.Max(append(g.Order, blueprints.NewBlock)) + 1
+		switch {
+		case len(g.Order) != blocks || before < 1 || before >= blocks ||
+			slices.Min(g.Order) < blueprints.NewBlock:
+			return fmt.Errorf("llm: Config.Grown: growth %d has an order of %d blocks from %d, "+
+				"want %d from fewer", i, len(g.Order), before, blocks)
+		case g.Seed < 0 || g.Seed >= c.Seeded(g.Site()) || g.Size < 1 || g.Step < 0:
+			return fmt.Errorf("llm: Config.Grown: growth %d is of seed %d of site %v, size %d, at "+
+				"step %d, and there are %d such seeds", i, g.Seed, g.Site(), g.Size, g.Step,
+				c.Seeded(g.Site()))
+		}
+		blocks = before
+	}
+	if at := slices.Index(c.Origin().Kasmina, blueprints.NewBlock); at >= 0 {
+		return fmt.Errorf("llm: Config.Kasmina names block %d, which Config.Grown has as a new "+
+			"one, behind which no Kasmina layer stands", c.Kasmina[at])
+	}
+	return nil
+}
+
+// Site is that of the growth's seed.
+func (g Grown) Site() blueprints.Site {
+	if g.Stream {
+		return blueprints.Stream
+	}
+	return blueprints.Depth
+}
+
+// Grow returns the configuration with a growth more. A Kasmina layer stays behind the first copy of
+// its block.
+func (c Config) Grow(g Grown) Config {
+	c = c.moved(g.Order)
+	c.Blocks = reorderedBlocks(c.blocks(), g.Order)
+	c.Layers = len(g.Order)
+	c.Grown = append(slices.Clone(c.Grown), g)
+	c.Kasmina = slices.Clone(c.Kasmina)
+	for i, b := range c.Kasmina {
+		c.Kasmina[i] = slices.Index(g.Order, b)
+	}
+	return c
+}
+
+// Tensors returns how many tensors the parameters are.
+func (c Config) Tensors() (n int) {
+	for range c.Specs() {
+		n++
+	}
+	return n
+}
+
+// SameBlocks reports whether two configurations of one origin have the same blocks.
+func (c Config) SameBlocks(d Config) bool {
+	return c.Layers == d.Layers && slices.Equal(c.Kasmina, d.Kasmina) &&
+		slices.Equal(c.blocks(), d.blocks()) && slices.Equal(c.Weights, d.Weights) &&
+		slices.Equal(c.Streams, d.Streams) && slices.Equal(c.Planted, d.Planted) &&
+		slices.EqualFunc(c.Grown, d.Grown, func(a, b Grown) bool {
+			return a.Seed == b.Seed && a.Stream == b.Stream && slices.Equal(a.Order, b.Order)
+		})
+}
+
+// Origin returns the configuration that the model began with.
+func (c Config) Origin() Config {
+	c.Kasmina = slices.Clone(c.Kasmina)
+	all := c.blocks()
+	for i := len(c.Grown) - 1; i >= 0; i-- {
+		order := c.Grown[i].Order
+		all = restoredBlocks(all, order)
+		c = c.unmoved(order)
+		for k, b := range c.Kasmina {
+			if b != blueprints.NewBlock {
+				c.Kasmina[k] = order[b]
+			}
+		}
+		c.Layers = slices.Max(order) + 1
+	}
+	c.Planted, c.Grown, c.Blocks = nil, nil, blockPattern(all)
+	return c
+}
+
+// Source returns the parameter, before a growth, that a parameter has its values from, or "" for
+// one that starts anew.
+func (g Grown) Source(name string) string {
+	rest, found := strings.CutPrefix(name, blocksPrefix)
+	number, rest, dot := strings.Cut(rest, ".")
+	block, err := strconv.Atoi(number)
+	if !found || !dot || err != nil {
+		return name
+	}
+	if from := g.Order[block]; from != blueprints.NewBlock {
+		return blockPrefix(from) + rest
+	}
+	return ""
+}

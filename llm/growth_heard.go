@@ -1,0 +1,136 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/parallel"
+	"github.com/kasmina-go/kasmina/llm/data"
+)
+
+// Batches is how many batches a model is listened to over, and Rank how many directions of a
+// weight's gradient are found.
+const listenBatches, listenRank = 8, 32
+
+// Model is what a model's weights ask for, by name, of those that seeds sit on.
+type heardModel struct {
+	config Config
+	by     map[string]heardGradient
+}
+
+// Weights names the weights that seeds sit on, each once.
+func listenedWeights(c Config) (names []string) {
+	seen := map[string]bool{}
+	for _, s := range c.Weights {
+		if name := c.WeightName(s); !seen[name] {
+			seen[name] = true
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+// To listens to a model over the next batches of a loader, which stands where it stood afterwards.
+// The engine is for the gradients of the Weights, and is closed.
+func listenTo(c Config, e Engine, loader *data.Loader) (m heardModel, err error) {
+	from := loader.State()
+	defer func() { err = errors.Join(err, loader.SetState(from), e.Close()) }()
+	l, ok := e.(Listener)
+	if !ok {
+		return m, fmt.Errorf("the engine %s tells no gradients", e.Name())
+	}
+	names := listenedWeights(c)
+	sums, err := sumGradients(l, loader, names)
+	if err != nil {
+		return m, err
+	}
+	shapes := map[string][]int{}
+	for name, shape := range c.Parameters() {
+		shapes[name] = shape
+	}
+	found := make([]heardGradient, len(names))
+	parallel.Each(len(names), func(i int) {
+		shape := shapes[names[i]]
+		found[i] = hearGradient(sums[i], shape[0], shape[1], listenRank)
+	})
+	m = heardModel{c, map[string]heardGradient{}}
+	for i, name := range names {
+		m.by[name] = found[i]
+	}
+	return m, nil
+}
+
+// sum adds up the gradients of some parameters over the next batches.
+func sumGradients(l Listener, loader *data.Loader, names []string) ([][]float32, error) {
+	sums := make([][]float32, len(names))
+	for range listenBatches {
+		b, err := loader.Next()
+		if err != nil {
+			return nil, err
+		}
+		if _, err := l.Gradients(b); err != nil {
+			return nil, err
+		}
+		for i, name := range names {
+			g, err := l.Gradient(name)
+			if err != nil {
+				return nil, err
+			}
+			switch g := g.(type) {
+			case []float32:
+				sums[i] = addTo(sums[i], g)
+			case []float64:
+				sums[i] = addTo(sums[i], g)
+			}
+		}
+		if err := l.Drop(); err != nil {
+			return nil, err
+		}
+	}
+	return sums, nil
+}
+
+func addTo[T float32 | float64](sum []float32, x []T) []float32 {
+	if sum == nil {
+		sum = make([]float32, len(x))
+	}
+	for i, v := range x {
+		sum[i] += float32(v)
+	}
+	return sum
+}
+
+// of is what the weight of a seed asks for.
+func (m heardModel) of(seed int) heardGradient {
+	return m.by[m.config.WeightName(m.config.Weights[seed])]
+}
+
+// Norms are those of the gradients of the seeds' weights.
+func (m heardModel) Norms() []float64 {
+	norms := make([]float64, len(m.config.Weights))
+	for seed := range norms {
+		norms[seed] = m.of(seed).Norm
+	}
+	return norms
+}
+
+// Sigma returns the singular values of the gradient of a seed's weight, the largest first. It is
+// for seeds of the layer of weights that has this number.
+func (m heardModel) Sigma(weights int) func(layer, seed int) []float64 {
+	return func(layer, seed int) []float64 {
+		if layer != weights || seed < 0 || seed >= len(m.config.Weights) {
+			return nil
+		}
+		return m.of(seed).Sigma
+	}
+}
+
+// Rows are what the first rows of a blueprint begin as: the directions of the gradient, for a LoRA.
+func (m heardModel) Rows(p Planted) [][]float32 {
+	if p.Site != blueprints.Weight || p.Kind != blueprints.LoRA.String() || m.by == nil {
+		return nil
+	}
+	d := m.of(p.Seed).Directions
+	return d[:min(len(d), p.Size)]
+}

@@ -1,0 +1,176 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Judge measures a model by its seeds.
+type seedJudge struct {
+	Seeds *state.Network
+	Text  *data.Evaluation
+	Loss  func(data.Batch) (float64, error) // of the model as it is
+
+	// Trial are the seeds beside which the model has a twin, which has learnt without them from the
+	// start. Without is its losses on the batches of the text; a single one that is not finite
+	// where it has diverged.
+	Trial   []state.Address
+	Without []float64
+}
+
+// Verdict is what the seeds on trial cause.
+type trialVerdict struct {
+	// by how much the model's mean loss is above that of its twin, in nats a token
+	Harm float64
+	// share of the batches of which that is so, if Harm is above 0, or the opposite
+	Agree  float64
+	Errors int // batches of which the model's loss is not finite
+}
+
+// Add measures the model with all seeds, with each of those that train, and without each of those
+// that are being evaluated. It adds what it finds to the metrics of their layers. Seeds on trial
+// are compared in every stage, with the model's twin; others, in Evaluating and FineTuning, with
+// the model in which they are muted. verdict is nil without a trial.
+func (j seedJudge) Add(metrics []state.Metrics) (verdict *trialVerdict, err error) {
+	var with []float64
+	for layer, l := range j.Seeds.Lattices() {
+		if l.Site() == blueprints.Depth {
+			continue
+		}
+		for _, s := range l.Report().Seeds {
+			if s.Stage < state.Training || s.Stage > state.FineTuning {
+				continue
+			}
+			if with == nil {
+				if with, err = j.Losses(); err != nil {
+					return nil, err
+				}
+			}
+			m := state.SeedMetrics{Seed: s.Seed, TrainingError: math.NaN(), Trials: len(with),
+				Stability: s.Stability}
+			switch {
+			case s.Stage == state.Training:
+				err = j.try(&m, l, with)
+			case slices.Contains(j.Trial, state.Address{Layer: layer, Seed: s.Seed}):
+				verdict = j.beside(&m, with)
+			case s.Stage == state.Evaluating || s.Stage == state.FineTuning:
+				err = j.compare(&m, l, with)
+			default:
+				m.Performance, m.Errors = meanPerformance(with, with)
+			}
+			if err != nil {
+				return nil, err
+			}
+			metrics[layer].Seeds = append(metrics[layer].Seeds, m)
+		}
+	}
+	return verdict, nil
+}
+
+// beside compares the model with its twin, and says what that tells.
+func (j seedJudge) beside(m *state.SeedMetrics, with []float64) *trialVerdict {
+	if len(j.Without) == len(with) {
+		scoreSeed(m, with, j.Without)
+	} else { // the twin has diverged
+		m.Compared, m.Without, m.Stability = true, -worstLoss, 1
+		m.Performance, m.Errors = meanPerformance(with, with)
+	}
+	return &trialVerdict{m.Without - m.Performance, m.Stability, m.Errors}
+}
+
+// Mean returns the model's mean loss over the batches. Where it is not finite it is a large number,
+// as a curve needs one.
+func (j seedJudge) Mean() (float64, error) {
+	losses, err := j.Losses()
+	if err != nil {
+		return 0, err
+	}
+	performance, _ := meanPerformance(losses, losses)
+	return -performance, nil
+}
+
+// try measures the model with the blueprint of a seed that trains, at full strength. with are the
+// losses of the batches as they are, without it.
+func (j seedJudge) try(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
+	if err := l.Probe(m.Seed, true); err != nil {
+		return err
+	}
+	tried, err := j.Losses()
+	if err := errors.Join(err, l.Probe(m.Seed, false)); err != nil {
+		return err
+	}
+	m.Unscored = true
+	now, _ := meanPerformance(with, tried)
+	then, bad := meanPerformance(tried, with)
+	if m.TrainingError, m.Errors = now-then, bad; bad > 0 {
+		m.TrainingError = worstLoss
+	}
+	return nil
+}
+
+// compare measures the model without a seed. with are the losses of the batches with it.
+func (j seedJudge) compare(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
+	if err := l.Mute(m.Seed, true); err != nil {
+		return err
+	}
+	without, err := j.Losses()
+	if err := errors.Join(err, l.Mute(m.Seed, false)); err != nil {
+		return err
+	}
+	scoreSeed(m, with, without)
+	return nil
+}
+
+// score sets what a comparison of losses, batch by batch, says of a seed.
+func scoreSeed(m *state.SeedMetrics, with, without []float64) {
+	m.Compared = true
+	m.Performance, m.Errors = meanPerformance(with, without)
+	m.Without, _ = meanPerformance(without, with)
+	agree := 0
+	for i := range with {
+		if d := without[i] - with[i]; d*(m.Performance-m.Without) > 0 {
+			agree++
+		}
+	}
+	m.Stability = float64(agree) / float64(len(with))
+}
+
+// Losses returns the model's loss on each batch of the text; it may be NaN or infinite.
+func (j seedJudge) Losses() (losses []float64, err error) {
+	for b := range j.Text.Batches() {
+		l, err := j.Loss(b)
+		if err != nil {
+			return nil, fmt.Errorf("validation: %w", err)
+		}
+		losses = append(losses, l)
+	}
+	return losses, nil
+}
+
+// worst is the loss from which on a performance is no more told from another. A lattice takes none
+// below -worst, and a model that has come to this has diverged.
+const worstLoss = 65504
+
+// mean returns minus the mean of those losses that are finite here and in others. It is minus the
+// worst if that is worse or there are none. The second result is how many are not finite here.
+func meanPerformance(losses, others []float64) (performance float64, bad int) {
+	n := 0
+	for i, l := range losses {
+		if l-l != 0 {
+			bad++
+		} else if others[i]-others[i] == 0 {
+			performance -= l
+			n++
+		}
+	}
+	if n == 0 {
+		return -worstLoss, bad
+	}
+	return max(performance/float64(n), -worstLoss), bad
+}

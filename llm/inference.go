@@ -1,0 +1,139 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"slices"
+
+	"github.com/kasmina-go/kasmina/llm/data"
+)
+
+// Inference is the part of an engine that has no gradients: graphs of a model, each built when it
+// is first needed. It is for one goroutine at a time, and not while the model changes.
+type Inference struct {
+	Model *Model
+	// what computes a graph with the model's parameters, and keeps Graph.Outputs; nil for a machine
+	// on the CPU
+	Make func(*Graph) (Machine, error)
+
+	outline  *ModelParts    // in the place of a Model whose values are elsewhere
+	owner    func() error   // closes what has these, after what is made for graphs
+	shape    uint64         // of the model that what follows is for
+	attached []attachedSeed // its seeds of chunks that graphs compute
+	losses   map[int]Runner // by batch size
+	decoding *Decoding
+}
+
+// Of returns an inference of a model whose values only the machines know that make makes. Close
+// closes these, and then owner does what is left.
+func InferenceOf(c Config, make func(*Graph) (Machine, error),
+	owner func() error) *Inference {
+	m := Outline(c)
+	return &Inference{Make: make, outline: &m, owner: owner}
+}
+
+var errNoModel = errors.New("llm: an Inference needs a Model, which NewModel and LoadModel make")
+
+// parts is what graphs are built of. It drops those for other blocks than the model has now.
+func (i *Inference) parts() (m ModelParts, err error) {
+	switch {
+	case i == nil:
+		return m, errNoModel
+	case i.outline != nil:
+		return *i.outline, nil
+	case i.Model == nil || len(i.Model.Params) == 0:
+		return m, errNoModel
+	}
+	attached := attachedTo(i.Model.Kasmina)
+	if i.shape != shapeOf(i.Model) || !slices.Equal(i.attached, attached) {
+		err = i.closeGraphs()
+		i.losses, i.decoding = nil, nil
+		i.shape, i.attached = shapeOf(i.Model), attached
+	}
+	return i.Model.Parts(), err
+}
+
+// runner is a graph of the loss.
+func (i *Inference) runner(m ModelParts, sequences int) (Runner, error) {
+	g, err := BuildGraph(m, ForLoss, sequences)
+	if err != nil {
+		return Runner{}, err
+	}
+	if i.Make == nil {
+		return runnerOnCPU(g)
+	}
+	machine, err := i.Make(g)
+	if err != nil {
+		return Runner{}, err
+	}
+	return Runner{Graph: g, Machine: machine}, nil
+}
+
+// Loss returns the mean loss of a batch in nats per token.
+func (i *Inference) Loss(b data.Batch) (float64, error) {
+	return i.LossContext(context.Background(), b)
+}
+
+// LossContext is Loss that ends when the context does, with its cause as the error. On the CPU it does
+// so within the batch.
+func (i *Inference) LossContext(ctx context.Context, b data.Batch) (float64, error) {
+	m, err := i.parts()
+	if err != nil {
+		return 0, err
+	}
+	sequences := len(b.Inputs) / m.Config.Seq
+	r, ok := i.losses[sequences]
+	if !ok {
+		if r, err = i.runner(m, sequences); err != nil {
+			return 0, err
+		}
+		if i.losses == nil {
+			i.losses = map[int]Runner{}
+		}
+		i.losses[sequences] = r
+	}
+	return r.RunContext(ctx, b)
+}
+
+// Decoder is that of an engine.
+func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
+	m, err := i.parts()
+	if err != nil {
+		return nil, err
+	}
+	if i.decoding == nil {
+		if i.decoding, err = NewDecoding(m, i.Make); err != nil {
+			return nil, err
+		}
+	}
+	i.decoding.Forget()
+	return i.decoding.Next, nil
+}
+
+// Kept is how many tokens a decoder has keys and values of.
+func (i *Inference) Kept() int {
+	if i.decoding == nil {
+		return 0
+	}
+	return i.decoding.Kept()
+}
+
+// Close frees the machines.
+func (i *Inference) Close() error {
+	err := i.closeGraphs()
+	if i.owner != nil {
+		err = errors.Join(err, i.owner())
+	}
+	return err
+}
+
+func (i *Inference) closeGraphs() error {
+	var err error
+	for _, r := range i.losses {
+		err = errors.Join(err, r.Machine.Close())
+	}
+	if i.decoding != nil {
+		err = errors.Join(err, i.decoding.Close())
+	}
+	return err
+}

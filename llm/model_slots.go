@@ -1,0 +1,352 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// newNetwork returns the lattices of a model's Kasmina layers and those of other sites, all but that
+// of depth with the given options.
+func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
+	layers := make([]state.Layer, len(m.Config.Kasmina))
+	for i, block := range m.Config.Origin().Kasmina { // which name them, whatever the blocks become
+		l, err := m.newLattice(opts...)
+		if err != nil {
+			return nil, fmt.Errorf("llm: Kasmina layer after block %d: %w", block, err)
+		}
+		layers[i] = state.Layer{Name: strconv.Itoa(block), Lattice: l}
+	}
+	for _, site := range m.Config.Sites() {
+		own := []state.Option{state.At(site)}
+		if site != blueprints.Depth {
+			own = append(own, opts...)
+		}
+		l, err := state.NewLattice(m.Config.Seeded(site), m.Config.Seeded(site), own...)
+		if err != nil {
+			return nil, fmt.Errorf("llm: the seeds of site %v: %w", site, err)
+		}
+		layers = append(layers, state.Layer{Name: site.String(), Lattice: l})
+	}
+	return state.NewNetwork(slotStore{m}, layers...)
+}
+
+func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
+	slots, width := m.Config.Slots, m.Config.KasminaWidth()
+	l, err := state.NewLattice(m.Config.Seeds, m.Config.Dim,
+		append([]state.Option{state.WithSlots(slots), state.WithWidth(width)}, opts...)...)
+	if err == nil && l.Slots() != slots {
+		err = fmt.Errorf("the options give it %d slots, want Config.Slots, %d", l.Slots(), slots)
+	}
+	if err == nil && l.Width() != width {
+		err = fmt.Errorf("the options give its slots %d weights, want %d as Config.SlotWidth says",
+			l.Width(), width)
+	}
+	return l, err
+}
+
+// loadLattices checks arrays of the lattices, and returns what makes them the model's.
+func (m *Model) loadLattices(arrays []state.Array) (install func(), err error) {
+	install, err = m.Kasmina.Load(arrays)
+	if errors.Is(err, state.ErrShape) {
+		err = fmt.Errorf("%w: %w", ErrArchitecture, err)
+	}
+	return install, err
+}
+
+// Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina. It sets
+// the slot to the kind's identity start, unless a living seed has it too, and requests germination.
+// Random weights follow from the layer, the seed, the slot and the lattice's epoch. On an error
+// nothing has changed. It is m.Kasmina.Do with one command.
+func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
+	err := checkMade(m)
+	if err == nil {
+		err = m.Kasmina.Do(state.Command{Action: state.Germinate, Layer: i, Seed: seed, Request: r})
+	}
+	if err != nil {
+		return fmt.Errorf("llm: Germinate: %w", err)
+	}
+	return nil
+}
+
+// Slots are the parameters behind the slots of a model's Kasmina layers, wherever they are at the
+// moment. Of a model that nobody has made there are none, and what asks for them gets [ErrZero].
+type slotStore struct{ Model *Model }
+
+// check returns an error unless there is a slot.
+func (s slotStore) check(layer, slot int) error {
+	if err := checkMade(s.Model); err != nil {
+		return err
+	}
+	if layers := len(s.Model.Config.Kasmina); layer < 0 || layer >= layers || slot < 0 ||
+		slot >= s.Model.Config.Slots {
+		return fmt.Errorf("llm: %w: slot %d of Kasmina layer %d, want a slot below %d of %d layers",
+			state.ErrArgument, slot, layer, s.Model.Config.Slots, layers)
+	}
+	return nil
+}
+
+// Start draws random weights by the layer, the seed, the slot and the lattice's epoch, so that a
+// resumed run draws the same. The network asks for it with the lattice locked, in which the epoch
+// is known.
+func (s slotStore) Start(g state.Germination) (p state.SlotParams, err error) {
+	if err := s.check(g.Layer, g.Slot); err != nil {
+		return p, err
+	}
+	width := s.Model.Config.KasminaWidth()
+	w, a := make([]float64, 2*width), make([]float64, 2)
+	draw := rand.NewPCG(uint64(g.Layer)<<32|uint64(uint32(g.Seed)),
+		uint64(g.Slot)<<32|uint64(g.Epoch)).Uint64()
+	if err := blueprints.Identity(g.Kind, 1, s.Model.Config.Dim/s.Model.Config.Seeds, draw, w,
+		a); err != nil {
+		return p, err
+	}
+	return state.SlotParams{Weights: w[width:], Scale: a[1]}, nil
+}
+
+// Read returns what a slot holds.
+func (s slotStore) Read(layer, slot int) (p state.SlotParams, err error) {
+	if err := s.check(layer, slot); err != nil {
+		return p, err
+	}
+	if err := pull(s.Model, s.names(layer)...); err != nil {
+		return p, err
+	}
+	weights, scales := s.params(layer)
+	if s.Model.Dtype() == tensor.Float32 {
+		return readSlot(weights.Float32s(), scales.Float32s(), slot), nil
+	}
+	return readSlot(weights.Float64s(), scales.Float64s(), slot), nil
+}
+
+// Write sets slots, here and where the parameters are, and drops their momentum there.
+func (s slotStore) Write(writes []state.SlotWrite) error {
+	if err := checkMade(s.Model); err != nil {
+		return err
+	}
+	s.Model.changes.Add(1)
+	for _, w := range writes {
+		if err := s.check(w.Layer, w.Slot); err != nil {
+			return err
+		}
+		if want := s.Model.Config.KasminaWidth(); len(w.Params.Weights) != want || w.Slot < 1 ||
+			w.Slot >= s.Model.Config.Slots {
+			return fmt.Errorf("llm: %d weights for slot %d of Kasmina layer %d, want %d for a "+
+				"slot from 1 to %d",
+				len(w.Params.Weights), w.Slot, w.Layer, want, s.Model.Config.Slots-1)
+		}
+	}
+	before := make([]state.SlotWrite, len(writes))
+	var changed []string
+	for i, w := range writes {
+		p, err := s.Read(w.Layer, w.Slot)
+		if err != nil {
+			return err
+		}
+		before[i] = state.SlotWrite{Layer: w.Layer, Slot: w.Slot, Params: p}
+		if names := s.names(w.Layer); !slices.Contains(changed, names[0]) {
+			changed = append(changed, names...)
+		}
+	}
+	s.set(writes)
+	e := mirrorOf(s.Model)
+	if e == nil {
+		return nil
+	}
+	err := e.Push(changed...)
+	for i := 0; err == nil && i < len(writes); i++ {
+		err = s.forget(e, writes[i].Layer, writes[i].Slot, writes[i].Slot+1)
+	}
+	if err != nil {
+		s.set(before)
+		err = errors.Join(err, e.Push(changed...))
+	}
+	return err
+}
+
+// forget makes zero what an engine's optimiser remembers of the slots from ≤ i < to of a layer. It
+// is of other parameters than those that they have now, or would move them on while no seed learns
+// with them.
+func (s slotStore) forget(e paramMirror, layer, from, to int) error {
+	names, width := s.names(layer), s.Model.Config.KasminaWidth()
+	if err := e.Forget(names[0], from*width, to*width); err != nil {
+		return err
+	}
+	return e.Forget(names[1], from, to)
+}
+
+// ForgetFrozen drops the momentum of the slots with which no seed learns any more. So an update
+// leaves them as they are, bit for bit. Weight decay needs no gradient. It gets the slots of each
+// layer that learned at the last step, nil if that is not known, and returns those that do now.
+func (s slotStore) ForgetFrozen(e paramMirror, learning [][]bool) ([][]bool, error) {
+	if err := checkMade(s.Model); err != nil {
+		return nil, err
+	}
+	if e == nil {
+		return nil, errors.New("llm: ForgetFrozen: there is nobody who has the parameters")
+	}
+	known, before := learning != nil, learning
+	learning = make([][]bool, s.Model.Kasmina.Layers())
+	copy(learning, before)
+	for layer, l := range s.Model.Kasmina.Lattices() {
+		if l.Site() != blueprints.Chunk {
+			now, err := s.forgetPlanted(e, l, learning[layer], known)
+			if err != nil {
+				return nil, err
+			}
+			learning[layer] = now
+			continue
+		}
+		was, now := learning[layer], l.LearningSlots()
+		frozen := func(slot int) bool {
+			return slot < len(now) && !now[slot] && (!known || was[slot])
+		}
+		for from := 0; from < len(now); from++ {
+			to := from
+			for frozen(to) {
+				to++
+			}
+			if to == from {
+				continue
+			}
+			if err := s.forget(e, layer, from, to); err != nil {
+				return nil, err
+			}
+			from = to
+		}
+		learning[layer] = now
+	}
+	return learning, nil
+}
+
+func (s slotStore) set(writes []state.SlotWrite) {
+	for _, w := range writes {
+		weights, scales := s.params(w.Layer)
+		if s.Model.Dtype() == tensor.Float32 {
+			writeSlot(weights.Float32s(), scales.Float32s(), w.Slot, w.Params)
+		} else {
+			writeSlot(weights.Float64s(), scales.Float64s(), w.Slot, w.Params)
+		}
+	}
+}
+
+// names returns the names of the weights and the scales of a Kasmina layer.
+func (s slotStore) names(layer int) []string {
+	p := blockPrefix(s.Model.Config.Kasmina[layer])
+	return []string{p + kasminaWeights, p + kasminaScales}
+}
+
+func (s slotStore) params(layer int) (weights, scales *tensor.Dense) {
+	names := s.names(layer)
+	return s.Model.Param(names[0]), s.Model.Param(names[1])
+}
+
+func readSlot[T float32 | float64](weights, scales []T, slot int) state.SlotParams {
+	width := len(weights) / len(scales)
+	p := state.SlotParams{Weights: make([]float64, width), Scale: float64(scales[slot])}
+	for i, v := range weights[slot*width:][:width] {
+		p.Weights[i] = float64(v)
+	}
+	return p
+}
+
+func writeSlot[T float32 | float64](weights, scales []T, slot int, p state.SlotParams) {
+	width := len(weights) / len(scales)
+	for i, v := range p.Weights {
+		weights[slot*width+i] = T(v)
+	}
+	scales[slot] = T(p.Scale)
+}
+
+// SaveBlueprint writes the blueprint of a seed of a Kasmina layer, counted as in Config.Kasmina, to
+// the safetensors file at path. It holds the weights and the scale of its slot as they are now. It
+// is an error when the seed has none, or its blueprint's life is over. While a trainer runs it
+// waits for the end of the present step.
+func (m *Model) SaveBlueprint(path string, layer, seed int) error {
+	fail := func(err error) error {
+		return fmt.Errorf("llm: SaveBlueprint: layer %d, seed %d: %w", layer, seed, err)
+	}
+	if err := checkMade(m); err != nil {
+		return fail(err)
+	}
+	defer take(m)()
+	l := m.Kasmina.Lattice(layer)
+	if l == nil || seed < 0 || seed >= l.Seeds() {
+		return fail(state.ErrSeed)
+	}
+	if l.Site() != blueprints.Chunk {
+		return fail(fmt.Errorf("a blueprint at site %v has no slot", l.Site()))
+	}
+	s := l.Report().Seeds[seed]
+	if s.Slot == 0 || s.Stage.Ended() { // whose slot may be another's by now
+		return fail(fmt.Errorf("it is %v and has no slot", s.Stage))
+	}
+	p, err := slotStore{m}.Read(layer, s.Slot)
+	if err != nil {
+		return fail(err)
+	}
+	if err := m.fileSlots().SaveBlueprint(path, s.Kind, p); err != nil {
+		return fail(err)
+	}
+	return nil
+}
+
+// fileSlots are the slots of the Kasmina layers as files of blueprints know them.
+func (m *Model) fileSlots() modelfile.Slots {
+	return modelfile.Slots{Chunk: m.Config.Dim / m.Config.Seeds, Width: m.Config.KasminaWidth(),
+		Dtype: m.Dtype()}
+}
+
+// LoadBlueprint sets the slot of a seed's blueprint to what the safetensors file at path holds, as
+// [Model.SaveBlueprint] writes it. Other programs may write its numbers as float32 too. While a
+// trainer runs it waits for the end of the present step; to go on meanwhile, submit what
+// [Model.ReadBlueprint] returns. On an error nothing has changed. Errors are a damaged file,
+// numbers that are not finite, and another shape than this model's slots hold. So is another kind
+// than the seed's, or than that of a seed that shares the slot. A seed that is dormant or frozen
+// for good is refused, too.
+func (m *Model) LoadBlueprint(path string, layer, seed int) error {
+	c, err := m.ReadBlueprint(path, layer, seed)
+	if err != nil {
+		return err
+	}
+	if err := m.Kasmina.Do(c); err != nil {
+		return fmt.Errorf("llm: LoadBlueprint: %s: %w", path, err)
+	}
+	return nil
+}
+
+// ReadBlueprint reads the file that [Model.LoadBlueprint] does and returns the command that sets a
+// seed's slot to it. It is for m.Kasmina.Submit while training runs, alone or behind the command
+// that germinates the seed.
+func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, err error) {
+	if err := checkMade(m); err != nil {
+		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
+	}
+	done := take(m)
+	layers, slots := len(m.Config.Kasmina), m.fileSlots()
+	done()
+	if layers == 0 {
+		return c, fmt.Errorf("llm: ReadBlueprint: %s: the model has no Kasmina layers", path)
+	}
+	kind, p, err := slots.ReadBlueprint(path)
+	if err != nil {
+		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
+	}
+	return state.Command{Action: state.Load, Layer: layer, Seed: seed, Kind: kind, Params: p}, nil
+}
+
+// Lock and Unlock are called by state.Network.Do.
+func (s slotStore) Lock() { orZero(s.Model).turn.Lock() }
+func (s slotStore) Unlock() {
+	if s.Model != nil {
+		s.Model.turn.Unlock()
+	}
+}

@@ -1,0 +1,272 @@
+package llm
+
+import (
+	"fmt"
+	"hash/fnv"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/parallel"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// Model is a model, and what an optimiser remembers of it.
+type modelState struct {
+	Config  Config
+	Params  []Param
+	Moments []optim.Tensor // nobody changes their data
+
+	// From has the parameters that an engine has, with what it remembers of them: their names
+	// there. What is here of these need not be what they are, but for the values of those that are
+	// in Here. It is nil for a model that is here.
+	From map[string]string
+	Here map[string]bool
+}
+
+// Clone returns a model that is here, in memory of its own.
+func (m modelState) Clone() modelState {
+	m.From, m.Here = nil, nil
+	m.Params = m.copies()
+	return m
+}
+
+// copies returns the parameters, those that are here in memory of their own.
+func (m modelState) copies() []Param {
+	params := slices.Clone(m.Params)
+	parallel.Each(len(params), func(i int) {
+		if p := &params[i]; !m.elsewhere(p.Name) {
+			p.Value = cloneTensor(p.Value)
+		}
+	})
+	return params
+}
+
+// clone returns a tensor in memory of its own.
+func cloneTensor(v *tensor.Dense) *tensor.Dense {
+	var numbers any
+	switch x := v.Data().(type) {
+	case []float32:
+		numbers = parallel.Clone(x)
+	case []float64:
+		numbers = parallel.Clone(x)
+	}
+	return tensor.New(tensor.WithShape(v.Shape().Clone()...), tensor.WithBacking(numbers))
+}
+
+// param returns the values of a parameter, nil if there is none.
+func (m modelState) param(name string) *tensor.Dense {
+	i := slices.IndexFunc(m.Params, func(p Param) bool { return p.Name == name })
+	if i < 0 {
+		return nil
+	}
+	return m.Params[i].Value
+}
+
+func (m modelState) dtype() tensor.Dtype { return m.Params[0].Value.Dtype() }
+
+// values returns the parameters by name.
+func (m modelState) values() map[string]*tensor.Dense {
+	all := make(map[string]*tensor.Dense, len(m.Params))
+	for _, p := range m.Params {
+		all[p.Name] = p.Value
+	}
+	return all
+}
+
+// moments returns what is remembered of each parameter.
+func (m modelState) moments() map[string][]optim.Tensor {
+	all := map[string][]optim.Tensor{}
+	for _, x := range m.Moments {
+		param := x.Name[:strings.LastIndexByte(x.Name, '.')]
+		all[param] = append(all[param], x)
+	}
+	return all
+}
+
+// become returns the model in another configuration. source is where a parameter has its values and
+// moments from, "" for one that starts anew by fresh. What several are copies of is copied.
+func (m modelState) become(next Config, source func(name string) string,
+	fresh func(i int, p ParamSpec) func() float64) modelState {
+	values, moments := m.values(), m.moments()
+	grown, taken := modelState{Config: next}, map[*tensor.Dense]bool{}
+	var copies []int
+	for p := range next.Specs() {
+		own, from := Param{Name: p.Name}, source(p.Name)
+		grown.findAs(p.Name, m, from)
+		switch own.Value = values[from]; {
+		case own.Value == nil:
+			own.Value = newParamValue(m.dtype(), p.Shape, fresh(len(grown.Params), p))
+		case taken[own.Value] && grown.elsewhere(p.Name):
+			own.Value = newParamValue(m.dtype(), p.Shape, nil)
+		case taken[own.Value]:
+			copies = append(copies, len(grown.Params))
+		}
+		taken[own.Value] = true
+		grown.Params = append(grown.Params, own)
+		for _, x := range moments[from] {
+			x.Name = p.Name + strings.TrimPrefix(x.Name, from)
+			grown.Moments = append(grown.Moments, x)
+		}
+	}
+	parallel.Each(len(copies), func(i int) {
+		p := &grown.Params[copies[i]]
+		p.Value = cloneTensor(p.Value)
+	})
+	return grown
+}
+
+// findAs notes where a parameter is that is what another model has under a name.
+func (m *modelState) findAs(name string, other modelState, from string) {
+	at, ok := other.From[from]
+	if !ok {
+		return
+	}
+	if m.From == nil {
+		m.From, m.Here = map[string]string{}, map[string]bool{}
+	}
+	m.From[name] = at
+	if other.Here[from] {
+		m.Here[name] = true
+	}
+}
+
+// elsewhere reports whether an engine has a parameter's values.
+func (m modelState) elsewhere(name string) bool { return m.From[name] != "" && !m.Here[name] }
+
+// MomentsHere returns what is remembered of parameters that no engine has.
+func (m modelState) MomentsHere() []optim.Tensor {
+	return slices.DeleteFunc(slices.Clone(m.Moments), func(x optim.Tensor) bool {
+		return m.From[x.Name[:strings.LastIndexByte(x.Name, '.')]] != ""
+	})
+}
+
+// same is the source of parameters that keep their names.
+func sameName(name string) string { return name }
+
+// Grow returns the model with a growth of its stack of blocks. Those parameters of a new block that
+// write to the residual stream are 0, so that it is the identity. That is the last norm where there
+// is one, since the gradient of a norm of 0 is without bounds.
+func (m modelState) Grow(g Grown) modelState {
+	return m.become(m.Config.Grow(g), g.Source, func(i int, p ParamSpec) func() float64 {
+		return p.Fresh(uint64(g.Step), i)
+	})
+}
+
+// Plant returns the model with a blueprint more, planted at a step. The same step, seed and kind
+// draw the same numbers. Of a LoRA the first rows of A may be given.
+func (m modelState) Plant(p Planted, step int, rows ...[]float32) modelState {
+	next := m.become(m.Config.Plant(p), sameName, func(_ int, p ParamSpec) func() float64 {
+		h := fnv.New64a()
+		h.Write([]byte(p.Name))
+		r := rand.New(rand.NewPCG(uint64(step), h.Sum64()))
+		return func() float64 { return p.Start + p.Deviation*r.NormFloat64() }
+	})
+	if len(rows) > 0 {
+		writeRows(next.param(p.Prefix()+"a"), rows)
+	}
+	return next
+}
+
+// writeRows sets the first rows of a matrix.
+func writeRows(a *tensor.Dense, rows [][]float32) {
+	for r, row := range rows {
+		switch x := a.Data().(type) {
+		case []float32:
+			copy(x[r*len(row):], row)
+		case []float64:
+			for i, v := range row {
+				x[r*len(row)+i] = float64(v)
+			}
+		}
+	}
+}
+
+// Uproot returns the model without a blueprint.
+func (m modelState) Uproot(site blueprints.Site, seed int) modelState {
+	return m.become(m.Config.Uproot(site, seed), sameName, nil)
+}
+
+// Back returns a model whose configuration is c with what it was before, in memory of its own:
+// parameters and moments. What it had not then, m has now.
+func (m modelState) Back(before modelState, c Config) modelState {
+	values, moments := before.values(), before.moments()
+	now, remembered := m.values(), m.moments()
+	var back modelState
+	back.Config = c
+	for p := range c.Specs() {
+		from := p.Name
+		for i := len(c.Grown) - 1; i >= len(before.Config.Grown) && from != ""; i-- {
+			from = c.Grown[i].Source(from)
+		}
+		v, kept := values[from], moments[from]
+		if v == nil || !slices.Equal(v.Shape(), p.Shape) {
+			from = p.Name
+			v, kept = now[from], remembered[from]
+			back.findAs(p.Name, m, from)
+		}
+		back.Params = append(back.Params, Param{Name: p.Name, Value: v})
+		for _, x := range kept {
+			x.Name = p.Name + strings.TrimPrefix(x.Name, from)
+			back.Moments = append(back.Moments, x)
+		}
+	}
+	back.Params = back.copies()
+	return back
+}
+
+// own is the parameters of a blueprint.
+type plantedSeed struct {
+	Planted
+	kind   blueprints.Kind
+	values map[string]*tensor.Dense // by their names without the prefix
+}
+
+// planted returns those of a seed.
+func (m modelState) planted(site blueprints.Site, seed int) (o plantedSeed, err error) {
+	p, ok := m.Config.PlantedAt(site, seed)
+	if !ok {
+		return o, fmt.Errorf("seed %d of site %v has nothing planted", seed, site)
+	}
+	kind, _ := blueprints.ByName(p.Kind)
+	o = plantedSeed{p, kind, map[string]*tensor.Dense{}}
+	for _, q := range m.Params {
+		if name, ok := strings.CutPrefix(q.Name, p.Prefix()); ok {
+			o.values[name] = q.Value
+		}
+	}
+	return o, nil
+}
+
+// replace returns the model with values of other tensors for the parameters of some names, whose
+// moments stay.
+func (m modelState) replace(values map[string]*tensor.Dense, names []string) modelState {
+	m.Params = slices.Clone(m.Params)
+	for i := range m.Params {
+		m.Params[i].Value = values[m.Params[i].Name]
+	}
+	if m.From != nil {
+		m.Here = maps.Clone(m.Here)
+		for _, name := range names {
+			m.Here[name] = true
+		}
+	}
+	return m
+}
+
+// ValueGrads are the parameters that learn, as an optimiser declares them.
+func valueGradsOf(c Config, params []Param) (all []gorgonia.ValueGrad) {
+	g := gorgonia.NewGraph()
+	for _, p := range params {
+		if !c.Learns(p.Name) {
+			continue
+		}
+		all = append(all, gorgonia.NodeFromAny(g, p.Value, gorgonia.WithName(p.Name)))
+	}
+	return all
+}

@@ -1,0 +1,177 @@
+package llm
+
+import (
+	"fmt"
+	"iter"
+	"math"
+	"math/rand/v2"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/internal/block"
+)
+
+// Parameters yields names and shapes of the parameters of such a model, in the order in which it
+// uses them.
+func (c Config) Parameters() iter.Seq2[string, []int] {
+	return func(yield func(string, []int) bool) {
+		for p := range c.Specs() {
+			if !yield(p.Name, p.Shape) {
+				return
+			}
+		}
+	}
+}
+
+// Spec describes a parameter: its values start normal around start.
+type ParamSpec struct {
+	Name             string
+	Shape            []int
+	Start, Deviation float64
+	// Closed, unless it is nil, is the value at which a new block adds nothing to the residual
+	// stream.
+	Closed *float64
+}
+
+// Specs yields the parameters of a model in the order in which the model uses them, and behind them
+// those of what is planted.
+func (c Config) Specs() iter.Seq[ParamSpec] {
+	return func(yield func(ParamSpec) bool) {
+		if !yield(ParamSpec{embedName, []int{c.Vocab, c.Dim}, 0, innerDeviation, nil}) ||
+			c.Positions > 0 &&
+				!yield(ParamSpec{PositionsName, []int{c.Positions, c.Dim}, 0, innerDeviation, nil}) {
+			return
+		}
+		for i := range c.Layers {
+			for _, p := range c.BlockShape().All() {
+				if !yield(c.blockSpec(blockPrefix(i), p)) {
+					return
+				}
+			}
+		}
+		for _, b := range c.Kasmina {
+			weights := []int{c.Slots, c.KasminaWidth()}
+			if !yield(ParamSpec{blockPrefix(b) + kasminaWeights, weights, 0, 0, nil}) ||
+				!yield(ParamSpec{blockPrefix(b) + kasminaScales, []int{c.Slots}, 1, 0, nil}) {
+				return
+			}
+		}
+		if !yield(ParamSpec{normName, []int{c.Dim}, c.norm(), 0, nil}) ||
+			c.LayerNorm && !yield(ParamSpec{NormBiasName, []int{c.Dim}, 0, 0, nil}) ||
+			c.Untied && !yield(ParamSpec{headName, []int{c.Vocab, c.Dim}, 0, innerDeviation, nil}) {
+			return
+		}
+		for _, p := range c.Planted {
+			specs, _ := c.SeedParams(p) // which Check has looked at
+			for _, s := range specs {
+				if !yield(s) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// inner is the deviation of weights that do not write to the residual stream.
+const innerDeviation = 0.02
+
+// norm is what norms start at.
+func (c Config) norm() float64 {
+	if c.NormPlusOne {
+		return 0
+	}
+	return 1
+}
+
+// blockSpec is a parameter of a block.
+func (c Config) blockSpec(prefix string, p block.Param) ParamSpec {
+	spec, noNorm := ParamSpec{Name: prefix + p.Name, Shape: p.Shape}, c.norm()-1
+	switch p.Role {
+	case block.Norm:
+		spec.Start = c.norm()
+	case block.Closing:
+		spec.Start, spec.Closed = c.norm(), &noNorm
+	case block.Inner:
+		spec.Deviation = innerDeviation
+	case block.OutputBias:
+		if !c.PostNorms {
+			spec.Closed = new(float64)
+		}
+	case block.Output:
+		if spec.Deviation = innerDeviation / math.Sqrt(2*float64(c.Layers)); !c.PostNorms {
+			spec.Closed = new(float64)
+		}
+		if c.ZeroOutputs {
+			spec.Deviation = 0
+		}
+	}
+	return spec
+}
+
+// Fresh returns the numbers that a parameter of a new block starts with.
+func (p ParamSpec) Fresh(step uint64, number int) func() float64 {
+	if p.Closed != nil {
+		return func() float64 { return *p.Closed }
+	}
+	r := rand.New(rand.NewPCG(step, uint64(number)))
+	return func() float64 { return p.Start + p.Deviation*r.NormFloat64() }
+}
+
+// Names of parameters are those of the Llama weights that circulate as safetensors files.
+const (
+	embedName     = "model.embed_tokens.weight"
+	PositionsName = "model.embed_positions.weight"
+	normName      = "model.norm.weight"
+	NormBiasName  = "model.norm.bias"
+	headName      = "lm_head.weight"
+
+	blocksPrefix = "model.layers."
+
+	kasminaWeights = "kasmina.weights"
+	kasminaScales  = "kasmina.scales"
+)
+
+// BlockPrefix begins the names of the parameters of block i.
+func blockPrefix(i int) string { return fmt.Sprintf("%s%d.", blocksPrefix, i) }
+
+// FLOPs returns the floating-point operations of training on a token, forward and backward. They
+// are six for each weight of a product, the output layer's included. Causal attention takes six a
+// feature of its heads for each position of the sequence, in each block. Of a window W in a
+// sequence of S it is for 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural Language
+// Models", 2020.) What is planted in the stream counts alike. At a weight the operations are those
+// of a step, whatever its tokens, and are not counted.
+func (c Config) FLOPs() float64 {
+	heads, kv := float64(c.Heads*c.HeadDim), float64(c.KVHeads*c.HeadDim)
+	layers := 3.0 // of a perceptron
+	if c.PlainMLP {
+		layers = 2
+	}
+	block := float64(c.Dim) * (2*heads + 2*kv + layers*float64(c.FF))
+	flops := float64(c.Vocab) * float64(c.Dim)
+	for i := range c.Layers {
+		flops += block + heads*c.seen(i)
+	}
+	for _, p := range c.Planted {
+		if p.Site != blueprints.Stream {
+			continue
+		}
+		specs, _ := c.SeedParams(p) // which Check has looked at
+		for _, s := range specs {
+			if len(s.Shape) == 2 {
+				flops += float64(s.Shape[0]) * float64(s.Shape[1])
+			}
+		}
+		if p.Kind == blueprints.Attention.String() {
+			flops += float64(p.Size*c.HeadDim) * c.seen(c.Streams[p.Seed])
+		}
+	}
+	return 6 * flops
+}
+
+// seen is twice the positions that a token sees in a block, on average.
+func (c Config) seen(block int) float64 {
+	w, seq := float64(c.Seq), float64(c.Seq)
+	if window := c.Block(block).Window; window > 0 {
+		w = min(seq, float64(window))
+	}
+	return 2*w - w*w/seq
+}

@@ -1,0 +1,53 @@
+package llm
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+)
+
+// Lattice says for people where the seeds of a lattice are.
+type Lattice struct {
+	Name string          `json:"name"` // such as "block 3" or "weight"
+	Site blueprints.Site `json:"site"`
+	// Places are those of the seeds, such as "block 3, q", where their numbers do not say it.
+	Places []string `json:"places,omitempty"`
+	// Group is how many seeds follow each other in a block; 0 where they belong to none, or each
+	// to one of its own.
+	Group int `json:"group,omitempty"`
+}
+
+// Lattices returns those of a model, in their order: of the Kasmina layers, of weights, of the
+// stream, of depth.
+func (c Config) Lattices() (all []Lattice) {
+	for _, block := range c.Kasmina {
+		all = append(all, Lattice{Name: blockName(block), Site: blueprints.Chunk})
+	}
+	if len(c.Weights) > 0 {
+		l := Lattice{Name: "weights", Site: blueprints.Weight}
+		for i, w := range c.Weights {
+			place := blockName(w.Block) + ", " + w.Layer
+			if w.Layer == headLayer {
+				place = headLayer
+			}
+			l.Places = append(l.Places, place)
+			if l.Group == 0 && i > 0 && w.Block != c.Weights[i-1].Block {
+				l.Group = i
+			}
+		}
+		all = append(all, l)
+	}
+	if len(c.Streams) > 0 {
+		l := Lattice{Name: "stream", Site: blueprints.Stream}
+		for _, block := range c.Streams {
+			l.Places = append(l.Places, "behind "+blockName(block))
+		}
+		all = append(all, l)
+	}
+	if c.Depth > 0 {
+		all = append(all, Lattice{Name: "depth", Site: blueprints.Depth})
+	}
+	return all
+}
+
+func blockName(i int) string { return fmt.Sprintf("block %d", i) }

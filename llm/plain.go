@@ -1,0 +1,61 @@
+package llm
+
+import (
+	"fmt"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Plain returns a model as other programs know it. What is fossilized at weights and in the stream is
+// a part of it, in memory of its own then. It returns an error that names a seed which changes what
+// the model computes otherwise. It is for the model's turn.
+func (m *Model) Plain() (*Model, error) {
+	chunks, now := len(m.Config.Kasmina), modelState{Config: m.Config, Params: m.Params}
+	for layer, r := range m.Kasmina.Report() {
+		var ripe []int
+		for _, seed := range r.Seeds {
+			_, planted := m.Config.PlantedAt(r.Site, seed.Seed)
+			switch {
+			case layer < chunks && seed.Slot != 0 && seed.Alpha != 0:
+				return nil, fmt.Errorf("seed %d of the Kasmina layer after block %d is %v with α "+
+					"%.3g, and transformers has no such layer: cull the seed, or save the run "+
+					"with Trainer.Save",
+					seed.Seed, m.Config.Kasmina[layer], seed.Stage, seed.Alpha)
+			case !planted || seed.Alpha == 0:
+			case seed.Stage != state.Fossilized || !blueprints.Mergeable(seed.Kind):
+				return nil, fmt.Errorf("seed %d of site %v is %v with α %.3g, and its %v is no "+
+					"part of the model: fossilize it, if it can be merged, or roll it back",
+					seed.Seed, r.Site, seed.Stage, seed.Alpha, seed.Kind)
+			default:
+				ripe = append(ripe, seed.Seed)
+			}
+		}
+		merged, err := mergeSeeds(r.Site, ripe, 0, now)
+		if err != nil {
+			return nil, err
+		}
+		now = merged[0]
+	}
+	if len(m.Config.Planted) == 0 {
+		return m, nil
+	}
+	values := map[string]*tensor.Dense{}
+	for _, p := range now.Params {
+		values[p.Name] = p.Value
+	}
+	return NewModelFrom(now.Config.Plain(), m.Dtype(), func(p Param) error {
+		return tensor.Copy(p.Value, values[p.Name])
+	})
+}
+
+// Plain returns the configuration without what transformers does not know.
+func (c Config) Plain() Config {
+	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
+	c.Weights, c.Streams, c.LoRAAlpha, c.Planted = nil, nil, 0, nil
+	c.Frozen, c.Directed, c.ZeroOutputs = false, false, false
+	c.KasminaOptions = KasminaOptions{}
+	return c
+}

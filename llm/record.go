@@ -1,0 +1,112 @@
+package llm
+
+import (
+	"bufio"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Decision is a line of a record of growth. It holds a command of the controller or of a person, a
+// person's request to save or to stop, or a change of the share of the budget that the run's steps
+// see.
+//
+// Requests to save or to stop are there for readers. They leave the bits of the model alone, so a
+// run that follows the record does not repeat them.
+type Decision struct {
+	Step  int     `json:"step"` // steps that had been made
+	Share float64 `json:"share"`
+	// of a command: the mean of the epoch's steps
+	Loss    *jsonfloat.Float `json:"loss,omitempty"`
+	Command *state.Command   `json:"command,omitempty"` // with why it was given
+	Refused string           `json:"refused,omitempty"` // why it was not possible
+
+	Asked string `json:"asked,omitempty"` // AskedToSave or AskedToStop
+	Why   string `json:"why,omitempty"`   // who asked for that, and why
+}
+
+// Record is all that a controller and the clock have decided in a run. A run that follows it,
+// instead of them, has the same bits: see Growth.Replay. It may be edited: each line of its file is
+// a [Decision]. It never changes, and any goroutine may call its methods.
+type Record struct {
+	commands map[int][]state.Command // by steps made
+	shares   map[int]float64
+	last     int    // step
+	sum      string // of its lines
+}
+
+// MarshalJSON returns the record's checksum, by which a checkpoint knows it.
+func (r *Record) MarshalJSON() ([]byte, error) { return json.Marshal(r.sum) }
+
+// maxDecisions bounds a record that is read.
+const maxDecisions = 1 << 20
+
+// ReadRecord reads what a Growth.Record has written. It returns an error that names the line which
+// is no decision.
+func ReadRecord(r io.Reader) (*Record, error) {
+	if r == nil {
+		return nil, errors.New("llm: ReadRecord: the reader is nil")
+	}
+	rec := &Record{commands: map[int][]state.Command{}, shares: map[int]float64{}}
+	lines := bufio.NewScanner(r)
+	lines.Buffer(nil, 1<<20)
+	n, sum := 0, sha256.New()
+	for lines.Scan() {
+		if n++; n > maxDecisions {
+			return nil, fmt.Errorf("llm: ReadRecord: there are more than %d lines", maxDecisions)
+		}
+		if len(lines.Bytes()) == 0 {
+			continue
+		}
+		sum.Write(lines.Bytes())
+		sum.Write([]byte{0x0a})
+		var d Decision
+		if err := json.Unmarshal(lines.Bytes(), &d); err != nil {
+			return nil, fmt.Errorf("llm: ReadRecord: line %d: %w", n, err)
+		}
+		if d.Step < rec.last || !(d.Share >= 0 && d.Share <= 1) {
+			return nil,
+				fmt.Errorf("llm: ReadRecord: line %d: step %d and share %v, want steps in order "+
+					"from %d and a share from 0 to 1", n, d.Step, d.Share, rec.last)
+		}
+		rec.last, rec.shares[d.Step] = d.Step, d.Share
+		if d.Command != nil && d.Refused == "" {
+			rec.commands[d.Step] = append(rec.commands[d.Step], *d.Command)
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("llm: ReadRecord: line %d: %w", n+1, err)
+	}
+	rec.sum = hex.EncodeToString(sum.Sum(nil))
+	return rec, nil
+}
+
+// Commands are those of the moment after so many steps.
+func (r *Record) Commands(step int) []state.Command { return r.commands[step] }
+
+// Share is the budget's share from so many steps on, if it changed then.
+func (r *Record) Share(step int) (share float64, changed bool) {
+	share, changed = r.shares[step]
+	return share, changed
+}
+
+// Write appends a decision to a record's file.
+func (d Decision) Write(w io.Writer) error {
+	if w == nil {
+		return errors.New("llm: Decision.Write: the writer is nil")
+	}
+	line, err := json.Marshal(d)
+	if err == nil {
+		_, err = w.Write(append(line, '\n'))
+	}
+	if err != nil {
+		return fmt.Errorf("llm: the record of growth: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,176 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/llm/data"
+)
+
+// Machine computes a graph, as cpuops.Machine and cudaops.Machine do.
+type Machine interface {
+	Run(ctx context.Context) error
+	Value(*gorgonia.Node) (gorgonia.Value, error)
+	Close() error
+}
+
+// Runner is a graph on a machine, for one goroutine at a time.
+type Runner struct {
+	*Graph
+	Machine Machine
+}
+
+var errNoRunner = errors.New("llm: a Runner needs a Graph and a Machine")
+
+// Run computes a graph with a loss on a batch, and returns the loss.
+func (r Runner) Run(b data.Batch) (float64, error) { return r.RunContext(context.Background(), b) }
+
+// RunContext is Run that ends when the context does, with its cause as the error. A cpuops.Machine
+// looks at the context within the batch, other machines only before it.
+func (r Runner) RunContext(ctx context.Context, b data.Batch) (float64, error) {
+	if ctx.Err() != nil {
+		return 0, context.Cause(ctx)
+	}
+	if r.Graph == nil || r.Machine == nil {
+		return 0, errNoRunner
+	}
+	if err := r.Let(b); err != nil {
+		return 0, err
+	}
+	data, err := r.compute(ctx, r.Loss)
+	if err != nil {
+		return 0, err
+	}
+	switch x := data.(type) {
+	case float32:
+		return float64(x), nil
+	case float64:
+		return x, nil
+	}
+	return 0, fmt.Errorf("the loss is a %T", data)
+}
+
+// Next computes a graph for logits, and returns those for the token that follows the given ones: a
+// []float32 or a []float64. It returns an error if ctx is canceled first.
+func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
+	if r.Graph == nil || r.Machine == nil {
+		return nil, errNoRunner
+	}
+	if err := r.LetTokens(tokens); err != nil {
+		return nil, err
+	}
+	return r.compute(ctx, r.Logits)
+}
+
+// All computes a graph that has the logits of all positions of one sequence, of as many tokens as
+// given, and returns a copy of them. On a cpuops.Machine it ends with the context.
+func (r Runner) All(ctx context.Context, tokens []int) (*tensor.Dense, error) {
+	if r.Graph == nil || r.Machine == nil {
+		return nil, errNoRunner
+	}
+	if r.IDs == nil || r.Rows == nil || r.Rows.Shape()[0] != len(tokens) || r.IDs.Shape()[0] != len(tokens) {
+		return nil, errNoGraph
+	}
+
+	rows := make([]int, len(tokens))
+	for i := range rows {
+		rows[i] = i
+	}
+	if err := gorgonia.Let(r.IDs, idTensor(slices.Clone(tokens))); err != nil {
+		return nil, err
+	}
+	if err := gorgonia.Let(r.Rows, idTensor(rows)); err != nil {
+		return nil, err
+	}
+	if _, err := r.compute(ctx, r.Logits); err != nil {
+		return nil, err
+	}
+	v, err := r.Machine.Value(r.Logits)
+	if err != nil {
+		return nil, err
+	}
+	logits, ok := v.(*tensor.Dense)
+	if !ok {
+		return nil, fmt.Errorf("the logits are a %T", v)
+	}
+	return logits.Clone().(*tensor.Dense), nil
+}
+
+func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
+	if err := r.seeds.steer(); err != nil {
+		return nil, err
+	}
+	if err := r.Machine.Run(ctx); err != nil {
+		return nil, err
+	}
+	v, err := r.Machine.Value(n)
+	if err != nil {
+		return nil, err
+	}
+	return v.Data(), nil
+}
+
+// OnCPU returns a graph on a machine that keeps the outputs, and what no other node needs.
+func runnerOnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
+	if g == nil || g.G == nil {
+		return Runner{}, errNoGraph
+	}
+	m, err := cpuops.NewMachine(g.G, cpuops.WithOutputs(outputs...))
+	if err != nil {
+		return Runner{}, err
+	}
+	return Runner{g, m}, nil
+}
+
+// errNoGraph is the error of a graph that nobody has made, or that is for something else.
+var errNoGraph = errors.New("llm: the graph is nil, its zero value or for something else, want one " +
+	"of Model.Graph, for a loss or for logits")
+
+// Let gives a graph with a loss a batch, and has its seeds do what their lattices say now.
+func (g *Graph) Let(b data.Batch) error {
+	if g == nil || g.IDs == nil || g.Targets == nil {
+		return errNoGraph
+	}
+	if err := g.seeds.steer(); err != nil {
+		return err
+	}
+	if err := gorgonia.Let(g.IDs, idTensor(b.Inputs)); err != nil {
+		return err
+	}
+	if g.Starts != nil {
+		starts := b.Starts
+		if starts == nil {
+			starts = make([]int, len(b.Inputs))
+		}
+		if err := gorgonia.Let(g.Starts, idTensor(starts)); err != nil {
+			return err
+		}
+	}
+	return gorgonia.Let(g.Targets, idTensor(b.Targets))
+}
+
+// LetTokens asks a graph for the logits of one sequence for those that follow the given tokens. The
+// window is filled up with zeros to the right: the model, being causal, does not see those from the
+// last token's position.
+func (g *Graph) LetTokens(tokens []int) error {
+	if g == nil || g.IDs == nil || g.Rows == nil {
+		return errNoGraph
+	}
+	window := make([]int, g.IDs.Shape()[0])
+	copy(window, tokens)
+	if err := gorgonia.Let(g.Rows, idTensor([]int{len(tokens) - 1})); err != nil {
+		return err
+	}
+	return gorgonia.Let(g.IDs, idTensor(window))
+}
+
+func idTensor(x []int) *tensor.Dense {
+	return tensor.New(tensor.WithShape(len(x)),
+		tensor.WithBacking(x))
+}

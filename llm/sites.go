@@ -1,0 +1,402 @@
+package llm
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/internal/block"
+)
+
+// WeightSite is a linear layer on which a seed sits.
+type WeightSite struct {
+	Block int    `json:"block"` // from 0; 0 for the output layer
+	Layer string `json:"layer"` // "q", "k", "v", "o", "gate", "up", "down" or "head"
+}
+
+// headLayer is the output layer. Where it shares the embedding's table, a seed on it grows both.
+const headLayer = "head"
+
+// linearLayers are the parameters of a block that weight seeds may sit on.
+var linearLayers = map[string]string{"q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight",
+	"v": "self_attn.v_proj.weight", "o": "self_attn.o_proj.weight", "gate": "mlp.gate_proj.weight",
+	"up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight"}
+
+// WeightSites returns a site on each of the layers of every block, in order.
+func (c Config) WeightSites(layers ...string) (sites []WeightSite) {
+	for i := range c.Layers {
+		for _, l := range layers {
+			if l != headLayer {
+				sites = append(sites, WeightSite{i, l})
+			}
+		}
+	}
+	if slices.Contains(layers, headLayer) {
+		sites = append(sites, WeightSite{0, headLayer})
+	}
+	return sites
+}
+
+// Planted is a blueprint that has parameters of its own, at a weight or in the stream.
+type Planted struct {
+	Site blueprints.Site `json:"site"`
+	Seed int             `json:"seed"` // of the site's lattice
+	Kind string          `json:"kind"`
+	Size int             `json:"size"`
+}
+
+// seedsPrefix begins the names of the parameters of all blueprints at weights and in the stream.
+const seedsPrefix = "kasmina."
+
+// OfSeeds reports whether a parameter is a blueprint's, on a chunk, at a weight or in the stream, and
+// not the model's own.
+func IsSeedParam(param string) bool {
+	return strings.HasPrefix(param, seedsPrefix) || strings.HasSuffix(param, "."+kasminaWeights) ||
+		strings.HasSuffix(param, "."+kasminaScales)
+}
+
+// Learns reports whether a parameter learns: all do, unless the model is frozen.
+func (c Config) Learns(param string) bool {
+	return !c.Frozen || strings.HasPrefix(param, seedsPrefix)
+}
+
+// SeedPrefix begins the names of a blueprint's parameters, wherever its place moves.
+func seedPrefix(site blueprints.Site, seed int) string {
+	return fmt.Sprintf("%s%v.%d.", seedsPrefix, site, seed)
+}
+
+// Prefix is SeedPrefix of p.
+func (p Planted) Prefix() string { return seedPrefix(p.Site, p.Seed) }
+
+// Seeded returns how many seeds there are at a site that is not a chunk's.
+func (c Config) Seeded(site blueprints.Site) int {
+	switch site {
+	case blueprints.Depth:
+		return c.Depth
+	case blueprints.Weight:
+		return len(c.Weights)
+	case blueprints.Stream:
+		return len(c.Streams)
+	}
+	return 0
+}
+
+// Sites are those that have seeds, beside chunks, in the order of their lattices.
+func (c Config) Sites() (sites []blueprints.Site) {
+	for _, s := range []blueprints.Site{blueprints.Weight, blueprints.Stream, blueprints.Depth} {
+		if c.Seeded(s) > 0 {
+			sites = append(sites, s)
+		}
+	}
+	return sites
+}
+
+// BlockOf is the block of a blueprint, Layers for the head, and -1 for a seed that there is not.
+func (c Config) BlockOf(p Planted) int {
+	places := len(c.Weights)
+	if p.Site == blueprints.Stream {
+		places = len(c.Streams)
+	}
+	switch {
+	case p.Seed < 0 || p.Seed >= places:
+		return -1
+	case p.Site == blueprints.Stream:
+		return c.Streams[p.Seed]
+	case c.Weights[p.Seed].Layer == headLayer:
+		return c.Layers
+	}
+	return c.Weights[p.Seed].Block
+}
+
+// WeightName is the parameter that a weight seed grows.
+func (c Config) WeightName(s WeightSite) string {
+	switch {
+	case s.Layer != headLayer:
+		return blockPrefix(s.Block) + linearLayers[s.Layer]
+	case c.Untied:
+		return headName
+	}
+	return embedName
+}
+
+// host is what a seed's blueprint grows on.
+func (c Config) host(site blueprints.Site, seed int) blueprints.Host {
+	h := blueprints.Host{In: c.Dim, Out: c.Dim, Seq: c.Seq}
+	if site != blueprints.Weight {
+		return h
+	}
+	s := c.Weights[seed]
+	if s.Layer == headLayer {
+		h.Out = c.Vocab
+		return h
+	}
+	for _, p := range c.BlockShape().All() {
+		if p.Name == linearLayers[s.Layer] {
+			h.Out, h.In = p.Shape[0], p.Shape[1]
+		}
+	}
+	return h
+}
+
+// LoRAScale is the factor on B·A of a blueprint of a rank: LoRAAlpha/rank, or 1.
+func (c Config) LoRAScale(rank int) float64 {
+	if c.LoRAAlpha == 0 {
+		return 1
+	}
+	return c.LoRAAlpha / float64(rank)
+}
+
+// StreamShape is the half of a block that an Attention of so many heads is, or a Perceptron of so
+// many hidden features. It returns an error if no block of the model has room for it.
+func (c Config) StreamShape(kind blueprints.Kind, size int) (s block.Shape, attention bool,
+	err error) {
+	s = c.BlockShape()
+	if kind == blueprints.Perceptron {
+		if size < 1 || size > c.FF {
+			err = fmt.Errorf("a Perceptron of %d hidden features, want 1 to those of the model's "+
+				"blocks, %d: it becomes one of them", size, c.FF)
+		}
+		s.FF = size
+		return s, false, err
+	}
+	if c.Heads < 1 || c.KVHeads < 1 {
+		return s, true, errors.New("the configuration has no heads: see Config.Default")
+	}
+	group := c.Heads / c.KVHeads
+	if size < 1 || size > c.Heads || size > group && size%group != 0 {
+		return s, true, fmt.Errorf("an Attention of %d heads, want 1 to %d, or a multiple of it "+
+			"up to %d, as the model's blocks have key-value heads: it becomes one of them", size,
+			group, c.Heads)
+	}
+	if c.WideQKNorm && size != c.Heads {
+		return s, true, fmt.Errorf("an Attention of %d heads, want %d: the model normalizes queries "+
+			"over all heads, so one with fewer heads cannot become a block", size, c.Heads)
+	}
+	s.Heads, s.KVHeads = size, max(1, size/group)
+	return s, true, nil
+}
+
+// SeedParams returns the parameters of a blueprint that is planted, in the order in which its graph
+// takes them. It returns an error when the blueprint cannot grow there.
+func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
+	kind, ok := blueprints.ByName(p.Kind)
+	if !ok {
+		return nil, fmt.Errorf("%w %.40q: register it before", blueprints.ErrUnknownKind, p.Kind)
+	}
+	if b, err := blueprints.Lookup(kind); err != nil || b.Site != p.Site {
+		return nil, fmt.Errorf("a %v does not grow at a %v", kind, p.Site)
+	}
+	if p.Seed < 0 || p.Seed >= c.Seeded(p.Site) {
+		return nil, fmt.Errorf("seed %d of site %v, which has %d", p.Seed, p.Site,
+			c.Seeded(p.Site))
+	}
+	h := c.host(p.Site, p.Seed)
+	switch kind {
+	case blueprints.LoRA:
+		if p.Size < 1 || p.Size > min(h.In, h.Out) {
+			return nil, fmt.Errorf("a LoRA of rank %d on a layer of %d to %d features, want 1 to "+
+				"the lesser", p.Size, h.In, h.Out)
+		}
+		// Hidden features of normal x are normal; what is added is 0 at first.
+		return []ParamSpec{
+			{p.Prefix() + "a", []int{p.Size, h.In}, 0, 1 / math.Sqrt(float64(h.In)), nil},
+			{p.Prefix() + "b", []int{h.Out, p.Size}, 0, 0, nil}}, nil
+	case blueprints.Attention, blueprints.Perceptron:
+		shape, attention, err := c.StreamShape(kind, p.Size)
+		if err != nil {
+			return nil, err
+		}
+		for _, q := range shape.Half(attention) {
+			spec := c.blockSpec(p.Prefix(), q)
+			if spec.Closed != nil { // the stream passes as it was
+				spec.Start, spec.Deviation = *spec.Closed, 0
+			}
+			all = append(all, spec)
+		}
+		return all, nil
+	}
+	if p.Site == blueprints.Stream {
+		all = append(all, ParamSpec{p.Prefix() + "norm", []int{c.Dim}, c.norm(), 0, nil})
+		if c.LayerNorm {
+			all = append(all, ParamSpec{p.Prefix() + "norm.bias", []int{c.Dim}, 0, 0, nil})
+		}
+	}
+	params, err := blueprints.ParametersOf(kind, h, p.Size)
+	for _, q := range params {
+		all = append(all, ParamSpec{p.Prefix() + q.Name, q.Shape, q.Start, q.Deviation, nil})
+	}
+	return all, err
+}
+
+// SeedSize is how many parameters a blueprint has, or would have. It returns an error when the
+// blueprint cannot grow there.
+func (c Config) SeedSize(p Planted) (n int, err error) {
+	specs, err := c.SeedParams(p)
+	if err != nil {
+		return 0, err
+	}
+	for _, s := range specs {
+		size := 1
+		for _, d := range s.Shape {
+			size *= d
+		}
+		n += size
+	}
+	return n, nil
+}
+
+// checkSites returns an error unless seeds can sit where Weights and Streams say, and what is
+// planted can be there.
+func (c Config) checkSites() error {
+	const most = 1 << 14
+	if len(c.Weights) > most || len(c.Streams) > most {
+		return fmt.Errorf("llm: Config.Weights has %d sites and Streams %d, want at most %d",
+			len(c.Weights), len(c.Streams), most)
+	}
+	if !(c.LoRAAlpha >= 0) || math.IsInf(c.LoRAAlpha, 0) {
+		return fmt.Errorf("llm: Config.LoRAAlpha is %v, want a finite number above 0, or 0 for "+
+			"the rank", c.LoRAAlpha)
+	}
+	if c.Frozen && (len(c.Weights)+len(c.Streams) == 0 || len(c.Kasmina) > 0 || c.Depth > 0) {
+		return fmt.Errorf("llm: Config.Frozen is set, with %d seeds at Weights, %d in Streams, %d "+
+			"Kasmina layers and %d seeds in Depth: want some of the first two, and none of the "+
+			"others", len(c.Weights), len(c.Streams), len(c.Kasmina), c.Depth)
+	}
+	if c.Directed && !c.Frozen {
+		return errors.New("llm: Config.Directed is set, and Frozen is not: want both")
+	}
+	for i, s := range c.Weights {
+		if _, ok := linearLayers[s.Layer]; !ok && s.Layer != headLayer {
+			return fmt.Errorf("llm: Config.Weights[%d].Layer is %.40q, want q, k, v, o, gate, up, "+
+				"down or head", i, s.Layer)
+		}
+		if s.Layer == "gate" && c.PlainMLP {
+			return fmt.Errorf("llm: Config.Weights[%d].Layer is gate, and perceptrons of a model with "+
+				"PlainMLP have none: want q, k, v, o, up, down or head", i)
+		}
+		if s.Block < 0 || s.Block >= c.Layers || s.Layer == headLayer && s.Block != 0 {
+			return fmt.Errorf("llm: Config.Weights[%d].Block is %d, want 0 to %d, and 0 for the "+
+				"head", i, s.Block, c.Layers-1)
+		}
+	}
+	for i, b := range c.Streams {
+		if b < 0 || b >= c.Layers {
+			return fmt.Errorf("llm: Config.Streams[%d] names block %d, want 0 to %d", i, b,
+				c.Layers-1)
+		}
+	}
+	for i, p := range c.Planted {
+		if i > 0 && comparePlanted(c.Planted[i-1], p) >= 0 {
+			return fmt.Errorf("llm: Config.Planted[%d] is out of order: seed %d of site %v", i,
+				p.Seed, p.Site)
+		}
+		if _, err := c.SeedParams(p); err != nil {
+			return fmt.Errorf("llm: Config.Planted[%d]: %w", i, err)
+		}
+	}
+	return nil
+}
+
+// ComparePlanted is the order of Planted.
+func comparePlanted(a, b Planted) int {
+	return cmp.Or(cmp.Compare(a.Site, b.Site), cmp.Compare(a.Seed, b.Seed))
+}
+
+// Plant returns the configuration with a blueprint more.
+func (c Config) Plant(p Planted) Config {
+	c.Planted = append(slices.Clone(c.Planted), p)
+	slices.SortFunc(c.Planted, comparePlanted)
+	return c
+}
+
+// Uproot returns the configuration without a blueprint.
+func (c Config) Uproot(site blueprints.Site, seed int) Config {
+	c.Planted = slices.DeleteFunc(slices.Clone(c.Planted), func(p Planted) bool {
+		return p.Site == site && p.Seed == seed
+	})
+	if len(c.Planted) == 0 {
+		c.Planted = nil
+	}
+	return c
+}
+
+// PlantedAt returns what a seed has planted.
+func (c Config) PlantedAt(site blueprints.Site, seed int) (p Planted, ok bool) {
+	i := slices.IndexFunc(c.Planted, func(p Planted) bool {
+		return p.Site == site && p.Seed == seed
+	})
+	if i < 0 {
+		return p, false
+	}
+	return c.Planted[i], true
+}
+
+// GrowStream returns the configuration in which the blueprint of a seed of the stream is a block.
+// Seeds of the stream that stood behind it stand behind that.
+func (c Config) GrowStream(g Grown) Config {
+	if g.Seed < 0 || g.Seed >= len(c.Streams) {
+		return c // it has no such seed
+	}
+	behind := c.Streams[g.Seed]
+	next := c.Grow(g).Uproot(blueprints.Stream, g.Seed)
+	for i, b := range c.Streams {
+		if b == behind && i > g.Seed {
+			next.Streams[i]++
+		}
+	}
+	return next
+}
+
+// StreamOrder is the order of blocks with a new one behind a seed of the stream.
+func (c Config) StreamOrder(seed int) (order []int) {
+	for i := range c.Layers {
+		order = append(order, i)
+		if seed >= 0 && seed < len(c.Streams) && i == c.Streams[seed] {
+			order = append(order, blueprints.NewBlock)
+		}
+	}
+	return order
+}
+
+// moved returns where seeds stand once blocks have an order: behind or in the first copy.
+func (c Config) moved(order []int) Config {
+	c.Streams, c.Weights = slices.Clone(c.Streams), slices.Clone(c.Weights)
+	for i, b := range c.Streams {
+		c.Streams[i] = slices.Index(order, b)
+	}
+	for i, s := range c.Weights {
+		if s.Layer != headLayer {
+			c.Weights[i].Block = slices.Index(order, s.Block)
+		}
+	}
+	return c
+}
+
+// unmoved is the inverse of moved. A seed behind a new block stood behind the one before it.
+func (c Config) unmoved(order []int) Config {
+	c.Streams, c.Weights = slices.Clone(c.Streams), slices.Clone(c.Weights)
+	from := func(b int) int {
+		for b > 0 && order[b] == blueprints.NewBlock {
+			b--
+		}
+		return order[b]
+	}
+	for i, b := range c.Streams {
+		c.Streams[i] = from(b)
+	}
+	for i, s := range c.Weights {
+		if s.Layer != headLayer {
+			c.Weights[i].Block = from(s.Block)
+		}
+	}
+	return c
+}
+
+// IsSeedParam reports whether a parameter is a blueprint's own, at a weight or in the stream.
+func isSeedParam(name string) bool {
+	return strings.HasPrefix(name, "kasmina.")
+}
