@@ -413,7 +413,7 @@ func waitsToSave() bool {
 	all = all[:runtime.Stack(all, true)]
 	for g := range strings.SplitSeq(string(all), "\n\n") {
 		if strings.Contains(g, "[sync.Mutex.Lock") && strings.Contains(g, "savedWithin") &&
-			strings.Contains(g, "llm/model.Take(") {
+			strings.Contains(g, "llm.take(") {
 			return true
 		}
 	}
