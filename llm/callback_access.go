@@ -14,7 +14,7 @@ import (
 // currentEngine returns the engine as it is now.
 func (t *Trainer) currentEngine() Engine {
 	defer take(t.Model)()
-	return t.engine
+	return t.driver.engine
 }
 
 // config returns the model's configuration as it is now.
@@ -75,7 +75,7 @@ func (t *Trainer) decoder() (logitsFunc, error) {
 	var changes uint64
 	renew := func() (err error) {
 		if now := changesOf(t.Model); next == nil || now != changes {
-			next, err = t.engine.Decoder()
+			next, err = t.driver.engine.Decoder()
 			changes = now
 		}
 		return err

@@ -83,7 +83,7 @@ func (c *checkpointer) event(e Event) error {
 	case !due(e, c.every) && e.Kind != Interrupted && !c.wanted(e):
 		return c.poll()
 	}
-	c.asked = c.t.saves()
+	c.asked = c.t.steering.saves()
 	apart := c.parts && c.t.parallel()
 	if c.background && !apart && e.Kind == StepEnd && !e.Last {
 		return c.saveBeside(e.Step)
@@ -93,7 +93,7 @@ func (c *checkpointer) event(e Event) error {
 
 // wanted reports whether somebody has asked for a save; see [Trainer.SaveSoon].
 func (c *checkpointer) wanted(e Event) bool {
-	return e.Kind == StepEnd && c.t.saves() > c.asked
+	return e.Kind == StepEnd && c.t.steering.saves() > c.asked
 }
 
 // rescue saves the last step of a run that has failed, unless it has been tried, or there is no

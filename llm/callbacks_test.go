@@ -38,7 +38,7 @@ func TestMonitor(t *testing.T) {
 		Ways: []string{"fast"}}, {Op: "RMSNorm", Time: time.Millisecond}}
 	for name, times := range map[string][]OpTime{"timed": ops, "nothing yet": nil} {
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
-		tr.engine = &profiled{tr.engine, times}
+		tr.driver.engine = &profiled{tr.driver.engine, times}
 		var out strings.Builder
 		var seen []int
 		tr.On(Monitor(tr, &out, 1), func(e Event) error {
@@ -87,13 +87,13 @@ func (measurer) Ceiling() (Ceiling, error) { return Ceiling{Product: 3, Type: "f
 // and the operations that are made counted.
 func TestCeilings(t *testing.T) {
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
-	c, err := tr.engine.(Measurer).Ceiling()
+	c, err := tr.driver.engine.(Measurer).Ceiling()
 	require.NoError(t, err)
 	require.Equal(t, "float32", c.Type)
 	if runtime.GOARCH == "amd64" {
 		require.Greater(t, c.Product, 1e8)
 	}
-	tr.engine = measurer{tr.engine}
+	tr.driver.engine = measurer{tr.driver.engine}
 	var kinds []EventKind
 	tr.On(Ceilings(tr), func(e Event) error {
 		kinds = append(kinds, e.Kind)
@@ -117,7 +117,7 @@ func TestMonitorOnCPU(t *testing.T) {
 	tr.Config.Steps = 4
 	e, err := CPUEngine(cpuops.WithMonitor(2))(tr.Model, tr.Optimizer, tr.Config)
 	require.NoError(t, err)
-	tr.engine = e
+	tr.driver.engine = e
 	var out strings.Builder
 	var events []Event
 	tr.On(func(e Event) error { events = append(events, e); return nil }, Monitor(tr, &out, 2))
@@ -182,8 +182,8 @@ func TestProfileStep(t *testing.T) {
 	} {
 		// of two steps
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
-		e := &traced{Engine: tr.engine, takes: test.takes}
-		tr.engine = e
+		e := &traced{Engine: tr.driver.engine, takes: test.takes}
+		tr.driver.engine = e
 		path := filepath.Join(t.TempDir(), "new", "trace.json")
 		var out strings.Builder
 		tr.On(ProfileStep(tr, &out, path, test.after))
@@ -206,8 +206,8 @@ func TestProfileStep(t *testing.T) {
 	}
 	for _, path := range []string{filepath.Join(file, "trace.json"), filepath.Dir(file)} {
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
-		e := &traced{Engine: tr.engine, takes: 1}
-		tr.engine = e
+		e := &traced{Engine: tr.driver.engine, takes: 1}
+		tr.driver.engine = e
 		tr.On(ProfileStep(tr, io.Discard, path, 1))
 		if err := tr.Run(context.Background()); err == nil || !strings.Contains(err.Error(),
 			"cannot be written") || tr.Step() != 0 {

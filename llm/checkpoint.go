@@ -79,12 +79,12 @@ func (t *Trainer) saveBy(path string,
 		return fmt.Errorf("llm: saving the run: %w", err)
 	}
 	defer take(t.Model)()
-	defer t.busy("writing a checkpoint")()
+	defer t.team.busy("writing a checkpoint")()
 	tensors, metadata, err := t.snapshot()
-	if err == nil && t.writes() {
+	if err == nil && t.team.writes() {
 		err = write(path, tensors, metadata)
 	}
-	return t.agree(err)
+	return t.team.agree(err)
 }
 
 // SaveApart is Save with the optimiser's moments in a file of their own, beside the one at path,
@@ -106,8 +106,8 @@ func (t *Trainer) SaveParts(path string) error {
 		return t.Save(path)
 	}
 	defer take(t.Model)()
-	defer t.busy("writing its part of a checkpoint")()
-	return t.agree(t.saveParts(path, t.ranks()))
+	defer t.team.busy("writing its part of a checkpoint")()
+	return t.team.agree(t.saveParts(path, t.team.ranks()))
 }
 
 // saveParts is SaveParts in the model's turn. What an error leaves behind, the next save removes.
@@ -123,7 +123,7 @@ func (t *Trainer) saveParts(path string, e Parallel) error {
 		}
 		return counts, set.SavePart(path, e.Rank(), stretches)
 	})
-	if err = t.agree(err); err != nil || !t.writes() {
+	if err = t.team.agree(err); err != nil || !t.team.writes() {
 		return err
 	}
 	text, err := json.Marshal(set)
@@ -184,10 +184,10 @@ func notFinite(name string) error {
 func (t *Trainer) copied() ([]safetensors.Tensor, map[string]string, error) {
 	defer take(t.Model)()
 	tensors, metadata, err := t.snapshot()
-	if t.writes() {
+	if t.team.writes() {
 		copyTensors(tensors)
 	}
-	return tensors, metadata, t.agree(err)
+	return tensors, metadata, t.team.agree(err)
 }
 
 // snapshot returns what Save writes, in the model's turn. The parameters' memory is the model's
@@ -196,7 +196,7 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	if err := t.usable(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
-	if err := t.gatherState(); err != nil {
+	if err := t.driver.gatherState(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
 	return t.snapshotOf(func() ([]optim.Tensor, error) {
@@ -220,7 +220,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 	if err != nil {
 		return nil, nil, err
 	}
-	if err := t.probe(); err != nil {
+	if err := t.driver.probe(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
 	state, err := remembered()
@@ -234,19 +234,19 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 		}
 		tensors = append(tensors, x)
 	}
-	before, err := t.beforeTensors()
+	before, err := t.growth.beforeTensors()
 	if err != nil {
 		return nil, nil, fmt.Errorf("llm: saving what the model was before it grew: %w", err)
 	}
-	twin, err := t.twin.tensors()
+	twin, err := t.growth.twin.tensors()
 	if err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the model's twin: %w", err)
 	}
 	tensors = slices.Concat(tensors, before, twin)
 	e := t.Last()
 	values := map[string]any{
-		modelfile.TrainingKey: training{LossScale: t.lossScale(),
-			Before: t.beforeStates(), Twin: t.twin.state(), Step: e.Step,
+		modelfile.TrainingKey: training{LossScale: t.driver.lossScale(),
+			Before: t.growth.beforeStates(), Twin: t.growth.twin.state(), Step: e.Step,
 			Spent: t.spent, Share: t.share, Losses: jsonfloat.Float(t.losses), Summed: t.summed,
 			Settings: *t.settings(),
 			Loader:   t.Loader.State(), Loss: jsonfloat.Float(e.Loss),

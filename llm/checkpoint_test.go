@@ -737,7 +737,7 @@ func checkRefusal(t *testing.T, tr *Trainer, path string, size int64) {
 	}
 	if tr.last.Step < tr.Config.Steps {
 		if err := tr.step(); err == nil {
-			require.NoError(t, tr.probe())
+			require.NoError(t, tr.driver.probe())
 		}
 	}
 }

@@ -89,7 +89,7 @@ func grownBy(t *testing.T, tr *Trainer, seed int, k blueprints.Kind, size int) {
 		c.Layer = layer
 		require.NoError(t, tr.Model.Kasmina.Do(c))
 	}
-	require.NoError(t, tr.inTurn(tr.reshape))
+	require.NoError(t, tr.inTurn(tr.growth.reshape))
 }
 
 // TestStackCopies wants a growth to leave parameters, moments, loader and lattices as they are.
@@ -196,7 +196,7 @@ func testNewBlocks(t *testing.T, c Config, closing string, closed float32) {
 	tr := newTrainer(t, trainerOptions{config: c, steps: 4})
 	require.NoError(t, tr.Run(context.Background()))
 	loss := func() float64 {
-		l, err := tr.loss(tr.Loader.InUse())
+		l, err := tr.driver.loss(tr.Loader.InUse())
 		require.NoError(t, err)
 		return l
 	}
@@ -222,7 +222,7 @@ func TestRollbackOfDepth(t *testing.T) {
 	require.NotEqual(t, before[embedName], learntBy(t, tr)[embedName])
 	require.NoError(t, tr.Model.Kasmina.Do(state.Command{Action: state.Move, Layer: 2, Seed: 2,
 		To: state.RolledBack}))
-	require.NoError(t, tr.inTurn(tr.reshape))
+	require.NoError(t, tr.inTurn(tr.growth.reshape))
 	require.Equal(t, before, learntBy(t, tr))
 	require.Empty(t, tr.Model.Config.Grown)
 	require.Equal(t, 8, tr.Step())
@@ -484,7 +484,7 @@ func FuzzRecord(f *testing.F) {
 		for step := range 1000 {
 			for _, command := range r.Commands(step) {
 				before := stateOf(t, tr)
-				if err := tr.obey([]state.Command{command}); err != nil {
+				if err := tr.steering.obey([]state.Command{command}); err != nil {
 					require.Equal(t, before, stateOf(t, tr), "refused with %v", err)
 				}
 				again, err := json.Marshal(command)

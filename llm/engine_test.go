@@ -107,8 +107,8 @@ func (m *mirrored) Push(params ...string) error {
 // Where it cannot take them, those on the host are as before.
 func TestSlotsReachTheEngine(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
-	m, e := tr.Model, &mirrored{Engine: tr.engine}
-	tr.engine = e
+	m, e := tr.Model, &mirrored{Engine: tr.driver.engine}
+	tr.driver.engine = e
 	act := func(a state.Action, layer, seed int, to state.Stage, slot int) state.Command {
 		return state.Command{Action: a, Layer: layer, Seed: seed, To: to,
 			Request: state.GerminationRequest{Slot: slot, Kind: blueprints.AttentionGate}}
@@ -152,8 +152,8 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 		t.Fatal(err)
 	}
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
-	e := &mirrored{Engine: tr.engine, fail: errors.New("no room")}
-	tr.engine = e
+	e := &mirrored{Engine: tr.driver.engine, fail: errors.New("no room")}
+	tr.driver.engine = e
 	tr.On(func(e Event) error {
 		t.Errorf("step %d of a trainer that cannot be used", e.Step)
 		return nil
@@ -209,8 +209,8 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 // made of the model, until it is closed.
 func TestAnotherTrainer(t *testing.T) {
 	first := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
-	e := &mirrored{Engine: first.engine}
-	first.engine = e
+	e := &mirrored{Engine: first.driver.engine}
+	first.driver.engine = e
 	norm := first.Model.Param(normName)
 	e.pull = func() { norm.Float32s()[0] = 7 }
 	path := filepath.Join(t.TempDir(), "model.safetensors")
@@ -387,7 +387,7 @@ func TestUpdateOverflowed(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "m.safetensors")
 			tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
-			tr.engine = &unchecked{tr.engine, 0, func() {
+			tr.driver.engine = &unchecked{tr.driver.engine, 0, func() {
 				tr.Model.Param(normName).Float32s()[2] = value
 			}}
 			tr.On(Checkpoint(tr, path, 2))
@@ -474,8 +474,8 @@ func (s *scaling) Update() (float64, error) {
 }
 
 func scale(tr *Trainer) *scaling {
-	s := &scaling{tr.engine, LossScale{Scale: 1024}}
-	tr.engine = s
+	s := &scaling{tr.driver.engine, LossScale{Scale: 1024}}
+	tr.driver.engine = s
 	return s
 }
 

@@ -242,7 +242,7 @@ func TestDecoding(t *testing.T) {
 		whole := wholeLogits(t, tr.Model)
 		defer whole.Machine.Close()
 		for round := range 3 {
-			next, err := tr.engine.Decoder()
+			next, err := tr.driver.engine.Decoder()
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -250,7 +250,7 @@ func TestDecoding(t *testing.T) {
 			for range 1 + r.IntN(seq+2) {
 				all = append(all, r.IntN(256))
 			}
-			d := tr.engine.(*cpuEngine)
+			d := tr.driver.engine.(*cpuEngine)
 			for range seq + 3 {
 				window := all[max(0, len(all)-seq):]
 				got, err := next(t.Context(), window)
@@ -273,7 +273,7 @@ func TestDecoding(t *testing.T) {
 		}
 		// What is kept of a sequence does not outlive a step of training.
 		for i := range 2 {
-			next, err := tr.engine.Decoder()
+			next, err := tr.driver.engine.Decoder()
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -455,7 +455,7 @@ func TestLogitsFollowTheLoss(t *testing.T) {
 			b.Inputs[i], b.Targets[i] = r.IntN(256), -1
 		}
 		b.Targets[n-1] = target
-		logitsOf, err := tr.engine.Decoder()
+		logitsOf, err := tr.driver.engine.Decoder()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -468,7 +468,7 @@ func TestLogitsFollowTheLoss(t *testing.T) {
 		for _, l := range logits {
 			sum += math.Exp(l)
 		}
-		want, err := tr.loss(b)
+		want, err := tr.driver.loss(b)
 		if loss := math.Log(sum) - logits[target]; err != nil || math.Abs(loss-want) > 1e-9 ||
 			len(logits) != 256 {
 			t.Errorf("after %d tokens: the logits' loss is %v, want %v, %v", n, loss, want, err)

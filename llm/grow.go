@@ -86,7 +86,7 @@ func (t *Trainer) Grow(g Growth) error {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
 	// In depth, and in a frozen model, blueprints need no text to be judged by.
-	if g.Validation == nil && t.judged() && !t.Model.Config.Frozen && !growsDepthAlone(g.Controller) {
+	if g.Validation == nil && t.growth.judged() && !t.Model.Config.Frozen && !growsDepthAlone(g.Controller) {
 		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are " +
 			"judged by, such as data.NewEvaluation makes of held-out text")
 	}
@@ -100,18 +100,18 @@ func (t *Trainer) Grow(g Growth) error {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
 	}
-	if err := t.hasTime(g); err != nil {
+	if err := t.growth.hasTime(g); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
 	if c, ok := g.Controller.(interface {
 		Costs(func(blueprints.Kind, int) float64)
 	}); ok {
-		c.Costs(t.costOf)
+		c.Costs(t.growth.costOf)
 	}
 	if c, ok := g.Controller.(interface {
 		Parameters(func(layer, seed int, kind blueprints.Kind, size int) int)
 	}); ok {
-		c.Parameters(t.parametersOf)
+		c.Parameters(t.growth.parametersOf)
 	}
 	if c, ok := g.Controller.(interface {
 		Affords([]state.Report) error
@@ -120,7 +120,7 @@ func (t *Trainer) Grow(g Growth) error {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
 	}
-	t.growth = &g
+	t.growth.options = &g
 	return nil
 }
 
@@ -135,8 +135,8 @@ func growsDepthAlone(c state.Controller) bool {
 
 // costOf is what a step takes once the model has grown in depth, in steps of the model as it is. A
 // growth that cannot be costs nothing.
-func (t *Trainer) costOf(kind blueprints.Kind, size int) float64 {
-	c := t.Model.Config
+func (g *growth) costOf(kind blueprints.Kind, size int) float64 {
+	c := g.t.Model.Config
 	order, err := blueprints.Order(kind, c.Layers, size)
 	if err != nil {
 		return 1
@@ -146,31 +146,31 @@ func (t *Trainer) costOf(kind blueprints.Kind, size int) float64 {
 
 // parametersOf is how many parameters a blueprint would have at a weight or in the stream, 0 where
 // it cannot be.
-func (t *Trainer) parametersOf(layer, seed int, kind blueprints.Kind, size int) int {
-	n, _ := t.Model.Config.SeedSize(Planted{Site: t.Model.Kasmina.Lattice(layer).Site(),
+func (g *growth) parametersOf(layer, seed int, kind blueprints.Kind, size int) int {
+	n, _ := g.t.Model.Config.SeedSize(Planted{Site: g.t.Model.Kasmina.Lattice(layer).Site(),
 		Seed: seed, Kind: kind.String(), Size: size})
 	return n
 }
 
 // hasTime returns an error if no blueprint can be fossilized in the steps that are planned.
-func (t *Trainer) hasTime(g Growth) error {
-	planner, ok := g.Controller.(interface {
+func (g *growth) hasTime(o Growth) error {
+	planner, ok := o.Controller.(interface {
 		LeastEpochs(l *state.Lattice, every int) (int, error)
 	})
-	if !ok || g.Replay != nil {
+	if !ok || o.Replay != nil {
 		return nil
 	}
-	c, steps := t.Config, t.planned()
-	for _, l := range t.Model.Kasmina.Lattices() {
-		least, err := planner.LeastEpochs(l, g.Every)
+	c, steps := g.t.Config, g.planned()
+	for _, l := range g.t.Model.Kasmina.Lattices() {
+		least, err := planner.LeastEpochs(l, o.Every)
 		if err != nil {
 			return err
 		}
 		if have := steps / c.Epoch; least > have {
 			advice := ""
-			if g.Every > 1 {
+			if o.Every > 1 {
 				advice = fmt.Sprintf(", or compare more often than once in %d epochs "+
-					"(Growth.Every)", g.Every)
+					"(Growth.Every)", o.Every)
 			}
 			return fmt.Errorf("%d steps are %d epochs of %d, and a blueprint needs %d to be "+
 				"fossilized: plan at least %d steps, or shorter epochs (TrainConfig.Epoch), or "+
@@ -183,92 +183,92 @@ func (t *Trainer) hasTime(g Growth) error {
 }
 
 // planned is how many steps the run can have, as far as its budget tells: one of time does not.
-func (t *Trainer) planned() int {
-	b, steps := t.Config.Budget, float64(t.Config.Steps)
+func (g *growth) planned() int {
+	b, steps := g.t.Config.Budget, float64(g.t.Config.Steps)
 	switch {
 	case b.Tokens > 0:
-		steps = min(steps, math.Ceil(float64(b.Tokens)/float64(t.last.StepTokens)))
+		steps = min(steps, math.Ceil(float64(b.Tokens)/float64(g.t.last.StepTokens)))
 	case b.FLOPs > 0:
-		steps = min(steps, math.Ceil(b.FLOPs/t.stepFLOPs()))
+		steps = min(steps, math.Ceil(b.FLOPs/g.t.stepFLOPs()))
 	}
 	return int(steps)
 }
 
 // rewarmed returns the share of the learning rate that a step takes because of Growth.Rewarm: less
 // than 1 in the first steps after a growth in depth.
-func (t *Trainer) rewarmed(step int) float64 {
-	if t.growth == nil || t.growth.Rewarm == 0 {
+func (g *growth) rewarmed(step int) float64 {
+	if g.options == nil || g.options.Rewarm == 0 {
 		return 1
 	}
 
-	for _, g := range slices.Backward(t.Model.Config.Grown) {
-		if !g.Stream {
-			return min(1, float64(step-g.Step+1)/float64(t.growth.Rewarm+1))
+	for _, last := range slices.Backward(g.t.Model.Config.Grown) {
+		if !last.Stream {
+			return min(1, float64(step-last.Step+1)/float64(g.options.Rewarm+1))
 		}
 	}
 	return 1
 }
 
 // judged reports whether there are seeds elsewhere than in depth.
-func (t *Trainer) judged() bool {
-	c := t.Model.Config
+func (g *growth) judged() bool {
+	c := g.t.Model.Config
 	return len(c.Kasmina)+len(c.Weights)+len(c.Streams) > 0
 }
 
 // endEpoch ends an epoch of the Kasmina lattices and lets the controller act on what they report.
-func (t *Trainer) endEpoch(loss float64) error {
-	seeds := t.Model.Kasmina
-	if err := t.sense(); err != nil {
+func (g *growth) endEpoch(loss float64) error {
+	seeds := g.t.Model.Kasmina
+	if err := g.sense(); err != nil {
 		return err
 	}
 	metrics := make([]state.Metrics, seeds.Layers())
 	for i, l := range seeds.Lattices() {
 		metrics[i].Loss = loss
 		if l.Site() == blueprints.Depth {
-			if err := t.judgeDepth(&metrics[i], l); err != nil {
+			if err := g.judgeDepth(&metrics[i], l); err != nil {
 				return err
 			}
 		}
 	}
-	g := t.growth
-	if err := t.measureSites(); err != nil {
+	options := g.options
+	if err := g.measureSites(); err != nil {
 		return err
 	}
 	var verdict *trialVerdict
-	if g != nil && g.Validation != nil && t.judged() && (seeds.Lattice(0).Epoch()+1)%g.Every == 0 {
+	if options != nil && options.Validation != nil && g.judged() && (seeds.Lattice(0).Epoch()+1)%options.Every == 0 {
 		var err error
-		if verdict, err = t.compareSeeds(metrics); err != nil {
+		if verdict, err = g.compareSeeds(metrics); err != nil {
 			return err
 		}
 	}
-	if _, err := seeds.StepEpoch(metrics); err != nil || g == nil {
+	if _, err := seeds.StepEpoch(metrics); err != nil || options == nil {
 		return err
 	}
-	mean := jsonfloat.Float(t.losses / float64(t.summed))
-	commands, err := t.decide(verdict)
+	mean := jsonfloat.Float(g.t.losses / float64(g.t.summed))
+	commands, err := g.decide(verdict)
 	if err != nil {
 		return err
 	}
-	return t.carryOut(commands, &mean)
+	return g.carryOut(commands, &mean)
 }
 
 // carryOut does what the controller commands, and records it with the mean loss of the epoch.
-func (t *Trainer) carryOut(commands []state.Command, mean *jsonfloat.Float) error {
-	g := t.growth
+func (g *growth) carryOut(commands []state.Command, mean *jsonfloat.Float) error {
+	options := g.options
 	for _, c := range commands {
-		err := t.Model.Kasmina.Obey(c)
+		err := g.t.Model.Kasmina.Obey(c)
 		d := Decision{Loss: mean, Command: &c}
 		if err != nil {
 			d.Refused = err.Error()
 		}
-		if err := t.record(d); err != nil {
+		if err := g.record(d); err != nil {
 			return err
 		}
 		switch {
-		case err != nil && g.Refused == nil:
+		case err != nil && options.Refused == nil:
 			return fmt.Errorf("the controller: %w", err)
 		case err != nil:
-			g.Refused(c, err)
+			options.Refused(c, err)
 		}
 	}
 	return nil
@@ -276,31 +276,31 @@ func (t *Trainer) carryOut(commands []state.Command, mean *jsonfloat.Float) erro
 
 // measureSites tells the seeds at weights and in the stream how large the gradients are of what
 // they sit on. It does so in epochs in which a comparison is due.
-func (t *Trainer) measureSites() error {
-	g, c, n := t.growth, t.Model.Config, t.Model.Kasmina
-	if g == nil || c.Frozen || len(c.Weights)+len(c.Streams) == 0 || (n.Lattice(0).Epoch()+1)%g.Every != 0 {
+func (g *growth) measureSites() error {
+	options, c, n := g.options, g.t.Model.Config, g.t.Model.Kasmina
+	if options == nil || c.Frozen || len(c.Weights)+len(c.Streams) == 0 || (n.Lattice(0).Epoch()+1)%options.Every != 0 {
 		return nil
 	}
-	now, err := t.now()
+	now, err := g.t.driver.now()
 	if err != nil {
 		return err
 	}
 	for _, l := range n.Lattices() {
 		if site := l.Site(); site == blueprints.Weight || site == blueprints.Stream {
-			err = errors.Join(err, measureNeeds(l, needsOf(c, site, now.Moments, t.Optimizer)))
+			err = errors.Join(err, measureNeeds(l, needsOf(c, site, now.Moments, g.t.Optimizer)))
 		}
 	}
 	return err
 }
 
 // compareSeeds measures what the seeds do to the model, those on trial beside its twin.
-func (t *Trainer) compareSeeds(metrics []state.Metrics) (verdict *trialVerdict, err error) {
-	j := t.judge()
-	if t.twin != nil {
-		if j.Without, err = t.catchUp(); err != nil {
+func (g *growth) compareSeeds(metrics []state.Metrics) (verdict *trialVerdict, err error) {
+	j := g.judge()
+	if g.twin != nil {
+		if j.Without, err = g.catchUp(); err != nil {
 			return nil, fmt.Errorf("the model's twin: %w", err)
 		}
-		j.Trial = t.twin.trial
+		j.Trial = g.twin.trial
 	}
 	return j.Add(metrics)
 }
@@ -308,20 +308,20 @@ func (t *Trainer) compareSeeds(metrics []state.Metrics) (verdict *trialVerdict, 
 // judgeDepth adds what is known of the seeds in depth to the metrics of their lattice. Its losses
 // are those of the validation text, in epochs in which it is due. Without one they are the means of
 // whole epochs, which tell of text that the model had not seen unless the run repeats it.
-func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) error {
-	m.Loss, m.Share = t.losses/float64(t.summed), t.share
-	if g := t.growth; g != nil && g.Validation != nil {
-		if (l.Epoch()+1)%g.Every != 0 {
+func (g *growth) judgeDepth(m *state.Metrics, l *state.Lattice) error {
+	m.Loss, m.Share = g.t.losses/float64(g.t.summed), g.t.share
+	if o := g.options; o != nil && o.Validation != nil {
+		if (l.Epoch()+1)%o.Every != 0 {
 			m.Loss = 0 // no point of the curve
 			return nil
 		}
 		var err error
-		if m.Loss, err = t.judge().Mean(); err != nil {
+		if m.Loss, err = g.judge().Mean(); err != nil {
 			return err
 		}
 	}
-	if t.Config.Budget == (Budget{}) {
-		m.Share = min(1, float64(t.last.Step)/float64(t.Config.Steps))
+	if g.t.Config.Budget == (Budget{}) {
+		m.Share = min(1, float64(g.t.last.Step)/float64(g.t.Config.Steps))
 	}
 	r := l.Report()
 	for _, s := range r.Seeds {
@@ -343,55 +343,55 @@ func (t *Trainer) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 
 // judge measures what seeds do to the model. A loss may be NaN or infinite. It does not stop when
 // the run is asked to: an epoch ends as a whole or not at all.
-func (t *Trainer) judge() seedJudge {
-	return seedJudge{Seeds: t.Model.Kasmina, Text: t.growth.Validation, Loss: t.engine.Loss}
+func (g *growth) judge() seedJudge {
+	return seedJudge{Seeds: g.t.Model.Kasmina, Text: g.options.Validation, Loss: g.t.driver.engine.Loss}
 }
 
 // record writes a decision.
-func (t *Trainer) record(d Decision) error {
-	if t.growth == nil || t.growth.Record == nil {
+func (g *growth) record(d Decision) error {
+	if g.options == nil || g.options.Record == nil {
 		return nil
 	}
-	d.Step, d.Share = t.last.Step, t.share
-	return d.Write(t.growth.Record)
+	d.Step, d.Share = g.t.last.Step, g.t.share
+	return d.Write(g.options.Record)
 }
 
 // replay is the record that the run follows, nil if it follows none.
-func (t *Trainer) replay() *Record {
-	if t.growth == nil {
+func (g *growth) replay() *Record {
+	if g.options == nil {
 		return nil
 	}
-	return t.growth.Replay
+	return g.options.Replay
 }
 
 // decide returns what the controller commands, under the governor, or the record in the place of
 // both.
-func (t *Trainer) decide(v *trialVerdict) ([]state.Command, error) {
-	if r := t.replay(); r != nil {
-		return r.Commands(t.last.Step), nil
+func (g *growth) decide(v *trialVerdict) ([]state.Command, error) {
+	if r := g.replay(); r != nil {
+		return r.Commands(g.t.last.Step), nil
 	}
-	own := t.growth.Controller.Decide(t.Model.Kasmina.Report())
+	own := g.options.Controller.Decide(g.t.Model.Kasmina.Report())
 	if v != nil {
-		own = t.growth.Governor.Govern(control.Trial{Seeds: t.twin.trial, Harm: v.Harm,
-			Agree: v.Agree, Errors: v.Errors, Norm: t.twin.norm, Without: t.twin.without}, own)
+		own = g.options.Governor.Govern(control.Trial{Seeds: g.twin.trial, Harm: v.Harm,
+			Agree: v.Agree, Errors: v.Errors, Norm: g.twin.norm, Without: g.twin.without}, own)
 	}
-	return shared(t, "the controller's commands", own)
+	return shared(g.t, "the controller's commands", own)
 }
 
 // sense has the lattices of weights and of the stream take in what the epoch's last batch has
 // measured of what is planted. Of dormant seeds nothing is measured.
-func (t *Trainer) sense() error {
-	s, ok := t.engine.(Sensor)
-	if !ok || len(t.Model.Config.Planted) == 0 {
+func (g *growth) sense() error {
+	s, ok := g.t.driver.engine.(Sensor)
+	if !ok || len(g.t.Model.Config.Planted) == 0 {
 		return nil
 	}
-	all, err := t.figures(s)
+	all, err := g.figures(s)
 	if err != nil {
 		return err
 	}
-	for _, l := range t.Model.Kasmina.Lattices() {
+	for _, l := range g.t.Model.Kasmina.Lattices() {
 		if site := l.Site(); site == blueprints.Weight || site == blueprints.Stream {
-			if err := senseSite(l, &t.pass, all, t.Model.Config.Dim); err != nil {
+			if err := senseSite(l, &g.pass, all, g.t.Model.Config.Dim); err != nil {
 				return err
 			}
 		}
@@ -400,16 +400,16 @@ func (t *Trainer) sense() error {
 }
 
 // figures are those of the step's last batch, whoever has computed it.
-func (t *Trainer) figures(s Sensor) (all []SeedFigures, err error) {
-	e := t.ranks()
+func (g *growth) figures(s Sensor) (all []SeedFigures, err error) {
+	e := g.t.team.ranks()
 	if e == nil {
 		return s.Figures()
 	}
-	last := (t.Config.Accumulate - 1) % e.Ranks()
+	last := (g.t.Config.Accumulate - 1) % e.Ranks()
 	if e.Rank() == last { // others may have computed none
 		all, err = s.Figures()
 	}
-	if err := t.agree(err); err != nil {
+	if err := g.t.team.agree(err); err != nil {
 		return nil, err
 	}
 	of, err := ranks.Swap(e, "figures", all)

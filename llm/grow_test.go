@@ -262,7 +262,7 @@ func TestDepthNeedsNoText(t *testing.T) {
 func TestJudge(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 	growing(t, tr)
-	tr.growth.Controller = control.DryRun(tr.growth.Controller, io.Discard)
+	tr.growth.options.Controller = control.DryRun(tr.growth.options.Controller, io.Discard)
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -277,8 +277,8 @@ func TestJudge(t *testing.T) {
 		if err := l.Mute(2, muted); err != nil {
 			t.Fatal(err)
 		}
-		for b := range tr.growth.Validation.Batches() {
-			loss, err := tr.loss(b)
+		for b := range tr.growth.options.Validation.Batches() {
+			loss, err := tr.driver.loss(b)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -295,7 +295,7 @@ func TestJudge(t *testing.T) {
 		}
 	}
 	metrics := make([]state.Metrics, 2)
-	if _, err := tr.judge().Add(metrics); err != nil {
+	if _, err := tr.growth.judge().Add(metrics); err != nil {
 		t.Fatal(err)
 	}
 	again, _ := score(false)
@@ -343,9 +343,9 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 	for _, loss := range []float64{65503, 65520, 1e9, math.MaxFloat32, math.Inf(1), math.NaN()} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 		growing(t, tr)
-		tr.growth.Controller = control.DryRun(tr.growth.Controller, io.Discard)
-		engine := tr.engine
-		tr.engine = lossy{engine, loss}
+		tr.growth.options.Controller = control.DryRun(tr.growth.options.Controller, io.Discard)
+		engine := tr.driver.engine
+		tr.driver.engine = lossy{engine, loss}
 		if err := tr.Run(t.Context()); err != nil {
 			t.Errorf("validation losses of %v: %v", loss, err)
 		}
@@ -355,9 +355,9 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 		if stage == state.RolledBack {
 			tr = newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 			growing(t, tr)
-			tr.engine = lossy{tr.engine, loss}
+			tr.driver.engine = lossy{tr.driver.engine, loss}
 		}
-		tr.twin = nil // so that seeds are muted
+		tr.growth.twin = nil // so that seeds are muted
 		move := state.Command{Action: state.Move, Layer: 1, Seed: 2, To: state.Stabilization}
 		then := move
 		then.To = state.Evaluating
@@ -365,7 +365,7 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 			t.Fatal(err)
 		}
 		metrics := make([]state.Metrics, 2)
-		if _, err := tr.judge().Add(metrics); err != nil {
+		if _, err := tr.growth.judge().Add(metrics); err != nil {
 			t.Fatal(err)
 		}
 		for _, m := range metrics[1].Seeds {
@@ -396,7 +396,7 @@ func TestGrowHasTime(t *testing.T) {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 150})
 		tr.Model, err = NewModel(tiny(), tensor.Float32, 7, opts...)
 		require.NoError(t, err)
-		tr.engine, err = CPUEngine()(tr.Model, tr.Optimizer, tr.Config)
+		tr.driver.engine, err = CPUEngine()(tr.Model, tr.Optimizer, tr.Config)
 		require.NoError(t, err)
 		hold(tr.Model, holder{tr})
 		return tr

@@ -184,7 +184,7 @@ func TestLearningRateOfNaN(t *testing.T) {
 		!strings.Contains(err.Error(), "step 1: TrainConfig.Schedule: ") {
 		t.Errorf("after step %d: %v", tr.Step(), err)
 	}
-	if err := tr.probe(); err != nil {
+	if err := tr.driver.probe(); err != nil {
 		t.Error(err)
 	}
 }

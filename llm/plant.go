@@ -31,32 +31,32 @@ func (p *planting) none() bool {
 }
 
 // asked returns what seeds ask for.
-func (t *Trainer) asked() (p planting) {
-	c := t.Model.Config
-	for layer, l := range t.Model.Kasmina.Lattices() {
+func (g *growth) asked() (p planting) {
+	c := g.t.Model.Config
+	for layer, l := range g.t.Model.Kasmina.Lattices() {
 		where := l.Site()
 		if where != blueprints.Weight && where != blueprints.Stream {
 			continue
 		}
-		l.Begin(&t.pass, false)
-		for seed, stage := range t.pass.Stage {
+		l.Begin(&g.pass, false)
+		for seed, stage := range g.pass.Stage {
 			at := state.Address{Layer: layer, Seed: seed}
 			_, in := c.PlantedAt(where, seed)
 			switch alive := stage >= state.Training && stage < state.Fossilized; {
 			case alive && !in:
 				p.plant = append(p.plant, Planted{Site: where, Seed: seed,
-					Kind: t.pass.Kind[seed].String(), Size: int(t.pass.Slot[seed])})
+					Kind: g.pass.Kind[seed].String(), Size: int(g.pass.Slot[seed])})
 			case stage == state.Fossilized && in:
-				if t.canMerge(where, t.pass.Kind[seed]) {
+				if g.canMerge(where, g.pass.Kind[seed]) {
 					p.merge = append(p.merge, at)
-				} else if !blueprints.Mergeable(t.pass.Kind[seed]) {
-					t.snapshots = t.snapshots.without(at)
+				} else if !blueprints.Mergeable(g.pass.Kind[seed]) {
+					g.snapshots = g.snapshots.without(at)
 				}
 			case !alive && stage != state.Fossilized && in:
 				p.gone = append(p.gone, at)
 			}
 			// A frozen host is again what it was once a blueprint is out of it.
-			if stage.Grafted() && t.snapshots.find(at) < 0 && !t.triesOut() && !c.Frozen {
+			if stage.Grafted() && g.snapshots.find(at) < 0 && !g.triesOut() && !c.Frozen {
 				p.grafts = append(p.grafts, at)
 			}
 		}
@@ -66,10 +66,10 @@ func (t *Trainer) asked() (p planting) {
 
 // canMerge reports whether a fossilized blueprint can become a part of the model now. No block is
 // added while a growth in depth may be taken back, whose order of blocks would be another one.
-func (t *Trainer) canMerge(where blueprints.Site, kind blueprints.Kind) bool {
+func (g *growth) canMerge(where blueprints.Site, kind blueprints.Kind) bool {
 	if where == blueprints.Stream {
-		depth := t.Model.LayerAt(blueprints.Depth)
-		for _, b := range t.snapshots {
+		depth := g.t.Model.LayerAt(blueprints.Depth)
+		for _, b := range g.snapshots {
 			if slices.ContainsFunc(b.seeds, func(s state.Address) bool { return s.Layer == depth }) {
 				return false
 			}
@@ -79,92 +79,92 @@ func (t *Trainer) canMerge(where blueprints.Site, kind blueprints.Kind) bool {
 }
 
 // settleSeeds takes out and merges, as a run ends, what no step is left for. Nothing is planted.
-func (t *Trainer) settleSeeds() error {
-	err := t.inTurn(func() error {
-		p := t.asked()
+func (g *growth) settleSeeds() error {
+	err := g.t.inTurn(func() error {
+		p := g.asked()
 		p.plant, p.grafts = nil, nil
 		if p.none() {
 			return nil
 		}
-		return t.obeySeeds(p)
+		return g.obeySeeds(p)
 	})
-	return errors.Join(err, t.tellGrowth())
+	return errors.Join(err, g.tellGrowth())
 }
 
 // replant makes the model what the seeds at weights and in the stream ask for. It makes its graph
 // what those of chunks ask for whose blueprints are graphs.
-func (t *Trainer) replant() error {
-	if err := t.attach(); err != nil {
+func (g *growth) replant() error {
+	if err := g.attach(); err != nil {
 		return err
 	}
-	if p := t.asked(); !p.none() {
-		return t.obeySeeds(p)
+	if p := g.asked(); !p.none() {
+		return g.obeySeeds(p)
 	}
 	return nil
 }
 
 // obeySeeds plants, takes out, merges and grafts blueprints as the seeds ask. If it fails, the
 // trainer's growth state is unchanged.
-func (t *Trainer) obeySeeds(p planting) error {
+func (g *growth) obeySeeds(p planting) error {
 	began, clock := time.Now(), phases.Start()
-	now, err := t.needed(p)
+	now, err := g.needed(p)
 	clock.End("what is needed on the host")
 	if err != nil && (!errors.Is(err, ErrDiverged) || len(p.gone) == 0) {
 		return err
 	}
 
-	next, growing, scale, err := t.settled(now, p)
+	next, growing, scale, err := g.settled(now, p)
 	if err != nil {
 		return err
 	}
 	clock.End("merging")
 
-	along, err := t.directions(p.plant)
+	along, err := g.directions(p.plant)
 	if err != nil {
 		return err
 	}
 	for _, planted := range p.plant {
-		next = next.Plant(planted, t.last.Step, along.Rows(planted)...)
+		next = next.Plant(planted, g.t.last.Step, along.Rows(planted)...)
 	}
-	growing.twin = growing.twin.with(p.plant, t.last.Step)
+	growing.twin = growing.twin.with(p.plant, g.t.last.Step)
 
 	if len(p.plant)+len(p.gone)+len(p.merge) > 0 {
-		if err := t.canReshape(next.Config); err != nil {
-			return t.refuse(p, err, began)
+		if err := g.canReshape(next.Config); err != nil {
+			return g.refuse(p, err, began)
 		}
-		if err := t.change(now, next, scale); err != nil {
-			return t.refuse(p, err, began)
+		if err := g.t.driver.change(now, next, scale); err != nil {
+			return g.refuse(p, err, began)
 		}
 	}
 	clock.End("planting and the engine")
 
-	t.growthState = growing
+	g.growthState = growing
 	if len(p.grafts) > 0 {
-		t.snapshots = t.snapshots.with(next, t.lossScale(), p.grafts...)
+		g.snapshots = g.snapshots.with(next, g.t.driver.lossScale(), p.grafts...)
 	}
 	clock.End("what is kept")
 	slog.Debug("llm: seeds have got their way", "in", clock)
-	if what := describePlanting(p.plant, p.gone, p.merge, t.siteOf); what != "" {
-		t.tellReshaped(what, time.Since(began), nil)
+	if what := describePlanting(p.plant, p.gone, p.merge, g.siteOf); what != "" {
+		g.tellReshaped(what, time.Since(began), nil)
 	}
 	return nil
 }
 
 // settled merges fossilized blueprints into a model and takes out blueprints whose seeds have
 // ended. It returns the resulting model with the growth state and the loss scale to match.
-func (t *Trainer) settled(now modelState, p planting) (next modelState, growing growthState,
+func (g *growth) settled(now modelState, p planting) (next modelState, growing growthState,
 	scale *LossScale, err error) {
-	next, growing, scale = now, t.growthState, t.lossScale()
+	next, growing, scale = now, g.growthState, g.t.driver.lossScale()
 
 	growing.snapshots = growing.snapshots.without(p.merge...)
 	for _, where := range []blueprints.Site{blueprints.Weight, blueprints.Stream} {
 		var seeds []int
 		for _, at := range p.merge {
-			if t.siteOf(at) == where {
+			if g.siteOf(at) == where {
 				seeds = append(seeds, at.Seed)
 			}
 		}
-		all, err := mergeSeeds(where, seeds, t.last.Step, next, growing.models()...)
+		all, err := mergeSeeds(where, seeds, g.t.last.Step, next, growing.models()...)
 		if err != nil {
 			return next, growing, scale, err
 		}
@@ -178,10 +178,10 @@ func (t *Trainer) settled(now modelState, p planting) (next modelState, growing 
 	}
 	growing.snapshots = growing.snapshots.without(p.gone...)
 	for _, at := range p.gone {
-		next = next.Uproot(t.siteOf(at), at.Seed)
+		next = next.Uproot(g.siteOf(at), at.Seed)
 		others := growing.models()
 		for i := range others {
-			others[i] = others[i].Uproot(t.siteOf(at), at.Seed)
+			others[i] = others[i].Uproot(g.siteOf(at), at.Seed)
 		}
 		growing = growing.withModels(others)
 	}
@@ -190,60 +190,60 @@ func (t *Trainer) settled(now modelState, p planting) (next modelState, growing 
 
 // needed returns the model with the parameters that a planting needs on the host: all of them
 // before a graft or for directed blueprints, and otherwise those that are merged.
-func (t *Trainer) needed(p planting) (modelState, error) {
-	c := t.Model.Config
+func (g *growth) needed(p planting) (modelState, error) {
+	c := g.t.Model.Config
 	if len(p.grafts) > 0 || c.Directed && len(p.plant) > 0 {
-		return t.now()
+		return g.t.driver.now()
 	}
 	var prefixes, names []string
 	for _, at := range p.merge {
-		where := t.siteOf(at)
+		where := g.siteOf(at)
 		if where == blueprints.Weight {
 			prefixes = append(prefixes, c.WeightName(c.Weights[at.Seed]))
 		}
 		prefixes = append(prefixes, seedPrefix(where, at.Seed))
 	}
-	for _, q := range t.Model.Params {
+	for _, q := range g.t.Model.Params {
 		if slices.ContainsFunc(prefixes, func(prefix string) bool {
 			return strings.HasPrefix(q.Name, prefix)
 		}) {
 			names = append(names, q.Name)
 		}
 	}
-	return t.part(names...)
+	return g.t.driver.part(names...)
 }
 
 // attach rebuilds the engine if the blueprints of chunks that are graphs have changed. Seeds whose
 // graph cannot be built are abandoned.
-func (t *Trainer) attach() error {
-	all := attachedTo(t.Model.Kasmina)
-	if slices.Equal(all, t.attached) {
+func (g *growth) attach() error {
+	all := attachedTo(g.t.Model.Kasmina)
+	if slices.Equal(all, g.t.driver.attached) {
 		return nil
 	}
 	began := time.Now()
-	m, err := t.part()
+	m, err := g.t.driver.part()
 	if err != nil {
 		return err
 	}
 	what := fmt.Sprintf("%d seeds of chunks work with kinds that are graphs", len(all))
-	if _, err := t.Config.Graph(t.Model); err != nil {
-		t.tellReshaped(what, time.Since(began), err)
-		return t.detach(all)
+	if _, err := g.t.Config.Graph(g.t.Model); err != nil {
+		g.tellReshaped(what, time.Since(began), err)
+		return g.detach(all)
 	}
-	if err := t.change(m, m, t.lossScale()); err != nil {
+	if err := g.t.driver.change(m, m, g.t.driver.lossScale()); err != nil {
 		return err
 	}
-	t.tellReshaped(what, time.Since(began), nil)
+	g.tellReshaped(what, time.Since(began), nil)
 	return nil
 }
 
 // detach abandons the seeds of chunks whose blueprints are graphs that the engine does not compute yet.
-func (t *Trainer) detach(all []attachedSeed) error {
+func (g *growth) detach(all []attachedSeed) error {
 	for _, a := range all {
-		if slices.Contains(t.attached, a) {
+		if slices.Contains(g.t.driver.attached, a) {
 			continue
 		}
-		if err := t.abandon(state.Address{Layer: a.Layer, Seed: a.Seed}); err != nil {
+		if err := g.abandon(state.Address{Layer: a.Layer, Seed: a.Seed}); err != nil {
 			return err
 		}
 	}
@@ -251,8 +251,8 @@ func (t *Trainer) detach(all []attachedSeed) error {
 }
 
 // abandon ends the life of a seed whose blueprint cannot become a part of the model.
-func (t *Trainer) abandon(at state.Address) error {
-	l := t.Model.Kasmina.Lattice(at.Layer)
+func (g *growth) abandon(at state.Address) error {
+	l := g.t.Model.Kasmina.Lattice(at.Layer)
 	stage, err := l.Stage(at.Seed)
 	if err != nil {
 		return err
@@ -264,8 +264,8 @@ func (t *Trainer) abandon(at state.Address) error {
 }
 
 // siteOf is that of a seed's lattice.
-func (t *Trainer) siteOf(at state.Address) blueprints.Site {
-	return t.Model.Kasmina.Lattice(at.Layer).Site()
+func (g *growth) siteOf(at state.Address) blueprints.Site {
+	return g.t.Model.Kasmina.Lattice(at.Layer).Site()
 }
 
 // with returns the twin of a model in which blueprints have been planted.
@@ -284,19 +284,19 @@ func (w *twin) with(plant []Planted, step int) *twin {
 // little memory, and then does the rest of what seeds ask for. It returns the cause if the trainer
 // cannot go on, or if nothing was to be planted: a blueprint that cannot be taken out or merged ends
 // the run.
-func (t *Trainer) refuse(p planting, cause error, began time.Time) error {
-	if t.condition.err() != nil || len(p.plant) == 0 {
+func (g *growth) refuse(p planting, cause error, began time.Time) error {
+	if g.t.condition.err() != nil || len(p.plant) == 0 {
 		return cause
 	}
 	for _, planted := range p.plant {
-		at := state.Address{Layer: t.Model.LayerAt(planted.Site), Seed: planted.Seed}
-		if err := t.abandon(at); err != nil {
+		at := state.Address{Layer: g.t.Model.LayerAt(planted.Site), Seed: planted.Seed}
+		if err := g.abandon(at); err != nil {
 			return errors.Join(cause, err)
 		}
 	}
-	t.tellReshaped(describePlanting(p.plant, nil, nil, t.siteOf), time.Since(began), cause)
+	g.tellReshaped(describePlanting(p.plant, nil, nil, g.siteOf), time.Since(began), cause)
 
 	// What other seeds ask for, such as a snapshot before they are grafted, cannot wait for the next
 	// step.
-	return t.replant()
+	return g.replant()
 }

@@ -165,7 +165,7 @@ func TestSitesBesideDepth(t *testing.T) {
 			require.NoError(t, whole.Run(context.Background()))
 			want := learntBy(t, whole)
 			require.Empty(t, whole.Model.Config.Planted)
-			require.Empty(t, whole.snapshots)
+			require.Empty(t, whole.growth.snapshots)
 			require.Equal(t, map[state.Stage]int{state.Fossilized: 5, state.RolledBack: 3}[last],
 				whole.Model.Config.Layers)
 			for step := 1; step < steps; step++ {

@@ -14,20 +14,31 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
+// A team is the trainer's position among several ranks. For a single process, all of its methods do
+// the obvious at once.
+type team struct {
+	t *Trainer
+
+	// While several ranks train, the context of the run ends at all ranks after the same step, and
+	// outer is the context that Run was given. The trainer's mu guards both.
+	outer  context.Context
+	cancel context.CancelCauseFunc
+}
+
 // ranks is the trainer's engine if it is one of several, or nil.
-func (t *Trainer) ranks() Parallel {
-	e, _ := t.engine.(Parallel)
+func (r *team) ranks() Parallel {
+	e, _ := r.t.driver.engine.(Parallel)
 	return e
 }
 
 // writes reports whether this process is the only one, or rank 0, which writes.
-func (t *Trainer) writes() bool {
-	e := t.ranks()
+func (r *team) writes() bool {
+	e := r.ranks()
 	return e == nil || e.Rank() == 0
 }
 
 // agree returns this rank's error or, where it has none, the first of another's.
-func (t *Trainer) agree(err error) error { return agreed(t.ranks(), err) }
+func (r *team) agree(err error) error { return agreed(r.ranks(), err) }
 
 // agreed is agree with the ranks of an engine, which may be nil.
 func agreed(e Parallel, err error) error {
@@ -39,7 +50,7 @@ func agreed(e Parallel, err error) error {
 }
 
 // busy declares long work outside a step until done is called.
-func (t *Trainer) busy(what string) (done func()) { return busy(t.engine, what) }
+func (r *team) busy(what string) (done func()) { return busy(r.t.driver.engine, what) }
 
 // busy declares long work to the other ranks of an engine that has any.
 func busy(e Engine, what string) (done func()) {
@@ -56,42 +67,42 @@ func (t *Trainer) stopAsked() error {
 	if t.steering.halt != nil {
 		return t.steering.halt
 	}
-	return context.Cause(t.outer)
+	return context.Cause(t.team.outer)
 }
 
 // say returns this rank's word.
-func (t *Trainer) say() ([]byte, error) {
-	return json.Marshal(ranks.Word{Stop: ranks.TextOf(t.stopAsked()),
-		Waiting: t.requested() || t.Model.Kasmina.Waiting()})
+func (r *team) say() ([]byte, error) {
+	return json.Marshal(ranks.Word{Stop: ranks.TextOf(r.t.stopAsked()),
+		Waiting: r.t.steering.requested() || r.t.Model.Kasmina.Waiting()})
 }
 
 // spared reports whether the exchange at the end of a step can be skipped, because no rank has
 // commands and no epoch has ended, at which the controller would give some.
-func (t *Trainer) spared() bool {
-	return t.heard.Agreed && !t.heard.Waiting && t.last.Step%t.Config.Epoch != 0 && t.replay() == nil
+func (r *team) spared() bool {
+	return r.t.heard.Agreed && !r.t.heard.Waiting && r.t.last.Step%r.t.Config.Epoch != 0 && r.t.growth.replay() == nil
 }
 
 // takeHeard returns the trainer's ranks, nil for a single process, and what they said along with the
 // last step, which it forgets. It takes a turn, since a Resume on another goroutine may replace the
 // engine.
-func (t *Trainer) takeHeard() (Parallel, ranks.Heard) {
-	defer take(t.Model)()
-	h := t.heard
-	t.heard = ranks.Heard{}
-	return t.ranks(), h
+func (r *team) takeHeard() (Parallel, ranks.Heard) {
+	defer take(r.t.Model)()
+	h := r.t.heard
+	r.t.heard = ranks.Heard{}
+	return r.ranks(), h
 }
 
 // unasked reports whether ranks need not meet between two steps, because they meet in the next one
 // and none wants to stop. A rank that has failed says so there, where it computes nothing.
-func (t *Trainer) unasked(p Parallel, h ranks.Heard, own error) bool {
+func (r *team) unasked(p Parallel, h ranks.Heard, own error) bool {
 	e, ok := p.(ParallelStepper)
-	if !ok || !h.Agreed || h.Stop != "" || t.Last().Last {
+	if !ok || !h.Agreed || h.Stop != "" || r.t.Last().Last {
 		return false
 	}
 	if own == nil {
 		return true
 	}
-	_, _ = e.StepBatches(t.Config.Accumulate, func() (data.Batch, error) {
+	_, _ = e.StepBatches(r.t.Config.Accumulate, func() (data.Batch, error) {
 		return data.Batch{}, own
 	}, nil) // which is this error, or that of an exchange that is over
 	return false
@@ -99,14 +110,14 @@ func (t *Trainer) unasked(p Parallel, h ranks.Heard, own error) bool {
 
 // between completes the time between two steps. If a rank has failed or has been asked to stop, all
 // ranks stop here.
-func (t *Trainer) between(err error) error {
-	e, heard := t.takeHeard()
-	if e == nil || t.unasked(e, heard, err) {
+func (r *team) between(err error) error {
+	e, heard := r.takeHeard()
+	if e == nil || r.unasked(e, heard, err) {
 		return err
 	}
-	stop, err := ranks.Between(e, err, t.stopAsked())
+	stop, err := ranks.Between(e, err, r.t.stopAsked())
 	if stop != nil {
-		t.cancel(stop)
+		r.cancel(stop)
 	}
 	return err
 }
@@ -114,18 +125,18 @@ func (t *Trainer) between(err error) error {
 // settle completes a step, which has failed unless err is nil. It grants requests if granting is
 // true, and then carries out the commands that were submitted to Model.Kasmina. Several ranks carry
 // out the requests and commands of all of them.
-func (t *Trainer) settle(err error, granting bool) error {
-	e := t.ranks()
+func (r *team) settle(err error, granting bool) error {
+	e := r.ranks()
 	if e == nil {
-		return t.settleAlone(err, granting)
+		return r.settleAlone(err, granting)
 	}
-	if t.spared() {
+	if r.spared() {
 		return err
 	}
 
 	var own []pendingRequest
 	if granting && err == nil {
-		own = t.takeRequests()
+		own = r.t.steering.takeRequests()
 	}
 	exchange := func(commands [][]state.Command) ([][]state.Command, int, error) {
 		asked, err := ranks.Settle(e, err, commands, portable(own))
@@ -133,7 +144,7 @@ func (t *Trainer) settle(err error, granting bool) error {
 			refuse(own, err)
 			return nil, 0, err
 		}
-		err = t.grantAll(requestsOf(asked.Requests), own, asked.OwnRequests)
+		err = r.t.steering.grantAll(requestsOf(asked.Requests), own, asked.OwnRequests)
 		return asked.Commands, asked.OwnCommands, err
 	}
 
@@ -141,43 +152,35 @@ func (t *Trainer) settle(err error, granting bool) error {
 		_, _, err := exchange(nil)
 		return err
 	}
-	return t.Model.Kasmina.ApplyShared(exchange)
+	return r.t.Model.Kasmina.ApplyShared(exchange)
 }
 
 // settleAlone is settle for a single process.
-func (t *Trainer) settleAlone(err error, granting bool) error {
+func (r *team) settleAlone(err error, granting bool) error {
 	if err != nil {
 		return err
 	}
 
 	// Commands that a failed step applied would be in no checkpoint, so they keep waiting.
 	if granting {
-		own := t.takeRequests()
-		if err := t.grantAll(plain(own), own, 0); err != nil {
+		own := r.t.steering.takeRequests()
+		if err := r.t.steering.grantAll(plain(own), own, 0); err != nil {
 			return err
 		}
 	}
-	t.Model.Kasmina.Apply()
-	return nil
-}
-
-// gatherState makes the optimiser's state that of the whole model.
-func (t *Trainer) gatherState() error {
-	if e := t.ranks(); e != nil {
-		return e.Gather()
-	}
+	r.t.Model.Kasmina.Apply()
 	return nil
 }
 
 // settleInTurn is settle outside of a step.
-func (t *Trainer) settleInTurn() error {
-	defer takeToChange(t.Model)()
-	return t.settle(nil, false)
+func (r *team) settleInTurn() error {
+	defer takeToChange(r.t.Model)()
+	return r.settle(nil, false)
 }
 
 // shared returns rank 0's value, or at the only one its own.
 func shared[T any](t *Trainer, what string, own T) (T, error) {
-	e := t.ranks()
+	e := t.team.ranks()
 	if e == nil {
 		return own, nil
 	}
@@ -189,20 +192,20 @@ func shared[T any](t *Trainer, what string, own T) (T, error) {
 }
 
 // compare returns an error that names a rank whose run is another one than rank 0's, and in what.
-func (t *Trainer) compare() error {
-	e := t.ranks()
+func (r *team) compare() error {
+	e := r.ranks()
 	if e == nil {
 		return nil
 	}
-	err := pull(t.Model)
-	own := ranks.Stand[Config]{Step: t.last.Step, Steps: t.Config.Steps, Settings: t.settings(),
-		Loader: t.Loader.State(),
-		Config: t.Model.Config, Lattices: t.Model.Kasmina.Digest(),
-		Documents: t.Loader.KnowsDocuments()}
-	for _, p := range t.Model.Params {
+	err := pull(r.t.Model)
+	own := ranks.Stand[Config]{Step: r.t.last.Step, Steps: r.t.Config.Steps, Settings: r.t.settings(),
+		Loader: r.t.Loader.State(),
+		Config: r.t.Model.Config, Lattices: r.t.Model.Kasmina.Digest(),
+		Documents: r.t.Loader.KnowsDocuments()}
+	for _, p := range r.t.Model.Params {
 		own.Params = crc32.Update(own.Params, crc32.IEEETable, safetensors.Memory(p.Value.Data()))
 	}
-	if err := t.agree(err); err != nil {
+	if err := r.agree(err); err != nil {
 		return err
 	}
 	all, err := ranks.Swap(e, "the run", own)
@@ -219,8 +222,8 @@ func (t *Trainer) compare() error {
 }
 
 // spentTime is what a step has taken, by the clock of rank 0.
-func (t *Trainer) spentTime(began time.Time) (time.Duration, error) {
-	return shared(t, "time", time.Since(began))
+func (r *team) spentTime(began time.Time) (time.Duration, error) {
+	return shared(r.t, "time", time.Since(began))
 }
 
 // portable returns requests in the form in which ranks exchange them.

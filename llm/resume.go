@@ -78,11 +78,11 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	before, err := t.beforeIn(ctx, f, run.Before, c)
+	before, err := t.growth.beforeIn(ctx, f, run.Before, c)
 	if err != nil {
 		return err
 	}
-	twin, err := t.twinIn(ctx, f, run, c)
+	twin, err := t.growth.twinIn(ctx, f, run, c)
 	if err != nil {
 		return err
 	}
@@ -100,12 +100,12 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		return f.Errorf("%w", err)
 	}
 	loadModel()
-	t.growthState, t.reshaped = growthState{before, twin}, nil
+	t.growth.growthState, t.growth.reshaped = growthState{before, twin}, nil
 	if err := t.goOn(run, other); err != nil {
 		return f.Errorf("%w", err)
 	}
-	if t.grew = run.Settings.Growth; r.newSettings {
-		t.grew = nil
+	if t.growth.grew = run.Settings.Growth; r.newSettings {
+		t.growth.grew = nil
 	}
 	done() // what is told may save
 	r.tell(diff)
@@ -161,8 +161,8 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 	for _, d := range settings.Fields(t.Model.Config.KasminaOptions, options) {
 		diff = append(diff, "Config.KasminaOptions."+d)
 	}
-	if t.growth != nil || r.newSettings { // else Grow may still be called: Run looks again
-		diff = append(diff, t.growthSettings().Differences(run.Settings.Growth)...)
+	if t.growth.options != nil || r.newSettings { // else Grow may still be called: Run looks again
+		diff = append(diff, t.growth.settings().Differences(run.Settings.Growth)...)
 	}
 	if len(diff) > 0 && !r.newSettings {
 		return nil, c, nil, f.Errorf("%w: %s", ErrSettings, withRemedy(diff))
@@ -238,18 +238,18 @@ func (t *Trainer) setStates(run *training, growing growthState, read modelState)
 	}
 	own := modelState{Config: t.Model.Config, Params: t.Model.Params,
 		Moments: t.Optimizer.State()}
-	loader, scale := t.Loader.State(), t.lossScale()
+	loader, scale := t.Loader.State(), t.driver.lossScale()
 	known := own.Params
 	undo := func(err error) error {
-		back := []error{t.setOptimizer(known, own), t.Loader.SetState(loader), t.setLossScale(scale)}
+		back := []error{t.driver.setOptimizer(known, own), t.Loader.SetState(loader), t.driver.setLossScale(scale)}
 		return errors.Join(append([]error{err}, back...)...)
 	}
 
 	try := func(what string, b branch) error {
-		if err := t.setLossScale(b.scale); err != nil {
+		if err := t.driver.setLossScale(b.scale); err != nil {
 			return undo(fmt.Errorf("%s: %w", what, err))
 		}
-		err := t.setOptimizer(known, b.modelState)
+		err := t.driver.setOptimizer(known, b.modelState)
 		known = slices.Concat(known, b.Params)
 		if err != nil {
 			return undo(fmt.Errorf("%s: %w", what, err))
@@ -266,13 +266,13 @@ func (t *Trainer) setStates(run *training, growing growthState, read modelState)
 			return err
 		}
 	}
-	if err := t.setLossScale(run.LossScale); err != nil {
+	if err := t.driver.setLossScale(run.LossScale); err != nil {
 		return undo(err)
 	}
 	if err := t.Loader.SetState(run.Loader); err != nil {
 		return undo(err)
 	}
-	if err := t.setOptimizer(known, read); err != nil {
+	if err := t.driver.setOptimizer(known, read); err != nil {
 		known = slices.Concat(known, read.Params)
 		return undo(err)
 	}
@@ -292,30 +292,19 @@ func (t *Trainer) goOn(run *training, other bool) error {
 		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
 	})
 	t.noteEnd()
-	other = other || !slices.Equal(t.attached, attachedTo(t.Model.Kasmina))
-	if !other && t.engine != nil {
-		if err := t.engine.Push(); err != nil {
+	other = other || !slices.Equal(t.driver.attached, attachedTo(t.Model.Kasmina))
+	if !other && t.driver.engine != nil {
+		if err := t.driver.engine.Push(); err != nil {
 			t.on(restored, nil)
 			t.on(pushFailed, err)
 			return t.condition.err()
 		}
-	} else if err := t.renewEngine(run.LossScale); err != nil {
+	} else if err := t.driver.renewEngine(run.LossScale); err != nil {
 		t.on(engineLost, err)
 		return t.condition.err()
 	}
 	t.on(restored, nil)
 	return nil
-}
-
-// renewEngine replaces the engine, if there is one, by one for the model as it is on the host.
-func (t *Trainer) renewEngine(scale *LossScale) error {
-	if old := t.engine; old != nil {
-		t.engine = nil
-		if err := old.Close(); err != nil {
-			return err
-		}
-	}
-	return t.replaceEngine(t.newEngine, scale)
 }
 
 // begin makes the state of a run that of one which begins with a loader's data.
@@ -332,52 +321,26 @@ func (run *training) begin(keep Keep, l *data.Loader) {
 	}
 }
 
-// lossScale returns the loss scale of an engine that has one, nil of another.
-func (t *Trainer) lossScale() *LossScale {
-	e, ok := t.engine.(Scaler)
-	if !ok {
-		return nil
-	}
-	s := e.LossScale()
-	return &s
-}
-
-// setLossScale sets the loss scale of an engine that has one; nil leaves it.
-func (t *Trainer) setLossScale(s *LossScale) error {
-	if e, ok := t.engine.(Scaler); ok && s != nil {
-		return e.SetLossScale(*s)
-	}
-	return nil
-}
-
 var unknown = jsonfloat.Float(math.NaN())
 
 // growthSettings are those of the trainer as it is now.
-func (t *Trainer) growthSettings() *settings.Growth {
-	g := t.growth
-	if g == nil {
+func (g *growth) settings() *settings.Growth {
+	o := g.options
+	if o == nil {
 		return &settings.Growth{}
 	}
-	var by any = g.Controller
-	if g.Replay != nil {
-		by = g.Replay
+	var by any = o.Controller
+	if o.Replay != nil {
+		by = o.Replay
 	}
 	text := ""
-	if g.Validation != nil {
-		text = g.Validation.Fingerprint()
+	if o.Validation != nil {
+		text = o.Validation.Fingerprint()
 	}
-	all := settings.GrowthOf(by, g.Every, text)
-	all.Governor, _ = json.Marshal(g.Governor) // which Grow has checked
-	all.Rewarm, all.FreshMoments = g.Rewarm, g.FreshMoments
+	all := settings.GrowthOf(by, o.Every, text)
+	all.Governor, _ = json.Marshal(o.Governor) // which Grow has checked
+	all.Rewarm, all.FreshMoments = o.Rewarm, o.FreshMoments
 	return all
-}
-
-// engineName returns the name of the engine or, when there is none, of the one before.
-func (t *Trainer) engineName() string {
-	if t.engine == nil {
-		return t.name
-	}
-	return t.engine.Name()
 }
 
 func (t *Trainer) settings() *settings.Settings {
@@ -386,11 +349,11 @@ func (t *Trainer) settings() *settings.Settings {
 		Plain: settings.Plain{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip,
 			Epoch: c.Epoch, Budget: c.Budget.String(), Seed: t.Loader.Config().Seed,
 			Tokenizer: t.Loader.Tokens().Tokenizer(),
-			Optimizer: fmt.Sprintf("%T", t.Optimizer), Engine: t.engineName()},
+			Optimizer: fmt.Sprintf("%T", t.Optimizer), Engine: t.driver.engineName()},
 		Steps:  c.Steps,
 		Rates:  settings.RatesOf(c.Schedule, c.Steps),
 		Anneal: settings.AnnealingOf(c.Annealing),
-		Growth: cmp.Or(t.grew, t.growthSettings()),
+		Growth: cmp.Or(t.growth.grew, t.growth.settings()),
 	}
 	if o, ok := t.Optimizer.(optim.Rules); ok {
 		s.Rules = map[string]optim.Rule{}

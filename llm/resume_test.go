@@ -73,7 +73,7 @@ func TestResumeWithOtherSettings(t *testing.T) {
 			tr.Loader = mustLoader(t, tr.Loader.Tokens(), c)
 		},
 		"Engine is \"abacus\" here and \"cpu\" there": func(_ *testing.T, tr *Trainer) {
-			tr.engine = abacus{tr.engine}
+			tr.driver.engine = abacus{tr.driver.engine}
 		},
 		"learning rate of step 1 is 0.02 here and 0.01 there": func(_ *testing.T, tr *Trainer) {
 			tr.Config.Schedule = optim.Constant(0.02)
@@ -267,7 +267,7 @@ func (nameless) Name() string { return "" }
 func TestResumeWithoutEngine(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	old := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
-	old.engine = nameless{old.engine}
+	old.driver.engine = nameless{old.driver.engine}
 	if err := old.Save(path); err != nil {
 		t.Fatal(err)
 	}

@@ -3,8 +3,20 @@ package llm
 import (
 	"slices"
 
+	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/state"
 )
+
+// growth makes the model follow its seeds. It plants, grafts, merges and takes back blueprints between
+// two steps, and asks a controller for commands when an epoch of the lattices ends.
+type growth struct {
+	t       *Trainer
+	options *Growth          // nil without a controller
+	grew    *settings.Growth // of the run that was resumed, until Run has compared it; or nil
+	growthState
+	reshaped []Event    // Reshaped events that callbacks have not been told about yet
+	pass     state.Pass // scratch space for what seeds ask for
+}
 
 // growthState is what a trainer remembers about growth that has not been decided yet.
 //

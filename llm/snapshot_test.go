@@ -568,7 +568,7 @@ func TestRefusedPlantingStartsNoTrial(t *testing.T) {
 	tr := r.trainer(t)
 	require.NoError(t, tr.Run(t.Context()))
 	require.True(t, refused)
-	require.Nil(t, tr.twin)
+	require.Nil(t, tr.growth.twin)
 	require.Empty(t, tr.Model.Config.Planted)
 
 	plain := r
@@ -588,7 +588,7 @@ func TestTwinThatCannotBeLeft(t *testing.T) {
 	tr := growthRun{config: querySites(), steps: 20, controller: trialOf(), optimizer: failing}.trainer(t)
 	calls := 0
 	failing.fail = func() bool {
-		if tr.twin == nil {
+		if tr.growth.twin == nil {
 			return false
 		}
 		calls++

@@ -13,9 +13,10 @@ import (
 
 // steering holds what has been asked of a run. The trainer's mu guards it, except for told.
 type steering struct {
+	t        *Trainer
 	requests []pendingRequest
 	open     bool // whether the run takes requests
-	saves    int  // granted requests to save
+	granted  int  // granted requests to save
 	savers   int  // callbacks that save
 	halt     error
 	notes    []string
@@ -119,18 +120,18 @@ func (t *Trainer) Note(text string) {
 }
 
 // tellNotes tells the callbacks of the notes. After an error the rest waits for the next step.
-func (t *Trainer) tellNotes() error {
+func (s *steering) tellNotes() error {
 	for {
-		t.mu.Lock()
-		if len(t.steering.notes) == 0 {
-			t.mu.Unlock()
+		s.t.mu.Lock()
+		if len(s.notes) == 0 {
+			s.t.mu.Unlock()
 			return nil
 		}
-		text := t.steering.notes[0]
-		t.steering.notes = t.steering.notes[1:]
-		t.mu.Unlock()
+		text := s.notes[0]
+		s.notes = s.notes[1:]
+		s.t.mu.Unlock()
 
-		if err := t.emit(Noted, func(e *Event) { e.Text = text }); err != nil {
+		if err := s.t.emit(Noted, func(e *Event) { e.Text = text }); err != nil {
 			return err
 		}
 	}
@@ -143,39 +144,39 @@ func (why halted) Error() string { return "llm: the run has been stopped: " + st
 func (halted) Unwrap() error     { return context.Canceled }
 
 // saves returns how many requests to save have been granted.
-func (t *Trainer) saves() int {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.steering.saves
+func (s *steering) saves() int {
+	s.t.mu.Lock()
+	defer s.t.mu.Unlock()
+	return s.granted
 }
 
 // requested reports whether requests wait.
-func (t *Trainer) requested() bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return len(t.steering.requests) > 0
+func (s *steering) requested() bool {
+	s.t.mu.Lock()
+	defer s.t.mu.Unlock()
+	return len(s.requests) > 0
 }
 
 // takeRequests returns the requests that wait, and empties the queue.
-func (t *Trainer) takeRequests() []pendingRequest {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	taken := t.steering.requests
-	t.steering.requests = nil
+func (s *steering) takeRequests() []pendingRequest {
+	s.t.mu.Lock()
+	defer s.t.mu.Unlock()
+	taken := s.requests
+	s.requests = nil
 	return taken
 }
 
 // closeRequests refuses the requests that wait, and all later ones.
-func (t *Trainer) closeRequests() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.dismiss()
+func (s *steering) closeRequests() {
+	s.t.mu.Lock()
+	defer s.t.mu.Unlock()
+	s.dismiss()
 }
 
 // dismiss is closeRequests for a caller that holds t.mu.
-func (t *Trainer) dismiss() {
-	refuse(t.steering.requests, errRunEnded)
-	t.steering.open, t.steering.requests = false, nil
+func (s *steering) dismiss() {
+	refuse(s.requests, errRunEnded)
+	s.open, s.requests = false, nil
 }
 
 // refuse answers requests with an error.
@@ -199,12 +200,12 @@ func plain(requests []pendingRequest) []Request {
 //
 // A request is answered after it has been recorded. When that fails, the run ends, and nobody is
 // told that the request was granted.
-func (t *Trainer) grantAll(requests []Request, own []pendingRequest, at int) error {
+func (s *steering) grantAll(requests []Request, own []pendingRequest, at int) error {
 	defer func() { refuse(own, errRunEnded) }() // after an error, or a panic of a listener
 
 	for i, r := range requests {
-		err := t.grant(r)
-		failed := t.recordRequest(r, err)
+		err := s.grant(r)
+		failed := s.recordRequest(r, err)
 		if i >= at && len(own) > 0 {
 			own[0].done <- cmp.Or(failed, err)
 			own = own[1:]
@@ -217,64 +218,64 @@ func (t *Trainer) grantAll(requests []Request, own []pendingRequest, at int) err
 }
 
 // grant carries out a request, or returns the reason for refusing it.
-func (t *Trainer) grant(r Request) error {
-	if len(r.Commands) > 0 && t.replay() != nil {
+func (s *steering) grant(r Request) error {
+	if len(r.Commands) > 0 && s.t.growth.replay() != nil {
 		return errReplay
 	}
 	if len(r.Commands) > 0 {
-		if err := t.obey(r.Commands); err != nil {
+		if err := s.obey(r.Commands); err != nil {
 			return err
 		}
 	}
 
-	t.mu.Lock()
-	defer t.mu.Unlock()
+	s.t.mu.Lock()
+	defer s.t.mu.Unlock()
 	if r.Save {
-		t.steering.saves++
+		s.granted++
 	}
 	if r.Note != "" {
-		t.steering.notes = append(t.steering.notes, r.Note)
+		s.notes = append(s.notes, r.Note)
 	}
 	return nil
 }
 
 // recordRequest records a request, which was refused unless err is nil.
-func (t *Trainer) recordRequest(r Request, err error) error {
+func (s *steering) recordRequest(r Request, err error) error {
 	refused := ""
 	if err != nil {
 		refused = err.Error()
 	}
 
 	for _, c := range r.Commands {
-		if err := t.record(Decision{Command: &c, Refused: refused}); err != nil {
+		if err := s.t.growth.record(Decision{Command: &c, Refused: refused}); err != nil {
 			return err
 		}
 	}
 	if r.Save {
-		return t.record(Decision{Asked: AskedToSave, Why: r.Note, Refused: refused})
+		return s.t.growth.record(Decision{Asked: AskedToSave, Why: r.Note, Refused: refused})
 	}
 	return nil
 }
 
 // recordStop records why somebody has stopped the run, if somebody has.
-func (t *Trainer) recordStop() error {
+func (s *steering) recordStop() error {
 	var why halted
-	if !errors.As(t.stopped(), &why) {
+	if !errors.As(s.t.stopped(), &why) {
 		return nil
 	}
-	defer take(t.Model)()
-	return t.record(Decision{Asked: AskedToStop, Why: string(why)})
+	defer take(s.t.Model)()
+	return s.t.growth.record(Decision{Asked: AskedToStop, Why: string(why)})
 }
 
 // follow carries out the commands that the record has for a step between the ends of epochs. At the
 // end of an epoch they are carried out in place of the controller's.
-func (t *Trainer) follow() error {
-	r := t.replay()
+func (g *growth) follow() error {
+	r := g.replay()
 	if r == nil {
 		return nil
 	}
-	for _, c := range r.Commands(t.last.Step) {
-		if err := t.obey([]state.Command{c}); err != nil {
+	for _, c := range r.Commands(g.t.last.Step) {
+		if err := g.t.steering.obey([]state.Command{c}); err != nil {
 			return fmt.Errorf("the record of growth: %w", err)
 		}
 	}
@@ -282,9 +283,9 @@ func (t *Trainer) follow() error {
 }
 
 // obey carries out commands now, in the model's turn.
-func (t *Trainer) obey(commands []state.Command) error {
-	err := t.Model.Kasmina.Obey(commands...)
-	t.steering.told = t.steering.told || err == nil
+func (s *steering) obey(commands []state.Command) error {
+	err := s.t.Model.Kasmina.Obey(commands...)
+	s.told = s.told || err == nil
 	return err
 }
 
@@ -299,55 +300,55 @@ var errUnplanted = errors.New("the model is frozen (Config.Frozen), and nothing 
 
 // plantFirst has the controller of a frozen model decide before the first step in which something
 // is to learn.
-func (t *Trainer) plantFirst() error {
-	c := t.Model.Config
-	if !c.Frozen || len(c.Planted) > 0 || t.growth == nil || anyAwake(t.Model.Kasmina) {
+func (g *growth) plantFirst() error {
+	c := g.t.Model.Config
+	if !c.Frozen || len(c.Planted) > 0 || g.options == nil || anyAwake(g.t.Model.Kasmina) {
 		return nil
 	}
 	// A run that follows a record listens too, so that the seeds' figures are those of that run.
-	if err := t.listen(); err != nil {
+	if err := g.listen(); err != nil {
 		return err
 	}
-	commands, err := t.decide(nil)
+	commands, err := g.decide(nil)
 	if err != nil {
 		return err
 	}
-	return t.carryOut(commands, nil)
+	return g.carryOut(commands, nil)
 }
 
 // listen tells the seeds at weights how large the gradients of these are. It tells the controller
 // what else they ask for, if it wants to know.
-func (t *Trainer) listen() error {
-	layer := t.Model.LayerAt(blueprints.Weight)
+func (g *growth) listen() error {
+	layer := g.t.Model.LayerAt(blueprints.Weight)
 	if layer < 0 {
 		return nil
 	}
-	heard, err := t.hear()
+	heard, err := g.hear()
 	if err != nil {
 		return err
 	}
-	if by, ok := t.growth.Controller.(interface {
+	if by, ok := g.options.Controller.(interface {
 		Heard(func(layer, seed int) []float64)
 	}); ok {
 		by.Heard(heard.Sigma(layer))
 	}
-	return measureNeeds(t.Model.Kasmina.Lattice(layer), heard.Norms())
+	return measureNeeds(g.t.Model.Kasmina.Lattice(layer), heard.Norms())
 }
 
 // hear returns what the gradients of the weights that seeds sit on ask for now.
-func (t *Trainer) hear() (m heardModel, err error) {
-	if t.ranks() != nil {
+func (g *growth) hear() (m heardModel, err error) {
+	if g.t.team.ranks() != nil {
 		return m, errors.New("several ranks cannot listen to a frozen model: train it with one, or " +
 			"plant by Model.Kasmina.Do, without Config.Directed")
 	}
-	c, build := t.Config, t.Config.Engine
+	c, build := g.t.Config, g.t.Config.Engine
 	if build == nil {
 		build = CPUEngine()
 	}
-	c.Accumulate, c.listen = 1, listenedWeights(t.Model.Config)
-	e, err := build(t.Model, t.Optimizer, c)
+	c.Accumulate, c.listen = 1, listenedWeights(g.t.Model.Config)
+	e, err := build(g.t.Model, g.t.Optimizer, c)
 	if err == nil {
-		m, err = listenTo(t.Model.Config, e, t.Loader)
+		m, err = listenTo(g.t.Model.Config, e, g.t.Loader)
 	}
 	if err != nil {
 		err = fmt.Errorf("listening to the frozen model: %w", err)
@@ -356,9 +357,9 @@ func (t *Trainer) hear() (m heardModel, err error) {
 }
 
 // directions are what blueprints begin along.
-func (t *Trainer) directions(plant []Planted) (m heardModel, err error) {
-	if t.Model.Config.Directed && len(plant) > 0 {
-		return t.hear()
+func (g *growth) directions(plant []Planted) (m heardModel, err error) {
+	if g.t.Model.Config.Directed && len(plant) > 0 {
+		return g.hear()
 	}
 	return m, nil
 }

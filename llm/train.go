@@ -15,10 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/ranks"
-	"github.com/kasmina-go/kasmina/llm/internal/settings"
-	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
-	"github.com/kasmina-go/kasmina/state"
 )
 
 // ErrArchitecture is wrapped by the error of a checkpoint whose model differs in its architecture from
@@ -119,32 +116,24 @@ type Trainer struct {
 
 	created bool // by NewTrainer
 
-	// In the model's turn.
-	engine Engine           // nil if there is none
-	name   string           // of the latest engine that could be made
-	growth *Growth          // nil without a controller
-	grew   *settings.Growth // of the run that was resumed, until Run has compared it; or nil
+	// The components of the trainer. Except for steering, they are used in the model's turn alone.
+	driver   driver
+	growth   growth
+	team     team
+	steering steering
+
 	progress
-	growthState
-	attached []attachedSeed // seeds of chunks that the engine's graph computes
-	whole    bool           // the step must not be interrupted between two batches
-	reshaped []Event        // Reshaped events that callbacks have not been told about yet
-	pass     state.Pass     // scratch space for what seeds ask for
 	condition
 
-	happened seedEvents // in a run, and not yet told
+	happened seedEvents // events of seeds in this run that callbacks have not been told about
 
-	mu        sync.Mutex // guards what follows
+	mu        sync.Mutex // guards the following fields, and steering
 	callbacks []Callback
-	last      Event // which changes in the model's turn alone
+	last      Event // changes in the model's turn alone
 	started   time.Time
 	running   bool
 	ctx       context.Context // of Run; nil outside
-	// that Run was given: where several ranks train, ctx ends at all alike
-	outer    context.Context
-	cancel   context.CancelCauseFunc
-	unlisten func() // ends the run's gathering of what happens to seeds
-	steering steering
+	unlisten  func()          // stops gathering events of seeds
 }
 
 // progress is the part of a run's position that training steps advance, besides the model, the
@@ -194,15 +183,16 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 			"CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, created: true}
+	t.driver.t, t.growth.t, t.team.t, t.steering.t = t, t, t, t
 	defer take(m)()
 	if err := pull(m); err != nil { // from the trainer that has the model
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
 	}
 	var err error
-	if t.engine, err = t.newEngine(); err != nil {
+	if t.driver.engine, err = t.driver.newEngine(); err != nil {
 		return nil, err
 	}
-	t.name = t.engine.Name()
+	t.driver.name = t.driver.engine.Name()
 	hold(m, holder{t})
 	join(m)
 	t.last = Event{Steps: c.Steps, Budget: c.Budget,
@@ -269,8 +259,8 @@ func (t *Trainer) Close() error {
 		hold(t.Model, nil)
 	}
 	leave(t.Model)
-	if t.engine != nil {
-		errs = append(errs, t.engine.Close())
+	if t.driver.engine != nil {
+		errs = append(errs, t.driver.engine.Close())
 	}
 	t.on(closing, nil)
 	return errors.Join(errs...)
@@ -307,7 +297,7 @@ func (h holder) Mirror() paramMirror {
 	if !h.mirrored() {
 		return nil
 	}
-	return h.engine
+	return h.driver.engine
 }
 
 // holds reports whether the trainer is the one that has its model's parameters.
@@ -324,21 +314,21 @@ func (t *Trainer) usable() error {
 
 // takeOver gives the engine what another trainer has made of the model.
 func (t *Trainer) takeOver() error {
-	if t.engine == nil {
+	if t.driver.engine == nil {
 		return t.condition.err()
 	}
 	if err := pull(t.Model); err != nil {
 		return err
 	}
 	hold(t.Model, nil)
-	if err := t.engine.Push(); err != nil {
+	if err := t.driver.engine.Push(); err != nil {
 		return fmt.Errorf("the engine %s has not taken what another trainer has made of the "+
-			"model: %w", t.engine.Name(), err)
+			"model: %w", t.driver.engine.Name(), err)
 	}
 
 	hold(t.Model, holder{t})
 	t.on(restored, nil)
-	t.twin = nil
+	t.growth.twin = nil
 	changed(t.Model)
 	return nil
 }
@@ -383,7 +373,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	}
 	defer t.end()
 
-	err := t.settleInTurn()
+	err := t.team.settleInTurn()
 	if started := t.emit(RunStart, nil); err == nil { // RunStart is told in any case, as RunEnd is
 		err = started
 	} else {
@@ -392,26 +382,26 @@ func (t *Trainer) Run(ctx context.Context) error {
 	if err == nil && t.Last().Last {
 		err = t.emit(Complete, nil)
 	}
-	err = t.between(err)
+	err = t.team.between(err)
 
 	for err == nil && t.stopped() == nil && !t.Last().Last {
 		if err = t.step(); err == errTakenBack {
-			err = t.tellGrowth()
+			err = t.growth.tellGrowth()
 		} else if err == nil {
 			err = t.tellStep()
 		}
-		err = t.between(err)
+		err = t.team.between(err)
 	}
-	t.closeRequests()
+	t.steering.closeRequests()
 
 	switch {
 	case err == nil && t.stopped() != nil || errors.Is(err, errBetweenBatches):
-		err = errors.Join(t.stopped(), t.recordStop(), t.emit(Interrupted, nil))
+		err = errors.Join(t.stopped(), t.steering.recordStop(), t.emit(Interrupted, nil))
 	case err != nil && t.Last().RunTokens > 0:
 		err = errors.Join(err, t.emit(Failed, func(e *Event) { e.Err = err }))
 	}
 	if err == nil && t.Last().Last {
-		err = t.settleSeeds()
+		err = t.growth.settleSeeds()
 	}
 	t.refuseLate()
 	err = ranks.WithNews(err, t.tellRest())
@@ -430,7 +420,7 @@ func (t *Trainer) refuseLate() {
 // tellStep emits the events of a step. It stops at the first error, so that later callbacks do not
 // take the step for one that every earlier callback has accepted.
 func (t *Trainer) tellStep() error {
-	for _, tell := range []func() error{t.tellChoices, t.tellGrowth, t.tellNotes, t.tellEpoch} {
+	for _, tell := range []func() error{t.tellChoices, t.growth.tellGrowth, t.steering.tellNotes, t.tellEpoch} {
 		if err := tell(); err != nil {
 			return err
 		}
@@ -441,13 +431,13 @@ func (t *Trainer) tellStep() error {
 // begin makes the trainer ready for a run.
 func (t *Trainer) begin(ctx context.Context) error {
 	return t.inTurn(func() error {
-		if diff := t.growthSettings().Differences(t.grew); len(diff) > 0 {
+		if diff := t.growth.settings().Differences(t.growth.grew); len(diff) > 0 {
 			return fmt.Errorf("%w: %s", ErrSettings, withRemedy(diff))
 		}
-		if err := t.compare(); err != nil {
+		if err := t.team.compare(); err != nil {
 			return err
 		}
-		t.grew = nil
+		t.growth.grew = nil
 		t.noteEnd()
 		t.mu.Lock()
 		defer t.mu.Unlock()
@@ -462,12 +452,12 @@ func (t *Trainer) begin(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		t.steering.shared, t.steering.open = t.ranks() != nil, true
+		t.steering.shared, t.steering.open = t.team.ranks() != nil, true
 		t.running, t.ctx, t.started = true, ctx, time.Now()
 		t.last.RunTokens, t.last.RunFLOPs = 0, 0
-		t.outer, t.cancel = ctx, func(error) {}
-		if t.ranks() != nil {
-			t.ctx, t.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
+		t.team.outer, t.team.cancel = ctx, func(error) {}
+		if t.team.ranks() != nil {
+			t.ctx, t.team.cancel = context.WithCancelCause(context.WithoutCancel(ctx))
 		}
 		t.unlisten = stop
 		startRun(t.Model)
@@ -482,8 +472,8 @@ func (t *Trainer) end() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.unlisten()
-	t.cancel(nil)
-	t.dismiss() // a callback may have panicked
+	t.team.cancel(nil)
+	t.steering.dismiss() // a callback may have panicked
 	t.steering.halt, t.steering.notes = nil, nil
 	t.running, t.ctx = false, nil
 }
@@ -503,7 +493,7 @@ func (t *Trainer) tellChoices() error {
 
 func (t *Trainer) choices() []Choice {
 	defer take(t.Model)()
-	c, ok := t.engine.(Chooser)
+	c, ok := t.driver.engine.(Chooser)
 	if !ok || t.phase == closed {
 		return nil
 	}
@@ -551,51 +541,51 @@ func (t *Trainer) step() error {
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
 
-	growing, changes := t.growthState, changesOf(t.Model)
-	err := t.settleGrowth()
+	growing, changes := t.growth.growthState, changesOf(t.Model)
+	err := t.growth.settleGrowth()
 	grew := changesOf(t.Model) != changes
 	if err != nil {
 		if !grew && t.condition.err() == nil {
-			t.growthState = growing
+			t.growth.growthState = growing
 		}
 		return err
 	}
 
 	// What the model has become cannot be undone cheaply, so the step that uses it first is not
 	// interrupted.
-	t.whole = grew
-	defer func() { t.whole = false }()
+	t.driver.whole = grew
+	defer func() { t.driver.whole = false }()
 
 	done := t.last.Step
-	restore := t.beforeStep()
+	restore := t.driver.beforeStep()
 	u := update{rate: t.rate(done), before: t.Optimizer.LR()}
 	changed(t.Model)
 	for _, l := range t.Model.Kasmina.Lattices() {
 		l.BeginStep(done)
 	}
-	loss, err := t.compute(&u)
+	loss, err := t.driver.compute(&u)
 
 	switch {
 	case err == nil:
 		t.on(updateMade, errors.New("a callback or the controller panicked"))
-		if err = t.settle(t.count(loss, u, began), true); err == nil {
+		if err = t.team.settle(t.count(loss, u, began), true); err == nil {
 			t.on(stepCompleted, nil)
 		} else {
 			t.on(updateMade, err)
 		}
 	case u.made:
 		t.on(updateFailed, err)
-		err = errors.Join(err, t.engine.Drop())
+		err = errors.Join(err, t.driver.engine.Drop())
 	default:
 		if failed := restore(); failed != nil {
 			t.on(restoreFailed, fmt.Errorf("a failed step could not be undone: %w", failed))
 			return fmt.Errorf("llm: step %d: %w", done+1, errors.Join(err, failed))
 		}
-		if errors.Is(err, ErrDiverged) && t.withdraw(err) == nil {
+		if errors.Is(err, ErrDiverged) && t.growth.withdraw(err) == nil {
 			return errTakenBack
 		}
 		if !grew && t.condition.err() == nil {
-			t.growthState = growing
+			t.growth.growthState = growing
 		}
 	}
 	if err != nil {
@@ -605,134 +595,42 @@ func (t *Trainer) step() error {
 }
 
 // settleGrowth brings the model in line with the stages of its seeds, before a step.
-func (t *Trainer) settleGrowth() error {
-	if err := t.tryOut(); err != nil {
+func (g *growth) settleGrowth() error {
+	if err := g.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}
-	if err := t.plantFirst(); err != nil {
+	if err := g.plantFirst(); err != nil {
 		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
-	if err := t.reshape(); err != nil {
+	if err := g.reshape(); err != nil {
 		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
 	// A blueprint that has just been planted may be on trial already, and one that could not be
 	// planted or grafted no longer is.
-	if err := t.tryOut(); err != nil {
+	if err := g.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}
-	if c := t.Model.Config; c.Frozen && len(c.Planted) == 0 {
+	if c := g.t.Model.Config; c.Frozen && len(c.Planted) == 0 {
 		return fmt.Errorf("llm: Trainer.Run: %w", errUnplanted)
 	}
 	return nil
 }
 
-// beforeStep returns a function that undoes a step that fails before its update. It restores the
-// gathered gradients, the learning rate, the loader's position, the measurements of the lattices,
-// and the record of which slots learn.
-func (t *Trainer) beforeStep() (restore func() error) {
-	loader, rate, progress := t.Loader.State(), t.Optimizer.LR(), t.progress
-	unmark := t.Model.Kasmina.Mark()
-
-	return func() error {
-		// Drop comes first: the engine may not yet have given the lattices everything that the step
-		// has measured.
-		dropped := t.engine.Drop()
-		unmark()
-		t.progress = progress
-		t.learning = nil // what the optimizer forgot of frozen slots stays forgotten
-		return errors.Join(dropped, t.Optimizer.SetLR(rate), t.Loader.SetState(loader))
-	}
-}
-
-// compute gathers the gradients of all batches of a step and makes its update.
-func (t *Trainer) compute(u *update) (loss float64, err error) {
-	gather := t.gather
-	if t.ranks() != nil {
-		gather = t.gatherAll
-	}
-	if loss, err = gather(u); err != nil {
-		return 0, err
-	}
-	if math.IsNaN(loss) || math.IsInf(loss, 0) {
-		u.made = errors.Is(u.err, ErrOverflow) // a Stepper makes no other update then
-		return 0, t.diverged(fmt.Errorf("the loss is %v", loss))
-	}
-	if !u.made {
-		if err := t.prepare(u.rate); err != nil {
-			return 0, err
-		}
-		u.made = true
-		u.norm, u.err = t.engine.Update()
-	}
-	switch {
-	case errors.Is(u.err, ErrGradients):
-		u.made = false
-		return 0, t.diverged(u.err)
-	case errors.Is(u.err, ErrOverflow):
-		return 0, t.diverged(u.err)
-	}
-	return loss, u.err
-}
-
-// gatherAll is gather of several ranks. A ParallelStepper makes the update too.
-func (t *Trainer) gatherAll(u *update) (loss float64, err error) {
-	var losses []float64
-	if e, ok := t.engine.(ParallelStepper); ok {
-		losses, err = t.finishAll(e, u)
-	} else {
-		losses, err = t.ranks().Batches(t.Config.Accumulate, t.Loader.Next)
-	}
-	if errors.Is(err, op.ErrNonFinite) {
-		err = t.diverged(err)
-	}
-	for _, l := range losses {
-		loss += l / float64(t.Config.Accumulate)
-	}
-	return loss, err
-}
-
-// gather gathers the gradients of all batches of a step. A Stepper makes the update too.
-func (t *Trainer) gather(u *update) (loss float64, err error) {
-	for i := range t.Config.Accumulate {
-		if i > 0 && !t.whole && t.stopped() != nil {
-			return 0, errBetweenBatches
-		}
-		batch, err := t.Loader.Next()
-		if err != nil {
-			return 0, err
-		}
-		var l float64
-		if e, ok := t.engine.(Stepper); ok && i == t.Config.Accumulate-1 && loss-loss == 0 {
-			l, err = t.finish(e, batch, u)
-		} else {
-			l, err = t.engine.Gradients(batch)
-		}
-		if errors.Is(err, op.ErrNonFinite) {
-			err = t.diverged(err)
-		}
-		if err != nil {
-			return 0, err
-		}
-		loss += l / float64(t.Config.Accumulate)
-	}
-	return loss, nil
-}
-
 // count ends a step whose update has been made.
 func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	t.losses, t.summed = t.losses+loss, t.summed+1
-	t.twin = t.twin.owing(u.rate, u.norm)
+	t.growth.twin = t.growth.twin.owing(u.rate, u.norm)
 	t.note(func(e *Event) {
 		e.Step, e.Loss, e.LearningRate, e.GradNorm = e.Step+1, loss, u.rate, u.norm
 		e.RunTokens += int64(e.StepTokens)
 		e.RunFLOPs += float64(e.StepTokens) * t.Model.Config.FLOPs()
 	})
 	if t.last.Step%t.Config.Epoch == 0 {
-		if err := t.endEpoch(loss); err != nil {
+		if err := t.growth.endEpoch(loss); err != nil {
 			return fmt.Errorf("end of an epoch of the Kasmina layers: %w", err)
 		}
 		t.losses, t.summed = 0, 0
-	} else if err := t.follow(); err != nil {
+	} else if err := t.growth.follow(); err != nil {
 		return err
 	}
 	return t.spend(began)
@@ -745,13 +643,13 @@ func (t *Trainer) spend(began time.Time) error {
 	b := Budget{Tokens: tokens, FLOPs: t.stepFLOPs()}
 	if t.Config.Budget.Time > 0 {
 		var err error
-		if b.Time, err = t.spentTime(began); err != nil {
+		if b.Time, err = t.team.spentTime(began); err != nil {
 			return err
 		}
 	}
 	t.spent = t.spent.Plus(b)
 	share := t.Config.Budget.ShareOf(t.spent)
-	if r := t.replay(); r != nil {
+	if r := t.growth.replay(); r != nil {
 		share = t.share
 		if told, ok := r.Share(t.last.Step); ok {
 			share = told
@@ -763,7 +661,7 @@ func (t *Trainer) spend(began time.Time) error {
 	if !changed {
 		return nil
 	}
-	return t.record(Decision{})
+	return t.growth.record(Decision{})
 }
 
 // stepFLOPs is what a step of the model takes.
@@ -789,81 +687,7 @@ func (t *Trainer) rate(done int) float64 {
 	if t.Config.Annealing != nil {
 		r *= t.Config.Annealing(t.share)
 	}
-	return r * t.rewarmed(done)
-}
-
-// update is that of a step.
-type update struct {
-	rate, before float64 // the learning rate, and that of the step before
-	made         bool    // or may have been
-	norm         float64
-	err          error // ErrGradients or ErrOverflow alone, where finish has made it
-}
-
-// finishAll is finish of several ranks, for all batches of a step.
-func (t *Trainer) finishAll(e ParallelStepper, u *update) (losses []float64, err error) {
-	if err := t.prepare(u.rate); err != nil {
-		return nil, err
-	}
-	own, err := t.say()
-	if err != nil {
-		return nil, err
-	}
-	r, err := e.StepBatches(t.Config.Accumulate, t.Loader.Next, own)
-	u.norm, u.made = r.Norm, r.Made
-	if errors.Is(err, ErrGradients) {
-		u.err, err = err, nil
-	}
-	var unheard error
-	t.heard, unheard = ranks.Hear(r.Words)
-	return r.Losses, errors.Join(err, unheard)
-}
-
-// prepare makes the optimiser ready for an update.
-func (t *Trainer) prepare(rate float64) error {
-	if err := t.Optimizer.SetLR(rate); err != nil {
-		return fmt.Errorf("TrainConfig.Schedule: %w", err)
-	}
-	return t.forgetFrozen()
-}
-
-// finish computes the last batch of a step and makes its update.
-func (t *Trainer) finish(e Stepper, b data.Batch, u *update) (loss float64, err error) {
-	if err := t.prepare(u.rate); err != nil {
-		return 0, err
-	}
-	loss, u.norm, err = e.Step(b)
-	u.made = true
-	if errors.Is(err, ErrGradients) || errors.Is(err, ErrOverflow) {
-		u.err, err = err, nil
-	}
-	return loss, err
-}
-
-// diverged says what is no longer finite and where that shows first: in a parameter's value, or
-// else in its gradient.
-func (t *Trainer) diverged(what error) error {
-	where := "all parameters and gradients are finite"
-	if name, kind, found := t.engine.FirstNonFinite(); found {
-		where = fmt.Sprintf("the first %s that is not finite is in parameter %s", kind, name)
-	}
-	return fmt.Errorf("%w: %w: %s; resume from the last checkpoint with a lower learning rate, "+
-		"or clip gradients", ErrDiverged, what, where)
-}
-
-// loss returns the model's mean loss on a batch, without a trace in the model.
-func (t *Trainer) loss(b data.Batch) (float64, error) {
-	l, err := t.engine.Loss(b)
-	if err == nil && (math.IsNaN(l) || math.IsInf(l, 0)) {
-		err = t.diverged(fmt.Errorf("the loss is %v", l))
-	}
-	return l, err
-}
-
-// probe returns an error unless the model gives a finite loss, so that its next step can succeed.
-func (t *Trainer) probe() error {
-	_, err := t.loss(t.Loader.InUse())
-	return err
+	return r * t.growth.rewarmed(done)
 }
 
 // canEvaluate returns an error unless the model can score a text. It is called in the model's turn.
@@ -899,7 +723,7 @@ func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err e
 		if err := t.stopped(); err != nil {
 			return 0, 0, err
 		}
-		l, err := t.loss(b)
+		l, err := t.driver.loss(b)
 		if err != nil {
 			return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 		}

@@ -357,10 +357,10 @@ func TestNaNInGradient(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := tr.engine.Gradients(b); err != nil { // makes the gradients, without a step
+	if _, err := tr.driver.engine.Gradients(b); err != nil { // makes the gradients, without a step
 		t.Fatal(err)
 	}
-	g, err := tr.engine.(*cpuEngine).ValueGrads()[3].Grad()
+	g, err := tr.driver.engine.(*cpuEngine).ValueGrads()[3].Grad()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -51,7 +51,7 @@ func TestInterruptBetweenBatches(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	batches := 0
-	first.engine = gathering{first.engine, func() {
+	first.driver.engine = gathering{first.driver.engine, func() {
 		if batches++; batches == 2*3+2 {
 			cancel()
 		}
@@ -117,7 +117,7 @@ func TestTornStep(t *testing.T) {
 	require.ErrorIs(t, tr.Save(path), state.ErrTransition)
 	require.ErrorContains(t, tr.Run(t.Context()), "before a Resume")
 	require.NoError(t, tr.Model.Save(path+".model"))
-	tr.growth = nil
+	tr.growth.options = nil
 	require.NoError(t, tr.Resume(t.Context(), path, WithNewSettings(nil)))
 	require.Equal(t, 2, tr.Step())
 	require.NoError(t, tr.Run(t.Context()))
@@ -347,8 +347,8 @@ func TestBesideARun(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: roomy(), steps: 1 << 30})
 	b := &beside{T: t, Trainer: tr, dir: t.TempDir(), text: heldOut(t, 40, 1)}
 	b.after.Store(sumOf(tr.Model), true)
-	within := &savedWithin{Engine: tr.engine, beside: b}
-	tr.engine = within
+	within := &savedWithin{Engine: tr.driver.engine, beside: b}
+	tr.driver.engine = within
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	tr.On(func(e Event) error {
@@ -828,10 +828,10 @@ func TestAdapters(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, whole.Loader.SetState(from))
 			b.Inputs, b.Targets = slices.Clone(b.Inputs), slices.Clone(b.Targets)
-			first, err := whole.loss(b)
+			first, err := whole.driver.loss(b)
 			require.NoError(t, err)
 			require.NoError(t, whole.Run(context.Background()))
-			last, err := whole.loss(b)
+			last, err := whole.driver.loss(b)
 			require.NoError(t, err)
 			require.Less(t, last, first)
 			require.Empty(t, whole.Model.Config.Planted)

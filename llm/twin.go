@@ -67,55 +67,55 @@ type twinState struct {
 // tryOut starts, changes or ends a trial, as the stages of the seeds say. A blueprint is on trial
 // from Grafting until it is fossilized or its life is over. tryOut is called between two steps, in
 // the model's turn. Seeds in depth are judged by the run's curve instead: see reshape.
-func (t *Trainer) tryOut() error {
-	if !t.triesOut() {
+func (g *growth) tryOut() error {
+	if !g.triesOut() {
 		return nil
 	}
-	grafted := t.grafted()
-	if t.twin == nil {
+	grafted := g.grafted()
+	if g.twin == nil {
 		if len(grafted) == 0 {
 			return nil
 		}
-		b, err := t.branch()
+		b, err := g.branch()
 		if err != nil {
 			return err
 		}
-		t.twin = &twin{branch: b, trial: grafted, loader: t.Loader.State()}
+		g.twin = &twin{branch: b, trial: grafted, loader: g.t.Loader.State()}
 		return nil
 	}
 
 	fossilized := func(at state.Address) bool {
-		stage, err := t.Model.Kasmina.Lattice(at.Layer).Stage(at.Seed)
+		stage, err := g.t.Model.Kasmina.Lattice(at.Layer).Stage(at.Seed)
 		return err == nil && stage == state.Fossilized
 	}
 	switch {
-	case slices.ContainsFunc(t.twin.trial, fossilized):
+	case slices.ContainsFunc(g.twin.trial, fossilized):
 		// The twin lacks what has become a part of the model.
-		t.twin = nil
-		return t.tryOut()
+		g.twin = nil
+		return g.tryOut()
 	case len(grafted) == 0:
-		return t.adopt()
+		return g.adopt()
 	}
 
-	w := *t.twin
+	w := *g.twin
 	w.trial = grafted
-	t.twin = &w
+	g.twin = &w
 	return nil
 }
 
 // triesOut reports whether blueprints elsewhere than in depth are judged beside a twin.
-func (t *Trainer) triesOut() bool { return t.growth != nil && t.growth.Validation != nil }
+func (g *growth) triesOut() bool { return g.options != nil && g.options.Validation != nil }
 
 // grafted returns the seeds, elsewhere than in depth, whose blueprints are blended into the model,
 // but not for good. A blueprint that is still to be planted is not among them.
-func (t *Trainer) grafted() (all []state.Address) {
-	for layer, l := range t.Model.Kasmina.Lattices() {
+func (g *growth) grafted() (all []state.Address) {
+	for layer, l := range g.t.Model.Kasmina.Lattices() {
 		site := l.Site()
 		if site == blueprints.Depth {
 			continue
 		}
 		for _, seed := range l.Grafted() {
-			_, planted := t.Model.Config.PlantedAt(site, seed)
+			_, planted := g.t.Model.Config.PlantedAt(site, seed)
 			if planted || site == blueprints.Chunk {
 				all = append(all, state.Address{Layer: layer, Seed: seed})
 			}
@@ -125,31 +125,31 @@ func (t *Trainer) grafted() (all []state.Address) {
 }
 
 // branch returns a copy of the model's parameters, moments and loss scale.
-func (t *Trainer) branch() (b branch, err error) {
-	m, err := t.now()
+func (g *growth) branch() (b branch, err error) {
+	m, err := g.t.driver.now()
 	if err != nil {
 		return b, err
 	}
-	return branch{m.Clone(), t.lossScale()}, nil
+	return branch{m.Clone(), g.t.driver.lossScale()}, nil
 }
 
 // enter replaces the model's parameters, moments and loss scale by those of a branch. If the
 // optimizer refuses the branch, nothing changes.
-func (t *Trainer) enter(b branch) error {
-	scale := t.lossScale()
-	if err := t.setLossScale(b.scale); err != nil {
+func (g *growth) enter(b branch) error {
+	scale := g.t.driver.lossScale()
+	if err := g.t.driver.setLossScale(b.scale); err != nil {
 		return err
 	}
-	if err := t.Optimizer.SetState(b.Moments); err != nil {
-		return errors.Join(err, t.setLossScale(scale))
+	if err := g.t.Optimizer.SetState(b.Moments); err != nil {
+		return errors.Join(err, g.t.driver.setLossScale(scale))
 	}
 
-	t.learning = nil // the moments may be those of slots that are frozen by now
-	changed(t.Model)
+	g.t.learning = nil // the moments may be those of slots that are frozen by now
+	changed(g.t.Model)
 	parallel.Each(len(b.Params), func(i int) {
-		copyNumbers(t.Model.Params[i].Value, b.Params[i].Value)
+		copyNumbers(g.t.Model.Params[i].Value, b.Params[i].Value)
 	})
-	if err := t.engine.Push(); err != nil {
+	if err := g.t.driver.engine.Push(); err != nil {
 		return fmt.Errorf("%w: %w", errNotTaken, err)
 	}
 	return nil
@@ -162,27 +162,27 @@ var errNotTaken = errors.New("the engine has not taken the parameters")
 // suspend copies everything that training steps change and returns a function that restores it.
 // When restoring fails, the trainer needs a Resume. The model's own parameters are then on the host
 // alone, or lost.
-func (t *Trainer) suspend() (restore func() error, err error) {
-	own, err := t.branch()
+func (g *growth) suspend() (restore func() error, err error) {
+	own, err := g.branch()
 	if err != nil {
 		return nil, err
 	}
-	progress, arrays := t.progress, t.Model.Kasmina.Arrays()
-	loader, rate := t.Loader.State(), t.Optimizer.LR()
+	progress, arrays := g.t.progress, g.t.Model.Kasmina.Arrays()
+	loader, rate := g.t.Loader.State(), g.t.Optimizer.LR()
 
 	return func() error {
-		install, err := t.Model.Kasmina.Load(arrays)
+		install, err := g.t.Model.Kasmina.Load(arrays)
 		if err == nil {
 			install()
 		}
-		err = errors.Join(err, t.Loader.SetState(loader), t.Optimizer.SetLR(rate), t.enter(own))
-		t.progress = progress
+		err = errors.Join(err, g.t.Loader.SetState(loader), g.t.Optimizer.SetLR(rate), g.enter(own))
+		g.t.progress = progress
 		if err != nil {
 			failed := modelLost
 			if errors.Is(err, errNotTaken) {
 				failed = pushFailed
 			}
-			t.on(failed, fmt.Errorf("the model could not be put back after its twin's steps: %w", err))
+			g.t.on(failed, fmt.Errorf("the model could not be put back after its twin's steps: %w", err))
 		}
 		return err
 	}, nil
@@ -190,53 +190,53 @@ func (t *Trainer) suspend() (restore func() error, err error) {
 
 // catchUp makes the steps that the twin owes, and returns its losses on the validation text, or a
 // single infinite one if it has diverged. Everything else is as before, also after an error.
-func (t *Trainer) catchUp() (losses []float64, err error) {
-	restore, err := t.suspend()
+func (g *growth) catchUp() (losses []float64, err error) {
+	restore, err := g.suspend()
 	if err != nil {
 		return nil, err
 	}
-	w, loader := *t.twin, t.Loader.State()
+	w, loader := *g.twin, g.t.Loader.State()
 
-	losses, err = t.train(&w)
-	spent := t.spent.FLOPs
+	losses, err = g.train(&w)
+	spent := g.t.spent.FLOPs
 	w.rates, w.sum, w.loader = nil, 0, loader
 	if err = errors.Join(err, restore()); err != nil {
 		return nil, err
 	}
 
-	t.spent.FLOPs = spent
-	t.twin = &w
+	g.t.spent.FLOPs = spent
+	g.twin = &w
 	return losses, nil
 }
 
 // train makes the steps that the twin owes in the place of the model, which then is the twin.
-func (t *Trainer) train(w *twin) (losses []float64, err error) {
+func (g *growth) train(w *twin) (losses []float64, err error) {
 	for _, s := range w.trial {
-		if err := t.Model.Kasmina.Lattice(s.Layer).Mute(s.Seed, true); err != nil {
+		if err := g.t.Model.Kasmina.Lattice(s.Layer).Mute(s.Seed, true); err != nil {
 			return nil, err
 		}
 	}
 	if !w.lost {
-		if err := t.enter(w.branch); err != nil {
+		if err := g.enter(w.branch); err != nil {
 			return nil, err
 		}
 	}
-	if err := t.Loader.SetState(w.loader); err != nil {
+	if err := g.t.Loader.SetState(w.loader); err != nil {
 		return nil, err
 	}
 
-	defer func(whole bool) { t.whole = whole }(t.whole)
-	t.whole = true
+	defer func(whole bool) { g.t.driver.whole = whole }(g.t.driver.whole)
+	g.t.driver.whole = true
 	sum := 0.0
 	for _, rate := range w.rates {
 		if w.lost {
 			break
 		}
 		u := update{rate: rate, before: rate}
-		_, err := t.compute(&u)
-		sum, t.spent.FLOPs = sum+u.norm, t.spent.FLOPs+t.stepFLOPs()
+		_, err := g.t.driver.compute(&u)
+		sum, g.t.spent.FLOPs = sum+u.norm, g.t.spent.FLOPs+g.t.stepFLOPs()
 		if w.lost = errors.Is(err, ErrDiverged); err != nil && !w.lost {
-			return nil, errors.Join(err, t.engine.Drop())
+			return nil, errors.Join(err, g.t.driver.engine.Drop())
 		}
 	}
 	steps := float64(max(1, len(w.rates)))
@@ -244,56 +244,56 @@ func (t *Trainer) train(w *twin) (losses []float64, err error) {
 
 	if w.lost {
 		w.branch = branch{}
-		return []float64{math.Inf(1)}, t.engine.Drop()
+		return []float64{math.Inf(1)}, g.t.driver.engine.Drop()
 	}
-	if losses, err = t.judge().Losses(); err != nil {
+	if losses, err = g.judge().Losses(); err != nil {
 		return nil, err
 	}
-	w.branch, err = t.branch()
+	w.branch, err = g.branch()
 	return losses, err
 }
 
 // adopt ends a trial in which no blueprint is left: the twin takes the model's place. A twin that
 // has diverged is dropped, and the model stays as it is, without the blueprints.
-func (t *Trainer) adopt() error {
+func (g *growth) adopt() error {
 	began := time.Now()
-	if len(t.twin.rates) > 0 {
-		if _, err := t.catchUp(); err != nil {
+	if len(g.twin.rates) > 0 {
+		if _, err := g.catchUp(); err != nil {
 			return err
 		}
 	}
-	if t.twin.lost {
-		t.twin = nil
+	if g.twin.lost {
+		g.twin = nil
 		return nil
 	}
-	if err := t.enter(t.twin.branch); errors.Is(err, errNotTaken) {
-		t.on(pushFailed, err)
+	if err := g.enter(g.twin.branch); errors.Is(err, errNotTaken) {
+		g.t.on(pushFailed, err)
 		return err
 	} else if err != nil {
 		return err
 	}
 
-	t.twin = nil
-	t.reshaped = append(t.reshaped, Event{Text: fmt.Sprintf("the model goes on as if it had not "+
+	g.twin = nil
+	g.reshaped = append(g.reshaped, Event{Text: fmt.Sprintf("the model goes on as if it had not "+
 		"met the blueprints that were on trial, in %.2f s", time.Since(began).Seconds())})
 	return nil
 }
 
 // giveUp rolls back all blueprints on trial, because a step of the model has diverged.
-func (t *Trainer) giveUp(cause error) error {
+func (g *growth) giveUp(cause error) error {
 	var commands []state.Command
-	for _, s := range t.twin.trial {
+	for _, s := range g.twin.trial {
 		commands = append(commands, state.Command{Action: state.Move, Layer: s.Layer, Seed: s.Seed,
 			To: state.RolledBack, Why: "a step has diverged"})
 	}
-	if err := t.Model.Kasmina.Obey(commands...); err != nil {
+	if err := g.t.Model.Kasmina.Obey(commands...); err != nil {
 		return errors.Join(cause, err)
 	}
-	if err := t.tryOut(); err != nil {
+	if err := g.tryOut(); err != nil {
 		return errors.Join(cause, err)
 	}
-	if n := len(t.reshaped); n > 0 {
-		t.reshaped[n-1].Err = cause
+	if n := len(g.reshaped); n > 0 {
+		g.reshaped[n-1].Err = cause
 	}
 	return nil
 }
@@ -342,11 +342,11 @@ func (b *branch) tensors(prefix string) (all []safetensors.Tensor, err error) {
 }
 
 // branchIn reads a branch of a model of a configuration, under a prefix.
-func (t *Trainer) branchIn(ctx context.Context, f *modelfile.File, c Config, prefix string,
+func (g *growth) branchIn(ctx context.Context, f *modelfile.File, c Config, prefix string,
 	scale *LossScale) (b branch, err error) {
 	b.scale, b.Config = scale, c
-	b.Config.KasminaOptions = t.Model.Config.KasminaOptions
-	if b.Params, err = paramsIn(ctx, t.Model, f, c, prefix); err != nil {
+	b.Config.KasminaOptions = g.t.Model.Config.KasminaOptions
+	if b.Params, err = paramsIn(ctx, g.t.Model, f, c, prefix); err != nil {
 		return b, err
 	}
 	b.Moments, err = momentsIn(ctx, f, prefix+modelfile.OptimizerPrefix)
@@ -355,7 +355,7 @@ func (t *Trainer) branchIn(ctx context.Context, f *modelfile.File, c Config, pre
 
 // twinIn reads the twin of a checkpoint's model. Where the run goes on with other data, there is
 // none: its steps would be on the text of before.
-func (t *Trainer) twinIn(ctx context.Context, f *modelfile.File, run *training,
+func (g *growth) twinIn(ctx context.Context, f *modelfile.File, run *training,
 	c Config) (*twin, error) {
 	s := run.Twin
 	if s == nil || s.Loader.Data != run.Loader.Data || s.Loader.Seed != run.Loader.Seed {
@@ -363,7 +363,7 @@ func (t *Trainer) twinIn(ctx context.Context, f *modelfile.File, run *training,
 	}
 	w := &twin{trial: s.Trial, loader: s.Loader, lost: s.Lost, sum: float64(s.Sum)}
 	for _, seed := range s.Trial {
-		l := t.Model.Kasmina.Lattice(seed.Layer)
+		l := g.t.Model.Kasmina.Lattice(seed.Layer)
 		if l == nil || seed.Seed < 0 || seed.Seed >= l.Seeds() {
 			return nil, f.Errorf("%w: seed %d of layer %d is on trial, and the model has none such",
 				ErrArchitecture, seed.Seed, seed.Layer)
@@ -373,7 +373,7 @@ func (t *Trainer) twinIn(ctx context.Context, f *modelfile.File, run *training,
 		return w, nil
 	}
 	var err error
-	if w.branch, err = t.branchIn(ctx, f, c, modelfile.TwinPrefix, s.LossScale); err != nil {
+	if w.branch, err = g.branchIn(ctx, f, c, modelfile.TwinPrefix, s.LossScale); err != nil {
 		return nil, err
 	}
 	if _, shape, none := f.Info(modelfile.TwinPrefix + ratesName); none == nil {

@@ -121,10 +121,10 @@ func meetBadFilter(t *testing.T, random uint64, clip float64) {
 	last := (*events)[at]
 	require.True(t, last.From.Grafted())
 	require.NotEmpty(t, last.Reason)
-	met.twin, plain.twin = nil, nil
-	a, err := met.judge().Mean()
+	met.growth.twin, plain.growth.twin = nil, nil
+	a, err := met.growth.judge().Mean()
 	require.NoError(t, err)
-	b, err := plain.judge().Mean()
+	b, err := plain.growth.judge().Mean()
 	require.NoError(t, err)
 	t.Logf("%.4f, and %.4f without; rolled back from %v: %s", a, b, last.From, last.Reason)
 	require.InEpsilon(t, b, a, 0.01)
@@ -134,7 +134,7 @@ func meetBadFilter(t *testing.T, random uint64, clip float64) {
 // that is not.
 func TestTrialResumes(t *testing.T) {
 	straight, events := withBadFilter(t, 3, 10, 1)
-	straight.growth.Every = 2
+	straight.growth.options.Every = 2
 	require.NoError(t, straight.Run(t.Context()))
 	var from, to int
 	for _, e := range *events {
@@ -152,7 +152,7 @@ func TestTrialResumes(t *testing.T) {
 	}
 	for until := from - 1 + rand.IntN(step); until <= to+1; until += step {
 		broken, _ := withBadFilter(t, 3, 10, 1)
-		broken.growth.Every = 2
+		broken.growth.options.Every = 2
 		broken.On(Checkpoint(broken, path, 0))
 		ctx, cancel := context.WithCancel(t.Context())
 		broken.On(func(e Event) error {
@@ -163,7 +163,7 @@ func TestTrialResumes(t *testing.T) {
 		})
 		require.True(t, errors.Is(broken.Run(ctx), context.Canceled))
 		again, _ := withBadFilter(t, 3, 10, 1)
-		again.growth.Every = 2
+		again.growth.options.Every = 2
 		require.NoError(t, again.Resume(t.Context(), path))
 		require.NoError(t, again.Run(t.Context()))
 		checkSame(t, straight, again)
@@ -207,7 +207,7 @@ func TestHeuristicGrowsSites(t *testing.T) {
 	again := sitesGrow(t, Growth{Replay: r})
 	require.NoError(t, again.Run(t.Context()))
 	checkSame(t, tr, again)
-	now, err := tr.now()
+	now, err := tr.driver.now()
 	require.NoError(t, err)
 	needs := needsOf(tr.Model.Config, blueprints.Weight, now.Moments, tr.Optimizer)
 	require.Len(t, needs, 6)

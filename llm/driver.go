@@ -1,0 +1,404 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"math"
+	"slices"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/phases"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/ranks"
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// A driver owns the trainer's engine. It has the engine compute steps, and replaces the engine when the
+// model changes.
+type driver struct {
+	t        *Trainer
+	engine   Engine         // nil if there is none
+	name     string         // of the latest engine that could be made
+	attached []attachedSeed // seeds of chunks that the engine's graph computes
+	whole    bool           // the step must not be interrupted between two batches
+}
+
+// update is that of a step.
+type update struct {
+	rate, before float64 // the learning rate, and that of the step before
+	made         bool    // or may have been
+	norm         float64
+	err          error // ErrGradients or ErrOverflow alone, where finish has made it
+}
+
+// beforeStep returns a function that undoes a step that fails before its update. It restores the
+// gathered gradients, the learning rate, the loader's position, the measurements of the lattices,
+// and the record of which slots learn.
+func (d *driver) beforeStep() (restore func() error) {
+	loader, rate, progress := d.t.Loader.State(), d.t.Optimizer.LR(), d.t.progress
+	unmark := d.t.Model.Kasmina.Mark()
+
+	return func() error {
+		// Drop comes first: the engine may not yet have given the lattices everything that the step
+		// has measured.
+		dropped := d.engine.Drop()
+		unmark()
+		d.t.progress = progress
+		d.t.learning = nil // what the optimizer forgot of frozen slots stays forgotten
+		return errors.Join(dropped, d.t.Optimizer.SetLR(rate), d.t.Loader.SetState(loader))
+	}
+}
+
+// compute gathers the gradients of all batches of a step and makes its update.
+func (d *driver) compute(u *update) (loss float64, err error) {
+	gather := d.gather
+	if d.t.team.ranks() != nil {
+		gather = d.gatherAll
+	}
+	if loss, err = gather(u); err != nil {
+		return 0, err
+	}
+	if math.IsNaN(loss) || math.IsInf(loss, 0) {
+		u.made = errors.Is(u.err, ErrOverflow) // a Stepper makes no other update then
+		return 0, d.diverged(fmt.Errorf("the loss is %v", loss))
+	}
+	if !u.made {
+		if err := d.prepare(u.rate); err != nil {
+			return 0, err
+		}
+		u.made = true
+		u.norm, u.err = d.engine.Update()
+	}
+	switch {
+	case errors.Is(u.err, ErrGradients):
+		u.made = false
+		return 0, d.diverged(u.err)
+	case errors.Is(u.err, ErrOverflow):
+		return 0, d.diverged(u.err)
+	}
+	return loss, u.err
+}
+
+// gatherAll is gather of several ranks. A ParallelStepper makes the update too.
+func (d *driver) gatherAll(u *update) (loss float64, err error) {
+	var losses []float64
+	if e, ok := d.engine.(ParallelStepper); ok {
+		losses, err = d.finishAll(e, u)
+	} else {
+		losses, err = d.t.team.ranks().Batches(d.t.Config.Accumulate, d.t.Loader.Next)
+	}
+	if errors.Is(err, op.ErrNonFinite) {
+		err = d.diverged(err)
+	}
+	for _, l := range losses {
+		loss += l / float64(d.t.Config.Accumulate)
+	}
+	return loss, err
+}
+
+// gather gathers the gradients of all batches of a step. A Stepper makes the update too.
+func (d *driver) gather(u *update) (loss float64, err error) {
+	for i := range d.t.Config.Accumulate {
+		if i > 0 && !d.whole && d.t.stopped() != nil {
+			return 0, errBetweenBatches
+		}
+		batch, err := d.t.Loader.Next()
+		if err != nil {
+			return 0, err
+		}
+		var l float64
+		if e, ok := d.engine.(Stepper); ok && i == d.t.Config.Accumulate-1 && loss-loss == 0 {
+			l, err = d.finish(e, batch, u)
+		} else {
+			l, err = d.engine.Gradients(batch)
+		}
+		if errors.Is(err, op.ErrNonFinite) {
+			err = d.diverged(err)
+		}
+		if err != nil {
+			return 0, err
+		}
+		loss += l / float64(d.t.Config.Accumulate)
+	}
+	return loss, nil
+}
+
+// finishAll is finish of several ranks, for all batches of a step.
+func (d *driver) finishAll(e ParallelStepper, u *update) (losses []float64, err error) {
+	if err := d.prepare(u.rate); err != nil {
+		return nil, err
+	}
+	own, err := d.t.team.say()
+	if err != nil {
+		return nil, err
+	}
+	r, err := e.StepBatches(d.t.Config.Accumulate, d.t.Loader.Next, own)
+	u.norm, u.made = r.Norm, r.Made
+	if errors.Is(err, ErrGradients) {
+		u.err, err = err, nil
+	}
+	var unheard error
+	d.t.heard, unheard = ranks.Hear(r.Words)
+	return r.Losses, errors.Join(err, unheard)
+}
+
+// prepare makes the optimiser ready for an update.
+func (d *driver) prepare(rate float64) error {
+	if err := d.t.Optimizer.SetLR(rate); err != nil {
+		return fmt.Errorf("TrainConfig.Schedule: %w", err)
+	}
+	return d.forgetFrozen()
+}
+
+// finish computes the last batch of a step and makes its update.
+func (d *driver) finish(e Stepper, b data.Batch, u *update) (loss float64, err error) {
+	if err := d.prepare(u.rate); err != nil {
+		return 0, err
+	}
+	loss, u.norm, err = e.Step(b)
+	u.made = true
+	if errors.Is(err, ErrGradients) || errors.Is(err, ErrOverflow) {
+		u.err, err = err, nil
+	}
+	return loss, err
+}
+
+// diverged says what is no longer finite and where that shows first: in a parameter's value, or
+// else in its gradient.
+func (d *driver) diverged(what error) error {
+	where := "all parameters and gradients are finite"
+	if name, kind, found := d.engine.FirstNonFinite(); found {
+		where = fmt.Sprintf("the first %s that is not finite is in parameter %s", kind, name)
+	}
+	return fmt.Errorf("%w: %w: %s; resume from the last checkpoint with a lower learning rate, "+
+		"or clip gradients", ErrDiverged, what, where)
+}
+
+// loss returns the model's mean loss on a batch, without a trace in the model.
+func (d *driver) loss(b data.Batch) (float64, error) {
+	l, err := d.engine.Loss(b)
+	if err == nil && (math.IsNaN(l) || math.IsInf(l, 0)) {
+		err = d.diverged(fmt.Errorf("the loss is %v", l))
+	}
+	return l, err
+}
+
+// probe returns an error unless the model gives a finite loss, so that its next step can succeed.
+func (d *driver) probe() error {
+	_, err := d.loss(d.t.Loader.InUse())
+	return err
+}
+
+// now returns the model as it is, on the host; with an ErrDiverged too.
+func (d *driver) now() (m modelState, err error) {
+	if err = pull(d.t.Model); err != nil && !errors.Is(err, ErrDiverged) {
+		return m, err
+	}
+	if err := d.gatherState(); err != nil {
+		return m, err
+	}
+	m = modelState{Config: d.t.Model.Config, Params: d.t.Model.Params, Moments: d.t.Optimizer.State()}
+	return d.there(m), err
+}
+
+// there notes that a model is what the engine has, where that can leave it to the next one.
+func (d *driver) there(m modelState) modelState {
+	if k, ok := d.engine.(Keeper); ok && k.CanKeep() {
+		m.From, m.Here = map[string]string{}, map[string]bool{}
+		for _, p := range m.Params {
+			if m.Config.Learns(p.Name) {
+				m.From[p.Name] = p.Name
+			}
+		}
+	}
+	return m
+}
+
+// part returns the model as it is, on the host the named parameters alone where the engine can leave
+// the others to the next one.
+func (d *driver) part(names ...string) (modelState, error) {
+	m := d.there(modelState{Config: d.t.Model.Config, Params: d.t.Model.Params})
+	if m.From == nil {
+		return d.now()
+	}
+	if len(names) == 0 {
+		return m, nil
+	}
+	return m, pull(d.t.Model, names...)
+}
+
+// change makes the model, which is as now returned it, another one, and makes the trainer an engine
+// for that. On an error all is as before, or there is no engine any more.
+func (d *driver) change(old, next modelState, scale *LossScale) error {
+	clock, oldScale := phases.Start(), d.lossScale()
+	make, end, err := d.leave(old)
+	if err != nil {
+		return d.loseEngine(err)
+	}
+	clock.End("leaving the engine")
+	put := func(m modelState, scale *LossScale) error {
+		own := d.t.Model.Params
+		become(d.t.Model, m.Config, m.Params)
+		if err := d.t.team.agree(d.setOptimizer(own, m)); err != nil {
+			return err
+		}
+		clock.End("the optimiser")
+		return d.replaceEngine(func() (Engine, error) { return make(m) }, scale)
+	}
+	if err = put(next, scale); err != nil {
+		if again := put(old, oldScale); again != nil {
+			err = d.loseEngine(fmt.Errorf("%w; and the one before: %w", err, again))
+		}
+	}
+	clock.End("the next engine")
+	if left := end(); left != nil {
+		slog.Warn("llm: memory of the engine before could not be given back", "error", left)
+	}
+	clock.End("what is left")
+	slog.Debug("llm: the model has another engine", "in", clock)
+	return err
+}
+
+// loseEngine notes that no engine could be made for the model, and returns why.
+func (d *driver) loseEngine(cause error) error {
+	d.engine = nil
+	d.t.on(engineLost, cause)
+	return d.t.condition.err()
+}
+
+// setOptimizer makes the optimizer one of a model, with the model's moments. It forgets those
+// parameters that it knows and the model lacks, or has in another shape: a seed that grows again
+// may do so in another size.
+func (d *driver) setOptimizer(known []Param, m modelState) error {
+	if o, ok := d.t.Optimizer.(interface{ Drop(names ...string) }); ok {
+		shapes := map[string]tensor.Shape{}
+		for _, p := range m.Params {
+			shapes[p.Name] = p.Value.Shape()
+		}
+		for _, p := range known {
+			if s, ok := shapes[p.Name]; !ok || !s.Eq(p.Value.Shape()) {
+				o.Drop(p.Name)
+			}
+		}
+	}
+	if err := d.t.Optimizer.Declare(valueGradsOf(m.Config, m.Params)); err != nil {
+		return err
+	}
+	return d.t.Optimizer.SetState(m.MomentsHere())
+}
+
+// leave closes the engine, before the next one takes memory. It returns what makes that for a model,
+// and what is to be called in the end.
+func (d *driver) leave(old modelState) (make func(modelState) (Engine, error),
+	end func() error, err error) {
+	if old.From == nil {
+		closed := d.engine.Close()
+		return func(modelState) (Engine, error) {
+			if err := closed; err != nil {
+				closed = nil
+				return nil, err
+			}
+			return d.newEngine()
+		}, func() error { return nil }, nil
+	}
+	kept, err := d.engine.(Keeper).Keep()
+	if err != nil {
+		return nil, nil, err
+	}
+	return func(m modelState) (Engine, error) {
+		d.attached = attachedTo(d.t.Model.Kasmina)
+		e, err := kept.Engine(m.From)
+		if err != nil || len(m.Here) == 0 {
+			return e, err
+		}
+		if err := e.Push(slices.Sorted(maps.Keys(m.Here))...); err != nil {
+			return nil, errors.Join(err, e.Close())
+		}
+		return e, nil
+	}, kept.Close, nil
+}
+
+// newEngine makes an engine for the model as it is on the host.
+func (d *driver) newEngine() (Engine, error) {
+	build := d.t.Config.Engine
+	if build == nil {
+		build = CPUEngine()
+	}
+	d.attached = attachedTo(d.t.Model.Kasmina)
+	e, err := build(d.t.Model, d.t.Optimizer, d.t.Config)
+	if err == nil && isNil(e) {
+		err = errors.New("llm: TrainConfig.Engine has returned neither an engine nor an error")
+	}
+	return e, err
+}
+
+// replaceEngine makes an engine for the model as it is.
+func (d *driver) replaceEngine(make func() (Engine, error), scale *LossScale) error {
+	held := holderOf(d.t.Model)
+	hold(d.t.Model, nil) // parameters are the host's until there is an engine
+	e, err := make()
+	hold(d.t.Model, held)
+	if err != nil {
+		return err
+	}
+	d.engine, d.name, d.t.learning = e, e.Name(), nil
+	d.t.note(func(e *Event) {
+		e.Params, e.AllParams = d.t.Model.NumTrainable(), d.t.Model.NumParams()
+		e.Lattices = d.t.Model.Config.Lattices()
+	})
+	return d.setLossScale(scale)
+}
+
+// forgetFrozen drops the momentum of slots with which no seed learns any more.
+func (d *driver) forgetFrozen() (err error) {
+	d.t.learning, err = slotStore{Model: d.t.Model}.ForgetFrozen(d.engine, d.t.learning)
+	return err
+}
+
+// renewEngine replaces the engine, if there is one, by one for the model as it is on the host.
+func (d *driver) renewEngine(scale *LossScale) error {
+	if old := d.engine; old != nil {
+		d.engine = nil
+		if err := old.Close(); err != nil {
+			return err
+		}
+	}
+	return d.replaceEngine(d.newEngine, scale)
+}
+
+// lossScale returns the loss scale of an engine that has one, nil of another.
+func (d *driver) lossScale() *LossScale {
+	e, ok := d.engine.(Scaler)
+	if !ok {
+		return nil
+	}
+	s := e.LossScale()
+	return &s
+}
+
+// setLossScale sets the loss scale of an engine that has one; nil leaves it.
+func (d *driver) setLossScale(s *LossScale) error {
+	if e, ok := d.engine.(Scaler); ok && s != nil {
+		return e.SetLossScale(*s)
+	}
+	return nil
+}
+
+// engineName returns the name of the engine or, when there is none, of the one before.
+func (d *driver) engineName() string {
+	if d.engine == nil {
+		return d.name
+	}
+	return d.engine.Name()
+}
+
+// gatherState makes the optimiser's state that of the whole model.
+func (d *driver) gatherState() error {
+	if e := d.t.team.ranks(); e != nil {
+		return e.Gather()
+	}
+	return nil
+}
