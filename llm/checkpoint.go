@@ -16,7 +16,6 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/optim"
-	"github.com/kasmina-go/kasmina/state"
 )
 
 // training is the part of a run's state that is not a tensor.
@@ -30,41 +29,11 @@ type training struct {
 	ValLoss      jsonfloat.Float   `json:"val_loss"`
 	ValBPB       jsonfloat.Float   `json:"val_bpb"`
 	LossScale    *LossScale        `json:"loss_scale,omitempty"` // of a Scaler
-	Before       beforeStates      `json:"before,omitempty"`
-	Twin         *twinState        `json:"twin,omitempty"`
 	Spent        Budget            `json:"spent,omitzero"`
 	Share        float64           `json:"share,omitempty"`
 	// the sum of those of the present epoch's steps,
 	Losses jsonfloat.Float `json:"losses,omitempty"`
 	Summed int             `json:"summed,omitempty"` // and how many they are
-}
-
-// beforeState is the part of what a model was before it grew that is not a tensor.
-type beforeState struct {
-	Seed      int             `json:"seed"` // in depth, where there are no Seeds
-	Seeds     []state.Address `json:"seeds,omitempty"`
-	Config    Config          `json:"config"`
-	LossScale *LossScale      `json:"loss_scale,omitempty"`
-}
-
-// beforeStates are those of several grafts, the oldest first.
-type beforeStates []beforeState
-
-// MarshalJSON writes an array, and one of a growth in depth alone as older versions do.
-func (s beforeStates) MarshalJSON() ([]byte, error) {
-	if len(s) == 1 && len(s[0].Seeds) == 0 {
-		return json.Marshal(s[0])
-	}
-	return json.Marshal([]beforeState(s))
-}
-
-// UnmarshalJSON reads an array, or the one that older files have.
-func (s *beforeStates) UnmarshalJSON(text []byte) error {
-	if len(text) > 0 && text[0] == '{' {
-		*s = make(beforeStates, 1)
-		return json.Unmarshal(text, &(*s)[0])
-	}
-	return json.Unmarshal(text, (*[]beforeState)(s))
 }
 
 // Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It
@@ -234,19 +203,16 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 		}
 		tensors = append(tensors, x)
 	}
-	before, err := t.growth.beforeTensors()
+	parts, err := t.saveStates(metadata)
 	if err != nil {
-		return nil, nil, fmt.Errorf("llm: saving what the model was before it grew: %w", err)
+		return nil, nil, err
 	}
-	twin, err := t.growth.twin.tensors()
-	if err != nil {
-		return nil, nil, fmt.Errorf("llm: saving the model's twin: %w", err)
-	}
-	tensors = slices.Concat(tensors, before, twin)
+	tensors = append(tensors, parts...)
+
 	e := t.Last()
 	values := map[string]any{
 		modelfile.TrainingKey: training{LossScale: t.driver.lossScale(),
-			Before: t.growth.beforeStates(), Twin: t.growth.twin.state(), Step: e.Step,
+			Step:  e.Step,
 			Spent: t.spent, Share: t.share, Losses: jsonfloat.Float(t.losses), Summed: t.summed,
 			Settings: *t.settings(),
 			Loader:   t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
@@ -264,8 +230,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 	return tensors, metadata, nil
 }
 
-// copyTensors gives parameters memory of their own, on all cores. All else in a snapshot has its
-// own already.
+// copyTensors gives tensors memory of their own, on all cores.
 func copyTensors(tensors []safetensors.Tensor) {
 	cpu.Parallel(len(tensors), 1, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
@@ -273,6 +238,10 @@ func copyTensors(tensors []safetensors.Tensor) {
 			case []float32:
 				tensors[i].Data = slices.Clone(x)
 			case []float64:
+				tensors[i].Data = slices.Clone(x)
+			case []int64:
+				tensors[i].Data = slices.Clone(x)
+			case []uint8:
 				tensors[i].Data = slices.Clone(x)
 			}
 		}

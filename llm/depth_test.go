@@ -293,6 +293,7 @@ func TestForgedBefore(t *testing.T) {
 	})
 	require.NoError(t, tr.Run(t.Context()))
 	const weight = "model.layers.0.mlp.up_proj.weight"
+	const grown = "part.growth.snapshot.0." // the model before it grew
 	inState := func(from, to string) func(map[string]safetensors.Tensor, map[string]string) {
 		return func(_ map[string]safetensors.Tensor, metadata map[string]string) {
 			was := metadata[modelfile.TrainingKey]
@@ -303,27 +304,38 @@ func TestForgedBefore(t *testing.T) {
 	for want, change := range map[string]func(map[string]safetensors.Tensor, map[string]string){
 		"": func(map[string]safetensors.Tensor, map[string]string) {},
 		`exp_avg is NaN at element 1`: func(x map[string]safetensors.Tensor, _ map[string]string) {
-			setNaN(x["before.optimizer."+weight+".exp_avg"].Data, 1)
+			setNaN(x[grown+"optimizer."+weight+".exp_avg"].Data, 1)
 		},
 		weight + " is NaN at element 2": func(x map[string]safetensors.Tensor,
 			_ map[string]string) {
-			setNaN(x["before."+weight].Data, 2)
+			setNaN(x[grown+weight].Data, 2)
 		},
 		"there is no exp_avg": func(x map[string]safetensors.Tensor, _ map[string]string) {
-			delete(x, "before.optimizer."+weight+".exp_avg")
+			delete(x, grown+"optimizer."+weight+".exp_avg")
 		},
 		weight + `": tensor not found`: func(x map[string]safetensors.Tensor, _ map[string]string) {
-			delete(x, "before."+weight)
+			delete(x, grown+weight)
 		},
 		`there is no parameter "model.stranger"`: func(x map[string]safetensors.Tensor,
 			_ map[string]string) {
 			for _, field := range []string{".step", ".exp_avg", ".exp_avg_sq"} {
-				moment := x["before.optimizer."+normName+field]
-				moment.Name = "before.optimizer.model.stranger" + field
+				moment := x[grown+"optimizer."+normName+field]
+				moment.Name = grown + "optimizer.model.stranger" + field
 				x[moment.Name] = moment
 			}
 		},
-		"before seed 7 grew": inState(`"before":{"seed":0`, `"before":{"seed":7`),
+		"before seed 7 grew": func(_ map[string]safetensors.Tensor, metadata map[string]string) {
+			const key = modelfile.PartKey + growthName
+			was := metadata[key]
+			metadata[key] = strings.Replace(was, `"seeds":[{"layer":2,"seed":0}]`,
+				`"seeds":[{"layer":2,"seed":7}]`, 1)
+			require.NotEqual(t, was, metadata[key])
+		},
+		"written by an older version": func(x map[string]safetensors.Tensor, _ map[string]string) {
+			old := x[grown+weight]
+			old.Name = "before." + weight
+			x[old.Name] = old
+		},
 		"spent 2562047h47m16": inState(`"spent":{"tokens":`,
 			`"spent":{"time":9223372036854775807,"tokens":`),
 		"spent 9223372036854775807": inState(`"spent":{"tokens":`,

@@ -56,66 +56,6 @@ type Engine interface {
 	Close() error
 }
 
-// Scaler is an engine that multiplies the loss by a scale of its own choosing, so that its
-// gradients fit a narrow type. What it has learnt of the scale is saved with a run.
-type Scaler interface {
-	Engine
-	LossScale() LossScale
-	// SetLossScale refuses what LossScale cannot have returned, and then has changed nothing.
-	SetLossScale(LossScale) error
-}
-
-// Sensor is an engine that says what the last step has measured of blueprints at weights and in the
-// stream.
-type Sensor interface {
-	Engine
-	Figures() ([]SeedFigures, error)
-}
-
-// Listener is an engine that tells gradients.
-type Listener interface {
-	Engine
-	// Gradient returns that of a parameter for the batch whose gradients were computed since the
-	// last Drop. It is a []float32 or a []float64, which nobody may keep.
-	Gradient(param string) (any, error)
-}
-
-// Stepper is an engine that can compute the last batch of a step and update without a wait in
-// between.
-type Stepper interface {
-	Engine
-	// Step is Gradients and Update in one. Its errors are theirs. Without one there has been an
-	// update unless the loss is not finite, or a [Scaler] has skipped it.
-	Step(b data.Batch) (loss, norm float64, err error)
-}
-
-// Keeper is an engine that can be closed such that the next one goes on with the parameters where
-// they are. The next one has the same model as it has become meanwhile.
-type Keeper interface {
-	Engine
-	CanKeep() bool
-	// Keep is Close but for the parameters and what is remembered of them.
-	Keep() (Kept, error)
-}
-
-// Kept is what an engine has left.
-type Kept interface {
-	// Engine makes one like it for the model as it is. From has the parameters whose values, and
-	// what is remembered of them, are those of before: the name of before for the name of now. Of
-	// these nothing is read on the host, and [Engine.Pull] brings them there. All others are as on
-	// the host. After an error what was kept still is.
-	Engine(from map[string]string) (Engine, error)
-	// Close gives back what no engine has taken over.
-	Close() error
-}
-
-// LossScale is a loss scale, and how it fared.
-type LossScale struct {
-	Scale   float64 `json:"scale"`
-	Good    int     `json:"good"`    // steps since it was last changed
-	Skipped int     `json:"skipped"` // steps without an update, since a gradient overflowed
-}
-
 // Why an update cannot be trusted. The CPU's engine looks for a parameter that is no longer finite
 // after every update. That of llm/gpu does not, where it would take another pass over all
 // parameters. There the next loss shows it, and ends the run with ErrDiverged too.

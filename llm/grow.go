@@ -90,7 +90,7 @@ func (t *Trainer) Grow(g Growth) error {
 		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are " +
 			"judged by, such as data.NewEvaluation makes of held-out text")
 	}
-	if c, ok := g.Controller.(interface{ Check() error }); ok && g.Replay == nil {
+	if c, ok := g.Controller.(state.CheckingController); ok && g.Replay == nil {
 		if err := c.Check(); err != nil {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
@@ -103,19 +103,13 @@ func (t *Trainer) Grow(g Growth) error {
 	if err := t.growth.hasTime(g); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
-	if c, ok := g.Controller.(interface {
-		Costs(func(blueprints.Kind, int) float64)
-	}); ok {
+	if c, ok := g.Controller.(state.CostLearner); ok {
 		c.Costs(t.growth.costOf)
 	}
-	if c, ok := g.Controller.(interface {
-		Parameters(func(layer, seed int, kind blueprints.Kind, size int) int)
-	}); ok {
+	if c, ok := g.Controller.(state.SizeLearner); ok {
 		c.Parameters(t.growth.parametersOf)
 	}
-	if c, ok := g.Controller.(interface {
-		Affords([]state.Report) error
-	}); ok && g.Replay == nil {
+	if c, ok := g.Controller.(state.Affording); ok && g.Replay == nil {
 		if err := c.Affords(t.Model.Kasmina.Report()); err != nil {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
@@ -154,9 +148,7 @@ func (g *growth) parametersOf(layer, seed int, kind blueprints.Kind, size int) i
 
 // hasTime returns an error if no blueprint can be fossilized in the steps that are planned.
 func (g *growth) hasTime(o Growth) error {
-	planner, ok := o.Controller.(interface {
-		LeastEpochs(l *state.Lattice, every int) (int, error)
-	})
+	planner, ok := o.Controller.(state.Planner)
 	if !ok || o.Replay != nil {
 		return nil
 	}
@@ -213,6 +205,18 @@ func (g *growth) rewarmed(step int) float64 {
 func (g *growth) judged() bool {
 	c := g.t.Model.Config
 	return len(c.Kasmina)+len(c.Weights)+len(c.Streams) > 0
+}
+
+// finishStep notes the step that the model has made, and ends an epoch of the lattices when one is due.
+func (g *growth) finishStep(loss float64, u update) error {
+	g.twin = g.twin.owing(u.rate, u.norm)
+	if g.t.last.Step%g.t.Config.Epoch != 0 {
+		return g.follow()
+	}
+	if err := g.endEpoch(loss); err != nil {
+		return fmt.Errorf("end of an epoch of the Kasmina layers: %w", err)
+	}
+	return nil
 }
 
 // endEpoch ends an epoch of the Kasmina lattices and lets the controller act on what they report.

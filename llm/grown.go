@@ -103,17 +103,36 @@ func (c Config) Origin() Config {
 	return c
 }
 
-// Source returns the parameter, before a growth, that a parameter has its values from, or "" for
-// one that starts anew.
+// Source returns the name that a parameter's origin had before the growth, or "" for a parameter of a
+// new block.
 func (g Grown) Source(name string) string {
-	rest, found := strings.CutPrefix(name, blocksPrefix)
-	number, rest, dot := strings.Cut(rest, ".")
-	block, err := strconv.Atoi(number)
-	if !found || !dot || err != nil {
+	block, rest, ok := blockOf(name)
+	if !ok {
 		return name
 	}
 	if from := g.Order[block]; from != blueprints.NewBlock {
 		return blockPrefix(from) + rest
 	}
 	return ""
+}
+
+// firstCopy returns the name that a parameter got by the growth. Of several copies of its block, it
+// names the first.
+func (g Grown) firstCopy(name string) string {
+	block, rest, ok := blockOf(name)
+	if !ok {
+		return name
+	}
+	if to := slices.Index(g.Order, block); to >= 0 {
+		return blockPrefix(to) + rest
+	}
+	return ""
+}
+
+// blockOf splits the name of a parameter of a block into the block's number and the rest.
+func blockOf(name string) (block int, rest string, ok bool) {
+	rest, found := strings.CutPrefix(name, blocksPrefix)
+	number, rest, dot := strings.Cut(rest, ".")
+	block, err := strconv.Atoi(number)
+	return block, rest, found && dot && err == nil
 }

@@ -154,8 +154,7 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, prefix := range []string{modelfile.OptimizerPrefix, modelfile.BeforePrefix,
-		modelfile.TwinPrefix} {
+	for _, prefix := range []string{modelfile.OptimizerPrefix, modelfile.PartPrefix} {
 		for name := range f.With(prefix) {
 			if err := f.Verify(ctx, name); err != nil {
 				return nil, f.Errorf("%w", err)

@@ -3,6 +3,7 @@ package llm
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"hash/crc32"
 	"strings"
@@ -70,6 +71,18 @@ func (t *Trainer) stopAsked() error {
 	return context.Cause(t.team.outer)
 }
 
+// wishOf returns the wish to end the run that an error expresses, which is none for nil.
+func wishOf(err error) ranks.Wish {
+	var why halted
+	switch {
+	case err == nil:
+		return ranks.Wish{}
+	case errors.As(err, &why):
+		return ranks.Wish{End: true, Asked: true, Why: string(why)}
+	}
+	return ranks.Wish{End: true, Why: err.Error()}
+}
+
 // say returns this rank's word.
 func (r *team) say() ([]byte, error) {
 	return json.Marshal(ranks.Word{Stop: ranks.TextOf(r.t.stopAsked()),
@@ -115,9 +128,17 @@ func (r *team) between(err error) error {
 	if e == nil || r.unasked(e, heard, err) {
 		return err
 	}
-	stop, err := ranks.Between(e, err, r.t.stopAsked())
-	if stop != nil {
-		r.cancel(stop)
+
+	own := r.t.stopAsked()
+	wish, rank, err := ranks.Between(e, err, wishOf(own))
+	switch {
+	case !wish.End:
+	case rank == e.Rank():
+		r.cancel(own)
+	case wish.Asked:
+		r.cancel(halted(wish.Why))
+	default:
+		r.cancel(fmt.Errorf("%w at rank %d: %s", context.Canceled, rank, wish.Why))
 	}
 	return err
 }

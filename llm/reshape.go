@@ -1,7 +1,6 @@
 package llm
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -12,91 +11,8 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/memory"
-	"github.com/kasmina-go/kasmina/internal/safetensors"
-	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/state"
 )
-
-// beforeStates returns the part of the snapshots that a checkpoint holds as JSON.
-func (g *growth) beforeStates() (all beforeStates) {
-	for _, b := range g.snapshots {
-		s := beforeState{Seeds: b.seeds, Config: b.Config, LossScale: b.scale}
-		if len(b.seeds) == 1 && b.seeds[0].Layer == g.t.Model.LayerAt(blueprints.Depth) {
-			s.Seed, s.Seeds = b.seeds[0].Seed, nil
-		}
-		all = append(all, s)
-	}
-	return all
-}
-
-// beforePrefix begins the names of the tensors of what the model was before a graft.
-func beforePrefix(i int) string {
-	if i == 0 {
-		return modelfile.BeforePrefix
-	}
-	return fmt.Sprintf("%s%d.", modelfile.BeforePrefix, i)
-}
-
-// beforeTensors returns the tensors of the snapshots for a checkpoint. They share the snapshots'
-// memory, which is never modified.
-func (g *growth) beforeTensors() (all []safetensors.Tensor, err error) {
-	for i, b := range g.snapshots {
-		own, e := b.tensors(beforePrefix(i))
-		all, err = append(all, own...), errors.Join(err, e)
-	}
-	return all, err
-}
-
-// beforeIn reads what the model of a checkpoint was before it grew to what it is now.
-func (g *growth) beforeIn(ctx context.Context, f *modelfile.File, states beforeStates,
-	now Config) (all snapshots, err error) {
-	for i, s := range states {
-		seeds, err := g.beforeSeeds(s, now)
-		if err != nil {
-			return nil, f.Errorf("%w", err)
-		}
-		b := snapshot{seeds: seeds}
-		if b.branch, err = g.branchIn(ctx, f, s.Config, beforePrefix(i), s.LossScale); err != nil {
-			return nil, err
-		}
-		all = append(all, b)
-	}
-	return all, nil
-}
-
-// beforeSeeds checks what a checkpoint says of what the model was, and returns the seeds that can
-// be taken back to it.
-func (g *growth) beforeSeeds(s beforeState, now Config) ([]state.Address, error) {
-	if err := s.Config.Check(); err != nil {
-		return nil, fmt.Errorf("what the model was before it grew: %w", err)
-	}
-	if have, want := s.Config.Origin(), g.t.Model.Config.Origin(); !have.SameBlocks(want) {
-		return nil, fmt.Errorf("%w: what the model was before it grew is another one",
-			ErrArchitecture)
-	}
-	depth, seeds := g.t.Model.LayerAt(blueprints.Depth), s.Seeds
-	if len(seeds) == 0 {
-		seeds = []state.Address{{Layer: depth, Seed: s.Seed}}
-	}
-
-	sameGrowth := func(a, b Grown) bool {
-		return a.Seed == b.Seed && a.Stream == b.Stream && slices.Equal(a.Order, b.Order)
-	}
-	grown := len(s.Config.Grown)
-	if len(now.Grown) < grown || !slices.EqualFunc(now.Grown[:grown], s.Config.Grown, sameGrowth) {
-		return nil, fmt.Errorf("%w: what the model was before seed %d grew has grown by %d seeds, "+
-			"which are not the first of those by which the model has grown", ErrArchitecture,
-			seeds[0].Seed, grown)
-	}
-	for _, at := range seeds {
-		l := g.t.Model.Kasmina.Lattice(at.Layer)
-		if l == nil || l.Site() == blueprints.Chunk || at.Seed < 0 || at.Seed >= l.Seeds() {
-			return nil, fmt.Errorf("%w: it holds the model as it was before seed %d grew, and layer "+
-				"%d has no such seed that grows", ErrArchitecture, at.Seed, at.Layer)
-		}
-	}
-	return seeds, nil
-}
 
 // reshape makes the model what the seeds in depth, at weights and in the stream say. It is called
 // between two steps, in the model's turn.
@@ -259,8 +175,9 @@ func (g *growth) takeBack(s state.SeedReport) error {
 	return nil
 }
 
-// withdraw takes the latest grafts back for which a step has diverged, if there are any: the run
-// goes on as it was before. Otherwise it returns the step's error.
+// withdraw takes back the latest grafts after a step has diverged, so that the run continues as it was
+// before. It returns the step's error if there is nothing to take back, or if not all seeds of the
+// grafts can be rolled back; then none is.
 func (g *growth) withdraw(cause error) error {
 	if g.twin != nil {
 		return g.giveUp(cause)
@@ -268,16 +185,25 @@ func (g *growth) withdraw(cause error) error {
 	if len(g.snapshots) == 0 {
 		return cause
 	}
-	for _, at := range g.snapshots[len(g.snapshots)-1].seeds {
-		if g.t.Model.Kasmina.Lattice(at.Layer).Transition(at.Seed, state.RolledBack) != nil {
-			return cause
-		}
+
+	if err := g.rollBack(g.snapshots[len(g.snapshots)-1].seeds); err != nil {
+		return errors.Join(cause, err)
 	}
 	if err := g.reshape(); err != nil {
 		return errors.Join(cause, err)
 	}
 	g.reshaped[len(g.reshaped)-1].Err = cause
 	return nil
+}
+
+// rollBack rolls back all of the seeds or none.
+func (g *growth) rollBack(seeds []state.Address) error {
+	var commands []state.Command
+	for _, at := range seeds {
+		commands = append(commands, state.Command{Action: state.Move, Layer: at.Layer, Seed: at.Seed,
+			To: state.RolledBack, Why: "a step has diverged"})
+	}
+	return g.t.Model.Kasmina.Obey(commands...)
 }
 
 // canReshape returns an error if the model cannot get another configuration.

@@ -78,14 +78,15 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if err != nil {
 		return err
 	}
-	before, err := t.growth.beforeIn(ctx, f, run.Before, c)
+	resumed := &resumedRun{training: run, config: c, lattices: t.Model.Kasmina.Arrays}
+	install, differences, err := t.loadStates(ctx, f, resumed)
 	if err != nil {
 		return err
 	}
-	twin, err := t.growth.twinIn(ctx, f, run, c)
-	if err != nil {
-		return err
+	if len(differences) > 0 && !r.newSettings {
+		return f.Errorf("%w: %s", ErrSettings, withRemedy(differences))
 	}
+	diff = append(diff, differences...)
 	optimizer, err := r.optimizerIn(ctx, f, fileShapeOf(c, t.Model.Dtype()))
 	if err != nil {
 		return err
@@ -96,11 +97,11 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 			"close it")
 	}
 	read := modelState{Config: c, Params: params, Moments: optimizer}
-	if err := t.setStates(run, growthState{before, twin}, read); err != nil {
+	if err := t.setStates(run, resumed.growing, read); err != nil {
 		return f.Errorf("%w", err)
 	}
 	loadModel()
-	t.growth.growthState, t.growth.reshaped = growthState{before, twin}, nil
+	install()
 	if err := t.goOn(run, other); err != nil {
 		return f.Errorf("%w", err)
 	}
@@ -130,6 +131,13 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 	if _, ok := f.Metadata[modelfile.TrainingKey]; !ok {
 		return nil, c, nil,
 			f.Errorf("it holds a model alone, without the state of a run: LoadModel loads it")
+	}
+	for _, prefix := range []string{modelfile.BeforePrefix, modelfile.TwinPrefix} {
+		for name := range f.With(prefix) {
+			return nil, c, nil, f.Errorf("it was written by an older version, which saved growth that has "+
+				"not been decided in another format (tensor %.100q): continue the run with that version "+
+				"until its blueprints are fossilized or culled", name)
+		}
 	}
 	limit := modelfile.MaxRun + c.Tensors()*modelfile.MaxRule
 	if err := f.Decode(modelfile.TrainingKey, "the state of the run", limit, run); err != nil {

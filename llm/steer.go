@@ -2,7 +2,6 @@ package llm
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -93,8 +92,9 @@ func (t *Trainer) SaveSoon() error {
 	}
 }
 
-// Stop ends the run as the end of its context does, usually after the present step. Callbacks
-// receive Interrupted. The error of Run says why, and is a context.Canceled.
+// Stop ends the run, usually after the present step. Callbacks receive Interrupted, so that a
+// Checkpoint saves, and Run returns an error that wraps [ErrStopped] and says why. Where several ranks
+// train, all of them stop after the same step.
 //
 // Stop returns an error if no run goes on, or if the run is already ending.
 func (t *Trainer) Stop(why string) error {
@@ -137,11 +137,14 @@ func (s *steering) tellNotes() error {
 	}
 }
 
+// ErrStopped is wrapped by the error of a run that [Trainer.Stop] has ended.
+var ErrStopped = errors.New("the run has been stopped")
+
 // halted is the reason why a run was stopped.
 type halted string
 
-func (why halted) Error() string { return "llm: the run has been stopped: " + string(why) }
-func (halted) Unwrap() error     { return context.Canceled }
+func (why halted) Error() string { return "llm: " + ErrStopped.Error() + ": " + string(why) }
+func (halted) Unwrap() error     { return ErrStopped }
 
 // saves returns how many requests to save have been granted.
 func (s *steering) saves() int {
@@ -327,9 +330,7 @@ func (g *growth) listen() error {
 	if err != nil {
 		return err
 	}
-	if by, ok := g.options.Controller.(interface {
-		Heard(func(layer, seed int) []float64)
-	}); ok {
+	if by, ok := g.options.Controller.(state.GradientListener); ok {
 		by.Heard(heard.Sigma(layer))
 	}
 	return measureNeeds(g.t.Model.Kasmina.Lattice(layer), heard.Norms())

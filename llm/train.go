@@ -114,7 +114,8 @@ type Trainer struct {
 	Optimizer optim.Optimizer
 	Config    TrainConfig
 
-	created bool // by NewTrainer
+	created bool   // by NewTrainer
+	parts   []Part // added with Use
 
 	// The components of the trainer. Except for steering, they are used in the model's turn alone.
 	driver   driver
@@ -437,6 +438,9 @@ func (t *Trainer) begin(ctx context.Context) error {
 		if err := t.team.compare(); err != nil {
 			return err
 		}
+		if err := t.startParts(); err != nil {
+			return err
+		}
 		t.growth.grew = nil
 		t.noteEnd()
 		t.mu.Lock()
@@ -543,6 +547,9 @@ func (t *Trainer) step() error {
 
 	growing, changes := t.growth.growthState, changesOf(t.Model)
 	err := t.growth.settleGrowth()
+	if err == nil {
+		err = t.prepareParts()
+	}
 	grew := changesOf(t.Model) != changes
 	if err != nil {
 		if !grew && t.condition.err() == nil {
@@ -616,21 +623,22 @@ func (g *growth) settleGrowth() error {
 	return nil
 }
 
-// count ends a step whose update has been made.
+// count completes a step whose update has been made.
 func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	t.losses, t.summed = t.losses+loss, t.summed+1
-	t.growth.twin = t.growth.twin.owing(u.rate, u.norm)
 	t.note(func(e *Event) {
 		e.Step, e.Loss, e.LearningRate, e.GradNorm = e.Step+1, loss, u.rate, u.norm
 		e.RunTokens += int64(e.StepTokens)
 		e.RunFLOPs += float64(e.StepTokens) * t.Model.Config.FLOPs()
 	})
+
+	if err := t.growth.finishStep(loss, u); err != nil {
+		return err
+	}
 	if t.last.Step%t.Config.Epoch == 0 {
-		if err := t.growth.endEpoch(loss); err != nil {
-			return fmt.Errorf("end of an epoch of the Kasmina layers: %w", err)
-		}
 		t.losses, t.summed = 0, 0
-	} else if err := t.growth.follow(); err != nil {
+	}
+	if err := t.finishParts(); err != nil {
 		return err
 	}
 	return t.spend(began)

@@ -649,7 +649,8 @@ func TestRequestsAreAnsweredTruthfully(t *testing.T) {
 				return nil
 			})
 			err = tr.Run(t.Context())
-			require.True(t, err == nil || errors.Is(err, context.Canceled), "%v", err)
+			require.True(t, err == nil || errors.Is(err, ErrStopped) || errors.Is(err, context.Canceled), "%v",
+				err)
 
 			mode := tr.Model.Kasmina.Lattice(0).Telemetry().Mode
 			for _, a := range answers {
@@ -766,7 +767,8 @@ func TestStopAndSave(t *testing.T) {
 		return nil
 	})
 	err := tr.Run(t.Context())
-	require.True(t, errors.Is(err, context.Canceled))
+	require.ErrorIs(t, err, ErrStopped)
+	require.NotErrorIs(t, err, context.Canceled)
 	require.ErrorContains(t, err, "enough")
 	require.Equal(t, []int{5, 7}, saved)
 	require.NoError(t, tr.Run(t.Context()))

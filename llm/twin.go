@@ -1,7 +1,6 @@
 package llm
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -9,11 +8,8 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/parallel"
-	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -53,15 +49,6 @@ func (w *twin) owing(rate, norm float64) *twin {
 	next := *w
 	next.rates, next.sum = append(w.rates, rate), w.sum+norm
 	return &next
-}
-
-// twinState is the part of a twin that is not a tensor.
-type twinState struct {
-	Trial     []state.Address  `json:"trial"`
-	Loader    data.LoaderState `json:"loader"`
-	LossScale *LossScale       `json:"loss_scale,omitempty"`
-	Lost      bool             `json:"lost,omitempty"`
-	Sum       jsonfloat.Float  `json:"sum,omitempty"`
 }
 
 // tryOut starts, changes or ends a trial, as the stages of the seeds say. A blueprint is on trial
@@ -281,12 +268,7 @@ func (g *growth) adopt() error {
 
 // giveUp rolls back all blueprints on trial, because a step of the model has diverged.
 func (g *growth) giveUp(cause error) error {
-	var commands []state.Command
-	for _, s := range g.twin.trial {
-		commands = append(commands, state.Command{Action: state.Move, Layer: s.Layer, Seed: s.Seed,
-			To: state.RolledBack, Why: "a step has diverged"})
-	}
-	if err := g.t.Model.Kasmina.Obey(commands...); err != nil {
+	if err := g.rollBack(g.twin.trial); err != nil {
 		return errors.Join(cause, err)
 	}
 	if err := g.tryOut(); err != nil {
@@ -296,93 +278,4 @@ func (g *growth) giveUp(cause error) error {
 		g.reshaped[n-1].Err = cause
 	}
 	return nil
-}
-
-// ratesName is the tensor of a twin's learning rates.
-const ratesName = "rates"
-
-// state returns the part of w that a checkpoint holds as JSON.
-func (w *twin) state() *twinState {
-	if w == nil {
-		return nil
-	}
-	return &twinState{slices.Clone(w.trial), w.loader, w.scale, w.lost, jsonfloat.Float(w.sum)}
-}
-
-// tensors returns the tensors of w for a checkpoint. They share the twin's memory, which is never
-// modified.
-func (w *twin) tensors() ([]safetensors.Tensor, error) {
-	if w == nil {
-		return nil, nil
-	}
-	all, err := w.branch.tensors(modelfile.TwinPrefix)
-	if len(w.rates) > 0 && err == nil {
-		var x safetensors.Tensor
-		x, err = safetensors.New(modelfile.TwinPrefix+ratesName, []int{len(w.rates)},
-			slices.Clone(w.rates))
-		all = append(all, x)
-	}
-	return all, err
-}
-
-// tensors returns the tensors of a branch for a checkpoint, with a prefix to their names. They
-// share the branch's memory, which is never modified.
-func (b *branch) tensors(prefix string) (all []safetensors.Tensor, err error) {
-	add := func(name string, shape []int, data any) {
-		x, e := safetensors.New(prefix+name, shape, data)
-		all, err = append(all, x), errors.Join(err, e)
-	}
-	for _, p := range b.Params {
-		add(p.Name, p.Value.Shape(), p.Value.Data())
-	}
-	for _, x := range b.Moments {
-		add(modelfile.OptimizerPrefix+x.Name, x.Shape, x.Data)
-	}
-	return all, err
-}
-
-// branchIn reads a branch of a model of a configuration, under a prefix.
-func (g *growth) branchIn(ctx context.Context, f *modelfile.File, c Config, prefix string,
-	scale *LossScale) (b branch, err error) {
-	b.scale, b.Config = scale, c
-	b.Config.KasminaOptions = g.t.Model.Config.KasminaOptions
-	if b.Params, err = paramsIn(ctx, g.t.Model, f, c, prefix); err != nil {
-		return b, err
-	}
-	b.Moments, err = momentsIn(ctx, f, prefix+modelfile.OptimizerPrefix)
-	return b, err
-}
-
-// twinIn reads the twin of a checkpoint's model. Where the run goes on with other data, there is
-// none: its steps would be on the text of before.
-func (g *growth) twinIn(ctx context.Context, f *modelfile.File, run *training,
-	c Config) (*twin, error) {
-	s := run.Twin
-	if s == nil || s.Loader.Data != run.Loader.Data || s.Loader.Seed != run.Loader.Seed {
-		return nil, nil
-	}
-	w := &twin{trial: s.Trial, loader: s.Loader, lost: s.Lost, sum: float64(s.Sum)}
-	for _, seed := range s.Trial {
-		l := g.t.Model.Kasmina.Lattice(seed.Layer)
-		if l == nil || seed.Seed < 0 || seed.Seed >= l.Seeds() {
-			return nil, f.Errorf("%w: seed %d of layer %d is on trial, and the model has none such",
-				ErrArchitecture, seed.Seed, seed.Layer)
-		}
-	}
-	if w.lost {
-		return w, nil
-	}
-	var err error
-	if w.branch, err = g.branchIn(ctx, f, c, modelfile.TwinPrefix, s.LossScale); err != nil {
-		return nil, err
-	}
-	if _, shape, none := f.Info(modelfile.TwinPrefix + ratesName); none == nil {
-		if len(shape) != 1 || shape[0] > run.Step {
-			return nil, f.Errorf("the model's twin has steps of shape %v to make, and the run has "+
-				"made %d", shape, run.Step)
-		}
-		w.rates = make([]float64, shape[0])
-		err = f.Parameter(ctx, modelfile.TwinPrefix+ratesName, w.rates)
-	}
-	return w, err
 }

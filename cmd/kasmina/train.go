@@ -474,7 +474,7 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 	}
 	t.On(llm.Checkpoint(t, o.in(checkpointName), o.saveEvery, how...))
 	err := t.Run(c.Context())
-	if errors.Is(err, context.Canceled) {
+	if errors.Is(err, context.Canceled) || errors.Is(err, llm.ErrStopped) {
 		return fmt.Errorf("stopped after step %d: %w; give the same command again to continue", t.Step(), err)
 	}
 	return err

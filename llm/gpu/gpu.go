@@ -53,6 +53,19 @@ type engine struct {
 	optimizes     bool    // the machine has the optimizer
 }
 
+// Optional abilities of the engines.
+var (
+	_ llm.Stepper  = (*engine)(nil)
+	_ llm.Sensor   = (*engine)(nil)
+	_ llm.Listener = (*engine)(nil)
+	_ llm.Keeper   = (*engine)(nil)
+	_ llm.Profiler = (*engine)(nil)
+	_ llm.Chooser  = (*engine)(nil)
+	_ llm.Measurer = (*engine)(nil)
+	_ llm.Tracer   = (*engine)(nil)
+	_ llm.Scaler   = scaler{}
+)
+
 // scaler is an engine for float16. It implements llm.Scaler.
 type scaler struct{ *engine }
 

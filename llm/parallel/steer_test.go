@@ -83,7 +83,7 @@ func TestBoardSteersAllRanks(t *testing.T) {
 	})
 
 	for _, err := range errs {
-		require.ErrorIs(t, err, context.Canceled)
+		require.ErrorIs(t, err, llm.ErrStopped)
 		require.ErrorContains(t, err, "a person asked on the board")
 	}
 

@@ -33,7 +33,7 @@ func (all together) Check() (err error) {
 		if c == nil {
 			err = errors.Join(err, fmt.Errorf("control.Together: %w: controller %d is nil, want "+
 				"one such as NewHeuristic returns", state.ErrArgument, i))
-		} else if c, ok := c.(interface{ Check() error }); ok {
+		} else if c, ok := c.(state.CheckingController); ok {
 			err = errors.Join(err, c.Check())
 		}
 	}
@@ -44,9 +44,7 @@ func (all together) Check() (err error) {
 // Costs passes the function to the controllers that want it.
 func (all together) Costs(of func(kind blueprints.Kind, size int) float64) {
 	for _, c := range all {
-		if c, ok := c.(interface {
-			Costs(func(blueprints.Kind, int) float64)
-		}); ok {
+		if c, ok := c.(state.CostLearner); ok {
 			c.Costs(of)
 		}
 	}
@@ -55,9 +53,7 @@ func (all together) Costs(of func(kind blueprints.Kind, size int) float64) {
 // Parameters passes the function to the controllers that want it.
 func (all together) Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int) {
 	for _, c := range all {
-		if c, ok := c.(interface {
-			Parameters(func(layer, seed int, kind blueprints.Kind, size int) int)
-		}); ok {
+		if c, ok := c.(state.SizeLearner); ok {
 			c.Parameters(of)
 		}
 	}
@@ -66,9 +62,7 @@ func (all together) Parameters(of func(layer, seed int, kind blueprints.Kind, si
 // Affords returns the errors of controllers that could never plant.
 func (all together) Affords(reports []state.Report) (err error) {
 	for _, c := range all {
-		if c, ok := c.(interface {
-			Affords([]state.Report) error
-		}); ok {
+		if c, ok := c.(state.Affording); ok {
 			err = errors.Join(err, c.Affords(reports))
 		}
 	}
@@ -78,14 +72,21 @@ func (all together) Affords(reports []state.Report) (err error) {
 // LeastEpochs returns the maximum over the controllers; each knows its own sites.
 func (all together) LeastEpochs(l *state.Lattice, every int) (most int, err error) {
 	for _, c := range all {
-		if c, ok := c.(interface {
-			LeastEpochs(*state.Lattice, int) (int, error)
-		}); ok {
+		if c, ok := c.(state.Planner); ok {
 			n, e := c.LeastEpochs(l, every)
 			most, err = max(most, n), errors.Join(err, e)
 		}
 	}
 	return most, err
+}
+
+// Heard hands on what the gradients of a frozen model ask for.
+func (all together) Heard(of func(layer, seed int) []float64) {
+	for _, c := range all {
+		if c, ok := c.(state.GradientListener); ok {
+			c.Heard(of)
+		}
+	}
 }
 
 // Decide returns the commands of all controllers.

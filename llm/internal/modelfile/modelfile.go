@@ -29,12 +29,16 @@ var (
 const (
 	OptimizerPrefix = "optimizer."
 	LatticePrefix   = "lattice."
-	BeforePrefix    = "before." // what the model was before its last growth, with the same prefixes
-	TwinPrefix      = "twin."   // the model without the blueprints on trial, likewise
+	PartPrefix      = "part." // followed by a part's name and the name of its tensor
+
+	// Tensors that older versions wrote, whose state of growth this version cannot read.
+	BeforePrefix = "before."
+	TwinPrefix   = "twin."
 
 	ConfigKey   = "kasmina.config"
 	TrainingKey = "kasmina.training"
 	NotesKey    = "kasmina.notes"
+	PartKey     = "kasmina.part." // followed by a part's name
 )
 
 // Limits of the JSON in a file's metadata, in bytes. Decoded it takes up to forty times the memory,
@@ -43,6 +47,7 @@ const (
 	MaxConfig = 512 << 10 // a configuration with as many Kasmina layers as it can have has less
 	MaxNotes  = 256 << 10 // options of a program have some hundred bytes
 	MaxRun    = 64 << 10  // the state of a run, of which the schedule has some hundred bytes,
+	MaxPart   = 512 << 10 // the values of a part; those of growth contain configurations
 	MaxRule   = 1 << 10   // and what the optimiser does with each parameter
 )
 
@@ -175,7 +180,7 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 
 // beside reports whether a tensor is of what a run keeps beside its model.
 func beside(name string) bool {
-	return slices.ContainsFunc([]string{OptimizerPrefix, BeforePrefix, TwinPrefix},
+	return slices.ContainsFunc([]string{OptimizerPrefix, PartPrefix, BeforePrefix, TwinPrefix},
 		func(prefix string) bool { return strings.HasPrefix(name, prefix) })
 }
 

@@ -4,7 +4,6 @@ package ranks
 import (
 	"bytes"
 	"cmp"
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -111,32 +110,37 @@ func Hear(words [][]byte) (h Heard, err error) {
 	return h, nil
 }
 
-// A report is the message that a rank sends after a step or an event.
-type report struct {
-	Err, Stop string
+// A Wish is a rank's wish to end the run.
+type Wish struct {
+	End   bool   // whether the rank wants the run to end
+	Asked bool   // somebody has asked for it, rather than the rank's context having ended
+	Why   string // may be empty
 }
 
-// Between exchanges errors and wishes to stop, nil for none. It returns the wish of any rank, or
-// the first error.
-func Between(e Ranks, err, wish error) (stop, _ error) {
-	all, failed := Swap(e, "between steps", report{TextOf(err), TextOf(wish)})
+// A report is the message that a rank sends after a step or an event.
+type report struct {
+	Err  string
+	Wish Wish
+}
+
+// Between exchanges errors and wishes to end the run. It returns the wish of the first rank that has
+// one, and that rank, or the first error.
+func Between(e Ranks, err error, own Wish) (wish Wish, rank int, _ error) {
+	all, failed := Swap(e, "between steps", report{TextOf(err), own})
 	errs := make([]string, len(all))
 	for r, b := range all {
 		errs[r] = b.Err
 	}
 	if err := FirstError(err, errs, failed); err != nil {
-		return nil, err
+		return Wish{}, 0, err
 	}
-	if wish != nil {
-		return wish, nil
-	}
+
 	for r, b := range all {
-		if b.Stop != "" {
-			return fmt.Errorf("%w at rank %d: %s", context.Canceled, r,
-				strings.TrimPrefix(b.Stop, "!")), nil
+		if b.Wish.End {
+			return b.Wish, r, nil
 		}
 	}
-	return nil, nil
+	return Wish{}, 0, nil
 }
 
 // A Request is something that somebody has asked of a rank. It has the fields of llm.Request.

@@ -1,0 +1,294 @@
+package llm
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// A Part is a component of a training run that has state of its own, such as an [EMA] of the weights.
+// [Trainer.Use] adds parts to a trainer.
+//
+// A checkpoint contains the state of every part, and Resume hands it back to every part. A part takes
+// part in the run through the hooks that it implements: [RunStarter], [StepPreparer],
+// [StepFinisher], and [EventReceiver].
+type Part interface {
+	// Name identifies the part's state in a checkpoint. It consists of lower-case letters, digits
+	// and hyphens, and no two parts of a trainer have the same name.
+	Name() string
+	// Save adds the part's state to a checkpoint. It is called between two steps, and the data is
+	// copied or written before the next step.
+	Save(*CheckpointWriter) error
+	// Load reads the state that Save wrote and returns a function that makes it the part's own. Load
+	// itself changes nothing: the trainer calls install once all parts have accepted the checkpoint.
+	Load(*CheckpointReader) (install func(), err error)
+}
+
+// A RunStarter is a [Part] with a hook at the start of every run, before RunStart.
+type RunStarter interface {
+	Part
+	StartRun(Turn) error
+}
+
+// A StepPreparer is a [Part] with a hook before every step. If it returns an error, the step is not
+// made.
+type StepPreparer interface {
+	Part
+	PrepareStep(Turn) error
+}
+
+// A StepFinisher is a [Part] with a hook after the update of every step, before the callbacks hear of
+// the step.
+type StepFinisher interface {
+	Part
+	FinishStep(Turn) error
+}
+
+// An EventReceiver is a [Part] that receives the events of a run as a [Callback] does.
+type EventReceiver interface {
+	Part
+	Receive(Event) error
+}
+
+// A Turn gives a hook access to the trainer while no other goroutine can change the model. It must not
+// be used after the hook has returned, and the hook must not call methods of the trainer that wait
+// for the current step, such as Save.
+type Turn struct{ t *Trainer }
+
+// Model returns the model. Its parameters may be out of date on the host; see Params.
+func (u Turn) Model() *Model { return u.t.Model }
+
+// Last returns what is known of the run.
+func (u Turn) Last() Event { return u.t.Last() }
+
+// Params returns the model's parameters with the values that they have after the last step. On a GPU
+// this copies them to the host.
+func (u Turn) Params() ([]Param, error) {
+	if err := pull(u.t.Model); err != nil {
+		return nil, err
+	}
+	return u.t.Model.Params, nil
+}
+
+var partName = regexp.MustCompile(`^[a-z0-9]+(-[a-z0-9]+)*$`)
+
+// Use adds parts to the trainer. Their hooks are called in the order in which the parts were added. A
+// part that receives events does so at its position among the callbacks, so add parts before
+// callbacks that save.
+//
+// Add the same parts before Resume as the run had that wrote the checkpoint.
+func (t *Trainer) Use(parts ...Part) error {
+	if err := t.made(); err != nil {
+		return fmt.Errorf("llm: Use: %w", err)
+	}
+	defer take(t.Model)()
+
+	used := t.components()
+	for _, p := range parts {
+		if p == nil {
+			return errors.New("llm: Use: a part is nil")
+		}
+		name := p.Name()
+		if !partName.MatchString(name) {
+			return fmt.Errorf("llm: Use: the name of a part is %q, want lower-case letters, digits and "+
+				"single hyphens", name)
+		}
+		if slices.ContainsFunc(used, func(other Part) bool { return other.Name() == name }) {
+			return fmt.Errorf("llm: Use: the trainer has a part named %q already", name)
+		}
+		used = append(used, p)
+	}
+
+	t.parts = used[1:] // without the trainer's own growth
+	for _, p := range parts {
+		if r, ok := p.(EventReceiver); ok {
+			t.On(r.Receive)
+		}
+	}
+	return nil
+}
+
+// eachPart calls a hook of every part that has it, and stops at the first error.
+func eachPart[Hook Part](t *Trainer, call func(Hook) error) error {
+	for _, p := range t.parts {
+		if h, ok := p.(Hook); ok {
+			if err := call(h); err != nil {
+				return fmt.Errorf("part %s: %w", p.Name(), err)
+			}
+		}
+	}
+	return nil
+}
+
+func (t *Trainer) startParts() error {
+	return eachPart(t, func(p RunStarter) error { return p.StartRun(Turn{t}) })
+}
+
+func (t *Trainer) prepareParts() error {
+	return eachPart(t, func(p StepPreparer) error { return p.PrepareStep(Turn{t}) })
+}
+
+func (t *Trainer) finishParts() error {
+	return eachPart(t, func(p StepFinisher) error { return p.FinishStep(Turn{t}) })
+}
+
+// saveStates adds the state of all parts to a checkpoint.
+func (t *Trainer) saveStates(metadata map[string]string) (tensors []safetensors.Tensor, err error) {
+	for _, p := range t.components() {
+		w := &CheckpointWriter{prefix: modelfile.PartPrefix + p.Name() + ".", values: map[string]any{}}
+		if err := p.Save(w); err != nil {
+			return nil, fmt.Errorf("llm: saving part %s: %w", p.Name(), err)
+		}
+		if len(w.values) == 0 && len(w.tensors) == 0 && p == Part(&t.growth) {
+			continue
+		}
+
+		text, err := json.Marshal(w.values)
+		if err != nil {
+			return nil, fmt.Errorf("llm: saving part %s: %w", p.Name(), err)
+		}
+		if len(text) > modelfile.MaxPart {
+			return nil, fmt.Errorf("llm: saving part %s: its values take %d bytes as JSON, want at most "+
+				"%d: save long data as tensors", p.Name(), len(text), modelfile.MaxPart)
+		}
+		metadata[modelfile.PartKey+p.Name()] = string(text)
+		tensors = append(tensors, w.tensors...)
+	}
+	return tensors, nil
+}
+
+// components returns the parts whose state a checkpoint contains next to the model, the optimizer, the
+// loader, and the progress of the run.
+func (t *Trainer) components() []Part { return append([]Part{&t.growth}, t.parts...) }
+
+// loadStates has all parts read their state from a checkpoint. It returns a function that makes the
+// states theirs, and what differs between the trainer's parts and those of the run.
+func (t *Trainer) loadStates(ctx context.Context, f *modelfile.File, resumed *resumedRun) (
+	install func(), differences []string, err error) {
+	var installs []func()
+	known := map[string]bool{}
+	for _, p := range t.components() {
+		name := p.Name()
+		known[name] = true
+		_, saved := f.Metadata[modelfile.PartKey+name]
+		if !saved && p != Part(&t.growth) {
+			differences = append(differences, fmt.Sprintf("part %s is new, and its state is not in the "+
+				"checkpoint", name))
+			continue
+		}
+
+		r := &CheckpointReader{ctx: ctx, file: f, part: name, run: resumed}
+		if saved {
+			if err := f.Decode(modelfile.PartKey+name, "the state of part "+name, modelfile.MaxPart,
+				&r.values); err != nil {
+				return nil, nil, err
+			}
+		}
+		install, err := p.Load(r)
+		if err != nil {
+			return nil, nil, f.Errorf("part %s: %w", name, err)
+		}
+		if install != nil {
+			installs = append(installs, install)
+		}
+		differences = append(differences, r.differences...)
+	}
+
+	for _, key := range slices.Sorted(maps.Keys(f.Metadata)) {
+		if name, ok := strings.CutPrefix(key, modelfile.PartKey); ok && !known[name] {
+			differences = append(differences, fmt.Sprintf("the run has a part %.100q, which the trainer "+
+				"lacks: add it with Trainer.Use", name))
+		}
+	}
+	return func() {
+		for _, install := range installs {
+			install()
+		}
+	}, differences, nil
+}
+
+// A CheckpointWriter takes the state of one [Part].
+type CheckpointWriter struct {
+	prefix  string
+	tensors []safetensors.Tensor
+	values  map[string]any
+}
+
+// Value adds a value that encoding/json can encode. All values of a part together may take 512 KiB.
+func (w *CheckpointWriter) Value(name string, v any) { w.values[name] = v }
+
+// Tensor adds numbers: a []float32, []float64, []int64 or []uint8 with as many elements as the shape
+// has.
+func (w *CheckpointWriter) Tensor(name string, shape []int, data any) error {
+	x, err := safetensors.New(w.prefix+name, shape, data)
+	if err == nil {
+		w.tensors = append(w.tensors, x)
+	}
+	return err
+}
+
+// A CheckpointReader returns the state that a [Part] has saved.
+type CheckpointReader struct {
+	ctx         context.Context
+	file        *modelfile.File
+	part        string
+	values      map[string]json.RawMessage
+	differences []string
+	run         *resumedRun
+}
+
+// Value decodes a value into a variable, as encoding/json does. If the checkpoint has no such value,
+// it returns an error.
+func (r *CheckpointReader) Value(name string, into any) error {
+	text, ok := r.values[name]
+	if !ok {
+		return fmt.Errorf("the checkpoint has no value %q", name)
+	}
+	if err := json.Unmarshal(text, into); err != nil {
+		return fmt.Errorf("value %q: %w", name, err)
+	}
+	return nil
+}
+
+// Tensor returns the shape and the data of a tensor, in memory of its own.
+func (r *CheckpointReader) Tensor(name string) (shape []int, data any, err error) {
+	x, err := r.file.Tensor(r.ctx, modelfile.PartPrefix+r.part+"."+name)
+	return x.Shape, x.Data, err
+}
+
+// Tensors returns the names of the part's tensors, in the order in which they were added.
+func (r *CheckpointReader) Tensors() (names []string) {
+	prefix := modelfile.PartPrefix + r.part + "."
+	for name := range r.file.With(prefix) {
+		names = append(names, strings.TrimPrefix(name, prefix))
+	}
+	return names
+}
+
+// Config returns the configuration of the model in the checkpoint, which may have grown.
+func (r *CheckpointReader) Config() Config { return r.run.config }
+
+// Differs reports that the part is set up differently from the part that was saved. Resume then refuses
+// the checkpoint with [ErrSettings], unless the differences are accepted with [WithNewSettings].
+func (r *CheckpointReader) Differs(format string, args ...any) {
+	r.differences = append(r.differences, fmt.Sprintf("part %s: ", r.part)+fmt.Sprintf(format, args...))
+}
+
+// A resumedRun is what Resume has read of a run before the run's parts load their state.
+type resumedRun struct {
+	*training
+	config  Config      // of the model in the checkpoint
+	growing growthState // set by growth
+
+	// lattices returns the state of the lattices once Resume has installed the checkpoint.
+	lattices func() []state.Array
+}

@@ -1,0 +1,286 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"math"
+	"path/filepath"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// withEMA returns a trainer with an average of its weights.
+func withEMA(t *testing.T, o trainerOptions, decay float64) (*Trainer, *EMA) {
+	t.Helper()
+	tr := newTrainer(t, o)
+	e, err := NewEMA(decay)
+	require.NoError(t, err)
+	require.NoError(t, tr.Use(e))
+	return tr, e
+}
+
+// TestEMA compares averages with a recursion in float64 over the weights of every step.
+func TestEMA(t *testing.T) {
+	const decay = 0.9
+	tr, e := withEMA(t, trainerOptions{config: tiny(), steps: 12}, decay)
+	_, err := e.Model()
+	require.ErrorIs(t, err, errNoAverage)
+
+	var want []float64
+	tr.On(func(ev Event) error {
+		if ev.Kind != StepEnd {
+			return nil
+		}
+		now := tr.Model.Params[1].Value.Float32s()
+		if want == nil {
+			want = make([]float64, len(now))
+			for i, x := range now {
+				want[i] = float64(x)
+			}
+			return nil
+		}
+		for i, x := range now {
+			want[i] = decay*want[i] + (1-decay)*float64(x)
+		}
+		return nil
+	})
+	require.NoError(t, tr.Run(t.Context()))
+
+	m, err := e.Model()
+	require.NoError(t, err)
+	got := m.Params[1].Value.Float32s()
+	for i := range want {
+		require.InDelta(t, want[i], got[i], 1e-6)
+	}
+	require.Equal(t, tr.Model.Kasmina.Digest(), m.Kasmina.Digest())
+
+	text, err := data.NewEvaluation(texttest.Words(9, 200), tokenizer.Bytes{}, 2, tr.Model.Config.Seq)
+	require.NoError(t, err)
+	averaged, _, err := e.Evaluate(t.Context(), text)
+	require.NoError(t, err)
+	trained, err := NewTrainer(m, tr.Loader, tr.Optimizer, tr.Config)
+	require.NoError(t, err)
+	want64, _, err := trained.Evaluate(text)
+	require.NoError(t, err)
+	require.NoError(t, trained.Close())
+	require.Equal(t, want64, averaged)
+
+	path := filepath.Join(t.TempDir(), "average.safetensors")
+	require.NoError(t, m.Save(path))
+	loaded, err := LoadModel(t.Context(), path)
+	require.NoError(t, err)
+	require.Equal(t, got, loaded.Params[1].Value.Float32s())
+}
+
+// TestEMAResumes wants the average of a run that was interrupted and resumed to have the bits of the
+// average of a run that was not, also where blocks are added in between.
+func TestEMAResumes(t *testing.T) {
+	commands := depthCommands{1: {germinate(0, blueprints.Interleave, 2)},
+		2: {move(0, state.Training), move(0, state.Grafting)}}
+	options := trainerOptions{config: deep(), steps: 12}
+	straight, want := withEMA(t, options, 0.9)
+	straight.On(commanded(straight, commands))
+	require.NoError(t, straight.Run(t.Context()))
+	require.Greater(t, straight.Model.Config.Layers, deep().Layers)
+
+	for _, at := range []int{1, 3, 4, 11} {
+		path := filepath.Join(t.TempDir(), "run")
+		first, _ := withEMA(t, options, 0.9)
+		ctx, cancel := context.WithCancel(t.Context())
+		first.On(commanded(first, commands), func(e Event) error {
+			if e.Kind == StepEnd && e.Step == at {
+				cancel()
+				return first.Save(path)
+			}
+			return nil
+		})
+		require.ErrorIs(t, first.Run(ctx), context.Canceled)
+
+		again, got := withEMA(t, options, 0.9)
+		again.On(commanded(again, commands))
+		require.NoError(t, again.Resume(t.Context(), path))
+		require.NoError(t, again.Run(t.Context()))
+		a, err := want.Model()
+		require.NoError(t, err)
+		b, err := got.Model()
+		require.NoError(t, err)
+		require.Equal(t, a.Config, b.Config)
+		for i, p := range a.Params {
+			require.Equal(t, p.Value.Data(), b.Params[i].Value.Data(), "after step %d: %s", at, p.Name)
+		}
+	}
+}
+
+// TestPartsDiffer wants Resume to refuse a checkpoint of a run with other parts, or with parts that are
+// set up differently, and to accept it with WithNewSettings. A refused checkpoint changes nothing.
+func TestPartsDiffer(t *testing.T) {
+	options := trainerOptions{config: tiny(), steps: 4}
+	path := filepath.Join(t.TempDir(), "run")
+	tr, _ := withEMA(t, options, 0.9)
+	require.NoError(t, tr.step())
+	require.NoError(t, tr.Save(path))
+
+	plain := newTrainer(t, options)
+	before := stateOf(t, plain)
+	err := plain.Resume(t.Context(), path)
+	require.ErrorIs(t, err, ErrSettings)
+	require.ErrorContains(t, err, `the run has a part "ema"`)
+	require.Equal(t, before, stateOf(t, plain))
+	require.NoError(t, plain.Resume(t.Context(), path, WithNewSettings(nil)))
+
+	other, _ := withEMA(t, options, 0.5)
+	err = other.Resume(t.Context(), path)
+	require.ErrorIs(t, err, ErrSettings)
+	require.ErrorContains(t, err, "part ema: the decay is 0.5 here and 0.9 there")
+
+	require.NoError(t, plain.Save(path))
+	more, _ := withEMA(t, options, 0.9)
+	err = more.Resume(t.Context(), path)
+	require.ErrorIs(t, err, ErrSettings)
+	require.ErrorContains(t, err, "part ema is new")
+}
+
+// failing is a part whose hooks fail at one step.
+type failing struct {
+	at            int
+	before, after bool
+}
+
+var errFailing = errors.New("the part fails")
+
+func (failing) Name() string                           { return "failing" }
+func (failing) Save(*CheckpointWriter) error           { return nil }
+func (failing) Load(*CheckpointReader) (func(), error) { return nil, nil }
+
+func (f failing) PrepareStep(u Turn) error {
+	if f.before && u.Last().Step == f.at {
+		return errFailing
+	}
+	return nil
+}
+
+func (f failing) FinishStep(u Turn) error {
+	if f.after && u.Last().Step == f.at {
+		return errFailing
+	}
+	return nil
+}
+
+// TestPartsFail wants an error before a step to leave the trainer as it was, and an error after an
+// update to call for a Resume.
+func TestPartsFail(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
+	require.NoError(t, tr.Use(failing{at: 2, before: true}))
+	err := tr.Run(t.Context())
+	require.ErrorIs(t, err, errFailing)
+	require.ErrorContains(t, err, "part failing")
+	require.Equal(t, 2, tr.Step())
+	require.NoError(t, tr.Save(filepath.Join(t.TempDir(), "run")))
+
+	tr = newTrainer(t, trainerOptions{config: tiny(), steps: 4})
+	require.NoError(t, tr.Use(failing{at: 2, after: true}))
+	require.ErrorIs(t, tr.Run(t.Context()), errFailing)
+	require.ErrorContains(t, tr.Save(filepath.Join(t.TempDir(), "run")), "before a Resume")
+}
+
+// TestUse wants parts with unusable names to be refused.
+func TestUse(t *testing.T) {
+	tr, e := withEMA(t, trainerOptions{config: tiny(), steps: 1}, 0.5)
+	require.ErrorContains(t, tr.Use(e), `a part named "ema" already`)
+	require.Error(t, tr.Use(nil))
+	require.Error(t, tr.Use(named("A")), "a capital letter")
+	require.Error(t, tr.Use(named("")))
+	require.Error(t, tr.Use(named("growth")), "the trainer's own")
+	require.NoError(t, tr.Use(named("a-1")))
+	for _, decay := range []float64{-0.1, 1, math.NaN()} {
+		_, err := NewEMA(decay)
+		require.Error(t, err)
+	}
+}
+
+type named string
+
+func (n named) Name() string                         { return string(n) }
+func (named) Save(*CheckpointWriter) error           { return nil }
+func (named) Load(*CheckpointReader) (func(), error) { return nil, nil }
+
+// scores emits evaluations with the given losses, one after each step.
+func scores(tr *Trainer, losses ...float64) Callback {
+	return func(e Event) error {
+		if e.Kind != StepEnd || e.Step > len(losses) {
+			return nil
+		}
+		tr.note(func(e *Event) { e.ValLoss = losses[e.Step-1] })
+		return tr.emit(EvalEnd, nil)
+	}
+}
+
+// TestEarlyStopping wants a run to stop when the held-out loss has not improved often enough, also when
+// the run was interrupted in between.
+func TestEarlyStopping(t *testing.T) {
+	losses := []float64{5, 4, 4.1, 3.99, 3.5, 3.6, 3.6, 3.6, 3}
+	use := func() *Trainer {
+		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 20})
+		s, err := NewEarlyStopping(tr, 3, 0.1)
+		require.NoError(t, err)
+		require.NoError(t, tr.Use(s))
+		tr.On(scores(tr, losses...))
+		return tr
+	}
+	tr := use()
+	err := tr.Run(t.Context())
+	require.ErrorIs(t, err, ErrStopped)
+	require.ErrorContains(t, err, "3.5000")
+	require.Equal(t, 8, tr.Step())
+
+	for _, at := range []int{1, 3, 6} {
+		path := filepath.Join(t.TempDir(), "run")
+		first := use()
+		first.On(func(e Event) error {
+			if e.Kind == StepEnd && e.Step == at {
+				return errors.Join(first.Save(path), first.Stop("to resume"))
+			}
+			return nil
+		})
+		require.ErrorIs(t, first.Run(t.Context()), ErrStopped)
+		again := use()
+		require.NoError(t, again.Resume(t.Context(), path))
+		require.ErrorIs(t, again.Run(t.Context()), ErrStopped)
+		require.Equal(t, 8, again.Step(), at)
+	}
+}
+
+// TestBestCheckpoint wants the file to hold the best step, and a resumed run to remember its loss.
+func TestBestCheckpoint(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "best")
+	use := func() (tr *Trainer, saved *[]int) {
+		tr = newTrainer(t, trainerOptions{config: tiny(), steps: 6})
+		b, err := NewBestCheckpoint(tr, path)
+		require.NoError(t, err)
+		require.NoError(t, tr.Use(b))
+		saved = new([]int)
+		tr.On(scores(tr, 5, 4, 4.5, 3, 3.5, 3.2), func(e Event) error {
+			if e.Kind == Saved {
+				*saved = append(*saved, e.Step)
+			}
+			return nil
+		})
+		return tr, saved
+	}
+	tr, saved := use()
+	require.NoError(t, tr.Run(t.Context()))
+	require.Equal(t, []int{1, 2, 4}, *saved)
+
+	again, saved := use()
+	require.NoError(t, again.Resume(t.Context(), path))
+	require.Equal(t, 4, again.Step())
+	require.NoError(t, again.Run(t.Context()))
+	require.Empty(t, *saved)
+}

@@ -1,0 +1,152 @@
+package llm
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/internal/jsonfloat"
+)
+
+// An EarlyStopping is a [Part] that stops a run whose held-out loss no longer improves. Its memory of
+// the best loss is in every checkpoint.
+type EarlyStopping struct {
+	t        *Trainer
+	patience int
+	least    float64
+	best     float64
+	waited   int // evaluations since the best one
+}
+
+// NewEarlyStopping returns a part that stops the run of a trainer after so many evaluations in a row,
+// at least 1, that have not lowered the best held-out loss by more than least nats per token. Run
+// then returns an error that wraps [ErrStopped].
+//
+// [Trainer.Use] adds it to the trainer; an [Evaluate] callback makes the evaluations.
+func NewEarlyStopping(t *Trainer, patience int, least float64) (*EarlyStopping, error) {
+	switch {
+	case t.made() != nil:
+		return nil, fmt.Errorf("llm: NewEarlyStopping: %w", t.made())
+	case patience < 1:
+		return nil, fmt.Errorf("llm: NewEarlyStopping: the patience is %d, want at least 1", patience)
+	case !(least >= 0) || math.IsInf(least, 0):
+		return nil, fmt.Errorf("llm: NewEarlyStopping: the least improvement is %v, want a finite number "+
+			"of at least 0", least)
+	}
+	return &EarlyStopping{t: t, patience: patience, least: least, best: math.Inf(1)}, nil
+}
+
+// Name implements [Part].
+func (s *EarlyStopping) Name() string { return "early-stopping" }
+
+// Receive implements [EventReceiver].
+func (s *EarlyStopping) Receive(e Event) error {
+	if e.Kind != EvalEnd {
+		return nil
+	}
+	if e.ValLoss < s.best-s.least {
+		s.best, s.waited = e.ValLoss, 0
+		return nil
+	}
+
+	if s.waited++; s.waited < s.patience || e.Last {
+		return nil
+	}
+	return s.t.Stop(fmt.Sprintf("the held-out loss has not improved on %.4f in %d evaluations", s.best,
+		s.waited))
+}
+
+// A stoppingState is what a checkpoint contains of an EarlyStopping.
+type stoppingState struct {
+	Patience int             `json:"patience"`
+	Least    float64         `json:"least"`
+	Best     jsonfloat.Float `json:"best"`
+	Waited   int             `json:"waited"`
+}
+
+// Save implements [Part].
+func (s *EarlyStopping) Save(w *CheckpointWriter) error {
+	w.Value("state", stoppingState{s.patience, s.least, jsonfloat.Float(s.best), s.waited})
+	return nil
+}
+
+// Load implements [Part].
+func (s *EarlyStopping) Load(r *CheckpointReader) (install func(), err error) {
+	var saved stoppingState
+	if err := r.Value("state", &saved); err != nil {
+		return nil, err
+	}
+	if saved.Patience != s.patience || saved.Least != s.least {
+		r.Differs("it waits for %d evaluations without an improvement of more than %v here, and for %d "+
+			"and %v there", s.patience, s.least, saved.Patience, saved.Least)
+	}
+	return func() { s.best, s.waited = bestOf(saved.Best), saved.Waited }, nil
+}
+
+// bestOf returns the best loss that a checkpoint contains, which is infinite before the first
+// evaluation.
+func bestOf(saved jsonfloat.Float) float64 {
+	if math.IsNaN(float64(saved)) {
+		return math.Inf(1)
+	}
+	return float64(saved)
+}
+
+// A BestCheckpoint is a [Part] that saves a checkpoint whenever an evaluation has lowered the best
+// held-out loss, so that the file always holds the best step so far.
+type BestCheckpoint struct {
+	*checkpointer
+	best float64
+}
+
+// NewBestCheckpoint returns a part that keeps the best checkpoint of a trainer's runs in the file at
+// path. The options are those of [Checkpoint]; InBackground has no effect. Saving emits a Saved
+// event.
+//
+// [Trainer.Use] adds it to the trainer; an [Evaluate] callback makes the evaluations.
+func NewBestCheckpoint(t *Trainer, path string, opts ...CheckpointOption) (*BestCheckpoint, error) {
+	if err := t.made(); err != nil {
+		return nil, fmt.Errorf("llm: NewBestCheckpoint: %w", err)
+	}
+	c := &checkpointer{t: t, path: path, write: saveWhole}
+	for _, opt := range opts {
+		if opt == nil {
+			return nil, fmt.Errorf("llm: NewBestCheckpoint: an option is nil")
+		}
+		opt(c)
+	}
+	return &BestCheckpoint{checkpointer: c, best: math.Inf(1)}, nil
+}
+
+// Name implements [Part].
+func (b *BestCheckpoint) Name() string { return "best-checkpoint" }
+
+// Receive implements [EventReceiver].
+func (b *BestCheckpoint) Receive(e Event) error {
+	switch e.Kind {
+	case RunStart:
+		return b.begin()
+	case RunEnd:
+		return b.end()
+	case EvalEnd:
+		if e.ValLoss < b.best {
+			b.best = e.ValLoss // before saving: the checkpoint contains it
+			return b.save(e.Step)
+		}
+	}
+	return nil
+}
+
+// Save implements [Part].
+func (b *BestCheckpoint) Save(w *CheckpointWriter) error {
+	w.Value("loss", jsonfloat.Float(b.best))
+	return nil
+}
+
+// Load implements [Part].
+func (b *BestCheckpoint) Load(r *CheckpointReader) (install func(), err error) {
+	var best jsonfloat.Float
+	if err := r.Value("loss", &best); err != nil {
+		return nil, err
+	}
+	return func() { b.best = bestOf(best) }, nil
+}
