@@ -482,12 +482,3 @@ func TestHeuristicElsewhere(t *testing.T) {
 	h.MaxParameters = 40
 	require.Len(t, h.Decide([]state.Report{at(blueprints.Weight, 1, 9, 1, 4)}), 1)
 }
-
-// TestTogetherHandsOn wants a controller that wraps others to hand on every optional ability.
-func TestTogetherHandsOn(t *testing.T) {
-	a := NewAdapters(1 << 20)
-	both := Together(NewDepth(blueprints.Stack, 2), a)
-	both.(state.GradientListener).Heard(func(int, int) []float64 { return []float64{3} })
-	require.NotNil(t, a.heard)
-	require.Equal(t, []float64{3}, a.heard(0, 0))
-}
