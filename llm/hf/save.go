@@ -349,7 +349,7 @@ func (s *saving) shards(m *llm.Model) (shards [][]safetensors.Source, total int6
 	}
 
 	var size int64
-	for _, t := range layout(plain.Config(m.Config)) {
+	for _, t := range layout(m.Config.Plain()) {
 		source := s.source(t, m)
 		bytes := int64(tensor.Shape(t.shape).TotalSize()) * int64(source.DType.Size())
 		if n := len(shards); n == 0 || size+bytes > s.shard {
