@@ -927,7 +927,11 @@ func folder(t *testing.T, dir string) map[string][]byte {
 // TestOptimizerApart wants a checkpoint whose optimiser's moments are in a file of their own to go
 // on bit by bit. A model is had without that file, and the file goes with the checkpoint.
 func TestOptimizerApart(t *testing.T) {
-	for name, optimizer := range optimizers {
+	all := maps.Clone(optimizers)
+	all["adamw8bit"] = func() (optim.Optimizer, error) {
+		return optim.NewAdamW8bit(optim.WithLR(0.01), optim.WithMin8bitSize(40))
+	}
+	for name, optimizer := range all {
 		t.Run(name, func(t *testing.T) {
 			o := trainerOptions{config: tiny(), steps: 12, optimizer: optimizer}
 			straight := newTrainer(t, o)

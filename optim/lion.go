@@ -15,7 +15,9 @@ import (
 //	m ← β2·m + (1−β2)·g
 //
 // It keeps one moment, half of what [AdamW] keeps. Its updates are larger than AdamW's, so it needs a
-// learning rate that is 3 to 10 times smaller, and a weight decay that is larger by the same factor.
+// learning rate that is 3 to 10 times smaller, and a weight decay that is larger by the same factor. Since
+// any sign moves an element by the full distance, Lion suits large batches, whose gradients have little
+// noise.
 //
 // A gradient beyond a quarter of the largest number counts as that, so that m stays finite. (Chen et
 // al., "Symbolic Discovery of Optimization Algorithms", 2023.)

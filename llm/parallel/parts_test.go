@@ -153,6 +153,33 @@ func TestDamagedParts(t *testing.T) {
 	require.NoError(t, own.run(t, 0))
 }
 
+// TestDamagedPartsOfScales checks that parts whose moments do not have as many elements as their
+// parameters are refused if they contradict each other.
+func TestDamagedPartsOfScales(t *testing.T) {
+	s := setup{config: small(), steps: 2, accumulate: 2, parts: true, optimizer: adamW8bit}
+	s.save = filepath.Join(t.TempDir(), "run.safetensors")
+	require.NoError(t, s.run(t, 2))
+	second := filepath.Join(filepath.Dir(s.save), beside(t, s.save)[1])
+	sound, err := os.ReadFile(second)
+	require.NoError(t, err)
+
+	for want, content := range map[string][]byte{
+		"says that its moment has": s.edited(t, second, "/", "/x"),
+		"of shape":                 s.edited(t, second, "/", "/9"),
+		" elements of ":            s.edited(t, second, "", ""),
+	} {
+		require.NoError(t, os.WriteFile(second, content, 0o666))
+		own := s
+		own.resume, own.save, own.parts = s.save, "", false
+		require.ErrorContains(t, own.run(t, 0), want)
+	}
+
+	require.NoError(t, os.WriteFile(second, sound, 0o666))
+	own := s
+	own.resume, own.save = s.save, ""
+	require.NoError(t, own.run(t, 0))
+}
+
 // edited is a part whose tensors have other names; with no text, it lacks what is another's too.
 func (s setup) edited(t *testing.T, path, old, new string) []byte {
 	t.Helper()

@@ -4,19 +4,18 @@
 //   p ← (1 − lr·decay)·p − lr/(1−β1ᵗ) · m / (sqrt(v)/sqrt(1−β2ᵗ) + ε)
 //
 // (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019; the order of operations is
-// PyTorch's.) Parameters and moments are float32. A narrower copy of the parameter is written in
-// the same pass. The gradient is multiplied by the control block's multiplier, which clips it, on
-// its way.
+// PyTorch's.) Parameters and moments are float32. The same pass writes a narrower copy of the parameter,
+// and multiplies the gradient by the control block's multiplier, which clips it.
 //
-// A gradient beyond ±2⁶³ counts as ±2⁶³, the largest power of two whose square float32 holds with
-// room to spare. The second moment then stays finite and decays again. Without the bound a single
-// gradient of 10²⁰ could make it infinite for good, and the parameter would never move again.
+// The gradient is limited to ±2⁶³, the largest power of two whose square float32 holds with room to spare.
+// The second moment then stays finite and can decay. Without the limit a single gradient of 10²⁰ could
+// make it infinite for good, and the parameter would never move again.
 #include "optim.cuh"
 
 constexpr float kLargestGradient = 0x1p63f;
 
-// Counts the step and works out what follows from it for each tensor, in float64: 1 − β2ᵗ loses its digits otherwise.
-// Launch: a thread a tensor.
+// Counts the step and computes each tensor's constants, in float64 since 1 − β2ᵗ loses its digits otherwise.
+// Launch: a thread per tensor.
 extern "C" __global__ void __launch_bounds__(kThreads)
     adamw_begin(const Control* control, Update* updates, Tensor* tensors, int count) {
   int i = blockIdx.x * kThreads + threadIdx.x;
@@ -27,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 float(1 - t.beta1), float(t.beta2), float(1 - t.beta2)};
 }
 
-// Step is a tensor, and what a step has for its elements, whose gradient is one contribution or the sum of two.
+// Step is a tensor and its constants for a step. The gradient is one contribution or the sum of two.
 template <bool kTwo> struct Step {
   Tensor t;
   Update u;
@@ -36,7 +35,8 @@ template <bool kTwo> struct Step {
   __device__ __forceinline__ Step(const Control* control, const Update* updates, const Tensor* tensors, int tensor)
       : t(tensorOf(tensors, tensor)), u(updates[tensor]), multiplier(multiplierOf(control, t)), eps(control->eps) {}
 
-  // Which products are rounded before they are added is written out, so that a new compiler makes the same bits. Root and division are exact as they stand; __fsqrt_rn and __fdiv_rn cost adamw 0.7 %.
+  // Intrinsics say which products are rounded before they are added, so that every compiler makes the same bits. Root and
+  // division are correctly rounded already; __fsqrt_rn and __fdiv_rn cost adamw 0.7 %.
   __device__ __forceinline__ void update(float& p, float g, float& m, float& v) const {
     g = __fmul_rn(g, multiplier);
     if (fabsf(g) > kLargestGradient) g = copysignf(kLargestGradient, g);  // NaN stays
@@ -45,7 +45,7 @@ template <bool kTwo> struct Step {
     p = __fsub_rn(__fmul_rn(u.keep, p), __fmul_rn(u.rate, m) / (sqrtf(v) / u.root + eps));
   }
 
-  // An element of a ragged end.
+  // Updates an element of a ragged end.
   __device__ __forceinline__ void one(int64_t i) const {
     const float g = Contributions<kTwo>::one(t, i);
     update(t.param[i], g, t.moment(0)[i], t.moment(1)[i]);
@@ -87,8 +87,8 @@ __device__ __forceinline__ void updateRound(const Control* control, const Update
   }
 }
 
-// Launch: kRounds blocks a chunk, one for each of its rounds. Many small blocks, swept in order,
-// move more than fewer that go on for longer.
+// Launch: kRounds blocks per chunk, one for each of its rounds. Many small blocks, swept in order, move more
+// bytes per second than fewer blocks that run longer.
 extern "C" __global__ void __launch_bounds__(kThreads)
     adamw(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
   updateRound<false>(control, updates, tensors, chunks);

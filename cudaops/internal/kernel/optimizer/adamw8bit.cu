@@ -3,12 +3,12 @@
 //   m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
 //   p ← (1 − lr·decay)·p − lr/(1−β1ᵗ) · m / (sqrt(v)/sqrt(1−β2ᵗ) + ε)
 //
-// Arithmetic is that of adamw.cu. The moments are codes, which stand for numbers relative to the scale of their block of 256
-// elements, the largest magnitude in it. The parameter is updated by the new moments before they are rounded to codes.
+// The arithmetic is the same as in adamw.cu. The moments are codes for numbers relative to the scale of their block of 256
+// elements, its largest magnitude. The parameter is updated by the new moments before they are rounded to codes.
 // (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; codes and scales are those of bitsandbytes.)
 //
-// The moments of a tensor are the codes and the scales of m, and the codes and the scales of v. Where v is 0 and the gradient
-// is, m counts as 0: m/ε would be a step of any size.
+// The moments of a tensor are the codes and the scales of m, and the codes and the scales of v. If both v and the gradient are
+// 0, m counts as 0, since m/ε could be a step of any size.
 #include "optim.cuh"
 
 constexpr float kLargestGradient = 0x1p63f;
@@ -92,7 +92,7 @@ __device__ const float kUnsigned[kCodes] = {
     0x1.ec3334p-1f, 0x1.efccccp-1f, 0x1.f36668p-1f, 0x1.f7p-1f, 0x1.fa9998p-1f, 0x1.fe3334p-1f, 0x1p0f,
 };
 
-// Counts the step and works out what follows from it for each tensor, as adamw_begin does. Launch: a thread a tensor.
+// Counts the step and computes each tensor's constants, as adamw_begin does. Launch: a thread per tensor.
 extern "C" __global__ void __launch_bounds__(kThreads)
     adamw8bit_begin(const Control* control, Update* updates, Tensor* tensors, int count) {
   int i = blockIdx.x * kThreads + threadIdx.x;
@@ -103,9 +103,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 float(1 - t.beta1), float(t.beta2), float(1 - t.beta2)};
 }
 
-// Codebook is the numbers of one kind of codes, in shared memory, and the middles between them.
+// Codebook is the values of one kind of codes and the middles between them, in shared memory.
 struct Codebook {
-  float values[kCodes], middles[kCodes];  // the last middle is no number's
+  float values[kCodes], middles[kCodes];  // the last middle is infinite
 
   __device__ __forceinline__ void load(const float* from) {
     const int c = threadIdx.x;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void updateRound(const Control* control, const Update
   storeCodes(t.moment<uint8_t>(0), i, n, mCodes), storeCodes(t.moment<uint8_t>(2), i, n, vCodes);
 }
 
-// Launch: kRounds blocks a chunk, one for each of its rounds, as for AdamW.
+// Launch: kRounds blocks per chunk, one for each of its rounds, as for AdamW.
 extern "C" __global__ void __launch_bounds__(kThreads)
     adamw8bit(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
   updateRound<false>(control, updates, tensors, chunks);

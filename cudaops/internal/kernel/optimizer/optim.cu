@@ -2,21 +2,21 @@
 //
 //   norm = gradScale/S·sqrt(Σ g²),   multiplier = gradScale/S·min(1, maxNorm/(norm + 1e-6))
 //
-// Some gradients may be apart: they have a norm and a multiplier of their own, and are not in that of the others.
+// Gradients that are clipped apart have a norm and a multiplier of their own.
 //
-// A chunk's sum of squares is a float. Where that overflows although the gradients are finite, the
-// chunk has the negative root of the sum in its place, and the sum of all chunks is in double.
+// A chunk's sum of squares is a float. If it overflows although the gradients are finite, the negative root
+// of the sum takes its place. The sum over all chunks is a double.
 //
-// S is the loss scale. It is half as large after a step with a gradient that is not finite, but at
-// least 1. It is twice as large after 2000 steps without one. (Micikevicius et al., "Mixed
+// S is the loss scale. A step with a gradient that is not finite halves it, down to 1. 2000 steps without
+// such a gradient double it. (Micikevicius et al., "Mixed
 // Precision Training", 2018; the figures are those of PyTorch's GradScaler.) It is a power of two,
-// by which nothing is rounded.
+// so that scaling rounds nothing.
 //
-// Everything that differs from step to step is in device memory, so that a step can be replayed as a graph.
+// Everything that changes between steps is in device memory, so that a step can be replayed as a graph.
 #include "optim.cuh"
 
-// The root of the sum of a chunk's squares, formed from gradients that are scaled by the largest, so
-// that no square overflows. It is not finite if a gradient is not, or the root itself overflows.
+// Returns the root of a chunk's sum of squares. Gradients are divided by the largest one, so that no square
+// overflows. The root is not finite if a gradient is not, or if the root itself overflows.
 template <bool kTwo>
 __device__ __noinline__ float scaledNorm(const Tensor& t, int index) {
   float largest = 0, sum = 0;
@@ -76,7 +76,7 @@ __device__ LossScale after(LossScale s, bool skipped) {
   return {isinf(2 * s.scale) ? s.scale : 2 * s.scale, 0, s.skipped};
 }
 
-// The sum of a number of each of 1024 threads, at the first of them.
+// Returns the sum of a number of each of 1024 threads to the first thread.
 __device__ double sumOfBlock(double sum) {
   __shared__ double partial[kWarp];
 #pragma unroll
@@ -89,16 +89,16 @@ __device__ double sumOfBlock(double sum) {
   return sum;
 }
 
-// A chunk's sum of squares, which may be there as its negative root.
+// Returns a chunk's sum of squares, which may be stored as its negative root.
 __device__ double squareOf(float x) { return x < 0 ? double(x) * x : x; }
 
 __device__ double clipped(double maxNorm, double norm) {
   return maxNorm > 0 && norm == norm ? fmin(1.0, maxNorm / (norm + 1e-6)) : 1;  // NaN stays visible
 }
 
-// Fills in the control block's second part, and moves the loss scale on; scaling is null where S is 1 for good. apart says
-// of each of the squares whether it is of gradients apart; null where none is. Without squares the norm is 0. Of a step that is
-// skipped the norm is that of all. Launch: one block of 1024 threads.
+// Completes the control block and updates the loss scale. scaling is null if the loss is not scaled. apart has a flag for each
+// of the squares, set for gradients that are clipped apart, or is null if there are none. Without squares the norm is 0. If a
+// step is skipped, the norm is the sum of both norms. Launch: one block of 1024 threads.
 extern "C" __global__ void __launch_bounds__(1024)
     optim_control(Control* control, const float* squares, int count, LossScale* scaling, const unsigned char* apart) {
   double sum = 0, other = 0;

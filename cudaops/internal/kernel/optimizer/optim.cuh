@@ -1,32 +1,31 @@
-// How a launch goes over many tensors at once. The host lays out two tables in device memory: the
-// tensors, and the chunks that they are cut into. A chunk has at most kChunk elements, and a block
-// of its own.
+// A launch updates many tensors at once. The host lays out two tables in device memory: the tensors, and
+// the chunks into which they are divided. A chunk has at most kChunk elements.
 #pragma once
 #include "common.cuh"
 
 enum Storage { kF32, kF16, kBF16 };  // the host's driver.DType
 
-// Tensor is a parameter and what an optimiser keeps for it. Addresses are multiples of 16.
+// Tensor is a parameter, its gradient and its optimizer state. Addresses are multiples of 16.
 struct Tensor {
   float* param;
   void* copy;         // the parameter in a narrower type, or null
   const void* grad;
-  const void* other;  // another rank's contribution to the gradient, which is their sum; or null
-  void* moments[4];   // in the order in which the kernel of package optim declares them; null behind the last
-  void* direction;    // Muon: the normalised update before the iteration
-  const void* result; // and after it
+  const void* other;  // another rank's contribution, which is added to grad; or null
+  void* moments[4];   // in the order in which package optim declares them
+  void* direction;    // Muon: the normalized update before the iteration
+  const void* result; // and the update after it
   int64_t size;
   double lrScale, shapeScale, decay, beta1, beta2;
-  int64_t step;       // how many updates there were
+  int64_t step;       // number of updates so far
   int copyType, gradType, directionType;
   int firstChunk, chunks;
-  bool apart;         // whether its gradient is in the norm of those that are clipped apart
+  bool apart;         // whether the gradient is clipped apart from those of other tensors
 
   template <class T = float> __device__ __forceinline__ T* moment(int i) const { return static_cast<T*>(moments[i]); }
 };
 
-// tensorOf is a tensor of the table. Of addresses that come from memory the compiler has to be told
-// that they are of global memory. Accesses that could be to shared memory too cost AdamW 4 %.
+// tensorOf returns a tensor of the table. It tells the compiler that the addresses in it are of global
+// memory. Without this, accesses could be to shared memory too, which costs AdamW 4 %.
 __device__ __forceinline__ Tensor tensorOf(const Tensor* tensors, int i) {
   const Tensor t = tensors[i];
   __builtin_assume(__isGlobal(t.param)), __builtin_assume(__isGlobal(t.copy)), __builtin_assume(__isGlobal(t.grad));
@@ -37,24 +36,24 @@ __device__ __forceinline__ Tensor tensorOf(const Tensor* tensors, int i) {
   return t;
 }
 
-// LossScale is what the loss was multiplied by, so that float16 holds its gradients, and how that fared.
+// LossScale is the factor by which the loss was multiplied so that float16 can hold its gradients, and its history.
 struct LossScale {
   float scale;
-  int good;     // steps since the scale was last changed
-  int skipped;  // steps with a gradient that was not finite, which changed nothing
+  int good;     // steps since the last change of the scale
+  int skipped;  // steps skipped because of a gradient that was not finite
 };
 
-// Control is what one step has for all tensors. The host sets the first part, the kernels the second.
+// Control is the control block of a step. The host writes the first part, the kernels the second.
 struct Control {
   double lr, eps;
-  double maxNorm;      // of the gradients together, and of those apart; 0 for no clipping
-  double gradScale;    // what the gradients are multiplied by, besides 1/loss scale
+  double maxNorm;      // limit of the gradients' norm; 0 for no clipping
+  double gradScale;    // first factor of the gradients, besides 1/loss scale
 
-  bool skipped;        // whether this step changed nothing, as a gradient was NaN or infinite
+  bool skipped;        // whether a gradient was NaN or infinite, so that nothing changed
   float norm;          // of the scaled gradients, before clipping
-  float multiplier;    // gradScale / loss scale, and what clipping adds to it
+  float multiplier;    // gradScale / loss scale, times the factor of clipping
   LossScale next;      // for the next step
-  float apart;         // multiplier of gradients that are clipped apart
+  float apart;         // the same for gradients that are clipped apart
 };
 
 static_assert(sizeof(Tensor) == 160 && sizeof(Control) == 64, "the host lays them out so");
@@ -63,7 +62,7 @@ __device__ __forceinline__ float multiplierOf(const Control* control, const Tens
   return t.apart ? control->apart : control->multiplier;
 }
 
-// Update is what follows from a tensor's figures and the step's: p ← keep·p − rate·..., root = sqrt(1 − β2ᵗ).
+// Update is the constants of a tensor for a step: p ← keep·p − rate·..., root = sqrt(1 − β2ᵗ).
 struct Update {
   float keep, rate, root, gain1, beta2, gain2;
 };
@@ -75,7 +74,7 @@ struct Chunk {
 constexpr int kThreads = 256, kPerAccess = 4, kRounds = 16;
 constexpr int kChunk = kThreads * kPerAccess * kRounds;
 
-// Four consecutive numbers as they are stored: narrow ones in the first half.
+// Stored is four consecutive numbers as they are stored. Narrow numbers are in the first half.
 union Stored {
   Pack<float, 4> f32s;
   Pack<bf16, 4> bf16s;
@@ -89,7 +88,7 @@ __device__ __forceinline__ Stored loadStored(const void* p, int type, int64_t i)
   return s;
 }
 
-// widened waits for what was loaded: whoever loads more does so before.
+// widened waits for the loaded numbers. All loads should be issued before the first call.
 __device__ __forceinline__ Pack<float, 4> widened(const Stored& s, int type) {
   if (type == kF32) return s.f32s;
   Pack<float, 4> r;
@@ -106,7 +105,7 @@ __device__ __forceinline__ float loadOneAs(const void* p, int type, int64_t i) {
   return toFloat(static_cast<const f16*>(p)[i]);
 }
 
-// Contributions are those to four elements of a gradient as they are stored: one, or two whose sum it is, rounded to float32.
+// Contributions is four elements of a gradient as they are stored: one contribution, or two whose sum is rounded to float32.
 template <bool kTwo> struct Contributions {
   Stored own, other;
 
@@ -125,7 +124,7 @@ template <bool kTwo> struct Contributions {
     }
     return g;
   }
-  // One element.
+  // one returns a single element.
   __device__ __forceinline__ static float one(const Tensor& t, int64_t i) {
     const float g = loadOneAs(t.grad, t.gradType, i);
     return kTwo ? __fadd_rn(g, loadOneAs(t.other, t.gradType, i)) : g;
@@ -151,8 +150,8 @@ __device__ __forceinline__ void storeOneAs(void* p, int type, int64_t i, float v
   if (type == kF16) static_cast<f16*>(p)[i] = fromFloat<f16>(v);
 }
 
-// forChunk goes over a chunk. It has got = read(i) for U times four elements that belong to the
-// thread, then write(i, got). For each element of a ragged end it has one(i).
+// forChunk iterates over a chunk. It calls got = read(i) for U times four elements of the thread, and then
+// write(i, got). For each element of a ragged end it calls one(i).
 template <int U, class Read, class Write, class One>
 __device__ __forceinline__ void forChunk(int64_t size, int index, Read read, Write write, One one) {
   constexpr int step = kThreads * kPerAccess;
