@@ -30,8 +30,9 @@ import (
 // The graph is compiled once, into kernel launches over memory that is planned before anything
 // runs. Parameters (see [WithParams]) go up once and stay on the device. Other inputs go up before
 // every run, and results come back when [Machine.Value] asks for them. Where the device has memory
-// to spare, a graph that trains takes some of it to save time. It leaves a tenth free, beside what
-// AdamW will take for this machine. So make the optimiser of one machine before the next machine.
+// to spare, a graph that trains takes some of it to save time. It leaves a tenth free, besides
+// the moments of the optimizer that this machine will have (see [WithOptimizer]). Therefore call
+// SetOptimizer of one machine before making the next machine.
 // A node for which there is no kernel is computed on the host, between two copies, with one warning
 // that names it; [WithStrict] makes that an error.
 //

@@ -101,16 +101,17 @@ func setting(set func(*machineConfig)) MachineOption {
 	}
 }
 
-// WithRanks makes the machine one of several, at the ranks of a group, that train one model by the
-// sum of their gradients: see [Machine.Rank]. Each remembers the moments of its part of the
-// parameters and updates that: of what AdamW updates by elements, of what Muon updates by matrices.
-// The group's device is the machine's. What collectives do is captured with the update.
+// WithRanks makes the machine one of several, one for each rank of a group, that train a model by the
+// sum of their gradients: see [Machine.Rank]. Each rank has the moments of its part of the parameters
+// and updates this part. Matrices that an optimizer updates as a whole are not divided. The group's
+// device is the machine's. Collectives are captured with the update.
 //
-// A step is so many rounds of all ranks, 0 for any number. Of one that is one round by two ranks an
-// update of AdamW reads both contributions. Else there would be sums of them in memory.
+// A step consists of the given number of rounds of all ranks, or any number if rounds is 0. If a step
+// is one round of two ranks and no matrix is updated as a whole, the update reads both contributions to
+// a gradient. Otherwise the contributions are added up in memory.
 //
-// The bits of an update do not depend on the number of ranks, where all compute the graph in the
-// same ways. They do without tuning, or with the choices of one of them ([WithChoices]). Updates
+// The bits of an update do not depend on the number of ranks, provided that all ranks compute the graph
+// in the same ways. They do without tuning, or with the choices of one of them ([WithChoices]). Updates
 // are not tuned, since each rank updates something else.
 func WithRanks(group comm.Group, rounds int) MachineOption {
 	return func(c *machineConfig) error {
