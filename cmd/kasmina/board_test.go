@@ -124,7 +124,7 @@ func TestBoard(t *testing.T) {
 	_, err := kasmina(t, "board")
 	require.ErrorContains(t, err, "requires at least 1 arg(s)")
 	_, err = kasmina(t, "board", "--addr", "nowhere", finishedRun(t))
-	require.ErrorContains(t, err, "want an address")
+	require.ErrorContains(t, err, "missing port in address")
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
 	out := &lineThen{then: stop}
