@@ -1015,7 +1015,7 @@ func TestFrozenErrors(t *testing.T) {
 	}
 	g, _ := valueless(t, m, llm.ForLogits, Float32)
 	for want, params := range map[string]gorgonia.Nodes{"has no value": g.Params,
-		"is no input": {g.Logits}} {
+		"is not an input": {g.Logits}} {
 		require.ErrorContains(t, errOf(NewMachine(device, g.G,
 			WithFrozen(nil, params...))), want)
 	}
@@ -2204,7 +2204,7 @@ func TestOutOfMemory(t *testing.T) {
 		require.NoError(t, err)
 		bigger := newLifetime(t, newMuon)
 		err = l.machine.SetOptimizer(bigger.optimizer, 1)
-		wants(t, err, "SetOptimizer: allocating", "for Muon's directions",
+		wants(t, err, "SetOptimizer: allocating", "for the directions of Muon",
 			"asked for", "of 33.00 MiB free")
 		require.ErrorContains(t, errOf(l.machine.Update()), "no optimizer")
 		require.NoError(t,

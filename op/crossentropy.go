@@ -96,6 +96,7 @@ func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	}
 
 	b := &CrossEntropyGradOp{Forward: o}
+	b.Differentiates(o)
 	inputs := gorgonia.Nodes{in[0], in[1], output, grad}
 	opbase.Init(&b.Base, b, "CrossEntropyGrad", "", inputs, in[0].Dtype(), in[0].Shape(),
 		crossEntropyGrad[float32], crossEntropyGrad[float64])
