@@ -2,8 +2,10 @@ package llm_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -116,4 +118,68 @@ func ExampleModel_LoadBlueprint() {
 	// true true
 	// <nil>
 	// true
+}
+
+// A plateau is a part that stops a run whose training loss has not improved for some steps. A resumed
+// run continues to wait where the run before had got to.
+type plateau struct {
+	trainer *llm.Trainer
+	Best    float64
+	Waited  int
+}
+
+func (*plateau) Name() string { return "plateau" }
+
+func (p *plateau) Save(w *llm.CheckpointWriter) error {
+	w.Value("state", p)
+	return nil
+}
+
+func (p *plateau) Load(r *llm.CheckpointReader) (install func(), err error) {
+	saved := plateau{trainer: p.trainer}
+	return func() { *p = saved }, r.Value("state", &saved)
+}
+
+func (p *plateau) Receive(e llm.Event) error {
+	if e.Kind != llm.StepEnd {
+		return nil
+	}
+	if p.Waited++; e.Loss < p.Best {
+		p.Best, p.Waited = e.Loss, 0
+	}
+	if p.Waited == 10 {
+		return p.trainer.Stop("the loss has not improved for 10 steps")
+	}
+	return nil
+}
+
+// A part of a run has state of its own, which every checkpoint contains, and hooks into the run. This
+// one receives events.
+func ExamplePart() {
+	dir := must(os.MkdirTemp("", "part"))
+	defer os.RemoveAll(dir)
+	path := filepath.Join(dir, "digits.txt")
+	if err := os.WriteFile(path, []byte(strings.Repeat("0123456789", 100)), 0o666); err != nil {
+		log.Fatal(err)
+	}
+	corpus := must(data.Open(path))
+	tokens := must(data.Tokenize(context.Background(), corpus.Train, tokenizer.Bytes{}))
+	config := llm.Config{Vocab: 256, Dim: 8, Layers: 1, Heads: 1, Seq: 8}.Default()
+	model := must(llm.NewModel(config, tensor.Float32, 1))
+	loader := must(data.NewLoader(tokens, data.LoaderConfig{Batch: 1, Seq: config.Seq}))
+
+	// With a learning rate of 0 nothing improves for long.
+	trainer := must(llm.NewTrainer(model, loader, must(optim.NewAdamW()), llm.TrainConfig{Steps: 1000,
+		Batch: 1, Schedule: optim.Constant(0)}))
+	defer trainer.Close()
+	if err := trainer.Use(&plateau{trainer: trainer, Best: math.MaxFloat64}); err != nil {
+		log.Fatal(err)
+	}
+
+	err := trainer.Run(context.Background())
+	fmt.Println(errors.Is(err, llm.ErrStopped))
+	fmt.Println(err)
+	// Output:
+	// true
+	// llm: the run has been stopped: the loss has not improved for 10 steps
 }
