@@ -15,7 +15,7 @@ type Budget struct {
 	FLOPs  float64       `json:"flops,omitempty"` // as Config.FLOPs counts them
 }
 
-// Unlimited is the number of steps of a run that a budget alone ends.
+// unlimitedSteps is the number of steps of a run that a budget alone ends.
 const unlimitedSteps = math.MaxInt32
 
 // Check returns an error unless one field at most is above 0, all others 0.
@@ -51,7 +51,7 @@ func (b Budget) Plus(c Budget) Budget {
 	return Budget{b.Time + c.Time, b.Tokens + c.Tokens, b.FLOPs + c.FLOPs}
 }
 
-// shares is how finely a run tells its share of the budget, so that a record has few of them.
+// budgetShares is how finely a run tells its share of the budget, so that a record has few of them.
 const budgetShares = 1024
 
 // ShareOf returns how much of b has been spent, from 0 to 1, rounded down; of the zero Budget 0.

@@ -247,7 +247,7 @@ func ClaimFolder(dir string) (release func() error, err error) {
 	return release, nil
 }
 
-// SaveWhole writes a checkpoint of one file.
+// saveWhole writes a checkpoint of one file.
 func saveWhole(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
 	if err := safetensors.Save(path, tensors, metadata); err != nil {
 		return err
@@ -256,7 +256,7 @@ func saveWhole(path string, tensors []safetensors.Tensor, metadata map[string]st
 	return nil
 }
 
-// SaveApart writes a checkpoint of two files.
+// saveApart writes a checkpoint of two files.
 func saveApart(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
 	sizes := map[string]int{} // of all tensors, by name
 	for _, x := range tensors {

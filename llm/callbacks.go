@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// WriteFunc writes a checkpoint.
+// writeFunc writes a checkpoint.
 type writeFunc = func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
 
 // unlessStopped drops an error that only says that the run's context has ended. All callbacks have
@@ -35,7 +35,7 @@ func due(e Event, every int) bool {
 		e.Step%every == 0)
 }
 
-// refuse returns the callback of arguments that no run can use: it ends the run with an error
+// refusing returns the callback of arguments that no run can use: it ends the run with an error
 // before the first step.
 func refusing(format string, args ...any) Callback {
 	err := fmt.Errorf("llm: "+format, args...)
@@ -160,7 +160,7 @@ func promptTokens(tok tokenizer.Tokenizer, prompt string) []int {
 	return tok.Encode([]byte(prompt))
 }
 
-// sample returns the prompt and n tokens that follow it.
+// drawSample returns the prompt and n tokens that follow it.
 func drawSample(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int,
 	c sampler.Config) (string, error) {
 	s, err := sampler.New(c)

@@ -177,7 +177,7 @@ func (c Config) Default() Config {
 	return c
 }
 
-// MaxField is the most that a size in a configuration can be.
+// maxField is the most that a size in a configuration can be.
 const maxField = 1 << 24
 
 // Limits that keep what is derived from a configuration inside the range of int.

@@ -64,7 +64,7 @@ var (
 	ErrOverflow  = errors.New("the update overflowed")
 )
 
-// CPU is the engine on the CPU; NewCPU makes one. It is for one goroutine at a time.
+// cpuEngine is the engine on the CPU; NewCPU makes one. It is for one goroutine at a time.
 type cpuEngine struct {
 	Inference
 	optimizer optim.Optimizer
@@ -78,7 +78,7 @@ type cpuEngine struct {
 	took    time.Duration // all of them
 }
 
-// NewCPU returns the engine on the CPU for a graph of the model whose gradients are wanted. The
+// newCPUEngine returns the engine on the CPU for a graph of the model whose gradients are wanted. The
 // global gradient norm is clipped at the limit, 0 for none, and apart from it that of the seeds'
 // blueprints. Options are for its machine.
 func newCPUEngine(m *Model, g *Graph, o optim.Optimizer, limit float64,
@@ -107,7 +107,7 @@ func newCPUEngine(m *Model, g *Graph, o optim.Optimizer, limit float64,
 	return t, nil
 }
 
-// apart divides parameters into the model's own and those of seeds, without an empty group.
+// clipGroups divides parameters into the model's own and those of seeds, without an empty group.
 func clipGroups(all []gorgonia.ValueGrad) (groups []*autodiff.Clipper) {
 	for _, seeds := range []bool{false, true} {
 		var group []gorgonia.ValueGrad
@@ -248,7 +248,7 @@ func (t *cpuEngine) Close() error {
 	return errors.Join(t.train.Machine.Close(), t.Inference.Close())
 }
 
-// errZero is the error of an engine that nobody has made.
+// errZeroEngine is the error of an engine that nobody has made.
 var errZeroEngine = errors.New("llm: the engine is its zero value, want one that NewCPU returns")
 
 // CPUEngine returns a function that makes the engine of a trainer on the CPU, as a trainer does whose

@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Kind says what happened in a training run.
+// EventKind says what happened in a training run.
 type EventKind uint8
 
 // The events of a run. It begins with RunStart and ends with RunEnd, whether it succeeded or not.

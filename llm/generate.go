@@ -36,7 +36,7 @@ func NewGenerator(m *Model) (*Generator, error) {
 	return &Generator{m.Config, func() (logitsFunc, error) { return i.beside(m) }, i.Close}, nil
 }
 
-// Logits returns the logits for what follows some tokens, as the Decoder of an engine does.
+// logitsFunc returns the logits for what follows some tokens, as the Decoder of an engine does.
 type logitsFunc = func(ctx context.Context, tokens []int) (any, error)
 
 // beside returns a decoder whose every call is a turn of its own, with the parameters that the
@@ -60,7 +60,7 @@ func (i *Inference) beside(m *Model) (logitsFunc, error) {
 	}, nil
 }
 
-// names returns those of all parameters.
+// paramNames returns those of all parameters.
 func paramNames(m *Model) []string {
 	names := make([]string, len(m.Params))
 	for i, p := range m.Params {
@@ -69,7 +69,7 @@ func paramNames(m *Model) []string {
 	return names
 }
 
-// Draw returns a generator for a configuration whose logits are those of a decoder, which is asked
+// GeneratorOf returns a generator for a configuration whose logits are those of a decoder, which is asked
 // for once for each text.
 func GeneratorOf(c Config, decoder func() (logitsFunc, error)) *Generator {
 	return &Generator{config: c, decoder: decoder}

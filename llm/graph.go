@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Kind says what a graph computes.
+// GraphKind says what a graph computes.
 type GraphKind uint8
 
 // The kinds of graph.
@@ -71,18 +71,18 @@ func (g *Graph) Frozen() (frozen gorgonia.Nodes) {
 	return frozen
 }
 
-// Option changes how a graph is built.
+// GraphOption changes how a graph is built.
 type GraphOption func(*graphBuilder)
 
 // WithRecompute makes the backward pass of a ForTraining graph compute each block again from its
 // input instead of keeping what is inside. That takes less memory, for about a third more work.
 func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = true } }
 
-// WithLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those
+// withLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those
 // of their mean loss.
 func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares = n } }
 
-// WithGradients has the gradients of the named parameters alone, whether they learn or not: for who
+// withGradients has the gradients of the named parameters alone, whether they learn or not: for who
 // wants to know them, and makes no update.
 func withGradients(params ...string) GraphOption {
 	return func(b *graphBuilder) { b.wanted = params }
@@ -91,7 +91,7 @@ func withGradients(params ...string) GraphOption {
 // WithAllPositions gives a ForLogits graph the logits of all positions instead of one of each sequence.
 func WithAllPositions() GraphOption { return func(b *graphBuilder) { b.everywhere = true } }
 
-// Build builds a model's computation on batches of the given number of sequences. ForTraining it
+// BuildGraph builds a model's computation on batches of the given number of sequences. ForTraining it
 // includes the gradients of all parameters.
 func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*Graph, error) {
 	if batch < 1 || batch > maxField {
@@ -114,7 +114,7 @@ func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*
 	return g, nil
 }
 
-// Model is what a graph is of. All graphs of a model share its parameters' memory.
+// ModelParts is what a graph is of. All graphs of a model share its parameters' memory.
 type ModelParts struct {
 	Config  Config
 	Params  []Param
@@ -169,7 +169,7 @@ func (b *graphBuilder) addParams() error {
 	return nil
 }
 
-// NewParam returns a tensor of the numbers that next gives, of zeros if next is nil.
+// newParamValue returns a tensor of the numbers that next gives, of zeros if next is nil.
 func newParamValue(dt tensor.Dtype, shape []int, next func() float64) *tensor.Dense {
 	n := tensor.Shape(shape).TotalSize()
 	if dt == tensor.Float32 {

@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Attached is a seed of a chunk that works with a kind which is a graph. Graphs of a model have those
+// attachedSeed is a seed of a chunk that works with a kind which is a graph. Graphs of a model have those
 // that there are when they are built, each with the weights of its slot.
 type attachedSeed struct {
 	Layer, Seed int
@@ -21,7 +21,7 @@ type attachedSeed struct {
 	Slot        uint16
 }
 
-// AttachedTo returns those of a network.
+// attachedTo returns those of a network.
 func attachedTo(n *state.Network) (all []attachedSeed) {
 	var pass state.Pass
 	for layer, l := range n.Lattices() {

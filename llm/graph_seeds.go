@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// seeds are those of a graph that have something planted at a weight or in the stream, and those of
+// graphSeeds are those of a graph that have something planted at a weight or in the stream, and those of
 // chunks whose blueprints are graphs. What is not planted is not in the graph.
 type graphSeeds struct {
 	controls *gorgonia.Node // [len(rows), graft.Controls]; nil where there are none
@@ -31,7 +31,7 @@ type graphSeeds struct {
 	sizes   []int            // elements of these
 }
 
-// Figures are what a step has measured of a blueprint at a weight or in the stream. Gradient is -1,
+// SeedFigures are what a step has measured of a blueprint at a weight or in the stream. Gradient is -1,
 // and so is the variance of Health, where it is not finite.
 type SeedFigures struct {
 	Planted
@@ -138,7 +138,7 @@ func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all
 	return all, err
 }
 
-// row is the seed that a row of the controls is for.
+// graphRow is the seed that a row of the controls is for.
 type graphRow struct {
 	*state.Lattice
 	seed int

@@ -7,12 +7,12 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// horizon is how far the law of a curve is followed, in shares of the curve's end. Runs are early in
+// depthHorizon is how far the law of a curve is followed, in shares of the curve's end. Runs are early in
 // their lives when they grow, and their losses fall more and more slowly. Laws that were followed
 // half as much again told losses that no model came to, and good growths were taken back.
 const depthHorizon = 1.15
 
-// Depth returns what is known of a seed in depth that is being evaluated. It is the loss of the run
+// depthScore returns what is known of a seed in depth that is being evaluated. It is the loss of the run
 // now, and the one that it would have soon behind the growth if the model had not grown.
 // [curve.Fit] tells the latter from the curve before. Where the curve follows no law yet it is the
 // last loss before: then a growth has to show that it does no harm. ok is false where there is no

@@ -9,17 +9,17 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// Batches is how many batches a model is listened to over, and Rank how many directions of a
+// listenBatches is how many batches a model is listened to over, and Rank how many directions of a
 // weight's gradient are found.
 const listenBatches, listenRank = 8, 32
 
-// Model is what a model's weights ask for, by name, of those that seeds sit on.
+// heardModel is what a model's weights ask for, by name, of those that seeds sit on.
 type heardModel struct {
 	config Config
 	by     map[string]heardGradient
 }
 
-// Weights names the weights that seeds sit on, each once.
+// listenedWeights names the weights that seeds sit on, each once.
 func listenedWeights(c Config) (names []string) {
 	seen := map[string]bool{}
 	for _, s := range c.Weights {
@@ -31,7 +31,7 @@ func listenedWeights(c Config) (names []string) {
 	return names
 }
 
-// To listens to a model over the next batches of a loader, which stands where it stood afterwards.
+// listenTo listens to a model over the next batches of a loader, which stands where it stood afterwards.
 // The engine is for the gradients of the Weights, and is closed.
 func listenTo(c Config, e Engine, loader *data.Loader) (m heardModel, err error) {
 	from := loader.State()
@@ -61,7 +61,7 @@ func listenTo(c Config, e Engine, loader *data.Loader) (m heardModel, err error)
 	return m, nil
 }
 
-// sum adds up the gradients of some parameters over the next batches.
+// sumGradients adds up the gradients of some parameters over the next batches.
 func sumGradients(l Listener, loader *data.Loader, names []string) ([][]float32, error) {
 	sums := make([][]float32, len(names))
 	for range listenBatches {

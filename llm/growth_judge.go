@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Judge measures a model by its seeds.
+// seedJudge measures a model by its seeds.
 type seedJudge struct {
 	Seeds *state.Network
 	Text  *data.Evaluation
@@ -24,7 +24,7 @@ type seedJudge struct {
 	Without []float64
 }
 
-// Verdict is what the seeds on trial cause.
+// trialVerdict is what the seeds on trial cause.
 type trialVerdict struct {
 	// by how much the model's mean loss is above that of its twin, in nats a token
 	Harm float64
@@ -127,7 +127,7 @@ func (j seedJudge) compare(m *state.SeedMetrics, l *state.Lattice, with []float6
 	return nil
 }
 
-// score sets what a comparison of losses, batch by batch, says of a seed.
+// scoreSeed sets what a comparison of losses, batch by batch, says of a seed.
 func scoreSeed(m *state.SeedMetrics, with, without []float64) {
 	m.Compared = true
 	m.Performance, m.Errors = meanPerformance(with, without)
@@ -153,11 +153,11 @@ func (j seedJudge) Losses() (losses []float64, err error) {
 	return losses, nil
 }
 
-// worst is the loss from which on a performance is no more told from another. A lattice takes none
+// worstLoss is the loss from which on a performance is no more told from another. A lattice takes none
 // below -worst, and a model that has come to this has diverged.
 const worstLoss = 65504
 
-// mean returns minus the mean of those losses that are finite here and in others. It is minus the
+// meanPerformance returns minus the mean of those losses that are finite here and in others. It is minus the
 // worst if that is worse or there are none. The second result is how many are not finite here.
 func meanPerformance(losses, others []float64) (performance float64, bad int) {
 	n := 0

@@ -7,18 +7,18 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// Heard is what the gradient of a weight asks for.
+// heardGradient is what the gradient of a weight asks for.
 type heardGradient struct {
 	Norm       float64     // sqrt(Σ g²/n) over its n numbers
 	Sigma      []float64   // the largest singular values, in order
 	Directions [][]float32 // of each the right singular vector, of length 1
 }
 
-// more is how many directions are followed beyond those that are wanted, and turns how often all are
+// extraDirections is how many directions are followed beyond those that are wanted, and turns how often all are
 // multiplied by Gᵀ·G. The more of both, the nearer they are to the singular vectors.
 const extraDirections, listenTurns = 8, 2
 
-// Hear returns what a gradient of out×in numbers asks for, in up to rank directions. The same
+// hearGradient returns what a gradient of out×in numbers asks for, in up to rank directions. The same
 // gradient gives the same bits. (Halko, Martinsson and Tropp, "Finding Structure with Randomness",
 // 2011.)
 func hearGradient(gradient []float32, out, in, rank int) (h heardGradient) {
@@ -102,7 +102,7 @@ func dot(a, b []float64) (sum float64) {
 	return sum
 }
 
-// products returns yᵀ·y for the n columns of y.
+// rowProducts returns yᵀ·y for the n columns of y.
 func rowProducts(y []float32, rows, n int) []float64 {
 	p := make([]float64, n*n)
 	for i := range rows {
@@ -148,7 +148,7 @@ func eigen(a []float64, n int) (values, vectors []float64) {
 	return values, vectors
 }
 
-// rotate makes a[p][q] zero by a rotation of rows and columns p and q, and turns v with it.
+// rotateJacobi makes a[p][q] zero by a rotation of rows and columns p and q, and turns v with it.
 func rotateJacobi(a, v []float64, n, p, q int) {
 	if a[p*n+q] == 0 {
 		return

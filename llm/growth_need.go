@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Needs returns, for each seed at a weight or in the stream, the root mean square of the gradients
+// needsOf returns, for each seed at a weight or in the stream, the root mean square of the gradients
 // of the parameters it grows on:
 //
 //	sqrt(Σ g²/n)
@@ -58,7 +58,7 @@ func growsOn(c Config, site blueprints.Site, seed int) func(param string) bool {
 	return func(string) bool { return false }
 }
 
-// Measure leaves in a lattice what its dormant seeds need. Those that have something planted are
+// measureNeeds leaves in a lattice what its dormant seeds need. Those that have something planted are
 // measured themselves.
 func measureNeeds(l *state.Lattice, needs []float64) error {
 	var pass state.Pass

@@ -7,7 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Sense has a lattice of weights or of the stream take in what has been measured of its blueprints.
+// senseSite has a lattice of weights or of the stream take in what has been measured of its blueprints.
 // The model has so many features. pass is room for what it asks.
 func senseSite(l *state.Lattice, pass *state.Pass, all []SeedFigures, features int) error {
 	bySeed, site := map[int]SeedFigures{}, l.Site()
@@ -53,7 +53,7 @@ func healthOf(f [graft.Figures]float64, features int) state.HealthSample {
 		Mean: h.Mean, Variance: h.Variance}}
 }
 
-// Awake reports whether a seed is not dormant.
+// anyAwake reports whether a seed is not dormant.
 func anyAwake(seeds *state.Network) bool {
 	for _, r := range seeds.Report() {
 		for _, s := range r.Seeds {

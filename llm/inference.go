@@ -24,7 +24,7 @@ type Inference struct {
 	decoding *Decoding
 }
 
-// Of returns an inference of a model whose values only the machines know that make makes. Close
+// InferenceOf returns an inference of a model whose values only the machines know that make makes. Close
 // closes these, and then owner does what is left.
 func InferenceOf(c Config, make func(*Graph) (Machine, error),
 	owner func() error) *Inference {

@@ -37,7 +37,7 @@ type Model struct {
 	shape    uint64        // how often the blocks have become others, on which graphs depend
 }
 
-// New returns a model with fresh parameters of type dt, float32 or float64. They are normal with
+// NewModel returns a model with fresh parameters of type dt, float32 or float64. They are normal with
 // deviation 0.02, those that write to the residual stream divided by sqrt(2·Layers) (Radford et
 // al., "Language Models are Unsupervised Multitask Learners", 2019). Norms are 1 or, with
 // NormPlusOne, 0, biases are 0, and Kasmina slots are at the Residual kind's identity. The same
@@ -51,7 +51,7 @@ func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 	}, lattice...)
 }
 
-// NewFrom returns a model whose parameters fill writes: those of weights that others have
+// NewModelFrom returns a model whose parameters fill writes: those of weights that others have
 // trained. It is called once for each parameter, from several goroutines at once. What it leaves as
 // it is stays at its start, which is 0 for matrices, 1 for norms, and the identity for Kasmina
 // layers. Its first error ends the filling.
@@ -84,7 +84,7 @@ func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 	return m, nil
 }
 
-// newModel returns a model whose i-th parameter has the numbers that start gives one after the
+// buildModel returns a model whose i-th parameter has the numbers that start gives one after the
 // other; zeros if start is nil.
 func buildModel(c Config, dt tensor.Dtype, start func(i int, p ParamSpec) func() float64,
 	lattice ...state.Option) (*Model, error) {
@@ -179,7 +179,7 @@ func (m *Model) NumSeeds() int {
 	return m.Kasmina.Seeds()
 }
 
-// ErrZero is the error of a model that nobody has made.
+// errZeroModel is the error of a model that nobody has made.
 var errZeroModel = errors.New("the model is nil or its zero value: NewModel and LoadModel make one")
 
 // Graph builds the model's computation on batches of the given number of sequences. For

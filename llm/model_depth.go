@@ -1,6 +1,6 @@
 package llm
 
-// Become gives a model, if it is not nil, another configuration and its parameters.
+// become gives a model, if it is not nil, another configuration and its parameters.
 func become(m *Model, c Config, params []Param) {
 	if m == nil {
 		return

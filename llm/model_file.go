@@ -31,13 +31,13 @@ func (m *Model) Save(path string) error {
 	return safetensors.Save(path, tensors, metadata)
 }
 
-// Finite reports whether no number in a slice of them is NaN or infinite.
+// isFinite reports whether no number in a slice of them is NaN or infinite.
 func isFinite(data any) bool {
 	at, _ := modelfile.FirstNonFinite(data)
 	return at < 0
 }
 
-// Tensors returns the model's parameters and lattices, sharing their memory, and its configuration.
+// tensorsOf returns the model's parameters and lattices, sharing their memory, and its configuration.
 func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 	if err := checkMade(m); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
@@ -75,7 +75,7 @@ func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 	return tensors, map[string]string{"format": "pt", modelfile.ConfigKey: string(config)}, nil
 }
 
-// FileShape is what a file of a model with parameters of a type holds.
+// fileShapeOf is what a file of a model with parameters of a type holds.
 func fileShapeOf(c Config, dt tensor.Dtype) modelfile.Shape {
 	s := modelfile.Shape{Dtype: dt, Params: c.Parameters()}
 	for _, block := range c.Origin().Kasmina {
@@ -89,7 +89,7 @@ func fileShapeOf(c Config, dt tensor.Dtype) modelfile.Shape {
 	return s
 }
 
-// ConfigIn returns the configuration in a file.
+// configIn returns the configuration in a file.
 func configIn(f *modelfile.File) (Config, error) {
 	var c Config
 	text, ok := f.Metadata[modelfile.ConfigKey]
@@ -114,7 +114,7 @@ func configIn(f *modelfile.File) (Config, error) {
 	return c, nil
 }
 
-// Load reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included. What
+// LoadModel reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included. What
 // they were made with (gates, telemetry, history) is in the file too. A damaged file is an error
 // that says where. So is one with a parameter that is not finite (ErrDiverged) or with
 // tensors that such a model does not have (ErrArchitecture). Whatever the file says,
@@ -183,7 +183,7 @@ func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func
 	return install, nil
 }
 
-// ParamsIn reads the parameters of a configuration, under a prefix.
+// paramsIn reads the parameters of a configuration, under a prefix.
 func paramsIn(ctx context.Context, m *Model, f *modelfile.File, c Config,
 	prefix string) ([]Param, error) {
 	var params []Param
@@ -197,7 +197,7 @@ func paramsIn(ctx context.Context, m *Model, f *modelfile.File, c Config,
 	return params, nil
 }
 
-// ContentsIn reads the parameters and lattices of a file of a configuration, and returns what makes
+// contentsIn reads the parameters and lattices of a file of a configuration, and returns what makes
 // them m's. Where the blocks are those that m has, its parameters stay where they are.
 func contentsIn(ctx context.Context, m *Model, f *modelfile.File,
 	c Config) (read []Param, load func(),
@@ -223,7 +223,7 @@ func contentsIn(ctx context.Context, m *Model, f *modelfile.File,
 	}, nil
 }
 
-// CopyNumbers copies the numbers of a tensor to one of the same type and size, if none is nil.
+// copyNumbers copies the numbers of a tensor to one of the same type and size, if none is nil.
 func copyNumbers(to, from *tensor.Dense) {
 	if to == nil || from == nil || to.Dtype() != from.Dtype() {
 		return

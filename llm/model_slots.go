@@ -77,7 +77,7 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	return nil
 }
 
-// Slots are the parameters behind the slots of a model's Kasmina layers, wherever they are at the
+// slotStore are the parameters behind the slots of a model's Kasmina layers, wherever they are at the
 // moment. Of a model that nobody has made there are none, and what asks for them gets [ErrZero].
 type slotStore struct{ Model *Model }
 

@@ -6,7 +6,7 @@ import (
 	"sync"
 )
 
-// Mirror is where the parameters of a model are while somebody trains it, such as on a GPU.
+// paramMirror is where the parameters of a model are while somebody trains it, such as on a GPU.
 type paramMirror interface {
 	// Pull makes parameters on the host, those of the given names or all, what they are there.
 	Pull(params ...string) error
@@ -16,16 +16,16 @@ type paramMirror interface {
 	Forget(param string, from, to int) error
 }
 
-// Holder is who has the parameters of a model: a trainer.
+// paramHolder is who has the parameters of a model: a trainer.
 type paramHolder interface {
 	Mirror() paramMirror // where they are; nil if on the host alone
 	Spoiled() error      // why no save is possible; nil if one is
 }
 
-// ErrNoContext is the error of a context that is nil.
+// errNoContext is the error of a context that is nil.
 var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
-// Made returns an error for a model that nobody has made. It needs no turn, since a model never gets
+// checkMade returns an error for a model that nobody has made. It needs no turn, since a model never gets
 // other lattices.
 func checkMade(m *Model) error {
 	if m == nil || m.Kasmina == nil {
@@ -49,7 +49,7 @@ func orZero(m *Model) *Model {
 	return m
 }
 
-// Take waits for a turn, for what changes no seeds.
+// take waits for a turn, for what changes no seeds.
 func take(m *Model) (done func()) {
 	m = orZero(m)
 	m.turn.Lock()
@@ -74,7 +74,7 @@ func (m *Model) Current() (done func(), err error) {
 	return done, nil
 }
 
-// settle is what Current does in its turn.
+// settleParams is what Current does in its turn.
 func settleParams(m *Model) error {
 	if err := pull(m); err != nil {
 		return err
@@ -85,7 +85,7 @@ func settleParams(m *Model) error {
 	return nil
 }
 
-// TakeToChange waits for a turn in which seeds change. Listeners hear of it when it is over.
+// takeToChange waits for a turn in which seeds change. Listeners hear of it when it is over.
 func takeToChange(m *Model) (done func()) {
 	m = orZero(m)
 	tell := m.Kasmina.HoldEvents()
@@ -98,20 +98,20 @@ func takeToChange(m *Model) (done func()) {
 
 // The following are called in the model's turn.
 
-// Hold makes h the one who has the parameters; nil if they are on the host alone.
+// hold makes h the one who has the parameters; nil if they are on the host alone.
 func hold(m *Model, h paramHolder) { orZero(m).holder = h }
 
-// HolderOf is who has the parameters.
+// holderOf is who has the parameters.
 func holderOf(m *Model) paramHolder { return orZero(m).holder }
 
-// Join counts a trainer of the model, to which the lattices' commands are open from now on.
+// join counts a trainer of the model, to which the lattices' commands are open from now on.
 func join(m *Model) {
 	m = orZero(m)
 	m.trainers++
 	m.Kasmina.Open()
 }
 
-// Leave is the opposite of Join. With the last trainer gone, commands that wait are refused.
+// leave is the opposite of Join. With the last trainer gone, commands that wait are refused.
 func leave(m *Model) {
 	m = orZero(m)
 	if m.trainers--; m.trainers == 0 {
@@ -119,28 +119,28 @@ func leave(m *Model) {
 	}
 }
 
-// Trainers is how many trainers of the model are open.
+// trainersOf is how many trainers of the model are open.
 func trainersOf(m *Model) int { return orZero(m).trainers }
 
-// StartRun counts a run of a trainer of the model.
+// startRun counts a run of a trainer of the model.
 func startRun(m *Model) { orZero(m).runs++ }
 
-// EndRun is the opposite of StartRun.
+// endRun is the opposite of StartRun.
 func endRun(m *Model) { orZero(m).runs-- }
 
-// Runs returns the number of runs of the model's trainers that go on.
+// runsOf returns the number of runs of the model's trainers that go on.
 func runsOf(m *Model) int { return orZero(m).runs }
 
-// Changed notes that parameters have changed.
+// changed notes that parameters have changed.
 func changed(m *Model) { orZero(m).changes.Add(1) }
 
-// Changes is how often parameters have changed. It needs no turn.
+// changesOf is how often parameters have changed. It needs no turn.
 func changesOf(m *Model) uint64 { return orZero(m).changes.Load() }
 
-// Shape is how often the blocks have become others.
+// shapeOf is how often the blocks have become others.
 func shapeOf(m *Model) uint64 { return orZero(m).shape }
 
-// Pull makes parameters on the host, those of the given names or all, what they are where somebody
+// pull makes parameters on the host, those of the given names or all, what they are where somebody
 // has them.
 func pull(m *Model, params ...string) error {
 	if to := mirrorOf(m); to != nil {
@@ -149,7 +149,7 @@ func pull(m *Model, params ...string) error {
 	return nil
 }
 
-// mirror is where the parameters are, nil if on the host alone.
+// mirrorOf is where the parameters are, nil if on the host alone.
 func mirrorOf(m *Model) paramMirror {
 	if m == nil || m.holder == nil {
 		return nil

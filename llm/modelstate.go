@@ -16,7 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Model is a model, and what an optimiser remembers of it.
+// modelState is a model, and what an optimiser remembers of it.
 type modelState struct {
 	Config  Config
 	Params  []Param
@@ -47,7 +47,7 @@ func (m modelState) copies() []Param {
 	return params
 }
 
-// clone returns a tensor in memory of its own.
+// cloneTensor returns a tensor in memory of its own.
 func cloneTensor(v *tensor.Dense) *tensor.Dense {
 	var numbers any
 	switch x := v.Data().(type) {
@@ -146,7 +146,7 @@ func (m modelState) MomentsHere() []optim.Tensor {
 	})
 }
 
-// same is the source of parameters that keep their names.
+// sameName is the source of parameters that keep their names.
 func sameName(name string) string { return name }
 
 // Grow returns the model with a growth of its stack of blocks. Those parameters of a new block that
@@ -220,7 +220,7 @@ func (m modelState) Back(before modelState, c Config) modelState {
 	return back
 }
 
-// own is the parameters of a blueprint.
+// plantedSeed is the parameters of a blueprint.
 type plantedSeed struct {
 	Planted
 	kind   blueprints.Kind
@@ -259,7 +259,7 @@ func (m modelState) replace(values map[string]*tensor.Dense, names []string) mod
 	return m
 }
 
-// ValueGrads are the parameters that learn, as an optimiser declares them.
+// valueGradsOf are the parameters that learn, as an optimiser declares them.
 func valueGradsOf(c Config, params []Param) (all []gorgonia.ValueGrad) {
 	g := gorgonia.NewGraph()
 	for _, p := range params {

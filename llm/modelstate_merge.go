@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/op/graft"
 )
 
-// Merge returns the models in which what the blueprints of some seeds of now have become is a part.
+// mergeSeeds returns the models in which what the blueprints of some seeds of now have become is a part.
 // The blueprints are gone. now itself comes first, and then what it was at some times before. At a
 // weight that is the sum of both, with the bits that the CPU computes with. In the stream it is a
 // block of the configuration, which is the identity but for what the blueprint does.
@@ -164,7 +164,7 @@ func (m modelState) block(o plantedSeed, step int) (modelState, error) {
 	return grown, nil
 }
 
-// pad writes a smaller tensor over the first rows of a larger one, or over its first columns: then
+// padTensor writes a smaller tensor over the first rows of a larger one, or over its first columns: then
 // the others become 0.
 func padTensor(to, from *tensor.Dense) error {
 	if from == nil || to == nil || len(from.Shape()) != len(to.Shape()) {

@@ -22,7 +22,7 @@ func (c Config) Parameters() iter.Seq2[string, []int] {
 	}
 }
 
-// Spec describes a parameter: its values start normal around start.
+// ParamSpec describes a parameter: its values start normal around start.
 type ParamSpec struct {
 	Name             string
 	Shape            []int
@@ -71,7 +71,7 @@ func (c Config) Specs() iter.Seq[ParamSpec] {
 	}
 }
 
-// inner is the deviation of weights that do not write to the residual stream.
+// innerDeviation is the deviation of weights that do not write to the residual stream.
 const innerDeviation = 0.02
 
 // norm is what norms start at.
@@ -130,7 +130,7 @@ const (
 	kasminaScales  = "kasmina.scales"
 )
 
-// BlockPrefix begins the names of the parameters of block i.
+// blockPrefix begins the names of the parameters of block i.
 func blockPrefix(i int) string { return fmt.Sprintf("%s%d.", blocksPrefix, i) }
 
 // FLOPs returns the floating-point operations of training on a token, forward and backward. They

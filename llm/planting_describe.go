@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Describe says what has become of blueprints at weights and in the stream. siteOf is that of a
+// describePlanting says what has become of blueprints at weights and in the stream. siteOf is that of a
 // seed's lattice.
 func describePlanting(planted []Planted, gone, merged []state.Address,
 	siteOf func(state.Address) blueprints.Site) string {

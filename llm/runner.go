@@ -116,7 +116,7 @@ func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
 	return v.Data(), nil
 }
 
-// OnCPU returns a graph on a machine that keeps the outputs, and what no other node needs.
+// runnerOnCPU returns a graph on a machine that keeps the outputs, and what no other node needs.
 func runnerOnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
 	if g == nil || g.G == nil {
 		return Runner{}, errNoGraph

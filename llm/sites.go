@@ -52,7 +52,7 @@ type Planted struct {
 // seedsPrefix begins the names of the parameters of all blueprints at weights and in the stream.
 const seedsPrefix = "kasmina."
 
-// OfSeeds reports whether a parameter is a blueprint's, on a chunk, at a weight or in the stream, and
+// IsSeedParam reports whether a parameter is a blueprint's, on a chunk, at a weight or in the stream, and
 // not the model's own.
 func IsSeedParam(param string) bool {
 	return strings.HasPrefix(param, seedsPrefix) || strings.HasSuffix(param, "."+kasminaWeights) ||
@@ -64,7 +64,7 @@ func (c Config) Learns(param string) bool {
 	return !c.Frozen || strings.HasPrefix(param, seedsPrefix)
 }
 
-// SeedPrefix begins the names of a blueprint's parameters, wherever its place moves.
+// seedPrefix begins the names of a blueprint's parameters, wherever its place moves.
 func seedPrefix(site blueprints.Site, seed int) string {
 	return fmt.Sprintf("%s%v.%d.", seedsPrefix, site, seed)
 }
@@ -301,7 +301,7 @@ func (c Config) checkSites() error {
 	return nil
 }
 
-// ComparePlanted is the order of Planted.
+// comparePlanted is the order of Planted.
 func comparePlanted(a, b Planted) int {
 	return cmp.Or(cmp.Compare(a.Site, b.Site), cmp.Compare(a.Seed, b.Seed))
 }
@@ -396,7 +396,7 @@ func (c Config) unmoved(order []int) Config {
 	return c
 }
 
-// IsSeedParam reports whether a parameter is a blueprint's own, at a weight or in the stream.
+// isSeedParam reports whether a parameter is a blueprint's own, at a weight or in the stream.
 func isSeedParam(name string) bool {
 	return strings.HasPrefix(name, "kasmina.")
 }

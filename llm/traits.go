@@ -189,7 +189,7 @@ func (c Config) blocks() []Block {
 	return all
 }
 
-// pattern returns the shortest Blocks that mean the given ones, so that equal models have equal
+// blockPattern returns the shortest Blocks that mean the given ones, so that equal models have equal
 // configurations.
 func blockPattern(all []Block) []Block {
 	for n := range all {
@@ -207,7 +207,7 @@ func blockPattern(all []Block) []Block {
 	return all
 }
 
-// reordered returns those of blocks that stand in another order. A new block has what the one
+// reorderedBlocks returns those of blocks that stand in another order. A new block has what the one
 // before it has, the first what the one behind it has.
 func reorderedBlocks(all []Block, order []int) []Block {
 	if all == nil {
@@ -231,7 +231,7 @@ func reorderedBlocks(all []Block, order []int) []Block {
 	return blockPattern(next)
 }
 
-// restored returns those of the blocks that reordered made the given ones of.
+// restoredBlocks returns those of the blocks that reordered made the given ones of.
 func restoredBlocks(all []Block, order []int) []Block {
 	if all == nil {
 		return nil
