@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
-	"github.com/kasmina-go/kasmina/internal/wayrule"
+	"github.com/kasmina-go/kasmina/internal/variantrule"
 )
 
 // alignment of everything in an arena: a cache line, so that no two goroutines write to one.
@@ -59,9 +59,9 @@ type step struct {
 
 	inPlace bool // the result may take an operand's place
 
-	way   string // that was chosen, of several
-	ways  []string
-	fused bool // LinearAdd
+	variant  string // that was chosen, of several
+	variants []string
+	fused    bool // LinearAdd
 }
 
 // auxRoom is memory that an op keeps for its gradient.
@@ -94,7 +94,7 @@ type compiler struct {
 	*program
 	keep   map[*gorgonia.Node]bool
 	layers graph.Layers
-	rules  wayrule.Rules
+	rules  variantrule.Rules
 	warned map[string]bool // of rules
 }
 

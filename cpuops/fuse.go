@@ -10,9 +10,9 @@ import (
 // The sum's place in the order is the step's, since d may be computed after the product. Unlike
 // another sum's its result needs a place of its own, where the product forms before d is added.
 func (c *compiler) fuse() {
-	ways := []string{fusedWay, separateWay}
-	way := c.way(linearAddOp, ways...)
-	if way == separateWay {
+	variants := []string{fusedVariant, separateVariant}
+	variant := c.variant(linearAddOp, variants...)
+	if variant == separateVariant {
 		return
 	}
 	readers := map[*value]int{}
@@ -35,7 +35,7 @@ func (c *compiler) fuse() {
 	}
 	for i := range c.steps {
 		s := &c.steps[i]
-		if f, ok := sumOf(s); !ok || f != array.Add || s.way == gorgoniaWay {
+		if f, ok := sumOf(s); !ok || f != array.Add || s.variant == gorgoniaVariant {
 			continue
 		}
 		for k, v := range s.in {
@@ -46,7 +46,7 @@ func (c *compiler) fuse() {
 			product := &c.steps[at]
 			x, w, d := product.in[0], product.in[1], s.in[1-k]
 			*s = step{node: s.node, out: s.out, in: []*value{d, x, w}, args: make([]any, 3),
-				run: linearAdd, way: way, ways: ways,
+				run: linearAdd, variant: variant, variants: variants,
 				fused: true}
 			c.read(s.in, i)
 			v.room = nil

@@ -21,7 +21,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/opbase"
-	"github.com/kasmina-go/kasmina/internal/wayrule"
+	"github.com/kasmina-go/kasmina/internal/variantrule"
 )
 
 // Machine runs a graph on the CPU. Where a program has gorgonia.NewTapeMachine(g), it can have
@@ -29,7 +29,7 @@ import (
 //
 // Ops of this module and Gorgonia's elementwise arithmetic work in planned memory. Any other op
 // computes with its own Do, and its result is copied there. Values that nothing needs any more give
-// way to later ones. What is kept is bound to its node: outputs (see [WithOutputs]), nodes that no
+// variant to later ones. What is kept is bound to its node: outputs (see [WithOutputs]), nodes that no
 // other node needs, and the gradients of parameters (see [WithParams]). A kept value is overwritten
 // by the next run.
 //
@@ -50,7 +50,7 @@ type config struct {
 	graph.Asked
 	eval    bool
 	monitor int
-	rules   wayrule.Rules
+	rules   variantrule.Rules
 }
 
 // Option is an option of NewMachine.

@@ -59,7 +59,7 @@ func (o *monitor) take() {
 }
 
 // Monitor returns what the ops of a run have taken so far on average, the longest first, with the
-// ways in which they are computed. It is empty before the first sample, and without [WithMonitor].
+// variants in which they are computed. It is empty before the first sample, and without [WithMonitor].
 func (m *Machine) Monitor() []OpTime {
 	o := m.monitor
 	if o == nil || o.samples == 0 || m.closed {
@@ -71,13 +71,13 @@ func (m *Machine) Monitor() []OpTime {
 		if s.idle() {
 			continue
 		}
-		way := s.way
-		if way == "" {
-			way = s.only()
+		variant := s.variant
+		if variant == "" {
+			variant = s.only()
 		}
 		times = append(times, OpTime{Op: s.name(), Tasks: 1,
 			Time: o.total[i] / time.Duration(o.samples), Bytes: float64(s.bytes()),
-			FLOPs: s.flops(), Ways: []string{way}})
+			FLOPs: s.flops(), Variants: []string{variant}})
 	}
 	return optime.Gather(times)
 }

@@ -65,7 +65,7 @@ func randomGraph(t *testing.T,
 	return g, inputs, append(outputs, last)
 }
 
-// alone computes a node from copies of its operands, which are computed in the same way.
+// alone computes a node from copies of its operands, which are computed in the same variant.
 func alone(t *testing.T, n *gorgonia.Node, known map[*gorgonia.Node]gorgonia.Value) gorgonia.Value {
 	if known[n] == nil && len(graph.Children(n)) == 0 {
 		known[n] = n.Value()

@@ -38,8 +38,8 @@ func (c *compiler) choose(s *step) {
 	if !ok {
 		return
 	}
-	s.ways = []string{cpu.Level().String(), gorgoniaWay}
-	if s.way = c.way(s.name(), s.ways...); s.way != gorgoniaWay {
+	s.variants = []string{cpu.Level().String(), gorgoniaVariant}
+	if s.variant = c.variant(s.name(), s.variants...); s.variant != gorgoniaVariant {
 		s.inPlace = true
 		s.run = func(s *step) error {
 			switch y := s.out.flat.(type) {

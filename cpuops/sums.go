@@ -21,7 +21,7 @@ type gradientSum struct {
 	undoBy undoing
 }
 
-// undoing is the way in which undo restores a gradientSum.
+// undoing says how undo restores a gradientSum.
 type undoing uint8
 
 const (

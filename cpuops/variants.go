@@ -12,53 +12,53 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/optime"
-	"github.com/kasmina-go/kasmina/internal/wayrule"
+	"github.com/kasmina-go/kasmina/internal/variantrule"
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Choice is the way in which a machine computes an op of some shape.
+// Choice is the variant in which a machine computes an op of some shape.
 type Choice = optime.Choice
 
-// The ways that there is a choice between.
+// The variants that there is a choice between.
 const (
-	gorgoniaWay = "gorgonia" // the op's own Do, which allocates its result
-	fusedWay    = "fused"    // a product and the sum behind it in one pass
-	separateWay = "separate"
+	gorgoniaVariant = "gorgonia" // the op's own Do, which allocates its result
+	fusedVariant    = "fused"    // a product and the sum behind it in one pass
+	separateVariant = "separate"
 )
 
 // linearAddOp is the name of that product and sum.
 const linearAddOp = "LinearAdd"
 
-// WithWays forces or forbids ways to compute ops. A rule is OP=WAY or OP!=WAY, with names as in
+// WithVariants forces or forbids variants to compute ops. A rule is OP=VARIANT or OP!=VARIANT, with names as in
 // [Machine.Choices] and with the wildcards of [path.Match]:
 //
-//	cpuops.WithWays("LinearAdd=separate", "+*=gorgonia")
+//	cpuops.WithVariants("LinearAdd=separate", "+*=gorgonia")
 //
-// Gorgonia's elementwise arithmetic is computed with vector instructions, or in the way gorgonia. A
-// product with its sum is fused or separate. All give the same bits. Every other op has one way,
+// Gorgonia's elementwise arithmetic is computed with vector instructions, or in the variant gorgonia. A
+// product with its sum is fused or separate. All give the same bits. Every other op has one variant,
 // which follows from the processor (see KASMINA_CPU and [UseBFloat16]). The environment variable
-// KASMINA_WAYS, rules with commas between them, adds to these and has precedence. Nothing is timed
-// to choose: within the sizes of training steps no other way was faster by 1 %.
-func WithWays(rules ...string) Option {
+// KASMINA_VARIANTS, rules with commas between them, adds to these and has precedence. Nothing is timed
+// to choose: within the sizes of training steps no other variant was faster by 1 %.
+func WithVariants(rules ...string) Option {
 	return func(c *config) error {
-		parsed, err := wayrule.Parse(rules)
+		parsed, err := variantrule.Parse(rules)
 		if err != nil {
-			return fmt.Errorf("WithWays: %w", err)
+			return fmt.Errorf("WithVariants: %w", err)
 		}
 		c.rules = append(c.rules, parsed...)
 		return nil
 	}
 }
 
-// way is what the rules leave of an op's ways, the first of which is the rule of thumb's.
-func (c *compiler) way(op string, ways ...string) string {
-	left, _ := c.rules.Allowed(op, ways, func(message string) {
+// variant is what the rules leave of an op's variants, the first of which is the rule of thumb's.
+func (c *compiler) variant(op string, variants ...string) string {
+	left, _ := c.rules.Allowed(op, variants, func(message string) {
 		if !c.warned[message] {
 			c.warned[message] = true
 			slog.Warn("cpuops: " + message)
 		}
 	})
-	return ways[left[0]]
+	return variants[left[0]]
 }
 
 // Choices returns how the machine computes its ops, each shape once, in the order in which they
@@ -79,14 +79,14 @@ func (m *Machine) Choices() []Choice {
 			continue
 		}
 		seen[c.Op+" "+c.Shape] = true
-		if c.Ways = s.ways; len(s.ways) == 0 {
-			c.Ways = []string{s.only()}
+		if c.Variants = s.variants; len(s.variants) == 0 {
+			c.Variants = []string{s.only()}
 		}
-		c.Of, c.Way = len(c.Ways), c.Ways[0]
-		if s.way != "" {
-			c.Way = s.way
+		c.Of, c.Variant = len(c.Variants), c.Variants[0]
+		if s.variant != "" {
+			c.Variant = s.variant
 		}
-		if _, forced := m.config.rules.Allowed(c.Op, c.Ways, func(string) {}); forced {
+		if _, forced := m.config.rules.Allowed(c.Op, c.Variants, func(string) {}); forced {
 			c.Source = optime.Forced
 		}
 		choices = append(choices, c)
@@ -139,16 +139,16 @@ func (s *step) shapes() string {
 	return b.String()
 }
 
-// only is the way of a step that has one: the vector instructions, and what they round to.
+// only is the variant of a step that has one: the vector instructions, and what they round to.
 func (s *step) only() string {
 	if baseOf(s.node) == nil && s.out != nil {
-		return gorgoniaWay
+		return gorgoniaVariant
 	}
-	way := cpu.Level().String()
+	variant := cpu.Level().String()
 	if m, n, k := s.product(); s.in[0].dt == tensor.Float32 && gemm.Rounds(m, n, k) {
-		way += " bf16"
+		variant += " bf16"
 	}
-	return way
+	return variant
 }
 
 // product is the size of a step's forward products, m×k by k×n; 0 for one that has none.

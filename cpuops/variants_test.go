@@ -29,8 +29,8 @@ func residual(t *testing.T) (g *gorgonia.ExprGraph, w, y *gorgonia.Node) {
 }
 
 // TestWays wants every rule to lead to the same bits, and choices to say what it has led to.
-func TestWays(t *testing.T) {
-	t.Setenv("KASMINA_WAYS", "")
+func TestVariants(t *testing.T) {
+	t.Setenv("KASMINA_VARIANTS", "")
 	g, w, y := residual(t)
 	var want, wantGrad any
 	for _, c := range []struct {
@@ -43,10 +43,10 @@ func TestWays(t *testing.T) {
 		{nil, "LinearAdd!=fused", false, false},
 		{[]string{"LinearAdd=separate"}, "LinearAdd=fused", true, false},
 		{[]string{"+*=gorgonia", "⊙*=gorgonia"}, "", false, true},
-		{[]string{"RMSNorm=any", "LinearAdd=ring"}, "", true, false}, // which leave no way
+		{[]string{"RMSNorm=any", "LinearAdd=ring"}, "", true, false}, // which leave no variant
 	} {
-		t.Setenv("KASMINA_WAYS", c.environment)
-		m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithWays(c.rules...),
+		t.Setenv("KASMINA_VARIANTS", c.environment)
+		m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithVariants(c.rules...),
 			cpuops.WithOutputs(y, w.Deriv())))
 		for range 2 {
 			require.NoError(t, m.RunAll())
@@ -61,8 +61,8 @@ func TestWays(t *testing.T) {
 		named := map[string]cpuops.Choice{}
 		for _, choice := range m.Choices() {
 			named[choice.Op] = choice
-			require.Contains(t, choice.Ways, choice.Way)
-			require.Len(t, choice.Ways, choice.Of)
+			require.Contains(t, choice.Variants, choice.Variant)
+			require.Len(t, choice.Variants, choice.Of)
 		}
 		fused, ok := named["LinearAdd"]
 		require.Equal(t, c.fused, ok, "%v", named)
@@ -70,22 +70,22 @@ func TestWays(t *testing.T) {
 			require.Equal(t, "32x64, 32x64, 64x64 float32", fused.Shape)
 			require.Equal(t, c.environment != "", fused.Source == "forced")
 		}
-		require.Equal(t, c.stock, named["⊙ false"].Way == "gorgonia", "%v", named)
-		require.Equal(t, "gorgonia", named["tanh"].Way)
-		require.NotEqual(t, "gorgonia", named["LinearGrad"].Way)
+		require.Equal(t, c.stock, named["⊙ false"].Variant == "gorgonia", "%v", named)
+		require.Equal(t, "gorgonia", named["tanh"].Variant)
+		require.NotEqual(t, "gorgonia", named["LinearGrad"].Variant)
 		require.NoError(t, m.Close())
 		require.Empty(t, m.Choices())
 	}
-	_, err := cpuops.NewMachine(g, cpuops.WithWays("LinearAdd"))
-	require.ErrorContains(t, err, "want OP=WAY")
-	t.Setenv("KASMINA_WAYS", "[=any")
+	_, err := cpuops.NewMachine(g, cpuops.WithVariants("LinearAdd"))
+	require.ErrorContains(t, err, "want OP=VARIANT")
+	t.Setenv("KASMINA_VARIANTS", "[=any")
 	_, err = cpuops.NewMachine(g)
-	require.ErrorContains(t, err, "KASMINA_WAYS")
+	require.ErrorContains(t, err, "KASMINA_VARIANTS")
 }
 
 // TestMonitor wants one run in three timed, from the third on, and every op among the times.
 func TestMonitor(t *testing.T) {
-	t.Setenv("KASMINA_WAYS", "")
+	t.Setenv("KASMINA_VARIANTS", "")
 	g, w, y := residual(t)
 	_, err := cpuops.NewMachine(g, cpuops.WithMonitor(1))
 	require.ErrorContains(t, err, "at least 2")

@@ -5,8 +5,8 @@
 // from a fault. The environment variables KASMINA_LIBCUDA and KASMINA_LIBCUBLASLT name NVIDIA's
 // libraries (a file, or a folder that holds it) where they are in an unusual place. On Windows
 // libraries come from System32 and from below absolute paths in variables such as these and
-// CUDA_PATH alone. They never come from the working folder or PATH. KASMINA_TUNE and KASMINA_WAYS
-// say how machines choose among several ways to compute an op ([WithTuning], [WithWays]).
+// CUDA_PATH alone. They never come from the working folder or PATH. KASMINA_TUNE and KASMINA_VARIANTS
+// say how machines choose among several variants to compute an op ([WithTuning], [WithVariants]).
 package cudaops
 
 import (

@@ -149,14 +149,14 @@ func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 	})
 }
 
-// Ways are those of the kernels that the fake has.
-func (k *fakeKernels) Ways(params any) []kernel.Way {
+// Variants are those of the kernels that the fake has.
+func (k *fakeKernels) Variants(params any) []kernel.Variant {
 	switch p := params.(type) {
 	case gemm.SiLUProduct, gemm.SiLUProductBackward, gemm.RoPEProduct, gemm.LinearCrossEntropy:
-		return []kernel.Way{{Family: "fused"}}
+		return []kernel.Variant{{Family: "fused"}}
 	case gemm.Symmetric:
 		if p.N%8 == 0 && p.Depth%8 == 0 {
-			return []kernel.Way{{Family: "half"}}
+			return []kernel.Variant{{Family: "half"}}
 		}
 	}
 	return nil

@@ -638,7 +638,7 @@ func compareInPlace(t *testing.T, device *Device, _ float64, opts ...MachineOpti
 	t.Helper()
 	opts = append(opts, WithTuning(TuneOff))
 	seed := randomSeed(t)
-	type way struct {
+	type variant struct {
 		name string
 		kept func(*gorgonia.ExprGraph) gorgonia.Nodes
 		opts []MachineOption
@@ -646,7 +646,7 @@ func compareInPlace(t *testing.T, device *Device, _ float64, opts ...MachineOpti
 	}
 	none := func(*gorgonia.ExprGraph) gorgonia.Nodes { return nil }
 	var want [][]float32
-	for _, w := range []way{{"in place", none, nil, 2}, {"kept", gradientsOfLayers, nil, 0},
+	for _, w := range []variant{{"in place", none, nil, 2}, {"kept", gradientsOfLayers, nil, 0},
 		{"with a monitor", none, []MachineOption{WithMonitor(3)}, 2}} {
 		b := grafted(t, seed)
 		m := newFuseMachine(t, device, b.G, b.Params,

@@ -96,7 +96,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 			err = run.Joined(err, m.Close())
 		}
 	}()
-	m.chooser = choose.New(x, m.config.ways)
+	m.chooser = choose.New(x, m.config.variants)
 	m.config.Chooser, m.config.OnHost = m.chooser, m.chooser.Rules.OnHost
 	clock.End("kernels")
 	p, err := planned(m, g)
@@ -111,7 +111,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 		return nil, err
 	}
 	clock.End("memory and parameters")
-	config.ways.Logger.Debug("cudaops: a machine is made", "in", clock)
+	config.variants.Logger.Debug("cudaops: a machine is made", "in", clock)
 	return m, nil
 }
 
@@ -154,7 +154,7 @@ func planned(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	}
 }
 
-// compile makes a program of a graph: in passes, of which only the choice of ways knows the device.
+// compile makes a program of a graph: in passes, of which only the choice of variants knows the device.
 func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	p, results, err := lower.Lower(g, m.config.Options)
 	if err != nil {
@@ -178,7 +178,7 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 const lastProducts = 2
 
 // roomLeft is the share of the card's memory that saving time must leave free. It is for machines
-// beside this one, as for evaluation, for what is taken while ways are timed, and for other
+// beside this one, as for evaluation, for what is taken while variants are timed, and for other
 // programs.
 const roomLeft = 0.1
 

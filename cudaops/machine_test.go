@@ -242,7 +242,7 @@ func TestArguments(t *testing.T) {
 	_, foreign, foreignSum := build("w")
 	owner, err := NewMachine(device, g, WithParams(w), WithLogger(nil))
 	require.NoError(t, err)
-	require.Same(t, slog.Default(), owner.config.ways.Logger)
+	require.Same(t, slog.Default(), owner.config.variants.Logger)
 	other, _, _ := build("v")
 	for want, err := range map[string]error{
 		"WithOutputs: node":   errOf(NewMachine(device, g, WithOutputs(foreignSum))),
@@ -860,7 +860,7 @@ func TestRandomGraphs(t *testing.T) {
 		// Also where the host computes some.
 		rules := []string{"+ *=host", "A × B=host", "tanh*=host", "*Reshape*=host", "Repeat*=host",
 			"T[[]*=host", "Concat*=host", "Softmax*=host"}
-		host := WithWays(rules[r.IntN(len(rules)):][:r.IntN(2)]...)
+		host := WithVariants(rules[r.IntN(len(rules)):][:r.IntN(2)]...)
 		m, err := NewMachine(device, b.g, append(opts, WithOutputs(outputs...), host,
 			WithLogger(slog.New(slog.DiscardHandler)))...)
 		require.NoError(t, err, round)
@@ -1119,7 +1119,7 @@ func TestKeepOfKept(t *testing.T) {
 
 // gatesFused makes one kernel of the gates of perceptrons and their products, which can keep h from
 // the forward pass.
-var gatesFused = WithWays("SiLUProduct*=fused")
+var gatesFused = WithVariants("SiLUProduct*=fused")
 
 // cardOf is a fake card with so many bytes, and a small cache.
 func cardOf(bytes int) fake.Config {
@@ -1385,7 +1385,7 @@ func TestRoomFails(t *testing.T) {
 		}
 		require.GreaterOrEqual(t, met, 2, call)
 	}
-	// The error of a graph that fits in no way has the figures of the plan that needs least.
+	// The error of a graph that fits in no variant has the figures of the plan that needs least.
 	device, _ := openFake(t, cardOf(run.WorkspaceBytes+1<<10))
 	err := newLifetime(t, newAdamW).open(device, gatesFused)
 	require.ErrorIs(t, err, gpu.OutOfMemory)
@@ -1913,7 +1913,7 @@ func launch(t *testing.T, m *Machine) {
 }
 
 // TestModelFitsBinaries launches the kernels of models in training, and of their updates, in every
-// precision, on every card that has machine code. It does so in all ways, since each is timed.
+// precision, on every card that has machine code. It does so in all variants, since each is timed.
 func TestModelFitsBinaries(t *testing.T) {
 	for i, card := range cards {
 		for _, p := range []Precision{Float32, Float16, BFloat16, Float8} {
@@ -1924,7 +1924,7 @@ func TestModelFitsBinaries(t *testing.T) {
 				device := openBinaries(t, card)
 				var log bytes.Buffer
 				timed := func(c *machineConfig) error {
-					c.ways.Mode, c.ways.Least, c.ways.Path = choose.Full, 1,
+					c.variants.Mode, c.variants.Least, c.variants.Path = choose.Full, 1,
 						filepath.Join(t.TempDir(), "tune.json")
 					return nil
 				}
@@ -1943,7 +1943,7 @@ func TestModelFitsBinaries(t *testing.T) {
 					launch(t, m)
 				}
 				require.NotRegexp(t, "cuModule|cuLaunch|cuFunc|kernels[.:]", log.String(),
-					"a way that cannot be launched is left out with a warning")
+					"a variant that cannot be launched is left out with a warning")
 			})
 		}
 	}

@@ -315,7 +315,7 @@ func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOp
 }
 
 // valuesOf runs a machine and returns the values of nodes. If another machine's are given, which
-// computes the same in another way, it returns those. An error tells of which value is too far from
+// computes the same in another variant, it returns those. An error tells of which value is too far from
 // them.
 func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.Value,
 	tolerance float64) (values []gorgonia.Value) {
@@ -378,9 +378,9 @@ func results(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 // blockFunc is a part of a model: a function of nodes.
 type blockFunc = func(in gorgonia.Nodes) (*gorgonia.Node, error)
 
-// ways are ways to put a block into a graph. The last two compute another function than the first
+// variants are variants to put a block into a graph. The last two compute another function than the first
 // two.
-var ways = []struct {
+var variants = []struct {
 	name  string
 	apply func(in gorgonia.Nodes, b blockFunc) (*gorgonia.Node, error)
 }{
@@ -444,15 +444,15 @@ func TestRecompute(t *testing.T) {
 func testRecompute(t *testing.T, device *Device, _ float64, opts ...MachineOption) {
 	seed := randomSeed(t)
 	results := map[string][]string{}
-	for _, way := range ways {
-		results[way.name] = runBlocks(t, device, seed, way.apply, opts)
+	for _, variant := range variants {
+		results[variant.name] = runBlocks(t, device, seed, variant.apply, opts)
 	}
-	for i := 0; i < len(ways); i += 2 {
-		want, got := results[ways[i].name], results[ways[i+1].name]
+	for i := 0; i < len(variants); i += 2 {
+		want, got := results[variants[i].name], results[variants[i+1].name]
 		for j := range want {
 			if want[j] != got[j] {
 				t.Errorf("%s: result %d of %d differs from that of %s\n%.999q\n%.999q",
-					ways[i+1].name, j, len(want), ways[i].name, got[j], want[j])
+					variants[i+1].name, j, len(want), variants[i].name, got[j], want[j])
 				break
 			}
 		}
@@ -1604,11 +1604,11 @@ func TestFloat8(t *testing.T) {
 			if c.want == nil {
 				return
 			}
-			t.Setenv("KASMINA_WAYS", "")
+			t.Setenv("KASMINA_VARIANTS", "")
 			var alone, adding int
 			own := newFuseMachine(t, device, l.g, l.params, l.keep,
 				[]MachineOption{float8Products, withOwnProducts(&alone, &adding),
-					WithWays("Matmul"+"=hopper-*", "RoPEProduct=fused")})
+					WithVariants("Matmul"+"=hopper-*", "RoPEProduct=fused")})
 			near(t, l, own, plain, 0.2, true)
 			require.True(t, tasksOf(own)["RoPE"] == 0)
 			require.NotZero(t, alone)
@@ -1626,7 +1626,7 @@ func TestFloat8(t *testing.T) {
 				[]MachineOption{WithPrecision(Float8)}), plain, 0.2, true)
 			own := newFuseMachine(t, device, l.g, l.params, l.keep,
 				[]MachineOption{WithPrecision(Float8),
-					WithWays("Matmul"+"=hopper-*", "RoPEProduct=fused")})
+					WithVariants("Matmul"+"=hopper-*", "RoPEProduct=fused")})
 			near(t, l, own, plain, 0.2, true)
 			fused := tasksOf(own)["RoPE"] == 0
 			// what the kernels take
@@ -1949,7 +1949,7 @@ func narrowTrains(t *testing.T, device *Device, more, fewer []MachineOption) {
 	}
 }
 
-// TestFloat8Tuned wants the ways of products of float8 timed on operands that are numbers, also
+// TestFloat8Tuned wants the variants of products of float8 timed on operands that are numbers, also
 // with a matrix added. So it wants those of norms with their float8. RoPE's product is another than
 // that of the type in which its result is stored.
 func TestFloat8Tuned(t *testing.T) {
@@ -1982,8 +1982,8 @@ func TestFloat8Tuned(t *testing.T) {
 }
 
 // TestProductWays wants the same values and gradients of h = x·vᵀ, y = h + (h·uᵀ)·wᵀ, in which
-// products have another matrix added, in whatever way these are computed.
-func TestProductWays(t *testing.T) {
+// products have another matrix added, in whatever variant these are computed.
+func TestProductVariants(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, own bool,
@@ -1998,7 +1998,7 @@ func TestProductWays(t *testing.T) {
 			y := gorgonia.Must(gorgonia.Add(h,
 				gorgonia.Must(op.Linear(gorgonia.Must(op.Linear(h, in[2])), in[3]))))
 			keep := withGradients(t, y, matrix("with", rows, d), in)
-			m := newFuseMachine(t, device, g, in[1:], keep, append(opts, WithWays(rule)))
+			m := newFuseMachine(t, device, g, in[1:], keep, append(opts, WithVariants(rule)))
 			if tolerance > 0 {
 				values = valuesOf(t, m, keep, values, tolerance)
 			} else {
@@ -2006,7 +2006,7 @@ func TestProductWays(t *testing.T) {
 			}
 			ours := map[bool]int{} // whether a matrix is added
 			for _, c := range m.Choices() {
-				if c.Op == "Matmul" && strings.HasPrefix(c.Way, "hopper") {
+				if c.Op == "Matmul" && strings.HasPrefix(c.Variant, "hopper") {
 					ours[strings.HasSuffix(c.Shape, "with a matrix added")]++
 				}
 			}
@@ -2046,7 +2046,7 @@ func TestProductScaled(t *testing.T) {
 		y := gorgonia.Must(op.NewtonSchulz(gorgonia.Must(gorgonia.Mul(x, w)), 2))
 		m := newFuseMachine(t, device, g, gorgonia.Nodes{x, w}, gorgonia.Nodes{y},
 			[]MachineOption{withOwnProducts(&plain, new(int)),
-				WithWays(rule, "NewtonSchulz=products")})
+				WithVariants(rule, "NewtonSchulz=products")})
 		values = valuesOf(t, m, gorgonia.Nodes{y}, values, 1e-5)
 	}
 	require.NotZero(t, plain)

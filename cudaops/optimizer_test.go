@@ -462,29 +462,29 @@ func testNewtonSchulz(t *testing.T, device *Device, tolerance float64, opts ...M
 	}
 }
 
-// iterationWays runs a test in every way of the iteration: on the fake, and on a GPU in bfloat16,
+// iterationWays runs a test in every variant of the iteration: on the fake, and on a GPU in bfloat16,
 // where only Hopper has them all.
-func iterationWays(t *testing.T, test func(t *testing.T, device *Device, way string,
+func iterationVariants(t *testing.T, test func(t *testing.T, device *Device, variant string,
 	tolerance float64, opts ...MachineOption)) {
 	ownChoices(t)
-	for _, way := range []string{"products", "symmetric", "gram"} {
-		rule := WithWays("NewtonSchulz=" + way)
-		t.Run("fake/"+way, func(t *testing.T) {
+	for _, variant := range []string{"products", "symmetric", "gram"} {
+		rule := WithVariants("NewtonSchulz=" + variant)
+		t.Run("fake/"+variant, func(t *testing.T) {
 			device, _ := openFake(t, fake.Config{})
-			test(t, device, way, 1e-3, rule)
+			test(t, device, variant, 1e-3, rule)
 		})
-		t.Run("bfloat16/"+way, func(t *testing.T) {
+		t.Run("bfloat16/"+variant, func(t *testing.T) {
 			device := openGPU(t)
-			if device.info.Capability() != 90 && way != "products" {
+			if device.info.Capability() != 90 && variant != "products" {
 				t.Skip("needs a GPU of compute capability 9.0")
 			}
-			test(t, device, way, 2e-2, rule, WithPrecision(BFloat16), WithTuning(TuneOff))
+			test(t, device, variant, 2e-2, rule, WithPrecision(BFloat16), WithTuning(TuneOff))
 		})
 	}
 }
 
-func TestNewtonSchulzWays(t *testing.T) {
-	iterationWays(t, func(t *testing.T, device *Device, way string, tolerance float64,
+func TestNewtonSchulzVariants(t *testing.T) {
+	iterationVariants(t, func(t *testing.T, device *Device, variant string, tolerance float64,
 		opts ...MachineOption) {
 		seed := randomSeed(t)
 		r := rand.New(rand.NewPCG(seed, 1))
@@ -507,14 +507,14 @@ func TestNewtonSchulzWays(t *testing.T) {
 				optimizer.NewtonSchulz(want, x, s[0], s[1], steps)
 				d := distance(t, v, tensor.New(tensor.WithShape(s...), tensor.WithBacking(want)))
 				require.Less(t, d, tolerance, "%v, %d steps", s, steps)
-				require.Equal(t, way, wayOf(m, "NewtonSchulz"))
+				require.Equal(t, variant, variantOf(m, "NewtonSchulz"))
 			}
 		}
 	})
 }
 
-// TestNewtonSchulzTuned wants iterations that are worth timing timed in every way, and no others,
-// whatever a rule leaves of the ways.
+// TestNewtonSchulzTuned wants iterations that are worth timing timed in every variant, and no others,
+// whatever a rule leaves of the variants.
 func TestNewtonSchulzTuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	for _, c := range []struct {
@@ -529,7 +529,7 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		{shape{16, 40}, 1e9, "NewtonSchulz!=" + "products", 3, Forced},
 		{shape{13, 40}, 1, "", 1, ByRule},
 	} {
-		t.Setenv("KASMINA_WAYS", c.rule)
+		t.Setenv("KASMINA_VARIANTS", c.rule)
 		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g := gorgonia.NewGraph()
 		x := tensor.New(tensor.WithShape(c.shape...),
@@ -549,7 +549,7 @@ func TestNewtonSchulzTuned(t *testing.T) {
 // TestMuonTogether updates matrices of which some have the same shape, and wants what the optimiser
 // makes of them on the CPU.
 func TestMuonTogether(t *testing.T) {
-	iterationWays(t, func(t *testing.T, device *Device, way string, tolerance float64,
+	iterationVariants(t, func(t *testing.T, device *Device, variant string, tolerance float64,
 		opts ...MachineOption) {
 		seed := randomSeed(t)
 		r := rand.New(rand.NewPCG(seed, 1))
@@ -595,7 +595,7 @@ func TestMuonTogether(t *testing.T) {
 		for i, p := range params {
 			require.Less(t, distance(t, got[i], p.Value()), tolerance, p.Shape())
 		}
-		require.Equal(t, way, wayOf(m, "NewtonSchulz"))
+		require.Equal(t, variant, variantOf(m, "NewtonSchulz"))
 	})
 }
 
@@ -1327,7 +1327,7 @@ func TestRanksRemember(t *testing.T) {
 	require.Equal(t, all, held)
 }
 
-// TestRanksChoices: what rank 0 has timed holds at other ranks, where other ways would be faster.
+// TestRanksChoices: what rank 0 has timed holds at other ranks, where other variants would be faster.
 // The update, which differs from rank to rank, is not timed anywhere.
 func TestRanksChoices(t *testing.T) {
 	ownChoices(t)
@@ -1337,18 +1337,18 @@ func TestRanksChoices(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tune.json")
 	eachRank(t, size, func(rank int, d *Device, g comm.Group) {
 		loss, _, _, nodes := ranked(t)
-		took := []fake.Way{{Took: 1e6}, {Took: 9e6}, {Took: 9e6}}
+		took := []fake.Variant{{Took: 1e6}, {Took: 9e6}, {Took: 9e6}}
 		var tuned []MachineOption
 		if rank == 0 {
-			took = []fake.Way{{Took: 9e6}, {Took: 1e6}, {Took: 9e6}}
+			took = []fake.Variant{{Took: 9e6}, {Took: 1e6}, {Took: 9e6}}
 			tuned = []MachineOption{WithTuning(TuneCached)}
 		} else {
 			tuned = []MachineOption{WithTuning(TuneFull), WithChoices(<-chosen)}
 		}
 		wrap := withKernels(func(k run.Launcher) run.Launcher {
-			return &attentionWays{Launcher: k, fake: fakeOf(k),
-				names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1},
-					{Family: "plain"}}, ways: took}
+			return &attentionVariants{Launcher: k, fake: fakeOf(k),
+				names: []kernel.Variant{{Family: "wide", Size: 4}, {Family: "wide", Size: 1},
+					{Family: "plain"}}, variants: took}
 		})
 		m, err := NewMachine(d, loss.Graph(), append(tuned, wrap, timedFrom(1, path),
 			WithParams(nodes...), WithOutputs(loss), WithRanks(g, 0), notCaptured)...)
@@ -1374,14 +1374,14 @@ func TestRanksChoices(t *testing.T) {
 		require.Len(t, choices, len(all[0]))
 		for i, c := range choices {
 			want := all[0][i]
-			require.Equal(t, [3]string{want.Op, want.Shape, want.Way},
-				[3]string{c.Op, c.Shape, c.Way}, "rank %d", r)
+			require.Equal(t, [3]string{want.Op, want.Shape, want.Variant},
+				[3]string{c.Op, c.Shape, c.Variant}, "rank %d", r)
 			if c.Source == Measured {
 				timed++
 				require.Zero(t, r)
 			}
 			if c.Op == "Attention" {
-				require.Equal(t, "wide-1", c.Way)
+				require.Equal(t, "wide-1", c.Variant)
 			}
 		}
 	}
@@ -1919,18 +1919,18 @@ func TestScaledOutputLayer(t *testing.T) {
 		require.NoError(t, errOf(gorgonia.Grad(cost, x, w)))
 		tape := tapeMachine(t, g)
 		require.NoError(t, tape.RunAll())
-		for _, way := range []string{"separate", "fused"} {
+		for _, variant := range []string{"separate", "fused"} {
 			scaled := openMachine(t, device, g, WithParams(x, w), scaledGradients,
-				WithWays("LinearCrossEntropy="+way))
+				WithVariants("LinearCrossEntropy="+variant))
 			// No power of two, so that one factor too many or too few shows.
 			require.NoError(t, scaled.SetLossScale(LossScale{Scale: 1000}))
 			plain := openMachine(t, device, g, WithParams(x, w),
-				WithWays("LinearCrossEntropy="+way))
+				WithVariants("LinearCrossEntropy="+variant))
 			for _, m := range []*Machine{scaled, plain} {
 				require.NoError(t, m.RunAll())
 				for _, p := range []*gorgonia.Node{x, w} {
 					require.Less(t, distance(t, valueIn(t, m, p.Deriv()), p.Deriv().Value()), 1e-5,
-						"%v, %v, %v", name, way, p.Name())
+						"%v, %v, %v", name, variant, p.Name())
 				}
 			}
 			if name == "fused" { // the share is known beforehand

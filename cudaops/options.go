@@ -22,13 +22,13 @@ import (
 
 type machineConfig struct {
 	lower.Options
-	ways   choose.Config
-	apart  gorgonia.Nodes // of Params
-	read   run.Reader     // of frozen ones that have no value; nil for none
-	share  *Machine
-	stream gpu.Stream // adopted; 0 for one of the machine's own
-	grads  Precision  // asked for by WithGradientPrecision
-	single bool       // the graph is an op of another machine's
+	variants choose.Config
+	apart    gorgonia.Nodes // of Params
+	read     run.Reader     // of frozen ones that have no value; nil for none
+	share    *Machine
+	stream   gpu.Stream // adopted; 0 for one of the machine's own
+	grads    Precision  // asked for by WithGradientPrecision
+	single   bool       // the graph is an op of another machine's
 	// stands before the device's kernels, in tests; nil for none
 	kernels func(run.Launcher) run.Launcher
 
@@ -48,7 +48,7 @@ type machineConfig struct {
 // configOf gathers the options.
 func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
 	c := machineConfig{kept: run.NewKept(d.ctx)}
-	c.ways.Logger = slog.Default()
+	c.variants.Logger = slog.Default()
 	for _, opt := range opts {
 		if opt == nil {
 			return c, errors.New("an option is nil")
@@ -57,7 +57,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 			return c, err
 		}
 	}
-	logger, logged := c.ways.Logger, map[string]bool{}
+	logger, logged := c.variants.Logger, map[string]bool{}
 	c.Warn = func(message string) { // once
 		if !logged[message] {
 			logged[message] = true
@@ -87,7 +87,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 			c.grads, Precision(slices.Index(storedAs, c.Activation)))
 	}
 	return c, run.InTurn(func() error { return c.Within(g) },
-		func() error { return checkFloat8(d, &c) }, func() error { return setWays(d, &c) })
+		func() error { return checkFloat8(d, &c) }, func() error { return setVariants(d, &c) })
 }
 
 // MachineOption is an option of NewMachine.
@@ -111,7 +111,7 @@ func setting(set func(*machineConfig)) MachineOption {
 // a gradient. Otherwise the contributions are added up in memory.
 //
 // The bits of an update do not depend on the number of ranks, provided that all ranks compute the graph
-// in the same ways. They do without tuning, or with the choices of one of them ([WithChoices]). Updates
+// in the same variants. They do without tuning, or with the choices of one of them ([WithChoices]). Updates
 // are not tuned, since each rank updates something else.
 func WithRanks(group comm.Group, rounds int) MachineOption {
 	return func(c *machineConfig) error {
@@ -336,7 +336,7 @@ func WithAccumulation() MachineOption {
 
 // WithLogger sets where warnings go. The default, which nil stands for, is slog.Default().
 func WithLogger(l *slog.Logger) MachineOption {
-	return setting(func(c *machineConfig) { c.ways.Logger = cmp.Or(l, slog.Default()) })
+	return setting(func(c *machineConfig) { c.variants.Logger = cmp.Or(l, slog.Default()) })
 }
 
 // float8Blas is the first cuBLASLt that has a factor for each row, and float8Capability the first

@@ -23,34 +23,34 @@ import (
 // formed counts the products that form statistics, and the backward passes that begin with them.
 type formed struct{ products, begun int }
 
-// seenStatistics is a launcher that counts, and whose backward passes have the ways back.
+// seenStatistics is a launcher that counts, and whose backward passes have the variants back.
 type seenStatistics struct {
 	run.Launcher
-	back  []kernel.Way
+	back  []kernel.Variant
 	count *formed
 }
 
-// withStatistics has a machine's kernels count what is formed, and on a fake have those ways.
+// withStatistics has a machine's kernels count what is formed, and on a fake have those variants.
 func withStatistics(count *formed, back ...string) MachineOption {
 	return withKernels(func(k run.Launcher) run.Launcher {
 		s := seenStatistics{Launcher: k, count: count}
 		for _, family := range back {
-			s.back = append(s.back, kernel.Way{Family: family})
+			s.back = append(s.back, kernel.Variant{Family: family})
 		}
 		return s
 	})
 }
 
-func (k seenStatistics) Ways(params any) []kernel.Way {
+func (k seenStatistics) Variants(params any) []kernel.Variant {
 	if k.back != nil {
 		switch params.(type) {
 		case attention.Backward:
 			return k.back
 		case gemm.StatisticsProduct:
-			return []kernel.Way{{Family: "fused"}}
+			return []kernel.Variant{{Family: "fused"}}
 		}
 	}
-	return k.Launcher.Ways(params)
+	return k.Launcher.Variants(params)
 }
 
 func (k seenStatistics) Launch(s gpu.Stream, params any) error {
@@ -136,18 +136,18 @@ func (p attentionLayer) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, g
 
 // TestStatisticsWays wants the same values, whether the product that an attention's gradient comes
 // of forms what its backward pass begins with or not, and it to do so where it can.
-func TestStatisticsWays(t *testing.T) {
+func TestStatisticsVariants(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, p attentionLayer, tolerance float64, want int,
 		back []string, opts ...MachineOption) {
 		t.Helper()
 		var values []gorgonia.Value
-		for i, way := range []string{"separate", "fused"} {
+		for i, variant := range []string{"separate", "fused"} {
 			var count formed
 			g, params, keep := p.graph(t, seed)
 			m := newFuseMachine(t, device, g, params, keep, append(opts,
-				WithWays("StatisticsProduct="+way), withStatistics(&count, back...)))
+				WithVariants("StatisticsProduct="+variant), withStatistics(&count, back...)))
 			runs := 1
 			if tolerance > 0 {
 				values = valuesOf(t, m, keep, values, tolerance)
@@ -156,9 +156,9 @@ func TestStatisticsWays(t *testing.T) {
 				runs = 2
 			}
 			require.Equal(t, formed{i * want * runs, want * runs}, count, "%+v, %v, %s", p, back,
-				way)
+				variant)
 			if want > 0 {
-				require.Equal(t, way, wayOf(m, "StatisticsProduct"))
+				require.Equal(t, variant, variantOf(m, "StatisticsProduct"))
 			}
 			for range 2 { // recorded
 				if tolerance > 0 {
@@ -173,16 +173,16 @@ func TestStatisticsWays(t *testing.T) {
 			p := attentionLayer{batch: 2, d: 40, attentions: 1, uses: 1, recomputed: recomputed,
 				AttentionConfig: op.AttentionConfig{Seq: 6, Heads: 4, KVHeads: 2, HeadDim: 4,
 					Causal: true}}
-			ways := []string{"hopper", "mma"}
-			check(t, device, p, 1e-5, 1, ways)
+			variants := []string{"hopper", "mma"}
+			check(t, device, p, 1e-5, 1, variants)
 			check(t, device, p, 1e-5, 0, []string{"mma", "hopper"})
 			check(t, device, p, 1e-5, 0, []string{"plain"})
 			p.documents = true
-			check(t, device, p, 1e-5, 1, ways)
+			check(t, device, p, 1e-5, 1, variants)
 			p.uses = 2 // the gradient is a sum
-			check(t, device, p, 1e-5, 0, ways)
+			check(t, device, p, 1e-5, 0, variants)
 			p.attentions, p.uses = 2, 1 // and here that of two
-			check(t, device, p, 1e-5, 1, ways)
+			check(t, device, p, 1e-5, 1, variants)
 		}
 	})
 	for _, headDim := range []int{64, 96, 128} {
@@ -239,7 +239,7 @@ func TestStatisticsInPlace(t *testing.T) {
 	keep := withGradients(t, y, matrix("with", 2*seq, d), in)
 	var count formed
 	m := newFuseMachine(t, device, g, in, keep, []MachineOption{
-		WithWays("StatisticsProduct=fused"), withStatistics(&count, "hopper", "mma")})
+		WithVariants("StatisticsProduct=fused"), withStatistics(&count, "hopper", "mma")})
 	require.Equal(t, 1, inPlaceTasks(m))
 	require.NoError(t, m.RunAll())
 	require.Zero(t, count)
@@ -252,7 +252,7 @@ func TestStatisticsReshaped(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	const seq, heads, headDim, d = 6, 4, 4, 40
 	var values []gorgonia.Value
-	for _, way := range []string{"separate", "fused"} {
+	for _, variant := range []string{"separate", "fused"} {
 		g, must := gorgonia.NewGraph(), gorgonia.Must
 		matrix := randomMatrices(g, 1, 4, 1)
 		in := gorgonia.Nodes{matrix("q", 2*seq, heads*headDim), matrix("k", 2*seq, heads*headDim),
@@ -264,14 +264,14 @@ func TestStatisticsReshaped(t *testing.T) {
 		keep := withGradients(t, y, matrix("with", 4*seq, d), in)
 		var count formed
 		m := newFuseMachine(t, device, g, in, keep, []MachineOption{
-			WithWays("StatisticsProduct=" + way), withStatistics(&count, "hopper", "mma")})
+			WithVariants("StatisticsProduct=" + variant), withStatistics(&count, "hopper", "mma")})
 		values = valuesOf(t, m, keep, values, 1e-5)
 		require.Zero(t, count)
 	}
 }
 
 // TestStatisticsTuned wants the product timed with the statistics behind it where it is worth
-// timing, and no other, and both ways to give the same in the timer's memory as well.
+// timing, and no other, and both variants to give the same in the timer's memory as well.
 func TestStatisticsTuned(t *testing.T) {
 	ownChoices(t)
 	check := func(t *testing.T, device *Device, p attentionLayer, least float64, want int,
@@ -285,7 +285,7 @@ func TestStatisticsTuned(t *testing.T) {
 		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		check(t, device, attentionLayer{batch: 2, d: 5, attentions: 1, uses: 1,
 			AttentionConfig: op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}},
-			least, want, withStatistics(&count, "hopper", "mma"), WithWays("Attention*=hopper"))
+			least, want, withStatistics(&count, "hopper", "mma"), WithVariants("Attention*=hopper"))
 	}
 	for _, headDim := range []int{64, 128} {
 		t.Run(fmt.Sprint("bfloat16/", headDim), func(t *testing.T) {
@@ -296,7 +296,7 @@ func TestStatisticsTuned(t *testing.T) {
 			check(t, device, attentionLayer{batch: 3, d: 520, attentions: 1, uses: 1,
 				AttentionConfig: op.AttentionConfig{Seq: 256, Heads: 5, KVHeads: 5,
 					HeadDim: headDim, Causal: true}}, 1, want, WithPrecision(BFloat16),
-				WithWays("Attention*=hopper"))
+				WithVariants("Attention*=hopper"))
 		})
 	}
 }

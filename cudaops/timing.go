@@ -9,12 +9,12 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/profile"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
-	"github.com/kasmina-go/kasmina/internal/wayrule"
+	"github.com/kasmina-go/kasmina/internal/variantrule"
 )
 
-// Tuning says how a machine finds the fastest of several ways to compute something. They are those
-// that cuBLASLt has for a matrix product, and the kernels that attention or a norm has. Another way
-// may add in another order: only with the same ways do two machines compute the same bits.
+// Tuning says how a machine finds the fastest of several variants to compute something. They are those
+// that cuBLASLt has for a matrix product, and the kernels that attention or a norm has. Another variant
+// may add in another order: only with the same variants do two machines compute the same bits.
 type Tuning = choose.Mode
 
 // The kinds of tuning. What was timed is stored in the file kasmina/tune.json of the user's cache
@@ -36,39 +36,39 @@ func WithTuning(t Tuning) MachineOption {
 			return fmt.Errorf("WithTuning: got %d, want TuneDefault, TuneOff, TuneCached or "+
 				"TuneFull", t)
 		}
-		c.ways.Mode = t
+		c.variants.Mode = t
 		return nil
 	}
 }
 
-// WithWays forces or forbids ways to compute ops, whatever the tuning. A rule is OP=WAY or OP!=WAY,
+// WithVariants forces or forbids variants to compute ops, whatever the tuning. A rule is OP=VARIANT or OP!=VARIANT,
 // with names as in [Machine.Choices] and with the wildcards of [path.Match]:
 //
-//	cudaops.WithWays("Attention*=mma", "RMSNorm*!=rows-*")
+//	cudaops.WithVariants("Attention*=mma", "RMSNorm*!=rows-*")
 //
-// The way host, for an op of Gorgonia's own, computes it on the CPU. What a shape cannot be
-// computed in is not forced upon it. The environment variable KASMINA_WAYS, rules with commas
+// The variant host, for an op of Gorgonia's own, computes it on the CPU. What a shape cannot be
+// computed in is not forced upon it. The environment variable KASMINA_VARIANTS, rules with commas
 // between them, adds to these and has precedence.
-func WithWays(rules ...string) MachineOption {
+func WithVariants(rules ...string) MachineOption {
 	return func(c *machineConfig) error {
-		parsed, err := wayrule.Parse(rules)
+		parsed, err := variantrule.Parse(rules)
 		if err != nil {
-			return fmt.Errorf("WithWays: %w", err)
+			return fmt.Errorf("WithVariants: %w", err)
 		}
-		c.ways.Rules = append(c.ways.Rules, parsed...)
+		c.variants.Rules = append(c.variants.Rules, parsed...)
 		return nil
 	}
 }
 
 // WithChoices takes over what another machine has chosen for the same graph ([Machine.Choices]), in
 // the place of tuning, so that both compute the same bits. What the other machine has not chosen
-// goes by rule. A way that this machine's GPU has not is an error of NewMachine. Of a choice Op,
-// Shape and Way count.
+// goes by rule. A variant that this machine's GPU has not is an error of NewMachine. Of a choice Op,
+// Shape and Variant count.
 func WithChoices(choices []Choice) MachineOption {
-	return setting(func(c *machineConfig) { c.ways.Given = append([]Choice{}, choices...) })
+	return setting(func(c *machineConfig) { c.variants.Given = append([]Choice{}, choices...) })
 }
 
-// Choice is the way in which a machine computes an op of some shape.
+// Choice is the variant in which a machine computes an op of some shape.
 type Choice = optime.Choice
 
 // Choices returns what the machine has chosen so far, in that order. The Source of a choice is one
@@ -80,13 +80,13 @@ func (m *Machine) Choices() []Choice {
 	return m.chooser.Made()
 }
 
-// setWays completes what the options say on the choice of ways.
-func setWays(d *Device, c *machineConfig) error {
-	c.ways.Device, c.ways.Version, c.ways.Warn = d.info, d.version, c.Warn
+// setWays completes what the options say on the choice of variants.
+func setVariants(d *Device, c *machineConfig) error {
+	c.variants.Device, c.variants.Version, c.variants.Warn = d.info, d.version, c.Warn
 	if c.Activation == gpu.Float32 {
-		return c.ways.Complete(choose.Off)
+		return c.variants.Complete(choose.Off)
 	}
-	return c.ways.Complete(choose.Cached)
+	return c.variants.Complete(choose.Cached)
 }
 
 // OpTime is what the nodes of one op took in a run.
@@ -175,7 +175,7 @@ func WithMonitor(every int) MachineOption {
 }
 
 // Monitor returns what the ops of a run have taken so far on average, the longest first, with the
-// ways in which they are computed. What the optimiser took has the name Update. A sample counts
+// variants in which they are computed. What the optimiser took has the name Update. A sample counts
 // once its update is over, which may go on when [Machine.Update] has returned. Before the first
 // one, and without [WithMonitor], the result is empty.
 func (m *Machine) Monitor() (_ []OpTime, err error) {

@@ -34,36 +34,36 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// attentionWays is kernels that have several ways to compute attention.
-type attentionWays struct {
+// attentionWays is kernels that have several variants to compute attention.
+type attentionVariants struct {
 	run.Launcher
-	fake  *fakeKernels
-	names []kernel.Way
-	ways  []fake.Way
-	build string
-	ran   []string
-	held  int // the launch, from 1, that takes 100 ms more; 0 for none
+	fake     *fakeKernels
+	names    []kernel.Variant
+	variants []fake.Variant
+	build    string
+	ran      []string
+	held     int // the launch, from 1, that takes 100 ms more; 0 for none
 }
 
-// These stand for what a way takes that computes NaN alone, and one NaN.
+// These stand for what a variant takes that computes NaN alone, and one NaN.
 const nan, oneNaN = -time.Nanosecond, -2 * time.Nanosecond
 
-func (k *attentionWays) Ways(params any) []kernel.Way {
+func (k *attentionVariants) Variants(params any) []kernel.Variant {
 	if _, ok := params.(attention.Forward); ok {
 		return k.names
 	}
-	return k.Launcher.Ways(params)
+	return k.Launcher.Variants(params)
 }
 
-func (k *attentionWays) Build() string { return k.build }
+func (k *attentionVariants) Build() string { return k.build }
 
-func (k *attentionWays) Launch(s gpu.Stream, params any) error {
+func (k *attentionVariants) Launch(s gpu.Stream, params any) error {
 	a, ok := params.(attention.Forward)
 	if !ok {
 		return k.Launcher.Launch(s, params)
 	}
-	k.ran = append(k.ran, a.Way.String())
-	w := k.ways[slices.Index(k.names, a.Way)]
+	k.ran = append(k.ran, a.Variant.String())
+	w := k.variants[slices.Index(k.names, a.Variant)]
 	if w.Fails {
 		return errors.New("no such luck")
 	}
@@ -89,14 +89,14 @@ func (k *attentionWays) Launch(s gpu.Stream, params any) error {
 type attended struct {
 	Choice
 	log  string
-	last string // the way of its last launch
+	last string // the variant of its last launch
 	runs int    // timings among them
 }
 
-// is wants a way, for a reason, after so many runs in all.
-func (n attended) is(t *testing.T, way string, source optime.Source, runs int, what string) {
+// is wants a variant, for a reason, after so many runs in all.
+func (n attended) is(t *testing.T, variant string, source optime.Source, runs int, what string) {
 	t.Helper()
-	require.Equal(t, []any{way, way, source, runs}, []any{n.Way, n.last, n.Source, n.runs}, what)
+	require.Equal(t, []any{variant, variant, source, runs}, []any{n.Variant, n.last, n.Source, n.runs}, what)
 }
 
 // attend is attention of a matrix to itself.
@@ -108,19 +108,19 @@ func attend(t *testing.T, x *gorgonia.Node) *gorgonia.Node {
 	return y
 }
 
-// tuneAttention computes it thrice on a fake GPU whose ways plain, wide-1 and wide-4 differ as
+// tuneAttention computes it thrice on a fake GPU whose variants plain, wide-1 and wide-4 differ as
 // given.
-func tuneAttention(t *testing.T, path string, ways [3]fake.Way, build string,
+func tuneAttention(t *testing.T, path string, variants [3]fake.Variant, build string,
 	opts ...MachineOption) attended {
 	t.Helper()
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
 	attend(t, rangeNode(g, "x", 6, 5))
 	var log bytes.Buffer
-	var k *attentionWays
+	var k *attentionVariants
 	wrap := withKernels(func(inner run.Launcher) run.Launcher {
-		k = &attentionWays{Launcher: inner, fake: fakeOf(inner), ways: ways[:], build: build,
-			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "wide", Size: 1},
+		k = &attentionVariants{Launcher: inner, fake: fakeOf(inner), variants: variants[:], build: build,
+			names: []kernel.Variant{{Family: "wide", Size: 4}, {Family: "wide", Size: 1},
 				{Family: "plain"}}}
 		return k
 	})
@@ -145,13 +145,13 @@ const (
 // ownChoices lets no variable say how machines choose.
 func ownChoices(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
-	t.Setenv("KASMINA_WAYS", "")
+	t.Setenv("KASMINA_VARIANTS", "")
 }
 
 // timedFrom has ops timed that take so many operations at least, and what is chosen kept in a file.
 func timedFrom(least float64, path string) MachineOption {
 	return func(c *machineConfig) error {
-		c.ways.Least, c.ways.Path = least, path
+		c.variants.Least, c.variants.Path = least, path
 		return nil
 	}
 }
@@ -165,8 +165,8 @@ func TestTuningKernels(t *testing.T) {
 	ownChoices(t)
 	path := filepath.Join(t.TempDir(), "tune.json")
 	cached := WithTuning(TuneCached)
-	secondBest := [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}
-	firstBest := [3]fake.Way{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
+	secondBest := [3]fake.Variant{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}
+	firstBest := [3]fake.Variant{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
 
 	tuneAttention(t, path, secondBest, "a").is(t, "wide-4", ByRule, 2, "without tuning")
 	r := tuneAttention(t, path, secondBest, "a", cached)
@@ -182,25 +182,25 @@ func TestTuningKernels(t *testing.T) {
 	r = tuneAttention(t, path, firstBest, "b", cached)
 	r.is(t, "wide-4", Measured, r.runs, "another build")
 	for i, c := range []struct {
-		ways    [3]fake.Way
-		rules   []string
-		env     string
-		way     string
-		source  optime.Source
-		warning string
+		variants [3]fake.Variant
+		rules    []string
+		env      string
+		variant  string
+		source   optime.Source
+		warning  string
 	}{
-		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 2e6}, {Took: 5e6}}, nil, "", "wide-1",
+		{[3]fake.Variant{{Took: 1e6, Wrong: true}, {Took: 2e6}, {Took: 5e6}}, nil, "", "wide-1",
 			Measured, "differs by"},
-		{[3]fake.Way{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, nil, "", "wide-1",
+		{[3]fake.Variant{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, nil, "", "wide-1",
 			Measured, "no such luck"},
-		{[3]fake.Way{{Took: 1e6, Wrong: true}, {Took: 1e6, Wrong: true}, {Took: 50e6}}, nil, "",
+		{[3]fake.Variant{{Took: 1e6, Wrong: true}, {Took: 1e6, Wrong: true}, {Took: 50e6}}, nil, "",
 			"plain", Measured, "differs by"},
-		{[3]fake.Way{{Took: 2e6}, {Took: 1e6}, {Fails: true}}, nil, "", "wide-1",
+		{[3]fake.Variant{{Took: 2e6}, {Took: 1e6}, {Fails: true}}, nil, "", "wide-1",
 			Measured, "no such luck"},
-		{[3]fake.Way{{Took: 2e6}, {Took: 1e6}, {Took: nan}}, nil, "", "wide-1",
-			Measured, "the way plain: its result holds NaN"},
-		{[3]fake.Way{{Took: 2e6}, {Took: 1e6}, {Took: oneNaN}}, nil, "", "wide-1",
-			Measured, "the way plain: its result holds NaN"},
+		{[3]fake.Variant{{Took: 2e6}, {Took: 1e6}, {Took: nan}}, nil, "", "wide-1",
+			Measured, "the variant plain: its result holds NaN"},
+		{[3]fake.Variant{{Took: 2e6}, {Took: 1e6}, {Took: oneNaN}}, nil, "", "wide-1",
+			Measured, "the variant plain: its result holds NaN"},
 		{firstBest, []string{"Attention=plain"}, "", "plain", Forced, ""},
 		{firstBest, []string{"Att*!=wide-4"}, "", "wide-1", Measured, ""},
 		{secondBest, []string{"*!=wide-1"}, "", "wide-4", Measured, ""},
@@ -209,10 +209,10 @@ func TestTuningKernels(t *testing.T) {
 		{firstBest, []string{"Attention!=*"}, "", "wide-4", Measured, "is ignored"},
 		{firstBest, []string{"RoPEProduct=plain"}, "", "wide-4", Measured, ""},
 	} {
-		t.Setenv("KASMINA_WAYS", c.env)
-		r := tuneAttention(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "a",
-			cached, WithWays(c.rules...))
-		r.is(t, c.way, c.source, r.runs, fmt.Sprint("case ", i))
+		t.Setenv("KASMINA_VARIANTS", c.env)
+		r := tuneAttention(t, filepath.Join(t.TempDir(), "tune.json"), c.variants, "a",
+			cached, WithVariants(c.rules...))
+		r.is(t, c.variant, c.source, r.runs, fmt.Sprint("case ", i))
 		require.Contains(t, r.log, c.warning, i)
 		require.Equal(t, c.warning == "", r.log == "", i)
 	}
@@ -230,13 +230,13 @@ func TestTuningOnFullCard(t *testing.T) {
 	}
 	var log bytes.Buffer
 	private := func(c *machineConfig) error {
-		c.ways.Path = filepath.Join(t.TempDir(), "tune.json")
+		c.variants.Path = filepath.Join(t.TempDir(), "tune.json")
 		return nil
 	}
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
-		return &attentionWays{Launcher: k, fake: fakeOf(k),
-			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
-			ways:  []fake.Way{{Took: 2e6}, {Took: 1e6}}}
+		return &attentionVariants{Launcher: k, fake: fakeOf(k),
+			names:    []kernel.Variant{{Family: "wide", Size: 4}, {Family: "plain"}},
+			variants: []fake.Variant{{Took: 2e6}, {Took: 1e6}}}
 	})
 	free, _, err := device.Memory()
 	require.NoError(t, err)
@@ -248,7 +248,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	require.NoError(t, errors.Join(m.RunAll(), m.RunAll(), device.ctx.Free(hog)))
 	choices := m.Choices()
 	for _, c := range choices {
-		require.Equal(t, "wide-4", c.Way)
+		require.Equal(t, "wide-4", c.Variant)
 		require.Equal(t, ByRule, c.Source)
 	}
 	told := log.String()
@@ -256,19 +256,19 @@ func TestTuningOnFullCard(t *testing.T) {
 	require.Regexp(t, "^[^\n]*level=INFO[^\n]*harmless[^\n]*\n$", told)
 }
 
-// TestTuningHeldUp wants the fastest way, whichever launch a busy computer holds up.
+// TestTuningHeldUp wants the fastest variant, whichever launch a busy computer holds up.
 func TestTuningHeldUp(t *testing.T) {
 	ownChoices(t)
 	for held := 1; ; held++ {
 		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g := gorgonia.NewGraph()
 		attend(t, rangeNode(g, "x", 6, 5))
-		var k *attentionWays
+		var k *attentionVariants
 		m := openMachine(t, device, g, timedAlone(t, 1), WithTuning(TuneCached),
 			withKernels(func(inner run.Launcher) run.Launcher {
-				k = &attentionWays{Launcher: inner, fake: fakeOf(inner), held: held,
-					names: []kernel.Way{{Family: "slow"}, {Family: "fast"}, {Family: "plain"}},
-					ways:  []fake.Way{{Took: 4e6}, {Took: 1e6}, {}}}
+				k = &attentionVariants{Launcher: inner, fake: fakeOf(inner), held: held,
+					names:    []kernel.Variant{{Family: "slow"}, {Family: "fast"}, {Family: "plain"}},
+					variants: []fake.Variant{{Took: 4e6}, {Took: 1e6}, {}}}
 				return k
 			}))
 		require.NoError(t, m.RunAll())
@@ -276,7 +276,7 @@ func TestTuningHeldUp(t *testing.T) {
 			require.Greater(t, held, 2*3)
 			break
 		}
-		require.Equal(t, "fast", wayOf(m, "Attention"), held)
+		require.Equal(t, "fast", variantOf(m, "Attention"), held)
 	}
 }
 
@@ -290,12 +290,12 @@ func TestChoicesRefused(t *testing.T) {
 			opts...)), want)
 	}
 	for _, rule := range []string{"", "RoPE", "=plain", "RoPE=", "RoPE=[", "[=plain"} {
-		refused("want OP=WAY", WithWays(rule))
+		refused("want OP=VARIANT", WithVariants(rule))
 	}
 	refused("TuneOff", WithTuning(7))
-	t.Setenv("KASMINA_WAYS", "RoPE")
-	refused("KASMINA_WAYS")
-	t.Setenv("KASMINA_WAYS", "")
+	t.Setenv("KASMINA_VARIANTS", "RoPE")
+	refused("KASMINA_VARIANTS")
+	t.Setenv("KASMINA_VARIANTS", "")
 	t.Setenv("KASMINA_TUNE", "sometimes")
 	refused("off")
 }
@@ -312,12 +312,12 @@ func TestHostByRule(t *testing.T) {
 		square := gorgonia.Must(gorgonia.Mul(gorgonia.Must(gorgonia.Transpose(a, 1, 0)), a))
 		sum := gorgonia.Must(gorgonia.BroadcastAdd(square, b, nil, []byte{0}))
 		var log bytes.Buffer
-		m := openMachine(t, device, g, WithWays(rule), logTo(&log))
+		m := openMachine(t, device, g, WithVariants(rule), logTo(&log))
 		require.NoError(t, m.RunAll())
 		require.Equal(t, []float32{27, 42, 57, 32, 49, 66, 37, 56, 75}, flat(t, valueIn(t, m, sum)))
 		require.True(t, m.runner.OnHost(), rule)
 		require.Contains(t, log.String(), "a rule wants it there")
-		require.Error(t, errOf(NewMachine(device, g, WithWays(rule), WithStrict())))
+		require.Error(t, errOf(NewMachine(device, g, WithVariants(rule), WithStrict())))
 	}
 }
 
@@ -333,9 +333,9 @@ func TestTuningText(t *testing.T) {
 
 // tuned is what a machine that tunes one product of 6×5×4 did.
 type tuned struct {
-	way, timings int
-	log          string
-	value        []float32
+	variant, timings int
+	log              string
+	value            []float32
 }
 
 // smallCache is a GPU whose cache is quickly overwritten.
@@ -359,17 +359,17 @@ func calls(d *Device, call string) (n int) {
 	return n
 }
 
-// is wants a way, after so many timings.
-func (r tuned) is(t *testing.T, way, timings int, what string) {
+// is wants a variant, after so many timings.
+func (r tuned) is(t *testing.T, variant, timings int, what string) {
 	t.Helper()
-	require.Equal(t, []int{way, timings}, []int{r.way, r.timings}, what)
+	require.Equal(t, []int{variant, timings}, []int{r.variant, r.timings}, what)
 }
 
-// tuneProduct makes and runs such a machine on a fake GPU whose ways differ as given.
-func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string,
+// tuneProduct makes and runs such a machine on a fake GPU whose variants differ as given.
+func tuneProduct(t *testing.T, path string, variants [3]fake.Variant, name string,
 	opts ...MachineOption) tuned {
 	t.Helper()
-	device, _ := openFake(t, fake.Config{Ways: ways, Devices: smallCache(name)})
+	device, _ := openFake(t, fake.Config{Variants: variants, Devices: smallCache(name)})
 	g := gorgonia.NewGraph()
 	y, err := op.Linear(rangeNode(g, "x", 6, 4), rangeNode(g, "w", 5, 4))
 	require.NoError(t, err)
@@ -382,7 +382,7 @@ func tuneProduct(t *testing.T, path string, ways [3]fake.Way, name string,
 		timings: calls(device, "cublasLtMatmul") - 1}
 	for _, c := range m.runner.Program.Calls {
 		if p, ok := c.Params.(*program.Matmul); ok {
-			r.way = p.Way
+			r.variant = p.Variant
 		}
 	}
 	return r
@@ -392,15 +392,15 @@ func TestTuning(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	const card = "Some GPU"
 	path := filepath.Join(t.TempDir(), "tune.json")
-	slowFirst := [3]fake.Way{{Took: 9 * time.Millisecond}, {Took: 2 * time.Millisecond},
+	slowFirst := [3]fake.Variant{{Took: 9 * time.Millisecond}, {Took: 2 * time.Millisecond},
 		{Took: 5 * time.Millisecond}}
-	fastFirst := [3]fake.Way{{Took: 1 * time.Millisecond}, {Took: 2 * time.Millisecond},
+	fastFirst := [3]fake.Variant{{Took: 1 * time.Millisecond}, {Took: 2 * time.Millisecond},
 		{Took: 5 * time.Millisecond}}
 	cached, full := WithTuning(TuneCached), WithTuning(TuneFull)
 
 	tuneProduct(t, path, slowFirst, card).is(t, 0, 0, "Float32 without an option")
 	first := tuneProduct(t, path, slowFirst, card, cached)
-	require.Equal(t, 1, first.way)
+	require.Equal(t, 1, first.variant)
 	require.GreaterOrEqual(t, first.timings, 3)
 	require.Empty(t, first.log)
 	b, err := os.ReadFile(path)
@@ -408,11 +408,11 @@ func TestTuning(t *testing.T) {
 	require.Contains(t, string(b), card)
 	require.Contains(t, string(b), "cuBLASLt 130000")
 	second := tuneProduct(t, path, fastFirst, card, cached)
-	require.Equal(t, 1, second.way)
+	require.Equal(t, 1, second.variant)
 	require.Zero(t, second.timings)
 	require.Equal(t, first.value, second.value, "other bits with the same choice")
 	third := tuneProduct(t, path, fastFirst, card, full)
-	require.Zero(t, third.way)
+	require.Zero(t, third.variant)
 	require.GreaterOrEqual(t, third.timings, 3)
 	tuneProduct(t, path, slowFirst, card, cached).is(t, 0, 0, "after TuneFull")
 	other := tuneProduct(t, path, slowFirst, "Another GPU", cached)
@@ -422,76 +422,76 @@ func TestTuning(t *testing.T) {
 	tuneProduct(t, path, slowFirst, "Another GPU", full).is(t, 0, 0, "with KASMINA_TUNE=off")
 }
 
-// TestTuningUnderLoad wants one of the ways that are nearly the fastest in a short computation. Of a
+// TestTuningUnderLoad wants one of the variants that are nearly the fastest in a short computation. Of a
 // short job it is the one with the least geometric mean of what it takes there and in a long
 // computation. Of a long job it is the one that takes least in a long computation, timed there and
 // back.
 func TestTuningUnderLoad(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "cached")
-	type ways [3]fake.Way // a short job's in units of 2 µs, a long one's of 10 µs
+	type variants [3]fake.Variant // a short job's in units of 2 µs, a long one's of 10 µs
 	for i, c := range []struct {
-		ways
+		variants
 		short, long int
 	}{
-		{ways{{Took: 100, Loaded: 130}, {Took: 104, Loaded: 120}, {Took: 200, Loaded: 90}}, 1, 1},
-		{ways{{Took: 100, Loaded: 110}, {Took: 104, Loaded: 120}, {Took: 105, Loaded: 130}}, 0, 0},
-		{ways{{Took: 100, Loaded: 120}, {Took: 104, Loaded: 117}, {Took: 500, Loaded: 500}}, 0, 1},
-		{ways{{Took: 100, Loaded: 120}, {Took: 104, Loaded: 113}, {Took: 500, Loaded: 500}}, 1, 1},
-		{ways{{Took: 100, Loaded: 120}, {Took: 107, Loaded: 110}, {Took: 500, Loaded: 500}}, 0, 1},
-		{ways{{Took: 100, Loaded: 120, Warms: 1}, {Took: 104, Loaded: 117, Warms: 1},
+		{variants{{Took: 100, Loaded: 130}, {Took: 104, Loaded: 120}, {Took: 200, Loaded: 90}}, 1, 1},
+		{variants{{Took: 100, Loaded: 110}, {Took: 104, Loaded: 120}, {Took: 105, Loaded: 130}}, 0, 0},
+		{variants{{Took: 100, Loaded: 120}, {Took: 104, Loaded: 117}, {Took: 500, Loaded: 500}}, 0, 1},
+		{variants{{Took: 100, Loaded: 120}, {Took: 104, Loaded: 113}, {Took: 500, Loaded: 500}}, 1, 1},
+		{variants{{Took: 100, Loaded: 120}, {Took: 107, Loaded: 110}, {Took: 500, Loaded: 500}}, 0, 1},
+		{variants{{Took: 100, Loaded: 120, Warms: 1}, {Took: 104, Loaded: 117, Warms: 1},
 			{Took: 500, Loaded: 500}}, 0, 1},
 	} {
 		for unit, want := range map[time.Duration]int{2: c.short, 10: c.long} {
 			unit *= time.Microsecond
-			scaled := c.ways
+			scaled := c.variants
 			for w := range scaled {
 				scaled[w].Took, scaled[w].Loaded = scaled[w].Took*unit, scaled[w].Loaded*unit
 				scaled[w].Warms *= unit / 10
 			}
 			path := filepath.Join(t.TempDir(), "tune.json")
-			require.Equal(t, want, tuneProduct(t, path, scaled, "Some GPU").way, "%d, %v", i, unit)
+			require.Equal(t, want, tuneProduct(t, path, scaled, "Some GPU").variant, "%d, %v", i, unit)
 			require.Zero(t, tuneProduct(t, path, scaled, "Some GPU").timings, i)
 		}
 	}
 }
 
-// TestChoiceWithdrawn wants another way where the one chosen before, for a call of the same shape,
+// TestChoiceWithdrawn wants another variant where the one chosen before, for a call of the same shape,
 // does not take the arguments.
 func TestChoiceWithdrawn(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "off")
-	t.Setenv("KASMINA_WAYS", "")
+	t.Setenv("KASMINA_VARIANTS", "")
 	device, _ := openFake(t, fake.Config{})
-	m := openMachine(t, device, gorgonia.NewGraph(), WithWays("Some=b"))
+	m := openMachine(t, device, gorgonia.NewGraph(), WithVariants("Some=b"))
 	for i, c := range []struct {
-		ways []string
-		want int
+		variants []string
+		want     int
 	}{{[]string{"a", "b"}, 1}, {[]string{"a"}, 0}, {[]string{"b", "a"}, 1}} {
 		g := program.Group{Op: "Some", Shape: "one"}
-		for _, name := range c.ways {
+		for _, name := range c.variants {
 			g.Alternatives = append(g.Alternatives, program.Alternative{Name: name})
 		}
-		way, _, err := m.chooser.Choose(g)
+		variant, _, err := m.chooser.Choose(g)
 		require.NoError(t, err, i)
-		require.Equal(t, c.want, way, i)
+		require.Equal(t, c.want, variant, i)
 	}
 }
 
-// TestTuningDrops wants ways that are wrong or fail never to be chosen, and a warning of each.
+// TestTuningDrops wants variants that are wrong or fail never to be chosen, and a warning of each.
 func TestTuningDrops(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
-	want := tuneProduct(t, "", [3]fake.Way{}, "GPU 0").value
+	want := tuneProduct(t, "", [3]fake.Variant{}, "GPU 0").value
 	for i, c := range []struct {
-		ways    [3]fake.Way
-		way     int
-		warning string
+		variants [3]fake.Variant
+		variant  int
+		warning  string
 	}{
-		{[3]fake.Way{{Took: 9e6}, {Took: 1e6, Wrong: true}, {Took: 5e6}}, 2, "differs by"},
-		{[3]fake.Way{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, 2, "a way that fails"},
-		{[3]fake.Way{{Took: 1e6}, {Took: 995e3}, {Took: 996e3}}, 0, ""}, // no gain worth other bits
+		{[3]fake.Variant{{Took: 9e6}, {Took: 1e6, Wrong: true}, {Took: 5e6}}, 2, "differs by"},
+		{[3]fake.Variant{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, 2, "a variant that fails"},
+		{[3]fake.Variant{{Took: 1e6}, {Took: 995e3}, {Took: 996e3}}, 0, ""}, // no gain worth other bits
 	} {
-		r := tuneProduct(t, filepath.Join(t.TempDir(), "tune.json"), c.ways, "Some GPU",
+		r := tuneProduct(t, filepath.Join(t.TempDir(), "tune.json"), c.variants, "Some GPU",
 			WithTuning(TuneCached))
-		require.Equal(t, c.way, r.way)
+		require.Equal(t, c.variant, r.variant)
 		require.Contains(t, r.log, c.warning)
 		require.NotEqual(t, strings.Contains(r.log, "WARN"), (c.warning == ""))
 		require.Equal(t, want, r.value, i)
@@ -502,66 +502,66 @@ func TestTuningDrops(t *testing.T) {
 func TestTuningIgnores(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	path := filepath.Join(t.TempDir(), "tune.json")
-	ways := [3]fake.Way{{Took: 9e6}, {Took: 1e6}, {Took: 5e6}}
-	tuneProduct(t, path, ways, "Some GPU", WithTuning(TuneCached))
+	variants := [3]fake.Variant{{Took: 9e6}, {Took: 1e6}, {Took: 5e6}}
+	tuneProduct(t, path, variants, "Some GPU", WithTuning(TuneCached))
 	b, err := os.ReadFile(path)
 	require.NoError(t, err)
 	from := bytes.LastIndex(b, []byte("{")) // of the choice
-	for name, id := range map[string]string{"text": `"fast"`, "unknown": `{"way": "7"}`,
+	for name, id := range map[string]string{"text": `"fast"`, "unknown": `{"variant": "7"}`,
 		"cut": "{"} {
 		other := filepath.Join(t.TempDir(), "tune.json")
 		damaged := string(b[:from]) + id + "}}"
 		require.NoError(t, os.WriteFile(other, []byte(damaged), 0o644))
-		r := tuneProduct(t, other, ways, "Some GPU", WithTuning(TuneCached))
-		require.Equal(t, 1, r.way, name)
+		r := tuneProduct(t, other, variants, "Some GPU", WithTuning(TuneCached))
+		require.Equal(t, 1, r.variant, name)
 		require.GreaterOrEqual(t, r.timings, 3, name)
 		require.Equal(t, name != "unknown", strings.Contains(r.log, "ignored"), r.log)
 	}
 }
 
 // TestChoicesOfAnother wants what another machine has chosen to be taken over without timing. What
-// it has not chosen goes by rule, and a way that is not there is refused.
+// it has not chosen goes by rule, and a variant that is not there is refused.
 func TestChoicesOfAnother(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "full") // which is for machines that choose themselves
-	t.Setenv("KASMINA_WAYS", "")
-	ways := [3]fake.Way{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
+	t.Setenv("KASMINA_VARIANTS", "")
+	variants := [3]fake.Variant{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
 	path := filepath.Join(t.TempDir(), "tune.json")
-	timed := tuneAttention(t, path, [3]fake.Way{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}, "a")
-	require.Equal(t, "wide-1", timed.Way)
+	timed := tuneAttention(t, path, [3]fake.Variant{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}, "a")
+	require.Equal(t, "wide-1", timed.Variant)
 	require.Equal(t, Measured, timed.Source)
-	r := tuneAttention(t, path, ways, "a", WithChoices([]Choice{timed.Choice}))
+	r := tuneAttention(t, path, variants, "a", WithChoices([]Choice{timed.Choice}))
 	r.is(t, "wide-1", Stored, 2, "taken over")
 	require.Empty(t, r.log)
-	tuneAttention(t, path, ways, "a", WithChoices(nil)).is(t, "wide-4", ByRule, 2, "not chosen")
-	r = tuneAttention(t, path, ways, "a", WithChoices([]Choice{timed.Choice}),
-		WithWays("Attention=wide-1"))
-	require.Equal(t, "wide-1", r.Way)
+	tuneAttention(t, path, variants, "a", WithChoices(nil)).is(t, "wide-4", ByRule, 2, "not chosen")
+	r = tuneAttention(t, path, variants, "a", WithChoices([]Choice{timed.Choice}),
+		WithVariants("Attention=wide-1"))
+	require.Equal(t, "wide-1", r.Variant)
 	require.Equal(t, Forced, r.Source)
 	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
 	attend(t, randomMatrices(g, 1, 3, 1)("x", 6, 5))
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
-		return &attentionWays{Launcher: k, fake: fakeOf(k),
-			names: []kernel.Way{{Family: "wide", Size: 4}, {Family: "plain"}},
-			ways:  []fake.Way{{Took: 2e6}, {Took: 1e6}}}
+		return &attentionVariants{Launcher: k, fake: fakeOf(k),
+			names:    []kernel.Variant{{Family: "wide", Size: 4}, {Family: "plain"}},
+			variants: []fake.Variant{{Took: 2e6}, {Took: 1e6}}}
 	})
 	_, err := NewMachine(device, g, wrap, WithChoices([]Choice{timed.Choice}))
 	require.ErrorContains(t, err, "the same kind of GPU")
 	require.ErrorContains(t, err, timed.Shape)
 }
 
-// ownProducts is kernels that have a way of their own to multiply, and how often each is launched.
+// ownProducts is kernels that have a variant of their own to multiply, and how often each is launched.
 type ownProducts struct {
 	run.Launcher
 	plain  *int
 	adding *int
 }
 
-func (o ownProducts) Ways(params any) []kernel.Way {
+func (o ownProducts) Variants(params any) []kernel.Variant {
 	if _, ok := params.(gemm.Product); ok {
-		return []kernel.Way{{Family: "hopper", Size: 256}}
+		return []kernel.Variant{{Family: "hopper", Size: 256}}
 	}
-	return o.Launcher.Ways(params)
+	return o.Launcher.Variants(params)
 }
 
 func (o ownProducts) Launch(s gpu.Stream, params any) error {
@@ -613,11 +613,11 @@ func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia
 	return g, in[1:], keep
 }
 
-// wayOf is the way in which a machine has chosen to compute an op, "" if it has not.
-func wayOf(m *Machine, op string) string {
+// wayOf is the variant in which a machine has chosen to compute an op, "" if it has not.
+func variantOf(m *Machine, op string) string {
 	for _, c := range m.Choices() {
 		if c.Op == op {
-			return c.Way
+			return c.Variant
 		}
 	}
 	return ""
@@ -655,24 +655,24 @@ func requireTimed(t *testing.T, device *Device, g *gorgonia.ExprGraph, params, k
 
 // TestProjectionWays wants the same attention and gradients, whether one kernel multiplies and
 // turns or not.
-func TestProjectionWays(t *testing.T) {
+func TestProjectionVariants(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, p projected, tolerance float64, fuses bool,
 		opts ...MachineOption) {
 		t.Helper()
 		var values []gorgonia.Value
-		for i, way := range []string{"separate", "fused"} {
+		for i, variant := range []string{"separate", "fused"} {
 			g, params, keep := p.graph(t, seed, false)
 			m := newFuseMachine(t, device, g, params, keep,
-				append(opts, WithWays("RoPEProduct="+way)))
+				append(opts, WithVariants("RoPEProduct="+variant)))
 			values = valuesOf(t, m, keep, values, tolerance)
 			fused := i > 0 && fuses
 			if fused {
-				require.Equal(t, way, wayOf(m, "RoPEProduct"))
+				require.Equal(t, variant, variantOf(m, "RoPEProduct"))
 			}
 			want := map[bool]int{false: 1}[fused]
-			require.Equal(t, want, tasksOf(m)["RoPE"], way)
+			require.Equal(t, want, tasksOf(m)["RoPE"], variant)
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
@@ -694,19 +694,19 @@ func TestProjectionWays(t *testing.T) {
 // TestProjectionNeedsQueries wants no kernel that turns at once where the queries are asked for as
 // they were before.
 func TestProjectionNeedsQueries(t *testing.T) {
-	t.Setenv("KASMINA_WAYS", "")
+	t.Setenv("KASMINA_VARIANTS", "")
 	p := projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}
 	for _, keepQueries := range []bool{false, true} {
 		device, _ := openFake(t, fake.Config{})
 		g, params, keep := p.graph(t, 1, keepQueries)
 		m := newFuseMachine(t, device, g, params, keep,
-			[]MachineOption{WithWays("RoPEProduct=fused")})
-		require.Equal(t, keepQueries, wayOf(m, "RoPEProduct") == "")
+			[]MachineOption{WithVariants("RoPEProduct=fused")})
+		require.Equal(t, keepQueries, variantOf(m, "RoPEProduct") == "")
 	}
 }
 
 // TestProjectionTuned wants products that are worth timing, and no others, timed with what turns
-// their results. All ways give the same in the timer's memory as well.
+// their results. All variants give the same in the timer's memory as well.
 func TestProjectionTuned(t *testing.T) {
 	ownChoices(t)
 	check := func(t *testing.T, device *Device, p projected, least float64, want int,
@@ -749,7 +749,7 @@ func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprG
 
 // TestPerceptronWays wants the same values of a product and a gate, whether one kernel computes
 // both or not.
-func TestPerceptronWays(t *testing.T) {
+func TestPerceptronVariants(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, fuses bool,
@@ -757,12 +757,12 @@ func TestPerceptronWays(t *testing.T) {
 		var values []gorgonia.Value
 		for i, rule := range []string{"SiLUProduct*=separate", "SiLUProduct*=fused"} {
 			g, params, keep := perceptronGraph(t, seed, rows, f, d)
-			m := newFuseMachine(t, device, g, params, keep, append(opts, WithWays(rule)))
+			m := newFuseMachine(t, device, g, params, keep, append(opts, WithVariants(rule)))
 			values = valuesOf(t, m, keep, values, tolerance)
 			fused := map[string]bool{}
 			for _, c := range m.Choices() {
 				if strings.HasPrefix(c.Op, "SiLUProduct") {
-					fused[c.Op] = strings.HasPrefix(c.Way, "fused")
+					fused[c.Op] = strings.HasPrefix(c.Variant, "fused")
 				}
 			}
 			want := i == 1 && fuses
@@ -849,8 +849,8 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 
 // TestOutputLayerWays wants the loss and the gradients of Gorgonia's machine, whether a pass over
 // logits forms the gradient or the exponentials come with the product. Of a batch that is too large
-// for that machine, it wants those of the first way.
-func TestOutputLayerWays(t *testing.T) {
+// for that machine, it wants those of the first variant.
+func TestOutputLayerVariants(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, rows, v, d int, tolerance float64, reference,
@@ -865,19 +865,19 @@ func TestOutputLayerWays(t *testing.T) {
 				want = append(want, n.Value())
 			}
 		}
-		for _, way := range []string{"separate", "fused"} {
+		for _, variant := range []string{"separate", "fused"} {
 			g, params, keep := outputLayer(t, seed, rows, v, d)
 			m := newFuseMachine(t, device, g, params, keep,
-				append(opts, WithWays("LinearCrossEntropy="+way)))
+				append(opts, WithVariants("LinearCrossEntropy="+variant)))
 			require.NoError(t, m.RunAll())
 			for i, n := range keep {
 				value := valueIn(t, m, n)
 				if len(want) <= i {
 					want = append(want, value)
 				}
-				require.Less(t, distance(t, value, want[i]), tolerance, "%s: value %d", way, i)
+				require.Less(t, distance(t, value, want[i]), tolerance, "%s: value %d", variant, i)
 			}
-			require.Equal(t, map[bool]string{true: way}[fuses], wayOf(m, "LinearCrossEntropy"), way)
+			require.Equal(t, map[bool]string{true: variant}[fuses], variantOf(m, "LinearCrossEntropy"), variant)
 		}
 	}
 	t.Run("fake", func(t *testing.T) {
@@ -915,13 +915,13 @@ func isSlowAttention(t *testing.T, o OpTime) {
 	require.Equal(t, "Attention", o.Op)
 	require.GreaterOrEqual(t, o.Time, 3*time.Millisecond)
 	require.LessOrEqual(t, o.Time, 4*time.Millisecond)
-	require.Equal(t, []string{"fast"}, o.Ways)
+	require.Equal(t, []string{"fast"}, o.Variants)
 }
 
 // TestProfile profiles a machine whose attention takes 3 ms, beside one that does not profile.
 func TestProfile(t *testing.T) {
 	ownChoices(t)
-	took := &fake.Way{Took: 3 * time.Millisecond}
+	took := &fake.Variant{Took: 3 * time.Millisecond}
 	m, device := monitored(t, took, &bytes.Buffer{}, withCeilingBytes(1<<14),
 		WithTuning(TuneCached), WithMonitor(3))
 	plain, _ := monitored(t, took, &bytes.Buffer{}, WithTuning(TuneCached))
@@ -1013,7 +1013,7 @@ func TestProfileFloat8(t *testing.T) {
 // TestCeiling wants what a card reaches measured before the first run and between runs, whose
 // results stay as they are. A closed machine refuses.
 func TestCeiling(t *testing.T) {
-	m, _ := monitored(t, &fake.Way{Took: time.Millisecond}, &bytes.Buffer{},
+	m, _ := monitored(t, &fake.Variant{Took: time.Millisecond}, &bytes.Buffer{},
 		withCeilingBytes(1<<14), WithTuning(TuneCached))
 	for range 2 {
 		c, err := m.Ceiling()
@@ -1179,7 +1179,7 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 
 // monitored makes a machine that learns one weight matrix behind attention, which takes as long
 // as told.
-func monitored(t *testing.T, took *fake.Way, log *bytes.Buffer, opts ...MachineOption) (*Machine,
+func monitored(t *testing.T, took *fake.Variant, log *bytes.Buffer, opts ...MachineOption) (*Machine,
 	*Device) {
 	t.Helper()
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
@@ -1191,10 +1191,10 @@ func monitored(t *testing.T, took *fake.Way, log *bytes.Buffer, opts ...MachineO
 	sum := gorgonia.Must(gorgonia.Sum(gorgonia.Must(gorgonia.Square(y))))
 	require.NoError(t, errOf(gorgonia.Grad(sum, w)))
 	wrap := withKernels(func(k run.Launcher) run.Launcher {
-		slow := fake.Way{Took: 40 * time.Millisecond}
-		return &slowAttention{attentionWays{Launcher: k, fake: fakeOf(k),
-			names: []kernel.Way{{Family: "fast"}, {Family: "plain"}},
-			ways:  []fake.Way{{}, slow}}, took}
+		slow := fake.Variant{Took: 40 * time.Millisecond}
+		return &slowAttention{attentionVariants{Launcher: k, fake: fakeOf(k),
+			names:    []kernel.Variant{{Family: "fast"}, {Family: "plain"}},
+			variants: []fake.Variant{{}, slow}}, took}
 	})
 	all := append([]MachineOption{timedAlone(t, 1), wrap, WithParams(w),
 		logTo(log)}, opts...)
@@ -1205,15 +1205,15 @@ func monitored(t *testing.T, took *fake.Way, log *bytes.Buffer, opts ...MachineO
 	return m, device
 }
 
-// slowAttention is attentionWays whose first way takes as long as it is told, run by run.
+// slowAttention is attentionWays whose first variant takes as long as it is told, run by run.
 type slowAttention struct {
-	attentionWays
-	took *fake.Way
+	attentionVariants
+	took *fake.Variant
 }
 
 func (k *slowAttention) Launch(s gpu.Stream, params any) error {
-	if a, ok := params.(attention.Forward); !ok || a.Way.Family != "fast" {
-		return k.attentionWays.Launch(s, params)
+	if a, ok := params.(attention.Forward); !ok || a.Variant.Family != "fast" {
+		return k.attentionVariants.Launch(s, params)
 	}
 	if err := k.Launcher.Launch(s, params); err != nil {
 		return err
@@ -1223,7 +1223,7 @@ func (k *slowAttention) Launch(s gpu.Stream, params any) error {
 
 func TestMonitor(t *testing.T) {
 	ownChoices(t)
-	took := &fake.Way{Took: 3 * time.Millisecond}
+	took := &fake.Variant{Took: 3 * time.Millisecond}
 	var log bytes.Buffer
 	m, _ := monitored(t, took, &log, WithTuning(TuneCached), WithMonitor(4))
 	plain, _ := monitored(t, took, &bytes.Buffer{}, WithTuning(TuneCached))
@@ -1269,7 +1269,7 @@ func TestMonitor(t *testing.T) {
 // TestMonitorWithoutOptimizer wants the times of ops, and of updates, after an optimiser that did
 // not fit has left the machine without.
 func TestMonitorWithoutOptimizer(t *testing.T) {
-	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
+	m, device := monitored(t, &fake.Variant{}, &bytes.Buffer{}, WithMonitor(2))
 	for range 6 {
 		step(t, m)
 	}
@@ -1296,7 +1296,7 @@ func (full) Alloc(bytes int) (gpu.Ptr, error) { return 0, gpu.NewOutOfMemory(byt
 // TestMonitorSampleFails wants a sample whose times cannot all be read to leave no trace in those
 // that follow.
 func TestMonitorSampleFails(t *testing.T) {
-	m, device := monitored(t, &fake.Way{}, &bytes.Buffer{}, WithMonitor(2))
+	m, device := monitored(t, &fake.Variant{}, &bytes.Buffer{}, WithMonitor(2))
 	o := m.monitor
 	for !o.Sampling() {
 		require.NoError(t, m.RunAll())
@@ -1335,7 +1335,7 @@ func (c *unread) Elapsed(from, to gpu.Event) (time.Duration, error) {
 
 // TestMonitorCost wants fewer samples where they cost much.
 func TestMonitorCost(t *testing.T) {
-	took := &fake.Way{}
+	took := &fake.Variant{}
 	m, _ := monitored(t, took, &bytes.Buffer{}, WithMonitor(2))
 	for range 30 {
 		require.NoError(t, m.RunAll())

@@ -372,7 +372,7 @@ func TestTrainersInTurn(t *testing.T) {
 }
 
 // TestTrainerTellsWays wants the log of a run on a GPU to say how its ops are computed.
-func TestTrainerTellsWays(t *testing.T) {
+func TestTrainerTellsVariants(t *testing.T) {
 	device := cudaops.OpenFake(t)
 	folder := t.TempDir()
 	model, loader, optimizer := newRun(t, filepath.Join(folder, "text"), 0)
@@ -439,7 +439,7 @@ func TestTrainerOwnKind(t *testing.T) {
 
 // TestOpBench wants ops timed on a GPU beside the CPU, with the same results.
 func TestOpBench(t *testing.T) {
-	t.Setenv("KASMINA_WAYS", "")
+	t.Setenv("KASMINA_VARIANTS", "")
 	device := cudaops.OpenFake(t)
 	for _, o := range opcase.All {
 		if o.Bench == nil {

@@ -35,7 +35,7 @@ func (p *profiled) OpTimes() ([]OpTime, error) { return p.ops, nil }
 
 func TestMonitor(t *testing.T) {
 	ops := []OpTime{{Op: "Linear", Tasks: 7, Time: 2 * time.Millisecond, FLOPs: 1e9, Bytes: 1e6,
-		Ways: []string{"fast"}}, {Op: "RMSNorm", Time: time.Millisecond}}
+		Variants: []string{"fast"}}, {Op: "RMSNorm", Time: time.Millisecond}}
 	for name, times := range map[string][]OpTime{"timed": ops, "nothing yet": nil} {
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 		tr.driver.engine = &profiled{tr.driver.engine, times}
@@ -112,7 +112,7 @@ func TestCeilings(t *testing.T) {
 // TestMonitorOnCPU wants the table and the log of a run on the CPU to have its ops and the update.
 // The ways are there once a run.
 func TestMonitorOnCPU(t *testing.T) {
-	t.Setenv("KASMINA_WAYS", "")
+	t.Setenv("KASMINA_VARIANTS", "")
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 	tr.Config.Steps = 4
 	e, err := CPUEngine(cpuops.WithMonitor(2))(tr.Model, tr.Optimizer, tr.Config)
@@ -135,7 +135,7 @@ func TestMonitorOnCPU(t *testing.T) {
 			i := slices.IndexFunc(e.Choices, func(c Choice) bool { return c.Op == "LinearAdd" })
 			require.GreaterOrEqual(t, i, 0, "%v", e.Choices)
 			c := e.Choices[i]
-			require.Equal(t, []any{"fused", 2, optime.ByRule}, []any{c.Way, c.Of, c.Source})
+			require.Equal(t, []any{"fused", 2, optime.ByRule}, []any{c.Variant, c.Of, c.Source})
 		case Profiled:
 			require.Contains(t, out.String(), e.Ops[0].Op)
 		}

@@ -1,5 +1,5 @@
-// Package opbench times one op at one shape beside its peers. These are every way in which package
-// cpuops can compute it and, if there is a GPU, every way of package cudaops. The same function
+// Package opbench times one op at one shape beside its peers. These are every variant in which package
+// cpuops can compute it and, if there is a GPU, every variant of package cudaops. The same function
 // made of Gorgonia's own ops, on Gorgonia's own machine, is one too.
 //
 //	figures, err := opbench.Time("RMSNorm", []int{4096, 1024}, opbench.Float32)
@@ -42,12 +42,12 @@ func (d Dtype) size() int {
 	return map[Dtype]int{Float64: 8, Float32: 4, BFloat16: 2, Float16: 2, Float8: 2}[d]
 }
 
-// Figure is what an op takes, computed by one peer in one way.
+// Figure is what an op takes, computed by one peer in one variant.
 type Figure struct {
 	Peer string // cpu, cuda or gorgonia
-	// as in Attention=hopper-8, of ops that have several ways; of a CPU's others the vector
+	// as in Attention=hopper-8, of ops that have several variants; of a CPU's others the vector
 	// instructions
-	Way string
+	Variant string
 	// Forward is a forward pass, Training that and the gradients of all inputs of floats, 0 for an
 	// op without. On a CPU and of Gorgonia it is the median by the clock on the wall. On a GPU it
 	// is the mean of the device's time, without launches. What passes work on is in the cache if it
@@ -130,7 +130,7 @@ func Ops() []Op {
 // The first figure is that of the CPU as it computes without rules, or of the GPU for types that a
 // CPU has not. The others follow. A peer that cannot compute the op has a figure with an Err. An
 // error is an op, shape or type that there is not, or an option that does not fit. The rules of
-// KASMINA_WAYS hold here too.
+// KASMINA_VARIANTS hold here too.
 func Time(op string, shape []int, dtype Dtype, opts ...Option) (figures []Figure, err error) {
 	defer func() {
 		if err != nil {
@@ -222,7 +222,7 @@ func (b *bench) floats() tensor.Dtype {
 	return tensor.Float32
 }
 
-// measure adds a peer's figures: in the way that it chooses itself, and in every other.
+// measure adds a peer's figures: in the variant that it chooses itself, and in every other.
 func (b *bench) measure(p peer) {
 	usual, choices := b.figure(p, nil)
 	if usual.Peer == "" {
@@ -230,13 +230,13 @@ func (b *bench) measure(p peer) {
 	}
 	b.figures = append(b.figures, usual)
 	for _, c := range choices {
-		seen := map[string]bool{c.Way: true}
-		for _, way := range c.Ways {
-			if !seen[way] {
-				f, _ := b.figure(p, []string{literally(c.Op) + "=" + literally(way)})
+		seen := map[string]bool{c.Variant: true}
+		for _, variant := range c.Variants {
+			if !seen[variant] {
+				f, _ := b.figure(p, []string{literally(c.Op) + "=" + literally(variant)})
 				b.figures = append(b.figures, f)
 			}
-			seen[way] = true
+			seen[variant] = true
 		}
 	}
 }
@@ -265,7 +265,7 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 			f.Err = err
 			return f, nil
 		}
-		if choices, f.Way = made, wayOf(made); training { // which has the backward pass's too
+		if choices, f.Variant = made, variantOf(made); training { // which has the backward pass's too
 			f.Training = took
 			continue
 		}
@@ -275,15 +275,15 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 	return f, choices
 }
 
-// wayOf names the choices among several ways, or the one way where there is no choice.
-func wayOf(choices []cudaops.Choice) string {
+// wayOf names the choices among several variants, or the one variant where there is no choice.
+func variantOf(choices []cudaops.Choice) string {
 	var several, single []string
 	for _, c := range choices {
-		switch text := c.Op + "=" + c.Way; {
+		switch text := c.Op + "=" + c.Variant; {
 		case c.Of > 1 && !slices.Contains(several, text):
 			several = append(several, text)
-		case c.Of == 1 && !slices.Contains(single, c.Way):
-			single = append(single, c.Way)
+		case c.Of == 1 && !slices.Contains(single, c.Variant):
+			single = append(single, c.Variant)
 		}
 	}
 	if len(several) > 0 {
@@ -335,7 +335,7 @@ func numbers(v gorgonia.Value) []float64 {
 func Table(figures []Figure) string {
 	var s strings.Builder
 	fmt.Fprintf(&s, "%-9s %12s %12s %8s %9s %9s  %s\n", "peer", "forward us", "training us", "GB/s",
-		"GFLOP/s", "distance", "way")
+		"GFLOP/s", "distance", "variant")
 	for _, f := range figures {
 		if f.Err != nil {
 			fmt.Fprintf(&s, "%-9s %v\n", f.Peer, f.Err)
@@ -343,7 +343,7 @@ func Table(figures []Figure) string {
 		}
 		fmt.Fprintf(&s, "%-9s %12.1f %12.1f %8.1f %9.1f %9.1g  %s\n", f.Peer,
 			f.Forward.Seconds()*1e6, f.Training.Seconds()*1e6, f.Bandwidth()/1e9,
-			f.Rate()/1e9, f.Distance, f.Way)
+			f.Rate()/1e9, f.Distance, f.Variant)
 	}
 	return s.String()
 }

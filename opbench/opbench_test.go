@@ -13,7 +13,7 @@ import (
 
 // TestTime checks that every op is timed by every peer, and that the results of the peers agree.
 func TestTime(t *testing.T) {
-	t.Setenv("KASMINA_WAYS", "")
+	t.Setenv("KASMINA_VARIANTS", "")
 	for _, dtype := range []opbench.Dtype{opbench.Float32, opbench.Float64} {
 		tolerance := map[opbench.Dtype]float64{opbench.Float32: 1e-5, opbench.Float64: 1e-12}[dtype]
 		for _, o := range opcase.All {
@@ -42,15 +42,15 @@ func TestTime(t *testing.T) {
 	}
 }
 
-// TestWays wants every way that a machine chose among to be timed.
-func TestWays(t *testing.T) {
-	t.Setenv("KASMINA_WAYS", "")
+// TestWays wants every variant that a machine chose among to be timed.
+func TestVariants(t *testing.T) {
+	t.Setenv("KASMINA_VARIANTS", "")
 	figures, err := opbench.Time("LinearAdd", []int{64, 96, 32},
 		opbench.Float32, opbench.WithSpan(0))
 	require.NoError(t, err)
 	require.Len(t, figures, 3)
-	require.Equal(t, "LinearAdd=fused", figures[0].Way)
-	require.Contains(t, figures[1].Way, "+ false=")
+	require.Equal(t, "LinearAdd=fused", figures[0].Variant)
+	require.Contains(t, figures[1].Variant, "+ false=")
 	require.Equal(t, 2.0*64*96*32, figures[0].FLOPs)
 	require.Equal(t, 4.0*(64*96+96*32+2*64*32), figures[0].Bytes)
 }
@@ -73,7 +73,7 @@ func TestTypes(t *testing.T) {
 		opbench.BFloat16, opbench.WithSpan(0))
 	require.NoError(t, err)
 	require.NoError(t, figures[0].Err)
-	require.Contains(t, figures[0].Way, "bf16")
+	require.Contains(t, figures[0].Variant, "bf16")
 	figures, err = opbench.Time("Linear", []int{128, 128, 128},
 		opbench.Float32, opbench.WithSpan(0))
 	require.NoError(t, err)

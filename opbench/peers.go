@@ -74,7 +74,7 @@ func (b *bench) timed(peer string, g *graph,
 	case gpuPeer:
 		return b.timedOnGPU(g, rules)
 	case cpuPeer:
-		m, err := cpuops.NewMachine(g.g, cpuops.WithOutputs(g.y), cpuops.WithWays(rules...))
+		m, err := cpuops.NewMachine(g.g, cpuops.WithOutputs(g.y), cpuops.WithVariants(rules...))
 		if err != nil {
 			return 0, nil, nil, err
 		}
@@ -116,7 +116,7 @@ func (b *bench) timedOnGPU(g *graph,
 	rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
 	opts := append([]cudaops.MachineOption{cudaops.WithTuning(cudaops.TuneOff)}, b.machine...)
 	opts = append(opts, cudaops.WithPrecision(precisions[b.dtype]), cudaops.WithParams(g.params...),
-		cudaops.WithOutputs(g.y), cudaops.WithMonitor(2), cudaops.WithWays(rules...))
+		cudaops.WithOutputs(g.y), cudaops.WithMonitor(2), cudaops.WithVariants(rules...))
 	m, err := cudaops.NewMachine(b.device, g.g, opts...)
 	if err != nil {
 		return 0, nil, nil, err

@@ -188,7 +188,7 @@ func decoding(b *timer) {
 	}
 }
 
-// newtonSchulz times five steps of Muon's iteration, in the way that should be the fastest.
+// newtonSchulz times five steps of Muon's iteration, in the variant that should be the fastest.
 func newtonSchulz(b *timer) {
 	const t = gpu.Float16
 	for _, s := range [][2]int{{768, 3072}, {2048, 2048}, {2048, 8192}} {
@@ -208,7 +208,7 @@ func newtonSchulz(b *timer) {
 		b.time(Measurement{Name: fmt.Sprintf("newton_schulz5_%dx%d", m, n),
 			FLOPs: 5 * 2 * float64(m) * float64(m) * float64(2*n+m)}, func() {
 			b.launch(begin)
-			if it.Together > 0 && len(symmetric.Ways(b.Set)) > 0 {
+			if it.Together > 0 && len(symmetric.Variants(b.Set)) > 0 {
 				it.Run(func(a gemm.Symmetric) { b.launch(a) },
 					func(y, q, x gpu.Ptr) { wide(gpu.MatmulArgs{Alpha: 1, A: q, B: x, D: y}) })
 				return

@@ -4,12 +4,12 @@ import "time"
 
 // Choice is the variant with which a machine computes an op of some shape.
 type Choice struct {
-	Op     string   `json:"op"`    // such as RMSNorm
-	Shape  string   `json:"shape"` // such as "4096x1024 bfloat16"
-	Way    string   `json:"way"`   // such as rows-4; for a GPU's matrix product, cuBLASLt's name
-	Of     int      `json:"of"`    // number of variants that were available
-	Ways   []string `json:"-"`     // names of these variants
-	Source Source   `json:"source"`
+	Op       string   `json:"op"`      // such as RMSNorm
+	Shape    string   `json:"shape"`   // such as "4096x1024 bfloat16"
+	Variant  string   `json:"variant"` // such as rows-4; for a GPU's matrix product, cuBLASLt's name
+	Of       int      `json:"of"`      // number of variants that were available
+	Variants []string `json:"-"`       // names of these variants
+	Source   Source   `json:"source"`
 	// Cold is the measured time with cold caches, or 0 if the variant was not timed.
 	Cold time.Duration `json:"cold_ns,omitempty"`
 }
@@ -22,5 +22,5 @@ const (
 	ByRule   Source = "rule"   // by rule of thumb
 	Stored   Source = "stored" // timed before
 	Measured Source = "timed"  // in this process
-	Forced   Source = "forced" // by WithWays or KASMINA_WAYS
+	Forced   Source = "forced" // by WithVariants or KASMINA_VARIANTS
 )

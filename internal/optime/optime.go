@@ -18,10 +18,10 @@ type OpTime struct {
 	// FLOPs is the number of multiplications and additions of matrix products and attention.
 	Bytes float64 `json:"bytes,omitempty"`
 	FLOPs float64 `json:"flops,omitempty"`
-	// Ways lists the variants that were chosen among several. Tuned, which only a monitor sets, is
+	// Variants lists the variants that were chosen among several. Tuned, which only a monitor sets, is
 	// the time that the tuned tasks took during tuning.
-	Ways  []string      `json:"ways,omitempty"`
-	Tuned time.Duration `json:"tuned_ns,omitempty"`
+	Variants []string      `json:"variants,omitempty"`
+	Tuned    time.Duration `json:"tuned_ns,omitempty"`
 }
 
 // Bandwidth returns Bytes/Time in bytes per second.
@@ -53,9 +53,9 @@ func Gather(times []OpTime) (sums []OpTime) {
 		s.Bytes += t.Bytes
 		s.FLOPs += t.FLOPs
 		s.Tuned += t.Tuned
-		for _, w := range t.Ways {
-			if !slices.Contains(s.Ways, w) {
-				s.Ways = append(s.Ways, w)
+		for _, w := range t.Variants {
+			if !slices.Contains(s.Variants, w) {
+				s.Variants = append(s.Variants, w)
 			}
 		}
 	}
@@ -74,11 +74,11 @@ func Table(times []OpTime) string {
 	}
 	var s strings.Builder
 	fmt.Fprintf(&s, "%-28s %5s %10s %6s %8s %8s  %s\n", "op", "tasks", "us", "%",
-		"GB/s", "TFLOP/s", "ways")
+		"GB/s", "TFLOP/s", "variants")
 	for _, t := range times {
 		fmt.Fprintf(&s, "%-28.28s %5d %10.1f %6.1f %8.0f %8.1f  %s\n", t.Op, t.Tasks,
 			t.Time.Seconds()*1e6, 100*rate(t.Time.Seconds(), whole),
-			t.Bandwidth()/1e9, t.Rate()/1e12, strings.Join(t.Ways, ", "))
+			t.Bandwidth()/1e9, t.Rate()/1e12, strings.Join(t.Variants, ", "))
 	}
 
 	return s.String()

@@ -53,7 +53,7 @@ type Span struct {
 	// operands in the cache, and is 0 without a ceiling.
 	Bytes, FLOPs, Share float64
 	Float8              bool     // FLOPs counts float8 products
-	Ways                []string // variants that were chosen among several
+	Variants            []string // variants that were chosen among several
 	// Loose marks work that is not captured, such as the copy of a batch. Its time includes
 	// enqueueing by the program, and does not count as busy.
 	Loose bool
@@ -134,7 +134,7 @@ func (p *Profile) Ops() []OpTime {
 		task, rest = nextTask(rest)
 		s := task[0]
 		ops = append(ops, OpTime{Op: s.Op, Tasks: 1, Time: timeOf(task), Bytes: s.Bytes,
-			FLOPs: s.FLOPs, Ways: s.Ways})
+			FLOPs: s.FLOPs, Variants: s.Variants})
 	}
 	return Gather(ops)
 }
@@ -318,8 +318,8 @@ func (s Span) args() map[string]any {
 	args := map[string]any{"op": s.Op, "layer": s.Layer, "bytes": s.Bytes, "flops": s.FLOPs,
 		"share_of_ceiling": s.Share,
 		"float8":           s.Float8, "captured": !s.Loose}
-	if len(s.Ways) > 0 {
-		args["ways"] = s.Ways
+	if len(s.Variants) > 0 {
+		args["variants"] = s.Variants
 	}
 	return args
 }

@@ -1,6 +1,6 @@
-// Package wayrule implements the rules with which a user forces or forbids variants of ops, called
-// ways, for the machines of packages cudaops and cpuops.
-package wayrule
+// Package variantrule implements the rules with which a user forces or forbids variants of ops, for the
+// machines of packages cudaops and cpuops.
+package variantrule
 
 import (
 	"fmt"
@@ -11,33 +11,33 @@ import (
 )
 
 // Variable is the environment variable that holds further rules, separated by commas.
-const Variable = "KASMINA_WAYS"
+const Variable = "KASMINA_VARIANTS"
 
 // Host is the variant that computes one of Gorgonia's own ops on the CPU although a kernel exists.
 const Host = "host"
 
-// Rule forces or forbids a variant of an op. Op and Way are patterns as in [path.Match].
+// Rule forces or forbids a variant of an op. Op and Variant are patterns as in [path.Match].
 type Rule struct {
-	Op, Way string
-	Forbid  bool
+	Op, Variant string
+	Forbid      bool
 }
 
 // Rules is a list of rules. Later rules take precedence.
 type Rules []Rule
 
-// Parse parses rules of the form OP=WAY or OP!=WAY.
+// Parse parses rules of the form OP=VARIANT or OP!=VARIANT.
 func Parse(texts []string) (Rules, error) {
 	var rules Rules
 	for _, text := range texts {
-		op, way, ok := strings.Cut(text, "=")
-		r := Rule{Op: strings.TrimSpace(op), Way: strings.TrimSpace(way)}
+		op, variant, ok := strings.Cut(text, "=")
+		r := Rule{Op: strings.TrimSpace(op), Variant: strings.TrimSpace(variant)}
 		if strings.HasSuffix(r.Op, "!") {
 			r.Op, r.Forbid = strings.TrimSpace(strings.TrimSuffix(r.Op, "!")), true
 		}
 		_, opErr := path.Match(r.Op, "")
-		_, wayErr := path.Match(r.Way, "")
-		if !ok || r.Op == "" || r.Way == "" || opErr != nil || wayErr != nil {
-			return nil, fmt.Errorf("the rule is %q, want OP=WAY or OP!=WAY", text)
+		_, variantErr := path.Match(r.Variant, "")
+		if !ok || r.Op == "" || r.Variant == "" || opErr != nil || variantErr != nil {
+			return nil, fmt.Errorf("the rule is %q, want OP=VARIANT or OP!=VARIANT", text)
 		}
 		rules = append(rules, r)
 	}
@@ -62,7 +62,7 @@ func (rules Rules) WithEnvironment() (Rules, error) {
 func (r Rule) Applies(op string) bool { return matches(r.Op, op) }
 
 // Names reports whether the rule is about a variant.
-func (r Rule) Names(way string) bool { return matches(r.Way, way) }
+func (r Rule) Names(variant string) bool { return matches(r.Variant, variant) }
 
 // matches reports whether name matches pattern.
 func matches(pattern, name string) bool {
@@ -72,35 +72,35 @@ func matches(pattern, name string) bool {
 
 // Allowed returns the indices of the variants of an op that the rules allow, and whether the rules
 // force a choice. A rule that would exclude all variants is ignored and passed to warn.
-func (rules Rules) Allowed(op string, ways []string, warn func(string)) (left []int, forced bool) {
-	for i := range ways {
+func (rules Rules) Allowed(op string, variants []string, warn func(string)) (left []int, forced bool) {
+	for i := range variants {
 		left = append(left, i)
 	}
 
 	for _, r := range rules {
-		if !r.Applies(op) || r.Way == Host {
+		if !r.Applies(op) || r.Variant == Host {
 			continue
 		}
 
 		kept := slices.DeleteFunc(slices.Clone(left), func(i int) bool {
-			return r.Names(ways[i]) == r.Forbid
+			return r.Names(variants[i]) == r.Forbid
 		})
 		if len(kept) == 0 {
 			if !r.Forbid { // a forcing rule overrides earlier rules
-				for i := range ways {
-					if r.Names(ways[i]) {
+				for i := range variants {
+					if r.Names(variants[i]) {
 						kept = append(kept, i)
 					}
 				}
 			}
 			if len(kept) == 0 {
-				warn(fmt.Sprintf("%s: a rule about %s leaves none of the ways %v, and is ignored",
-					op, r.Way, ways))
+				warn(fmt.Sprintf("%s: a rule about %s leaves none of the variants %v, and is ignored",
+					op, r.Variant, variants))
 				continue
 			}
 		}
 
-		left, forced = kept, forced || len(kept) < len(ways)
+		left, forced = kept, forced || len(kept) < len(variants)
 	}
 
 	return left, forced
@@ -110,7 +110,7 @@ func (rules Rules) Allowed(op string, ways []string, warn func(string)) (left []
 func (rules Rules) OnHost(op string) bool {
 	host := false
 	for _, r := range rules {
-		if r.Applies(op) && r.Way == Host {
+		if r.Applies(op) && r.Variant == Host {
 			host = !r.Forbid
 		}
 	}
@@ -118,8 +118,8 @@ func (rules Rules) OnHost(op string) bool {
 }
 
 // Ask reports whether a rule demands a variant.
-func (rules Rules) Ask(op, way string) bool {
+func (rules Rules) Ask(op, variant string) bool {
 	return slices.ContainsFunc(rules, func(r Rule) bool {
-		return !r.Forbid && r.Applies(op) && r.Names(way)
+		return !r.Forbid && r.Applies(op) && r.Names(variant)
 	})
 }

@@ -1,4 +1,4 @@
-package wayrule
+package variantrule
 
 import (
 	"strings"
@@ -8,7 +8,7 @@ import (
 )
 
 func TestAllowed(t *testing.T) {
-	ways := []string{"ring", "ring-2", "plain"}
+	variants := []string{"ring", "ring-2", "plain"}
 	for _, c := range []struct {
 		rules, environment, want string
 		forced, warned           bool
@@ -33,10 +33,10 @@ func TestAllowed(t *testing.T) {
 		rules, err = rules.WithEnvironment()
 		require.NoError(t, err)
 		warned := false
-		left, forced := rules.Allowed("KasminaForward", ways, func(string) { warned = true })
+		left, forced := rules.Allowed("KasminaForward", variants, func(string) { warned = true })
 		var names []string
 		for _, i := range left {
-			names = append(names, ways[i])
+			names = append(names, variants[i])
 		}
 		require.Equal(t, c.want, strings.Join(names, " "), c.rules)
 		require.Equal(t, c.forced, forced, c.rules)
@@ -48,7 +48,7 @@ func TestParseRefuses(t *testing.T) {
 	for _, text := range []string{"", "RMSNorm", "=any", "RMSNorm=", "!=any",
 		"RMSNorm=[", "[=any"} {
 		_, err := Parse([]string{text})
-		require.ErrorContains(t, err, "want OP=WAY", text)
+		require.ErrorContains(t, err, "want OP=VARIANT", text)
 	}
 	t.Setenv(Variable, "RMSNorm")
 	_, err := Rules(nil).WithEnvironment()

@@ -16,10 +16,10 @@ import (
 )
 
 // compiled stands for an engine.
-type compiled struct{ ways []cudaops.Choice }
+type compiled struct{ variants []cudaops.Choice }
 
 func (c *compiled) Close() error {
-	c.ways = nil
+	c.variants = nil
 	return nil
 }
 
@@ -60,23 +60,23 @@ func eachMember(t *testing.T, size int, f func(team *parallel.Team) error) (errs
 
 // TestCompileAlike wants the choices of rank 0 at all ranks, chosen once, and its error at all.
 func TestCompileAlike(t *testing.T) {
-	chosen := []cudaops.Choice{{Op: "RMSNorm", Shape: "6x5", Way: "wide-1"}}
-	for _, ways := range [][]cudaops.Choice{chosen, nil} {
+	chosen := []cudaops.Choice{{Op: "RMSNorm", Shape: "6x5", Variant: "wide-1"}}
+	for _, variants := range [][]cudaops.Choice{chosen, nil} {
 		for _, err := range eachMember(t, 3, func(team *parallel.Team) error {
 			e, err := compileAlike(team, func() (*compiled, []cudaops.Choice, error) {
 				if team.Rank() > 0 {
 					return nil, nil, errors.New("chosen at another rank")
 				}
-				return &compiled{ways}, ways, nil
+				return &compiled{variants}, variants, nil
 			}, func(given []cudaops.Choice) (*compiled, error) {
 				if given == nil || team.Rank() == 0 {
 					return nil, fmt.Errorf("rank %d is given %v", team.Rank(), given)
 				}
 				return &compiled{given}, nil
 			})
-			if err == nil && (len(e.ways) != len(ways) || len(ways) > 0 && (e.ways[0].Way !=
-				ways[0].Way || e.ways[0].Shape != ways[0].Shape)) {
-				err = fmt.Errorf("rank %d has %v", team.Rank(), e.ways)
+			if err == nil && (len(e.variants) != len(variants) || len(variants) > 0 && (e.variants[0].Variant !=
+				variants[0].Variant || e.variants[0].Shape != variants[0].Shape)) {
+				err = fmt.Errorf("rank %d has %v", team.Rank(), e.variants)
 			}
 			return err
 		}) {

@@ -211,16 +211,16 @@ func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g com
 
 	line := fmt.Sprintf("%s on %d GPUs, %d MB out and in, alone:", name, size,
 		2*buckets*(bucketBytes>>20)*(size-1)/size)
-	for _, way := range []struct {
+	for _, variant := range []struct {
 		name string
 		make func() error
 	}{{"direct", byRoutes(ours)}, {"NCCL's sends", byRoutes(theirs)},
 		{"NCCL's reduce-scatter and all-gather", collectives}, {"direct again", byRoutes(ours)}} {
-		took, err := x.timed(ctx, way.make)
+		took, err := x.timed(ctx, variant.make)
 		if err != nil {
-			return fmt.Errorf("%s: %w", way.name, err)
+			return fmt.Errorf("%s: %w", variant.name, err)
 		}
-		line += fmt.Sprintf(" %s %.2f ms,", way.name, 1e3*took.Seconds())
+		line += fmt.Sprintf(" %s %.2f ms,", variant.name, 1e3*took.Seconds())
 	}
 
 	if rank == 0 {

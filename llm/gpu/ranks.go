@@ -110,8 +110,8 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 			return nil, nil, err
 		}
 		return e, e.Choices(), nil
-	}, func(ways []cudaops.Choice) (*engine, error) {
-		b.training = append(shared, cudaops.WithChoices(ways))
+	}, func(variants []cudaops.Choice) (*engine, error) {
+		b.training = append(shared, cudaops.WithChoices(variants))
 		return b.compile()
 	})
 	if err != nil {
@@ -149,14 +149,14 @@ func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []cudaops.C
 	others func([]cudaops.Choice) (E, error)) (e E, err error) {
 	var chosen []byte
 	if team.Rank() == 0 {
-		var ways []cudaops.Choice
-		if e, ways, err = first(); err == nil {
+		var variants []cudaops.Choice
+		if e, variants, err = first(); err == nil {
 			defer func() {
 				if err != nil {
 					err = errors.Join(err, e.Close())
 				}
 			}()
-			chosen, err = json.Marshal(ways)
+			chosen, err = json.Marshal(variants)
 		}
 	}
 
@@ -169,12 +169,12 @@ func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []cudaops.C
 		return e, err
 	}
 
-	var ways []cudaops.Choice
-	if err := json.Unmarshal(all[0], &ways); err != nil {
+	var variants []cudaops.Choice
+	if err := json.Unmarshal(all[0], &variants); err != nil {
 		return e, fmt.Errorf("the choices of rank 0: %w", err)
 	}
 
-	return others(append([]cudaops.Choice{}, ways...))
+	return others(append([]cudaops.Choice{}, variants...))
 }
 
 // Busy implements [llm.Busier].

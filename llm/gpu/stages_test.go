@@ -54,7 +54,7 @@ var squares = func() blueprints.Kind {
 
 // ways are lives of seeds: stages, one behind each step. Of each stage that a blueprint can be taken
 // back in there is one that does.
-var ways = [][]state.Stage{
+var variants = [][]state.Stage{
 	{state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning,
 		state.Fossilized},
 	{state.Training, state.Cancelled},
@@ -67,7 +67,7 @@ var ways = [][]state.Stage{
 }
 
 // deepWays are those in depth, where one blueprint lives at a time and its gates ask for epochs.
-var deepWays = map[int][]state.Command{
+var deepVariants = map[int][]state.Command{
 	2:  {germinated(0, blueprints.Stack)},
 	3:  {moved(0, state.Training)},
 	4:  {moved(0, state.Grafting)},
@@ -103,13 +103,13 @@ func living(t *testing.T, tr *llm.Trainer, folder string, seen map[string]bool) 
 		}
 		for layer, l := range tr.Model.Kasmina.Lattices() {
 			var all []state.Command
-			for _, c := range deepWays[e.Step] {
+			for _, c := range deepVariants[e.Step] {
 				if l.Site() == blueprints.Depth {
 					all = append(all, c)
 				}
 			}
 			for seed := range l.Seeds() {
-				if l.Site() == blueprints.Depth || seed >= len(ways) {
+				if l.Site() == blueprints.Depth || seed >= len(variants) {
 					continue
 				}
 				all = append(all, lifeAt(l.Site(), seed, e.Step-seed%2)...)
@@ -143,11 +143,11 @@ func lifeAt(where blueprints.Site, seed, step int) (all []state.Command) {
 			c.Request.Size, c.Request.Slot = 0, 1+seed
 		}
 		return []state.Command{c}
-	case at < 0 || at >= len(ways[seed]):
+	case at < 0 || at >= len(variants[seed]):
 		return nil
 	default:
-		all = append(all, moved(seed, ways[seed][at]))
-		if ways[seed][at] == state.Grafting {
+		all = append(all, moved(seed, variants[seed][at]))
+		if variants[seed][at] == state.Grafting {
 			all = append(all, state.Command{Action: state.SetAlpha, Seed: seed, Alpha: 0.4})
 		}
 		return all

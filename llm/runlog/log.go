@@ -250,7 +250,7 @@ func newRecord(e llm.Event) Record {
 	case llm.Profiled:
 		r.Event, r.Ops = "profile", e.Ops
 	case llm.Chosen:
-		r.Event, r.Choices = "ways", e.Choices
+		r.Event, r.Choices = "variants", e.Choices
 	case llm.Corrupted:
 		r.Event = "corrupt"
 	case llm.EpochEnd:

@@ -26,7 +26,7 @@ func TestJSON(t *testing.T) {
 	interrupted.Kind = llm.Interrupted
 	profiled := events[2]
 	profiled.Kind, profiled.Ops = llm.Profiled, []llm.OpTime{{Op: "Linear", Tasks: 2, Time: 1500,
-		FLOPs: 3e9, Ways: []string{"7"}}}
+		FLOPs: 3e9, Variants: []string{"7"}}}
 	end := events[3]
 	end.Err = errors.New("out of luck")
 	eventtest.Send(t, JSON(path), append(events[:3], sampled, profiled, saved, interrupted, end)...)
@@ -41,7 +41,7 @@ func TestJSON(t *testing.T) {
 		`"event":"eval","step":5,"elapsed_s":1.5,"val_loss":1.5,"val_bpb":2.164`,
 		`"event":"sample","step":5,"elapsed_s":1.5,"text":"a \"text\"\n` + "\\ufffd\"}",
 		`"event":"profile","step":5,"elapsed_s":1.5,` +
-			`"ops":[{"op":"Linear","tasks":2,"ns":1500,"flops":3000000000,"ways":["7"]}]}`,
+			`"ops":[{"op":"Linear","tasks":2,"ns":1500,"flops":3000000000,"variants":["7"]}]}`,
 		`"event":"saved","step":5,"elapsed_s":1.5,"path":"model.safetensors"}`,
 		`"event":"interrupted","step":5,"elapsed_s":1.5}`,
 		`"event":"end","step":5,"elapsed_s":1.5,"train_loss":1,"tokens_per_s":666.66`,

@@ -269,8 +269,8 @@ func onGPU(o options) error {
 		if o.batch > 0 {
 			s.batch = o.batch
 		}
-		for _, ways := range o.trainings(s) {
-			if err := s.train(device, ways, o); err != nil {
+		for _, variants := range o.trainings(s) {
+			if err := s.train(device, variants, o); err != nil {
 				return err
 			}
 		}

@@ -250,14 +250,14 @@ func (t *training) result(o options) (r result, err error) {
 }
 
 // train measures the variants of a model, one after the other or alternately.
-func (s size) train(device *cudaops.Device, ways []variant, o options) (err error) {
+func (s size) train(device *cudaops.Device, variants []variant, o options) (err error) {
 	var all []*training
 	defer func() {
 		for _, t := range all {
 			err = errors.Join(err, t.machine.Close())
 		}
 	}()
-	for _, v := range ways {
+	for _, v := range variants {
 		t, err := s.begin(device, v, o)
 		if v.float8 && errors.Is(err, cudaops.ErrUnsupportedPrecision) {
 			fmt.Fprintf(os.Stderr, "%s%s is left out: %v\n", s.name, v.suffix, err)
@@ -391,8 +391,8 @@ func profile(m *cudaops.Machine, step func() error, path string) error {
 func (o options) traceFile(training string) string {
 	trainings := 0
 	for _, s := range sizes {
-		for _, ways := range o.trainings(s) {
-			trainings += len(ways)
+		for _, variants := range o.trainings(s) {
+			trainings += len(variants)
 		}
 	}
 	if trainings == 1 {

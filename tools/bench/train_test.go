@@ -88,13 +88,13 @@ func TestTrainings(t *testing.T) {
 	o := options{groups: gpuGroups(), models: modelNames()}
 	for _, s := range sizes {
 		var got []int
-		for _, ways := range o.trainings(s) {
-			for _, v := range ways {
-				if (v.group == inTurns) != (len(ways) > 1) {
-					t.Errorf("%s%s is one of %d", s.name, v.suffix, len(ways))
+		for _, variants := range o.trainings(s) {
+			for _, v := range variants {
+				if (v.group == inTurns) != (len(variants) > 1) {
+					t.Errorf("%s%s is one of %d", s.name, v.suffix, len(variants))
 				}
 			}
-			got = append(got, len(ways))
+			got = append(got, len(variants))
 		}
 		want := []int{1, 1, 1, 1}
 		if s.published {

@@ -1,7 +1,7 @@
-// Package choose decides how each call of a program is computed, where there are several ways. It
-// goes by rules that users give, by what was stored, or by timing all ways on operands made up for
+// Package choose decides how each call of a program is computed, where there are several variants. It
+// goes by rules that users give, by what was stored, or by timing all variants on operands made up for
 // that. Of the passes it alone asks the device, by way of an executor; it changes nothing of a call
-// but its way.
+// but its variant.
 package choose
 
 import (
@@ -15,13 +15,13 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
-	"github.com/kasmina-go/kasmina/internal/wayrule"
+	"github.com/kasmina-go/kasmina/internal/variantrule"
 )
 
 // Config says what a chooser may do.
 type Config struct {
 	Mode    Mode // not Default
-	Rules   wayrule.Rules
+	Rules   variantrule.Rules
 	Path    string  // of the stored choices; "" for none
 	Least   float64 // operations of a product that is worth timing; 0 for the usual
 	Device  gpu.DeviceInfo
@@ -33,22 +33,22 @@ type Config struct {
 	Warn   func(message string)
 }
 
-// Chooser chooses the ways of a machine.
+// Chooser chooses the variants of a machine.
 type Chooser struct {
 	Config
 	x     *run.Executor
 	store *store // nil where nothing is timed
 	made  []*optime.Choice
 	known map[string]*optime.Choice // by op and shape, also of a program that is not made use of
-	given map[string]string         // ways, as in known; nil where none are given
+	given map[string]string         // variants, as in known; nil where none are given
 	full  bool                      // has been told: there was no memory to time in
 }
 
 const (
 	// leastOperations is the multiplications and additions from which on a product is worth timing.
 	leastOperations = 1e9
-	// productWays is how many ways are timed, of those that cuBLASLt thinks the fastest.
-	productWays = 12
+	// productWays is how many variants are timed, of those that cuBLASLt thinks the fastest.
+	productVariants = 12
 )
 
 // New returns a chooser whose timings run on x.
@@ -61,7 +61,7 @@ func New(x *run.Executor, c Config) *Chooser {
 	case c.Given != nil:
 		t.given = map[string]string{}
 		for _, g := range c.Given {
-			t.given[g.Op+" "+g.Shape] = g.Way
+			t.given[g.Op+" "+g.Shape] = g.Variant
 		}
 	case c.Mode != Off:
 		t.store = open(c.Path, c.Warn)
@@ -87,8 +87,8 @@ func (t *Chooser) Again() { t.made = nil }
 // Tunes reports whether anything may be timed, here or where the given choices come from.
 func (t *Chooser) Tunes() bool { return t.store != nil || t.given != nil }
 
-// Ways lists the ways in which a kernel can do a launch.
-func (t *Chooser) Ways(params any) []kernel.Way { return t.x.Kernels.Ways(params) }
+// Variants lists the variants in which a kernel can do a launch.
+func (t *Chooser) Variants(params any) []kernel.Variant { return t.x.Kernels.Variants(params) }
 
 // worthTiming reports whether so many operations are.
 func (t *Chooser) worthTiming(flops float64) bool { return t.Tunes() && flops >= t.Least }
@@ -96,31 +96,31 @@ func (t *Chooser) worthTiming(flops float64) bool { return t.Tunes() && flops >=
 // Program chooses for every call of a program.
 func (t *Chooser) Program(p *program.Program) error {
 	for _, c := range p.Calls {
-		if err := t.ChooseWay(c); err != nil {
+		if err := t.ChooseVariant(c); err != nil {
 			return fmt.Errorf("%s: %w", c.Node, err)
 		}
 	}
 	return nil
 }
 
-// ChooseWay chooses the way of a call, unless that has been done.
-func (t *Chooser) ChooseWay(c *program.Call) error {
+// ChooseWay chooses the variant of a call, unless that has been done.
+func (t *Chooser) ChooseVariant(c *program.Call) error {
 	if err := t.product(c); err != nil {
 		return err
 	}
 	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != nil || hasNone(c) {
 		return nil
 	}
-	g, ways := program.WaysOf(c, t.Ways)
-	if len(ways) < 2 {
+	g, variants := program.VariantsOf(c, t.Variants)
+	if len(variants) < 2 {
 		return nil
 	}
-	g.Plain = len(ways) - 1
-	way, choice, err := t.choose(g)
+	g.Plain = len(variants) - 1
+	variant, choice, err := t.choose(g)
 	if err != nil {
 		return err
 	}
-	c.SetWay(ways[way])
+	c.SetVariant(variants[variant])
 	c.Choice = choice
 	return nil
 }
@@ -145,28 +145,28 @@ func (t *Chooser) Choose(g program.Group) (alternative int, choice *optime.Choic
 	return t.choose(g)
 }
 
-// choose returns the way for a job, and the choice of it.
-func (t *Chooser) choose(j program.Group) (way int, c *optime.Choice, err error) {
+// choose returns the variant for a job, and the choice of it.
+func (t *Chooser) choose(j program.Group) (variant int, c *optime.Choice, err error) {
 	key := j.Op + " " + j.Shape
 	var names []string
 	for _, a := range j.Alternatives {
 		names = append(names, a.Name)
 	}
-	if c := t.known[key]; c != nil && slices.Contains(names, c.Way) {
+	if c := t.known[key]; c != nil && slices.Contains(names, c.Variant) {
 		if !slices.Contains(t.made, c) {
 			t.made = append(t.made, c)
 		}
-		return slices.Index(names, c.Way), c, nil
+		return slices.Index(names, c.Variant), c, nil
 	}
-	c = &optime.Choice{Op: j.Op, Shape: j.Shape, Of: len(names), Ways: names, Source: optime.ByRule}
+	c = &optime.Choice{Op: j.Op, Shape: j.Shape, Of: len(names), Variants: names, Source: optime.ByRule}
 	left, forced := t.Rules.Allowed(j.Op, names, t.Warn)
-	way = left[0]
+	variant = left[0]
 	if forced {
 		c.Source = optime.Forced
 	}
 	if given, ok := t.given[key]; ok {
-		if way = slices.Index(names, given); !slices.Contains(left, way) {
-			return 0, nil, fmt.Errorf("%s %s is computed in the way %q elsewhere, and here there "+
+		if variant = slices.Index(names, given); !slices.Contains(left, variant) {
+			return 0, nil, fmt.Errorf("%s %s is computed in the variant %q elsewhere, and here there "+
 				"are %q: use the same kind of GPU, CUDA and rules everywhere, or no tuning",
 				j.Op, j.Shape, given, names)
 		}
@@ -174,16 +174,16 @@ func (t *Chooser) choose(j program.Group) (way int, c *optime.Choice, err error)
 			c.Source = optime.Stored
 		}
 	} else if t.store != nil && len(left) > 1 && (j.FLOPs == 0 || j.FLOPs >= t.Least) {
-		if way, err = t.timed(j, left, c); err != nil {
+		if variant, err = t.timed(j, left, c); err != nil {
 			return 0, nil, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
 		}
 	}
-	c.Way = names[way]
+	c.Variant = names[variant]
 	t.known[key], t.made = c, append(t.made, c)
-	return way, c, nil
+	return variant, c, nil
 }
 
-// timed returns the fastest of some ways: as it is stored, or timed and stored.
+// timed returns the fastest of some variants: as it is stored, or timed and stored.
 func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, error) {
 	build := t.x.Kernels.Build()
 	if blas, err := t.x.Ctx.Blas(); err == nil {
@@ -195,9 +195,9 @@ func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, err
 		key += fmt.Sprintf(", of %v", left)
 	}
 	if s, ok := t.store.get(key); ok && t.Mode == Cached {
-		if way := slices.Index(c.Ways, s.Way); slices.Contains(left, way) {
+		if variant := slices.Index(c.Variants, s.Variant); slices.Contains(left, variant) {
 			c.Source, c.Cold = optime.Stored, s.Cold
-			return way, nil
+			return variant, nil
 		}
 	}
 	x, err := newTimer(t, j)
@@ -205,20 +205,20 @@ func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, err
 		t.cannot(j, err)
 		return left[0], x.memory.Close()
 	}
-	way, err := x.fastest(left)
+	variant, err := x.fastest(left)
 	if err = run.Joined(err, x.memory.Close()); err != nil {
 		return 0, err
 	}
-	if way < 0 {
-		t.Warn(fmt.Sprintf("%s %s is not tuned: none of the ways %v gives a result on random "+
-			"numbers", j.Op, j.Shape, c.Ways))
+	if variant < 0 {
+		t.Warn(fmt.Sprintf("%s %s is not tuned: none of the variants %v gives a result on random "+
+			"numbers", j.Op, j.Shape, c.Variants))
 		return left[0], nil
 	}
-	c.Source, c.Cold = optime.Measured, x.cold[way]
-	if err := t.store.put(key, timed{Way: c.Ways[way], Cold: c.Cold}); err != nil {
+	c.Source, c.Cold = optime.Measured, x.cold[variant]
+	if err := t.store.put(key, timed{Variant: c.Variants[variant], Cold: c.Cold}); err != nil {
 		t.Warn(err.Error())
 	}
-	return way, nil
+	return variant, nil
 }
 
 // cannot tells why a job is not timed; of a card that is full, which does no harm, once for all
@@ -237,7 +237,7 @@ func (t *Chooser) cannot(j program.Group, err error) {
 	t.full = true
 }
 
-// product plans the product that a call is, if it is one. It is computed in the way that is chosen
+// product plans the product that a call is, if it is one. It is computed in the variant that is chosen
 // for all products like it.
 func (t *Chooser) product(c *program.Call) (err error) {
 	m, ok := c.Params.(*program.Matmul)
@@ -247,25 +247,25 @@ func (t *Chooser) product(c *program.Call) (err error) {
 	if m.Spec, err = m.Spec.Normal(); err != nil {
 		return err
 	}
-	ways := 1
+	variants := 1
 	if t.worthTiming(m.Spec.FLOPs()) {
-		ways = productWays
+		variants = productVariants
 	}
-	p, err := t.x.Plan(m.Spec, ways)
+	p, err := t.x.Plan(m.Spec, variants)
 	if err != nil {
 		return err
 	}
-	names, own := slices.Clone(p.Ways), t.ownWays(*m)
+	names, own := slices.Clone(p.Variants), t.ownVariants(*m)
 	for _, w := range own {
 		names = append(names, w.String())
 	}
-	m.Way, c.Choice, err = t.choose(productGroup(c, m, names, len(own) > 0))
+	m.Variant, c.Choice, err = t.choose(productGroup(c, m, names, len(own) > 0))
 	return err
 }
 
-// productGroup is a product in its ways as it is timed: a matrix that it adds is one of its own. For
-// cuBLASLt's ways that makes no difference, and they are known by the product without it.
-func productGroup(c *program.Call, m *program.Matmul, ways []string, own bool) program.Group {
+// productGroup is a product in its variants as it is timed: a matrix that it adds is one of its own. For
+// cuBLASLt's variants that makes no difference, and they are known by the product without it.
+func productGroup(c *program.Call, m *program.Matmul, variants []string, own bool) program.Group {
 	g := program.Group{Op: productOp, Shape: fmt.Sprintf("%+v", m.Spec), FLOPs: m.Spec.FLOPs()}
 	if m.Alpha != 1 || m.Beta != 0 && m.Beta != 1 {
 		g.Shape += " scaled"
@@ -289,9 +289,9 @@ func productGroup(c *program.Call, m *program.Matmul, ways []string, own bool) p
 		added = &other
 	}
 
-	for i, name := range ways {
+	for i, name := range variants {
 		one := *m
-		one.Way = i
+		one.Variant = i
 		g.Alternatives = append(g.Alternatives, program.Alternative{Name: name,
 			Calls: []*program.Call{program.NewCall(&one, program.Writes(&one.D, d),
 				program.Reads(&one.A, of(&m.A)), program.Reads(&one.B, of(&m.B)),
@@ -301,20 +301,20 @@ func productGroup(c *program.Call, m *program.Matmul, ways []string, own bool) p
 	return g
 }
 
-// ownWays lists the ways that this module has for a product which is worth timing, or for which a
+// ownWays lists the variants that this module has for a product which is worth timing, or for which a
 // rule asks for one. Sums that are multiplied by a factor have none.
-func (t *Chooser) ownWays(m program.Matmul) []kernel.Way {
+func (t *Chooser) ownVariants(m program.Matmul) []kernel.Variant {
 	s := m.Spec
 	if m.Alpha != 1 || m.Beta != 0 && m.Beta != 1 || s.Batch > 1 || s.TransA || s.A != s.B ||
 		!s.Scaled() && s.A != s.D || s.Align < program.VectorBytes {
 		return nil
 	}
-	ways := t.Ways(run.OwnProduct(s))
-	asked := func(w kernel.Way) bool { return t.Rules.Ask(productOp, w.String()) }
-	if !t.worthTiming(s.FLOPs()) && !slices.ContainsFunc(ways, asked) {
+	variants := t.Variants(run.OwnProduct(s))
+	asked := func(w kernel.Variant) bool { return t.Rules.Ask(productOp, w.String()) }
+	if !t.worthTiming(s.FLOPs()) && !slices.ContainsFunc(variants, asked) {
 		return nil
 	}
-	return ways
+	return variants
 }
 
 // productOp is the op of matrix products among the choices.

@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/optime"
-	"github.com/kasmina-go/kasmina/internal/wayrule"
+	"github.com/kasmina-go/kasmina/internal/variantrule"
 )
 
 // built is kernels of a build.
@@ -31,7 +31,7 @@ func newTestChooser(t *testing.T, c Config, rules ...string) (*Chooser, *[]strin
 	t.Helper()
 	var warnings []string
 	var err error
-	c.Rules, err = wayrule.Parse(rules)
+	c.Rules, err = variantrule.Parse(rules)
 	require.NoError(t, err)
 	c.Warn = func(message string) { warnings = append(warnings, message) }
 	ctx, err := fake.New(fake.Config{}).Retain(0)
@@ -39,13 +39,13 @@ func newTestChooser(t *testing.T, c Config, rules ...string) (*Chooser, *[]strin
 	return New(&run.Executor{Ctx: ctx, Kernels: built{}}, c), &warnings
 }
 
-// norm is a job with three ways.
+// norm is a job with three variants.
 func norm(shape string) program.Group {
 	return program.Group{Op: "Norm", Shape: shape, Plain: 2,
 		Alternatives: []program.Alternative{{Name: "wide"}, {Name: "narrow"}, {Name: "plain"}}}
 }
 
-// TestChooseByRules wants the way that rules leave, and the first where there are none.
+// TestChooseByRules wants the variant that rules leave, and the first where there are none.
 func TestChooseByRules(t *testing.T) {
 	for _, c := range []struct {
 		rules  []string
@@ -59,21 +59,21 @@ func TestChooseByRules(t *testing.T) {
 		{[]string{"Softmax=plain"}, 0, optime.ByRule},
 	} {
 		chooser, warnings := newTestChooser(t, Config{Mode: Off}, c.rules...)
-		way, made, err := chooser.choose(norm("[3, 5]"))
+		variant, made, err := chooser.choose(norm("[3, 5]"))
 		require.NoError(t, err)
-		require.Equal(t, c.want, way, "rules %q", c.rules)
-		require.Equal(t, norm("").Alternatives[c.want].Name, made.Way)
+		require.Equal(t, c.want, variant, "rules %q", c.rules)
+		require.Equal(t, norm("").Alternatives[c.want].Name, made.Variant)
 		require.Equal(t, c.source, made.Source, "rules %q", c.rules)
 		require.Empty(t, *warnings)
 	}
 }
 
 // TestRuleWithoutWays wants a rule that leaves nothing ignored with a warning.
-func TestRuleWithoutWays(t *testing.T) {
+func TestRuleWithoutVariants(t *testing.T) {
 	chooser, warnings := newTestChooser(t, Config{Mode: Off}, "Norm!=*")
-	way, _, err := chooser.choose(norm("[3, 5]"))
+	variant, _, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
-	require.Zero(t, way)
+	require.Zero(t, variant)
 	require.Len(t, *warnings, 1)
 }
 
@@ -90,7 +90,7 @@ func TestSameJobOnce(t *testing.T) {
 	require.Equal(t, []optime.Choice{*choices[0], *choices[1]}, chooser.Made())
 }
 
-// TestAgain wants the next program of a graph to keep the ways of the one before, whatever the
+// TestAgain wants the next program of a graph to keep the variants of the one before, whatever the
 // rules say by then.
 func TestAgain(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Off}, "Norm=narrow")
@@ -99,40 +99,40 @@ func TestAgain(t *testing.T) {
 	chooser.Rules = nil
 	chooser.Again()
 	require.Empty(t, chooser.Made())
-	way, _, err := chooser.choose(norm("[3, 5]"))
+	variant, _, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
-	require.Equal(t, 1, way)
-	way, _, err = chooser.choose(norm("[4, 5]"))
+	require.Equal(t, 1, variant)
+	variant, _, err = chooser.choose(norm("[4, 5]"))
 	require.NoError(t, err)
-	require.Zero(t, way, "a shape that the earlier program did not have")
+	require.Zero(t, variant, "a shape that the earlier program did not have")
 }
 
 // TestStoredChoice wants what is stored for a card, a driver and a build, without any timing. A
-// choice among fewer ways is a choice of its own.
+// choice among fewer variants is a choice of its own.
 func TestStoredChoice(t *testing.T) {
 	c := Config{Mode: Cached, Path: filepath.Join(t.TempDir(), "choices.json"),
 		Device: gpu.DeviceInfo{Name: "card"}, Version: 13000}
 	store := open(c.Path, func(message string) { t.Error(message) })
 	const key = "card, CUDA 13000, build, cuBLASLt 130000, Norm [3, 5], under load there and back"
 	for added, choice := range map[string]timed{
-		"":           {Way: "narrow", Cold: 3 * time.Microsecond},
-		", of [0 2]": {Way: "plain"},
-		", of [0 1]": {Way: "wide"},
+		"":           {Variant: "narrow", Cold: 3 * time.Microsecond},
+		", of [0 2]": {Variant: "plain"},
+		", of [0 1]": {Variant: "wide"},
 	} {
 		require.NoError(t, store.put(key+added, choice))
 	}
 
 	chooser, _ := newTestChooser(t, c)
-	way, made, err := chooser.choose(norm("[3, 5]"))
+	variant, made, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
-	require.Equal(t, 1, way)
+	require.Equal(t, 1, variant)
 	require.Equal(t, optime.Stored, made.Source)
 	require.Equal(t, 3*time.Microsecond, made.Cold)
 
 	chooser, _ = newTestChooser(t, c, "Norm!=narrow")
-	way, made, err = chooser.choose(norm("[3, 5]"))
+	variant, made, err = chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
-	require.Equal(t, 2, way)
+	require.Equal(t, 2, variant)
 	require.Equal(t, optime.Stored, made.Source)
 }
 
@@ -141,16 +141,16 @@ func TestTinyJob(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Full})
 	tiny := norm("[1, 1]")
 	tiny.FLOPs = leastOperations - 1
-	way, made, err := chooser.choose(tiny)
+	variant, made, err := chooser.choose(tiny)
 	require.NoError(t, err)
-	require.Zero(t, way)
+	require.Zero(t, variant)
 	require.Equal(t, optime.ByRule, made.Source)
 	require.False(t, chooser.worthTiming(leastOperations-1))
 	require.True(t, chooser.worthTiming(leastOperations))
 }
 
-// TestFirstWayAdvance wants another way only where it saves more than tuneGain.
-func TestFirstWayAdvance(t *testing.T) {
+// TestFirstWayAdvance wants another variant only where it saves more than tuneGain.
+func TestFirstVariantAdvance(t *testing.T) {
 	x := &timer{Chooser: &Chooser{}}
 	for _, c := range []struct {
 		other time.Duration
@@ -161,7 +161,7 @@ func TestFirstWayAdvance(t *testing.T) {
 	}
 }
 
-// TestContenders wants the ways near the best timed under load, of a long job more and further ones.
+// TestContenders wants the variants near the best timed under load, of a long job more and further ones.
 func TestContenders(t *testing.T) {
 	for _, c := range []struct {
 		unit time.Duration
@@ -247,10 +247,10 @@ func TestDistance(t *testing.T) {
 	require.True(t, math.IsInf(distance([]float32{1}, []float32{0}), 1))
 }
 
-// TestTunedNames wants the ops whose ways are chosen to have the names by which docs/ways.md lists
+// TestTunedNames wants the ops whose variants are chosen to have the names by which docs/variants.md lists
 // them: rules go by these.
 func TestTunedNames(t *testing.T) {
-	page, err := os.ReadFile("../../../docs/ways.md")
+	page, err := os.ReadFile("../../../docs/variants.md")
 	require.NoError(t, err)
 	seen := map[string]bool{}
 	for _, launch := range []kernel.Tuned{attention.Forward{}, attention.Backward{},

@@ -86,7 +86,7 @@ type file struct {
 }
 
 // store is choices that are remembered on disk, so that a second start of a program times nothing.
-// As another way gives other roundings, it computes the same bits too. A key names everything that
+// As another variant gives other roundings, it computes the same bits too. A key names everything that
 // the choice depends on (card, driver, library, op, shape, types). So entries that were made under
 // other circumstances lie beside each other and are simply not asked for. All that a process opens
 // for one path are the same, and may be used by several goroutines.
@@ -134,10 +134,10 @@ const (
 // choices are choices by their keys.
 type choices map[string]timed
 
-// timed is what is stored for a key: the fastest way, and what it took with nothing in the cache.
+// timed is what is stored for a key: the fastest variant, and what it took with nothing in the cache.
 type timed struct {
-	Way  string        `json:"way"`
-	Cold time.Duration `json:"cold_ns"`
+	Variant string        `json:"variant"`
+	Cold    time.Duration `json:"cold_ns"`
 }
 
 // UnmarshalJSON implements json.Unmarshaler. It is an error when there are more than a file may

@@ -44,8 +44,8 @@ func TestManyChoices(t *testing.T) {
 // FuzzRead gives the store any file: it is as good as none, or what it holds is what comes back
 // when it is written.
 func FuzzRead(f *testing.F) {
-	f.Add([]byte(`{"version":1,"choices":{"a":{"way":"x","cold_ns":1},"b":{"cold_ns":-2}}}`))
-	f.Add([]byte(`{"version":1,"choices":{"a":{"way":"x"},"a":{"cold_ns":2}}}`))
+	f.Add([]byte(`{"version":1,"choices":{"a":{"variant":"x","cold_ns":1},"b":{"cold_ns":-2}}}`))
+	f.Add([]byte(`{"version":1,"choices":{"a":{"variant":"x"},"a":{"cold_ns":2}}}`))
 	f.Add([]byte(`{"version":2}`))
 	f.Add([]byte(`{"version":1,"choices":null}`))
 	path := filepath.Join(f.TempDir(), "tune.json")

@@ -36,12 +36,12 @@ func TestStore(t *testing.T) {
 	require.Equal(t, timed{"x", 1<<63 - 1}, got)
 	_, ok = other.get("b")
 	require.False(t, ok, "it has a choice for another key")
-	require.NoError(t, other.put("b", timed{Way: "b"}))
-	require.NoError(t, s.put("c", timed{Way: "c"}), "it has not read b")
+	require.NoError(t, other.put("b", timed{Variant: "b"}))
+	require.NoError(t, s.put("c", timed{Variant: "c"}), "it has not read b")
 	third := reopen(t, path, silent(t))
 	for _, key := range []string{"b", "c"} {
 		got, _ := third.get(key)
-		require.Equal(t, key, got.Way)
+		require.Equal(t, key, got.Variant)
 	}
 	left, err := os.ReadDir(filepath.Dir(path))
 	require.NoError(t, err)
@@ -87,14 +87,14 @@ func TestConcurrent(t *testing.T) {
 	var all sync.WaitGroup
 	for i := range 8 {
 		all.Go(func() {
-			require.NoError(t, open(path, silent(t)).put(fmt.Sprint(i), timed{Way: fmt.Sprint(i)}))
+			require.NoError(t, open(path, silent(t)).put(fmt.Sprint(i), timed{Variant: fmt.Sprint(i)}))
 		})
 	}
 	all.Wait()
 	s := reopen(t, path, silent(t))
 	for i := range 8 {
 		got, _ := s.get(fmt.Sprint(i))
-		require.Equal(t, fmt.Sprint(i), got.Way)
+		require.Equal(t, fmt.Sprint(i), got.Variant)
 	}
 }
 

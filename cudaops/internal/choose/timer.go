@@ -14,31 +14,31 @@ import (
 )
 
 const (
-	// tuneRounds is how often each way that is not hopeless is timed.
+	// tuneRounds is how often each variant that is not hopeless is timed.
 	tuneRounds = 7
-	// tuneGain is what another way must save to take the place of the first: less than that is
+	// tuneGain is what another variant must save to take the place of the first: less than that is
 	// noise.
 	tuneGain = 0.01
-	// tuneHopeless is the multiple of the best time beyond which a way is timed no more than at
-	// first, tuneFirst times: a host that is held up once makes no way look hopeless.
+	// tuneHopeless is the multiple of the best time beyond which a variant is timed no more than at
+	// first, tuneFirst times: a host that is held up once makes no variant look hopeless.
 	tuneHopeless, tuneFirst = 1.5, 3
-	// loadNear is the multiple of the best time within which ways are timed under load too, the
+	// loadNear is the multiple of the best time within which variants are timed under load too, the
 	// loadMost fastest of them.
 	loadNear, loadMost = 1.05, 3
 	// loadLeast is the time from which on a job is worth that.
 	loadLeast = 30 * time.Microsecond
-	// loadLong is the time from which on a job is worth two looks, at loadLongMost ways within
+	// loadLong is the time from which on a job is worth two looks, at loadLongMost variants within
 	// loadLongNear: it is one of a large model, whose training outlasts a longer start.
 	loadLong                   = 400 * time.Microsecond
 	loadLongNear, loadLongMost = 1.08, 6
-	// loadHeat is how long a GPU runs before that. Then each way runs for loadSettle, and loadSpan is
-	// timed. What a way draws shows in the clock only by and by: of a change two thirds are there
+	// loadHeat is how long a GPU runs before that. Then each variant runs for loadSettle, and loadSpan is
+	// timed. What a variant draws shows in the clock only by and by: of a change two thirds are there
 	// after 35 ms, on an H100.
 	loadHeat, loadSettle, loadSpan = 50 * time.Millisecond, 50 * time.Millisecond,
 		25 * time.Millisecond
 )
 
-// tolerance is by how much the results of two ways may differ, as ‖x − y‖/‖y‖: both round, and add
+// tolerance is by how much the results of two variants may differ, as ‖x − y‖/‖y‖: both round, and add
 // in orders of their own.
 func tolerance(t gpu.DType) float64 {
 	if t == gpu.Float32 {
@@ -47,7 +47,7 @@ func tolerance(t gpu.DType) float64 {
 	return 2e-2
 }
 
-// timer times the ways of a job on memory of its own.
+// timer times the variants of a job on memory of its own.
 type timer struct {
 	*Chooser
 	program.Group
@@ -57,8 +57,8 @@ type timer struct {
 	results    []*piece
 	flush      gpu.Ptr // what the cache is overwritten with
 	flushBytes int
-	cold       []time.Duration // of each way
-	took       []time.Duration // by which ways are compared
+	cold       []time.Duration // of each variant
+	took       []time.Duration // by which variants are compared
 }
 
 // piece is memory that stands for a buffer, from the byte at which the lowest of its operands
@@ -156,10 +156,10 @@ func (x *timer) fill(p *piece, seed uint64) error {
 	return run.Fill(ctx, s, p.at, p.bytes(), p.kind, p.deviation, seed)
 }
 
-// fastest returns the way of some that computes the job in the least time. Ways that fail, or whose
+// fastest returns the variant of some that computes the job in the least time. Variants that fail, or whose
 // result is not that of the plain one, do not count; it is -1 if none is left.
-func (x *timer) fastest(ways []int) (int, error) {
-	live, err := x.right(ways)
+func (x *timer) fastest(variants []int) (int, error) {
+	live, err := x.right(variants)
 	if err != nil {
 		return 0, err
 	}
@@ -183,20 +183,20 @@ func (x *timer) fastest(ways []int) (int, error) {
 		}
 	}
 	return slices.MinFunc(live, func(i, j int) int {
-		return cmp.Compare(x.key(i, ways[0]), x.key(j, ways[0]))
+		return cmp.Compare(x.key(i, variants[0]), x.key(j, variants[0]))
 	}), nil
 }
 
-// within returns those of some ways, the fastest first, that take at most so many times as long as
+// within returns those of some variants, the fastest first, that take at most so many times as long as
 // that.
-func (x *timer) within(ways []int, times float64) []int {
-	near := slices.Clone(ways)
+func (x *timer) within(variants []int, times float64) []int {
+	near := slices.Clone(variants)
 	slices.SortStableFunc(near, func(i, j int) int { return cmp.Compare(x.took[i], x.took[j]) })
 	most := times * float64(x.took[near[0]])
 	return slices.DeleteFunc(near, func(i int) bool { return float64(x.took[i]) > most })
 }
 
-// contenders returns the ways that are worth timing under load, and whether the job is long.
+// contenders returns the variants that are worth timing under load, and whether the job is long.
 func (x *timer) contenders(live []int) (near []int, long bool) {
 	near, most := x.within(live, loadNear), loadMost
 	if long = x.took[near[0]] >= loadLong; long {
@@ -205,11 +205,11 @@ func (x *timer) contenders(live []int) (near []int, long bool) {
 	return near[:min(len(near), most)], long
 }
 
-// underLoad returns the ways that come near the best, timed as in a long computation, where that
-// may tell them apart. A card's arithmetic is bound by the power that it may draw. The way that is
+// underLoad returns the variants that come near the best, timed as in a long computation, where that
+// may tell them apart. A card's arithmetic is bound by the power that it may draw. The variant that is
 // the fastest for a moment may draw more than others. But at that limit the clock of a card is never
-// quite the same. So long jobs are timed there and back, and a way counts by the mean of both. A
-// shorter job is timed once, and a way counts by the geometric mean of what it takes so and at the
+// quite the same. So long jobs are timed there and back, and a variant counts by the mean of both. A
+// shorter job is timed once, and a variant counts by the geometric mean of what it takes so and at the
 // full clock.
 func (x *timer) underLoad(live []int) ([]int, error) {
 	near, long := x.contenders(live)
@@ -222,10 +222,10 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 		slices.Reverse(back)
 		turns = slices.Concat(near, back)
 	}
-	runs := func(way int, d time.Duration) int { return int(d/x.cold[way]) + 1 }
-	repeat := func(way int, d time.Duration) error {
-		for range runs(way, d) {
-			if err := x.run(way); err != nil {
+	runs := func(variant int, d time.Duration) int { return int(d/x.cold[variant]) + 1 }
+	repeat := func(variant int, d time.Duration) error {
+		for range runs(variant, d) {
+			if err := x.run(variant); err != nil {
 				return err
 			}
 		}
@@ -241,34 +241,34 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 	if err != nil {
 		return nil, err
 	}
-	for i, way := range near {
+	for i, variant := range near {
 		if long {
 			both := took[i] + took[len(turns)-1-i]
-			x.took[way] = both / time.Duration(2*runs(way, loadSpan))
+			x.took[variant] = both / time.Duration(2*runs(variant, loadSpan))
 			continue
 		}
-		loaded := float64(took[i]) / float64(runs(way, loadSpan))
-		x.took[way] = time.Duration(math.Sqrt(float64(x.cold[way]) * loaded))
+		loaded := float64(took[i]) / float64(runs(variant, loadSpan))
+		x.took[variant] = time.Duration(math.Sqrt(float64(x.cold[variant]) * loaded))
 	}
 	return near, nil
 }
 
-// key is what a way is chosen by: its time, where the first has a little advance.
-func (x *timer) key(way, first int) float64 {
-	if way == first {
-		return (1 - tuneGain) * float64(x.took[way])
+// key is what a variant is chosen by: its time, where the first has a little advance.
+func (x *timer) key(variant, first int) float64 {
+	if variant == first {
+		return (1 - tuneGain) * float64(x.took[variant])
 	}
-	return float64(x.took[way])
+	return float64(x.took[variant])
 }
 
-// right returns those of some ways that work, and whose result is that of the plain way. Where that
+// right returns those of some variants that work, and whose result is that of the plain variant. Where that
 // fails itself, or computes NaN, the first that works takes its place. The run also loads the
 // kernels. A fault that loses the context is an error.
-func (x *timer) right(ways []int) ([]int, error) {
+func (x *timer) right(variants []int) ([]int, error) {
 	plain := x.Plain
 	var want [][]float32
 	good := map[int]bool{}
-	for k, i := range append([]int{plain}, ways...) {
+	for k, i := range append([]int{plain}, variants...) {
 		if k > 0 && i == x.Plain {
 			continue
 		}
@@ -287,21 +287,21 @@ func (x *timer) right(ways []int) ([]int, error) {
 			err = x.compare(got, want, plain)
 		}
 		if err != nil {
-			x.Warn(fmt.Sprintf("%s %s is not computed in the way %s: %v", x.Op, x.Shape,
+			x.Warn(fmt.Sprintf("%s %s is not computed in the variant %s: %v", x.Op, x.Shape,
 				x.Alternatives[i].Name, err))
 			continue
 		}
 		good[i] = true
 	}
-	return slices.DeleteFunc(slices.Clone(ways), func(i int) bool { return !good[i] }), nil
+	return slices.DeleteFunc(slices.Clone(variants), func(i int) bool { return !good[i] }), nil
 }
 
-// run enqueues the job in some way.
-func (x *timer) run(way int) error {
-	a := x.Alternatives[way]
+// run enqueues the job in some variant.
+func (x *timer) run(variant int) error {
+	a := x.Alternatives[variant]
 	for _, c := range a.Calls {
-		if a.Way != nil {
-			c.SetWay(*a.Way)
+		if a.Variant != nil {
+			c.SetVariant(*a.Variant)
 		}
 		if err := x.x.Launch(c.Bind(x.address)); err != nil {
 			return err
@@ -310,34 +310,34 @@ func (x *timer) run(way int) error {
 	return nil
 }
 
-// time sets the median times of some ways, which take turns, with a cold cache.
-func (x *timer) time(ways []int, rounds int) error {
-	took, err := run.Times(x.x.Ctx, x.x.Stream, rounds*len(ways), func(int) error {
+// time sets the median times of some variants, which take turns, with a cold cache.
+func (x *timer) time(variants []int, rounds int) error {
+	took, err := run.Times(x.x.Ctx, x.x.Stream, rounds*len(variants), func(int) error {
 		return x.x.Ctx.Memset8(x.flush, 0, x.flushBytes, x.x.Stream)
-	}, func(i int) error { return x.run(ways[i%len(ways)]) })
+	}, func(i int) error { return x.run(variants[i%len(variants)]) })
 	if err != nil {
 		return err
 	}
-	for i, way := range ways {
+	for i, variant := range variants {
 		var all []time.Duration
-		for ; i < len(took); i += len(ways) {
+		for ; i < len(took); i += len(variants) {
 			all = append(all, took[i])
 		}
-		x.cold[way] = run.Median(all)
-		x.took[way] = x.cold[way]
+		x.cold[variant] = run.Median(all)
+		x.took[variant] = x.cold[variant]
 	}
 	return nil
 }
 
-// result is the first and the last numbers of each result of a way.
-func (x *timer) result(way int) ([][]float32, error) {
+// result is the first and the last numbers of each result of a variant.
+func (x *timer) result(variant int) ([][]float32, error) {
 	ctx, s := x.x.Ctx, x.x.Stream
 	for _, p := range x.results {
 		if err := ctx.Memset8(p.at, 0xff, p.bytes(), s); err != nil { // NaN
 			return nil, err
 		}
 	}
-	if err := x.run(way); err != nil {
+	if err := x.run(variant); err != nil {
 		return nil, err
 	}
 	var results [][]float32
@@ -353,7 +353,7 @@ func (x *timer) result(way int) ([][]float32, error) {
 	return results, nil
 }
 
-// written returns the numbers of a result. A NaN that a way has computed is infinity here. So a NaN
+// written returns the numbers of a result. A NaN that a variant has computed is infinity here. So a NaN
 // is what result has put there, between rows.
 func written(raw []byte, kind gpu.DType) []float32 {
 	numbers, size := make([]float32, len(raw)/kind.Size()), kind.Size()
@@ -367,7 +367,7 @@ func written(raw []byte, kind gpu.DType) []float32 {
 	return numbers
 }
 
-// compare says what is wrong with a result, of which the other is that of the plain way.
+// compare says what is wrong with a result, of which the other is that of the plain variant.
 func (x *timer) compare(got, want [][]float32, plain int) error {
 	for i := range got {
 		if d := distance(got[i], want[i]); !(d <= tolerance(x.results[i/2].kind)) {

@@ -225,7 +225,7 @@ func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols int, transposed b
 		attribute{layoutBatchStride, uint64(rows * cols), 8})
 }
 
-// search asks for ways to compute the product.
+// search asks for variants to compute the product.
 func (p *blasPlan) search(workspace, want int) error {
 	b := p.b
 	var pref uintptr

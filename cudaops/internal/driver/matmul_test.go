@@ -150,7 +150,7 @@ func TestFloat8Depth(t *testing.T) {
 	ok(t, c.Close())
 }
 
-// TestMatmulDepth wants long sums, which ways may add up in parts, rounded once to 16 bits, and not
+// TestMatmulDepth wants long sums, which variants may add up in parts, rounded once to 16 bits, and not
 // their parts too.
 func TestMatmulDepth(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))
@@ -173,7 +173,7 @@ func TestMatmulDepth(t *testing.T) {
 		p := must[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: m, N: n, K: k, TransA: true, A: dt,
 			B: dt, D: dt}, limit, 12))
 		worst, split := 0, false
-		for i, way := range p.Algos() {
+		for i, variant := range p.Algos() {
 			ok(t, p.Run(i, gpu.MatmulArgs{Alpha: 1. / 256, A: pa, B: pb, D: pd, Workspace: work,
 				WorkspaceSize: limit}, 0))
 			got := make([]byte, 2*m*n)
@@ -188,11 +188,11 @@ func TestMatmulDepth(t *testing.T) {
 					apart++
 				}
 			}
-			worst, split = max(worst, apart), split || way.Workspace > 0
+			worst, split = max(worst, apart), split || variant.Workspace > 0
 		}
-		if t.Logf("%v: %d ways, some with workspace: %v, at most %d of %d rounded elsewhere", dt,
+		if t.Logf("%v: %d variants, some with workspace: %v, at most %d of %d rounded elsewhere", dt,
 			len(p.Algos()), split, worst, m*n); worst > m*n/20 {
-			t.Errorf("%v: a way rounds %d of %d numbers more than once", dt, worst, m*n)
+			t.Errorf("%v: a variant rounds %d of %d numbers more than once", dt, worst, m*n)
 		}
 		ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(work)))
 	}
@@ -304,7 +304,7 @@ func TestPoison(t *testing.T) {
 			{M: 37, N: 29, K: 61, Align: 4},
 			{M: 64, N: 48, K: 80, TransB: true, A: b16, B: b16, D: b16},
 			{M: 17, N: 24, K: 32, Batch: 5, A: b16, B: b16, D: b16},
-			// some ways of which sum up in the workspace
+			// some variants of which sum up in the workspace
 			{M: 24, N: 32, K: 4096, TransA: true, A: b16, B: b16, D: b16},
 		} {
 			r.matmul(t, blas, c, 1.5, 0)

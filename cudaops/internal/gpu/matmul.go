@@ -67,16 +67,16 @@ type MatmulArgs struct {
 	WorkspaceSize  int
 }
 
-// Algo is a way to compute a product.
+// Algo is a variant to compute a product.
 type Algo struct {
 	Workspace int       // bytes it needs
-	ID        [8]uint64 // tells the same way again, for one version of the library
+	ID        [8]uint64 // tells the same variant again, for one version of the library
 }
 
 // Blas is cuBLASLt.
 type Blas interface {
 	Version() int // 10000·major + 100·minor + patch
-	// Plan prepares a product and asks for up to want ways to compute it, the one thought fastest
+	// Plan prepares a product and asks for up to want variants to compute it, the one thought fastest
 	// first. They have a workspace of at most that many bytes. None at all is an error with the
 	// status BlasNotSupported.
 	Plan(m MatmulSpec, workspace, want int) (MatmulPlan, error)
@@ -85,7 +85,7 @@ type Blas interface {
 // MatmulPlan is a prepared product.
 type MatmulPlan interface {
 	Algos() []Algo
-	// Run enqueues the product, computed in the way with that index.
+	// Run enqueues the product, computed in the variant with that index.
 	Run(algo int, a MatmulArgs, s Stream) error
 }
 

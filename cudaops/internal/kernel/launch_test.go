@@ -106,9 +106,9 @@ func TestRefusals(t *testing.T) {
 		"are 7 after merging, want at most 6": k.Launch(s, layout.Copy{Dims: slices.Repeat(
 			[]int{2}, 7), YStrides: seven, XStrides: backwards(seven), Size: 4}),
 		"unary_f8e4m3": k.Launch(s, elementwise.Unary{N: 1, Type: gpu.Float8E4M3}),
-		"the way hopper does not take the arguments, which [plain]": k.Launch(s,
+		"the variant hopper does not take the arguments, which [plain]": k.Launch(s,
 			attention.Forward{Geometry: attention.Geometry{Batch: 1, Seq: 1, Heads: 1, KVHeads: 1,
-				HeadDim: 3}, Way: kernel.Way{Family: "hopper"}}),
+				HeadDim: 3}, Variant: kernel.Variant{Family: "hopper"}}),
 		"kernels.Reduce: nothing to reduce, [1, 0, 1]": k.Launch(s, reduce.Reduce{Op: reduce.Max,
 			Outer: 1, Inner: 1}),
 		"kernels.Kasmina: 2147483648 rows of 1 seeds": k.Launch(s,

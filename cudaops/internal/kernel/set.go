@@ -1,5 +1,5 @@
 // Package kernel is what the families of CUDA kernels, a folder each, have in common. That is the
-// Set that loads and launches them, their ways and their binaries. A launch is a structure of its
+// Set that loads and launches them, their variants and their binaries. A launch is a structure of its
 // family. It has device pointers and sizes, chooses the variant that fits the type, shape and
 // alignment, and enqueues it. It returns before the work is done. It refuses sizes and types that
 // no kernel takes; pointers are the caller's business.
@@ -300,32 +300,32 @@ func (k *Set) Launch(s gpu.Stream, params any) error {
 	return q.Err
 }
 
-// Ways lists the ways that take a launch, the one that should be fastest first. It is empty where
+// Variants lists the variants that take a launch, the one that should be fastest first. It is empty where
 // there is nothing to choose.
-func (k *Set) Ways(params any) []Way {
-	if c, ok := params.(interface{ Ways(*Set) []Way }); ok {
-		return c.Ways(k)
+func (k *Set) Variants(params any) []Variant {
+	if c, ok := params.(interface{ Variants(*Set) []Variant }); ok {
+		return c.Variants(k)
 	}
 	return nil
 }
 
-// Way is one of the implementations of an op: a family of kernels. Where that can be chosen it also
-// says how many warps or blocks work. The zero Way is the one that should be fastest.
-type Way struct {
+// Variant is one of the implementations of an op: a family of kernels. Where that can be chosen it also
+// says how many warps or blocks work. The zero Variant is the one that should be fastest.
+type Variant struct {
 	Family string
 	Size   int
 }
 
-func (w Way) String() string {
+func (w Variant) String() string {
 	if w.Size == 0 {
 		return w.Family
 	}
 	return fmt.Sprintf("%s-%d", w.Family, w.Size)
 }
 
-// Tuned is implemented by launches whose way is chosen by timing. Tuning returns the name of the op
+// Tuned is implemented by launches whose variant is chosen by timing. Tuning returns the name of the op
 // and the shape by which the choice is known. The pointer to the launch also has SetWay, which sets
-// the way that was chosen.
+// the variant that was chosen.
 type Tuned interface{ Tuning() (op, shape string) }
 
 // Workspaced is implemented by pointers to launches that need scratch memory.

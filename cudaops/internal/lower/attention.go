@@ -156,11 +156,11 @@ func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, back *at
 	product := c.Calls[at]
 	m := product.Params.(*program.Matmul)
 	one := gemm.StatisticsProduct{Geometry: back.Geometry, D: m.Spec.K, Type: back.Type}
-	if len(c.o.Ways(one)) == 0 {
+	if len(c.o.Variants(one)) == 0 {
 		return
 	}
-	c.fail(c.o.ChooseWay(call))
-	if back.Way.Family != attention.Hopper {
+	c.fail(c.o.ChooseVariant(call))
+	if back.Variant.Family != attention.Hopper {
 		return
 	}
 

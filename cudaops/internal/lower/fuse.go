@@ -166,8 +166,8 @@ func (c *compiler) addProduct(several []*program.Call, can bool, one *program.Ca
 	one.Op, one.Node, one.Layer = product.Op, product.Node, product.Layer
 	one.FLOPs, one.Float8 = product.FLOPs, product.Float8
 
-	g, ways := program.WaysOf(one, c.o.Ways)
-	if !can || len(ways) == 0 || slices.ContainsFunc(one.Args, func(a program.Arg) bool {
+	g, variants := program.VariantsOf(one, c.o.Variants)
+	if !can || len(variants) == 0 || slices.ContainsFunc(one.Args, func(a program.Arg) bool {
 		return a.At%program.VectorBytes != 0
 	}) {
 		c.Calls = append(c.Calls, several...)
@@ -183,7 +183,7 @@ func (c *compiler) addProduct(several []*program.Call, can bool, one *program.Ca
 		return false
 	}
 
-	one.SetWay(ways[i-1])
+	one.SetVariant(variants[i-1])
 	one.Choice = choice
 	c.Add(one)
 	return true

@@ -32,7 +32,7 @@ func (c *compiler) times(n *gorgonia.Node, x, f *program.Array) *program.Array {
 }
 
 // lowerBlend lowers x + Forward·t. What is not finite in t shows in the sum, unlike on a CPU, also
-// where Forward is 0. The step fails either way, since the gradients' norm is not finite.
+// where Forward is 0. The step fails either variant, since the gradients' norm is not finite.
 func lowerBlend(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, t := c.as(n, in[0], in[0].Type), c.as(n, in[1], in[0].Type)
 	t = c.times(n, t, control(in[2], n.Op().(*graft.BlendOp).Row, graft.Forward))

@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/passtest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
-	"github.com/kasmina-go/kasmina/internal/wayrule"
+	"github.com/kasmina-go/kasmina/internal/variantrule"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -199,7 +199,7 @@ func TestLowerFused(t *testing.T) {
 	must(op.SiLUMLP(passtest.Node(g, "x", 3, 8), passtest.Node(g, "gate", 8, 8),
 		passtest.Node(g, "up", 8, 8), passtest.Node(g, "down", 8, 8)))
 	r := passtest.New(t, g, lower.Options{Activation: gpu.BFloat16})
-	rules, err := wayrule.Parse([]string{"SiLUProduct=fused"})
+	rules, err := variantrule.Parse([]string{"SiLUProduct=fused"})
 	require.NoError(t, err)
 	config := r.Chooser.Config
 	config.Rules = rules
@@ -213,5 +213,5 @@ func TestLowerFused(t *testing.T) {
 		return ok
 	})
 	require.GreaterOrEqual(t, i, 0)
-	require.Equal(t, "fused", p.Calls[i].Choice.Way)
+	require.Equal(t, "fused", p.Calls[i].Choice.Variant)
 }

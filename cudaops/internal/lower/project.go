@@ -165,7 +165,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		Turned: both.Shape[1], Seq: o.Seq, HeadDim: o.HeadDim, Float8: product.ScaleA != nil,
 		Type: x.Type}
 	several := []*program.Call{c.newProduct(n, product), c.rotate(turned, both, both)}
-	if len(c.o.Ways(one)) == 0 {
+	if len(c.o.Variants(one)) == 0 {
 		c.Calls = append(c.Calls, several...)
 		return
 	}

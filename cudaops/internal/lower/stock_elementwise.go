@@ -93,7 +93,7 @@ func (c *compiler) map1(n *gorgonia.Node, f elementwise.UnaryOp, y, x *program.A
 	return y
 }
 
-// map2 adds y = f(a, b) for every element. The operands may be repeated, in which ways follows; a
+// map2 adds y = f(a, b) for every element. The operands may be repeated, in which variants follows; a
 // number goes with every element.
 func (c *compiler) map2(n *gorgonia.Node, f elementwise.BinaryOp, y, a, b *program.Array,
 	repeated ...elementwise.Operand) *program.Array {

@@ -38,7 +38,7 @@ type Rig struct {
 	Warnings []string
 }
 
-// Lower lowers a graph as the options say, without a device: the chooser takes the ways by rule.
+// Lower lowers a graph as the options say, without a device: the chooser takes the variants by rule.
 // Options without a type of activations are for float32.
 func Lower(t testing.TB, g *gorgonia.ExprGraph, o lower.Options) *program.Program {
 	t.Helper()

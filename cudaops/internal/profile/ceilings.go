@@ -22,8 +22,8 @@ const (
 	ceilingTime            = time.Millisecond
 )
 
-// ceilingWays is how many of cuBLASLt's ways to compute a product are tried.
-const ceilingWays = 12
+// ceilingWays is how many of cuBLASLt's variants to compute a product are tried.
+const ceilingVariants = 12
 
 // Ceilings measures the card.
 func (m *Machine) Ceilings() (optime.Ceiling, error) {
@@ -44,7 +44,7 @@ type card struct {
 	from   gpu.Ptr // so many bytes, as many behind them, and cuBLASLt's workspace
 }
 
-// measureCeilings sets the profile's ceilings: the best of some copies, and of the ways to compute
+// measureCeilings sets the profile's ceilings: the best of some copies, and of the variants to compute
 // a product. What is too large for the memory that is left is measured smaller, and not at all
 // below a sixteenth.
 func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
@@ -100,7 +100,7 @@ func (c *card) products(e gpu.DType) (best float64, err error) {
 	return best, nil
 }
 
-// product is what the fastest way takes to multiply two square matrices, which lie one behind the
+// product is what the fastest variant takes to multiply two square matrices, which lie one behind the
 // other; 0 if there is none.
 func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 	blas, err := c.Ctx.Blas()
@@ -120,19 +120,19 @@ func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 			return 0, err
 		}
 	}
-	plan, err := blas.Plan(spec, run.WorkspaceBytes, ceilingWays)
+	plan, err := blas.Plan(spec, run.WorkspaceBytes, ceilingVariants)
 	if err != nil {
 		return 0, nil
 	}
-	return c.best(len(plan.Algos()), func(way int) error { return plan.Run(way, args, c.Stream) })
+	return c.best(len(plan.Algos()), func(variant int) error { return plan.Run(variant, args, c.Stream) })
 }
 
-// best is the shortest of three times of each way of some work, after a first run of it.
-func (c *card) best(ways int, work func(way int) error) (time.Duration, error) {
+// best is the shortest of three times of each variant of some work, after a first run of it.
+func (c *card) best(variants int, work func(variant int) error) (time.Duration, error) {
 	best := time.Duration(math.MaxInt64)
-	for way := range ways {
+	for variant := range variants {
 		took, err := run.Times(c.Ctx, c.Stream, 4, func(int) error { return nil },
-			func(int) error { return work(way) })
+			func(int) error { return work(variant) })
 		if err != nil {
 			return 0, err
 		}

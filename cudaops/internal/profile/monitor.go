@@ -218,8 +218,8 @@ func (o *Monitor) note(t *task, d time.Duration) {
 		return
 	}
 	if t.drifted++; t.drifted == monitorTimes {
-		o.Warn(fmt.Sprintf("%s takes %v in the way %s, and took %v when it was tuned",
-			t.call.Node, d, t.chosen.Way, tuned))
+		o.Warn(fmt.Sprintf("%s takes %v in the variant %s, and took %v when it was tuned",
+			t.call.Node, d, t.chosen.Variant, tuned))
 	}
 }
 
@@ -245,7 +245,7 @@ func (o *Monitor) Update(enqueue func() error) error {
 func (o *Monitor) UpdatePart(w run.Work) error { return w.Replay() }
 
 // Times returns what the ops of a run have taken so far on average, the longest first, with the
-// ways in which they are computed. Under the name Update is what the optimiser took, which moves so
+// variants in which they are computed. Under the name Update is what the optimiser took, which moves so
 // many bytes. It is empty before the first sample.
 func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 	if err := o.collect(); err != nil {
@@ -262,7 +262,7 @@ func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 			op.Op, op.Bytes, op.FLOPs = c.Op, c.Bytes(), c.FLOPs
 		}
 		if t.chosen.Of > 1 {
-			op.Ways = []string{t.chosen.Way}
+			op.Variants = []string{t.chosen.Variant}
 		}
 		times = append(times, op)
 	}

@@ -227,9 +227,9 @@ func (p *Profiler) enqueueCalls() error {
 	for _, c := range p.Program.Calls {
 		t := optime.Span{Op: c.Op, Layer: c.Layer, Bytes: c.Bytes(),
 			FLOPs: c.FLOPs, Float8: c.Float8}
-		// whose ways are numbers
+		// whose variants are numbers
 		if c.Choice != nil && c.Choice.Of > 1 && c.Choice.Op != "Matmul" {
-			t.Ways = []string{c.Choice.Way}
+			t.Variants = []string{c.Choice.Variant}
 		}
 		p.doing(t)
 		if err := p.Executor.Call(c); err != nil {

@@ -96,7 +96,7 @@ const (
 	Write        // all of it
 	Update       // read and written
 	Scratch      // written, and of use to nobody but perhaps a later call of the same op
-	Untimed      // read, but null when ways are timed
+	Untimed      // read, but null when variants are timed
 )
 
 // Reads returns an operand that is read.
@@ -179,8 +179,10 @@ func (c *Call) Bind(address func(*Array) gpu.Ptr) any {
 	return bound
 }
 
-// SetWay sets the way in which a launch with several is computed.
-func (c *Call) SetWay(w kernel.Way) { c.Params.(interface{ SetWay(kernel.Way) }).SetWay(w) }
+// SetWay sets the variant in which a launch with several is computed.
+func (c *Call) SetVariant(w kernel.Variant) {
+	c.Params.(interface{ SetVariant(kernel.Variant) }).SetVariant(w)
+}
 
 // Zero is the Params of a call that fills memory with zeros.
 type Zero struct {
@@ -191,17 +193,17 @@ type Zero struct {
 // VectorBytes is what optimisers and fused products read at once.
 const VectorBytes = 16
 
-// Chooser chooses among ways to compute something.
+// Chooser chooses among variants to compute something.
 type Chooser interface {
 	// Tunes reports whether anything may be timed.
 	Tunes() bool
-	// Ways lists the ways in which a kernel can do a launch, without those that nothing chooses
+	// Variants lists the variants in which a kernel can do a launch, without those that nothing chooses
 	// among.
-	Ways(params any) []kernel.Way
+	Variants(params any) []kernel.Variant
 	// Choose returns the position of an alternative, and what is to stand in its calls as Choice.
 	Choose(g Group) (alternative int, choice *optime.Choice, err error)
-	// ChooseWay chooses the way of a call ahead of the others, where calls depend on it.
-	ChooseWay(c *Call) error
+	// ChooseWay chooses the variant of a call ahead of the others, where calls depend on it.
+	ChooseVariant(c *Call) error
 }
 
 // Group is a piece of work that several lists of calls can do.
@@ -216,24 +218,24 @@ type Group struct {
 
 // Alternative is one of the lists.
 type Alternative struct {
-	Name  string
-	Calls []*Call
-	Way   *kernel.Way // in which the only call is computed; nil to leave calls as they are
+	Name    string
+	Calls   []*Call
+	Variant *kernel.Variant // in which the only call is computed; nil to leave calls as they are
 }
 
-// WaysOf returns the ways that has lists for the launch of a call, and the group of alternatives that
+// VariantsOf returns the variants that has lists for the launch of a call, and the group of alternatives that
 // they are.
-func WaysOf(c *Call, has func(launch any) []kernel.Way) (g Group, ways []kernel.Way) {
+func VariantsOf(c *Call, has func(launch any) []kernel.Variant) (g Group, variants []kernel.Variant) {
 	bound := c.Bind((*Array).StandIn)
 	g.Op, g.Shape = bound.(kernel.Tuned).Tuning()
-	ways = has(bound)
+	variants = has(bound)
 	for _, a := range c.Args {
 		if a.Role == Write || a.Role == Update {
 			g.Results = append(g.Results, a.Array)
 		}
 	}
-	for _, w := range ways {
+	for _, w := range variants {
 		g.Alternatives = append(g.Alternatives, Alternative{w.String(), []*Call{c}, &w})
 	}
-	return g, ways
+	return g, variants
 }

@@ -11,15 +11,15 @@ import (
 )
 
 type launch struct {
-	Y    gpu.Ptr
-	X    kernel.Rows
-	N    int
-	Way  kernel.Way
-	Null gpu.Ptr
+	Y       gpu.Ptr
+	X       kernel.Rows
+	N       int
+	Variant kernel.Variant
+	Null    gpu.Ptr
 }
 
-func (l launch) Tuning() (op, shape string) { return "Launch", fmt.Sprint(l.X.Stride) }
-func (l *launch) SetWay(w kernel.Way)       { l.Way = w }
+func (l launch) Tuning() (op, shape string)   { return "Launch", fmt.Sprint(l.X.Stride) }
+func (l *launch) SetVariant(w kernel.Variant) { l.Variant = w }
 
 // TestBind checks that Bind returns a copy of the launch with the addresses and strides of the
 // operands, and leaves the launch of the call as it was.
@@ -39,8 +39,8 @@ func TestBind(t *testing.T) {
 	require.Equal(t, launch{Y: Alignment, X: kernel.Rows{Ptr: Alignment + 6, Stride: 10}, N: 24},
 		c.Bind((*Array).StandIn))
 
-	c.SetWay(kernel.Way{Family: "fused"})
-	want.Way = kernel.Way{Family: "fused"}
+	c.SetVariant(kernel.Variant{Family: "fused"})
+	want.Variant = kernel.Variant{Family: "fused"}
 	require.Equal(t, want, c.Bind((*Array).Ptr))
 }
 
@@ -64,19 +64,19 @@ func TestPrepared(t *testing.T) {
 	require.Len(t, c.Args, 1)
 }
 
-// TestWaysOf checks that a launch is asked for its ways with the alignment and strides of its
+// TestWaysOf checks that a launch is asked for its variants with the alignment and strides of its
 // operands.
-func TestWaysOf(t *testing.T) {
+func TestVariantsOf(t *testing.T) {
 	p := &Program{}
 	x, y := p.NewArray(gpu.Float32, 6, 10), p.NewArray(gpu.Float32, 6, 4)
 	var l launch
 	c := NewCall(&l, Reads(&l.X, x.Columns(2, 4)), Writes(&l.Y, y))
-	a, b := kernel.Way{Family: "a"}, kernel.Way{Family: "b", Size: 2}
-	g, ways := WaysOf(c, func(params any) []kernel.Way {
+	a, b := kernel.Variant{Family: "a"}, kernel.Variant{Family: "b", Size: 2}
+	g, variants := VariantsOf(c, func(params any) []kernel.Variant {
 		require.Equal(t, kernel.Rows{Ptr: Alignment + 8, Stride: 10}, params.(launch).X)
-		return []kernel.Way{a, b}
+		return []kernel.Variant{a, b}
 	})
-	require.Equal(t, []kernel.Way{a, b}, ways)
+	require.Equal(t, []kernel.Variant{a, b}, variants)
 	require.Equal(t, Group{Op: "Launch", Shape: "10", Results: []*Array{y},
 		Alternatives: []Alternative{{"a", []*Call{c}, &a}, {"b-2", []*Call{c}, &b}}}, g)
 }

@@ -28,8 +28,8 @@ func (p Product) Plus(add *Array) Product {
 
 // Matmul is the Params of a product's call. Where C is null it is D.
 type Matmul struct {
-	Spec gpu.MatmulSpec
-	Way  int // of the product's plan
+	Spec    gpu.MatmulSpec
+	Variant int // of the product's plan
 	gpu.MatmulArgs
 }
 

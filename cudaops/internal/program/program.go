@@ -1,5 +1,5 @@
 // Package program is a graph as calls over buffers: plain data. The passes of the machine make it
-// (package lower), order it (schedule), give it memory (place), choose ways for it (choose) and run
+// (package lower), order it (schedule), give it memory (place), choose variants for it (choose) and run
 // it.
 package program
 
@@ -38,7 +38,7 @@ type Program struct {
 // Cache is the keys and values of the positions so far, by rows, which live as long as the machine.
 type Cache struct{ Keys, Values *Array }
 
-// Alignment of all buffers, in bytes: what cudaMalloc gives, and cuBLASLt's fastest ways ask for.
+// Alignment of all buffers, in bytes: what cudaMalloc gives, and cuBLASLt's fastest variants ask for.
 const Alignment = 256
 
 // Buffer is a piece of device memory. It is in the arena for the calls of a run that need it. Or it

@@ -17,9 +17,9 @@ import (
 type Launcher interface {
 	// Launch enqueues what a structure such as rope.Rotate says.
 	Launch(s gpu.Stream, params any) error
-	// Ways lists the ways that take a launch, the one that should be fastest first and the plain
+	// Variants lists the variants that take a launch, the one that should be fastest first and the plain
 	// one, whose result counts as right, last. It is empty where there is nothing to choose.
-	Ways(params any) []kernel.Way
+	Variants(params any) []kernel.Variant
 	// Build tells one build of the kernels from another.
 	Build() string
 	Close() error

@@ -11,7 +11,7 @@ type Observer interface {
 	UpdatePart(w Work) error
 }
 
-// Work is a piece of work that can be enqueued in two ways.
+// Work is a piece of work that can be enqueued in two variants.
 type Work struct {
 	// Replay enqueues the work as usual: by launching its graph, once that has been captured.
 	Replay func() error

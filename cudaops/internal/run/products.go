@@ -14,14 +14,14 @@ import (
 // Hopper.
 const WorkspaceBytes = 32 << 20
 
-// Plan is a product and cuBLASLt's ways to compute it, by their names.
+// Plan is a product and cuBLASLt's variants to compute it, by their names.
 type Plan struct {
 	gpu.MatmulPlan
-	Ways []string
+	Variants []string
 }
 
-// Plan plans a product that was not planned before, with at most so many of cuBLASLt's ways.
-func (x *Executor) Plan(m gpu.MatmulSpec, ways int) (_ *Plan, err error) {
+// Plan plans a product that was not planned before, with at most so many of cuBLASLt's variants.
+func (x *Executor) Plan(m gpu.MatmulSpec, variants int) (_ *Plan, err error) {
 	if p := x.plans[m]; p != nil {
 		return p, nil
 	}
@@ -34,13 +34,13 @@ func (x *Executor) Plan(m gpu.MatmulSpec, ways int) (_ *Plan, err error) {
 	if err != nil {
 		return nil, err
 	}
-	plan, err := blas.Plan(m, WorkspaceBytes, ways)
+	plan, err := blas.Plan(m, WorkspaceBytes, variants)
 	if err != nil {
 		return nil, err
 	}
 	p := &Plan{MatmulPlan: plan}
 	for _, a := range plan.Algos() {
-		p.Ways = append(p.Ways, strings.Trim(fmt.Sprint(a.ID), "[]"))
+		p.Variants = append(p.Variants, strings.Trim(fmt.Sprint(a.ID), "[]"))
 	}
 	if x.plans == nil {
 		x.plans = map[gpu.MatmulSpec]*Plan{}
@@ -49,15 +49,15 @@ func (x *Executor) Plan(m gpu.MatmulSpec, ways int) (_ *Plan, err error) {
 	return p, nil
 }
 
-// product enqueues a product. The way behind cuBLASLt's is this module's own.
+// product enqueues a product. The variant behind cuBLASLt's is this module's own.
 func (x *Executor) product(m program.Matmul) error {
 	p, a := x.plans[m.Spec], m.MatmulArgs
 	if p == nil {
 		return fmt.Errorf("the product %+v was not planned", m.Spec)
 	}
-	if m.Way < len(p.Ways) {
+	if m.Variant < len(p.Variants) {
 		a.Workspace, a.WorkspaceSize = x.Workspace, WorkspaceBytes
-		return p.Run(m.Way, a, x.Stream)
+		return p.Run(m.Variant, a, x.Stream)
 	}
 	own := OwnProduct(m.Spec)
 	own.Y, own.X, own.W, own.ScaleX, own.ScaleW = a.D, a.A, a.B, a.ScaleA, a.ScaleB

@@ -59,10 +59,10 @@ func (s step) next(y, x *program.Array) []program.Product {
 	return append(s.squares(x), s.apply(y, s.poly, x, x, nsA, false))
 }
 
-// wayNames are the ways to compute the iteration, by how many steps go together between products
+// wayNames are the variants to compute the iteration, by how many steps go together between products
 // with X: products alone, products of half of what is symmetric, and several steps by their squares
 // (see [gemm.NewtonSchulz]).
-var wayNames = map[int]string{0: "products", 1: "symmetric", 3: "gram"}
+var variantNames = map[int]string{0: "products", 1: "symmetric", 3: "gram"}
 
 // Iteration is the iteration of matrices of one shape that lie one behind the other. Of 16-bit
 // types it takes float16, since no number is large.
@@ -138,7 +138,7 @@ func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
 	return dx
 }
 
-// Iterate returns the iteration of a batch of matrices of one shape in the way that is chosen. Its
+// Iterate returns the iteration of a batch of matrices of one shape in the variant that is chosen. Its
 // calls are not added yet.
 func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	t := gpu.Float16
@@ -151,7 +151,7 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	g := program.Group{Op: "NewtonSchulz", Results: xs[1:],
 		Shape: fmt.Sprintf("%d of %dx%d %v, %d steps", batch, shape[0], shape[1], t, steps)}
 	var all []Iteration
-	for i, together := range b.ways(n) {
+	for i, together := range b.variants(n) {
 		n.Together = together
 		turns, calls := n.Steps, b.plain
 		if together > 0 {
@@ -163,7 +163,7 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 		one := Iteration{xs[start], xs[1], calls(n, xs[start], xs[1-start])}
 		all = append(all, one)
 		timed := append([]*program.Call{b.Normalized(one.Start, x)}, one.Calls...)
-		g.Alternatives = append(g.Alternatives, program.Alternative{Name: wayNames[together],
+		g.Alternatives = append(g.Alternatives, program.Alternative{Name: variantNames[together],
 			Calls: timed})
 	}
 	for _, c := range all[g.Plain].Calls {
@@ -179,9 +179,9 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	return all[i], nil
 }
 
-// ways are those that the GPU and the shape allow, that of the rule of thumb first.
-func (b Builder) ways(n gemm.NewtonSchulz) []int {
-	if square, gram := n.Symmetric(); len(b.Ways(square)) == 0 || len(b.Ways(gram)) == 0 {
+// variants are those that the GPU and the shape allow, that of the rule of thumb first.
+func (b Builder) variants(n gemm.NewtonSchulz) []int {
+	if square, gram := n.Symmetric(); len(b.Variants(square)) == 0 || len(b.Variants(gram)) == 0 {
 		return []int{0}
 	}
 	together := gemm.NewtonSchulzTogether(n.Rows, n.Columns)

@@ -24,17 +24,17 @@ type Config struct {
 	// products. Without Kernels and Images any kernel exists and does nothing.
 	Images func(image []byte, capability int) (map[string][]gpu.Param, error)
 
-	NoBlas bool // cuBLASLt is missing
-	Ways   [3]Way
+	NoBlas   bool // cuBLASLt is missing
+	Variants [3]Variant
 
 	BlasVersion int // of cuBLASLt, default 13.0.0
 }
 
-// Way is how one of cuBLASLt's ways to compute a product differs from the definition.
-type Way struct {
+// Variant is how one of cuBLASLt's variants to compute a product differs from the definition.
+type Variant struct {
 	Took   time.Duration // how far it moves the clock; zero means a microsecond
 	Loaded time.Duration // the same from the third run in a row on, if it is not 0
-	Warms  time.Duration // by how much that grows with every run of the product, in any way
+	Warms  time.Duration // by how much that grows with every run of the product, in any variant
 	Wrong  bool          // it computes something else
 	Fails  bool          // it cannot be started
 }

@@ -31,7 +31,7 @@ type plan struct {
 	runs          int // of all
 }
 
-// Plan offers up to three ways, which differ in their workspace.
+// Plan offers up to three variants, which differ in their workspace.
 func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
 	return asked(b.c, "cublasLtMatmulAlgoGetHeuristic", func() (gpu.MatmulPlan, error) {
 		m, err := m.Normal()
@@ -63,22 +63,22 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 		return err
 	}
 	return c.watched(p.spec.Work(), s, call, func() error {
-		way := c.driver.config.Ways[p.algos[algo].ID[0]]
-		if way.Fails {
-			return refused(gpu.BlasNotSupported, "a way that fails")
+		variant := c.driver.config.Variants[p.algos[algo].ID[0]]
+		if variant.Fails {
+			return refused(gpu.BlasNotSupported, "a variant that fails")
 		}
-		if way.Wrong {
+		if variant.Wrong {
 			a.Alpha *= 2
 		}
 		c.issue(s, Op{Call: call}, func() error {
 			return c.run(func(l *Launch) {
-				l.Took = way.Took
+				l.Took = variant.Took
 				if p.lately != algo {
 					p.lately, p.inRow = algo, 0
 				}
 				p.runs++
-				if p.inRow++; p.inRow > 2 && way.Loaded > 0 {
-					l.Took = way.Loaded + time.Duration(p.runs)*way.Warms
+				if p.inRow++; p.inRow > 2 && variant.Loaded > 0 {
+					l.Took = variant.Loaded + time.Duration(p.runs)*variant.Warms
 				}
 				if c.driver.config.Images != nil {
 					return

@@ -31,7 +31,7 @@ type Geometry struct {
 	Documents gpu.Ptr
 }
 
-// The families of kernels. A way's size is how many heads are worked on together; 0 leaves that to
+// The families of kernels. A variant's size is how many heads are worked on together; 0 leaves that to
 // a rule.
 const (
 	plain = "plain" // float32 arithmetic, any argument
@@ -40,19 +40,19 @@ const (
 	Hopper = "hopper" // the same on compute capability 9.0 with its own instructions
 )
 
-// ways lists the ways that take the arguments, of which rows are all matrices, the fastest first.
-func (a Geometry) ways(k *kernel.Set, t gpu.DType, rows ...kernel.Rows) []kernel.Way {
-	ways := []kernel.Way{{Family: Hopper}, {Family: mma}, {Family: plain}}
+// variants lists the variants that take the arguments, of which rows are all matrices, the fastest first.
+func (a Geometry) variants(k *kernel.Set, t gpu.DType, rows ...kernel.Rows) []kernel.Variant {
+	variants := []kernel.Variant{{Family: Hopper}, {Family: mma}, {Family: plain}}
 	switch {
 	case a.Scale < 0 || t.Size() != 2 || a.HeadDim%8 != 0 || a.HeadDim > 128 ||
 		slices.ContainsFunc(rows, func(r kernel.Rows) bool {
 			return r.Ptr%16 != 0 || r.Stride%8 != 0
 		}):
-		return ways[2:]
+		return variants[2:]
 	case k.Info.Capability() != 90:
-		return ways[1:]
+		return variants[1:]
 	}
-	return ways
+	return variants
 }
 
 // Documents makes the table of documents, of [DocumentsBytes], from starts, [Batch, Seq]: the
@@ -82,12 +82,12 @@ type Forward struct {
 	Y, Q, K, V  kernel.Rows
 	Normalizers gpu.Ptr
 	Type        gpu.DType
-	Way         kernel.Way
+	Variant     kernel.Variant
 }
 
 // Launch launches one kernel.
 func (a Forward) Launch(q *kernel.Queue) {
-	c := begin(q, "Attention", a.Geometry, a.Type, a.Way, a.Ways(q.Set))
+	c := begin(q, "Attention", a.Geometry, a.Type, a.Variant, a.Variants(q.Set))
 	c.rows, c.normalizers = [8]kernel.Rows{a.Q, a.K, a.V, a.Y}, a.Normalizers
 	c.launch(forward)
 }
@@ -100,7 +100,7 @@ type Backward struct {
 	DQ, DK, DV, G, Q, K, V, Y kernel.Rows
 	Workspace, Normalizers    gpu.Ptr
 	Type                      gpu.DType
-	Way                       kernel.Way
+	Variant                   kernel.Variant
 	HasStatistics             bool
 }
 
@@ -116,7 +116,7 @@ type Statistics struct {
 
 // Launch launches one kernel.
 func (a Statistics) Launch(q *kernel.Queue) {
-	c := call{Queue: q, Geometry: a.Geometry, Way: kernel.Way{Family: Hopper},
+	c := call{Queue: q, Geometry: a.Geometry, Variant: kernel.Variant{Family: Hopper},
 		dtype: a.Type, normalizers: a.Normalizers, stats: a.Workspace}
 	c.rows[3], c.rows[4] = a.Y, a.G
 	c.launchStatistics()
@@ -145,7 +145,7 @@ func (a Geometry) statsRows() int {
 
 // Launch launches the statistics' kernel, unless HasStatistics, and those of the gradients.
 func (a Backward) Launch(q *kernel.Queue) {
-	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Way, a.Ways(q.Set))
+	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Variant, a.Variants(q.Set))
 	c.rows = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}
 	c.normalizers, c.stats = a.Normalizers, a.Workspace
 	turnsBack := c.Family == Hopper && c.HeadDim == c.hopperDim() // in its own kernels
@@ -172,25 +172,25 @@ func (a Backward) Launch(q *kernel.Queue) {
 	}
 }
 
-// call is a launch whose way is chosen and whose scale is filled in.
+// call is a launch whose variant is chosen and whose scale is filled in.
 type call struct {
 	*kernel.Queue
 	Geometry
-	kernel.Way
+	kernel.Variant
 	dtype              gpu.DType
 	rows               [8]kernel.Rows // q, k, v and y, the gradient of y, and those of q, k and v
 	normalizers, stats gpu.Ptr
 }
 
-// begin chooses the way: the given one, of which the size may be any, or the fastest.
-func begin(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Way,
-	ways []kernel.Way) *call {
-	c := &call{Queue: q, Geometry: a, dtype: t, Way: w}
+// begin chooses the variant: the given one, of which the size may be any, or the fastest.
+func begin(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Variant,
+	variants []kernel.Variant) *call {
+	c := &call{Queue: q, Geometry: a, dtype: t, Variant: w}
 	if w.Family == "" {
-		c.Family = ways[0].Family
-	} else if !slices.Contains(ways, kernel.Way{Family: w.Family}) {
-		c.Err = fmt.Errorf("kernels.%s: the way %v does not take the arguments, which %v do", op, w,
-			ways)
+		c.Family = variants[0].Family
+	} else if !slices.Contains(variants, kernel.Variant{Family: w.Family}) {
+		c.Err = fmt.Errorf("kernels.%s: the variant %v does not take the arguments, which %v do", op, w,
+			variants)
 	}
 	if a.Scale == 0 {
 		c.Scale = 1 / math.Sqrt(float64(a.HeadDim))
@@ -315,39 +315,39 @@ func (a Backward) Tuning() (op, shape string) {
 	return "AttentionBackward", a.describe(a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
 }
 
-// Ways lists the ways that take the launch.
-func (a Forward) Ways(k *kernel.Set) []kernel.Way {
-	return a.Geometry.ways(k, a.Type, a.Y, a.Q, a.K, a.V)
+// Variants lists the variants that take the launch.
+func (a Forward) Variants(k *kernel.Set) []kernel.Variant {
+	return a.Geometry.variants(k, a.Type, a.Y, a.Q, a.K, a.V)
 }
 
 // sections are those that are timed beside the rule's, where the cache alone would hold fewer heads
 // than fusedSection.
 var sections = []int{8, 24, 48}
 
-// Ways lists the ways that take the launch.
-func (a Backward) Ways(k *kernel.Set) []kernel.Way {
-	ways := a.Geometry.ways(k, a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
+// Variants lists the variants that take the launch.
+func (a Backward) Variants(k *kernel.Set) []kernel.Variant {
+	variants := a.Geometry.variants(k, a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
 	c := call{Queue: &kernel.Queue{Set: k}, Geometry: a.Geometry, dtype: a.Type}
 	heads := a.Batch * a.KVHeads
-	if ways[0].Family != Hopper || !a.Causal ||
+	if variants[0].Family != Hopper || !a.Causal ||
 		c.section(heads, c.sharers()) >= min(fusedSection, heads) {
-		return ways
+		return variants
 	}
 	at := 1
 	for _, n := range sections {
 		if n < heads {
-			ways = slices.Insert(ways, at, kernel.Way{Family: Hopper, Size: n})
+			variants = slices.Insert(variants, at, kernel.Variant{Family: Hopper, Size: n})
 			at++
 		}
 	}
-	return ways
+	return variants
 }
 
 // SetWay implements [kernel.Tuned].
-func (a *Forward) SetWay(w kernel.Way) { a.Way = w }
+func (a *Forward) SetVariant(w kernel.Variant) { a.Variant = w }
 
 // SetWay implements [kernel.Tuned].
-func (a *Backward) SetWay(w kernel.Way) { a.Way = w }
+func (a *Backward) SetVariant(w kernel.Variant) { a.Variant = w }
 
 // WorkspaceField implements [kernel.Workspaced].
 func (a *Backward) WorkspaceField() *gpu.Ptr { return &a.Workspace }

@@ -15,14 +15,14 @@ import (
 // attentionCase is attention on the GPU and, in float64, on the CPU.
 type attentionCase struct {
 	Geometry
-	way    kernel.Way
-	dtype  gpu.DType
-	packed bool    // q, k and v are parts of one matrix, as dq, dk and dv are
-	skew   int     // elements past alignment
-	turned bool    // by RoPE, which the backward pass undoes
-	starts []int32 // of each token's document, nil for none
-	window int     // of the table of documents alone
-	alike  float64 // about the size of scores that are all alike for a query; 0 for others
+	variant kernel.Variant
+	dtype   gpu.DType
+	packed  bool    // q, k and v are parts of one matrix, as dq, dk and dv are
+	skew    int     // elements past alignment
+	turned  bool    // by RoPE, which the backward pass undoes
+	starts  []int32 // of each token's document, nil for none
+	window  int     // of the table of documents alone
+	alike   float64 // about the size of scores that are all alike for a query; 0 for others
 }
 
 func (c attentionCase) String() string {
@@ -36,7 +36,7 @@ func (c attentionCase) String() string {
 	if c.packed {
 		kind += "-packed"
 	}
-	return fmt.Sprintf("%v-%v-%s-b%dt%dh%d-%dd%d+%d", c.way, c.dtype, kind, c.Batch, c.Seq,
+	return fmt.Sprintf("%v-%v-%s-b%dt%dh%d-%dd%d+%d", c.variant, c.dtype, kind, c.Batch, c.Seq,
 		c.Heads, c.KVHeads, c.HeadDim,
 		c.skew)
 }
@@ -143,10 +143,10 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 		a.Cos, a.Sin = tables[0].Ptr, tables[1].Ptr
 	}
 	a.Documents = c.documents(g)
-	g.Must(attend(g.Set, g.Stream, a, c.way, out.Rows, normalizers.Ptr, in[0].Rows,
+	g.Must(attend(g.Set, g.Stream, a, c.variant, out.Rows, normalizers.Ptr, in[0].Rows,
 		in[1].Rows, in[2].Rows, c.dtype))
 	if both {
-		g.Must(attendBackward(g.Set, g.Stream, a, c.way, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
+		g.Must(attendBackward(g.Set, g.Stream, a, c.variant, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
 			grad.Rows, in[0].Rows, in[1].Rows,
 			in[2].Rows, out.Rows, normalizers.Ptr, c.dtype))
 	}
@@ -213,7 +213,7 @@ func attentionCases(short bool) []attentionCase {
 	add := func(v string, t gpu.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
 		a := Geometry{Batch: b, Seq: seq, Heads: h, KVHeads: kv, HeadDim: d, Causal: causal}
 		turned := d%2 == 0 && seq > 1 && (seq/2+len(cases)/2)%2 == 0
-		cases = append(cases, attentionCase{a, kernel.Way{Family: v}, t, packed, skew, turned, nil,
+		cases = append(cases, attentionCase{a, kernel.Variant{Family: v}, t, packed, skew, turned, nil,
 			0, 0})
 	}
 	lengths := []int{1, 7, 64, 65, 127, 129, 200}
@@ -254,15 +254,15 @@ func attentionCases(short bool) []attentionCase {
 	return cases
 }
 
-// runs reports whether the GPU has what the way needs.
-func runs(g *kerneltest.Rig, w kernel.Way) bool {
+// runs reports whether the GPU has what the variant needs.
+func runs(g *kerneltest.Rig, w kernel.Variant) bool {
 	return g.Ctx.Device().Capability() == 90 || w.Family != Hopper
 }
 
 func TestAttention(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, c := range attentionCases(testing.Short()) {
-		if !runs(g, c.way) {
+		if !runs(g, c.variant) {
 			continue
 		}
 		g.Scope(c.String(), c.check)
@@ -280,7 +280,7 @@ func TestAttentionScale(t *testing.T) {
 			a := Geometry{Batch: 1, Seq: kerneltest.Few(150, 70), Heads: 2, KVHeads: 1, HeadDim: 64,
 				Causal: true, Scale: scale}
 			g.Scope(fmt.Sprintf("%v/%v", dt, scale),
-				attentionCase{a, kernel.Way{}, dt, false, 0, false, nil, 0, 0}.check)
+				attentionCase{a, kernel.Variant{}, dt, false, 0, false, nil, 0, 0}.check)
 		}
 	}
 }
@@ -303,9 +303,9 @@ func TestAttentionShift(t *testing.T) {
 		} {
 			for _, packed := range []bool{false, true} {
 				a := attentionCase{Geometry: Geometry{Batch: 2, Seq: 200, Heads: 2, KVHeads: 1,
-					HeadDim: c.dim, Causal: true, Scale: 1}, way: kernel.Way{Family: c.family},
+					HeadDim: c.dim, Causal: true, Scale: 1}, variant: kernel.Variant{Family: c.family},
 					dtype: c.dtype, alike: size}
-				if !runs(g, a.way) || testing.Short() && packed != (c.dim == 64) {
+				if !runs(g, a.variant) || testing.Short() && packed != (c.dim == 64) {
 					continue
 				}
 				if c.dtype == kerneltest.F16 && size > 1e6 { // dk would be beyond float16
@@ -364,11 +364,11 @@ func TestAttentionRepeatsBits(t *testing.T) {
 			if c.seq%2 == 1 {
 				one.starts = startsOf(a.Batch, a.Seq, cuts(g.Rand)["long"])
 			}
-			way := kernel.Way{Family: c.family}
-			r := one.benchmark(g, &way)
+			variant := kernel.Variant{Family: c.family}
+			r := one.benchmark(g, &variant)
 			var first [4][]float64
 			for run := range kerneltest.Few(3, 2) {
-				way.Size = 2 * run // in whatever order heads are worked on
+				variant.Size = 2 * run // in whatever order heads are worked on
 				r.forward()
 				r.backward()
 				for i, b := range []*kerneltest.Buffer{r.y, r.dq, r.dk, r.dv} {
@@ -400,7 +400,7 @@ func fillTiles(g *kerneltest.Rig, b *kerneltest.Buffer) {
 	}
 }
 
-func (c attentionCase) benchmark(g *kerneltest.Rig, way *kernel.Way) attentionRun {
+func (c attentionCase) benchmark(g *kerneltest.Rig, variant *kernel.Variant) attentionRun {
 	queryWidth, keyWidth := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
 	in := c.matrices(g, 0, queryWidth, keyWidth, keyWidth)
 	d := c.matrices(g, 0, queryWidth, keyWidth, keyWidth)
@@ -419,11 +419,11 @@ func (c attentionCase) benchmark(g *kerneltest.Rig, way *kernel.Way) attentionRu
 	}
 	a.Documents = c.documents(g)
 	r.forward = func() {
-		g.Must(attend(g.Set, g.Stream, a, *way, y.Rows, normalizers.Ptr, in[0].Rows,
+		g.Must(attend(g.Set, g.Stream, a, *variant, y.Rows, normalizers.Ptr, in[0].Rows,
 			in[1].Rows, in[2].Rows, c.dtype))
 	}
 	r.backward = func() {
-		g.Must(attendBackward(g.Set, g.Stream, a, *way, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
+		g.Must(attendBackward(g.Set, g.Stream, a, *variant, d[0].Rows, d[1].Rows, d[2].Rows, stats.Ptr,
 			dy.Rows, in[0].Rows, in[1].Rows,
 			in[2].Rows, y.Rows, normalizers.Ptr, c.dtype))
 	}

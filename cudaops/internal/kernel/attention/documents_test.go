@@ -121,7 +121,7 @@ func packedReference(y, normalizers, dq, dk, dv, dy, q, k, v []float64, starts [
 	}
 }
 
-// cuts are ways to divide sequences into documents: they give where the document of token i begins
+// cuts are variants to divide sequences into documents: they give where the document of token i begins
 // if that of i-1 begins at last.
 func cuts(r *rand.Rand) map[string]func(i int, last int32) int32 {
 	window := int32(1 + r.IntN(150))
@@ -136,7 +136,7 @@ func cuts(r *rand.Rand) map[string]func(i int, last int32) int32 {
 	}
 }
 
-// at is such a way: a document begins at every token of which cut says so.
+// at is such a variant: a document begins at every token of which cut says so.
 func at(cut func(i int) bool) func(i int, last int32) int32 {
 	return func(i int, last int32) int32 {
 		if cut(i) {
@@ -164,9 +164,9 @@ func startsOf(batch, seq int, cut func(i int, last int32) int32) []int32 {
 // attentionDocumentCases are documents of every kind for every kernel.
 func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 	type family struct {
-		way   string
-		dtype gpu.DType
-		dim   int
+		variant string
+		dtype   gpu.DType
+		dim     int
 	}
 	families := []family{{plain, kerneltest.F32, 40}, {plain, kerneltest.Bf16, 130}}
 	for _, v := range []string{Hopper, mma} {
@@ -186,7 +186,7 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 				batch, kv := 1+(i+j)%2, 1+j%2
 				a := Geometry{Batch: batch, Seq: seq, Heads: kv * (1 + i%2), KVHeads: kv,
 					HeadDim: f.dim, Causal: true}
-				c := attentionCase{a, kernel.Way{Family: f.way}, f.dtype, j%2 == 0, 0, (i+j)%2 == 0 && seq > 1,
+				c := attentionCase{a, kernel.Variant{Family: f.variant}, f.dtype, j%2 == 0, 0, (i+j)%2 == 0 && seq > 1,
 					startsOf(batch, seq, cut), 0, 0}
 				cases[fmt.Sprintf("%v-%s", c, name)] = c
 			}
@@ -199,7 +199,7 @@ func TestAttentionDocuments(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	cases := attentionDocumentCases(g.Rand, testing.Short())
 	for _, name := range slices.Sorted(maps.Keys(cases)) {
-		if c := cases[name]; runs(g, c.way) {
+		if c := cases[name]; runs(g, c.variant) {
 			g.Scope(name, c.check)
 		}
 	}

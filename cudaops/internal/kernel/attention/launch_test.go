@@ -68,7 +68,7 @@ func TestAttentionSections(t *testing.T) {
 }
 
 // A fused backward pass of long sequences is also timed with other numbers of heads together.
-func TestAttentionSectionWays(t *testing.T) {
+func TestAttentionSectionVariants(t *testing.T) {
 	k, _, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, c := range []struct {
 		batch, seq, heads, kv, dim int
@@ -87,7 +87,7 @@ func TestAttentionSectionWays(t *testing.T) {
 		var got []string
 		for _, w := range (Backward{Geometry: Geometry{Batch: c.batch, Seq: c.seq, Heads: c.heads,
 			KVHeads: c.kv, HeadDim: c.dim, Causal: c.causal}, DQ: q, DK: kv, DV: kv, G: q, Q: q,
-			K: kv, V: kv, Y: q, Type: kerneltest.Bf16}).Ways(k) {
+			K: kv, V: kv, Y: q, Type: kerneltest.Bf16}).Variants(k) {
 			got = append(got, w.String())
 		}
 		require.Equal(t, c.want, got)
@@ -108,8 +108,8 @@ func TestAttentionPicksVariants(t *testing.T) {
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
 			for _, dt := range kerneltest.StorageTypes {
 				c.Trace = nil
-				require.NoError(t, attend(k, 0, a, kernel.Way{}, q, p, q, kv, kv, dt))
-				require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv,
+				require.NoError(t, attend(k, 0, a, kernel.Variant{}, q, p, q, kv, kv, dt))
+				require.NoError(t, attendBackward(k, 0, a, kernel.Variant{}, q, kv, kv, p, q, q, kv, kv,
 					q, p, dt))
 				unit, size := gpu.unit, "_64"
 				if dim > 64 {
@@ -160,7 +160,7 @@ func TestAttentionHasStatistics(t *testing.T) {
 		back := Backward{Geometry: Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 4, HeadDim: dim},
 			DQ: rows, DK: rows, DV: rows, G: rows, Q: rows, K: rows, V: rows, Y: rows,
 			Normalizers: p,
-			Workspace:   p, Type: kerneltest.Bf16, Way: kernel.Way{Family: Hopper}}
+			Workspace:   p, Type: kerneltest.Bf16, Variant: kernel.Variant{Family: Hopper}}
 		trace := func(launches ...kernel.Launch) []fake.Op {
 			c.Trace = nil
 			for _, l := range launches {
@@ -190,7 +190,7 @@ func TestAttentionWorkspace(t *testing.T) {
 		a := Geometry{Batch: 1, Seq: seq, Heads: 4, KVHeads: 2, HeadDim: x.dim, Causal: true}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * x.dim}, kernel.Rows{Ptr: p, Stride: 2 * x.dim}
 		c.Trace = nil
-		require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
+		require.NoError(t, attendBackward(k, 0, a, kernel.Variant{}, q, kv, kv, p, q, q, kv, kv, q, p,
 			kerneltest.Bf16))
 		tiles, zeroed := 4*kernel.CeilDiv(seq, x.tile), 0
 		for _, op := range c.Trace {
@@ -218,8 +218,8 @@ func TestAttentionFused64(t *testing.T) {
 		for _, table := range []gpu.Ptr{0, p} {
 			a.Documents = table
 			c.Trace = nil
-			require.NoError(t, attend(k, 0, a, kernel.Way{}, q, p, q, kv, kv, kerneltest.Bf16))
-			require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
+			require.NoError(t, attend(k, 0, a, kernel.Variant{}, q, p, q, kv, kv, kerneltest.Bf16))
+			require.NoError(t, attendBackward(k, 0, a, kernel.Variant{}, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
 			want := []string{"attention_hopper_forward_64_bf16", "attention_stats_bf16",
 				"attention_hopper_backward_fused_64_bf16"}
@@ -256,8 +256,8 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 			c.Trace = nil
 			require.NoError(t, k.Launch(0, Documents{Table: table, Starts: p, Batch: 2,
 				Seq: 100}))
-			require.NoError(t, attend(k, 0, a, kernel.Way{Family: v}, q, p, q, kv, kv, kerneltest.Bf16))
-			require.NoError(t, attendBackward(k, 0, a, kernel.Way{Family: v}, q, kv, kv, p, q, q, kv, kv, q, p,
+			require.NoError(t, attend(k, 0, a, kernel.Variant{Family: v}, q, p, q, kv, kv, kerneltest.Bf16))
+			require.NoError(t, attendBackward(k, 0, a, kernel.Variant{Family: v}, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
 			for _, op := range c.Trace {
 				if op.Name == "" {
@@ -285,7 +285,7 @@ func TestAttentionTurnsBack(t *testing.T) {
 			}
 			c.Trace = nil
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
-			require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
+			require.NoError(t, attendBackward(k, 0, a, kernel.Variant{}, q, kv, kv, p, q, q, kv, kv, q, p,
 				kerneltest.Bf16))
 			after := 0
 			for _, op := range c.Trace {
@@ -316,7 +316,7 @@ func TestAttentionPoisonsSums(t *testing.T) {
 	for _, poison := range []bool{false, true} {
 		gpu.Poison = poison
 		c.Trace = nil
-		require.NoError(t, attendBackward(k, 0, a, kernel.Way{}, q, kv, kv, p, q, q, kv, kv, q, p,
+		require.NoError(t, attendBackward(k, 0, a, kernel.Variant{}, q, kv, kv, p, q, q, kv, kv, q, p,
 			kerneltest.Bf16))
 		trace := c.Trace
 		fused := slices.IndexFunc(trace, func(op fake.Op) bool {
@@ -337,15 +337,15 @@ func TestAttentionPoisonsSums(t *testing.T) {
 }
 
 // attend is the forward pass.
-func attend(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, y kernel.Rows, normalizers gpu.Ptr, q,
+func attend(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Variant, y kernel.Rows, normalizers gpu.Ptr, q,
 	key, value kernel.Rows, t gpu.DType) error {
 	return k.Launch(s, Forward{Geometry: a, Y: y, Q: q, K: key, V: value, Normalizers: normalizers, Type: t,
-		Way: w})
+		Variant: w})
 }
 
 // attendBackward is the backward pass.
-func attendBackward(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Way, dq, dk, dv kernel.Rows,
+func attendBackward(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Variant, dq, dk, dv kernel.Rows,
 	stats gpu.Ptr, g, q, key, value, y kernel.Rows, normalizers gpu.Ptr, t gpu.DType) error {
 	return k.Launch(s, Backward{Geometry: a, DQ: dq, DK: dk, DV: dv, G: g, Q: q, K: key, V: value,
-		Y: y, Workspace: stats, Normalizers: normalizers, Type: t, Way: w})
+		Y: y, Workspace: stats, Normalizers: normalizers, Type: t, Variant: w})
 }

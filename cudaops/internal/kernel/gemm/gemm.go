@@ -28,22 +28,22 @@ type SiLUProductBackward struct {
 type Gate struct {
 	Rows, F, D int
 	Type       gpu.DType
-	Way        kernel.Way
+	Variant    kernel.Variant
 }
 
-// Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
+// Variants lists the variants that take the launch at addresses that are multiples of 16, or none: Hopper
 // has one for two-byte types where F and D are multiples of 8.
-func (g Gate) Ways(k *kernel.Set) []kernel.Way {
+func (g Gate) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, fused, g.Type.Size() == 2 && g.F%8 == 0 && g.D%8 == 0)
 }
 
-// fused is the one way of what is joined to a product.
-var fused = kernel.Way{Family: "fused"}
+// fused is the one variant of what is joined to a product.
+var fused = kernel.Variant{Family: "fused"}
 
-// onHopper is the one way that there is, if the GPU has it and it takes a launch.
-func onHopper(k *kernel.Set, way kernel.Way, takes bool) []kernel.Way {
+// onHopper is the one variant that there is, if the GPU has it and it takes a launch.
+func onHopper(k *kernel.Set, variant kernel.Variant, takes bool) []kernel.Variant {
 	if takes && k.Info.Capability() == 90 {
-		return []kernel.Way{way}
+		return []kernel.Variant{variant}
 	}
 	return nil
 }
@@ -175,5 +175,5 @@ func (a SiLUProductBackward) Tuning() (op, shape string) {
 		kernel.With(a.H == 0, "without h")
 }
 
-// SetWay sets the way in which the launch is computed.
-func (g *Gate) SetWay(w kernel.Way) { g.Way = w }
+// SetWay sets the variant in which the launch is computed.
+func (g *Gate) SetVariant(w kernel.Variant) { g.Variant = w }

@@ -190,23 +190,23 @@ func launched(c *fake.Context) map[string][]gpu.LaunchConfig {
 	return names
 }
 
-// takes wants a way on compute capability 9.0 alone, and after each change on none.
+// takes wants a variant on compute capability 9.0 alone, and after each change on none.
 func takes[T interface {
-	Ways(*kernel.Set) []kernel.Way
+	Variants(*kernel.Set) []kernel.Variant
 }](t *testing.T, ok T, changes ...func(*T)) {
 	t.Helper()
 	for _, capability := range []int{89, 90} {
 		k, _, _ := kerneltest.FakeAttention(t, capability, 227<<10)
-		require.Equal(t, capability == 90, len(ok.Ways(k)) == 1, "%T", ok)
+		require.Equal(t, capability == 90, len(ok.Variants(k)) == 1, "%T", ok)
 		for i, change := range changes {
 			a := ok
 			change(&a)
-			require.Empty(t, a.Ways(k), "%T, change %d", ok, i)
+			require.Empty(t, a.Variants(k), "%T, change %d", ok, i)
 		}
 	}
 }
 
-func TestWays(t *testing.T) {
+func TestVariants(t *testing.T) {
 	takes(t, SiLUProduct{Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}},
 		func(a *SiLUProduct) { a.F = 12 }, func(a *SiLUProduct) { a.D = 20 },
 		func(a *SiLUProduct) { a.Type = kerneltest.F32 })

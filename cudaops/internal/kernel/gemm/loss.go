@@ -27,7 +27,7 @@ type LinearCrossEntropy struct {
 	Workspace                      gpu.Ptr // of WorkspaceBytes
 	Rows, V, D                     int
 	Type                           gpu.DType // of the matrices: bfloat16
-	Way                            kernel.Way
+	Variant                        kernel.Variant
 }
 
 // The shape of gemm_hopper_loss.cu: a tile's columns, stages and parts in which it is brought to
@@ -37,9 +37,9 @@ const (
 	lossRows, lossWarps                               = 32, 8
 )
 
-// Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
+// Variants lists the variants that take the launch at addresses that are multiples of 16, or none: Hopper
 // has one for bfloat16 where V and D are multiples of 8.
-func (a LinearCrossEntropy) Ways(k *kernel.Set) []kernel.Way {
+func (a LinearCrossEntropy) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, fused, a.Type == gpu.BFloat16 && a.V%8 == 0 && a.D%8 == 0)
 }
 
@@ -88,5 +88,5 @@ func (a LinearCrossEntropy) WorkspaceBytes(gpu.DeviceInfo) int {
 // WorkspaceField implements [kernel.Workspaced].
 func (a *LinearCrossEntropy) WorkspaceField() *gpu.Ptr { return &a.Workspace }
 
-// SetWay sets the way in which the launch is computed.
-func (a *LinearCrossEntropy) SetWay(w kernel.Way) { a.Way = w }
+// SetWay sets the variant in which the launch is computed.
+func (a *LinearCrossEntropy) SetVariant(w kernel.Variant) { a.Variant = w }

@@ -108,10 +108,10 @@ type Symmetric struct {
 	Type               gpu.DType
 }
 
-// Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
+// Variants lists the variants that take the launch at addresses that are multiples of 16, or none: Hopper
 // has one for float16 and multiples of 8.
-func (a Symmetric) Ways(k *kernel.Set) []kernel.Way {
-	return onHopper(k, kernel.Way{Family: "half"},
+func (a Symmetric) Variants(k *kernel.Set) []kernel.Variant {
+	return onHopper(k, kernel.Variant{Family: "half"},
 		a.Type == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0)
 }
 

@@ -79,7 +79,7 @@ func TestNewtonSchulzRun(t *testing.T) {
 
 const productSpace = 32 << 20 // workspace of cuBLASLt
 
-// planned is what computes a product by the first of cuBLASLt's ways.
+// planned is what computes a product by the first of cuBLASLt's variants.
 func planned(g *kerneltest.Rig, spec gpu.MatmulSpec, a, b, d gpu.Ptr) func(gpu.MatmulArgs) error {
 	g.Helper()
 	blas, err := g.Ctx.Blas()

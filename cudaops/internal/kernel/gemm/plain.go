@@ -23,16 +23,16 @@ type Product struct {
 // panels.
 const plainColumns, plainStages, plainWarpBytes = 256, 4, 2 * 16 * 128
 
-// Ways lists the ways that take the launch at addresses that are multiples of 16, or none. Hopper
+// Variants lists the variants that take the launch at addresses that are multiples of 16, or none. Hopper
 // has one for two-byte types where Columns and D are multiples of 8. With Float8 it takes TransW and
 // results of BFloat16, where they are multiples of 16 and D is more than 384. The number is the
 // columns of a tile.
-func (a Product) Ways(k *kernel.Set) []kernel.Way {
+func (a Product) Variants(k *kernel.Set) []kernel.Variant {
 	takes := a.Type.Size() == 2 && a.Columns%8 == 0 && a.D%8 == 0
 	if a.Float8 {
 		takes = a.TransW && float8Product(a.Columns, a.D, a.Type)
 	}
-	return onHopper(k, kernel.Way{Family: "hopper", Size: plainColumns}, takes)
+	return onHopper(k, kernel.Variant{Family: "hopper", Size: plainColumns}, takes)
 }
 
 // Launch launches one kernel.

@@ -181,20 +181,20 @@ func TestRoPEProductFloat8(t *testing.T) {
 			a.X, a.ScaleX, x = matrix8(g, a.Rows, a.D)
 			a.Weights, a.ScaleWeights, w = matrix8(g, a.Columns, a.D)
 			_, _, want := turnedProduct(g, &a, x, w)
-			ways := a.Ways(g.Set)
-			if len(ways) == 0 {
-				g.Fatal("no way takes it")
+			variants := a.Variants(g.Set)
+			if len(variants) == 0 {
+				g.Fatal("no variant takes it")
 			}
-			for _, a.Way = range ways {
+			for _, a.Variant = range variants {
 				var bits []float64
 				for range 2 {
 					y := g.Alloc(len(want), a.Type, 0)
 					a.Y = y.Ptr
 					g.Must(g.Launch(g.Stream, a))
 					got := g.Read(y)
-					nearRows(g, a.Way.String(), got, want, x, w, a.D)
+					nearRows(g, a.Variant.String(), got, want, x, w, a.D)
 					if bits != nil && !slices.Equal(bits, got) {
-						g.Errorf("%v: results differ from run to run", a.Way)
+						g.Errorf("%v: results differ from run to run", a.Variant)
 					}
 					bits = got
 				}

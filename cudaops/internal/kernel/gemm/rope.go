@@ -19,7 +19,7 @@ type RoPEProduct struct {
 	Turned, Seq, HeadDim  int // row r has position r mod Seq
 	Float8                bool
 	Type                  gpu.DType // of Y, and without Float8 of X and Weights
-	Way                   kernel.Way
+	Variant               kernel.Variant
 }
 
 // RoPEAngles returns the table of a RoPEProduct: cosines and sines, [Seq, h] for heads of 2h
@@ -41,11 +41,11 @@ func RoPEAngleAt(position, pair, h int) int {
 	return 16*((position/8*kernel.CeilDiv(h, 8)+pair/8)*8+position%8) + pair%8/2*4 + pair%2
 }
 
-// Ways lists the ways that take the launch at addresses that are multiples of 16, or none.
+// Variants lists the variants that take the launch at addresses that are multiples of 16, or none.
 // Hopper has one for two-byte types. There D and Columns must be multiples of 8, and heads must
 // have 64, 96 or 128 features. With Float8 the type must be BFloat16. D and Columns must then be
 // multiples of 16, D must exceed 384, and heads must have 64 or 128 features.
-func (a RoPEProduct) Ways(k *kernel.Set) []kernel.Way {
+func (a RoPEProduct) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, fused, turnedTiles[a.HeadDim].columns > 0 &&
 		a.Type.Size() == 2 && a.Columns%8 == 0 && a.D%8 == 0 &&
 		(!a.Float8 || a.HeadDim != 96 && float8Product(a.Columns, a.D, a.Type)))
@@ -81,5 +81,5 @@ func (a RoPEProduct) Tuning() (op, shape string) {
 		a.Columns, a.D, a.Turned, a.HeadDim, a.Seq, a.Type) + kernel.With(a.Float8, "of float8")
 }
 
-// SetWay sets the way in which the launch is computed.
-func (a *RoPEProduct) SetWay(w kernel.Way) { a.Way = w }
+// SetWay sets the variant in which the launch is computed.
+func (a *RoPEProduct) SetVariant(w kernel.Variant) { a.Variant = w }

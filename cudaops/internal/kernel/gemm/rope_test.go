@@ -49,11 +49,11 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 	w, wr := scaledNormal(g, a.Columns*a.D, a.D, a.Type)
 	a.X, a.Weights = x.Ptr, w.Ptr
 	cos, sin, want := turnedProduct(g, &a, xr, wr)
-	ways := a.Ways(g.Set)
-	if len(ways) == 0 {
-		g.Fatal("no way takes it")
+	variants := a.Variants(g.Set)
+	if len(variants) == 0 {
+		g.Fatal("no variant takes it")
 	}
-	for _, a.Way = range ways {
+	for _, a.Variant = range variants {
 		y, again, product := g.Alloc(len(want), a.Type, 0), g.Alloc(len(want), a.Type, 0),
 			g.Alloc(len(want), a.Type, 0)
 		run := func(to *kerneltest.Buffer, turned int) []float64 {
@@ -63,9 +63,9 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 			return g.Read(to)
 		}
 		got := run(y, a.Turned)
-		g.Near(a.Way.String(), y, want, kerneltest.Forward(a.Type))
+		g.Near(a.Variant.String(), y, want, kerneltest.Forward(a.Type))
 		if !slices.Equal(run(again, a.Turned), got) {
-			g.Errorf("%v: results differ from run to run", a.Way)
+			g.Errorf("%v: results differ from run to run", a.Variant)
 		}
 		if run(product, 0); a.Turned > 0 {
 			g.Must(g.Launch(g.Stream, rope.Rotate{Y: product.Ptr, X: product.Ptr, Cos: cos.Ptr,
@@ -74,7 +74,7 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 				YStride: a.Columns, Type: a.Type}))
 		}
 		if !slices.Equal(g.Read(product), got) {
-			g.Errorf("%v: the bits are not those of the product, turned behind it", a.Way)
+			g.Errorf("%v: the bits are not those of the product, turned behind it", a.Variant)
 		}
 	}
 }

@@ -14,19 +14,19 @@ import (
 type StatisticsProduct struct {
 	G, X, W, Y, Normalizers, Workspace gpu.Ptr
 	attention.Geometry
-	D    int
-	Type gpu.DType
-	Way  kernel.Way
+	D       int
+	Type    gpu.DType
+	Variant kernel.Variant
 }
 
 // The shape of gemm_hopper_stats.cu: the columns of a tile, the stages, and the bytes of a warp's
 // panels.
 const statsColumns, statsStages, statsWarpBytes = 256, 4, 2 * 16 * 128
 
-// Ways lists the ways that take the launch at addresses that are multiples of 16, or none: Hopper
+// Variants lists the variants that take the launch at addresses that are multiples of 16, or none: Hopper
 // has one for two-byte types, heads of 64 and 128, sequences of a multiple of 128 and a D that is a
 // multiple of 8. With a negative scale no backward pass begins with it.
-func (a StatisticsProduct) Ways(k *kernel.Set) []kernel.Way {
+func (a StatisticsProduct) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, fused, a.Type.Size() == 2 && (a.HeadDim == 64 || a.HeadDim == 128) &&
 		a.Seq%attention.StatisticsTile == 0 && a.D%8 == 0 && a.Scale >= 0)
 }
@@ -55,5 +55,5 @@ func (a StatisticsProduct) Tuning() (op, shape string) {
 		a.Heads, a.HeadDim, a.D, a.Type)
 }
 
-// SetWay sets the way in which the launch is computed.
-func (a *StatisticsProduct) SetWay(w kernel.Way) { a.Way = w }
+// SetWay sets the variant in which the launch is computed.
+func (a *StatisticsProduct) SetVariant(w kernel.Variant) { a.Variant = w }

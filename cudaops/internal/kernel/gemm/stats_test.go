@@ -53,7 +53,7 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 	a.X, a.W, a.Y, a.Normalizers = x.Ptr, w.Ptr, y.Ptr, normalizers.Ptr
 	want := make([]float64, rows*columns)
 	cpugemm.Mul(false, false, rows, columns, a.D, 1, xr, a.D, wr, columns, 0, want, columns)
-	require.Len(g, a.Ways(g.Set), 1)
+	require.Len(g, a.Variants(g.Set), 1)
 	size := attention.Backward{Geometry: a.Geometry, Type: a.Type}.WorkspaceBytes(g.Info) / 4
 	first, n := a.Counters(0)
 	counters, inStats := int(first)/4, 3*rows*a.Heads
@@ -151,11 +151,11 @@ func testStatisticsFormed(g *kerneltest.Rig, s attention.Geometry, documents boo
 	w, _ := scaledNormal(g, depth*wide, depth, bf16)
 	q, k, v, y, gradient := matrix(wide), matrix(narrow), matrix(narrow), matrix(wide), matrix(wide)
 	normalizers := g.Alloc(2*rows*s.Heads, kerneltest.F32, 0).Ptr
-	way := kernel.Way{Family: attention.Hopper}
+	variant := kernel.Variant{Family: attention.Hopper}
 	g.Must(g.Launch(g.Stream, attention.Forward{Geometry: s, Y: y, Q: q, K: k, V: v,
-		Normalizers: normalizers, Type: bf16, Way: way}))
+		Normalizers: normalizers, Type: bf16, Variant: variant}))
 	back := attention.Backward{Geometry: s, G: gradient, Q: q, K: k, V: v, Y: y,
-		Normalizers: normalizers, Type: bf16, Way: way}
+		Normalizers: normalizers, Type: bf16, Variant: variant}
 	gradients := func(before ...kernel.Launch) (d [3][]float64) {
 		back.Workspace = g.Alloc(back.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0).Ptr
 		back.HasStatistics = len(before) > 1
