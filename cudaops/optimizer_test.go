@@ -173,10 +173,17 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	require.NoError(t, tape.RunAll())
 	require.Less(t, distance(t, scored, same.Loss.Value()), 1e-4)
 	require.NoError(t, machine.Download())
-	for i, p := range model.Params {
-		require.Less(t, distance(t, p.Value, sameModel.Params[i].Value), 1e-4, p.Name)
-	}
 	got, want := onDevice.State(), onHost.State()
+
+	// Where gradients differ by a rounding, a moment near the middle between two codes takes the other
+	// code, and the parameter's next steps differ by some per cent.
+	apartBy := 1e-4
+	if slices.ContainsFunc(want, func(s optim.Tensor) bool { _, ok := s.Data.([]uint8); return ok }) {
+		apartBy = 1e-2
+	}
+	for i, p := range model.Params {
+		require.Less(t, distance(t, p.Value, sameModel.Params[i].Value), apartBy, p.Name)
+	}
 	require.Len(t, got, len(want))
 	for i, w := range want {
 		g := got[i]
@@ -186,7 +193,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 			continue
 		}
 		require.Equal(t, w.Name, g.Name)
-		require.Less(t, distance(t, asTensor(g), asTensor(w)), 1e-3)
+		require.Less(t, distance(t, asTensor(g), asTensor(w)), 10*apartBy)
 	}
 }
 
