@@ -10,6 +10,7 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"errors"
+	"flag"
 	"fmt"
 	"io/fs"
 	"log"
@@ -33,6 +34,11 @@ var flags = []string{"-std=c++17", "-O3", "--compress-mode=size"}
 
 func main() {
 	log.SetFlags(0)
+	flag.Parse() // there are no options, but --help and mistakes must not start a build
+	if flag.NArg() > 0 {
+		log.Fatalf("build takes no arguments, and got %q", flag.Args())
+	}
+
 	if err := build("."); err != nil {
 		log.Fatal(err)
 	}
@@ -58,6 +64,10 @@ func build(dir string) error {
 	if err != nil {
 		return err
 	}
+	if len(names) == 0 {
+		return errors.New("there are no kernels here: run go generate ./cudaops/internal/kernel")
+	}
+
 	for _, name := range names {
 		sum, err := sourceHash(dir, name)
 		if err != nil {
