@@ -9,14 +9,10 @@ import (
 	"syscall"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
-	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
-
-// writeFunc writes a checkpoint.
-type writeFunc = func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
 
 // unlessStopped drops an error that only says that the run's context has ended. All callbacks have
 // to see a step's end before the run is interrupted, those that change the model before the one

@@ -395,8 +395,3 @@ func (c Config) unmoved(order []int) Config {
 	}
 	return c
 }
-
-// isSeedParam reports whether a parameter is a blueprint's own, at a weight or in the stream.
-func isSeedParam(name string) bool {
-	return strings.HasPrefix(name, "kasmina.")
-}
