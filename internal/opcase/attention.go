@@ -25,7 +25,7 @@ var attention = &Op{
 		Small: []int{2, 16, 3, 3, 8}, Usual: []int{4, 256, 4, 4, 64},
 		Check:    divides("a multiple of the key-value heads for heads", 2, 3),
 		Elements: sum(product(2, 0, 1, 2, 4), product(2, 0, 1, 3, 4)),
-		FLOPs:    product(2, 0, 1, 1, 2, 4), // 2 products of 2, of which the mask leaves half
+		FLOPs:    product(2, 0, 1, 1, 2, 4), // two products of 2, and the mask hides half
 		Case: func(r *rand.Rand, s []int) (Case, error) {
 			return attentionCase(r, s[0], op.AttentionConfig{Seq: s[1], Heads: s[2], KVHeads: s[3],
 				HeadDim: s[4], Causal: true}, false), nil
@@ -37,7 +37,7 @@ var attention = &Op{
 	},
 }
 
-// documentAttention is attention to the document that a token belongs to.
+// documentAttention is attention within the token's document.
 var documentAttention = &Op{
 	Name: "DocumentAttention",
 	Cases: func(r *rand.Rand) (cases []Case) {
@@ -108,7 +108,7 @@ func starts(r *rand.Rand, sequences, seq int) Input {
 	return Input{Shape: []int{len(x)}, IDs: x}
 }
 
-// refAttention is attention in which queries see no key before starts, unless starts is nil.
+// refAttention computes attention. Unless starts is nil, queries see no keys before their starts.
 func refAttention(q, k, v []float64, starts []int, batch int, c op.AttentionConfig) []float64 {
 	if c.Scale == 0 {
 		c.Scale = 1 / math.Sqrt(float64(c.HeadDim))
@@ -148,8 +148,7 @@ func refAttention(q, k, v []float64, starts []int, batch int, c op.AttentionConf
 	return y
 }
 
-// stockAttention is softmax(q·kᵀ/√d + mask)·v for every head, which have keys and values of their
-// own.
+// stockAttention is softmax(q·kᵀ/√d + mask)·v for every head. Heads cannot share keys and values.
 func stockAttention(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error) {
 	batch, seq, heads, d := shape[0], shape[1], shape[2], shape[4]
 	if shape[3] != heads {

@@ -81,7 +81,7 @@ func linearCrossEntropyCase(r *rand.Rand, rows, d, vocab, low int) Case {
 		Size: func(in []Input) []float64 { return []float64{1 + slices.Max(logits(in))} }}
 }
 
-// targets returns random targets, of which the first is the last token of the vocabulary.
+// targets returns random targets. The first target is the last token of the vocabulary.
 func targets(r *rand.Rand, rows, vocab, low int) Input {
 	t := ids(r, rows, low, vocab)
 	t.IDs[0] = vocab - 1

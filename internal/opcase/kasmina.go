@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// kasminaLayer is only timed: what the layer computes depends on the stages of its seeds, which the
-// tests of package op and of cudaops set.
+// kasminaLayer has a benchmark only. The tests of package op and of cudaops check the layer in every
+// stage of its seeds.
 var kasminaLayer = &Op{
 	Name: "Kasmina",
 	Bench: &Bench{
@@ -22,8 +22,8 @@ var kasminaLayer = &Op{
 	},
 }
 
-// kasminaCase is a layer whose seeds all graft with α ½. Their kinds are, in turn, the four that have
-// a weight for each feature.
+// kasminaCase returns a layer with all seeds grafting at α ½. The seeds take turns among the four kinds
+// with a weight for each feature.
 func kasminaCase(r *rand.Rand, rows, d, seeds int) (Case, error) {
 	lattice, err := state.NewLattice(seeds, d, state.WithoutGates())
 	if err != nil {

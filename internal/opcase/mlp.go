@@ -13,7 +13,7 @@ var siluMLP = gatedMLP("SiLUMLP", op.SiLUMLP, silu, stockSiLUMLP)
 
 var geluMLP = gatedMLP("GELUMLP", op.GELUMLP, gelu, nil)
 
-// gatedMLP is the entry of a perceptron whose gate applies a function.
+// gatedMLP returns the entry of a perceptron. The function gate is applied to its gate.
 func gatedMLP(name string, build func(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error),
 	gate func(float64) float64,
 	stock func(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error)) *Op {

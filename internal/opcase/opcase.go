@@ -1,4 +1,4 @@
-// Package opcase is the table of the ops that tests check and benchmarks time. An entry has the op's
+// Package opcase is a table of ops for tests and benchmarks. An entry has the op's
 // test cases, with a reference for each that follows the op's formula in float64, and its benchmark.
 //
 // The tests of every machine run the same cases, through package optest. Package opbench times the
@@ -15,7 +15,7 @@ import (
 	"gorgonia.org/tensor"
 )
 
-// All holds the entries, one for each op of package op and for some of Gorgonia's own.
+// All holds an entry for each op of package op and for a few ops of Gorgonia.
 var All = []*Op{
 	rmsNorm, layerNorm, bias, linear, linearAdd, geluOp, siluMLP, geluMLP, rope, attention,
 	documentAttention, embedding, crossEntropy, linearCrossEntropy, newtonSchulz, kasminaLayer, matMul, add, tanh, softMax,
@@ -32,15 +32,15 @@ type Op struct {
 
 // Case is an op with inputs and, for a test, the result that it should have.
 type Case struct {
-	Config string // what distinguishes the case from others of the op, such as options
+	Config string // options and other settings, to tell the op's cases apart
 	In     []Input
 	Build  Build
 	// Want computes the result in float64 from the inputs.
 	Want func(in []Input) []float64
-	// Size, unless it is nil, computes what rounding errors are compared with in place of the
-	// result: a result with the absolute values of its terms, for terms that may cancel.
+	// Size, unless it is nil, computes the scale of rounding errors, for results whose terms may
+	// cancel: the sum of the terms' absolute values.
 	Size func(in []Input) []float64
-	// Loss is by how much more than most ops the op multiplies rounding errors; 0 stands for 1.
+	// Loss is the factor by which the op amplifies rounding errors more than most ops; 0 means 1.
 	Loss float64
 }
 
@@ -66,8 +66,8 @@ func (c Case) String() string {
 	return s
 }
 
-// Nodes adds the inputs to a new graph, as tensors of type dt and of int. It returns their nodes, and
-// those of the inputs that the result can be differentiated by.
+// Nodes adds the inputs to a new graph, as tensors of type dt and of int. It returns the nodes of all
+// inputs, and the nodes with respect to which the result can be differentiated.
 func (c Case) Nodes(dt tensor.Dtype) (in, wrt gorgonia.Nodes) {
 	g := gorgonia.NewGraph()
 	for i, a := range c.In {
@@ -98,7 +98,7 @@ func (c Case) Sizes() []float64 {
 
 // Bench is the benchmark of an op, at a shape that consists of several numbers.
 type Bench struct {
-	Shape    string                  // the names of the numbers, as in "rows, in, out"
+	Shape    string                  // names of the numbers, such as "rows, in, out"
 	Small    []int                   // a shape for tests
 	Usual    []int                   // the shape in a small model
 	Check    func(shape []int) error // refuses shapes that the op cannot have; nil for none
@@ -106,14 +106,14 @@ type Bench struct {
 	FLOPs    func(shape []int) float64
 	// Case returns the op with random inputs. Its Want may be nil.
 	Case func(r *rand.Rand, shape []int) (Case, error)
-	// Stock computes the same from Gorgonia's own ops; nil where it has none for it.
+	// Stock computes the same with Gorgonia's ops; nil if Gorgonia has no such ops.
 	Stock func(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error)
-	// Room, unless it is nil, returns how many numbers Stock keeps in memory beside the inputs and
-	// the result, and what they are.
+	// Room, unless it is nil, returns the number of intermediate values that Stock keeps in memory,
+	// and a description.
 	Room func(shape []int) (what string, elements float64)
 }
 
-// Dense returns numbers as a tensor of type float32 or float64, in memory of its own.
+// Dense returns a new tensor of type float32 or float64 with copies of the numbers.
 func Dense(dt tensor.Dtype, x []float64, shape ...int) *tensor.Dense {
 	if dt == tensor.Float64 {
 		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(append([]float64{}, x...)))
@@ -126,12 +126,12 @@ func Dense(dt tensor.Dtype, x []float64, shape ...int) *tensor.Dense {
 	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(y))
 }
 
-// Normal returns an input of normal numbers. float32 holds each of them exactly, so that both types
-// start from the same numbers.
+// Normal returns an input of normal numbers, rounded to float32 so that both types start from the
+// same numbers.
 func Normal(r *rand.Rand, shape ...int) Input { return scaled(r, 1, shape...) }
 
-// weight returns an input of normal numbers for a matrix [out, in], whose products with normal
-// numbers are about 1 in size.
+// weight returns a matrix [out, in] of normal numbers, scaled so that products with rows of normal
+// numbers have a deviation of 1.
 func weight(r *rand.Rand, out, in int) Input {
 	return scaled(r, 1/math.Sqrt(float64(in)), out, in)
 }
@@ -194,7 +194,7 @@ func product(factor float64, at ...int) func([]int) float64 {
 	}
 }
 
-// sum returns a function that adds up the results of several others.
+// sum returns a function that adds up the results of several functions.
 func sum(all ...func([]int) float64) func([]int) float64 {
 	return func(shape []int) (n float64) {
 		for _, f := range all {
@@ -217,5 +217,5 @@ func divides(what string, of, by int) func([]int) error {
 	}
 }
 
-// matrices are the shapes of rows and features at which most ops are tested.
+// matrices are shapes, rows and features, for the tests of most ops.
 var matrices = [][2]int{{1, 1}, {3, 7}, {5, 64}, {70, 33}}

@@ -103,8 +103,8 @@ func refFrequency(pair, headDim int, base float64, s *op.RoPEScaling) (f, magnit
 	return f, 1
 }
 
-// refYaRN returns how much of a pair's frequency is divided by the factor, and the factor on cosines
-// and sines. The share changes between the pairs whose wavelengths are Original/BetaFast and
+// refYaRN returns the share of a pair's frequency that is divided by the factor, and the factor on
+// cosines and sines. The share rises from 0 to 1 between the wavelengths Original/BetaFast and
 // Original/BetaSlow.
 func refYaRN(pair, headDim int, base float64, s op.RoPEScaling) (slowed, magnitude float64) {
 	at := func(turns float64) float64 {

@@ -7,7 +7,7 @@ import (
 	"gorgonia.org/gorgonia"
 )
 
-// The ops of Gorgonia's own that are timed. Every machine computes the same graph.
+// Ops of Gorgonia for benchmarks. Every machine computes the same graph.
 
 var matMul = stock("MatMul", &Bench{
 	Shape: "m, k, n", Small: []int{32, 48, 64}, Usual: []int{512, 512, 512},
@@ -30,7 +30,8 @@ var softMax = stock("SoftMax", rowwise(2), func(r *rand.Rand, s []int) []Input {
 	return []Input{Normal(r, s...)}
 }, func(in gorgonia.Nodes) (*gorgonia.Node, error) { return gorgonia.SoftMax(in[0]) })
 
-// rowwise is the benchmark of an op that moves so many matrices and multiplies none.
+// rowwise returns the benchmark of an op that reads and writes the given number of matrices and has no
+// matrix products.
 func rowwise(matrices float64) *Bench {
 	return &Bench{Shape: "rows, features", Small: []int{64, 48}, Usual: []int{1024, 1024},
 		Elements: product(matrices, 0, 1), FLOPs: none}

@@ -35,16 +35,17 @@ func readGPT2(o *object, t *traits) {
 		"attn_pdrop", "embd_pdrop", "resid_pdrop")
 }
 
-// gpt2Parts are the tensors of a block, without those of queries, keys and values. Weights are
-// transposed.
+// gpt2Parts pairs the tensors of a block with parameters. Queries, keys and values are missing: they
+// share a tensor.
 var gpt2Parts = []struct{ name, param string }{
 	{"attn.c_proj", "self_attn.o_proj"},
 	{"ln_1", "input_layernorm"}, {"ln_2", "post_attention_layernorm"},
 	{"mlp.c_fc", "mlp.up_proj"}, {"mlp.c_proj", "mlp.down_proj"},
 }
 
-// gpt2Layout returns the layout of GPT-2's files. The names of all tensors begin with "transformer." in
-// files that transformers writes, and without it in those that OpenAI published.
+// gpt2Layout returns the layout of GPT-2's files. Files that transformers writes prefix the names of all
+// tensors with "transformer."; the files that OpenAI published do not. Weights of linear layers are
+// transposed.
 func gpt2Layout(w *weights) layout {
 	prefix := "transformer."
 	if _, ok := w.in["wte.weight"]; ok {

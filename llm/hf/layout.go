@@ -11,7 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// stored is a tensor in the files of weights. It holds one parameter, or the rows of several.
+// stored is a tensor in the files of weights. It holds one parameter, or the rows of several
+// parameters.
 type stored struct {
 	name   string
 	shape  []int
@@ -20,10 +21,10 @@ type stored struct {
 	transposed bool
 }
 
-// layout returns the tensors in which a family's files hold the parameters of a configuration.
+// layout returns the tensors that a family's files contain for a configuration.
 type layout func(c llm.Config) []stored
 
-// plainLayout has each parameter in a tensor of its own, which has the parameter's name.
+// plainLayout stores each parameter as a separate tensor with the parameter's name.
 func plainLayout(c llm.Config) (all []stored) {
 	for name, shape := range c.Parameters() {
 		all = append(all, stored{name: name, shape: shape, params: []string{name}})
@@ -31,14 +32,14 @@ func plainLayout(c llm.Config) (all []stored) {
 	return all
 }
 
-// place says where a parameter is: in some rows of a stored tensor, or with transposed in some of its
-// columns.
+// place locates a parameter: a range of rows of a stored tensor, or a range of columns if the tensor is
+// transposed.
 type place struct {
 	stored
 	from, rows, width int
 }
 
-// places returns where the parameters of a configuration are.
+// places locates the parameters of a configuration in stored tensors.
 func places(c llm.Config, all []stored) map[string]place {
 	shapes := map[string][]int{}
 	for name, shape := range c.Parameters() {
@@ -64,7 +65,7 @@ func places(c llm.Config, all []stored) map[string]place {
 // whole reports whether the parameter is the stored tensor.
 func (p place) whole() bool { return len(p.params) == 1 && !p.transposed }
 
-// elements returns how many numbers the parameter has.
+// elements returns the number of the parameter's elements.
 func (p place) elements() int { return p.rows * p.width }
 
 // index returns the index in the stored tensor of a parameter's element.
@@ -75,7 +76,8 @@ func (p place) index(row, column int) int {
 	return (p.from+row)*p.width + column
 }
 
-// extract returns the bytes of the parameter, in its order, from those of the stored tensor.
+// extract returns the parameter's bytes, in the parameter's order. The argument all holds the bytes of
+// the stored tensor.
 func (p place) extract(all []byte, size int) []byte {
 	if !p.transposed {
 		return all[p.from*p.width*size:][:p.elements()*size]
@@ -90,8 +92,8 @@ func (p place) extract(all []byte, size int) []byte {
 	return part
 }
 
-// assemble returns the numbers of a stored tensor: those of its parameter, or a tensor made of
-// several parameters.
+// assemble returns the values of a stored tensor. If the tensor is a parameter, the result shares its
+// memory.
 func (t stored) assemble(m *llm.Model) *tensor.Dense {
 	at := places(m.Config, []stored{t})
 	if p := at[t.params[0]]; p.whole() {
@@ -114,8 +116,8 @@ func (t stored) assemble(m *llm.Model) *tensor.Dense {
 	return tensor.New(tensor.WithShape(t.shape...), tensor.WithBacking(values))
 }
 
-// fit checks that the weights hold the stored tensors of a configuration, and no others but those that
-// a pattern matches.
+// fit checks that the weights consist of the stored tensors of a configuration. Tensors with ignored
+// names may be present as well.
 func (w *weights) fit(c llm.Config, all []stored, ignored *regexp.Regexp) error {
 	rest := map[string]*safetensors.File{}
 	for name, f := range w.in {

@@ -7,12 +7,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// LayerNormStats is how many statistics LayerNorm keeps of a row: its mean in two parts, and 1 by its
-// standard deviation.
+// LayerNormStats is the number of statistics that LayerNorm keeps for a row: the mean in two parts, and
+// the reciprocal of the standard deviation.
 //
-// The first part of the mean is rounded to T, so the difference between it and a number close to it
-// has no rounding error. The second part is the mean of these differences. With one part, rows far
-// from 0 would lose what the mean loses: 10⁷ in float32 is known to within ½.
+// The first part of the mean is rounded to T, so subtracting it from a number close to it is exact. The
+// second part is the mean of these differences. A single part would lose precision for rows far from
+// 0: in float32, the rounding error of a mean of 10⁷ can be ½.
 const LayerNormStats = 3
 
 // LayerNorm computes, for each row r of x, which is rows×len(w),
@@ -47,13 +47,13 @@ func (s *layerNorm[T]) Span(lo, hi int) {
 	}
 }
 
-// LayerNormBackward computes the gradients of LayerNorm for the output gradient g: with s = 1 by the
-// standard deviation and n = (x[r] − mean(x[r]))·s,
+// LayerNormBackward computes the gradients of LayerNorm for the output gradient g: with s the
+// reciprocal of the standard deviation and n = (x[r] − mean(x[r]))·s,
 //
 //	dx[r] = s·(g ⊙ w − mean(g ⊙ w) − n·mean(g ⊙ w ⊙ n)),  dw = Σ_r g[r] ⊙ n,  db = Σ_r g[r].
 func LayerNormBackward[T cpu.Float](dx, dw, db, g, x, w, stats []T) {
 	d, rows := len(w), len(stats)/LayerNormStats
-	span := max(32, cpu.Grain(12*d)) // rows of a span, which has sums of its own for dw and db
+	span := max(32, cpu.Grain(12*d)) // rows that share partial sums for dw and db
 	buf := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(buf)
 	sums := buf.Elements(cpu.CeilDiv(rows, span) * 3 * d)

@@ -21,16 +21,16 @@ type Machine interface {
 	Close() error
 }
 
-// Setup says which machine the suite tests, and how exact it is.
+// Setup describes the machine under test and its precision.
 type Setup struct {
 	Dtype tensor.Dtype
-	// Open returns a machine for a graph whose values of outputs the suite reads. The parameters
-	// are the nodes that the graph has gradients of.
+	// Open returns a machine for a graph. The suite reads the values of the outputs. The graph has
+	// gradients with respect to the parameters.
 	Open func(g *gorgonia.ExprGraph, params, outputs gorgonia.Nodes) (Machine, error)
 	// Forward and Backward bound the relative distances of results from the reference, and of
 	// gradients from those in float64.
 	Forward, Backward float64
-	// Share, unless it is below 2, runs one case out of so many, chosen at random.
+	// Share, if it is at least 2, runs a random 1/Share of the cases.
 	Share int
 }
 
@@ -43,9 +43,9 @@ type tape struct{ gorgonia.VM }
 
 func (tape) Value(n *gorgonia.Node) (gorgonia.Value, error) { return n.Value(), nil }
 
-// Run runs every case of every op as a subtest. A case's result must be that of its reference, and
-// its gradients those of Gorgonia's tape machine in float64, which the tests of package op compare
-// with central differences.
+// Run runs every case of every op as a subtest. It compares the result with the case's reference, and
+// the gradients with those that Gorgonia's tape machine computes in float64. The tests of package op
+// compare the latter with central differences.
 func Run(t *testing.T, s Setup) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
@@ -99,8 +99,8 @@ func (s Setup) run(t *testing.T, c opcase.Case, r *rand.Rand) {
 			continue // a single gradient may be the small difference of large terms
 		}
 
-		// A window of one key has no gradient of queries and keys. What rounding leaves there is
-		// compared with the largest gradient.
+		// With a window of one key, the gradients of queries and keys are 0. Compare their rounding
+		// errors with the largest gradient.
 		far := Distance(got[1+i], g)
 		if norm(g) < 1e-12*largest {
 			far = norm(got[1+i]) / largest

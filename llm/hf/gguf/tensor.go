@@ -133,8 +133,8 @@ func tensorsOf(m *llm.Model, a architecture, t Type) ([]source, error) {
 	return all, nil
 }
 
-// layoutOf returns the tensors of a configuration, without the values of parameters, and the names of
-// the parameters of which each tensor consists. Tensors that follow from the configuration have none.
+// layoutOf returns the tensors of a configuration, without values, and for each tensor the names of its
+// parameters. Tensors that follow from the configuration have no parameters.
 func (a architecture) layoutOf(c llm.Config, t Type) (all []source, params [][]string, err error) {
 	if s := c.Scaling; s.HighFreq != 0 {
 		factors := rotaryFactors(c)

@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
 
-// LayerNormStats is how many statistics the kernels keep of a row: the mean in two parts, of which the
-// second corrects the rounding of the first, and 1/sqrt(variance + Eps).
+// LayerNormStats is the number of statistics that the kernels keep for a row: the mean in two parts,
+// the second correcting the rounding of the first, and 1/sqrt(variance + Eps).
 const LayerNormStats = 3
 
 // LayerNorm normalizes the rows of X [Rows, D]:
@@ -24,8 +24,8 @@ type LayerNorm struct {
 	Type              gpu.DType
 }
 
-// Launch launches one kernel: one whose threads hold rows in registers or, where rows are not aligned
-// or too long, one with a block for each row.
+// Launch launches one kernel. Its threads hold rows in registers; if rows are not aligned or too long,
+// a block works on each row instead.
 func (a LayerNorm) Launch(q *kernel.Queue) {
 	args := []any{a.Y, a.Stats, a.X, a.W, a.B}
 	if kernel.Packed(a.Type, a.D, a.Y, a.X, a.W, a.B) {
