@@ -75,6 +75,7 @@ func (p Place) listenHosts(ctx context.Context) ([]string, error) {
 		return nil, fmt.Errorf("rank 0 cannot resolve the name of its own host, MASTER_ADDR=%s: "+
 			"%w; set MASTER_ADDR to a name or an address that every host can resolve", p.MasterAddr, err)
 	}
+
 	var hosts []string
 	for _, ip := range ips {
 		// Debian resolves a machine's own name to 127.0.1.1.
@@ -82,10 +83,12 @@ func (p Place) listenHosts(ctx context.Context) ([]string, error) {
 			hosts = append(hosts, ip.String())
 		}
 	}
+
 	if len(hosts) == 0 {
 		return nil, fmt.Errorf("MASTER_ADDR=%s resolves to %v on the host of rank 0, which other hosts "+
 			"cannot reach; %s", p.MasterAddr, ips, listenHelp())
 	}
+
 	return hosts, nil
 }
 
@@ -102,6 +105,7 @@ func (p Place) listenAt(hosts []string, id *channel.Identity) (*channel.Listener
 		}
 		own = append(own, host)
 	}
+
 	if len(own) == 0 {
 		from := "MASTER_ADDR=" + p.MasterAddr
 		if p.Listen != "" {
@@ -118,6 +122,7 @@ func (p Place) listenAt(hosts []string, id *channel.Identity) (*channel.Listener
 		}
 		failures = append(failures, err)
 	}
+
 	return nil, fmt.Errorf("rank 0 found no free port; set MASTER_PORT to another: %w",
 		errors.Join(failures...))
 }
@@ -130,12 +135,14 @@ func listenHelp() string {
 	if err != nil {
 		return help
 	}
+
 	var own []string
 	for _, a := range addrs {
 		if n, ok := a.(*net.IPNet); ok && n.IP.IsGlobalUnicast() {
 			own = append(own, n.IP.String())
 		}
 	}
+
 	return fmt.Sprintf("%s (this host has %s)", help, strings.Join(own, ", "))
 }
 
@@ -148,9 +155,11 @@ func (p Place) targets() (all []string) {
 		// Without LOCAL_WORLD_SIZE, rank 0 may not know that all ranks share its host.
 		hosts = []string{loopback, p.MasterAddr}
 	}
+
 	for _, port := range p.ports() {
 		all = append(all, addresses(hosts, port)...)
 	}
+
 	return all
 }
 

@@ -176,6 +176,7 @@ func TestSquatter(t *testing.T) {
 			}()
 		}
 	}()
+
 	survives(t, p, func() {
 		mu.Lock()
 		defer mu.Unlock()
@@ -206,6 +207,7 @@ func TestPassedOn(t *testing.T) {
 		go func() { _, _ = io.Copy(a, b) }()
 		_, _ = io.Copy(b, a)
 	}()
+
 	id, err := channel.New(string(p[1].Secret))
 	require.NoError(t, err)
 	c := caller{place: p[1], id: id, targets: []string{l.Addr().String()}}
@@ -384,6 +386,7 @@ func TestSecretIsNotPrinted(t *testing.T) {
 	for _, shown := range []string{string(secret), hexed, strings.ToUpper(hexed), string(secret)[:8]} {
 		require.False(t, strings.Contains(printed.String(), shown), "the secret is printed")
 	}
+
 	require.NotEqual(t, secret, NewSecret())
 	require.NoError(t, NewSecret().check())
 }
@@ -401,6 +404,7 @@ func TestGatherLarge(t *testing.T) {
 		}
 		return err
 	})
+
 	require.NoError(t, errors.Join(errs...))
 }
 

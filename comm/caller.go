@@ -115,6 +115,7 @@ func (c *caller) round(ctx context.Context) (*wire, time.Duration, []error) {
 		}
 		failures = append(failures, fmt.Errorf("%s: %w", got.target, err))
 	}
+
 	return nil, 0, failures
 }
 
@@ -131,6 +132,7 @@ func (c *caller) join(ctx context.Context, conn net.Conn) (*wire, time.Duration,
 	if err := conn.SetReadDeadline(time.Now().Add(channel.HandshakeTimeout)); err != nil {
 		return fail(err)
 	}
+
 	w.post(message{Kind: join, Member: self(c.place.Rank), Size: c.place.Size, Run: c.place.Run,
 		Port: portOf(conn.RemoteAddr())})
 	answer, err := w.receive(maxGreeting, 0)
@@ -142,12 +144,15 @@ func (c *caller) join(ctx context.Context, conn net.Conn) (*wire, time.Duration,
 	case answer.Kind != welcome:
 		return fail(finalError{fmt.Errorf("refused: %s", answer.Text)})
 	}
+
 	if err := conn.SetReadDeadline(time.Time{}); err != nil {
 		return fail(err)
 	}
+
 	if !stop() {
 		return fail(context.Cause(ctx))
 	}
+
 	return w, answer.Deadline, nil
 }
 

@@ -22,9 +22,11 @@ func Binary() (Fact, error) {
 	}
 
 	defer f.Close()
+
 	h := sha256.New()
 	if _, err := io.Copy(h, f); err != nil {
 		return Fact{}, fmt.Errorf("comm: the program's file: %w", err)
 	}
+
 	return Fact{"the program's binary", hex.EncodeToString(h.Sum(nil)[:12])}, nil
 }

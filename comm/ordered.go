@@ -39,10 +39,12 @@ func CutShards(pieces []Piece, size int) Shards {
 	for _, p := range pieces {
 		total += p.Len
 	}
+
 	s := make(Shards, size+1)
 	for r := 1; r < size; r++ {
 		s[r] = max(s[r-1], nearestCut(pieces, total/size*r+total%size*r/size))
 	}
+
 	s[size] = total
 	return s
 }
@@ -153,6 +155,7 @@ func (o OrderedSum) Add(acc, contribution Ptr, contributors int, overwrite bool,
 	if err := o.Check(); err != nil {
 		return err
 	}
+
 	if contributors < 1 || contributors > o.Group.Size() {
 		return fmt.Errorf("comm: ordered sum of %d contributions by %d ranks: want 1 to the "+
 			"number of ranks",
@@ -163,6 +166,7 @@ func (o OrderedSum) Add(acc, contribution Ptr, contributors int, overwrite bool,
 	if err != nil || len(parts) == 0 {
 		return err
 	}
+
 	return o.Adder.AddInOrder(acc, parts, overwrite, o.Shards.Len(o.Group.Rank()), o.Type, s)
 }
 
@@ -208,6 +212,7 @@ func GatherShards(g Group, buffer Ptr, shards Shards, t Type, s Stream) error {
 	if g == nil {
 		return errors.New("comm: GatherShards: the group is nil")
 	}
+
 	if err := shards.Check(g.Size()); err != nil {
 		return err
 	}

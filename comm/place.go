@@ -103,6 +103,7 @@ func FromEnvironment(getenv func(string) string) (Place, error) {
 	if err != nil {
 		return Place{}, fmt.Errorf("environment of %s: %w", p.Source, err)
 	}
+
 	return p, nil
 }
 
@@ -211,6 +212,7 @@ func (e *environment) torch() Place {
 	if strings.EqualFold(e.getenv("TORCHELASTIC_USE_AGENT_STORE"), "true") {
 		p.MasterPort++ // torchrun itself listens on the port that it passes.
 	}
+
 	return p
 }
 
@@ -223,6 +225,7 @@ func (e *environment) openMPI() Place {
 	if p.MasterAddr == "" && p.LocalSize == p.Size {
 		p.MasterAddr = "127.0.0.1"
 	}
+
 	if p.MasterAddr == "" {
 		e.fail("no address of rank 0: run mpirun -x MASTER_ADDR=HOST with the first host of the " +
 			"host file")

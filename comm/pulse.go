@@ -55,6 +55,7 @@ func (a *activity) wait() (done func()) {
 	if a.waits++; a.waits == 1 {
 		a.waiting = time.Now()
 	}
+
 	return func() {
 		a.mu.Lock()
 		defer a.mu.Unlock()
@@ -103,6 +104,7 @@ func (a *activity) pulse() *pulse {
 	case a.step > 0:
 		p.Still = time.Since(a.moved)
 	}
+
 	return p
 }
 

@@ -44,6 +44,7 @@ func goesOn(t *testing.T, all []*World, during time.Duration) {
 			return
 		}
 	}
+
 	<-over
 }
 
@@ -135,6 +136,7 @@ func TestWaitingRankIsNotSilent(t *testing.T) {
 	for _, err := range errs {
 		require.ErrorContains(t, err, "no progress")
 	}
+
 	blames(t, all, 2, "hangs: no progress")
 }
 
@@ -204,6 +206,7 @@ func TestFrozenRankZero(t *testing.T) {
 		<-t.Context().Done()
 		w.Close()
 	}()
+
 	_, err = Join(t.Context(), p[1], Options{Timeout: patience, Deadline: time.Hour})
 	var e *RankError
 	require.ErrorAs(t, err, &e)

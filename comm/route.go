@@ -58,6 +58,7 @@ func NewRoute(g Group, slot int, sends, receives []Leg) (Route, error) {
 	if r, ok := g.(Router); ok {
 		return r.Route(slot, sends, receives)
 	}
+
 	return batched{g, sends, receives}, nil
 }
 

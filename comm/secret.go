@@ -46,9 +46,11 @@ func SecretFromEnvironment(getenv func(string) string) (Secret, error) {
 	if getenv == nil {
 		return "", errors.New("comm: SecretFromEnvironment: the function is nil, want os.Getenv")
 	}
+
 	if s := Secret(strings.TrimSpace(getenv(SecretVariable))); s != "" {
 		return s, s.checkLength()
 	}
+
 	path := getenv(SecretFileVariable)
 	if path == "" {
 		return "", nil
@@ -58,18 +60,22 @@ func SecretFromEnvironment(getenv func(string) string) (Secret, error) {
 	if err != nil {
 		return "", fmt.Errorf("%w: %s: %w", ErrSecret, SecretFileVariable, err)
 	}
+
 	if others := info.Mode() & 0o077; others != 0 && runtime.GOOS != "windows" {
 		return "", fmt.Errorf("%w: %s: %s has mode %#o and is accessible to other users: chmod 600 %[3]s",
 			ErrSecret, SecretFileVariable, path, info.Mode()&fs.ModePerm)
 	}
+
 	text, err := os.ReadFile(path)
 	if err != nil {
 		return "", fmt.Errorf("%w: %s: %w", ErrSecret, SecretFileVariable, err)
 	}
+
 	s := Secret(strings.TrimSpace(string(text)))
 	if s == "" {
 		return "", fmt.Errorf("%w: %s: %s is empty", ErrSecret, SecretFileVariable, path)
 	}
+
 	return s, s.checkLength()
 }
 

@@ -62,6 +62,7 @@ func splitOutsideBrackets(list string) ([]string, error) {
 	if depth != 0 {
 		return nil, fmt.Errorf("%q: brackets do not match", list)
 	}
+
 	return items, nil
 }
 
@@ -115,6 +116,7 @@ func expandRange(r string) ([]string, error) {
 	if errA != nil || errB != nil || b < a || len(low) > maxSlurmDigits {
 		return nil, fmt.Errorf("[%s]: want a number or a range of them", r)
 	}
+
 	if b-a >= maxSlurmHosts {
 		return nil, fmt.Errorf("[%s]: more than %d hosts", r, maxSlurmHosts)
 	}
@@ -123,6 +125,7 @@ func expandRange(r string) ([]string, error) {
 	for n := a; n <= b; n++ {
 		numbers = append(numbers, fmt.Sprintf("%0*d", len(low), n))
 	}
+
 	return numbers, nil
 }
 

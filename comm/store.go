@@ -69,11 +69,13 @@ func openStore(ctx context.Context, p Place, id *channel.Identity,
 	for r := range s.seats {
 		s.seats[r].Rank, s.seats[r].pulse.Step = r, -1
 	}
+
 	s.joining = time.AfterFunc(joining, func() { s.expireJoining(joining) })
 	go s.accept()
 	if deadline > 0 {
 		go watchdog(deadline, s.done, s.inspect)
 	}
+
 	return s, nil
 }
 
@@ -122,10 +124,12 @@ func (s *store) admit(w *wire) (member, bool) {
 	if w.conn.SetReadDeadline(time.Now().Add(channel.HandshakeTimeout)) != nil {
 		return member{}, false
 	}
+
 	m, err := w.receive(maxGreeting, 0)
 	if err != nil || m.Kind != join {
 		return member{}, false
 	}
+
 	k, why := s.judge(m)
 
 	// Holding the lock ensures that this rank is also notified of a concurrent failure.
@@ -134,17 +138,21 @@ func (s *store) admit(w *wire) (member, bool) {
 	if k == welcome && s.seats[m.Member.Rank].wire != nil {
 		k, why = invalid, fmt.Sprintf("%v has this rank already", s.seats[m.Member.Rank].member)
 	}
+
 	if k == welcome && w.conn.SetReadDeadline(time.Time{}) != nil {
 		return member{}, false
 	}
+
 	w.post(message{Kind: k, Text: why, Member: self(0), Deadline: s.deadline})
 	if k != welcome {
 		return member{}, false
 	}
+
 	s.seats[m.Member.Rank].member, s.seats[m.Member.Rank].wire = m.Member, w
 	if s.failure != nil {
 		s.tell(&s.seats[m.Member.Rank])
 	}
+
 	return m.Member, true
 }
 
@@ -161,6 +169,7 @@ func (s *store) judge(m message) (kind, string) {
 		return invalid, fmt.Sprintf("rank %d of %d came to a run of %d ranks", m.Member.Rank,
 			m.Size, s.place.Size)
 	}
+
 	return welcome, ""
 }
 
@@ -182,12 +191,14 @@ func (s *store) gather(m member, asked message) {
 	if len(asked.Values) > 0 {
 		g.values[m.Rank] = asked.Values[0]
 	}
+
 	g.bytes += asked.Bytes + int64(len(g.values[m.Rank]))
 	refused := g.err != ""
 	if g.bytes > s.most && !refused {
 		g.err = fmt.Sprintf("the values of %d ranks have %d bytes together, want at most %d",
 			count(g.given), g.bytes, s.most)
 	}
+
 	gone := slices.IndexFunc(s.seats, func(x seat) bool { return x.left && !g.given[x.Rank] })
 	if gone >= 0 && g.err == "" && s.failure == nil {
 		g.err = fmt.Sprintf("%v has left", s.seats[gone].member)
@@ -203,9 +214,11 @@ func (s *store) gather(m member, asked message) {
 			s.seats[r].wire.post(message{Kind: all, Key: asked.Key, Values: g.values})
 		}
 	}
+
 	if slices.Contains(g.given, false) {
 		return
 	}
+
 	delete(s.gathering, asked.Key)
 	if asked.Key == joinKey {
 		// All ranks have joined, so no further connection is expected.
@@ -240,6 +253,7 @@ func (s *store) heard(m member, p *pulse) {
 	if p == nil {
 		return
 	}
+
 	s.seats[m.Rank].pulse = *p
 	now := time.Now()
 	switch {
@@ -261,11 +275,13 @@ func (s *store) inspect(frozen bool) {
 			}
 		}
 	}
+
 	e := s.verdict()
 	s.mu.Unlock()
 	if e == nil {
 		return
 	}
+
 	s.fail(e, true)
 }
 
@@ -312,6 +328,7 @@ func (s *store) verdict() *RankError {
 			"hangs: all ranks have been waiting for each other for %v. %s",
 			waits.pulse.Waited.Round(time.Millisecond), s.steps())}
 	}
+
 	return nil
 }
 
@@ -363,10 +380,12 @@ func (s *store) fail(e *RankError, gone bool) {
 			s.depart(e.Rank)
 		}()
 	}
+
 	if s.failure != nil || s.closed {
 		s.mu.Unlock()
 		return
 	}
+
 	s.failure = e
 	s.joining.Stop()
 	var sent []<-chan struct{}
@@ -375,6 +394,7 @@ func (s *store) fail(e *RankError, gone bool) {
 			sent = append(sent, s.tell(&s.seats[r]))
 		}
 	}
+
 	s.mu.Unlock()
 
 	patience := time.After(farewell)
@@ -386,6 +406,7 @@ wait:
 			break wait
 		}
 	}
+
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.seats[0].present() {
@@ -425,6 +446,7 @@ func (s *store) close(patience time.Duration) error {
 	if !s.closed {
 		close(s.done)
 	}
+
 	s.closed = true
 	s.joining.Stop()
 	s.mu.Unlock()
@@ -433,6 +455,7 @@ func (s *store) close(patience time.Duration) error {
 	case <-s.empty:
 	case <-time.After(patience):
 	}
+
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var errs []error
@@ -441,6 +464,7 @@ func (s *store) close(patience time.Duration) error {
 			_ = seat.wire.Close() // the peer may have closed it
 		}
 	}
+
 	return errors.Join(append(errs, s.listener.Close())...)
 }
 

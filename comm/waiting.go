@@ -33,6 +33,7 @@ func (w *World) reportWaiting(c *caller) (stop func()) {
 			}
 		}
 	}()
+
 	return func() {
 		close(done)
 		<-ended
@@ -64,11 +65,13 @@ func (w *World) awaited(c *caller) string {
 	if refusals == nil {
 		return "for the other ranks to join"
 	}
+
 	text := fmt.Sprintf("for rank 0 at %s, ports %d to %d", c.place.MasterAddr, c.place.ports()[0],
 		c.place.ports()[PortWindow-1])
 	for _, err := range informative(refusals) {
 		text += fmt.Sprintf("; %v", err)
 	}
+
 	return text
 }
 

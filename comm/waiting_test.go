@@ -35,10 +35,12 @@ func TestWaiting(t *testing.T) {
 		}
 		return err
 	})
+
 	cancel()
 	for _, err := range errs {
 		require.ErrorIs(t, err, context.Canceled)
 	}
+
 	require.Contains(t, texts[0], "for rank 1 of 2 to join at 127.0.0.1")
 	require.Contains(t, texts[1], "for rank 0 at 127.0.0.1")
 	require.Contains(t, texts[1], "does not know this run's secret")

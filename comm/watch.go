@@ -56,9 +56,11 @@ func (w *World) Blame(err error) error {
 		case <-time.After(hearsay):
 		}
 	}
+
 	if cause := w.Err(); cause != nil {
 		return cause
 	}
+
 	w.Fail(err)
 	return err
 }

@@ -141,10 +141,12 @@ func (w *wire) flush(patience time.Duration) {
 	if n := len(w.queue); n > 0 {
 		last = w.queue[n-1].done
 	}
+
 	w.mu.Unlock()
 	if last == nil {
 		return
 	}
+
 	select {
 	case <-last:
 	case <-time.After(patience):
@@ -200,10 +202,12 @@ func (w *wire) send(m message) error {
 	for _, v := range m.Values {
 		m.Lengths = append(m.Lengths, len(v))
 	}
+
 	head, err := json.Marshal(m)
 	if err != nil {
 		return err
 	}
+
 	if len(head) > maxHead {
 		return fmt.Errorf("a message of %d bytes, want at most %d", len(head), maxHead)
 	}
@@ -215,6 +219,7 @@ func (w *wire) send(m message) error {
 	for len(values) > 0 && len(frame)+len(values[0]) <= 16<<10 {
 		frame, values = append(frame, values[0]...), values[1:]
 	}
+
 	for _, part := range append([][]byte{frame}, values...) {
 		for len(part) > 0 {
 			if err := w.conn.SetWriteDeadline(time.Now().Add(writeTimeout)); err != nil {
@@ -227,6 +232,7 @@ func (w *wire) send(m message) error {
 			part = part[n:]
 		}
 	}
+
 	return nil
 }
 
@@ -237,11 +243,13 @@ func (w *wire) receive(maxHead, maxValues int64) (m message, err error) {
 	if _, err := io.ReadFull(w.conn, length[:]); err != nil {
 		return m, err
 	}
+
 	w.hear()
 	head, err := w.read(int64(binary.BigEndian.Uint32(length[:])), maxHead)
 	if err != nil {
 		return m, err
 	}
+
 	if err := json.Unmarshal(head, &m); err != nil {
 		return m, fmt.Errorf("%w: %w", errGarbled, err)
 	}
@@ -254,6 +262,7 @@ func (w *wire) receive(maxHead, maxValues int64) (m message, err error) {
 		maxValues -= int64(n)
 		m.Values = append(m.Values, value)
 	}
+
 	w.hear()
 	return m, nil
 }
@@ -264,6 +273,7 @@ func (w *wire) read(n, most int64) ([]byte, error) {
 	if n < 0 || n > most {
 		return nil, errGarbled
 	}
+
 	var b bytes.Buffer
 	for int64(b.Len()) < n {
 		if _, err := io.CopyN(&b, w.conn, min(n-int64(b.Len()), chunk)); err != nil {
@@ -274,5 +284,6 @@ func (w *wire) read(n, most int64) ([]byte, error) {
 		}
 		w.hear()
 	}
+
 	return b.Bytes(), nil
 }

@@ -79,9 +79,11 @@ func Join(ctx context.Context, p Place, o Options) (*World, error) {
 		return nil, errors.New("comm: Join: the context is nil, want one such as " +
 			"context.Background()")
 	}
+
 	if err := p.Check(); err != nil {
 		return nil, fmt.Errorf("comm: %w", err)
 	}
+
 	if o.Timeout <= 0 {
 		o.Timeout = 10 * time.Minute
 	}
@@ -91,11 +93,13 @@ func Join(ctx context.Context, p Place, o Options) (*World, error) {
 	if p.Size == 1 {
 		return w, nil
 	}
+
 	if err := w.meet(ctx); err != nil {
 		w.end(err)
 		w.abandon()
 		return nil, fmt.Errorf("comm: rank %d of %d: %w", p.Rank, p.Size, err)
 	}
+
 	return w, nil
 }
 
@@ -106,6 +110,7 @@ func (w *World) meet(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
+
 	targets := p.targets()
 	if p.Rank == 0 {
 		w.store, err = openStore(ctx, p, id, w.options.Timeout, w.options.Deadline)
@@ -126,6 +131,7 @@ func (w *World) meet(ctx context.Context) (err error) {
 	if w.wire, w.options.Deadline, err = c.connect(joining, w.options.Timeout); err != nil {
 		return err
 	}
+
 	go w.listen()
 	if w.options.Deadline > 0 {
 		go watchdog(w.options.Deadline, w.done, w.beat)
@@ -135,10 +141,12 @@ func (w *World) meet(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
+
 	values, err := w.Gather(joining, "join", facts)
 	if err == nil {
 		err = w.compare(values)
 	}
+
 	return err
 }
 
@@ -150,6 +158,7 @@ func (w *World) compare(values [][]byte) error {
 			return fmt.Errorf("facts of rank %d: %w", r, err)
 		}
 	}
+
 	zero := all[0]
 	for r, facts := range all {
 		for i := range max(len(facts), len(zero)) {
@@ -163,6 +172,7 @@ func (w *World) compare(values [][]byte) error {
 			}
 		}
 	}
+
 	return nil
 }
 
@@ -223,11 +233,13 @@ func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte,
 	case w.place.Size == 1:
 		return [][]byte{value}, w.Err()
 	}
+
 	w.mu.Lock()
 	if w.cause != nil {
 		defer w.mu.Unlock()
 		return nil, w.cause
 	}
+
 	turn := fmt.Sprintf("%s#%d", key, w.turns[key])
 	w.turns[key]++
 	answer := make(chan message, 1)
@@ -239,6 +251,7 @@ func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte,
 	if len(value) > MaxGather { // the store reports the error to all ranks
 		given.Values, given.Bytes = nil, int64(len(value))
 	}
+
 	w.wire.post(given)
 	select {
 	case m := <-answer:
@@ -343,14 +356,17 @@ func (w *World) Fail(cause error) {
 	if !w.made() {
 		return
 	}
+
 	if cause == nil {
 		cause = errors.New("comm: no cause was given")
 	}
+
 	w.mu.Lock()
 	if w.cause != nil {
 		w.mu.Unlock()
 		return
 	}
+
 	w.cause = cause
 	close(w.done)
 	w.mu.Unlock()
@@ -359,6 +375,7 @@ func (w *World) Fail(cause error) {
 			false)
 		return
 	}
+
 	if w.wire != nil {
 		// If this fails, the store notices that the connection has ended.
 		w.wire.post(message{Kind: fail, Text: "failed: " + cause.Error()})
@@ -372,10 +389,12 @@ func (w *World) Close() error {
 	if !w.made() {
 		return nil
 	}
+
 	if w.place.Size == 1 {
 		w.end(ErrClosed)
 		return nil
 	}
+
 	var err error
 	if w.Err() == nil {
 		ctx, cancel := context.WithTimeout(context.Background(), w.options.Timeout)
@@ -386,6 +405,7 @@ func (w *World) Close() error {
 			w.wire.flush(farewell)
 		}
 	}
+
 	return errors.Join(err, w.abandon())
 }
 

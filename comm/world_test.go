@@ -167,6 +167,7 @@ func TestMissingRanksAreNamed(t *testing.T) {
 		_, err := Join(t.Context(), p[r], Options{Timeout: 3 * time.Second})
 		return err
 	})
+
 	for _, r := range []int{0, 2} {
 		var e *RankError
 		require.ErrorAs(t, errs[r], &e)

@@ -106,13 +106,16 @@ func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
 	for _, n := range results {
 		c.keep[n] = true
 	}
+
 	sorted, err := graph.Order(append(results, grads...)...)
 	if err != nil {
 		return nil, err
 	}
+
 	if len(sorted) == 0 {
 		return nil, errors.New("the graph computes nothing")
 	}
+
 	c.layers.IsParam = config.Params.Contains
 	c.layers.Add(sorted)
 	gradients := config.Gradients()
@@ -126,6 +129,7 @@ func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
 			}
 		}
 	}
+
 	c.fuse()
 	c.plan()
 	return c.program, nil
@@ -136,9 +140,11 @@ func (c *compiler) add(n *gorgonia.Node) error {
 	if err := graph.HasValue(n); err != nil {
 		return err
 	}
+
 	if opbase.Size(n.Shape()) == 0 {
 		return errors.New("it has no elements")
 	}
+
 	v := &value{node: n, dt: n.Dtype(), shape: n.Shape(), lastRead: -1, lastWhole: -1}
 	c.values[n] = v
 	children := graph.Children(n)
@@ -147,10 +153,12 @@ func (c *compiler) add(n *gorgonia.Node) error {
 		c.inputs = append(c.inputs, v)
 		return nil
 	}
+
 	in := make([]*value, len(children))
 	for i, child := range children {
 		in[i] = c.values[child]
 	}
+
 	if from, at, ok := viewOf(n, in); ok {
 		v.from, v.at = from, at
 		c.views = append(c.views, v)
@@ -160,10 +168,12 @@ func (c *compiler) add(n *gorgonia.Node) error {
 		c.reserve(v)
 		c.push(s)
 	}
+
 	if c.keep[n] {
 		c.read([]*value{v}, math.MaxInt)
 		c.kept = append(c.kept, v)
 	}
+
 	return nil
 }
 
@@ -199,10 +209,12 @@ func (c *compiler) gather(p *gorgonia.Node, g *value) error {
 	if len(g.shape) == 0 {
 		return fmt.Errorf("WithParams: %s is a scalar", graph.Describe(p))
 	}
+
 	sum, err := newGradientSum(g)
 	if err != nil {
 		return err
 	}
+
 	c.sums[p] = sum
 	c.push(step{node: p.Deriv(), in: []*value{g}, args: make(opbase.Args, 1),
 		run: func(s *step) error {
@@ -228,11 +240,13 @@ func (c *compiler) plan() {
 			c.overwrite(i, s)
 		}
 	}
+
 	for _, v := range c.values {
 		if root, _ := v.root(); root.room != nil {
 			root.room.Last = max(root.room.Last, min(v.lastRead, len(c.steps)))
 		}
 	}
+
 	var rooms []*plan.Interval
 	for _, s := range c.steps {
 		if s.out == nil || s.out.room == nil {
@@ -242,6 +256,7 @@ func (c *compiler) plan() {
 		rooms = append(rooms, s.out.room)
 		c.owners = append(c.owners, s.out)
 	}
+
 	c.bytes = plan.Pack(rooms, alignment)
 }
 
@@ -273,19 +288,23 @@ func (p *program) allocate() (moved bool) {
 	if p.arena == nil {
 		p.arena = takeArena(p.bytes)
 	}
+
 	if at := unsafe.SliceData(p.arena); at != p.arenaAt {
 		p.arenaAt, moved = at, true
 		for _, v := range p.owners {
 			v.flat, v.shown = slice(p.arena, v.room.Offset, v.dt, opbase.Size(v.shape)), nil
 		}
 	}
+
 	if p.auxArena == nil && p.auxBytes > 0 {
 		p.auxArena = takeArena(p.auxBytes)
 	}
+
 	if at := unsafe.SliceData(p.auxArena); at != p.auxAt {
 		p.auxAt = at
 		p.placeAux()
 	}
+
 	return moved
 }
 
@@ -298,12 +317,15 @@ func (p *program) release() {
 	for _, v := range p.values {
 		v.flat, v.shown, v.bound, v.loose = nil, nil, nil, nil
 	}
+
 	for i := range p.steps {
 		clear(p.steps[i].args)
 	}
+
 	for i := range p.aux {
 		p.aux[i].flat = nil
 	}
+
 	for _, s := range p.sums {
 		s.before = nil
 	}
@@ -323,6 +345,7 @@ func (p *program) adoptAux() {
 			last[f] = i
 		}
 	}
+
 	for i, s := range p.steps {
 		base := baseOf(s.node)
 		if base == nil || s.out == nil {
@@ -338,6 +361,7 @@ func (p *program) adoptAux() {
 			p.aux = append(p.aux, auxRoom{a, dt, n, room, nil})
 		}
 	}
+
 	p.auxBytes = plan.Pack(rooms, alignment)
 }
 
@@ -417,6 +441,7 @@ func slice(arena []byte, at int, dt tensor.Dtype, n int) any {
 	if n == 0 {
 		at = 0
 	}
+
 	p := unsafe.Pointer(unsafe.SliceData(arena[at:]))
 	switch dt {
 	case tensor.Float32:

@@ -29,6 +29,7 @@ func Example() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	loss := gorgonia.Must(
 		gorgonia.Mean(gorgonia.Must(gorgonia.Square(gorgonia.Must(gorgonia.Sub(y, want))))))
 	if _, err := gorgonia.Grad(loss, w); err != nil {
@@ -40,10 +41,12 @@ func Example() {
 		log.Fatal(err)
 	}
 	defer machine.Close()
+
 	solver, err := optim.NewAdamW(optim.WithLR(0.1), optim.WithWeightDecay(0))
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	for range 300 {
 		if err := machine.RunAll(); err != nil {
 			log.Fatal(err)
@@ -52,10 +55,12 @@ func Example() {
 			log.Fatal(err)
 		}
 	}
+
 	value, err := machine.Value(loss)
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	fmt.Printf("w %.2f, loss %.4f\n", w.Value().Data(), value.Data())
 	// Output: w [2.00 -1.00], loss 0.0000
 }

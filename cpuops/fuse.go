@@ -15,6 +15,7 @@ func (c *compiler) fuse() {
 	if variant == separateVariant {
 		return
 	}
+
 	readers := map[*value]int{}
 	read := func(v *value) {
 		for ; v != nil; v = v.from {
@@ -24,6 +25,7 @@ func (c *compiler) fuse() {
 	for _, v := range c.kept {
 		read(v)
 	}
+
 	products := map[*value]int{} // by their results
 	for i, s := range c.steps {
 		for _, v := range s.in {
@@ -33,6 +35,7 @@ func (c *compiler) fuse() {
 			products[s.out] = i
 		}
 	}
+
 	for i := range c.steps {
 		s := &c.steps[i]
 		if f, ok := sumOf(s); !ok || f != array.Add || s.variant == gorgoniaVariant {

@@ -85,6 +85,7 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	if g == nil {
 		return nil, errors.New("cpuops.NewMachine: the graph is nil")
 	}
+
 	m := &Machine{graph: g}
 	for _, opt := range opts {
 		if opt == nil {
@@ -94,13 +95,16 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 			return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 		}
 	}
+
 	var err error
 	if m.config.rules, err = m.config.rules.WithEnvironment(); err != nil {
 		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 	}
+
 	if err := m.config.Within(g); err != nil {
 		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 	}
+
 	for _, n := range g.AllNodes() {
 		if o, ok := n.Op().(gorgonia.TrainModeOp); ok {
 			if err := o.SetTraining(!m.config.eval); err != nil {
@@ -108,13 +112,16 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 			}
 		}
 	}
+
 	if m.program, err = compile(g, m.config); err != nil {
 		return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 	}
+
 	if err := memory.Check("the values of a run take", uint64(m.program.bytes)); err != nil {
 		return nil, fmt.Errorf(
 			"cpuops.NewMachine: %w; smaller batches or shorter sequences need less", err)
 	}
+
 	for _, p := range m.config.Params {
 		param := &param{Node: p}
 		if sum := m.program.sums[p]; sum != nil {
@@ -122,9 +129,11 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 		}
 		m.params = append(m.params, param)
 	}
+
 	if every := m.config.monitor; every > 0 {
 		m.monitor = newMonitor(every, len(m.program.steps))
 	}
+
 	return m, nil
 }
 
@@ -163,10 +172,12 @@ func (m *Machine) run(ctx context.Context) error {
 	if err := m.open(); err != nil {
 		return err
 	}
+
 	p := m.program
 	if err := m.link(p.allocate()); err != nil {
 		return err
 	}
+
 	m.ran = false
 	p.lendAux()
 	defer p.takeAux()
@@ -194,16 +205,20 @@ func (m *Machine) run(ctx context.Context) error {
 			m.monitor.latest[i] = time.Since(from)
 		}
 	}
+
 	if sampling {
 		m.monitor.take()
 	}
+
 	if !m.planned {
 		p.adoptAux()
 		m.planned = true
 	}
+
 	if err := m.publish(); err != nil {
 		return err
 	}
+
 	m.ran = true
 	return nil
 }
@@ -254,21 +269,25 @@ func (m *Machine) link(moved bool) error {
 		in.shares = dense && !d.IsMaterializable() && !(d.DataOrder().IsColMajor() && d.Dims() > 1)
 		changed = true
 	}
+
 	if !changed {
 		return nil
 	}
+
 	for _, v := range m.program.views {
 		if root, at := v.root(); root.isInput || moved {
 			v.shown = nil
 			v.flat = cut(root.flat, at, opbase.Size(v.shape))
 		}
 	}
+
 	for i := range m.program.steps {
 		s := &m.program.steps[i]
 		for j, v := range s.in {
 			s.args[j] = v.flat
 		}
 	}
+
 	return nil
 }
 
@@ -292,6 +311,7 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	if m.program == nil {
 		return nil, fmt.Errorf("cpuops.Machine.Value: %w", m.open())
 	}
+
 	v, ok := m.program.values[n]
 	switch {
 	case n == nil || !ok:
@@ -311,6 +331,7 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 		return nil, errors.New(
 			"cpuops.Machine.Value: the machine has not run, or its last run has failed")
 	}
+
 	v.show()
 	return gorgonia.CloneValue(v.shown)
 }

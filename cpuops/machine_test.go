@@ -40,10 +40,12 @@ func normal(r *rand.Rand, dt tensor.Dtype, shape ...int) *tensor.Dense {
 		}
 		return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x))
 	}
+
 	x := make([]float64, n)
 	for i := range x {
 		x[i] = r.NormFloat64()
 	}
+
 	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x))
 }
 
@@ -295,6 +297,7 @@ func TestMemory(t *testing.T) {
 	for range depth {
 		y = check[*gorgonia.Node](t)(op.Linear(y, w))
 	}
+
 	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g))
 	if got, most := m.Memory(), 2*4*rows*features; got > most {
 		t.Errorf("%d products take %d bytes, want at most two results' %d", depth, got, most)
@@ -318,9 +321,11 @@ func TestMemoryIsAll(t *testing.T) {
 	if sums := 4 * rows * features; before < sums {
 		t.Errorf("all takes %d bytes, and the gradients' sums alone %d", before, sums)
 	}
+
 	if err := m.RunAll(); err != nil {
 		t.Fatal(err)
 	}
+
 	if kept := m.Memory() - before; kept != 4*rows {
 		t.Errorf("the norm keeps %d bytes, want %d", kept, 4*rows)
 	}
@@ -375,14 +380,17 @@ func TestClosed(t *testing.T) {
 		}
 		return m, y
 	}
+
 	m, y := run()
 	want := flat(t, check[gorgonia.Value](t)(m.Value(y)))
 	if err := m.Close(); err != nil {
 		t.Fatal(err)
 	}
+
 	for range 4 { // some of which would find the memory in a pool
 		run()
 	}
+
 	if got := flat(t, y.Value()); !equal(got, want) {
 		t.Errorf("after another machine's run it is %v, want %v", got, want)
 	}
@@ -412,6 +420,7 @@ func TestAllocations(t *testing.T) {
 	if testing.Short() {
 		t.Skip("counting allocations needs a process without the race detector")
 	}
+
 	for _, layers := range []int{1, 6} {
 		config := llm.Config{Vocab: 64, Dim: 32, Layers: layers, Heads: 2, Seq: 32,
 			Kasmina: []int{0}, Seeds: 4}.Default()
@@ -447,6 +456,7 @@ func TestErrors(t *testing.T) {
 			t.Errorf("got %v, want an error with %q", err, want)
 		}
 	}
+
 	_, err := cpuops.NewMachine(nil)
 	fails(err, "the graph is nil")
 	_, err = cpuops.NewMachine(g, nil)
@@ -461,6 +471,7 @@ func TestErrors(t *testing.T) {
 		_, err = cpuops.NewMachine(g, option)
 		fails(err, "x (2, 3) is not in the graph")
 	}
+
 	empty := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(0, 3),
 		gorgonia.WithName("empty"))
 	_, err = cpuops.NewMachine(gorgonia.Must(gorgonia.Exp(empty)).Graph())
@@ -475,9 +486,11 @@ func TestErrors(t *testing.T) {
 		tensor.WithBacking(make([]float32, 6)))); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := m.RunAll(); err != nil {
 		t.Fatal(err)
 	}
+
 	_, err = m.Value(y)
 	fails(err, "is not kept")
 	_, err = m.Value(nil)
@@ -485,12 +498,15 @@ func TestErrors(t *testing.T) {
 	if v := check[gorgonia.Value](t)(m.Value(z)); v.Data().([]float32)[5] != 1 {
 		t.Errorf("exp(0+0) = %v", v)
 	}
+
 	if err := m.Close(); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := m.Close(); err != nil {
 		t.Fatal(err)
 	}
+
 	fails(m.RunAll(), "is closed")
 }
 
@@ -499,6 +515,7 @@ func TestPlansBeyondTheMemory(t *testing.T) {
 	if runtime.GOOS != "linux" {
 		t.Skip("the size of the memory is known on Linux alone")
 	}
+
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(1<<22, 1), gorgonia.WithName("x"))
 	w := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(1, 1<<22), gorgonia.WithName("w"))
@@ -520,11 +537,13 @@ func TestErrorNamesLayer(t *testing.T) {
 	if _, err := op.Embedding(ids, table); err != nil {
 		t.Fatal(err)
 	}
+
 	m, err := cpuops.NewMachine(g, cpuops.WithParams(table))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer m.Close()
+
 	if err := m.RunAll(); err == nil || !strings.Contains(err.Error(), " of model.layers.2: ") {
 		t.Errorf("got %v, want an error that names model.layers.2", err)
 	}

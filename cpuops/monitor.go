@@ -65,6 +65,7 @@ func (m *Machine) Monitor() []OpTime {
 	if o == nil || o.samples == 0 || m.closed {
 		return nil
 	}
+
 	var times []OpTime
 	for i := range m.program.steps {
 		s := &m.program.steps[i]
@@ -79,5 +80,6 @@ func (m *Machine) Monitor() []OpTime {
 			Time: o.total[i] / time.Duration(o.samples), Bytes: float64(s.bytes()),
 			FLOPs: s.flops(), Variants: []string{variant}})
 	}
+
 	return optime.Gather(times)
 }

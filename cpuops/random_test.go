@@ -51,9 +51,11 @@ func randomGraph(t *testing.T,
 		func() (*gorgonia.Node, error) { return op.RMSNorm(some(), weight, 1e-3) },
 		func() (*gorgonia.Node, error) { return op.SiLUMLP(some(), some(), some(), some()) },
 	}
+
 	for range 3 + r.IntN(25) {
 		matrices = append(matrices, must(makers[r.IntN(len(makers))]()))
 	}
+
 	last := must(op.RMSNorm(matrices[len(matrices)-1], weight, 1e-3))
 	grads := check[gorgonia.Nodes](t)(gorgonia.Grad(must(gorgonia.Sum(must(gorgonia.Tanh(last)))),
 		weight))
@@ -62,6 +64,7 @@ func randomGraph(t *testing.T,
 			outputs = append(outputs, n)
 		}
 	}
+
 	return g, inputs, append(outputs, last)
 }
 
@@ -70,6 +73,7 @@ func alone(t *testing.T, n *gorgonia.Node, known map[*gorgonia.Node]gorgonia.Val
 	if known[n] == nil && len(graph.Children(n)) == 0 {
 		known[n] = n.Value()
 	}
+
 	if known[n] == nil {
 		var in []gorgonia.Value
 		for _, child := range graph.Children(n) {
@@ -77,6 +81,7 @@ func alone(t *testing.T, n *gorgonia.Node, known map[*gorgonia.Node]gorgonia.Val
 		}
 		known[n] = check[gorgonia.Value](t)(n.Op().Do(in...))
 	}
+
 	return known[n]
 }
 

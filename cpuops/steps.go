@@ -33,11 +33,13 @@ func (c *compiler) choose(s *step) {
 		s.run = func(s *step) error { return base.RunUntil(s.stop, s.out.flat, s.args) }
 		return
 	}
+
 	s.run = (*step).do
 	f, ok := arithmetic(s)
 	if !ok {
 		return
 	}
+
 	s.variants = []string{cpu.Level().String(), gorgoniaVariant}
 	if s.variant = c.variant(s.name(), s.variants...); s.variant != gorgoniaVariant {
 		s.inPlace = true
@@ -72,6 +74,7 @@ func (s *step) do() error {
 	for i, v := range s.in {
 		values[i] = v.box(s.args[i])
 	}
+
 	o := s.node.Op()
 	if i := o.OverwritesInput(); i >= 0 && i < len(values) {
 		clone, err := gorgonia.CloneValue(values[i])
@@ -80,22 +83,27 @@ func (s *step) do() error {
 		}
 		values[i] = clone
 	}
+
 	result, err := o.Do(values...)
 	if err != nil {
 		return err
 	}
+
 	if s.out.flat == nil {
 		s.out.loose = result
 		return nil
 	}
+
 	flat, err := opbase.Flat(result)
 	if err != nil {
 		return err
 	}
+
 	if n := move(s.out.flat, flat); n != opbase.Size(s.out.shape) {
 		return fmt.Errorf("the result is a %v of shape %v, want %v of shape %v", result.Dtype(),
 			result.Shape(), s.out.dt, s.out.shape)
 	}
+
 	return nil
 }
 
@@ -115,6 +123,7 @@ func move(dst, src any) int {
 			return copy(d, x)
 		}
 	}
+
 	return -1
 }
 
@@ -150,6 +159,7 @@ func (v *value) show() {
 	case *gorgonia.I:
 		*x = gorgonia.I(v.flat.([]int)[0])
 	}
+
 	if v.loose != nil {
 		v.shown = v.loose
 	}

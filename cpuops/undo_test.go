@@ -93,6 +93,7 @@ func chain(t *testing.T, dt tensor.Dtype, how *string) (*cpuops.Machine, int) {
 		return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(shape...),
 			tensor.WithBacking(data)), gorgonia.WithName(name))
 	}
+
 	x := input("x", 1, 3, 4)
 	weights := gorgonia.Nodes{input("a", -.5, 4, 4), input("b", .25, 4, 4), input("c", -1, 4, 4)}
 	h := x
@@ -102,6 +103,7 @@ func chain(t *testing.T, dt tensor.Dtype, how *string) (*cpuops.Machine, int) {
 			h = gorgonia.Must(gorgonia.ApplyOp(failing{how, false}, h))
 		}
 	}
+
 	cost := gorgonia.Must(gorgonia.Mean(gorgonia.Must(gorgonia.Square(h))))
 	_, err := gorgonia.Grad(cost, weights...)
 	require.NoError(t, err)
@@ -124,6 +126,7 @@ func sumsOf(t *testing.T, m *cpuops.Machine) (all []any) {
 			all = append(all, slices.Clone(x))
 		}
 	}
+
 	return all
 }
 

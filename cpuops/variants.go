@@ -67,6 +67,7 @@ func (m *Machine) Choices() []Choice {
 	if m.program == nil {
 		return nil
 	}
+
 	var choices []Choice
 	seen := map[string]bool{}
 	for i := range m.program.steps {
@@ -91,6 +92,7 @@ func (m *Machine) Choices() []Choice {
 		}
 		choices = append(choices, c)
 	}
+
 	return choices
 }
 
@@ -133,9 +135,11 @@ func (s *step) shapes() string {
 			fmt.Fprint(&b, n)
 		}
 	}
+
 	if len(s.in) > 0 {
 		fmt.Fprintf(&b, " %v", s.in[0].dt)
 	}
+
 	return b.String()
 }
 
@@ -157,6 +161,7 @@ func (s *step) product() (m, n, k int) {
 	if s.out == nil {
 		return 0, 0, 0
 	}
+
 	switch s.node.Op().(type) {
 	case *op.LinearOp, *op.LinearGradOp:
 		return shape(0)[0], shape(1)[0], shape(0)[1]
@@ -165,6 +170,7 @@ func (s *step) product() (m, n, k int) {
 	case *op.LinearCrossEntropyOp, *op.LinearCrossEntropyGradOp:
 		return shape(0)[0], shape(1)[0], shape(0)[1]
 	}
+
 	return 0, 0, 0
 }
 
@@ -174,12 +180,14 @@ func (s *step) flops() float64 {
 	if s.out == nil {
 		return 0
 	}
+
 	m, n, k := s.product()
 	one := 2 * float64(m) * float64(n) * float64(k)
 	if s.fused {
 		x, w := s.in[1].shape, s.in[2].shape
 		return 2 * float64(x[0]) * float64(x[1]) * float64(w[0])
 	}
+
 	switch o := s.node.Op().(type) {
 	case *op.LinearOp, *op.LinearCrossEntropyOp:
 		return one
@@ -194,6 +202,7 @@ func (s *step) flops() float64 {
 	case *op.AttentionGradOp:
 		return attentionFLOPs(o.Forward, 5)
 	}
+
 	return 0
 }
 

@@ -76,6 +76,7 @@ func TestVariants(t *testing.T) {
 		require.NoError(t, m.Close())
 		require.Empty(t, m.Choices())
 	}
+
 	_, err := cpuops.NewMachine(g, cpuops.WithVariants("LinearAdd"))
 	require.ErrorContains(t, err, "want OP=VARIANT")
 	t.Setenv("KASMINA_VARIANTS", "[=any")
@@ -115,6 +116,7 @@ func TestMonitor(t *testing.T) {
 		require.NoError(t, plain.RunAll())
 		require.Equal(t, flat(t, check[gorgonia.Value](t)(plain.Value(y))), got)
 	}
+
 	require.Empty(t, plain.Monitor())
 	times := m.Monitor()
 	require.True(t, slices.IsSortedFunc(times, func(a, b cpuops.OpTime) int {

@@ -104,10 +104,12 @@ func Open(opts ...DeviceOption) (_ *Device, err error) {
 		}
 		opt(&o)
 	}
+
 	nvidia, err := o.open()
 	if err != nil {
 		return nil, notStarted(err)
 	}
+
 	var ctx gpu.Context
 	if all := nvidia.Devices(); o.adopt {
 		if ctx, err = nvidia.Adopt(o.context); err != nil {
@@ -122,10 +124,12 @@ func Open(opts ...DeviceOption) (_ *Device, err error) {
 	if err != nil {
 		return nil, err
 	}
+
 	info := ctx.Device()
 	if err := supported(info); err != nil {
 		return nil, errors.Join(err, ctx.Close())
 	}
+
 	return &Device{ctx: ctx, info: info, version: nvidia.Version(), kernels: kernel.New(ctx)}, nil
 }
 

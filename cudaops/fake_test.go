@@ -72,6 +72,7 @@ func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver) {
 			k.computes[f.Type().In(1)] = f
 		}
 	}
+
 	c.Kernels = map[string]fake.Kernel{"call": func(l *fake.Launch) {
 		i := fake.Arg[int32](l)
 		k.mu.Lock()
@@ -79,6 +80,7 @@ func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver) {
 		k.mu.Unlock()
 		f(l)
 	}}
+
 	d := fake.New(c)
 	device, err := Open(withDriver(d))
 	require.NoError(t, err)
@@ -96,12 +98,15 @@ func (k *fakeKernels) load() (err error) {
 	if k.call != nil {
 		return nil
 	}
+
 	if k.module, err = k.ctx.LoadModule([]byte("fake")); err != nil {
 		return err
 	}
+
 	if k.call, err = k.ctx.Function(k.module, "call"); err != nil {
 		return errors.Join(err, k.ctx.UnloadModule(k.module))
 	}
+
 	return nil
 }
 
@@ -245,6 +250,7 @@ func (k *fakeKernels) Binary(l *fake.Launch, a elementwise.Binary) {
 		x := fake.Slice[float32](l, o.Ptr, period)
 		return func(i int) float32 { return x[i/max(1, o.Repeat)%period] }
 	}
+
 	x, z := element(a.A), element(a.B)
 	for i := range out {
 		out[i] = float32(binaryOps[a.Op](float64(x(i)), float64(z(i))))
@@ -286,6 +292,7 @@ func (k *fakeKernels) Copy(l *fake.Launch, a layout.Copy) {
 		}
 		return (last + 1) * a.Size
 	}
+
 	y, x := fake.Slice[byte](l, a.Y, extent(a.YStrides)),
 		fake.Slice[byte](l, a.X, extent(a.XStrides))
 	var walk func(dim, to, from int)
@@ -298,6 +305,7 @@ func (k *fakeKernels) Copy(l *fake.Launch, a layout.Copy) {
 			walk(dim+1, to+i*a.YStrides[dim], from+i*a.XStrides[dim])
 		}
 	}
+
 	walk(0, 0, 0)
 }
 
@@ -341,6 +349,7 @@ func (k *fakeKernels) RMSNorm(l *fake.Launch, a normkernel.RMSNorm) {
 		}
 		x = sum
 	}
+
 	layer.RMSNorm(floatsAt(l, a.Y, n), floatsAt(l, a.Rstd, a.Rows), x,
 		floatsAt(l, a.W, a.D), a.Eps)
 	float8At(l, a.Y8, a.Scale8, rowsAt(l, a.Y, a.Rows, a.D, 0))
@@ -380,6 +389,7 @@ func (k *fakeKernels) RMSNormBackward(l *fake.Launch, a normkernel.RMSNormBackwa
 			dx[i] += v
 		}
 	}
+
 	float8At(l, a.DX8, a.Scale8, rowsAt(l, a.DX, a.Rows, a.D, 0))
 }
 
@@ -419,16 +429,20 @@ func (k *fakeKernels) SiLUMul(l *fake.Launch, a silu.Mul) {
 	for i := range h {
 		h[i] = make([]float32, a.F)
 	}
+
 	if a.H != 0 {
 		h = rowsAt(l, a.H, a.Rows, a.F, 0)
 	}
+
 	mul := layer.SiLUMul[float32]
 	if a.GELU {
 		mul = layer.GELUMul[float32]
 	}
+
 	for i := range h {
 		mul(h[i], x[i], y[i])
 	}
+
 	float8At(l, a.H8, a.Scale8, h)
 }
 
@@ -440,9 +454,11 @@ func (k *fakeKernels) SiLUMulBackward(l *fake.Launch, a silu.MulBackward) {
 	if a.GELU {
 		backward = layer.GELUMulBackward[float32]
 	}
+
 	for i := range h {
 		backward(h[i], dx[i], dy[i], dh[i], x[i], y[i])
 	}
+
 	float8At(l, a.DAB8, a.Scale8, rowsAt(l, a.DAB, a.Rows, 2*a.F, 0))
 }
 
@@ -474,6 +490,7 @@ func (k *fakeKernels) CrossEntropy(l *fake.Launch, a crossentropy.Forward) {
 	if a.Normalizers != 0 {
 		normalizers = floatsAt(l, a.Normalizers, 2*a.Rows)
 	}
+
 	for r, target := range targets {
 		losses[r] = 0
 		if row := logits[r*a.V:][:a.V]; target >= 0 {
@@ -481,6 +498,7 @@ func (k *fakeKernels) CrossEntropy(l *fake.Launch, a crossentropy.Forward) {
 				targets[r:r+1], a.V))
 		}
 	}
+
 	if a.Scale != 0 {
 		cpucrossentropy.Backward(logits, logits, normalizers, targets, a.V,
 			floatsAt(l, a.Scale, 1)[0]*upstream(l, a))
@@ -537,13 +555,16 @@ func gradientAt(l *fake.Launch, p optimizer.Tensor, n int) []float32 {
 		}
 		return g
 	}
+
 	if p.GradType != gpu.BFloat16 {
 		return floatsAt(l, p.Grad, n)
 	}
+
 	g := make([]float32, n)
 	for i, v := range fake.Slice[uint16](l, p.Grad, n) {
 		g[i] = math.Float32frombits(uint32(v) << 16)
 	}
+
 	return g
 }
 
@@ -567,6 +588,7 @@ func (k *fakeKernels) GradNorm(l *fake.Launch, a optimizer.GradNorm) {
 	if a.Apart != 0 {
 		flags = fake.Slice[byte](l, a.Apart, a.Count)
 	}
+
 	for i, v := range floatsAt(l, a.Squares, a.Count) {
 		square := float64(v)
 		if square < 0 { // the root of one that float32 does not hold
@@ -578,10 +600,12 @@ func (k *fakeKernels) GradNorm(l *fake.Launch, a optimizer.GradNorm) {
 			sum += square
 		}
 	}
+
 	multiplier := c.GradScale
 	if a.Scale != 0 {
 		multiplier /= float64(floatsAt(l, a.Scale, 1)[0])
 	}
+
 	norm, own := float32(math.Sqrt(sum)*multiplier), float32(math.Sqrt(other)*multiplier)
 	multiplierApart := multiplier
 	c.Skipped = norm-norm != 0 || own-own != 0
@@ -589,13 +613,16 @@ func (k *fakeKernels) GradNorm(l *fake.Launch, a optimizer.GradNorm) {
 		multiplier *= min(1, c.MaxNorm/(float64(norm)+1e-6))
 		multiplierApart *= min(1, c.MaxNorm/(float64(own)+1e-6))
 	}
+
 	if c.Skipped {
 		norm += own
 	}
+
 	c.Norm, c.Multiplier, c.Apart = norm, float32(multiplier), float32(multiplierApart)
 	if a.Scale != 0 {
 		c.Next = moveOn(fake.Slice[byte](l, a.Scale, optimizer.LossScaleBytes), c.Skipped)
 	}
+
 	copy(b, c.Bytes())
 }
 
@@ -639,6 +666,7 @@ func (k *fakeKernels) Elementwise(l *fake.Launch, a optimizer.Elementwise) {
 	if c.Skipped {
 		return
 	}
+
 	for i := range a.Table.Tensors {
 		t := &a.Table.Tensors[i]
 		t.Step++
@@ -660,10 +688,12 @@ func (k *fakeKernels) Direction(l *fake.Launch, a optimizer.Direction) {
 	if c.Skipped {
 		return
 	}
+
 	workspace := floatsAt(l, a.Squares, a.Table.Chunks)
 	for i := range workspace {
 		workspace[i] = float32(math.NaN())
 	}
+
 	for _, p := range a.Table.Tensors {
 		g, m, u := gradientAt(l, p, p.Size), floatsAt(l, p.Moments[0], p.Size),
 			floatsAt(l, p.Direction, p.Size)
@@ -687,6 +717,7 @@ func (k *fakeKernels) Apply(l *fake.Launch, a optimizer.Apply) {
 	if c.Skipped {
 		return
 	}
+
 	for _, p := range a.Table.Tensors {
 		w, r := floatsAt(l, p.Param, p.Size), floatsAt(l, p.Result, p.Size)
 		lr := c.LR * p.LRScale
@@ -741,10 +772,12 @@ func (k *fakeKernels) AttentionBackward(l *fake.Launch, p attention.Backward) {
 			panic("the backward pass finds other statistics")
 		}
 	}
+
 	pairs := slices.Clone(floatsAt(l, p.Normalizers, 2*a.Batch*a.Heads*a.Seq))
 	for i := 1; i < len(pairs); i += 2 {
 		pairs[i] = float32(math.Exp(float64(pairs[i])))
 	}
+
 	cpuattention.Backward(dq, dk, dv, rows(a.Heads, p.G), rows(a.Heads, p.Q),
 		rows(a.KVHeads, p.K), rows(a.KVHeads, p.V), rows(a.Heads, p.Y), pairs, cpuShape(l, a))
 	if a.Cos != 0 {
@@ -752,6 +785,7 @@ func (k *fakeKernels) AttentionBackward(l *fake.Launch, p attention.Backward) {
 		layer.RoPE(dq, dq, cos, sin, a.Seq, a.Heads, a.HeadDim, true)
 		layer.RoPE(dk, dk, cos, sin, a.Seq, a.KVHeads, a.HeadDim, true)
 	}
+
 	spreadRows(l, a, a.Heads, p.DQ, dq)
 	spreadRows(l, a, a.KVHeads, p.DK, dk)
 	spreadRows(l, a, a.KVHeads, p.DV, dv)
@@ -790,6 +824,7 @@ func statisticsOf(l *fake.Launch, a attention.Geometry, g, y []float32,
 		stats[(3*of+1)*rows+position] = vec.Dot(g[at:][:a.HeadDim], y[at:][:a.HeadDim])
 		stats[(3*of+2)*rows+position] = float32(math.Exp2(float64(h) - exact))
 	}
+
 	return stats
 }
 
@@ -803,6 +838,7 @@ func (k *fakeKernels) DecodeAttention(l *fake.Launch, a decode.Attention) {
 			panic("counters are not zero")
 		}
 	}
+
 	q, key := slices.Clone(floatsAt(l, a.Q, qd)), keys[p*kd:][:kd]
 	copy(key, floatsAt(l, a.K, kd))
 	copy(values[p*kd:], floatsAt(l, a.V, kd))
@@ -813,6 +849,7 @@ func (k *fakeKernels) DecodeAttention(l *fake.Launch, a decode.Attention) {
 		layer.RoPE(q, q, cos, sin, 1, a.Heads, a.HeadDim, false)
 		layer.RoPE(key, key, cos, sin, 1, a.KVHeads, a.HeadDim, false)
 	}
+
 	cpuattention.At(floatsAt(l, a.Y, qd), q, keys, values, p, cpuattention.Shape{Heads: a.Heads,
 		KVHeads: a.KVHeads, HeadDim: a.HeadDim, Scale: a.Scale, Window: a.Window})
 }
@@ -900,6 +937,7 @@ func (k *fakeKernels) Symmetric(l *fake.Launch, a gemm.Symmetric) {
 	if a.Tall {
 		stride = n
 	}
+
 	for b := range a.Batch {
 		left, right := floatsAt(l, a.Left.Offset(4*b*part), part),
 			floatsAt(l, a.Right.Offset(4*b*part), part)
@@ -942,14 +980,17 @@ func quantizedRow(y []byte, x []float32) float32 {
 	for _, v := range x {
 		largest = max(largest, float32(math.Abs(float64(v))))
 	}
+
 	scale := largest / gpu.Float8Max
 	if scale == 0 {
 		scale = 1
 	}
+
 	inverse := 1 / scale
 	for i, v := range x {
 		y[i] = gpu.E4M3(v * inverse)
 	}
+
 	return scale
 }
 
@@ -1022,6 +1063,7 @@ func (k *fakeKernels) SiLUProductBackward(l *fake.Launch, a gemm.SiLUProductBack
 	if a.H != 0 {
 		h = floatsAt(l, a.H, len(h))
 	}
+
 	for i := range a.Rows {
 		left, right := 2*i*a.F, (2*i+1)*a.F
 		layer.SiLUMulBackward(h[i*a.F:][:a.F], dab[left:][:a.F], dab[right:][:a.F],
@@ -1038,6 +1080,7 @@ func (k *fakeKernels) RoPEProduct(l *fake.Launch, a gemm.RoPEProduct) {
 		at := gemm.RoPEAngleAt(i/h, i%h, h)
 		cos[i], sin[i] = table[at], table[at+2]
 	}
+
 	cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1,
 		operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
 		operandAt(l, a.Weights, a.ScaleWeights, a.Columns, a.D), a.D, 0, y, a.Columns)
@@ -1052,10 +1095,12 @@ func (k *fakeKernels) Product(l *fake.Launch, a gemm.Product) {
 	if a.C != 0 {
 		copy(c, floatsAt(l, a.C, len(c)))
 	}
+
 	stride := a.Columns
 	if a.TransW {
 		stride = a.D
 	}
+
 	cpugemm.Mul(false, a.TransW, a.Rows, a.Columns, a.D, 1,
 		operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
 		operandAt(l, a.W, a.ScaleW, a.Columns, a.D), stride, 0, y, a.Columns)
@@ -1134,6 +1179,7 @@ func newBatch(t testing.TB, kind llm.GraphKind, seed uint64) (*llm.Model, *batch
 	if seed%2 == 1 {
 		c.FF = 33
 	}
+
 	m, err := llm.NewModel(c, tensor.Float32, seed, state.WithoutGates())
 	require.NoError(t, err)
 	g, err := m.Graph(kind, 3)
@@ -1152,6 +1198,7 @@ func (b *batch) draw(t testing.TB, seed uint64) {
 	for i := range n {
 		b.ids[i], b.targets[i] = r.IntN(19), r.IntN(19)
 	}
+
 	for node, x := range map[*gorgonia.Node][]int{b.IDs: b.ids, b.Targets: b.targets} {
 		require.NoError(t, gorgonia.Let(node, tensor.New(tensor.WithShape(n),
 			tensor.WithBacking(x))))
@@ -1164,14 +1211,17 @@ func distance(t testing.TB, got, want gorgonia.Value) float64 {
 	if len(a) != len(b) {
 		return math.Inf(1)
 	}
+
 	var diff, norm float64
 	for i := range a {
 		diff += float64(a[i]-b[i]) * float64(a[i]-b[i])
 		norm += float64(b[i]) * float64(b[i])
 	}
+
 	if diff == 0 {
 		return 0
 	}
+
 	return math.Sqrt(diff / norm)
 }
 

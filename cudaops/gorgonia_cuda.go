@@ -42,14 +42,17 @@ func (p *perEngine[V]) get(engine *cuda.Engine, create func() (V, error)) (V, er
 	if v, ok := (*p)[key]; ok {
 		return v, nil
 	}
+
 	maps.DeleteFunc(*p, func(e weak.Pointer[cuda.Engine], _ V) bool { return e.Value() == nil })
 	v, err := create()
 	if err != nil {
 		return v, err
 	}
+
 	if *p == nil {
 		*p = perEngine[V]{}
 	}
+
 	(*p)[key] = v
 	return v, nil
 }
@@ -61,6 +64,7 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 			return false, nil
 		}
 	}
+
 	engines.Lock()
 	defer engines.Unlock()
 	machines, _ := (*kept).(perEngine[*singleOp])
@@ -68,11 +72,13 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 	if err != nil {
 		return false, err
 	}
+
 	*kept = machines
 	operands := make([]gpu.Ptr, len(in))
 	for i, v := range in {
 		operands[i] = gpu.Ptr(v.Uintptr())
 	}
+
 	return true, l.run(operands, gpu.Ptr(prealloc.Uintptr()))
 }
 

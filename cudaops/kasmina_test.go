@@ -46,6 +46,7 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer,
 			words[list[1+i]] = list[1+n+int(i)]
 		}
 	}
+
 	field := func(i int) []float32 { return fake.Slice[float32](l, k.State.Ptr.Offset(4*i*n), n) }
 	p := &kasminakernel.Layer[float32]{Rows: k.Rows, Seeds: n, Chunk: k.Chunk, Slots: k.State.Slots,
 		Width: width, Eps: k.Eps,
@@ -65,10 +66,12 @@ func kasminaPlan(l *fake.Launch, k kasmina.Layer,
 			panic(err)
 		}
 	}
+
 	limits := field(4)
 	for _, v := range limits {
 		p.Limit = append(p.Limit, float64(v))
 	}
+
 	return p, [][]float32{floatsAt(l, k.X, k.Rows*n*k.Chunk),
 		floatsAt(l, k.Weights, k.State.Slots*width), floatsAt(l, k.Scales, k.State.Slots)}
 }
@@ -82,9 +85,11 @@ func (k *fakeKernels) KasminaForward(l *fake.Launch, f kasmina.Forward) {
 	for i := range p.Figures {
 		bad[i] += uint32(p.Figures[i].Bad)
 	}
+
 	if !f.Telemetry {
 		return
 	}
+
 	out := floatsAt(l, f.Figures, kasmina.ForwardFigures*n)
 	for i := range p.Figures {
 		m := p.Figures[i].Moments
@@ -93,6 +98,7 @@ func (k *fakeKernels) KasminaForward(l *fake.Launch, f kasmina.Forward) {
 			out[j*n+i] = float32(v)
 		}
 	}
+
 	if f.Histogram != 0 {
 		bins := fake.Slice[uint32](l, f.Histogram, kasmina.Bins*n)
 		for i, h := range p.Exponents(in[0]) {
@@ -106,10 +112,12 @@ func (k *fakeKernels) KasminaBackward(l *fake.Launch, b kasmina.Backward) {
 	if !b.Clip {
 		p.Limit = nil
 	}
+
 	g := floatsAt(l, b.G, len(in[0]))
 	if b.DX == b.G {
 		g = slices.Clone(g)
 	}
+
 	p.Backward(floatsAt(l, b.DX, len(in[0])), floatsAt(l, b.DWeights, len(in[1])),
 		floatsAt(l, b.DScales, len(in[2])), g, in[0], in[1], in[2])
 	n := p.Seeds
@@ -118,9 +126,11 @@ func (k *fakeKernels) KasminaBackward(l *fake.Launch, b kasmina.Backward) {
 		bad[i] += uint32(p.Figures[i].Bad)
 		clipped[i] += uint32(p.Figures[i].Clipped)
 	}
+
 	if !b.Telemetry {
 		return
 	}
+
 	out := floatsAt(l, b.Figures, kasmina.BackwardFigures*n)
 	for i := range p.Figures {
 		m := p.Figures[i].Norms
@@ -160,6 +170,7 @@ func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Opti
 		kinds = []blueprints.Kind{blueprints.LowRank, blueprints.Residual, blueprints.ChunkMLP,
 			blueprints.LowRank, blueprints.ChunkMLP}
 	}
+
 	k.dim = k.seeds * k.chunk
 	r := rand.New(rand.NewPCG(seed, 7))
 	k.x = randomNode(k.g, r, 1, "x", k.rows, k.dim)
@@ -182,6 +193,7 @@ func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Opti
 			}
 		}
 	}
+
 	y := must(op.Kasmina(k.x, k.weights, k.scales, k.lattice, layer...))
 	k.loss = must(op.CrossEntropy(y, target))
 	require.NoError(t, errOf(gorgonia.Grad(k.loss, k.x, k.weights, k.scales)))
@@ -195,9 +207,11 @@ func (k *kasminaGraph) draw(t testing.TB, seed uint64, spoil func([]float32)) {
 	for i := range x {
 		x[i] = float32(r.NormFloat64())
 	}
+
 	if spoil != nil {
 		spoil(x)
 	}
+
 	require.NoError(t, gorgonia.Let(k.x, tensor.New(tensor.WithShape(k.rows, k.dim),
 		tensor.WithBacking(x))))
 }
@@ -279,6 +293,7 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 		sameAsTape(t, m, a, b, 1e-5, 1e-4)
 		sameReports(t, fmt.Sprintf("step %d", step), a.lattice.Report(), b.lattice.Report())
 	}
+
 	sameReports(t, "history", a.lattice.History(), b.lattice.History())
 }
 
@@ -340,6 +355,7 @@ func differs(a, b reflect.Value, at string) string {
 			return fmt.Sprintf("%s: %v, want %v", at, a, b)
 		}
 	}
+
 	return ""
 }
 
@@ -398,6 +414,7 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, opts ...
 	if tolerance < 1e-2 { // else what is clipped depends on what is rounded
 		layer = append(layer, op.WithGradClip(0.05))
 	}
+
 	kind, err := ownKind()
 	require.NoError(t, err)
 	seed := randomSeed(t)
@@ -421,6 +438,7 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, opts ...
 			sameReports(t, fmt.Sprintf("step %d", step), a.lattice.Report(), b.lattice.Report())
 		}
 	}
+
 	text := log.String()
 	require.Equal(t, 1, strings.Count(text, "computed on the host"), text)
 	require.Equal(t, 1, strings.Count(text, "\n"), text)
@@ -524,6 +542,7 @@ func live(l *state.Lattice, seed int, to state.Stage, kind blueprints.Kind) erro
 		return errors.Join(l.Transition(seed, state.Stabilization),
 			l.Transition(seed, state.Evaluating), l.Transition(seed, to))
 	}
+
 	return l.Transition(seed, to)
 }
 
@@ -545,6 +564,7 @@ func TestKasminaMovesToHost(t *testing.T) {
 			})
 		}
 	}
+
 	t.Run("GPU", func(t *testing.T) { testKasminaMovesToHost(t, openGPU(t), 3, nil) })
 }
 
@@ -579,6 +599,7 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 			sameReports(t, at, a.lattice.Report(), b.lattice.Report())
 		}
 	}
+
 	sameReports(t, "history", a.lattice.History(), b.lattice.History())
 	require.Equal(t, 1, strings.Count(log.String(), "has no kernel"), log.String())
 	require.Contains(t, log.String(), `machine test's own`)
@@ -600,6 +621,7 @@ func grafted(t *testing.T, seed uint64, opts ...llm.GraphOption) *batch {
 			require.NoError(t, err)
 		}
 	}
+
 	g, err := m.Graph(llm.ForTraining, 4, opts...)
 	require.NoError(t, err)
 	b := &batch{Graph: g}
@@ -644,6 +666,7 @@ func compareInPlace(t *testing.T, device *Device, _ float64, opts ...MachineOpti
 		opts []MachineOption
 		want int // tasks in place
 	}
+
 	none := func(*gorgonia.ExprGraph) gorgonia.Nodes { return nil }
 	var want [][]float32
 	for _, w := range []variant{{"in place", none, nil, 2}, {"kept", gradientsOfLayers, nil, 0},
@@ -688,6 +711,7 @@ func TestKasminaReplaced(t *testing.T) {
 			keep = append(keep, n)
 		}
 	}
+
 	m := newFuseMachine(t, device, b.G, b.Params, keep, nil)
 	require.Equal(t, len(replaced), inPlaceTasks(m))
 	require.Len(t, keep, 1+len(replaced))
@@ -695,6 +719,7 @@ func TestKasminaReplaced(t *testing.T) {
 	for _, n := range keep {
 		require.NoError(t, errOf(m.Value(n)))
 	}
+
 	for _, n := range replaced {
 		require.Error(t, errOf(m.Value(n)), "%v, which another gradient has replaced", n)
 	}
@@ -781,11 +806,13 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 		require.NoError(t, err)
 		k.params, k.lattices = append(k.params, w, a), append(k.lattices, l)
 	}
+
 	target := intNode(g, "target", []int{3, 1, 4, 1, 5, 9})
 	var err error
 	if k.loss, err = op.CrossEntropy(y, target); err == nil {
 		_, err = gorgonia.Grad(k.loss, k.params...)
 	}
+
 	require.NoError(t, err)
 	return k
 }
@@ -903,6 +930,7 @@ func (k *slowKasmina) Launch(s gpu.Stream, params any) error {
 	if err := k.Launcher.Launch(s, params); err != nil {
 		return err
 	}
+
 	took, measures := time.Duration(0), false
 	switch p := params.(type) {
 	case kasmina.Forward:
@@ -912,9 +940,11 @@ func (k *slowKasmina) Launch(s gpu.Stream, params any) error {
 	default:
 		return nil
 	}
+
 	if measures {
 		took += k.telemetry
 	}
+
 	return k.fake.launch(s, func(l *fake.Launch) { l.Took = took })
 }
 

@@ -77,18 +77,22 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if d == nil || g == nil {
 		return nil, errors.New("device or graph is nil")
 	}
+
 	if d.ctx == nil {
 		return nil, errNotOpened
 	}
+
 	config, err := configOf(d, g, opts)
 	if err != nil {
 		return nil, err
 	}
+
 	clock := phases.Start()
 	x, err := newExecutor(d, &config)
 	if err != nil {
 		return nil, err
 	}
+
 	m := &Machine{device: d, config: config, runner: &run.Runner{Executor: x,
 		Scale: run.Scale{Now: optimizerkernel.LossScale{Scale: 1}}}}
 	defer func() {
@@ -96,6 +100,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 			err = run.Joined(err, m.Close())
 		}
 	}()
+
 	m.chooser = choose.New(x, m.config.variants)
 	m.config.Chooser, m.config.OnHost = m.chooser, m.chooser.Rules.OnHost
 	clock.End("kernels")
@@ -103,13 +108,16 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	if err != nil {
 		return nil, err
 	}
+
 	clock.End("program")
 	if m.config.ranks != nil {
 		m.chooser.Settle()
 	}
+
 	if err := m.load(p); err != nil {
 		return nil, err
 	}
+
 	clock.End("memory and parameters")
 	config.variants.Logger.Debug("cudaops: a machine is made", "in", clock)
 	return m, nil
@@ -122,12 +130,15 @@ func newExecutor(d *Device, c *machineConfig) (x *run.Executor, err error) {
 	if c.kernels != nil {
 		x.Kernels = c.kernels(x.Kernels)
 	}
+
 	if c.single {
 		x.Workspace = d.workspace
 	}
+
 	if x.Stream == 0 {
 		x.Stream, err = d.ctx.NewStream(false)
 	}
+
 	return x, err
 }
 
@@ -160,16 +171,20 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	if err := m.chooser.Program(p); err != nil {
 		return nil, err
 	}
+
 	if m.config.ranks != nil {
 		schedule.PutOff(p, lastProducts)
 	}
+
 	var lasting []*program.Array
 	for _, n := range results {
 		lasting = append(lasting, p.Values[n])
 	}
+
 	place.Arena(p, lasting)
 	return p, nil
 }
@@ -214,6 +229,7 @@ func memoryToCome(m *Machine, p *program.Program) (moments, divided int) {
 			divided += in.Array.Extent() - in.Array.Extent()/ranks
 		}
 	}
+
 	return moments / ranks, divided
 }
 
@@ -224,39 +240,48 @@ func (m *Machine) load(p *program.Program) (err error) {
 			return err
 		}
 	}
+
 	ctx, r, memory := m.device.ctx, m.runner, m.runner.Memory
 	r.Program = p
 	for _, b := range p.Borrowed {
 		b.Sharers++
 	}
+
 	if err := memory.Fits(p); err != nil {
 		return err
 	}
+
 	for _, in := range p.Inputs {
 		if k := m.config.inherited(in); k != nil && memory.Take(k.Value, in.Array.Buffer.Bytes) {
 			in.Array.Base = k.Value
 		}
 	}
+
 	if err := memory.Place(p, "a run"); err != nil {
 		return err
 	}
+
 	if m.sent, err = memory.NewEvent(false); err != nil {
 		return err
 	}
+
 	if r.Inputs, err = run.NewInputs(r.Executor, p, m.config.read); err != nil {
 		return err
 	}
+
 	warn := m.config.Warn
 	if m.layers, err = kasmina.New(&kasmina.Machine{Runner: r, Strict: m.config.Strict,
 		Warn: warn, Apart: m.config.single}); err != nil {
 		return err
 	}
+
 	r.Host, r.Pass = r.OnTheHost, m.layers.Run
 	m.measured = &profile.Machine{Runner: r, Layers: m.layers, Warn: warn,
 		Operands: m.config.Activation, Float8: m.config.Float8, Copy: m.config.ceilingBytes}
 	if m.config.monitor > 0 {
 		m.monitor = profile.NewMonitor(m.measured, m.config.monitor)
 	}
+
 	for _, b := range p.Buffers {
 		if b.Data != nil {
 			if err := ctx.CopyToDevice(b.Base, gpu.Bytes(b.Data), r.Stream); err != nil {
@@ -264,17 +289,20 @@ func (m *Machine) load(p *program.Program) (err error) {
 			}
 		}
 	}
+
 	once := slices.DeleteFunc(slices.Clone(p.Inputs), func(in *program.Input) bool {
 		return !in.Constant
 	})
 	if err := r.Inputs.SendSome(once, m.config.inherited); err != nil {
 		return err
 	}
+
 	if p.Scale != nil {
 		if err := m.SetLossScale(LossScale{Scale: firstLossScale}); err != nil {
 			return err
 		}
 	}
+
 	return run.Joined(update.ClearSums(r), ctx.SyncStream(r.Stream))
 }
 
@@ -284,6 +312,7 @@ func borrowable(p *program.Program) error {
 		return errors.New("WithParamsOf: no input has name, type and shape of one of the " +
 			"other machine's parameters")
 	}
+
 	for _, b := range p.Borrowed {
 		if b.Part != nil && slices.ContainsFunc(p.Calls, func(c *program.Call) bool {
 			return c.Touches(b.Array.Buffer)
@@ -293,6 +322,7 @@ func borrowable(p *program.Program) error {
 				graph.Describe(b.Node))
 		}
 	}
+
 	return nil
 }
 
@@ -319,6 +349,7 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
+
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
@@ -334,28 +365,34 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
+
 	var awaited *update.Optimizer
 	if owner != m || m.monitor != nil || m.profiler.Busy() || len(r.Program.Kasmina) > 0 {
 		awaited = owner.optimizer
 	}
+
 	r.State.On(run.Begin)
 	if r.State.Ran() {
 		if err := device.SyncEvent(m.sent); err != nil {
 			return err
 		}
 	}
+
 	if err := m.profiler.Start(); err != nil {
 		return err
 	}
 	defer m.profiler.Call("Run")()
+
 	if err := run.InTurn(func() error { return awaited.Arrive(r.Stream) }, m.layers.Before,
 		r.Inputs.SendAll, func() error { return device.Record(m.sent, r.Stream) },
 		func() error { return r.Compute(m.observer(), m.optimizer) }, m.layers.After); err != nil {
 		return err
 	}
+
 	if m.optimizer == nil {
 		m.profiler.Finish()
 	}
+
 	return nil
 }
 
@@ -380,18 +417,21 @@ func (m *Machine) Close() (err error) {
 	if m == nil || m.runner == nil || m.runner.State.Closed() {
 		return nil
 	}
+
 	m.runner.State.On(run.Close)
 	if p := m.runner.Program; p != nil {
 		for _, b := range p.Borrowed {
 			b.Sharers--
 		}
 	}
+
 	ctx, x := m.device.ctx, m.runner.Executor
 	err = run.Joined(m.runner.DropCaptures(), m.layers.Settle(), m.monitor.Close(),
 		m.profiler.Close(), m.optimizer.Close(), x.Memory.Close())
 	if m.config.stream == 0 {
 		err = run.Joined(err, ctx.DestroyStream(x.Stream))
 	}
+
 	return err
 }
 

@@ -80,6 +80,7 @@ func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64,
 			}
 		}
 	}
+
 	require.Zero(t, log.Len(), log.String())
 }
 
@@ -112,6 +113,7 @@ func testUnknownOp(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 	if err == nil {
 		z, err = gorgonia.Square(z)
 	}
+
 	require.NoError(t, err)
 	var log bytes.Buffer
 	machine := openMachine(t, device, g,
@@ -127,6 +129,7 @@ func testUnknownOp(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 			}
 		}
 	}
+
 	require.Equal(t, 1, strings.Count(log.String(), "\n"))
 	require.Contains(t, log.String(), "PlusOne")
 	require.ErrorContains(t, errOf(NewMachine(device, x.Graph(), append(opts, WithStrict())...)),
@@ -189,6 +192,7 @@ func TestMachineErrors(t *testing.T) {
 		}
 		return err
 	}
+
 	double := gorgonia.NewGraph()
 	gorgonia.NodeFromAny(double, tensor.New(tensor.WithShape(2),
 		tensor.WithBacking([]float64{1, 2})), gorgonia.WithName("x"))
@@ -206,6 +210,7 @@ func TestMachineErrors(t *testing.T) {
 	} {
 		require.ErrorContains(t, c.err, c.want)
 	}
+
 	g, x, y := stockGraph(t)
 	fakeDriver.Fail("cuMemAlloc_v2", 1, gpu.OutOfMemory)
 	fakeDriver.Fail("cuMemAlloc", 1, gpu.OutOfMemory)
@@ -215,6 +220,7 @@ func TestMachineErrors(t *testing.T) {
 	for _, n := range []*gorgonia.Node{x, y} {
 		require.ErrorContains(t, errOf(m.Value(n)), "has not run")
 	}
+
 	require.NoError(t, m.RunAll())
 	var inner *gorgonia.Node
 	for _, n := range g.AllNodes() {
@@ -222,6 +228,7 @@ func TestMachineErrors(t *testing.T) {
 			inner = n
 		}
 	}
+
 	require.ErrorContains(t, errOf(m.Value(inner)), "WithOutputs")
 	require.Error(t, errOf(m.Value(b.Loss)), "the value of a node of another graph is no error")
 	require.ErrorContains(t, m.Upload(y), "no input")
@@ -263,6 +270,7 @@ func TestArguments(t *testing.T) {
 	} {
 		require.ErrorContains(t, err, want)
 	}
+
 	same, _, _ := build("w")
 	borrower, err := NewMachine(device, same, WithParamsOf(owner))
 	require.NoError(t, err)
@@ -331,6 +339,7 @@ func TestDownloadElsewhere(t *testing.T) {
 		gorgonia.Must(gorgonia.Square(w))
 		return g, w, floatNode(g, "unused", []float32{3}, 1)
 	}
+
 	g, w, unused := build()
 	owner := openMachine(t, device, g, WithParams(w, unused))
 	copy(w.Value().Data().([]float32), []float32{7, 7})
@@ -364,6 +373,7 @@ func TestKept(t *testing.T) {
 		require.EqualValues(t, 2, m.optimizer.Params[0].Step)
 		require.NoError(t, m.Close())
 	}
+
 	moved, err := next(kept) // gives back what it has no use for
 	require.NoError(t, err)
 	bytes := 4 * p.Shape().TotalSize()
@@ -435,6 +445,7 @@ func TestPrecisionText(t *testing.T) {
 		require.NoError(t, flags.Parse([]string{"-precision", want}), want)
 		require.Equal(t, p, parsed, want)
 	}
+
 	p := BFloat16
 	require.ErrorContains(t, p.UnmarshalText([]byte("fp8")), `"fp8"`)
 	require.Equal(t, BFloat16, p)
@@ -539,6 +550,7 @@ func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 	for _, s := range []state.Stage{state.Training, state.Grafting} {
 		require.NoError(t, lattice.Transition(1, s))
 	}
+
 	require.NoError(t, l.open(device, append(opts, WithStrict())...))
 	defer l.machine.Close()
 	rows, seeds := int64(l.batch.IDs.Shape()[0]), int64(lattice.Seeds())
@@ -567,6 +579,7 @@ func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 			return l.optimizer.SetLR(l.optimizer.LR() / 2)
 		}, with(up, control), down},
 	}
+
 	for _, c := range cases[:few(len(cases), 2)] {
 		// Runs and updates are launched one by one at first and recorded at the second time.
 		for i := range few(4, 3) {
@@ -601,6 +614,7 @@ func TestModesAreCapturedApart(t *testing.T) {
 			require.Equal(t, 3, work.graphs, "step %d: the run's and the update's two parts", i)
 		}
 	}
+
 	require.Len(t, l.machine.runner.Recorded, 2)
 }
 
@@ -655,11 +669,13 @@ func (b *randomGraph) attention() (*gorgonia.Node, error) {
 		q, k, v = s.apply(op.Linear, x, b.weight()), s.apply(op.Linear, x, b.weight()),
 			s.apply(op.Linear, x, b.weight())
 	}
+
 	if b.r.IntN(3) > 0 {
 		q, k = s.do(func() (*gorgonia.Node, error) {
 			return b.turned(q)
 		}), s.do(func() (*gorgonia.Node, error) { return b.turned(k) })
 	}
+
 	y := s.do(func() (*gorgonia.Node, error) {
 		return op.Attention(q, k, v, op.AttentionConfig{Seq: 4, Heads: 2, KVHeads: 2, HeadDim: 4,
 			Causal: b.r.IntN(2) == 0})
@@ -667,6 +683,7 @@ func (b *randomGraph) attention() (*gorgonia.Node, error) {
 	if projected {
 		y = s.apply(gorgonia.Add, s.apply(op.Linear, y, b.weight()), x)
 	}
+
 	return y, s.err
 }
 
@@ -706,6 +723,7 @@ func (b *randomGraph) kasmina() (*gorgonia.Node, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	for seed, path := range [][]state.Stage{{}, {state.Training},
 		{state.Training, state.Grafting}} {
 		err = errors.Join(err, l.RequestGermination(seed,
@@ -714,9 +732,11 @@ func (b *randomGraph) kasmina() (*gorgonia.Node, error) {
 			err = errors.Join(err, l.Transition(seed, stage))
 		}
 	}
+
 	if err = errors.Join(err, l.SetAlpha(2, 0.5)); err != nil {
 		return nil, err
 	}
+
 	return op.Kasmina(b.some(), b.slots, b.scales, l)
 }
 
@@ -763,6 +783,7 @@ func (b *randomGraph) grow() (*gorgonia.Node, error) {
 	case 13:
 		return b.kasmina()
 	}
+
 	return b.recomputed()
 }
 
@@ -784,6 +805,7 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
 		}
 		ids[i] = intNode(b.g, name, values)
 	}
+
 	table, x := input("table", vocab, d), input("x", d, d)
 	b.norm, b.bias = input("norm", d), input("bias", d)
 	b.slots, b.scales = input("slots", 4, 2), input("scales", 4)
@@ -797,6 +819,7 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
 			return nil, nil, nil, nil, s.err
 		}
 	}
+
 	last := s.do(func() (*gorgonia.Node, error) {
 		return op.RMSNorm(b.matrices[len(b.matrices)-1], b.norm, 0.1)
 	})
@@ -806,6 +829,7 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
 	if s.err != nil {
 		return nil, nil, nil, nil, s.err
 	}
+
 	needed := map[*gorgonia.Node]bool{}
 	var need func(n *gorgonia.Node)
 	need = func(n *gorgonia.Node) {
@@ -816,17 +840,20 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
 			}
 		}
 	}
+
 	need(cost)
 	params = slices.DeleteFunc(params, func(p *gorgonia.Node) bool { return !needed[p] })
 	if _, err := gorgonia.Grad(cost, params...); err != nil {
 		return nil, nil, nil, nil, err
 	}
+
 	outputs = gorgonia.Nodes{cost}
 	for _, n := range b.matrices[2:] {
 		if r.IntN(4) == 0 && !slices.Contains(outputs, n) {
 			outputs = append(outputs, n)
 		}
 	}
+
 	return b, append(gorgonia.Nodes{x, b.norm, b.bias, b.slots, b.scales, table}, b.weights...),
 		params, append(outputs, derivatives(params)...), nil
 }
@@ -915,6 +942,7 @@ func valueless(t *testing.T, m *llm.Model, kind llm.GraphKind, p Precision) (*ll
 		require.Nil(t, bare.Params[i].Value())
 		values[n.Name()] = n.Value().Data().([]float32)
 	}
+
 	return bare, func(n *gorgonia.Node, put func([]byte, Precision) error) error {
 		var all []byte
 		for _, v := range values[n.Name()] {
@@ -1013,6 +1041,7 @@ func TestFrozenErrors(t *testing.T) {
 		}, g.Params...))
 		require.ErrorContains(t, err, want)
 	}
+
 	g, _ := valueless(t, m, llm.ForLogits, Float32)
 	for want, params := range map[string]gorgonia.Nodes{"has no value": g.Params,
 		"is not an input": {g.Logits}} {
@@ -1105,6 +1134,7 @@ func TestKeepOfKept(t *testing.T) {
 		}
 		require.NoError(t, err)
 	}
+
 	require.ErrorContains(t, attentions[0].Keep(cached[0], attentions[1], cached[1], cached[1]),
 		"from has not run")
 	require.NoError(t, attentions[1].Keep(cached[1], attentions[0], cached[0], cached[0]))
@@ -1160,6 +1190,7 @@ func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Mac
 			seen = append(seen, string(gpu.Bytes(flat(t, v))))
 		}
 	}
+
 	return l.machine, seen
 }
 
@@ -1178,6 +1209,7 @@ func TestRoom(t *testing.T) {
 	for _, p := range m.config.Params {
 		elements += p.Shape().TotalSize()
 	}
+
 	need := m.runner.Program.Arena + m.runner.Program.Resident() + 8*elements
 	// of a card for which the workspace is taken before
 	least := int(float64(need+run.WorkspaceBytes) / (1 - roomLeft))
@@ -1193,6 +1225,7 @@ func TestRoom(t *testing.T) {
 		require.Equal(t, want, got, what)
 		require.LessOrEqual(t, m.Memory()-m.runner.Program.Arena, held-need+c.limit, what)
 	}
+
 	for _, c := range []struct {
 		what  string
 		bytes int
@@ -1209,6 +1242,7 @@ func TestRoom(t *testing.T) {
 		require.NotNil(t, m.runner.Program.Kasmina[0].OfWeights, c.what)
 		require.Equal(t, got, want, c.what)
 	}
+
 	// Nothing is timed again for a second plan.
 	m, _ = train(t, least-64, timedAlone(t, 1), WithTuning(TuneCached))
 	products := 0
@@ -1218,6 +1252,7 @@ func TestRoom(t *testing.T) {
 			require.Equal(t, Measured, c.Source)
 		}
 	}
+
 	require.NotZero(t, products, "the choices lack those of products")
 	kept, _ = keepsH(m)
 	require.Zero(t, kept, "the choices are those of a plan that was dropped")
@@ -1281,6 +1316,7 @@ func TestRoomShared(t *testing.T) {
 	for _, in := range l.machine.runner.Program.Inputs {
 		require.Zero(t, in.Sharers, graph.Describe(in.Node))
 	}
+
 	require.NoError(t, l.machine.Close())
 }
 
@@ -1298,6 +1334,7 @@ func TestBorrowedValues(t *testing.T) {
 			borrowed = n
 		}
 	}
+
 	before := flat(t, valueIn(t, m, borrowed))
 	for i := range uint64(3) {
 		l.batch.draw(t, i)
@@ -1307,6 +1344,7 @@ func TestBorrowedValues(t *testing.T) {
 		require.Equal(t, flat(t, valueIn(t, l.machine, lent.Node)), got)
 		before = got
 	}
+
 	require.NoError(t, l.machine.Close())
 	require.ErrorContains(t, errOf(m.Value(borrowed)), "is closed")
 	_, _, err := m.Address(borrowed)
@@ -1324,6 +1362,7 @@ func TestRoomOfOptimizer(t *testing.T) {
 		require.NoError(t, err)
 		return m
 	}
+
 	m := made()
 	moments, _ := memoryToCome(m, m.runner.Program)
 	need := m.Memory()
@@ -1385,6 +1424,7 @@ func TestRoomFails(t *testing.T) {
 		}
 		require.GreaterOrEqual(t, met, 2, call)
 	}
+
 	// The error of a graph that fits in no variant has the figures of the plan that needs least.
 	device, _ := openFake(t, cardOf(run.WorkspaceBytes+1<<10))
 	err := newLifetime(t, newAdamW).open(device, gatesFused)
@@ -1411,6 +1451,7 @@ func TestRoomRecomputed(t *testing.T) {
 		require.Equal(t, room > 0, p.Spent > 0)
 		arena[i] = p.Arena
 	}
+
 	require.LessOrEqual(t, arena[1], arena[0]+2*c.Seq*c.FF*4)
 	t.Log(arena)
 }
@@ -1452,6 +1493,7 @@ func TestOpenFake(t *testing.T) {
 	for range 2 {
 		require.NoError(t, d.Close())
 	}
+
 	_, _, err = d.Memory()
 	require.ErrorIs(t, err, gpu.ContextIsDestroyed)
 	for _, n := range []int{-1, 3} {
@@ -1459,6 +1501,7 @@ func TestOpenFake(t *testing.T) {
 		require.ErrorContains(t, err, "there are 3")
 		require.NotErrorIs(t, err, ErrNoDevice)
 	}
+
 	err = errOf(Open(withDriver(f), WithOrdinal(2)))
 	require.ErrorIs(t, err, ErrUnsupportedDevice)
 	require.ErrorContains(t, err, "C has compute capability 7.5")
@@ -1498,6 +1541,7 @@ func TestZeroMachine(t *testing.T) {
 		"Value": errOf(m.Value(nil)), "Upload": m.Upload(), "Download": m.Download()} {
 		require.ErrorContains(t, err, "."+name+": the machine is nil or a zero value")
 	}
+
 	require.ErrorContains(t, errOf((*Machine)(nil).Value(nil)), "the machine is nil")
 	for _, m := range []*Machine{&m, nil} {
 		require.Zero(t, m.Memory())
@@ -1584,6 +1628,7 @@ func TestInterop(t *testing.T) {
 		adopted.kernels = owner.kernels
 		testInterop(t, owner, adopted)
 	})
+
 	t.Run("GPU", func(t *testing.T) {
 		owner := openGPU(t)
 		adopted, err := Open(WithContext(owner.Context()))
@@ -1603,6 +1648,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 	for err == nil && stream <= 2 { // the fake driver counts from 1
 		stream, err = h.ctx.NewStream(false)
 	}
+
 	require.NoError(t, err)
 	got := other.open(t, adopted, append(opts, WithStream(uintptr(stream)))...)
 	require.Equal(t, owner.Context(), adopted.Context())
@@ -1617,6 +1663,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 		require.NoError(t, err)
 		require.Equal(t, []any{p, 4 * n.Shape().TotalSize()}, []any{at, bytes})
 	}
+
 	for run := range uint64(4) {
 		own.draw(t, seed+run, nil)
 		values := flat(t, own.x.Value())
@@ -1644,6 +1691,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 			}
 		}
 	}
+
 	require.NoError(t, errors.Join(got.Close(), adopted.Close()))
 	require.ErrorContains(t, got.RunAll(), "closed")
 	require.ErrorContains(t, got.Bind(other.x, x, 4), "closed")
@@ -1662,6 +1710,7 @@ func TestInteropRefusals(t *testing.T) {
 		require.ErrorContains(t, errOf(NewMachine(device, k.g, WithStream(s))),
 			"default stream")
 	}
+
 	m := k.open(t, device)
 	defer m.Close()
 	targets := k.g.ByName("targets")[0]
@@ -1686,6 +1735,7 @@ func TestInteropRefusals(t *testing.T) {
 		is, _, _ := m.Address(k.x)
 		require.Equal(t, was, is, "Bind(%v, %#x, %d) moved x", c.node, c.ptr, c.bytes)
 	}
+
 	openMachine(t, device, k.g, WithParamsOf(m))
 	require.ErrorContains(t, m.Bind(k.weights, p, 4*k.weights.Shape().TotalSize()), "WithParamsOf")
 }
@@ -1711,6 +1761,7 @@ func newSingleRunner(t *testing.T, device *Device) *singleRunner {
 		}
 		r.ok(device.ctx.Free(memory))
 	})
+
 	r.next = memory.Offset(4)
 	return r
 }
@@ -1768,6 +1819,7 @@ func (r *singleRunner) run(g *gorgonia.ExprGraph) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -1848,6 +1900,7 @@ func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOpt
 				"step %d: the gradient of %s differs", step, n.Name())
 		}
 	}
+
 	sameReports(t, "in the end", b.lattice.Report(), a.lattice.Report())
 }
 
@@ -1909,6 +1962,7 @@ func launch(t *testing.T, m *Machine) {
 			require.NoError(t, err)
 		}
 	}
+
 	require.NoError(t, m.Close())
 }
 
@@ -2143,6 +2197,7 @@ func TestRetry(t *testing.T) {
 		t.Fatal("it goes on failing")
 		return 0
 	}
+
 	device, _ := openFake(t, fake.Config{})
 	plain := newLifetime(t, newAdamW)
 	require.NoError(t, errors.Join(plain.open(device), plain.machine.RunAll()))
@@ -2176,6 +2231,7 @@ func TestRetry(t *testing.T) {
 			}
 		}
 	}
+
 	require.NoError(t, plain.machine.Close())
 }
 
@@ -2189,6 +2245,7 @@ func TestOutOfMemory(t *testing.T) {
 			require.ErrorContains(t, err, s)
 		}
 	}
+
 	t.Run("fake", func(t *testing.T) {
 		device, _ := openFake(t,
 			fake.Config{Devices: []gpu.DeviceInfo{{Name: "Small GPU", Major: 9,
@@ -2210,6 +2267,7 @@ func TestOutOfMemory(t *testing.T) {
 		require.NoError(t,
 			errors.Join(device.ctx.Free(hog), l.machine.SetOptimizer(l.optimizer, 1), l.step()))
 	})
+
 	t.Run("GPU", func(t *testing.T) {
 		device := openGPU(t)
 		wants(t, squareOf(device, 1<<20), "the graph needs 8.00 TiB of device memory", "are free")
@@ -2266,6 +2324,7 @@ func TestLostContext(t *testing.T) {
 		cuda.Fail("cuGraphLaunch", 1, gpu.LaunchFailed)
 		l.checkLost(t, device, gpu.LaunchFailed)
 	})
+
 	t.Run("closed", func(t *testing.T) { // the device before the machine, against the rules
 		device, _ := openFake(t, fake.Config{})
 		l := newLifetime(t, newMuon)
@@ -2273,6 +2332,7 @@ func TestLostContext(t *testing.T) {
 		require.ErrorContains(t, device.Close(), "still alive")
 		l.checkLost(t, device, gpu.ContextIsDestroyed)
 	})
+
 	for _, fault := range []string{"trap", "poke"} {
 		t.Run(fault, func(t *testing.T) {
 			openGPU(t)
@@ -2296,10 +2356,12 @@ func (l *lifetime) checkLost(t *testing.T, device *Device, status gpu.Status,
 				"is lost", name, err)
 		}
 	}
+
 	check("RunAll", errors.Join(l.machine.RunAll(), device.ctx.SyncStream(l.machine.runner.Stream)))
 	for _, c := range l.calls() {
 		check(c.name, c.make())
 	}
+
 	_, err := NewMachine(device, l.batch.G, opts...)
 	check("NewMachine", err)
 	check("Close", l.machine.Close())
@@ -2345,6 +2407,7 @@ func TestChild(t *testing.T) {
 		t.Log(err)
 		return
 	}
+
 	device, err := Open()
 	require.NoError(t, err)
 	l := newLifetime(t, newAdamW)
@@ -2356,6 +2419,7 @@ func TestChild(t *testing.T) {
 		t.Log(err)
 		return
 	}
+
 	require.NoError(t, errors.Join(err, l.step(), l.step()))
 	module, err := device.ctx.LoadModule([]byte(faults))
 	require.NoError(t, err)

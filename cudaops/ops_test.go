@@ -74,6 +74,7 @@ func TestModelIsFused(t *testing.T) {
 		"Attention": 12, "SiLUMLP": 60} {
 		both[name+"Grad"] = n
 	}
+
 	check := func(kind llm.GraphKind, want map[string]int, opts ...MachineOption) *Machine {
 		t.Helper()
 		g, err := m.Graph(kind, 2)
@@ -87,6 +88,7 @@ func TestModelIsFused(t *testing.T) {
 		require.Equal(t, want, tasksOf(machine), kind)
 		return machine
 	}
+
 	training := check(llm.ForTraining, both)
 	check(llm.ForLoss, forward)
 	check(llm.ForLoss, forward, WithParamsOf(training))
@@ -163,6 +165,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 		}
 		return intNode(g, name, x)
 	}
+
 	must := gorgonia.Must
 	named := map[string]*gorgonia.Node{}
 	table := param("table", fuseVocab, fuseDim)
@@ -173,6 +176,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 		}
 		return must(op.RMSNorm(x, param(name, d), 1e-5, opts...))
 	}
+
 	project := func(h *gorgonia.Node, name string, heads int) *gorgonia.Node {
 		y := must(op.Linear(h, param("w"+name, 4*heads, fuseDim)))
 		if f.traits || f.biases {
@@ -183,6 +187,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 		}
 		return y
 	}
+
 	h := norm(x, "norm1", fuseDim)
 	rope := op.RoPEConfig{Seq: fuseSeq, Heads: 4, HeadDim: 4, Base: 100}
 	named["q0"] = project(h, "q", 4)
@@ -191,6 +196,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 	if f.keyBase != 0 {
 		rope.Base = f.keyBase
 	}
+
 	named["k"] = must(op.RoPE(project(h, "k", 2), rope))
 	named["v"] = project(h, "v", 2)
 	c := op.AttentionConfig{Seq: fuseSeq, Heads: 4, KVHeads: 2, HeadDim: 4,
@@ -204,16 +210,19 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 			return op.DocumentAttention(named["q"], named["k"], named["v"], starts, c)
 		}
 	}
+
 	a := must(attend())
 	named["o"] = must(op.Linear(a, param("wo", fuseDim, 16)))
 	if f.traits {
 		named["o"] = norm(named["o"], "norm4", fuseDim)
 	}
+
 	named["s"] = must(gorgonia.Add(x, named["o"]))
 	mlp := op.SiLUMLP
 	if f.gelu {
 		mlp = op.GELUMLP
 	}
+
 	m := must(mlp(norm(named["s"], "norm3", fuseDim), param("gate", 7, fuseDim),
 		param("up", 7, fuseDim),
 		param("down", fuseDim, 7)))
@@ -226,6 +235,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 		cost = must(gorgonia.Add(cost,
 			must(gorgonia.Sum(must(gorgonia.HadamardProd(n, param("with "+name, n.Shape()...)))))))
 	}
+
 	require.NoError(t, errOf(gorgonia.Grad(cost, params...)))
 	keep := gorgonia.Nodes{cost}
 	for _, name := range f.keep {
@@ -236,6 +246,7 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 		}
 		keep = append(keep, gradientPart(t, g, gradientOf))
 	}
+
 	return g, params, keep
 }
 
@@ -263,6 +274,7 @@ func gradientPart(t *testing.T, g *gorgonia.ExprGraph, of string) *gorgonia.Node
 			return n
 		}
 	}
+
 	t.Fatalf("the graph has no gradient of %s", of)
 	return nil
 }
@@ -279,6 +291,7 @@ func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOp
 	if tolerance > 1e-5 { // of a GPU
 		cases = cases[:few(len(cases), len(cases)/4)]
 	}
+
 	for _, f := range cases {
 		t.Run(f.name, func(t *testing.T) {
 			g, params, keep := f.graph(t, seed)
@@ -328,9 +341,11 @@ func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.
 		}
 		require.Less(t, distance(t, v, others[i]), tolerance)
 	}
+
 	if others != nil {
 		return others
 	}
+
 	return values
 }
 
@@ -447,6 +462,7 @@ func testRecompute(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 	for _, variant := range variants {
 		results[variant.name] = runBlocks(t, device, seed, variant.apply, opts)
 	}
+
 	for i := 0; i < len(variants); i += 2 {
 		want, got := results[variants[i].name], results[variants[i+1].name]
 		for j := range want {
@@ -492,6 +508,7 @@ func runBlocks(t *testing.T, device *Device, seed uint64,
 		x, err = apply(in, mixedBlock(l))
 		require.NoError(t, err)
 	}
+
 	loss, err := gorgonia.Sum(gorgonia.Must(gorgonia.HadamardProd(x, add("weighting", rows, d))))
 	require.NoError(t, err)
 	require.NoError(t, errOf(gorgonia.Grad(loss, params...)))
@@ -508,6 +525,7 @@ func runBlocks(t *testing.T, device *Device, seed uint64,
 			seen = append(seen, string(b))
 		}
 	}
+
 	return seen
 }
 
@@ -559,6 +577,7 @@ func TestKeptForBackward(t *testing.T) {
 			WithOutputs(b.Loss), WithStrict())
 		return machine.runner.Program.Arena
 	}
+
 	const few, many, short, long = 3, 9, 16, 48 // layers, sequences
 	more := arena(many, long) - arena(few, long) - arena(many, short) + arena(few, short)
 	got := float64(more) / float64((many-few)*(long-short)*seq)
@@ -585,6 +604,7 @@ func testRecomputeModel(t *testing.T, device *Device, _ float64, opts ...Machine
 		}
 		return all
 	}
+
 	want, got := values(), values(llm.WithRecompute())
 	for i := range want {
 		require.Equal(t, got[i], want[i])
@@ -609,6 +629,7 @@ func TestRecomputeTwice(t *testing.T) {
 		require.NoError(t, err)
 		outputs = append(outputs, y)
 	}
+
 	machine := openMachine(t, device, g, WithStrict(), WithOutputs(outputs...))
 	require.NoError(t, machine.RunAll())
 	for i, want := range [][]float32{{1, 4}, {9, 16}} {
@@ -681,6 +702,7 @@ func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, toler
 	if m.LossScale().Scale > 1 { // the first overflows at some seeds, and only updates lower it
 		require.NoError(t, m.SetLossScale(LossScale{Scale: 1 << 10}))
 	}
+
 	tape := tapeMachine(t, same, gorgonia.BindDualValues(sameParams...))
 	require.NoError(t, tape.RunAll())
 	for range 3 {
@@ -691,6 +713,7 @@ func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, toler
 				graph.Describe(n))
 		}
 	}
+
 	return m, keep
 }
 
@@ -709,6 +732,7 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 			Heads: 1, HeadDim: d,
 			Seq: seq, Causal: true})))
 	}
+
 	m := openMachine(t, device, g, WithStrict())
 	require.Equal(t, 4, tasksOf(m)["DocumentAttention"])
 	require.ErrorContains(t, m.Bind(starts, 1<<20, 8*rows), "holds starts of DocumentAttention")
@@ -751,9 +775,11 @@ func (c stockCase) graph(dt tensor.Dtype, gradients bool) (*stockRun, error) {
 		return gorgonia.NewTensor(r.g, dt, len(s), gorgonia.WithShape(s...),
 			gorgonia.WithName(name))
 	}
+
 	for i, s := range c.shapes {
 		r.in = append(r.in, input(fmt.Sprint("x", i), dt, s))
 	}
+
 	operands := slices.Clone(r.in)
 	if c.ids != nil {
 		ids := input("ids", tensor.Int, shape{len(c.ids)})
@@ -763,18 +789,22 @@ func (c stockCase) graph(dt tensor.Dtype, gradients bool) (*stockRun, error) {
 		}
 		operands = append(operands, ids)
 	}
+
 	var err error
 	if r.out, err = c.build(operands); err != nil || !gradients {
 		return r, err
 	}
+
 	r.weights = input("weights", dt, r.out.Shape())
 	loss, err := gorgonia.HadamardProd(r.out, r.weights)
 	if err != nil {
 		return nil, err
 	}
+
 	if loss, err = gorgonia.Sum(loss); err != nil {
 		return nil, err
 	}
+
 	_, err = gorgonia.Grad(loss, r.in...)
 	return r, err
 }
@@ -806,6 +836,7 @@ func (r *stockRun) let(values [][]float64, weights []float64) error {
 		}
 		errs = append(errs, gorgonia.Let(n, value))
 	}
+
 	return errors.Join(errs...)
 }
 
@@ -823,6 +854,7 @@ func (c stockCase) random(r *rand.Rand, s shape, seen map[float64]bool) []float6
 		}
 		seen[v] = !c.constant // equal numbers are for comparisons
 	}
+
 	return x
 }
 
@@ -835,10 +867,12 @@ func wide(t testing.TB, v gorgonia.Value) []float64 {
 	case float64:
 		return []float64{x}
 	}
+
 	var w []float64
 	for _, x := range flat(t, v) {
 		w = append(w, float64(x))
 	}
+
 	return w
 }
 
@@ -892,6 +926,7 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 	for _, s := range c.shapes {
 		values = append(values, c.random(r, s, seen))
 	}
+
 	weights := c.random(r, run.out.Shape(), map[float64]bool{})
 	require.NoError(t, run.let(values, weights))
 	results, names := gorgonia.Nodes{run.out}, []string{"the result"}
@@ -900,23 +935,28 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 			results, names = append(results, n.Deriv()), append(names, fmt.Sprint("gradient ", i))
 		}
 	}
+
 	opts = append(slices.Clone(opts), WithStrict(), WithOutputs(results...))
 	if strings.HasPrefix(t.Name(), "TestStock/scaled") && !c.constant {
 		opts = append(opts, WithParams(run.in...))
 	}
+
 	machine := openMachine(t, device, run.g, opts...)
 	if machine.runner.Program.Scale != nil {
 		// no power of two, so that one factor too many or too few shows
 		require.NoError(t, machine.SetLossScale(LossScale{Scale: 1000}))
 	}
+
 	var got [][]float64
 	for range few(3, 1) { // as it is, recorded, replayed
 		require.NoError(t, machine.RunAll())
 	}
+
 	for _, n := range results {
 		v := valueIn(t, machine, n)
 		got = append(got, wide(t, v))
 	}
+
 	want := c.reference(t, values, weights)
 	for i, name := range names {
 		if i > 0 && c.badDiff {
@@ -924,9 +964,11 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 		}
 		require.Less(t, apart(got[i], want[i]), tolerance*5, "%v, %v, %v", name, got[i], want[i])
 	}
+
 	if c.instead != nil {
 		return
 	}
+
 	for i, v := range c.onTape(t, run, values, weights) {
 		require.Less(t, apart(got[i], v), tolerance, names[i])
 	}
@@ -953,6 +995,7 @@ func (c stockCase) onTape(t *testing.T, run *stockRun, values [][]float64,
 			all = append(all, wide(t, n.Deriv().Value()))
 		}
 	}
+
 	return all
 }
 
@@ -962,6 +1005,7 @@ func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64
 	if c.instead != nil {
 		c.build = c.instead
 	}
+
 	run, err := c.graph(tensor.Float64, false)
 	require.NoError(t, err)
 	tape := tapeMachine(t, run.g)
@@ -974,6 +1018,7 @@ func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64
 		}
 		return out, loss
 	}
+
 	out, _ := evaluate()
 	all := [][]float64{out}
 	for _, x := range values {
@@ -989,6 +1034,7 @@ func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64
 		}
 		all = append(all, grad)
 	}
+
 	return all
 }
 
@@ -1009,6 +1055,7 @@ func TestStockWithoutCopies(t *testing.T) {
 			repeated = n
 		}
 	}
+
 	for _, c := range []struct {
 		outputs gorgonia.Nodes
 		tasks   int
@@ -1154,6 +1201,7 @@ func elementwiseCases() []stockCase {
 			cases = append(cases, c)
 		}
 	}
+
 	for name, f := range map[string]func(a, b *node) (*node, error){
 		"Add": gorgonia.Add, "Sub": gorgonia.Sub, "Mul": gorgonia.HadamardProd,
 		"Div": gorgonia.HadamardDiv, "Pow": gorgonia.Pow,
@@ -1179,6 +1227,7 @@ func elementwiseCases() []stockCase {
 				}})
 		}
 	}
+
 	for name, f := range map[string]func(a, b *node, same bool) (*node, error){
 		"Lt": gorgonia.Lt, "Gt": gorgonia.Gt, "Lte": gorgonia.Lte, "Gte": gorgonia.Gte,
 		"Eq": gorgonia.Eq, "Ne": gorgonia.Ne,
@@ -1188,6 +1237,7 @@ func elementwiseCases() []stockCase {
 				build: func(in nodes) (*node, error) { return f(in[0], in[1], true) }})
 		}
 	}
+
 	// From the logarithm of a sigmoid Gorgonia makes a softplus, and removes nodes from the graph.
 	cases = append(cases, stockCase{name: "BinaryXent", shapes: []shape{m, m}, positive: true,
 		build: func(in nodes) (*node, error) {
@@ -1197,6 +1247,7 @@ func elementwiseCases() []stockCase {
 			}
 			return gorgonia.BinaryXent(p, in[1])
 		}})
+
 	return byName(cases)
 }
 
@@ -1245,6 +1296,7 @@ func productCases() []stockCase {
 				return gorgonia.BroadcastAdd(y, sum, nil, []byte{1})
 			}},
 	}
+
 	for i := range 4 {
 		ta, tb := i&1 != 0, i&2 != 0
 		a, b := shape{3, 5}, shape{5, 7}
@@ -1281,6 +1333,7 @@ func productCases() []stockCase {
 					return gorgonia.BatchedMatMul(in[0], in[1], ta, tb)
 				}})
 	}
+
 	return cases
 }
 
@@ -1303,6 +1356,7 @@ func reductionCases() []stockCase {
 				build:  func(in nodes) (*node, error) { return f(in[0], c.axes...) }})
 		}
 	}
+
 	for _, c := range []struct {
 		x    shape
 		axes []int
@@ -1311,6 +1365,7 @@ func reductionCases() []stockCase {
 			shapes: []shape{c.x},
 			build:  func(in nodes) (*node, error) { return gorgonia.SoftMax(in[0], c.axes...) }})
 	}
+
 	return byName(cases)
 }
 
@@ -1326,16 +1381,19 @@ func layoutCases() []stockCase {
 				return build(h)
 			}})
 	}
+
 	for _, to := range []shape{{15}, {5, 3}, {3, 5, 1}, {1, 15}} {
 		one(fmt.Sprintf("Reshape %v", to), shape{3, 5}, func(x *node) (*node, error) {
 			return gorgonia.Reshape(x, to.Clone())
 		})
 	}
+
 	for _, axes := range [][]int{{1, 0, 2}, {2, 1, 0}, {0, 2, 1}, {1, 2, 0}, {2, 0, 1}} {
 		one(fmt.Sprintf("Transpose %v", axes), shape{2, 3, 5}, func(x *node) (*node, error) {
 			return gorgonia.Transpose(x, slices.Clone(axes)...)
 		})
 	}
+
 	one("Transpose of four", shape{2, 3, 5, 4}, func(x *node) (*node, error) {
 		return gorgonia.Transpose(x, 0, 2, 1, 3)
 	})
@@ -1360,6 +1418,7 @@ func layoutCases() []stockCase {
 			return gorgonia.Slice(x, c.parts...)
 		})
 	}
+
 	for _, c := range []struct {
 		axis   int
 		shapes []shape
@@ -1372,6 +1431,7 @@ func layoutCases() []stockCase {
 			stockCase{name: fmt.Sprintf("Concat along %d", c.axis), shapes: c.shapes,
 				build: func(in nodes) (*node, error) { return gorgonia.Concat(c.axis, in...) }})
 	}
+
 	cases = append(cases, stockCase{name: "Repeat of rows",
 		shapes: []shape{{4, 3}, {8, 3}, {2, 3}, {1, 3}},
 		build: func(in nodes) (*node, error) {
@@ -1386,6 +1446,7 @@ func layoutCases() []stockCase {
 			}
 			return gorgonia.HadamardProd(x, in[1])
 		}, constant: true})
+
 	cases = append(cases, stockCase{name: "Repeat, times a number", shapes: []shape{{1, 3}, {2, 3}},
 		build: func(in nodes) (*node, error) {
 			x, y, err := gorgonia.Broadcast(in[0], in[1],
@@ -1395,6 +1456,7 @@ func layoutCases() []stockCase {
 			}
 			return gorgonia.Add(y, gorgonia.Must(gorgonia.HadamardProd(x, number1(x, 3))))
 		}})
+
 	for name, f := range map[string]func(a, b *node, left, right []byte) (*node, error){
 		"Add": gorgonia.BroadcastAdd, "Sub": gorgonia.BroadcastSub,
 		"Mul": gorgonia.BroadcastHadamardProd, "Div": gorgonia.BroadcastHadamardDiv,
@@ -1416,6 +1478,7 @@ func layoutCases() []stockCase {
 				}})
 		}
 	}
+
 	return byName(cases)
 }
 
@@ -1463,6 +1526,7 @@ func TestScaledScalar(t *testing.T) {
 		require.NoError(t, m.RunAll())
 		grads[i] = valueIn(t, m, w.Deriv())
 	}
+
 	require.Less(t, distance(t, grads[1], grads[0]), 1e-6, "the gradient is %v scaled and %v plain",
 		grads[1], grads[0])
 }
@@ -1498,6 +1562,7 @@ func TestFoldedGradient(t *testing.T) {
 			head = n
 		}
 	}
+
 	require.NotNil(t, head, "the graph has no gradient of the output layer")
 	m := openMachine(t, device, b.G, WithParams(b.Params...), WithOutputs(b.Loss))
 	require.NoError(t, m.RunAll())
@@ -1577,6 +1642,7 @@ func TestFloat8(t *testing.T) {
 			}
 		}
 	}
+
 	for _, c := range []struct {
 		name             string
 		batch, seq, d, f int
@@ -1617,6 +1683,7 @@ func TestFloat8(t *testing.T) {
 			require.Equal(t, flopsOfFloat8(narrow), flopsOfFloat8(own), "by this module's own kernels")
 		})
 	}
+
 	t.Run("GPU", func(t *testing.T) {
 		device := openGPUFloat8(t)
 		for _, size := range [][4]int{{3, 67, 256, 336}, {2, 65, 256, 264}, {5, 128, 1024, 2048}} {
@@ -1673,6 +1740,7 @@ func TestFloat8Exactly(t *testing.T) {
 					tensor.WithBacking(x)))),
 			x
 	}
+
 	x, xs := matrix("x", rows, in)
 	w, ws := matrix("w", out, in)
 	with, gs := matrix("with", rows, out)
@@ -1716,6 +1784,7 @@ func roundedProduct(a, b []float32, k int) []float32 {
 		}
 		return all
 	}
+
 	var d []float32
 	for x := range slices.Chunk(round(a), k) {
 		for y := range slices.Chunk(round(b), k) {
@@ -1726,6 +1795,7 @@ func roundedProduct(a, b []float32, k int) []float32 {
 			d = append(d, float32(sum))
 		}
 	}
+
 	return d
 }
 
@@ -1758,6 +1828,7 @@ func TestFloat8Weights(t *testing.T) {
 				float8Products)
 		})
 	}
+
 	t.Run("GPU", func(t *testing.T) {
 		testFloat8Weights(t, openGPUFloat8(t), few(256, 128), newAdamW,
 			[]MachineOption{WithPrecision(BFloat16)}, WithPrecision(Float8))
@@ -1779,6 +1850,7 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 		v := valueIn(t, m, b.Loss)
 		return v.Data().(float32)
 	}
+
 	model, b := float8Model(t, llm.ForTraining, seed, dim)
 	m := open(b, WithAccumulation())
 	optimize(t, m, newOptimizer, 1)
@@ -1787,6 +1859,7 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 		loss(m, b)
 		require.NoError(t, errOf(m.Update()))
 	}
+
 	last := loss(m, b)
 	require.NoError(t, m.Download())
 	require.Less(t, last, first)
@@ -1806,6 +1879,7 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 		i := slices.IndexFunc(fresh.Params, func(q llm.Param) bool { return q.Name == p.Name() })
 		copy(p.Value().Data().([]float32), fresh.Params[i].Value.Float32s())
 	}
+
 	require.NoError(t, m.Upload(b.Params...))
 	require.Equal(t, first, loss(m, b))
 	owner := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss}, plain)
@@ -1857,6 +1931,7 @@ func TestFloat8UploadFails(t *testing.T) {
 			p.Value().Data().([]float32)[i] = -1.5 * v
 		}
 	}
+
 	cuda.Fail("cuMemcpyHtoDAsync", len(b.Params)/2, gpu.OutOfMemory)
 	require.ErrorIs(t, m.Upload(b.Params...), gpu.OutOfMemory)
 	changed := 0
@@ -1868,6 +1943,7 @@ func TestFloat8UploadFails(t *testing.T) {
 		}
 		require.NoError(t, gorgonia.Let(p, v))
 	}
+
 	require.NotZero(t, changed)
 	require.Less(t, changed, len(b.Params))
 	fresh := open()
@@ -1895,6 +1971,7 @@ func TestFloat8Recomputed(t *testing.T) {
 		}
 		require.Equal(t, results[1], results[0], apartBy(results[1], results[0]))
 	}
+
 	t.Run("fake", func(t *testing.T) {
 		device, _ := openFake(t, fake.Config{})
 		test(t, device, 32, float8Products)
@@ -1932,6 +2009,7 @@ func lossesOf(t *testing.T, device *Device, opts ...MachineOption) (losses []flo
 		require.NoError(t, err)
 		losses = append(losses, float32(loss))
 	}
+
 	return losses
 }
 
@@ -1973,6 +2051,7 @@ func TestFloat8Tuned(t *testing.T) {
 			turned++
 		}
 	}
+
 	// Forward: [q k v] 96, attention's 32, which x is added to, gate and up 96 with sums of 32,
 	// down 32 of 48. Back: 32 of 96, twice, and of 32, to which nothing is added, and 48 of 32.
 	if timed != 6 || turned != 1 || adding == 0 || log.Len() > 0 {
@@ -2014,6 +2093,7 @@ func TestProductVariants(t *testing.T) {
 			require.Equal(t, i == 1 && own, ours[true] > 0, "%s: %v", rule, ours)
 		}
 	}
+
 	t.Run("fake", func(t *testing.T) {
 		device, _ := openFake(t, fake.Config{})
 		var plain, adding int
@@ -2021,6 +2101,7 @@ func TestProductVariants(t *testing.T) {
 		require.NotZero(t, plain)
 		require.NotZero(t, adding)
 	})
+
 	t.Run("launched", func(t *testing.T) {
 		check(t, openBinaries(t, cards[hopper]), 300, 776, 648, 0, true,
 			WithPrecision(BFloat16), WithTuning(TuneOff))
@@ -2049,6 +2130,7 @@ func TestProductScaled(t *testing.T) {
 				WithVariants(rule, "NewtonSchulz=products")})
 		values = valuesOf(t, m, gorgonia.Nodes{y}, values, 1e-5)
 	}
+
 	require.NotZero(t, plain)
 }
 

@@ -35,6 +35,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
+
 	rules, ok := o.(optim.Rules)
 	switch v := reflect.ValueOf(o); {
 	case ok && v.Kind() == reflect.Pointer && v.IsNil():
@@ -47,9 +48,11 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 		return errors.New("the moments that WithKept hands on no longer exist: they were closed " +
 			"before, or other machines have passed them on")
 	}
+
 	if name := m.config.missing(); name != "" {
 		return fmt.Errorf("another machine has passed on the moments of %s", name)
 	}
+
 	if old := m.optimizer; old != nil {
 		m.optimizer, m.runner.Beside = nil, nil
 		// Captured runs may include the exchange of gradients.
@@ -86,6 +89,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	if m.optimizer = x; x.Shared() {
 		m.runner.Beside = x
 	}
+
 	return nil
 }
 
@@ -144,10 +148,12 @@ func updateBy(m *Machine, by *program.Array,
 	if err != nil {
 		return 0, 0, err
 	}
+
 	scale := &m.runner.Scale
 	if m.runner.Program.Scale != nil && scale.Carried != scale.Now.Scale {
 		return 0, 0, errors.New("the loss scale has changed since the last run: run the machine again")
 	}
+
 	x.Abandoned = true // until the outcome of the update is known
 	if err := run.InTurn(func() error { return enqueueUpdate(m, by) }, x.WaitForRun); err != nil {
 		return 0, 0, err
@@ -157,6 +163,7 @@ func updateBy(m *Machine, by *program.Array,
 	if by != nil {
 		value = float64(x.Loss())
 	}
+
 	if during != nil {
 		if err := during(value); err != nil {
 			return value, 0, run.Joined(settled, err)
@@ -172,9 +179,11 @@ func updateBy(m *Machine, by *program.Array,
 	if m.runner.Program.Scale != nil {
 		scale.Now = done.Next
 	}
+
 	if done.Skipped && !(scale.Carried > 1) && value-value == 0 {
 		settled = run.Joined(fmt.Errorf("%w: their norm is %v", ErrNonFinite, done.Norm), settled)
 	}
+
 	return value, float64(done.Norm), settled
 }
 
@@ -227,6 +236,7 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	case param == nil:
 		return errors.New("the parameter is nil")
 	}
+
 	all := x.Params
 	i := slices.IndexFunc(all, func(p *update.Param) bool { return p.Input.Node == param })
 	if i < 0 {
@@ -237,6 +247,7 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 		return fmt.Errorf("elements %d to %d of %s, which has %d", from, to,
 			graph.Describe(param), n)
 	}
+
 	x.Forgot() // on all ranks, since they gather the state together
 	return x.Forget(i, from, to)
 }
@@ -277,6 +288,7 @@ func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 			return p, nil
 		}
 	}
+
 	return nil, err
 }
 
@@ -308,6 +320,7 @@ func (m *Machine) SetLossScale(s LossScale) (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
+
 	scale := optimizer.LossScale{Scale: float32(s.Scale), Good: int32(s.Good),
 		Skipped: int32(s.Skipped)}
 	at := m.runner.Program.Scale
@@ -326,6 +339,7 @@ func (m *Machine) SetLossScale(s LossScale) (err error) {
 	if err := m.device.ctx.CopyToDevice(at.Ptr(), scale.Bytes(), m.runner.Stream); err != nil {
 		return err
 	}
+
 	m.runner.Scale = run.Scale{Now: scale}
 	return update.ClearSums(m.runner)
 }
@@ -408,6 +422,7 @@ func (r Rank) Step(loss *gorgonia.Node, during func(loss float64) error) (norm f
 	if _, err := r.optimizer(); err != nil {
 		return 0, err
 	}
+
 	if during == nil {
 		return 0, errors.New("the function to call during the update is nil")
 	}
@@ -418,6 +433,7 @@ func (r Rank) Step(loss *gorgonia.Node, during func(loss float64) error) (norm f
 			return 0, err
 		}
 	}
+
 	_, norm, err = updateBy(r.m, by, during)
 	return norm, err
 }
@@ -448,5 +464,6 @@ func (r Rank) DownloadOwn() (parts []optim.Part, err error) {
 			parts = append(parts, optim.Part{Name: p.Input.Node.Name(), From: from, To: to})
 		}
 	}
+
 	return parts, stateOf(x, x.Own)
 }

@@ -115,6 +115,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		groups[1] = append(groups[1], grads[i])
 		training = append(training, WithApart(p))
 	}
+
 	const limit = 0.5
 	hostStep := func(i uint64, o optim.Optimizer) (loss, norm float64) {
 		same.draw(t, seed+i)
@@ -131,13 +132,16 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		require.NoError(t, err)
 		return loss, norm
 	}
+
 	// Three steps on the host: what the device starts from is not empty.
 	for i := range uint64(3) {
 		hostStep(i, onHost)
 	}
+
 	for i, p := range sameModel.Params {
 		copy(model.Params[i].Value.Float32s(), p.Value.Float32s())
 	}
+
 	require.NoError(t, onDevice.SetState(onHost.State()))
 	machine := openMachine(t, device, b.G, append(training, WithParams(b.Params...),
 		WithOutputs(b.Loss))...)
@@ -159,6 +163,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		require.LessOrEqual(t, math.Abs(float64(v.Data().(float32))-loss), 1e-4*loss, i)
 		require.LessOrEqual(t, math.Abs(gotNorm-norm), 1e-3*norm, i)
 	}
+
 	// A graph that scores the model uses the parameters where they are.
 	score, err := model.Graph(llm.ForLoss, 3)
 	require.NoError(t, err)
@@ -181,9 +186,11 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	if slices.ContainsFunc(want, func(s optim.Tensor) bool { _, ok := s.Data.([]uint8); return ok }) {
 		apartBy = 1e-2
 	}
+
 	for i, p := range model.Params {
 		require.Less(t, distance(t, p.Value, sameModel.Params[i].Value), apartBy, p.Name)
 	}
+
 	require.Len(t, got, len(want))
 	for i, w := range want {
 		g := got[i]
@@ -219,6 +226,7 @@ func TestAllApart(t *testing.T) {
 		require.Greater(t, norm, 0.1, "nothing is clipped")
 		norms, values = append(norms, norm), append(values, numbersOf(t, m, b.Params))
 	}
+
 	require.Equal(t, norms[0], norms[1])
 	require.Equal(t, values[0], values[1])
 }
@@ -263,6 +271,7 @@ func testAccumulation(t *testing.T, device *Device, _ float64, opts ...MachineOp
 		require.NoError(t, errOf(machine.Update()))
 		require.NoError(t, onHost.Step(gorgonia.NodesToValueGrads(same.Params)))
 	}
+
 	require.NoError(t, machine.Download())
 	for i, p := range model.Params {
 		require.Less(t, distance(t, p.Value, sameModel.Params[i].Value), 1e-4, p.Name)
@@ -425,6 +434,7 @@ func testStepLoss(t *testing.T, device *Device, _ float64, opts ...MachineOption
 			t.Errorf("step %d: loss %v, want %v, %v", i, value, v, err)
 		}
 	}
+
 	_, _, err := m.Step(w) // of something that is no loss
 	require.ErrorContains(t, err, "cudaops.Machine.Step: ")
 }
@@ -441,6 +451,7 @@ func testNewtonSchulz(t *testing.T, device *Device, tolerance float64, opts ...M
 	if tolerance > 1e-4 { // which grows with the steps
 		most = 2
 	}
+
 	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
 	for _, s := range []shape{{1, 9}, {7, 13}, {13, 7}, {11, 11}, {65, 33}} {
@@ -619,6 +630,7 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 		}
 		y = gorgonia.Must(op.RMSNorm(y, weights[len(weights)-1], 1e-5))
 	}
+
 	target := intNode(g, "target", make([]int, rows))
 	loss = gorgonia.Must(op.CrossEntropy(y, target))
 	require.NoError(t, errOf(gorgonia.Grad(loss, weights...)))
@@ -738,6 +750,7 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group))
 				w.Close()))
 		})
 	}
+
 	wg.Wait()
 }
 
@@ -926,6 +939,7 @@ func TestForgetBeforeAnUpdate(t *testing.T) {
 			return
 		}
 	}
+
 	t.Error("there is no state")
 }
 
@@ -1158,6 +1172,7 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 			}
 		}
 	})
+
 	return after, params
 }
 
@@ -1216,6 +1231,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 		require.NoError(t, m.Rank().Contribute(2, true))
 		require.Empty(t, at)
 	}
+
 	g.asked = func(s comm.Stream) { at = append(at, 0) }
 	require.NoError(t, errors.Join(m.RunAll(), m.Rank().Contribute(2, true)))
 	require.NotEmpty(t, at, "a run of which nothing was expected sends nothing")
@@ -1297,6 +1313,7 @@ func TestRanksPlaces(t *testing.T) {
 			}
 		}
 	}
+
 	for i := range 3 { // as it is, captured, replayed
 		within, came = 0, 0
 		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll(),
@@ -1331,6 +1348,7 @@ func TestRanksRemember(t *testing.T) {
 			held += p.Moments[0].Len()
 		}
 	})
+
 	require.Equal(t, all, held)
 }
 
@@ -1375,6 +1393,7 @@ func TestRanksChoices(t *testing.T) {
 			require.Equal(t, ByRule, c.Source, "%s %s of the update", c.Op, c.Shape)
 		}
 	})
+
 	require.NotEmpty(t, all[0])
 	timed := 0
 	for r, choices := range all {
@@ -1392,6 +1411,7 @@ func TestRanksChoices(t *testing.T) {
 			}
 		}
 	}
+
 	require.NotZero(t, timed)
 }
 
@@ -1446,6 +1466,7 @@ func TestRanksDivided(t *testing.T) {
 		b := valueIn(t, beside, other)
 		require.Equal(t, a.Data(), b.Data())
 	})
+
 	require.Less(t, held, whole)
 }
 
@@ -1477,6 +1498,7 @@ func TestRanksWeightsBeside(t *testing.T) {
 		}
 		return true
 	}
+
 	for i := range 4 {
 		require.NoError(t, errors.Join(m.RunAll(), m.Rank().Contribute(2, true)))
 		came, with = nil, byte(0x30+i)
@@ -1486,6 +1508,7 @@ func TestRanksWeightsBeside(t *testing.T) {
 		require.NoError(t, errOf(m.Value(loss)))
 		require.True(t, arrived(), "run %d has not waited", i)
 	}
+
 	came, with = nil, 1
 	require.NoError(t, errOf(m.Update()))
 	require.NoError(t, errOf(m.Value(nodes[0])))
@@ -1590,11 +1613,13 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 		}
 		require.Equal(t, want, m.runner.Program.Values[p.Deriv()].Type, p.Name())
 	}
+
 	require.Equal(t, BFloat16, m.GradientPrecision())
 	o := optimize(t, m, newOptimizer, 0.01)
 	for _, err := range []error{plain.RunAll(), m.RunAll()} {
 		require.NoError(t, err)
 	}
+
 	got, want := numbersOf(t, m, derivatives(b.Params)),
 		numbersOf(t, plain, derivatives(wide.Params))
 	var squares float64
@@ -1621,6 +1646,7 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 				p.Name(), j, v, w)
 		}
 	}
+
 	norm, err := m.Update()
 	require.NoError(t, err)
 	require.Equal(t, map[gpu.DType]int{gpu.BFloat16: layers, gpu.Float32: len(b.Params) - layers},
@@ -1659,6 +1685,7 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 			}
 		}
 	}
+
 	require.Equal(t, len(gain), seen)
 	require.NotZero(t, seen)
 }
@@ -1674,12 +1701,14 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 		})
 		return b.Params[i]
 	}
+
 	var all []string
 	for _, p := range b.Params {
 		if ofLayer(p.Name()) {
 			all = append(all, p.Name())
 		}
 	}
+
 	without := func(parts ...string) []string {
 		return slices.DeleteFunc(slices.Clone(all), func(name string) bool {
 			return slices.ContainsFunc(parts, func(part string) bool {
@@ -1687,6 +1716,7 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 			})
 		})
 	}
+
 	others := func(part string) gorgonia.Nodes {
 		return slices.DeleteFunc(slices.Clone(b.Params), func(p *gorgonia.Node) bool {
 			return p == named(part)
@@ -1730,6 +1760,7 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 	for _, w := range []*gorgonia.Node{once, twice, squared, twice} {
 		y = gorgonia.Must(op.Linear(y, w))
 	}
+
 	params := gorgonia.Nodes{once, twice, squared}
 	require.NoError(t, errOf(gorgonia.Grad(gorgonia.Must(gorgonia.Sum(y)), params...)))
 	gorgonia.Must(gorgonia.Square(squared.Deriv()))
@@ -1769,6 +1800,7 @@ func TestGradientPrecisionRecomputed(t *testing.T) {
 		require.NoError(t, m.RunAll())
 		values[i] = numbersOf(t, m, append(gorgonia.Nodes{b.Loss}, derivatives(b.Params)...))
 	}
+
 	for i, v := range values[0] {
 		require.Equal(t, values[1][i], v, apartBy(values[1][i], v))
 	}
@@ -1850,6 +1882,7 @@ func testLossScale(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 		}
 		return n
 	}
+
 	scaleIs(LossScale{Scale: 1 << 16})
 
 	// A gradient that cannot be told from infinity. The scale is halved as often as the step is
@@ -1867,6 +1900,7 @@ func testLossScale(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 		require.NotZero(t, norm-norm)
 		scaleIs(LossScale{Scale: math.Ldexp(1, 15-i), Skipped: i + 1})
 	}
+
 	require.Zero(t, steps())
 	require.Equal(t, model.Params[0].Value.Float32s(), before)
 	// At 1 there is nothing left that the scale could be to blame for.
@@ -1892,6 +1926,7 @@ func testLossScale(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 		require.NoError(t, errOf(machine.Update()))
 		scaleIs([]LossScale{{8, 1999, 5}, {16, 0, 5}, {16, 1, 5}}[i])
 	}
+
 	require.Equal(t, int64(3), steps())
 }
 
@@ -2008,6 +2043,7 @@ func TestLossScaleErrors(t *testing.T) {
 		}
 		return m, err
 	}
+
 	grad := func(loss, w *gorgonia.Node) error { _, err := gorgonia.Grad(loss, w); return err }
 	wants := func(err error, want string) {
 		t.Helper()
@@ -2020,6 +2056,7 @@ func TestLossScaleErrors(t *testing.T) {
 			gorgonia.Nodes{up}, gorgonia.Nodes{w})
 		return err
 	})
+
 	wants(err, "derive the parameters with gorgonia.Grad")
 	_, err = open(func(loss, w *gorgonia.Node) error {
 		if err := grad(loss, w); err != nil {
@@ -2028,6 +2065,7 @@ func TestLossScaleErrors(t *testing.T) {
 		_, err := gorgonia.Square(w.Deriv())
 		return err
 	})
+
 	wants(err, "not linear in the gradient of the loss")
 	m, err := open(grad)
 	require.NoError(t, err)
@@ -2036,6 +2074,7 @@ func TestLossScaleErrors(t *testing.T) {
 		"Good is -1": {Scale: 1, Good: -1}, "Skipped -2": {Scale: 1, Skipped: -2}} {
 		wants(m.SetLossScale(s), want)
 	}
+
 	require.Equal(t, LossScale{Scale: firstLossScale}, m.LossScale())
 	g, _, _ := stockGraph(t)
 	plain := openMachine(t, device, g, scaledGradients)

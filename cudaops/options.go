@@ -57,6 +57,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 			return c, err
 		}
 	}
+
 	logger, logged := c.variants.Logger, map[string]bool{}
 	c.Warn = func(message string) { // once
 		if !logged[message] {
@@ -64,10 +65,12 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 			logger.Warn("cudaops: " + message)
 		}
 	}
+
 	c.Device, c.Timed = d.info, c.monitor > 0
 	if s := c.share; s != nil {
 		c.Shared, c.SharedParams = s.runner.Program, s.config.Params
 	}
+
 	stray := slices.IndexFunc(c.apart, func(n *gorgonia.Node) bool {
 		return !slices.Contains(c.Params, n)
 	})
@@ -86,6 +89,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 			"Float8, and WithPrecision has %v: leave out one of them",
 			c.grads, Precision(slices.Index(storedAs, c.Activation)))
 	}
+
 	return c, run.InTurn(func() error { return c.Within(g) },
 		func() error { return checkFloat8(d, &c) }, func() error { return setVariants(d, &c) })
 }
@@ -349,10 +353,12 @@ func checkFloat8(d *Device, c *machineConfig) error {
 	if !c.Float8 {
 		return nil
 	}
+
 	blas, err := d.ctx.Blas()
 	if err != nil {
 		return err
 	}
+
 	info := d.info
 	if info.Capability() >= float8Capability && blas.Version() >= float8Blas {
 		const t = gpu.Float8E4M3
@@ -362,6 +368,7 @@ func checkFloat8(d *Device, c *machineConfig) error {
 			return err
 		}
 	}
+
 	return fmt.Errorf("WithPrecision(Float8): %w: it takes products of float8 with a factor for "+
 		"each row, which a GPU of compute capability %d.%d and cuBLASLt 12.9 or later have; this "+
 		"is %s, of %d.%d, with cuBLASLt %d.%d: use BFloat16", ErrUnsupportedPrecision,

@@ -68,6 +68,7 @@ func TestRandomRuns(t *testing.T) {
 	if testing.Short() {
 		plan = runtest.Plan{Usual: 8 * time.Second, Fixed: 12}
 	}
+
 	for name, opts := range map[string][]cudaops.MachineOption{
 		"float32":            nil,
 		"bfloat16 gradients": {cudaops.NarrowGradients()},

@@ -58,6 +58,7 @@ func shiftedAttention(s *shiftedInputs, at float64, window int) gorgonia.Nodes {
 	for i := range values {
 		values[i] = float64(i*i%7) - 3 + float64(i/dim%5)/2
 	}
+
 	q := s.of("q", slices.Repeat([]float64{at / dim}, rows*heads*dim), rows, heads*dim)
 	k := s.of("k", slices.Repeat([]float64{1}, rows*dim), rows, dim)
 	v := s.of("v", values, rows, dim)
@@ -87,6 +88,7 @@ func toFloat32(v gorgonia.Value) gorgonia.Value {
 		}
 		return tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(narrow))
 	}
+
 	return v
 }
 

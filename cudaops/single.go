@@ -39,6 +39,7 @@ func newSingleOp[V interface {
 			in[i] = gorgonia.NewTensor(g, v.Dtype(), len(shape), gorgonia.WithShape(shape...), name)
 		}
 	}
+
 	children := append(gorgonia.Nodes{}, in...)
 	if f := forwardOf(o); f != nil {
 		// The backward op reads what the forward op leaves on the device, where the other machine
@@ -50,30 +51,36 @@ func newSingleOp[V interface {
 		}
 		children[f.Arity()] = y
 	}
+
 	result, err := gorgonia.ApplyOp(o, children...)
 	if err != nil {
 		return nil, err
 	}
+
 	if d.workspace == 0 { // cuBLASLt's, of all such machines: they run one after the other
 		if d.workspace, err = d.ctx.Alloc(run.WorkspaceBytes); err != nil {
 			return nil, err
 		}
 	}
+
 	m, err := NewMachine(d, g, setting(func(c *machineConfig) { c.single = true }))
 	if err != nil {
 		return nil, err
 	}
+
 	l := &singleOp{m: m, in: make([]*program.Input, len(in)),
 		out: []*program.Array{m.runner.Program.Values[result]}}
 	if parts := l.out[0].Parts; len(parts) > 0 {
 		l.out = parts
 	}
+
 	for _, input := range m.runner.Program.Inputs {
 		input.Bound = true
 		if i := slices.Index(in, input.Node); i >= 0 {
 			l.in[i] = input
 		}
 	}
+
 	return l, nil
 }
 
@@ -107,17 +114,21 @@ func (l *singleOp) run(operands []gpu.Ptr, result gpu.Ptr) error {
 			return err
 		}
 	}
+
 	if err := m.RunAll(); err != nil {
 		return err
 	}
+
 	for _, part := range l.out {
 		if err := ctx.CopyOnDevice(result, part.Ptr(), part.Extent(), s); err != nil {
 			return err
 		}
 		result = result.Offset(part.Extent())
 	}
+
 	if err := ctx.SyncStream(s); err != nil {
 		return err
 	}
+
 	return m.layers.Settle()
 }

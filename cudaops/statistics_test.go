@@ -85,6 +85,7 @@ func (p attentionLayer) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, g
 	for i := range p.uses {
 		in = append(in, matrix(fmt.Sprint("o", i), p.d, wide))
 	}
+
 	of := in
 	if p.documents {
 		starts := make([]int, rows)
@@ -97,12 +98,14 @@ func (p attentionLayer) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, g
 			gorgonia.WithName("starts"), gorgonia.WithShape(rows),
 			gorgonia.WithValue(tensor.New(tensor.WithShape(rows), tensor.WithBacking(starts)))))
 	}
+
 	add := func(a, b *gorgonia.Node) *gorgonia.Node {
 		if a == nil {
 			return b
 		}
 		return must(gorgonia.Add(a, b))
 	}
+
 	layer := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		turn := func(n *gorgonia.Node, heads int) *gorgonia.Node {
 			return must(op.RoPE(n, op.RoPEConfig{Seq: p.Seq, Heads: heads, HeadDim: p.HeadDim}))
@@ -125,10 +128,12 @@ func (p attentionLayer) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, g
 		}
 		return out, nil
 	}
+
 	apply := func(in gorgonia.Nodes, b blockFunc) (*gorgonia.Node, error) { return b(in) }
 	if p.recomputed {
 		apply = autodiff.Recompute
 	}
+
 	y, err := apply(of, layer)
 	require.NoError(t, err)
 	return g, in[1:], withGradients(t, y, matrix("with", rows, p.d), in)
@@ -167,6 +172,7 @@ func TestStatisticsVariants(t *testing.T) {
 			}
 		}
 	}
+
 	t.Run("fake", func(t *testing.T) {
 		device, _ := openFake(t, fake.Config{})
 		for _, recomputed := range []bool{false, true} {
@@ -185,6 +191,7 @@ func TestStatisticsVariants(t *testing.T) {
 			check(t, device, p, 1e-5, 1, variants)
 		}
 	})
+
 	for _, headDim := range []int{64, 96, 128} {
 		for i, seq := range []int{128, 384, 192} {
 			p := attentionLayer{batch: 3, d: 520, attentions: 1, uses: 1, documents: i == 1,
@@ -224,6 +231,7 @@ func TestStatisticsInPlace(t *testing.T) {
 		require.NoError(t, lattice.Transition(s, state.Grafting))
 		require.NoError(t, lattice.SetAlpha(s, 0.5))
 	}
+
 	g, must := gorgonia.NewGraph(), gorgonia.Must
 	matrix := randomMatrices(g, 1, 5, 1)
 	in := gorgonia.Nodes{matrix("q", 2*seq, heads*headDim), matrix("k", 2*seq, heads*headDim),
@@ -280,6 +288,7 @@ func TestStatisticsTuned(t *testing.T) {
 		g, params, keep := p.graph(t, 1)
 		requireTimed(t, device, g, params, keep, least, want, []string{"StatisticsProduct"}, opts...)
 	}
+
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
 		var count formed
 		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
@@ -287,6 +296,7 @@ func TestStatisticsTuned(t *testing.T) {
 			AttentionConfig: op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}},
 			least, want, withStatistics(&count, "hopper", "mma"), WithVariants("Attention*=hopper"))
 	}
+
 	for _, headDim := range []int{64, 128} {
 		t.Run(fmt.Sprint("bfloat16/", headDim), func(t *testing.T) {
 			device, want := openGPU(t), 0

@@ -110,14 +110,17 @@ func (m *Machine) StartProfile() (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
+
 	if !m.runner.State.Ran() {
 		return errors.New("the machine has not run: profile it after a few steps")
 	}
+
 	old := m.profiler
 	m.profiler = nil // one that is closed is none, whatever comes of that
 	if err := run.Joined(old.Close(), m.device.ctx.SyncStream(m.runner.Stream)); err != nil {
 		return err
 	}
+
 	m.profiler = profile.NewProfiler(m.measured)
 	return nil
 }
@@ -130,6 +133,7 @@ func (m *Machine) Profile() (_ *Profile, err error) {
 	if err = usable(m); err != nil {
 		return
 	}
+
 	p := m.profiler
 	switch {
 	case p == nil:
@@ -137,6 +141,7 @@ func (m *Machine) Profile() (_ *Profile, err error) {
 	case p.Busy():
 		return nil, nil
 	}
+
 	m.profiler = nil
 	return p.Result()
 }

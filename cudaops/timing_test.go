@@ -62,14 +62,17 @@ func (k *attentionVariants) Launch(s gpu.Stream, params any) error {
 	if !ok {
 		return k.Launcher.Launch(s, params)
 	}
+
 	k.ran = append(k.ran, a.Variant.String())
 	w := k.variants[slices.Index(k.names, a.Variant)]
 	if w.Fails {
 		return errors.New("no such luck")
 	}
+
 	if err := k.Launcher.Launch(s, params); err != nil {
 		return err
 	}
+
 	held := len(k.ran) == k.held
 	return k.fake.launch(s, func(l *fake.Launch) {
 		l.Took = w.Took
@@ -124,16 +127,19 @@ func tuneAttention(t *testing.T, path string, variants [3]fake.Variant, build st
 				{Family: "plain"}}}
 		return k
 	})
+
 	m := openMachine(t, device, g,
 		append([]MachineOption{timedFrom(1, path), wrap,
 			logTo(&log)}, opts...)...)
 	for range 3 {
 		require.NoError(t, m.RunAll())
 	}
+
 	r := attended{log: log.String(), last: k.ran[len(k.ran)-1], runs: len(k.ran)}
 	if c := m.Choices(); len(c) > 0 {
 		r.Choice = c[0]
 	}
+
 	return r
 }
 
@@ -228,6 +234,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	for i := range 2 {
 		attend(t, matrix(fmt.Sprint("x", i), 6+i, 5))
 	}
+
 	var log bytes.Buffer
 	private := func(c *machineConfig) error {
 		c.variants.Path = filepath.Join(t.TempDir(), "tune.json")
@@ -251,6 +258,7 @@ func TestTuningOnFullCard(t *testing.T) {
 		require.Equal(t, "wide-4", c.Variant)
 		require.Equal(t, ByRule, c.Source)
 	}
+
 	told := log.String()
 	require.Len(t, choices, 2)
 	require.Regexp(t, "^[^\n]*level=INFO[^\n]*harmless[^\n]*\n$", told)
@@ -292,6 +300,7 @@ func TestChoicesRefused(t *testing.T) {
 	for _, rule := range []string{"", "RoPE", "=plain", "RoPE=", "RoPE=[", "[=plain"} {
 		refused("want OP=VARIANT", WithVariants(rule))
 	}
+
 	refused("TuneOff", WithTuning(7))
 	t.Setenv("KASMINA_VARIANTS", "RoPE")
 	refused("KASMINA_VARIANTS")
@@ -385,6 +394,7 @@ func tuneProduct(t *testing.T, path string, variants [3]fake.Variant, name strin
 			r.variant = p.Variant
 		}
 	}
+
 	return r
 }
 
@@ -575,6 +585,7 @@ func (o ownProducts) Launch(s gpu.Stream, params any) error {
 			*o.plain++
 		}
 	}
+
 	return o.Launcher.Launch(s, params)
 }
 
@@ -610,6 +621,7 @@ func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia
 	if keepQueries {
 		keep = append(keep, queries)
 	}
+
 	return g, in[1:], keep
 }
 
@@ -635,6 +647,7 @@ func timedPairs(t *testing.T, m *Machine, ops ...string) (n int) {
 			}
 		}
 	}
+
 	return n
 }
 
@@ -675,6 +688,7 @@ func TestProjectionVariants(t *testing.T) {
 			require.Equal(t, want, tasksOf(m)["RoPE"], variant)
 		}
 	}
+
 	t.Run("fake", func(t *testing.T) {
 		device, _ := openFake(t, fake.Config{})
 		check(t, device, projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2,
@@ -715,11 +729,13 @@ func TestProjectionTuned(t *testing.T) {
 		g, params, keep := p.graph(t, 1, false)
 		requireTimed(t, device, g, params, keep, least, want, []string{"RoPEProduct"}, opts...)
 	}
+
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
 		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		check(t, device, projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2,
 			HeadDim: 4}}, least, want)
 	}
+
 	for _, headDim := range []int{64, 96, 128} {
 		t.Run(fmt.Sprint("bfloat16/", headDim), func(t *testing.T) {
 			p := projected{3, 520, op.AttentionConfig{Seq: 67, Heads: 4, KVHeads: 2,
@@ -770,6 +786,7 @@ func TestPerceptronVariants(t *testing.T) {
 			require.Equal(t, want, fused["SiLUProductBackward"], rule)
 		}
 	}
+
 	t.Run("fake", func(t *testing.T) {
 		device, _ := openFake(t, fake.Config{})
 		check(t, device, 6, 7, 5, 1e-5, true)
@@ -836,6 +853,7 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 			ids[i] = -1 - r.IntN(9)
 		}
 	}
+
 	ids[0] = v - 1
 	x, w := randomNode(g, r, 0.1, "x", rows, d), randomNode(g, r, 1, "w", v, d)
 	targets := intNode(g, "targets", ids)
@@ -880,6 +898,7 @@ func TestOutputLayerVariants(t *testing.T) {
 			require.Equal(t, map[bool]string{true: variant}[fuses], variantOf(m, "LinearCrossEntropy"), variant)
 		}
 	}
+
 	t.Run("fake", func(t *testing.T) {
 		device, _ := openFake(t, fake.Config{})
 		check(t, device, 7, 5, 4, 1e-5, true, true)
@@ -943,6 +962,7 @@ func TestProfile(t *testing.T) {
 		step(t, m)
 		step(t, plain)
 	}
+
 	launches := calls(device, "cuLaunchKernel")
 	p, err := m.Profile()
 	require.NoError(t, err)
@@ -958,6 +978,7 @@ func TestProfile(t *testing.T) {
 			require.True(t, strings.HasPrefix(s.Kernel, "cublasLt 6x5x4 nt float32"))
 		}
 	}
+
 	require.Equal(t, []string{"w"}, layers)
 	kernels, graphs := p.Busy()
 	require.Greater(t, kernels, 0.5)
@@ -967,6 +988,7 @@ func TestProfile(t *testing.T) {
 		step(t, m)
 		step(t, plain)
 	}
+
 	times, err := m.Monitor()
 	require.NoError(t, err)
 	require.NotEmpty(t, times)
@@ -984,6 +1006,7 @@ func TestProfileFloat8(t *testing.T) {
 	for range ProfileSteps {
 		require.NoError(t, m.RunAll())
 	}
+
 	p, err := m.Profile()
 	require.NoError(t, err)
 	checkProfile(t, m, p, 1)
@@ -1005,6 +1028,7 @@ func TestProfileFloat8(t *testing.T) {
 		want := max(s.Bytes/p.Copy, s.FLOPs/product) / s.Time.Seconds()
 		require.InDelta(t, want, s.Share, 0.01*want+1e-3, s.Kernel)
 	}
+
 	require.NotZero(t, narrow)
 	require.NotZero(t, wide)
 	require.Contains(t, p.Table(), "in float8, measured now")
@@ -1023,6 +1047,7 @@ func TestCeiling(t *testing.T) {
 		require.NotEmpty(t, c.Type)
 		step(t, m)
 	}
+
 	require.NoError(t, m.Close())
 	_, err := m.Ceiling()
 	require.Error(t, err)
@@ -1041,6 +1066,7 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 			tasks[s.Task] = true
 		}
 	}
+
 	require.Len(t, tasks, runs*len(m.runner.Program.Calls))
 	require.Positive(t, min(float64(p.Period), float64(p.Graphs), p.Copy, p.Product))
 	require.NotEmpty(t, p.Device)
@@ -1048,6 +1074,7 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 	for _, h := range p.Host {
 		calls = append(calls, h.Name)
 	}
+
 	require.True(t, slices.Contains(calls, "Run"))
 	var text bytes.Buffer
 	require.NoError(t, p.WriteTrace(&text))
@@ -1059,6 +1086,7 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 			Args     map[string]any
 		}
 	}
+
 	require.NoError(t, json.Unmarshal(text.Bytes(), &trace))
 	kernels := 0
 	for _, e := range trace.TraceEvents {
@@ -1072,6 +1100,7 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 			require.InDelta(t, float64(s.Time)/1e3, e.Dur, 1e-9, s.Kernel)
 		}
 	}
+
 	require.Equal(t, len(p.Spans), kernels)
 	table := p.Table()
 	for i, o := range p.Ops() { // the longest first
@@ -1119,6 +1148,7 @@ func TestProfileOnGPU(t *testing.T) {
 	if testing.Short() { // perhaps under a tool that makes kernels slow, by whatever factor
 		copied, multiplied = 1, 1
 	}
+
 	kernels, graphs := p.Busy()
 	require.Positive(t, kernels)
 	require.LessOrEqual(t, kernels, graphs*(1+1e-9))
@@ -1138,6 +1168,7 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 	if recompute {
 		how = append(how, llm.WithRecompute())
 	}
+
 	g, err := model.Graph(llm.ForTraining, 2, how...)
 	require.NoError(t, err)
 	m := openMachine(t, device, g.G, append(opts, WithParams(g.Params...),
@@ -1149,6 +1180,7 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 	for i := range ids {
 		ids[i] = (7*i + 3) % 24
 	}
+
 	for i := range 2 + ProfileSteps {
 		if i == 2 {
 			require.NoError(t, m.StartProfile())
@@ -1163,6 +1195,7 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 		}
 		require.NoError(t, errOf(m.Update()))
 	}
+
 	p, err := m.Profile()
 	require.NoError(t, err)
 	checkProfile(t, m, p, runs)
@@ -1173,6 +1206,7 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 			require.Positive(t, s.FLOPs, "a product of the update is not counted")
 		}
 	}
+
 	require.NotZero(t, products)
 	return p
 }
@@ -1196,6 +1230,7 @@ func monitored(t *testing.T, took *fake.Variant, log *bytes.Buffer, opts ...Mach
 			names:    []kernel.Variant{{Family: "fast"}, {Family: "plain"}},
 			variants: []fake.Variant{{}, slow}}, took}
 	})
+
 	all := append([]MachineOption{timedAlone(t, 1), wrap, WithParams(w),
 		logTo(log)}, opts...)
 	m, err := NewMachine(device, g, all...)
@@ -1234,6 +1269,7 @@ func TestMonitor(t *testing.T) {
 		step(t, m)
 		step(t, plain)
 	}
+
 	times, err = m.Monitor()
 	require.NoError(t, err)
 	require.NotEmpty(t, times)
@@ -1247,21 +1283,25 @@ func TestMonitor(t *testing.T) {
 	for _, want := range []string{"Linear", "Update", "Attention", "fast", "GB/s"} {
 		require.Contains(t, table, want)
 	}
+
 	for _, o := range times {
 		require.True(t, o.Op != "Linear" || o.FLOPs == 2*6*5*4, "the product: %+v", o)
 		// gradients twice
 		require.True(t, o.Op != "Update" || o.Bytes == 4*20*8, "the update: %+v", o)
 	}
+
 	require.Zero(t, log.Len(), log.String())
 	w := m.config.Params[0]
 	a, b := valueIn(t, m, w), valueIn(t, plain, plain.config.Params[0])
 	for i, v := range flat(t, a) {
 		require.Equal(t, flat(t, b)[i], v)
 	}
+
 	took.Took = 9 * time.Millisecond
 	for range 16 {
 		step(t, m)
 	}
+
 	require.Equal(t, 1, strings.Count(log.String(), "when it was tuned"))
 	require.Contains(t, log.String(), "Attention")
 }
@@ -1273,6 +1313,7 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 	for range 6 {
 		step(t, m)
 	}
+
 	context := device.ctx.(*swapped)
 	real := context.Context
 	context.Context = full{real}
@@ -1301,6 +1342,7 @@ func TestMonitorSampleFails(t *testing.T) {
 	for !o.Sampling() {
 		require.NoError(t, m.RunAll())
 	}
+
 	require.NoError(t, device.ctx.SyncStream(m.runner.Stream))
 	context := device.ctx.(*swapped)
 	real := context.Context
@@ -1314,6 +1356,7 @@ func TestMonitorSampleFails(t *testing.T) {
 	for range 6 {
 		require.NoError(t, m.RunAll())
 	}
+
 	times, err = m.Monitor()
 	require.NoError(t, err)
 	require.NotEmpty(t, times)
@@ -1345,6 +1388,7 @@ func TestMonitorCost(t *testing.T) {
 		}
 		require.NoError(t, errOf(m.Value(m.config.Params[0]))) // computes it
 	}
+
 	require.NotZero(t, m.monitor.Samples)
 	require.GreaterOrEqual(t, m.monitor.Every, 100)
 	device, _ := openFake(t, fake.Config{})
@@ -1365,11 +1409,13 @@ func TestProfileBegunAnew(t *testing.T) {
 	for range ProfileSteps {
 		require.NoError(t, m.RunAll())
 	}
+
 	require.ErrorContains(t, errOf(m.Profile()), "StartProfile")
 	require.NoError(t, m.StartProfile())
 	for range ProfileSteps {
 		require.NoError(t, m.RunAll())
 	}
+
 	p, err := m.Profile()
 	require.NoError(t, err)
 	require.NotEmpty(t, p.Spans)

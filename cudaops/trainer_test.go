@@ -127,6 +127,7 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 	if s.model != nil {
 		s.model(model)
 	}
+
 	device := cudaops.OpenFake(t)
 	make := engine.Engine(device, cudaops.Float32)
 	var seen *watched
@@ -141,6 +142,7 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 		seen = &watched{Stepper: e.(llm.Stepper)}
 		return seen, nil
 	}
+
 	var err error
 	r.Trainer, err = llm.NewTrainer(model, loader, optimizer, c)
 	check(t, err)
@@ -151,9 +153,11 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 			check(t, r.lattice().Transition(seed, to), r.lattice().SetAlpha(seed, 0.5))
 		}
 	}
+
 	if s.prepare != nil {
 		s.prepare(r)
 	}
+
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	r.cancel = cancel
@@ -168,16 +172,19 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 		}
 		return s.event(r, e)
 	})
+
 	if err := r.Run(ctx); !errors.Is(err, s.want) || (err == nil) != (s.want == nil) ||
 		!strings.Contains(fmt.Sprint(err), s.says) {
 		t.Errorf("the run ends with %v, want %v", err, s.want)
 	} else {
 		r.note("the run ends with %v", err)
 	}
+
 	r.finish()
 	if seen != nil {
 		steps = seen.steps
 	}
+
 	return r, steps
 }
 
@@ -189,9 +196,11 @@ func (r *run) finish() {
 	for _, p := range r.Model.Params {
 		r.note("%s %x", p.Name, p.Value.Float32s())
 	}
+
 	for _, s := range r.Optimizer.State() {
 		r.note("%s %x", s.Name, s.Data)
 	}
+
 	b, err := r.lattice().MarshalBinary()
 	check(r.t, err)
 	r.note("lattice %x", b)
@@ -246,6 +255,7 @@ func TestTrainerSteps(t *testing.T) {
 			return f(r)
 		}
 	}
+
 	explode := func(r *run) {
 		r.Config.Schedule = func(step int) float64 { return []float64{0.001, 1e30}[min(step/2, 1)] }
 	}
@@ -305,6 +315,7 @@ func TestTrainerSteps(t *testing.T) {
 			says: "the gradient norm is not finite: the first gradient that is not finite is in " +
 				"parameter"},
 	}
+
 	for name, s := range scenarios {
 		t.Run(name, func(t *testing.T) {
 			want, _ := s.train(t, false)
@@ -388,6 +399,7 @@ func TestTrainerTellsVariants(t *testing.T) {
 		}
 		return nil
 	})
+
 	check(t, tr.Run(t.Context()))
 	log, err := os.ReadFile(filepath.Join(folder, "log.jsonl"))
 	check(t, err)
@@ -408,6 +420,7 @@ func TestTrainerOwnKind(t *testing.T) {
 		5: {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 0.75}},
 		8: {{Action: state.Move, To: state.RolledBack}},
 	}
+
 	losses := func(engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
 		error)) (all []float64) {
 		model, loader, optimizer := newRun(t, filepath.Join(t.TempDir(), "text"), 0)
@@ -431,6 +444,7 @@ func TestTrainerOwnKind(t *testing.T) {
 		require.NoError(t, tr.Close())
 		return all
 	}
+
 	device := cudaops.OpenFake(t)
 	want, got := losses(nil), losses(engine.Engine(device, cudaops.Float32))
 	require.InDeltaSlice(t, want, got, 1e-4)
@@ -463,6 +477,7 @@ func TestOpBench(t *testing.T) {
 		require.NotZero(t, n, op)
 		t.Logf("%s\n%s", op, opbench.Table(figures))
 	}
+
 	figures, err := opbench.Time("Add", []int{8, 16}, opbench.Float64, opbench.OnGPU(device),
 		opbench.WithSpan(0))
 	require.NoError(t, err)
@@ -525,6 +540,7 @@ func familyLosses(t *testing.T, c llm.Config, recompute bool,
 		b.Starts = append(b.Starts, i%c.Seq/8*8)
 		b.Count++
 	}
+
 	for range 8 {
 		loss, err := e.Gradients(b)
 		require.NoError(t, err)
@@ -532,6 +548,7 @@ func familyLosses(t *testing.T, c llm.Config, recompute bool,
 		require.NoError(t, err)
 		all = append(all, loss)
 	}
+
 	return all
 }
 
@@ -566,6 +583,7 @@ func TestSitesOnFake(t *testing.T) {
 		check(t, tr.Run(t.Context()), tr.Close())
 		return losses, m
 	}
+
 	want, plain := train(nil)
 	device := cudaops.OpenFake(t)
 	got, same := train(engine.Engine(device, cudaops.Float32))
@@ -593,11 +611,13 @@ func step(m *llm.Model, layer, seed int, to state.Stage) error {
 	if err != nil || stage == to {
 		return err
 	}
+
 	c := state.Command{Action: state.Germinate, Layer: layer, Seed: seed,
 		Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}}
 	if m.Kasmina.Lattice(layer).Site() == blueprints.Stream {
 		c.Request.Kind = []blueprints.Kind{blueprints.Attention, blueprints.Perceptron}[seed]
 	}
+
 	commands := []state.Command{{Action: state.Move, Layer: layer, Seed: seed, To: to}}
 	switch to {
 	case state.Training:
@@ -606,6 +626,7 @@ func step(m *llm.Model, layer, seed int, to state.Stage) error {
 		commands = append(commands, state.Command{Action: state.SetAlpha, Layer: layer, Seed: seed,
 			Alpha: 0.3})
 	}
+
 	return m.Kasmina.Do(commands...)
 }
 
@@ -650,6 +671,7 @@ func growing(t *testing.T, keeps bool, o func() optim.Optimizer) (log []string) 
 			return waiting{e}, err
 		}
 	}
+
 	tr, err := llm.NewTrainer(m, loader, o(), config)
 	require.NoError(t, err)
 	note := func(format string, args ...any) { log = append(log, fmt.Sprintf(format, args...)) }
@@ -663,14 +685,17 @@ func growing(t *testing.T, keeps bool, o func() optim.Optimizer) (log []string) 
 		note("step %d, loss %x, norm %x, parameters %d", e.Step, e.Loss, e.GradNorm, e.Params)
 		return growthAt(m, e.Step)
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	require.NoError(t, tr.Close())
 	for _, p := range m.Params {
 		note("%s %x", p.Name, p.Value.Float32s())
 	}
+
 	for _, s := range tr.Optimizer.State() {
 		note("%s %x", s.Name, s.Data)
 	}
+
 	return log
 }
 
@@ -713,6 +738,7 @@ func growthAt(m *llm.Model, step int) error {
 			}
 		}
 	}
+
 	return nil
 }
 
@@ -770,9 +796,11 @@ func newVM(g *gorgonia.ExprGraph) (vm gorgonia.VM, closeDevice func() error, err
 	} else if err != nil {
 		return nil, nil, err
 	}
+
 	if vm, err = cudaops.NewMachine(device, g); err != nil {
 		return nil, nil, errors.Join(err, device.Close())
 	}
+
 	return vm, device.Close, nil
 }
 
@@ -787,6 +815,7 @@ func Example() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	cost := gorgonia.Must(gorgonia.Mean(gorgonia.Must(gorgonia.Square(y))))
 
 	vm, closeDevice, err := newVM(g)
@@ -794,16 +823,19 @@ func Example() {
 		log.Fatal(err)
 	}
 	defer closeDevice()
+
 	defer vm.Close()
 	if err := vm.RunAll(); err != nil {
 		log.Fatal(err)
 	}
+
 	value := cost.Value() // of a machine on the CPU; one on a GPU copies it when asked for
 	if m, ok := vm.(*cudaops.Machine); ok {
 		if value, err = m.Value(cost); err != nil {
 			log.Fatal(err)
 		}
 	}
+
 	fmt.Println(value)
 }
 
@@ -825,24 +857,29 @@ func ExampleMachine_SetOptimizer() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	loss := gorgonia.Must(gorgonia.Mean(gorgonia.Must(gorgonia.Square(y))))
 	if _, err := gorgonia.Grad(loss, w); err != nil {
 		log.Fatal(err)
 	}
+
 	machine, err := cudaops.NewMachine(device, g, cudaops.WithParams(w), cudaops.WithOutputs(loss),
 		cudaops.WithPrecision(cudaops.BFloat16))
 	if err != nil {
 		log.Fatal(err)
 	}
 	defer machine.Close()
+
 	optimizer, err := optim.NewAdamW(optim.WithLR(1e-3))
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	// gradients of a norm above 1 are scaled down
 	if err := machine.SetOptimizer(optimizer, 1); err != nil {
 		log.Fatal(err)
 	}
+
 	for range 100 {
 		if err := machine.RunAll(); err != nil { // after gorgonia.Let(x, batch)
 			log.Fatal(err)
@@ -851,12 +888,15 @@ func ExampleMachine_SetOptimizer() {
 			log.Fatal(err)
 		}
 	}
+
 	value, err := machine.Value(loss)
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	if err := machine.Download(); err != nil { // the weights, into their nodes
 		log.Fatal(err)
 	}
+
 	fmt.Println(value, w.Value())
 }

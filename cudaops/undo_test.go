@@ -77,6 +77,7 @@ func newFailing(t *testing.T, fault *func() error) (*Machine, gorgonia.Nodes) {
 			h = gorgonia.Must(gorgonia.ApplyOp(failing{fault, false}, h))
 		}
 	}
+
 	loss := gorgonia.Must(op.CrossEntropy(h, intNode(g, "targets", []int{0, 1, 3})))
 	_, err := gorgonia.Grad(loss, weights...)
 	require.NoError(t, err)

@@ -29,13 +29,16 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 		return nil, err
 	}
 	defer m.profiler.Call("Value")()
+
 	in, owner, err := inputIn(m, a)
 	if err != nil {
 		return nil, err
 	}
+
 	if !m.runner.State.Ran() && (in == nil || in.Sent()) {
 		return nil, errors.New("the machine has not run")
 	}
+
 	if in != nil {
 		if in.Part != nil {
 			a = in.Copies[0].Array
@@ -44,17 +47,20 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 			return nil, err
 		}
 	}
+
 	scale := m.runner.Carried(n)
 	if scale == 0 {
 		return nil, fmt.Errorf("%s was dropped with the loss scale that it carried",
 			graph.Describe(n))
 	}
+
 	if v, err = m.runner.Fetch(a, scale); err == nil {
 		err = m.layers.Settle()
 	}
 	if err != nil {
 		return nil, err
 	}
+
 	return v, nil
 }
 
@@ -69,31 +75,39 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	if err = usable(m); err != nil {
 		return
 	}
+
 	other, ok := from.(*Machine)
 	if !ok {
 		return fmt.Errorf("from is a %T, want a machine on the same device", from)
 	}
+
 	if err := usable(other); err != nil {
 		return err
 	}
+
 	if other.device != m.device {
 		return errors.New("from is a machine on another device")
 	}
+
 	if !other.runner.State.Ran() && !other.filled[keys] {
 		return errors.New("from has not run")
 	}
+
 	cache, ok := m.runner.Program.Caches[cached]
 	if !ok {
 		return errors.New("the node is no attention of this machine's that keeps keys and values")
 	}
+
 	ctx := m.device.ctx
 	if err := ctx.SyncStream(other.runner.Stream); err != nil {
 		return err
 	}
+
 	before, again := other.runner.Program.Caches[keys]
 	if again && values != keys {
 		return errors.New("keys is an attention that keeps both: name it as values too")
 	}
+
 	for i, to := range []*program.Array{cache.Keys, cache.Values} {
 		n := []*gorgonia.Node{keys, values}[i]
 		a := []*program.Array{before.Keys, before.Values}[i]
@@ -111,12 +125,15 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 			return err
 		}
 	}
+
 	if err := ctx.SyncStream(m.runner.Stream); err != nil {
 		return err
 	}
+
 	if m.filled == nil {
 		m.filled = map[*gorgonia.Node]bool{}
 	}
+
 	m.filled[cached] = true
 	return nil
 }
@@ -126,6 +143,7 @@ func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	if err := usable(m); err != nil {
 		return nil, err
 	}
+
 	a, ok := m.runner.Program.Values[n]
 	switch {
 	case n == nil || !ok:
@@ -138,6 +156,7 @@ func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	case !a.Resident && a.Last < len(m.runner.Program.Calls):
 		return nil, fmt.Errorf("%s is not kept: name it with WithOutputs", graph.Describe(n))
 	}
+
 	return a, nil
 }
 
@@ -174,10 +193,12 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
+
 	if err := run.Joined(m.optimizer.Arrive(m.runner.Stream),
 		m.device.ctx.SyncStream(m.runner.Stream)); err != nil {
 		return err
 	}
+
 	var inputs []*program.Input
 	for _, p := range params {
 		i, err := inputOf(m, p)
@@ -186,6 +207,7 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 		}
 		inputs = append(inputs, i)
 	}
+
 	hosts := func(*program.Input) *run.KeptParam { return nil }
 	return m.runner.Inputs.SendSome(inputs, hosts)
 }
@@ -212,12 +234,14 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
+
 	all := some
 	if len(some) == 0 { // but what nobody needs, and what another machine has
 		all = slices.DeleteFunc(slices.Clone(m.config.Params), func(p *gorgonia.Node) bool {
 			return m.runner.Inputs.Of(p) == nil
 		})
 	}
+
 	var inputs []*program.Input
 	var memory [][]float32
 	for _, p := range all {
@@ -237,18 +261,22 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 		}
 		inputs, memory = append(inputs, i), append(memory, to)
 	}
+
 	if err := m.optimizer.Arrive(m.runner.Stream); err != nil {
 		return err
 	}
+
 	for k, i := range inputs {
 		if err := download(m, i, memory[k], len(some) == 0); err != nil {
 			return err
 		}
 	}
+
 	x := m.optimizer
 	if len(some) > 0 || x == nil || x.Shared() {
 		return nil
 	}
+
 	return stateOf(x, x.Own)
 }
 
@@ -264,6 +292,7 @@ func download(m *Machine, i *program.Input, to []float32, all bool) error {
 	case x == nil:
 		return errNoOptimizer
 	}
+
 	whole, err := x.Gathered(slices.IndexFunc(x.Params,
 		func(p *update.Param) bool { return p.Input == i }), i.Part.Ptr())
 	copy(to, whole)
@@ -275,6 +304,7 @@ func stateOf(x *update.Optimizer, fetch func(param, moment int) (any, error)) er
 	if !x.Newer() {
 		return nil
 	}
+
 	var state []optim.Tensor
 	for n, p := range x.Params {
 		name, step := p.Input.Node.Name(), p.Step+int64(x.Steps)
@@ -292,11 +322,13 @@ func stateOf(x *update.Optimizer, fetch func(param, moment int) (any, error)) er
 				Shape: m.Shape(p.Input.Array.Shape), Data: data})
 		}
 	}
+
 	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })
 	// which refuses nothing else of what these kernels leave
 	if err := x.SetState(state); err != nil {
 		return fmt.Errorf("%w: %w", ErrNonFinite, err)
 	}
+
 	return nil
 }
 
@@ -317,6 +349,7 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 	case x.Shared():
 		return nil, errors.New("the parameters are divided among ranks")
 	}
+
 	for _, p := range x.Params {
 		switch in := p.Input; {
 		case !m.runner.Memory.Owns(in.Array.Base):
@@ -326,14 +359,17 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 				graph.Describe(in.Node))
 		}
 	}
+
 	if err := m.device.ctx.SyncStream(m.runner.Stream); err != nil {
 		return nil, err
 	}
+
 	k := run.NewKept(m.device.ctx)
 	x.Leave(k, m.runner.Memory)
 	if err := m.Close(); err != nil {
 		return nil, run.Joined(err, k.Close())
 	}
+
 	return &Kept{k}, nil
 }
 
@@ -417,14 +453,17 @@ func whole(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	in, _, err := inputIn(m, a)
 	if err != nil {
 		return nil, err
 	}
+
 	if in != nil && in.Part != nil {
 		return nil, fmt.Errorf("%s is divided among ranks (WithRanks): its values have no one "+
 			"address", graph.Describe(n))
 	}
+
 	return a, nil
 }
 
@@ -449,6 +488,7 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	if err != nil {
 		return err
 	}
+
 	switch {
 	case ptr == 0 || ptr%program.Alignment != 0:
 		return fmt.Errorf("%s: got the address %#x, want a multiple of %d", graph.Describe(n),
@@ -457,6 +497,7 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 		return fmt.Errorf("%s: got %d bytes, want %d: %d elements of %v", graph.Describe(n), bytes,
 			a.Extent(), a.Len(), a.Type)
 	}
+
 	i := slices.IndexFunc(m.runner.Program.Inputs, func(i *program.Input) bool {
 		return i.Array.Buffer == a.Buffer
 	})
@@ -468,12 +509,15 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	if err != nil {
 		return fmt.Errorf("%s %w", graph.Describe(n), err)
 	}
+
 	if err := moveBuffer(m, a.Buffer, gpu.Ptr(ptr)); err != nil {
 		return err
 	}
+
 	if i >= 0 {
 		m.runner.Program.Inputs[i].Bound = true
 	}
+
 	return nil
 }
 
@@ -492,6 +536,7 @@ func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
 	case i.Constant && m.optimizer != nil:
 		return errors.New("is a parameter that an optimiser updates: bind it before SetOptimizer")
 	}
+
 	return nil
 }
 
@@ -508,6 +553,7 @@ func canBindOutput(m *Machine, n *gorgonia.Node, a *program.Array) error {
 	}):
 		return errors.New("is a gradient that an optimiser reads: bind it before SetOptimizer")
 	}
+
 	return nil
 }
 
@@ -516,13 +562,16 @@ func moveBuffer(m *Machine, b *program.Buffer, to gpu.Ptr) error {
 	if b.Base == to {
 		return nil
 	}
+
 	if err := m.runner.DropCaptures(); err != nil {
 		return err
 	}
+
 	old := b.Base
 	b.Base = to
 	if b.Resident && m.runner.Memory.Owns(old) {
 		return m.runner.Memory.Free(old)
 	}
+
 	return nil
 }

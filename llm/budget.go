@@ -26,10 +26,12 @@ func (b Budget) Check() error {
 			set++
 		}
 	}
+
 	if set > 1 || b.Time < 0 || b.Tokens < 0 || !(b.FLOPs >= 0) || math.IsInf(b.FLOPs, 0) {
 		return fmt.Errorf("llm: TrainConfig.Budget is %+v, want one field above 0 at most, the "+
 			"others 0", b)
 	}
+
 	return nil
 }
 

@@ -80,9 +80,11 @@ func (t *Trainer) decoder() (logitsFunc, error) {
 		}
 		return err
 	}
+
 	if err := t.inTurn(renew); err != nil {
 		return nil, err
 	}
+
 	return func(ctx context.Context, tokens []int) (logits any, err error) {
 		err = t.inTurn(func() error {
 			if err := renew(); err != nil {

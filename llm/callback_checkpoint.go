@@ -41,6 +41,7 @@ func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Ca
 	if t.made() != nil {
 		return refusing("Checkpoint: %w", t.made())
 	}
+
 	c := &checkpointer{t: t, path: path, every: every, write: saveWhole}
 	t.addSaver()
 	for _, opt := range opts {
@@ -49,6 +50,7 @@ func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Ca
 		}
 		opt(c)
 	}
+
 	return c.event
 }
 
@@ -83,11 +85,13 @@ func (c *checkpointer) event(e Event) error {
 	case !due(e, c.every) && e.Kind != Interrupted && !c.wanted(e):
 		return c.poll()
 	}
+
 	c.asked = c.t.steering.saves()
 	apart := c.parts && c.t.parallel()
 	if c.background && !apart && e.Kind == StepEnd && !e.Last {
 		return c.saveBeside(e.Step)
 	}
+
 	return c.save(e.Step)
 }
 
@@ -123,10 +127,12 @@ func (c *checkpointer) save(step int) error {
 			return err
 		}
 	}
+
 	written := write(c.path)
 	if err := errors.Join(failed, written); err != nil {
 		return err
 	}
+
 	return c.saved(step)
 }
 
@@ -142,13 +148,16 @@ func (c *checkpointer) begin() error {
 		}
 		return nil
 	}
+
 	info, err := os.Stat(c.path)
 	if err == nil && !info.Mode().IsRegular() && !info.IsDir() {
 		return fmt.Errorf("llm: Checkpoint: %s is not a regular file", c.path)
 	}
+
 	if err := modelfile.Replaceable(c.path); err != nil {
 		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}
+
 	if err := modelfile.Writable(c.path); err != nil {
 		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}
@@ -157,6 +166,7 @@ func (c *checkpointer) begin() error {
 	if err != nil && !errors.Is(err, errors.ErrUnsupported) {
 		return fmt.Errorf("llm: Checkpoint: %w", err)
 	}
+
 	c.release = release
 	return nil
 }
@@ -176,20 +186,24 @@ func (c *checkpointer) saveBeside(step int) error {
 	if err := c.t.agreeNow(c.finish()); err != nil {
 		return err
 	}
+
 	c.tried = step
 	defer c.t.busyNow("copying a checkpoint")()
 	tensors, metadata, err := c.t.copied()
 	if err != nil {
 		return err
 	}
+
 	c.step, c.written = step, make(chan error, 1)
 	if !c.t.writesNow() {
 		c.written <- nil
 		return nil
 	}
+
 	go func(written chan<- error) {
 		written <- c.write(c.path, tensors, metadata)
 	}(c.written)
+
 	return nil
 }
 
@@ -285,13 +299,16 @@ func saveApart(path string, tensors []safetensors.Tensor, metadata map[string]st
 	if err != nil {
 		return err
 	}
+
 	metadata[modelfile.PartsKey] = string(text)
 	if err := set.SavePart(path, 0, moments); err != nil {
 		return err
 	}
+
 	if err := safetensors.Save(path, rest, metadata); err != nil {
 		return err
 	}
+
 	_ = set.Tidy(path)
 	return nil
 }

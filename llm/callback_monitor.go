@@ -20,6 +20,7 @@ func Monitor(t *Trainer, w io.Writer, every int) Callback {
 	if t.made() != nil || w == nil {
 		return refusing("Monitor: the trainer or the writer is nil")
 	}
+
 	return func(e Event) error {
 		p, ok := t.currentEngine().(Profiler)
 		if !ok || !due(e, every) && e.Kind != RunEnd {
@@ -44,6 +45,7 @@ func Ceilings(t *Trainer) Callback {
 	if t.made() != nil {
 		return refusing("Ceilings: %w", t.made())
 	}
+
 	return func(e Event) error {
 		m, ok := t.currentEngine().(Measurer)
 		if !ok || e.Kind != StepEnd || e.RunTokens != int64(e.StepTokens) {
@@ -74,14 +76,17 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	case after < 1:
 		return refusing("ProfileStep: after %d steps, want at least 1", after)
 	}
+
 	tracer, ok := t.currentEngine().(Tracer)
 	if !ok {
 		return refusing("ProfileStep: the trainer's engine does not profile steps; that of package " +
 			"llm/gpu does")
 	}
+
 	if err := atomicfile.Writable(path); err != nil { // now, not when the steps have been made
 		return refusing("ProfileStep: the trace cannot be written: %w", err)
 	}
+
 	steps, done := 0, false
 	return func(e Event) error {
 		switch {
@@ -139,6 +144,7 @@ func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
 	case period <= 0:
 		return refusing("Scrub: the period is %v, want one above 0", period)
 	}
+
 	s := &scrub.Scrubber{Network: t.Model.Kasmina, Period: period}
 	return func(e Event) error {
 		switch e.Kind {

@@ -63,14 +63,17 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 		}
 		opt(&c)
 	}
+
 	if t.made() != nil {
 		return refusing("Evaluate: %w", t.made())
 	}
+
 	for _, text := range []*data.Evaluation{text, c.quick} {
 		if err := t.canScore(text); err != nil {
 			return refusing("Evaluate: %w", err)
 		}
 	}
+
 	return func(e Event) error {
 		if !due(e, every) {
 			return nil
@@ -106,12 +109,15 @@ func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sam
 	case n < 0:
 		return refusing("SampleText: asked for %d tokens, want at least 0", n)
 	}
+
 	if err := t.config().Knows(slices.Values(promptTokens(tok, prompt))); err != nil {
 		return refusing("SampleText: the prompt: %w", err)
 	}
+
 	if c.Vocab == 0 || c.Vocab > tok.VocabSize() {
 		c.Vocab = tok.VocabSize()
 	}
+
 	return func(e Event) error {
 		if e.Kind == RunStart && path != "" {
 			if err := overwritable(path); err != nil {
@@ -163,6 +169,7 @@ func drawSample(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int,
 	if err != nil {
 		return "", err
 	}
+
 	g := GeneratorOf(t.config(), t.decoder)
 	var tokens []int
 	for token, err := range g.Generate(t.context(), promptTokens(tok, prompt), n, s) {
@@ -171,6 +178,7 @@ func drawSample(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int,
 		}
 		tokens = append(tokens, token)
 	}
+
 	text, err := tok.Decode(tokens)
 	return prompt + string(text), err
 }

@@ -70,6 +70,7 @@ func TestMonitor(t *testing.T) {
 			t.Errorf("the table:\n%s", out.String())
 		}
 	}
+
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 	var out strings.Builder
 	tr.On(Monitor(tr, &out, 1))
@@ -93,6 +94,7 @@ func TestCeilings(t *testing.T) {
 	if runtime.GOARCH == "amd64" {
 		require.Greater(t, c.Product, 1e8)
 	}
+
 	tr.driver.engine = measurer{tr.driver.engine}
 	var kinds []EventKind
 	tr.On(Ceilings(tr), func(e Event) error {
@@ -103,6 +105,7 @@ func TestCeilings(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	require.Equal(t, []EventKind{RunStart, Measured, StepEnd, StepEnd, RunEnd},
 		slices.DeleteFunc(kinds, func(k EventKind) bool { return k == Chosen }))
@@ -127,6 +130,7 @@ func TestMonitorOnCPU(t *testing.T) {
 	for _, name := range []string{"LinearGrad", "SiLUMLP", "Update"} {
 		require.Contains(t, out.String(), name)
 	}
+
 	var kinds []EventKind
 	for _, e := range events {
 		kinds = append(kinds, e.Kind)
@@ -140,6 +144,7 @@ func TestMonitorOnCPU(t *testing.T) {
 			require.Contains(t, out.String(), e.Ops[0].Op)
 		}
 	}
+
 	require.Equal(t, []EventKind{RunStart, Chosen, StepEnd, StepEnd, Profiled, StepEnd, StepEnd,
 		Profiled, RunEnd, RunStart, Chosen, StepEnd, Profiled, RunEnd}, kinds)
 }
@@ -200,10 +205,12 @@ func TestProfileStep(t *testing.T) {
 			t.Errorf("%+v: the trace %q, %v", test, trace, err)
 		}
 	}
+
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	for _, path := range []string{filepath.Join(file, "trace.json"), filepath.Dir(file)} {
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 		e := &traced{Engine: tr.driver.engine, takes: 1}
@@ -214,6 +221,7 @@ func TestProfileStep(t *testing.T) {
 			t.Errorf("a trace at %s: %v after %d steps", path, err, tr.Step())
 		}
 	}
+
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 	tr.On(ProfileStep(tr, io.Discard, "", 1))
 	if err := tr.Run(context.Background()); err == nil ||
@@ -243,6 +251,7 @@ func TestScrub(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.ErrorIs(t, tr.Run(ctx), context.Canceled)
 	require.Len(t, events, 2)
 	require.Equal(t, 1, events[0].Step)
@@ -255,6 +264,7 @@ func TestScrub(t *testing.T) {
 		require.ErrorContains(t, events[i].Err, want)
 		require.Equal(t, 1, strings.Count(out.String(), "corrupt   "+want), out.String())
 	}
+
 	require.Equal(t, 2, strings.Count(out.String(), "\n"))
 }
 
@@ -271,6 +281,7 @@ func TestScrubOfAFailedRun(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.ErrorIs(t, tr.Run(t.Context()), state.ErrCorrupt)
 	require.Len(t, told, 1)
 }
@@ -285,6 +296,7 @@ func TestScrubRefuses(t *testing.T) {
 	} {
 		require.ErrorContains(t, c(Event{Kind: RunStart}), want)
 	}
+
 	full := errors.New("no space left")
 	seedtest.FlipAlpha(t, tr.Model.Kasmina.Lattice(0), 2)
 	tr.On(Scrub(tr, failingWriter{full}, time.Second))
@@ -331,6 +343,7 @@ func TestEpochEnd(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 
 	var kinds []EventKind
@@ -342,6 +355,7 @@ func TestEpochEnd(t *testing.T) {
 			ends, happened = append(ends, e), append(happened, e.SeedEvents...)
 		}
 	}
+
 	require.Equal(t, []EventKind{StepEnd, StepEnd, EpochEnd, StepEnd, StepEnd, StepEnd, EpochEnd,
 		StepEnd, StepEnd, EpochEnd, RunEnd}, kinds)
 	require.Equal(t, []int{3, 6, 7}, []int{ends[0].Step, ends[1].Step, ends[2].Step})
@@ -398,6 +412,7 @@ func BenchmarkTelemetry(b *testing.B) {
 		return [2]float64{time.Since(start).Seconds() / steps,
 			(processor.Time(b) - used).Seconds() / steps}
 	}
+
 	measure(modes[0])
 	var off []float64
 	var ratios [3][2][]float64
@@ -414,6 +429,7 @@ func BenchmarkTelemetry(b *testing.B) {
 			}
 		}
 	}
+
 	median := func(v []float64) float64 {
 		slices.Sort(v)
 		return (v[(len(v)-1)/2] + v[len(v)/2]) / 2
@@ -431,21 +447,25 @@ func newTrainerOf(b *testing.B, c Config, batch int) *Trainer {
 	if err != nil {
 		b.Fatal(err)
 	}
+
 	loader, err := data.NewLoader(&idTokens{ids: make([]int, 50000), tokenizer: "bytes", vocab: 256,
 		fingerprint: "zeros"},
 		data.LoaderConfig{Batch: batch, Seq: c.Seq})
 	if err != nil {
 		b.Fatal(err)
 	}
+
 	optimizer, err := adamW()
 	if err != nil {
 		b.Fatal(err)
 	}
+
 	tr, err := NewTrainer(m, loader, optimizer, TrainConfig{Steps: math.MaxInt, Batch: batch,
 		Schedule: optim.Constant(1e-4)})
 	if err != nil {
 		b.Fatal(err)
 	}
+
 	b.Cleanup(func() { tr.Close() })
 	return tr
 }

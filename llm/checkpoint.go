@@ -85,6 +85,7 @@ func (t *Trainer) saveParts(path string, e Parallel) error {
 	if err != nil {
 		return err
 	}
+
 	tensors, metadata, err := t.snapshotOf(func() ([]optim.Tensor, error) {
 		counts, stretches, err := t.ownState(e)
 		if err != nil {
@@ -92,17 +93,21 @@ func (t *Trainer) saveParts(path string, e Parallel) error {
 		}
 		return counts, set.SavePart(path, e.Rank(), stretches)
 	})
+
 	if err = t.team.agree(err); err != nil || !t.team.writes() {
 		return err
 	}
+
 	text, err := json.Marshal(set)
 	if err != nil {
 		return err
 	}
+
 	metadata[modelfile.PartsKey] = string(text)
 	if err := safetensors.Save(path, tensors, metadata); err != nil {
 		return err
 	}
+
 	_ = set.Tidy(path)
 	return nil
 }
@@ -120,6 +125,7 @@ func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfi
 	if !ok {
 		return nil, nil, fmt.Errorf("llm: %T remembers whole models alone", t.Optimizer)
 	}
+
 	parts, err := e.Own()
 	if err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
@@ -129,6 +135,7 @@ func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfi
 	for _, p := range t.Model.Params {
 		sizes[p.Name] = p.Value.Shape().TotalSize()
 	}
+
 	counts, own := o.StateParts(parts)
 	for _, s := range own {
 		if !isFinite(s.Data) {
@@ -141,6 +148,7 @@ func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfi
 		}
 		moments = append(moments, m)
 	}
+
 	return counts, moments, nil
 }
 
@@ -165,9 +173,11 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	if err := t.usable(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
+
 	if err := t.driver.gatherState(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
+
 	return t.snapshotOf(func() ([]optim.Tensor, error) {
 		state := t.Optimizer.State()
 		for _, s := range state {
@@ -185,17 +195,21 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 	if err := t.usable(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
+
 	tensors, metadata, err := tensorsOf(t.Model)
 	if err != nil {
 		return nil, nil, err
 	}
+
 	if err := t.driver.probe(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
+
 	state, err := remembered()
 	if err != nil {
 		return nil, nil, err
 	}
+
 	for _, s := range state {
 		x, err := safetensors.New(modelfile.OptimizerPrefix+s.Name, s.Shape, s.Data)
 		if err != nil {
@@ -203,10 +217,12 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 		}
 		tensors = append(tensors, x)
 	}
+
 	parts, err := t.saveStates(metadata)
 	if err != nil {
 		return nil, nil, err
 	}
+
 	tensors = append(tensors, parts...)
 
 	e := t.Last()
@@ -220,6 +236,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 			ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB)},
 		modelfile.NotesKey: t.Config.Notes,
 	}
+
 	for _, key := range slices.Sorted(maps.Keys(values)) {
 		text, err := json.Marshal(values[key])
 		if err != nil {
@@ -227,6 +244,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 		}
 		metadata[key] = string(text)
 	}
+
 	return tensors, metadata, nil
 }
 
@@ -256,13 +274,16 @@ func ReadNotes(path string) (map[string]string, error) {
 		return nil, err
 	}
 	defer f.Close()
+
 	if _, ok := f.Metadata[modelfile.NotesKey]; !ok {
 		return nil, f.Errorf("it has no notes of a run, which Trainer.Save writes: a model alone " +
 			"cannot go on")
 	}
+
 	var notes map[string]string
 	if err := f.Decode(modelfile.NotesKey, "the notes", modelfile.MaxNotes, &notes); err != nil {
 		return nil, err
 	}
+
 	return notes, nil
 }

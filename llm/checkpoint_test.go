@@ -45,6 +45,7 @@ func TestChild(t *testing.T) {
 	if len(task) == 0 {
 		return // this is not a child
 	}
+
 	path := task[2]
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1 << 30,
 		optimizer: optimizers[task[1]]})
@@ -75,6 +76,7 @@ func TestChild(t *testing.T) {
 			return nil
 		})
 	}
+
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -90,9 +92,11 @@ func startChild(t *testing.T, task, want string) *exec.Cmd {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := c.Start(); err != nil {
 		t.Fatal(err)
 	}
+
 	lines := bufio.NewScanner(out)
 	for lines.Scan() {
 		if lines.Text() == want {
@@ -106,6 +110,7 @@ func startChild(t *testing.T, task, want string) *exec.Cmd {
 			t.Fatal(lines.Text())
 		}
 	}
+
 	t.Fatalf("the child ended without printing %q: %v", want, c.Wait())
 	return nil
 }
@@ -156,6 +161,7 @@ func TestKillWhileSaving(t *testing.T) {
 	if testing.Short() {
 		kills = 20
 	}
+
 	r := texttest.Rand(t)
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	var left []string         // by the last kill
@@ -169,6 +175,7 @@ func TestKillWhileSaving(t *testing.T) {
 		}
 		return files
 	}
+
 	last, during, i := 0, 0, 0
 	// How many kills meet a half-written file is up to the disk: missing ones are waited for.
 	for ; i < kills || i < 10*kills && during < kills/20; i++ {
@@ -195,9 +202,11 @@ func TestKillWhileSaving(t *testing.T) {
 		}
 		last = tr.Step()
 	}
+
 	if during < kills/20 {
 		t.Errorf("only %d of %d kills came while a file was being written", during, i)
 	}
+
 	t.Logf("%d kills, %d of them while a file was being written; step %d", i, during, last)
 }
 
@@ -210,14 +219,17 @@ func TestResumeErrors(t *testing.T) {
 	if err := source.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	modelOnly := filepath.Join(dir, "only.safetensors")
 	if err := source.Model.Save(modelOnly); err != nil {
 		t.Fatal(err)
 	}
+
 	whole, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	damaged := func(change func([]byte) []byte) string {
 		p := filepath.Join(dir, "damaged.safetensors")
 		if err := os.WriteFile(p, change(slices.Clone(whole)), 0o666); err != nil {
@@ -225,6 +237,7 @@ func TestResumeErrors(t *testing.T) {
 		}
 		return p
 	}
+
 	edited := func(change func(tensors map[string]safetensors.Tensor,
 		metadata map[string]string)) string {
 		list, metadata, err := safetensors.Load(path)
@@ -247,11 +260,13 @@ func TestResumeErrors(t *testing.T) {
 		}
 		return p
 	}
+
 	const some = "model.layers.0.mlp.gate_proj.weight"
 	empty := filepath.Join(dir, "empty.safetensors")
 	if err := os.WriteFile(empty, nil, 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	for name, c := range map[string]struct {
 		path string
 		o    trainerOptions
@@ -295,6 +310,7 @@ func TestResumeErrors(t *testing.T) {
 			}
 		})
 	}
+
 	// These share a file, so they run one after the other.
 	for name, c := range map[string]struct {
 		change func(tensors map[string]safetensors.Tensor, metadata map[string]string)
@@ -352,6 +368,7 @@ func TestResumeErrors(t *testing.T) {
 			refuses(t, edited(c.change), trainerOptions{}, c.want, nil)
 		})
 	}
+
 	t.Run("every altered byte", func(t *testing.T) {
 		r := rand.New(rand.NewPCG(1, 2))
 		for range 200 {
@@ -370,6 +387,7 @@ func refuses(t *testing.T, path string, o trainerOptions, want string, is error)
 	if o.config.Vocab == 0 {
 		o.config = tiny()
 	}
+
 	o.steps = 3
 	tr, same := newTrainer(t, o), newTrainer(t, o)
 	for _, x := range []*Trainer{tr, same} {
@@ -377,19 +395,23 @@ func refuses(t *testing.T, path string, o trainerOptions, want string, is error)
 			t.Fatal(err)
 		}
 	}
+
 	tr.Config.Steps = 100 // for a checkpoint of a later step than both are at
 	err := tr.Resume(t.Context(), path)
 	if err == nil {
 		t.Fatal("no error")
 	}
+
 	if is != nil && !errors.Is(err, is) {
 		t.Errorf("error %q is not %q", err, is)
 	}
+
 	for _, word := range strings.Split(want, "|") {
 		if !strings.Contains(err.Error(), word) {
 			t.Errorf("error %q does not say %q", err, word)
 		}
 	}
+
 	checkSame(t, same, tr)
 }
 
@@ -496,12 +518,15 @@ func stateOf(t testing.TB, tr *Trainer) string {
 	for _, p := range tr.Model.Params {
 		fmt.Fprintf(&b, "%s %x\n", p.Name, p.Value.Data())
 	}
+
 	for _, a := range tr.Model.Kasmina.Arrays() {
 		fmt.Fprintln(&b, a.Name, a.Shape, a.Data)
 	}
+
 	for _, s := range tr.Optimizer.State() {
 		fmt.Fprintln(&b, s.Name, s.Shape, s.Data)
 	}
+
 	fmt.Fprintln(&b, tr.Loader.State(), tr.last.Step, tr.last.Loss, tr.Optimizer.LR())
 	return b.String()
 }
@@ -517,6 +542,7 @@ func TestNumbersThatAreNone(t *testing.T) {
 			x[name].Data.([]float32)[at] = v
 		}
 	}
+
 	inMetadata := func(old, now string) func(map[string]safetensors.Tensor, map[string]string) {
 		return func(_ map[string]safetensors.Tensor, m map[string]string) {
 			before := m[modelfile.TrainingKey]
@@ -524,6 +550,7 @@ func TestNumbersThatAreNone(t *testing.T) {
 			require.NotEqual(t, before, m[modelfile.TrainingKey])
 		}
 	}
+
 	nan, inf := float32(math.NaN()), float32(math.Inf(-1))
 	for name, c := range map[string]struct {
 		change func(map[string]safetensors.Tensor, map[string]string)
@@ -632,6 +659,7 @@ func TestHoles(t *testing.T) {
 					`"%s":{"dtype":"F32","shape":[%d],`+
 					`"data_offsets":[0,%d]}}`, config, name, size/4, size))
 	}
+
 	for what, content := range map[string][]byte{
 		"nothing": nil, "a parameter": one(embedName, string(config)),
 		"a lattice": one("lattice.0.stage",
@@ -735,6 +763,7 @@ func checkRefusal(t *testing.T, tr *Trainer, path string, size int64) {
 		require.True(t, before == stateOf(t, tr), "refused with %v, something has changed", err)
 		return
 	}
+
 	if tr.last.Step < tr.Config.Steps {
 		if err := tr.step(); err == nil {
 			require.NoError(t, tr.driver.probe())
@@ -765,6 +794,7 @@ func inParts(t testing.TB, path string, tensors []safetensors.Tensor, metadata m
 		}
 		require.NoError(t, set.SavePart(path, rank, own))
 	}
+
 	return path + ".0123456789abcdef-2of2"
 }
 
@@ -819,6 +849,7 @@ func TestPartsThatAnnounceMore(t *testing.T) {
 		announced = append(announced, safetensors.Tensor{Data: make([]float32, 2),
 			Name: fmt.Sprintf("optimizer.model.embed_tokens.weight.%d", i)})
 	}
+
 	inParts(t, path, tensors, metadata, announced)
 	f, err := modelfile.Open(path)
 	require.NoError(t, err)
@@ -844,6 +875,7 @@ func FuzzBlueprint(f *testing.F) {
 		require.NoError(f, err)
 		f.Add(withoutChecksums(f, tensors, metadata))
 	}
+
 	path := filepath.Join(f.TempDir(), "blueprint")
 	f.Fuzz(func(t *testing.T, b []byte) {
 		require.NoError(t, os.WriteFile(path, b, 0o666))
@@ -887,6 +919,7 @@ func TestBackgroundCheckpoint(t *testing.T) {
 		}
 		return files
 	}
+
 	want, got := files(), files(InBackground())
 	for _, step := range []int{2, 4, 6, 8, 10, 11} {
 		if len(want[step]) == 0 || !bytes.Equal(want[step], got[step]) {
@@ -903,6 +936,7 @@ func TestBackgroundCheckpointFails(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	for _, steps := range []int{30, 2} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: steps})
 		tr.On(Checkpoint(tr, filepath.Join(file, "m"), 1, InBackground()))

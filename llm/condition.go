@@ -89,6 +89,7 @@ func (c condition) err() error {
 	case closed:
 		return errClosed
 	}
+
 	return nil
 }
 

@@ -110,15 +110,18 @@ func (o KasminaOptions) check() error {
 				f.name, f.value)
 		}
 	}
+
 	if _, err := o.Stability.MarshalText(); err != nil {
 		return fmt.Errorf("llm: Config.KasminaOptions.Stability is %v, want Adaptive, Fast or "+
 			"Strict",
 			o.Stability)
 	}
+
 	if o.GradClip > 0 && o.AdaptiveClip > 0 {
 		return fmt.Errorf("llm: Config.KasminaOptions: GradClip is %v and AdaptiveClip is %v, "+
 			"want one of them to be 0", o.GradClip, o.AdaptiveClip)
 	}
+
 	return nil
 }
 
@@ -128,18 +131,23 @@ func (o KasminaOptions) Options(training bool) []op.KasminaOption {
 	if o.Epsilon > 0 {
 		opts = append(opts, op.WithEpsilon(o.Epsilon))
 	}
+
 	if o.GradClip > 0 {
 		opts = append(opts, op.WithGradClip(o.GradClip))
 	}
+
 	if o.AdaptiveClip > 0 {
 		opts = append(opts, op.WithAdaptiveGradClip(o.AdaptiveClip))
 	}
+
 	if !training {
 		return append(opts, op.WithoutTelemetry())
 	}
+
 	if o.StopOnNonFinite {
 		opts = append(opts, op.StopOnNonFinite())
 	}
+
 	return opts
 }
 
@@ -164,16 +172,20 @@ func (c Config) Default() Config {
 	if c.Heads > 0 && c.Dim%c.Heads == 0 {
 		set(&c.HeadDim, c.Dim/c.Heads)
 	}
+
 	set(&c.FF, (c.Dim*8/3+31)/32*32)
 	if c.Base == 0 {
 		c.Base = 10000
 	}
+
 	if c.Eps == 0 {
 		c.Eps = 1e-5
 	}
+
 	if len(c.Kasmina) > 0 {
 		set(&c.Slots, c.Seeds+1)
 	}
+
 	return c
 }
 
@@ -207,12 +219,14 @@ func (c Config) Check() error {
 		return fmt.Errorf("llm: Config.Dim is %d, want a multiple of Heads, %d, or a HeadDim of "+
 			"its own", c.Dim, c.Heads)
 	}
+
 	for _, check := range []func() error{c.checkFields, c.KasminaOptions.check, c.checkKasmina,
 		c.checkTraits, c.checkSites, c.checkGrown} {
 		if err := check(); err != nil {
 			return err
 		}
 	}
+
 	dim, heads := float64(c.Dim), float64(c.Heads+c.KVHeads)*float64(c.HeadDim)
 	block := dim*(2*heads+3*float64(c.FF)+2) + float64(max(c.Slots, 0))*max(dim,
 		float64(c.SlotWidth))
@@ -220,6 +234,7 @@ func (c Config) Check() error {
 		return fmt.Errorf("llm: Config describes some %.2g parameters, want at most %.2g", n,
 			float64(maxParams))
 	}
+
 	return nil
 }
 
@@ -238,6 +253,7 @@ func (c Config) checkFields() error {
 			return fmt.Errorf("llm: Config.%s is %d, want 1 to %d%s", f.name, f.value, f.max, hint)
 		}
 	}
+
 	switch {
 	case c.Heads%c.KVHeads != 0:
 		return fmt.Errorf("llm: Config.Heads is %d, want a multiple of KVHeads %d", c.Heads,
@@ -250,6 +266,7 @@ func (c Config) checkFields() error {
 	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):
 		return fmt.Errorf("llm: Config.Eps is %v, want a finite number of at least 0", c.Eps)
 	}
+
 	return nil
 }
 
@@ -265,9 +282,11 @@ func (c Config) checkKasmina() error {
 		}
 		seen[b] = true
 	}
+
 	if len(c.Kasmina) == 0 {
 		return nil
 	}
+
 	switch {
 	case c.Seeds < 1 || c.Dim%c.Seeds != 0:
 		return fmt.Errorf("llm: Config.Seeds is %d, want a divisor of Dim %d", c.Seeds, c.Dim)
@@ -278,5 +297,6 @@ func (c Config) checkKasmina() error {
 		return fmt.Errorf("llm: Config.Slots is %d, want 2 (slot 0 means none) to 65536",
 			c.Slots)
 	}
+
 	return nil
 }

@@ -39,6 +39,7 @@ func TestZeroOutputs(t *testing.T) {
 		}
 		return names
 	}
+
 	require.Equal(t, []string{
 		"model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight",
 		"model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight",
@@ -122,6 +123,7 @@ func otherError(t *testing.T, want string) error {
 		_, err := NewTrainer(tr.Model, tr.Loader, tr.Optimizer, c)
 		return err
 	}
+
 	generate := func(prompt []int, c sampler.Config) error {
 		g, err := NewGenerator(tr.Model)
 		if err != nil {
@@ -133,6 +135,7 @@ func otherError(t *testing.T, want string) error {
 		}
 		return err
 	}
+
 	switch want {
 	case "float32 or float64":
 		_, err := NewModel(tiny(), tensor.Int, 1)
@@ -169,6 +172,7 @@ func otherError(t *testing.T, want string) error {
 	case "ids[1] is 256|0 to 255":
 		return generate([]int{1, 256}, sampler.Config{})
 	}
+
 	t.Fatalf("nothing provokes %q", want)
 	return nil
 }
@@ -309,9 +313,11 @@ func TestKasminaOptionsOfCheckpoints(t *testing.T) {
 		"Config.KasminaOptions.AdaptiveClip is 2 here and 0 there",
 		"Config.KasminaOptions.StopOnNonFinite is false here and true there",
 	}
+
 	for _, d := range differences {
 		require.ErrorContains(t, err, d)
 	}
+
 	var told []string
 	require.NoError(t, other.Resume(t.Context(), path, WithNewSettings(func(d []string) {
 		told = d
@@ -343,6 +349,7 @@ func TestBadKasminaOptions(t *testing.T) {
 		_, err := NewModel(withOptions(o), tensor.Float32, 1)
 		require.ErrorContains(t, err, want)
 	}
+
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	m, err := NewModel(withOptions(KasminaOptions{Epsilon: 0.5}), tensor.Float32, 1)
 	require.NoError(t, err)
@@ -436,10 +443,12 @@ func TestBlueprintErrors(t *testing.T) {
 	if err := m.SaveBlueprint(good, 0, 1); err != nil { // a LowRank
 		t.Fatal(err)
 	}
+
 	tensors, metadata, err := safetensors.Load(good)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	file := func(change func(tensors []safetensors.Tensor,
 		metadata map[string]string) []safetensors.Tensor) string {
 		path := filepath.Join(t.TempDir(), "file")
@@ -450,6 +459,7 @@ func TestBlueprintErrors(t *testing.T) {
 		}
 		return path
 	}
+
 	with := func(name string, shape []int, data any) string {
 		return file(func(all []safetensors.Tensor, _ map[string]string) []safetensors.Tensor {
 			for i, x := range all {
@@ -462,21 +472,25 @@ func TestBlueprintErrors(t *testing.T) {
 			return all
 		})
 	}
+
 	named := func(key, value string) string {
 		return file(func(all []safetensors.Tensor, meta map[string]string) []safetensors.Tensor {
 			meta[key] = value
 			return all
 		})
 	}
+
 	damaged := filepath.Join(dir, "damaged")
 	raw, err := os.ReadFile(good)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	raw[len(raw)-3] ^= 4
 	if err := os.WriteFile(damaged, raw, 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	// Seed 0 shares slot 3 with seed 3, which is a ChunkMLP; seed 2 is fossilized.
 	for _, to := range []state.Stage{state.Stabilization, state.Evaluating,
 		state.FineTuning, state.Fossilized} {
@@ -485,15 +499,18 @@ func TestBlueprintErrors(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	conv := filepath.Join(dir, "conv")
 	if err := m.SaveBlueprint(conv, 0, 2); err != nil {
 		t.Fatal(err)
 	}
+
 	shared := newTrainer(t, trainerOptions{config: roomy(), steps: 3}).Model
 	if err := shared.Germinate(0, 0, state.GerminationRequest{Slot: 3,
 		Kind: blueprints.LowRank}); err != nil {
 		t.Fatal(err)
 	}
+
 	inf := slices.Repeat([]float64{math.Inf(1)}, 8)
 	for name, c := range map[string]struct {
 		m           *Model
@@ -540,25 +557,30 @@ func TestBlueprintErrors(t *testing.T) {
 			t.Errorf("%s: the refused file has changed weights", name)
 		}
 	}
+
 	if err := m.SaveBlueprint(filepath.Join(dir, "x"), 0, 0); err == nil ||
 		!strings.Contains(err.Error(), "seed 0: it is Dormant") {
 		t.Errorf("saving a dormant seed: %v", err)
 	}
+
 	for _, at := range [][2]int{{0, -1}, {0, 4}, {2, 0}} {
 		if err := m.SaveBlueprint(filepath.Join(dir, "x"), at[0],
 			at[1]); !errors.Is(err, state.ErrSeed) {
 			t.Errorf("saving seed %d of layer %d: %v", at[1], at[0], err)
 		}
 	}
+
 	// The slot of a blueprint whose life is over may be another's.
 	if err := shared.Kasmina.Do(state.Command{Action: state.Move, Layer: 0, Seed: 3,
 		To: state.RolledBack}); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := shared.SaveBlueprint(filepath.Join(dir, "x"), 0, 3); err == nil ||
 		!strings.Contains(err.Error(), "seed 3: it is RolledBack") {
 		t.Errorf("saving a blueprint that has been rolled back: %v", err)
 	}
+
 	if err := m.LoadBlueprint(with("V", []int{2, 4}, make([]float32, 8)), 0, 1); err != nil {
 		t.Errorf("float32 in the file: %v", err)
 	}
@@ -579,6 +601,7 @@ func TestCapacityResumes(t *testing.T) {
 	if err := whole.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+
 	w := whole.Model.Param(blockPrefix(0) + kasminaWeights)
 	for slot, used := range map[int]int{1: 16, 2: 4, 3: 16} { // LowRank, ConvFilter, ChunkMLP
 		for i := range used {
@@ -587,6 +610,7 @@ func TestCapacityResumes(t *testing.T) {
 			}
 		}
 	}
+
 	path := filepath.Join(t.TempDir(), "run.safetensors")
 	first.On(func(e Event) error {
 		if e.Kind == StepEnd && e.Step == 11 {
@@ -594,16 +618,20 @@ func TestCapacityResumes(t *testing.T) {
 		}
 		return nil
 	})
+
 	if err := first.Run(t.Context()); err == nil {
 		t.Fatal("the first run was not interrupted")
 	}
+
 	second := newTrainer(t, o)
 	if err := second.Resume(t.Context(), path); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := second.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+
 	checkSame(t, second, whole)
 	narrow := newTrainer(t, trainerOptions{config: tiny(), steps: 30})
 	if err := narrow.Resume(t.Context(), path); !errors.Is(err, ErrArchitecture) ||
@@ -639,6 +667,7 @@ func TestCapacityStarts(t *testing.T) {
 		}
 		return all
 	}
+
 	first, second := plant(), plant()
 	for i, w := range first {
 		if !slices.Equal(w, second[i]) {
@@ -659,14 +688,17 @@ func TestCapacityErrors(t *testing.T) {
 		"Config.SlotWidth is 3, want Dim/Seeds, 4") {
 		t.Errorf("got %v", err)
 	}
+
 	if _, err := NewModel(tiny(), tensor.Float32, 1, state.WithWidth(9)); err == nil ||
 		!strings.Contains(err.Error(), "9 weights, want 4") {
 		t.Errorf("got %v", err)
 	}
+
 	m, err := NewModel(tiny(), tensor.Float32, 1)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	w := m.Param(blockPrefix(0) + kasminaWeights).Float32s()
 	w[9] = 7
 	before := slices.Clone(w)
@@ -858,6 +890,7 @@ func TestTraitsInAFile(t *testing.T) {
 	for i, p := range m.Params {
 		require.Equal(t, tr.Model.Params[i].Value.Data(), p.Value.Data(), p.Name)
 	}
+
 	require.Len(t, m.Params, 1+5*16+1)
 }
 
@@ -882,6 +915,7 @@ func TestTraitsGrow(t *testing.T) {
 		}
 		return all
 	}
+
 	before := blocks(c)
 	for _, order := range [][]int{{0, 1, 2, 3, 4, 0, 1, 2, 3, 4}, {0, 0, 1, 1, 2, 2, 3, 3, 4, 4},
 		{0, blueprints.NewBlock, 1, 2, 3, 4}, {blueprints.NewBlock, 0, 1, 2, 3, 4,
@@ -899,6 +933,7 @@ func TestTraitsGrow(t *testing.T) {
 		}
 		require.Equal(t, c, grown.Origin())
 	}
+
 	plain := gemma()
 	plain.Blocks = make([]Block, 3)
 	require.Nil(t, plain.Origin().Blocks, fmt.Sprint(plain.Origin().Blocks))

@@ -74,9 +74,11 @@ func learntBy(t *testing.T, tr *Trainer) map[string]uint32 {
 	for _, p := range tr.Model.Params {
 		put(p.Name, p.Value.Data())
 	}
+
 	for _, x := range tr.Optimizer.State() {
 		put(x.Name, x.Data)
 	}
+
 	return all
 }
 
@@ -148,6 +150,7 @@ func TestGrownIsAPlainModel(t *testing.T) {
 		}
 		return all
 	}
+
 	draw(g)
 	require.NoError(t, tr.Run(context.Background()))
 	grownBy(t, tr, 1, blueprints.Stack, 2)
@@ -158,10 +161,12 @@ func TestGrownIsAPlainModel(t *testing.T) {
 		copyNumbers(p.Value, tr.Model.Params[i].Value)
 		require.Equal(t, p.Name, tr.Model.Params[i].Name)
 	}
+
 	for layer := range 2 {
 		l := plain.Model.Kasmina.Lattice(layer)
 		require.NoError(t, l.SetArrays(tr.Model.Kasmina.Lattice(layer).Arrays()))
 	}
+
 	require.NoError(t, plain.Optimizer.SetState(tr.Optimizer.State()))
 	require.NoError(t, plain.Loader.SetState(tr.Loader.State()))
 	plain.note(func(e *Event) { e.Step = 4 })
@@ -243,6 +248,7 @@ func TestResumeWhileGrowing(t *testing.T) {
 		11: {move(1, state.RolledBack), germinate(2, blueprints.Stack, 2), move(2, state.Training)},
 		12: {move(2, state.Grafting)},
 	}
+
 	for opt, make := range map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon} {
 		t.Run(opt, func(t *testing.T) {
 			dir := t.TempDir()
@@ -291,6 +297,7 @@ func TestForgedBefore(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	const weight = "model.layers.0.mlp.up_proj.weight"
 	const grown = "part.growth.snapshot.0." // the model before it grew
@@ -301,6 +308,7 @@ func TestForgedBefore(t *testing.T) {
 			require.NotEqual(t, was, metadata[modelfile.TrainingKey])
 		}
 	}
+
 	for want, change := range map[string]func(map[string]safetensors.Tensor, map[string]string){
 		"": func(map[string]safetensors.Tensor, map[string]string) {},
 		`exp_avg is NaN at element 1`: func(x map[string]safetensors.Tensor, _ map[string]string) {
@@ -389,6 +397,7 @@ func TestGrowthThatCannotBe(t *testing.T) {
 		}
 		return CPUEngine()(m, o, c)
 	}
+
 	var told []error
 	tr.On(commanded(tr,
 		depthCommands{2: {germinate(0, blueprints.Stack, 2), move(0, state.Training),
@@ -399,6 +408,7 @@ func TestGrowthThatCannotBe(t *testing.T) {
 			}
 			return nil
 		})
+
 	require.NoError(t, tr.Run(context.Background()))
 	require.Len(t, told, 1)
 	require.ErrorIs(t, told[0], full)
@@ -423,6 +433,7 @@ func TestGrownConfig(t *testing.T) {
 		grown.Grown = []Grown{bad}
 		require.Error(t, grown.Check(), "%+v", bad)
 	}
+
 	fresh := deep()
 	fresh.Kasmina = []int{0, 2}
 	fresh = fresh.Grow(Grown{Seed: 1, Size: 1, Order: []int{0, 1, blueprints.NewBlock}})
@@ -453,6 +464,7 @@ func TestReplay(t *testing.T) {
 		require.NoError(t, tr.Grow(g))
 		return tr
 	}
+
 	first := start(Growth{Controller: quickDepth(), Record: &record}, time.Second)
 	require.NoError(t, first.Run(context.Background()))
 	require.Contains(t, record.String(), `"action":"Germinate"`)
@@ -524,6 +536,7 @@ func TestControllerGrows(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(context.Background()))
 	require.InDelta(t, 0.25*600, grown, 0.06*600)
 	s := tr.Model.Kasmina.Lattice(0).Report().Seeds[0]
@@ -557,6 +570,7 @@ func TestRewarm(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, whole.Run(t.Context()))
 	require.Equal(t, 4, whole.Model.Config.Layers)
 
@@ -564,12 +578,14 @@ func TestRewarm(t *testing.T) {
 	for step := range want {
 		want[step] = 1
 	}
+
 	require.Len(t, whole.Model.Config.Grown, 2)
 	for _, g := range whole.Model.Config.Grown {
 		for i := range rewarm {
 			want[g.Step+i] = float64(i+1) / (rewarm + 1)
 		}
 	}
+
 	require.InDeltaSlice(t, want, rates, 1e-12)
 
 	resumed := newTrainer(t, options)
@@ -642,6 +658,7 @@ func TestDivergedGrowth(t *testing.T) {
 		}
 		return e, err
 	}
+
 	require.NoError(t, tr.Run(context.Background()))
 	require.Equal(t, 2, tr.Model.Config.Layers)
 	stage, err := tr.Model.Kasmina.Lattice(0).Stage(0)

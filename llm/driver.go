@@ -58,13 +58,16 @@ func (d *driver) compute(u *update) (loss float64, err error) {
 	if d.t.team.ranks() != nil {
 		gather = d.gatherAll
 	}
+
 	if loss, err = gather(u); err != nil {
 		return 0, err
 	}
+
 	if math.IsNaN(loss) || math.IsInf(loss, 0) {
 		u.made = errors.Is(u.err, ErrOverflow) // a Stepper makes no other update then
 		return 0, d.diverged(fmt.Errorf("the loss is %v", loss))
 	}
+
 	if !u.made {
 		if err := d.prepare(u.rate); err != nil {
 			return 0, err
@@ -72,6 +75,7 @@ func (d *driver) compute(u *update) (loss float64, err error) {
 		u.made = true
 		u.norm, u.err = d.engine.Update()
 	}
+
 	switch {
 	case errors.Is(u.err, ErrGradients):
 		u.made = false
@@ -79,6 +83,7 @@ func (d *driver) compute(u *update) (loss float64, err error) {
 	case errors.Is(u.err, ErrOverflow):
 		return 0, d.diverged(u.err)
 	}
+
 	return loss, u.err
 }
 
@@ -90,12 +95,15 @@ func (d *driver) gatherAll(u *update) (loss float64, err error) {
 	} else {
 		losses, err = d.t.team.ranks().Batches(d.t.Config.Accumulate, d.t.Loader.Next)
 	}
+
 	if errors.Is(err, op.ErrNonFinite) {
 		err = d.diverged(err)
 	}
+
 	for _, l := range losses {
 		loss += l / float64(d.t.Config.Accumulate)
 	}
+
 	return loss, err
 }
 
@@ -123,6 +131,7 @@ func (d *driver) gather(u *update) (loss float64, err error) {
 		}
 		loss += l / float64(d.t.Config.Accumulate)
 	}
+
 	return loss, nil
 }
 
@@ -131,15 +140,18 @@ func (d *driver) finishAll(e ParallelStepper, u *update) (losses []float64, err 
 	if err := d.prepare(u.rate); err != nil {
 		return nil, err
 	}
+
 	own, err := d.t.team.say()
 	if err != nil {
 		return nil, err
 	}
+
 	r, err := e.StepBatches(d.t.Config.Accumulate, d.t.Loader.Next, own)
 	u.norm, u.made = r.Norm, r.Made
 	if errors.Is(err, ErrGradients) {
 		u.err, err = err, nil
 	}
+
 	var unheard error
 	d.t.heard, unheard = ranks.Hear(r.Words)
 	return r.Losses, errors.Join(err, unheard)
@@ -238,6 +250,7 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 	if err != nil {
 		return d.loseEngine(err)
 	}
+
 	clock.End("leaving the engine")
 	put := func(m modelState, scale *LossScale) error {
 		own := d.t.Model.Params
@@ -248,15 +261,18 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 		clock.End("the optimiser")
 		return d.replaceEngine(func() (Engine, error) { return make(m) }, scale)
 	}
+
 	if err = put(next, scale); err != nil {
 		if again := put(old, oldScale); again != nil {
 			err = d.loseEngine(fmt.Errorf("%w; and the one before: %w", err, again))
 		}
 	}
+
 	clock.End("the next engine")
 	if left := end(); left != nil {
 		slog.Warn("llm: memory of the engine before could not be given back", "error", left)
 	}
+
 	clock.End("what is left")
 	slog.Debug("llm: the model has another engine", "in", clock)
 	return err
@@ -284,9 +300,11 @@ func (d *driver) setOptimizer(known []Param, m modelState) error {
 			}
 		}
 	}
+
 	if err := d.t.Optimizer.Declare(valueGradsOf(m.Config, m.Params)); err != nil {
 		return err
 	}
+
 	return d.t.Optimizer.SetState(m.MomentsHere())
 }
 
@@ -304,10 +322,12 @@ func (d *driver) leave(old modelState) (make func(modelState) (Engine, error),
 			return d.newEngine()
 		}, func() error { return nil }, nil
 	}
+
 	kept, err := d.engine.(Keeper).Keep()
 	if err != nil {
 		return nil, nil, err
 	}
+
 	return func(m modelState) (Engine, error) {
 		d.attached = attachedTo(d.t.Model.Kasmina)
 		e, err := kept.Engine(m.From)
@@ -344,6 +364,7 @@ func (d *driver) replaceEngine(make func() (Engine, error), scale *LossScale) er
 	if err != nil {
 		return err
 	}
+
 	d.engine, d.name, d.t.learning = e, e.Name(), nil
 	d.t.note(func(e *Event) {
 		e.Params, e.AllParams = d.t.Model.NumTrainable(), d.t.Model.NumParams()

@@ -101,6 +101,7 @@ func (e *EMA) sources(now Config) func(name string) (*tensor.Dense, bool) {
 		slices.Equal(now.Grown[common].Order, e.config.Grown[common].Order) {
 		common++
 	}
+
 	return func(name string) (*tensor.Dense, bool) {
 		for _, g := range slices.Backward(now.Grown[common:]) {
 			name = g.Source(name)
@@ -128,6 +129,7 @@ func (e *EMA) Model() (*Model, error) {
 	for _, p := range e.params {
 		values[p.Name] = p.Value
 	}
+
 	m, err := NewModelFrom(e.config, e.params[0].Value.Dtype(), func(p Param) error {
 		copyNumbers(p.Value, values[p.Name])
 		return nil
@@ -140,6 +142,7 @@ func (e *EMA) Model() (*Model, error) {
 	if err != nil {
 		return nil, fmt.Errorf("llm: EMA.Model: %w", err)
 	}
+
 	install()
 	return m, nil
 }
@@ -151,6 +154,7 @@ func (e *EMA) Evaluate(ctx context.Context, text *data.Evaluation) (loss, bitsPe
 	if err != nil {
 		return 0, 0, err
 	}
+
 	i := &Inference{Model: m}
 	defer i.Close()
 
@@ -165,6 +169,7 @@ func (e *EMA) Evaluate(ctx context.Context, text *data.Evaluation) (loss, bitsPe
 		}
 		sum += l * float64(b.Count)
 	}
+
 	loss, bitsPerByte = text.Score(sum)
 	return loss, bitsPerByte, nil
 }
@@ -188,6 +193,7 @@ func (e *EMA) Load(r *CheckpointReader) (install func(), err error) {
 	if err := r.Value("decay", &decay); err != nil {
 		return nil, err
 	}
+
 	if decay != e.decay {
 		r.Differs("the decay is %v here and %v there", e.decay, decay)
 	}
@@ -209,6 +215,7 @@ func (e *EMA) Load(r *CheckpointReader) (install func(), err error) {
 		params = append(params, Param{Name: name, Value: tensor.New(tensor.WithShape(shape...),
 			tensor.WithBacking(values))})
 	}
+
 	if n := len(params); n > 0 && n < len(shapes) {
 		return nil, fmt.Errorf("%w: there are averages of %d parameters, the model has %d",
 			ErrArchitecture, n, len(shapes))

@@ -86,24 +86,29 @@ func newCPUEngine(m *Model, g *Graph, o optim.Optimizer, limit float64,
 	if m == nil || g == nil || o == nil {
 		return nil, errors.New("llm: NewCPU: the model, the graph or the optimiser is nil")
 	}
+
 	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts),
 		cpuops.WithParams(g.Learning...), cpuops.WithOutputs(g.Outputs()...))...)
 	if err != nil {
 		return nil, err
 	}
+
 	t := &cpuEngine{Inference: Inference{Model: m}, optimizer: o, limit: limit,
 		train: Runner{Graph: g, Machine: machine}, machine: machine,
 		grads: machine.ValueGrads()}
 	if t.limit == 0 {
 		t.limit = math.Inf(1)
 	}
+
 	t.clippers = clipGroups(t.grads)
 	if !g.Updates() {
 		return t, nil
 	}
+
 	if err := o.Declare(t.grads); err != nil {
 		return nil, fmt.Errorf("llm: %w", err)
 	}
+
 	return t, nil
 }
 
@@ -121,6 +126,7 @@ func clipGroups(all []gorgonia.ValueGrad) (groups []*autodiff.Clipper) {
 			groups = append(groups, autodiff.NewClipper(group))
 		}
 	}
+
 	return groups
 }
 
@@ -170,9 +176,11 @@ func (t *cpuEngine) Update() (float64, error) {
 	if t.optimizer == nil {
 		return 0, errZeroEngine
 	}
+
 	defer func(from time.Time) {
 		t.updates, t.took = t.updates+1, t.took+time.Since(from)
 	}(time.Now())
+
 	norm := 0.0
 	for i, c := range t.clippers {
 		n, err := c.Clip(t.limit)
@@ -183,6 +191,7 @@ func (t *cpuEngine) Update() (float64, error) {
 			norm = n
 		}
 	}
+
 	err := t.optimizer.Step(t.grads)
 	if errors.Is(err, optim.ErrOverflow) {
 		return norm, ErrOverflow
@@ -190,12 +199,15 @@ func (t *cpuEngine) Update() (float64, error) {
 	if err != nil {
 		return norm, err
 	}
+
 	if _, ok := t.optimizer.(optim.Rules); ok { // which has looked
 		return norm, nil
 	}
+
 	if _, _, found := t.FirstNonFinite(); found {
 		return norm, ErrOverflow
 	}
+
 	return norm, nil
 }
 
@@ -214,6 +226,7 @@ func (t *cpuEngine) Gradient(param string) (any, error) {
 		}
 		return g.Data(), nil
 	}
+
 	return nil, fmt.Errorf("no gradient of a parameter %s is gathered", param)
 }
 

@@ -27,6 +27,7 @@ func TestAllocations(t *testing.T) {
 	if testing.Short() {
 		t.Skip("counting allocations needs a process without the race detector")
 	}
+
 	for name, fresh := range map[string]func() (optim.Optimizer, error){
 		"AdamW": func() (optim.Optimizer, error) { return optim.NewAdamW() },
 		"Muon":  func() (optim.Optimizer, error) { return optim.NewMuon() },
@@ -123,13 +124,16 @@ func TestSlotsReachTheEngine(t *testing.T) {
 	if err := m.Kasmina.Do(commands...); !errors.Is(err, e.fail) {
 		t.Errorf("error %v", err)
 	}
+
 	if !slices.Equal(before, bitsOf(m.Param(blockPrefix(1)+kasminaWeights))) {
 		t.Error("slots that the engine has not taken have changed")
 	}
+
 	e.fail, e.pushed = nil, nil
 	if err := m.Kasmina.Do(commands...); err != nil {
 		t.Fatal(err)
 	}
+
 	if want := [][]string{slices.Concat(kasminaNames(0),
 		kasminaNames(1))}; !reflect.DeepEqual(e.pushed, want) {
 		t.Errorf("pushed %v, want %v", e.pushed, want)
@@ -148,9 +152,11 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 		}
 		return nil
 	})
+
 	if err := straight.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	e := &mirrored{Engine: tr.driver.engine, fail: errors.New("no room")}
 	tr.driver.engine = e
@@ -163,6 +169,7 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for name, f := range map[string]func() error{
 		"Run":      func() error { return tr.Run(t.Context()) },
 		"Save":     func() error { return tr.Save(path) },
@@ -175,14 +182,17 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 			t.Errorf("%s: error %v", name, err)
 		}
 	}
+
 	e.pull = func() { t.Error("the model is asked for where it is not") }
 	if err := tr.Resume(t.Context(), path+"x"); err == nil {
 		t.Error("a checkpoint that is not there is resumed from")
 	}
+
 	model := filepath.Join(t.TempDir(), "model")
 	if err := tr.Model.Save(model); err != nil {
 		t.Fatal(err)
 	}
+
 	for _, p := range []string{path, model} {
 		m, err := LoadModel(t.Context(), p)
 		if err != nil {
@@ -194,13 +204,16 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 			}
 		}
 	}
+
 	e.fail, e.pull, tr.callbacks = nil, nil, nil
 	if err := tr.Resume(t.Context(), path); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := tr.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+
 	checkSame(t, straight, tr)
 }
 
@@ -217,6 +230,7 @@ func TestAnotherTrainer(t *testing.T) {
 	if err := first.Save(path); err != nil {
 		t.Fatal(err)
 	}
+
 	norm.Float32s()[0] = 1 // as it is on the host until it is asked for
 	c, seen := first.Config, float32(0)
 	c.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
@@ -228,10 +242,12 @@ func TestAnotherTrainer(t *testing.T) {
 		t.Fatalf("the second engine sees %v, error %v", seen, err)
 	}
 	defer second.Close()
+
 	e.pull = func() { t.Error("the model is asked for where it is no more") }
 	if err := second.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+
 	e.fail = errors.New("no room")
 	save := func() error { return first.Save(path) }
 	for name, f := range map[string]func() error{"Run": func() error { return first.Run(t.Context()) }, "Save": save, "Save again": save} {
@@ -239,19 +255,23 @@ func TestAnotherTrainer(t *testing.T) {
 			t.Errorf("%s: error %v, want %v", name, err, e.fail)
 		}
 	}
+
 	if err := second.Save(path); err != nil || norm.Float32s()[0] == 7 {
 		t.Errorf("the second trainer has lost the model: error %v", err)
 	}
+
 	e.fail, e.pull, e.pushed = nil, nil, nil
 	if err := errors.Join(first.Run(t.Context()), second.Resume(t.Context(), path)); err != nil ||
 		len(e.pushed) != 1 || len(e.pushed[0]) > 0 || first.Step() != 2 {
 		t.Errorf("the first engine takes %v and is at step %d, error %v",
 			e.pushed, first.Step(), err)
 	}
+
 	e.pull = func() { t.Error("the model is asked for where it is no more after a Resume") }
 	if err := errors.Join(first.Close(), first.Close()); err != nil || e.closed != 1 {
 		t.Errorf("the first engine is closed %d times, error %v", e.closed, err)
 	}
+
 	for name, f := range map[string]func() error{
 		"Run": func() error {
 			return first.Run(t.Context())
@@ -286,6 +306,7 @@ func TestDivergedIsNotSaved(t *testing.T) {
 			})
 		}
 	}
+
 	overflow := func(tr *Trainer) {
 		tr.Config.Schedule = func(step int) float64 {
 			if step == 4 {
@@ -294,6 +315,7 @@ func TestDivergedIsNotSaved(t *testing.T) {
 			return 0.01
 		}
 	}
+
 	for what, c := range map[string]struct {
 		steps    int
 		breaking func(*Trainer)
@@ -488,21 +510,26 @@ func TestScaler(t *testing.T) {
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	if want := (LossScale{Scale: 1024, Good: 7, Skipped: 2}); s.scale != want {
 		t.Errorf("the scale is %+v, want %+v", s.scale, want)
 	}
+
 	if err := tr.Save(path); err != nil {
 		t.Fatal(err)
 	}
+
 	resumed := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
 	into := scale(resumed)
 	if err := resumed.Resume(t.Context(), path); err != nil || into.scale != s.scale {
 		t.Errorf("the scale is resumed as %+v, %v, want %+v", into.scale, err, s.scale)
 	}
+
 	s.scale.Scale = 0.5
 	if err := tr.Save(path); err != nil {
 		t.Fatal(err)
 	}
+
 	other := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
 	into = scale(other)
 	if err := other.Resume(t.Context(), path); !errors.Is(err, errScale) || other.Step() != 0 ||
@@ -510,6 +537,7 @@ func TestScaler(t *testing.T) {
 		t.Errorf("a file with a scale that is none: %v, at step %d with scale %+v", err,
 			other.Step(), into.scale)
 	}
+
 	// The CPU has no scale, whatever the file says.
 	plain := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
 	if err := plain.Resume(t.Context(), path); err != nil || plain.Step() != 7 {

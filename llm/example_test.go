@@ -36,6 +36,7 @@ func ExampleTrainer() {
 	if err := os.WriteFile(path, []byte(strings.Repeat("0123456789", 100)), 0o666); err != nil {
 		log.Fatal(err)
 	}
+
 	var bytes tokenizer.Bytes
 	corpus := must(data.Open(path))
 	tokens := must(data.Tokenize(context.Background(), corpus.Train, bytes))
@@ -57,6 +58,7 @@ func ExampleTrainer() {
 		}
 		return nil
 	})
+
 	if err := trainer.Run(context.Background()); err != nil {
 		log.Fatal(err)
 	}
@@ -85,6 +87,7 @@ func ExampleModel_LoadBlueprint() {
 		return
 	}
 	defer os.RemoveAll(dir)
+
 	path := filepath.Join(dir, "blueprint.safetensors")
 
 	config := llm.Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 8, Kasmina: []int{0},
@@ -94,6 +97,7 @@ func ExampleModel_LoadBlueprint() {
 		fmt.Println(err)
 		return
 	}
+
 	for seed := range 2 {
 		r := state.GerminationRequest{Slot: 1 + seed, Kind: blueprints.LowRank}
 		if err := m.Germinate(0, seed, r); err != nil {
@@ -101,14 +105,17 @@ func ExampleModel_LoadBlueprint() {
 			return
 		}
 	}
+
 	if err := m.SaveBlueprint(path, 0, 0); err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	if err := m.LoadBlueprint(path, 0, 1); err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	w := m.Param("model.layers.0.kasmina.weights").Float32s()
 	fmt.Println(w[1*16] == w[2*16], w[1*16+5] == w[2*16+5])
 	fmt.Println(m.Germinate(0, 2, state.GerminationRequest{Slot: 3, Kind: blueprints.ConvFilter}))
@@ -162,6 +169,7 @@ func ExamplePart() {
 	if err := os.WriteFile(path, []byte(strings.Repeat("0123456789", 100)), 0o666); err != nil {
 		log.Fatal(err)
 	}
+
 	corpus := must(data.Open(path))
 	tokens := must(data.Tokenize(context.Background(), corpus.Train, tokenizer.Bytes{}))
 	config := llm.Config{Vocab: 256, Dim: 8, Layers: 1, Heads: 1, Seq: 8}.Default()

@@ -123,10 +123,12 @@ func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sample
 	case s == nil:
 		return errors.New("the sampler is nil")
 	}
+
 	logits, err := g.decoder()
 	if err != nil {
 		return err
 	}
+
 	window := slices.Clone(prompt[max(0, len(prompt)-g.config.Seq):])
 	for i := range n {
 		if ctx.Err() != nil {
@@ -144,6 +146,7 @@ func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sample
 		}
 		window = append(window, next)
 	}
+
 	return nil
 }
 

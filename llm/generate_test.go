@@ -52,6 +52,7 @@ func TestGenerateStreams(t *testing.T) {
 			break
 		}
 	}
+
 	enough := errors.New("enough")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	defer cancel(nil)
@@ -65,6 +66,7 @@ func TestGenerateStreams(t *testing.T) {
 			}
 		}
 	}
+
 	require.ErrorIs(t, last, enough)
 	require.Equal(t, 4, taken)
 	var none context.Context
@@ -177,6 +179,7 @@ func TestWindowsThatGrow(t *testing.T) {
 	for len(all) < c.Seq+3 {
 		all = append(all, r.IntN(c.Vocab))
 	}
+
 	for _, first := range []int{1, 16, 17, 40, 100, 3} {
 		next, err := i.Decoder()
 		require.NoError(t, err)
@@ -216,14 +219,17 @@ func apartBy(t *testing.T, x, y any) float64 {
 		}
 		return w
 	}
+
 	a, b := wide(x), wide(y)
 	if len(a) != len(b) || len(a) == 0 {
 		t.Fatalf("%d logits, want %d", len(a), len(b))
 	}
+
 	var diff, norm float64
 	for i := range a {
 		diff, norm = diff+(a[i]-b[i])*(a[i]-b[i]), norm+b[i]*b[i]
 	}
+
 	return math.Sqrt(diff / norm)
 }
 
@@ -304,6 +310,7 @@ func TestDecodingRefusals(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	i := &Inference{Model: m}
 	defer i.Close()
 	all := make([]int, c.Seq+1)
@@ -338,20 +345,24 @@ func BenchmarkDecoding(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
+
 	g, err := NewGenerator(m)
 	if err != nil {
 		b.Fatal(err)
 	}
 	defer g.Close()
+
 	s, err := sampler.New(sampler.Config{Temperature: 1, Seed: 1})
 	if err != nil {
 		b.Fatal(err)
 	}
+
 	for b.Loop() {
 		if _, err := collect(g.Generate(b.Context(), []int{1}, c.Seq, s)); err != nil {
 			b.Fatal(err)
 		}
 	}
+
 	b.ReportMetric(float64(b.Elapsed().Microseconds())/float64(b.N*c.Seq), "µs/token")
 }
 
@@ -375,23 +386,28 @@ func paddedTrainer(t *testing.T, bpe *tokenizer.BPE, text *data.Text, vocab int)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	tokens, err := data.Tokenize(t.Context(), text, bpe)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: 2, Seq: config.Seq, Seed: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	o, err := adamW()
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	tr, err := NewTrainer(m, loader, o, TrainConfig{Steps: 2, Batch: 2, Clip: 1,
 		Schedule: optim.Constant(0.01)})
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	t.Cleanup(func() { tr.Close() })
 	return tr
 }
@@ -407,9 +423,11 @@ func TestPaddedVocabulary(t *testing.T) {
 		tr.On(SampleText(tr, bpe, prompt, 60, sampler.Config{Temperature: 1, Seed: 5},
 			filepath.Join(dir, "after"+prompt), 0))
 	}
+
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	samples := map[string]string{}
 	for _, name := range []string{"after", "afterif"} {
 		s, err := os.ReadFile(filepath.Join(dir, name))
@@ -418,6 +436,7 @@ func TestPaddedVocabulary(t *testing.T) {
 		}
 		samples[name] = string(s)
 	}
+
 	if !strings.HasPrefix(samples["afterif"], "if") || strings.HasPrefix(samples["after"], "if") ||
 		samples["afterif"][2:] == samples["after"] {
 		t.Errorf("samples %q", samples)
@@ -434,6 +453,7 @@ func TestOtherTokenizer(t *testing.T) {
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	other := paddedTrainer(t, trainBPE(t, 2, 268), text, 320)
 	err := other.Resume(t.Context(), path, WithNewSettings(nil))
 	if !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), `those of "bpe-270-`) ||
@@ -484,15 +504,18 @@ func lossAndGradients(t *testing.T, c Config, b data.Batch, opts ...GraphOption)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	g, err := m.Graph(ForTraining, len(b.Inputs)/c.Seq, opts...)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	machine := gorgonia.NewTapeMachine(g.G, gorgonia.BindDualValues(g.Params...))
 	defer machine.Close()
 	if err := errors.Join(g.Let(b), machine.RunAll()); err != nil {
 		t.Fatal(err)
 	}
+
 	for _, p := range g.Params {
 		d, err := p.Grad()
 		if err != nil {
@@ -500,6 +523,7 @@ func lossAndGradients(t *testing.T, c Config, b data.Batch, opts ...GraphOption)
 		}
 		grads = append(grads, d.Data().([]float64))
 	}
+
 	return g.Loss.Value().Data().(float64), grads
 }
 
@@ -514,6 +538,7 @@ func TestDocumentsApart(t *testing.T) {
 	for i := range b.Inputs {
 		b.Inputs[i], b.Targets[i] = r.IntN(c.Vocab), r.IntN(c.Vocab)
 	}
+
 	start := 0
 	var want float64
 	var wantGrads [][]float64
@@ -537,6 +562,7 @@ func TestDocumentsApart(t *testing.T) {
 		}
 		start += n
 	}
+
 	for name, opts := range map[string][]GraphOption{"plain": nil, "recompute": {WithRecompute()}} {
 		loss, grads := lossAndGradients(t, c, b, opts...)
 		if math.Abs(loss-want) > 1e-12*want {
@@ -563,10 +589,12 @@ func TestDocumentsOff(t *testing.T) {
 	for i := range b.Inputs {
 		b.Inputs[i], b.Targets[i] = r.IntN(off.Vocab), r.IntN(off.Vocab)
 	}
+
 	marked := b
 	for i := range b.Inputs {
 		marked.Starts = append(marked.Starts, i%off.Seq/5*5)
 	}
+
 	loss, grads := lossAndGradients(t, off, b)
 	for name, c := range map[string]struct {
 		config Config
@@ -577,9 +605,11 @@ func TestDocumentsOff(t *testing.T) {
 			t.Errorf("%s: the loss is %v, want %v, or a gradient is another", name, l, loss)
 		}
 	}
+
 	if l, _ := lossAndGradients(t, on, marked); l == loss {
 		t.Errorf("the loss is %v whether attention keeps documents apart or not", l)
 	}
+
 	text, err := json.Marshal(off)
 	if err != nil || strings.Contains(string(text), "ocuments") {
 		t.Errorf("the configuration is stored as %s, %v", text, err)
@@ -596,6 +626,7 @@ func TestAcrossDocuments(t *testing.T) {
 		m := tokens.Tokens.(*idTokens)
 		m.ids = append(m.ids, numbers, i%numbers)
 	}
+
 	chance := math.Log(numbers) / 2 // every second token can be told
 	for documents, fine := range map[bool]func(loss float64) bool{
 		false: func(loss float64) bool { return loss < chance/2 },
@@ -650,20 +681,24 @@ func TestResumeDocuments(t *testing.T) {
 		}
 		return nil
 	})
+
 	resumed := newTrainer(t, trainerOptions{config: c, steps: 12, recompute: true})
 	if err := straight.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := errors.Join(resumed.Resume(t.Context(), path),
 		resumed.Run(context.Background())); err != nil {
 		t.Fatal(err)
 	}
+
 	checkSame(t, straight, resumed)
 	other := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 	if err := other.Resume(t.Context(), path); !errors.Is(err, ErrArchitecture) ||
 		!strings.Contains(err.Error(), "Documents is false here and true there") {
 		t.Errorf("resumed without documents: %v", err)
 	}
+
 	if m, err := LoadModel(t.Context(), path); err != nil || !m.Config.Documents {
 		t.Errorf("the model is loaded as %+v, %v", m, err)
 	}
@@ -677,10 +712,12 @@ func TestDocumentsNeedThem(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	o, err := adamW()
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	tokens := &idTokens{ids: make([]int, 100), vocab: c.Vocab}
 	_, err = NewTrainer(m, mustLoader(t, tokens, data.LoaderConfig{Batch: 1, Seq: c.Seq}), o,
 		TrainConfig{Steps: 1, Batch: 1, Schedule: optim.Constant(0.01)})
@@ -717,6 +754,7 @@ func TestDocumentsDecode(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	if !slices.Equal(logits[0], logits[1]) {
 		t.Error("the logits differ")
 	}

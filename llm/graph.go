@@ -97,6 +97,7 @@ func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*
 	if batch < 1 || batch > maxField {
 		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, maxField)
 	}
+
 	c := m.Config
 	b := &graphBuilder{ModelParts: m, g: gorgonia.NewGraph(), kind: kind,
 		blocks: block.Builder{Shape: c.BlockShape(), Seq: c.Seq},
@@ -107,10 +108,12 @@ func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*
 		}
 		opt(b)
 	}
+
 	g, err := b.build(batch)
 	if err != nil {
 		return nil, fmt.Errorf("llm: building the model: %w", err)
 	}
+
 	return g, nil
 }
 
@@ -163,9 +166,11 @@ func (b *graphBuilder) addParams() error {
 		b.out.Params = append(b.out.Params, n)
 		i++
 	}
+
 	if len(b.Config.Kasmina)+len(b.Config.Planted) > 0 && b.Kasmina == nil {
 		return errors.New("an outline has no seeds, and the configuration has some")
 	}
+
 	return nil
 }
 
@@ -214,25 +219,31 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 			gorgonia.WithName("position"))
 		out.Position = b.blocks.Position
 	}
+
 	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
 		gorgonia.WithName("ids"))
 	if c.Documents && b.kind != ForLogits {
 		out.Starts = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
 			gorgonia.WithName("starts"))
 	}
+
 	if err := b.addParams(); err != nil {
 		return nil, err
 	}
+
 	if err := b.plant(); err != nil {
 		return nil, err
 	}
+
 	x, err := op.Embedding(out.IDs, b.nodes[embedName])
 	if err == nil && c.EmbedScale != 0 {
 		x, err = gorgonia.Mul(x, b.number(c.EmbedScale))
 	}
+
 	if err == nil && c.Positions > 0 {
 		x, err = b.positions(x)
 	}
+
 	for i := range c.Layers {
 		out.seeds.streams = append(out.seeds.streams, x)
 		if err == nil {
@@ -242,6 +253,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	out.seeds.streams = append(out.seeds.streams, x)
 	if b.kind == ForLogits && !b.cached {
 		wanted := batch
@@ -254,14 +266,17 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 			return nil, err
 		}
 	}
+
 	if x, err = b.blocks.Norm(x, b.nodes[normName],
 		b.nodes[NormBiasName]); err != nil {
 		return nil, err
 	}
+
 	head := b.nodes[headName]
 	if !c.Untied {
 		head = b.nodes[embedName]
 	}
+
 	switch b.kind {
 	case ForLogits:
 		out.Logits, err = op.Linear(x, head)
@@ -275,6 +290,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 		}
 		return out, b.differentiate(out)
 	}
+
 	return nil, errors.New("unknown kind of graph")
 }
 
@@ -288,10 +304,12 @@ func (b *graphBuilder) positions(x *gorgonia.Node) (*gorgonia.Node, error) {
 		}
 		at = gorgonia.NodeFromAny(b.g, idTensor(all), gorgonia.WithName("positions"))
 	}
+
 	learned, err := op.Embedding(at, b.nodes[PositionsName])
 	if err != nil {
 		return nil, err
 	}
+
 	return gorgonia.Add(x, learned)
 }
 
@@ -304,19 +322,23 @@ func (b *graphBuilder) differentiate(g *Graph) error {
 			return err
 		}
 	}
+
 	for _, p := range g.Params {
 		if b.wanted == nil && b.Config.Learns(p.Name()) || slices.Contains(b.wanted, p.Name()) {
 			g.Learning = append(g.Learning, p)
 		}
 	}
+
 	g.listens = b.wanted != nil
 	if len(g.Learning) == 0 {
 		return nil // of a frozen model in which nothing is planted yet
 	}
+
 	hashOnes()
 	if _, err := gorgonia.Grad(cost, g.Learning...); err != nil || b.wanted != nil {
 		return err
 	}
+
 	return b.measure()
 }
 
@@ -344,9 +366,11 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	for _, name := range b.blocks.Params() {
 		inputs = append(inputs, b.nodes[p+name])
 	}
+
 	if b.out.Starts != nil {
 		inputs = append(inputs, b.out.Starts)
 	}
+
 	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		return b.blocks.Build(in, b.Config.Attention(i))
 	}
@@ -359,6 +383,7 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	if err != nil {
 		return nil, fmt.Errorf("block %d: %w", i, err)
 	}
+
 	for n, after := range b.Config.Kasmina {
 		if after != i {
 			continue
@@ -368,5 +393,6 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 			return nil, fmt.Errorf("the Kasmina layer after block %d: %w", i, err)
 		}
 	}
+
 	return b.streams(i, x)
 }

@@ -36,6 +36,7 @@ func attachedTo(n *state.Network) (all []attachedSeed) {
 			}
 		}
 	}
+
 	return all
 }
 
@@ -52,13 +53,16 @@ func (b *graphBuilder) kasmina(layer int, x, weights, scales *gorgonia.Node) (*g
 			own[a.Seed] = graft.Row{Of: b.out.seeds.controls, At: first + i}
 		}
 	}
+
 	if len(seeds) > 0 {
 		opts = append(opts, op.WithGraphs(seeds...))
 	}
+
 	y, err := op.Kasmina(x, weights, scales, l, opts...)
 	if err != nil || len(seeds) == 0 {
 		return y, err
 	}
+
 	c := l.Hidden() / l.Seeds()
 	var parts gorgonia.Nodes
 	end := 0
@@ -76,12 +80,15 @@ func (b *graphBuilder) kasmina(layer int, x, weights, scales *gorgonia.Node) (*g
 		}
 		parts = append(parts, t)
 	}
+
 	if parts, err = b.pass(parts, y, end, l.Hidden()); err != nil {
 		return nil, err
 	}
+
 	if len(parts) == 1 {
 		return parts[0], nil
 	}
+
 	return gorgonia.Concat(1, parts...)
 }
 
@@ -101,25 +108,31 @@ func (b *graphBuilder) chunk(a attachedSeed, x, y, weights *gorgonia.Node, r gra
 	if err != nil {
 		return nil, err
 	}
+
 	in, err := columns(x, from, to)
 	if err != nil {
 		return nil, err
 	}
+
 	if in, err = graft.Isolate(in, r, graft.Inward); err != nil {
 		return nil, err
 	}
+
 	t, err := site.Apply(a.Kind, in, params, to-from)
 	if err != nil {
 		return nil, err
 	}
+
 	difference, err := gorgonia.Sub(t, in)
 	if err != nil {
 		return nil, err
 	}
+
 	out, err := columns(y, from, to)
 	if err != nil {
 		return nil, err
 	}
+
 	return graft.Blend(out, difference, r)
 }
 
@@ -131,15 +144,18 @@ func slotParams(a attachedSeed, weights *gorgonia.Node, r graft.Row, c int) (gor
 	if err != nil {
 		return nil, err
 	}
+
 	arrays, err := blueprints.Parts(a.Kind, c, n)
 	if err != nil {
 		return nil, err
 	}
+
 	// A row of the weights as a vector: of one matrix element Gorgonia makes a number.
 	flat, err := gorgonia.Reshape(weights, []int{weights.Shape().TotalSize()})
 	if err != nil {
 		return nil, err
 	}
+
 	var params gorgonia.Nodes
 	at := int(a.Slot) * width
 	for _, p := range arrays {
@@ -161,6 +177,7 @@ func slotParams(a attachedSeed, weights *gorgonia.Node, r graft.Row, c int) (gor
 		}
 		params, at = append(params, v), at+size
 	}
+
 	return site.Own(params, r)
 }
 

@@ -86,14 +86,17 @@ func (d *Decoding) renew(r *Runner, opt GraphOption) error {
 	if err := r.close(); err != nil {
 		return err
 	}
+
 	g, err := BuildGraph(d.model, ForLogits, 1, opt)
 	if err != nil {
 		return err
 	}
+
 	m, err := d.make(g)
 	if err == nil {
 		*r = Runner{g, m}
 	}
+
 	return err
 }
 
@@ -120,11 +123,13 @@ func (d *Decoding) reserve(tokens int) error {
 			return err
 		}
 	}
+
 	rows := kvcache.Room(max(tokens, d.least), seq)
 	if d.window.Machine != nil && (rows == d.window.blocks.Seq ||
 		rows < d.window.blocks.Seq && d.least > 1) {
 		return nil // a device has its memory already
 	}
+
 	return d.renew(&d.window, func(b *graphBuilder) { b.blocks.Seq, b.keeps = rows, true })
 }
 
@@ -133,6 +138,7 @@ func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 	if d.make == nil || ctx == nil {
 		return nil, errors.New("llm: the context is nil, or the decoder its zero value")
 	}
+
 	last := len(tokens) - 1
 	if last > 0 && last < d.model.Config.Seq && slices.Equal(d.tokens, tokens[:last]) {
 		if err := d.reserveStep(last + 1); err != nil {
@@ -148,17 +154,21 @@ func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 		}
 		return logits, err
 	}
+
 	d.tokens = nil
 	if err := d.reserve(len(tokens)); err != nil {
 		return nil, err
 	}
+
 	logits, err := d.window.Next(ctx, tokens)
 	if err != nil || len(tokens) == d.model.Config.Seq { // the next token moves the window
 		return logits, err
 	}
+
 	if err := d.keep(d.window.Machine, d.window.blocks.Keys, d.window.blocks.Values); err != nil {
 		return nil, err
 	}
+
 	d.tokens = slices.Clone(tokens)
 	return logits, nil
 }
@@ -196,6 +206,7 @@ func (d *Decoding) keep(from Machine, keys, values gorgonia.Nodes) error {
 		}
 		o.Fill(key.Data(), value.Data())
 	}
+
 	return nil
 }
 

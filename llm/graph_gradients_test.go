@@ -39,9 +39,11 @@ func randomConfig(r *rand.Rand) Config {
 			c.Kasmina = append(c.Kasmina, b)
 		}
 	}
+
 	if r.IntN(2) == 0 {
 		c.SlotWidth = c.Dim/c.Seeds*2 + r.IntN(9)
 	}
+
 	c.Traits = randomTraits(r, c)
 	return c.Default()
 }
@@ -54,9 +56,11 @@ func randomTraits(r *rand.Rand, c Config) Traits {
 	if coin() {
 		t.AttentionScale = 0.1 + r.Float64()
 	}
+
 	if coin() {
 		t.EmbedScale = 0.1 + 3*r.Float64()
 	}
+
 	scaling := func() op.RoPEScaling {
 		return []op.RoPEScaling{{}, {Factor: 3}, {Factor: 8, LowFreq: 1, HighFreq: 4, Original: 64},
 			{Factor: 4, BetaFast: 32, BetaSlow: 1, Original: 2000}}[r.IntN(4)]
@@ -72,6 +76,7 @@ func randomTraits(r *rand.Rand, c Config) Traits {
 		}
 		t.Blocks = append(t.Blocks, b)
 	}
+
 	return t
 }
 
@@ -93,6 +98,7 @@ func randomBatch(r *rand.Rand, c Config, sequences int) data.Batch {
 			b.Starts[i] = b.Starts[i-1]
 		}
 	}
+
 	return b
 }
 
@@ -105,6 +111,7 @@ func TestGradients(t *testing.T) {
 	if testing.Short() {
 		models = 1
 	}
+
 	for i := range models {
 		seed := rand.Uint64()
 		t.Run(fmt.Sprint(i), func(t *testing.T) {
@@ -132,6 +139,7 @@ func TestSiteGradients(t *testing.T) {
 	if testing.Short() {
 		models = 2
 	}
+
 	own := ownKinds(t)
 	for i := range models {
 		seed := rand.Uint64()
@@ -187,18 +195,22 @@ func withSites(r *rand.Rand, c Config, own [4]blueprints.Kind) Config {
 		}
 		c.Weights = append(c.Weights, s)
 	}
+
 	for range 1 + r.IntN(3) {
 		c.Streams = append(c.Streams, r.IntN(c.Layers))
 	}
+
 	c.LoRAAlpha = r.Float64() * 3
 	for seed := range c.Weights {
 		kind := []blueprints.Kind{blueprints.LoRA, blueprints.LoRA, own[0]}[r.IntN(3)]
 		c = c.Plant(Planted{Site: blueprints.Weight, Seed: seed, Kind: kind.String(), Size: 1})
 	}
+
 	for seed := range c.Streams {
 		kind := []blueprints.Kind{blueprints.Attention, blueprints.Perceptron, own[1]}[r.IntN(3)]
 		c = c.Plant(Planted{Site: blueprints.Stream, Seed: seed, Kind: kind.String(), Size: 1})
 	}
+
 	return c
 }
 
@@ -283,6 +295,7 @@ func ownKinds(t *testing.T) (kinds [4]blueprints.Kind) {
 		}
 		kinds[i] = must(site.Register(own.Blueprint, own.Build))
 	}
+
 	return kinds
 }
 
@@ -361,6 +374,7 @@ func checkModel(t *testing.T, r *rand.Rand, m *Model) {
 			}
 		}
 	}
+
 	for _, recompute := range []bool{false, true} {
 		g := must(TrainConfig{Batch: sequences, Accumulate: len(batches),
 			Recompute: recompute}.Graph(m))

@@ -69,6 +69,7 @@ func (b *graphBuilder) measure() error {
 		}
 		s.norms, s.sizes = append(s.norms, norms), append(s.sizes, size)
 	}
+
 	return nil
 }
 
@@ -85,6 +86,7 @@ func (g *Graph) Outputs() gorgonia.Nodes {
 		}
 		return all
 	}
+
 	all := gorgonia.Nodes{g.Loss}
 	for i, h := range g.seeds.health {
 		if !slices.Contains(all, h) {
@@ -92,6 +94,7 @@ func (g *Graph) Outputs() gorgonia.Nodes {
 		}
 		all = append(all, g.seeds.norms[i]...)
 	}
+
 	return all
 }
 
@@ -101,6 +104,7 @@ func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all
 	if g == nil || value == nil {
 		return nil, errors.New("llm: Figures: the graph, or what returns the values, is nil")
 	}
+
 	read := func(n *gorgonia.Node) []float64 {
 		v, e := value(n)
 		if e != nil {
@@ -120,6 +124,7 @@ func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all
 		err = errors.Join(err, fmt.Errorf("a figure is a %T", v.Data()))
 		return make([]float64, graft.Figures)
 	}
+
 	for i, h := range g.seeds.health {
 		f := SeedFigures{Planted: g.seeds.planted[i]}
 		copy(f.Health[:], read(h))
@@ -135,6 +140,7 @@ func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all
 		}
 		all = append(all, f)
 	}
+
 	return all, err
 }
 
@@ -154,15 +160,19 @@ func (b *graphBuilder) plant() error {
 		}
 		s.planted, s.rows = append(s.planted, p), append(s.rows, graphRow{l, p.Seed})
 	}
+
 	if b.Kasmina != nil {
 		s.attached = attachedTo(b.Kasmina)
 	}
+
 	for _, a := range s.attached {
 		s.rows = append(s.rows, graphRow{b.Kasmina.Lattice(a.Layer), a.Seed})
 	}
+
 	if len(s.rows) == 0 {
 		return nil
 	}
+
 	s.drawn = b.kind == ForTraining
 	s.controls = gorgonia.NewMatrix(b.g, b.dtype(),
 		gorgonia.WithShape(len(s.rows), graft.Controls), gorgonia.WithName("controls"))
@@ -181,6 +191,7 @@ func (b *graphBuilder) plant() error {
 			return fmt.Errorf("seed %d on %s: %w", p.Seed, name, err)
 		}
 	}
+
 	return nil
 }
 
@@ -229,13 +240,16 @@ func (b *graphBuilder) stream(i int, x *gorgonia.Node, p Planted,
 	if err != nil {
 		return nil, err
 	}
+
 	if params, err = site.Own(params, r); err != nil {
 		return nil, err
 	}
+
 	in, err := graft.Isolate(x, r, graft.Inward)
 	if err != nil {
 		return nil, err
 	}
+
 	var t *gorgonia.Node
 	switch kind {
 	case blueprints.Attention, blueprints.Perceptron:
@@ -252,6 +266,7 @@ func (b *graphBuilder) stream(i int, x *gorgonia.Node, p Planted,
 	if err != nil {
 		return nil, err
 	}
+
 	return graft.Blend(x, t, r)
 }
 
@@ -262,10 +277,12 @@ func (b *graphBuilder) half(i int, kind blueprints.Kind, x *gorgonia.Node, param
 	if err != nil {
 		return nil, err
 	}
+
 	in := append(gorgonia.Nodes{x}, params...)
 	if b.out.Starts != nil {
 		in = append(in, b.out.Starts)
 	}
+
 	whole := b.blocks.Shape
 	defer func() { b.blocks.Shape = whole }()
 	b.blocks.Shape = shape
@@ -277,6 +294,7 @@ func (s *graphSeeds) steer() error {
 	if s.controls == nil {
 		return nil
 	}
+
 	n := len(s.rows)
 	values := make([]float64, n*graft.Controls)
 	var read *state.Lattice
@@ -301,13 +319,16 @@ func (s *graphSeeds) steer() error {
 			c[graft.Learning] = 1
 		}
 	}
+
 	shape := tensor.WithShape(n, graft.Controls)
 	if s.controls.Dtype() == tensor.Float64 {
 		return gorgonia.Let(s.controls, tensor.New(shape, tensor.WithBacking(values)))
 	}
+
 	narrow := make([]float32, len(values))
 	for i, v := range values {
 		narrow[i] = float32(v)
 	}
+
 	return gorgonia.Let(s.controls, tensor.New(shape, tensor.WithBacking(narrow)))
 }

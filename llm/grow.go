@@ -67,9 +67,11 @@ func (t *Trainer) Grow(g Growth) error {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
 	defer take(t.Model)()
+
 	if g.Every == 0 {
 		g.Every = 1
 	}
+
 	switch {
 	case g.Controller == nil && g.Replay == nil:
 		return errors.New("llm: Grow: the controller is nil, want one such as " +
@@ -79,41 +81,51 @@ func (t *Trainer) Grow(g Growth) error {
 	case g.Rewarm < 0:
 		return fmt.Errorf("llm: Grow: Rewarm is %d, want at least 0", g.Rewarm)
 	}
+
 	if g.Governor == nil {
 		g.Governor = control.NewGovernor()
 	}
+
 	if err := g.Governor.Check(); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
+
 	// In depth, and in a frozen model, blueprints need no text to be judged by.
 	if g.Validation == nil && t.growth.judged() && !t.Model.Config.Frozen && !growsDepthAlone(g.Controller) {
 		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are " +
 			"judged by, such as data.NewEvaluation makes of held-out text")
 	}
+
 	if c, ok := g.Controller.(state.CheckingController); ok && g.Replay == nil {
 		if err := c.Check(); err != nil {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
 	}
+
 	if g.Validation != nil {
 		if err := t.canEvaluate(g.Validation); err != nil {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
 	}
+
 	if err := t.growth.hasTime(g); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
+
 	if c, ok := g.Controller.(state.CostLearner); ok {
 		c.Costs(t.growth.costOf)
 	}
+
 	if c, ok := g.Controller.(state.SizeLearner); ok {
 		c.Parameters(t.growth.parametersOf)
 	}
+
 	if c, ok := g.Controller.(state.Affording); ok && g.Replay == nil {
 		if err := c.Affords(t.Model.Kasmina.Report()); err != nil {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
 	}
+
 	t.growth.options = &g
 	return nil
 }
@@ -152,6 +164,7 @@ func (g *growth) hasTime(o Growth) error {
 	if !ok || o.Replay != nil {
 		return nil
 	}
+
 	c, steps := g.t.Config, g.planned()
 	for _, l := range g.t.Model.Kasmina.Lattices() {
 		least, err := planner.LeastEpochs(l, o.Every)
@@ -171,6 +184,7 @@ func (g *growth) hasTime(o Growth) error {
 				least*c.Epoch, have, advice)
 		}
 	}
+
 	return nil
 }
 
@@ -225,6 +239,7 @@ func (g *growth) endEpoch(loss float64) error {
 	if err := g.sense(); err != nil {
 		return err
 	}
+
 	metrics := make([]state.Metrics, seeds.Layers())
 	for i, l := range seeds.Lattices() {
 		metrics[i].Loss = loss
@@ -234,10 +249,12 @@ func (g *growth) endEpoch(loss float64) error {
 			}
 		}
 	}
+
 	options := g.options
 	if err := g.measureSites(); err != nil {
 		return err
 	}
+
 	var verdict *trialVerdict
 	if options != nil && options.Validation != nil && g.judged() && (seeds.Lattice(0).Epoch()+1)%options.Every == 0 {
 		var err error
@@ -245,14 +262,17 @@ func (g *growth) endEpoch(loss float64) error {
 			return err
 		}
 	}
+
 	if _, err := seeds.StepEpoch(metrics); err != nil || options == nil {
 		return err
 	}
+
 	mean := jsonfloat.Float(g.t.losses / float64(g.t.summed))
 	commands, err := g.decide(verdict)
 	if err != nil {
 		return err
 	}
+
 	return g.carryOut(commands, &mean)
 }
 
@@ -275,6 +295,7 @@ func (g *growth) carryOut(commands []state.Command, mean *jsonfloat.Float) error
 			options.Refused(c, err)
 		}
 	}
+
 	return nil
 }
 
@@ -285,15 +306,18 @@ func (g *growth) measureSites() error {
 	if options == nil || c.Frozen || len(c.Weights)+len(c.Streams) == 0 || (n.Lattice(0).Epoch()+1)%options.Every != 0 {
 		return nil
 	}
+
 	now, err := g.t.driver.now()
 	if err != nil {
 		return err
 	}
+
 	for _, l := range n.Lattices() {
 		if site := l.Site(); site == blueprints.Weight || site == blueprints.Stream {
 			err = errors.Join(err, measureNeeds(l, needsOf(c, site, now.Moments, g.t.Optimizer)))
 		}
 	}
+
 	return err
 }
 
@@ -324,9 +348,11 @@ func (g *growth) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 			return err
 		}
 	}
+
 	if g.t.Config.Budget == (Budget{}) {
 		m.Share = min(1, float64(g.t.last.Step)/float64(g.t.Config.Steps))
 	}
+
 	r := l.Report()
 	for _, s := range r.Seeds {
 		if s.Stage != state.Evaluating && s.Stage != state.FineTuning {
@@ -342,6 +368,7 @@ func (g *growth) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 			m.Seeds = append(m.Seeds, score)
 		}
 	}
+
 	return nil
 }
 
@@ -389,10 +416,12 @@ func (g *growth) sense() error {
 	if !ok || len(g.t.Model.Config.Planted) == 0 {
 		return nil
 	}
+
 	all, err := g.figures(s)
 	if err != nil {
 		return err
 	}
+
 	for _, l := range g.t.Model.Kasmina.Lattices() {
 		if site := l.Site(); site == blueprints.Weight || site == blueprints.Stream {
 			if err := senseSite(l, &g.pass, all, g.t.Model.Config.Dim); err != nil {
@@ -400,6 +429,7 @@ func (g *growth) sense() error {
 			}
 		}
 	}
+
 	return nil
 }
 
@@ -409,16 +439,20 @@ func (g *growth) figures(s Sensor) (all []SeedFigures, err error) {
 	if e == nil {
 		return s.Figures()
 	}
+
 	last := (g.t.Config.Accumulate - 1) % e.Ranks()
 	if e.Rank() == last { // others may have computed none
 		all, err = s.Figures()
 	}
+
 	if err := g.t.team.agree(err); err != nil {
 		return nil, err
 	}
+
 	of, err := ranks.Swap(e, "figures", all)
 	if err != nil {
 		return nil, err
 	}
+
 	return of[last], nil
 }

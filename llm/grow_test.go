@@ -34,17 +34,20 @@ func growing(t *testing.T, tr *Trainer) *[]string {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	h := control.NewHeuristic(4, 1<<20)
 	h.Patience, h.RampEpochs, h.Hunger = 3, 2, 0.01
 	if err := tr.Grow(Growth{Controller: h, Validation: text}); err != nil {
 		t.Fatal(err)
 	}
+
 	var events []string
 	if _, err := tr.Model.Kasmina.Listen(func(e state.Event) {
 		events = append(events, e.String())
 	}); err != nil {
 		t.Fatal(err)
 	}
+
 	return &events
 }
 
@@ -60,6 +63,7 @@ func TestGrowResumes(t *testing.T) {
 	if err := straight.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	path := filepath.Join(t.TempDir(), "run.safetensors")
 	var broken *Trainer
 	var again []string
@@ -85,10 +89,12 @@ func TestGrowResumes(t *testing.T) {
 		cancel()
 		again = append(again, *part...)
 	}
+
 	checkSame(t, straight, broken)
 	if a, b := strings.Join(*events, "\n"), strings.Join(again, "\n"); a != b {
 		t.Errorf("what happened:\n%s\nand with interruptions:\n%s", a, b)
 	}
+
 	for _, stage := range []string{"Training → Grafting", "Evaluating → "} {
 		if !strings.Contains(strings.Join(again, "\n"), stage) {
 			t.Errorf("nothing went from %s", stage)
@@ -126,6 +132,7 @@ func TestCommandsDuringTraining(t *testing.T) {
 			}
 		})
 	}
+
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	tr.On(func(e Event) error {
@@ -140,15 +147,18 @@ func TestCommandsDuringTraining(t *testing.T) {
 		}
 		return nil
 	})
+
 	err := tr.Run(ctx)
 	if errors.Is(err, context.Canceled) {
 		err = nil
 	}
+
 	close(stop)
 	senders.Wait()
 	if err := errors.Join(err, tr.Model.Kasmina.Verify()); err != nil {
 		t.Fatal(err)
 	}
+
 	if done[true] < 8 || done[false] < 8 {
 		t.Errorf("%d commands were done and %d refused, want some of each", done[true], done[false])
 	}
@@ -217,6 +227,7 @@ func TestGrowErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	h := control.NewHeuristic(1, 1)
 	bad := control.NewHeuristic(1, 1)
 	bad.Patience = 0
@@ -248,6 +259,7 @@ func TestDepthNeedsNoText(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "Validation is nil, want") {
 		t.Errorf("got %v, want an error about the text", err)
 	}
+
 	for _, controller := range []state.Controller{control.NewDepth(blueprints.Stack, 2),
 		&control.Schedule{Growths: []control.Planned{{Share: 0.5, Kind: blueprints.Stack, Size: 2}}}} {
 		if err := tr.Grow(Growth{Controller: controller}); err != nil {
@@ -266,12 +278,14 @@ func TestJudge(t *testing.T) {
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	move := func(to state.Stage) state.Command {
 		return state.Command{Action: state.Move, Layer: 1, Seed: 2, To: to}
 	}
 	if err := tr.Model.Kasmina.Do(move(state.Stabilization), move(state.Evaluating)); err != nil {
 		t.Fatal(err)
 	}
+
 	l := tr.Model.Kasmina.Lattice(1)
 	score := func(muted bool) (losses []float64, performance float64) {
 		if err := l.Mute(2, muted); err != nil {
@@ -286,6 +300,7 @@ func TestJudge(t *testing.T) {
 		}
 		return losses, performance / float64(len(losses))
 	}
+
 	without, off := score(true)
 	with, on := score(false)
 	agree := 0.0
@@ -294,35 +309,43 @@ func TestJudge(t *testing.T) {
 			agree++
 		}
 	}
+
 	metrics := make([]state.Metrics, 2)
 	if _, err := tr.growth.judge().Add(metrics); err != nil {
 		t.Fatal(err)
 	}
+
 	again, _ := score(false)
 	judged := map[int]state.SeedMetrics{}
 	for _, m := range metrics[1].Seeds {
 		judged[m.Seed] = m
 	}
+
 	if m := judged[2]; !m.Compared || math.Abs(m.Performance-on) > 1e-12 ||
 		math.Abs(m.Without-off) > 1e-12 || on == off ||
 		m.Stability != agree/float64(len(with)) || m.Trials != len(with) || m.Errors != 0 {
 		t.Errorf("seed 2 is judged %+v, want %v with it and %v without, stability %v", m, on, off,
 			agree/float64(len(with)))
 	}
+
 	if m := judged[3]; m.Compared || math.Abs(m.Performance-on) > 1e-12 {
 		t.Errorf("seed 3, which is being grafted, is judged %+v, want %v", m, on)
 	}
+
 	if err := l.Probe(1, true); err != nil {
 		t.Fatal(err)
 	}
+
 	_, tried := score(false)
 	if err := l.Probe(1, false); err != nil {
 		t.Fatal(err)
 	}
+
 	if m := judged[1]; !m.Unscored || math.Abs(m.TrainingError-(on-tried)) > 1e-12 || on == tried ||
 		m.Trials != len(with) {
 		t.Errorf("seed 1, which trains, is judged %+v, want the training error %v", m, on-tried)
 	}
+
 	if len(judged) != 3 || !slices.Equal(with, again) {
 		t.Errorf("judged are %v; the losses were %v and are %v", judged, with, again)
 	}
@@ -401,6 +424,7 @@ func TestGrowHasTime(t *testing.T) {
 		hold(tr.Model, holder{tr})
 		return tr
 	}
+
 	h := control.NewHeuristic(4, 1<<20)
 	h.Hunger = 0.01
 	err = trainer().Grow(Growth{Controller: h, Validation: text})
@@ -495,6 +519,7 @@ func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	width := tr.Model.Config.KasminaWidth()
 	// live counts what is remembered of slot 1 of a layer.
 	live := func(layer int) (n int) {
@@ -519,9 +544,11 @@ func TestNewBlueprintWithoutMomentum(t *testing.T) {
 		}
 		return n
 	}
+
 	if live(0) == 0 || live(1) == 0 {
 		t.Fatal("nothing is remembered of a slot that learns")
 	}
+
 	n := tr.Model.Kasmina
 	err := n.Do(state.Command{Action: state.Move, Layer: 1, Seed: 1, To: state.Culled},
 		state.Command{Action: state.Germinate, Layer: 1, Seed: 0,
@@ -530,6 +557,7 @@ func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if live(1) != 0 || live(0) == 0 {
 		t.Errorf("of the new blueprint's slot %d numbers are remembered, of the other layer's %d",
 			live(1), live(0))

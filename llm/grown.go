@@ -17,10 +17,12 @@ func (c Config) checkGrown() error {
 	if c.Depth < 0 || c.Depth > maxGrown {
 		return fmt.Errorf("llm: Config.Depth is %d, want 0 to %d", c.Depth, maxGrown)
 	}
+
 	if len(c.Grown) > maxGrown {
 		return fmt.Errorf("llm: Config.Grown has %d growths, want at most %d",
 			len(c.Grown), maxGrown)
 	}
+
 	blocks := c.Layers
 	for i := len(c.Grown) - 1; i >= 0; i-- {
 		g := c.Grown[i]
@@ -37,10 +39,12 @@ func (c Config) checkGrown() error {
 		}
 		blocks = before
 	}
+
 	if at := slices.Index(c.Origin().Kasmina, blueprints.NewBlock); at >= 0 {
 		return fmt.Errorf("llm: Config.Kasmina names block %d, which Config.Grown has as a new "+
 			"one, behind which no Kasmina layer stands", c.Kasmina[at])
 	}
+
 	return nil
 }
 
@@ -99,6 +103,7 @@ func (c Config) Origin() Config {
 		}
 		c.Layers = slices.Max(order) + 1
 	}
+
 	c.Planted, c.Grown, c.Blocks = nil, nil, blockPattern(all)
 	return c
 }

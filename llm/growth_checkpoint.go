@@ -51,6 +51,7 @@ func (g *growth) Save(w *CheckpointWriter) error {
 			return err
 		}
 	}
+
 	if len(states) > 0 {
 		w.Value(snapshotsValue, states)
 	}
@@ -59,14 +60,17 @@ func (g *growth) Save(w *CheckpointWriter) error {
 	if t == nil {
 		return nil
 	}
+
 	w.Value(twinValue, twinState{Trial: slices.Clone(t.trial), Loader: t.loader, LossScale: t.scale,
 		Lost: t.lost, Sum: jsonfloat.Float(t.sum)})
 	if err := t.save(w, twinPrefix); err != nil {
 		return err
 	}
+
 	if len(t.rates) == 0 {
 		return nil
 	}
+
 	return w.Tensor(ratesName, []int{len(t.rates)}, slices.Clone(t.rates))
 }
 
@@ -77,11 +81,13 @@ func (b *branch) save(w *CheckpointWriter, prefix string) error {
 			return err
 		}
 	}
+
 	for _, m := range b.Moments {
 		if err := w.Tensor(prefix+modelfile.OptimizerPrefix+m.Name, m.Shape, m.Data); err != nil {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -103,6 +109,7 @@ func (g *growth) loadSnapshots(r *CheckpointReader) (all snapshots, err error) {
 	if _, ok := r.values[snapshotsValue]; !ok {
 		return nil, nil
 	}
+
 	var states []snapshotState
 	if err := r.Value(snapshotsValue, &states); err != nil {
 		return nil, err
@@ -118,6 +125,7 @@ func (g *growth) loadSnapshots(r *CheckpointReader) (all snapshots, err error) {
 		}
 		all = append(all, snapshot{branch: b, seeds: s.Seeds})
 	}
+
 	return all, nil
 }
 
@@ -127,10 +135,12 @@ func (g *growth) checkSnapshot(s snapshotState, now Config) error {
 	if err := s.Config.Check(); err != nil {
 		return fmt.Errorf("what the model was before it grew: %w", err)
 	}
+
 	if have, want := s.Config.Origin(), g.t.Model.Config.Origin(); !have.SameBlocks(want) {
 		return fmt.Errorf("%w: what the model was before it grew is another one",
 			ErrArchitecture)
 	}
+
 	if len(s.Seeds) == 0 {
 		return fmt.Errorf("%w: a snapshot belongs to no seed", ErrArchitecture)
 	}
@@ -144,6 +154,7 @@ func (g *growth) checkSnapshot(s snapshotState, now Config) error {
 			"which are not the first of those by which the model has grown", ErrArchitecture,
 			s.Seeds[0].Seed, grown)
 	}
+
 	for _, at := range s.Seeds {
 		l := g.t.Model.Kasmina.Lattice(at.Layer)
 		if l == nil || l.Site() == blueprints.Chunk || at.Seed < 0 || at.Seed >= l.Seeds() {
@@ -151,6 +162,7 @@ func (g *growth) checkSnapshot(s snapshotState, now Config) error {
 				"%d has no such seed that grows", ErrArchitecture, at.Seed, at.Layer)
 		}
 	}
+
 	return nil
 }
 
@@ -160,10 +172,12 @@ func (g *growth) loadTwin(r *CheckpointReader) (*twin, error) {
 	if _, ok := r.values[twinValue]; !ok {
 		return nil, nil
 	}
+
 	var s twinState
 	if err := r.Value(twinValue, &s); err != nil {
 		return nil, err
 	}
+
 	if loader := r.run.Loader; s.Loader.Data != loader.Data || s.Loader.Seed != loader.Seed {
 		return nil, nil
 	}
@@ -175,6 +189,7 @@ func (g *growth) loadTwin(r *CheckpointReader) (*twin, error) {
 				ErrArchitecture, seed.Seed, seed.Layer)
 		}
 	}
+
 	w := &twin{trial: s.Trial, loader: s.Loader, lost: s.Lost, sum: float64(s.Sum)}
 	if w.lost {
 		return w, nil
@@ -184,20 +199,25 @@ func (g *growth) loadTwin(r *CheckpointReader) (*twin, error) {
 	if w.branch, err = g.loadBranch(r, r.run.config, twinPrefix, s.LossScale); err != nil {
 		return nil, err
 	}
+
 	if !slices.Contains(r.Tensors(), ratesName) {
 		return w, nil
 	}
+
 	shape, rates, err := r.Tensor(ratesName)
 	if err != nil {
 		return nil, err
 	}
+
 	if w.rates, _ = rates.([]float64); w.rates == nil || len(w.rates) > r.run.Step {
 		return nil, fmt.Errorf("the model's twin has steps of shape %v to make, and the run has made %d",
 			shape, r.run.Step)
 	}
+
 	if !isFinite(w.rates) {
 		return nil, fmt.Errorf("the learning rates of the model's twin are not finite")
 	}
+
 	return w, nil
 }
 

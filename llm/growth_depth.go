@@ -27,9 +27,11 @@ func depthScore(points []state.Point, past []state.Transition, seed int) (m stat
 			evaluated = p.Epoch
 		}
 	}
+
 	if grafted < 0 || evaluated < 0 {
 		return m, false
 	}
+
 	var before []curve.Point
 	var after []state.Point
 	for _, p := range points {
@@ -40,25 +42,31 @@ func depthScore(points []state.Point, past []state.Transition, seed int) (m stat
 			after = append(after, p)
 		}
 	}
+
 	if len(after) == 0 {
 		return m, false
 	}
+
 	if len(before) == 0 {
 		return m, false
 	}
+
 	without := func(float64) float64 { return before[len(before)-1].Y }
 	if law, ok := curve.Fit(before); ok {
 		furthest := depthHorizon * before[len(before)-1].X
 		without = func(share float64) float64 { return law.At(min(share, furthest)) }
 	}
+
 	m = state.SeedMetrics{Seed: seed, TrainingError: math.NaN(), Compared: true,
 		Stability: 1, Trials: 1}
 	for _, p := range after {
 		m.Performance -= p.Loss / float64(len(after))
 		m.Without -= without(p.Share) / float64(len(after))
 	}
+
 	if !(m.Performance > -worstLoss) {
 		m.Performance, m.Errors = -worstLoss, 1
 	}
+
 	return m, m.Without > -worstLoss
 }

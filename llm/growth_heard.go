@@ -40,15 +40,18 @@ func listenTo(c Config, e Engine, loader *data.Loader) (m heardModel, err error)
 	if !ok {
 		return m, fmt.Errorf("the engine %s tells no gradients", e.Name())
 	}
+
 	names := listenedWeights(c)
 	sums, err := sumGradients(l, loader, names)
 	if err != nil {
 		return m, err
 	}
+
 	shapes := map[string][]int{}
 	for name, shape := range c.Parameters() {
 		shapes[name] = shape
 	}
+
 	found := make([]heardGradient, len(names))
 	parallel.Each(len(names), func(i int) {
 		shape := shapes[names[i]]
@@ -58,6 +61,7 @@ func listenTo(c Config, e Engine, loader *data.Loader) (m heardModel, err error)
 	for i, name := range names {
 		m.by[name] = found[i]
 	}
+
 	return m, nil
 }
 
@@ -88,6 +92,7 @@ func sumGradients(l Listener, loader *data.Loader, names []string) ([][]float32,
 			return nil, err
 		}
 	}
+
 	return sums, nil
 }
 

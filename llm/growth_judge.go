@@ -70,6 +70,7 @@ func (j seedJudge) Add(metrics []state.Metrics) (verdict *trialVerdict, err erro
 			metrics[layer].Seeds = append(metrics[layer].Seeds, m)
 		}
 	}
+
 	return verdict, nil
 }
 
@@ -101,16 +102,19 @@ func (j seedJudge) try(m *state.SeedMetrics, l *state.Lattice, with []float64) e
 	if err := l.Probe(m.Seed, true); err != nil {
 		return err
 	}
+
 	tried, err := j.Losses()
 	if err := errors.Join(err, l.Probe(m.Seed, false)); err != nil {
 		return err
 	}
+
 	m.Unscored = true
 	now, _ := meanPerformance(with, tried)
 	then, bad := meanPerformance(tried, with)
 	if m.TrainingError, m.Errors = now-then, bad; bad > 0 {
 		m.TrainingError = worstLoss
 	}
+
 	return nil
 }
 
@@ -169,8 +173,10 @@ func meanPerformance(losses, others []float64) (performance float64, bad int) {
 			n++
 		}
 	}
+
 	if n == 0 {
 		return -worstLoss, bad
 	}
+
 	return max(performance/float64(n), -worstLoss), bad
 }

@@ -26,17 +26,20 @@ func hearGradient(gradient []float32, out, in, rank int) (h heardGradient) {
 	for _, g := range gradient {
 		square += float64(g) * float64(g)
 	}
+
 	h.Norm = math.Sqrt(square / float64(max(1, len(gradient))))
 	rank = min(rank, out, in)
 	n := min(rank+extraDirections, out, in)
 	if rank < 1 || !(square > 0) || math.IsInf(square, 0) {
 		return h
 	}
+
 	r := rand.New(rand.NewPCG(uint64(out), uint64(in)))
 	q, y := make([]float32, in*n), make([]float32, out*n) // columns are directions
 	for i := range y {
 		y[i] = float32(r.NormFloat64())
 	}
+
 	for turn := range listenTurns + 1 {
 		if turn > 0 {
 			gemm.Mul(false, false, out, n, in, 1, gradient, in, q, n, 0, y, n)
@@ -45,6 +48,7 @@ func hearGradient(gradient []float32, out, in, rank int) (h heardGradient) {
 		gemm.Mul(true, false, in, n, out, 1, gradient, in, y, n, 0, q, n)
 		orthonormal(q, in, n)
 	}
+
 	gemm.Mul(false, false, out, n, in, 1, gradient, in, q, n, 0, y, n) // G·Q, whose right vectors turn Q
 	values, vectors := eigen(rowProducts(y, out, n), n)
 	for k := range rank {
@@ -61,6 +65,7 @@ func hearGradient(gradient []float32, out, in, rank int) (h heardGradient) {
 		}
 		h.Sigma, h.Directions = append(h.Sigma, math.Sqrt(values[k])), append(h.Directions, d)
 	}
+
 	return h
 }
 
@@ -123,6 +128,7 @@ func eigen(a []float64, n int) (values, vectors []float64) {
 	for i := range n {
 		v[i*n+i] = 1
 	}
+
 	const sweeps = 32 // after which nothing is left that float64 could tell
 	for range sweeps {
 		for p := range n {
@@ -131,6 +137,7 @@ func eigen(a []float64, n int) (values, vectors []float64) {
 			}
 		}
 	}
+
 	order := make([]int, n)
 	for i := range order {
 		order[i] = i
@@ -138,6 +145,7 @@ func eigen(a []float64, n int) (values, vectors []float64) {
 			order[j], order[j-1] = order[j-1], order[j]
 		}
 	}
+
 	values, vectors = make([]float64, n), make([]float64, n*n)
 	for k, from := range order {
 		values[k] = a[from*n+from]
@@ -145,6 +153,7 @@ func eigen(a []float64, n int) (values, vectors []float64) {
 			vectors[i*n+k] = v[i*n+from]
 		}
 	}
+
 	return values, vectors
 }
 
@@ -153,17 +162,20 @@ func rotateJacobi(a, v []float64, n, p, q int) {
 	if a[p*n+q] == 0 {
 		return
 	}
+
 	theta := (a[q*n+q] - a[p*n+p]) / (2 * a[p*n+q])
 	t := 1 / (math.Abs(theta) + math.Hypot(theta, 1))
 	if theta < 0 {
 		t = -t
 	}
+
 	c := 1 / math.Hypot(t, 1)
 	s := t * c
 	for k := range n {
 		x, y := a[k*n+p], a[k*n+q]
 		a[k*n+p], a[k*n+q] = c*x-s*y, s*x+c*y
 	}
+
 	for k := range n {
 		x, y := a[p*n+k], a[q*n+k]
 		a[p*n+k], a[q*n+k] = c*x-s*y, s*x+c*y

@@ -27,6 +27,7 @@ func made(out, in int, sigma []float64, r *rand.Rand) (g []float32, right [][]fl
 		}
 		return all
 	}
+
 	left := vectors(out)
 	right = vectors(in)
 	g = make([]float32, out*in)
@@ -39,6 +40,7 @@ func made(out, in int, sigma []float64, r *rand.Rand) (g []float32, right [][]fl
 			g[i*in+j] = float32(sum)
 		}
 	}
+
 	return g, right
 }
 
@@ -80,11 +82,13 @@ func TestHearLittle(t *testing.T) {
 	for i := range 5 {
 		g[2*5+i] = float32(i) // one row: rank 1
 	}
+
 	h := hearGradient(g, 6, 5, 3)
 	require.InEpsilon(t, math.Sqrt(30), h.Sigma[0], 1e-5)
 	for _, s := range h.Sigma[1:] {
 		require.Less(t, s, 1e-5)
 	}
+
 	require.LessOrEqual(t, len(hearGradient(g, 6, 5, 100).Directions), 5)
 	g[0] = float32(math.NaN())
 	require.Empty(t, hearGradient(g, 6, 5, 3).Directions)

@@ -42,6 +42,7 @@ func needsOf(c Config, site blueprints.Site, moments []optim.Tensor,
 			needs[seed] = math.Sqrt(squares / num)
 		}
 	}
+
 	return needs
 }
 

@@ -42,6 +42,7 @@ func TestNeedsAreReproducible(t *testing.T) {
 	for _, v := range squares {
 		sum += v + v/3
 	}
+
 	require.Equal(t, math.Sqrt(sum/float64(2*len(squares))), want[0])
 }
 
@@ -58,6 +59,7 @@ func TestNeeds(t *testing.T) {
 		{Name: c.WeightName(c.Weights[1]) + ".momentum_buffer", Shape: []int{1, 2}, Data: []float64{3, -4}},
 		{Name: c.WeightName(c.Weights[2]) + ".step", Shape: []int{1}, Data: []int64{7}},
 	}
+
 	require.Equal(t, []float64{2, math.Sqrt(12.5), 0}, needsOf(c, blueprints.Weight, moments,
 		muon))
 	require.Equal(t, []float64{0}, needsOf(Config{Depth: 1}, blueprints.Depth, moments,

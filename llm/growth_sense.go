@@ -16,6 +16,7 @@ func senseSite(l *state.Lattice, pass *state.Pass, all []SeedFigures, features i
 			bySeed[f.Seed] = f
 		}
 	}
+
 	l.Begin(pass, true)
 	err := l.RecordHealth(pass, func(seed int) state.HealthSample {
 		f, ok := bySeed[seed]
@@ -27,6 +28,7 @@ func senseSite(l *state.Lattice, pass *state.Pass, all []SeedFigures, features i
 	if err != nil {
 		return err
 	}
+
 	return l.RecordGradient(pass, func(seed int) state.GradientSample {
 		f, ok := bySeed[seed]
 		switch {

@@ -35,6 +35,7 @@ func (c replanting) Decide(reports []state.Report) []state.Command {
 	case state.Grafting:
 		return do(state.Move, state.RolledBack)
 	}
+
 	return do(state.Recycle, 0)
 }
 
@@ -113,6 +114,7 @@ func TestBesideAGrowingRun(t *testing.T) {
 	if testing.Short() {
 		rounds = 15
 	}
+
 	for _, call := range calls {
 		beside.Go(func() {
 			for range rounds {
@@ -121,12 +123,14 @@ func TestBesideAGrowingRun(t *testing.T) {
 			}
 		})
 	}
+
 	go func() { beside.Wait(); cancel() }()
 	err = tr.Run(ctx)
 	beside.Wait()
 	if !errors.Is(err, context.Canceled) {
 		t.Fatal(err)
 	}
+
 	require.Greater(t, reshaped, 3)
 }
 
@@ -161,6 +165,7 @@ func TestResumeBetweenSteps(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	require.True(t, begun)
 	require.NoError(t, <-resumed)

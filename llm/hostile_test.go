@@ -98,6 +98,7 @@ func TestCallbackArguments(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	sample := func(prompt string, n int, c sampler.Config) func(*Trainer) Callback {
 		return func(tr *Trainer) Callback {
 			return SampleText(tr, tokenizer.Bytes{}, prompt, n, c, "", 0)
@@ -148,16 +149,19 @@ func TestSampleToDevice(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer r.Close()
+
 	defer w.Close()
 	path := fmt.Sprintf("/dev/fd/%d", w.Fd()) // in a folder where nobody can make a file
 	if _, err := os.Stat(path); err != nil {
 		t.Skip("this system has no paths to open files:", err)
 	}
+
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	tr.On(SampleText(tr, tokenizer.Bytes{}, "x", 3, sampler.Config{}, path, 0))
 	if err := tr.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+
 	b := make([]byte, 1)
 	if _, err := r.Read(b); err != nil || b[0] != 'x' {
 		t.Errorf("got %q, %v", b, err)
@@ -199,10 +203,12 @@ func smallCheckpoint(t testing.TB) ([]safetensors.Tensor, map[string]string) {
 	if err := tr.Save(path); err != nil {
 		t.Fatal(err)
 	}
+
 	tensors, metadata, err := safetensors.Load(path)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	return tensors, metadata
 }
 
@@ -212,19 +218,23 @@ func smallTrainer(t testing.TB, c Config) *Trainer {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	l, err := data.NewLoader(&idTokens{ids: []int{0, 1, 2, 1, 0}, vocab: 3},
 		data.LoaderConfig{Batch: 1, Seq: 2})
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	o, err := optim.NewAdamW()
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	tr, err := NewTrainer(m, l, o, TrainConfig{Steps: 2, Batch: 1, Schedule: optim.Constant(0.1)})
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	t.Cleanup(func() { tr.Close() })
 	return tr
 }
@@ -267,6 +277,7 @@ func TestLatticeOfOtherSlots(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for _, a := range l.Arrays() {
 		for i, x := range tensors {
 			if x.Name == "lattice.0."+a.Name {
@@ -276,10 +287,12 @@ func TestLatticeOfOtherSlots(t *testing.T) {
 			}
 		}
 	}
+
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	if err := safetensors.Save(path, tensors, metadata); err != nil {
 		t.Fatal(err)
 	}
+
 	if _, err := LoadModel(t.Context(), path); !errors.Is(err, ErrArchitecture) ||
 		!strings.Contains(err.Error(), "the saved lattice has 9 slots, this one 3") {
 		t.Errorf("got %v", err)
@@ -355,6 +368,7 @@ func TestZeroValues(t *testing.T) {
 	} {
 		require.ErrorContains(t, err, name)
 	}
+
 	_, err := NewTrainer(&m, new(data.Loader), nil, TrainConfig{})
 	require.ErrorContains(t, err, "the model is nil or its zero value")
 	for _, m := range []*Model{nil, &m} {
@@ -373,6 +387,7 @@ func TestZeroValues(t *testing.T) {
 		require.Zero(t, m.NumParams()+m.NumSeeds())
 		require.Zero(t, m.Dtype())
 	}
+
 	for _, tr := range []*Trainer{nil, {}} {
 		_, _, evaluate := tr.Evaluate(nil)
 		for name, err := range map[string]error{
@@ -395,6 +410,7 @@ func TestZeroValues(t *testing.T) {
 		require.Zero(t, tr.Step())
 		require.Zero(t, tr.Last().Steps)
 	}
+
 	require.NoError(t, new(Generator).Close())
 	require.NoError(t, new(Inference).Close())
 	var c Config
@@ -415,6 +431,7 @@ func TestZeroValues(t *testing.T) {
 	} {
 		require.ErrorContains(t, err, want)
 	}
+
 	require.Zero(t, c.KasminaWidth())
 	require.NoError(t, c.Knows(nil))
 	require.Empty(t, c.GrowStream(Grown{}).Streams)

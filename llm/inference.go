@@ -44,12 +44,14 @@ func (i *Inference) parts() (m ModelParts, err error) {
 	case i.Model == nil || len(i.Model.Params) == 0:
 		return m, errNoModel
 	}
+
 	attached := attachedTo(i.Model.Kasmina)
 	if i.shape != shapeOf(i.Model) || !slices.Equal(i.attached, attached) {
 		err = i.closeGraphs()
 		i.losses, i.decoding = nil, nil
 		i.shape, i.attached = shapeOf(i.Model), attached
 	}
+
 	return i.Model.Parts(), err
 }
 
@@ -59,13 +61,16 @@ func (i *Inference) runner(m ModelParts, sequences int) (Runner, error) {
 	if err != nil {
 		return Runner{}, err
 	}
+
 	if i.Make == nil {
 		return runnerOnCPU(g)
 	}
+
 	machine, err := i.Make(g)
 	if err != nil {
 		return Runner{}, err
 	}
+
 	return Runner{Graph: g, Machine: machine}, nil
 }
 
@@ -81,6 +86,7 @@ func (i *Inference) LossContext(ctx context.Context, b data.Batch) (float64, err
 	if err != nil {
 		return 0, err
 	}
+
 	sequences := len(b.Inputs) / m.Config.Seq
 	r, ok := i.losses[sequences]
 	if !ok {
@@ -92,6 +98,7 @@ func (i *Inference) LossContext(ctx context.Context, b data.Batch) (float64, err
 		}
 		i.losses[sequences] = r
 	}
+
 	return r.RunContext(ctx, b)
 }
 
@@ -101,11 +108,13 @@ func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, err
 	if err != nil {
 		return nil, err
 	}
+
 	if i.decoding == nil {
 		if i.decoding, err = NewDecoding(m, i.Make); err != nil {
 			return nil, err
 		}
 	}
+
 	i.decoding.Forget()
 	return i.decoding.Next, nil
 }

@@ -29,6 +29,7 @@ func TestWindows(t *testing.T) {
 	for i := range 300 {
 		tokens = append(tokens, i*i%19)
 	}
+
 	for _, n := range []int{1, 127, 128, 129, 5, 257, 300} {
 		next, err := windows.Decoder()
 		require.NoError(t, err)
@@ -42,6 +43,7 @@ func TestWindows(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, 2, open)
 	}
+
 	require.Equal(t, 4, made) // for a token, and for 128, 256 and 300 positions
 	require.NoError(t, errors.Join(windows.Close(), cached.Close()))
 	require.Zero(t, open)
@@ -82,6 +84,7 @@ func TestOf(t *testing.T) {
 		closed = true
 		return nil
 	})
+
 	b := data.Batch{Inputs: []int{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12},
 		Targets: []int{2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13}, Count: 12}
 	got, err := i.Loss(b)

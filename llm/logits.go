@@ -26,19 +26,23 @@ func allLogits(ctx context.Context, m *Model, tokens []int) (logits *tensor.Dens
 	if ctx == nil {
 		return nil, errNoContext
 	}
+
 	if err := checkMade(m); err != nil {
 		return nil, err
 	}
 	defer take(m)()
+
 	switch {
 	case len(tokens) == 0:
 		return nil, errors.New("there are no tokens, want at least one")
 	case len(tokens) > m.Config.Seq:
 		return nil, fmt.Errorf("there are %d tokens, want at most Config.Seq, %d", len(tokens), m.Config.Seq)
 	}
+
 	if err := m.Config.Knows(slices.Values(tokens)); err != nil {
 		return nil, err
 	}
+
 	if err := pull(m, paramNames(m)...); err != nil {
 		return nil, err
 	}
@@ -49,10 +53,12 @@ func allLogits(ctx context.Context, m *Model, tokens []int) (logits *tensor.Dens
 	if err != nil {
 		return nil, err
 	}
+
 	r, err := runnerOnCPU(g)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, r.Machine.Close()) }()
+
 	return r.All(ctx, tokens)
 }

@@ -42,6 +42,7 @@ func TestAllLogits(t *testing.T) {
 		}
 		mean += (math.Log(sum) - row[target]) / float64(len(targets))
 	}
+
 	loss, err := i.Loss(data.Batch{Inputs: tokens, Targets: targets, Count: len(tokens)})
 	require.NoError(t, err)
 	require.InDelta(t, loss, mean, 1e-12)
@@ -55,6 +56,7 @@ func TestAllLogits(t *testing.T) {
 		_, err := AllLogits(t.Context(), m, bad)
 		require.ErrorContains(t, err, want)
 	}
+
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
 	_, err = AllLogits(ended, m, tokens)

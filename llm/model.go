@@ -60,6 +60,7 @@ func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 	if fill == nil {
 		return nil, errors.New("llm: NewModelFrom: fill is nil, want what writes parameters")
 	}
+
 	m, err := buildModel(c, dt, func(_ int, p ParamSpec) func() float64 {
 		if p.Deviation != 0 {
 			return nil
@@ -69,6 +70,7 @@ func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 	if err != nil {
 		return nil, err
 	}
+
 	errs := make([]error, len(m.Params))
 	var failed atomic.Bool
 	cpu.Parallel(len(m.Params), 1, func(lo, hi int) {
@@ -78,9 +80,11 @@ func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 			}
 		}
 	})
+
 	if err := errors.Join(errs...); err != nil {
 		return nil, err
 	}
+
 	return m, nil
 }
 
@@ -91,22 +95,27 @@ func buildModel(c Config, dt tensor.Dtype, start func(i int, p ParamSpec) func()
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
+
 	if dt != tensor.Float32 && dt != tensor.Float64 {
 		return nil, fmt.Errorf("llm: parameters of type %v, want float32 or float64", dt)
 	}
+
 	m := &Model{Config: c, byName: map[string]int{}}
 	specs := slices.Collect(c.Specs())
 	bytes := uint64(0)
 	for _, p := range specs {
 		bytes += uint64(tensor.Shape(p.Shape).TotalSize()) * uint64(dt.Size())
 	}
+
 	if err := memory.Check("the parameters take", bytes); err != nil {
 		return nil, fmt.Errorf("llm: NewModel: %w", err)
 	}
+
 	m.Params = make([]Param, len(specs))
 	for i, p := range specs {
 		m.byName[p.Name] = i
 	}
+
 	cpu.Parallel(len(specs), 1, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
 			var next func() float64
@@ -117,10 +126,12 @@ func buildModel(c Config, dt tensor.Dtype, start func(i int, p ParamSpec) func()
 				Value: newParamValue(dt, specs[i].Shape, next)}
 		}
 	})
+
 	var err error
 	if m.Kasmina, err = m.newNetwork(lattice...); err != nil {
 		return nil, err
 	}
+
 	return m, nil
 }
 

@@ -42,13 +42,16 @@ func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 	if err := checkMade(m); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
 	}
+
 	if err := settleParams(m); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
 	}
+
 	config, err := json.Marshal(m.Config)
 	if err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the configuration: %w", err)
 	}
+
 	var tensors []safetensors.Tensor
 	add := func(name string, shape []int, data any) error {
 		t, err := safetensors.New(name, shape, data)
@@ -58,6 +61,7 @@ func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 		tensors = append(tensors, t)
 		return nil
 	}
+
 	for _, p := range m.Params {
 		if !isFinite(p.Value.Data()) {
 			return nil, nil, fmt.Errorf("llm: saving the model: %w: parameter %s is not finite",
@@ -67,11 +71,13 @@ func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 			return nil, nil, err
 		}
 	}
+
 	for _, a := range m.Kasmina.Arrays() {
 		if err := add(modelfile.LatticePrefix+a.Name, a.Shape, a.Data); err != nil {
 			return nil, nil, err
 		}
 	}
+
 	return tensors, map[string]string{"format": "pt", modelfile.ConfigKey: string(config)}, nil
 }
 
@@ -97,20 +103,25 @@ func configIn(f *modelfile.File) (Config, error) {
 		return c, f.Errorf("%w: it has no %q in its metadata, as this package's model files do",
 			ErrArchitecture, modelfile.ConfigKey)
 	}
+
 	if len(text) <= modelfile.MaxConfig {
 		// To grow step by step would take several times as much.
 		c.Kasmina = make([]int, 0, strings.Count(text, ","))
 	}
+
 	if err := f.Decode(modelfile.ConfigKey, "the configuration",
 		modelfile.MaxConfig, &c); err != nil {
 		return c, err
 	}
+
 	if c.Kasmina = slices.Clip(c.Kasmina); len(c.Kasmina) == 0 {
 		c.Kasmina = nil
 	}
+
 	if err := c.Check(); err != nil {
 		return c, f.Errorf("%w", err)
 	}
+
 	return c, nil
 }
 
@@ -123,37 +134,45 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)
 	}
+
 	f, err := modelfile.Open(path)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
+
 	c, err := configIn(f)
 	if err != nil {
 		return nil, err
 	}
+
 	dt := tensor.Float32
 	if d, _, err := f.Info(embedName); err == nil && d == safetensors.F64 {
 		dt = tensor.Float64
 	}
+
 	// Before memory for a model is taken, the file must hold one: a configuration can ask for any
 	// amount.
 	if err := f.Fits(fileShapeOf(c, dt)); err != nil {
 		return nil, err
 	}
+
 	m, err := buildModel(c, dt, nil)
 	if err != nil {
 		return nil, f.Errorf("%w", err)
 	}
+
 	for _, p := range m.Params {
 		if err := f.Parameter(ctx, p.Name, p.Value.Data()); err != nil {
 			return nil, err
 		}
 	}
+
 	install, err := m.latticesOf(ctx, f)
 	if err != nil {
 		return nil, err
 	}
+
 	for _, prefix := range []string{modelfile.OptimizerPrefix, modelfile.PartPrefix} {
 		for name := range f.With(prefix) {
 			if err := f.Verify(ctx, name); err != nil {
@@ -161,6 +180,7 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 			}
 		}
 	}
+
 	install()
 	return m, nil
 }
@@ -177,9 +197,11 @@ func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func
 			Shape: x.Shape,
 			Data:  x.Data})
 	}
+
 	if install, err = m.loadLattices(arrays); err != nil {
 		return nil, f.Errorf("%w", err)
 	}
+
 	return install, nil
 }
 
@@ -206,9 +228,11 @@ func contentsIn(ctx context.Context, m *Model, f *modelfile.File,
 	if err != nil {
 		return nil, nil, err
 	}
+
 	if read, err = paramsIn(ctx, m, f, c, ""); err != nil {
 		return nil, nil, err
 	}
+
 	return read, func() {
 		if m.Config.SameBlocks(c) {
 			for i, p := range m.Params {

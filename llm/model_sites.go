@@ -15,20 +15,24 @@ func (s slotStore) Fits(g state.Germination, size int) error {
 	if err := checkMade(s.Model); err != nil {
 		return err
 	}
+
 	sites, at := s.Model.Config.Sites(), g.Layer-len(s.Model.Config.Kasmina)
 	if at < 0 || at >= len(sites) {
 		return fmt.Errorf("llm: %w: no seeds at weights, in the stream or at depths are layer %d",
 			state.ErrArgument, g.Layer)
 	}
+
 	site := sites[at]
 	if site == blueprints.Depth {
 		return nil
 	}
+
 	_, err := s.Model.Config.SeedParams(Planted{Site: site, Seed: g.Seed,
 		Kind: g.Kind.String(), Size: size})
 	if err != nil {
 		return errors.Join(state.ErrArgument, err)
 	}
+
 	return nil
 }
 
@@ -41,6 +45,7 @@ func (s slotStore) forgetPlanted(e paramMirror, l *state.Lattice, before []bool,
 	for i, stage := range pass.Stage {
 		now[i] = stage.Learns()
 	}
+
 	site := l.Site()
 	for _, p := range s.Model.Config.Planted {
 		if p.Site != site || now[p.Seed] || known && p.Seed < len(before) && !before[p.Seed] {
@@ -56,6 +61,7 @@ func (s slotStore) forgetPlanted(e paramMirror, l *state.Lattice, before []bool,
 			}
 		}
 	}
+
 	return now, nil
 }
 

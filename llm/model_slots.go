@@ -25,6 +25,7 @@ func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
 		}
 		layers[i] = state.Layer{Name: strconv.Itoa(block), Lattice: l}
 	}
+
 	for _, site := range m.Config.Sites() {
 		own := []state.Option{state.At(site)}
 		if site != blueprints.Depth {
@@ -36,6 +37,7 @@ func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
 		}
 		layers = append(layers, state.Layer{Name: site.String(), Lattice: l})
 	}
+
 	return state.NewNetwork(slotStore{m}, layers...)
 }
 
@@ -46,10 +48,12 @@ func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
 	if err == nil && l.Slots() != slots {
 		err = fmt.Errorf("the options give it %d slots, want Config.Slots, %d", l.Slots(), slots)
 	}
+
 	if err == nil && l.Width() != width {
 		err = fmt.Errorf("the options give its slots %d weights, want %d as Config.SlotWidth says",
 			l.Width(), width)
 	}
+
 	return l, err
 }
 
@@ -101,6 +105,7 @@ func (s slotStore) Start(g state.Germination) (p state.SlotParams, err error) {
 	if err := s.check(g.Layer, g.Slot); err != nil {
 		return p, err
 	}
+
 	width := s.Model.Config.KasminaWidth()
 	w, a := make([]float64, 2*width), make([]float64, 2)
 	draw := rand.NewPCG(uint64(g.Layer)<<32|uint64(uint32(g.Seed)),
@@ -109,6 +114,7 @@ func (s slotStore) Start(g state.Germination) (p state.SlotParams, err error) {
 		a); err != nil {
 		return p, err
 	}
+
 	return state.SlotParams{Weights: w[width:], Scale: a[1]}, nil
 }
 
@@ -117,13 +123,16 @@ func (s slotStore) Read(layer, slot int) (p state.SlotParams, err error) {
 	if err := s.check(layer, slot); err != nil {
 		return p, err
 	}
+
 	if err := pull(s.Model, s.names(layer)...); err != nil {
 		return p, err
 	}
+
 	weights, scales := s.params(layer)
 	if s.Model.Dtype() == tensor.Float32 {
 		return readSlot(weights.Float32s(), scales.Float32s(), slot), nil
 	}
+
 	return readSlot(weights.Float64s(), scales.Float64s(), slot), nil
 }
 
@@ -132,6 +141,7 @@ func (s slotStore) Write(writes []state.SlotWrite) error {
 	if err := checkMade(s.Model); err != nil {
 		return err
 	}
+
 	s.Model.changes.Add(1)
 	for _, w := range writes {
 		if err := s.check(w.Layer, w.Slot); err != nil {
@@ -144,6 +154,7 @@ func (s slotStore) Write(writes []state.SlotWrite) error {
 				len(w.Params.Weights), w.Slot, w.Layer, want, s.Model.Config.Slots-1)
 		}
 	}
+
 	before := make([]state.SlotWrite, len(writes))
 	var changed []string
 	for i, w := range writes {
@@ -156,11 +167,13 @@ func (s slotStore) Write(writes []state.SlotWrite) error {
 			changed = append(changed, names...)
 		}
 	}
+
 	s.set(writes)
 	e := mirrorOf(s.Model)
 	if e == nil {
 		return nil
 	}
+
 	err := e.Push(changed...)
 	for i := 0; err == nil && i < len(writes); i++ {
 		err = s.forget(e, writes[i].Layer, writes[i].Slot, writes[i].Slot+1)
@@ -169,6 +182,7 @@ func (s slotStore) Write(writes []state.SlotWrite) error {
 		s.set(before)
 		err = errors.Join(err, e.Push(changed...))
 	}
+
 	return err
 }
 
@@ -190,9 +204,11 @@ func (s slotStore) ForgetFrozen(e paramMirror, learning [][]bool) ([][]bool, err
 	if err := checkMade(s.Model); err != nil {
 		return nil, err
 	}
+
 	if e == nil {
 		return nil, errors.New("llm: ForgetFrozen: there is nobody who has the parameters")
 	}
+
 	known, before := learning != nil, learning
 	learning = make([][]bool, s.Model.Kasmina.Layers())
 	copy(learning, before)
@@ -224,6 +240,7 @@ func (s slotStore) ForgetFrozen(e paramMirror, learning [][]bool) ([][]bool, err
 		}
 		learning[layer] = now
 	}
+
 	return learning, nil
 }
 
@@ -278,24 +295,30 @@ func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 		return fail(err)
 	}
 	defer take(m)()
+
 	l := m.Kasmina.Lattice(layer)
 	if l == nil || seed < 0 || seed >= l.Seeds() {
 		return fail(state.ErrSeed)
 	}
+
 	if l.Site() != blueprints.Chunk {
 		return fail(fmt.Errorf("a blueprint at site %v has no slot", l.Site()))
 	}
+
 	s := l.Report().Seeds[seed]
 	if s.Slot == 0 || s.Stage.Ended() { // whose slot may be another's by now
 		return fail(fmt.Errorf("it is %v and has no slot", s.Stage))
 	}
+
 	p, err := slotStore{m}.Read(layer, s.Slot)
 	if err != nil {
 		return fail(err)
 	}
+
 	if err := m.fileSlots().SaveBlueprint(path, s.Kind, p); err != nil {
 		return fail(err)
 	}
+
 	return nil
 }
 
@@ -330,16 +353,19 @@ func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, er
 	if err := checkMade(m); err != nil {
 		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
 	}
+
 	done := take(m)
 	layers, slots := len(m.Config.Kasmina), m.fileSlots()
 	done()
 	if layers == 0 {
 		return c, fmt.Errorf("llm: ReadBlueprint: %s: the model has no Kasmina layers", path)
 	}
+
 	kind, p, err := slots.ReadBlueprint(path)
 	if err != nil {
 		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
 	}
+
 	return state.Command{Action: state.Load, Layer: layer, Seed: seed, Kind: kind, Params: p}, nil
 }
 

@@ -114,6 +114,7 @@ func (m modelState) become(next Config, source func(name string) string,
 			grown.Moments = append(grown.Moments, x)
 		}
 	}
+
 	parallel.Each(len(copies), func(i int) {
 		p := &grown.Params[copies[i]]
 		p.Value = cloneTensor(p.Value)
@@ -127,9 +128,11 @@ func (m *modelState) findAs(name string, other modelState, from string) {
 	if !ok {
 		return
 	}
+
 	if m.From == nil {
 		m.From, m.Here = map[string]string{}, map[string]bool{}
 	}
+
 	m.From[name] = at
 	if other.Here[from] {
 		m.Here[name] = true
@@ -216,6 +219,7 @@ func (m modelState) Back(before modelState, c Config) modelState {
 			back.Moments = append(back.Moments, x)
 		}
 	}
+
 	back.Params = back.copies()
 	return back
 }
@@ -233,6 +237,7 @@ func (m modelState) planted(site blueprints.Site, seed int) (o plantedSeed, err 
 	if !ok {
 		return o, fmt.Errorf("seed %d of site %v has nothing planted", seed, site)
 	}
+
 	kind, _ := blueprints.ByName(p.Kind)
 	o = plantedSeed{p, kind, map[string]*tensor.Dense{}}
 	for _, q := range m.Params {
@@ -240,6 +245,7 @@ func (m modelState) planted(site blueprints.Site, seed int) (o plantedSeed, err 
 			o.values[name] = q.Value
 		}
 	}
+
 	return o, nil
 }
 
@@ -250,12 +256,14 @@ func (m modelState) replace(values map[string]*tensor.Dense, names []string) mod
 	for i := range m.Params {
 		m.Params[i].Value = values[m.Params[i].Name]
 	}
+
 	if m.From != nil {
 		m.Here = maps.Clone(m.Here)
 		for _, name := range names {
 			m.Here[name] = true
 		}
 	}
+
 	return m
 }
 

@@ -24,6 +24,7 @@ func mergeSeeds(at blueprints.Site, seeds []int, step int, now modelState, befor
 	if len(seeds) == 0 {
 		return merged, nil
 	}
+
 	var err error
 	if at == blueprints.Weight {
 		var all []plantedSeed
@@ -41,6 +42,7 @@ func mergeSeeds(at blueprints.Site, seeds []int, step int, now modelState, befor
 		}
 		return merged, nil
 	}
+
 	for _, seed := range seeds {
 		o, err := merged[0].planted(at, seed)
 		if err != nil {
@@ -52,6 +54,7 @@ func mergeSeeds(at blueprints.Site, seeds []int, step int, now modelState, befor
 			}
 		}
 	}
+
 	return merged, nil
 }
 
@@ -68,6 +71,7 @@ func (m modelState) add(all []plantedSeed) (modelState, error) {
 		by[name] = append(by[name], o)
 		c = c.Uproot(o.Site, o.Seed)
 	}
+
 	names := slices.Sorted(maps.Keys(by))
 	values, errs := m.values(), make([]error, len(names))
 	sums := make([]*tensor.Dense, len(names))
@@ -80,12 +84,15 @@ func (m modelState) add(all []plantedSeed) (modelState, error) {
 			}
 		}
 	})
+
 	if err := errors.Join(errs...); err != nil {
 		return m, err
 	}
+
 	for i, name := range names {
 		values[name] = sums[i]
 	}
+
 	return m.replace(values, names).become(c, sameName, nil), nil
 }
 
@@ -98,24 +105,29 @@ func (m modelState) sum(o plantedSeed, w *tensor.Dense) (*tensor.Dense, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	var params gorgonia.Nodes
 	for _, s := range specs {
 		params = append(params, gorgonia.NodeFromAny(g, o.values[s], gorgonia.WithName(s)))
 	}
+
 	y, err := site.Weight(o.kind, weight, params, o.Size, m.Config.LoRAScale(o.Size),
 		graft.Row{Of: c})
 	if err != nil {
 		return nil, err
 	}
+
 	machine := gorgonia.NewTapeMachine(g)
 	defer machine.Close()
 	if err := machine.RunAll(); err != nil {
 		return nil, err
 	}
+
 	sum, ok := y.Value().(*tensor.Dense)
 	if !ok {
 		return nil, fmt.Errorf("the sum is a %T", y.Value())
 	}
+
 	return sum, nil // in memory of its own, which the machine has taken for it
 }
 
@@ -142,16 +154,19 @@ func (m modelState) block(o plantedSeed, step int) (modelState, error) {
 	if !blueprints.Mergeable(o.kind) {
 		return m, fmt.Errorf("no block of the model computes it")
 	}
+
 	shape, attention, err := m.Config.StreamShape(o.kind, o.Size)
 	if err != nil {
 		return m, err
 	}
+
 	g := Grown{Stream: true, Seed: o.Seed, Kind: o.Planted.Kind, Size: o.Size, Step: step,
 		Order: m.Config.StreamOrder(o.Seed)}
 	next := m.Config.GrowStream(g)
 	if err := next.Check(); err != nil {
 		return m, err
 	}
+
 	grown := m.become(next, g.Source, func(i int, p ParamSpec) func() float64 {
 		return p.Fresh(uint64(step), i)
 	})
@@ -161,6 +176,7 @@ func (m modelState) block(o plantedSeed, step int) (modelState, error) {
 			return m, fmt.Errorf("%s: %w", p.Name, err)
 		}
 	}
+
 	return grown, nil
 }
 

@@ -22,20 +22,24 @@ func TestMerge(t *testing.T) {
 	for i := range c.Weights {
 		now = now.Plant(Planted{Site: blueprints.Weight, Seed: i, Kind: "LoRA", Size: 2}, 5)
 	}
+
 	for i := range c.Streams {
 		now = now.Plant(Planted{Site: blueprints.Stream, Seed: i, Kind: "Perceptron",
 			Size: 4}, 5)
 	}
+
 	r := rand.New(rand.NewPCG(1, 2))
 	for _, p := range now.Params { // or a LoRA adds nothing
 		for i, x := 0, p.Value.Data().([]float32); i < len(x); i++ {
 			x[i] += float32(0.1 * r.NormFloat64())
 		}
 	}
+
 	before := now.Clone()
 	for _, p := range before.Params {
 		p.Value.Data().([]float32)[0]++
 	}
+
 	for site, seeds := range map[blueprints.Site]int{blueprints.Weight: len(c.Weights),
 		blueprints.Stream: len(c.Streams)} {
 		var all []int

@@ -104,6 +104,7 @@ func (c Config) blockSpec(prefix string, p block.Param) ParamSpec {
 			spec.Deviation = 0
 		}
 	}
+
 	return spec
 }
 
@@ -145,11 +146,13 @@ func (c Config) FLOPs() float64 {
 	if c.PlainMLP {
 		layers = 2
 	}
+
 	block := float64(c.Dim) * (2*heads + 2*kv + layers*float64(c.FF))
 	flops := float64(c.Vocab) * float64(c.Dim)
 	for i := range c.Layers {
 		flops += block + heads*c.seen(i)
 	}
+
 	for _, p := range c.Planted {
 		if p.Site != blueprints.Stream {
 			continue
@@ -164,6 +167,7 @@ func (c Config) FLOPs() float64 {
 			flops += float64(p.Size*c.HeadDim) * c.seen(c.Streams[p.Seed])
 		}
 	}
+
 	return 6 * flops
 }
 

@@ -114,6 +114,7 @@ func (t *Trainer) Use(parts ...Part) error {
 			t.On(r.Receive)
 		}
 	}
+
 	return nil
 }
 
@@ -163,6 +164,7 @@ func (t *Trainer) saveStates(metadata map[string]string) (tensors []safetensors.
 		metadata[modelfile.PartKey+p.Name()] = string(text)
 		tensors = append(tensors, w.tensors...)
 	}
+
 	return tensors, nil
 }
 
@@ -209,6 +211,7 @@ func (t *Trainer) loadStates(ctx context.Context, f *modelfile.File, resumed *re
 				"lacks: add it with Trainer.Use", name))
 		}
 	}
+
 	return func() {
 		for _, install := range installs {
 			install()

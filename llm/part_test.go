@@ -51,6 +51,7 @@ func TestEMA(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 
 	m, err := e.Model()
@@ -59,6 +60,7 @@ func TestEMA(t *testing.T) {
 	for i := range want {
 		require.InDelta(t, want[i], got[i], 1e-6)
 	}
+
 	require.Equal(t, tr.Model.Kasmina.Digest(), m.Kasmina.Digest())
 
 	text, err := data.NewEvaluation(texttest.Words(9, 200), tokenizer.Bytes{}, 2, tr.Model.Config.Seq)
@@ -234,6 +236,7 @@ func TestEarlyStopping(t *testing.T) {
 		tr.On(scores(tr, losses...))
 		return tr
 	}
+
 	tr := use()
 	err := tr.Run(t.Context())
 	require.ErrorIs(t, err, ErrStopped)
@@ -274,6 +277,7 @@ func TestBestCheckpoint(t *testing.T) {
 		})
 		return tr, saved
 	}
+
 	tr, saved := use()
 	require.NoError(t, tr.Run(t.Context()))
 	require.Equal(t, []int{1, 2, 4}, *saved)

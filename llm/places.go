@@ -23,6 +23,7 @@ func (c Config) Lattices() (all []Lattice) {
 	for _, block := range c.Kasmina {
 		all = append(all, Lattice{Name: blockName(block), Site: blueprints.Chunk})
 	}
+
 	if len(c.Weights) > 0 {
 		l := Lattice{Name: "weights", Site: blueprints.Weight}
 		for i, w := range c.Weights {
@@ -37,6 +38,7 @@ func (c Config) Lattices() (all []Lattice) {
 		}
 		all = append(all, l)
 	}
+
 	if len(c.Streams) > 0 {
 		l := Lattice{Name: "stream", Site: blueprints.Stream}
 		for _, block := range c.Streams {
@@ -44,9 +46,11 @@ func (c Config) Lattices() (all []Lattice) {
 		}
 		all = append(all, l)
 	}
+
 	if c.Depth > 0 {
 		all = append(all, Lattice{Name: "depth", Site: blueprints.Depth})
 	}
+
 	return all
 }
 

@@ -39,13 +39,16 @@ func (m *Model) Plain() (*Model, error) {
 		}
 		now = merged[0]
 	}
+
 	if len(m.Config.Planted) == 0 {
 		return m, nil
 	}
+
 	values := map[string]*tensor.Dense{}
 	for _, p := range now.Params {
 		values[p.Name] = p.Value
 	}
+
 	return NewModelFrom(now.Config.Plain(), m.Dtype(), func(p Param) error {
 		return tensor.Copy(p.Value, values[p.Name])
 	})

@@ -61,6 +61,7 @@ func (g *growth) asked() (p planting) {
 			}
 		}
 	}
+
 	return p
 }
 
@@ -117,15 +118,18 @@ func (g *growth) obeySeeds(p planting) error {
 	if err != nil {
 		return err
 	}
+
 	clock.End("merging")
 
 	along, err := g.directions(p.plant)
 	if err != nil {
 		return err
 	}
+
 	for _, planted := range p.plant {
 		next = next.Plant(planted, g.t.last.Step, along.Rows(planted)...)
 	}
+
 	growing.twin = growing.twin.with(p.plant, g.t.last.Step)
 
 	if len(p.plant)+len(p.gone)+len(p.merge) > 0 {
@@ -136,17 +140,20 @@ func (g *growth) obeySeeds(p planting) error {
 			return g.refuse(p, err, began)
 		}
 	}
+
 	clock.End("planting and the engine")
 
 	g.growthState = growing
 	if len(p.grafts) > 0 {
 		g.snapshots = g.snapshots.with(next, g.t.driver.lossScale(), p.grafts...)
 	}
+
 	clock.End("what is kept")
 	slog.Debug("llm: seeds have got their way", "in", clock)
 	if what := describePlanting(p.plant, p.gone, p.merge, g.siteOf); what != "" {
 		g.tellReshaped(what, time.Since(began), nil)
 	}
+
 	return nil
 }
 
@@ -176,6 +183,7 @@ func (g *growth) settled(now modelState, p planting) (next modelState, growing g
 		next, scale = next.Back(back.modelState, next.Config), back.scale
 		growing.snapshots = growing.snapshots.rolledBackTo(i)
 	}
+
 	growing.snapshots = growing.snapshots.without(p.gone...)
 	for _, at := range p.gone {
 		next = next.Uproot(g.siteOf(at), at.Seed)
@@ -185,6 +193,7 @@ func (g *growth) settled(now modelState, p planting) (next modelState, growing g
 		}
 		growing = growing.withModels(others)
 	}
+
 	return next, growing, scale, nil
 }
 
@@ -195,6 +204,7 @@ func (g *growth) needed(p planting) (modelState, error) {
 	if len(p.grafts) > 0 || c.Directed && len(p.plant) > 0 {
 		return g.t.driver.now()
 	}
+
 	var prefixes, names []string
 	for _, at := range p.merge {
 		where := g.siteOf(at)
@@ -203,6 +213,7 @@ func (g *growth) needed(p planting) (modelState, error) {
 		}
 		prefixes = append(prefixes, seedPrefix(where, at.Seed))
 	}
+
 	for _, q := range g.t.Model.Params {
 		if slices.ContainsFunc(prefixes, func(prefix string) bool {
 			return strings.HasPrefix(q.Name, prefix)
@@ -210,6 +221,7 @@ func (g *growth) needed(p planting) (modelState, error) {
 			names = append(names, q.Name)
 		}
 	}
+
 	return g.t.driver.part(names...)
 }
 
@@ -220,19 +232,23 @@ func (g *growth) attach() error {
 	if slices.Equal(all, g.t.driver.attached) {
 		return nil
 	}
+
 	began := time.Now()
 	m, err := g.t.driver.part()
 	if err != nil {
 		return err
 	}
+
 	what := fmt.Sprintf("%d seeds of chunks work with kinds that are graphs", len(all))
 	if _, err := g.t.Config.Graph(g.t.Model); err != nil {
 		g.tellReshaped(what, time.Since(began), err)
 		return g.detach(all)
 	}
+
 	if err := g.t.driver.change(m, m, g.t.driver.lossScale()); err != nil {
 		return err
 	}
+
 	g.tellReshaped(what, time.Since(began), nil)
 	return nil
 }
@@ -288,12 +304,14 @@ func (g *growth) refuse(p planting, cause error, began time.Time) error {
 	if g.t.condition.err() != nil || len(p.plant) == 0 {
 		return cause
 	}
+
 	for _, planted := range p.plant {
 		at := state.Address{Layer: g.t.Model.LayerAt(planted.Site), Seed: planted.Seed}
 		if err := g.abandon(at); err != nil {
 			return errors.Join(cause, err)
 		}
 	}
+
 	g.tellReshaped(describePlanting(p.plant, nil, nil, g.siteOf), time.Since(began), cause)
 
 	// What other seeds ask for, such as a snapshot before they are grafted, cannot wait for the next

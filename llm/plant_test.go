@@ -190,6 +190,7 @@ func TestIsolation(t *testing.T) {
 		require.NoError(t, tr.Run(context.Background()))
 		return tr
 	}
+
 	none := sited()
 	none.Weights, none.Streams = nil, nil
 	plain := run(none, nil)
@@ -210,6 +211,7 @@ func TestIsolation(t *testing.T) {
 		}
 		return together(site, all...)
 	}
+
 	for _, commands := range []siteCommands{
 		train(blueprints.Weight, blueprints.LoRA, 0, 1, 2, 3, 4, 5),
 		train(blueprints.Stream, blueprints.Perceptron, 0, 1, 2),
@@ -250,6 +252,7 @@ func TestSitesRefuse(t *testing.T) {
 		require.ErrorIs(t, err, state.ErrArgument)
 		require.ErrorContains(t, err, want)
 	}
+
 	for want, c := range map[string]state.Command{
 		"an Attention of 3 heads": germinate(0, blueprints.Attention, 3),
 		"of 999 hidden features":  germinate(1, blueprints.Perceptron, 999)} {
@@ -257,6 +260,7 @@ func TestSitesRefuse(t *testing.T) {
 		require.ErrorIs(t, err, state.ErrArgument)
 		require.ErrorContains(t, err, want)
 	}
+
 	require.NoError(t, tr.Run(context.Background()))
 	require.Empty(t, tr.Model.Config.Planted)
 	for want, change := range map[string]func(*Config){
@@ -304,6 +308,7 @@ func growsInAnotherSize(t *testing.T, o func() (optim.Optimizer, error)) {
 		}[e.Step]
 		return tr.Model.Kasmina.Do(tr.at(blueprints.Weight, c...)...)
 	})
+
 	require.NoError(t, tr.Run(context.Background()))
 	require.Equal(t, 2, tr.Model.Param("kasmina.weight.0.a").Shape()[0])
 }
@@ -320,6 +325,7 @@ func squareKind(t *testing.T, name string, asGraph bool) blueprints.Kind {
 	if k, ok := blueprints.ByName(name); ok {
 		return k
 	}
+
 	b := blueprints.Blueprint{Name: name, Identity: atZero}
 	if !asGraph {
 		b.F32, b.F64 = squareOf[float32](), squareOf[float64]()
@@ -327,6 +333,7 @@ func squareKind(t *testing.T, name string, asGraph bool) blueprints.Kind {
 		require.NoError(t, err)
 		return k
 	}
+
 	k, err := site.Register(b, func(x *gorgonia.Node, params gorgonia.Nodes,
 		_ int) (*gorgonia.Node, error) {
 		s, err := gorgonia.Square(x)
@@ -338,6 +345,7 @@ func squareKind(t *testing.T, name string, asGraph bool) blueprints.Kind {
 		}
 		return gorgonia.Add(x, s)
 	})
+
 	require.NoError(t, err)
 	return k
 }
@@ -398,6 +406,7 @@ func squared(t *testing.T, kind blueprints.Kind, opts ...state.Option) (losses [
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(context.Background()))
 	return losses, tr.Model.Kasmina.Report()[0]
 }
@@ -414,6 +423,7 @@ func TestChunkGraphs(t *testing.T) {
 		require.InDelta(t, wanted.Seeds[i].Health.Variance, s.Health.Variance, 1e-6)
 		require.InDelta(t, wanted.Seeds[i].Gradient.Norm, s.Gradient.Norm, 1e-6)
 	}
+
 	noisy, _ := squared(t, squareKind(t, "square, graph", true),
 		state.WithAlphaNoise(0.5))
 	again, _ := squared(t, squareKind(t, "square, graph", true),
@@ -461,6 +471,7 @@ func TestChunkGraphsThatCannotBe(t *testing.T) {
 			require.Equal(t, state.Cancelled, tr.Model.Kasmina.Report()[0].Seeds[1].Stage)
 		})
 	}
+
 	m, err := NewModel(tiny(), tensor.Float32, 1, state.WithoutGates())
 	require.NoError(t, err)
 	g, err := m.Graph(ForLoss, 1)

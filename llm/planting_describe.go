@@ -26,6 +26,7 @@ func describePlanting(planted []Planted, gone, merged []state.Address,
 		}
 		all = append(all, what)
 	}
+
 	list := func(what string, seeds []state.Address) {
 		for i, at := range seeds {
 			if i == most {
@@ -35,6 +36,7 @@ func describePlanting(planted []Planted, gone, merged []state.Address,
 			all = append(all, fmt.Sprintf("seed %d of site %v %s", at.Seed, siteOf(at), what))
 		}
 	}
+
 	list("taken out", gone)
 	list("merged into the model", merged)
 	return strings.Join(all, "; ")

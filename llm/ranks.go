@@ -112,9 +112,11 @@ func (r *team) unasked(p Parallel, h ranks.Heard, own error) bool {
 	if !ok || !h.Agreed || h.Stop != "" || r.t.Last().Last {
 		return false
 	}
+
 	if own == nil {
 		return true
 	}
+
 	_, _ = e.StepBatches(r.t.Config.Accumulate, func() (data.Batch, error) {
 		return data.Batch{}, own
 	}, nil) // which is this error, or that of an exchange that is over
@@ -140,6 +142,7 @@ func (r *team) between(err error) error {
 	default:
 		r.cancel(fmt.Errorf("%w at rank %d: %s", context.Canceled, rank, wish.Why))
 	}
+
 	return err
 }
 
@@ -151,6 +154,7 @@ func (r *team) settle(err error, granting bool) error {
 	if e == nil {
 		return r.settleAlone(err, granting)
 	}
+
 	if r.spared() {
 		return err
 	}
@@ -159,6 +163,7 @@ func (r *team) settle(err error, granting bool) error {
 	if granting && err == nil {
 		own = r.t.steering.takeRequests()
 	}
+
 	exchange := func(commands [][]state.Command) ([][]state.Command, int, error) {
 		asked, err := ranks.Settle(e, err, commands, portable(own))
 		if err != nil {
@@ -173,6 +178,7 @@ func (r *team) settle(err error, granting bool) error {
 		_, _, err := exchange(nil)
 		return err
 	}
+
 	return r.t.Model.Kasmina.ApplyShared(exchange)
 }
 
@@ -189,6 +195,7 @@ func (r *team) settleAlone(err error, granting bool) error {
 			return err
 		}
 	}
+
 	r.t.Model.Kasmina.Apply()
 	return nil
 }
@@ -218,6 +225,7 @@ func (r *team) compare() error {
 	if e == nil {
 		return nil
 	}
+
 	err := pull(r.t.Model)
 	own := ranks.Stand[Config]{Step: r.t.last.Step, Steps: r.t.Config.Steps, Settings: r.t.settings(),
 		Loader: r.t.Loader.State(),
@@ -226,19 +234,23 @@ func (r *team) compare() error {
 	for _, p := range r.t.Model.Params {
 		own.Params = crc32.Update(own.Params, crc32.IEEETable, safetensors.Memory(p.Value.Data()))
 	}
+
 	if err := r.agree(err); err != nil {
 		return err
 	}
+
 	all, err := ranks.Swap(e, "the run", own)
 	if err != nil {
 		return err
 	}
+
 	for r, other := range all {
 		if diff := all[0].Differences(other); len(diff) > 0 {
 			return fmt.Errorf("rank %d does not train as rank 0 (here) does: %s: start all with "+
 				"the same data, options and checkpoint", r, strings.Join(diff, "; "))
 		}
 	}
+
 	return nil
 }
 

@@ -53,6 +53,7 @@ func ReadRecord(r io.Reader) (*Record, error) {
 	if r == nil {
 		return nil, errors.New("llm: ReadRecord: the reader is nil")
 	}
+
 	rec := &Record{commands: map[int][]state.Command{}, shares: map[int]float64{}}
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, 1<<20)
@@ -80,9 +81,11 @@ func ReadRecord(r io.Reader) (*Record, error) {
 			rec.commands[d.Step] = append(rec.commands[d.Step], *d.Command)
 		}
 	}
+
 	if err := lines.Err(); err != nil {
 		return nil, fmt.Errorf("llm: ReadRecord: line %d: %w", n+1, err)
 	}
+
 	rec.sum = hex.EncodeToString(sum.Sum(nil))
 	return rec, nil
 }
@@ -101,6 +104,7 @@ func (d Decision) Write(w io.Writer) error {
 	if w == nil {
 		return errors.New("llm: Decision.Write: the writer is nil")
 	}
+
 	line, err := json.Marshal(d)
 	if err == nil {
 		_, err = w.Write(append(line, '\n'))
@@ -108,5 +112,6 @@ func (d Decision) Write(w io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("llm: the record of growth: %w", err)
 	}
+
 	return nil
 }

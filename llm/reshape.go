@@ -31,6 +31,7 @@ func (g *growth) reshapeDepth() error {
 	if layer < 0 {
 		return nil
 	}
+
 	for _, s := range m.Kasmina.Lattice(layer).Report().Seeds {
 		in := slices.ContainsFunc(m.Config.Grown, func(g Grown) bool {
 			return g.Seed == s.Seed && !g.Stream
@@ -48,6 +49,7 @@ func (g *growth) reshapeDepth() error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -78,11 +80,13 @@ func (g *growth) graft(s state.SeedReport) error {
 			Size: s.Size, Step: g.t.last.Step,
 			Order: order})
 	}
+
 	what := fmt.Sprintf("%v of size %d, %d blocks to %d", s.Kind, s.Size, blocks, len(order))
 	if err == nil {
 		g.tellReshaped(what, time.Since(began), nil)
 		return nil
 	}
+
 	if g.t.condition.err() != nil {
 		return err
 	}
@@ -92,6 +96,7 @@ func (g *growth) graft(s state.SeedReport) error {
 	if stuck := l.Transition(s.Seed, state.RolledBack); stuck != nil {
 		return errors.Join(err, stuck)
 	}
+
 	g.tellReshaped(what, time.Since(began), err)
 	return nil
 }
@@ -102,10 +107,12 @@ func (g *growth) growBlocks(grown Grown) error {
 	if err := g.canReshape(next); err != nil {
 		return err
 	}
+
 	now, err := g.t.driver.now()
 	if err != nil {
 		return err
 	}
+
 	scale := g.t.driver.lossScale()
 	after := growthState{snapshots: g.snapshots.with(now, scale,
 		state.Address{Layer: g.t.Model.LayerAt(blueprints.Depth), Seed: grown.Seed})}
@@ -121,6 +128,7 @@ func (g *growth) growBlocks(grown Grown) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -141,6 +149,7 @@ func (g *growth) forgetCopies(order []int) error {
 			}
 		}
 	}
+
 	return nil
 }
 
@@ -155,21 +164,25 @@ func (g *growth) takeBack(s state.SeedReport) error {
 			"known: resume from a checkpoint of the run, which has it, or from one before", s.Seed,
 			s.Stage)
 	}
+
 	b := g.snapshots[i]
 	c := b.Config
 	c.Planted = m.Config.Planted
 	if err := g.canReshape(c); err != nil {
 		return err
 	}
+
 	what := fmt.Sprintf("%v of size %d taken back, %d blocks to %d", s.Kind,
 		s.Size, m.Config.Layers, c.Layers)
 	now, err := g.t.driver.part()
 	if err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}
+
 	if err := g.t.driver.change(now, now.Back(b.modelState, c), b.scale); err != nil {
 		return err
 	}
+
 	g.growthState = growthState{snapshots: g.snapshots.rolledBackTo(i).without(at)}
 	g.tellReshaped(what, time.Since(began), nil)
 	return nil
@@ -182,6 +195,7 @@ func (g *growth) withdraw(cause error) error {
 	if g.twin != nil {
 		return g.giveUp(cause)
 	}
+
 	if len(g.snapshots) == 0 {
 		return cause
 	}
@@ -189,9 +203,11 @@ func (g *growth) withdraw(cause error) error {
 	if err := g.rollBack(g.snapshots[len(g.snapshots)-1].seeds); err != nil {
 		return errors.Join(cause, err)
 	}
+
 	if err := g.reshape(); err != nil {
 		return errors.Join(cause, err)
 	}
+
 	g.reshaped[len(g.reshaped)-1].Err = cause
 	return nil
 }
@@ -212,13 +228,16 @@ func (g *growth) canReshape(next Config) error {
 		return errors.New("another trainer of the model is open, whose graphs are of the blocks " +
 			"that there are: close it")
 	}
+
 	if err := next.Check(); err != nil {
 		return err
 	}
+
 	bytes := uint64(0)
 	for p := range next.Specs() {
 		bytes += uint64(tensor.Shape(p.Shape).TotalSize()) * uint64(g.t.Model.Dtype().Size())
 	}
+
 	// Parameters, gradients and two moments, beside what the model was.
 	return g.t.team.agree(memory.Check("the larger model takes", 4*bytes))
 }

@@ -47,6 +47,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	if ctx == nil {
 		return fmt.Errorf("llm: Resume: %w", errNoContext)
 	}
+
 	var r resumption
 	for _, opt := range opts {
 		if opt == nil {
@@ -54,60 +55,74 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		}
 		opt(&r)
 	}
+
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: Resume: %w", err)
 	}
+
 	done := takeToChange(t.Model)
 	defer done()
 	if t.phase == closed {
 		return fmt.Errorf("llm: Resume: %w", errClosed)
 	}
+
 	f, err := modelfile.Open(path)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
+
 	run, c, diff, err := t.runIn(f, &r)
 	if err != nil {
 		return err
 	}
+
 	if err := f.Fits(fileShapeOf(c, t.Model.Dtype())); err != nil {
 		return err
 	}
+
 	params, loadModel, err := contentsIn(ctx, t.Model, f, c)
 	if err != nil {
 		return err
 	}
+
 	resumed := &resumedRun{training: run, config: c, lattices: t.Model.Kasmina.Arrays}
 	install, differences, err := t.loadStates(ctx, f, resumed)
 	if err != nil {
 		return err
 	}
+
 	if len(differences) > 0 && !r.newSettings {
 		return f.Errorf("%w: %s", ErrSettings, withRemedy(differences))
 	}
+
 	diff = append(diff, differences...)
 	optimizer, err := r.optimizerIn(ctx, f, fileShapeOf(c, t.Model.Dtype()))
 	if err != nil {
 		return err
 	}
+
 	other := !t.Model.Config.SameBlocks(c)
 	if other && trainersOf(t.Model) > 1 {
 		return f.Errorf("its model has other blocks, and another trainer of the model is open: " +
 			"close it")
 	}
+
 	read := modelState{Config: c, Params: params, Moments: optimizer}
 	if err := t.setStates(run, resumed.growing, read); err != nil {
 		return f.Errorf("%w", err)
 	}
+
 	loadModel()
 	install()
 	if err := t.goOn(run, other); err != nil {
 		return f.Errorf("%w", err)
 	}
+
 	if t.growth.grew = run.Settings.Growth; r.newSettings {
 		t.growth.grew = nil
 	}
+
 	done() // what is told may save
 	r.tell(diff)
 	return nil
@@ -121,17 +136,20 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 	if err != nil {
 		return nil, c, nil, err
 	}
+
 	options := c.KasminaOptions
 	c.KasminaOptions = t.Model.Config.KasminaOptions
 	if diff := settings.Fields(t.Model.Config.Origin(), c.Origin()); len(diff) > 0 {
 		return nil, c, nil, f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
+
 	// null in the file
 	run := &training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
 	if _, ok := f.Metadata[modelfile.TrainingKey]; !ok {
 		return nil, c, nil,
 			f.Errorf("it holds a model alone, without the state of a run: LoadModel loads it")
 	}
+
 	for _, prefix := range []string{modelfile.BeforePrefix, modelfile.TwinPrefix} {
 		for name := range f.With(prefix) {
 			return nil, c, nil, f.Errorf("it was written by an older version, which saved growth that has "+
@@ -139,18 +157,22 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 				"until its blueprints are fossilized or culled", name)
 		}
 	}
+
 	limit := modelfile.MaxRun + c.Tensors()*modelfile.MaxRule
 	if err := f.Decode(modelfile.TrainingKey, "the state of the run", limit, run); err != nil {
 		return nil, c, nil, err
 	}
+
 	if r.newData != nil {
 		run.begin(*r.newData, t.Loader)
 	}
+
 	if run.Step < 0 || run.Step > t.Config.Steps {
 		return nil, c, nil,
 			f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a plan of "+
 				"more steps goes on from there", run.Step, t.Config.Steps)
 	}
+
 	const most = 1 << 62 // no run gets there, and counting on cannot overflow
 	if run.Spent.Time < 0 || run.Spent.Time > most || run.Spent.Tokens < 0 ||
 		run.Spent.Tokens > most || !(run.Spent.FLOPs >= 0) || !(run.Share >= 0 && run.Share <= 1) ||
@@ -159,25 +181,32 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 			f.Errorf("the run has spent %+v, a share of %v, and its epoch has %d steps whose "+
 				"losses are %v together", run.Spent, run.Share, run.Summed, run.Losses)
 	}
+
 	if t.Config.Budget != (Budget{}) && t.Config.Budget.String() != run.Settings.Budget {
 		run.Share = t.Config.Budget.ShareOf(run.Spent)
 	}
+
 	if err := t.knowsText(run); err != nil {
 		return nil, c, nil, f.Errorf("%w", err)
 	}
+
 	diff := t.settings().Differences(run.Settings, t.Config.Schedule)
 	for _, d := range settings.Fields(t.Model.Config.KasminaOptions, options) {
 		diff = append(diff, "Config.KasminaOptions."+d)
 	}
+
 	if t.growth.options != nil || r.newSettings { // else Grow may still be called: Run looks again
 		diff = append(diff, t.growth.settings().Differences(run.Settings.Growth)...)
 	}
+
 	if len(diff) > 0 && !r.newSettings {
 		return nil, c, nil, f.Errorf("%w: %s", ErrSettings, withRemedy(diff))
 	}
+
 	if seed := t.Loader.Config().Seed; run.Settings.Seed != seed {
 		run.Loader.Seed, run.Loader.Epoch, run.Loader.Next = seed, run.Loader.Epoch+1, 0
 	}
+
 	return run, c, diff, nil
 }
 
@@ -189,6 +218,7 @@ func (t *Trainer) knowsText(run *training) error {
 		return fmt.Errorf("%w: its model's tokens are those of %q, the trainer's data is in "+
 			"those of %q: encode the text with the tokenizer of that run", ErrSettings, there, here)
 	}
+
 	switch here := t.Loader.State().Data; {
 	case run.Loader.Data == here:
 		return nil
@@ -209,14 +239,17 @@ func (r *resumption) optimizerIn(ctx context.Context, f *modelfile.File,
 	if r.newData != nil && !r.newData.Optimizer {
 		return nil, nil
 	}
+
 	all, err := momentsIn(ctx, f, modelfile.OptimizerPrefix)
 	if err != nil {
 		return nil, err
 	}
+
 	apart, err := f.Moments(ctx, shape)
 	for _, m := range apart {
 		all = append(all, optim.Tensor{Name: m.Name, Shape: m.Shape, Data: m.Data})
 	}
+
 	return all, err
 }
 
@@ -244,6 +277,7 @@ func (t *Trainer) setStates(run *training, growing growthState, read modelState)
 	if err := pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}
+
 	own := modelState{Config: t.Model.Config, Params: t.Model.Params,
 		Moments: t.Optimizer.State()}
 	loader, scale := t.Loader.State(), t.driver.lossScale()
@@ -264,26 +298,32 @@ func (t *Trainer) setStates(run *training, growing growthState, read modelState)
 		}
 		return nil
 	}
+
 	for _, b := range growing.snapshots {
 		if err := try("what the model was before it grew", b.branch); err != nil {
 			return err
 		}
 	}
+
 	if w := growing.twin; w != nil && !w.lost {
 		if err := try("the model's twin", w.branch); err != nil {
 			return err
 		}
 	}
+
 	if err := t.driver.setLossScale(run.LossScale); err != nil {
 		return undo(err)
 	}
+
 	if err := t.Loader.SetState(run.Loader); err != nil {
 		return undo(err)
 	}
+
 	if err := t.driver.setOptimizer(known, read); err != nil {
 		known = slices.Concat(known, read.Params)
 		return undo(err)
 	}
+
 	return nil
 }
 
@@ -311,6 +351,7 @@ func (t *Trainer) goOn(run *training, other bool) error {
 		t.on(engineLost, err)
 		return t.condition.err()
 	}
+
 	t.on(restored, nil)
 	return nil
 }
@@ -337,14 +378,17 @@ func (g *growth) settings() *settings.Growth {
 	if o == nil {
 		return &settings.Growth{}
 	}
+
 	var by any = o.Controller
 	if o.Replay != nil {
 		by = o.Replay
 	}
+
 	text := ""
 	if o.Validation != nil {
 		text = o.Validation.Fingerprint()
 	}
+
 	all := settings.GrowthOf(by, o.Every, text)
 	all.Governor, _ = json.Marshal(o.Governor) // which Grow has checked
 	all.Rewarm, all.FreshMoments = o.Rewarm, o.FreshMoments
@@ -363,12 +407,14 @@ func (t *Trainer) settings() *settings.Settings {
 		Anneal: settings.AnnealingOf(c.Annealing),
 		Growth: cmp.Or(t.growth.grew, t.growth.settings()),
 	}
+
 	if o, ok := t.Optimizer.(optim.Rules); ok {
 		s.Rules = map[string]optim.Rule{}
 		for _, p := range t.Model.Params {
 			s.Rules[p.Name] = o.Rule(p.Name, p.Value.Shape())
 		}
 	}
+
 	return s
 }
 

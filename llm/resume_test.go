@@ -36,9 +36,11 @@ func checkpointAt5(t *testing.T) (path string) {
 		}
 		return nil
 	})
+
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	return path
 }
 
@@ -60,6 +62,7 @@ func TestResumeWithOtherSettings(t *testing.T) {
 			tr.Optimizer = o
 		}
 	}
+
 	for want, change := range map[string]func(*testing.T, *Trainer){
 		"Accumulate is 2 here and 1 there": func(_ *testing.T, tr *Trainer) {
 			tr.Config.Accumulate = 2
@@ -130,6 +133,7 @@ func TestResumeWithMoreSteps(t *testing.T) {
 		}
 		return s
 	}
+
 	for _, planned := range []bool{false, true} {
 		first, straight, more := newTrainer(t, trainerOptions{config: tiny(), steps: 5}),
 			newTrainer(t, trainerOptions{config: tiny(), steps: 9}),
@@ -160,6 +164,7 @@ func TestResumeWithMoreSteps(t *testing.T) {
 			checkSame(t, straight, more)
 		}
 	}
+
 	less := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	if err := less.Resume(t.Context(), path); err == nil || !strings.Contains(err.Error(),
 		"step 5, want 0 to TrainConfig.Steps, which is 4") {
@@ -173,14 +178,17 @@ func TestNotes(t *testing.T) {
 	if want := map[string]string{"flag": "a \"value\""}; err != nil || !maps.Equal(notes, want) {
 		t.Errorf("notes %v, %v, want %v", notes, err, want)
 	}
+
 	m, err := LoadModel(t.Context(), path)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	only := filepath.Join(t.TempDir(), "only.safetensors")
 	if err := m.Save(only); err != nil {
 		t.Fatal(err)
 	}
+
 	if _, err := ReadNotes(only); err == nil || !strings.Contains(err.Error(), "no notes") {
 		t.Errorf("a model alone: %v", err)
 	}
@@ -195,10 +203,12 @@ func TestResumeOfACompleteRun(t *testing.T) {
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	again := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
 	if err := again.Resume(t.Context(), path); err != nil {
 		t.Fatal(err)
 	}
+
 	var kinds []EventKind
 	again.On(func(e Event) error {
 		kinds = append(kinds, e.Kind)
@@ -206,13 +216,16 @@ func TestResumeOfACompleteRun(t *testing.T) {
 	}, Evaluate(again, heldOut(t, 100, 2), 0),
 		Checkpoint(again, path, 0), SampleText(again, tokenizer.Bytes{}, "x", 3,
 			sampler.Config{}, "", 0))
+
 	if err := again.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	if want := []EventKind{RunStart, Complete, EvalEnd, Saved, Sampled,
 		RunEnd}; !slices.Equal(kinds, want) {
 		t.Errorf("events %v, want %v", kinds, want)
 	}
+
 	if !(again.Last().ValBPB > 0) {
 		t.Errorf("%v bits per byte", again.Last().ValBPB)
 	}
@@ -234,6 +247,7 @@ func TestResumeWithOtherMuon(t *testing.T) {
 	if err := source.Save(path); err != nil {
 		t.Fatal(err)
 	}
+
 	for want, opt := range map[string]optim.MuonOption{
 		"Beta1 is 0.5 here and 0.95 there":      optim.WithMomentum(0.5),
 		"Nesterov is false here and true there": optim.WithNesterov(false),
@@ -326,6 +340,7 @@ func TestResumeOnOtherText(t *testing.T) {
 		require.Equal(t, before, other.Loader.State())
 		require.Zero(t, other.Step())
 	}
+
 	for _, keep := range []Keep{{}, {Optimizer: true}, {Steps: true},
 		{Optimizer: true, Steps: true}} {
 		tr := onText(t, "text", two)
@@ -375,6 +390,7 @@ func TestResumeGrowth(t *testing.T) {
 		paths[grows] = filepath.Join(t.TempDir(), "run.safetensors")
 		require.NoError(t, tr.Save(paths[grows]))
 	}
+
 	with := func(change func(*Growth)) *Growth { g := grown; change(&g); return &g }
 	for name, c := range map[string]struct {
 		grew bool
@@ -453,6 +469,7 @@ func TestGrowthIsNotForgotten(t *testing.T) {
 		}
 		return tr
 	}
+
 	dir := t.TempDir()
 	path, again := filepath.Join(dir, "run.safetensors"), filepath.Join(dir, "again.safetensors")
 	require.NoError(t, build(grown).Save(path))

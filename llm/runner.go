@@ -37,22 +37,27 @@ func (r Runner) RunContext(ctx context.Context, b data.Batch) (float64, error) {
 	if ctx.Err() != nil {
 		return 0, context.Cause(ctx)
 	}
+
 	if r.Graph == nil || r.Machine == nil {
 		return 0, errNoRunner
 	}
+
 	if err := r.Let(b); err != nil {
 		return 0, err
 	}
+
 	data, err := r.compute(ctx, r.Loss)
 	if err != nil {
 		return 0, err
 	}
+
 	switch x := data.(type) {
 	case float32:
 		return float64(x), nil
 	case float64:
 		return x, nil
 	}
+
 	return 0, fmt.Errorf("the loss is a %T", data)
 }
 
@@ -74,6 +79,7 @@ func (r Runner) All(ctx context.Context, tokens []int) (*tensor.Dense, error) {
 	if r.Graph == nil || r.Machine == nil {
 		return nil, errNoRunner
 	}
+
 	if r.IDs == nil || r.Rows == nil || r.Rows.Shape()[0] != len(tokens) || r.IDs.Shape()[0] != len(tokens) {
 		return nil, errNoGraph
 	}
@@ -82,23 +88,29 @@ func (r Runner) All(ctx context.Context, tokens []int) (*tensor.Dense, error) {
 	for i := range rows {
 		rows[i] = i
 	}
+
 	if err := gorgonia.Let(r.IDs, idTensor(slices.Clone(tokens))); err != nil {
 		return nil, err
 	}
+
 	if err := gorgonia.Let(r.Rows, idTensor(rows)); err != nil {
 		return nil, err
 	}
+
 	if _, err := r.compute(ctx, r.Logits); err != nil {
 		return nil, err
 	}
+
 	v, err := r.Machine.Value(r.Logits)
 	if err != nil {
 		return nil, err
 	}
+
 	logits, ok := v.(*tensor.Dense)
 	if !ok {
 		return nil, fmt.Errorf("the logits are a %T", v)
 	}
+
 	return logits.Clone().(*tensor.Dense), nil
 }
 
@@ -106,13 +118,16 @@ func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
 	if err := r.seeds.steer(); err != nil {
 		return nil, err
 	}
+
 	if err := r.Machine.Run(ctx); err != nil {
 		return nil, err
 	}
+
 	v, err := r.Machine.Value(n)
 	if err != nil {
 		return nil, err
 	}
+
 	return v.Data(), nil
 }
 
@@ -137,12 +152,15 @@ func (g *Graph) Let(b data.Batch) error {
 	if g == nil || g.IDs == nil || g.Targets == nil {
 		return errNoGraph
 	}
+
 	if err := g.seeds.steer(); err != nil {
 		return err
 	}
+
 	if err := gorgonia.Let(g.IDs, idTensor(b.Inputs)); err != nil {
 		return err
 	}
+
 	if g.Starts != nil {
 		starts := b.Starts
 		if starts == nil {
@@ -152,6 +170,7 @@ func (g *Graph) Let(b data.Batch) error {
 			return err
 		}
 	}
+
 	return gorgonia.Let(g.Targets, idTensor(b.Targets))
 }
 

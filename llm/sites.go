@@ -35,9 +35,11 @@ func (c Config) WeightSites(layers ...string) (sites []WeightSite) {
 			}
 		}
 	}
+
 	if slices.Contains(layers, headLayer) {
 		sites = append(sites, WeightSite{0, headLayer})
 	}
+
 	return sites
 }
 
@@ -101,6 +103,7 @@ func (c Config) BlockOf(p Planted) int {
 	if p.Site == blueprints.Stream {
 		places = len(c.Streams)
 	}
+
 	switch {
 	case p.Seed < 0 || p.Seed >= places:
 		return -1
@@ -109,6 +112,7 @@ func (c Config) BlockOf(p Planted) int {
 	case c.Weights[p.Seed].Layer == headLayer:
 		return c.Layers
 	}
+
 	return c.Weights[p.Seed].Block
 }
 
@@ -129,16 +133,19 @@ func (c Config) host(site blueprints.Site, seed int) blueprints.Host {
 	if site != blueprints.Weight {
 		return h
 	}
+
 	s := c.Weights[seed]
 	if s.Layer == headLayer {
 		h.Out = c.Vocab
 		return h
 	}
+
 	for _, p := range c.BlockShape().All() {
 		if p.Name == linearLayers[s.Layer] {
 			h.Out, h.In = p.Shape[0], p.Shape[1]
 		}
 	}
+
 	return h
 }
 
@@ -163,19 +170,23 @@ func (c Config) StreamShape(kind blueprints.Kind, size int) (s block.Shape, atte
 		s.FF = size
 		return s, false, err
 	}
+
 	if c.Heads < 1 || c.KVHeads < 1 {
 		return s, true, errors.New("the configuration has no heads: see Config.Default")
 	}
+
 	group := c.Heads / c.KVHeads
 	if size < 1 || size > c.Heads || size > group && size%group != 0 {
 		return s, true, fmt.Errorf("an Attention of %d heads, want 1 to %d, or a multiple of it "+
 			"up to %d, as the model's blocks have key-value heads: it becomes one of them", size,
 			group, c.Heads)
 	}
+
 	if c.WideQKNorm && size != c.Heads {
 		return s, true, fmt.Errorf("an Attention of %d heads, want %d: the model normalizes queries "+
 			"over all heads, so one with fewer heads cannot become a block", size, c.Heads)
 	}
+
 	s.Heads, s.KVHeads = size, max(1, size/group)
 	return s, true, nil
 }
@@ -187,13 +198,16 @@ func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
 	if !ok {
 		return nil, fmt.Errorf("%w %.40q: register it before", blueprints.ErrUnknownKind, p.Kind)
 	}
+
 	if b, err := blueprints.Lookup(kind); err != nil || b.Site != p.Site {
 		return nil, fmt.Errorf("a %v does not grow at a %v", kind, p.Site)
 	}
+
 	if p.Seed < 0 || p.Seed >= c.Seeded(p.Site) {
 		return nil, fmt.Errorf("seed %d of site %v, which has %d", p.Seed, p.Site,
 			c.Seeded(p.Site))
 	}
+
 	h := c.host(p.Site, p.Seed)
 	switch kind {
 	case blueprints.LoRA:
@@ -219,16 +233,19 @@ func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
 		}
 		return all, nil
 	}
+
 	if p.Site == blueprints.Stream {
 		all = append(all, ParamSpec{p.Prefix() + "norm", []int{c.Dim}, c.norm(), 0, nil})
 		if c.LayerNorm {
 			all = append(all, ParamSpec{p.Prefix() + "norm.bias", []int{c.Dim}, 0, 0, nil})
 		}
 	}
+
 	params, err := blueprints.ParametersOf(kind, h, p.Size)
 	for _, q := range params {
 		all = append(all, ParamSpec{p.Prefix() + q.Name, q.Shape, q.Start, q.Deviation, nil})
 	}
+
 	return all, err
 }
 
@@ -239,6 +256,7 @@ func (c Config) SeedSize(p Planted) (n int, err error) {
 	if err != nil {
 		return 0, err
 	}
+
 	for _, s := range specs {
 		size := 1
 		for _, d := range s.Shape {
@@ -246,6 +264,7 @@ func (c Config) SeedSize(p Planted) (n int, err error) {
 		}
 		n += size
 	}
+
 	return n, nil
 }
 
@@ -257,18 +276,22 @@ func (c Config) checkSites() error {
 		return fmt.Errorf("llm: Config.Weights has %d sites and Streams %d, want at most %d",
 			len(c.Weights), len(c.Streams), most)
 	}
+
 	if !(c.LoRAAlpha >= 0) || math.IsInf(c.LoRAAlpha, 0) {
 		return fmt.Errorf("llm: Config.LoRAAlpha is %v, want a finite number above 0, or 0 for "+
 			"the rank", c.LoRAAlpha)
 	}
+
 	if c.Frozen && (len(c.Weights)+len(c.Streams) == 0 || len(c.Kasmina) > 0 || c.Depth > 0) {
 		return fmt.Errorf("llm: Config.Frozen is set, with %d seeds at Weights, %d in Streams, %d "+
 			"Kasmina layers and %d seeds in Depth: want some of the first two, and none of the "+
 			"others", len(c.Weights), len(c.Streams), len(c.Kasmina), c.Depth)
 	}
+
 	if c.Directed && !c.Frozen {
 		return errors.New("llm: Config.Directed is set, and Frozen is not: want both")
 	}
+
 	for i, s := range c.Weights {
 		if _, ok := linearLayers[s.Layer]; !ok && s.Layer != headLayer {
 			return fmt.Errorf("llm: Config.Weights[%d].Layer is %.40q, want q, k, v, o, gate, up, "+
@@ -283,12 +306,14 @@ func (c Config) checkSites() error {
 				"head", i, s.Block, c.Layers-1)
 		}
 	}
+
 	for i, b := range c.Streams {
 		if b < 0 || b >= c.Layers {
 			return fmt.Errorf("llm: Config.Streams[%d] names block %d, want 0 to %d", i, b,
 				c.Layers-1)
 		}
 	}
+
 	for i, p := range c.Planted {
 		if i > 0 && comparePlanted(c.Planted[i-1], p) >= 0 {
 			return fmt.Errorf("llm: Config.Planted[%d] is out of order: seed %d of site %v", i,
@@ -298,6 +323,7 @@ func (c Config) checkSites() error {
 			return fmt.Errorf("llm: Config.Planted[%d]: %w", i, err)
 		}
 	}
+
 	return nil
 }
 
@@ -341,6 +367,7 @@ func (c Config) GrowStream(g Grown) Config {
 	if g.Seed < 0 || g.Seed >= len(c.Streams) {
 		return c // it has no such seed
 	}
+
 	behind := c.Streams[g.Seed]
 	next := c.Grow(g).Uproot(blueprints.Stream, g.Seed)
 	for i, b := range c.Streams {
@@ -348,6 +375,7 @@ func (c Config) GrowStream(g Grown) Config {
 			next.Streams[i]++
 		}
 	}
+
 	return next
 }
 
@@ -385,13 +413,16 @@ func (c Config) unmoved(order []int) Config {
 		}
 		return order[b]
 	}
+
 	for i, b := range c.Streams {
 		c.Streams[i] = from(b)
 	}
+
 	for i, s := range c.Weights {
 		if s.Layer != headLayer {
 			c.Weights[i].Block = from(s.Block)
 		}
 	}
+
 	return c
 }

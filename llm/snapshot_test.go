@@ -63,6 +63,7 @@ func (r growthRun) trainer(t *testing.T) *Trainer {
 		o, err = optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
 		require.NoError(t, err)
 	}
+
 	base := newTrainer(t, trainerOptions{config: r.config, steps: r.steps, accumulate: r.accumulate,
 		optimizer: func() (optim.Optimizer, error) { return o, nil }})
 	m, err := NewModel(r.config, tensor.Float32, 7, state.WithoutGates())
@@ -76,12 +77,14 @@ func (r growthRun) trainer(t *testing.T) *Trainer {
 			return r.engine(tr, m, o, c)
 		}
 	}
+
 	tr, err = NewTrainer(m, base.Loader, o, c)
 	require.NoError(t, err)
 	t.Cleanup(func() { tr.Close() })
 	if r.controller != nil {
 		require.NoError(t, tr.Grow(Growth{Controller: r.controller, Validation: heldOut(t, 60, 2)}))
 	}
+
 	return tr
 }
 
@@ -183,6 +186,7 @@ func TestResumeInTheSameTrainer(t *testing.T) {
 		})
 		return tr
 	}
+
 	dir := t.TempDir()
 	tr := start()
 	tr.On(saveSteps(tr, dir))
@@ -214,6 +218,7 @@ func TestEvaluatingIsFrozen(t *testing.T) {
 		}
 		return all
 	}
+
 	dir := t.TempDir()
 	whole := r.trainer(t)
 	var before []float32
@@ -236,6 +241,7 @@ func TestEvaluatingIsFrozen(t *testing.T) {
 		}
 		return nil
 	}, saveSteps(whole, dir))
+
 	require.NoError(t, whole.Run(t.Context()))
 	require.Greater(t, evaluating, 2)
 	want := fileOf(t, whole)
@@ -261,6 +267,7 @@ func TestRollbackWithoutMemory(t *testing.T) {
 			}
 			return CPUEngine()(m, o, c)
 		}}
+
 	start := func() *Trainer {
 		tr := r.trainer(t)
 		commands := map[int][]state.Command{
@@ -276,6 +283,7 @@ func TestRollbackWithoutMemory(t *testing.T) {
 		})
 		return tr
 	}
+
 	straight := start()
 	require.NoError(t, straight.Run(t.Context()))
 	want := fileOf(t, straight)
@@ -303,6 +311,7 @@ func TestTwinSurvivesARefusedPlanting(t *testing.T) {
 			}
 			return CPUEngine()(m, o, c)
 		}}
+
 	end := func(controller script) []byte {
 		r.controller = controller
 		tr := r.trainer(t)
@@ -313,6 +322,7 @@ func TestTwinSurvivesARefusedPlanting(t *testing.T) {
 		}
 		return all.Bytes()
 	}
+
 	want := end(script{})
 	require.Equal(t, want, end(trialOf()))
 	second := trialOf()
@@ -441,6 +451,7 @@ func TestInterruptedStepLeavesNothing(t *testing.T) {
 		require.NoError(t, tr.Run(t.Context()))
 		require.True(t, bytes.Equal(want, fileOf(t, tr)), "interrupted after step %d", step)
 	}
+
 	require.Greater(t, interrupted, steps/2)
 }
 
@@ -500,6 +511,7 @@ func TestResumeBesideASample(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, first.Run(t.Context()))
 
 	tr := r.trainer(t)
@@ -510,6 +522,7 @@ func TestResumeBesideASample(t *testing.T) {
 		}
 		return nil
 	}, SampleText(tr, tokenizer.Bytes{}, "the", 250, sampler.Config{Temperature: 1}, "", 1))
+
 	require.NoError(t, tr.Run(t.Context()))
 	require.NoError(t, <-resumed)
 	require.Len(t, tr.Model.Config.Planted, 1)
@@ -528,6 +541,7 @@ func TestResumeAfterAFailedResume(t *testing.T) {
 			}
 			return CPUEngine()(m, o, c)
 		}}
+
 	path := filepath.Join(t.TempDir(), "run")
 	whole := r.trainer(t)
 	require.NoError(t, whole.Model.Kasmina.Do(state.Command{Action: state.Germinate,
@@ -539,6 +553,7 @@ func TestResumeAfterAFailedResume(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, whole.Run(t.Context()))
 
 	tr := r.trainer(t)
@@ -565,6 +580,7 @@ func TestRefusedPlantingStartsNoTrial(t *testing.T) {
 			}
 			return CPUEngine()(m, o, c)
 		}}
+
 	tr := r.trainer(t)
 	require.NoError(t, tr.Run(t.Context()))
 	require.True(t, refused)
@@ -613,6 +629,7 @@ func TestRefusedPlantingBesideAnEnd(t *testing.T) {
 			}
 			return CPUEngine()(m, o, c)
 		}}
+
 	plant := func(seed int) []state.Command {
 		return []state.Command{{Action: state.Germinate, Seed: seed,
 			Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},

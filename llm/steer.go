@@ -70,6 +70,7 @@ func (t *Trainer) Ask(r Request) <-chan error {
 		r.Commands = slices.Clone(r.Commands)
 		t.steering.requests = append(t.steering.requests, pendingRequest{r, done})
 	}
+
 	return done
 }
 
@@ -217,6 +218,7 @@ func (s *steering) grantAll(requests []Request, own []pendingRequest, at int) er
 			return failed
 		}
 	}
+
 	return nil
 }
 
@@ -225,6 +227,7 @@ func (s *steering) grant(r Request) error {
 	if len(r.Commands) > 0 && s.t.growth.replay() != nil {
 		return errReplay
 	}
+
 	if len(r.Commands) > 0 {
 		if err := s.obey(r.Commands); err != nil {
 			return err
@@ -236,9 +239,11 @@ func (s *steering) grant(r Request) error {
 	if r.Save {
 		s.granted++
 	}
+
 	if r.Note != "" {
 		s.notes = append(s.notes, r.Note)
 	}
+
 	return nil
 }
 
@@ -254,9 +259,11 @@ func (s *steering) recordRequest(r Request, err error) error {
 			return err
 		}
 	}
+
 	if r.Save {
 		return s.t.growth.record(Decision{Asked: AskedToSave, Why: r.Note, Refused: refused})
 	}
+
 	return nil
 }
 
@@ -308,14 +315,17 @@ func (g *growth) plantFirst() error {
 	if !c.Frozen || len(c.Planted) > 0 || g.options == nil || anyAwake(g.t.Model.Kasmina) {
 		return nil
 	}
+
 	// A run that follows a record listens too, so that the seeds' figures are those of that run.
 	if err := g.listen(); err != nil {
 		return err
 	}
+
 	commands, err := g.decide(nil)
 	if err != nil {
 		return err
 	}
+
 	return g.carryOut(commands, nil)
 }
 
@@ -326,13 +336,16 @@ func (g *growth) listen() error {
 	if layer < 0 {
 		return nil
 	}
+
 	heard, err := g.hear()
 	if err != nil {
 		return err
 	}
+
 	if by, ok := g.options.Controller.(state.GradientListener); ok {
 		by.Heard(heard.Sigma(layer))
 	}
+
 	return measureNeeds(g.t.Model.Kasmina.Lattice(layer), heard.Norms())
 }
 
@@ -342,10 +355,12 @@ func (g *growth) hear() (m heardModel, err error) {
 		return m, errors.New("several ranks cannot listen to a frozen model: train it with one, or " +
 			"plant by Model.Kasmina.Do, without Config.Directed")
 	}
+
 	c, build := g.t.Config, g.t.Config.Engine
 	if build == nil {
 		build = CPUEngine()
 	}
+
 	c.Accumulate, c.listen = 1, listenedWeights(g.t.Model.Config)
 	e, err := build(g.t.Model, g.t.Optimizer, c)
 	if err == nil {
@@ -354,6 +369,7 @@ func (g *growth) hear() (m heardModel, err error) {
 	if err != nil {
 		err = fmt.Errorf("listening to the frozen model: %w", err)
 	}
+
 	return m, err
 }
 

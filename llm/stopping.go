@@ -43,6 +43,7 @@ func (s *EarlyStopping) Receive(e Event) error {
 	if e.Kind != EvalEnd {
 		return nil
 	}
+
 	if e.ValLoss < s.best-s.least {
 		s.best, s.waited = e.ValLoss, 0
 		return nil
@@ -51,6 +52,7 @@ func (s *EarlyStopping) Receive(e Event) error {
 	if s.waited++; s.waited < s.patience || e.Last {
 		return nil
 	}
+
 	return s.t.Stop(fmt.Sprintf("the held-out loss has not improved on %.4f in %d evaluations", s.best,
 		s.waited))
 }
@@ -107,6 +109,7 @@ func NewBestCheckpoint(t *Trainer, path string, opts ...CheckpointOption) (*Best
 	if err := t.made(); err != nil {
 		return nil, fmt.Errorf("llm: NewBestCheckpoint: %w", err)
 	}
+
 	c := &checkpointer{t: t, path: path, write: saveWhole}
 	for _, opt := range opts {
 		if opt == nil {
@@ -114,6 +117,7 @@ func NewBestCheckpoint(t *Trainer, path string, opts ...CheckpointOption) (*Best
 		}
 		opt(c)
 	}
+
 	return &BestCheckpoint{checkpointer: c, best: math.Inf(1)}, nil
 }
 
@@ -133,6 +137,7 @@ func (b *BestCheckpoint) Receive(e Event) error {
 			return b.save(e.Step)
 		}
 	}
+
 	return nil
 }
 

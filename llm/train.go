@@ -62,15 +62,19 @@ func (c *TrainConfig) check() error {
 	if c.Accumulate == 0 {
 		c.Accumulate = 1
 	}
+
 	if c.Epoch == 0 {
 		c.Epoch = 10
 	}
+
 	if err := c.Budget.Check(); err != nil {
 		return err
 	}
+
 	if c.Steps == 0 && c.Budget != (Budget{}) {
 		c.Steps = unlimitedSteps
 	}
+
 	switch {
 	case c.Annealing != nil && c.Budget == (Budget{}):
 		return errors.New("llm: TrainConfig.Annealing is set and Budget is not, whose share it " +
@@ -88,10 +92,12 @@ func (c *TrainConfig) check() error {
 	case c.Epoch < 1:
 		return fmt.Errorf("llm: TrainConfig.Epoch is %d, want at least 1", c.Epoch)
 	}
+
 	if notes, err := json.Marshal(c.Notes); err != nil || len(notes) > modelfile.MaxNotes {
 		return fmt.Errorf("llm: TrainConfig.Notes takes %d bytes as JSON, want at most %d: keep "+
 			"long texts in files of their own", len(notes), modelfile.MaxNotes)
 	}
+
 	return nil
 }
 
@@ -166,33 +172,40 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 		return nil, errors.New("llm: NewTrainer: the optimiser is nil, want one such as " +
 			"optim.NewAdamW returns")
 	}
+
 	if err := c.check(); err != nil {
 		return nil, err
 	}
+
 	if v := l.Tokens().VocabSize(); v > m.Config.Vocab {
 		return nil, fmt.Errorf("llm: the loader's tokens are of a vocabulary of %d, want at most "+
 			"Config.Vocab, %d", v, m.Config.Vocab)
 	}
+
 	if l.Config().Seq != m.Config.Seq || l.Config().Batch != c.Batch {
 		return nil, fmt.Errorf("llm: the loader makes batches of %d × %d tokens, want %d × %d: "+
 			"TrainConfig.Batch by Config.Seq",
 			l.Config().Batch, l.Config().Seq, c.Batch, m.Config.Seq)
 	}
+
 	if m.Config.Documents && !l.KnowsDocuments() {
 		return nil, errors.New("llm: Config.Documents: the loader's tokens do not say where " +
 			"documents end; want those that Tokenize makes with a tokenizer.Bytes, or " +
 			"CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
+
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, created: true}
 	t.driver.t, t.growth.t, t.team.t, t.steering.t = t, t, t, t
 	defer take(m)()
 	if err := pull(m); err != nil { // from the trainer that has the model
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
 	}
+
 	var err error
 	if t.driver.engine, err = t.driver.newEngine(); err != nil {
 		return nil, err
 	}
+
 	t.driver.name = t.driver.engine.Name()
 	hold(m, holder{t})
 	join(m)
@@ -250,6 +263,7 @@ func (t *Trainer) Close() error {
 		return nil
 	}
 	defer take(t.Model)()
+
 	if t.phase == closed {
 		return nil
 	}
@@ -259,10 +273,12 @@ func (t *Trainer) Close() error {
 		errs = append(errs, pull(t.Model))
 		hold(t.Model, nil)
 	}
+
 	leave(t.Model)
 	if t.driver.engine != nil {
 		errs = append(errs, t.driver.engine.Close())
 	}
+
 	t.on(closing, nil)
 	return errors.Join(errs...)
 }
@@ -318,9 +334,11 @@ func (t *Trainer) takeOver() error {
 	if t.driver.engine == nil {
 		return t.condition.err()
 	}
+
 	if err := pull(t.Model); err != nil {
 		return err
 	}
+
 	hold(t.Model, nil)
 	if err := t.driver.engine.Push(); err != nil {
 		return fmt.Errorf("the engine %s has not taken what another trainer has made of the "+
@@ -345,6 +363,7 @@ func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 	if set != nil {
 		set(&e)
 	}
+
 	var errs error
 	for i, c := range callbacks {
 		if c == nil {
@@ -356,6 +375,7 @@ func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 			return errs
 		}
 	}
+
 	return errs
 }
 
@@ -380,9 +400,11 @@ func (t *Trainer) Run(ctx context.Context) error {
 	} else {
 		err = errors.Join(err, started)
 	}
+
 	if err == nil && t.Last().Last {
 		err = t.emit(Complete, nil)
 	}
+
 	err = t.team.between(err)
 
 	for err == nil && t.stopped() == nil && !t.Last().Last {
@@ -393,6 +415,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 		}
 		err = t.team.between(err)
 	}
+
 	t.steering.closeRequests()
 
 	switch {
@@ -401,9 +424,11 @@ func (t *Trainer) Run(ctx context.Context) error {
 	case err != nil && t.Last().RunTokens > 0:
 		err = errors.Join(err, t.emit(Failed, func(e *Event) { e.Err = err }))
 	}
+
 	if err == nil && t.Last().Last {
 		err = t.growth.settleSeeds()
 	}
+
 	t.refuseLate()
 	err = ranks.WithNews(err, t.tellRest())
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
@@ -550,6 +575,7 @@ func (t *Trainer) step() error {
 	if err == nil {
 		err = t.prepareParts()
 	}
+
 	grew := changesOf(t.Model) != changes
 	if err != nil {
 		if !grew && t.condition.err() == nil {
@@ -570,6 +596,7 @@ func (t *Trainer) step() error {
 	for _, l := range t.Model.Kasmina.Lattices() {
 		l.BeginStep(done)
 	}
+
 	loss, err := t.driver.compute(&u)
 
 	switch {
@@ -598,6 +625,7 @@ func (t *Trainer) step() error {
 	if err != nil {
 		return fmt.Errorf("llm: step %d: %w", done+1, err)
 	}
+
 	return nil
 }
 
@@ -606,20 +634,25 @@ func (g *growth) settleGrowth() error {
 	if err := g.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}
+
 	if err := g.plantFirst(); err != nil {
 		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
+
 	if err := g.reshape(); err != nil {
 		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
+
 	// A blueprint that has just been planted may be on trial already, and one that could not be
 	// planted or grafted no longer is.
 	if err := g.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}
+
 	if c := g.t.Model.Config; c.Frozen && len(c.Planted) == 0 {
 		return fmt.Errorf("llm: Trainer.Run: %w", errUnplanted)
 	}
+
 	return nil
 }
 
@@ -635,12 +668,15 @@ func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	if err := t.growth.finishStep(loss, u); err != nil {
 		return err
 	}
+
 	if t.last.Step%t.Config.Epoch == 0 {
 		t.losses, t.summed = 0, 0
 	}
+
 	if err := t.finishParts(); err != nil {
 		return err
 	}
+
 	return t.spend(began)
 }
 
@@ -655,6 +691,7 @@ func (t *Trainer) spend(began time.Time) error {
 			return err
 		}
 	}
+
 	t.spent = t.spent.Plus(b)
 	share := t.Config.Budget.ShareOf(t.spent)
 	if r := t.growth.replay(); r != nil {
@@ -663,12 +700,14 @@ func (t *Trainer) spend(began time.Time) error {
 			share = told
 		}
 	}
+
 	changed := share != t.share
 	t.share = share
 	t.noteEnd()
 	if !changed {
 		return nil
 	}
+
 	return t.growth.record(Decision{})
 }
 
@@ -707,9 +746,11 @@ func (t *Trainer) canEvaluate(e *data.Evaluation) error {
 		return fmt.Errorf("the held-out text is in sequences of %d tokens, want Config.Seq, %d",
 			e.Seq(), seq)
 	}
+
 	if err := t.Model.Config.Knows(e.IDs()); err != nil {
 		return fmt.Errorf("the held-out text: %w", err)
 	}
+
 	return nil
 }
 
@@ -720,12 +761,15 @@ func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err e
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}
 	defer take(t.Model)()
+
 	if err := t.canEvaluate(e); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}
+
 	if err := t.usable(); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}
+
 	var sum float64
 	for b := range e.Batches() {
 		if err := t.stopped(); err != nil {
@@ -737,6 +781,7 @@ func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err e
 		}
 		sum += l * float64(b.Count)
 	}
+
 	loss, bitsPerByte = e.Score(sum)
 	return loss, bitsPerByte, nil
 }

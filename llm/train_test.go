@@ -56,12 +56,15 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 			t.Fatal(err)
 		}
 	}
+
 	if o.dt == (tensor.Dtype{}) {
 		o.dt = tensor.Float32
 	}
+
 	if o.optimizer == nil {
 		o.optimizer = adamW
 	}
+
 	m, err := NewModel(o.config, o.dt, 7, append(o.lattice, state.WithoutGates())...)
 	fail(err)
 	for layer, l := range m.Kasmina.Lattices() {
@@ -84,16 +87,19 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 			}
 		}
 	}
+
 	const batch = 3
 	tokens := make([]int, 0, 5000)
 	for _, b := range texttest.Words(3, 5000) {
 		tokens = append(tokens, int(b))
 	}
+
 	var text data.Tokens = &idTokens{ids: tokens, tokenizer: "bytes",
 		vocab: 256, fingerprint: "words"}
 	if o.config.Documents {
 		text = endedTokens{text, '\n'}
 	}
+
 	loader, err := data.NewLoader(text, data.LoaderConfig{Batch: batch, Seq: o.config.Seq, Seed: 5})
 	fail(err)
 	optimizer, err := o.optimizer()
@@ -102,6 +108,7 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	if o.clip != nil {
 		clip = *o.clip
 	}
+
 	trainer, err := NewTrainer(m, loader, optimizer, TrainConfig{Steps: o.steps, Batch: batch,
 		Accumulate: o.accumulate,
 		Schedule:   optim.Constant(optimizer.LR()), Clip: clip, Epoch: 3, Recompute: o.recompute})
@@ -153,6 +160,7 @@ func TestAccumulation(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	text := texttest.Words(9, 6*c.Seq+1)
 	batch := func(lo, hi int) data.Batch {
 		b := zeroBatch((hi - lo) * c.Seq)
@@ -161,6 +169,7 @@ func TestAccumulation(t *testing.T) {
 		}
 		return b
 	}
+
 	gradients := func(sequences int, opts ...GraphOption) []gorgonia.ValueGrad {
 		g, err := m.Graph(ForTraining, sequences, opts...)
 		if err != nil {
@@ -176,6 +185,7 @@ func TestAccumulation(t *testing.T) {
 		}
 		return gorgonia.NodesToValueGrads(g.Params)
 	}
+
 	whole, halves := gradients(6), gradients(3, withLossShare(2))
 	for i, w := range whole {
 		a, _ := w.Grad()
@@ -213,6 +223,7 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	checkSame(t, got[0], got[1])
 	want := []EventKind{RunStart, Chosen, StepEnd, StepEnd, EpochEnd, EvalEnd,
 		StepEnd, Saved, StepEnd,
@@ -220,11 +231,13 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 	if !slices.Equal(kinds, want) {
 		t.Errorf("events %v, want %v", kinds, want)
 	}
+
 	last := got[1].Last()
 	if !(last.ValBPB > 0 && last.ValBPB < 8.5) ||
 		math.Abs(last.ValLoss/math.Ln2-last.ValBPB) > 1e-9 {
 		t.Errorf("validation loss %v nats, %v bits per byte", last.ValLoss, last.ValBPB)
 	}
+
 	if text, err := os.ReadFile(filepath.Join(dir, "sub", "s.txt")); err != nil ||
 		len(text) != 25 || !strings.HasPrefix(string(text), "func ") {
 		t.Errorf("sample %q, %v", text, err)
@@ -240,6 +253,7 @@ func checkSame(t *testing.T, a, b *Trainer) {
 			t.Errorf("parameter %s differs", p.Name)
 		}
 	}
+
 	for i, l := range a.Model.Kasmina.Lattices() {
 		x, y := l.Arrays(), b.Model.Kasmina.Lattice(i).Arrays()
 		if len(x) != len(y) || len(x) < 10 {
@@ -253,15 +267,18 @@ func checkSame(t *testing.T, a, b *Trainer) {
 			}
 		}
 	}
+
 	x, y := a.Optimizer.State(), b.Optimizer.State()
 	if len(x) != len(y) || len(x) == 0 {
 		t.Fatalf("the optimiser remembers %d tensors, and %d", len(x), len(y))
 	}
+
 	for i := range x {
 		if x[i].Name != y[i].Name || !sameBits(x[i].Data, y[i].Data) {
 			t.Errorf("optimiser's %s and %s differ", x[i].Name, y[i].Name)
 		}
 	}
+
 	if a.Loader.State() != b.Loader.State() || a.Step() != b.Step() {
 		t.Errorf("loaders at %+v and %+v, steps %d and %d", a.Loader.State(),
 			b.Loader.State(), a.Step(), b.Step())
@@ -280,6 +297,7 @@ func bitsOf(d *tensor.Dense) []uint64 {
 			bits = append(bits, math.Float64bits(v))
 		}
 	}
+
 	return bits
 }
 
@@ -312,6 +330,7 @@ func sameBits(a, b any) bool {
 		y, ok := b.([]int64)
 		return ok && slices.Equal(x, y)
 	}
+
 	return false
 }
 
@@ -327,22 +346,27 @@ func TestNaN(t *testing.T) {
 		}
 		return nil
 	})
+
 	err := tr.Run(context.Background())
 	if !errors.Is(err, ErrDiverged) {
 		t.Fatalf("got %v, want ErrDiverged", err)
 	}
+
 	for _, word := range []string{"step 6", poisoned, "value", "NaN", "checkpoint"} {
 		if !strings.Contains(err.Error(), word) {
 			t.Errorf("error %q does not say %q", err, word)
 		}
 	}
+
 	if tr.Step() != 5 {
 		t.Errorf("the trainer is at step %d, want 5", tr.Step())
 	}
+
 	again := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
 	if err := again.Resume(t.Context(), path); err != nil || again.Step() != 4 {
 		t.Errorf("the checkpoint of step 4 gives step %d, %v", again.Step(), err)
 	}
+
 	if err := again.Run(context.Background()); err != nil {
 		t.Error(err)
 	}
@@ -357,19 +381,23 @@ func TestNaNInGradient(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if _, err := tr.driver.engine.Gradients(b); err != nil { // makes the gradients, without a step
 		t.Fatal(err)
 	}
+
 	g, err := tr.driver.engine.(*cpuEngine).ValueGrads()[3].Grad()
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	g.Data().([]float32)[0] = float32(math.Inf(1))
 	err = tr.Run(context.Background())
 	if !errors.Is(err, ErrDiverged) || !strings.Contains(err.Error(), tr.Model.Params[3].Name) ||
 		!strings.Contains(err.Error(), "gradient") {
 		t.Fatalf("got %v, want ErrDiverged in the gradient of %s", err, tr.Model.Params[3].Name)
 	}
+
 	if !slices.Equal(bitsOf(tr.Model.Params[0].Value), before) {
 		t.Error("the step that failed has changed parameters")
 	}
@@ -385,9 +413,11 @@ func TestInterrupt(t *testing.T) {
 		}
 		return nil
 	})
+
 	if err := tr.Run(ctx); !errors.Is(err, context.Canceled) {
 		t.Fatalf("got %v, want context.Canceled", err)
 	}
+
 	again := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
 	if err := again.Resume(t.Context(), path); err != nil || again.Step() != 3 {
 		t.Errorf("resumed at step %d, %v, want 3", again.Step(), err)
@@ -457,6 +487,7 @@ func TestRunEndReachesAll(t *testing.T) {
 		}
 		return nil
 	})
+
 	if err := tr.Run(ctx); seen != 2 || !errors.Is(err, first) || !errors.Is(err, second) ||
 		!errors.Is(err, context.Canceled) {
 		t.Errorf("the second callback saw %d of 2 events, and the run returned %v", seen, err)
@@ -473,6 +504,7 @@ func TestRunTokens(t *testing.T) {
 		}
 		return nil
 	})
+
 	for _, steps := range []int64{3, 2} {
 		if err := tr.Run(context.Background()); err != nil && !errors.Is(err, stop) {
 			t.Fatal(err)
@@ -494,6 +526,7 @@ func TestEpochs(t *testing.T) {
 		}
 		return nil
 	})
+
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
@@ -515,12 +548,15 @@ func (s *normSpy) Step(model []gorgonia.ValueGrad) (err error) {
 		}
 		groups[i] = append(groups[i], p)
 	}
+
 	if s.norm, err = autodiff.GlobalNorm(groups[0]); err != nil {
 		return err
 	}
+
 	if s.seeds, err = autodiff.GlobalNorm(groups[1]); err != nil {
 		return err
 	}
+
 	return s.Optimizer.Step(model)
 }
 
@@ -565,10 +601,12 @@ func TestEvaluateCountsTargets(t *testing.T) {
 	if err := tr.Run(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+
 	want, _, err := tr.Evaluate(heldOut(t, 12*4+5, 1))
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for _, batch := range []int{2, 3, 7} {
 		if got, _, err := tr.Evaluate(heldOut(t, 12*4+5, batch)); err != nil ||
 			math.Abs(got-want) > 1e-12*want {
@@ -596,6 +634,7 @@ func TestQuickEvaluation(t *testing.T) {
 		}
 		return nil
 	})
+
 	if err := tr.Run(context.Background()); err != nil || scored != 2 {
 		t.Errorf("%d evaluations, want 2; %v", scored, err)
 	}
@@ -613,6 +652,7 @@ func TestConfigReachesTheModel(t *testing.T) {
 		}
 		return tr.Last().Loss
 	}
+
 	usual := loss(func(*Config) {})
 	for name, change := range map[string]func(*Config){"Base": func(c *Config) { c.Base = 10 }, "Eps": func(c *Config) { c.Eps = 0.1 }} {
 		if got := loss(change); math.Abs(got-usual) < 1e-9 {
@@ -627,11 +667,13 @@ func TestGerminateErrors(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	w := m.Param(blockPrefix(0) + kasminaWeights).Float32s()
 	w[2*4] = 7
 	if err := m.Germinate(0, 1, state.GerminationRequest{Slot: 1}); err != nil {
 		t.Fatal(err)
 	}
+
 	before, seeds := slices.Clone(w), m.Kasmina.Lattice(0).Report().Seeds
 	for name, c := range map[string]struct {
 		seed int
@@ -676,6 +718,7 @@ func TestCallbackError(t *testing.T) {
 		}
 		return nil
 	})
+
 	if err := tr.Run(context.Background()); !errors.Is(err, full) || tr.Step() != 2 || !ended {
 		t.Errorf("got %v at step %d, RunEnd seen with it: %v", err, tr.Step(), ended)
 	}
@@ -690,6 +733,7 @@ func TestGenerateWindow(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer g.Close()
+
 	draw := func(prompt []int) []int {
 		s, err := sampler.New(sampler.Config{Temperature: 1, Seed: 3})
 		if err != nil {
@@ -701,10 +745,12 @@ func TestGenerateWindow(t *testing.T) {
 		}
 		return out
 	}
+
 	long := tokenizer.Bytes{}.Encode(texttest.Words(8, 30))
 	if a, b := draw(long), draw(long[30-tr.Model.Config.Seq:]); !slices.Equal(a, b) {
 		t.Errorf("%v after the whole prompt, %v after what fits the window", a, b)
 	}
+
 	if a, b := draw(long[:3]), draw(long[:3]); !slices.Equal(a, b) || len(a) != 9 {
 		t.Errorf("%v and %v from the same seed, want 9 tokens", a, b)
 	}
@@ -718,6 +764,7 @@ func TestCheckpointPlace(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	for path, want := range map[string]string{
 		filepath.Join(file, "c"):                 "file",
 		t.TempDir():                              "is a folder",

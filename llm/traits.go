@@ -111,21 +111,26 @@ func (c Config) checkTraits() error {
 				f.name, f.value)
 		}
 	}
+
 	if c.ZeroOutputs && c.PostNorms {
 		return errors.New("llm: Config.ZeroOutputs and PostNorms are both set, want one of them: " +
 			"the gradient of a norm of zeros has no bound")
 	}
+
 	if err := c.checkTogether(); err != nil {
 		return err
 	}
+
 	if err := c.Scaling.Check(); err != nil {
 		return fmt.Errorf("llm: Config.%w", err)
 	}
+
 	if len(c.Blocks) > c.Layers {
 		return fmt.Errorf("llm: Config.Blocks has %d entries, want Layers, %d, at most",
 			len(c.Blocks),
 			c.Layers)
 	}
+
 	for i, b := range c.Blocks {
 		switch {
 		case b.Window < 0 || b.Window > maxField:
@@ -144,6 +149,7 @@ func (c Config) checkTraits() error {
 			return fmt.Errorf("llm: Config.Blocks[%d].%w", i, err)
 		}
 	}
+
 	return nil
 }
 
@@ -174,6 +180,7 @@ func (c Config) checkTogether() error {
 		return fmt.Errorf("llm: Config.Seq is %d, want at most Positions, %d: the model has learned "+
 			"no others", c.Seq, c.Positions)
 	}
+
 	return nil
 }
 
@@ -204,6 +211,7 @@ func blockPattern(all []Block) []Block {
 			return slices.Clone(all[:n])
 		}
 	}
+
 	return all
 }
 
@@ -213,21 +221,25 @@ func reorderedBlocks(all []Block, order []int) []Block {
 	if all == nil {
 		return nil
 	}
+
 	from := slices.Clone(order)
 	for i := range from {
 		if from[i] == blueprints.NewBlock && i > 0 {
 			from[i] = from[i-1]
 		}
 	}
+
 	for i := len(from) - 2; i >= 0; i-- {
 		if from[i] == blueprints.NewBlock {
 			from[i] = from[i+1]
 		}
 	}
+
 	next := make([]Block, len(order))
 	for i, f := range from {
 		next[i] = all[f]
 	}
+
 	return blockPattern(next)
 }
 

@@ -159,6 +159,7 @@ func TestTurns(t *testing.T) {
 		require.ErrorContains(t, tr.Run(t.Context()), "running already")
 		tr.On(func(Event) error { return nil })
 	}
+
 	_, err := tr.Model.Kasmina.Listen(func(e state.Event) {
 		heard++
 		all()
@@ -175,6 +176,7 @@ func TestTurns(t *testing.T) {
 		go func() { beside <- tr.Save(path) }()
 		return <-beside
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	require.GreaterOrEqual(t, heard, 2)
 	require.NoError(t, os.Remove(path))
@@ -194,6 +196,7 @@ func TestClosedTrainerAnswers(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.ErrorIs(t, tr.Run(t.Context()), errClosed)
 	require.ErrorIs(t, <-before, state.ErrClosed)
 	require.ErrorIs(t, <-tr.Model.Kasmina.Submit(plant), state.ErrClosed)
@@ -269,6 +272,7 @@ func TestCommandsOfARunWithin(t *testing.T) {
 		}
 		return nil
 	})
+
 	outer.On(func(e Event) error {
 		if e.Kind == StepEnd && e.Step == 2 {
 			return inner.Run(t.Context())
@@ -364,6 +368,7 @@ func TestBesideARun(t *testing.T) {
 			}
 		})
 	}
+
 	go func() { others.Wait(); cancel() }()
 	require.ErrorIs(t, tr.Run(ctx), context.Canceled)
 	others.Wait()
@@ -376,6 +381,7 @@ func TestBesideARun(t *testing.T) {
 		}
 		return true
 	})
+
 	again := newTrainer(t, trainerOptions{config: roomy(), steps: 1 << 30})
 	require.NoError(t, again.Resume(t.Context(), filepath.Join(b.dir, "run")))
 	checkSame(t, tr, again)
@@ -400,9 +406,11 @@ func (e *savedWithin) Update() (float64, error) {
 			e.save(filepath.Join(e.dir, "within"))
 		})
 	}
+
 	for e.saving.Load() && !waitsToSave() {
 		time.Sleep(time.Millisecond)
 	}
+
 	x[0] = was
 	return e.Engine.Update()
 }
@@ -514,6 +522,7 @@ func TestSteer(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	require.NoError(t, <-answers[0])
 	require.Equal(t, []string{"Germinated: a person asks", "Training: "}, told)
@@ -538,6 +547,7 @@ func TestSteer(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, again.Run(t.Context()))
 	require.ErrorContains(t, refused, "follows a record")
 	require.Equal(t, tr.Last().Loss, again.Last().Loss)
@@ -586,10 +596,12 @@ func TestMeasureIsRecorded(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	for _, a := range answers {
 		require.NoError(t, <-a)
 	}
+
 	require.Equal(t, []string{"13 a person asks for less"}, noted)
 	require.NotEqual(t, before, tr.Model.Kasmina.Lattice(0).Telemetry())
 
@@ -598,6 +610,7 @@ func TestMeasureIsRecorded(t *testing.T) {
 	for step, n := range map[int]int{1: 1, 13: 1, 20: 1, 0: 0} {
 		require.Len(t, read.Commands(step), n*len(tiny().Kasmina), "after step %d", step)
 	}
+
 	again := newTrainer(t, trainerOptions{config: tiny(), steps: steps})
 	require.NoError(t, again.Grow(Growth{Validation: text, Replay: read}))
 	require.NoError(t, again.Run(t.Context()))
@@ -693,6 +706,7 @@ func TestRecordOfSavesAndStops(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.ErrorContains(t, tr.Run(t.Context()), "Bob asked to stop")
 	require.Contains(t, record.String(),
 		`"asked":"save","why":"Ann asked to save"`+"}\n")
@@ -715,6 +729,7 @@ func TestRecordOfSavesAndStops(t *testing.T) {
 			}
 			return nil
 		})
+
 	require.NoError(t, again.Run(t.Context()))
 	require.Equal(t, []int{5, 9}, saved)
 }
@@ -734,6 +749,7 @@ func TestNote(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	require.Equal(t, []string{"3 somebody asks"}, told)
 }
@@ -751,6 +767,7 @@ func TestStopAndSave(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.ErrorContains(t, tr.Run(t.Context()), "to add a checkpoint")
 	require.ErrorContains(t, unsaved, "no Checkpoint")
 	tr.On(Checkpoint(tr, filepath.Join(t.TempDir(), "m.safetensors"), 0))
@@ -766,6 +783,7 @@ func TestStopAndSave(t *testing.T) {
 		}
 		return nil
 	})
+
 	err := tr.Run(t.Context())
 	require.ErrorIs(t, err, ErrStopped)
 	require.NotErrorIs(t, err, context.Canceled)
@@ -891,6 +909,7 @@ func TestFrozenAlone(t *testing.T) {
 	for i := range commands {
 		commands[i].Layer = layer
 	}
+
 	require.NoError(t, tr.Model.Kasmina.Do(commands...))
 	require.NoError(t, tr.Run(context.Background()))
 	require.Len(t, tr.Model.Config.Planted, 1)
@@ -919,6 +938,7 @@ func TestBudgets(t *testing.T) {
 		change(h)
 		return h
 	}
+
 	adapters := func(most, rank int, where control.Where) state.Controller {
 		a := control.NewAdapters(most)
 		a.Rank, a.Where = rank, where

@@ -58,6 +58,7 @@ func (g *growth) tryOut() error {
 	if !g.triesOut() {
 		return nil
 	}
+
 	grafted := g.grafted()
 	if g.twin == nil {
 		if len(grafted) == 0 {
@@ -108,6 +109,7 @@ func (g *growth) grafted() (all []state.Address) {
 			}
 		}
 	}
+
 	return all
 }
 
@@ -127,6 +129,7 @@ func (g *growth) enter(b branch) error {
 	if err := g.t.driver.setLossScale(b.scale); err != nil {
 		return err
 	}
+
 	if err := g.t.Optimizer.SetState(b.Moments); err != nil {
 		return errors.Join(err, g.t.driver.setLossScale(scale))
 	}
@@ -139,6 +142,7 @@ func (g *growth) enter(b branch) error {
 	if err := g.t.driver.engine.Push(); err != nil {
 		return fmt.Errorf("%w: %w", errNotTaken, err)
 	}
+
 	return nil
 }
 
@@ -154,6 +158,7 @@ func (g *growth) suspend() (restore func() error, err error) {
 	if err != nil {
 		return nil, err
 	}
+
 	progress, arrays := g.t.progress, g.t.Model.Kasmina.Arrays()
 	loader, rate := g.t.Loader.State(), g.t.Optimizer.LR()
 
@@ -182,6 +187,7 @@ func (g *growth) catchUp() (losses []float64, err error) {
 	if err != nil {
 		return nil, err
 	}
+
 	w, loader := *g.twin, g.t.Loader.State()
 
 	losses, err = g.train(&w)
@@ -203,16 +209,19 @@ func (g *growth) train(w *twin) (losses []float64, err error) {
 			return nil, err
 		}
 	}
+
 	if !w.lost {
 		if err := g.enter(w.branch); err != nil {
 			return nil, err
 		}
 	}
+
 	if err := g.t.Loader.SetState(w.loader); err != nil {
 		return nil, err
 	}
 
 	defer func(whole bool) { g.t.driver.whole = whole }(g.t.driver.whole)
+
 	g.t.driver.whole = true
 	sum := 0.0
 	for _, rate := range w.rates {
@@ -226,6 +235,7 @@ func (g *growth) train(w *twin) (losses []float64, err error) {
 			return nil, errors.Join(err, g.t.driver.engine.Drop())
 		}
 	}
+
 	steps := float64(max(1, len(w.rates)))
 	w.norm, w.without = w.sum/steps, sum/steps
 
@@ -233,9 +243,11 @@ func (g *growth) train(w *twin) (losses []float64, err error) {
 		w.branch = branch{}
 		return []float64{math.Inf(1)}, g.t.driver.engine.Drop()
 	}
+
 	if losses, err = g.judge().Losses(); err != nil {
 		return nil, err
 	}
+
 	w.branch, err = g.branch()
 	return losses, err
 }
@@ -249,10 +261,12 @@ func (g *growth) adopt() error {
 			return err
 		}
 	}
+
 	if g.twin.lost {
 		g.twin = nil
 		return nil
 	}
+
 	if err := g.enter(g.twin.branch); errors.Is(err, errNotTaken) {
 		g.t.on(pushFailed, err)
 		return err

@@ -44,6 +44,7 @@ func (b badFilter) Decide(reports []state.Report) []state.Command {
 			Kind: blueprints.ConvFilter, Params: state.SlotParams{Weights: b.Weights, Scale: 1}}
 		commands = slices.Insert(commands, 0, spoil)
 	}
+
 	return commands
 }
 
@@ -73,6 +74,7 @@ func withBadFilter(t *testing.T, random uint64, plantedAt int,
 	for i := range b.Weights {
 		b.Weights[i] = 9 * math.Sin(float64(random)+2*float64(i))
 	}
+
 	require.NoError(t, tr.Grow(Growth{Controller: b, Validation: text}))
 	var events []state.Event
 	_, err = tr.Model.Kasmina.Listen(func(e state.Event) {
@@ -112,6 +114,7 @@ func meetBadFilter(t *testing.T, random uint64, clip float64) {
 		}
 		return nil
 	})
+
 	require.NoError(t, plain.Run(t.Context()))
 	require.Greater(t, clipped, 20) // steps that clipping changes
 	at := slices.IndexFunc(*events, func(e state.Event) bool {
@@ -144,12 +147,14 @@ func TestTrialResumes(t *testing.T) {
 			to = e.Epoch * straight.Config.Epoch
 		}
 	}
+
 	require.Less(t, from, to)
 	path := filepath.Join(t.TempDir(), "run.safetensors")
 	step := 3 // from another one in each run of the test
 	if testing.Short() {
 		step = 7
 	}
+
 	for until := from - 1 + rand.IntN(step); until <= to+1; until += step {
 		broken, _ := withBadFilter(t, 3, 10, 1)
 		broken.growth.options.Every = 2

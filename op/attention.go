@@ -199,6 +199,7 @@ func (o *AttentionOp) SymDiff(in gorgonia.Nodes,
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
 		return nil, err
 	}
+
 	b := &AttentionGradOp{Forward: o}
 	grads, err := backward(&b.Base, b, "AttentionGrad", o, append(slices.Clone(in), output, grad),
 		3,
@@ -206,6 +207,7 @@ func (o *AttentionOp) SymDiff(in gorgonia.Nodes,
 	if err != nil {
 		return nil, err
 	}
+
 	return append(grads, nil)[:o.Arity()], nil
 }
 

@@ -108,6 +108,7 @@ func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgon
 	for i := range shapes {
 		shapes[i] = in[i].Shape()
 	}
+
 	opbase.Init(base, b, name, fmt.Sprint(forward), in, in[0].Dtype(),
 		tensor.Shape{opbase.PackedSize(shapes...)}, f32, f64)
 	base.Differentiates(forward)
@@ -115,6 +116,7 @@ func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgon
 	if err != nil {
 		return nil, err
 	}
+
 	return opbase.Unpack(packed, shapes...)
 }
 

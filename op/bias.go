@@ -32,9 +32,11 @@ func Bias(x, b *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkFloats(name, ax, ab); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
 		return nil, err
 	}
+
 	if err := checkShape(name, ab, fmt.Sprintf("one for each feature of x %v", x.Shape()),
 		x.Shape()[1]); err != nil {
 		return nil, err
@@ -68,6 +70,7 @@ func (o *BiasOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgon
 	if err != nil {
 		return nil, err
 	}
+
 	return gorgonia.Nodes{grad, db}, nil
 }
 

@@ -43,12 +43,15 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkGraph(name, al, at); err != nil {
 		return nil, err
 	}
+
 	if err := checkFloats(name, al); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, al, 2, "[rows, V]"); err != nil {
 		return nil, err
 	}
+
 	if err := checkInts(name, at, logits.Shape()[0], fmt.Sprintf("one for each row of logits %v",
 		logits.Shape())); err != nil {
 		return nil, err
@@ -104,6 +107,7 @@ func (o *CrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	if err != nil {
 		return nil, err
 	}
+
 	return gorgonia.Nodes{dx, nil}, nil
 }
 

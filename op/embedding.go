@@ -34,12 +34,15 @@ func Embedding(ids, table *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkGraph(name, ai, at); err != nil {
 		return nil, err
 	}
+
 	if err := checkInts(name, ai, -1, ""); err != nil {
 		return nil, err
 	}
+
 	if err := checkFloats(name, at); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, at, 2, "[V, D]"); err != nil {
 		return nil, err
 	}
@@ -80,6 +83,7 @@ func (o *EmbeddingOp) SymDiff(in gorgonia.Nodes,
 	if err != nil {
 		return nil, err
 	}
+
 	return gorgonia.Nodes{nil, dt}, nil
 }
 

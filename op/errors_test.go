@@ -271,6 +271,7 @@ func TestErrNoTargets(t *testing.T) {
 	if _, err := o.Do(x.Value(), ints([]int{-1, -1})); !errors.Is(err, op.ErrNoTargets) {
 		t.Errorf("got %v, want ErrNoTargets", err)
 	}
+
 	machine := gorgonia.NewTapeMachine(g)
 	defer machine.Close()
 	err := machine.RunAll()
@@ -293,6 +294,7 @@ func TestRunError(t *testing.T) {
 		must(t)(gorgonia.Sum(y))
 		return g
 	}
+
 	for name, newMachine := range map[string]func(*gorgonia.ExprGraph) gorgonia.VM{
 		"tape": func(g *gorgonia.ExprGraph) gorgonia.VM { return gorgonia.NewTapeMachine(g) },
 		// Backwards too, it goes on after an error, on another goroutine than the one that it
@@ -313,6 +315,7 @@ func TestRunError(t *testing.T) {
 		require.ErrorIs(t, op.RunError(fmt.Errorf("a step: %w", err)), op.ErrNonFinite, name)
 		require.ErrorIs(t, op.RunError(found), op.ErrNonFinite, name)
 	}
+
 	plain := errors.New("plain")
 	require.Same(t, plain, op.RunError(plain))
 	require.NoError(t, op.RunError(nil))
@@ -378,6 +381,7 @@ func TestHashes(t *testing.T) {
 		func() (*gorgonia.Node, error) { return op.NewtonSchulz(x, 4) },
 		func() (*gorgonia.Node, error) { return op.NewtonSchulz(x, 5) },
 	}
+
 	seen := map[*gorgonia.Node]int{}
 	hashes := map[uint32]int{}
 	for i, b := range build {
@@ -407,9 +411,11 @@ func TestViews(t *testing.T) {
 			flipped.Set(j*3+i, data[i*4+j])
 		}
 	}
+
 	if err := flipped.T(); err != nil {
 		t.Fatal(err)
 	}
+
 	large := dense(tensor.Float64, normal(r, 30), 5, 6)
 	for i := range 3 {
 		for j := range 4 {
@@ -418,10 +424,12 @@ func TestViews(t *testing.T) {
 			}
 		}
 	}
+
 	slice, err := large.Slice(gorgonia.S(1, 4), gorgonia.S(2, 6))
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	columns := tensor.New(tensor.WithShape(3, 4), tensor.Of(tensor.Float64), tensor.AsFortran(nil))
 	for i := range 3 {
 		for j := range 4 {
@@ -430,6 +438,7 @@ func TestViews(t *testing.T) {
 			}
 		}
 	}
+
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewTensor(g, tensor.Float64, 2, gorgonia.WithShape(3, 4), gorgonia.WithName("x"))
 	y := must(t)(op.Linear(x, gorgonia.NodeFromAny(g, w, gorgonia.WithName("w"))))
@@ -437,6 +446,7 @@ func TestViews(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for name, v := range map[string]gorgonia.Value{"transposed": flipped,
 		"slice": slice.(*tensor.Dense), "column-major": columns} {
 		got, err := y.Op().Do(v, w)
@@ -461,6 +471,7 @@ func TestRoPETables(t *testing.T) {
 		require.Nil(t, cos, "%+v", c)
 		require.Nil(t, sin, "%+v", c)
 	}
+
 	cos, sin := op.RoPEConfig{Seq: 3, Heads: -1, HeadDim: 4}.Tables()
 	explicitCos, explicitSin := op.RoPEConfig{Seq: 3, HeadDim: 4, Base: 10000}.Tables()
 	require.Len(t, cos, 6)

@@ -42,6 +42,7 @@ func Example() {
 		params = append(params, n)
 		return n
 	}
+
 	ids := func(name string, data ...int) *gorgonia.Node {
 		return gorgonia.NewVector(g, tensor.Int, gorgonia.WithName(name),
 			gorgonia.WithShape(len(data)),
@@ -53,6 +54,7 @@ func Example() {
 		params = append(params, w)
 		return gorgonia.Must(op.RMSNorm(x, w, 1e-5))
 	}
+
 	turned := func(x *gorgonia.Node) *gorgonia.Node {
 		return gorgonia.Must(op.RoPE(x, op.RoPEConfig{Seq: seq, Heads: heads,
 			HeadDim: dim / heads}))
@@ -84,6 +86,7 @@ func Example() {
 		fmt.Println(err)
 		return
 	}
+
 	fmt.Printf("loss %.1f, gradients of %d parameters, those of %v %v\n", loss.Value().Data(),
 		len(grads), params[0].Name(), grads[0].Shape())
 	// Output: loss 3.0, gradients of 11 parameters, those of embedding (16, 8)
@@ -102,6 +105,7 @@ func ExampleAttention() {
 		fmt.Println(err)
 		return
 	}
+
 	var out gorgonia.Value
 	gorgonia.Read(y, &out)
 
@@ -111,6 +115,7 @@ func ExampleAttention() {
 		fmt.Println(err)
 		return
 	}
+
 	for row := range 6 {
 		fmt.Printf("%.1f\n", out.Data().([]float64)[2*row:][:2])
 	}
@@ -138,6 +143,7 @@ func ExampleDocumentAttention() {
 		fmt.Println(err)
 		return
 	}
+
 	var out gorgonia.Value
 	gorgonia.Read(y, &out)
 
@@ -147,6 +153,7 @@ func ExampleDocumentAttention() {
 		fmt.Println(err)
 		return
 	}
+
 	fmt.Println(out.Data())
 	// Output:
 	// [2 3 4 10 15]
@@ -167,11 +174,13 @@ func ExampleLinearCrossEntropy() {
 		fmt.Println(err)
 		return
 	}
+
 	grads, err := gorgonia.Grad(loss, x)
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	var mean, dx gorgonia.Value
 	gorgonia.Read(loss, &mean)
 	gorgonia.Read(grads[0], &dx)
@@ -182,6 +191,7 @@ func ExampleLinearCrossEntropy() {
 		fmt.Println(err)
 		return
 	}
+
 	fmt.Printf("loss %.4f, which is (ln 4 + 0)/2\n", mean.Data())
 	fmt.Printf("dx of the first position %.3f\n", dx.Data().([]float64)[:2])
 	fmt.Printf("dx of the third %.3f\n", dx.Data().([]float64)[4:])
@@ -199,11 +209,13 @@ func ExampleKasmina() {
 		fmt.Println(err)
 		return
 	}
+
 	if err := lattice.RequestGermination(1, state.GerminationRequest{Slot: 1,
 		Kind: blueprints.Residual}); err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	for _, stage := range []state.Stage{state.Training, state.Grafting, state.Stabilization,
 		state.Evaluating, state.FineTuning} {
 		if err := lattice.Transition(1, stage); err != nil {
@@ -226,11 +238,13 @@ func ExampleKasmina() {
 		fmt.Println(err)
 		return
 	}
+
 	grads, err := gorgonia.Grad(gorgonia.Must(gorgonia.Sum(y)), x, weights, scales)
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
+
 	var out, dweights, dscales gorgonia.Value
 	gorgonia.Read(y, &out)
 	gorgonia.Read(grads[1], &dweights)
@@ -242,6 +256,7 @@ func ExampleKasmina() {
 		fmt.Println(err)
 		return
 	}
+
 	fmt.Println("y", out.Data())
 	fmt.Println("dweights", dweights.Data())
 	fmt.Println("dscales", dscales.Data())
@@ -280,6 +295,7 @@ func ExampleKasmina_training() {
 		}
 		return w
 	}
+
 	// two features and a constant
 	x := input("x", []float64{0, 0, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1}, 4, 3)
 	target := input("target", []float64{0, 1, 1, 0}, 4, 1)
@@ -328,6 +344,7 @@ func ExampleKasmina_training() {
 		seed := lattice.Report().Seeds[0]
 		fmt.Println("epoch", epoch, seed.Stage, seed.Alpha)
 	}
+
 	fmt.Println("learnt:", cost.Value().Data().(float64) < 0.01)
 	watched := lattice.Report().Seeds[1]
 	fmt.Println("seed 1:", watched.Stage, watched.Health.Variance > 0)

@@ -54,5 +54,6 @@ func TestBackwardOpsDeclareTheirForward(t *testing.T) {
 			}
 		}
 	}
+
 	require.NotZero(t, checked)
 }

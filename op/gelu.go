@@ -29,6 +29,7 @@ func GELU(x *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkFloats(name, ax); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
 		return nil, err
 	}
@@ -52,6 +53,7 @@ func (o *GELUOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgon
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
 		return nil, err
 	}
+
 	b := &GELUGradOp{}
 	opbase.Init(&b.Base, b, "GELUGrad", "", gorgonia.Nodes{in[0], grad}, grad.Dtype(), in[0].Shape(),
 		geluGrad[float32], geluGrad[float64])
@@ -60,6 +62,7 @@ func (o *GELUOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgon
 	if err != nil {
 		return nil, err
 	}
+
 	return gorgonia.Nodes{dx}, nil
 }
 

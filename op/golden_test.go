@@ -82,6 +82,7 @@ func TestGolden(t *testing.T) {
 			}
 		}
 	}
+
 	for name := range goldenOps {
 		if !tested[name] {
 			t.Errorf("no golden case for %s", name)
@@ -128,18 +129,22 @@ func loadGolden(t *testing.T, file string) []*goldenCase {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	var settings map[string]json.RawMessage
 	if err := json.Unmarshal([]byte(metadata["cases"]), &settings); err != nil {
 		t.Fatal(err)
 	}
+
 	cases := make(map[string]*goldenCase)
 	for name, s := range settings {
 		cases[name] = &goldenCase{name, s, make(map[string]safetensors.Tensor)}
 	}
+
 	for _, x := range tensors {
 		name, part, _ := strings.Cut(x.Name, "/")
 		cases[name].tensors[part] = x
 	}
+
 	return slices.SortedFunc(maps.Values(cases), func(a, b *goldenCase) int {
 		return strings.Compare(a.name, b.name)
 	})
@@ -168,25 +173,30 @@ func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward floa
 			gradients = append(gradients, "d"+name)
 		}
 	}
+
 	y := must(t)(build(c, in))
 	cost := must(t)(gorgonia.HadamardProd(c.node(graph, "g", dt), y))
 	if !cost.IsScalar() {
 		cost = must(t)(gorgonia.Sum(cost))
 	}
+
 	grads, err := gorgonia.Grad(cost, wrt...)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	values := make([]gorgonia.Value, 1+len(grads))
 	for i, n := range append(gorgonia.Nodes{y}, grads...) {
 		gorgonia.Read(n, &values[i])
 	}
+
 	// a pass with other input before it, for ops that remember
 	if x, ok := c.tensors["previous"]; ok {
 		letFloats(t, in[0], x)
 		run(t, graph)
 		letFloats(t, in[0], c.tensors[in[0].Name()])
 	}
+
 	run(t, graph)
 	c.compare(t, "y", values[0], forward)
 	for i, name := range gradients {
@@ -220,6 +230,7 @@ func (c *goldenCase) node(g *gorgonia.ExprGraph, name string, dt tensor.Dtype) *
 	default:
 		panic(fmt.Sprintf("tensor %s/%s is of type %s", c.name, name, x.DType))
 	}
+
 	return gorgonia.NewTensor(g, value.Dtype(), value.Dims(), gorgonia.WithName(name),
 		gorgonia.WithShape(x.Shape...), gorgonia.WithValue(value))
 }
@@ -280,6 +291,7 @@ func goldenModel(t *testing.T, c *goldenCase, in gorgonia.Nodes) *gorgonia.Node 
 	for _, n := range in {
 		nodes[n.Name()] = n
 	}
+
 	must := must(t)
 	x := must(op.Embedding(nodes["ids"], nodes["embedding"]))
 	for i := range s.Blocks {
@@ -300,6 +312,7 @@ func goldenModel(t *testing.T, c *goldenCase, in gorgonia.Nodes) *gorgonia.Node 
 				newLattice(t, x.Shape()[1], s.Seeds)))
 		}
 	}
+
 	x = must(op.RMSNorm(x, nodes["norm"], s.Eps))
 	return must(op.LinearCrossEntropy(x, nodes["head"], nodes["targets"]))
 }
@@ -339,11 +352,13 @@ func newLattice(t testing.TB, hidden int, seeds []seedSetting,
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for i, s := range seeds {
 		if err := place(l, i, s); err != nil {
 			t.Fatal(err)
 		}
 	}
+
 	return l
 }
 
@@ -352,6 +367,7 @@ func place(l *state.Lattice, seed int, s seedSetting) error {
 	if !ok {
 		return fmt.Errorf("no kind %q", s.Kind)
 	}
+
 	for _, stage := range slices.Sorted(maps.Keys(routes)) {
 		if stage.String() != s.Stage {
 			continue
@@ -366,6 +382,7 @@ func place(l *state.Lattice, seed int, s seedSetting) error {
 		}
 		return errors.Join(err, l.SetAlpha(seed, s.Alpha))
 	}
+
 	return fmt.Errorf("no stage %q", s.Stage)
 }
 
@@ -376,6 +393,7 @@ func TestKasminaGolden(t *testing.T) {
 	if len(cases) < 50 {
 		t.Errorf("%d golden cases, want every stage and kind and more", len(cases))
 	}
+
 	for _, c := range cases {
 		seeds := settings[struct{ Seeds []seedSetting }](c).Seeds
 		for _, e := range goldenErrors {

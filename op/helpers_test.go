@@ -63,6 +63,7 @@ func floats(t testing.TB, v gorgonia.Value) []float64 {
 	case float32:
 		return []float64{float64(d)}
 	}
+
 	t.Fatalf("value of type %T", v)
 	return nil
 }
@@ -72,17 +73,21 @@ func distance(a, b []float64) float64 {
 	if len(a) != len(b) {
 		return math.Inf(1)
 	}
+
 	var diff, norm float64
 	for i, v := range b {
 		diff += (a[i] - v) * (a[i] - v)
 		norm += v * v
 	}
+
 	if diff == 0 {
 		return 0
 	}
+
 	if math.IsNaN(diff) {
 		return math.Inf(1)
 	}
+
 	return math.Sqrt(diff / norm)
 }
 
@@ -148,6 +153,7 @@ func newWideLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots, widt
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	packed := g.From(grads[0].ID())
 	packed.Next()
 	k := &kasminaLayer{
@@ -158,6 +164,7 @@ func newWideLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots, widt
 		scale: normal(r, slots), g: normal(r, rows*d),
 		step: 1e-5,
 	}
+
 	if dt == tensor.Float32 { // so that a float64 layer can have the same inputs
 		for _, v := range [][]float64{k.x, k.weights, k.scale, k.g} {
 			for i := range v {
@@ -165,6 +172,7 @@ func newWideLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots, widt
 			}
 		}
 	}
+
 	return k
 }
 
@@ -255,6 +263,7 @@ func (k *kasminaLayer) checkDifferences(what string, got, of []float64) {
 	for _, v := range got {
 		scale = max(scale, math.Abs(v))
 	}
+
 	step := k.step
 	defer func() { k.step = step }()
 	for i := range of {

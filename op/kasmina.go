@@ -235,6 +235,7 @@ func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice,
 	if err := checkFloats(name, ax, aw, as); err != nil {
 		return nil, err
 	}
+
 	if err := checkKasminaShapes(name, ax, aw, as, lattice); err != nil {
 		return nil, err
 	}
@@ -265,12 +266,15 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 	if err := checkDims(name, x, 2, "[rows, D]"); err != nil {
 		return err
 	}
+
 	if err := checkDims(name, weights, 2, "[slots, W]"); err != nil {
 		return err
 	}
+
 	if err := checkDims(name, scales, 1, "[slots]"); err != nil {
 		return err
 	}
+
 	if lattice == nil {
 		return fmt.Errorf("op.%s: lattice is nil, want one made by state.NewLattice", name)
 	}
@@ -279,11 +283,13 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 	if seeds == 0 {
 		return fmt.Errorf("op.%s: lattice has no seeds, want one made by state.NewLattice", name)
 	}
+
 	if d%seeds != 0 {
 		return fmt.Errorf(
 			"op.%s: x has %d features (shape %v), want a multiple of the lattice's %d seeds",
 			name, d, x.node.Shape(), seeds)
 	}
+
 	if d != lattice.Hidden() {
 		return fmt.Errorf("op.%s: x has %d features (shape %v), want the lattice's %d", name, d,
 			x.node.Shape(), lattice.Hidden())
@@ -294,22 +300,27 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 		return fmt.Errorf("op.%s: weights has shape %v, want [slots, W] with W at least %d = %d "+
 			"features / %d seeds", name, weights.node.Shape(), d/seeds, d, seeds)
 	}
+
 	if err := checkShape(name, scales, fmt.Sprintf("one for each slot of weights %v",
 		weights.node.Shape()), slots); err != nil {
 		return err
 	}
+
 	if want := lattice.Slots(); want > 0 && want != slots {
 		return fmt.Errorf(
 			"op.%s: weights has %d slots (shape %v), want %d as the lattice was told by WithSlots",
 			name, slots, weights.node.Shape(), want)
 	}
+
 	if want := lattice.Width(); want > 0 && want != width {
 		return fmt.Errorf("op.%s: weights has rows of %d (shape %v), want %d as the lattice was "+
 			"told by WithWidth", name, width, weights.node.Shape(), want)
 	}
+
 	if err := lattice.Fits(width); err != nil {
 		return fmt.Errorf("op.%s: weights has shape %v: %w", name, weights.node.Shape(), err)
 	}
+
 	return nil
 }
 

@@ -114,6 +114,7 @@ func (k *kasminaLayer) rowByRow(l *state.Lattice) (y []float64, d kasminaGrads) 
 			d.weights[s.Slot*k.width+i] += v
 		}
 	}
+
 	return y, d
 }
 
@@ -207,21 +208,27 @@ func TestKasminaTooNarrow(t *testing.T) {
 		Kind: blueprints.LowRank}); err != nil {
 		t.Fatal(err) // the lattice does not know the layer
 	}
+
 	if again := k.forward(); !sameBits(y, again) {
 		t.Error("a seed that has only germinated changes the output")
 	}
+
 	if err := l.Transition(1, state.Training); err != nil {
 		t.Fatal(err)
 	}
+
 	if _, err := k.tryForward(k.forwardOp); !errors.Is(err, blueprints.ErrWidth) {
 		t.Errorf("error %v, want ErrWidth", err)
 	}
+
 	if err := l.Transition(1, state.Culled); err != nil {
 		t.Fatal(err)
 	}
+
 	if again := k.forward(); !sameBits(y, again) {
 		t.Error("the run after the error gives another output")
 	}
+
 	knows := newLattice(t, 8, []seedSetting{{"Dormant", "Residual", 1, 0},
 		{"Dormant", "Residual", 1, 0}}, state.WithWidth(7))
 	err := knows.RequestGermination(1, state.GerminationRequest{Slot: 2, Kind: blueprints.ChunkMLP})
@@ -275,6 +282,7 @@ func TestKasminaOwnKindWithManyParameters(t *testing.T) {
 	if errAffine != nil {
 		t.Fatal(errAffine)
 	}
+
 	l := newLattice(t, 9, []seedSetting{{"Grafting", "Affine", 1, 0.375},
 		{"FineTuning", "Affine", 1, 1}, {"Evaluating", "Affine", 2, 1}})
 	k := newWideLayer(t, random(t), tensor.Float64, 4, 3, 14, l, op.WithoutTelemetry())
@@ -286,6 +294,7 @@ func TestKasminaOwnKindWithManyParameters(t *testing.T) {
 	if slices.ContainsFunc(d.weights[28:], func(v float64) bool { return v != 0 }) {
 		t.Errorf("a frozen seed's slot has gradients %v", d.weights[28:])
 	}
+
 	narrow := newLattice(t, 9, make3(), state.WithWidth(11))
 	if err := narrow.RequestGermination(0, state.GerminationRequest{Slot: 1,
 		Kind: affineKind}); !errors.Is(err, blueprints.ErrWidth) {

@@ -72,12 +72,14 @@ func (p *KasminaPass) Resume() error {
 	if p.origin == nil {
 		return errZeroPass
 	}
+
 	p.origin.mu.Lock()
 	defer p.origin.mu.Unlock()
 
 	if !p.origin.begun {
 		return errNotRun
 	}
+
 	copyPass(&p.op.run.pass, &p.origin.pass)
 	p.limits = gradLimits(p.op, p.limits)
 	return nil
@@ -109,6 +111,7 @@ func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int,
 	if !o.made() {
 		return false, errors.New("op: the KasminaOp is its zero value, want one that Kasmina returns")
 	}
+
 	if len(scale) != 1 || scale[0] != 0 || slices.ContainsFunc(weights, func(w float32) bool {
 		return w != 0
 	}) {

@@ -25,12 +25,14 @@ func exactMoments(v []float64) (mean, variance float64) {
 	for _, e := range v {
 		sum.Add(sum, wide(e))
 	}
+
 	m := wide(0).Quo(sum, n)
 	squares := wide(0)
 	for _, e := range v {
 		d := wide(0).Sub(wide(e), m)
 		squares.Add(squares, wide(0).Mul(d, d))
 	}
+
 	mean, _ = m.Float64()
 	variance, _ = squares.Quo(squares, n).Float64()
 	return mean, variance
@@ -147,10 +149,12 @@ func (k *kasminaLayer) referenceFigures(seed int, reduction state.Reduction,
 		at := row*k.dim + seed*k.chunk
 		xs, gs = append(xs, k.x[at:at+k.chunk]), append(gs, k.g[at:at+k.chunk])
 	}
+
 	if reduction == state.Hierarchical {
 		return healthFields(referenceHealth(slices.Concat(xs...), eps)),
 			gradientFields(referenceGradient(slices.Concat(gs...)))
 	}
+
 	for row := range k.rows {
 		h, g := healthFields(referenceHealth(xs[row], eps)),
 			gradientFields(referenceGradient(gs[row]))
@@ -169,6 +173,7 @@ func (k *kasminaLayer) referenceFigures(seed int, reduction state.Reduction,
 		reduce(health[:], h[:])
 		reduce(gradient[:], g[:])
 	}
+
 	return health, gradient
 }
 
@@ -344,26 +349,32 @@ func TestKasminaReplay(t *testing.T) {
 	if replay.Hashcode() == k.forwardOp.Hashcode() {
 		t.Error("the replay has the hash of the op")
 	}
+
 	if _, err := k.tryForward(replay); err == nil || !strings.Contains(err.Error(), "has not run") {
 		t.Errorf("a replay of nothing: error %v", err)
 	}
+
 	if _, err := k.tryBackward(); err == nil || !strings.Contains(err.Error(), "has not run") {
 		t.Errorf("a backward pass of nothing: error %v", err)
 	}
+
 	k.forward()
 	k.x[3] = 1e3 // clamped now
 	y := k.forward()
 	if err := errors.Join(l.SetAlpha(0, 1), l.Transition(0, state.RolledBack)); err != nil {
 		t.Fatal(err)
 	}
+
 	before := marshal(t, l)
 	again, err := k.tryForward(replay)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if !sameBits(y, again) {
 		t.Error("the replay gives other bits")
 	}
+
 	if marshal(t, l) != before {
 		t.Error("the replay changes the lattice")
 	}
@@ -426,6 +437,7 @@ func TestKasminaHashes(t *testing.T) {
 		seen[n] = i
 		return n
 	}
+
 	first := add(0, l)
 	for i, c := range []struct {
 		l    *state.Lattice
@@ -441,6 +453,7 @@ func TestKasminaHashes(t *testing.T) {
 	} {
 		add(i+1, c.l, c.opts...)
 	}
+
 	if again := must(t)(op.Kasmina(x, w, s, l)); again != first {
 		t.Error("the same layer twice is two nodes")
 	}
@@ -469,6 +482,7 @@ func TestKasminaInAGraph(t *testing.T) {
 					x))))))
 		return cost, gorgonia.Nodes{x, w, s}, g
 	}
+
 	evaluate := func() float64 {
 		cost, _, g := build()
 		var v gorgonia.Value
@@ -476,15 +490,18 @@ func TestKasminaInAGraph(t *testing.T) {
 		run(t, g)
 		return floats(t, v)[0]
 	}
+
 	cost, in, g := build()
 	grads, err := gorgonia.Grad(cost, in...)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	values := make([]gorgonia.Value, 3)
 	for i, n := range grads {
 		gorgonia.Read(n, &values[i])
 	}
+
 	run(t, g)
 	for i, v := range [][]float64{xv, wv, sv} {
 		got := floats(t, values[i])
@@ -512,10 +529,12 @@ func TestKasmina100000Seeds(t *testing.T) {
 	if testing.Short() {
 		seeds, sample = 10_000, 50
 	}
+
 	l, err := state.NewLattice(seeds, seeds*chunk, state.WithoutGates(), state.WithHistory(0))
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for s := range seeds {
 		if s%3 == 0 {
 			continue
@@ -525,6 +544,7 @@ func TestKasmina100000Seeds(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	k := newKasminaLayer(t, r, tensor.Float32, rows, slots, l)
 	in := k.params()
 	start := time.Now()
@@ -532,6 +552,7 @@ func TestKasmina100000Seeds(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	t.Logf("forward %v", time.Since(start))
 	k.backward()
 	got, reports := floats(t, y), l.Report().Seeds
@@ -555,6 +576,7 @@ func TestKasmina100000Seeds(t *testing.T) {
 			t.Fatalf("seed %d has health %+v in the crowd and %+v alone", s, report.Health, h)
 		}
 	}
+
 	if err := l.Verify(); err != nil {
 		t.Error(err)
 	}
@@ -570,6 +592,7 @@ func TestKasminaUnderCommands(t *testing.T) {
 			settings[i] = seedSetting{"Grafting", kasminaKinds[i/2%4], 1 + i/2, 0.25}
 		}
 	}
+
 	l := newLattice(t, 64, settings)
 	k := newKasminaLayer(t, r, tensor.Float32, 32, 9, l, op.WithStability(op.Strict),
 		op.WithAdaptiveGradClip(2))
@@ -593,10 +616,12 @@ func TestKasminaUnderCommands(t *testing.T) {
 			l.Report()
 		}
 	}()
+
 	for range 50 {
 		k.forward()
 		k.backward()
 	}
+
 	close(stop)
 	wg.Wait()
 	if err := l.Verify(); err != nil {

@@ -114,6 +114,7 @@ func (k *kasminaLayer) checkStage(stage state.Stage, kind string) {
 				stage, d.weights, d.scales)
 		}
 	}
+
 	if !stage.Blends() && (!sameBits(y, k.x) || !sameBits(d.x, k.g)) {
 		k.t.Errorf("%v is not the identity", stage)
 	}
@@ -128,6 +129,7 @@ func TestKasminaStrict(t *testing.T) {
 	for i := range settings {
 		settings[i] = seedSetting{"Grafting", kasminaKinds[i%4], 1 + i, 0.625}
 	}
+
 	settings[4].Stage = "Dormant"
 	for _, dt := range []tensor.Dtype{tensor.Float64, tensor.Float32} {
 		l := newLattice(t, seeds*chunk, settings)
@@ -285,6 +287,7 @@ func (k *kasminaLayer) overflows(chunk int) bool {
 		}
 		return s
 	}
+
 	kind, y := k.forwardOp.Lattice.Report().Seeds[0].Kind, make([]float32, chunk)
 	for row := range k.rows {
 		x, w := narrow(k.x[row*k.dim:][:chunk]), narrow(k.weights[k.width:][:chunk])
@@ -295,6 +298,7 @@ func (k *kasminaLayer) overflows(chunk int) bool {
 			return true
 		}
 	}
+
 	return false
 }
 
@@ -325,6 +329,7 @@ func TestKasminaGradClip(t *testing.T) {
 			}
 		}
 	}
+
 	plain.forward()
 	k.forward()
 	d, want := k.backward(), plain.backward()
@@ -334,6 +339,7 @@ func TestKasminaGradClip(t *testing.T) {
 			t.Errorf("%s has error %g", what, e)
 		}
 	}
+
 	for s, seed := range l.Report().Seeds {
 		if seed.Clips != clips[s] || clips[s] == 0 {
 			t.Errorf("seed %d: %d rows clipped, want %d", s, seed.Clips, clips[s])
@@ -437,6 +443,7 @@ func TestKasminaManyRows(t *testing.T) {
 	for i := range settings {
 		settings[i] = seedSetting{"Grafting", kasminaKinds[i%4], 1 + i%2, 0.375}
 	}
+
 	l := newLattice(t, seeds*chunk, settings)
 	all := newKasminaLayer(t, r, tensor.Float64, part*parts, slots, l, op.WithoutTelemetry())
 	few := newKasminaLayer(t, r, tensor.Float64, part, slots, l, op.WithoutTelemetry())
@@ -459,12 +466,15 @@ func TestKasminaManyRows(t *testing.T) {
 			want.scales[i] += v
 		}
 	}
+
 	if !sameBits(d.x, want.x) {
 		t.Error("dx differs")
 	}
+
 	if e := distance(d.weights, want.weights); !(e < 1e-13) {
 		t.Errorf("dweights has error %g", e)
 	}
+
 	if e := distance(d.scales, want.scales); !(e < 1e-13) {
 		t.Errorf("dscales has error %g", e)
 	}
@@ -506,6 +516,7 @@ func TestKasminaRegisteredKind(t *testing.T) {
 		}, F32: cubic[float32](), F64: cubic[float64]()}); err != nil {
 		t.Fatal(err)
 	}
+
 	l := newLattice(t, 6, []seedSetting{{"Grafting", name, 1, 0.375}, {"FineTuning", name, 1, 1}})
 	k := newKasminaLayer(t, random(t), tensor.Float64, 4, 2, l, op.WithoutTelemetry())
 	k.forward()
@@ -656,6 +667,7 @@ func TestKasminaErrors(t *testing.T) {
 			}
 		}
 	}
+
 	if _, err := op.Kasmina(x, w, s, l, nil); err == nil ||
 		!strings.Contains(err.Error(), "option 0 is nil") {
 		t.Errorf("a nil option: error %v", err)
@@ -693,6 +705,7 @@ func newStartLayer(t *testing.T, dt tensor.Dtype, recompute bool) *startLayer {
 	} else {
 		l.y, err = build(in)
 	}
+
 	require.NoError(t, err)
 	l.cost = must(t)(gorgonia.Sum(must(t)(gorgonia.Square(l.y))))
 	return l
@@ -773,6 +786,7 @@ func TestKasminaFreshWeightsOnce(t *testing.T) {
 		require.NoError(t, tryRun(l.x.Graph()))
 		return slices.Clone(floats(t, l.weights.Value())[8*slot:][:4])
 	}
+
 	require.Equal(t, first(2, "weights"), first(2, "weights"))
 	require.NotEqual(t, first(2, "weights"), first(1, "weights"))
 	require.NotEqual(t, first(2, "weights"), first(2, "other"))
@@ -798,6 +812,7 @@ func TestKasminaFreshWeightsPanic(t *testing.T) {
 			Identity: faultyIdentity})
 		require.NoError(t, err)
 	}
+
 	l.advance(t, kind, 2)
 	err := op.RunError(tryRun(l.x.Graph()))
 	require.ErrorIs(t, err, op.ErrBlueprint)
@@ -875,6 +890,7 @@ func TestKasminaPanickingBlueprint(t *testing.T) {
 		t.Fatal(errFaulty)
 	}
 	defer func() { faultyIn = "" }()
+
 	r := random(t)
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		settings := []seedSetting{{"Dormant", "Residual", 1, 0}, {"Grafting", "ConvFilter", 1, 0.5},

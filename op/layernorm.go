@@ -41,15 +41,18 @@ func LayerNorm(x, weight, bias *gorgonia.Node, eps float64) (*gorgonia.Node, err
 	if err := checkFloats(name, ax, aw, ab); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
 		return nil, err
 	}
+
 	for _, a := range []arg{aw, ab} {
 		because := fmt.Sprintf("one for each feature of x %v", x.Shape())
 		if err := checkShape(name, a, because, x.Shape()[1]); err != nil {
 			return nil, err
 		}
 	}
+
 	if !(eps >= 0) || math.IsInf(eps, 0) {
 		return nil, fmt.Errorf("op.%s: eps is %v, want a finite number of at least 0", name, eps)
 	}

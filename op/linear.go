@@ -32,9 +32,11 @@ func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkFloats(name, ax, aw); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, ax, 2, "[rows, in]"); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, aw, 2, "[out, in]"); err != nil {
 		return nil, err
 	}

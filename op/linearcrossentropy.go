@@ -41,19 +41,24 @@ func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkGraph(name, ax, aw, at); err != nil {
 		return nil, err
 	}
+
 	if err := checkFloats(name, ax, aw); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, aw, 2, "[V, D]"); err != nil {
 		return nil, err
 	}
+
 	if err := checkShape(name, aw, fmt.Sprintf("[V, D] with the D of x %v", x.Shape()),
 		w.Shape()[0], x.Shape()[1]); err != nil {
 		return nil, err
 	}
+
 	if err := checkInts(name, at, x.Shape()[0], fmt.Sprintf("one for each row of x %v",
 		x.Shape())); err != nil {
 		return nil, err
@@ -87,6 +92,7 @@ func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
 		return nil, err
 	}
+
 	b := &LinearCrossEntropyGradOp{Forward: o}
 	grads, err := backward(&b.Base, b, "LinearCrossEntropyGrad", o,
 		gorgonia.Nodes{in[0], in[1], in[2], output, grad}, 2,
@@ -94,6 +100,7 @@ func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	if err != nil {
 		return nil, err
 	}
+
 	return append(grads, nil), nil
 }
 

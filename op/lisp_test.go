@@ -35,6 +35,7 @@ func kasminaCases(t *testing.T) (cases []opCase) {
 			In: []opcase.Input{opcase.Normal(r, rows, stages*chunk), opcase.Normal(r, slots, width),
 				opcase.Normal(r, slots)}}, "Kasmina " + kind})
 	}
+
 	return cases
 }
 
@@ -54,6 +55,7 @@ func lispCost(t *testing.T, c opCase, in, wrt gorgonia.Nodes,
 			gorgonia.WithName("cost weights"))
 		cost = must(t)(gorgonia.Sum(must(t)(gorgonia.HadamardProd(y, w))))
 	}
+
 	return y, must(t)(gorgonia.Add(cost, must(t)(gorgonia.Sum(wrt[0]))))
 }
 
@@ -89,6 +91,7 @@ func TestLispMachine(t *testing.T) {
 			}
 		}
 	}
+
 	for _, o := range differentiableOps(t) {
 		require.Contains(t, tested, "*op."+o, "an op that no case has")
 	}
@@ -112,6 +115,7 @@ func TestLispMachineChain(t *testing.T) {
 			Causal: true}))
 		return op.SiLUMLP(must(t)(gorgonia.Add(a, h)), in[1], in[1], in[1])
 	}
+
 	c := opCase{opcase.Case{In: []opcase.Input{x, w, v}, Build: build}, "chain"}
 	in, wrt := c.Nodes(tensor.Float64)
 	_, cost := lispCost(t, c, in, wrt, tensor.Float64)
@@ -154,6 +158,7 @@ func differentiableOps(t *testing.T) (names []string) {
 			names = append(names, m[1])
 		}
 	}
+
 	require.GreaterOrEqual(t, len(names), 10)
 	return names
 }

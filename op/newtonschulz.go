@@ -40,9 +40,11 @@ func NewtonSchulz(x *gorgonia.Node, steps int) (*gorgonia.Node, error) {
 	if err := checkFloats(name, ax); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, ax, 2, "[rows, columns]"); err != nil {
 		return nil, err
 	}
+
 	if steps < 1 {
 		return nil, fmt.Errorf("op.%s: steps is %d, want at least 1", name, steps)
 	}

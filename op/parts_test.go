@@ -39,5 +39,6 @@ func TestParts(t *testing.T) {
 		}
 		lists++
 	}
+
 	require.GreaterOrEqual(t, lists, 10)
 }

@@ -71,22 +71,27 @@ func checkPrealloc(t *testing.T, y *gorgonia.Node, in gorgonia.Nodes) {
 	if !ok {
 		t.Fatalf("%T has no UsePreallocDo", y.Op())
 	}
+
 	if y.IsScalar() {
 		return
 	}
+
 	values := make([]gorgonia.Value, len(in))
 	for i, n := range in {
 		values[i] = n.Value()
 	}
+
 	n := tensor.Shape(y.Shape()).TotalSize()
 	got, err := o.UsePreallocDo(dense(y.Dtype(), slices.Repeat([]float64{math.NaN()}, n),
 		y.Shape()...), values...)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if !slices.Equal(floats(t, got), floats(t, y.Value())) {
 		t.Error("UsePreallocDo gives other values than Do")
 	}
+
 	if _, err := o.UsePreallocDo(dense(y.Dtype(), make([]float64, n+1), n+1),
 		values...); err == nil {
 		t.Error("UsePreallocDo takes memory of another shape")
@@ -162,6 +167,7 @@ func TestDocumentsAlone(t *testing.T) {
 	for _, n := range lengths {
 		rows += n
 	}
+
 	q, k, v := normal(r, rows*heads*headDim), normal(r, rows*kvHeads*headDim),
 		normal(r, rows*kvHeads*headDim)
 	g := normal(r, rows*heads*headDim)
@@ -205,6 +211,7 @@ func TestDocumentsAlone(t *testing.T) {
 		}
 		return out
 	}
+
 	var starts []int
 	for _, n := range lengths {
 		start := len(starts)
@@ -212,6 +219,7 @@ func TestDocumentsAlone(t *testing.T) {
 			starts = append(starts, start)
 		}
 	}
+
 	for dt, tolerance := range map[tensor.Dtype]float64{tensor.Float64: 1e-12,
 		tensor.Float32: 2e-5} {
 		together := attend(dt, 0, rows, starts)

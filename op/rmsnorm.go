@@ -63,6 +63,7 @@ func RMSNorm(x, weight *gorgonia.Node, eps float64, opts ...RMSNormOption) (*gor
 	if err := checkFloats(name, ax, aw); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
 		return nil, err
 	}

@@ -113,6 +113,7 @@ func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 	if err := checkFloats(name, ax); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, ax, 2, "[rows, Heads·HeadDim]"); err != nil {
 		return nil, err
 	}
@@ -128,9 +129,11 @@ func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 	if err := c.check(); err != nil {
 		return nil, fmt.Errorf("op.%s: %w", name, err)
 	}
+
 	if err := checkHeads(name, ax, c.Seq, "Heads", c.Heads, c.HeadDim); err != nil {
 		return nil, err
 	}
+
 	return newRoPE(x, c, false)
 }
 
@@ -160,12 +163,15 @@ func (c RoPEConfig) check() error {
 	if c.Scaling == nil {
 		return nil
 	}
+
 	if *c.Scaling == (RoPEScaling{}) {
 		return errors.New("config: Scaling.Factor is 0, want a finite number of at least 1")
 	}
+
 	if err := c.Scaling.Check(); err != nil {
 		return fmt.Errorf("config: %w", err)
 	}
+
 	return nil
 }
 

@@ -33,6 +33,7 @@ func runOn(t *testing.T, machine string, nodes ...*gorgonia.Node) [][]float64 {
 		require.NoError(t, vm.Close())
 		return values
 	}
+
 	m, err := cpuops.NewMachine(nodes[0].Graph(), cpuops.WithOutputs(nodes...))
 	require.NoError(t, err)
 	require.NoError(t, m.RunAll())
@@ -41,6 +42,7 @@ func runOn(t *testing.T, machine string, nodes ...*gorgonia.Node) [][]float64 {
 		require.NoError(t, err)
 		values[i] = floats(t, v)
 	}
+
 	require.NoError(t, m.Close())
 	return values
 }

@@ -53,9 +53,11 @@ func gatedMLP(name string, gelu bool, x, gate, up, down *gorgonia.Node) (*gorgon
 	if err := checkFloats(name, ax, ag, au, ad); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
 		return nil, err
 	}
+
 	if err := checkDims(name, ag, 2, "[F, D]"); err != nil {
 		return nil, err
 	}
@@ -65,10 +67,12 @@ func gatedMLP(name string, gelu bool, x, gate, up, down *gorgonia.Node) (*gorgon
 		d); err != nil {
 		return nil, err
 	}
+
 	if err := checkShape(name, au, fmt.Sprintf("that of gate, for x %v", x.Shape()), f,
 		d); err != nil {
 		return nil, err
 	}
+
 	if err := checkShape(name, ad, fmt.Sprintf("[D, F] for gate %v", gate.Shape()), d,
 		f); err != nil {
 		return nil, err

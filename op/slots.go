@@ -26,6 +26,7 @@ func KeepSlots(l *state.Lattice, weights, scales *gorgonia.Node) (restore func()
 	if l == nil || weights == nil || scales == nil {
 		return nil, errors.New("op: KeepSlots: the lattice, weights and scales must not be nil")
 	}
+
 	learning := l.LearningSlots()
 	var kept []func()
 	for _, n := range []*gorgonia.Node{weights, scales} {
@@ -64,6 +65,7 @@ func keepRows[T float32 | float64](data []T, learning []bool) (restore func()) {
 			rows[slot] = append([]T(nil), data[slot*width:][:width]...)
 		}
 	}
+
 	return func() {
 		for slot, row := range rows {
 			copy(data[slot*width:], row)

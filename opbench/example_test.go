@@ -16,6 +16,7 @@ func ExampleTime() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	for _, f := range figures {
 		fmt.Println(f.Peer, "timed:", f.Forward > 0, "same result:", f.Distance < 1e-5)
 	}

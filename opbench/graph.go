@@ -32,6 +32,7 @@ func (b *bench) build(stock, training bool) (g *graph, err error) {
 	if err != nil {
 		return nil, err
 	}
+
 	in, params := c.Nodes(b.floats())
 	g = &graph{g: in[0].Graph(), params: params}
 	if stock {
@@ -39,6 +40,7 @@ func (b *bench) build(stock, training bool) (g *graph, err error) {
 	} else {
 		g.y, err = c.Build(in)
 	}
+
 	if err != nil || !training {
 		return g, err
 	}
@@ -47,6 +49,7 @@ func (b *bench) build(stock, training bool) (g *graph, err error) {
 		_, err = gorgonia.Grad(g.y, params...)
 		return g, err
 	}
+
 	upstream := opcase.Normal(r, g.y.Shape()...)
 	up := gorgonia.NodeFromAny(g.g, opcase.Dense(b.floats(), upstream.Values, upstream.Shape...),
 		gorgonia.WithName("gradient"))

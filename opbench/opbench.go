@@ -137,6 +137,7 @@ func Time(op string, shape []int, dtype Dtype, opts ...Option) (figures []Figure
 			err = fmt.Errorf("opbench.Time: %w", err)
 		}
 	}()
+
 	c := config{span: 200 * time.Millisecond}
 	for _, opt := range opts {
 		if opt == nil {
@@ -146,14 +147,17 @@ func Time(op string, shape []int, dtype Dtype, opts ...Option) (figures []Figure
 			return nil, err
 		}
 	}
+
 	b, err := newBench(op, shape, dtype)
 	if err != nil {
 		return nil, err
 	}
+
 	b.config = c
 	for _, p := range []peer{onCPU, onGPU, onTape} {
 		b.measure(p)
 	}
+
 	return b.figures, nil
 }
 
@@ -178,6 +182,7 @@ func newBench(op string, shape []int, dtype Dtype) (*bench, error) {
 		}
 		return nil, fmt.Errorf("there is no op %q, want one of %s", op, strings.Join(names, ", "))
 	}
+
 	if dtype.size() == 0 {
 		return nil, fmt.Errorf(
 			"there is no type %q, want float64, float32, bfloat16, float16 or float8",
@@ -189,20 +194,24 @@ func newBench(op string, shape []int, dtype Dtype) (*bench, error) {
 		return nil, fmt.Errorf("%s: the shape is %v, want %d numbers: %s", op,
 			shape, len(want), s.Shape)
 	}
+
 	for _, n := range shape {
 		if n < 1 {
 			return nil, fmt.Errorf("%s: the shape is %v, want numbers of at least 1: %s", op, shape,
 				s.Shape)
 		}
 	}
+
 	if s.Check != nil {
 		if err := s.Check(shape); err != nil {
 			return nil, fmt.Errorf("%s: the shape is %v (%s): %w", op, shape, s.Shape, err)
 		}
 	}
+
 	if err := fits("inputs and result take", s.Elements(shape)); err != nil {
 		return nil, fmt.Errorf("%s: the shape is %v (%s): %w", op, shape, s.Shape, err)
 	}
+
 	return &bench{op: opcase.All[i], shape: shape, dtype: dtype}, nil
 }
 
@@ -228,6 +237,7 @@ func (b *bench) measure(p peer) {
 	if usual.Peer == "" {
 		return
 	}
+
 	b.figures = append(b.figures, usual)
 	for _, c := range choices {
 		seen := map[string]bool{c.Variant: true}
@@ -253,6 +263,7 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 	if f.Peer == "" || f.Err != nil {
 		return f, nil
 	}
+
 	stock := f.Peer == tapePeer
 	for _, training := range []bool{false, true} {
 		g, err := b.build(stock, training)
@@ -272,6 +283,7 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 		f.Forward, f.Distance = took, b.distance(y)
 		f.Bytes, f.FLOPs = g.bytes(b.dtype), b.op.Bench.FLOPs(b.shape)
 	}
+
 	return f, choices
 }
 
@@ -286,9 +298,11 @@ func variantOf(choices []cudaops.Choice) string {
 			single = append(single, c.Variant)
 		}
 	}
+
 	if len(several) > 0 {
 		return strings.Join(several, ", ")
 	}
+
 	return strings.Join(single, ", ")
 }
 
@@ -298,6 +312,7 @@ func (b *bench) distance(v gorgonia.Value) float64 {
 	if b.first == nil {
 		b.first = y
 	}
+
 	var apart, norm float64
 	for i, want := range b.first {
 		if i >= len(y) {
@@ -306,9 +321,11 @@ func (b *bench) distance(v gorgonia.Value) float64 {
 		apart += (y[i] - want) * (y[i] - want)
 		norm += want * want
 	}
+
 	if apart == 0 {
 		return 0
 	}
+
 	return math.Sqrt(apart / norm)
 }
 
@@ -318,6 +335,7 @@ func numbers(v gorgonia.Value) []float64 {
 	if err != nil {
 		return nil
 	}
+
 	switch x := flat.(type) {
 	case []float64:
 		return x
@@ -328,6 +346,7 @@ func numbers(v gorgonia.Value) []float64 {
 		}
 		return all
 	}
+
 	return nil
 }
 
@@ -345,5 +364,6 @@ func Table(figures []Figure) string {
 			f.Forward.Seconds()*1e6, f.Training.Seconds()*1e6, f.Bandwidth()/1e9,
 			f.Rate()/1e9, f.Distance, f.Variant)
 	}
+
 	return s.String()
 }

@@ -69,6 +69,7 @@ func TestTypes(t *testing.T) {
 		t.Skip("no AVX512-BF16")
 	}
 	defer cpuops.UseBFloat16(false)
+
 	figures, err = opbench.Time("Linear", []int{128, 128, 128},
 		opbench.BFloat16, opbench.WithSpan(0))
 	require.NoError(t, err)
@@ -108,6 +109,7 @@ func TestRefusals(t *testing.T) {
 		_, err := opbench.Time(c.op, c.shape, c.dtype, opts...)
 		require.ErrorContains(t, err, c.want)
 	}
+
 	_, err := opbench.Time("Add", []int{2, 2}, opbench.Float32, nil)
 	require.ErrorContains(t, err, "an option is nil")
 }

@@ -37,6 +37,7 @@ func onCPU(b *bench) (string, error) {
 		}
 		return cpuPeer, nil
 	}
+
 	return cpuPeer, fmt.Errorf("a CPU has no %s", b.dtype)
 }
 
@@ -70,6 +71,7 @@ func (b *bench) timed(peer string, g *graph,
 			err = fmt.Errorf("running the graph: %v", cause)
 		}
 	}()
+
 	switch peer {
 	case gpuPeer:
 		return b.timedOnGPU(g, rules)
@@ -85,6 +87,7 @@ func (b *bench) timed(peer string, g *graph,
 		}
 		return took, choices, y, errors.Join(err, m.Close())
 	}
+
 	tape := gorgonia.NewTapeMachine(g.g)
 	took, err = b.byTheClock(func() error {
 		tape.Reset()
@@ -106,6 +109,7 @@ func (b *bench) byTheClock(run func() error) (time.Duration, error) {
 		}
 		times = append(times, time.Since(start))
 	}
+
 	times = times[1:]
 	slices.Sort(times)
 	return times[len(times)/2], nil
@@ -122,6 +126,7 @@ func (b *bench) timedOnGPU(g *graph,
 		return 0, nil, nil, err
 	}
 	defer func() { err = errors.Join(err, m.Close()) }()
+
 	begin := time.Now()
 	for runs := 0; took == 0 || runs <= 2*leastRuns || time.Since(begin) < b.span; runs++ {
 		if err := m.RunAll(); err != nil {
@@ -142,5 +147,6 @@ func (b *bench) timedOnGPU(g *graph,
 			return 0, nil, nil, errors.New("no run was timed in a minute")
 		}
 	}
+
 	return took, m.Choices(), y, nil
 }

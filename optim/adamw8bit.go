@@ -95,6 +95,7 @@ func NewAdamW8bit(opts ...AdamW8bitOption) (*AdamW8bit, error) {
 	}); err != nil {
 		return nil, err
 	}
+
 	a.common = floats.common
 	return a, nil
 }

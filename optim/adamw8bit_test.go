@@ -31,6 +31,7 @@ func TestAdamW8bitKernels(t *testing.T) {
 	} {
 		require.Equal(t, c.want, a.Rule(name, c.shape).Kernel.Name, name)
 	}
+
 	const n = 1_000_003
 	require.Equal(t, 2*n+2*4*((n+255)/256), a.Rule("w", []int{n}).Kernel.Bytes(n, 4))
 
@@ -126,6 +127,7 @@ func TestAdamW8bitForget(t *testing.T) {
 	for i := range 5000 {
 		setGradient(p, i, 1+float64(i%7))
 	}
+
 	require.NoError(t, o.Step(model(p)))
 	before := values(p)
 	require.NoError(t, o.Forget("w", 100, 700))
@@ -195,6 +197,7 @@ func TestAdamW8bitRefuses(t *testing.T) {
 		_, err := optim.NewAdamW8bit(opt)
 		require.ErrorContains(t, err, want)
 	}
+
 	require.ErrorContains(t, (&optim.AdamW8bit{}).SetLR(1), "zero value")
 	require.Error(t, o.SetLR(-1))
 }

@@ -19,6 +19,7 @@ func TestAdamWAgreesWithPyTorch(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	w := newParam("w", []float64{0.5, -1.25, 2, 0.125, 3, -0.75}, 2, 3)
 	b := newParam("b", []float64{1, -2}, 2)
 	for step := range 3 {
@@ -37,6 +38,7 @@ func TestAdamWAgreesWithPyTorch(t *testing.T) {
 			}
 		}
 	}
+
 	closeTo(t, "w", w.data(),
 		[]float64{0.34530665010892153, -1.1028691463116207, 1.9251731538571808,
 			-0.02374711355265443, 2.9154118094846537, -0.5904121355915524}, 1e-14)
@@ -50,6 +52,7 @@ func TestAdamWFloat32AgreesWithFloat64(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	data := normals(r, 7, 5)
 	wide, thin := newParam("wide", data, 7, 5), newParam("thin", narrow(data), 7, 5)
 	for range 20 {
@@ -60,10 +63,12 @@ func TestAdamWFloat32AgreesWithFloat64(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	var got []float64
 	for _, v := range thin.value.(*tensor.Dense).Float32s() {
 		got = append(got, float64(v))
 	}
+
 	closeTo(t, "float32", got, wide.data(), 1e-5)
 }
 
@@ -78,6 +83,7 @@ func TestAdamWGroups(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	// A zero gradient moves nothing, so that what remains is decay.
 	for _, c := range []struct {
 		name  string
@@ -109,15 +115,18 @@ func TestAdamWScalars(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	native := &param{"native", gorgonia.NewF32(2), gorgonia.NewF32(3)}
 	dense := &param{"dense", tensor.New(tensor.FromScalar(2.0)), tensor.New(tensor.FromScalar(3.0))}
 	if err := a.Step(model(native, dense)); err != nil {
 		t.Fatal(err)
 	}
+
 	if v, g := *native.value.(*gorgonia.F32),
 		*native.grad.(*gorgonia.F32); math.Abs(float64(v)-1.9) > 1e-6 || g != 0 {
 		t.Errorf("a scalar of 2 becomes %v with gradient %v, want 1.9 and 0", v, g)
 	}
+
 	if v := dense.data()[0]; math.Abs(v-1.9) > 1e-8 {
 		t.Errorf("a scalar tensor of 2 becomes %v, want 1.9", v)
 	}
@@ -140,16 +149,19 @@ func TestAdamWLearnsARegression(t *testing.T) {
 	if _, err := gorgonia.Grad(loss, w); err != nil {
 		t.Fatal(err)
 	}
+
 	vm := gorgonia.NewTapeMachine(g, gorgonia.BindDualValues(w))
 	defer vm.Close()
 	a, err := optim.NewAdamW(optim.WithLR(0.1), optim.WithWeightDecay(0))
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	decay, err := optim.WarmupCosine(0.1, 1e-4, 10, 300)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for step := range 300 {
 		vm.Reset()
 		if err := vm.RunAll(); err != nil {
@@ -162,6 +174,7 @@ func TestAdamWLearnsARegression(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	closeTo(t, "w", w.Value().Data().([]float64), truth, 1e-3)
 }
 
@@ -171,9 +184,11 @@ func TestStepRefuses(t *testing.T) {
 	if err := transposed.value.(*tensor.Dense).T(); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := transposed.grad.(*tensor.Dense).T(); err != nil {
 		t.Fatal(err)
 	}
+
 	bad := newParam("w", []float64{1, 2}, 2)
 	bad.gradient()[1] = math.NaN()
 	inf32 := newParam("w", []float32{1, 2}, 2)
@@ -250,6 +265,7 @@ func TestConstructorsRefuse(t *testing.T) {
 			t.Errorf("NewAdamW: error %v, want one with %q", err, want)
 		}
 	}
+
 	for want, opts := range map[string][]optim.MuonOption{
 		"WithLR: got -1":                  {optim.WithLR(-1)},
 		"WithMomentum: got 1":             {optim.WithMomentum(1)},
@@ -266,6 +282,7 @@ func TestConstructorsRefuse(t *testing.T) {
 			t.Errorf("NewMuon: error %v, want one with %q", err, want)
 		}
 	}
+
 	for name, o := range both(t) {
 		if err := o.SetLR(-1); err == nil || !strings.Contains(err.Error(),
 			"optim."+name+": SetLR: got -1") {

@@ -19,6 +19,7 @@ func Example() {
 	if _, err := gorgonia.Grad(loss, w); err != nil {
 		log.Fatal(err)
 	}
+
 	vm := gorgonia.NewTapeMachine(g, gorgonia.BindDualValues(w))
 	defer vm.Close()
 
@@ -27,10 +28,12 @@ func Example() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	rate, err := optim.WarmupCosine(0.2, 0.001, 5, steps)
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	for step := range steps {
 		vm.Reset()
 		if err := vm.RunAll(); err != nil {
@@ -43,6 +46,7 @@ func Example() {
 			log.Fatal(err)
 		}
 	}
+
 	fmt.Printf("%.1f\n", w.Value().Data())
 	// Output: 3.0
 }
@@ -58,6 +62,7 @@ func ExampleNewMuon() {
 			optim.WithGroup(optim.NameContains("embed"), optim.LRScale(0.5)),
 		),
 	)
+
 	fmt.Println(err)
 	// Output: <nil>
 }

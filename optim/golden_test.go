@@ -27,10 +27,12 @@ func (s goldenSettings) optimizer() (optim.Optimizer, error) {
 		return optim.NewAdamW(optim.WithBetas(s.Beta1, s.Beta2), optim.WithEps(s.Eps),
 			optim.WithWeightDecay(s.Decay))
 	}
+
 	scale := optim.SpectralScale
 	if s.RMSScale {
 		scale = optim.RMSScale
 	}
+
 	return optim.NewMuon(optim.WithMomentum(s.Momentum), optim.WithNesterov(s.Nesterov),
 		optim.WithIterations(s.Steps),
 		optim.WithWeightDecay(s.Decay), optim.WithScale(scale))
@@ -42,14 +44,17 @@ func TestGolden(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	var cases map[string]goldenSettings
 	if err := json.Unmarshal([]byte(metadata["cases"]), &cases); err != nil {
 		t.Fatal(err)
 	}
+
 	data := make(map[string]safetensors.Tensor)
 	for _, x := range tensors {
 		data[x.Name] = x
 	}
+
 	for name, s := range cases {
 		start, grads, after := data[name+"/p"], data[name+"/g"].Data.([]float32),
 			data[name+"/y"].Data.([]float64)
@@ -68,6 +73,7 @@ func checkGolden[T float32 | float64](t *testing.T, s goldenSettings, start safe
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	value := goldenConvert[T](start.Data.([]float32))
 	n := len(value)
 	for i, rate := range s.Rates {

@@ -66,6 +66,7 @@ func newGroup(match Match, opts []GroupOption) (group, error) {
 	if match == nil {
 		return g, fmt.Errorf("WithGroup: match is nil, want a function such as optim.Vectors")
 	}
+
 	for _, opt := range opts {
 		if opt == nil {
 			return g, fmt.Errorf("WithGroup: an option is nil")
@@ -74,6 +75,7 @@ func newGroup(match Match, opts []GroupOption) (group, error) {
 			return g, fmt.Errorf("WithGroup: %w", err)
 		}
 	}
+
 	return g, nil
 }
 
@@ -94,6 +96,7 @@ func (c *common) resolve(name string, shape []int) hyper {
 	if Vectors(name, shape) {
 		base.decay = 0
 	}
+
 	for _, g := range c.groups {
 		if g.match(name, shape) {
 			h := base
@@ -103,6 +106,7 @@ func (c *common) resolve(name string, shape []int) hyper {
 			return h
 		}
 	}
+
 	return base
 }
 

@@ -39,6 +39,7 @@ func values(p *param) []float64 {
 	case []float64:
 		return slices.Clone(x)
 	}
+
 	return nil
 }
 
@@ -127,6 +128,7 @@ func requireOwnState(t *testing.T, o optim.Optimizer, what string) {
 		}
 		require.True(t, finite, "%s: %s is %v", what, s.Name, s.Data)
 	}
+
 	require.NoError(t, o.SetState(state), what)
 	require.Equal(t, state, o.State(), what)
 }

@@ -97,6 +97,7 @@ func TestLion(t *testing.T) {
 			}
 		}
 	}
+
 	for _, g := range got[0].gradient() {
 		require.Zero(t, g, "a gradient after the step")
 	}
@@ -148,6 +149,7 @@ func TestLionRefuses(t *testing.T) {
 		require.True(t, strings.Contains(err.Error(), "there is no exp_avg_sq") ||
 			strings.Contains(err.Error(), "but Muon keeps"), "%s: %v", name, err)
 	}
+
 	require.Error(t, newLion(t).SetLR(-1))
 	require.ErrorContains(t, (&optim.Lion{}).Step(nil), "zero value")
 }

@@ -176,6 +176,7 @@ func RememberedGradients(o Rules, state []Tensor) (all []Gradients) {
 		}
 		all = append(all, g)
 	}
+
 	return all
 }
 
@@ -192,6 +193,7 @@ func (k *Kernel) tellsGradients() (Moment, bool) {
 			return k.Moments[i], true
 		}
 	}
+
 	return Moment{}, false
 }
 
@@ -223,6 +225,7 @@ func (k *Kernel) decoded(m Moment, codes []uint8, fields map[string]Tensor) (ite
 	case []float64:
 		scales = x
 	}
+
 	s := k.Moments[at]
 	if len(scales) != s.Len(len(codes)) {
 		return nil, false

@@ -150,9 +150,11 @@ func checkMomentum(r Rule, e *entry) error {
 	case []float64:
 		at = parallel.Index(len(x), func(i int) bool { return math.Abs(x[i])/rounding > most })
 	}
+
 	if at < 0 {
 		return nil
 	}
+
 	return fmt.Errorf("%s is %v at element %d, want at most %.3g after %d steps with a momentum "+
 		"of %v: the state is damaged; go on from an older checkpoint", r.Kernel.Moments[0].Name,
 		reflect.ValueOf(e.moments[0]).Index(at), at, most, e.step, r.Beta1)

@@ -23,6 +23,7 @@ func TestMuonRules(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	kernels := map[string]*optim.Kernel{"w": m.Rule("w", []int{3, 12}).Kernel,
 		"embed": m.Rule("embed", []int{3, 12}).Kernel}
 	for name, want := range map[string]optim.Kernel{
@@ -63,6 +64,7 @@ func TestRulesInJSON(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	text, err := json.Marshal(m.Rule("w", []int{3, 12}))
 	if err != nil {
 		t.Fatal(err)
@@ -147,17 +149,21 @@ func TestMuonLeavesTheRestToAdamW(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	a, err := optim.NewAdamW(optim.WithLR(0.001), optim.WithBetas(0.9, 0.95), optim.WithEps(1e-10),
 		optim.WithWeightDecay(0.3))
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := m.SetLR(0.04); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := a.SetLR(0.04 * (0.001 / 0.02)); err != nil {
 		t.Fatal(err)
 	}
+
 	for _, c := range []struct {
 		name  string
 		shape []int
@@ -197,6 +203,7 @@ func TestMuonGroups(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for _, c := range []struct {
 		name  string
 		shape []int
@@ -227,6 +234,7 @@ func TestMuonFloat32AgreesWithFloat64(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	data := normals(r, 9, 20)
 	wide, thin := newParam("wide", data, 9, 20), newParam("thin", narrow(data), 9, 20)
 	for range 5 {
@@ -237,10 +245,12 @@ func TestMuonFloat32AgreesWithFloat64(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	var got []float64
 	for _, v := range thin.value.(*tensor.Dense).Float32s() {
 		got = append(got, float64(v))
 	}
+
 	closeTo(t, "float32", got, wide.data(), 1e-5)
 }
 
@@ -251,10 +261,12 @@ func TestMuonConverges(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	rate, err := optim.WarmupCosine(0.1, 0, 0, 200)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	goal := normals(r, 6, 4)
 	p := newParam("w", make([]float64, 24), 6, 4)
 	for step := range 200 {
@@ -268,6 +280,7 @@ func TestMuonConverges(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	closeTo(t, "p", p.data(), goal, 0.02)
 }
 

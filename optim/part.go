@@ -82,6 +82,7 @@ func (u *updater) readParts(model []gorgonia.ValueGrad,
 			cut = append(cut, c)
 		}
 	}
+
 	return ps, cut, nil
 }
 
@@ -152,6 +153,7 @@ func (u *updater) StateParts(parts []Part) (counts []Tensor, moments []Stretch) 
 			moments = append(moments, Stretch{own, from, m.Len(opbase.Size(e.shape))})
 		}
 	}
+
 	slices.SortFunc(moments, func(a, b Stretch) int { return cmp.Compare(a.Name, b.Name) })
 	return sorted(counts), moments
 }

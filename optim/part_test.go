@@ -35,6 +35,7 @@ func partModel(r *rand.Rand, dt tensor.Dtype) (model []gorgonia.ValueGrad) {
 		}
 		return d
 	}
+
 	for _, p := range []struct {
 		name  string
 		shape []int
@@ -43,6 +44,7 @@ func partModel(r *rand.Rand, dt tensor.Dtype) (model []gorgonia.ValueGrad) {
 		n := gorgonia.NodeFromAny(g, fill(p.shape), gorgonia.WithName(p.name))
 		model = append(model, held{n, fill(p.shape)})
 	}
+
 	return model
 }
 
@@ -59,6 +61,7 @@ func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 			return NewAdamW8bit(WithMin8bitSize(40), WithFloatMomentsFor(NameContains("b")))
 		},
 	}
+
 	shares := [][]Part{
 		{{"embed", PartGrain, 2 * PartGrain}, {"a", 0, 45}},
 		{{"embed", 0, PartGrain}, {"embed", 2 * PartGrain, 2*PartGrain + 80}},
@@ -144,6 +147,7 @@ func TestPartsThatCannotBe(t *testing.T) {
 		require.Equal(t, before.Data(), model[0].Value().Data())
 		require.Empty(t, muon.State())
 	}
+
 	model := partModel(r, tensor.Float32)
 	g := model[0].(held).grad.Float32s()
 	g[PartGrain+3] = float32(math.NaN())
@@ -154,6 +158,7 @@ func TestPartsThatCannotBe(t *testing.T) {
 	for i := range PartGrain {
 		g[i] = -1
 	}
+
 	require.NoError(t, muon.SetLR(1e38))
 	require.ErrorIs(t, muon.StepParts(model, []Part{{"embed", 0, PartGrain}}), ErrOverflow)
 	require.ErrorIs(t, (&AdamW{}).StepParts(nil, nil), errZero)

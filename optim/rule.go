@@ -113,9 +113,11 @@ func (r *Rule) UnmarshalJSON(text []byte) error {
 	if err := json.Unmarshal(text, &old); err != nil || old.Muon == nil {
 		return err
 	}
+
 	r.Kernel = &Kernel{Name: adamWKernel.Name}
 	if *old.Muon {
 		r.Kernel.Name = muonKernel.Name
 	}
+
 	return nil
 }

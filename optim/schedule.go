@@ -24,6 +24,7 @@ func Warmup(peak float64, steps int) (Schedule, error) {
 	case steps < 0:
 		return nil, fmt.Errorf("optim.Warmup: steps is %d, want at least 0", steps)
 	}
+
 	return func(step int) float64 {
 		if step = max(step, 0); step < steps {
 			return peak * float64(step+1) / float64(steps+1)
@@ -68,6 +69,7 @@ func LinearAnnealing(start, floor float64) (Annealing, error) {
 		return nil, fmt.Errorf("optim.LinearAnnealing: floor is %v, want a number from 0 to 1",
 			floor)
 	}
+
 	return func(share float64) float64 {
 		past := (min(max(share, start), 1) - start) / (1 - start)
 		return 1 - (1-floor)*past
@@ -95,6 +97,7 @@ func WarmupCosine(peak, floor float64, warmup, total int) (Schedule, error) {
 			"optim.WarmupCosine: warmup is %d and total is %d, want 0 ≤ warmup < total",
 			warmup, total)
 	}
+
 	return func(step int) float64 {
 		switch step = max(step, 0); {
 		case step < warmup:

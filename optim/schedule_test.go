@@ -13,20 +13,24 @@ func TestWarmupCosine(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for step, want := range map[int]float64{-3: 0.2, 0: 0.2, 3: 0.8, 4: 1,
 		9: 0.1 + 0.45*(1+math.Sqrt2/2), 14: 0.55, 24: 0.1, 1000: 0.1} {
 		if got := s(step); math.Abs(got-want) > 1e-15 {
 			t.Errorf("step %d: rate %v, want %v", step, got, want)
 		}
 	}
+
 	for step := 4; step < 24; step++ {
 		if s(step+1) >= s(step) {
 			t.Errorf("the rate rises from %v to %v after step %d", s(step), s(step+1), step)
 		}
 	}
+
 	if c := optim.Constant(0.3); c(0) != 0.3 || c(999) != 0.3 {
 		t.Error("a constant schedule is not")
 	}
+
 	for _, c := range []struct {
 		peak, floor   float64
 		warmup, total int
@@ -61,6 +65,7 @@ func TestLinearAnnealing(t *testing.T) {
 			}
 		}
 	}
+
 	for _, c := range []struct {
 		start, floor float64
 		want         string

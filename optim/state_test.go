@@ -46,6 +46,7 @@ func TestStateRoundTrip(t *testing.T) {
 	for i := range grads {
 		grads[i] = [3][]float64{normals(r, 6), normals(r, 12), normals(r, 2)}
 	}
+
 	run := func(o optim.Optimizer, ps []*param, from, to int) {
 		for step := from; step < to; step++ {
 			copy(ps[0].gradient(), grads[step][0])
@@ -60,6 +61,7 @@ func TestStateRoundTrip(t *testing.T) {
 			}
 		}
 	}
+
 	straight, first, second := both(t), both(t), both(t)
 	for name := range straight {
 		want, got := small(), small()
@@ -110,6 +112,7 @@ func TestSetStateRefuses(t *testing.T) {
 			return s
 		}
 	}
+
 	without := func(name string) func([]optim.Tensor) []optim.Tensor {
 		return func(s []optim.Tensor) []optim.Tensor {
 			return slices.DeleteFunc(s, func(t optim.Tensor) bool { return t.Name == name })
@@ -206,12 +209,14 @@ func TestSetStateRefuses(t *testing.T) {
 			}
 		}
 	}
+
 	os := both(t)
 	for _, o := range os {
 		if err := o.Step(model(small()...)); err != nil {
 			t.Fatal(err)
 		}
 	}
+
 	for from, to := range map[string]string{"AdamW": "Muon", "Muon": "AdamW"} {
 		for range 10 { // whatever the order in which a map gives the fields
 			err := os[to].SetState(os[from].State())
@@ -336,6 +341,7 @@ func TestZeroValues(t *testing.T) {
 			Rule(name string, shape []int) optim.Rule
 		}).Rule("w", []int{2, 2})
 	}
+
 	adamw, err := optim.NewAdamW()
 	require.NoError(t, err)
 	muon, err := optim.NewMuon()

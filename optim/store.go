@@ -89,6 +89,7 @@ func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 
 		decls[name] = &entry{shape: v.Shape().Clone(), dtype: v.Dtype()}
 	}
+
 	return decls, nil
 }
 
@@ -110,6 +111,7 @@ func fieldsOf(state []Tensor) (fields map[string]map[string]Tensor, order []stri
 		}
 		fields[name][t.Name[dot+1:]] = t
 	}
+
 	return fields, order
 }
 
@@ -153,6 +155,7 @@ func (u *updater) parse(state []Tensor) (map[string]*entry, error) {
 		}
 		entries[name] = parsed[i]
 	}
+
 	return entries, nil
 }
 
@@ -184,6 +187,7 @@ func (u *updater) parseEntry(name string, fields map[string]Tensor) (*entry, err
 			return nil, err
 		}
 	}
+
 	return e, nil
 }
 
@@ -210,6 +214,7 @@ func (e *entry) add(m Moment, t Tensor) error {
 		return fmt.Errorf("%s is %v of shape %v, unlike the parameter's other moments", m.Name,
 			dtype, t.Shape)
 	}
+
 	if err := checkMoment(m, t.Data); err != nil {
 		return err
 	}
@@ -217,6 +222,7 @@ func (e *entry) add(m Moment, t Tensor) error {
 	if !isCodes {
 		e.dtype = dtype
 	}
+
 	e.moments = append(e.moments, clone(t.Data))
 	return nil
 }
@@ -236,9 +242,11 @@ func checkMoment(m Moment, data any) error {
 	case m.Mean == IsScale:
 		at, want = negative(data), "a scale, which is at least 0"
 	}
+
 	if at < 0 {
 		return nil
 	}
+
 	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, or of a run that "+
 		"diverged; go on from an older checkpoint", m.Name,
 		reflect.ValueOf(data).Index(at), at, want)

@@ -96,6 +96,7 @@ func (u *updater) step(ps, cut []params.Param, parts []Part) error {
 			return err
 		}
 	}
+
 	for i, part := range parts {
 		p := cut[i]
 		r, _ := u.rule(p.Name, p.Shape)
@@ -109,6 +110,7 @@ func (u *updater) step(ps, cut []params.Param, parts []Part) error {
 	for _, p := range ps {
 		u.entry(p).step++
 	}
+
 	for i, p := range cut {
 		from, to := 0, p.Shape.TotalSize()
 		if parts != nil {
@@ -116,6 +118,7 @@ func (u *updater) step(ps, cut []params.Param, parts []Part) error {
 		}
 		u.update(p, from, to)
 	}
+
 	return overflowed(cut)
 }
 
@@ -159,6 +162,7 @@ func (u *updater) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) 
 				p.Name, at, p.Shape)
 		}
 	}
+
 	return ps, nil
 }
 
@@ -193,6 +197,7 @@ func (u *updater) entry(p params.Param) *entry {
 		e = &entry{shape: p.Shape, dtype: p.Dtype}
 		u.entries[p.Name] = e
 	}
+
 	if e.kernel == nil {
 		r, _ := u.rule(p.Name, p.Shape)
 		e.kernel = r.Kernel
@@ -202,6 +207,7 @@ func (u *updater) entry(p params.Param) *entry {
 		m := e.kernel.Moments[len(e.moments)]
 		e.moments = append(e.moments, m.New(opbase.Size(p.Shape), p.Dtype))
 	}
+
 	return e
 }
 
@@ -251,6 +257,7 @@ func (u *updater) State() []Tensor {
 			state = append(state, Tensor{name + "." + m.Name, m.Shape(e.shape), e.moments[i]})
 		}
 	}
+
 	sorted(state)
 	parallel.Each(len(state), func(i int) { state[i].Data = clone(state[i].Data) })
 	return state

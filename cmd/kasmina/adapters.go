@@ -69,10 +69,12 @@ func (a *adapters) grow(t *llm.Trainer) error {
 	if a.where == "" {
 		return nil
 	}
+
 	budget, err := a.parameters(t.Model.Config)
 	if err != nil {
 		return fmt.Errorf("--rank is %d: %w", a.rank, err)
 	}
+
 	by := control.NewAdapters(budget)
 	by.Where, by.Random = adapterPlaces[a.where], a.seed
 	switch a.where {
@@ -81,6 +83,7 @@ func (a *adapters) grow(t *llm.Trainer) error {
 	case "random":
 		by.Rank = min(wider*a.rank, t.Model.Config.Dim)
 	}
+
 	return t.Grow(llm.Growth{Controller: by})
 }
 

@@ -44,6 +44,7 @@ Runs that are still in progress are followed. Ctrl-C ends the command.`,
 			return context.Cause(c.Context())
 		},
 	}
+
 	c.Flags().StringVar(&addr, "addr", addr,
 		"`address` of the page; with port 0 the system chooses a port")
 	return c
@@ -69,9 +70,11 @@ func withLogs(w io.Writer, runs []string) (found []string, err error) {
 		return nil, fmt.Errorf("no log.jsonl in %s: want folders that \"kasmina train --out\" has written, or "+
 			"logs", strings.Join(missing, ", "))
 	}
+
 	for _, run := range missing {
 		fmt.Fprintf(w, "board     skipping %s, which has no log.jsonl\n", run)
 	}
+
 	return found, nil
 }
 
@@ -88,6 +91,7 @@ func logOf(run string) (path string, size int64) {
 		}
 		return path, info.Size()
 	}
+
 	return "", 0
 }
 
@@ -111,6 +115,7 @@ command fails.`,
 			return err
 		},
 	}
+
 	c.Flags().StringVarP(&out, "out", "o", "",
 		"`file` to write (default: the name of the run's folder, with .html)")
 	return c

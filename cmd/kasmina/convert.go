@@ -35,6 +35,7 @@ for llama.cpp.`,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}
+
 	o.modelFlag(c)
 	f := c.Flags()
 	f.StringVarP(&o.out, "out", "o", "", "new `directory`, or new file with --gguf")
@@ -52,6 +53,7 @@ func (o *convertOptions) run(c *cobra.Command) error {
 	if !(o.shard*(1<<30) >= 1) || o.shard > 1<<20 {
 		return fmt.Errorf("--shard is %v GiB, want more than 0, and at most %d", o.shard, 1<<20)
 	}
+
 	opts := []hf.SaveOption{hf.WithShardSize(int64(o.shard * (1 << 30)))}
 	if o.precision != "" {
 		name, ok := types[o.precision]
@@ -60,6 +62,7 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		}
 		opts = append(opts, hf.WithDtype(name))
 	}
+
 	var kind gguf.Type
 	if o.gguf != "" {
 		var err error
@@ -74,6 +77,7 @@ func (o *convertOptions) run(c *cobra.Command) error {
 			return fmt.Errorf("--out: %w", err)
 		}
 	}
+
 	if o.gguf == "" {
 		if err := atomicfile.Vacant(o.out); err != nil {
 			return fmt.Errorf("--out: %w", err)
@@ -85,13 +89,16 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		return err
 	}
 	defer f.Close()
+
 	if err := o.check(f, kind, opts); err != nil {
 		return err
 	}
+
 	m, err := load(c.Context(), f, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
+
 	at, clear := bar(c.ErrOrStderr(), "writing", true)
 	defer clear()
 	if o.gguf != "" {
@@ -102,12 +109,14 @@ func (o *convertOptions) run(c *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+
 	clear()
 	if o.gguf != "" {
 		if err := differencesOf(c.ErrOrStderr(), f); err != nil {
 			return err
 		}
 	}
+
 	o.report(c.ErrOrStderr())
 	return nil
 }
@@ -143,5 +152,6 @@ func (o *convertOptions) report(w io.Writer) {
 			"it\n", o.model, o.out)
 		return
 	}
+
 	fmt.Fprintf(w, "next      kasmina generate -m %s -p TEXT\n", quoted(o.out))
 }

@@ -60,6 +60,7 @@ problems and warnings. The exit code is 1 if there are problems.`,
 		Args:    cobra.ExactArgs(1),
 		RunE:    func(c *cobra.Command, args []string) error { return o.run(c, args[0]) },
 	}
+
 	o.modelFlag(c)
 	f := c.Flags()
 	f.SortFlags = false
@@ -86,15 +87,18 @@ func (o *dataCheck) run(c *cobra.Command, path string) error {
 	if o.show < 0 || o.listing < 0 || o.seq < 0 {
 		return errors.New("--seq, --show and --list must not be negative")
 	}
+
 	e, err := o.encoder()
 	if err != nil {
 		return err
 	}
+
 	file, err := os.Open(path)
 	if err != nil {
 		return err
 	}
 	defer file.Close()
+
 	info, err := file.Stat()
 	if err != nil {
 		return err
@@ -116,9 +120,11 @@ func (o *dataCheck) run(c *cobra.Command, path string) error {
 	if err := out.Flush(); err != nil {
 		return err
 	}
+
 	if n := len(report.Problems); n > 0 {
 		return fmt.Errorf("%s has %s", path, plural(n, "problem"))
 	}
+
 	return nil
 }
 
@@ -130,10 +136,12 @@ func (o *dataCheck) encoder() (*chatdata.Encoder, error) {
 		return nil, err
 	}
 	defer f.Close()
+
 	tok, err := tokenizerOf(o.model, f.Config.Vocab)
 	if err != nil {
 		return nil, err
 	}
+
 	template, err := chat.Load(o.model)
 	if err != nil && !errors.Is(err, chat.ErrNoTemplate) {
 		return nil, err
@@ -144,13 +152,16 @@ func (o *dataCheck) encoder() (*chatdata.Encoder, error) {
 		// The tokenizer's end-of-text token ends texts. Every end token can end a turn.
 		end = append([]int{id}, slices.DeleteFunc(end, func(e int) bool { return e == id })...)
 	}
+
 	if len(end) == 0 {
 		return nil, fmt.Errorf("%s names no token that ends a text: set eos_token in %s", o.model,
 			filepath.Join(o.model, "tokenizer_config.json"))
 	}
+
 	if o.seq == 0 {
 		o.seq = f.Config.Seq
 	}
+
 	return &chatdata.Encoder{Tokenizer: tok, Template: template, End: end, MaxTokens: o.seq + 1,
 		Now: time.Now()}, nil
 }
@@ -177,9 +188,11 @@ func (o *dataCheck) print(w io.Writer, e *chatdata.Encoder, r *chatdata.Report, 
 	for i, s := range r.Sequences {
 		lengths[i] = len(s.IDs) - 1
 	}
+
 	for _, n := range r.Examples {
 		examples += n
 	}
+
 	line, _ := json.Marshal(checked{examples, len(r.Sequences), r.Tokens, r.Learned, r.Longest(),
 		len(chatdata.Pack(lengths, o.seq)), len(r.Problems), len(r.Warnings)})
 	fmt.Fprintln(w, string(line))
@@ -192,14 +205,17 @@ func (o *dataCheck) printHistogram(w io.Writer, r *chatdata.Report) {
 	for _, b := range buckets {
 		most = max(most, b.Sequences)
 	}
+
 	if most == 0 {
 		return
 	}
+
 	fmt.Fprintln(w, "\n  tokens  sequences")
 	for _, b := range buckets {
 		fmt.Fprintf(w, "%8s  %9d %s\n", fmt.Sprintf("≤ %d", b.Tokens), b.Sequences,
 			strings.Repeat("█", (b.Sequences*width+most-1)/most))
 	}
+
 	fmt.Fprintln(w)
 }
 
@@ -208,20 +224,24 @@ func (o *dataCheck) list(w io.Writer, kind string, all []*chatdata.Problem) {
 	if len(all) == 0 {
 		return
 	}
+
 	fmt.Fprintf(w, "%s:\n", plural(len(all), kind))
 	listed := all
 	if o.listing > 0 && len(all) > o.listing {
 		listed = all[:o.listing]
 	}
+
 	for i, p := range listed {
 		fmt.Fprintf(w, "  %v\n", p)
 		if p.Show != "" && i < o.show {
 			fmt.Fprintf(w, "    %s\n", strings.ReplaceAll(strings.TrimRight(p.Show, "\n"), "\n", "\n    "))
 		}
 	}
+
 	if more := len(all) - len(listed); more > 0 {
 		fmt.Fprintf(w, "  and %d more (--list 0 lists all)\n", more)
 	}
+
 	fmt.Fprintln(w)
 }
 
@@ -249,6 +269,7 @@ func colored(e *chatdata.Encoder, s chatdata.Sequence) string {
 			}
 		}
 	}
+
 	return text.String()
 }
 

@@ -36,6 +36,7 @@ tokens) and bpb (bits per byte of the text that the scored tokens stand for).`,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.eval(c) },
 	}
+
 	o.modelFlag(c)
 	o.dataFlag(c)
 	c.Flags().IntVar(&o.seq, "seq", 0,
@@ -58,21 +59,26 @@ func (o *common) eval(c *cobra.Command) error {
 		return err
 	}
 	defer f.Close()
+
 	if err := o.window(c.ErrOrStderr(), f.Config); err != nil {
 		return err
 	}
+
 	tok, err := tokenizerOf(o.model, f.Config.Vocab)
 	if err != nil {
 		return err
 	}
+
 	text, err := readText(o.data)
 	if err != nil {
 		return fmt.Errorf("--data: %w", err)
 	}
+
 	windows, bytes, err := cut(tok, text, o.seq)
 	if err != nil {
 		return fmt.Errorf("--data %s: %w", o.data, err)
 	}
+
 	// No sequence of the graph is longer than the longest window, which is the first.
 	o.seq = len(windows[0])
 
@@ -80,14 +86,17 @@ func (o *common) eval(c *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+
 	if device != nil {
 		defer device.Close()
 	}
+
 	i, err := inference(c.Context(), f, o.seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
 	defer i.Close()
+
 	sum, n := 0.0, 0
 	at, clear := bar(c.ErrOrStderr(), "measuring", false)
 	err = batches(windows, o.seq, func(b data.Batch, done int) error {
@@ -96,14 +105,17 @@ func (o *common) eval(c *cobra.Command) error {
 		at(int64(done), int64(len(windows)))
 		return err
 	})
+
 	clear()
 	if err != nil {
 		return err
 	}
+
 	line, err := json.Marshal(score{sum / float64(n), n, sum / math.Ln2 / float64(bytes)})
 	if err != nil {
 		return fmt.Errorf("the loss is %v: %w", sum, err)
 	}
+
 	_, err = fmt.Fprintln(c.OutOrStdout(), string(line))
 	return err
 }
@@ -113,13 +125,16 @@ func readText(path string) ([]byte, error) {
 	if info, err := os.Stat(path); err == nil && !info.IsDir() {
 		return regular.Read(path, maxText, "a text to measure on has")
 	}
+
 	text, err := data.OpenText(path)
 	if err != nil {
 		return nil, err
 	}
+
 	if text.Size() > maxText {
 		return nil, fmt.Errorf("the texts in %s have %d bytes, want at most %d", path, text.Size(), maxText)
 	}
+
 	return io.ReadAll(text.Reader())
 }
 
@@ -135,6 +150,7 @@ func (o *common) window(stderr io.Writer, c llm.Config) error {
 		fmt.Fprintf(stderr, "--seq is %d, and the model was made for %d positions at most\n", o.seq,
 			c.Seq)
 	}
+
 	return nil
 }
 
@@ -146,6 +162,7 @@ func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err 
 	if err := tok.check(ids); err != nil {
 		return nil, 0, err
 	}
+
 	for w := range slices.Chunk(ids, seq) {
 		if len(w) < 2 {
 			continue
@@ -160,10 +177,12 @@ func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err 
 		}
 		windows, bytes = append(windows, w), bytes+len(all)-len(first)
 	}
+
 	if bytes < 1 {
 		return nil, 0, fmt.Errorf("its %d bytes make %d tokens, and none of them can be scored",
 			len(text), len(ids))
 	}
+
 	return windows, bytes, nil
 }
 
@@ -186,5 +205,6 @@ func batches(windows [][]int, seq int, f func(b data.Batch, done int) error) err
 			return err
 		}
 	}
+
 	return nil
 }

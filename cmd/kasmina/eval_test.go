@@ -88,6 +88,7 @@ func TestInterruptedCommands(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("Windows does not let a process interrupt another")
 	}
+
 	text := filepath.Join(t.TempDir(), "text")
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("a b c d e f "), 8000), 0o666))
 	for _, args := range [][]string{

@@ -50,6 +50,7 @@ func useFamily(t *testing.T, name string) {
 		require.NoError(t, json.Unmarshal([]byte(lines[len(lines)-1]), &s))
 		return s
 	}
+
 	s := eval(model)
 	require.Equal(t, want.Tokens, s.Tokens)
 	require.InEpsilon(t, want.Loss, s.Loss, 1e-5)

@@ -26,9 +26,11 @@ func (o *trainOptions) checkSave(from origin) error {
 	if err := hf.CheckSave(c, from.saving()...); err != nil {
 		return fmt.Errorf("the trained model could not be saved: %w", err)
 	}
+
 	if o.gguf == "" {
 		return nil
 	}
+
 	kind, err := gguf.ParseType(o.gguf)
 	if err == nil {
 		err = gguf.Check(from.(published).Folder, c, kind)
@@ -39,6 +41,7 @@ func (o *trainOptions) checkSave(from origin) error {
 	if err != nil {
 		return fmt.Errorf("--gguf: the trained model could not be saved: %w", err)
 	}
+
 	return nil
 }
 
@@ -47,12 +50,14 @@ func (o *trainOptions) finalConfig(c llm.Config) llm.Config {
 	if o.grow == 0 {
 		return c
 	}
+
 	var blocks []llm.Block
 	for i := range c.Layers * o.grow {
 		if n := len(c.Blocks); n > 0 {
 			blocks = append(blocks, c.Blocks[i%c.Layers%n])
 		}
 	}
+
 	c.Layers, c.Blocks = c.Layers*o.grow, blocks
 	return c
 }
@@ -75,6 +80,7 @@ func (o *trainOptions) save(c *cobra.Command, m *llm.Model, from origin) error {
 			return err
 		}
 	}
+
 	how := append(from.saving(), hf.WithSaveProgress(at), hf.WithShardSize(modelShard))
 	if err := savePretrained(c.Context(), d.in(stagingName), m, how...); err != nil {
 		return err
@@ -84,13 +90,16 @@ func (o *trainOptions) save(c *cobra.Command, m *llm.Model, from origin) error {
 	if err != nil {
 		return err
 	}
+
 	if err := d.publish(run.next(optionsOf(c))); err != nil {
 		return err
 	}
+
 	clear()
 	if !o.quiet {
 		o.report(c.ErrOrStderr())
 	}
+
 	return nil
 }
 
@@ -102,17 +111,21 @@ func (o *trainOptions) saveGGUF(c *cobra.Command, m *llm.Model, from origin,
 	if err != nil {
 		return fmt.Errorf("--gguf: %w", err)
 	}
+
 	path := o.in(ggufName)
 	if err := os.Remove(path); err != nil && exists(path) {
 		return fmt.Errorf("--gguf: %w", err)
 	}
+
 	f := from.(published).Folder
 	if err := gguf.Save(c.Context(), path, f, m, kind, at); err != nil {
 		return err
 	}
+
 	if o.quiet {
 		return nil
 	}
+
 	return differencesOf(c.ErrOrStderr(), f)
 }
 

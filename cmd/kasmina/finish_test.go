@@ -26,6 +26,7 @@ func TestOutputsAreTried(t *testing.T) {
 			require.NoError(t, runDir{out}.writeManifest(&manifest{Options: map[string]string{}}))
 		}
 	}
+
 	unmergeable := filepath.Join(t.TempDir(), "model")
 	require.NoError(t, os.CopyFS(unmergeable, os.DirFS(tiny)))
 	require.NoError(t, os.Mkdir(filepath.Join(unmergeable, "vocab.json"), 0o777))

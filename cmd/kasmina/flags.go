@@ -136,6 +136,7 @@ func checkFlags(c *cobra.Command) (err error) {
 			err = fmt.Errorf("--%s %s", f.Name, why)
 		}
 	})
+
 	return err
 }
 

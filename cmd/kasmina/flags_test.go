@@ -62,6 +62,7 @@ func TestEveryFlagHasARule(t *testing.T) {
 	for _, c := range commands {
 		commands = append(commands, c.Commands()...)
 	}
+
 	for _, c := range commands {
 		rules := flagRules[nameOf(c)]
 		require.NotNil(t, rules, "the command %s has no rules", c.Name())
@@ -148,6 +149,7 @@ func TestErrorsNameTheFlag(t *testing.T) {
 
 		"data check": "data check -m MODEL CHAT",
 	}
+
 	excessive := map[string]string{"batch": "1000000000000", "accumulate": "1000000000000",
 		"grow": "1000000000000", "rank": "1000000000000", "warmup": "1000000000000"}
 	for _, c := range commands(newRoot()) {

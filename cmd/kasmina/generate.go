@@ -42,6 +42,7 @@ With --chat it receives only the answer. The text ends after --n tokens, or at a
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}
+
 	o.modelFlag(c)
 	f := c.Flags()
 	f.StringVarP(&o.prompt, "prompt", "p", "", "`text` to continue; - reads it from standard input")
@@ -65,26 +66,32 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	if err := o.check(); err != nil {
 		return err
 	}
+
 	if err := o.readPrompt(c.InOrStdin()); err != nil {
 		return err
 	}
+
 	f, err := hf.Open(o.model)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
+
 	tok, err := tokenizerOf(o.model, f.Config.Vocab)
 	if err != nil {
 		return err
 	}
+
 	how := o.sampler(c, f.Generation, tok.VocabSize())
 	if err := o.checkSampling(c, how); err != nil {
 		return err
 	}
+
 	s, err := sampler.New(how)
 	if err != nil {
 		return err
 	}
+
 	before, _ := tok.Affixes()
 	prompt, shown := append(before, tok.Encode([]byte(o.prompt))...), o.prompt
 	if o.chat {
@@ -94,25 +101,31 @@ func (o *generateOptions) run(c *cobra.Command) error {
 		}
 		prompt, shown = tok.Encode([]byte(text)), ""
 	}
+
 	if len(prompt) == 0 {
 		return errors.New("--prompt is empty, and the tokenizer has no token that begins a text: " +
 			"give some text")
 	}
+
 	if err := tok.check(prompt); err != nil {
 		return fmt.Errorf("--prompt: %w", err)
 	}
+
 	device, precision, err := o.open(c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
+
 	if device != nil {
 		defer device.Close()
 	}
+
 	i, err := inference(c.Context(), f, f.Config.Seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
 	defer i.Close()
+
 	g := llm.GeneratorOf(f.Config, i.Decoder)
 	return o.write(c, g.Generate(c.Context(), prompt, o.n, s), tok.NewDecoder(true), prompt, shown,
 		f.Generation.End)
@@ -130,6 +143,7 @@ func (o *generateOptions) check() error {
 	case o.topP != automatic && !(o.topP >= 0 && o.topP <= 1):
 		return fmt.Errorf("--top-p is %v, want 0 to 1", o.topP)
 	}
+
 	return nil
 }
 
@@ -141,6 +155,7 @@ func (o *generateOptions) readPrompt(stdin io.Reader) error {
 	if o.prompt != "-" {
 		return nil
 	}
+
 	text, err := io.ReadAll(io.LimitReader(stdin, maxPrompt+1))
 	switch {
 	case err != nil:
@@ -148,6 +163,7 @@ func (o *generateOptions) readPrompt(stdin io.Reader) error {
 	case len(text) > maxPrompt:
 		return fmt.Errorf("--prompt -: standard input has more than %d bytes", maxPrompt)
 	}
+
 	o.prompt = string(text)
 	return nil
 }
@@ -159,9 +175,11 @@ func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 	if err := d.Prime(prompt); err != nil {
 		return err
 	}
+
 	if _, err := io.WriteString(c.OutOrStdout(), shown); err != nil {
 		return err
 	}
+
 	for id, err := range drawn {
 		if err != nil {
 			return err
@@ -177,6 +195,7 @@ func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 			return err
 		}
 	}
+
 	_, err := fmt.Fprintf(c.OutOrStdout(), "%s\n", d.Flush())
 	return err
 }
@@ -192,16 +211,20 @@ func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) 
 	if o.temperature != automatic {
 		s.Temperature = o.temperature
 	}
+
 	if o.topK != automatic {
 		s.TopK = o.topK
 	}
+
 	if o.topP != automatic {
 		s.TopP = sampler.Nucleus(o.topP)
 	}
+
 	if len(g.Ignored) > 0 {
 		fmt.Fprintf(c.ErrOrStderr(), "note      ignoring %q in generation_config.json, which generate does not support\n",
 			g.Ignored)
 	}
+
 	return s
 }
 

@@ -38,6 +38,7 @@ takes. If PATH is a safetensors or GGUF file, describe its header. No weights ar
 			return o.inspect(c.OutOrStdout())
 		},
 	}
+
 	c.Flags().StringVarP(&o.model, "model", "m", "", "model `directory`, or file of weights")
 	return c
 }
@@ -46,11 +47,13 @@ func (o *common) inspect(w io.Writer) error {
 	if info, err := os.Stat(o.model); err == nil && !info.IsDir() {
 		return inspectFile(w, o.model)
 	}
+
 	f, err := hf.Open(o.model)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
+
 	c, params := f.Config, 0
 	for _, shape := range c.Parameters() {
 		n := 1
@@ -59,6 +62,7 @@ func (o *common) inspect(w io.Writer) error {
 		}
 		params += n
 	}
+
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	row := func(name, format string, args ...any) {
 		fmt.Fprintf(t, "%s\t%s\n", name, fmt.Sprintf(format, args...))
@@ -85,6 +89,7 @@ func (o *common) inspect(w io.Writer) error {
 		bytes := optim.MomentBytes(o, c.Parameters(), 4)
 		moments = append(moments, fmt.Sprintf("%s (%s)", sizeText(int64(bytes)), choice.Name))
 	}
+
 	row("training takes", "%s for weights and gradients, the optimizer's moments, and activations",
 		sizeText(8*int64(params)))
 	row("moments take", "%s", strings.Join(moments, ", "))
@@ -95,6 +100,7 @@ func (o *common) inspect(w io.Writer) error {
 		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\n", x.Name, x.Type, shapeOf(x.Shape), x.Bytes, x.File)
 		total += x.Bytes
 	}
+
 	fmt.Fprintf(t, "all %d\t\t\t%d\t\n", len(f.Tensors()), total)
 	return t.Flush()
 }
@@ -110,6 +116,7 @@ func inspectFile(w io.Writer, path string) error {
 			return r
 		}, fmt.Sprintf("%.160s", value)))
 	}
+
 	if strings.HasSuffix(path, ".gguf") {
 		d, err := gguf.Describe(path)
 		if err != nil {
@@ -124,16 +131,19 @@ func inspectFile(w io.Writer, path string) error {
 		}
 		return t.Flush()
 	}
+
 	f, err := safetensors.Open(path)
 	if err != nil {
 		return fmt.Errorf("%w; inspect takes a model's folder, safetensors, or a file whose name "+
 			"ends with .gguf", err)
 	}
 	defer f.Close()
+
 	metadata := f.Metadata()
 	for _, name := range slices.Sorted(maps.Keys(metadata)) {
 		field(name, metadata[name])
 	}
+
 	fmt.Fprintln(t, "\ntensor\ttype\tshape\tbytes")
 	total := int64(0)
 	for _, name := range f.Names() {
@@ -144,6 +154,7 @@ func inspectFile(w io.Writer, path string) error {
 		fmt.Fprintf(t, "%s\t%s\t%s\t%d\n", name, dtype, shapeOf(shape), f.Bytes(name))
 		total += f.Bytes(name)
 	}
+
 	fmt.Fprintf(t, "all %d\t\t\t%d\n", len(f.Names()), total)
 	return t.Flush()
 }

@@ -57,15 +57,18 @@ func prepareKill() {
 	if size, err := strconv.ParseInt(os.Getenv(shardVariable), 10, 64); err == nil {
 		modelShard = size
 	}
+
 	fields := strings.Split(os.Getenv(aimVariable), "|")
 	if len(fields) != 5 || slices.Contains(os.Args, "--gpus") &&
 		os.Getenv("RANK") != cmp.Or(fields[4], "0") {
 		return
 	}
+
 	n, err := strconv.ParseInt(fields[2], 10, 64)
 	if err != nil {
 		panic(err)
 	}
+
 	delay, err := time.ParseDuration(fields[3])
 	if err != nil {
 		panic(err)
@@ -110,11 +113,13 @@ func (r *killedRun) command(t *testing.T, out string, env ...string) *exec.Cmd {
 	if r.fresh {
 		model = append([]string{"train", "--cache", filepath.Join(filepath.Dir(out), "cache")}, freshSizes...)
 	}
+
 	args := append(append(model, "--data", license, "--out", out, "--seq", "16",
 		"--device", "cpu", "--lr", "0.003", "--quiet"), r.args...)
 	if r.shard > 0 {
 		env = append(env, shardVariable+"="+strconv.Itoa(r.shard))
 	}
+
 	c := program(t, env, args...)
 	c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	return c
@@ -186,6 +191,7 @@ func randomAim(r *rand.Rand, phase string) aim {
 			a.point, a.n = "published", 1
 		}
 	}
+
 	return a
 }
 
@@ -242,6 +248,7 @@ func TestKilled(t *testing.T) {
 		run.sameFolder(t, want[run.name], out, history)
 		require.NoError(t, os.RemoveAll(out))
 	}
+
 	for _, name := range slices.Sorted(maps.Keys(countBy)) {
 		t.Logf("%4d kills: %s", countBy[name], name)
 	}
@@ -268,6 +275,7 @@ func (r *killedRun) kill(t *testing.T, out string, a aim, history []string) bool
 		env = []string{fmt.Sprintf("%s=%s|%s|%d|%v|%v", aimVariable, a.point, a.path, a.n,
 			a.delay, a.alone)}
 	}
+
 	c := r.command(t, out, env...)
 	text := &told{}
 	c.Stdout, c.Stderr = text, text
@@ -275,10 +283,12 @@ func (r *killedRun) kill(t *testing.T, out string, a aim, history []string) bool
 	if a.point == "" {
 		time.AfterFunc(a.delay, func() { _ = syscall.Kill(-c.Process.Pid, syscall.SIGKILL) })
 	}
+
 	err := c.Wait()
 	if err == nil {
 		return false
 	}
+
 	var exit *exec.ExitError
 	require.ErrorAs(t, err, &exit)
 	killed := exit.Sys().(syscall.WaitStatus).Signaled()
@@ -286,6 +296,7 @@ func (r *killedRun) kill(t *testing.T, out string, a aim, history []string) bool
 		killed = strings.Contains(text.String(), "kasmina: launch: rank "+a.alone+" ") &&
 			strings.Contains(text.String(), "killed by a signal: killed")
 	}
+
 	require.True(t, killed, "%s: %v: %s\n%s", r.name, err, text, strings.Join(history, "\n"))
 	return true
 }
@@ -348,6 +359,7 @@ func filesIn(t *testing.T, dir string) (all []string) {
 		all = append(all, name)
 		return err
 	}))
+
 	return all
 }
 
@@ -365,5 +377,6 @@ func lossesIn(t *testing.T, path string) map[int]float64 {
 			t.Fatal(errors.New("a loss is not finite"), step)
 		}
 	}
+
 	return losses
 }

@@ -49,6 +49,7 @@ func main() {
 	if err != nil {
 		fmt.Fprintln(stderr, "kasmina:", err)
 	}
+
 	os.Exit(launch.ExitCode(err))
 }
 
@@ -78,6 +79,7 @@ func newRoot() *cobra.Command {
 		SilenceUsage:      true,
 		PersistentPreRunE: func(c *cobra.Command, args []string) error { return checkFlags(c) },
 	}
+
 	root.AddCommand(newInspect(), newEval(), newGenerate(), newTrain(), newConvert(), newBoard(),
 		newReport(), newData(), newVersion())
 
@@ -85,6 +87,7 @@ func newRoot() *cobra.Command {
 	for _, c := range root.Commands() {
 		c.Flags().SortFlags = false
 	}
+
 	return root
 }
 

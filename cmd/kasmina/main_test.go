@@ -94,6 +94,7 @@ func TestGenerate(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, r.Text+"\n", out)
 	}
+
 	first, err := kasmina(t, "generate", "--model", tiny, "--prompt", "a", "-n", "20",
 		"--temperature", "1.5", "--seed", "3")
 	require.NoError(t, err)
@@ -123,6 +124,7 @@ func TestInspect(t *testing.T) {
 	for _, x := range f.Tensors() {
 		require.Contains(t, out, x.Name)
 	}
+
 	require.Contains(t, out, "llama")
 	require.Contains(t, out, "hf-400-")
 	require.Contains(t, out, "moments take    245.2 KiB (adamw), 173.2 KiB (muon), 122.6 KiB (lion)")
@@ -155,6 +157,7 @@ func TestConvert(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, want, got, name)
 	}
+
 	_, err = kasmina(t, "convert", "--model", tiny, "--out", out)
 	require.ErrorContains(t, err, "is not empty")
 	file := filepath.Join(t.TempDir(), "m.gguf")
@@ -188,6 +191,7 @@ func TestTrain(t *testing.T) {
 		require.NoError(t, json.Unmarshal([]byte(out), &s))
 		return s
 	}
+
 	for _, grow := range []string{"0", "2"} {
 		out := filepath.Join(t.TempDir(), "out")
 		args := []string{"train", "--model", tiny, "--data", text, "--out", out,
@@ -224,6 +228,7 @@ func TestTrainAdapters(t *testing.T) {
 		require.NoError(t, json.Unmarshal([]byte(out), &s))
 		return s
 	}
+
 	weights := func(dir string) map[string][]float32 {
 		m, err := hf.Load(t.Context(), dir)
 		require.NoError(t, err)
@@ -233,6 +238,7 @@ func TestTrainAdapters(t *testing.T) {
 		}
 		return all
 	}
+
 	before := weights(tiny)
 	for _, how := range [][]string{{"grow", "--steps", "60"}, {"all", "--directed", "--steps", "60"},
 		{"random", "--steps", "60"}, {"grow", "--time", "1s"}} {
@@ -258,6 +264,7 @@ func TestTrainAdapters(t *testing.T) {
 		}
 		require.True(t, timed || changed > 0, how)
 	}
+
 	for line, want := range map[string]string{
 		"--adapters some":          "want grow, all or random",
 		"--adapters all --rank 0":  "--rank is 0",
@@ -401,6 +408,7 @@ func TestUsage(t *testing.T) {
 			})
 		}
 	}
+
 	out, err := kasmina(t)
 	require.NoError(t, err)
 	require.Contains(t, out, "Available Commands:")
@@ -445,6 +453,7 @@ func TestCompletion(t *testing.T) {
 		require.NoError(t, err)
 		require.Contains(t, out, "kasmina")
 	}
+
 	for line, want := range map[string]string{
 		"eval --mo":            "--model",
 		"train --adapters ":    "grow all random",

@@ -83,6 +83,7 @@ func (e *engineOptions) engine(m machines) func(*llm.Model, optim.Optimizer, llm
 	case e.monitor > 0:
 		return llm.CPUEngine(cpuops.WithMonitor(e.monitor))
 	}
+
 	return nil
 }
 

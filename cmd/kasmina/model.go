@@ -58,6 +58,7 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 			return nil, 0, fmt.Errorf("--precision is %q, want f32, bf16, f16 or f8", o.precision)
 		}
 	}
+
 	switch o.device {
 	case "auto", "cuda":
 		device, err := openGPU(w)
@@ -74,6 +75,7 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 	default:
 		return nil, 0, fmt.Errorf("--device is %q, want cpu, cuda or auto", o.device)
 	}
+
 	switch precision {
 	case cudaops.Float32, cudaops.BFloat16:
 		if err := cpuops.UseBFloat16(precision == cudaops.BFloat16); err != nil {
@@ -81,6 +83,7 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 		}
 		return nil, precision, nil
 	}
+
 	return nil, 0, fmt.Errorf("--precision %s is for a GPU; a CPU takes f32 or bf16", o.precision)
 }
 
@@ -142,6 +145,7 @@ func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Devic
 		m, err := load(ctx, f, stderr, hf.WithConfig(func(c *llm.Config) { c.Seq = seq }))
 		return &llm.Inference{Model: m}, err
 	}
+
 	at, clear := bar(stderr, "loading", true)
 	defer clear()
 	config := f.Config
@@ -150,6 +154,7 @@ func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Devic
 	for _, t := range f.Tensors() {
 		w.total += t.Bytes
 	}
+
 	return gpu.Load(ctx, device, p, config, w)
 }
 

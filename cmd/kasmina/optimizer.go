@@ -81,9 +81,11 @@ func (o *trainOptions) checkLearning() error {
 	case o.train.Budget.Time == 0 && l.warmup >= o.train.Steps:
 		return fmt.Errorf("--warmup is %d, want fewer steps than --steps, %d", l.warmup, o.train.Steps)
 	}
+
 	if _, err := o.newOptimizer(); err != nil {
 		return err
 	}
+
 	return o.setSchedule()
 }
 
@@ -110,6 +112,7 @@ func (o *trainOptions) newOptimizer() (optim.Partial, error) {
 		opts = append(opts, optim.WithGroup(optim.Vectors, optim.Decay(0)),
 			optim.WithGroup(func(string, []int) bool { return true }, optim.Decay(o.learning.decay)))
 	}
+
 	return choice.New(o.lr, opts...)
 }
 
@@ -139,6 +142,7 @@ func (o *trainOptions) setSchedule() (err error) {
 	if err != nil {
 		return err
 	}
+
 	o.warmup = warmup
 	if o.train.Schedule, err = optim.Warmup(o.lr, warmup); err != nil {
 		return err
@@ -155,6 +159,7 @@ func (o *trainOptions) setSchedule() (err error) {
 			return rise(step) * annealing(float64(step-warmup)/float64(total-warmup))
 		}
 	}
+
 	return err
 }
 
@@ -164,14 +169,17 @@ func (o *trainOptions) describe(w io.Writer, config llm.Config) error {
 	if err != nil {
 		return err
 	}
+
 	decay := optimizer.Rule("model.layers.0.mlp.up_proj.weight", []int{2, 2}).Decay
 	if o.adapters.where != "" {
 		decay = 0
 	}
+
 	clip := "no limit of gradients"
 	if o.train.Clip > 0 {
 		clip = fmt.Sprintf("gradients clipped to a norm of %v", o.train.Clip)
 	}
+
 	course := "constant"
 	if o.learning.schedule != constant {
 		course = o.learning.schedule + " to a tenth"

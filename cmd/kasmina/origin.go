@@ -37,11 +37,13 @@ func (o *trainOptions) origin(c *cobra.Command, m machines, s stage, text *data.
 	if err != nil {
 		return nil, err
 	}
+
 	tok, err := tokenizerOf(o.model, f.Config.Vocab)
 	if err != nil {
 		f.Close()
 		return nil, err
 	}
+
 	return published{f, tok}, nil
 }
 

@@ -41,6 +41,7 @@ func bar(w io.Writer, what string, bytes bool) (at func(done, of int64), clear f
 		}
 		_ = b.Set64(done) // a terminal that is gone is no reason to end
 	}
+
 	return at, func() {
 		lock.Lock()
 		defer lock.Unlock()

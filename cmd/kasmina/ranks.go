@@ -34,6 +34,7 @@ func ranksJob(args []string) (*launch.Job, error) {
 	if help, _ := c.Flags().GetBool("help"); help || err != nil || gpus < 0 {
 		return nil, err
 	}
+
 	return launch.ForGPUs(gpus, args, os.Getenv)
 }
 
@@ -72,19 +73,23 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 		}
 		return m, err
 	}
+
 	if m.world != nil && m.world.Rank() == 0 {
 		fmt.Fprintf(c.ErrOrStderr(), "ranks     %d processes, by the variables of %s\n", m.world.Size(),
 			m.world.Place().Source)
 	}
+
 	if m.device, m.precision, err = o.openFor(m.world, c.ErrOrStderr()); err != nil {
 		if m.world != nil {
 			err = m.world.Blame(err)
 		}
 		return m, err
 	}
+
 	if m.team, err = gpu.Team(c.Context(), m.world, m.device); err != nil {
 		return m, errors.Join(err, m.close(nil))
 	}
+
 	return m, nil
 }
 

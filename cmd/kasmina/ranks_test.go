@@ -35,9 +35,11 @@ func TestMain(m *testing.M) {
 	if os.Getenv(commandVariable) == "" {
 		os.Exit(m.Run())
 	}
+
 	if rank := os.Getenv("RANK"); rank != "" && rank == os.Getenv(victimVariable) {
 		go die()
 	}
+
 	prepareKill()
 	if slow, err := time.ParseDuration(os.Getenv(slowVariable)); err == nil {
 		savePretrained = func(ctx context.Context, dir string, m *llm.Model,
@@ -46,6 +48,7 @@ func TestMain(m *testing.M) {
 			return hf.SavePretrained(ctx, dir, m, opts...)
 		}
 	}
+
 	main()
 }
 
@@ -133,6 +136,7 @@ func TestTrainGPUs(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("Windows does not let a process interrupt another")
 	}
+
 	dir := t.TempDir()
 	alone, together := filepath.Join(dir, "alone"), filepath.Join(dir, "together")
 	steps := []string{"--steps", "40", "--save-every", "0"}
@@ -149,6 +153,7 @@ func TestTrainGPUs(t *testing.T) {
 	if err == nil {
 		t.Skip("all steps were done before the interrupt came")
 	}
+
 	require.Contains(t, w.String(), "give the same command again to continue")
 	require.Contains(t, w.String(), "signal interrupt")
 	parts, err := filepath.Glob(filepath.Join(together, runFolder, checkpointName+".*-?of2"))
@@ -251,6 +256,7 @@ func TestRanksJob(t *testing.T) {
 			}
 		}
 	}
+
 	for _, args := range []string{"", "eval --gpus 2", "train --gpus 1", "train --gpus -1",
 		"train --gpus x", "train --help --gpus 2", "train -h --gpus 2", "no --gpus 2",
 		"train --gpus 2", "train -m x -d y -o z --gpus 2 w", "train -model x -d y -o z --gpus 2"} {
@@ -258,6 +264,7 @@ func TestRanksJob(t *testing.T) {
 		require.NoError(t, err, args)
 		require.Nil(t, job, args)
 	}
+
 	job, err := ranksJob(training("x", "--gpus", "2"))
 	require.NoError(t, err)
 	require.Equal(t, 2, job.PerNode)
@@ -269,6 +276,7 @@ func TestRanksJob(t *testing.T) {
 		"MASTER_ADDR": "127.0.0.1"} {
 		t.Setenv(name, value)
 	}
+
 	_, err = ranksJob(training("x", "--gpus", "2"))
 	require.ErrorContains(t, err, "Slurm has started a process")
 	_, err = kasmina(t, training("x")...)
@@ -316,6 +324,7 @@ func ranksOf(t *testing.T, outs []string, more ...string) []string {
 			}
 		})
 	}
+
 	group.Wait()
 	return texts
 }

@@ -21,10 +21,12 @@ func recall(c *cobra.Command) error {
 	if resume, err := f.GetBool("resume"); err != nil || !resume {
 		return err
 	}
+
 	out, err := f.GetString("out")
 	if err != nil || out == "" {
 		return err
 	}
+
 	m, err := runDir{filepath.Clean(out)}.readManifest()
 	if err != nil || m == nil {
 		return err // no manifest is the concern of decide
@@ -37,6 +39,7 @@ func recall(c *cobra.Command) error {
 			onCommandLine = append(onCommandLine, name)
 		}
 	}
+
 	for _, name := range names {
 		flag, value := f.Lookup(name), m.Options[name]
 		if flag == nil || slices.Contains(onCommandLine, name) ||
@@ -47,6 +50,7 @@ func recall(c *cobra.Command) error {
 			return fmt.Errorf("--resume: --%s was %q when the run started: %w", name, value, err)
 		}
 	}
+
 	return nil
 }
 
@@ -62,12 +66,15 @@ func (o *trainOptions) settle(m machines) {
 	if m.device != nil {
 		o.device = "cuda"
 	}
+
 	if o.precision == "" {
 		o.precision = m.precision.String()
 	}
+
 	if o.model == "" {
 		return
 	}
+
 	if f, err := hf.Open(o.model); err == nil { // runFrom returns the error
 		if o.seq == 0 {
 			o.seq = min(f.Config.Seq, 1024)

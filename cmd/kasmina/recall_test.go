@@ -119,6 +119,7 @@ func TestSameOptions(t *testing.T) {
 		require.Contains(t, m.Options, name)
 		delete(m.Options, name)
 	}
+
 	m.Options["device"], m.Options["precision"], m.Options["lr"] = "auto", "", "0.0001"
 	text, err = json.Marshal(m)
 	require.NoError(t, err)

@@ -110,6 +110,7 @@ func optionsOf(c *cobra.Command) map[string]string {
 			}
 		}
 	})
+
 	return all
 }
 
@@ -123,6 +124,7 @@ func (d runDir) look() (stage, *manifest, error) {
 	if err != nil {
 		return vacant, nil, err
 	}
+
 	if m == nil {
 		s, err := d.lookWithout()
 		return s, nil, err
@@ -135,16 +137,19 @@ func (d runDir) look() (stage, *manifest, error) {
 	case len(m.Files) > 0, err == nil && staged.IsDir():
 		return publishing, m, nil
 	}
+
 	if len(m.Replaces) == 0 {
 		if err := d.holdsOnly(d.out, runFolder); err != nil {
 			return vacant, nil, err
 		}
 	}
+
 	if _, err := os.Stat(d.in(checkpointName)); err == nil {
 		return saved, m, nil
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return vacant, nil, err
 	}
+
 	return begun, m, nil
 }
 
@@ -161,6 +166,7 @@ func (d runDir) lookWithout() (stage, error) {
 	if err := d.holdsOnly(d.out, runFolder); err != nil {
 		return vacant, err
 	}
+
 	return vacant, d.holdsOnly(filepath.Join(d.out, runFolder))
 }
 
@@ -174,11 +180,13 @@ func (d runDir) readManifest() (*manifest, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--out: %w", err)
 	}
+
 	var m manifest
 	if err := json.Unmarshal(text, &m); err != nil || m.Options == nil {
 		return nil, fmt.Errorf("--out: %s is damaged, and without it nobody can tell what the run was: "+
 			"name another folder", path)
 	}
+
 	return &m, nil
 }
 
@@ -200,6 +208,7 @@ func (d runDir) holdsOnly(dir string, names ...string) error {
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
+
 	for _, e := range entries {
 		if !slices.Contains(names, e.Name()) && !atomicfile.IsTemporary(e.Name()) &&
 			!folderlock.IsLock(e.Name()) {
@@ -208,6 +217,7 @@ func (d runDir) holdsOnly(dir string, names ...string) error {
 					e.Name()))
 		}
 	}
+
 	return err
 }
 
@@ -229,6 +239,7 @@ func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest
 	if err != nil {
 		return s, m, err
 	}
+
 	differ := differences(options, m)
 
 	switch s {
@@ -261,6 +272,7 @@ func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest
 				"it, or start a new run with --model %s and another --out", d.out, other, d.out)
 		}
 	}
+
 	return s, m, err
 }
 
@@ -270,11 +282,13 @@ func extends(options map[string]string, m *manifest) bool {
 	if m.Options["adapters"] != "" {
 		return false
 	}
+
 	was, err := time.ParseDuration(m.Options["time"])
 	is, err2 := time.ParseDuration(options["time"])
 	if err == nil && err2 == nil && (is > 0 || was > 0) {
 		return is > was && was > 0
 	}
+
 	before, err := strconv.Atoi(m.Options["steps"])
 	after, err2 := strconv.Atoi(options["steps"])
 	return err == nil && err2 == nil && after > before
@@ -286,6 +300,7 @@ func differences(options map[string]string, m *manifest) (all []string) {
 	if m == nil {
 		return nil
 	}
+
 	flags := newTrain().Flags()
 	isDefault := func(name, value string) bool {
 		f := flags.Lookup(name)
@@ -309,6 +324,7 @@ func differences(options map[string]string, m *manifest) (all []string) {
 			all = append(all, fmt.Sprintf("--%s was %q and is %q now", name, was, is))
 		}
 	}
+
 	return all
 }
 
@@ -340,6 +356,7 @@ func (d runDir) claim(stderr io.Writer) (release func() error, err error) {
 		time.Sleep(20 * time.Millisecond)
 		unlock, err = llm.ClaimFolder(run)
 	}
+
 	if errors.Is(err, errors.ErrUnsupported) {
 		fmt.Fprintf(stderr, "folder    another program could write to %s meanwhile: %v\n", run, err)
 		unlock, err = func() error { return nil }, nil
@@ -414,6 +431,7 @@ func (d runDir) publish(m *manifest) error {
 			return err
 		}
 	}
+
 	for _, name := range m.Replaces {
 		if !slices.Contains(m.Files, name) {
 			_ = os.Remove(filepath.Join(d.out, name)) // a folder stays if the user has put files there
@@ -425,6 +443,7 @@ func (d runDir) publish(m *manifest) error {
 	if err := d.writeManifest(m); err != nil {
 		return err
 	}
+
 	return d.removeStaging()
 }
 
@@ -445,14 +464,17 @@ func (d runDir) publishFile(from, to string, replace bool) error {
 	if replace {
 		return replaceFile(staged, from, to)
 	}
+
 	err = atomicfile.Move(from, to)
 	if !errors.Is(err, fs.ErrExist) {
 		return err
 	}
+
 	// Some file systems move a file through a second link. A process killed in between leaves both.
 	if moved, err := os.Lstat(to); err == nil && os.SameFile(staged, moved) {
 		return os.Remove(from)
 	}
+
 	return fmt.Errorf("somebody else has written %s meanwhile: move it away, and the same command "+
 		"finishes the run", to)
 }
@@ -467,14 +489,17 @@ func replaceFile(staged fs.FileInfo, from, to string) error {
 	if err != nil {
 		return err
 	}
+
 	if err := os.MkdirAll(to, 0o777); err != nil {
 		return err
 	}
+
 	for _, e := range entries {
 		if err := os.Rename(filepath.Join(from, e.Name()), filepath.Join(to, e.Name())); err != nil {
 			return err
 		}
 	}
+
 	return os.Remove(from)
 }
 

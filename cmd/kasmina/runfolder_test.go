@@ -34,6 +34,7 @@ func snapshotOf(t *testing.T, dir string) map[string]string {
 		all[path] = string(text)
 		return err
 	}))
+
 	return all
 }
 
@@ -56,6 +57,7 @@ func TestFinishedRun(t *testing.T) {
 		require.Contains(t, stderrOf(t, short(out, more...)...), "the run has already finished")
 		require.Equal(t, before, snapshotOf(t, out), more)
 	}
+
 	for _, more := range [][]string{{"--steps", "3", "--lr", "0.5"}, {"--steps", "3", "--lr", "0.5",
 		"--resume"}} {
 		_, err := kasmina(t, short(out, more...)...)
@@ -179,6 +181,7 @@ func TestForeignFolders(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, "theirs", string(text))
 	}
+
 	require.NoError(t, os.Remove(config))
 	require.Contains(t, stderrOf(t, short(out)...), "its model is in")
 	require.NoDirExists(t, filepath.Join(out, runFolder, stagingName))
@@ -202,12 +205,14 @@ func TestFolderOfOne(t *testing.T) {
 		c.Process.Kill()
 		c.Wait()
 	}()
+
 	for {
 		if _, err := os.Stat(filepath.Join(out, runFolder, checkpointName)); err == nil {
 			break
 		}
 		time.Sleep(5 * time.Millisecond)
 	}
+
 	_, err = kasmina(t, short(out, "--steps", "1000000")...)
 	require.ErrorIs(t, err, llm.ErrFolderInUse)
 }

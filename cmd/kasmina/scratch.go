@@ -93,17 +93,21 @@ func (o *trainOptions) resolve(c *cobra.Command) error {
 	if o.model != "" {
 		return nil
 	}
+
 	if o.text.cache == "" {
 		o.text.cache = cacheFolder()
 	}
+
 	if o.scratch.preset == "" {
 		o.scratch.preset = defaultPreset
 	}
+
 	values := presets[o.scratch.preset]
 	if values == nil {
 		return fmt.Errorf("--preset is %.40q, want one of %s", o.scratch.preset,
 			strings.Join(presetNames, ", "))
 	}
+
 	o.learning.base = presetRates[o.scratch.preset]
 
 	for _, name := range slices.Sorted(maps.Keys(values)) {
@@ -115,6 +119,7 @@ func (o *trainOptions) resolve(c *cobra.Command) error {
 			return fmt.Errorf("--%s: %w", name, err)
 		}
 	}
+
 	return nil
 }
 
@@ -142,6 +147,7 @@ func (s *scratch) check(grow int) error {
 	case s.tokenizer == "" && (s.vocab < 257 || s.vocab > 1<<20):
 		return fmt.Errorf("--vocab is %d, want 257 to %d", s.vocab, 1<<20)
 	}
+
 	return nil
 }
 
@@ -189,10 +195,12 @@ func (o *trainOptions) fromScratch(c *cobra.Command, m machines, s stage, text *
 	if o.grow > 1 {
 		n.config.Layers /= o.grow
 	}
+
 	n.config = n.config.Default()
 	if err := n.config.Check(); err != nil {
 		return nil, err
 	}
+
 	return n, nil
 }
 
@@ -237,6 +245,7 @@ func (o *trainOptions) learnTokenizer(c *cobra.Command, m machines, s stage, tex
 			return err
 		}
 	}
+
 	n.tok.Tokenizer, err = tokenizers.Parse(n.files[tokenizerName], n.files[tokenizerConfigFile])
 	return err
 }
@@ -259,6 +268,7 @@ func (o *trainOptions) trainTokenizer(ctx context.Context, stderr io.Writer, tex
 	if err != nil {
 		return err
 	}
+
 	n.files[tokenizerName], n.files[tokenizerConfigFile] = model, config
 	return nil
 }

@@ -88,6 +88,7 @@ func (o *textOptions) tokens(c *cobra.Command, m machines, text *data.Text,
 	if err != nil {
 		return t, err
 	}
+
 	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%s.tokens", fingerprint, tok.Name()))
 	err = m.team.InTurn(func() error {
 		defer m.team.Busy("encoding the text")()
@@ -103,6 +104,7 @@ func (o *textOptions) tokens(c *cobra.Command, m machines, text *data.Text,
 	if err != nil {
 		return t, fmt.Errorf("--cache: %w", err)
 	}
+
 	return t, nil
 }
 
@@ -121,5 +123,6 @@ func (o *textOptions) evaluation(text *data.Text, tok tokenizer.Tokenizer, batch
 	if err != nil {
 		return nil, err
 	}
+
 	return data.NewEvaluation(held, tok, batch, seq)
 }

@@ -94,6 +94,7 @@ are, and LoRA adapters learn and are merged into the weights at the end.`,
 		PreRunE:           func(c *cobra.Command, args []string) error { return recall(c) },
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}
+
 	o.modelFlag(c)
 	o.scratch.flags(c)
 	o.text.flags(c, &o.data)
@@ -155,9 +156,11 @@ func (o *trainOptions) check() error {
 	if err := o.text.check(); err != nil {
 		return err
 	}
+
 	if err := o.engine.checkValues(); err != nil {
 		return err
 	}
+
 	for _, count := range []struct {
 		name  string
 		value int
@@ -169,47 +172,60 @@ func (o *trainOptions) check() error {
 			return fmt.Errorf("--%s is %d, want at most %d", count.name, count.value, mostSequences)
 		}
 	}
+
 	if o.grow < 0 || o.grow == 1 || o.grow > mostGrowth {
 		return fmt.Errorf("--grow is %d, want 0, or 2 for twice as many blocks, up to %d", o.grow, mostGrowth)
 	}
+
 	if o.model == "" {
 		if err := o.scratch.check(o.grow); err != nil {
 			return err
 		}
 	}
+
 	if err := o.adapters.check(); err != nil {
 		return err
 	}
+
 	if o.adapters.where != "" && o.grow > 0 {
 		return errAdaptersGrow
 	}
+
 	if o.train.Budget.Time < 0 {
 		return fmt.Errorf("--time is %v, want at least 0", o.train.Budget.Time)
 	}
+
 	if o.grow > 0 && o.train.Steps < 100 {
 		return fmt.Errorf("--steps is %d, and --grow takes at least 100", o.train.Steps)
 	}
+
 	if err := o.checkLearning(); err != nil {
 		return err
 	}
+
 	if o.gguf != "" {
 		if _, err := gguf.ParseType(o.gguf); err != nil {
 			return fmt.Errorf("--gguf: %w", err)
 		}
 	}
+
 	if o.keepBest && o.adapters.where != "" {
 		return errNoBest
 	}
+
 	if o.saveEvery < 0 || o.evalEvery < 0 {
 		return fmt.Errorf("--save-every is %d and --eval-every %d, want at least 0", o.saveEvery,
 			o.evalEvery)
 	}
+
 	if o.gpus < 0 {
 		return fmt.Errorf("--gpus is %d, want at least 1", o.gpus)
 	}
+
 	if o.deadline < 0 {
 		return fmt.Errorf("--deadline is %v, want at least 0", o.deadline)
 	}
+
 	return nil
 }
 
@@ -217,27 +233,34 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 	if err := o.resolve(c); err != nil {
 		return err
 	}
+
 	if o.lr == 0 && !c.Flags().Changed("lr") {
 		o.lr = o.learning.rate()
 	}
+
 	if err := o.check(); err != nil {
 		return err
 	}
+
 	m, err := o.meet(c)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, m.close(err)) }()
+
 	if !m.team.First() {
 		c.SetOut(io.Discard)
 		c.SetErr(io.Discard)
 	}
+
 	if err := o.checkProcesses(c, m); err != nil {
 		return err
 	}
+
 	if err := o.engine.check(c, m); err != nil {
 		return err
 	}
+
 	o.settle(m)
 
 	stage, release, err := o.openFolder(c, m)
@@ -245,9 +268,11 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, release()) }()
+
 	if stage == finished {
 		return nil
 	}
+
 	return o.remedy(o.runFrom(c, m, stage))
 }
 
@@ -258,6 +283,7 @@ func (o *trainOptions) checkProcesses(c *cobra.Command, m machines) error {
 	if m.world != nil {
 		here = m.world.Place().LocalSize
 	}
+
 	if o.gpus > 1 && o.gpus != here {
 		return fmt.Errorf("--gpus %d has no effect, because another program has started this process as "+
 			"one of %d on this host: leave it out", o.gpus, here)
@@ -267,6 +293,7 @@ func (o *trainOptions) checkProcesses(c *cobra.Command, m machines) error {
 	if m.team != nil && m.team.Size() > 1 || len(unused) == 0 {
 		return nil
 	}
+
 	return fmt.Errorf("%s no effect in a single process: --gpus starts several", have(unused))
 }
 
@@ -304,6 +331,7 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 		}
 		return nil
 	})
+
 	if err == nil && m.team != nil {
 		var all [][]byte
 		if all, err = m.team.Exchange([]byte{byte(s)}); err == nil {
@@ -326,6 +354,7 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 		}
 		fmt.Fprintf(c.ErrOrStderr(), "resuming  from the last checkpoint in %s\n", d.in(""))
 	}
+
 	return s, release, err
 }
 
@@ -339,6 +368,7 @@ func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	if err != nil {
 		return fmt.Errorf("--data: %w", err)
 	}
+
 	from, err := o.origin(c, m, s, corpus.Train)
 	if err != nil {
 		return err
@@ -348,12 +378,15 @@ func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	if o.seq == 0 {
 		o.seq = min(from.shape().Seq, 1024)
 	}
+
 	if err := o.window(c.ErrOrStderr(), from.shape()); err != nil {
 		return err
 	}
+
 	if err := o.checkSave(from); err != nil {
 		return err
 	}
+
 	tokens, err := o.text.tokens(c, m, corpus.Train, from.vocabulary())
 	if err != nil {
 		return err
@@ -364,11 +397,13 @@ func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	if err != nil {
 		return err
 	}
+
 	if err := errors.Join(o.steps(c, t, m, s, from, corpus), t.Close()); err != nil ||
 		!m.team.First() {
 		return err
 	}
 	defer m.team.Busy("writing the model")()
+
 	return o.save(c, t.Model, from)
 }
 
@@ -381,13 +416,16 @@ func (o *trainOptions) trainer(c *cobra.Command, from origin, on machines,
 	if err != nil {
 		return nil, fmt.Errorf("--data: %w", err)
 	}
+
 	optimizer, err := o.newOptimizer()
 	if err != nil {
 		return nil, err
 	}
+
 	if o.grow > 0 {
 		o.train.Epoch = max(1, o.train.Steps/100) // a seed's life takes some 80 epochs
 	}
+
 	m, err := from.model(c.Context(), c.ErrOrStderr(), func(c *llm.Config) {
 		c.Seq, c.Documents = o.seq, o.text.documents
 		if o.grow > 0 {
@@ -398,13 +436,16 @@ func (o *trainOptions) trainer(c *cobra.Command, from origin, on machines,
 	if err != nil {
 		return nil, err
 	}
+
 	t, err := llm.NewTrainer(m, loader, optimizer, o.train)
 	if err != nil {
 		return nil, err
 	}
+
 	if o.grow > 0 {
 		err = t.Grow(llm.Growth{Controller: control.NewDepth(blueprints.Stack, o.grow)})
 	}
+
 	o.adapters.seed = o.seed
 	return t, errors.Join(err, o.adapters.grow(t))
 }
@@ -423,14 +464,17 @@ func (o *trainOptions) serve(stderr io.Writer, t *llm.Trainer) (stop func() erro
 	if o.control {
 		opts = append(opts, board.WithControl())
 	}
+
 	b, err := board.Attach(t, opts...)
 	if err != nil {
 		return nil, err
 	}
+
 	url, err := b.Listen(o.board)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("--board: %w", err), b.Close())
 	}
+
 	fmt.Fprintf(stderr, "board     %s\n", url)
 	return b.Close, nil
 }
@@ -457,6 +501,7 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 	}); err != nil {
 		return err
 	}
+
 	if on.team.First() {
 		stop, err := o.watch(c, t, on, from.vocabulary(), corpus)
 		if err != nil {
@@ -464,6 +509,7 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 		}
 		defer stop()
 	}
+
 	t.On(llm.MergeAtEnd(t), func(e llm.Event) error {
 		failpoint.Reach("event", e.Kind.String())
 		return nil
@@ -472,11 +518,13 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 	if o.parts {
 		how = append(how, llm.InParts())
 	}
+
 	t.On(llm.Checkpoint(t, o.in(checkpointName), o.saveEvery, how...))
 	err := t.Run(c.Context())
 	if errors.Is(err, context.Canceled) || errors.Is(err, llm.ErrStopped) {
 		return fmt.Errorf("stopped after step %d: %w; give the same command again to continue", t.Step(), err)
 	}
+
 	return err
 }
 
@@ -498,12 +546,14 @@ func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string)
 	if err != nil {
 		return err
 	}
+
 	settings := llm.WithNewSettings(func(found []string) {
 		if options := differences(optionsOf(c), run); len(options) > 0 {
 			found = options // which have the names that the user knows
 		}
 		fmt.Fprintf(c.ErrOrStderr(), "resuming  with other settings: %s\n", strings.Join(found, "; "))
 	})
+
 	err = t.Resume(c.Context(), path, settings)
 	if errors.Is(err, data.ErrChanged) {
 		// Only now, because WithNewData starts at the beginning of the text even if it is the same.
@@ -512,10 +562,12 @@ func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string)
 			fmt.Fprintln(c.ErrOrStderr(), "resuming  with another text, from its start")
 		}
 	}
+
 	if errors.Is(err, llm.ErrArchitecture) {
 		return fmt.Errorf("%w; the sizes of the model, --seq, --grow and the options of adapters must stay as they were: give the "+
 			"values of that run, or start a new one with another --out", err)
 	}
+
 	return err
 }
 
@@ -537,30 +589,37 @@ func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 	if err != nil {
 		return nil, err
 	}
+
 	shown := c.ErrOrStderr()
 	if o.quiet {
 		shown = io.Discard
 	}
+
 	if o.events {
 		t.On(tensorboard.Events(o.in("tensorboard")))
 	}
+
 	stop = func() error { return nil }
 	if o.board != "" {
 		if stop, err = o.serve(c.ErrOrStderr(), t); err != nil {
 			return nil, err
 		}
 	}
+
 	if o.adapters.where != "" && !o.quiet {
 		t.On(o.adapters.told(t, c))
 	}
+
 	if err := o.describe(shown, t.Model.Config); err != nil {
 		return nil, errors.Join(err, stop())
 	}
+
 	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName),
 		runlog.On(on.facts())), llm.Evaluate(t, e, o.evalEvery), llm.Ceilings(t))
 	if o.keepBest {
 		t.On(o.saveBest(t))
 	}
+
 	o.engine.watch(c, t)
 	return stop, nil
 }

@@ -46,11 +46,14 @@ func versionOf(info *debug.BuildInfo) string {
 	if version == "" {
 		version = "(devel)"
 	}
+
 	if version != "(devel)" || commit == "" {
 		return version
 	}
+
 	if settings["vcs.modified"] == "true" {
 		commit += ", modified"
 	}
+
 	return fmt.Sprintf("%s (commit %s)", version, commit)
 }

@@ -120,9 +120,11 @@ func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api m
 	if all, err = swap(ctx, w, "direct", said{Err: text(why)}); err != nil {
 		return nil, nil, errors.Join(err, g.shut())
 	}
+
 	if why = firstOf(all); why != nil {
 		return of, why, g.shut()
 	}
+
 	return g, nil, nil
 }
 
@@ -195,6 +197,7 @@ func (g *group) open() (o offer, err error) {
 	if err != nil {
 		return o, err
 	}
+
 	return g.offered(g.words)
 }
 

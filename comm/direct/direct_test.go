@@ -129,6 +129,7 @@ func (d *device) enqueue(s comm.Stream, work func()) {
 			}
 		}()
 	}
+
 	d.streams[s] <- work
 }
 

@@ -142,6 +142,7 @@ func (a *api) Import(text string) (comm.Ptr, error) {
 	for i := range words {
 		words[i] = &h.Words[i]
 	}
+
 	if _, err := fmt.Sscanf(text, "[%x %x %x %x %x %x %x %x]", words...); err != nil {
 		return 0, fmt.Errorf("direct: invalid memory handle %.200q: %w", text, err)
 	}

@@ -117,6 +117,7 @@ func (r *route) copiesTo(rank int, sends []comm.Leg, places []place) (copies, er
 		return c, fmt.Errorf("direct: rank %d waits for %d legs from rank %d, which has %d", rank,
 			len(mine), g.Rank(), len(c.pieces))
 	}
+
 	return c, nil
 }
 

@@ -46,6 +46,7 @@ func (d Death) guilt() int {
 	case d.Signal == nil:
 		return 3 // another rank failed, it says
 	}
+
 	return 4
 }
 
@@ -65,12 +66,15 @@ func (e *Error) Error() string {
 	if e.Cause != nil {
 		fmt.Fprintf(&b, "launch: the run was ended: %v", e.Cause)
 	}
+
 	if len(e.Deaths) == 0 || e.Deaths[0].Asked && e.Cause != nil {
 		return b.String()
 	}
+
 	if e.Cause != nil {
 		b.WriteString("\n")
 	}
+
 	first := e.Deaths[0]
 	fmt.Fprintf(&b, "launch: %v", first)
 	switch n := len(e.Deaths) - 1; {
@@ -79,9 +83,11 @@ func (e *Error) Error() string {
 	case n > 1:
 		fmt.Fprintf(&b, "; %d other ranks stopped after it", n)
 	}
+
 	if len(first.Last) > 0 {
 		fmt.Fprintf(&b, ". Its last lines:\n  %s", strings.Join(first.Last, "\n  "))
 	}
+
 	return b.String()
 }
 

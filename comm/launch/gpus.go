@@ -18,21 +18,26 @@ func ForGPUs(gpus int, args []string, getenv func(string) string) (*Job, error) 
 	if gpus < 0 {
 		return nil, fmt.Errorf("launch: %d GPUs: want at least 1, or 0 where it is left open", gpus)
 	}
+
 	node, perNode, found, err := NodeFromEnvironment(getenv)
 	if err != nil {
 		return nil, err
 	}
+
 	if perNode = cmp.Or(gpus, perNode); perNode < 2 || getenv("RANK") != "" {
 		return nil, nil
 	}
+
 	place, err := comm.FromEnvironment(getenv)
 	if (err == nil || errors.Is(err, comm.ErrSecret)) && place.Size > 1 && !found {
 		return nil, fmt.Errorf("launch: %d GPUs are asked for, and %s has started a process for "+
 			"each already: do not ask for any", gpus, place.Source)
 	}
+
 	self, err := os.Executable()
 	if err != nil {
 		return nil, fmt.Errorf("launch: %w", err)
 	}
+
 	return &Job{Path: self, Args: args, PerNode: perNode, Node: node}, nil
 }

@@ -81,5 +81,6 @@ func UntilInterrupt(w io.Writer) context.Context {
 			return
 		}
 	}()
+
 	return ctx
 }

@@ -24,6 +24,7 @@ func TestUntilInterrupt(t *testing.T) {
 	if err := self.Signal(os.Interrupt); err != nil {
 		t.Skip("this system does not let a process interrupt itself:", err)
 	}
+
 	told := make([]byte, 100)
 	n, err := r.Read(told)
 	require.NoError(t, err)

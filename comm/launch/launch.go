@@ -71,9 +71,11 @@ func NodeFromEnvironment(getenv func(string) string) (n Node, perNode int, found
 	if getenv == nil {
 		return Node{}, 0, false, errors.New("launch: the function is nil, want os.Getenv")
 	}
+
 	if getenv("RANK") != "" || getenv("PET_NNODES") == "" || getenv("PET_NODE_RANK") == "" {
 		return Node{}, 0, false, nil
 	}
+
 	number := func(name, otherwise string) int {
 		v := cmp.Or(getenv(name), otherwise)
 		i, bad := strconv.Atoi(v)
@@ -82,6 +84,7 @@ func NodeFromEnvironment(getenv func(string) string) (n Node, perNode int, found
 		}
 		return i
 	}
+
 	n = Node{Rank: number("PET_NODE_RANK", ""), Count: number("PET_NNODES", ""),
 		MasterAddr: getenv("PET_MASTER_ADDR"), MasterPort: number("PET_MASTER_PORT", "29400")}
 	switch v := getenv("PET_NPROC_PER_NODE"); v {
@@ -89,6 +92,7 @@ func NodeFromEnvironment(getenv func(string) string) (n Node, perNode int, found
 	default:
 		perNode = number("PET_NPROC_PER_NODE", "")
 	}
+
 	return n, perNode, true, err
 }
 
@@ -101,25 +105,32 @@ func (j *Job) check() error {
 		}
 		j.Node = Node{Count: 1, MasterAddr: "127.0.0.1", MasterPort: port}
 	}
+
 	if j.PerNode < 1 {
 		return fmt.Errorf("launch: %d processes on this host: want at least 1", j.PerNode)
 	}
+
 	if j.Env == nil {
 		j.Env = os.Environ()
 	}
+
 	if j.Stdout == nil {
 		j.Stdout = os.Stdout
 	}
+
 	if j.Stderr == nil {
 		j.Stderr = os.Stderr
 	}
+
 	if j.Grace <= 0 {
 		j.Grace = 4 * time.Second
 	}
+
 	secret, err := comm.SecretFromEnvironment(j.getenv)
 	if err == nil && secret == "" && j.Node.Count == 1 {
 		secret = comm.NewSecret()
 	}
+
 	j.secret = secret
 	if err == nil {
 		err = j.place(j.PerNode - 1).Check()
@@ -127,6 +138,7 @@ func (j *Job) check() error {
 	if err != nil {
 		return fmt.Errorf("launch: host %d of %d: %w", j.Node.Rank, j.Node.Count, err)
 	}
+
 	return nil
 }
 
@@ -175,6 +187,7 @@ func Run(ctx context.Context, j Job) error {
 	if err := j.check(); err != nil {
 		return err
 	}
+
 	// Linux ends the processes when the thread that started them ends.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -188,6 +201,7 @@ func Run(ctx context.Context, j Job) error {
 		r.follow(ctx)
 		return errors.Join(err, r.drain())
 	}
+
 	r.follow(ctx)
 	return r.result()
 }
@@ -237,6 +251,7 @@ func (r *run) start() error {
 			r.exits <- p
 		}()
 	}
+
 	return nil
 }
 
@@ -329,9 +344,11 @@ func (r *run) result() error {
 			e.Well++
 		}
 	}
+
 	if len(e.Deaths) == 0 && e.Cause == nil {
 		return written
 	}
+
 	slices.SortStableFunc(e.Deaths, func(a, b Death) int {
 		return cmp.Compare(a.guilt(), b.guilt())
 	})

@@ -142,6 +142,7 @@ func TestPlaces(t *testing.T) {
 		}
 		seen[rank][m[2]] = m[3]
 	}
+
 	require.Equal(t, []int{0, 1, 2}, slices.Sorted(maps.Keys(seen)))
 	for rank, got := range seen {
 		r := strconv.Itoa(rank)
@@ -155,6 +156,7 @@ func TestPlaces(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, rank, p.Rank)
 	}
+
 	require.GreaterOrEqual(t, len(seen[0][comm.SecretVariable]), 22)
 }
 
@@ -218,6 +220,7 @@ func TestTrainerNode(t *testing.T) {
 			}
 		}
 	}
+
 	for _, nproc := range []string{"auto", "gpu", ""} {
 		trainer["PET_NPROC_PER_NODE"] = nproc
 		_, per, found, err := NodeFromEnvironment(getenv)
@@ -225,6 +228,7 @@ func TestTrainerNode(t *testing.T) {
 		require.True(t, found)
 		require.Zero(t, per)
 	}
+
 	trainer["PET_NODE_RANK"] = "first"
 	_, _, _, err = NodeFromEnvironment(getenv)
 	require.ErrorContains(t, err, `PET_NODE_RANK="first"`)
@@ -257,6 +261,7 @@ func TestFlood(t *testing.T) {
 			line)
 		next[rank]++
 	}
+
 	require.Equal(t, [3]int{floodLines, floodLines, floodLines}, next)
 	require.Equal(t, 3, ends)
 	require.Equal(t, 3*floodLines, strings.Count(stderr.String(), "\n"))
@@ -304,6 +309,7 @@ func TestContextEndsTheRun(t *testing.T) {
 		stdout.await("ready", 2)
 		cancel(stopped)
 	}()
+
 	err := Run(ctx, j)
 	require.ErrorIs(t, err, stopped)
 	require.EqualError(t, err, "launch: the run was ended: somebody stopped it")

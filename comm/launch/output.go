@@ -48,6 +48,7 @@ func newOutput(cmd *exec.Cmd, m *merged, prefix string) (*output, error) {
 		o.ours, o.theirs = append(o.ours, r), append(o.theirs, w)
 		*f = w
 	}
+
 	return o, nil
 }
 
@@ -86,6 +87,7 @@ func (o *output) copyLines(from io.Reader, to io.Writer, last *tail) {
 		}
 		o.mux.write(to, line)
 	}
+
 	buffer, n := make([]byte, maxLine), 0
 	for {
 		k, err := from.Read(buffer[n:])
@@ -124,6 +126,7 @@ func (o *output) drain(patience time.Duration) error {
 			f.Close()
 		}
 	}
+
 	o.mux.mu.Lock()
 	defer o.mux.mu.Unlock()
 	return o.mux.err

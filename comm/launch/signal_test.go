@@ -123,6 +123,7 @@ func reduceForever(int) {
 			}
 		}
 	}()
+
 	fmt.Fprintln(os.Stderr, err)
 	os.Exit(comm.ExitCode(err))
 }
@@ -271,9 +272,11 @@ func TestBrokenConnection(t *testing.T) {
 		_, err = conn.Write([]byte("x"))
 		time.Sleep(time.Millisecond)
 	}
+
 	for !errors.Is(err, syscall.EPIPE) {
 		_, err = conn.Write([]byte("x"))
 	}
+
 	select {
 	case <-ctx.Done():
 		t.Fatal("a broken connection has interrupted the run")

@@ -184,6 +184,7 @@ func (c *calls) Broadcast(buffer comm.Ptr, count int, t comm.Type, root int, s c
 	for _, r := range c.others() {
 		o.read = append(o.read, piece{r, buffer, bytes})
 	}
+
 	return c.add(o, s)
 }
 
@@ -221,13 +222,16 @@ func (g *Group) Batch(f func(c comm.Collectives) error) error {
 	if g.device == nil || f == nil {
 		return comm.ErrZero
 	}
+
 	c := &calls{g: g}
 	if err := f(c); err != nil {
 		return err
 	}
+
 	if len(c.list) == 0 {
 		return g.Err()
 	}
+
 	return g.enqueue(c)
 }
 
@@ -254,6 +258,7 @@ func (g *Group) enqueue(c *calls) error {
 	if err != nil {
 		g.Abort(err)
 	}
+
 	return err
 }
 
@@ -318,6 +323,7 @@ func (g *Group) send(o *operation) ([]byte, error) {
 	if o.finish == nil || o.local.bytes == 0 {
 		return nil, nil
 	}
+
 	return slices.Clone(own), err
 }
 
@@ -348,6 +354,7 @@ func (g *Group) receive(o *operation, own []byte) error {
 	if err != nil {
 		return err
 	}
+
 	return o.finish(own, received, written)
 }
 
@@ -402,9 +409,11 @@ func (g *Group) Register(p comm.Ptr, bytes int) (comm.Registration, error) {
 	if g.device == nil {
 		return 0, comm.ErrZero
 	}
+
 	if _, err := g.device.Bytes(p, bytes); err != nil {
 		return 0, err
 	}
+
 	g.mu.Lock()
 	defer g.mu.Unlock()
 
@@ -444,6 +453,7 @@ func (g *Group) end(cause error) {
 	if g.cause != nil {
 		return
 	}
+
 	if g.cause = cause; g.device == nil {
 		return
 	}

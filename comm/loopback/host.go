@@ -94,6 +94,7 @@ func (h *Host) Bytes(p comm.Ptr, n int) ([]byte, error) {
 	if !found {
 		i--
 	}
+
 	if i >= 0 {
 		from := int(p - h.memory[i].at)
 		if data := h.memory[i].data; n >= 0 && from+n <= len(data) {
@@ -112,6 +113,7 @@ func (h *Host) Enqueue(s comm.Stream, work func() error) error {
 	if h.err != nil {
 		return h.err
 	}
+
 	if h.streams == nil {
 		return errors.New("loopback: the device is a zero value: make one with NewHost")
 	}
@@ -126,6 +128,7 @@ func (h *Host) Enqueue(s comm.Stream, work func() error) error {
 	if len(q.work) == 1 {
 		go h.run(q)
 	}
+
 	return nil
 }
 
@@ -231,5 +234,6 @@ func float32Bits(data []byte, i int, t comm.Type) (uint32, error) {
 				float32(half.Float16(binary.NativeEndian.Uint16(data[2*i:])).Float64())),
 			nil
 	}
+
 	return 0, fmt.Errorf("loopback: ordered sum of %v", t)
 }

@@ -25,6 +25,7 @@ func hardFloat32(rng *rand.Rand) uint32 {
 	case 3:
 		return rng.Uint32() & 0x807fffff // subnormal
 	}
+
 	return math.Float32bits(float32(rng.NormFloat64() * math.Exp(8*rng.NormFloat64())))
 }
 

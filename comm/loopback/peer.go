@@ -250,6 +250,7 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 			closeAll(conns)
 		}
 	}()
+
 	id, err := channel.New(string(w.Place().Secret))
 	if err != nil {
 		return nil, err
@@ -261,6 +262,7 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 	}
 
 	defer listener.Close()
+
 	mine := invitation{Address: listener.Addrs()[0].String()}
 	rand.Read(mine.Word[:])
 	text, err := json.Marshal(mine)
@@ -283,6 +285,7 @@ func connect(ctx context.Context, w *comm.World) (conns []net.Conn, err error) {
 		case <-ctx.Done():
 		}
 	}()
+
 	for r := range w.Rank() {
 		var to invitation
 		if err := json.Unmarshal(texts[r], &to); err != nil {

@@ -73,6 +73,7 @@ func newGroup(ctx context.Context, w *comm.World, d Device, a *api) (*Group, err
 			return a.check("ncclCommInitRankConfig", 0, r)
 		})
 	}()
+
 	select {
 	case err := <-made:
 		if err != nil {
@@ -103,6 +104,7 @@ func (g *Group) id(ctx context.Context) (id uniqueID, err error) {
 	if err != nil {
 		return id, err
 	}
+
 	if len(all[0]) != 8*len(id.Bytes) {
 		return id, fmt.Errorf("nccl: rank 0 sent an identifier of %d bytes, want %d",
 			len(all[0]), 8*len(id.Bytes))
@@ -111,6 +113,7 @@ func (g *Group) id(ctx context.Context) (id uniqueID, err error) {
 	for i := range id.Bytes {
 		id.Bytes[i] = binary.LittleEndian.Uint64(all[0][8*i:])
 	}
+
 	return id, nil
 }
 
@@ -172,9 +175,11 @@ func (g *Group) enqueue(work []call) error {
 	if err == nil {
 		return nil
 	}
+
 	if _, cause := g.live(); cause != nil {
 		return cause
 	}
+
 	return err
 }
 
@@ -254,6 +259,7 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 	if bytes < 1 {
 		return 0, fmt.Errorf("nccl: allocation of %d bytes: want at least 1", bytes)
 	}
+
 	if g.api == nil {
 		return 0, comm.ErrZero
 	}
@@ -309,11 +315,13 @@ func (g *Group) Err() error {
 	if g.cause != nil || g.handle == 0 {
 		return g.cause
 	}
+
 	var r result
 	if err := g.api.check("ncclCommGetAsyncError", 0,
 		g.api.CommAsyncError(g.handle, &r)); err != nil {
 		return err
 	}
+
 	return g.api.check("work of the communicator", g.handle, r)
 }
 
@@ -350,6 +358,7 @@ func (g *Group) Close() error {
 	if g.api == nil {
 		return nil
 	}
+
 	err := g.end(errLeft, g.api.CommDestroy)
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -357,5 +366,6 @@ func (g *Group) Close() error {
 	if !errors.Is(g.cause, comm.ErrClosed) {
 		return g.cause
 	}
+
 	return err
 }

@@ -84,6 +84,7 @@ func load() (*api, error) {
 				"(in the Python environment that is active), the system's package libnccl2, or the folder that holds it in " +
 				"LD_LIBRARY_PATH or in " + Variable + "."}
 	}
+
 	loaded.api = a
 	return a, nil
 }
@@ -115,9 +116,11 @@ func open(path string) (*api, error) {
 	if r := a.GetVersion(&version); r != success {
 		return nil, fmt.Errorf("ncclGetVersion: %s", a.ErrorString(r))
 	}
+
 	if version < oldest {
 		return nil, fmt.Errorf("it is NCCL %s, want %s or later", versionString(version), versionString(oldest))
 	}
+
 	return a, nil
 }
 

@@ -94,6 +94,7 @@ func groups(t *testing.T, f fake) []*Group {
 	for r := range w {
 		wg.Go(func() { all[r], errs[r] = newGroup(t.Context(), w[r], locked{&one}, f.api) })
 	}
+
 	wg.Wait()
 	require.NoError(t, errors.Join(errs...))
 	return all
@@ -269,6 +270,7 @@ func TestRealLibrary(t *testing.T) {
 	if err != nil {
 		t.Skip(err)
 	}
+
 	version, err := Version()
 	require.NoError(t, err)
 	require.Regexp(t, `^2\.\d+\.\d+$`, version)

@@ -42,5 +42,6 @@ func (a *api) check(call string, handle uintptr, r result) error {
 	if r == remoteError {
 		err = fmt.Errorf("%w: %w", comm.ErrPeer, err)
 	}
+
 	return err
 }

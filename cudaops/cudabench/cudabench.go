@@ -62,21 +62,26 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 			err = fmt.Errorf("cudabench.Run: %w", err)
 		}
 	}()
+
 	if d == nil || report == nil {
 		return errors.New("the device or report is nil")
 	}
+
 	benchmarks, err := chosen(names)
 	if err != nil {
 		return err
 	}
+
 	drv, err := driver.Open()
 	if err != nil {
 		return err
 	}
+
 	ctx, err := drv.Retain(d.Ordinal())
 	if err != nil {
 		return err
 	}
+
 	return errors.Join(measure(ctx, cacheBytes, report, benchmarks...), ctx.Close())
 }
 
@@ -87,10 +92,12 @@ func chosen(names []string) (benchmarks []func(*timer), err error) {
 			return nil, fmt.Errorf("there is no group %q, want some of %v", n, Groups())
 		}
 	}
+
 	for _, g := range groups {
 		if slices.Contains(names, g.name) {
 			benchmarks = append(benchmarks, g.benchmarks...)
 		}
 	}
+
 	return benchmarks, nil
 }

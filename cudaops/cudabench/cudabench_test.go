@@ -38,6 +38,7 @@ func TestMedian(t *testing.T) {
 		b.time(Measurement{Name: "one"}, func() { launches++; memset() })
 		b.time(Measurement{Name: "three"}, func() { memset(); memset(); memset() })
 	}))
+
 	require.GreaterOrEqual(t, launches, 500)
 	require.Positive(t, times["one"])
 	require.EqualValues(t, 2, (times["three"] - times["one"]).Microseconds(), times)
@@ -120,6 +121,7 @@ func TestLaunches(t *testing.T) {
 		seen[m.Name] = true
 		return nil
 	}, all[1:]...)) // the copy's and the product's are no kernels
+
 	require.Len(t, seen, 86)
 }
 

@@ -171,6 +171,7 @@ func decoding(b *timer) {
 				W: b.normal(n, bf16), Columns: c.columns, D: c.d, Type: bf16})
 		b.free()
 	}
+
 	b.moves(fmt.Sprintf("decode_gated_%dx%d", ff, dim), 4*ff*dim, decode.Gated{
 		H: b.room(ff, bf16), X: b.normal(dim, bf16), W: b.normal(2*ff*dim, bf16), F: ff, D: dim,
 		Type: bf16})
@@ -271,11 +272,13 @@ func seedAt(b *timer, i int, stages bool) seed.Seed {
 		all := int(state.RolledBack) + 1
 		stage, kind = state.Stage(i%all), i/all%kinds
 	}
+
 	s := seed.Seed{Kind: blueprints.Kind(kind), Slot: uint16(i + 1), Blend: stage.Blends(),
 		Learn: stage.Learns(), Alpha: 1}
 	if stage == state.Grafting || stage == state.Stabilization || stage == state.Evaluating {
 		s.Alpha = b.random.Float32()
 	}
+
 	return s
 }
 
@@ -286,6 +289,7 @@ func updates(b *timer) {
 	for range layers {
 		sizes = append(sizes, d, d*d, d*d, d*d, d*d, d, ff*d, ff*d, ff*d)
 	}
+
 	var tensors []optimizer.Tensor
 	total := 0.0
 	for _, n := range sizes {
@@ -296,6 +300,7 @@ func updates(b *timer) {
 			Copy:    b.room(n, bf16), CopyType: bf16, Size: n, LRScale: 1, Decay: 0.01, Beta1: 0.9,
 			Beta2: 0.999})
 	}
+
 	table := must(optimizer.NewTable(b.Ctx, b.memory.For("a benchmark"), tensors))
 	squares := b.room(table.Chunks, f32)
 	control := b.upload(optimizer.Control{LR: 3e-4, Eps: 1e-8, GradScale: 1, MaxNorm: 1}.Bytes())
@@ -334,6 +339,7 @@ func stock(b *timer) {
 		sum.Workspace = b.bytes(sum.WorkspaceBytes(b.Info))
 		b.moves(s.name+"_32768x4096", size, sum)
 	}
+
 	b.moves("transpose_32768x4096", 2*size, layout.Copy{Y: z, X: x, Dims: []int{columns, rows},
 		YStrides: []int{rows, 1}, XStrides: []int{1, columns}, Size: 2})
 }

@@ -56,6 +56,7 @@ func measure(ctx gpu.Context, cache int, report func(Measurement) error,
 	if b.stream, err = ctx.NewStream(false); err != nil {
 		return err
 	}
+
 	defer func() {
 		switch r := recover().(type) {
 		case nil:
@@ -68,11 +69,13 @@ func measure(ctx gpu.Context, cache int, report func(Measurement) error,
 		}
 		err = errors.Join(err, b.release(), b.all.Close(), b.Close(), ctx.DestroyStream(b.stream))
 	}()
+
 	b.cache = must(b.all.Alloc(cache, "the cache"))
 	for _, benchmark := range benchmarks {
 		benchmark(b)
 		b.free()
 	}
+
 	return nil
 }
 

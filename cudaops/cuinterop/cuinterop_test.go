@@ -58,6 +58,7 @@ func newLayer(t *testing.T) *layer {
 			ok(t, lattice.SetAlpha(i, 0.3))
 		}
 	}
+
 	l.y = must[*gorgonia.Node](t)(op.Kasmina(l.x, l.weights, l.scales, lattice))
 	sum := must[*gorgonia.Node](t)(gorgonia.Sum(must[*gorgonia.Node](t)(gorgonia.HadamardProd(l.y,
 		l.g))))
@@ -122,6 +123,7 @@ func TestKasminaInCuMemory(t *testing.T) {
 	for _, n := range append(theirs.inputs(), theirs.outputs()...) {
 		buffers[n] = newBuffer(t, n)
 	}
+
 	device := must[*cudaops.Device](t)(cuinterop.Adopt(ctx))
 	got := must[*cudaops.Machine](t)(cudaops.NewMachine(device, theirs.graph,
 		cuinterop.WithStream(stream),
@@ -134,6 +136,7 @@ func TestKasminaInCuMemory(t *testing.T) {
 				bytes, err, b.at, b.bytes())
 		}
 	}
+
 	if cuinterop.Context(device) != ctx || cuinterop.Context(own) == ctx ||
 		cuinterop.Stream(got) != stream {
 		t.Error("the device's context or the machine's stream is not the one given")
@@ -176,19 +179,23 @@ func TestKasminaInCuMemory(t *testing.T) {
 			t.Errorf("Bind(%v, %d) = %v, want %q", c.at, c.bytes, err, c.want)
 		}
 	}
+
 	if _, err := cudaops.NewMachine(device, theirs.graph,
 		cuinterop.WithStream(cu.NoStream)); err == nil {
 		t.Error("a machine took the default stream")
 	}
+
 	ok(t, errors.Join(got.Close(), device.Close()))
 	if err := cuinterop.Bind(got, theirs.x, x.at, x.bytes()); err == nil {
 		t.Error("a closed machine took memory")
 	}
+
 	ok(t, cu.SetCurrentContext(ctx))
 	buffers[theirs.y].read() // what the program holds lives on
 	for _, b := range buffers {
 		ok(t, cu.MemFree(b.at))
 	}
+
 	ok(t, stream.Destroy())
 }
 

@@ -43,6 +43,7 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 		d.params = append(d.params, n)
 		return n
 	}
+
 	ids := func(name string) *gorgonia.Node {
 		x := make([]int, rows)
 		for i := range x {
@@ -53,6 +54,7 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 		d.inputs = append(d.inputs, n)
 		return n
 	}
+
 	must := gorgonia.Must
 	lattice, err := state.NewLattice(seeds, dim, state.WithoutGates())
 	require.NoError(t, err)
@@ -63,6 +65,7 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 			require.NoError(t, lattice.Transition(i, s))
 		}
 	}
+
 	x := must(op.Embedding(ids("ids"), input("table", vocab, dim)))
 	x = must(op.RMSNorm(x, input("norm", dim), 1e-5))
 	x = must(op.Kasmina(x, input("weights", 6, chunk), input("scales", 6), lattice))
@@ -80,6 +83,7 @@ func TestCUDADoers(t *testing.T) {
 	if errors.Is(err, cudaops.ErrNoDevice) {
 		t.Skip("needs an NVIDIA GPU: ", err)
 	}
+
 	require.NoError(t, err)
 	defer device.Close()
 	seed := rand.Uint64()
@@ -90,6 +94,7 @@ func TestCUDADoers(t *testing.T) {
 			t.Fatalf("%v is no CUDADoer", n)
 		}
 	}
+
 	m, err := cudaops.NewMachine(device, ours.g, cudaops.WithParams(ours.params...),
 		cudaops.WithOutputs(ours.loss), cudaops.WithStrict())
 	require.NoError(t, err)
@@ -99,6 +104,7 @@ func TestCUDADoers(t *testing.T) {
 	for i, p := range theirs.params {
 		gorgonia.Read(p.Deriv(), &read[1+i])
 	}
+
 	vm := gorgonia.NewTapeMachine(theirs.g)
 	for step := range 3 {
 		require.NoError(t, m.RunAll())
@@ -114,6 +120,7 @@ func TestCUDADoers(t *testing.T) {
 			require.Less(t, apart(read[i], v), 1e-5, "step %d: result %d", step, i)
 		}
 	}
+
 	t.Log("all compared")
 	require.NoError(t, vm.Close())
 }
@@ -126,13 +133,16 @@ func apart(got, want gorgonia.Value) float64 {
 		}
 		return v.Data().([]float32)
 	}
+
 	var diff, norm float64
 	for i, w := range numbers(want) {
 		d := float64(numbers(got)[i]) - float64(w)
 		diff, norm = diff+d*d, norm+float64(w)*float64(w)
 	}
+
 	if diff == 0 {
 		return 0
 	}
+
 	return math.Sqrt(diff / norm)
 }

@@ -68,6 +68,7 @@ func kasminaChecks(modes []mode) []check {
 				}})
 		}
 	}
+
 	return checks
 }
 
@@ -103,10 +104,12 @@ func checkKasmina(r *rand.Rand, stage state.Stage, kind blueprints.Kind,
 		}
 		return autodiff.CheckGradients(sum, nodes, autodiff.WithSamples(0))
 	}
+
 	report, err := differences(stage)
 	if err != nil {
 		return report, err
 	}
+
 	switch stage {
 	case state.Training:
 		// The output is x, yet the parameters learn as if it were t(x): as the differences of a
@@ -132,6 +135,7 @@ func checkKasmina(r *rand.Rand, stage state.Stage, kind blueprints.Kind,
 			}
 		}
 	}
+
 	return report, nil
 }
 
@@ -148,6 +152,7 @@ func latticeIn(stage state.Stage, kind blueprints.Kind) (*state.Lattice, error) 
 	if err != nil || stage == state.Dormant {
 		return l, err
 	}
+
 	for seed := range seeds {
 		if err := l.RequestGermination(seed, state.GerminationRequest{Slot: slotOf[seed],
 			Kind: kind}); err != nil {
@@ -164,6 +169,7 @@ func latticeIn(stage state.Stage, kind blueprints.Kind) (*state.Lattice, error) 
 			}
 		}
 	}
+
 	return l, nil
 }
 
@@ -181,6 +187,7 @@ func kasminaInputs(r *rand.Rand, m mode) (x, weights, scales, cost []float64) {
 		}
 		return v
 	}
+
 	const features = seeds * chunk
 	x, weights, scales, cost = draw(rows*features, m.size), draw(slots*width, 1), draw(slots, 1),
 		draw(rows*features, 1/m.size)
@@ -188,6 +195,7 @@ func kasminaInputs(r *rand.Rand, m mode) (x, weights, scales, cost []float64) {
 		x[1], x[features+4] = 0.03, -0.05
 		x[(rows-1)*features+2], x[(rows-1)*features+6] = 40, -40
 	}
+
 	return x, weights, scales, cost
 }
 
@@ -199,6 +207,7 @@ func observe(l *state.Lattice, like gorgonia.Nodes) error {
 	for i := range ordinary {
 		ordinary[i] = math.Cos(float64(i))
 	}
+
 	weights := slices.Clone(like[1].Value().Data().([]float64))
 	scales := slices.Clone(like[2].Value().Data().([]float64))
 	_, err := op.Kasmina(in.values("x", ordinary, rows, seeds*chunk),
@@ -206,6 +215,7 @@ func observe(l *state.Lattice, like gorgonia.Nodes) error {
 	if err != nil {
 		return err
 	}
+
 	vm := gorgonia.NewTapeMachine(in.g)
 	defer vm.Close()
 	return vm.RunAll()

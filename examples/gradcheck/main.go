@@ -34,10 +34,12 @@ func main() {
 	case !(*tol > 0):
 		log.Fatalf("gradcheck: -tol is %g, want a number above 0", *tol)
 	}
+
 	ok, err := run(os.Stdout, append(opChecks(), kasminaChecks(modes)...), *seed, *tol)
 	if err != nil {
 		log.Fatalf("gradcheck: %v", err)
 	}
+
 	if !ok {
 		os.Exit(1)
 	}
@@ -71,12 +73,15 @@ func run(out io.Writer, checks []check, seed uint64, tol float64) (ok bool, err 
 		}
 		fmt.Fprintf(w, "%s\t%s\t%d\t%.1e\n", c.op, c.config, elements, worst)
 	}
+
 	if err := w.Flush(); err != nil {
 		return false, err
 	}
+
 	for _, b := range bad {
 		fmt.Fprintf(out, "\nnot below %g: %s", tol, b)
 	}
+
 	return ok, nil
 }
 

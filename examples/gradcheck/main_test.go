@@ -17,6 +17,7 @@ func TestEveryGradientIsRight(t *testing.T) {
 	if err != nil || !ok {
 		t.Fatalf("seed %d: error %v\n%s", seed, err, out.String())
 	}
+
 	if got := strings.Count(out.String(),
 		"\nKasmina "); got != 11*len(blueprints.KindsAt(blueprints.Chunk)) {
 		t.Errorf("%d rows for Kasmina, want 11 stages × %d kinds", got,

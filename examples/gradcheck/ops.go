@@ -43,6 +43,7 @@ func opChecks() []check {
 			return gorgonia.Tanh(h)
 		})
 	})
+
 	return checks
 }
 
@@ -101,15 +102,19 @@ func block(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	h, err := gorgonia.Add(in[0], e)
 	if err != nil {
 		return nil, err
 	}
+
 	if h, err = op.RMSNorm(h, in[3], 1e-6); err != nil {
 		return nil, err
 	}
+
 	if h, err = op.SiLUMLP(h, in[4], in[5], in[6]); err != nil {
 		return nil, err
 	}
+
 	return gorgonia.Add(in[0], h)
 }

@@ -65,6 +65,7 @@ func run(ctx context.Context, path, out, replay string, limit time.Duration, see
 	if err != nil {
 		return err
 	}
+
 	if replay != "" {
 		file, err := os.Open(replay)
 		if err != nil {
@@ -81,18 +82,22 @@ func run(ctx context.Context, path, out, replay string, limit time.Duration, see
 	if err := train(ctx, "from the start", corpus, seed, limit, nil, stdout); err != nil {
 		return err
 	}
+
 	if err := os.MkdirAll(out, 0o777); err != nil {
 		return err
 	}
+
 	record, err := os.Create(filepath.Join(out, "record.jsonl"))
 	if err != nil {
 		return err
 	}
+
 	grown := &llm.Growth{Controller: control.NewDepth(blueprints.Stack, growth), Record: record}
 	err = train(ctx, "grown", corpus, seed, limit, grown, stdout)
 	if err == nil {
 		fmt.Fprintf(stdout, "the decisions of the growing run are in %s\n", record.Name())
 	}
+
 	return errors.Join(err, record.Close())
 }
 
@@ -104,14 +109,17 @@ func train(ctx context.Context, name string, corpus *data.Corpus, seed uint64, l
 	if err != nil {
 		return err
 	}
+
 	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: seed})
 	if err != nil {
 		return err
 	}
+
 	heldOut, err := corpus.HeldOut.Sample(64 << 10)
 	if err != nil {
 		return err
 	}
+
 	evaluation, err := data.NewEvaluation(heldOut, tokenizer.Bytes{}, batch, config.Seq)
 	if err != nil {
 		return err
@@ -121,28 +129,34 @@ func train(ctx context.Context, name string, corpus *data.Corpus, seed uint64, l
 	if growing != nil {
 		c.Layers, c.Depth = c.Layers/growth, 1
 	}
+
 	model, err := llm.NewModel(c.Default(), tensor.Float32, seed, state.WithoutGates())
 	if err != nil {
 		return err
 	}
+
 	optimizer, err := optim.NewMuon(optim.WithLR(rate), optim.WithAdamW(optim.WithLR(0.15*rate)))
 	if err != nil {
 		return err
 	}
+
 	schedule, err := optim.Warmup(rate, 20)
 	if err != nil {
 		return err
 	}
+
 	annealing, err := optim.CosineAnnealing(0.05) // over the time spent
 	if err != nil {
 		return err
 	}
+
 	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Batch: batch, Schedule: schedule,
 		Annealing: annealing, Budget: llm.Budget{Time: limit}, Clip: 1, Epoch: 1})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, t.Close()) }()
+
 	if growing != nil {
 		if err := t.Grow(*growing); err != nil {
 			return err
@@ -153,10 +167,12 @@ func train(ctx context.Context, name string, corpus *data.Corpus, seed uint64, l
 	if err := t.Run(ctx); err != nil {
 		return err
 	}
+
 	_, bitsPerByte, err := t.Evaluate(evaluation)
 	if err != nil {
 		return err
 	}
+
 	_, err = fmt.Fprintf(stdout, "%-14s  %d blocks, %d steps: %.4f bits per byte of held-out text\n", name,
 		t.Model.Config.Layers, t.Step(), bitsPerByte)
 	return err

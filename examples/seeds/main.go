@@ -65,18 +65,22 @@ func run(ctx context.Context, path string, steps int, seed uint64, address strin
 	if err != nil {
 		return err
 	}
+
 	tokens, err := data.Tokenize(ctx, corpus.Train, tokenizer.Bytes{})
 	if err != nil {
 		return err
 	}
+
 	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: seed})
 	if err != nil {
 		return err
 	}
+
 	heldOut, err := corpus.HeldOut.Sample(judgeText)
 	if err != nil {
 		return err
 	}
+
 	validation, err := data.NewEvaluation(heldOut, tokenizer.Bytes{}, batch, config.Seq)
 	if err != nil {
 		return err
@@ -88,6 +92,7 @@ func run(ctx context.Context, path string, steps int, seed uint64, address strin
 	if err != nil {
 		return err
 	}
+
 	stop, err := model.Kasmina.Listen(func(e state.Event) { fmt.Fprintln(stdout, e) })
 	if err != nil {
 		return err
@@ -99,10 +104,12 @@ func run(ctx context.Context, path string, steps int, seed uint64, address strin
 	if err != nil {
 		return err
 	}
+
 	schedule, err := optim.WarmupCosine(rate, rate/20, steps/10, steps)
 	if err != nil {
 		return err
 	}
+
 	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Steps: steps, Batch: batch,
 		Schedule: schedule, Clip: 1, Epoch: max(1, steps/epochs)})
 	if err != nil {
@@ -128,6 +135,7 @@ func run(ctx context.Context, path string, steps int, seed uint64, address strin
 		}
 		defer closeBoard()
 	}
+
 	if err := t.Run(ctx); err != nil {
 		return err
 	}
@@ -140,6 +148,7 @@ func run(ctx context.Context, path string, steps int, seed uint64, address strin
 			}
 		}
 	}
+
 	_, err = fmt.Fprintf(stdout, "%d blueprints were kept; the model has %.3f bits per byte on the text that "+
 		"judged them\n", kept, t.Last().ValBPB)
 	return err
@@ -151,6 +160,7 @@ func show(t *llm.Trainer, address string, steer bool) (closeBoard func() error, 
 	if steer {
 		options = append(options, board.WithControl())
 	}
+
 	b, err := board.Attach(t, options...)
 	if err != nil {
 		return nil, err
@@ -160,6 +170,7 @@ func show(t *llm.Trainer, address string, steer bool) (closeBoard func() error, 
 	if err != nil {
 		return nil, errors.Join(err, b.Close())
 	}
+
 	fmt.Fprintf(os.Stderr, "board     %s\n", url)
 	return b.Close, nil
 }

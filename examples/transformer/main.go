@@ -86,23 +86,28 @@ func run(ctx context.Context, path, out string, steps int, seed uint64, resume b
 	if err != nil {
 		return err
 	}
+
 	tok, err := tokenizer.LoadOrTrainBPE(ctx, filepath.Join(out, "tokenizer.bpe"), corpus.Train, vocab,
 		tokenizerText, nil)
 	if err != nil {
 		return err
 	}
+
 	tokens, err := data.Tokenize(ctx, corpus.Train, tok)
 	if err != nil {
 		return err
 	}
+
 	loader, err := data.NewLoader(tokens, data.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: seed})
 	if err != nil {
 		return err
 	}
+
 	heldOut, err := corpus.HeldOut.Sample(heldOutText)
 	if err != nil {
 		return err
 	}
+
 	evaluation, err := data.NewEvaluation(heldOut, tok, batch, config.Seq)
 	if err != nil {
 		return err
@@ -116,12 +121,14 @@ func run(ctx context.Context, path, out string, steps int, seed uint64, resume b
 	if err != nil {
 		return err
 	}
+
 	optimizer, err := optim.NewMuon(optim.WithLR(rate), optim.WithAdamW(optim.WithLR(rate),
 		optim.WithBetas(0.9, 0.95), optim.WithWeightDecay(0.1),
 		optim.WithGroup(optim.NameContains("norm", "kasmina"), optim.Decay(0))))
 	if err != nil {
 		return err
 	}
+
 	schedule := func(step int) float64 {
 		left := float64(steps-step) / float64(steps)
 		return rate * min(1, float64(step+1)/warmup, 2*left+0.0001) // falls in the second half
@@ -135,6 +142,7 @@ func run(ctx context.Context, path, out string, steps int, seed uint64, resume b
 		return err
 	}
 	defer func() { err = errors.Join(err, t.Close()) }()
+
 	if err := t.Grow(llm.Growth{Controller: control.NewDepth(blueprints.Stack, growth)}); err != nil {
 		return err
 	}
@@ -163,11 +171,13 @@ func run(ctx context.Context, path, out string, steps int, seed uint64, resume b
 			return fmt.Errorf("the run in %s has made all of its %d steps", out, steps)
 		}
 	}
+
 	if err := t.Run(ctx); errors.Is(err, context.Canceled) {
 		return fmt.Errorf("stopped after step %d: %w; add -resume to continue", t.Step(), err)
 	} else if err != nil {
 		return err
 	}
+
 	return report(ctx, t, ops, corpus.Train, heldOut, stdout)
 }
 
@@ -191,10 +201,12 @@ func report(ctx context.Context, t *llm.Trainer, ops []llm.OpTime, train *data.T
 	if err != nil {
 		return err
 	}
+
 	order2, err := trigrams.BitsPerByte(ctx, heldOut)
 	if err != nil {
 		return err
 	}
+
 	gzip, err := baseline.GzipBitsPerByte(ctx, heldOut)
 	if err != nil {
 		return err
@@ -220,6 +232,7 @@ func report(ctx context.Context, t *llm.Trainer, ops []llm.OpTime, train *data.T
 			kasmina += op.Time.Seconds()
 		}
 	}
+
 	share := kasmina / max(all, math.SmallestNonzeroFloat64)
 	fmt.Fprintf(w, "the Kasmina layers took %.2f %% of the time of a step\n\n", 100*share)
 

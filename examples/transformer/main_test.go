@@ -50,6 +50,7 @@ func TestRun(t *testing.T) {
 		"sample.txt"} {
 		require.FileExists(t, filepath.Join(out, name))
 	}
+
 	log, err := os.ReadFile(filepath.Join(out, "log.jsonl"))
 	require.NoError(t, err)
 	require.Contains(t, string(log), "1 blocks to 2")

@@ -82,27 +82,32 @@ func writeTemporary(path, owner string, write func(*os.File) error,
 	if err != nil {
 		return err
 	}
+
 	defer func() {
 		if err != nil {
 			f.Close()
 			os.Remove(f.Name())
 		}
 	}()
+
 	failpoint.Reach("file created", path)
 
 	if err := write(f); err != nil {
 		return err
 	}
+
 	failpoint.Reach("file written", path)
 
 	if err := f.Sync(); err != nil {
 		return err
 	}
+
 	failpoint.Reach("file synced", path)
 
 	if err := publish(f, path, rename); err != nil {
 		return err
 	}
+
 	failpoint.Reach("file renamed", path)
 	return nil
 }
@@ -129,6 +134,7 @@ func Writable(path string) error {
 	if err := checkPath(path); err != nil {
 		return err
 	}
+
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return err
 	}
@@ -137,6 +143,7 @@ func Writable(path string) error {
 	if _, err := os.Lstat(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("no file can have this name: %w", err)
 	}
+
 	path, err := target(path)
 	if err != nil {
 		return err
@@ -151,6 +158,7 @@ func Writable(path string) error {
 		}
 		return fmt.Errorf("no file can be created in %s: %w", filepath.Dir(path), err)
 	}
+
 	failpoint.Reach("file created", path)
 	err = f.Close()
 	return errors.Join(err, os.Remove(f.Name()))

@@ -28,6 +28,7 @@ func TestKeepsTheOldOne(t *testing.T) {
 	if err := os.MkdirAll(filepath.Join(dir, "folder", "full"), 0o777); err != nil {
 		t.Fatal(err)
 	}
+
 	full := errors.New("full")
 	for path, want := range map[string]error{"file": full, "folder": nil,
 		"absent/file": os.ErrNotExist} {
@@ -42,9 +43,11 @@ func TestKeepsTheOldOne(t *testing.T) {
 			t.Errorf("%s: got %v, want %v", path, err, want)
 		}
 	}
+
 	if got, err := os.ReadFile(filepath.Join(dir, "file")); err != nil || string(got) != "old" {
 		t.Errorf("the file holds %q, %v", got, err)
 	}
+
 	for path, want := range map[string]string{"": `the path is ""`, dir: "is a folder"} {
 		for _, err := range []error{Writable(path), Write(path, func(*os.File) error {
 			t.Errorf("%q is written to", path)
@@ -55,6 +58,7 @@ func TestKeepsTheOldOne(t *testing.T) {
 			}
 		}
 	}
+
 	if files, err := os.ReadDir(dir); err != nil || len(files) != 2 {
 		t.Errorf("a temporary file is left: %v, %v", files, err)
 	}
@@ -67,10 +71,12 @@ func TestKeepsLink(t *testing.T) {
 	if err := os.Symlink(target, link); err != nil {
 		t.Skip("this system does not let us make symbolic links:", err)
 	}
+
 	mustWrite(t, link, "2")
 	if got, err := os.ReadFile(target); err != nil || string(got) != "2" {
 		t.Errorf("the link's target holds %q, %v", got, err)
 	}
+
 	if info, err := os.Lstat(link); err != nil || info.Mode()&os.ModeSymlink == 0 {
 		t.Errorf("the link is now %v, %v", info, err)
 	}
@@ -90,11 +96,13 @@ func TestStale(t *testing.T) {
 		filepath.Join(dir, prefixOf("model")+strings.Repeat("x", randomDigits)+nameSuffix),
 		filepath.Join(dir, prefixOf("model")+"notes.txt"),
 	}
+
 	for _, name := range append(keep, dead) {
 		if err := os.WriteFile(name, nil, 0o666); err != nil {
 			t.Fatal(err)
 		}
 	}
+
 	running, err := createTemporary(dir, "model")
 	if err != nil {
 		t.Fatal(err)
@@ -106,11 +114,13 @@ func TestStale(t *testing.T) {
 	if exists(dead) {
 		t.Error("the file of a killed writer is still there")
 	}
+
 	for _, name := range append(keep, running.Name()) {
 		if !exists(name) {
 			t.Errorf("%s is gone", filepath.Base(name))
 		}
 	}
+
 	if err := publish(running, path, os.Rename); err != nil {
 		t.Error(err)
 	}
@@ -135,6 +145,7 @@ func TestTemporaryStays(t *testing.T) {
 			}
 		}()
 	}
+
 	for range 1000 {
 		f, err := createTemporary(dir, "model")
 		if err != nil {
@@ -154,6 +165,7 @@ func TestTemporaryStays(t *testing.T) {
 		f.Close()
 		os.Remove(f.Name())
 	}
+
 	close(stop)
 	<-stopped
 	<-stopped

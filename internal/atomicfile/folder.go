@@ -24,9 +24,11 @@ func CreateFolder(path string, fill func(dir string) error) (err error) {
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		path = target
 	}
+
 	if err := Vacant(path); err != nil {
 		return err
 	}
+
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return err
 	}
@@ -37,21 +39,25 @@ func CreateFolder(path string, fill func(dir string) error) (err error) {
 		return err
 	}
 	defer release()
+
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, os.RemoveAll(name))
 		}
 	}()
+
 	failpoint.Reach("folder created", path)
 
 	if err := fill(name); err != nil {
 		return err
 	}
+
 	failpoint.Reach("folder filled", path)
 
 	if err := publishFolder(name, path); err != nil {
 		return err
 	}
+
 	failpoint.Reach("folder renamed", path)
 	return syncDir(filepath.Dir(path))
 }
@@ -73,10 +79,12 @@ func Vacant(path string) error {
 	if err != nil {
 		return err
 	}
+
 	if len(entries) > 0 {
 		return fmt.Errorf("the folder %s is not empty, it holds %s: choose another name (%w)", path,
 			entries[0].Name(), fs.ErrExist)
 	}
+
 	return nil
 }
 

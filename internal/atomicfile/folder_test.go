@@ -50,6 +50,7 @@ func TestCreateFolder(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		return // Windows lets only some users create links
 	}
+
 	target := filepath.Join(dir, "target")
 	require.NoError(t, os.Mkdir(target, 0o777))
 	require.NoError(t, os.Symlink(target, filepath.Join(dir, "link")))
@@ -126,6 +127,7 @@ func TestStaleFolder(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("Windows cannot tell whose folder it is")
 	}
+
 	dir := t.TempDir()
 	dead := filepath.Join(dir, prefixOf("out")+strings.Repeat("d", randomDigits)+nameSuffix)
 	require.NoError(t, os.MkdirAll(filepath.Join(dead, "a", "b"), 0o777))

@@ -22,15 +22,18 @@ func Move(from, to string) error {
 	if err != nil {
 		return err
 	}
+
 	if info.IsDir() {
 		return moveFolder(from, to)
 	}
+
 	if err := os.Link(from, to); err != nil {
 		if _, there := os.Lstat(to); there == nil {
 			return exists(to)
 		}
 		return moveOver(from, to)
 	}
+
 	return os.Remove(from)
 }
 
@@ -54,11 +57,14 @@ func moveOver(from, to string) error {
 	if err != nil {
 		return err
 	}
+
 	if err := f.Close(); err != nil {
 		return err
 	}
+
 	if err := os.Rename(from, to); err != nil {
 		return errors.Join(err, os.Remove(to))
 	}
+
 	return nil
 }

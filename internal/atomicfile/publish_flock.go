@@ -26,6 +26,7 @@ func removeUnclaimed(name string, folder bool) {
 		return // for example a named pipe, which is nobody's temporary file
 	}
 	defer f.Close()
+
 	if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != nil {
 		return
 	}
@@ -69,5 +70,6 @@ func syncDir(path string) error {
 	if err := dir.Sync(); err != nil && !errors.Is(err, syscall.EINVAL) {
 		return err
 	}
+
 	return nil
 }

@@ -13,6 +13,7 @@ func renameNew(from, to string) error {
 	if err != nil {
 		return err
 	}
+
 	new16, err := windows.UTF16PtrFromString(to)
 	if err != nil {
 		return err
@@ -22,9 +23,11 @@ func renameNew(from, to string) error {
 	if err == nil {
 		return nil
 	}
+
 	if _, there := os.Lstat(to); there == nil && !errors.Is(err, windows.ERROR_SHARING_VIOLATION) {
 		err = os.ErrExist // Windows says "access denied" where there is a folder
 	}
+
 	return &os.LinkError{Op: "rename", Old: from, New: to, Err: err}
 }
 

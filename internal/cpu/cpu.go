@@ -54,6 +54,7 @@ func Parallel(n, grain int, f func(lo, hi int)) {
 	if p := t.panicked.Load(); p != nil {
 		panic(p)
 	}
+
 	t.f = nil
 	teams.Put(t)
 }

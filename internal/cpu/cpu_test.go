@@ -174,6 +174,7 @@ func TestParallelStopsAtPanic(t *testing.T) {
 	if r == nil || running.Load() != 0 {
 		t.Errorf("recovered %v with %d calls under way", r, running.Load())
 	}
+
 	if calls.Load() == n {
 		t.Error("all spans were worked off after a panic in one of the first")
 	}

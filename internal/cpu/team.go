@@ -39,6 +39,7 @@ func (t *team) divide(n, grain, workers int, f func(lo, hi int)) {
 	if workers > cap(t.parts) {
 		t.parts = make([]part, workers)
 	}
+
 	t.parts = t.parts[:workers]
 	spans := CeilDiv(n, grain)
 	for w := range t.parts {

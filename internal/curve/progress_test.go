@@ -13,6 +13,7 @@ func TestCurveStaysSmall(t *testing.T) {
 		points = Add(points, Progress{epoch, 0, 1})
 		require.NoError(t, Check(points, uint32(epoch)))
 	}
+
 	require.GreaterOrEqual(t, len(points), MaxLength/2)
 	require.Equal(t, 10*MaxLength, points[len(points)-1].Epoch)
 	for _, bad := range [][]Progress{{{0, 0, 1}}, {{2, 0, 1}, {2, 0, 1}},

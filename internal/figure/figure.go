@@ -39,6 +39,7 @@ func Write(path string, width, height vg.Length, panels ...Panel) error {
 	for i, c := range Layout(canvas, panels...) {
 		panels[i].Plot.Draw(c)
 	}
+
 	return atomicfile.WriteMkdir(path, func(f *os.File) error {
 		_, err := vgimg.PngCanvas{Canvas: image}.WriteTo(f)
 		return err
@@ -66,6 +67,7 @@ func Layout(canvas draw.Canvas, panels ...Panel) []draw.Canvas {
 	for i, p := range panels {
 		moveLegend(p.Plot, all[i])
 	}
+
 	return all
 }
 
@@ -97,6 +99,7 @@ func moveLegend(p *plot.Plot, c draw.Canvas) {
 	if p.Legend.Left {
 		p.Legend.XOffs = gap
 	}
+
 	p.Legend.YOffs = gap
 	if p.Legend.Top {
 		p.Legend.YOffs = frame.Max.Y - c.Max.Y - gap

@@ -51,6 +51,7 @@ func TestLayout(t *testing.T) {
 		require.LessOrEqual(t, all[i].Max.Y, bottom+0.01, "panel %d overlaps the one above", i)
 		bottom = all[i].Min.Y
 	}
+
 	require.GreaterOrEqual(t, bottom, canvas.Min.Y)
 }
 
@@ -91,5 +92,6 @@ func TestLegendInFrame(t *testing.T) {
 		}
 		require.NotZero(t, found, name)
 	}
+
 	require.ErrorContains(t, Write("x.png", 1, 1), "no panels")
 }

@@ -40,6 +40,7 @@ func Claim(dir string) (release func() error, err error) {
 	if err != nil {
 		return nil, err
 	}
+
 	if !folder.IsDir() {
 		return nil, fmt.Errorf("%s is no folder", dir)
 	}

@@ -17,6 +17,7 @@ func TestMain(m *testing.M) {
 	if dir == "" {
 		os.Exit(m.Run())
 	}
+
 	_, err := Claim(dir)
 	switch {
 	case errors.Is(err, ErrInUse):

@@ -17,12 +17,14 @@ func lock(dir string) (unlock func() error, err error) {
 	if err == nil {
 		err = flock(f)
 	}
+
 	if errors.Is(err, ErrInUse) {
 		return nil, err
 	}
 	if err != nil {
 		return lockFile(filepath.Join(dir, name))
 	}
+
 	return f.Close, nil
 }
 
@@ -61,6 +63,7 @@ func flock(f *os.File) error {
 	default:
 		err = fmt.Errorf("%w: this file system cannot lock: %w", errors.ErrUnsupported, err)
 	}
+
 	f.Close()
 	return err
 }

@@ -31,6 +31,7 @@ func lock(dir string) (unlock func() error, err error) {
 	if err != nil {
 		return nil, &os.PathError{Op: "lock", Path: path, Err: err}
 	}
+
 	return os.NewFile(uintptr(h), path).Close, nil
 }
 

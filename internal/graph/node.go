@@ -16,6 +16,7 @@ func Children(n *gorgonia.Node) gorgonia.Nodes {
 	if g.Node(n.ID()) != n {
 		g = g.ExactSubgraphRoots(n)
 	}
+
 	var children gorgonia.Nodes
 	for it := g.From(n.ID()); it.Next(); {
 		if child, ok := it.Node().(*gorgonia.Node); ok {

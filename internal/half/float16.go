@@ -49,6 +49,7 @@ func (h Float16) Float64() float64 {
 	if h>>15 != 0 {
 		v = -v
 	}
+
 	return v
 }
 

@@ -41,6 +41,7 @@ func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 			"the node is on %v, want %v: the LispMachine differentiates this op there only",
 			ctx.Device, gorgonia.CPU)
 	}
+
 	if len(inputs) != len(b.in) || output == nil {
 		return fmt.Errorf("got %d inputs, want %d and an output", len(inputs), len(b.in))
 	}
@@ -104,10 +105,12 @@ func (d *derivative) build(b *Base) error {
 	if d.grads, err = op.SymDiff(d.inputs, d.output, d.grad); err != nil {
 		return err
 	}
+
 	if len(d.grads) > len(d.inputs) {
 		return fmt.Errorf("SymDiff returned %d gradients, want one for each of %d inputs",
 			len(d.grads), len(d.inputs))
 	}
+
 	return nil
 }
 
@@ -116,6 +119,7 @@ func evaluate(n *gorgonia.Node, values map[*gorgonia.Node]gorgonia.Value) (gorgo
 	if v, ok := values[n]; ok {
 		return v, nil
 	}
+
 	if graph.IsConstant(n) {
 		return n.Value(), nil
 	}
@@ -133,6 +137,7 @@ func evaluate(n *gorgonia.Node, values map[*gorgonia.Node]gorgonia.Value) (gorgo
 	if err != nil {
 		return nil, err
 	}
+
 	values[n] = v
 	return v, nil
 }
@@ -192,12 +197,14 @@ func isZero(v gorgonia.Value) (bool, error) {
 	if err != nil {
 		return false, err
 	}
+
 	switch x := flat.(type) {
 	case []float32:
 		return allZero(x), nil
 	case []float64:
 		return allZero(x), nil
 	}
+
 	return false, fmt.Errorf("the gradient is a %T", v)
 }
 

@@ -73,10 +73,12 @@ func Init[O gorgonia.Op](b *Base, op O, name, config string, inputs []*gorgonia.
 	for _, n := range inputs {
 		b.in = append(b.in, operand{n.Type(), n.Dtype(), n.Shape().Clone()})
 	}
+
 	b.out = operand{dt, dt, out.Clone()}
 	if len(out) > 0 {
 		b.out.typ = gorgonia.TensorType{Dims: len(out), Of: dt}
 	}
+
 	b.f32 = func(out []float32, in Args) error { return f32(op, out, in) }
 	b.f64 = func(out []float64, in Args) error { return f64(op, out, in) }
 }
@@ -100,6 +102,7 @@ func (b *Base) Run(out any, in Args) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", b.name, err)
 	}
+
 	return nil
 }
 
@@ -161,6 +164,7 @@ func (b *Base) InferShape(in ...gorgonia.DimSizer) (tensor.Shape, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", b.name, err)
 	}
+
 	if len(shapes) != len(b.in) {
 		return nil, fmt.Errorf("%s: got %d inputs, want %d", b.name, len(shapes), len(b.in))
 	}
@@ -272,6 +276,7 @@ func (b *Base) UsePreallocDo(prealloc gorgonia.Value,
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", b.name, err)
 	}
+
 	return prealloc, nil
 }
 
@@ -297,6 +302,7 @@ func (b *Base) args(in []gorgonia.Value) (Args, error) {
 	if b.self == nil {
 		return nil, errZero
 	}
+
 	if len(in) != len(b.in) {
 		return nil, fmt.Errorf("%s: got %d inputs, want %d", b.name, len(in), len(b.in))
 	}
@@ -387,6 +393,7 @@ func gather[T any](data []T, shape tensor.Shape, strides []int) []T {
 			walk(dim+1, offset+i*strides[dim])
 		}
 	}
+
 	walk(0, 0)
 	return out
 }
@@ -413,5 +420,6 @@ func ValueOf(flat any, shape tensor.Shape) gorgonia.Value {
 			return gorgonia.NewI(x[0])
 		}
 	}
+
 	return tensor.New(tensor.WithShape(shape...), tensor.WithBacking(flat))
 }

@@ -56,12 +56,14 @@ func (p *PartOp) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	switch data := args[0].(type) {
 	case []float32:
 		return ValueOf(part(p, data), p.out.shape), nil
 	case []float64:
 		return ValueOf(part(p, data), p.out.shape), nil
 	}
+
 	return nil, fmt.Errorf("%v: want a float vector, got %T", p, args[0])
 }
 

@@ -75,6 +75,7 @@ func attentionCase(r *rand.Rand, batch int, c op.AttentionConfig, documents bool
 		Want: func(in []Input) []float64 {
 			return refAttention(in[0].Values, in[1].Values, in[2].Values, nil, batch, c)
 		}}
+
 	if documents {
 		a.In = append(a.In, starts(r, batch, c.Seq))
 		a.Build = func(in gorgonia.Nodes) (*gorgonia.Node, error) {
@@ -84,6 +85,7 @@ func attentionCase(r *rand.Rand, batch int, c op.AttentionConfig, documents bool
 			return refAttention(in[0].Values, in[1].Values, in[2].Values, in[3].IDs, batch, c)
 		}
 	}
+
 	return a
 }
 
@@ -105,6 +107,7 @@ func starts(r *rand.Rand, sequences, seq int) Input {
 			start = end
 		}
 	}
+
 	return Input{Shape: []int{len(x)}, IDs: x}
 }
 
@@ -113,6 +116,7 @@ func refAttention(q, k, v []float64, starts []int, batch int, c op.AttentionConf
 	if c.Scale == 0 {
 		c.Scale = 1 / math.Sqrt(float64(c.HeadDim))
 	}
+
 	y := make([]float64, len(q))
 	at := func(b, position, head, heads, i int) int {
 		return ((b*c.Seq+position)*heads+head)*c.HeadDim + i
@@ -145,6 +149,7 @@ func refAttention(q, k, v []float64, starts []int, batch int, c op.AttentionConf
 			}
 		}
 	}
+
 	return y
 }
 
@@ -162,6 +167,7 @@ func stockAttention(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error) {
 			hidden[i] = -1e9
 		}
 	}
+
 	q := in[0]
 	mask := gorgonia.NodeFromAny(q.Graph(), Dense(q.Dtype(), hidden, batch*heads, seq, seq),
 		gorgonia.WithName("mask"))

@@ -101,6 +101,7 @@ func refCrossEntropy(logits []float64, targets []int, v int) []float64 {
 		sum += math.Log(z) - logits[r*v+t]
 		n++
 	}
+
 	return []float64{sum / n}
 }
 
@@ -110,6 +111,7 @@ func stockLoss(logits, targets *gorgonia.Node, rows, vocab int) (*gorgonia.Node,
 	for i, t := range targets.Value().Data().([]int) {
 		one[i*vocab+t] = 1
 	}
+
 	hot := gorgonia.NodeFromAny(logits.Graph(), Dense(logits.Dtype(), one, rows, vocab),
 		gorgonia.WithName("one-hot"))
 

@@ -29,6 +29,7 @@ func kasminaCase(r *rand.Rand, rows, d, seeds int) (Case, error) {
 	if err != nil {
 		return Case{}, err
 	}
+
 	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate,
 		blueprints.MLPExpansion, blueprints.ConvFilter}
 	for s := range seeds {

@@ -106,6 +106,7 @@ func linearAddCase(r *rand.Rand, rows, in, out int) Case {
 		}
 		return y
 	}
+
 	return Case{In: []Input{Normal(r, rows, in), weight(r, out, in), Normal(r, rows, out)},
 		Want: want, Size: want,
 		Build: func(in gorgonia.Nodes) (*gorgonia.Node, error) {

@@ -53,6 +53,7 @@ func refNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
 	for _, v := range x {
 		squares += v * v
 	}
+
 	y := slices.Clone(x)
 	for i := range y {
 		y[i] /= math.Sqrt(squares) + 1e-7
@@ -73,5 +74,6 @@ func refNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
 		}
 		y = next
 	}
+
 	return y
 }

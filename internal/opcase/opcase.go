@@ -81,6 +81,7 @@ func (c Case) Nodes(dt tensor.Dtype) (in, wrt gorgonia.Nodes) {
 		n := gorgonia.NodeFromAny(g, Dense(dt, a.Values, a.Shape...), name)
 		in, wrt = append(in, n), append(wrt, n)
 	}
+
 	return in, wrt
 }
 

@@ -77,6 +77,7 @@ func refRoPE(x []float64, c op.RoPEConfig) []float64 {
 			y[i] = x[i]*cos + x[i-h]*sin
 		}
 	}
+
 	return y
 }
 
@@ -87,6 +88,7 @@ func refFrequency(pair, headDim int, base float64, s *op.RoPEScaling) (f, magnit
 	if s == nil {
 		return f, 1
 	}
+
 	if s.BetaFast > 0 {
 		slowed, magnitude := refYaRN(pair, headDim, base, *s)
 		return f*(1-slowed) + f*slowed/s.Factor, magnitude
@@ -100,6 +102,7 @@ func refFrequency(pair, headDim int, base float64, s *op.RoPEScaling) (f, magnit
 		smooth := (float64(s.Original)/wavelength - s.LowFreq) / (s.HighFreq - s.LowFreq)
 		f = (1-smooth)*f/s.Factor + smooth*f
 	}
+
 	return f, 1
 }
 
@@ -114,6 +117,7 @@ func refYaRN(pair, headDim int, base float64, s op.RoPEScaling) (slowed, magnitu
 	if !s.Unrounded {
 		first, last = math.Floor(first), math.Ceil(last)
 	}
+
 	first, last = max(first, 0), min(last, float64(headDim-1))
 	if first == last {
 		last += 0.001
@@ -122,5 +126,6 @@ func refYaRN(pair, headDim int, base float64, s op.RoPEScaling) (slowed, magnitu
 	if magnitude = s.Magnitude; magnitude == 0 {
 		magnitude = 1 + math.Log(s.Factor)/10
 	}
+
 	return min(1, max(0, (float64(pair)-first)/(last-first))), magnitude
 }

@@ -72,6 +72,7 @@ func Table(times []OpTime) string {
 	for _, t := range times {
 		whole += t.Time
 	}
+
 	var s strings.Builder
 	fmt.Fprintf(&s, "%-28s %5s %10s %6s %8s %8s  %s\n", "op", "tasks", "us", "%",
 		"GB/s", "TFLOP/s", "variants")

@@ -88,12 +88,15 @@ func (p *Profile) ceiling(s Span) time.Duration {
 	if s.Float8 {
 		product = p.ProductFloat8
 	}
+
 	if p.Copy > 0 {
 		least = s.Bytes / p.Copy
 	}
+
 	if product > 0 {
 		least = max(least, s.FLOPs/product)
 	}
+
 	return time.Duration(least * float64(time.Second))
 }
 
@@ -194,6 +197,7 @@ func (p *Profile) kernelTable(w io.Writer) {
 	for _, s := range p.Spans {
 		kernels = append(kernels, OpTime{Op: s.Kernel, Tasks: 1, Time: s.Time})
 	}
+
 	kernels = Gather(kernels)
 	fmt.Fprintf(w, "\n%-56s %5s %10s %6s\n", "kernel", "runs", "us", "%")
 	for _, k := range kernels[:min(tableKernels, len(kernels))] {

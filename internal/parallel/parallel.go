@@ -63,5 +63,6 @@ func Index(n int, f func(i int) bool) int {
 	if at := first.Load(); at < int64(n) {
 		return int(at)
 	}
+
 	return -1
 }

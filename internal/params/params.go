@@ -130,12 +130,15 @@ func read(vg gorgonia.ValueGrad) (Param, values, error) {
 			"value is %v of shape %v, but the gradient is %v of shape %v",
 			p.Dtype, p.Shape, g.Dtype(), g.Shape())
 	}
+
 	if p.Value, err = Memory(v); err != nil {
 		return p, values{}, fmt.Errorf("value %w", err)
 	}
+
 	if p.Grad, err = Memory(g); err != nil {
 		return p, values{}, fmt.Errorf("gradient %w", err)
 	}
+
 	return p, values{v, g}, nil
 }
 

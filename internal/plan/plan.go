@@ -34,6 +34,7 @@ func Pack(all []*Interval, alignment int) (total int) {
 		placed = Insert(placed, v)
 		total = max(total, v.Offset+Align(v.Bytes, alignment))
 	}
+
 	return total
 }
 

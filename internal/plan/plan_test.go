@@ -60,10 +60,12 @@ func peak(all []*Interval, alignment int) int {
 		steps[v.First] += Align(v.Bytes, alignment)
 		steps[v.Last+1] -= Align(v.Bytes, alignment)
 	}
+
 	most, now := 0, 0
 	for _, s := range slices.Sorted(maps.Keys(steps)) {
 		now += steps[s]
 		most = max(most, now)
 	}
+
 	return most
 }

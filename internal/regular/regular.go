@@ -24,6 +24,7 @@ func Open(path string) (*os.File, int64, error) {
 	if err != nil {
 		return nil, 0, err
 	}
+
 	if err := check(path, info); err != nil {
 		return nil, 0, err
 	}
@@ -41,6 +42,7 @@ func Open(path string) (*os.File, int64, error) {
 	if err != nil {
 		return nil, 0, errors.Join(err, f.Close())
 	}
+
 	return f, info.Size(), nil
 }
 
@@ -71,6 +73,7 @@ func Append(path string) (*os.File, int64, error) {
 	if err != nil {
 		return nil, 0, errors.Join(err, f.Close())
 	}
+
 	return f, info.Size(), nil
 }
 
@@ -83,6 +86,7 @@ func Read(path string, limit int64, what string) ([]byte, error) {
 	}
 
 	defer f.Close()
+
 	if size > limit {
 		return nil, fmt.Errorf("%s has %d bytes, but %s at most %d: it is another kind of file",
 			path, size, what, limit)
@@ -93,6 +97,7 @@ func Read(path string, limit int64, what string) ([]byte, error) {
 	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) {
 		err = nil // the file has become shorter meanwhile
 	}
+
 	return b[:n], err
 }
 

@@ -50,6 +50,7 @@ func small(t testing.TB) []byte {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	return b
 }
 
@@ -114,6 +115,7 @@ func TestDamageIsLocated(t *testing.T) {
 	}
 
 	defer f.Close()
+
 	if _, err := f.Tensor(context.Background(), "first"); err != nil {
 		t.Errorf("the undamaged tensor: %v", err)
 	}
@@ -144,12 +146,15 @@ func TestForeignFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := f.Verify(t.Context(), f.Names()...); err != nil || f.HasDigest() {
 		t.Errorf("Verify: %v, HasDigest %v", err, f.HasDigest())
 	}
+
 	if err := loadBytes(b); err != nil {
 		t.Error(err)
 	}
+
 	if err := loadBytes(file("{}", 0)); err != nil {
 		t.Errorf("no tensors: %v", err)
 	}

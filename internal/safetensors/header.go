@@ -136,9 +136,11 @@ func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) 
 		return nil, fmt.Errorf("header: the metadata entries %q and %q are damaged", digestKey,
 			sumsKey)
 	}
+
 	if digest != digestValue {
 		return nil, fmt.Errorf("header: unknown digest %q, expected %q", digest, digestValue)
 	}
+
 	if len(digits) != sumDigits*(n+1) {
 		return nil, fmt.Errorf("header: %d checksum digits, expected %d",
 			len(digits), sumDigits*(n+1))
@@ -160,5 +162,6 @@ func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) 
 	if got := fmt.Sprintf("%08x", headerSum(head, at)); got != digits[:sumDigits] {
 		return nil, fmt.Errorf("header: checksum %s, expected %s", got, digits[:sumDigits])
 	}
+
 	return sums[1:], nil
 }

@@ -154,6 +154,7 @@ func killSaver(t *testing.T, path string, first uint64, moment func(*saver)) uin
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}

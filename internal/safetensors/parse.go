@@ -23,6 +23,7 @@ func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, err
 	if len(header) == 0 || header[0] != '{' {
 		return nil, nil, errors.New("header does not start with {")
 	}
+
 	if !utf8.Valid(header) {
 		return nil, nil, errors.New("header is not valid UTF-8 JSON")
 	}
@@ -33,6 +34,7 @@ func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, err
 	if err := p.header(); err != nil {
 		return nil, nil, fmt.Errorf("header: %w", err)
 	}
+
 	if err := p.inDataOrder(); err != nil {
 		return nil, nil, err
 	}
@@ -40,6 +42,7 @@ func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, err
 	if p.metadata == nil {
 		p.metadata = map[string]string{}
 	}
+
 	return p.entries, p.metadata, nil
 }
 
@@ -142,6 +145,7 @@ func (p *parser) entry(name string) (entry, error) {
 	if n != len(fields) {
 		return e, fmt.Errorf("%d fields, expected dtype, shape and data_offsets", n)
 	}
+
 	return e, e.check()
 }
 
@@ -201,10 +205,12 @@ func (e *entry) check() error {
 		return fmt.Errorf("%s of shape %v takes %d bits, which is not a whole number of bytes",
 			e.dtype, e.shape, n*bits)
 	}
+
 	if got := e.end - e.begin; got != want {
 		return fmt.Errorf("%s of shape %v takes %d bytes, data_offsets [%d,%d] hold %d", e.dtype,
 			e.shape, want, e.begin, e.end, got)
 	}
+
 	return nil
 }
 
@@ -237,5 +243,6 @@ func (p *parser) inDataOrder() error {
 		return fmt.Errorf("the tensors end at offset %d, but the file has %d bytes of data", end,
 			p.dataSize)
 	}
+
 	return nil
 }

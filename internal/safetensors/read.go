@@ -36,11 +36,13 @@ func Open(path string) (*File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("safetensors: %w", err)
 	}
+
 	file, err := NewFile(path, f, size)
 	if err != nil {
 		f.Close()
 		return nil, err
 	}
+
 	file.close = f.Close
 	return file, nil
 }
@@ -63,6 +65,7 @@ func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 			f.corrupt("header of %d bytes, the format allows %d: is this a safetensors file?",
 				n, maxHeader)
 	}
+
 	if n > uint64(size-8) {
 		return nil, f.corrupt("header of %d bytes, but only %d follow its length: %s", n, size-8,
 			cutShort)
@@ -78,12 +81,15 @@ func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 	if f.entries, f.metadata, err = parseHeader(head[8:], size-f.dataStart); err != nil {
 		return nil, f.corrupt("%v", err)
 	}
+
 	if f.sums, err = takeSums(head, f.metadata, len(f.entries)); err != nil {
 		return nil, f.corrupt("%v", err)
 	}
+
 	if err := f.sortNames(); err != nil {
 		return nil, f.corrupt("header: %v", err)
 	}
+
 	return f, nil
 }
 
@@ -93,6 +99,7 @@ func (f *File) sortNames() error {
 	for i := range f.byName {
 		f.byName[i] = int32(i)
 	}
+
 	slices.SortFunc(f.byName, func(a, b int32) int {
 		return cmp.Compare(f.entries[a].name,
 			f.entries[b].name)
@@ -128,6 +135,7 @@ func Load(path string) ([]Tensor, map[string]string, error) {
 	}
 
 	defer f.Close()
+
 	tensors := make([]Tensor, len(f.entries))
 	for i := range tensors {
 		if tensors[i], err = f.tensor(context.Background(), i); err != nil {
@@ -203,6 +211,7 @@ func (f *File) Read(ctx context.Context, name string, data any) error {
 			"not fit a %T of %d: %w", f.name, name, n, e.dtype, data,
 			reflect.ValueOf(data).Len(), ErrInvalid)
 	}
+
 	return f.fill(ctx, i, data)
 }
 
@@ -218,6 +227,7 @@ func (f *File) Verify(ctx context.Context, names ...string) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -251,6 +261,7 @@ func (f *File) tensor(ctx context.Context, i int) (Tensor, error) {
 	if err := f.fill(ctx, i, data); err != nil {
 		return Tensor{}, err
 	}
+
 	return Tensor{e.name, e.dtype, slices.Clone(e.shape), data}, nil
 }
 
@@ -303,6 +314,7 @@ func (f *File) Part(ctx context.Context, name string, from, to int64,
 	if err := f.supports(e); err != nil {
 		return err
 	}
+
 	if size := int64(e.dtype.Size()); from < 0 || to < from || to > e.end-e.begin ||
 		from%size != 0 || to%size != 0 {
 		return fmt.Errorf("safetensors: %s: bytes %d to %d of tensor %.100q, which has %d", f.name,
@@ -367,6 +379,7 @@ func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte,
 		return f.corrupt("tensor %.100q: data checksum %08x, expected %08x (file bytes %d to %d)",
 			e.name, sum, f.sums[i], f.dataStart+e.begin, f.dataStart+e.end)
 	}
+
 	return nil
 }
 

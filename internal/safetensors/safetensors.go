@@ -162,6 +162,7 @@ func (t *Tensor) check() error {
 	if want == nil {
 		return fail("unknown dtype %q", t.DType)
 	}
+
 	if reflect.TypeOf(t.Data) != want {
 		return fail("dtype %s needs data of type %v, got %T", t.DType, want, t.Data)
 	}
@@ -170,9 +171,11 @@ func (t *Tensor) check() error {
 	if err != nil {
 		return fail("%v", err)
 	}
+
 	if got := reflect.ValueOf(t.Data).Len(); got != n {
 		return fail("shape %v has %d elements, data has %d", t.Shape, n, got)
 	}
+
 	return nil
 }
 

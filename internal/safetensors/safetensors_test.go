@@ -92,9 +92,11 @@ func TestRoundTrip(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if !maps.Equal(gotMetadata, metadata) {
 		t.Errorf("metadata %q, expected %q", gotMetadata, metadata)
 	}
+
 	if len(loaded) != len(tensors) {
 		t.Fatalf("%d tensors, expected %d", len(loaded), len(tensors))
 	}
@@ -105,6 +107,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 
 	defer f.Close()
+
 	if err := f.Verify(t.Context(), f.Names()...); err != nil || !f.HasDigest() {
 		t.Errorf("Verify: %v, HasDigest %v", err, f.HasDigest())
 	}
@@ -139,6 +142,7 @@ func TestRoundTrip(t *testing.T) {
 		!strings.Contains(err.Error(), "absent") {
 		t.Errorf("Tensor of an absent name: %v", err)
 	}
+
 	if _, _, err := f.Info("absent"); !errors.Is(err, ErrNotFound) {
 		t.Errorf("Info of an absent name: %v", err)
 	}
@@ -157,6 +161,7 @@ func TestBytes(t *testing.T) {
 	}
 
 	defer f.Close()
+
 	at := sumsOffset(got)
 	header := fmt.Sprintf(
 		`{"__metadata__":{"kasmina.crc32c":%q,"kasmina.digest":"crc32c","z":"1"},`+
@@ -270,9 +275,11 @@ func TestSaveFails(t *testing.T) {
 	if err := os.MkdirAll(filepath.Join(path, "full"), 0o777); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := Save(path, []Tensor{{"x", U8, []int{1}, []uint8{1}}}, nil); err == nil {
 		t.Error("replaced a folder")
 	}
+
 	if files, _ := os.ReadDir(dir); len(files) != 1 {
 		t.Errorf("left %v", files)
 	}

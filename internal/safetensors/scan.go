@@ -102,9 +102,11 @@ func (s *scanner) next(first bool, open, close byte) (more bool, err error) {
 	if s.accept(close) {
 		return false, nil
 	}
+
 	if first {
 		return true, nil
 	}
+
 	return true, s.expect(',')
 }
 
@@ -131,6 +133,7 @@ func (s *scanner) number(limit uint64) (int64, error) {
 	for s.at < len(s.text) && strings.IndexByte("0123456789+-.eE", s.text[s.at]) >= 0 {
 		s.at++
 	}
+
 	digits := s.text[start:s.at]
 	if digits == "" {
 		return 0, s.found("a number")
@@ -140,6 +143,7 @@ func (s *scanner) number(limit uint64) (int64, error) {
 	if err != nil || v > limit || digits[0] == '0' && digits != "0" {
 		return 0, fmt.Errorf("found %.40s, expected a whole number of at most %d", digits, limit)
 	}
+
 	return int64(v), nil
 }
 
@@ -211,6 +215,7 @@ func escapedRune(text string) (rune, int) {
 	if !ok {
 		return 0, 0
 	}
+
 	if !utf16.IsSurrogate(first) {
 		return first, 6
 	}

@@ -96,6 +96,7 @@ func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
 	if v := f.Getenv(variable); v != "" {
 		return []Place{f.Override(v, pattern)}
 	}
+
 	if f.GOOS != "linux" && f.GOOS != "windows" {
 		return nil
 	}

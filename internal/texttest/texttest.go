@@ -110,6 +110,7 @@ func Go(t testing.TB, size int) (train, heldOut []byte) {
 	if err := filepath.WalkDir(src, visit); err != nil {
 		t.Fatal(err)
 	}
+
 	return train[:min(size, len(train))], heldOut[:min(size, len(heldOut))]
 }
 

@@ -87,6 +87,7 @@ func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*
 		return nil, fmt.Errorf("baseline: TrainOrder2: the training text has %d bytes, want at "+
 			"least 3", read)
 	}
+
 	m.sum()
 	return m, nil
 }
@@ -135,10 +136,12 @@ func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) 
 	if ctx == nil {
 		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: %w", errNoContext)
 	}
+
 	if m == nil || m.totals[2] == nil {
 		return 0, errors.New("baseline: Order2.BitsPerByte: nothing has been counted: " +
 			"TrainOrder2 makes an Order2")
 	}
+
 	if len(text) < 2 {
 		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: the text has %d bytes, want at least 2",
 			len(text))
@@ -164,6 +167,7 @@ func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
 	if ctx == nil {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: %w", errNoContext)
 	}
+
 	if len(text) == 0 {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: the text is empty")
 	}
@@ -186,6 +190,7 @@ func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
 	if err != nil {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: %w", err)
 	}
+
 	return 8 * float64(size) / float64(len(text)), nil
 }
 

@@ -46,6 +46,7 @@ func naive(trigrams []string, context string, b byte) float64 {
 	if total == 0 {
 		return lower
 	}
+
 	return (count + float64(len(seen))*lower) / (total + float64(len(seen)))
 }
 
@@ -140,6 +141,7 @@ func TestOrder2Streams(t *testing.T) {
 	if a != b {
 		t.Errorf("%v bits per byte when read at once, %v in pieces", a, b)
 	}
+
 	if len(calls) != 3 || calls[0] != 1<<20 || calls[2] != int64(len(text)) {
 		t.Errorf("progress was told %v, want each MiB and the end", calls)
 	}
@@ -150,13 +152,16 @@ func TestBaselineErrors(t *testing.T) {
 	if _, err := TrainOrder2(t.Context(), iotest.ErrReader(broken), nil); !errors.Is(err, broken) {
 		t.Errorf("a reader that fails gives %v", err)
 	}
+
 	if _, err := TrainOrder2(t.Context(), strings.NewReader("ab"), nil); err == nil ||
 		!strings.Contains(err.Error(), "2 bytes, want at least 3") {
 		t.Errorf("two bytes give %v", err)
 	}
+
 	if _, err := mustTrain(t, []byte("abc")).BitsPerByte(t.Context(), []byte("a")); err == nil {
 		t.Error("one byte is scored")
 	}
+
 	if _, err := GzipBitsPerByte(t.Context(), nil); err == nil {
 		t.Error("gzip scores an empty text")
 	}

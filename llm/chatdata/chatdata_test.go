@@ -39,16 +39,19 @@ func newEncoder(t *testing.T, template string) *chatdata.Encoder {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	var file map[string]any
 	if err := json.Unmarshal(text, &file); err != nil {
 		t.Fatal(err)
 	}
+
 	added := file["added_tokens"].([]any)
 	last := int(added[len(added)-1].(map[string]any)["id"].(float64))
 	for i, name := range []string{"<|im_start|>", "<|im_end|>"} {
 		added = append(added, map[string]any{"id": last + 1 + i, "content": name, "special": true,
 			"single_word": false, "lstrip": false, "rstrip": false, "normalized": false})
 	}
+
 	file["added_tokens"] = added
 	if text, err = json.Marshal(file); err != nil {
 		t.Fatal(err)
@@ -58,16 +61,19 @@ func newEncoder(t *testing.T, template string) *chatdata.Encoder {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	end, ok := tok.ID("<|im_end|>")
 	if !ok {
 		t.Fatal("no <|im_end|>")
 	}
+
 	e := &chatdata.Encoder{Tokenizer: tok, End: []int{end}, Now: time.Unix(0, 0)}
 	if template != "" {
 		if e.Template, err = chat.Parse(template, nil); err != nil {
 			t.Fatal(err)
 		}
 	}
+
 	return e
 }
 
@@ -187,6 +193,7 @@ func TestReadGoesOnAfterProblems(t *testing.T) {
 			lines = append(lines, x.Line)
 		}
 	}
+
 	if !slices.Equal(lines, []int{1, 4, 5}) || !slices.Equal(problems, []int{3}) {
 		t.Errorf("examples in lines %v, problems in lines %v", lines, problems)
 	}
@@ -205,28 +212,34 @@ func TestCheck(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	have := func(all []*chatdata.Problem) (lines []string) {
 		for _, p := range all {
 			lines = append(lines, fmt.Sprintf("%d %s", p.Line, p.What))
 		}
 		return lines
 	}
+
 	if got, want := have(report.Problems), []string{"6 the prompt has no answer"}; !slices.Equal(got, want) {
 		t.Errorf("problems %q", got)
 	}
+
 	want := []string{"2 it is equal to line 1", "3 the text contains the special token <|im_end|>",
 		"4 message 2 is empty, so the model learns to end its turn at once",
 		"5 the conversation does not end with the assistant, so the last messages teach nothing"}
 	if got := have(report.Warnings); !slices.Equal(got, want) {
 		t.Errorf("warnings %q", got)
 	}
+
 	if report.Examples[chatdata.Conversation] != 5 || len(report.Sequences) != 5 || report.Learned != 2+2+2+2+2 {
 		t.Errorf("%v, %d sequences, %d learned", report.Examples, len(report.Sequences), report.Learned)
 	}
+
 	n := 0
 	for _, b := range report.Histogram() {
 		n += b.Sequences
 	}
+
 	if n != 5 {
 		t.Errorf("the histogram has %d sequences", n)
 	}
@@ -283,6 +296,7 @@ func TestLoader(t *testing.T) {
 		}
 		sequences = append(sequences, s)
 	}
+
 	c := data.LoaderConfig{Batch: 3, Seq: 12, Seed: 7}
 	l, err := chatdata.NewLoader(sequences, c)
 	if err != nil {
@@ -298,12 +312,14 @@ func TestLoader(t *testing.T) {
 			}
 		}
 	}
+
 	have := map[string]int{}
 	c.Batch = 1
 	single, err := chatdata.NewLoader(sequences, c)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	for range single.Rows() {
 		b, err := single.Next()
 		if err != nil {
@@ -320,6 +336,7 @@ func TestLoader(t *testing.T) {
 			t.Errorf("%d targets, Count %d", count, b.Count)
 		}
 	}
+
 	if fmt.Sprint(have) != fmt.Sprint(want) {
 		t.Errorf("an epoch has\n%v\nwant\n%v", have, want)
 	}
@@ -328,13 +345,16 @@ func TestLoader(t *testing.T) {
 	for range 9 {
 		mustNext(t, l)
 	}
+
 	other, err := chatdata.NewLoader(sequences, data.LoaderConfig{Batch: 3, Seq: 12, Seed: 8})
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := other.SetState(l.State()); err != nil {
 		t.Fatal(err)
 	}
+
 	for range 20 {
 		if a, b := mustNext(t, l), mustNext(t, other); !slices.Equal(a.Targets, b.Targets) {
 			t.Fatal("batches differ after SetState")
@@ -346,6 +366,7 @@ func TestLoader(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := changed.SetState(l.State()); !errors.Is(err, data.ErrChanged) {
 		t.Errorf("a state of other data: %v", err)
 	}

@@ -63,10 +63,12 @@ func (e *Encoder) Check(r io.Reader, name string, progress func(lines int) error
 			What: "some lines are preference pairs and some are not",
 			Fix:  "split the file, since the two are trained differently"})
 	}
+
 	if len(report.Examples) == 0 && len(report.Problems) == 0 {
 		report.Problems = append(report.Problems, &Problem{File: name, What: "the file has no examples",
 			Fix: layouts + " on each line"})
 	}
+
 	return report, nil
 }
 
@@ -113,10 +115,12 @@ func (e *Encoder) warnings(x *Example, sequences []Sequence, seen map[string]int
 				"the template does not write message %d as it stands", i+1)
 		}
 	}
+
 	if n := len(x.Completion.Messages); n > 0 && x.Completion.Messages[n-1].Role != "assistant" {
 		warn("remove what follows the last answer", "the conversation does not end with the assistant, so "+
 			"the last messages teach nothing")
 	}
+
 	return all
 }
 
@@ -150,10 +154,12 @@ func (e *Encoder) learnedText(sequences []Sequence) string {
 			}
 		}
 	}
+
 	text, err := e.Tokenizer.DecodeWhole(ids)
 	if err != nil {
 		return ""
 	}
+
 	return string(text)
 }
 

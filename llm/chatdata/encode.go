@@ -86,6 +86,7 @@ func (e *Encoder) Encode(x Example) ([]Sequence, error) {
 	if x.Format == Preference {
 		answers = append(answers, x.Rejected)
 	}
+
 	var all []Sequence
 	for _, answer := range answers {
 		var sequences []Sequence
@@ -100,6 +101,7 @@ func (e *Encoder) Encode(x Example) ([]Sequence, error) {
 		}
 		all = append(all, sequences...)
 	}
+
 	if x.Format == Preference && len(all) != len(answers) {
 		return nil, x.problem("let both answers be one message of the assistant",
 			"the template renders the turns of an answer separately")
@@ -110,6 +112,7 @@ func (e *Encoder) Encode(x Example) ([]Sequence, error) {
 			return nil, err
 		}
 	}
+
 	return all, nil
 }
 
@@ -125,6 +128,7 @@ func (e *Encoder) check(x *Example, s Sequence) error {
 	default:
 		return nil
 	}
+
 	p.Show = e.Show(s)
 	return p
 }
@@ -142,11 +146,13 @@ func (e *Encoder) text(x *Example, answer Content) ([]Sequence, error) {
 	if len(ids) == 0 || !slices.Contains(e.End, ids[len(ids)-1]) {
 		ids = append(ids, e.End[0])
 	}
+
 	s := Sequence{File: x.File, Line: x.Line, IDs: slices.Concat(before, ids)}
 	s.Learn = make([]bool, len(s.IDs))
 	for i := len(before) + start; i < len(s.IDs); i++ {
 		s.Learn[i] = i > 0 // nothing predicts the first token
 	}
+
 	return []Sequence{s}, nil
 }
 
@@ -157,6 +163,7 @@ func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
 		return nil, x.problem(`give "prompt" and "completion" as strings, or use a model that has a chat `+
 			`template`, "it is a conversation, and the model has no chat template")
 	}
+
 	messages := slices.Concat(x.Prompt.Messages, answer.Messages)
 	var turns []int // the assistant's messages that are learned
 	for i := len(x.Prompt.Messages); i < len(messages); i++ {
@@ -164,6 +171,7 @@ func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
 			turns = append(turns, i)
 		}
 	}
+
 	if len(turns) == 0 {
 		return nil, x.problem(`add a message with the role "assistant"`, "the assistant says nothing")
 	}
@@ -173,6 +181,7 @@ func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	s := Sequence{File: x.File, Line: x.Line, IDs: e.Tokenizer.Encode([]byte(full))}
 	s.Learn = make([]bool, len(s.IDs))
 	for n, i := range turns {
@@ -187,6 +196,7 @@ func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
 			return nil, err
 		}
 	}
+
 	return []Sequence{s}, nil
 }
 
@@ -205,10 +215,12 @@ func (r *renderer) render(n int, assistant bool) (string, error) {
 	if n == 0 {
 		return "", nil
 	}
+
 	list := make([]json.RawMessage, n)
 	for i, m := range r.messages[:n] {
 		list[i] = m.JSON
 	}
+
 	text, err := json.Marshal(list)
 	if err != nil {
 		return "", r.x.problem("", "%v", err)
@@ -218,14 +230,17 @@ func (r *renderer) render(n int, assistant bool) (string, error) {
 	for name, value := range r.x.Variables {
 		o.Variables[name] = value
 	}
+
 	if r.x.Tools != nil {
 		o.Variables["tools"] = r.x.Tools
 	}
+
 	out, err := r.e.Template.RenderJSON(text, o)
 	if err != nil {
 		return "", r.x.problem("change the conversation to one that the model's chat template accepts",
 			"the chat template refuses its first %d messages (%v)", n, err)
 	}
+
 	return out, nil
 }
 
@@ -244,6 +259,7 @@ func (r *renderer) learn(s *Sequence, full string, i, next int) error {
 	if err != nil {
 		return err
 	}
+
 	limit, stable := len(finished), strings.HasPrefix(full, finished)
 	if !stable {
 		limit = len(full)
@@ -258,15 +274,18 @@ func (r *renderer) learn(s *Sequence, full string, i, next int) error {
 	if err != nil {
 		return r.x.problem("", "%v", err)
 	}
+
 	to, err := r.e.tokensBefore(s.IDs, full, limit)
 	if err != nil {
 		return r.x.problem("", "%v", err)
 	}
+
 	turn := s.IDs[from:max(from, to)]
 	end := slices.IndexFunc(turn, r.e.isEnd)
 	if stable {
 		end = r.e.lastEnd(turn)
 	}
+
 	if end < 0 {
 		p := r.x.problem("use a template or a generation_config.json in which a token of eos_token_id ends "+
 			"the assistant's turns", "the template ends message %d, which is the assistant's, without a token "+
@@ -274,9 +293,11 @@ func (r *renderer) learn(s *Sequence, full string, i, next int) error {
 		p.Show = full
 		return p
 	}
+
 	for j := from; j <= from+end; j++ {
 		s.Learn[j] = j > 0
 	}
+
 	return nil
 }
 
@@ -287,6 +308,7 @@ func (r *renderer) begin(full string, i int) (int, error) {
 	if err != nil {
 		return 0, err
 	}
+
 	if strings.HasPrefix(full, invited) {
 		return len(invited), nil
 	}
@@ -297,10 +319,12 @@ func (r *renderer) begin(full string, i int) (int, error) {
 	if err != nil {
 		return 0, err
 	}
+
 	common := commonPrefix(full, invited)
 	if !strings.HasPrefix(full, context) || common < len(context) {
 		return 0, errUnstable
 	}
+
 	return common, nil
 }
 
@@ -326,6 +350,7 @@ func (r *renderer) separate(turns []int) (all []Sequence, err error) {
 		}
 		all = append(all, s)
 	}
+
 	return all, nil
 }
 
@@ -334,11 +359,13 @@ func (e *Encoder) tokensBefore(ids []int, text string, at int) (int, error) {
 	if at == len(text) {
 		return len(ids), nil
 	}
+
 	head := e.Tokenizer.Encode([]byte(text[:at]))
 	n := 0
 	for n < min(len(head), len(ids)) && head[n] == ids[n] {
 		n++
 	}
+
 	if n == len(head) {
 		return n, nil
 	}
@@ -349,6 +376,7 @@ func (e *Encoder) tokensBefore(ids []int, text string, at int) (int, error) {
 	if err != nil {
 		return 0, err
 	}
+
 	for n < len(ids) {
 		have, err := e.Tokenizer.DecodeWhole(ids[:n+1])
 		if err != nil {
@@ -359,6 +387,7 @@ func (e *Encoder) tokensBefore(ids []int, text string, at int) (int, error) {
 		}
 		n++
 	}
+
 	return n, nil
 }
 
@@ -394,6 +423,7 @@ func (e *Encoder) Show(s Sequence) string {
 		}
 		start = end
 	}
+
 	return text.String()
 }
 
@@ -421,5 +451,6 @@ func (e *Encoder) lastEnd(turn []int) int {
 			break
 		}
 	}
+
 	return end
 }

@@ -40,6 +40,7 @@ func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
 		return nil, fmt.Errorf("chatdata: NewLoader: batches of %d rows of %d tokens, want at least 1 of each",
 			c.Batch, c.Seq)
 	}
+
 	lengths, learned := make([]int, len(sequences)), 0
 	for i, s := range sequences {
 		if len(s.Learn) != len(s.IDs) {
@@ -52,6 +53,7 @@ func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
 		}
 		learned += s.Learned()
 	}
+
 	if learned == 0 {
 		return nil, errors.New("chatdata: NewLoader: there is nothing to learn")
 	}
@@ -82,6 +84,7 @@ func fingerprint(sequences []Sequence) string {
 		}
 		h.Write(buf)
 	}
+
 	return "chat-" + hex.EncodeToString(h.Sum(nil))
 }
 
@@ -110,6 +113,7 @@ func (l *Loader) SetState(s data.LoaderState) error {
 	case s.Epoch < 0 || s.Next < 0 || s.Next > int64(len(l.rows)):
 		return fmt.Errorf("chatdata: Loader.SetState: epoch %d, row %d of %d", s.Epoch, s.Next, len(l.rows))
 	}
+
 	l.state = s
 	l.epoch = -1
 	return nil
@@ -130,10 +134,12 @@ func (l *Loader) nextRow() []int {
 		l.state.Epoch++
 		l.state.Next = 0
 	}
+
 	if l.epoch != l.state.Epoch {
 		l.epoch = l.state.Epoch
 		l.order = rand.New(rand.NewPCG(l.state.Seed, uint64(l.epoch))).Perm(len(l.rows))
 	}
+
 	row := l.rows[l.order[l.state.Next]]
 	l.state.Next++
 	return row

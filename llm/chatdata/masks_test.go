@@ -37,10 +37,12 @@ func TestPublishedMasks(t *testing.T) {
 	if folder == "" {
 		t.Skip("KASMINA_CHAT_CORPUS is not set: see testdata/masks.py")
 	}
+
 	text, err := os.ReadFile(filepath.Join(folder, "masks.json"))
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	var all []masksOf
 	if err := json.Unmarshal(text, &all); err != nil {
 		t.Fatal(err)
@@ -83,6 +85,7 @@ func TestPublishedMasks(t *testing.T) {
 			}
 		}
 	}
+
 	t.Log(counts)
 }
 
@@ -99,13 +102,16 @@ func compareMasks(t *testing.T, e *chatdata.Encoder, name string, s chatdata.Seq
 			more = append(more, s.IDs[i])
 		}
 	}
+
 	if len(more) == 0 {
 		return "equal masks"
 	}
+
 	if text := decoded(t, e, more); strings.TrimSpace(text) != "" {
 		t.Logf("%s: %q is learned there alone", name, text)
 		return "more is learned there"
 	}
+
 	return "equal but for white space around a turn"
 }
 
@@ -124,19 +130,23 @@ func encoderOf(t *testing.T, m masksOf) *chatdata.Encoder {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	tok, err := hf.Parse([]byte(m.Tokenizer), config)
 	if err != nil {
 		t.Fatalf("%s: %v", m.Name, err)
 	}
+
 	template, err := chat.Parse(m.Source, config)
 	if err != nil {
 		t.Errorf("%s: %v", m.Name, err)
 		return nil
 	}
+
 	end := m.End
 	if len(end) == 0 {
 		end = []int{tok.EndOfDocument()}
 	}
+
 	return &chatdata.Encoder{Tokenizer: tok, Template: template, End: end, Now: time.Now()}
 }
 

@@ -18,6 +18,7 @@ func Pack(lengths []int, size int) (rows [][]int) {
 			order = append(order, i)
 		}
 	}
+
 	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(lengths[b], lengths[a]) })
 
 	// free[room] lists the rows with room places left. Bit room of occupied is set if there are any.
@@ -44,6 +45,7 @@ func Pack(lengths []int, size int) (rows [][]int) {
 		free[room] = append(free[room], row)
 		occupied[room/64] |= 1 << (room % 64)
 	}
+
 	return rows
 }
 
@@ -53,6 +55,7 @@ func nextBit(words []uint64, from int) int {
 	if i >= len(words) {
 		return -1
 	}
+
 	word := words[i] >> (from % 64) << (from % 64)
 	for word == 0 {
 		if i++; i == len(words) {
@@ -60,5 +63,6 @@ func nextBit(words []uint64, from int) int {
 		}
 		word = words[i]
 	}
+
 	return 64*i + bits.TrailingZeros64(word)
 }

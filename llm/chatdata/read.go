@@ -66,6 +66,7 @@ func readLine(r *bufio.Reader) ([]byte, error) {
 		line, err = r.ReadSlice('\n')
 		long = append(long, line...)
 	}
+
 	return long, err
 }
 
@@ -74,10 +75,12 @@ func (x *Example) parse(line []byte) *Problem {
 	if !utf8.Valid(line) {
 		return x.problem("save the file as UTF-8", "the line is not valid UTF-8")
 	}
+
 	var members map[string]json.RawMessage
 	if err := json.Unmarshal(line, &members); err != nil {
 		return x.notAnObject(line, err)
 	}
+
 	for name, value := range members {
 		if string(value) == "null" {
 			delete(members, name) // a table with several formats has null in the unused columns
@@ -105,9 +108,11 @@ func (x *Example) parse(line []byte) *Problem {
 	default:
 		p = x.unknown(members)
 	}
+
 	if p != nil {
 		return p
 	}
+
 	return x.templateVariables(members)
 }
 
@@ -130,6 +135,7 @@ func (x *Example) notAnObject(line []byte, err error) *Problem {
 	case json.Valid(line):
 		return x.problem(layouts, "the line is not a JSON object")
 	}
+
 	return x.problem("check the quotes, commas and braces of this line", "the line is not valid JSON (%v)",
 		err)
 }
@@ -151,14 +157,17 @@ func (x *Example) unknown(members map[string]json.RawMessage) *Problem {
 	case has("chosen") || has("rejected"):
 		return x.problem("a preference pair needs both", `only one of "chosen" and "rejected" is there`)
 	}
+
 	names := make([]string, 0, len(members))
 	for name := range members {
 		names = append(names, fmt.Sprintf("%q", name))
 	}
+
 	slices.Sort(names)
 	if len(names) == 0 {
 		return x.problem(layouts, "the object is empty")
 	}
+
 	return x.problem(layouts, "no format has the members %s", strings.Join(names, ", "))
 }
 
@@ -175,6 +184,7 @@ func (x *Example) content(members map[string]json.RawMessage, name string) (c Co
 		c.Messages, p = x.messages(value, name)
 		return c, p
 	}
+
 	return c, x.problem("", "%q is neither a string nor a list of messages", name)
 }
 
@@ -184,6 +194,7 @@ func (x *Example) messages(value json.RawMessage, name string) ([]Message, *Prob
 	if err := json.Unmarshal(value, &list); err != nil {
 		return nil, x.problem("", "%q: %v", name, err)
 	}
+
 	if len(list) == 0 {
 		return nil, x.problem("remove the line", "%q is an empty list", name)
 	}
@@ -196,6 +207,7 @@ func (x *Example) messages(value json.RawMessage, name string) ([]Message, *Prob
 		}
 		all[i] = m
 	}
+
 	return all, nil
 }
 
@@ -211,6 +223,7 @@ func parseMessage(text json.RawMessage) (Message, error) {
 		return m, errors.New(`has "from" instead of "role", as in the layout of ShareGPT: rename "from" to ` +
 			`"role" (human becomes user, gpt becomes assistant) and "value" to "content"`)
 	}
+
 	if err := json.Unmarshal(members["role"], &m.Role); err != nil || m.Role == "" {
 		return m, errors.New(`has no "role": give it one, such as user or assistant`)
 	}
@@ -225,6 +238,7 @@ func parseMessage(text json.RawMessage) (Message, error) {
 	case content[0] != '"':
 		return m, errors.New(`has a "content" that is neither a string nor a list of parts`)
 	}
+
 	return m, json.Unmarshal(content, &m.Text)
 }
 
@@ -245,13 +259,16 @@ func (x *Example) promptCompletion(members map[string]json.RawMessage) (p *Probl
 	if x.Prompt, p = x.content(members, "prompt"); p != nil {
 		return p
 	}
+
 	if x.Completion, p = x.content(members, "completion"); p != nil {
 		return p
 	}
+
 	if x.Prompt.IsChat() != x.Completion.IsChat() {
 		return x.problem("make both strings or both lists of messages",
 			`of "prompt" and "completion", one is a string and the other a list of messages`)
 	}
+
 	return nil
 }
 
@@ -261,9 +278,11 @@ func (x *Example) preference(members map[string]json.RawMessage) (p *Problem) {
 	if x.Completion, p = x.content(members, "chosen"); p != nil {
 		return p
 	}
+
 	if x.Rejected, p = x.content(members, "rejected"); p != nil {
 		return p
 	}
+
 	if _, ok := members["prompt"]; ok {
 		if x.Prompt, p = x.content(members, "prompt"); p != nil {
 			return p
@@ -276,10 +295,12 @@ func (x *Example) preference(members map[string]json.RawMessage) (p *Problem) {
 		return x.problem("make all of them strings or all of them lists of messages",
 			`"prompt", "chosen" and "rejected" are partly strings and partly lists of messages`)
 	}
+
 	if slices.EqualFunc(x.Completion.Messages, x.Rejected.Messages, sameMessage) &&
 		x.Completion.Text == x.Rejected.Text {
 		return x.problem("remove the line", "the chosen and the rejected answer are equal")
 	}
+
 	return nil
 }
 
@@ -289,11 +310,13 @@ func (x *Example) implicitPrompt() {
 	if !chosen.IsChat() || !rejected.IsChat() {
 		return
 	}
+
 	n := 0
 	for n < min(len(chosen.Messages), len(rejected.Messages)) &&
 		sameMessage(chosen.Messages[n], rejected.Messages[n]) {
 		n++
 	}
+
 	x.Prompt.Messages = slices.Clip(chosen.Messages[:n])
 	chosen.Messages, rejected.Messages = chosen.Messages[n:], rejected.Messages[n:]
 }
@@ -320,10 +343,12 @@ func (x *Example) templateVariables(members map[string]json.RawMessage) *Problem
 			x.Tools = tools
 		}
 	}
+
 	if value, ok := members["chat_template_kwargs"]; ok {
 		if err := json.Unmarshal(value, &x.Variables); err != nil {
 			return x.problem("make it an object", `"chat_template_kwargs" is not an object`)
 		}
 	}
+
 	return nil
 }

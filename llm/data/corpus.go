@@ -154,6 +154,7 @@ func Open(path string, options ...Option) (*Corpus, error) {
 			"out a share of %v",
 			len(files), corpus.Train.Size()+corpus.HeldOut.Size(), path, c.heldOut)
 	}
+
 	return corpus, nil
 }
 
@@ -200,6 +201,7 @@ func findFiles(path string, extensions []string) (root string, files []document,
 	if _, err := isBinary(root); err != nil { // it may be binary, but it must be readable
 		return "", nil, err
 	}
+
 	return filepath.Dir(root), []document{newDocument(filepath.Base(root), info)}, nil
 }
 
@@ -260,6 +262,7 @@ func (s *search) visit(name string, entry fs.DirEntry, err error) error {
 	if err != nil {
 		return err
 	}
+
 	s.files = append(s.files, newDocument(filepath.ToSlash(relative), info))
 	return nil
 }
@@ -356,5 +359,6 @@ func GoSource() (string, error) {
 	if _, err := os.Stat(filepath.Join(dir, "fmt", "print.go")); err != nil {
 		return "", fmt.Errorf("data: GoSource: %s does not hold Go's source: %w", dir, err)
 	}
+
 	return dir, nil
 }

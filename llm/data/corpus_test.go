@@ -122,14 +122,17 @@ func TestSplitIsStable(t *testing.T) {
 	if got := names(c.HeldOut); !slices.Equal(got, want) {
 		t.Errorf("held out: %q, want %q", got, want)
 	}
+
 	if got, want := names(c.Train)[:3], []string{"a/36.txt", "a/03.txt",
 		"c/17.txt"}; !slices.Equal(got, want) {
 		t.Errorf("first to train on: %q, want %q", got, want)
 	}
+
 	if again := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1)); printOf(t,
 		again.Train) != printOf(t, c.Train) {
 		t.Error("the same files in another folder have another fingerprint")
 	}
+
 	if other := mustOpen(t, texttest.Files(t, files), WithHeldOut(0.1),
 		WithSplitSeed(1)); slices.Equal(names(other.HeldOut), want) {
 		t.Error("another seed holds out the same files")
@@ -204,9 +207,11 @@ func TestTextReadAt(t *testing.T) {
 	if n, err := text.ReadAt(make([]byte, 5), text.Size()-2); n != 2 || err != io.EOF {
 		t.Errorf("reading beyond the end gives %d, %v, want 2, EOF", n, err)
 	}
+
 	if n, err := text.ReadAt(make([]byte, 5), text.Size()+7); n != 0 || err != io.EOF {
 		t.Errorf("reading behind the end gives %d, %v, want 0, EOF", n, err)
 	}
+
 	if _, err := text.ReadAt(make([]byte, 5), -1); err == nil {
 		t.Error("a negative offset is accepted")
 	}
@@ -283,6 +288,7 @@ func TestOpenErrors(t *testing.T) {
 	if _, err := Open(""); err == nil || !strings.Contains(err.Error(), `the path is ""`) {
 		t.Errorf("no path gives %v, and not the present folder", err)
 	}
+
 	if _, err := Open(filepath.Join(dir, "missing")); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a missing path gives %v, want fs.ErrNotExist", err)
 	}
@@ -292,6 +298,7 @@ func TestOpenNamesAnUnreadableFile(t *testing.T) {
 	if runtime.GOOS == "windows" || os.Geteuid() == 0 {
 		t.Skip("permissions do not keep this user from reading")
 	}
+
 	dir := texttest.Files(t, map[string]string{"good.txt": "text", "secret.txt": "text"})
 	secret := filepath.Join(dir, "secret.txt")
 	if err := os.Chmod(secret, 0); err != nil {
@@ -337,9 +344,11 @@ func TestGoSource(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if _, err := os.Stat(filepath.Join(dir, "strings", "builder.go")); err != nil {
 		t.Error(err)
 	}
+
 	t.Setenv("GOROOT", t.TempDir())
 	if dir, err := GoSource(); err == nil || !strings.Contains(err.Error(), os.Getenv("GOROOT")) {
 		t.Errorf("an empty GOROOT gives %q, %v, want an error that names it", dir, err)

@@ -54,6 +54,7 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.To
 	if tok == nil {
 		return nil, fmt.Errorf("data: %s: the tokenizer is nil", name)
 	}
+
 	if err := checkBatches(batch, seq); err != nil {
 		return nil, fmt.Errorf("data: %s: %w", name, err)
 	}
@@ -75,10 +76,12 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.To
 	if err != nil {
 		return nil, fmt.Errorf("data: %s: %w", name, err)
 	}
+
 	if e.bytes = len(targets); e.bytes == 0 {
 		return nil, fmt.Errorf("data: %s: %d bytes of held-out text make %d tokens, and after "+
 			"the first one there is no text left to predict", name, read, len(e.ids))
 	}
+
 	return e, nil
 }
 

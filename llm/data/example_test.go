@@ -52,6 +52,7 @@ func ExampleOpen() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	fmt.Println("an order-2 model needs less than 0.2 bits per byte:", bpb < 0.2)
 	// Output:
 	// 900 bytes to train on, 100 held out
@@ -90,6 +91,7 @@ func ExampleLoader() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	if err := resumed.SetState(loader.State()); err != nil {
 		log.Fatal(err)
 	}
@@ -103,6 +105,7 @@ func ExampleLoader() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	fmt.Println("resumed with the same batch:", fmt.Sprint(batch) == fmt.Sprint(again))
 	// Output:
 	// 16 inputs, 16 targets

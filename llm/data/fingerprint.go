@@ -47,6 +47,7 @@ func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) e
 	if ctx == nil {
 		return "", fmt.Errorf("data: Text.Fingerprint: %w", errNoContext)
 	}
+
 	if t == nil {
 		return "", errors.New("data: Text.Fingerprint: the text is nil: Open finds some")
 	}
@@ -73,6 +74,7 @@ func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) e
 	if t.settled(began) {
 		cache.put(table, value)
 	}
+
 	t.known.value = value
 	return value, nil
 }
@@ -98,6 +100,7 @@ func (t *Text) hash(ctx context.Context, progress func(bytes, of int64) error) (
 		mu   sync.Mutex
 		done int64
 	)
+
 	read := func(n int) error {
 		mu.Lock()
 		defer mu.Unlock()
@@ -236,6 +239,7 @@ func (f fingerprints) read() (all []knownText) {
 	}
 
 	defer file.Close()
+
 	if size > fingerprintsBytes {
 		return nil
 	}

@@ -70,14 +70,17 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	if tokens == nil {
 		return nil, fmt.Errorf("data: NewLoader: the tokens are nil")
 	}
+
 	if err := checkBatches(c.Batch, c.Seq); err != nil {
 		return nil, fmt.Errorf("data: NewLoader: %w", err)
 	}
+
 	if c.Batch > maxBatchTokens/c.Seq {
 		return nil, fmt.Errorf("data: NewLoader: batches of %d sequences of %d tokens, want at "+
 			"most %d tokens; TrainConfig.Accumulate adds up the gradients of several "+
 			"batches", c.Batch, c.Seq, maxBatchTokens)
 	}
+
 	if tokens.Len() < int64(c.Seq)+1 {
 		return nil, fmt.Errorf("data: NewLoader: the text has %d tokens, and one sequence of %d "+
 			"with its last target needs %d: it takes more text, or shorter "+
@@ -96,6 +99,7 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	if l.starts != nil {
 		l.spare.Starts, l.inUse.Starts = make([]int, c.Batch*c.Seq), make([]int, c.Batch*c.Seq)
 	}
+
 	return l, nil
 }
 
@@ -275,14 +279,17 @@ func (l *Loader) SetState(s LoaderState) error {
 	if l == nil || l.tokens == nil {
 		return fmt.Errorf("data: Loader.SetState: %w", errNoLoader)
 	}
+
 	if s.Data != l.state.Data {
 		return fmt.Errorf("data: Loader.SetState: %w: the state's fingerprint is %q, that of the "+
 			"tokens is %q", ErrChanged, s.Data, l.state.Data)
 	}
+
 	if s.Seq != l.config.Seq {
 		return fmt.Errorf("data: Loader.SetState: the state is of sequences of %d tokens, the "+
 			"loader's have %d", s.Seq, l.config.Seq)
 	}
+
 	if windows, _ := s.windows(l.tokens.Len()); s.Epoch < 0 || s.Epoch > maxEpoch || s.Next < 0 ||
 		s.Next > windows {
 		return fmt.Errorf("data: Loader.SetState: window %d of epoch %d, want one of 0 to %d in "+

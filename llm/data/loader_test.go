@@ -145,6 +145,7 @@ func TestLoaderMovesItsWindows(t *testing.T) {
 			seen[offset%50]++
 		}
 	}
+
 	if len(seen) < 8 {
 		t.Errorf("20 epochs have windows at %v, by offset in 50 tokens", seen)
 	}
@@ -162,12 +163,15 @@ func TestLoaderOrder(t *testing.T) {
 	if !slices.Equal(first(1, 3), first(1, 3)) {
 		t.Error("the same seed deals out different batches")
 	}
+
 	if slices.Equal(first(1, 0), first(2, 0)) {
 		t.Error("two seeds deal out the same batch")
 	}
+
 	if slices.Equal(first(1, 0), first(1, 10)) {
 		t.Error("the second epoch begins like the first")
 	}
+
 	if got := first(1, 0); slices.IsSorted(got) {
 		t.Errorf("windows are not shuffled: %v", got)
 	}
@@ -311,6 +315,7 @@ func TestLoaderReportsAVanishedFile(t *testing.T) {
 	if err := os.Rename(path+".away", path); err != nil {
 		t.Fatal(err)
 	}
+
 	if got := mustNext(t, l).Inputs; !slices.Equal(got, want) {
 		t.Errorf("after the error: %v, want %v", got, want)
 	}
@@ -356,20 +361,25 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	if err := tokens.ReadTokens(ids, 0); err != nil {
 		t.Fatal(err)
 	}
+
 	if got, _ := tok.Decode(ids); string(got) != content[:text.Size()] {
 		t.Error("the tokens do not decode to the text")
 	}
+
 	if got := tokens.Len(); got < text.Size()/2 || got > text.Size()/2+4 {
 		t.Errorf("%d tokens for %d bytes, want half and at most one more for each piece", got,
 			text.Size())
 	}
+
 	if err := tokens.ReadTokens(make([]int, 2), tokens.Len()-1); err == nil {
 		t.Error("reading beyond the last token is accepted")
 	}
+
 	if tokens.Tokenizer() != tok.Name() || tokens.VocabSize() != tok.VocabSize() {
 		t.Errorf("tokenizer %q of %d tokens, want %q of %d", tokens.Tokenizer(), tokens.VocabSize(),
 			tok.Name(), tok.VocabSize())
 	}
+
 	if tokens.Fingerprint() == printOf(t, text) {
 		t.Error("the fingerprint does not tell tokenizers apart")
 	}

@@ -102,6 +102,7 @@ func (t *Text) ReadAt(p []byte, offset int64) (int, error) {
 	if read < len(p) {
 		return read, io.EOF
 	}
+
 	return read, nil
 }
 
@@ -119,10 +120,12 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	}
 
 	defer f.Close()
+
 	info, err := f.Stat()
 	if err != nil {
 		return err
 	}
+
 	if info.Size() != d.fileSize || !info.ModTime().Equal(d.modified) {
 		return fmt.Errorf("%w: %q had %d bytes, last modified %v, and now has %d, modified %v",
 			ErrChanged, name, d.fileSize, d.modified.Format(time.DateTime), info.Size(),
@@ -133,6 +136,7 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	if err == io.EOF {
 		return fmt.Errorf("%w: %q was cut short", ErrChanged, name)
 	}
+
 	return err
 }
 
@@ -147,6 +151,7 @@ func (t *Text) Sample(limit int) ([]byte, error) {
 	if t == nil {
 		return nil, errors.New("data: Text.Sample: the text is nil: Open finds some")
 	}
+
 	if limit < 1 {
 		return nil, fmt.Errorf("data: Text.Sample: the limit is %d bytes, want at least 1", limit)
 	}

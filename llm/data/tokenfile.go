@@ -92,6 +92,7 @@ func OpenTokens(ctx context.Context, path string, text *Text, tok tokenizer.Toke
 	if ctx == nil {
 		return nil, fmt.Errorf("data: OpenTokens: %w", errNoContext)
 	}
+
 	if text == nil || tok == nil {
 		return nil, errors.New("data: OpenTokens: text and tokenizer must not be nil")
 	}
@@ -147,9 +148,11 @@ func (t *TokenFile) readHeader() error {
 	if n < tokenDataStart || !bytes.HasPrefix(rest, []byte(want)) {
 		return errors.New("it is damaged: the header does not fit its checksum")
 	}
+
 	if err := json.Unmarshal(line, &t.header); err != nil {
 		return fmt.Errorf("its header: %w", err)
 	}
+
 	return nil
 }
 
@@ -202,6 +205,7 @@ func (t *TokenFile) verify(ctx context.Context, size int64) error {
 	if sum != h.CRC {
 		return fmt.Errorf("it is damaged: the checksum of the ids is %08x, want %08x", sum, h.CRC)
 	}
+
 	return nil
 }
 
@@ -210,6 +214,7 @@ func (t *TokenFile) read(ids []int, raw []byte, offset int64) error {
 	if _, err := t.f.ReadAt(raw, tokenDataStart+offset*int64(t.header.Width)); err != nil {
 		return err
 	}
+
 	for i := range ids {
 		if t.header.Width == 2 {
 			ids[i] = int(binary.LittleEndian.Uint16(raw[2*i:]))
@@ -217,6 +222,7 @@ func (t *TokenFile) read(ids []int, raw []byte, offset int64) error {
 			ids[i] = int(binary.LittleEndian.Uint32(raw[4*i:]))
 		}
 	}
+
 	return nil
 }
 
@@ -267,6 +273,7 @@ func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tok
 	if ctx == nil {
 		return fmt.Errorf("data: WriteTokens: %w", errNoContext)
 	}
+
 	if text == nil || tok == nil {
 		return errors.New("data: WriteTokens: text and tokenizer must not be nil")
 	}
@@ -319,6 +326,7 @@ func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tok
 	if err != nil {
 		return fmt.Errorf("data: WriteTokens: %w", err)
 	}
+
 	return nil
 }
 
@@ -328,12 +336,14 @@ func (h tokenHeader) encode() ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	head := fmt.Appendf(nil, "%s%s\ncrc32c %08x\n", tokenMagic, line,
 		crc32.Checksum(line, castagnoli))
 	if len(head) > tokenDataStart {
 		return nil, fmt.Errorf("the tokenizer's name has %d bytes, too many for the header",
 			len(h.Tokenizer))
 	}
+
 	return append(head, bytes.Repeat([]byte(" "), tokenDataStart-len(head))...), nil
 }
 
@@ -369,6 +379,7 @@ func encodeDocuments(text *Text, tok tokenizer.Tokenizer, width int,
 			}
 		})
 	}()
+
 	for result := range queue {
 		p := <-result
 		if p.err != nil {

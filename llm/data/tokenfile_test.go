@@ -176,6 +176,7 @@ func TestTokenFileFeedsALoader(t *testing.T) {
 	if err := second.SetState(first.State()); err != nil {
 		t.Fatal(err)
 	}
+
 	if a, b := mustNext(t, first), mustNext(t, second); !slices.Equal(a.Inputs, b.Inputs) {
 		t.Error("resumed with another batch")
 	}
@@ -185,6 +186,7 @@ func TestTokenFileFeedsALoader(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := loaderOf(t, tokens, LoaderConfig{Batch: 2,
 		Seq: 16}).SetState(first.State()); !errors.Is(err, ErrChanged) {
 		t.Errorf("a state of other tokens: %v", err)
@@ -261,6 +263,7 @@ func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := WriteTokens(t.Context(), path, text, wide{broken: true}, nil); err == nil ||
 		!strings.Contains(err.Error(), "tokenizer wide made id 16777216, outside its vocabulary "+
 			"[0, 16777216)") {
@@ -272,13 +275,16 @@ func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 		time.Unix(1e9, 0)); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := WriteTokens(t.Context(), path, text, tokenizer.Bytes{}, nil); !errors.Is(err,
 		ErrChanged) {
 		t.Errorf("a file that changed: %v", err)
 	}
+
 	if after, err := os.ReadFile(path); err != nil || !bytes.Equal(after, before) {
 		t.Errorf("the file changed, or %v", err)
 	}
+
 	if files, err := os.ReadDir(cache); err != nil || len(files) != 1 {
 		t.Errorf("a temporary file is left: %v, %v", files, err)
 	}

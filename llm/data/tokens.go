@@ -40,6 +40,7 @@ func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens,
 	if ctx == nil {
 		return nil, fmt.Errorf("data: Tokenize: %w", errNoContext)
 	}
+
 	if text == nil || tok == nil {
 		return nil, fmt.Errorf("data: Tokenize: text and tokenizer must not be nil")
 	}
@@ -48,6 +49,7 @@ func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens,
 	if err != nil {
 		return nil, fmt.Errorf("data: Tokenize: %w", err)
 	}
+
 	if _, ok := tok.(tokenizer.Bytes); ok {
 		return byteTokens{text: text, fingerprint: fingerprint}, nil
 	}

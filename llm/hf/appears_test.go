@@ -32,6 +32,7 @@ func TestFolderAppears(t *testing.T) {
 			}
 		})
 	}))
+
 	require.ErrorIs(t, err, fs.ErrExist)
 	require.ErrorContains(t, err, "somebody else")
 
@@ -40,6 +41,7 @@ func TestFolderAppears(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, "theirs", string(text))
 	}
+
 	for dir, want := range map[string]int{dir: len(names), parent: 1} {
 		entries, err := os.ReadDir(dir)
 		require.NoError(t, err)

@@ -152,6 +152,7 @@ func readTraits(o *object) (*traits, error) {
 	case !ok:
 		return nil, fmt.Errorf("model_type is %.40q, want one of %s", t.family, familyNames())
 	}
+
 	// Whether weights are quantized, or code of one's own is needed, comes before the sizes.
 	o.only("quantization_config", "",
 		"quantized weights are not supported: take the folder of the model as it was before "+
@@ -169,18 +170,22 @@ func readTraits(o *object) (*traits, error) {
 		o.fail("architectures", "they are %.60q, want %s for a %s that continues text", classes,
 			f.class, t.family)
 	}
+
 	t.dtype = readDtype(o)
 	t.ids.read(o)
 	if a := o.string(f.activation, f.activations[0]); !slices.Contains(f.activations, a) {
 		o.fail(f.activation, "it is %.40q, want %s", a, f.activations[0])
 	}
+
 	t.readSizes(o, f)
 	if o.err != nil {
 		return nil, o.err
 	}
+
 	if t.rope, t.localRope = readRope(o, f, t.positions); o.err == nil {
 		f.read(o, t)
 	}
+
 	return t, o.done()
 }
 
@@ -194,6 +199,7 @@ func (t *traits) readSizes(o *object, f family) {
 	} else {
 		t.ff = o.must("intermediate_size", 1, maxField)
 	}
+
 	t.positions = o.must(f.field("max_position_embeddings"), 1, maxField)
 	t.kvHeads = o.number("num_key_value_heads", t.heads, 1, maxField)
 	t.headDim = o.number("head_dim", 0, 1, maxField)
@@ -296,10 +302,12 @@ func (t *traits) readLayerTypes(o *object, usual func(layer int) bool) {
 			types[i] = "sliding_attention"
 		}
 	}
+
 	if o.take("layer_types", &types, "a list of names") && len(types) != t.layers {
 		o.fail("layer_types", "it has %d entries for %d layers", len(types), t.layers)
 		return
 	}
+
 	windowed := make([]bool, t.layers)
 	for i, name := range types {
 		switch {
@@ -313,6 +321,7 @@ func (t *traits) readLayerTypes(o *object, usual func(layer int) bool) {
 				name)
 		}
 	}
+
 	if slices.Contains(windowed, true) {
 		t.windowed = windowed
 	} else {
@@ -331,10 +340,12 @@ func readSmolLM3(o *object, t *traits) {
 			has[i] = 1
 		}
 	}
+
 	if o.take("no_rope_layers", &has, "a list of 0 and 1") && len(has) != t.layers {
 		o.fail("no_rope_layers", "it has %d entries for %d layers", len(has), t.layers)
 		return
 	}
+
 	t.noRope = make([]bool, t.layers)
 	for i, v := range has {
 		if v != 0 && v != 1 {
@@ -343,10 +354,12 @@ func readSmolLM3(o *object, t *traits) {
 		}
 		t.noRope[i] = v == 0
 	}
+
 	on := o.bool("use_sliding_window", false)
 	if window := o.number("sliding_window", 0, 1, maxField); on {
 		t.window = window
 	}
+
 	o.harmless("max_window_layers")
 	t.readLayerTypes(o, func(i int) bool { return t.window > 0 && t.noRope[i] })
 	if !slices.Contains(t.noRope, true) {
@@ -364,6 +377,7 @@ func readGemma3(o *object, t *traits) {
 	if !(scalar > 0) || math.IsInf(scalar, 0) {
 		o.fail("query_pre_attn_scalar", "it is %v, want more than 0", scalar)
 	}
+
 	t.own.AttentionScale = 1 / math.Sqrt(scalar)
 	o.only("attn_logit_softcapping", "", "scores are not capped here")
 	o.only("final_logit_softcapping", "", "logits are not capped here")
@@ -388,6 +402,7 @@ func (t *traits) check() error {
 	case !(t.eps >= 0) || math.IsInf(t.eps, 0):
 		return fail("rms_norm_eps", "it is %v, want a finite number of at least 0", t.eps)
 	}
+
 	for _, id := range slices.Concat(t.ids.end, []int{t.ids.begin}) {
 		if id >= t.vocab {
 			return fail("vocab_size",
@@ -395,6 +410,7 @@ func (t *traits) check() error {
 				t.vocab, id)
 		}
 	}
+
 	_, err := t.config()
 	return err
 }
@@ -426,11 +442,14 @@ func (t *traits) blocks() []llm.Block {
 		}
 		blocks[i].NoRoPE = t.noRope != nil && t.noRope[i]
 	}
+
 	if slices.ContainsFunc(blocks[1:], func(b llm.Block) bool { return b != blocks[0] }) {
 		return blocks
 	}
+
 	if blocks[0] == (llm.Block{}) {
 		return nil
 	}
+
 	return blocks[:1]
 }

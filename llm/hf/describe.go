@@ -50,27 +50,33 @@ func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error
 	if err := json.Unmarshal(s.like.config, &fields); err != nil {
 		return nil, err
 	}
+
 	delete(fields, "torch_dtype")
 	fields["dtype"] = dtypeNames[d]
 	if c.Layers != s.like.Config.Layers {
 		fields[families[s.like.Family].field("num_hidden_layers")] = c.Layers
 		describeLayers(fields, c)
 	}
+
 	text, err := json.MarshalIndent(fields, "", "  ")
 	if err != nil {
 		return nil, err
 	}
+
 	t, err := parseConfig(text)
 	if err != nil {
 		return nil, err
 	}
+
 	described, err := t.config()
 	if err != nil {
 		return nil, err
 	}
+
 	if !same(c, described) {
 		return nil, fmt.Errorf("the model is not the one of %s: save without Like", s.like.Dir)
 	}
+
 	return append(text, '\n'), nil
 }
 
@@ -93,6 +99,7 @@ func describeLayers(fields map[string]any, c llm.Config) {
 	if fields["layer_types"] != nil || windowed {
 		fields["layer_types"] = types
 	}
+
 	if fields["no_rope_layers"] != nil {
 		fields["no_rope_layers"] = rope
 	}
@@ -105,9 +112,11 @@ func (s *saving) ownConfig(c llm.Config) ([]byte, error) {
 			c.Dim,
 			c.Heads)
 	}
+
 	if c.Documents {
 		c.Documents = false // of training; a text alone is one document
 	}
+
 	fields := map[string]any{
 		"architectures": []string{"LlamaForCausalLM"}, "model_type": "llama",
 		"vocab_size": c.Vocab, "hidden_size": c.Dim, "num_hidden_layers": c.Layers,
@@ -118,24 +127,30 @@ func (s *saving) ownConfig(c llm.Config) ([]byte, error) {
 		"initializer_range": 0.02, "use_cache": true, "bos_token_id": nil, "eos_token_id": nil,
 		"dtype": dtypeNames[s.dtypeOf(embedName)],
 	}
+
 	if c.Eps == 0 || math.IsInf(c.Eps, 0) {
 		fields["rms_norm_eps"] = 0.0
 	}
+
 	text, err := json.MarshalIndent(fields, "", "  ")
 	if err != nil {
 		return nil, err
 	}
+
 	t, err := parseConfig(text)
 	if err != nil {
 		return nil, err
 	}
+
 	described, err := t.config()
 	if err != nil {
 		return nil, err
 	}
+
 	if !same(c, described) {
 		return nil,
 			fmt.Errorf("the model is no plain Llama: name the folder that it came from with Like")
 	}
+
 	return append(text, '\n'), nil
 }

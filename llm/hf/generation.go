@@ -48,6 +48,7 @@ func (f *Folder) readGeneration() error {
 	if err != nil {
 		return err
 	}
+
 	f.generation = text
 	return f.Generation.read(o, f.traits.vocab)
 }
@@ -58,17 +59,21 @@ func (g *Generation) read(o *object, vocab int) error {
 	if ids.begin >= 0 {
 		g.Begin = ids.begin
 	}
+
 	if ids.pad >= 0 {
 		g.Pad = ids.pad
 	}
+
 	if len(ids.end) > 0 {
 		g.End = ids.end
 	}
+
 	for _, id := range g.End {
 		if id < 0 || id >= vocab {
 			o.fail("eos_token_id", "it is %d, and the vocabulary has %d tokens", id, vocab)
 		}
 	}
+
 	g.readSampling(o)
 	o.harmless("_from_model_config", "transformers_version", "use_cache", "output_attentions",
 		"output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
@@ -82,6 +87,7 @@ func (g *Generation) read(o *object, vocab int) error {
 		"prefill_chunk_size", "dola_layers",
 		"decoder_start_token_id", "token_healing", "chat_format", "trust_remote_code",
 		"max_window_size", "transformers.js_config")
+
 	return o.done()
 }
 
@@ -92,10 +98,12 @@ func (g *Generation) readSampling(o *object) {
 	if !(g.Temperature >= 0) {
 		o.fail("temperature", "it is %v, want at least 0", g.Temperature)
 	}
+
 	g.TopK = o.number("top_k", 50, 0, 1<<30)
 	if g.TopP = o.float("top_p", 1); !(g.TopP >= 0 && g.TopP <= 1) {
 		o.fail("top_p", "it is %v, want 0 to 1", g.TopP)
 	}
+
 	for _, name := range []string{"repetition_penalty", "num_beams", "num_beam_groups",
 		"length_penalty", "typical_p", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
 		"penalty_alpha", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",

@@ -49,6 +49,7 @@ func readGolden(t *testing.T, folder string) (g golden) {
 			g.losses = x.Data.([]float32)
 		}
 	}
+
 	require.NotEmpty(t, g.ids)
 	require.NotEmpty(t, g.losses)
 	return g
@@ -88,6 +89,7 @@ func offLogits(t *testing.T, g golden, i *llm.Inference) float64 {
 			theirs = append(theirs, g.logits[s*len(ids)+n-1]...)
 		}
 	}
+
 	require.NoError(t, i.Close())
 	return distance(ours, theirs)
 }
@@ -121,6 +123,7 @@ func lossesOf(t *testing.T, folder string, g golden,
 		b.Inputs = append(b.Inputs, ids...)
 		b.Targets = append(append(b.Targets, ids[1:]...), -1)
 	}
+
 	b.Count = len(g.ids) * (seq - 1)
 	losses := make([]float32, len(g.losses))
 	for step := range losses {
@@ -130,6 +133,7 @@ func lossesOf(t *testing.T, folder string, g golden,
 		_, err = e.Update()
 		require.NoError(t, err)
 	}
+
 	return losses
 }
 
@@ -267,6 +271,7 @@ func TestDtype(t *testing.T) {
 		}
 		require.NoError(t, again.Close())
 	}
+
 	err = SavePretrained(t.Context(), filepath.Join(t.TempDir(), "x"), m, WithDtype("int8"))
 	require.ErrorContains(t, err, "want float32, float16 or bfloat16")
 }

@@ -22,6 +22,7 @@ func readGPT2(o *object, t *traits) {
 	for i := range t.noRope {
 		t.noRope[i] = true
 	}
+
 	if t.dim%t.heads != 0 {
 		o.fail("n_embd", "it is %d, want a multiple of n_head, %d", t.dim, t.heads)
 	}

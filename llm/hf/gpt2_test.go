@@ -25,6 +25,7 @@ func TestOriginalGPT2(t *testing.T) {
 	for i := range tensors {
 		tensors[i].Name = strings.TrimPrefix(tensors[i].Name, "transformer.")
 	}
+
 	tensors = append(tensors, safetensors.Tensor{Name: "h.1.attn.bias", DType: safetensors.F32, Shape: []int{1, 1, 2, 2},
 		Data: []float32{1, 0, 1, 1}})
 	require.NoError(t, os.Remove(path))

@@ -94,6 +94,7 @@ func TestLoadOnGPU(t *testing.T) {
 			})
 		}
 	}
+
 	f := open(t, "llama2")
 	c := f.Config
 	c.Layers++

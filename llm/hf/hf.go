@@ -56,6 +56,7 @@ func (f *Folder) open() error {
 	} else if !info.IsDir() {
 		return errors.New("it is a file, want the folder with config.json")
 	}
+
 	var err error
 	f.config, err = regular.Read(filepath.Join(f.Dir, configName), maxConfig, "a config.json has")
 	if errors.Is(err, fs.ErrNotExist) {
@@ -64,23 +65,29 @@ func (f *Folder) open() error {
 	} else if err != nil {
 		return err
 	}
+
 	if f.traits, err = parseConfig(f.config); err != nil {
 		return fmt.Errorf("%s: %w", configName, err)
 	}
+
 	if f.Config, err = f.traits.config(); err != nil {
 		return fmt.Errorf("%s: %w", configName, err)
 	}
+
 	f.Family = f.traits.family
 	if err := f.readGeneration(); err != nil {
 		return fmt.Errorf("%s: %w", generationName, err)
 	}
+
 	if f.weights, err = openWeights(f.Dir); err != nil {
 		return err
 	}
+
 	f.layout = f.traits.layout(f.weights)
 	if err := f.weights.fit(f.Config, f.layout(f.Config), derived); err != nil {
 		return errors.Join(err, f.Close())
 	}
+
 	return nil
 }
 

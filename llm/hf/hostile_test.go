@@ -114,6 +114,7 @@ func TestHostileFolders(t *testing.T) {
 			return x
 		}, "tensor " + q + ": " + llm.ErrDiverged.Error() + ": element 17"},
 	}
+
 	for name, c := range weights {
 		t.Run(name, func(t *testing.T) {
 			dir := copyOf(t, "llama2")
@@ -121,12 +122,14 @@ func TestHostileFolders(t *testing.T) {
 			refuses(t, dir, c.want)
 		})
 	}
+
 	t.Run("no weights", func(t *testing.T) {
 		dir := copyOf(t, "llama2")
 		require.NoError(t, os.Rename(filepath.Join(dir, weightsName),
 			filepath.Join(dir, "pytorch_model.bin")))
 		refuses(t, dir, "only safetensors can be read")
 	})
+
 	t.Run("cut short", func(t *testing.T) {
 		dir := copyOf(t, "llama2")
 		require.NoError(t, os.Truncate(filepath.Join(dir, weightsName), 9000))
@@ -250,6 +253,7 @@ func TestHostileConfig(t *testing.T) {
 			refuses(t, dir, want)
 		})
 	}
+
 	for text, want := range map[string]string{
 		"": "no JSON", "[1]": "want a JSON object", "{": "no JSON", "{} {}": "",
 		`{"a": 1, "a": 2}`:             `"a" occurs twice`,
@@ -283,6 +287,7 @@ func FuzzOpen(f *testing.F) {
 		require.NoError(f, err)
 		f.Add(config, generation, index)
 	}
+
 	f.Fuzz(func(t *testing.T, config, generation, index []byte) {
 		for name, text := range map[string][]byte{configName: config, generationName: generation,
 			indexName: index} {
@@ -317,6 +322,7 @@ func TestOldConfig(t *testing.T) {
 		f["torch_dtype"], f["rope_theta"], f["rope_scaling"] = "float32", 10000.0, nil
 		f["pretraining_tp"], f["_name_or_path"] = 1, "x"
 	})
+
 	f, err := Open(dir)
 	require.NoError(t, err)
 	defer f.Close()
@@ -338,6 +344,7 @@ func TestZeroFolder(t *testing.T) {
 		_, err := Plain(m)
 		require.ErrorContains(t, err, "the model is nil or its zero value")
 	}
+
 	require.NoError(t, f.Close())
 }
 
@@ -426,6 +433,7 @@ func TestWiden(t *testing.T) {
 			}
 		}
 	}
+
 	for _, x := range []float32{0, -1, math.MaxFloat32, float32(math.Inf(-1)),
 		float32(math.NaN())} {
 		for _, all := range [][]float32{{x}, {1, x}, {x, 1, 1}} {
@@ -466,6 +474,7 @@ func TestLargeTensor(t *testing.T) {
 		all = append(all, safetensors.Tensor{Name: name, DType: safetensors.F32, Shape: shape,
 			Data: x})
 	}
+
 	path := filepath.Join(dir, weightsName)
 	save := func() { // without checksums, as others do
 		header, at := map[string]any{}, 0
@@ -481,6 +490,7 @@ func TestLargeTensor(t *testing.T) {
 		file := binary.LittleEndian.AppendUint64(nil, uint64(len(text)))
 		require.NoError(t, os.WriteFile(path, slices.Concat(file, text, data), 0o666))
 	}
+
 	save()
 	f, err := Open(dir)
 	require.NoError(t, err)
@@ -491,6 +501,7 @@ func TestLargeTensor(t *testing.T) {
 	for i, p := range m.Params {
 		require.True(t, slices.Equal(all[i].Data.([]float32), p.Value.Float32s()), p.Name)
 	}
+
 	require.NoError(t, f.Close())
 	all[0].Data.([]float32)[vocab*dim-5] = float32(math.NaN())
 	save()

@@ -59,6 +59,7 @@ func places(c llm.Config, all []stored) map[string]place {
 			from += p.rows
 		}
 	}
+
 	return at
 }
 
@@ -89,6 +90,7 @@ func (p place) extract(all []byte, size int) []byte {
 			part = append(part, all[p.index(row, column)*size:][:size]...)
 		}
 	}
+
 	return part
 }
 
@@ -113,6 +115,7 @@ func (t stored) assemble(m *llm.Model) *tensor.Dense {
 			}
 		}
 	}
+
 	return tensor.New(tensor.WithShape(t.shape...), tensor.WithBacking(values))
 }
 
@@ -145,6 +148,7 @@ func (w *weights) fit(c llm.Config, all []stored, ignored *regexp.Regexp) error 
 		}
 		delete(rest, t.name)
 	}
+
 	w.places = places(c, all)
 	return w.noOthers(c, rest)
 }

@@ -56,6 +56,7 @@ func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, erro
 		return nil,
 			errors.New("hf: Load: the context is nil, want one such as context.Background()")
 	}
+
 	var l loading
 	for _, opt := range opts {
 		if opt == nil {
@@ -63,13 +64,16 @@ func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, erro
 		}
 		opt(&l)
 	}
+
 	if f.weights == nil {
 		return nil, errors.New("hf: Load: the folder is its zero value, want one that Open returns")
 	}
+
 	c, err := l.config(f.Config)
 	if err != nil {
 		return nil, fmt.Errorf("hf: %s: %w", f.Dir, err)
 	}
+
 	var done atomic.Int64
 	total := f.weights.bytes(f.Config)
 	m, err := llm.NewModelFrom(c, tensor.Float32, func(p llm.Param) error {
@@ -88,6 +92,7 @@ func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, erro
 	if err != nil {
 		return nil, fmt.Errorf("hf: %s: %w", f.Dir, err)
 	}
+
 	return m, nil
 }
 
@@ -96,15 +101,18 @@ func (l *loading) config(c llm.Config) (llm.Config, error) {
 	if l.change == nil {
 		return c, nil
 	}
+
 	changed := c
 	l.change(&changed)
 	if err := changed.Check(); err != nil {
 		return c, err
 	}
+
 	want := map[string][]int{}
 	for name, shape := range changed.Parameters() {
 		want[name] = shape
 	}
+
 	for name, shape := range c.Parameters() {
 		if !slices.Equal(want[name], shape) {
 			return c,
@@ -112,6 +120,7 @@ func (l *loading) config(c llm.Config) (llm.Config, error) {
 					"changed configuration", name, shape, want[name])
 		}
 	}
+
 	return changed, nil
 }
 
@@ -135,12 +144,14 @@ func (f *Folder) Read(ctx context.Context, name string,
 		return errors.New("hf: Folder.Read: the context or the function is nil, or the folder its " +
 			"zero value: want one that Open returns")
 	}
+
 	err := f.weights.pieces(ctx, name, func(part []byte, t safetensors.DType) error {
 		return put(part, dtypeNames[t])
 	})
 	if err != nil {
 		return fmt.Errorf("hf: %s: %w", f.Dir, err)
 	}
+
 	return nil
 }
 
@@ -151,11 +162,13 @@ func (w *weights) pieces(ctx context.Context, name string,
 	if !ok {
 		return fmt.Errorf("there is no tensor %.100q", name)
 	}
+
 	f := w.in[p.name]
 	dtype, _, err := f.Info(p.name)
 	if err != nil {
 		return err
 	}
+
 	checked := finite(p.name, dtype, 0, visit)
 	if p.whole() {
 		return f.Chunks(ctx, p.name, checked)
@@ -169,6 +182,7 @@ func (w *weights) pieces(ctx context.Context, name string,
 	if err != nil {
 		return err
 	}
+
 	return checked(p.extract(all, dtype.Size()))
 }
 
@@ -204,15 +218,18 @@ func (w *weights) read(ctx context.Context, name string, to []float32, done func
 			return nil
 		}
 	}
+
 	p := w.places[name]
 	f := w.in[p.name]
 	dtype, _, err := f.Info(p.name)
 	if err != nil {
 		return err
 	}
+
 	if n := p.elements(); n != len(to) {
 		return fmt.Errorf("tensor %s: it has %d elements, want %d", p.name, n, len(to))
 	}
+
 	size := int64(len(to) * dtype.Size())
 	if !p.whole() || f.HasDigest() || size <= partBytes {
 		return w.pieces(ctx, name, into(to))
@@ -228,6 +245,7 @@ func (w *weights) read(ctx context.Context, name string, to []float32, done func
 				finite(p.name, dtype, at, into(to[at:])))
 		})
 	}
+
 	work.Wait()
 	return errors.Join(errs...)
 }
@@ -245,15 +263,18 @@ func suspect(part []byte, dtype safetensors.DType) bool {
 	case safetensors.BF16:
 		exponents, ones, signs = 0x7f807f807f807f80, 0x0080008000800080, 0x8000800080008000
 	}
+
 	bad := uint64(0)
 	for ; len(part) >= 8; part = part[8:] {
 		bad |= binary.LittleEndian.Uint64(part)&exponents + ones
 	}
+
 	if len(part) > 0 {
 		var rest [8]byte
 		copy(rest[:], part)
 		bad |= binary.LittleEndian.Uint64(rest[:])&exponents + ones
 	}
+
 	return bad&signs != 0
 }
 
@@ -266,6 +287,7 @@ func widen(to []float32, from []byte, dtype safetensors.DType) (n int) {
 		}
 		return n
 	}
+
 	n = len(from) / 2
 	to = to[:n]
 	if dtype == safetensors.F16 {
@@ -274,6 +296,7 @@ func widen(to []float32, from []byte, dtype safetensors.DType) (n int) {
 		}
 		return n
 	}
+
 	for ; len(from) >= 8 && len(to) >= 4; from, to = from[8:], to[4:] {
 		v := binary.LittleEndian.Uint64(from)
 		to[0] = math.Float32frombits(uint32(v) << 16)
@@ -281,9 +304,11 @@ func widen(to []float32, from []byte, dtype safetensors.DType) (n int) {
 		to[2] = math.Float32frombits(uint32(v>>32) << 16)
 		to[3] = math.Float32frombits(uint32(v>>32) & 0xffff0000)
 	}
+
 	for i := range to {
 		to[i] = math.Float32frombits(uint32(binary.LittleEndian.Uint16(from[2*i:])) << 16)
 	}
+
 	return n
 }
 
@@ -307,6 +332,7 @@ func narrow(to []byte, from []float32, dtype safetensors.DType) []byte {
 			to = binary.LittleEndian.AppendUint16(to, uint16(half.NewFloat16(float64(x))))
 		}
 	}
+
 	return to
 }
 
@@ -322,5 +348,6 @@ func bytesOf(t safetensors.Tensor) []byte {
 		}
 		return b
 	}
+
 	return nil
 }

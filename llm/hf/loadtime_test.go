@@ -52,10 +52,12 @@ func readAll(t *testing.T, files []string) (total int64) {
 			parts = append(parts, part{f, at})
 		}
 	}
+
 	todo := make(chan part, len(parts))
 	for _, p := range parts {
 		todo <- p
 	}
+
 	close(todo)
 	var work sync.WaitGroup
 	for range runtime.GOMAXPROCS(0) {
@@ -70,6 +72,7 @@ func readAll(t *testing.T, files []string) (total int64) {
 			}
 		})
 	}
+
 	work.Wait()
 	return total
 }
@@ -87,6 +90,7 @@ func watch(t *testing.T) (stop func() int64) {
 		require.NoError(t, err)
 		return pages * int64(os.Getpagesize())
 	}
+
 	first, done, most := held(), make(chan struct{}), make(chan int64)
 	go func() {
 		peak := first
@@ -101,6 +105,7 @@ func watch(t *testing.T) (stop func() int64) {
 			}
 		}
 	}()
+
 	return func() int64 {
 		close(done)
 		return <-most
@@ -115,6 +120,7 @@ func TestLoadTime(t *testing.T) {
 	if dir == "" {
 		t.Skip("KASMINA_MODEL names no folder of a large model")
 	}
+
 	files, err := filepath.Glob(filepath.Join(dir, "*.safetensors"))
 	require.NoError(t, err)
 	f, err := Open(dir)
@@ -128,6 +134,7 @@ func TestLoadTime(t *testing.T) {
 		}
 		params += n
 	}
+
 	timed := func(what string, load func()) float64 {
 		forget(t, files)
 		begin := time.Now()
@@ -136,6 +143,7 @@ func TestLoadTime(t *testing.T) {
 		t.Logf("%s: %.2f s, %.2f GB/s", what, s, float64(f.weights.bytes(f.Config))/s/1e9)
 		return s
 	}
+
 	read := timed("reading", func() { readAll(t, files) })
 	if os.Getenv("KASMINA_DEVICE") != "cuda" {
 		stop := watch(t)
@@ -149,6 +157,7 @@ func TestLoadTime(t *testing.T) {
 		require.Less(t, s, 1.3*read)
 		require.Less(t, taken, 4*params*12/10)
 	}
+
 	device := openGPU(t)
 	small := open(t, "llama2") // for which libraries and kernels are loaded
 	warm, err := gpu.Load(t.Context(), device, cudaops.BFloat16, small.Config, small)
@@ -168,6 +177,7 @@ func TestLoadTime(t *testing.T) {
 		require.Less(t, free-left, uint64(2*params*12/10))
 		t.Cleanup(func() { require.NoError(t, i.Close()) })
 	})
+
 	taken := stop()
 	t.Logf("%.2f of reading, and the host took %.0f MiB", s/read, float64(taken)/(1<<20))
 	require.Less(t, s, 1.3*read)

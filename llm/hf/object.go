@@ -195,13 +195,16 @@ func (o *object) ids(name string) []int {
 	if !o.has(name) {
 		return nil
 	}
+
 	var many []int
 	if json.Unmarshal(o.members[name], &many) == nil {
 		return many
 	}
+
 	var one int
 	if o.take(name, &one, "a token id or a list of them") {
 		return []int{one}
 	}
+
 	return nil
 }

@@ -42,6 +42,7 @@ func hollow(t *testing.T, name string) string {
 			"data_offsets": []int{at, at + n}}
 		at += n
 	}
+
 	line, err := json.Marshal(head)
 	require.NoError(t, err)
 	path := filepath.Join(dir, "model.safetensors")
@@ -84,6 +85,7 @@ func TestPublished(t *testing.T) {
 			require.InDelta(t, 1./16, c.AttentionScale, 1e-12)
 		},
 	}
+
 	for name, want := range published {
 		t.Run(name, func(t *testing.T) {
 			f, err := Open(hollow(t, name))

@@ -39,6 +39,7 @@ func readRope(o *object, f family, positions int) (full, local rope) {
 	if p.take("sliding_attention", &ofLocal, "an object") {
 		local.read(o, "rope_parameters.sliding_attention", ofLocal, positions)
 	}
+
 	if err := p.done(); err != nil && o.err == nil {
 		o.err = err
 	}
@@ -56,9 +57,11 @@ func readRope(o *object, f family, positions int) (full, local rope) {
 		}
 		maps.Copy(ofFull, scaling)
 	}
+
 	if ofFull != nil {
 		full.read(o, name, ofFull, positions)
 	}
+
 	return full, local
 }
 
@@ -103,6 +106,7 @@ func (r *rope) read(outer *object, name string, members map[string]json.RawMessa
 	default:
 		o.fail("rope_type", "%.40q is not supported, want default, linear, llama3 or yarn", r.kind)
 	}
+
 	if err := o.done(); err != nil && outer.err == nil {
 		outer.err = err
 	}
@@ -130,6 +134,7 @@ func (r *rope) readYarn(o *object) {
 		o.fail("beta_fast", "it is %v and beta_slow %v, want it at least as large, and both more "+
 			"than 0", r.betaFast, r.betaSlow)
 	}
+
 	if r.attentionGiven && !(r.attention > 0) {
 		o.fail("attention_factor", "it is %v, want more than 0", r.attention)
 	}
@@ -147,6 +152,7 @@ func (r rope) scaling() op.RoPEScaling {
 		return op.RoPEScaling{Factor: r.factor, BetaFast: r.betaFast, BetaSlow: r.betaSlow,
 			Original: r.original, Unrounded: !r.truncate, Magnitude: r.magnitude()}
 	}
+
 	return op.RoPEScaling{}
 }
 
@@ -158,11 +164,13 @@ func (r rope) magnitude() float64 {
 		}
 		return 0.1*m*math.Log(r.factor) + 1
 	}
+
 	switch {
 	case r.attentionGiven:
 		return r.attention
 	case r.mscale != 0 && r.mscaleAll != 0:
 		return scale(r.mscale) / scale(r.mscaleAll)
 	}
+
 	return 0
 }

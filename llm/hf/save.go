@@ -108,9 +108,11 @@ func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveO
 		}
 		opt(s)
 	}
+
 	if err := s.save(ctx, dir, m); err != nil {
 		return fmt.Errorf("hf: SavePretrained: %w", err)
 	}
+
 	return nil
 }
 
@@ -124,9 +126,11 @@ func CheckSave(c llm.Config, opts ...SaveOption) error {
 		}
 		opt(s)
 	}
+
 	if err := c.Check(); err != nil {
 		return fmt.Errorf("hf: CheckSave: %w", err)
 	}
+
 	config, err := s.config(c)
 	if s.err != nil {
 		err = s.err
@@ -137,6 +141,7 @@ func CheckSave(c llm.Config, opts ...SaveOption) error {
 	if err != nil {
 		return fmt.Errorf("hf: CheckSave: %w", err)
 	}
+
 	return nil
 }
 
@@ -147,22 +152,27 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 	case ctx == nil:
 		return errors.New("the context is nil, want one such as context.Background()")
 	}
+
 	done, err := m.Current()
 	if err != nil {
 		return err
 	}
 	defer done()
+
 	m, err = m.Plain()
 	if err != nil {
 		return err
 	}
+
 	config, err := s.config(m.Config)
 	if err != nil {
 		return err
 	}
+
 	if err := s.collect(config); err != nil {
 		return err
 	}
+
 	return atomicfile.CreateFolder(dir, func(dir string) error {
 		if err := s.writeWeights(ctx, dir, m); err != nil {
 			return err
@@ -218,18 +228,22 @@ func (s *saving) collect(config []byte) error {
 	if dir == "" && s.like != nil {
 		dir = s.like.Dir
 	}
+
 	if dir == "" {
 		return nil
 	}
+
 	if info, err := os.Stat(dir); err == nil && !info.IsDir() {
 		text, err := regular.Read(dir, maxTokenizer, "a tokenizer's file has")
 		add(tokenizerFiles[0], text)
 		return err
 	}
+
 	names, err := templateFiles(dir)
 	if err != nil {
 		return err
 	}
+
 	for _, name := range slices.Concat(tokenizerFiles, names) {
 		text, err := regular.Read(filepath.Join(dir, name), maxTokenizer, "a tokenizer's file has")
 		if err == nil {
@@ -238,6 +252,7 @@ func (s *saving) collect(config []byte) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -247,12 +262,14 @@ func templateFiles(dir string) ([]string, error) {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}
+
 	var names []string
 	for _, e := range entries {
 		if strings.HasSuffix(e.Name(), ".jinja") {
 			names = append(names, filepath.Join(chat.TemplateFolder, e.Name()))
 		}
 	}
+
 	return names, nil
 }
 
@@ -262,18 +279,22 @@ func (f *Folder) generationOf() []byte {
 	if g := f.Generation; g.Begin >= 0 {
 		fields["bos_token_id"] = g.Begin
 	}
+
 	if g := f.Generation; g.Pad >= 0 {
 		fields["pad_token_id"] = g.Pad
 	}
+
 	if len(f.Generation.End) == 1 {
 		fields["eos_token_id"] = f.Generation.End[0]
 	} else if len(f.Generation.End) > 1 {
 		fields["eos_token_id"] = f.Generation.End
 	}
+
 	if g := f.Generation; g.Sample {
 		fields["do_sample"], fields["temperature"] = true, g.Temperature
 		fields["top_k"], fields["top_p"] = g.TopK, g.TopP
 	}
+
 	text, _ := json.MarshalIndent(fields, "", "  ") // of numbers and a boolean
 	return append(text, '\n')
 }
@@ -283,6 +304,7 @@ func (s *saving) dtypeOf(name string) safetensors.DType {
 	if s.dtype != "" {
 		return s.dtype
 	}
+
 	if s.like != nil {
 		if d := s.like.weights.dtypeOf(name); d != "" {
 			return d
@@ -291,6 +313,7 @@ func (s *saving) dtypeOf(name string) safetensors.DType {
 			return d
 		}
 	}
+
 	return safetensors.F32
 }
 
@@ -325,15 +348,18 @@ func (s *saving) writeWeights(ctx context.Context, dir string, m *llm.Model) err
 			return err
 		}
 	}
+
 	if len(shards) == 1 {
 		return nil
 	}
+
 	text, err := json.MarshalIndent(map[string]any{
 		"metadata":   map[string]any{"total_size": total, "total_parameters": m.NumParams()},
 		"weight_map": index}, "", "  ")
 	if err == nil {
 		s.files[indexName] = append(text, '\n')
 	}
+
 	return err
 }
 
@@ -359,6 +385,7 @@ func (s *saving) shards(m *llm.Model) (shards [][]safetensors.Source, total int6
 		*last = append(*last, source)
 		size, total = size+bytes, total+bytes
 	}
+
 	return shards, total
 }
 

@@ -22,6 +22,7 @@ func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 	for _, p := range all {
 		c = c.Plant(p)
 	}
+
 	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
 	m, err := llm.NewModelFrom(c, tensor.Float32, func(p llm.Param) error {
 		for i := range p.Value.Float32s() {
@@ -29,6 +30,7 @@ func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 		}
 		return nil
 	}, state.WithoutGates())
+
 	require.NoError(t, err)
 	for _, p := range all {
 		for _, q := range m.Params {
@@ -50,6 +52,7 @@ func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 		}
 		require.NoError(t, m.Kasmina.Do(commands...))
 	}
+
 	return m
 }
 
@@ -136,6 +139,7 @@ func TestUnmergedIsRefused(t *testing.T) {
 		}
 		require.NoError(t, m.Kasmina.Do(command))
 	}
+
 	require.NoError(t, hf.SavePretrained(t.Context(), filepath.Join(t.TempDir(), "isolated"), m))
 	require.NoError(t, m.Kasmina.Do(state.Command{Action: state.SetAlpha, Alpha: 0.5}))
 	err := hf.SavePretrained(t.Context(), filepath.Join(t.TempDir(), "blended"), m)

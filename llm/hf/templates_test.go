@@ -20,6 +20,7 @@ func TestSaveTemplates(t *testing.T) {
 	for name, text := range templates {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600))
 	}
+
 	f, err := Open(dir)
 	require.NoError(t, err)
 	defer f.Close()

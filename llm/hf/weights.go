@@ -53,6 +53,7 @@ func openWeights(dir string) (*weights, error) {
 	if err != nil {
 		return nil, errors.Join(err, w.close())
 	}
+
 	return w, nil
 }
 
@@ -76,23 +77,28 @@ func (w *weights) openShards(dir string, text []byte) error {
 		return fail("there is %s too, and nothing says which of them holds: remove one",
 			weightsName)
 	}
+
 	if err := checkJSON(text); err != nil {
 		return fail("%w", err)
 	}
+
 	var index struct {
 		Map map[string]string `json:"weight_map"`
 	}
 	if err := json.Unmarshal(text, &index); err != nil {
 		return fail("%w", err)
 	}
+
 	if len(index.Map) == 0 {
 		return fail("weight_map is empty, want the file of every tensor")
 	}
+
 	shards := slices.Sorted(maps.Values(index.Map))
 	shards = slices.Compact(shards)
 	if len(shards) > maxShards {
 		return fail("it names %d files, want %d at most", len(shards), maxShards)
 	}
+
 	for _, name := range shards {
 		if name != filepath.Base(name) || !filepath.IsLocal(name) {
 			return fail("it names the file %.80q, want one in the same folder", name)
@@ -103,10 +109,12 @@ func (w *weights) openShards(dir string, text []byte) error {
 			return err
 		}
 	}
+
 	at := map[*safetensors.File]string{}
 	for i, f := range w.files {
 		at[f] = w.names[i]
 	}
+
 	for _, tensor := range slices.Sorted(maps.Keys(index.Map)) {
 		f, ok := w.in[tensor]
 		if !ok {
@@ -116,11 +124,13 @@ func (w *weights) openShards(dir string, text []byte) error {
 			return fail("tensor %.100q is in %s, and it says %s", tensor, at[f], index.Map[tensor])
 		}
 	}
+
 	for _, tensor := range w.order {
 		if _, ok := index.Map[tensor]; !ok {
 			return fail("tensor %.100q of %s is not in it", tensor, at[w.in[tensor]])
 		}
 	}
+
 	return nil
 }
 
@@ -130,6 +140,7 @@ func (w *weights) add(dir, name string) error {
 	if err != nil {
 		return err
 	}
+
 	w.files, w.names = append(w.files, f), append(w.names, name)
 	for _, tensor := range f.Names() {
 		if other, ok := w.in[tensor]; ok {
@@ -139,6 +150,7 @@ func (w *weights) add(dir, name string) error {
 		w.in[tensor] = f
 		w.order = append(w.order, tensor)
 	}
+
 	return nil
 }
 
@@ -163,11 +175,13 @@ func (w *weights) noOthers(c llm.Config, rest map[string]*safetensors.File) erro
 			return err
 		}
 	}
+
 	if len(rest) > 0 {
 		names := slices.Sorted(maps.Keys(rest))
 		return fmt.Errorf("tensor %.100q belongs to no part of the model that config.json "+
 			"describes, and %d such tensors there are", names[0], len(names))
 	}
+
 	return nil
 }
 
@@ -197,10 +211,12 @@ func (w *weights) sameHead() error {
 			return err
 		}
 	}
+
 	if !same {
 		return fmt.Errorf("tensor %s differs from %s, and config.json has tie_word_embeddings: "+
 			"one of them is wrong", headName, embedding)
 	}
+
 	return nil
 }
 
@@ -216,6 +232,7 @@ func (f *Folder) Tensors() []TensorInfo {
 	if f.weights == nil {
 		return nil
 	}
+
 	all := make([]TensorInfo, 0, len(f.weights.order))
 	for i, file := range f.weights.files {
 		for _, name := range file.Names() {
@@ -224,6 +241,7 @@ func (f *Folder) Tensors() []TensorInfo {
 				file.Bytes(name)})
 		}
 	}
+
 	return all
 }
 

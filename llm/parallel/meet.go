@@ -37,6 +37,7 @@ func MeetWith(ctx context.Context, getenv func(string) string, batches int, o co
 			"%d processes: give --accumulate %d, or a multiple of it", batches,
 			place.Size, place.Size)
 	}
+
 	if o.Deadline < 0 {
 		return nil, fmt.Errorf("parallel: a deadline of %v: want some time, such as %v", o.Deadline,
 			Deadline)
@@ -46,6 +47,7 @@ func MeetWith(ctx context.Context, getenv func(string) string, batches int, o co
 	if err != nil {
 		return nil, err
 	}
+
 	o.Deadline = cmp.Or(o.Deadline, Deadline)
 	o.Facts = append([]comm.Fact{binary}, o.Facts...)
 	return comm.Join(ctx, place, o)

@@ -26,6 +26,7 @@ func TestEMAOfRanks(t *testing.T) {
 		require.NoError(t, err)
 		return m
 	}
+
 	want := averageOf(func(own setup) error { return own.train(t.Context(), -1, 1, nil) })
 
 	const size = 2
@@ -38,9 +39,11 @@ func TestEMAOfRanks(t *testing.T) {
 		got[rank] = m
 		return nil
 	})
+
 	for _, err := range errs {
 		require.NoError(t, err)
 	}
+
 	for rank := range size {
 		require.Equal(t, want.Config, got[rank].Config)
 		for i, p := range want.Params {
@@ -78,9 +81,11 @@ func TestStopAtAnotherRank(t *testing.T) {
 		}
 		return own.train(t.Context(), rank, size, team.Engine)
 	})
+
 	for _, err := range errs {
 		require.ErrorIs(t, err, llm.ErrStopped)
 		require.ErrorContains(t, err, "enough for rank 1")
 	}
+
 	require.Contains(t, record.String(), `"asked":"stop","why":"enough for rank 1"`)
 }

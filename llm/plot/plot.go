@@ -83,6 +83,7 @@ func (c *lossCurve) restore(logPath string) error {
 	if logPath == "" {
 		return nil
 	}
+
 	c.rewind(-1)
 	return runlog.Read(logPath, func(r runlog.Record) {
 		switch {
@@ -139,6 +140,7 @@ func (c *curve) smoothed() plotter.XYs {
 		lo, hi := i-half, min(i+half+1, len(c.XYs))
 		smooth[i] = plotter.XY{X: p.X, Y: (sums[hi] - sums[lo]) / float64(hi-lo)}
 	}
+
 	return smooth
 }
 
@@ -166,6 +168,7 @@ func thinned(points plotter.XYs) plotter.XYs {
 		}
 		thin = append(thin, span[min(least, greatest)], span[max(least, greatest)])
 	}
+
 	return thin
 }
 
@@ -192,6 +195,7 @@ func newPlot() *plot.Plot {
 		&p.X.Label.TextStyle, &p.Y.Label.TextStyle, &p.X.Tick.Label, &p.Y.Tick.Label} {
 		style.Font.Variant = "Sans"
 	}
+
 	grid := plotter.NewGrid()
 	grid.Vertical.Color, grid.Horizontal.Color = gridColor, gridColor
 	p.Add(grid)
@@ -216,6 +220,7 @@ func roundTicks(lo, hi float64) (ticks []plot.Tick) {
 		ticks = append(ticks, plot.Tick{Value: value, Label: strconv.FormatFloat(value, 'g', 6,
 			64)})
 	}
+
 	return ticks
 }
 
@@ -264,5 +269,6 @@ func (c *lossCurve) draw(path string) error {
 		p.X.Scale, p.X.Tick.Marker = plot.LogScale{}, plot.LogTicks{Prec: -1}
 		p.X.Min, p.X.Max = 1, max(p.X.Max, 10)
 	}
+
 	return figure.Write(path, 8*vg.Inch, 5*vg.Inch, figure.Panel{Plot: p, Height: 1})
 }

@@ -27,10 +27,12 @@ func decodePNG(t testing.TB, path string) image.Image {
 		t.Fatal(err)
 	}
 	defer f.Close()
+
 	picture, err := png.Decode(f)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	return picture
 }
 
@@ -182,6 +184,7 @@ func TestRoundTicks(t *testing.T) {
 			t.Errorf("from %v to %v: %q, want %q", c.lo, c.hi, strings.Join(got, " "), c.want)
 		}
 	}
+
 	r := texttest.Rand(t)
 	for range 1000 {
 		lo := r.NormFloat64() * math.Pow(10, float64(r.IntN(12)-6))
@@ -198,12 +201,14 @@ func TestThinnedKeepsTheExtremes(t *testing.T) {
 	for i := range points {
 		points[i] = plotter.XY{X: float64(i), Y: r.NormFloat64()}
 	}
+
 	spike := r.IntN(len(points))
 	points[spike].Y = 1e6
 	thin := thinned(points)
 	if len(thin) > maxDrawn || !slices.Contains(thin, points[spike]) {
 		t.Errorf("%d points, spike kept: %t", len(thin), slices.Contains(thin, points[spike]))
 	}
+
 	if !slices.IsSortedFunc(thin, func(a, b plotter.XY) int { return int(a.X - b.X) }) {
 		t.Error("the points are out of order")
 	}
@@ -215,19 +220,23 @@ func TestSmoothedIsTheCenteredMean(t *testing.T) {
 	for i := range 500 {
 		c.add(i, 3+0.01*float64(i)) // a straight line is its own centered mean
 	}
+
 	for i, p := range c.smoothed()[:490] {
 		if p.X != c.XYs[i].X || math.Abs(p.Y-c.XYs[i].Y) > 1e-9 {
 			t.Fatalf("point %d of a straight line becomes %v, was %v", i, p, c.XYs[i])
 		}
 	}
+
 	c = curve{}
 	for i := range 5000 {
 		c.add(i, r.NormFloat64())
 	}
+
 	late, variance := c.smoothed()[500:], 0.0
 	for _, p := range late {
 		variance += p.Y * p.Y / float64(len(late))
 	}
+
 	if variance > 0.03 { // 1/201, with some tolerance
 		t.Errorf("noise of variance 1 keeps a variance of %v", variance)
 	}

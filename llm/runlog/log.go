@@ -160,6 +160,7 @@ func encode(e llm.Event, c config) (lines []byte, err error) {
 		}
 		lines = append(append(lines, line...), '\n')
 	}
+
 	return lines, nil
 }
 
@@ -169,9 +170,11 @@ func openLog(path string) (*os.File, error) {
 	if path == "" {
 		return nil, errors.New(`the path is empty: pass the name of the log file`)
 	}
+
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return nil, err
 	}
+
 	f, size, err := regular.Append(path)
 	if err != nil || size == 0 {
 		return f, err
@@ -184,6 +187,7 @@ func openLog(path string) (*os.File, error) {
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
+
 	return f, nil
 }
 
@@ -275,6 +279,7 @@ func newRecord(e llm.Event) Record {
 	if e.Err != nil {
 		r.Error = e.Err.Error()
 	}
+
 	return r
 }
 
@@ -319,6 +324,7 @@ func ReadFrom(path string, from int64, f func(Record)) (end int64, err error) {
 	if end, err = readFrom(file, from, f); err != nil {
 		return end, fmt.Errorf("runlog: Read: %w", err)
 	}
+
 	return end, nil
 }
 

@@ -34,6 +34,7 @@ func TestJSON(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	want := []string{
 		`"event":"start","step":4,"elapsed_s":0,"steps":5,"params":1234567,"all_params":1234567,"seeds":64}`,
 		`"event":"step","step":5,"elapsed_s":1.5,"train_loss":1,"learning_rate":0.0003,` +
@@ -46,15 +47,18 @@ func TestJSON(t *testing.T) {
 		`"event":"interrupted","step":5,"elapsed_s":1.5}`,
 		`"event":"end","step":5,"elapsed_s":1.5,"train_loss":1,"tokens_per_s":666.66`,
 	}
+
 	lines := strings.Split(strings.TrimSuffix(string(content), "\n"), "\n")
 	if len(lines) != len(want) {
 		t.Fatalf("%d lines, want %d:\n%s", len(lines), len(want), content)
 	}
+
 	for i, line := range lines {
 		if !json.Valid([]byte(line)) || !strings.Contains(line, want[i]) {
 			t.Errorf("line %d is\n%s\nwant\n%s", i, line, want[i])
 		}
 	}
+
 	if !strings.Contains(lines[7], `"error":"out of luck"`) {
 		t.Errorf("the last line lacks the error: %s", lines[7])
 	}
@@ -69,6 +73,7 @@ func TestJSONContinues(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	r := texttest.Rand(t)
 	for range 20 {
 		path := filepath.Join(t.TempDir(), "log.jsonl")
@@ -97,10 +102,12 @@ func TestJSONReportsWhereItFails(t *testing.T) {
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	err := JSON("")(llm.Event{Kind: llm.RunStart})
 	if err == nil || err.Error() != `runlog: JSON: the path is empty: pass the name of the log file` {
 		t.Errorf("no path: got %v", err)
 	}
+
 	err = JSON(filepath.Join(file, "log.jsonl"))(llm.Event{Kind: llm.RunStart})
 	if err == nil || !strings.Contains(err.Error(), file) || !strings.HasPrefix(err.Error(),
 		"runlog: JSON: ") {

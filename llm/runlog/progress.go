@@ -69,6 +69,7 @@ func columnsOf(w io.Writer) func() int {
 	if !ok || !term.IsTerminal(int(f.Fd())) {
 		return nil
 	}
+
 	return func() int {
 		columns, _, err := term.GetSize(int(f.Fd()))
 		if err != nil {
@@ -193,9 +194,11 @@ func (p *progress) bar(e llm.Event) string {
 	if e.Budget != (llm.Budget{}) {
 		parts[0] = fmt.Sprintf("%.1f%% %d", 100*e.Share, e.Step)
 	}
+
 	if e.Step > p.start {
 		parts = append(parts, fmt.Sprintf("loss %.4f", e.Loss))
 	}
+
 	if e.ValLoss > 0 && !math.IsInf(e.ValLoss, 1) {
 		parts = append(parts, fmt.Sprintf("val %.4f", e.ValLoss))
 	}
@@ -209,6 +212,7 @@ func (p *progress) bar(e llm.Event) string {
 		tokens := float64(e.RunTokens - p.since.RunTokens)
 		parts = append(parts, clock(left)+" left", rate(tokens/(took/1e9))+" tok/s")
 	}
+
 	if p.seeds != "" {
 		parts = append(parts, p.seeds)
 	}
@@ -217,6 +221,7 @@ func (p *progress) bar(e llm.Event) string {
 	for len(parts) > 1 && len(strings.Join(parts, "  ")) > room-len("[>] ") {
 		parts = parts[:len(parts)-1]
 	}
+
 	return drawBar(strings.Join(parts, "  "), room, shareOf(e))
 }
 
@@ -263,12 +268,14 @@ func growing(reports []state.Report) string {
 			counts[r.Seeds[i].Stage]++
 		}
 	}
+
 	var parts []string
 	for _, m := range stageMarks {
 		if n := counts[m.stage]; n > 0 {
 			parts = append(parts, fmt.Sprint(n, " ", m.mark))
 		}
 	}
+
 	return strings.Join(parts, " ")
 }
 

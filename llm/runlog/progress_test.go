@@ -26,6 +26,7 @@ func TestProgressInAFile(t *testing.T) {
 [=================>  ] 35/40  loss 0.1429  val 0.6429  0:08 left  667 tok/s
 [====================] 40/40  loss 0.1250  val 0.6250  0:00 left  667 tok/s
 `
+
 	if out.String() != want {
 		t.Errorf("got\n%s\nwant\n%s", out.String(), want)
 	}
@@ -45,6 +46,7 @@ func TestProgressOnATerminal(t *testing.T) {
 	for _, e := range append(events[:len(events)-1], sampled, failed) {
 		p.event(e)
 	}
+
 	screen := []string{""}
 	column := 0
 	for _, c := range out.String() {
@@ -60,9 +62,11 @@ func TestProgressOnATerminal(t *testing.T) {
 			column++
 		}
 	}
+
 	for i := range screen {
 		screen[i] = strings.TrimRight(screen[i], " ")
 	}
+
 	want := []string{
 		"training 1,234,567 parameters and 64 seeds to step 10",
 		"sample",
@@ -71,9 +75,11 @@ func TestProgressOnATerminal(t *testing.T) {
 		"stopped after step 10: loss is NaN",
 		"",
 	}
+
 	if got := strings.Join(screen, "\n"); got != strings.Join(want, "\n") {
 		t.Errorf("the terminal shows\n%s\nwant\n%s", got, strings.Join(want, "\n"))
 	}
+
 	if redraws := strings.Count(out.String(), "\r["); redraws < 10 {
 		t.Errorf("the bar is drawn %d times in 10 steps of 1.5 s", redraws)
 	}
@@ -140,6 +146,7 @@ func TestProgressOnANarrowTerminal(t *testing.T) {
 			}
 		}
 	}
+
 	require.Contains(t, out.String(), "10/10  loss 0.5000  val 1.0000")
 }
 
@@ -171,6 +178,7 @@ func TestProgressFollowsGrowth(t *testing.T) {
 	for range 10 {
 		step(time.Second)
 	}
+
 	require.Contains(t, p.bar(e), " 0:10 left  300 tok/s")
 	e.Kind, e.Err = llm.Reshaped, errors.New("no room")
 	p.event(e)
@@ -199,6 +207,7 @@ func TestIsTerminal(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
+
 	if isTerminal(f) || isTerminal(&strings.Builder{}) {
 		t.Error("a file passes for a terminal")
 	}
@@ -209,6 +218,7 @@ func TestIsTerminal(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer device.Close()
+
 	if !isTerminal(struct{ *os.File }{device}) {
 		t.Error("a writer to a terminal does not pass for one")
 	}
@@ -240,6 +250,7 @@ func TestProgressSeeds(t *testing.T) {
 		}
 		return llm.Event{Kind: llm.EpochEnd, Step: 1, Steps: 9, Reports: []state.Report{r, r}}
 	}
+
 	eval := llm.Event{Kind: llm.EvalEnd, Step: 1, Steps: 9, Loss: 1.5, ValLoss: 2, Elapsed: time.Second,
 		RunTokens: 1000}
 	eventtest.Send(t, Progress(&out), report(state.Dormant, state.Dormant), eval,

@@ -81,6 +81,7 @@ func epochRecords(e llm.Event) []Record {
 			records = append(records, r)
 		}
 	}
+
 	return records
 }
 
@@ -99,6 +100,7 @@ func seedRecord(s *state.SeedReport) SeedRecord {
 	if s.Delta != 0 || s.Improvement != 0 || s.Stability != 0 {
 		r.Trial = &TrialRecord{figure(s.Delta), figure(s.Improvement), figure(s.Stability)}
 	}
+
 	return r
 }
 

@@ -42,6 +42,7 @@ func TestEpochLines(t *testing.T) {
 					Max: math.MaxFloat64, DeadRatio: 0.25, SNR: math.NaN()}}
 		}
 	}
+
 	epoch.Reports[1].Seeds[1] = state.SeedReport{Seed: 1}
 	epoch.SeedEvents = []state.Event{
 		{Kind: state.StageChanged, Layer: 1, Seed: 1, Epoch: 6, From: state.Culled},
@@ -49,6 +50,7 @@ func TestEpochLines(t *testing.T) {
 		{Kind: state.StrategyFailed, Layer: 1, Seed: 1, Epoch: 7,
 			Reason: strings.Repeat("x", 2*maxReason) + "\ngoroutine 1"},
 	}
+
 	path := filepath.Join(t.TempDir(), "log.jsonl")
 	eventtest.Send(t, JSON(path), epoch)
 	content, err := os.ReadFile(path)
@@ -65,6 +67,7 @@ func TestEpochLines(t *testing.T) {
 		require.Equal(t, 7, *r.Epoch)
 		found[*r.Layer] = append(found[*r.Layer], r.States...)
 	}
+
 	require.Len(t, found[0], many)
 	for i, s := range found[0] {
 		require.Equal(t, i, s.Seed)
@@ -83,6 +86,7 @@ func TestEpochLines(t *testing.T) {
 		require.True(t, s.CanAdvance)
 		require.Equal(t, i == many-1, s.Events != nil)
 	}
+
 	require.Equal(t, []EventRecord{{Kind: "RampFinished", Epoch: 7, From: "Dormant", To: "Dormant",
 		Value: 0.25}}, found[0][many-1].Events)
 	require.Len(t, found[1], 2)
@@ -151,6 +155,7 @@ func TestPlaces(t *testing.T) {
 			require.Equal(t, llm.Ceiling{Product: 1e12, Type: "bfloat16"}, *r.Ceiling)
 		}
 	}))
+
 	require.Contains(t, events, "note")
 	require.Contains(t, events, "ceiling")
 	require.Len(t, all[0].Lattices[1].Places, maxPlaces, "the event itself was modified")

@@ -43,6 +43,7 @@ func (t *Tail) Read(restart func(), f func(Record)) (changed time.Time, err erro
 		return changed, fmt.Errorf("runlog: Tail: %w", err)
 	}
 	defer file.Close()
+
 	info, err := file.Stat()
 	if err != nil {
 		return changed, fmt.Errorf("runlog: Tail: %w", err)
@@ -72,6 +73,7 @@ func (t *Tail) Read(restart func(), f func(Record)) (changed time.Time, err erro
 	if err != nil {
 		return changed, fmt.Errorf("runlog: Tail: %w", err)
 	}
+
 	return info.ModTime(), nil
 }
 
@@ -80,13 +82,16 @@ func (t *Tail) continues(file *os.File, info fs.FileInfo) (bool, error) {
 	if !os.SameFile(t.info, info) || info.Size() < t.end {
 		return false, nil
 	}
+
 	if info.Size() == t.info.Size() && info.ModTime().Equal(t.info.ModTime()) {
 		return true, nil
 	}
+
 	first, last, err := marks(file, t.end)
 	if errors.Is(err, io.EOF) { // truncated at this moment
 		return false, nil
 	}
+
 	return bytes.Equal(first, t.first) && bytes.Equal(last, t.last), err
 }
 

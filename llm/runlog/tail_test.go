@@ -111,6 +111,7 @@ func readTail(t *testing.T, tail *runlog.Tail, restarts *int) string {
 	}, func(r runlog.Record) {
 		b.WriteString(lines(r.Step, r.Step, fmt.Sprint(float64(*r.TrainLoss))))
 	})
+
 	require.NoError(t, err)
 	return b.String()
 }

@@ -13,6 +13,7 @@ func ExampleDraw() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	id, err := sampler.Draw(greedy, logits)
 	fmt.Println(id, err)
 
@@ -20,6 +21,7 @@ func ExampleDraw() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	var counts [4]int
 	for range 1000 {
 		id, err := sampler.Draw(warm, logits)
@@ -28,6 +30,7 @@ func ExampleDraw() {
 		}
 		counts[id]++
 	}
+
 	fmt.Println("only 1 and 3:", counts[0] == 0 && counts[2] == 0, "3 more often:",
 		counts[3] > counts[1])
 	// Output:

@@ -71,6 +71,7 @@ func New(c Config) (*Sampler, error) {
 	case c.Vocab < 0:
 		return nil, fmt.Errorf("sampler: New: Vocab is %d, want at least 0", c.Vocab)
 	}
+
 	return &Sampler{config: c, source: rand.NewPCG(c.Seed, 0)}, nil
 }
 
@@ -80,9 +81,11 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	if s == nil {
 		return 0, fmt.Errorf("sampler: Draw: the sampler is nil")
 	}
+
 	if v := s.config.Vocab; v > 0 && v < len(logits) {
 		logits = logits[:v]
 	}
+
 	s.choices = s.choices[:0]
 	most := len(logits)
 	switch k := s.config.TopK; {
@@ -91,6 +94,7 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	case k > 0:
 		most = min(most, k)
 	}
+
 	for i, logit := range logits {
 		l := float64(logit)
 		if l-l != 0 {
@@ -101,12 +105,15 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 		}
 		s.add(choice{id: i, logit: l}, most)
 	}
+
 	if len(s.choices) == 0 {
 		return 0, fmt.Errorf("sampler: Draw: none of %d logits is more than -Inf", len(logits))
 	}
+
 	if s.config.Temperature == 0 {
 		return s.choices[0].id, nil
 	}
+
 	return s.draw(s.keep()), nil
 }
 
@@ -121,6 +128,7 @@ func (s *Sampler) add(c choice, most int) {
 		}
 		return
 	}
+
 	if c.logit > s.choices[0].logit {
 		s.choices[0] = c
 		s.sink(0)
@@ -155,20 +163,24 @@ func (s *Sampler) keep() []choice {
 	if s.config.TopK > 0 || s.config.TopP > 0 {
 		slices.SortFunc(kept, moreProbable)
 	}
+
 	total := 0.0
 	for i := range kept {
 		kept[i].weight = math.Exp((kept[i].logit - best) / s.config.Temperature)
 		total += kept[i].weight
 	}
+
 	if s.config.TopP == 0 {
 		return kept
 	}
+
 	sum := 0.0
 	for i := range kept {
 		if sum += kept[i].weight; sum >= s.config.TopP*total {
 			return kept[:i+1]
 		}
 	}
+
 	return kept
 }
 
@@ -178,6 +190,7 @@ func (s *Sampler) draw(kept []choice) int {
 	for _, c := range kept {
 		total += c.weight
 	}
+
 	// The top 53 bits make a number in [0, 1) that a float64 holds exactly.
 	rest := float64(s.source.Uint64()>>11) * 0x1p-53 * total
 	for _, c := range kept {
@@ -185,6 +198,7 @@ func (s *Sampler) draw(kept []choice) int {
 			return c.id
 		}
 	}
+
 	return kept[0].id // only after rounding in the subtractions
 }
 

@@ -36,6 +36,7 @@ func reference(c Config, logits []float64) []float64 {
 	for i := range order {
 		order[i] = i
 	}
+
 	slices.SortStableFunc(order, func(a, b int) int {
 		switch {
 		case logits[a] > logits[b]:
@@ -45,9 +46,11 @@ func reference(c Config, logits []float64) []float64 {
 		}
 		return 0
 	})
+
 	if c.TopK > 0 && c.TopK < len(order) {
 		order = order[:c.TopK]
 	}
+
 	p := make([]float64, len(logits))
 	normalise := func() {
 		sum := 0.0
@@ -60,6 +63,7 @@ func reference(c Config, logits []float64) []float64 {
 			p[i] /= sum
 		}
 	}
+
 	normalise()
 	if c.TopP > 0 {
 		sum, n := 0.0, 0
@@ -70,6 +74,7 @@ func reference(c Config, logits []float64) []float64 {
 		order = order[:n]
 		normalise()
 	}
+
 	return p
 }
 
@@ -193,6 +198,7 @@ func TestSamplerRepeats(t *testing.T) {
 		}
 		return ids
 	}
+
 	seed := texttest.Rand(t).Uint64()
 	c := Config{Temperature: 1, TopP: 0.9, Seed: seed}
 	s := mustSampler(t, c)
@@ -200,12 +206,14 @@ func TestSamplerRepeats(t *testing.T) {
 	if again := draw(mustSampler(t, c)); !slices.Equal(again, first) {
 		t.Errorf("the same seed draws %v and %v", first, again)
 	}
+
 	wide := mustSampler(t, c)
 	for i, want := range first {
 		if got := mustDraw(t, wide, narrow); got != want {
 			t.Fatalf("draw %d from float32 is %d, from float64 %d", i, got, want)
 		}
 	}
+
 	c.Seed++
 	other := mustSampler(t, c)
 	if again := draw(other); slices.Equal(again, first) {
@@ -216,13 +224,16 @@ func TestSamplerRepeats(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	want := draw(s)
 	if err := other.SetState(state[:len(state)-1]); err == nil {
 		t.Error("a state cut short is accepted")
 	}
+
 	if err := other.SetState(state); err != nil {
 		t.Fatal(err)
 	}
+
 	if got := draw(other); !slices.Equal(got, want) {
 		t.Errorf("from the saved state: %v, want %v", got, want)
 	}
@@ -247,6 +258,7 @@ func TestSamplerErrors(t *testing.T) {
 			t.Errorf("%+v: %v, want an error with %q", c.config, err, c.want)
 		}
 	}
+
 	for _, temperature := range []float64{0, 1} {
 		s := mustSampler(t, Config{Temperature: temperature})
 		before, _ := s.State()
@@ -293,6 +305,7 @@ func TestSampleOutsideVocab(t *testing.T) {
 			}
 		}
 	}
+
 	larger := mustSampler(t, Config{Vocab: 9})
 	if id := mustDraw(t, larger, []float64{1, 2}); id != 1 {
 		t.Errorf("token %d with fewer logits than the vocabulary has entries, want 1", id)

@@ -46,6 +46,7 @@ func Register(b blueprints.Blueprint, build Build) (blueprints.Kind, error) {
 			"want a graph on a chunk, at a weight or in the stream", blueprints.ErrInvalid, b.Name,
 			b.Site, build == nil)
 	}
+
 	b.Graph = b.Site == blueprints.Chunk
 	mu.Lock()
 	defer mu.Unlock()
@@ -53,6 +54,7 @@ func Register(b blueprints.Blueprint, build Build) (blueprints.Kind, error) {
 	if err == nil {
 		builds[k] = build
 	}
+
 	return k, err
 }
 
@@ -66,6 +68,7 @@ func Apply(k blueprints.Kind, x *gorgonia.Node, params gorgonia.Nodes,
 		return nil, fmt.Errorf("%w: %v has no graph: register it by site.Register",
 			blueprints.ErrInvalid, k)
 	}
+
 	err = guard.Call(blueprints.ErrPanic, fmt.Sprintf("the graph of blueprint %q", k),
 		func() (err error) {
 			y, err = build(x, params, size)
@@ -80,6 +83,7 @@ func Apply(k blueprints.Kind, x *gorgonia.Node, params gorgonia.Nodes,
 		return nil, fmt.Errorf("%w %q: its graph gives %v of shape %v, want %v of shape %v",
 			blueprints.ErrInvalid, k, y.Dtype(), y.Shape(), x.Dtype(), x.Shape())
 	}
+
 	return y, nil
 }
 
@@ -92,17 +96,21 @@ func Weight(k blueprints.Kind, w *gorgonia.Node, params gorgonia.Nodes, size int
 		}
 		return graft.LowRank(w, params[0], params[1], r, scale)
 	}
+
 	x, err := graft.Isolate(w, r, graft.Inward)
 	if err != nil {
 		return nil, err
 	}
+
 	if params, err = Own(params, r); err != nil {
 		return nil, err
 	}
+
 	t, err := Apply(k, x, params, size)
 	if err != nil {
 		return nil, err
 	}
+
 	return graft.Blend(w, t, r)
 }
 

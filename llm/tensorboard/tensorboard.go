@@ -62,6 +62,7 @@ func (w *writer) event(e llm.Event) error {
 			return err
 		}
 	}
+
 	if w.failed || w.file == nil {
 		return nil
 	}
@@ -70,11 +71,13 @@ func (w *writer) event(e llm.Event) error {
 	if values := summary(e); len(values) > 0 {
 		_, err = w.file.Write(record(event(e.Step, values)))
 	}
+
 	w.failed = err != nil
 	if e.Kind == llm.RunEnd || err != nil {
 		err = errors.Join(err, w.file.Close())
 		w.file = nil
 	}
+
 	return err
 }
 
@@ -84,6 +87,7 @@ func (w *writer) open() (err error) {
 	if w.folder == "" {
 		return errors.New("the name of the folder is empty")
 	}
+
 	if err := os.MkdirAll(w.folder, 0o777); err != nil {
 		return err
 	}
@@ -101,6 +105,7 @@ func (w *writer) open() (err error) {
 		err = errors.Join(err, w.file.Close())
 		w.file = nil
 	}
+
 	return err
 }
 
@@ -135,6 +140,7 @@ func summary(e llm.Event) (values [][]byte) {
 			add("seeds/"+state.Stage(stage).String(), float64(n))
 		}
 	}
+
 	return values
 }
 
@@ -159,6 +165,7 @@ func histograms(layer int, seeds []state.SeedReport) (values [][]byte) {
 			values = append(values, histogram(fmt.Sprintf("lattice/%d/%s", layer, f.name), all))
 		}
 	}
+
 	return values
 }
 
@@ -214,6 +221,7 @@ func histogram(tag string, all []float64) []byte {
 		limits = protowire.AppendFixed64(limits, math.Float64bits(limit))
 		heights = protowire.AppendFixed64(heights, math.Float64bits(n))
 	}
+
 	// histo: bucket_limit, bucket
 	return field(named(tag), 5, field(field(h, 6, limits), 7, heights))
 }

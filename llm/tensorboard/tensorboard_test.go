@@ -108,6 +108,7 @@ func TestTensorBoard(t *testing.T) {
 		Plugin            string
 		Dead              []float64
 	}
+
 	require.NoError(t, json.Unmarshal(out, &read), string(out))
 	require.Equal(t, losses(), read.Scalars["train/loss"])
 	require.NotEmpty(t, read.Scalars["validation/bits_per_byte"])
@@ -138,5 +139,6 @@ func TestRecords(t *testing.T) {
 		}
 		require.Greater(t, n, 12)
 	}
+
 	require.Error(t, tensorboard.Events("")(llm.Event{Kind: llm.RunStart}))
 }

@@ -107,6 +107,7 @@ func health[T cpu.Float](o *HealthOp, y []T, in opbase.Args) error {
 	for i, v := range []float64{mean, squares / n, low, high, float64(dead) / n} {
 		y[i] = T(v)
 	}
+
 	return nil
 }
 

@@ -72,6 +72,7 @@ func (r Row) check(name string, args ...*gorgonia.Node) error {
 		return fmt.Errorf("graft.%s: row %d of controls of shape %v, want a row of [n, %d]", name,
 			r.At, s, Controls)
 	}
+
 	return nil
 }
 
@@ -111,6 +112,7 @@ func Blend(x, t *gorgonia.Node, r Row) (*gorgonia.Node, error) {
 	if err := r.check("Blend", x, t); err != nil {
 		return nil, err
 	}
+
 	if !slices.Equal(x.Shape(), t.Shape()) {
 		return nil, fmt.Errorf("graft.Blend: t has shape %v, want that of x, %v", t.Shape(),
 			x.Shape())
@@ -189,9 +191,11 @@ func Isolate(x *gorgonia.Node, r Row, c Control) (*gorgonia.Node, error) {
 	if err := r.check("Isolate", x); err != nil {
 		return nil, err
 	}
+
 	if c < 0 || c >= Controls {
 		return nil, fmt.Errorf("graft.Isolate: control %d, want 0 to %d", c, Controls-1)
 	}
+
 	o := &IsolateOp{Row: r.At, Control: c}
 	in := gorgonia.Nodes{x, r.Of}
 	opbase.Init(&o.Base, o, "Isolate", fmt.Sprint("row=", r.At, " control=", int(c)), in,
@@ -248,6 +252,7 @@ func LowRank(w, a, b *gorgonia.Node, r Row, scale float64) (*gorgonia.Node, erro
 		return nil, fmt.Errorf("graft.LowRank: w has shape %v, a %v and b %v, want [out, in], "+
 			"[r, in] and [out, r]", ws, as, bs)
 	}
+
 	if scale-scale != 0 {
 		return nil, fmt.Errorf("graft.LowRank: scale is %v, want a finite number", scale)
 	}
@@ -302,6 +307,7 @@ func (o *LowRankOp) SymDiff(in gorgonia.Nodes,
 	if err != nil {
 		return nil, err
 	}
+
 	return gorgonia.Nodes{grad, d[0], d[1], nil}, nil
 }
 

@@ -149,6 +149,7 @@ func TestLowRank(t *testing.T) {
 		require.NoError(t, err)
 		require.True(t, report.OK(1e-6), "%v", report)
 	}
+
 	// Isolated, a and b have the gradients that they would have with α = 1 at the host's output.
 	gradients := func(s [graft.Controls]float64) [][]float64 {
 		r := &rig{t, rand.New(rand.NewPCG(1, 2)), gorgonia.NewGraph(), nil}
@@ -158,6 +159,7 @@ func TestLowRank(t *testing.T) {
 		y := r.must(graft.LowRank(w, a, b, graft.Row{Of: r.controls}, 0.5))
 		return r.gradients(r.cost(y), w, a, b)
 	}
+
 	full := gradients([4]float64{1, 1, 1, 1})
 	require.Equal(t, full, gradients([4]float64{0, 1, 0, 1}))
 	frozen := gradients([4]float64{0.3, 0.3, 1, 0})

@@ -98,6 +98,7 @@ func (c Config) check(in gorgonia.Nodes) error {
 		return fmt.Errorf("position is a %v of shape %v, want an int of shape [1]", p.Dtype(),
 			p.Shape())
 	}
+
 	return nil
 }
 

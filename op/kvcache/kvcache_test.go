@@ -82,6 +82,7 @@ func whole(t *testing.T, q, k, v *tensor.Dense, c Config) (y, keys []float64) {
 		require.NoError(t, err)
 		return n
 	}
+
 	key := turned(input("k", k), c.KVHeads)
 	out, err := op.Attention(turned(input("q", q), c.Heads), key, input("v", v), op.AttentionConfig{
 		Seq: c.Capacity, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Causal: true,
@@ -126,6 +127,7 @@ func TestRefusals(t *testing.T) {
 		_, err := call()
 		require.ErrorContains(t, err, want)
 	}
+
 	y, err := Attention(q, k, k, position(3), c)
 	require.NoError(t, err)
 	_, err = y.Op().(*AttentionOp).SymDiff(nil, nil, nil)

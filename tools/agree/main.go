@@ -86,10 +86,12 @@ func run(args []string, out, stderr io.Writer) error {
 	if len(args) == 0 {
 		return errors.New(usage)
 	}
+
 	command := ""
 	if !strings.HasPrefix(args[0], "-") {
 		command, args = args[0], args[1:]
 	}
+
 	f := flag.NewFlagSet("agree", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.Usage = func() {
@@ -121,6 +123,7 @@ func run(args []string, out, stderr io.Writer) error {
 	if err := f.Parse(args); err != nil {
 		return err
 	}
+
 	switch {
 	case command == "":
 		return fmt.Errorf("the first argument names no command: %s, in this order", usage)
@@ -132,6 +135,7 @@ func run(args []string, out, stderr io.Writer) error {
 		return fmt.Errorf("%s: got %d arguments after the options, want one, the run's folder",
 			command, f.NArg())
 	}
+
 	dir := f.Arg(0)
 	switch command {
 	case "write":
@@ -158,28 +162,34 @@ func (p plan) write(dir string) error {
 	if !ok {
 		return fmt.Errorf("-model is %q, want small or 124M", p.model)
 	}
+
 	batch, steps := cmp.Or(p.batch, m.batch), cmp.Or(p.steps, m.steps)
 	rate, rising := cmp.Or(p.rate, m.rate), cmp.Or(p.rising, m.rising)
 	if batch < 1 || steps < 1 {
 		return fmt.Errorf("-batch is %d and -steps %d, want at least 1", batch, steps)
 	}
+
 	if !(rate > 0) || !(rising > 0 && rising <= 1) {
 		return fmt.Errorf(
 			"-rate is %g and -rising %g, want a rate above 0, and a share above 0 and not above 1",
 			rate, rising)
 	}
+
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return err
 	}
+
 	s := settings{Model: m.config.Default(), Batch: batch, Beta1: 0.9, Beta2: 0.95,
 		Epsilon: 1e-8, Decay: 0.1, Clip: 1}
 	for i := range steps {
 		s.Rates = append(s.Rates, rate*min(1, float64(i+1)/math.Ceil(float64(steps)*rising)))
 	}
+
 	model, err := llm.NewModel(s.Model, tensor.Float32, p.seed)
 	if err != nil {
 		return err
 	}
+
 	var text *data.Loader
 	if p.text != "" {
 		if text, err = openText(s, p.text, cmp.Or(p.bpe, filepath.Join(dir, "tokenizer.bpe")),
@@ -187,12 +197,15 @@ func (p plan) write(dir string) error {
 			return err
 		}
 	}
+
 	if err := removeLosses(dir); err != nil { // not before the rest is known to be right
 		return err
 	}
+
 	if err := model.Save(filepath.Join(dir, modelFile)); err != nil {
 		return err
 	}
+
 	path := filepath.Join(dir, tokenFile)
 	if text == nil {
 		err = writeTokens(path, s.Model.Vocab, steps*batch, s.Model.Seq+1)
@@ -202,6 +215,7 @@ func (p plan) write(dir string) error {
 	if err != nil {
 		return err
 	}
+
 	return writeJSON(filepath.Join(dir, settingsFile), s)
 }
 
@@ -248,6 +262,7 @@ func writeTokens(path string, vocab, sequences, length int) error {
 			}
 		}
 	}
+
 	return os.WriteFile(path, raw, 0o666)
 }
 
@@ -260,9 +275,11 @@ func batches(dir string, s settings) ([]data.Batch, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	if len(raw) != want {
 		return nil, fmt.Errorf("%s has %d bytes, want %d", path, len(raw), want)
 	}
+
 	all := make([]data.Batch, len(s.Rates))
 	for i := range all {
 		for range s.Batch {
@@ -279,6 +296,7 @@ func batches(dir string, s settings) ([]data.Batch, error) {
 		}
 		all[i].Count = len(all[i].Targets)
 	}
+
 	return all, nil
 }
 
@@ -289,10 +307,12 @@ func compare(dir string, tolerance float64, out io.Writer) error {
 	if err != nil {
 		return err
 	}
+
 	if len(files) < 2 {
 		return fmt.Errorf("%s has the losses of %d programs, want at least 2, as train and "+
 			"torch_agree.py write them", dir, len(files))
 	}
+
 	slices.Sort(files)
 	var losses [][]float64
 	fmt.Fprintf(out, "%4s", "step")
@@ -308,6 +328,7 @@ func compare(dir string, tolerance float64, out io.Writer) error {
 		fmt.Fprintf(out, " %20s",
 			strings.TrimSuffix(strings.TrimPrefix(filepath.Base(f), lossPrefix), ".json"))
 	}
+
 	fmt.Fprintf(out, " %9s\n", "spread")
 	worst, where := 0.0, 0
 	for i := range losses[0] {
@@ -323,10 +344,12 @@ func compare(dir string, tolerance float64, out io.Writer) error {
 			worst, where = spread, i+1
 		}
 	}
+
 	fmt.Fprintf(out, "largest spread: %.2e at step %d\n", worst, where)
 	if !(worst <= tolerance) {
 		return fmt.Errorf("the losses of step %d differ by %.2e, more than %.2e",
 			where, worst, tolerance)
 	}
+
 	return nil
 }

@@ -23,13 +23,16 @@ func written(t *testing.T) string {
 	if err := run([]string{"write", dir}, io.Discard, io.Discard); err != nil {
 		t.Fatal(err)
 	}
+
 	losses, err := os.ReadFile(filepath.Join("testdata", torchLosses))
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := os.WriteFile(filepath.Join(dir, torchLosses), losses, 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	return dir
 }
 
@@ -56,9 +59,11 @@ func TestGPUAgreesWithPyTorch(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := d.Close(); err != nil {
 		t.Fatal(err)
 	}
+
 	agree(t, "cuda")
 }
 
@@ -127,6 +132,7 @@ func TestWriteText(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+
 	var orders []string
 	for _, seed := range []string{"1", "2"} {
 		dir := t.TempDir()
@@ -160,6 +166,7 @@ func TestWriteText(t *testing.T) {
 		}
 		orders = append(orders, order.String())
 	}
+
 	if orders[0] == orders[1] {
 		t.Error("two seeds give the same order")
 	}
@@ -186,6 +193,7 @@ func TestRefusals(t *testing.T) {
 			t.Errorf("%s: no error", name)
 		}
 	}
+
 	for want, args := range map[string][]string{
 		`there is no "walk"`:             {"walk", dir},
 		"names no command":               {"-steps", "3", dir},
@@ -197,6 +205,7 @@ func TestRefusals(t *testing.T) {
 			t.Errorf("%v: got %v, want %q", args, err, want)
 		}
 	}
+
 	for _, args := range [][]string{{"-help"}, {"write", "-help"}} {
 		var help strings.Builder
 		if err := run(args, io.Discard, &help); err != flag.ErrHelp ||
@@ -204,26 +213,33 @@ func TestRefusals(t *testing.T) {
 			t.Errorf("%v: %v\n%s", args, err, help.String())
 		}
 	}
+
 	stale := filepath.Join(dir, lossPrefix+"a.json")
 	if err := os.WriteFile(stale, []byte("[1]"), 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := run([]string{"write", "-text", filepath.Join(dir, "none"), dir}, io.Discard,
 		io.Discard); err == nil {
 		t.Error("a text that is not there is accepted")
 	}
+
 	if _, err := os.Stat(stale); err != nil {
 		t.Errorf("a run that could not be made has cost the losses of the one before: %v", err)
 	}
+
 	if err := run([]string{"write", dir}, io.Discard, io.Discard); err != nil {
 		t.Fatal(err)
 	}
+
 	if _, err := os.Stat(stale); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("the losses of the run before are left: %v", err)
 	}
+
 	if err := os.Truncate(filepath.Join(dir, tokenFile), 100); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := run([]string{"train", dir}, io.Discard, io.Discard); err == nil ||
 		!strings.Contains(err.Error(), tokenFile) {
 		t.Errorf("tokens are missing: %v", err)

@@ -20,10 +20,12 @@ func noise(dirs []string, span int, out io.Writer) error {
 	case span < 1:
 		return fmt.Errorf("noise: -span is %d, want at least 1", span)
 	}
+
 	names, err := programs(dirs)
 	if err != nil {
 		return err
 	}
+
 	losses := make([][][]float64, len(names)) // [program][run][span]
 	for i, name := range names {
 		for _, dir := range dirs {
@@ -40,6 +42,7 @@ func noise(dirs []string, span int, out io.Writer) error {
 			}
 		}
 	}
+
 	return spread(names, losses, span, out)
 }
 
@@ -66,6 +69,7 @@ func programs(dirs []string) ([]string, error) {
 				dirs[0], names, dir, here)
 		}
 	}
+
 	return names, nil
 }
 
@@ -97,6 +101,7 @@ func spread(names []string, losses [][][]float64, span int, out io.Writer) error
 	for _, n := range names {
 		fmt.Fprintf(out, " %24s", n)
 	}
+
 	fmt.Fprintf(out, " %10s\n", "apart")
 	worst, where := 0.0, 0
 	for t := range losses[0][0] {
@@ -116,6 +121,7 @@ func spread(names []string, losses [][][]float64, span int, out io.Writer) error
 			worst, where = r, (t+1)*span
 		}
 	}
+
 	fmt.Fprintf(out,
 		"the means are at most %.2f deviations apart, in the span that ends at step %d\n", worst,
 		where)
@@ -123,5 +129,6 @@ func spread(names []string, losses [][][]float64, span int, out io.Writer) error
 		return fmt.Errorf("noise: up to step %d the programs' means are %.2f standard deviations "+
 			"of the runs apart, more than 1", where, worst)
 	}
+
 	return nil
 }

@@ -33,6 +33,7 @@ func writeText(path string, s settings, loader *data.Loader) (err error) {
 		return err
 	}
 	defer func() { err = cmp.Or(err, file.Close()) }()
+
 	w := bufio.NewWriter(file)
 	var id [4]byte
 	put := func(i int) {
@@ -51,6 +52,7 @@ func writeText(path string, s settings, loader *data.Loader) (err error) {
 			}
 		}
 	}
+
 	return w.Flush()
 }
 
@@ -64,24 +66,29 @@ func readText(folder, bpe string, vocab int) (data.Tokens, error) {
 		}
 		options = append(options, data.WithExtensions(".go"))
 	}
+
 	corpus, err := data.Open(folder, options...)
 	if err != nil {
 		return nil, err
 	}
+
 	if vocab <= bytesVocab {
 		return data.Tokenize(context.Background(), corpus.Train, tokenizer.Bytes{})
 	}
+
 	progress := func(done, of int) error {
 		if done%1000 == 0 || done == of {
 			fmt.Fprintf(os.Stderr, "\rlearning an encoding: %d of %d", done, of)
 		}
 		return nil
 	}
+
 	sample := int(min(corpus.Train.Size(), bpeText))
 	tok, err := tokenizer.LoadOrTrainBPE(context.Background(), bpe, corpus.Train,
 		vocab, sample, progress)
 	if err != nil {
 		return nil, err
 	}
+
 	return data.Tokenize(context.Background(), corpus.Train, tok)
 }

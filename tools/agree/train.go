@@ -46,24 +46,29 @@ func (h training) train(dir string, out io.Writer) (err error) {
 	} else if err != nil {
 		return err
 	}
+
 	m, err := llm.LoadModel(context.Background(), filepath.Join(dir, modelFile))
 	if err != nil {
 		return err
 	}
+
 	data, err := batches(dir, s)
 	if err != nil {
 		return err
 	}
+
 	o, err := optim.NewAdamW(optim.WithBetas(s.Beta1, s.Beta2), optim.WithEps(s.Epsilon),
 		optim.WithWeightDecay(s.Decay))
 	if err != nil {
 		return err
 	}
+
 	t, done, err := h.newTrainer(m, o, s)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, t.Close(), done()) }()
+
 	losses := make([]float64, len(data))
 	for i, b := range data {
 		if losses[i], err = t.Gradients(b); err != nil {
@@ -76,6 +81,7 @@ func (h training) train(dir string, out io.Writer) (err error) {
 			return fmt.Errorf("step %d: %w", i+1, err)
 		}
 	}
+
 	fmt.Fprintf(out, "%v: %d steps, loss %.4f to %.4f\n", h, len(losses), losses[0],
 		losses[len(losses)-1])
 	return writeJSON(filepath.Join(dir, lossPrefix+h.String()+".json"), losses)
@@ -100,6 +106,7 @@ func (h training) newTrainer(m *llm.Model, o *optim.AdamW,
 		}
 		return e, d.Close, nil
 	}
+
 	return nil, nil, fmt.Errorf(
 		"-device is %q, -precision %v and -grad-precision %v, want cpu and f32, or cuda",
 		h.device, h.precision, h.gradients)
@@ -130,13 +137,16 @@ func (t *host) Gradients(b data.Batch) (float64, error) {
 	if err := t.Let(b); err != nil {
 		return 0, err
 	}
+
 	if err := t.RunAll(); err != nil {
 		return 0, err
 	}
+
 	loss, ok := t.Loss.Value().Data().(float32)
 	if !ok {
 		return 0, fmt.Errorf("the loss is a %T, want a float32", t.Loss.Value().Data())
 	}
+
 	return float64(loss), nil
 }
 

@@ -25,6 +25,7 @@ func readEarlier(path string) (*earlier, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	e := &earlier{path: path, lines: lines}
 	for _, r := range lines {
 		if r.Bench != whereabouts || r.Peer != project {
@@ -37,11 +38,13 @@ func readEarlier(path string) (*earlier, error) {
 		}
 		e.card = r.Card
 	}
+
 	if e.card == "" {
 		return nil, fmt.Errorf("-against %s: no line says which machine it is of: want what this "+
 			"program prints, with its first line (%q: %q)", path, "bench",
 			whereabouts)
 	}
+
 	return e, nil
 }
 
@@ -72,21 +75,25 @@ func (e *earlier) compare(w io.Writer, now []result) error {
 			both = append(both, measurement{name, was, us})
 		}
 	}
+
 	if len(both) == 0 {
 		return fmt.Errorf("-against %s: it has none of this run's measurements: measure the same "+
 			"-groups and -models", e.path)
 	}
+
 	for _, m := range both {
 		if m.slower() > slack {
 			slower = append(slower, m)
 		}
 	}
+
 	fmt.Fprintf(w, "\n%d compared with %s, %d slower by more than %.0f %%, %d not in both\n",
 		len(both), e.path, len(slower),
 		100*slack, len(before)+len(after)-2*len(both))
 	if len(slower) == 0 {
 		return nil
 	}
+
 	slices.SortFunc(slower, func(a, b measurement) int {
 		return cmp.Or(cmp.Compare(b.slower(), a.slower()), cmp.Compare(a.name, b.name))
 	})
@@ -97,6 +104,7 @@ func (e *earlier) compare(w io.Writer, now []result) error {
 			m.now, 100*m.slower())
 		names = append(names, m.name)
 	}
+
 	return errors.New("slower than before: " + strings.Join(names, ", "))
 }
 
@@ -112,5 +120,6 @@ func fastest(all []result) map[string]float64 {
 			times[name] = r.Us
 		}
 	}
+
 	return times
 }

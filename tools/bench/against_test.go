@@ -24,6 +24,7 @@ func TestAgainst(t *testing.T) {
 		result{Bench: "peak", Peer: project, TFLOPs: 1},
 		result{Bench: "norm", Peer: "gorgonia", Us: 10},
 		here("C"), result{Bench: "norm", Peer: project, Us: 120}))
+
 	require.NoError(t, err)
 	require.NoError(t, before.fits(here("C")))
 	require.NoError(t, (*earlier)(nil).fits(here("C")), "without -against any machine will do")
@@ -63,6 +64,7 @@ func TestAgainstRefuses(t *testing.T) {
 		_, err := readEarlier(file)
 		require.ErrorContains(t, err, name)
 	}
+
 	e, err := readEarlier(write(t, "f", here("NVIDIA H200"), norm))
 	require.NoError(t, err)
 	require.ErrorContains(t, e.fits(here("NVIDIA H100")),

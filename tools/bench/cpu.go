@@ -34,14 +34,17 @@ func onCPU(o options) error {
 	if err := o.check(cpuGroups()); err != nil {
 		return err
 	}
+
 	if o.profile != "" {
 		return errors.New("-profile is for a GPU: the steps of a CPU are not traced")
 	}
+
 	line := where(fmt.Sprintf("%s, %d cores", processor(), runtime.GOMAXPROCS(0)), "")
 	fmt.Fprintln(os.Stderr, line.Card)
 	if err := o.begin(line); err != nil {
 		return err
 	}
+
 	for _, g := range []struct {
 		name    string
 		measure func(options) error
@@ -54,6 +57,7 @@ func onCPU(o options) error {
 			return fmt.Errorf("%s: %w", g.name, err)
 		}
 	}
+
 	return nil
 }
 
@@ -75,6 +79,7 @@ func timed(f func() error) (time.Duration, error) {
 	if err := f(); err != nil {
 		return 0, err
 	}
+
 	var times []time.Duration
 	for begin := time.Now(); len(times) < 5 || time.Since(begin) < time.Second; {
 		start := time.Now()
@@ -83,6 +88,7 @@ func timed(f func() error) (time.Duration, error) {
 		}
 		times = append(times, time.Since(start))
 	}
+
 	return median(times)
 }
 
@@ -92,6 +98,7 @@ func cpuCeilings(options) error {
 	for i := range x {
 		x[i] = float32(i)
 	}
+
 	took, err := timed(func() error {
 		cpu.Parallel(n, 1<<18, func(lo, hi int) { copy(y[lo:hi], x[lo:hi]) })
 		return nil
@@ -99,12 +106,15 @@ func cpuCeilings(options) error {
 	if err != nil {
 		return err
 	}
+
 	if err := emit(measured("copy_256MiB_cpu", took, 2*4*n, 0)); err != nil {
 		return err
 	}
+
 	if peak := gemm.FMAPeak(runtime.GOMAXPROCS(0), 300*time.Millisecond); peak > 0 {
 		return emit(result{Bench: "fma_peak_cpu", Peer: project, TFLOPs: rounded(peak/1e12, 4)})
 	}
+
 	return nil
 }
 
@@ -120,6 +130,7 @@ func cpuGemm(options) error {
 	if err != nil {
 		return err
 	}
+
 	return emit(measured("gemm_1024_f32_cpu", took, 0, 2*n*n*n))
 }
 
@@ -132,11 +143,13 @@ func cpuKasmina(options) error {
 	if err != nil {
 		return err
 	}
+
 	for s := range seeds {
 		if err := graft(lattice, s, random.Float64()); err != nil {
 			return err
 		}
 	}
+
 	for _, backward := range []bool{false, true} {
 		g := gorgonia.NewGraph()
 		x := gorgonia.NodeFromAny(g, normal(random, 1, rows, dim), gorgonia.WithName("x"))
@@ -173,6 +186,7 @@ func cpuKasmina(options) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -184,11 +198,13 @@ func graft(l *state.Lattice, seed int, alpha float64) error {
 		Kind: kinds[seed%len(kinds)]}); err != nil {
 		return err
 	}
+
 	for _, to := range []state.Stage{state.Training, state.Grafting} {
 		if err := l.Transition(seed, to); err != nil {
 			return err
 		}
 	}
+
 	return l.SetAlpha(seed, alpha)
 }
 
@@ -202,31 +218,38 @@ func cpuTrain(o options) error {
 	if err != nil {
 		return err
 	}
+
 	g, err := m.Graph(llm.ForTraining, s.batch)
 	if err != nil {
 		return err
 	}
+
 	opts := []cpuops.Option{cpuops.WithParams(g.Params...), cpuops.WithOutputs(g.Loss)}
 	if o.monitor > 0 {
 		opts = append(opts, cpuops.WithMonitor(o.monitor))
 	}
+
 	machine, err := cpuops.NewMachine(g.G, opts...)
 	if err != nil {
 		return err
 	}
 	defer machine.Close()
+
 	took, err := cpuSteps(o.steps, s, machine, machine.ValueGrads(), g.Let)
 	if err != nil {
 		return err
 	}
+
 	if o.monitor > 0 {
 		fmt.Fprint(os.Stderr, cpuops.Table(machine.Monitor()))
 	}
+
 	line := s.trained("train_"+s.name, took, m.NumParams())
 	line.PeakGiB = peakGiB()
 	if err := emit(line); err != nil {
 		return err
 	}
+
 	if cpuops.UseBFloat16(true) == nil {
 		took, err := cpuSteps(o.steps, s, machine, machine.ValueGrads(), g.Let)
 		if err := errors.Join(err, cpuops.UseBFloat16(false)); err != nil {
@@ -238,16 +261,19 @@ func cpuTrain(o options) error {
 			return err
 		}
 	}
+
 	stock, err := newStockModel(m, s.batch)
 	if err != nil {
 		return err
 	}
+
 	tape := gorgonia.NewTapeMachine(stock.g, gorgonia.BindDualValues(stock.params...))
 	defer tape.Close()
 	if took, err = cpuSteps(max(1, o.steps/4), s, tape, gorgonia.NodesToValueGrads(stock.params),
 		stock.let); err != nil {
 		return err
 	}
+
 	line = s.trained("train_"+s.name, took, m.NumParams())
 	line.Peer, line.PeakGiB = "gorgonia", peakGiB()
 	return emit(line)
@@ -260,6 +286,7 @@ func cpuSteps(steps int, s size, vm gorgonia.VM, grads []gorgonia.ValueGrad,
 	if err != nil {
 		return 0, err
 	}
+
 	random := rand.New(rand.NewPCG(1, 1))
 	var times []time.Duration
 	for i := range 2 + steps {
@@ -285,6 +312,7 @@ func cpuSteps(steps int, s size, vm gorgonia.VM, grads []gorgonia.ValueGrad,
 			times = append(times, time.Since(start))
 		}
 	}
+
 	return median(times)
 }
 
@@ -294,6 +322,7 @@ func peakGiB() float64 {
 	if err != nil {
 		return 0
 	}
+
 	for line := range strings.Lines(string(status)) {
 		if kib, ok := strings.CutPrefix(line, "VmHWM:"); ok {
 			n, _ := strconv.ParseFloat(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(kib),
@@ -301,5 +330,6 @@ func peakGiB() float64 {
 			return math.Round(n/1048576*1000) / 1000
 		}
 	}
+
 	return 0
 }

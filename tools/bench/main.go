@@ -142,6 +142,7 @@ func main() {
 	if *groups != "" {
 		o.groups = strings.Split(*groups, ",")
 	}
+
 	var err error
 	switch {
 	case *table:
@@ -165,20 +166,24 @@ func (o options) run(device string, repeat int, against string) error {
 	if measure == nil {
 		return fmt.Errorf("-device is %q, want cuda or cpu", device)
 	}
+
 	if against != "" {
 		var err error
 		if o.before, err = readEarlier(against); err != nil {
 			return err
 		}
 	}
+
 	for range repeat {
 		if err := measure(o); err != nil {
 			return err
 		}
 	}
+
 	if o.before == nil {
 		return nil
 	}
+
 	return o.before.compare(os.Stderr, emitted)
 }
 
@@ -200,32 +205,39 @@ func (o *options) check(groups []string) error {
 	if o.groups == nil {
 		o.groups = groups
 	}
+
 	for _, g := range o.groups {
 		if !slices.Contains(groups, g) {
 			return fmt.Errorf("there is no group %q, want some of %s", g,
 				strings.Join(groups, ", "))
 		}
 	}
+
 	for _, name := range o.models {
 		if !slices.ContainsFunc(sizes, func(s size) bool { return s.name == name }) {
 			return fmt.Errorf("there is no model %q, want some of %s", name,
 				strings.Join(modelNames(), ", "))
 		}
 	}
+
 	if o.steps < 1 {
 		return fmt.Errorf("-steps is %d, want at least 1", o.steps)
 	}
+
 	if o.clip < 0 || math.IsInf(o.clip, 0) || math.IsNaN(o.clip) {
 		return fmt.Errorf("-clip is %v, want a number above 0, or 0 for no limit", o.clip)
 	}
+
 	if o.batch < 0 {
 		return fmt.Errorf("-batch is %d, want at least 1, or 0 for the model's own", o.batch)
 	}
+
 	// An hour of measurements must not end in an error.
 	if info, err := os.Stat(filepath.Dir(o.profile)); o.profile != "" &&
 		(err != nil || !info.IsDir()) {
 		return fmt.Errorf("-profile is %s, want a file in a folder that is there", o.profile)
 	}
+
 	return nil
 }
 
@@ -235,6 +247,7 @@ func onGPU(o options) error {
 	if err := o.check(gpuGroups()); err != nil {
 		return err
 	}
+
 	device, err := cudaops.Open()
 	if errors.Is(err, cudaops.ErrNoDevice) {
 		return fmt.Errorf("%w\n-device cpu measures the CPU", err)
@@ -242,17 +255,20 @@ func onGPU(o options) error {
 		return err
 	}
 	defer device.Close()
+
 	fmt.Fprintln(os.Stderr, device)
 	line := where(device.Name(), driverVersion())
 	if err := o.begin(line); err != nil {
 		return err
 	}
+
 	var kernels []string
 	for _, g := range cudabench.Groups() {
 		if o.has(g) {
 			kernels = append(kernels, g)
 		}
 	}
+
 	if len(kernels) > 0 {
 		if err := cudabench.Run(device, kernels, func(m cudabench.Measurement) error {
 			return emit(measured(m.Name, m.Time, m.Bytes, m.FLOPs))
@@ -260,11 +276,13 @@ func onGPU(o options) error {
 			return err
 		}
 	}
+
 	if o.has("loss") {
 		if err := linearCrossEntropy(device); err != nil {
 			return err
 		}
 	}
+
 	for _, s := range sizes {
 		if o.batch > 0 {
 			s.batch = o.batch
@@ -275,6 +293,7 @@ func onGPU(o options) error {
 			}
 		}
 	}
+
 	return nil
 }
 

@@ -29,6 +29,7 @@ func cpuOps(options) error {
 			}
 		}
 	}
+
 	return nil
 }
 
@@ -43,8 +44,10 @@ func emitOp(name string, shape []int, f opbench.Figure) error {
 		}
 		return emit(r)
 	}
+
 	if err := line("fwd", f.Forward, f.Bytes, f.FLOPs); err != nil || f.Training == 0 {
 		return err
 	}
+
 	return line("fwdbwd", f.Training, 0, 0)
 }

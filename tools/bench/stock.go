@@ -33,6 +33,7 @@ func newStockModel(m *llm.Model, batch int) (*stockModel, error) {
 	if c.KVHeads != c.Heads || len(c.Kasmina) > 0 {
 		return nil, fmt.Errorf("a stock model has no grouped heads and no Kasmina layers")
 	}
+
 	s := &stockModel{config: c, batch: batch, g: gorgonia.NewGraph(),
 		byName: map[string]*gorgonia.Node{}}
 	for _, p := range m.Params {
@@ -48,6 +49,7 @@ func newStockModel(m *llm.Model, batch int) (*stockModel, error) {
 		n := gorgonia.NodeFromAny(s.g, value, gorgonia.WithName(p.Name))
 		s.byName[p.Name], s.params = n, append(s.params, n)
 	}
+
 	rows := batch * c.Seq
 	s.ids = gorgonia.NewMatrix(s.g, tensor.Float32, gorgonia.WithShape(rows, c.Vocab),
 		gorgonia.WithName("ids"))
@@ -57,6 +59,7 @@ func newStockModel(m *llm.Model, batch int) (*stockModel, error) {
 	if s.err != nil {
 		return nil, s.err
 	}
+
 	_, err := gorgonia.Grad(s.loss, s.params...)
 	return s, err
 }
@@ -94,6 +97,7 @@ func (s *stockModel) build() {
 		}))
 		x = s.add(x, s.product(s.times(silu, up), s.byName[p+"mlp.down_proj.weight"]))
 	}
+
 	x = s.norm(x, "model.norm.weight")
 	logits := s.do(func() (*gorgonia.Node, error) {
 		t, err := gorgonia.Transpose(table)
@@ -102,6 +106,7 @@ func (s *stockModel) build() {
 		}
 		return gorgonia.Mul(x, t)
 	})
+
 	s.loss = s.do(func() (*gorgonia.Node, error) {
 		p, err := gorgonia.SoftMax(logits)
 		if err != nil {
@@ -175,10 +180,12 @@ func (s *stockModel) rotation() (cos, sin, swap *gorgonia.Node) {
 			cs[r*d+i], sn[r*d+i] = float32(math.Cos(angle)), float32(math.Sin(angle))
 		}
 	}
+
 	sw := make([]float32, c.HeadDim*c.HeadDim)
 	for i := range h {
 		sw[(i+h)*c.HeadDim+i], sw[i*c.HeadDim+i+h] = -1, 1
 	}
+
 	return s.constant("cos", cs, rows, d), s.constant("sin", sn, rows, d),
 		s.constant("swap", sw, c.HeadDim, c.HeadDim)
 }

@@ -78,6 +78,7 @@ func TestStockModel(t *testing.T) {
 			}
 		}
 	}
+
 	for i := range losses[0] {
 		for _, other := range losses[1:] {
 			if math.Abs(other[i]-losses[0][i]) > 1e-4*losses[0][i] {

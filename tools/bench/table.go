@@ -22,6 +22,7 @@ func printTable(w io.Writer, files []string) error {
 		return errors.New(
 			"-table wants files of JSON lines, as this program and those in peers print them")
 	}
+
 	var all []result
 	for _, f := range files {
 		lines, err := readResults(f)
@@ -30,6 +31,7 @@ func printTable(w io.Writer, files []string) error {
 		}
 		all = append(all, lines...)
 	}
+
 	b := bufio.NewWriter(w)
 	for _, r := range all {
 		if r.Bench == whereabouts {
@@ -43,6 +45,7 @@ func printTable(w io.Writer, files []string) error {
 				strings.Join(present(r.Card, r.Driver, r.Versions, r.Date, r.Command), ", "))
 		}
 	}
+
 	for _, training := range []bool{false, true} {
 		var names []string
 		for _, r := range all {
@@ -55,6 +58,7 @@ func printTable(w io.Writer, files []string) error {
 			printRows(b, all, names)
 		}
 	}
+
 	return b.Flush()
 }
 
@@ -79,6 +83,7 @@ func readResults(path string) ([]result, error) {
 		return nil, err
 	}
 	defer f.Close()
+
 	var all []result
 	s := bufio.NewScanner(f)
 	for n := 1; s.Scan(); n++ {
@@ -95,6 +100,7 @@ func readResults(path string) ([]result, error) {
 		}
 		all = append(all, r)
 	}
+
 	return all, s.Err()
 }
 
@@ -112,6 +118,7 @@ func entries(all []result, name string) (ours result, peers []result) {
 		peers = slices.DeleteFunc(peers, func(p result) bool { return p.Peer == r.Peer })
 		peers = append(peers, r)
 	}
+
 	slices.SortStableFunc(peers, func(a, b result) int { return cmp.Compare(a.Us, b.Us) })
 	return ours, peers
 }
@@ -141,6 +148,7 @@ func (r result) String() string {
 	case r.TFLOPs > 0:
 		rate = fmt.Sprintf("%.*f TFLOP/s", decimals(r.TFLOPs), r.TFLOPs)
 	}
+
 	var took string
 	switch {
 	case r.Us >= 1e4:
@@ -148,14 +156,17 @@ func (r result) String() string {
 	case r.Us > 0:
 		took = fmt.Sprintf("%.0f µs", r.Us)
 	}
+
 	var memory string
 	if r.PeakGiB > 0 {
 		memory = fmt.Sprintf("%.1f GiB", r.PeakGiB)
 	}
+
 	var extra string
 	if r.ExtraGiB > 0 {
 		extra = fmt.Sprintf("%.2f GiB extra", r.ExtraGiB)
 	}
+
 	return strings.Join(present(rate, took, memory, extra), ", ")
 }
 

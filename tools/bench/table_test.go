@@ -26,10 +26,12 @@ func write(t *testing.T, name string, lines ...any) string {
 		}
 		b.Write(append(line, '\n'))
 	}
+
 	path := filepath.Join(t.TempDir(), name)
 	if err := os.WriteFile(path, b.Bytes(), 0o666); err != nil {
 		t.Fatal(err)
 	}
+
 	return path
 }
 
@@ -42,6 +44,7 @@ func TestTable(t *testing.T) {
 		result{Bench: "norm", Peer: project, Us: 100, GBps: 3000},
 		result{Bench: "train", Peer: project, Us: 50_000, TFLOPs: 400,
 			TokensPS: 500_000, PeakGiB: 10})
+
 	theirs := write(t, "theirs", "",
 		result{Bench: "run", Peer: "torch", Card: "Card", Versions: "torch 9"},
 		result{Bench: "gemm_8192_bf16", Peer: "cublas", Us: 1400, TFLOPs: 800},
@@ -50,10 +53,12 @@ func TestTable(t *testing.T) {
 		result{Bench: "norm", Peer: "slow", Us: 200, GBps: 1500},
 		`{"bench":"train","peer":"compiled","us":55000,"tok_s":450000,"tflops":360,"peak_gib":20.5,"other":1}`,
 		result{Bench: "alone", Peer: "quick", Us: 12.3, GBps: 0.5})
+
 	var b strings.Builder
 	if err := printTable(&b, []string{ours, theirs}); err != nil {
 		t.Fatal(err)
 	}
+
 	const head = "| what | this project | peers | ratio to the best peer | share of the " +
 		"ceiling |\n" +
 		"| --- | --- | --- | --- | --- |\n"
@@ -66,6 +71,7 @@ func TestTable(t *testing.T) {
 		"| alone | – | quick: 0.500 GB/s, 12 µs | – | – |\n" +
 		"\n" + head +
 		"| train | 500000 tokens/s, 50.0 ms, 10.0 GiB | compiled: 450000 tokens/s, 55.0 ms, 20.5 GiB | 1.10 | 50 % |\n"
+
 	if b.String() != want {
 		t.Errorf("got\n%s\nwant\n%s", b.String(), want)
 	}
@@ -90,6 +96,7 @@ func TestOptions(t *testing.T) {
 	if err := good.check(gpuGroups()); err != nil || !good.has("copy") || !good.has("recompute") {
 		t.Errorf("the default: %v, groups %v", err, good.groups)
 	}
+
 	for name, o := range map[string]options{
 		"group": {groups: []string{"copy", "nothing"}, steps: 1},
 		"model": {models: []string{"llama124m"}, steps: 1},

@@ -97,6 +97,7 @@ func (o options) trainings(s size) (all [][]variant) {
 			all = append(all, []variant{v})
 		}
 	}
+
 	return all
 }
 
@@ -122,10 +123,12 @@ func (s size) model(v variant) (*llm.Model, error) {
 			c.Kasmina = append(c.Kasmina, block)
 		}
 	}
+
 	m, err := llm.NewModel(c.Default(), tensor.Float32, 1, state.WithoutGates())
 	if err != nil {
 		return nil, err
 	}
+
 	for i, l := range m.Kasmina.Lattices() {
 		err := l.SetTelemetry(v.telemetry)
 		for seed := 0; seed < v.seeds; seed += 2 {
@@ -138,6 +141,7 @@ func (s size) model(v variant) (*llm.Model, error) {
 			return nil, err
 		}
 	}
+
 	return m, nil
 }
 
@@ -159,10 +163,12 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 	if err != nil {
 		return nil, err
 	}
+
 	g, err := m.Graph(llm.ForTraining, s.batch, v.how...)
 	if err != nil {
 		return nil, err
 	}
+
 	precision := o.precision
 	switch {
 	case v.float8:
@@ -170,6 +176,7 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 	case v.gradients == cudaops.BFloat16 && precision != cudaops.Float8: // the only other type that allows them
 		precision = cudaops.BFloat16
 	}
+
 	opts := []cudaops.MachineOption{cudaops.WithParams(g.Params...), cudaops.WithOutputs(g.Loss),
 		cudaops.WithPrecision(precision),
 		cudaops.WithGradientPrecision(v.gradients), cudaops.WithTuning(o.tune),
@@ -177,22 +184,27 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 	if o.monitor > 0 {
 		opts = append(opts, cudaops.WithMonitor(o.monitor))
 	}
+
 	machine, err := cudaops.NewMachine(device, g.G, opts...)
 	if err != nil {
 		return nil, err
 	}
+
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, machine.Close())
 		}
 	}()
+
 	opt, err := newOptimizer(o.muon)
 	if err != nil {
 		return nil, err
 	}
+
 	if err := machine.SetOptimizer(opt, o.clip); err != nil {
 		return nil, err
 	}
+
 	t = &training{size: s, name: s.name + v.suffix, params: m.NumParams(), machine: machine,
 		loss: g.Loss, next: s.batches(g)}
 	for range warmUp {
@@ -200,6 +212,7 @@ func (s size) begin(device *cudaops.Device, v variant, o options) (t *training, 
 			return nil, err
 		}
 	}
+
 	return t, nil
 }
 
@@ -233,6 +246,7 @@ func (t *training) result(o options) (r result, err error) {
 			return r, err
 		}
 	}
+
 	if o.monitor > 0 {
 		ops, err := t.machine.Monitor()
 		if err != nil {
@@ -240,10 +254,12 @@ func (t *training) result(o options) (r result, err error) {
 		}
 		fmt.Fprint(os.Stderr, cudaops.Table(ops))
 	}
+
 	took, err := median(t.times)
 	if err != nil {
 		return r, err
 	}
+
 	r = t.trained("train_"+t.name, took, t.params)
 	r.Loss, r.PeakGiB = t.last, rounded(float64(t.machine.Memory())/(1<<30), 2)
 	return r, nil
@@ -257,6 +273,7 @@ func (s size) train(device *cudaops.Device, variants []variant, o options) (err 
 			err = errors.Join(err, t.machine.Close())
 		}
 	}()
+
 	for _, v := range variants {
 		t, err := s.begin(device, v, o)
 		if v.float8 && errors.Is(err, cudaops.ErrUnsupportedPrecision) {
@@ -268,11 +285,13 @@ func (s size) train(device *cudaops.Device, variants []variant, o options) (err 
 		}
 		all = append(all, t)
 	}
+
 	left := o.steps
 	if len(all) > 1 {
 		// The first step after a pause does not count, since the clock rate is still high.
 		left += turn
 	}
+
 	for ; left > 0; left -= turn {
 		for _, t := range all {
 			if err := t.time(min(left, turn)); err != nil {
@@ -283,6 +302,7 @@ func (s size) train(device *cudaops.Device, variants []variant, o options) (err 
 			}
 		}
 	}
+
 	for _, t := range all {
 		r, err := t.result(o)
 		if err != nil {
@@ -292,6 +312,7 @@ func (s size) train(device *cudaops.Device, variants []variant, o options) (err 
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -317,9 +338,11 @@ func linearCrossEntropy(device *cudaops.Device) (err error) {
 	if err != nil {
 		return err
 	}
+
 	if _, err := gorgonia.Grad(loss, x, w); err != nil {
 		return err
 	}
+
 	machine, err := cudaops.NewMachine(device, g, cudaops.WithParams(x, w),
 		cudaops.WithOutputs(loss),
 		cudaops.WithPrecision(cudaops.BFloat16), cudaops.WithStrict())
@@ -327,9 +350,11 @@ func linearCrossEntropy(device *cudaops.Device) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, machine.Close()) }()
+
 	if err := letTokens(random, vocab, targets); err != nil {
 		return err
 	}
+
 	var times []time.Duration
 	for i := range warmUp + 15 {
 		start := time.Now()
@@ -340,10 +365,12 @@ func linearCrossEntropy(device *cudaops.Device) (err error) {
 			times = append(times, time.Since(start))
 		}
 	}
+
 	took, err := median(times)
 	if err != nil {
 		return err
 	}
+
 	// Bytes of the parameter, its bfloat16 copy, and the gradient, which is summed in float32.
 	const operands = dim * (rows*(4+2+2) + vocab*(4+2+4))
 	r := measured("linear_ce_fwdbwd_16384x2048x50304", took, 0, 6*rows*dim*vocab)
@@ -370,19 +397,23 @@ func profile(m *cudaops.Machine, step func() error, path string) error {
 	if err := m.StartProfile(); err != nil {
 		return err
 	}
+
 	for range cudaops.ProfileSteps {
 		if err := step(); err != nil {
 			return err
 		}
 	}
+
 	p, err := m.Profile()
 	if err != nil {
 		return err
 	}
+
 	f, err := os.Create(path)
 	if err != nil {
 		return err
 	}
+
 	fmt.Fprint(os.Stderr, p.Table())
 	return errors.Join(p.WriteTrace(f), f.Close())
 }
@@ -395,9 +426,11 @@ func (o options) traceFile(training string) string {
 			trainings += len(variants)
 		}
 	}
+
 	if trainings == 1 {
 		return o.profile
 	}
+
 	extension := filepath.Ext(o.profile)
 	return strings.TrimSuffix(o.profile, extension) + "-" + training + extension
 }
@@ -417,6 +450,7 @@ func (s size) batches(g *llm.Graph) func() error {
 		drawn[i] = data.Batch{Inputs: randomTokens(random, s.config.Vocab, g.IDs),
 			Targets: randomTokens(random, s.config.Vocab, g.Targets)}
 	}
+
 	i := 0
 	return func() error {
 		i++

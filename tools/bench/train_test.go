@@ -57,6 +57,7 @@ func TestVariants(t *testing.T) {
 		len(groups) {
 		t.Errorf("two groups have one name: %q", groups)
 	}
+
 	for _, v := range variants {
 		if !slices.Contains(gpuGroups(), v.group) {
 			t.Errorf("%q is in no group", v.suffix)

@@ -75,6 +75,7 @@ func New(secret string) (*Identity, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	private := ed25519.NewKeyFromSeed(seed)
 	public := private.Public().(ed25519.PublicKey)
 
@@ -118,11 +119,13 @@ func (id *Identity) Dial(ctx context.Context, address string) (net.Conn, error) 
 	if err != nil {
 		return nil, err
 	}
+
 	secured := tls.Client(conn, id.config)
 	if err := secured.HandshakeContext(ctx); err != nil {
 		conn.Close()
 		return nil, explain(err)
 	}
+
 	return secured, nil
 }
 

@@ -52,6 +52,7 @@ func accept(l *Listener) <-chan net.Conn {
 			conns <- conn
 		}
 	}()
+
 	return conns
 }
 
@@ -107,6 +108,7 @@ func refuses(t *testing.T, id *Identity, attack func(address string)) {
 	case <-time.After(patience):
 		t.Fatal("the listener no longer accepts connections")
 	}
+
 	require.Empty(t, conns, "the stranger was accepted")
 }
 
@@ -189,6 +191,7 @@ func TestStrangerListens(t *testing.T) {
 			_, _ = conn.Write([]byte("SSH-2.0-OpenSSH_9.6\r\n"))
 		}
 	}()
+
 	_, err = id.Dial(t.Context(), plain.Addr().String())
 	require.ErrorIs(t, err, ErrStranger)
 }
@@ -227,6 +230,7 @@ func between(t *testing.T, to string, change func(up bool, b []byte) []byte) str
 		go pipe(a, b, true)
 		go pipe(b, a, false)
 	}()
+
 	return l.Addr().String()
 }
 
@@ -347,6 +351,7 @@ func TestReplay(t *testing.T) {
 		}
 		return b
 	})
+
 	c, err := id.Dial(t.Context(), relay)
 	require.NoError(t, err)
 	works(t, c, <-conns)
@@ -381,6 +386,7 @@ func TestReflection(t *testing.T) {
 			go func() { _, _ = io.Copy(conn, conn) }()
 		}
 	}()
+
 	_, err = identity(t, secret).Dial(t.Context(), l.Addr().String())
 	require.Error(t, err)
 }
@@ -411,6 +417,7 @@ func TestFloodIsBounded(t *testing.T) {
 		t.Cleanup(func() { conn.Close() })
 		return conn
 	}
+
 	pending := func() int {
 		l.mu.Lock()
 		defer l.mu.Unlock()
@@ -455,6 +462,7 @@ func TestSlowLoris(t *testing.T) {
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
+
 	require.Error(t, err, "the listener still waits after %v", time.Since(began))
 }
 

@@ -45,14 +45,17 @@ func acceptWithFew() error {
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
 		return err
 	}
+
 	id, err := New(secret)
 	if err != nil {
 		return err
 	}
+
 	l, err := id.Listen("127.0.0.1:0")
 	if err != nil {
 		return err
 	}
+
 	conns := accept(l)
 
 	// The strangers' ends of the connections count too, since they are in the same process.
@@ -60,6 +63,7 @@ func acceptWithFew() error {
 	if err := syscall.Setrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
 		return err
 	}
+
 	var strangers []net.Conn
 	for range 100 {
 		conn, err := net.DialTimeout("tcp", l.Addrs()[0].String(), time.Second)
@@ -68,10 +72,12 @@ func acceptWithFew() error {
 		}
 		strangers = append(strangers, conn)
 	}
+
 	if len(strangers) < 10 || len(strangers) == 100 {
 		return fmt.Errorf("%d connections did not exhaust the file descriptors",
 			len(strangers))
 	}
+
 	time.Sleep(200 * time.Millisecond) // let Accept fail
 	for _, conn := range strangers {
 		conn.Close()
@@ -90,6 +96,7 @@ func acceptWithFew() error {
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
+
 	select {
 	case <-conns:
 		return nil

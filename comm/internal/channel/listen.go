@@ -48,6 +48,7 @@ func (id *Identity) Listen(addresses ...string) (*Listener, error) {
 	for _, listener := range l.listeners {
 		go l.serve(listener)
 	}
+
 	return l, nil
 }
 
@@ -79,6 +80,7 @@ func (l *Listener) Close() error {
 		return nil
 	default:
 	}
+
 	close(l.closed)
 
 	var err error
@@ -87,9 +89,11 @@ func (l *Listener) Close() error {
 			err = e
 		}
 	}
+
 	for _, p := range l.pending {
 		p.conn.Close()
 	}
+
 	return err
 }
 
@@ -162,10 +166,12 @@ func (l *Listener) add(conn net.Conn) bool {
 		return false
 	default:
 	}
+
 	l.pending = append(l.pending, pending{conn, host})
 	if len(l.pending) > MaxPending {
 		l.evict()
 	}
+
 	return true
 }
 
@@ -189,6 +195,7 @@ func (l *Listener) evict() {
 	if oldest < 0 {
 		return
 	}
+
 	l.pending[oldest].conn.Close() // its handshake fails
 	l.pending = slices.Delete(l.pending, oldest, oldest+1)
 }

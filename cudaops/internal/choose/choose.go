@@ -57,6 +57,7 @@ func New(x *run.Executor, c Config) *Chooser {
 	if t.Least == 0 {
 		t.Least = leastOperations
 	}
+
 	switch {
 	case c.Given != nil:
 		t.given = map[string]string{}
@@ -66,6 +67,7 @@ func New(x *run.Executor, c Config) *Chooser {
 	case c.Mode != Off:
 		t.store = open(c.Path, c.Warn)
 	}
+
 	return t
 }
 
@@ -108,18 +110,22 @@ func (t *Chooser) ChooseVariant(c *program.Call) error {
 	if err := t.product(c); err != nil {
 		return err
 	}
+
 	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != nil || hasNone(c) {
 		return nil
 	}
+
 	g, variants := program.VariantsOf(c, t.Variants)
 	if len(variants) < 2 {
 		return nil
 	}
+
 	g.Plain = len(variants) - 1
 	variant, choice, err := t.choose(g)
 	if err != nil {
 		return err
 	}
+
 	c.SetVariant(variants[variant])
 	c.Choice = choice
 	return nil
@@ -152,18 +158,21 @@ func (t *Chooser) choose(j program.Group) (variant int, c *optime.Choice, err er
 	for _, a := range j.Alternatives {
 		names = append(names, a.Name)
 	}
+
 	if c := t.known[key]; c != nil && slices.Contains(names, c.Variant) {
 		if !slices.Contains(t.made, c) {
 			t.made = append(t.made, c)
 		}
 		return slices.Index(names, c.Variant), c, nil
 	}
+
 	c = &optime.Choice{Op: j.Op, Shape: j.Shape, Of: len(names), Variants: names, Source: optime.ByRule}
 	left, forced := t.Rules.Allowed(j.Op, names, t.Warn)
 	variant = left[0]
 	if forced {
 		c.Source = optime.Forced
 	}
+
 	if given, ok := t.given[key]; ok {
 		if variant = slices.Index(names, given); !slices.Contains(left, variant) {
 			return 0, nil, fmt.Errorf("%s %s is computed in the variant %q elsewhere, and here there "+
@@ -178,6 +187,7 @@ func (t *Chooser) choose(j program.Group) (variant int, c *optime.Choice, err er
 			return 0, nil, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
 		}
 	}
+
 	c.Variant = names[variant]
 	t.known[key], t.made = c, append(t.made, c)
 	return variant, c, nil
@@ -189,35 +199,42 @@ func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, err
 	if blas, err := t.x.Ctx.Blas(); err == nil {
 		build += fmt.Sprintf(", cuBLASLt %d", blas.Version())
 	}
+
 	key := fmt.Sprintf("%s, CUDA %d, %s, %s %s, under load there and back", t.Device.Name,
 		t.Version, build, j.Op, j.Shape)
 	if len(left) < len(j.Alternatives) {
 		key += fmt.Sprintf(", of %v", left)
 	}
+
 	if s, ok := t.store.get(key); ok && t.Mode == Cached {
 		if variant := slices.Index(c.Variants, s.Variant); slices.Contains(left, variant) {
 			c.Source, c.Cold = optime.Stored, s.Cold
 			return variant, nil
 		}
 	}
+
 	x, err := newTimer(t, j)
 	if err != nil {
 		t.cannot(j, err)
 		return left[0], x.memory.Close()
 	}
+
 	variant, err := x.fastest(left)
 	if err = run.Joined(err, x.memory.Close()); err != nil {
 		return 0, err
 	}
+
 	if variant < 0 {
 		t.Warn(fmt.Sprintf("%s %s is not tuned: none of the variants %v gives a result on random "+
 			"numbers", j.Op, j.Shape, c.Variants))
 		return left[0], nil
 	}
+
 	c.Source, c.Cold = optime.Measured, x.cold[variant]
 	if err := t.store.put(key, timed{Variant: c.Variants[variant], Cold: c.Cold}); err != nil {
 		t.Warn(err.Error())
 	}
+
 	return variant, nil
 }
 
@@ -228,12 +245,14 @@ func (t *Chooser) cannot(j program.Group, err error) {
 		t.Warn(fmt.Sprintf("%s %s is not tuned: %v", j.Op, j.Shape, err))
 		return
 	}
+
 	if !t.full {
 		t.Logger.Info(fmt.Sprintf("cudaops: the card has no memory left to time kernels in, so a "+
 			"rule of thumb chooses, for %s and for what else is new here: that is harmless, but "+
 			"may be slower (%v)", j.Op,
 			err))
 	}
+
 	t.full = true
 }
 
@@ -244,21 +263,26 @@ func (t *Chooser) product(c *program.Call) (err error) {
 	if !ok {
 		return nil
 	}
+
 	if m.Spec, err = m.Spec.Normal(); err != nil {
 		return err
 	}
+
 	variants := 1
 	if t.worthTiming(m.Spec.FLOPs()) {
 		variants = productVariants
 	}
+
 	p, err := t.x.Plan(m.Spec, variants)
 	if err != nil {
 		return err
 	}
+
 	names, own := slices.Clone(p.Variants), t.ownVariants(*m)
 	for _, w := range own {
 		names = append(names, w.String())
 	}
+
 	m.Variant, c.Choice, err = t.choose(productGroup(c, m, names, len(own) > 0))
 	return err
 }
@@ -270,6 +294,7 @@ func productGroup(c *program.Call, m *program.Matmul, variants []string, own boo
 	if m.Alpha != 1 || m.Beta != 0 && m.Beta != 1 {
 		g.Shape += " scaled"
 	}
+
 	if own && m.Beta == 1 {
 		g.Shape += " with a matrix added"
 	}
@@ -280,6 +305,7 @@ func productGroup(c *program.Call, m *program.Matmul, variants []string, own boo
 		}
 		return nil
 	}
+
 	d := of(&m.D)
 	g.Results = []*program.Array{d}
 	var added *program.Array
@@ -298,6 +324,7 @@ func productGroup(c *program.Call, m *program.Matmul, variants []string, own boo
 				program.Reads(&one.ScaleA, of(&m.ScaleA)),
 				program.Reads(&one.ScaleB, of(&m.ScaleB)), program.Reads(&one.C, added))}})
 	}
+
 	return g
 }
 
@@ -309,11 +336,13 @@ func (t *Chooser) ownVariants(m program.Matmul) []kernel.Variant {
 		!s.Scaled() && s.A != s.D || s.Align < program.VectorBytes {
 		return nil
 	}
+
 	variants := t.Variants(run.OwnProduct(s))
 	asked := func(w kernel.Variant) bool { return t.Rules.Ask(productOp, w.String()) }
 	if !t.worthTiming(s.FLOPs()) && !slices.ContainsFunc(variants, asked) {
 		return nil
 	}
+
 	return variants
 }
 

@@ -237,6 +237,7 @@ func TestDistance(t *testing.T) {
 		diff += math.Pow(float64(x[i])-float64(y[i]), 2)
 		norm += math.Pow(float64(y[i]), 2)
 	}
+
 	nan := float32(math.NaN())
 	require.InDelta(t, math.Sqrt(diff/norm), distance(x, y), 1e-12)
 	require.InDelta(t, math.Sqrt(diff/norm), distance(append(x, nan), append(y, nan)), 1e-12,

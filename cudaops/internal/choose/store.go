@@ -56,9 +56,11 @@ func (c *Config) Complete(usual Mode) (err error) {
 	if c.Rules, err = c.Rules.WithEnvironment(); err != nil {
 		return err
 	}
+
 	if c.Mode == Default {
 		c.Mode = usual
 	}
+
 	if v := os.Getenv(variable); v != "" {
 		if err := c.Mode.UnmarshalText([]byte(strings.ToLower(v))); err != nil ||
 			c.Mode == Default {
@@ -66,6 +68,7 @@ func (c *Config) Complete(usual Mode) (err error) {
 				variable, v)
 		}
 	}
+
 	if c.Path == "" && c.Mode != Off {
 		dir, err := os.UserCacheDir()
 		if err != nil {
@@ -74,6 +77,7 @@ func (c *Config) Complete(usual Mode) (err error) {
 		}
 		c.Path = filepath.Join(dir, "kasmina", "tune.json")
 	}
+
 	return nil
 }
 
@@ -110,16 +114,19 @@ func open(path string, warn func(string)) *store {
 	if s := opened[path]; s != nil {
 		return s
 	}
+
 	s := &store{path: path, choices: choices{}}
 	opened[path] = s
 	if path == "" {
 		return s
 	}
+
 	found, err := read(path)
 	if err != nil {
 		warn(fmt.Sprintf("the choices stored in %s are ignored: %v", path, err))
 		return s
 	}
+
 	s.choices = found
 	return s
 }
@@ -147,6 +154,7 @@ func (c *choices) UnmarshalJSON(b []byte) error {
 	if t, err := d.Token(); err != nil || t != json.Delim('{') {
 		return errors.Join(err, errors.New("the choices are no object"))
 	}
+
 	*c = choices{}
 	for d.More() {
 		key, err := d.Token()
@@ -162,6 +170,7 @@ func (c *choices) UnmarshalJSON(b []byte) error {
 		}
 		(*c)[key.(string)] = choice
 	}
+
 	return nil
 }
 
@@ -175,12 +184,15 @@ func read(path string) (choices, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	if err := json.Unmarshal(b, &f); err != nil {
 		return nil, fmt.Errorf("it is damaged: %w", err)
 	}
+
 	if f.Version != version {
 		return nil, fmt.Errorf("it is of version %d, want %d", f.Version, version)
 	}
+
 	return f.Choices, nil
 }
 
@@ -201,6 +213,7 @@ func (s *store) put(key string, c timed) error {
 	if s.path == "" {
 		return nil
 	}
+
 	if theirs, err := read(s.path); err == nil {
 		for key, c := range theirs {
 			if _, ok := s.choices[key]; !ok {
@@ -208,9 +221,11 @@ func (s *store) put(key string, c timed) error {
 			}
 		}
 	}
+
 	if err := s.write(); err != nil {
 		return fmt.Errorf("storing choices in %s: %w", s.path, err)
 	}
+
 	return nil
 }
 
@@ -220,10 +235,12 @@ func (s *store) write() error {
 		return fmt.Errorf("there are %d, and a file has %d at most: delete it, so that what is "+
 			"asked for is timed anew", len(s.choices), maxChoices)
 	}
+
 	b, err := json.MarshalIndent(file{version, s.choices}, "", "\t")
 	if err != nil {
 		return err
 	}
+
 	return atomicfile.WriteMkdir(s.path, func(f *os.File) error {
 		_, err := f.Write(b)
 		return err

@@ -43,6 +43,7 @@ func TestStore(t *testing.T) {
 		got, _ := third.get(key)
 		require.Equal(t, key, got.Variant)
 	}
+
 	left, err := os.ReadDir(filepath.Dir(path))
 	require.NoError(t, err)
 	require.Len(t, left, 1)
@@ -90,6 +91,7 @@ func TestConcurrent(t *testing.T) {
 			require.NoError(t, open(path, silent(t)).put(fmt.Sprint(i), timed{Variant: fmt.Sprint(i)}))
 		})
 	}
+
 	all.Wait()
 	s := reopen(t, path, silent(t))
 	for i := range 8 {
@@ -107,6 +109,7 @@ func TestComplete(t *testing.T) {
 		require.Equal(t, want, c.Mode)
 		require.Equal(t, want == Off, c.Path == "")
 	}
+
 	for _, value := range []string{"yes", "default"} {
 		t.Setenv(variable, value)
 		require.ErrorContains(t, new(Config).Complete(Off), variable)

@@ -85,11 +85,13 @@ func newTimer(t *Chooser, j program.Group) (*timer, error) {
 	for _, a := range j.Alternatives {
 		x.gather(a.Calls)
 	}
+
 	for _, r := range j.Results {
 		if p := x.pieces[r.Buffer]; !slices.Contains(x.results, p) {
 			x.results = append(x.results, p)
 		}
 	}
+
 	var err error
 	x.flush, err = x.memory.Alloc(x.flushBytes, "timing")
 	for i, b := range x.order {
@@ -101,6 +103,7 @@ func newTimer(t *Chooser, j program.Group) (*timer, error) {
 			err = x.fill(p, uint64(i))
 		}
 	}
+
 	return x, err
 }
 
@@ -163,16 +166,20 @@ func (x *timer) fastest(variants []int) (int, error) {
 	if err != nil {
 		return 0, err
 	}
+
 	if len(live) > 1 && live[0] != x.Plain {
 		// which is there to be compared with
 		live = slices.DeleteFunc(live, func(i int) bool { return i == x.Plain })
 	}
+
 	if len(live) == 0 {
 		return -1, nil
 	}
+
 	if err := x.time(live, tuneFirst); err != nil {
 		return 0, err
 	}
+
 	live = x.within(live, tuneHopeless)
 	if len(live) > 1 {
 		if err := x.time(live, tuneRounds); err != nil {
@@ -182,6 +189,7 @@ func (x *timer) fastest(variants []int) (int, error) {
 			return 0, err
 		}
 	}
+
 	return slices.MinFunc(live, func(i, j int) int {
 		return cmp.Compare(x.key(i, variants[0]), x.key(j, variants[0]))
 	}), nil
@@ -216,12 +224,14 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 	if len(near) < 2 || x.took[near[0]] < loadLeast {
 		return live, nil
 	}
+
 	turns := near
 	if long {
 		back := slices.Clone(near)
 		slices.Reverse(back)
 		turns = slices.Concat(near, back)
 	}
+
 	runs := func(variant int, d time.Duration) int { return int(d/x.cold[variant]) + 1 }
 	repeat := func(variant int, d time.Duration) error {
 		for range runs(variant, d) {
@@ -231,6 +241,7 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 		}
 		return nil
 	}
+
 	took, err := run.Times(x.x.Ctx, x.x.Stream, len(turns), func(i int) error {
 		settle := loadSettle
 		if i == 0 {
@@ -241,6 +252,7 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	for i, variant := range near {
 		if long {
 			both := took[i] + took[len(turns)-1-i]
@@ -250,6 +262,7 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 		loaded := float64(took[i]) / float64(runs(variant, loadSpan))
 		x.took[variant] = time.Duration(math.Sqrt(float64(x.cold[variant]) * loaded))
 	}
+
 	return near, nil
 }
 
@@ -293,6 +306,7 @@ func (x *timer) right(variants []int) ([]int, error) {
 		}
 		good[i] = true
 	}
+
 	return slices.DeleteFunc(slices.Clone(variants), func(i int) bool { return !good[i] }), nil
 }
 
@@ -318,6 +332,7 @@ func (x *timer) time(variants []int, rounds int) error {
 	if err != nil {
 		return err
 	}
+
 	for i, variant := range variants {
 		var all []time.Duration
 		for ; i < len(took); i += len(variants) {
@@ -326,6 +341,7 @@ func (x *timer) time(variants []int, rounds int) error {
 		x.cold[variant] = run.Median(all)
 		x.took[variant] = x.cold[variant]
 	}
+
 	return nil
 }
 
@@ -337,9 +353,11 @@ func (x *timer) result(variant int) ([][]float32, error) {
 			return nil, err
 		}
 	}
+
 	if err := x.run(variant); err != nil {
 		return nil, err
 	}
+
 	var results [][]float32
 	for _, p := range x.results {
 		raw := make([]byte, min(p.bytes(), 1<<17)/p.kind.Size()*p.kind.Size())
@@ -350,6 +368,7 @@ func (x *timer) result(variant int) ([][]float32, error) {
 			results = append(results, written(raw, p.kind))
 		}
 	}
+
 	return results, nil
 }
 
@@ -397,11 +416,13 @@ func distance(x, y []float32) float64 {
 		diff += d * d
 		norm += float64(y[i]) * float64(y[i])
 	}
+
 	switch {
 	case !written:
 		return math.NaN()
 	case diff == 0:
 		return 0
 	}
+
 	return math.Sqrt(diff / norm)
 }

@@ -20,9 +20,11 @@ func libc(t *testing.T, api any) (path string) {
 		require.NoError(t, err)
 		found = append(found, files...)
 	}
+
 	if len(found) == 0 {
 		t.Skip("needs a Linux with the GNU C library")
 	}
+
 	require.NoError(t, bind(found[0], api))
 	return found[0]
 }
@@ -62,6 +64,7 @@ func TestCloseTwice(t *testing.T) {
 	for i := range errs {
 		both.Go(func() { errs[i] = c.Close() })
 	}
+
 	both.Wait()
 	require.NoError(t, errors.Join(errs[:]...))
 	require.Equal(t, int32(1), released.Load())
@@ -79,6 +82,7 @@ func TestScalesThatFail(t *testing.T) {
 		p.desc = status
 		require.Equal(t, i >= 2, p.pointScales(256, 512) == nil, i)
 	}
+
 	require.Error(t, p.pointScales(1024, 2048))
 	require.Error(t, p.pointScales(256, 512), "one of the others may have been set")
 }

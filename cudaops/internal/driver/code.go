@@ -86,6 +86,7 @@ func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 	if err != nil {
 		return inDetail(err, "kernel "+f.Name+", "+l.String())
 	}
+
 	return nil
 }
 
@@ -96,6 +97,7 @@ func (c *context) Resident(f *gpu.Function, l gpu.LaunchConfig) (int, error) {
 			uintptr(l.Block.Count()), uintptr(l.Shared))
 		return int(n) * c.info.SMs, err
 	}
+
 	frame := launchFrames.Get().(*launchFrame)
 	defer launchFrames.Put(frame)
 	frame.set(l, 0)
@@ -122,6 +124,7 @@ func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	if err := t.Check(); err != nil {
 		return gpu.TensorMap{}, err
 	}
+
 	// The driver wants the descriptor at a multiple of 64 bytes.
 	buf := make([]byte, len(gpu.TensorMap{})+64)
 	at := int(-uintptr(unsafe.Pointer(&buf[0])) % 64)
@@ -134,6 +137,7 @@ func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 		uintptr(unsafe.Pointer(&strides[0])),
 		uintptr(unsafe.Pointer(&t.Box[0])), uintptr(unsafe.Pointer(&steps)), 0,
 		uintptr(t.Swizzle()), l2Reads256, 0)
+
 	return gpu.TensorMap(buf[at : at+128]), err
 }
 

@@ -65,10 +65,12 @@ func (c *context) Close() error {
 	if c.closed.Load() {
 		return nil
 	}
+
 	var err error
 	if c.blas != nil {
 		err = c.blas.close()
 	}
+
 	c.closed.Store(true)
 	return errors.Join(err, c.release())
 }
@@ -97,11 +99,13 @@ func (c *context) AllocHost(bytes int) ([]byte, error) {
 		return nil, gpu.NewError("cuMemHostAlloc", gpu.InvalidValue, "",
 			fmt.Sprintf("%d bytes asked for", bytes))
 	}
+
 	var p *byte
 	if err := c.call(&c.MemHostAlloc, uintptr(unsafe.Pointer(&p)), uintptr(bytes),
 		portable); err != nil {
 		return nil, fmt.Errorf("%s of pinned host memory: %w", gpu.Size(uint64(bytes)), err)
 	}
+
 	b := unsafe.Slice(p, bytes)
 	c.pinned.Add(b)
 	return b, nil
@@ -149,9 +153,11 @@ func (c *context) enqueue(what string, n int, host []byte, s gpu.Stream, p *proc
 	if n < 0 { // which the driver would take for a huge one
 		return gpu.NewError(p.name, gpu.InvalidValue, "", fmt.Sprintf("negative length %d", n))
 	}
+
 	if n == 0 {
 		return nil
 	}
+
 	return c.Watch(s, gpu.Work{Name: what}, func() error {
 		if err := c.call(p, args...); err != nil || host == nil || c.pinned.Has(host) {
 			return err

@@ -43,6 +43,7 @@ func (c *context) Blas() (gpu.Blas, error) {
 	if c.blas != nil {
 		return c.blas, nil
 	}
+
 	f := sharedlib.Host()
 	b, tried := sharedlib.Load(f, blasPlaces(f), c.version/1000,
 		func(path string) (*cublasLt, error) {
@@ -52,6 +53,7 @@ func (c *context) Blas() (gpu.Blas, error) {
 			}
 			return b, b.call(&b.Create, uintptr(unsafe.Pointer(&b.handle)))
 		})
+
 	if b == nil {
 		return nil, &gpu.NotFoundError{Library: "NVIDIA's matrix library (libcublasLt)",
 			Tried: tried,
@@ -59,6 +61,7 @@ func (c *context) Blas() (gpu.Blas, error) {
 				"environment that is active), a CUDA toolkit, or the folder that holds it in " +
 				"LD_LIBRARY_PATH or in " + blasVariable + "."}
 	}
+
 	c.blas = b
 	return b, nil
 }
@@ -121,6 +124,7 @@ func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, 
 	if err != nil {
 		return nil, err
 	}
+
 	p := &blasPlan{b: b, spec: m, work: m.Work()}
 	if err = p.describe(); err == nil {
 		err = p.search(workspace, want)
@@ -128,6 +132,7 @@ func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, 
 	if err != nil {
 		return nil, fmt.Errorf("matmul %+v: %w", m, err)
 	}
+
 	return p, nil
 }
 
@@ -140,6 +145,7 @@ func (p *blasPlan) describe() error {
 		real32F); err != nil {
 		return err
 	}
+
 	p.owns(p.desc, &b.DescDestroy)
 	attributes := []attribute{{descTransA, bit(m.TransB), 4}, {descTransB, bit(m.TransA), 4},
 		{descFastAccum, bit(m.Scaled()), 1}}
@@ -147,15 +153,18 @@ func (p *blasPlan) describe() error {
 		attributes = append(attributes, attribute{descScaleModeA, outerVector, 4},
 			attribute{descScaleModeB, outerVector, 4})
 	}
+
 	if err := b.set(&b.DescSetAttribute, p.desc, attributes...); err != nil {
 		return err
 	}
+
 	if m.Scaled() {
 		// the search wants pointers, of which it reads only the alignment
 		if err := p.pointScales(256, 256); err != nil {
 			return err
 		}
 	}
+
 	return errors.Join(p.layout(&p.layoutA, m.A, m.M, m.K, m.TransA),
 		p.layout(&p.layoutB, m.B, m.K, m.N, m.TransB),
 		p.layout(&p.layoutD, m.D, m.M, m.N, false))
@@ -197,12 +206,14 @@ func (p *blasPlan) pointScales(a, b gpu.Ptr) error {
 	if scales == p.scales {
 		return nil
 	}
+
 	p.scales = [2]gpu.Ptr{} // one of them may be set, and then the other fail
 	err := p.b.set(&p.b.DescSetAttribute, p.desc, attribute{descScalePointerB, uint64(a), 8},
 		attribute{descScalePointerA, uint64(b), 8})
 	if err == nil {
 		p.scales = scales
 	}
+
 	return err
 }
 
@@ -212,15 +223,18 @@ func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols int, transposed b
 	if transposed {
 		rows, cols = cols, rows
 	}
+
 	b := p.b
 	if err := b.call(&b.LayoutCreate, uintptr(unsafe.Pointer(to)), blasTypes[t], uintptr(cols),
 		uintptr(rows), uintptr(cols)); err != nil {
 		return err
 	}
+
 	p.owns(*to, &b.LayoutDestroy)
 	if p.spec.Batch == 1 {
 		return nil
 	}
+
 	return b.set(&b.LayoutSetAttribute, *to, attribute{layoutBatchCount, uint64(p.spec.Batch), 4},
 		attribute{layoutBatchStride, uint64(rows * cols), 8})
 }
@@ -233,18 +247,22 @@ func (p *blasPlan) search(workspace, want int) error {
 		return err
 	}
 	defer b.call(&b.PreferenceDestroy, pref)
+
 	attributes := []attribute{{prefWorkspace, uint64(workspace), 8}}
 	for i := range uintptr(4) {
 		attributes = append(attributes, attribute{prefAlignA + i, uint64(p.spec.Align), 4})
 	}
+
 	// parts of a sum may be added up as float32, not as what they are rounded to
 	if p.spec.D.Size() < gpu.Float32.Size() {
 		const computeType = 2 // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
 		attributes = append(attributes, attribute{prefReduction, computeType, 4})
 	}
+
 	if err := b.set(&b.PreferenceAttribute, pref, attributes...); err != nil {
 		return err
 	}
+
 	found := make([]heuristicResult, max(want, 1))
 	var n int32
 	if err := b.call(&b.AlgoGetHeuristic, b.handle, p.desc, p.layoutB, p.layoutA, p.layoutD,
@@ -252,15 +270,18 @@ func (p *blasPlan) search(workspace, want int) error {
 		uintptr(unsafe.Pointer(&n))); err != nil {
 		return err
 	}
+
 	for _, r := range found[:n] {
 		if r.state == 0 {
 			p.algos = append(p.algos, gpu.Algo{Workspace: int(r.workspace), ID: r.algo})
 		}
 	}
+
 	if len(p.algos) == 0 {
 		return gpu.NewError(b.AlgoGetHeuristic.name, gpu.BlasNotSupported, "",
 			"cuBLASLt knows no way to compute this")
 	}
+
 	return nil
 }
 
@@ -271,11 +292,13 @@ func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	if err := p.spec.Ready(b.ctx, p.algos, algo, &a, s); err != nil {
 		return err
 	}
+
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if err := p.pointScales(a.ScaleA, a.ScaleB); err != nil {
 		return err
 	}
+
 	p.alpha, p.beta = a.Alpha, a.Beta
 	err := b.ctx.Watch(s, p.work, func() error {
 		return b.call(&b.Matmul, b.handle, p.desc, uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B),
@@ -288,6 +311,7 @@ func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	if err != nil {
 		return fmt.Errorf("matmul %+v: %w", p.spec, err)
 	}
+
 	return nil
 }
 

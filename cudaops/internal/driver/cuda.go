@@ -82,6 +82,7 @@ func bind(path string, api any) error {
 	if err != nil {
 		return errors.New(strings.TrimPrefix(err.Error(), path+": "))
 	}
+
 	for symbol, field := range sharedlib.Functions(api) {
 		addr, err := sharedlib.Lookup(library, symbol)
 		if err != nil {
@@ -89,6 +90,7 @@ func bind(path string, api any) error {
 		}
 		*field.(*proc) = proc{addr, strings.TrimSuffix(symbol, "_v2")}
 	}
+
 	return nil
 }
 
@@ -147,6 +149,7 @@ func open() (gpu.Driver, error) {
 		return nil, &gpu.NotFoundError{Library: "NVIDIA's driver library (libcuda)",
 			Tried: tried, Help: help}
 	}
+
 	return c, c.start()
 }
 
@@ -154,16 +157,20 @@ func (c *cuda) start() error {
 	if err := c.do(&c.Init, 0); err != nil {
 		return noDevice(err)
 	}
+
 	var version, count int32
 	if err := c.do(&c.DriverGetVersion, uintptr(unsafe.Pointer(&version))); err != nil {
 		return err
 	}
+
 	if err := c.do(&c.DeviceGetCount, uintptr(unsafe.Pointer(&count))); err != nil {
 		return noDevice(err)
 	}
+
 	if count == 0 {
 		return noDevice(gpu.NewError("cuDeviceGetCount", gpu.NoDevice, "", ""))
 	}
+
 	c.version = int(version)
 	for i := range int(count) {
 		d, handle, err := c.describe(i)
@@ -172,6 +179,7 @@ func (c *cuda) start() error {
 		}
 		c.devices, c.handles = append(c.devices, d), append(c.handles, handle)
 	}
+
 	return nil
 }
 
@@ -181,6 +189,7 @@ func noDevice(err error) error {
 	if !errors.As(err, &e) {
 		return err
 	}
+
 	switch e.Code {
 	case gpu.NoDevice:
 		e.Detail = "this process sees no NVIDIA GPU; nvidia-smi lists those of the machine"
@@ -193,6 +202,7 @@ func noDevice(err error) error {
 	case gpu.SystemDriverMismatch:
 		e.Detail = "the driver was updated and is not yet loaded: restart the machine"
 	}
+
 	return e
 }
 
@@ -204,11 +214,13 @@ func (c *cuda) describe(ordinal int) (d gpu.DeviceInfo, dev int32, err error) {
 	if err = c.do(&c.DeviceGet, uintptr(unsafe.Pointer(&dev)), uintptr(ordinal)); err != nil {
 		return d, dev, err
 	}
+
 	if err = errors.Join(
 		c.do(&c.DeviceGetName, uintptr(unsafe.Pointer(&name[0])), uintptr(len(name)), uintptr(dev)),
 		c.do(&c.DeviceTotalMem, uintptr(unsafe.Pointer(&memory)), uintptr(dev))); err != nil {
 		return d, dev, err
 	}
+
 	d.Name, _, _ = strings.Cut(string(name), "\x00")
 	d.Memory = uint64(memory)
 	for attribute, to := range map[uintptr]*int{75: &d.Major, 76: &d.Minor, 16: &d.SMs,
@@ -220,6 +232,7 @@ func (c *cuda) describe(ordinal int) (d gpu.DeviceInfo, dev int32, err error) {
 		}
 		*to = int(v)
 	}
+
 	return d, dev, nil
 }
 
@@ -234,14 +247,17 @@ func (c *cuda) check(p *proc, result uintptr) error {
 	if s == gpu.Success {
 		return nil
 	}
+
 	e := gpu.NewError(p.name, s, "", "")
 	var name, text *byte
 	if c.GetErrorName.call(uintptr(s), uintptr(unsafe.Pointer(&name))) == 0 {
 		e.Name = goString(name)
 	}
+
 	if c.GetErrorString.call(uintptr(s), uintptr(unsafe.Pointer(&text))) == 0 {
 		e.Text = goString(text)
 	}
+
 	return e
 }
 
@@ -277,11 +293,13 @@ func (c *cuda) Adopt(handle uintptr) (gpu.Context, error) {
 	if err := ctx.call(&c.CtxGetDevice, uintptr(unsafe.Pointer(&dev))); err != nil {
 		return nil, err
 	}
+
 	i := slices.Index(c.handles, dev)
 	if i < 0 {
 		return nil, gpu.NewError("cuCtxGetDevice", gpu.InvalidDevice, "",
 			"the context's GPU is not among the visible ones")
 	}
+
 	ctx.info = c.devices[i]
 	return ctx, nil
 }
@@ -300,9 +318,11 @@ func cudaPlaces(f sharedlib.Finder) []sharedlib.Place {
 	if f.GOOS == "windows" {
 		name = "nvcuda.dll"
 	}
+
 	if v := f.Getenv(cudaVariable); v != "" {
 		return []sharedlib.Place{f.Override(v, name)}
 	}
+
 	switch f.GOOS {
 	case "windows":
 		return []sharedlib.Place{sharedlib.Place(name)}
@@ -316,5 +336,6 @@ func cudaPlaces(f sharedlib.Finder) []sharedlib.Place {
 		}
 		return places
 	}
+
 	return nil
 }

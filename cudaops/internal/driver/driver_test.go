@@ -346,6 +346,7 @@ func TestAdopt(t *testing.T) {
 		require.Equal(t, v[0], got[0])
 		ok(t, errors.Join(own.Free(p), own.Close()))
 	}
+
 	each(t, func(t *testing.T, r *rig) {
 		if r.gpu {
 			adopt(t, needGPU(t))

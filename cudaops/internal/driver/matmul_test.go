@@ -119,6 +119,7 @@ func TestFloat8Depth(t *testing.T) {
 	if got := c.Device().Capability(); got != 90 {
 		t.Skipf("needs compute capability 9.0, this is %d", got)
 	}
+
 	r := &rig{Context: c, gpu: true, rng: rand.New(rand.NewPCG(*seed, 2))}
 	blas := must[gpu.Blas](t)(r.Blas())
 	const m, n = 128, 128
@@ -147,6 +148,7 @@ func TestFloat8Depth(t *testing.T) {
 		require.Less(t, e, 0.04, k)
 		ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(ps)))
 	}
+
 	ok(t, c.Close())
 }
 
@@ -196,6 +198,7 @@ func TestMatmulDepth(t *testing.T) {
 		}
 		ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(work)))
 	}
+
 	ok(t, c.Close())
 }
 
@@ -225,6 +228,7 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 		}
 		return scaleA.values[i] * scaleB.values[j]
 	}
+
 	for batch := range c.Batch {
 		for i := range c.M {
 			for j := range c.N {
@@ -244,6 +248,7 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 			}
 		}
 	}
+
 	up := func(m stored) gpu.Ptr {
 		ptr := r.alloc(t, len(m.bytes)+c.Align)
 		ok(t, r.CopyToDevice(ptr.Offset(c.Align), m.bytes, 0)) // exactly as aligned as promised
@@ -256,10 +261,12 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 	if c.Scaled() {
 		args.ScaleA, args.ScaleB = psa.Offset(c.Align), psb.Offset(c.Align)
 	}
+
 	tolerance := 1e-6
 	if c.A == gpu.Float8E4M3 {
 		tolerance = 1e-3 // tensor cores add up with fewer bits
 	}
+
 	switch many := c.M*c.N >= 1024; { // of a few numbers the errors of rounding may all be large
 	case c.D == gpu.BFloat16 && many:
 		tolerance = 2.4e-3
@@ -270,6 +277,7 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 	case c.D == gpu.Float16:
 		tolerance = 5e-4
 	}
+
 	require.NotEmpty(t, p.Algos(), "no algorithm")
 	for i := range p.Algos() {
 		ok(t, r.CopyToDevice(args.D, d.bytes, 0))
@@ -279,6 +287,7 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 		require.LessOrEqual(t, relative(values(c.D, got), want), tolerance, "%v, %v", i,
 			len(p.Algos()))
 	}
+
 	bad := args
 	bad.WorkspaceSize = -1
 	half := args
@@ -288,6 +297,7 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 		require.ErrorIs(t, err, gpu.BlasInvalidValue)
 		require.ErrorContains(t, err, what)
 	}
+
 	ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(psa), r.Free(psb), r.Free(work)))
 }
 

@@ -60,6 +60,7 @@ func each(t *testing.T, f func(t *testing.T, r *rig)) {
 			t.Logf("seed %d", *seed)
 		}
 	}
+
 	t.Run("fake", func(t *testing.T) {
 		fk := fake.New(fake.Config{Kernels: fakeKernels})
 		run(t, fk, fk)
@@ -129,6 +130,7 @@ func args(values ...any) *gpu.Args {
 			gpu.Add(a, int32(v))
 		}
 	}
+
 	return a
 }
 

@@ -21,12 +21,14 @@ func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib
 	if filepath.Separator != '/' {
 		t.Skip("describes a Linux file system")
 	}
+
 	root = t.TempDir()
 	for _, file := range files {
 		path := filepath.Join(root, file)
 		require.NoError(t, errors.Join(os.MkdirAll(filepath.Dir(path), 0o755),
 			os.WriteFile(path, nil, 0o644)))
 	}
+
 	f = sharedlib.Finder{GOOS: "linux", GOARCH: "amd64",
 		Getenv: func(name string) string { return strings.ReplaceAll(env[name], "~", root) },
 		LookPath: func(string) (string, error) {
@@ -38,6 +40,7 @@ func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib
 			}
 			return filepath.Glob(pattern)
 		}}
+
 	return f, root
 }
 
@@ -67,6 +70,7 @@ func TestSearchOrder(t *testing.T) {
 		"home/.local/lib/python3.11/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
 		"usr/lib/python3.10/dist-packages/nvidia/cublas/lib/libcublasLt.so.12",
 		"usr/lib64/libcublasLt.so.11.5") // too old a name
+
 	want := []string{
 		"ld/libcublasLt.so.13", "ld/libcublasLt.so.12", "cuda/lib64/libcublasLt.so.12",
 		"libcublasLt.so.13",
@@ -77,6 +81,7 @@ func TestSearchOrder(t *testing.T) {
 		"home/.local/lib/python3.11/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
 		"usr/lib/python3.10/dist-packages/nvidia/cublas/lib/libcublasLt.so.12",
 	}
+
 	got, tried := candidates(f, root, 13)
 	require.Equal(t, want, got, "tried\n  %s\nwant\n  %s", strings.Join(got, "\n  "),
 		strings.Join(want, "\n  "))
@@ -93,6 +98,7 @@ func TestSearchOrder(t *testing.T) {
 	}) || len(got) != 8 {
 		t.Errorf("for CUDA 12: %v", got)
 	}
+
 	if !slices.ContainsFunc(tried, func(a sharedlib.Attempt) bool {
 		return strings.Contains(a.Reason, "needs a driver for CUDA 13")
 	}) {
@@ -113,6 +119,7 @@ func TestSearchOverride(t *testing.T) {
 		require.Equal(t, want, strings.Join(got, " "), value)
 		require.Len(t, tried, 1, value)
 	}
+
 	f, _ := finderAt(t, map[string]string{cudaVariable: "libmine.so"})
 	require.Equal(t, []sharedlib.Place{"./libmine.so"}, cudaPlaces(f))
 }
@@ -140,6 +147,7 @@ func TestSearchWindows(t *testing.T) {
 		"PYTHONPATH": `planted`,
 		"HOME":       `\planted`,
 	}
+
 	f, _ := finderAt(t, env)
 	f.GOOS = "windows"
 	f.LookPath = func(string) (string, error) { return `C:\planted\Scripts\python.exe`, nil }
@@ -148,6 +156,7 @@ func TestSearchWindows(t *testing.T) {
 		require.NotContains(t, string(p), "planted")
 		require.True(t, f.Trusts(p))
 	}
+
 	for _, want := range []string{`C:\Program Files`, `D:\cuda`, `\\server\conda`} {
 		if !slices.ContainsFunc(places, func(p sharedlib.Place) bool {
 			return strings.HasPrefix(string(p), want)
@@ -155,6 +164,7 @@ func TestSearchWindows(t *testing.T) {
 			t.Errorf("nothing of %s in %q", want, places)
 		}
 	}
+
 	accept := func(path string) (string, error) { return path, nil }
 	// all of them exist
 	f.Glob = func(pattern string) ([]string, error) { return []string{pattern}, nil }
@@ -184,6 +194,7 @@ func TestLoadStops(t *testing.T) {
 		}
 		return path, nil
 	})
+
 	require.Equal(t, filepath.Join(root, "b/libcublasLt.so.12"), got)
 	require.Len(t, asked, 2)
 	require.Nil(t, tried)

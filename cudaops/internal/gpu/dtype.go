@@ -43,6 +43,7 @@ func E4M3(v float32) byte {
 	case x == 0:
 		return sign
 	}
+
 	_, e := math.Frexp(x) // x = f·2^e with f in [0.5, 1)
 	e = max(e-1, -6)
 	// in units of the last place; 8 and more are normal

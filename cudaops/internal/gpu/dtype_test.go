@@ -16,6 +16,7 @@ func TestE4M3(t *testing.T) {
 		0x7e: gpu.Float8Max, 0xb8: -1} {
 		require.Equal(t, want, gpu.FromE4M3(b), b)
 	}
+
 	for i := range 256 {
 		b := byte(i)
 		v := gpu.FromE4M3(b)
@@ -36,6 +37,7 @@ func TestE4M3(t *testing.T) {
 			require.Equal(t, want, gpu.E4M3(x), x)
 		}
 	}
+
 	for x, want := range map[float32]byte{449: 0x7e, -1e30: 0xfe, float32(math.Inf(1)): 0x7e,
 		1e-30: 0} {
 		require.Equal(t, want, gpu.E4M3(x), x)

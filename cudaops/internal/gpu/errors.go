@@ -118,10 +118,12 @@ func (e *Error) Error() string {
 			msg += ": " + s
 		}
 	}
+
 	if e.Sticky() {
 		msg += ": the GPU's context is lost; the fault may come from any kernel launched before " +
 			"this call"
 	}
+
 	return msg
 }
 

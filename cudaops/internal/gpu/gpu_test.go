@@ -25,6 +25,7 @@ func TestArgs(t *testing.T) {
 		b[20] != 1 || b[24] != 7 || b[64] != 9 {
 		t.Errorf("packed % x", b)
 	}
+
 	f.Params = append([]Param(nil), want...)
 	f.Params[2].Size = 8
 	err := f.Check(&a)
@@ -57,6 +58,7 @@ func TestPinned(t *testing.T) {
 		{memory[50:60], false}, {memory[:5], false}, {memory[15:25], false}} {
 		require.Equal(t, c.want, p.Has(c.b), cap(memory)-cap(c.b))
 	}
+
 	require.ErrorIs(t, p.Remove(b[1:]), InvalidValue, "Remove takes exactly what Add got")
 	require.NoError(t, p.Remove(b))
 	require.ErrorIs(t, p.Remove(b), InvalidValue)
@@ -71,10 +73,12 @@ func TestErrors(t *testing.T) {
 			"of 1.00 TiB free"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
+
 	for s, want := range map[Status]string{12345: "CUresult 12345",
 		IllegalAddress: "CUDA_ERROR_ILLEGAL_ADDRESS"} {
 		require.Equal(t, want, s.Error(), int32(s))
 	}
+
 	err := error(NewError("cublasLtCreate", BlasNotSupported, "", ""))
 	require.Equal(t, "cublasLtCreate: CUBLAS_STATUS_NOT_SUPPORTED (15)", err.Error())
 	require.ErrorIs(t, err, BlasNotSupported)
@@ -83,6 +87,7 @@ func TestErrors(t *testing.T) {
 		NotReady, CaptureUnmatched} {
 		require.False(t, s.Sticky())
 	}
+
 	for n, want := range map[uint64]string{0: "0 bytes", 1023: "1023 bytes", 1536: "1.50 KiB",
 		1 << 60: "1.00 EiB"} {
 		require.Equal(t, want, Size(n))

@@ -159,10 +159,12 @@ func (t TiledTensor) Check() error {
 		ok = t.Dims[i] >= 1 && t.Dims[i] <= 1<<32 && t.Box[i] >= 1 && t.Box[i] <= 256 &&
 			(i == 0 || t.Strides[i-1]%16 == 0 && t.Strides[i-1] < 1<<40)
 	}
+
 	if !ok || int(t.Box[0])*t.Type.Size() != 16<<t.Swizzle() || t.Swizzle() > 3 {
 		return NewError("cuTensorMapEncodeTiled", InvalidValue, "", fmt.Sprintf("%+v: want 1 to 5 "+
 			"dimensions of 1 to 2^32 in boxes of 1 to 256, the address and strides below 2^40 "+
 			"multiples of 16, and rows of boxes of 16, 32, 64 or 128 bytes", t))
 	}
+
 	return nil
 }

@@ -103,16 +103,20 @@ func (m MatmulSpec) Ready(c Context, algos []Algo, algo int, a *MatmulArgs, s St
 			"two scales with scaled operands alone", []Ptr{a.A, a.B, a.C, a.D},
 			[]Ptr{a.ScaleA, a.ScaleB}, m.Align)
 	}
+
 	if detail != "" {
 		return NewError("cublasLtMatmul", BlasInvalidValue, "", detail)
 	}
+
 	if a.C = cmp.Or(a.C, a.D); !Poison {
 		return nil
 	}
+
 	err := c.Memset8(a.Workspace, 0xff, algos[algo].Workspace, s)
 	if err == nil && (a.Beta == 0 || a.C != a.D) {
 		err = c.Memset8(a.D, 0xff, m.Batch*m.M*m.N*m.D.Size(), s)
 	}
+
 	return err
 }
 

@@ -150,6 +150,7 @@ func TestState(t *testing.T) {
 		require.NoError(t, l.After())
 		return n
 	}
+
 	require.Equal(t, 1, sent())
 	require.Zero(t, sent())
 
@@ -158,6 +159,7 @@ func TestState(t *testing.T) {
 	for _, s := range []state.Stage{state.Training, state.Grafting} {
 		require.NoError(t, l.lattice.Transition(0, s))
 	}
+
 	require.NotZero(t, sent())
 	require.Zero(t, sent())
 }

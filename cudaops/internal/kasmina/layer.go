@@ -82,6 +82,7 @@ func New(m *Machine) (ls *Layers, err error) {
 	if p.Reports == nil {
 		return ls, nil
 	}
+
 	for i := range ls.host {
 		if ls.host[i], err = m.Memory.AllocHost(p.Reports.Extent()); err != nil {
 			return nil, err
@@ -90,6 +91,7 @@ func New(m *Machine) (ls *Layers, err error) {
 			return nil, err
 		}
 	}
+
 	for _, k := range p.Kasmina {
 		l := &layer{KasminaLayer: k, Layers: ls, encoded: gpu.Bytes(make([]uint32, k.Memory.Len())),
 			counts: make([]uint32, program.KasminaHealth*k.State.Seeds)}
@@ -106,6 +108,7 @@ func New(m *Machine) (ls *Layers, err error) {
 		}
 		ls.of[k], ls.layers = l, append(ls.layers, l)
 	}
+
 	return ls, m.Ctx.Memset8(p.Reports.Ptr(), 0, p.Reports.Extent(), m.Stream)
 }
 
@@ -128,15 +131,18 @@ func (ls *Layers) After() error {
 	if len(ls.layers) == 0 {
 		return nil
 	}
+
 	ctx, i := ls.m.Ctx, ls.next
 	ls.next = 1 - i
 	if err := run.Joined(ctx.CopyToHost(ls.host[i], ls.m.Program.Reports.Ptr(), ls.m.Stream),
 		ctx.Record(ls.arrived[i], ls.m.Stream)); err != nil {
 		return err
 	}
+
 	for _, l := range ls.layers {
 		l.flights[i].busy = !l.hosted
 	}
+
 	ls.unreported = false
 	return nil
 }
@@ -160,9 +166,11 @@ func (ls *Layers) discardUnreported() error {
 		func() error { return ls.m.Ctx.SyncStream(ls.m.Stream) }); err != nil {
 		return err
 	}
+
 	for _, l := range ls.layers {
 		copy(l.counts, l.countsIn(report))
 	}
+
 	ls.unreported = false
 	return nil
 }
@@ -209,6 +217,7 @@ func (l *layer) moving(inPlace bool) int {
 	if l.State.Wide { // those that mix, which Residual ones stand for below
 		n += int(gpu.View[uint32](l.staging[l.State.List():])[0])
 	}
+
 	for _, word := range gpu.View[uint32](l.staging)[:l.State.Seeds] { // as State.Encode has them
 		if l.Op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
 			n++ // what is dormant is Residual there
@@ -217,6 +226,7 @@ func (l *layer) moving(inPlace bool) int {
 			n++ // what blends or is clipped
 		}
 	}
+
 	return n
 }
 
@@ -233,6 +243,7 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 		}
 		return s
 	})
+
 	return errors.Join(narrow, err)
 }
 
@@ -255,9 +266,11 @@ func (l *layer) before() error {
 	if err := l.receive(l.next, true); err != nil { // two runs ago
 		return err
 	}
+
 	if err := l.receive(last, f.pass.NeedsLast()); err != nil {
 		return err
 	}
+
 	err := l.begin(f.pass)
 	if err == nil {
 		err = l.choose(l.encode(f.pass))
@@ -265,16 +278,20 @@ func (l *layer) before() error {
 	if err != nil {
 		return fmt.Errorf("%v: %w", l.Op, err)
 	}
+
 	f.scale, f.mode = l.m.Scale.Now.Scale, mode{}
 	if l.hosted { // the op tells the lattice what it measures, behind what is still on its way
 		return l.receive(last, true)
 	}
+
 	if t := f.pass.Snapshot().Telemetry; f.pass.Measures() {
 		f.mode = mode{true, t.Mode == state.Debug, seed.Reduction(t.Reduction)}
 	}
+
 	if l.sent && bytes.Equal(l.encoded, l.staging) {
 		return nil
 	}
+
 	copy(l.staging, l.encoded)
 	err = l.m.Ctx.CopyToDevice(l.Memory.Ptr(), l.staging, l.m.Stream)
 	l.sent = err == nil
@@ -300,10 +317,12 @@ func (l *layer) receive(i int, wait bool) error {
 			return err
 		}
 	}
+
 	f.busy = false
 	if err := l.deliver(f, l.host[i]); err != nil {
 		return fmt.Errorf("%v: %w", l.Op, err)
 	}
+
 	return nil
 }
 
@@ -316,6 +335,7 @@ func (l *layer) deliver(f *flight, report []byte) error {
 	for i, v := range l.counts {
 		counted[i] -= v
 	}
+
 	copy(l.counts, counts)
 	count := func(what, seed int) int { return int(counted[what*seeds+seed]) }
 	figure := func(what, i, seed int) float64 { return float64(figures[l.Place(what+i)+seed]) }
@@ -337,13 +357,16 @@ func (l *layer) deliver(f *flight, report []byte) error {
 		}
 		return h
 	}
+
 	var err error
 	if l.Forward {
 		err = f.pass.RecordHealth(health)
 	}
+
 	if !l.Backward {
 		return err
 	}
+
 	gradient := func(seed int) state.GradientSample {
 		g := state.GradientSample{NonFinite: count(program.KasminaBadG, seed),
 			Clipped: count(program.KasminaClipped, seed)}
@@ -357,6 +380,7 @@ func (l *layer) deliver(f *flight, report []byte) error {
 			Variance: v(kasminakernel.Norms+1) / s / s}
 		return g
 	}
+
 	return errors.Join(err, unlessScaled(f.pass.RecordGradient(gradient), f.scale))
 }
 

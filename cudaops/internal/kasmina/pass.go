@@ -39,6 +39,7 @@ func (ls *Layers) onHost(c *program.Call, p *program.KasminaPass) error {
 		return ls.m.passOnHost(p.Node, []*program.Array{of(&f.X), of(&f.Weights), of(&f.Scales)},
 			of(&f.Y))
 	}
+
 	b := &p.Backward
 	return ls.m.passOnHost(p.Node,
 		[]*program.Array{of(&b.X), of(&b.Weights), of(&b.Scales), nil, of(&b.G)},
@@ -68,6 +69,7 @@ func (l *layer) pass(c *program.Call, m mode, counts bool) any {
 	if m.histogram {
 		f.Histogram = l.at(program.KasminaBins)
 	}
+
 	return f
 }
 
@@ -130,6 +132,7 @@ func (l *layer) choose(err error) error {
 	case l.m.Strict:
 		return fmt.Errorf("%w, and WithStrict forbids computing it on the host", err)
 	}
+
 	l.m.Warn(fmt.Sprintf("the kind of blueprint %q has no kernel: Kasmina layers in which a seed "+
 		"works with it are computed on the host, which waits for the device and copies their "+
 		"values there and back", blueprints.Kind(kind.Kind)))
@@ -153,15 +156,18 @@ func (m *Machine) passOnHost(n *gorgonia.Node, in []*program.Array, out ...*prog
 			return err
 		}
 	}
+
 	result := make([]float32, opbase.Size(n.Shape()))
 	scale := m.Carried(n)
 	err := n.Op().(interface{ Shared() *opbase.Base }).Shared().Run(result, args)
 	if err := unlessScaled(err, scale); err != nil {
 		return err
 	}
+
 	for i := range result {
 		result[i] *= scale
 	}
+
 	for _, a := range out {
 		raw := make([]byte, a.Extent())
 		gpu.Encode(raw, a.Type, result[:a.Len()])
@@ -170,5 +176,6 @@ func (m *Machine) passOnHost(n *gorgonia.Node, in []*program.Array, out ...*prog
 		}
 		result = result[a.Len():]
 	}
+
 	return nil
 }

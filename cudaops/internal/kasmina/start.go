@@ -15,6 +15,7 @@ func (l *layer) start() error {
 	if l.OfWeights == nil {
 		return nil
 	}
+
 	pass, used := l.now().pass.Snapshot(), make([]bool, l.State.Slots)
 	var scales []float32 // read once, if a slot is new
 	for seed, stage := range pass.Stage {
@@ -37,6 +38,7 @@ func (l *layer) start() error {
 			return fmt.Errorf("%v: seed %d: %w", l.Op, seed, err)
 		}
 	}
+
 	l.started = used
 	return nil
 }

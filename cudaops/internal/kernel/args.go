@@ -49,6 +49,7 @@ func add(a *gpu.Args, values ...any) (err error) {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -58,6 +59,7 @@ func (s Struct) add(a *gpu.Args) error {
 	if err := add(&b, s...); err != nil {
 		return err
 	}
+
 	align := 4
 	for _, v := range s {
 		switch v.(type) {
@@ -65,9 +67,11 @@ func (s Struct) add(a *gpu.Args) error {
 			align = 8
 		}
 	}
+
 	if len(b.Packed())%align != 0 {
 		gpu.Add(&b, int32(0))
 	}
+
 	a.Struct(b.Packed(), align)
 	return nil
 }

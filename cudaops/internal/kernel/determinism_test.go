@@ -51,6 +51,7 @@ func TestSameBits(t *testing.T) {
 			Scale: scale.Ptr, Rows: rows}))
 		return append(results, g.Read(one), g.Read(many), g.Read(losses), g.Read(mean))
 	}
+
 	first := run()
 	for range 5 {
 		for i, again := range run() {

@@ -39,6 +39,7 @@ func TestLargeCopies(t *testing.T) {
 			rows = append(rows, op.Config.Grid.X)
 		}
 	}
+
 	each := func(n int) int { return kernel.CeilDiv(n*32771, 4*256) }
 	require.Equal(t, []int{each(32768), each(32769)}, rows)
 }
@@ -74,6 +75,7 @@ func TestCopies(t *testing.T) {
 			require.Equal(t, kernel.CeilDiv(c.elements, 4*256), ctx.Trace[0].Config.Grid.X)
 		}
 	}
+
 	require.NoError(t, ctx.Free(p))
 }
 
@@ -130,6 +132,7 @@ func TestRefusals(t *testing.T) {
 	} {
 		require.ErrorContains(t, err, want)
 	}
+
 	for what, l := range map[string]kernel.Launch{
 		"Binary":  elementwise.Binary{Op: elementwise.Add},
 		"Softmax": softmax.Forward{N: 5},
@@ -147,6 +150,7 @@ func TestRefusals(t *testing.T) {
 	} {
 		require.NoError(t, k.Launch(s, l), what)
 	}
+
 	require.Len(t, ctx.Trace, 1, "the first of those of columns")
 	nothingLeft(t, ctx)
 }
@@ -234,6 +238,7 @@ func TestLaunches(t *testing.T) {
 			require.NotEmpty(t, ctx.Trace, "%T %+v", l, l)
 		}
 	}
+
 	require.NoError(t, ctx.Free(p))
 	nothingLeft(t, ctx)
 }

@@ -54,6 +54,7 @@ func (k *Set) Close() error {
 			errs = append(errs, fmt.Errorf("kernels: unloading %s: %w", unit, err))
 		}
 	}
+
 	clear(k.modules)
 	clear(k.kernels)
 	return errors.Join(errs...)
@@ -87,6 +88,7 @@ func (k *Set) function(unit, name string, shared int) (*kernel, error) {
 		f = &kernel{fn, 47 << 10, map[[2]int]int{}}
 		k.kernels[key{unit, name}] = f
 	}
+
 	if shared > f.shared {
 		if err := k.Ctx.AllowShared(f.Function, shared); err != nil {
 			return nil, fmt.Errorf("kernels: %s with %d bytes of shared memory: %w", name, shared,
@@ -94,6 +96,7 @@ func (k *Set) function(unit, name string, shared int) (*kernel, error) {
 		}
 		f.shared = shared
 	}
+
 	return f, nil
 }
 
@@ -117,6 +120,7 @@ func (q *Queue) enqueue(unit, name string, c gpu.LaunchConfig, args []any) error
 		return fmt.Errorf("kernels: %s: a grid of %v blocks is more than one launch can have", name,
 			c.Grid)
 	}
+
 	// The binaries of compute capability 9.0 and 10 have such a kernel wait for the one ahead of it
 	// (overlap.cuh), the PTX that other GPUs run does not.
 	capability := q.Info.Capability()
@@ -125,10 +129,12 @@ func (q *Queue) enqueue(unit, name string, c gpu.LaunchConfig, args []any) error
 	if err := add(&a, args...); err != nil {
 		return fmt.Errorf("kernels: %s: %w", name, err)
 	}
+
 	f, err := q.function(unit, name, c.Shared)
 	if err != nil {
 		return err
 	}
+
 	return q.Ctx.Launch(f.Function, c, q.Stream, &a)
 }
 
@@ -186,6 +192,7 @@ func (k *Set) resident(unit, name string, c gpu.LaunchConfig) (int, error) {
 	if err != nil {
 		return 0, err
 	}
+
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	key := [2]int{c.Block.Count(), c.Shared}
@@ -196,6 +203,7 @@ func (k *Set) resident(unit, name string, c gpu.LaunchConfig) (int, error) {
 		}
 		f.resident[key] = max(n, 1)
 	}
+
 	return f.resident[key], nil
 }
 
@@ -259,15 +267,18 @@ func Upload(ctx gpu.Context, alloc Alloc, tables ...[]byte) (at []gpu.Ptr, err e
 	for _, b := range tables {
 		at = append(at, c.Take(len(b)))
 	}
+
 	p, err := alloc(int(c.At))
 	if err != nil {
 		return nil, err
 	}
+
 	all := make([]byte, c.At)
 	for i, b := range tables {
 		copy(all[at[i]:], b)
 		at[i] += p
 	}
+
 	return at, errors.Join(ctx.CopyToDevice(p, all, 0), ctx.SyncStream(0))
 }
 

@@ -128,6 +128,7 @@ func TestEveryLaunch(t *testing.T) {
 		require.NotEmpty(t, ctx.Trace, "%T %+v", l, l)
 		delete(missing, strings.TrimPrefix(reflect.TypeOf(l).String(), "*"))
 	}
+
 	require.Empty(t, missing, "launches that this test does not check: add them to its list")
 }
 
@@ -155,6 +156,7 @@ func launchTypes(t *testing.T) map[string]bool {
 			types[file.Name.Name+"."+receiver.(*ast.Ident).Name] = true
 		}
 	}
+
 	require.Greater(t, len(types), 40)
 	return types
 }
@@ -173,6 +175,7 @@ func TestChangedSignatures(t *testing.T) {
 		},
 		"as it is": func(params []gpu.Param) []gpu.Param { return params },
 	}
+
 	for what, change := range changes {
 		ctx, err := fake.New(fake.Config{Images: func(image []byte, capability int) (
 			map[string][]gpu.Param, error) {

@@ -64,6 +64,7 @@ func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
 	if m, ok := c.Made[key]; ok {
 		return m.Values.View(0, shape...)
 	}
+
 	var inputs []*program.Input
 	kept, lies, at := true, true, all[0].At
 	for _, a := range all {
@@ -73,6 +74,7 @@ func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
 		lies = lies && a.Buffer == all[0].Buffer && a.Type == t && a.At == at && a.Stride == 0
 		at += a.Extent()
 	}
+
 	place := c.NewArray
 	switch {
 	case lies:
@@ -80,10 +82,12 @@ func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
 	case kept:
 		place = c.NewResident
 	}
+
 	m := place(t, shape...)
 	if kept {
 		c.sources[m.Buffer] = inputs
 	}
+
 	at = 0
 	for i, a := range all {
 		to := m.View(at, a.Shape...)
@@ -98,6 +102,7 @@ func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
 		}
 		c.Add(c.cast(n, to, a))
 	}
+
 	c.Made[key] = program.Quantized{Values: m}
 	return m
 }

@@ -63,6 +63,7 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 		program.Reads(&a.Sin, t.sin), program.Reads(&a.Position, in[3]),
 		program.Uses(&a.Parts, c.Workspace(g.PartsBytes(c.o.Device))),
 		program.Updates(&a.Arrived, arrived))
+
 	return y
 }
 
@@ -91,12 +92,15 @@ func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp,
 	} else if p.Window == 0 {
 		return nil
 	}
+
 	if table := c.documents[p]; table != nil {
 		return table
 	}
+
 	if p.starts != nil {
 		c.bound(n, p.starts, program.IDRange{Argument: "starts", Seq: seq})
 	}
+
 	table := c.Workspace(attention.DocumentsBytes(p.Batch, seq))
 	d := p.Documents
 	addCall(c, n, &d, program.Writes(&d.Table, table), program.Reads(&d.Starts, p.starts))
@@ -150,15 +154,18 @@ func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, back *at
 			!m.Spec.TransA && !m.Spec.TransB && !m.Spec.Scaled() && m.Spec.Batch == 1 &&
 			m.Alpha == 1 && m.Beta == 0
 	})
+
 	if at < 0 || slices.ContainsFunc(c.Calls[at+1:], c.Calls[at].Bound) {
 		return
 	}
+
 	product := c.Calls[at]
 	m := product.Params.(*program.Matmul)
 	one := gemm.StatisticsProduct{Geometry: back.Geometry, D: m.Spec.K, Type: back.Type}
 	if len(c.o.Variants(one)) == 0 {
 		return
 	}
+
 	c.fail(c.o.ChooseVariant(call))
 	if back.Variant.Family != attention.Hopper {
 		return
@@ -185,14 +192,17 @@ func attentionFLOPs(s attention.Geometry, o *op.AttentionOp, products int) float
 	if o.Documents() {
 		return 0
 	}
+
 	n := 2 * float64(products) * float64(s.Batch*s.Heads) * float64(s.Seq) *
 		float64(s.Seq) * float64(s.HeadDim)
 	if s.Causal {
 		n /= 2
 	}
+
 	if window := o.Config.Window; window > 0 {
 		share := float64(window) / float64(s.Seq)
 		n *= share * (2 - share)
 	}
+
 	return n
 }

@@ -91,22 +91,27 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 		layers: graph.Layers{IsParam: func(n *gorgonia.Node) bool {
 			return slices.Contains(o.Params, n) || o.sharedParam(n) != nil
 		}}}
+
 	lasting, gradients := o.Asked.Results(g)
 	lasting = append(lasting, gradients...)
 	for _, n := range lasting {
 		c.lasting[n] = true
 	}
+
 	if o.Scaled {
 		if err := c.scale(g); err != nil {
 			return nil, nil, err
 		}
 	}
+
 	if c.lowerAll(lasting); c.err != nil {
 		return nil, nil, c.err
 	}
+
 	if o.Accumulate {
 		c.gather()
 	}
+
 	c.Narrow(c.lasting)
 	return c.Program, lasting, nil
 }
@@ -131,11 +136,13 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) {
 			}
 		}
 	}
+
 	for _, n := range sorted {
 		if attends(n) {
 			c.project(n)
 		}
 	}
+
 	c.layers.Add(sorted)
 	for _, n := range sorted {
 		if c.Values[n] == nil && !c.fuseNorm(n) {
@@ -242,16 +249,20 @@ func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values [
 		c.Values[n] = values[i]
 		c.layers.Join(n, outside[i])
 	}
+
 	for _, n := range results { // none may be left to those that use it
 		c.lasting[n] = true
 	}
+
 	c.lowerAll(results)
 	for _, n := range results {
 		out = append(out, c.Values[n])
 		delete(c.lasting, n)
 	}
+
 	for _, n := range inputs[0].Graph().AllNodes() {
 		delete(c.Values, n)
 	}
+
 	return out
 }

@@ -63,6 +63,7 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) pro
 	if q, ok := c.Made[key]; ok {
 		return q
 	}
+
 	rows, d := x.Shape[0], x.Shape[1]
 	var q program.Quantized
 	switch of := c.sources[x.Buffer]; {
@@ -79,6 +80,7 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) pro
 		addCall(c, n, &l, program.Writes(&l.Y, q.Values), program.Writes(&l.Scale, q.Scales),
 			program.Reads(&l.X, x)).Op = "Quantize"
 	}
+
 	c.Made[key] = q
 	return q
 }
@@ -94,10 +96,12 @@ func (c *compiler) keepWeight(w *program.Array, of []*program.Input,
 		c.Weights = append(c.Weights, &program.QuantizedWeight{Of: of, Array: w,
 			Rows: newQuantized(c.NewResident, w.Shape[0], w.Shape[1])})
 	}
+
 	k := c.Weights[i]
 	if !turned {
 		return k.Rows
 	}
+
 	k.Turned = newQuantized(c.NewResident, w.Shape[1], w.Shape[0])
 	return k.Turned
 }
@@ -108,6 +112,7 @@ func (c *compiler) multiplied(n *gorgonia.Node) bool {
 	if n == nil || !c.float8(n.Shape()[0], float8Pack, n.Shape()[1]) {
 		return false
 	}
+
 	return slices.ContainsFunc(c.users[n], func(u *gorgonia.Node) bool {
 		input := 0
 		switch u.Op().(type) {

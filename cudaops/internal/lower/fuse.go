@@ -58,6 +58,7 @@ func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
 	if n == nil || graph.Symbol(n) != "+" || !floats(n) {
 		return nil, nil, false
 	}
+
 	in := graph.Children(n)
 	for _, a := range in {
 		if _, repeated := spreadOf(a); repeated || len(a.Shape()) != 2 ||
@@ -65,6 +66,7 @@ func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
 			return nil, nil, false
 		}
 	}
+
 	return in[0], in[1], in[0] != in[1]
 }
 
@@ -92,6 +94,7 @@ func (c *compiler) there(n *gorgonia.Node) *program.Array {
 	case isOp[*graft.LowRankOp](n) && !slices.ContainsFunc(graph.Children(n), late):
 		c.lower(n)
 	}
+
 	return c.Values[n]
 }
 
@@ -127,11 +130,13 @@ func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 	if !ok || i < 0 {
 		return false
 	}
+
 	norm := c.users[n][i]
 	x, residual, weight := c.activation(a), c.activation(b), c.there(graph.Children(norm)[1])
 	if x == nil || residual == nil || weight == nil {
 		return false
 	}
+
 	c.Values[norm], c.Values[n] = c.norm(norm, norm.Op().(*op.RMSNormOp), x, residual, weight)
 	return true
 }
@@ -144,15 +149,18 @@ func (c *compiler) tied(n *gorgonia.Node) *program.Array {
 	if head == nil || c.sole(head) == nil {
 		return nil
 	}
+
 	part, ok := head.Op().(*opbase.PartOp)
 	if !ok || part.Offset == 0 {
 		return nil
 	}
+
 	grad, ok := graph.Children(head)[0].Op().(*op.LinearCrossEntropyGradOp)
 	to := c.Values[head]
 	if !ok || len(c.gradients[grad.Forward]) != 1 || to == nil || to.Type != gpu.Float32 {
 		return nil
 	}
+
 	c.Values[n], c.Values[sum], c.Values[head] = folded(n), to, folded(head)
 	return to
 }

@@ -22,6 +22,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 			return l
 		}
 	}
+
 	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
 	l := &program.KasminaLayer{Op: o, Layer: kasmina.Layer{
 		State: kasmina.State{Seeds: seeds, Slots: weights[0], Wide: weights[1] > o.Chunk()},
@@ -31,6 +32,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	if c.Reports == nil {
 		c.Reports = c.NewResident(gpu.Float32, 0, 0)
 	}
+
 	l.First = c.Reports.Shape[1]
 	c.Kasmina = append(c.Kasmina, l)
 	c.Reports.Shape = []int{program.KasminaWords, l.First + seeds}
@@ -47,6 +49,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 			l.OfWeights, l.OfScales = w, s
 		}
 	}
+
 	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	y := c.Like(x)
 
@@ -83,5 +86,6 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	if over {
 		pass.Over = program.Over{From: g, To: dx}
 	}
+
 	return packed(dx, dw, ds)
 }

@@ -42,6 +42,7 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 	if d <= narrowFeatures {
 		most *= 2
 	}
+
 	fewest := up(rows, max(tile, most/(vocab*size)/tile*tile))
 	best, least := 0, math.MaxInt
 	for n := fewest; n <= 2*fewest; n++ {
@@ -50,6 +51,7 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 			best, least = chunk, turns
 		}
 	}
+
 	return best
 }
 
@@ -69,6 +71,7 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 			saved.upstream = c.NewConstant([]float32{float32(g)})
 		}
 	}
+
 	c.saved[n.Op()] = saved
 	chunk := outputChunk(rows, v, d, x.Type.Size(), c.o.Device.SMs)
 	logits := c.NewArray(x.Type, chunk, v)
@@ -82,6 +85,7 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 		}
 		c.outputRows(o)
 	}
+
 	return c.meanLoss(n, losses, saved.scale)
 }
 
@@ -103,6 +107,7 @@ func (c *compiler) outputRows(o outputRows) {
 			program.Reads(&a.Targets, o.targets))
 		return
 	}
+
 	// The gradient takes the place of the logits.
 	several := []*program.Call{c.newProduct(n, p),
 		newCall(c, n, &a, program.Updates(&a.Logits, o.logits),
@@ -126,6 +131,7 @@ func (c *compiler) outputRows(o outputRows) {
 		addCall(c, n, &s, program.Updates(&s.X, o.dx), program.Reads(&s.Factors, factors))
 		o.x = scaled
 	}
+
 	c.matmul(n, program.Product{D: o.dw, A: o.logits, B: o.x, TransA: true, Beta: o.beta})
 }
 
@@ -146,6 +152,7 @@ func factor(n *gorgonia.Node) (x float64, ok bool) {
 	if graph.Symbol(n) != "⊙" {
 		return number(n)
 	}
+
 	x = 1
 	for _, child := range graph.Children(n) {
 		f, ok := factor(child)
@@ -154,6 +161,7 @@ func factor(n *gorgonia.Node) (x float64, ok bool) {
 		}
 		x *= f
 	}
+
 	return x, true
 }
 

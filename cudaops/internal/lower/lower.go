@@ -57,21 +57,26 @@ func (c *compiler) lower(n *gorgonia.Node) {
 		err = fmt.Errorf("it is of type %v; on the GPU a graph's floats are float32, and its "+
 			"integers int", n.Dtype())
 	}
+
 	if c.fail(err); err != nil {
 		return
 	}
+
 	if len(graph.Children(n)) == 0 && n.Op() == nil || n.Value() != nil && graph.IsConstant(n) {
 		c.input(n)
 		return
 	}
+
 	f := lowerOnHost
 	if c.hasKernel(n) {
 		f = loweringOf(n)
 	}
+
 	var in []*program.Array
 	for i := range graph.Children(n) {
 		in = append(in, c.operand(n, i))
 	}
+
 	if out := f(c, n, in); c.Values[n] == nil { // else it is folded
 		c.Values[n] = out
 	}
@@ -85,6 +90,7 @@ func (c *compiler) input(n *gorgonia.Node) {
 		c.Borrowed = append(c.Borrowed, shared)
 		return
 	}
+
 	a := c.NewResident(typeOf(n.Dtype()), n.Shape()...)
 	c.Values[n] = a
 	in := &program.Input{Node: n, Array: a, Constant: graph.IsConstant(n) ||
@@ -116,10 +122,12 @@ func lowerOnHost(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 	if loweringOf(n) == nil {
 		why = fmt.Sprintf("there is no kernel for %T", n.Op())
 	}
+
 	if c.o.Strict {
 		c.fail(fmt.Errorf("%s, and WithStrict forbids computing it on the host", why))
 		return nil
 	}
+
 	c.o.Warn(fmt.Sprintf("%v: %s: it is computed on the host, which waits for the device and "+
 		"copies %d values there and back", n.Op(), why, len(graph.Children(n))))
 	out := c.NewArray(typeOf(n.Dtype()), n.Shape()...)
@@ -127,6 +135,7 @@ func lowerOnHost(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 	for _, a := range in {
 		args = append(args, program.Reads(program.NoField, a))
 	}
+
 	addCall(c, n, &program.HostOp{Node: n, In: in, Out: out}, args...)
 	return out
 }

@@ -187,6 +187,7 @@ func TestLowerKasmina(t *testing.T) {
 			passes = append(passes, pass)
 		}
 	}
+
 	require.Len(t, passes, 2)
 	require.False(t, passes[0].Grad)
 	require.True(t, passes[1].Grad)

@@ -34,6 +34,7 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 	if !c.float8(rows, 2*f, x.Shape[1]) {
 		s.h = h
 	}
+
 	c.saved[n.Op()] = s
 	_, add := c.addend(n, y)
 	c.linear(n, y, h, down, add)
@@ -51,12 +52,14 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns 
 			program.Reads(&a.W, s.weights)).FLOPs = 2 * float64(s.weights.Len())
 		return
 	}
+
 	p := c.weighted(n, s.ab, x, s.weights, false)
 	float8, out := p.ScaleA != nil, h
 	q := c.quantizing(h, float8 && c.float8(rows, columns, f))
 	if q.Values != nil && !s.gelu {
 		out = nil // nobody needs h but in float8
 	}
+
 	m := silu.Mul{Rows: rows, F: f, GELU: s.gelu, Type: x.Type}
 	several := []*program.Call{c.newProduct(n, p), newCall(c, n, &m, program.Writes(&m.H, out),
 		program.Reads(&m.AB, s.ab), program.Writes(&m.H8, q.Values),
@@ -104,9 +107,11 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Arr
 	if !keeps {
 		args = append(args, program.Writes(&one.H, h))
 	}
+
 	if c.addProduct(several, !s.gelu && !float8, newCall(c, n, &one, args...)) && keeps {
 		h = s.h
 		c.Spent += h.Extent()
 	}
+
 	return h
 }

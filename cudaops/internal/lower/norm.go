@@ -36,12 +36,14 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 	if o.PlusOne {
 		w = c.map1(n, elementwise.AddScalar, c.aux(w.Shape...), w, 1)
 	}
+
 	rows, d := x.Len()/w.Len(), w.Len()
 	y, rstd := c.Like(x), c.aux(rows)
 	c.saved[o] = normalised{rstd, w}
 	if residual != nil {
 		sum = c.Like(x)
 	}
+
 	q := c.quantizing(y, d == x.Shape[1] && c.multiplied(n))
 	a := norm.RMSNorm{Rows: rows, D: d, Eps: o.Eps, Type: x.Type,
 		// whose first rows come last

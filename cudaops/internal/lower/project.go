@@ -74,9 +74,11 @@ func (c *compiler) project(n *gorgonia.Node) {
 		}
 		p.x, p.linear[i] = graph.Children(n)[0], n
 	}
+
 	if rotationOf(configOf(p.turned[0])) != rotationOf(configOf(p.turned[1])) {
 		return
 	}
+
 	c.projected[queries] = p
 	for _, l := range p.linear {
 		c.projected[l] = p
@@ -114,6 +116,7 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) bool {
 	if p == nil {
 		return false
 	}
+
 	var weights, biases []*program.Array
 	for i, l := range p.linear {
 		weights = append(weights, c.there(graph.Children(l)[1]))
@@ -121,9 +124,11 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) bool {
 			biases = append(biases, c.there(graph.Children(p.bias[i])[1]))
 		}
 	}
+
 	if slices.Contains(slices.Concat(weights, biases), nil) {
 		return false
 	}
+
 	x := c.act(n, c.Values[p.x])
 	wide, parts, both := p.place(c, x)
 	c.projectAll(n, p, wide, both, x, c.stack(n, weights...), biases)
@@ -160,6 +165,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		c.linear(n, wide, x, weights, nil)
 		return
 	}
+
 	o, product := configOf(turned), c.weighted(n, wide, x, weights, false)
 	one := gemm.RoPEProduct{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1],
 		Turned: both.Shape[1], Seq: o.Seq, HeadDim: o.HeadDim, Float8: product.ScaleA != nil,
@@ -169,10 +175,12 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		c.Calls = append(c.Calls, several...)
 		return
 	}
+
 	t := c.rotation(o)
 	if t.angles == nil {
 		t.angles = c.NewConstant(gemm.RoPEAngles(t.cos.Data, t.sin.Data, o.HeadDim/2))
 	}
+
 	c.addProduct(several, true, newCall(c, n, &one, program.Writes(&one.Y, wide),
 		program.Reads(&one.X, product.A), program.Reads(&one.Weights, product.B),
 		program.Reads(&one.ScaleX, product.ScaleA),
@@ -224,6 +232,7 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 		}
 		g.dx = append(g.dx, dx)
 	}
+
 	for i, third := range g.dx {
 		first, second := g.dx[(i+1)%3], g.dx[(i+2)%3]
 		two := c.sole(first)
@@ -234,6 +243,7 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 			return g
 		}
 	}
+
 	return nil
 }
 
@@ -244,14 +254,17 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 	if p == nil || c.Values[p.linear[0]].Stride == 0 {
 		return false
 	}
+
 	g := p.grad(c, n)
 	if g == nil {
 		return false
 	}
+
 	var weights []*program.Array
 	for _, l := range p.linear {
 		weights = append(weights, c.Values[graph.Children(l)[1]])
 	}
+
 	back := g.linear[0]
 	x, w := c.act(back, c.Values[p.x]), c.stack(back, weights...)
 	wide, parts, _ := p.place(c, x)
@@ -268,10 +281,12 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 			c.Values[b] = part
 		}
 	}
+
 	var dws []*gorgonia.Node
 	for _, l := range g.linear {
 		dws = append(dws, c.partOf(l, x.Len()))
 	}
+
 	dx, dw := c.Like(x), c.weightGradient(w.Shape, dws...)
 	c.matmul(back, c.weighted(back, dx, wide, w, true))
 	c.matmul(back, program.Product{D: dw, A: wide, B: x, TransA: true})
@@ -281,9 +296,11 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 		at += part.Len()
 		c.Values[l] = packed(folded(p.x), part)
 	}
+
 	for _, d := range g.dx {
 		c.Values[d] = folded(d)
 	}
+
 	c.Values[g.dx[len(g.dx)-1]] = dx
 	return true
 }
@@ -307,6 +324,7 @@ func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 	if y == x {
 		out.Role = program.Update
 	}
+
 	return newCall(c, n, &a, program.Reads(&a.X, x), out, program.Reads(&a.Cos, t.cos),
 		program.Reads(&a.Sin, t.sin))
 }

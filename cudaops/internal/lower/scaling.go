@@ -34,25 +34,30 @@ func (c *compiler) scale(g *gorgonia.ExprGraph) error {
 	if !slices.ContainsFunc(c.o.Params, func(p *gorgonia.Node) bool { return p.Deriv() != nil }) {
 		return nil
 	}
+
 	sorted, err := graph.OrderOfAll(g)
 	if err != nil {
 		return err
 	}
+
 	root, forward := lossGradient(sorted)
 	if root == nil {
 		return errors.New("the graph has no loss whose gradient Float16 could scale: derive the " +
 			"parameters with gorgonia.Grad")
 	}
+
 	c.Scaling = program.Scaling{Edges: map[program.Edge]bool{}, Carried: map[*gorgonia.Node]bool{}}
 	if err := c.followAll(sorted, root, forward); err != nil {
 		return err
 	}
+
 	for _, p := range c.o.Params {
 		if d := p.Deriv(); d != nil && !c.Scaling.Carried[d] {
 			return fmt.Errorf("Float16 scales the gradient of the loss, and that of %s does not "+
 				"depend on it", graph.Describe(p))
 		}
 	}
+
 	c.Scale = c.NewResident(gpu.Float32, optimizer.LossScaleBytes/4)
 	return nil
 }
@@ -71,6 +76,7 @@ func lossGradient(sorted gorgonia.Nodes) (root *gorgonia.Node, forward map[*gorg
 			}
 		}
 	}
+
 	return root, forward
 }
 
@@ -109,6 +115,7 @@ func (c *compiler) follow(n, root *gorgonia.Node, forward bool) error {
 			return err
 		}
 	}
+
 	children := graph.Children(n)
 	carries := make(carriers, len(children))
 	var open []int
@@ -118,6 +125,7 @@ func (c *compiler) follow(n, root *gorgonia.Node, forward bool) error {
 			open = append(open, i)
 		}
 	}
+
 	for numbers := range 1 << len(open) { // bit i: the ith of them is a number
 		for i, input := range open {
 			carries[input] = numbers>>i&1 == 0
@@ -132,6 +140,7 @@ func (c *compiler) follow(n, root *gorgonia.Node, forward bool) error {
 		c.Scaling.Carried[n] = out
 		return nil
 	}
+
 	return errors.New("it is not linear in the gradient of the loss, which Float16 scales")
 }
 
@@ -149,13 +158,16 @@ func linear(n *gorgonia.Node, c carriers) (out, ok bool) {
 	if c.count() == 0 {
 		return false, true
 	}
+
 	scaled := ownOps[reflect.TypeOf(n.Op())].scaled
 	if scaled == nil {
 		scaled = stockOps[graph.OpType(n)].scaled
 	}
+
 	if scaled == nil {
 		scaled = inNone
 	}
+
 	return scaled(n, c)
 }
 

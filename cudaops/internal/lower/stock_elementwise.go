@@ -104,6 +104,7 @@ func (c *compiler) map2(n *gorgonia.Node, f elementwise.BinaryOp, y, a, b *progr
 			as[i].Period = 1
 		}
 	}
+
 	l := elementwise.Binary{Op: f, A: as[0], B: as[1], N: y.Len(), Type: y.Type}
 	addCall(c, n, &l, program.Reads(&l.A.Ptr, a), program.Reads(&l.B.Ptr, b),
 		program.Writes(&l.Y, y))
@@ -122,6 +123,7 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 			return c.unary(n, u, b, p)
 		}
 	}
+
 	if p, ok := c.number(n, 1); ok {
 		switch u, ok := withRight[f]; {
 		case ok:
@@ -133,6 +135,7 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 			return c.unary(n, elementwise.MulScalar, a, 1/p)
 		}
 	}
+
 	in := [2]*program.Array{a, b}
 	var repeated [2]elementwise.Operand
 	for i, child := range nodes {
@@ -140,6 +143,7 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 			in[i], repeated[i] = c.fed(n, c.operand(child, 0)), s
 		}
 	}
+
 	e := in[0].Type
 	switch {
 	case len(in[0].Shape) == 0 && len(in[1].Shape) > 0:
@@ -147,6 +151,7 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 	case len(in[1].Shape) > 0 && in[1].Type == gpu.Float32:
 		e = gpu.Float32
 	}
+
 	y := c.NewArray(e, n.Shape()...)
 	x, z := c.as(n, in[0], e), c.as(n, in[1], e)
 	return c.map2(n, f, y, x, z, repeated[:]...)
@@ -187,6 +192,7 @@ func number(n *gorgonia.Node) (float64, bool) {
 	if !n.IsScalar() || n.Dtype() != tensor.Float32 {
 		return 0, false
 	}
+
 	if graph.IsConstant(n) {
 		if flat, err := opbase.Flat(n.Value()); err == nil {
 			if x, ok := flat.([]float32); ok && len(x) == 1 {
@@ -195,6 +201,7 @@ func number(n *gorgonia.Node) (float64, bool) {
 		}
 		return 0, false
 	}
+
 	v, ok := sizeOf(n)
 	return float64(v), ok
 }

@@ -51,29 +51,35 @@ func (c *compiler) move(n *gorgonia.Node, in []*program.Array, m moves) *program
 	if isRepeat(n) {
 		in[0] = c.fed(n, in[0])
 	}
+
 	if len(m.copies) == 0 {
 		return in[0].View(0, n.Shape()...)
 	}
+
 	e := in[m.copies[0].input].Type
 	for _, s := range m.copies {
 		if in[s.input].Type == gpu.Float32 {
 			e = gpu.Float32
 		}
 	}
+
 	y := c.NewArray(e, n.Shape()...)
 	if c.unread(n) {
 		return y
 	}
+
 	if m.zeros {
 		z := program.Zero{Bytes: y.Extent()}
 		addCall(c, n, &z, program.Writes(&z.Ptr, y))
 	}
+
 	for _, s := range m.copies {
 		x := c.as(n, in[s.input], e)
 		s.Size = e.Size()
 		addCall(c, n, &s.Copy, program.Writes(&s.Copy.Y, y.View(s.y, y.Len()-s.y)),
 			program.Reads(&s.Copy.X, x.View(s.x, x.Len()-s.x)))
 	}
+
 	return y
 }
 
@@ -95,6 +101,7 @@ func transposed(n *gorgonia.Node) (m moves, ok bool) {
 	if len(axes) > maxDimensions || len(axes) != len(x) || len(axes) != len(y) {
 		return m, false
 	}
+
 	all := layout.Copy{Dims: y, YStrides: y.CalcStrides()}
 	for i, axis := range axes {
 		if axis >= len(x) || slices.Contains(axes[:i], axis) || y[i] != x[axis] {
@@ -102,6 +109,7 @@ func transposed(n *gorgonia.Node) (m moves, ok bool) {
 		}
 		all.XStrides = append(all.XStrides, x.CalcStrides()[axis])
 	}
+
 	return moves{copies: []strided{{Copy: all}}}, true
 }
 
@@ -126,18 +134,22 @@ func sliced(n *gorgonia.Node) (m moves, ok bool) {
 	if gradient {
 		y = nodes[1].Shape()
 	}
+
 	if !ok || axis >= len(x) || gradient && !slices.Equal(n.Shape(), x) {
 		return m, false
 	}
+
 	outer, along, inner := around(x, axis)
 	first, count, step := 0, along, 1
 	if limits := integers(inside); len(limits) == 3 {
 		first, step = limits[0], max(1, limits[2])
 		count = max(1, (min(limits[1], along)-first)/step) // as Gorgonia counts
 	}
+
 	if first+(count-1)*step >= along || outer*count*inner != opbase.Size(y) {
 		return m, false
 	}
+
 	part := layout.Copy{Dims: []int{outer, count, inner}, YStrides: []int{count * inner, inner, 1},
 		XStrides: []int{along * inner, step * inner, 1}}
 	switch {
@@ -147,6 +159,7 @@ func sliced(n *gorgonia.Node) (m moves, ok bool) {
 	case count == along:
 		return m, true
 	}
+
 	return moves{copies: []strided{{x: first * inner, Copy: part}}}, true
 }
 
@@ -155,6 +168,7 @@ func concatenated(n *gorgonia.Node) (m moves, ok bool) {
 	if len(axes) != 1 || axes[0] >= len(y) {
 		return m, false
 	}
+
 	outer, along, inner := around(y, axes[0])
 	at := 0
 	for i, child := range graph.Children(n) {
@@ -171,6 +185,7 @@ func concatenated(n *gorgonia.Node) (m moves, ok bool) {
 			XStrides: []int{width, 1}}})
 		at += width
 	}
+
 	return m, at == along*inner
 }
 
@@ -184,14 +199,17 @@ func repetitionOf(n *gorgonia.Node) (r repetition, ok bool) {
 	if !isRepeat(n) {
 		return r, false
 	}
+
 	axes, y := integers(fmt.Sprint(n.Op())), n.Shape()
 	x := graph.Children(n)[0].Shape()
 	for len(x) < len(y) {
 		x = append(x, 1)
 	}
+
 	if len(axes) != 1 || axes[0] >= len(x) || len(x) != len(y) || y[axes[0]]%x[axes[0]] != 0 {
 		return r, false
 	}
+
 	axis := axes[0]
 	r.outer, r.along, r.inner = around(x, axis)
 	r.times = y[axis] / r.along

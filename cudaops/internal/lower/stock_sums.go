@@ -33,6 +33,7 @@ func linalgOf(n *gorgonia.Node) (p linalg, ok bool) {
 	if graph.OpType(n) != "gorgonia.linAlgBinOp" || !floats(n) {
 		return p, false
 	}
+
 	a, b, y := graph.Children(n)[0].Shape(), graph.Children(n)[1].Shape(), n.Shape()
 	p.transA, p.transB = left == "Aᵀ", right == "Bᵀ"
 	vectorA, vectorB := left == "a", right == "b"
@@ -41,6 +42,7 @@ func linalgOf(n *gorgonia.Node) (p linalg, ok bool) {
 	if vectorA != (len(a) == 1) || vectorB != (len(b) == 1) {
 		return p, false
 	}
+
 	row := func(s tensor.Shape) tensor.Shape { return append(tensor.Shape{1}, s...) }
 	switch {
 	case sign == "⊗":
@@ -50,11 +52,13 @@ func linalgOf(n *gorgonia.Node) (p linalg, ok bool) {
 	case vectorB:
 		b, y = append(b, 1), append(y, 1)
 	}
+
 	last := len(a) - 2
 	if last < 0 || len(b) != len(a) || (last > 0) != (sign == "×××") ||
 		!slices.Equal(a[:last], b[:last]) {
 		return p, false
 	}
+
 	m, k := flip(a[last:], p.transA)
 	l, columns := flip(b[last:], p.transB)
 	p.a, p.b, p.y = a, b, append(a[:last:last], m, columns)
@@ -74,6 +78,7 @@ func stockProduct(n *gorgonia.Node) lowering {
 	if !ok {
 		return nil
 	}
+
 	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 		a, transA := c.factor(n, 0, in[0], p.a, p.transA)
 		b, transB := c.factor(n, 1, in[1], p.b, p.transB)
@@ -112,6 +117,7 @@ func stockReduction(n *gorgonia.Node) lowering {
 	if strings.HasPrefix(name, "Max") {
 		r = reduce.Max
 	}
+
 	x, axes := graph.Children(n)[0].Shape(), integers(name)
 	slices.Sort(axes)
 	axes = slices.Compact(axes)
@@ -121,10 +127,12 @@ func stockReduction(n *gorgonia.Node) lowering {
 			left = append(left, d)
 		}
 	}
+
 	if !floats(n) || len(axes) == 0 || axes[len(axes)-1] >= len(x) ||
 		!slices.Equal(left, n.Shape()) {
 		return nil
 	}
+
 	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 		return c.reduce(n, r, in[0], axes).View(0, n.Shape()...)
 	}
@@ -145,6 +153,7 @@ func (c *compiler) reduce(n *gorgonia.Node, r reduce.Reduction, x *program.Array
 			opbase.Size(shape[last+1:]))
 		shape, hi = slices.Delete(shape, first, last+1), lo
 	}
+
 	return x
 }
 
@@ -175,6 +184,7 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 		!slices.Equal(x, n.Shape()) {
 		return nil
 	}
+
 	rows := func(a *program.Array) *program.Array {
 		return a.View(0, opbase.Size(x[:last]), x[last])
 	}
@@ -188,6 +198,7 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 			return dx.View(0, n.Shape()...)
 		}
 	}
+
 	return func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 		a := rows(in[0])
 		y := c.Like(a)

@@ -64,6 +64,7 @@ func New(t testing.TB, g *gorgonia.ExprGraph, o lower.Options) *Rig {
 	if o.OnHost == nil {
 		o.OnHost = func(string) bool { return false }
 	}
+
 	p, lasting, err := lower.Lower(g, o)
 	require.NoError(t, err)
 	require.NoError(t, r.Chooser.Program(p))
@@ -73,6 +74,7 @@ func New(t testing.TB, g *gorgonia.ExprGraph, o lower.Options) *Rig {
 	for _, n := range lasting {
 		kept = append(kept, p.Values[n])
 	}
+
 	place.Arena(p, kept)
 	require.NoError(t, x.Memory.Place(p, "a test"))
 	r.Runner = &run.Runner{Executor: x, Program: p}
@@ -133,6 +135,7 @@ func Calls(p *program.Program) (calls []string) {
 		}
 		calls = append(calls, strings.Join(text, " "))
 	}
+
 	return calls
 }
 

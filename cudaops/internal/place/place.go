@@ -17,9 +17,11 @@ func Arena(p *program.Program, lasting []*program.Array) {
 			touch(a.Array, i)
 		}
 	}
+
 	for _, a := range lasting {
 		touch(a, len(p.Calls))
 	}
+
 	places := map[*program.Buffer]*plan.Interval{}
 	for _, b := range p.Buffers {
 		if !b.Resident && b.First >= 0 {
@@ -27,12 +29,14 @@ func Arena(p *program.Program, lasting []*program.Array) {
 			places[b] = &place
 		}
 	}
+
 	for i, c := range p.Calls {
 		if from, to := c.Over.From, c.Over.To; from != nil && replaces(c, i) {
 			places[from.Buffer].Last = to.Last
 			places[to.Buffer] = places[from.Buffer]
 		}
 	}
+
 	var all []*plan.Interval
 	seen := map[*plan.Interval]bool{}
 	for _, b := range p.Buffers {
@@ -40,6 +44,7 @@ func Arena(p *program.Program, lasting []*program.Array) {
 			all, seen[place] = append(all, place), true
 		}
 	}
+
 	p.Arena = plan.Pack(all, program.Alignment)
 	for b, place := range places {
 		b.Offset = place.Offset

@@ -53,6 +53,7 @@ func TestArena(t *testing.T) {
 			}
 		}
 	}
+
 	require.NotZero(t, over)
 }
 
@@ -70,6 +71,7 @@ func play(t *testing.T, p *program.Program, last *program.Array) {
 			return v != want
 		}), "what call %d wrote was overwritten", want-1)
 	}
+
 	for i, c := range p.Calls {
 		for _, a := range c.Args {
 			if a.Role == program.Read {
@@ -87,5 +89,6 @@ func play(t *testing.T, p *program.Program, last *program.Array) {
 			}
 		}
 	}
+
 	check(last.Buffer)
 }

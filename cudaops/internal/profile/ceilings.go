@@ -59,15 +59,18 @@ func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
 			return nil
 		}
 	}
+
 	r.Type = m.Operands.String()
 	if r.Product, err = c.products(m.Operands); err != nil {
 		return err
 	}
+
 	if m.Float8 {
 		if r.ProductFloat8, err = c.products(gpu.Float8E4M3); err != nil {
 			return err
 		}
 	}
+
 	took, err := c.best(1, func(int) error {
 		return m.Ctx.CopyOnDevice(c.from.Offset(c.bytes), c.from, c.bytes, m.Stream)
 	})
@@ -81,10 +84,12 @@ func (c *card) products(e gpu.DType) (best float64, err error) {
 	if err := run.Fill(c.Ctx, c.Stream, c.from, c.bytes, e, 1, 1); err != nil {
 		return 0, err
 	}
+
 	widest, side := c.Operands, ceilingSide // of all that takes room
 	if widest == gpu.Float32 {
 		side /= 2
 	}
+
 	for ; 2*side*side*widest.Size() > c.bytes; side /= 2 {
 	}
 	for s := min(firstSide, side); s <= side; s *= 2 {
@@ -97,6 +102,7 @@ func (c *card) products(e gpu.DType) (best float64, err error) {
 			break
 		}
 	}
+
 	return best, nil
 }
 
@@ -107,6 +113,7 @@ func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 	if err != nil {
 		return 0, nil
 	}
+
 	size := side * side * e.Size()
 	d := c.from.Offset(c.bytes)
 	spec := gpu.MatmulSpec{M: side, N: side, K: side, TransB: true, A: e, B: e, D: c.Operands}
@@ -120,10 +127,12 @@ func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 			return 0, err
 		}
 	}
+
 	plan, err := blas.Plan(spec, run.WorkspaceBytes, ceilingVariants)
 	if err != nil {
 		return 0, nil
 	}
+
 	return c.best(len(plan.Algos()), func(variant int) error { return plan.Run(variant, args, c.Stream) })
 }
 

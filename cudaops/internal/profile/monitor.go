@@ -88,6 +88,7 @@ func (o *Monitor) Run(w run.Work) error {
 	if !o.Now.Loaded {
 		return replay()
 	}
+
 	if err := o.collect(); err != nil {
 		return err
 	}
@@ -95,6 +96,7 @@ func (o *Monitor) Run(w run.Work) error {
 	if o.runs++; o.timed != nil || o.runs < o.Every-1 || len(o.Program.Calls) == 0 {
 		return replay()
 	}
+
 	o.used = 0
 	whole := interval{from: o.next(), to: o.next()}
 	compute, timed := replay, []interval(nil)
@@ -102,12 +104,14 @@ func (o *Monitor) Run(w run.Work) error {
 		o.runs, timed = 0, o.intervals()
 		compute = func() error { return o.sample(timed) }
 	}
+
 	o.mark(whole.from)
 	o.do(compute)
 	o.mark(whole.to)
 	if o.err == nil {
 		o.timed = append(timed, whole)
 	}
+
 	return o.failed()
 }
 
@@ -132,6 +136,7 @@ func (o *Monitor) sample(timed []interval) error {
 	if o.OnHost() {
 		return enqueue()
 	}
+
 	if o.Now.Monitored == 0 {
 		// What is captured must have its modules loaded. Nothing that a run has computed is alive
 		// between two runs.
@@ -144,6 +149,7 @@ func (o *Monitor) sample(timed []interval) error {
 			return err
 		}
 	}
+
 	return o.Repeat(&o.Now.Monitored, enqueue)
 }
 
@@ -165,6 +171,7 @@ func (o *Monitor) enqueue(timed []interval) error {
 		o.do(func() error { return o.Call(c) })
 		o.mark(t.to)
 	}
+
 	return o.failed()
 }
 
@@ -175,9 +182,11 @@ func (o *Monitor) collect() error {
 	if timed == nil {
 		return nil
 	}
+
 	if done, err := o.Ctx.EventDone(timed[len(timed)-1].to); err != nil || !done {
 		return err
 	}
+
 	o.timed = nil
 	took, ahead := make([]time.Duration, len(timed)), make([]time.Duration, len(timed))
 	for i, t := range timed {
@@ -186,12 +195,15 @@ func (o *Monitor) collect() error {
 			ahead[i] = o.between(t.ahead, t.from)
 		}
 	}
+
 	if err := o.failed(); err != nil {
 		return err
 	}
+
 	if len(timed) > 1 {
 		o.Samples++
 	}
+
 	for i, t := range timed {
 		switch {
 		case t.task != nil:
@@ -206,6 +218,7 @@ func (o *Monitor) collect() error {
 			o.Layers.Note(t.task.call, ahead[i], took[i])
 		}
 	}
+
 	return nil
 }
 
@@ -228,16 +241,19 @@ func (o *Monitor) Update(enqueue func() error) error {
 	if !o.Sampling() || o.timed[len(o.timed)-1].task != nil {
 		return enqueue()
 	}
+
 	update := interval{from: o.next(), to: o.next(), task: &o.tasks[len(o.tasks)-1]}
 	o.mark(update.from)
 	o.do(enqueue)
 	if err := o.failed(); err != nil {
 		return err
 	}
+
 	// an update that is on its way is no error for want of a mark
 	if o.mark(update.to); o.failed() == nil {
 		o.timed = append(o.timed, update)
 	}
+
 	return nil
 }
 
@@ -251,6 +267,7 @@ func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 	if err := o.collect(); err != nil {
 		return nil, err
 	}
+
 	var times []optime.OpTime
 	for _, t := range o.tasks {
 		if t.samples == 0 {
@@ -266,6 +283,7 @@ func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 		}
 		times = append(times, op)
 	}
+
 	return optime.Gather(times), nil
 }
 

@@ -57,6 +57,7 @@ func TestMonitor(t *testing.T) {
 	for range 12 {
 		step(t, r, o, update)
 	}
+
 	require.Equal(t, 12, updates)
 	times, err = o.Times(48)
 	require.NoError(t, err)
@@ -66,6 +67,7 @@ func TestMonitor(t *testing.T) {
 		require.Positive(t, op.Time, op.Op)
 		ops[op.Op] = op.Bytes
 	}
+
 	require.Equal(t, map[string]float64{"tanh": 96, "square": 96, "Update": 48}, ops)
 	require.Positive(t, o.Samples)
 	require.Less(t, o.Samples, 6)
@@ -100,6 +102,7 @@ func TestProfiler(t *testing.T) {
 		done()
 		p.Finish()
 	}
+
 	require.False(t, p.Busy())
 
 	result, err := p.Result()
@@ -111,6 +114,7 @@ func TestProfiler(t *testing.T) {
 		last = s.Start + s.Time
 		ops = append(ops, s.Op)
 	}
+
 	require.Equal(t, []string{"tanh", "square", "Update"}, ops)
 	require.Equal(t, "Run", result.Host[0].Name)
 	require.NoError(t, r.Runner.DropCaptures())

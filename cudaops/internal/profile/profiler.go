@@ -95,16 +95,19 @@ func (p *Profiler) Start() error {
 	if !p.Busy() || p.open {
 		return nil
 	}
+
 	begin := p.put()
 	if err := p.failed(); err != nil {
 		return err
 	}
+
 	p.open, p.steps = true, append(p.steps, &step{begin: begin, at: time.Now()})
 	if p.marked() {
 		p.piece = &markedPiece{}
 		p.whole = []*markedPiece{p.piece}
 		p.Ctx.Observe(p.Stream, p.observe)
 	}
+
 	return nil
 }
 
@@ -167,6 +170,7 @@ func (p *Profiler) enqueuePiece(w run.Work) error {
 		piece = &markedPiece{}
 		p.pieces[key] = piece
 	}
+
 	enqueue := func() error { return p.enqueue(piece, w.Plain) }
 	var err error
 	if w.Captured {
@@ -178,6 +182,7 @@ func (p *Profiler) enqueuePiece(w run.Work) error {
 		p.piece = &markedPiece{}
 		p.whole = append(p.whole, piece, p.piece)
 	}
+
 	return err
 }
 
@@ -199,11 +204,13 @@ func (p *Profiler) observe(w gpu.Work, enqueue func() error) error {
 	if !p.State.Capturing() {
 		p.last = p.put()
 	}
+
 	p.do(enqueue)
 	e := p.put()
 	if err := p.failed(); err != nil {
 		return err
 	}
+
 	task := p.task
 	if task == nil { // between pieces
 		p.doing(optime.Span{Op: "Copies"})
@@ -211,6 +218,7 @@ func (p *Profiler) observe(w gpu.Work, enqueue func() error) error {
 	} else if task.Op == update { // whose products alone say
 		task.FLOPs += w.FLOPs
 	}
+
 	p.piece.spans = append(p.piece.spans, markedSpan{w.Name, p.last, e, task})
 	p.last = e
 	return nil
@@ -236,6 +244,7 @@ func (p *Profiler) enqueueCalls() error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -244,12 +253,14 @@ func (p *Profiler) Close() error {
 	if p == nil {
 		return nil
 	}
+
 	ctx := p.Ctx
 	ctx.Observe(p.Stream, nil)
 	errs := []error{ctx.SyncStream(p.Stream)}
 	for _, piece := range p.pieces {
 		errs = append(errs, ctx.DestroyGraph(piece.graph))
 	}
+
 	p.pieces, p.open = nil, false
 	return run.Joined(append(errs, p.memory.Close())...)
 }
@@ -259,11 +270,13 @@ func (p *Profiler) result() (*optime.Profile, error) {
 	if err := p.Ctx.SyncStream(p.Stream); err != nil {
 		return nil, err
 	}
+
 	r := &optime.Profile{Device: p.Ctx.Device().Name, Steps: plainSteps}
 	var periods []time.Duration
 	for i := 1; i <= plainSteps; i++ {
 		periods = append(periods, p.between(p.steps[i].begin, p.steps[i+1].begin))
 	}
+
 	r.Period = run.Median(periods)
 	usual := p.steps[1+slices.Index(periods, r.Period)]
 	r.Host = usual.calls
@@ -273,10 +286,12 @@ func (p *Profiler) result() (*optime.Profile, error) {
 			pauses = append(pauses, p.between(piece.pause[i-1], piece.pause[i]))
 		}
 	}
+
 	if n := len(p.whole) / 2; len(usual.pieces) != n || n == 0 {
 		return nil, fmt.Errorf("the step with marks has %d pieces, others have %d: steps must be "+
 			"alike", n, len(usual.pieces))
 	}
+
 	r.Mark = run.Median(pauses)
 	p.layOut(r, usual)
 	return r, p.failed()

@@ -123,6 +123,7 @@ func (c *Call) Bytes() (n float64) {
 			n += float64(a.Extent())
 		}
 	}
+
 	return n
 }
 
@@ -166,6 +167,7 @@ func (c *Call) Bind(address func(*Array) gpu.Ptr) any {
 			*a.stride = a.RowStride()
 		}
 	}
+
 	bound := c.value()
 
 	for _, a := range c.Args {
@@ -176,6 +178,7 @@ func (c *Call) Bind(address func(*Array) gpu.Ptr) any {
 			*a.stride = 0
 		}
 	}
+
 	return bound
 }
 
@@ -234,8 +237,10 @@ func VariantsOf(c *Call, has func(launch any) []kernel.Variant) (g Group, varian
 			g.Results = append(g.Results, a.Array)
 		}
 	}
+
 	for _, w := range variants {
 		g.Alternatives = append(g.Alternatives, Alternative{w.String(), []*Call{c}, &w})
 	}
+
 	return g, variants
 }

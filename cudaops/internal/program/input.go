@@ -60,6 +60,7 @@ func (r IDRange) Check(ids []int64) error {
 	} else {
 		err = opbase.CheckIDs(r.Argument, ids, r.Vocab, r.Negative)
 	}
+
 	counts := func(id int64) bool { return id >= 0 }
 	if err == nil && r.Negative && !slices.ContainsFunc(ids, counts) {
 		err = fmt.Errorf("all %d %s are negative: %w", len(ids), r.Argument, op.ErrNoTargets)
@@ -67,6 +68,7 @@ func (r IDRange) Check(ids []int64) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", r.Op, err)
 	}
+
 	return nil
 }
 

@@ -41,15 +41,18 @@ func (p Product) Params() Matmul {
 	if p.TransA {
 		k = a[last-1]
 	}
+
 	spec := gpu.MatmulSpec{M: d[last-1], N: d[last], K: k, TransA: p.TransA, TransB: p.TransB,
 		A: p.A.Type, B: p.B.Type, D: p.D.Type, Batch: opbase.Size(d[:last-1]), Align: Alignment}
 	at := p.A.At | p.B.At | p.D.At
 	if p.C != nil {
 		at |= p.C.At
 	}
+
 	for spec.Align > 2 && at%spec.Align != 0 {
 		spec.Align /= 2
 	}
+
 	return Matmul{Spec: spec, MatmulArgs: gpu.MatmulArgs{Alpha: cmp.Or(p.Alpha, 1), Beta: p.Beta}}
 }
 
@@ -60,10 +63,12 @@ func (p Product) Call() *Call {
 	if p.Beta != 0 && (p.C == nil || p.C == p.D) {
 		d.Role = Update
 	}
+
 	args := []Arg{d, Reads(&m.A, p.A), Reads(&m.B, p.B),
 		Reads(&m.ScaleA, p.ScaleA), Reads(&m.ScaleB, p.ScaleB)}
 	if p.Beta != 0 && p.C != nil && p.C != p.D {
 		args = append(args, Reads(&m.C, p.C))
 	}
+
 	return NewCall(&m, args...)
 }

@@ -70,6 +70,7 @@ func (x *Executor) Call(c *program.Call) (err error) {
 	if err != nil {
 		return fmt.Errorf("%s: %w", c.Node, err)
 	}
+
 	return nil
 }
 

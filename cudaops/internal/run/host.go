@@ -18,11 +18,13 @@ func (r *Runner) Fetch(a *program.Array, scale float32) (gorgonia.Value, error) 
 		err := r.bring(gpu.Bytes(x), a.Ptr())
 		return opbase.ValueOf(x, a.Shape), err
 	}
+
 	x := make([]float32, a.Len())
 	err := r.FetchFloats(a, x)
 	for i := 0; i < len(x) && scale != 1; i++ {
 		x[i] /= scale
 	}
+
 	return opbase.ValueOf(x, a.Shape), err
 }
 
@@ -71,14 +73,17 @@ func (r *Runner) OnTheHost(p program.HostOp) error {
 		}
 		values[i] = v
 	}
+
 	v, err := p.Node.Op().Do(values...)
 	if err != nil {
 		return err
 	}
+
 	from, stored, err := elements(v, p.Out)
 	if err != nil {
 		return err
 	}
+
 	if scale := r.Carried(p.Node); scale != 1 { // which floats carry alone
 		scaled := slices.Clone(gpu.View[float32](from))
 		for i := range scaled {
@@ -86,6 +91,7 @@ func (r *Runner) OnTheHost(p program.HostOp) error {
 		}
 		from = gpu.Bytes(scaled)
 	}
+
 	raw := make([]byte, p.Out.Extent())
 	convert(raw, p.Out.Type, from, stored)
 	return r.Ctx.CopyToDevice(p.Out.Ptr(), raw, r.Stream)

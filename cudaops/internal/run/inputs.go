@@ -38,6 +38,7 @@ func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
 			return nil, err
 		}
 	}
+
 	return s, nil
 }
 
@@ -69,6 +70,7 @@ func (s *Inputs) SendAll() error {
 			}
 		}
 	}
+
 	return s.Quantize(func(in *program.Input) bool { return in.Bound })
 }
 
@@ -91,15 +93,18 @@ func (s *Inputs) SendSome(inputs []*program.Input, from func(*program.Input) *Ke
 			}
 		}
 	}
+
 	errs := []error{s.carry(len(all), func(i int, pinned []byte) error {
 		if err := s.send(all[i], pinned); err != nil {
 			return fmt.Errorf("%s: %w", graph.Describe(all[i].node), err)
 		}
 		return nil
 	})} // but what has come counts
+
 	for _, in := range inputs {
 		errs = append(errs, s.Refresh(in))
 	}
+
 	sent := func(in *program.Input) bool { return slices.Contains(inputs, in) }
 	return Joined(append(errs, s.Quantize(sent), s.Ctx.SyncStream(s.Stream))...)
 }
@@ -121,15 +126,18 @@ func HostMemory(in *program.Input) ([]float32, error) {
 	if in.Node.Value() == nil {
 		return nil, noValue(in)
 	}
+
 	memory, err := params.Memory(in.Node.Value())
 	if err != nil {
 		return nil, fmt.Errorf("%s: its value %w", graph.Describe(in.Node), err)
 	}
+
 	x, ok := memory.([]float32)
 	if !ok || len(x) != in.Array.Len() {
 		return nil, fmt.Errorf("%s has a value of type %v and shape %v", graph.Describe(in.Node),
 			in.Node.Value().Dtype(), in.Node.Value().Shape())
 	}
+
 	return x, nil
 }
 
@@ -182,6 +190,7 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 	}) {
 		return nil
 	}
+
 	var all []quantize.Weight
 	for _, w := range s.of.Weights {
 		k := quantize.Weight{X: w.Array.Ptr(), Rows: int32(w.Array.Shape[0]),
@@ -192,6 +201,7 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 		}
 		all = append(all, k)
 	}
+
 	if s.table == nil || !slices.Equal(all, s.table.Weights) { // the user may have moved some
 		alloc := s.Memory.For("float8's weights")
 		if old := s.table; old != nil { // whose place does, once no launch reads it
@@ -202,5 +212,6 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 			return err
 		}
 	}
+
 	return s.Launch(quantize.Weights{Table: s.table})
 }

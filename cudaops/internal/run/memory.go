@@ -87,12 +87,15 @@ func (m *Memory) Close() error {
 	for p := range m.owned {
 		errs = append(errs, m.Free(p))
 	}
+
 	for _, b := range m.pinned {
 		errs = append(errs, m.Ctx.FreeHost(b))
 	}
+
 	for _, e := range m.events {
 		errs = append(errs, m.Ctx.DestroyEvent(e))
 	}
+
 	m.pinned, m.events = nil, nil
 	return errors.Join(errs...)
 }
@@ -104,12 +107,14 @@ func (m *Memory) Fits(p *program.Program) error {
 	if err != nil {
 		return err
 	}
+
 	if free += uint64(m.Kept.Held()); need > free {
 		return fmt.Errorf("the graph needs %s of device memory (%s for parameters and constants, "+
 			"%s for a run), and %s are free: %w",
 			gpu.Size(need), gpu.Size(uint64(p.Resident())), gpu.Size(uint64(p.Arena)),
 			gpu.Size(free), gpu.OutOfMemory)
 	}
+
 	return nil
 }
 
@@ -122,6 +127,7 @@ func (m *Memory) Place(p *program.Program, what string) error {
 			return err
 		}
 	}
+
 	for _, b := range p.Buffers {
 		switch {
 		case !b.Resident:
@@ -133,6 +139,7 @@ func (m *Memory) Place(p *program.Program, what string) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -172,6 +179,7 @@ func (m *Memory) Leave(k *Kept, p gpu.Ptr) {
 		k.own(p, n)
 		delete(m.owned, p)
 	}
+
 	if from := m.Kept; from != nil && from != k && from.taken[p] {
 		delete(from.taken, p)
 		maps.DeleteFunc(from.Params, func(name string, q *KeptParam) bool {

@@ -42,6 +42,7 @@ func (x *Executor) carry(n int, work func(i int, pinned []byte) error) error {
 			}
 		})
 	}
+
 	all.Wait()
 	return cmp.Or(errs...)
 }
@@ -80,17 +81,20 @@ func elements(v gorgonia.Value, a *program.Array) (raw []byte, stored gpu.DType,
 	if err != nil {
 		return nil, 0, err
 	}
+
 	switch x := flat.(type) {
 	case []int:
 		raw, stored = gpu.Bytes(x), gpu.Int64
 	case []float32:
 		raw, stored = gpu.Bytes(x), gpu.Float32
 	}
+
 	if raw == nil || len(raw) != a.Len()*stored.Size() ||
 		(stored == gpu.Int64) != (a.Type == gpu.Int64) {
 		return nil, 0, fmt.Errorf("the value is a %v of shape %v, want %d elements to store as %v",
 			v.Dtype(), v.Shape(), a.Len(), a.Type)
 	}
+
 	return raw, stored, nil
 }
 
@@ -133,13 +137,16 @@ func (s *Inputs) send(from source, pinned []byte) error {
 		}
 		return nil
 	}
+
 	if from.raw != nil {
 		return put(from.raw, from.stored)
 	}
+
 	err := s.read(from.node, put)
 	if err == nil && at < from.Len() {
 		err = fmt.Errorf("there are %d elements of %d", at, from.Len())
 	}
+
 	return err
 }
 

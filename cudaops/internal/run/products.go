@@ -25,26 +25,32 @@ func (x *Executor) Plan(m gpu.MatmulSpec, variants int) (_ *Plan, err error) {
 	if p := x.plans[m]; p != nil {
 		return p, nil
 	}
+
 	if x.Workspace == 0 {
 		if x.Workspace, err = x.Memory.Alloc(WorkspaceBytes, "cuBLASLt's workspace"); err != nil {
 			return nil, err
 		}
 	}
+
 	blas, err := x.Ctx.Blas()
 	if err != nil {
 		return nil, err
 	}
+
 	plan, err := blas.Plan(m, WorkspaceBytes, variants)
 	if err != nil {
 		return nil, err
 	}
+
 	p := &Plan{MatmulPlan: plan}
 	for _, a := range plan.Algos() {
 		p.Variants = append(p.Variants, strings.Trim(fmt.Sprint(a.ID), "[]"))
 	}
+
 	if x.plans == nil {
 		x.plans = map[gpu.MatmulSpec]*Plan{}
 	}
+
 	x.plans[m] = p
 	return p, nil
 }
@@ -55,15 +61,18 @@ func (x *Executor) product(m program.Matmul) error {
 	if p == nil {
 		return fmt.Errorf("the product %+v was not planned", m.Spec)
 	}
+
 	if m.Variant < len(p.Variants) {
 		a.Workspace, a.WorkspaceSize = x.Workspace, WorkspaceBytes
 		return p.Run(m.Variant, a, x.Stream)
 	}
+
 	own := OwnProduct(m.Spec)
 	own.Y, own.X, own.W, own.ScaleX, own.ScaleW = a.D, a.A, a.B, a.ScaleA, a.ScaleB
 	if m.Beta != 0 { // it is 1, and Alpha too
 		own.C = cmp.Or(a.C, a.D)
 	}
+
 	return x.Kernels.Launch(x.Stream, own)
 }
 

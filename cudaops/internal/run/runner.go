@@ -95,11 +95,13 @@ func (r *Runner) Compute(o Observer, optimizer any) error {
 		kind, can := r.Beside.Due()
 		mode, captured = append(mode, kind), captured && can
 	}
+
 	if len(r.Recorded) == recordings && r.Recorded[string(mode)] == nil {
 		if err := r.DropCaptures(); err != nil {
 			return err
 		}
 	}
+
 	r.Now = r.Recorded.Of(string(mode))
 
 	return o.Run(Work{
@@ -159,6 +161,7 @@ func (r *Runner) capture(enqueue func() error) (gpu.Graph, error) {
 	if err := r.Ctx.BeginCapture(r.Stream); err != nil {
 		return 0, err
 	}
+
 	r.State.capturing = true
 	err := enqueue()
 	r.State.capturing = false
@@ -166,9 +169,11 @@ func (r *Runner) capture(enqueue func() error) (gpu.Graph, error) {
 	if err != nil { // it is a part of what was asked for
 		endErr = errors.Join(endErr, r.Ctx.DestroyGraph(g))
 	}
+
 	if err := Joined(err, endErr); err != nil {
 		return 0, err
 	}
+
 	return g, nil
 }
 

@@ -16,6 +16,7 @@ func TestStateTransitions(t *testing.T) {
 		Begin: {Fresh, Enqueued, Enqueued, Closed},
 		Close: {Closed, Closed, Closed, Closed},
 	}
+
 	for e, all := range want {
 		for i, p := range phases {
 			s := State{phase: p}
@@ -23,6 +24,7 @@ func TestStateTransitions(t *testing.T) {
 			require.Equal(t, all[i], s.phase, "event %d in phase %d", e, p)
 		}
 	}
+
 	require.Len(t, transitions, len(want))
 }
 

@@ -21,6 +21,7 @@ func Times(ctx gpu.Context, s gpu.Stream, n int, before, work func(i int) error)
 			return nil, err
 		}
 	}
+
 	for i := range n {
 		if err := InTurn(func() error { return before(i) },
 			func() error { return ctx.Record(marks[2*i], s) },
@@ -29,9 +30,11 @@ func Times(ctx gpu.Context, s gpu.Stream, n int, before, work func(i int) error)
 			return nil, err
 		}
 	}
+
 	if err := ctx.SyncStream(s); err != nil {
 		return nil, err
 	}
+
 	for i := range n {
 		d, err := ctx.Elapsed(marks[2*i], marks[2*i+1])
 		if err != nil {
@@ -39,6 +42,7 @@ func Times(ctx gpu.Context, s gpu.Stream, n int, before, work func(i int) error)
 		}
 		took = append(took, d)
 	}
+
 	return took, nil
 }
 
@@ -56,6 +60,7 @@ func Fill(ctx gpu.Context, s gpu.Stream, at gpu.Ptr, bytes int, t gpu.DType,
 	for i := range numbers {
 		numbers[i] = float32(deviation * r.NormFloat64())
 	}
+
 	raw := make([]byte, some*t.Size())
 	gpu.Encode(raw, t, numbers)
 	done := min(bytes, len(raw))
@@ -63,5 +68,6 @@ func Fill(ctx gpu.Context, s gpu.Stream, at gpu.Ptr, bytes int, t gpu.DType,
 	for ; err == nil && done < bytes; done += min(done, bytes-done) {
 		err = ctx.CopyOnDevice(at.Offset(done), at, min(done, bytes-done), s)
 	}
+
 	return err
 }

@@ -31,5 +31,6 @@ func TestPutOff(t *testing.T) {
 	for _, c := range p.Calls {
 		order = append(order, c.Op)
 	}
+
 	require.Equal(t, []string{"early", "dx", "dw", "norm", "embedding", "last dw", "dw of two"}, order)
 }

@@ -119,6 +119,7 @@ func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
 		chain = append(chain, b.Like(x))
 		b.Calls = append(b.Calls, b.products(s.next(chain[i+1], chain[i])...)...)
 	}
+
 	for _, x := range slices.Backward(chain) {
 		dx := b.Like(x)
 		b.Calls = append(b.Calls, b.products(append(s.squares(x),
@@ -130,6 +131,7 @@ func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
 			s.apply(dx, e, x, nil, 1, true))...)...)
 		g = dx
 	}
+
 	dx := b.Like(x)
 	a := normalize.Backward{N: x.Len(), Type: x.Type}
 	b.Add(b.Name(program.NewCall(&a, program.Writes(&a.DX, dx), program.Reads(&a.G, g),
@@ -145,6 +147,7 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	if b.Activation == gpu.Float32 {
 		t = gpu.Float32
 	}
+
 	n := gemm.NewtonSchulz{Rows: shape[0], Columns: shape[1], Batch: batch, Steps: steps, Type: t}
 	x := b.NewArray(t, batch, shape[0], shape[1])
 	xs := [2]*program.Array{b.Like(x), b.Like(x)}
@@ -166,16 +169,20 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 		g.Alternatives = append(g.Alternatives, program.Alternative{Name: variantNames[together],
 			Calls: timed})
 	}
+
 	for _, c := range all[g.Plain].Calls {
 		g.FLOPs += c.FLOPs
 	}
+
 	i, choice, err := b.Choose(g)
 	if err != nil {
 		return Iteration{}, err
 	}
+
 	if calls := all[i].Calls; len(calls) > 0 && calls[0].Choice == nil {
 		calls[0].Choice = choice
 	}
+
 	return all[i], nil
 }
 
@@ -184,6 +191,7 @@ func (b Builder) variants(n gemm.NewtonSchulz) []int {
 	if square, gram := n.Symmetric(); len(b.Variants(square)) == 0 || len(b.Variants(gram)) == 0 {
 		return []int{0}
 	}
+
 	together := gemm.NewtonSchulzTogether(n.Rows, n.Columns)
 	switch {
 	case b.Tunes() || together == 0:
@@ -191,6 +199,7 @@ func (b Builder) variants(n gemm.NewtonSchulz) []int {
 	case together == 1:
 		return []int{1, 3, 0}
 	}
+
 	return []int{3, 1, 0}
 }
 
@@ -212,6 +221,7 @@ func (b Builder) symmetric(n gemm.NewtonSchulz, x, y *program.Array) (calls []*p
 		n.Squares[i] = gpu.Ptr(3 + i)
 		places[n.Squares[i]] = b.square(x)
 	}
+
 	multiply := func(a gemm.Symmetric) {
 		args := []program.Arg{program.Writes(&a.D, places[a.D]),
 			program.Reads(&a.Left, places[a.Left]),
@@ -221,6 +231,7 @@ func (b Builder) symmetric(n gemm.NewtonSchulz, x, y *program.Array) (calls []*p
 		call.FLOPs = 2 * float64(a.Batch) * float64(a.N) * float64(a.N) * float64(a.Depth)
 		calls = append(calls, call)
 	}
+
 	apply := func(y, q, x gpu.Ptr) {
 		p := step{tall: n.Rows > n.Columns}.apply(places[y], places[q], places[x], nil, 0, false)
 		calls = append(calls, b.products(p)...)

@@ -33,6 +33,7 @@ func (x *Optimizer) open() (err error) {
 	if s.side.Stream, err = x.m.Ctx.NewStream(true); err != nil {
 		return err
 	}
+
 	for _, e := range []*gpu.Event{&s.forked, &s.joined} {
 		if *e, err = x.memory.NewEvent(false); err != nil {
 			return err
@@ -60,6 +61,7 @@ func (x *Optimizer) connect(contributors int) error {
 			}
 		}
 	}
+
 	return nil
 }
 
@@ -82,6 +84,7 @@ func (x *Optimizer) contribution(b *bucket, contributors int) (comm.Route, error
 			}
 		}
 	}
+
 	return comm.NewRoute(s.group, b.slot, sends, receives)
 }
 
@@ -93,6 +96,7 @@ func (x *Optimizer) shut() error {
 	if x.share == nil || x.share.side.Stream == 0 {
 		return nil
 	}
+
 	s := x.share
 
 	errs := []error{x.m.Ctx.SyncStream(s.side.Stream)}
@@ -101,6 +105,7 @@ func (x *Optimizer) shut() error {
 			errs = append(errs, r.Close())
 		}
 	}
+
 	for _, l := range s.loads {
 		if l.route != nil {
 			errs = append(errs, l.route.Close())
@@ -158,6 +163,7 @@ func (x *Optimizer) Along(calls []*program.Call) error {
 	if s.expected.contributors > 0 {
 		left = s.buckets
 	}
+
 	for i, c := range calls {
 		if err := run.InTurn(func() error { return x.await(i) },
 			func() error { return x.m.Call(c) }); err != nil {
@@ -175,6 +181,7 @@ func (x *Optimizer) Along(calls []*program.Call) error {
 	if s.expected.contributors == 0 {
 		return nil
 	}
+
 	return run.InTurn(func() error { return ctx.Record(s.joined, s.side.Stream) },
 		func() error { return ctx.WaitEvent(x.m.Stream, s.joined) })
 }
@@ -199,6 +206,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 	if err := s.takes(contributors, first); err != nil {
 		return err
 	}
+
 	s.expected = round{}
 	if s.sent {
 		s.sent = false
@@ -208,6 +216,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 	if err := x.connect(contributors); err != nil {
 		return err
 	}
+
 	k := round{contributors, first}
 	return x.m.Replay(s.rounds.Of(k), !x.uncaptured, func() error {
 		for _, b := range s.buckets {
@@ -228,6 +237,7 @@ func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
 		}
 		return route.Enqueue(at)
 	}
+
 	if err := route.Enqueue(at); err != nil {
 		return err
 	}
@@ -237,6 +247,7 @@ func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
 			return err
 		}
 	}
+
 	return route.Release(at)
 }
 
@@ -256,5 +267,6 @@ func (x *Optimizer) addUp(p *part, r round, on *run.Executor) error {
 		}
 		keep = 1
 	}
+
 	return nil
 }

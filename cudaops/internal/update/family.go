@@ -163,6 +163,7 @@ func orthogonalize(x *Optimizer, f *family) error {
 			groups = append(groups, group{some, it, k.rows * k.columns})
 		}
 	}
+
 	return f.placeIterations(x, groups)
 }
 
@@ -177,6 +178,7 @@ func (f *family) placeIterations(x *Optimizer, groups []group) error {
 		after.Args = append(after.Args, program.Reads(program.NoField, g.iteration.Result))
 		p.Calls = append(p.Calls, g.iteration.Calls...)
 	}
+
 	p.Add(after)
 
 	if err := x.m.Chooser.Program(p); err != nil {
@@ -196,5 +198,6 @@ func (f *family) placeIterations(x *Optimizer, groups []group) error {
 				to.Ptr().Offset(at), from.Type
 		}
 	}
+
 	return nil
 }

@@ -27,13 +27,16 @@ func (x *Optimizer) arrange() error {
 	if s.group.Size() == 1 {
 		return nil
 	}
+
 	total := 0
 	for i := range x.Params {
 		total += x.traveller(i).Extent()
 	}
+
 	for _, p := range x.packs(max(s.least, total/mostHeld), x.traveller, x.firstTouch) {
 		s.loads = append(s.loads, &load{pack: p})
 	}
+
 	if err := x.lay(); err != nil {
 		return err
 	}
@@ -48,6 +51,7 @@ func (x *Optimizer) arrange() error {
 		}
 		l.route.Open() // no run is in progress, since the sums of squares come after all runs
 	}
+
 	return nil
 }
 
@@ -67,6 +71,7 @@ func (x *Optimizer) lay() error {
 	if x.m.Inputs.Laid {
 		return nil
 	}
+
 	var buffers []*program.Buffer
 	var room kernel.Carve
 	for _, l := range x.share.loads {
@@ -83,6 +88,7 @@ func (x *Optimizer) lay() error {
 			room.Take(a.Bytes)
 		}
 	}
+
 	var err error
 	if room.At, err = x.m.Memory.Alloc(max(1, int(room.At)), "parameters"); err != nil {
 		return err
@@ -99,6 +105,7 @@ func (x *Optimizer) lay() error {
 		}
 		b.Base = at
 	}
+
 	return nil
 }
 
@@ -128,6 +135,7 @@ func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 			receives = append(receives, theirs.leg(r))
 		}
 	}
+
 	return comm.NewRoute(s.group, slot, sends, receives)
 }
 
@@ -159,6 +167,7 @@ func joined(some []stretch) (all []stretch) {
 		}
 		all = append(all, l)
 	}
+
 	return all
 }
 
@@ -176,6 +185,7 @@ func (x *Optimizer) bringHome(during bool) error {
 	if s == nil || len(s.loads) == 0 || x.hides() != during {
 		return nil
 	}
+
 	if during {
 		on = s.side.Stream
 		if err := x.fork(); err != nil {
@@ -192,6 +202,7 @@ func (x *Optimizer) bringHome(during bool) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -209,6 +220,7 @@ func (x *Optimizer) await(call int) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -219,11 +231,13 @@ func (x *Optimizer) Arrive(stream gpu.Stream) error {
 	if x == nil {
 		return nil
 	}
+
 	if stream != x.m.Stream {
 		if err := x.m.Ctx.WaitEvent(stream, x.updated); err != nil {
 			return err
 		}
 	}
+
 	if x.share == nil || len(x.share.loads) == 0 {
 		return nil
 	}

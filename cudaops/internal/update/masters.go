@@ -46,6 +46,7 @@ func (x *Optimizer) keepParts() error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -58,6 +59,7 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	if part.Base, err = x.m.Memory.Alloc(part.Bytes, "a part of a parameter"); err != nil {
 		return err
 	}
+
 	if err := run.Joined(x.m.Ctx.CopyOnDevice(part.Ptr(), in.Array.Ptr().Offset(from*size),
 		(to-from)*size, x.m.Stream), x.m.Ctx.SyncStream(x.m.Stream)); err != nil {
 		return err
@@ -70,6 +72,7 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 		in.Copies[i+1].Renew = named(program.NewCall(&l, program.Writes(&l.Y, c.Array),
 			program.Reads(&l.X, first)))
 	}
+
 	return x.m.Memory.Free(whole)
 }
 
@@ -148,6 +151,7 @@ func (x *Optimizer) gather(param int, own gpu.Ptr, host func(part) []byte) error
 	for _, p := range parts {
 		most = max(most, len(host(p)))
 	}
+
 	room, err := x.memory.Alloc(most, "parts of other ranks")
 	if err != nil {
 		return err
@@ -174,5 +178,6 @@ func (x *Optimizer) gather(param int, own gpu.Ptr, host func(part) []byte) error
 			return run.Joined(err, x.memory.Free(room))
 		}
 	}
+
 	return x.memory.Free(room)
 }

@@ -78,11 +78,13 @@ func (x *Optimizer) divide(r *Ranks) error {
 	if r == nil {
 		return nil
 	}
+
 	x.uncaptured = r.Uncaptured
 	s := &share{group: r.Group, parts: make([][]part, len(x.Params))}
 	for i := range s.parts {
 		s.parts[i] = make([]part, r.Group.Size())
 	}
+
 	x.share = s
 	s.two = r.Rounds == 1 && r.Group.Size() == 2
 
@@ -104,6 +106,7 @@ func (x *Optimizer) divide(r *Ranks) error {
 		s.buckets = append(s.buckets, b)
 		x.cut(b)
 	}
+
 	return run.InTurn(x.takeRoom, x.open, x.keepParts, x.arrange)
 }
 
@@ -134,6 +137,7 @@ func (x *Optimizer) packs(least int, array func(i int) *program.Array,
 		p := &all[len(all)-1]
 		p.params, p.last, p.bytes = append(p.params, i), calls[i], p.bytes+n
 	}
+
 	return all
 }
 
@@ -194,6 +198,7 @@ func (x *Optimizer) takeRoom() error {
 		s.slots = len(s.buckets)
 		return x.lodge()
 	}
+
 	s.slots = min(slots, len(s.buckets))
 	var sums, room kernel.Carve // for all buckets, and for the largest
 	for _, b := range s.buckets {
@@ -218,6 +223,7 @@ func (x *Optimizer) takeRoom() error {
 			p.sum += at
 		}
 	}
+
 	return err
 }
 
@@ -265,6 +271,7 @@ func (x *Optimizer) lodge() error {
 	for _, at := range rest {
 		*at += others
 	}
+
 	return err
 }
 
@@ -305,6 +312,7 @@ func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
 	if in.Part != nil {
 		t.Param = in.Part.Ptr()
 	}
+
 	for i, m := range p.Moments {
 		t.Moments[i] = m.Ptr()
 	}
@@ -316,5 +324,6 @@ func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
 	default:
 		t.Grad, t.GradType = own.sum, gpu.Float32
 	}
+
 	return t
 }

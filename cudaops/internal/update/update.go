@@ -99,6 +99,7 @@ func New(m Machine, rules optim.Rules, params []*Param, maxNorm float64, ranks *
 	if err := run.InTurn(divide, x.loadState, x.buildTables, x.allocate, x.flag); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
 	}
+
 	return x, nil
 }
 
@@ -123,6 +124,7 @@ func (x *Optimizer) allocate() (err error) {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -139,9 +141,11 @@ func (x *Optimizer) flag() (err error) {
 	if !slices.Contains(flags, 1) {
 		return nil
 	}
+
 	if x.apart, err = x.memory.Alloc(len(flags), "the optimizer"); err != nil {
 		return err
 	}
+
 	return x.m.Ctx.CopyToDevice(x.apart, flags, x.m.Stream)
 }
 
@@ -168,6 +172,7 @@ func (x *Optimizer) Bytes() (n float64) {
 			n += float64(c.Extent())
 		}
 	}
+
 	return n
 }
 
@@ -221,6 +226,7 @@ func (x *Optimizer) loadState() error {
 			p.Moments = append(p.Moments, a)
 		}
 	}
+
 	return x.m.Ctx.SyncStream(x.m.Stream)
 }
 
@@ -245,6 +251,7 @@ func (x *Optimizer) loadMoment(i int, m optim.Moment, kept *run.KeptParam,
 	if a.Base, err = x.memory.Alloc(a.Bytes, "the optimizer's state"); err != nil {
 		return nil, err
 	}
+
 	if kept != nil {
 		at := before.Offset(from * a.Type.Size())
 		return a, ctx.CopyOnDevice(a.Base, at, a.Extent(), s)
@@ -257,9 +264,11 @@ func (x *Optimizer) loadMoment(i int, m optim.Moment, kept *run.KeptParam,
 	case []uint8:
 		data = known[from : from+a.Len()]
 	}
+
 	if len(data) == 0 {
 		return a, ctx.Memset8(a.Base, m.Zero(), a.Bytes, s)
 	}
+
 	return a, ctx.CopyToDevice(a.Base, data, s)
 }
 
@@ -295,6 +304,7 @@ func (x *Optimizer) Forget(i, from, to int) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -440,6 +450,7 @@ func (x *Optimizer) judge(loss *program.Array) error {
 		l := elementwise.Unary{Op: elementwise.MulScalar, Y: at, N: 1, Type: gpu.Float32}
 		byLoss = program.NewCall(&l, program.Reads(&l.X, loss))
 	}
+
 	squares := program.Prepared(x.squared())
 	norm := optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: x.sums(),
 		Apart: x.apart}
@@ -518,5 +529,6 @@ func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 			bad[x.chunks[chunk].Input.Node] = true
 		}
 	}
+
 	return bad, nil
 }

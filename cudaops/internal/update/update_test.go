@@ -40,6 +40,7 @@ func enqueue(t *testing.T, o optim.Rules, options lower.Options, loss bool) []an
 				Rule: o.Rule(in.Node.Name(), in.Node.Shape())})
 		}
 	}
+
 	activation := options.Activation
 	x, err := update.New(update.Machine{Runner: r.Runner, Chooser: r.Chooser, Activation: activation,
 		Kept: func(*program.Input) *run.KeptParam { return nil }}, o, all, 1, nil)
@@ -50,6 +51,7 @@ func enqueue(t *testing.T, o optim.Rules, options lower.Options, loss bool) []an
 	if loss {
 		at = r.Program.Values[cost]
 	}
+
 	r.Launches = nil
 	require.NoError(t, x.Enqueue(at, run.Unobserved{}))
 	require.NoError(t, r.Ctx.SyncStream(r.Runner.Stream))

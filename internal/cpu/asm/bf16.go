@@ -79,6 +79,7 @@ func pairCopy() {
 		VZEROUPPER()
 		RET()
 	}
+
 	loop("wide", 2)
 	loop("narrow", 1)
 }
@@ -132,6 +133,7 @@ func pairTranspose() {
 			}
 		}
 	}
+
 	SUBQ(Imm(uint64(2*lanes)), R9)
 	JLT(LabelRef("tail"))
 	Label("loop")

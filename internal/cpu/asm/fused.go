@@ -81,9 +81,11 @@ func fusedPass(v isa, backward, streamed bool) {
 			"columns, vectors, counter int)"
 		f.value = RSI
 	}
+
 	if streamed {
 		name += "Streamed"
 	}
+
 	TEXT(name+v.name, attr.NOSPLIT, signature)
 	f.parameters()
 	lanes := uint64(v.bytes / 4)
@@ -119,6 +121,7 @@ func (f *fused) parameters() {
 		{"columns", f.columns}} {
 		Load(Param(p.name), p.reg)
 	}
+
 	copy(f.row[:], f.regs)
 	f.one, f.norm, f.eps, f.free = f.regs[fusedRows], f.regs[fusedRows+1],
 		f.regs[fusedRows+1], f.regs[fusedRows+2:]
@@ -133,6 +136,7 @@ func (f *fused) parameters() {
 		Load(Param("y"), f.out)
 		VBROADCASTSS(parameter("eps"), f.eps)
 	}
+
 	SHLQ(Imm(2), f.stride)
 	XORQ(f.column, f.column)
 	Load(Param("ahead"), f.at)
@@ -193,12 +197,14 @@ func (f *fused) vector(label string, masked bool) {
 		JMP(LabelRef(label + "Blend"))
 		Label(label + "Normless")
 	}
+
 	f.figures(label, masked, false)
 	Label(label + "Blend")
 	forms := []int{formNone, formPlain, formGated, formBeside}
 	if masked {
 		forms = forms[:1]
 	}
+
 	MOVQ(f.column, f.at)
 	SHRQ(Imm(6), f.at)
 	MOVBQZX(Mem{Base: f.rule, Index: f.at, Scale: 1, Disp: ruleForm}, f.at)
@@ -206,12 +212,14 @@ func (f *fused) vector(label string, masked bool) {
 		CMPQ(f.at, Imm(uint64(form)))
 		JEQ(LabelRef(fmt.Sprint(label, "Form", form)))
 	}
+
 	f.blend(formAny, masked)
 	for _, form := range forms {
 		JMP(LabelRef(label + "End"))
 		Label(fmt.Sprint(label, "Form", form))
 		f.blend(form, masked)
 	}
+
 	Label(label + "End")
 	DECQ(f.left)
 	JNZ(LabelRef(label + "SameRow"))
@@ -230,6 +238,7 @@ func (f *fused) figures(label string, masked, norms bool) {
 		wide := Mem{Base: f.state, Index: f.column, Scale: 2, Disp: i * f.bytes}
 		memory = append(memory, wide, wide.Offset(figureSquare))
 	}
+
 	memory = append(memory, f.ofColumn(f.state, figureLow), f.ofColumn(f.state, figureHigh))
 	free := f.free
 	totals := f.take(&free, memory...)
@@ -239,6 +248,7 @@ func (f *fused) figures(label string, masked, norms bool) {
 	for i, a := range anchor {
 		VCVTPS2PD(f.ofColumn(f.state, figureAnchor+i*f.bytes/2), a)
 	}
+
 	f.toRow(0)
 	for r, x := range f.row {
 		f.load(f.inMatrix(f.value), x, masked)
@@ -273,10 +283,12 @@ func (f *fused) figures(label string, masked, norms bool) {
 		ADDQ(Imm(64), f.ahead)
 		ADDQ(f.stride, f.at)
 	}
+
 	put(totals, memory)
 	if norms {
 		f.addNorms(label, tree.total(), free[5:])
 	}
+
 	if !f.backward {
 		f.countDead(label, least, t)
 	}
@@ -385,6 +397,7 @@ func (f *fused) blend(form int, masked bool) {
 		f.storeUp(masked)
 		return
 	}
+
 	b := blending{fused: f, form: form, masked: masked,
 		gated: form == formGated || form == formAny, beside: form == formBeside || form == formAny}
 	b.begin()
@@ -395,9 +408,11 @@ func (f *fused) blend(form int, masked bool) {
 		}
 		b.result(f.row[fusedRows-1-i])
 	}
+
 	if f.backward {
 		put(b.totals, b.sums)
 	}
+
 	if walks {
 		f.storeDown(masked)
 	} else {
@@ -416,6 +431,7 @@ func (b *blending) begin() {
 		b.off, b.gate, b.none, free = r[0], r[1], free[0], free[1:]
 		b.zero(b.none)
 	}
+
 	b.sums = []Mem{ofState(stateSums + sumAll), ofState(stateSums + sumHere)}
 	switch {
 	case !b.backward:
@@ -423,11 +439,13 @@ func (b *blending) begin() {
 	case b.gated:
 		b.above = b.take(&free, ofRule(ruleAbove))[0]
 	}
+
 	b.t, b.c, b.next = free[0], free[1], free[2:4]
 	free = free[4:]
 	if b.backward {
 		b.x, free = free[0], free[1:]
 	}
+
 	if b.beside {
 		for _, n := range b.neighbours() {
 			b.selected(ofRule(n.has), n.mask, b.t)
@@ -437,6 +455,7 @@ func (b *blending) begin() {
 			b.sums = append(b.sums, ofState(stateSums+sumNear), ofState(stateSums+sumFar))
 		}
 	}
+
 	if b.backward {
 		b.totals = b.take(&free, b.sums...)
 	}
@@ -449,11 +468,13 @@ func (b *blending) result(row VecPhysical) {
 		x = b.x
 		b.load(b.inMatrix(b.fused.x), x, b.masked)
 	}
+
 	if b.gated {
 		factor = b.c
 		VMULPS(b.gate, x, b.t)
 		b.choose(b.none, b.t, b.on, b.off, factor)
 	}
+
 	switch {
 	case b.backward && b.gated:
 		VCMPPS(Imm(notLessEqual), b.above, b.t, K2)
@@ -463,6 +484,7 @@ func (b *blending) result(row VecPhysical) {
 		VADDPS(row, b.totals[0], b.totals[0])
 		VFMADD231PS(x, row, b.totals[1])
 	}
+
 	if b.beside {
 		all := b.neighbours()
 		for j, n := range all[:2] {
@@ -473,11 +495,13 @@ func (b *blending) result(row VecPhysical) {
 			VFMADD231PS(b.t, row, b.totals[2+j])
 		}
 	}
+
 	if b.backward {
 		VMULPS(factor, row, row)
 	} else {
 		VFMADD213PS(b.add, factor, row)
 	}
+
 	for j, s := range b.shares {
 		VFMADD231PS(b.next[j], s, row)
 	}

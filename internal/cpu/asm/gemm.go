@@ -66,6 +66,7 @@ func tile(v isa, e elem) {
 			tileBlock(v, e, m, nv, groups, at)
 		}
 	}
+
 	Label("next")
 	SUBQ(Imm(uint64(2*lanes)), at.n)
 	JLE(LabelRef("done"))
@@ -105,6 +106,7 @@ func (at sweep) begin(e elem) {
 		MOVQ(Mem{Base: RDI, Disp: f.field}, RAX)
 		MOVQ(RAX, f.to)
 	}
+
 	MOVQ(Mem{Base: RDI, Disp: offLDC}, RAX)
 	SHLQ(e.shift(), RAX)
 	MOVQ(RAX, at.ldc)
@@ -135,6 +137,7 @@ func (v isa) maskOfLast(lanes int, e elem) {
 	if e.size == 8 {
 		ADDQ(R9, R9)
 	}
+
 	MOVQ(R9, R13)
 	v.setMask(R13)
 	SUBQ(Imm(uint64(v.bytes/4)), R9)
@@ -159,6 +162,7 @@ func (at sweep) operands(v isa, e elem) []GPPhysical {
 		LEAQ(Mem{Base: groups[i-1], Index: RBX, Scale: 2}, groups[i])
 		ADDQ(RBX, groups[i])
 	}
+
 	return groups
 }
 
@@ -223,6 +227,7 @@ func (t *block) products() {
 	for j := 0; j < t.nv*t.bytes; j += 64 {
 		PREFETCHT0(Mem{Base: R14, Disp: j})
 	}
+
 	ADDQ(t.at.ldc, R14)
 	MOVQ(R14, t.at.row)
 	PREFETCHT1(Mem{Base: R8})
@@ -246,6 +251,7 @@ func (t *block) step() {
 	for j := range t.nv {
 		t.load(Mem{Base: RSI, Disp: j * t.bytes}, t.bvec[j], j == t.nv-1)
 	}
+
 	ADDQ(RDX, RSI)
 	for i := range t.m {
 		a := Mem{Base: t.groups[i/3]}
@@ -290,6 +296,7 @@ func (t *block) addC() {
 		MOVQ(beta, RAX)
 		ADDQ(RAX, RAX)
 	}
+
 	JZ(LabelRef(t.label + "d"))
 	t.broadcast(beta, t.bvec[0])
 	MOVQ(R8, R10)
@@ -299,6 +306,7 @@ func (t *block) addC() {
 			t.fma(t.bvec[0], t.bvec[1], t.acc(i, j))
 		})
 	})
+
 	Label(t.label + "d")
 }
 
@@ -315,6 +323,7 @@ func (t *block) addD() {
 			t.add(t.bvec[1], t.acc(i, j), t.acc(i, j))
 		})
 	})
+
 	Label(t.label + "store")
 }
 
@@ -366,6 +375,7 @@ func dot(v isa) {
 	for i := 1; i < v.dotM; i++ {
 		LEAQ(Mem{Base: a[i-1], Index: RAX, Scale: 1}, a[i])
 	}
+
 	// Rows of B past the last are read as the last one again, and not stored.
 	MOVQ(Mem{Base: RDI, Disp: offBS}, RAX)
 	SHLQ(e.shift(), RAX)
@@ -376,6 +386,7 @@ func dot(v isa) {
 		CMPQ(R12, Imm(uint64(j)))
 		CMOVQLE(b[j-1], b[j])
 	}
+
 	MOVQ(Mem{Base: RDI, Disp: offK}, RAX)
 	SUBQ(R13, RAX)
 	SHLQ(e.shift(), RAX) // bytes in whole vectors
@@ -384,6 +395,7 @@ func dot(v isa) {
 		CMPQ(Mem{Base: RDI, Disp: offM}, Imm(uint64(m)))
 		JE(LabelRef(fmt.Sprintf("dot%d", m)))
 	}
+
 	for m := 1; m <= v.dotM; m++ {
 		dotBlock(v, e, m, a, b)
 	}
@@ -408,6 +420,7 @@ func dotBlock(v isa, e elem, m int, a, b []GPPhysical) {
 	for i := range 4 * m {
 		v.zero(v.regs[i])
 	}
+
 	CMPQ(R12, RAX)
 	JE(LabelRef(d.label + "tail"))
 	Label(d.label + "k")
@@ -452,6 +465,7 @@ func (d *dotRows) sumLanes() {
 			VADDPS(d.bvec, d.regs[i], d.regs[i])
 		}
 	}
+
 	for i := range d.m {
 		y := func(j int) VecPhysical { return d.acc(i, j).AsY().(VecPhysical) }
 		VHADDPS(y(1), y(0), y(0))
@@ -475,6 +489,7 @@ func (d *dotRows) finish() {
 	for i := range d.m {
 		VMULPS(alpha, d.acc(i, 0).AsX(), d.acc(i, 0).AsX())
 	}
+
 	MOVQ(Mem{Base: RDI, Disp: offC}, R8)
 	MOVQ(Mem{Base: RDI, Disp: offLDC}, R9)
 	SHLQ(d.shift(), R9)
@@ -491,6 +506,7 @@ func (d *dotRows) finish() {
 			ADDQ(R9, R10)
 		}
 	}
+
 	Label(d.label + "store")
 	for i := range d.m {
 		VMASKMOVPS(d.acc(i, 0).AsX(), mask, Mem{Base: R8})
@@ -508,10 +524,12 @@ func fmaLoop(v isa) {
 	for _, r := range v.regs[:14] {
 		v.zero(r)
 	}
+
 	Label("loop")
 	for _, r := range v.regs[:12] {
 		VFMADD231PS(v.regs[12], v.regs[13], r)
 	}
+
 	DECQ(RAX)
 	JNZ(LabelRef("loop"))
 	VZEROUPPER()

@@ -64,6 +64,7 @@ func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (user
 		DECQ(RCX)
 		JNZ(LabelRef(label))
 	}
+
 	vector := func(label string, masked bool) {
 		users := start()
 		XORQ(R11, R11)
@@ -81,6 +82,7 @@ func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (user
 		}
 		end()
 	}
+
 	SHLQ(Imm(2), R10)
 	SUBQ(Imm(lanes), R8)
 	JLT(LabelRef("tail"))
@@ -89,9 +91,11 @@ func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (user
 	for _, p := range arrays {
 		ADDQ(Imm(uint64(v.bytes)), p)
 	}
+
 	for _, p := range doubles {
 		ADDQ(Imm(uint64(2*v.bytes)), p)
 	}
+
 	SUBQ(Imm(lanes), R8)
 	JGE(LabelRef("columns"))
 	Label("tail")
@@ -130,6 +134,7 @@ func figures(v isa, name string, dead bool) {
 	if dead {
 		signature = "func(f, pack, x *float32, rows, stride, columns int, eps float32)"
 	}
+
 	TEXT(name+v.name, attr.NOSPLIT, signature)
 	pack, px, ahead := RBX, RSI, R13
 	m := newMeasure(v, dead)
@@ -145,12 +150,14 @@ func figures(v isa, name string, dead bool) {
 	if dead {
 		VBROADCASTSS(parameter("eps"), m.eps)
 	}
+
 	v.strip([]GPPhysical{RDI, pack, px, ahead}, []GPPhysical{RDX}, m.load, func(masked, _ bool) {
 		PREFETCHT1(inMatrix(ahead))
 		v.load(inMatrix(px), m.x, masked)
 		v.store(m.x, packed(pack), masked)
 		m.add(inMatrix(px), masked)
 	}, m.store)
+
 	VZEROUPPER()
 	RET()
 }
@@ -181,11 +188,13 @@ func (m *measure) load() []Register {
 		VMOVUPS(Mem{Base: m.wide, Disp: figureSquare + i*m.bytes}, m.square[i])
 		VCVTPS2PD(Mem{Base: m.f, Disp: figureAnchor + i*m.bytes/2}, m.anchor[i])
 	}
+
 	VMOVUPS(Mem{Base: m.f, Disp: figureLow}, m.low)
 	VMOVUPS(Mem{Base: m.f, Disp: figureHigh}, m.high)
 	if m.dead {
 		VMOVUPS(Mem{Base: m.f, Disp: figureDead}, m.count)
 	}
+
 	return nil
 }
 
@@ -199,16 +208,19 @@ func (m *measure) add(src Mem, masked bool) {
 		VCVTPS2PD(src, m.deviation[0])
 		VCVTPS2PD(src.Offset(m.bytes/2), m.deviation[1])
 	}
+
 	for i, d := range m.deviation {
 		VSUBPD(m.anchor[i], d, d)
 		VADDPD(d, m.sum[i], m.sum[i])
 		VFMADD231PD(d, d, m.square[i])
 	}
+
 	VMINPS(m.low, m.x, m.low) // what is no number comes first, and loses
 	VMAXPS(m.high, m.x, m.high)
 	if !m.dead {
 		return
 	}
+
 	m.magnitudes(m.x, m.t)
 	if m.bytes == 64 {
 		VCMPPS(Imm(1), m.eps, m.t, K2)
@@ -255,12 +267,14 @@ func (v isa) testAny(selected []Register) {
 		KORTESTW(any, any)
 		return
 	}
+
 	any := selected[0]
 	last := v.regs[14]
 	for _, r := range selected[1:] {
 		VORPS(any, r, last)
 		any = last
 	}
+
 	VPTEST(any, any)
 }
 
@@ -287,9 +301,11 @@ func blend(v isa, backward, streamed bool) {
 	if backward {
 		name = "blendBackward"
 	}
+
 	if streamed {
 		name += "Streamed"
 	}
+
 	r := v.regs
 	b := &blendRow{isa: v, backward: backward, streamed: streamed,
 		py: RDI, pv: RSI, px: RSI, rule: RDX, ahead: R13,
@@ -300,6 +316,7 @@ func blend(v isa, backward, streamed bool) {
 		b.px, b.value, b.step = RBX, r[13], 4
 		arrays = append(arrays, RBX, R13)
 	}
+
 	b.parameters(name)
 	v.zero(b.zero)
 	v.zero(b.top)
@@ -309,6 +326,7 @@ func blend(v isa, backward, streamed bool) {
 		RET()
 		return
 	}
+
 	VMOVAPS(b.top, r[0])
 	v.reduce(VMAXPS)
 	VZEROUPPER()
@@ -341,6 +359,7 @@ func (b *blendRow) parameters(name string) {
 			"func(y, x, rule *float32, rows, stride, columns int) float32")
 		Load(Param("y"), b.py)
 	}
+
 	Load(Param("x"), b.px)
 	Load(Param("rule"), b.rule)
 	Load(Param("stride"), R10)
@@ -355,6 +374,7 @@ func (b *blendRow) loadRule() []Register {
 	if !b.backward {
 		VMOVUPS(Mem{Base: b.rule, Disp: ruleAdd}, b.add)
 	}
+
 	VMOVUPS(Mem{Base: b.rule, Disp: ruleNear}, b.near)
 	VMOVUPS(Mem{Base: b.rule, Disp: ruleFar}, b.far)
 	b.hasNear = b.selected(Mem{Base: b.rule, Disp: ruleHasNear}, K3, b.regs[6])
@@ -375,17 +395,20 @@ func (b *blendRow) emit(masked, neighbours bool) {
 	} else {
 		VFMADD213PS(b.add, b.value, c)
 	}
+
 	if neighbours {
 		b.loadSelected(packed(b.pv).Offset(b.step), b.hasNear, t)
 		VFMADD231PS(t, b.near, c)
 		b.loadSelected(packed(b.pv).Offset(2*b.step), b.hasFar, t)
 		VFMADD231PS(t, b.far, c)
 	}
+
 	if b.streamed && !masked {
 		VMOVNTPS(c, inMatrix(b.py))
 	} else {
 		b.store(c, inMatrix(b.py), masked)
 	}
+
 	if !b.backward {
 		b.magnitudes(b.x, t)
 		VMAXPS(b.top, t, b.top) // a NaN in t loses
@@ -454,6 +477,7 @@ func blendSums(v isa) {
 			VMOVUPS(s, Mem{Base: ps, Disp: i * array})
 		}
 	})
+
 	VZEROUPPER()
 	RET()
 }
@@ -465,6 +489,7 @@ func blendLearn(v isa, streamed bool) {
 	if streamed {
 		name += "Streamed"
 	}
+
 	TEXT(name+v.name, attr.NOSPLIT,
 		"func(dx, grad, x, rule, s, ahead *float32, rows, stride, columns int)")
 	r := v.regs
@@ -476,6 +501,7 @@ func blendLearn(v isa, streamed bool) {
 		sums: R15, above: r[5], totals: r[6:10], product: r[12],
 		neighbours: []neighbour{{ruleHasNear, K3, 1}, {ruleHasFar, K4, 2},
 			{ruleLeftNear, K5, -1}, {ruleLeftFar, K6, -2}}}
+
 	Load(Param("dx"), b.py)
 	Load(Param("grad"), b.pv)
 	Load(Param("x"), b.px)
@@ -513,12 +539,15 @@ func (b *learnRow) loadRule() (users []Register) {
 		{ruleAbove, b.above}} {
 		VMOVUPS(Mem{Base: b.rule, Disp: f.at}, f.reg)
 	}
+
 	for i, total := range b.totals {
 		VMOVUPS(Mem{Base: b.sums, Disp: i * array}, total)
 	}
+
 	for _, n := range b.neighbours {
 		users = append(users, b.selected(Mem{Base: b.rule, Disp: n.has}, n.mask, b.t))
 	}
+
 	return users
 }
 
@@ -544,6 +573,7 @@ func (b *learnRow) emit(masked, neighbours bool) {
 			VFMADD231PS(t, g, b.totals[2+i])
 		}
 	}
+
 	if b.streamed && !masked {
 		VMOVNTPS(c, inMatrix(b.py))
 	} else {
@@ -581,6 +611,7 @@ func chunkNorms() {
 	for _, r := range p {
 		VXORPD(r, r, r)
 	}
+
 	MOVQ(rows, at)
 	MOVQ(chunk, RAX)
 	Label("column")
@@ -589,6 +620,7 @@ func chunkNorms() {
 		VCVTPS2PD(m, x)
 		VFMADD231PD(x, x, p[i])
 	}
+
 	ADDQ(Imm(16), at)
 	DECQ(RAX)
 	JNZ(LabelRef("column"))
@@ -677,12 +709,14 @@ func moveRows(v isa, way string) {
 	if way == fetching {
 		PREFETCHT1(Mem{Base: toSrc, Index: ahead, Scale: 1})
 	}
+
 	VMOVUPS(Mem{Base: toSrc}, x)
 	if way == streaming {
 		VMOVNTPS(x, Mem{Base: toDst})
 	} else {
 		VMOVUPS(x, Mem{Base: toDst})
 	}
+
 	ADDQ(Imm(uint64(v.bytes)), toSrc)
 	ADDQ(Imm(uint64(v.bytes)), toDst)
 	SUBQ(Imm(lanes), RCX)

@@ -65,6 +65,7 @@ func main() {
 	default:
 		log.Fatalf("unknown -part %q", *part)
 	}
+
 	Generate()
 }
 
@@ -128,6 +129,7 @@ func (v isa) setMask(count Register) {
 		KMOVW(EAX, K1)
 		return
 	}
+
 	// The table holds eight dwords of ones, then eight of zeros: reading it count dwords before the
 	// zeros.
 	LEAQ(maskTable().Offset(32), RAX)
@@ -151,6 +153,7 @@ func maskTable() Mem {
 		}
 		maskData = &m
 	}
+
 	return *maskData
 }
 

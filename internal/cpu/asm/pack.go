@@ -50,6 +50,7 @@ func copyPanel(v isa) {
 		VZEROUPPER()
 		RET()
 	}
+
 	loop("wide", 2, true)
 	loop("narrow", 1, true)
 	loop("full", 2, false)
@@ -85,6 +86,7 @@ func transpose(v isa) {
 			}
 		}
 	}
+
 	SUBQ(Imm(uint64(lanes)), R9)
 	JLT(LabelRef("tail"))
 	Label("loop")
@@ -113,6 +115,7 @@ func (v isa) shuffle() []VecPhysical {
 		VUNPCKLPS(rows[i+1], rows[i], tmp[i])
 		VUNPCKHPS(rows[i+1], rows[i], tmp[i+1])
 	}
+
 	// u(g, c), lane L: rows 4g to 4g+3 of column 4L+c.
 	u := func(g, c int) VecPhysical { return rows[4*g+c] }
 	for g := range n / 4 {
@@ -122,6 +125,7 @@ func (v isa) shuffle() []VecPhysical {
 		VUNPCKLPD(t[3], t[1], u(g, 2))
 		VUNPCKHPD(t[3], t[1], u(g, 3))
 	}
+
 	cols := make([]VecPhysical, n)
 	for c := range 4 {
 		if n == 8 {
@@ -142,5 +146,6 @@ func (v isa) shuffle() []VecPhysical {
 			cols[4*l+c] = u(l, c)
 		}
 	}
+
 	return cols
 }

@@ -19,6 +19,7 @@ func over(v isa, name, pointers, scalars, result string, start func(used int),
 	if len(numbers) > 0 {
 		signature += ", " + strings.Join(numbers, ", ") + " float32"
 	}
+
 	TEXT(name+v.name, attr.NOSPLIT, signature+") "+result)
 	registers := []GPPhysical{RDI, RSI, RDX, R9, RBX, R10}[:len(names)]
 	memory := make([]Mem, len(names))
@@ -26,6 +27,7 @@ func over(v isa, name, pointers, scalars, result string, start func(used int),
 		Load(Param(p), registers[i])
 		memory[i] = Mem{Base: registers[i]}
 	}
+
 	Load(Param("n"), R8)
 	for i, s := range numbers {
 		c, err := Param(s).Resolve()
@@ -34,15 +36,18 @@ func over(v isa, name, pointers, scalars, result string, start func(used int),
 		}
 		VBROADCASTSS(c.Addr, v.regs[i])
 	}
+
 	if start != nil {
 		start(len(numbers))
 	}
+
 	v.vectors(registers, func(masked bool) {
 		body(memory, v.regs[:len(numbers)], len(numbers), masked)
 	})
 	if end != nil {
 		end()
 	}
+
 	VZEROUPPER()
 	RET()
 }
@@ -108,6 +113,7 @@ func sums(v isa) {
 			}
 		}
 	}
+
 	low, high := r[14], r[13]
 	// Σ x² in float64.
 	over(v, "sumSquares", "x", "", "float64", zero(low, high),
@@ -119,6 +125,7 @@ func sums(v isa) {
 			v.reduce64(low, high)
 			Store(low.AsX(), ReturnIndex(0))
 		})
+
 	// Σ x in float64.
 	over(v, "sum64", "x", "", "float64", zero(low, high),
 		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
@@ -132,6 +139,7 @@ func sums(v isa) {
 			v.reduce64(low, high)
 			Store(low.AsX(), ReturnIndex(0))
 		})
+
 	// Σ (g·w)·x in float64.
 	over(v, "dot3", "grad w x", "", "float64", zero(low, high),
 		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
@@ -144,6 +152,7 @@ func sums(v isa) {
 			v.reduce64(low, high)
 			Store(low.AsX(), ReturnIndex(0))
 		})
+
 	// Σ a·b.
 	over(v, "dotProduct", "a b", "", "float32", zero(r[0]),
 		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
@@ -154,6 +163,7 @@ func sums(v isa) {
 			v.reduce(VADDPS)
 			Store(r[0].AsX(), ReturnIndex(0))
 		})
+
 	// 0 if all of x is finite, and NaN otherwise: Σ (x − x).
 	over(v, "finite", "x", "", "float32", zero(r[0]),
 		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
@@ -177,6 +187,7 @@ func products(v isa) {
 		VMULPS(r[u+1], r[u], r[u])
 		v.store(r[u], p[0], masked)
 	}, nil)
+
 	// dx = s·(g·w − x·m).
 	over(v, "normGradient", "dx grad w x", "s m", "", nil,
 		func(p []Mem, s []VecPhysical, u int, masked bool) {
@@ -188,6 +199,7 @@ func products(v isa) {
 			VMULPS(s[0], r[u], r[u])
 			v.store(r[u], p[0], masked)
 		}, nil)
+
 	// y += a·b·s.
 	over(v, "addScaled", "y a b", "s", "", nil, func(p []Mem, s []VecPhysical, u int, masked bool) {
 		v.load(p[1], r[u], masked)
@@ -197,6 +209,7 @@ func products(v isa) {
 		VFMADD231PS(s[0], r[u], r[u+2])
 		v.store(r[u+2], p[0], masked)
 	}, nil)
+
 	// (ya, yb) = (xa·c − xb·s, xb·c + xa·s), s being sin times the sign.
 	over(v, "rotate", "ya yb xa xb c s", "sign", "", nil,
 		func(p []Mem, s []VecPhysical, u int, masked bool) {
@@ -225,6 +238,7 @@ func elements(v isa) {
 		VADDPS(r[u+1], r[u], r[u])
 		v.store(r[u], p[0], masked)
 	}, nil)
+
 	// y = x + s.
 	over(v, "addNumber", "y x", "s", "", nil, func(p []Mem, s []VecPhysical, u int, masked bool) {
 		v.load(p[1], r[u], masked)

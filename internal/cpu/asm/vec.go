@@ -60,16 +60,19 @@ func (v isa) exp(lim expRange, x, p, n, tmp VecPhysical) {
 	} else {
 		VROUNDPS(Imm(8), n, n)
 	}
+
 	VFNMADD231PS(constant("ln2", ln2Bits), n, x)
 	VFNMADD231PS(constant("ln2Rest", ln2RestBits), n, x)
 	VMOVUPS(constant(expNames[0], expPoly[0]), p)
 	for i := 1; i < len(expPoly); i++ {
 		VFMADD213PS(constant(expNames[i], expPoly[i]), x, p)
 	}
+
 	if v.bytes == 64 {
 		VSCALEFPS(n, p, p)
 		return
 	}
+
 	// 2ⁿ in two factors, since n reaches beyond the exponents of normal numbers.
 	VCVTPS2DQ(n, n)
 	VPSRAD(Imm(1), n, tmp)
@@ -90,6 +93,7 @@ func (v isa) sigmoid(lim expRange, a, s, rest, n, tmp VecPhysical) {
 	} else {
 		VORPS(constant("sign", signBits), a, tmp)
 	}
+
 	e := rest
 	v.exp(lim, tmp, e, n, s)
 	VMOVUPS(constant("one", oneBits), n)
@@ -121,6 +125,7 @@ func (v isa) vectors(pointers []GPPhysical, body func(masked bool)) {
 	for _, p := range pointers {
 		ADDQ(Imm(uint64(v.bytes)), p)
 	}
+
 	SUBQ(Imm(uint64(lanes)), R8)
 	JGE(LabelRef("loop"))
 	Label("tail")
@@ -138,6 +143,7 @@ func (v isa) reduce(op func(...Op)) {
 		VEXTRACTF64X4(Imm(1), a, b.AsY())
 		op(b.AsY(), a.AsY(), a.AsY())
 	}
+
 	VEXTRACTF128(Imm(1), a.AsY(), b.AsX())
 	op(b.AsX(), a.AsX(), a.AsX())
 	VPERMILPS(Imm(0x0e), a.AsX(), b.AsX())
@@ -156,6 +162,7 @@ func expSub(v isa) {
 	if err != nil {
 		panic(err)
 	}
+
 	r := v.regs
 	sum, x, p, n, tmp, sub := r[0], r[1], r[2], r[3], r[4], r[5]
 	v.zero(sum)
@@ -176,6 +183,7 @@ func expSub(v isa) {
 			VADDPS(p, sum, sum)
 		}
 	})
+
 	v.reduce(VADDPS)
 	VZEROUPPER()
 	Store(sum.AsX(), ReturnIndex(0))
@@ -201,6 +209,7 @@ func maximum(v isa) {
 			VMAXPS(x, best, best)
 		}
 	})
+
 	v.reduce(VMAXPS)
 	VZEROUPPER()
 	Store(best.AsX(), ReturnIndex(0))
@@ -225,6 +234,7 @@ func siluMul(v isa) {
 		VMULPS(b, s, s)
 		v.store(s, Mem{Base: RDI}, masked)
 	})
+
 	VZEROUPPER()
 	RET()
 }
@@ -260,6 +270,7 @@ func siluMulBackward(v isa) {
 		VMULPS(b, silu, silu)
 		v.store(silu, Mem{Base: h}, masked)
 	})
+
 	VZEROUPPER()
 	RET()
 }

@@ -107,6 +107,7 @@ func LinearForward[T cpu.Float](normalizers, x, w []T, targets []int, d, v int) 
 		cpu.Spread(hi-lo, cpu.Grain(20*v), rowLosses[T]{losses[lo:hi],
 			normalizers[2*lo : 2*hi], logits, targets[lo:hi], v})
 	}
+
 	return vec.Sum(losses) / float64(Targets(targets))
 }
 

@@ -28,6 +28,7 @@ func TestRoundedProductsAllocate(t *testing.T) {
 		t.Skip(err)
 	}
 	defer UseBFloat16(false)
+
 	const n = 256
 	a, c := make([]float32, n*n), make([]float32, n*n)
 	if got := allocs.PerRun(50, func() {

@@ -23,6 +23,7 @@ func TestRoundedProducts(t *testing.T) {
 	}
 
 	defer UseBFloat16(false)
+
 	r := cputest.Rand(t)
 	for _, c := range [][3]int{{128, 128, 128}, {129, 131, 127}, {64, 200, 333}, {1000, 33, 40},
 		{17, 1021, 97}, {300, 16, 515}} {
@@ -87,6 +88,7 @@ func TestRoundedProductsKeepNaN(t *testing.T) {
 	}
 
 	defer UseBFloat16(false)
+
 	const n = 128
 	for _, bad := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {
 		for _, at := range []int{0, 127*n + 127, 63*n + 64} {

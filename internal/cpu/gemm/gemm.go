@@ -230,6 +230,7 @@ func multiply[T cpu.Float](parallel bool, g operands[T]) {
 	if parallel && rounded(&g) {
 		return
 	}
+
 	e := engine[T]()
 	run(e.take(&e.kernels), g, parallel)
 }
@@ -351,6 +352,7 @@ func (j *job[T]) split(workers int) {
 	if workers == 1 {
 		return
 	}
+
 	want := 4 * workers
 	j.mb = cpu.CeilDiv(j.m, max(1, min(want, j.m/(2*j.kn.mr))))
 	j.nb = min(j.nb, even(cpu.CeilDiv(want, cpu.CeilDiv(j.m, j.mb))))
@@ -386,13 +388,16 @@ func (j *job[T]) blocks(lo, hi int) {
 	if s == nil {
 		s = new(scratch[T])
 	}
+
 	if size := j.kn.lanes * gemmKC; len(s.panel) < size {
 		s.panel = make([]T, size)
 	}
+
 	across := cpu.CeilDiv(j.width, j.nb)
 	for t := lo; t < hi; t++ {
 		j.block(s, t/across*j.mb, t%across*j.nb)
 	}
+
 	s.tile = tile[T]{}
 	pool.Put(s)
 }
@@ -486,6 +491,7 @@ func (j *job[T]) next(i, m, i0, i1, p int) fetch[T] {
 	if size*kc > line*times {
 		return fetch[T]{rows, line, 2 * line, stride, m}
 	}
+
 	return fetch[T]{rows, stride, line, 2 * stride, cpu.CeilDiv(m, 2)}
 }
 

@@ -108,12 +108,14 @@ func contiguous[T cpu.Float](x []T, ld, rows, cols int, trans bool) []float64 {
 	if trans {
 		rowStride, colStride = 1, ld
 	}
+
 	out := make([]float64, 0, rows*cols)
 	for i := range rows {
 		for j := range cols {
 			out = append(out, float64(x[i*rowStride+j*colStride]))
 		}
 	}
+
 	return out
 }
 

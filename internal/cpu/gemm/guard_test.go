@@ -28,9 +28,11 @@ func guarded[T cpu.Float](t *testing.T, n int) []T {
 	if err := syscall.Mprotect(mem[pages*page:], syscall.PROT_NONE); err != nil {
 		t.Fatal(err)
 	}
+
 	if n == 0 {
 		return nil
 	}
+
 	return unsafe.Slice((*T)(unsafe.Pointer(&mem[pages*page-bytes])), n)
 }
 

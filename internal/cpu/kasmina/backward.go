@@ -277,9 +277,11 @@ func (k *Layer[T]) sortBySlot() {
 	for _, i := range k.learning {
 		k.heads[k.Active[i].slot+2]++
 	}
+
 	for s := 2; s < len(k.heads); s++ {
 		k.heads[s] += k.heads[s-1]
 	}
+
 	for i, a := range k.learning {
 		at := &k.heads[k.Active[a].slot+1]
 		k.order[*at] = i
@@ -300,5 +302,6 @@ func (k *Layer[T]) Exponents(x []T) [][figures.Exponents]uint32 {
 			}
 		}
 	})
+
 	return histograms
 }

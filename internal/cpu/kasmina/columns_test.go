@@ -65,6 +65,7 @@ func newLayerRun(t *testing.T, r *rand.Rand, rows, seeds, chunk int,
 	for s := range seeds {
 		a.Measure[s] = unmeasured != 0 && (unmeasured != 1 || s%3 != 0)
 	}
+
 	copy(b.Measure, a.Measure)
 	return a, b
 }
@@ -83,6 +84,7 @@ func sameFigures(t *testing.T, what string, seed int, got, want *figures.Chunk, 
 	if got.Bad != want.Bad {
 		t.Errorf("%s: seed %d has %d bad elements, want %d", what, seed, got.Bad, want.Bad)
 	}
+
 	if !measured {
 		return
 	}

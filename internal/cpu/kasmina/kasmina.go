@@ -112,9 +112,11 @@ func (k *Layer[T]) Activate(i int, of seed.Seed) error {
 	if err != nil {
 		return fmt.Errorf("seed %d: %w", i, err)
 	}
+
 	if s.size, err = blueprints.Size(s.Kind, k.Chunk, k.Width); err != nil {
 		return fmt.Errorf("seed %d: %w", i, err)
 	}
+
 	if s.slot >= k.Slots {
 		return fmt.Errorf("seed %d has slot %d, but weights has %d slots", i, s.slot, k.Slots)
 	}
@@ -341,9 +343,11 @@ func (k *Layer[T]) shrink(x []T, s *Seed[T]) T {
 			top = a
 		}
 	}
+
 	if !(top > adaptiveLimit) || top-top != 0 || s.homogeneity == blueprints.NotHomogeneous {
 		return 1
 	}
+
 	_, exp := math.Frexp(top / adaptiveLimit)
 	return T(math.Ldexp(1, -exp))
 }

@@ -150,5 +150,6 @@ func (s *Seed[T]) hidden(h, dz, q, z []T) (da float64) {
 	for _, e := range z {
 		da += float64(e)
 	}
+
 	return da
 }

@@ -20,6 +20,7 @@ func testGELUFar[T cpu.Float](t *testing.T) {
 	for i := range dy {
 		dy[i] = 3
 	}
+
 	GELU(y, x)
 	GELUBackward(dx, dy, x)
 

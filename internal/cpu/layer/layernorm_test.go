@@ -83,6 +83,7 @@ func layerNormOfShifted[T cpu.Float](x, w, b, g []T, offset, eps float64) (y, dx
 			dw[i] += float64(g[r+i]) * n
 		}
 	}
+
 	return y, dx, dw
 }
 

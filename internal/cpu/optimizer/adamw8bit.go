@@ -52,15 +52,18 @@ func newCodebook(signed bool) *Codebook {
 			}
 		}
 	}
+
 	slices.Sort(values)
 
 	b := &Codebook{Values: [256]float32(values)}
 	for c := range b.middles {
 		b.middles[c] = (b.Values[c] + b.Values[c+1]) * 0.5
 	}
+
 	for sign := range b.from {
 		b.from[sign] = b.starts(sign == 1)
 	}
+
 	return b
 }
 
@@ -77,6 +80,7 @@ func evenly(n int) []float32 {
 			bounds[i] = float32(high - step*float64(n-1-i))
 		}
 	}
+
 	return bounds
 }
 
@@ -92,6 +96,7 @@ func (b *Codebook) starts(negative bool) []uint8 {
 		at, _ := slices.BinarySearch(b.middles[:], smallest)
 		from[high] = uint8(at)
 	}
+
 	return from
 }
 
@@ -115,6 +120,7 @@ func encode[T cpu.Float](b *Codebook, codes []uint8, x []T) (scale T) {
 	for _, v := range x {
 		scale = max(scale, v, -v)
 	}
+
 	if scale == 0 {
 		zero := b.Code(0)
 		for i := range codes {
@@ -130,6 +136,7 @@ func encode[T cpu.Float](b *Codebook, codes []uint8, x []T) (scale T) {
 		}
 		codes[i] = c
 	}
+
 	return scale
 }
 

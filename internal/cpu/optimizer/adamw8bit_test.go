@@ -123,6 +123,7 @@ func reference8(p, g []float64, m, v []uint8, mScale, vScale *float64, s AdamWSt
 			(math.Sqrt(second[i]/(1-math.Pow(s.Beta2, t))) + s.Eps)
 		mMost, vMost = max(mMost, math.Abs(first[i])), max(vMost, second[i])
 	}
+
 	*mScale, *vScale = mMost, vMost
 	for i := range p {
 		m[i], v[i] = 127, 0
@@ -157,6 +158,7 @@ func scaled(r *rand.Rand, n int, kind string) []float64 {
 			}
 		}
 	}
+
 	return g
 }
 
@@ -273,5 +275,6 @@ func TestAdamW8bitWithoutSquares(t *testing.T) {
 		AdamW8bit(p, g, m, v, mScale, vScale, AdamWStep{LR: 0.01, Beta1: 0.9, Beta2: 0.95,
 			Eps: 1e-8, Step: step + 1})
 	}
+
 	require.InDelta(t, 0, p[1], 0.2)
 }

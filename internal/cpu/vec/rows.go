@@ -152,6 +152,7 @@ func Rotate[T cpu.Float](ya, yb, xa, xb, c, s []T, sign T) {
 		k.rotate(p32(ya), p32(yb), p32(xa), p32(xb), p32(c), p32(s), n, float32(sign))
 		return
 	}
+
 	for i, a := range xa {
 		b, si := xb[i], sign*s[i]
 		ya[i] = a*c[i] - b*si

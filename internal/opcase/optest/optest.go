@@ -75,16 +75,19 @@ func (s Setup) run(t *testing.T, c opcase.Case, r *rand.Rand) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	got, err := s.compute(c, weights)
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	loss := max(c.Loss, 1)
 
 	far := Distance(got[0], want)
 	if sizes := c.Sizes(); sizes != nil && far > 0 {
 		far *= norm(want) / norm(sizes)
 	}
+
 	if !(far <= loss*s.Forward) {
 		t.Errorf("the result differs from the reference by %.2g, want at most %g", far,
 			loss*s.Forward)
@@ -94,6 +97,7 @@ func (s Setup) run(t *testing.T, c opcase.Case, r *rand.Rand) {
 	for _, g := range wantGradients[1:] {
 		largest = max(largest, norm(g))
 	}
+
 	for i, g := range wantGradients[1:] {
 		if len(g) < 16 {
 			continue // a single gradient may be the small difference of large terms
@@ -120,10 +124,12 @@ func (s Setup) compute(c opcase.Case, weights []float64) (values [][]float64, er
 	if err != nil {
 		return nil, err
 	}
+
 	cost, err := Cost(y, wrt[0], weights)
 	if err != nil {
 		return nil, err
 	}
+
 	gradients, err := gorgonia.Grad(cost, wrt...)
 	if err != nil {
 		return nil, err
@@ -134,14 +140,17 @@ func (s Setup) compute(c opcase.Case, weights []float64) (values [][]float64, er
 	if err != nil {
 		return nil, err
 	}
+
 	defer func() {
 		if closed := m.Close(); err == nil {
 			err = closed
 		}
 	}()
+
 	if err := m.RunAll(); err != nil {
 		return nil, err
 	}
+
 	for _, n := range outputs {
 		v, err := m.Value(n)
 		if err != nil {
@@ -149,6 +158,7 @@ func (s Setup) compute(c opcase.Case, weights []float64) (values [][]float64, er
 		}
 		values = append(values, Floats(v))
 	}
+
 	return values, nil
 }
 
@@ -158,13 +168,16 @@ func Cost(y, x *gorgonia.Node, weights []float64) (*gorgonia.Node, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	squares, err := gorgonia.Square(x)
 	if err != nil {
 		return nil, err
 	}
+
 	if squares, err = gorgonia.Sum(squares); err != nil {
 		return nil, err
 	}
+
 	return gorgonia.Add(cost, squares)
 }
 
@@ -187,6 +200,7 @@ func Floats(v gorgonia.Value) []float64 {
 	if err != nil {
 		return nil
 	}
+
 	switch x := flat.(type) {
 	case []float64:
 		return append([]float64{}, x...)
@@ -197,6 +211,7 @@ func Floats(v gorgonia.Value) []float64 {
 		}
 		return y
 	}
+
 	return nil
 }
 
@@ -205,17 +220,20 @@ func Distance(a, b []float64) float64 {
 	if len(a) != len(b) {
 		return math.Inf(1)
 	}
+
 	var apart, size float64
 	for i, v := range b {
 		apart += (a[i] - v) * (a[i] - v)
 		size += v * v
 	}
+
 	switch {
 	case apart == 0:
 		return 0
 	case math.IsNaN(apart):
 		return math.Inf(1)
 	}
+
 	return math.Sqrt(apart / size)
 }
 

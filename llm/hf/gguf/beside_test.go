@@ -59,6 +59,7 @@ func TestSaveBesideARun(t *testing.T) {
 			e.Engine, err = llm.CPUEngine()(m, o, c)
 			return e, err
 		}})
+
 	require.NoError(t, err)
 	defer tr.Close()
 	require.NoError(t, tr.Run(t.Context()))
@@ -101,6 +102,7 @@ func TestTooLarge(t *testing.T) {
 			"cannot hold", c.name)
 		require.NoDirExists(t, dir)
 	}
+
 	b, fits := appendQ80(nil, make([]float32, blockSize))
 	require.True(t, fits)
 	require.Equal(t, bytes.Repeat([]byte{0}, blockSize+2), b)

@@ -28,6 +28,7 @@ func TestGPT2(t *testing.T) {
 			part("self_attn.v_proj"+suffix))
 		require.InDeltaSlice(t, want, tensors["blk.1.attn_qkv"+suffix].values(), 2e-3, kind)
 	}
+
 	for name, param := range map[string]string{"position_embd.weight": positions,
 		"output_norm.bias": "model.norm.bias", "blk.1.ffn_norm.bias": "model.layers.1." +
 			"post_attention_layernorm.bias", "blk.1.attn_output.bias": "model.layers.1." +
@@ -35,6 +36,7 @@ func TestGPT2(t *testing.T) {
 		require.Equal(t, F32, tensors[name].dtype, name)
 		require.Equal(t, m.Param(param).Float32s(), tensors[name].values(), name)
 	}
+
 	require.Equal(t, F16, tensors["blk.0.ffn_up.weight"].dtype)
 	require.Len(t, tensors, 3+1+2*12)
 }
@@ -56,5 +58,6 @@ func TestOLMo2(t *testing.T) {
 		want := m.Param("model.layers.1." + param).Float32s()
 		require.Equal(t, want, tensors[name].values(), name)
 	}
+
 	require.NotContains(t, tensors, "blk.1.attn_norm.weight")
 }

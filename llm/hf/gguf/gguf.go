@@ -104,9 +104,11 @@ func Check(f *hf.Folder, c llm.Config, t Type) error {
 	if f == nil {
 		return errors.New("gguf: the folder is nil, want one that hf.Open returns")
 	}
+
 	if _, known := fileTypes[t]; !known {
 		return fmt.Errorf("gguf: the type is %d, want F32, F16, BF16 or Q80", t)
 	}
+
 	if err := c.Check(); err != nil {
 		return fmt.Errorf("gguf: %w", err)
 	}
@@ -115,9 +117,11 @@ func Check(f *hf.Folder, c llm.Config, t Type) error {
 	if _, err := fieldsOf(f, c, t); err != nil {
 		return fmt.Errorf("gguf: %w", err)
 	}
+
 	if _, _, err := architectures[f.Family].layoutOf(c, t); err != nil {
 		return fmt.Errorf("gguf: %w", err)
 	}
+
 	return nil
 }
 
@@ -131,22 +135,27 @@ func save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	case !known:
 		return fmt.Errorf("the type is %d, want F32, F16, BF16 or Q80", t)
 	}
+
 	done, err := m.Current()
 	if err != nil {
 		return err
 	}
 	defer done()
+
 	if m, err = m.Plain(); err != nil {
 		return err
 	}
+
 	fields, err := fieldsOf(f, m.Config, t)
 	if err != nil {
 		return err
 	}
+
 	tensors, err := tensorsOf(m, architectures[f.Family], t)
 	if err != nil {
 		return err
 	}
+
 	return atomicfile.CreateMkdir(path, func(file *os.File) error {
 		return write(ctx, file, fields, tensors, progress)
 	})
@@ -170,6 +179,7 @@ func write(ctx context.Context, file io.Writer, fields *fields, tensors []source
 		head = binary.LittleEndian.AppendUint64(head, uint64(offset))
 		offset += aligned(t.size())
 	}
+
 	w := bufio.NewWriterSize(file, 1<<20)
 	pad := func(n int64) error {
 		_, err := w.Write(make([]byte, aligned(n)-n))
@@ -178,9 +188,11 @@ func write(ctx context.Context, file io.Writer, fields *fields, tensors []source
 	if _, err := w.Write(head); err != nil {
 		return err
 	}
+
 	if err := pad(int64(len(head))); err != nil {
 		return err
 	}
+
 	done := int64(0)
 	for _, t := range tensors {
 		if ctx.Err() != nil {
@@ -196,6 +208,7 @@ func write(ctx context.Context, file io.Writer, fields *fields, tensors []source
 			progress(done, offset)
 		}
 	}
+
 	return w.Flush()
 }
 
@@ -264,6 +277,7 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 		return nil, fmt.Errorf("models of the family %s cannot be written, want one of %s", f.Family,
 			strings.Join(slices.Sorted(maps.Keys(architectures)), ", "))
 	}
+
 	if err := a.check(c); err != nil {
 		return nil, err
 	}
@@ -289,10 +303,12 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 	} else {
 		set("attention.layer_norm_rms_epsilon", c.Eps)
 	}
+
 	if !a.learned {
 		set("rope.dimension_count", c.HeadDim)
 		set("rope.freq_base", c.Base)
 	}
+
 	set("vocab_size", c.Vocab)
 	if s := c.Scaling; s.BetaFast != 0 {
 		if s.BetaFast != 32 || s.BetaSlow != 1 || s.Unrounded || s.Magnitude != 0 {
@@ -307,6 +323,7 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 		all.set(arch+".rope.scaling.type", "linear")
 		all.set(arch+".rope.scaling.factor", s.Factor)
 	}
+
 	return all, addTokenizer(all, f, c.Vocab)
 }
 
@@ -318,10 +335,12 @@ func (a architecture) check(c llm.Config) error {
 				"has not", i, a.name)
 		}
 	}
+
 	if c.OutBias && !a.outBias {
 		return fmt.Errorf("the output layer of attention has a bias, which %s of llama.cpp has not",
 			a.name)
 	}
+
 	return nil
 }
 
@@ -356,6 +375,7 @@ func (a architecture) nameOf(name string) (string, error) {
 			return "blk." + block + "." + to + part[dot:], nil
 		}
 	}
+
 	return "", fmt.Errorf("llama.cpp has no tensor for %s", name)
 }
 

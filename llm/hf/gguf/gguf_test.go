@@ -44,12 +44,14 @@ func (r *reader) value(kind uint32) any {
 	case kindString:
 		return r.string()
 	}
+
 	require.EqualValues(r.t, kindArray, kind)
 	element, n := r.u32(), r.u64()
 	all := make([]any, n)
 	for i := range all {
 		all[i] = r.value(element)
 	}
+
 	return all
 }
 
@@ -73,6 +75,7 @@ func read(t *testing.T, path string) (map[string]any, map[string]written) {
 		require.NotContains(t, fields, key)
 		fields[key] = r.value(r.u32())
 	}
+
 	type info struct {
 		name   string
 		offset uint64
@@ -88,6 +91,7 @@ func read(t *testing.T, path string) (map[string]any, map[string]written) {
 		require.Zero(t, x.offset%alignment)
 		infos = append(infos, x)
 	}
+
 	at := aligned(int64(len(all) - len(r.rest)))
 	tensors := map[string]written{}
 	for _, x := range infos {
@@ -97,6 +101,7 @@ func read(t *testing.T, path string) (map[string]any, map[string]written) {
 		x.data = all[begin:][:size]
 		tensors[x.name] = x.written
 	}
+
 	return fields, tensors
 }
 
@@ -118,6 +123,7 @@ func (w written) values() (x []float32) {
 			b = b[34:]
 		}
 	}
+
 	return x
 }
 
@@ -199,6 +205,7 @@ func TestRefused(t *testing.T) {
 		f, m := load(t, filepath.Join("../testdata", folder))
 		require.ErrorContains(t, Save(t.Context(), path, f, m, F32, nil), want, folder)
 	}
+
 	_, err := ParseType("q4")
 	require.ErrorContains(t, err, "want f32, f16, bf16 or q8_0")
 	f, m := load(t, tiny)

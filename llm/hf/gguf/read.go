@@ -45,14 +45,17 @@ func Describe(path string) (*Description, error) {
 		return nil, fmt.Errorf("gguf: %w", err)
 	}
 	defer file.Close()
+
 	h := &head{r: bufio.NewReader(file), left: min(size, maxHead), longer: size > maxHead}
 	d := h.describe()
 	if errors.Is(h.err, io.EOF) || errors.Is(h.err, io.ErrUnexpectedEOF) {
 		h.err = errShort // meanwhile
 	}
+
 	if h.err != nil {
 		return nil, fmt.Errorf("gguf: %s: %w", path, h.err)
 	}
+
 	return d, nil
 }
 
@@ -96,16 +99,20 @@ func (h *head) describe() *Description {
 	if h.fill(magic[:]); string(magic[:]) != "GGUF" {
 		h.fail("it begins with %q, want \"GGUF\"", magic)
 	}
+
 	if v := h.number(4); v != 2 && v != 3 {
 		h.fail("it is of version %d, want 2 or 3", v)
 	}
+
 	tensors, fields := h.number(8), h.number(8)
 	if tensors > maxFields || fields > maxFields {
 		h.fail("it announces %d tensors and %d fields, want at most %d", tensors, fields, maxFields)
 	}
+
 	if h.has(tensors, leastTensor) && h.has(fields, leastField) {
 		d.Fields, d.Tensors = make([]Field, 0, fields), make([]Tensor, 0, tensors)
 	}
+
 	for range fields {
 		if h.err != nil {
 			return nil
@@ -113,6 +120,7 @@ func (h *head) describe() *Description {
 		name := h.text()
 		d.Fields = append(d.Fields, Field{name, h.value(uint32(h.number(4)), 0)})
 	}
+
 	for range tensors {
 		t := Tensor{Name: h.text()}
 		n := h.number(4)
@@ -134,6 +142,7 @@ func (h *head) describe() *Description {
 		h.number(8) // where its data begin
 		d.Tensors = append(d.Tensors, t)
 	}
+
 	return d
 }
 
@@ -149,6 +158,7 @@ func (t Type) String() string {
 	case Q80:
 		return "q8_0"
 	}
+
 	return strconv.Itoa(int(t))
 }
 
@@ -178,9 +188,11 @@ func (h *head) text() string {
 		h.fail("a text has %d bytes, want at most %d", n, maxText)
 		return ""
 	}
+
 	if !h.has(n, 1) {
 		return ""
 	}
+
 	b := make([]byte, n)
 	h.fill(b)
 	return string(b)
@@ -197,9 +209,11 @@ func (h *head) elements(kind uint32, n uint64, depth int) {
 		}
 		return
 	}
+
 	if !h.has(n, 8) { // the length of a text or more
 		return
 	}
+
 	for i := uint64(0); i < n && h.err == nil; i++ {
 		if kind != kindString {
 			h.value(kind, depth)
@@ -223,6 +237,7 @@ func (h *head) value(kind uint32, depth int) string {
 		h.fail("there is a value of kind %d, which GGUF does not have", kind)
 		return ""
 	}
+
 	bits := h.number(size)
 	shift := 64 - 8*size
 	switch kind {
@@ -235,5 +250,6 @@ func (h *head) value(kind uint32, depth int) string {
 	case kindBool:
 		return strconv.FormatBool(bits != 0)
 	}
+
 	return strconv.FormatUint(bits, 10)
 }

@@ -22,6 +22,7 @@ func TestDescribe(t *testing.T) {
 	for _, x := range d.Fields {
 		values[x.Name] = x.Value
 	}
+
 	require.Equal(t, "llama", values["general.architecture"])
 	require.Equal(t, "2", values["llama.block_count"])
 	require.Equal(t, "true", values["tokenizer.ggml.add_bos_token"])
@@ -48,12 +49,14 @@ func TestDescribeHostile(t *testing.T) {
 		_, err := Describe(path)
 		require.Error(t, err, n)
 	}
+
 	for at := range 600 {
 		damaged := append([]byte(nil), whole...)
 		damaged[at] ^= 0xff
 		require.NoError(t, os.WriteFile(path, damaged, 0o666))
 		_, _ = Describe(path) // whatever it says
 	}
+
 	require.Less(t, time.Since(begin), time.Minute)
 	require.NoError(t, os.WriteFile(path, append([]byte("GGML"), whole[4:]...), 0o666))
 	_, err = Describe(path)

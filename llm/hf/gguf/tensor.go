@@ -75,6 +75,7 @@ func (s source) write(w io.Writer) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -104,6 +105,7 @@ func appendQ80(b []byte, row []float32) (_ []byte, fits bool) {
 			b = append(b, byte(int8(math.Round(float64(x*inverse)))))
 		}
 	}
+
 	return b, true
 }
 
@@ -130,6 +132,7 @@ func tensorsOf(m *llm.Model, a architecture, t Type) ([]source, error) {
 			all[i] = interleaved(all[i], m.Config.HeadDim)
 		}
 	}
+
 	return all, nil
 }
 
@@ -147,6 +150,7 @@ func (a architecture) layoutOf(c llm.Config, t Type) (all []source, params [][]s
 	for name, shape := range c.Parameters() {
 		shapes[name] = shape
 	}
+
 	for name := range c.Parameters() {
 		if strings.Contains(name, ".kasmina.") {
 			continue
@@ -173,6 +177,7 @@ func (a architecture) layoutOf(c llm.Config, t Type) (all []source, params [][]s
 		}
 		all, params = append(all, s), append(params, parts)
 	}
+
 	return all, params, nil
 }
 
@@ -190,6 +195,7 @@ func joined(m *llm.Model, names []string) (values []float32, err error) {
 			values = append(values, part...)
 		}
 	}
+
 	return values, nil
 }
 
@@ -213,6 +219,7 @@ func interleaved(s source, headDim int) source {
 		}
 		return values
 	}
+
 	return s
 }
 

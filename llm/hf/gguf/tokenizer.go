@@ -64,22 +64,27 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 	if err != nil {
 		return err
 	}
+
 	text, err := regular.Read(filepath.Join(f.Dir, "tokenizer.json"), maxTokenizer,
 		"a tokenizer.json has")
 	if err != nil {
 		return err
 	}
+
 	var t file
 	if err := json.Unmarshal(text, &t); err != nil {
 		return fmt.Errorf("tokenizer.json: %w", err)
 	}
+
 	if t.Model.ByteFallback || !strings.Contains(string(t.PreTokenizer), `"ByteLevel"`) {
 		return errors.New("tokenizer.json: only byte-level encodings can be written")
 	}
+
 	tokens, types := make([]string, vocab), make([]int32, vocab)
 	for id := range tokens {
 		tokens[id], types[id] = fmt.Sprintf("[PAD%d]", id), unused
 	}
+
 	for _, token := range slices.Sorted(maps.Keys(t.Model.Vocab)) {
 		id := t.Model.Vocab[token]
 		if id >= vocab {
@@ -88,6 +93,7 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 		}
 		tokens[id], types[id] = token, normal
 	}
+
 	for _, a := range t.AddedTokens {
 		if a.ID >= vocab { // no text that the model can read has this token
 			continue
@@ -97,22 +103,27 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 			types[a.ID] = control
 		}
 	}
+
 	// llama.cpp changes no text. NFC is let through, as text is nearly always composed already, and
 	// all of Qwen's tokenizers have it.
 	if n := t.Normalizer.Type; n != "" && n != "NFC" {
 		return fmt.Errorf("tokenizer.json: llama.cpp has no normalizer, and here it is %.40q", n)
 	}
+
 	if err := t.checkAdded(); err != nil {
 		return err
 	}
+
 	merges, err := t.merges()
 	if err != nil {
 		return err
 	}
+
 	splitter, err := t.splitter()
 	if err != nil {
 		return err
 	}
+
 	all.set("tokenizer.ggml.model", "gpt2")
 	all.set("tokenizer.ggml.pre", splitter)
 	all.set("tokenizer.ggml.tokens", tokens)
@@ -149,6 +160,7 @@ func (t *file) splitter() (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("tokenizer.json: pre_tokenizer: %w", err)
 	}
+
 	stages := all.Pretokenizers
 	if only.Type != "Sequence" {
 		stages = []stage{only}
@@ -166,6 +178,7 @@ func (t *file) splitter() (string, error) {
 			name = splitters[first.Pattern.Regex]
 		}
 	}
+
 	if name == "" {
 		return "", fmt.Errorf("tokenizer.json: llama.cpp has nothing that cuts texts like the "+
 			"pre_tokenizer %.300s", t.PreTokenizer)
@@ -176,10 +189,12 @@ func (t *file) splitter() (string, error) {
 	if name == "llama-bpe" && !t.Model.IgnoreMerges {
 		return "dbrx", nil
 	}
+
 	if t.Model.IgnoreMerges != (name == "llama-bpe") {
 		return "", fmt.Errorf("tokenizer.json: ignore_merges is %v, and llama.cpp takes %v for this "+
 			"pre_tokenizer", t.Model.IgnoreMerges, name == "llama-bpe")
 	}
+
 	return name, nil
 }
 
@@ -205,6 +220,7 @@ func (t *file) checkAdded() error {
 			}
 		}
 	}
+
 	return nil
 }
 
@@ -221,6 +237,7 @@ func (t *file) merges() ([]string, error) {
 		}
 		all[i] = strings.Join(pair, " ")
 	}
+
 	return all, nil
 }
 
@@ -231,12 +248,14 @@ func addSpecial(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer) error {
 	if len(before) > 0 {
 		begin = before[0]
 	}
+
 	switch ends := f.Generation.End; {
 	case len(after) > 0:
 		end = after[0]
 	case end < 0 && len(ends) > 0:
 		end = ends[0]
 	}
+
 	if len(before) > 1 || len(after) > 1 {
 		return fmt.Errorf("tokenizer.json: the post_processor puts the tokens %v before a text and %v "+
 			"after it, and llama.cpp one each at most", before, after)
@@ -245,15 +264,19 @@ func addSpecial(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer) error {
 	if begin >= 0 {
 		all.set("tokenizer.ggml.bos_token_id", begin)
 	}
+
 	if end >= 0 {
 		all.set("tokenizer.ggml.eos_token_id", end)
 	}
+
 	if err := addEnds(all, f, tok, end); err != nil {
 		return err
 	}
+
 	if f.Generation.Pad >= 0 {
 		all.set("tokenizer.ggml.padding_token_id", f.Generation.Pad)
 	}
+
 	all.set("tokenizer.ggml.add_bos_token", len(before) > 0)
 	all.set("tokenizer.ggml.add_eos_token", len(after) > 0)
 	return addTemplates(all, f)
@@ -281,6 +304,7 @@ func addEnds(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer, end int) erro
 		}
 		return 0
 	}
+
 	slices.SortStableFunc(more, func(a, b int) int { return known(a) - known(b) })
 	for i, id := range more {
 		switch {
@@ -293,6 +317,7 @@ func addEnds(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer, end int) erro
 				"at most: leave some out", f.Generation.End)
 		}
 	}
+
 	return nil
 }
 
@@ -303,13 +328,16 @@ func Differences(f *hf.Folder) ([]string, error) {
 	if err != nil {
 		return nil, fmt.Errorf("gguf: %w", err)
 	}
+
 	var t file
 	if err := json.Unmarshal(text, &t); err != nil {
 		return nil, fmt.Errorf("gguf: tokenizer.json: %w", err)
 	}
+
 	if t.Normalizer.Type != "NFC" {
 		return nil, nil
 	}
+
 	return []string{"the tokenizer composes characters (NFC) and llama.cpp does not: text with decomposed " +
 		"characters, such as e followed by U+0301 instead of é, gets other tokens there unless you compose it " +
 		"first"}, nil
@@ -323,6 +351,7 @@ func addTemplates(all *fields, f *hf.Folder) error {
 	} else if err != nil {
 		return err
 	}
+
 	all.set("tokenizer.chat_template", sources[chat.DefaultName])
 
 	var names []string
@@ -342,8 +371,10 @@ func addTemplates(all *fields, f *hf.Folder) error {
 		all.set("tokenizer.chat_template."+key, sources[name])
 		names = append(names, key)
 	}
+
 	if len(names) > 0 {
 		all.set("tokenizer.chat_templates", names)
 	}
+
 	return nil
 }

@@ -27,6 +27,7 @@ func folderWith(t *testing.T, files map[string]string) *hf.Folder {
 		require.NoError(t, err)
 		require.NoError(t, os.WriteFile(path, text, 0o666))
 	}
+
 	f, err := hf.Open(dir)
 	require.NoError(t, err)
 	t.Cleanup(func() { f.Close() })
@@ -52,6 +53,7 @@ func TestPreTokenizers(t *testing.T) {
 		}
 		return `{"type": "Sequence", "pretokenizers": [` + all + `]}`
 	}
+
 	split := func(pattern, rest string) string {
 		text, err := json.Marshal(pattern)
 		require.NoError(t, err)
@@ -66,6 +68,7 @@ func TestPreTokenizers(t *testing.T) {
 			llama = pattern
 		}
 	}
+
 	for pre, want := range map[string]string{
 		byteLevel: "gpt-2",
 		sequence(`{"type": "Digits", "individual_digits": true}`, byteLevel): "smollm",

@@ -96,6 +96,7 @@ func (s Shape) All() []Param {
 	} else {
 		add(s.QKNorm, Param{qNorm, []int{s.HeadDim}, Norm}, Param{kNorm, []int{s.HeadDim}, Norm})
 	}
+
 	add(true, Param{"self_attn.o_proj.weight", []int{s.Dim, q}, Output})
 	add(s.OutBias, Param{"self_attn.o_proj.bias", []int{s.Dim}, OutputBias})
 
@@ -105,6 +106,7 @@ func (s Shape) All() []Param {
 	} else {
 		norm(true, postNorm, Norm)
 	}
+
 	add(!s.PlainMLP, Param{"mlp.gate_proj.weight", []int{s.FF, s.Dim}, Inner})
 	add(true, Param{"mlp.up_proj.weight", []int{s.FF, s.Dim}, Inner})
 	add(s.MLPBias, Param{"mlp.up_proj.bias", []int{s.FF}, Bias})
@@ -182,12 +184,14 @@ func (b *Builder) BuildHalf(in gorgonia.Nodes, attention bool, a Attention) (*go
 	for i, q := range half {
 		p.params[q.Name] = in[1+i]
 	}
+
 	var h *gorgonia.Node
 	if attention {
 		h = p.attends(in[0])
 	} else {
 		h = p.perceives(in[0])
 	}
+
 	return h, p.err
 }
 
@@ -274,6 +278,7 @@ func (p *parts) mlp(x *gorgonia.Node) *gorgonia.Node {
 	if p.GELU {
 		mlp = op.GELUMLP
 	}
+
 	return p.do(func() (*gorgonia.Node, error) {
 		return mlp(x, p.params["mlp.gate_proj.weight"], p.params["mlp.up_proj.weight"],
 			p.params["mlp.down_proj.weight"])
@@ -306,6 +311,7 @@ func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 		p.Cached = append(p.Cached, y)
 		return y
 	}
+
 	p.Keys, p.Values = append(p.Keys, k), append(p.Values, v)
 	a := op.AttentionConfig{Seq: p.Seq, Heads: p.Heads, KVHeads: p.KVHeads, HeadDim: p.HeadDim,
 		Causal: true, Scale: p.Scale, Window: p.Window}
@@ -329,10 +335,12 @@ func (p *parts) project(h *gorgonia.Node, name, norm string, heads int) *gorgoni
 		h := y
 		y = p.do(func() (*gorgonia.Node, error) { return p.rmsNorm(h, p.params[norm], opts...) })
 	}
+
 	r := p.rope()
 	if r == nil || p.Position != nil {
 		return y
 	}
+
 	r.Heads = heads
 	return p.do(func() (*gorgonia.Node, error) { return op.RoPE(y, *r) })
 }

@@ -24,6 +24,7 @@ func TestBuild(t *testing.T) {
 		}
 		return in
 	}
+
 	in := inputs(gorgonia.NewGraph())
 	require.Len(t, in, 1+len(b.Params()))
 	y, err := b.Build(in, a)
@@ -44,6 +45,7 @@ func TestBuild(t *testing.T) {
 			require.Error(t, err, "%s of shape %v", name, wrong)
 		}
 	}
+
 	heads := b
 	heads.HeadDim = 3
 	_, err = heads.Build(inputs(gorgonia.NewGraph()), a)

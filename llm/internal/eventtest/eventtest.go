@@ -27,6 +27,7 @@ func Run(from, to int) []llm.Event {
 			events = append(events, e)
 		}
 	}
+
 	e.Kind = llm.RunEnd
 	return append(events, e)
 }

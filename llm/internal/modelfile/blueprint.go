@@ -45,6 +45,7 @@ func (s Slots) SaveBlueprint(path string, k blueprints.Kind, p state.SlotParams)
 	if err != nil {
 		return err
 	}
+
 	tensors := []safetensors.Tensor{{Name: scaleName, DType: safetensors.F64, Shape: []int{1},
 		Data: []float64{p.Scale}}}
 	for _, part := range parts {
@@ -53,6 +54,7 @@ func (s Slots) SaveBlueprint(path string, k blueprints.Kind, p state.SlotParams)
 			Shape: part.Shape, Data: p.Weights[:n]})
 		p.Weights = p.Weights[n:]
 	}
+
 	return safetensors.Save(path, tensors,
 		map[string]string{KindKey: k.String(), ChunkKey: strconv.Itoa(s.Chunk)})
 }
@@ -77,23 +79,28 @@ func (s Slots) read(f *safetensors.File) (kind blueprints.Kind, p state.SlotPara
 		return 0, p, fmt.Errorf("%w: it holds no blueprint: Model.SaveBlueprint writes one",
 			blueprints.ErrUnknownKind)
 	}
+
 	kind, ok := blueprints.ByName(metadata[KindKey])
 	if !ok {
 		return 0, p, fmt.Errorf("%w %.100q: register it under this name with blueprints.Register",
 			blueprints.ErrUnknownKind, metadata[KindKey])
 	}
+
 	if metadata[ChunkKey] != strconv.Itoa(s.Chunk) {
 		return 0, p, fmt.Errorf("%w: it is for chunks of %.100q features, and the model's have %d",
 			ErrArchitecture, metadata[ChunkKey], s.Chunk)
 	}
+
 	parts, err := s.parts(kind)
 	if err != nil {
 		return 0, p, err
 	}
+
 	parts = append(parts, blueprints.Part{Name: scaleName, Shape: []int{1}})
 	if err := s.fits(f, kind, parts); err != nil {
 		return 0, p, err
 	}
+
 	var all []float64
 	for _, part := range parts {
 		x, err := s.numbers(f, part.Name)
@@ -102,6 +109,7 @@ func (s Slots) read(f *safetensors.File) (kind blueprints.Kind, p state.SlotPara
 		}
 		all = append(all, x...)
 	}
+
 	n := len(all) - 1
 	return kind, state.SlotParams{Weights: all[:n], Scale: all[n]}, nil
 }
@@ -112,6 +120,7 @@ func (s Slots) fits(f *safetensors.File, kind blueprints.Kind, parts []blueprint
 		return fmt.Errorf("%w: it has %d tensors, want %d for a %v", ErrArchitecture, n,
 			len(parts), kind)
 	}
+
 	for _, part := range parts {
 		switch dtype, shape, err := f.Info(part.Name); {
 		case err != nil:
@@ -125,6 +134,7 @@ func (s Slots) fits(f *safetensors.File, kind blueprints.Kind, parts []blueprint
 				part.Name, dtype)
 		}
 	}
+
 	return nil
 }
 
@@ -134,21 +144,25 @@ func (s Slots) numbers(f *safetensors.File, part string) ([]float64, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	data, ok := x.Data.([]float64)
 	if !ok {
 		for _, v := range x.Data.([]float32) {
 			data = append(data, float64(v))
 		}
 	}
+
 	largest := math.MaxFloat64
 	if s.Dtype == tensor.Float32 {
 		largest = math.MaxFloat32
 	}
+
 	for i, v := range data {
 		if !(math.Abs(v) <= largest) {
 			return nil, fmt.Errorf("element %d of tensor %q is %v, want a number that the "+
 				"model's %v holds", i, part, v, s.Dtype)
 		}
 	}
+
 	return data, nil
 }

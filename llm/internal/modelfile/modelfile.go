@@ -127,6 +127,7 @@ func (f *File) Fits(s Shape) error {
 	if s.Dtype == tensor.Float64 {
 		want = safetensors.F64
 	}
+
 	params, bytes := 0, int64(0)
 	for name, shape := range s.Params {
 		dtype, have, err := f.Info(name)
@@ -139,6 +140,7 @@ func (f *File) Fits(s Shape) error {
 		}
 		params, bytes = params+1, bytes+f.Bytes(name)
 	}
+
 	return f.fitsRest(s, params, bytes)
 }
 
@@ -157,14 +159,17 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 			params--
 		}
 	}
+
 	if params < 0 {
 		return f.Errorf("%w: it has %d tensors that are none of the model's, such as %.100q",
 			ErrArchitecture, -params, f.stranger(s))
 	}
+
 	if limit := maxMoments*bytes + maxMomentsMore; moments > limit {
 		return f.Errorf("%w: %d bytes are the optimiser's, which is too much for %d bytes of "+
 			"parameters: want at most %d", ErrArchitecture, moments, bytes, limit)
 	}
+
 	for _, layer := range s.Lattices {
 		n, seeds := lattices[layer.Name], int64(layer.Seeds)
 		// While a seed is grafted, what its slot had before is there too, as float64.
@@ -175,6 +180,7 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 				ErrArchitecture, layer.Name, n, least, most, seeds)
 		}
 	}
+
 	return nil
 }
 
@@ -223,5 +229,6 @@ func FirstNonFinite(data any) (at int, value float64) {
 			return at, x[at]
 		}
 	}
+
 	return -1, 0
 }

@@ -140,6 +140,7 @@ func SetOf(run string, moments []Stretch) Parts {
 		}
 		fmt.Fprintln(h, m.Moment, sum)
 	}
+
 	return Parts{ID: hex.EncodeToString(h.Sum(nil)[:8]), Files: 1}
 }
 
@@ -165,10 +166,12 @@ func (p Parts) SavePart(path string, rank int, stretches []Stretch) error {
 		}
 		tensors = append(tensors, x)
 	}
+
 	text, err := json.Marshal(part{p, rank})
 	if err != nil {
 		return err
 	}
+
 	return safetensors.SavePart(p.file(path, rank), resolved(path), tensors,
 		map[string]string{"format": "pt", PartsKey: string(text)})
 }
@@ -183,6 +186,7 @@ func (p Parts) Tidy(path string) error {
 	if err != nil {
 		return err
 	}
+
 	for _, e := range entries {
 		m := parts.FindStringSubmatch(e.Name())
 		if m == nil || m[1] == p.ID {
@@ -193,6 +197,7 @@ func (p Parts) Tidy(path string) error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -203,15 +208,18 @@ func Replaceable(path string) error {
 	if err != nil || info.IsDir() || info.Size() == 0 {
 		return nil // Writable looks at these
 	}
+
 	f, err := Open(path)
 	if err != nil {
 		return fmt.Errorf("%w: what is there is no checkpoint, or a damaged one; move it away, or "+
 			"choose another name", err)
 	}
 	defer f.Close()
+
 	if _, ok := f.Metadata[ConfigKey]; !ok {
 		return f.Errorf("the file there is of another program; move it away, or choose another name")
 	}
+
 	return nil
 }
 
@@ -228,18 +236,22 @@ func (f *File) Moments(ctx context.Context, s Shape) ([]Moment, error) {
 	if _, ok := f.Metadata[PartsKey]; !ok {
 		return nil, nil
 	}
+
 	var p Parts
 	if err := f.Decode(PartsKey, "the parts", maxPartText, &p); err != nil {
 		return nil, err
 	}
+
 	if err := p.check(); err != nil {
 		return nil, f.Errorf("%w", err)
 	}
+
 	g := gathering{shapes: map[string][]int{}, moments: map[string]*growing{},
 		fields: map[string]int{}}
 	for name, shape := range s.Params {
 		g.shapes[name] = shape
 	}
+
 	// Memory is taken once all elements are known to be there: a file may announce anything.
 	for _, take := range []func() error{g.allocate, g.complete} {
 		for rank := range p.Files {
@@ -251,10 +263,12 @@ func (f *File) Moments(ctx context.Context, s Shape) ([]Moment, error) {
 			return nil, f.Errorf("%w", err)
 		}
 	}
+
 	var all []Moment
 	for _, m := range g.order {
 		all = append(all, m.Moment)
 	}
+
 	return all, nil
 }
 
@@ -289,6 +303,7 @@ func (g *gathering) allocate() error {
 	if err := g.complete(); err != nil {
 		return err
 	}
+
 	for _, m := range g.order {
 		m.have = 0
 		switch m.dtype {
@@ -300,6 +315,7 @@ func (g *gathering) allocate() error {
 			m.Data = make([]float32, m.size)
 		}
 	}
+
 	return nil
 }
 
@@ -313,6 +329,7 @@ func (g *gathering) read(ctx context.Context, p Parts, path string, rank int) er
 		return err
 	}
 	defer file.Close()
+
 	var own part
 	text := file.Metadata()[PartsKey]
 	if len(text) > maxPartText || json.Unmarshal([]byte(text), &own) != nil ||
@@ -320,11 +337,13 @@ func (g *gathering) read(ctx context.Context, p Parts, path string, rank int) er
 		return fmt.Errorf("%w: %s does not belong to it: it says that it is %.100q",
 			safetensors.ErrCorrupt, name, text)
 	}
+
 	for _, stretch := range file.Names() {
 		if err := g.add(ctx, file, stretch); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
 	}
+
 	return nil
 }
 
@@ -337,6 +356,7 @@ func (g *gathering) add(ctx context.Context, file *safetensors.File, stretch str
 	if err != nil {
 		return err
 	}
+
 	if !prefixed || dot < 0 || len(shape) != 1 || g.shapes[own[:dot]] == nil ||
 		!slices.Contains([]safetensors.DType{safetensors.F32, safetensors.F64, safetensors.U8}, dtype) {
 		return fmt.Errorf("%w: %.100q is no stretch of a moment of the model's", ErrArchitecture,
@@ -353,6 +373,7 @@ func (g *gathering) add(ctx context.Context, file *safetensors.File, stretch str
 		}
 		whole = []int{n}
 	}
+
 	m, err := g.moment(own[:at], own[:dot], whole, dtype)
 	if err != nil {
 		return err
@@ -363,10 +384,12 @@ func (g *gathering) add(ctx context.Context, file *safetensors.File, stretch str
 		return fmt.Errorf("%w: %.100q has %d elements, and comes where element %d of %d is next",
 			safetensors.ErrCorrupt, stretch, shape[0], m.have, m.size)
 	}
+
 	m.have += shape[0]
 	if m.Data == nil {
 		return nil
 	}
+
 	return file.Read(ctx, stretch,
 		reflect.ValueOf(m.Data).Slice(m.have-shape[0], m.have).Interface())
 }
@@ -381,6 +404,7 @@ func (g *gathering) moment(name, param string, shape []int, dtype safetensors.DT
 		}
 		return m, nil
 	}
+
 	if g.fields[param]++; g.fields[param] > maxFields {
 		return nil, fmt.Errorf("%w: %s has more than %d moments", ErrArchitecture, param, maxFields)
 	}
@@ -389,6 +413,7 @@ func (g *gathering) moment(name, param string, shape []int, dtype safetensors.DT
 	for _, d := range shape {
 		size *= d
 	}
+
 	m := &growing{Moment: Moment{Name: name, Shape: shape}, dtype: dtype, size: size}
 	g.moments[name], g.order = m, append(g.order, m)
 	return m, nil

@@ -28,10 +28,12 @@ func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	texts, err := e.Exchange(append([]byte(what+"\n"), text...))
 	if err != nil {
 		return nil, err
 	}
+
 	all := make([]T, len(texts))
 	for r, text := range texts {
 		kind, value, _ := bytes.Cut(text, []byte("\n"))
@@ -44,6 +46,7 @@ func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 			return nil, fmt.Errorf("llm: rank %d exchanges %.40q: %w", r, kind, err)
 		}
 	}
+
 	return all, nil
 }
 
@@ -131,6 +134,7 @@ func Between(e Ranks, err error, own Wish) (wish Wish, rank int, _ error) {
 	for r, b := range all {
 		errs[r] = b.Err
 	}
+
 	if err := FirstError(err, errs, failed); err != nil {
 		return Wish{}, 0, err
 	}
@@ -140,6 +144,7 @@ func Between(e Ranks, err error, own Wish) (wish Wish, rank int, _ error) {
 			return b.Wish, r, nil
 		}
 	}
+
 	return Wish{}, 0, nil
 }
 
@@ -239,5 +244,6 @@ func (here Stand[C]) Differences(there Stand[C]) []string {
 			diff = append(diff, d.what+" is another")
 		}
 	}
+
 	return diff
 }

@@ -30,6 +30,7 @@ func (s *Scrubber) Start() {
 			s.found(i, err)
 		}
 	}
+
 	ctx, stop := context.WithCancel(context.Background())
 	var scrubbing sync.WaitGroup
 	scrubbing.Go(func() {

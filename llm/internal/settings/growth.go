@@ -34,6 +34,7 @@ func GrowthOf(controller any, every int, validation string) *Growth {
 	default:
 		g.Options = options
 	}
+
 	return g
 }
 
@@ -56,6 +57,7 @@ func (here *Growth) Differences(there *Growth) []string {
 		return []string{fmt.Sprintf("the run did not grow, and this trainer does, by a %q",
 			here.Controller)}
 	}
+
 	var diff []string
 	for _, d := range []struct{ what, here, there string }{
 		{"the controller", strconv.Quote(here.Controller), strconv.Quote(there.Controller)},
@@ -69,13 +71,16 @@ func (here *Growth) Differences(there *Growth) []string {
 			diff = append(diff, fmt.Sprintf("%s is %s here and %s there", d.what, d.here, d.there))
 		}
 	}
+
 	if here.Controller == there.Controller {
 		diff = append(diff, optionDifferences(here.Options, there.Options)...)
 	}
+
 	if there.Governor != nil && !bytes.Equal(here.Governor, there.Governor) {
 		diff = append(diff, fmt.Sprintf("Growth.Governor is %s here and %s there",
 			cmp.Or(printable(here.Governor), "none"), printable(there.Governor)))
 	}
+
 	return diff
 }
 
@@ -92,6 +97,7 @@ func optionDifferences(here, there json.RawMessage) []string {
 		return []string{fmt.Sprintf("the controller as JSON is %s here and %s there",
 			printable(here), printable(there))}
 	}
+
 	all := maps.Clone(fields[0])
 	maps.Copy(all, fields[1])
 	var diff []string
@@ -101,6 +107,7 @@ func optionDifferences(here, there json.RawMessage) []string {
 				name, cmp.Or(printable(x), "none"), cmp.Or(printable(y), "none")))
 		}
 	}
+
 	return diff
 }
 

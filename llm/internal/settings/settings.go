@@ -84,17 +84,21 @@ func (here *Settings) Differences(there Settings, schedule optim.Schedule) []str
 	if there.Engine == "" {
 		there.Engine = here.Engine
 	}
+
 	diff := Fields(here.Plain, there.Plain)
 	if here.Optimizer == there.Optimizer {
 		diff = append(diff, ruleDifferences(here.Rules, there.Rules)...)
 	}
+
 	if !slices.Equal(here.Anneal, there.Anneal) {
 		diff = append(diff, "the annealing of the learning rate is another one there")
 	}
+
 	if len(there.Rates) != ratePoints {
 		return append(diff, fmt.Sprintf("the schedule has %d values there, want %d",
 			len(there.Rates), ratePoints))
 	}
+
 	for i, rate := range there.Rates {
 		// A schedule need not have values outside the run.
 		if step := ratePoint(i, there.Steps); step >= 0 && step < here.Steps {
@@ -104,6 +108,7 @@ func (here *Settings) Differences(there Settings, schedule optim.Schedule) []str
 			}
 		}
 	}
+
 	return diff
 }
 
@@ -135,12 +140,14 @@ func ruleDifferences(here, there map[string]optim.Rule) []string {
 			params[d] = append(params[d], name)
 		}
 	}
+
 	for i, d := range diff {
 		diff[i] = fmt.Sprintf("%s of the optimiser for %s", d, params[d][0])
 		if more := len(params[d]) - 1; more > 0 {
 			diff[i] += fmt.Sprintf(" and %d more", more)
 		}
 	}
+
 	return diff
 }
 
@@ -158,6 +165,7 @@ func Fields(here, there any) []string {
 				y))
 		}
 	}
+
 	return diff
 }
 

@@ -49,6 +49,7 @@ func TestStringsOfAFileAreQuoted(t *testing.T) {
 			diff = append(diff, found...)
 		}
 	}
+
 	diff = append(diff, grown("", "").Differences(grown(hostile, ""))...)
 	for _, d := range diff {
 		strange := func(r rune) bool { return !unicode.IsPrint(r) }

@@ -106,11 +106,13 @@ func loadSources(folder string) (Sources, []byte, error) {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, nil, err
 	}
+
 	for _, e := range entries {
 		if strings.HasSuffix(e.Name(), ".jinja") {
 			paths = append(paths, filepath.Join(folder, TemplateFolder, e.Name()))
 		}
 	}
+
 	for i, path := range paths {
 		text, err := read(path, maxTemplate)
 		if err != nil {
@@ -124,6 +126,7 @@ func loadSources(folder string) (Sources, []byte, error) {
 			sources[name] = string(text)
 		}
 	}
+
 	return sources, config, nil
 }
 
@@ -165,6 +168,7 @@ func (s Sources) complete(config []byte) (map[string]json.RawMessage, error) {
 			return nil, fmt.Errorf("%s: %w", configFile, err)
 		}
 	}
+
 	if s[DefaultName] != "" {
 		return members, nil
 	}
@@ -173,14 +177,17 @@ func (s Sources) complete(config []byte) (map[string]json.RawMessage, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: chat_template: %w", configFile, err)
 	}
+
 	for name, source := range configured {
 		if s[name] == "" {
 			s[name] = source
 		}
 	}
+
 	if s[DefaultName] == "" {
 		return nil, ErrNoTemplate
 	}
+
 	return members, nil
 }
 
@@ -204,9 +211,11 @@ func parse(sources Sources, config []byte) (*Template, error) {
 	if t.main, err = jinja.Parse(sources[DefaultName]); err != nil {
 		return nil, err
 	}
+
 	if source := sources[toolUseName]; source != "" {
 		t.tools, t.toolsErr = jinja.Parse(source)
 	}
+
 	return t, nil
 }
 
@@ -239,13 +248,16 @@ func templatesOf(raw json.RawMessage) (Sources, error) {
 	if err := json.Unmarshal(raw, &named); err != nil {
 		return nil, err
 	}
+
 	sources := Sources{}
 	for _, t := range named {
 		sources[t.Name] = t.Template
 	}
+
 	if sources[DefaultName] == "" {
 		return nil, errors.New("it has several templates, and none is named default")
 	}
+
 	return sources, nil
 }
 
@@ -282,10 +294,12 @@ func (t *Template) Render(messages []Message, o Options) (string, error) {
 		turns[i] = jinja.Dict(jinja.Field{Key: "role", Value: role},
 			jinja.Field{Key: "content", Value: content})
 	}
+
 	text, err := t.render(turns, o)
 	if err != nil {
 		return "", fmt.Errorf("chat: Template.Render: %w", err)
 	}
+
 	return text, nil
 }
 
@@ -309,10 +323,12 @@ func parseMessages(raw []byte) ([]jinja.Value, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	messages, ok := list.Items()
 	if !ok {
 		return nil, errors.New("want an array")
 	}
+
 	for i, m := range messages {
 		fields, ok := m.Fields()
 		if !ok {
@@ -320,6 +336,7 @@ func parseMessages(raw []byte) ([]jinja.Value, error) {
 		}
 		messages[i] = jinja.Dict(normalize(fields)...)
 	}
+
 	return messages, nil
 }
 
@@ -333,12 +350,14 @@ func normalize(fields []jinja.Field) []jinja.Field {
 			reasoning[f.Key] = f.Value
 		}
 	}
+
 	for _, name := range []string{"reasoning_content", "thinking", "reasoning"} {
 		if v, ok := reasoning[name]; ok {
 			first := []jinja.Field{{Key: "thinking", Value: v}}
 			return append(append(first, kept...), jinja.Field{Key: "reasoning_content", Value: v})
 		}
 	}
+
 	return kept
 }
 
@@ -351,6 +370,7 @@ func (t *Template) render(messages []jinja.Value, o Options) (string, error) {
 	for name, text := range t.tokens {
 		given[name] = text
 	}
+
 	maps.Copy(given, o.Variables)
 	variables := jinja.Variables{}
 	for _, name := range slices.Sorted(maps.Keys(given)) {
@@ -360,11 +380,13 @@ func (t *Template) render(messages []jinja.Value, o Options) (string, error) {
 		}
 		variables[name] = value
 	}
+
 	for _, name := range []string{"messages", "add_generation_prompt"} {
 		if _, ok := o.Variables[name]; ok {
 			return "", fmt.Errorf("the variable %s cannot be set", name)
 		}
 	}
+
 	variables["messages"] = jinja.List(messages...)
 	variables["add_generation_prompt"], _ = jinja.FromGo(o.AddGenerationPrompt)
 
@@ -375,5 +397,6 @@ func (t *Template) render(messages []jinja.Value, o Options) (string, error) {
 		}
 		template = t.tools
 	}
+
 	return template.Render(variables, jinja.Options{Now: o.Now, Timeout: renderTimeout})
 }

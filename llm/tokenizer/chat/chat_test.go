@@ -36,6 +36,7 @@ func TestLoad(t *testing.T) {
 		require.NoError(t, err)
 		return text
 	}
+
 	require.Equal(t, "<s>hi", render(nil))
 	require.Equal(t, "[BOS]hi", render(map[string]any{"bos_token": "[BOS]"}))
 
@@ -145,6 +146,7 @@ func TestVariables(t *testing.T) {
 		_, err := template.Render(hi, Options{Variables: map[string]any{name: c.value}})
 		require.ErrorContains(t, err, c.want)
 	}
+
 	_, err = template.Render([]Message{{"user", "caf\xe9"}}, Options{})
 	require.ErrorContains(t, err, "not valid UTF-8")
 	_, err = template.RenderJSON([]byte(`{"role": "user"}`), Options{})
@@ -237,6 +239,7 @@ func FuzzParse(f *testing.F) {
 		"{% generation %}{{ strftime_now('%d %b %Y') }}{% endgeneration %}"} {
 		f.Add(source, []byte(tokens))
 	}
+
 	renderTimeout = time.Second
 	f.Add("", []byte(`{"bos_token":null,"chat_template":[{"name":"default","template":"x"}]}`))
 	f.Fuzz(func(t *testing.T, source string, config []byte) {

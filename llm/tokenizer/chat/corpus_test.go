@@ -86,6 +86,7 @@ func (c corpus) compare(t *testing.T) (equal, errors int, refused []string) {
 			}
 		}
 	}
+
 	return equal, errors, refused
 }
 
@@ -105,6 +106,7 @@ func TestPublished(t *testing.T) {
 	if path == "" {
 		t.Skip("KASMINA_CHAT_CORPUS names no file: see fetch.sh and testdata/fuzz.py")
 	}
+
 	c := readCorpus(t, path)
 	equal, errors, refused := c.compare(t)
 	t.Logf("%d templates: %d texts are equal, %d cases are errors for transformers too, %d are refused",

@@ -15,11 +15,13 @@ func ExampleTemplate_Render() {
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	text, err := t.Render([]chat.Message{{Role: "user", Content: "What is Go?"}},
 		chat.Options{AddGenerationPrompt: true})
 	if err != nil {
 		log.Fatal(err)
 	}
+
 	fmt.Printf("%q\n", text)
 	// Output: "<s>[user] What is Go?\n[assistant] "
 }

@@ -165,9 +165,11 @@ func parseArm(text string) (a arm, err error) {
 			return a, fmt.Errorf("arm %q: %s is %q: %w", text, name, value, err)
 		}
 	}
+
 	if err := a.check(); err != nil {
 		return a, fmt.Errorf("arm %q: %w", text, err)
 	}
+
 	return a, nil
 }
 
@@ -209,14 +211,17 @@ func (a arm) check() error {
 	case len(a.shares) == 0 && len(a.blocks) > 2:
 		return errors.New("the controller grows a model once: give the shares of several growths")
 	}
+
 	for i := range a.blocks[1:] {
 		if _, _, err := a.growth(i); err != nil {
 			return err
 		}
 	}
+
 	if s := a.schedule(); s != nil {
 		return s.Check()
 	}
+
 	return nil
 }
 

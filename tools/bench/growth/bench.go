@@ -48,6 +48,7 @@ Each run leaves a record in the folder -out. A run that has a record is not made
 `)
 		f.PrintDefaults()
 	}
+
 	f.StringVar(&budgets, "budgets", "5,10,20,40",
 		"tokens per parameter, of the parameters in the blocks of the largest model")
 	f.StringVar(&equal, "equal", "flops,time", "what runs on a budget have in common: flops, time, or both")
@@ -90,6 +91,7 @@ Each run leaves a record in the folder -out. A run that has a record is not made
 			*list.to = append(*list.to, v)
 		}
 	}
+
 	for part := range strings.SplitSeq(seeds, ",") {
 		seed, err := strconv.ParseUint(part, 10, 64)
 		if err != nil {
@@ -97,6 +99,7 @@ Each run leaves a record in the folder -out. A run that has a record is not made
 		}
 		o.grid.seeds = append(o.grid.seeds, seed)
 	}
+
 	o.grid.equal = strings.Split(equal, ",")
 	return o, o.finishBench(f.Args())
 }
@@ -108,6 +111,7 @@ func (o *benchOptions) finishBench(arms []string) error {
 			return fmt.Errorf("-equal is %q, want flops, time or flops,time", strings.Join(o.grid.equal, ","))
 		}
 	}
+
 	switch {
 	case !slices.Contains([]string{"auto", "cpu", "cuda"}, o.device):
 		return fmt.Errorf("-device is %q, want auto, cpu or cuda", o.device)
@@ -126,6 +130,7 @@ func (o *benchOptions) finishBench(arms []string) error {
 	if len(arms) == 0 {
 		arms = defaultArms(o.model.Layers)
 	}
+
 	for _, text := range arms {
 		a, err := parseArm(text)
 		if err != nil {
@@ -138,6 +143,7 @@ func (o *benchOptions) finishBench(arms []string) error {
 	if o.vocab > 0 {
 		o.model.Vocab = (o.vocab + 63) / 64 * 64
 	}
+
 	o.model = o.model.Default()
 	return o.model.Check()
 }
@@ -149,6 +155,7 @@ func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 	if err != nil {
 		return err
 	}
+
 	if o.report || o.pack {
 		s, err := loadStudy(o.out)
 		if err == nil && o.pack {
@@ -165,6 +172,7 @@ func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 		return err
 	}
 	defer func() { err = errors.Join(err, text.Close()) }()
+
 	devices, closeDevices, err := openDevices(o.device, o.gpus, stderr)
 	if err != nil {
 		return err
@@ -177,11 +185,13 @@ func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 	if err != nil {
 		return err
 	}
+
 	b := &bench{study: s, options: o.options, text: text, devices: devices, stderr: stderr,
 		failed: map[string]error{}}
 	if o.limit > 0 {
 		b.deadline = time.Now().Add(o.limit)
 	}
+
 	if err := b.measureSpeed(ctx); err != nil {
 		return err
 	}
@@ -203,6 +213,7 @@ func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 			break
 		}
 	}
+
 	return errors.Join(append(slices.Collect(maps.Values(b.failed)), s.report(stdout))...)
 }
 
@@ -229,6 +240,7 @@ func openDevices(device, list string, stderr io.Writer) (all []*cudaops.Device, 
 			return nil, closeAll, err
 		}
 	}
+
 	if n == 0 {
 		return []*cudaops.Device{nil}, closeAll, nil
 	}
@@ -241,6 +253,7 @@ func openDevices(device, list string, stderr io.Writer) (all []*cudaops.Device, 
 	} else if at, err = parseList(strings.ReplaceAll(list, ",", "-"), strconv.Atoi); err != nil {
 		return nil, closeAll, fmt.Errorf("-gpus is %q, want positions with commas between, or all", list)
 	}
+
 	for _, i := range at {
 		d, err := cudaops.Open(cudaops.WithOrdinal(i))
 		if err != nil {
@@ -249,6 +262,7 @@ func openDevices(device, list string, stderr io.Writer) (all []*cudaops.Device, 
 		fmt.Fprintf(stderr, "device    %d: %v\n", i, d)
 		all = append(all, d)
 	}
+
 	return all, closeAll, nil
 }
 
@@ -290,6 +304,7 @@ deal:
 			break deal
 		}
 	}
+
 	close(queue)
 	workers.Wait()
 	return skipped, context.Cause(ctx)
@@ -317,10 +332,12 @@ func (b *bench) runOne(ctx context.Context, j job, d *cudaops.Device, skipped *i
 	if err != nil {
 		return err
 	}
+
 	result := fmt.Sprintf("%.4f nats/byte, %d steps in %.1f s", r.Loss, r.Steps, r.Seconds)
 	if r.Failed != "" {
 		result = r.Failed
 	}
+
 	fmt.Fprintf(b.stderr, "%-70s %s\n", j.name(), result)
 	return b.add(r)
 }
@@ -337,5 +354,6 @@ func (b *bench) flops(j job) float64 {
 			blocks += size
 		}
 	}
+
 	return j.Budget * float64(blocks) * b.Largest.FLOPs()
 }

@@ -83,6 +83,7 @@ func TestPlanTunes(t *testing.T) {
 		}
 		return all
 	}
+
 	finish := func(loss map[string]float64) {
 		for _, j := range p.jobs(records) {
 			r := record{job: j, Loss: loss[j.Arm.String()]}
@@ -116,6 +117,7 @@ func TestRows(t *testing.T) {
 		}
 		require.NoError(t, s.add(r))
 	}
+
 	add("blocks=4,lr=0.1", 1, "", 5, 3)
 	add("blocks=4,lr=0.1", 2, "", 5, 4)
 	add("blocks=2,lr=0.1", 1, "", 5, 3.4)
@@ -273,5 +275,6 @@ func TestBadBenchOptions(t *testing.T) {
 		args = append(benchArgs(t, textFolder(t), t.TempDir()), args...)
 		require.ErrorContains(t, Study(t.Context(), args, io.Discard, io.Discard), want, args)
 	}
+
 	require.ErrorIs(t, Study(t.Context(), []string{"-h"}, io.Discard, io.Discard), flag.ErrHelp)
 }

@@ -34,6 +34,7 @@ func (b *bench) train(ctx context.Context, j job, d *cudaops.Device) (r record, 
 	if d != nil {
 		r.Device = fmt.Sprint(d)
 	}
+
 	t, err := b.trainer(j, d)
 	if err != nil {
 		return r, err
@@ -61,6 +62,7 @@ func (b *bench) train(ctx context.Context, j job, d *cudaops.Device) (r record, 
 	case err != nil:
 		return r, err
 	}
+
 	last := t.Last()
 	r.Parameters, r.Steps, r.Tokens, r.FLOPs = last.Params, last.Step, last.RunTokens, last.Spent.FLOPs
 	r.Seconds = (last.Elapsed - watcher.evaluating).Seconds()
@@ -83,10 +85,12 @@ func (b *bench) trainer(j job, d *cudaops.Device) (*llm.Trainer, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	loader, err := data.NewLoader(b.text.tokens, data.LoaderConfig{Batch: b.Batch, Seq: c.Seq, Seed: j.Seed})
 	if err != nil {
 		return nil, err
 	}
+
 	o := b.options
 	o.optimizer = j.Arm.optimizer
 	optimizer, err := (&experiment{options: o}).newOptimizer(j.Arm.rate)
@@ -99,17 +103,21 @@ func (b *bench) trainer(j job, d *cudaops.Device) (*llm.Trainer, error) {
 	if j.Equal == "time" {
 		train.Budget = llm.Budget{Time: time.Duration(flops / b.Speed * float64(time.Second))}
 	}
+
 	steps := flops / b.Largest.FLOPs() / float64(b.Batch*c.Seq)
 	train.Epoch = max(1, int(steps/200))
 	if train.Schedule, err = optim.Warmup(j.Arm.rate, min(warmup, int(steps/20))); err != nil {
 		return nil, err
 	}
+
 	if train.Annealing, err = j.Arm.annealing(); err != nil {
 		return nil, err
 	}
+
 	if d != nil {
 		train.Engine = gpu.Engine(d, b.precision)
 	}
+
 	return llm.NewTrainer(m, loader, optimizer, train)
 }
 
@@ -143,6 +151,7 @@ func (w *watcher) watch(e llm.Event) error {
 			return w.evaluate(e)
 		}
 	}
+
 	return nil
 }
 
@@ -153,6 +162,7 @@ func (w *watcher) evaluate(e llm.Event) error {
 	if err != nil {
 		return err
 	}
+
 	w.record.Loss = bits * math.Ln2
 	w.record.Curve = append(w.record.Curve, curvePoint{Share: e.Share,
 		Seconds: rounded((e.Elapsed - w.evaluating).Seconds(), 2), Tokens: e.RunTokens,
@@ -185,6 +195,7 @@ func (b *bench) measureSpeed(ctx context.Context) error {
 	for i, d := range devices {
 		all.Go(func() { speeds[i], errs[i] = b.speedOf(ctx, d) })
 	}
+
 	all.Wait()
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("the speed of the largest model: %w", err)
@@ -193,6 +204,7 @@ func (b *bench) measureSpeed(ctx context.Context) error {
 	for _, speed := range speeds {
 		b.Speed += speed / float64(len(speeds))
 	}
+
 	fmt.Fprintf(b.stderr, "speed     %.4g FLOPs per second for the largest model (on each device: %.4g)\n",
 		b.Speed, speeds)
 	return b.saveSettings()
@@ -204,6 +216,7 @@ func (b *bench) speedOf(ctx context.Context, d *cudaops.Device) (float64, error)
 	if err != nil {
 		return 0, err
 	}
+
 	t, err := b.trainer(job{Arm: a, Budget: 1e6, Equal: "flops", Seed: 1}, d)
 	if err != nil {
 		return 0, err
@@ -224,9 +237,11 @@ func (b *bench) speedOf(ctx context.Context, d *cudaops.Device) (float64, error)
 		}
 		return nil
 	})
+
 	if err := t.Run(ctx); !errors.Is(err, enough) {
 		return 0, errors.Join(err, errors.New("the run ended before it was timed"))
 	}
+
 	took := time.Since(began).Seconds()
 	return float64(steps*b.Batch*b.Largest.Seq) * b.Largest.FLOPs() / took, nil
 }

@@ -69,6 +69,7 @@ func (e *experiment) compare(seed uint64, first bool) (c comparison, err error) 
 	if !first && e.best > 0 {
 		rates = []float64{e.best}
 	}
+
 	if e.only != "grown" {
 		for _, lr := range rates {
 			r, err := e.train(seed, lr, false, "")
@@ -80,16 +81,20 @@ func (e *experiment) compare(seed uint64, first bool) (c comparison, err error) 
 			}
 		}
 	}
+
 	if e.only == "static" {
 		return c, nil
 	}
+
 	lr, replay := e.best, ""
 	if lr == 0 {
 		lr = e.rates[0]
 	}
+
 	if first {
 		replay = e.replay
 	}
+
 	c.grown, err = e.train(seed, lr, true, replay)
 	return c, err
 }
@@ -101,11 +106,13 @@ func (e *experiment) train(seed uint64, lr float64, grown bool,
 	if grown {
 		name = fmt.Sprintf("grown-%d", seed)
 	}
+
 	t, err := e.trainer(seed, lr, grown)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, t.Close()) }()
+
 	if grown {
 		record, err := e.grow(t, name, replay)
 		if err != nil {
@@ -113,6 +120,7 @@ func (e *experiment) train(seed uint64, lr float64, grown bool,
 		}
 		defer func() { err = errors.Join(err, record.Close()) }()
 	}
+
 	r = &trained{rate: lr}
 	t.On(e.follow(t, r, name, grown), runlog.JSON(filepath.Join(e.out, name+".jsonl")))
 	if e.board != nil {
@@ -120,15 +128,18 @@ func (e *experiment) train(seed uint64, lr float64, grown bool,
 			return nil, err
 		}
 	}
+
 	if err := t.Run(e.ctx); err != nil {
 		return nil, err
 	}
+
 	last := t.Last()
 	r.params, r.steps, r.flops = last.Params, last.Step, last.Spent.FLOPs
 	r.seconds = (last.Elapsed - r.evaluating).Seconds()
 	if last.Spent.Time > 0 {
 		r.seconds = last.Spent.Time.Seconds()
 	}
+
 	return r, t.Model.Save(filepath.Join(e.out, name+".safetensors"))
 }
 
@@ -141,6 +152,7 @@ func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error)
 			g.Controller, g.Every = control.Together(e.controller, g.Controller), 1
 		}
 	}
+
 	if replay != "" {
 		f, _, err := regular.Open(replay)
 		if err != nil {
@@ -151,20 +163,24 @@ func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error)
 			return nil, fmt.Errorf("%s: %w", replay, err)
 		}
 	}
+
 	path := filepath.Join(e.out, name+".record.jsonl")
 	if same, err := filepath.Abs(replay); err == nil && replay != "" {
 		if here, err := filepath.Abs(path); err == nil && here == same { // it would overwrite itself
 			path = filepath.Join(e.out, name+".replayed.jsonl")
 		}
 	}
+
 	f, err := os.Create(path)
 	if err != nil {
 		return nil, err
 	}
+
 	g.Record = f
 	if err := t.Grow(g); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
+
 	return f, nil
 }
 
@@ -175,6 +191,7 @@ func (e *experiment) follow(t *llm.Trainer, r *trained, name string, grown bool)
 	if grown {
 		of = e.grownShare
 	}
+
 	return func(v llm.Event) error {
 		switch v.Kind {
 		case llm.Reshaped:
@@ -238,16 +255,20 @@ func (e *experiment) seed(c *llm.Config) {
 	if e.grows("depth") {
 		c.Layers, c.Depth = e.from, 1
 	}
+
 	blocks := make([]int, c.Layers)
 	for i := range blocks {
 		blocks[i] = i
 	}
+
 	if e.grows("chunk") {
 		c.Kasmina, c.Seeds, c.Slots, c.SlotWidth = blocks, chunks, chunks+1, 4*c.Dim/chunks
 	}
+
 	if e.grows("weight") {
 		c.Weights = c.WeightSites("q", "k", "v", "o", "gate", "up", "down")
 	}
+
 	if e.grows("stream") {
 		c.Streams = blocks
 	}
@@ -271,34 +292,42 @@ func (e *experiment) trainer(seed uint64, lr float64, grown bool) (*llm.Trainer,
 			opts = append(opts, state.WithThresholds(state.DefaultThresholds().Within(e.epochs())))
 		}
 	}
+
 	m, err := llm.NewModel(c, tensor.Float32, seed, opts...)
 	if err != nil {
 		return nil, err
 	}
+
 	loader, err := data.NewLoader(e.text.tokens, data.LoaderConfig{Batch: e.batch,
 		Seq: c.Seq, Seed: seed})
 	if err != nil {
 		return nil, err
 	}
+
 	opt, err := e.newOptimizer(lr)
 	if err != nil {
 		return nil, err
 	}
+
 	train := llm.TrainConfig{Batch: e.batch, Epoch: e.epoch, Clip: 1, Budget: e.budget}
 	if grown {
 		train.Budget.Time = time.Duration(e.grownShare * float64(e.budget.Time))
 		train.Budget.Tokens = int64(e.grownShare * float64(e.budget.Tokens))
 		train.Budget.FLOPs *= e.grownShare
 	}
+
 	if train.Schedule, err = optim.Warmup(lr, warmup); err != nil {
 		return nil, err
 	}
+
 	if train.Annealing, err = optim.CosineAnnealing(floor); err != nil {
 		return nil, err
 	}
+
 	if e.device != nil {
 		train.Engine = gpu.Engine(e.device, e.precision)
 	}
+
 	return llm.NewTrainer(m, loader, opt, train)
 }
 
@@ -339,6 +368,7 @@ func (all results) report(stdout io.Writer) error {
 		Seconds      float64    `json:"seconds"` // of the longest run
 		Share        []*float64 `json:"share_of_time_to_static_loss"`
 	}
+
 	fmt.Fprintf(stdout, "\n%-12s %-7s %9s %14s %11s %7s %8s   %s\n", "random seed", "model",
 		"rate", "held-out loss",
 		"parameters", "steps", "seconds", "static run's loss at")
@@ -373,9 +403,11 @@ func (all results) report(stdout io.Writer) error {
 				r.steps, r.seconds, at)
 		}
 	}
+
 	line, err := json.Marshal(out)
 	if err == nil {
 		_, err = fmt.Fprintf(stdout, "\n%s\n", line)
 	}
+
 	return err
 }

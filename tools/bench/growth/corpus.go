@@ -33,31 +33,37 @@ func openCorpus(ctx context.Context, o options, w io.Writer) (*corpus, error) {
 	} else if o.ext != "" {
 		opts = append(opts, data.WithExtensions(o.ext))
 	}
+
 	text, err := data.Open(path, opts...)
 	if err != nil {
 		return nil, err
 	}
+
 	c := &corpus{}
 	tok, err := c.tokenize(ctx, o, text.Train, w)
 	if err != nil {
 		return nil, err
 	}
+
 	fmt.Fprintf(w, "data      %s: %.1f million tokens to train on\n", path,
 		float64(c.tokens.Len())/1e6)
 	more := 0
 	if o.elsewhere() {
 		more = validationText
 	}
+
 	held, err := text.HeldOut.Sample(int(o.heldOut) + more)
 	if err != nil {
 		return nil, err
 	}
+
 	if more = min(more, len(held)/2); more > 0 {
 		if c.validation, err = data.NewEvaluation(held[:more], tok, o.batch, o.model.Seq); err != nil {
 			return nil, err
 		}
 		held = held[more:]
 	}
+
 	c.heldOut, err = data.NewEvaluation(held, tok, o.batch, o.model.Seq)
 	return c, err
 }
@@ -69,10 +75,12 @@ func (c *corpus) tokenize(ctx context.Context, o options, text *data.Text,
 		c.tokens, err = data.Tokenize(ctx, text, tokenizer.Bytes{})
 		return tokenizer.Bytes{}, err
 	}
+
 	fingerprint, err := text.Fingerprint(ctx, nil)
 	if err != nil {
 		return nil, err
 	}
+
 	fmt.Fprintf(w, "tokens    %d entries from %.1f MB; kept in %s\n", o.vocab,
 		float64(text.Size())/1e6, o.cache)
 	name := filepath.Join(o.cache, fmt.Sprintf("%.16s-%d", fingerprint, o.vocab))
@@ -81,6 +89,7 @@ func (c *corpus) tokenize(ctx context.Context, o options, text *data.Text,
 	if err != nil {
 		return nil, err
 	}
+
 	c.tokens, err = data.CacheTokens(ctx, name+".tokens", text, bpe, nil)
 	return bpe, err
 }

@@ -27,6 +27,7 @@ func drawGains(path string, rows []row) error {
 			panels = append(panels, figure.Panel{Plot: lines, Height: 1})
 		}
 	}
+
 	if len(panels) == 0 {
 		return nil // nothing grew, or there is no static arm to compare with
 	}
@@ -61,6 +62,7 @@ func gainLines(rows []row, equal string) (*plot.Plot, error) {
 			line[n-1].Y = max(line[n-1].Y, point.Y)
 		}
 	}
+
 	if !grows {
 		return nil, nil
 	}

@@ -24,21 +24,26 @@ func Pairs(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 	if err != nil {
 		return err
 	}
+
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
 		return err
 	}
+
 	text, err := openCorpus(ctx, o, stderr)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, text.Close()) }()
+
 	device, err := openDevice(o.device, stderr)
 	if err != nil {
 		return err
 	}
+
 	if device != nil {
 		defer device.Close()
 	}
+
 	e := &experiment{options: o, ctx: ctx, text: text, device: device, w: stderr}
 	if o.board != "" {
 		var opts []board.Option
@@ -55,6 +60,7 @@ func Pairs(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 		}
 		fmt.Fprintf(stderr, "board     %s\n", url)
 	}
+
 	var all results
 	for r := range o.runs {
 		c, err := e.compare(o.seed+uint64(r), r == 0)
@@ -68,6 +74,7 @@ func Pairs(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 		}
 		fmt.Fprintf(stderr, "picture   %s\n", path)
 	}
+
 	return all.report(stdout)
 }
 
@@ -75,6 +82,7 @@ func openDevice(device string, stderr io.Writer) (*cudaops.Device, error) {
 	if device == "cpu" {
 		return nil, nil
 	}
+
 	d, err := cudaops.Open()
 	switch {
 	case err == nil:
@@ -86,5 +94,6 @@ func openDevice(device string, stderr io.Writer) (*cudaops.Device, error) {
 		}
 		return nil, nil
 	}
+
 	return nil, err
 }

@@ -26,11 +26,13 @@ func textFolder(t *testing.T) string {
 		text.WriteString([]string{"func ", "return ", "if err != nil {\n", "}\n",
 			"x := y\n"}[r.IntN(5)])
 	}
+
 	dir := t.TempDir()
 	for i := range 4 {
 		path := filepath.Join(dir, fmt.Sprint(i, ".txt"))
 		require.NoError(t, os.WriteFile(path, []byte(text.String()[i*4000:][:4000]), 0o666))
 	}
+
 	return dir
 }
 
@@ -76,6 +78,7 @@ func TestRun(t *testing.T) {
 	if !strings.Contains(stderr.String(), "taken back") {
 		require.Equal(t, l.Parameters, l.Become)
 	}
+
 	require.Len(t, l.Share, 2)
 	require.Positive(t, l.Seconds)
 	for i := range 2 {
@@ -87,6 +90,7 @@ func TestRun(t *testing.T) {
 		_, err = png.Decode(picture)
 		require.NoError(t, err)
 	}
+
 	m, err := llm.LoadModel(t.Context(),
 		filepath.Join(out, "static-2-"+fmt.Sprint(bestRate(t, out))+".safetensors"))
 	require.NoError(t, err)
@@ -157,5 +161,6 @@ func TestBadOptions(t *testing.T) {
 		args = append(tiny(t, t.TempDir()), args...)
 		require.ErrorContains(t, Pairs(t.Context(), args, io.Discard, io.Discard), want, args)
 	}
+
 	require.ErrorIs(t, Pairs(t.Context(), []string{"-h"}, io.Discard, io.Discard), flag.ErrHelp)
 }

@@ -53,6 +53,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 `)
 		f.PrintDefaults()
 	}
+
 	f.StringVar(&o.device, "device", "auto",
 		"cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
 	f.TextVar(&o.precision, "precision", cudaops.BFloat16, "of a GPU: bf16, f8, f16 or f32")
@@ -115,6 +116,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	if err := f.Parse(args); err != nil {
 		return o, err
 	}
+
 	for _, s := range strings.Split(rates, ",") {
 		lr, err := strconv.ParseFloat(s, 64)
 		if err != nil || !(lr > 0) {
@@ -122,6 +124,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 		}
 		o.rates = append(o.rates, lr)
 	}
+
 	o.sites = strings.Split(sites, ",")
 	return o, o.finish(f.Args())
 }
@@ -170,27 +173,34 @@ func (o *options) finish(rest []string) error {
 			return errors.New(c.text)
 		}
 	}
+
 	if o.budget == (llm.Budget{}) {
 		o.budget.Time = o.time
 	}
+
 	if err := o.plan(); err != nil {
 		return err
 	}
+
 	o.model.Vocab = tokenizer.Bytes{}.VocabSize()
 	if o.vocab > 0 {
 		o.model.Vocab = (o.vocab + 63) / 64 * 64
 	}
+
 	o.model = o.model.Default()
 	if err := errors.Join(o.model.Check(), o.controller.Check(), o.seeds.Check()); err != nil {
 		return err
 	}
+
 	epochs := 40.0 // comparisons at other sites take longer than the steps between them
 	if o.grows("depth") {
 		epochs = 100 // a growth takes about 80
 	}
+
 	if steps := o.steps(); steps > 0 {
 		o.epoch = max(1, min(o.epoch, int(steps/epochs)))
 	}
+
 	return nil
 }
 
@@ -223,10 +233,12 @@ func (o *options) plan() error {
 	default:
 		return fmt.Errorf("-kind is %q, want stack, interleave or new-blocks", o.kind)
 	}
+
 	if times*o.from != o.model.Layers {
 		return fmt.Errorf(
 			"-layers is %d, want a multiple of -from, %d: -kind new-blocks takes others",
 			o.model.Layers, o.from)
 	}
+
 	return nil
 }

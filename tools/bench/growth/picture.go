@@ -30,6 +30,7 @@ func drawComparison(path string, c comparison) error {
 		p.X.Min, p.X.Max = 0, 100
 		p.Add(plotter.NewGrid())
 	}
+
 	for _, run := range []struct {
 		name  string
 		of    *trained
@@ -42,11 +43,13 @@ func drawComparison(path string, c comparison) error {
 			return err
 		}
 	}
+
 	if c.static != nil && c.grown != nil {
 		if err := addCrossing(losses, c); err != nil {
 			return err
 		}
 	}
+
 	zoom(losses, c)
 	if shown := c.grown; shown != nil {
 		if err := addBlocks(blocks, shown); err != nil {
@@ -55,6 +58,7 @@ func drawComparison(path string, c comparison) error {
 	} else if err := addBlocks(blocks, c.static); err != nil {
 		return err
 	}
+
 	return figure.Write(path, 7*vg.Inch, 6*vg.Inch, figure.Panel{Plot: losses, Height: 7},
 		figure.Panel{Plot: blocks, Height: 3})
 }
@@ -81,10 +85,12 @@ func addLoss(p *plot.Plot, name string, r *trained, c color.Color) error {
 			loss = append(loss, plotter.XY{X: 100 * at.share, Y: at.loss})
 		}
 	}
+
 	line, err := plotter.NewLine(loss)
 	if err != nil {
 		return err
 	}
+
 	line.Color, line.Width = c, vg.Points(2)
 	p.Add(line)
 	p.Legend.Add(fmt.Sprintf("%s, %d steps: %.4f", name, r.steps, r.loss), line)
@@ -97,6 +103,7 @@ func addCrossing(p *plot.Plot, c comparison) error {
 	if at := 100 * c.grown.timeTo(c.static.loss); at == at {
 		lines = append(lines, plotter.XYs{{X: at, Y: 0}, {X: at, Y: c.static.loss}})
 	}
+
 	for _, xy := range lines {
 		line, err := plotter.NewLine(xy)
 		if err != nil {
@@ -105,6 +112,7 @@ func addCrossing(p *plot.Plot, c comparison) error {
 		line.Color, line.Dashes = staticColor, []vg.Length{vg.Points(4), vg.Points(3)}
 		p.Add(line)
 	}
+
 	return nil
 }
 
@@ -125,6 +133,7 @@ func zoom(p *plot.Plot, c comparison) {
 			}
 		}
 	}
+
 	margin := 0.05 * max(p.Y.Max-p.Y.Min, 1e-6)
 	p.Y.Min, p.Y.Max = p.Y.Min-margin, p.Y.Max+margin
 }
@@ -156,6 +165,7 @@ func addBlocks(p *plot.Plot, r *trained) error {
 			p.Add(bar)
 		}
 	}
+
 	p.Y.Min, p.Y.Max = 0, float64(most)
 	return nil
 }

@@ -39,6 +39,7 @@ func (p plan) jobs(records map[string]record) (ready []job) {
 			ready = append(ready, j)
 		}
 	}
+
 	for i, seed := range p.seeds {
 		for _, equal := range p.equal {
 			for _, budget := range p.budgets {
@@ -64,6 +65,7 @@ func (p plan) jobs(records map[string]record) (ready []job) {
 			}
 		}
 	}
+
 	return ready
 }
 
@@ -100,5 +102,6 @@ func tunedRate(trials []job, records map[string]record) (rate float64, known boo
 			least, rate = r.Loss, t.Arm.rate
 		}
 	}
+
 	return rate, rate > 0
 }

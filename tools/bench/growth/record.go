@@ -82,6 +82,7 @@ func (r record) shareTo(loss float64) (float64, bool) {
 		}
 		return before.Share + (p.Share-before.Share)*(before.Loss-loss)/(before.Loss-p.Loss), true
 	}
+
 	return 0, false
 }
 
@@ -120,6 +121,7 @@ func openStudy(dir string, settings studySettings) (*study, error) {
 		return nil, fmt.Errorf("%s has the runs of another model, text or precision: choose another "+
 			"-out, or give the options that its runs had", dir)
 	}
+
 	return s, s.readRecords()
 }
 
@@ -147,6 +149,7 @@ func (s *study) pack() error {
 		}
 		lines = append(append(lines, line...), '\n')
 	}
+
 	if err := atomicfile.WriteMkdir(filepath.Join(s.dir, packedName), func(f *os.File) error {
 		_, err := f.Write(lines)
 		return err
@@ -159,6 +162,7 @@ func (s *study) pack() error {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -168,6 +172,7 @@ func (s *study) readRecords() error {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
+
 	for line := range bytes.Lines(packed) {
 		var r record
 		if err := json.Unmarshal(line, &r); err != nil {
@@ -180,6 +185,7 @@ func (s *study) readRecords() error {
 	if err != nil {
 		return err
 	}
+
 	for _, path := range paths {
 		var r record
 		if err := readJSON(path, &r); err != nil {
@@ -190,6 +196,7 @@ func (s *study) readRecords() error {
 		}
 		s.records[r.name()] = r
 	}
+
 	return nil
 }
 

@@ -61,6 +61,7 @@ func (s *study) rows() (all []row) {
 		r.Seeds = slices.Sorted(maps.Keys(r.runs))
 		all = append(all, *r)
 	}
+
 	slices.SortFunc(all, func(a, b row) int {
 		return cmp.Or(cmp.Compare(a.Equal, b.Equal), cmp.Compare(a.Budget, b.Budget),
 			cmp.Compare(min(1, a.Failed)*(1-min(1, len(a.runs))), min(1, b.Failed)*(1-min(1, len(b.runs)))),
@@ -69,6 +70,7 @@ func (s *study) rows() (all []row) {
 	for _, g := range grouped(all) {
 		compareWithStatic(g)
 	}
+
 	return all
 }
 
@@ -103,6 +105,7 @@ func compareWithStatic(rows []row) {
 			best = i
 		}
 	}
+
 	if best < 0 {
 		return
 	}
@@ -143,14 +146,17 @@ func meanAndDeviation(runs map[uint64]record, figure func(record) float64) (mean
 	if n == 0 {
 		return 0, 0
 	}
+
 	seeds := slices.Sorted(maps.Keys(runs)) // adding in the order of a map would change the last bits
 	for _, seed := range seeds {
 		mean += figure(runs[seed]) / n
 	}
+
 	for _, seed := range seeds {
 		off := figure(runs[seed]) - mean
 		deviation += off * off
 	}
+
 	return mean, math.Sqrt(deviation / max(1, n-1))
 }
 
@@ -185,6 +191,7 @@ func writeTable(w io.Writer, rows []row) error {
 				gain, reached, r.Tokens/1e6, r.Seconds)
 		}
 	}
+
 	_, err := io.WriteString(w, b.String())
 	return err
 }
@@ -202,6 +209,7 @@ func (s *study) report(stdout io.Writer) error {
 	}); err != nil {
 		return err
 	}
+
 	if err := drawGains(s.dir+"/gains.png", rows); err != nil {
 		return err
 	}
@@ -210,9 +218,11 @@ func (s *study) report(stdout io.Writer) error {
 	if err != nil {
 		return err
 	}
+
 	if err := writeTable(stdout, rows); err != nil {
 		return err
 	}
+
 	_, err = fmt.Fprintf(stdout, "\n%s\n", line)
 	return err
 }

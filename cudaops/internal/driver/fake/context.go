@@ -75,6 +75,7 @@ func (c *Context) locked(call string, do func() error) error {
 	if err == nil {
 		err = do()
 	}
+
 	return named(call, err)
 }
 
@@ -181,6 +182,7 @@ func (c *Context) Function(m gpu.Module, name string) (f *gpu.Function, err erro
 		c.shared[c.next] = 48 << 10
 		return nil
 	})
+
 	return f, err
 }
 
@@ -275,6 +277,7 @@ func (c *Context) run(kernel Kernel, config gpu.LaunchConfig, args []byte) (err 
 	if kernel == nil {
 		return nil
 	}
+
 	l := &Launch{LaunchConfig: config, c: c, args: args}
 	defer func() {
 		switch r := recover().(type) {
@@ -288,6 +291,7 @@ func (c *Context) run(kernel Kernel, config gpu.LaunchConfig, args []byte) (err 
 			panic(r)
 		}
 	}()
+
 	kernel(l)
 	return nil
 }
@@ -305,15 +309,18 @@ func Slice[T gpu.Number](l *Launch, p gpu.Ptr, n int) []T {
 	if n == 0 {
 		return nil
 	}
+
 	size := int(unsafe.Sizeof(*new(T)))
 	if p%gpu.Ptr(size) != 0 {
 		panic(refused(gpu.MisalignedAddress, fmt.Sprintf("%#x is not a multiple of %d", uint64(p),
 			size)))
 	}
+
 	b, err := l.c.resolve(p, n*size, gpu.IllegalAddress)
 	if err != nil {
 		panic(err)
 	}
+
 	return gpu.View[T](b)
 }
 

@@ -155,6 +155,7 @@ func (c *Context) Leaks() []string {
 				b.size, uint64(b.base)))
 		}
 	}
+
 	for _, left := range []struct {
 		what string
 		n    int
@@ -164,5 +165,6 @@ func (c *Context) Leaks() []string {
 			found = append(found, fmt.Sprintf("%d %s", left.n, left.what))
 		}
 	}
+
 	return found
 }

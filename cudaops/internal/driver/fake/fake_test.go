@@ -41,9 +41,11 @@ func TestInjectedFailures(t *testing.T) {
 		_, err := c.Alloc(1)
 		got = append(got, err)
 	}
+
 	for i, want := range []error{nil, nil, gpu.OutOfMemory, gpu.InvalidValue, nil} {
 		require.ErrorIs(t, got[i], want, i+1)
 	}
+
 	blas := get[gpu.Blas](t)(c.Blas())
 	plan := get[gpu.MatmulPlan](t)(blas.Plan(gpu.MatmulSpec{M: 1, N: 1, K: 1}, 0, 3))
 	d.Fail("cublasLtMatmul", 1, gpu.BlasNotSupported)
@@ -150,6 +152,7 @@ func TestReplayAfterFree(t *testing.T) {
 		!strings.Contains(err.Error(), "was freed") {
 		t.Errorf("freed memory: %v", err)
 	}
+
 	q := get[gpu.Ptr](t)(c.Alloc(8))
 	require.NotEqual(t, p, q, "an address was used again")
 	check(t, c.LaunchGraph(g, s))
@@ -179,6 +182,7 @@ func TestTraceAndClock(t *testing.T) {
 	if _, err := c.Elapsed(from, to); !errors.Is(err, gpu.NotReady) {
 		t.Errorf("before it ran: %v", err)
 	}
+
 	check(t, c.SyncStream(s))
 	// A millisecond, and one microsecond each for the memset, the graph launch and the other
 	// kernel.
@@ -188,6 +192,7 @@ func TestTraceAndClock(t *testing.T) {
 	for _, o := range c.Trace {
 		got = append(got, o.Call+" "+o.Name)
 	}
+
 	require.Equal(t, []string{"cuLaunchKernel slow", "cuMemsetD8Async ", "cuGraphLaunch ",
 		"cuLaunchKernel other"}, got)
 	require.Equal(t, shape, c.Trace[0].Config)
@@ -244,6 +249,7 @@ func TestWaitEvent(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
+
 	check(t, c.Record(join, b), c.BeginCapture(a))
 	require.ErrorIs(t, c.WaitEvent(a, join), gpu.CaptureIsolation)
 	c.EndCapture(a) // which fails

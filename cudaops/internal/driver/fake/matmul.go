@@ -62,6 +62,7 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	if err := p.spec.Ready(c, p.algos, algo, &a, s); err != nil {
 		return err
 	}
+
 	return c.watched(p.spec.Work(), s, call, func() error {
 		variant := c.driver.config.Variants[p.algos[algo].ID[0]]
 		if variant.Fails {
@@ -98,9 +99,11 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 	if m.TransA {
 		strideA = m.M
 	}
+
 	if m.TransB {
 		strideB = m.K
 	}
+
 	for i := range m.Batch {
 		at := func(base gpu.Ptr, t gpu.DType, n int) []byte {
 			return Slice[byte](l, base.Offset(i*n*t.Size()), n*t.Size())

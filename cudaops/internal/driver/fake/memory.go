@@ -34,9 +34,11 @@ func (c *Context) find(p gpu.Ptr, n int, s gpu.Status) (b *block, at int, err er
 	if !found {
 		i--
 	}
+
 	if i < 0 || p >= c.blocks[i].base+gpu.Ptr(c.blocks[i].size+gap/2) {
 		return nil, 0, refused(s, fmt.Sprintf("%#x is not device memory", uint64(p)))
 	}
+
 	b = c.blocks[i]
 	at = int(p - b.base)
 	switch {
@@ -46,6 +48,7 @@ func (c *Context) find(p gpu.Ptr, n int, s gpu.Status) (b *block, at int, err er
 		return nil, 0, refused(s, fmt.Sprintf("%d bytes at offset %d of an allocation of %d", n,
 			at, b.size))
 	}
+
 	return b, at, nil
 }
 
@@ -89,6 +92,7 @@ func (c *Context) Free(p gpu.Ptr) error {
 	if p == 0 {
 		return nil
 	}
+
 	return c.locked("cuMemFree", func() error {
 		for _, s := range slices.Sorted(maps.Keys(c.streams)) {
 			if err := c.drain(c.streams[s]); err != nil {
@@ -176,6 +180,7 @@ func (c *Context) access(name, call string, s gpu.Stream, host []byte, n int,
 	if n == 0 {
 		return nil
 	}
+
 	resolve := func(s gpu.Status) (m [][]byte, err error) {
 		for _, p := range at {
 			b, bad := c.resolve(p, n, s)
@@ -183,6 +188,7 @@ func (c *Context) access(name, call string, s gpu.Stream, host []byte, n int,
 		}
 		return m, err
 	}
+
 	return c.watched(gpu.Work{Name: name}, s, call, func() error {
 		if _, err := resolve(gpu.InvalidValue); err != nil {
 			return err

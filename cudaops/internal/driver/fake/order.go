@@ -69,12 +69,14 @@ func (s *stream) step() {
 	if len(s.queue) == 0 {
 		return
 	}
+
 	do := s.queue[0]
 	s.queue = s.queue[1:]
 	err := do()
 	if err == nil || s.c.lost != nil {
 		return
 	}
+
 	s.c.lost = err
 	for _, other := range s.c.streams {
 		other.queue = nil
@@ -264,6 +266,7 @@ func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 		})
 		return at, err
 	}
+
 	from, err := at(start)
 	to, endErr := at(end)
 	return to - from, cmp.Or(err, endErr)
@@ -296,6 +299,7 @@ func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 	if st == nil || st.capture == nil || st.capture.origin != st {
 		return nil, refused(gpu.CaptureUnmatched, "no capture was begun on the stream")
 	}
+
 	k, unjoined := st.capture, false
 	for _, joined := range c.streams {
 		if joined.capture == k {
@@ -303,6 +307,7 @@ func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 			joined.capture = nil
 		}
 	}
+
 	switch {
 	case k.invalid:
 		return nil, refused(gpu.CaptureInvalidated, "a call was not allowed in the capture")
@@ -310,6 +315,7 @@ func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 		return nil, refused(gpu.CaptureUnjoined, "a stream that has joined the capture has work "+
 			"that the captured one did not wait for")
 	}
+
 	return k, nil
 }
 

@@ -52,6 +52,7 @@ func (a Geometry) variants(k *kernel.Set, t gpu.DType, rows ...kernel.Rows) []ke
 	case k.Info.Capability() != 90:
 		return variants[1:]
 	}
+
 	return variants
 }
 
@@ -152,15 +153,18 @@ func (a Backward) Launch(q *kernel.Queue) {
 	if !turnsBack {
 		c.Cos, c.Sin = 0, 0
 	}
+
 	if !a.HasStatistics {
 		c.launchStatistics()
 	}
+
 	if c.Family == Hopper {
 		c.launchFused()
 	} else {
 		c.launch(backwardQ)
 		c.launch(backwardKV)
 	}
+
 	if a.Cos != 0 && !turnsBack {
 		turn := rope.Rotate{Cos: a.Cos, Sin: a.Sin, Rows: a.Batch * a.Seq, Seq: a.Seq,
 			HeadDim: a.HeadDim, Inverse: true, Type: a.Type}
@@ -192,9 +196,11 @@ func begin(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Variant
 		c.Err = fmt.Errorf("kernels.%s: the variant %v does not take the arguments, which %v do", op, w,
 			variants)
 	}
+
 	if a.Scale == 0 {
 		c.Scale = 1 / math.Sqrt(float64(a.HeadDim))
 	}
+
 	return c
 }
 
@@ -256,19 +262,23 @@ func (c *call) launch(p pass) {
 	if p == backwardKV {
 		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads
 	}
+
 	if c.Family == plain {
 		l := kernel.Line(heads*kernel.CeilDiv(c.Seq, 64)*kernel.CeilDiv(c.HeadDim, 128), 256)
 		c.run("attention", fmt.Sprint("attention_plain_", p), l, c.params(0))
 		return
 	}
+
 	if c.Family == Hopper { // whose backward pass is another
 		c.launchHopper(heads, others)
 		return
 	}
+
 	dim := 64
 	if c.HeadDim > 64 {
 		dim = 128
 	}
+
 	m := mmaShapes[dim][p]
 	l := kernel.Line(heads*kernel.CeilDiv(c.Seq, m.own), m.threads)
 	l.Shared = m.shared(p, dim)
@@ -333,6 +343,7 @@ func (a Backward) Variants(k *kernel.Set) []kernel.Variant {
 		c.section(heads, c.sharers()) >= min(fusedSection, heads) {
 		return variants
 	}
+
 	at := 1
 	for _, n := range sections {
 		if n < heads {
@@ -340,6 +351,7 @@ func (a Backward) Variants(k *kernel.Set) []kernel.Variant {
 			at++
 		}
 	}
+
 	return variants
 }
 

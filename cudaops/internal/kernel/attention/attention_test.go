@@ -30,12 +30,15 @@ func (c attentionCase) String() string {
 	if c.Causal {
 		kind = "causal"
 	}
+
 	if c.starts != nil {
 		kind += "-documents"
 	}
+
 	if c.packed {
 		kind += "-packed"
 	}
+
 	return fmt.Sprintf("%v-%v-%s-b%dt%dh%d-%dd%d+%d", c.variant, c.dtype, kind, c.Batch, c.Seq,
 		c.Heads, c.KVHeads, c.HeadDim,
 		c.skew)
@@ -61,10 +64,12 @@ func (c attentionCase) matrices(g *kerneltest.Rig, nobodys int, widths ...int) [
 		}
 		return parts
 	}
+
 	stride := nobodys
 	for _, w := range widths {
 		stride += w
 	}
+
 	b := g.Alloc(rows*stride, c.dtype, c.skew)
 	first := 0
 	for i, w := range widths {
@@ -72,6 +77,7 @@ func (c attentionCase) matrices(g *kerneltest.Rig, nobodys int, widths ...int) [
 			first, w, rows}
 		first += w
 	}
+
 	return parts
 }
 
@@ -109,10 +115,12 @@ func (m matrix) near(g *kerneltest.Rig, what string, want []float64, tol float64
 			break
 		}
 	}
+
 	diff := make([]float64, len(got))
 	for i := range got {
 		diff[i] = got[i] - want[i]
 	}
+
 	if e := kerneltest.Norm(diff); !(e <= tol) {
 		g.Errorf("%s: off by %.3g in norm, want at most %.3g", what, e, tol)
 	}
@@ -142,6 +150,7 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 		cosines, sines = tables[0].fill(g), tables[1].fill(g)
 		a.Cos, a.Sin = tables[0].Ptr, tables[1].Ptr
 	}
+
 	a.Documents = c.documents(g)
 	g.Must(attend(g.Set, g.Stream, a, c.variant, out.Rows, normalizers.Ptr, in[0].Rows,
 		in[1].Rows, in[2].Rows, c.dtype))
@@ -162,17 +171,21 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 	for i := range pairs[:len(pairs)/2] {
 		pairs[2*i+1] = math.Log(pairs[2*i+1])
 	}
+
 	if c.alike == 0 {
 		g.Near("normalizers", normalizers, pairs,
 			1e-6*(1+math.Sqrt(float64(len(pairs)))/kerneltest.Norm(pairs)))
 	}
+
 	if !both {
 		return
 	}
+
 	if c.turned {
 		layer.RoPE(dq, dq, cosines, sines, a.Seq, a.Heads, a.HeadDim, true)
 		layer.RoPE(dk, dk, cosines, sines, a.Seq, a.KVHeads, a.HeadDim, true)
 	}
+
 	// Of a single key dq and dk vanish, but for rounding.
 	for i, want := range [][]float64{dq, dk, dv} {
 		size := kerneltest.Norm(want)
@@ -197,10 +210,12 @@ func (c attentionCase) reference(y, normalizers, dq, dk, dv, dy, q, k, v []float
 	if s.Scale == 0 {
 		s.Scale = 1 / math.Sqrt(float64(c.HeadDim))
 	}
+
 	if c.starts != nil {
 		packedReference(y, normalizers, dq, dk, dv, dy, q, k, v, c.starts, s)
 		return
 	}
+
 	cpuattention.Forward(y, normalizers, q, k, v, s)
 	cpuattention.Backward(dq, dk, dv, dy, q, k, v, y, normalizers, s)
 }
@@ -216,10 +231,12 @@ func attentionCases(short bool) []attentionCase {
 		cases = append(cases, attentionCase{a, kernel.Variant{Family: v}, t, packed, skew, turned, nil,
 			0, 0})
 	}
+
 	lengths := []int{1, 7, 64, 65, 127, 129, 200}
 	if short {
 		lengths = []int{1, 65, 129}
 	}
+
 	for s, t := range kerneltest.StorageTypes {
 		for i, n := range lengths {
 			for j, d := range []int{64, 128, 96, 8} {
@@ -238,17 +255,20 @@ func attentionCases(short bool) []attentionCase {
 			}
 		}
 	}
+
 	// More tiles than multiprocessors, of which some are short of queries.
 	add(Hopper, kerneltest.Bf16, 8, 260, 12, 12, 64, true, false, 0)
 	add(Hopper, kerneltest.Bf16, 8, 130, 12, 12, 128, true, false, 0)
 	if short {
 		return cases
 	}
+
 	for _, v := range []string{Hopper, mma, plain} {
 		add(v, kerneltest.Bf16, 1, 1000, 3, 1, 64, true, true, 0)
 		add(v, kerneltest.Bf16, 1, 1000, 4, 2, 128, true, true, 0)
 		add(v, kerneltest.Bf16, 1, 1000, 2, 2, 128, false, false, 0)
 	}
+
 	add(plain, kerneltest.F32, 1, 130, 2, 1, 256, true, false, 0)
 	add(plain, kerneltest.Bf16, 1, 70, 2, 1, 200, true, true, 0)
 	return cases
@@ -336,6 +356,7 @@ func (c attentionCase) makeAlike(g *kerneltest.Rig, queries, keys matrix) (q, k 
 			all[r*queries.Stride+queries.first+j] = v
 		}
 	}
+
 	q = queries.write(g, all)
 	all = g.Read(keys.buf)
 	for r := range keys.rows {
@@ -343,6 +364,7 @@ func (c attentionCase) makeAlike(g *kerneltest.Rig, queries, keys matrix) (q, k 
 			all[r*keys.Stride+keys.first+j] = alikeKey
 		}
 	}
+
 	return q, keys.write(g, all)
 }
 
@@ -408,6 +430,7 @@ func (c attentionCase) benchmark(g *kerneltest.Rig, variant *kernel.Variant) att
 	for _, m := range append(in, dy) {
 		fillTiles(g, m.buf)
 	}
+
 	r := attentionRun{y: y.buf, dq: d[0].buf, dk: d[1].buf, dv: d[2].buf}
 	normalizers, stats := g.Alloc(2*c.Batch*c.Seq*c.Heads, kerneltest.F32, 0),
 		g.Alloc(Backward{Geometry: c.Geometry, Type: c.dtype}.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0)
@@ -417,6 +440,7 @@ func (c attentionCase) benchmark(g *kerneltest.Rig, variant *kernel.Variant) att
 		fillTiles(g, angles)
 		a.Cos, a.Sin = angles.Ptr, angles.Ptr.Offset(4*c.Seq*c.HeadDim/2)
 	}
+
 	a.Documents = c.documents(g)
 	r.forward = func() {
 		g.Must(attend(g.Set, g.Stream, a, *variant, y.Rows, normalizers.Ptr, in[0].Rows,

@@ -21,6 +21,7 @@ func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 	if c.starts == nil {
 		return 0
 	}
+
 	n := c.Batch * c.Seq
 	starts, table := g.Alloc(2*n, kerneltest.F32, 0),
 		g.Alloc(DocumentsBytes(c.Batch, c.Seq)/4, kerneltest.F32, 0)
@@ -28,6 +29,7 @@ func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 	for i, v := range c.starts {
 		wide[i] = int64(v)
 	}
+
 	g.Must(g.Ctx.CopyToDevice(starts.Ptr, gpu.Bytes(wide), g.Stream))
 	g.Must(g.Launch(g.Stream, Documents{Table: table.Ptr, Starts: starts.Ptr, Batch: c.Batch,
 		Seq: c.Seq, Window: c.window}))
@@ -77,6 +79,7 @@ func packedReference(y, normalizers, dq, dk, dv, dy, q, k, v []float64, starts [
 		}
 		return sum
 	}
+
 	add := func(to []float64, f float64, x []float64) {
 		for i, v := range x {
 			to[i] += f * v
@@ -158,6 +161,7 @@ func startsOf(batch, seq int, cut func(i int, last int32) int32) []int32 {
 			starts = append(starts, last)
 		}
 	}
+
 	return starts
 }
 
@@ -173,12 +177,14 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 		families = append(families, family{v, kerneltest.Bf16, 64}, family{v, kerneltest.Bf16, 128},
 			family{v, kerneltest.F16, 96}, family{v, kerneltest.Bf16, 8})
 	}
+
 	// in kernels for 96, of which RoPE's turn back is none
 	families = append(families, family{Hopper, kerneltest.F16, 8}, family{Hopper, kerneltest.Bf16, 80})
 	lengths := []int{1, 64, 130, 333, 1000}
 	if short {
 		lengths = []int{65, 200}
 	}
+
 	cases := map[string]attentionCase{}
 	for i, f := range families {
 		for j, seq := range lengths {
@@ -192,6 +198,7 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 			}
 		}
 	}
+
 	return cases
 }
 

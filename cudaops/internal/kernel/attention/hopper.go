@@ -83,20 +83,24 @@ func (c *call) evenSection(heads, tiles, others int, inTurns bool) int {
 	if c.Size > 0 {
 		return min(c.Size, heads)
 	}
+
 	limit := c.section(heads, others)
 	if !c.Causal || !inTurns && heads*tiles > c.Info.SMs*worksToEven {
 		return limit
 	}
+
 	key := [...]any{heads, tiles, limit, c.Info.SMs, inTurns}
 	if best, ok := evenSections.Load(key); ok {
 		return best.(int)
 	}
+
 	best, least := 0, math.MaxInt
 	for n := limit; n >= max(limit/2, 1); n -= max(limit/32, 1) {
 		if busy := longest(heads, tiles, n, c.Info.SMs, inTurns); busy < least {
 			best, least = n, busy
 		}
 	}
+
 	evenSections.Store(key, best)
 	return best
 }
@@ -131,6 +135,7 @@ func longest(heads, tiles, section, sms int, inTurns bool) int {
 			work++
 		}
 	}
+
 	return slices.Max(busy)
 }
 
@@ -151,6 +156,7 @@ func (c *call) tensorMap(r kernel.Rows, heads int) gpu.TensorMap {
 	if c.hopperDim()%64 != 0 {
 		columns = 32
 	}
+
 	return c.Tiled(gpu.TiledTensor{
 		Type:    c.dtype,
 		Address: r.Ptr,
@@ -213,6 +219,7 @@ func (c *call) launchFused() {
 		c.run("attention_hopper_fused64", name, l, args...)
 		return
 	}
+
 	const unit = "attention_hopper_fused"
 	c.run(unit, name, l, args...)
 	l = kernel.Line(c.Batch*kernel.CeilDiv(c.Heads, 2)*kernel.CeilDiv(c.Seq, h.loop), 256)

@@ -26,6 +26,7 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 					m.own/warps/16, m.loop))
 		}
 	}
+
 	match := func(unit, name string, dim int, h hopperShape) {
 		kerneltest.MatchSource(t, unit+".cu", fmt.Sprintf("using %s%d = Shape<%d, %d, %d, %d, %d>;",
 			name, dim, dim, h.workers, h.loop, h.turns, h.stages))

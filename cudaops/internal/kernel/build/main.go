@@ -42,6 +42,7 @@ func main() {
 	if err := build("."); err != nil {
 		log.Fatal(err)
 	}
+
 	if err := checkLaunches(); err != nil {
 		log.Fatal(err)
 	}
@@ -64,6 +65,7 @@ func build(dir string) error {
 	if err != nil {
 		return err
 	}
+
 	if len(names) == 0 {
 		return errors.New("there are no kernels here: run go generate ./cudaops/internal/kernel")
 	}
@@ -81,6 +83,7 @@ func build(dir string) error {
 			return fmt.Errorf("%s.cu: %w", name, err)
 		}
 	}
+
 	return writeSignatures(dir, names)
 }
 
@@ -106,6 +109,7 @@ func writeSignatures(dir string, units []string) error {
 	if err != nil {
 		return err
 	}
+
 	return os.WriteFile(filepath.Join(dir, signatures), text, 0o644)
 }
 
@@ -168,6 +172,7 @@ func sourceHash(dir, unit string) ([]byte, error) {
 			}
 		}
 	}
+
 	return h.Sum(nil), nil
 }
 
@@ -187,6 +192,7 @@ func compiler() (string, error) {
 	if home := os.Getenv("CUDA_HOME"); home != "" {
 		nvcc = filepath.Join(home, "bin", nvcc)
 	}
+
 	out, err := exec.Command(nvcc, "--version").Output()
 	if bytes.Contains(out, []byte("release 13.0,")) {
 		return nvcc, nil
@@ -194,6 +200,7 @@ func compiler() (string, error) {
 	if err == nil {
 		err = fmt.Errorf("it says %q", out)
 	}
+
 	return "", fmt.Errorf("%s is no nvcc of CUDA 13.0 (%w); install that toolkit, or with pip: "+
 		"nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, each "+
 		"==13.0.*, with CUDA_HOME for site-packages/nvidia/cu13", nvcc, err)
@@ -205,24 +212,29 @@ func compile(dir, unit string, sum []byte) error {
 	if err != nil {
 		return err
 	}
+
 	family, file := filepath.Split(unit)
 	args := append([]string{"-fatbin", "-o", file + ".fatbin", "--threads",
 		fmt.Sprint(runtime.NumCPU())}, flags...)
 	for _, folder := range headers {
 		args = append(args, "-I"+filepath.Join("..", folder))
 	}
+
 	for _, t := range strings.Split(targets, ",") {
 		args = append(args, "-gencode=arch="+strings.Replace(t, "sm_", "compute_", 1)+",code="+t)
 	}
+
 	cmd := exec.Command(nvcc, append(args, file+".cu")...)
 	cmd.Dir, cmd.Stdout, cmd.Stderr = filepath.Join(dir, family), os.Stdout, os.Stderr
 	if err := cmd.Run(); err != nil {
 		return err
 	}
+
 	binary := filepath.Join(dir, unit+".fatbin")
 	image, err := os.ReadFile(binary)
 	if err != nil {
 		return err
 	}
+
 	return os.WriteFile(binary, append(image, sum...), 0o644)
 }

@@ -54,6 +54,7 @@ func TestSignaturesMatchBinaries(t *testing.T) {
 			}
 		}
 	}
+
 	require.Equal(t, want, got)
 }
 
@@ -62,6 +63,7 @@ func TestHashCoversAllThatMatters(t *testing.T) {
 	for _, folder := range []string{"family", "include"} {
 		require.NoError(t, os.Mkdir(filepath.Join(dir, folder), 0o755))
 	}
+
 	write := func(name, text string) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644))
 	}
@@ -84,6 +86,7 @@ func TestHashCoversAllThatMatters(t *testing.T) {
 		write("family/a.cu", "#include \"b.cuh\"\n"+strings.Replace(text, "b", "c", 1)+"\n")
 		require.NotEqual(t, second, hash(), text)
 	}
+
 	write("family/a.cu", "#include \"b.cuh\"\nint a;\n")
 	write("include/c.cuh", "#pragma once\nint c;\n")
 	require.NotEqual(t, first, hash(), "what an included file includes does not count")
@@ -98,10 +101,12 @@ func TestBuild(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("the compiler here is a script for sh")
 	}
+
 	dir, home := t.TempDir(), t.TempDir()
 	for _, folder := range []string{filepath.Join(dir, "family"), filepath.Join(home, "bin")} {
 		require.NoError(t, os.Mkdir(folder, 0o755))
 	}
+
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "family", "a.cu"), []byte("int a;"), 0o644))
 	t.Setenv("CUDA_HOME", home)
 	compilerSays := func(release, then string) {

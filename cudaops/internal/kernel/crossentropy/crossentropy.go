@@ -41,11 +41,13 @@ func (a Forward) Launch(q *kernel.Queue) {
 			a.Normalizers, a.Targets, a.V)
 		return
 	}
+
 	name := "cross_entropy"
 	if row := a.V * a.Type.Size(); kernel.Packed(a.Type, a.V, a.Logits) &&
 		row <= q.Info.SharedPerBlock-1024 {
 		name, c.Shared = "cross_entropy_shared", row // beside what the kernel itself declares
 	}
+
 	q.Run("crossentropy", name+kernel.Suffix(a.Type), c, a.Logits, a.Losses, a.Normalizers, a.Targets,
 		a.Scale, a.Grad, a.V)
 }

@@ -75,10 +75,12 @@ func (a Attention) Launch(q *kernel.Queue) {
 		q.Err = fmt.Errorf("kernels.DecodeAttention: heads of %d features, want at most %d",
 			a.HeadDim, mostDim)
 	}
+
 	lanes := 8
 	for lanes*elements < a.HeadDim {
 		lanes *= 2
 	}
+
 	packed := kernel.Packed(a.Type, a.HeadDim, a.Keys, a.Values) && a.HeadDim%elements == 0
 	slices := a.slices(q.Info)
 	q.Run("decode_attention",

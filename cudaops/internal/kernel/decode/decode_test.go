@@ -61,6 +61,7 @@ func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned b
 			false)
 		qr, kept = wideQ, kerneltest.Decode(kerneltest.Encode(wideK, dt), dt)
 	}
+
 	want, normalizers := make([]float64, tokens*qd), make([]float64, 2*s.Heads*tokens)
 	cpuattention.Forward(want, normalizers, qr, kept, vr, cpuattention.Shape{Batch: 1, Seq: tokens,
 		Heads: s.Heads, KVHeads: s.KVHeads, HeadDim: s.HeadDim, Causal: true, Scale: s.Scale,
@@ -87,13 +88,16 @@ func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned b
 			g.Error("two runs give different bits")
 		}
 	}
+
 	all := func(b *kerneltest.Buffer, from, to int) []float64 { return g.Read(b)[from*kd : to*kd] }
 	if e := kerneltest.Distance(all(keys, 0, tokens), kept); !(e <= kerneltest.Forward(dt)) {
 		g.Errorf("keys are off by %.3g", e)
 	}
+
 	if kerneltest.Distance(all(values, 0, tokens), vr) != 0 {
 		g.Error("values differ")
 	}
+
 	for _, x := range append(all(keys, tokens, s.Capacity), all(values, tokens, s.Capacity)...) {
 		if x == x {
 			g.Fatal("something was written behind the position")

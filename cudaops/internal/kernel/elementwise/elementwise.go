@@ -123,9 +123,11 @@ func (p Binary) Launch(q *kernel.Queue) {
 	for _, o := range []*Operand{&p.A, &p.B} {
 		o.Repeat, o.Period = cmp.Or(o.Repeat, 1), cmp.Or(o.Period, p.N)
 	}
+
 	if (p.Op == Add || p.Op == Mul) && p.A.rows(p.N) {
 		p.A, p.B = p.B, p.A
 	}
+
 	c := kernel.Cover(p.N, threads*kernel.Vector(p.Type), threads)
 	if p.Op < rowOps && p.A.Repeat == 1 && p.A.Period == p.N && p.B.rows(p.N) &&
 		kernel.Packed(p.Type, p.B.Period, p.Y, p.A.Ptr, p.B.Ptr) {
@@ -133,6 +135,7 @@ func (p Binary) Launch(q *kernel.Queue) {
 			int(p.Op), int64(p.B.Period), int64(p.N))
 		return
 	}
+
 	q.Run("elementwise", "binary"+kernel.Suffix(p.Type), c, p.Y, p.A.Ptr, p.B.Ptr, int(p.Op),
 		int64(p.A.Repeat), int64(p.A.Period), int64(p.B.Repeat), int64(p.B.Period), int64(p.N))
 }

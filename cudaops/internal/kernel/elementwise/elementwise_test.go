@@ -134,12 +134,14 @@ func testBinary(g *kerneltest.Rig, rows, cols int) {
 		}
 		return i / max(o.Repeat, 1) % o.Period
 	}
+
 	size := func(o Operand) int {
 		if o.Period == 0 {
 			return n
 		}
 		return o.Period
 	}
+
 	for op := range BinaryOp(len(binaryReference)) {
 		for _, dt := range kerneltest.StorageTypes {
 			for i, sa := range shapes {

@@ -70,11 +70,13 @@ func (a Backward) Launch(q *kernel.Queue) {
 	if !a.Accumulate {
 		q.Fill(a.DT, 0, 4*a.Vocab*a.D)
 	}
+
 	q.Fill(p.cursors, 0, a.idBytes())
 	variant, n := "_elements", 1
 	if a.D%4 == 0 && kernel.Aligned(a.DT, a.G) {
 		variant, n = "_packs", 4
 	}
+
 	rows, vocab := kernel.Cover(a.Rows, 256, 256), int64(a.Vocab)
 	threads := min(256, kernel.CeilDiv(a.D, 32*n)*32)
 	tiles := kernel.Grid(kernel.CeilDiv(a.Rows, tile), kernel.CeilDiv(a.D, threads*n),

@@ -61,6 +61,7 @@ func images(binary []byte) (all []image, err error) {
 		all = append(all, image{kind, arch, left[header:][:packed]})
 		left = left[header+size:]
 	}
+
 	return all, nil
 }
 
@@ -76,10 +77,12 @@ func Signatures(binary []byte) (Table, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	i := slices.IndexFunc(all, func(i image) bool { return i.kind == ptxImage })
 	if i < 0 {
 		return nil, errors.New("fatbin: there is no PTX")
 	}
+
 	ptx, err := all[i].unpack()
 	if err != nil {
 		return nil, err
@@ -93,6 +96,7 @@ func Signatures(binary []byte) (Table, error) {
 		}
 		table[string(entry[1])] = signature
 	}
+
 	return table, nil
 }
 
@@ -127,6 +131,7 @@ func ptxParams(list string) (Signature, error) {
 		}
 		signature = append(signature, p)
 	}
+
 	return signature, nil
 }
 
@@ -137,6 +142,7 @@ func Layouts(binary []byte, capability int) (map[string][]gpu.Param, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	var best image
 	for _, i := range all {
 		if i.kind == codeImage && i.arch/10 == capability/10 && i.arch <= capability &&
@@ -144,6 +150,7 @@ func Layouts(binary []byte, capability int) (map[string][]gpu.Param, error) {
 			best = i
 		}
 	}
+
 	if best.packed == nil {
 		return nil, fmt.Errorf("fatbin: no machine code for compute capability %d", capability)
 	}
@@ -152,10 +159,12 @@ func Layouts(binary []byte, capability int) (map[string][]gpu.Param, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	file, err := elf.NewFile(bytes.NewReader(code))
 	if err != nil {
 		return nil, fmt.Errorf("fatbin: %w", err)
 	}
+
 	layouts := map[string][]gpu.Param{}
 	for _, s := range file.Sections { // each kernel has a section of attributes
 		if name, ok := strings.CutPrefix(s.Name, ".nv.info."); ok {
@@ -166,6 +175,7 @@ func Layouts(binary []byte, capability int) (map[string][]gpu.Param, error) {
 			layouts[name] = layout(info)
 		}
 	}
+
 	return layouts, nil
 }
 
@@ -191,6 +201,7 @@ func layout(info []byte) []gpu.Param {
 		}
 		info = info[n:]
 	}
+
 	slices.SortFunc(found, func(a, b gpu.Param) int { return a.Offset - b.Offset })
 	return found
 }

@@ -47,6 +47,7 @@ func TestPTXParams(t *testing.T) {
 	.param .f32 k_param_2,
 	.param .u32 k_param_3
 `)
+
 	require.NoError(t, err)
 	require.Equal(t, Signature{{8, gpu.Integer}, {176, gpu.Structure}, {4, gpu.Float},
 		{4, gpu.Integer}}, got)

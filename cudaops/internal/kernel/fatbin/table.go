@@ -79,5 +79,6 @@ func (t *Table) UnmarshalText(text []byte) error {
 		}
 		(*t)[name] = signature
 	}
+
 	return nil
 }

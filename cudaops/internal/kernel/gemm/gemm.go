@@ -96,6 +96,7 @@ func (a SiLUProductBackward) Launch(q *kernel.Queue) {
 		symbol = "gemm_hopper_silu_mul_backward"
 		matrices = append(matrices, matrix(a.H, a.F, a.Rows, 64, 16).storing())
 	}
+
 	a.launch(q, symbol, matrices)
 }
 
@@ -154,12 +155,14 @@ func (g gemmLaunch) run(q *kernel.Queue) {
 			q.Poison(m.ptr, m.dims[0]*m.dims[1]*m.dims[2]*g.dtype.Size())
 		}
 	}
+
 	l := kernel.Line(gemmCluster, 384)
 	l.Cluster, l.Shared = gpu.Dim{X: gemmCluster}, g.shared
 	if g.clusters == 0 {
 		q.RunAll(g.unit, g.symbol, l, args...)
 		return
 	}
+
 	l.Grid.X, l.Overlap = g.clusters*gemmCluster, true
 	q.Run(g.unit, g.symbol, l, args...)
 }

@@ -132,6 +132,7 @@ func TestLaunches(t *testing.T) {
 			Targets: p, Scale: p, Workspace: p, Rows: 3, V: 16, D: 512, Type: kerneltest.Bf16},
 		ScaleRows{X: p, Factors: p, Rows: 3, D: 16},
 	}
+
 	for i, maybe := range []gpu.Ptr{0, p} {
 		launches = append(launches,
 			SiLUProductBackward{H: maybe, DAB: p, G: p, Down: p, AB: p,
@@ -152,6 +153,7 @@ func TestLaunches(t *testing.T) {
 			launches = append(launches, turned)
 		}
 	}
+
 	for _, dim := range []int{64, 128} {
 		for _, dtype := range []gpu.DType{kerneltest.Bf16, kerneltest.F16} {
 			launches = append(launches, StatisticsProduct{G: p, X: p, W: p, Y: p, Normalizers: p,
@@ -159,9 +161,11 @@ func TestLaunches(t *testing.T) {
 					Heads: 3, KVHeads: 3, HeadDim: dim}})
 		}
 	}
+
 	for _, l := range launches {
 		require.NoError(t, k.Launch(0, l), "%+v", l)
 	}
+
 	count := 0
 	for name, all := range launched(c) {
 		for _, l := range all {
@@ -173,6 +177,7 @@ func TestLaunches(t *testing.T) {
 			}
 		}
 	}
+
 	require.Equal(t, len(launches)+2, count, "the output layer's loss has three kernels")
 	for _, dim := range []int{64, 128} {
 		require.LessOrEqual(t, turnedTiles[dim].stages, float8Least/(2*gemmDepth)+1)

@@ -59,6 +59,7 @@ func (a LinearCrossEntropy) Launch(q *kernel.Queue) {
 			matrix(a.W, a.D, a.V, gemmDepth, lossColumns/gemmCluster),
 			matrix(a.Terms, a.V, a.Rows, 64, 16).storing(),
 		}}.run(q)
+
 	q.Run(unit, "gemm_hopper_loss_finish", kernel.Cover(a.Rows, lossRows, 32*lossWarps), others)
 }
 

@@ -34,9 +34,11 @@ func newLoss(g *kerneltest.Rig, s lossShape, ids []int, rows map[int][]float64) 
 	for i := range x {
 		x[i] = 4 * g.Rand.NormFloat64()
 	}
+
 	for r, v := range rows {
 		copy(x[r*s.D:], v)
 	}
+
 	dx, xr := g.Upload(x, kerneltest.Bf16, 0)
 	w, wr := scaledNormal(g, s.V*s.D, s.D, kerneltest.Bf16)
 	scale, sr := g.Upload([]float64{1 / float64(s.Rows)}, kerneltest.F32, 0)
@@ -76,6 +78,7 @@ func (l *lossRig) want() (losses, gradient []float64) {
 			losses[r] = normalizers[2*r] - logits[r*v+id] + math.Log(normalizers[2*r+1])
 		}
 	}
+
 	crossentropy.Backward(gradient, logits, normalizers, l.ids, v, l.g)
 	return losses, gradient
 }
@@ -141,6 +144,7 @@ func TestLinearCrossEntropyShift(t *testing.T) {
 		size := []float64{10, -100, 1e3, -1e4, 1e5, 1e6, -1e7, 1e8}[r%8]
 		rows[r] = slices.Repeat([]float64{size * (1 + g.Rand.Float64())}, s.D)
 	}
+
 	l := newLoss(g, s, ids, rows)
 	w, wr := g.Upload(slices.Repeat([]float64{1 / float64(s.D)}, s.V*s.D), kerneltest.Bf16, 0)
 	l.a.W, l.w = w.Ptr, wr
@@ -164,10 +168,12 @@ func TestLinearCrossEntropyExtremes(t *testing.T) {
 		}
 		special[r] = row
 	}
+
 	ids := g.Classes(s.Rows, s.V)
 	for r := range special {
 		ids[r] = g.Rand.IntN(s.V)
 	}
+
 	ids[73], ids[74], ids[75] = -1, -5, s.V // the last is refused elsewhere, and gives NaN
 	l := newLoss(g, s, ids, special)
 	losses, gradient := l.run()

@@ -125,6 +125,7 @@ func (a Symmetric) Launch(q *kernel.Queue) {
 	for row := rows; row < a.N+rows; row += rows {
 		clusters += kernel.CeilDiv(min(row, a.N), symmetricColumns)
 	}
+
 	symbol, columns := "gemm_symmetric", symmetricColumns
 	left := matrix(a.Left, a.Depth, a.N, gemmDepth, gemmRows)
 	right := matrix(a.Right, a.Depth, a.N, gemmDepth, symmetricColumns/gemmCluster)
@@ -133,6 +134,7 @@ func (a Symmetric) Launch(q *kernel.Queue) {
 		left = matrix(a.Left, a.N, a.Depth, 64, gemmDepth)
 		right = matrix(a.Right, a.N, a.Depth, 64, gemmDepth/gemmCluster)
 	}
+
 	gemmLaunch{unit: "gemm_symmetric", symbol: symbol, dtype: a.Type,
 		shared:   symmetricStages * (2*gemmDepth*(gemmRows+columns) + 16),
 		params:   kernel.Struct{a.D, a.C, a.N, a.Depth, clusters, a.Alpha, a.Beta, a.Delta},

@@ -103,6 +103,7 @@ func applied(g *kerneltest.Rig, a NewtonSchulz) func(y, q, x gpu.Ptr) {
 	if tall {
 		first, second = second, first
 	}
+
 	run := planned(g, spec, first, second, a.X[1])
 	return func(y, q, x gpu.Ptr) {
 		args := gpu.MatmulArgs{Alpha: 1, A: q, B: x, D: y}
@@ -127,6 +128,7 @@ func TestNewtonSchulz(t *testing.T) {
 			return name != "normal"
 		})
 	}
+
 	for _, s := range shapes {
 		rows, columns, batch := s[0], s[1], s[2]
 		for name, matrix := range kinds {
@@ -231,5 +233,6 @@ func coarseNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
 		}
 		x = round(next)
 	}
+
 	return x
 }

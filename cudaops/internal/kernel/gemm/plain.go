@@ -42,17 +42,21 @@ func (a Product) Launch(q *kernel.Queue) {
 	if a.Float8 { // two are an element
 		d, shared = d/2, shared+factorBytes(plainColumns)
 	}
+
 	if a.TransW {
 		symbol, right = "nt", matrix(a.W, d, a.Columns, gemmDepth, plainColumns/gemmCluster)
 	}
+
 	if a.Float8 {
 		symbol = "f8"
 	}
+
 	result := matrix(a.Y, a.Columns, a.Rows, 64, 16)
 	added := result
 	if a.C != 0 {
 		symbol, added.ptr = symbol+"_add", a.C
 	}
+
 	result.stored = a.C != a.Y // else what is added would be lost
 	gemmLaunch{unit: "gemm_hopper_plain", dtype: a.Type, shared: shared,
 		symbol:   "gemm_hopper_plain_" + symbol + kernel.Suffix(a.Type),

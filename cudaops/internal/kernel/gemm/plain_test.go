@@ -20,10 +20,12 @@ func matrix8(g *kerneltest.Rig, rows, d int) (x, scale gpu.Ptr, values []float64
 	for i := range factors {
 		factors[i] = math.Exp2(16*g.Rand.Float64()-8) / math.Sqrt(float64(d))
 	}
+
 	b, factors := g.Upload(factors, kerneltest.F32, 0)
 	for i, v := range codes {
 		values = append(values, v*factors[i/d])
 	}
+
 	return of.Ptr, b.Ptr, values
 }
 
@@ -55,6 +57,7 @@ func testProductFloat8(g *kerneltest.Rig, s Product) {
 	for i, v := range cr {
 		plus[i] += v
 	}
+
 	s.X, s.W, s.ScaleX, s.ScaleW, s.Type = x, w, xs, ws, kerneltest.Bf16
 	checkProduct(g, s, c, cr, func(what string, y *kerneltest.Buffer) {
 		want := plus
@@ -122,6 +125,7 @@ func testProduct(g *kerneltest.Rig, s Product, dtype gpu.DType) {
 	if s.TransW {
 		stride = s.D
 	}
+
 	alone := make([]float64, n)
 	cpugemm.Mul(false, s.TransW, s.Rows, s.Columns, s.D, 1, xr, s.D, wr, stride, 0, alone,
 		s.Columns)
@@ -130,6 +134,7 @@ func testProduct(g *kerneltest.Rig, s Product, dtype gpu.DType) {
 		plus[i] += v
 		twice[i] += v
 	}
+
 	rounded := kerneltest.Distance(kerneltest.Decode(kerneltest.Encode(twice, dtype), dtype), plus)
 	s.X, s.W, s.Type = x.Ptr, w.Ptr, dtype
 	checkProduct(g, s, c, cr, func(what string, y *kerneltest.Buffer) {

@@ -64,6 +64,7 @@ func (a RoPEProduct) Launch(q *kernel.Queue) {
 	if a.Float8 { // two are an element
 		d, shared, symbol = d/2, shared+factorBytes(tile.columns), "gemm_hopper_rope_f8"
 	}
+
 	gemmLaunch{unit: "gemm_hopper_rope", shared: shared, dtype: a.Type,
 		symbol: fmt.Sprintf("%s_%d%s", symbol, a.HeadDim, kernel.Suffix(a.Type)),
 		params: kernel.Struct{a.Angles, a.ScaleX, a.ScaleWeights, a.Rows, a.Columns, d, a.Turned,

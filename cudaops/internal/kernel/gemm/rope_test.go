@@ -34,6 +34,7 @@ func TestRoPEProduct(t *testing.T) {
 			})
 		}
 	}
+
 	for _, turned := range []int{0, 64, 320} { // nothing, and heads beside columns that are none
 		a := RoPEProduct{Rows: 140, Columns: 328, D: 456, Turned: turned, Seq: 35, HeadDim: 64,
 			Type: kerneltest.Bf16}
@@ -53,6 +54,7 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 	if len(variants) == 0 {
 		g.Fatal("no variant takes it")
 	}
+
 	for _, a.Variant = range variants {
 		y, again, product := g.Alloc(len(want), a.Type, 0), g.Alloc(len(want), a.Type, 0),
 			g.Alloc(len(want), a.Type, 0)
@@ -89,6 +91,7 @@ func turnedProduct(g *kerneltest.Rig, a *RoPEProduct, x, w []float64) (cos, sin 
 	for i := range sines {
 		sines[i], cosines[i] = math.Sincos(2 * math.Pi * g.Rand.Float64())
 	}
+
 	cos, cr := g.Upload(cosines, kerneltest.F32, 0)
 	sin, sr := g.Upload(sines, kerneltest.F32, 0)
 	a.Angles = ropeAngles(g, cr, sr, a.HeadDim/2)
@@ -99,6 +102,7 @@ func turnedProduct(g *kerneltest.Rig, a *RoPEProduct, x, w []float64) (cos, sin 
 		layer.RoPE(row, slices.Clone(row), cr[at:], sr[at:], 1, a.Turned/a.HeadDim, a.HeadDim,
 			false)
 	}
+
 	return cos, sin, want
 }
 
@@ -110,10 +114,12 @@ func ropeAngles(g *kerneltest.Rig, cos, sin []float64, h int) gpu.Ptr {
 			narrow[i] = append(narrow[i], float32(v))
 		}
 	}
+
 	var table []float64
 	for _, v := range RoPEAngles(narrow[0], narrow[1], h) {
 		table = append(table, float64(v))
 	}
+
 	b, _ := g.Upload(table, kerneltest.F32, 0)
 	return b.Ptr
 }

@@ -49,6 +49,7 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 			pairs[i] *= []float64{1, 100, 1e4, 1e6, 1e8}[g.Rand.IntN(5)]
 		}
 	}
+
 	normalizers, lr := g.Upload(pairs, kerneltest.F32, 0)
 	a.X, a.W, a.Y, a.Normalizers = x.Ptr, w.Ptr, y.Ptr, normalizers.Ptr
 	want := make([]float64, rows*columns)
@@ -89,6 +90,7 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 		require.True(g, slices.Equal(bits, got) && slices.Equal(statsBits, all[:inStats]),
 			"results differ from run to run")
 	}
+
 	plain := g.Alloc(len(want), a.Type, 0)
 	g.Must(g.Launch(g.Stream, Product{Y: plain.Ptr, X: a.X, W: a.W, Type: a.Type,
 		Rows: rows, Columns: columns, D: a.D}))
@@ -107,6 +109,7 @@ func requireExponent(g *kerneltest.Rig, m, logL, h, rho float64) {
 		require.InDelta(g, exact, h, 1e-6+math.Abs(exact)*0x1p-22)
 		return
 	}
+
 	require.GreaterOrEqual(g, math.Abs(h), 128.0)
 	require.InDelta(g, exact, h, math.Abs(exact)*0x1p-22)
 	require.InDelta(g, exact, h-math.Log2(rho), 1e-5, "m %g, log l %g: h is %g, rho %g", m, logL, h,
@@ -142,6 +145,7 @@ func testStatisticsFormed(g *kerneltest.Rig, s attention.Geometry, documents boo
 		g.Must(g.Launch(g.Stream, attention.Documents{Table: s.Documents,
 			Starts: g.UploadInts(starts), Batch: s.Batch, Seq: s.Seq}))
 	}
+
 	matrix := func(columns int) kernel.Rows {
 		b, _ := g.Normal(rows*columns, bf16, 0)
 		return kernel.Rows{Ptr: b.Ptr, Stride: columns}
@@ -182,6 +186,7 @@ func testStatisticsFormed(g *kerneltest.Rig, s attention.Geometry, documents boo
 		}
 		return d
 	}
+
 	product := Product{Y: gradient.Ptr, X: x.Ptr, W: w.Ptr, Type: bf16,
 		Rows: rows, Columns: wide, D: depth}
 	alone := gradients(product)
@@ -189,6 +194,7 @@ func testStatisticsFormed(g *kerneltest.Rig, s attention.Geometry, documents boo
 		Normalizers: normalizers, Type: bf16}) {
 		require.True(g, slices.Equal(d, alone[i]), i)
 	}
+
 	formed := StatisticsProduct{G: gradient.Ptr, X: x.Ptr, W: w.Ptr, Y: y.Ptr,
 		Normalizers: normalizers, Geometry: s, D: depth, Type: bf16}
 	for i, d := range gradients(product, formed) {

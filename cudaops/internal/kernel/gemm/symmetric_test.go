@@ -41,11 +41,13 @@ func testSymmetric(g *kerneltest.Rig, s Symmetric) {
 			}
 		}
 	}
+
 	addend, cr := g.Upload(c, kerneltest.F16, 0)
 	wide := n // elements of a row of left and right
 	if !s.Tall {
 		wide = depth
 	}
+
 	plain := make([]float64, s.Batch*n*n)
 	for b := range s.Batch {
 		part := plain[b*n*n:][:n*n]
@@ -57,6 +59,7 @@ func testSymmetric(g *kerneltest.Rig, s Symmetric) {
 			}
 		}
 	}
+
 	alone, added := s, s
 	alone.Alpha = 1
 	added.Alpha, added.Beta, added.Delta, added.C = 2.0315, -4.775, 3.4445, addend.Ptr

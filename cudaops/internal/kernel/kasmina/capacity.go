@@ -43,6 +43,7 @@ func newMixing(d gpu.DeviceInfo, l Layer, backward bool, c *kernel.Carve) (g mix
 		}
 		return bytes
 	}
+
 	for _, g.resident = range []bool{true, false} {
 		for g.tile = mixTile; g.tile > 1 && size() > mixSharedMost; {
 			g.tile /= 2
@@ -51,6 +52,7 @@ func newMixing(d gpu.DeviceInfo, l Layer, backward bool, c *kernel.Carve) (g mix
 			break
 		}
 	}
+
 	g.tile = min(g.tile, powerOfTwo(l.Rows))
 	g.mixShared = size()
 	g.parts = min(kernel.CeilDiv(l.Rows, g.tile),
@@ -62,6 +64,7 @@ func newMixing(d gpu.DeviceInfo, l Layer, backward bool, c *kernel.Carve) (g mix
 		g.partialWeights = c.Take(4 * g.parts * l.State.Seeds * 2 * l.Chunk * g.m)
 		g.partialScales = c.Take(4 * g.parts * l.State.Seeds)
 	}
+
 	return g
 }
 

@@ -38,9 +38,11 @@ func TestKasminaCapacity(t *testing.T) {
 		{5, 66, 130, 67, 2 * 130 * 40}, {600, 2, 8, 3, 9},
 		{2, 3000, 4, 2000, 24}, {257, 1, 32, 2, 2 * 32 * 32},
 	}
+
 	if testing.Short() {
 		shapes = shapes[:4]
 	}
+
 	for i, s := range shapes {
 		for j, dt := range kerneltest.StorageTypes {
 			for _, stability := range []seed.Stability{seed.Fast, seed.Strict, seed.Adaptive} {
@@ -111,11 +113,13 @@ func TestKasminaMixing(t *testing.T) {
 		{Kind: mlp, Slot: 3, Blend: true, Learn: true},
 		{Kind: mlp, Slot: 3, Learn: true, Alpha: 1},
 	}
+
 	st := State{Seeds: len(seeds), Slots: 4, Wide: true}
 	raw := make([]byte, st.Bytes())
 	for range 2 { // into what the first left
 		require.NoError(t, st.Encode(raw, func(i int) seed.Seed { return seeds[i] }))
 	}
+
 	words := gpu.View[uint32](raw)
 	require.Equal(t, []uint32{1 | 2<<8 | 3<<16, 0, 0, 0, 0, 0, 0}, words[:7],
 		"those that mix are dormant")
@@ -125,6 +129,7 @@ func TestKasminaMixing(t *testing.T) {
 		5 | 2<<8 | 3<<16}; !slices.Equal(words[8:12], want) {
 		t.Errorf("words are %x, want %x", words[8:12], want)
 	}
+
 	require.Equal(t, []uint32{0, 0, 1, 1, 3, 1, 0, 3, 0, 0, 0, 0}, words[15:])
 	seeds[1].Slot = 4
 	require.Error(t, st.Encode(raw, func(i int) seed.Seed { return seeds[i] }))

@@ -74,12 +74,15 @@ func (g grid) shared() int {
 	if g.use.telemetry {
 		left = forwardRecord * units
 	}
+
 	if g.use.backward {
 		left = left/forwardRecord*backwardRecord + 4*(blockThreads*g.perThread+2*units)
 	}
+
 	if g.ring {
 		return max(left, ringAhead*g.arrays*g.batch*blockThreads*16)
 	}
+
 	return left
 }
 
@@ -100,18 +103,21 @@ func newGrid(device gpu.DeviceInfo, l Layer, aligned bool, use usage) grid {
 	if g.use.backward {
 		g.arrays, g.batch = 2, 2
 	}
+
 	switch {
 	case aligned && l.Chunk == 4 && d%n == 0:
 		g.shape, g.perThread, g.each, g.units = "quad", n, 4, l.State.Seeds
 	case aligned && l.Chunk%n == 0:
 		g.shape, g.perThread, g.each, g.units = "part", n, n, d/n
 	}
+
 	g.ring = g.shape != "single" && l.Stability != seed.Strict
 	threads := g.spread(l)
 	g.across = g.acrossOf(threads, kernel.CeilDiv(l.Rows, g.batch))
 	if g.used == 0 {
 		g.used = min(32, g.across)
 	}
+
 	g.down = blockThreads / g.across
 	g.tiles = kernel.CeilDiv(threads, g.across)
 	return g
@@ -137,10 +143,12 @@ func (g *grid) spreadLate(l Layer, batches int) {
 	case !g.use.telemetry:
 		percent, rows, ending = 50, 16, 10
 	}
+
 	g.run, g.tail = rows/g.batch, rows/2/g.batch
 	if l.Rows < 4*rows*g.rowBlocks*g.down {
 		return
 	}
+
 	g.late = min(batches*percent/100/g.run/g.down, 1<<15-g.rowBlocks)
 	g.ending = min(batches*ending/100/g.tail/g.down, (1<<18-1)/g.down, 1<<14)
 }
@@ -162,6 +170,7 @@ func (g *grid) spread(l Layer) int {
 			return 32 * warps
 		}
 	}
+
 	return threads
 }
 
@@ -192,6 +201,7 @@ func (g grid) scratch(l Layer, c *kernel.Carve) (s scratch) {
 	if l.Chunk/g.perThread > 32 {
 		s.gates = c.Take(8 * l.State.Slots)
 	}
+
 	columns, parts := l.State.Seeds*l.Chunk+2*g.units, g.rowParts()
 	s.partial = c.Take(rowPartial * g.rows.parts() * l.State.Seeds)
 	if g.use.telemetry {
@@ -201,12 +211,14 @@ func (g grid) scratch(l Layer, c *kernel.Carve) (s scratch) {
 		}
 		s.records = c.Take(record * parts * g.units)
 	}
+
 	if g.use.backward {
 		s.sums, s.total = c.Take(4*parts*columns), c.Take(4*columns)
 		if g.use.clip && g.sharing == 0 {
 			s.scale = c.Take(4 * l.Rows * l.State.Seeds)
 		}
 	}
+
 	return s
 }
 
@@ -233,5 +245,6 @@ func (l Layer) workspace(d gpu.DeviceInfo, use usage) (bytes int) {
 		}
 		bytes = max(bytes, int(c.At))
 	}
+
 	return bytes
 }

@@ -86,6 +86,7 @@ func (k State) Encode(dst []byte, at func(i int) seed.Seed) error {
 	for f := range fields {
 		fields[f] = take(k.Seeds)
 	}
+
 	heads, order := take(k.Slots+1), take(k.Seeds)
 	mixing := 0
 	for i := range k.Seeds {
@@ -107,12 +108,14 @@ func (k State) Encode(dst []byte, at func(i int) seed.Seed) error {
 			mixing++
 		}
 	}
+
 	sortBySlot(heads, order, fields[0])
 	if k.Wide {
 		take(1)[0] = uint32(mixing)
 		states := take(2 * k.Seeds)[k.Seeds:]
 		sortBySlot(take(k.Slots+1), words, states[:mixing])
 	}
+
 	return nil
 }
 
@@ -130,12 +133,14 @@ func sortBySlot(heads, order, words []uint32) {
 			heads[w>>16]++
 		}
 	}
+
 	sum := uint32(0)
 	// where each slot's end, until they have been placed from the last to the first
 	for i := range heads {
 		sum += heads[i]
 		heads[i] = sum
 	}
+
 	for i, w := range slices.Backward(words) {
 		if learns(w) {
 			heads[w>>16]--
@@ -241,10 +246,12 @@ func newPass(q *kernel.Queue, l Layer, use usage, work gpu.Ptr, others ...gpu.Pt
 		q.Err = fmt.Errorf("kernels.Kasmina: %d rows of %d seeds of %d columns are too many",
 			l.Rows, l.State.Seeds, l.Chunk)
 	}
+
 	p := &pass{Queue: q, Layer: l, unit: "kasmina", name: "kasmina_forward_"}
 	if use.backward {
 		p.unit, p.name = "kasmina_backward", "kasmina_backward_"
 	}
+
 	g := newGrid(q.Info, l, kernel.Aligned(append(others, l.X)...), use)
 	p.name += l.mode(use.telemetry) + "_" + g.shape + kernel.Suffix(l.Type)
 	c := kernel.Line(1, blockThreads)
@@ -255,11 +262,13 @@ func newPass(q *kernel.Queue, l Layer, use usage, work gpu.Ptr, others ...gpu.Pt
 	if l.State.Wide {
 		p.narrow(&from)
 	}
+
 	p.layer = p.fields(p.gates, use.clip)
 	if p.gates != 0 {
 		p.Run("kasmina", "kasmina_softmax", kernel.Cover(l.State.Slots, 8, 256),
 			p.gates, p.Weights, l.State.Slots, l.Chunk)
 	}
+
 	return p
 }
 
@@ -313,6 +322,7 @@ func (p *pass) sumUp(dweights, dscales, figures gpu.Ptr) {
 	if p.use.telemetry {
 		merging = p.mergers()
 	}
+
 	p.finish("kasmina_gather", kernel.Line(adding+merging, mergeThreads), p.total, p.sums,
 		figures, p.records, int64(columns), adding, p.rowParts(), p.units, seeds, p.merging(),
 		p.sharing > 0)
@@ -329,11 +339,13 @@ func (f Forward) Launch(q *kernel.Queue) {
 	if q.Err != nil {
 		return
 	}
+
 	p.main(f.Y, f.X, p.records, f.Bad)
 	if f.Telemetry {
 		p.finish("kasmina_merge", kernel.Line(p.mergers(), mergeThreads), f.Figures,
 			p.records, p.rowParts(), p.units, p.State.Seeds, p.merging(), p.Eps)
 	}
+
 	if f.Histogram != 0 {
 		p.Fill(f.Histogram, 0, 4*Bins*p.State.Seeds)
 		tiles := kernel.CeilDiv(p.State.Seeds*p.Chunk, 256)
@@ -341,10 +353,12 @@ func (f Forward) Launch(q *kernel.Queue) {
 			kernel.Grid(tiles, min(p.Rows, max(1, 8*p.Info.SMs/tiles)), 256, 1), f.Histogram, p.X,
 			int64(p.Rows), p.State.Seeds, p.Chunk)
 	}
+
 	if f.Telemetry && f.Reduction != seed.Exact {
 		p.measureRows("kasmina_rows_health", f.Reduction, p.layer, f.X, p.partial)
 		p.mergeRows(f.Figures, f.Reduction, 6, -1)
 	}
+
 	if p.m > 0 {
 		p.mix("kasmina_mix", p.mixFields(f.Weights, kernel.Packed(f.Type, f.Chunk, f.X, f.Y),
 			false), f.Y, f.X)
@@ -361,16 +375,19 @@ func (b Backward) Launch(q *kernel.Queue) {
 	if q.Err != nil {
 		return
 	}
+
 	byRow := b.Telemetry && (b.Reduction != seed.Exact || p.sharing == 0) || p.scale != 0
 	if byRow {
 		p.measureRows("kasmina_rows_gradient", b.Reduction, p.fields(p.gates, p.scale != 0), b.G,
 			p.partial, p.scale, b.Clipped)
 	}
+
 	p.main(b.DX, b.G, b.X, p.sharing, p.scale, p.sums, p.records, b.Bad, b.Clipped)
 	dweights, dscales := b.DWeights, b.DScales
 	if b.State.Wide {
 		dweights, dscales = p.dweights, p.dscales
 	}
+
 	p.sumUp(dweights, dscales, b.Figures)
 	if byRow && b.Telemetry {
 		norms := Norms
@@ -379,6 +396,7 @@ func (b Backward) Launch(q *kernel.Queue) {
 		}
 		p.mergeRows(b.Figures, b.Reduction, 3, norms)
 	}
+
 	if b.State.Wide {
 		layer := p.mixFields(b.Weights, kernel.Packed(b.Type, b.Chunk, b.X, b.G, b.DX), b.Clip)
 		if p.m > 0 {

@@ -26,12 +26,14 @@ func TestKasmina(t *testing.T) {
 		// a chunk's threads are no power of two
 		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 44, 56, 4}, {19, 2, 384, 3},
 	}
+
 	if testing.Short() {
 		shapes = [][4]int{{67, 44, 4, 45}, {33, 44, 16, 20}, {9, 44, 3, 45}, {1327, 5, 48, 6}}
 	} else {
 		shapes = append(shapes, [4]int{1327, 5, 48, 6}, [4]int{2611, 3, 24, 4},
 			[4]int{2, 100_000, 1, 65536}, [4]int{1, 100_000, 4, 3})
 	}
+
 	for i, s := range shapes {
 		for j, dt := range kerneltest.StorageTypes {
 			for _, stability := range []seed.Stability{seed.Fast, seed.Strict, seed.Adaptive} {
@@ -123,6 +125,7 @@ func (g grid) checkColumns(t *testing.T, l Layer) {
 				l, g, thread, tile, column, begun[y])
 		}
 	}
+
 	for i, n := range times {
 		if n != g.down {
 			t.Fatalf("%+v %+v: column %d has %d threads, want %d", l, g, i*g.perThread, n, g.down)
@@ -311,6 +314,7 @@ func TestKasminaState(t *testing.T) {
 	for range 2 { // into what the first left
 		require.NoError(t, encode())
 	}
+
 	words := gpu.View[uint32](raw)
 	require.Equal(t, []uint32{1 | 2<<8 | 3<<16, 0, 2 | 3<<8 | 1<<16, 3 | 2<<8 | 3<<16, 0},
 		words[:5])

@@ -97,6 +97,7 @@ func kasminaSeeds(g *kerneltest.Rig, c kasminaCase) []seed.Seed {
 				c.deviation) * (0.7 + g.Rand.Float64()/2),
 		}
 	}
+
 	return seeds
 }
 
@@ -119,6 +120,7 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase,
 		}
 		return g.Upload(v, c.dtype, c.skew)
 	}
+
 	r.x, r.xr = tensor()
 	r.g, r.gr = tensor()
 	width := max(c.width, c.chunk)
@@ -179,6 +181,7 @@ func (r *kasminaRun) refer() {
 	for i, s := range r.states {
 		r.Must(k.Activate(i, s))
 	}
+
 	r.reference = k
 	n := len(r.xr)
 	r.wantY, r.wantDX = make([]float64, n), make([]float64, n)
@@ -191,6 +194,7 @@ func (r *kasminaRun) refer() {
 			k.Limit = append(k.Limit, float64(s.Limit))
 		}
 	}
+
 	k.Backward(r.wantDX, r.wantDW, r.wantDS, r.gr, r.xr, r.weights, r.scales)
 	r.wantGradient = slices.Clone(k.Figures)
 }
@@ -240,6 +244,7 @@ func (r *kasminaRun) borderline(seed int) (n int) {
 			n++
 		}
 	}
+
 	return n
 }
 
@@ -256,6 +261,7 @@ func (r *kasminaRun) checkFigures(tol float64) {
 			r.Errorf("seed %d: %s is %.9g, want %.9g", s, name, got, want)
 		}
 	}
+
 	for s := range r.seeds {
 		h := r.wantHealth[s].Health(r.reference.Reduce, r.layer.Eps)
 		m := r.wantHealth[s].Moments
@@ -306,12 +312,14 @@ func (r *kasminaRun) check() {
 	if r.telemetry {
 		outputs = append(outputs, r.health, r.gradient, r.bins)
 	}
+
 	poison := func(with uint8) {
 		for _, b := range append([]*kerneltest.Buffer{r.forwardSpace, r.backwardSpace},
 			outputs...) {
 			r.Must(r.Ctx.Memset8(b.Ptr, with, b.Bytes(), r.Stream))
 		}
 	}
+
 	r.Must(r.Ctx.Memset8(r.counts.Ptr, 0, 4*3*r.seeds, r.Stream))
 	poison(0xff)
 	r.launchForward()
@@ -322,16 +330,19 @@ func (r *kasminaRun) check() {
 	if r.seeds < 10 { // of few sums all may be of terms that cancel
 		tol = 1e-3
 	}
+
 	r.Near("dweights", r.dw, r.wantDW, tol)
 	r.Near("dscales", r.ds, r.wantDS, tol)
 	if r.telemetry {
 		r.checkFigures(1e-6)
 	}
+
 	first := make([][]byte, len(outputs))
 	for i, b := range outputs {
 		first[i] = make([]byte, b.Bytes())
 		r.Must(r.Ctx.CopyToHost(first[i], b.Ptr, r.Stream))
 	}
+
 	poison(0xee)
 	r.launchForward()
 	r.launchBackward()
@@ -342,6 +353,7 @@ func (r *kasminaRun) check() {
 			r.Errorf("output %d has other bits in the second run", i)
 		}
 	}
+
 	r.checkCounts(2)
 	r.checkInPlace(2)
 }
@@ -354,6 +366,7 @@ func (r *kasminaRun) checkInPlace(runs int) {
 	if r.width > 0 || r.skew > 0 || !r.layer.InPlace() {
 		return
 	}
+
 	raw := func(b *kerneltest.Buffer) []byte {
 		to := make([]byte, b.Bytes())
 		r.Must(r.Ctx.CopyToHost(to, b.Ptr, r.Stream))
@@ -367,11 +380,13 @@ func (r *kasminaRun) checkInPlace(runs int) {
 	if r.telemetry {
 		outputs["figures"] = r.gradient
 	}
+
 	want := map[string][]byte{}
 	for name, b := range outputs {
 		want[name] = raw(b)
 		r.Must(r.Ctx.Memset8(b.Ptr, 0xff, b.Bytes(), r.Stream))
 	}
+
 	before := readWords(r.Rig, r.counts)
 	one.launchBackward()
 	for i, n := range readWords(r.Rig, r.counts)[r.seeds:] {
@@ -381,18 +396,22 @@ func (r *kasminaRun) checkInPlace(runs int) {
 			break
 		}
 	}
+
 	if !slices.Equal(raw(one.dx), raw(r.dx)) {
 		r.Error("dx has other bits in place")
 	}
+
 	for name, b := range outputs {
 		if (r.telemetry || r.clip) && !slices.Equal(raw(b), want[name]) {
 			r.Errorf("%s has other bits in place", name)
 		}
 	}
+
 	tol := 1e-5
 	if r.seeds < 10 {
 		tol = 1e-3
 	}
+
 	if !r.telemetry && !r.clip {
 		r.Near("dweights in place", r.dw, r.wantDW, tol)
 		r.Near("dscales in place", r.ds, r.wantDS, tol)

@@ -64,10 +64,12 @@ func NewRig(t *testing.T) *Rig {
 	if err != nil {
 		t.Skipf("needs an NVIDIA GPU: %v", err)
 	}
+
 	seed := *seedFlag
 	if seed == 0 {
 		seed = rand.Uint64()
 	}
+
 	g := &Rig{T: t, Set: kernel.New(ctx), Rand: rand.New(rand.NewPCG(seed, 0))}
 	g.Stream, err = ctx.NewStream(false)
 	g.Must(err)
@@ -79,6 +81,7 @@ func NewRig(t *testing.T) *Rig {
 		g.Must(g.Close())
 		g.Must(ctx.DestroyStream(g.Stream))
 	})
+
 	return g
 }
 
@@ -209,6 +212,7 @@ func Distance(got, want []float64) float64 {
 	if len(got) != len(want) {
 		return math.Inf(1)
 	}
+
 	var diff, norm float64
 	for i, w := range want {
 		switch g := got[i]; {
@@ -222,9 +226,11 @@ func Distance(got, want []float64) float64 {
 			norm += w * w
 		}
 	}
+
 	if diff == 0 {
 		return 0
 	}
+
 	return math.Sqrt(diff / norm)
 }
 

@@ -38,6 +38,7 @@ func Kernels(image []byte, capability int) (map[string][]gpu.Param, error) {
 			}
 			return all, nil
 		}))
+
 	return read.(func() (map[string][]gpu.Param, error))()
 }
 

@@ -46,6 +46,7 @@ func (a Copy) run(q *kernel.Queue, dims []layout) {
 	for _, d := range dims {
 		total *= d.n
 	}
+
 	tiles, order := transposition(dims, a.Size)
 	switch {
 	case q.Err != nil:
@@ -87,9 +88,11 @@ func merged(all []layout) (dims []layout) {
 		}
 		dims = append(dims, d)
 	}
+
 	if len(dims) == 0 {
 		dims = []layout{{1, 1, 1}}
 	}
+
 	return dims
 }
 
@@ -101,6 +104,7 @@ func (a Copy) widen(dims []layout) int {
 	if last.y != 1 || last.x != 1 {
 		return size
 	}
+
 	for size < 16 && last.n%2 == 0 && (int(a.Y)|int(a.X))%(2*size) == 0 {
 		for _, d := range dims[:len(dims)-1] {
 			if d.y%2 != 0 || d.x%2 != 0 {
@@ -114,6 +118,7 @@ func (a Copy) widen(dims []layout) int {
 		last.n /= 2
 		size *= 2
 	}
+
 	return size
 }
 
@@ -126,6 +131,7 @@ func transposition(dims []layout, size int) (tiles gpu.Dim, order []layout) {
 	if iy < 0 || ix < 0 || iy == ix || dims[iy].n < 8 || dims[ix].n < 8 {
 		return tiles, nil
 	}
+
 	others := 1
 	for i, d := range dims {
 		if i != iy && i != ix {
@@ -133,15 +139,18 @@ func transposition(dims []layout, size int) (tiles gpu.Dim, order []layout) {
 			others *= d.n
 		}
 	}
+
 	tile := 64 // kTile of layout.cu
 	if size == 2 {
 		tile = 128
 	}
+
 	tiles = gpu.Dim{X: kernel.CeilDiv(dims[iy].n, tile), Y: kernel.CeilDiv(dims[ix].n, tile),
 		Z: others}
 	if tiles.Y > 65535 || tiles.Z > 65535 {
 		return tiles, nil
 	}
+
 	return tiles, append(order, dims[ix], dims[iy])
 }
 

@@ -49,6 +49,7 @@ func TestCopy(t *testing.T) {
 			})
 		}
 	}
+
 	check("plain", []int{7, 9, 5}, tensor.Shape([]int{7, 9, 5}).CalcStrides(),
 		tensor.Shape([]int{7, 9, 5}).CalcStrides(), 0)
 	check("transpose", []int{100, 77}, tensor.Shape([]int{100, 77}).CalcStrides(), []int{1, 100}, 1)

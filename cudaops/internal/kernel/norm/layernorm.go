@@ -77,6 +77,7 @@ func (a LayerNormBackward) Launch(q *kernel.Queue) {
 	if kernel.Packed(a.Type, a.D, a.DX, a.G, a.X, a.W, a.Add) {
 		h = quantize.BestShape(a.D, a.Type, 1, 2)
 	}
+
 	var blocks int
 	if h.Packs > 0 {
 		blocks = min(a.parts(q.Info), kernel.CeilDiv(a.Rows, h.Rows))

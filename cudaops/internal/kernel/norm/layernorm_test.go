@@ -43,6 +43,7 @@ func layerNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, skew int, offset fl
 	for i := range xr {
 		xr[i] += offset
 	}
+
 	x, xr := g.Upload(xr, dt, skew)
 	w, wr := g.Normal(d, kerneltest.F32, 0)
 	b, br := g.Normal(d, kerneltest.F32, 0)

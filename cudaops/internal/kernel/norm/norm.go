@@ -54,14 +54,17 @@ func (a RMSNorm) Launch(q *kernel.Queue) {
 		quantize.Beside(q, a.Y8, a.Scale8, a.Y, a.Rows, a.D, a.Type)
 		return
 	}
+
 	if a.Y8 != 0 {
 		args = append([]any{a.Y8, a.Scale8}, args...)
 		suf = "_float8" + suf
 	}
+
 	name := "rmsnorm_held"
 	if a.Residual != 0 {
 		name = "rmsnorm_add_held"
 	}
+
 	q.Run("norm", fmt.Sprint(name, h.Packs, suf), h.Over(a.Rows),
 		append(args, int64(a.Rows), a.D, a.Eps, a.Ascending)...)
 }
@@ -81,6 +84,7 @@ func (a RMSNormBackward) walk(q *kernel.Queue) (name string, c gpu.LaunchConfig)
 		c.Shared > q.Info.SharedPerBlock-1024 { // beside what the kernel itself declares
 		return "", c
 	}
+
 	name = a.kernel("")
 	c.Grid.X = min(q.Resident("norm", name, c), kernel.CeilDiv(a.Rows, down), a.parts(q.Info))
 	return name, c
@@ -102,15 +106,18 @@ func (a RMSNormBackward) own(k *kernel.Set) (name string, c gpu.LaunchConfig) {
 	if packs > 4 {
 		packs, across, name = kernel.CeilDiv(packs, 2), 2, "_pair"
 	}
+
 	most, ok := ownWarps[packs]
 	if !ok || !a.packed() {
 		return "", c
 	}
+
 	perWarp := ownStages * a.arrays() * packs * 512 // which its part of a row of floats fits in
 	warps := min(most, (k.Info.SharedPerBlock-1024)/perWarp)
 	if warps < 4 {
 		return "", c
 	}
+
 	down := warps / across
 	return a.kernel(name + strconv.Itoa(packs)),
 		gpu.LaunchConfig{Grid: gpu.Dim{X: min(k.Info.SMs, kernel.CeilDiv(a.Rows, down))},
@@ -167,6 +174,7 @@ func (a RMSNormBackward) Launch(q *kernel.Queue) {
 	if name == "" {
 		name, c = a.walk(q)
 	}
+
 	blocks := c.Grid.X
 	if name == "" {
 		blocks = a.runAny(q)
@@ -177,6 +185,7 @@ func (a RMSNormBackward) Launch(q *kernel.Queue) {
 		}
 		q.Run("norm", name, c, args...)
 	}
+
 	c = kernel.Grid(kernel.CeilDiv(a.D, 32), 1, 32, 32)
 	c.Overlap = true
 	q.Run("norm", "rmsnorm_weight_sum", c, a.DW, a.Workspace, blocks, a.D)

@@ -50,6 +50,7 @@ func rmsNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew i
 		}
 		xr = kerneltest.Decode(kerneltest.Encode(xr, dt), dt)
 	}
+
 	g.Must(g.Launch(g.Stream, a))
 	wantY, wantR := make([]float64, rows*d), make([]float64, rows)
 	layer.RMSNorm(wantY, wantR, xr, wr, 1e-5)
@@ -103,6 +104,7 @@ func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, ske
 			wantX[i] += v
 		}
 	}
+
 	g.Must(g.Launch(g.Stream, a))
 	g.Near("dx", dx, wantX, kerneltest.Backward(dt))
 	g.Near("dw", dw, wantW, kerneltest.Backward(kerneltest.F32))

@@ -58,5 +58,6 @@ func TestNormalizeZero(t *testing.T) {
 	for i := range gr {
 		gr[i] /= 1e-7
 	}
+
 	g.Near("dx", dy, gr, 1e-6)
 }

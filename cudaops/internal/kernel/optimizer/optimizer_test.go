@@ -106,6 +106,7 @@ func newParameters(g *kerneltest.Rig) []*parameter {
 		}
 		qs = append(qs, q)
 	}
+
 	return qs
 }
 
@@ -186,6 +187,7 @@ func TestLion(t *testing.T) {
 	for i, q := range qs {
 		want[i] = reference{floats32(q.rp), floats32(q.rm)}
 	}
+
 	table, squares := newTable(g, qs)
 
 	for step := range 3 {
@@ -214,6 +216,7 @@ func TestLion(t *testing.T) {
 			nearCopy(g, q)
 		}
 	}
+
 	require.EqualValues(t, 3, stepsOf(g, table)[0])
 }
 
@@ -236,6 +239,7 @@ func TestAdamW8bit(t *testing.T) {
 		q.Moments = [MaxMoments]gpu.Ptr{x.m.Ptr, x.mScale.Ptr, x.v.Ptr, x.vScale.Ptr}
 		eight[i] = x
 	}
+
 	table, squares := newTable(g, qs)
 
 	codes := func(b *kerneltest.Buffer, n int) []uint8 {
@@ -244,6 +248,7 @@ func TestAdamW8bit(t *testing.T) {
 		g.Must(g.Ctx.SyncStream(g.Stream))
 		return raw
 	}
+
 	for step := range 3 {
 		for _, q := range qs {
 			newGrad(g, q)
@@ -294,6 +299,7 @@ func TestAdamW8bit(t *testing.T) {
 			nearCopy(g, q)
 		}
 	}
+
 	require.EqualValues(t, 3, stepsOf(g, table)[0])
 }
 
@@ -555,6 +561,7 @@ func TestTableChunks(t *testing.T) {
 	for _, p := range table.Tensors {
 		first = append(first, p.FirstChunk)
 	}
+
 	require.Equal(t, []int32{0, 1, 4, 5}, first)
 	require.Equal(t, 6, table.Chunks)
 	require.NoError(t, errors.Join(ctx.Free(at), ctx.Close()))
@@ -573,6 +580,7 @@ func TestNormSameBits(t *testing.T) {
 			Scale: 0}))
 		norms[float32(readControl(g, control).Norm)] = true
 	}
+
 	require.Len(t, norms, 1)
 }
 
@@ -588,6 +596,7 @@ func TestScattered(t *testing.T) {
 	for _, q := range qs {
 		tensors = append(tensors, q.Tensor)
 	}
+
 	own := (301*101 + Chunk - 1) / Chunk
 	chunks := before + own + between + 1 + behind
 	tensors[0].FirstChunk, tensors[1].FirstChunk = before, int32(before+own+between)

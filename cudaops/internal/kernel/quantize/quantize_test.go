@@ -23,16 +23,19 @@ func quantized(row []float64) (codes []byte, scale float32) {
 			break
 		}
 	}
+
 	switch scale = float32(largest) / 448; {
 	case largest == 0:
 		scale = 1
 	case scale < 0x1p-126:
 		scale = 0x1p-126
 	}
+
 	inverse := 1 / scale
 	for _, v := range row {
 		codes = append(codes, gpu.E4M3(float32(v)*inverse))
 	}
+
 	return codes, scale
 }
 
@@ -81,6 +84,7 @@ func oddRows(g *kerneltest.Rig, rows, d int, t gpu.DType) [][]float64 {
 	if t == kerneltest.F16 {
 		least, most = -8, 4
 	}
+
 	x := make([][]float64, rows)
 	for r := range x {
 		x[r] = make([]float64, d)
@@ -108,6 +112,7 @@ func oddRows(g *kerneltest.Rig, rows, d int, t gpu.DType) [][]float64 {
 			*one = 1.75
 		}
 	}
+
 	return x
 }
 
@@ -262,10 +267,12 @@ func rmsNormFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, 
 		g.Must(g.Launch(g.Stream, a))
 		return outputs
 	}
+
 	plain, fused := run(false), run(true)
 	for i, b := range plain {
 		sameBits(g, fmt.Sprint("output ", i), fused[i], b)
 	}
+
 	separate(g, "y", fused[len(plain)], fused[len(plain)+1], fused[0], d, 0)
 }
 
@@ -302,6 +309,7 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 	if add {
 		base.Add = x.Ptr
 	}
+
 	run := func(float8 bool) (outputs []*kerneltest.Buffer) {
 		dx, dw := g.Alloc(rows*d, dt, skew), g.Alloc(d, kerneltest.F32, 0)
 		a := base
@@ -314,6 +322,7 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 		g.Must(g.Launch(g.Stream, a))
 		return outputs
 	}
+
 	plain, fused := run(false), run(true)
 	sameBits(g, "dx", fused[0], plain[0])
 	g.Near("dw", fused[1], g.Read(plain[1]), 1e-4) // perhaps of other blocks' sums
@@ -367,6 +376,7 @@ func siluFloat8(g *kerneltest.Rig, rows, f int, dt gpu.DType, skew int) {
 	if f%8 != 0 || skew != 0 {
 		return
 	}
+
 	b.H, b.DAB = 0, ab.Ptr // in place
 	g.Must(g.Launch(g.Stream, b))
 	sameBits(g, "da, db in place", ab, want)

@@ -46,11 +46,13 @@ func NewTable(ctx gpu.Context, alloc kernel.Alloc, weights []Weight) (*Table, er
 		rows[i].most = int64(t.most)
 		t.most += int(w.Rows + w.D + 16)
 	}
+
 	var err error
 	if t.At, err = kernel.Upload(ctx, alloc, gpu.Bytes(rows), gpu.Bytes(strips),
 		make([]byte, 4*t.most)); err != nil {
 		return nil, fmt.Errorf("kernels.NewQuantizeTable: %w", err)
 	}
+
 	return t, nil
 }
 
@@ -77,6 +79,7 @@ func WeightStrips(weights []Weight) (strips []WeightStrip) {
 			strips = append(strips, strip)
 		}
 	}
+
 	return strips
 }
 

@@ -42,6 +42,7 @@ func TestQuantizeWeights(t *testing.T) {
 		}
 		weights = append(weights, w)
 	}
+
 	table, err := quantize.NewTable(g.Ctx, func(bytes int) (gpu.Ptr, error) {
 		return g.Alloc(bytes/4, kerneltest.F32, 0).Ptr, g.Ctx.SyncStream(g.Stream)
 	}, weights)
@@ -69,6 +70,7 @@ func TestWeightStrips(t *testing.T) {
 	for i, w := range weights {
 		left[i] = strips(w)
 	}
+
 	for at, strip := range quantize.WeightStrips(weights) {
 		of, seen := strip, looked
 		if of.Weight &^= quantize.WeightRounds; of != strip {
@@ -83,10 +85,12 @@ func TestWeightStrips(t *testing.T) {
 		}
 		seen[of] = true
 	}
+
 	want := 0
 	for _, w := range weights {
 		want += strips(w)
 	}
+
 	require.Len(t, looked, want)
 	require.Len(t, rounded, want)
 }

@@ -76,6 +76,7 @@ func (a Reduce) Launch(q *kernel.Queue) {
 		q.Err = fmt.Errorf("kernels.Reduce: nothing to reduce, [%d, 0, %d]", a.Outer, a.Inner)
 		return
 	}
+
 	a.Scale = cmp.Or(a.Scale, 1)
 	parts, late := a.parts(q.Info)
 	if parts > 1 {
@@ -84,6 +85,7 @@ func (a Reduce) Launch(q *kernel.Queue) {
 		first.run(q, parts, late)
 		a.X, a.XType, a.N = a.Workspace, gpu.Float32, parts
 	}
+
 	a.run(q, 1, 0)
 }
 
@@ -98,10 +100,12 @@ func (a Reduce) run(q *kernel.Queue, parts, late int) {
 			int64(perPart))
 		return
 	}
+
 	variant := "_packs"
 	if !kernel.Packed(a.XType, a.Inner, a.X) {
 		variant, n = "_columns", 1
 	}
+
 	tiles := kernel.CeilDiv(a.Inner, 32*n)
 	c := kernel.Grid(blocks*tiles, 1, 32, 8)
 	c.Overlap = a.X == a.Workspace

@@ -42,14 +42,17 @@ func (a Rotate) Launch(q *kernel.Queue) {
 			variant, threads = "rope_heads1", threads/n
 		}
 	}
+
 	if threads > math.MaxInt32 {
 		q.Err = fmt.Errorf("kernels.RoPE: %d rows of %d heads are too many for one launch", a.Rows,
 			a.Heads)
 	}
+
 	sign := 1.0
 	if a.Inverse {
 		sign = -1
 	}
+
 	q.Run("rope", variant+kernel.Suffix(a.Type),
 		kernel.Cover(threads, ropeThreads, ropeThreads), a.Y, a.X, a.Cos, a.Sin,
 		sign, int64(a.Rows), a.Heads, h, a.Seq, int64(a.XStride), int64(a.YStride))

@@ -62,6 +62,7 @@ func (a MulBackward) Launch(q *kernel.Queue) {
 			return
 		}
 	}
+
 	launch(q, "_mul_backward", a.GELU, a.Rows, a.F, a.Type,
 		kernel.Packed(a.Type, a.F, a.H, a.DAB, a.DH, a.AB), a.H, a.DAB, db, a.DH, a.AB, b,
 		int64(a.Rows), a.F, int64(stride), int64(stride))
@@ -74,12 +75,15 @@ func launch(q *kernel.Queue, name string, gelu bool, rows, f int, t gpu.DType, p
 	if gelu {
 		symbol = "gelu"
 	}
+
 	if packed {
 		variant, packs = "_packs", packs/kernel.Vector(t)
 	}
+
 	if packs > math.MaxInt32 {
 		q.Err = fmt.Errorf("kernels.SiLUMul: %d rows of %d elements are too many for one launch",
 			rows, f)
 	}
+
 	q.Run("silu", symbol+name+variant+kernel.Suffix(t), kernel.Cover(packs, 2*256, 256), args...)
 }

@@ -42,9 +42,11 @@ func softmax(q *kernel.Queue, name string, rows, n int, t gpu.DType, packed bool
 			variant, c = fmt.Sprint("_held", packs), kernel.Line(rows, threads)
 		}
 	}
+
 	if n <= 1024 && packed {
 		variant, c = "_warp", kernel.Cover(rows, 4, 128)
 		args = append(args, int64(rows))
 	}
+
 	q.Run("softmax", name+variant+kernel.Suffix(t), c, append(args, n)...)
 }

@@ -147,6 +147,7 @@ func (f *Chunk) Finish(reduce seed.Reduction, anchor float64) {
 	if f.Moments.N == 0 {
 		f.Moments, f.Min, f.Max = Moments{}, 0, 0
 	}
+
 	for i := range f.Rows {
 		switch {
 		case rows == 0:

@@ -57,6 +57,7 @@ func TestScanExtremes(t *testing.T) {
 		f.Gradient(seed.Exact) != [3]float64{} {
 		t.Errorf("%+v", f)
 	}
+
 	if s := Scan([]float32{float32(nan), 3, 5, 4, 1}, 2); s.Bad != 1 || s.Low != 1 || s.High != 5 ||
 		s.Moments.N != 4 || s.Dead != 1 || s.Absolute().Mean != 3.25 {
 		t.Errorf("%+v", s)

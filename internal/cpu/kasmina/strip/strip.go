@@ -160,6 +160,7 @@ func (p *Pack) Load(x []float32, s View, ahead int) {
 		move(&p[PackRoom], &x[s.At], s.Rows, PackStride, s.Stride, s.Columns, 4*ahead)
 		return
 	}
+
 	for r := range s.Rows {
 		copy(p[p.at(r, 0):][:s.Columns], x[s.At+r*s.Stride:])
 	}
@@ -193,6 +194,7 @@ func (p *Pack) Store(y []float32, s View) {
 		move(&y[s.At], &p[PackRoom], s.Rows, s.Stride, PackStride, s.Columns, 0)
 		return
 	}
+
 	for r := range s.Rows {
 		copy(y[s.At+r*s.Stride:][:s.Columns], p[p.at(r, 0):])
 	}
@@ -386,10 +388,12 @@ func (c *Rule) Learn(dx []float32, g, x *Pack, s View, input []float32, t *Sums)
 		c.Backward(dx, g, x, s, input)
 		return
 	}
+
 	blend := k.blendLearn
 	if s.streams(dx) {
 		blend = k.blendLearnStreamed
 	}
+
 	blend(&dx[s.At], &g[PackRoom], &x[PackRoom], c, t, s.ahead(input), s.Rows, s.Stride, s.Columns)
 }
 
@@ -447,6 +451,7 @@ func (n *Norms) Add(g []float32, stride, rows, c, chunks int) {
 		k.chunkNorms(n, &g[0], rows/NormRows, c, chunks, stride)
 		return
 	}
+
 	for r := range rows / NormRows * NormRows {
 		for i := range chunks {
 			d := math.Sqrt(vec.SumSquares(g[r*stride+i*c:][:c])) - n.Anchor[i]

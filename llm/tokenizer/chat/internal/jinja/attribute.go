@@ -49,12 +49,14 @@ func (in *interpreter) item(object, key value) (value, bool) {
 	if u, ok := object.(*undefined); ok {
 		fail("%s", u.message)
 	}
+
 	if d, ok := object.(*dict); ok {
 		if !isHashable(key) {
 			return nil, false
 		}
 		return d.get(key)
 	}
+
 	if !isInteger(key) {
 		return nil, false
 	}
@@ -66,6 +68,7 @@ func (in *interpreter) item(object, key value) (value, bool) {
 		}
 		return i, i >= 0 && i < n
 	}
+
 	switch o := object.(type) {
 	case string, markup:
 		s, _ := text(o)
@@ -88,6 +91,7 @@ func (in *interpreter) item(object, key value) (value, bool) {
 			return o.start + int64(i)*o.step, true
 		}
 	}
+
 	return nil, false
 }
 
@@ -103,14 +107,17 @@ func (in *interpreter) runeAt(s string, i int) (string, bool) {
 		}
 		return s[i : i+1], true
 	}
+
 	in.grow(len(s))
 	runes := []rune(s)
 	if i < 0 {
 		i += len(runes)
 	}
+
 	if i < 0 || i >= len(runes) {
 		return "", false
 	}
+
 	return string(runes[i]), true
 }
 
@@ -155,6 +162,7 @@ func (in *interpreter) attribute(object value, name string) (value, bool) {
 	if strings.HasPrefix(name, "__") && strings.HasSuffix(name, "__") {
 		fail("the attribute %s is not supported", name)
 	}
+
 	switch o := object.(type) {
 	case *undefined:
 		fail("%s", o.message)
@@ -253,6 +261,7 @@ func (in *interpreter) attribute(object value, name string) (value, bool) {
 			return o.used, true
 		}
 	}
+
 	return nil, false
 }
 
@@ -279,6 +288,7 @@ func dictAttribute(d *dict, name string) (value, bool) {
 	case "fromkeys":
 		return unsupported(d, name), true
 	}
+
 	return nil, false
 }
 
@@ -324,6 +334,7 @@ func clampRange(n int, start, stop value) (from, to int) {
 		}
 		return i
 	}
+
 	return clamp(start, 0), min(clamp(stop, n), n)
 }
 
@@ -347,6 +358,7 @@ func macroAttribute(m *macro, name string) (value, bool) {
 	case "caller", "explicit_caller":
 		return unsupported(m, name), true
 	}
+
 	return nil, false
 }
 
@@ -372,6 +384,7 @@ func (c *cycler) attribute(name string) (value, bool) {
 			return nil
 		}), true
 	}
+
 	return nil, false
 }
 

@@ -23,9 +23,11 @@ func (a *callArguments) bind(function string, required int, parameters ...string
 	for i := range bound {
 		bound[i] = missing
 	}
+
 	if len(a.positional) > len(parameters) {
 		fail("%s takes at most %d arguments, got %d", function, len(parameters), len(a.positional))
 	}
+
 	copy(bound, a.positional)
 	for _, k := range a.keywords {
 		i := slices.Index(parameters, k.name)
@@ -37,11 +39,13 @@ func (a *callArguments) bind(function string, required int, parameters ...string
 		}
 		bound[i] = k.value
 	}
+
 	for i := range required {
 		if bound[i] == value(missing) {
 			fail("%s requires the argument %s", function, parameters[i])
 		}
 	}
+
 	return bound
 }
 
@@ -84,6 +88,7 @@ func (in *interpreter) call(callee value, a *callArguments) value {
 	case *undefined:
 		fail("%s", c.message)
 	}
+
 	fail("%s is not callable", describe(callee))
 	return nil
 }
@@ -108,6 +113,7 @@ func (in *interpreter) makeDict(a *callArguments) value {
 	if len(a.positional) > 1 {
 		fail("dict takes at most one positional argument, got %d", len(a.positional))
 	}
+
 	if len(a.positional) == 1 {
 		switch v := a.positional[0].(type) {
 		case *dict:
@@ -124,9 +130,11 @@ func (in *interpreter) makeDict(a *callArguments) value {
 			}
 		}
 	}
+
 	for _, k := range a.keywords {
 		d.set(k.name, k.value)
 	}
+
 	in.grow(32 * len(d.keys))
 	return d
 }

@@ -76,6 +76,7 @@ func (in *interpreter) eval(n node) value {
 	case *comparison:
 		return in.comparison(n)
 	}
+
 	fail("unexpected expression")
 	return nil
 }
@@ -95,12 +96,15 @@ func (in *interpreter) evalArguments(a arguments) *callArguments {
 		// Python evaluates *list before the keyword arguments.
 		c.positional = append(c.positional, in.elements(in.eval(a.list))...)
 	}
+
 	for _, k := range a.keywords {
 		c.keywords = append(c.keywords, keywordValue{k.name, in.eval(k.value)})
 	}
+
 	if a.list != nil && len(a.keywords) == 0 {
 		c.positional = append(c.positional, in.elements(in.eval(a.list))...)
 	}
+
 	if a.dict != nil {
 		d, ok := in.eval(a.dict).(*dict)
 		if !ok {
@@ -119,6 +123,7 @@ func (in *interpreter) evalArguments(a arguments) *callArguments {
 			c.keywords = append(c.keywords, keywordValue{name, d.values[i]})
 		}
 	}
+
 	return c
 }
 
@@ -128,21 +133,26 @@ func (in *interpreter) unary(n *unary) value {
 	if n.op == "not" {
 		return !isTrue(v)
 	}
+
 	if u, ok := v.(*undefined); ok {
 		fail("%s", u.message)
 	}
+
 	if !isNumber(v) {
 		fail("unary %s is not supported for %s", n.op, describe(v))
 	}
+
 	if f, ok := v.(float64); ok {
 		if n.op == "-" {
 			return -f
 		}
 		return f
 	}
+
 	if n.op == "-" {
 		return arithmetic("-", int64(0), v)
 	}
+
 	return normalize(toBig(v))
 }
 
@@ -160,6 +170,7 @@ func (in *interpreter) binary(n *binary) value {
 		}
 		return in.eval(n.right)
 	}
+
 	right := in.eval(n.right)
 	in.line = n.line
 	return in.operate(n.op, left, right)
@@ -170,6 +181,7 @@ func (in *interpreter) operate(op string, left, right value) value {
 	if isNumber(left) && isNumber(right) {
 		return arithmetic(op, left, right)
 	}
+
 	if op == "%" {
 		if s, ok := text(left); ok {
 			if _, ok := left.(markup); ok {
@@ -178,6 +190,7 @@ func (in *interpreter) operate(op string, left, right value) value {
 			return in.percent(s, right)
 		}
 	}
+
 	for _, v := range []value{left, right} {
 		if u, ok := v.(*undefined); ok {
 			fail("%s", u.message)
@@ -205,6 +218,7 @@ func (in *interpreter) operate(op string, left, right value) value {
 			fail("- with the view of a dictionary is not supported")
 		}
 	}
+
 	fail("%s is not supported between %s and %s", op, describe(left), describe(right))
 	return nil
 }
@@ -235,6 +249,7 @@ func (in *interpreter) add(left, right value) (value, bool) {
 			return &tuple{items: in.concatenate(l.items, r.items)}, true
 		}
 	}
+
 	return nil, false
 }
 
@@ -257,6 +272,7 @@ func (in *interpreter) multiply(v value, n int) (value, bool) {
 		}
 		return all
 	}
+
 	switch v := v.(type) {
 	case string:
 		return in.repeat(v, n), true
@@ -267,6 +283,7 @@ func (in *interpreter) multiply(v value, n int) (value, bool) {
 	case *tuple:
 		return &tuple{items: items(v.items)}, true
 	}
+
 	return nil, false
 }
 
@@ -294,6 +311,7 @@ func (in *interpreter) compareOp(op string, left, right value) bool {
 	case "not in":
 		return !in.contains(right, left)
 	}
+
 	order := in.compare(op, left, right)
 	switch op {
 	case "<":
@@ -303,6 +321,7 @@ func (in *interpreter) compareOp(op string, left, right value) bool {
 	case ">":
 		return order > 0
 	}
+
 	return order >= 0
 }
 
@@ -318,6 +337,7 @@ func (in *interpreter) slice(object value, s *slice, line int) value {
 		}
 		return v
 	}
+
 	start, stop, step := bound(s.start), bound(s.stop), bound(s.step)
 	in.line = line
 
@@ -325,9 +345,11 @@ func (in *interpreter) slice(object value, s *slice, line int) value {
 	if step != nil {
 		by = toInt(step)
 	}
+
 	if by == 0 {
 		fail("the step of a slice is zero")
 	}
+
 	indexes := func(n int) (first, count int) {
 		low, high := 0, n
 		if by < 0 {
@@ -351,6 +373,7 @@ func (in *interpreter) slice(object value, s *slice, line int) value {
 		first, last = clamp(start, n-1), clamp(stop, -1)
 		return first, max(0, (first-last-by-1)/-by)
 	}
+
 	pick := func(items []value) []value {
 		first, count := indexes(len(items))
 		in.grow(16 * count)
@@ -375,6 +398,7 @@ func (in *interpreter) slice(object value, s *slice, line int) value {
 	case *undefined:
 		fail("%s", o.message)
 	}
+
 	fail("%s cannot be sliced", describe(object))
 	return nil
 }
@@ -386,11 +410,13 @@ func sliceString(s string, indexes func(int) (first, count int), by int) string 
 			return s[first : first+count]
 		}
 	}
+
 	runes := []rune(s)
 	first, count := indexes(utf8.RuneCountInString(s))
 	var b strings.Builder
 	for i := range count {
 		b.WriteRune(runes[first+i*by])
 	}
+
 	return b.String()
 }

@@ -317,6 +317,7 @@ func attributeParts(attribute value) []value {
 	case int64:
 		return []value{a}
 	}
+
 	fail("an attribute must be a string or an integer, not %s", describe(attribute))
 	return nil
 }
@@ -361,9 +362,11 @@ func (in *interpreter) mapper(a *callArguments) func(value) value {
 		args := a.bind("map", 0, "attribute", "default")
 		return in.attributeGetter(args[0], orDefault(args[1], nil))
 	}
+
 	if len(a.positional) == 0 {
 		fail("map requires the name of a filter")
 	}
+
 	name := wantText("map", a.positional[0])
 	rest := &callArguments{a.positional[1:], a.keywords}
 	return func(v value) value { return in.callFilter(name, v, rest) }
@@ -405,6 +408,7 @@ func batchFilter(in *interpreter, v value, a *callArguments) value {
 		}
 		batch = append(batch, e)
 	}
+
 	if len(batch) > 0 {
 		fill := orDefault(args[1], nil)
 		if fill != nil && len(batch) < size {
@@ -415,6 +419,7 @@ func batchFilter(in *interpreter, v value, a *callArguments) value {
 		}
 		batches = append(batches, &list{batch})
 	}
+
 	return sliceIterator(batches)
 }
 
@@ -424,6 +429,7 @@ func sliceFilter(in *interpreter, v value, a *callArguments) value {
 	if n == 0 {
 		fail("division by zero")
 	}
+
 	in.check(16 * max(n, 0))
 	items := in.elements(v)
 	fill := orDefault(args[1], nil)
@@ -431,6 +437,7 @@ func sliceFilter(in *interpreter, v value, a *callArguments) value {
 	if n < 0 {
 		return sliceIterator(nil)
 	}
+
 	size, extra := len(items)/n, len(items)%n
 	at := 0
 	for i := range n {
@@ -445,6 +452,7 @@ func sliceFilter(in *interpreter, v value, a *callArguments) value {
 		parts = append(parts, &list{part})
 		at = end
 	}
+
 	return sliceIterator(parts)
 }
 
@@ -460,6 +468,7 @@ func lastFilter(in *interpreter, v value, a *callArguments) value {
 	case *undefined:
 		return &undefined{"no last item, the sequence was empty"}
 	}
+
 	fail("last requires a sequence, not %s", describe(v))
 	return nil
 }
@@ -475,6 +484,7 @@ func reverseFilter(in *interpreter, v value, a *callArguments) value {
 		}
 		return s
 	}
+
 	items := in.elements(v)
 	slices.Reverse(items)
 	switch v.(type) {
@@ -483,6 +493,7 @@ func reverseFilter(in *interpreter, v value, a *callArguments) value {
 	case *iterator:
 		return &list{items}
 	}
+
 	fail("reverse of %s is not supported", describe(v))
 	return nil
 }
@@ -493,10 +504,12 @@ func dictSortFilter(in *interpreter, v value, a *callArguments) value {
 	if !ok {
 		fail(`dictsort: by must be "key" or "value"`)
 	}
+
 	d, ok := v.(*dict)
 	if !ok {
 		fail("dictsort requires a dictionary, not %s", describe(v))
 	}
+
 	items := (&view{d, "items"}).items()
 	caseSensitive := isTrue(orDefault(args[0], false))
 	keys := make([]value, len(items))
@@ -506,6 +519,7 @@ func dictSortFilter(in *interpreter, v value, a *callArguments) value {
 			keys[i] = ignoreCase(keys[i])
 		}
 	}
+
 	return &list{in.sorted(items, keys, isTrue(orDefault(args[2], false)))}
 }
 
@@ -515,6 +529,7 @@ func (in *interpreter) sorted(items, keys []value, reverse bool) []value {
 	for i := range order {
 		order[i] = i
 	}
+
 	sort.SliceStable(order, func(i, j int) bool {
 		a, b := keys[order[i]], keys[order[j]]
 		if reverse {
@@ -522,10 +537,12 @@ func (in *interpreter) sorted(items, keys []value, reverse bool) []value {
 		}
 		return in.compare("<", a, b) < 0
 	})
+
 	result := make([]value, len(items))
 	for i, o := range order {
 		result[i] = items[o]
 	}
+
 	in.grow(32 * len(items))
 	return result
 }
@@ -542,6 +559,7 @@ func sortFilter(in *interpreter, v value, a *callArguments) value {
 			attributes = append(attributes, part)
 		}
 	}
+
 	for _, attribute := range attributes {
 		getters = append(getters, in.keyGetter(attribute, args[1]))
 	}
@@ -554,6 +572,7 @@ func sortFilter(in *interpreter, v value, a *callArguments) value {
 		}
 		keys[i] = key
 	}
+
 	return &list{in.sorted(items, keys, isTrue(orDefault(args[0], false)))}
 }
 
@@ -609,6 +628,7 @@ func groupByFilter(in *interpreter, v value, a *callArguments) value {
 	for i, item := range items {
 		keys[i] = get(item)
 	}
+
 	groups := &list{}
 	var key value
 	for _, item := range in.sorted(items, keys, false) {
@@ -622,6 +642,7 @@ func groupByFilter(in *interpreter, v value, a *callArguments) value {
 		groups.items = append(groups.items,
 			&tuple{items: []value{output(item), &list{[]value{item}}}, group: true})
 	}
+
 	return groups
 }
 
@@ -630,10 +651,12 @@ func sumFilter(in *interpreter, v value, a *callArguments) value {
 	if attribute := orDefault(args[0], nil); attribute != nil {
 		v = in.mapped(v, in.attributeGetter(attribute, nil))
 	}
+
 	total := orDefault(args[1], int64(0))
 	if _, ok := text(total); ok {
 		fail("sum cannot add strings")
 	}
+
 	floats := 0
 	for _, e := range in.elements(v) {
 		if _, ok := e.(float64); ok {
@@ -644,6 +667,7 @@ func sumFilter(in *interpreter, v value, a *callArguments) value {
 		}
 		total = in.operate("+", total, e)
 	}
+
 	return total
 }
 
@@ -668,6 +692,7 @@ func intFilter(in *interpreter, v value, a *callArguments) value {
 			return normalize(toBig(v))
 		}
 	}
+
 	return orDefault(args[0], int64(0))
 }
 
@@ -677,6 +702,7 @@ func indentFilter(in *interpreter, v value, a *callArguments) value {
 	if !ok {
 		fail("indent of %s is not supported", describe(v))
 	}
+
 	var prefix string
 	switch width := orDefault(args[0], int64(4)).(type) {
 	case string:
@@ -689,6 +715,7 @@ func indentFilter(in *interpreter, v value, a *callArguments) value {
 	if isTrue(orDefault(args[1], false)) {
 		b.add(prefix)
 	}
+
 	blank := isTrue(orDefault(args[2], false))
 	for i, line := range splitLines(s+"\n", false) {
 		if i > 0 {
@@ -699,6 +726,7 @@ func indentFilter(in *interpreter, v value, a *callArguments) value {
 		}
 		b.add(line)
 	}
+
 	in.grow(b.Len())
 	return b.String()
 }
@@ -719,6 +747,7 @@ func roundFilter(in *interpreter, v value, a *callArguments) value {
 	if u, ok := v.(*undefined); ok {
 		fail("%s", u.message)
 	}
+
 	switch method := orDefault(args[1], "common"); method {
 	case "common":
 		return round(v, precision)
@@ -737,6 +766,7 @@ func roundFilter(in *interpreter, v value, a *callArguments) value {
 		}
 		return arithmetic("/", scaled, unit)
 	}
+
 	fail("round: the method must be common, ceil or floor")
 	return nil
 }
@@ -764,6 +794,7 @@ func titleFilter(s string) string {
 		b.WriteString(lower(s[n:end]))
 		s = s[end:]
 	}
+
 	return b.String()
 }
 
@@ -773,24 +804,29 @@ func truncateFilter(in *interpreter, v value, a *callArguments) value {
 	if !ok {
 		fail("truncate of %s is not supported", describe(v))
 	}
+
 	limit := toInt(orDefault(args[0], int64(255)))
 	end := wantText("truncate", orDefault(args[2], "..."))
 	leeway := orDefault(args[3], nil)
 	if leeway == nil {
 		leeway = int64(5)
 	}
+
 	size := utf8.RuneCountInString(end)
 	if limit < size || toInt(leeway) < 0 {
 		fail("truncate: the length is less than that of the end, or the leeway is negative")
 	}
+
 	if utf8.RuneCountInString(s) <= limit+toInt(leeway) {
 		return s
 	}
+
 	s = string([]rune(s)[:limit-size])
 	if !isTrue(orDefault(args[1], false)) {
 		if i := strings.LastIndexByte(s, ' '); i >= 0 {
 			s = s[:i]
 		}
 	}
+
 	return in.newString(s + end)
 }

@@ -29,6 +29,7 @@ func (in *interpreter) percent(format string, right value) value {
 	if isTuple {
 		operands = t.items
 	}
+
 	mayRemain := false
 	switch right.(type) {
 	case *dict, *list, *numberRange, *undefined:
@@ -133,6 +134,7 @@ func (in *interpreter) percent(format string, right value) value {
 	if used < len(operands) && !mayRemain {
 		fail("not all arguments were converted by the format string %q", format)
 	}
+
 	in.grow(b.Len())
 	return b.String()
 }
@@ -145,6 +147,7 @@ func (in *interpreter) percentOne(s spec, v value) string {
 			s.fill, s.align = '0', '='
 		}
 	}
+
 	switch s.verb {
 	case 's', 'r':
 		out := in.str(v)
@@ -183,6 +186,7 @@ func (in *interpreter) percentOne(s spec, v value) string {
 		}
 		return in.padNumber(s, formatFloat(s, toFloat(v)))
 	}
+
 	fail("the format %%%c is not supported", s.verb)
 	return ""
 }
@@ -206,19 +210,24 @@ func (in *interpreter) digits(s spec, i *big.Int, base int) string {
 	if base == 10 {
 		integerText(i)
 	}
+
 	out := new(big.Int).Abs(i).Text(base)
 	if s.precision > len(out) {
 		out = in.repeat("0", s.precision-len(out)) + out
 	}
+
 	if s.alternate && base != 10 {
 		out = map[int]string{2: "0b", 8: "0o", 16: "0x"}[base] + out
 	}
+
 	if s.verb == 'X' {
 		out = strings.ToUpper(out)
 	}
+
 	if i.Sign() < 0 {
 		return "-" + out
 	}
+
 	return out
 }
 
@@ -228,9 +237,11 @@ func formatFloat(s spec, f float64) string {
 	if precision < 0 {
 		precision = 6
 	}
+
 	if precision > 1000 || s.alternate {
 		fail("the format of a float is not supported")
 	}
+
 	switch s.verb {
 	case 'f', 'F':
 		return strconv.FormatFloat(f, 'f', precision, 64)
@@ -249,12 +260,15 @@ func formatFloat(s spec, f float64) string {
 	if exponent >= -4 && exponent < precision {
 		mantissa, suffix = strconv.FormatFloat(f, 'f', precision-1-exponent, 64), ""
 	}
+
 	if strings.Contains(mantissa, ".") {
 		mantissa = strings.TrimRight(strings.TrimRight(mantissa, "0"), ".")
 	}
+
 	if s.verb == 'G' {
 		return strings.ToUpper(mantissa + suffix)
 	}
+
 	return mantissa + suffix
 }
 
@@ -266,6 +280,7 @@ func (in *interpreter) padNumber(s spec, number string) string {
 	} else if s.sign != 0 {
 		sign = string(s.sign)
 	}
+
 	if s.comma {
 		whole, rest := number, ""
 		if i := strings.IndexAny(number, ".e"); i >= 0 {
@@ -276,10 +291,12 @@ func (in *interpreter) padNumber(s spec, number string) string {
 		}
 		number = whole + rest
 	}
+
 	if s.align == '=' && s.alternate && len(number) > 1 && number[0] == '0' &&
 		strings.IndexByte("xXob", number[1]) >= 0 {
 		sign, number = sign+number[:2], number[2:]
 	}
+
 	return in.pad(s, sign, number)
 }
 
@@ -289,6 +306,7 @@ func (in *interpreter) pad(s spec, sign, body string) string {
 	if missing <= 0 {
 		return sign + body
 	}
+
 	in.check(missing)
 	fill := func(n int) string { return strings.Repeat(string(s.fill), n) }
 	switch s.align {
@@ -299,6 +317,7 @@ func (in *interpreter) pad(s spec, sign, body string) string {
 	case '=':
 		return sign + fill(missing) + body
 	}
+
 	return fill(missing) + sign + body
 }
 
@@ -377,6 +396,7 @@ func formatMethod(in *interpreter, self string, a *callArguments) value {
 		}
 		b.add(in.formatOne(layout, v))
 	}
+
 	in.grow(b.Len())
 	return b.String()
 }
@@ -386,6 +406,7 @@ func (in *interpreter) formatOne(layout string, v value) string {
 	if layout == "" {
 		return in.str(v)
 	}
+
 	s := spec{fill: ' ', precision: -1}
 	rest := layout
 	if r, n := utf8.DecodeRuneInString(rest); n < len(rest) && strings.IndexByte("<>^=", rest[n]) >= 0 {
@@ -395,20 +416,24 @@ func (in *interpreter) formatOne(layout string, v value) string {
 		s.align = rest[0]
 		rest = rest[1:]
 	}
+
 	if rest != "" && strings.IndexByte("+- ", rest[0]) >= 0 {
 		if s.sign = rest[0]; s.sign == '-' {
 			s.sign = 0
 		}
 		rest = rest[1:]
 	}
+
 	if strings.HasPrefix(rest, "#") {
 		s.alternate = true
 		rest = rest[1:]
 	}
+
 	_, isText := text(v)
 	if strings.HasPrefix(rest, "0") && s.align == 0 && !isText {
 		s.fill, s.align = '0', '='
 	}
+
 	number := func() int {
 		n := 0
 		for ; rest != "" && rest[0] >= '0' && rest[0] <= '9'; rest = rest[1:] {
@@ -416,19 +441,23 @@ func (in *interpreter) formatOne(layout string, v value) string {
 		}
 		return n
 	}
+
 	s.width = number()
 	if strings.HasPrefix(rest, ",") {
 		s.comma = true
 		rest = rest[1:]
 	}
+
 	if strings.HasPrefix(rest, ".") {
 		rest = rest[1:]
 		s.precision = number()
 	}
+
 	if len(rest) == 1 {
 		s.verb = rest[0]
 		rest = ""
 	}
+
 	if rest != "" || s.comma && s.fill == '0' || s.alternate && s.fill == '0' {
 		fail("format: the format %q is not supported", layout)
 	}
@@ -440,9 +469,11 @@ func (in *interpreter) formatOne(layout string, v value) string {
 		t, _ := text(v)
 		return in.pad(s, "", cut(t, s.precision))
 	}
+
 	if s.align == 0 {
 		s.align = '>'
 	}
+
 	if _, isBool := v.(bool); isNumber(v) && !isBool {
 		switch {
 		case isInteger(v) && (s.verb == 0 || s.verb == 'd') && s.precision < 0:
@@ -457,6 +488,7 @@ func (in *interpreter) formatOne(layout string, v value) string {
 			return in.padNumber(s, formatFloat(s, checkFloat(toFloat(v)*100))+"%")
 		}
 	}
+
 	fail("format: the format %q of %s is not supported", layout, describe(v))
 	return ""
 }

@@ -34,11 +34,13 @@ func makeRange(in *interpreter, a *callArguments) value {
 		}
 		return i.Int64()
 	}
+
 	if args[1] == value(missing) {
 		r.stop = bound(args[0])
 	} else {
 		r.start, r.stop = bound(args[0]), bound(args[1])
 	}
+
 	if args[2] != value(missing) {
 		r.step = bound(args[2])
 	}
@@ -51,9 +53,11 @@ func makeRange(in *interpreter, a *callArguments) value {
 	case r.step < 0 && r.stop < r.start:
 		r.n = (r.start - r.stop - r.step - 1) / -r.step
 	}
+
 	if r.n > maxItems {
 		fail("range: more than %d numbers", maxItems)
 	}
+
 	return r
 }
 

@@ -43,6 +43,7 @@ func FromGo(v any) (Value, error) {
 		}
 		return Value{l}, nil
 	}
+
 	return Value{}, fmt.Errorf("a value of type %T is not supported: want a string, a bool, an int, a "+
 		"float64, nil, a slice of these, or a json.RawMessage", v)
 }
@@ -106,9 +107,11 @@ func FromJSON(raw []byte) (Value, error) {
 	if !utf8.Valid(raw) {
 		return Value{}, errors.New("the JSON text is not valid UTF-8")
 	}
+
 	if hasHalfPair(raw) {
 		return Value{}, errors.New("a string with the escape of half a surrogate pair is not supported")
 	}
+
 	d := json.NewDecoder(bytes.NewReader(raw))
 	d.UseNumber()
 	v, err := decodeJSON(d, 0)
@@ -118,9 +121,11 @@ func FromJSON(raw []byte) (Value, error) {
 	if err != nil {
 		return Value{}, err
 	}
+
 	if _, err := d.Token(); err != io.EOF {
 		return Value{}, errors.New("the JSON text has data after its value")
 	}
+
 	return Value{v}, nil
 }
 
@@ -137,6 +142,7 @@ func hasHalfPair(raw []byte) bool {
 		}
 		return rune(n)
 	}
+
 	for i := 0; i < len(raw); i++ {
 		if raw[i] != '\\' {
 			continue
@@ -149,6 +155,7 @@ func hasHalfPair(raw []byte) bool {
 		}
 		i++
 	}
+
 	return false
 }
 
@@ -156,10 +163,12 @@ func decodeJSON(d *json.Decoder, depth int) (value, error) {
 	if depth > maxDepth {
 		return nil, fmt.Errorf("lists are nested deeper than %d", maxDepth)
 	}
+
 	t, err := d.Token()
 	if err != nil {
 		return nil, err
 	}
+
 	switch t := t.(type) {
 	case json.Delim:
 		if t == '[' {
@@ -193,6 +202,7 @@ func decodeJSON(d *json.Decoder, depth int) (value, error) {
 	case string:
 		return t, nil
 	}
+
 	return t, nil
 }
 
@@ -206,9 +216,11 @@ func decodeNumber(s string) (value, error) {
 		}
 		return i, nil
 	}
+
 	f, err := json.Number(s).Float64()
 	if err != nil {
 		return nil, fmt.Errorf("the number %.40s is out of range", s)
 	}
+
 	return f, nil
 }

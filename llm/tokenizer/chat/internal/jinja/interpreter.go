@@ -47,6 +47,7 @@ func newInterpreter(variables Variables, o Options) *interpreter {
 	if o.Timeout == 0 {
 		o.Timeout = DefaultTimeout
 	}
+
 	in := &interpreter{
 		variables: map[string]value{}, scope: &scope{variables: map[string]value{}},
 		now: o.Now, timeout: o.Timeout, deadline: time.Now().Add(o.Timeout),
@@ -56,11 +57,13 @@ func newInterpreter(variables Variables, o Options) *interpreter {
 	for name, v := range globals {
 		in.variables[name] = v
 	}
+
 	size := 0
 	for name, v := range variables {
 		in.variables[name] = v.v
 		size += inputSize(v.v)
 	}
+
 	in.valueLimit = maxValue + 4*size
 	in.memoryLimit = maxMemory + 64*size
 	return in
@@ -84,6 +87,7 @@ func inputSize(v value) int {
 		}
 		return n
 	}
+
 	return 8
 }
 

@@ -79,6 +79,7 @@ func (w *jsonWriter) string(s string) {
 			w.WriteRune(r)
 		}
 	}
+
 	w.add(`"`)
 }
 
@@ -87,6 +88,7 @@ func (w *jsonWriter) array(items []value, depth int) {
 		w.add("[]")
 		return
 	}
+
 	w.add("[")
 	for i, v := range items {
 		if i > 0 {
@@ -95,6 +97,7 @@ func (w *jsonWriter) array(items []value, depth int) {
 		w.newline(depth + 1)
 		w.write(v, depth+1)
 	}
+
 	w.newline(depth)
 	w.add("]")
 }
@@ -104,10 +107,12 @@ func (w *jsonWriter) object(d *dict, depth int) {
 		w.add("{}")
 		return
 	}
+
 	order := make([]int, len(d.keys))
 	for i := range order {
 		order[i] = i
 	}
+
 	if w.sortKeys {
 		sort.SliceStable(order, func(i, j int) bool {
 			return w.in.compare("<", d.keys[order[i]], d.keys[order[j]]) < 0
@@ -134,6 +139,7 @@ func (w *jsonWriter) object(d *dict, depth int) {
 		w.add(w.key)
 		w.write(d.values[i], depth+1)
 	}
+
 	w.newline(depth)
 	w.add("}")
 }
@@ -153,9 +159,11 @@ func toJSON(in *interpreter, v value, a *callArguments) value {
 		w.indented = true
 		w.indent = in.repeat(" ", toInt(indent))
 	}
+
 	if w.indented {
 		w.item = ","
 	}
+
 	if separators := orDefault(args[2], nil); separators != nil {
 		pair := in.elements(separators)
 		if len(pair) != 2 {

@@ -69,6 +69,7 @@ func lex(source string) []token {
 	for l.at < len(l.source) {
 		l.lexData()
 	}
+
 	l.emit(tokenEOF, "")
 	return l.tokens
 }
@@ -123,6 +124,7 @@ func (l *lexer) lexData() {
 	if text := l.stripData(rest[:begin], sign, kind != '{'); text != "" {
 		l.emit(tokenData, text)
 	}
+
 	l.advance(end)
 
 	switch {
@@ -160,6 +162,7 @@ func (l *lexer) stripData(text, sign string, lstrip bool) string {
 	if (start > 0 || l.lineStart) && trimLeft(text[start:]) == "" {
 		return text[:start]
 	}
+
 	return text
 }
 
@@ -192,6 +195,7 @@ func matchEnd(s string, at int, end string, trim, plus bool) int {
 		}
 		return at
 	}
+
 	return 0
 }
 
@@ -201,13 +205,16 @@ func (l *lexer) lexComment() {
 	if rest == "" {
 		return
 	}
+
 	i := strings.Index(rest, "#}")
 	if i < 0 {
 		l.fail("missing end of comment tag")
 	}
+
 	if i > 0 && (rest[i-1] == '-' || rest[i-1] == '+') {
 		i--
 	}
+
 	l.advance(matchEnd(rest, i, "#}", true, true))
 }
 
@@ -217,6 +224,7 @@ func (l *lexer) lexRaw() {
 	if rest == "" {
 		return
 	}
+
 	for at := 0; ; {
 		i := strings.Index(rest[at:], "{%")
 		if i < 0 {
@@ -320,10 +328,12 @@ func (l *lexer) lexOperator(brackets *[]byte) {
 		l.advance(len(o))
 		return
 	}
+
 	r, _ := utf8.DecodeRuneInString(rest)
 	if r >= utf8.RuneSelf {
 		l.fail("the character %q outside of strings is not supported", r)
 	}
+
 	l.fail("unexpected character %q", r)
 }
 
@@ -339,6 +349,7 @@ func digits(s string, at int) int {
 		}
 		break
 	}
+
 	return n
 }
 
@@ -347,6 +358,7 @@ func matchFloat(s string, at int) int {
 	if at > 0 && s[at-1] == '.' {
 		return 0
 	}
+
 	n := digits(s, at)
 	if n == 0 {
 		return 0
@@ -359,15 +371,18 @@ func matchFloat(s string, at int) int {
 			fraction = true
 		}
 	}
+
 	if at+n < len(s) && (s[at+n] == 'e' || s[at+n] == 'E') {
 		m := n + 1 + len(signAt(s, at+n+1))
 		if d := digits(s, at+m); d > 0 {
 			return m + d
 		}
 	}
+
 	if fraction {
 		return n
 	}
+
 	return 0
 }
 
@@ -387,6 +402,7 @@ func matchInteger(s string) int {
 			return n
 		}
 	}
+
 	if s[0] == '0' { // a decimal zero, perhaps written with several digits
 		n := 1
 		for n < len(s) && (s[n] == '0' || s[n] == '_' && n+1 < len(s) && s[n+1] == '0') {
@@ -394,6 +410,7 @@ func matchInteger(s string) int {
 		}
 		return n
 	}
+
 	return digits(s, 0)
 }
 
@@ -412,6 +429,7 @@ func matchString(s string) int {
 	if s[0] != '\'' && s[0] != '"' {
 		return 0
 	}
+
 	for i := 1; i < len(s); i++ {
 		switch s[i] {
 		case '\\':
@@ -420,6 +438,7 @@ func matchString(s string) int {
 			return i + 1
 		}
 	}
+
 	return 0
 }
 
@@ -431,6 +450,7 @@ func (l *lexer) unescape(s string) string {
 	if strings.IndexByte(s, '\\') < 0 {
 		return s
 	}
+
 	var out strings.Builder
 	for i := 0; i < len(s); {
 		if s[i] != '\\' {
@@ -481,6 +501,7 @@ func (l *lexer) unescape(s string) string {
 			out.WriteByte(c)
 		}
 	}
+
 	return out.String()
 }
 

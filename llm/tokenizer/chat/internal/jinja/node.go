@@ -174,6 +174,7 @@ func children(n node) []node {
 			}
 		}
 	}
+
 	addArguments := func(a arguments) {
 		add(a.positional...)
 		for _, k := range a.keywords {
@@ -181,6 +182,7 @@ func children(n node) []node {
 		}
 		add(a.list, a.dict)
 	}
+
 	addFilter := func(f *filter) {
 		if f != nil {
 			add(f)
@@ -256,6 +258,7 @@ func children(n node) []node {
 		add(n.values...)
 		add(n.body...)
 	}
+
 	return all
 }
 

@@ -105,6 +105,7 @@ func arithmetic(op string, a, b value) value {
 	if isInteger(a) && isInteger(b) && op != "/" {
 		return integerArithmetic(op, toBig(a), toBig(b))
 	}
+
 	if op == "/" && isInteger(a) && isInteger(b) {
 		if toBig(b).Sign() == 0 {
 			fail("division by zero")
@@ -112,6 +113,7 @@ func arithmetic(op string, a, b value) value {
 		f, _ := new(big.Rat).SetFrac(toBig(a), toBig(b)).Float64()
 		return checkFloat(f)
 	}
+
 	if op == "**" {
 		return power(a, b)
 	}
@@ -125,9 +127,11 @@ func arithmetic(op string, a, b value) value {
 	case "*":
 		return checkFloat(x * y)
 	}
+
 	if y == 0 {
 		fail("division by zero")
 	}
+
 	switch op {
 	case "/":
 		return checkFloat(x / y)
@@ -135,6 +139,7 @@ func arithmetic(op string, a, b value) value {
 		quotient, _ := floorDivide(x, y)
 		return checkFloat(quotient)
 	}
+
 	_, remainder := floorDivide(x, y)
 	return remainder
 }
@@ -166,10 +171,12 @@ func integerArithmetic(op string, a, b *big.Int) value {
 	if b.Sign() < 0 {
 		return power(a, b)
 	}
+
 	one := a.IsInt64() && a.Int64() >= -1 && a.Int64() <= 1
 	if !b.IsInt64() || !one && int64(a.BitLen()-1)*b.Int64() > maxDigits*10/3 || b.Int64() > 1<<20 {
 		fail("an integer has more than %d digits", maxDigits)
 	}
+
 	return normalize(r.Exp(a, b, nil))
 }
 
@@ -185,6 +192,7 @@ func floorDivide(x, y float64) (quotient, remainder float64) {
 	} else {
 		remainder = math.Copysign(0, y)
 	}
+
 	if quotient != 0 {
 		floor := math.Floor(quotient)
 		if quotient-floor > 0.5 {
@@ -192,6 +200,7 @@ func floorDivide(x, y float64) (quotient, remainder float64) {
 		}
 		return floor, remainder
 	}
+
 	return math.Copysign(0, x/y), remainder
 }
 
@@ -206,6 +215,7 @@ func power(a, b value) value {
 	case bool:
 		b = boolInt(v)
 	}
+
 	exponent := toFloat(b)
 	if exponent != math.Trunc(exponent) || math.Abs(exponent) > 64 {
 		fail("** with the exponent %s is not supported", floatText(exponent))
@@ -215,17 +225,21 @@ func power(a, b value) value {
 	if base.Sign() == 0 && exponent < 0 {
 		fail("0 cannot be raised to a negative power")
 	}
+
 	result := big.NewRat(1, 1)
 	for range int(math.Abs(exponent)) {
 		result.Mul(result, base)
 	}
+
 	if exponent < 0 {
 		result.Inv(result)
 	}
+
 	f, _ := result.Float64()
 	if f == 0 && math.Signbit(toFloatSafe(a)) && int(exponent)%2 != 0 {
 		f = math.Copysign(0, -1)
 	}
+
 	return checkFloat(f)
 }
 
@@ -256,10 +270,12 @@ func floatText(f float64) string {
 	if exponent < -4 || exponent >= 16 {
 		return s
 	}
+
 	s = strconv.FormatFloat(f, 'f', -1, 64)
 	if !strings.Contains(s, ".") {
 		s += ".0"
 	}
+
 	return s
 }
 
@@ -277,6 +293,7 @@ func round(v value, digits int) value {
 		}
 		return roundInteger(toBig(v), -digits)
 	}
+
 	f, ok := v.(float64)
 	switch {
 	case !ok:
@@ -286,10 +303,12 @@ func round(v value, digits int) value {
 	case digits > 300:
 		return f
 	}
+
 	rounded, err := strconv.ParseFloat(strconv.FormatFloat(f, 'f', digits, 64), 64)
 	if err != nil {
 		fail("rounding %s: %v", floatText(f), err)
 	}
+
 	return rounded
 }
 
@@ -298,6 +317,7 @@ func roundInteger(i *big.Int, zeros int) value {
 	if zeros > maxDigits {
 		return int64(0)
 	}
+
 	unit := new(big.Int).Exp(big.NewInt(10), big.NewInt(int64(zeros)), nil)
 	quotient, remainder := new(big.Int).DivMod(i, unit, new(big.Int))
 	switch new(big.Int).Lsh(remainder, 1).Cmp(unit) {
@@ -306,6 +326,7 @@ func roundInteger(i *big.Int, zeros int) value {
 	case 0:
 		quotient.Add(quotient, big.NewInt(int64(quotient.Bit(0))))
 	}
+
 	return normalize(quotient.Mul(quotient, unit))
 }
 
@@ -326,24 +347,29 @@ func parseInteger(s string, base int) (value, bool) {
 	if s != "" && (s[0] == '-' || s[0] == '+') {
 		sign, s = s[:1], s[1:]
 	}
+
 	if base != 0 && base != 10 {
 		prefix := map[int]string{2: "0b", 8: "0o", 16: "0x"}[base]
 		if prefix != "" && len(s) > 2 && strings.EqualFold(s[:2], prefix) {
 			s = strings.TrimPrefix(s[2:], "_")
 		}
 	}
+
 	if base < 2 || base > 36 {
 		fail("converting to an integer with the base %d is not supported", base)
 	}
+
 	digits := strings.ReplaceAll(s, "_", "")
 	if digits == "" || strings.Contains(s, "__") || s[0] == '_' || s[len(s)-1] == '_' ||
 		strings.ContainsAny(digits, "+-") || len(digits) > maxDigits {
 		return nil, false
 	}
+
 	i, ok := new(big.Int).SetString(sign+digits, base)
 	if !ok {
 		return nil, false
 	}
+
 	return normalize(i), true
 }
 
@@ -355,6 +381,7 @@ func parseFloat(s string) (float64, bool) {
 	if rest != "" && (rest[0] == '-' || rest[0] == '+') {
 		rest = rest[1:]
 	}
+
 	switch strings.ToLower(rest) {
 	case "inf", "infinity", "nan":
 		fail("infinite numbers and NaN are not supported")
@@ -369,9 +396,11 @@ func parseFloat(s string) (float64, bool) {
 		}
 		n += 1 + fraction
 	}
+
 	if n == 0 {
 		return 0, false
 	}
+
 	if n < len(rest) && (rest[n] == 'e' || rest[n] == 'E') {
 		m := n + 1 + len(signAt(rest, n+1))
 		d := digits(rest, m)
@@ -380,9 +409,11 @@ func parseFloat(s string) (float64, bool) {
 		}
 		n = m + d
 	}
+
 	if n != len(rest) {
 		return 0, false
 	}
+
 	f, _ := strconv.ParseFloat(strings.ReplaceAll(s, "_", ""), 64)
 	return checkFloat(f), true
 }

@@ -129,6 +129,7 @@ func (p *parser) parseStatement() []node {
 	if t.kind != tokenName {
 		fail("expected the name of a tag, got %v", t)
 	}
+
 	switch t.text {
 	case "for":
 		return []node{p.parseFor()}
@@ -165,6 +166,7 @@ func (p *parser) parseStatement() []node {
 	case "block", "extends", "include", "import", "from", "autoescape":
 		fail("the tag %q is not supported", t.text)
 	}
+
 	fail("unknown tag %q", t.text)
 	return nil
 }
@@ -175,10 +177,12 @@ func (p *parser) parseFor() node {
 	if !p.skipName("in") {
 		fail("expected in, got %v", p.current())
 	}
+
 	n.iterable = p.parseTuple(false, []string{"recursive"})
 	if p.skipName("if") {
 		n.condition = p.parseExpression(true)
 	}
+
 	if p.isName("recursive") {
 		fail("recursive loops are not supported")
 	}
@@ -190,6 +194,7 @@ func (p *parser) parseFor() node {
 	if p.next().text == "else" {
 		n.otherwise = p.parseStatements(true, "endfor")
 	}
+
 	return n
 }
 
@@ -222,6 +227,7 @@ func (p *parser) parseSet() node {
 	if f := p.parseFilters(nil, false); f != nil {
 		n.filter = f.(*filter)
 	}
+
 	n.body = p.parseStatements(true, "endset")
 	return n
 }
@@ -238,6 +244,7 @@ func namespaceRefs(target node) []*nsRef {
 		}
 		return all
 	}
+
 	return nil
 }
 
@@ -268,6 +275,7 @@ func (p *parser) parseSignature(m *macroBody) {
 		}
 		m.params = append(m.params, param)
 	}
+
 	p.next()
 }
 
@@ -276,10 +284,12 @@ func (p *parser) parseCallBlock() node {
 	if p.isOperator("(") {
 		p.parseSignature(n.macro)
 	}
+
 	c, ok := p.parseExpression(true).(*call)
 	if !ok {
 		fail("expected a call")
 	}
+
 	n.call = c
 	n.macro.body = p.parseFunctionBody("endcall")
 	return n
@@ -297,6 +307,7 @@ func (p *parser) parseWith() node {
 		p.expectOperator("=")
 		n.values = append(n.values, p.parseExpression(true))
 	}
+
 	n.body = p.parseStatements(true, "endwith")
 	return n
 }
@@ -393,6 +404,7 @@ func (p *parser) parseItems(parse func() node, ends []string, brackets bool) nod
 			fail("expected an expression, got %v", p.current())
 		}
 	}
+
 	return &tupleLiteral{items}
 }
 
@@ -420,6 +432,7 @@ func (p *parser) parseExpression(withConditional bool) node {
 		}
 		n = &conditional{condition, n, no}
 	}
+
 	return n
 }
 
@@ -526,6 +539,7 @@ func (p *parser) parseUnary(withFilter bool) node {
 	if withFilter {
 		n = p.parseFilterExpression(n)
 	}
+
 	return n
 }
 
@@ -589,6 +603,7 @@ func (p *parser) parsePrimary(namespace bool) node {
 		p.next()
 		return n
 	}
+
 	fail("unexpected %v", t)
 	return nil
 }
@@ -647,16 +662,19 @@ func (p *parser) parseItem(object node) node {
 		}
 		items = append(items, p.parseSubscript())
 	}
+
 	p.next()
 
 	if len(items) == 1 {
 		return &item{object, items[0], line}
 	}
+
 	for _, i := range items {
 		if _, ok := i.(*slice); ok {
 			fail("a slice among several subscripts is not supported")
 		}
 	}
+
 	return &item{object, &tupleLiteral{items}, line}
 }
 
@@ -669,15 +687,18 @@ func (p *parser) parseSubscript() node {
 			return s.start
 		}
 	}
+
 	p.next()
 
 	atEnd := func() bool { return p.isOperator("]") || p.isOperator(",") }
 	if !p.isOperator(":") && !atEnd() {
 		s.stop = p.parseExpression(true)
 	}
+
 	if p.skipOperator(":") && !atEnd() {
 		s.step = p.parseExpression(true)
 	}
+
 	return s
 }
 
@@ -721,6 +742,7 @@ func (p *parser) parseArguments() arguments {
 			a.positional = append(a.positional, p.parseExpression(true))
 		}
 	}
+
 	p.next()
 	return a
 }
@@ -755,6 +777,7 @@ func (p *parser) parseFilters(object node, inline bool) node {
 		}
 		object = f
 	}
+
 	return object
 }
 
@@ -779,5 +802,6 @@ func (p *parser) parseTest(object node) node {
 	if negated {
 		return &unary{"not", n, t.line}
 	}
+
 	return n
 }

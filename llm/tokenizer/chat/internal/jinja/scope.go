@@ -116,6 +116,7 @@ func (s *symbols) merge(branches ...*symbols) {
 			}
 		}
 	}
+
 	slices.Sort(stored)
 
 	for _, b := range branches {
@@ -202,6 +203,7 @@ func uses(nodes []node, names ...string) map[string]bool {
 	for _, n := range names {
 		left[n] = true
 	}
+
 	var visit func(nodes []node)
 	visit = func(nodes []node) {
 		for _, n := range nodes {
@@ -216,6 +218,7 @@ func uses(nodes []node, names ...string) map[string]bool {
 			visit(children(n))
 		}
 	}
+
 	visit(nodes)
 	return used
 }
@@ -333,6 +336,7 @@ func (f frame) resolveFor(n *forLoop) {
 	if uses(n.body, "loop")["loop"] {
 		n.loopIdent = body.symbols.declare("loop")
 	}
+
 	declareTarget(body.symbols, n.target)
 	body.symbols.visitAll(n.body)
 	otherwise.symbols.visitAll(n.otherwise)
@@ -343,6 +347,7 @@ func (f frame) resolveFor(n *forLoop) {
 		condition.resolve(n.condition)
 		n.testLoads = condition.symbols.loads
 	}
+
 	if storesLoop([]node{n}) {
 		fail("cannot assign to the special variable loop")
 	}
@@ -391,9 +396,11 @@ func (f frame) resolveMacro(m *macroBody) {
 	} else if used["caller"] {
 		m.callerIdent = inner.symbols.declare("caller")
 	}
+
 	if used["kwargs"] && has("kwargs") < 0 {
 		m.kwargsIdent = inner.symbols.declare("kwargs")
 	}
+
 	if used["varargs"] && has("varargs") < 0 {
 		m.varargsIdent = inner.symbols.declare("varargs")
 	}
@@ -402,6 +409,7 @@ func (f frame) resolveMacro(m *macroBody) {
 	for _, p := range m.params {
 		inner.resolve(p)
 	}
+
 	inner.resolveAll(m.defaults)
 	inner.resolveAll(m.body)
 	m.loads = inner.symbols.loads

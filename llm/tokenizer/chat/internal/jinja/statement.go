@@ -79,6 +79,7 @@ func (in *interpreter) execute(n node) control {
 	case *loopControl:
 		return n.kind
 	}
+
 	return controlNone
 }
 
@@ -165,6 +166,7 @@ func (in *interpreter) executeFor(n *forLoop) control {
 	if n.condition != nil {
 		iterable = in.filterLoop(n, in.iterate(iterable))
 	}
+
 	loop := &loopContext{in: in, of: iterable, iterator: in.iterate(iterable), index0: -1}
 
 	// As in Jinja2, a loop whose iterations all end by continue or break counts as empty.
@@ -188,6 +190,7 @@ func (in *interpreter) executeFor(n *forLoop) control {
 			ended = true
 		}
 	}
+
 	in.leave(n.bodyLoads)
 
 	if n.otherwise != nil && !ended {
@@ -197,6 +200,7 @@ func (in *interpreter) executeFor(n *forLoop) control {
 		}
 		in.leave(n.elseLoads)
 	}
+
 	return controlNone
 }
 
@@ -265,6 +269,7 @@ func (l *loopContext) next() (value, bool) {
 			return nil, false
 		}
 	}
+
 	l.index0++
 	l.previous, l.current = l.current, v
 	return v, true
@@ -283,17 +288,20 @@ func (l *loopContext) length() int {
 	if l.sized {
 		return l.size
 	}
+
 	l.sized = true
 	if n, ok := length(l.of); ok {
 		l.size = n
 		return n
 	}
+
 	rest := l.in.elements(l.iterator)
 	l.iterator = sliceIterator(rest)
 	l.size = len(rest) + l.index0 + 1
 	if l.peeked {
 		l.size++
 	}
+
 	return l.size
 }
 
@@ -347,6 +355,7 @@ func (l *loopContext) attribute(name string) (value, bool) {
 			return true
 		}), true
 	}
+
 	return nil, false
 }
 
@@ -363,6 +372,7 @@ func (in *interpreter) executeCallBlock(n *callBlock) {
 		in.write(in.callMacro(caller, &callArguments{}).(string))
 		return
 	}
+
 	callee := in.eval(n.call.callee)
 	args := in.evalArguments(n.call.args)
 	for _, k := range args.keywords {
@@ -370,6 +380,7 @@ func (in *interpreter) executeCallBlock(n *callBlock) {
 			fail("the argument caller of a call block is not supported")
 		}
 	}
+
 	args.keywords = append(args.keywords, keywordValue{"caller", caller})
 	in.writeFiltered(in.call(callee, args))
 }
@@ -379,6 +390,7 @@ func (in *interpreter) callMacro(m *macro, a *callArguments) value {
 	if in.macros++; in.macros > maxMacros {
 		fail("more than %d macros call each other", maxMacros)
 	}
+
 	b := m.body
 	inner := &scope{map[string]value{}, m.scope}
 	keywords := append([]keywordValue(nil), a.keywords...)
@@ -401,6 +413,7 @@ func (in *interpreter) callMacro(m *macro, a *callArguments) value {
 		}
 		foundCaller = foundCaller || p.name == "caller"
 	}
+
 	if b.callerIdent != "" && !foundCaller {
 		caller := pop("caller")
 		if caller == value(missing) || caller == nil {
@@ -408,6 +421,7 @@ func (in *interpreter) callMacro(m *macro, a *callArguments) value {
 		}
 		inner.variables[b.callerIdent] = caller
 	}
+
 	if b.kwargsIdent != "" {
 		d := newDict()
 		for _, k := range keywords {
@@ -417,6 +431,7 @@ func (in *interpreter) callMacro(m *macro, a *callArguments) value {
 	} else if len(keywords) > 0 {
 		fail("the macro %s takes no argument named %s", b.name, keywords[0].name)
 	}
+
 	rest := a.positional[min(len(b.params), len(a.positional)):]
 	if b.varargsIdent != "" {
 		inner.variables[b.varargsIdent] = &tuple{items: rest}
@@ -440,6 +455,7 @@ func (in *interpreter) callMacro(m *macro, a *callArguments) value {
 		}
 		in.run(b.body)
 	})
+
 	in.scope, in.line = outer, line
 	in.macros--
 	return s

@@ -19,6 +19,7 @@ func (in *interpreter) applyTest(name string, v value, a *callArguments) value {
 	if !isTest(name) {
 		fail("no test named %q", name)
 	}
+
 	if op, ok := comparisonTests[name]; ok {
 		return in.compareOp(op, v, a.bindPositional(name, 1, 1)[0])
 	}
@@ -67,6 +68,7 @@ func (in *interpreter) applyTest(name string, v value, a *callArguments) value {
 	case "sequence":
 		return isSequence(v)
 	}
+
 	return hasType(name, v)
 }
 
@@ -90,6 +92,7 @@ func hasType(name string, v value) bool {
 	case "escaped":
 		_, ok = v.(markup)
 	}
+
 	return ok
 }
 
@@ -111,9 +114,11 @@ func (in *interpreter) same(a, b value) bool {
 	if single(a) || single(b) {
 		return single(a) && single(b) && a == b
 	}
+
 	if typeName(a) != typeName(b) {
 		return false
 	}
+
 	switch a.(type) {
 	case string, markup, *list, *tuple, *dict, *undefined:
 	default:
@@ -121,9 +126,11 @@ func (in *interpreter) same(a, b value) bool {
 			break
 		}
 	}
+
 	if !in.equal(a, b) {
 		return false
 	}
+
 	fail("the test sameas of equal values of type %s is not supported", typeName(a))
 	return false
 }

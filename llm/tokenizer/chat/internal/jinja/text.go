@@ -47,6 +47,7 @@ func splitLines(s string, keepEnds bool) []string {
 		}
 		s = s[i+n:]
 	}
+
 	return lines
 }
 
@@ -148,6 +149,7 @@ func titleWords(s string) string {
 		}
 		inWord = isCased(r)
 	}
+
 	return b.String()
 }
 
@@ -165,6 +167,7 @@ func swapCase(s string) string {
 			b.WriteRune(r)
 		}
 	}
+
 	return b.String()
 }
 
@@ -238,6 +241,7 @@ func isTitle(s string) bool {
 			inWord = false
 		}
 	}
+
 	return found
 }
 
@@ -254,6 +258,7 @@ func splitFromRight(s, separator string, most int) []string {
 	if most < 0 {
 		return strings.Split(s, separator)
 	}
+
 	var parts []string
 	for range most {
 		i := strings.LastIndex(s, separator)
@@ -263,6 +268,7 @@ func splitFromRight(s, separator string, most int) []string {
 		parts = append(parts, s[i+len(separator):])
 		s = s[:i]
 	}
+
 	parts = append(parts, s)
 	slices.Reverse(parts)
 	return parts
@@ -283,6 +289,7 @@ func splitFields(s string, most int) []string {
 		s = s[i:]
 		most--
 	}
+
 	return parts
 }
 
@@ -303,6 +310,7 @@ func splitFieldsFromRight(s string, most int) []string {
 		s = s[:i]
 		most--
 	}
+
 	slices.Reverse(parts)
 	return parts
 }

@@ -68,5 +68,6 @@ func strftime(now time.Time, format string) string {
 		}
 		out.WriteString(text)
 	}
+
 	return out.String()
 }

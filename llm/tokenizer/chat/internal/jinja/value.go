@@ -111,6 +111,7 @@ func typeName(v value) string {
 	case templateReference:
 		return "TemplateReference"
 	}
+
 	return "function"
 }
 
@@ -173,6 +174,7 @@ func hashWithin(v value, budget *int) (any, bool) {
 	if *budget--; *budget < 0 {
 		fail("a key has more than %d elements", maxValue/16)
 	}
+
 	switch v := v.(type) {
 	case nil:
 		return noneHash{}, true
@@ -200,6 +202,7 @@ func hashWithin(v value, budget *int) (any, bool) {
 	case *list, *dict:
 		return nil, false
 	}
+
 	return v, true
 }
 
@@ -231,6 +234,7 @@ func hashTuple(t *tuple, budget *int) (any, bool) {
 		}
 		key.WriteByte(',')
 	}
+
 	return tupleHash(key.String()), true
 }
 
@@ -268,9 +272,11 @@ func isTrue(v value) bool {
 	case markup:
 		return v != ""
 	}
+
 	if n, ok := length(v); ok {
 		return n > 0
 	}
+
 	return true
 }
 
@@ -296,6 +302,7 @@ func length(v value) (int, bool) {
 	case *loopContext:
 		return v.length(), true
 	}
+
 	return 0, false
 }
 
@@ -351,6 +358,7 @@ func (in *interpreter) iterate(v value) *iterator {
 	case *loopContext:
 		fail("iterating over the variable loop is not supported")
 	}
+
 	fail("%s is not iterable", describe(v))
 	return nil
 }
@@ -375,10 +383,12 @@ func (v *view) items() []value {
 	case "values":
 		return v.of.values
 	}
+
 	pairs := make([]value, len(v.of.keys))
 	for i, k := range v.of.keys {
 		pairs[i] = &tuple{items: []value{k, v.of.values[i]}}
 	}
+
 	return pairs
 }
 
@@ -421,6 +431,7 @@ func (in *interpreter) equalAt(a, b value, depth int) bool {
 	if isNumber(a) && isNumber(b) {
 		return compareNumbers(a, b) == 0
 	}
+
 	if s, ok := text(a); ok {
 		t, ok := text(b)
 		in.read(min(len(s), len(t)))
@@ -463,9 +474,11 @@ func (in *interpreter) equalAt(a, b value, depth int) bool {
 			fail("comparing functions is not supported")
 		}
 	}
+
 	if v, ok := b.(*view); ok && v.kind != "values" && a != nil && typeName(a) != "str" {
 		fail("comparing the %s of a dictionary is not supported", v.kind)
 	}
+
 	return a == b
 }
 
@@ -497,12 +510,14 @@ func (in *interpreter) compareAt(op string, a, b value, depth int) int {
 	if isNumber(a) && isNumber(b) {
 		return compareNumbers(a, b)
 	}
+
 	if s, ok := text(a); ok {
 		if t, ok := text(b); ok {
 			in.read(min(len(s), len(t)))
 			return strings.Compare(s, t)
 		}
 	}
+
 	switch a := a.(type) {
 	case *list:
 		if b, ok := b.(*list); ok {
@@ -513,11 +528,13 @@ func (in *interpreter) compareAt(op string, a, b value, depth int) int {
 			return in.compareSlices(op, a.items, b.items, depth)
 		}
 	}
+
 	for _, v := range []value{a, b} {
 		if u, ok := v.(*undefined); ok {
 			fail("%s", u.message)
 		}
 	}
+
 	fail("%s is not supported between %s and %s", op, typeName(a), typeName(b))
 	return 0
 }
@@ -686,6 +703,7 @@ func quote(s string) string {
 	if strings.Contains(s, "'") && !strings.Contains(s, `"`) {
 		mark = '"'
 	}
+
 	var b strings.Builder
 	b.WriteByte(mark)
 	for _, r := range s {
@@ -705,6 +723,7 @@ func quote(s string) string {
 			b.WriteString(backslashReplace(r))
 		}
 	}
+
 	b.WriteByte(mark)
 	return b.String()
 }
