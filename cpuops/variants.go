@@ -206,7 +206,7 @@ func (s *step) flops() float64 {
 	return 0
 }
 
-// attentionFLOPs is the operations of so many products, of which a causal mask leaves half.
+// attentionFLOPs returns the number of operations of the products. A causal mask halves it.
 func attentionFLOPs(o *op.AttentionOp, products int) float64 {
 	c := o.Config
 	rows := o.InputShape(0)[0]

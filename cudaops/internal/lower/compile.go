@@ -50,7 +50,7 @@ type Options struct {
 type compiler struct {
 	*program.Program
 	o Options
-	// what the lowering of a forward op leaves for that of its backward op
+	// results of lowering a forward op, for lowering its backward op
 	saved   map[gorgonia.Op]any
 	lasting map[*gorgonia.Node]bool           // what outlives a run
 	users   map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
