@@ -82,8 +82,7 @@ func (t *Chooser) Made() (made []optime.Choice) {
 	return made
 }
 
-// Again begins anew, for another program of the same graph, whose choices are those of the one
-// before.
+// Again starts over for another program of the same graph.
 func (t *Chooser) Again() { t.made = nil }
 
 // Tunes reports whether anything may be timed, here or where the given choices come from.

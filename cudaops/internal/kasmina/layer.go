@@ -280,7 +280,7 @@ func (l *layer) before() error {
 	}
 
 	f.scale, f.mode = l.m.Scale.Now.Scale, mode{}
-	if l.hosted { // the op tells the lattice what it measures, behind what is still on its way
+	if l.hosted { // the op reports to the lattice itself, after all pending reports
 		return l.receive(last, true)
 	}
 

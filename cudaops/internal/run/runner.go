@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// Attendant knows what a run does beside its calls: it tells runs of several kinds apart.
+// Attendant does the work of a run outside of its calls, and distinguishes kinds of runs.
 type Attendant interface {
 	// AppendMode adds to b what tells this run's work from that of other runs, which are captured
 	// apart.
@@ -138,7 +138,7 @@ func (r *Runner) Replay(rec *Recording, captured bool, enqueue func() error) err
 	return r.Repeat(&rec.graph, enqueue)
 }
 
-// Repeat launches a graph, which is that of what is enqueued where there is none yet.
+// Repeat launches a graph. If there is none yet, it first captures one from the enqueued calls.
 func (r *Runner) Repeat(g *gpu.Graph, enqueue func() error) (err error) {
 	if *g == 0 {
 		if *g, err = r.capture(enqueue); err != nil {
