@@ -7,7 +7,7 @@ import (
 )
 
 // The interfaces in this file are optional abilities of an [Engine], which a trainer and its callbacks
-// use where an engine has them. Package state has those of a controller.
+// use if the engine has them. Package state defines the abilities of a controller.
 
 // Optional abilities of the engine on the CPU.
 var (
@@ -27,8 +27,8 @@ type Stepper interface {
 	Step(b data.Batch) (loss, norm float64, err error)
 }
 
-// A Scaler is an [Engine] that multiplies the loss by a scale of its own choosing, so that the gradients
-// fit a narrow type. A checkpoint contains the scale.
+// A Scaler is an [Engine] that multiplies the loss by a scale that it chooses itself, so that the
+// gradients fit a narrow type. A checkpoint contains the scale.
 type Scaler interface {
 	Engine
 	LossScale() LossScale
@@ -69,14 +69,14 @@ type Keeper interface {
 	Keep() (Kept, error)
 }
 
-// Kept holds the parameters that an engine has left behind.
+// Kept holds the parameters of a closed engine.
 type Kept interface {
 	// Engine makes an engine of the same kind for the model as it is now.
 	//
-	// The keys of from name the parameters whose values and optimizer state are those that were kept,
-	// and its values are the names that these parameters had before. Their values on the host are not
-	// read, and [Engine.Pull] copies them there. All other parameters are read from the host. After an
-	// error the parameters are still kept.
+	// The keys of from name the parameters that take their values and optimizer state from the kept ones;
+	// the values of from are the names that these parameters had before. Their values on the host are not
+	// read; [Engine.Pull] copies them there. All other parameters are read from the host. After an error
+	// the parameters are still kept.
 	Engine(from map[string]string) (Engine, error)
 	// Close frees everything that no engine has taken over.
 	Close() error
@@ -92,7 +92,7 @@ type Profiler interface {
 // OpTime is the mean time that the nodes of one op took in a step.
 type OpTime = optime.OpTime
 
-// A Chooser is an [Engine] that reports in which way it computes each op. See the Choices of
+// A Chooser is an [Engine] that reports the implementation that it uses for each op. See the Choices of
 // cudaops.Machine and cpuops.Machine.
 type Chooser interface {
 	Engine
@@ -100,7 +100,7 @@ type Chooser interface {
 	Choices() []Choice
 }
 
-// Choice is the way in which an op of some shape is computed.
+// Choice is the chosen implementation of an op of some shape.
 type Choice = optime.Choice
 
 // A Measurer is an [Engine] that can measure the peak performance of its device.
@@ -144,23 +144,23 @@ type Parallel interface {
 	Batches(n int, next func() (data.Batch, error)) (losses []float64, err error)
 	// Exchange sends a value to all ranks and returns the values of all ranks, by rank.
 	Exchange(value []byte) ([][]byte, error)
-	// Gather makes the optimizer state on this host that of the whole model.
+	// Gather completes the optimizer state on this host, so that it covers the whole model.
 	Gather() error
 	// Own makes the optimizer state on this host current for the parts that this rank updates, and
-	// returns those parts, in the order in which the parts of all ranks follow each other. It waits for
-	// no other rank. The optimizer is an [optim.Partial].
+	// returns those parts, ordered like the parts of all ranks. It does not wait for other ranks. The
+	// optimizer is an [optim.Partial].
 	Own() ([]optim.Part, error)
 }
 
-// Busier is a [Parallel] engine whose run fails if its ranks make no progress for some time.
+// Busier is a [Parallel] engine that fails the run if its ranks make no progress for some time.
 type Busier interface {
 	Parallel
 	// Busy declares long work outside a step, such as "writing a checkpoint", until done is called.
 	Busy(what string) (done func())
 }
 
-// ParallelStepper is a [Parallel] engine whose update does not wait on the host for the losses of a
-// step. The ranks exchange these during the update.
+// ParallelStepper is a [Parallel] engine that updates without waiting on the host for the losses of a
+// step. The ranks exchange the losses during the update.
 type ParallelStepper interface {
 	Parallel
 	// StepBatches does the work of Batches and Update, and returns their errors. Without an error it has

@@ -6,19 +6,20 @@ import (
 	"time"
 )
 
-// Budget is what a run may spend. One of its fields is above 0, all others are 0.
+// Budget limits a run. At most one of its fields may be set.
 type Budget struct {
-	// Time is that of the steps, with what controllers and growth take, without callbacks such as
-	// evaluations. A run on it depends on the machine; a [Record] repeats it.
+	// Time limits the time spent in steps, controllers and growth, but not in callbacks such as
+	// evaluations. A run on a time budget depends on the speed of the machine; a [Record] makes it
+	// repeatable.
 	Time   time.Duration `json:"time,omitempty"`
 	Tokens int64         `json:"tokens,omitempty"`
-	FLOPs  float64       `json:"flops,omitempty"` // as Config.FLOPs counts them
+	FLOPs  float64       `json:"flops,omitempty"` // as counted by Config.FLOPs
 }
 
-// unlimitedSteps is the number of steps of a run that a budget alone ends.
+// unlimitedSteps is the number of steps of a run that ends only when its budget is spent.
 const unlimitedSteps = math.MaxInt32
 
-// Check returns an error unless one field at most is above 0, all others 0.
+// Check returns an error if a field is negative or not finite, or if more than one field is set.
 func (b Budget) Check() error {
 	set := 0
 	for _, above := range []bool{b.Time > 0, b.Tokens > 0, b.FLOPs > 0} {
@@ -35,7 +36,7 @@ func (b Budget) Check() error {
 	return nil
 }
 
-// String returns what is set.
+// String returns the limit, or an empty string for the zero Budget.
 func (b Budget) String() string {
 	switch {
 	case b.Time > 0:
@@ -48,15 +49,15 @@ func (b Budget) String() string {
 	return ""
 }
 
-// Plus returns the sum of what two runs have spent.
+// Plus returns the sum of the amounts that two runs have spent.
 func (b Budget) Plus(c Budget) Budget {
 	return Budget{b.Time + c.Time, b.Tokens + c.Tokens, b.FLOPs + c.FLOPs}
 }
 
-// budgetShares is how finely a run tells its share of the budget, so that a record has few of them.
+// budgetShares is the resolution of a run's spent share, coarse enough to keep records short.
 const budgetShares = 1024
 
-// ShareOf returns how much of b has been spent, from 0 to 1, rounded down; of the zero Budget 0.
+// ShareOf returns the spent share of b, from 0 to 1, rounded down; 0 for the zero Budget.
 func (b Budget) ShareOf(spent Budget) float64 {
 	var s float64
 	switch {

@@ -8,16 +8,16 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// The engine and the configuration are read in the model's turn, because a Resume on another
-// goroutine may replace them.
+// The engine and the configuration are read with the model locked, because a Resume on another goroutine
+// may replace them.
 
-// currentEngine returns the engine as it is now.
+// currentEngine returns the engine in use.
 func (t *Trainer) currentEngine() Engine {
 	defer take(t.Model)()
 	return t.driver.engine
 }
 
-// config returns the model's configuration as it is now.
+// config returns the model's current configuration.
 func (t *Trainer) config() Config {
 	defer take(t.Model)()
 	return t.Model.Config
@@ -32,13 +32,13 @@ func (t *Trainer) canScore(text *data.Evaluation) error {
 	return t.canEvaluate(text)
 }
 
-// agreeNow is agree for callers outside the model's turn.
+// agreeNow calls agreed for callers that have not locked the model.
 func (t *Trainer) agreeNow(err error) error {
 	e, _ := t.currentEngine().(Parallel)
 	return agreed(e, err)
 }
 
-// busyNow is busy for callers outside the model's turn.
+// busyNow calls busy for callers that have not locked the model.
 func (t *Trainer) busyNow(what string) (done func()) { return busy(t.currentEngine(), what) }
 
 // parallel reports whether the trainer may be one of several ranks.
@@ -47,7 +47,7 @@ func (t *Trainer) parallel() bool {
 	return ok
 }
 
-// writesNow is writes for callers outside the model's turn.
+// writesNow reports whether this rank writes files, for callers that have not locked the model.
 func (t *Trainer) writesNow() bool {
 	e, ok := t.currentEngine().(Parallel)
 	return !ok || e.Rank() == 0
@@ -61,15 +61,15 @@ func (t *Trainer) rankCount() int {
 	return 1
 }
 
-// addSaver counts a callback that saves.
+// addSaver counts a callback that saves checkpoints.
 func (t *Trainer) addSaver() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.steering.savers++
 }
 
-// decoder returns a decoder whose every call is a turn of its own. When the model or the engine has
-// changed since the last call, as by a Resume on another goroutine, it starts again with those.
+// decoder returns a decoder that locks the model during each call. If the model or the engine has changed
+// since the last call, as after a Resume on another goroutine, the decoder starts again with the new one.
 func (t *Trainer) decoder() (logitsFunc, error) {
 	var next logitsFunc
 	var changes uint64
@@ -97,7 +97,7 @@ func (t *Trainer) decoder() (logitsFunc, error) {
 	}, nil
 }
 
-// opTimes is that of the trainer's engine, also when a step has failed.
+// opTimes returns the op times of the trainer's engine, even if a step has failed.
 func (t *Trainer) opTimes(p Profiler) ([]OpTime, error) {
 	defer take(t.Model)()
 	if t.phase == closed {
@@ -106,8 +106,7 @@ func (t *Trainer) opTimes(p Profiler) ([]OpTime, error) {
 	return p.OpTimes()
 }
 
-// seedEvents gathers what happens to seeds during a run. Whoever makes it happen adds to it, on
-// whatever goroutine.
+// seedEvents collects the seed events of a run, which may come from any goroutine.
 type seedEvents struct {
 	mu   sync.Mutex
 	list []state.Event
@@ -119,7 +118,7 @@ func (s *seedEvents) add(e state.Event) {
 	s.list = append(s.list, e)
 }
 
-// take returns the gathered events and empties the list.
+// take returns the collected events and empties the list.
 func (s *seedEvents) take() []state.Event {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -128,8 +127,8 @@ func (s *seedEvents) take() []state.Event {
 	return list
 }
 
-// tellEpoch tells the callbacks of the seeds if the last step has ended an epoch of the lattices,
-// or somebody has steered behind it.
+// tellEpoch emits EpochEnd if the last step completed an epoch of the lattices, or if somebody steered
+// the seeds after it.
 func (t *Trainer) tellEpoch() error {
 	steered := t.steering.told
 	t.steering.told = false
@@ -139,7 +138,7 @@ func (t *Trainer) tellEpoch() error {
 	return t.tellSeeds(t.happened.take())
 }
 
-// tellRest tells the callbacks what has happened to seeds since the last epoch, if anything has.
+// tellRest emits EpochEnd if there are seed events since the last epoch.
 func (t *Trainer) tellRest() error {
 	happened := t.happened.take()
 	if len(happened) == 0 {

@@ -14,29 +14,32 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 )
 
-// A CheckpointOption changes what Checkpoint does.
+// A CheckpointOption configures Checkpoint.
 type CheckpointOption func(*checkpointer)
 
-// InBackground writes a checkpoint while the run goes on, if there is a step to come. It writes
-// from a copy of everything in it that takes memory until the file is complete. Its Saved event has
-// the step that was saved, and comes after a later one.
+// InBackground writes a checkpoint while the run continues, unless it has made its last step. Writing
+// needs a copy of the checkpoint's data, which takes memory until the file is complete. The Saved event
+// carries the step that was saved, and arrives after a later one.
 func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
 
-// InParts lets several ranks write a checkpoint together, a file each: see [Trainer.SaveParts]. The
-// run waits for them, InBackground or not.
+// InParts lets several ranks write a checkpoint together, one file each: see [Trainer.SaveParts]. The run
+// waits for the files, InBackground or not.
 func InParts() CheckpointOption { return func(c *checkpointer) { c.parts = true } }
 
-// OptimizerApart writes the optimiser's moments to a file of their own: see [Trainer.SaveApart].
+// OptimizerApart writes the optimizer's moments to a separate file: see [Trainer.SaveApart].
 func OptimizerApart() CheckpointOption {
 	return func(c *checkpointer) { c.write = saveApart }
 }
 
-// Checkpoint saves everything needed to go on to the file at path. It does so every so many steps
-// (0 for never), at the last step, and when the run is interrupted. After a callback or a step has
-// failed it tries to save the last step, unless that is ErrDiverged. Then the file's old contents
-// are better. The file is replaced as a whole: there is always a complete one. Folders that it
-// needs are made. A place where it cannot be written ends the run before its first step, and so
-// does a folder that another program has claimed. It is claimed for the run, as by [ClaimFolder].
+// Checkpoint saves everything needed to resume the run to the file at path. It saves after every multiple
+// of the given number of steps (0 for never), after the last step, and when the run is interrupted.
+//
+// After a callback or a step has failed, it tries to save the last completed step. It does not if the
+// error is ErrDiverged, because the previous checkpoint is then better.
+//
+// The file is replaced atomically, so that a complete checkpoint always exists. Missing folders are
+// created. An unwritable path fails the run before its first step, as does a folder that another program
+// has claimed. Checkpoint claims the folder for the run, like [ClaimFolder].
 func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
 	if t.made() != nil {
 		return refusing("Checkpoint: %w", t.made())
@@ -59,14 +62,14 @@ type checkpointer struct {
 	t          *Trainer
 	path       string
 	every      int
-	asked      int // saves that had been asked for when it last saved
+	asked      int // save requests received by the time of the last save
 	write      func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
 	background bool
 	parts      bool
-	release    func() error // the folder
-	tried      int          // the step that was last to be saved in this run, or that it began at
-	step       int          // that is being written
-	written    chan error   // has its result; nil when nothing is being written
+	release    func() error // gives up the claim on the folder
+	tried      int          // last step saved, or attempted, in this run; at first the run's initial step
+	step       int          // step being written
+	written    chan error   // receives the result of the write; nil when nothing is being written
 }
 
 func (c *checkpointer) event(e Event) error {
@@ -78,7 +81,7 @@ func (c *checkpointer) event(e Event) error {
 		return errors.Join(c.wait(), c.end())
 	case e.Kind == Failed:
 		err := c.finish()
-		if errors.Is(err, ErrDiverged) { // a callback's, of the step that was saved last
+		if errors.Is(err, ErrDiverged) { // a callback failed on the step that was just saved
 			return err
 		}
 		return errors.Join(err, c.rescue(e))
@@ -100,8 +103,8 @@ func (c *checkpointer) wanted(e Event) bool {
 	return e.Kind == StepEnd && c.t.steering.saves() > c.asked
 }
 
-// rescue saves the last step of a run that has failed, unless it has been tried, or there is no
-// sound one.
+// rescue saves the last step of a failed run, unless that step has been tried already or the model is
+// unsound.
 func (c *checkpointer) rescue(e Event) error {
 	sound := c.t.inTurn(func() error { return nil })
 	if e.Step == c.tried || errors.Is(e.Err, ErrDiverged) || sound != nil {
@@ -118,8 +121,8 @@ func (c *checkpointer) save(step int) error {
 		write = c.t.SaveParts
 	}
 
-	// An earlier file that could not be written is no reason not to write this one. But a callback
-	// that refuses the earlier file may want it to be the last.
+	// Write this file even if an earlier one could not be written. But a callback that refuses the
+	// earlier file may want it to be the last.
 	earlier := c.written != nil
 	failed := c.wait()
 	if earlier && failed == nil {
@@ -141,7 +144,7 @@ func (c *checkpointer) save(step int) error {
 func (c *checkpointer) begin() error {
 	if !c.t.writesNow() {
 		if c.parts && c.t.parallel() {
-			// This rank writes a part of its own, perhaps to another disk.
+			// This rank writes its own part, perhaps to another disk.
 			if err := modelfile.Writable(c.path); err != nil {
 				return fmt.Errorf("llm: Checkpoint: the part of this rank: %w", err)
 			}
@@ -171,7 +174,7 @@ func (c *checkpointer) begin() error {
 	return nil
 }
 
-// end gives the folder back.
+// end gives up the claim on the folder.
 func (c *checkpointer) end() error {
 	release := c.release
 	c.release = nil
@@ -181,7 +184,7 @@ func (c *checkpointer) end() error {
 	return release()
 }
 
-// saveBeside starts to write the trainer's state, after what is still being written.
+// saveBeside starts to write the trainer's state in the background, after any write in progress.
 func (c *checkpointer) saveBeside(step int) error {
 	if err := c.t.agreeNow(c.finish()); err != nil {
 		return err
@@ -207,7 +210,7 @@ func (c *checkpointer) saveBeside(step int) error {
 	return nil
 }
 
-// wait waits for the file that is being written.
+// wait waits for the write in progress.
 func (c *checkpointer) wait() error {
 	if c.written == nil {
 		return nil
@@ -218,7 +221,7 @@ func (c *checkpointer) wait() error {
 	return err
 }
 
-// finish waits for the file that is being written and emits Saved.
+// finish waits for the write in progress and emits Saved.
 func (c *checkpointer) finish() error {
 	if c.written == nil {
 		return nil
@@ -229,7 +232,7 @@ func (c *checkpointer) finish() error {
 	return c.saved(c.step)
 }
 
-// poll emits Saved if the file in the background has been written.
+// poll emits Saved if the write in the background has finished.
 func (c *checkpointer) poll() error {
 	if len(c.written) == 0 {
 		return nil
@@ -241,17 +244,19 @@ func (c *checkpointer) saved(step int) error {
 	return c.t.emit(Saved, func(e *Event) { e.Path, e.Step = c.path, step })
 }
 
-// ErrFolderInUse is wrapped by the error of an output folder that another program has claimed.
+// ErrFolderInUse reports an output folder that another program has claimed.
 var ErrFolderInUse = folderlock.ErrInUse
 
-// ClaimFolder makes an output folder, which must exist, this program's until release is called or
-// the program ends. So no two programs write one run's files: to all others it is an
-// ErrFolderInUse. Within the program any number of callers may claim it, from any goroutine, and it
-// is the program's until all have released it. A run with a [Checkpoint] claims its folder by
-// itself; a program that reads or writes there before the run claims it first.
+// ClaimFolder reserves an output folder, which must exist, for this program until release is called or
+// the program ends. It keeps two programs from writing the files of one run: in every other program
+// ClaimFolder returns ErrFolderInUse.
 //
-// It works on Linux, macOS, the BSDs and Windows. Where the system or the file system cannot lock,
-// it is an errors.ErrUnsupported, and a Checkpoint goes on without.
+// Within the program, any number of goroutines may claim the folder, and it stays reserved until all have
+// released it. A run with a [Checkpoint] claims its folder by itself; a program that reads or writes
+// there before the run should claim it first.
+//
+// ClaimFolder works on Linux, macOS, the BSDs and Windows. If the system or the file system cannot lock,
+// it returns errors.ErrUnsupported, and a Checkpoint continues without the claim.
 func ClaimFolder(dir string) (release func() error, err error) {
 	release, err = folderlock.Claim(dir)
 	if err != nil {
@@ -266,13 +271,13 @@ func saveWhole(path string, tensors []safetensors.Tensor, metadata map[string]st
 	if err := safetensors.Save(path, tensors, metadata); err != nil {
 		return err
 	}
-	_ = modelfile.Parts{}.Tidy(path) // what is left of another checkpoint harms nothing
+	_ = modelfile.Parts{}.Tidy(path) // leftover parts of an earlier checkpoint are harmless
 	return nil
 }
 
 // saveApart writes a checkpoint of two files.
 func saveApart(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
-	sizes := map[string]int{} // of all tensors, by name
+	sizes := map[string]int{} // number of elements of each tensor, by name
 	for _, x := range tensors {
 		sizes[x.Name] = opbase.Size(x.Shape)
 	}
@@ -282,7 +287,7 @@ func saveApart(path string, tensors []safetensors.Tensor, metadata map[string]st
 	for _, x := range tensors {
 		own, prefixed := strings.CutPrefix(x.Name, modelfile.OptimizerPrefix)
 		n, ok := sizes[own[:max(0, strings.LastIndexByte(own, '.'))]]
-		if !prefixed || !ok || x.DType == safetensors.I64 { // which counts steps
+		if !prefixed || !ok || x.DType == safetensors.I64 { // an I64 tensor counts steps
 			rest = append(rest, x)
 			continue
 		}

@@ -12,10 +12,10 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/scrub"
 )
 
-// Monitor tells the callbacks what the ops of the trainer's engine take, as a Profiled event. It
-// does so every so many steps (0 for never) and after the last one. At the end of the run it prints
-// them as a table. It does nothing for an engine that is no [Profiler] or has timed nothing.
-// Engines on CPU and GPU want the option WithMonitor of cpuops and cudaops.
+// Monitor emits a Profiled event with the time of each op of the trainer's engine, after every multiple
+// of the given number of steps (0 for never) and after the last step. At the end of the run it prints the
+// times as a table. It does nothing if the engine is not a [Profiler] or has timed nothing. The engines
+// for CPU and GPU need the WithMonitor option of cpuops and cudaops.
 func Monitor(t *Trainer, w io.Writer, every int) Callback {
 	if t.made() != nil || w == nil {
 		return refusing("Monitor: the trainer or the writer is nil")
@@ -38,9 +38,9 @@ func Monitor(t *Trainer, w io.Writer, every int) Callback {
 	}
 }
 
-// Ceilings measures, behind the first step of a run, what the engine's device reaches at best, and
-// tells the callbacks of it: see [Measured]. Of several ranks the devices count as alike. It does
-// nothing for an engine that is no [Measurer].
+// Ceilings measures the peak performance of the engine's device after the first step of a run, and emits
+// [Measured]. With several ranks, all devices are assumed to be alike. Ceilings does nothing if the
+// engine is not a [Measurer].
 func Ceilings(t *Trainer) Callback {
 	if t.made() != nil {
 		return refusing("Ceilings: %w", t.made())
@@ -65,10 +65,10 @@ func Ceilings(t *Trainer) Callback {
 	}
 }
 
-// ProfileStep profiles a step of the run. It begins when that many steps have been made (at least
-// 1), which load kernels and warm the GPU up. It writes the trace (see [Profile.WriteTrace]) to the
-// file at path, whose folders it makes, and prints a summary. The trainer's engine must be a
-// [Tracer]. Of a run that ends before, it writes nothing and says so.
+// ProfileStep profiles one step of the run, after the given number of steps (at least 1), which load
+// kernels and warm up the GPU. It writes the trace (see [Profile.WriteTrace]) to the file at path,
+// creating missing folders, and prints a summary to w. The trainer's engine must be a [Tracer]. If the
+// run ends too early, ProfileStep writes no trace and says so.
 func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	switch {
 	case t.made() != nil || w == nil:
@@ -83,7 +83,7 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 			"llm/gpu does")
 	}
 
-	if err := atomicfile.Writable(path); err != nil { // now, not when the steps have been made
+	if err := atomicfile.Writable(path); err != nil { // fail now rather than after the steps
 		return refusing("ProfileStep: the trace cannot be written: %w", err)
 	}
 
@@ -119,7 +119,7 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	}
 }
 
-// writeProfile writes the trace to a file, and the table.
+// writeProfile writes the trace to a file and the summary table to w.
 func writeProfile(p *Profile, w io.Writer, path string) error {
 	if err := atomicfile.WriteMkdir(path, func(f *os.File) error {
 		return p.WriteTrace(f)
@@ -130,11 +130,12 @@ func writeProfile(p *Profile, w io.Writer, path string) error {
 	return err
 }
 
-// Scrub verifies the checksums of all seeds when a run begins, and then once every period while it
-// goes on. What it finds it writes to w, a line for each layer or part of a large one, and tells
-// the callbacks of (Corrupted). Both happen behind the next step and once. It changes nothing: a
-// corrupt seed ends the run with state.ErrCorrupt when the epoch does, unless the lattices are made
-// with [state.WithQuarantine].
+// Scrub verifies the checksums of all seeds when a run starts, and then once per period during the run.
+// It reports corruption by writing a line to w for each layer, or part of a large layer, and by emitting
+// Corrupted. Each finding is reported once, after the next step.
+//
+// Scrub changes nothing. A corrupt seed fails the run with state.ErrCorrupt at the end of the epoch,
+// unless the lattices were created with [state.WithQuarantine].
 func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
 	switch {
 	case t.made() != nil:
@@ -156,13 +157,13 @@ func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
 			})
 		case RunEnd:
 			s.Stop()
-			return tellCorrupt(s, w, func(error) error { return nil }) // a log is closed by now
+			return tellCorrupt(s, w, func(error) error { return nil }) // logs are closed by now
 		}
 		return nil
 	}
 }
 
-// tellCorrupt writes what a scrubber has found since, and calls to with it.
+// tellCorrupt writes the scrubber's new findings to w and calls to for each.
 func tellCorrupt(s *scrub.Scrubber, w io.Writer, to func(error) error) error {
 	var errs error
 	for _, found := range s.Fresh() {

@@ -14,9 +14,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// unlessStopped drops an error that only says that the run's context has ended. All callbacks have
-// to see a step's end before the run is interrupted, those that change the model before the one
-// that saves it.
+// unlessStopped drops an error that only reports the cancellation of the run's context. Every callback
+// must see the end of a step before the run is interrupted; in particular, callbacks that change the
+// model must do so before the callback that saves it.
 func unlessStopped(t *Trainer, err error) error {
 	if stopped := t.stopped(); stopped != nil && errors.Is(err, stopped) {
 		return nil
@@ -24,15 +24,14 @@ func unlessStopped(t *Trainer, err error) error {
 	return err
 }
 
-// due reports whether a callback that acts every so many steps, and after the last one, should act
-// on this event.
+// due reports whether a callback should act on this event if it acts after every multiple of the given
+// number of steps and after the last step.
 func due(e Event, every int) bool {
 	return e.Kind == Complete || e.Kind == StepEnd && (e.Last || every > 0 &&
 		e.Step%every == 0)
 }
 
-// refusing returns the callback of arguments that no run can use: it ends the run with an error
-// before the first step.
+// refusing returns a callback for invalid arguments. It fails the run before the first step.
 func refusing(format string, args ...any) Callback {
 	err := fmt.Errorf("llm: "+format, args...)
 	return func(e Event) error {
@@ -43,18 +42,18 @@ func refusing(format string, args ...any) Callback {
 	}
 }
 
-// An EvaluateOption changes what Evaluate does.
+// An EvaluateOption configures Evaluate.
 type EvaluateOption func(*evaluateConfig)
 
 type evaluateConfig struct{ quick *data.Evaluation }
 
-// WithQuick scores another text, such as a part of the held-out text, before the last step.
+// WithQuick evaluates a different text, such as a part of the held-out text, before the last step.
 func WithQuick(text *data.Evaluation) EvaluateOption {
 	return func(c *evaluateConfig) { c.quick = text }
 }
 
-// Evaluate scores the held-out text every so many steps (0 for never) and at the last step, and
-// tells the callbacks. Of a run whose context ends it scores nothing more.
+// Evaluate measures the loss on held-out text after every multiple of the given number of steps (0 for
+// never) and after the last step, and emits EvalEnd. It stops when the run's context is done.
 func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOption) Callback {
 	c := evaluateConfig{quick: text}
 	for _, opt := range opts {
@@ -91,12 +90,15 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 	}
 }
 
-// SampleText draws n tokens after the prompt every so many steps (0 for never) and at the last
-// step, and tells the callbacks. It writes the text of the latest sample to the file at path, whose
-// folders it makes, unless that is empty. With an empty prompt a document begins, if the tokenizer
-// is a BPE, or has a method EndOfDocument() int as a BPE has. Ids outside the tokenizer's
-// vocabulary are not drawn. Every sample starts from the same random seed. Arguments that cannot be
-// used end the run before its first step, and so does a place where the file cannot be written.
+// SampleText draws n tokens that continue the prompt, after every multiple of the given number of steps
+// (0 for never) and after the last step, and emits Sampled. If path is not empty, it also writes the
+// latest sample to the file at path and creates the necessary folders.
+//
+// An empty prompt starts a new document, provided that the tokenizer is a BPE or has a method
+// EndOfDocument() int like a BPE. Ids outside the tokenizer's vocabulary are not drawn. Every sample uses
+// the same random seed.
+//
+// Invalid arguments and an unwritable path fail the run before its first step.
 func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config,
 	path string, every int) Callback {
 	switch _, err := sampler.New(c); {
@@ -140,8 +142,8 @@ func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sam
 	}
 }
 
-// overwritable finds out whether os.WriteFile will work: what is there, such as a device, may be
-// one that no file can be made beside.
+// overwritable returns an error unless os.WriteFile can write to path. It opens an existing path, such as
+// a device, because its folder may not allow new files.
 func overwritable(path string) error {
 	if _, err := os.Stat(path); err != nil {
 		return atomicfile.Writable(path)
@@ -153,8 +155,7 @@ func overwritable(path string) error {
 	return f.Close()
 }
 
-// promptTokens returns what a sample starts from: the prompt's tokens, or the one before a
-// document.
+// promptTokens returns the tokens that a sample continues: the prompt's, or the end-of-document token.
 func promptTokens(tok tokenizer.Tokenizer, prompt string) []int {
 	if e, ok := tok.(tokenizer.DocumentEnder); ok && prompt == "" && e.EndOfDocument() >= 0 {
 		return []int{e.EndOfDocument()}
@@ -162,7 +163,7 @@ func promptTokens(tok tokenizer.Tokenizer, prompt string) []int {
 	return tok.Encode([]byte(prompt))
 }
 
-// drawSample returns the prompt and n tokens that follow it.
+// drawSample returns the prompt and the n tokens that follow it.
 func drawSample(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int,
 	c sampler.Config) (string, error) {
 	s, err := sampler.New(c)

@@ -16,11 +16,11 @@ type condition struct {
 type phase uint8
 
 const (
-	ready      phase = iota // model, optimizer and engine are in the state that a step leaves
+	ready      phase = iota // model, optimizer and engine agree, as after a complete step
 	incomplete              // an update has been made, and its step is not complete
 	damaged                 // the parameters belong to no step, or to a twin
 	detached                // the engine has not taken the model and the moments of the host
-	engineless              // there is no engine for the model
+	engineless              // no engine could be created for the model
 	closed
 )
 
@@ -35,12 +35,12 @@ const (
 	modelLost     // the parameters could not be put back after a twin's steps
 	pushFailed
 	engineLost
-	restored // a checkpoint, or what another trainer has made of the model, was taken over
+	restored // a checkpoint, or another trainer's changes to the model, was taken over
 	closing
 )
 
-// transitions lists the phases that follow a change. A change that is not listed for a phase leaves
-// it as it is.
+// transitions lists the phases that follow a change. A change that is not listed for a phase has no
+// effect.
 var transitions = map[change]map[phase]phase{
 	updateMade:    {ready: incomplete},
 	stepCompleted: {incomplete: ready},

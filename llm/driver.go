@@ -20,23 +20,22 @@ import (
 // model changes.
 type driver struct {
 	t        *Trainer
-	engine   Engine         // nil if there is none
-	name     string         // of the latest engine that could be made
+	engine   Engine         // nil if the model has no engine
+	name     string         // of the latest engine that was created successfully
 	attached []attachedSeed // seeds of chunks that the engine's graph computes
 	whole    bool           // the step must not be interrupted between two batches
 }
 
-// update is that of a step.
+// update holds the progress of a step's update.
 type update struct {
-	rate, before float64 // the learning rate, and that of the step before
-	made         bool    // or may have been
+	rate, before float64 // the learning rate, and the learning rate of the step before
+	made         bool    // whether the update was, or may have been, made
 	norm         float64
-	err          error // ErrGradients or ErrOverflow alone, where finish has made it
+	err          error // ErrGradients or ErrOverflow from finish
 }
 
-// beforeStep returns a function that undoes a step that fails before its update. It restores the
-// gathered gradients, the learning rate, the loader's position, the measurements of the lattices,
-// and the record of which slots learn.
+// beforeStep returns a function that undoes a step that fails before its update. It discards the gathered
+// gradients, and restores the learning rate, the loader's position and the measurements of the lattices.
 func (d *driver) beforeStep() (restore func() error) {
 	loader, rate, progress := d.t.Loader.State(), d.t.Optimizer.LR(), d.t.progress
 	unmark := d.t.Model.Kasmina.Mark()
@@ -47,7 +46,7 @@ func (d *driver) beforeStep() (restore func() error) {
 		dropped := d.engine.Drop()
 		unmark()
 		d.t.progress = progress
-		d.t.learning = nil // what the optimizer forgot of frozen slots stays forgotten
+		d.t.learning = nil // recomputed: the optimizer may have forgotten frozen slots
 		return errors.Join(dropped, d.t.Optimizer.SetLR(rate), d.t.Loader.SetState(loader))
 	}
 }
@@ -64,7 +63,7 @@ func (d *driver) compute(u *update) (loss float64, err error) {
 	}
 
 	if math.IsNaN(loss) || math.IsInf(loss, 0) {
-		u.made = errors.Is(u.err, ErrOverflow) // a Stepper makes no other update then
+		u.made = errors.Is(u.err, ErrOverflow) // a Stepper makes no other update in this case
 		return 0, d.diverged(fmt.Errorf("the loss is %v", loss))
 	}
 
@@ -87,7 +86,7 @@ func (d *driver) compute(u *update) (loss float64, err error) {
 	return loss, u.err
 }
 
-// gatherAll is gather of several ranks. A ParallelStepper makes the update too.
+// gatherAll is the counterpart of gather for several ranks. A ParallelStepper makes the update too.
 func (d *driver) gatherAll(u *update) (loss float64, err error) {
 	var losses []float64
 	if e, ok := d.engine.(ParallelStepper); ok {
@@ -135,7 +134,7 @@ func (d *driver) gather(u *update) (loss float64, err error) {
 	return loss, nil
 }
 
-// finishAll is finish of several ranks, for all batches of a step.
+// finishAll is the counterpart of finish for several ranks. It computes all batches of a step.
 func (d *driver) finishAll(e ParallelStepper, u *update) (losses []float64, err error) {
 	if err := d.prepare(u.rate); err != nil {
 		return nil, err
@@ -157,7 +156,7 @@ func (d *driver) finishAll(e ParallelStepper, u *update) (losses []float64, err 
 	return r.Losses, errors.Join(err, unheard)
 }
 
-// prepare makes the optimiser ready for an update.
+// prepare readies the optimizer for an update.
 func (d *driver) prepare(rate float64) error {
 	if err := d.t.Optimizer.SetLR(rate); err != nil {
 		return fmt.Errorf("TrainConfig.Schedule: %w", err)
@@ -178,8 +177,8 @@ func (d *driver) finish(e Stepper, b data.Batch, u *update) (loss float64, err e
 	return loss, err
 }
 
-// diverged says what is no longer finite and where that shows first: in a parameter's value, or
-// else in its gradient.
+// diverged returns an error that names the quantity that has diverged and locates the first non-finite
+// number, in a parameter's value or else in its gradient.
 func (d *driver) diverged(what error) error {
 	where := "all parameters and gradients are finite"
 	if name, kind, found := d.engine.FirstNonFinite(); found {
@@ -189,7 +188,7 @@ func (d *driver) diverged(what error) error {
 		"or clip gradients", ErrDiverged, what, where)
 }
 
-// loss returns the model's mean loss on a batch, without a trace in the model.
+// loss returns the model's mean loss on a batch and does not affect training.
 func (d *driver) loss(b data.Batch) (float64, error) {
 	l, err := d.engine.Loss(b)
 	if err == nil && (math.IsNaN(l) || math.IsInf(l, 0)) {
@@ -198,13 +197,13 @@ func (d *driver) loss(b data.Batch) (float64, error) {
 	return l, err
 }
 
-// probe returns an error unless the model gives a finite loss, so that its next step can succeed.
+// probe returns an error unless the model's loss is finite, so that its next step can succeed.
 func (d *driver) probe() error {
 	_, err := d.loss(d.t.Loader.InUse())
 	return err
 }
 
-// now returns the model as it is, on the host; with an ErrDiverged too.
+// now returns the current model, copied to the host. With ErrDiverged it returns the model as well.
 func (d *driver) now() (m modelState, err error) {
 	if err = pull(d.t.Model); err != nil && !errors.Is(err, ErrDiverged) {
 		return m, err
@@ -216,7 +215,8 @@ func (d *driver) now() (m modelState, err error) {
 	return d.there(m), err
 }
 
-// there notes that a model is what the engine has, where that can leave it to the next one.
+// there marks the parameters of m as held by the engine, if the engine can hand them over to the next
+// one.
 func (d *driver) there(m modelState) modelState {
 	if k, ok := d.engine.(Keeper); ok && k.CanKeep() {
 		m.From, m.Here = map[string]string{}, map[string]bool{}
@@ -229,8 +229,8 @@ func (d *driver) there(m modelState) modelState {
 	return m
 }
 
-// part returns the model as it is, on the host the named parameters alone where the engine can leave
-// the others to the next one.
+// part returns the current model. If the engine can hand its parameters over to the next one, only the
+// named ones are copied to the host.
 func (d *driver) part(names ...string) (modelState, error) {
 	m := d.there(modelState{Config: d.t.Model.Config, Params: d.t.Model.Params})
 	if m.From == nil {
@@ -242,8 +242,8 @@ func (d *driver) part(names ...string) (modelState, error) {
 	return m, pull(d.t.Model, names...)
 }
 
-// change makes the model, which is as now returned it, another one, and makes the trainer an engine
-// for that. On an error all is as before, or there is no engine any more.
+// change replaces the model, which is in the state that now returned as old, with next, and creates an
+// engine for it. On an error either the old model is restored or the trainer has no engine.
 func (d *driver) change(old, next modelState, scale *LossScale) error {
 	clock, oldScale := phases.Start(), d.lossScale()
 	make, end, err := d.leave(old)
@@ -278,16 +278,15 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 	return err
 }
 
-// loseEngine notes that no engine could be made for the model, and returns why.
+// loseEngine records that no engine could be created for the model, and returns the reason.
 func (d *driver) loseEngine(cause error) error {
 	d.engine = nil
 	d.t.on(engineLost, cause)
 	return d.t.condition.err()
 }
 
-// setOptimizer makes the optimizer one of a model, with the model's moments. It forgets those
-// parameters that it knows and the model lacks, or has in another shape: a seed that grows again
-// may do so in another size.
+// setOptimizer declares the parameters of m to the optimizer and sets its moments. It first drops the
+// known parameters that m lacks or has in another shape, since a seed may grow again in another size.
 func (d *driver) setOptimizer(known []Param, m modelState) error {
 	if o, ok := d.t.Optimizer.(interface{ Drop(names ...string) }); ok {
 		shapes := map[string]tensor.Shape{}
@@ -308,8 +307,8 @@ func (d *driver) setOptimizer(known []Param, m modelState) error {
 	return d.t.Optimizer.SetState(m.MomentsHere())
 }
 
-// leave closes the engine, before the next one takes memory. It returns what makes that for a model,
-// and what is to be called in the end.
+// leave closes the engine before its successor allocates memory. It returns a function that creates the
+// next engine for a model, and a function to call at the end.
 func (d *driver) leave(old modelState) (make func(modelState) (Engine, error),
 	end func() error, err error) {
 	if old.From == nil {
@@ -341,7 +340,7 @@ func (d *driver) leave(old modelState) (make func(modelState) (Engine, error),
 	}, kept.Close, nil
 }
 
-// newEngine makes an engine for the model as it is on the host.
+// newEngine creates an engine for the model on the host.
 func (d *driver) newEngine() (Engine, error) {
 	build := d.t.Config.Engine
 	if build == nil {
@@ -355,10 +354,10 @@ func (d *driver) newEngine() (Engine, error) {
 	return e, err
 }
 
-// replaceEngine makes an engine for the model as it is.
+// replaceEngine installs the engine that make creates for the current model.
 func (d *driver) replaceEngine(make func() (Engine, error), scale *LossScale) error {
 	held := holderOf(d.t.Model)
-	hold(d.t.Model, nil) // parameters are the host's until there is an engine
+	hold(d.t.Model, nil) // the parameters are only on the host until the new engine exists
 	e, err := make()
 	hold(d.t.Model, held)
 	if err != nil {
@@ -373,13 +372,13 @@ func (d *driver) replaceEngine(make func() (Engine, error), scale *LossScale) er
 	return d.setLossScale(scale)
 }
 
-// forgetFrozen drops the momentum of slots with which no seed learns any more.
+// forgetFrozen clears the optimizer state of slots that no seed trains any more.
 func (d *driver) forgetFrozen() (err error) {
 	d.t.learning, err = slotStore{Model: d.t.Model}.ForgetFrozen(d.engine, d.t.learning)
 	return err
 }
 
-// renewEngine replaces the engine, if there is one, by one for the model as it is on the host.
+// renewEngine closes the engine, if there is one, and creates another for the model on the host.
 func (d *driver) renewEngine(scale *LossScale) error {
 	if old := d.engine; old != nil {
 		d.engine = nil
@@ -390,7 +389,7 @@ func (d *driver) renewEngine(scale *LossScale) error {
 	return d.replaceEngine(d.newEngine, scale)
 }
 
-// lossScale returns the loss scale of an engine that has one, nil of another.
+// lossScale returns the engine's loss scale, or nil if it has none.
 func (d *driver) lossScale() *LossScale {
 	e, ok := d.engine.(Scaler)
 	if !ok {
@@ -400,7 +399,7 @@ func (d *driver) lossScale() *LossScale {
 	return &s
 }
 
-// setLossScale sets the loss scale of an engine that has one; nil leaves it.
+// setLossScale sets the loss scale of an engine that has one. It does nothing if s is nil.
 func (d *driver) setLossScale(s *LossScale) error {
 	if e, ok := d.engine.(Scaler); ok && s != nil {
 		return e.SetLossScale(*s)
@@ -408,7 +407,7 @@ func (d *driver) setLossScale(s *LossScale) error {
 	return nil
 }
 
-// engineName returns the name of the engine or, when there is none, of the one before.
+// engineName returns the name of the engine or, without an engine, of the previous one.
 func (d *driver) engineName() string {
 	if d.engine == nil {
 		return d.name
@@ -416,7 +415,7 @@ func (d *driver) engineName() string {
 	return d.engine.Name()
 }
 
-// gatherState makes the optimiser's state that of the whole model.
+// gatherState brings the optimizer state on the host up to date for the whole model.
 func (d *driver) gatherState() error {
 	if e := d.t.team.ranks(); e != nil {
 		return e.Gather()

@@ -32,7 +32,7 @@ type EMA struct {
 	decay float64
 
 	mu       sync.Mutex
-	config   Config // of the model that the average is of
+	config   Config // of the averaged model
 	lattices []state.Array
 	params   []Param
 }
@@ -88,8 +88,8 @@ func average(value, old *tensor.Dense, share float64) {
 	}
 }
 
-// sources returns a function that finds the average from which a parameter of the model as it is now
-// continues. The model may have grown since the last step, and growth may have been taken back.
+// sources returns a function that maps a parameter of the current model to the average that it continues.
+// The model may have grown since the last step, and growth may have been taken back.
 func (e *EMA) sources(now Config) func(name string) (*tensor.Dense, bool) {
 	values := map[string]*tensor.Dense{}
 	for _, p := range e.params {
@@ -116,8 +116,7 @@ func (e *EMA) sources(now Config) func(name string) (*tensor.Dense, bool) {
 
 var errNoAverage = errors.New("there is no average before the first step")
 
-// Model returns a model with the averaged weights, in memory of its own. Its seeds are in the state in
-// which they were after the last step.
+// Model returns a new model with the averaged weights. Its seeds are in their state after the last step.
 func (e *EMA) Model() (*Model, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -19,68 +19,71 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Engine computes what a trainer asks for. The CPU's does so in the model's own memory, another
-// machine's with copies of the parameters and of what the optimiser remembers. Package llm/gpu has
-// one for NVIDIA GPUs. A trainer calls its methods one at a time.
+// Engine computes a trainer's steps. The CPU engine works in the model's own memory; other engines work
+// on copies of the parameters and the optimizer state. Package llm/gpu has an engine for NVIDIA GPUs. A
+// trainer calls the methods of its engine one at a time.
 type Engine interface {
-	// Name is what computes and in which precision, such as "cuda bf16": a run goes on with other
-	// bits under another name.
+	// Name identifies the device and the precision, such as "cuda bf16". A run that continues on an
+	// engine with another name computes different bits.
 	Name() string
-	// Gradients adds those of a batch to what is gathered for the step, and returns the batch's
+	// Gradients adds the gradients of a batch to those gathered for the step, and returns the batch's
 	// loss.
 	Gradients(b data.Batch) (loss float64, err error)
-	// Update applies them at the optimiser's learning rate, and returns their global norm before
-	// clipping. That is of the model's own parameters. Where nothing else learns it is of those of
-	// seeds, which are clipped by a norm of their own. After ErrGradients nothing has changed;
-	// after ErrOverflow parameters have, and one is no longer finite or the norm was not. A
-	// [Scaler] may make no update, without an error, and return a norm that is not finite.
+	// Update applies the gathered gradients at the optimizer's learning rate and returns their global
+	// norm before clipping. The gradients of seeds are clipped separately, and their norm is returned
+	// only if no other parameters learn.
+	//
+	// After ErrGradients nothing has changed. After ErrOverflow parameters have changed, and a parameter
+	// or the norm is not finite. A [Scaler] may skip the update and return a norm that is not finite,
+	// without an error.
 	Update() (norm float64, err error)
-	// Drop forgets the gradients gathered so far.
+	// Drop discards the gradients gathered so far.
 	Drop() error
-	// Loss returns the model's loss on a batch, without a trace in it.
+	// Loss returns the model's loss on a batch and does not affect training.
 	Loss(b data.Batch) (float64, error)
-	// Decoder returns a function that returns the logits for what follows some tokens, which fit
-	// the model's window: a []float32 or a []float64. It may remember the tokens of its last call,
-	// so it is no longer right once the model has changed. It may end with the context.
+	// Decoder returns a function that computes the logits, a []float32 or []float64, for the token that
+	// follows the given tokens, which must fit the model's window. The function may cache the tokens of
+	// its last call, so it is no longer valid after the model has changed. It may return early when ctx
+	// is done.
 	Decoder() (func(ctx context.Context, tokens []int) (any, error), error)
-	// FirstNonFinite says where the first NaN or infinity stands, as autodiff.FirstNonFinite does.
+	// FirstNonFinite locates the first NaN or infinity, like autodiff.FirstNonFinite.
 	FirstNonFinite() (name, kind string, found bool)
-	// Pull makes the model's parameters of the given names on the host those of the engine, and
-	// without names all, and the optimiser's state.
+	// Pull copies the engine's parameters with the given names, or without names all parameters and the
+	// optimizer state, to the host.
 	Pull(params ...string) error
-	// Push makes the engine's parameters of the given names those on the host, and without names
-	// all, and what it keeps of the optimiser.
+	// Push copies the parameters with the given names, or without names all parameters and the optimizer
+	// state, from the host to the engine.
 	Push(params ...string) error
-	// Forget is the optimiser's, of what the engine remembers.
+	// Forget clears the engine's optimizer state for elements [from, to) of a parameter.
 	Forget(param string, from, to int) error
 	Close() error
 }
 
-// Why an update cannot be trusted. The CPU's engine looks for a parameter that is no longer finite
-// after every update. That of llm/gpu does not, where it would take another pass over all
-// parameters. There the next loss shows it, and ends the run with ErrDiverged too.
+// Errors of an update that cannot be trusted. The CPU engine checks all parameters after every update.
+// The engine of llm/gpu does not, because the check would take another pass over all parameters. There
+// the next loss reveals the problem and ends the run with ErrDiverged.
 var (
 	ErrGradients = errors.New("the gradient norm is not finite")
 	ErrOverflow  = errors.New("the update overflowed")
 )
 
-// cpuEngine is the engine on the CPU; NewCPU makes one. It is for one goroutine at a time.
+// cpuEngine is the engine on the CPU; newCPUEngine creates one. Only one goroutine may use it at a time.
 type cpuEngine struct {
 	Inference
 	optimizer optim.Optimizer
 	limit     float64
 	train     Runner
-	machine   *cpuops.Machine // train's
+	machine   *cpuops.Machine // the machine of train
 	grads     []gorgonia.ValueGrad
-	clippers  []*autodiff.Clipper // of the model's own gradients, and of those of seeds
+	clippers  []*autodiff.Clipper // one for the model's own gradients, one for seed gradients
 
-	updates int           // so far
-	took    time.Duration // all of them
+	updates int           // number of updates
+	took    time.Duration // total time of the updates
 }
 
-// newCPUEngine returns the engine on the CPU for a graph of the model whose gradients are wanted. The
-// global gradient norm is clipped at the limit, 0 for none, and apart from it that of the seeds'
-// blueprints. Options are for its machine.
+// newCPUEngine returns a CPU engine that trains on the given graph of the model. It clips the global
+// gradient norm at limit, and separately the norm of the seeds' gradients; a limit of 0 disables
+// clipping. The options configure its machine.
 func newCPUEngine(m *Model, g *Graph, o optim.Optimizer, limit float64,
 	opts ...cpuops.Option) (Engine, error) {
 	if m == nil || g == nil || o == nil {
@@ -112,7 +115,7 @@ func newCPUEngine(m *Model, g *Graph, o optim.Optimizer, limit float64,
 	return t, nil
 }
 
-// clipGroups divides parameters into the model's own and those of seeds, without an empty group.
+// clipGroups divides parameters into the model's own and the seeds'. It returns no empty group.
 func clipGroups(all []gorgonia.ValueGrad) (groups []*autodiff.Clipper) {
 	for _, seeds := range []bool{false, true} {
 		var group []gorgonia.ValueGrad
@@ -139,7 +142,7 @@ func (t *cpuEngine) Name() string {
 
 func (t *cpuEngine) Gradients(b data.Batch) (float64, error) { return t.train.Run(b) }
 
-// OpTimes needs the option cpuops.WithMonitor.
+// OpTimes implements [Profiler]. It needs the option cpuops.WithMonitor.
 func (t *cpuEngine) OpTimes() ([]OpTime, error) {
 	if t.machine == nil {
 		return nil, errZeroEngine
@@ -152,10 +155,10 @@ func (t *cpuEngine) OpTimes() ([]OpTime, error) {
 	return times, nil
 }
 
-// Figures is that of [Sensor].
+// Figures implements [Sensor].
 func (t *cpuEngine) Figures() ([]SeedFigures, error) { return t.train.Figures(t.machine.Value) }
 
-// Choices is that of [Chooser].
+// Choices implements [Chooser].
 func (t *cpuEngine) Choices() []Choice {
 	if t.machine == nil {
 		return nil
@@ -163,13 +166,13 @@ func (t *cpuEngine) Choices() []Choice {
 	return t.machine.Choices()
 }
 
-// Ceiling is that of float32 multiply-adds on all cores.
+// Ceiling implements [Measurer]: it returns the peak of float32 multiply-adds on all cores.
 func (t *cpuEngine) Ceiling() (Ceiling, error) {
 	cores := runtime.GOMAXPROCS(0)
 	return Ceiling{Product: gemm.FMAPeak(cores, ceilingTime), Type: "float32"}, nil
 }
 
-// ceilingTime is how long the ceiling is measured.
+// ceilingTime is the duration of the ceiling measurement.
 const ceilingTime = 50 * time.Millisecond
 
 func (t *cpuEngine) Update() (float64, error) {
@@ -200,7 +203,7 @@ func (t *cpuEngine) Update() (float64, error) {
 		return norm, err
 	}
 
-	if _, ok := t.optimizer.(optim.Rules); ok { // which has looked
+	if _, ok := t.optimizer.(optim.Rules); ok { // such optimizers have checked the parameters
 		return norm, nil
 	}
 
@@ -211,10 +214,10 @@ func (t *cpuEngine) Update() (float64, error) {
 	return norm, nil
 }
 
-// ValueGrads are the parameters with the gradients gathered so far.
+// ValueGrads returns the parameters with the gradients gathered so far.
 func (t *cpuEngine) ValueGrads() []gorgonia.ValueGrad { return t.grads }
 
-// Gradient is that of [Listener].
+// Gradient implements [Listener].
 func (t *cpuEngine) Gradient(param string) (any, error) {
 	for _, p := range t.grads {
 		if n, ok := p.(interface{ Name() string }); !ok || n.Name() != param {
@@ -261,12 +264,11 @@ func (t *cpuEngine) Close() error {
 	return errors.Join(t.train.Machine.Close(), t.Inference.Close())
 }
 
-// errZeroEngine is the error of an engine that nobody has made.
+// errZeroEngine is the error for an uninitialized engine.
 var errZeroEngine = errors.New("llm: the engine is its zero value, want one that NewCPU returns")
 
-// CPUEngine returns a function that makes the engine of a trainer on the CPU, as a trainer does whose
-// TrainConfig.Engine is nil. The options are for the machine that trains, such as
-// cpuops.WithMonitor.
+// CPUEngine returns a function that creates a trainer's engine on the CPU. It is the default when
+// TrainConfig.Engine is nil. The options, such as cpuops.WithMonitor, apply to the machine that trains.
 func CPUEngine(opts ...cpuops.Option) func(*Model, optim.Optimizer, TrainConfig) (Engine, error) {
 	return func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 		g, err := c.Graph(m)
@@ -277,7 +279,7 @@ func CPUEngine(opts ...cpuops.Option) func(*Model, optim.Optimizer, TrainConfig)
 	}
 }
 
-// Graph builds the graph of a model that computes the gradients which c asks for.
+// Graph builds a graph of the model that computes the gradients for a batch.
 func (c TrainConfig) Graph(m *Model) (*Graph, error) {
 	opts := []GraphOption{withLossShare(c.Accumulate)}
 	if c.Recompute {

@@ -8,28 +8,28 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// EventKind says what happened in a training run.
+// EventKind identifies what happened in a training run.
 type EventKind uint8
 
-// The events of a run. It begins with RunStart and ends with RunEnd, whether it succeeded or not.
+// The events of a run. The first is always RunStart and the last RunEnd, whether or not the run succeeds.
 const (
 	RunStart    EventKind = iota + 1 // before the first step
-	Complete                         // after RunStart, when all steps were done before
-	StepEnd                          // the optimiser has updated the parameters
+	Complete                         // after RunStart, if no steps are left
+	StepEnd                          // the optimizer has updated the parameters
 	EvalEnd                          // held-out text has been scored: ValLoss and ValBPB are set
 	Saved                            // a checkpoint has been written: Path is set
 	Sampled                          // text has been drawn from the model: Text is set
 	Profiled                         // the engine has timed its ops: Ops is set
-	Interrupted                      // between steps, as asked to: a last chance to save
+	Interrupted                      // between steps, after a request to stop: the last chance to save
 	RunEnd                           // after the last step, or after the failure in Err
 	Chosen                           // before the first StepEnd of a run: Choices is set
-	Failed                           // before RunEnd, a step or callback has: a last chance to save
+	Failed                           // before RunEnd, after a step or callback failed: the last chance to save
 	EpochEnd                         // before a StepEnd: Reports and SeedEvents are set
 	Corrupted                        // Scrub has found corrupt seeds: Err is set
-	// before a StepEnd: the blocks have become others, as Text says, or could not, as Err does
+	// before a StepEnd: the blocks have changed, as Text describes, or could not, as Err explains
 	Reshaped
-	Measured // what the engine's device reaches at best has been measured: Ceiling is set
-	Noted    // before a StepEnd: somebody has asked for something, as Text says
+	Measured // the peak performance of the engine's device has been measured: Ceiling is set
+	Noted    // before a StepEnd: a request has been granted, as Text describes
 )
 
 var eventNames = [...]string{RunStart: "RunStart", "Complete", "StepEnd", "EvalEnd", "Saved", "Sampled",
@@ -41,50 +41,52 @@ func (k EventKind) String() string {
 	return enum.Name(k, "EventKind", eventNames[:])
 }
 
-// Event is what a callback sees. Fields that an event does not set hold what the run last knew, so
-// that a callback needs no memory of its own.
+// Event is passed to callbacks. Fields that do not belong to the event hold the run's latest values, so
+// callbacks need not remember them.
 type Event struct {
 	Kind EventKind
-	Step int // optimiser steps done since the model was initialised
-	// step at which the run ends at the latest; of one that a budget alone ends, 2³¹−1
+	Step int // optimizer steps since the model was initialized
+	// maximum number of steps; 2³¹−1 if only a budget ends the run
 	Steps        int
 	Budget       Budget          // of the run
-	Spent        Budget          // so far; Time of a run on a budget of time alone
-	Share        float64         // of the budget, or without one of the steps, that is spent: 0 to 1
-	Last         bool            // the run is at its end
+	Spent        Budget          // so far; Time only for a run on a time budget
+	Share        float64         // spent part of the budget, or of the steps without a budget: 0 to 1
+	Last         bool            // whether the run has made its last step
 	Loss         float64         // training loss of the last step, in nats per token
 	LearningRate float64         // of the last step
 	GradNorm     float64         // global gradient norm of the last step, before clipping
 	StepTokens   int             // tokens in one step
 	RunTokens    int64           // tokens trained on since this process started the run
-	RunFLOPs     float64         // of those, as Config.FLOPs counts them
+	RunFLOPs     float64         // operations for those tokens, as counted by Config.FLOPs
 	Elapsed      time.Duration   // time since this process started the run
 	ValLoss      float64         // held-out loss in nats per token; NaN before the first evaluation
 	ValBPB       float64         // held-out bits per byte; NaN before the first evaluation
 	Path         string          // Saved: the checkpoint's file
 	Text         string          // Sampled: prompt and continuation
-	Ops          []optime.OpTime // Profiled: what the engine's ops take
-	Choices      []optime.Choice // Chosen: the ways in which they are computed
+	Ops          []optime.OpTime // Profiled: times of the engine's ops
+	Choices      []optime.Choice // Chosen: how the engine computes its ops
 
-	Ceiling  optime.Ceiling // of the devices together; 0 before Measured
-	Lattices []Lattice      // of the model: where its seeds are
+	Ceiling  optime.Ceiling // of all devices together; 0 before Measured
+	Lattices []Lattice      // where the model's seeds are
 
-	// Reports are those of the Kasmina layers, of an EpochEnd. There is one when an epoch of their
-	// lattices has ended or somebody has steered the seeds (Trainer.Steer). There is one too before
-	// the RunEnd of a run in which more has happened to seeds since.
+	// Reports holds, for an EpochEnd, a report on each lattice. EpochEnd is emitted when an epoch of the
+	// lattices has ended, when somebody has steered the seeds (Trainer.Steer), and before RunEnd if there
+	// are further seed events.
 	Reports []state.Report
-	// SeedEvents are what has happened to seeds since the EpochEnd before, or since the run began.
+	// SeedEvents lists the seed events since the previous EpochEnd, or since the start of the run.
 	SeedEvents []state.Event
 
-	// Params is the number of parameters that training changes, and AllParams that of all parameters
-	// of the model. They differ if the model is frozen: only what is planted in it learns.
+	// Params is the number of parameters that training changes, and AllParams the number of all
+	// parameters of the model. They differ if the model is frozen, because only planted blueprints learn
+	// then.
 	Params, AllParams int
 
 	Seeds int   // number of seeds in the model's Kasmina layers
-	Err   error // Corrupted: what was found; Failed, RunEnd: why the run stopped early, or nil
+	Err   error // Corrupted: the finding; Failed, RunEnd: why the run stopped early, or nil
 }
 
-// A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates,
-// saves. Callbacks run in the order in which they were added, on the training goroutine, between
-// steps. They may call all methods of the trainer and its model but Run. An error ends the run.
+// A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates, or
+// saves. Callbacks run in the order of their registration, on the training goroutine, between steps. They
+// may call every method of the trainer and its model except Run. If a callback returns an error, the run
+// ends.
 type Callback func(Event) error

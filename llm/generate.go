@@ -10,13 +10,14 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// Generator draws text from a model, token by token, on the CPU. Each token sees as many of the
-// tokens before it as the model's training sequences were long. Up to that length a token takes a
-// pass over one row, since keys and values are kept. Beyond it every token moves the others to
-// other positions, and takes a pass over the whole window.
+// Generator draws text from a model, token by token, on the CPU. Each token attends to as many earlier
+// tokens as the model's training sequences had.
 //
-// A Generator is for one goroutine at a time. While a trainer runs, each token waits for the end of
-// the present step.
+// Up to that length a token takes a pass over a single row, since keys and values are cached. Beyond it,
+// every new token shifts the positions of the rest and takes a pass over the whole window.
+//
+// Only one goroutine may use a Generator at a time. While a trainer runs, each token waits for the end of
+// the current step.
 type Generator struct {
 	config  Config
 	decoder func() (logitsFunc, error)
@@ -36,11 +37,11 @@ func NewGenerator(m *Model) (*Generator, error) {
 	return &Generator{m.Config, func() (logitsFunc, error) { return i.beside(m) }, i.Close}, nil
 }
 
-// logitsFunc returns the logits for what follows some tokens, as the Decoder of an engine does.
+// logitsFunc returns the logits for the token that follows the given tokens. See Engine.Decoder.
 type logitsFunc = func(ctx context.Context, tokens []int) (any, error)
 
-// beside returns a decoder whose every call is a turn of its own, with the parameters that the
-// model has then.
+// beside returns a decoder that locks the model during each call and uses the parameters that the model
+// has then.
 func (i *Inference) beside(m *Model) (logitsFunc, error) {
 	var next logitsFunc
 	var seen uint64
@@ -51,7 +52,7 @@ func (i *Inference) beside(m *Model) (logitsFunc, error) {
 				return nil, err
 			}
 			var err error
-			if next, err = i.Decoder(); err != nil { // which forgets the tokens so far
+			if next, err = i.Decoder(); err != nil { // forgets the tokens so far
 				return nil, err
 			}
 			seen = now
@@ -60,7 +61,7 @@ func (i *Inference) beside(m *Model) (logitsFunc, error) {
 	}, nil
 }
 
-// paramNames returns those of all parameters.
+// paramNames returns the names of all parameters.
 func paramNames(m *Model) []string {
 	names := make([]string, len(m.Params))
 	for i, p := range m.Params {
@@ -69,8 +70,7 @@ func paramNames(m *Model) []string {
 	return names
 }
 
-// GeneratorOf returns a generator for a configuration whose logits are those of a decoder, which is asked
-// for once for each text.
+// GeneratorOf returns a generator that takes its logits from decoder, which is called once for each text.
 func GeneratorOf(c Config, decoder func() (logitsFunc, error)) *Generator {
 	return &Generator{config: c, decoder: decoder}
 }
@@ -93,8 +93,8 @@ func (g *Generator) Close() error {
 //		...
 //	}
 //
-// An error is the last that it yields, and so is the end of the context. It looks for that within
-// the passes over the model too. When the model changes between two tokens, the next one is drawn
+// Iteration stops after the first error. Cancellation of the context is such an error, and is noticed
+// even during a pass over the model. If the model changes between two tokens, the next token is drawn
 // from the changed model.
 func (g *Generator) Generate(ctx context.Context, prompt []int, n int,
 	s *sampler.Sampler) iter.Seq2[int, error] {
@@ -108,7 +108,7 @@ func (g *Generator) Generate(ctx context.Context, prompt []int, n int,
 	}
 }
 
-// generate calls yield with each token until that returns false.
+// generate calls yield with each token until yield returns false.
 func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sampler.Sampler,
 	yield func(token int) bool) error {
 	switch {
@@ -150,7 +150,7 @@ func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sample
 	return nil
 }
 
-// drawFrom draws the token that follows.
+// drawFrom draws the token that follows the given tokens.
 func drawFrom(ctx context.Context, logits func(ctx context.Context, tokens []int) (any, error),
 	tokens []int, s *sampler.Sampler) (int, error) {
 	v, err := logits(ctx, tokens)

@@ -15,50 +15,50 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// GraphKind says what a graph computes.
+// GraphKind selects the quantities that a graph computes.
 type GraphKind uint8
 
 // The kinds of graph.
 const (
 	ForTraining GraphKind = iota + 1 // the loss and its gradients; Kasmina layers gather telemetry
-	ForLoss                          // the loss alone; lattices only count what is not finite
-	// the logits of one position of each sequence; lattices only count what is not finite
+	ForLoss                          // the loss alone; lattices only count non-finite values
+	// the logits of one position of each sequence; lattices only count non-finite values
 	ForLogits
 )
 
-// Graph is a model's computation on one batch. Every graph of a model shares the memory of its
-// parameters, so they are for one goroutine at a time.
+// Graph is a model's computation on one batch. All graphs of a model share the memory of its parameters,
+// so only one goroutine may use them at a time.
 type Graph struct {
 	G       *gorgonia.ExprGraph
 	Kind    GraphKind
 	Batch   int            // sequences
 	IDs     *gorgonia.Node // int [Batch·Seq]
-	Targets *gorgonia.Node // int [Batch·Seq], below 0 where nothing is predicted; nil ForLogits
-	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without, and ForLogits
+	Targets *gorgonia.Node // int [Batch·Seq], negative where nothing is predicted; nil ForLogits
+	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without Config.Documents, and ForLogits
 	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
-	// Rows are the rows of Batch·Seq whose logits are wanted, ForLogits: an int [Batch], or [Batch·Seq]
-	// with WithAllPositions.
+	// Rows selects, ForLogits, the rows of Batch·Seq that get logits: an int [Batch], or [Batch·Seq] with
+	// WithAllPositions.
 	Rows *gorgonia.Node
-	// int [1], the position of the only token of a graph ForLogits that keeps the keys and values
-	// of those before it. It is nil for others, which have Rows
+	// Position is the position, int [1], of the single token of a ForLogits graph that caches the keys
+	// and values of the tokens before it. It is nil in other graphs, which have Rows.
 	Position *gorgonia.Node
 	Logits   *gorgonia.Node // [len(Rows), Vocab], ForLogits
 	Params   gorgonia.Nodes // one for each of the model's Params
-	// Learning are those of Params whose gradients a ForTraining graph has: all, but of a frozen
-	// model what is planted alone, and what WithGradients names.
+	// Learning lists the Params that have gradients in a ForTraining graph: all Params, or in a frozen
+	// model only the planted ones, or the parameters that withGradients names.
 	Learning gorgonia.Nodes
 
-	listens bool           // it is of WithGradients
-	blocks  *block.Builder // that it is built of
-	keeps   bool           // keys and values, among its Outputs
+	listens bool           // built with withGradients
+	blocks  *block.Builder // builder of its blocks
+	keeps   bool           // its Outputs include keys and values
 	seeds   graphSeeds
 }
 
-// Updates reports whether runs of a ForTraining graph lead to updates: it has gradients, of what
-// learns.
+// Updates reports whether runs of the graph lead to updates: whether it is a ForTraining graph with
+// gradients of parameters that learn.
 func (g *Graph) Updates() bool { return g != nil && len(g.Learning) > 0 && !g.listens }
 
-// Frozen are those of Params whose gradients a ForTraining graph has not.
+// Frozen returns the Params that have no gradients in a ForTraining graph.
 func (g *Graph) Frozen() (frozen gorgonia.Nodes) {
 	if g == nil {
 		return nil
@@ -74,25 +74,26 @@ func (g *Graph) Frozen() (frozen gorgonia.Nodes) {
 // GraphOption changes how a graph is built.
 type GraphOption func(*graphBuilder)
 
-// WithRecompute makes the backward pass of a ForTraining graph compute each block again from its
-// input instead of keeping what is inside. That takes less memory, for about a third more work.
+// WithRecompute makes the backward pass of a ForTraining graph recompute each block from its input
+// instead of keeping the block's activations. This takes less memory, for about a third more work.
 func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = true } }
 
-// withLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to those
+// withLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to the gradient
 // of their mean loss.
 func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares = n } }
 
-// withGradients has the gradients of the named parameters alone, whether they learn or not: for who
-// wants to know them, and makes no update.
+// withGradients limits the gradients to the named parameters, whether they learn or not. It is meant for
+// measuring gradients; such graphs lead to no update.
 func withGradients(params ...string) GraphOption {
 	return func(b *graphBuilder) { b.wanted = params }
 }
 
-// WithAllPositions gives a ForLogits graph the logits of all positions instead of one of each sequence.
+// WithAllPositions makes a ForLogits graph compute the logits of all positions instead of one per
+// sequence.
 func WithAllPositions() GraphOption { return func(b *graphBuilder) { b.everywhere = true } }
 
-// BuildGraph builds a model's computation on batches of the given number of sequences. ForTraining it
-// includes the gradients of all parameters.
+// BuildGraph builds a model's computation on batches of the given number of sequences. A ForTraining
+// graph includes the gradients of all parameters that learn.
 func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*Graph, error) {
 	if batch < 1 || batch > maxField {
 		return nil, fmt.Errorf("llm: a batch of %d sequences, want 1 to %d", batch, maxField)
@@ -117,21 +118,22 @@ func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*
 	return g, nil
 }
 
-// ModelParts is what a graph is of. All graphs of a model share its parameters' memory.
+// ModelParts holds the parts of a model that graphs are built from. All graphs of a model share its
+// parameters' memory.
 type ModelParts struct {
 	Config  Config
 	Params  []Param
-	Kasmina *state.Network // lattices, one for each of Config.Kasmina first
+	Kasmina *state.Network // lattices; the first ones belong to the entries of Config.Kasmina
 }
 
-// Param is a trainable tensor of a model. One of an [Outline] has no value.
+// Param is a trainable tensor of a model. In an [Outline] it has no value.
 type Param struct {
 	Name  string
 	Value *tensor.Dense
 }
 
-// Outline is a model whose values are elsewhere, such as on a device alone. The parameters of its
-// graphs have names and shapes, and no values. It has no seeds.
+// Outline returns the parts of a model for graphs without values, such as for a model that exists only on
+// a device. The parameters of such graphs have names and shapes. An outline has no seeds.
 func Outline(c Config) ModelParts {
 	m := ModelParts{Config: c}
 	for p := range c.Specs() {
@@ -140,7 +142,7 @@ func Outline(c Config) ModelParts {
 	return m
 }
 
-// dtype is that of a model's floats.
+// dtype returns the type of the model's floating-point values.
 func (m ModelParts) dtype() tensor.Dtype {
 	if v := m.Params[0].Value; v != nil {
 		return v.Dtype()
@@ -148,7 +150,7 @@ func (m ModelParts) dtype() tensor.Dtype {
 	return tensor.Float32
 }
 
-// addParams adds the parameters' nodes.
+// addParams adds a node for each parameter.
 func (b *graphBuilder) addParams() error {
 	i := 0
 	for s := range b.Config.Specs() {
@@ -174,7 +176,7 @@ func (b *graphBuilder) addParams() error {
 	return nil
 }
 
-// newParamValue returns a tensor of the numbers that next gives, of zeros if next is nil.
+// newParamValue returns a tensor filled with the numbers that next returns, or with zeros if next is nil.
 func newParamValue(dt tensor.Dtype, shape []int, next func() float64) *tensor.Dense {
 	n := tensor.Shape(shape).TotalSize()
 	if dt == tensor.Float32 {
@@ -198,13 +200,13 @@ type graphBuilder struct {
 	g         *gorgonia.ExprGraph
 	kind      GraphKind
 	recompute bool
-	// everywhere says that the logits of all positions are wanted.
+	// everywhere requests the logits of all positions.
 	everywhere bool
 	shares     int
-	wanted     []string      // parameters whose gradients are; nil for those that learn
-	blocks     block.Builder // of sequences up to Config.Seq; a Position is ForLogits
-	cached     bool          // it is to have a Position
-	keeps      bool          // its keys and values are for one that has
+	wanted     []string      // parameters to differentiate; nil for all that learn
+	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
+	cached     bool          // whether to add a Position
+	keeps      bool          // whether to output keys and values for a cached graph
 	out        *Graph
 	nodes      map[string]*gorgonia.Node // parameters by name
 }
@@ -262,7 +264,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 		}
 		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(wanted),
 			gorgonia.WithName("rows"))
-		if x, err = op.Embedding(out.Rows, x); err != nil { // a table's rows, or a matrix's
+		if x, err = op.Embedding(out.Rows, x); err != nil { // works for the rows of any matrix
 			return nil, err
 		}
 	}
@@ -294,7 +296,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	return nil, errors.New("unknown kind of graph")
 }
 
-// positions adds the learned vectors of the rows' positions to x.
+// positions adds to x the learned vector of each row's position.
 func (b *graphBuilder) positions(x *gorgonia.Node) (*gorgonia.Node, error) {
 	at := b.blocks.Position
 	if at == nil {
@@ -313,7 +315,7 @@ func (b *graphBuilder) positions(x *gorgonia.Node) (*gorgonia.Node, error) {
 	return gorgonia.Add(x, learned)
 }
 
-// differentiate adds the gradients of the loss, or of its share where several batches make a step.
+// differentiate adds the gradients of the loss, divided by the number of batches in a step.
 func (b *graphBuilder) differentiate(g *Graph) error {
 	cost := g.Loss
 	if b.shares > 1 {
@@ -331,7 +333,7 @@ func (b *graphBuilder) differentiate(g *Graph) error {
 
 	g.listens = b.wanted != nil
 	if len(g.Learning) == 0 {
-		return nil // of a frozen model in which nothing is planted yet
+		return nil // a frozen model, and nothing is planted yet
 	}
 
 	hashOnes()
@@ -342,8 +344,8 @@ func (b *graphBuilder) differentiate(g *Graph) error {
 	return b.measure()
 }
 
-// hashOnes has Gorgonia hash the ones that all its graphs share. It does so when a graph first takes
-// one in, and goroutines that differentiate graphs of their own would race for it.
+// hashOnes makes Gorgonia hash the constant nodes that all its graphs share. Otherwise it hashes them
+// when a graph first uses them, and goroutines that differentiate separate graphs would race.
 var hashOnes = sync.OnceFunc(func() {
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		x := gorgonia.NewScalar(gorgonia.NewGraph(), dt)
@@ -351,7 +353,7 @@ var hashOnes = sync.OnceFunc(func() {
 	}
 })
 
-// number is a constant of the parameters' type.
+// number returns a constant of the parameters' type.
 func (b *graphBuilder) number(x float64) *gorgonia.Node {
 	if b.dtype() == tensor.Float64 {
 		return gorgonia.NewConstant(x)
@@ -359,7 +361,7 @@ func (b *graphBuilder) number(x float64) *gorgonia.Node {
 	return gorgonia.NewConstant(float32(x))
 }
 
-// block adds block i and the Kasmina layer behind it, if there is one, to the residual stream x.
+// block adds block i, any Kasmina layer after it, and the seeds in the stream after it.
 func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	p := blockPrefix(i)
 	inputs := gorgonia.Nodes{x}

@@ -13,15 +13,15 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// attachedSeed is a seed of a chunk that works with a kind which is a graph. Graphs of a model have those
-// that there are when they are built, each with the weights of its slot.
+// attachedSeed is a chunk seed with a kind that is computed as a graph. A graph includes the seeds that
+// are attached when it is built, each with the weights of its slot.
 type attachedSeed struct {
 	Layer, Seed int
 	Kind        blueprints.Kind
 	Slot        uint16
 }
 
-// attachedTo returns those of a network.
+// attachedTo returns the attached seeds of a network.
 func attachedTo(n *state.Network) (all []attachedSeed) {
 	var pass state.Pass
 	for layer, l := range n.Lattices() {
@@ -40,8 +40,8 @@ func attachedTo(n *state.Network) (all []attachedSeed) {
 	return all
 }
 
-// kasmina adds a Kasmina layer to x, and to its output what kinds compute that are graphs: chunk by
-// chunk y + α(t(x) − x).
+// kasmina adds a Kasmina layer to x, and adds to its output, chunk by chunk, the kinds that are computed
+// as graphs: y + α(t(x) − x).
 func (b *graphBuilder) kasmina(layer int, x, weights, scales *gorgonia.Node) (*gorgonia.Node, error) {
 	l, opts := b.Kasmina.Lattice(layer), b.Config.KasminaOptions.Options(b.kind == ForTraining)
 	own := map[int]graft.Row{} // by seed
@@ -92,7 +92,7 @@ func (b *graphBuilder) kasmina(layer int, x, weights, scales *gorgonia.Node) (*g
 	return gorgonia.Concat(1, parts...)
 }
 
-// pass adds the columns from ≤ i < to of y, if there are any.
+// pass appends the columns from ≤ i < to of y, if there are any.
 func (b *graphBuilder) pass(parts gorgonia.Nodes, y *gorgonia.Node, from, to int) (gorgonia.Nodes, error) {
 	if from == to {
 		return parts, nil
@@ -101,7 +101,7 @@ func (b *graphBuilder) pass(parts gorgonia.Nodes, y *gorgonia.Node, from, to int
 	return append(parts, n), err
 }
 
-// chunk is a seed's share of y.
+// chunk returns the output of the seed's chunk.
 func (b *graphBuilder) chunk(a attachedSeed, x, y, weights *gorgonia.Node, r graft.Row,
 	from, to int) (*gorgonia.Node, error) {
 	params, err := slotParams(a, weights, r, to-from)
@@ -136,8 +136,8 @@ func (b *graphBuilder) chunk(a attachedSeed, x, y, weights *gorgonia.Node, r gra
 	return graft.Blend(out, difference, r)
 }
 
-// slotParams are the arrays that a slot's weights are for a kind, whose gradients are those of a
-// seed that learns or 0.
+// slotParams returns the weights of a slot as the arrays of its kind. Their gradients are zero unless the
+// seed learns.
 func slotParams(a attachedSeed, weights *gorgonia.Node, r graft.Row, c int) (gorgonia.Nodes, error) {
 	width := weights.Shape()[1]
 	n, err := blueprints.Size(a.Kind, c, width)
@@ -150,7 +150,7 @@ func slotParams(a attachedSeed, weights *gorgonia.Node, r graft.Row, c int) (gor
 		return nil, err
 	}
 
-	// A row of the weights as a vector: of one matrix element Gorgonia makes a number.
+	// Take the row from a vector: slicing one element out of a matrix would give a scalar.
 	flat, err := gorgonia.Reshape(weights, []int{weights.Shape().TotalSize()})
 	if err != nil {
 		return nil, err
@@ -165,11 +165,11 @@ func slotParams(a attachedSeed, weights *gorgonia.Node, r graft.Row, c int) (gor
 		}
 		v, err := gorgonia.Slice(flat, gorgonia.S(at, at+size))
 		if err == nil && size == 1 {
-			// One element is a number. Gorgonia cannot add up gradients of it that are tensors, as
-			// seeds that share a slot have.
+			// A slice of one element is a scalar. Gorgonia cannot add tensor gradients to a scalar, as
+			// seeds that share a slot require.
 			v, err = gorgonia.Reshape(v, []int{1})
 		}
-		if err == nil && !slices.Equal(v.Shape(), p.Shape) { // Shape.Eq takes [5] for [1, 5]
+		if err == nil && !slices.Equal(v.Shape(), p.Shape) { // Shape.Eq considers [5] and [1, 5] equal
 			v, err = gorgonia.Reshape(v, p.Shape)
 		}
 		if err != nil {
@@ -181,7 +181,7 @@ func slotParams(a attachedSeed, weights *gorgonia.Node, r graft.Row, c int) (gor
 	return site.Own(params, r)
 }
 
-// columns are the columns from ≤ i < to of a matrix.
+// columns returns the columns from ≤ i < to of a matrix.
 func columns(x *gorgonia.Node, from, to int) (*gorgonia.Node, error) {
 	if from == 0 && to == x.Shape()[1] {
 		return x, nil
@@ -190,5 +190,5 @@ func columns(x *gorgonia.Node, from, to int) (*gorgonia.Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	return gorgonia.Reshape(y, []int{x.Shape()[0], to - from}) // one column would be a vector
+	return gorgonia.Reshape(y, []int{x.Shape()[0], to - from}) // a single column would otherwise be a vector
 }

@@ -10,42 +10,45 @@ import (
 	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
-// Decoding computes logits for a sequence that grows by one token at a time. It keeps the keys and
-// values of the tokens before, and so takes a pass over one row for another token. Where there are
-// none to go on from, it takes a pass over a window that holds the tokens. That is so at first and
-// when a token has left the window, which moves all others to other positions. Time and memory are
-// those of the tokens that there are: Config.Seq may be much larger. It is for one goroutine at a
-// time.
+// Decoding computes logits for a sequence that grows by one token at a time. It caches the keys and
+// values of earlier tokens, so that each further token takes a pass over a single row.
+//
+// Without a matching cache it takes a pass over a window that holds all tokens. This happens at the start
+// and after a token has left the window, because then all other tokens have moved to other positions.
+// Time and memory grow with the actual number of tokens, so Config.Seq may be much larger.
+//
+// Only one goroutine may use a Decoding at a time.
 type Decoding struct {
 	model        ModelParts
 	make         func(*Graph) (Machine, error)
-	least        int    // rows of a window
-	initial      int    // positions that are kept at first
-	window, step Runner // without machines before there are any
-	tokens       []int  // whose keys and values are kept
+	least        int    // minimum number of rows of a window
+	initial      int    // initial capacity of the cache in positions
+	window, step Runner // without machines until first used
+	tokens       []int  // tokens with cached keys and values
 }
 
-// A keeper is a machine that keeps keys and values on a device. Keep takes over those of the first
-// positions from another machine. They are its outputs, or both are an attention to what is kept
-// there, as cached is here.
+// keyKeeper is a machine that caches keys and values on a device. Keep copies the keys and values of the
+// first positions from another machine to the cache of the attention node cached. The nodes keys and
+// values are either outputs of the other machine or both its cached attention node.
 type keyKeeper interface {
 	Keep(cached *gorgonia.Node, from gorgonia.VM, keys, values *gorgonia.Node) error
 }
 
 const (
-	// smallestWindow is how many positions a GPU computes in the time of one.
+	// smallestWindow is the number of positions that a GPU computes in the time of one.
 	smallestWindow = 128
-	// fewKept is how many positions a machine keeps at first. More take another one, of twice as
-	// many.
+	// fewKept is the initial capacity of a machine's cache in positions. A sequence that outgrows it
+	// moves to a machine with twice the capacity.
 	fewKept = 1024
 )
 
-// NewDecoding returns a decoding of a model as it is at each call, on machines that make makes: each
-// must have [Graph.Outputs] as outputs. Without make they are on the CPU.
+// NewDecoding returns a decoding of the model as it is at the time of each call. The function make
+// returns the machine for a graph, which must compute the graph's [Graph.Outputs]. If make is nil, the
+// machines run on the CPU.
 func NewDecoding(m ModelParts, make func(*Graph) (Machine, error)) (*Decoding, error) {
 	d := &Decoding{model: m, make: make, least: smallestWindow, initial: fewKept}
 	if make == nil {
-		d.least, d.initial = 1, m.Config.Seq // an op's memory grows
+		d.least, d.initial = 1, m.Config.Seq // the cache on a CPU grows by itself
 		d.make = func(g *Graph) (Machine, error) {
 			r, err := runnerOnCPU(g, g.Outputs()...)
 			return r.Machine, err
@@ -57,7 +60,7 @@ func NewDecoding(m ModelParts, make func(*Graph) (Machine, error)) (*Decoding, e
 // Close frees the machines.
 func (d *Decoding) Close() error { return errors.Join(d.window.close(), d.step.close()) }
 
-// close frees the machine, if there is one.
+// close frees the runner's machine, if it has one.
 func (r *Runner) close() error {
 	m := r.Machine
 	*r = Runner{}
@@ -67,13 +70,13 @@ func (r *Runner) close() error {
 	return m.Close()
 }
 
-// Kept is how many tokens have keys and values that are kept.
+// Kept returns the number of tokens with cached keys and values.
 func (d *Decoding) Kept() int { return len(d.tokens) }
 
-// Forget drops the keys and values of the tokens before: the model may have changed.
+// Forget drops the cached keys and values. Call it when the model may have changed.
 func (d *Decoding) Forget() { d.tokens = nil }
 
-// capacity is how many positions the step keeps.
+// capacity returns the number of positions that the step's cache can hold.
 func (d *Decoding) capacity() int {
 	if d.step.Machine == nil {
 		return 0
@@ -81,7 +84,7 @@ func (d *Decoding) capacity() int {
 	return d.step.blocks.Seq
 }
 
-// renew makes a runner one of another graph, once its machine is closed.
+// renew closes a runner's machine and replaces it with one for a new graph.
 func (d *Decoding) renew(r *Runner, opt GraphOption) error {
 	if err := r.close(); err != nil {
 		return err
@@ -100,8 +103,8 @@ func (d *Decoding) renew(r *Runner, opt GraphOption) error {
 	return err
 }
 
-// reserveStep makes the step one that keeps so many positions, of which it takes over what the one
-// before it kept.
+// reserveStep ensures that the step can cache the given number of positions. A new step takes over the
+// cache of the old one.
 func (d *Decoding) reserveStep(positions int) error {
 	if positions <= d.capacity() {
 		return nil
@@ -115,7 +118,8 @@ func (d *Decoding) reserveStep(positions int) error {
 	return errors.Join(err, before.close())
 }
 
-// reserve makes the window one for so many tokens, and the step one for another.
+// reserve ensures that the window holds the given number of tokens, and that the step has room for one
+// more.
 func (d *Decoding) reserve(tokens int) error {
 	seq := d.model.Config.Seq
 	if tokens < seq {
@@ -127,13 +131,13 @@ func (d *Decoding) reserve(tokens int) error {
 	rows := kvcache.Room(max(tokens, d.least), seq)
 	if d.window.Machine != nil && (rows == d.window.blocks.Seq ||
 		rows < d.window.blocks.Seq && d.least > 1) {
-		return nil // a device has its memory already
+		return nil // a device has already allocated the memory
 	}
 
 	return d.renew(&d.window, func(b *graphBuilder) { b.blocks.Seq, b.keeps = rows, true })
 }
 
-// Next returns the logits for what follows the tokens.
+// Next returns the logits for the token that follows the given tokens.
 func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 	if d.make == nil || ctx == nil {
 		return nil, errors.New("llm: the context is nil, or the decoder its zero value")
@@ -173,7 +177,7 @@ func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 	return logits, nil
 }
 
-// letToken gives a graph its only token, and where that is.
+// letToken sets a cached graph's single token and its position.
 func (g *Graph) letToken(token, position int) error {
 	if err := gorgonia.Let(g.IDs, idTensor([]int{token})); err != nil {
 		return err
@@ -181,7 +185,7 @@ func (g *Graph) letToken(token, position int) error {
 	return gorgonia.Let(g.Position, idTensor([]int{position}))
 }
 
-// keep has the step take over keys and values of another machine, as a keeper does.
+// keep copies keys and values from another machine to the step's cache.
 func (d *Decoding) keep(from Machine, keys, values gorgonia.Nodes) error {
 	k, onDevice := d.step.Machine.(keyKeeper)
 	for i, n := range d.step.blocks.Cached {
@@ -210,11 +214,11 @@ func (d *Decoding) keep(from Machine, keys, values gorgonia.Nodes) error {
 	return nil
 }
 
-// WithWindow makes a graph one of sequences of so many positions, in the place of Config.Seq.
+// WithWindow makes a graph process sequences of the given number of positions instead of Config.Seq.
 func WithWindow(positions int) GraphOption { return func(b *graphBuilder) { b.blocks.Seq = positions } }
 
-// withPosition makes a graph one of a single token, which keeps the keys and values of at most so
-// many positions.
+// withPosition makes a graph process a single token, with a cache for the keys and values of at most the
+// given number of positions.
 func withPosition(positions int) GraphOption {
 	return func(b *graphBuilder) { b.blocks.Seq, b.cached = positions, true }
 }

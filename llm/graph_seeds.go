@@ -15,32 +15,33 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// graphSeeds are those of a graph that have something planted at a weight or in the stream, and those of
-// chunks whose blueprints are graphs. What is not planted is not in the graph.
+// graphSeeds holds the seeds of a graph that have something planted at a weight or in the stream, and the
+// chunk seeds with blueprints that are computed as graphs. Seeds without a blueprint are not part of the
+// graph.
 type graphSeeds struct {
-	controls *gorgonia.Node // [len(rows), graft.Controls]; nil where there are none
-	rows     []graphRow     // of what is planted, and then of what is attached
+	controls *gorgonia.Node // [len(rows), graft.Controls]; nil without rows
+	rows     []graphRow     // planted seeds first, then attached ones
 	planted  []Planted
 	attached []attachedSeed
 	pass     state.Pass
-	drawn    bool // α is, around its schedule: the graph is for training
+	drawn    bool // α is drawn around its schedule, as in training
 
-	streams gorgonia.Nodes   // what blocks take in, and the last norm
-	health  gorgonia.Nodes   // of what each takes in; nil but in training
-	norms   []gorgonia.Nodes // of the gradients of its parameters
-	sizes   []int            // elements of these
+	streams gorgonia.Nodes   // inputs of the blocks and of the last norm
+	health  gorgonia.Nodes   // health of each planted seed's input; nil except in training
+	norms   []gorgonia.Nodes // gradient norms of each planted seed's parameters
+	sizes   []int            // number of elements in each planted seed's parameters
 }
 
-// SeedFigures are what a step has measured of a blueprint at a weight or in the stream. Gradient is -1,
-// and so is the variance of Health, where it is not finite.
+// SeedFigures holds the measurements of a blueprint at a weight or in the stream, taken during a step. A
+// value that is not finite is reported as -1: the Gradient itself, and the variance in Health.
 type SeedFigures struct {
 	Planted
-	Health   [graft.Figures]float64 // of the stream that its block takes in
-	Gradient float64                // norm of the gradients of its own parameters
-	Params   int                    // how many these are
+	Health   [graft.Figures]float64 // of the stream that enters its block
+	Gradient float64                // norm of its parameters' gradients
+	Params   int                    // number of elements in its parameters
 }
 
-// measure adds what is measured of what is planted, once there are gradients.
+// measure adds telemetry nodes for the planted seeds. It needs the gradients.
 func (b *graphBuilder) measure() error {
 	s := &b.out.seeds
 	at := map[*gorgonia.Node]*gorgonia.Node{}
@@ -73,8 +74,8 @@ func (b *graphBuilder) measure() error {
 	return nil
 }
 
-// Outputs are what is read of a graph that has run. They are the loss, and what is measured of
-// blueprints; or logits, and for a decoding keys and values. Of no graph it is nothing.
+// Outputs returns the nodes to read after a run: the loss and the telemetry of blueprints, or the logits
+// and, for cached decoding, keys and values. It returns nil for a nil graph.
 func (g *Graph) Outputs() gorgonia.Nodes {
 	switch {
 	case g == nil:
@@ -98,7 +99,7 @@ func (g *Graph) Outputs() gorgonia.Nodes {
 	return all
 }
 
-// Figures returns what the last run has measured, by what returns the values of nodes.
+// Figures returns the measurements of the last run. The function value returns the value of a node.
 func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all []SeedFigures,
 	err error) {
 	if g == nil || value == nil {
@@ -144,13 +145,14 @@ func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all
 	return all, err
 }
 
-// graphRow is the seed that a row of the controls is for.
+// graphRow identifies the seed that a row of the controls steers.
 type graphRow struct {
 	*state.Lattice
 	seed int
 }
 
-// plant adds the controls of what is planted and of what is attached.
+// plant adds the controls of planted and attached seeds, and replaces the weights that have a planted
+// seed.
 func (b *graphBuilder) plant() error {
 	s := &b.out.seeds
 	for _, p := range b.Config.Planted {
@@ -195,7 +197,7 @@ func (b *graphBuilder) plant() error {
 	return nil
 }
 
-// latticeAt returns the lattice of a site that is not a chunk's, nil if there is none.
+// latticeAt returns the lattice of a site other than chunks, or nil if the model has none.
 func (b *graphBuilder) latticeAt(site blueprints.Site) *state.Lattice {
 	for _, l := range b.Kasmina.Lattices() {
 		if l.Site() == site {
@@ -205,7 +207,7 @@ func (b *graphBuilder) latticeAt(site blueprints.Site) *state.Lattice {
 	return nil
 }
 
-// grown returns the kind and the parameters of what is planted.
+// grown returns the kind and the parameters of a planted blueprint.
 func (b *graphBuilder) grown(p Planted) (blueprints.Kind, gorgonia.Nodes, error) {
 	specs, err := b.Config.SeedParams(p)
 	if err != nil {
@@ -219,7 +221,7 @@ func (b *graphBuilder) grown(p Planted) (blueprints.Kind, gorgonia.Nodes, error)
 	return kind, params, nil
 }
 
-// streams adds what the seeds behind block i have grown.
+// streams adds the blueprints that are planted in the residual stream after block i.
 func (b *graphBuilder) streams(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	for at, p := range b.out.seeds.planted {
 		if p.Site != blueprints.Stream || b.Config.Streams[p.Seed] != i {
@@ -233,7 +235,7 @@ func (b *graphBuilder) streams(i int, x *gorgonia.Node) (*gorgonia.Node, error) 
 	return x, nil
 }
 
-// stream is x + α·f(norm(x)).
+// stream returns x + α·f(norm(x)).
 func (b *graphBuilder) stream(i int, x *gorgonia.Node, p Planted,
 	r graft.Row) (*gorgonia.Node, error) {
 	kind, params, err := b.grown(p)
@@ -270,7 +272,8 @@ func (b *graphBuilder) stream(i int, x *gorgonia.Node, p Planted,
 	return graft.Blend(x, t, r)
 }
 
-// half is what attention or a perceptron of some size would add to x as a part of a block.
+// half returns the output of an attention or a perceptron of the given size, built like the same half of
+// block i.
 func (b *graphBuilder) half(i int, kind blueprints.Kind, x *gorgonia.Node, params gorgonia.Nodes,
 	size int) (*gorgonia.Node, error) {
 	shape, attention, err := b.Config.StreamShape(kind, size)
@@ -289,7 +292,7 @@ func (b *graphBuilder) half(i int, kind blueprints.Kind, x *gorgonia.Node, param
 	return b.blocks.BuildHalf(in, attention, b.Config.Attention(i))
 }
 
-// steer sets the controls to what the lattices say now.
+// steer sets the controls from the current state of the lattices.
 func (s *graphSeeds) steer() error {
 	if s.controls == nil {
 		return nil
@@ -299,7 +302,7 @@ func (s *graphSeeds) steer() error {
 	values := make([]float64, n*graft.Controls)
 	var read *state.Lattice
 	for i, r := range s.rows {
-		if read != r.Lattice { // they come in order of lattices
+		if read != r.Lattice { // rows are ordered by lattice
 			read = r.Lattice
 			read.Begin(&s.pass, false)
 			if s.drawn {

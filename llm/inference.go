@@ -8,24 +8,24 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// Inference is the part of an engine that has no gradients: graphs of a model, each built when it
-// is first needed. It is for one goroutine at a time, and not while the model changes.
+// Inference is the part of an engine that needs no gradients. It builds each graph of a model when it is
+// first needed. Only one goroutine may use it at a time, and not while the model changes.
 type Inference struct {
 	Model *Model
-	// what computes a graph with the model's parameters, and keeps Graph.Outputs; nil for a machine
-	// on the CPU
+	// Make creates a machine that computes a graph with the model's parameters and keeps Graph.Outputs;
+	// nil selects a machine on the CPU.
 	Make func(*Graph) (Machine, error)
 
-	outline  *ModelParts    // in the place of a Model whose values are elsewhere
-	owner    func() error   // closes what has these, after what is made for graphs
-	shape    uint64         // of the model that what follows is for
-	attached []attachedSeed // its seeds of chunks that graphs compute
+	outline  *ModelParts    // replaces Model if the values are on the machines
+	owner    func() error   // frees the values once the machines are closed
+	shape    uint64         // state of the model's blocks when the graphs were built
+	attached []attachedSeed // chunk seeds that the graphs compute
 	losses   map[int]Runner // by batch size
 	decoding *Decoding
 }
 
-// InferenceOf returns an inference of a model whose values only the machines know that make makes. Close
-// closes these, and then owner does what is left.
+// InferenceOf returns an inference for a model with values that only the machines created by make know.
+// Close closes the machines and then calls owner to free the rest.
 func InferenceOf(c Config, make func(*Graph) (Machine, error),
 	owner func() error) *Inference {
 	m := Outline(c)
@@ -34,7 +34,8 @@ func InferenceOf(c Config, make func(*Graph) (Machine, error),
 
 var errNoModel = errors.New("llm: an Inference needs a Model, which NewModel and LoadModel make")
 
-// parts is what graphs are built of. It drops those for other blocks than the model has now.
+// parts returns the parts to build graphs from. It closes graphs that were built for earlier blocks of
+// the model.
 func (i *Inference) parts() (m ModelParts, err error) {
 	switch {
 	case i == nil:
@@ -55,7 +56,7 @@ func (i *Inference) parts() (m ModelParts, err error) {
 	return i.Model.Parts(), err
 }
 
-// runner is a graph of the loss.
+// runner returns a runner for the loss.
 func (i *Inference) runner(m ModelParts, sequences int) (Runner, error) {
 	g, err := BuildGraph(m, ForLoss, sequences)
 	if err != nil {
@@ -79,8 +80,8 @@ func (i *Inference) Loss(b data.Batch) (float64, error) {
 	return i.LossContext(context.Background(), b)
 }
 
-// LossContext is Loss that ends when the context does, with its cause as the error. On the CPU it does
-// so within the batch.
+// LossContext returns the mean loss of a batch in nats per token, or context.Cause(ctx) if ctx is done.
+// On the CPU it checks ctx during the batch.
 func (i *Inference) LossContext(ctx context.Context, b data.Batch) (float64, error) {
 	m, err := i.parts()
 	if err != nil {
@@ -102,7 +103,7 @@ func (i *Inference) LossContext(ctx context.Context, b data.Batch) (float64, err
 	return r.RunContext(ctx, b)
 }
 
-// Decoder is that of an engine.
+// Decoder implements [Engine].
 func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
 	m, err := i.parts()
 	if err != nil {
@@ -119,7 +120,7 @@ func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, err
 	return i.decoding.Next, nil
 }
 
-// Kept is how many tokens a decoder has keys and values of.
+// Kept returns the number of tokens with cached keys and values.
 func (i *Inference) Kept() int {
 	if i.decoding == nil {
 		return 0

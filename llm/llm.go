@@ -1,4 +1,4 @@
-// Package llm trains language models whose blocks may carry Kasmina layers, natively in Go.
+// Package llm trains language models that may carry Kasmina layers in their blocks, natively in Go.
 //
 // A [Config] describes a model, and a [Model] holds its parameters and its lattices of seeds.
 // [Model.Graph] lays the model out as a Gorgonia graph. A [Trainer] trains a model on the batches of

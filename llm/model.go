@@ -15,46 +15,49 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Model is a set of parameters and seed lattices in the shape that an [arch.Config] describes. It
-// holds no graph: Graph builds as many as needed (to train, to evaluate, to sample), all of which share
-// the model's parameters.
+// Model holds the parameters and seed lattices of the architecture that a [Config] describes. It holds no
+// graph: Graph builds as many graphs as needed (to train, to evaluate, to sample), and they all share the
+// model's parameters.
 //
-// While a trainer runs, any goroutine may call Save, Germinate, the methods for blueprints and
-// Kasmina.Do and Submit. They wait for the end of the present step. Params and graphs are for
-// callbacks alone then.
+// While a trainer runs, any goroutine may call Save, Germinate, the methods for blueprints, Kasmina.Do
+// and Kasmina.Submit. All but Submit wait for the end of the current step. Params and graphs are then
+// reserved for callbacks.
 type Model struct {
 	Config  Config
-	Params  []Param        // in the order in which the model uses them
+	Params  []Param        // in the model's order of use
 	Kasmina *state.Network // the seed lattices: a layer for each entry of Config.Kasmina
 
 	byName map[string]int
 
-	turn     sync.Mutex    // see Take; guards what follows and the parameters
-	holder   paramHolder   // who has the parameters; nil if they are on the host alone
-	trainers int           // that are not closed
-	runs     int           // that go on
-	changes  atomic.Uint64 // so far, of parameters
-	shape    uint64        // how often the blocks have become others, on which graphs depend
+	turn     sync.Mutex    // guards the fields below and the parameters; see Current
+	holder   paramHolder   // trainer that holds the parameters; nil if they are only on the host
+	trainers int           // number of open trainers
+	runs     int           // number of runs in progress
+	changes  atomic.Uint64 // number of parameter changes so far
+	shape    uint64        // number of times the blocks changed; graphs depend on them
 }
 
-// NewModel returns a model with fresh parameters of type dt, float32 or float64. They are normal with
-// deviation 0.02, those that write to the residual stream divided by sqrt(2·Layers) (Radford et
-// al., "Language Models are Unsupervised Multitask Learners", 2019). Norms are 1 or, with
-// NormPlusOne, 0, biases are 0, and Kasmina slots are at the Residual kind's identity. The same
-// seed gives the same parameters. The lattices of the Kasmina layers get the given options;
-// Config.Slots is their number of slots.
+// NewModel returns a model with fresh parameters of type dt, float32 or float64. They are drawn from a
+// normal distribution with standard deviation 0.02; the weights that write to the residual stream are
+// divided by sqrt(2·Layers) (Radford et al., "Language Models are Unsupervised Multitask Learners",
+// 2019). Norm weights are 1 or, with NormPlusOne, 0; biases are 0; and Kasmina slots start at the
+// identity of the Residual kind. The same seed gives the same parameters.
+//
+// The lattices of the Kasmina layers get the given options, but Config.Slots determines their number of
+// slots.
 func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
-	// Each parameter has a stream of its own, so that adding one does not change the others.
+	// Each parameter has its own random stream, so that adding one does not change the rest.
 	return buildModel(c, dt, func(i int, p ParamSpec) func() float64 {
 		r := rand.New(rand.NewPCG(seed, uint64(i)))
 		return func() float64 { return p.Start + p.Deviation*r.NormFloat64() }
 	}, lattice...)
 }
 
-// NewModelFrom returns a model whose parameters fill writes: those of weights that others have
-// trained. It is called once for each parameter, from several goroutines at once. What it leaves as
-// it is stays at its start, which is 0 for matrices, 1 for norms, and the identity for Kasmina
-// layers. Its first error ends the filling.
+// NewModelFrom returns a model initialized by fill, for example with published weights.
+//
+// fill is called once for each parameter, from several goroutines at once. Values that it does not write
+// keep their initial value, which is 0 for matrices, 1 for norms, and the identity for Kasmina layers.
+// The first error stops the initialization.
 func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 	lattice ...state.Option) (*Model, error) {
 	if fill == nil {
@@ -88,8 +91,8 @@ func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 	return m, nil
 }
 
-// buildModel returns a model whose i-th parameter has the numbers that start gives one after the
-// other; zeros if start is nil.
+// buildModel returns a model. The values of parameter i are the successive results of the function that
+// start returns for it; they are zeros if start or that function is nil.
 func buildModel(c Config, dt tensor.Dtype, start func(i int, p ParamSpec) func() float64,
 	lattice ...state.Option) (*Model, error) {
 	if err := c.Check(); err != nil {
@@ -167,8 +170,8 @@ func (m *Model) NumParams() int {
 	return n
 }
 
-// NumTrainable returns the number of elements of those parameters that training changes. In a frozen
-// model these are only the parameters of what is planted in it.
+// NumTrainable returns the number of values that training changes. In a frozen model, only the parameters
+// of planted seeds are trained.
 func (m *Model) NumTrainable() int {
 	if checkMade(m) != nil {
 		return 0
@@ -190,7 +193,7 @@ func (m *Model) NumSeeds() int {
 	return m.Kasmina.Seeds()
 }
 
-// errZeroModel is the error of a model that nobody has made.
+// errZeroModel is the error for a model that is nil or uninitialized.
 var errZeroModel = errors.New("the model is nil or its zero value: NewModel and LoadModel make one")
 
 // Graph builds the model's computation on batches of the given number of sequences. For
@@ -203,7 +206,7 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 	return BuildGraph(m.Parts(), kind, batch, opts...)
 }
 
-// Parts is what graphs of the model are built of.
+// Parts returns the configuration, parameters and lattices for building graphs.
 func (m *Model) Parts() ModelParts {
 	return ModelParts{Config: m.Config, Params: m.Params, Kasmina: m.Kasmina}
 }

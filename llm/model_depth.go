@@ -1,6 +1,6 @@
 package llm
 
-// become gives a model, if it is not nil, another configuration and its parameters.
+// become gives a model a new configuration and the parameters that belong to it. A nil model is ignored.
 func become(m *Model, c Config, params []Param) {
 	if m == nil {
 		return

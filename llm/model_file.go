@@ -15,10 +15,10 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Save writes the model with its lattices to the safetensors file at path, replacing it in one
-// step. A process killed at any moment leaves the old file or the new one. A model with a parameter
-// that is not finite is refused with ErrDiverged, and the old file stays. While a trainer runs, it
-// waits for the end of the present step, and the run for the file.
+// Save writes the model with its lattices to the safetensors file at path, replacing it atomically: if
+// the process is killed, the file is either the old one or the complete new one. If a parameter is not
+// finite, Save returns ErrDiverged and keeps the old file. While a trainer runs, Save waits for the end
+// of the current step, and the run waits until the file is written.
 func (m *Model) Save(path string) error {
 	if err := checkMade(m); err != nil {
 		return fmt.Errorf("llm: saving the model: %w", err)
@@ -31,13 +31,14 @@ func (m *Model) Save(path string) error {
 	return safetensors.Save(path, tensors, metadata)
 }
 
-// isFinite reports whether no number in a slice of them is NaN or infinite.
+// isFinite reports whether a slice contains no NaN and no infinity.
 func isFinite(data any) bool {
 	at, _ := modelfile.FirstNonFinite(data)
 	return at < 0
 }
 
-// tensorsOf returns the model's parameters and lattices, sharing their memory, and its configuration.
+// tensorsOf returns the model's parameters and lattices, which share its memory, and the metadata with
+// its configuration.
 func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 	if err := checkMade(m); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the model: %w", err)
@@ -81,7 +82,7 @@ func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 	return tensors, map[string]string{"format": "pt", modelfile.ConfigKey: string(config)}, nil
 }
 
-// fileShapeOf is what a file of a model with parameters of a type holds.
+// fileShapeOf returns the tensors that the file of a model with parameters of type dt must contain.
 func fileShapeOf(c Config, dt tensor.Dtype) modelfile.Shape {
 	s := modelfile.Shape{Dtype: dt, Params: c.Parameters()}
 	for _, block := range c.Origin().Kasmina {
@@ -95,7 +96,7 @@ func fileShapeOf(c Config, dt tensor.Dtype) modelfile.Shape {
 	return s
 }
 
-// configIn returns the configuration in a file.
+// configIn returns the configuration stored in a file.
 func configIn(f *modelfile.File) (Config, error) {
 	var c Config
 	text, ok := f.Metadata[modelfile.ConfigKey]
@@ -105,7 +106,7 @@ func configIn(f *modelfile.File) (Config, error) {
 	}
 
 	if len(text) <= modelfile.MaxConfig {
-		// To grow step by step would take several times as much.
+		// Growing the slice step by step would take several times the memory.
 		c.Kasmina = make([]int, 0, strings.Count(text, ","))
 	}
 
@@ -125,11 +126,13 @@ func configIn(f *modelfile.File) (Config, error) {
 	return c, nil
 }
 
-// LoadModel reads a model from a file that Model.Save or Trainer.Save wrote, its lattices included. What
-// they were made with (gates, telemetry, history) is in the file too. A damaged file is an error
-// that says where. So is one with a parameter that is not finite (ErrDiverged) or with
-// tensors that such a model does not have (ErrArchitecture). Whatever the file says,
-// memory is taken for what it holds. When the context ends, so does the reading.
+// LoadModel reads a model and its lattices from a file written by Model.Save or Trainer.Save. The
+// settings of the lattices (gates, telemetry, history) come from the file.
+//
+// LoadModel returns an error that locates the damage in a damaged file, ErrDiverged if a parameter is not
+// finite, and ErrArchitecture if the tensors do not match the configuration. It allocates memory only for
+// tensors that the file contains, whatever the configuration claims. Reading stops when ctx is done.
+// tensors that the file contains, whatever the configuration claims. Reading stops when ctx is done.
 func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)
@@ -151,8 +154,8 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 		dt = tensor.Float64
 	}
 
-	// Before memory for a model is taken, the file must hold one: a configuration can ask for any
-	// amount.
+	// A configuration can claim any size, so check that the file contains the tensors before allocating
+	// them.
 	if err := f.Fits(fileShapeOf(c, dt)); err != nil {
 		return nil, err
 	}
@@ -185,7 +188,7 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 	return m, nil
 }
 
-// latticesOf checks those of a file that fits m, and returns what makes them m's.
+// latticesOf checks that the lattices in a file fit m, and returns a function that installs them.
 func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func(), err error) {
 	var arrays []state.Array
 	for name := range f.With(modelfile.LatticePrefix) {
@@ -205,7 +208,7 @@ func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func
 	return install, nil
 }
 
-// paramsIn reads the parameters of a configuration, under a prefix.
+// paramsIn reads the parameters of a configuration, stored with the given prefix.
 func paramsIn(ctx context.Context, m *Model, f *modelfile.File, c Config,
 	prefix string) ([]Param, error) {
 	var params []Param
@@ -219,8 +222,8 @@ func paramsIn(ctx context.Context, m *Model, f *modelfile.File, c Config,
 	return params, nil
 }
 
-// contentsIn reads the parameters and lattices of a file of a configuration, and returns what makes
-// them m's. Where the blocks are those that m has, its parameters stay where they are.
+// contentsIn reads the parameters and lattices of a file with configuration c, and returns a function
+// that installs them in m. If m already has the same blocks, its parameters keep their memory.
 func contentsIn(ctx context.Context, m *Model, f *modelfile.File,
 	c Config) (read []Param, load func(),
 	err error) {
@@ -238,7 +241,7 @@ func contentsIn(ctx context.Context, m *Model, f *modelfile.File,
 			for i, p := range m.Params {
 				copyNumbers(p.Value, read[i].Value)
 			}
-			m.Config.Grown = c.Grown // the same blocks may have come from blueprints of other sizes
+			m.Config.Grown = c.Grown // blueprints of other sizes can lead to the same blocks
 		} else {
 			c.KasminaOptions = m.Config.KasminaOptions
 			become(m, c, read)
@@ -247,7 +250,8 @@ func contentsIn(ctx context.Context, m *Model, f *modelfile.File,
 	}, nil
 }
 
-// copyNumbers copies the numbers of a tensor to one of the same type and size, if none is nil.
+// copyNumbers copies the values of a tensor to another of the same type and size. It does nothing if
+// either is nil.
 func copyNumbers(to, from *tensor.Dense) {
 	if to == nil || from == nil || to.Dtype() != from.Dtype() {
 		return

@@ -9,9 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Fits returns an error if a blueprint cannot grow where a seed sits at a weight or in the stream.
+// Fits returns an error if a blueprint cannot grow at a seed on a weight or in the stream.
 func (s slotStore) Fits(g state.Germination, size int) error {
-	// The network asks with its lattices locked.
+	// The network calls Fits while its lattices are locked.
 	if err := checkMade(s.Model); err != nil {
 		return err
 	}
@@ -36,7 +36,7 @@ func (s slotStore) Fits(g state.Germination, size int) error {
 	return nil
 }
 
-// forgetPlanted is ForgetFrozen for the seeds of a lattice elsewhere than on chunks.
+// forgetPlanted is the counterpart of ForgetFrozen for a lattice at a site other than chunks.
 func (s slotStore) forgetPlanted(e paramMirror, l *state.Lattice, before []bool,
 	known bool) (now []bool, err error) {
 	var pass state.Pass
@@ -65,8 +65,8 @@ func (s slotStore) forgetPlanted(e paramMirror, l *state.Lattice, before []bool,
 	return now, nil
 }
 
-// LayerAt returns the number of the lattice of a site in Model.Kasmina, or -1 if there is none. Chunks
-// have a lattice for each entry of Config.Kasmina, and LayerAt returns the first, 0.
+// LayerAt returns the index in Model.Kasmina of the lattice of a site, or -1 if the site has no lattice.
+// Chunks have a lattice for each entry of Config.Kasmina, and LayerAt returns the first, 0.
 func (m *Model) LayerAt(site blueprints.Site) int {
 	if site == blueprints.Chunk && checkMade(m) == nil && len(m.Config.Kasmina) > 0 {
 		return 0

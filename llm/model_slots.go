@@ -14,11 +14,11 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// newNetwork returns the lattices of a model's Kasmina layers and those of other sites, all but that
-// of depth with the given options.
+// newNetwork returns the lattices of the model's Kasmina layers and of its other sites. All except the
+// lattice for depth get the given options.
 func (m *Model) newNetwork(opts ...state.Option) (*state.Network, error) {
 	layers := make([]state.Layer, len(m.Config.Kasmina))
-	for i, block := range m.Config.Origin().Kasmina { // which name them, whatever the blocks become
+	for i, block := range m.Config.Origin().Kasmina { // layers keep the numbers of the original blocks as their names
 		l, err := m.newLattice(opts...)
 		if err != nil {
 			return nil, fmt.Errorf("llm: Kasmina layer after block %d: %w", block, err)
@@ -57,7 +57,7 @@ func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
 	return l, err
 }
 
-// loadLattices checks arrays of the lattices, and returns what makes them the model's.
+// loadLattices checks arrays of the lattices and returns a function that installs them in the model.
 func (m *Model) loadLattices(arrays []state.Array) (install func(), err error) {
 	install, err = m.Kasmina.Load(arrays)
 	if errors.Is(err, state.ErrShape) {
@@ -66,10 +66,10 @@ func (m *Model) loadLattices(arrays []state.Array) (install func(), err error) {
 	return install, err
 }
 
-// Germinate plants a blueprint in a seed of Kasmina layer i, counted as in Config.Kasmina. It sets
-// the slot to the kind's identity start, unless a living seed has it too, and requests germination.
-// Random weights follow from the layer, the seed, the slot and the lattice's epoch. On an error
-// nothing has changed. It is m.Kasmina.Do with one command.
+// Germinate plants a blueprint in a seed of Kasmina layer i, an index into Config.Kasmina. It sets the
+// slot to the identity start of the kind, unless a living seed shares the slot, and requests germination.
+// Random weights depend only on the layer, the seed, the slot and the lattice's epoch. On an error
+// nothing has changed. Germinate is short for m.Kasmina.Do with one command.
 func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	err := checkMade(m)
 	if err == nil {
@@ -81,11 +81,12 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	return nil
 }
 
-// slotStore are the parameters behind the slots of a model's Kasmina layers, wherever they are at the
-// moment. Of a model that nobody has made there are none, and what asks for them gets [ErrZero].
+// slotStore gives the lattices access to the parameters in the slots of a model's Kasmina layers,
+// wherever the parameters are at the moment. If the model is uninitialized, its methods return
+// errZeroModel.
 type slotStore struct{ Model *Model }
 
-// check returns an error unless there is a slot.
+// check returns an error unless the slot exists.
 func (s slotStore) check(layer, slot int) error {
 	if err := checkMade(s.Model); err != nil {
 		return err
@@ -98,9 +99,9 @@ func (s slotStore) check(layer, slot int) error {
 	return nil
 }
 
-// Start draws random weights by the layer, the seed, the slot and the lattice's epoch, so that a
-// resumed run draws the same. The network asks for it with the lattice locked, in which the epoch
-// is known.
+// Start draws random weights that depend only on the layer, the seed, the slot and the lattice's epoch,
+// so that a resumed run draws the same ones. The network calls it while the lattice is locked and its
+// epoch known.
 func (s slotStore) Start(g state.Germination) (p state.SlotParams, err error) {
 	if err := s.check(g.Layer, g.Slot); err != nil {
 		return p, err
@@ -118,7 +119,7 @@ func (s slotStore) Start(g state.Germination) (p state.SlotParams, err error) {
 	return state.SlotParams{Weights: w[width:], Scale: a[1]}, nil
 }
 
-// Read returns what a slot holds.
+// Read returns the contents of a slot.
 func (s slotStore) Read(layer, slot int) (p state.SlotParams, err error) {
 	if err := s.check(layer, slot); err != nil {
 		return p, err
@@ -136,7 +137,7 @@ func (s slotStore) Read(layer, slot int) (p state.SlotParams, err error) {
 	return readSlot(weights.Float64s(), scales.Float64s(), slot), nil
 }
 
-// Write sets slots, here and where the parameters are, and drops their momentum there.
+// Write sets slots on the host and in the trainer's copy, and clears their optimizer state.
 func (s slotStore) Write(writes []state.SlotWrite) error {
 	if err := checkMade(s.Model); err != nil {
 		return err
@@ -186,9 +187,8 @@ func (s slotStore) Write(writes []state.SlotWrite) error {
 	return err
 }
 
-// forget makes zero what an engine's optimiser remembers of the slots from ≤ i < to of a layer. It
-// is of other parameters than those that they have now, or would move them on while no seed learns
-// with them.
+// forget clears the optimizer state of the slots from ≤ i < to of a layer. That state belongs to earlier
+// contents of the slots, or would keep moving them while no seed trains them.
 func (s slotStore) forget(e paramMirror, layer, from, to int) error {
 	names, width := s.names(layer), s.Model.Config.KasminaWidth()
 	if err := e.Forget(names[0], from*width, to*width); err != nil {
@@ -197,9 +197,11 @@ func (s slotStore) forget(e paramMirror, layer, from, to int) error {
 	return e.Forget(names[1], from, to)
 }
 
-// ForgetFrozen drops the momentum of the slots with which no seed learns any more. So an update
-// leaves them as they are, bit for bit. Weight decay needs no gradient. It gets the slots of each
-// layer that learned at the last step, nil if that is not known, and returns those that do now.
+// ForgetFrozen clears the optimizer state of the slots that no seed trains any more, so that an update
+// keeps them bit for bit. (Weight decay needs no gradient.)
+//
+// learning lists, per layer, the slots that learned in the last step; it is nil if that is unknown.
+// ForgetFrozen returns the slots that learn now.
 func (s slotStore) ForgetFrozen(e paramMirror, learning [][]bool) ([][]bool, error) {
 	if err := checkMade(s.Model); err != nil {
 		return nil, err
@@ -283,10 +285,9 @@ func writeSlot[T float32 | float64](weights, scales []T, slot int, p state.SlotP
 	scales[slot] = T(p.Scale)
 }
 
-// SaveBlueprint writes the blueprint of a seed of a Kasmina layer, counted as in Config.Kasmina, to
-// the safetensors file at path. It holds the weights and the scale of its slot as they are now. It
-// is an error when the seed has none, or its blueprint's life is over. While a trainer runs it
-// waits for the end of the present step.
+// SaveBlueprint writes the current weights and scale of a seed's slot to the safetensors file at path.
+// The layer is an index into Config.Kasmina. A seed without a blueprint, or with one at the end of its
+// life, is an error. While a trainer runs, SaveBlueprint waits for the end of the current step.
 func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 	fail := func(err error) error {
 		return fmt.Errorf("llm: SaveBlueprint: layer %d, seed %d: %w", layer, seed, err)
@@ -306,7 +307,7 @@ func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 	}
 
 	s := l.Report().Seeds[seed]
-	if s.Slot == 0 || s.Stage.Ended() { // whose slot may be another's by now
+	if s.Slot == 0 || s.Stage.Ended() { // another seed may own the slot by now
 		return fail(fmt.Errorf("it is %v and has no slot", s.Stage))
 	}
 
@@ -322,19 +323,21 @@ func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 	return nil
 }
 
-// fileSlots are the slots of the Kasmina layers as files of blueprints know them.
+// fileSlots describes the slots of the Kasmina layers to package modelfile.
 func (m *Model) fileSlots() modelfile.Slots {
 	return modelfile.Slots{Chunk: m.Config.Dim / m.Config.Seeds, Width: m.Config.KasminaWidth(),
 		Dtype: m.Dtype()}
 }
 
-// LoadBlueprint sets the slot of a seed's blueprint to what the safetensors file at path holds, as
-// [Model.SaveBlueprint] writes it. Other programs may write its numbers as float32 too. While a
-// trainer runs it waits for the end of the present step; to go on meanwhile, submit what
-// [Model.ReadBlueprint] returns. On an error nothing has changed. Errors are a damaged file,
-// numbers that are not finite, and another shape than this model's slots hold. So is another kind
-// than the seed's, or than that of a seed that shares the slot. A seed that is dormant or frozen
-// for good is refused, too.
+// LoadBlueprint sets a seed's slot to the weights and scale in the safetensors file at path, as written
+// by [Model.SaveBlueprint]. Files of other programs may use float32 for a model in float64.
+//
+// While a trainer runs, LoadBlueprint waits for the end of the current step. To continue without waiting,
+// submit the command that [Model.ReadBlueprint] returns.
+//
+// LoadBlueprint refuses a damaged file, numbers that are not finite, weights of a different shape than
+// the model's slots, and a kind that differs from the seed's or from the kind of another seed sharing the
+// slot. It also refuses a seed that is dormant or frozen for good. On an error nothing has changed.
 func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 	c, err := m.ReadBlueprint(path, layer, seed)
 	if err != nil {
@@ -346,9 +349,9 @@ func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 	return nil
 }
 
-// ReadBlueprint reads the file that [Model.LoadBlueprint] does and returns the command that sets a
-// seed's slot to it. It is for m.Kasmina.Submit while training runs, alone or behind the command
-// that germinates the seed.
+// ReadBlueprint reads a file for [Model.LoadBlueprint] and returns the command that sets a seed's slot to
+// its contents. Pass the command to m.Kasmina.Submit while training runs, alone or after the command that
+// germinates the seed.
 func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, err error) {
 	if err := checkMade(m); err != nil {
 		return c, fmt.Errorf("llm: ReadBlueprint: %w", err)
@@ -369,7 +372,7 @@ func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, er
 	return state.Command{Action: state.Load, Layer: layer, Seed: seed, Kind: kind, Params: p}, nil
 }
 
-// Lock and Unlock are called by state.Network.Do.
+// Lock and Unlock implement the locking of state.Network.Do.
 func (s slotStore) Lock() { orZero(s.Model).turn.Lock() }
 func (s slotStore) Unlock() {
 	if s.Model != nil {

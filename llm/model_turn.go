@@ -6,27 +6,28 @@ import (
 	"sync"
 )
 
-// paramMirror is where the parameters of a model are while somebody trains it, such as on a GPU.
+// paramMirror is a second copy of a model's parameters, such as on a GPU, which is authoritative while
+// the model is trained.
 type paramMirror interface {
-	// Pull makes parameters on the host, those of the given names or all, what they are there.
+	// Pull copies the named parameters, or all if no name is given, to the host.
 	Pull(params ...string) error
-	// Push makes parameters there, those of the given names or all, what they are on the host.
+	// Push copies the named parameters, or all if no name is given, from the host.
 	Push(params ...string) error
-	// Forget makes zero what the optimiser remembers of values of a parameter.
+	// Forget clears the optimizer state of elements [from, to) of a parameter.
 	Forget(param string, from, to int) error
 }
 
-// paramHolder is who has the parameters of a model: a trainer.
+// paramHolder is the trainer that holds the parameters of a model.
 type paramHolder interface {
-	Mirror() paramMirror // where they are; nil if on the host alone
-	Spoiled() error      // why no save is possible; nil if one is
+	Mirror() paramMirror // the parameters' other copy; nil if they are only on the host
+	Spoiled() error      // why the model cannot be saved; nil if it can
 }
 
-// errNoContext is the error of a context that is nil.
+// errNoContext is the error for a nil context.
 var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
-// checkMade returns an error for a model that nobody has made. It needs no turn, since a model never gets
-// other lattices.
+// checkMade returns an error for an uninitialized model. It may be called without the lock, because the
+// lattices of a model are never replaced.
 func checkMade(m *Model) error {
 	if m == nil || m.Kasmina == nil {
 		return errZeroModel
@@ -34,14 +35,14 @@ func checkMade(m *Model) error {
 	return nil
 }
 
-// A model is changed by one goroutine at a time, whose turn it is. A step with all that it changes
-// is one turn, and so is each save, score, sample's token, blueprint and command. A run has no turn
-// while callbacks and listeners are called, so that these may do all of that too, and other
-// goroutines with them.
+// Model.turn is the lock under which a model is changed. A step holds it until everything that the step
+// changes is consistent, and so does each save, score, sampled token, blueprint and command. A run
+// releases it while callbacks and listeners are called, so that they and other goroutines can do any of
+// this too.
 //
-// The turn comes before the locks of the lattices, and before a trainer's own.
+// The lock is acquired before the locks of the lattices and before a trainer's own.
 
-// Of a model that is nil all of this goes by one that nobody has made.
+// orZero returns m, or an uninitialized model if m is nil.
 func orZero(m *Model) *Model {
 	if m == nil {
 		return new(Model)
@@ -49,19 +50,19 @@ func orZero(m *Model) *Model {
 	return m
 }
 
-// take waits for a turn, for what changes no seeds.
+// take locks the model for an operation that changes no seeds.
 func take(m *Model) (done func()) {
 	m = orZero(m)
 	m.turn.Lock()
 	return m.turn.Unlock
 }
 
-// Current waits until no step is in progress, and then makes the parameters on the host those that
-// the model has, wherever it is trained. Until done is called, no step begins, and no other goroutine
-// changes the model.
+// Current waits for the step in progress to end, copies the parameters to the host from wherever the
+// model is trained, and keeps the model locked: until done is called, no step starts, and no other
+// goroutine changes the model.
 //
-// It returns an error if the model is not initialized, or if its trainer has failed and left
-// parameters that belong to no complete step.
+// It returns an error if the model is not initialized, or if its trainer has failed and left parameters
+// that belong to no complete step.
 func (m *Model) Current() (done func(), err error) {
 	if err := checkMade(m); err != nil {
 		return nil, err
@@ -74,7 +75,8 @@ func (m *Model) Current() (done func(), err error) {
 	return done, nil
 }
 
-// settleParams is what Current does in its turn.
+// settleParams copies the parameters to the host and checks that they belong to a complete step. The
+// model must be locked.
 func settleParams(m *Model) error {
 	if err := pull(m); err != nil {
 		return err
@@ -85,7 +87,8 @@ func settleParams(m *Model) error {
 	return nil
 }
 
-// takeToChange waits for a turn in which seeds change. Listeners hear of it when it is over.
+// takeToChange locks the model for an operation that changes seeds. Listeners receive the events once
+// done is called.
 func takeToChange(m *Model) (done func()) {
 	m = orZero(m)
 	tell := m.Kasmina.HoldEvents()
@@ -96,22 +99,22 @@ func takeToChange(m *Model) (done func()) {
 	})
 }
 
-// The following are called in the model's turn.
+// The functions below must be called with the model locked.
 
-// hold makes h the one who has the parameters; nil if they are on the host alone.
+// hold makes h the holder of the parameters; nil means that they are only on the host.
 func hold(m *Model, h paramHolder) { orZero(m).holder = h }
 
-// holderOf is who has the parameters.
+// holderOf returns the holder of the parameters.
 func holderOf(m *Model) paramHolder { return orZero(m).holder }
 
-// join counts a trainer of the model, to which the lattices' commands are open from now on.
+// join registers a trainer of the model and opens the lattices for commands.
 func join(m *Model) {
 	m = orZero(m)
 	m.trainers++
 	m.Kasmina.Open()
 }
 
-// leave is the opposite of Join. With the last trainer gone, commands that wait are refused.
+// leave undoes join. When the last trainer is gone, waiting commands are refused.
 func leave(m *Model) {
 	m = orZero(m)
 	if m.trainers--; m.trainers == 0 {
@@ -119,29 +122,29 @@ func leave(m *Model) {
 	}
 }
 
-// trainersOf is how many trainers of the model are open.
+// trainersOf returns the number of open trainers of the model.
 func trainersOf(m *Model) int { return orZero(m).trainers }
 
-// startRun counts a run of a trainer of the model.
+// startRun counts a run of one of the model's trainers.
 func startRun(m *Model) { orZero(m).runs++ }
 
-// endRun is the opposite of StartRun.
+// endRun undoes startRun.
 func endRun(m *Model) { orZero(m).runs-- }
 
-// runsOf returns the number of runs of the model's trainers that go on.
+// runsOf returns the number of runs in progress.
 func runsOf(m *Model) int { return orZero(m).runs }
 
-// changed notes that parameters have changed.
+// changed records that parameters have changed.
 func changed(m *Model) { orZero(m).changes.Add(1) }
 
-// changesOf is how often parameters have changed. It needs no turn.
+// changesOf returns the number of parameter changes. It may be called without the lock.
 func changesOf(m *Model) uint64 { return orZero(m).changes.Load() }
 
-// shapeOf is how often the blocks have become others.
+// shapeOf returns the number of times that the blocks have changed.
 func shapeOf(m *Model) uint64 { return orZero(m).shape }
 
-// pull makes parameters on the host, those of the given names or all, what they are where somebody
-// has them.
+// pull copies the named parameters, or all if no name is given, to the host if a trainer holds a newer
+// copy.
 func pull(m *Model, params ...string) error {
 	if to := mirrorOf(m); to != nil {
 		return to.Pull(params...)
@@ -149,7 +152,7 @@ func pull(m *Model, params ...string) error {
 	return nil
 }
 
-// mirrorOf is where the parameters are, nil if on the host alone.
+// mirrorOf returns the other copy of the parameters, or nil if they are only on the host.
 func mirrorOf(m *Model) paramMirror {
 	if m == nil || m.holder == nil {
 		return nil

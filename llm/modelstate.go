@@ -16,27 +16,27 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// modelState is a model, and what an optimiser remembers of it.
+// modelState is the configuration, the parameters and the optimizer state of a model.
 type modelState struct {
 	Config  Config
 	Params  []Param
-	Moments []optim.Tensor // nobody changes their data
+	Moments []optim.Tensor // never modified in place
 
-	// From has the parameters that an engine has, with what it remembers of them: their names
-	// there. What is here of these need not be what they are, but for the values of those that are
-	// in Here. It is nil for a model that is here.
+	// From maps the parameters that an engine holds, together with their optimizer state, to their names
+	// in the engine. The values in Params are then out of date, except for the parameters in Here. From
+	// is nil if the whole model is on the host.
 	From map[string]string
 	Here map[string]bool
 }
 
-// Clone returns a model that is here, in memory of its own.
+// Clone returns a deep copy of a model that is on the host.
 func (m modelState) Clone() modelState {
 	m.From, m.Here = nil, nil
 	m.Params = m.copies()
 	return m
 }
 
-// copies returns the parameters, those that are here in memory of their own.
+// copies returns the parameters, with copies of the values that are on the host.
 func (m modelState) copies() []Param {
 	params := slices.Clone(m.Params)
 	parallel.Each(len(params), func(i int) {
@@ -47,7 +47,7 @@ func (m modelState) copies() []Param {
 	return params
 }
 
-// cloneTensor returns a tensor in memory of its own.
+// cloneTensor returns a deep copy of a tensor.
 func cloneTensor(v *tensor.Dense) *tensor.Dense {
 	var numbers any
 	switch x := v.Data().(type) {
@@ -59,7 +59,7 @@ func cloneTensor(v *tensor.Dense) *tensor.Dense {
 	return tensor.New(tensor.WithShape(v.Shape().Clone()...), tensor.WithBacking(numbers))
 }
 
-// param returns the values of a parameter, nil if there is none.
+// param returns the values of a parameter, or nil if the model lacks it.
 func (m modelState) param(name string) *tensor.Dense {
 	i := slices.IndexFunc(m.Params, func(p Param) bool { return p.Name == name })
 	if i < 0 {
@@ -79,7 +79,7 @@ func (m modelState) values() map[string]*tensor.Dense {
 	return all
 }
 
-// moments returns what is remembered of each parameter.
+// moments returns the optimizer state by parameter.
 func (m modelState) moments() map[string][]optim.Tensor {
 	all := map[string][]optim.Tensor{}
 	for _, x := range m.Moments {
@@ -89,8 +89,9 @@ func (m modelState) moments() map[string][]optim.Tensor {
 	return all
 }
 
-// become returns the model in another configuration. source is where a parameter has its values and
-// moments from, "" for one that starts anew by fresh. What several are copies of is copied.
+// become returns the model with configuration next. The function source names the old parameter that
+// supplies the values and moments of a new one, or returns "" for a parameter that fresh initializes. A
+// parameter with several copies is copied.
 func (m modelState) become(next Config, source func(name string) string,
 	fresh func(i int, p ParamSpec) func() float64) modelState {
 	values, moments := m.values(), m.moments()
@@ -122,7 +123,8 @@ func (m modelState) become(next Config, source func(name string) string,
 	return grown
 }
 
-// findAs notes where a parameter is that is what another model has under a name.
+// findAs records where the values of a parameter are, given that it equals the parameter from of another
+// model.
 func (m *modelState) findAs(name string, other modelState, from string) {
 	at, ok := other.From[from]
 	if !ok {
@@ -139,30 +141,30 @@ func (m *modelState) findAs(name string, other modelState, from string) {
 	}
 }
 
-// elsewhere reports whether an engine has a parameter's values.
+// elsewhere reports whether only an engine holds a parameter's values.
 func (m modelState) elsewhere(name string) bool { return m.From[name] != "" && !m.Here[name] }
 
-// MomentsHere returns what is remembered of parameters that no engine has.
+// MomentsHere returns the optimizer state of the parameters that no engine holds.
 func (m modelState) MomentsHere() []optim.Tensor {
 	return slices.DeleteFunc(slices.Clone(m.Moments), func(x optim.Tensor) bool {
 		return m.From[x.Name[:strings.LastIndexByte(x.Name, '.')]] != ""
 	})
 }
 
-// sameName is the source of parameters that keep their names.
+// sameName is the source function for parameters that keep their names.
 func sameName(name string) string { return name }
 
-// Grow returns the model with a growth of its stack of blocks. Those parameters of a new block that
-// write to the residual stream are 0, so that it is the identity. That is the last norm where there
-// is one, since the gradient of a norm of 0 is without bounds.
+// Grow returns the model with its stack of blocks grown. The parameters of a new block that write to the
+// residual stream are 0, so that the block is the identity. In a block with a norm at its output, the
+// norm weight is 0 instead. (The gradient of a norm of zeros would be unbounded.)
 func (m modelState) Grow(g Grown) modelState {
 	return m.become(m.Config.Grow(g), g.Source, func(i int, p ParamSpec) func() float64 {
 		return p.Fresh(uint64(g.Step), i)
 	})
 }
 
-// Plant returns the model with a blueprint more, planted at a step. The same step, seed and kind
-// draw the same numbers. Of a LoRA the first rows of A may be given.
+// Plant returns the model with a blueprint added at the given step. The same step, seed and kind give the
+// same initial values. The first rows of a LoRA's matrix A may be given.
 func (m modelState) Plant(p Planted, step int, rows ...[]float32) modelState {
 	next := m.become(m.Config.Plant(p), sameName, func(_ int, p ParamSpec) func() float64 {
 		h := fnv.New64a()
@@ -176,7 +178,7 @@ func (m modelState) Plant(p Planted, step int, rows ...[]float32) modelState {
 	return next
 }
 
-// writeRows sets the first rows of a matrix.
+// writeRows overwrites the first rows of a matrix.
 func writeRows(a *tensor.Dense, rows [][]float32) {
 	for r, row := range rows {
 		switch x := a.Data().(type) {
@@ -190,13 +192,13 @@ func writeRows(a *tensor.Dense, rows [][]float32) {
 	}
 }
 
-// Uproot returns the model without a blueprint.
+// Uproot returns the model without the blueprint of a seed.
 func (m modelState) Uproot(site blueprints.Site, seed int) modelState {
 	return m.become(m.Config.Uproot(site, seed), sameName, nil)
 }
 
-// Back returns a model whose configuration is c with what it was before, in memory of its own:
-// parameters and moments. What it had not then, m has now.
+// Back returns a copy of the model with configuration c and the parameters and moments of before.
+// Parameters that before lacks are taken from m.
 func (m modelState) Back(before modelState, c Config) modelState {
 	values, moments := before.values(), before.moments()
 	now, remembered := m.values(), m.moments()
@@ -224,14 +226,14 @@ func (m modelState) Back(before modelState, c Config) modelState {
 	return back
 }
 
-// plantedSeed is the parameters of a blueprint.
+// plantedSeed holds the parameters of a planted blueprint.
 type plantedSeed struct {
 	Planted
 	kind   blueprints.Kind
-	values map[string]*tensor.Dense // by their names without the prefix
+	values map[string]*tensor.Dense // by name without the prefix
 }
 
-// planted returns those of a seed.
+// planted returns the blueprint of a seed.
 func (m modelState) planted(site blueprints.Site, seed int) (o plantedSeed, err error) {
 	p, ok := m.Config.PlantedAt(site, seed)
 	if !ok {
@@ -249,8 +251,7 @@ func (m modelState) planted(site blueprints.Site, seed int) (o plantedSeed, err 
 	return o, nil
 }
 
-// replace returns the model with values of other tensors for the parameters of some names, whose
-// moments stay.
+// replace returns the model with other values for the named parameters. Their moments stay.
 func (m modelState) replace(values map[string]*tensor.Dense, names []string) modelState {
 	m.Params = slices.Clone(m.Params)
 	for i := range m.Params {
@@ -267,7 +268,7 @@ func (m modelState) replace(values map[string]*tensor.Dense, names []string) mod
 	return m
 }
 
-// valueGradsOf are the parameters that learn, as an optimiser declares them.
+// valueGradsOf returns the parameters that learn, in the form that an optimizer's Declare takes.
 func valueGradsOf(c Config, params []Param) (all []gorgonia.ValueGrad) {
 	g := gorgonia.NewGraph()
 	for _, p := range params {

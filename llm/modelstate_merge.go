@@ -15,10 +15,11 @@ import (
 	"github.com/kasmina-go/kasmina/op/graft"
 )
 
-// mergeSeeds returns the models in which what the blueprints of some seeds of now have become is a part.
-// The blueprints are gone. now itself comes first, and then what it was at some times before. At a
-// weight that is the sum of both, with the bits that the CPU computes with. In the stream it is a
-// block of the configuration, which is the identity but for what the blueprint does.
+// mergeSeeds merges the blueprints of the given seeds into the model now and into its earlier states. It
+// returns now, followed by the earlier states.
+//
+// A blueprint at a weight is added to the weight, with the same bits as when the CPU computes it. A
+// blueprint in the stream becomes a block that computes the same function.
 func mergeSeeds(at blueprints.Site, seeds []int, step int, now modelState, before ...modelState) ([]modelState, error) {
 	merged := append([]modelState{now}, before...)
 	if len(seeds) == 0 {
@@ -62,8 +63,8 @@ func (o plantedSeed) notMerged(err error) error {
 	return fmt.Errorf("merging the %v of seed %d of site %v: %w", o.kind, o.Seed, o.Site, err)
 }
 
-// add adds what blueprints add to their weights, and takes them out. Weights are added to side by
-// side, and by the blueprints of one weight in turn.
+// add adds the blueprints to their weights and removes them from the model. It processes the weights in
+// parallel, and the blueprints of one weight in order.
 func (m modelState) add(all []plantedSeed) (modelState, error) {
 	by, c := map[string][]plantedSeed{}, m.Config
 	for _, o := range all {
@@ -128,10 +129,10 @@ func (m modelState) sum(o plantedSeed, w *tensor.Dense) (*tensor.Dense, error) {
 		return nil, fmt.Errorf("the sum is a %T", y.Value())
 	}
 
-	return sum, nil // in memory of its own, which the machine has taken for it
+	return sum, nil // newly allocated by the machine
 }
 
-// seedParams is the names of a blueprint's parameters in order, without their prefix.
+// seedParams returns the names of a blueprint's parameters in order, without their prefix.
 func (m modelState) seedParams(o plantedSeed) (names []string, err error) {
 	c := m.Config
 	specs, err := c.SeedParams(o.Planted)
@@ -141,15 +142,16 @@ func (m modelState) seedParams(o plantedSeed) (names []string, err error) {
 	return names, err
 }
 
-// fullStrength is the controls of one seed that is blended in with α = 1.
+// fullStrength returns the controls of one seed with α = 1.
 func fullStrength(dt tensor.Dtype) *tensor.Dense {
 	one := func() float64 { return 1 }
 	return newParamValue(dt, []int{1, graft.Controls}, one)
 }
 
-// block makes a blueprint of the stream a block. Its parameters are the first rows of the block's,
-// and the first columns of those that write to the stream. Other rows start as those of a new
-// block, and other columns at 0. So the block may go on to learn with all it has.
+// block turns a blueprint in the stream into a block. The blueprint's parameters become the first rows of
+// the block's parameters, or the first columns of the parameters that write to the stream. The remaining
+// rows start with the values of a new block, and the remaining columns with 0, so that the block can
+// train at its full size.
 func (m modelState) block(o plantedSeed, step int) (modelState, error) {
 	if !blueprints.Mergeable(o.kind) {
 		return m, fmt.Errorf("no block of the model computes it")
@@ -180,8 +182,8 @@ func (m modelState) block(o plantedSeed, step int) (modelState, error) {
 	return grown, nil
 }
 
-// padTensor writes a smaller tensor over the first rows of a larger one, or over its first columns: then
-// the others become 0.
+// padTensor copies a smaller tensor to the first rows of a larger one, or to its first columns. In the
+// latter case the remaining columns become 0.
 func padTensor(to, from *tensor.Dense) error {
 	if from == nil || to == nil || len(from.Shape()) != len(to.Shape()) {
 		return fmt.Errorf("there is no such parameter")

@@ -10,8 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 )
 
-// Parameters yields names and shapes of the parameters of such a model, in the order in which it
-// uses them.
+// Parameters yields the names and shapes of the model's parameters, in the model's order of use.
 func (c Config) Parameters() iter.Seq2[string, []int] {
 	return func(yield func(string, []int) bool) {
 		for p := range c.Specs() {
@@ -22,18 +21,19 @@ func (c Config) Parameters() iter.Seq2[string, []int] {
 	}
 }
 
-// ParamSpec describes a parameter: its values start normal around start.
+// ParamSpec describes a parameter. Its initial values are normally distributed with mean Start and
+// standard deviation Deviation.
 type ParamSpec struct {
 	Name             string
 	Shape            []int
 	Start, Deviation float64
-	// Closed, unless it is nil, is the value at which a new block adds nothing to the residual
+	// Closed, if not nil, is the value that keeps a new block from adding anything to the residual
 	// stream.
 	Closed *float64
 }
 
-// Specs yields the parameters of a model in the order in which the model uses them, and behind them
-// those of what is planted.
+// Specs yields the parameters of a model in the model's order of use, followed by the parameters of
+// planted blueprints.
 func (c Config) Specs() iter.Seq[ParamSpec] {
 	return func(yield func(ParamSpec) bool) {
 		if !yield(ParamSpec{embedName, []int{c.Vocab, c.Dim}, 0, innerDeviation, nil}) ||
@@ -61,7 +61,7 @@ func (c Config) Specs() iter.Seq[ParamSpec] {
 			return
 		}
 		for _, p := range c.Planted {
-			specs, _ := c.SeedParams(p) // which Check has looked at
+			specs, _ := c.SeedParams(p) // Check has already validated Planted
 			for _, s := range specs {
 				if !yield(s) {
 					return
@@ -71,10 +71,10 @@ func (c Config) Specs() iter.Seq[ParamSpec] {
 	}
 }
 
-// innerDeviation is the deviation of weights that do not write to the residual stream.
+// innerDeviation is the initial standard deviation of weights that do not write to the residual stream.
 const innerDeviation = 0.02
 
-// norm is what norms start at.
+// norm returns the initial value of norm weights.
 func (c Config) norm() float64 {
 	if c.NormPlusOne {
 		return 0
@@ -82,7 +82,7 @@ func (c Config) norm() float64 {
 	return 1
 }
 
-// blockSpec is a parameter of a block.
+// blockSpec returns the spec of a parameter of a block.
 func (c Config) blockSpec(prefix string, p block.Param) ParamSpec {
 	spec, noNorm := ParamSpec{Name: prefix + p.Name, Shape: p.Shape}, c.norm()-1
 	switch p.Role {
@@ -108,7 +108,7 @@ func (c Config) blockSpec(prefix string, p block.Param) ParamSpec {
 	return spec
 }
 
-// Fresh returns the numbers that a parameter of a new block starts with.
+// Fresh returns a function that generates the initial values of a parameter of a new block.
 func (p ParamSpec) Fresh(step uint64, number int) func() float64 {
 	if p.Closed != nil {
 		return func() float64 { return *p.Closed }
@@ -117,7 +117,7 @@ func (p ParamSpec) Fresh(step uint64, number int) func() float64 {
 	return func() float64 { return p.Start + p.Deviation*r.NormFloat64() }
 }
 
-// Names of parameters are those of the Llama weights that circulate as safetensors files.
+// Names of parameters, as used by Llama weights in safetensors files.
 const (
 	embedName     = "model.embed_tokens.weight"
 	PositionsName = "model.embed_positions.weight"
@@ -131,18 +131,21 @@ const (
 	kasminaScales  = "kasmina.scales"
 )
 
-// blockPrefix begins the names of the parameters of block i.
+// blockPrefix returns the prefix of the names of the parameters of block i.
 func blockPrefix(i int) string { return fmt.Sprintf("%s%d.", blocksPrefix, i) }
 
-// FLOPs returns the floating-point operations of training on a token, forward and backward. They
-// are six for each weight of a product, the output layer's included. Causal attention takes six a
-// feature of its heads for each position of the sequence, in each block. Of a window W in a
-// sequence of S it is for 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural Language
-// Models", 2020.) What is planted in the stream counts alike. At a weight the operations are those
-// of a step, whatever its tokens, and are not counted.
+// FLOPs returns the number of floating-point operations for training on one token, forward and backward.
+//
+// Each weight of a matrix product, including the output layer's, takes six operations. In each block,
+// causal attention takes six for each feature of its heads and each position of the sequence; a window W
+// in a sequence of S positions counts as 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural
+// Language Models", 2020.)
+//
+// Blueprints in the stream are counted in the same way. Blueprints at weights are not counted, because
+// their operations occur once per step, whatever the number of tokens.
 func (c Config) FLOPs() float64 {
 	heads, kv := float64(c.Heads*c.HeadDim), float64(c.KVHeads*c.HeadDim)
-	layers := 3.0 // of a perceptron
+	layers := 3.0 // layers in a perceptron
 	if c.PlainMLP {
 		layers = 2
 	}
@@ -157,7 +160,7 @@ func (c Config) FLOPs() float64 {
 		if p.Site != blueprints.Stream {
 			continue
 		}
-		specs, _ := c.SeedParams(p) // which Check has looked at
+		specs, _ := c.SeedParams(p) // Check has already validated Planted
 		for _, s := range specs {
 			if len(s.Shape) == 2 {
 				flops += float64(s.Shape[0]) * float64(s.Shape[1])
@@ -171,7 +174,7 @@ func (c Config) FLOPs() float64 {
 	return 6 * flops
 }
 
-// seen is twice the positions that a token sees in a block, on average.
+// seen returns twice the mean number of positions that a token attends to in a block.
 func (c Config) seen(block int) float64 {
 	w, seq := float64(c.Seq), float64(c.Seq)
 	if window := c.Block(block).Window; window > 0 {

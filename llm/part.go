@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A Part is a component of a training run that has state of its own, such as an [EMA] of the weights.
+// A Part is a component of a training run with its own state, such as an [EMA] of the weights.
 // [Trainer.Use] adds parts to a trainer.
 //
 // A checkpoint contains the state of every part, and Resume hands it back to every part. A part takes
@@ -67,7 +67,7 @@ type Turn struct{ t *Trainer }
 // Model returns the model. Its parameters may be out of date on the host; see Params.
 func (u Turn) Model() *Model { return u.t.Model }
 
-// Last returns what is known of the run.
+// Last returns the latest state of the run as an event.
 func (u Turn) Last() Event { return u.t.Last() }
 
 // Params returns the model's parameters with the values that they have after the last step. On a GPU
@@ -81,9 +81,9 @@ func (u Turn) Params() ([]Param, error) {
 
 var partName = regexp.MustCompile(`^[a-z0-9]+(-[a-z0-9]+)*$`)
 
-// Use adds parts to the trainer. Their hooks are called in the order in which the parts were added. A
-// part that receives events does so at its position among the callbacks, so add parts before
-// callbacks that save.
+// Use adds parts to the trainer. Their hooks are called in the order of the arguments, after the hooks of
+// earlier parts. A part that receives events does so at its position among the callbacks, so add parts
+// before callbacks that save.
 //
 // Add the same parts before Resume as the run had that wrote the checkpoint.
 func (t *Trainer) Use(parts ...Part) error {
@@ -118,7 +118,7 @@ func (t *Trainer) Use(parts ...Part) error {
 	return nil
 }
 
-// eachPart calls a hook of every part that has it, and stops at the first error.
+// eachPart calls a hook of every part that implements it, and stops at the first error.
 func eachPart[Hook Part](t *Trainer, call func(Hook) error) error {
 	for _, p := range t.parts {
 		if h, ok := p.(Hook); ok {
@@ -168,12 +168,12 @@ func (t *Trainer) saveStates(metadata map[string]string) (tensors []safetensors.
 	return tensors, nil
 }
 
-// components returns the parts whose state a checkpoint contains next to the model, the optimizer, the
+// components returns the parts that are saved in a checkpoint next to the model, the optimizer, the
 // loader, and the progress of the run.
 func (t *Trainer) components() []Part { return append([]Part{&t.growth}, t.parts...) }
 
-// loadStates has all parts read their state from a checkpoint. It returns a function that makes the
-// states theirs, and what differs between the trainer's parts and those of the run.
+// loadStates makes every part read its state from a checkpoint. It returns a function that installs the
+// states, and a description of the differences between the trainer's parts and the run's.
 func (t *Trainer) loadStates(ctx context.Context, f *modelfile.File, resumed *resumedRun) (
 	install func(), differences []string, err error) {
 	var installs []func()
@@ -262,13 +262,13 @@ func (r *CheckpointReader) Value(name string, into any) error {
 	return nil
 }
 
-// Tensor returns the shape and the data of a tensor, in memory of its own.
+// Tensor returns the shape and a copy of the data of a tensor.
 func (r *CheckpointReader) Tensor(name string) (shape []int, data any, err error) {
 	x, err := r.file.Tensor(r.ctx, modelfile.PartPrefix+r.part+"."+name)
 	return x.Shape, x.Data, err
 }
 
-// Tensors returns the names of the part's tensors, in the order in which they were added.
+// Tensors returns the names of the part's tensors, in the order of the calls that added them.
 func (r *CheckpointReader) Tensors() (names []string) {
 	prefix := modelfile.PartPrefix + r.part + "."
 	for name := range r.file.With(prefix) {
@@ -286,7 +286,7 @@ func (r *CheckpointReader) Differs(format string, args ...any) {
 	r.differences = append(r.differences, fmt.Sprintf("part %s: ", r.part)+fmt.Sprintf(format, args...))
 }
 
-// A resumedRun is what Resume has read of a run before the run's parts load their state.
+// resumedRun holds the run that Resume has read, before the run's parts load their state.
 type resumedRun struct {
 	*training
 	config  Config      // of the model in the checkpoint

@@ -6,19 +6,18 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-// Lattice says for people where the seeds of a lattice are.
+// Lattice describes for display where the seeds of a lattice are.
 type Lattice struct {
 	Name string          `json:"name"` // such as "block 3" or "weight"
 	Site blueprints.Site `json:"site"`
-	// Places are those of the seeds, such as "block 3, q", where their numbers do not say it.
+	// Places lists the seeds' places, such as "block 3, q", unless their numbers are enough.
 	Places []string `json:"places,omitempty"`
-	// Group is how many seeds follow each other in a block; 0 where they belong to none, or each
-	// to one of its own.
+	// Group is the number of consecutive seeds in a block; 0 if seeds belong to no block or each to a
+	// different one.
 	Group int `json:"group,omitempty"`
 }
 
-// Lattices returns those of a model, in their order: of the Kasmina layers, of weights, of the
-// stream, of depth.
+// Lattices describes the lattices of a model, in order: Kasmina layers, weights, stream, depth.
 func (c Config) Lattices() (all []Lattice) {
 	for _, block := range c.Kasmina {
 		all = append(all, Lattice{Name: blockName(block), Site: blueprints.Chunk})

@@ -9,9 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Plain returns a model as other programs know it. What is fossilized at weights and in the stream is
-// a part of it, in memory of its own then. It returns an error that names a seed which changes what
-// the model computes otherwise. It is for the model's turn.
+// Plain returns the model as other programs know it. Blueprints fossilized at weights and in the stream
+// are merged into it, and its parameters are then copies. Plain returns an error that names the seed if
+// any other seed affects the model's output. The model must be locked.
 func (m *Model) Plain() (*Model, error) {
 	chunks, now := len(m.Config.Kasmina), modelState{Config: m.Config, Params: m.Params}
 	for layer, r := range m.Kasmina.Report() {
@@ -54,7 +54,7 @@ func (m *Model) Plain() (*Model, error) {
 	})
 }
 
-// Plain returns the configuration without what transformers does not know.
+// Plain returns the configuration without the settings that transformers does not know.
 func (c Config) Plain() Config {
 	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
 	c.Weights, c.Streams, c.LoRAAlpha, c.Planted = nil, nil, 0, nil

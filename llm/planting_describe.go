@@ -8,12 +8,12 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// describePlanting says what has become of blueprints at weights and in the stream. siteOf is that of a
-// seed's lattice.
+// describePlanting describes changes to the blueprints at weights and in the stream. siteOf returns the
+// site of a seed's lattice.
 func describePlanting(planted []Planted, gone, merged []state.Address,
 	siteOf func(state.Address) blueprints.Site) string {
 	var all []string
-	const most = 4 // of which each is named
+	const most = 4 // number of seeds to name individually
 	for i, q := range planted {
 		if i == most {
 			all = append(all, fmt.Sprintf("%d more planted", len(planted)-most))

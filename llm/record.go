@@ -13,42 +13,41 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Decision is a line of a record of growth. It holds a command of the controller or of a person, a
-// person's request to save or to stop, or a change of the share of the budget that the run's steps
-// see.
+// Decision is a line in a record of growth: a command of the controller or of a person, a person's
+// request to save or to stop, or a change in the share of the budget that is visible to the run's steps.
 //
-// Requests to save or to stop are there for readers. They leave the bits of the model alone, so a
-// run that follows the record does not repeat them.
+// Requests to save or to stop are recorded for information only. They do not affect the model, so a run
+// that replays the record does not repeat them.
 type Decision struct {
-	Step  int     `json:"step"` // steps that had been made
+	Step  int     `json:"step"` // number of steps made
 	Share float64 `json:"share"`
-	// of a command: the mean of the epoch's steps
+	// loss averaged over the epoch's steps, for a command
 	Loss    *jsonfloat.Float `json:"loss,omitempty"`
-	Command *state.Command   `json:"command,omitempty"` // with why it was given
-	Refused string           `json:"refused,omitempty"` // why it was not possible
+	Command *state.Command   `json:"command,omitempty"` // includes the reason for the command
+	Refused string           `json:"refused,omitempty"` // why the command was refused
 
 	Asked string `json:"asked,omitempty"` // AskedToSave or AskedToStop
-	Why   string `json:"why,omitempty"`   // who asked for that, and why
+	Why   string `json:"why,omitempty"`   // who asked, and why
 }
 
-// Record is all that a controller and the clock have decided in a run. A run that follows it,
-// instead of them, has the same bits: see Growth.Replay. It may be edited: each line of its file is
-// a [Decision]. It never changes, and any goroutine may call its methods.
+// Record contains all decisions of a controller and the clock in a run. A run that replays the record
+// computes the same bits: see Growth.Replay. The file may be edited; each line is a [Decision]. A Record
+// is immutable, and any goroutine may call its methods.
 type Record struct {
-	commands map[int][]state.Command // by steps made
+	commands map[int][]state.Command // by number of steps made
 	shares   map[int]float64
 	last     int    // step
-	sum      string // of its lines
+	sum      string // checksum of its lines
 }
 
-// MarshalJSON returns the record's checksum, by which a checkpoint knows it.
+// MarshalJSON returns the record's checksum, which identifies it in a checkpoint.
 func (r *Record) MarshalJSON() ([]byte, error) { return json.Marshal(r.sum) }
 
-// maxDecisions bounds a record that is read.
+// maxDecisions limits the length of a record.
 const maxDecisions = 1 << 20
 
-// ReadRecord reads what a Growth.Record has written. It returns an error that names the line which
-// is no decision.
+// ReadRecord reads the lines that Growth.Record has written. It returns an error that names the first
+// invalid line.
 func ReadRecord(r io.Reader) (*Record, error) {
 	if r == nil {
 		return nil, errors.New("llm: ReadRecord: the reader is nil")
@@ -90,10 +89,10 @@ func ReadRecord(r io.Reader) (*Record, error) {
 	return rec, nil
 }
 
-// Commands are those of the moment after so many steps.
+// Commands returns the commands that take effect after the given number of steps.
 func (r *Record) Commands(step int) []state.Command { return r.commands[step] }
 
-// Share is the budget's share from so many steps on, if it changed then.
+// Share returns the share of the budget that applies from the given step on, if it changed at that step.
 func (r *Record) Share(step int) (share float64, changed bool) {
 	share, changed = r.shares[step]
 	return share, changed

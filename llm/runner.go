@@ -20,7 +20,7 @@ type Machine interface {
 	Close() error
 }
 
-// Runner is a graph on a machine, for one goroutine at a time.
+// Runner is a graph on a machine. Only one goroutine may use it at a time.
 type Runner struct {
 	*Graph
 	Machine Machine
@@ -31,8 +31,8 @@ var errNoRunner = errors.New("llm: a Runner needs a Graph and a Machine")
 // Run computes a graph with a loss on a batch, and returns the loss.
 func (r Runner) Run(b data.Batch) (float64, error) { return r.RunContext(context.Background(), b) }
 
-// RunContext is Run that ends when the context does, with its cause as the error. A cpuops.Machine
-// looks at the context within the batch, other machines only before it.
+// RunContext computes a graph with a loss on a batch, and returns the loss. It returns context.Cause(ctx)
+// if ctx is done. A cpuops.Machine checks ctx during the batch, other machines only before it.
 func (r Runner) RunContext(ctx context.Context, b data.Batch) (float64, error) {
 	if ctx.Err() != nil {
 		return 0, context.Cause(ctx)
@@ -61,8 +61,8 @@ func (r Runner) RunContext(ctx context.Context, b data.Batch) (float64, error) {
 	return 0, fmt.Errorf("the loss is a %T", data)
 }
 
-// Next computes a graph for logits, and returns those for the token that follows the given ones: a
-// []float32 or a []float64. It returns an error if ctx is canceled first.
+// Next computes a graph for logits, and returns the logits, a []float32 or []float64, for the token that
+// follows the given ones. It returns an error if ctx is canceled first.
 func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
 	if r.Graph == nil || r.Machine == nil {
 		return nil, errNoRunner
@@ -73,8 +73,9 @@ func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
 	return r.compute(ctx, r.Logits)
 }
 
-// All computes a graph that has the logits of all positions of one sequence, of as many tokens as
-// given, and returns a copy of them. On a cpuops.Machine it ends with the context.
+// All computes a graph with the logits of all positions of one sequence, which must have as many
+// positions as there are tokens, and returns a copy of the logits. On a cpuops.Machine it stops when ctx
+// is done.
 func (r Runner) All(ctx context.Context, tokens []int) (*tensor.Dense, error) {
 	if r.Graph == nil || r.Machine == nil {
 		return nil, errNoRunner
@@ -131,7 +132,7 @@ func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
 	return v.Data(), nil
 }
 
-// runnerOnCPU returns a graph on a machine that keeps the outputs, and what no other node needs.
+// runnerOnCPU returns a runner for g on a CPU machine that keeps the given outputs.
 func runnerOnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
 	if g == nil || g.G == nil {
 		return Runner{}, errNoGraph
@@ -143,11 +144,11 @@ func runnerOnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
 	return Runner{g, m}, nil
 }
 
-// errNoGraph is the error of a graph that nobody has made, or that is for something else.
+// errNoGraph is the error for a graph that is uninitialized or of the wrong kind.
 var errNoGraph = errors.New("llm: the graph is nil, its zero value or for something else, want one " +
 	"of Model.Graph, for a loss or for logits")
 
-// Let gives a graph with a loss a batch, and has its seeds do what their lattices say now.
+// Let feeds a batch to a graph with a loss, and sets its seeds to the current state of their lattices.
 func (g *Graph) Let(b data.Batch) error {
 	if g == nil || g.IDs == nil || g.Targets == nil {
 		return errNoGraph
@@ -174,9 +175,9 @@ func (g *Graph) Let(b data.Batch) error {
 	return gorgonia.Let(g.Targets, idTensor(b.Targets))
 }
 
-// LetTokens asks a graph for the logits of one sequence for those that follow the given tokens. The
-// window is filled up with zeros to the right: the model, being causal, does not see those from the
-// last token's position.
+// LetTokens feeds the tokens of one sequence to a graph, so that it computes the logits for the next
+// token. The rest of the window is filled with zeros, which a causal model does not see from the last
+// token's position.
 func (g *Graph) LetTokens(tokens []int) error {
 	if g == nil || g.IDs == nil || g.Rows == nil {
 		return errNoGraph

@@ -12,21 +12,21 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 )
 
-// WeightSite is a linear layer on which a seed sits.
+// WeightSite is a linear layer that carries a seed.
 type WeightSite struct {
-	Block int    `json:"block"` // from 0; 0 for the output layer
+	Block int    `json:"block"` // counted from 0; 0 for the output layer
 	Layer string `json:"layer"` // "q", "k", "v", "o", "gate", "up", "down" or "head"
 }
 
-// headLayer is the output layer. Where it shares the embedding's table, a seed on it grows both.
+// headLayer is the output layer. If it shares the embedding's table, a seed on it grows both.
 const headLayer = "head"
 
-// linearLayers are the parameters of a block that weight seeds may sit on.
+// linearLayers maps layer names to the parameters of a block that weight seeds may grow.
 var linearLayers = map[string]string{"q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight",
 	"v": "self_attn.v_proj.weight", "o": "self_attn.o_proj.weight", "gate": "mlp.gate_proj.weight",
 	"up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight"}
 
-// WeightSites returns a site on each of the layers of every block, in order.
+// WeightSites returns the sites of the named layers in every block, in order.
 func (c Config) WeightSites(layers ...string) (sites []WeightSite) {
 	for i := range c.Layers {
 		for _, l := range layers {
@@ -43,38 +43,39 @@ func (c Config) WeightSites(layers ...string) (sites []WeightSite) {
 	return sites
 }
 
-// Planted is a blueprint that has parameters of its own, at a weight or in the stream.
+// Planted is a blueprint with its own parameters at a weight or in the stream.
 type Planted struct {
 	Site blueprints.Site `json:"site"`
-	Seed int             `json:"seed"` // of the site's lattice
+	Seed int             `json:"seed"` // in the site's lattice
 	Kind string          `json:"kind"`
 	Size int             `json:"size"`
 }
 
-// seedsPrefix begins the names of the parameters of all blueprints at weights and in the stream.
+// seedsPrefix is the prefix of all parameters of blueprints at weights and in the stream.
 const seedsPrefix = "kasmina."
 
-// IsSeedParam reports whether a parameter is a blueprint's, on a chunk, at a weight or in the stream, and
-// not the model's own.
+// IsSeedParam reports whether a parameter belongs to a blueprint on a chunk, at a weight or in the
+// stream, rather than to the model itself.
 func IsSeedParam(param string) bool {
 	return strings.HasPrefix(param, seedsPrefix) || strings.HasSuffix(param, "."+kasminaWeights) ||
 		strings.HasSuffix(param, "."+kasminaScales)
 }
 
-// Learns reports whether a parameter learns: all do, unless the model is frozen.
+// Learns reports whether a parameter learns. In a frozen model only the parameters of blueprints do.
 func (c Config) Learns(param string) bool {
 	return !c.Frozen || strings.HasPrefix(param, seedsPrefix)
 }
 
-// seedPrefix begins the names of a blueprint's parameters, wherever its place moves.
+// seedPrefix returns the prefix of the names of a blueprint's parameters. It does not change when the
+// blueprint's place moves.
 func seedPrefix(site blueprints.Site, seed int) string {
 	return fmt.Sprintf("%s%v.%d.", seedsPrefix, site, seed)
 }
 
-// Prefix is SeedPrefix of p.
+// Prefix returns the prefix of the names of p's parameters.
 func (p Planted) Prefix() string { return seedPrefix(p.Site, p.Seed) }
 
-// Seeded returns how many seeds there are at a site that is not a chunk's.
+// Seeded returns the number of seeds at a site other than chunks.
 func (c Config) Seeded(site blueprints.Site) int {
 	switch site {
 	case blueprints.Depth:
@@ -87,7 +88,7 @@ func (c Config) Seeded(site blueprints.Site) int {
 	return 0
 }
 
-// Sites are those that have seeds, beside chunks, in the order of their lattices.
+// Sites returns the sites other than chunks that have seeds, in the order of their lattices.
 func (c Config) Sites() (sites []blueprints.Site) {
 	for _, s := range []blueprints.Site{blueprints.Weight, blueprints.Stream, blueprints.Depth} {
 		if c.Seeded(s) > 0 {
@@ -97,7 +98,7 @@ func (c Config) Sites() (sites []blueprints.Site) {
 	return sites
 }
 
-// BlockOf is the block of a blueprint, Layers for the head, and -1 for a seed that there is not.
+// BlockOf returns the block that a blueprint grows in, Layers for the head, and -1 for an unknown seed.
 func (c Config) BlockOf(p Planted) int {
 	places := len(c.Weights)
 	if p.Site == blueprints.Stream {
@@ -116,7 +117,7 @@ func (c Config) BlockOf(p Planted) int {
 	return c.Weights[p.Seed].Block
 }
 
-// WeightName is the parameter that a weight seed grows.
+// WeightName returns the name of the parameter that a weight seed grows.
 func (c Config) WeightName(s WeightSite) string {
 	switch {
 	case s.Layer != headLayer:
@@ -127,7 +128,7 @@ func (c Config) WeightName(s WeightSite) string {
 	return embedName
 }
 
-// host is what a seed's blueprint grows on.
+// host returns the dimensions of the layer or stream that a seed's blueprint grows on.
 func (c Config) host(site blueprints.Site, seed int) blueprints.Host {
 	h := blueprints.Host{In: c.Dim, Out: c.Dim, Seq: c.Seq}
 	if site != blueprints.Weight {
@@ -149,7 +150,7 @@ func (c Config) host(site blueprints.Site, seed int) blueprints.Host {
 	return h
 }
 
-// LoRAScale is the factor on B·A of a blueprint of a rank: LoRAAlpha/rank, or 1.
+// LoRAScale returns the factor on B·A for a blueprint of the given rank: LoRAAlpha/rank, or 1.
 func (c Config) LoRAScale(rank int) float64 {
 	if c.LoRAAlpha == 0 {
 		return 1
@@ -157,8 +158,9 @@ func (c Config) LoRAScale(rank int) float64 {
 	return c.LoRAAlpha / float64(rank)
 }
 
-// StreamShape is the half of a block that an Attention of so many heads is, or a Perceptron of so
-// many hidden features. It returns an error if no block of the model has room for it.
+// StreamShape returns the shape of an Attention with size heads, or of a Perceptron with size hidden
+// features, as one half of a block. It returns an error if the blueprint would not fit into a block of
+// the model.
 func (c Config) StreamShape(kind blueprints.Kind, size int) (s block.Shape, attention bool,
 	err error) {
 	s = c.BlockShape()
@@ -191,8 +193,8 @@ func (c Config) StreamShape(kind blueprints.Kind, size int) (s block.Shape, atte
 	return s, true, nil
 }
 
-// SeedParams returns the parameters of a blueprint that is planted, in the order in which its graph
-// takes them. It returns an error when the blueprint cannot grow there.
+// SeedParams returns the parameters of a planted blueprint, in the order that its graph expects. It
+// returns an error if the blueprint cannot grow there.
 func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
 	kind, ok := blueprints.ByName(p.Kind)
 	if !ok {
@@ -215,7 +217,7 @@ func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
 			return nil, fmt.Errorf("a LoRA of rank %d on a layer of %d to %d features, want 1 to "+
 				"the lesser", p.Size, h.In, h.Out)
 		}
-		// Hidden features of normal x are normal; what is added is 0 at first.
+		// Hidden features of a normal x are normal; the product is 0 at first.
 		return []ParamSpec{
 			{p.Prefix() + "a", []int{p.Size, h.In}, 0, 1 / math.Sqrt(float64(h.In)), nil},
 			{p.Prefix() + "b", []int{h.Out, p.Size}, 0, 0, nil}}, nil
@@ -226,7 +228,7 @@ func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
 		}
 		for _, q := range shape.Half(attention) {
 			spec := c.blockSpec(p.Prefix(), q)
-			if spec.Closed != nil { // the stream passes as it was
+			if spec.Closed != nil { // start without an effect on the stream
 				spec.Start, spec.Deviation = *spec.Closed, 0
 			}
 			all = append(all, spec)
@@ -249,8 +251,8 @@ func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
 	return all, err
 }
 
-// SeedSize is how many parameters a blueprint has, or would have. It returns an error when the
-// blueprint cannot grow there.
+// SeedSize returns the number of elements in the parameters that a blueprint has or would have. It
+// returns an error if the blueprint cannot grow there.
 func (c Config) SeedSize(p Planted) (n int, err error) {
 	specs, err := c.SeedParams(p)
 	if err != nil {
@@ -268,8 +270,8 @@ func (c Config) SeedSize(p Planted) (n int, err error) {
 	return n, nil
 }
 
-// checkSites returns an error unless seeds can sit where Weights and Streams say, and what is
-// planted can be there.
+// checkSites returns an error unless Weights and Streams name valid places and every planted blueprint
+// fits its place.
 func (c Config) checkSites() error {
 	const most = 1 << 14
 	if len(c.Weights) > most || len(c.Streams) > most {
@@ -327,19 +329,19 @@ func (c Config) checkSites() error {
 	return nil
 }
 
-// comparePlanted is the order of Planted.
+// comparePlanted defines the order of Config.Planted.
 func comparePlanted(a, b Planted) int {
 	return cmp.Or(cmp.Compare(a.Site, b.Site), cmp.Compare(a.Seed, b.Seed))
 }
 
-// Plant returns the configuration with a blueprint more.
+// Plant returns the configuration with p added.
 func (c Config) Plant(p Planted) Config {
 	c.Planted = append(slices.Clone(c.Planted), p)
 	slices.SortFunc(c.Planted, comparePlanted)
 	return c
 }
 
-// Uproot returns the configuration without a blueprint.
+// Uproot returns the configuration without the blueprint of a seed.
 func (c Config) Uproot(site blueprints.Site, seed int) Config {
 	c.Planted = slices.DeleteFunc(slices.Clone(c.Planted), func(p Planted) bool {
 		return p.Site == site && p.Seed == seed
@@ -350,7 +352,7 @@ func (c Config) Uproot(site blueprints.Site, seed int) Config {
 	return c
 }
 
-// PlantedAt returns what a seed has planted.
+// PlantedAt returns the blueprint planted at a seed.
 func (c Config) PlantedAt(site blueprints.Site, seed int) (p Planted, ok bool) {
 	i := slices.IndexFunc(c.Planted, func(p Planted) bool {
 		return p.Site == site && p.Seed == seed
@@ -361,11 +363,11 @@ func (c Config) PlantedAt(site blueprints.Site, seed int) (p Planted, ok bool) {
 	return c.Planted[i], true
 }
 
-// GrowStream returns the configuration in which the blueprint of a seed of the stream is a block.
-// Seeds of the stream that stood behind it stand behind that.
+// GrowStream returns the configuration after the blueprint of a stream seed has become a block. Later
+// stream seeds at the same place move after the new block.
 func (c Config) GrowStream(g Grown) Config {
 	if g.Seed < 0 || g.Seed >= len(c.Streams) {
-		return c // it has no such seed
+		return c // no such seed
 	}
 
 	behind := c.Streams[g.Seed]
@@ -379,7 +381,7 @@ func (c Config) GrowStream(g Grown) Config {
 	return next
 }
 
-// StreamOrder is the order of blocks with a new one behind a seed of the stream.
+// StreamOrder returns the order of blocks with a new one inserted at a seed of the stream.
 func (c Config) StreamOrder(seed int) (order []int) {
 	for i := range c.Layers {
 		order = append(order, i)
@@ -390,7 +392,8 @@ func (c Config) StreamOrder(seed int) (order []int) {
 	return order
 }
 
-// moved returns where seeds stand once blocks have an order: behind or in the first copy.
+// moved returns the configuration with the places of seeds updated for a new order of blocks. A seed
+// moves with the first copy of its block.
 func (c Config) moved(order []int) Config {
 	c.Streams, c.Weights = slices.Clone(c.Streams), slices.Clone(c.Weights)
 	for i, b := range c.Streams {
@@ -404,7 +407,7 @@ func (c Config) moved(order []int) Config {
 	return c
 }
 
-// unmoved is the inverse of moved. A seed behind a new block stood behind the one before it.
+// unmoved reverses moved. A seed at a new block returns to the old block before it.
 func (c Config) unmoved(order []int) Config {
 	c.Streams, c.Weights = slices.Clone(c.Streams), slices.Clone(c.Weights)
 	from := func(b int) int {

@@ -7,8 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 )
 
-// An EarlyStopping is a [Part] that stops a run whose held-out loss no longer improves. Its memory of
-// the best loss is in every checkpoint.
+// An EarlyStopping is a [Part] that stops a run when the held-out loss no longer improves. Every
+// checkpoint contains the best loss.
 type EarlyStopping struct {
 	t        *Trainer
 	patience int
@@ -17,8 +17,8 @@ type EarlyStopping struct {
 	waited   int // evaluations since the best one
 }
 
-// NewEarlyStopping returns a part that stops the run of a trainer after so many evaluations in a row,
-// at least 1, that have not lowered the best held-out loss by more than least nats per token. Run
+// NewEarlyStopping returns a part that stops the run of a trainer after the given number of consecutive
+// evaluations, at least 1, without lowering the best held-out loss by more than least nats per token. Run
 // then returns an error that wraps [ErrStopped].
 //
 // [Trainer.Use] adds it to the trainer; an [Evaluate] callback makes the evaluations.
@@ -57,7 +57,7 @@ func (s *EarlyStopping) Receive(e Event) error {
 		s.waited))
 }
 
-// A stoppingState is what a checkpoint contains of an EarlyStopping.
+// stoppingState is the state of an EarlyStopping in a checkpoint.
 type stoppingState struct {
 	Patience int             `json:"patience"`
 	Least    float64         `json:"least"`
@@ -101,8 +101,7 @@ type BestCheckpoint struct {
 }
 
 // NewBestCheckpoint returns a part that keeps the best checkpoint of a trainer's runs in the file at
-// path. The options are those of [Checkpoint]; InBackground has no effect. Saving emits a Saved
-// event.
+// path. It takes the options of [Checkpoint], but InBackground has no effect. Saving emits a Saved event.
 //
 // [Trainer.Use] adds it to the trainer; an [Evaluate] callback makes the evaluations.
 func NewBestCheckpoint(t *Trainer, path string, opts ...CheckpointOption) (*BestCheckpoint, error) {

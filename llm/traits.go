@@ -11,66 +11,62 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Traits are what published families of models have beyond the blocks of Llama 2. The zero value is
-// Llama 2.
+// Traits describes how a published model family differs from Llama 2, which is the zero value.
 type Traits struct {
-	// Scaling is that of the rotary angles of Base, for contexts longer than those of the first
-	// training. The zero value is none.
+	// Scaling adjusts the rotary angles of Base for contexts longer than the model was first trained on.
+	// The zero value does not scale.
 	Scaling op.RoPEScaling `json:"rope_scaling,omitzero"`
-	// AttentionScale is the factor on scores; 0 means 1/sqrt(HeadDim). Gemma has
+	// AttentionScale is the factor applied to attention scores; 0 means 1/sqrt(HeadDim). Gemma uses
 	// 1/sqrt(query_pre_attn_scalar).
 	AttentionScale float64 `json:"attention_scale,omitempty"`
 	// QKVBias adds a bias to queries, keys and values, as Qwen2 does.
 	QKVBias bool `json:"qkv_bias,omitempty"`
-	// QKNorm normalises every head of queries and keys before the rotation, as Qwen3 and Gemma 3
-	// do.
+	// QKNorm normalizes every head of queries and keys before the rotation, as Qwen3 and Gemma 3 do.
 	QKNorm bool `json:"qk_norm,omitempty"`
-	// NormPlusOne has every RMSNorm scale by 1 + weight, as Gemma does. Weights then start at 0.
+	// NormPlusOne makes every RMSNorm scale by 1 + weight, as Gemma does. Weights then start at 0.
 	NormPlusOne bool `json:"norm_plus_one,omitempty"`
-	// PostNorms normalises what attention and perceptron add to the residual stream, as Gemma does.
+	// PostNorms normalizes the outputs of attention and perceptron before they are added to the residual
+	// stream, as Gemma does.
 	PostNorms bool `json:"post_norms,omitempty"`
-	// GELU is the gate of the perceptron in place of SiLU, in its approximation by tanh.
+	// GELU replaces SiLU in the gate of the perceptron, in its tanh approximation.
 	GELU bool `json:"gelu,omitempty"`
-	// PlainMLP leaves out the perceptron's gate, as GPT-2 does: down(gelu(up(x))). It needs GELU.
+	// PlainMLP omits the perceptron's gate, as GPT-2 does: down(gelu(up(x))). It needs GELU.
 	PlainMLP bool `json:"plain_mlp,omitempty"`
 	// OutBias adds a bias to the output layer of attention, and MLPBias to both layers of a PlainMLP,
 	// as GPT-2 does.
 	OutBias bool `json:"out_bias,omitempty"`
 	MLPBias bool `json:"mlp_bias,omitempty"`
-	// LayerNorm has layer norms, with biases, in place of RMSNorm, as GPT-2 does.
+	// LayerNorm uses layer norms, with biases, instead of RMSNorm, as GPT-2 does.
 	LayerNorm bool `json:"layer_norm,omitempty"`
 	// WideQKNorm normalizes all heads of queries together, and all heads of keys, as OLMo 2 does. It
 	// needs QKNorm.
 	WideQKNorm bool `json:"wide_qk_norm,omitempty"`
-	// NoPreNorms has attention and perceptron read the residual stream without a norm, as OLMo 2
-	// does. It needs PostNorms.
+	// NoPreNorms makes attention and perceptron read the residual stream without a norm, as OLMo 2 does.
+	// It needs PostNorms.
 	NoPreNorms bool `json:"no_pre_norms,omitempty"`
-	// Positions, unless it is 0, is the number of learned vectors that are added to the embeddings by
-	// position, as GPT-2 does. Seq is then at most Positions. Such models usually have blocks with
-	// NoRoPE.
+	// Positions, if not 0, is the number of learned position vectors that are added to the embeddings, as
+	// in GPT-2. Seq is then at most Positions. Such models usually have blocks with NoRoPE.
 	Positions int `json:"positions,omitempty"`
-	// EmbedScale is a factor on embeddings, but not on the output layer that shares their table; 0
-	// means 1. Gemma has sqrt(Dim).
+	// EmbedScale is a factor applied to embeddings, but not to an output layer that shares their table; 0
+	// means 1. Gemma uses sqrt(Dim).
 	EmbedScale float64 `json:"embed_scale,omitempty"`
-	// Blocks is what the attention of single blocks has of its own, a pattern that repeats: block i
-	// has Blocks[i mod len(Blocks)]. There are Layers at most; none means that all blocks are
-	// alike.
+	// Blocks holds the attention settings of individual blocks as a repeating pattern: block i uses
+	// Blocks[i mod len(Blocks)]. It has at most Layers entries; if it is empty, all blocks are alike.
 	Blocks []Block `json:"blocks,omitempty"`
 }
 
-// Block is what the attention of a block has of its own. The zero value is that of Llama 2.
+// Block holds the attention settings of a block. The zero value is Llama 2's.
 type Block struct {
-	// Window is how many positions a token sees, its own and those before it; 0 means all.
+	// Window is the number of positions that a token attends to, including its own; 0 means all.
 	Window int `json:"window,omitempty"`
-	// NoRoPE leaves queries and keys as they are, whatever their positions.
+	// NoRoPE disables the rotation of queries and keys by their positions.
 	NoRoPE bool `json:"no_rope,omitempty"`
-	// Base, unless it is 0, stands for Config.Base, and Scaling for Config.Scaling then.
+	// Base, if not 0, replaces Config.Base, and Scaling then replaces Config.Scaling.
 	Base    float64        `json:"rope_base,omitempty"`
 	Scaling op.RoPEScaling `json:"rope_scaling,omitzero"`
 }
 
-// Block returns what the attention of block i is, with Base and Scaling filled in unless it has
-// NoRoPE.
+// Block returns the attention settings of block i, with Base and Scaling filled in unless it has NoRoPE.
 func (c Config) Block(i int) Block {
 	var b Block
 	if n := len(c.Blocks); n > 0 {
@@ -82,7 +78,7 @@ func (c Config) Block(i int) Block {
 	return b
 }
 
-// BlockShape is what all blocks have in common.
+// BlockShape returns the shape that all blocks share.
 func (c Config) BlockShape() block.Shape {
 	return block.Shape{Dim: c.Dim, FF: c.FF, Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
 		Eps: c.Eps, Scale: c.AttentionScale, QKVBias: c.QKVBias, QKNorm: c.QKNorm,
@@ -91,7 +87,7 @@ func (c Config) BlockShape() block.Shape {
 		WideQKNorm: c.WideQKNorm, NoPreNorms: c.NoPreNorms}
 }
 
-// Attention is Block for the builder of graphs.
+// Attention returns the settings of [Config.Block] in the form used by the graph builder.
 func (c Config) Attention(i int) block.Attention {
 	b := c.Block(i)
 	return block.Attention{Window: b.Window, NoRoPE: b.NoRoPE, Base: b.Base, Scaling: b.Scaling}
@@ -99,7 +95,7 @@ func (c Config) Attention(i int) block.Attention {
 
 func validBase(b float64) bool { return b > 1 && !math.IsInf(b, 0) }
 
-// checkTraits is Check for Traits.
+// checkTraits checks Traits for Config.Check.
 func (c Config) checkTraits() error {
 	for _, f := range []struct {
 		name  string
@@ -153,7 +149,7 @@ func (c Config) checkTraits() error {
 	return nil
 }
 
-// checkTogether checks traits that need or exclude others.
+// checkTogether checks traits that require or exclude one another.
 func (c Config) checkTogether() error {
 	for _, t := range []struct {
 		set          bool
@@ -184,7 +180,7 @@ func (c Config) checkTogether() error {
 	return nil
 }
 
-// blocks returns what the attention of every block has of its own, nil where they are all alike.
+// blocks returns the attention settings of every block, or nil if all blocks are alike.
 func (c Config) blocks() []Block {
 	if len(c.Blocks) == 0 {
 		return nil
@@ -196,8 +192,8 @@ func (c Config) blocks() []Block {
 	return all
 }
 
-// blockPattern returns the shortest Blocks that mean the given ones, so that equal models have equal
-// configurations.
+// blockPattern returns the shortest repeating pattern for the given blocks, so that equal models have
+// equal configurations.
 func blockPattern(all []Block) []Block {
 	for n := range all {
 		repeats := true
@@ -215,8 +211,8 @@ func blockPattern(all []Block) []Block {
 	return all
 }
 
-// reorderedBlocks returns those of blocks that stand in another order. A new block has what the one
-// before it has, the first what the one behind it has.
+// reorderedBlocks returns the pattern of attention settings after the blocks were reordered. A new block
+// copies the settings of the block before it; new blocks at the start copy the first old block's.
 func reorderedBlocks(all []Block, order []int) []Block {
 	if all == nil {
 		return nil
@@ -243,7 +239,8 @@ func reorderedBlocks(all []Block, order []int) []Block {
 	return blockPattern(next)
 }
 
-// restoredBlocks returns those of the blocks that reordered made the given ones of.
+// restoredBlocks reverses reorderedBlocks: it returns the settings that the blocks had before they were
+// reordered.
 func restoredBlocks(all []Block, order []int) []Block {
 	if all == nil {
 		return nil

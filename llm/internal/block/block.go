@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
-// Shape is what all blocks of a model have in common.
+// Shape holds the settings that all blocks of a model share.
 type Shape struct {
 	Dim, FF, Heads, KVHeads, HeadDim int
 	Eps                              float64 // of the norms
@@ -20,33 +20,33 @@ type Shape struct {
 	QKVBias     bool // queries, keys and values have biases
 	OutBias     bool // the output layer of attention has a bias
 	MLPBias     bool // the layers of a perceptron without a gate have biases
-	QKNorm      bool // each head of queries and keys is normalized before it is rotated
+	QKNorm      bool // each head of queries and keys is normalized before its rotation
 	WideQKNorm  bool // with QKNorm: all heads of queries, or of keys, are normalized together
 	LayerNorm   bool // norms are layer norms, with biases, in place of RMSNorm
 	NormPlusOne bool // norms scale by 1 + weight
-	PostNorms   bool // what is added to the residual stream is normalized
-	NoPreNorms  bool // with PostNorms: attention and the perceptron read the stream as it is
-	GELU        bool // the perceptron applies GELU in place of SiLU
+	PostNorms   bool // outputs are normalized before they are added to the residual stream
+	NoPreNorms  bool // with PostNorms: attention and the perceptron read the stream without a norm
+	GELU        bool // the perceptron applies GELU instead of SiLU
 	PlainMLP    bool // the perceptron has no gate
 }
 
-// Attention is what the attention of one block has of its own.
+// Attention holds the attention settings of a single block.
 type Attention struct {
-	Window  int // positions that a token sees; 0 means all
+	Window  int // positions that a token attends to; 0 means all
 	NoRoPE  bool
 	Base    float64 // of the rotary angles
 	Scaling op.RoPEScaling
 }
 
-// Role is what a parameter does, on which its first values depend.
+// Role is the role of a parameter, which determines its initial values.
 type Role uint8
 
 // The roles.
 const (
 	Norm       Role = iota // the weight of a norm
 	Closing                // the weight of a norm after attention or the perceptron
-	Bias                   // is added
-	OutputBias             // is added to the output of a layer with the role Output
+	Bias                   // added to activations
+	OutputBias             // added to the output of a layer with the role Output
 	Inner                  // a linear layer
 	Output                 // a linear layer that writes to the residual stream
 )
@@ -58,7 +58,7 @@ type Param struct {
 	Role  Role
 }
 
-// Names of parameters that some blocks lack.
+// Names of optional parameters.
 const (
 	qBias, kBias, vBias = "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
 	qNorm, kNorm        = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
@@ -71,7 +71,7 @@ const (
 	preMLP, postMLP = "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
 
-// All returns a block's parameters, in the order in which Build takes them.
+// All returns a block's parameters, in the order that Build expects.
 func (s Shape) All() []Param {
 	q, kv := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
 	var all []Param
@@ -116,8 +116,8 @@ func (s Shape) All() []Param {
 	return all
 }
 
-// Half returns the parameters of attention and what is around it, or of the perceptron. They are
-// all that a block adds to the residual stream by the one or the other.
+// Half returns the parameters of attention and its norms, or of the perceptron and its norms. Each half
+// makes one addition to the residual stream.
 func (s Shape) Half(attention bool) (half []Param) {
 	for _, p := range s.All() {
 		own := strings.HasPrefix(p.Name, preNorm+".") || strings.HasPrefix(p.Name, "self_attn.") ||
@@ -142,25 +142,25 @@ type Builder struct {
 	Shape
 	Seq int // positions of a sequence
 
-	// Position, unless it is nil, is that of the only token that the graph computes, at most Seq -
-	// 1. Attention is that to kept keys and values then.
+	// Position, if not nil, is the position, at most Seq - 1, of the single token that the graph
+	// computes. Attention then reads cached keys and values.
 	Position *gorgonia.Node
 
-	// of the blocks built so far: keys and values, or with a Position the attentions that keep them
+	// for each block built so far: keys and values, or with a Position the cached attentions
 	Keys, Values, Cached gorgonia.Nodes
 }
 
-// parts is a block that is being built.
+// parts holds a block under construction.
 type parts struct {
 	*Builder
 	Attention
 	params map[string]*gorgonia.Node
-	starts gorgonia.Nodes // of documents; none or one
-	err    error          // the first one, after which nothing more is built
+	starts gorgonia.Nodes // starts of documents; at most one
+	err    error          // first error; nothing is built after it
 }
 
-// Build adds a block, x + attention(norm(x)) and then x + mlp(norm(x)). in is x, its parameters
-// and, where attention is to keep documents apart, their starts.
+// Build adds a block: x + attention(norm(x)), and then x + mlp(norm(x)). The nodes in in are x, the
+// block's parameters and, if attention must not cross document boundaries, the starts of the documents.
 func (b *Builder) Build(in gorgonia.Nodes, a Attention) (*gorgonia.Node, error) {
 	names := b.Params()
 	p := &parts{Builder: b, Attention: a, params: map[string]*gorgonia.Node{},
@@ -173,9 +173,9 @@ func (b *Builder) Build(in gorgonia.Nodes, a Attention) (*gorgonia.Node, error) 
 	return x, p.err
 }
 
-// BuildHalf adds what a half of a block adds to x: attention(norm(x)) or mlp(norm(x)), normalised
-// where the shape has PostNorms. in is x, the parameters of the Half, and the starts of documents
-// if attention is to keep these apart.
+// BuildHalf returns the output of one half of a block: attention(norm(x)) or mlp(norm(x)), normalized if
+// the shape has PostNorms. The nodes in in are x, the parameters of the Half and, if attention must not
+// cross document boundaries, the starts of the documents.
 func (b *Builder) BuildHalf(in gorgonia.Nodes, attention bool, a Attention) (*gorgonia.Node,
 	error) {
 	half := b.Half(attention)
@@ -195,20 +195,20 @@ func (b *Builder) BuildHalf(in gorgonia.Nodes, attention bool, a Attention) (*go
 	return h, p.err
 }
 
-// attends is what attention adds to x.
+// attends returns the output of attention, before it is added to x.
 func (p *parts) attends(x *gorgonia.Node) *gorgonia.Node {
 	h := x
 	if !p.NoPreNorms {
 		h = p.norm(x, preNorm)
 	}
 	h = p.linear(p.attention(h), "self_attn.o_proj")
-	if p.PostNorms { // the norm of this name comes after the sum in Llama, and before it in Gemma
+	if p.PostNorms { // in Llama, the norm of this name comes after the sum; in Gemma, before
 		h = p.norm(h, postNorm)
 	}
 	return h
 }
 
-// perceives is what the perceptron adds to x.
+// perceives returns the output of the perceptron, before it is added to x.
 func (p *parts) perceives(x *gorgonia.Node) *gorgonia.Node {
 	switch {
 	case p.NoPreNorms:
@@ -219,7 +219,7 @@ func (p *parts) perceives(x *gorgonia.Node) *gorgonia.Node {
 	return p.mlp(p.norm(x, postNorm))
 }
 
-// do takes the result of what makes a node, unless there has been an error.
+// do calls make and records its error. After an error it does nothing.
 func (p *parts) do(make func() (*gorgonia.Node, error)) *gorgonia.Node {
 	if p.err != nil {
 		return nil
@@ -233,15 +233,15 @@ func (p *parts) add(x, h *gorgonia.Node) *gorgonia.Node {
 	return p.do(func() (*gorgonia.Node, error) { return gorgonia.Add(x, h) })
 }
 
-// norm adds the norm of a name.
+// norm adds the norm with the given name.
 func (p *parts) norm(x *gorgonia.Node, name string) *gorgonia.Node {
 	return p.do(func() (*gorgonia.Node, error) {
 		return p.Norm(x, p.params[name+".weight"], p.params[name+".bias"])
 	})
 }
 
-// Norm adds the norm that the model has before attention and the perceptron, and at the end. The bias
-// is that of a layer norm, and nil otherwise.
+// Norm adds a norm of the kind that the model uses before attention, before the perceptron, and at the
+// end. The bias is required for a layer norm and nil otherwise.
 func (s Shape) Norm(x, weight, bias *gorgonia.Node) (*gorgonia.Node, error) {
 	if s.LayerNorm {
 		return op.LayerNorm(x, weight, bias, s.Eps)
@@ -256,7 +256,7 @@ func (s Shape) rmsNorm(x, weight *gorgonia.Node, opts ...op.RMSNormOption) (*gor
 	return op.RMSNorm(x, weight, s.Eps, opts...)
 }
 
-// linear is the linear layer of a name, with its bias if it has one.
+// linear adds the linear layer with the given name, and its bias if it has one.
 func (p *parts) linear(x *gorgonia.Node, name string) *gorgonia.Node {
 	y := p.do(func() (*gorgonia.Node, error) { return op.Linear(x, p.params[name+".weight"]) })
 	b := p.params[name+".bias"]
@@ -285,7 +285,7 @@ func (p *parts) mlp(x *gorgonia.Node) *gorgonia.Node {
 	})
 }
 
-// rope is how queries and keys are turned, nil if they are not.
+// rope returns the settings of the rotation of queries and keys, or nil without a rotation.
 func (p *parts) rope() *op.RoPEConfig {
 	if p.NoRoPE {
 		return nil
@@ -297,7 +297,7 @@ func (p *parts) rope() *op.RoPEConfig {
 	return r
 }
 
-// attention computes that of a block, without its output layer.
+// attention adds the attention of a block, without its output layer.
 func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 	v := p.linear(h, "self_attn.v_proj")
 	q := p.project(h, "self_attn.q_proj", qNorm, p.Heads)
@@ -323,8 +323,8 @@ func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 	})
 }
 
-// project adds queries or keys: a linear layer, a norm and the rotation by position, of which the
-// block may lack the latter two. Attention to cached keys rotates them itself.
+// project adds queries or keys: a linear layer, followed by the block's norm and rotation, if it has
+// them. Attention to cached keys does the rotation itself.
 func (p *parts) project(h *gorgonia.Node, name, norm string, heads int) *gorgonia.Node {
 	y := p.linear(h, name)
 	if p.QKNorm {

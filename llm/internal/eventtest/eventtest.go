@@ -1,4 +1,4 @@
-// Package eventtest makes the events of a run for tests of callbacks.
+// Package eventtest generates the events of a run for tests of callbacks.
 package eventtest
 
 import (
@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// Run is a run of the given steps, 1.5 s and 1000 tokens each, that is evaluated after each fifth.
+// Run returns the events of a run with the given steps, each of 1.5 s and 1000 tokens, and an evaluation
+// after every fifth step.
 func Run(from, to int) []llm.Event {
 	e := llm.Event{Kind: llm.RunStart, Step: from, Steps: to, Loss: math.NaN(), ValLoss: math.NaN(),
 		ValBPB: math.NaN(),
@@ -32,7 +33,7 @@ func Run(from, to int) []llm.Event {
 	return append(events, e)
 }
 
-// Send calls a callback with the events, none of which it may refuse.
+// Send passes the events to a callback, which must accept every event.
 func Send(t testing.TB, c llm.Callback, events ...llm.Event) {
 	t.Helper()
 	for _, e := range events {

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A blueprint's file holds the arrays of blueprints.Parts, and "scale" of shape [1]. Its metadata
-// has the name of the kind and the number of features of a chunk.
+// A blueprint's file holds the arrays of blueprints.Parts and "scale", of shape [1]. Its metadata names
+// the kind and the number of features of a chunk.
 const (
 	KindKey  = "kasmina.blueprint"
 	ChunkKey = "kasmina.chunk"
@@ -23,14 +23,14 @@ const (
 	scaleName = "scale"
 )
 
-// Slots are those of a model.
+// Slots describes the slots of a model.
 type Slots struct {
 	Chunk int          // features of a chunk
 	Width int          // weights of a slot
 	Dtype tensor.Dtype // of the parameters
 }
 
-// parts are the arrays of a blueprint's weights in the slots.
+// parts returns the arrays that hold a blueprint's weights.
 func (s Slots) parts(k blueprints.Kind) ([]blueprints.Part, error) {
 	n, err := blueprints.Size(k, s.Chunk, s.Width)
 	if err != nil {
@@ -39,7 +39,7 @@ func (s Slots) parts(k blueprints.Kind) ([]blueprints.Part, error) {
 	return blueprints.Parts(k, s.Chunk, n)
 }
 
-// SaveBlueprint writes what a slot holds of a blueprint to a file.
+// SaveBlueprint writes a blueprint with the contents of its slot to a file.
 func (s Slots) SaveBlueprint(path string, k blueprints.Kind, p state.SlotParams) error {
 	parts, err := s.parts(k)
 	if err != nil {
@@ -138,9 +138,9 @@ func (s Slots) fits(f *safetensors.File, kind blueprints.Kind, parts []blueprint
 	return nil
 }
 
-// numbers returns those of a part, all of which the model's type must hold.
+// numbers returns the values of a part. It returns an error if the model's type cannot represent one.
 func (s Slots) numbers(f *safetensors.File, part string) ([]float64, error) {
-	x, err := f.Tensor(context.Background(), part) // which is small
+	x, err := f.Tensor(context.Background(), part) // small, so never canceled
 	if err != nil {
 		return nil, err
 	}

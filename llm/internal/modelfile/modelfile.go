@@ -1,7 +1,8 @@
 // Package modelfile reads and writes safetensors files of models, of runs and of blueprints.
 //
-// Parameters stand under their own names, as in the model files of other programs. The state of the
-// optimiser and the arrays of the lattices stand under prefixes, all else in the metadata.
+// Parameters are stored under their own names, as in the model files of other programs. The optimizer
+// state, the arrays of the lattices and the state of parts are stored under prefixes, and everything else
+// in the metadata.
 package modelfile
 
 import (
@@ -19,7 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
-// Errors of files, which package llm has too.
+// Errors for invalid files. Package llm exports them too.
 var (
 	ErrArchitecture = errors.New("checkpoint of another architecture")
 	ErrDiverged     = errors.New("training diverged")
@@ -31,7 +32,7 @@ const (
 	LatticePrefix   = "lattice."
 	PartPrefix      = "part." // followed by a part's name and the name of its tensor
 
-	// Tensors that older versions wrote, whose state of growth this version cannot read.
+	// Prefixes of older versions. This version cannot read the state of growth that they stored there.
 	BeforePrefix = "before."
 	TwinPrefix   = "twin."
 
@@ -41,27 +42,26 @@ const (
 	PartKey     = "kasmina.part." // followed by a part's name
 )
 
-// Limits of the JSON in a file's metadata, in bytes. Decoded it takes up to forty times the memory,
-// so it has to be small.
+// Limits of the JSON in a file's metadata, in bytes. Decoded JSON takes up to forty times the memory.
 const (
-	MaxConfig = 512 << 10 // a configuration with as many Kasmina layers as it can have has less
-	MaxNotes  = 256 << 10 // options of a program have some hundred bytes
-	MaxRun    = 64 << 10  // the state of a run, of which the schedule has some hundred bytes,
-	MaxPart   = 512 << 10 // the values of a part; those of growth contain configurations
-	MaxRule   = 1 << 10   // and what the optimiser does with each parameter
+	MaxConfig = 512 << 10 // a configuration with the maximum number of Kasmina layers takes less
+	MaxNotes  = 256 << 10 // the options of a program take some hundred bytes
+	MaxRun    = 64 << 10  // the state of a run; its schedule takes some hundred bytes
+	MaxPart   = 512 << 10 // the values of a part; growth stores configurations there
+	MaxRule   = 1 << 10   // settings of the optimizer, for each parameter
 )
 
-// Limits of the data that belong to a model, in bytes. They are far above what is written.
+// Limits of the other data of a model, in bytes. They are far above the actual sizes.
 const (
-	maxMoments     = 64      // of an optimiser, for each byte of a parameter; AdamW has two
-	maxMomentsMore = 1 << 20 // and for all: counts of steps
-	maxSeedData    = 1 << 10 // of a lattice, for each seed; it has some two hundred
-	minSeedData    = 64      // and at least these
-	maxLatticeMore = 1 << 20 // and for all: its header
+	maxMoments     = 64      // of the optimizer, for each byte of a parameter; AdamW has two
+	maxMomentsMore = 1 << 20 // plus this for all parameters: counts of steps
+	maxSeedData    = 1 << 10 // of a lattice, for each seed; the actual size is some two hundred
+	minSeedData    = 64      // minimum for each seed
+	maxLatticeMore = 1 << 20 // plus this for each lattice: its header
 )
 
-// File is an open file. Its header is sound; whether it holds what a model needs, Fits says, and
-// only then is anything read.
+// File is an open file with a valid header. Fits checks whether the file holds a model; call it before
+// reading tensors.
 type File struct {
 	*safetensors.File
 	Metadata map[string]string
@@ -83,7 +83,7 @@ func (f *File) Errorf(format string, args ...any) error {
 	return fmt.Errorf("llm: checkpoint %s: "+format, append([]any{f.path}, args...)...)
 }
 
-// Decode reads a value of the metadata, JSON of at most limit bytes.
+// Decode decodes a JSON value of at most limit bytes from the metadata.
 func (f *File) Decode(key, what string, limit int, into any) error {
 	text := f.Metadata[key]
 	if len(text) > limit {
@@ -106,22 +106,22 @@ func (f *File) With(prefix string) iter.Seq[string] {
 	}
 }
 
-// Shape is what a file must hold for a model.
+// Shape describes the tensors that the file of a model must hold.
 type Shape struct {
 	Params   iter.Seq2[string, []int] // names and shapes
 	Dtype    tensor.Dtype             // of the parameters
 	Lattices []Lattice
 }
 
-// Lattice is what a file holds of one.
+// Lattice describes the stored state of a lattice.
 type Lattice struct {
 	Name      string
 	Seeds     int
 	SlotWidth int // weights of each slot
 }
 
-// Fits checks that the file holds the parameters of a model, lattices of about its size, and
-// nothing that is not a model's.
+// Fits checks that the file holds the parameters of a model, lattices of a plausible size, and no unknown
+// tensors.
 func (f *File) Fits(s Shape) error {
 	want := safetensors.F32
 	if s.Dtype == tensor.Float64 {
@@ -144,7 +144,8 @@ func (f *File) Fits(s Shape) error {
 	return f.fitsRest(s, params, bytes)
 }
 
-// fitsRest is Fits for what is no parameter. Of those there are so many, with so many bytes.
+// fitsRest checks the tensors that are not parameters. The arguments params and bytes are the number of
+// parameters and their total size.
 func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 	var moments int64
 	lattices := map[string]int64{}
@@ -172,7 +173,7 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 
 	for _, layer := range s.Lattices {
 		n, seeds := lattices[layer.Name], int64(layer.Seeds)
-		// While a seed is grafted, what its slot had before is there too, as float64.
+		// While a seed is grafted, the lattice also holds the previous contents of its slot, as float64.
 		least := seeds * minSeedData
 		most := seeds*(maxSeedData+8*int64(layer.SlotWidth+1)) + maxLatticeMore
 		if n < least || n > most {
@@ -184,13 +185,13 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 	return nil
 }
 
-// beside reports whether a tensor is of what a run keeps beside its model.
+// beside reports whether a tensor belongs to the run's state rather than to the model.
 func beside(name string) bool {
 	return slices.ContainsFunc([]string{OptimizerPrefix, PartPrefix, BeforePrefix, TwinPrefix},
 		func(prefix string) bool { return strings.HasPrefix(name, prefix) })
 }
 
-// stranger returns the first tensor that is none of a model's.
+// stranger returns the first unknown tensor.
 func (f *File) stranger(s Shape) string {
 	known := map[string]bool{}
 	for name := range s.Params {
@@ -204,7 +205,7 @@ func (f *File) stranger(s Shape) string {
 	return ""
 }
 
-// Parameter reads a parameter, all of whose numbers must be finite, into a slice that fits it.
+// Parameter reads a parameter into a slice of the right size. All its values must be finite.
 func (f *File) Parameter(ctx context.Context, name string, data any) error {
 	if err := f.Read(ctx, name, data); err != nil {
 		return f.Errorf("%w", err)
@@ -216,8 +217,8 @@ func (f *File) Parameter(ctx context.Context, name string, data any) error {
 	return nil
 }
 
-// FirstNonFinite returns where the first NaN or infinity in a []float32 or []float64 is, and which,
-// or −1. Other data has none.
+// FirstNonFinite returns the index and the value of the first NaN or infinity in a []float32 or
+// []float64, or −1 if all values are finite. In data of other types it finds nothing.
 func FirstNonFinite(data any) (at int, value float64) {
 	switch x := data.(type) {
 	case []float32:

@@ -23,28 +23,28 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
-// A checkpoint may consist of several files, which are called a set. The main file says how many
-// parts belong to the set and how they are named. The parts stand next to it, one for each rank, and
-// hold that rank's share of the optimizer's moments.
+// A checkpoint may consist of several files, which form a set. The main file records the number of parts
+// in the set and their names. The parts are stored in the same folder, one for each rank, and hold that
+// rank's share of the optimizer's moments.
 //
-// A set is saved in this order: the parts, under names that no other set has, then the main file,
-// which replaces its predecessor in one step, and only then are the parts of the predecessor removed.
-// Whatever is killed at whatever moment, the main file therefore belongs to a complete set.
+// A set is saved in this order: the parts, under names that no other set uses; then the main file, which
+// atomically replaces its predecessor; and finally the parts of the predecessor are removed. Even if a
+// process is killed at any moment, the main file therefore belongs to a complete set.
 //
-// A part holds flat stretches of moments. Each is named by OptimizerPrefix, the name of the moment,
-// "@" and the index of the stretch's first element. If the moment does not have as many elements as its
-// parameter, "/" and the number that it has follow. The ranks hold the stretches in order.
+// A part holds flat stretches of moments. The name of a stretch consists of OptimizerPrefix, the name of
+// the moment, "@" and the index of the stretch's first element. If the moment's size differs from its
+// parameter's, "/" and the moment's size follow. The ranks hold the stretches in order.
 
-// PartsKey is where the main file has its [Parts], and a part its own [part].
+// PartsKey is the metadata key for [Parts] in a main file, and for [part] in a part.
 const PartsKey = "kasmina.parts"
 
-// Parts are the files beside a main file.
+// Parts describes the set that a main file belongs to.
 type Parts struct {
-	ID    string `json:"id"` // sixteen hexadecimal digits, of this set alone
+	ID    string `json:"id"` // sixteen hexadecimal digits, unique to the set
 	Files int    `json:"files"`
 }
 
-// part is which of them a file is.
+// part identifies a file within its set.
 type part struct {
 	Parts
 	Rank int `json:"rank"`
@@ -53,11 +53,11 @@ type part struct {
 const (
 	maxParts    = 1 << 16
 	maxPartText = 1 << 10
-	// maxFields is the largest number of moments of a parameter that are read.
+	// maxFields limits the number of moments per parameter.
 	maxFields = 8
 )
 
-// check says what is wrong with what a file says of its parts.
+// check returns an error if the description of a set is invalid.
 func (p Parts) check() error {
 	if !regexp.MustCompile(`^[0-9a-f]{16}$`).MatchString(p.ID) || p.Files < 1 ||
 		p.Files > maxParts {
@@ -67,8 +67,8 @@ func (p Parts) check() error {
 	return nil
 }
 
-// The names of parts are made of the stem of the main file's name and a suffix. A main file may have
-// any name that the file system takes, so the stem of a long name is shortened to leave room.
+// The name of a part consists of the stem of the main file's name and a suffix. The stem of a long name
+// is shortened, because the main file's name may be as long as the file system allows.
 const (
 	maxName   = 255 // bytes, on the file systems in use
 	maxSuffix = len(".0123456789abcdef-65536of65536")
@@ -82,8 +82,8 @@ func (p Parts) file(path string, rank int) string {
 	return filepath.Join(filepath.Dir(path), name)
 }
 
-// stem returns the beginning of the names of the parts of a main file: the main file's name, or, if
-// that is too long, as much of it as fits and a hash of it.
+// stem returns the common prefix of the part names: the main file's name or, if that is too long, as much
+// of the name as fits and a hash.
 func stem(name string) string {
 	if len(name) <= maxStem {
 		return name
@@ -93,8 +93,8 @@ func stem(name string) string {
 	return strings.ToValidUTF8(name[:maxStem-len(hash)], "") + hash
 }
 
-// resolved returns the path of the file that a symbolic link points to. The parts of a checkpoint
-// stand next to that file.
+// resolved returns the path of the file that a symbolic link points to. The parts of a checkpoint are in
+// that file's folder.
 func resolved(path string) string {
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		return target
@@ -115,16 +115,16 @@ func Writable(path string) error {
 	return nil
 }
 
-// Stretch is consecutive elements of a moment.
+// Stretch is a range of consecutive elements of a moment.
 type Stretch struct {
 	Moment string
 	From   int // the first element
-	Of     int // the number of elements of the whole moment, or 0 if it is that of the parameter
+	Of     int // number of elements of the whole moment; 0 means the parameter's size
 	Data   any
 }
 
-// SetOf is a set of one part, whose name follows from what it holds and from what the main file says
-// of the run. Another state never has the name of a part that is there, and the same state always.
+// SetOf returns a set of a single part. Its ID is derived from the moments and from the run's metadata in
+// the main file, so that equal states have equal part names, and different states different ones.
 func SetOf(run string, moments []Stretch) Parts {
 	h := sha256.New()
 	io.WriteString(h, run)
@@ -146,7 +146,7 @@ func SetOf(run string, moments []Stretch) Parts {
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// bytesOf is numbers as they lie in memory.
+// bytesOf returns the memory of x as bytes.
 func bytesOf[T float32 | float64](x []T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x))),
 		len(x)*int(unsafe.Sizeof(*new(T))))
@@ -176,8 +176,8 @@ func (p Parts) SavePart(path string, rank int, stretches []Stretch) error {
 		map[string]string{"format": "pt", PartsKey: string(text)})
 }
 
-// Tidy removes the parts of sets other than p next to the main file at path, which must have been
-// written. The zero Parts stand for no set.
+// Tidy removes the parts of all sets except p from the folder of the main file at path, which must have
+// been written. The zero Parts keeps no set.
 func (p Parts) Tidy(path string) error {
 	path = resolved(path)
 	parts := regexp.MustCompile(`^` + regexp.QuoteMeta(stem(filepath.Base(path))) +
@@ -206,7 +206,7 @@ func (p Parts) Tidy(path string) error {
 func Replaceable(path string) error {
 	info, err := os.Stat(path)
 	if err != nil || info.IsDir() || info.Size() == 0 {
-		return nil // Writable looks at these
+		return nil // left to Writable
 	}
 
 	f, err := Open(path)
@@ -223,15 +223,15 @@ func Replaceable(path string) error {
 	return nil
 }
 
-// Moment is what the parts hold of one, whole.
+// Moment is a complete moment, read from the parts.
 type Moment struct {
 	Name  string // without OptimizerPrefix
 	Shape []int
 	Data  any
 }
 
-// Moments reads what the parts of a file hold, for a model of parameters of some names and shapes.
-// It reads nothing of a file that has no parts.
+// Moments reads the moments in the parts of a file, for a model with the parameters in s. It returns
+// nothing if the file has no parts.
 func (f *File) Moments(ctx context.Context, s Shape) ([]Moment, error) {
 	if _, ok := f.Metadata[PartsKey]; !ok {
 		return nil, nil
@@ -252,7 +252,7 @@ func (f *File) Moments(ctx context.Context, s Shape) ([]Moment, error) {
 		g.shapes[name] = shape
 	}
 
-	// Memory is taken once all elements are known to be there: a file may announce anything.
+	// Allocate only once all elements are known to exist: a file can claim any size.
 	for _, take := range []func() error{g.allocate, g.complete} {
 		for rank := range p.Files {
 			if err := g.read(ctx, p, f.path, rank); err != nil {
@@ -272,15 +272,16 @@ func (f *File) Moments(ctx context.Context, s Shape) ([]Moment, error) {
 	return all, nil
 }
 
-// gathering is moments that are being put together.
+// gathering assembles moments from their stretches.
 type gathering struct {
 	shapes  map[string][]int // of parameters
 	moments map[string]*growing
 	order   []*growing
-	fields  map[string]int // moments of each parameter
+	fields  map[string]int // number of moments of each parameter
 }
 
-// growing is a moment of which so many elements have been found, and read where there is Data.
+// growing is a moment being assembled. have counts the elements that have been found or, if Data is set,
+// read.
 type growing struct {
 	Moment
 	dtype      safetensors.DType
@@ -298,7 +299,7 @@ func (g *gathering) complete() error {
 	return nil
 }
 
-// allocate makes room for moments that are complete, whose elements are then read.
+// allocate allocates memory for all moments, which must be complete, for a second pass that reads them.
 func (g *gathering) allocate() error {
 	if err := g.complete(); err != nil {
 		return err
@@ -319,7 +320,7 @@ func (g *gathering) allocate() error {
 	return nil
 }
 
-// read adds what a part holds.
+// read adds the stretches of a part.
 func (g *gathering) read(ctx context.Context, p Parts, path string, rank int) error {
 	name := p.file(path, rank)
 	file, err := safetensors.Open(name)
@@ -394,7 +395,7 @@ func (g *gathering) add(ctx context.Context, file *safetensors.File, stretch str
 		reflect.ValueOf(m.Data).Slice(m.have-shape[0], m.have).Interface())
 }
 
-// moment returns the moment of a parameter that a stretch belongs to, and begins it if need be.
+// moment returns the moment that a stretch belongs to, and creates it if necessary.
 func (g *gathering) moment(name, param string, shape []int, dtype safetensors.DType) (*growing,
 	error) {
 	if m := g.moments[name]; m != nil {

@@ -1,4 +1,4 @@
-// Package ranks has what processes that train together tell each other.
+// Package ranks implements the exchanges between processes that train a model together.
 package ranks
 
 import (
@@ -15,14 +15,14 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Ranks are the processes, seen from one.
+// Ranks connects a rank to the other ranks.
 type Ranks interface {
 	Rank() int
-	// Exchange hands a value to all ranks, and returns those of all, by rank.
+	// Exchange sends a value to all ranks and returns the values of all ranks, by rank.
 	Exchange(value []byte) ([][]byte, error)
 }
 
-// Swap hands a value to all ranks as JSON, and returns those of all.
+// Swap sends a value to all ranks as JSON and returns the values of all ranks.
 func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 	text, err := json.Marshal(own)
 	if err != nil {
@@ -50,7 +50,7 @@ func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 	return all, nil
 }
 
-// TextOf is an error for other ranks, empty for none.
+// TextOf encodes an error for other ranks; nil becomes an empty string.
 func TextOf(err error) string {
 	if err == nil {
 		return ""
@@ -58,7 +58,7 @@ func TextOf(err error) string {
 	return "!" + err.Error()
 }
 
-// FirstError is this rank's error, that of the exchange, or the first of another rank.
+// FirstError returns this rank's error, the error of the exchange, or the first error of another rank.
 func FirstError(own error, all []string, failed error) error {
 	if own != nil || failed != nil {
 		return WithNews(own, failed)
@@ -71,8 +71,8 @@ func FirstError(own error, all []string, failed error) error {
 	return nil
 }
 
-// WithNews joins errors but for those whose text is in the ones before. Where a rank has died,
-// every exchange from then on ends with the same.
+// WithNews joins errors, but omits an error with a text that the earlier ones already contain. When a
+// rank has died, every later exchange fails with the same error.
 func WithNews(errs ...error) (all error) {
 	for _, err := range errs {
 		switch {
@@ -85,21 +85,19 @@ func WithNews(errs ...error) (all error) {
 	return all
 }
 
-// A Word is the message that a rank sends along with a step, which saves an exchange after the
-// step.
+// A Word is the message that a rank sends along with a step, which saves an exchange after the step.
 type Word struct {
-	Stop    string // why it is to stop; empty for no wish
-	Waiting bool   // there are commands
+	Stop    string // why the rank wants to stop; empty if it does not
+	Waiting bool   // whether commands are waiting
 }
 
-// Heard summarizes the words of all ranks in the last step. It is cleared once it has been acted
-// upon.
+// Heard summarizes the words of all ranks in the last step. It is cleared once it has been acted upon.
 type Heard struct {
-	Agreed bool // there has been a step that all have agreed on
-	Word        // of any
+	Agreed bool // all ranks agreed on the step
+	Word        // combined from all ranks
 }
 
-// Hear takes in the words of all, by rank; there are none where they have not agreed.
+// Hear combines the words of all ranks. words is nil if the ranks did not agree on the step.
 func Hear(words [][]byte) (h Heard, err error) {
 	h.Agreed = words != nil
 	for r, text := range words {
@@ -116,7 +114,7 @@ func Hear(words [][]byte) (h Heard, err error) {
 // A Wish is a rank's wish to end the run.
 type Wish struct {
 	End   bool   // whether the rank wants the run to end
-	Asked bool   // somebody has asked for it, rather than the rank's context having ended
+	Asked bool   // whether somebody asked for the end; otherwise the rank's context is done
 	Why   string // may be empty
 }
 
@@ -126,8 +124,8 @@ type report struct {
 	Wish Wish
 }
 
-// Between exchanges errors and wishes to end the run. It returns the wish of the first rank that has
-// one, and that rank, or the first error.
+// Between exchanges errors and wishes to end the run. It returns the first error or the first wish, with
+// the rank that sent the wish.
 func Between(e Ranks, err error, own Wish) (wish Wish, rank int, _ error) {
 	all, failed := Swap(e, "between steps", report{TextOf(err), own})
 	errs := make([]string, len(all))
@@ -148,22 +146,22 @@ func Between(e Ranks, err error, own Wish) (wish Wish, rank int, _ error) {
 	return Wish{}, 0, nil
 }
 
-// A Request is something that somebody has asked of a rank. It has the fields of llm.Request.
+// A Request is a request made to a rank. It has the fields of llm.Request.
 type Request struct {
 	Commands []state.Command `json:"commands,omitempty"`
 	Save     bool            `json:"save,omitempty"`
 	Note     string          `json:"note,omitempty"`
 }
 
-// settled is the message that a rank sends at the end of a step: why the step has failed, or what
-// others have asked of the rank.
+// settled is the message that a rank sends at the end of a step: why the step failed, or the commands and
+// requests made to the rank.
 type settled struct {
 	Err      string
 	Commands [][]state.Command
 	Requests []Request
 }
 
-// Asked holds what was asked of all ranks, in the order of ranks.
+// Asked holds the commands and requests made to all ranks, in the order of ranks.
 type Asked struct {
 	Commands [][]state.Command
 	Requests []Request
@@ -171,7 +169,7 @@ type Asked struct {
 	OwnCommands, OwnRequests int // indices of the first entries of this rank
 }
 
-// Settle exchanges what was asked of each rank, or the error of a rank.
+// Settle exchanges the commands and requests made to each rank, or a rank's error.
 func Settle(e Ranks, err error, commands [][]state.Command,
 	requests []Request) (asked Asked, _ error) {
 	own := settled{TextOf(err), portable(commands), portableRequests(requests)}
@@ -190,8 +188,8 @@ func Settle(e Ranks, err error, commands [][]state.Command,
 	return asked, FirstError(err, errs, failed)
 }
 
-// portable are commands as other ranks can read them. One that they cannot, such as with a strategy
-// that no file could hold, is one that is refused everywhere.
+// portable returns the commands in a form that other ranks can read. Commands that cannot be encoded, for
+// example because of a strategy, are replaced by a command that every rank refuses.
 func portable(own [][]state.Command) [][]state.Command {
 	for i, commands := range own {
 		if _, err := json.Marshal(commands); err != nil {
@@ -202,7 +200,7 @@ func portable(own [][]state.Command) [][]state.Command {
 	return own
 }
 
-// portableRequests returns requests as other ranks can read them; see portable.
+// portableRequests returns the requests in a form that other ranks can read; see portable.
 func portableRequests(own []Request) []Request {
 	own = slices.Clone(own)
 	for i := range own {
@@ -211,7 +209,7 @@ func portableRequests(own []Request) []Request {
 	return own
 }
 
-// Stand holds what ranks must have in common when a run starts. C is the type of the model's
+// Stand holds the state that ranks must have in common when a run starts. C is the type of the model's
 // configuration.
 type Stand[C any] struct {
 	Step, Steps int
@@ -223,7 +221,7 @@ type Stand[C any] struct {
 	Documents   bool
 }
 
-// Differences names everything in which the other rank differs.
+// Differences describes all differences between two ranks.
 func (here Stand[C]) Differences(there Stand[C]) []string {
 	diff := settings.Fields(here.Config, there.Config)
 	diff = append(diff, here.Settings.DifferencesOfRanks(*there.Settings)...)

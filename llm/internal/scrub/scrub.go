@@ -1,4 +1,4 @@
-// Package scrub looks for corrupt seeds while a run goes on.
+// Package scrub detects corrupt seeds during a run.
 package scrub
 
 import (
@@ -14,15 +14,15 @@ import (
 // Scrubber verifies the seeds of a network.
 type Scrubber struct {
 	Network *state.Network
-	Period  time.Duration // in which it looks at each seed once
-	end     func()        // stops the scrubbing and waits for it; nil when there is none
+	Period  time.Duration // time to check every seed once
+	end     func()        // stops the scrubbing and waits for it; nil if not running
 
 	mu    sync.Mutex
-	known map[string]bool // what has been found since Start
-	fresh []error         // of it, what Fresh has not returned
+	known map[string]bool // findings since Start
+	fresh []error         // findings that Fresh has not returned yet
 }
 
-// Start forgets what was found, looks at all seeds once, and goes on beside the caller.
+// Start forgets earlier findings, checks all seeds once, and then continues in the background.
 func (s *Scrubber) Start() {
 	s.known, s.fresh = map[string]bool{}, nil
 	for i, l := range s.Network.Lattices() {
@@ -34,7 +34,7 @@ func (s *Scrubber) Start() {
 	ctx, stop := context.WithCancel(context.Background())
 	var scrubbing sync.WaitGroup
 	scrubbing.Go(func() {
-		// Its error would be that of the arguments.
+		// Scrub fails only for invalid arguments.
 		_ = s.Network.Scrub(ctx, s.Period, s.found)
 	})
 	s.end = func() {
@@ -43,7 +43,7 @@ func (s *Scrubber) Start() {
 	}
 }
 
-// Stop ends the scrubbing.
+// Stop stops the scrubbing in the background.
 func (s *Scrubber) Stop() {
 	if s.end != nil {
 		s.end()
@@ -51,7 +51,7 @@ func (s *Scrubber) Stop() {
 	}
 }
 
-// Fresh returns what has been found since it was last called, each fault once.
+// Fresh returns the findings since its last call, each once.
 func (s *Scrubber) Fresh() []error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -60,9 +60,9 @@ func (s *Scrubber) Fresh() []error {
 	return fresh
 }
 
-// found notes what is wrong with a layer. It is called from several goroutines.
+// found records a fault in a layer. It may be called from several goroutines.
 func (s *Scrubber) found(layer int, err error) {
-	if cause := errors.Unwrap(err); cause != nil { // without the name of the method that found it
+	if cause := errors.Unwrap(err); cause != nil { // strip the name of the failing method
 		err = cause
 	}
 	err = fmt.Errorf("layer %d: %w", layer, err)

@@ -14,20 +14,21 @@ import (
 	"unicode/utf8"
 )
 
-// maxControllerOptions bounds what a checkpoint says of a controller; of more it has the
-// fingerprint.
+// maxControllerOptions limits the size of a controller's options in a checkpoint. Larger options are
+// replaced by their fingerprint.
 const maxControllerOptions = 4 << 10
 
-// GrowthOf returns what a run that grows is compared by when it is resumed. It has the type of the
-// controller and its exported fields as JSON: beyond 4 KiB their fingerprint, and nothing where
-// JSON cannot write them. It also has after how many epochs blueprints are compared, and the
-// fingerprint of the text that they are compared on. What a controller keeps in fields that JSON
-// leaves out is not compared.
+// GrowthOf returns the growth settings that are compared when a run is resumed: the type of the
+// controller and its exported fields as JSON, the number of epochs between comparisons of blueprints, and
+// the fingerprint of the validation text.
+//
+// Options of more than 4 KiB are replaced by their fingerprint, and options that JSON cannot encode are
+// omitted. Fields that the controller's JSON omits are not compared.
 func GrowthOf(controller any, every int, validation string) *Growth {
 	g := &Growth{Controller: fmt.Sprintf("%T", controller), Every: every, Validation: validation}
 	options, err := json.Marshal(controller)
 	switch {
-	case err != nil: // its type has to do
+	case err != nil: // only the type can be compared
 	case len(options) > maxControllerOptions:
 		g.Options = fmt.Appendf(nil, `"%x"`,
 			sha256.Sum256(append([]byte("controller "), options...)))
@@ -38,10 +39,10 @@ func GrowthOf(controller any, every int, validation string) *Growth {
 	return g
 }
 
-// renamed has the present names of controllers that older checkpoints name otherwise.
+// renamed maps old names of controllers, found in older checkpoints, to the current names.
 var renamed = map[string]string{"*state.Heuristic": "*control.Heuristic"}
 
-// Differences says in what a run does not grow as another one did.
+// Differences describes how the growth of two runs differs.
 func (here *Growth) Differences(there *Growth) []string {
 	switch {
 	case there == nil:
@@ -84,7 +85,7 @@ func (here *Growth) Differences(there *Growth) []string {
 	return diff
 }
 
-// optionDifferences names the fields in which the JSON of two controllers differs.
+// optionDifferences describes the fields that differ between the JSON of two controllers.
 func optionDifferences(here, there json.RawMessage) []string {
 	var fields [2]map[string]json.RawMessage
 	for i, options := range []json.RawMessage{here, there} {
@@ -111,7 +112,8 @@ func optionDifferences(here, there json.RawMessage) []string {
 	return diff
 }
 
-// printable is JSON as an error has it. A file may hold what a terminal would obey, also in JSON.
+// printable formats JSON for an error. It quotes JSON with control characters, which a terminal could
+// obey.
 func printable(text json.RawMessage) string {
 	s, strange := string(text), func(r rune) bool { return !unicode.IsPrint(r) }
 	if utf8.ValidString(s) && !strings.ContainsFunc(s, strange) {

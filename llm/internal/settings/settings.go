@@ -1,5 +1,5 @@
-// Package settings compares how two runs are set up, one of them as a checkpoint has it. A run goes
-// on with the same bits only where nothing differs.
+// Package settings compares the settings of two runs, such as a run and the checkpoint that it resumes. A
+// resumed run computes the same bits only if the settings are equal.
 package settings
 
 import (
@@ -14,32 +14,33 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Settings are what decides the bits of a run besides the model's shape and the data.
+// Settings holds everything that determines the bits of a run besides the model's shape and the data.
 type Settings struct {
 	Plain
-	Rules map[string]optim.Rule `json:"rules,omitempty"` // of the optimiser, by parameter
+	Rules map[string]optim.Rule `json:"rules,omitempty"` // of the optimizer, by parameter
 	Steps int                   `json:"steps"`
 	Rates []jsonfloat.Float     `json:"rates"` // the schedule at step i·Steps/len(Rates)
 
-	// the annealing at share i/(len(Anneal)−1); none without one
+	// the annealing at share i/(len(Anneal)−1); empty without annealing
 	Anneal []jsonfloat.Float `json:"anneal,omitempty"`
 
-	Growth *Growth `json:"growth"` // nil in older checkpoints, where nobody knows
+	Growth *Growth `json:"growth"` // nil if unknown, as in older checkpoints
 }
 
-// Growth is what decides how a run grows. The zero value is a run that does not.
+// Growth holds the settings that determine how a run grows. The zero value means that the run does not
+// grow.
 type Growth struct {
 	Controller string          `json:"controller,omitempty"` // its type
 	Options    json.RawMessage `json:"options,omitempty"`    // the controller as JSON
 	Every      int             `json:"every,omitempty"`
 	Validation string          `json:"validation,omitempty"` // fingerprint of the text
-	Governor   json.RawMessage `json:"governor,omitempty"`   // as JSON; older files have none
+	Governor   json.RawMessage `json:"governor,omitempty"`   // as JSON; missing in older files
 
 	Rewarm       int  `json:"rewarm,omitempty"`
 	FreshMoments bool `json:"fresh_moments,omitempty"`
 }
 
-// Plain are those of one value each.
+// Plain holds the settings that consist of a single value.
 type Plain struct {
 	Batch      int     `json:"batch"`
 	Accumulate int     `json:"accumulate"`
@@ -49,16 +50,16 @@ type Plain struct {
 	Tokenizer  string  `json:"tokenizer"`
 	Optimizer  string  `json:"optimizer"`
 	Budget     string  `json:"budget,omitempty"`
-	Engine     string  `json:"engine,omitempty"` // its name; older checkpoints have none
+	Engine     string  `json:"engine,omitempty"` // its name; missing in older checkpoints
 }
 
-// ratePoints is how many values of the schedule stand for it.
+// ratePoints is the number of values that represent a schedule.
 const ratePoints = 32
 
 // ratePoint returns the step of value i of the schedule of a run of the given number of steps.
 func ratePoint(i, steps int) int { return int(float64(i) * float64(steps) / ratePoints) }
 
-// RatesOf returns values of the schedule that stand for it.
+// RatesOf returns values that represent the schedule.
 func RatesOf(schedule optim.Schedule, steps int) []jsonfloat.Float {
 	var rates []jsonfloat.Float
 	for i := range ratePoints {
@@ -67,7 +68,7 @@ func RatesOf(schedule optim.Schedule, steps int) []jsonfloat.Float {
 	return rates
 }
 
-// AnnealingOf returns values of an annealing that stand for it, none of nil.
+// AnnealingOf returns values that represent an annealing, or nil for a nil annealing.
 func AnnealingOf(a optim.Annealing) (values []jsonfloat.Float) {
 	if a == nil {
 		return nil
@@ -78,8 +79,9 @@ func AnnealingOf(a optim.Annealing) (values []jsonfloat.Float) {
 	return values
 }
 
-// Differences says in what settings, with a schedule, are not those of a checkpoint. Steps alone is
-// no difference: it only says where a run ends, unless the schedule follows it.
+// Differences describes how settings, together with a schedule, differ from a checkpoint's. A different
+// number of Steps alone does not count: it only determines where a run ends, unless the schedule depends
+// on it.
 func (here *Settings) Differences(there Settings, schedule optim.Schedule) []string {
 	if there.Engine == "" {
 		there.Engine = here.Engine
@@ -112,7 +114,7 @@ func (here *Settings) Differences(there Settings, schedule optim.Schedule) []str
 	return diff
 }
 
-// DifferencesOfRanks says in what the settings of two processes of one run differ.
+// DifferencesOfRanks describes how the settings of two processes of one run differ.
 func (here *Settings) DifferencesOfRanks(there Settings) []string {
 	diff := append(Fields(here.Plain, there.Plain), ruleDifferences(here.Rules, there.Rules)...)
 	if !slices.Equal(here.Rates, there.Rates) {
@@ -124,12 +126,12 @@ func (here *Settings) DifferencesOfRanks(there Settings) []string {
 	return append(diff, here.Growth.Differences(there.Growth)...)
 }
 
-// ruleDifferences names each difference once, with the first parameter that shows it.
+// ruleDifferences describes each difference once, with the first parameter that shows it.
 func ruleDifferences(here, there map[string]optim.Rule) []string {
 	var diff []string
 	params := map[string][]string{}
 	for _, name := range slices.Sorted(maps.Keys(here)) {
-		// of blocks that have grown since, or not yet
+		// parameters of blocks that exist in only one of the runs
 		if _, both := there[name]; !both && len(there) > 0 {
 			continue
 		}
@@ -151,7 +153,7 @@ func ruleDifferences(here, there map[string]optim.Rule) []string {
 	return diff
 }
 
-// Fields names the fields in which two structs of one type differ, with both values.
+// Fields describes the fields that differ between two structs of the same type, with both values.
 func Fields(here, there any) []string {
 	var diff []string
 	a, b := reflect.ValueOf(here), reflect.ValueOf(there)
@@ -169,7 +171,8 @@ func Fields(here, there any) []string {
 	return diff
 }
 
-// shown is a field as an error has it. A file may hold strings that a terminal would obey.
+// shown formats a field for an error. It quotes strings, because a file may hold characters that a
+// terminal would obey.
 func shown(v reflect.Value) string {
 	if v.Kind() == reflect.String {
 		return strconv.Quote(v.String())
