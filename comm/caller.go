@@ -21,39 +21,70 @@ type caller struct {
 	id      *channel.Identity
 	targets []string // host:port addresses to try
 
+	joining sync.Mutex // held while this process identifies itself to a store
+	joined  bool       // guarded by joining
+
 	mu     sync.Mutex
-	failed []error // why the latest attempts failed
+	failed []error // why the latest attempt at each target failed, or nil
 }
 
-// connect retries all targets until rank 0 of this run accepts the connection. It also returns rank
-// 0's deadline.
+// connect tries all targets, again and again, until rank 0 of this run accepts the connection. It also
+// returns rank 0's deadline.
+//
+// Each target is retried on its own. One that never answers therefore delays nothing, even if rank 0
+// starts to listen after the first attempts.
 func (c *caller) connect(ctx context.Context, timeout time.Duration) (*wire, time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	var refusals []error
-	for pause := 10 * time.Millisecond; ; pause = min(2*pause, time.Second) {
-		w, deadline, failures := c.round(ctx)
-		if w != nil {
-			c.setRefusals(nil)
-			return w, deadline, nil
-		}
-		if i := slices.IndexFunc(failures, isFinal); i >= 0 {
-			return nil, 0, failures[i]
-		}
-		if ctx.Err() == nil {
-			refusals = failures
-			c.setRefusals(failures)
-		}
 
-		select {
-		case <-ctx.Done():
-			ports := c.place.ports()
-			return nil, 0, fmt.Errorf("rank 0 was not found at %s, ports %d to %d, within %v: is it "+
-				"running, and is MASTER_ADDR its host? It answers only until all ranks have joined. %w",
-				c.place.MasterAddr, ports[0], ports[PortWindow-1], timeout,
-				errors.Join(append(informative(refusals), context.Cause(ctx))...))
-		case <-time.After(pause):
-		}
+	type result struct {
+		wire     *wire
+		deadline time.Duration
+		err      error
+	}
+	results := make(chan result, len(c.targets))
+	var attempts sync.WaitGroup
+	for i, target := range c.targets {
+		attempts.Go(func() {
+			for pause := 10 * time.Millisecond; ; pause = min(2*pause, time.Second) {
+				w, deadline, err := c.attempt(ctx, target)
+				switch {
+				case err == nil || isFinal(err):
+					results <- result{w, deadline, err}
+					return
+				case ctx.Err() != nil:
+					return
+				}
+				c.setRefusal(i, fmt.Errorf("%s: %w", target, err))
+
+				select {
+				case <-ctx.Done():
+					return
+				case <-time.After(pause):
+				}
+			}
+		})
+	}
+
+	select {
+	case r := <-results:
+		c.clearRefusals()
+		return r.wire, r.deadline, r.err
+	case <-ctx.Done():
+	}
+
+	// An attempt may have succeeded at the same moment.
+	attempts.Wait()
+	select {
+	case r := <-results:
+		c.clearRefusals()
+		return r.wire, r.deadline, r.err
+	default:
+		ports := c.place.ports()
+		return nil, 0, fmt.Errorf("rank 0 was not found at %s, ports %d to %d, within %v: is it "+
+			"running, and is MASTER_ADDR its host? It answers only until all ranks have joined. %w",
+			c.place.MasterAddr, ports[0], ports[PortWindow-1], timeout,
+			errors.Join(append(informative(c.refusals()), context.Cause(ctx))...))
 	}
 }
 
@@ -77,46 +108,24 @@ func isFinal(err error) bool {
 	return errors.As(err, &final)
 }
 
-// round dials all targets in parallel, so an unresponsive one cannot delay the rest, and joins the
-// run through the first target that accepts. If no target does, round returns an error for each.
-func (c *caller) round(ctx context.Context) (*wire, time.Duration, []error) {
-	type call struct {
-		target string
-		conn   net.Conn
-		err    error
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	calls := make(chan call, len(c.targets))
-	for _, target := range c.targets {
-		go func() {
-			conn, err := c.id.Dial(ctx, target)
-			calls <- call{target, conn, err}
-		}()
+// attempt dials a target and tries to join the run there. A process joins through one target only,
+// because rank 0 may listen at several of them.
+func (c *caller) attempt(ctx context.Context, target string) (*wire, time.Duration, error) {
+	conn, err := c.id.Dial(ctx, target)
+	if err != nil {
+		return nil, 0, err
 	}
 
-	var failures []error
-	for n := range c.targets {
-		got := <-calls
-		err := got.err
-		if err == nil {
-			var w *wire
-			var deadline time.Duration
-			if w, deadline, err = c.join(ctx, got.conn); err == nil {
-				go func() { // close the remaining connections
-					for range len(c.targets) - n - 1 {
-						if other := <-calls; other.err == nil {
-							other.conn.Close()
-						}
-					}
-				}()
-				return w, deadline, nil
-			}
-		}
-		failures = append(failures, fmt.Errorf("%s: %w", got.target, err))
+	c.joining.Lock()
+	defer c.joining.Unlock()
+	if c.joined {
+		conn.Close()
+		return nil, 0, errors.New("joined at another address")
 	}
 
-	return nil, 0, failures
+	w, deadline, err := c.join(ctx, conn)
+	c.joined = err == nil
+	return w, deadline, err
 }
 
 // join identifies this process to the store and waits to be admitted.

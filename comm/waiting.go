@@ -76,15 +76,30 @@ func (w *World) awaited(c *caller) string {
 }
 
 // refusals returns why the latest attempts to reach rank 0 failed, and nil once one has succeeded.
-func (c *caller) refusals() []error {
+func (c *caller) refusals() (failures []error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return slices.Clone(c.failed)
+	for _, err := range c.failed {
+		if err != nil {
+			failures = append(failures, err)
+		}
+	}
+	return failures
 }
 
-// setRefusals records why the latest attempts to reach rank 0 failed.
-func (c *caller) setRefusals(failed []error) {
+// setRefusal records why the latest attempt at a target failed.
+func (c *caller) setRefusal(target int, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.failed = failed
+	if c.failed == nil {
+		c.failed = make([]error, len(c.targets))
+	}
+	c.failed[target] = err
+}
+
+// clearRefusals forgets the failed attempts after one has succeeded.
+func (c *caller) clearRefusals() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.failed = nil
 }
