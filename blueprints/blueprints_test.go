@@ -9,9 +9,9 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 var builtin = []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate,
@@ -34,9 +34,7 @@ func sizes(t *testing.T, k blueprints.Kind, c int) (sizes []int) {
 }
 
 func newRand(t *testing.T) *rand.Rand {
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("random seed %d", seed)
-	return rand.New(rand.NewPCG(seed, 0))
+	return randtest.New(t)
 }
 
 func normals(r *rand.Rand, n int) []float64 {

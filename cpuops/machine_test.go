@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/allocs"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
@@ -22,13 +23,7 @@ import (
 )
 
 func random(t *testing.T) *rand.Rand {
-	seed := rand.Uint64()
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Logf("random seed %d", seed)
-		}
-	})
-	return rand.New(rand.NewPCG(seed, 0))
+	return randtest.New(t)
 }
 
 func normal(r *rand.Rand, dt tensor.Dtype, shape ...int) *tensor.Dense {

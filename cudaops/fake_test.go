@@ -43,6 +43,7 @@ import (
 	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -1320,8 +1321,7 @@ func exactly(names ...string) map[string]float64 {
 // randomSeed is a seed that the test tells of.
 func randomSeed(t testing.TB) uint64 {
 	t.Helper()
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	return seed
 }
 

@@ -36,6 +36,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
@@ -141,7 +142,7 @@ func stockGraph(t testing.TB) (g *gorgonia.ExprGraph, x, y *gorgonia.Node) {
 	t.Helper()
 	must := gorgonia.Must
 	g = gorgonia.NewGraph()
-	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	x = randomNode(g, r, 1, "x", 3, 5)
 	w := randomNode(g, r, 1, "w", 5, 4)
 	h := must(gorgonia.Mul(x, w))

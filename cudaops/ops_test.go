@@ -25,6 +25,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/opcase/optest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
@@ -1043,7 +1044,7 @@ func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64
 func TestStockWithoutCopies(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
-	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	value := func(s ...int) *node { return randomNode(g, r, 1, fmt.Sprint(s), s...) }
 	x, w, bias := value(3, 5), value(7, 5), value(7)
 	transposed := gorgonia.Must(gorgonia.Transpose(w))
@@ -1090,7 +1091,7 @@ func TestStatements(t *testing.T) {
 // the device.
 func TestStockOnHost(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
-	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	for _, c := range []stockCase{
 		{name: "Tensordot", shapes: []shape{{2, 3, 5}, {5, 3, 4}}, constant: true,
 			build: func(in nodes) (*node, error) {

@@ -34,6 +34,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
@@ -1951,7 +1952,7 @@ func TestScaledOutputLayer(t *testing.T) {
 		},
 	} {
 		g := gorgonia.NewGraph()
-		r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+		r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 		x, w := randomNode(g, r, 1, "x", 3, 4), randomNode(g, r, 1, "w", 5, 4)
 		targets := intNode(g, "targets", []int{0, 4, 2})
 		loss, err := head(x, w, targets)

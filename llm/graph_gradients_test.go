@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/site"
 	"github.com/kasmina-go/kasmina/op"
@@ -113,7 +114,7 @@ func TestGradients(t *testing.T) {
 	}
 
 	for i := range models {
-		seed := rand.Uint64()
+		seed := randtest.Seed(t)
 		t.Run(fmt.Sprint(i), func(t *testing.T) {
 			t.Logf("random seed %d", seed)
 			r := rand.New(rand.NewPCG(seed, 0))
@@ -142,7 +143,7 @@ func TestSiteGradients(t *testing.T) {
 
 	own := ownKinds(t)
 	for i := range models {
-		seed := rand.Uint64()
+		seed := randtest.Seed(t)
 		t.Run(fmt.Sprint(i), func(t *testing.T) {
 			t.Logf("random seed %d", seed)
 			r := rand.New(rand.NewPCG(seed, 0))
@@ -167,7 +168,7 @@ func TestSiteGradients(t *testing.T) {
 func TestGradientsOfSharedSlots(t *testing.T) {
 	own := ownKinds(t)
 	for _, width := range []int{1, 5} {
-		r := rand.New(rand.NewPCG(rand.Uint64(), 0))
+		r := rand.New(rand.NewPCG(randtest.Seed(t), 0))
 		m := must(NewModel(Config{Vocab: 5, Dim: 2 * width, Layers: 1, Heads: 1, KVHeads: 1,
 			HeadDim: 2, FF: 3, Seq: 2, Kasmina: []int{0}, Seeds: 2,
 			SlotWidth: 2 * width}.Default(), tensor.Float64, r.Uint64(), state.WithoutGates()))

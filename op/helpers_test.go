@@ -9,15 +9,14 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
 
 // random returns a generator whose seed is new on every run and is logged.
 func random(t testing.TB) *rand.Rand {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
-	return rand.New(rand.NewPCG(seed, 0))
+	return randtest.New(t)
 }
 
 // normal returns normal numbers that float32 holds exactly, so that both precisions start from the

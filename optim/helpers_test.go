@@ -5,12 +5,12 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
-	"time"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // param is a parameter as a solver sees it.
@@ -45,13 +45,7 @@ func model(ps ...*param) []gorgonia.ValueGrad {
 
 func freshRand(t *testing.T) *rand.Rand {
 	t.Helper()
-	seed := uint64(time.Now().UnixNano())
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Logf("seed %d", seed)
-		}
-	})
-	return rand.New(rand.NewPCG(seed, 0))
+	return randtest.New(t)
 }
 
 func normals(r *rand.Rand, shape ...int) []float64 {

@@ -10,6 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // held is a parameter with a gradient.
@@ -69,7 +71,7 @@ func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 	}
 	for name, make := range makers {
 		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
-			seed := rand.Uint64()
+			seed := randtest.Seed(t)
 			same := func() []gorgonia.ValueGrad {
 				return partModel(rand.New(rand.NewPCG(seed, 2)), dt)
 			}

@@ -18,6 +18,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/state/graft"
 	"github.com/kasmina-go/kasmina/state/internal/columns"
 	"github.com/kasmina-go/kasmina/state/lifecycle"
@@ -26,8 +27,7 @@ import (
 // fill gives every field of every seed a random value that a lattice can have.
 func fill(t *testing.T, l *Lattice) {
 	t.Helper()
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 0))
 	for _, c := range l.seeds.columns() {
 		v := reflect.ValueOf(c.Array).Elem()

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/processor"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -549,7 +550,7 @@ func TestCraftedPass(t *testing.T) {
 // The result must be the lattice that the passes would have produced directly.
 func TestDeferredFiguresEqualPasses(t *testing.T) {
 	const seeds, batches = 70, 5
-	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	here, there := lattice(t, seeds, 4*seeds, state.WithHistory(3)),
 		lattice(t, seeds, 4*seeds, state.WithHistory(3))
 	for _, l := range []*state.Lattice{here, there} {

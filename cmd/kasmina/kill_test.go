@@ -25,6 +25,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/failpoint"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm/runlog"
 )
 
@@ -202,7 +203,7 @@ var killPhases = []string{"start", "claim", "manifest", "first step", "update", 
 // the same command again until it finishes. Every folder must then be that of a run that was never
 // killed, byte for byte, and hold nothing else.
 func TestKilled(t *testing.T) {
-	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	dir := t.TempDir()
 	runs := killedRuns()
 	want := map[string]string{} // folders of runs that were never killed

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/internal/half"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // patience is much longer than any operation in these tests.
@@ -104,9 +105,7 @@ func randomBytes(rng *rand.Rand, n int) []byte {
 
 // newRand returns a generator with a new seed in each run, and logs the seed.
 func newRand(t *testing.T) *rand.Rand {
-	seed := rand.Uint64()
-	t.Logf("seed %d", seed)
-	return rand.New(rand.NewPCG(seed, 0))
+	return randtest.New(t)
 }
 
 // TestCopies checks that all bits arrive unchanged, for every type and for odd lengths including

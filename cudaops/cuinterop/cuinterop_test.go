@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/cuinterop"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -103,8 +104,7 @@ func (b buffer) read() []float32 {
 // TestKasminaInCuMemory runs a Kasmina layer forward and backward in a context, on a stream and in
 // memory that gorgonia.org/cu has made. It wants the bits of a machine with memory of its own.
 func TestKasminaInCuMemory(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
 
 	ours := newLayer(t)

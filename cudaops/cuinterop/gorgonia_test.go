@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -86,8 +87,7 @@ func TestCUDADoers(t *testing.T) {
 
 	require.NoError(t, err)
 	defer device.Close()
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	ours, theirs := newDoerGraph(t, seed), newDoerGraph(t, seed)
 	for _, n := range theirs.g.AllNodes() {
 		if _, ok := n.Op().(gorgonia.CUDADoer); n.Op() != nil && !graph.IsConstant(n) && !ok {

@@ -3,13 +3,13 @@ package main
 import (
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 func TestEveryGradientIsRight(t *testing.T) {
-	seed := uint64(time.Now().UnixNano())
+	seed := randtest.Seed(t)
 	var out strings.Builder
 	// one of the modes that watch gradients, another in each run
 	some := []mode{modes[0], modes[1+seed%uint64(len(modes)-1)]}

@@ -2,16 +2,18 @@ package curve
 
 import (
 	"math"
-	"math/rand/v2"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // run returns the losses of a run up to the given share of its budget, with noise of the given
 // deviation.
-func run(upTo, noise float64, loss func(x float64) float64) (points []Point) {
-	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+func run(t *testing.T, upTo, noise float64, loss func(x float64) float64) (points []Point) {
+	t.Helper()
+	r := randtest.New(t)
 	for x := 0.01; x <= upTo; x += 0.005 {
 		points = append(points, Point{x, loss(x) + noise*r.NormFloat64()})
 	}
@@ -29,13 +31,13 @@ func TestFit(t *testing.T) {
 		"slower": func(x float64) float64 { return 1 + math.Pow(x, -0.1) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			l, ok := Fit(run(0.4, 0, loss))
+			l, ok := Fit(run(t, 0.4, 0, loss))
 			require.True(t, ok)
 			for _, x := range []float64{0.4, 0.5, 0.59} {
 				require.InDelta(t, loss(x), l.At(x), 0.06*(loss(0.1)-loss(x)), "at %v", x)
 			}
 			require.InDelta(t, l.At(0.6), l.At(1), 0.01)
-			l, ok = Fit(run(0.4, 0.003, loss))
+			l, ok = Fit(run(t, 0.4, 0.003, loss))
 			require.True(t, ok)
 			require.InDelta(t, loss(0.5), l.At(0.5), 0.1*(loss(0.1)-loss(0.5)))
 		})
@@ -45,10 +47,10 @@ func TestFit(t *testing.T) {
 // TestNoFit checks that curves that do not follow a law yield no fit.
 func TestNoFit(t *testing.T) {
 	for name, points := range map[string][]Point{
-		"bends":    run(0.4, 0, func(x float64) float64 { return 2 - x + 8*math.Max(0, 0.25-x) }),
+		"bends":    run(t, 0.4, 0, func(x float64) float64 { return 2 - x + 8*math.Max(0, 0.25-x) }),
 		"none":     nil,
-		"few":      run(0.04, 0, func(x float64) float64 { return 1 / x }),
-		"rises":    run(0.4, 0, func(x float64) float64 { return x }),
+		"few":      run(t, 0.04, 0, func(x float64) float64 { return 1 / x }),
+		"rises":    run(t, 0.4, 0, func(x float64) float64 { return x }),
 		"together": {{1, 3}, {1, 3}, {1, 2}, {1, 2}, {1, 2}, {1, 1}, {1, 1}, {1, 1}, {1, 1}},
 		"at 0":     make([]Point, 20),
 	} {

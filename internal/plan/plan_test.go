@@ -5,13 +5,14 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 const alignment = 256
 
 func TestPack(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 0))
 	for range 200 {
 		all := make([]*Interval, r.IntN(60))

@@ -9,7 +9,6 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -21,6 +20,7 @@ import (
 // Flags hold the flags of a test that runs a campaign.
 type Flags struct {
 	Duration time.Duration // duration of the campaign; 0 for the default of the test
+	Seed     uint64        // seed of the first case; 0 for a new one
 	Case     string        // the only case: a seed or the JSON of a case
 	Cases    int           // number of cases, instead of a duration
 	Parallel int           // number of cases at the same time; 0 for the number of processors
@@ -33,10 +33,7 @@ func AddFlags() *Flags {
 	var f Flags
 	flag.DurationVar(&f.Duration, "duration", 0, "how long random runs are made, instead of the "+
 		"test's own time")
-	if flag.Lookup("seed") == nil { // another test may have registered it
-		flag.Uint64("seed", 0, "seed of the first random run (default: a fresh one, or 1 where CI is set)")
-	}
-
+	flag.Uint64Var(&f.Seed, "seed", 0, "seed of the first random run (default: a new one, or 1 where CI is set)")
 	flag.StringVar(&f.Case, "case", "", "the only random run: its seed, or the JSON of a case")
 	flag.IntVar(&f.Cases, "cases", 0, "how many random runs are made, instead of a duration")
 	flag.IntVar(&f.Parallel, "cases-at-once", 0, "random runs at once (default: the processors)")
@@ -75,11 +72,7 @@ func Campaign(t *testing.T, m Machine, f Flags, p Plan) {
 		return
 	}
 
-	seed, err := strconv.ParseUint(flag.Lookup("seed").Value.String(), 10, 64)
-	if err != nil {
-		t.Fatal(err)
-	}
-
+	seed := f.Seed
 	duration, cases := cmp.Or(f.Duration, p.Usual), cmp.Or(f.Cases, p.Cases)
 	if f.Duration > 0 {
 		cases = f.Cases

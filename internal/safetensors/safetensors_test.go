@@ -18,17 +18,13 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // random returns a generator and logs its seed if the test fails.
 func random(t *testing.T) *rand.Rand {
-	seed := rand.Uint64()
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Logf("seed %d", seed)
-		}
-	})
-	return rand.New(rand.NewPCG(seed, 0))
+	return randtest.New(t)
 }
 
 // fill returns a slice for dtype with n elements of random bits, including NaNs of every kind.

@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/state"
@@ -23,7 +24,7 @@ func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 		c = c.Plant(p)
 	}
 
-	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	m, err := llm.NewModelFrom(c, tensor.Float32, func(p llm.Param) error {
 		for i := range p.Value.Float32s() {
 			p.Value.Float32s()[i] += float32(0.1 * math.Sin(float64(i)+float64(len(p.Name))))

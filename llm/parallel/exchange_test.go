@@ -13,6 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/loopback"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // counting is a group that counts its operations.
@@ -67,7 +68,7 @@ func members(t testing.TB, size int, f func(team *Team, group *counting) error) 
 // TestExchange: values of any length arrive at all ranks, short ones by one operation.
 func TestExchange(t *testing.T) {
 	const size = 3
-	seed := rand.Uint64()
+	seed := randtest.Seed(t)
 	value := func(round, rank int) []byte {
 		r := rand.New(rand.NewPCG(seed, uint64(round*size+rank)))
 		lengths := []int{0, 1, r.IntN(frameBytes), frameBytes - 8, frameBytes - 7,

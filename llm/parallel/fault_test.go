@@ -20,6 +20,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/launch"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
@@ -177,7 +178,7 @@ func TestKilledRanks(t *testing.T) {
 	}
 
 	want := faulty(t.TempDir()).file(t, 0)
-	r := rand.New(rand.NewPCG(rand.Uint64(), 1))
+	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	dir := t.TempDir()
 	folders.Store(t.Name(), dir)
 	for kill := 0; kill < kills; {

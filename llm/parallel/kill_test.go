@@ -19,6 +19,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/comm/launch"
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
@@ -161,7 +162,7 @@ func (v *victim) watch(before map[string]bool) {
 // number of ranks, to the bits of one that nobody killed.
 func TestAimedKills(t *testing.T) {
 	want := faulty(t.TempDir()).file(t, 0)
-	r := rand.New(rand.NewPCG(rand.Uint64(), 2))
+	r := rand.New(rand.NewPCG(randtest.Seed(t), 2))
 	dir := t.TempDir()
 	s := faulty(dir)
 	finish := func() {

@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/op/graft"
 )
 
@@ -22,8 +23,7 @@ type rig struct {
 }
 
 func newRig(t *testing.T, controls ...[graft.Controls]float64) *rig {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := &rig{t, rand.New(rand.NewPCG(seed, 0)), gorgonia.NewGraph(), nil}
 	var flat []float64
 	for _, c := range controls {

@@ -8,11 +8,11 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 )
@@ -201,8 +201,7 @@ func TestHeuristicMoves(t *testing.T) {
 // hold, and that seeds reach all possible ends. One network in some hundreds fills up with fossils
 // before its seeds have met all ends.
 func TestHeuristicOnANetwork(t *testing.T) {
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 0))
 	reached := map[state.Stage]int{}
 	ends := []state.Stage{state.Fossilized, state.Culled, state.RolledBack, state.Dormant}

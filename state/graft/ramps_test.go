@@ -5,8 +5,8 @@ import (
 	"math"
 	"math/rand/v2"
 	"testing"
-	"time"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
@@ -30,8 +30,7 @@ func (g *grafted) step(s graft.Strategy) {
 // TestStrategyProperties checks for random measurements that α stays in [0, 1], never falls,
 // reaches the target, and pauses when it has to, for every strategy.
 func TestStrategyProperties(t *testing.T) {
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 0))
 	runs := 3000
 	if testing.Short() {

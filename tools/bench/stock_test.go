@@ -9,6 +9,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
@@ -17,7 +18,7 @@ import (
 // TestStockModel trains the model of stock ops beside this module's: they are the same model if
 // their losses are.
 func TestStockModel(t *testing.T) {
-	seed := rand.Uint64()
+	seed := randtest.Seed(t)
 	config := llm.Config{Vocab: 40, Dim: 24, Layers: 2, Heads: 2, FF: 36, Seq: 12}.Default()
 	const batch = 3
 	var losses [3][]float64

@@ -4,12 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"math/rand/v2"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // stored is a matrix as the device holds it, and its values in float64 after rounding to its type.
@@ -120,7 +120,7 @@ func TestFloat8Depth(t *testing.T) {
 		t.Skipf("needs compute capability 9.0, this is %d", got)
 	}
 
-	r := &rig{Context: c, gpu: true, rng: rand.New(rand.NewPCG(*seed, 2))}
+	r := &rig{Context: c, gpu: true, rng: randtest.New(t)}
 	blas := must[gpu.Blas](t)(r.Blas())
 	const m, n = 128, 128
 	for _, k := range []int{768, 2048, 11264} {
@@ -156,7 +156,7 @@ func TestFloat8Depth(t *testing.T) {
 // their parts too.
 func TestMatmulDepth(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))
-	r := &rig{Context: c, gpu: true, rng: rand.New(rand.NewPCG(*seed, 3))}
+	r := &rig{Context: c, gpu: true, rng: randtest.New(t)}
 	blas := must[gpu.Blas](t)(r.Blas())
 	const m, n, k, limit = 96, 64, 32768, 32 << 20
 	for _, dt := range []gpu.DType{gpu.BFloat16, gpu.Float16} {

@@ -1,19 +1,18 @@
 package driver_test
 
 import (
-	"flag"
 	"math"
 	"math/rand/v2"
 	"os"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // The tests of this file's rig run twice: on the fake driver, and on this machine's GPU if it has
@@ -24,8 +23,6 @@ type rig struct {
 	fake *fake.Driver
 	rng  *rand.Rand
 }
-
-var seed = flag.Uint64("seed", uint64(time.Now().UnixNano()), "seed of the random inputs")
 
 // needGPU returns the real driver, or skips the test.
 func needGPU(t testing.TB) gpu.Driver {
@@ -39,7 +36,6 @@ func needGPU(t testing.TB) gpu.Driver {
 }
 
 func TestMain(m *testing.M) {
-	flag.Parse()
 	if d, err := driver.Open(); err == nil {
 		// Hold the GPU's context until the end, so that it is not made and destroyed for every
 		// test.
@@ -54,11 +50,8 @@ func each(t *testing.T, f func(t *testing.T, r *rig)) {
 	run := func(t *testing.T, d gpu.Driver, fk *fake.Driver) {
 		c, err := d.Retain(0)
 		ok(t, err)
-		f(t, &rig{Context: c, gpu: fk == nil, fake: fk, rng: rand.New(rand.NewPCG(*seed, 1))})
+		f(t, &rig{Context: c, gpu: fk == nil, fake: fk, rng: randtest.New(t)})
 		ok(t, c.Close())
-		if t.Failed() {
-			t.Logf("seed %d", *seed)
-		}
 	}
 
 	t.Run("fake", func(t *testing.T) {

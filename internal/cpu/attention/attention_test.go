@@ -9,6 +9,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // TestAt checks that single rows equal the rows of the whole.
@@ -20,8 +21,7 @@ func TestAt(t *testing.T) {
 }
 
 func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
 	for _, s := range []Shape{{Heads: 1, KVHeads: 1, HeadDim: 2},
 		{Heads: 6, KVHeads: 2, HeadDim: 18}, {Heads: 3, KVHeads: 3, HeadDim: 64}} {
@@ -68,8 +68,7 @@ func TestDocumentTiles(t *testing.T) {
 }
 
 func testDocumentTiles[T cpu.Float](t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
 	const border = 2 * queryTile
 	s := Shape{Batch: 2, Seq: border + queryTile + 5, Heads: 4, KVHeads: 2, HeadDim: 6,
@@ -124,8 +123,7 @@ func TestLongAttention(t *testing.T) {
 }
 
 func testLongAttention[T cpu.Float](t *testing.T, tolerance float64) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
 	for _, s := range []Shape{{Heads: 2, KVHeads: 1, HeadDim: 16, Causal: true},
 		{Heads: 2, KVHeads: 2, HeadDim: 7},
@@ -244,8 +242,7 @@ func TestWindowTiles(t *testing.T) {
 }
 
 func testWindowTiles[T cpu.Float](t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
 	const spoilt = 70
 	s := Shape{Batch: 1, Seq: 900, Heads: 4, KVHeads: 2, HeadDim: 6, Causal: true, Scale: 0.4,

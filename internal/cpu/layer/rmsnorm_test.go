@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // TestRMSNormBackward compares the gradients with the formula, including cases in which several
@@ -16,8 +17,7 @@ func TestRMSNormBackward(t *testing.T) {
 }
 
 func testRMSNormBackward[T cpu.Float](t *testing.T, tolerance float64) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
 	for _, d := range []int{7, 33, 256, 600} {
 		rows := 1 + r.IntN(200)

@@ -1,7 +1,6 @@
 package kerneltest
 
 import (
-	"flag"
 	"math"
 	"math/rand/v2"
 	"os"
@@ -15,6 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 var (
@@ -45,8 +45,6 @@ var openGPU = sync.OnceValues(func() (gpu.Context, error) {
 	return d.Retain(0)
 })
 
-var seedFlag = flag.Uint64("seed", 0, "seed of the tests' random numbers; 0 takes a fresh one")
-
 // Rig is a GPU under test: its kernels, a stream, fresh random numbers, and memory that is checked
 // and freed at the end.
 type Rig struct {
@@ -65,18 +63,10 @@ func NewRig(t *testing.T) *Rig {
 		t.Skipf("needs an NVIDIA GPU: %v", err)
 	}
 
-	seed := *seedFlag
-	if seed == 0 {
-		seed = rand.Uint64()
-	}
-
-	g := &Rig{T: t, Set: kernel.New(ctx), Rand: rand.New(rand.NewPCG(seed, 0))}
+	g := &Rig{T: t, Set: kernel.New(ctx), Rand: randtest.New(t)}
 	g.Stream, err = ctx.NewStream(false)
 	g.Must(err)
 	t.Cleanup(func() {
-		if t.Failed() {
-			t.Logf("seed %d", seed)
-		}
 		g.free()
 		g.Must(g.Close())
 		g.Must(ctx.DestroyStream(g.Stream))

@@ -5,12 +5,12 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
 func TestMomentsMerge(t *testing.T) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
+	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 0))
 	var all, parts Moments
 	for range 20 {

@@ -1,0 +1,25 @@
+package randtest_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
+)
+
+// TestSeed checks which seeds are fixed: the given one, and those of each test's name where CI is set.
+func TestSeed(t *testing.T) {
+	t.Setenv("KASMINA_SEED", "")
+	t.Setenv("CI", "")
+	require.NotEqual(t, randtest.Seed(t), randtest.Seed(t))
+
+	t.Setenv("CI", "true")
+	own := randtest.Seed(t)
+	require.Equal(t, own, randtest.Seed(t))
+	t.Run("another name", func(t *testing.T) { require.NotEqual(t, own, randtest.Seed(t)) })
+
+	t.Setenv("KASMINA_SEED", "18446744073709551615")
+	require.Equal(t, ^uint64(0), randtest.Seed(t))
+	require.Equal(t, randtest.New(t).Uint64(), randtest.New(t).Uint64())
+}
