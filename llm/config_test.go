@@ -23,8 +23,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestZeroOutputs wants every block of a new model to add nothing to the residual stream, and the
-// model to learn like any other.
+// TestZeroOutputs checks that no block of a new model adds anything to the residual stream, and that the
+// model still learns.
 func TestZeroOutputs(t *testing.T) {
 	c := tiny()
 	c.ZeroOutputs = true
@@ -114,7 +114,7 @@ func TestConfigErrors(t *testing.T) {
 	}
 }
 
-// otherError provokes the error that should say want.
+// otherError provokes the error that contains want.
 func otherError(t *testing.T, want string) error {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	train := func(change func(*TrainConfig)) error {
@@ -177,14 +177,14 @@ func otherError(t *testing.T, want string) error {
 	return nil
 }
 
-// withOptions is a small model's configuration with options of its layers.
+// withOptions returns a small model's configuration with the given options for its layers.
 func withOptions(o KasminaOptions) Config {
 	c := tiny()
 	c.KasminaOptions = o
 	return c
 }
 
-// TestKasminaOptionsInGraphs wants the options in every layer of every graph, where an engine finds
+// TestKasminaOptionsInGraphs checks that the options reach every layer of every graph, where engines read
 // them. Only training clips and stops.
 func TestKasminaOptionsInGraphs(t *testing.T) {
 	for options, want := range map[KasminaOptions]op.KasminaConfig{
@@ -216,14 +216,14 @@ func TestKasminaOptionsInGraphs(t *testing.T) {
 	}
 }
 
-// steps returns what three steps with the options leave of a run.
+// steps returns a trainer that has made three steps with the options.
 func steps(t *testing.T, o KasminaOptions) *Trainer {
 	tr := newTrainer(t, trainerOptions{config: withOptions(o), steps: 3})
 	require.NoError(t, tr.Run(t.Context()))
 	return tr
 }
 
-// sums are figures of a run's seeds, all together.
+// sums returns the total clips and dead ratios of a run's seeds.
 func sums(tr *Trainer) (clips int, dead float64) {
 	for _, r := range tr.Model.Kasmina.Report() {
 		for _, s := range r.Seeds {
@@ -233,7 +233,7 @@ func sums(tr *Trainer) (clips int, dead float64) {
 	return clips, dead
 }
 
-// TestKasminaOptionsTakeEffect wants each option to do on the CPU what it is for.
+// TestKasminaOptionsTakeEffect checks the effect of each option on the CPU.
 func TestKasminaOptionsTakeEffect(t *testing.T) {
 	plain := steps(t, KasminaOptions{})
 	clips, dead := sums(plain)
@@ -257,8 +257,8 @@ func TestKasminaOptionsTakeEffect(t *testing.T) {
 	}
 }
 
-// TestStopOnNonFinite wants a run to end where a layer first meets what is not finite, by the seed.
-// Without the option it ends by its loss.
+// TestStopOnNonFinite checks that the option ends a run at the first layer that meets a non-finite value,
+// and that the error names the seed. Without the option the loss ends the run.
 func TestStopOnNonFinite(t *testing.T) {
 	for _, stop := range []bool{false, true} {
 		path := filepath.Join(t.TempDir(), "run.safetensors")
@@ -286,9 +286,9 @@ func TestStopOnNonFinite(t *testing.T) {
 	}
 }
 
-// TestKasminaOptionsOfCheckpoints wants options to be saved with a model. A run that goes on with
-// others is refused by name unless the caller asks for it. A file from before there were any has
-// none.
+// TestKasminaOptionsOfCheckpoints checks that options are saved with a model, and that Resume names the
+// options that differ and refuses them unless the caller accepts new settings. Files from before there
+// were options load with none.
 func TestKasminaOptionsOfCheckpoints(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "run.safetensors")
 	options := KasminaOptions{Stability: op.Strict, Epsilon: 1e-6, GradClip: 3,
@@ -336,7 +336,7 @@ func TestKasminaOptionsOfCheckpoints(t *testing.T) {
 	require.Zero(t, m.Config.KasminaOptions)
 }
 
-// TestBadKasminaOptions wants values that make no sense to be refused, also those of a file.
+// TestBadKasminaOptions checks that invalid options are refused, also when a file contains them.
 func TestBadKasminaOptions(t *testing.T) {
 	for want, o := range map[string]KasminaOptions{
 		"KasminaOptions.Epsilon is -1, want":         {Epsilon: -1},
@@ -371,8 +371,8 @@ func TestBadKasminaOptions(t *testing.T) {
 	}
 }
 
-// A blueprint that one run has trained goes on, bit for bit, in a slot of another one that trains.
-// Another goroutine sends it there with the command that germinates the seed.
+// TestBlueprintMovesBetweenRuns checks that a blueprint trained in one run continues bit for bit in a
+// slot of another run. Another goroutine submits it together with the command that germinates the seed.
 func TestBlueprintMovesBetweenRuns(t *testing.T) {
 	dir := t.TempDir()
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
@@ -389,7 +389,7 @@ func TestBlueprintMovesBetweenRuns(t *testing.T) {
 			to := newTrainer(t, trainerOptions{config: roomy(), steps: 6, dt: dt})
 			var done <-chan error
 			to.On(func(e Event) error {
-				// it takes effect behind the last update, before which slots decay
+				// takes effect after the last update, so that the slot does not decay
 				if e.Kind == StepEnd && e.Step == 5 {
 					submitted := make(chan struct{})
 					go func() {
@@ -434,7 +434,7 @@ func TestBlueprintMovesBetweenRuns(t *testing.T) {
 	}
 }
 
-// A file that does not fit is refused with what is wrong, and changes nothing.
+// TestBlueprintErrors checks that an unsuitable file is refused with the reason and changes nothing.
 func TestBlueprintErrors(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: roomy(), steps: 3})
 	m := tr.Model
@@ -570,7 +570,7 @@ func TestBlueprintErrors(t *testing.T) {
 		}
 	}
 
-	// The slot of a blueprint whose life is over may be another's.
+	// The slot of a blueprint at the end of its life may belong to another seed.
 	if err := shared.Kasmina.Do(state.Command{Action: state.Move, Layer: 0, Seed: 3,
 		To: state.RolledBack}); err != nil {
 		t.Fatal(err)
@@ -586,14 +586,15 @@ func TestBlueprintErrors(t *testing.T) {
 	}
 }
 
-// roomy is tiny with slots that have room for rank 2.
+// roomy returns tiny with slots that are large enough for rank 2.
 func roomy() Config {
 	c := tiny()
 	c.SlotWidth = 18
 	return c
 }
 
-// Blueprints with capacity train, and a run of them that was interrupted goes on bit for bit.
+// TestCapacityResumes checks that blueprints in wide slots train, and that an interrupted run of them
+// continues bit for bit.
 func TestCapacityResumes(t *testing.T) {
 	o := trainerOptions{config: roomy(), steps: 30}
 	whole, first := newTrainer(t, o), newTrainer(t, o)
@@ -640,8 +641,8 @@ func TestCapacityResumes(t *testing.T) {
 	}
 }
 
-// Starts differ from seed to seed, from layer to layer and from one planting to the next, and are
-// the same in every run.
+// TestCapacityStarts checks that initial weights differ between seeds, layers and plantings, and are the
+// same in every run.
 func TestCapacityStarts(t *testing.T) {
 	plant := func() (all [][]float32) {
 		m, err := NewModel(roomy(), tensor.Float32, 1, state.WithoutGates(), state.WithEmbargo(0))
@@ -709,8 +710,8 @@ func TestCapacityErrors(t *testing.T) {
 	}
 }
 
-// A lattice that was saved before slots had a width of their own takes the model's. One of another
-// width, or with a seed whose blueprint does not fit, is refused.
+// TestCapacityOfLattices checks that a lattice saved before slots had a width takes the model's width,
+// and that a lattice of another width, or with a blueprint that does not fit, is refused.
 func TestCapacityOfLattices(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	for name, c := range map[string]struct {
@@ -755,7 +756,7 @@ func TestCapacityOfLattices(t *testing.T) {
 	}
 }
 
-// gemma is a tiny model with all traits, five blocks of which three have windows and one no RoPE.
+// gemma returns a tiny model with all traits. Three blocks out of five have windows, and one has no RoPE.
 func gemma() Config {
 	c := tiny()
 	c.Layers, c.Kasmina, c.Seeds, c.Slots, c.Seq = 5, nil, 0, 0, 70
@@ -767,8 +768,8 @@ func gemma() Config {
 	return c.Default()
 }
 
-// TestBlocks wants the pattern of Blocks to repeat, and Base and Scaling to be those of the model
-// where a block has none.
+// TestBlocks checks that the pattern of Blocks repeats, and that blocks without Base and Scaling use the
+// model's.
 func TestBlocks(t *testing.T) {
 	c := gemma()
 	require.Equal(t, Block{Window: 5, Base: 100}, c.Block(3))
@@ -777,7 +778,7 @@ func TestBlocks(t *testing.T) {
 	require.Equal(t, Block{Base: 500}, Config{Base: 500}.Block(7))
 }
 
-// TestTraitErrors wants each trait that does not fit to be refused by name.
+// TestTraitErrors checks that each invalid trait is refused by name.
 func TestTraitErrors(t *testing.T) {
 	for want, change := range map[string]func(*Config){
 		"Config.AttentionScale is -1": func(c *Config) { c.AttentionScale = -1 },
@@ -804,8 +805,8 @@ func TestTraitErrors(t *testing.T) {
 	}
 }
 
-// TestTraitsDecode wants the logits of cached keys and values to be those of whole windows. Blocks
-// have windows and no RoPE, across the edge of Config.Seq too.
+// TestTraitsDecode checks that cached decoding gives the same logits as whole windows. The model has
+// blocks with windows and without RoPE, and the sequence exceeds Config.Seq.
 func TestTraitsDecode(t *testing.T) {
 	r := texttest.Rand(t)
 	tolerances := map[tensor.Dtype]float64{tensor.Float32: 2e-5, tensor.Float64: 1e-12}
@@ -833,7 +834,7 @@ func TestTraitsDecode(t *testing.T) {
 	}
 }
 
-// stir moves parameters away from where they start, so that biases and norms matter.
+// stir perturbs the initial parameters, so that biases and norms have an effect.
 func stir(next func() float64, m *Model) {
 	for _, p := range m.Params {
 		switch x := p.Value.Data().(type) {
@@ -849,8 +850,8 @@ func stir(next func() float64, m *Model) {
 	}
 }
 
-// TestWindowsHideTokens wants a token to matter to the logits within the reach of the windows of
-// all blocks, and not behind it.
+// TestWindowsHideTokens checks that a token affects the logits within the combined reach of all windows,
+// and not beyond it.
 func TestWindowsHideTokens(t *testing.T) {
 	c := gemma()
 	c.Layers, c.Blocks = 2, []Block{{Window: 4}, {Window: 3}}
@@ -865,7 +866,7 @@ func TestWindowsHideTokens(t *testing.T) {
 		return append([]float64{}, x.([]float64)...)
 	}
 	before := logits()
-	const reach = 3 + 2 // positions before the last that it sees through both blocks
+	const reach = 3 + 2 // earlier positions that the last one can see through both blocks
 	for back := range len(tokens) {
 		tokens[len(tokens)-1-back] = 7
 		if after := logits(); back <= reach {
@@ -877,8 +878,8 @@ func TestWindowsHideTokens(t *testing.T) {
 	}
 }
 
-// TestTraitsInAFile wants a model with traits back from its file, and gradients of all parameters
-// in its steps.
+// TestTraitsInAFile checks that a model with traits can be saved and loaded, and that every parameter is
+// trained.
 func TestTraitsInAFile(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: gemma(), steps: 2})
 	require.NoError(t, tr.Run(t.Context()))
@@ -894,8 +895,7 @@ func TestTraitsInAFile(t *testing.T) {
 	require.Len(t, m.Params, 1+5*16+1)
 }
 
-// TestPlainConfig wants a model without traits to be described in its file as before there were
-// any.
+// TestPlainConfig checks that a model without traits is stored as it was before traits existed.
 func TestPlainConfig(t *testing.T) {
 	text, err := json.Marshal(tiny())
 	require.NoError(t, err)
@@ -904,8 +904,8 @@ func TestPlainConfig(t *testing.T) {
 		"rope_base":10000,"eps":1e-5,"kasmina":[0,1],"seeds":4,"slots":5}`, string(text))
 }
 
-// TestTraitsGrow wants copies of a block to have its traits, and the pattern back from the grown
-// configuration.
+// TestTraitsGrow checks that copies of a block have its traits, and that Origin recovers the pattern from
+// the grown configuration.
 func TestTraitsGrow(t *testing.T) {
 	c := gemma()
 	c.Depth = 1
@@ -923,7 +923,7 @@ func TestTraitsGrow(t *testing.T) {
 		grown := c.Grow(Grown{Kind: "Stack", Size: 1, Order: order})
 		require.NoError(t, grown.Check())
 		for i, from := range order {
-			want := grown.Block(max(0, i-1)) // that of the block before a new one
+			want := grown.Block(max(0, i-1)) // a new block copies the block before it
 			if from >= 0 {
 				want = before[from]
 			} else if i == 0 {
@@ -939,7 +939,7 @@ func TestTraitsGrow(t *testing.T) {
 	require.Nil(t, plain.Origin().Blocks, fmt.Sprint(plain.Origin().Blocks))
 }
 
-// TestFLOPsOfWindows counts the keys that the queries of a sequence see.
+// TestFLOPsOfWindows compares FLOPs with a count of the keys that the queries of a sequence attend to.
 func TestFLOPsOfWindows(t *testing.T) {
 	c := gemma()
 	c.Blocks = nil

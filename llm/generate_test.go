@@ -41,8 +41,8 @@ func newGenerator(t *testing.T, c Config) (*Generator, *sampler.Sampler) {
 	return g, s
 }
 
-// TestGenerateStreams wants tokens as they are drawn, no more after the caller has had enough, and
-// the end with the context.
+// TestGenerateStreams checks that tokens arrive as they are drawn, and that drawing stops when the caller
+// breaks off or the context is canceled.
 func TestGenerateStreams(t *testing.T) {
 	g, s := newGenerator(t, tiny())
 	taken := 0
@@ -74,8 +74,8 @@ func TestGenerateStreams(t *testing.T) {
 	require.ErrorContains(t, err, "the context is nil")
 }
 
-// TestGenerateStopsWithinAPass wants the context to end the pass over a prompt, which may take
-// minutes, and the generator to be as good as before.
+// TestGenerateStopsWithinAPass checks that canceling the context stops a pass over a prompt, which may
+// take minutes, and that the generator remains usable.
 func TestGenerateStopsWithinAPass(t *testing.T) {
 	m, err := NewModel(tiny(), tensor.Float32, 1)
 	require.NoError(t, err)
@@ -101,8 +101,8 @@ func TestGenerateStopsWithinAPass(t *testing.T) {
 	require.NoError(t, i.Close())
 }
 
-// TestGenerateStopsWithinAnOp wants the context to end the one op that takes nearly all of a pass.
-// A context that ends after a quarter of the pass's processor time leaves much of the rest unspent.
+// TestGenerateStopsWithinAnOp checks that canceling the context stops even an op that takes up most of a
+// pass: a pass that is canceled after a quarter of its processor time must save much of the rest.
 func TestGenerateStopsWithinAnOp(t *testing.T) {
 	for name, widen := range map[string]func(*Config){
 		"attention": func(c *Config) { c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 8000, 8, 1, 8, 1 },
@@ -120,10 +120,10 @@ func TestGenerateStopsWithinAnOp(t *testing.T) {
 				_, err := collect(g.Generate(ctx, prompt, 1, s))
 				return processor.Time(t) - start, err
 			}
-			_, err := pass(t.Context()) // which allocates
+			_, err := pass(t.Context()) // allocates memory
 			require.NoError(t, err)
 			least := 1.
-			for range 7 { // the system may let the goroutine that cancels wait
+			for range 7 { // the system may delay the goroutine that cancels
 				whole, err := pass(t.Context())
 				require.NoError(t, err)
 				ctx, cancel := context.WithCancel(t.Context())
@@ -149,21 +149,21 @@ func TestGenerateStopsWithinAnOp(t *testing.T) {
 	}
 }
 
-// TestGenerateOfAWideWindow wants time and memory to follow the tokens that there are. A file may
-// name a window of 2²⁴ positions for a model of some bytes. Passes over such a window would take
+// TestGenerateOfAWideWindow checks that time and memory depend on the number of tokens rather than on
+// Config.Seq. A small file may claim a window of 2²⁴ positions, and passes over such a window would take
 // days.
 func TestGenerateOfAWideWindow(t *testing.T) {
 	c := smallConfig()
 	c.Seq = 1 << 24
 	g, s := newGenerator(t, c)
-	bounded.Run(t, 2<<20, func() { // 16 MiB and more if it were for the window
+	bounded.Run(t, 2<<20, func() { // for the whole window it would be 16 MiB and more
 		tokens, err := collect(g.Generate(t.Context(), []int{0, 1, 2, 1, 0}, 40, s))
 		require.NoError(t, err)
 		require.Len(t, tokens, 40)
 	})
 }
 
-// TestWindowsThatGrow wants the same logits from a window for the tokens as from one for all, over
+// TestWindowsThatGrow checks that windows sized for the tokens give the same logits as a full window, for
 // several sizes.
 func TestWindowsThatGrow(t *testing.T) {
 	c := tiny()
@@ -198,7 +198,8 @@ func TestWindowsThatGrow(t *testing.T) {
 	}
 }
 
-// wholeLogits computes a model's logits of a whole window on the CPU, with nothing kept.
+// wholeLogits returns a runner that computes a model's logits over the whole window on the CPU, without a
+// cache.
 func wholeLogits(t *testing.T, m *Model) Runner {
 	g, err := m.Graph(ForLogits, 1)
 	require.NoError(t, err)
@@ -207,7 +208,7 @@ func wholeLogits(t *testing.T, m *Model) Runner {
 	return whole
 }
 
-// apartBy is ‖x − y‖/‖y‖ of two slices of logits.
+// apartBy returns ‖x − y‖/‖y‖ for two slices of logits.
 func apartBy(t *testing.T, x, y any) float64 {
 	t.Helper()
 	wide := func(v any) (w []float64) {
@@ -233,8 +234,8 @@ func apartBy(t *testing.T, x, y any) float64 {
 	return math.Sqrt(diff / norm)
 }
 
-// TestDecoding wants the logits of a sequence that grows to be those of the whole window. That
-// holds for a prompt and token by token, in the window and beyond it, for other sequences, and
+// TestDecoding checks that cached decoding of a growing sequence gives the same logits as passes over the
+// whole window: for a prompt and token by token, within the window and beyond it, for a new sequence, and
 // after training.
 func TestDecoding(t *testing.T) {
 	r := texttest.Rand(t)
@@ -277,7 +278,7 @@ func TestDecoding(t *testing.T) {
 				all = append(all, r.IntN(256))
 			}
 		}
-		// What is kept of a sequence does not outlive a step of training.
+		// The cache of a sequence must not survive a step of training.
 		for i := range 2 {
 			next, err := tr.driver.engine.Decoder()
 			if err != nil {
@@ -302,8 +303,8 @@ func TestDecoding(t *testing.T) {
 	}
 }
 
-// TestDecodingRefusals wants errors of what is no sequence for the window, also where keys and
-// values are kept.
+// TestDecodingRefusals checks that decoding returns an error for invalid sequences, even after others
+// have been cached.
 func TestDecodingRefusals(t *testing.T) {
 	c := tiny()
 	m, err := NewModel(c, tensor.Float64, 1)
@@ -337,7 +338,7 @@ func TestDecodingRefusals(t *testing.T) {
 	}
 }
 
-// BenchmarkDecoding draws as many tokens as the window holds, at the example's default size.
+// BenchmarkDecoding draws a full window of tokens, at the example's default size.
 func BenchmarkDecoding(b *testing.B) {
 	c := Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256,
 		Kasmina: []int{1, 3}, Seeds: 16}.Default()
@@ -366,7 +367,7 @@ func BenchmarkDecoding(b *testing.B) {
 	b.ReportMetric(float64(b.Elapsed().Microseconds())/float64(b.N*c.Seq), "µs/token")
 }
 
-// collect returns all tokens that are generated.
+// collect returns all generated tokens.
 func collect(tokens iter.Seq2[int, error]) (all []int, err error) {
 	for token, err := range tokens {
 		if err != nil {
@@ -377,7 +378,7 @@ func collect(tokens iter.Seq2[int, error]) (all []int, err error) {
 	return all, nil
 }
 
-// paddedTrainer returns a trainer of a model whose vocabulary is larger than that of its tokenizer.
+// paddedTrainer returns a trainer for a model with a larger vocabulary than its tokenizer's.
 func paddedTrainer(t *testing.T, bpe *tokenizer.BPE, text *data.Text, vocab int) *Trainer {
 	t.Helper()
 	config := tiny()
@@ -412,8 +413,8 @@ func paddedTrainer(t *testing.T, bpe *tokenizer.BPE, text *data.Text, vocab int)
 	return tr
 }
 
-// TestPaddedVocabulary draws much from a model that has learnt nearly nothing, and two thirds of
-// whose vocabulary stand for no text. It draws after a prompt and from the start of a document.
+// TestPaddedVocabulary draws long samples from an almost untrained model in which two thirds of the
+// vocabulary represent no text, after a prompt and from the start of a document.
 func TestPaddedVocabulary(t *testing.T) {
 	text := numberedText(t)
 	bpe := trainBPE(t, 1, 270)
@@ -443,8 +444,8 @@ func TestPaddedVocabulary(t *testing.T) {
 	}
 }
 
-// TestOtherTokenizer wants a checkpoint to be refused by a trainer whose data is in other tokens,
-// also with new settings.
+// TestOtherTokenizer checks that a checkpoint is refused if the trainer's data is tokenized differently,
+// even with new settings.
 func TestOtherTokenizer(t *testing.T) {
 	text := numberedText(t)
 	tr := paddedTrainer(t, trainBPE(t, 1, 270), text, 320)
@@ -462,8 +463,8 @@ func TestOtherTokenizer(t *testing.T) {
 	}
 }
 
-// TestLogitsFollowTheLoss compares the logits of a position with the loss of a batch in which only
-// that position counts: log Σ exp(logits) − logits[target].
+// TestLogitsFollowTheLoss compares the logits of a position with the loss of a batch that counts only
+// that position: log Σ exp(logits) − logits[target].
 func TestLogitsFollowTheLoss(t *testing.T) {
 	r := texttest.Rand(t)
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1, dt: tensor.Float64})
@@ -496,7 +497,7 @@ func TestLogitsFollowTheLoss(t *testing.T) {
 	}
 }
 
-// lossAndGradients runs a graph of a model in float64 on one batch.
+// lossAndGradients runs a float64 model's graph on one batch.
 func lossAndGradients(t *testing.T, c Config, b data.Batch, opts ...GraphOption) (loss float64,
 	grads [][]float64) {
 	t.Helper()
@@ -527,8 +528,8 @@ func lossAndGradients(t *testing.T, c Config, b data.Batch, opts ...GraphOption)
 	return g.Loss.Value().Data().(float64), grads
 }
 
-// TestDocumentsApart wants the loss of a sequence of documents, and its gradients, to be the means
-// of those of each alone.
+// TestDocumentsApart checks that the loss of a sequence of documents, and its gradients, are the weighted
+// means of each document's own.
 func TestDocumentsApart(t *testing.T) {
 	r := texttest.Rand(t)
 	lengths := []int{1 + r.IntN(8), 1, 1 + r.IntN(20)}
@@ -578,8 +579,8 @@ func TestDocumentsApart(t *testing.T) {
 	}
 }
 
-// TestDocumentsOff wants the bits of a model that looks at no documents from one whose sequences
-// are one document each. Its configuration is stored as before.
+// TestDocumentsOff checks that Config.Documents changes no bits if every sequence is a single document,
+// and that the stored configuration omits it when it is not set.
 func TestDocumentsOff(t *testing.T) {
 	r := texttest.Rand(t)
 	off := tiny()
@@ -616,8 +617,8 @@ func TestDocumentsOff(t *testing.T) {
 	}
 }
 
-// TestAcrossDocuments trains on documents of which each holds the number after that of the one
-// before: it can be told only by looking there.
+// TestAcrossDocuments trains on documents that each hold the successor of the previous document's number.
+// The model can predict it only by attending to the previous document.
 func TestAcrossDocuments(t *testing.T) {
 	const numbers, steps, last = 8, 200, 20
 	tokens := endedTokens{&idTokens{tokenizer: "numbers", vocab: numbers + 1,
@@ -627,7 +628,7 @@ func TestAcrossDocuments(t *testing.T) {
 		m.ids = append(m.ids, numbers, i%numbers)
 	}
 
-	chance := math.Log(numbers) / 2 // every second token can be told
+	chance := math.Log(numbers) / 2 // every second token is an end of document, and predictable
 	for documents, fine := range map[bool]func(loss float64) bool{
 		false: func(loss float64) bool { return loss < chance/2 },
 		true:  func(loss float64) bool { return loss > 0.95*chance && loss < 1.2*chance },
@@ -668,8 +669,8 @@ func TestAcrossDocuments(t *testing.T) {
 	}
 }
 
-// TestResumeDocuments wants a resumed run to have the bits of a straight one, and to be refused
-// where documents are treated otherwise than before.
+// TestResumeDocuments checks that a resumed run computes the same bits as an uninterrupted one, and that
+// it is refused if Config.Documents has changed.
 func TestResumeDocuments(t *testing.T) {
 	c := tiny()
 	c.Documents = true
@@ -704,7 +705,7 @@ func TestResumeDocuments(t *testing.T) {
 	}
 }
 
-// TestDocumentsNeedThem wants a loader that knows nothing of documents to be refused.
+// TestDocumentsNeedThem checks that a loader without document boundaries is refused.
 func TestDocumentsNeedThem(t *testing.T) {
 	c := tiny()
 	c.Documents = true
@@ -727,8 +728,8 @@ func TestDocumentsNeedThem(t *testing.T) {
 	}
 }
 
-// TestDocumentsDecode wants what follows a text, which is one document, to be the same whatever the
-// model does about others.
+// TestDocumentsDecode checks that Config.Documents does not affect decoding, since the decoded text is a
+// single document.
 func TestDocumentsDecode(t *testing.T) {
 	var logits [2][]string
 	for i, documents := range []bool{false, true} {
@@ -760,7 +761,7 @@ func TestDocumentsDecode(t *testing.T) {
 	}
 }
 
-// idTokens are tokens in memory.
+// idTokens is a sequence of tokens in memory.
 type idTokens struct {
 	ids         []int
 	tokenizer   string
@@ -780,7 +781,7 @@ func (m *idTokens) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
-// endedTokens are tokens of which one ends each document.
+// endedTokens is a sequence of tokens with an end-of-document token.
 type endedTokens struct {
 	data.Tokens
 	end int
@@ -799,7 +800,7 @@ func zeroBatch(n int) data.Batch {
 	return data.Batch{Inputs: make([]int, n), Targets: make([]int, n), Count: n}
 }
 
-// numberedText is a text of 30 files.
+// numberedText returns a text of 30 files.
 func numberedText(t *testing.T) *data.Text {
 	t.Helper()
 	c, err := data.Open(texttest.Files(t, texttest.Numbered(30)))

@@ -28,7 +28,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestNil wants an error from each constructor and function that gets a nil.
+// TestNil checks that every constructor and function returns an error for a nil argument.
 func TestNil(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	second := func(_ any, err error) error { return err }
@@ -85,16 +85,17 @@ func TestNil(t *testing.T) {
 	}
 }
 
-// shifted is a tokenizer of other ids than those of the models here.
+// shifted is a tokenizer with ids that the models of these tests do not have.
 type shifted struct{ tokenizer.Bytes }
 
 func (shifted) Encode([]byte) []int { return []int{1, 300} }
 
 func (shifted) Decode(ids []int) ([]byte, error) { return make([]byte, len(ids)), nil }
 
-// TestCallbackArguments wants callbacks that no run can use to end it before its first step.
+// TestCallbackArguments checks that a callback with invalid arguments fails the run before its first
+// step.
 func TestCallbackArguments(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "file") // in the place of a folder
+	file := filepath.Join(t.TempDir(), "file") // where a folder is expected
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
 		t.Fatal(err)
 	}
@@ -141,8 +142,8 @@ func TestCallbackArguments(t *testing.T) {
 	}
 }
 
-// TestSampleToDevice wants a sample to go where a file is written to but none can be made, as it
-// does to /dev/stdout.
+// TestSampleToDevice checks that a sample can be written to an existing file in a folder that allows no
+// new files, such as /dev/stdout.
 func TestSampleToDevice(t *testing.T) {
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -151,7 +152,7 @@ func TestSampleToDevice(t *testing.T) {
 	defer r.Close()
 
 	defer w.Close()
-	path := fmt.Sprintf("/dev/fd/%d", w.Fd()) // in a folder where nobody can make a file
+	path := fmt.Sprintf("/dev/fd/%d", w.Fd()) // a folder in which no file can be created
 	if _, err := os.Stat(path); err != nil {
 		t.Skip("this system has no paths to open files:", err)
 	}
@@ -168,7 +169,7 @@ func TestSampleToDevice(t *testing.T) {
 	}
 }
 
-// TestSampleToAPipe wants a pipe that nobody reads to be an error, and not to be waited for.
+// TestSampleToAPipe checks that writing to a pipe without a reader fails instead of blocking.
 func TestSampleToAPipe(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "pipe")
 	if err := exec.Command("mkfifo", path).Run(); err != nil {
@@ -179,8 +180,7 @@ func TestSampleToAPipe(t *testing.T) {
 	require.ErrorContains(t, tr.Run(t.Context()), path)
 }
 
-// TestLearningRateOfNaN wants a schedule that gives no number to end the run before it changes a
-// parameter.
+// TestLearningRateOfNaN checks that a schedule that returns NaN fails the run before a parameter changes.
 func TestLearningRateOfNaN(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 3})
 	tr.Config.Schedule = optim.Constant(math.NaN())
@@ -239,8 +239,8 @@ func smallTrainer(t testing.TB, c Config) *Trainer {
 	return tr
 }
 
-// TestHostileConfig wants configurations that ask for more than memory holds, in files whose
-// checksums are right, to be refused before anything is allocated.
+// TestHostileConfig checks that files with valid checksums are refused before anything is allocated if
+// their configuration needs more memory than the computer has.
 func TestHostileConfig(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	whole := metadata[modelfile.ConfigKey]
@@ -269,8 +269,8 @@ func TestHostileConfig(t *testing.T) {
 	}
 }
 
-// TestLatticeOfOtherSlots wants the number of slots that a lattice's header states to be the
-// model's. A seed of a slot beyond them would be looked up outside the weights.
+// TestLatticeOfOtherSlots checks that a lattice is refused if its header states a different number of
+// slots than the model has. Otherwise a seed with a higher slot would index outside the weights.
 func TestLatticeOfOtherSlots(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	l, err := state.NewLattice(2, 4, state.WithSlots(9))
@@ -299,8 +299,8 @@ func TestLatticeOfOtherSlots(t *testing.T) {
 	}
 }
 
-// FuzzLoad gives LoadModel, ReadNotes and Resume files that are whole, with altered metadata and
-// one altered tensor.
+// FuzzLoad passes files with valid checksums, but with altered metadata and one altered tensor, to
+// LoadModel, ReadNotes and Resume.
 func FuzzLoad(f *testing.F) {
 	tensors, metadata := smallCheckpoint(f)
 	c := Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1,
@@ -323,7 +323,7 @@ func FuzzLoad(f *testing.F) {
 		path := filepath.Join(t.TempDir(), "m.safetensors")
 		if err := safetensors.Save(path, altered, map[string]string{modelfile.ConfigKey: config,
 			modelfile.TrainingKey: training, modelfile.NotesKey: notes}); err != nil {
-			return // no JSON string
+			return // not valid as a JSON string
 		}
 		info, err := os.Stat(path)
 		require.NoError(t, err)
@@ -340,8 +340,8 @@ func FuzzLoad(f *testing.F) {
 	})
 }
 
-// TestModelLargerThanMemory wants an error of parameters that the computer cannot hold, before it
-// is asked to.
+// TestModelLargerThanMemory checks that NewModel refuses parameters that do not fit into memory before it
+// allocates them.
 func TestModelLargerThanMemory(t *testing.T) {
 	if memory.Check("", 180<<30) == nil {
 		t.Skip("it is not known how much memory this computer has, or it is enough")
@@ -353,7 +353,8 @@ func TestModelLargerThanMemory(t *testing.T) {
 	}
 }
 
-// TestZeroValues wants what nobody has made to say who makes it, and nothing to panic.
+// TestZeroValues checks that methods of uninitialized values return errors that name the constructor, and
+// do not panic.
 func TestZeroValues(t *testing.T) {
 	second := func(_ any, err error) error { return err }
 	var m Model
@@ -440,7 +441,7 @@ func TestZeroValues(t *testing.T) {
 	require.NoError(t, errors.Join(cpu.Close(), new(Decoding).Close()))
 }
 
-// TestNoEngine wants a factory that returns no engine and no error to be told of.
+// TestNoEngine checks the error for an engine factory that returns neither an engine nor an error.
 func TestNoEngine(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	for _, none := range []Engine{nil, (*cpuEngine)(nil)} {

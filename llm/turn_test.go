@@ -29,7 +29,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// gathering is an engine that tells of each batch whose gradients it has added.
+// gathering is an engine that calls added after each batch.
 type gathering struct {
 	Engine
 	added func()
@@ -40,9 +40,9 @@ func (g gathering) Gradients(b data.Batch) (float64, error) {
 	return g.Engine.Gradients(b)
 }
 
-// TestInterruptBetweenBatches wants a context that ends while a step gathers gradients to end the
-// run there. The checkpoint is that of the step before. The run that resumes goes as one that was
-// not interrupted, bit for bit.
+// TestInterruptBetweenBatches checks that a run stops when its context is canceled while a step gathers
+// gradients, with a checkpoint of the step before. A run that resumes from it computes the same bits as
+// an uninterrupted one.
 func TestInterruptBetweenBatches(t *testing.T) {
 	o := trainerOptions{config: tiny(), steps: 5, accumulate: 3}
 	straight, first, second := newTrainer(t, o), newTrainer(t, o), newTrainer(t, o)
@@ -67,8 +67,8 @@ func TestInterruptBetweenBatches(t *testing.T) {
 	checkSame(t, straight, first)
 }
 
-// TestLastCheckpoint wants a run that a callback ends to leave a checkpoint of its last step, with
-// the first error first. One with nothing new or nothing sound leaves the file alone.
+// TestLastCheckpoint checks that a run that a callback ends saves a checkpoint of its last step, and
+// returns the callback's error first. A run with no new or no sound step keeps the old file.
 func TestLastCheckpoint(t *testing.T) {
 	full := errors.New("the disk is full")
 	for name, c := range map[string]struct {
@@ -107,7 +107,7 @@ func TestLastCheckpoint(t *testing.T) {
 	}
 }
 
-// TestTornStep wants a step without its epoch's end not to be saved as one, nor to be gone on from.
+// TestTornStep checks that a step without the end of its epoch is neither saved nor continued.
 func TestTornStep(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "run")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 9}) // epochs of 3
@@ -123,15 +123,15 @@ func TestTornStep(t *testing.T) {
 	require.NoError(t, tr.Run(t.Context()))
 }
 
-// stubborn is a controller that asks for what cannot be.
+// stubborn is a controller that requests an impossible transition.
 type stubborn struct{}
 
 func (stubborn) Decide([]state.Report) []state.Command {
 	return []state.Command{{Action: state.Move, Seed: 1, To: state.Fossilized}}
 }
 
-// TestPanickingController wants a step that a panic has left to be no more a whole one than one
-// that an error has.
+// TestPanickingController checks that a step cut short by a panic counts as incomplete, like a step that
+// failed.
 func TestPanickingController(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "run")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 9}) // epochs of 3
@@ -146,7 +146,8 @@ type panickingController struct{}
 
 func (panickingController) Decide([]state.Report) []state.Command { panic("decide") }
 
-// TestTurns wants callbacks and listeners to do all that is done beside a run, and nothing to hang.
+// TestTurns checks that callbacks and listeners can do everything that other goroutines may do during a
+// run, without a deadlock.
 func TestTurns(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
@@ -182,8 +183,8 @@ func TestTurns(t *testing.T) {
 	require.NoError(t, os.Remove(path))
 }
 
-// TestClosedTrainerAnswers wants commands of a model that no trainer is left to run to be answered.
-// A run of a trainer that is closed meanwhile ends.
+// TestClosedTrainerAnswers checks that commands are answered when the model has no open trainer left, and
+// that closing a trainer ends its run.
 func TestClosedTrainerAnswers(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
 	plant := state.Command{Action: state.Germinate, Request: state.GerminationRequest{Slot: 4,
@@ -208,8 +209,8 @@ func TestClosedTrainerAnswers(t *testing.T) {
 	require.NoError(t, next.Close())
 }
 
-// TestLateCommands wants a command that comes too late for the last checkpoint of a run to be refused,
-// whoever gives it, and one that is answered with nil to be in the checkpoint.
+// TestLateCommands checks that a command that is too late for the last checkpoint of a run is refused,
+// whoever gives it, and that an accepted command is in the checkpoint.
 func TestLateCommands(t *testing.T) {
 	plant := func(seed int) state.Command {
 		return state.Command{Action: state.Germinate, Seed: seed,
@@ -255,8 +256,8 @@ func TestLateCommands(t *testing.T) {
 	}
 }
 
-// TestCommandsOfARunWithin lets a callback of a run train the model with another trainer. A command
-// that comes too late for the inner run takes effect in the outer one.
+// TestCommandsOfARunWithin trains the model with a second trainer inside a callback. A command that is
+// too late for the inner run takes effect in the outer one.
 func TestCommandsOfARunWithin(t *testing.T) {
 	outer, other := newTrainer(t, trainerOptions{config: tiny(), steps: 4}),
 		newTrainer(t, trainerOptions{config: tiny(), steps: 2})
@@ -287,8 +288,8 @@ func TestCommandsOfARunWithin(t *testing.T) {
 	require.Equal(t, state.Germinated, stage)
 }
 
-// TestCommandsAfterAFailedRecord wants commands to be refused in a step that cannot record a request:
-// the step is not complete, so no checkpoint has what they would have changed.
+// TestCommandsAfterAFailedRecord checks that commands are refused in a step that cannot record a request:
+// the step is not complete, so no checkpoint contains what they would have changed.
 func TestCommandsAfterAFailedRecord(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	full := errors.New("the disk is full")
@@ -308,8 +309,8 @@ func TestCommandsAfterAFailedRecord(t *testing.T) {
 	require.ErrorIs(t, <-command, state.ErrClosed)
 }
 
-// operations is how many calls are made beside a run. Asked for by KASMINA_OPERATIONS, 10000 take
-// minutes.
+// operations returns the number of concurrent calls to make during a run. KASMINA_OPERATIONS overrides
+// it; 10000 take minutes.
 func operations(t *testing.T) int64 {
 	n, err := strconv.ParseInt(os.Getenv("KASMINA_OPERATIONS"), 10, 64)
 	if err != nil {
@@ -321,7 +322,7 @@ func operations(t *testing.T) int64 {
 
 var turnSeed = maphash.MakeSeed()
 
-// sumOf stands for a model's parameters, of which there are thousands at the end of each step.
+// sumOf returns a hash that stands for a model's parameters, as of thousands of steps.
 func sumOf(m *Model) uint64 {
 	var h maphash.Hash
 	h.SetSeed(turnSeed)
@@ -333,19 +334,19 @@ func sumOf(m *Model) uint64 {
 	return h.Sum64()
 }
 
-// beside is a run, and what goes on beside it.
+// beside is a run with concurrent calls from other goroutines.
 type beside struct {
 	*testing.T
 	*Trainer
 	dir   string
 	text  *data.Evaluation
-	after sync.Map // sums of parameters: of those at the end of each step,
-	files sync.Map // and of those in each file that was saved
+	after sync.Map // hashes of the parameters after each step
+	files sync.Map // hashes of the parameters in each saved file
 }
 
-// TestBesideARun wants whatever goes on beside a run to find the model between two steps: saves,
-// loads, blueprints, samples, scores, commands and questions. Every file loads, and has parameters
-// that the model had at the end of a step.
+// TestBesideARun checks that everything other goroutines do during a run sees the model between two
+// steps: saves, loads, blueprints, samples, evaluations, commands and queries. Every file must load, and
+// its parameters must be the model's parameters after some step.
 func TestBesideARun(t *testing.T) {
 	left := operations(t)
 	tr := newTrainer(t, trainerOptions{config: roomy(), steps: 1 << 30})
@@ -387,8 +388,8 @@ func TestBesideARun(t *testing.T) {
 	checkSame(t, tr, again)
 }
 
-// savedWithin is an engine in each of whose updates a save begins, while a parameter is what it is
-// after no step.
+// savedWithin is an engine that starts a save during each update, while a parameter has a value that no
+// step produces.
 type savedWithin struct {
 	Engine
 	*beside
@@ -400,7 +401,7 @@ func (e *savedWithin) Update() (float64, error) {
 	x := e.Model.Params[0].Value.Data().([]float32)
 	was := x[0]
 	x[0]++
-	if !e.saving.Swap(true) { // otherwise that of a step before still waits for its turn
+	if !e.saving.Swap(true) { // otherwise the save of an earlier step is still waiting
 		e.saves.Go(func() {
 			defer e.saving.Store(false)
 			e.save(filepath.Join(e.dir, "within"))
@@ -415,7 +416,7 @@ func (e *savedWithin) Update() (float64, error) {
 	return e.Engine.Update()
 }
 
-// waitsToSave reports whether a goroutine waits for the turn in which it saves a model.
+// waitsToSave reports whether a goroutine is waiting for the model's lock to save it.
 func waitsToSave() bool {
 	all := make([]byte, 1<<20)
 	all = all[:runtime.Stack(all, true)]
@@ -434,7 +435,7 @@ func (b *beside) check(err error) {
 	}
 }
 
-// loaded checks a file that was saved beside the run.
+// loaded checks a file that was saved during the run.
 func (b *beside) loaded(path string) {
 	m, err := LoadModel(context.Background(), path)
 	b.check(err)
@@ -485,16 +486,16 @@ func (b *beside) ask(string) {
 	}
 	c := state.Command{Action: state.Germinate, Layer: 1, Request: state.GerminationRequest{Slot: 4,
 		Kind: blueprints.Residual}}
-	<-b.Model.Kasmina.Submit(c) // refused but for the first time
+	<-b.Model.Kasmina.Submit(c) // refused after the first time
 }
 
-// never is a controller that commands nothing.
+// never is a controller that gives no commands.
 type never struct{}
 
 func (never) Decide([]state.Report) []state.Command { return nil }
 
-// TestSteer wants commands from beside a run to take effect behind a step, also between the ends of
-// epochs. Callbacks hear of them, and a run that follows the record has the same bits.
+// TestSteer checks that commands given during a run take effect after a step, even in the middle of an
+// epoch, that callbacks are notified, and that a run that replays the record computes the same bits.
 func TestSteer(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -514,9 +515,9 @@ func TestSteer(t *testing.T) {
 				told = append(told, s.To.String()+": "+s.Reason)
 			}
 		case e.Kind == StepEnd && e.Step == 12:
-			// which is not dormant then
+			// the seed is not dormant any more when the second one is due
 			answers = append(answers, tr.Steer(plant, train), tr.Steer(plant))
-		case e.Kind == StepEnd && e.Step == 17: // behind whose next step an epoch ends
+		case e.Kind == StepEnd && e.Step == 17: // an epoch ends after the next step
 			answers = append(answers,
 				tr.Steer(state.Command{Action: state.Move, To: state.Grafting}))
 		}
@@ -556,8 +557,8 @@ func TestSteer(t *testing.T) {
 	}
 }
 
-// TestMeasureIsRecorded checks that a change of telemetry takes effect between two steps, that the
-// record and the log have it, and that a run which follows the record ends with the same lattices.
+// TestMeasureIsRecorded checks that a change of telemetry takes effect between two steps, that the record
+// and the log contain it, and that a run which replays the record ends with the same lattices.
 func TestMeasureIsRecorded(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -579,7 +580,7 @@ func TestMeasureIsRecorded(t *testing.T) {
 	tr.On(func(e Event) error {
 		now := tr.Model.Kasmina.Lattice(0).Telemetry()
 		switch {
-		case e.Kind == RunStart: // before the first step, which a record could not repeat
+		case e.Kind == RunStart: // before the first step, which a record could not replay
 			answers = append(answers, tr.Ask(Request{Commands: measure(state.Debug)}))
 		case e.Kind == Noted:
 			noted = append(noted, fmt.Sprint(e.Step, " ", e.Text))
@@ -618,8 +619,8 @@ func TestMeasureIsRecorded(t *testing.T) {
 	require.Equal(t, tr.Model.Kasmina.Digest(), again.Model.Kasmina.Digest())
 }
 
-// TestRequestsAreAnsweredTruthfully checks that a request which is granted has taken effect, and
-// that one which comes after the last step is refused, whatever the run does at the moment.
+// TestRequestsAreAnsweredTruthfully checks that a granted request has taken effect, and that a request
+// after the last step is refused, whatever the run is doing.
 func TestRequestsAreAnsweredTruthfully(t *testing.T) {
 	off := Request{Commands: []state.Command{{Action: state.Measure,
 		Telemetry: state.Telemetry{Mode: state.Off}}}}
@@ -689,8 +690,8 @@ func TestRequestsAreAnsweredTruthfully(t *testing.T) {
 	}
 }
 
-// TestRecordOfSavesAndStops checks that the record says who has asked to save and to stop, and that
-// a run which follows the record is neither stopped nor refused a save.
+// TestRecordOfSavesAndStops checks that the record says who requested a save or a stop, and that a run
+// which replays the record is neither stopped nor refused a save.
 func TestRecordOfSavesAndStops(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -734,8 +735,7 @@ func TestRecordOfSavesAndStops(t *testing.T) {
 	require.Equal(t, []int{5, 9}, saved)
 }
 
-// TestNote wants what somebody has asked for told behind the step, once, and nothing while no run
-// goes on.
+// TestNote checks that a note is emitted once, after the step, and that a note outside a run is dropped.
 func TestNote(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	tr.Note("too early")
@@ -754,7 +754,7 @@ func TestNote(t *testing.T) {
 	require.Equal(t, []string{"3 somebody asks"}, told)
 }
 
-// TestStopAndSave wants a run that is asked to save and to stop to do so behind its step.
+// TestStopAndSave checks that a run saves and stops on request, after the current step.
 func TestStopAndSave(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 20})
 	require.ErrorIs(t, tr.SaveSoon(), state.ErrClosed)
@@ -793,7 +793,7 @@ func TestStopAndSave(t *testing.T) {
 	require.Equal(t, []int{5, 7, 20}, saved)
 }
 
-// frozen is the tiny model without Kasmina layers, whose weights are there to get LoRA alone.
+// frozen returns the tiny model without Kasmina layers, with weights that can only grow LoRA.
 func frozen(directed bool) Config {
 	c := tiny()
 	c.Kasmina, c.Seeds, c.Slots = nil, 0, 0
@@ -802,7 +802,7 @@ func frozen(directed bool) Config {
 	return c
 }
 
-// hostBits are the model's own parameters.
+// hostBits returns a checksum of each of the model's own parameters.
 func hostBits(t *testing.T, tr *Trainer) map[string]uint32 {
 	all := learntBy(t, tr)
 	for name := range all {
@@ -813,9 +813,9 @@ func hostBits(t *testing.T, tr *Trainer) map[string]uint32 {
 	return all
 }
 
-// TestAdapters wants LoRA to learn in a frozen model that keeps its bits, by each way to place
-// them. The run is resumed behind any of its steps, and replayed by its record, with the bits of
-// the run that was never interrupted. All are merged at its end.
+// TestAdapters checks that LoRA learns in a frozen model with every placement strategy, and that the
+// model's own parameters keep their bits. A run that resumes after any step, or replays the record, ends
+// with the same bits as the uninterrupted run. All blueprints are merged at the end.
 func TestAdapters(t *testing.T) {
 	for _, where := range []control.Where{control.Unhealthiest, control.AtRandom, control.AllAtOnce} {
 		t.Run("where "+string(where), func(t *testing.T) {
@@ -880,8 +880,8 @@ func TestAdapters(t *testing.T) {
 	}
 }
 
-// TestAdaptersBudget wants no more parameters than the budget has, and nearly as many, where
-// gradients ask for them.
+// TestAdaptersBudget checks that gradient-directed placement uses nearly all of the parameter budget and
+// does not exceed it.
 func TestAdaptersBudget(t *testing.T) {
 	const budget = 500
 	tr := newTrainer(t, trainerOptions{config: frozen(true), steps: 1})
@@ -899,8 +899,8 @@ func TestAdaptersBudget(t *testing.T) {
 	}
 }
 
-// TestFrozenAlone wants a frozen model without a blueprint to say that nothing can learn, and one
-// that is planted by hand to learn.
+// TestFrozenAlone checks that a frozen model without blueprints reports that nothing can learn, and that
+// it learns after a blueprint has been planted by hand.
 func TestFrozenAlone(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: frozen(false), steps: 2})
 	require.ErrorContains(t, tr.Run(context.Background()), "nothing is planted")
@@ -925,8 +925,9 @@ func TestFrozenAlone(t *testing.T) {
 	}
 }
 
-// TestBudgets has budgets that no blueprint fits, sizes that fit nowhere, and epochs that are over
-// before they begin. It wants them refused with what would be needed; that much is enough.
+// TestBudgets checks that a controller is refused if its budget fits no blueprint, its sizes fit no
+// place, or its epochs end before they start, and that the error names the smallest sufficient value,
+// which must then be accepted.
 func TestBudgets(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
