@@ -25,7 +25,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// profiled is an engine that has timed an op.
+// profiled is an engine that reports fixed op times.
 type profiled struct {
 	Engine
 	ops []OpTime
@@ -79,13 +79,13 @@ func TestMonitor(t *testing.T) {
 	}
 }
 
-// measurer has a ceiling.
+// measurer is an engine that reports a fixed ceiling.
 type measurer struct{ Engine }
 
 func (measurer) Ceiling() (Ceiling, error) { return Ceiling{Product: 3, Type: "float32"}, nil }
 
-// TestCeilings wants what a device reaches measured once, behind the first step of a run, and told;
-// and the operations that are made counted.
+// TestCeilings checks that the ceiling is measured and reported once, after the first step of a run, and
+// that operations are counted.
 func TestCeilings(t *testing.T) {
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 	c, err := tr.driver.engine.(Measurer).Ceiling()
@@ -112,8 +112,8 @@ func TestCeilings(t *testing.T) {
 	require.ErrorContains(t, Ceilings(nil)(Event{Kind: RunStart}), "Ceilings")
 }
 
-// TestMonitorOnCPU wants the table and the log of a run on the CPU to have its ops and the update.
-// The ways are there once a run.
+// TestMonitorOnCPU checks that the table and the events of a run on the CPU contain its ops and the
+// update, and that the choices are reported once per run.
 func TestMonitorOnCPU(t *testing.T) {
 	t.Setenv("KASMINA_VARIANTS", "")
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
@@ -149,7 +149,7 @@ func TestMonitorOnCPU(t *testing.T) {
 		Profiled, RunEnd, RunStart, Chosen, StepEnd, Profiled, RunEnd}, kinds)
 }
 
-// traced is an engine whose profile is there after some steps.
+// traced is an engine that returns a profile after a number of steps.
 type traced struct {
 	Engine
 	started, steps, takes int
@@ -185,7 +185,7 @@ func TestProfileStep(t *testing.T) {
 		{1, 5, "ended too early", ""},
 		{1, 0, "", "at least 1"},
 	} {
-		// of two steps
+		// a run of two steps
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 		e := &traced{Engine: tr.driver.engine, takes: test.takes}
 		tr.driver.engine = e
@@ -230,11 +230,11 @@ func TestProfileStep(t *testing.T) {
 	}
 }
 
-// TestScrub wants what is damaged before a run and during it to be told while it goes on, once for
+// TestScrub checks that corruption before and during a run is reported while the run continues, once for
 // each place.
 func TestScrub(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1 << 20})
-	tr.Config.Epoch = 1 << 20 // whose end would find it too
+	tr.Config.Epoch = 1 << 20 // the end of an epoch would find it too
 	seedtest.FlipAlpha(t, tr.Model.Kasmina.Lattice(0), 2)
 	ctx, cancel := context.WithCancel(t.Context())
 	var out strings.Builder
@@ -268,8 +268,7 @@ func TestScrub(t *testing.T) {
 	require.Equal(t, 2, strings.Count(out.String(), "\n"))
 }
 
-// TestScrubOfAFailedRun wants what was found to be told also when the run fails before a step's
-// end.
+// TestScrubOfAFailedRun checks that findings are reported even if the run fails before the end of a step.
 func TestScrubOfAFailedRun(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
 	tr.Config.Epoch = 1
@@ -307,7 +306,7 @@ type failingWriter struct{ err error }
 
 func (w failingWriter) Write([]byte) (int, error) { return 0, w.err }
 
-// TestEventKindNames wants events to be printed by their constants' names.
+// TestEventKindNames checks that events are printed with the names of their constants.
 func TestEventKindNames(t *testing.T) {
 	for kind, want := range map[EventKind]string{RunStart: "RunStart", RunEnd: "RunEnd",
 		Failed: "Failed", Corrupted: "Corrupted", Reshaped: "Reshaped", 0: "EventKind(0)",
@@ -316,11 +315,11 @@ func TestEventKindNames(t *testing.T) {
 	}
 }
 
-// TestEpochEnd wants callbacks to be told, once an epoch and before the step's end, how all seeds
-// are and what has happened to them since. What happens behind the last epoch is told when the run
-// ends.
+// TestEpochEnd checks that callbacks receive, once per epoch and before the end of the step, a report on
+// all seeds and the seed events since the last one. Events after the last epoch are reported at the end
+// of the run.
 func TestEpochEnd(t *testing.T) {
-	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7}) // in epochs of 3
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7}) // epochs of 3 steps
 	var events []Event
 	var listened []state.Event
 	_, err := tr.Model.Kasmina.Listen(func(e state.Event) { listened = append(listened, e) })
@@ -375,7 +374,7 @@ func TestEpochEnd(t *testing.T) {
 	}
 }
 
-// TestNoEpochEnd wants nothing to be told of seeds where a model has none.
+// TestNoEpochEnd checks that no EpochEnd is emitted for a model without seeds.
 func TestNoEpochEnd(t *testing.T) {
 	tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 	tr.Config.Epoch = 1
@@ -386,10 +385,11 @@ func TestNoEpochEnd(t *testing.T) {
 	require.NoError(t, tr.Run(t.Context()))
 }
 
-// BenchmarkTelemetry measures training steps of a small model with four Kasmina layers. Steps go without telemetry, with all of it, and with that of every fourth step, in turn.
-// It reports by how much the last two take longer. Of every round it forms the ratios, and reports
-// their median. They are of the time by the clock and of the processor's time, in which other
-// programs show less.
+// BenchmarkTelemetry measures training steps of a small model with four Kasmina layers, alternately
+// without telemetry, with all telemetry, and with the telemetry of every fourth step.
+//
+// It reports how much longer the latter two take, as the median of the ratios of all rounds, in
+// wall-clock time and in processor time. Other programs disturb processor time less.
 func BenchmarkTelemetry(b *testing.B) {
 	c := Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256, Kasmina: []int{0, 1, 2, 3},
 		Seeds: 16}
@@ -418,7 +418,7 @@ func BenchmarkTelemetry(b *testing.B) {
 	var ratios [3][2][]float64
 	for round := 0; b.Loop(); round++ {
 		var took [3][2]float64
-		for i := range modes { // in another order every round
+		for i := range modes { // in a different order every round
 			at := (i + round) % len(modes)
 			took[at] = measure(modes[at])
 		}

@@ -593,7 +593,7 @@ func roomy() Config {
 	return c
 }
 
-// TestCapacityResumes checks that blueprints in wide slots train, and that an interrupted run of them
+// TestCapacityResumes checks that blueprints in wide slots train, and that a run that was interrupted
 // continues bit for bit.
 func TestCapacityResumes(t *testing.T) {
 	o := trainerOptions{config: roomy(), steps: 30}

@@ -29,14 +29,14 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// deep is the tiny model with seeds in depth.
+// deep returns the tiny model with seeds in depth.
 func deep() Config {
 	c := tiny()
 	c.Depth = 3
 	return c
 }
 
-// depthCommands are the commands that a run gets behind its steps.
+// depthCommands holds the commands that a run receives, by step.
 type depthCommands map[int][]state.Command
 
 func germinate(seed int, k blueprints.Kind, size int) state.Command {
@@ -48,7 +48,8 @@ func move(seed int, to state.Stage) state.Command {
 	return state.Command{Action: state.Move, Seed: seed, To: to}
 }
 
-// commanded carries out commands behind steps, before a callback that saves.
+// commanded returns a callback that carries out commands after steps. It must come before a callback that
+// saves.
 func commanded(tr *Trainer, commands depthCommands) Callback {
 	return func(e Event) error {
 		if e.Kind != StepEnd {
@@ -82,7 +83,7 @@ func learntBy(t *testing.T, tr *Trainer) map[string]uint32 {
 	return all
 }
 
-// grownBy makes a trainer's model grow at once.
+// grownBy grows a trainer's model immediately.
 func grownBy(t *testing.T, tr *Trainer, seed int, k blueprints.Kind, size int) {
 	t.Helper()
 	layer := tr.Model.Kasmina.Layers() - 1
@@ -94,8 +95,8 @@ func grownBy(t *testing.T, tr *Trainer, seed int, k blueprints.Kind, size int) {
 	require.NoError(t, tr.inTurn(tr.growth.reshape))
 }
 
-// TestStackCopies wants a growth to leave parameters, moments, loader and lattices as they are.
-// Copies have the values and the moments of what they are copies of.
+// TestStackCopies checks that growth preserves parameters, moments, loader and lattices, and that copied
+// blocks have the values and the moments of the originals.
 func TestStackCopies(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -134,8 +135,8 @@ func TestStackCopies(t *testing.T) {
 	}
 }
 
-// TestGrownIsAPlainModel wants a model that has grown to train on with the bits of one that was
-// made with its blocks. It is saved, loaded and sampled from as such.
+// TestGrownIsAPlainModel checks that a grown model trains on with the same bits as a model created with
+// these blocks, and that it can be saved, loaded and sampled from like any other.
 func TestGrownIsAPlainModel(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: deep(), steps: 4})
 	g, err := NewGenerator(tr.Model)
@@ -185,7 +186,7 @@ func TestGrownIsAPlainModel(t *testing.T) {
 	require.Equal(t, draw(loaded), draw(g))
 }
 
-// TestNewBlocksAreTheIdentity wants new blocks to change no loss, and to learn.
+// TestNewBlocksAreTheIdentity checks that new blocks do not change the loss, and that they learn.
 func TestNewBlocksAreTheIdentity(t *testing.T) {
 	testNewBlocks(t, deep(), "mlp.down_proj.weight", 0)
 	c := deep()
@@ -196,7 +197,7 @@ func TestNewBlocksAreTheIdentity(t *testing.T) {
 	testNewBlocks(t, c, "post_feedforward_layernorm.weight", 0)
 }
 
-// testNewBlocks expects the named parameter to be closed in a new block.
+// testNewBlocks checks that the named parameter keeps a new block closed.
 func testNewBlocks(t *testing.T, c Config, closing string, closed float32) {
 	tr := newTrainer(t, trainerOptions{config: c, steps: 4})
 	require.NoError(t, tr.Run(context.Background()))
@@ -216,7 +217,7 @@ func testNewBlocks(t *testing.T, c Config, closing string, closed float32) {
 	require.NotEqual(t, closed, tr.Model.Param(name).Float32s()[0])
 }
 
-// TestRollbackOfDepth wants a rollback to put back what the model was, and the run to go on.
+// TestRollbackOfDepth checks that a rollback restores the earlier model, and that the run continues.
 func TestRollbackOfDepth(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: deep(), steps: 4})
 	require.NoError(t, tr.Run(context.Background()))
@@ -235,8 +236,8 @@ func TestRollbackOfDepth(t *testing.T) {
 	require.NoError(t, tr.Run(context.Background()))
 }
 
-// TestResumeWhileGrowing has a run grow, be fossilized, grow again and be rolled back. It wants it
-// to be resumed behind any of its steps with the bits of the run that was never interrupted.
+// TestResumeWhileGrowing grows the model, fossilizes or rolls back the growth, and grows again. It checks
+// that the run can be resumed after any step with the same bits as the uninterrupted run.
 func TestResumeWhileGrowing(t *testing.T) {
 	const steps = 14
 	commands := depthCommands{
@@ -271,7 +272,7 @@ func TestResumeWhileGrowing(t *testing.T) {
 				require.NoError(t, tr.Run(context.Background()), "step %d", step)
 				require.Equal(t, want, learntBy(t, tr), "from step %d", step)
 				require.Equal(t, whole.Model.Config, tr.Model.Config)
-				if step == steps-1 { // and back to before it had grown
+				if step == steps-1 { // and back to before it grew
 					tr.callbacks = nil
 					require.NoError(t, tr.Resume(context.Background(), path(1)))
 					require.Equal(t, 2, tr.Model.Config.Layers)
@@ -284,8 +285,8 @@ func TestResumeWhileGrowing(t *testing.T) {
 	}
 }
 
-// TestForgedBefore wants a checkpoint to be refused that a rollback could not use, or that counts
-// what no run has spent. Nothing has changed then.
+// TestForgedBefore checks that Resume refuses a checkpoint with an unusable snapshot or an impossible
+// state of the run, and changes nothing.
 func TestForgedBefore(t *testing.T) {
 	options := trainerOptions{config: deep(), steps: 9}
 	tr := newTrainer(t, options)
@@ -300,7 +301,7 @@ func TestForgedBefore(t *testing.T) {
 
 	require.NoError(t, tr.Run(t.Context()))
 	const weight = "model.layers.0.mlp.up_proj.weight"
-	const grown = "part.growth.snapshot.0." // the model before it grew
+	const grown = "part.growth.snapshot.0." // the snapshot from before the growth
 	inState := func(from, to string) func(map[string]safetensors.Tensor, map[string]string) {
 		return func(_ map[string]safetensors.Tensor, metadata map[string]string) {
 			was := metadata[modelfile.TrainingKey]
@@ -375,7 +376,7 @@ func TestForgedBefore(t *testing.T) {
 	}
 }
 
-// setNaN makes a number of a slice NaN.
+// setNaN sets an element of a slice to NaN.
 func setNaN(data any, at int) {
 	switch x := data.(type) {
 	case []float32:
@@ -385,7 +386,8 @@ func setNaN(data any, at int) {
 	}
 }
 
-// TestGrowthThatCannotBe wants a run for whose larger model there is no engine to go on as it was.
+// TestGrowthThatCannotBe checks that a run continues with the old model if no engine can be created for
+// the grown one.
 func TestGrowthThatCannotBe(t *testing.T) {
 	never := newTrainer(t, trainerOptions{config: deep(), steps: 8})
 	require.NoError(t, never.Run(context.Background()))
@@ -418,7 +420,7 @@ func TestGrowthThatCannotBe(t *testing.T) {
 	require.Equal(t, learntBy(t, never), learntBy(t, tr))
 }
 
-// TestGrownConfig wants a configuration whose growths cannot have made its blocks to be refused.
+// TestGrownConfig checks that a configuration is refused if its growths cannot have produced its blocks.
 func TestGrownConfig(t *testing.T) {
 	c := deep()
 	grown := c.Grow(Grown{Seed: 1, Kind: "Interleave", Size: 2, Step: 3, Order: []int{0, 0, 1, 1}})
@@ -443,15 +445,15 @@ func TestGrownConfig(t *testing.T) {
 	require.Error(t, err)
 }
 
-// quickDepth grows tiny models early in short runs.
+// quickDepth returns a controller that grows tiny models early in short runs.
 func quickDepth() *control.Depth {
 	d := control.NewDepth(blueprints.Stack, 2)
 	d.Begin, d.End, d.Settle, d.Patience, d.Flat = 0.2, 0.3, 0.2, 0.3, 10
 	return d
 }
 
-// TestReplay has a run on a budget of time grow when its controller sees fit. Its record repeats it
-// bit for bit, however slow the machine is.
+// TestReplay lets a controller grow the model of a run on a time budget. It checks that the record
+// repeats the run bit for bit, whatever the speed of the machine.
 func TestReplay(t *testing.T) {
 	var record bytes.Buffer
 	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
@@ -484,8 +486,8 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// FuzzRecord gives ReadRecord any text, and its commands to a model. What is refused leaves the
-// model as it was.
+// FuzzRecord passes arbitrary text to ReadRecord and the resulting commands to a model. A refused command
+// must not change the model.
 func FuzzRecord(f *testing.F) {
 	f.Add([]byte(`{"step":2,"share":0.5,"loss":3,"command":{"action":"Germinate","layer":0,` +
 		`"seed":1,"slot":1,"kind":"Residual","why":"x"}}` + "\n" +
@@ -519,8 +521,8 @@ func FuzzRecord(f *testing.F) {
 	})
 }
 
-// TestControllerGrows wants a controller to grow a model within its shares, to let it settle, and
-// to keep it where it pays.
+// TestControllerGrows checks that a controller grows a model within its planned share of the run, lets it
+// settle, and keeps or rolls back the growth.
 func TestControllerGrows(t *testing.T) {
 	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
 	tr := newTrainer(t, trainerOptions{config: c, steps: 600})
@@ -547,8 +549,8 @@ func TestControllerGrows(t *testing.T) {
 	require.ErrorContains(t, short.Grow(Growth{Controller: quickDepth()}), "plan at least")
 }
 
-// TestRewarm wants the learning rate to climb back from near 0 after each scheduled growth, and a
-// run that resumes in the middle of the climb to end with the same bits.
+// TestRewarm checks that the learning rate climbs back from near 0 after each scheduled growth, and that
+// a run resumed during the climb arrives at the same bits.
 func TestRewarm(t *testing.T) {
 	const steps, rewarm = 40, 4
 	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
@@ -639,8 +641,8 @@ func TestFreshMoments(t *testing.T) {
 	}
 }
 
-// TestDivergedGrowth wants a growth with which the loss is no longer finite to be taken back. The
-// run goes on with the bits of one that never grew.
+// TestDivergedGrowth checks that growth is taken back if the loss is no longer finite, and that the run
+// continues with the bits of a run that never grew.
 func TestDivergedGrowth(t *testing.T) {
 	c := deep()
 	c.Kasmina, c.Seeds, c.Slots = nil, 0, 0
@@ -667,7 +669,7 @@ func TestDivergedGrowth(t *testing.T) {
 	require.Equal(t, learntBy(t, never), learntBy(t, tr))
 }
 
-// diverging is an engine whose first loss is not finite.
+// diverging is an engine that returns a loss of NaN.
 type diverging struct{ Engine }
 
 func (d *diverging) Gradients(b data.Batch) (float64, error) {

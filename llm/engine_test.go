@@ -21,8 +21,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestAllocations wants a steady training step on the CPU not to allocate more for a larger model.
-// The step is gradients, clipping and update, with Kasmina layers in every block.
+// TestAllocations checks that a training step on the CPU (gradients, clipping and update, with Kasmina
+// layers in every block) makes no more allocations for a larger model.
 func TestAllocations(t *testing.T) {
 	if testing.Short() {
 		t.Skip("counting allocations needs a process without the race detector")
@@ -56,7 +56,7 @@ func TestAllocations(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			for range 20 { // until a layer's history holds as many reports as it keeps
+			for range 20 { // fill the history of reports of every layer
 				step()
 			}
 			n := allocs.PerRun(10, step)
@@ -72,18 +72,18 @@ func TestAllocations(t *testing.T) {
 	}
 }
 
-// kasminaNames are the names of the parameters of a Kasmina layer behind a block.
+// kasminaNames returns the names of the parameters of the Kasmina layer after a block.
 func kasminaNames(block int) []string {
 	p := blockPrefix(block)
 	return []string{p + kasminaWeights, p + kasminaScales}
 }
 
-// mirrored is an engine that notes what it is told to take from the host.
+// mirrored is an engine that records which parameters it is told to take from the host.
 type mirrored struct {
 	Engine
 	pushed [][]string
 	fail   error
-	pull   func() // brings its parameters to the host
+	pull   func() // copies its parameters to the host
 	closed int
 }
 
@@ -104,8 +104,8 @@ func (m *mirrored) Push(params ...string) error {
 	return m.fail
 }
 
-// TestSlotsReachTheEngine wants an engine to hear of the slots that commands write, once a layer.
-// Where it cannot take them, those on the host are as before.
+// TestSlotsReachTheEngine checks that the slots written by commands are pushed to the engine, once for
+// each layer. If the engine fails to take them, the slots on the host are restored.
 func TestSlotsReachTheEngine(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	m, e := tr.Model, &mirrored{Engine: tr.driver.engine}
@@ -117,7 +117,7 @@ func TestSlotsReachTheEngine(t *testing.T) {
 	commands := []state.Command{
 		act(state.Move, 0, 1, state.Cancelled, 0), act(state.Germinate, 0, 0, 0, 1),
 		act(state.Move, 1, 1, state.Cancelled, 0), act(state.Germinate, 1, 0, 0, 1),
-		act(state.Move, 1, 2, state.RolledBack, 0), // which restores slot 2
+		act(state.Move, 1, 2, state.RolledBack, 0), // restores slot 2
 	}
 	before := bitsOf(m.Param(blockPrefix(1) + kasminaWeights))
 	e.fail = errors.New("no room")
@@ -140,9 +140,9 @@ func TestSlotsReachTheEngine(t *testing.T) {
 	}
 }
 
-// TestResumeThatTheEngineCannotTake wants a trainer whose engine has not taken a checkpoint to say
-// so, and to do nothing with it. The model is the file's, whatever the engine has, and it goes on
-// once a Resume has succeeded.
+// TestResumeThatTheEngineCannotTake checks that a trainer refuses to work after its engine has failed to
+// take a checkpoint. The model on the host is the file's, and the trainer works again after a successful
+// Resume.
 func TestResumeThatTheEngineCannotTake(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	straight := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
@@ -217,9 +217,9 @@ func TestResumeThatTheEngineCannotTake(t *testing.T) {
 	checkSame(t, straight, tr)
 }
 
-// TestAnotherTrainer wants a model's next trainer to begin with what the one before has made of the
-// model, wherever that is. The one before goes on only when its engine has taken what the other
-// made of the model, until it is closed.
+// TestAnotherTrainer checks that a second trainer of a model starts with the first one's parameters,
+// wherever they are. The first trainer continues only after its engine has taken the second one's
+// changes, and never after it has been closed.
 func TestAnotherTrainer(t *testing.T) {
 	first := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
 	e := &mirrored{Engine: first.driver.engine}
@@ -231,7 +231,7 @@ func TestAnotherTrainer(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	norm.Float32s()[0] = 1 // as it is on the host until it is asked for
+	norm.Float32s()[0] = 1 // the value on the host until the next Pull
 	c, seen := first.Config, float32(0)
 	c.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 		seen = m.Param(normName).Float32s()[0]
@@ -283,7 +283,7 @@ func TestAnotherTrainer(t *testing.T) {
 	}
 }
 
-// blocks returns 0 to n−1.
+// blocks returns the integers from 0 to n−1.
 func blocks(n int) []int {
 	all := make([]int, n)
 	for i := range all {
@@ -292,8 +292,8 @@ func blocks(n int) []int {
 	return all
 }
 
-// TestDivergedIsNotSaved saves after every step, and breaks the model in different ways after step
-// 5. It wants an error and the checkpoint of the last good step.
+// TestDivergedIsNotSaved saves after every step and damages the model in different ways after step 5. It
+// checks that the run fails and that the checkpoint holds the last good step.
 func TestDivergedIsNotSaved(t *testing.T) {
 	const name = "model.layers.1.mlp.up_proj.weight"
 	at5 := func(f func(*Trainer) error) func(*Trainer) {
@@ -363,8 +363,8 @@ func TestDivergedIsNotSaved(t *testing.T) {
 	}
 }
 
-// overflown is an optimiser in whose state an element has become infinite, as a square of a large
-// gradient does.
+// overflown is an optimizer with an infinite element in its state, such as the square of a large
+// gradient.
 type overflown struct {
 	optim.Optimizer
 	moment string
@@ -380,12 +380,12 @@ func (o overflown) State() []optim.Tensor {
 	return state
 }
 
-// unchecked is an engine whose fifth step makes its update before it finds that the gradients are
+// unchecked is an engine that, in its fifth step, makes the update before it finds that the gradients are
 // not finite.
 type unchecked struct {
 	Engine
 	steps  int
-	poison func() // what the update does to the parameters
+	poison func() // damages the parameters
 }
 
 func (u *unchecked) Step(b data.Batch) (loss, norm float64, err error) {
@@ -400,9 +400,9 @@ func (u *unchecked) Step(b data.Batch) (loss, norm float64, err error) {
 	return loss, norm, err
 }
 
-// TestUpdateOverflowed wants a run to end as one that has diverged where an update took gradients
-// that are not finite. The checkpoint before stays. The trainer does nothing with these parameters,
-// also if they are all finite, until it goes on from the checkpoint.
+// TestUpdateOverflowed checks that a run fails with ErrDiverged if an update has used gradients that are
+// not finite. The checkpoint stays, and even if all parameters are finite, the trainer refuses to use
+// them until it has resumed from the checkpoint.
 func TestUpdateOverflowed(t *testing.T) {
 	for what, value := range map[string]float32{"a parameter that is not " +
 		"finite": float32(math.NaN()), "finite parameters": 0.5} {
@@ -469,7 +469,7 @@ func TestEvaluateDiverged(t *testing.T) {
 	}
 }
 
-// scaling is the CPU's engine with a loss scale that counts its updates, and skips every third.
+// scaling is the CPU engine with a loss scale that counts updates and skips every third one.
 type scaling struct {
 	Engine
 	scale LossScale
@@ -501,8 +501,8 @@ func scale(tr *Trainer) *scaling {
 	return s
 }
 
-// TestScaler wants a skipped update to be no error, and the loss scale to be saved and resumed. One
-// that the engine refuses leaves the trainer as it was.
+// TestScaler checks that a skipped update is not an error, that the loss scale is saved and resumed, and
+// that a scale that the engine refuses does not change the trainer.
 func TestScaler(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
@@ -538,7 +538,7 @@ func TestScaler(t *testing.T) {
 			other.Step(), into.scale)
 	}
 
-	// The CPU has no scale, whatever the file says.
+	// The CPU engine has no loss scale and ignores the file's.
 	plain := newTrainer(t, trainerOptions{config: tiny(), steps: 7})
 	if err := plain.Resume(t.Context(), path); err != nil || plain.Step() != 7 {
 		t.Errorf("resumed at step %d on the CPU: %v", plain.Step(), err)

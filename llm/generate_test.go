@@ -303,8 +303,8 @@ func TestDecoding(t *testing.T) {
 	}
 }
 
-// TestDecodingRefusals checks that decoding returns an error for invalid sequences, even after others
-// have been cached.
+// TestDecodingRefusals checks that decoding returns an error for invalid sequences, even after it has
+// cached valid ones.
 func TestDecodingRefusals(t *testing.T) {
 	c := tiny()
 	m, err := NewModel(c, tensor.Float64, 1)
@@ -413,8 +413,8 @@ func paddedTrainer(t *testing.T, bpe *tokenizer.BPE, text *data.Text, vocab int)
 	return tr
 }
 
-// TestPaddedVocabulary draws long samples from an almost untrained model in which two thirds of the
-// vocabulary represent no text, after a prompt and from the start of a document.
+// TestPaddedVocabulary draws long samples from an almost untrained model after a prompt and from the
+// start of a document. Two thirds of the model's vocabulary represent no text.
 func TestPaddedVocabulary(t *testing.T) {
 	text := numberedText(t)
 	bpe := trainBPE(t, 1, 270)

@@ -152,7 +152,7 @@ func TestSampleToDevice(t *testing.T) {
 	defer r.Close()
 
 	defer w.Close()
-	path := fmt.Sprintf("/dev/fd/%d", w.Fd()) // a folder in which no file can be created
+	path := fmt.Sprintf("/dev/fd/%d", w.Fd()) // its folder allows no new files
 	if _, err := os.Stat(path); err != nil {
 		t.Skip("this system has no paths to open files:", err)
 	}

@@ -22,7 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// sited is the tiny model with seeds at weights and in the stream, and one in depth.
+// sited returns the tiny model with seeds at weights and in the stream, and one in depth.
 func sited() Config {
 	c := tiny()
 	c.Weights = append(c.WeightSites("q", "down"), WeightSite{Layer: "head"},
@@ -32,7 +32,7 @@ func sited() Config {
 	return c
 }
 
-// at makes commands those for the lattice of a site.
+// at returns the commands addressed to the lattice of a site.
 func (tr *Trainer) at(site blueprints.Site, commands ...state.Command) []state.Command {
 	commands = slices.Clone(commands)
 	for i := range commands {
@@ -41,7 +41,7 @@ func (tr *Trainer) at(site blueprints.Site, commands ...state.Command) []state.C
 	return commands
 }
 
-// siteCommands are the commands that a run gets behind its steps, by site.
+// siteCommands holds the commands that a run receives, by step and site.
 type siteCommands map[int]map[blueprints.Site][]state.Command
 
 func (s siteCommands) give(tr *Trainer) Callback {
@@ -59,7 +59,7 @@ func (s siteCommands) give(tr *Trainer) Callback {
 	}
 }
 
-// lives takes a seed through the stages of a whole life, one behind each step from the given one.
+// lives returns commands that take a seed through all stages, one stage per step from the given step on.
 func lives(seed int, k blueprints.Kind, size, from int, last state.Stage) map[int][]state.Command {
 	all := map[int][]state.Command{from: {germinate(seed, k, size), move(seed, state.Training)}}
 	for i, stage := range []state.Stage{state.Grafting, state.Stabilization, state.Evaluating,
@@ -86,9 +86,8 @@ func together(site blueprints.Site, all ...map[int][]state.Command) siteCommands
 	return s
 }
 
-// TestSitesResume has seeds go through every stage at weights and in the stream, to the end and
-// back. It wants the run to be resumed behind any of its steps with the bits of the run that was
-// never interrupted.
+// TestSitesResume takes seeds at weights and in the stream through every stage, to fossilization and
+// back. It checks that the run can be resumed after any step with the same bits as the uninterrupted run.
 func TestSitesResume(t *testing.T) {
 	for name, commands := range map[string]siteCommands{
 		"weight": together(blueprints.Weight, lives(0, blueprints.LoRA, 3, 1, state.Fossilized),
@@ -126,8 +125,8 @@ func TestSitesResume(t *testing.T) {
 	}
 }
 
-// TestSitesBesideDepth wants seeds at weights and in the stream to live on while the model grows in
-// depth. It does so for good or until that is taken back. Each run is resumed behind any step.
+// TestSitesBesideDepth checks that seeds at weights and in the stream survive growth in depth, whether
+// the growth is fossilized or rolled back, and that the run can be resumed after any step.
 func TestSitesBesideDepth(t *testing.T) {
 	for _, last := range []state.Stage{state.Fossilized, state.RolledBack} {
 		t.Run(last.String(), func(t *testing.T) {
@@ -180,8 +179,8 @@ func TestSitesBesideDepth(t *testing.T) {
 	}
 }
 
-// TestIsolation wants blueprints that are dormant to be in no graph. Those that train leave the
-// host's steps as they are, bit for bit, while their own parameters change.
+// TestIsolation checks that dormant blueprints are not part of a graph, and that blueprints in training
+// change their own parameters but not a single bit of the host's steps.
 func TestIsolation(t *testing.T) {
 	unclipped := 0.0
 	run := func(c Config, commands siteCommands) *Trainer {
@@ -224,7 +223,7 @@ func TestIsolation(t *testing.T) {
 		}
 		for _, p := range tr.Model.Config.Planted {
 			last := ""
-			for _, q := range tr.Model.Params { // what writes to the stream or the weight
+			for _, q := range tr.Model.Params { // the last one writes to the stream or the weight
 				if strings.HasPrefix(q.Name, p.Prefix()) {
 					last = q.Name
 				}
@@ -240,7 +239,7 @@ func TestIsolation(t *testing.T) {
 	}
 }
 
-// TestSitesRefuse wants a blueprint that fits nowhere to be refused before anything is planted.
+// TestSitesRefuse checks that blueprints that do not fit are refused before anything is planted.
 func TestSitesRefuse(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: sited(), steps: 2})
 	for want, c := range map[string]state.Command{
@@ -281,8 +280,8 @@ func TestSitesRefuse(t *testing.T) {
 	}
 }
 
-// TestSeedGrowsInAnotherSize wants a seed whose blueprint was given up to grow again in another size,
-// with either optimiser.
+// TestSeedGrowsInAnotherSize checks that a seed can grow again in another size after its blueprint was
+// culled, with either optimizer.
 func TestSeedGrowsInAnotherSize(t *testing.T) {
 	for name, o := range map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon} {
 		t.Run(name, func(t *testing.T) { growsInAnotherSize(t, o) })
@@ -313,13 +312,13 @@ func growsInAnotherSize(t *testing.T, o func() (optim.Optimizer, error)) {
 	require.Equal(t, 2, tr.Model.Param("kasmina.weight.0.a").Shape()[0])
 }
 
-// atZero begins with weights of 0.
+// atZero sets the initial weights to 0.
 func atZero(w []float64, _ int, _ *rand.Rand) float64 {
 	clear(w)
 	return 1
 }
 
-// squareKind registers t(x) = x + w·x², as a graph or as arithmetic.
+// squareKind registers t(x) = x + w·x² as a graph or as arithmetic.
 func squareKind(t *testing.T, name string, asGraph bool) blueprints.Kind {
 	t.Helper()
 	if k, ok := blueprints.ByName(name); ok {
@@ -366,8 +365,8 @@ func squareOf[T blueprints.Float]() blueprints.Arithmetic[T] {
 		}}
 }
 
-// squared trains a model in which seeds of chunks live with a kind, two of them in one slot. It
-// returns its losses and what the lattice has measured of the chunks.
+// squared trains a model with three chunk seeds of a kind, two in the same slot. It returns the losses
+// and the final report of the lattice.
 func squared(t *testing.T, kind blueprints.Kind, opts ...state.Option) (losses []float64,
 	report state.Report) {
 	t.Helper()
@@ -411,8 +410,8 @@ func squared(t *testing.T, kind blueprints.Kind, opts ...state.Option) (losses [
 	return losses, tr.Model.Kasmina.Report()[0]
 }
 
-// TestChunkGraphs wants a kind of chunks that is a graph to do what the same kind does as
-// arithmetic. It looks at the losses, and at what is measured.
+// TestChunkGraphs checks that a chunk kind computed as a graph gives the same losses and measurements as
+// the same kind computed as arithmetic.
 func TestChunkGraphs(t *testing.T) {
 	want, wanted := squared(t, squareKind(t, "square, arithmetic", false))
 	got, measured := squared(t, squareKind(t, "square, graph", true))
@@ -433,8 +432,8 @@ func TestChunkGraphs(t *testing.T) {
 	require.NotEqual(t, got, noisy)
 }
 
-// TestChunkGraphsThatCannotBe wants a graph that fails, and one that gives another shape, to cost
-// the seed and not the run. A kind that is a graph is refused where no graph has it.
+// TestChunkGraphsThatCannotBe checks that a graph that fails, or has the wrong shape, cancels the seed
+// but not the run, and that an existing graph refuses a kind that it does not contain.
 func TestChunkGraphsThatCannotBe(t *testing.T) {
 	for name, build := range map[string]site.Build{
 		"fails": func(*gorgonia.Node, gorgonia.Nodes, int) (*gorgonia.Node, error) {

@@ -21,12 +21,12 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// script is a controller that gives commands by the number of the epoch.
+// script is a controller that gives the commands listed for each epoch.
 type script map[int][]state.Command
 
 func (s script) Decide(r []state.Report) []state.Command { return s[r[0].Epoch] }
 
-// trialOf returns a script that plants a LoRA, puts it on trial and takes it back.
+// trialOf returns a script that plants a LoRA, puts it on trial and rolls it back.
 func trialOf() script {
 	move := func(to state.Stage) []state.Command {
 		return []state.Command{{Action: state.Move, To: to}}
@@ -38,7 +38,7 @@ func trialOf() script {
 		7: move(state.RolledBack)}
 }
 
-// site returns the configuration of a small model with seeds on the query projections.
+// querySites returns the configuration of a small model with seeds on the query projections.
 func querySites() Config {
 	c := Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, Seq: 12}.Default()
 	c.Weights = c.WeightSites("q")
@@ -50,7 +50,7 @@ type growthRun struct {
 	config     Config
 	steps      int
 	accumulate int
-	controller state.Controller // with held-out text; nil for none
+	controller state.Controller // with held-out text; nil for no growth
 	optimizer  optim.Optimizer  // nil for AdamW without weight decay
 	engine     func(*Trainer, *Model, optim.Optimizer, TrainConfig) (Engine, error)
 }
@@ -88,7 +88,7 @@ func (r growthRun) trainer(t *testing.T) *Trainer {
 	return tr
 }
 
-// saveSteps saves the trainer after each step to a file of a folder.
+// saveSteps returns a callback that saves the trainer after each step to a file in a folder.
 func saveSteps(tr *Trainer, dir string) Callback {
 	return func(e Event) error {
 		if e.Kind == StepEnd {
@@ -107,9 +107,9 @@ func fileOf(t *testing.T, tr *Trainer) []byte {
 	return b
 }
 
-// TestResumeWhileInterleaving resumes a run after each of its steps, with one Interleave committed
-// and another one pending. A Kasmina layer stands after another block in each of the models that
-// such a checkpoint holds.
+// TestResumeWhileInterleaving resumes a run after each of its steps, with one Interleave committed and
+// another one pending. In each of the models that such a checkpoint holds, the Kasmina layer follows a
+// different block.
 func TestResumeWhileInterleaving(t *testing.T) {
 	c := Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, Seq: 12, Kasmina: []int{1}, Seeds: 4, Depth: 2}
 	r := growthRun{config: c.Default(), steps: 12}
@@ -169,8 +169,8 @@ func TestResumeWhileInterleaving(t *testing.T) {
 	}
 }
 
-// TestResumeInTheSameTrainer goes back to a checkpoint with a trainer that has grown since, and then
-// grows in another size under the same names.
+// TestResumeInTheSameTrainer returns to a checkpoint in a trainer that has grown since, and then grows
+// again with another size under the same names.
 func TestResumeInTheSameTrainer(t *testing.T) {
 	size := 2
 	r := growthRun{config: querySites(), steps: 8}
@@ -207,9 +207,9 @@ func TestResumeInTheSameTrainer(t *testing.T) {
 	require.True(t, bytes.Equal(ended, fileOf(t, tr)))
 }
 
-// TestEvaluatingIsFrozen wants the parameters of a blueprint that is Evaluating to keep their bits,
-// also after the steps that the twin makes in the model's place, and a run that is resumed after any
-// step to end with the same file.
+// TestEvaluatingIsFrozen checks that the parameters of a blueprint in Evaluating keep their bits, even
+// when the twin makes its steps in the model's place, and that a run resumed after any step saves the
+// same final file.
 func TestEvaluatingIsFrozen(t *testing.T) {
 	r := growthRun{config: querySites(), steps: 14, controller: trialOf()}
 	own := func(tr *Trainer) (all []float32) {
@@ -255,8 +255,9 @@ func TestEvaluatingIsFrozen(t *testing.T) {
 
 var errNoMemory = errors.New("no memory")
 
-// TestRollbackWithoutMemory lets a rollback fail for want of an engine. The run ends, and the same
-// trainer and a resumed one go on to the bits of a run in which nothing failed.
+// TestRollbackWithoutMemory makes a rollback fail because no engine can be created. It checks that the
+// run ends, and that both the same trainer and a resumed one then reach the bits of a run without the
+// failure.
 func TestRollbackWithoutMemory(t *testing.T) {
 	fail := false
 	r := growthRun{config: querySites(), steps: 12,
@@ -301,8 +302,8 @@ func TestRollbackWithoutMemory(t *testing.T) {
 	}
 }
 
-// TestTwinSurvivesARefusedPlanting puts a LoRA on trial and fails to plant another one. The first is
-// rolled back to the model that never met it, as if the second had not been tried.
+// TestTwinSurvivesARefusedPlanting puts a LoRA on trial and fails to plant a second one. The first must
+// be rolled back to the model that never contained it, as if the second had not been tried.
 func TestTwinSurvivesARefusedPlanting(t *testing.T) {
 	r := growthRun{config: querySites(), steps: 18,
 		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
@@ -332,7 +333,7 @@ func TestTwinSurvivesARefusedPlanting(t *testing.T) {
 	require.Equal(t, want, end(second))
 }
 
-// failingState is an optimizer whose SetState fails on request.
+// failingState is an optimizer that fails in SetState on request.
 type failingState struct {
 	*optim.AdamW
 	fail func() bool
@@ -345,9 +346,9 @@ func (o *failingState) SetState(s []optim.Tensor) error {
 	return o.AdamW.SetState(s)
 }
 
-// TestTwinThatTheOptimizerRefuses lets the n-th SetState fail of those by which a rolled-back trial
-// is ended. Either the checkpoint of the failure goes on to the bits of a run in which nothing
-// failed, or the trainer refuses to save one and goes on from the last.
+// TestTwinThatTheOptimizerRefuses makes the n-th SetState fail among the calls that end a rolled-back
+// trial. The run must then be resumable from its checkpoint, whether that was saved before or after the
+// failure, with the bits of a run without the failure.
 func TestTwinThatTheOptimizerRefuses(t *testing.T) {
 	newOptimizer := func() *failingState {
 		o, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
@@ -409,8 +410,7 @@ func (e hooked) Gradients(b data.Batch) (float64, error) {
 }
 
 // TestInterruptedStepLeavesNothing interrupts a run between the batches of each of its steps. The
-// checkpoint is that of a run which was asked to stop before the step, and the run goes on from
-// there to the same bits.
+// checkpoint must equal one saved before the step, and the run must continue to the same bits.
 func TestInterruptedStepLeavesNothing(t *testing.T) {
 	const steps, accumulate = 12, 3
 	before := func() {}
@@ -442,7 +442,7 @@ func TestInterruptedStepLeavesNothing(t *testing.T) {
 		} else {
 			_ = tr.Run(ctx) // the last step may have been completed
 		}
-		if tr.Step() == step { // a step for which the model has just grown is completed
+		if tr.Step() == step { // a step just after growth is completed instead
 			interrupted++
 			saved, err := os.ReadFile(path)
 			require.NoError(t, err)
@@ -455,8 +455,8 @@ func TestInterruptedStepLeavesNothing(t *testing.T) {
 	require.Greater(t, interrupted, steps/2)
 }
 
-// TestNothingAfterAFailedCallback lets a callback fail with ErrDiverged at each of the events that
-// come before StepEnd. No callback hears of StepEnd, and Checkpoint leaves the better file alone.
+// TestNothingAfterAFailedCallback makes a callback fail with ErrDiverged at each event that precedes
+// StepEnd. Callbacks must then receive no StepEnd, and Checkpoint must keep the better file.
 func TestNothingAfterAFailedCallback(t *testing.T) {
 	for _, kind := range []EventKind{Chosen, Reshaped, Noted, EpochEnd, StepEnd} {
 		t.Run(kind.String(), func(t *testing.T) {
@@ -494,8 +494,8 @@ func TestNothingAfterAFailedCallback(t *testing.T) {
 	}
 }
 
-// TestResumeBesideASample resumes a checkpoint whose model needs another engine while SampleText
-// draws tokens.
+// TestResumeBesideASample resumes a checkpoint that needs a different engine while SampleText draws
+// tokens.
 func TestResumeBesideASample(t *testing.T) {
 	c := querySites()
 	c.Seq = 300
@@ -529,8 +529,8 @@ func TestResumeBesideASample(t *testing.T) {
 	require.False(t, slices.ContainsFunc(tr.Model.Params, func(p Param) bool { return p.Value == nil }))
 }
 
-// TestResumeAfterAFailedResume lets the engine of a checkpoint fail to be made. The trainer refuses
-// to run until it is resumed again, and then ends with the bits of a run in which nothing failed.
+// TestResumeAfterAFailedResume makes the creation of an engine fail during Resume. The trainer must
+// refuse to run until another Resume succeeds, and then reach the bits of a run without the failure.
 func TestResumeAfterAFailedResume(t *testing.T) {
 	fail := false
 	r := growthRun{config: querySites(), steps: 6,
@@ -565,8 +565,8 @@ func TestResumeAfterAFailedResume(t *testing.T) {
 	require.True(t, bytes.Equal(fileOf(t, whole), fileOf(t, tr)))
 }
 
-// TestRefusedPlantingStartsNoTrial plants, grafts and stabilizes a blueprint within one epoch, and
-// cannot make an engine for it. No trial is left that the run would go on paying for.
+// TestRefusedPlantingStartsNoTrial plants, grafts and stabilizes a blueprint within one epoch, but no
+// engine can be created for it. No trial must remain that would cost the run further steps.
 func TestRefusedPlantingStartsNoTrial(t *testing.T) {
 	move := func(to state.Stage) state.Command { return state.Command{Action: state.Move, To: to} }
 	refused := false
@@ -595,8 +595,8 @@ func TestRefusedPlantingStartsNoTrial(t *testing.T) {
 	require.Equal(t, other.spent, tr.spent)
 }
 
-// TestTwinThatCannotBeLeft makes the trainer fail to restore its own model after the steps of a
-// twin. The parameters are then the twin's, and must not be saved as the model's.
+// TestTwinThatCannotBeLeft makes the trainer fail to restore its own model after the steps of a twin. The
+// parameters are then the twin's, and must not be saved as the model's.
 func TestTwinThatCannotBeLeft(t *testing.T) {
 	o, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
 	require.NoError(t, err)
@@ -608,7 +608,7 @@ func TestTwinThatCannotBeLeft(t *testing.T) {
 			return false
 		}
 		calls++
-		return calls == 2 // the first one is the twin's
+		return calls == 2 // the first call sets the twin's state
 	}
 
 	require.ErrorIs(t, tr.Run(t.Context()), errNoMemory)
@@ -617,8 +617,8 @@ func TestTwinThatCannotBeLeft(t *testing.T) {
 	require.ErrorIs(t, tr.Save(filepath.Join(t.TempDir(), "run")), errNoMemory)
 }
 
-// TestRefusedPlantingBesideAnEnd fails to plant a LoRA at the moment at which another one ends. The
-// first is given up, the second is taken out, and the run goes on.
+// TestRefusedPlantingBesideAnEnd fails to plant a LoRA at the moment when another one ends. The new one
+// must be given up and the old one removed, and the run must continue.
 func TestRefusedPlantingBesideAnEnd(t *testing.T) {
 	r := growthRun{config: querySites(), steps: 8,
 		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {

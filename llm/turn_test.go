@@ -322,7 +322,7 @@ func operations(t *testing.T) int64 {
 
 var turnSeed = maphash.MakeSeed()
 
-// sumOf returns a hash that stands for a model's parameters, as of thousands of steps.
+// sumOf returns a hash of a model's parameters, for comparing the parameters of thousands of steps.
 func sumOf(m *Model) uint64 {
 	var h maphash.Hash
 	h.SetSeed(turnSeed)
@@ -558,7 +558,7 @@ func TestSteer(t *testing.T) {
 }
 
 // TestMeasureIsRecorded checks that a change of telemetry takes effect between two steps, that the record
-// and the log contain it, and that a run which replays the record ends with the same lattices.
+// and the log contain it, and that replaying the record gives the same lattices.
 func TestMeasureIsRecorded(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
