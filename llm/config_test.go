@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/op"
@@ -149,7 +150,7 @@ func otherError(t *testing.T, want string) error {
 	case "TrainConfig.Clip is NaN":
 		return train(func(c *TrainConfig) { c.Clip = math.NaN() })
 	case "vocabulary of 300":
-		tr.Loader.Tokens().(*idTokens).vocab = 300
+		tr.Loader.(*data.Loader).Tokens().(*idTokens).vocab = 300
 		return train(func(*TrainConfig) {})
 	case "TrainConfig.Epoch is -1":
 		return train(func(c *TrainConfig) { c.Epoch = -1 })

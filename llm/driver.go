@@ -88,19 +88,20 @@ func (d *driver) compute(u *update) (loss float64, err error) {
 
 // gatherAll is the counterpart of gather for several ranks. A ParallelStepper makes the update too.
 func (d *driver) gatherAll(u *update) (loss float64, err error) {
+	batches := newStepBatches(d.t.Loader, d.t.Config.Accumulate)
 	var losses []float64
 	if e, ok := d.engine.(ParallelStepper); ok {
-		losses, err = d.finishAll(e, u)
+		losses, err = d.finishAll(e, batches, u)
 	} else {
-		losses, err = d.t.team.ranks().Batches(d.t.Config.Accumulate, d.t.Loader.Next)
+		losses, err = d.t.team.ranks().Batches(d.t.Config.Accumulate, batches.next)
 	}
 
 	if errors.Is(err, op.ErrNonFinite) {
 		err = d.diverged(err)
 	}
 
-	for _, l := range losses {
-		loss += l / float64(d.t.Config.Accumulate)
+	for i, l := range losses {
+		loss += batches.weigh(i, l)
 	}
 
 	return loss, err
@@ -108,11 +109,12 @@ func (d *driver) gatherAll(u *update) (loss float64, err error) {
 
 // gather gathers the gradients of all batches of a step. A Stepper makes the update too.
 func (d *driver) gather(u *update) (loss float64, err error) {
+	batches := newStepBatches(d.t.Loader, d.t.Config.Accumulate)
 	for i := range d.t.Config.Accumulate {
 		if i > 0 && !d.whole && d.t.stopped() != nil {
 			return 0, errBetweenBatches
 		}
-		batch, err := d.t.Loader.Next()
+		batch, err := batches.next()
 		if err != nil {
 			return 0, err
 		}
@@ -128,14 +130,14 @@ func (d *driver) gather(u *update) (loss float64, err error) {
 		if err != nil {
 			return 0, err
 		}
-		loss += l / float64(d.t.Config.Accumulate)
+		loss += batches.weigh(i, l)
 	}
 
 	return loss, nil
 }
 
 // finishAll is the counterpart of finish for several ranks. It computes all batches of a step.
-func (d *driver) finishAll(e ParallelStepper, u *update) (losses []float64, err error) {
+func (d *driver) finishAll(e ParallelStepper, batches *stepBatches, u *update) (losses []float64, err error) {
 	if err := d.prepare(u.rate); err != nil {
 		return nil, err
 	}
@@ -145,7 +147,7 @@ func (d *driver) finishAll(e ParallelStepper, u *update) (losses []float64, err 
 		return nil, err
 	}
 
-	r, err := e.StepBatches(d.t.Config.Accumulate, d.t.Loader.Next, own)
+	r, err := e.StepBatches(d.t.Config.Accumulate, batches.next, own)
 	u.norm, u.made = r.Norm, r.Made
 	if errors.Is(err, ErrGradients) {
 		u.err, err = err, nil

@@ -282,6 +282,9 @@ func CPUEngine(opts ...cpuops.Option) func(*Model, optim.Optimizer, TrainConfig)
 // Graph builds a graph of the model that computes the gradients for a batch.
 func (c TrainConfig) Graph(m *Model) (*Graph, error) {
 	opts := []GraphOption{withLossShare(c.Accumulate)}
+	if c.masked {
+		opts = append(opts, withTokenMean())
+	}
 	if c.Recompute {
 		opts = append(opts, WithRecompute())
 	}

@@ -35,7 +35,10 @@ type Graph struct {
 	IDs     *gorgonia.Node // int [Batch·Seq]
 	Targets *gorgonia.Node // int [Batch·Seq], negative where nothing is predicted; nil ForLogits
 	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without Config.Documents, and ForLogits
-	Loss    *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
+	// Positions is int [Batch·Seq], Batch.Positions. It is nil unless there are Starts and the model has
+	// learned vectors for positions.
+	Positions *gorgonia.Node
+	Loss      *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
 	// Rows selects, ForLogits, the rows of Batch·Seq that get logits: an int [Batch], or [Batch·Seq] with
 	// WithAllPositions.
 	Rows *gorgonia.Node
@@ -48,6 +51,8 @@ type Graph struct {
 	// model only the planted ones, or the parameters that withGradients names.
 	Learning gorgonia.Nodes
 
+	share   *gorgonia.Node // the batch's share of the loss of a step, if that is an input
+	shares  int            // batches in a step, if share is an input
 	listens bool           // built with withGradients
 	blocks  *block.Builder // builder of its blocks
 	keeps   bool           // its Outputs include keys and values
@@ -81,6 +86,11 @@ func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = 
 // withLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to the gradient
 // of their mean loss.
 func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares = n } }
+
+// withTokenMean makes the share of withLossShare an input, which Let sets to that of the batch, so that
+// the gradients of batches with different numbers of targets add up to those of the mean over all
+// targets.
+func withTokenMean() GraphOption { return func(b *graphBuilder) { b.tokenMean = true } }
 
 // withGradients limits the gradients to the named parameters, whether they learn or not. It is meant for
 // measuring gradients; such graphs lead to no update.
@@ -203,6 +213,7 @@ type graphBuilder struct {
 	// everywhere requests the logits of all positions.
 	everywhere bool
 	shares     int
+	tokenMean  bool
 	wanted     []string      // parameters to differentiate; nil for all that learn
 	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
 	cached     bool          // whether to add a Position
@@ -299,7 +310,13 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 // positions adds to x the learned vector of each row's position.
 func (b *graphBuilder) positions(x *gorgonia.Node) (*gorgonia.Node, error) {
 	at := b.blocks.Position
-	if at == nil {
+	switch {
+	case at != nil:
+	case b.out.Starts != nil:
+		b.out.Positions = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(x.Shape()[0]),
+			gorgonia.WithName("positions"))
+		at = b.out.Positions
+	default:
 		all := make([]int, x.Shape()[0])
 		for i := range all {
 			all[i] = i % b.blocks.Seq
@@ -320,7 +337,12 @@ func (b *graphBuilder) differentiate(g *Graph) error {
 	cost := g.Loss
 	if b.shares > 1 {
 		var err error
-		if cost, err = gorgonia.Mul(cost, b.number(1/float64(b.shares))); err != nil {
+		share := b.number(1 / float64(b.shares))
+		if b.tokenMean {
+			share = gorgonia.NewScalar(b.g, b.dtype(), gorgonia.WithName("share"))
+			g.share, g.shares = share, b.shares
+		}
+		if cost, err = gorgonia.Mul(cost, share); err != nil {
 			return err
 		}
 	}

@@ -6,7 +6,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/parallel"
-	"github.com/kasmina-go/kasmina/llm/data"
 )
 
 // listenBatches is how many batches a model is listened to over, and Rank how many directions of a
@@ -33,7 +32,7 @@ func listenedWeights(c Config) (names []string) {
 
 // listenTo listens to a model over the next batches of a loader, which stands where it stood afterwards.
 // The engine is for the gradients of the Weights, and is closed.
-func listenTo(c Config, e Engine, loader *data.Loader) (m heardModel, err error) {
+func listenTo(c Config, e Engine, loader Loader) (m heardModel, err error) {
 	from := loader.State()
 	defer func() { err = errors.Join(err, loader.SetState(from), e.Close()) }()
 	l, ok := e.(Listener)
@@ -66,7 +65,7 @@ func listenTo(c Config, e Engine, loader *data.Loader) (m heardModel, err error)
 }
 
 // sumGradients adds up the gradients of some parameters over the next batches.
-func sumGradients(l Listener, loader *data.Loader, names []string) ([][]float32, error) {
+func sumGradients(l Listener, loader Loader, names []string) ([][]float32, error) {
 	sums := make([][]float32, len(names))
 	for range listenBatches {
 		b, err := loader.Next()

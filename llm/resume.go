@@ -213,7 +213,7 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 // knowsText returns an error if a run learnt from other text than the trainer's loader has, or with
 // another tokenizer.
 func (t *Trainer) knowsText(run *training) error {
-	if here, there := t.Loader.Tokens().Tokenizer(), run.Settings.Tokenizer; there != "" &&
+	if here, there := t.Loader.Tokenizer(), run.Settings.Tokenizer; there != "" &&
 		there != here {
 		return fmt.Errorf("%w: its model's tokens are those of %q, the trainer's data is in "+
 			"those of %q: encode the text with the tokenizer of that run", ErrSettings, there, here)
@@ -357,7 +357,7 @@ func (t *Trainer) goOn(run *training, other bool) error {
 }
 
 // begin makes the state of a run that of one which begins with a loader's data.
-func (run *training) begin(keep Keep, l *data.Loader) {
+func (run *training) begin(keep Keep, l Loader) {
 	run.Loader = data.LoaderState{Seed: l.Config().Seed, Seq: l.Config().Seq, Data: l.State().Data}
 	run.Settings.Seed = l.Config().Seed
 	run.ValLoss, run.ValBPB = unknown, unknown
@@ -400,7 +400,7 @@ func (t *Trainer) settings() *settings.Settings {
 	s := &settings.Settings{
 		Plain: settings.Plain{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip,
 			Epoch: c.Epoch, Budget: c.Budget.String(), Seed: t.Loader.Config().Seed,
-			Tokenizer: t.Loader.Tokens().Tokenizer(),
+			Tokenizer: t.Loader.Tokenizer(),
 			Optimizer: fmt.Sprintf("%T", t.Optimizer), Engine: t.driver.engineName()},
 		Steps:  c.Steps,
 		Rates:  settings.RatesOf(c.Schedule, c.Steps),

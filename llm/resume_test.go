@@ -73,7 +73,7 @@ func TestResumeWithOtherSettings(t *testing.T) {
 		"Seed is 6 here and 5 there": func(t *testing.T, tr *Trainer) {
 			c := tr.Loader.Config()
 			c.Seed = 6
-			tr.Loader = mustLoader(t, tr.Loader.Tokens(), c)
+			tr.Loader = mustLoader(t, tr.Loader.(*data.Loader).Tokens(), c)
 		},
 		"Engine is \"abacus\" here and \"cpu\" there": func(_ *testing.T, tr *Trainer) {
 			tr.driver.engine = abacus{tr.driver.engine}

@@ -172,7 +172,38 @@ func (g *Graph) Let(b data.Batch) error {
 		}
 	}
 
+	if g.Positions != nil {
+		positions := b.Positions
+		if positions == nil {
+			positions = make([]int, len(b.Inputs))
+			for i := range positions {
+				positions[i] = i % (len(positions) / g.Batch)
+			}
+		}
+		if err := gorgonia.Let(g.Positions, idTensor(positions)); err != nil {
+			return err
+		}
+	}
+
+	if err := g.letShare(b.Share); err != nil {
+		return err
+	}
+
 	return gorgonia.Let(g.Targets, idTensor(b.Targets))
+}
+
+// letShare sets the input that has the batch's share of the loss of its step, if there is one.
+func (g *Graph) letShare(share float64) error {
+	if g.share == nil {
+		return nil
+	}
+	if share == 0 {
+		share = 1 / float64(g.shares)
+	}
+	if g.share.Dtype() == tensor.Float64 {
+		return gorgonia.Let(g.share, share)
+	}
+	return gorgonia.Let(g.share, float32(share))
 }
 
 // LetTokens feeds the tokens of one sequence to a graph, so that it computes the logits for the next

@@ -56,6 +56,7 @@ type TrainConfig struct {
 	Notes map[string]string
 
 	listen []string // parameters whose gradients an engine is made to tell, instead of updating
+	masked bool     // the loader is a MaskedLoader, so that batches differ in their share of a step
 }
 
 func (c *TrainConfig) check() error {
@@ -116,7 +117,7 @@ func (c *TrainConfig) check() error {
 // alone then.
 type Trainer struct {
 	Model     *Model
-	Loader    *data.Loader
+	Loader    Loader
 	Optimizer optim.Optimizer
 	Config    TrainConfig
 
@@ -157,7 +158,7 @@ type progress struct {
 // NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's,
 // and its tokens inside the model's vocabulary. Trainers of the same model take turns: each goes on
 // with what the others have made of it.
-func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
+func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
 	switch {
 	case m == nil:
 		return nil, errors.New("llm: NewTrainer: the model is nil")
@@ -165,8 +166,8 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 		return nil, errors.New("llm: NewTrainer: the loader is nil")
 	case checkMade(m) != nil:
 		return nil, fmt.Errorf("llm: NewTrainer: %w", errZeroModel)
-	case l.Tokens() == nil:
-		return nil, errors.New("llm: NewTrainer: the loader is its zero value: data.NewLoader " +
+	case l.Config() == data.LoaderConfig{}:
+		return nil, errors.New("llm: NewTrainer: the loader is nil or its zero value: data.NewLoader " +
 			"makes one")
 	case o == nil:
 		return nil, errors.New("llm: NewTrainer: the optimiser is nil, want one such as " +
@@ -177,7 +178,7 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 		return nil, err
 	}
 
-	if v := l.Tokens().VocabSize(); v > m.Config.Vocab {
+	if v := l.VocabSize(); v > m.Config.Vocab {
 		return nil, fmt.Errorf("llm: the loader's tokens are of a vocabulary of %d, want at most "+
 			"Config.Vocab, %d", v, m.Config.Vocab)
 	}
@@ -194,6 +195,7 @@ func NewTrainer(m *Model, l *data.Loader, o optim.Optimizer, c TrainConfig) (*Tr
 			"CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
 
+	_, c.masked = l.(MaskedLoader)
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, created: true}
 	t.driver.t, t.growth.t, t.team.t, t.steering.t = t, t, t, t
 	defer take(m)()

@@ -18,6 +18,8 @@ import (
 type Loader struct {
 	sequences []Sequence
 	rows      [][]int // indices of the sequences in each row
+	targets   []int   // number of targets in each row
+	vocab     int     // more than every id
 	config    data.LoaderConfig
 	state     data.LoaderState
 	batch     data.Batch
@@ -34,14 +36,15 @@ type Loader struct {
 // that is not full.
 //
 // A sequence of c.Seq+1 tokens still fits, because its last token is only a target. It is an error if a
-// sequence is longer, or if nothing is to be learned.
+// sequence is longer, or if nothing is to be learned. A sequence of which nothing is learned is left
+// out, so that every batch has targets.
 func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
 	if c.Batch < 1 || c.Seq < 1 {
 		return nil, fmt.Errorf("chatdata: NewLoader: batches of %d rows of %d tokens, want at least 1 of each",
 			c.Batch, c.Seq)
 	}
 
-	lengths, learned := make([]int, len(sequences)), 0
+	lengths, vocab := make([]int, len(sequences)), 0
 	for i, s := range sequences {
 		if len(s.Learn) != len(s.IDs) {
 			return nil, fmt.Errorf("chatdata: NewLoader: %s:%d: %d tokens with a mask of %d", s.File, s.Line,
@@ -51,22 +54,48 @@ func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
 			return nil, fmt.Errorf("chatdata: NewLoader: %s:%d has %d tokens, and a row has room for %d",
 				s.File, s.Line, len(s.IDs), c.Seq+1)
 		}
-		learned += s.Learned()
+		if s.targets() == 0 {
+			lengths[i] = c.Seq + 1 // Pack leaves out what is longer than a row
+			continue
+		}
+		vocab = max(vocab, slices.Max(s.IDs)+1)
 	}
 
-	if learned == 0 {
+	if vocab == 0 {
 		return nil, errors.New("chatdata: NewLoader: there is nothing to learn")
+	}
+
+	rows := Pack(lengths, c.Seq)
+	targets := make([]int, len(rows))
+	for r, row := range rows {
+		for _, i := range row {
+			targets[r] += sequences[i].targets()
+		}
 	}
 
 	n := c.Batch * c.Seq
 	return &Loader{
 		sequences: sequences,
-		rows:      Pack(lengths, c.Seq),
+		rows:      rows,
+		targets:   targets,
+		vocab:     vocab,
 		config:    c,
 		state:     data.LoaderState{Seed: c.Seed, Seq: c.Seq, Data: fingerprint(sequences)},
-		batch:     data.Batch{Inputs: make([]int, n), Targets: make([]int, n), Starts: make([]int, n)},
-		epoch:     -1,
+		batch: data.Batch{Inputs: make([]int, n), Targets: make([]int, n), Starts: make([]int, n),
+			Positions: make([]int, n)},
+		epoch: -1,
 	}, nil
+}
+
+// targets returns the number of tokens that are learned. The first one cannot be, because nothing
+// precedes it.
+func (s Sequence) targets() (n int) {
+	for _, learn := range s.Learn[min(1, len(s.Learn)):] {
+		if learn {
+			n++
+		}
+	}
+	return n
 }
 
 // fingerprint returns a string that identifies the tokens and masks of sequences.
@@ -93,6 +122,22 @@ func (l *Loader) Rows() int { return len(l.rows) }
 
 // Config returns the configuration that was passed to NewLoader.
 func (l *Loader) Config() data.LoaderConfig { return l.config }
+
+// VocabSize returns a number that is larger than every token id.
+func (l *Loader) VocabSize() int { return l.vocab }
+
+// Tokenizer returns "": the sequences do not say which tokenizer made them.
+func (l *Loader) Tokenizer() string { return "" }
+
+// CountTargets returns the number of tokens to learn in the next batches. It does not move the loader.
+func (l *Loader) CountTargets(batches int) (n int) {
+	state, order, epoch := l.state, l.order, l.epoch
+	for range batches * l.config.Batch {
+		n += l.targets[l.nextRow()]
+	}
+	l.state, l.order, l.epoch = state, order, epoch
+	return n
+}
 
 // KnowsDocuments reports that batches say where sequences start.
 func (l *Loader) KnowsDocuments() bool { return true }
@@ -123,13 +168,13 @@ func (l *Loader) SetState(s data.LoaderState) error {
 func (l *Loader) Next() (data.Batch, error) {
 	l.batch.Count = 0
 	for i := range l.config.Batch {
-		l.fill(i*l.config.Seq, l.nextRow())
+		l.fill(i*l.config.Seq, l.rows[l.nextRow()])
 	}
 	return l.batch, nil
 }
 
-// nextRow moves the state past one row and returns the row.
-func (l *Loader) nextRow() []int {
+// nextRow moves the state past one row and returns its index in rows.
+func (l *Loader) nextRow() int {
 	if l.state.Next >= int64(len(l.rows)) {
 		l.state.Epoch++
 		l.state.Next = 0
@@ -140,7 +185,7 @@ func (l *Loader) nextRow() []int {
 		l.order = rand.New(rand.NewPCG(l.state.Seed, uint64(l.epoch))).Perm(len(l.rows))
 	}
 
-	row := l.rows[l.order[l.state.Next]]
+	row := l.order[l.state.Next]
 	l.state.Next++
 	return row
 }
@@ -163,13 +208,14 @@ func (l *Loader) fill(at int, row []int) {
 			}
 			b.Targets[at+start+j] = target
 			b.Starts[at+start+j] = start
+			b.Positions[at+start+j] = j
 		}
 		start += n
 	}
 
 	// The rest of the row is padding: a sequence without targets.
 	for j := start; j < l.config.Seq; j++ {
-		b.Inputs[at+j], b.Targets[at+j], b.Starts[at+j] = 0, -1, start
+		b.Inputs[at+j], b.Targets[at+j], b.Starts[at+j], b.Positions[at+j] = 0, -1, start, j-start
 	}
 }
 

@@ -16,11 +16,19 @@ type Batch struct {
 	Inputs, Targets []int
 	Count           int // number of targets that count
 
+	// Share is the factor of the batch's mean loss in the loss of its optimizer step. A trainer sets it
+	// where batches have different numbers of targets. 0 stands for equal shares.
+	Share float64
+
 	// Starts [batch, seq] is the position in its sequence at which the document of each token
 	// starts. It is 0 if the document starts before the sequence. Starts is nil if the boundaries
 	// of documents are unknown. The token that ends a document belongs to the next document and
 	// starts it, as in SampleText. Targets ignore the boundaries of documents.
 	Starts []int
+
+	// Positions [batch, seq] is the position of each token, for models with learned vectors for
+	// positions. If it is nil, positions count from the start of each sequence of the batch.
+	Positions []int
 }
 
 // LoaderConfig configures the size of the batches of a Loader and the seed of their order.
@@ -240,6 +248,22 @@ func (l *Loader) Tokens() Tokens {
 		return nil
 	}
 	return l.tokens
+}
+
+// VocabSize returns the size of the vocabulary of the tokens.
+func (l *Loader) VocabSize() int {
+	if l == nil || l.tokens == nil {
+		return 0
+	}
+	return l.tokens.VocabSize()
+}
+
+// Tokenizer identifies the tokenizer of the tokens, as their method of that name does.
+func (l *Loader) Tokenizer() string {
+	if l == nil || l.tokens == nil {
+		return ""
+	}
+	return l.tokens.Tokenizer()
 }
 
 // Config returns the configuration given to NewLoader.

@@ -1,0 +1,96 @@
+package llm
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/llm/data"
+)
+
+// A Loader returns the batches that a [Trainer] trains on, without end. [data.Loader] reads running
+// text, and [github.com/kasmina-go/kasmina/llm/chatdata.Loader] reads packed conversations.
+//
+// The batches depend only on the loader's state, so that a run continues bit for bit from a saved
+// state, and all ranks of a run read the same batches.
+type Loader interface {
+	// Config returns the size of the batches and the seed of their order.
+	Config() data.LoaderConfig
+
+	// VocabSize returns a number that is larger than every token id.
+	VocabSize() int
+
+	// Tokenizer identifies the tokenizer of the ids. It is "" if the loader does not know it.
+	Tokenizer() string
+
+	// KnowsDocuments reports whether batches say where documents start.
+	KnowsDocuments() bool
+
+	// Next returns the next batch. Its memory is reused by the following call.
+	Next() (data.Batch, error)
+
+	// InUse returns the batch that Next returned last, or a batch of zeros before the first one.
+	InUse() data.Batch
+
+	// State returns the loader's position, and SetState moves the loader to a position that State
+	// has returned. The error of SetState wraps data.ErrChanged if the position belongs to other
+	// data.
+	State() data.LoaderState
+	SetState(data.LoaderState) error
+}
+
+// A MaskedLoader is a [Loader] with batches that differ in their number of targets, because some
+// tokens are only context.
+//
+// The loss of a step is then the mean over all targets of the step. A batch counts for as much as it
+// has targets, so that the loss and its gradient do not depend on how a step is divided into batches
+// or among ranks.
+type MaskedLoader interface {
+	Loader
+
+	// CountTargets returns the number of targets in the next batches, and does not move the loader.
+	CountTargets(batches int) int
+}
+
+var _ Loader = (*data.Loader)(nil)
+
+// stepBatches hands out the batches of one step.
+type stepBatches struct {
+	loader  Loader
+	batches int       // of the step
+	targets int       // of the step, or 0 if each batch counts for as much as any other
+	shares  []float64 // of the batches handed out so far
+}
+
+func newStepBatches(l Loader, batches int) *stepBatches {
+	s := &stepBatches{loader: l, batches: batches}
+	if m, ok := l.(MaskedLoader); ok && batches > 1 {
+		s.targets = m.CountTargets(batches)
+	}
+	return s
+}
+
+// next returns the next batch of the step.
+func (s *stepBatches) next() (data.Batch, error) {
+	b, err := s.loader.Next()
+	if err != nil {
+		return b, err
+	}
+
+	if s.targets > 0 {
+		if b.Count < 1 {
+			return b, fmt.Errorf("a batch has no targets: the loader must leave out sequences of which " +
+				"nothing is learned")
+		}
+		b.Share = float64(b.Count) / float64(s.targets)
+	}
+
+	s.shares = append(s.shares, b.Share)
+	return b, nil
+}
+
+// weigh returns what the mean loss of a batch contributes to the loss of the step.
+func (s *stepBatches) weigh(batch int, loss float64) float64 {
+	if s.targets > 0 {
+		return loss * s.shares[batch]
+	}
+	return loss / float64(s.batches)
+}
