@@ -31,19 +31,18 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// The tests that kill a process run this test binary again as their child. What it shall do stands
-// in this variable.
+// childVariable names an environment variable. The tests that kill a process run this test binary again
+// as their child, and the variable contains the child's task.
 const childVariable = "LLM_TEST_CHILD"
 
-// optimizers by the names in childVariable.
+// optimizers maps the names used in childVariable.
 var optimizers = map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon}
 
-// TestChild is the child: it trains until it is killed, and saves to the file at the path that it
-// is given.
+// TestChild is the child: it trains until it is killed, and saves to the file at the given path.
 func TestChild(t *testing.T) {
 	task := strings.Fields(os.Getenv(childVariable))
 	if len(task) == 0 {
-		return // this is not a child
+		return // not a child
 	}
 
 	path := task[2]
@@ -60,7 +59,7 @@ func TestChild(t *testing.T) {
 			}
 			return nil
 		})
-	case "save": // goes on from where the last child was killed, saving all the time
+	case "save": // resumes from where the last child was killed, and saves after every step
 		if _, err := os.Stat(path); err == nil {
 			if err := tr.Resume(t.Context(), path); err != nil {
 				fmt.Println("refused:", err)
@@ -101,7 +100,7 @@ func startChild(t *testing.T, task, want string) *exec.Cmd {
 	for lines.Scan() {
 		if lines.Text() == want {
 			go func() {
-				for lines.Scan() { // so that the child never waits for us
+				for lines.Scan() { // keep reading, so that the child never blocks on its output
 				}
 			}()
 			return c
@@ -123,7 +122,8 @@ func kill(t *testing.T, c *exec.Cmd) {
 	c.Wait() // reports the kill
 }
 
-// TestResume wants 40 steps straight to equal 20 steps, a kill, and 20 resumed steps, bit for bit.
+// TestResume checks that 40 steps in one run equal 20 steps, a kill, and 20 steps in a resumed run, bit
+// for bit.
 func TestResume(t *testing.T) {
 	for name, optimizer := range optimizers {
 		t.Run(name, func(t *testing.T) {
@@ -153,9 +153,9 @@ func TestResume(t *testing.T) {
 	}
 }
 
-// TestKillWhileSaving kills a training process that saves after every step, at a random moment and
-// soon after it has begun a file, in turn. Each time it wants a checkpoint that the next process
-// resumes from.
+// TestKillWhileSaving repeatedly kills a training process that saves after every step, alternately at a
+// random moment and soon after it has started to write a file. The next process must always be able to
+// resume from the checkpoint.
 func TestKillWhileSaving(t *testing.T) {
 	kills := 60
 	if testing.Short() {
@@ -164,8 +164,8 @@ func TestKillWhileSaving(t *testing.T) {
 
 	r := texttest.Rand(t)
 	path := filepath.Join(t.TempDir(), "model.safetensors")
-	var left []string         // by the last kill
-	half := func() []string { // a new file that the process was writing, if there is one
+	var left []string         // temporary files from before the last kill
+	half := func() []string { // a new temporary file that the process is writing, if any
 		files, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".*"))
 		if err != nil {
 			t.Fatal(err)
@@ -177,14 +177,14 @@ func TestKillWhileSaving(t *testing.T) {
 	}
 
 	last, during, i := 0, 0, 0
-	// How many kills meet a half-written file is up to the disk: missing ones are waited for.
+	// The disk determines how many kills hit a half-written file, so continue until there are enough.
 	for ; i < kills || i < 10*kills && during < kills/20; i++ {
 		c := startChild(t, "save adamw "+path, "saving")
 		if i < kills && i%2 == 0 {
 			time.Sleep(time.Duration(r.Int64N(int64(30 * time.Millisecond))))
 		} else {
 			for begin := time.Now(); half() == nil && time.Since(begin) < 10*time.Second; {
-				time.Sleep(50 * time.Microsecond) // which the child has the processor for
+				time.Sleep(50 * time.Microsecond) // yields the processor to the child
 			}
 		}
 		kill(t, c)
@@ -210,7 +210,7 @@ func TestKillWhileSaving(t *testing.T) {
 	t.Logf("%d kills, %d of them while a file was being written; step %d", i, during, last)
 }
 
-// TestResumeErrors wants an error that says what is wrong, and a trainer that is as before.
+// TestResumeErrors checks that the error says what is wrong and that the trainer does not change.
 func TestResumeErrors(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "model.safetensors")
@@ -311,7 +311,7 @@ func TestResumeErrors(t *testing.T) {
 		})
 	}
 
-	// These share a file, so they run one after the other.
+	// These tests share a file, so they run one after the other.
 	for name, c := range map[string]struct {
 		change func(tensors map[string]safetensors.Tensor, metadata map[string]string)
 		want   string
@@ -381,7 +381,7 @@ func TestResumeErrors(t *testing.T) {
 	})
 }
 
-// refuses wants Resume to fail, and the trainer to be as it was.
+// refuses checks that Resume fails and that the trainer does not change.
 func refuses(t *testing.T, path string, o trainerOptions, want string, is error) {
 	t.Helper()
 	if o.config.Vocab == 0 {
@@ -396,7 +396,7 @@ func refuses(t *testing.T, path string, o trainerOptions, want string, is error)
 		}
 	}
 
-	tr.Config.Steps = 100 // for a checkpoint of a later step than both are at
+	tr.Config.Steps = 100 // the checkpoint is from a later step
 	err := tr.Resume(t.Context(), path)
 	if err == nil {
 		t.Fatal("no error")
@@ -415,7 +415,7 @@ func refuses(t *testing.T, path string, o trainerOptions, want string, is error)
 	checkSame(t, same, tr)
 }
 
-// TestLoadModelKeepsLatticeOptions wants the file to say whether there are gates.
+// TestLoadModelKeepsLatticeOptions checks that a file records whether the lattices have gates.
 func TestLoadModelKeepsLatticeOptions(t *testing.T) {
 	for name, c := range map[string]struct {
 		opts []state.Option
@@ -444,7 +444,7 @@ func TestLoadModelKeepsLatticeOptions(t *testing.T) {
 	}
 }
 
-// TestLoadModel wants a model from a file to be the one that was saved.
+// TestLoadModel checks that a loaded model equals the one that was saved.
 func TestLoadModel(t *testing.T) {
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		path := filepath.Join(t.TempDir(), "model.safetensors")
@@ -471,13 +471,13 @@ func TestLoadModel(t *testing.T) {
 	}
 }
 
-// smallConfig is that of smallCheckpoint.
+// smallConfig returns the configuration of smallCheckpoint.
 func smallConfig() Config {
 	return Config{Vocab: 3, Dim: 4, Layers: 1, Heads: 2, Seq: 2, FF: 1, Kasmina: []int{0},
 		Seeds: 2}.Default()
 }
 
-// rewritten saves a checkpoint of smallCheckpoint after a change, with checksums that are right.
+// rewritten changes a trained small checkpoint and saves it with valid checksums.
 func rewritten(t testing.TB, change func(tensors map[string]safetensors.Tensor,
 	metadata map[string]string)) string {
 	t.Helper()
@@ -492,14 +492,14 @@ func rewritten(t testing.TB, change func(tensors map[string]safetensors.Tensor,
 	return path
 }
 
-// inOrder returns tensors in the order of their names.
+// inOrder returns tensors sorted by name.
 func inOrder(byName map[string]safetensors.Tensor) []safetensors.Tensor {
 	return slices.SortedFunc(maps.Values(byName), func(a, b safetensors.Tensor) int {
 		return strings.Compare(a.Name, b.Name)
 	})
 }
 
-// trainedCheckpoint is smallCheckpoint after a step, so that there is a state of the optimiser.
+// trainedCheckpoint returns a small checkpoint after one step, so that it contains optimizer state.
 func trainedCheckpoint(t testing.TB) ([]safetensors.Tensor, map[string]string) {
 	t.Helper()
 	tr := smallTrainer(t, smallConfig())
@@ -511,7 +511,7 @@ func trainedCheckpoint(t testing.TB) ([]safetensors.Tensor, map[string]string) {
 	return tensors, metadata
 }
 
-// stateOf is all that a trainer would save.
+// stateOf returns everything that a trainer would save, as text.
 func stateOf(t testing.TB, tr *Trainer) string {
 	t.Helper()
 	var b strings.Builder
@@ -531,8 +531,8 @@ func stateOf(t testing.TB, tr *Trainer) string {
 	return b.String()
 }
 
-// TestNumbersThatAreNone wants files whose numbers no run can have, under checksums that are right,
-// to be refused. The error says what and where, and nothing has changed.
+// TestNumbersThatAreNone checks that files with impossible numbers are refused even if their checksums
+// are valid, that the error locates the number, and that nothing changes.
 func TestNumbersThatAreNone(t *testing.T) {
 	const weight = "model.layers.0.mlp.up_proj.weight"
 	edit := func(name string, at int, v float32) func(map[string]safetensors.Tensor,
@@ -555,7 +555,7 @@ func TestNumbersThatAreNone(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(map[string]safetensors.Tensor, map[string]string)
 		want   string
-		model  bool // LoadModel refuses it too
+		model  bool // LoadModel must refuse it too
 		is     error
 	}{
 		"NaN": {edit(weight, 2, nan), "parameter " + weight + " is NaN at element 2", true,
@@ -621,7 +621,7 @@ func zeros(name string, n int) safetensors.Tensor {
 			n)}
 }
 
-// readers are all that read a file at a path that they are given.
+// readers returns all functions that read a file at a given path.
 func readers(t *testing.T) map[string]func(path string) error {
 	tr := smallTrainer(t, smallConfig())
 	return map[string]func(path string) error{
@@ -635,7 +635,8 @@ func readers(t *testing.T) map[string]func(path string) error {
 	}
 }
 
-// TestWhatIsNoFile gives readers what has no end, or never begins.
+// TestWhatIsNoFile passes paths to readers that have no end, such as devices, or no beginning, such as
+// pipes without a writer.
 func TestWhatIsNoFile(t *testing.T) {
 	for name, read := range readers(t) {
 		for _, path := range texttest.NoFiles(t) {
@@ -646,7 +647,7 @@ func TestWhatIsNoFile(t *testing.T) {
 	}
 }
 
-// TestHoles gives readers files of 40 GB of which next to nothing is stored.
+// TestHoles passes sparse files of 40 GB to readers.
 func TestHoles(t *testing.T) {
 	const size = texttest.HoleSize
 	_, metadata := smallCheckpoint(t)
@@ -680,13 +681,13 @@ func TestHoles(t *testing.T) {
 	}
 }
 
-// appendHeader appends a safetensors header and its length.
+// appendHeader appends the length of a safetensors header and the header.
 func appendHeader(b []byte, header string) []byte {
 	return append(binary.LittleEndian.AppendUint64(b, uint64(len(header))), header...)
 }
 
-// TestReadingStops wants what reads large files to end with its context, and nothing to have
-// changed.
+// TestReadingStops checks that reading a large file stops when its context is canceled, and changes
+// nothing.
 func TestReadingStops(t *testing.T) {
 	path := rewritten(t, func(map[string]safetensors.Tensor, map[string]string) {})
 	enough := errors.New("enough")
@@ -701,7 +702,7 @@ func TestReadingStops(t *testing.T) {
 	require.NoError(t, tr.Resume(t.Context(), path))
 }
 
-// TestNotesOfAnySize wants notes that could not be read again to be refused before the run begins.
+// TestNotesOfAnySize checks that notes too long to be read back are refused before the run starts.
 func TestNotesOfAnySize(t *testing.T) {
 	tr := smallTrainer(t, smallConfig())
 	c := tr.Config
@@ -714,8 +715,8 @@ func TestNotesOfAnySize(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// withoutChecksums returns the bytes of a file whose header no longer has any, so that altered ones
-// are not refused for them.
+// withoutChecksums returns the bytes of a file with the checksums removed from its header, so that
+// altered bytes get past them.
 func withoutChecksums(t testing.TB, tensors []safetensors.Tensor,
 	metadata map[string]string) []byte {
 	t.Helper()
@@ -733,8 +734,8 @@ func withoutChecksums(t testing.TB, tensors []safetensors.Tensor,
 	return append(appendHeader(nil, string(plain)), b[n:]...)
 }
 
-// FuzzCheckpoint gives LoadModel, ReadNotes and Resume any bytes, of which some are a checkpoint
-// without checksums. What a refused Resume leaves is what was there.
+// FuzzCheckpoint passes arbitrary bytes, such as a checkpoint without checksums, to LoadModel, ReadNotes
+// and Resume. A refused Resume must not change the trainer.
 func FuzzCheckpoint(f *testing.F) {
 	tensors, metadata := trainedCheckpoint(f)
 	whole := withoutChecksums(f, tensors, metadata)
@@ -753,8 +754,8 @@ func FuzzCheckpoint(f *testing.F) {
 	})
 }
 
-// checkRefusal resumes from a file. If that is refused nothing has changed, and if not a step comes
-// to an end.
+// checkRefusal resumes from a file. If the file is refused, the trainer must not have changed; otherwise
+// it must be able to make a step.
 func checkRefusal(t *testing.T, tr *Trainer, path string, size int64) {
 	before := stateOf(t, tr)
 	var err error
@@ -771,8 +772,8 @@ func checkRefusal(t *testing.T, tr *Trainer, path string, size int64) {
 	}
 }
 
-// inParts saves a checkpoint with some moments in two files beside it. It returns the path of the
-// second, which has the other half of each.
+// inParts saves a checkpoint with each moment divided between two additional files. It returns the path
+// of the second one.
 func inParts(t testing.TB, path string, tensors []safetensors.Tensor, metadata map[string]string,
 	moments []safetensors.Tensor) (second string) {
 	t.Helper()
@@ -798,7 +799,7 @@ func inParts(t testing.TB, path string, tensors []safetensors.Tensor, metadata m
 	return path + ".0123456789abcdef-2of2"
 }
 
-// moments returns what of a checkpoint stands in parts, and all else.
+// moments separates the tensors that are stored in parts from the rest of a checkpoint.
 func moments(tensors []safetensors.Tensor) (apart, rest []safetensors.Tensor) {
 	for _, x := range tensors {
 		if _, ok := x.Data.([]float32); ok && strings.HasPrefix(x.Name, modelfile.OptimizerPrefix) {
@@ -810,7 +811,7 @@ func moments(tensors []safetensors.Tensor) (apart, rest []safetensors.Tensor) {
 	return apart, rest
 }
 
-// FuzzParts gives Resume a checkpoint of several files, one of which may be anything.
+// FuzzParts resumes from a checkpoint of several files, one with arbitrary contents.
 func FuzzParts(f *testing.F) {
 	tensors, metadata := trainedCheckpoint(f)
 	apart, rest := moments(tensors)
@@ -833,8 +834,8 @@ func FuzzParts(f *testing.F) {
 	})
 }
 
-// TestPartsThatAnnounceMore wants parts that begin moments which they do not have to be refused
-// before memory is taken for those.
+// TestPartsThatAnnounceMore checks that parts with incomplete moments are refused before memory for the
+// whole moments is allocated.
 func TestPartsThatAnnounceMore(t *testing.T) {
 	c := smallConfig()
 	c.Vocab = 1 << 17
@@ -861,7 +862,7 @@ func TestPartsThatAnnounceMore(t *testing.T) {
 		"model.embed_tokens.weight.0")
 }
 
-// FuzzBlueprint gives ReadBlueprint any bytes, of which some are a blueprint without checksums.
+// FuzzBlueprint passes arbitrary bytes, such as a blueprint without checksums, to LoadBlueprint.
 func FuzzBlueprint(f *testing.F) {
 	c := smallConfig()
 	c.SlotWidth = 4
@@ -893,8 +894,8 @@ func FuzzBlueprint(f *testing.F) {
 
 func errorOf(_ any, err error) error { return err }
 
-// TestBackgroundCheckpoint writes files while a growing model goes on training. It wants each to be
-// the one that is written between steps, byte for byte.
+// TestBackgroundCheckpoint writes files while a growing model continues to train. Each must equal the
+// file that is written between steps, byte for byte.
 func TestBackgroundCheckpoint(t *testing.T) {
 	files := func(opts ...CheckpointOption) map[int][]byte {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 11})
@@ -929,8 +930,8 @@ func TestBackgroundCheckpoint(t *testing.T) {
 	}
 }
 
-// TestBackgroundCheckpointFails wants a file that cannot be written to end the run, also if the run
-// ends first.
+// TestBackgroundCheckpointFails checks that a failed write ends the run with an error, even if the run
+// ends before the write.
 func TestBackgroundCheckpointFails(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
@@ -946,7 +947,7 @@ func TestBackgroundCheckpointFails(t *testing.T) {
 	}
 }
 
-// folder is the files of a folder.
+// folder returns the contents of all files in a folder.
 func folder(t *testing.T, dir string) map[string][]byte {
 	entries, err := os.ReadDir(dir)
 	require.NoError(t, err)
@@ -958,8 +959,9 @@ func folder(t *testing.T, dir string) map[string][]byte {
 	return all
 }
 
-// TestOptimizerApart wants a checkpoint whose optimiser's moments are in a file of their own to go
-// on bit by bit. A model is had without that file, and the file goes with the checkpoint.
+// TestOptimizerApart checks that a run resumes bit for bit from a checkpoint with the optimizer's moments
+// in a separate file, that the model can be loaded without that file, and that replacing the checkpoint
+// removes it.
 func TestOptimizerApart(t *testing.T) {
 	all := maps.Clone(optimizers)
 	all["adamw8bit"] = func() (optim.Optimizer, error) {

@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
-// TestCheckpointNames wants a checkpoint to be written and resumed under every name that the file
-// system takes, and other names to end the run before its first step.
+// TestCheckpointNames checks that a checkpoint can be written and resumed under every name that the file
+// system allows, and that other names fail the run before its first step.
 func TestCheckpointNames(t *testing.T) {
 	for _, n := range []int{200, 220, 232, 233, 234, 240, 255, 256} {
 		name := strings.Repeat("n", n)
@@ -38,8 +38,8 @@ func TestCheckpointNames(t *testing.T) {
 	}
 }
 
-// TestCheckpointReplacesCheckpoints wants a run to end before its first step, and the file to stay, if
-// what is at the path of its checkpoint is somebody else's.
+// TestCheckpointReplacesCheckpoints checks that the run fails before its first step, without touching the
+// file, if the checkpoint's path holds a file of another program.
 func TestCheckpointReplacesCheckpoints(t *testing.T) {
 	dir := t.TempDir()
 	notes, tensors := filepath.Join(dir, "notes"), filepath.Join(dir, "tensors")

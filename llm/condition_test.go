@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestConditionTransitions goes through every change in every phase.
+// TestConditionTransitions tests every change in every phase.
 func TestConditionTransitions(t *testing.T) {
 	phases := []phase{ready, incomplete, damaged, detached, engineless, closed}
 	for what, want := range map[change][]phase{
@@ -29,8 +29,8 @@ func TestConditionTransitions(t *testing.T) {
 	}
 }
 
-// TestConditionCauses wants the first cause of a phase to stay, an incomplete step to get the cause
-// for which it is not completed, and a restored trainer to have none.
+// TestConditionCauses checks that a phase keeps its first cause, that an incomplete step takes the reason
+// why it cannot be completed, and that a restored trainer has no cause.
 func TestConditionCauses(t *testing.T) {
 	first, second := errors.New("first"), errors.New("second")
 	var c condition

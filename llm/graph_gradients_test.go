@@ -27,7 +27,7 @@ func must[T any](v T, err error) T {
 	return v
 }
 
-// randomConfig returns that of a small model of any shape.
+// randomConfig returns the configuration of a small model of random shape.
 func randomConfig(r *rand.Rand) Config {
 	kv := 1 + r.IntN(3)
 	c := Config{Vocab: 5 + r.IntN(9), Layers: 1 + r.IntN(2), KVHeads: kv,
@@ -49,7 +49,7 @@ func randomConfig(r *rand.Rand) Config {
 	return c.Default()
 }
 
-// randomTraits returns any of what published families have.
+// randomTraits returns a random combination of the traits of published families.
 func randomTraits(r *rand.Rand, c Config) Traits {
 	coin := func() bool { return r.IntN(2) == 0 }
 	t := Traits{QKVBias: coin(), QKNorm: coin(), NormPlusOne: coin(),
@@ -81,7 +81,7 @@ func randomTraits(r *rand.Rand, c Config) Traits {
 	return t
 }
 
-// randomBatch returns one of as many sequences, some of whose rows have no target.
+// randomBatch returns a random batch in which some rows have no target.
 func randomBatch(r *rand.Rand, c Config, sequences int) data.Batch {
 	n := sequences * c.Seq
 	b := data.Batch{Inputs: make([]int, n), Targets: make([]int, n), Starts: make([]int, n)}
@@ -103,12 +103,12 @@ func randomBatch(r *rand.Rand, c Config, sequences int) data.Batch {
 	return b
 }
 
-// TestGradients compares the gradients of models of any shape with central differences. They have
-// grouped queries, documents, tied and untied output layers, and any traits of published families.
-// Seeds are in every stage in which gradients are derivatives of the loss. Those of batches that
-// make one step, computed again or not, are compared with their mean.
+// TestGradients compares the gradients of random models with central differences. The models have grouped
+// queries, documents, tied and untied output layers, random traits, and seeds in all stages that have
+// gradients equal to derivatives of the loss. The gradients of a step with several batches, recomputed or
+// not, are compared with the mean over the batches.
 func TestGradients(t *testing.T) {
-	models := 3 // others in each run
+	models := 3 // different ones in each run
 	if testing.Short() {
 		models = 1
 	}
@@ -121,7 +121,7 @@ func TestGradients(t *testing.T) {
 			c := randomConfig(r)
 			t.Logf("%+v", c)
 			m := must(NewModel(c, tensor.Float64, r.Uint64(), state.WithoutGates()))
-			for _, p := range m.Params { // away from where gradients vanish
+			for _, p := range m.Params { // away from points with vanishing gradients
 				x := p.Value.Float64s()
 				for k := range x {
 					x[k] += 0.3 * r.NormFloat64()
@@ -133,10 +133,10 @@ func TestGradients(t *testing.T) {
 	}
 }
 
-// TestSiteGradients is TestGradients for blueprints at weights and in the stream, a user's own
-// among them.
+// TestSiteGradients is TestGradients for blueprints at weights and in the stream, including user-defined
+// ones.
 func TestSiteGradients(t *testing.T) {
-	models := 3 // others in each run
+	models := 3 // different ones in each run
 	if testing.Short() {
 		models = 2
 	}
@@ -163,8 +163,8 @@ func TestSiteGradients(t *testing.T) {
 	}
 }
 
-// TestGradientsOfSharedSlots has two seeds grow graphs from one slot. The gradients of weights that
-// both read add up, also where a seed is one feature wide and an array is one element.
+// TestGradientsOfSharedSlots lets two seeds with graph blueprints share a slot. Their gradients must add
+// up, even if a seed is one feature wide and an array has a single element.
 func TestGradientsOfSharedSlots(t *testing.T) {
 	own := ownKinds(t)
 	for _, width := range []int{1, 5} {
@@ -186,7 +186,7 @@ func TestGradientsOfSharedSlots(t *testing.T) {
 	}
 }
 
-// withSites gives a configuration seeds on some layers and behind some blocks, all planted.
+// withSites returns a configuration with seeds on some layers and after some blocks, all of them planted.
 func withSites(r *rand.Rand, c Config, own [4]blueprints.Kind) Config {
 	layers := []string{"q", "k", "v", "o", "gate", "up", "down", "head"}
 	for range 1 + r.IntN(4) {
@@ -215,7 +215,7 @@ func withSites(r *rand.Rand, c Config, own [4]blueprints.Kind) Config {
 	return c
 }
 
-// plantSites takes what is planted to stages in which gradients are derivatives of the loss.
+// plantSites moves planted blueprints to stages where gradients are derivatives of the loss.
 func plantSites(t *testing.T, r *rand.Rand, m *Model) {
 	for _, p := range m.Config.Planted {
 		kind, _ := blueprints.ByName(p.Kind)
@@ -237,7 +237,8 @@ func plantSites(t *testing.T, r *rand.Rand, m *Model) {
 	}
 }
 
-// ownKinds registers a kind at a weight, which scales its rows, one in the stream, and two of chunks.
+// ownKinds registers a kind at a weight, which scales its rows, a kind in the stream, and two chunk
+// kinds.
 func ownKinds(t *testing.T) (kinds [4]blueprints.Kind) {
 	t.Helper()
 	for i, own := range []struct {
@@ -291,7 +292,7 @@ func ownKinds(t *testing.T) (kinds [4]blueprints.Kind) {
 		return gorgonia.Add(x, h)
 	}}} {
 		var ok bool
-		if kinds[i], ok = blueprints.ByName(own.Name); ok { // by a run of this test before
+		if kinds[i], ok = blueprints.ByName(own.Name); ok { // registered by an earlier run of this test
 			continue
 		}
 		kinds[i] = must(site.Register(own.Blueprint, own.Build))
@@ -300,7 +301,7 @@ func ownKinds(t *testing.T) (kinds [4]blueprints.Kind) {
 	return kinds
 }
 
-// ones begins with weights of 1.
+// ones sets the initial weights to 1.
 func ones(w []float64, _ int, _ *rand.Rand) float64 {
 	for i := range w {
 		w[i] = 1
@@ -308,8 +309,8 @@ func ones(w []float64, _ int, _ *rand.Rand) float64 {
 	return 1
 }
 
-// plant germinates blueprints of all kinds but MLPExpansion, which has a kink where differences
-// mean nothing. It takes most of them on to where they are blended in and learn.
+// plant germinates blueprints of all kinds except MLPExpansion, where differences fail at its kink. It
+// moves most of them to stages in which they are blended in and learn.
 func plant(t *testing.T, r *rand.Rand, m *Model) {
 	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.ConvFilter,
 		blueprints.LowRank, blueprints.ChunkMLP}
@@ -324,7 +325,7 @@ func plant(t *testing.T, r *rand.Rand, m *Model) {
 			slot := 1 + r.IntN(m.Config.Slots-1)
 			err := l.RequestGermination(seed, state.GerminationRequest{Slot: slot, Kind: kind})
 			if err != nil || r.IntN(4) == 0 {
-				continue // it needs more weights than slots have, or shall stay as it is
+				continue // its kind needs more weights than a slot has, or it stays germinated
 			}
 			last := []state.Stage{state.Grafting, state.Stabilization, state.FineTuning}[r.IntN(3)]
 			for stage := state.Training; stage <= last; stage++ {
@@ -339,14 +340,14 @@ func plant(t *testing.T, r *rand.Rand, m *Model) {
 	}
 }
 
-// checkModel compares a model's gradients on two batches with differences, and the trainer's of
-// both together with their mean.
+// checkModel compares a model's gradients on two batches with central differences, and the accumulated
+// gradients of both batches with their mean.
 func checkModel(t *testing.T, r *rand.Rand, m *Model) {
 	t.Helper()
 	const sequences = 2
 	batches := []data.Batch{randomBatch(r, m.Config, sequences),
 		randomBatch(r, m.Config, sequences)}
-	// of the derivatives that are checked, by their place in a parameter
+	// mean derivatives by the index of the element in its parameter
 	means := make([]map[int]float64, len(m.Params))
 	seed := r.Uint64()
 	for _, b := range batches {

@@ -25,8 +25,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// growing makes a trainer of a run short enough for a test follow a controller, and lists what
-// happens.
+// growing makes a trainer follow a controller that is fast enough for a short run, and returns the list
+// of its seed events.
 func growing(t *testing.T, tr *Trainer) *[]string {
 	t.Helper()
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{},
@@ -51,8 +51,8 @@ func growing(t *testing.T, tr *Trainer) *[]string {
 	return &events
 }
 
-// TestGrowResumes has a run with a controller interrupted and resumed, several times. It wants the
-// decisions of one that is not, and bit for bit the same model.
+// TestGrowResumes interrupts and resumes a run with a controller several times. It checks that the
+// decisions and the bits of the model equal those of an uninterrupted run.
 func TestGrowResumes(t *testing.T) {
 	const steps = 45
 	c := tiny()
@@ -102,10 +102,10 @@ func TestGrowResumes(t *testing.T) {
 	}
 }
 
-// TestCommandsDuringTraining has eight goroutines send commands while a model trains; the race
-// detector and the checksums watch.
+// TestCommandsDuringTraining has eight goroutines send commands while a model trains. The race detector
+// and the checksums detect errors.
 func TestCommandsDuringTraining(t *testing.T) {
-	// more than the senders need, however late they start
+	// more than enough for the senders
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 20000})
 	stop := make(chan struct{})
 	var senders sync.WaitGroup
@@ -164,13 +164,13 @@ func TestCommandsDuringTraining(t *testing.T) {
 	}
 }
 
-// TestRollbackOfAModel wants a rollback to put the parameters of the slot back to what they were
-// when grafting began.
+// TestRollbackOfAModel checks that a rollback restores the parameters of the slot to their values at the
+// start of grafting.
 func TestRollbackOfAModel(t *testing.T) {
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12, dt: dt})
 		n := tr.Model.Kasmina
-		// newTrainer has seed 1 of each layer in Training, with slot 1.
+		// newTrainer puts seed 1 of each layer into Training, with slot 1.
 		read := func() state.SlotParams {
 			p, err := slotStore{Model: tr.Model}.Read(1, 1)
 			if err != nil {
@@ -243,8 +243,8 @@ func TestGrowErrors(t *testing.T) {
 	}
 }
 
-// TestDepthNeedsNoText checks that a model with Kasmina layers grows in depth without a text to judge by,
-// and that a controller which also plants on chunks does not.
+// TestDepthNeedsNoText checks that a model with Kasmina layers can grow in depth without validation text,
+// and that a controller that also plants on chunks is refused without it.
 func TestDepthNeedsNoText(t *testing.T) {
 	c := tiny()
 	c.Depth = 1
@@ -268,9 +268,9 @@ func TestDepthNeedsNoText(t *testing.T) {
 	}
 }
 
-// TestJudge wants a seed that is being evaluated to be judged by the model's loss with it and
-// without it. One that trains is judged by how much that rises with its blueprint at full strength,
-// and others by the loss alone. All seeds are as before afterwards.
+// TestJudge checks how seeds are judged: a seed in Evaluating by the model's loss with it and without it,
+// a seed in Training by the change in loss with its blueprint at full strength, and other seeds by the
+// loss alone. Judging must not change the seeds.
 func TestJudge(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
 	growing(t, tr)
@@ -351,7 +351,7 @@ func TestJudge(t *testing.T) {
 	}
 }
 
-// lossy is an engine whose model has the given loss on any text.
+// lossy is an engine that returns the given loss for any text.
 type lossy struct {
 	Engine
 	loss float64
@@ -359,9 +359,8 @@ type lossy struct {
 
 func (l lossy) Loss(data.Batch) (float64, error) { return l.loss, nil }
 
-// TestGrowThroughHugeLosses has a model of which a held-out text tells nothing good. It wants no
-// run to end by that, and no seed to be judged better than with a finite loss. One that is not
-// finite is a reason for the governor to take back what has been grafted.
+// TestGrowThroughHugeLosses checks that huge validation losses neither end a run nor improve a seed's
+// score. If the loss is not finite, the governor must roll back the grafted seeds.
 func TestGrowThroughHugeLosses(t *testing.T) {
 	for _, loss := range []float64{65503, 65520, 1e9, math.MaxFloat32, math.Inf(1), math.NaN()} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
@@ -380,7 +379,7 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 			growing(t, tr)
 			tr.driver.engine = lossy{tr.driver.engine, loss}
 		}
-		tr.growth.twin = nil // so that seeds are muted
+		tr.growth.twin = nil // so that seeds are muted for the comparison
 		move := state.Command{Action: state.Move, Layer: 1, Seed: 2, To: state.Stabilization}
 		then := move
 		then.To = state.Evaluating
@@ -392,7 +391,7 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, m := range metrics[1].Seeds {
-			if m.Unscored { // a seed that trains
+			if m.Unscored { // the seed is in Training
 				if finite := loss-loss == 0; m.TrainingError > 0 == finite {
 					t.Errorf("validation losses of %v: seed %d has the training error %v", loss,
 						m.Seed, m.TrainingError)
@@ -410,8 +409,9 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 	}
 }
 
-// TestGrowHasTime wants thresholds that cannot be met in the planned steps to be refused, with what
-// would be needed. A run that follows the advice grafts a blueprint in no more steps.
+// TestGrowHasTime checks that thresholds that cannot be met in the planned steps are refused with the
+// number of steps needed, and that a run that follows the advice grafts a blueprint in the same number of
+// steps.
 func TestGrowHasTime(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -456,8 +456,8 @@ func TestGrowHasTime(t *testing.T) {
 		Validation: text}), "raise Patience")
 }
 
-// withoutDecay is the optimisers that move parameters by gradients and what they remember of these
-// alone.
+// withoutDecay creates optimizers without weight decay, which change parameters only by gradients and
+// moments.
 var withoutDecay = map[string]func() (optim.Optimizer, error){
 	"adamw": func() (optim.Optimizer, error) {
 		return optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
@@ -468,9 +468,9 @@ var withoutDecay = map[string]func() (optim.Optimizer, error){
 	},
 }
 
-// TestFrozenSlots wants a slot to keep its bits from the step on at which its last seed ceases to
-// learn. However that comes about, no momentum moves it. A run that is resumed from just before
-// goes on with the same bits.
+// TestFrozenSlots checks that a slot keeps its bits from the step when its last seed stops learning,
+// whatever the reason, because no momentum moves it. A run resumed from that step must compute the same
+// bits.
 func TestFrozenSlots(t *testing.T) {
 	const layer, seed, slot, frozenAt, steps = 1, 1, 1, 5, 12
 	for name, optimizer := range withoutDecay {
@@ -484,7 +484,7 @@ func TestFrozenSlots(t *testing.T) {
 					}
 					p, err := slotStore{Model: tr.Model}.Read(layer, slot)
 					seen = append(seen, p)
-					if e.Step == frozenAt { // behind the network's back
+					if e.Step == frozenAt { // bypasses the network
 						err = errors.Join(err, tr.Model.Kasmina.Lattice(layer).Transition(seed,
 							state.Culled), tr.Save(path))
 					}
@@ -512,8 +512,8 @@ func TestFrozenSlots(t *testing.T) {
 	}
 }
 
-// TestNewBlueprintWithoutMomentum wants nothing to be remembered of a slot that another blueprint
-// takes over.
+// TestNewBlueprintWithoutMomentum checks that the optimizer state of a slot is cleared when another
+// blueprint takes it over.
 func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	if err := tr.Run(context.Background()); err != nil {
@@ -521,7 +521,7 @@ func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	}
 
 	width := tr.Model.Config.KasminaWidth()
-	// live counts what is remembered of slot 1 of a layer.
+	// live counts the nonzero elements of the optimizer state of slot 1 in a layer.
 	live := func(layer int) (n int) {
 		for _, s := range tr.Optimizer.State() {
 			x, ok := s.Data.([]float32)

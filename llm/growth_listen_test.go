@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// made returns an out×in matrix with the given singular values, and its right singular vectors.
-// Those are the columns of a Householder reflection, in another order than that of their values.
+// made returns an out×in matrix with the given singular values, and its right singular vectors. The
+// singular vectors are columns of Householder reflections, in a different order than their values.
 func made(out, in int, sigma []float64, r *rand.Rand) (g []float32, right [][]float64) {
 	vectors := func(n int) [][]float64 {
 		v, square := make([]float64, n), 0.0
@@ -44,8 +44,8 @@ func made(out, in int, sigma []float64, r *rand.Rand) (g []float32, right [][]fl
 	return g, right
 }
 
-// TestHear wants the largest singular values of matrices of any shape, and the directions that they
-// are of, the same in every call.
+// TestHear checks that hearGradient finds the largest singular values and their directions for matrices
+// of various shapes, and that its result is reproducible.
 func TestHear(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for _, shape := range [][2]int{{40, 70}, {70, 40}, {12, 12}, {300, 20}} {
@@ -74,13 +74,13 @@ func TestHear(t *testing.T) {
 	}
 }
 
-// TestHearLittle wants no more directions than a gradient has, and none of one that is 0 or not
-// finite.
+// TestHearLittle checks that hearGradient returns no more directions than the rank of the gradient, and
+// none if it is 0 or not finite.
 func TestHearLittle(t *testing.T) {
 	g := make([]float32, 6*5)
 	require.Empty(t, hearGradient(g, 6, 5, 3).Directions)
 	for i := range 5 {
-		g[2*5+i] = float32(i) // one row: rank 1
+		g[2*5+i] = float32(i) // a single row, so the rank is 1
 	}
 
 	h := hearGradient(g, 6, 5, 3)

@@ -18,8 +18,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// replanting is a controller that plants a LoRA, blends it in and takes it out again, over and over,
-// so that the model's parameters and its engine keep changing.
+// replanting is a controller that plants a LoRA, blends it in and removes it again, over and over, so
+// that the model's parameters and its engine keep changing.
 type replanting struct{ layer int }
 
 func (c replanting) Decide(reports []state.Report) []state.Command {
@@ -39,8 +39,8 @@ func (c replanting) Decide(reports []state.Report) []state.Command {
 	return do(state.Recycle, 0)
 }
 
-// TestBesideAGrowingRun calls what any goroutine may call while a run replaces its parameters and
-// its engine again and again. The race detector finds a call that does not take its turn.
+// TestBesideAGrowingRun makes all calls that are allowed from other goroutines while a run keeps
+// replacing its parameters and its engine. The race detector finds calls that do not lock the model.
 func TestBesideAGrowingRun(t *testing.T) {
 	c := tiny()
 	c.Weights = c.WeightSites("q")
@@ -91,7 +91,7 @@ func TestBesideAGrowingRun(t *testing.T) {
 		},
 		"Submit": func() { m.Kasmina.Submit(state.Command{Action: state.SetAlpha, Layer: layer, Alpha: 0.5}) },
 		"SaveBlueprint": func() {
-			_ = m.SaveBlueprint(filepath.Join(dir, "blueprint"), 0, 0) // which has none
+			_ = m.SaveBlueprint(filepath.Join(dir, "blueprint"), 0, 0) // it has no blueprint
 			_, _ = m.ReadBlueprint(filepath.Join(dir, "blueprint"), 0, 0)
 		},
 		"NewGenerator": func() {
@@ -134,8 +134,8 @@ func TestBesideAGrowingRun(t *testing.T) {
 	require.Greater(t, reshaped, 3)
 }
 
-// TestResumeBetweenSteps resumes a model with other blocks while a callback of a run works. The race
-// detector finds what the run reads of the engine that is being replaced.
+// TestResumeBetweenSteps resumes a model with other blocks while a callback of a run is active. The race
+// detector finds accesses of the run to the engine that is being replaced.
 func TestResumeBetweenSteps(t *testing.T) {
 	tr := growthRun{config: querySites(), steps: 6}.trainer(t)
 	path := filepath.Join(t.TempDir(), "run")
@@ -144,7 +144,7 @@ func TestResumeBetweenSteps(t *testing.T) {
 	tr.Config.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 		if len(m.Config.Planted) == 0 {
 			close(replacing)
-			time.Sleep(100 * time.Millisecond) // the run goes on meanwhile
+			time.Sleep(100 * time.Millisecond) // give the run time to continue
 		}
 		if build == nil {
 			build = CPUEngine()

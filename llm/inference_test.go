@@ -11,9 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// TestWindows has machines of others, whose windows are of other sizes. It wants their logits to be
-// those of the CPU's, of any number of tokens, few and then many and the other way round. Machines
-// that are too small are closed.
+// TestWindows checks that decoding on machines with windows of fixed sizes gives the CPU's logits for any
+// number of tokens, growing or shrinking, and that replaced machines are closed.
 func TestWindows(t *testing.T) {
 	c := Config{Vocab: 19, Dim: 8, Layers: 1, Heads: 2, Seq: 300}.Default()
 	m, err := NewModel(c, tensor.Float32, 1)
@@ -44,12 +43,12 @@ func TestWindows(t *testing.T) {
 		require.Equal(t, 2, open)
 	}
 
-	require.Equal(t, 4, made) // for a token, and for 128, 256 and 300 positions
+	require.Equal(t, 4, made) // for one token, and for 128, 256 and 300 positions
 	require.NoError(t, errors.Join(windows.Close(), cached.Close()))
 	require.Zero(t, open)
 }
 
-// counted is a machine that counts those that are open.
+// counted is a machine that keeps a count of open machines.
 type counted struct {
 	Machine
 	open *int
@@ -60,8 +59,8 @@ func (c counted) Close() error {
 	return c.Machine.Close()
 }
 
-// TestOf wants graphs of an outline to be those of the model but for values, and what has these to
-// be closed last.
+// TestOf checks that the graphs of an outline match the model's except for their values, and that the
+// owner of the values is closed last.
 func TestOf(t *testing.T) {
 	c := Config{Vocab: 19, Dim: 8, Layers: 1, Heads: 2, Seq: 12}.Default()
 	m, err := NewModel(c, tensor.Float32, 1)

@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// TestAllLogits compares each row with what the decoder computes for the tokens up to there, and the
-// loss that follows from all rows with that of the model.
+// TestAllLogits compares each row with the decoder's logits for the tokens up to that position, and the
+// loss computed from all rows with the model's loss.
 func TestAllLogits(t *testing.T) {
 	c := Config{Vocab: 19, Dim: 8, Layers: 2, Heads: 2, Seq: 12, Kasmina: []int{0}, Seeds: 2}.Default()
 	m, err := NewModel(c, tensor.Float64, 1)

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-// TestMerge has blueprints merged together, two of them on one weight. It wants the bits of such
-// that are merged one after the other, in the model and in what it was before.
+// TestMerge checks that merging blueprints together, two on the same weight, gives the same bits as
+// merging them one after the other, in the model and in its earlier state.
 func TestMerge(t *testing.T) {
 	c := Config{Vocab: 32, Dim: 16, Layers: 2, Heads: 2, Seq: 8}.Default()
 	c.Weights = append(c.WeightSites("q", "down"), c.WeightSites("q")[0])
@@ -29,7 +29,7 @@ func TestMerge(t *testing.T) {
 	}
 
 	r := rand.New(rand.NewPCG(1, 2))
-	for _, p := range now.Params { // or a LoRA adds nothing
+	for _, p := range now.Params { // otherwise a LoRA adds nothing
 		for i, x := 0, p.Value.Data().([]float32); i < len(x); i++ {
 			x[i] += float32(0.1 * r.NormFloat64())
 		}

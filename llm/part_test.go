@@ -16,7 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// withEMA returns a trainer with an average of its weights.
+// withEMA returns a trainer with an EMA of its weights.
 func withEMA(t *testing.T, o trainerOptions, decay float64) (*Trainer, *EMA) {
 	t.Helper()
 	tr := newTrainer(t, o)
@@ -26,7 +26,7 @@ func withEMA(t *testing.T, o trainerOptions, decay float64) (*Trainer, *EMA) {
 	return tr, e
 }
 
-// TestEMA compares averages with a recursion in float64 over the weights of every step.
+// TestEMA compares averages with a float64 recursion over the weights of every step.
 func TestEMA(t *testing.T) {
 	const decay = 0.9
 	tr, e := withEMA(t, trainerOptions{config: tiny(), steps: 12}, decay)
@@ -81,8 +81,8 @@ func TestEMA(t *testing.T) {
 	require.Equal(t, got, loaded.Params[1].Value.Float32s())
 }
 
-// TestEMAResumes wants the average of a run that was interrupted and resumed to have the bits of the
-// average of a run that was not, also where blocks are added in between.
+// TestEMAResumes checks that the average of a run that was interrupted and resumed has the same bits as
+// in an uninterrupted run, even if blocks are added in between.
 func TestEMAResumes(t *testing.T) {
 	commands := depthCommands{1: {germinate(0, blueprints.Interleave, 2)},
 		2: {move(0, state.Training), move(0, state.Grafting)}}
@@ -120,8 +120,8 @@ func TestEMAResumes(t *testing.T) {
 	}
 }
 
-// TestPartsDiffer wants Resume to refuse a checkpoint of a run with other parts, or with parts that are
-// set up differently, and to accept it with WithNewSettings. A refused checkpoint changes nothing.
+// TestPartsDiffer checks that Resume refuses a checkpoint of a run with other parts, or with parts that
+// are set up differently, and accepts it with WithNewSettings. A refused checkpoint must change nothing.
 func TestPartsDiffer(t *testing.T) {
 	options := trainerOptions{config: tiny(), steps: 4}
 	path := filepath.Join(t.TempDir(), "run")
@@ -175,8 +175,8 @@ func (f failing) FinishStep(u Turn) error {
 	return nil
 }
 
-// TestPartsFail wants an error before a step to leave the trainer as it was, and an error after an
-// update to call for a Resume.
+// TestPartsFail checks that an error before a step does not change the trainer, and that an error after
+// an update requires a Resume.
 func TestPartsFail(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	require.NoError(t, tr.Use(failing{at: 2, before: true}))
@@ -192,7 +192,7 @@ func TestPartsFail(t *testing.T) {
 	require.ErrorContains(t, tr.Save(filepath.Join(t.TempDir(), "run")), "before a Resume")
 }
 
-// TestUse wants parts with unusable names to be refused.
+// TestUse checks that parts with unusable names are refused.
 func TestUse(t *testing.T) {
 	tr, e := withEMA(t, trainerOptions{config: tiny(), steps: 1}, 0.5)
 	require.ErrorContains(t, tr.Use(e), `a part named "ema" already`)
@@ -224,7 +224,7 @@ func scores(tr *Trainer, losses ...float64) Callback {
 	}
 }
 
-// TestEarlyStopping wants a run to stop when the held-out loss has not improved often enough, also when
+// TestEarlyStopping checks that a run stops when the held-out loss has not improved often enough, even if
 // the run was interrupted in between.
 func TestEarlyStopping(t *testing.T) {
 	losses := []float64{5, 4, 4.1, 3.99, 3.5, 3.6, 3.6, 3.6, 3}
@@ -260,7 +260,7 @@ func TestEarlyStopping(t *testing.T) {
 	}
 }
 
-// TestBestCheckpoint wants the file to hold the best step, and a resumed run to remember its loss.
+// TestBestCheckpoint checks that the file holds the best step, and that a resumed run remembers its loss.
 func TestBestCheckpoint(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "best")
 	use := func() (tr *Trainer, saved *[]int) {

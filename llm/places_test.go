@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-// TestLattices wants every seed's place named, and those of a block together.
+// TestLattices checks that the place of every seed is named, and that the seeds of a block are grouped.
 func TestLattices(t *testing.T) {
 	c := Config{Layers: 3, Kasmina: []int{0, 2}, Streams: []int{1}, Depth: 2}
 	c.Weights = c.WeightSites("q", "down", "head")

@@ -24,7 +24,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// checkpointAt5 returns a checkpoint of step 5 of a run of 10 with the settings of newTrainer.
+// checkpointAt5 saves a checkpoint after step 5 of a run of 10 steps with the settings of newTrainer.
 func checkpointAt5(t *testing.T) (path string) {
 	t.Helper()
 	path = filepath.Join(t.TempDir(), "model.safetensors")
@@ -44,13 +44,14 @@ func checkpointAt5(t *testing.T) (path string) {
 	return path
 }
 
-// abacus is the CPU's engine under another name.
+// abacus is the CPU engine under another name.
 type abacus struct{ Engine }
 
 func (abacus) Name() string { return "abacus" }
 
-// TestResumeWithOtherSettings wants each setting that decides the bits of a run to be refused by
-// name, with both values. Who asks for it is not refused, and told the same.
+// TestResumeWithOtherSettings checks that a change in any setting that affects the bits of a run is
+// refused by name, with both values, and that a caller who accepts new settings is told of the same
+// difference.
 func TestResumeWithOtherSettings(t *testing.T) {
 	path := checkpointAt5(t)
 	adamW := func(opts ...optim.AdamWOption) func(*testing.T, *Trainer) {
@@ -122,8 +123,8 @@ func TestResumeWithOtherSettings(t *testing.T) {
 	}
 }
 
-// TestResumeWithMoreSteps wants a run that has ended to go on. Where nothing depends on Steps it
-// goes on as if it had been planned so, and by consent where the schedule does.
+// TestResumeWithMoreSteps checks that a finished run can be extended: as if it had been planned that way
+// if nothing depends on Steps, and only with consent if the schedule does.
 func TestResumeWithMoreSteps(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	cosine := func(steps int) optim.Schedule {
@@ -194,8 +195,8 @@ func TestNotes(t *testing.T) {
 	}
 }
 
-// TestResumeOfACompleteRun wants a run without steps left to be evaluated, saved and sampled all
-// the same.
+// TestResumeOfACompleteRun checks that a resumed run without steps left is still evaluated, saved and
+// sampled.
 func TestResumeOfACompleteRun(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
@@ -240,7 +241,7 @@ func heldOut(t *testing.T, n, batch int) *data.Evaluation {
 	return e
 }
 
-// TestResumeWithOtherMuon wants what sets a Muon apart from another one to be compared too.
+// TestResumeWithOtherMuon checks that the settings of Muon are compared too.
 func TestResumeWithOtherMuon(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	source := newTrainer(t, trainerOptions{config: tiny(), steps: 2, optimizer: muon})
@@ -271,13 +272,13 @@ func TestResumeWithOtherMuon(t *testing.T) {
 	}
 }
 
-// nameless is the engine of a checkpoint from before engines had names.
+// nameless stands for the engine of a checkpoint from before engines had names.
 type nameless struct{ Engine }
 
 func (nameless) Name() string { return "" }
 
-// TestResumeWithoutEngine wants a checkpoint that does not say what engine computed it to go on
-// with any.
+// TestResumeWithoutEngine checks that a checkpoint that does not name its engine can be resumed with any
+// engine.
 func TestResumeWithoutEngine(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	old := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
@@ -291,7 +292,7 @@ func TestResumeWithoutEngine(t *testing.T) {
 	}
 }
 
-// onText is a trainer at its start on the text of a file.
+// onText returns a new trainer for the given text.
 func onText(t *testing.T, name, text string) *Trainer {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), name)
@@ -307,7 +308,7 @@ func onText(t *testing.T, name, text string) *Trainer {
 	return tr
 }
 
-// saved is a checkpoint of a run of four steps on a text.
+// savedOn saves a checkpoint of a run of four steps on a text.
 func savedOn(t *testing.T, text string) string {
 	t.Helper()
 	tr := onText(t, "text", text)
@@ -319,9 +320,9 @@ func savedOn(t *testing.T, text string) string {
 	return path
 }
 
-// TestResumeOnOtherText wants a run to go on with the same text, whatever its file is called. Other
-// text of the same name and size is refused unless it is asked for. Then as much of the run to be
-// kept as is asked for.
+// TestResumeOnOtherText checks that a run can be resumed with the same text under another file name, and
+// that other text of the same name and size is refused unless the caller asks for it. Then Resume must
+// keep the parts of the run that the caller selects.
 func TestResumeOnOtherText(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	one, two := strings.Repeat("all of one text. ", 60), strings.Repeat("all of two text. ", 60)
@@ -356,7 +357,7 @@ func TestResumeOnOtherText(t *testing.T) {
 	}
 }
 
-// updates is how many an optimiser remembers of any parameter.
+// updates returns the largest number of updates recorded for a parameter in the optimizer's state.
 func updates(o optim.Optimizer) (n int64) {
 	for _, s := range o.State() {
 		if steps, ok := s.Data.([]int64); ok {
@@ -366,8 +367,8 @@ func updates(o optim.Optimizer) (n int64) {
 	return n
 }
 
-// TestResumeGrowth wants a run that grew to go on growing in the same way only, unless other
-// settings are asked for. It does not matter whether Grow is called before Resume or after.
+// TestResumeGrowth checks that a run must continue with the same growth settings unless the caller
+// accepts new ones, whether Grow is called before Resume or after.
 func TestResumeGrowth(t *testing.T) {
 	validation := func(text string, batch int) *data.Evaluation {
 		e, err := data.NewEvaluation([]byte(text), tokenizer.Bytes{}, batch, tiny().Seq)
@@ -439,7 +440,7 @@ func TestResumeGrowth(t *testing.T) {
 					if !first {
 						grow()
 					}
-					err = tr.Run(t.Context()) // which has no step to make
+					err = tr.Run(t.Context()) // there is no step to make
 				}
 				if accept || c.want == "" {
 					require.NoError(t, err, "%s, Grow first: %v", name, first)
@@ -455,8 +456,8 @@ func TestResumeGrowth(t *testing.T) {
 	}
 }
 
-// TestGrowthIsNotForgotten wants a run that was resumed to be told from one that grows in another
-// way. So it is where Grow is called a second time, and by what is saved before it has gone on.
+// TestGrowthIsNotForgotten checks that a resumed run remembers its growth settings: when Grow is called a
+// second time, and when it is saved again before its first step.
 func TestGrowthIsNotForgotten(t *testing.T) {
 	validation, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -493,8 +494,8 @@ func TestGrowthIsNotForgotten(t *testing.T) {
 	require.NoError(t, build(grown).Resume(t.Context(), again))
 }
 
-// TestOldFingerprint wants the user of an older checkpoint, which knows names and sizes of files
-// alone, to hear how its run goes on.
+// TestOldFingerprint checks that an older checkpoint, with a fingerprint of file names and sizes only, is
+// refused with an error that explains how to resume it.
 func TestOldFingerprint(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	text := strings.Repeat("all of one text. ", 60)

@@ -25,7 +25,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// tiny is a model with everything in it: grouped queries, a Kasmina layer after each block.
+// tiny returns a small model with grouped queries and a Kasmina layer after each block.
 func tiny() Config {
 	return Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12,
 		Kasmina: []int{0, 1}, Seeds: 4}.Default()
@@ -39,7 +39,7 @@ type trainerOptions struct {
 	optimizer  func() (optim.Optimizer, error)
 	recompute  bool
 	clip       *float64 // nil for 1
-	dormant    bool     // no seed has begun
+	dormant    bool     // all seeds stay dormant
 	lattice    []state.Option
 }
 
@@ -47,7 +47,7 @@ func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)
 
 func muon() (optim.Optimizer, error) { return optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01))) }
 
-// newTrainer returns a trainer of a fresh model whose seeds stand in all kinds of stages.
+// newTrainer returns a trainer for a new model with seeds in various stages.
 func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 	t.Helper()
 	fail := func(err error) {
@@ -153,7 +153,7 @@ func TestTrainingLearns(t *testing.T) {
 	}
 }
 
-// TestAccumulation wants two batches of three sequences to give the step of one batch of six.
+// TestAccumulation checks that two batches of three sequences give the same step as one batch of six.
 func TestAccumulation(t *testing.T) {
 	c := tiny()
 	m, err := NewModel(c, tensor.Float64, 1)
@@ -199,8 +199,8 @@ func TestAccumulation(t *testing.T) {
 	}
 }
 
-// TestEvaluationLeavesNoTrace wants the same run whether it is evaluated and sampled or not, and
-// callbacks to see the events.
+// TestEvaluationLeavesNoTrace checks that evaluating, sampling and saving do not affect a run, and that
+// callbacks receive the events.
 func TestEvaluationLeavesNoTrace(t *testing.T) {
 	var got [2]*Trainer
 	var kinds []EventKind
@@ -244,8 +244,8 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 	}
 }
 
-// checkSame wants the same bits in every parameter, every seed field and everything the optimisers
-// remember.
+// checkSame checks that two trainers have the same bits in every parameter, every seed and the whole
+// optimizer state.
 func checkSame(t *testing.T, a, b *Trainer) {
 	t.Helper()
 	for i, p := range a.Model.Params {
@@ -301,7 +301,7 @@ func bitsOf(d *tensor.Dense) []uint64 {
 	return bits
 }
 
-// sameBits compares slices element by element, NaNs by their bits.
+// sameBits compares slices element by element; NaNs are compared by their bits.
 func sameBits(a, b any) bool {
 	switch x := a.(type) {
 	case []float32:
@@ -334,8 +334,8 @@ func sameBits(a, b any) bool {
 	return false
 }
 
-// TestNaN poisons a parameter in mid-run. Training stops, says at which step and where, and keeps
-// the parameters of the last step. The last good checkpoint stays.
+// TestNaN sets a parameter to NaN during a run. Training must stop with an error that names the step and
+// the parameter, and keep the parameters and the checkpoint of the last good step.
 func TestNaN(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
@@ -372,7 +372,7 @@ func TestNaN(t *testing.T) {
 	}
 }
 
-// TestNaNInGradient poisons the loss's gradient alone: an infinite activation can leave the loss
+// TestNaNInGradient makes only a gradient infinite, as an infinite activation can do while the loss stays
 // finite.
 func TestNaNInGradient(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
@@ -382,7 +382,7 @@ func TestNaNInGradient(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	if _, err := tr.driver.engine.Gradients(b); err != nil { // makes the gradients, without a step
+	if _, err := tr.driver.engine.Gradients(b); err != nil { // allocates the gradients, without a step
 		t.Fatal(err)
 	}
 
@@ -424,11 +424,11 @@ func TestInterrupt(t *testing.T) {
 	}
 }
 
-// TestInterruptBetweenCallbacks ends the context at a step's end, before the callbacks that take
-// time. They do nothing more, those behind them see the step, and the state is saved. The run says
-// that it did not do all it should.
+// TestInterruptBetweenCallbacks cancels the context at the end of a step, before the callbacks that take
+// time. These must skip their work, later callbacks must still receive the event, the state must be
+// saved, and Run must return an error.
 func TestInterruptBetweenCallbacks(t *testing.T) {
-	for _, at := range []int{3, 6} { // in mid-run and at the last step
+	for _, at := range []int{3, 6} { // during the run and at its last step
 		dir := t.TempDir()
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
 		ctx, cancel := context.WithCancel(context.Background())
@@ -467,8 +467,8 @@ func TestInterruptBetweenCallbacks(t *testing.T) {
 	}
 }
 
-// TestRunEndReachesAll wants a callback that fails at the end, or when the run is interrupted, to
-// hide that from no other.
+// TestRunEndReachesAll checks that every callback receives RunEnd and Interrupted, even if an earlier one
+// fails.
 func TestRunEndReachesAll(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	ctx, cancel := context.WithCancel(context.Background())
@@ -494,7 +494,7 @@ func TestRunEndReachesAll(t *testing.T) {
 	}
 }
 
-// TestRunTokens wants the tokens of this call of Run alone.
+// TestRunTokens checks that RunTokens counts the tokens of the current call of Run only.
 func TestRunTokens(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5, accumulate: 2})
 	stop := errors.New("stop")
@@ -516,7 +516,7 @@ func TestRunTokens(t *testing.T) {
 	}
 }
 
-// TestEpochs wants an epoch of the lattices to be Epoch steps.
+// TestEpochs checks that an epoch of the lattices takes Config.Epoch steps.
 func TestEpochs(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 10})
 	tr.On(func(e Event) error {
@@ -532,8 +532,8 @@ func TestEpochs(t *testing.T) {
 	}
 }
 
-// normSpy is an optimiser that keeps the norms of the gradients that it gets: of the model's own,
-// and of those of blueprints.
+// normSpy is an optimizer that records the norms of the gradients it receives, separately for the model's
+// own parameters and for blueprints.
 type normSpy struct {
 	optim.Optimizer
 	norm, seeds float64
@@ -560,8 +560,8 @@ func (s *normSpy) Step(model []gorgonia.ValueGrad) (err error) {
 	return s.Optimizer.Step(model)
 }
 
-// TestClip wants the optimiser's gradients to have at most the norm Clip, those of blueprints apart
-// from the others. Events tell the norm of these before.
+// TestClip checks that the gradients passed to the optimizer have at most the norm Clip, separately for
+// blueprints and for the rest, and that events report the norm before clipping.
 func TestClip(t *testing.T) {
 	for _, clip := range []float64{0.01, 1e6, 0} {
 		s := &normSpy{}
@@ -595,7 +595,8 @@ func TestClip(t *testing.T) {
 	}
 }
 
-// TestEvaluateCountsTargets wants the same score however the text falls into batches.
+// TestEvaluateCountsTargets checks that the score does not depend on how the text is divided into
+// batches.
 func TestEvaluateCountsTargets(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 20, dt: tensor.Float64})
 	if err := tr.Run(context.Background()); err != nil {
@@ -615,7 +616,8 @@ func TestEvaluateCountsTargets(t *testing.T) {
 	}
 }
 
-// TestQuickEvaluation wants the other text before the last step, and the whole text there.
+// TestQuickEvaluation checks that the quick text is scored before the last step, and the whole text at
+// the last step.
 func TestQuickEvaluation(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	whole, quick := heldOut(t, 100, 2), heldOut(t, 50, 2)
@@ -640,7 +642,7 @@ func TestQuickEvaluation(t *testing.T) {
 	}
 }
 
-// TestConfigReachesTheModel wants the loss to depend on fields that no shape shows.
+// TestConfigReachesTheModel checks that the loss depends on fields that do not affect any shape.
 func TestConfigReachesTheModel(t *testing.T) {
 	loss := func(change func(*Config)) float64 {
 		c := tiny()
@@ -661,7 +663,7 @@ func TestConfigReachesTheModel(t *testing.T) {
 	}
 }
 
-// TestGerminateErrors wants a refused request to change neither the seed nor the slot.
+// TestGerminateErrors checks that a refused request changes neither the seed nor the slot.
 func TestGerminateErrors(t *testing.T) {
 	m, err := NewModel(tiny(), tensor.Float32, 1)
 	if err != nil {
@@ -724,8 +726,8 @@ func TestCallbackError(t *testing.T) {
 	}
 }
 
-// TestGenerateWindow wants a token to depend on what the window holds alone, and a long prompt to
-// be cut from the left.
+// TestGenerateWindow checks that a token depends only on the tokens in the window, and that a long prompt
+// is truncated at the start.
 func TestGenerateWindow(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	g, err := NewGenerator(tr.Model)
@@ -756,8 +758,8 @@ func TestGenerateWindow(t *testing.T) {
 	}
 }
 
-// TestCheckpointPlace wants a run whose checkpoint could not be written to end before its first
-// step, and to leave nothing beside a checkpoint that could.
+// TestCheckpointPlace checks that an unwritable checkpoint path fails the run before its first step, and
+// that checking a writable one creates no stray files.
 func TestCheckpointPlace(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(t.TempDir(), "file")

@@ -23,8 +23,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// badFilter plants a ConvFilter in one seed, spoils it as its grafting begins, and leaves all else
-// to a Heuristic that plants nothing.
+// badFilter is a controller that plants a ConvFilter in one seed and spoils its weights at the start of
+// grafting. It leaves everything else to a Heuristic, which plants nothing.
 type badFilter struct {
 	*control.Heuristic
 	Layer, Seed, At int
@@ -48,8 +48,8 @@ func (b badFilter) Decide(reports []state.Report) []state.Command {
 	return commands
 }
 
-// withBadFilter is a trainer of a run of a small model. It meets a bad filter, unless that is to be
-// planted in an epoch that never comes.
+// withBadFilter returns the trainer of a small model with a badFilter, and its stage changes. The filter
+// is never planted if plantedAt is noEpoch.
 func withBadFilter(t *testing.T, random uint64, plantedAt int,
 	clip float64) (*Trainer, *[]state.Event) {
 	t.Helper()
@@ -58,7 +58,7 @@ func withBadFilter(t *testing.T, random uint64, plantedAt int,
 	thresholds := state.DefaultThresholds()
 	thresholds.MinEpochs = [len(thresholds.MinEpochs)]int{state.Training: 2, state.Grafting: 2,
 		state.Stabilization: 1, state.Evaluating: 2, state.FineTuning: 2}
-	thresholds.TrainingError = 1e3 // a gate that lets everything through
+	thresholds.TrainingError = 1e3 // lets every blueprint through
 	tr := newTrainer(t, trainerOptions{config: c, steps: 180, clip: &clip})
 	m, err := NewModel(c, tensor.Float32, random, state.WithThresholds(thresholds))
 	require.NoError(t, err)
@@ -88,15 +88,15 @@ func withBadFilter(t *testing.T, random uint64, plantedAt int,
 
 const noEpoch = 1 << 20
 
-// TestBadFilter wants a deliberately bad blueprint to be rolled back, whatever the random seed,
-// also with gradients that are clipped. The run ends as one that never met it, within 1 %.
+// TestBadFilter checks that a deliberately bad blueprint is rolled back for every random seed, with
+// clipping and without, and that the final loss is within 1 % of a run without the blueprint.
 func TestBadFilter(t *testing.T) {
 	randoms := uint64(10)
 	if testing.Short() {
 		randoms = 1
 	}
 	for random := range randoms {
-		clip := float64(random % 2) // with and without, in turn
+		clip := float64(random % 2) // alternately without and with clipping
 		t.Run(fmt.Sprint("clip ", clip, " ", random), func(t *testing.T) {
 			meetBadFilter(t, random, clip)
 		})
@@ -116,7 +116,7 @@ func meetBadFilter(t *testing.T, random uint64, clip float64) {
 	})
 
 	require.NoError(t, plain.Run(t.Context()))
-	require.Greater(t, clipped, 20) // steps that clipping changes
+	require.Greater(t, clipped, 20) // number of clipped steps
 	at := slices.IndexFunc(*events, func(e state.Event) bool {
 		return e.To == state.RolledBack
 	})
@@ -133,8 +133,8 @@ func meetBadFilter(t *testing.T, random uint64, clip float64) {
 	require.InEpsilon(t, b, a, 0.01)
 }
 
-// TestTrialResumes wants a run that is interrupted at any step of a trial and resumed to go as one
-// that is not.
+// TestTrialResumes checks that a run interrupted at any step of a trial and resumed computes the same
+// bits as an uninterrupted run.
 func TestTrialResumes(t *testing.T) {
 	straight, events := withBadFilter(t, 3, 10, 1)
 	straight.growth.options.Every = 2
@@ -150,7 +150,7 @@ func TestTrialResumes(t *testing.T) {
 
 	require.Less(t, from, to)
 	path := filepath.Join(t.TempDir(), "run.safetensors")
-	step := 3 // from another one in each run of the test
+	step := 3 // the start is random in each run of the test
 	if testing.Short() {
 		step = 7
 	}
@@ -175,7 +175,7 @@ func TestTrialResumes(t *testing.T) {
 	}
 }
 
-// sitesGrow makes a trainer of a run whose Heuristic grows at weights and in the stream.
+// sitesGrow returns the trainer of a run that grows at weights and in the stream.
 func sitesGrow(t *testing.T, g Growth) *Trainer {
 	t.Helper()
 	c := tiny()
@@ -196,8 +196,8 @@ func sitesGrow(t *testing.T, g Growth) *Trainer {
 	return tr
 }
 
-// TestHeuristicGrowsSites wants a Heuristic to plant where the gradients are largest at weights and
-// in the stream. Its record repeats the run, bit for bit.
+// TestHeuristicGrowsSites checks that a Heuristic plants where the gradients at weights and in the stream
+// are largest, and that its record repeats the run bit for bit.
 func TestHeuristicGrowsSites(t *testing.T) {
 	h := control.NewHeuristic(3, 4000)
 	h.Rank, h.Features, h.Patience, h.RampEpochs, h.PerEpoch = 2, 8, 12, 2, 3

@@ -8,8 +8,8 @@ import (
 	"gorgonia.org/tensor"
 )
 
-// TestBuild wants a block to keep the shape of its input, and an error for each input of a shape
-// that does not fit.
+// TestBuild checks that a block preserves the shape of its input, and that each input with a wrong shape
+// is an error.
 func TestBuild(t *testing.T) {
 	const seq, dim, kv, ff = 4, 6, 2, 5
 	b := Builder{Shape: Shape{Dim: dim, FF: ff, Heads: 3, KVHeads: 1, HeadDim: 2, Eps: 1e-5},

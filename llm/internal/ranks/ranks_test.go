@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestWithNews: what an error says already is not said again, and all that is new is.
+// TestWithNews checks that WithNews omits an error that is already reported, and no other.
 func TestWithNews(t *testing.T) {
 	died := errors.New("rank 1 died")
 	step := errors.Join(errors.New("step 7"), died)

@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// TestControllerOfOlderCheckpoint wants a run to go on that grew by a controller when that had
-// another name.
+// TestControllerOfOlderCheckpoint checks that a checkpoint that names a controller by its old name can be
+// resumed.
 func TestControllerOfOlderCheckpoint(t *testing.T) {
 	here := GrowthOf(control.NewHeuristic(4, 1000), 1, "")
 	there := *here
@@ -23,7 +23,7 @@ func TestControllerOfOlderCheckpoint(t *testing.T) {
 	require.Len(t, GrowthOf(control.NewHeuristic(5, 1000), 1, "").Differences(&there), 1)
 }
 
-// TestStringsOfAFileAreQuoted wants no difference to say to a terminal what a file says to it.
+// TestStringsOfAFileAreQuoted checks that differences do not contain control characters from a file.
 func TestStringsOfAFileAreQuoted(t *testing.T) {
 	const hostile = "\x1b[2J\u009b2J\x7f"
 	here := Settings{Plain: Plain{Tokenizer: "bytes", Engine: "cpu"}, Steps: 1,
