@@ -5,25 +5,25 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Array is the value of a node, or a part of one: elements in row-major order.
+// Array is the value of a node, or part of a value: elements in row-major order.
 type Array struct {
-	*Buffer     // nil for a packed result, and for a value that exists within another one only
-	At      int // bytes into the buffer
+	*Buffer     // nil for a packed result, and for a value that exists only within another value
+	At      int // offset into the buffer in bytes
 	Type    gpu.DType
 	Shape   []int
-	Stride  int // elements from one row of a matrix to the next; 0 for rows without gaps
-	// Parts are the tensors of a packed result, in order. Their types may differ, so it has no
-	// elements of its own.
+	Stride  int // elements between the starts of consecutive rows of a matrix; 0 if rows are contiguous
+	// Parts are the tensors of a packed result, in order. A packed result has no elements itself, since
+	// its parts may have different types.
 	Parts []*Array
 }
 
-// Len is the number of elements.
+// Len returns the number of elements.
 func (a *Array) Len() int { return opbase.Size(a.Shape) }
 
-// Extent is the bytes of the elements.
+// Extent returns the size of the elements in bytes.
 func (a *Array) Extent() int { return a.Len() * a.Type.Size() }
 
-// Span is the bytes from the first element to behind the last, gaps included.
+// Span returns the number of bytes from the first element through the last, including gaps between rows.
 func (a *Array) Span() int {
 	if a.Stride == 0 || a.Len() == 0 {
 		return a.Extent()
@@ -31,13 +31,14 @@ func (a *Array) Span() int {
 	return ((a.Shape[0]-1)*a.Stride + a.Shape[1]) * a.Type.Size()
 }
 
-// Ptr is where the array lies, once the machine has memory.
+// Ptr returns the device address. It is valid once memory is allocated.
 func (a *Array) Ptr() gpu.Ptr { return a.Base.Offset(a.At) }
 
-// StandIn is an address that is aligned as the array's will be, before there is memory.
+// StandIn returns a placeholder with the alignment that the array's address will have, for use before
+// memory is allocated.
 func (a *Array) StandIn() gpu.Ptr { return gpu.Ptr(Alignment).Offset(a.At) }
 
-// RowStride is the elements from one row of a matrix to the next.
+// RowStride returns the number of elements between the starts of consecutive rows of a matrix.
 func (a *Array) RowStride() int {
 	if a.Stride > 0 || len(a.Shape) < 2 {
 		return a.Stride
@@ -45,12 +46,12 @@ func (a *Array) RowStride() int {
 	return a.Shape[1]
 }
 
-// View is elements of the array in another shape, from the given element on.
+// View returns a view of the array with another shape, starting at the given element.
 func (a *Array) View(element int, shape ...int) *Array {
 	return &Array{Buffer: a.Buffer, At: a.At + element*a.Type.Size(), Type: a.Type, Shape: shape}
 }
 
-// Columns is n columns of a matrix, from the given one on.
+// Columns returns a view of columns from through from+n-1 of a matrix.
 func (a *Array) Columns(from, n int) *Array {
 	return &Array{Buffer: a.Buffer, At: a.At + from*a.Type.Size(), Type: a.Type,
 		Shape: []int{a.Shape[0], n}, Stride: a.Shape[1]}

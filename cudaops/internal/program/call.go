@@ -8,29 +8,30 @@ import (
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
-// Call is one piece of device work: what is computed, and the arrays it reads and writes.
+// Call is a unit of device work: an operation with the arrays that it reads and writes.
 type Call struct {
 	Op    string // the name in profiles
 	Node  string // the node of the graph, for error messages
 	Layer string // the layer of the model, derived from parameter names
 
-	// Params is a pointer to what is computed: a launch of package kernel, a Matmul, Zero, HostOp or
-	// KasminaPass. Between two calls of Bind its operands have null addresses.
+	// Params points to the operation: a launch from package kernel, a Matmul, Zero, HostOp or
+	// KasminaPass. Its operand addresses are null except during Bind.
 	Params any
 	Args   []Arg
 
-	FLOPs  float64        // of matrix products
-	Float8 bool           // FLOPs are those of float8 products
-	Choice *optime.Choice // how the variant was chosen; nil if there was nothing to choose
+	FLOPs  float64        // floating-point operations in matrix products
+	Float8 bool           // the FLOPs are float8 operations
+	Choice *optime.Choice // how the variant was chosen; nil if there was only one
 	Over   Over
 
-	value func() any // returns a copy of what Params points to; nil for Prepared calls
+	value func() any // returns a copy of *Params; nil for calls returned by Prepared
 }
 
-// NewCall returns a call of a launch whose operands are fields of *launch. Operands without an array
-// are dropped.
+// NewCall returns a call of a launch with operands that are fields of *launch. Operands without an
+// array are dropped.
 //
 //	a := softmax.Forward{Rows: rows, N: n, Type: t}
+//
 //	c := program.NewCall(&a, program.Reads(&a.X, x), program.Writes(&a.Y, y))
 func NewCall[L any](launch *L, args ...Arg) *Call {
 	c := Prepared(launch, args...)
@@ -41,39 +42,38 @@ func NewCall[L any](launch *L, args ...Arg) *Call {
 	return c
 }
 
-// Prepared returns a call of a launch whose addresses are set already. The operands only say what the
-// call reads and writes.
+// Prepared returns a call of a launch that already contains its addresses. The operands only declare
+// which arrays the call reads and writes.
 func Prepared(launch any, args ...Arg) *Call {
 	return &Call{Params: launch, Args: slices.DeleteFunc(args, func(a Arg) bool {
 		return a.Array == nil || a.Buffer == nil
 	})}
 }
 
-// Over is a result that a call can leave in the memory of what it reads there, where nothing else
-// needs that. From is nil where there is none.
+// Over names a result that may be written over an operand, provided that no later call needs the operand.
+// From is nil if the call does not support this.
 type Over struct{ From, To *Array }
 
-// Arg is an operand of a call: an array, what the call does with it, and the field of the launch that
-// takes its address.
+// Arg is an operand of a call: an array, how the call uses it, and the field of the launch that receives
+// its address.
 type Arg struct {
 	*Array
 	Role Role
-	// Deviation is the standard deviation of the random numbers with which a read operand is timed; 0
-	// means 1.
+	// Deviation is the standard deviation of the random numbers used as this operand when variants are
+	// timed; 0 means 1.
 	Deviation float64
 
-	ptr    *gpu.Ptr // nil for operands that no field takes
-	stride *int     // nil where rows have no gaps
+	ptr    *gpu.Ptr // nil if no field receives the address
+	stride *int     // nil if the operand must be contiguous
 }
 
-// Bound reports whether a field of the launch takes the operand's address.
+// Bound reports whether a field of the launch receives the operand's address.
 func (a Arg) Bound() bool { return a.ptr != nil }
 
-// Field is a field of a launch that takes an operand: an address, or a matrix whose rows may have
-// gaps.
+// Field is a type of launch field that receives an operand: an address, or a matrix with a row stride.
 type Field interface{ *gpu.Ptr | *kernel.Rows }
 
-// NoField stands for the field of an operand that the launch does not take, or knows already.
+// NoField takes the place of a field for operands that the launch doesn't address.
 var NoField *gpu.Ptr
 
 func operand[F Field](field F, a *Array, r Role) Arg {
@@ -86,32 +86,33 @@ func operand[F Field](field F, a *Array, r Role) Arg {
 	panic("unreachable")
 }
 
-// Role is what a call does with an operand.
+// Role describes how a call uses an operand.
 type Role uint8
 
-// The roles. What is timed on operands made up for that reads random numbers, and its results count
-// as right when what it writes does.
+// The roles of operands. When variants are timed, operands that are read contain random numbers, and the
+// operands written are compared with the results of the plain variant.
 const (
 	Read    Role = iota
-	Write        // all of it
+	Write        // overwritten completely
 	Update       // read and written
-	Scratch      // written, and of use to nobody but perhaps a later call of the same op
-	Untimed      // read, but null when variants are timed
+	Scratch      // written, but meaningless afterwards except to later calls of the same op
+	Untimed      // read, but passed as null while variants are timed
 )
 
 // Reads returns an operand that is read.
 func Reads[F Field](field F, a *Array) Arg { return operand(field, a, Read) }
 
-// Writes returns an operand that is written as a whole.
+// Writes returns an operand that is overwritten completely.
 func Writes[F Field](field F, a *Array) Arg { return operand(field, a, Write) }
 
 // Updates returns an operand that is read and written.
 func Updates[F Field](field F, a *Array) Arg { return operand(field, a, Update) }
 
-// Uses returns scratch memory of the call.
+// Uses returns an operand that serves as scratch memory.
 func Uses[F Field](field F, a *Array) Arg { return operand(field, a, Scratch) }
 
-// Bytes is what the call moves: its operands once, twice what it reads and writes.
+// Bytes returns the number of bytes that the call moves. Each array counts once, or twice if it is both
+// read and written.
 func (c *Call) Bytes() (n float64) {
 	for i, a := range c.Args {
 		same := func(b Arg) bool { return b.Array == a.Array }
@@ -127,12 +128,12 @@ func (c *Call) Bytes() (n float64) {
 	return n
 }
 
-// Touches reports whether an operand is in a buffer.
+// Touches reports whether any operand is in buffer b.
 func (c *Call) Touches(b *Buffer) bool {
 	return slices.ContainsFunc(c.Args, func(a Arg) bool { return a.Buffer == b })
 }
 
-// Operand returns the operand that a field takes, nil if there is none.
+// Operand returns the operand bound to a field, or nil if the field has no operand.
 func (c *Call) Operand(field *gpu.Ptr) *Arg {
 	for i := range c.Args {
 		if a := &c.Args[i]; a.Bound() && a.ptr == field {
@@ -142,7 +143,7 @@ func (c *Call) Operand(field *gpu.Ptr) *Arg {
 	return nil
 }
 
-// Bound reports whether two calls must stay in their order: one writes what the other touches.
+// Bound reports whether c and d must keep their order because one writes to a buffer that the other uses.
 func (c *Call) Bound(d *Call) bool {
 	writes := func(c, d *Call) bool {
 		return slices.ContainsFunc(c.Args, func(a Arg) bool {
@@ -152,8 +153,8 @@ func (c *Call) Bound(d *Call) bool {
 	return writes(c, d) || writes(d, c)
 }
 
-// Bind returns a copy of the launch with the addresses of the operands in the fields that take them,
-// and the strides of matrices whose rows may have gaps.
+// Bind returns a copy of the launch with its operand fields set: to addresses and, for matrices with a
+// row stride, strides.
 func (c *Call) Bind(address func(*Array) gpu.Ptr) any {
 	if c.value == nil {
 		return c.Params
@@ -182,7 +183,7 @@ func (c *Call) Bind(address func(*Array) gpu.Ptr) any {
 	return bound
 }
 
-// SetWay sets the variant in which a launch with several is computed.
+// SetVariant sets the launch's variant.
 func (c *Call) SetVariant(w kernel.Variant) {
 	c.Params.(interface{ SetVariant(kernel.Variant) }).SetVariant(w)
 }
@@ -193,41 +194,43 @@ type Zero struct {
 	Bytes int
 }
 
-// VectorBytes is what optimisers and fused products read at once.
+// VectorBytes is the size of the vectors that optimizers and fused products read.
 const VectorBytes = 16
 
-// Chooser chooses among variants to compute something.
+// Chooser chooses among variants of a computation.
 type Chooser interface {
-	// Tunes reports whether anything may be timed.
+	// Tunes reports whether the chooser may time variants.
 	Tunes() bool
-	// Variants lists the variants in which a kernel can do a launch, without those that nothing chooses
-	// among.
+	// Variants lists the variants of a kernel that support a launch. It is empty if there is nothing
+	// to choose.
 	Variants(params any) []kernel.Variant
-	// Choose returns the position of an alternative, and what is to stand in its calls as Choice.
+	// Choose returns the index of the chosen alternative, and the record of the choice to store in its
+	// calls.
 	Choose(g Group) (alternative int, choice *optime.Choice, err error)
-	// ChooseWay chooses the variant of a call ahead of the others, where calls depend on it.
+	// ChooseVariant chooses the variant of a call before the rest of the program is complete, because
+	// other calls depend on it.
 	ChooseVariant(c *Call) error
 }
 
-// Group is a piece of work that several lists of calls can do.
+// Group is a computation with several alternative lists of calls.
 type Group struct {
-	// all that its time depends on, beside the device and the build of the kernels
+	// everything that determines the timing, apart from the device and the build of the kernels
 	Op, Shape    string
 	FLOPs        float64
 	Alternatives []Alternative
-	Plain        int      // whose results count as right
-	Results      []*Array // what all of them write
+	Plain        int      // index of the alternative that serves as the reference for results
+	Results      []*Array // arrays that every alternative writes
 }
 
-// Alternative is one of the lists.
+// Alternative is one way to perform the computation of a Group.
 type Alternative struct {
 	Name    string
 	Calls   []*Call
-	Variant *kernel.Variant // in which the only call is computed; nil to leave calls as they are
+	Variant *kernel.Variant // variant to set on the single call; nil to use the calls unchanged
 }
 
-// VariantsOf returns the variants that has lists for the launch of a call, and the group of alternatives that
-// they are.
+// VariantsOf calls has to obtain the variants of a call's launch. It returns them along with a group
+// that contains one alternative per variant.
 func VariantsOf(c *Call, has func(launch any) []kernel.Variant) (g Group, variants []kernel.Variant) {
 	bound := c.Bind((*Array).StandIn)
 	g.Op, g.Shape = bound.(kernel.Tuned).Tuning()

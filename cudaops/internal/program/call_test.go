@@ -22,7 +22,7 @@ func (l launch) Tuning() (op, shape string)   { return "Launch", fmt.Sprint(l.X.
 func (l *launch) SetVariant(w kernel.Variant) { l.Variant = w }
 
 // TestBind checks that Bind returns a copy of the launch with the addresses and strides of the
-// operands, and leaves the launch of the call as it was.
+// operands, and doesn't modify the call's launch.
 func TestBind(t *testing.T) {
 	p := &Program{}
 	y, x := p.NewArray(gpu.Float32, 6, 4), p.NewArray(gpu.BFloat16, 6, 10)
@@ -56,7 +56,7 @@ func TestOperand(t *testing.T) {
 	require.Nil(t, c.Operand(NoField))
 }
 
-// TestPrepared checks that a launch whose addresses are set already stays as it is.
+// TestPrepared checks that a launch that already contains its addresses is not modified.
 func TestPrepared(t *testing.T) {
 	p := &Program{}
 	c := Prepared(launch{Y: 7}, Writes(NoField, p.NewArray(gpu.Float32, 4)))
@@ -64,8 +64,8 @@ func TestPrepared(t *testing.T) {
 	require.Len(t, c.Args, 1)
 }
 
-// TestWaysOf checks that a launch is asked for its variants with the alignment and strides of its
-// operands.
+// TestVariantsOf checks that VariantsOf queries the variants with a launch that shows the alignment and
+// strides of its operands.
 func TestVariantsOf(t *testing.T) {
 	p := &Program{}
 	x, y := p.NewArray(gpu.Float32, 6, 10), p.NewArray(gpu.Float32, 6, 4)
@@ -81,7 +81,7 @@ func TestVariantsOf(t *testing.T) {
 		Alternatives: []Alternative{{"a", []*Call{c}, &a}, {"b-2", []*Call{c}, &b}}}, g)
 }
 
-// TestCallBytes wants operands counted once, and twice where they are read and written.
+// TestCallBytes checks that Bytes counts repeated operands once, and updated operands twice.
 func TestCallBytes(t *testing.T) {
 	p := &Program{}
 	a, b := p.NewArray(gpu.Float32, 10), p.NewArray(gpu.BFloat16, 7)

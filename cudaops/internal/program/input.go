@@ -13,46 +13,48 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Input is a node whose value the host provides.
+// Input is a node that receives its value from the host.
 type Input struct {
 	Node     *gorgonia.Node
 	Array    *Array
-	Constant bool      // sent once: a constant or a parameter
-	Frozen   bool      // and never again
-	Copies   []Copy    // of a parameter, in other types
-	Part     *Part     // what there is of Array, which then has no memory; nil for all of it
-	IDs      []IDRange // what the ops that use it ask of it
-	Bound    bool      // its memory is the user's own, who fills it
-	Sharers  int       // other machines that use its memory
+	Constant bool      // a constant or parameter, sent once
+	Frozen   bool      // never changes after it was sent
+	Copies   []Copy    // the parameter converted to other types
+	Part     *Part     // if sharded, the elements that this rank stores; Array then has no memory
+	IDs      []IDRange // constraints that the ops reading the input place on its ids
+	Bound    bool      // the user supplied the device memory and fills it
+	Sharers  int       // number of other machines that share its memory
 }
 
-// Sent reports whether the value goes to the device before every run.
+// Sent reports whether the value is copied to the device before every run.
 func (in *Input) Sent() bool { return !in.Constant && !in.Bound }
 
-// Part is the elements From ≤ i < To of an input, where other ranks have the others. What runs read
-// is its first copy, which is whole.
+// Part is the slice of a sharded input that this rank stores: the elements From ≤ i < To. Other ranks
+// store the remaining elements. Runs read the input's first copy, which holds all elements.
 type Part struct {
 	*Array
 	From, To int
 }
 
-// Copy is a parameter in another type, and the call that makes it from the parameter. Where there
-// is but a part of that, others are made from the first copy, whose Renew is nil.
+// Copy is a parameter in another type, with the call that converts the parameter to it. If the input is
+// sharded, its first copy has no such call (Renew is nil), and the remaining copies are converted from
+// the first.
 type Copy struct {
 	*Array
 	Renew *Call
 }
 
-// IDRange is what an op asks of an input that holds ids or, in sequences of Seq tokens, where their
-// documents start.
+// IDRange is a constraint that an op places on an input of ids or, if Seq is not 0, on an input of
+// document starts in sequences of Seq tokens.
 type IDRange struct {
 	Op, Argument string
 	Vocab        int
-	Negative     bool // a negative id means that the row does not count; one must not be negative
-	Seq          int  // 0 for ids
+	Negative     bool // whether ids may be negative, to exclude a row
+	Seq          int  // sequence length; 0 for ids
 }
 
-// Check says of ids what the op would say on the CPU; a kernel cannot.
+// Check validates ids, which a kernel cannot do, and returns the error that the op would return on the
+// CPU.
 func (r IDRange) Check(ids []int64) error {
 	var err error
 	if r.Seq > 0 {
@@ -72,26 +74,26 @@ func (r IDRange) Check(ids []int64) error {
 	return nil
 }
 
-// Quantized is a matrix in float8, and the float32 factor of each of its rows. A matrix of another
-// type has no factors.
+// Quantized is a float8 matrix with one float32 scale per row. Scales is nil for a matrix of another
+// type.
 type Quantized struct{ Values, Scales *Array }
 
-// QuantizedWeight is a matrix made of parameters and constants, its rows in float8 and, unless
-// nobody needs them, its columns turned to rows. They are made again when one of the inputs
-// changes.
+// QuantizedWeight is a matrix of parameters and constants that is quantized to float8, both by rows and,
+// if any call needs it, transposed. It is quantized again whenever one of its inputs changes.
 type QuantizedWeight struct {
 	Of           []*Input
 	Array        *Array
 	Rows, Turned Quantized
 }
 
-// Made is what calls have made of arrays, so that it is made once. Of parameters and constants it
-// is resident, and programs that borrow them use it too.
+// Made maps each conversion in a program to its result, so that no array is converted twice. Results that
+// derive only from parameters and constants are resident, and programs that borrow these parameters share
+// the results.
 type Made map[Making]Quantized
 
-// Making tells apart what is made of arrays: one in another type, or up to three of them, one above
-// the other. Of a matrix in float8 it says where its rows end, and whether its columns have become
-// rows.
+// Making identifies a conversion: one array converted to another type, or up to three arrays stacked
+// vertically. A float8 conversion also depends on the row layout of the matrix and on whether the result
+// is transposed.
 type Making struct {
 	Of            [3]Extent
 	To            gpu.DType
@@ -99,13 +101,13 @@ type Making struct {
 	Turned        bool
 }
 
-// Extent is where an array lies.
+// Extent is a range of a buffer occupied by an array.
 type Extent struct {
 	*Buffer
 	At, Len int
 }
 
-// NewMaking is what is made of arrays in a type.
+// NewMaking returns the key of a conversion of arrays to a type.
 func NewMaking(to gpu.DType, of ...*Array) (m Making) {
 	m.To = to
 	for i, a := range of {
@@ -114,7 +116,8 @@ func NewMaking(to gpu.DType, of ...*Array) (m Making) {
 	return m
 }
 
-// Borrow returns what is made of parameters. No program has none.
+// Borrow returns the resident conversions, which another program may share. The conversions of a nil
+// program are an empty map.
 func (p *Program) Borrow() Made {
 	m := Made{}
 	if p != nil {
@@ -124,20 +127,20 @@ func (p *Program) Borrow() Made {
 	return m
 }
 
-// Scaling is where the loss scale takes the place of the loss's gradient, and which nodes carry it.
-// Without a scale its maps are nil.
+// Scaling records the edges where the loss scale replaces the gradient of the loss, and the nodes that
+// carry the scale. Its maps are nil if loss scaling is off.
 type Scaling struct {
 	Edges   map[Edge]bool
 	Carried map[*gorgonia.Node]bool
 }
 
-// Edge is an input of a node.
+// Edge identifies one input of a node.
 type Edge struct {
 	Node  *gorgonia.Node
 	Input int
 }
 
-// Carries reports whether an input of a node carries the scale.
+// Carries reports whether the given input of n carries the loss scale.
 func (s Scaling) Carries(n *gorgonia.Node, input int) bool {
 	return s.Edges[Edge{n, input}] || s.Carried[graph.Children(n)[input]]
 }

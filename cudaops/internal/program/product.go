@@ -7,10 +7,11 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Product is D = Alpha·op(A)·op(B) + Beta·C, for row-major matrices without gaps; D's shape and A's
-// give the sizes. Dimensions ahead of the last two are of so many products. A zero Alpha counts as
-// 1, and C is D where it is nil. Operands of float8 have a factor for each row of op(A) and each
-// column of op(B).
+// Product is D = Alpha·op(A)·op(B) + Beta·C for contiguous row-major matrices, with sizes given by the
+// shapes of D and A.
+//
+// Leading dimensions before the last two form a batch. A zero Alpha means 1, and a nil C means D. Float8
+// operands have a scale for each row of op(A) and each column of op(B).
 type Product struct {
 	D, A, B, C     *Array
 	ScaleA, ScaleB *Array
@@ -18,7 +19,7 @@ type Product struct {
 	Alpha, Beta    float32
 }
 
-// Plus is the product with another matrix added, if there is one.
+// Plus returns the product with the matrix add added to it, or the product unchanged if add is nil.
 func (p Product) Plus(add *Array) Product {
 	if add != nil {
 		p.C, p.Beta = add, 1
@@ -26,14 +27,14 @@ func (p Product) Plus(add *Array) Product {
 	return p
 }
 
-// Matmul is the Params of a product's call. Where C is null it is D.
+// Matmul is the Params of a product's call. A null C means D.
 type Matmul struct {
 	Spec    gpu.MatmulSpec
-	Variant int // of the product's plan
+	Variant int // index into the variants of the product's plan
 	gpu.MatmulArgs
 }
 
-// Params is the product as cuBLASLt sees it.
+// Params returns the product in the form that cuBLASLt expects, with null operands.
 func (p Product) Params() Matmul {
 	d, a := p.D.Shape, p.A.Shape
 	last := len(d) - 1
@@ -56,7 +57,7 @@ func (p Product) Params() Matmul {
 	return Matmul{Spec: spec, MatmulArgs: gpu.MatmulArgs{Alpha: cmp.Or(p.Alpha, 1), Beta: p.Beta}}
 }
 
-// Call returns the call of the product.
+// Call returns a call that computes the product.
 func (p Product) Call() *Call {
 	m := p.Params()
 	d := Writes(&m.D, p.D)

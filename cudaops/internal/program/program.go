@@ -1,6 +1,6 @@
-// Package program is a graph as calls over buffers: plain data. The passes of the machine make it
-// (package lower), order it (schedule), give it memory (place), choose variants for it (choose) and run
-// it.
+// Package program represents a graph as a list of calls that operate on buffers. A Program is plain data;
+// the machine's passes work on it in turn: package lower creates it from the graph, schedule orders its
+// calls, place assigns memory, choose selects kernel variants, and run executes it.
 package program
 
 import (
@@ -12,46 +12,50 @@ import (
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
-// Program is a graph as a list of calls, and all that stays on the device between runs of them.
+// Program is a graph lowered to a list of calls, together with all data that stays on the device between
+// runs.
 type Program struct {
 	Calls    []*Call
 	Buffers  []*Buffer
 	Values   map[*gorgonia.Node]*Array
 	Inputs   []*Input
-	Borrowed []*Input                  // parameters of another program
-	Sums     map[*gorgonia.Node]*Array // of the gradients of parameters, where runs add up
+	Borrowed []*Input                  // parameters owned by another program
+	Sums     map[*gorgonia.Node]*Array // accumulated gradients of parameters, if runs accumulate
 	Weights  []*QuantizedWeight
-	Caches   map[*gorgonia.Node]Cache // of attentions to earlier positions
+	Caches   map[*gorgonia.Node]Cache // key-value caches of incremental attention ops
 	Made     Made
 
-	// optimizer.LossScale, whose first number is the loss scale; nil where there is none
+	// loss-scale state laid out as optimizer.LossScale, so that its first number is the scale; nil
+	// without loss scaling
 	Scale   *Array
 	Scaling Scaling
 
 	Kasmina []*KasminaLayer
-	Reports *Array // what the Kasmina layers measure; nil where there are none
+	Reports *Array // telemetry of all Kasmina layers; nil if there are none
 
-	Arena int // bytes of all buffers that are not resident
-	Spent int // bytes that save time, and could be done without
+	Arena int // total size in bytes of the buffers that are not resident
+	Spent int // bytes used only to save time, which a machine short of memory can give up
 }
 
-// Cache is the keys and values of the positions so far, by rows, which live as long as the machine.
+// Cache holds the keys and values of all positions so far, one per row. It lives as long as the machine.
 type Cache struct{ Keys, Values *Array }
 
-// Alignment of all buffers, in bytes: what cudaMalloc gives, and cuBLASLt's fastest variants ask for.
+// Alignment is the alignment of every buffer in bytes. cudaMalloc guarantees it, and cuBLASLt's fastest
+// variants require it.
 const Alignment = 256
 
-// Buffer is a piece of device memory. It is in the arena for the calls of a run that need it. Or it
-// is resident, with an allocation of its own, for as long as the machine lives.
+// Buffer is a region of device memory. A transient buffer occupies part of the arena during the calls
+// of a run that use it; a resident buffer has a separate allocation that lives as long as the machine.
 type Buffer struct {
 	plan.Interval
 	Resident bool
-	Data     []float32 // what it holds from the start; nil for anything
-	Base     gpu.Ptr   // where it lies, once the machine has memory
+	Data     []float32 // initial contents; nil if they don't matter
+	Base     gpu.Ptr   // device address, once memory is allocated
 }
 
-// Narrow has frozen inputs in that type alone in which they are read. Their float32 goes, unless it
-// is among what outlives a run.
+// Narrow drops the float32 array of each frozen input that the calls read only through a single copy
+// in another type, and makes that copy the input's array. It keeps the float32 arrays of inputs in
+// lasting, since their values must survive a run.
 func (p *Program) Narrow(lasting map[*gorgonia.Node]bool) {
 	for _, in := range p.Inputs {
 		b := in.Array.Buffer
@@ -65,7 +69,7 @@ func (p *Program) Narrow(lasting map[*gorgonia.Node]bool) {
 	}
 }
 
-// NewArray returns an array in the arena, for the calls that are given it.
+// NewArray returns an array in the arena. It occupies memory only during the calls that use it.
 func (p *Program) NewArray(t gpu.DType, shape ...int) *Array {
 	a := &Array{Buffer: &Buffer{Interval: plan.Interval{First: -1, Last: -1}}, Type: t,
 		Shape: slices.Clone(shape)}
@@ -74,10 +78,10 @@ func (p *Program) NewArray(t gpu.DType, shape ...int) *Array {
 	return a
 }
 
-// Like returns a new array of a's type and shape, in the arena.
+// Like returns a new array in the arena with a's type and shape.
 func (p *Program) Like(a *Array) *Array { return p.NewArray(a.Type, a.Shape...) }
 
-// Workspace returns so many bytes in the arena.
+// Workspace returns an array of at least the given number of bytes in the arena.
 func (p *Program) Workspace(bytes int) *Array { return p.NewArray(gpu.Float32, (bytes+3)/4) }
 
 // NewResident returns an array that lives as long as the machine.
@@ -87,14 +91,14 @@ func (p *Program) NewResident(t gpu.DType, shape ...int) *Array {
 	return a
 }
 
-// NewConstant returns a resident array that holds data.
+// NewConstant returns a resident array initialized with data.
 func (p *Program) NewConstant(data []float32) *Array {
 	a := p.NewResident(gpu.Float32, len(data))
 	a.Data = data
 	return a
 }
 
-// Resident returns the bytes of resident memory.
+// Resident returns the total size of resident buffers in bytes, including alignment.
 func (p *Program) Resident() (n int) {
 	for _, b := range p.Buffers {
 		if b.Resident {
@@ -104,7 +108,7 @@ func (p *Program) Resident() (n int) {
 	return n
 }
 
-// Add appends a call.
+// Add appends c to the program's calls and returns it.
 func (p *Program) Add(c *Call) *Call {
 	p.Calls = append(p.Calls, c)
 	return c
