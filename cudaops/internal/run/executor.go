@@ -1,6 +1,6 @@
-// Package run executes the calls of programs on a device: as they are the first time, then as what
-// was captured of them. It plans products, sends inputs and fetches values. What made a program is
-// nothing to it.
+// Package run executes the calls of programs on a device. It also plans matrix products, sends inputs and
+// fetches values. The first run enqueues the calls one by one; later runs replay a captured graph. The
+// package doesn't depend on how a program was created.
 package run
 
 import (
@@ -13,14 +13,15 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// Launcher launches kernels: a [kernel.Set], or what stands in for it in tests.
+// Launcher launches kernels. It is a [kernel.Set] except in tests.
 type Launcher interface {
-	// Launch enqueues what a structure such as rope.Rotate says.
+	// Launch enqueues the launch described by params, a structure such as rope.Rotate.
 	Launch(s gpu.Stream, params any) error
-	// Variants lists the variants that take a launch, the one that should be fastest first and the plain
-	// one, whose result counts as right, last. It is empty where there is nothing to choose.
+	// Variants lists the variants that support a launch, with the one expected to be fastest first and
+	// the plain one, which serves as the reference, last. The list is empty if there is nothing to
+	// choose.
 	Variants(params any) []kernel.Variant
-	// Build tells one build of the kernels from another.
+	// Build identifies the build of the kernels.
 	Build() string
 	Close() error
 }
@@ -31,20 +32,20 @@ type Executor struct {
 	Stream    gpu.Stream
 	Kernels   Launcher
 	Memory    *Memory
-	Workspace gpu.Ptr // cuBLASLt's; taken when the first product is planned
+	Workspace gpu.Ptr // cuBLASLt's workspace; allocated when the first product is planned
 	plans     map[gpu.MatmulSpec]*Plan
-	pinned    [carriers][]byte // by way of which values travel: see carry
+	pinned    [carriers][]byte // buffers for transfers: see carry
 
-	// Context cancels the run under way; nil outside of runs that can be canceled.
+	// Context cancels the current run. It is nil outside of runs that can be canceled.
 	Context context.Context
 
-	// Host computes on the host, and Pass a pass of a Kasmina layer. They are nil where a program
-	// has no such calls.
+	// Host computes a node on the host, and Pass a pass of a Kasmina layer. They may be nil if the
+	// program has no such calls.
 	Host func(program.HostOp) error
 	Pass func(c *program.Call, p *program.KasminaPass) error
 }
 
-// Launch enqueues the work that the parameters of a call say, whose addresses are set.
+// Launch enqueues a launch with its addresses set.
 func (x *Executor) Launch(params any) error {
 	switch p := params.(type) {
 	case program.Matmul:
@@ -55,7 +56,7 @@ func (x *Executor) Launch(params any) error {
 	return x.Kernels.Launch(x.Stream, params)
 }
 
-// Call enqueues a call whose operands have memory.
+// Call enqueues a call after binding the addresses of its operands.
 func (x *Executor) Call(c *program.Call) (err error) {
 	switch p := c.Params.(type) {
 	case *program.HostOp:
@@ -74,8 +75,8 @@ func (x *Executor) Call(c *program.Call) (err error) {
 	return nil
 }
 
-// Canceled returns the cause if the run under way has been canceled. Work on the host asks it, since
-// that waits for the device; work on the device is enqueued too quickly to be worth interrupting.
+// Canceled returns the cause if the current run has been canceled. Only work on the host checks it, since
+// that work waits for the device. Work on the device is enqueued too quickly to be worth interrupting.
 func (x *Executor) Canceled() error {
 	if x.Context != nil && x.Context.Err() != nil {
 		return context.Cause(x.Context)
@@ -93,7 +94,7 @@ func (x *Executor) Calls(calls []*program.Call) error {
 	return nil
 }
 
-// InTurn makes calls until one fails.
+// InTurn calls functions in order until one fails, and returns its error.
 func InTurn(calls ...func() error) error {
 	for _, call := range calls {
 		if err := call(); err != nil {
@@ -103,8 +104,8 @@ func InTurn(calls ...func() error) error {
 	return nil
 }
 
-// Joined is errors.Join of calls of which a lost context fails one like the other: the first says
-// it all.
+// Joined is errors.Join, except that it returns a sticky CUDA error alone: once the context is lost,
+// every later call fails with the same error.
 func Joined(errs ...error) error {
 	for _, err := range errs {
 		var e *gpu.Error

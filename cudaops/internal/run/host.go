@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Fetch waits for the device and copies an array back as a value, whose floats are divided by a
-// scale. It is a power of two, by which this is exact.
+// Fetch waits for the device and returns a copy of an array as a value. Floats are divided by scale,
+// which must be a power of two so that the division is exact.
 func (r *Runner) Fetch(a *program.Array, scale float32) (gorgonia.Value, error) {
 	if a.Type == gpu.Int64 {
 		x := make([]int, a.Len())
@@ -28,7 +28,8 @@ func (r *Runner) Fetch(a *program.Array, scale float32) (gorgonia.Value, error) 
 	return opbase.ValueOf(x, a.Shape), err
 }
 
-// FetchFloats copies the numbers of an array to dst, which has room for all.
+// FetchFloats copies the elements of an array to dst, which must have room for them, and converts them to
+// float32.
 func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
 	if a.Type == gpu.Float32 {
 		return r.bring(gpu.Bytes(dst)[:a.Extent()], a.Ptr())
@@ -41,12 +42,13 @@ func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
 	return err
 }
 
-// FetchBytes brings an array to the host as it lies in device memory.
+// FetchBytes copies an array to dst exactly as it is stored in device memory.
 func (r *Runner) FetchBytes(a *program.Array, dst []byte) error {
 	return r.bring(dst[:a.Extent()], a.Ptr())
 }
 
-// HostOperand is what the host is given of input i of a node, which is a: without the loss scale.
+// HostOperand returns the value of array a, input i of node n, for a computation on the host. The loss
+// scale is divided out.
 func (r *Runner) HostOperand(n *gorgonia.Node, i int, a *program.Array) (gorgonia.Value, error) {
 	scale := float32(1)
 	if r.Program.Scaling.Carries(n, i) {
@@ -55,7 +57,7 @@ func (r *Runner) HostOperand(n *gorgonia.Node, i int, a *program.Array) (gorgoni
 	return r.Fetch(a, scale)
 }
 
-// Carried is the scale that the value of a node carries, 1 where it carries none.
+// Carried returns the loss scale that the value of a node carries, or 1 if it carries none.
 func (r *Runner) Carried(n *gorgonia.Node) float32 {
 	if r.Program.Scaling.Carried[n] {
 		return r.Scale.Carried
@@ -63,7 +65,8 @@ func (r *Runner) Carried(n *gorgonia.Node) float32 {
 	return 1
 }
 
-// OnTheHost computes a node with its op's own Do, between two copies.
+// OnTheHost computes a node with its op's Do method, copying the operands from the device and the result
+// back to it.
 func (r *Runner) OnTheHost(p program.HostOp) error {
 	values := make([]gorgonia.Value, len(p.In))
 	for i, a := range p.In {
@@ -84,7 +87,7 @@ func (r *Runner) OnTheHost(p program.HostOp) error {
 		return err
 	}
 
-	if scale := r.Carried(p.Node); scale != 1 { // which floats carry alone
+	if scale := r.Carried(p.Node); scale != 1 { // only floats carry a scale
 		scaled := slices.Clone(gpu.View[float32](from))
 		for i := range scaled {
 			scaled[i] *= scale

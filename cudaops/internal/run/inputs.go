@@ -14,19 +14,19 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// Inputs sends the values of a program's inputs to the device, and keeps what is made of them there
-// in step.
+// Inputs sends the values of a program's inputs to the device, and keeps the data derived from them up to
+// date.
 type Inputs struct {
 	*Executor
-	Laid    bool // parameters lie one behind the other
+	Laid    bool // parameters are contiguous in memory
 	of      *program.Program
 	read    Reader
-	staging map[*program.Input][]byte // pinned; of what goes to the device before every run
-	table   *quantize.Table           // of float8; nil for none
+	staging map[*program.Input][]byte // pinned buffers for values sent before every run
+	table   *quantize.Table           // float8 weights; nil if there are none
 }
 
-// NewInputs takes pinned memory for the inputs of a program. Frozen ones without a value come from
-// read.
+// NewInputs allocates pinned memory for the inputs of a program. The reader supplies the frozen inputs
+// that have no value.
 func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
 	s := &Inputs{Executor: x, of: p, read: read, staging: map[*program.Input][]byte{}}
 	for _, in := range p.Inputs {
@@ -42,7 +42,7 @@ func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
 	return s, nil
 }
 
-// Of returns the input that a node is, nil if it is none.
+// Of returns the input that corresponds to node n, or nil.
 func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
 	if i := slices.IndexFunc(s.of.Inputs, func(in *program.Input) bool { return in.Node == n }); i >= 0 {
 		return s.of.Inputs[i]
@@ -50,7 +50,7 @@ func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
 	return nil
 }
 
-// SendAll copies the values of all inputs but constants and parameters, ahead of a run.
+// SendAll copies the values of all inputs except constants and parameters to the device before a run.
 func (s *Inputs) SendAll() error {
 	for _, in := range s.of.Inputs {
 		if in.Sent() {
@@ -74,9 +74,9 @@ func (s *Inputs) SendAll() error {
 	return s.Quantize(func(in *program.Input) bool { return in.Bound })
 }
 
-// SendSome copies the values of some inputs, and waits. What from has of one is copied on the
-// device, unless it is the input's memory. Of the others none is sent if one has no value that can
-// be.
+// SendSome copies the values of the given inputs to the device and waits. If from returns device memory
+// for an input, the value is copied from there, unless that memory already belongs to the input. If any
+// of the remaining inputs lacks a valid value, SendSome returns an error without sending their values.
 func (s *Inputs) SendSome(inputs []*program.Input, from func(*program.Input) *KeptParam) error {
 	var all []source
 	for _, in := range inputs {
@@ -99,7 +99,7 @@ func (s *Inputs) SendSome(inputs []*program.Input, from func(*program.Input) *Ke
 			return fmt.Errorf("%s: %w", graph.Describe(all[i].node), err)
 		}
 		return nil
-	})} // but what has come counts
+	})} // after a failed transfer, the values that did arrive still count
 
 	for _, in := range inputs {
 		errs = append(errs, s.Refresh(in))
@@ -109,7 +109,8 @@ func (s *Inputs) SendSome(inputs []*program.Input, from func(*program.Input) *Ke
 	return Joined(append(errs, s.Quantize(sent), s.Ctx.SyncStream(s.Stream))...)
 }
 
-// host is the memory of an input's value, if that can be sent, and the type of its elements there.
+// host returns the memory of an input's value and the type of its elements, or an error if the value
+// cannot be sent.
 func host(in *program.Input) (raw []byte, stored gpu.DType, err error) {
 	v := in.Node.Value()
 	if v == nil {
@@ -121,7 +122,7 @@ func host(in *program.Input) (raw []byte, stored gpu.DType, err error) {
 	return raw, stored, check(in, raw)
 }
 
-// HostMemory returns the memory of the value of an input of floats, to write to.
+// HostMemory returns the memory of a float input's value, so that the caller can modify it.
 func HostMemory(in *program.Input) ([]float32, error) {
 	if in.Node.Value() == nil {
 		return nil, noValue(in)
@@ -145,7 +146,7 @@ func noValue(in *program.Input) error {
 	return fmt.Errorf("%s has no value: bind one with gorgonia.Let", graph.Describe(in.Node))
 }
 
-// check says of ids what the op would say on the CPU.
+// check validates ids as the ops would on the CPU.
 func check(in *program.Input, ids []byte) error {
 	for _, r := range in.IDs {
 		if err := r.Check(gpu.View[int64](ids)); err != nil {
@@ -155,7 +156,7 @@ func check(in *program.Input, ids []byte) error {
 	return nil
 }
 
-// CheckIDs is check of ids that are on the device.
+// CheckIDs validates ids that are on the device.
 func (s *Inputs) CheckIDs(in *program.Input) error {
 	if len(in.IDs) == 0 {
 		return nil
@@ -168,7 +169,7 @@ func (s *Inputs) CheckIDs(in *program.Input) error {
 	return check(in, ids)
 }
 
-// Refresh makes an input's copies in other types again.
+// Refresh updates the copies of an input in other types.
 func (s *Inputs) Refresh(in *program.Input) error {
 	for _, c := range in.Copies {
 		if c.Renew == nil {
@@ -181,9 +182,9 @@ func (s *Inputs) Refresh(in *program.Input) error {
 	return nil
 }
 
-// Quantize makes the float8 of weights anew if some of the inputs are among those that they are
-// made of. Their copies in other types are new already. It is one pass over all of them, which
-// takes little more than one over a few.
+// Quantize quantizes the float8 weights again if any of their inputs has changed. The copies of the
+// inputs in other types must be up to date. All weights are quantized in a single pass, which takes
+// little longer than a pass over a few.
 func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 	if !slices.ContainsFunc(s.of.Weights, func(w *program.QuantizedWeight) bool {
 		return slices.ContainsFunc(w.Of, changed)
@@ -202,9 +203,9 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 		all = append(all, k)
 	}
 
-	if s.table == nil || !slices.Equal(all, s.table.Weights) { // the user may have moved some
+	if s.table == nil || !slices.Equal(all, s.table.Weights) { // a bound weight may have a new address
 		alloc := s.Memory.For("float8's weights")
-		if old := s.table; old != nil { // whose place does, once no launch reads it
+		if old := s.table; old != nil { // reuse the old table's memory once no launch reads it
 			alloc = func(int) (gpu.Ptr, error) { return old.At[0], s.Ctx.SyncStream(s.Stream) }
 		}
 		var err error

@@ -10,16 +10,16 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// Memory is what goes back when its user is closed: device memory, pinned memory and events.
+// Memory owns device memory, pinned memory and events, and releases them when it is closed.
 type Memory struct {
 	Ctx    gpu.Context
-	Kept   *Kept           // what some of it may be taken over from; nil for none
-	owned  map[gpu.Ptr]int // bytes of each allocation
+	Kept   *Kept           // memory of an earlier machine that allocations may take over; may be nil
+	owned  map[gpu.Ptr]int // size of each allocation in bytes
 	pinned [][]byte
 	events []gpu.Event
 }
 
-// Alloc takes device memory.
+// Alloc allocates device memory. what describes its purpose in errors.
 func (m *Memory) Alloc(bytes int, what string) (gpu.Ptr, error) {
 	p, err := m.Ctx.Alloc(bytes)
 	if err != nil {
@@ -36,12 +36,12 @@ func (m *Memory) own(p gpu.Ptr, bytes int) {
 	m.owned[p] = bytes
 }
 
-// For is Alloc for something.
+// For returns a function that calls Alloc with the given description.
 func (m *Memory) For(what string) func(bytes int) (gpu.Ptr, error) {
 	return func(bytes int) (gpu.Ptr, error) { return m.Alloc(bytes, what) }
 }
 
-// Free gives back what Alloc has taken, and to m.Kept what is from there.
+// Free releases an allocation. Memory taken over from m.Kept is returned to it.
 func (m *Memory) Free(p gpu.Ptr) error {
 	if k := m.Kept; k != nil && k.taken[p] {
 		delete(k.taken, p)
@@ -52,7 +52,7 @@ func (m *Memory) Free(p gpu.Ptr) error {
 	return m.Ctx.Free(p)
 }
 
-// AllocHost takes pinned memory.
+// AllocHost allocates pinned memory.
 func (m *Memory) AllocHost(bytes int) ([]byte, error) {
 	b, err := m.Ctx.AllocHost(bytes)
 	if err == nil {
@@ -61,7 +61,7 @@ func (m *Memory) AllocHost(bytes int) ([]byte, error) {
 	return b, err
 }
 
-// NewEvent takes an event.
+// NewEvent creates an event.
 func (m *Memory) NewEvent(timing bool) (gpu.Event, error) {
 	e, err := m.Ctx.NewEvent(timing)
 	if err == nil {
@@ -70,10 +70,10 @@ func (m *Memory) NewEvent(timing bool) (gpu.Event, error) {
 	return e, err
 }
 
-// Owns reports whether an address is of an allocation.
+// Owns reports whether p is the start of an allocation.
 func (m *Memory) Owns(p gpu.Ptr) bool { return m.owned[p] > 0 }
 
-// Held is the bytes of all allocations.
+// Held returns the total size of all device allocations.
 func (m *Memory) Held() (n int) {
 	for _, bytes := range m.owned {
 		n += bytes
@@ -81,7 +81,7 @@ func (m *Memory) Held() (n int) {
 	return n
 }
 
-// Close gives back everything.
+// Close releases everything.
 func (m *Memory) Close() error {
 	var errs []error
 	for p := range m.owned {
@@ -100,7 +100,7 @@ func (m *Memory) Close() error {
 	return errors.Join(errs...)
 }
 
-// Fits returns an error where a program needs more memory than is free.
+// Fits returns an error if a program needs more memory than is available.
 func (m *Memory) Fits(p *program.Program) error {
 	need := uint64(p.Arena + p.Resident())
 	free, _, err := m.Ctx.MemInfo()
@@ -118,7 +118,7 @@ func (m *Memory) Fits(p *program.Program) error {
 	return nil
 }
 
-// Place takes the memory that a program was planned for, but for resident buffers that have some.
+// Place allocates memory for a program's arena, and for all resident buffers that have none yet.
 func (m *Memory) Place(p *program.Program, what string) error {
 	var arena gpu.Ptr
 	var err error
@@ -143,37 +143,36 @@ func (m *Memory) Place(p *program.Program, what string) error {
 	return nil
 }
 
-// Kept is device memory that a machine leaves to the next one: of parameters, and of what an
-// optimiser remembers of them. The next one takes pieces over, or copies them. What nobody has
-// taken goes back with Close.
+// Kept is device memory handed over from one machine to the next: parameters and their optimizer state.
+// The next machine takes over allocations or copies them. Close releases allocations that were not taken.
 type Kept struct {
 	Memory
-	Params map[string]*KeptParam // by name; none once it is closed
-	Left   map[string]bool       // those that were here, and that a taker has left to another Kept
-	taken  map[gpu.Ptr]bool      // what goes back to it, if its taker is closed before
+	Params map[string]*KeptParam // by name; empty after Close
+	Left   map[string]bool       // names of parameters that a taker has since handed over to another Kept
+	taken  map[gpu.Ptr]bool      // allocations that return here if their taker is closed first
 }
 
-// KeptParam is a parameter that is kept, of float32.
+// KeptParam is a float32 parameter in a Kept.
 type KeptParam struct {
 	Value   gpu.Ptr
-	Len     int                // elements of the parameter
-	Moments map[string]gpu.Ptr // by the names that package optim has for them
-	Step    int64              // updates so far
+	Len     int                // number of elements
+	Moments map[string]gpu.Ptr // by package optim's names
+	Step    int64              // number of updates so far
 }
 
-// NewKept returns an empty one.
+// NewKept returns an empty Kept.
 func NewKept(ctx gpu.Context) *Kept {
 	return &Kept{Memory{Ctx: ctx}, map[string]*KeptParam{}, map[string]bool{}, map[gpu.Ptr]bool{}}
 }
 
-// Close gives back what nobody has taken. What was taken is its taker's from then on.
+// Close releases allocations that were not taken. Taken allocations now belong to their takers.
 func (k *Kept) Close() error {
 	clear(k.taken)
 	clear(k.Params)
 	return k.Memory.Close()
 }
 
-// Leave hands the allocation that an address is the begin of to k.
+// Leave transfers ownership of the allocation that starts at p to k.
 func (m *Memory) Leave(k *Kept, p gpu.Ptr) {
 	if n := m.owned[p]; n > 0 {
 		k.own(p, n)
@@ -192,7 +191,8 @@ func (m *Memory) Leave(k *Kept, p gpu.Ptr) {
 	}
 }
 
-// Take takes over an allocation of m.Kept that begins at an address and has so many bytes.
+// Take takes over the allocation that starts at p from m.Kept. It reports whether there was such an
+// allocation, of exactly the given size.
 func (m *Memory) Take(p gpu.Ptr, bytes int) bool {
 	k := m.Kept
 	if k == nil || k.owned[p] != bytes {

@@ -1,29 +1,29 @@
 package run
 
-// Observer measures the work of a machine. It enqueues that work in the machine's stead, with marks of
-// time around it or within it, and changes no result.
+// Observer measures the work of a machine. It enqueues the work on the machine's behalf, adding timing
+// events around it or within it, and changes no results.
 type Observer interface {
 	// Run enqueues a run of the program.
 	Run(w Work) error
-	// Update enqueues an update by calling enqueue, which passes its parts to UpdatePart.
+	// Update enqueues an update by calling enqueue, which passes the parts of the update to UpdatePart.
 	Update(enqueue func() error) error
-	// UpdatePart enqueues a part of the update under way.
+	// UpdatePart enqueues part of the current update.
 	UpdatePart(w Work) error
 }
 
-// Work is a piece of work that can be enqueued in two variants.
+// Work is a unit of work that can be enqueued in two ways.
 type Work struct {
-	// Replay enqueues the work as usual: by launching its graph, once that has been captured.
+	// Replay enqueues the work normally: it launches the graph once one has been captured.
 	Replay func() error
 	// Plain enqueues the same work kernel by kernel.
 	Plain func() error
 
-	Captured  bool    // Replay launches a graph, or captures one
-	Optimizer any     // the optimizer that the machine has, nil for none
-	Bytes     float64 // what an update moves
+	Captured  bool    // Replay launches or captures a graph
+	Optimizer any     // the machine's optimizer; nil if it has none
+	Bytes     float64 // bytes that an update moves
 }
 
-// Unobserved is the Observer that only enqueues work.
+// Unobserved is an Observer that measures nothing.
 type Unobserved struct{}
 
 // Run enqueues a run.
@@ -32,5 +32,5 @@ func (Unobserved) Run(w Work) error { return w.Replay() }
 // Update enqueues an update.
 func (Unobserved) Update(enqueue func() error) error { return enqueue() }
 
-// UpdatePart enqueues a part of an update.
+// UpdatePart enqueues part of an update.
 func (Unobserved) UpdatePart(w Work) error { return w.Replay() }

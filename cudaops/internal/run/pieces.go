@@ -13,21 +13,21 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// What is large travels in pieces: several goroutines read and convert, each by way of pinned
-// memory of its own. So constants and parameters take no memory of their size on the host, and
-// loading a model takes little longer than reading it.
+// Large values are transferred in pieces, by several goroutines that each read and convert into their own
+// pinned buffer. Constants and parameters therefore need no host memory of their full size, and loading a
+// model takes little longer than reading it.
 
 const (
 	pieceBytes = 1 << 20
-	carriers   = 4 // goroutines
+	carriers   = 4 // number of goroutines
 )
 
-// carry does n pieces of work, by several goroutines, each with pinned memory for a piece, which
-// stays. Where one fails no other is begun.
+// carry performs n pieces of work on several goroutines, each with its own pinned buffer, which later
+// calls reuse. After a piece fails, no further piece is started.
 func (x *Executor) carry(n int, work func(i int, pinned []byte) error) error {
 	var all sync.WaitGroup
 	var begun atomic.Int64
-	errs := make([]error, n+1) // the last of memory
+	errs := make([]error, n+1) // the last element is an allocation error
 	for c := range min(carriers, n) {
 		if x.pinned[c] == nil {
 			if x.pinned[c], errs[n] = x.Memory.AllocHost(pieceBytes); errs[n] != nil {
@@ -47,20 +47,19 @@ func (x *Executor) carry(n int, work func(i int, pinned []byte) error) error {
 	return cmp.Or(errs...)
 }
 
-// Reader hands the elements of an input to put, in order and in pieces of any size, as they lie in
-// memory in a type.
+// Reader passes the elements of an input to put, in order and in pieces of any size, encoded as type t.
 type Reader func(n *gorgonia.Node, put func(part []byte, t gpu.DType) error) error
 
-// source is where the elements of an array come from.
+// source is an array to send, with the origin of its elements.
 type source struct {
 	*program.Array
 	node   *gorgonia.Node
-	raw    []byte // nil where the reader has them
+	raw    []byte // nil if the reader supplies the elements
 	stored gpu.DType
 }
 
-// sourcesOf returns an input's, if its value can be sent: of one of which there is a part alone
-// that and the whole in the type of the first copy.
+// sourcesOf returns the sources of an input, or an error if its value cannot be sent. A sharded input has
+// two: the part that this rank stores, and the whole value in the type of the first copy.
 func (s *Inputs) sourcesOf(in *program.Input) ([]source, error) {
 	if in.Node.Value() == nil && in.Frozen && s.read != nil {
 		return []source{{Array: in.Array, node: in.Node}}, nil
@@ -74,8 +73,8 @@ func (s *Inputs) sourcesOf(in *program.Input) ([]source, error) {
 		{in.Copies[0].Array, in.Node, raw, stored}}, nil
 }
 
-// elements is the memory of a value that can be stored in an array, and the type of its elements
-// there: integers of 64 bits, as GPUs are for programs of 64 bits, or float32.
+// elements returns the memory of a value, checked to fit in array a, and the type of the elements in that
+// memory: 64-bit integers, since device programs are 64-bit, or float32.
 func elements(v gorgonia.Value, a *program.Array) (raw []byte, stored gpu.DType, err error) {
 	flat, err := opbase.Flat(v)
 	if err != nil {
@@ -98,7 +97,7 @@ func elements(v gorgonia.Value, a *program.Array) (raw []byte, stored gpu.DType,
 	return raw, stored, nil
 }
 
-// convert writes elements that are stored in one type to raw, stored as t.
+// convert converts elements from one type to another and writes them to raw as type t.
 func convert(raw []byte, t gpu.DType, from []byte, stored gpu.DType) {
 	n := len(from) / stored.Size()
 	switch {
@@ -115,7 +114,7 @@ func convert(raw []byte, t gpu.DType, from []byte, stored gpu.DType) {
 	}
 }
 
-// send copies an array to the device by way of pinned memory.
+// send copies an array to the device through a pinned buffer.
 func (s *Inputs) send(from source, pinned []byte) error {
 	t, at := from.Type, 0
 	put := func(part []byte, stored gpu.DType) error {
@@ -150,7 +149,7 @@ func (s *Inputs) send(from source, pinned []byte) error {
 	return err
 }
 
-// bring waits for the device and copies to dst what lies at an address there.
+// bring waits for the device and copies len(dst) bytes from an address on the device to dst.
 func (r *Runner) bring(dst []byte, from gpu.Ptr) error {
 	n := (len(dst) + pieceBytes - 1) / pieceBytes
 	return r.carry(n, func(i int, pinned []byte) error {

@@ -10,17 +10,17 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// WorkspaceBytes is what cuBLASLt may use besides its operands. NVIDIA recommends 32 MiB for
-// Hopper.
+// WorkspaceBytes is the size of the workspace that cuBLASLt may use. NVIDIA recommends 32 MiB for Hopper.
 const WorkspaceBytes = 32 << 20
 
-// Plan is a product and cuBLASLt's variants to compute it, by their names.
+// Plan is a planned product, with the names of cuBLASLt's variants for it.
 type Plan struct {
 	gpu.MatmulPlan
 	Variants []string
 }
 
-// Plan plans a product that was not planned before, with at most so many of cuBLASLt's variants.
+// Plan returns the plan of a product, with at most the given number of cuBLASLt's variants. Each product
+// is planned only once.
 func (x *Executor) Plan(m gpu.MatmulSpec, variants int) (_ *Plan, err error) {
 	if p := x.plans[m]; p != nil {
 		return p, nil
@@ -55,7 +55,7 @@ func (x *Executor) Plan(m gpu.MatmulSpec, variants int) (_ *Plan, err error) {
 	return p, nil
 }
 
-// product enqueues a product. The variant behind cuBLASLt's is this module's own.
+// product enqueues a product. The variant that follows cuBLASLt's variants is this module's kernel.
 func (x *Executor) product(m program.Matmul) error {
 	p, a := x.plans[m.Spec], m.MatmulArgs
 	if p == nil {
@@ -69,18 +69,18 @@ func (x *Executor) product(m program.Matmul) error {
 
 	own := OwnProduct(m.Spec)
 	own.Y, own.X, own.W, own.ScaleX, own.ScaleW = a.D, a.A, a.B, a.ScaleA, a.ScaleB
-	if m.Beta != 0 { // it is 1, and Alpha too
+	if m.Beta != 0 { // Beta and Alpha are both 1 here
 		own.C = cmp.Or(a.C, a.D)
 	}
 
 	return x.Kernels.Launch(x.Stream, own)
 }
 
-// OwnProduct is a product as the kernels of this module know it, without its operands.
+// OwnProduct returns a product as a launch of this module's kernel, without operands.
 func OwnProduct(m gpu.MatmulSpec) gemm.Product {
 	return gemm.Product{Rows: m.M, Columns: m.N, D: m.K, TransW: m.TransB, Float8: m.Scaled(),
 		Type: m.D}
 }
 
-// ForgetPlans drops the plans, for another program.
+// ForgetPlans discards all plans, so that the executor can serve another program.
 func (x *Executor) ForgetPlans() { clear(x.plans) }

@@ -9,59 +9,60 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// Attendant does the work of a run outside of its calls, and distinguishes kinds of runs.
+// Attendant performs work around the calls of a run, and distinguishes modes of runs that need separate
+// captures.
 type Attendant interface {
-	// AppendMode adds to b what tells this run's work from that of other runs, which are captured
-	// apart.
+	// AppendMode appends to b a description of the current run's work. Runs with different modes are
+	// captured separately.
 	AppendMode(b []byte) []byte
-	// OnHost reports whether the run under way computes something of the attendant's on the host.
+	// OnHost reports whether the attendant computes part of the current run on the host.
 	OnHost() bool
 }
 
-// Beside is work on another stream that goes along with the calls of a run, such as an exchange
-// with other GPUs.
+// Beside is work on a second stream that overlaps the calls of a run, such as an exchange with other
+// GPUs.
 type Beside interface {
-	// Due is what the run under way has beside it, by which runs are captured apart. Where captured
-	// is false it is enqueued as it is.
+	// Due returns the kind of work that overlaps the current run; each kind is captured separately. If
+	// captured is false, the run is enqueued call by call instead.
 	Due() (kind byte, captured bool)
-	// Along enqueues the calls of a run, with what is due.
+	// Along enqueues the calls of a run together with the overlapping work.
 	Along(calls []*program.Call) error
-	Done() // the run, or what was captured of it, is on its way
+	Done() // called after the run, or its captured graph, has been enqueued
 }
 
 // Scale is the loss scale of a machine.
 type Scale struct {
-	Now optimizer.LossScale // as on the device
-	// the scale that the gradients of the last run carry; 0 where they were dropped
+	Now optimizer.LossScale // current state, as on the device
+	// scale of the last run's gradients; 0 if they were discarded
 	Carried float32
 }
 
-// Runner runs a program: as it is the first time, which loads what the kernels need, and then as
-// what was captured of that.
+// Runner runs a program. The first run enqueues the calls one by one, which loads the kernels; later runs
+// replay a captured graph.
 type Runner struct {
 	*Executor
 	Program   *program.Program
 	Inputs    *Inputs
 	Attendant Attendant
-	Beside    Beside // nil for none
+	Beside    Beside // nil if nothing overlaps the runs
 	State     State
 	Scale     Scale
 
-	Recorded Recordings[string] // by what the attendant does
-	Now      *Recording         // that of the run under way, or of the last one
+	Recorded Recordings[string] // by mode
+	Now      *Recording         // recording of the current or last run
 }
 
-// Recording is what was captured of runs, or of updates, that do the same work.
+// Recording is a captured graph shared by runs, or updates, that do the same work.
 type Recording struct {
-	Loaded    bool // one of them was enqueued as it is, so that a capture loads no modules
+	Loaded    bool // the work has been enqueued without capture once, so a capture loads no modules
 	graph     gpu.Graph
-	Monitored gpu.Graph // with a monitor's marks
+	Monitored gpu.Graph // graph that includes a monitor's timing events
 }
 
-// Recordings are those of several kinds of work.
+// Recordings maps kinds of work to their recordings.
 type Recordings[K comparable] map[K]*Recording
 
-// Of is the recording of a kind, a new one where there is none.
+// Of returns the recording of a kind, adding an empty one if necessary.
 func (all *Recordings[K]) Of(kind K) *Recording {
 	if *all == nil {
 		*all = Recordings[K]{}
@@ -72,7 +73,7 @@ func (all *Recordings[K]) Of(kind K) *Recording {
 	return (*all)[kind]
 }
 
-// Drop gives back what was captured.
+// Drop destroys all captured graphs.
 func (all Recordings[K]) Drop(ctx gpu.Context) error {
 	var errs []error
 	for _, rec := range all {
@@ -82,13 +83,13 @@ func (all Recordings[K]) Drop(ctx gpu.Context) error {
 	return errors.Join(errs...)
 }
 
-// recordings is how many kinds of runs are kept. Kasmina layers seldom have more than two modes,
-// and change them together.
+// recordings is the maximum number of modes with a stored recording. Kasmina layers seldom have more
+// than two modes, and they change mode together.
 const recordings = 16
 
-// Compute enqueues a run through an observer. The optimizer is the machine's, nil if it has none.
+// Compute enqueues a run through an observer. optimizer is the machine's optimizer, or nil.
 func (r *Runner) Compute(o Observer, optimizer any) error {
-	defer r.State.On(Run) // also where it fails: some of its work may be on its way
+	defer r.State.On(Run) // even on failure: part of the run may have been enqueued
 	r.Scale.Carried = r.Scale.Now.Scale
 	mode, captured := r.Attendant.AppendMode(nil), !r.OnHost()
 	if r.Beside != nil {
@@ -118,8 +119,7 @@ func (r *Runner) Compute(o Observer, optimizer any) error {
 	})
 }
 
-// OnHost reports whether the run under way computes something on the host, so that it cannot be
-// captured.
+// OnHost reports whether any part of the current run is computed on the host, which rules out a capture.
 func (r *Runner) OnHost() bool {
 	return slices.ContainsFunc(r.Program.Calls, func(c *program.Call) bool {
 		_, host := c.Params.(*program.HostOp)
@@ -127,8 +127,9 @@ func (r *Runner) OnHost() bool {
 	}) || r.Attendant.OnHost()
 }
 
-// Replay enqueues work as it is the first time, which loads modules: a capture does not allow that.
-// The second time records it, and later ones replay that, unless it cannot be captured.
+// Replay enqueues work. The first time, it enqueues the work directly, because modules cannot be loaded
+// during a capture. The second time, it captures and launches a graph, which later calls launch again. If
+// captured is false, the work is always enqueued directly.
 func (r *Runner) Replay(rec *Recording, captured bool, enqueue func() error) error {
 	if !rec.Loaded || !captured {
 		err := enqueue()
@@ -138,7 +139,7 @@ func (r *Runner) Replay(rec *Recording, captured bool, enqueue func() error) err
 	return r.Repeat(&rec.graph, enqueue)
 }
 
-// Repeat launches a graph. If there is none yet, it first captures one from the enqueued calls.
+// Repeat launches graph g. If g is zero, Repeat first captures the work that enqueue submits.
 func (r *Runner) Repeat(g *gpu.Graph, enqueue func() error) (err error) {
 	if *g == 0 {
 		if *g, err = r.capture(enqueue); err != nil {
@@ -148,7 +149,7 @@ func (r *Runner) Repeat(g *gpu.Graph, enqueue func() error) (err error) {
 	return r.Ctx.LaunchGraph(*g, r.Stream)
 }
 
-// Enqueue enqueues all calls.
+// Enqueue enqueues all calls of the program.
 func (r *Runner) Enqueue() error {
 	if r.Beside != nil {
 		return r.Beside.Along(r.Program.Calls)
@@ -156,7 +157,7 @@ func (r *Runner) Enqueue() error {
 	return r.Calls(r.Program.Calls)
 }
 
-// capture records what is enqueued as a graph.
+// capture captures the work that enqueue submits as a graph.
 func (r *Runner) capture(enqueue func() error) (gpu.Graph, error) {
 	if err := r.Ctx.BeginCapture(r.Stream); err != nil {
 		return 0, err
@@ -166,7 +167,7 @@ func (r *Runner) capture(enqueue func() error) (gpu.Graph, error) {
 	err := enqueue()
 	r.State.capturing = false
 	g, endErr := r.Ctx.EndCapture(r.Stream)
-	if err != nil { // it is a part of what was asked for
+	if err != nil { // the graph is incomplete
 		endErr = errors.Join(endErr, r.Ctx.DestroyGraph(g))
 	}
 
@@ -177,7 +178,8 @@ func (r *Runner) capture(enqueue func() error) (gpu.Graph, error) {
 	return g, nil
 }
 
-// DropCaptures waits for the stream, and drops what was captured, since later runs differ from it.
+// DropCaptures waits for the stream and discards all captured graphs. Call it when later runs will differ
+// from them.
 func (r *Runner) DropCaptures() error {
 	r.Now = nil
 	return Joined(r.Ctx.SyncStream(r.Stream), r.Recorded.Drop(r.Ctx))

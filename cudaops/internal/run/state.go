@@ -1,34 +1,35 @@
 package run
 
-// State is what has become of a machine's runs. All that depends on the past of a machine asks it.
+// State tracks how far a machine's runs have progressed. All decisions that depend on the machine's
+// history consult it.
 type State struct {
 	phase     Phase
-	capturing bool // what is enqueued is recorded, and runs later
+	capturing bool // work is being captured rather than executed
 }
 
-// Phase is how far the last run is.
+// Phase is the progress of the last run.
 type Phase uint8
 
-// The phases.
+// The phases of a machine.
 const (
 	Fresh    Phase = iota // nothing has run
-	Enqueued              // a run, be it a part of one, is on its way or over
-	Looked                // and the squares of its gradients are those of the update
+	Enqueued              // a run has been at least partly enqueued
+	Looked                // the sums of squares belong to the current gradients
 	Closed
 )
 
-// Event is what changes a state.
+// Event is an event that changes the phase.
 type Event uint8
 
 // The events.
 const (
-	Run   Event = iota // a run was enqueued, be it in part: an error may end it there
-	Look               // the squares of the gradients were formed
+	Run   Event = iota // a run was enqueued, possibly only in part because of an error
+	Look               // the sums of squares of the gradients were computed
 	Begin              // a run is about to change the gradients
 	Close
 )
 
-// transitions are the phases that follow, by the event. An event that is not listed leaves a phase.
+// transitions maps each event to the phases that it changes. Any other phase remains as it is.
 var transitions = map[Event]map[Phase]Phase{
 	Run:   {Fresh: Enqueued, Looked: Enqueued},
 	Look:  {Enqueued: Looked},
@@ -36,7 +37,7 @@ var transitions = map[Event]map[Phase]Phase{
 	Close: {Fresh: Closed, Enqueued: Closed, Looked: Closed},
 }
 
-// On changes the state.
+// On applies an event to the state.
 func (s *State) On(e Event) {
 	if next, ok := transitions[e][s.phase]; ok {
 		s.phase = next
@@ -46,11 +47,11 @@ func (s *State) On(e Event) {
 // Closed reports whether the machine is closed.
 func (s *State) Closed() bool { return s.phase == Closed }
 
-// Ran reports whether there was a run, be it one that an error ended.
+// Ran reports whether a run has started, even if it failed.
 func (s *State) Ran() bool { return s.phase != Fresh && s.phase != Closed }
 
-// Looked reports whether the squares are those of the present gradients.
+// Looked reports whether the sums of squares belong to the current gradients.
 func (s *State) Looked() bool { return s.phase == Looked }
 
-// Capturing reports whether what is enqueued is recorded, and runs later.
+// Capturing reports whether work is being captured rather than executed.
 func (s *State) Capturing() bool { return s.capturing }

@@ -6,11 +6,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestStateTransitions wants every event to lead from every phase where the table says, and the
-// rest to stay.
+// TestStateTransitions checks the effect of every event in every phase.
 func TestStateTransitions(t *testing.T) {
 	phases := []Phase{Fresh, Enqueued, Looked, Closed}
-	want := map[Event][]Phase{ // behind each of the phases
+	want := map[Event][]Phase{ // the phase that follows each of phases
 		Run:   {Enqueued, Enqueued, Enqueued, Closed},
 		Look:  {Fresh, Looked, Looked, Closed},
 		Begin: {Fresh, Enqueued, Enqueued, Closed},
@@ -28,7 +27,7 @@ func TestStateTransitions(t *testing.T) {
 	require.Len(t, transitions, len(want))
 }
 
-// TestStateAnswers wants what is asked of a state to follow from its phase alone.
+// TestStateAnswers checks Closed, Ran and Looked in every phase.
 func TestStateAnswers(t *testing.T) {
 	for p, want := range map[Phase][3]bool{ // closed, ran, looked
 		Fresh: {}, Enqueued: {false, true}, Looked: {false, true, true}, Closed: {true},

@@ -8,9 +8,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// Times returns what each of n pieces of work takes on a stream. What before enqueues ahead of a
-// piece does not count. All are enqueued together, so that each meets the clock rates of a GPU at
-// work.
+// Times enqueues n pieces of work on a stream, one after another without waiting, and returns the time
+// that each takes. Without gaps between them, all pieces run at the clock rates of a busy GPU. The work
+// enqueued by before, ahead of each piece, is not included.
 func Times(ctx gpu.Context, s gpu.Stream, n int, before, work func(i int) error) (
 	took []time.Duration, err error) {
 	m := Memory{Ctx: ctx}
@@ -46,12 +46,13 @@ func Times(ctx gpu.Context, s gpu.Stream, n int, before, work func(i int) error)
 	return took, nil
 }
 
-// Median is the median of some times.
+// Median returns the median of times.
 func Median(times []time.Duration) time.Duration {
 	return slices.Sorted(slices.Values(times))[len(times)/2]
 }
 
-// Fill fills memory with random numbers of a standard deviation: some, again and again.
+// Fill fills memory with normally distributed random numbers of the given standard deviation. The
+// sequence repeats after 65,535 numbers.
 func Fill(ctx gpu.Context, s gpu.Stream, at gpu.Ptr, bytes int, t gpu.DType,
 	deviation float64, seed uint64) error {
 	const some = 1<<16 - 1 // odd, so that rows differ
