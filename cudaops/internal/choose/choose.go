@@ -1,7 +1,8 @@
-// Package choose decides how each call of a program is computed, where there are several variants. It
-// goes by rules that users give, by what was stored, or by timing all variants on operands made up for
-// that. Of the passes it alone asks the device, by way of an executor; it changes nothing of a call
-// but its variant.
+// Package choose selects a variant for each call of a program. A choice comes from rules given by the
+// user, from stored results, or from timing all variants on generated operands.
+//
+// This is the only compiler pass that runs work on the device, through an executor. It changes nothing
+// about a call except the variant.
 package choose
 
 import (
@@ -18,40 +19,41 @@ import (
 	"github.com/kasmina-go/kasmina/internal/variantrule"
 )
 
-// Config says what a chooser may do.
+// Config configures a Chooser.
 type Config struct {
-	Mode    Mode // not Default
+	Mode    Mode // must not be Default
 	Rules   variantrule.Rules
-	Path    string  // of the stored choices; "" for none
-	Least   float64 // operations of a product that is worth timing; 0 for the usual
+	Path    string  // file of stored choices; "" to keep choices in memory only
+	Least   float64 // smallest FLOPs of a product worth timing; 0 for the default
 	Device  gpu.DeviceInfo
-	Version int // of the driver
-	// Given are the choices of another machine, which this one takes over in the place of timing;
-	// nil for none.
+	Version int // CUDA driver version
+	// Given contains the choices of another machine, which the chooser adopts instead of timing. It is
+	// nil to choose independently.
 	Given  []optime.Choice
 	Logger *slog.Logger
 	Warn   func(message string)
 }
 
-// Chooser chooses the variants of a machine.
+// Chooser chooses the variants of a machine's calls.
 type Chooser struct {
 	Config
 	x     *run.Executor
-	store *store // nil where nothing is timed
+	store *store // nil if timing is disabled
 	made  []*optime.Choice
-	known map[string]*optime.Choice // by op and shape, also of a program that is not made use of
-	given map[string]string         // variants, as in known; nil where none are given
-	full  bool                      // has been told: there was no memory to time in
+	known map[string]*optime.Choice // choices by op and shape, also from discarded programs
+	given map[string]string         // names of given variants, with the keys of known; nil if no choices are given
+	full  bool                      // the user has been told that there was no memory for timing
 }
 
 const (
-	// leastOperations is the multiplications and additions from which on a product is worth timing.
+	// leastOperations is the default minimum of FLOPs for timing a product.
 	leastOperations = 1e9
-	// productWays is how many variants are timed, of those that cuBLASLt thinks the fastest.
+	// productVariants is the maximum number of cuBLASLt variants to time, taken in the order of the
+	// library's heuristic.
 	productVariants = 12
 )
 
-// New returns a chooser whose timings run on x.
+// New returns a chooser that times variants on x.
 func New(x *run.Executor, c Config) *Chooser {
 	t := &Chooser{Config: c, x: x, known: map[string]*optime.Choice{}}
 	if t.Least == 0 {
@@ -71,10 +73,10 @@ func New(x *run.Executor, c Config) *Chooser {
 	return t
 }
 
-// Settle ends timing: what is not chosen yet goes by rule.
+// Settle disables timing. Choices that remain are made by rule.
 func (t *Chooser) Settle() { t.store, t.given = nil, nil }
 
-// Made returns what was chosen so far, in that order.
+// Made returns the choices of the current program in the order they were made.
 func (t *Chooser) Made() (made []optime.Choice) {
 	for _, c := range t.made {
 		made = append(made, *c)
@@ -82,19 +84,20 @@ func (t *Chooser) Made() (made []optime.Choice) {
 	return made
 }
 
-// Again starts over for another program of the same graph.
+// Again clears the list of choices made, so that another program can be compiled from the same graph.
 func (t *Chooser) Again() { t.made = nil }
 
-// Tunes reports whether anything may be timed, here or where the given choices come from.
+// Tunes reports whether timing may influence choices, here or on the machine that provided the given
+// choices.
 func (t *Chooser) Tunes() bool { return t.store != nil || t.given != nil }
 
-// Variants lists the variants in which a kernel can do a launch.
+// Variants lists the variants of a kernel that support a launch.
 func (t *Chooser) Variants(params any) []kernel.Variant { return t.x.Kernels.Variants(params) }
 
-// worthTiming reports whether so many operations are.
+// worthTiming reports whether a product of the given size should be timed.
 func (t *Chooser) worthTiming(flops float64) bool { return t.Tunes() && flops >= t.Least }
 
-// Program chooses for every call of a program.
+// Program chooses a variant for every call of a program.
 func (t *Chooser) Program(p *program.Program) error {
 	for _, c := range p.Calls {
 		if err := t.ChooseVariant(c); err != nil {
@@ -104,7 +107,7 @@ func (t *Chooser) Program(p *program.Program) error {
 	return nil
 }
 
-// ChooseWay chooses the variant of a call, unless that has been done.
+// ChooseVariant chooses the variant of a call unless this has already been done.
 func (t *Chooser) ChooseVariant(c *program.Call) error {
 	if err := t.product(c); err != nil {
 		return err
@@ -130,15 +133,15 @@ func (t *Chooser) ChooseVariant(c *program.Call) error {
 	return nil
 }
 
-// hasNone reports whether a call has an operand without elements.
+// hasNone reports whether any bound operand of a call is empty.
 func hasNone(c *program.Call) bool {
 	return slices.ContainsFunc(c.Args, func(a program.Arg) bool {
 		return a.Bound() && a.Len() == 0
 	})
 }
 
-// Choose chooses among several lists of calls. Without tuning, and where that is not worth it, the
-// first is taken, unless a rule asks for another one.
+// Choose chooses among alternative lists of calls. If timing is disabled or not worthwhile, it chooses
+// the first alternative that the rules allow.
 func (t *Chooser) Choose(g program.Group) (alternative int, choice *optime.Choice, err error) {
 	for _, a := range g.Alternatives {
 		for _, c := range a.Calls {
@@ -150,7 +153,7 @@ func (t *Chooser) Choose(g program.Group) (alternative int, choice *optime.Choic
 	return t.choose(g)
 }
 
-// choose returns the variant for a job, and the choice of it.
+// choose returns the index of the variant for a group, and a record of the choice.
 func (t *Chooser) choose(j program.Group) (variant int, c *optime.Choice, err error) {
 	key := j.Op + " " + j.Shape
 	var names []string
@@ -192,7 +195,8 @@ func (t *Chooser) choose(j program.Group) (variant int, c *optime.Choice, err er
 	return variant, c, nil
 }
 
-// timed returns the fastest of some variants: as it is stored, or timed and stored.
+// timed returns the fastest of the variants in left. It uses the stored choice if there is one and
+// otherwise times the variants and stores the result.
 func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, error) {
 	build := t.x.Kernels.Build()
 	if blas, err := t.x.Ctx.Blas(); err == nil {
@@ -237,8 +241,7 @@ func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, err
 	return variant, nil
 }
 
-// cannot tells why a job is not timed; of a card that is full, which does no harm, once for all
-// jobs.
+// cannot reports why a group is not timed. Running out of memory is harmless, so it is logged only once.
 func (t *Chooser) cannot(j program.Group, err error) {
 	if !errors.Is(err, gpu.OutOfMemory) {
 		t.Warn(fmt.Sprintf("%s %s is not tuned: %v", j.Op, j.Shape, err))
@@ -255,8 +258,8 @@ func (t *Chooser) cannot(j program.Group, err error) {
 	t.full = true
 }
 
-// product plans the product that a call is, if it is one. It is computed in the variant that is chosen
-// for all products like it.
+// product plans the product computed by a call, if any, and sets its variant. All calls with the same
+// product share one choice.
 func (t *Chooser) product(c *program.Call) (err error) {
 	m, ok := c.Params.(*program.Matmul)
 	if !ok {
@@ -286,8 +289,9 @@ func (t *Chooser) product(c *program.Call) (err error) {
 	return err
 }
 
-// productGroup is a product in its variants as it is timed: a matrix that it adds is one of its own. For
-// cuBLASLt's variants that makes no difference, and they are known by the product without it.
+// productGroup returns the alternatives for timing a product. If the product adds a matrix, the timed
+// product adds a separate one. This makes no difference to cuBLASLt's variants, so without variants of
+// our own the group's shape ignores the addition.
 func productGroup(c *program.Call, m *program.Matmul, variants []string, own bool) program.Group {
 	g := program.Group{Op: productOp, Shape: fmt.Sprintf("%+v", m.Spec), FLOPs: m.Spec.FLOPs()}
 	if m.Alpha != 1 || m.Beta != 0 && m.Beta != 1 {
@@ -327,8 +331,8 @@ func productGroup(c *program.Call, m *program.Matmul, variants []string, own boo
 	return g
 }
 
-// ownWays lists the variants that this module has for a product which is worth timing, or for which a
-// rule asks for one. Sums that are multiplied by a factor have none.
+// ownVariants lists this module's variants for a product, provided that the product is worth timing or
+// a rule requests such a variant. Products with a scaling factor have no variants.
 func (t *Chooser) ownVariants(m program.Matmul) []kernel.Variant {
 	s := m.Spec
 	if m.Alpha != 1 || m.Beta != 0 && m.Beta != 1 || s.Batch > 1 || s.TransA || s.A != s.B ||
@@ -345,5 +349,5 @@ func (t *Chooser) ownVariants(m program.Matmul) []kernel.Variant {
 	return variants
 }
 
-// productOp is the op of matrix products among the choices.
+// productOp is the name of matrix products in rules and choices.
 const productOp = "Matmul"

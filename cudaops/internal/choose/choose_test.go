@@ -22,12 +22,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/variantrule"
 )
 
-// built is kernels of a build.
+// built is a Launcher with a fixed build and no kernels.
 type built struct{ run.Launcher }
 
 func (built) Build() string { return "build" }
 
-// newTestChooser returns a chooser without kernels, and the warnings that it gives.
+// newTestChooser returns a chooser without kernels, and a pointer to the warnings that it emits.
 func newTestChooser(t *testing.T, c Config, rules ...string) (*Chooser, *[]string) {
 	t.Helper()
 	var warnings []string
@@ -40,13 +40,13 @@ func newTestChooser(t *testing.T, c Config, rules ...string) (*Chooser, *[]strin
 	return New(&run.Executor{Ctx: ctx, Kernels: built{}}, c), &warnings
 }
 
-// norm is a job with three variants.
+// norm returns a group with three variants.
 func norm(shape string) program.Group {
 	return program.Group{Op: "Norm", Shape: shape, Plain: 2,
 		Alternatives: []program.Alternative{{Name: "wide"}, {Name: "narrow"}, {Name: "plain"}}}
 }
 
-// TestChooseByRules wants the variant that rules leave, and the first where there are none.
+// TestChooseByRules checks that the chooser picks the first variant that the rules allow.
 func TestChooseByRules(t *testing.T) {
 	for _, c := range []struct {
 		rules  []string
@@ -69,7 +69,7 @@ func TestChooseByRules(t *testing.T) {
 	}
 }
 
-// TestRuleWithoutWays wants a rule that leaves nothing ignored with a warning.
+// TestRuleWithoutVariants checks that a rule which excludes every variant is ignored with a warning.
 func TestRuleWithoutVariants(t *testing.T) {
 	chooser, warnings := newTestChooser(t, Config{Mode: Off}, "Norm!=*")
 	variant, _, err := chooser.choose(norm("[3, 5]"))
@@ -78,7 +78,7 @@ func TestRuleWithoutVariants(t *testing.T) {
 	require.Len(t, *warnings, 1)
 }
 
-// TestSameJobOnce wants one choice for all calls of a shape, and another for another shape.
+// TestSameJobOnce checks that calls with equal shapes share one choice, and different shapes don't.
 func TestSameJobOnce(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Off})
 	var choices []*optime.Choice
@@ -91,8 +91,8 @@ func TestSameJobOnce(t *testing.T) {
 	require.Equal(t, []optime.Choice{*choices[0], *choices[1]}, chooser.Made())
 }
 
-// TestAgain wants the next program of a graph to keep the variants of the one before, whatever the
-// rules say by then.
+// TestAgain checks that the next program of a graph keeps the choices of the previous one, even if the
+// rules have changed.
 func TestAgain(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Off}, "Norm=narrow")
 	_, _, err := chooser.choose(norm("[3, 5]"))
@@ -108,8 +108,8 @@ func TestAgain(t *testing.T) {
 	require.Zero(t, variant, "a shape that the earlier program did not have")
 }
 
-// TestStoredChoice wants what is stored for a card, a driver and a build, without any timing. A
-// choice among fewer variants is a choice of its own.
+// TestStoredChoice checks that a stored choice is used without timing if the card, driver and build
+// match. A choice among fewer variants is stored separately.
 func TestStoredChoice(t *testing.T) {
 	c := Config{Mode: Cached, Path: filepath.Join(t.TempDir(), "choices.json"),
 		Device: gpu.DeviceInfo{Name: "card"}, Version: 13000}
@@ -137,7 +137,7 @@ func TestStoredChoice(t *testing.T) {
 	require.Equal(t, optime.Stored, made.Source)
 }
 
-// TestTinyJob wants no timing, and nothing stored, of a job that is not worth it.
+// TestTinyJob checks that small groups are neither timed nor stored.
 func TestTinyJob(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Full})
 	tiny := norm("[1, 1]")
@@ -150,7 +150,8 @@ func TestTinyJob(t *testing.T) {
 	require.True(t, chooser.worthTiming(leastOperations))
 }
 
-// TestFirstWayAdvance wants another variant only where it saves more than tuneGain.
+// TestFirstVariantAdvance checks that another variant replaces the first only if it saves more than
+// tuneGain.
 func TestFirstVariantAdvance(t *testing.T) {
 	x := &timer{Chooser: &Chooser{}}
 	for _, c := range []struct {
@@ -162,7 +163,8 @@ func TestFirstVariantAdvance(t *testing.T) {
 	}
 }
 
-// TestContenders wants the variants near the best timed under load, of a long job more and further ones.
+// TestContenders checks the selection of variants for timing under load. Long groups select more
+// variants.
 func TestContenders(t *testing.T) {
 	for _, c := range []struct {
 		unit time.Duration
@@ -188,8 +190,8 @@ func TestContenders(t *testing.T) {
 	}
 }
 
-// TestGather wants one piece of memory a buffer, from the lowest operand to the highest. What is
-// read before it is written holds random numbers.
+// TestGather checks that each buffer is replaced by one piece spanning its operands, and that exactly the
+// pieces read before they are written are random.
 func TestGather(t *testing.T) {
 	buffer := func(at, rows, columns, stride int) *program.Array {
 		return &program.Array{Buffer: &program.Buffer{}, At: at, Type: gpu.Float32,
@@ -226,8 +228,7 @@ func TestGather(t *testing.T) {
 	require.Zero(t, x.address(documents))
 }
 
-// TestDistance holds the distance of results to its definition, and to the numbers that a gap
-// between rows leaves.
+// TestDistance checks distance against its definition, including results with gaps between rows.
 func TestDistance(t *testing.T) {
 	r := rand.New(rand.NewPCG(randtest.Seed(t), rand.Uint64()))
 	x, y := make([]float32, 101), make([]float32, 101)
@@ -249,8 +250,8 @@ func TestDistance(t *testing.T) {
 	require.True(t, math.IsInf(distance([]float32{1}, []float32{0}), 1))
 }
 
-// TestTunedNames wants the ops whose variants are chosen to have the names by which docs/variants.md lists
-// them: rules go by these.
+// TestTunedNames checks that every op with variants appears by name in docs/variants.md, since users
+// refer to these names in rules.
 func TestTunedNames(t *testing.T) {
 	page, err := os.ReadFile("../../../docs/variants.md")
 	require.NoError(t, err)

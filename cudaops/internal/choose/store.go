@@ -18,25 +18,25 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// Mode says what may be timed.
+// Mode determines when variants are timed.
 type Mode uint8
 
-// The modes.
+// The tuning modes.
 const (
-	Default Mode = iota // what the caller takes for best
-	Off                 // time nothing, and take what a library or a rule of thumb proposes
-	Cached              // take what is stored; time and store what is not
-	Full                // time everything anew, and store it
+	Default Mode = iota // use the caller's default
+	Off                 // never time; use the choice of the library or of a rule of thumb
+	Cached              // use stored choices, and time and store the remaining ones
+	Full                // time all variants again, and store the choices
 )
 
 var modes = []string{"default", "off", "cached", "full"}
 
 func (m Mode) String() string { return enum.Name(m, "Mode", modes) }
 
-// MarshalText is off, cached, full or default, for flag.TextVar.
+// MarshalText implements encoding.TextMarshaler, for use with flag.TextVar.
 func (m Mode) MarshalText() ([]byte, error) { return []byte(m.String()), nil }
 
-// UnmarshalText is the inverse of MarshalText.
+// UnmarshalText implements encoding.TextUnmarshaler. The text is off, cached, full or default.
 func (m *Mode) UnmarshalText(text []byte) error {
 	i := slices.Index(modes, string(text))
 	if i < 0 {
@@ -46,12 +46,12 @@ func (m *Mode) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// variable is the environment variable that overrides a program's mode: off, cached or full.
+// variable names the environment variable that overrides a program's mode with off, cached or full.
 const variable = "KASMINA_TUNE"
 
-// Complete adds what the environment says. Where neither the program nor the environment says a
-// mode it is the usual one, and where there is no path it is kasmina/tune.json in the user's cache
-// directory.
+// Complete fills in settings from the environment and defaults. If neither the program nor the
+// environment specifies a mode, Complete sets the usual mode. If no path is set, it sets
+// kasmina/tune.json in the user's cache directory.
 func (c *Config) Complete(usual Mode) (err error) {
 	if c.Rules, err = c.Rules.WithEnvironment(); err != nil {
 		return err
@@ -81,7 +81,7 @@ func (c *Config) Complete(usual Mode) (err error) {
 	return nil
 }
 
-// version is that of the file's format.
+// version is the version of the file format.
 const version = 1
 
 type file struct {
@@ -89,13 +89,17 @@ type file struct {
 	Choices choices `json:"choices"`
 }
 
-// store is choices that are remembered on disk, so that a second start of a program times nothing.
-// As another variant gives other roundings, it computes the same bits too. A key names everything that
-// the choice depends on (card, driver, library, op, shape, types). So entries that were made under
-// other circumstances lie beside each other and are simply not asked for. All that a process opens
-// for one path are the same, and may be used by several goroutines.
+// store holds choices that are saved to disk, so that a restarted program times nothing. Restarts also
+// reproduce results bit for bit, because variants round differently.
+//
+// A key includes everything that determines the choice: card, driver, library, op, shape and types.
+// Entries made under different circumstances therefore coexist in the file and are simply never looked
+// up.
+//
+// Within a process, all stores opened for one path are the same store. A store is safe for concurrent
+// use.
 type store struct {
-	path string // "" for one that lives in memory only
+	path string // "" if the choices exist only in memory
 
 	mu      sync.Mutex
 	choices choices
@@ -106,8 +110,8 @@ var (
 	openedLock sync.Mutex
 )
 
-// open returns the store of a file, which need not exist. What cannot be read is as good as none:
-// the store is empty then, warn is told why, and the next put replaces it.
+// open returns the store of a file, which need not exist. If the file cannot be read, open warns and
+// returns an empty store, and the next put replaces the file.
 func open(path string, warn func(string)) *store {
 	openedLock.Lock()
 	defer openedLock.Unlock()
@@ -131,24 +135,24 @@ func open(path string, warn func(string)) *store {
 	return s
 }
 
-// Limits of a file, a hundred models' worth: a choice has some hundred bytes, and a model some
-// dozens of them.
+// Limits of a file. They allow for a hundred models, with dozens of choices each and some hundred bytes
+// per choice.
 const (
 	maxFile    = 16 << 20 // bytes
 	maxChoices = 1 << 14
 )
 
-// choices are choices by their keys.
+// choices maps keys to choices.
 type choices map[string]timed
 
-// timed is what is stored for a key: the fastest variant, and what it took with nothing in the cache.
+// timed is the stored choice for a key: the fastest variant, and its time with a cold cache.
 type timed struct {
 	Variant string        `json:"variant"`
 	Cold    time.Duration `json:"cold_ns"`
 }
 
-// UnmarshalJSON implements json.Unmarshaler. It is an error when there are more than a file may
-// have.
+// UnmarshalJSON implements json.Unmarshaler. It returns an error if there are more choices than a file
+// may contain.
 func (c *choices) UnmarshalJSON(b []byte) error {
 	d := json.NewDecoder(bytes.NewReader(b))
 	if t, err := d.Token(); err != nil || t != json.Delim('{') {
@@ -174,7 +178,7 @@ func (c *choices) UnmarshalJSON(b []byte) error {
 	return nil
 }
 
-// read returns a file's choices, none where there is no file.
+// read returns the choices in a file, or an empty map if the file doesn't exist.
 func read(path string) (choices, error) {
 	f := file{Choices: choices{}}
 	b, err := regular.Read(path, maxFile, "a file of choices has")
@@ -196,7 +200,7 @@ func read(path string) (choices, error) {
 	return f.Choices, nil
 }
 
-// get returns the choice stored for a key, and reports whether there is one.
+// get returns the choice stored for a key, and reports whether it exists.
 func (s *store) get(key string) (timed, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -204,8 +208,8 @@ func (s *store) get(key string) (timed, bool) {
 	return c, ok
 }
 
-// put stores a choice. The file changes at once or, on an error, not at all; what another process
-// has stored there meanwhile stays. After an error this process still remembers the choice.
+// put stores a choice. The file is replaced atomically, preserving choices that other processes have
+// stored in it. If put fails, this process still remembers the choice.
 func (s *store) put(key string, c timed) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -229,7 +233,7 @@ func (s *store) put(key string, c timed) error {
 	return nil
 }
 
-// write replaces the file by one that is complete.
+// write atomically replaces the file with the current choices.
 func (s *store) write() error {
 	if len(s.choices) > maxChoices {
 		return fmt.Errorf("there are %d, and a file has %d at most: delete it, so that what is "+

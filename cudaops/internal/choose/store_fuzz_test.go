@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
-// TestManyChoices wants files that hold too much to be as good as none, and no such file to be
+// TestManyChoices checks that a file with too many choices is ignored, and that such a file is never
 // written.
 func TestManyChoices(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tune.json")
@@ -41,8 +41,7 @@ func TestManyChoices(t *testing.T) {
 	require.ErrorContains(t, err, "is a folder")
 }
 
-// FuzzRead gives the store any file: it is as good as none, or what it holds is what comes back
-// when it is written.
+// FuzzRead checks that any file either is rejected or survives a round trip unchanged.
 func FuzzRead(f *testing.F) {
 	f.Add([]byte(`{"version":1,"choices":{"a":{"variant":"x","cold_ns":1},"b":{"cold_ns":-2}}}`))
 	f.Add([]byte(`{"version":1,"choices":{"a":{"variant":"x"},"a":{"cold_ns":2}}}`))

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// reopen is what another process would open.
+// reopen opens a store as another process would.
 func reopen(t *testing.T, path string, warn func(string)) *store {
 	t.Helper()
 	openedLock.Lock()
@@ -49,7 +49,8 @@ func TestStore(t *testing.T) {
 	require.Len(t, left, 1)
 }
 
-// TestDamaged wants a warning, an empty store, and a good one after the next choice.
+// TestDamaged checks that a damaged file causes a warning and an empty store, and is replaced at the next
+// choice.
 func TestDamaged(t *testing.T) {
 	for name, content := range map[string]string{"text": "choices",
 		"cut": `{"version":1,"choices":{"a":{`, "empty": "", "none": "{}",
@@ -71,7 +72,7 @@ func TestDamaged(t *testing.T) {
 	}
 }
 
-// TestUnwritable wants an error, and the choice remembered.
+// TestUnwritable checks that put returns an error but remembers the choice.
 func TestUnwritable(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tune.json")
 	require.NoError(t, os.MkdirAll(path, 0o755), "a folder in its place")

@@ -14,32 +14,33 @@ import (
 )
 
 const (
-	// tuneRounds is how often each variant that is not hopeless is timed.
+	// tuneRounds is the number of times that each competitive variant is timed.
 	tuneRounds = 7
-	// tuneGain is what another variant must save to take the place of the first: less than that is
-	// noise.
+	// tuneGain is the fraction of time that a variant must save to replace the first. Smaller differences
+	// are noise.
 	tuneGain = 0.01
-	// tuneHopeless is the multiple of the best time beyond which a variant is timed no more than at
-	// first, tuneFirst times: a host that is held up once makes no variant look hopeless.
+	// tuneHopeless is the multiple of the best time beyond which a variant is eliminated after tuneFirst
+	// timings. Several timings are needed because a single delay of the host could make any variant look
+	// slow.
 	tuneHopeless, tuneFirst = 1.5, 3
-	// loadNear is the multiple of the best time within which variants are timed under load too, the
-	// loadMost fastest of them.
+	// The loadMost fastest variants, if within loadNear times the best time, are also timed under load.
 	loadNear, loadMost = 1.05, 3
-	// loadLeast is the time from which on a job is worth that.
+	// loadLeast is the shortest time of a group worth timing under load.
 	loadLeast = 30 * time.Microsecond
-	// loadLong is the time from which on a job is worth two looks, at loadLongMost variants within
-	// loadLongNear: it is one of a large model, whose training outlasts a longer start.
+	// Groups that take at least loadLong are timed under load twice, for up to loadLongMost variants
+	// within loadLongNear times the best time. Groups this long occur in large models, where the training
+	// time justifies a longer start.
 	loadLong                   = 400 * time.Microsecond
 	loadLongNear, loadLongMost = 1.08, 6
-	// loadHeat is how long a GPU runs before that. Then each variant runs for loadSettle, and loadSpan is
-	// timed. What a variant draws shows in the clock only by and by: of a change two thirds are there
-	// after 35 ms, on an H100.
+	// Before timing under load, the GPU warms up for loadHeat. Then each variant runs for loadSettle
+	// before loadSpan is timed. The clock rate responds slowly to a variant's power draw: on an H100, two
+	// thirds of a change is visible after 35 ms.
 	loadHeat, loadSettle, loadSpan = 50 * time.Millisecond, 50 * time.Millisecond,
 		25 * time.Millisecond
 )
 
-// tolerance is by how much the results of two variants may differ, as ‖x − y‖/‖y‖: both round, and add
-// in orders of their own.
+// tolerance is the maximum difference ‖x − y‖/‖y‖ between the results of two variants, which round
+// differently and sum in different orders.
 func tolerance(t gpu.DType) float64 {
 	if t == gpu.Float32 {
 		return 1e-3
@@ -47,35 +48,36 @@ func tolerance(t gpu.DType) float64 {
 	return 2e-2
 }
 
-// timer times the variants of a job on memory of its own.
+// timer times the variants of a group, using its own memory.
 type timer struct {
 	*Chooser
 	program.Group
 	memory     run.Memory
 	pieces     map[*program.Buffer]*piece
-	order      []*program.Buffer // of pieces
+	order      []*program.Buffer // keys of pieces, in the order they were added
 	results    []*piece
-	flush      gpu.Ptr // what the cache is overwritten with
+	flush      gpu.Ptr // memory that is overwritten to flush the cache
 	flushBytes int
-	cold       []time.Duration // of each variant
-	took       []time.Duration // by which variants are compared
+	cold       []time.Duration // median times of the variants with a cold cache
+	took       []time.Duration // times used to compare variants
 }
 
-// piece is memory that stands for a buffer, from the byte at which the lowest of its operands
-// begins.
+// piece is memory that replaces a buffer while timing. It covers the range of the buffer from its lowest
+// operand to its highest.
 type piece struct {
-	from, to  int // bytes into the buffer
+	from, to  int // range of the buffer in bytes
 	at        gpu.Ptr
 	kind      gpu.DType
-	random    bool // it is read before it is written
+	random    bool // read before it is written
 	deviation float64
 	data      []float32
 }
 
 func (p *piece) bytes() int { return p.to - p.from }
 
-// newTimer allocates a job's operands, and fills those that are read with random numbers: zeros
-// cost less power, and so less time. To be closed also on an error.
+// newTimer allocates the operands of a group and fills those read by its calls with random numbers. Zeros
+// would take less power and therefore less time. The caller must close the timer's memory even if
+// newTimer returns an error.
 func newTimer(t *Chooser, j program.Group) (*timer, error) {
 	n := len(j.Alternatives)
 	x := &timer{Chooser: t, Group: j, memory: run.Memory{Ctx: t.x.Ctx},
@@ -107,7 +109,7 @@ func newTimer(t *Chooser, j program.Group) (*timer, error) {
 	return x, err
 }
 
-// gather finds the operands of calls, which are made one after the other.
+// gather finds the operands of calls, given in the order of execution.
 func (x *timer) gather(calls []*program.Call) {
 	written := map[*program.Buffer]bool{}
 	for _, c := range calls {
@@ -135,7 +137,8 @@ func (x *timer) gather(calls []*program.Call) {
 	}
 }
 
-// address is where an operand's stand-in lies, null where there is none.
+// address returns the address of the memory that replaces an operand, or null if the operand was not
+// gathered.
 func (x *timer) address(a *program.Array) gpu.Ptr {
 	p := x.pieces[a.Buffer]
 	if p == nil {
@@ -144,8 +147,8 @@ func (x *timer) address(a *program.Array) gpu.Ptr {
 	return p.at.Offset(a.At - p.from)
 }
 
-// fill puts into a piece what is to be read there. That is what its buffer holds, zeros where
-// integers are, and else some random numbers, again and again.
+// fill initializes a piece: with the buffer's own data if it has any, with zeros for integers, and
+// otherwise with repeated random numbers.
 func (x *timer) fill(p *piece, seed uint64) error {
 	ctx, s := x.x.Ctx, x.x.Stream
 	switch {
@@ -159,8 +162,8 @@ func (x *timer) fill(p *piece, seed uint64) error {
 	return run.Fill(ctx, s, p.at, p.bytes(), p.kind, p.deviation, seed)
 }
 
-// fastest returns the variant of some that computes the job in the least time. Variants that fail, or whose
-// result is not that of the plain one, do not count; it is -1 if none is left.
+// fastest returns the index of the fastest of the given variants, or -1 if none qualifies. A variant is
+// disqualified if it fails or its result differs from the plain variant's result.
 func (x *timer) fastest(variants []int) (int, error) {
 	live, err := x.right(variants)
 	if err != nil {
@@ -168,7 +171,7 @@ func (x *timer) fastest(variants []int) (int, error) {
 	}
 
 	if len(live) > 1 && live[0] != x.Plain {
-		// which is there to be compared with
+		// the plain variant serves only as the reference
 		live = slices.DeleteFunc(live, func(i int) bool { return i == x.Plain })
 	}
 
@@ -195,8 +198,7 @@ func (x *timer) fastest(variants []int) (int, error) {
 	}), nil
 }
 
-// within returns those of some variants, the fastest first, that take at most so many times as long as
-// that.
+// within returns the variants that take at most times as long as the fastest variant, ordered by time.
 func (x *timer) within(variants []int, times float64) []int {
 	near := slices.Clone(variants)
 	slices.SortStableFunc(near, func(i, j int) int { return cmp.Compare(x.took[i], x.took[j]) })
@@ -204,7 +206,7 @@ func (x *timer) within(variants []int, times float64) []int {
 	return slices.DeleteFunc(near, func(i int) bool { return float64(x.took[i]) > most })
 }
 
-// contenders returns the variants that are worth timing under load, and whether the job is long.
+// contenders returns the variants to time under load, and reports whether the group is long.
 func (x *timer) contenders(live []int) (near []int, long bool) {
 	near, most := x.within(live, loadNear), loadMost
 	if long = x.took[near[0]] >= loadLong; long {
@@ -213,12 +215,14 @@ func (x *timer) contenders(live []int) (near []int, long bool) {
 	return near[:min(len(near), most)], long
 }
 
-// underLoad returns the variants that come near the best, timed as in a long computation, where that
-// may tell them apart. A card's arithmetic is bound by the power that it may draw. The variant that is
-// the fastest for a moment may draw more than others. But at that limit the clock of a card is never
-// quite the same. So long jobs are timed there and back, and a variant counts by the mean of both. A
-// shorter job is timed once, and a variant counts by the geometric mean of what it takes so and at the
-// full clock.
+// underLoad times the leading variants as part of a long computation, and returns them.
+//
+// Under sustained load, a card's arithmetic is limited by power, so the fastest variant in a short burst
+// may be slower if it draws more power. At the power limit the clock rate fluctuates. Long groups are
+// therefore timed in forward and then in reverse order, and compared by the mean.
+//
+// Shorter groups are timed once under load, and compared by the geometric mean of this time and the time
+// at full clock rate.
 func (x *timer) underLoad(live []int) ([]int, error) {
 	near, long := x.contenders(live)
 	if len(near) < 2 || x.took[near[0]] < loadLeast {
@@ -266,7 +270,7 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 	return near, nil
 }
 
-// key is what a variant is chosen by: its time, where the first has a little advance.
+// key returns the time used to rank a variant. The first variant gets a small bonus.
 func (x *timer) key(variant, first int) float64 {
 	if variant == first {
 		return (1 - tuneGain) * float64(x.took[variant])
@@ -274,9 +278,12 @@ func (x *timer) key(variant, first int) float64 {
 	return float64(x.took[variant])
 }
 
-// right returns those of some variants that work, and whose result is that of the plain variant. Where that
-// fails itself, or computes NaN, the first that works takes its place. The run also loads the
-// kernels. A fault that loses the context is an error.
+// right returns the variants that work and produce the same result as the plain variant. If the plain
+// variant fails or computes a non-finite number, the first working variant serves as the reference
+// instead.
+//
+// Running the variants also loads their kernels. A fault that destroys the context is returned as an
+// error.
 func (x *timer) right(variants []int) ([]int, error) {
 	plain := x.Plain
 	var want [][]float32
@@ -310,7 +317,7 @@ func (x *timer) right(variants []int) ([]int, error) {
 	return slices.DeleteFunc(slices.Clone(variants), func(i int) bool { return !good[i] }), nil
 }
 
-// run enqueues the job in some variant.
+// run enqueues the group's work in the given variant.
 func (x *timer) run(variant int) error {
 	a := x.Alternatives[variant]
 	for _, c := range a.Calls {
@@ -324,7 +331,7 @@ func (x *timer) run(variant int) error {
 	return nil
 }
 
-// time sets the median times of some variants, which take turns, with a cold cache.
+// time measures the variants in alternation, with a cold cache, and sets their median times.
 func (x *timer) time(variants []int, rounds int) error {
 	took, err := run.Times(x.x.Ctx, x.x.Stream, rounds*len(variants), func(int) error {
 		return x.x.Ctx.Memset8(x.flush, 0, x.flushBytes, x.x.Stream)
@@ -345,7 +352,7 @@ func (x *timer) time(variants []int, rounds int) error {
 	return nil
 }
 
-// result is the first and the last numbers of each result of a variant.
+// result runs a variant and returns the first and last elements of each result.
 func (x *timer) result(variant int) ([][]float32, error) {
 	ctx, s := x.x.Ctx, x.x.Stream
 	for _, p := range x.results {
@@ -372,8 +379,8 @@ func (x *timer) result(variant int) ([][]float32, error) {
 	return results, nil
 }
 
-// written returns the numbers of a result. A NaN that a variant has computed is infinity here. So a NaN
-// is what result has put there, between rows.
+// written decodes a result. A NaN computed by a variant is returned as infinity, so that NaN denotes
+// memory in gaps between rows, which still holds the fill value set by result.
 func written(raw []byte, kind gpu.DType) []float32 {
 	numbers, size := make([]float32, len(raw)/kind.Size()), kind.Size()
 	gpu.Decode(numbers, kind, raw)
@@ -386,7 +393,7 @@ func written(raw []byte, kind gpu.DType) []float32 {
 	return numbers
 }
 
-// compare says what is wrong with a result, of which the other is that of the plain variant.
+// compare returns an error if a result differs too much from the reference.
 func (x *timer) compare(got, want [][]float32, plain int) error {
 	for i := range got {
 		if d := distance(got[i], want[i]); !(d <= tolerance(x.results[i/2].kind)) {
@@ -397,13 +404,15 @@ func (x *timer) compare(got, want [][]float32, plain int) error {
 	return nil
 }
 
-// finite reports whether a result has a distance to itself, so that others can be compared with it.
+// finite reports whether all elements of a result are finite, so that other results can be compared with
+// it.
 func finite(result [][]float32) bool {
 	return !slices.ContainsFunc(result, func(x []float32) bool { return distance(x, x) != 0 })
 }
 
-// distance is ‖x − y‖/‖y‖ over what is written: between rows there may be gaps, where both are NaN
-// as before. It is NaN where one is, or all are.
+// distance returns ‖x − y‖/‖y‖ over all elements that were written. Gaps between rows, marked by NaN
+// in both results, are ignored. The distance is NaN if an element is NaN in only one result, or if
+// nothing was written.
 func distance(x, y []float32) float64 {
 	var diff, norm float64
 	written := false
