@@ -20,7 +20,7 @@ import (
 
 const seeds, rows, dim = 2, 3, 8
 
-// layer is a Kasmina layer with its backward pass, on a fake GPU.
+// layer is a Kasmina layer with its backward pass on a fake GPU.
 type layer struct {
 	*passtest.Rig
 	*kasmina.Layers
@@ -48,7 +48,7 @@ func newLayer(t *testing.T, telemetry state.Telemetry) *layer {
 	return l
 }
 
-// run enqueues the passes of a run, and returns their launches.
+// run enqueues the passes of a run and returns their launches.
 func (l *layer) run(t *testing.T) (forward kernel.Forward, backward kernel.Backward) {
 	t.Helper()
 	l.Launches = nil
@@ -62,7 +62,7 @@ func (l *layer) run(t *testing.T) (forward kernel.Forward, backward kernel.Backw
 	return l.Launches[0].(kernel.Forward), l.Launches[1].(kernel.Backward)
 }
 
-// count puts counts of clipped rows into the report on the device, as a backward pass does.
+// count writes counts of clipped rows to the report on the device, as a backward pass does.
 func (l *layer) count(t *testing.T, b kernel.Backward, clipped ...uint32) {
 	t.Helper()
 	require.NoError(t, l.Ctx.CopyToDevice(b.Clipped, gpu.Bytes(clipped), l.Runner.Stream))
@@ -76,8 +76,8 @@ func (l *layer) clips() (clips []int) {
 	return clips
 }
 
-// TestPasses checks that passes measure what the lattice asks for, and put it into the report of the
-// layer.
+// TestPasses checks that passes collect the telemetry that the lattice requests, and write it to the
+// layer's report.
 func TestPasses(t *testing.T) {
 	for mode, want := range map[state.TelemetryMode]struct{ telemetry, histogram bool }{
 		state.Off: {}, state.Production: {true, false}, state.Debug: {true, true},
@@ -100,8 +100,7 @@ func TestPasses(t *testing.T) {
 	}
 }
 
-// TestReports checks that the lattice hears what a run has counted since the run before it, once the
-// layers are settled.
+// TestReports checks that Settle delivers the counts added since the previous run to the lattice.
 func TestReports(t *testing.T) {
 	l := newLayer(t, state.Telemetry{Mode: state.Off})
 	_, b := l.run(t)
@@ -112,20 +111,20 @@ func TestReports(t *testing.T) {
 	require.Equal(t, []int{3, 0}, l.clips())
 
 	l.run(t)
-	l.count(t, b, 4, 2) // the device goes on counting
+	l.count(t, b, 4, 2) // the device's counts accumulate
 	require.NoError(t, l.After())
 	require.NoError(t, l.Settle())
 	require.Equal(t, []int{4, 2}, l.clips())
 }
 
-// TestUnreportedRun checks that the counts of a run that fails before its report reach no lattice.
+// TestUnreportedRun checks that counts of a run that fails before its report don't reach the lattice.
 func TestUnreportedRun(t *testing.T) {
 	l := newLayer(t, state.Telemetry{Mode: state.Off})
 	_, b := l.run(t)
 	l.count(t, b, 1, 1)
 	require.NoError(t, l.After())
 
-	l.run(t) // fails after the passes: there is no After
+	l.run(t) // simulates a failure after the passes: After is not called
 	l.count(t, b, 5, 1)
 
 	l.run(t)
@@ -135,8 +134,8 @@ func TestUnreportedRun(t *testing.T) {
 	require.Equal(t, []int{1, 3}, l.clips())
 }
 
-// TestState checks that a lattice's state is sent before the first run and when it has changed, and
-// not otherwise.
+// TestState checks that a lattice's state is sent before the first run and after each change, but not
+// otherwise.
 func TestState(t *testing.T) {
 	l := newLayer(t, state.Telemetry{Mode: state.Off})
 	sent := func() (n int) {
@@ -164,7 +163,7 @@ func TestState(t *testing.T) {
 	require.Zero(t, sent())
 }
 
-// TestAppendMode checks that runs are captured apart if they measure something else.
+// TestAppendMode checks that runs with different telemetry have different modes.
 func TestAppendMode(t *testing.T) {
 	l := newLayer(t, state.Telemetry{Mode: state.Off})
 	mode := func() string {

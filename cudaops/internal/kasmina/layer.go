@@ -1,6 +1,6 @@
-// Package kasmina keeps a machine's Kasmina layers in step with their lattices. It sends the
-// lattices' state to the device, computes the passes, and gives the lattices what was measured. A
-// runner knows it as an attendant of its runs.
+// Package kasmina keeps the Kasmina layers of a machine synchronized with their lattices. It sends the
+// lattices' state to the device, enqueues the layers' passes, and returns telemetry to the lattices. Its
+// Layers type is the runner's attendant.
 package kasmina
 
 import (
@@ -19,62 +19,62 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Machine is what the layers need of theirs.
+// Machine is the machine that the layers belong to.
 type Machine struct {
 	*run.Runner
-	Strict bool                 // a kind of blueprint without a kernel is an error
-	Apart  bool                 // op and backward op are in graphs of their own
-	Warn   func(message string) // once for each message
+	Strict bool                 // treat a kind of blueprint without a kernel as an error
+	Apart  bool                 // op and backward op are in separate graphs
+	Warn   func(message string) // called once per distinct message
 }
 
-// layer mirrors a lattice's state on the device, and sends it again before a run when it has
-// changed. What a run measures comes back behind it, and is given to the lattice when the machine
-// next meets it there. That is when a value is asked for, at a later run, or at the end. Two runs
-// may be on their way, so no run waits for the figures of the one before, unless its limits are
-// made of them.
+// layer mirrors a lattice's state on the device, and sends it before a run if it has changed.
+//
+// The report of a run arrives after the run, and is passed to the lattice at the next opportunity: when a
+// value is requested, at a later run, or at the end. Up to two runs may be in flight, so that no run has
+// to wait for the telemetry of its predecessor, unless its limits depend on it.
 type layer struct {
 	*program.KasminaLayer
 	*Layers
-	hosted  bool   // the run under way computes the layer on the host: see choose
-	encoded []byte // the state for the run
-	staging []byte // pinned; the state as the device has it, if it was sent
+	hosted  bool   // the current run computes the layer on the host: see choose
+	encoded []byte // encoded state for the current run
+	staging []byte // pinned; the state last copied to the device, if sent is set
 	sent    bool
 	flights [2]flight
-	counts  []uint32 // as last seen
-	started []bool   // of each slot: a seed has computed with it in the run before
+	counts  []uint32 // counts in the last report
+	started []bool   // by slot: used by a seed in the previous run
 }
 
-// mode is what a run measures. It is part of what is captured.
+// mode selects the telemetry of a run. Runs with different modes are captured separately.
 type mode struct {
 	telemetry, histogram bool
 	reduction            seed.Reduction
 }
 
-// flight is a run whose report may still be on its way.
+// flight is a run that may not have delivered its report yet.
 type flight struct {
 	pass  *op.KasminaPass
 	mode  mode
-	scale float32 // that gradients carry
+	scale float32 // loss scale of the run's gradients
 	busy  bool
 }
 
-// Layers are the Kasmina layers of a machine. What a run measures in all of them lies together, so
-// that one copy brings it back: it takes 8 µs of a step, as one for each layer does.
+// Layers are the Kasmina layers of a machine. Their reports are stored contiguously, so that a single
+// copy fetches them all. Each copy adds 8 µs to a step.
 type Layers struct {
 	m      *Machine
 	layers []*layer
 	of     map[*program.KasminaLayer]*layer
 
-	host    [2][]byte    // pinned, for the report of a run and that of the one before it
-	arrived [2]gpu.Event // when the host has them
-	next    int          // of the run under way or to come, among the two
+	host    [2][]byte    // pinned reports of two consecutive runs
+	arrived [2]gpu.Event // signaled when a report has arrived
+	next    int          // index into host and arrived for the current or next run
 
-	// unreported is set while a run may have added to the counts on the device without a report of
-	// it. It stays set if the run fails.
+	// unreported is set while counts on the device may include a run that has not been reported. It stays
+	// set if the run fails.
 	unreported bool
 }
 
-// New prepares the layers of a machine's program, whose runs they attend from now on.
+// New prepares the layers of a machine's program, and installs them as the runner's attendant.
 func New(m *Machine) (ls *Layers, err error) {
 	p := m.Program
 	ls = &Layers{m: m, of: map[*program.KasminaLayer]*layer{}}
@@ -112,7 +112,7 @@ func New(m *Machine) (ls *Layers, err error) {
 	return ls, m.Ctx.Memset8(p.Reports.Ptr(), 0, p.Reports.Extent(), m.Stream)
 }
 
-// Before receives what runs have measured, and sends the lattices' states.
+// Before receives pending reports and sends the lattices' states to the device.
 func (ls *Layers) Before() error {
 	if err := ls.discardUnreported(); err != nil {
 		return err
@@ -126,7 +126,7 @@ func (ls *Layers) Before() error {
 	return nil
 }
 
-// After copies the report of a run to where the layers expect it.
+// After copies the report of a run to the host.
 func (ls *Layers) After() error {
 	if len(ls.layers) == 0 {
 		return nil
@@ -147,15 +147,15 @@ func (ls *Layers) After() error {
 	return nil
 }
 
-// discardUnreported makes the counts on the device the ones that later reports are compared with, if
-// a run has failed between Before and After. Its passes may have counted rows that no lattice is to
-// hear of, since the run has no result.
+// discardUnreported resets the baseline of the counts if a run has failed between Before and After. The
+// failed run may have counted rows on the device, but they must not reach a lattice because the run has
+// no result.
 func (ls *Layers) discardUnreported() error {
 	if !ls.unreported {
 		return nil
 	}
 
-	// Reports of earlier runs hold counts from before the failure.
+	// Earlier reports contain counts from before the failure.
 	if err := ls.Settle(); err != nil {
 		return err
 	}
@@ -180,7 +180,7 @@ func (l *layer) countsIn(report []byte) []uint32 {
 	return gpu.View[uint32](report)[l.Place(0):][:len(l.counts)]
 }
 
-// AppendMode adds what the run measures, and where.
+// AppendMode appends the telemetry mode of every layer, and whether the host computes the layer.
 func (ls *Layers) AppendMode(b []byte) []byte {
 	for _, l := range ls.layers {
 		b = fmt.Appendf(b, "%v %v,", l.now().mode, l.hosted)
@@ -188,14 +188,14 @@ func (ls *Layers) AppendMode(b []byte) []byte {
 	return b
 }
 
-// OnHost reports whether the run under way computes a layer on the host.
+// OnHost reports whether the current run computes a layer on the host.
 func (ls *Layers) OnHost() bool {
 	return slices.ContainsFunc(ls.layers, func(l *layer) bool { return l.hosted })
 }
 
-// Settle receives what the last runs have measured.
+// Settle waits for pending reports and passes them to the lattices.
 func (ls *Layers) Settle() error {
-	if ls == nil { // of a machine that was never whole
+	if ls == nil { // the machine was never fully constructed
 		return nil
 	}
 	var errs []error
@@ -205,32 +205,32 @@ func (ls *Layers) Settle() error {
 	return errors.Join(errs...)
 }
 
-// at is where the device has an array of the layer's report.
+// at returns the device address of one of the arrays in the layer's report.
 func (l *layer) at(word int) gpu.Ptr {
 	return l.m.Program.Reports.Ptr().Offset(4 * l.Place(word))
 }
 
-// moving is of how many seeds the backward pass of the last run moved what: the gradient of y, x at
-// least where it is read, and the gradient of x where it is written.
+// moving returns the number of seed-sized chunks that the last run's backward pass moved: the gradient of
+// y, x where needed, and the gradient of x where written.
 func (l *layer) moving(inPlace bool) int {
 	n := l.State.Seeds
-	if l.State.Wide { // those that mix, which Residual ones stand for below
+	if l.State.Wide { // seeds that mix; the loop below counts them like Residual ones
 		n += int(gpu.View[uint32](l.staging[l.State.List():])[0])
 	}
 
-	for _, word := range gpu.View[uint32](l.staging)[:l.State.Seeds] { // as State.Encode has them
+	for _, word := range gpu.View[uint32](l.staging)[:l.State.Seeds] { // in the layout of State.Encode
 		if l.Op.Config.Stability == op.Strict || blueprints.Kind(word&0xff) != blueprints.Residual {
-			n++ // what is dormant is Residual there
+			n++ // dormant seeds are encoded as Residual
 		}
 		if !inPlace || l.Clips() || word>>8&1 != 0 {
-			n++ // what blends or is clipped
+			n++ // seeds that blend or are clipped
 		}
 	}
 
 	return n
 }
 
-// encode writes the state for a pass to l.encoded.
+// encode writes the state of a pass to l.encoded.
 func (l *layer) encode(pass *op.KasminaPass) error {
 	var narrow error
 	err := l.State.Encode(l.encoded, func(i int) seed.Seed {
@@ -247,8 +247,8 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 	return errors.Join(narrow, err)
 }
 
-// begin takes the snapshot for a run. Where op and backward op are computed apart, that of the op
-// serves both.
+// begin takes a snapshot of the lattice for a run. If op and backward op are computed separately, the
+// op's snapshot serves both.
 func (l *layer) begin(pass *op.KasminaPass) error {
 	if !l.Forward {
 		return pass.Resume()
@@ -260,10 +260,10 @@ func (l *layer) begin(pass *op.KasminaPass) error {
 	return pass.Attached()
 }
 
-// before receives what runs have measured, and sends the lattice's state.
+// before receives reports and sends the lattice's state.
 func (l *layer) before() error {
 	f, last := l.now(), 1-l.next
-	if err := l.receive(l.next, true); err != nil { // two runs ago
+	if err := l.receive(l.next, true); err != nil { // from two runs ago
 		return err
 	}
 
@@ -280,7 +280,7 @@ func (l *layer) before() error {
 	}
 
 	f.scale, f.mode = l.m.Scale.Now.Scale, mode{}
-	if l.hosted { // the op reports to the lattice itself, after all pending reports
+	if l.hosted { // the op itself reports to the lattice, after pending reports
 		return l.receive(last, true)
 	}
 
@@ -298,11 +298,10 @@ func (l *layer) before() error {
 	return err
 }
 
-// now is the run under way or to come.
+// now returns the flight of the current or next run.
 func (l *layer) now() *flight { return &l.flights[l.next] }
 
-// receive gives the lattice what the run of flight i has measured, if that has arrived or shall be
-// waited for.
+// receive passes the report of flight i to the lattice if it has arrived or wait is set.
 func (l *layer) receive(i int, wait bool) error {
 	ctx, f, arrived := l.m.Ctx, &l.flights[i], l.arrived[i]
 	switch {
@@ -326,7 +325,7 @@ func (l *layer) receive(i int, wait bool) error {
 	return nil
 }
 
-// deliver gives the lattice a run's report.
+// deliver passes a report to the lattice.
 func (l *layer) deliver(f *flight, report []byte) error {
 	seeds := l.State.Seeds
 	words, figures := gpu.View[uint32](report), gpu.View[float32](report)
@@ -384,9 +383,9 @@ func (l *layer) deliver(f *flight, report []byte) error {
 	return errors.Join(err, unlessScaled(f.pass.RecordGradient(gradient), f.scale))
 }
 
-// unlessScaled is the error of a backward pass, but for gradients that are not finite and carry a
-// loss scale above 1. It may have made them so. They count all the same, and the step is skipped.
-// At a scale of 1 nothing else can be the cause.
+// unlessScaled returns the error of a backward pass, except for non-finite gradients at a loss scale
+// above 1. The scale itself may have caused them, so they are counted and the step is skipped. At a scale
+// of 1 there is another cause.
 func unlessScaled(err error, scale float32) error {
 	if scale > 1 && errors.Is(err, op.ErrNonFinite) {
 		return nil

@@ -15,8 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Run enqueues a pass of a layer as the run under way has it: on the device or on the host, with
-// telemetry or without.
+// Run enqueues a pass of a layer as the current run requires: on the device or on the host, with or
+// without telemetry.
 func (ls *Layers) Run(c *program.Call, p *program.KasminaPass) error {
 	l := ls.of[p.Layer]
 	switch {
@@ -46,7 +46,8 @@ func (ls *Layers) onHost(c *program.Call, p *program.KasminaPass) error {
 		of(&b.DX), of(&b.DWeights), of(&b.DScales))
 }
 
-// pass is the launch of a pass in a mode. Of one that is not to count nobody reads the counts.
+// pass returns the launch of a pass in the given mode. Unless counts is set, its counts go to a slot that
+// is ignored.
 func (l *layer) pass(c *program.Call, m mode, counts bool) any {
 	at := func(word int) gpu.Ptr {
 		if !counts {
@@ -73,16 +74,17 @@ func (l *layer) pass(c *program.Call, m mode, counts bool) any {
 	return f
 }
 
-// A monitor tells what telemetry costs a pass of a layer: ahead of the pass its arithmetic runs
-// without telemetry. The results are the same bits, and nobody reads what these runs count.
+// A monitor measures the cost of a layer's telemetry by running the pass's arithmetic once without
+// telemetry before the pass itself. The extra run produces the same results bit for bit, and its counts
+// are ignored.
 
-// Measures reports whether a call is a pass that measures in the run under way.
+// Measures reports whether a call is a pass that collects telemetry in the current run.
 func (ls *Layers) Measures(c *program.Call) bool {
 	p, ok := c.Params.(*program.KasminaPass)
 	return ok && !p.Replay && ls.of[p.Layer].now().mode.telemetry
 }
 
-// Save copies what a backward pass in place replaces, for Unmeasured.
+// Save copies the gradient that an in-place backward pass overwrites, for use by Unmeasured.
 func (ls *Layers) Save(c *program.Call) error {
 	p := c.Params.(*program.KasminaPass)
 	if p.Spare == nil {
@@ -104,7 +106,8 @@ func (ls *Layers) Unmeasured(c *program.Call) error {
 	return l.m.Launch(pass)
 }
 
-// Note tells a layer's lattice what its pass took, without telemetry and with it.
+// Note records a pass's times in the layer's lattice: the time without telemetry, and the time of the
+// whole pass.
 func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 	p := c.Params.(*program.KasminaPass)
 	l := ls.of[p.Layer]
@@ -116,13 +119,15 @@ func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 		Bytes: int64(seeds * l.Rows * l.Chunk * l.Type.Size())})
 }
 
-// A Kasmina layer on the host. A kind of blueprint that somebody has registered has no kernel.
-// While a seed of a layer works with such a kind, the op itself computes the layer's passes,
-// between two copies. It tells the lattice what it measures. Ahead of each run the layer's state
-// decides: with the last such seed gone, the layer is back on the device. What was captured of runs
-// there waits for that, since runs that the host takes part in cannot be captured.
+// Kasmina layers on the host. A kind of blueprint registered by a user has no kernel. As long as any seed
+// of a layer works with such a kind, the op itself computes the layer's passes on the host, between two
+// copies, and reports its telemetry to the lattice.
+//
+// The layer's state decides this before every run; once the last such seed is gone, the layer returns to
+// the device. Runs that involve the host cannot be captured. Graphs captured earlier are kept until the
+// layer returns.
 
-// choose decides where the run under way computes the layer, by what became of encoding its state.
+// choose decides where the current run computes the layer, given the error from encoding its state.
 func (l *layer) choose(err error) error {
 	var kind *kasminakernel.KindError
 	l.hosted = errors.As(err, &kind)
@@ -139,9 +144,9 @@ func (l *layer) choose(err error) error {
 	return nil
 }
 
-// passOnHost computes a node of a layer with its op, from what it reads to the parts of its result.
-// What it only comes behind is nil. As all that is computed on the host it sees gradients without
-// the loss scale.
+// passOnHost computes a node of a layer with its op, and copies the result to the arrays out. An input is
+// nil if the op only depends on its order. As in all host computations, gradients are given to the op
+// without the loss scale.
 func (m *Machine) passOnHost(n *gorgonia.Node, in []*program.Array, out ...*program.Array) error {
 	args := make(opbase.Args, len(in))
 	for i, a := range in {

@@ -9,15 +9,15 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// start writes the identity start to slots of zeros, as [op.Kasmina] does on a CPU. It looks at a
-// slot when a seed begins to compute with it.
+// start initializes slots of zeros to an identity start, as [op.Kasmina] does on the CPU. A slot is
+// examined when a seed starts to compute with it.
 func (l *layer) start() error {
 	if l.OfWeights == nil {
 		return nil
 	}
 
 	pass, used := l.now().pass.Snapshot(), make([]bool, l.State.Slots)
-	var scales []float32 // read once, if a slot is new
+	var scales []float32 // fetched once, when a slot is new
 	for seed, stage := range pass.Stage {
 		slot := int(pass.Slot[seed])
 		if slot == 0 || slot >= len(used) || used[slot] || !(stage.Blends() || stage.Learns()) {
@@ -43,7 +43,7 @@ func (l *layer) start() error {
 	return nil
 }
 
-// fill writes a slot whose scale is 0, if there is nothing in it.
+// fill initializes a slot with scale 0, unless its weights are already set.
 func (l *layer) fill(kind blueprints.Kind, seed, slot int, scale []float32) error {
 	w, err := l.read(l.OfWeights, slot*l.Width, l.Width)
 	if err != nil {
@@ -57,8 +57,8 @@ func (l *layer) fill(kind blueprints.Kind, seed, slot int, scale []float32) erro
 		func() error { return l.write(l.OfScales, slot, scale) })
 }
 
-// read returns n elements of an input, from the one that is given, as they are now. Of a value that
-// is sent before every run they are its own memory.
+// read returns n current elements of an input, starting at from. If the input is sent before every run,
+// the result aliases the host value.
 func (l *layer) read(in *program.Input, from, n int) ([]float32, error) {
 	if in.Sent() {
 		value, err := run.HostMemory(in)
@@ -71,7 +71,7 @@ func (l *layer) read(in *program.Input, from, n int) ([]float32, error) {
 	return x, l.m.FetchFloats(in.Array.View(from, n), x)
 }
 
-// write sends elements that read has returned to where they are from.
+// write stores elements returned by read in the input they came from.
 func (l *layer) write(in *program.Input, from int, x []float32) error {
 	ctx := l.m.Ctx
 	if in.Sent() {
