@@ -11,23 +11,24 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// Activations, their gradients and the operands of matrix products are of the program's activation
-// type. Weights of norms, losses, what a forward op leaves for its backward op, and gradients of
-// parameters are float32, but for what weightGradient is for.
+// Activations, their gradients and the operands of matrix products have the program's activation type.
+// Weights of norms, losses, values that a forward op saves for its backward op, and gradients of
+// parameters are float32, with the exception described at weightGradient.
 
-// packed is a result that consists of several arrays.
+// packed returns a result composed of several arrays.
 func packed(parts ...*program.Array) *program.Array { return &program.Array{Parts: parts} }
 
-// aux is float32 memory that no node stands for.
+// aux returns a float32 array that doesn't correspond to a node.
 func (c *compiler) aux(shape ...int) *program.Array { return c.NewArray(gpu.Float32, shape...) }
 
-// cast is the call that writes b, a's values in another type.
+// cast returns a call that converts a to the type of b and writes the result to b.
 func (c *compiler) cast(n *gorgonia.Node, b, a *program.Array) *program.Call {
 	l := elementwise.Cast{YType: b.Type, XType: a.Type, N: a.Len()}
 	return newCall(c, n, &l, program.Writes(&l.Y, b), program.Reads(&l.X, a))
 }
 
-// as returns a's values in another type: a itself, or a copy that is made once.
+// as returns a converted to type t. The result is a itself if it has that type already, and a shared copy
+// otherwise.
 func (c *compiler) as(n *gorgonia.Node, a *program.Array, t gpu.DType) *program.Array {
 	if a.Type == t {
 		return a
@@ -35,18 +36,18 @@ func (c *compiler) as(n *gorgonia.Node, a *program.Array, t gpu.DType) *program.
 	return c.made(n, t, a.Shape, a)
 }
 
-// act returns a's values as activations.
+// act returns a converted to the activation type.
 func (c *compiler) act(n *gorgonia.Node, a *program.Array) *program.Array {
 	return c.as(n, a, c.o.Activation)
 }
 
-// acts is act of two.
+// acts applies act to two arrays.
 func (c *compiler) acts(n *gorgonia.Node, a, b *program.Array) (*program.Array, *program.Array) {
 	return c.act(n, a), c.act(n, b)
 }
 
-// stack returns matrices of as many columns as activations, one above the other, so that one
-// product serves all.
+// stack returns matrices with equal numbers of columns stacked vertically, as activations. A single
+// product can then serve all matrices.
 func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array {
 	rows := 0
 	for _, a := range all {
@@ -55,9 +56,12 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 	return c.made(n, c.o.Activation, []int{rows, all[0].Shape[1]}, all...)
 }
 
-// made returns what arrays hold in a type, one behind the other. It is made once, unless they lie so
-// already, as frozen parameters of the program that owns them may. Of parameters it is kept beside
-// them and renewed with them; of others it is made in every run.
+// made returns the elements of arrays, converted to type t and concatenated. Equal conversions share a
+// result, and arrays that already have the type and are contiguous, as frozen parameters in their
+// owning program can be, are returned without a copy.
+//
+// Conversions of parameters and constants are resident, and updated along with their inputs. Other
+// conversions are repeated in every run.
 func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
 	all ...*program.Array) *program.Array {
 	key := program.NewMaking(t, all...)
@@ -97,7 +101,7 @@ func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
 				program.Copy{Array: to, Renew: c.cast(n, to, a)})
 			continue
 		}
-		if len(all) > 1 { // others may take it alone
+		if len(all) > 1 { // another node may need the array by itself
 			a = c.as(n, a, t)
 		}
 		c.Add(c.cast(n, to, a))
@@ -107,7 +111,7 @@ func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
 	return m
 }
 
-// aligned returns a, or a copy of it where it begins at an address that optimisers do not take.
+// aligned returns a, or a copy if a's address lacks the alignment that optimizers require.
 func (c *compiler) aligned(n *gorgonia.Node, a *program.Array) *program.Array {
 	if a.At%program.VectorBytes == 0 {
 		return a
@@ -117,7 +121,7 @@ func (c *compiler) aligned(n *gorgonia.Node, a *program.Array) *program.Array {
 	return b
 }
 
-// typeOf is how values of a Gorgonia type are stored.
+// typeOf returns the device type for values of a Gorgonia type.
 func typeOf(dt tensor.Dtype) gpu.DType {
 	if dt == tensor.Int {
 		return gpu.Int64
@@ -125,10 +129,9 @@ func typeOf(dt tensor.Dtype) gpu.DType {
 	return gpu.Float32
 }
 
-// Gradients that are kept in fewer digits than float32: WithGradientPrecision.
+// Gradients stored with less precision than float32: see WithGradientPrecision.
 
-// updating returns the gradients of parameters that nobody asks for but an update of their last
-// run's.
+// updating returns the gradients of parameters that only an update after the last run reads.
 func (o Options) updating() map[*gorgonia.Node]bool {
 	all := map[*gorgonia.Node]bool{}
 	for _, p := range o.Params {
@@ -139,9 +142,8 @@ func (o Options) updating() map[*gorgonia.Node]bool {
 	return all
 }
 
-// weightGradient is a new array for the gradient of weights, which one product forms: the values of
-// the given nodes. It is of the type that the machine has for such gradients if only an update
-// reads them, and float32 otherwise.
+// weightGradient returns a new array for the gradients of the given nodes, computed by a single product.
+// Its type is the configured gradient type if only an update reads the gradients, and otherwise float32.
 func (c *compiler) weightGradient(shape []int, parts ...*gorgonia.Node) *program.Array {
 	e := c.o.Gradient
 	for _, p := range parts {

@@ -41,7 +41,7 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program
 	return y
 }
 
-// lowerCachedAttention is the attention of one token to keys and values that the program keeps.
+// lowerCachedAttention lowers the attention of one token to cached keys and values.
 func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	q, k := c.acts(n, in[0], in[1])
 	v := c.act(n, in[2])
@@ -54,7 +54,7 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 	c.bound(n, in[3], program.IDRange{Argument: "position", Vocab: o.Capacity})
 	t := c.rotation(o.RoPE)
 	y := c.NewArray(q.Type, n.Shape()...)
-	// of zeros, which launches leave as they find them
+	// zero before and after every launch
 	arrived := c.NewConstant(make([]float32, g.Counters()))
 	a := decode.Attention{Geometry: g, Type: q.Type}
 	addCall(c, n, &a, program.Writes(&a.Y, y), program.Reads(&a.Q, q), program.Reads(&a.K, k),
@@ -67,21 +67,21 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 	return y
 }
 
-// untimed returns an operand that is read, and null while variants are timed.
+// untimed returns an operand that is read, except that it is null while variants are timed.
 func untimed(field *gpu.Ptr, a *program.Array) program.Arg {
 	arg := program.Reads(field, a)
 	arg.Role = program.Untimed
 	return arg
 }
 
-// packing is a table of where documents and windows start. Without documents starts is nil.
+// packing identifies a table of document and window starts. starts is nil if there are no documents.
 type packing struct {
 	attention.Documents
 	starts *program.Array
 }
 
-// documentsOf returns the table of where documents and windows start, which all attentions to the
-// same share, nil if o knows of neither.
+// documentsOf returns the table of document and window starts for an attention, shared by all
+// attentions with the same documents and window. It returns nil if o uses neither.
 func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp,
 	in []*program.Array) *program.Array {
 	seq := o.Config.Seq
@@ -118,8 +118,8 @@ func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 	return packed(dq, dk, dv)
 }
 
-// attentionGrad adds the gradients of an attention. Where queries and keys have been turned, those
-// of what they were before.
+// attentionGrad adds the gradients of an attention. If turned is not nil, the queries and keys were
+// rotated, and attentionGrad computes the gradients before rotation.
 func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 	dv *program.Array, turned *op.RoPEConfig) {
 	q, k := c.acts(n, in[0], in[1])
@@ -139,9 +139,9 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 	c.Add(call)
 }
 
-// formStatistics has the product g, the gradient of an attention's result y, also form what the
-// backward pass of the attention begins with. That is where one kernel can, where it is faster than
-// two, and where nothing needs g earlier. It saves to read g once more.
+// formStatistics fuses the product that computes g, the gradient of an attention's result y, with the
+// statistics that the attention's backward pass needs first. This saves one pass over g. It applies if a
+// kernel supports the fusion, nothing else uses g earlier, and the chooser prefers the fused kernel.
 func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, back *attention.Backward,
 	g, y, normalizers *program.Array) {
 	at := slices.IndexFunc(c.Calls, func(p *program.Call) bool {
@@ -185,9 +185,9 @@ func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, back *at
 		program.Writes(&one.Workspace, workspace.Array)))
 }
 
-// attentionFLOPs is the operations of so many products of an attention, of which a causal mask
-// leaves half. A window of w of n keys leaves w/n·(2 − w/n) of that. With documents it is 0: their
-// lengths decide how much there is to compute.
+// attentionFLOPs returns the operations of the given number of products in an attention. A causal mask
+// halves them, and a window of w out of n keys reduces them further to a share of w/n·(2 − w/n). With
+// documents the result is 0, because the amount of work depends on their lengths.
 func attentionFLOPs(s attention.Geometry, o *op.AttentionOp, products int) float64 {
 	if o.Documents() {
 		return 0

@@ -1,6 +1,6 @@
-// Package lower turns a Gorgonia graph into a program: each node into calls, by a table of the ops'
-// types. Several nodes become calls together where that takes fewer passes over memory. It knows no
-// device but what describes it.
+// Package lower compiles a Gorgonia graph into a program. Each node is lowered to calls by a function
+// registered for the type of its op; some groups of nodes are lowered together to save passes over
+// memory. The package needs a description of the device, but not the device itself.
 package lower
 
 import (
@@ -24,59 +24,59 @@ func init() {
 	register[*autodiff.RecomputeGradOp](lowerRecomputeGrad, inInput(-2))
 }
 
-// Options says what a program is for.
+// Options configures the compilation of a program.
 type Options struct {
 	graph.Asked
 	Frozen     gorgonia.Nodes // parameters that never change
 	Device     gpu.DeviceInfo
-	Activation gpu.DType // what activations are stored as
-	Gradient   gpu.DType // what gradients of weights are stored as that only updates read
-	Float8     bool      // linear layers multiply float8
+	Activation gpu.DType // type of activations
+	Gradient   gpu.DType // type of weight gradients that only an update reads
+	Float8     bool      // linear layers use float8 products
 	Scaled     bool      // gradients carry a loss scale
-	Accumulate bool      // gradients add up from run to run
+	Accumulate bool      // gradients accumulate over runs
 	Strict     bool      // a node without a kernel is an error
-	Room       int       // bytes that may be spent to save time
-	Timed      bool      // passes of Kasmina layers also run without telemetry, which takes memory
+	Room       int       // bytes that may be used to save time
+	Timed      bool      // allow timing Kasmina layers without telemetry, which needs extra memory
 
-	Shared       *program.Program // whose parameters are used; nil for none
+	Shared       *program.Program // program that owns the shared parameters; nil if there are none
 	SharedParams gorgonia.Nodes
 
-	OnHost func(op string) bool // whether a rule wants an op computed there
+	OnHost func(op string) bool // reports whether a rule requests an op on the host
 	Warn   func(message string)
 	program.Chooser
 }
 
-// compiler turns a graph into a program.
+// compiler lowers a graph to a program.
 type compiler struct {
 	*program.Program
 	o Options
-	// results of lowering a forward op, for lowering its backward op
+	// data passed from lowering a forward op to lowering its backward op
 	saved   map[gorgonia.Op]any
-	lasting map[*gorgonia.Node]bool           // what outlives a run
-	users   map[*gorgonia.Node]gorgonia.Nodes // those that are lowered
+	lasting map[*gorgonia.Node]bool           // nodes with values that outlive a run
+	users   map[*gorgonia.Node]gorgonia.Nodes // users of each node among the nodes to lower
 
 	inputOf map[*program.Buffer]*program.Input
-	// what own parameters and constants, and copies and stacks of them, are made of
+	// the inputs that each resident array of parameters or constants derives from
 	sources   map[*program.Buffer][]*program.Input
-	rotations map[string]*rotationTables // by rotationOf
+	rotations map[string]*rotationTables // keyed by rotationOf
 	documents map[packing]*program.Array
-	projected map[*gorgonia.Node]*projections // by their linear functions, and by the queries
-	gradients map[gorgonia.Op]gorgonia.Nodes  // those of a forward op that the graph has
-	updating  map[*gorgonia.Node]bool         // gradients that nobody asks for but an update
+	projected map[*gorgonia.Node]*projections // keyed by linear nodes, and by the queries
+	gradients map[gorgonia.Op]gorgonia.Nodes  // gradient nodes of each forward op
+	updating  map[*gorgonia.Node]bool         // gradients that only an update reads
 	layers    graph.Layers
-	err       error // the first, behind which nothing that is lowered counts
+	err       error // first error; everything lowered after it is invalid
 }
 
-// fail notes an error, if it is one.
+// fail records err if it is the first error.
 func (c *compiler) fail(err error) {
 	if c.err == nil {
 		c.err = err
 	}
 }
 
-// Lower lowers every node of a graph that those whose values outlive a run depend on, which it
-// returns too. Up to the options' Room the program takes more memory than it needs where that saves
-// time, and says how much.
+// Lower compiles a graph. It lowers every node that the graph's results depend on, and returns these
+// results along with the program. Where it saves time, the program may use up to o.Room bytes more than
+// necessary; Program.Spent reports how many.
 func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, error) {
 	c := &compiler{o: o, Program: &program.Program{Values: map[*gorgonia.Node]*program.Array{},
 		Caches: map[*gorgonia.Node]program.Cache{}, Made: o.Shared.Borrow()},
@@ -116,13 +116,13 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 	return c.Program, lasting, nil
 }
 
-// lowerAll lowers the nodes that the given ones of one graph depend on, and these, but for those
-// that have a value already.
+// lowerAll lowers the given nodes, which belong to one graph, and all nodes they depend on, except nodes
+// that already have a value.
 func (c *compiler) lowerAll(results gorgonia.Nodes) {
 	sorted, err := graph.Order(results...)
 	c.fail(err)
 	for _, n := range sorted {
-		after := -1 // the input that a node has only to come behind it
+		after := -1 // index of an input that the node depends on only for its order
 		switch o := n.Op().(type) {
 		case *op.LinearCrossEntropyGradOp:
 			c.gradients[o.Forward] = append(c.gradients[o.Forward], n)
@@ -155,8 +155,8 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) {
 	}
 }
 
-// gather adds the gradient of each parameter to a sum that outlives runs. That comes last, so that a
-// run which an op on the host ends has added nothing.
+// gather adds the gradient of each parameter to a resident sum. The additions come last, so that a run
+// that fails in an op on the host adds nothing.
 func (c *compiler) gather() {
 	c.Sums = map[*gorgonia.Node]*program.Array{}
 	for _, p := range c.o.Params {
@@ -171,7 +171,7 @@ func (c *compiler) gather() {
 	}
 }
 
-// newCall returns a call of a node. It adds the workspace of launches that need one.
+// newCall returns a call that computes a node, with workspace if its launch requires it.
 func newCall[L any](c *compiler, n *gorgonia.Node, launch *L, args ...program.Arg) *program.Call {
 	switch w := any(launch).(type) {
 	case kernel.Workspaced:
@@ -183,18 +183,18 @@ func newCall[L any](c *compiler, n *gorgonia.Node, launch *L, args ...program.Ar
 	return c.named(n, program.NewCall(launch, args...))
 }
 
-// addCall adds a call of a node to the program.
+// addCall adds a call that computes a node to the program.
 func addCall[L any](c *compiler, n *gorgonia.Node, launch *L, args ...program.Arg) *program.Call {
 	return c.Add(newCall(c, n, launch, args...))
 }
 
-// named gives a call the names of the node that it computes.
+// named labels a call with the node that it computes.
 func (c *compiler) named(n *gorgonia.Node, call *program.Call) *program.Call {
 	call.Op, call.Node, call.Layer = graph.OpName(n), graph.Describe(n), c.layers.Of(n)
 	return call
 }
 
-// bound makes the integers of an input that a node reads be checked when they are sent.
+// bound requires that the integers of an input satisfy r whenever they are sent to the device.
 func (c *compiler) bound(n *gorgonia.Node, a *program.Array, r program.IDRange) {
 	r.Op = graph.OpName(n)
 	if in := c.inputOf[a.Buffer]; in != nil {
@@ -202,7 +202,7 @@ func (c *compiler) bound(n *gorgonia.Node, a *program.Array, r program.IDRange) 
 	}
 }
 
-// sharedParam returns the parameter of that program that n is an image of, nil if there is none.
+// sharedParam returns the parameter of the shared program that n mirrors, or nil.
 func (o Options) sharedParam(n *gorgonia.Node) *program.Input {
 	if o.Shared == nil {
 		return nil
@@ -216,10 +216,9 @@ func (o Options) sharedParam(n *gorgonia.Node) *program.Input {
 	return nil
 }
 
-// The graph within a RecomputeOp is lowered as if it stood in the op's place. Nothing of it but the
-// result is used outside. So the memory of what is in between serves other nodes as soon as the
-// result is there. The graph within its backward op has nodes of its own, which compute all that
-// again.
+// The graph within a RecomputeOp is lowered as if it replaced the op. Only its result is used outside, so
+// memory for its intermediate values is free as soon as the result is computed. The graph within the
+// backward op has separate nodes that compute the intermediate values again.
 
 func lowerRecompute(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*autodiff.RecomputeOp)
@@ -230,7 +229,7 @@ func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 	o := n.Op().(*autodiff.RecomputeGradOp)
 	inputs := append(append(gorgonia.Nodes{}, o.Inputs...), o.OutputGrad)
 	offset, asked := 0, map[*gorgonia.Node]bool{}
-	for _, g := range o.Grads { // what is asked for outside is within
+	for _, g := range o.Grads { // use outside the op counts as use within
 		part := c.partOf(n, offset)
 		asked[g] = asked[g] || !c.updating[part] || len(c.users[part]) > 0
 		c.updating[g] = !asked[g]
@@ -239,9 +238,9 @@ func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 	return packed(c.inline(n, inputs, in[:len(inputs)], o.Grads)...)
 }
 
-// inline lowers what the results depend on, in the graph within a node, whose inputs have the given
-// values. The graph's nodes lose their values: an op that two nodes of the outer graph share is
-// lowered for each.
+// inline lowers the graph within node around, given the values of its inputs, and returns the values of
+// results. It clears the values of the inner nodes afterwards, because two outer nodes may share an op,
+// and each needs a separate lowering.
 func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values []*program.Array,
 	results gorgonia.Nodes) (out []*program.Array) {
 	outside := graph.Children(around)
@@ -250,7 +249,7 @@ func (c *compiler) inline(around *gorgonia.Node, inputs gorgonia.Nodes, values [
 		c.layers.Join(n, outside[i])
 	}
 
-	for _, n := range results { // none may be left to those that use it
+	for _, n := range results { // results must not be fused into the nodes that use them
 		c.lasting[n] = true
 	}
 

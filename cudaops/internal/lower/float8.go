@@ -12,27 +12,27 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// With [Float8] linear layers multiply float8: y = x·wᵀ and dx = g·w. Both operands of such a
-// product lie along what is added up. Each of their rows has a factor of its own, by which the sums
-// are multiplied: quantize/NOTES.md explains it. So weights are there twice, as they are and
-// turned, and are made anew when they change. Activations are made where they come about, or ahead
-// of the first product that takes them. Everything else is as with [BFloat16].
+// With [Float8] the products of linear layers, y = x·wᵀ and dx = g·w, are computed in float8. Both
+// operands are laid out along the summed dimension, and each row has a scaling factor that is applied to
+// the sums (see quantize/NOTES.md). Weights are therefore stored twice, in rows and transposed, and are
+// quantized again when they change. Activations are quantized by the kernel that produces them, or before
+// the first product that needs them. Everything else works as with [BFloat16].
 
 const (
-	// float8Rows is the fewest rows for which a product is of float8. With fewer it takes the time
-	// to read its weights, and rounding the rows is a kernel more.
+	// float8Rows is the minimum number of rows for a float8 product. With fewer rows the time is
+	// dominated by reading weights, while quantizing the rows takes an additional kernel.
 	float8Rows = 128
-	// float8Pack is what the other sizes of a product are multiples of.
+	// float8Pack must divide the other dimensions of a product.
 	float8Pack = 16
 )
 
-// float8 reports whether a product with so many rows and columns, and sums of so many products, is
-// one of float8. It is a rule of sizes, so that what is computed does not depend on what was timed.
+// float8 reports whether a product with the given dimensions uses float8. The decision depends only on
+// sizes, so that results don't depend on timing.
 func (c *compiler) float8(rows, columns, depth int) bool {
 	return c.o.Float8 && rows >= float8Rows && columns%float8Pack == 0 && depth%float8Pack == 0
 }
 
-// weighted is the product y = x·wᵀ of a linear layer or, for its gradient, y = x·w.
+// weighted returns the product y = x·wᵀ of a linear layer or, if grad is set, y = x·w for its gradient.
 func (c *compiler) weighted(n *gorgonia.Node, y, x, w *program.Array, grad bool) program.Product {
 	if !c.float8(x.Shape[0], w.Shape[0], w.Shape[1]) {
 		return program.Product{D: y, A: x, B: w, TransB: !grad}
@@ -42,22 +42,22 @@ func (c *compiler) weighted(n *gorgonia.Node, y, x, w *program.Array, grad bool)
 		ScaleA: a.Scales, ScaleB: b.Scales}
 }
 
-// newQuantized returns memory for a matrix.
+// newQuantized returns memory for a float8 matrix, allocated by place.
 func newQuantized(place func(gpu.DType, ...int) *program.Array, rows,
 	columns int) program.Quantized {
 	return program.Quantized{Values: place(gpu.Float8E4M3, rows, columns),
 		Scales: place(gpu.Float32, rows)}
 }
 
-// float8Of is float8 of the rows of x, or of its columns turned to rows.
+// float8Of returns the key of a conversion of x to float8, by rows or transposed.
 func float8Of(x *program.Array, turned bool) program.Making {
 	m := program.NewMaking(gpu.Float8E4M3, x)
 	m.Width, m.Stride, m.Turned = x.Shape[1], x.Stride, turned
 	return m
 }
 
-// quantize returns the rows of x, or its columns turned to rows. They are made once. Of parameters
-// and constants they are kept, and renewed with these.
+// quantize returns x in float8, by rows or transposed. Equal conversions share a result. Conversions of
+// parameters and constants are resident, and updated along with them.
 func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) program.Quantized {
 	key := float8Of(x, turned)
 	if q, ok := c.Made[key]; ok {
@@ -85,7 +85,7 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) pro
 	return q
 }
 
-// keepWeight returns what is kept of w, which is made of some inputs.
+// keepWeight returns the resident float8 copy of w, which derives from the given inputs.
 func (c *compiler) keepWeight(w *program.Array, of []*program.Input,
 	turned bool) program.Quantized {
 	i := slices.IndexFunc(c.Weights, func(k *program.QuantizedWeight) bool {
@@ -106,8 +106,8 @@ func (c *compiler) keepWeight(w *program.Array, of []*program.Input,
 	return k.Turned
 }
 
-// multiplied reports whether a linear layer, a perceptron or the gradient of either multiplies the
-// rows of n's value, which may be float8.
+// multiplied reports whether n's value is a row operand of a linear layer, a perceptron or the gradient
+// of either, so that its rows may be needed in float8.
 func (c *compiler) multiplied(n *gorgonia.Node) bool {
 	if n == nil || !c.float8(n.Shape()[0], float8Pack, n.Shape()[1]) {
 		return false
@@ -128,8 +128,8 @@ func (c *compiler) multiplied(n *gorgonia.Node) bool {
 	})
 }
 
-// quantizing returns memory for a's rows in float8, which the op that makes a writes too, if a
-// product wants them; else none.
+// quantizing returns memory where the op that computes a also writes its rows in float8. If wanted is
+// false, it returns no memory.
 func (c *compiler) quantizing(a *program.Array, wanted bool) program.Quantized {
 	if !wanted {
 		return program.Quantized{}

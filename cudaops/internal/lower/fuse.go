@@ -13,26 +13,25 @@ import (
 	"github.com/kasmina-go/kasmina/op/graft"
 )
 
-// Nodes that are lowered together, since that takes fewer passes over memory than one after the
-// other:
+// Groups of nodes that are lowered together to save passes over memory:
 //
-//   - a linear layer or a perceptron and the sum of its result and another matrix, which the last
-//     product adds;
-//   - a sum and a norm of it: one kernel writes both;
-//   - the gradient of a norm's or a linear layer's input and the sum of it and another gradient,
-//     where nothing else needs the former;
-//   - the queries, keys and values of an attention, linear functions of one input (project.go);
-//   - the gradients of an embedding and of the output layer that shares its table: one is added to
-//     the other in place.
+//   - a linear layer or perceptron, and the addition of another matrix to its result, which the last
+//     product performs;
+//   - a sum and its norm, both written by one kernel;
+//   - the gradient of the input of a norm or linear layer, and its addition to another gradient,
+//     provided that nothing else needs the former;
+//   - the queries, keys and values of an attention, if they are linear functions of one input (see
+//     project.go);
+//   - the gradients of an embedding and an output layer with a shared table, added in place.
 //
-// A value is left out only if the nodes that it is for are all lowered with it and nobody asked for
-// it. Such a value is folded: an array without memory.
+// A value is omitted only if all nodes that use it are lowered together with it and the value was not
+// requested. Such a value is folded: an array without memory.
 
-// folded is a value that exists only within another one.
+// folded returns the value of a node that exists only within another value.
 func folded(n *gorgonia.Node) *program.Array { return &program.Array{Shape: n.Shape()} }
 
-// sole returns the node that alone uses n, nil if there is none, if there are several, or if n's
-// value is asked for.
+// sole returns the only user of n. It returns nil if n has no user or several, or if n's value was
+// requested.
 func (c *compiler) sole(n *gorgonia.Node) *gorgonia.Node {
 	if users := c.users[n]; len(users) > 0 && c.onlyUsedBy(n, func(u *gorgonia.Node) bool {
 		return u == users[0]
@@ -42,8 +41,8 @@ func (c *compiler) sole(n *gorgonia.Node) *gorgonia.Node {
 	return nil
 }
 
-// partOf returns the node that takes the part of a packed result that begins at the given element,
-// nil if there is none.
+// partOf returns the node that extracts the part of a packed result starting at the given element, or
+// nil.
 func (c *compiler) partOf(n *gorgonia.Node, offset int) *gorgonia.Node {
 	for _, u := range c.users[n] {
 		if o, ok := u.Op().(*opbase.PartOp); ok && o.Offset == offset {
@@ -53,7 +52,7 @@ func (c *compiler) partOf(n *gorgonia.Node, offset int) *gorgonia.Node {
 	return nil
 }
 
-// addends returns the two different nodes whose sum n is, if they are matrices of its shape.
+// addends returns the two operands of the sum n, which must be distinct matrices of n's shape.
 func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
 	if n == nil || graph.Symbol(n) != "+" || !floats(n) {
 		return nil, nil, false
@@ -70,7 +69,7 @@ func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
 	return in[0], in[1], in[0] != in[1]
 }
 
-// other returns the addend of the sum n that is not the given one, nil if n is no such sum.
+// other returns the addend of sum n that differs from the given one, or nil if n is not such a sum.
 func other(n, addend *gorgonia.Node) *gorgonia.Node {
 	switch a, b, ok := addends(n); {
 	case ok && a == addend:
@@ -81,8 +80,8 @@ func other(n, addend *gorgonia.Node) *gorgonia.Node {
 	return nil
 }
 
-// there returns the value of a node, nil if that is still to come. That of an input, or of a weight
-// that seeds have grown on, can come at once.
+// there returns the value of a node, or nil if the node has not been lowered yet. Inputs, and weights
+// modified by seeds, are lowered on demand.
 func (c *compiler) there(n *gorgonia.Node) *program.Array {
 	late := func(n *gorgonia.Node) bool { return c.there(n) == nil }
 	switch {
@@ -98,8 +97,8 @@ func (c *compiler) there(n *gorgonia.Node) *program.Array {
 	return c.Values[n]
 }
 
-// activation returns the value of a node if it is there and stored as activations are, without
-// gaps, else nil.
+// activation returns the value of a node if it is available, contiguous and stored in the activation
+// type, and otherwise nil.
 func (c *compiler) activation(n *gorgonia.Node) *program.Array {
 	if a := c.there(n); a != nil && a.Buffer != nil && a.Stride == 0 && a.Type == c.o.Activation {
 		return a
@@ -107,9 +106,9 @@ func (c *compiler) activation(n *gorgonia.Node) *program.Array {
 	return nil
 }
 
-// addend returns what the kernel that writes y, the value of n, is to add to it, as another node
-// would. It is nil if there is no such sum, or what n is added to is not there yet. The value y is
-// then that of the node which is returned, n or the sum.
+// addend looks for a sum that the kernel writing y, the value of n, can compute as well. If n's only user
+// adds an available matrix to it, addend returns the user and the matrix, and y becomes the value of the
+// user. Otherwise it returns n and nil.
 func (c *compiler) addend(n *gorgonia.Node, y *program.Array) (*gorgonia.Node, *program.Array) {
 	sum := c.sole(n)
 	add := c.activation(other(sum, n))
@@ -120,7 +119,7 @@ func (c *compiler) addend(n *gorgonia.Node, y *program.Array) (*gorgonia.Node, *
 	return sum, add
 }
 
-// fuseNorm lowers the sum n and a norm of it.
+// fuseNorm lowers sum n together with an RMSNorm op that reads it.
 func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 	i := slices.IndexFunc(c.users[n], func(u *gorgonia.Node) bool {
 		_, ok := u.Op().(*op.RMSNormOp)
@@ -141,8 +140,8 @@ func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 	return true
 }
 
-// tied returns the gradient of an output layer to which alone n, that of its table, is added. The
-// sum takes its memory. It is nil if there is none.
+// tied returns the gradient of an output layer that shares its table with an embedding, if n, the
+// gradient of the embedding, is only added to it. The sum reuses the memory. Otherwise tied returns nil.
 func (c *compiler) tied(n *gorgonia.Node) *program.Array {
 	sum := c.sole(n)
 	head := other(sum, n)
@@ -165,10 +164,10 @@ func (c *compiler) tied(n *gorgonia.Node) *program.Array {
 	return to
 }
 
-// addProduct adds a product and what is done with its result: either as several calls, the product
-// first, or as the single call one, whose launch is kernel.Tuned, if can allows that. The single call
-// saves a pass over memory; the separate calls have the fastest product. The chooser decides, and
-// addProduct reports whether it added the single call.
+// addProduct adds a product and the computation that follows it. The candidates are the calls in several,
+// the product first, and the single call one, which has a launch of type kernel.Tuned and is allowed only
+// if can is set. The single call saves a pass over memory, while the separate calls use the fastest
+// product. The chooser decides, and addProduct reports whether it added the single call.
 func (c *compiler) addProduct(several []*program.Call, can bool, one *program.Call) (fused bool) {
 	product := several[0]
 	one.Op, one.Node, one.Layer = product.Op, product.Node, product.Layer

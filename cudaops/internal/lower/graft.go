@@ -20,26 +20,26 @@ func init() {
 	register[*graft.HealthOp](lowerHealth, nil)
 }
 
-// control is a number of the controls, which a kernel reads where they lie: it may be another one
-// in every run.
+// control returns one element of the controls as an array. Kernels read it from device memory, because it
+// may change from run to run.
 func control(controls *program.Array, row int, which graft.Control) *program.Array {
 	return controls.View(row*graft.Controls+int(which), 1)
 }
 
-// times is f·x for a number f on the device.
+// times adds f·x for a number f on the device.
 func (c *compiler) times(n *gorgonia.Node, x, f *program.Array) *program.Array {
 	return c.map2(n, elementwise.Mul, c.Like(x), x, c.as(n, f, x.Type))
 }
 
-// lowerBlend lowers x + Forward·t. What is not finite in t shows in the sum, unlike on a CPU, also
-// where Forward is 0. The step fails either variant, since the gradients' norm is not finite.
+// lowerBlend lowers x + Forward·t. Unlike on the CPU, non-finite elements of t affect the sum even if
+// Forward is 0. In both cases the step fails, since the gradient norm is not finite.
 func lowerBlend(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, t := c.as(n, in[0], in[0].Type), c.as(n, in[1], in[0].Type)
 	t = c.times(n, t, control(in[2], n.Op().(*graft.BlendOp).Row, graft.Forward))
 	return c.map2(n, elementwise.Add, c.Like(x), x, t)
 }
 
-// lowerIsolate lowers what passes on its input: the same memory.
+// lowerIsolate lowers an op that returns its input unchanged, without a copy.
 func lowerIsolate(_ *compiler, _ *gorgonia.Node, in []*program.Array) *program.Array {
 	return in[0]
 }
@@ -49,8 +49,8 @@ func lowerGraftScale(c *compiler, n *gorgonia.Node, in []*program.Array) *progra
 	return c.times(n, in[0], control(in[1], o.Row, o.Control))
 }
 
-// lowerLowRank lowers w + Forward·scale·b·a in float32, as weights are kept: what is merged into w
-// later is the same.
+// lowerLowRank lowers w + Forward·scale·b·a. It computes in float32, the type of stored weights, so that
+// merging into w later gives the same result.
 func lowerLowRank(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*graft.LowRankOp)
 	w, a, b := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
@@ -60,7 +60,7 @@ func lowerLowRank(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 	return y
 }
 
-// lowerLowRankGrad lowers k·scale·bᵀ·g and k·scale·g·aᵀ, of which k = Backward·Learning.
+// lowerLowRankGrad lowers the gradients k·scale·bᵀ·g and k·scale·g·aᵀ with k = Backward·Learning.
 func lowerLowRankGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*graft.LowRankGradOp).Forward
 	a, b, g := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32), c.as(n, in[3], gpu.Float32)
@@ -71,21 +71,21 @@ func lowerLowRankGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	return packed(c.times(n, da, k), c.times(n, db, k))
 }
 
-// all reduces an array to a number.
+// all reduces an array to a single number.
 func (c *compiler) all(n *gorgonia.Node, r reduce.Reduction,
 	x *program.Array) *program.Array {
 	return c.reduceMiddle(n, r, x, 1, x.Len(), 1).View(0, 1)
 }
 
-// lowerNorm lowers sqrt(Σ x²). A loss scale on x is one on the result too.
+// lowerNorm lowers sqrt(Σ x²). The result carries the loss scale of x.
 func lowerNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x := c.as(n, in[0], gpu.Float32)
 	squares := c.map1(n, elementwise.Square, c.Like(x), x, 0)
 	return c.map1(n, elementwise.Sqrt, c.aux(1), c.all(n, reduce.Sum, squares), 0)
 }
 
-// lowerHealth lowers the figures of the first rows of activations. They are few: each of these
-// launches takes some microseconds.
+// lowerHealth lowers the telemetry of the first rows of activations. The number of rows is limited
+// because each of the launches takes some microseconds.
 func lowerHealth(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	rows, d := min(in[0].Shape[0], graft.HealthRows), in[0].Shape[1]
 	x := c.as(n, in[0].View(0, rows, d), gpu.Float32)

@@ -15,7 +15,7 @@ func init() {
 	register[*op.KasminaGradOp](lowerKasminaGrad, inInput(4))
 }
 
-// kasminaLayerOf returns the layer that o belongs to.
+// kasminaLayerOf returns the layer of o, adding it to the program if necessary.
 func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	for _, l := range c.Kasmina {
 		if l.Op.SharesRun(o) {
@@ -71,10 +71,10 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	dx, dw, ds := c.Like(x), c.aux(weights.Shape...), c.aux(scales.Shape...)
 	p := program.KasminaPass{Layer: l, Node: n, Grad: true,
 		Backward: kasmina.Backward{Layer: l.Layer, Clip: l.Clips()}}
-	// The x of an input may begin anywhere.
+	// If x is an input, it may lack the alignment.
 	over := !l.State.Wide && l.InPlace() && !x.Resident && x.At%program.VectorBytes == 0
 	if over && c.o.Timed {
-		p.Spare = c.Like(g) // for what comes ahead of the pass, which needs g as it is
+		p.Spare = c.Like(g) // for the run without telemetry, which must not overwrite g
 	}
 
 	b := &p.Backward

@@ -20,7 +20,7 @@ func init() {
 	register[*op.LinearGradOp](lowerLinearGrad, inInput(2))
 }
 
-// newProduct is the call of a matrix product.
+// newProduct returns a call that computes a matrix product for a node.
 func (c *compiler) newProduct(n *gorgonia.Node, p program.Product) *program.Call {
 	return c.named(n, p.Call())
 }
@@ -28,7 +28,7 @@ func (c *compiler) newProduct(n *gorgonia.Node, p program.Product) *program.Call
 // matmul adds a matrix product.
 func (c *compiler) matmul(n *gorgonia.Node, p program.Product) { c.Add(c.newProduct(n, p)) }
 
-// linear adds y = x·wᵀ of activations, and another matrix to it, if there is one.
+// linear adds y = x·wᵀ for activations, plus the matrix add if it is not nil.
 func (c *compiler) linear(n *gorgonia.Node, y, x, w, add *program.Array) {
 	if x.Shape[0] > 1 {
 		c.matmul(n, c.weighted(n, y, x, w, false).Plus(add))
@@ -82,7 +82,8 @@ func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) *program
 	return y
 }
 
-// lowerEmbeddingGrad adds the gradient of a table to that of the output layer, if they are one.
+// lowerEmbeddingGrad lowers the gradient of an embedding table. For tied embeddings it accumulates into
+// the gradient of the output layer.
 func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	g, sum := c.act(n, in[1]), c.tied(n)
 	a := embedding.Backward{Rows: g.Shape[0], Vocab: n.Shape()[0], D: n.Shape()[1], Type: g.Type,

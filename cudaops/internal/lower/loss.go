@@ -22,21 +22,23 @@ func init() {
 	register[*op.LinearCrossEntropyGradOp](lowerLinearCrossEntropyGrad, inInput(4))
 }
 
-// logitBytes is the most of the logits that the fused output layer holds at a time. Of a model of
-// up to narrowFeatures it is twice that. Large enough for a full GPU, small beside the activations
-// of a model with such a vocabulary. With twice as much a step takes 1 % less time at 768 and 1024
-// features, and as much at 2048 (H200).
+// logitBytes is the maximum size of the logits that the fused output layer holds at a time; it is doubled
+// for models with at most narrowFeatures features. This is enough to fill a GPU, and little compared with
+// the activations of a model with a large vocabulary. On an H200, doubling the limit saves 1 % of a step
+// at 768 and 1024 features, and nothing at 2048.
 const (
 	logitBytes     = 600 << 20
 	narrowFeatures = 1024
 )
 
-// outputChunk is how many of the rows the output layer takes at a time. The gradient of its input,
-// of d columns, is a product with few blocks, each of which goes over the whole vocabulary. What
-// counts is how many turns they take on the GPU's multiprocessors in all. Fewer chunks also add
-// less often to the weights' gradient.
+// outputChunk returns the number of rows that the output layer processes at a time.
+//
+// The gradient of its input, with d columns, is a product with few blocks that each iterate over the
+// whole vocabulary. Its time depends on the total number of waves that these blocks need on the GPU's
+// multiprocessors, so outputChunk minimizes that number. Fewer chunks also mean fewer additions to the
+// gradient of the weights.
 func outputChunk(rows, vocab, d, size, multiprocessors int) int {
-	const tile, width = 128, 256 // of a block of cuBLASLt's
+	const tile, width = 128, 256 // dimensions of a cuBLASLt block
 	up := kernel.CeilDiv
 	most := logitBytes
 	if d <= narrowFeatures {
@@ -55,16 +57,16 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 	return best
 }
 
-// lowerLinearCrossEntropy computes the loss, and the gradients too where the graph wants them, so
-// that the logits are formed only once. They are for the loss gradient if it is known beforehand.
-// Otherwise they are for 1, or the loss scale in its place.
+// lowerLinearCrossEntropy lowers the loss and, if the graph contains the backward op, the gradients, so
+// that the logits are computed only once. The gradients are computed for the actual gradient of the loss
+// if it is a known constant, and otherwise for 1 or the loss scale.
 func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, w := c.acts(n, in[0], in[1])
 	targets := in[2]
 	rows, v, d := x.Shape[0], w.Shape[0], x.Shape[1]
 	losses, saved := c.classify(n, targets, v)
 	saved.upstream = c.Scale
-	if back := c.gradients[n.Op()]; len(back) > 0 { // the graph holds the backward op
+	if back := c.gradients[n.Op()]; len(back) > 0 { // the graph contains the backward op
 		saved.dx, saved.dw = c.Like(x), c.aux(w.Shape...)
 		if g, ok := factor(graph.Children(back[0])[4]); ok && g != 1 && len(back) == 1 &&
 			c.Scale == nil {
@@ -89,15 +91,15 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 	return c.meanLoss(n, losses, saved.scale)
 }
 
-// outputRows is a chunk of the output layer's rows. Without gradients dx is nil.
+// outputRows describes a chunk of the output layer's rows. dx is nil if no gradients are needed.
 type outputRows struct {
 	node                          *gorgonia.Node
 	x, w, logits, losses, targets *program.Array
 	classified
-	beta float32 // times dw of chunks before
+	beta float32 // factor for the dw of previous chunks
 }
 
-// outputRows adds the losses of a chunk, and their gradients where they are wanted.
+// outputRows adds the losses of a chunk and, if needed, their gradients.
 func (c *compiler) outputRows(o outputRows) {
 	n, p := o.node, program.Product{D: o.logits, A: o.x, B: o.w, TransB: true}
 	a := crossentropy.Forward{Rows: o.x.Shape[0], V: o.w.Shape[0], Type: o.x.Type}
@@ -108,14 +110,14 @@ func (c *compiler) outputRows(o outputRows) {
 		return
 	}
 
-	// The gradient takes the place of the logits.
+	// The gradient overwrites the logits.
 	several := []*program.Call{c.newProduct(n, p),
 		newCall(c, n, &a, program.Updates(&a.Logits, o.logits),
 			program.Writes(&a.Losses, o.losses), program.Reads(&a.Targets, o.targets),
 			program.Reads(&a.Scale, o.scale), program.Reads(&a.Grad, o.upstream))}
 	scaled, factors := c.Like(o.x), c.aux(o.x.Shape[0])
-	// One forms the exponentials in the product of the logits: see [gemm.LinearCrossEntropy]. It is
-	// timed with logits of the standard deviation 4.
+	// The fused kernel computes the exponentials within the product: see [gemm.LinearCrossEntropy].
+	// Timing uses logits with standard deviation 4.
 	d := o.x.Shape[1]
 	f := gemm.LinearCrossEntropy{Rows: a.Rows, V: a.V, D: d, Type: o.x.Type}
 	x := program.Reads(&f.X, o.x)
@@ -141,13 +143,13 @@ func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Ar
 		return packed(saved.dx, saved.dw)
 	}
 	upstream := c.as(n, in[4], gpu.Float32)
-	if c.Scale != nil { // which both have
+	if c.Scale != nil { // both already include the loss scale
 		upstream = c.map2(n, elementwise.Div, c.Like(upstream), upstream, c.Scale.View(0))
 	}
 	return packed(c.times(n, saved.dx, upstream), c.times(n, saved.dw, upstream))
 }
 
-// factor is a number that is known beforehand, or the product of such.
+// factor returns the value of a node that is a known number or a product of known numbers.
 func factor(n *gorgonia.Node) (x float64, ok bool) {
 	if graph.Symbol(n) != "⊙" {
 		return number(n)
@@ -165,8 +167,9 @@ func factor(n *gorgonia.Node) (x float64, ok bool) {
 	return x, true
 }
 
-// classified is what a cross-entropy leaves: 1/(number of targets) and each row's normalizer. The
-// fused op leaves the gradients and the gradient of the loss that they are for, nil for 1.
+// classified holds data that a cross-entropy saves for its gradient: 1/(number of targets), and the
+// normalizer of each row. The fused op also saves the gradients, and the gradient of the loss assumed
+// in computing them, where nil means 1.
 type classified struct{ scale, normalizers, dx, dw, upstream *program.Array }
 
 func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
@@ -181,8 +184,8 @@ func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *prog
 	return c.meanLoss(n, losses, saved.scale)
 }
 
-// classify begins a cross-entropy: it bounds the targets, makes room for the losses, and adds the
-// scale that is 1/(number of targets).
+// classify performs the common first steps of cross-entropy ops: it constrains the targets, allocates the
+// losses, and adds a call that computes 1/(number of targets).
 func (c *compiler) classify(n *gorgonia.Node, targets *program.Array,
 	vocab int) (losses *program.Array, s classified) {
 	c.bound(n, targets, program.IDRange{Argument: "targets", Vocab: vocab, Negative: true})
@@ -192,7 +195,7 @@ func (c *compiler) classify(n *gorgonia.Node, targets *program.Array,
 	return losses, s
 }
 
-// meanLoss adds the mean of the losses of all rows with a target.
+// meanLoss adds the mean loss over all rows that have a target.
 func (c *compiler) meanLoss(n *gorgonia.Node, losses, scale *program.Array) *program.Array {
 	loss := c.aux()
 	a := crossentropy.Mean{Rows: losses.Len()}

@@ -6,8 +6,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestOutputChunk wants chunks that fit, whole tiles but for the last, and full turns at the sizes
-// of common models.
+// TestOutputChunk checks that chunks respect the memory limit and consist of whole tiles, except for the
+// last, and that they fill the GPU at the sizes of common models.
 func TestOutputChunk(t *testing.T) {
 	for _, c := range []struct{ rows, vocab, d, want int }{
 		{32768, 50304, 768, 11008}, {16384, 50304, 1024, 8192}, {16384, 50304, 2048, 4096},

@@ -17,25 +17,27 @@ func init() {
 	register[*opbase.PartOp](lowerPart, inInput(0))
 }
 
-// lowering turns a node, whose inputs are arrays already, into tasks, and returns its value.
+// A lowering adds the calls that compute node n from the values of its inputs, and returns the node's
+// value.
 type lowering func(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array
 
-// ownOp is what the compiler knows of an op of this module.
+// ownOp describes how to compile one of this module's ops.
 type ownOp struct {
 	lower  lowering
-	scaled linearity // nil for an op that is not linear in anything
+	scaled linearity // nil if the op is not linear in any input
 }
 
-// ownOps holds the ops of this module by type.
+// ownOps maps the types of this module's ops to their descriptions.
 var ownOps = map[reflect.Type]ownOp{}
 
-// register adds an op to ownOps. The files of this package register the ops that they lower, and with
-// an op its gradient: the gradient reads what the op has left on the device.
+// register adds an op to ownOps. Each file of this package registers the ops that it lowers. An op and
+// its gradient are lowered in the same file, since the gradient uses data that the op saves on the
+// device.
 func register[O gorgonia.Op](lower lowering, scaled linearity) {
 	ownOps[reflect.TypeFor[O]()] = ownOp{lower, scaled}
 }
 
-// loweringOf returns the lowering of a node to kernels, nil if there is none.
+// loweringOf returns the lowering of a node to kernels, or nil if no kernel supports the node.
 func loweringOf(n *gorgonia.Node) lowering {
 	if find := stockOps[graph.OpType(n)].find; find != nil {
 		return find(n)
@@ -43,14 +45,14 @@ func loweringOf(n *gorgonia.Node) lowering {
 	return ownOps[reflect.TypeOf(n.Op())].lower
 }
 
-// hasKernel reports whether a node is computed by kernels: it has a lowering, and if it is of
-// Gorgonia's own no rule wants it on the host.
+// hasKernel reports whether kernels compute a node. That requires a lowering, and for Gorgonia's ops also
+// that no rule requests the host.
 func (c *compiler) hasKernel(n *gorgonia.Node) bool {
 	_, own := ownOps[reflect.TypeOf(n.Op())]
 	return own || loweringOf(n) != nil && !c.o.OnHost(fmt.Sprint(n.Op()))
 }
 
-// lower adds the tasks of a node.
+// lower adds the calls of a node.
 func (c *compiler) lower(n *gorgonia.Node) {
 	err := graph.HasValue(n)
 	if err == nil && n.Dtype() != tensor.Float32 && n.Dtype() != tensor.Int {
@@ -77,12 +79,12 @@ func (c *compiler) lower(n *gorgonia.Node) {
 		in = append(in, c.operand(n, i))
 	}
 
-	if out := f(c, n, in); c.Values[n] == nil { // else it is folded
+	if out := f(c, n, in); c.Values[n] == nil { // otherwise it was fused into another value
 		c.Values[n] = out
 	}
 }
 
-// input gives a node whose value comes from the host a place on the device.
+// input allocates device memory for a node that receives its value from the host.
 func (c *compiler) input(n *gorgonia.Node) {
 	if shared := c.o.sharedParam(n); shared != nil {
 		c.Values[n] = shared.Array
@@ -102,7 +104,7 @@ func (c *compiler) input(n *gorgonia.Node) {
 	}
 }
 
-// lowerPart views a tensor of a packed result.
+// lowerPart returns a view of one of the tensors of a packed result.
 func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	offset := n.Op().(*opbase.PartOp).Offset
 	if len(in[0].Parts) == 0 {
@@ -115,8 +117,8 @@ func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Arra
 	return in[0].Parts[i]
 }
 
-// lowerOnHost computes a node with its op's own Do, between two copies. It sees gradients without
-// the loss scale.
+// lowerOnHost lowers a node to a computation on the host by its op's Do method. The op receives gradients
+// without the loss scale.
 func lowerOnHost(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	why := "a rule wants it there"
 	if loweringOf(n) == nil {

@@ -21,7 +21,7 @@ import (
 
 var must = gorgonia.Must
 
-// TestLower lowers small graphs and compares the calls that come out.
+// TestLower compares the calls of small graphs with the expected ones.
 func TestLower(t *testing.T) {
 	type build func(g *gorgonia.ExprGraph) *gorgonia.Node
 	node := passtest.Node
@@ -103,8 +103,8 @@ func TestLower(t *testing.T) {
 	}
 }
 
-// TestLowerGradients lowers the backward pass of a linear layer. Accumulated gradients are added last,
-// so that a run which fails before has added nothing.
+// TestLowerGradients lowers the backward pass of a linear layer. Accumulated gradients must be added
+// last, so that a run that fails earlier adds nothing.
 func TestLowerGradients(t *testing.T) {
 	for _, accumulate := range []bool{false, true} {
 		g := gorgonia.NewGraph()
@@ -128,8 +128,8 @@ func TestLowerGradients(t *testing.T) {
 	}
 }
 
-// TestLowerOnHost lowers an op without a kernel, and one that a rule wants on the host. Both are
-// computed there with a warning; with Strict the former is an error.
+// TestLowerOnHost lowers an op without a kernel, and an op that a rule sends to the host. Both must be
+// computed on the host with a warning. With Strict, the former is an error.
 func TestLowerOnHost(t *testing.T) {
 	g := gorgonia.NewGraph()
 	must(gorgonia.Tanh(passtest.Node(g, "x", 3, 4)))
@@ -143,8 +143,8 @@ func TestLowerOnHost(t *testing.T) {
 	require.ErrorContains(t, err, "WithStrict forbids computing it on the host")
 }
 
-// TestLowerTypes lowers a product for activations of two bytes: operands are converted once, however
-// often they are used, and copies of parameters outlive the run.
+// TestLowerTypes lowers a product with two-byte activations. Each operand must be converted only once,
+// and copies of parameters must outlive the run.
 func TestLowerTypes(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x, w := passtest.Node(g, "x", 3, 4), passtest.Node(g, "weight", 4, 4)
@@ -161,8 +161,8 @@ func TestLowerTypes(t *testing.T) {
 	require.NotNil(t, weight.Copies[0].Renew, "the call that makes the copy again")
 }
 
-// TestLowerKasmina lowers a Kasmina layer and its gradient: two passes of one layer, of which the
-// backward one may write over the gradient that it reads.
+// TestLowerKasmina lowers a Kasmina layer and its gradient. They must become two passes of one layer, and
+// the backward pass may overwrite the gradient that it reads.
 func TestLowerKasmina(t *testing.T) {
 	g := gorgonia.NewGraph()
 	lattice, err := state.NewLattice(2, 8, state.WithoutGates())
@@ -194,7 +194,8 @@ func TestLowerKasmina(t *testing.T) {
 	require.Equal(t, []int{program.KasminaWords, 2}, p.Reports.Shape)
 }
 
-// TestLowerFused lowers a perceptron for a chooser that prefers one kernel to a product and its gate.
+// TestLowerFused lowers a perceptron with a chooser that prefers a fused kernel to a product with a
+// separate gate.
 func TestLowerFused(t *testing.T) {
 	g := gorgonia.NewGraph()
 	must(op.SiLUMLP(passtest.Node(g, "x", 3, 8), passtest.Node(g, "gate", 8, 8),

@@ -15,10 +15,11 @@ func init() {
 	register[*op.SiLUMLPGradOp](lowerSiLUMLPGrad, inInput(5))
 }
 
-// gated is what SiLUMLP's forward pass leaves. It has x·gateᵀ and x·upᵀ side by side in the rows of
-// ab [rows, 2F]. The weights of both are one above the other [2F, D]. It also has h = silu(x·gateᵀ)
-// ⊙ x·upᵀ. This is nil in float8, and need not be kept: the backward pass can form it. With gelu
-// the gate is that of GELUMLP, which no product takes in.
+// gated holds data saved by SiLUMLP's forward pass: x·gateᵀ and x·upᵀ concatenated in the rows of ab
+// [rows, 2F], the stacked weights of both [2F, D], and h = silu(x·gateᵀ) ⊙ x·upᵀ.
+//
+// h is nil in float8. The backward pass can recompute it, so its memory need not be reserved until
+// then. If gelu is set, the op is GELUMLP, which has no fused kernels.
 type gated struct {
 	ab, weights, h *program.Array
 	gelu           bool
@@ -41,8 +42,8 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 	return y
 }
 
-// gate adds what forms s.ab and h, of one row h alone unless there is a gradient. What comes next
-// multiplies h by so many columns.
+// gate adds calls that compute h and s.ab. For a single row without a gradient, they compute only h. The
+// next product multiplies h by a matrix with the given number of columns.
 func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns int) {
 	rows, f := h.Shape[0], h.Shape[1]
 	if rows == 1 && len(c.gradients[n.Op()]) == 0 {
@@ -57,7 +58,7 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns 
 	float8, out := p.ScaleA != nil, h
 	q := c.quantizing(h, float8 && c.float8(rows, columns, f))
 	if q.Values != nil && !s.gelu {
-		out = nil // nobody needs h but in float8
+		out = nil // h is needed only in float8
 	}
 
 	m := silu.Mul{Rows: rows, F: f, GELU: s.gelu, Type: x.Type}
@@ -86,9 +87,8 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	return packed(dx, dweights.View(0, f, d), c.aligned(n, dweights.View(f*d, f, d)), ddown)
 }
 
-// gateGrad adds what forms dh = g·down and from it the gradients dab, and returns h, which is
-// formed again. Where memory may be spent, and one kernel does all of it, it is that of the forward
-// pass.
+// gateGrad adds calls that compute dh = g·down and, from dh, the gradients dab. It returns h, which is
+// recomputed unless a fused kernel is chosen and there is room to keep the forward pass's h.
 func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Array) *program.Array {
 	rows, d, f, t := g.Shape[0], g.Shape[1], s.ab.Shape[1]/2, g.Type
 	h, dh := c.NewArray(t, rows, f), c.NewArray(t, rows, f)

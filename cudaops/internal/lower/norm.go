@@ -25,11 +25,12 @@ func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 	return y
 }
 
-// normalised is what a norm leaves for its gradient, in float32: 1/rms of every row or head, and
-// what features are multiplied by.
+// normalised holds data that a norm saves for its gradient, in float32: 1/rms of every row or head,
+// and the factors of the features.
 type normalised struct{ rstd, factor *program.Array }
 
-// norm adds a normalisation of x or, where there is a residual, of the sum of both.
+// norm adds the norm of x or, if residual is not nil, the norm of x + residual, and then also returns the
+// sum.
 func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *program.Array) (y,
 	sum *program.Array) {
 	w := c.as(n, weight, gpu.Float32)
@@ -46,7 +47,7 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 
 	q := c.quantizing(y, d == x.Shape[1] && c.multiplied(n))
 	a := norm.RMSNorm{Rows: rows, D: d, Eps: o.Eps, Type: x.Type,
-		// whose first rows come last
+		// a Kasmina op writes its first rows last
 		Ascending: residual == nil && isOp[*op.KasminaOp](graph.Children(n)[0])}
 	addCall(c, n, &a, program.Writes(&a.Y, y), program.Writes(&a.Rstd, rstd),
 		program.Reads(&a.X, x), program.Reads(&a.W, w), program.Reads(&a.Residual, residual),
@@ -71,7 +72,7 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	return packed(dx, dw)
 }
 
-// schulz builds the calls of a node's Newton-Schulz iteration.
+// schulz returns a builder for the calls of a node's Newton-Schulz iteration.
 func (c *compiler) schulz(n *gorgonia.Node) schulz.Builder {
 	return schulz.Builder{Program: c.Program, Chooser: c.o.Chooser, Activation: c.o.Activation,
 		Name: func(call *program.Call) *program.Call { return c.named(n, call) }}

@@ -21,29 +21,29 @@ func init() {
 	register[*op.RoPEOp](lowerRoPE, inInput(0))
 }
 
-// The queries, keys and values of an attention are mostly x·Wqᵀ, x·Wkᵀ and x·Wvᵀ, the first two
-// turned by RoPE. They are lowered as
+// The queries, keys and values of an attention are usually x·Wqᵀ, x·Wkᵀ and x·Wvᵀ, with RoPE applied
+// to the first two. They are lowered as
 //
 //	[q | k | v] = x·[Wq; Wk; Wv]ᵀ,  d[Wq; Wk; Wv] = [dq | dk | dv]ᵀ·x,  dx = [dq | dk | dv]·[Wq; Wk; Wv]
 //
-// one product each in place of three and two sums. Attention and RoPE read and write columns of the
-// wide matrices, RoPE in place or, where that is faster, the product in its stead. Attention's
-// gradient turns dq and dk back itself. Biases lie side by side too: one sum adds them, and one
-// forms their gradients.
+// with one product each instead of three products and two sums. Attention and RoPE operate on columns
+// of the wide matrices. RoPE works in place, or is performed by the product if that is faster; the
+// gradient of the attention inverts the rotation of dq and dk itself. Biases are also concatenated, so
+// that they take one addition, and their gradients one reduction.
 
-// projections is such queries, keys and values.
+// projections are the linear functions that compute the queries, keys and values of an attention.
 type projections struct {
 	x      *gorgonia.Node
 	linear [3]*gorgonia.Node
-	bias   [3]*gorgonia.Node // behind them; nil where there is none
-	turned [3]*gorgonia.Node // queries and keys; nil where nothing turns them
+	bias   [3]*gorgonia.Node // biases added to linear; nil if there are none
+	turned [3]*gorgonia.Node // queries and keys after RoPE; nil if not rotated
 }
 
-// project finds the projections of an attention, n, and notes them by their linear functions and by
-// the queries. Nobody but the attention and its gradient may use them, as no other op knows
-// matrices whose rows have gaps.
+// project finds the projections of attention n and records them under their linear nodes and the queries.
+// The projected values must have no users except the attention and its gradient, because other ops don't
+// support gaps between rows.
 func (c *compiler) project(n *gorgonia.Node) {
-	o, _ := n.Op().(*op.AttentionOp) // nil for attention to what is kept, which turns them itself
+	o, _ := n.Op().(*op.AttentionOp) // nil for attention to a cache, which performs the rotation itself
 	p, queries := &projections{}, graph.Children(n)[0]
 	byAttention := func(u *gorgonia.Node) bool {
 		return attends(u) || isOp[*op.AttentionGradOp](u)
@@ -95,8 +95,8 @@ func isOp[T any](n *gorgonia.Node) bool {
 	return ok
 }
 
-// place returns memory for the queries, keys and values of as many rows as x has, side by side, and
-// their columns. It also returns those of the first two together.
+// place allocates a matrix for queries, keys and values with as many rows as x. It returns the matrix,
+// the columns of each of the three, and the columns of queries and keys together.
 func (p *projections) place(c *compiler, x *program.Array) (wide *program.Array,
 	parts [3]*program.Array, both *program.Array) {
 	var at [4]int
@@ -110,7 +110,8 @@ func (p *projections) place(c *compiler, x *program.Array) (wide *program.Array,
 	return wide, parts, wide.Columns(0, at[2])
 }
 
-// fuseProjections lowers the linear function n with the others of its attention, if it has such.
+// fuseProjections lowers linear function n together with the other projections of its attention, if there
+// are any.
 func (c *compiler) fuseProjections(n *gorgonia.Node) bool {
 	p := c.projected[n]
 	if p == nil {
@@ -138,7 +139,7 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) bool {
 	return true
 }
 
-// are gives nodes, but for those that are nil, their values.
+// are sets the values of nodes, skipping nil nodes.
 func (c *compiler) are(nodes [3]*gorgonia.Node, values [3]*program.Array) {
 	for i, n := range nodes {
 		if n != nil {
@@ -147,8 +148,8 @@ func (c *compiler) are(nodes [3]*gorgonia.Node, values [3]*program.Array) {
 	}
 }
 
-// projectAll adds wide = x·weightsᵀ, plus biases if there are any. Its columns both are turned if
-// queries and keys are.
+// projectAll adds wide = x·weightsᵀ, plus biases if there are any. If queries and keys are rotated, the
+// columns both are rotated in place.
 func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 	weights *program.Array, biases []*program.Array) {
 	turned := p.turned[0]
@@ -187,15 +188,15 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		program.Reads(&one.ScaleWeights, product.ScaleB), program.Reads(&one.Angles, t.angles)))
 }
 
-// projectionsGrad is the nodes between an attention's gradient and the gradient of x.
+// projectionsGrad holds the nodes between an attention's gradient and the gradient of x.
 type projectionsGrad struct {
 	parts, linear, bias, turned [3]*gorgonia.Node
-	// the three that add up to the gradient of x, and their sums: that of all three comes last
+	// the three gradients of x, followed by the sum of two and the sum of all three
 	dx []*gorgonia.Node
 }
 
-// grad returns those nodes for the gradient n of the attention, nil if anything else uses what
-// would be left out.
+// grad returns these nodes for attention gradient n. It returns nil if another node uses a value that
+// fusion would omit.
 func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 	g := &projectionsGrad{}
 	offset := 0
@@ -247,8 +248,8 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 	return nil
 }
 
-// fuseProjectionsGrad lowers the gradient n of an attention with those of the projections that its
-// inputs are, if they are.
+// fuseProjectionsGrad lowers attention gradient n together with the gradients of the projections, if the
+// inputs of the attention are projections.
 func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bool {
 	p := c.projected[graph.Children(n)[0]]
 	if p == nil || c.Values[p.linear[0]].Stride == 0 {
@@ -312,8 +313,8 @@ func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Arra
 	return y
 }
 
-// rotate is the rotation of all heads in the rows of x, which node n is of, or is of some of. The
-// result y may be x.
+// rotate returns a call that rotates all heads in the rows of x and writes the result to y, which may be
+// x. Node n is the RoPE op, or one of several if x contains the inputs of several.
 func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 	o := n.Op().(*op.RoPEOp)
 	t := c.rotation(&o.Config)
@@ -329,11 +330,11 @@ func (c *compiler) rotate(n *gorgonia.Node, y, x *program.Array) *program.Call {
 		program.Reads(&a.Sin, t.sin))
 }
 
-// rotationTables are the cosines and sines of a rotation, which ops with the same angles share.
-// Where a product turns its results they have both in the order of that.
+// rotationTables are the cosines and sines of a rotation, shared by ops with equal angles. If a product
+// performs the rotation, angles contains both in the order that its kernel expects.
 type rotationTables struct{ cos, sin, angles *program.Array }
 
-// rotation returns the tables of a RoPE, none where it is nil.
+// rotation returns the tables of a RoPE config. They are empty if o is nil.
 func (c *compiler) rotation(o *op.RoPEConfig) *rotationTables {
 	key := rotationOf(o)
 	if c.rotations[key] == nil {
@@ -355,8 +356,8 @@ func narrow(wide []float64) []float32 {
 	return s
 }
 
-// rotationOf tells the angles of a RoPE from others, whatever the number of heads; it is empty for
-// none.
+// rotationOf returns a key that identifies the angles of a RoPE config, regardless of the number of
+// heads. The key of nil is empty.
 func rotationOf(o *op.RoPEConfig) string {
 	if o == nil {
 		return ""
@@ -366,7 +367,7 @@ func rotationOf(o *op.RoPEConfig) string {
 	return fmt.Sprint(angles, o.Scaling)
 }
 
-// configOf is what a node turns by, nil where there is none.
+// configOf returns the RoPE config of a node, or nil if n is nil.
 func configOf(n *gorgonia.Node) *op.RoPEConfig {
 	if n == nil {
 		return nil

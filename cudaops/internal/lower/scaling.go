@@ -16,20 +16,22 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 )
 
-// Loss scaling. Gradients of activations are often smaller than what float16 holds. So the loss is
-// multiplied by a scale S, a power of two, and with it every gradient. The optimiser divides by S
-// again. A step in which a gradient overflows changes nothing but S, which becomes half as large;
-// after 2000 good steps it doubles. That is from Micikevicius et al., "Mixed Precision Training",
-// 2018, and the figures are those of PyTorch's GradScaler.
+// Loss scaling. Gradients of activations are often too small for float16. The loss, and therefore every
+// gradient, is multiplied by a scale S, a power of two, and the optimizer divides by S again. A step with
+// a gradient overflow has no effect other than halving S. After 2000 successful steps, S is doubled. The
+// method is from Micikevicius et al., "Mixed Precision Training", 2018, and the parameters are the
+// defaults of PyTorch's GradScaler.
 //
-// gorgonia.Grad begins with the constant 1 as the gradient of the loss. S takes its place, in
-// device memory, where the optimiser's kernels change it. So neither a captured run nor a captured
-// update knows its value. Everything derived from the loss is linear in that gradient. It is
-// followed through the graph, which shows what carries S, and that nothing multiplies S by itself
-// or adds what does not carry it.
+// gorgonia.Grad starts from the constant 1 as the gradient of the loss. The compiler replaces it with S,
+// stored in device memory where the optimizer's kernels modify it, so that captured runs and updates work
+// with any value of S.
+//
+// Everything derived from the loss is linear in its gradient. The compiler follows the gradient through
+// the graph to find out which nodes carry S, and verifies that S is never multiplied by itself or added
+// to a term without it.
 
-// scale gives S a place, and follows the gradient of the loss through the graph. Without gradients
-// of parameters there is none.
+// scale allocates S and follows the gradient of the loss through the graph. It does nothing if no
+// parameter has a gradient.
 func (c *compiler) scale(g *gorgonia.ExprGraph) error {
 	if !slices.ContainsFunc(c.o.Params, func(p *gorgonia.Node) bool { return p.Deriv() != nil }) {
 		return nil
@@ -62,8 +64,8 @@ func (c *compiler) scale(g *gorgonia.ExprGraph) error {
 	return nil
 }
 
-// lossGradient returns the constant 1 that is the derivative of a loss, and what the loss depends
-// on, where that constant is but a number.
+// lossGradient returns the constant 1 that is the derivative of a loss, and the set of nodes that the
+// loss depends on. Within this set, the constant is an ordinary number.
 func lossGradient(sorted gorgonia.Nodes) (root *gorgonia.Node, forward map[*gorgonia.Node]bool) {
 	forward = map[*gorgonia.Node]bool{}
 	for _, n := range slices.Backward(sorted) {
@@ -80,13 +82,13 @@ func lossGradient(sorted gorgonia.Nodes) (root *gorgonia.Node, forward map[*gorg
 	return root, forward
 }
 
-// isOne reports whether a node is the constant 1, which is the gradient of a loss.
+// isOne reports whether a node is the constant 1, as the gradient of a loss is.
 func isOne(n *gorgonia.Node) bool {
 	one, ok := number(n)
 	return ok && one == 1 && graph.IsConstant(n)
 }
 
-// followAll is follow of nodes, but for what carries the scale to them.
+// followAll calls follow for all nodes that are not yet known to carry the scale.
 func (c *compiler) followAll(sorted gorgonia.Nodes, root *gorgonia.Node,
 	forward map[*gorgonia.Node]bool) error {
 	for _, n := range sorted {
@@ -100,10 +102,11 @@ func (c *compiler) followAll(sorted gorgonia.Nodes, root *gorgonia.Node,
 	return nil
 }
 
-// follow decides whether a node carries the scale, from whether its inputs do. Gorgonia may share
-// the constant 1 between the gradient of the loss and a number in a derivative, such as that in 1 −
-// y². Of the readings that make sense, the one with more gradients counts. A wrong reading leads to
-// a product of gradients, or to a sum that makes no sense.
+// follow determines from a node's inputs whether the node carries the scale.
+//
+// Gorgonia may use the same constant 1 for the gradient of the loss and for an ordinary number in a
+// derivative, as in 1 − y². If there are several consistent interpretations, follow chooses the one with
+// more gradients. A wrong interpretation would lead to a product of gradients or to an inconsistent sum.
 func (c *compiler) follow(n, root *gorgonia.Node, forward bool) error {
 	if o, ok := n.Op().(*autodiff.RecomputeGradOp); ok {
 		within, err := graph.OrderOfAll(o.OutputGrad.Graph())
@@ -126,7 +129,7 @@ func (c *compiler) follow(n, root *gorgonia.Node, forward bool) error {
 		}
 	}
 
-	for numbers := range 1 << len(open) { // bit i: the ith of them is a number
+	for numbers := range 1 << len(open) { // bit i is set if open[i] is an ordinary number
 		for i, input := range open {
 			carries[input] = numbers>>i&1 == 0
 		}
@@ -144,7 +147,8 @@ func (c *compiler) follow(n, root *gorgonia.Node, forward bool) error {
 	return errors.New("it is not linear in the gradient of the loss, which Float16 scales")
 }
 
-// operand is the value of a node's input: the scale where that is the gradient of the loss.
+// operand returns the value of a node's input, or the loss scale if the input is the gradient of the
+// loss.
 func (c *compiler) operand(n *gorgonia.Node, input int) *program.Array {
 	if c.Scaling.Edges[program.Edge{Node: n, Input: input}] {
 		return c.Scale.View(0)
@@ -152,8 +156,8 @@ func (c *compiler) operand(n *gorgonia.Node, input int) *program.Array {
 	return c.Values[graph.Children(n)[input]]
 }
 
-// linear reports whether a node's value is linear in those inputs that carry the scale, all
-// together, and whether it carries the scale itself.
+// linear determines whether a node's value carries the scale (out), and whether the value is jointly
+// linear in the inputs that do (ok).
 func linear(n *gorgonia.Node, c carriers) (out, ok bool) {
 	if c.count() == 0 {
 		return false, true
@@ -171,10 +175,10 @@ func linear(n *gorgonia.Node, c carriers) (out, ok bool) {
 	return scaled(n, c)
 }
 
-// linearity is linear for an op, of which at least one input carries the scale.
+// linearity is the version of linear for one op. At least one input carries the scale.
 type linearity func(n *gorgonia.Node, c carriers) (out, ok bool)
 
-// carriers are the inputs of a node that carry the scale.
+// carriers records for each input of a node whether it carries the scale.
 type carriers []bool
 
 func (c carriers) count() (n int) {
@@ -186,31 +190,33 @@ func (c carriers) count() (n int) {
 	return n
 }
 
-// inInput is linear in one input, −1 for the last and −2 for that ahead of it.
+// inInput returns the linearity of an op that is linear in one input. Negative numbers count from the
+// last input.
 func inInput(input int) linearity {
 	return func(_ *gorgonia.Node, c carriers) (bool, bool) {
 		return true, c.count() == 1 && c[(input+len(c))%len(c)]
 	}
 }
 
-// inOne is linear in each input, but not in two together.
+// inOne is the linearity of an op that is linear in each input separately.
 func inOne(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == 1 }
 
-// inAll is linear in all inputs together.
+// inAll is the linearity of an op that is linear in all inputs jointly.
 func inAll(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == len(c) }
 
-// inAdded is linear in the second input. Of the first it needs the shape.
+// inAdded is the linearity of an op that is linear in the second input and uses only the shape of the
+// first.
 func inAdded(_ *gorgonia.Node, c carriers) (bool, bool) { return c[1], true }
 
-// sizeOnly needs nothing but the shape.
+// sizeOnly is the linearity of an op that uses only shapes.
 func sizeOnly(*gorgonia.Node, carriers) (bool, bool) { return false, true }
 
-// inNegated is for elementwise functions, of which one is linear.
+// inNegated is the linearity of elementwise functions. Only neg is linear.
 func inNegated(n *gorgonia.Node, _ carriers) (bool, bool) {
 	return true, fmt.Sprint(n.Op()) == "neg"
 }
 
-// inOperands is for elementwise functions of two operands.
+// inOperands is the linearity of elementwise functions of two operands.
 func inOperands(n *gorgonia.Node, c carriers) (bool, bool) {
 	switch symbol, _, _ := strings.Cut(fmt.Sprint(n.Op()), " "); symbol {
 	case "+", "-":
@@ -223,6 +229,6 @@ func inOperands(n *gorgonia.Node, c carriers) (bool, bool) {
 	return inNone(n, c)
 }
 
-// inNone is for an op that is not linear. It can be computed all the same if it has no kernel,
-// since the host does it without the scale.
+// inNone is the linearity of an op that is not linear. Without a kernel such an op is still allowed,
+// because the host computes it without the scale.
 func inNone(n *gorgonia.Node, _ carriers) (bool, bool) { return true, loweringOf(n) == nil }

@@ -15,18 +15,18 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Gorgonia does not export the types of its ops. They are told apart by their type's name and by
-// what String says. Sizes come from the shapes of nodes. Where these do not fit what String says,
-// there is no lowering, and the op itself computes.
+// Gorgonia doesn't export the types of its ops. They are recognized by the name of their type and by
+// their string representation, and sizes are taken from the shapes of nodes. If shapes and string don't
+// agree, the node isn't lowered to kernels, and the op itself computes it on the host.
 
-// stockOp is what the compiler knows of an op of Gorgonia's.
+// stockOp describes how to compile one of Gorgonia's ops.
 type stockOp struct {
-	find   func(n *gorgonia.Node) lowering // nil if there is none for the node
-	scaled linearity                       // nil for an op that is not linear in anything
+	find   func(n *gorgonia.Node) lowering // returns nil if the node can't be lowered
+	scaled linearity                       // nil if the op is not linear in any input
 }
 
-// stockOps holds them by the name of the op's type. The types of gradients stand beside those of
-// their ops; most gradients, and functions such as Rectify and Mean, are made of other ops.
+// stockOps maps type names to ops. Gradient ops are listed next to their forward ops. Most gradients, and
+// functions such as Rectify and Mean, have no entry because they are composed of other ops.
 var stockOps map[string]stockOp
 
 func init() {
@@ -50,14 +50,14 @@ func init() {
 	}
 }
 
-// floats reports whether a node and its inputs hold floats.
+// floats reports whether a node and all its inputs have type float32.
 func floats(n *gorgonia.Node) bool {
 	return !slices.ContainsFunc(append(graph.Children(n), n), func(n *gorgonia.Node) bool {
 		return n.Dtype() != tensor.Float32
 	})
 }
 
-// integers returns the numbers that stand in s, which has no negative ones.
+// integers returns the nonnegative integers that appear in s.
 func integers(s string) []int {
 	var all []int
 	for _, digits := range strings.FieldsFunc(s, func(r rune) bool { return !unicode.IsDigit(r) }) {
@@ -68,12 +68,13 @@ func integers(s string) []int {
 	return all
 }
 
-// around cuts a shape at an axis: the sizes of what is before it, of itself, and of what is behind.
+// around returns the product of the dimensions before an axis, the dimension of the axis, and the product
+// of the dimensions after it.
 func around(s tensor.Shape, axis int) (outer, n, inner int) {
 	return opbase.Size(s[:axis]), s[axis], opbase.Size(s[axis+1:])
 }
 
-// fed returns an input of the graph as activations, and anything else as it is.
+// fed returns a as activations if it is an input of the graph, and otherwise a itself.
 func (c *compiler) fed(n *gorgonia.Node, a *program.Array) *program.Array {
 	if c.inputOf[a.Buffer] != nil && a.Type != gpu.Int64 {
 		return c.act(n, a)

@@ -36,8 +36,8 @@ var (
 		"!=":         elementwise.NotEqual,
 		"MinBetween": elementwise.Minimum, "MaxBetween": elementwise.Maximum,
 	}
-	// withLeft and withRight are the binary ops as unary ones, where that operand is a number known
-	// beforehand.
+	// withLeft and withRight map binary ops to unary ops for the case that the left or right operand is a
+	// known number.
 	withLeft = map[elementwise.BinaryOp]elementwise.UnaryOp{
 		elementwise.Add: elementwise.AddScalar, elementwise.Sub: elementwise.SubFrom,
 		elementwise.Mul: elementwise.MulScalar, elementwise.Div: elementwise.DivideInto,
@@ -57,7 +57,8 @@ func stockUnary(n *gorgonia.Node) lowering {
 	}
 }
 
-// readsSpread reports whether a node is an elementwise op that reads what its operands repeat.
+// readsSpread reports whether a node is an elementwise op that can read operands before they are
+// repeated.
 func (c *compiler) readsSpread(n *gorgonia.Node) bool {
 	switch graph.OpType(n) {
 	case "gorgonia.elemBinOp", "gorgonia.minBetween", "gorgonia.maxBetween":
@@ -67,8 +68,7 @@ func (c *compiler) readsSpread(n *gorgonia.Node) bool {
 	return false
 }
 
-// stockBinary lowers arithmetic and those comparisons whose result is of the operands' type, 1 or
-// 0.
+// stockBinary lowers arithmetic ops, and comparisons that return 1 or 0 in the type of their operands.
 func stockBinary(n *gorgonia.Node) lowering {
 	symbol, _, _ := strings.Cut(fmt.Sprint(n.Op()), " ")
 	f, ok := binaryOps[symbol]
@@ -85,7 +85,7 @@ func (c *compiler) unary(n *gorgonia.Node, f elementwise.UnaryOp, x *program.Arr
 	return c.map1(n, f, c.NewArray(x.Type, n.Shape()...), x, p)
 }
 
-// map1 adds y = f(x) for every element, of which p is a parameter.
+// map1 adds y = f(x) for every element, with parameter p of f.
 func (c *compiler) map1(n *gorgonia.Node, f elementwise.UnaryOp, y, x *program.Array,
 	p float64) *program.Array {
 	a := elementwise.Unary{Op: f, P: p, N: y.Len(), Type: y.Type}
@@ -93,8 +93,8 @@ func (c *compiler) map1(n *gorgonia.Node, f elementwise.UnaryOp, y, x *program.A
 	return y
 }
 
-// map2 adds y = f(a, b) for every element. The operands may be repeated, in which variants follows; a
-// number goes with every element.
+// map2 adds y = f(a, b) for every element. repeated gives the repetition of each operand; a single
+// number is repeated for every element.
 func (c *compiler) map2(n *gorgonia.Node, f elementwise.BinaryOp, y, a, b *program.Array,
 	repeated ...elementwise.Operand) *program.Array {
 	var as [2]elementwise.Operand
@@ -111,10 +111,10 @@ func (c *compiler) map2(n *gorgonia.Node, f elementwise.BinaryOp, y, a, b *progr
 	return y
 }
 
-// binary computes elementwise. An operand of one element goes with every element of the other. One
-// that a node repeats is read as often from what the node repeats. Where the operands' types
-// differ, float32 wins: it is that of gradients of parameters and of scalars, but a scalar does not
-// widen a tensor.
+// binary adds an elementwise op. An operand with a single element is combined with every element of the
+// other. If an operand is the result of a repetition, the repetition's input is read instead. If the
+// operand types differ, the result is float32, the type of scalars and of parameter gradients, except
+// that a scalar doesn't change the type of a tensor.
 func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 	a, b *program.Array) *program.Array {
 	nodes := graph.Children(n)
@@ -131,7 +131,7 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 		case f == elementwise.Sub:
 			return c.unary(n, elementwise.AddScalar, a, -p)
 		case f == elementwise.Div && a.Type != gpu.Float32:
-			// rounds less than a divisor of that type would
+			// the reciprocal in float32 is more accurate than a divisor in a's type
 			return c.unary(n, elementwise.MulScalar, a, 1/p)
 		}
 	}
@@ -157,8 +157,7 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 	return c.map2(n, f, y, x, z, repeated[:]...)
 }
 
-// spreadOf returns the repetition that a node is, if an elementwise op can read its input in its
-// place.
+// spreadOf describes a node that is a repetition, if an elementwise op can read its input directly.
 func spreadOf(n *gorgonia.Node) (o elementwise.Operand, ok bool) {
 	r, ok := repetitionOf(n)
 	switch {
@@ -172,13 +171,12 @@ func spreadOf(n *gorgonia.Node) (o elementwise.Operand, ok bool) {
 	return o, false
 }
 
-// rowOf is a row of so many columns that goes with every row.
+// rowOf describes a row that is repeated for every row of a matrix.
 func rowOf(columns int) elementwise.Operand {
 	return elementwise.Operand{Repeat: 1, Period: columns}
 }
 
-// number is the value of an input that is a number known beforehand, which the scaled gradient of
-// the loss is not.
+// number returns the value of an input that is a known number. The scaled gradient of the loss is not.
 func (c *compiler) number(n *gorgonia.Node, input int) (float64, bool) {
 	if c.Scaling.Edges[program.Edge{Node: n, Input: input}] {
 		return 0, false
@@ -186,8 +184,7 @@ func (c *compiler) number(n *gorgonia.Node, input int) (float64, bool) {
 	return number(graph.Children(n)[input])
 }
 
-// number is the value of a node that is a number known beforehand: a constant, or the size of a
-// dimension.
+// number returns the value of a node that is a known number: a constant or the size of a dimension.
 func number(n *gorgonia.Node) (float64, bool) {
 	if !n.IsScalar() || n.Dtype() != tensor.Float32 {
 		return 0, false

@@ -15,25 +15,25 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Ops that only move elements: strided copies of inputs into parts of the result.
+// Ops that only move elements are lowered to strided copies from inputs to parts of the result.
 
-// moves is what such an op does. Without copies the result is the first input in another shape.
+// moves describes such an op. If copies is empty, the result is a reshaped view of the first input.
 type moves struct {
 	copies []strided
-	zeros  bool // around what is copied
+	zeros  bool // elements that are not copied are zero
 }
 
-// strided is a copy of an input, from one element on, to the result, from one element on. It has no
-// addresses yet.
+// strided is a copy from input, starting at element x, to the result, starting at element y. The
+// addresses are not set.
 type strided struct {
 	input, x, y int
 	layout.Copy
 }
 
-// maxDimensions is how many a copy may have.
+// maxDimensions is the maximum number of dimensions of a copy.
 const maxDimensions = 6
 
-// stockMoves lowers a node that moves elements as find says, if it says so.
+// stockMoves returns a function that lowers nodes with a description from find.
 func stockMoves(find func(n *gorgonia.Node) (moves, bool)) func(*gorgonia.Node) lowering {
 	return func(n *gorgonia.Node) lowering {
 		m, ok := find(n)
@@ -46,7 +46,7 @@ func stockMoves(find func(n *gorgonia.Node) (moves, bool)) func(*gorgonia.Node) 
 	}
 }
 
-// move adds the copies of a node. Where inputs differ in type, the result is float32.
+// move adds the copies of a node. The result is float32 if any input is.
 func (c *compiler) move(n *gorgonia.Node, in []*program.Array, m moves) *program.Array {
 	if isRepeat(n) {
 		in[0] = c.fed(n, in[0])
@@ -83,15 +83,15 @@ func (c *compiler) move(n *gorgonia.Node, in []*program.Array, m moves) *program
 	return y
 }
 
-// unread reports whether all that use a node read what it was made of in its place. Products do so
-// with a matrix that is transposed, elementwise ops with what is repeated.
+// unread reports whether all users of a node read its input directly. Products do so for a transposed
+// matrix, and elementwise ops for repeated operands.
 func (c *compiler) unread(n *gorgonia.Node) bool {
 	_, repeats := spreadOf(n)
 	return isMatrixTranspose(n) && c.onlyUsedBy(n, c.isMatMul) ||
 		repeats && c.onlyUsedBy(n, c.readsSpread)
 }
 
-// reshaped is of Reshape: the same elements in another shape.
+// reshaped describes Reshape, which keeps the elements and changes the shape.
 func reshaped(n *gorgonia.Node) (moves, bool) {
 	return moves{}, opbase.Size(graph.Children(n)[0].Shape()) == opbase.Size(n.Shape())
 }
@@ -118,14 +118,15 @@ func isMatrixTranspose(n *gorgonia.Node) bool {
 	return graph.OpType(n) == "gorgonia.transposeOp" && fmt.Sprint(n.Op()) == "Aᵀ{1, 0}"
 }
 
-// onlyUsedBy reports whether a node has users, all of which are of a kind, and no other use.
+// onlyUsedBy reports whether a node has users, kind holds for every user, and the node's value is not
+// requested.
 func (c *compiler) onlyUsedBy(n *gorgonia.Node, kind func(*gorgonia.Node) bool) bool {
 	users, other := c.users[n], func(u *gorgonia.Node) bool { return !kind(u) }
 	return len(users) > 0 && !c.lasting[n] && !slices.ContainsFunc(users, other)
 }
 
-// sliced is of Slice, and of its gradient, whose inputs are what was sliced and the gradient of the
-// part: zeros but for the part.
+// sliced describes Slice and its gradient. The inputs of the gradient are the sliced tensor and the
+// gradient of the slice; its result is zero outside the slice.
 func sliced(n *gorgonia.Node) (m moves, ok bool) {
 	name, nodes := fmt.Sprint(n.Op()), graph.Children(n)
 	inside, _, ok := strings.Cut(strings.TrimPrefix(name, "T["), "...]")
@@ -143,7 +144,7 @@ func sliced(n *gorgonia.Node) (m moves, ok bool) {
 	first, count, step := 0, along, 1
 	if limits := integers(inside); len(limits) == 3 {
 		first, step = limits[0], max(1, limits[2])
-		count = max(1, (min(limits[1], along)-first)/step) // as Gorgonia counts
+		count = max(1, (min(limits[1], along)-first)/step) // the number that Gorgonia computes
 	}
 
 	if first+(count-1)*step >= along || outer*count*inner != opbase.Size(y) {
@@ -189,12 +190,12 @@ func concatenated(n *gorgonia.Node) (m moves, ok bool) {
 	return m, at == along*inner
 }
 
-// repetition is of an axis, each index as often as times says.
+// repetition describes the repetition of each index of an axis, a given number of times.
 type repetition struct{ outer, along, times, inner int }
 
-// repetitionOf returns the repetition that a node is. How often is its second input's value, but
-// the shapes say it too. A vector may be repeated along an axis that it lacks, and counts as a
-// column then.
+// repetitionOf returns the repetition that a node computes. The number of repetitions is the value of the
+// second input, but it also follows from the shapes. A vector repeated along an axis that it lacks counts
+// as a column.
 func repetitionOf(n *gorgonia.Node) (r repetition, ok bool) {
 	if !isRepeat(n) {
 		return r, false
@@ -230,7 +231,7 @@ func repeats(n *gorgonia.Node) (m moves, ok bool) {
 		XStrides: []int{r.along * r.inner, r.inner, 0, 1}}}}}, true
 }
 
-// stockSize lowers SizeOf, which is known beforehand.
+// stockSize lowers SizeOf to a constant.
 func stockSize(n *gorgonia.Node) lowering {
 	v, ok := sizeOf(n)
 	if !ok || n.Dtype() != tensor.Float32 {
@@ -241,8 +242,8 @@ func stockSize(n *gorgonia.Node) lowering {
 	}
 }
 
-// sizeOf is the size of a dimension, if that is what a node is. Its op says it, since the shape was
-// known when it was made.
+// sizeOf returns the size of a dimension if the node is a SizeOf op. The op's string contains the size,
+// since the shape was known when the op was created.
 func sizeOf(n *gorgonia.Node) (size int, ok bool) {
 	_, err := fmt.Sscanf(fmt.Sprint(n.Op()), "SizeOf=%d", &size)
 	return size, err == nil && graph.OpType(n) == "gorgonia.sizeOp"

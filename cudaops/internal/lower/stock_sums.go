@@ -16,16 +16,17 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// linalg is one of Gorgonia's products, as one of matrices: a vector is a row or a column.
+// linalg is one of Gorgonia's linear algebra ops expressed as a product of matrices. Vectors become rows
+// or columns.
 type linalg struct {
-	a, b, y        []int // shapes of the operands as they lie, and of the result
+	a, b, y        []int // shapes of the stored operands and of the result
 	transA, transB bool
 	matrices       bool
-	sums           bool // over rows, or of vectors, as gradients of weights are: they are float32
+	sums           bool // sums over rows, or products of vectors, as in gradients of weights; the result is float32
 }
 
-// linalgOf returns the product that a node is. Gorgonia takes some vectors for matrices, and some
-// shapes that do not fit: that is no product.
+// linalgOf returns the product computed by a node. Gorgonia mistakes some vectors for matrices, and
+// accepts some shapes that don't match; linalgOf rejects these.
 func linalgOf(n *gorgonia.Node) (p linalg, ok bool) {
 	name := fmt.Sprint(n.Op())
 	left, rest, _ := strings.Cut(name, " ")
@@ -65,7 +66,7 @@ func linalgOf(n *gorgonia.Node) (p linalg, ok bool) {
 	return p, k == l && slices.Equal(y, p.y)
 }
 
-// flip returns the rows and columns of a matrix, or of its transpose.
+// flip returns the rows and columns of a matrix or of its transpose.
 func flip(s []int, transposed bool) (rows, columns int) {
 	if transposed {
 		return s[1], s[0]
@@ -92,8 +93,7 @@ func stockProduct(n *gorgonia.Node) lowering {
 	}
 }
 
-// factor is an operand of a product. That of a transposed node is the matrix from which the node
-// was made.
+// factor returns an operand of a product. For a transposed node it returns the original matrix.
 func (c *compiler) factor(n *gorgonia.Node, i int, in *program.Array, shape []int,
 	transposed bool) (*program.Array, bool) {
 	if child := graph.Children(n)[i]; isMatrixTranspose(child) {
@@ -103,8 +103,8 @@ func (c *compiler) factor(n *gorgonia.Node, i int, in *program.Array, shape []in
 	return c.act(n, in).View(0, shape...), transposed
 }
 
-// isMatMul reports whether a node is a product of two matrices, which transposes its operands
-// itself.
+// isMatMul reports whether a node is a product of two matrices. Such products can transpose their
+// operands themselves.
 func (c *compiler) isMatMul(n *gorgonia.Node) bool {
 	p, ok := linalgOf(n)
 	return ok && p.matrices && c.hasKernel(n)
@@ -138,8 +138,7 @@ func stockReduction(n *gorgonia.Node) lowering {
 	}
 }
 
-// reduce reduces along axes, which ascend and do not repeat: first along those that come last. Sums
-// are float32.
+// reduce reduces along distinct axes in ascending order, starting with the last. Sums are float32.
 func (c *compiler) reduce(n *gorgonia.Node, r reduce.Reduction, x *program.Array,
 	axes []int) *program.Array {
 	shape := slices.Clone(x.Shape)
@@ -157,7 +156,7 @@ func (c *compiler) reduce(n *gorgonia.Node, r reduce.Reduction, x *program.Array
 	return x
 }
 
-// reduceMiddle reduces x, as [outer, middle, inner], to [outer, inner].
+// reduceMiddle reduces x, viewed as [outer, middle, inner], to [outer, inner].
 func (c *compiler) reduceMiddle(n *gorgonia.Node, r reduce.Reduction, x *program.Array, outer,
 	middle, inner int) *program.Array {
 	t := x.Type
@@ -170,8 +169,8 @@ func (c *compiler) reduceMiddle(n *gorgonia.Node, r reduce.Reduction, x *program
 	return y
 }
 
-// stockSoftmax lowers SoftMax along the last axis, and its gradient, whose inputs are x, y and the
-// gradient of y.
+// stockSoftmax lowers SoftMax along the last axis, and its gradient. The gradient's inputs are x, y and
+// the gradient of y.
 func stockSoftmax(n *gorgonia.Node) lowering {
 	var axis int
 	var log bool
@@ -180,7 +179,7 @@ func stockSoftmax(n *gorgonia.Node) lowering {
 	x := graph.Children(n)[0].Shape()
 	last := len(x) - 1
 	if _, err := fmt.Sscanf(config, "%d, %t}", &axis, &log); err != nil || log || !floats(n) ||
-		last < 0 || axis >= 0 && axis != last || axis < 0 && x.IsColVec() || // as Gorgonia does it
+		last < 0 || axis >= 0 && axis != last || axis < 0 && x.IsColVec() || // Gorgonia treats column vectors differently
 		!slices.Equal(x, n.Shape()) {
 		return nil
 	}
