@@ -12,20 +12,20 @@ import (
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
-// ceilingBytes is the memory of the copy that measures the card's bandwidth, and ceilingSide the
-// most that the matrices measure whose product measures its speed. Sides double from firstSide
-// until a product takes ceilingTime, of which what it takes to start one is little. A slow card, or
-// one under a tool that makes kernels slow, is not kept for longer.
+// Parameters of the measurement. A copy of ceilingBytes measures the card's bandwidth. Products of
+// square matrices measure its arithmetic: the sides double from firstSide to at most ceilingSide,
+// until a product takes ceilingTime and the time to launch it is negligible. This bounds the
+// measurement on slow cards, and under tools that slow down kernels.
 const (
 	ceilingBytes           = 512 << 20
 	firstSide, ceilingSide = 256, 8192
 	ceilingTime            = time.Millisecond
 )
 
-// ceilingWays is how many of cuBLASLt's variants to compute a product are tried.
+// ceilingVariants is the maximum number of cuBLASLt variants to try for a product.
 const ceilingVariants = 12
 
-// Ceilings measures the card.
+// Ceilings measures the card's arithmetic speed and memory bandwidth.
 func (m *Machine) Ceilings() (optime.Ceiling, error) {
 	var p optime.Profile
 	err := m.measureCeilings(&p)
@@ -36,17 +36,17 @@ func (m *Machine) Ceilings() (optime.Ceiling, error) {
 	return c, err
 }
 
-// card is a card that is measured.
+// card is a card being measured.
 type card struct {
 	*Machine
 	memory run.Memory
-	bytes  int     // that a copy copies
-	from   gpu.Ptr // so many bytes, as many behind them, and cuBLASLt's workspace
+	bytes  int     // size of the copy in bytes
+	from   gpu.Ptr // source of the copy, followed by its destination and cuBLASLt's workspace
 }
 
-// measureCeilings sets the profile's ceilings: the best of some copies, and of the variants to compute
-// a product. What is too large for the memory that is left is measured smaller, and not at all
-// below a sixteenth.
+// measureCeilings sets the profile's ceilings to the best results of several copies and product
+// variants. If memory is short, it measures smaller copies and products, down to a sixteenth of the
+// usual size. Below that it warns and measures nothing.
 func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
 	c := &card{Machine: m, memory: run.Memory{Ctx: m.Ctx}, bytes: cmp.Or(m.Copy, ceilingBytes)}
 	defer func() { err = errors.Join(err, m.Ctx.SyncStream(m.Stream), c.memory.Close()) }()
@@ -78,14 +78,14 @@ func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
 	return err
 }
 
-// products is the operations a second of the largest product of square matrices of a type that is
-// measured, 0 if there is none.
+// products returns the highest speed, in operations per second, of products of square matrices of type
+// e. It is 0 if the product cannot be computed.
 func (c *card) products(e gpu.DType) (best float64, err error) {
 	if err := run.Fill(c.Ctx, c.Stream, c.from, c.bytes, e, 1, 1); err != nil {
 		return 0, err
 	}
 
-	widest, side := c.Operands, ceilingSide // of all that takes room
+	widest, side := c.Operands, ceilingSide // the type that takes the most memory
 	if widest == gpu.Float32 {
 		side /= 2
 	}
@@ -106,8 +106,8 @@ func (c *card) products(e gpu.DType) (best float64, err error) {
 	return best, nil
 }
 
-// product is what the fastest variant takes to multiply two square matrices, which lie one behind the
-// other; 0 if there is none.
+// product returns the time that the fastest variant takes to multiply two square matrices, or 0 if no
+// variant is available.
 func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 	blas, err := c.Ctx.Blas()
 	if err != nil {
@@ -120,7 +120,7 @@ func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 	args := gpu.MatmulArgs{Alpha: 1, A: c.from, B: c.from.Offset(size), C: d, D: d,
 		Workspace: d.Offset(c.bytes), WorkspaceSize: run.WorkspaceBytes}
 	if e == gpu.Float8E4M3 {
-		args.ScaleA = c.from.Offset(2 * size) // where the larger type would have operands
+		args.ScaleA = c.from.Offset(2 * size) // this memory is free because float8 operands are smaller
 		args.ScaleB = args.ScaleA
 		ones := gpu.Bytes(slices.Repeat([]float32{1}, side))
 		if err := c.Ctx.CopyToDevice(args.ScaleA, ones, c.Stream); err != nil {
@@ -136,7 +136,8 @@ func (c *card) product(side int, e gpu.DType) (took time.Duration, err error) {
 	return c.best(len(plan.Algos()), func(variant int) error { return plan.Run(variant, args, c.Stream) })
 }
 
-// best is the shortest of three times of each variant of some work, after a first run of it.
+// best returns the shortest time among all variants. Each variant runs once to warm up, and then three
+// times.
 func (c *card) best(variants int, work func(variant int) error) (time.Duration, error) {
 	best := time.Duration(math.MaxInt64)
 	for variant := range variants {

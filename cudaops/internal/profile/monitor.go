@@ -1,6 +1,6 @@
-// Package profile measures where the time of runs goes. A monitor does so now and then, in the
-// background, and a profiler of a few steps, kernel by kernel. Both enqueue the program's calls
-// with marks between them, and change no result.
+// Package profile measures how runs spend their time. A Monitor samples runs in the background, and a
+// Profiler examines a few steps kernel by kernel. Both enqueue the program's calls with timing events
+// between them and don't affect results.
 package profile
 
 import (
@@ -16,49 +16,49 @@ import (
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
-// update is the name of updates among ops.
+// update is the op name of updates.
 const update = "Update"
 
 const (
-	// monitorShare is how much of the time the monitor may take.
+	// monitorShare is the maximum share of time that the monitor may take.
 	monitorShare = 0.004
-	// monitorDrift is the multiple of its tuned time from which on an op counts as having drifted.
-	// It must also be more than monitorNoise above it, in monitorTimes samples on end.
+	// An op has drifted if it takes more than monitorDrift times its tuned time, and exceeds that time
+	// by more than monitorNoise, in monitorTimes consecutive samples.
 	monitorDrift, monitorNoise, monitorTimes = 1.5, 10 * time.Microsecond, 3
 )
 
-// Monitor times one run in every so many.
+// A Monitor times one run out of every Every runs.
 type Monitor struct {
 	marks
-	least int // runs from one sample to the next
-	Every int // likewise, where samples cost much
-	runs  int // since the last sample
+	least int // configured number of runs per sample
+	Every int // current number of runs per sample, raised if samples are expensive
+	runs  int // runs since the last sample
 
-	timed []interval    // what is on its way, in order; a sample begins with the calls
-	plain time.Duration // of a run without marks
-	cost  float64       // of a run with marks, as a share of that
+	timed []interval    // pending intervals in order; in a sample, the calls come first
+	plain time.Duration // time of a run without marks
+	cost  float64       // extra time of a run with marks, as a share of plain
 
-	Samples int    // runs that were timed
-	tasks   []task // the calls, and the update
+	Samples int    // number of timed runs
+	tasks   []task // one per call, followed by the update
 }
 
-// interval is what passes between two marks.
+// interval is the time between two marks.
 type interval struct {
 	from, to gpu.Event
-	ahead    gpu.Event // until from it is the pass without telemetry; 0 for none
+	ahead    gpu.Event // start of the preceding pass without telemetry, which lasts until from; 0 if none
 	task     *task     // nil for the whole run
 }
 
-// task is what is known of a call, or of the update.
+// task collects the samples of a call or of the update.
 type task struct {
 	call    *program.Call // nil for the update
 	chosen  optime.Choice
-	total   time.Duration // in all samples
+	total   time.Duration // sum of all samples
 	samples int
-	drifted int // samples on end
+	drifted int // consecutive samples
 }
 
-// NewMonitor prepares a monitor of one run in so many.
+// NewMonitor returns a monitor that times one run out of every runs.
 func NewMonitor(m *Machine, every int) *Monitor {
 	o := &Monitor{marks: m.marks(), least: every, Every: every, runs: every - 2,
 		cost: math.Inf(1), tasks: make([]task, len(m.Program.Calls)+1)}
@@ -70,7 +70,7 @@ func NewMonitor(m *Machine, every int) *Monitor {
 	return o
 }
 
-// Close gives back events.
+// Close destroys the monitor's events. A nil Monitor has none.
 func (o *Monitor) Close() error {
 	if o == nil {
 		return nil
@@ -78,11 +78,11 @@ func (o *Monitor) Close() error {
 	return o.memory.Close()
 }
 
-// Sampling reports whether the run that is on its way has marks.
+// Sampling reports whether the current run has marks.
 func (o *Monitor) Sampling() bool { return len(o.timed) > 1 }
 
-// Run enqueues a run of the program, with marks if it is due. A run that has yet to load kernels is
-// not measured.
+// Run enqueues a run of the program, with marks if a sample is due. The first run in each mode, which
+// still loads kernels, is not measured.
 func (o *Monitor) Run(w run.Work) error {
 	replay := w.Replay
 	if !o.Now.Loaded {
@@ -115,10 +115,10 @@ func (o *Monitor) Run(w run.Work) error {
 	return o.failed()
 }
 
-// intervals are those of the calls. One begins where the one before it ends, or the pass without
-// telemetry ahead of it.
+// intervals returns the intervals of the calls. Each starts at the end of the preceding call or, if a
+// pass without telemetry comes first, at the end of that pass.
 func (o *Monitor) intervals() (all []interval) {
-	last := o.next() // unless the first begins with such a pass
+	last := o.next() // not used if the first call has a pass without telemetry
 	for i, c := range o.Program.Calls {
 		t := interval{from: last, task: &o.tasks[i]}
 		if o.Layers.Measures(c) {
@@ -138,8 +138,8 @@ func (o *Monitor) sample(timed []interval) error {
 	}
 
 	if o.Now.Monitored == 0 {
-		// What is captured must have its modules loaded. Nothing that a run has computed is alive
-		// between two runs.
+		// Load the modules before the capture. The launches may overwrite results, since no result is
+		// needed between runs.
 		for _, t := range timed {
 			if t.ahead != 0 {
 				o.do(func() error { return o.Layers.Unmeasured(t.task.call) })
@@ -153,8 +153,8 @@ func (o *Monitor) sample(timed []interval) error {
 	return o.Repeat(&o.Now.Monitored, enqueue)
 }
 
-// enqueue enqueues calls with marks between them. A pass without telemetry runs twice, the first
-// time only for the caches.
+// enqueue enqueues calls with marks between them. The extra pass without telemetry runs twice, because
+// the first only warms up the caches.
 func (o *Monitor) enqueue(timed []interval) error {
 	for i, t := range timed {
 		c := t.task.call
@@ -175,8 +175,8 @@ func (o *Monitor) enqueue(timed []interval) error {
 	return o.failed()
 }
 
-// collect takes in what has been timed, if the device is done with it. A sample counts as a whole
-// or not at all.
+// collect evaluates the pending intervals if the device has finished them. If one of the measurements
+// fails, the whole sample is discarded.
 func (o *Monitor) collect() error {
 	timed := o.timed
 	if timed == nil {
@@ -210,7 +210,7 @@ func (o *Monitor) collect() error {
 			o.note(t.task, took[i])
 		case len(timed) == 1:
 			o.plain = took[i]
-		case o.plain > 0: // the least cost: runs differ for other reasons too
+		case o.plain > 0: // take the minimum, since runs differ for other reasons too
 			o.cost = min(o.cost, max(0, float64(took[i]-o.plain)/float64(o.plain)))
 			o.Every = max(o.least, int(o.cost/monitorShare))
 		}
@@ -222,7 +222,7 @@ func (o *Monitor) collect() error {
 	return nil
 }
 
-// note takes in the time of a task.
+// note adds a sample to a task, and warns if the task has drifted.
 func (o *Monitor) note(t *task, d time.Duration) {
 	t.total, t.samples = t.total+d, t.samples+1
 	tuned := t.chosen.Cold
@@ -236,7 +236,7 @@ func (o *Monitor) note(t *task, d time.Duration) {
 	}
 }
 
-// Update enqueues an update, and times it if it follows a run that is timed.
+// Update enqueues an update, and times it if it follows a timed run.
 func (o *Monitor) Update(enqueue func() error) error {
 	if !o.Sampling() || o.timed[len(o.timed)-1].task != nil {
 		return enqueue()
@@ -249,7 +249,7 @@ func (o *Monitor) Update(enqueue func() error) error {
 		return err
 	}
 
-	// an update that is on its way is no error for want of a mark
+	// The update has been enqueued, so a failure to mark its end is not an error.
 	if o.mark(update.to); o.failed() == nil {
 		o.timed = append(o.timed, update)
 	}
@@ -257,12 +257,12 @@ func (o *Monitor) Update(enqueue func() error) error {
 	return nil
 }
 
-// UpdatePart enqueues a part of an update.
+// UpdatePart enqueues part of an update.
 func (o *Monitor) UpdatePart(w run.Work) error { return w.Replay() }
 
-// Times returns what the ops of a run have taken so far on average, the longest first, with the
-// variants in which they are computed. Under the name Update is what the optimiser took, which moves so
-// many bytes. It is empty before the first sample.
+// Times returns the average times of the ops in a run, longest first, with their variants. The op
+// Update is the optimizer's update, which moves updateBytes bytes. The result is empty before the
+// first sample.
 func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 	if err := o.collect(); err != nil {
 		return nil, err
@@ -287,43 +287,43 @@ func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 	return optime.Gather(times), nil
 }
 
-// Machine is the machine whose runs are measured.
+// Machine is the machine being measured.
 type Machine struct {
 	*run.Runner
 	Layers   *kasmina.Layers
 	Warn     func(message string)
-	Operands gpu.DType // of products
-	Float8   bool      // products of float8 are measured too
-	Copy     int       // bytes of the copy that measures the card; 0 for the usual
+	Operands gpu.DType // operand type of products
+	Float8   bool      // also measure float8 products
+	Copy     int       // size in bytes of the copy that measures bandwidth; 0 for the default
 }
 
-// marks are events that the stream records when it gets there. Once something has failed nothing
-// more is done, until failed has told it.
+// marks manages timing events on the stream. After an error, all methods do nothing until failed
+// returns the error.
 type marks struct {
 	*Machine
 	memory run.Memory
 	all    []gpu.Event
-	used   int // of these
+	used   int // number of events in use
 	err    error
 }
 
 func (m *Machine) marks() marks { return marks{Machine: m, memory: run.Memory{Ctx: m.Ctx}} }
 
-// failed is what has failed, from now on nothing.
+// failed returns the first error and clears it.
 func (m *marks) failed() error {
 	err := m.err
 	m.err = nil
 	return err
 }
 
-// do does something, unless something has failed.
+// do calls work unless an error has occurred.
 func (m *marks) do(work func() error) {
 	if m.err == nil {
 		m.err = work()
 	}
 }
 
-// next is a mark that is not in use; there is none where it fails.
+// next returns an unused event, or 0 on error.
 func (m *marks) next() gpu.Event {
 	if m.used == len(m.all) {
 		e, err := m.memory.NewEvent(true)
@@ -337,14 +337,14 @@ func (m *marks) next() gpu.Event {
 	return m.all[m.used-1]
 }
 
-// put is the next mark, put on the stream.
+// put marks the stream with an unused event and returns the event.
 func (m *marks) put() gpu.Event {
 	e := m.next()
 	m.mark(e)
 	return e
 }
 
-// mark has the stream record an event when it gets there, in what is captured at each launch.
+// mark records an event on the stream. In a captured graph, the event is recorded at every launch.
 func (m *marks) mark(e gpu.Event) {
 	record := m.Ctx.Record
 	if m.State.Capturing() {
@@ -353,7 +353,7 @@ func (m *marks) mark(e gpu.Event) {
 	m.do(func() error { return record(e, m.Stream) })
 }
 
-// between is the time from one mark to another.
+// between returns the time between two marks.
 func (m *marks) between(from, to gpu.Event) (d time.Duration) {
 	m.do(func() (err error) {
 		d, err = m.Ctx.Elapsed(from, to)

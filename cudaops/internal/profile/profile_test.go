@@ -27,7 +27,7 @@ func newMachine(t *testing.T) (*passtest.Rig, *profile.Machine) {
 	return r, m
 }
 
-// step makes a run and, if it has work, an update of one part.
+// step performs a run and, if update is not nil, an update with one part.
 func step(t *testing.T, r *passtest.Rig, o run.Observer, update func() error) {
 	t.Helper()
 	require.NoError(t, r.Runner.Compute(o, nil))
@@ -39,8 +39,8 @@ func step(t *testing.T, r *passtest.Rig, o run.Observer, update func() error) {
 	require.NoError(t, r.Ctx.SyncStream(r.Runner.Stream))
 }
 
-// TestMonitor checks that a monitor times the calls of one run in so many and the update after it, and
-// that runs compute the same calls with it as without.
+// TestMonitor checks that a monitor times the calls of one run in three, along with the update after
+// it, and that all runs and updates still execute.
 func TestMonitor(t *testing.T) {
 	r, m := newMachine(t)
 	o := profile.NewMonitor(m, 3)

@@ -10,35 +10,37 @@ import (
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
-// Profiler times steps. Some it times by events around their pieces, which are what is captured.
-// Then some have a mark after every kernel, of which the last one counts. A capture lets the card
-// rest, and then it is faster for a while. A nil one does nothing.
+// Profiler profiles steps. It first times some steps as they normally run, using events around their
+// captured pieces. Then it runs steps with a mark after every kernel, and uses the last of these:
+// during the capture the card is idle, and afterwards the card runs faster for a while.
+//
+// A nil Profiler does nothing.
 type Profiler struct {
 	marks
 	pieces map[pieceKey]*markedPiece
-	steps  []*step // that have begun; the last ones have marks
-	open   bool    // the last one has not ended
+	steps  []*step // steps started so far; the last ones have marks
+	open   bool    // the last step has not ended
 
-	whole []*markedPiece // of the last step: the first, third and so on is what is between pieces
-	piece *markedPiece   // that is being enqueued
-	task  *optime.Span   // what the spans of what is being enqueued have in common, nil for nothing
-	tasks int            // so far
-	last  gpu.Event      // the last mark
+	whole []*markedPiece // pieces of the last step at odd indices, and the work between them at even indices
+	piece *markedPiece   // currently being enqueued
+	task  *optime.Span   // template for the spans of the current work; nil between pieces
+	tasks int            // number of tasks so far
+	last  gpu.Event      // last mark
 }
 
-// plainSteps is how many steps a profile times as they are, beside one more before these, which is
-// not looked at. Of these markedSteps is how many have marks.
+// A profile times plainSteps steps as they normally run, after one step that is ignored. Then come
+// markedSteps steps with marks.
 const plainSteps, markedSteps = 7, 4
 
-// Steps is how many steps a profile takes.
+// Steps is the total number of steps in a profile.
 const Steps = 1 + plainSteps + markedSteps
 
-// NewProfiler returns a profiler of the steps that follow.
+// NewProfiler returns a profiler for the steps that follow.
 func NewProfiler(m *Machine) *Profiler {
 	return &Profiler{marks: m.marks(), pieces: map[pieceKey]*markedPiece{}}
 }
 
-// Result returns the profile, with the card's ceilings.
+// Result returns the profile, including the card's ceilings.
 func (p *Profiler) Result() (*optime.Profile, error) {
 	r, err := p.result()
 	if err = run.Joined(err, p.Close()); err != nil {
@@ -51,46 +53,45 @@ func (p *Profiler) Result() (*optime.Profile, error) {
 	return r, nil
 }
 
-// pieceKey tells pieces apart: by the kind of run, by the optimiser, and by their number in the
-// step.
+// pieceKey identifies a piece by the mode of the run, the optimizer, and the position in the step.
 type pieceKey struct {
 	run       *run.Recording
 	optimizer any
 	number    int
 }
 
-// markedPiece is a piece of a marked step, or what is between two.
+// markedPiece is a piece of a marked step, or the work between two pieces.
 type markedPiece struct {
-	graph gpu.Graph   // 0 where it cannot be captured
-	pause []gpu.Event // marks with nothing between them, of a piece
+	graph gpu.Graph   // 0 if the piece cannot be captured
+	pause []gpu.Event // consecutive marks at the start of a piece, without work between them
 	spans []markedSpan
 }
 
-// step is one of those that are profiled.
+// step is a profiled step.
 type step struct {
 	begin  gpu.Event
-	at     time.Time      // when that was enqueued
-	pieces [][2]gpu.Event // of a step without marks
+	at     time.Time      // host time when begin was enqueued
+	pieces [][2]gpu.Event // start and end of each piece, in a step without marks
 	calls  []optime.HostSpan
 }
 
-// markedSpan is a piece of work between two marks.
+// markedSpan is a kernel or copy between two marks.
 type markedSpan struct {
 	kernel   string
 	from, to gpu.Event
 	task     *optime.Span
 }
 
-// Busy reports whether there are steps to come.
+// Busy reports whether the profile needs more steps.
 func (p *Profiler) Busy() bool { return p != nil && (p.open || len(p.steps) < Steps) }
 
-// Open reports whether a step has begun and not ended.
+// Open reports whether a step has started but not finished.
 func (p *Profiler) Open() bool { return p != nil && p.open }
 
-// marked reports whether the step that is open has marks.
+// marked reports whether the current step has marks.
 func (p *Profiler) marked() bool { return p.open && len(p.steps) > 1+plainSteps }
 
-// Start begins a step, unless one has begun.
+// Start starts a step unless one is open.
 func (p *Profiler) Start() error {
 	if !p.Busy() || p.open {
 		return nil
@@ -111,7 +112,7 @@ func (p *Profiler) Start() error {
 	return nil
 }
 
-// Finish ends a step.
+// Finish ends the current step.
 func (p *Profiler) Finish() {
 	if p == nil || !p.open {
 		return
@@ -120,7 +121,7 @@ func (p *Profiler) Finish() {
 	p.Ctx.Observe(p.Stream, nil)
 }
 
-// Call notes a call of the program, from now until what it returns is called.
+// Call records the time that the host spends in a call, from now until it calls the returned function.
 func (p *Profiler) Call(name string) func() {
 	if p == nil || !p.open {
 		return func() {}
@@ -141,7 +142,7 @@ func (p *Profiler) Run(w run.Work) error {
 // Update enqueues an update.
 func (p *Profiler) Update(enqueue func() error) error { return enqueue() }
 
-// UpdatePart enqueues a part of an update as a piece of the step.
+// UpdatePart enqueues part of an update as a piece of the step.
 func (p *Profiler) UpdatePart(w run.Work) error {
 	plain := w.Plain
 	w.Plain = func() error {
@@ -151,8 +152,8 @@ func (p *Profiler) UpdatePart(w run.Work) error {
 	return p.enqueuePiece(w)
 }
 
-// enqueuePiece enqueues a piece of the step between two marks. In a step with marks after every kernel
-// it enqueues, or captures, the work kernel by kernel.
+// enqueuePiece enqueues a piece of the step between two marks. In a marked step it enqueues or
+// captures the work kernel by kernel instead.
 func (p *Profiler) enqueuePiece(w run.Work) error {
 	if !p.marked() {
 		from := p.put()
@@ -186,7 +187,7 @@ func (p *Profiler) enqueuePiece(w run.Work) error {
 	return err
 }
 
-// enqueue enqueues a piece, which begins with marks that have nothing between them.
+// enqueue enqueues a piece, preceded by consecutive marks that measure the cost of a mark.
 func (p *Profiler) enqueue(piece *markedPiece, marked func() error) error {
 	between := p.piece
 	p.piece = piece
@@ -199,7 +200,7 @@ func (p *Profiler) enqueue(piece *markedPiece, marked func() error) error {
 	return p.failed()
 }
 
-// observe enqueues a piece of work with a mark behind it.
+// observe enqueues a kernel or copy followed by a mark.
 func (p *Profiler) observe(w gpu.Work, enqueue func() error) error {
 	if !p.State.Capturing() {
 		p.last = p.put()
@@ -212,10 +213,10 @@ func (p *Profiler) observe(w gpu.Work, enqueue func() error) error {
 	}
 
 	task := p.task
-	if task == nil { // between pieces
+	if task == nil { // not part of a piece
 		p.doing(optime.Span{Op: "Copies"})
 		task, p.task = p.task, nil
-	} else if task.Op == update { // whose products alone say
+	} else if task.Op == update { // only its matrix products report FLOPs
 		task.FLOPs += w.FLOPs
 	}
 
@@ -224,18 +225,18 @@ func (p *Profiler) observe(w gpu.Work, enqueue func() error) error {
 	return nil
 }
 
-// doing says what is enqueued from now on.
+// doing sets the task of the work enqueued from now on.
 func (p *Profiler) doing(t optime.Span) {
 	t.Task = p.tasks
 	p.task, p.tasks = &t, p.tasks+1
 }
 
-// enqueueCalls enqueues the program call by call, and notes which call comes next.
+// enqueueCalls enqueues the program call by call, setting the task for each.
 func (p *Profiler) enqueueCalls() error {
 	for _, c := range p.Program.Calls {
 		t := optime.Span{Op: c.Op, Layer: c.Layer, Bytes: c.Bytes(),
 			FLOPs: c.FLOPs, Float8: c.Float8}
-		// whose variants are numbers
+		// The variants of products are only numbers.
 		if c.Choice != nil && c.Choice.Of > 1 && c.Choice.Op != "Matmul" {
 			t.Variants = []string{c.Choice.Variant}
 		}
@@ -248,7 +249,7 @@ func (p *Profiler) enqueueCalls() error {
 	return nil
 }
 
-// Close gives back events and graphs.
+// Close destroys events and graphs.
 func (p *Profiler) Close() error {
 	if p == nil {
 		return nil
@@ -265,7 +266,7 @@ func (p *Profiler) Close() error {
 	return run.Joined(append(errs, p.memory.Close())...)
 }
 
-// result is the profile but for the card's ceilings.
+// result returns the profile without the card's ceilings.
 func (p *Profiler) result() (*optime.Profile, error) {
 	if err := p.Ctx.SyncStream(p.Stream); err != nil {
 		return nil, err
@@ -297,12 +298,14 @@ func (p *Profiler) result() (*optime.Profile, error) {
 	return r, p.failed()
 }
 
-// layOut puts the spans of the marked step where the usual one had its pieces. Of a piece of tiny
-// kernels the times add up to more than it took without marks. These keep one kernel from starting
-// while the one before it ends. They are then taken to be shorter in proportion.
+// layOut places the spans of the marked step at the times when an ordinary step executed its pieces.
+//
+// For a piece of tiny kernels, the span times add up to more than the piece took without marks,
+// because marks prevent a kernel from starting before its predecessor ends. The spans are then
+// shortened in proportion.
 func (p *Profiler) layOut(r *optime.Profile, usual *step) {
-	var end time.Duration // of the last span
-	// an event of the step with marks, and its place
+	var end time.Duration // end of the last span
+	// an event of the marked step, and the time assigned to it
 	anchor, anchored := p.steps[len(p.steps)-1].begin, time.Duration(0)
 	for i, piece := range p.whole {
 		spans, n, captured := piece.spans, len(piece.spans), i%2 == 1
