@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// beside is the exchange of gradients during the run that computes them, on a stream of its own. A
-// bucket is sent as soon as its gradients are there, while the run continues.
+// An exchange of gradients takes place on a separate stream, during the run that computes the
+// gradients. A bucket is sent as soon as its gradients are complete, while the run continues.
 type beside struct {
 	side           run.Executor // on the stream of the exchange
 	forked, joined gpu.Event
@@ -20,13 +20,13 @@ type beside struct {
 	sent           bool  // the last run's gradients have been sent and added
 }
 
-// round is the kind of a round. Each kind is captured separately.
+// round describes a round of contributions. Each kind of round is captured separately.
 type round struct {
 	contributors int
 	first        bool
 }
 
-// open creates the stream, events and routes of the exchange.
+// open creates the exchange's stream, events and routes.
 func (x *Optimizer) open() (err error) {
 	s := x.share
 	s.side = *x.m.Executor
@@ -65,7 +65,7 @@ func (x *Optimizer) connect(contributors int) error {
 	return nil
 }
 
-// contribution returns the route by which a bucket's gradients reach their owners.
+// contribution returns the route that takes a bucket's gradients to their owners.
 func (x *Optimizer) contribution(b *bucket, contributors int) (comm.Route, error) {
 	s, me := x.share, x.share.group.Rank()
 	var sends, receives []comm.Leg
@@ -131,7 +131,7 @@ func (x *Optimizer) Expect(contributors int, first bool) error {
 	return nil
 }
 
-// takes returns an error for a round that is not possible.
+// takes returns an error if a round is not possible.
 func (s *share) takes(contributors int, first bool) error {
 	if contributors < 1 || contributors > s.group.Size() {
 		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks",
@@ -154,9 +154,11 @@ func (x *Optimizer) Due() (kind byte, captured bool) {
 	return 'g', !x.uncaptured
 }
 
-// Along enqueues the calls of a run. A call waits for the parameters that it is the first to read.
-// If gradients are sent during the run, each bucket leaves as soon as its gradients are there, and
-// the machine's stream finally waits for all of them.
+// Along enqueues the calls of a run. Before a call that is the first to read certain parameters, it
+// waits for these parameters.
+//
+// If gradients are sent during the run, each bucket is sent as soon as its gradients are complete, and
+// the machine's stream finally waits for the exchange.
 func (x *Optimizer) Along(calls []*program.Call) error {
 	s, ctx := x.share, x.m.Ctx
 	var left []*bucket
@@ -186,7 +188,7 @@ func (x *Optimizer) Along(calls []*program.Call) error {
 		func() error { return ctx.WaitEvent(x.m.Stream, s.joined) })
 }
 
-// fork makes the stream of the exchange wait for the work that the machine's stream has so far.
+// fork makes the exchange stream wait for the work enqueued so far on the machine's stream.
 func (x *Optimizer) fork() error {
 	s, ctx := x.share, x.m.Ctx
 	return run.InTurn(func() error { return ctx.Record(s.forked, x.m.Stream) },
@@ -228,7 +230,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 	})
 }
 
-// send exchanges the gradients of a bucket and adds up those of this rank's parts.
+// send exchanges the gradients of a bucket and sums the contributions to this rank's parts.
 func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
 	at, route := comm.Stream(on.Stream), b.routes[r.contributors]
 	if x.share.two { // incoming gradients may use memory of the run

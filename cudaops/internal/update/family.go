@@ -25,7 +25,7 @@ type family struct {
 	iterations *program.Program
 }
 
-// implementation is how the device applies a kernel.
+// implementation describes how the device applies a kernel.
 type implementation struct {
 	// prepare completes the tensors before they are laid out in the table. It may be nil.
 	prepare func(x *Optimizer, f *family) error
@@ -33,8 +33,8 @@ type implementation struct {
 	// calls returns the calls of an update.
 	calls func(x *Optimizer, f *family) []*program.Call
 
-	// workspace returns the number of float32 numbers that the calls need after the sums of squares. It may
-	// be nil.
+	// workspace returns the number of float32 values that the calls need after the sums of squares. It
+	// may be nil.
 	workspace func(f *family) int
 }
 
@@ -44,8 +44,8 @@ var byElement = implementation{calls: func(x *Optimizer, f *family) []*program.C
 		Table: f.table}))}
 }}
 
-// byMatrix implements kernels that update whole matrices: they orthogonalize each matrix's direction by
-// as many Newton-Schulz iterations as its rule says.
+// byMatrix implements kernels that update whole matrices. They orthogonalize each matrix's direction
+// with the number of Newton-Schulz iterations given by its rule.
 var byMatrix = implementation{
 	prepare:   orthogonalize,
 	calls:     matrixCalls,
@@ -80,7 +80,7 @@ func (x *Optimizer) sort() error {
 	return nil
 }
 
-// familyOf returns the family of a parameter, or nil if there is none yet.
+// familyOf returns the family of a parameter, or nil if it has not been created yet.
 func (x *Optimizer) familyOf(p *Param) *family {
 	i := slices.IndexFunc(x.families, func(f *family) bool {
 		return f.kernel == p.Rule.Kernel.String()
@@ -116,11 +116,11 @@ func matrixCalls(x *Optimizer, f *family) []*program.Call {
 		Control: x.control, Table: f.table})))
 }
 
-// togetherLeast is the number of elements of square matrices up to which matrices of one shape
-// share an iteration. Larger matrices fill the GPU by themselves.
+// Matrices of one shape share an iteration as long as their squares have at most togetherLeast
+// elements in total. Larger matrices fill the GPU by themselves.
 const togetherLeast = 1 << 24
 
-// group is matrices that share an iteration.
+// group is a set of matrices that share an iteration.
 type group struct {
 	tensors   []*optimizer.Tensor
 	iteration schulz.Iteration
@@ -167,8 +167,9 @@ func orthogonalize(x *Optimizer, f *family) error {
 	return f.placeIterations(x, groups)
 }
 
-// placeIterations gives the iterations memory. They run between a call that writes their matrices
-// and a call that reads their results, for which the first and the last call stand.
+// placeIterations allocates memory for the iterations. They run after a call that writes their
+// matrices and before a call that reads their results. Placeholders for these two calls are the first
+// and the last call of the program.
 func (f *family) placeIterations(x *Optimizer, groups []group) error {
 	p := f.iterations
 	before, after := named(program.Prepared(nil)), named(program.Prepared(nil))

@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// load is parameters that travel from their owners to all ranks together. They arrive during the
-// next run, which waits for them before it first reads one.
+// load is a set of parameters that travel together from their owners to all ranks. They arrive during
+// the next run, which waits for the load before the first call that reads one of its parameters.
 type load struct {
 	pack  // in the order of the calls that first read the parameters
 	route comm.Route
@@ -139,7 +139,8 @@ func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 	return comm.NewRoute(s.group, slot, sends, receives)
 }
 
-// stretch is a piece of memory of one buffer or of consecutive buffers, of which it names the last.
+// stretch is a range of memory within one buffer or across consecutive buffers. of is the last of
+// these.
 type stretch struct {
 	of       *program.Buffer
 	from, to gpu.Ptr
@@ -224,9 +225,9 @@ func (x *Optimizer) await(call int) error {
 	return nil
 }
 
-// Arrive makes a stream wait for all parameters: for an update in progress, if that is on another
-// stream, and for parameters from other ranks. Anything but a run of the machine itself must call
-// it before it reads or writes parameters.
+// Arrive makes a stream wait until all parameters are up to date: for an update in progress on another
+// stream, and for parameters from other ranks. Anything but a run of the machine itself must call it
+// before it reads or writes parameters.
 func (x *Optimizer) Arrive(stream gpu.Stream) error {
 	if x == nil {
 		return nil

@@ -15,9 +15,9 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// If runs read a parameter only in a narrower type, its float32 values are divided among the ranks: each
-// rank has the elements that it updates. After an update the ranks exchange the narrow elements, which
-// all ranks have completely.
+// If runs read a parameter only in a narrower type, its float32 values are divided among the ranks,
+// and each rank stores only the elements that it updates. After an update the ranks exchange the
+// narrow elements, which every rank stores in full.
 
 // travels reports whether the owners of a parameter send its first copy, in a narrower type,
 // instead of its float32 values.
@@ -76,7 +76,7 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	return x.m.Memory.Free(whole)
 }
 
-// traveller returns the array of a parameter that is sent to other ranks.
+// traveller returns the array that is sent to other ranks for parameter number i.
 func (x *Optimizer) traveller(i int) *program.Array {
 	if in := x.Params[i].Input; in.Part != nil {
 		return in.Copies[0].Array
@@ -84,8 +84,8 @@ func (x *Optimizer) traveller(i int) *program.Array {
 	return x.Params[i].Input.Array
 }
 
-// copies decides how a parameter's copies are renewed. One copy is written together with the
-// parameter if this rank updates all of it or if the copy travels.
+// copies decides how a parameter's copies are updated. The update kernel writes one copy along with
+// the parameter, provided that this rank updates the whole parameter or that the copy travels.
 func (x *Optimizer) copies(p *Param, t *optimizer.Tensor) {
 	for i, c := range p.Input.Copies {
 		part := p.Input.Part
@@ -100,7 +100,7 @@ func (x *Optimizer) copies(p *Param, t *optimizer.Tensor) {
 	}
 }
 
-// Own returns a moment of a parameter as this rank has it, with zeros for the parts of other ranks.
+// Own returns a moment of a parameter with this rank's part filled in and zeros elsewhere.
 func (x *Optimizer) Own(param, moment int) (any, error) {
 	p := x.Params[param]
 	m := p.Rule.Kernel.Moments[moment]
@@ -123,8 +123,8 @@ func hostBytes(data any) []byte {
 	return gpu.Bytes(data.([]float32))
 }
 
-// GatheredMoment returns a moment of a parameter, of which each rank has a part. All ranks must ask for
-// the same moment.
+// GatheredMoment returns a moment of a parameter, assembled from the parts of all ranks. All ranks
+// must request the same moment.
 func (x *Optimizer) GatheredMoment(param, moment int) (any, error) {
 	p := x.Params[param]
 	m := p.Rule.Kernel.Moments[moment]
@@ -134,8 +134,8 @@ func (x *Optimizer) GatheredMoment(param, moment int) (any, error) {
 	})
 }
 
-// Gathered returns the float32 values of a parameter, of which each rank has a part. This rank's part
-// is at own. All ranks must ask for the same parameter.
+// Gathered returns the float32 values of a parameter, assembled from the parts of all ranks. This
+// rank's part is at own. All ranks must request the same parameter.
 func (x *Optimizer) Gathered(param int, own gpu.Ptr) ([]float32, error) {
 	whole := make([]float32, x.Params[param].Grad.Len())
 	return whole, x.gather(param, own, func(r part) []byte {
@@ -143,8 +143,8 @@ func (x *Optimizer) Gathered(param int, own gpu.Ptr) ([]float32, error) {
 	})
 }
 
-// gather brings to the host what all ranks have of an array that is divided as a parameter is. This
-// rank's part is at own, and host returns the place for each part on the host.
+// gather copies to the host an array that is divided among the ranks like a parameter. This rank's
+// part is at own, and host returns the destination of each part.
 func (x *Optimizer) gather(param int, own gpu.Ptr, host func(part) []byte) error {
 	s, parts := x.share, x.share.parts[param]
 	most := 1

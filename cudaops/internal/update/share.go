@@ -13,63 +13,63 @@ import (
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
-// share is this rank's part of an update that several ranks make together.
+// share is this rank's share of an update that several ranks perform together.
 //
-// Gradients travel in buckets of parameters whose gradients a run completes at about the same time.
-// Each bucket is divided among all ranks, so that all ranks send and receive all the time.
-// Parameters are divided at multiples of a table's chunk, except those whose kernel needs whole
-// matrices, which are not divided.
+// Gradients travel in buckets of parameters that a run completes at about the same time. Each bucket
+// is divided among all ranks, so that all ranks send and receive all the time. Parameters are divided
+// at multiples of a table's chunk, except that parameters with a whole-matrix kernel are not divided.
 //
 // After each round of micro-batches, every rank sends each owner its contribution to the owner's
 // gradients, and the owner adds the contributions in the order of ranks: see package comm and
-// exchange.go. If a step is one round of two ranks, there are no sums in memory: the update adds
-// the two contributions while it reads them, and incoming contributions lie in the arena of the
-// run.
+// exchange.go. If a step is one round of two ranks, no sums are stored: the update adds the two
+// contributions while it reads them, and incoming contributions are placed in the arena of the run.
 //
-// The owners' sums of squares, over whole chunks, go to all ranks, so that the norm is added up as
-// on a single GPU. Then each rank updates its part, and the parameters travel back to all ranks.
+// The owners' sums of squares, over whole chunks, are sent to all ranks, so that the norm is summed
+// exactly as on a single GPU. Then each rank updates its part, and the parameters travel back to all
+// ranks.
 type share struct {
 	group   comm.Group
 	buckets []*bucket
-	parts   [][]part // of each parameter, by rank; some have no elements
+	parts   [][]part // of each parameter, by rank; may be empty
 	two     bool     // the update adds the contributions of two ranks
 	slots   int      // number of slots for the routes of buckets
-	least   int      // least size of a bucket or load in bytes
+	least   int      // minimum size of a bucket or load in bytes
 	loads   []*load  // the parameters on their way back
 	rounds  run.Recordings[round]
 
 	beside
 }
 
-// bucket is parameters whose gradients travel together.
+// bucket is a set of parameters with gradients that travel together.
 type bucket struct {
 	pack     // in the order of the calls that complete the gradients
-	slot int // of its routes
+	slot int // slot for its routes
 
-	// routes has the routes by the number of ranks that contribute to a round. Routes for fewer than
-	// all ranks are created when they are needed first.
+	// routes contains the routes by the number of contributing ranks. Routes for fewer than all ranks
+	// are created on first use.
 	routes map[int]comm.Route
 }
 
 // part is the elements from ≤ i < to of a parameter.
 type part struct {
 	param, from, to int
-	contributed     []gpu.Ptr // contributions to the gradient, by rank; all of them only for the owner
+	contributed     []gpu.Ptr // contributions to the gradient, by rank; complete only on the owner
 	sum             gpu.Ptr   // their sum in float32, for the owner
 }
 
 func (p part) len() int { return p.to - p.from }
 
 const (
-	// bucketBytes is the least size of a bucket other than the last. It is large enough to use a link
-	// well, and small enough for the first bucket to leave soon.
+	// bucketBytes is the minimum size of a bucket other than the last. It is large enough to use a
+	// link well, and small enough for the first bucket to leave soon.
 	bucketBytes = 32 << 20
 
-	// slots is the number of buckets for which there is memory when they are added up during the
-	// run, so that one can arrive while another is added.
+	// slots is the number of buckets with memory for incoming gradients if they are added up during
+	// the run. One bucket can then arrive while another is added.
 	slots = 3
 
-	// mostHeld is about the largest number of loads, and of buckets when there is memory for all.
+	// mostHeld is the approximate maximum number of loads, and of buckets if there is memory for all
+	// buckets at once.
 	mostHeld = 64
 )
 
@@ -110,16 +110,16 @@ func (x *Optimizer) divide(r *Ranks) error {
 	return run.InTurn(x.takeRoom, x.open, x.keepParts, x.arrange)
 }
 
-// pack is parameters that travel together.
+// pack is a set of parameters that travel together.
 type pack struct {
 	params      []int // indices of the parameters
 	bytes       int
-	first, last int // the calls of a run by which the first and the last parameter are ordered
+	first, last int // calls of a run that determine the position of the first and the last parameter
 }
 
-// packs groups the parameters into packs of at least the given number of bytes, in the order of
-// calls of a run. A parameter as large as two packs begins a pack, so that others do not wait for
-// it.
+// packs groups the parameters into packs of at least the given number of bytes, in the order of calls
+// of a run. A parameter as large as two packs starts a new pack, so that smaller parameters need not
+// wait for it.
 func (x *Optimizer) packs(least int, array func(i int) *program.Array,
 	call func(*program.Array) int) (all []pack) {
 	order, calls := make([]int, len(x.Params)), make([]int, len(x.Params))
@@ -239,9 +239,9 @@ func (x *Optimizer) stage(b *bucket, in *kernel.Carve) {
 	}
 }
 
-// lodge places the other rank's gradients in the arena of the run where no later call needs it:
-// most of it is free by the time gradients travel. Gradients that do not fit get memory of their
-// own.
+// lodge places the other rank's gradients in the arena of the run where no later call needs the
+// memory: most of the arena is free by the time gradients travel. Gradients that do not fit are
+// allocated separately.
 func (x *Optimizer) lodge() error {
 	s, p, me := x.share, x.m.Program, x.share.group.Rank()
 	var arena gpu.Ptr
@@ -275,8 +275,8 @@ func (x *Optimizer) lodge() error {
 	return err
 }
 
-// gatherSquares brings the sums of squares of all chunks and of the losses to all ranks. Each sum
-// comes from one rank and is 0 on the others, so the order of addition does not matter.
+// gatherSquares distributes the sums of squares of all chunks and of the losses to all ranks. Each sum
+// is computed by one rank and is 0 on all other ranks, so the order of addition does not matter.
 func (x *Optimizer) gatherSquares() error {
 	if x.share == nil || x.share.group.Size() == 1 {
 		return nil
@@ -286,7 +286,7 @@ func (x *Optimizer) gatherSquares() error {
 		comm.Stream(x.m.Stream))
 }
 
-// own returns this rank's part of a parameter, whose moments it has.
+// own returns the part of a parameter that this rank updates.
 func (x *Optimizer) own(i int) part {
 	if x.share == nil {
 		return part{param: i, to: x.Params[i].Grad.Len()}
@@ -294,10 +294,11 @@ func (x *Optimizer) own(i int) part {
 	return x.share.parts[i][x.share.group.Rank()]
 }
 
-// Part returns the elements of parameter number i whose moments this rank has.
+// Part returns the range of elements of parameter number i that this rank updates and stores the
+// moments of.
 func (x *Optimizer) Part(i int) (from, to int) { return x.own(i).from, x.own(i).to }
 
-// Shared reports whether the optimizer works together with those of other ranks.
+// Shared reports whether the optimizer works together with the optimizers of other ranks.
 func (x *Optimizer) Shared() bool { return x.share != nil }
 
 // tensorOf returns the table entry for this rank's part of a parameter.

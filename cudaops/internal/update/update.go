@@ -1,6 +1,6 @@
-// Package update applies optimizers on the device. It owns their moments, their control block and the
-// calls of an update, which are a program of their own. It uses the runner and the inputs of its
-// machine, and they do not depend on it.
+// Package update applies optimizers on the device. An Optimizer owns the moments, the control block
+// and the calls of an update, which form a separate program. It uses the machine's runner and inputs,
+// but they don't depend on it.
 package update
 
 import (
@@ -27,9 +27,9 @@ import (
 type Machine struct {
 	*run.Runner
 	Chooser    *choose.Chooser
-	Activation gpu.DType // what activations are stored as
+	Activation gpu.DType // type of activations
 
-	// Kept returns the moments that an earlier machine has left for a parameter, or nil.
+	// Kept returns the moments that an earlier machine left for a parameter, or nil.
 	Kept func(*program.Input) *run.KeptParam
 }
 
@@ -38,9 +38,9 @@ type Param struct {
 	Input   *program.Input
 	Grad    *program.Array
 	Rule    optim.Rule
-	Moments []*program.Array // in the order of the kernel's
+	Moments []*program.Array // in the order of the kernel's moments
 	Step    int64            // updates before the first on this device
-	Apart   bool             // the gradient is clipped with those that are apart
+	Apart   bool             // the gradient is clipped together with other Apart gradients only
 }
 
 // Optimizer updates a machine's parameters on the device.
@@ -49,7 +49,7 @@ type Optimizer struct {
 	Params []*Param
 	Steps  int // updates on the device
 
-	// Abandoned reports whether an update was begun and not waited for, so that Steps is unknown.
+	// Abandoned reports whether an update was started but not waited for, so that Steps is unknown.
 	Abandoned bool
 
 	m          Machine
@@ -60,14 +60,14 @@ type Optimizer struct {
 	control    gpu.Ptr          // optimizer.Control
 	staging    []byte           // the control block in pinned memory
 	squares    gpu.Ptr          // sums of all chunks and of the loss, then the families' workspace
-	apart      gpu.Ptr          // a flag for each sum of gradients that are apart; null if none are
+	apart      gpu.Ptr          // flags the sums of Apart gradients; null if there are none
 	settings   optimizer.Control
 	loss       []byte                  // the loss of a step in pinned memory
 	ran        gpu.Event               // the run before the update has ended
 	judged     gpu.Event               // the control block has returned to the host
 	updated    gpu.Event               // this rank's parameters are up to date
 	recorded   run.Recordings[gpu.Ptr] // first halves by the loss's address or 0, second half by rest
-	renew      []*program.Call         // renew the copies that the update does not write
+	renew      []*program.Call         // calls that update the copies not written by the update kernels
 	share      *share                  // this rank's share; nil if it is the only rank
 	uncaptured bool                    // collectives cannot be captured
 	newer      bool                    // the state on the device is newer than the host's
@@ -128,8 +128,8 @@ func (x *Optimizer) allocate() (err error) {
 	return nil
 }
 
-// flag tells the device which sums of squares belong to gradients that are clipped apart. The flags
-// are in the order of the sums. The last sum is the loss's and belongs to no gradient.
+// flag informs the device which sums of squares belong to gradients that are clipped separately. The
+// flags are in the order of the sums. The last sum belongs to the loss rather than to a gradient.
 func (x *Optimizer) flag() (err error) {
 	flags := make([]byte, x.sums())
 	for i, p := range x.chunks {
@@ -154,10 +154,9 @@ func (x *Optimizer) Updates(in *program.Input) bool {
 	return slices.ContainsFunc(x.Params, func(p *Param) bool { return p.Input == in })
 }
 
-// Bytes returns the number of bytes that an update moves. It reads the gradients for their norm,
-// reads gradients, parameters and moments, and writes parameters, moments and the parameters'
-// copies. Copies in float8, which are made from the other copies, do not count. A nil Optimizer
-// moves nothing.
+// Bytes returns the number of bytes that an update moves. It reads the gradients for their norm, reads
+// gradients, parameters and moments, and writes parameters, moments and the parameters' copies. Float8
+// copies, which derive from the other copies, do not count. A nil Optimizer moves nothing.
 func (x *Optimizer) Bytes() (n float64) {
 	if x == nil {
 		return 0
@@ -201,8 +200,8 @@ func (x *Optimizer) Newer() bool { return x.Steps > 0 || x.newer }
 // Forgot notes that part of the state on the device has been cleared.
 func (x *Optimizer) Forgot() { x.newer = true }
 
-// loadState gives the device the optimizer's state, or the state that an earlier machine has left
-// on the device.
+// loadState copies the optimizer's state to the device, or adopts the state that an earlier machine
+// left there.
 func (x *Optimizer) loadState() error {
 	var known map[string]optim.Tensor // the optimizer's state, copied when it is first needed
 	for i, p := range x.Params {
@@ -231,8 +230,8 @@ func (x *Optimizer) loadState() error {
 }
 
 // loadMoment puts a moment of this rank's part of a parameter on the device. It takes over the memory
-// in which another machine has kept the moment, or copies it if the memory cannot be taken over. If
-// none has, the moment is what the optimizer knows, or zero.
+// of another machine's moment, or copies the moment if the memory cannot be taken over. If no machine
+// left the moment, its value comes from the optimizer, or is zero.
 func (x *Optimizer) loadMoment(i int, m optim.Moment, kept *run.KeptParam,
 	known optim.Tensor) (a *program.Array, err error) {
 	ctx, s := x.m.Ctx, x.m.Stream
@@ -284,8 +283,8 @@ func (x *Optimizer) newMoment(i int, m optim.Moment) (a *program.Array, from int
 	return new(program.Program).NewResident(t, max(0, to-from)), from
 }
 
-// Forget clears this rank's moments of the elements from ≤ e < to of parameter number i. Scales
-// stay, as [optim.Moment.Forget] says.
+// Forget clears this rank's moments of the elements from ≤ e < to of parameter number i. Scales are
+// not cleared: see [optim.Moment.Forget].
 func (x *Optimizer) Forget(i, from, to int) error {
 	own := x.own(i)
 	if from, to = max(from, own.from)-own.from, min(to, own.to)-own.from; from >= to {
@@ -308,8 +307,7 @@ func (x *Optimizer) Forget(i, from, to int) error {
 	return nil
 }
 
-// Leave hands the parameters, which belong to the memory values, and their moments over to k. The
-// stream is idle.
+// Leave hands over to k the parameters, owned by values, and their moments. The stream must be idle.
 func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 	for _, p := range x.Params {
 		kept := &run.KeptParam{Value: p.Input.Array.Ptr(), Len: p.Input.Array.Len(),
@@ -368,10 +366,11 @@ func (x *Optimizer) buildTables() error {
 	return run.Joined(append(errs, err)...)
 }
 
-// Enqueue enqueues an update at the optimizer's present learning rate. The norm returns to the host
-// before the second half of the update, which hides the host's work up to the next run. If the loss
-// is not finite, no parameter changes. The value of the loss returns to the host too. The observer
-// enqueues the halves of the update.
+// Enqueue enqueues an update at the optimizer's current learning rate.
+//
+// The norm returns to the host before the second half of the update, which hides the host's work up to
+// the next run. If the loss is not finite, no parameter changes. The value of the loss also returns to
+// the host. The observer enqueues the halves of the update.
 func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 	ctx, s := x.m.Ctx, x.m.Stream
 	x.settings.LR = x.LR()
@@ -408,7 +407,7 @@ func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 
 	looking := x.gradientBytes()
 	return run.InTurn(
-		func() error { return x.Arrive(s) }, // so that incoming parameters are there when all ranks meet
+		func() error { return x.Arrive(s) }, // incoming parameters arrive before all ranks meet
 		func() error { return part(at, looking, func() error { return x.judge(loss) }) },
 		func() error {
 			x.m.State.On(run.Look) // also if judge was captured before
@@ -429,7 +428,7 @@ func (x *Optimizer) WaitForRun() error { return x.m.Ctx.SyncEvent(x.ran) }
 // Loss returns the loss of the update, after WaitForRun.
 func (x *Optimizer) Loss() float32 { return gpu.View[float32](x.loss)[0] }
 
-// Wait waits until it is known whether the update is made, and returns its control block.
+// Wait waits until the device has decided whether to apply the update, and returns the control block.
 func (x *Optimizer) Wait() (optimizer.Control, error) {
 	if err := x.m.Ctx.SyncEvent(x.judged); err != nil {
 		return optimizer.Control{}, err
@@ -461,8 +460,8 @@ func (x *Optimizer) judge(loss *program.Array) error {
 		func() error { return x.m.Call(named(judge)) })
 }
 
-// apply enqueues the calls that update this rank's parameters, brings those of other ranks, and
-// renews everything that is computed from parameters. A table without tensors launches nothing.
+// apply enqueues the calls that update this rank's parameters, fetch the parameters of other ranks,
+// and update everything that is computed from parameters. A table without tensors launches nothing.
 func (x *Optimizer) apply() error {
 	var calls []*program.Call
 	for _, f := range x.families {
@@ -489,7 +488,7 @@ func ClearSums(r *run.Runner) error {
 	return nil
 }
 
-// named gives a call the names of the update.
+// named labels a call as part of the update.
 func named(c *program.Call) *program.Call {
 	c.Op, c.Node = "Update", "the update"
 	return c
@@ -500,8 +499,8 @@ func (x *Optimizer) squared() optimizer.GradSquares {
 	return optimizer.GradSquares{Squares: x.squares, Table: x.all}
 }
 
-// Close frees all memory once no transfer uses it. The machine's stream must be idle. The stream of
-// the exchange and other ranks, which may still write here, need not be.
+// Close frees all memory once no transfer uses it. The machine's stream must be idle. The exchange
+// stream, and other ranks that write to memory here, need not be.
 func (x *Optimizer) Close() error {
 	if x == nil {
 		return nil
@@ -509,8 +508,9 @@ func (x *Optimizer) Close() error {
 	return run.Joined(x.recorded.Drop(x.m.Ctx), x.shut(), x.memory.Close())
 }
 
-// NonFinite returns the parameters whose gradients contain NaN or infinity, or are so large that
-// their norm is infinite. Other ranks' parts count only after an update has looked at them.
+// NonFinite returns the parameters with gradients that contain NaN or infinity, or that are so large
+// that their norm is infinite. Parts owned by other ranks are included only after the norm of an
+// update has been computed.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
 	if !x.m.State.Looked() {
 		if err := x.m.Launch(x.squared()); err != nil {

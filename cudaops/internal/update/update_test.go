@@ -78,8 +78,8 @@ func TestUpdate(t *testing.T) {
 	require.Equal(t, "Lion", launches[2].(optimizer.Elementwise).Kernel)
 }
 
-// TestUpdateOfMatrices enqueues an update by Muon, which orthogonalizes the matrix by products between
-// two kernels and leaves the bias to AdamW.
+// TestUpdateOfMatrices enqueues an update by Muon. It must orthogonalize the matrix by products
+// between two kernels, and update the bias with AdamW.
 func TestUpdateOfMatrices(t *testing.T) {
 	muon, err := optim.NewMuon()
 	require.NoError(t, err)
