@@ -6,10 +6,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// DType is the type of what lies in device memory. Kernels read it as an int.
+// DType is the type of elements in device memory. Kernels receive it as an int.
 type DType int32
 
-// The types: floats by size and then range, the integers of ids, and the codes of moments.
+// The element types: floats ordered by size and range, integers for ids, and codes for moments.
 const (
 	Float32 DType = iota
 	Float16
@@ -19,19 +19,20 @@ const (
 	Uint8
 )
 
-// Size is the bytes of an element.
+// Size returns the size of an element in bytes.
 func (t DType) Size() int { return [...]int{4, 2, 2, 1, 8, 1}[t] }
 
 func (t DType) String() string {
 	return [...]string{"float32", "float16", "bfloat16", "float8e4m3", "int64", "uint8"}[t]
 }
 
-// Float8Max is the largest number of Float8E4M3.
+// Float8Max is the largest value of Float8E4M3.
 const Float8Max = 448
 
-// E4M3 rounds to the nearest Float8E4M3, ties to even, and what is beyond its largest number to
-// that. It has 1 bit of sign, 4 of exponent with a bias of 7 and 3 of mantissa. It has no infinity,
-// and NaN where all bits but the sign are set.
+// E4M3 rounds v to the nearest Float8E4M3, ties to even. Larger magnitudes saturate at Float8Max.
+//
+// The format has 1 sign bit, 4 exponent bits with a bias of 7, and 3 mantissa bits. It has no infinity;
+// NaN has all bits set except possibly the sign.
 func E4M3(v float32) byte {
 	sign := byte(math.Float32bits(v) >> 24 & 0x80)
 	x := math.Abs(float64(v))
@@ -46,12 +47,12 @@ func E4M3(v float32) byte {
 
 	_, e := math.Frexp(x) // x = f·2^e with f in [0.5, 1)
 	e = max(e-1, -6)
-	// in units of the last place; 8 and more are normal
+	// in units in the last place; normal numbers start at 8
 	steps := int(math.RoundToEven(math.Ldexp(x, 3-e)))
 	return sign | byte(steps+(e+6)<<3)
 }
 
-// FromE4M3 is the value of a Float8E4M3.
+// FromE4M3 returns the value of a Float8E4M3.
 func FromE4M3(b byte) float32 { return e4m3Values[b] }
 
 var e4m3Values = func() (values [256]float32) {
@@ -69,7 +70,7 @@ var e4m3Values = func() (values [256]float32) {
 	return values
 }()
 
-// Encode writes floats to raw, stored as t: rounded to the nearest, ties to even.
+// Encode stores floats in raw as type t, rounded to nearest, ties to even.
 func Encode[F float32 | float64](raw []byte, t DType, x []F) {
 	f32, f16, b16 := View[float32](raw), View[half.Float16](raw), View[half.BFloat16](raw)
 	switch t {

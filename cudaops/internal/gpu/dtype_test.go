@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// TestE4M3 wants every number of the format to stay itself, and what lies between two of them to
-// become the nearer one.
+// TestE4M3 checks that every number of the format is preserved, and that numbers between two neighbors
+// round to the nearer one.
 func TestE4M3(t *testing.T) {
 	for b, want := range map[byte]float32{0: 0, 1: 1. / 512, 8: 1. / 64, 0x38: 1,
 		0x7e: gpu.Float8Max, 0xb8: -1} {

@@ -6,10 +6,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// Status is a CUresult. It is an error, so that errors.Is(err, gpu.OutOfMemory) asks for it.
+// Status is a CUresult. It implements error, so that errors.Is(err, gpu.OutOfMemory) works.
 type Status int32
 
-// The statuses that code asks for by name, and those that a fake gives.
+// Statuses that callers test for or that a fake returns.
 const (
 	Success              Status = 0
 	InvalidValue         Status = 1
@@ -37,7 +37,7 @@ const (
 	CapturedEvent        Status = 907
 )
 
-// statusNames are those of statuses that errors are made of without asking the driver.
+// statusNames contains the names of statuses used in errors that don't come from the driver.
 var statusNames = map[Status]string{
 	InvalidValue: "INVALID_VALUE", OutOfMemory: "OUT_OF_MEMORY",
 	StubLibrary: "STUB_LIBRARY", NoDevice: "NO_DEVICE", InvalidDevice: "INVALID_DEVICE",
@@ -48,7 +48,7 @@ var statusNames = map[Status]string{
 	NotSupported: "NOT_SUPPORTED", SystemDriverMismatch: "SYSTEM_DRIVER_MISMATCH",
 }
 
-// Error is CUDA's name of the status, as far as this package knows it.
+// Error returns CUDA's name of the status, if known.
 func (s Status) Error() string {
 	if name, ok := statusNames[s]; ok {
 		return "CUDA_ERROR_" + name
@@ -56,12 +56,12 @@ func (s Status) Error() string {
 	return fmt.Sprintf("CUresult %d", int32(s))
 }
 
-// Sticky reports whether the status means that the context is lost. Every later call on it fails
-// too, and only a new process (or a reset of the primary context) helps.
+// Sticky reports whether the status means that the context is lost. Every later call with the context
+// then fails as well, and only a new process or a reset of the primary context helps.
 func (s Status) Sticky() bool {
 	switch s {
-	case 214, 220, 226, // memory or NVLink uncorrectable, an error contained
-		702, 710, 714, 715, 717, 718, // a timeout, an assertion, and faults of instructions
+	case 214, 220, 226, // uncorrectable errors of memory or NVLink, and contained errors
+		702, 710, 714, 715, 717, 718, // timeouts, assertions, and instruction faults
 		IllegalAddress, ContextIsDestroyed, MisalignedAddress, LaunchFailed:
 		return true
 	}
@@ -71,7 +71,7 @@ func (s Status) Sticky() bool {
 // BlasStatus is a cublasStatus_t.
 type BlasStatus int32
 
-// The statuses of cuBLASLt that code asks for by name.
+// Statuses of cuBLASLt that callers test for.
 const (
 	BlasInvalidValue BlasStatus = 7
 	BlasNotSupported BlasStatus = 15
@@ -83,7 +83,7 @@ var blasStatusNames = map[BlasStatus]string{
 	13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR",
 }
 
-// Error is cuBLAS's name of the status.
+// Error returns cuBLAS's name of the status.
 func (s BlasStatus) Error() string {
 	if name, ok := blasStatusNames[s]; ok {
 		return "CUBLAS_STATUS_" + name
@@ -93,19 +93,19 @@ func (s BlasStatus) Error() string {
 
 // Error is a failed call of CUDA or cuBLASLt.
 type Error struct {
-	Call   string // the C function, as CUDA's manual names it
+	Call   string // name of the C function in CUDA's manual
 	Code   error  // a Status or a BlasStatus
-	Name   string // the library's name of the code, like CUDA_ERROR_OUT_OF_MEMORY
-	Text   string // the library's description of it
-	Detail string // what was asked for, or what to do
+	Name   string // the library's name of the code, such as CUDA_ERROR_OUT_OF_MEMORY
+	Text   string // the library's description of the code
+	Detail string // the failed request, or advice on what to do
 }
 
-// NewError is a failed call as the library would report it; the name comes from the code.
+// NewError returns an error in the form that the library would report. The name derives from the code.
 func NewError(call string, code error, text, detail string) *Error {
 	return &Error{Call: call, Code: code, Name: code.Error(), Text: text, Detail: detail}
 }
 
-// NewOutOfMemory is the error of an allocation that did not fit.
+// NewOutOfMemory returns the error of an allocation that did not fit.
 func NewOutOfMemory(asked int, free, total uint64) *Error {
 	return NewError("cuMemAlloc", OutOfMemory, "out of memory",
 		fmt.Sprintf("%s asked for, %s of %s free", Size(uint64(asked)), Size(free), Size(total)))
@@ -127,7 +127,7 @@ func (e *Error) Error() string {
 	return msg
 }
 
-// Unwrap gives the library's status.
+// Unwrap returns the library's status.
 func (e *Error) Unwrap() error { return e.Code }
 
 // Sticky reports whether the context is lost.
@@ -136,5 +136,5 @@ func (e *Error) Sticky() bool {
 	return ok && s.Sticky()
 }
 
-// NotFoundError says that a library could not be loaded, and what was tried.
+// NotFoundError reports that a library could not be loaded, and lists the attempts.
 type NotFoundError = sharedlib.NotFoundError

@@ -1,14 +1,16 @@
-// Package gpu says what a GPU's driver does: everything above it talks to a [Context] and never to
-// a library. The package driver implements it with NVIDIA's libraries, and its package fake in
-// memory, for tests where there is no GPU.
+// Package gpu defines the interface to a GPU driver. All higher layers use a [Context] and never call a
+// CUDA library themselves. Package driver implements the interface with NVIDIA's libraries, and package
+// driver/fake implements it in memory, for tests on machines without a GPU.
 //
-// All methods of a Context may be called from any goroutine at any time, except that Close must
-// come last.
+// All methods of a Context may be called from any goroutine at any time, except that Close must come
+// last.
 //
-// Host memory. A copy between device memory and memory from AllocHost (pinned) is asynchronous. It
-// returns at once, and the memory must stay untouched until the stream has passed it. A copy with
-// any other Go memory returns when that memory may be reused. Inside a capture only pinned memory
-// is allowed, since every replay reads it or writes it again.
+// # Host memory
+//
+// A copy between device memory and pinned memory, which AllocHost returns, is asynchronous: it returns
+// immediately, and the host memory must not be touched until the stream has completed the copy. A copy
+// that involves other Go memory returns when that memory may be reused. During a capture only pinned
+// memory is allowed, because every replay accesses it again.
 package gpu
 
 import (
@@ -18,18 +20,17 @@ import (
 	"unsafe"
 )
 
-// Driver is an implementation of CUDA: the one that Open binds, or a fake.
+// Driver is an implementation of CUDA: either NVIDIA's driver or a fake.
 type Driver interface {
-	// Version is the CUDA version that the driver supports: 1000·major + 10·minor.
+	// Version returns the CUDA version that the driver supports, as 1000·major + 10·minor.
 	Version() int
-	// Devices lists the GPUs that CUDA_VISIBLE_DEVICES leaves visible; a position in it is an
-	// ordinal.
+	// Devices lists the GPUs made visible by CUDA_VISIBLE_DEVICES. An ordinal is an index into this list.
 	Devices() []DeviceInfo
-	// Retain returns the primary context of one of the Devices, which CUDA's runtime libraries in
-	// the same process share.
+	// Retain returns the primary context of a device. CUDA's runtime libraries in the same process share
+	// this context.
 	Retain(ordinal int) (Context, error)
-	// Adopt uses a context (a CUcontext) that somebody else made; closing it leaves that context
-	// alone.
+	// Adopt uses an existing context, given as a CUcontext. Closing the result doesn't destroy that
+	// context.
 	Adopt(handle uintptr) (Context, error)
 }
 
@@ -41,20 +42,20 @@ type DeviceInfo struct {
 	Memory         uint64
 	SMs            int
 	L2             int
-	SharedPerBlock int // the most that a block may opt in to
+	SharedPerBlock int // maximum that a block can opt in to
 }
 
-// Capability is the compute capability as nvcc writes it: 90 for 9.0.
+// Capability returns the compute capability as nvcc writes it: 90 for 9.0.
 func (d DeviceInfo) Capability() int { return 10*d.Major + d.Minor }
 
 // Ptr is an address in device memory; zero is null.
 type Ptr uint64
 
-// Offset is the address n bytes further on.
+// Offset returns the address n bytes after p.
 func (p Ptr) Offset(n int) Ptr { return p + Ptr(n) }
 
-// Handles of the driver's objects. The zero Stream is the default stream. A Graph is a captured and
-// instantiated sequence of work, ready to be launched again and again.
+// Handles of driver objects. The zero Stream is the default stream. A Graph is a captured and
+// instantiated sequence of work that can be launched repeatedly.
 type (
 	Stream uintptr
 	Event  uintptr
@@ -62,34 +63,34 @@ type (
 	Graph  uintptr
 )
 
-// Context is a GPU's context: all that is done with a GPU is done through it. Every method that
-// names a stream only enqueues work there, unless it says otherwise. Errors are *[Error], for which
-// errors.Is finds the [Status].
+// Context is a CUDA context, through which all operations on a GPU are performed. A method with a stream
+// parameter only enqueues work on the stream unless documented otherwise. Errors have type *[Error] and
+// wrap a [Status], so that errors.Is can test for the status.
 type Context interface {
 	Device() DeviceInfo
-	// Handle is the CUcontext, for sharing with other libraries.
+	// Handle returns the CUcontext, for sharing with other libraries.
 	Handle() uintptr
-	// Do runs f on a thread on which the context is current.
+	// Do runs f on an OS thread on which the context is current.
 	Do(f func() error) error
-	// Observe sets who is given a stream's work from now on; nil for nobody. See [Observers].
+	// Observe sets the observer of a stream's work; nil removes it. See [Observers].
 	Observe(s Stream, o Observer)
-	// Blas returns cuBLASLt on this context, loaded at the first call. The error is a
-	// *NotFoundError when it is missing.
+	// Blas returns cuBLASLt for this context, loading it at the first call. If the library can't be
+	// found, the error is a *NotFoundError.
 	Blas() (Blas, error)
-	// Close lets go of the context. Device memory and other objects still alive are gone once
-	// nobody else holds it.
+	// Close releases the context. Once its last user has released it, the remaining device memory and
+	// other objects are gone.
 	Close() error
 
-	// Memory. Sizes are in bytes.
+	// Memory. All sizes are in bytes.
 
-	// Alloc returns device memory, aligned to 256 bytes at least. Its content is undefined.
+	// Alloc returns device memory aligned to at least 256 bytes. Its contents are undefined.
 	Alloc(bytes int) (Ptr, error)
 	Free(p Ptr) error
-	// AllocHost returns pinned host memory outside the Go heap, which lives until FreeHost gets the
-	// same slice.
+	// AllocHost returns pinned host memory outside the Go heap. It lives until the same slice is passed
+	// to FreeHost.
 	AllocHost(bytes int) ([]byte, error)
 	FreeHost(b []byte) error
-	// MemInfo is the device memory that is free and that there is, all processes considered.
+	// MemInfo returns the free and the total device memory, taking all processes into account.
 	MemInfo() (free, total uint64, err error)
 
 	CopyToDevice(dst Ptr, src []byte, s Stream) error
@@ -97,80 +98,79 @@ type Context interface {
 	CopyOnDevice(dst, src Ptr, bytes int, s Stream) error
 	Memset8(dst Ptr, v byte, n int, s Stream) error
 
-	// Streams, which run their work in order, and events, which tell how far they are and time it.
+	// Streams, which execute their work in order, and events, which report progress and measure time.
 
-	// NewStream returns a stream. The work of an urgent one goes before that of others where both
-	// could run.
+	// NewStream returns a stream. Work of an urgent stream takes precedence over work of other streams.
 	NewStream(urgent bool) (Stream, error)
 	DestroyStream(s Stream) error
-	// SyncStream waits for all work of a stream.
+	// SyncStream waits until all work of a stream is complete.
 	SyncStream(s Stream) error
 
-	// NewEvent returns an event; only one with timing can be given to Elapsed.
+	// NewEvent returns an event. Elapsed accepts only events with timing.
 	NewEvent(timing bool) (Event, error)
 	DestroyEvent(e Event) error
-	// Record marks the present end of a stream's work.
+	// Record marks the current end of a stream's work.
 	Record(e Event, s Stream) error
-	// Mark is Record inside a capture, such that every launch of the graph records the event anew.
+	// Mark is like Record, but within a capture. Every launch of the graph records the event again.
 	Mark(e Event, s Stream) error
 	SyncEvent(e Event) error
-	// WaitEvent has what the stream is given from now on wait for the event's last recording. Where
-	// that is part of a capture, the stream becomes a part of it too, until the capture ends. By
-	// then the stream that is captured must have waited for its work.
+	// WaitEvent makes work subsequently enqueued on the stream wait for the event's last recording. If
+	// that recording is part of a capture, the stream joins the capture until it ends. Before the end,
+	// the captured stream must wait for the work of all streams that joined.
 	WaitEvent(s Stream, e Event) error
-	// Await is WaitEvent inside a capture, such that every launch of the graph waits for what was
-	// then the event's last recording outside of it.
+	// Await is like WaitEvent, but within a capture. Every launch of the graph waits for the event's last
+	// recording outside of the capture, as of the launch.
 	Await(s Stream, e Event) error
 	EventDone(e Event) (bool, error)
-	// Elapsed is the time between two recorded events that have both passed, to about a
+	// Elapsed returns the time between two events that have both occurred, with a resolution of about a
 	// microsecond.
 	Elapsed(start, end Event) (time.Duration, error)
 
-	// Modules, their functions, and launching them.
+	// Modules, functions, and launches.
 
 	// LoadModule loads a fat binary, a cubin or PTX.
 	LoadModule(image []byte) (Module, error)
 	UnloadModule(m Module) error
 	Function(m Module, name string) (*Function, error)
-	// AllowShared raises the dynamic shared memory that a launch may have, 48 KiB before.
+	// AllowShared raises a function's limit of dynamic shared memory, initially 48 KiB.
 	AllowShared(f *Function, bytes int) error
-	// Resident is the number of a launch's clusters, of its blocks where it has none, that run at
-	// once on the whole GPU.
+	// Resident returns the number of a launch's clusters, or of its blocks if it has no clusters, that
+	// the whole GPU can execute at once.
 	Resident(f *Function, c LaunchConfig) (int, error)
 	Launch(f *Function, c LaunchConfig, s Stream, a *Args) error
-	// EncodeTiled makes the descriptor with which kernels copy tiles of a tensor (compute
-	// capability 9.0 and later).
+	// EncodeTiled creates the descriptor that kernels use to copy tiles of a tensor. It requires compute
+	// capability 9.0.
 	EncodeTiled(t TiledTensor) (TensorMap, error)
 
-	// Recording the work of a stream as a graph.
+	// Captures, which record the work of a stream as a graph.
 
 	BeginCapture(s Stream) error
-	// EndCapture ends the capture, also when it failed, and instantiates the graph.
+	// EndCapture ends the capture, even if it has failed, and instantiates the graph.
 	EndCapture(s Stream) (Graph, error)
 	LaunchGraph(g Graph, s Stream) error
-	DestroyGraph(g Graph) error // nothing, for a zero one
+	DestroyGraph(g Graph) error // no-op if g is zero
 }
 
-// Bytes is the memory of a slice of numbers, or of structures of these, and View is its inverse:
-// neither copies.
+// Bytes returns the memory of a slice of numbers, or of structures of numbers, without copying it.
 func Bytes[T any](s []T) []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(s))),
 		len(s)*int(unsafe.Sizeof(*new(T))))
 }
 
-// View is memory from AllocHost (aligned for every T) as a slice of as many numbers as fit.
+// View returns memory from AllocHost, which is aligned for every T, as a slice of as many numbers as fit.
+// It doesn't copy.
 func View[T Number](b []byte) []T {
 	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))),
 		len(b)/int(unsafe.Sizeof(*new(T))))
 }
 
-// Number is what device memory holds.
+// Number is an element type of device memory.
 type Number interface {
 	~int | ~int8 | ~int16 | ~int32 | ~int64 |
 		~uint8 | ~uint16 | ~uint32 | ~uint64 | ~float32 | ~float64
 }
 
-// Size writes a number of bytes for people: 1.50 GiB.
+// Size formats a number of bytes for display, as in "1.50 GiB".
 func Size(bytes uint64) string {
 	if bytes < 1024 {
 		return fmt.Sprintf("%d bytes", bytes)

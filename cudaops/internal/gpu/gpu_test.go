@@ -42,8 +42,8 @@ func TestArgs(t *testing.T) {
 	require.NoError(t, f.Check(new(Args)))
 }
 
-// memory stays where it is, as pinned memory does; a slice that does not escape moves when its
-// stack grows.
+// memory is a global variable because, like pinned memory, it must not move. A slice that doesn't escape
+// would move when its stack grows.
 var memory = make([]byte, 100)
 
 func TestPinned(t *testing.T) {

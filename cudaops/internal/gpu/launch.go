@@ -12,23 +12,23 @@ import (
 type Function struct {
 	Name   string
 	Handle uintptr
-	Params []Param // its parameters, if a fake knows them
+	Params []Param // known only to fakes
 }
 
-// Param is a parameter of a kernel, or the argument for one: its place among the others, in bytes,
-// and its kind.
+// Param describes a parameter of a kernel or an argument for it: its offset within the argument buffer,
+// its size in bytes, and its kind.
 type Param struct {
 	Offset, Size int
 	Kind         ParamKind
 }
 
-// fits reports whether an argument fits a parameter: unknown kinds fit all.
+// fits reports whether argument a fits parameter p. Unknown kinds fit any kind.
 func (p Param) fits(a Param) bool {
 	return p.Offset == a.Offset && p.Size == a.Size &&
 		(p.Kind == a.Kind || p.Kind == UnknownKind || a.Kind == UnknownKind)
 }
 
-// ParamKind tells numbers apart that are passed alike.
+// ParamKind distinguishes parameters of equal size.
 type ParamKind byte
 
 // The kinds of parameters.
@@ -41,18 +41,18 @@ const (
 
 var kindLetters = [...]string{"?", "i", "f", "s"}
 
-// String returns the letter that stands for the kind.
+// String returns the letter for the kind.
 func (k ParamKind) String() string { return kindLetters[k] }
 
-// KindOf returns the kind of a letter, UnknownKind if it has none.
+// KindOf returns the kind for a letter, or UnknownKind.
 func KindOf(letter string) ParamKind {
 	return ParamKind(max(0, slices.Index(kindLetters[:], letter)))
 }
 
-// Dim counts blocks or threads along three axes; a zero counts as 1.
+// Dim is a number of blocks or threads along three axes. A zero counts as 1.
 type Dim struct{ X, Y, Z int }
 
-// Count is the product of the three.
+// Count returns the product of the dimensions.
 func (d Dim) Count() int {
 	d = d.Ones()
 	return d.X * d.Y * d.Z
@@ -63,22 +63,22 @@ func (d Dim) String() string {
 	return fmt.Sprintf("%dx%dx%d", d.X, d.Y, d.Z)
 }
 
-// Ones is the dimensions with 1 where they are zero.
+// Ones returns the dimensions with zeros replaced by 1.
 func (d Dim) Ones() Dim { return Dim{cmp.Or(d.X, 1), cmp.Or(d.Y, 1), cmp.Or(d.Z, 1)} }
 
-// Uint32s is the dimensions as the driver takes them.
+// Uint32s returns the dimensions in the driver's format.
 func (d Dim) Uint32s() [3]uint32 {
 	d = d.Ones()
 	return [3]uint32{uint32(d.X), uint32(d.Y), uint32(d.Z)}
 }
 
-// LaunchConfig is the shape of a launch.
+// LaunchConfig describes the grid of a launch.
 type LaunchConfig struct {
 	Grid, Block Dim
 	Shared      int // dynamic shared memory, in bytes
-	Cluster     Dim // blocks that share a cluster; zero for none
-	// Overlap lets the kernel start before its predecessor in the stream has ended; it must then
-	// itself wait (griddepcontrol.wait) before touching what the predecessor wrote.
+	Cluster     Dim // blocks per cluster; zero for no clusters
+	// Overlap allows the kernel to start before its predecessor in the stream has finished. The kernel
+	// must then execute griddepcontrol.wait before it accesses the predecessor's results.
 	Overlap bool
 }
 
@@ -91,17 +91,17 @@ func (c LaunchConfig) String() string {
 	return s
 }
 
-// Args packs a kernel's arguments as C lays out its parameters. A zero Args is ready. Launch copies
-// the bytes, so it may be changed right afterwards.
+// Args packs a kernel's arguments in the layout of its C parameters. The zero value is ready for use.
+// Launch copies the packed arguments, so Args may be modified immediately afterwards.
 type Args struct {
 	buf    []byte
 	params []Param
 }
 
-// Packed is the arguments' bytes, valid until the next change.
+// Packed returns the packed arguments, valid until the next change.
 func (a *Args) Packed() []byte { return a.buf }
 
-// Add appends a number or a pointer, at a multiple of its own size.
+// Add appends a number or pointer, aligned to its size.
 func Add[T Number](a *Args, v T) {
 	kind := Integer
 	switch any(v).(type) {
@@ -111,7 +111,7 @@ func Add[T Number](a *Args, v T) {
 	a.add(Bytes([]T{v}), int(unsafe.Sizeof(v)), kind)
 }
 
-// Struct appends a structure passed by value, whose C alignment is align.
+// Struct appends a structure passed by value, with the given C alignment.
 func (a *Args) Struct(b []byte, align int) { a.add(b, align, Structure) }
 
 func (a *Args) add(b []byte, align int, kind ParamKind) {
@@ -122,8 +122,8 @@ func (a *Args) add(b []byte, align int, kind ParamKind) {
 	a.buf = append(a.buf, b...)
 }
 
-// Check compares the arguments with the kernel's own parameters: a mismatch would be garbage on a
-// GPU, which does not look. Tests launch every kernel on a fake that knows them from its binary.
+// Check compares the arguments with the kernel's parameters. A real GPU doesn't check them and would read
+// garbage, so tests launch every kernel on a fake that takes the parameters from the kernel's binary.
 func (f *Function) Check(a *Args) error {
 	if f.Params == nil || slices.EqualFunc(f.Params, a.params, Param.fits) {
 		return nil
@@ -135,22 +135,23 @@ func (f *Function) Check(a *Args) error {
 // TensorMap is a CUtensorMap: 128 opaque bytes.
 type TensorMap [128]byte
 
-// TiledTensor is what a tensor map describes: a tensor of up to five dimensions, innermost first,
-// cut into boxes. A box's rows have 16, 32, 64 or 128 bytes. In shared memory chunks of 16 bytes
-// are permuted within so many, so that columns do not fall on the same banks.
+// TiledTensor describes a tensor map: a tensor of up to five dimensions, innermost first, divided into
+// boxes. The rows of a box have 16, 32, 64 or 128 bytes. In shared memory, 16-byte chunks are permuted
+// (swizzled) within spans of this size, so that a column is spread across different banks.
 type TiledTensor struct {
 	Type    DType
-	Address Ptr      // a multiple of 16
+	Address Ptr      // multiple of 16
 	Dims    []uint64 // elements
-	// bytes from one index to the next, for all dimensions but the innermost; multiples of 16
+	// bytes between consecutive indices of each dimension except the innermost; multiples of 16
 	Strides []uint64
-	Box     []uint32 // elements, at most 256 each
+	Box     []uint32 // elements, at most 256 per dimension
 }
 
-// Swizzle is the CUtensorMapSwizzle, 0 to 3.
+// Swizzle returns the CUtensorMapSwizzle, from 0 to 3.
 func (t TiledTensor) Swizzle() int { return bits.Len(uint(t.Box[0]) * uint(t.Type.Size()) / 32) }
 
-// Check reports what is wrong with the description, where the driver would only say INVALID_VALUE.
+// Check returns a descriptive error for an invalid description. The driver itself would only report
+// INVALID_VALUE.
 func (t TiledTensor) Check() error {
 	rank := len(t.Dims)
 	ok := rank >= 1 && rank <= 5 && len(t.Strides) == rank-1 && len(t.Box) == rank &&

@@ -6,31 +6,31 @@ import (
 	"os"
 )
 
-// MatmulSpec describes products of row-major matrices,
+// MatmulSpec describes a product of row-major matrices, or a batch of such products:
 //
 //	D = alpha · op(A) op(B) + beta · C
 //
-// with op(A) [M, K], op(B) [K, N], C and D [M, N], all without gaps. Zero values mean: no
-// transposition, one product, pointers aligned to 256 bytes. Sums are in float32 always.
+// Here op(A) is [M, K], op(B) is [K, N], and C and D are [M, N], all contiguous. Zero values mean no
+// transposition, a single product, and pointers aligned to 256 bytes. Sums are always in float32.
 //
-// Float8 has a range so small that numbers are divided by a factor of their own before they are
-// rounded to it. Of a product of float8 row i of op(A) is multiplied by factor i of M, and column j
-// of op(B) by factor j of N. Factors are float32; it takes compute capability 9.0 and cuBLASLt
-// 12.9. It is added up with fewer bits than float32 has, where that takes less time. cuBLASLt
-// multiplies it only where both operands lie along K (TransB alone). K is a multiple of 16 then and
-// N of 8, and all is aligned to 16 bytes.
+// The range of float8 is so small that numbers must be divided by a scale before rounding. In a float8
+// product, row i of op(A) is multiplied by scale i of M, and column j of op(B) by scale j of N. Scales
+// are float32. Such products need compute capability 9.0 and cuBLASLt 12.9, and may be accumulated with
+// fewer bits than float32 where this is faster. cuBLASLt supports them only if both operands are
+// contiguous along K (only TransB is set), K is a multiple of 16, N is a multiple of 8, and all pointers
+// are aligned to 16 bytes.
 type MatmulSpec struct {
 	M, N, K        int
 	TransA, TransB bool  // A is stored as [K, M], B as [N, K]
 	A, B, D        DType // C has D's type
-	Batch          int   // products, whose matrices lie one behind the other
-	Align          int   // bytes that every pointer is a multiple of
+	Batch          int   // number of products with consecutive matrices
+	Align          int   // alignment of every pointer in bytes
 }
 
-// Scaled reports whether factors go with the operands.
+// Scaled reports whether the operands have scales.
 func (m MatmulSpec) Scaled() bool { return m.A == Float8E4M3 }
 
-// Normal fills in what zero values mean and refuses what makes no sense.
+// Normal returns the spec with zero values replaced by their meaning, or an error if the spec is invalid.
 func (m MatmulSpec) Normal() (MatmulSpec, error) {
 	m.Batch, m.Align = cmp.Or(m.Batch, 1), cmp.Or(m.Align, 256)
 	if min(m.M, m.N, m.K, m.Batch) < 1 || m.Align&(m.Align-1) != 0 || m.Align < m.A.Size() ||
@@ -42,14 +42,14 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 	return m, nil
 }
 
-// FLOPs is the multiplications and additions of all products of a batch.
+// FLOPs returns the number of multiplications and additions in the whole batch.
 func (m MatmulSpec) FLOPs() float64 {
 	return 2 * float64(m.M) * float64(m.N) * float64(m.K) * float64(m.Batch)
 }
 
-// Work is a batch of products as an [Observer] sees it.
+// Work describes the batch for an [Observer].
 func (m MatmulSpec) Work() Work {
-	letters := map[bool]string{false: "n", true: "t"} // as BLAS writes transpositions
+	letters := map[bool]string{false: "n", true: "t"} // BLAS notation for transposition
 	name := fmt.Sprintf("cublasLt %dx%dx%d %s%s %v", m.M, m.N, m.K, letters[m.TransA],
 		letters[m.TransB], m.D)
 	if m.Batch > 1 {
@@ -58,39 +58,39 @@ func (m MatmulSpec) Work() Work {
 	return Work{name, m.FLOPs()}
 }
 
-// MatmulArgs is the operands of one run. C may be zero, which means D.
+// MatmulArgs are the operands of one run. A zero C means D.
 type MatmulArgs struct {
 	Alpha, Beta    float32
 	A, B, C, D     Ptr
-	ScaleA, ScaleB Ptr // factors of float8
+	ScaleA, ScaleB Ptr // scales of float8 operands
 	Workspace      Ptr
 	WorkspaceSize  int
 }
 
-// Algo is a variant to compute a product.
+// Algo is a variant of a product.
 type Algo struct {
-	Workspace int       // bytes it needs
-	ID        [8]uint64 // tells the same variant again, for one version of the library
+	Workspace int       // required workspace in bytes
+	ID        [8]uint64 // identifies the variant within one version of the library
 }
 
 // Blas is cuBLASLt.
 type Blas interface {
 	Version() int // 10000·major + 100·minor + patch
-	// Plan prepares a product and asks for up to want variants to compute it, the one thought fastest
-	// first. They have a workspace of at most that many bytes. None at all is an error with the
-	// status BlasNotSupported.
+	// Plan prepares a product and returns up to want variants for it, with the one expected to be fastest
+	// first. The variants need at most workspace bytes of workspace. If there are none, Plan returns an
+	// error with status BlasNotSupported.
 	Plan(m MatmulSpec, workspace, want int) (MatmulPlan, error)
 }
 
 // MatmulPlan is a prepared product.
 type MatmulPlan interface {
 	Algos() []Algo
-	// Run enqueues the product, computed in the variant with that index.
+	// Run enqueues the product using the variant with index algo.
 	Run(algo int, a MatmulArgs, s Stream) error
 }
 
-// Ready refuses operands that do not go with a plan, has C be D where it is null, and poisons what
-// the run is about to write, where [Poison] says so.
+// Ready validates the operands of a run, replaces a null C with D and, if [Poison] is set, fills the
+// memory that the run will write with NaN.
 func (m MatmulSpec) Ready(c Context, algos []Algo, algo int, a *MatmulArgs, s Stream) error {
 	detail := ""
 	switch {
@@ -120,11 +120,12 @@ func (m MatmulSpec) Ready(c Context, algos []Algo, algo int, a *MatmulArgs, s St
 	return err
 }
 
-// Poison has what a product or a kernel of the copy engine is about to write filled with NaN, on
-// its stream. That is D, where nothing of it is read, and what cuBLASLt needs of its workspace. It
-// is also what this module's kernels for Hopper store with the engine. What the writer leaves out
-// then shows in what is computed from it, and so does a product that reads where it writes. It is
-// for tests, which set it or the environment variable KASMINA_POISON. Under compute-sanitizer's
-// initcheck it takes the place of the tool's own bookkeeping. That does not see what the copy
-// engine stores, and reports every later read of it.
+// Poison fills memory with NaN, on the stream, before a product or a kernel that uses the copy engine
+// writes to it. This covers D where the product doesn't read it, the workspace that cuBLASLt needs, and
+// results that this module's Hopper kernels store through the copy engine. Elements that the writer
+// misses then show up in all further results, as does a product that reads its own output.
+//
+// Poison is meant for tests, which set it or the environment variable KASMINA_POISON. Under
+// compute-sanitizer's initcheck it also makes up for a gap in the tool's bookkeeping, which misses stores
+// by the copy engine and therefore reports every later read of the results.
 var Poison = os.Getenv("KASMINA_POISON") != ""

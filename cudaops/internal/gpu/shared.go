@@ -6,20 +6,20 @@ import (
 	"unsafe"
 )
 
-// Work is a piece of work on a stream, as an [Observer] sees it.
+// Work describes a unit of work on a stream for an [Observer].
 type Work struct {
-	Name  string  // of the kernel, or what is done: a product of cuBLASLt, a copy, a memset
-	FLOPs float64 // of a product: multiplications and additions
+	Name  string  // name of the kernel, or the kind of work: a cuBLASLt product, a copy, or a memset
+	FLOPs float64 // multiplications and additions of a product
 }
 
-// Observer is given each piece of work to enqueue it.
+// Observer receives each unit of work and must enqueue it.
 type Observer func(w Work, enqueue func() error) error
 
-// Observers are those of a context. They watch the kernels, products, copies and memsets that its
-// streams are given. Launches of graphs are not: what is in them was when it was captured.
+// Observers holds the observers of a context's streams. They see kernels, products, copies and
+// memsets, but no launches of graphs: the work in a graph was observed during its capture.
 type Observers struct{ of sync.Map } // an Observer by its Stream
 
-// Observe sets who is given a stream's work from now on; nil for nobody.
+// Observe sets the observer of a stream's work; nil removes it.
 func (c *Observers) Observe(s Stream, o Observer) {
 	if o == nil {
 		c.of.Delete(s)
@@ -28,7 +28,7 @@ func (c *Observers) Observe(s Stream, o Observer) {
 	c.of.Store(s, o)
 }
 
-// Watch enqueues work before the observer's eyes.
+// Watch enqueues work, through the stream's observer if it has one.
 func (c *Observers) Watch(s Stream, w Work, enqueue func() error) error {
 	if o, watched := c.of.Load(s); watched {
 		return o.(Observer)(w, enqueue)
@@ -36,8 +36,8 @@ func (c *Observers) Watch(s Stream, w Work, enqueue func() error) error {
 	return enqueue()
 }
 
-// Pinned is the host memory that a context has pinned. A zero one is ready. It is safe for
-// concurrent use.
+// Pinned records the host memory that a context has pinned. The zero value is ready for use. It is safe
+// for concurrent use.
 type Pinned struct {
 	mu    sync.Mutex
 	spans []span
@@ -50,14 +50,14 @@ func spanOf(b []byte) span {
 	return span{start, start + uintptr(len(b))}
 }
 
-// Add remembers pinned memory.
+// Add records pinned memory.
 func (p *Pinned) Add(b []byte) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.spans = append(p.spans, spanOf(b))
 }
 
-// Remove forgets memory given to Add, and refuses other memory.
+// Remove removes memory recorded by Add. It returns an error for other memory.
 func (p *Pinned) Remove(b []byte) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
