@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// libc binds functions of a library that every Linux has, as a stand-in for NVIDIA's.
+// libc binds functions of the C library, which exists on every Linux, in place of NVIDIA's libraries.
 func libc(t *testing.T, api any) (path string) {
 	var found []string
 	for _, pattern := range []string{"/lib/*-linux-gnu/libc.so.6", "/lib64/libc.so.6",
@@ -47,8 +47,8 @@ func TestBind(t *testing.T) {
 	}
 }
 
-// TestCloseTwice wants two calls at a time to release a context once, also where its library takes
-// a while to end.
+// TestCloseTwice checks that concurrent calls of Close release a context only once, even if destroying
+// its library takes a while.
 func TestCloseTwice(t *testing.T) {
 	var api struct {
 		Abs   proc `c:"abs"`
@@ -70,7 +70,8 @@ func TestCloseTwice(t *testing.T) {
 	require.Equal(t, int32(1), released.Load())
 }
 
-// TestScalesThatFail wants factors whose pointers could not be set to be set again, and others not.
+// TestScalesThatFail checks that scale pointers are set again if setting them failed before, and only
+// then.
 func TestScalesThatFail(t *testing.T) {
 	var api struct {
 		Abs proc `c:"abs"`
@@ -78,7 +79,7 @@ func TestScalesThatFail(t *testing.T) {
 	libc(t, &api)
 	c := &context{cuda: &cuda{cudaAPI: cudaAPI{CtxSetCurrent: api.Abs}}}
 	p := &blasPlan{b: &cublasLt{blasAPI: blasAPI{DescSetAttribute: api.Abs}, ctx: c}}
-	for i, status := range []uintptr{7, 7, 0, 7} { // which abs returns of the descriptor
+	for i, status := range []uintptr{7, 7, 0, 7} { // the status, which abs returns unchanged
 		p.desc = status
 		require.Equal(t, i >= 2, p.pointScales(256, 512) == nil, i)
 	}

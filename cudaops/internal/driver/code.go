@@ -9,7 +9,7 @@ import (
 )
 
 func (c *context) LoadModule(image []byte) (gpu.Module, error) {
-	// The copy is aligned to 8 bytes, as fat binaries must be, and ends in a zero, as PTX must.
+	// The copy is aligned to 8 bytes, as fat binaries require, and null-terminated, as PTX requires.
 	aligned := make([]uint64, len(image)/8+1)
 	copy(gpu.Bytes(aligned), image)
 	var m gpu.Module
@@ -28,7 +28,7 @@ func (c *context) Function(m gpu.Module, name string) (*gpu.Function, error) {
 	return f, inDetail(err, "kernel "+name)
 }
 
-// inDetail adds to an error of the driver what it is about.
+// inDetail adds the subject of a call to its error.
 func inDetail(err error, detail string) error {
 	var e *gpu.Error
 	if errors.As(err, &e) {
@@ -42,8 +42,7 @@ func (c *context) AllowShared(f *gpu.Function, bytes int) error {
 	return c.call(&c.FuncSetAttribute, f.Handle, maxDynamicShared, uintptr(bytes))
 }
 
-// launchFrame is everything that one launch passes by address, so that it is on the heap in one
-// piece.
+// launchFrame holds everything that a launch passes by address in a single heap object.
 type launchFrame struct {
 	extra  [5]uintptr // {PARAM_BUFFER_POINTER, args, PARAM_BUFFER_SIZE, &size, END}
 	size   uintptr
@@ -73,7 +72,7 @@ var launchFrames = sync.Pool{New: func() any { return new(launchFrame) }}
 
 func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *gpu.Args) error {
 	frame := launchFrames.Get().(*launchFrame)
-	defer launchFrames.Put(frame) // until then it stays where it is
+	defer launchFrames.Put(frame) // the frame must not move until the call returns
 	frame.args = append(frame.args[:0], a.Packed()...)
 	frame.size = uintptr(len(frame.args))
 	frame.extra = [5]uintptr{1, uintptr(unsafe.Pointer(unsafe.SliceData(frame.args))), 2,
@@ -106,7 +105,7 @@ func (c *context) Resident(f *gpu.Function, l gpu.LaunchConfig) (int, error) {
 	return int(n), err
 }
 
-// set describes a launch.
+// set stores the configuration of a launch.
 func (frame *launchFrame) set(l gpu.LaunchConfig, s gpu.Stream) {
 	const cluster, overlap = 4, 6
 	attrs := frame.attrs[:0]
@@ -125,10 +124,10 @@ func (c *context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 		return gpu.TensorMap{}, err
 	}
 
-	// The driver wants the descriptor at a multiple of 64 bytes.
+	// The driver requires the descriptor to be aligned to 64 bytes.
 	buf := make([]byte, len(gpu.TensorMap{})+64)
 	at := int(-uintptr(unsafe.Pointer(&buf[0])) % 64)
-	const l2Reads256 = 3 // L2 widens its reads to 256 bytes
+	const l2Reads256 = 3 // L2 promotes reads to 256 bytes
 	steps := [5]uint32{1, 1, 1, 1, 1}
 	strides := append(append([]uint64{}, t.Strides...), 0) // never empty, so that it has an address
 	err := c.call(&c.TensorMapEncode, uintptr(unsafe.Pointer(&buf[at])),
@@ -145,7 +144,7 @@ var tensorMapTypes = map[gpu.DType]uintptr{gpu.Float32: 7, gpu.Float16: 6,
 	gpu.BFloat16: 9, gpu.Float8E4M3: 0}
 
 func (c *context) BeginCapture(s gpu.Stream) error {
-	const relaxed = 2 // the other modes tie a capture to one thread
+	const relaxed = 2 // other modes restrict a capture to one thread
 	return c.call(&c.StreamBeginCapture, uintptr(s), relaxed)
 }
 

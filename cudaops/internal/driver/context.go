@@ -1,11 +1,12 @@
-// Package driver implements package gpu with NVIDIA's libraries. Open binds the driver and, on
-// demand, cuBLASLt at run time, without cgo, toolkit or build tags.
+// Package driver implements package gpu with NVIDIA's libraries. Open binds the driver at run time and,
+// on demand, cuBLASLt. It needs no cgo, CUDA toolkit or build tags.
 //
-// Threads. CUDA keeps a current context for each OS thread, and goroutines move between threads.
-// Every call therefore locks its goroutine to the thread, makes its context current, calls, and
-// unlocks. Setting the context costs about as much as one trivial driver call. That is far less
-// than handing the call to a dedicated thread and waiting for it, and a call that blocks blocks
-// nobody else.
+// # Threads
+//
+// CUDA maintains a current context for each OS thread, but goroutines move between threads. Every call
+// therefore locks its goroutine to the thread, makes the context current, performs the call, and unlocks.
+// Setting the context costs about as much as one trivial driver call, far less than handing the call to a
+// dedicated thread and waiting for it. Moreover, a blocking call doesn't delay other goroutines.
 package driver
 
 import (
@@ -20,7 +21,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// context is a real context.
+// context is a gpu.Context of the real driver.
 type context struct {
 	*cuda
 	handle  uintptr
@@ -30,12 +31,12 @@ type context struct {
 	pinned  gpu.Pinned
 	gpu.Observers
 
-	blasLock sync.Mutex // held by Close too, which ends blas
+	blasLock sync.Mutex // also held by Close, which destroys blas
 	blas     *cublasLt
 }
 
-// Do runs f with the context current. The goroutine is locked to its thread meanwhile, since the
-// current context belongs to the thread.
+// Do runs f with the context current. The goroutine stays locked to its thread for the duration, since
+// the current context is a property of the thread.
 func (c *context) Do(f func() error) error {
 	if c.closed.Load() {
 		return gpu.NewError("cuCtxSetCurrent", gpu.ContextIsDestroyed, "", "the context is closed")
@@ -48,7 +49,7 @@ func (c *context) Do(f func() error) error {
 	return f()
 }
 
-// call is a driver call on the context. See [proc.call] for the directive.
+// call calls a driver function with the context current. See [proc.call] for the directive.
 //
 //go:uintptrescapes
 func (c *context) call(p *proc, args ...uintptr) error {
@@ -58,7 +59,7 @@ func (c *context) call(p *proc, args ...uintptr) error {
 func (c *context) Device() gpu.DeviceInfo { return c.info }
 func (c *context) Handle() uintptr        { return c.handle }
 
-// Close gives the context back once: of several calls at a time the others wait for the first.
+// Close releases the context once. Concurrent calls wait until it is released.
 func (c *context) Close() error {
 	c.blasLock.Lock()
 	defer c.blasLock.Unlock()
@@ -94,7 +95,7 @@ func (c *context) Free(p gpu.Ptr) error {
 }
 
 func (c *context) AllocHost(bytes int) ([]byte, error) {
-	const portable = 1 // pinned for every context, not only this one
+	const portable = 1 // pinned for all contexts
 	if bytes <= 0 {
 		return nil, gpu.NewError("cuMemHostAlloc", gpu.InvalidValue, "",
 			fmt.Sprintf("%d bytes asked for", bytes))
@@ -143,14 +144,14 @@ func (c *context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
 		uintptr(s))
 }
 
-// enqueue puts n bytes of work on a stream. It waits for a copy when the host memory is Go's own.
-// CUDA promises only on some machines that it has finished with such memory by then, and the
-// garbage collector may take it away. See [proc.call] for the directive.
+// enqueue enqueues n bytes of work on a stream. If the host memory is ordinary Go memory, enqueue waits
+// for the copy: only on some machines does CUDA guarantee that it has finished with such memory when the
+// call returns, and the garbage collector may free it. See [proc.call] for the directive.
 //
 //go:uintptrescapes
 func (c *context) enqueue(what string, n int, host []byte, s gpu.Stream, p *proc,
 	args ...uintptr) error {
-	if n < 0 { // which the driver would take for a huge one
+	if n < 0 { // the driver would interpret it as a huge length
 		return gpu.NewError(p.name, gpu.InvalidValue, "", fmt.Sprintf("negative length %d", n))
 	}
 
@@ -183,7 +184,7 @@ func (c *context) DestroyStream(s gpu.Stream) error { return c.call(&c.StreamDes
 func (c *context) SyncStream(s gpu.Stream) error    { return c.call(&c.StreamSync, uintptr(s)) }
 
 func (c *context) NewEvent(timing bool) (gpu.Event, error) {
-	flags := uintptr(2) // without timing, which is cheaper
+	flags := uintptr(2) // disable timing, which makes the event cheaper
 	if timing {
 		flags = 0
 	}

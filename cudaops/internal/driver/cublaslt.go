@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// blasAPI is what is used of libcublasLt; the tags are the names of the symbols.
+// blasAPI contains the functions used from libcublasLt. The tags are the names of the symbols.
 type blasAPI struct {
 	Create              proc `c:"cublasLtCreate"`
 	Destroy             proc `c:"cublasLtDestroy"`
@@ -30,7 +30,7 @@ type blasAPI struct {
 	Matmul              proc `c:"cublasLtMatmul"`
 }
 
-// cublasLt is the real cuBLASLt on one context.
+// cublasLt is NVIDIA's cuBLASLt for one context.
 type cublasLt struct {
 	blasAPI
 	ctx    *context
@@ -66,7 +66,7 @@ func (c *context) Blas() (gpu.Blas, error) {
 	return b, nil
 }
 
-// call is a call of the library with the context current. See [proc.call] for the directive.
+// call calls a library function with the context current. See [proc.call] for the directive.
 //
 //go:uintptrescapes
 func (b *cublasLt) call(p *proc, args ...uintptr) error {
@@ -82,9 +82,12 @@ func (b *cublasLt) call(p *proc, args ...uintptr) error {
 func (b *cublasLt) Version() int { return int(b.GetVersion.call()) }
 func (b *cublasLt) close() error { return b.call(&b.Destroy, b.handle) }
 
-// blasPlan holds cuBLASLt's descriptors. cuBLASLt thinks in columns: a row-major matrix is its
-// transpose there, so that D = op(A) op(B) becomes Dᵀ = op(B)ᵀ op(A)ᵀ. Its first operand is our B,
-// its second our A. They are a few hundred bytes of host memory, and go when the plan is garbage.
+// blasPlan holds cuBLASLt's descriptors for a product. cuBLASLt uses column-major order, where a
+// row-major matrix is its transpose. So D = op(A) op(B) becomes Dᵀ = op(B)ᵀ op(A)ᵀ, where the first
+// operand is our B and the second our A.
+//
+// The descriptors take a few hundred bytes of host memory, and are freed when the plan is garbage
+// collected.
 type blasPlan struct {
 	b     *cublasLt
 	spec  gpu.MatmulSpec
@@ -94,7 +97,7 @@ type blasPlan struct {
 	mu                        sync.Mutex // guards desc's pointers and the scalars
 	desc                      uintptr
 	layoutA, layoutB, layoutD uintptr
-	scales                    [2]gpu.Ptr // that desc points to; null where that is not known
+	scales                    [2]gpu.Ptr // pointers stored in desc; null if unknown
 	alpha, beta               float32
 }
 
@@ -115,7 +118,7 @@ const (
 	descScalePointerA, descScalePointerB, descFastAccum = 17, 18, 25
 	descScaleModeA, descScaleModeB                      = 31, 32
 	layoutBatchCount, layoutBatchStride                 = 5, 6
-	// alignments of B, C and D follow A's
+	// B, C and D have the attributes that follow prefAlignA
 	prefWorkspace, prefReduction, prefAlignA = 1, 3, 5
 )
 
@@ -136,10 +139,10 @@ func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, 
 	return p, nil
 }
 
-// describe makes the descriptors of the operation and of the matrices.
+// describe creates the descriptors of the operation and of the matrices.
 func (p *blasPlan) describe() error {
 	const compute32F, real32F = 68, 0
-	const outerVector = 3 // a factor for a tensor is the default
+	const outerVector = 3 // one scale per row or column, instead of one per tensor
 	b, m := p.b, p.spec
 	if err := b.call(&b.DescCreate, uintptr(unsafe.Pointer(&p.desc)), compute32F,
 		real32F); err != nil {
@@ -159,7 +162,7 @@ func (p *blasPlan) describe() error {
 	}
 
 	if m.Scaled() {
-		// the search wants pointers, of which it reads only the alignment
+		// The heuristic requires pointers, but reads only their alignment.
 		if err := p.pointScales(256, 256); err != nil {
 			return err
 		}
@@ -170,19 +173,19 @@ func (p *blasPlan) describe() error {
 		p.layout(&p.layoutD, m.D, m.M, m.N, false))
 }
 
-// owns has a descriptor go with the plan.
+// owns makes a descriptor's lifetime end with the plan's.
 func (p *blasPlan) owns(descriptor uintptr, destroy *proc) {
 	runtime.AddCleanup(p, func(d uintptr) { destroy.call(d) }, descriptor)
 }
 
-// attribute is one of a descriptor: a number of so many bytes.
+// attribute is a descriptor attribute with an integer value.
 type attribute struct {
 	id    uintptr
 	value uint64
 	bytes uintptr
 }
 
-// set sets attributes of a descriptor. Where CUDA is, the lowest bytes of a number come first.
+// set sets attributes of a descriptor. All platforms with CUDA are little-endian.
 func (b *cublasLt) set(p *proc, descriptor uintptr, attributes ...attribute) error {
 	for _, a := range attributes {
 		if err := b.call(p, descriptor, a.id, uintptr(unsafe.Pointer(&a.value)),
@@ -200,14 +203,14 @@ func bit(b bool) uint64 {
 	return 0
 }
 
-// pointScales names the factors of our A and B, which are cuBLASLt's B and A.
+// pointScales sets the scales of our A and B, known to cuBLASLt as B and A.
 func (p *blasPlan) pointScales(a, b gpu.Ptr) error {
 	scales := [2]gpu.Ptr{a, b}
 	if scales == p.scales {
 		return nil
 	}
 
-	p.scales = [2]gpu.Ptr{} // one of them may be set, and then the other fail
+	p.scales = [2]gpu.Ptr{} // if the second pointer can't be set, the state is unknown
 	err := p.b.set(&p.b.DescSetAttribute, p.desc, attribute{descScalePointerB, uint64(a), 8},
 		attribute{descScalePointerA, uint64(b), 8})
 	if err == nil {
@@ -217,8 +220,8 @@ func (p *blasPlan) pointScales(a, b gpu.Ptr) error {
 	return err
 }
 
-// layout describes a row-major matrix, or one that is stored transposed, as the column-major matrix
-// that it is the transpose of.
+// layout describes a row-major matrix, possibly stored transposed, as the equivalent column-major matrix,
+// its transpose.
 func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols int, transposed bool) error {
 	if transposed {
 		rows, cols = cols, rows
@@ -239,7 +242,7 @@ func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols int, transposed b
 		attribute{layoutBatchStride, uint64(rows * cols), 8})
 }
 
-// search asks for variants to compute the product.
+// search queries the heuristic for variants of the product.
 func (p *blasPlan) search(workspace, want int) error {
 	b := p.b
 	var pref uintptr
@@ -253,7 +256,7 @@ func (p *blasPlan) search(workspace, want int) error {
 		attributes = append(attributes, attribute{prefAlignA + i, uint64(p.spec.Align), 4})
 	}
 
-	// parts of a sum may be added up as float32, not as what they are rounded to
+	// Partial sums must be combined in float32, before rounding to D's type.
 	if p.spec.D.Size() < gpu.Float32.Size() {
 		const computeType = 2 // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
 		attributes = append(attributes, attribute{prefReduction, computeType, 4})
@@ -315,7 +318,8 @@ func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	return nil
 }
 
-// blasPlaces lists where cuBLASLt may be, of the majors of CUDA that have the calls used here.
+// blasPlaces lists the possible locations of cuBLASLt, for the major versions of CUDA with the functions
+// used here.
 func blasPlaces(f sharedlib.Finder) []sharedlib.Place {
 	name := "libcublasLt.so.%s"
 	if f.GOOS == "windows" {

@@ -15,16 +15,16 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// proc is a C function. CUDA keeps old signatures under their old names. A function whose signature
-// changed goes by a new name with a suffix (_v2), which the headers hide and a caller without
-// headers must know.
+// proc is a C function. When the signature of a CUDA function changes, CUDA keeps the old function under
+// its name and adds the new one with a suffix such as _v2. Headers hide the suffix, but symbols must
+// include it.
 type proc struct {
 	addr uintptr
-	name string // without the suffix, as the manual has it
+	name string // without suffix, as in the manual
 }
 
-// cudaAPI is what is used of libcuda; the tags are the names of the symbols. Drivers for CUDA 13,
-// which the kernels' binaries need, have all of them.
+// cudaAPI contains the functions used from libcuda. The tags are the names of the symbols. Drivers for
+// CUDA 13, which the kernels' binaries require, export all these functions.
 type cudaAPI struct {
 	GetErrorName       proc `c:"cuGetErrorName"`
 	GetErrorString     proc `c:"cuGetErrorString"`
@@ -76,7 +76,7 @@ type cudaAPI struct {
 	GraphDestroy       proc `c:"cuGraphDestroy"`
 }
 
-// bind fills a struct of procs from the library at a path.
+// bind loads the library at path and fills a struct of procs from it.
 func bind(path string, api any) error {
 	library, err := sharedlib.Open(path)
 	if err != nil {
@@ -94,9 +94,9 @@ func bind(path string, api any) error {
 	return nil
 }
 
-// call is a C call with integers and pointers. The directive keeps what the pointers point to
-// alive, and on the heap, where it does not move. It works only where unsafe.Pointer is converted
-// in the argument list itself.
+// call calls the C function with integers and pointers. The directive keeps objects passed as pointers
+// alive and on the heap, where they don't move. It only works if unsafe.Pointer is converted within the
+// argument list.
 //
 //go:uintptrescapes
 func (p *proc) call(args ...uintptr) uintptr {
@@ -104,17 +104,17 @@ func (p *proc) call(args ...uintptr) uintptr {
 	return r
 }
 
-// cuda is the real driver.
+// cuda is NVIDIA's driver.
 type cuda struct {
 	cudaAPI
 	version int
 	devices []gpu.DeviceInfo
-	handles []int32 // their CUdevices
+	handles []int32 // CUdevice of each device
 }
 
-// Open loads NVIDIA's driver library and lists its GPUs. The error is a *NotFoundError when there
-// is no such library. It has the status NoDevice when there is no GPU that this process may use.
-// The library stays loaded. After an error a later call tries again.
+// Open loads NVIDIA's driver library and lists its GPUs. If the library can't be found, the error is a
+// *NotFoundError. If this process has no GPU to use, the error has status NoDevice. The library stays
+// loaded, and a call after an error tries again.
 func Open() (gpu.Driver, error) {
 	opened.Lock()
 	defer opened.Unlock()
@@ -183,7 +183,7 @@ func (c *cuda) start() error {
 	return nil
 }
 
-// noDevice adds to an error of starting up what its reader can do about it.
+// noDevice adds advice to an error during initialization.
 func noDevice(err error) error {
 	var e *gpu.Error
 	if !errors.As(err, &e) {
@@ -206,7 +206,7 @@ func noDevice(err error) error {
 	return e
 }
 
-// describe describes a GPU, and returns its CUdevice.
+// describe returns the description of a GPU and its CUdevice.
 func (c *cuda) describe(ordinal int) (d gpu.DeviceInfo, dev int32, err error) {
 	d.Ordinal = ordinal
 	var memory uintptr
@@ -236,12 +236,12 @@ func (c *cuda) describe(ordinal int) (d gpu.DeviceInfo, dev int32, err error) {
 	return d, dev, nil
 }
 
-// do is a call that may fail. See [proc.call] for the directive.
+// do calls a driver function that needs no context. See [proc.call] for the directive.
 //
 //go:uintptrescapes
 func (c *cuda) do(p *proc, args ...uintptr) error { return c.check(p, p.call(args...)) }
 
-// check turns a returned CUresult into an error with the driver's own name and description of it.
+// check converts a CUresult to an error with the driver's name and description.
 func (c *cuda) check(p *proc, result uintptr) error {
 	s := gpu.Status(int32(result))
 	if s == gpu.Success {
@@ -304,15 +304,15 @@ func (c *cuda) Adopt(handle uintptr) (gpu.Context, error) {
 	return ctx, nil
 }
 
-// Environment variables that name a library (the file, or a folder that holds it) and end the
-// search for it.
+// Environment variables that specify a library, either as a file or as the folder that contains it. If
+// one is set, no other location is searched.
 const (
 	cudaVariable = "KASMINA_LIBCUDA"
 	blasVariable = "KASMINA_LIBCUBLASLT"
 )
 
-// cudaPlaces lists where NVIDIA's driver library may be. Drivers install it for the system's
-// loader; the folders are those of containers, WSL and NixOS, where the loader may not know them.
+// cudaPlaces lists the possible locations of NVIDIA's driver library. Normally the system's loader finds
+// it; the folders are used in containers and by WSL and NixOS, where the loader may not search them.
 func cudaPlaces(f sharedlib.Finder) []sharedlib.Place {
 	name := "libcuda.so.1"
 	if f.GOOS == "windows" {

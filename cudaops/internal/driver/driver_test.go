@@ -54,7 +54,7 @@ func TestCopies(t *testing.T) {
 				ok(t, r.SyncStream(s))
 				require.Equal(t, out, in, pinned)
 				head := make([]byte, 5)
-				ok(t, r.CopyToHost(head, b, s)) // waits, as the memory is not pinned
+				ok(t, r.CopyToHost(head, b, s)) // waits because the memory is not pinned
 				require.Equal(t, bytes.Repeat([]byte{0xA5}, 5), head, n)
 				ok(t, errors.Join(r.Free(a), r.Free(b)))
 				if pinned {
@@ -94,7 +94,7 @@ func TestOutOfMemory(t *testing.T) {
 			"of " + gpu.Size(total) + " free"} {
 			require.ErrorContains(t, err, s)
 		}
-		ok(t, r.Free(r.alloc(t, 1<<20))) // the context is well
+		ok(t, r.Free(r.alloc(t, 1<<20))) // the context still works
 	})
 }
 
@@ -112,7 +112,7 @@ func TestLaunch(t *testing.T) {
 			packed := args(py, pa, pb, float32(-2.5), n)
 			ok(t, r.Launch(axpy, gpu.LaunchConfig{Grid: gpu.Dim{X: (n + 127) / 128},
 				Block: gpu.Dim{X: 128}}, s, packed))
-			packed.Packed()[0]++ // the launch has its own copy
+			packed.Packed()[0]++ // the launch must have copied the arguments
 			y := make([]float32, n+1)
 			ok(t, r.CopyToHost(gpu.Bytes(y), py, s))
 			for i := range n {
@@ -261,7 +261,8 @@ func TestCapture(t *testing.T) {
 		}
 		ok(t, r.DestroyGraph(g))
 
-		// Waiting spoils a capture, and a copy with memory that is not pinned waits.
+		// Waiting invalidates a capture, and so does a copy that involves memory that is not pinned,
+		// because it waits.
 		ok(t, errors.Join(r.BeginCapture(s), r.Memset8(y, 0, n, s)))
 		require.ErrorIs(t, r.SyncStream(s), gpu.CaptureUnsupported)
 		require.ErrorIs(t, second(r.EndCapture(s)), gpu.CaptureInvalidated)

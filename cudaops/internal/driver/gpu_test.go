@@ -24,8 +24,8 @@ func TestBadPTX(t *testing.T) {
 	ok(t, c.Close())
 }
 
-// TestFault stores to a bad address. On a GPU that loses the context for the whole process, so it
-// happens in another.
+// TestFault stores to an invalid address. On a real GPU this destroys the context for the whole process,
+// so the store happens in a subprocess.
 func TestFault(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		testFault(t, must[gpu.Context](t)(fake.New(fake.Config{Kernels: fakeKernels}).Retain(0)))

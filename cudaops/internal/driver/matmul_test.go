@@ -12,7 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// stored is a matrix as the device holds it, and its values in float64 after rounding to its type.
+// stored is a matrix as stored on the device, with its values in float64 after rounding to the stored
+// type.
 type stored struct {
 	bytes  []byte
 	values []float64
@@ -71,8 +72,7 @@ func TestMatmul(t *testing.T) {
 	})
 }
 
-// TestMatmulFloat8 wants products of float8 to be those of what the operands stand for, with their
-// factors.
+// TestMatmulFloat8 compares float8 products with products of the dequantized operands.
 func TestMatmulFloat8(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		if got := r.Device().Capability(); got != 90 {
@@ -112,8 +112,8 @@ func TestMatmulFloat8(t *testing.T) {
 	})
 }
 
-// TestFloat8Depth wants long sums of float8 to lose less than the rounding of their operands, 4 %,
-// does.
+// TestFloat8Depth checks that accumulation in long float8 sums adds an error of less than 4 %, the error
+// due to rounding the operands.
 func TestFloat8Depth(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	if got := c.Device().Capability(); got != 90 {
@@ -152,8 +152,8 @@ func TestFloat8Depth(t *testing.T) {
 	ok(t, c.Close())
 }
 
-// TestMatmulDepth wants long sums, which variants may add up in parts, rounded once to 16 bits, and not
-// their parts too.
+// TestMatmulDepth checks that long sums, which variants may split into parts, are rounded to 16 bits only
+// once, without rounding the parts.
 func TestMatmulDepth(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))
 	r := &rig{Context: c, gpu: true, rng: randtest.New(t)}
@@ -182,8 +182,8 @@ func TestMatmulDepth(t *testing.T) {
 			ok(t, r.CopyToHost(got, pd, 0))
 			apart := 0
 			for j, v := range values(dt, got) {
-				// Half of the gap between two numbers, and the error of a sum of float32, in which
-				// tensor cores cut digits off.
+				// Half the gap between two numbers, plus the error of a float32 sum when tensor cores
+				// truncate digits.
 				gap := math.Ldexp(1, math.Ilogb(sums[j]/256)-map[gpu.DType]int{gpu.BFloat16: 7,
 					gpu.Float16: 10}[dt])
 				if !(math.Abs(v-sums[j]/256) <= 0.5*gap+2e-5) {
@@ -251,7 +251,7 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 
 	up := func(m stored) gpu.Ptr {
 		ptr := r.alloc(t, len(m.bytes)+c.Align)
-		ok(t, r.CopyToDevice(ptr.Offset(c.Align), m.bytes, 0)) // exactly as aligned as promised
+		ok(t, r.CopyToDevice(ptr.Offset(c.Align), m.bytes, 0)) // aligned exactly as specified, and no better
 		return ptr
 	}
 	pa, pb, pd, work := up(a), up(b), up(d), r.alloc(t, limit)
@@ -264,10 +264,10 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 
 	tolerance := 1e-6
 	if c.A == gpu.Float8E4M3 {
-		tolerance = 1e-3 // tensor cores add up with fewer bits
+		tolerance = 1e-3 // tensor cores accumulate with fewer bits
 	}
 
-	switch many := c.M*c.N >= 1024; { // of a few numbers the errors of rounding may all be large
+	switch many := c.M*c.N >= 1024; { // with few elements, all rounding errors may happen to be large
 	case c.D == gpu.BFloat16 && many:
 		tolerance = 2.4e-3
 	case c.D == gpu.BFloat16:
@@ -301,8 +301,8 @@ func (r *rig) matmul(t *testing.T, blas gpu.Blas, c gpu.MatmulSpec, alpha, beta 
 	ok(t, errors.Join(r.Free(pa), r.Free(pb), r.Free(pd), r.Free(psa), r.Free(psb), r.Free(work)))
 }
 
-// TestPoison wants poisoned products to be right where they are complete, and to leave what beta
-// reads. One that reads what it writes is NaN.
+// TestPoison checks that complete products are unaffected by poisoning, and that C survives if beta is
+// not zero. A product that reads its own output must be NaN.
 func TestPoison(t *testing.T) {
 	before := gpu.Poison
 	gpu.Poison = true
@@ -314,7 +314,7 @@ func TestPoison(t *testing.T) {
 			{M: 37, N: 29, K: 61, Align: 4},
 			{M: 64, N: 48, K: 80, TransB: true, A: b16, B: b16, D: b16},
 			{M: 17, N: 24, K: 32, Batch: 5, A: b16, B: b16, D: b16},
-			// some variants of which sum up in the workspace
+			// some variants accumulate this one in the workspace
 			{M: 24, N: 32, K: 4096, TransA: true, A: b16, B: b16, D: b16},
 		} {
 			r.matmul(t, blas, c, 1.5, 0)

@@ -15,8 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// The tests of this file's rig run twice: on the fake driver, and on this machine's GPU if it has
-// one. What holds for one must hold for the other.
+// Tests that use a rig run on the fake driver and, if the machine has a GPU, on the real driver. Both
+// must behave alike.
 type rig struct {
 	gpu.Context
 	gpu  bool
@@ -37,8 +37,7 @@ func needGPU(t testing.TB) gpu.Driver {
 
 func TestMain(m *testing.M) {
 	if d, err := driver.Open(); err == nil {
-		// Hold the GPU's context until the end, so that it is not made and destroyed for every
-		// test.
+		// Hold the GPU's context until the end, so that it isn't recreated for every test.
 		if _, err := d.Retain(0); err != nil {
 			panic(err)
 		}
@@ -100,7 +99,7 @@ func (r *rig) floats(n int) []float32 {
 	return f
 }
 
-// relative is ‖got − want‖ / ‖want‖.
+// relative returns ‖got − want‖ / ‖want‖.
 func relative(got, want []float64) float64 {
 	var d, n float64
 	for i := range want {
@@ -110,7 +109,7 @@ func relative(got, want []float64) float64 {
 	return math.Sqrt(d / n)
 }
 
-// args packs pointers, float32 and int32 arguments of kernels.
+// args packs pointers, float32 and int32 values as kernel arguments.
 func args(values ...any) *gpu.Args {
 	a := new(gpu.Args)
 	for _, v := range values {
@@ -127,8 +126,8 @@ func args(values ...any) *gpu.Args {
 	return a
 }
 
-// ptx has out[i] = a[i] + scale·b[i], the rank of each block in its cluster, and a store of 1 to
-// any address.
+// ptx contains kernels that compute out[i] = a[i] + scale·b[i], return the rank of each block in its
+// cluster, and store 1 at an arbitrary address.
 const ptx = `.version 6.0
 .target sm_60
 .address_size 64
@@ -191,7 +190,7 @@ const clusterPTX = `.version 7.8
 }
 `
 
-// fakeKernels do the same in Go.
+// fakeKernels implement the kernels of ptx in Go.
 var fakeKernels = map[string]fake.Kernel{
 	"axpy": func(l *fake.Launch) {
 		out, a, b := fake.Arg[gpu.Ptr](l), fake.Arg[gpu.Ptr](l), fake.Arg[gpu.Ptr](l)

@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// finderAt searches below a folder that holds the given empty files.
+// finderAt returns a finder for a folder that contains the given empty files.
 func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib.Finder,
 	root string) {
 	t.Helper()
@@ -36,7 +36,7 @@ func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib
 		},
 		Glob: func(pattern string) ([]string, error) {
 			if !strings.HasPrefix(pattern, root) {
-				pattern = filepath.Join(root, pattern) // the system's folders, too
+				pattern = filepath.Join(root, pattern) // for system folders as well
 			}
 			return filepath.Glob(pattern)
 		}}
@@ -44,7 +44,8 @@ func finderAt(t *testing.T, env map[string]string, files ...string) (f sharedlib
 	return f, root
 }
 
-// candidates is the files that load would try, below root, and the names for the loader.
+// candidates returns the files that load would try, relative to root, and the names it would pass to the
+// loader.
 func candidates(f sharedlib.Finder, root string, newest int) (names []string,
 	tried []sharedlib.Attempt) {
 	_, tried = sharedlib.Load(f, blasPlaces(f), newest, func(path string) (int, error) {
@@ -69,7 +70,7 @@ func TestSearchOrder(t *testing.T) {
 		"venv/lib/python3.12/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
 		"home/.local/lib/python3.11/site-packages/nvidia/cublas/lib/libcublasLt.so.12",
 		"usr/lib/python3.10/dist-packages/nvidia/cublas/lib/libcublasLt.so.12",
-		"usr/lib64/libcublasLt.so.11.5") // too old a name
+		"usr/lib64/libcublasLt.so.11.5") // its version is too old
 
 	want := []string{
 		"ld/libcublasLt.so.13", "ld/libcublasLt.so.12", "cuda/lib64/libcublasLt.so.12",
@@ -91,7 +92,7 @@ func TestSearchOrder(t *testing.T) {
 		require.Contains(t, text, s)
 	}
 
-	// A driver for CUDA 12 cannot run what was made for 13.
+	// A driver for CUDA 12 can't use a library for CUDA 13.
 	got, tried = candidates(f, root, 12)
 	if slices.ContainsFunc(got, func(s string) bool {
 		return strings.HasSuffix(s, ".13")
@@ -137,8 +138,8 @@ func TestSearchSystems(t *testing.T) {
 	}
 }
 
-// TestSearchWindows wants no DLL from the working folder or from what PATH leads to. Names, which
-// the loader finds in System32 alone, will do, and so will absolute paths of variables.
+// TestSearchWindows checks that no DLL is loaded from the working directory or from PATH. Plain names,
+// which the loader resolves only in System32, and absolute paths from variables are allowed.
 func TestSearchWindows(t *testing.T) {
 	env := map[string]string{
 		"ProgramFiles": `C:\Program Files`, "CUDA_PATH": `D:\cuda`,
@@ -166,7 +167,7 @@ func TestSearchWindows(t *testing.T) {
 	}
 
 	accept := func(path string) (string, error) { return path, nil }
-	// all of them exist
+	// pretend that all files exist
 	f.Glob = func(pattern string) ([]string, error) { return []string{pattern}, nil }
 	for value, loads := range map[string]bool{
 		`nvcuda.dll`: false, `.\nvcuda.dll`: false, `C:nvcuda.dll`: false, `\nvcuda.dll`: false,
@@ -182,7 +183,7 @@ func TestSearchWindows(t *testing.T) {
 	}
 }
 
-// TestLoadStops takes the first library that is accepted.
+// TestLoadStops checks that loading stops at the first library that is accepted.
 func TestLoadStops(t *testing.T) {
 	f, root := finderAt(t, map[string]string{"LD_LIBRARY_PATH": "~/a:~/b"}, "a/libcublasLt.so.12",
 		"b/libcublasLt.so.12")

@@ -21,21 +21,21 @@ type Context struct {
 	pinned gpu.Pinned
 
 	mu          sync.Mutex
-	lost        error // why every call fails: a fault, or that the context is closed
+	lost        error // error returned by every call after a fault or Close
 	blocks      []*block
-	top         gpu.Ptr // where the next one lies
-	free        uint64  // bytes of device memory
+	top         gpu.Ptr // address of the next block
+	free        uint64  // free device memory in bytes
 	pinnedBytes int
 	clock       time.Duration
-	next        uintptr // the last handle given out
+	next        uintptr // last handle assigned
 	streams     map[gpu.Stream]*stream
 	events      map[gpu.Event]*event
 	modules     map[gpu.Module]module
-	shared      map[uintptr]int // of a function: the most dynamic shared memory it may use
+	shared      map[uintptr]int // limit of dynamic shared memory, by function
 	graphs      map[gpu.Graph]*capture
 
-	// Trace lists the calls so far that enqueue work, in order. What a graph replays is not listed
-	// again. It is to be read, or emptied, when no call is under way.
+	// Trace lists the calls that enqueued work, in order. Work replayed by a graph is not listed again.
+	// Trace may be read or cleared only while no call is in progress.
 	Trace []Op
 }
 
@@ -48,10 +48,10 @@ func newContext(d *Driver, info gpu.DeviceInfo, handle uintptr) *Context {
 	return c
 }
 
-// refused is an error, which the call that returns it names.
+// refused returns an error without the name of the call, which the caller adds.
 func refused(code error, detail string) *gpu.Error { return gpu.NewError("", code, "", detail) }
 
-// named has an error say which call returned it.
+// named sets the call in an error that doesn't have one.
 func named(call string, err error) error {
 	var e *gpu.Error
 	if !errors.As(err, &e) || e.Call != "" {
@@ -62,7 +62,7 @@ func named(call string, err error) error {
 	return &of
 }
 
-// locked makes a call, alone, unless the context is lost or a failure is due.
+// locked performs a call under the lock, unless the context is lost or a failure is scheduled.
 func (c *Context) locked(call string, do func() error) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -79,14 +79,14 @@ func (c *Context) locked(call string, do func() error) error {
 	return named(call, err)
 }
 
-// watched gives a stream work before its observer's eyes.
+// watched performs a call that enqueues work, through the stream's observer.
 func (c *Context) watched(w gpu.Work, s gpu.Stream, call string, do func() error) error {
 	return c.Watch(s, w, func() error {
 		return about(c, call, c.streams, s, func(*stream) error { return do() })
 	})
 }
 
-// asked is locked for a call with a result.
+// asked is like locked, for a call with a result.
 func asked[T any](c *Context, call string, do func() (T, error)) (v T, err error) {
 	err = c.locked(call, func() error {
 		v, err = do()
@@ -95,7 +95,7 @@ func asked[T any](c *Context, call string, do func() (T, error)) (v T, err error
 	return v, err
 }
 
-// made makes an object, and returns its handle.
+// made registers a new object and returns its handle.
 func made[H ~uintptr, T any](c *Context, call string, all map[H]T, object T) (H, error) {
 	return asked(c, call, func() (H, error) {
 		c.next++
@@ -104,7 +104,7 @@ func made[H ~uintptr, T any](c *Context, call string, all map[H]T, object T) (H,
 	})
 }
 
-// about makes a call about an object.
+// about performs a call that takes an object.
 func about[H ~uintptr, T any](c *Context, call string, all map[H]T, h H, do func(T) error) error {
 	return c.locked(call, func() error {
 		object, err := known(all, h)
@@ -115,7 +115,7 @@ func about[H ~uintptr, T any](c *Context, call string, all map[H]T, h H, do func
 	})
 }
 
-// known is the object that a handle stands for.
+// known returns the object for a handle.
 func known[H ~uintptr, T any](all map[H]T, h H) (object T, err error) {
 	object, ok := all[h]
 	if !ok {
@@ -124,7 +124,7 @@ func known[H ~uintptr, T any](all map[H]T, h H) (object T, err error) {
 	return object, err
 }
 
-// forget ends an object.
+// forget removes an object.
 func forget[H ~uintptr, T any](c *Context, call string, all map[H]T, h H) error {
 	return about(c, call, all, h, func(T) error {
 		delete(all, h)
@@ -136,7 +136,7 @@ func (c *Context) Device() gpu.DeviceInfo  { return c.info }
 func (c *Context) Handle() uintptr         { return c.handle }
 func (c *Context) Do(f func() error) error { return f() }
 
-// Close closes the context and reports what was left alive, unless that was lost with the context.
+// Close closes the context and returns an error if objects are still alive, unless the context was lost.
 func (c *Context) Close() error {
 	left := c.Leaks()
 	c.mu.Lock()
@@ -149,10 +149,10 @@ func (c *Context) Close() error {
 	return nil
 }
 
-// module is the kernels of an image, where something can list them.
+// module lists the kernels of an image, if Config.Images is set.
 type module map[string][]gpu.Param
 
-// LoadModule takes any image that Config.Images can read, or any without that.
+// LoadModule accepts any image that Config.Images can read, or any image if that is nil.
 func (c *Context) LoadModule(image []byte) (m gpu.Module, err error) {
 	const call = "cuModuleLoadData"
 	var kernels module
@@ -168,7 +168,7 @@ func (c *Context) UnloadModule(m gpu.Module) error {
 	return forget(c, "cuModuleUnload", c.modules, m)
 }
 
-// Function finds a kernel, registered or of the module's image.
+// Function returns a kernel that is registered or listed in the module.
 func (c *Context) Function(m gpu.Module, name string) (f *gpu.Function, err error) {
 	err = about(c, "cuModuleGetFunction", c.modules, m, func(kernels module) error {
 		params, ok := kernels[name]
@@ -186,7 +186,7 @@ func (c *Context) Function(m gpu.Module, name string) (f *gpu.Function, err erro
 	return f, err
 }
 
-// AllowShared keeps the limit of dynamic shared memory.
+// AllowShared records the limit of dynamic shared memory.
 func (c *Context) AllowShared(f *gpu.Function, bytes int) error {
 	return c.locked("cuFuncSetAttribute", func() error {
 		if bytes < 0 || bytes > c.info.SharedPerBlock {
@@ -198,9 +198,9 @@ func (c *Context) AllowShared(f *gpu.Function, bytes int) error {
 	})
 }
 
-const threadsPerSM = 1536 // the least that a GPU with kernels has
+const threadsPerSM = 1536 // the minimum of all supported GPUs
 
-// Resident counts by threads and shared memory, of which each block takes 1 KiB for itself.
+// Resident considers threads and shared memory, where each block reserves an additional 1 KiB.
 func (c *Context) Resident(_ *gpu.Function, l gpu.LaunchConfig) (int, error) {
 	return asked(c, "cuOccupancyMaxActiveBlocksPerMultiprocessor", func() (int, error) {
 		shared := c.info.SharedPerBlock + 1024
@@ -209,7 +209,7 @@ func (c *Context) Resident(_ *gpu.Function, l gpu.LaunchConfig) (int, error) {
 	})
 }
 
-// Launch checks the shape against the GPU's limits and enqueues the Go function.
+// Launch checks the launch against the GPU's limits and enqueues the Go function.
 func (c *Context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *gpu.Args) error {
 	return c.watched(gpu.Work{Name: f.Name}, s, "cuLaunchKernel", func() error {
 		if err := f.Check(a); err != nil {
@@ -226,7 +226,7 @@ func (c *Context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 	})
 }
 
-// launchable reports whether a launch is within the limits of the kernel and of the GPU.
+// launchable reports whether a launch is within the limits of the kernel and the GPU.
 func (c *Context) launchable(f *gpu.Function, l gpu.LaunchConfig) bool {
 	shared, known := c.shared[f.Handle]
 	grid, block, cluster := l.Grid.Ones(), l.Block.Ones(), l.Cluster.Ones()
@@ -237,8 +237,8 @@ func (c *Context) launchable(f *gpu.Function, l gpu.LaunchConfig) bool {
 		l.Shared >= 0 && l.Shared <= shared && (l.Cluster == gpu.Dim{} || clusters)
 }
 
-// EncodeTiled checks the description and that the tensor lies in one allocation; the descriptor
-// holds its address.
+// EncodeTiled checks the description, and that the tensor lies within one allocation. The descriptor
+// contains the tensor's address.
 func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	return asked(c, "cuTensorMapEncodeTiled", func() (m gpu.TensorMap, err error) {
 		if err := t.Check(); err != nil {
@@ -257,14 +257,14 @@ func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
 	})
 }
 
-// Kernel does in Go what a kernel does on the GPU, for the whole grid at once. It takes its
-// arguments from the launch in the order of its parameters. It must not call the context.
+// Kernel is a GPU kernel implemented in Go, for the whole grid at once. It reads its arguments from
+// the launch, in the order of its parameters. It must not call methods of the context.
 type Kernel func(*Launch)
 
-// Launch is one run of a kernel.
+// Launch is one execution of a kernel.
 type Launch struct {
 	gpu.LaunchConfig
-	// Took is how far the run moves the clock; zero means a microsecond.
+	// Took is the simulated duration; zero means a microsecond.
 	Took time.Duration
 
 	c    *Context
@@ -272,7 +272,7 @@ type Launch struct {
 	at   int
 }
 
-// run runs a kernel, which a panic with an error ends as a fault would on a GPU.
+// run executes a kernel. If the kernel panics with a *gpu.Error, run returns it as a fault.
 func (c *Context) run(kernel Kernel, config gpu.LaunchConfig, args []byte) (err error) {
 	if kernel == nil {
 		return nil
@@ -296,7 +296,7 @@ func (c *Context) run(kernel Kernel, config gpu.LaunchConfig, args []byte) (err 
 	return nil
 }
 
-// Arg takes the next argument, a number or a pointer.
+// Arg returns the next argument, a number or pointer.
 func Arg[T gpu.Number](l *Launch) T {
 	size := int(unsafe.Sizeof(*new(T)))
 	l.at = (l.at + size - 1) / size * size
@@ -304,7 +304,7 @@ func Arg[T gpu.Number](l *Launch) T {
 	return gpu.View[T](l.args[l.at-size : l.at])[0]
 }
 
-// Slice is n numbers of device memory. Memory that is not there, or not aligned, is a fault.
+// Slice returns n numbers in device memory. An invalid or misaligned address is a fault.
 func Slice[T gpu.Number](l *Launch, p gpu.Ptr, n int) []T {
 	if n == 0 {
 		return nil
@@ -324,7 +324,7 @@ func Slice[T gpu.Number](l *Launch, p gpu.Ptr, n int) []T {
 	return gpu.View[T](b)
 }
 
-// reaches panics as Slice does, for memory that is not looked at.
+// reaches panics like Slice if the memory is invalid, but doesn't access it.
 func (l *Launch) reaches(p gpu.Ptr, n int) {
 	if n == 0 {
 		return

@@ -1,9 +1,12 @@
-// Package fake is a CUDA without a GPU, for testing what is built on the driver package. Device
-// memory is host memory behind addresses of its own, so that every access is checked against the
-// allocations alive at that moment. New memory is filled with 0xFF bytes (NaN, or −1). A kernel is
-// a Go function registered under its name. Nothing runs before something waits for it. A program
-// that forgets to wait, or changes pinned memory too early, sees stale or wrong data here as it
-// would on a GPU. Time is a clock that each operation moves by a microsecond.
+// Package fake implements CUDA without a GPU, for testing code built on package gpu.
+//
+// Device memory is host memory with separate addresses, so that every access is checked against the
+// allocations that are alive at the time. New memory is filled with 0xFF bytes (NaN, or −1). Kernels are
+// Go functions registered by name.
+//
+// Work doesn't run until something waits for it. A program that forgets to wait, or that modifies pinned
+// memory too early, therefore reads stale or wrong data, just as it could on a real GPU. Time is
+// simulated by a clock that advances by a microsecond per operation.
 package fake
 
 import (
@@ -15,28 +18,28 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// Config says what the fake pretends to be.
+// Config configures a fake driver.
 type Config struct {
-	Devices []gpu.DeviceInfo // default: one like an H200 with 1 GiB
+	Devices []gpu.DeviceInfo // default: one GPU like an H200, with 1 GiB of memory
 	Kernels map[string]Kernel
-	// Images lists the kernels of an image for a compute capability (90 for 9.0), with their
-	// parameters. They exist, launches are checked against them, and they do nothing. Nor do
-	// products. Without Kernels and Images any kernel exists and does nothing.
+	// Images lists the kernels in an image for a compute capability (90 for 9.0), with their parameters.
+	// Launches of these kernels are checked but do nothing, and neither do products. If both Kernels and
+	// Images are nil, any kernel exists and does nothing.
 	Images func(image []byte, capability int) (map[string][]gpu.Param, error)
 
-	NoBlas   bool // cuBLASLt is missing
+	NoBlas   bool // pretend that cuBLASLt is missing
 	Variants [3]Variant
 
-	BlasVersion int // of cuBLASLt, default 13.0.0
+	BlasVersion int // version of cuBLASLt; default 13.0.0
 }
 
-// Variant is how one of cuBLASLt's variants to compute a product differs from the definition.
+// Variant changes the behavior of one of cuBLASLt's variants.
 type Variant struct {
-	Took   time.Duration // how far it moves the clock; zero means a microsecond
-	Loaded time.Duration // the same from the third run in a row on, if it is not 0
-	Warms  time.Duration // by how much that grows with every run of the product, in any variant
-	Wrong  bool          // it computes something else
-	Fails  bool          // it cannot be started
+	Took   time.Duration // simulated duration; zero means a microsecond
+	Loaded time.Duration // simulated duration from the third consecutive run on, unless 0
+	Warms  time.Duration // increase of Loaded with every run of the product, in any variant
+	Wrong  bool          // compute a wrong result
+	Fails  bool          // fail to start
 }
 
 // Driver is the fake driver.
@@ -45,7 +48,7 @@ type Driver struct {
 
 	mu       sync.Mutex
 	contexts []*Context
-	failures map[string][]error // of the next calls of a function; nil for none
+	failures map[string][]error // for upcoming calls, by function; nil entries succeed
 }
 
 // New returns a fake driver.
@@ -61,8 +64,8 @@ func New(c Config) *Driver {
 	return &Driver{config: c, failures: map[string][]error{}}
 }
 
-// Fail makes the nth call from now of a function fail with a Status or a BlasStatus. Functions of
-// CUDA and cuBLASLt are named as in the manual. A sticky status loses the context.
+// Fail makes the nth next call of a function fail with a Status or BlasStatus. Functions are named as in
+// the manuals of CUDA and cuBLASLt. A sticky status destroys the context.
 func (d *Driver) Fail(call string, n int, code error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -72,22 +75,21 @@ func (d *Driver) Fail(call string, n int, code error) {
 	d.failures[call][n-1] = code
 }
 
-// Pending returns how many calls of a function are still to come up to the last one that is to fail.
-// Cancel has them succeed.
+// Pending returns the number of calls of a function up to and including the last one scheduled to fail.
 func (d *Driver) Pending(call string) int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return len(d.failures[call])
 }
 
-// Cancel takes back what Fail has asked for.
+// Cancel removes all failures scheduled for a function.
 func (d *Driver) Cancel(call string) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	delete(d.failures, call)
 }
 
-// injected counts a call and returns the failure that is due, if there is one.
+// injected counts a call and returns the failure scheduled for it, if any.
 func (d *Driver) injected(call string) *gpu.Error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -101,14 +103,13 @@ func (d *Driver) injected(call string) *gpu.Error {
 	return refused(next[0], "injected failure")
 }
 
-// Version is CUDA 13.0.
+// Version returns the version of CUDA 13.0.
 func (d *Driver) Version() int { return 13000 }
 
 // Devices lists the configured GPUs.
 func (d *Driver) Devices() []gpu.DeviceInfo { return slices.Clone(d.config.Devices) }
 
-// Retain returns a new context. Unlike a GPU's primary context it shares nothing with others of the
-// same GPU.
+// Retain returns a new context. Unlike a primary context, it isn't shared with other users of the GPU.
 func (d *Driver) Retain(ordinal int) (gpu.Context, error) {
 	const call = "cuDevicePrimaryCtxRetain"
 	if due := d.injected(call); due != nil {
@@ -121,7 +122,7 @@ func (d *Driver) Retain(ordinal int) (gpu.Context, error) {
 	return c, nil
 }
 
-// Adopt returns a context given out before, such that closing it leaves the context open.
+// Adopt returns a context created by Retain. Closing the result doesn't close the context.
 func (d *Driver) Adopt(handle uintptr) (gpu.Context, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -135,16 +136,16 @@ type adopted struct{ *Context }
 
 func (adopted) Close() error { return nil }
 
-// Op is a call that a context was given.
+// Op is a call that enqueued work.
 type Op struct {
 	Call   string // the C function
 	Name   string // the kernel
-	Bytes  int    // of memory that is set or copied
+	Bytes  int    // bytes set or copied
 	Config gpu.LaunchConfig
 	Args   []byte
 }
 
-// Leaks names every object that is still alive.
+// Leaks describes every object that is still alive.
 func (c *Context) Leaks() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()

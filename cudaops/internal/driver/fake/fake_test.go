@@ -73,7 +73,8 @@ func TestLeaks(t *testing.T) {
 	}
 }
 
-// TestNothingRunsEarly is why the fake is worth testing with: forgotten waits show.
+// TestNothingRunsEarly checks that work doesn't run before something waits for it, since the fake relies
+// on this to reveal missing waits.
 func TestNothingRunsEarly(t *testing.T) {
 	_, c := open(t, Config{})
 	p := get[gpu.Ptr](t)(c.Alloc(4))
@@ -83,7 +84,7 @@ func TestNothingRunsEarly(t *testing.T) {
 	in, out := get[[]byte](t)(c.AllocHost(4)), get[[]byte](t)(c.AllocHost(4))
 	in[0] = 1
 	check(t, c.CopyToDevice(p, in, 0), c.CopyToHost(out, p, 0))
-	in[0] = 2 // too early: the copy is still to come
+	in[0] = 2 // too early: the copy has not run yet
 	require.Zero(t, out[0], "the copy ran before anything waited for it")
 	check(t, c.SyncStream(0))
 	require.Equal(t, byte(2), out[0])
@@ -140,7 +141,7 @@ func TestStrangeStream(t *testing.T) {
 	}
 }
 
-// TestReplayAfterFree launches a graph whose memory is gone.
+// TestReplayAfterFree checks that launching a graph fails after its memory was freed.
 func TestReplayAfterFree(t *testing.T) {
 	_, c := open(t, Config{})
 	s := get[gpu.Stream](t)(c.NewStream(false))
@@ -184,8 +185,8 @@ func TestTraceAndClock(t *testing.T) {
 	}
 
 	check(t, c.SyncStream(s))
-	// A millisecond, and one microsecond each for the memset, the graph launch and the other
-	// kernel.
+	// One millisecond for the kernel, and one microsecond each for the memset, the graph launch and the
+	// other kernel.
 	require.Equal(t, time.Millisecond+3*time.Microsecond,
 		get[time.Duration](t)(c.Elapsed(from, to)))
 	var got []string
@@ -215,15 +216,15 @@ func TestNoBlas(t *testing.T) {
 	}
 }
 
-// TestWaitEvent wants a stream to wait for another's event, and in a capture to join it. A capture
-// that leaves a stream's work behind fails.
+// TestWaitEvent checks that a stream waits for an event of another stream and, within a capture, joins
+// it. A capture must fail if it doesn't wait for the work of a stream that joined.
 func TestWaitEvent(t *testing.T) {
 	_, c := open(t, Config{})
 	p := get[gpu.Ptr](t)(c.Alloc(4))
 	out := get[[]byte](t)(c.AllocHost(4))
 	a, b := get[gpu.Stream](t)(c.NewStream(false)), get[gpu.Stream](t)(c.NewStream(true))
 	fork, join := get[gpu.Event](t)(c.NewEvent(false)), get[gpu.Event](t)(c.NewEvent(false))
-	check(t, c.WaitEvent(b, fork)) // never recorded: nothing to wait for
+	check(t, c.WaitEvent(b, fork)) // never recorded, so there is nothing to wait for
 	check(t, c.Memset8(p, 1, 4, a), c.Record(fork, a), c.WaitEvent(b, fork),
 		c.CopyToHost(out, p, b), c.SyncStream(b))
 	require.Equal(t, byte(1), out[0])
@@ -232,7 +233,7 @@ func TestWaitEvent(t *testing.T) {
 	g := get[gpu.Graph](t)(c.EndCapture(a))
 	check(t, c.LaunchGraph(g, a), c.SyncStream(a))
 	require.Equal(t, byte(2), out[0])
-	check(t, c.Memset8(p, 1, 4, b), c.SyncStream(b)) // it has left the capture
+	check(t, c.Memset8(p, 1, 4, b), c.SyncStream(b)) // the stream has left the capture
 	for name, test := range map[string]struct {
 		work func() error
 		want gpu.Status
@@ -252,5 +253,5 @@ func TestWaitEvent(t *testing.T) {
 
 	check(t, c.Record(join, b), c.BeginCapture(a))
 	require.ErrorIs(t, c.WaitEvent(a, join), gpu.CaptureIsolation)
-	c.EndCapture(a) // which fails
+	c.EndCapture(a) // returns an error
 }

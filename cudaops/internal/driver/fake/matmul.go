@@ -27,11 +27,11 @@ type plan struct {
 	spec  gpu.MatmulSpec
 	algos []gpu.Algo
 
-	lately, inRow int // the last algorithm that ran, and how often in a row
-	runs          int // of all
+	lately, inRow int // last algorithm used, and the number of consecutive runs with it
+	runs          int // total number of runs
 }
 
-// Plan offers up to three variants, which differ in their workspace.
+// Plan offers up to three variants with different workspace sizes.
 func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
 	return asked(b.c, "cublasLtMatmulAlgoGetHeuristic", func() (gpu.MatmulPlan, error) {
 		m, err := m.Normal()
@@ -39,7 +39,7 @@ func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error
 			return nil, err
 		}
 		float8 := b.c.info.Capability() == 90 && !m.TransA && m.TransB && m.K%16 == 0 &&
-			m.N%8 == 0 && m.Align%16 == 0 // as on an H200
+			m.N%8 == 0 && m.Align%16 == 0 // the limits of an H200
 		if m.A != m.B || m.A > gpu.Float8E4M3 || m.D > gpu.BFloat16 || m.Scaled() && !float8 {
 			return nil, refused(gpu.BlasNotSupported,
 				"the fake does not multiply these types, or not in this layout")
@@ -92,7 +92,7 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 	})
 }
 
-// compute is the definition of MatmulSpec, in float64.
+// compute computes the product as defined by MatmulSpec, in float64.
 func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 	m := p.spec
 	strideA, strideB := m.K, m.N
@@ -114,7 +114,7 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 			return x
 		}
 		left, right := numbers(a.A, m.A, m.M*m.K), numbers(a.B, m.B, m.N*m.K)
-		if m.Scaled() { // rows of both are K long
+		if m.Scaled() { // rows of both operands have length K
 			scale(left, Slice[float32](l, a.ScaleA, m.M))
 			scale(right, Slice[float32](l, a.ScaleB, m.N))
 		}
@@ -125,7 +125,7 @@ func (p *plan) compute(l *Launch, a gpu.MatmulArgs) {
 	}
 }
 
-// scale multiplies each row by its factor.
+// scale multiplies each row by its scale.
 func scale(x []float64, factors []float32) {
 	for i := range x {
 		x[i] *= float64(factors[i*len(factors)/len(x)])

@@ -10,12 +10,12 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// block is a piece of device memory. Addresses are never used twice, so that a stale one is always
-// noticed. Blocks lie apart, so that running over the end of one is noticed too.
+// block is a device allocation. Addresses are never reused, so that stale ones are always detected. Gaps
+// between blocks make overruns detectable as well.
 type block struct {
 	base  gpu.Ptr
 	size  int
-	data  []byte // made at the first access: planning large models costs nothing
+	data  []byte // allocated at the first access, so that planning a large model is cheap
 	freed bool
 }
 
@@ -25,8 +25,8 @@ const (
 	gap          = 4096
 )
 
-// find returns the block of the n bytes at an address, and where in it they begin. Where they are
-// not to be touched its error says why.
+// find returns the block that contains the n bytes at p, and their offset within it. It returns an error
+// with status s if the bytes may not be accessed.
 func (c *Context) find(p gpu.Ptr, n int, s gpu.Status) (b *block, at int, err error) {
 	i, found := slices.BinarySearchFunc(c.blocks, p, func(b *block, p gpu.Ptr) int {
 		return cmp.Compare(b.base, p)
@@ -64,8 +64,7 @@ func (c *Context) resolve(p gpu.Ptr, n int, s gpu.Status) ([]byte, error) {
 	return b.data[at : at+n : at+n], nil
 }
 
-// Bytes is device memory itself, for what stands for other libraries that work there. Streams are
-// not waited for.
+// Bytes returns device memory for use by fakes of other libraries. It doesn't wait for streams.
 func (c *Context) Bytes(p gpu.Ptr, n int) ([]byte, error) {
 	return asked(c, "Bytes", func() ([]byte, error) { return c.resolve(p, n, gpu.IllegalAddress) })
 }
@@ -87,7 +86,7 @@ func (c *Context) Alloc(n int) (gpu.Ptr, error) {
 	})
 }
 
-// Free waits for all work, as cuMemFree does, and frees.
+// Free waits for all work, as cuMemFree does, and then frees the memory.
 func (c *Context) Free(p gpu.Ptr) error {
 	if p == 0 {
 		return nil
@@ -123,7 +122,7 @@ func (c *Context) AllocHost(n int) ([]byte, error) {
 	})
 }
 
-// FreeHost overwrites the memory, so that work still on its way is noticed.
+// FreeHost overwrites the memory, so that tests detect pending work that uses it.
 func (c *Context) FreeHost(b []byte) error {
 	return c.locked("cuMemFreeHost", func() error {
 		if err := c.pinned.Remove(b); err != nil {
@@ -135,13 +134,14 @@ func (c *Context) FreeHost(b []byte) error {
 	})
 }
 
-// MemInfo counts the context's own allocations.
+// MemInfo accounts for the context's own allocations.
 func (c *Context) MemInfo() (free, total uint64, err error) {
 	free, err = asked(c, "cuMemGetInfo", func() (uint64, error) { return c.free, nil })
 	return free, c.info.Memory, err
 }
 
-// CopyToDevice copies when the stream gets there; with memory that is not pinned it waits for that.
+// CopyToDevice copies when the stream reaches the copy. If the memory is not pinned, it waits for the
+// copy.
 func (c *Context) CopyToDevice(dst gpu.Ptr, src []byte, s gpu.Stream) error {
 	return c.access("copy to the device", "cuMemcpyHtoDAsync", s, src, len(src),
 		func(m [][]byte) { copy(m[0], src) }, dst)
@@ -152,7 +152,7 @@ func (c *Context) CopyToHost(dst []byte, src gpu.Ptr, s gpu.Stream) error {
 		func(m [][]byte) { copy(dst, m[0]) }, src)
 }
 
-// CopyOnDevice copies when the stream gets there.
+// CopyOnDevice copies when the stream reaches the copy.
 func (c *Context) CopyOnDevice(dst, src gpu.Ptr, n int, s gpu.Stream) error {
 	return c.access("copy on the device", "cuMemcpyDtoDAsync", s, nil, n,
 		func(m [][]byte) { copy(m[0], m[1]) }, dst, src)
@@ -164,7 +164,7 @@ func (c *Context) Memset8(dst gpu.Ptr, v byte, n int, s gpu.Stream) error {
 	}, dst)
 }
 
-// fill sets all of some bytes, by copies of the first: there are many.
+// fill sets all bytes to v. For speed, it copies increasing prefixes.
 func fill(b []byte, v byte) {
 	b[0] = v
 	for n := 1; n < len(b); {
@@ -172,9 +172,9 @@ func fill(b []byte, v byte) {
 	}
 }
 
-// access puts work on n bytes of memory at each address on a stream, and waits for it where host
-// memory is not pinned. The memory is checked now, as the driver does for copies, and again when
-// the work runs, since a graph may run it long after.
+// access enqueues work on n bytes of memory at each address, and waits for it if host memory is involved
+// that is not pinned. The addresses are checked immediately, as the driver does for copies, and again
+// when the work runs, since a graph may run it much later.
 func (c *Context) access(name, call string, s gpu.Stream, host []byte, n int,
 	do func(m [][]byte), at ...gpu.Ptr) error {
 	if n == 0 {

@@ -7,42 +7,42 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// op is work on a stream.
+// op is a unit of work on a stream.
 type op func() error
 
-// stream holds the work that has not run yet.
+// stream is a queue of work that has not run yet.
 type stream struct {
 	c       *Context
 	queue   []op
 	capture *capture
-	given   int // pieces of work to that capture
-	awaited int // of these, how many the stream that is captured waits for
+	given   int // number of operations recorded in the capture
+	awaited int // number of these operations that the capture's origin waits for
 }
 
-// capture records the work of a stream, and of those that have joined it. At a launch of the graph
-// each piece is asked what is to be done.
+// capture records the work of a stream and of the streams that have joined it. At each launch of the
+// graph, every piece is called to obtain the operation to run.
 type capture struct {
 	origin  *stream
 	pieces  []func() op
 	invalid bool
 }
 
-// event points to the mark of its last recording.
+// event refers to its last recording.
 type event struct {
 	timing bool
 	mark   *mark
 }
 
-// mark is a point in a stream's work, or in a capture.
+// mark is a position in a stream's work or in a capture.
 type mark struct {
 	stream   *stream
 	passed   bool
 	at       time.Duration
-	captured *capture // in which it is; nil for none
-	behind   int      // how much of the stream's work was captured before it
+	captured *capture // capture that contains the mark; nil if none
+	behind   int      // number of the stream's operations captured before the mark
 }
 
-// issue traces and enqueues work, or records it.
+// issue traces work and then enqueues or captures it.
 func (c *Context) issue(s gpu.Stream, o Op, do op) {
 	c.Trace = append(c.Trace, o)
 	c.streams[s].push(func() error {
@@ -64,7 +64,7 @@ func (s *stream) record(piece func() op) {
 	s.given++
 }
 
-// step runs the next piece of work. A fault loses the context and all work in it.
+// step runs the next operation. A fault destroys the context and discards all pending work.
 func (s *stream) step() {
 	if len(s.queue) == 0 {
 		return
@@ -90,19 +90,19 @@ func (c *Context) drain(s *stream) error {
 	return c.lost
 }
 
-// pass runs a mark's stream up to the mark, if there is one.
+// pass runs a mark's stream up to the mark. m may be nil.
 func (c *Context) pass(m *mark) {
 	for m != nil && !m.passed && len(m.stream.queue) > 0 {
 		m.stream.step()
 	}
 }
 
-// NewStream makes a stream: the fake's have no priorities.
+// NewStream returns a stream. The fake ignores priorities.
 func (c *Context) NewStream(bool) (gpu.Stream, error) {
 	return made(c, "cuStreamCreate", c.streams, &stream{c: c})
 }
 
-// wait runs a stream's work, which is not allowed in a capture and spoils it.
+// wait runs a stream's work. During a capture this is an error, and invalidates the capture.
 func (c *Context) wait(st *stream) error {
 	if st.capture != nil {
 		st.capture.invalid = true
@@ -111,7 +111,7 @@ func (c *Context) wait(st *stream) error {
 	return c.drain(st)
 }
 
-// DestroyStream runs what is left and forgets the stream, which must not be the default one.
+// DestroyStream runs the remaining work and removes the stream, which must not be the default stream.
 func (c *Context) DestroyStream(s gpu.Stream) error {
 	return about(c, "cuStreamDestroy", c.streams, s, func(st *stream) error {
 		if s == 0 {
@@ -135,7 +135,7 @@ func (c *Context) DestroyEvent(e gpu.Event) error {
 	return forget(c, "cuEventDestroy", c.events, e)
 }
 
-// onBoth makes a call about an event and a stream.
+// onBoth performs a call that takes an event and a stream.
 func (c *Context) onBoth(call string, e gpu.Event, s gpu.Stream,
 	do func(*event, *stream) error) error {
 	return about(c, call, c.events, e, func(ev *event) error {
@@ -147,7 +147,7 @@ func (c *Context) onBoth(call string, e gpu.Event, s gpu.Stream,
 	})
 }
 
-// atLaunch is onBoth for what each launch of the graph that is being captured is to do anew.
+// atLaunch is like onBoth, but records a piece that runs at each launch of the captured graph.
 func (c *Context) atLaunch(call string, e gpu.Event, s gpu.Stream,
 	piece func(*event, *stream) op) error {
 	return c.onBoth(call, e, s, func(ev *event, st *stream) error {
@@ -156,7 +156,7 @@ func (c *Context) atLaunch(call string, e gpu.Event, s gpu.Stream,
 	})
 }
 
-// Record marks a stream's present end.
+// Record marks the current end of a stream's work.
 func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
 	return c.onBoth("cuEventRecord", e, s, func(ev *event, st *stream) error {
 		m := &mark{stream: st, captured: st.capture, behind: st.given}
@@ -171,7 +171,7 @@ func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
 	})
 }
 
-// Mark records the event anew whenever the graph that is being captured is launched.
+// Mark records the event again at each launch of the captured graph.
 func (c *Context) Mark(e gpu.Event, s gpu.Stream) error {
 	return c.atLaunch("cuEventRecordWithFlags", e, s, func(ev *event, st *stream) op {
 		return func() error {
@@ -181,7 +181,7 @@ func (c *Context) Mark(e gpu.Event, s gpu.Stream) error {
 	})
 }
 
-// Await waits for an event at each launch of the graph that is being captured.
+// Await waits for an event at each launch of the captured graph.
 func (c *Context) Await(s gpu.Stream, e gpu.Event) error {
 	return c.atLaunch("cuStreamWaitEvent", e, s, func(ev *event, _ *stream) op {
 		m := ev.mark
@@ -194,8 +194,8 @@ func (c *Context) Await(s gpu.Stream, e gpu.Event) error {
 	})
 }
 
-// onMark makes a call about the mark of an event that may be waited for; nil if it was never
-// recorded.
+// onMark performs a call that takes the mark of an event, or nil if the event was never recorded. It is
+// an error if the mark is part of a capture.
 func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
 	return about(c, call, c.events, e, func(ev *event) error {
 		if ev.mark != nil && ev.mark.captured != nil {
@@ -213,8 +213,8 @@ func (c *Context) SyncEvent(e gpu.Event) error {
 	})
 }
 
-// WaitEvent has a stream's work wait for an event, or lets the stream join the capture that the
-// event was recorded in.
+// WaitEvent makes a stream wait for an event or, if the event was recorded in a capture, makes the stream
+// join the capture.
 func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 	return c.onBoth("cuStreamWaitEvent", e, s, func(ev *event, st *stream) error {
 		m := ev.mark
@@ -240,7 +240,7 @@ func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 	})
 }
 
-// EventDone runs one piece of work at each question, so that polling ends and both answers occur.
+// EventDone runs one operation per call, so that polling terminates and both results occur.
 func (c *Context) EventDone(e gpu.Event) (done bool, err error) {
 	err = c.onMark("cuEventQuery", e, func(m *mark) error {
 		if done = m == nil || m.passed; !done {
@@ -251,7 +251,8 @@ func (c *Context) EventDone(e gpu.Event) (done bool, err error) {
 	return done, err
 }
 
-// Elapsed is the number of operations that ran between two marks, in microseconds.
+// Elapsed returns the simulated time between two events: a microsecond per operation, except for
+// configured durations.
 func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 	at := func(e gpu.Event) (at time.Duration, err error) {
 		err = c.onMark("cuEventElapsedTime", e, func(m *mark) error {
@@ -282,7 +283,7 @@ func (c *Context) BeginCapture(s gpu.Stream) error {
 	})
 }
 
-// EndCapture ends recording, also where it fails.
+// EndCapture ends a capture, even if it has failed.
 func (c *Context) EndCapture(s gpu.Stream) (gpu.Graph, error) {
 	k, err := c.uncapture(s)
 	if err := c.locked("cuStreamEndCapture", func() error { return err }); err != nil {
@@ -291,7 +292,7 @@ func (c *Context) EndCapture(s gpu.Stream) (gpu.Graph, error) {
 	return made(c, "cuGraphInstantiateWithFlags", c.graphs, k)
 }
 
-// uncapture ends the capture that was begun on a stream, and returns it if it can be launched.
+// uncapture ends the capture of a stream, and returns it unless it is invalid.
 func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -319,7 +320,7 @@ func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 	return k, nil
 }
 
-// LaunchGraph enqueues all that was recorded.
+// LaunchGraph enqueues the recorded work.
 func (c *Context) LaunchGraph(g gpu.Graph, s gpu.Stream) error {
 	const call = "cuGraphLaunch"
 	return about(c, call, c.graphs, g, func(k *capture) error {
@@ -342,7 +343,7 @@ func (c *Context) LaunchGraph(g gpu.Graph, s gpu.Stream) error {
 	})
 }
 
-// DestroyGraph forgets a graph. Launches already enqueued still run.
+// DestroyGraph removes a graph. Launches that are already enqueued still run.
 func (c *Context) DestroyGraph(g gpu.Graph) error {
 	if g == 0 {
 		return nil
