@@ -1,5 +1,5 @@
-// Package passtest helps tests of a single pass: it takes a small graph through lowering and placement
-// onto a fake GPU, and records what is launched there.
+// Package passtest supports tests of single compiler passes. It lowers a small graph, places it on a fake
+// GPU, and records the launches.
 package passtest
 
 import (
@@ -24,7 +24,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// Rig is a program on a fake GPU of compute capability 9.0, on which kernels do nothing.
+// Rig is a program on a fake GPU of compute capability 9.0, where kernels do nothing.
 type Rig struct {
 	Ctx     *fake.Context
 	Driver  *fake.Driver
@@ -32,20 +32,20 @@ type Rig struct {
 	Runner  *run.Runner
 	Chooser *choose.Chooser
 
-	// Launches are the launches so far, with their addresses.
+	// Launches records the launches with their addresses.
 	Launches []any
-	// Warnings are the warnings so far.
+	// Warnings records the warnings.
 	Warnings []string
 }
 
-// Lower lowers a graph as the options say, without a device: the chooser takes the variants by rule.
-// Options without a type of activations are for float32.
+// Lower lowers a graph without running it. Variants are chosen by rule, and the activation type is
+// float32 unless o specifies another.
 func Lower(t testing.TB, g *gorgonia.ExprGraph, o lower.Options) *program.Program {
 	t.Helper()
 	return New(t, g, o).Program
 }
 
-// New returns a rig for the program of a graph.
+// New lowers a graph and returns a rig for its program.
 func New(t testing.TB, g *gorgonia.ExprGraph, o lower.Options) *Rig {
 	t.Helper()
 	d := fake.New(fake.Config{Images: kerneltest.Kernels})
@@ -87,19 +87,19 @@ func New(t testing.TB, g *gorgonia.ExprGraph, o lower.Options) *Rig {
 
 func (r *Rig) warn(message string) { r.Warnings = append(r.Warnings, message) }
 
-// recorder is kernels that record what is launched.
+// recorder is a kernel set that records launches.
 type recorder struct {
 	*kernel.Set
 	rig *Rig
 }
 
-// Launch records a launch, and enqueues kernels that do nothing.
+// Launch records a launch, and enqueues a kernel that does nothing.
 func (k *recorder) Launch(s gpu.Stream, params any) error {
 	k.rig.Launches = append(k.rig.Launches, params)
 	return k.Set.Launch(s, params)
 }
 
-// Types returns the types of launches, as package.Type.
+// Types returns the types of launches in the form package.Type.
 func Types(launches []any) (types []string) {
 	for _, l := range launches {
 		types = append(types, fmt.Sprintf("%T", l))
@@ -107,10 +107,9 @@ func Types(launches []any) (types []string) {
 	return types
 }
 
-// Calls describes the calls of a program, a string each: the op and the type of its launch, and the
-// operands in their order, where w: stands before those that are written, u: before those that are
-// read and written. Operands are named by nodes, others by their type and shape; scratch memory is
-// left out.
+// Calls describes each call of a program as a string with the op, the type of the launch, and the
+// operands in order. The prefix w: marks operands that are written, and u: operands that are read and
+// written. Inputs appear by name, and other operands by type and shape. Scratch memory is omitted.
 func Calls(p *program.Program) (calls []string) {
 	names := map[*program.Buffer]string{}
 	for n, a := range p.Values {
@@ -139,7 +138,7 @@ func Calls(p *program.Program) (calls []string) {
 	return calls
 }
 
-// Node returns an input of a graph with some values.
+// Node returns a graph input filled with small numbers.
 func Node(g *gorgonia.ExprGraph, name string, shape ...int) *gorgonia.Node {
 	x := make([]float32, tensor.Shape(shape).TotalSize())
 	for i := range x {
@@ -149,7 +148,7 @@ func Node(g *gorgonia.ExprGraph, name string, shape ...int) *gorgonia.Node {
 		gorgonia.WithName(name))
 }
 
-// Ints returns an input of integers.
+// Ints returns an integer input.
 func Ints(g *gorgonia.ExprGraph, name string, x ...int) *gorgonia.Node {
 	return gorgonia.NodeFromAny(g, tensor.New(tensor.WithShape(len(x)), tensor.WithBacking(x)),
 		gorgonia.WithName(name))

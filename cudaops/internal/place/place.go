@@ -1,6 +1,6 @@
-// Package place gives the buffers of a program their places in one arena, where those that no two
-// calls need at once share memory. It knows which call touches which buffer, but no graph and no
-// device.
+// Package place assigns the transient buffers of a program to offsets in a shared arena. Buffers that are
+// never in use at the same time may share memory. The package looks only at the buffers that each call
+// uses, and depends on neither the graph nor the device.
 package place
 
 import (
@@ -8,9 +8,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/plan"
 )
 
-// Arena packs the buffers that are not resident into one arena, each for the calls from the first
-// that touches it to the last. Those of lasting arrays stay until the end of the run. A result may
-// take the place of what its call is the last to read.
+// Arena packs all buffers that are not resident into one arena. A buffer occupies its place from the
+// first call that uses it through the last; lasting arrays stay in place until the end of the run. The
+// result of a call may replace an operand that no later call uses (see [program.Over]).
 func Arena(p *program.Program, lasting []*program.Array) {
 	for i, c := range p.Calls {
 		for _, a := range c.Args {
@@ -51,8 +51,8 @@ func Arena(p *program.Program, lasting []*program.Array) {
 	}
 }
 
-// replaces reports whether the result of a call, the i-th, is to lie over what it reads. That must
-// be all of a buffer in the arena, which nothing else needs from then on.
+// replaces reports whether the result of call i should overwrite an operand. The operand must fill a
+// buffer in the arena that no other operand or later call uses.
 func replaces(c *program.Call, i int) bool {
 	from, to := c.Over.From, c.Over.To
 	readers := 0
@@ -65,7 +65,7 @@ func replaces(c *program.Call, i int) bool {
 		from.Stride == 0 && from.Bytes == to.Bytes && from.Extent() == to.Extent()
 }
 
-// touch makes an array's memory last over a call.
+// touch extends the lifetime of an array's memory to include the given call.
 func touch(a *program.Array, call int) {
 	for _, part := range a.Parts {
 		touch(part, call)

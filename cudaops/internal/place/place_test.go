@@ -11,8 +11,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// TestArena runs random programs on bytes. A call writes its own number over what it writes, and
-// wants what it reads to be as it was left. Some results lie over what their call reads.
+// TestArena packs random programs and plays them on simulated memory. Each call writes its own number,
+// and every array that it reads must still contain the number of its last writer. Some results replace an
+// operand.
 func TestArena(t *testing.T) {
 	over := 0
 	for seed := range uint64(300) {
@@ -42,8 +43,8 @@ func TestArena(t *testing.T) {
 			}
 		}
 		last := written[r.IntN(len(written))]
-		kept := []*program.Array{{Parts: []*program.Array{last}}} // as part of a packed result
-		for range 2 {                                             // a second time gives the same
+		kept := []*program.Array{{Parts: []*program.Array{last}}} // the lasting array is part of a packed result
+		for range 2 {                                             // a second call must give the same result
 			Arena(p, kept)
 			play(t, p, last)
 		}
@@ -57,11 +58,11 @@ func TestArena(t *testing.T) {
 	require.NotZero(t, over)
 }
 
-// play runs a program on bytes. At the end it wants what the last array holds.
+// play executes a program on simulated memory, and checks that the last array survives until the end.
 func play(t *testing.T, p *program.Program, last *program.Array) {
 	t.Helper()
 	arena := make([]int, p.Arena)
-	left := map[*program.Buffer]int{} // the call that wrote a buffer last
+	left := map[*program.Buffer]int{} // by buffer, 1 + the index of the last call that wrote to it
 	check := func(b *program.Buffer) {
 		if b.Resident {
 			return

@@ -1,5 +1,5 @@
-// Package schedule orders the calls of a program. It knows calls and what they read and write, but
-// no graph and no device.
+// Package schedule orders the calls of a program. It looks only at calls and their operands, and depends
+// on neither the graph nor the device.
 package schedule
 
 import (
@@ -8,9 +8,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// PutOff moves the last n products to the end that no other call needs. While they multiply, what
-// was made before them can be on its way to other GPUs: of a model that is the gradient of its
-// table of embeddings, the largest and last.
+// PutOff moves to the end the last n products that no later call depends on. While they are computed,
+// results of the earlier calls can be sent to other GPUs. In a language model, this covers the gradient
+// of the embedding table, which is the largest and is computed last.
 func PutOff(p *program.Program, n int) {
 	for i := len(p.Calls) - 1; i >= 0 && n > 0; i-- {
 		c, rest := p.Calls[i], p.Calls[i+1:]

@@ -9,7 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// TestPutOff wants products that nobody needs at the end, and all others where they were.
+// TestPutOff checks that products without dependents move to the end and that all other calls keep their
+// order.
 func TestPutOff(t *testing.T) {
 	p := &program.Program{}
 	array := func() *program.Array { return p.NewArray(gpu.Float32, 4) }

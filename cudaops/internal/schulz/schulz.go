@@ -1,4 +1,4 @@
-// Package schulz makes the calls of Newton-Schulz iterations, and chooses how they are computed.
+// Package schulz builds the calls of Newton-Schulz iterations and chooses among their variants.
 package schulz
 
 import (
@@ -11,25 +11,25 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// The Newton-Schulz iteration begins with X = x/(‖x‖ + 1e-7); every step is
+// The Newton-Schulz iteration starts with X = x/(‖x‖ + 1e-7). Each step computes
 //
 //	A = X·Xᵀ,  B = b·A + c·A²,  Y = a·X + B·X
 //
-// and for a tall X, with the smaller square, A = Xᵀ·X, Y = a·X + X·B. Backwards, with the gradient
-// G of Y,
+// and, for a tall X, A = Xᵀ·X and Y = a·X + X·B, because this square is smaller. The backward pass
+// computes, from the gradient G of Y,
 //
 //	D = G·Xᵀ,  E = b·D + c·(D·A + A·D),  dX = a·G + B·G + (E + Eᵀ)·X
 //
-// and D = Xᵀ·G, dX = a·G + G·B + X·(E + Eᵀ) for a tall one.
+// and, for a tall X, D = Xᵀ·G and dX = a·G + G·B + X·(E + Eᵀ).
 const nsA, nsB, nsC = gemm.SchulzA, gemm.SchulzB, gemm.SchulzC
 
-// step is one step's matrices, of which a tall one is multiplied from the other side.
+// step holds the square matrices of a step. A tall X is multiplied from the right.
 type step struct {
 	tall       bool
 	gram, poly *program.Array // A and B
 }
 
-// squares is the products that make A and B of x.
+// squares returns the products that compute A and B from x.
 func (s step) squares(x *program.Array) []program.Product {
 	return []program.Product{
 		s.outer(s.gram, x, x),
@@ -37,7 +37,7 @@ func (s step) squares(x *program.Array) []program.Product {
 	}
 }
 
-// outer is d = left·rightᵀ, or rightᵀ·left for tall ones.
+// outer returns the product d = left·rightᵀ, or d = rightᵀ·left if tall.
 func (s step) outer(d, left, right *program.Array) program.Product {
 	if s.tall {
 		return program.Product{D: d, A: right, B: left, TransA: true}
@@ -45,8 +45,8 @@ func (s step) outer(d, left, right *program.Array) program.Product {
 	return program.Product{D: d, A: left, B: right, TransB: true}
 }
 
-// apply is d = square·x + beta·c, from the right for a tall x. transposed takes the square's
-// transpose.
+// apply returns the product d = square·x + beta·c, or d = x·square + beta·c if tall. If transposed is
+// set, the square is transposed.
 func (s step) apply(d, square, x, c *program.Array, beta float32, transposed bool) program.Product {
 	if s.tall {
 		return program.Product{D: d, A: x, B: square, C: c, Beta: beta, TransB: transposed}
@@ -54,20 +54,20 @@ func (s step) apply(d, square, x, c *program.Array, beta float32, transposed boo
 	return program.Product{D: d, A: square, B: x, C: c, Beta: beta, TransA: transposed}
 }
 
-// next is the products of a step from x to y.
+// next returns the products of a step from x to y.
 func (s step) next(y, x *program.Array) []program.Product {
 	return append(s.squares(x), s.apply(y, s.poly, x, x, nsA, false))
 }
 
-// wayNames are the variants to compute the iteration, by how many steps go together between products
-// with X: products alone, products of half of what is symmetric, and several steps by their squares
-// (see [gemm.NewtonSchulz]).
+// variantNames maps the number of steps combined between products with X to the name of the variant:
+// plain products, products that compute half of a symmetric result, and several steps combined through
+// their squares (see [gemm.NewtonSchulz]).
 var variantNames = map[int]string{0: "products", 1: "symmetric", 3: "gram"}
 
-// Iteration is the iteration of matrices of one shape that lie one behind the other. Of 16-bit
-// types it takes float16, since no number is large.
+// Iteration is the iteration of a batch of equally shaped matrices stored contiguously. If the program's
+// activations have a 16-bit type, it uses float16, since all its numbers are small.
 type Iteration struct {
-	// where the normalised matrices are to be, and what becomes of them
+	// the normalized matrices, and the matrices after the iteration
 	Start, Result *program.Array
 	Calls         []*program.Call
 }
@@ -76,25 +76,25 @@ type Iteration struct {
 type Builder struct {
 	*program.Program
 	program.Chooser
-	Activation gpu.DType // of the program
-	// Name gives a call the names by which profiles and errors know it.
+	Activation gpu.DType // activation type of the program
+	// Name sets the name of a call for profiles and errors.
 	Name func(*program.Call) *program.Call
 }
 
-// square is memory for a square of each matrix of x, with its smaller side.
+// square returns an array for one square matrix per matrix of x, with the length of its shorter side.
 func (b Builder) square(x *program.Array) *program.Array {
 	matrix := len(x.Shape) - 2
 	side := slices.Min(x.Shape[matrix:])
 	return b.NewArray(x.Type, slices.Concat(x.Shape[:matrix], []int{side, side})...)
 }
 
-// newStep returns a step's matrices for x.
+// newStep returns the matrices of a step for x.
 func (b Builder) newStep(x *program.Array) step {
 	matrix := x.Shape[len(x.Shape)-2:]
 	return step{tall: matrix[0] > matrix[1], gram: b.square(x), poly: b.square(x)}
 }
 
-// products is the calls of matrix products.
+// products returns calls that compute the given products.
 func (b Builder) products(all ...program.Product) (calls []*program.Call) {
 	for _, p := range all {
 		calls = append(calls, b.Name(p.Call()))
@@ -102,15 +102,15 @@ func (b Builder) products(all ...program.Product) (calls []*program.Call) {
 	return calls
 }
 
-// Normalized is the call that makes y = x/(‖x‖ + 1e-7).
+// Normalized returns a call that computes y = x/(‖x‖ + 1e-7).
 func (b Builder) Normalized(y, x *program.Array) *program.Call {
 	a := normalize.Forward{N: x.Len(), YType: y.Type, XType: x.Type}
 	return b.Name(program.NewCall(&a, program.Writes(&a.Y, y), program.Reads(&a.X, x),
 		program.Uses(&a.Workspace, b.Workspace(normalize.WorkspaceBytes))))
 }
 
-// Gradient adds the gradient of x for that of the result of so many steps, g. It computes the steps
-// again, and keeps what each began with.
+// Gradient adds calls that compute the gradient of x from g, the gradient of the result after the given
+// number of steps. The calls repeat the forward steps, and store the input of each.
 func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
 	s, d, e := b.newStep(x), b.square(x), b.square(x)
 	chain := []*program.Array{b.Like(x)}
@@ -140,8 +140,8 @@ func (b Builder) Gradient(x, g *program.Array, steps int) *program.Array {
 	return dx
 }
 
-// Iterate returns the iteration of a batch of matrices of one shape in the variant that is chosen. Its
-// calls are not added yet.
+// Iterate returns the iteration of a batch of equally shaped matrices in the chosen variant. The calls
+// are not yet part of the program.
 func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	t := gpu.Float16
 	if b.Activation == gpu.Float32 {
@@ -162,7 +162,7 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 		} else {
 			g.Plain = i
 		}
-		start := 1 - turns%2 // from where the last turn leads to the second array
+		start := 1 - turns%2 // chosen so that the last turn writes to the second array
 		one := Iteration{xs[start], xs[1], calls(n, xs[start], xs[1-start])}
 		all = append(all, one)
 		timed := append([]*program.Call{b.Normalized(one.Start, x)}, one.Calls...)
@@ -186,7 +186,8 @@ func (b Builder) Iterate(shape []int, batch, steps int) (Iteration, error) {
 	return all[i], nil
 }
 
-// variants are those that the GPU and the shape allow, that of the rule of thumb first.
+// variants returns the variants that the GPU and the shape support, with the rule of thumb's preference
+// first.
 func (b Builder) variants(n gemm.NewtonSchulz) []int {
 	if square, gram := n.Symmetric(); len(b.Variants(square)) == 0 || len(b.Variants(gram)) == 0 {
 		return []int{0}
@@ -203,7 +204,7 @@ func (b Builder) variants(n gemm.NewtonSchulz) []int {
 	return []int{3, 1, 0}
 }
 
-// plain is the iteration from x to y and back by products alone.
+// plain returns the calls of the iteration with plain products. They alternate between x and y.
 func (b Builder) plain(n gemm.NewtonSchulz, x, y *program.Array) (calls []*program.Call) {
 	s := b.newStep(x)
 	for range n.Steps {
@@ -213,9 +214,10 @@ func (b Builder) plain(n gemm.NewtonSchulz, x, y *program.Array) (calls []*progr
 	return calls
 }
 
-// symmetric is the iteration from x to y and back by products of half of what is symmetric.
+// symmetric returns the calls of the iteration with products that compute half of a symmetric result.
+// They alternate between x and y.
 func (b Builder) symmetric(n gemm.NewtonSchulz, x, y *program.Array) (calls []*program.Call) {
-	places := map[gpu.Ptr]*program.Array{1: x, 2: y} // which stand for the arrays in Run
+	places := map[gpu.Ptr]*program.Array{1: x, 2: y} // the numbers represent the arrays in Run
 	n.X = [2]gpu.Ptr{1, 2}
 	for i := range n.Squares {
 		n.Squares[i] = gpu.Ptr(3 + i)
