@@ -1,12 +1,24 @@
-// Package cudaops runs Gorgonia graphs on NVIDIA GPUs. It needs NVIDIA's driver, no cgo and no
-// build tag. For matrix products it needs the library cuBLASLt, which comes with the CUDA toolkit
-// and with PyTorch's pip packages. One binary runs everywhere and finds out when it starts what is
-// there. Open says what is missing, and errors.Is(err, ErrNoDevice) tells a machine without a GPU
-// from a fault. The environment variables KASMINA_LIBCUDA and KASMINA_LIBCUBLASLT name NVIDIA's
-// libraries (a file, or a folder that holds it) where they are in an unusual place. On Windows
-// libraries come from System32 and from below absolute paths in variables such as these and
-// CUDA_PATH alone. They never come from the working folder or PATH. KASMINA_TUNE and KASMINA_VARIANTS
-// say how machines choose among several variants to compute an op ([WithTuning], [WithVariants]).
+// Package cudaops runs Gorgonia graphs on NVIDIA GPUs. A [Device] is a GPU in use, and a [Machine] runs a
+// graph on it:
+//
+//	dev, err := cudaops.Open()
+//	m, err := cudaops.NewMachine(dev, g, cudaops.WithParams(weights...))
+//	err = m.RunAll()
+//	y, err := m.Value(output)
+//
+// The package needs NVIDIA's driver, but neither cgo nor a build tag. Matrix products also need the
+// library cuBLASLt, which is part of the CUDA toolkit and of PyTorch's pip packages. Both libraries are
+// loaded when the first device is opened, so the same binary runs on computers with and without a GPU.
+// [Open] names the missing library, and errors.Is(err, [ErrNoDevice]) distinguishes a computer without a
+// GPU from a fault.
+//
+// The environment variables KASMINA_LIBCUDA and KASMINA_LIBCUBLASLT give the location of the two
+// libraries, as a file or a folder, if they are in an unusual place. On Windows, libraries are loaded
+// only from System32 and from below absolute paths in such variables and in CUDA_PATH, never from the
+// working folder or PATH.
+//
+// KASMINA_TUNE and KASMINA_VARIANTS control how machines choose among several variants of an op: see
+// [WithTuning] and [WithVariants].
 package cudaops
 
 import (
@@ -19,25 +31,24 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// ErrNoDevice means that there is no GPU to use: no driver library, no GPU, or none that
-// CUDA_VISIBLE_DEVICES lets this process see. The error around it says which, where was searched,
-// and what to do.
+// ErrNoDevice means that no GPU can be used: the driver library is missing, the computer has no GPU, or
+// CUDA_VISIBLE_DEVICES hides every GPU. The wrapping error gives the reason, the places searched and a
+// remedy.
 var ErrNoDevice = errors.New("no NVIDIA GPU")
 
-// ErrOutOfMemory means that something did not fit into the GPU's memory. The error around it says
-// what, how much it asked for and what was free.
+// ErrOutOfMemory means that an allocation did not fit into the GPU's memory. The wrapping error gives its
+// purpose, its size and the amount of free memory.
 var ErrOutOfMemory error = gpu.OutOfMemory
 
 // ErrUnsupportedDevice means that the GPU is too old for this package's kernels.
 var ErrUnsupportedDevice = errors.New("unsupported GPU")
 
-// ErrUnsupportedPrecision means that the GPU, or the cuBLASLt found, does not compute in the
-// precision that [WithPrecision] asks for. The error around it says what there is, what it takes,
-// and what to use instead.
+// ErrUnsupportedPrecision means that the GPU or its version of cuBLASLt cannot compute in the precision
+// chosen with [WithPrecision]. The wrapping error states the requirements, the versions found and a
+// precision that works.
 var ErrUnsupportedPrecision = errors.New("unsupported precision")
 
-// The oldest compute capability that the kernels are made for: the first with bfloat16 and
-// asynchronous copies.
+// The kernels need compute capability 8.0, the first with bfloat16 and asynchronous copies.
 const minMajor, minMinor = 8, 0
 
 // Device is a GPU in use, from Open to Close. Its methods may be called from any goroutine.
@@ -46,9 +57,9 @@ type Device struct {
 	info    gpu.DeviceInfo
 	version int
 
-	kernels run.Launcher // of all machines, so that only the first one loads them
+	kernels run.Launcher // shared by all machines, so that each kernel is loaded only once
 
-	workspace gpu.Ptr // of single ops; null before there is one
+	workspace gpu.Ptr // for single ops; 0 until the first one needs it
 }
 
 // DeviceOption is an option of Open.
@@ -61,14 +72,14 @@ type deviceOptions struct {
 	open    func() (gpu.Driver, error)
 }
 
-// WithOrdinal chooses a GPU by its position among those that CUDA_VISIBLE_DEVICES leaves visible.
-// The first, 0, is the default.
+// WithOrdinal selects a GPU by its position among the visible GPUs (see CUDA_VISIBLE_DEVICES). The
+// default is 0, the first GPU.
 func WithOrdinal(ordinal int) DeviceOption {
 	return func(o *deviceOptions) { o.ordinal = ordinal }
 }
 
-// Count is the number of GPUs that CUDA_VISIBLE_DEVICES leaves visible. Where CUDA does not start
-// the error is that of [Open].
+// Count returns the number of visible GPUs (see CUDA_VISIBLE_DEVICES). If CUDA does not start, it returns
+// the same error as [Open].
 func Count() (_ int, err error) {
 	defer in("Count", &err)
 	d, err := driver.Open()
@@ -78,7 +89,7 @@ func Count() (_ int, err error) {
 	return len(d.Devices()), nil
 }
 
-// notStarted says why there is no driver.
+// notStarted explains why the driver could not be opened.
 func notStarted(err error) error {
 	var missing *gpu.NotFoundError
 	if errors.As(err, &missing) || errors.Is(err, gpu.NoDevice) || errors.Is(err, gpu.StubLibrary) {
@@ -87,14 +98,16 @@ func notStarted(err error) error {
 	return fmt.Errorf("CUDA does not start: %w", err)
 }
 
-// withDriver takes the place of NVIDIA's driver.
+// withDriver substitutes d for NVIDIA's driver.
 func withDriver(d gpu.Driver) DeviceOption {
 	return func(o *deviceOptions) { o.open = func() (gpu.Driver, error) { return d, nil } }
 }
 
-// Open takes a GPU into use. It shares the GPU's primary context with CUDA's runtime libraries in
-// the same process. Without a GPU the error is ErrNoDevice, with one before compute capability 8.0
-// it is ErrUnsupportedDevice.
+// Open starts using a GPU. It shares the GPU's primary context with CUDA's runtime libraries in the same
+// process.
+//
+// The error wraps ErrNoDevice without a GPU, and ErrUnsupportedDevice if the GPU's compute capability is
+// below 8.0.
 func Open(opts ...DeviceOption) (_ *Device, err error) {
 	defer in("Open", &err)
 	o := deviceOptions{open: driver.Open}
@@ -133,7 +146,7 @@ func Open(opts ...DeviceOption) (_ *Device, err error) {
 	return &Device{ctx: ctx, info: info, version: nvidia.Version(), kernels: kernel.New(ctx)}, nil
 }
 
-// supported refuses a GPU for which there are no kernels.
+// supported returns an error for a GPU that the kernels do not support.
 func supported(d gpu.DeviceInfo) error {
 	if d.Major < minMajor || d.Major == minMajor && d.Minor < minMinor {
 		return fmt.Errorf("%w: %s has compute capability %d.%d, at least %d.%d is needed",
@@ -142,20 +155,20 @@ func supported(d gpu.DeviceInfo) error {
 	return nil
 }
 
-// errNotOpened is what a zero Device is good for.
+// errNotOpened is the error of all methods of a zero Device.
 var errNotOpened = errors.New("the device was not made by Open")
 
-// Name is the GPU's product name.
+// Name returns the GPU's product name.
 func (d *Device) Name() string { return d.info.Name }
 
-// Ordinal is the GPU's position among the visible ones.
+// Ordinal returns the GPU's position among the visible GPUs.
 func (d *Device) Ordinal() int { return d.info.Ordinal }
 
-// ComputeCapability is the version of the GPU's architecture: 9.0 for an H200.
+// ComputeCapability returns the version of the GPU's architecture, such as 9.0 for an H200.
 func (d *Device) ComputeCapability() (major, minor int) { return d.info.Major, d.info.Minor }
 
-// Memory is the device memory in bytes: what is free now, all processes considered, and all there
-// is.
+// Memory returns the number of free bytes of device memory, taking all processes into account, and the
+// total number.
 func (d *Device) Memory() (free, total uint64, err error) {
 	defer in("Device.Memory", &err)
 	if d.ctx == nil {
@@ -165,7 +178,7 @@ func (d *Device) Memory() (free, total uint64, err error) {
 	return free, total, d.naming(err)
 }
 
-// String describes the GPU in a line.
+// String describes the GPU in one line.
 func (d *Device) String() string {
 	i := d.info
 	return fmt.Sprintf("%s (GPU %d, compute capability %d.%d, %s, %d multiprocessors, driver for "+
@@ -173,8 +186,8 @@ func (d *Device) String() string {
 		d.version/1000, d.version%1000/10)
 }
 
-// Close lets go of the GPU. Machines on it must be closed before; further calls fail. A second
-// Close does nothing.
+// Close releases the GPU. Close the machines on it first; further calls fail. A second Close does
+// nothing.
 func (d *Device) Close() (err error) {
 	defer in("Device.Close", &err)
 	if d.ctx == nil {
@@ -188,7 +201,7 @@ func (d *Device) Close() (err error) {
 	return d.naming(run.Joined(append(errs, d.ctx.Close())...))
 }
 
-// naming is an error with the GPU of which it is.
+// naming adds the GPU's name to an error.
 func (d *Device) naming(err error) error {
 	if err == nil {
 		return nil
@@ -196,23 +209,22 @@ func (d *Device) naming(err error) error {
 	return fmt.Errorf("GPU %d, %s: %w", d.info.Ordinal, d.info.Name, err)
 }
 
-// Other CUDA libraries in the same process take part through plain handles. These are a CUcontext,
-// a CUstream and a CUdeviceptr, each as the number that it is in C. The package cuinterop gives
-// them the types of gorgonia.org/cu.
+// Other CUDA libraries in the same process exchange plain handles with this package: a CUcontext, a
+// CUstream or a CUdeviceptr, each as a number with the same value as in C. Package cuinterop converts
+// them to the types of gorgonia.org/cu.
 
-// WithContext makes Open use a context that the program made elsewhere, and with it that context's
-// GPU, whatever [WithOrdinal] says: handle is a CUcontext. [Device.Close] leaves it alone; it must
-// outlive the Device, and whoever made it destroys it.
+// WithContext makes Open use the context of another library instead of the GPU's primary context, and
+// with it that context's GPU, whatever [WithOrdinal] says. The handle is a CUcontext. [Device.Close] does
+// not destroy the context, which must outlive the Device.
 //
-// The package makes the context current on the calling thread for the length of each call, and
-// leaves it so. A goroutine that locked its thread to work in another context must make that one
+// The package makes the context current on the calling thread during each call, and does not restore the
+// previous one. A goroutine that has locked its thread to work in another context must make that context
 // current again after calling into this package.
 func WithContext(handle uintptr) DeviceOption {
 	return func(o *deviceOptions) { o.adopt, o.context = true, handle }
 }
 
-// Context is the CUcontext in which the device's work is done, for other libraries to share. It is
-// valid until Close.
+// Context returns the device's CUcontext, so that other libraries can share it. It is valid until Close.
 func (d *Device) Context() uintptr {
 	if d.ctx == nil {
 		return 0
@@ -220,8 +232,8 @@ func (d *Device) Context() uintptr {
 	return d.ctx.Handle()
 }
 
-// Do runs f on a thread on which the device's context is current. That is for other libraries that
-// work in the current context, as NCCL does (package comm/nccl).
+// Do runs f on a thread on which the device's context is current. Use it for libraries that work in the
+// current context, such as NCCL (package comm/nccl).
 func (d *Device) Do(f func() error) error {
 	if d.ctx == nil {
 		return fmt.Errorf("cudaops.Device.Do: %w", errNotOpened)

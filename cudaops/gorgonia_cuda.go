@@ -16,27 +16,27 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// With Gorgonia's build tag cuda, every op of this module is a gorgonia.CUDADoer. Gorgonia's own
-// CUDA machines call it with their memory. Here it is computed with the kernels of this package, in
-// the context of the machine's engine. All that is allocated for it lives as long as that context,
-// which Gorgonia destroys.
+// With Gorgonia's build tag cuda, every op of this module is a gorgonia.CUDADoer, which Gorgonia's own
+// CUDA machines call with their memory. The op uses the kernels of this package, in the context of the
+// machine's engine. Everything that is allocated for the op lives as long as that context, which Gorgonia
+// destroys.
 //
-// Results are those of a [Machine] in float32. An op waits for the one before it, and its operands
-// are copied on the device; for speed, run the graph on a Machine.
+// A [Machine] in float32 computes the same results. An op waits for the one before it, and its operands
+// are copied on the device. For speed, run the graph on a Machine.
 
 func init() { opbase.CUDA = onEngine }
 
-// engines holds the devices of engines.
+// engines holds the device of each engine.
 var engines struct {
 	sync.Mutex
 	of perEngine[*Device]
 }
 
-// perEngine is what belongs to an engine, by the engine. An op keeps the machines that run it.
+// perEngine maps an engine to a value. Each op has a map of the machines that run it.
 type perEngine[V any] map[weak.Pointer[cuda.Engine]]V
 
-// get returns what belongs to an engine, which is made when it is asked for first. It forgets what
-// belonged to engines that are gone, and so is gone with their contexts.
+// get returns the value of an engine, and creates it on first use. It also drops the values of engines
+// that no longer exist, which were freed with the engines' contexts.
 func (p *perEngine[V]) get(engine *cuda.Engine, create func() (V, error)) (V, error) {
 	key := weak.Make(engine)
 	if v, ok := (*p)[key]; ok {
@@ -82,11 +82,11 @@ func onEngine(o gorgonia.Op, kept *any, engine *cuda.Engine, prealloc gorgonia.V
 	return true, l.run(operands, gpu.Ptr(prealloc.Uintptr()))
 }
 
-// openOn makes a machine for an op on an engine.
+// openOn makes a machine that runs an op on an engine.
 func openOn(engine *cuda.Engine, o gorgonia.Op, in []gorgonia.Value) (*singleOp, error) {
 	device, err := engines.of.get(engine, func() (*Device, error) {
 		ctx := engine.Context().CUDAContext()
-		// which is right only as long as the struct is nothing but the CUcontext
+		// This is right only as long as the struct consists of the CUcontext alone.
 		var _ [unsafe.Sizeof(uintptr(0))]struct{} = [unsafe.Sizeof(ctx)]struct{}{}
 		return Open(WithContext(*(*uintptr)(unsafe.Pointer(&ctx))))
 	})

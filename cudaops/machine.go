@@ -24,19 +24,21 @@ import (
 	"github.com/kasmina-go/kasmina/internal/phases"
 )
 
-// Machine runs a Gorgonia graph on a GPU. It is a gorgonia.VM: where a program has
-// gorgonia.NewTapeMachine(g), it can have cudaops.NewMachine(dev, g) instead.
+// Machine runs a Gorgonia graph on a GPU. It implements gorgonia.VM: a program can use
+// cudaops.NewMachine(dev, g) in place of gorgonia.NewTapeMachine(g).
 //
-// The graph is compiled once, into kernel launches over memory that is planned before anything
-// runs. Parameters (see [WithParams]) go up once and stay on the device. Other inputs go up before
-// every run, and results come back when [Machine.Value] asks for them. Where the device has memory
-// to spare, a graph that trains takes some of it to save time. It leaves a tenth free, besides
-// the moments of the optimizer that this machine will have (see [WithOptimizer]). Therefore call
+// NewMachine compiles the graph once, into kernel launches over memory that is planned before anything
+// runs. Parameters (see [WithParams]) are copied to the device once and stay there. Other inputs are
+// copied before every run, and [Machine.Value] copies results back.
+//
+// A machine with gradients uses spare device memory to save time. It keeps a tenth of the device's memory
+// free, in addition to the moments of its future optimizer (see [WithOptimizer]). Therefore call
 // SetOptimizer of one machine before making the next machine.
-// A node for which there is no kernel is computed on the host, between two copies, with one warning
-// that names it; [WithStrict] makes that an error.
 //
-// A Machine is not safe for use by several goroutines at once.
+// Nodes without a kernel are computed on the host, between two copies. Each such op is logged once as a
+// warning; [WithStrict] makes it an error.
+//
+// A Machine is not safe for concurrent use by multiple goroutines.
 type Machine struct {
 	device    *Device
 	config    machineConfig
@@ -46,20 +48,20 @@ type Machine struct {
 	optimizer *update.Optimizer
 	measured  *profile.Machine
 	monitor   *profile.Monitor  // nil without WithMonitor
-	profiler  *profile.Profiler // nil but during a profile
+	profiler  *profile.Profiler // nil unless a profile has been started
 
-	sent   gpu.Event               // the last run's inputs have left their staging memory
-	filled map[*gorgonia.Node]bool // attentions that have keys and values by Keep
+	sent   gpu.Event               // recorded once the inputs of the last run have left their staging memory
+	filled map[*gorgonia.Node]bool // attentions with a cache filled by Keep
 }
 
-// in names the method in an error that it returns.
+// in adds the method's name to the error that it returns.
 func in(method string, err *error) {
 	if *err != nil {
 		*err = fmt.Errorf("cudaops.%s: %w", method, *err)
 	}
 }
 
-// usable refuses a machine that nobody has made, and one that is closed.
+// usable returns an error if the machine is nil, a zero value or closed.
 func usable(m *Machine) error {
 	if m == nil || m.runner == nil {
 		return errors.New("the machine is nil or a zero value: make one with cudaops.NewMachine")
@@ -70,8 +72,8 @@ func usable(m *Machine) error {
 	return nil
 }
 
-// NewMachine compiles the graph for the device, allocates its memory and copies the parameters
-// there. The graph's floats must be float32. The caller closes the machine, before the device.
+// NewMachine compiles the graph for the device, allocates its memory and copies the parameters there. The
+// graph's floats must be float32. The caller must close the machine before the device.
 func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Machine, err error) {
 	defer in("NewMachine", &err)
 	if d == nil || g == nil {
@@ -123,7 +125,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	return m, nil
 }
 
-// newExecutor takes what enqueues a machine's work: kernels and a stream.
+// newExecutor returns the executor on which a machine enqueues its work, with kernels and a stream.
 func newExecutor(d *Device, c *machineConfig) (x *run.Executor, err error) {
 	x = &run.Executor{Ctx: d.ctx, Stream: c.stream, Kernels: d.kernels,
 		Memory: &run.Memory{Ctx: d.ctx, Kept: c.kept}}
@@ -142,8 +144,9 @@ func newExecutor(d *Device, c *machineConfig) (x *run.Executor, err error) {
 	return x, err
 }
 
-// planned compiles the graph: to a program that saves time with memory, or where that would leave
-// too little to one that does so with less of it, or does without.
+// planned compiles the graph. The first attempt may spend any amount of memory to save time. If that
+// exceeds the memory budget, a second attempt spends only as much as the limit of WithMemory allows, and
+// the last attempt spends nothing.
 func planned(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	m.config.Room = math.MaxInt
 	for {
@@ -165,7 +168,8 @@ func planned(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	}
 }
 
-// compile makes a program of a graph: in passes, of which only the choice of variants knows the device.
+// compile turns a graph into a program, in several passes. Only the pass that chooses variants depends on
+// the device.
 func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	p, results, err := lower.Lower(g, m.config.Options)
 	if err != nil {
@@ -189,17 +193,17 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	return p, nil
 }
 
-// lastProducts is how many products are made while the last gradients travel.
+// lastProducts is the number of matrix products that are computed while the last gradients are being
+// sent.
 const lastProducts = 2
 
-// roomLeft is the share of the card's memory that saving time must leave free. It is for machines
-// beside this one, as for evaluation, for what is taken while variants are timed, and for other
-// programs.
+// roomLeft is the share of the device's memory that stays free when a machine spends memory to save time.
+// Further machines (such as one for evaluation), the timing of variants and other programs need it.
 const roomLeft = 0.1
 
-// lacking is how many bytes the program takes too many. It is to leave enough of the device's
-// memory to the optimiser that is still to come and to what roomLeft is for, and to stay within
-// what WithMemory says.
+// lacking returns the excess in bytes of the program, together with the moments of its future optimizer,
+// over its memory budget. The budget keeps the share roomLeft of the device's memory free and does not
+// exceed the limit of WithMemory.
 func lacking(m *Machine, p *program.Program) (int, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	moments, divided := memoryToCome(m, p)
@@ -211,8 +215,9 @@ func lacking(m *Machine, p *program.Program) (int, error) {
 	return lacks, err
 }
 
-// memoryToCome returns the bytes of the moments that the machine's optimizer will have, and about how many
-// bytes of parameters the machine gives back once the optimizer has divided them among ranks.
+// memoryToCome returns the size in bytes of the moments that the machine's optimizer will have, and the
+// approximate number of bytes of parameters that the machine frees once the optimizer has divided them
+// among ranks.
 func memoryToCome(m *Machine, p *program.Program) (moments, divided int) {
 	ranks := 1
 	if r := m.config.ranks; r != nil {
@@ -233,7 +238,7 @@ func memoryToCome(m *Machine, p *program.Program) (moments, divided int) {
 	return moments / ranks, divided
 }
 
-// load takes the program's memory and fills what is there from the start.
+// load allocates the program's memory and copies the initial values to it.
 func (m *Machine) load(p *program.Program) (err error) {
 	if m.config.share != nil {
 		if err := borrowable(p); err != nil {
@@ -306,7 +311,7 @@ func (m *Machine) load(p *program.Program) (err error) {
 	return run.Joined(update.ClearSums(r), ctx.SyncStream(r.Stream))
 }
 
-// borrowable returns an error for a program that cannot take its parameters from another machine.
+// borrowable returns an error for a program that cannot use the parameters of another machine.
 func borrowable(p *program.Program) error {
 	if len(p.Borrowed) == 0 {
 		return errors.New("WithParamsOf: no input has name, type and shape of one of the " +
@@ -326,8 +331,8 @@ func borrowable(p *program.Program) error {
 	return nil
 }
 
-// Memory returns the device memory in bytes that the machine holds: parameters and constants,
-// everything a run needs, the optimiser's state and workspace.
+// Memory returns the number of bytes of device memory that the machine holds: parameters, constants,
+// values of a run, optimizer state and workspace.
 func (m *Machine) Memory() int {
 	if m == nil || m.runner == nil {
 		return 0
@@ -358,9 +363,9 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 	r.Context = ctx
 	defer func() { r.Context = nil }()
 
-	// A run waits call by call for parameters that come from other ranks. It waits for all of them
-	// where it has marks, where Kasmina layers may change parameters ahead of it, and where the
-	// parameters are another machine's.
+	// Some runs wait for all parameters that come from other ranks; any other run waits only before each
+	// call that reads one. It must wait for all if the run is timed, if Kasmina layers may change
+	// parameters before the run, or if the parameters belong to another machine.
 	owner, err := ownerOf(m)
 	if err != nil {
 		return err
@@ -396,8 +401,8 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 	return nil
 }
 
-// observer returns what observes the work that comes next: a profile that is being made has
-// precedence over the monitor.
+// observer returns the observer of the work that is enqueued next. A profile takes precedence over the
+// monitor.
 func (m *Machine) observer() run.Observer {
 	switch {
 	case m.profiler.Open():
@@ -408,10 +413,10 @@ func (m *Machine) observer() run.Observer {
 	return run.Unobserved{}
 }
 
-// Reset does nothing: every run begins anew. It is part of gorgonia.VM.
+// Reset does nothing, because every run starts from scratch. It is part of gorgonia.VM.
 func (m *Machine) Reset() {}
 
-// Close waits for the device and frees what the machine holds there.
+// Close waits for the device and frees the machine's memory there.
 func (m *Machine) Close() (err error) {
 	defer in("Machine.Close", &err)
 	if m == nil || m.runner == nil || m.runner.State.Closed() {
@@ -435,8 +440,8 @@ func (m *Machine) Close() (err error) {
 	return err
 }
 
-// gradientOf returns the gradient that a program has of an input that is a parameter, nil if there
-// is none.
+// gradientOf returns the gradient of an input in a program, or nil if the input is not a parameter or has
+// no gradient.
 func gradientOf(m *Machine, p *program.Program, in *program.Input) *program.Array {
 	if d := in.Node.Deriv(); d != nil && slices.Contains(m.config.Params, in.Node) {
 		return p.Values[d]

@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrNonFinite is wrapped by the error of an update whose gradients contain NaN or infinity. The
+// ErrNonFinite is wrapped by the error of an update when the gradients contain NaN or infinity. The
 // update has changed nothing.
 var ErrNonFinite = errors.New("the gradients are not finite")
 
@@ -110,13 +110,13 @@ func (m *Machine) Update() (norm float64, err error) {
 	return norm, err
 }
 
-// Step is like [Machine.Update], but also takes the loss of the last run into account and returns
-// it. The loss is a node of one float32 whose value is kept. Call [Machine.RunAll] first; the
+// Step is like [Machine.Update], but also takes the loss of the last run into account and returns it. The
+// loss is a node of one float32 that the machine keeps after a run. Call [Machine.RunAll] first; the
 // device does not wait between the two.
 //
 // Step returns as soon as the loss and the norm are known. If the loss is not finite, no parameter
-// changes. That is no error; the norm is not finite either, and accumulated gradients are dropped.
-// The errors are those of [Machine.Value] and Update.
+// changes and accumulated gradients are dropped; Step then returns no error, but a norm that is not
+// finite either. It returns the same errors as [Machine.Value] and Update.
 func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
 	defer in("Machine.Step", &err)
 	a, err := lossOf(m, loss)
@@ -266,8 +266,8 @@ func (m *Machine) DropGradients() (err error) {
 	return errors.Join(m.layers.Settle(), update.ClearSums(m.runner))
 }
 
-// NonFinite returns the first parameter whose gradient contains NaN or infinity, or has a norm that
-// is not finite. It returns nil if there is none. It waits for the device.
+// NonFinite returns the first parameter with a gradient that contains NaN or infinity, or that has an
+// infinite norm. It returns nil if all gradients are finite. It waits for the device.
 //
 // After an update, made or not, NonFinite looks at the gradients of that update. After a later run
 // it looks at the gradients that the next update would apply: with [WithAccumulation], the
@@ -413,8 +413,8 @@ func (r Rank) Contribute(contributors int, first bool) (err error) {
 // rank is not finite, no rank changes its parameters. The loss is nil on a rank that did not
 // contribute to the last round.
 //
-// When the run has ended, Step calls during with the loss, or 0 if there is none, while the update
-// continues. If during fails, Step returns its error without waiting for the norm.
+// When the run has ended, Step calls during with the loss, or with 0 on a rank without one, while the
+// update continues. If during fails, Step returns its error without waiting for the norm.
 //
 // After any error the optimizer state and the loss scale are undefined, and further updates fail.
 func (r Rank) Step(loss *gorgonia.Node, during func(loss float64) error) (norm float64, err error) {

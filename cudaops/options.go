@@ -23,29 +23,29 @@ import (
 type machineConfig struct {
 	lower.Options
 	variants choose.Config
-	apart    gorgonia.Nodes // of Params
-	read     run.Reader     // of frozen ones that have no value; nil for none
+	apart    gorgonia.Nodes // subset of Params
+	read     run.Reader     // reads frozen parameters that have no value; may be nil
 	share    *Machine
-	stream   gpu.Stream // adopted; 0 for one of the machine's own
-	grads    Precision  // asked for by WithGradientPrecision
-	single   bool       // the graph is an op of another machine's
-	// stands before the device's kernels, in tests; nil for none
+	stream   gpu.Stream // given by WithStream; 0 makes the machine create one
+	grads    Precision  // set by WithGradientPrecision
+	single   bool       // the graph consists of one op that another machine runs
+	// wraps the device's kernels in tests; may be nil
 	kernels func(run.Launcher) run.Launcher
 
-	ranks *update.Ranks // that make updates together; nil for the only one
+	ranks *update.Ranks // the ranks that share updates; nil for a single rank
 
-	// rules are those of the optimizer that SetOptimizer will be given, or nil if it is not known yet.
+	// rules of the optimizer that SetOptimizer will be given, or nil if not yet known
 	rules optim.Rules
-	kept  *run.Kept // of a machine before
-	// its names of parameters, by those here
+	kept  *run.Kept // memory of a closed machine
+	// names of parameters in kept, by the names of this machine's parameters
 	inherits map[string]string
 
 	monitor      int
-	limit        int // bytes within which the machine saves time with memory; 0 for the device's
-	ceilingBytes int // of the copy that measures the card; 0 for the usual
+	limit        int // memory budget in bytes for saving time; 0 for the device's memory
+	ceilingBytes int // size of the copy that measures the device's bandwidth; 0 for the default
 }
 
-// configOf gathers the options.
+// configOf applies the options and checks that they fit together.
 func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineConfig, error) {
 	c := machineConfig{kept: run.NewKept(d.ctx)}
 	c.variants.Logger = slog.Default()
@@ -59,7 +59,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 	}
 
 	logger, logged := c.variants.Logger, map[string]bool{}
-	c.Warn = func(message string) { // once
+	c.Warn = func(message string) { // each message only once
 		if !logged[message] {
 			logged[message] = true
 			logger.Warn("cudaops: " + message)
@@ -97,7 +97,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 // MachineOption is an option of NewMachine.
 type MachineOption func(*machineConfig) error
 
-// setting is an option that takes anything.
+// setting returns an option that cannot fail.
 func setting(set func(*machineConfig)) MachineOption {
 	return func(c *machineConfig) error {
 		set(c)
@@ -105,18 +105,18 @@ func setting(set func(*machineConfig)) MachineOption {
 	}
 }
 
-// WithRanks makes the machine one of several, one for each rank of a group, that train a model by the
-// sum of their gradients: see [Machine.Rank]. Each rank has the moments of its part of the parameters
-// and updates this part. Matrices that an optimizer updates as a whole are not divided. The group's
-// device is the machine's. Collectives are captured with the update.
+// WithRanks makes the machine one of several, one for each rank of a group, that train a model on the sum
+// of their gradients: see [Machine.Rank]. Each rank holds the moments of its part of the parameters and
+// updates this part. Matrices that an optimizer updates as a whole are not divided. The group's device
+// must be the machine's. Collectives are captured together with the update.
 //
-// A step consists of the given number of rounds of all ranks, or any number if rounds is 0. If a step
-// is one round of two ranks and no matrix is updated as a whole, the update reads both contributions to
-// a gradient. Otherwise the contributions are added up in memory.
+// A step consists of the given number of rounds of all ranks, or any number if rounds is 0. If a step is
+// one round of two ranks and no matrix is updated as a whole, the update reads both contributions to a
+// gradient. Otherwise the contributions are added up in memory.
 //
 // The bits of an update do not depend on the number of ranks, provided that all ranks compute the graph
-// in the same variants. They do without tuning, or with the choices of one of them ([WithChoices]). Updates
-// are not tuned, since each rank updates something else.
+// with the same variants. That is the case without tuning, and when all ranks use the choices of one rank
+// ([WithChoices]). Updates are not tuned, because each rank updates a different part.
 func WithRanks(group comm.Group, rounds int) MachineOption {
 	return func(c *machineConfig) error {
 		switch {
@@ -131,17 +131,16 @@ func WithRanks(group comm.Group, rounds int) MachineOption {
 	}
 }
 
-// WithParams names inputs that are parameters: their values are copied to the device once, by
-// NewMachine, and live there. [Machine.Upload] copies a value that the host has changed,
-// [Machine.Download] copies them back into their nodes. Their gradients, if the graph has them, are
-// kept for [Machine.Value].
+// WithParams declares inputs to be parameters. NewMachine copies their values to the device, where they
+// stay. [Machine.Upload] copies values that the host has changed, and [Machine.Download] copies values
+// back into the nodes. If the graph has gradients of the parameters, [Machine.Value] can return them.
 func WithParams(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error { return c.AddParams(params...) }
 }
 
-// WithApart names parameters (see [WithParams]) whose gradients are clipped apart. They have a norm
-// of their own, and are not in that of the others, which Update returns. So what has been added to
-// a model does not change how the model learns. Where all are apart none is.
+// WithApart clips the gradients of the named parameters (see [WithParams]) by a separate norm. These
+// gradients are not part of the norm that Update returns. Parameters added to a model therefore do not
+// change how the rest of the model learns. If all parameters are named, they share the usual norm.
 func WithApart(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error {
 		if slices.Contains(params, nil) {
@@ -152,13 +151,16 @@ func WithApart(params ...*gorgonia.Node) MachineOption {
 	}
 }
 
-// WithFrozen names inputs that are parameters, as [WithParams] does, and never change. They are
-// those of a model that answers, or of a base under what is trained. One that ops read as
-// activations alone, as matrices are, is kept in that type, without a float32 master: two bytes
-// each in BFloat16. [Machine.Value] returns what is kept. A node needs no value where read has it.
-// It hands its elements to put, in order and in pieces of any size, as little-endian numbers of
-// type Float32, Float16 or BFloat16. NewMachine calls read for several nodes at once, and its error
-// is NewMachine's.
+// WithFrozen declares inputs to be parameters, as [WithParams] does, that never change: the parameters of
+// a model used only for inference, or of a base model below the trained parameters.
+//
+// If all ops that read a frozen parameter read it in the type of activations, as matrix products do, it
+// is stored in that type only, without a float32 master. In BFloat16, it then takes two bytes per
+// element. [Machine.Value] returns the stored value.
+//
+// If read is not nil, nodes do not need a value: read passes the elements of node n to put, in order and
+// in pieces of any size, as little-endian numbers of type Float32, Float16 or BFloat16. NewMachine calls
+// read for several nodes concurrently and returns its error.
 func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) error) error,
 	params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error {
@@ -177,10 +179,10 @@ func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) e
 	}
 }
 
-// WithParamsOf makes inputs that have the name and shape of another machine's parameters use its
-// memory, without a copy. That is for a graph that evaluates a model, beside the one that trains
-// it. The other machine must be on the same device and be closed later. Runs of the two must not
-// overlap: have a value of one before running the other.
+// WithParamsOf makes inputs that have the name and shape of another machine's parameters use that
+// machine's memory, without a copy. It allows one machine to evaluate a model while another one trains
+// it. The other machine must be on the same device and must be closed later. Runs of the two machines
+// must not overlap: call Value on one before running the other.
 func WithParamsOf(other *Machine) MachineOption {
 	return func(c *machineConfig) error {
 		if err := usable(other); err != nil {
@@ -191,19 +193,21 @@ func WithParamsOf(other *Machine) MachineOption {
 	}
 }
 
-// WithOutputs names nodes whose values shall outlive a run, for [Machine.Value]. Those that no
-// other node needs do so anyway.
+// WithOutputs keeps the values of nodes after a run, for [Machine.Value]. Nodes that no other node reads
+// are always kept.
 func WithOutputs(outputs ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error { return c.AddOutputs(outputs...) }
 }
 
-// WithStream makes a machine put all its work on a stream that the program made elsewhere, in the
-// device's context: handle is a CUstream. What was put there before a run is done before it, and
-// what is put there after it sees its results. It must not be one of the default streams, whose
-// work cannot be captured. The machine does not destroy it; it must outlive the machine.
+// WithStream makes the machine enqueue all its work on a stream that the program created in the device's
+// context. The handle is a CUstream. Work enqueued there before a run finishes before the run, and work
+// enqueued after a run sees its results.
+//
+// The stream must not be one of the default streams, because their work cannot be captured. The machine
+// does not destroy the stream, which must outlive the machine.
 func WithStream(handle uintptr) MachineOption {
 	return func(c *machineConfig) error {
-		const perThread = 2 // CU_STREAM_PER_THREAD; 0 and 1 are the stream that all threads share
+		const perThread = 2 // CU_STREAM_PER_THREAD; 0 and 1 denote the stream that all threads share
 		if handle <= perThread {
 			return fmt.Errorf("WithStream: got %d, a default stream, whose work cannot be "+
 				"captured; make one with cuStreamCreate", handle)
@@ -213,14 +217,14 @@ func WithStream(handle uintptr) MachineOption {
 	}
 }
 
-// WithOptimizer tells the machine which optimizer it will be given by [Machine.SetOptimizer]. A machine
-// that may spend memory to save time then leaves room for the moments that the optimizer's rules declare.
-// Without this option it leaves room for AdamW's, two float32 numbers for each parameter.
+// WithOptimizer announces the optimizer that will be given to [Machine.SetOptimizer]. A machine that may
+// spend memory to save time then reserves room for the moments that the optimizer's rules declare.
+// Without this option it reserves room for AdamW's moments, two float32 numbers for each parameter.
 func WithOptimizer(o optim.Rules) MachineOption {
 	return setting(func(c *machineConfig) { c.rules = o })
 }
 
-// momentBytes returns the memory that the optimizer's moments of a parameter of n elements take.
+// momentBytes returns the size in bytes of the optimizer's moments of a parameter with n elements.
 func (c *machineConfig) momentBytes(param *gorgonia.Node, n int) int {
 	if c.rules == nil {
 		return 2 * 4 * n
@@ -228,9 +232,10 @@ func (c *machineConfig) momentBytes(param *gorgonia.Node, n int) int {
 	return c.rules.Rule(param.Name(), param.Shape()).Kernel.Bytes(n, 4)
 }
 
-// WithMemory has the machine spend memory to save time only as far as it takes no more than so many
-// bytes of the device with it, counting the moments of the optimizer ([WithOptimizer]). What it cannot do without it takes in
-// any case. The default is what leaves the device some memory: see [Machine].
+// WithMemory limits the memory that the machine spends to save time: it spends more than necessary only
+// as long as it uses at most the given number of bytes, including the moments of the optimizer
+// ([WithOptimizer]). The limit does not affect memory that the machine needs in any case. By default only
+// the device's memory limits it: see [Machine].
 func WithMemory(bytes int) MachineOption {
 	return func(c *machineConfig) error {
 		if bytes < 1 {
@@ -241,38 +246,43 @@ func WithMemory(bytes int) MachineOption {
 	}
 }
 
-// WithStrict makes a node that has no kernel an error of NewMachine instead of a detour through the
-// host.
+// WithStrict makes NewMachine return an error for nodes without a kernel, instead of computing them on
+// the host.
 func WithStrict() MachineOption {
 	return setting(func(c *machineConfig) { c.Strict = true })
 }
 
-// Precision is how a machine stores and computes what a graph says in float32.
+// Precision determines how a machine stores and computes the values of a float32 graph.
 type Precision uint8
 
-// The precisions. Parameters, sums and losses are float32 in all of them, and so are gradients of
+// The precisions. Parameters, sums and losses are float32 in every precision, and so are the gradients of
 // parameters unless [WithGradientPrecision] says otherwise.
 const (
-	// Float32 stores everything as float32 and rounds no operand of a product: for checking.
+	// Float32 stores everything as float32 and does not round the operands of products. It is meant for
+	// checks.
 	Float32 Precision = iota
-	// BFloat16 stores activations and the operands of products as bfloat16: for training.
+	// BFloat16 stores activations and the operands of products as bfloat16. It is meant for training.
 	BFloat16
-	// Float16 stores them as float16, which has three more bits and a smaller range, and scales the
-	// loss, so that gradients stay in that range: [Machine.LossScale]. Gradients that
-	// [Machine.Value] returns are without the scale.
+	// Float16 stores activations and operands as float16, which has three more bits of precision and a
+	// smaller range. The loss is scaled so that gradients stay within that range: see
+	// [Machine.LossScale]. [Machine.Value] returns gradients without the scale.
 	Float16
-	// Float8 is BFloat16 but for products of linear layers: [op.Linear] and [op.SiLUMLP], forward
-	// and for the gradient of their input. It rounds their operands to float8 (E4M3), each row of
-	// tokens and of weights with a scale of its own. Gradients of weights, the output layer with
-	// its loss ([op.LinearCrossEntropy]) and all other ops are as with BFloat16. So are products
-	// with fewer than 128 rows of tokens or other sizes that are no multiples of 16. It needs
-	// compute capability 9.0 and cuBLASLt 12.9: else NewMachine returns [ErrUnsupportedPrecision].
+	// Float8 is like BFloat16, except for the products of linear layers: [op.Linear] and [op.SiLUMLP],
+	// forward and for the gradient of their input. It rounds the operands of these products to float8
+	// (E4M3), with one scale for each row of tokens and each row of weights.
+	//
+	// Gradients of weights, the output layer with its loss ([op.LinearCrossEntropy]) and all other ops
+	// compute as with BFloat16. So do products with fewer than 128 rows of tokens and products with sizes
+	// that are not multiples of 16.
+	//
+	// Float8 needs compute capability 9.0 and cuBLASLt 12.9; NewMachine returns [ErrUnsupportedPrecision]
+	// without them.
 	Float8
 )
 
 var precisionNames = []string{Float32: "f32", BFloat16: "bf16", Float16: "f16", Float8: "f8"}
 
-// storedAs is how activations are stored.
+// storedAs gives the type of stored activations for each precision.
 var storedAs = []gpu.DType{Float32: gpu.Float32, BFloat16: gpu.BFloat16, Float16: gpu.Float16,
 	Float8: gpu.BFloat16}
 
@@ -291,7 +301,7 @@ func (p Precision) MarshalText() ([]byte, error) {
 	return []byte(precisionNames[p]), nil
 }
 
-// UnmarshalText takes a precision's name, so that flag.TextVar can have one as a value.
+// UnmarshalText parses a precision's name, so that a Precision can be used with flag.TextVar.
 func (p *Precision) UnmarshalText(text []byte) error {
 	i := slices.Index(precisionNames, string(text))
 	if i < 0 {
@@ -312,15 +322,19 @@ func WithPrecision(p Precision) MachineOption {
 	}
 }
 
-// WithGradientPrecision sets how gradients of weights are kept for [Machine.Update]. The default,
-// Float32, keeps them as they were added up. BFloat16 rounds each sum once, when the product that
-// forms it is done. Gradients take half the memory, and a step of a large model, which writes and
-// reads them, takes less time. What the optimiser adds to its moments then has three digits in
-// place of seven. It goes with the precisions BFloat16 and Float8. It is for gradients that one
-// product of an [op.Linear] or an [op.SiLUMLP] forms and nothing but the update reads. Others stay
-// float32: those of other ops, such as the output layer, of weights that serve several, and of
-// nodes that [WithOutputs] names. So do all in a machine made [WithAccumulation], which adds them
-// up. [Machine.Value] returns float32 in any case.
+// WithGradientPrecision sets the type of the gradients of weights that are stored for [Machine.Update].
+// The default is Float32.
+//
+// BFloat16 rounds each gradient once, when the product that computes it is complete. Gradients then take
+// half the memory, and a step of a large model takes less time because it writes and reads fewer bytes.
+// In exchange, the gradients that the optimizer adds to its moments have three significant digits instead
+// of seven. It can be combined with the precisions BFloat16 and Float8.
+//
+// BFloat16 applies to gradients that are computed by one product of an [op.Linear] or an [op.SiLUMLP] and
+// read only by the update. The remaining gradients stay float32: gradients of other ops such as the
+// output layer, gradients of weights used several times, and nodes named in [WithOutputs]. With
+// [WithAccumulation], which adds gradients up, every gradient stays float32. [Machine.Value] always
+// returns float32.
 func WithGradientPrecision(p Precision) MachineOption {
 	return func(c *machineConfig) error {
 		if p != Float32 && p != BFloat16 {
@@ -331,24 +345,24 @@ func WithGradientPrecision(p Precision) MachineOption {
 	}
 }
 
-// WithAccumulation makes the gradients of parameters add up from run to run until [Machine.Update],
-// which applies them, or drops them where they are not finite. Without it Update applies those of
-// the last run. After an error of a run drop what is gathered: [Machine.DropGradients].
+// WithAccumulation adds up the gradients of parameters over several runs until [Machine.Update], which
+// applies the sums, or drops them if they are not finite. Without this option, Update applies the
+// gradients of the last run. After a run that failed, call [Machine.DropGradients].
 func WithAccumulation() MachineOption {
 	return setting(func(c *machineConfig) { c.Accumulate = true })
 }
 
-// WithLogger sets where warnings go. The default, which nil stands for, is slog.Default().
+// WithLogger sets the logger for warnings. The default, also for nil, is slog.Default().
 func WithLogger(l *slog.Logger) MachineOption {
 	return setting(func(c *machineConfig) { c.variants.Logger = cmp.Or(l, slog.Default()) })
 }
 
-// float8Blas is the first cuBLASLt that has a factor for each row, and float8Capability the first
-// GPU. The sides of a product that is tried are float8Side.
+// float8Blas is the first version of cuBLASLt that supports one scale per row, and float8Capability the
+// first compute capability. To check the support, products with sides of float8Side are planned.
 const float8Blas, float8Capability, float8Side = 120900, 90, 128
 
-// checkFloat8 returns an error where the card or its library has no products of float8 with a
-// factor for each row.
+// checkFloat8 returns an error if the precision is Float8 but the GPU or its cuBLASLt does not support
+// float8 products with one scale per row.
 func checkFloat8(d *Device, c *machineConfig) error {
 	if !c.Float8 {
 		return nil

@@ -13,18 +13,21 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// singleOp computes an op of a graph that another machine runs, on memory of that machine's. The op
-// is a graph of its own, with a Machine. The other machine is Gorgonia's, with its build tag cuda;
-// this file needs no tag, so that its tests need none. Operands are copied on the device, since the
-// other machine's memory moves from run to run and begins anywhere. What is captured, and the
-// matrix products' plans, go by fixed and aligned addresses.
+// singleOp computes a single op of a graph that another machine runs, on that machine's memory. It wraps
+// the op in a separate graph and Machine.
+//
+// The other machine is Gorgonia's, which needs the build tag cuda. This file does without the tag so that
+// its tests do, too.
+//
+// Operands are copied on the device, because the other machine's memory moves between runs and may be
+// unaligned. Captured work and plans of matrix products need fixed, aligned addresses.
 type singleOp struct {
 	m   *Machine
-	in  []*program.Input // nil where the op does not read the operand
-	out []*program.Array // the result, in the parts that it packs
+	in  []*program.Input // nil for an operand that the op does not read
+	out []*program.Array // the result, as the parts that it consists of
 }
 
-// newSingleOp makes a machine for an op with operands like those that are given.
+// newSingleOp makes a singleOp for operands of the given types and shapes.
 func newSingleOp[V interface {
 	Dtype() tensor.Dtype
 	Shape() tensor.Shape
@@ -42,9 +45,9 @@ func newSingleOp[V interface {
 
 	children := append(gorgonia.Nodes{}, in...)
 	if f := forwardOf(o); f != nil {
-		// The backward op reads what the forward op leaves on the device, where the other machine
-		// has no place for it. So it is computed again, and its result stands for the operand that
-		// is the same.
+		// The backward op reads a record that the forward op stores on the device. The other machine has
+		// no place for such a record, so this graph computes the forward op again. Its result replaces
+		// the operand with the same value.
 		y, err := gorgonia.ApplyOp(f, in[:f.Arity()]...)
 		if err != nil {
 			return nil, err
@@ -57,7 +60,8 @@ func newSingleOp[V interface {
 		return nil, err
 	}
 
-	if d.workspace == 0 { // cuBLASLt's, of all such machines: they run one after the other
+	// All single ops share cuBLASLt's workspace because they run one after the other.
+	if d.workspace == 0 {
 		if d.workspace, err = d.ctx.Alloc(run.WorkspaceBytes); err != nil {
 			return nil, err
 		}
@@ -84,8 +88,8 @@ func newSingleOp[V interface {
 	return l, nil
 }
 
-// forwardOf returns the forward op whose record a backward op reads on the device, or nil if the
-// backward op reads none.
+// forwardOf returns the forward op that stores the record read by a backward op, or nil if the backward
+// op reads no record.
 func forwardOf(o gorgonia.Op) gorgonia.Op {
 	b, ok := o.(interface{ Shared() *opbase.Base })
 	if !ok {
@@ -98,8 +102,8 @@ func forwardOf(o gorgonia.Op) gorgonia.Op {
 	return forward.Op()
 }
 
-// run computes the op from operands at the given addresses, whose work must be done, and waits for
-// the result.
+// run computes the op on operands at the given addresses and waits for the result. The work that produces
+// the operands must be complete.
 func (l *singleOp) run(operands []gpu.Ptr, result gpu.Ptr) error {
 	m := l.m
 	ctx, s := m.device.ctx, m.runner.Stream

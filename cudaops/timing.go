@@ -12,24 +12,26 @@ import (
 	"github.com/kasmina-go/kasmina/internal/variantrule"
 )
 
-// Tuning says how a machine finds the fastest of several variants to compute something. They are those
-// that cuBLASLt has for a matrix product, and the kernels that attention or a norm has. Another variant
-// may add in another order: only with the same variants do two machines compute the same bits.
+// Tuning selects how a machine finds the fastest of several variants of a computation. For a matrix
+// product, cuBLASLt offers the variants; for attention or a norm, they are different kernels. Variants
+// may add in a different order, so two machines compute the same bits only if they use the same variants.
 type Tuning = choose.Mode
 
-// The kinds of tuning. What was timed is stored in the file kasmina/tune.json of the user's cache
-// directory. It goes by card, driver, build of the kernels, version of cuBLASLt, op, shape and types.
+// The modes of tuning. Timings are stored in the file kasmina/tune.json of the user's cache directory, by
+// GPU, driver, build of the kernels, version of cuBLASLt, op, shape and types.
 const (
-	TuneDefault = choose.Default // TuneOff with the precision Float32, else TuneCached
-	// time nothing, take what cuBLASLt proposes first and what a rule of thumb says
+	TuneDefault = choose.Default // TuneOff with the precision Float32, otherwise TuneCached
+	// time nothing: use cuBLASLt's first proposal, or a rule of thumb
 	TuneOff    = choose.Off
-	TuneCached = choose.Cached // take what is stored, and time, once, what is not
-	TuneFull   = choose.Full   // time anew, and replace what is stored
+	TuneCached = choose.Cached // use stored choices; time and store missing ones once
+	TuneFull   = choose.Full   // time everything again and replace the stored choices
 )
 
-// WithTuning sets the tuning. The environment variable KASMINA_TUNE (off, cached or full) has
-// precedence. Timing takes about a second for a small model, and ten to fifteen for one that fills
-// the card. Products are timed at NewMachine and [Machine.SetOptimizer], and so are other ops.
+// WithTuning sets the mode of tuning. The environment variable KASMINA_TUNE (off, cached or full) takes
+// precedence.
+//
+// Timing happens in NewMachine and [Machine.SetOptimizer]. It takes about a second for a small model, and
+// ten to fifteen seconds for a model that fills the GPU.
 func WithTuning(t Tuning) MachineOption {
 	return func(c *machineConfig) error {
 		if t > TuneFull {
@@ -41,14 +43,14 @@ func WithTuning(t Tuning) MachineOption {
 	}
 }
 
-// WithVariants forces or forbids variants to compute ops, whatever the tuning. A rule is OP=VARIANT or OP!=VARIANT,
-// with names as in [Machine.Choices] and with the wildcards of [path.Match]:
+// WithVariants forces or forbids variants of ops, whatever the tuning. A rule has the form OP=VARIANT or
+// OP!=VARIANT, with names as in [Machine.Choices] and the wildcards of [path.Match]:
 //
 //	cudaops.WithVariants("Attention*=mma", "RMSNorm*!=rows-*")
 //
-// The variant host, for an op of Gorgonia's own, computes it on the CPU. What a shape cannot be
-// computed in is not forced upon it. The environment variable KASMINA_VARIANTS, rules with commas
-// between them, adds to these and has precedence.
+// The variant host computes one of Gorgonia's ops on the CPU. A variant that does not support a shape is
+// not forced on it. The environment variable KASMINA_VARIANTS, a comma-separated list of rules, adds to
+// these rules and takes precedence.
 func WithVariants(rules ...string) MachineOption {
 	return func(c *machineConfig) error {
 		parsed, err := variantrule.Parse(rules)
@@ -60,19 +62,19 @@ func WithVariants(rules ...string) MachineOption {
 	}
 }
 
-// WithChoices takes over what another machine has chosen for the same graph ([Machine.Choices]), in
-// the place of tuning, so that both compute the same bits. What the other machine has not chosen
-// goes by rule. A variant that this machine's GPU has not is an error of NewMachine. Of a choice Op,
-// Shape and Variant count.
+// WithChoices makes the machine use the choices of another machine with the same graph
+// ([Machine.Choices]) instead of tuning, so that both compute the same bits. Anything that the other
+// machine has not chosen is chosen by rule. Only Op, Shape and Variant of a choice matter. NewMachine
+// returns an error if the GPU does not have one of the variants.
 func WithChoices(choices []Choice) MachineOption {
 	return setting(func(c *machineConfig) { c.variants.Given = append([]Choice{}, choices...) })
 }
 
-// Choice is the variant in which a machine computes an op of some shape.
+// Choice is a machine's variant of an op at some shape.
 type Choice = optime.Choice
 
-// Choices returns what the machine has chosen so far, in that order. The Source of a choice is one
-// of the words rule, stored, timed and forced.
+// Choices returns the choices that the machine has made so far, in order. The Source of a choice is rule,
+// stored, timed or forced.
 func (m *Machine) Choices() []Choice {
 	if m == nil || m.runner == nil {
 		return nil
@@ -80,7 +82,7 @@ func (m *Machine) Choices() []Choice {
 	return m.chooser.Made()
 }
 
-// setWays completes what the options say on the choice of variants.
+// setVariants completes the configuration of the chooser.
 func setVariants(d *Device, c *machineConfig) error {
 	c.variants.Device, c.variants.Version, c.variants.Warn = d.info, d.version, c.Warn
 	if c.Activation == gpu.Float32 {
@@ -89,22 +91,24 @@ func setVariants(d *Device, c *machineConfig) error {
 	return c.variants.Complete(choose.Cached)
 }
 
-// OpTime is what the nodes of one op took in a run.
+// OpTime is the time that the nodes of one op take in a run.
 type OpTime = optime.OpTime
 
-// Table is the times of ops for people: a line each, with their shares of the whole.
+// Table formats the times of ops for people, one line per op, with their shares of the total.
 func Table(times []OpTime) string { return optime.Table(times) }
 
-// Profile is where the time of one step went: see [Machine.StartProfile].
+// Profile describes where the time of a step goes: see [Machine.StartProfile].
 type Profile = optime.Profile
 
-// ProfileSteps is how many steps a profile takes.
+// ProfileSteps is the number of steps that a profile takes.
 const ProfileSteps = profile.Steps
 
-// StartProfile makes the machine profile the [ProfileSteps] steps that follow, of which the last
-// ones run with a time stamp after every kernel. All compute the same bits as ever. A step ends
-// with [Machine.Update], in a machine without an optimiser with [Machine.RunAll]. The machine must
-// have run before. Then [Machine.Profile] has the profile.
+// StartProfile makes the machine profile the next [ProfileSteps] steps. The last of these run with a time
+// stamp after every kernel; every step computes the same bits as without a profile. [Machine.Update]
+// completes a step, or [Machine.RunAll] if the machine has no optimizer. [Machine.Profile] then returns
+// the profile.
+//
+// The machine must have run before.
 func (m *Machine) StartProfile() (err error) {
 	defer in("Machine.StartProfile", &err)
 	if err = usable(m); err != nil {
@@ -116,7 +120,7 @@ func (m *Machine) StartProfile() (err error) {
 	}
 
 	old := m.profiler
-	m.profiler = nil // one that is closed is none, whatever comes of that
+	m.profiler = nil // the old profiler is discarded even if closing it fails
 	if err := run.Joined(old.Close(), m.device.ctx.SyncStream(m.runner.Stream)); err != nil {
 		return err
 	}
@@ -125,9 +129,8 @@ func (m *Machine) StartProfile() (err error) {
 	return nil
 }
 
-// Profile returns the profile that [Machine.StartProfile] has begun, nil while steps are lacking.
-// It measures the card's ceilings, which takes a fraction of a second and up to a GiB of memory
-// that is free.
+// Profile returns the profile that [Machine.StartProfile] started, or nil if it needs more steps. Profile
+// also measures the GPU's ceilings, which takes a fraction of a second and up to a GiB of free memory.
 func (m *Machine) Profile() (_ *Profile, err error) {
 	defer in("Machine.Profile", &err)
 	if err = usable(m); err != nil {
@@ -146,12 +149,11 @@ func (m *Machine) Profile() (_ *Profile, err error) {
 	return p.Result()
 }
 
-// Ceiling is what the card reaches at best, as measured.
+// Ceiling holds the measured peak performance of a GPU.
 type Ceiling = optime.Ceiling
 
-// Ceiling measures what the card reaches at best, between two runs. It takes a fraction of a
-// second, and up to a GiB of memory that is free. Where the machine multiplies in float8, products
-// are of that.
+// Ceiling measures the GPU's peak performance; call it between two runs. It takes a fraction of a second
+// and up to a GiB of free memory. With the precision Float8 it measures float8 products.
 func (m *Machine) Ceiling() (c Ceiling, err error) {
 	defer in("Machine.Ceiling", &err)
 	if err = usable(m); err != nil {
@@ -163,12 +165,15 @@ func (m *Machine) Ceiling() (c Ceiling, err error) {
 	return m.measured.Ceilings()
 }
 
-// WithMonitor makes the machine time its ops while it runs. One run in every so many is replayed
-// with a time stamp between one call and the next, and computes the same bits. In it the passes of
-// Kasmina layers that measure also run without telemetry, and end each by itself. The lattices'
-// reports then say what the layer takes. Where all this would take more than 0.4 % of the time,
-// fewer runs have it. [Machine.Monitor] returns the times. An op that takes much longer than when
-// it was tuned is logged as a warning.
+// WithMonitor makes the machine time its ops in one of the given number of runs. The timed run is
+// replayed with a time stamp between successive calls, and computes the same bits. [Machine.Monitor]
+// returns the times.
+//
+// In a timed run, each pass of a Kasmina layer that records telemetry is also run without it, so that the
+// lattice's report can state the cost of telemetry. If timing would take more than 0.4 % of the time,
+// fewer runs are timed.
+//
+// An op that takes much longer than when it was tuned is logged as a warning.
 func WithMonitor(every int) MachineOption {
 	return func(c *machineConfig) error {
 		if every < 2 {
@@ -179,10 +184,11 @@ func WithMonitor(every int) MachineOption {
 	}
 }
 
-// Monitor returns what the ops of a run have taken so far on average, the longest first, with the
-// variants in which they are computed. What the optimiser took has the name Update. A sample counts
-// once its update is over, which may go on when [Machine.Update] has returned. Before the first
-// one, and without [WithMonitor], the result is empty.
+// Monitor returns the average time that each op has taken in the runs timed so far, longest first, with
+// the variants used. The optimizer's op is called Update.
+//
+// A timed run counts once its update is complete, which may be after [Machine.Update] has returned. The
+// result is empty before the first one and without [WithMonitor].
 func (m *Machine) Monitor() (_ []OpTime, err error) {
 	defer in("Machine.Monitor", &err)
 	if err = usable(m); err != nil {

@@ -17,11 +17,13 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Value waits for the device and copies a node's value back. The node must be an input, an output
-// (see [WithOutputs]), the gradient of a parameter, or one that no other node needs. Other values
-// give way to later ones during a run. Before the first run parameters and what is bound have
-// values, and nothing else. Of a parameter whose float32 values are divided among ranks
-// ([WithRanks]) it is what runs compute with, in a narrower type.
+// Value waits for the device and returns a copy of a node's value. The node must be an input, an output
+// (see [WithOutputs]), the gradient of a parameter, or a node that no other node reads. The memory of all
+// other nodes is reused during a run. Before the first run, only parameters and bound inputs have a
+// value.
+//
+// If the float32 values of a parameter are divided among ranks ([WithRanks]), Value returns the parameter
+// in the narrower type that runs compute with.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	defer in("Machine.Value", &err)
 	a, err := lasting(m, n)
@@ -64,11 +66,13 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	return v, nil
 }
 
-// Keep copies the keys and values of the first positions to where an attention of this machine's
-// graph keeps them. They are outputs of another machine on the device that has run. The node cached
-// is one of [kvcache.Attention]. Their rows are its keys turned by their positions, and its values,
-// at most as many as it can keep. Where keys and values both are such an attention of the other
-// machine's graph, it is what that keeps, of its runs or by Keep.
+// Keep fills the cache of an attention of this machine's graph with keys and values that another machine
+// on the device has computed. The node cached is a [kvcache.Attention]; the first positions of its cache
+// are set.
+//
+// The nodes keys and values are outputs of the other machine, which must have run: the keys, already
+// rotated by their positions, and the values, with at most as many rows as the cache has. If keys and
+// values are both the same cached attention of the other machine's graph, Keep copies its cache.
 func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	values *gorgonia.Node) (err error) {
 	defer in("Machine.Keep", &err)
@@ -138,7 +142,7 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	return nil
 }
 
-// lasting returns the memory of a node whose value outlives a run.
+// lasting returns the memory of a node that keeps its value after a run.
 func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	if err := usable(m); err != nil {
 		return nil, err
@@ -160,8 +164,8 @@ func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	return a, nil
 }
 
-// inputIn is the input whose values lie in an array, nil if none do, and the machine whose input it
-// is: of a parameter WithParamsOf the other one.
+// inputIn returns the input that uses an array, or nil if the array belongs to no input, together with
+// the input's machine. For a parameter shared by WithParamsOf, this is the other machine.
 func inputIn(m *Machine, a *program.Array) (*program.Input, *Machine, error) {
 	lies := func(in *program.Input) bool { return in.Array == a }
 	p := m.runner.Program
@@ -175,7 +179,8 @@ func inputIn(m *Machine, a *program.Array) (*program.Input, *Machine, error) {
 	return nil, nil, nil
 }
 
-// ownerOf is the machine whose parameters a machine uses: its own, or another's.
+// ownerOf returns the owner of the parameters that a machine uses: the machine itself, or the machine
+// named by WithParamsOf.
 func ownerOf(m *Machine) (*Machine, error) {
 	if m.config.share == nil {
 		return m, nil
@@ -186,8 +191,8 @@ func ownerOf(m *Machine) (*Machine, error) {
 	return m.config.share, nil
 }
 
-// Upload copies the values of parameters to the device again, after the host has changed them. If
-// one of them has no value that can be sent, none is copied.
+// Upload copies the values of parameters to the device again, after the host has changed them. If one of
+// the values cannot be copied, none is.
 func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 	defer in("Machine.Upload", &err)
 	if err = usable(m); err != nil {
@@ -212,7 +217,7 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 	return m.runner.Inputs.SendSome(inputs, hosts)
 }
 
-// inputOf is what the graph has of a parameter.
+// inputOf returns the graph's input for a parameter.
 func inputOf(m *Machine, p *gorgonia.Node) (*program.Input, error) {
 	if p == nil {
 		return nil, errors.New("a node is nil")
@@ -224,11 +229,15 @@ func inputOf(m *Machine, p *gorgonia.Node) (*program.Input, error) {
 	return i, nil
 }
 
-// Download waits for the device and copies parameters, but frozen ones, back into their nodes'
-// values: those that are named, and then it waits for no other rank. Of one whose float32 values
-// are divided among ranks ([WithRanks]) that is what runs compute with. Without names it copies
-// all, and what an optimiser remembers into that. All ranks of a machine made [WithRanks] must call
-// it then.
+// Download waits for the device and copies parameters, except frozen ones, back into the values of their
+// nodes.
+//
+// With arguments it copies only these parameters and does not wait for other ranks. It copies a parameter
+// in the type that runs compute with if the float32 values are divided among ranks ([WithRanks]).
+//
+// Without arguments it copies all parameters and, on a single GPU, also copies the optimizer state to the
+// optimizer. On a machine made with WithRanks, all ranks must call it; [Rank.GatherState] copies their
+// optimizer state.
 func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 	defer in("Machine.Download", &err)
 	if err = usable(m); err != nil {
@@ -236,7 +245,7 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 	}
 
 	all := some
-	if len(some) == 0 { // but what nobody needs, and what another machine has
+	if len(some) == 0 { // except unused and shared parameters
 		all = slices.DeleteFunc(slices.Clone(m.config.Params), func(p *gorgonia.Node) bool {
 			return m.runner.Inputs.Of(p) == nil
 		})
@@ -280,8 +289,9 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 	return stateOf(x, x.Own)
 }
 
-// download copies a parameter: of one that is divided among ranks what each of them has, if all
-// ask, else what runs compute with.
+// download copies one parameter to the host. For a parameter divided among ranks, it gathers the parts of
+// all ranks if all is true, which requires every rank to call it. Otherwise it copies the parameter in
+// the type that runs compute with.
 func download(m *Machine, i *program.Input, to []float32, all bool) error {
 	x := m.optimizer
 	switch {
@@ -299,7 +309,7 @@ func download(m *Machine, i *program.Input, to []float32, all bool) error {
 	return err
 }
 
-// stateOf sets the optimiser's state to moments that fetch returns, if the device knows others.
+// stateOf sets the optimizer's state to the moments that fetch returns, if the device has newer ones.
 func stateOf(x *update.Optimizer, fetch func(param, moment int) (any, error)) error {
 	if !x.Newer() {
 		return nil
@@ -309,7 +319,7 @@ func stateOf(x *update.Optimizer, fetch func(param, moment int) (any, error)) er
 	for n, p := range x.Params {
 		name, step := p.Input.Node.Name(), p.Step+int64(x.Steps)
 		if step == 0 {
-			continue // nothing to remember yet
+			continue // no state yet
 		}
 		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1},
 			Data: []int64{step}})
@@ -324,7 +334,7 @@ func stateOf(x *update.Optimizer, fetch func(param, moment int) (any, error)) er
 	}
 
 	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })
-	// which refuses nothing else of what these kernels leave
+	// Names and shapes are right, so SetState can only refuse numbers that are not finite.
 	if err := x.SetState(state); err != nil {
 		return fmt.Errorf("%w: %w", ErrNonFinite, err)
 	}
@@ -332,14 +342,14 @@ func stateOf(x *update.Optimizer, fetch func(param, moment int) (any, error)) er
 	return nil
 }
 
-// Kept is device memory that a machine has left: its parameters and what its optimiser remembered
-// of them. Machines made [WithKept] go on with it. The device must stay open until it is closed.
+// Kept holds the parameters and optimizer state that a closed machine has left on the device. Machines
+// made with [WithKept] continue with them. Close it before the device.
 type Kept struct{ memory *run.Kept }
 
-// CloseKept is Close but for the parameters and what the optimiser remembers of them, which stay on
-// the device. It is for a machine with an optimiser, of a single GPU, whose parameters lie in
-// memory of its own, which no other machine uses. Else it changes nothing, and the error says why.
-// After another error everything has been given back.
+// CloseKept closes the machine, but keeps the parameters and their optimizer state on the device. The
+// machine must have an optimizer, must not be one of several ranks, and must own the memory of its
+// parameters and share it with no other machine. Otherwise the error says why, and nothing changes. After
+// any other error all memory has been freed.
 func (m *Machine) CloseKept() (_ *Kept, err error) {
 	defer in("Machine.CloseKept", &err)
 	x, err := optimizerOf(m)
@@ -373,7 +383,7 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 	return &Kept{k}, nil
 }
 
-// Close gives back what no machine has taken over. What was taken is its machine's then.
+// Close frees the memory that no machine has taken over. The rest belongs to the machines that took it.
 func (k *Kept) Close() (err error) {
 	defer in("Kept.Close", &err)
 	if k == nil || k.memory == nil {
@@ -382,12 +392,15 @@ func (k *Kept) Close() (err error) {
 	return k.memory.Close()
 }
 
-// WithKept has parameters begin with the values, and with what an optimiser remembers, of
-// parameters of a machine that was closed by [Machine.CloseKept]. The map from has the name there
-// for the name here. Where a value is wanted once its memory is taken over, else it is copied on
-// the device. All other parameters begin with the values of their nodes, and what the optimiser
-// that comes first remembers of them. A machine that is closed before k returns what it has taken
-// to k, as it is then.
+// WithKept makes parameters start with the values and optimizer state of a machine that was closed by
+// [Machine.CloseKept]. The map from gives, for the name of a parameter of this machine, its name in the
+// closed machine.
+//
+// The first machine parameter to use a value takes over its memory; further ones get a copy, made on the
+// device. Parameters that from does not name start with their nodes' values, and with the state that the
+// first optimizer has for them.
+//
+// A machine that is closed before k returns the memory to k, with its present contents.
 func WithKept(k *Kept, from map[string]string) MachineOption {
 	return func(c *machineConfig) error {
 		if k == nil || k.memory == nil || len(k.memory.Params) == 0 {
@@ -398,8 +411,9 @@ func WithKept(k *Kept, from map[string]string) MachineOption {
 	}
 }
 
-// missing names a parameter that one of the machine's was to begin with, and that another machine
-// has left to a Kept of its own since; "" for none.
+// missing returns the name of a kept parameter that one of the machine's parameters should start with,
+// but that is gone because another machine has passed it on to a different Kept. It returns "" if every
+// such parameter is available.
 func (c *machineConfig) missing() string {
 	for _, p := range c.Params {
 		if name := c.inherits[p.Name()]; c.kept.Left[name] {
@@ -409,7 +423,8 @@ func (c *machineConfig) missing() string {
 	return ""
 }
 
-// inherited is what an input begins with, nil if that is its node's value.
+// inherited returns the kept parameter that provides an input's initial value, or nil if the node's value
+// does.
 func (c *machineConfig) inherited(in *program.Input) *run.KeptParam {
 	if in.Part != nil || in.Frozen || !slices.Contains(c.Params, in.Node) {
 		return nil
@@ -421,9 +436,9 @@ func (c *machineConfig) inherited(in *program.Input) *run.KeptParam {
 	return k
 }
 
-// Stream is the CUstream that the machine's work is on. Another library that uses the machine's
-// memory must order its work by it: on the stream itself, with an event, or by waiting. It is valid
-// until Close, if the machine made it.
+// Stream returns the CUstream on which the machine works. Another library that uses the machine's memory
+// must order its work accordingly: by using the same stream, with an event, or by waiting. If the machine
+// created the stream, it is valid until Close.
 func (m *Machine) Stream() uintptr {
 	if m == nil || m.runner == nil {
 		return 0
@@ -431,13 +446,14 @@ func (m *Machine) Stream() uintptr {
 	return uintptr(m.runner.Stream)
 }
 
-// Address is the CUdeviceptr at which a node's value lies, and the bytes it takes. Elements are
-// float32 and bfloat16 as the machine's [Precision] and [WithGradientPrecision] have it, integers
-// int64, in row-major order. The node must be one that [Machine.Value] takes. The memory remains
-// the machine's. It is valid until Close, or the next [Machine.Bind] of the node. It holds what the
-// last run left once the machine's stream has come to its end, and a parameter of another machine
-// ([WithParamsOf]) what the last update left once that one's has. With [Float16], gradients lie
-// there multiplied by the loss scale.
+// Address returns the CUdeviceptr of a node's value and its size in bytes. Elements are in row-major
+// order. Integers are int64, and floats have the type that [Precision] and [WithGradientPrecision]
+// determine. The node must satisfy the conditions of [Machine.Value].
+//
+// The memory belongs to the machine and is valid until Close or the next [Machine.Bind] of the node. It
+// contains the result of the last run once the work on the machine's stream is complete. For a parameter
+// of another machine ([WithParamsOf]), it contains the result of the last update once the work on that
+// machine's stream is complete. With [Float16], gradients are multiplied by the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
 	defer in("Machine.Address", &err)
 	a, err := whole(m, n)
@@ -447,7 +463,7 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 	return uintptr(a.Ptr()), a.Extent(), nil
 }
 
-// whole is the memory of a node whose value outlives a run, and is here as a whole.
+// whole returns the memory of a node that keeps its value after a run and is not divided among ranks.
 func whole(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	a, err := lasting(m, n)
 	if err != nil {
@@ -467,21 +483,20 @@ func whole(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	return a, nil
 }
 
-// Bind makes a node's value lie in device memory that the program holds, from the next run on. The
-// address ptr is a CUdeviceptr that is a multiple of 256, as cuMemAlloc's are. The bytes must be
-// what [Machine.Address] says the value takes. The node is
+// Bind makes a node's value use device memory of the caller, starting with the next run. The
+// address ptr is a CUdeviceptr and a multiple of 256, as all addresses from cuMemAlloc are. The size
+// must be equal to the size that [Machine.Address] returns. The node may be
 //
-//   - an input: runs read the memory as it is then, and no longer the value that gorgonia.Let gave
-//     the node;
-//   - a parameter: the same, and [Machine.Update] writes it, so it must hold the parameter's value
-//     before the next run. Bind comes before [Machine.SetOptimizer], and before another machine
+//   - an input: runs read the memory instead of the value that gorgonia.Let gave the node;
+//   - a parameter: in addition, [Machine.Update] writes the memory. It must contain the parameter's
+//     value before the next run. Call Bind before [Machine.SetOptimizer], and before another machine
 //     shares the parameter;
-//   - an output, which must be one that has memory of its own: runs write it.
+//   - an output with separate memory, not part of another value: runs write the memory.
 //
-// Nothing is copied. The memory remains the caller's, who frees it, after Close or after binding
-// the node to other memory. It must be accessible in the device's context, and is used on the
-// machine's stream. An input that holds integers cannot be bound: the machine checks them before it
-// sends them.
+// Bind copies nothing. The memory still belongs to the caller, who may free it after Close or after
+// binding the node to other memory. It must be accessible in the device's context, and the machine
+// uses it on its stream. An input that holds integers cannot be bound, because the machine checks
+// them before it sends them.
 func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	defer in("Machine.Bind", &err)
 	a, err := whole(m, n)
@@ -521,7 +536,7 @@ func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
 	return nil
 }
 
-// canBindInput returns why an input, of which node n is, cannot lie elsewhere.
+// canBindInput returns an error if the memory of an input, which contains node n, cannot be replaced.
 func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
 	switch {
 	case i.Node != n:
@@ -540,7 +555,7 @@ func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
 	return nil
 }
 
-// canBindOutput returns why an output cannot lie elsewhere.
+// canBindOutput returns an error if the memory of an output cannot be replaced.
 func canBindOutput(m *Machine, n *gorgonia.Node, a *program.Array) error {
 	switch {
 	case m.config.share != nil && a.Resident:
@@ -557,7 +572,8 @@ func canBindOutput(m *Machine, n *gorgonia.Node, a *program.Array) error {
 	return nil
 }
 
-// moveBuffer puts a buffer elsewhere, and gives back what the machine has allocated for it alone.
+// moveBuffer gives a buffer a new address, and frees its old memory if the machine allocated it for this
+// buffer alone.
 func moveBuffer(m *Machine, b *program.Buffer, to gpu.Ptr) error {
 	if b.Base == to {
 		return nil
