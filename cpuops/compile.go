@@ -17,51 +17,52 @@ import (
 	"github.com/kasmina-go/kasmina/internal/variantrule"
 )
 
-// alignment of everything in an arena: a cache line, so that no two goroutines write to one.
+// alignment is the alignment in an arena: a cache line, so that two goroutines never write to the same
+// line.
 const alignment = 64
 
-// value is the result of a node, or an input: elements in row-major order.
+// value is the result of a node, or an input. Its elements are in row-major order.
 type value struct {
 	node  *gorgonia.Node
 	dt    tensor.Dtype
 	shape tensor.Shape
-	flat  any // []float32, []float64 or []int; nil until there is memory
+	flat  any // []float32, []float64 or []int; nil until memory is allocated
 
 	// An input.
 	isInput bool
-	bound   gorgonia.Value // what the node had when flat was taken
-	shares  bool           // flat is that value's own memory
+	bound   gorgonia.Value // the node's value when flat was set
+	shares  bool           // flat is the memory of bound
 
-	// A view of another value's memory from element at on.
+	// A view of another value's memory, starting at element at.
 	from *value
 	at   int
 
-	// A value with memory of its own in the arena.
+	// A value with separate memory in the arena.
 	room *plan.Interval
 
-	// the last step that reads any of it, −1 if there is none, and beyond them all if it is kept
+	// The last step that reads any part of the value: −1 without readers, and MaxInt for a kept value.
 	lastRead  int
-	lastWhole int // and the last that reads all of it
+	lastWhole int // the last step that reads the whole value
 
-	loose gorgonia.Value // the value itself, if it is of another type
-	shown gorgonia.Value // what its node is bound to, once it is kept
+	loose gorgonia.Value // the value itself if its type has no planned memory
+	shown gorgonia.Value // the value bound to the node of a kept value
 }
 
 // step computes one node.
 type step struct {
 	node  *gorgonia.Node
-	layer string // as parameters' names tell it
+	layer string // name of the layer, derived from parameter names
 	in    []*value
 	out   *value
-	args  opbase.Args // the memory of in
+	args  opbase.Args // memory of in
 	run   func(s *step) error
-	stop  *cpu.Stop // of the present run, nil if that has no end but its own
+	stop  *cpu.Stop // requests an early return of the current run; nil if it cannot be canceled
 
-	inPlace bool // the result may take an operand's place
+	inPlace bool // the result may overwrite an operand
 
-	variant  string // that was chosen, of several
+	variant  string // the chosen variant, if there are several
 	variants []string
-	fused    bool // LinearAdd
+	fused    bool // computes LinearAdd
 }
 
 // auxRoom is memory that an op keeps for its gradient.
@@ -79,13 +80,13 @@ type program struct {
 	values map[*gorgonia.Node]*value
 	inputs []*value
 	views  []*value
-	owners []*value // those with room in the arena
+	owners []*value // values with an interval in the arena
 	kept   []*value
 	sums   map[*gorgonia.Node]*gradientSum // by parameter
 	aux    []auxRoom
 
 	arena, auxArena []byte
-	arenaAt, auxAt  *byte // where they began when values were last placed
+	arenaAt, auxAt  *byte // addresses of the arenas when values were last placed
 	bytes, auxBytes int
 }
 
@@ -95,7 +96,7 @@ type compiler struct {
 	keep   map[*gorgonia.Node]bool
 	layers graph.Layers
 	rules  variantrule.Rules
-	warned map[string]bool // of rules
+	warned map[string]bool // messages about rules
 }
 
 func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
@@ -135,7 +136,7 @@ func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
 	return c.program, nil
 }
 
-// add gives a node a value, and a step if there is something to compute.
+// add creates the value of a node, and a step unless the value is an input or a view.
 func (c *compiler) add(n *gorgonia.Node) error {
 	if err := graph.HasValue(n); err != nil {
 		return err
@@ -177,20 +178,20 @@ func (c *compiler) add(n *gorgonia.Node) error {
 	return nil
 }
 
-// reserve gives v room in the arena, from the next step on.
+// reserve plans memory in the arena for v, starting with the next step.
 func (c *compiler) reserve(v *value) {
 	if bytes := elementSize(v.dt) * opbase.Size(v.shape); bytes > 0 {
 		v.room = &plan.Interval{First: len(c.steps), Bytes: bytes}
 	}
 }
 
-// push adds a step.
+// push appends a step.
 func (c *compiler) push(s step) {
 	c.read(s.in, len(c.steps))
 	c.steps = append(c.steps, s)
 }
 
-// read notes that step i reads values.
+// read records that step i reads values.
 func (c *compiler) read(in []*value, i int) {
 	for _, v := range in {
 		whole := true
@@ -204,7 +205,7 @@ func (c *compiler) read(in []*value, i int) {
 	}
 }
 
-// gather adds the gradient of a parameter to a sum that outlives runs.
+// gather adds a step that adds a parameter's gradient to a sum that outlasts runs.
 func (c *compiler) gather(p *gorgonia.Node, g *value) error {
 	if len(g.shape) == 0 {
 		return fmt.Errorf("WithParams: %s is a scalar", graph.Describe(p))
@@ -224,7 +225,7 @@ func (c *compiler) gather(p *gorgonia.Node, g *value) error {
 	return nil
 }
 
-// root is the value whose memory v lies in, and from which element on.
+// root returns the value that owns v's memory, and the index of v's first element there.
 func (v *value) root() (root *value, at int) {
 	for v.from != nil {
 		at += v.at
@@ -233,7 +234,7 @@ func (v *value) root() (root *value, at int) {
 	return v, at
 }
 
-// plan lets results take the place of operands that nothing needs any more, and packs the arena.
+// plan lets results overwrite operands that are no longer needed, and lays out the arena.
 func (c *compiler) plan() {
 	for i := range c.steps {
 		if s := &c.steps[i]; s.inPlace {
@@ -260,8 +261,8 @@ func (c *compiler) plan() {
 	c.bytes = plan.Pack(rooms, alignment)
 }
 
-// overwrite makes the result of step i a view of one of its operands, if nobody reads that operand
-// later.
+// overwrite makes the result of step i a view of one of its operands, if no later step reads that
+// operand.
 func (c *compiler) overwrite(i int, s *step) {
 	for _, v := range s.in {
 		root, _ := v.root()
@@ -269,7 +270,7 @@ func (c *compiler) overwrite(i int, s *step) {
 			opbase.Size(v.shape) != opbase.Size(s.out.shape) {
 			continue
 		}
-		free := true // nobody reads the operand as a part of something larger
+		free := true // no later step reads the operand as part of a larger value
 		for up := v.from; up != nil; up = up.from {
 			free = free && up.lastWhole <= i
 		}
@@ -282,8 +283,8 @@ func (c *compiler) overwrite(i int, s *step) {
 	}
 }
 
-// allocate takes memory for a run, unless the last run's is still there. It reports whether values
-// lie elsewhere now.
+// allocate provides memory for a run, unless the program still has the memory of the last run. It reports
+// whether the addresses of values have changed.
 func (p *program) allocate() (moved bool) {
 	if p.arena == nil {
 		p.arena = takeArena(p.bytes)
@@ -308,8 +309,8 @@ func (p *program) allocate() (moved bool) {
 	return moved
 }
 
-// release gives the memory of runs to other programs, and forgets where it was: what the pool drops
-// must not be held here.
+// release gives the memory of runs to other programs. It also drops all references to that memory, so
+// that the garbage collector can free arenas that the pool discards.
 func (p *program) release() {
 	giveArena(p.arena)
 	giveArena(p.auxArena)
@@ -331,9 +332,9 @@ func (p *program) release() {
 	}
 }
 
-// adoptAux plans the memory that ops keep for their gradients, the sizes of which a run has shown.
+// adoptAux plans the memory that ops keep for their gradients. The first run has determined its size.
 func (p *program) adoptAux() {
-	last := map[*opbase.Base]int{} // the step until which what an op keeps is read
+	last := map[*opbase.Base]int{} // the last step that reads an op's memory
 	var rooms []*plan.Interval
 	for i, s := range p.steps {
 		base := baseOf(s.node)
@@ -372,8 +373,8 @@ func (p *program) placeAux() {
 	}
 }
 
-// lendAux gives ops the planned memory for a run. Outside of runs they have none: another machine
-// on the same graph would compute in another order, in which this plan does not hold.
+// lendAux gives ops their planned memory for a run. Between runs they have none, because another machine
+// on the same graph would run the ops in a different order, and this plan would not be valid.
 func (p *program) lendAux() {
 	for i := range p.aux {
 		p.aux[i].aux.Lend(p.aux[i].flat)
@@ -394,7 +395,7 @@ func (p *program) memory() int {
 	return n
 }
 
-// baseOf is what an op of this module shares with the others, nil for ops of others.
+// baseOf returns the base that all ops of this module embed, or nil for any other op.
 func baseOf(n *gorgonia.Node) *opbase.Base {
 	if o, ok := n.Op().(interface{ Shared() *opbase.Base }); ok {
 		return o.Shared()
@@ -412,7 +413,7 @@ func elementSize(dt tensor.Dtype) int {
 	return 0
 }
 
-// arenas are those that programs have given up, by size: *sync.Pool of *[]byte.
+// arenas holds the arenas that programs have released, by size: *sync.Pool of *[]byte.
 var arenas sync.Map
 
 func arenaPool(bytes int) *sync.Pool {
@@ -436,7 +437,7 @@ func giveArena(a []byte) {
 	}
 }
 
-// slice is n elements of an arena from a byte on.
+// slice returns n elements of an arena, starting at byte at.
 func slice(arena []byte, at int, dt tensor.Dtype, n int) any {
 	if n == 0 {
 		at = 0
@@ -453,7 +454,7 @@ func slice(arena []byte, at int, dt tensor.Dtype, n int) any {
 	}
 }
 
-// cut is n elements of a slice from an element on.
+// cut returns n elements of a slice, starting at element at.
 func cut(flat any, at, n int) any {
 	switch x := flat.(type) {
 	case []float32:

@@ -6,9 +6,10 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// fuse makes a product and the sum that alone reads it one step, y = x·wᵀ + d: a pass over y less.
-// The sum's place in the order is the step's, since d may be computed after the product. Unlike
-// another sum's its result needs a place of its own, where the product forms before d is added.
+// fuse merges a matrix product with the sum that is its only reader into one step, y = x·wᵀ + d, which
+// saves one pass over y. The merged step takes the sum's position in the order, since d may be computed
+// after the product. It cannot overwrite an operand as other sums do, because the product is written to y
+// before d is added.
 func (c *compiler) fuse() {
 	variants := []string{fusedVariant, separateVariant}
 	variant := c.variant(linearAddOp, variants...)
@@ -26,7 +27,7 @@ func (c *compiler) fuse() {
 		read(v)
 	}
 
-	products := map[*value]int{} // by their results
+	products := map[*value]int{} // indices of steps by their results
 	for i, s := range c.steps {
 		for _, v := range s.in {
 			read(v)
@@ -59,7 +60,7 @@ func (c *compiler) fuse() {
 	}
 }
 
-// sumOf is arithmetic for two tensors of the result's shape.
+// sumOf returns the arithmetic of a step that combines two tensors of the result's shape.
 func sumOf(s *step) (array.Op, bool) {
 	if s.out == nil || len(s.in) != 2 {
 		return 0, false
@@ -72,7 +73,7 @@ func sumOf(s *step) (array.Op, bool) {
 	return arithmetic(s)
 }
 
-// linearAdd is the run of y = x·wᵀ + d.
+// linearAdd computes y = x·wᵀ + d.
 func linearAdd(s *step) error {
 	rows, in, out := s.in[1].shape[0], s.in[1].shape[1], s.in[2].shape[0]
 	switch y := s.out.flat.(type) {

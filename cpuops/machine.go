@@ -1,9 +1,9 @@
-// Package cpuops runs Gorgonia graphs on a CPU. [Machine] is a gorgonia.VM that plans the memory of
-// a graph beforehand and allocates next to nothing while it runs.
+// Package cpuops runs Gorgonia graphs on a CPU. [Machine] is a gorgonia.VM that plans the memory of a
+// graph in advance and allocates almost nothing while it runs.
 //
-// Gorgonia's own tape machine runs the same graphs with the same results. It allocates every
-// intermediate value anew in every run and keeps all of them until the run ends. Here values that
-// are not needed at the same time share memory.
+// Gorgonia's own tape machine runs the same graphs with the same results, but allocates every
+// intermediate value in every run and keeps all values until the run ends. In a Machine, values that are
+// not needed at the same time share memory.
 package cpuops
 
 import (
@@ -24,25 +24,26 @@ import (
 	"github.com/kasmina-go/kasmina/internal/variantrule"
 )
 
-// Machine runs a graph on the CPU. Where a program has gorgonia.NewTapeMachine(g), it can have
-// cpuops.NewMachine(g).
+// Machine runs a graph on the CPU. A program can use cpuops.NewMachine(g) in place of
+// gorgonia.NewTapeMachine(g).
 //
-// Ops of this module and Gorgonia's elementwise arithmetic work in planned memory. Any other op
-// computes with its own Do, and its result is copied there. Values that nothing needs any more give
-// variant to later ones. What is kept is bound to its node: outputs (see [WithOutputs]), nodes that no
-// other node needs, and the gradients of parameters (see [WithParams]). A kept value is overwritten
-// by the next run.
+// Ops of this module and Gorgonia's elementwise arithmetic work in planned memory. Any other op is
+// computed by its own Do, and its result is copied there. Values that are no longer needed make room for
+// later ones.
 //
-// A Machine is not safe for use by several goroutines at once. Two machines on one graph must not
-// run at the same time.
+// Some values are kept and bound to their nodes: outputs (see [WithOutputs]), nodes that no other node
+// reads, and the gradients of parameters (see [WithParams]). The next run overwrites them.
+//
+// A Machine is not safe for concurrent use by multiple goroutines. Two machines on the same graph must
+// not run at the same time.
 type Machine struct {
 	graph   *gorgonia.ExprGraph
 	config  config
 	program *program
 	params  []gorgonia.ValueGrad
 	monitor *monitor // nil without WithMonitor
-	planned bool     // what ops keep for their gradients
-	ran     bool     // kept values are there, all of one run
+	planned bool     // the memory that ops keep for their gradients has been planned
+	ran     bool     // kept values are valid, all from the same run
 	closed  bool
 }
 
@@ -56,21 +57,19 @@ type config struct {
 // Option is an option of NewMachine.
 type Option func(*config) error
 
-// WithParams names inputs that are parameters. Their gradients add up from run to run until they
-// are set to zero, as Gorgonia's solvers and those of package optim do. [Machine.ValueGrads] has
-// them. It is what BindDualValues does for Gorgonia's tape machine.
+// WithParams declares inputs to be parameters. Their gradients add up over runs until they are set to
+// zero, which Gorgonia's solvers and the optimizers of package optim do. [Machine.ValueGrads] returns the
+// sums. WithParams replaces the BindDualValues of Gorgonia's tape machine.
 func WithParams(params ...*gorgonia.Node) Option {
 	return func(c *config) error { return c.AddParams(params...) }
 }
 
-// WithOutputs names nodes whose values shall outlive a run. Those that no other node needs do so
-// anyway.
+// WithOutputs keeps the values of nodes after a run. Nodes that no other node reads are always kept.
 func WithOutputs(outputs ...*gorgonia.Node) Option {
 	return func(c *config) error { return c.AddOutputs(outputs...) }
 }
 
-// WithEvalMode tells the ops that behave differently in training, such as dropout, that this is
-// none.
+// WithEvalMode turns off training mode for ops that behave differently in training, such as dropout.
 func WithEvalMode() Option {
 	return func(c *config) error {
 		c.eval = true
@@ -78,9 +77,9 @@ func WithEvalMode() Option {
 	}
 }
 
-// NewMachine compiles a graph and plans its memory, which the first run allocates. A plan of more
-// memory than the computer has is an error, where that is known (on Linux). Otherwise Go would end
-// the program that asks for it.
+// NewMachine compiles a graph and plans its memory, which the first run allocates. On Linux it returns an
+// error if the computer has less memory than the plan needs. Without this check, Go would terminate the
+// program.
 func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	if g == nil {
 		return nil, errors.New("cpuops.NewMachine: the graph is nil")
@@ -137,17 +136,17 @@ func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	return m, nil
 }
 
-// param is a parameter and the sum of its gradients.
+// param is a parameter together with the sum of its gradients.
 type param struct {
 	*gorgonia.Node
 	grad gorgonia.Value
 }
 
-// Grad returns the sum of the gradients, nil if the graph has none for this parameter.
+// Grad returns the sum of the gradients, or nil if the graph has no gradient of the parameter.
 func (p *param) Grad() (gorgonia.Value, error) { return p.grad, nil }
 
-// ValueGrads returns the parameters (see [WithParams]) with the sums of their gradients, for a
-// solver's Step. It takes the place of gorgonia.NodesToValueGrads.
+// ValueGrads returns the parameters (see [WithParams]) with the sums of their gradients, for a solver's
+// Step. It replaces gorgonia.NodesToValueGrads.
 func (m *Machine) ValueGrads() []gorgonia.ValueGrad { return slices.Clone(m.params) }
 
 // RunAll is Run without cancellation. It makes Machine a gorgonia.VM.
@@ -223,7 +222,8 @@ func (m *Machine) run(ctx context.Context) error {
 	return nil
 }
 
-// stopOf returns what asks kernels to end when the context does, nil for one that never does.
+// stopOf returns a Stop that makes kernels return early when the context is canceled, or nil if the
+// context cannot be canceled.
 func stopOf(ctx context.Context) (stop *cpu.Stop, release func() bool) {
 	if ctx.Done() == nil {
 		return nil, func() bool { return true }
@@ -243,8 +243,8 @@ func (m *Machine) open() error {
 	return nil
 }
 
-// link points steps and views at the memory of inputs, where that has changed since the last run,
-// and of values, where those have moved.
+// link updates the operands of steps and the memory of views, for inputs with a new value since the last
+// run and, if moved is true, for all values.
 func (m *Machine) link(moved bool) error {
 	changed := moved
 	for _, in := range m.program.inputs {
@@ -291,7 +291,7 @@ func (m *Machine) link(moved bool) error {
 	return nil
 }
 
-// publish binds what is kept to its nodes.
+// publish binds kept values to their nodes.
 func (m *Machine) publish() error {
 	for _, v := range m.program.kept {
 		v.show()
@@ -305,8 +305,8 @@ func (m *Machine) publish() error {
 	return nil
 }
 
-// Value returns a copy of a node's value. The node must be an input, an output (see [WithOutputs]),
-// or one that no other node needs. Other values give way to later ones during a run.
+// Value returns a copy of a node's value. The node must be an input, an output (see [WithOutputs]), or a
+// node that no other node reads. The memory of all other nodes is reused during a run.
 func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	if m.program == nil {
 		return nil, fmt.Errorf("cpuops.Machine.Value: %w", m.open())
@@ -336,9 +336,10 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	return gorgonia.CloneValue(v.shown)
 }
 
-// Memory returns the bytes that runs need beside the inputs: values, what ops keep for their
-// gradients, the sums of gradients, and copies of those to which a run adds that are not zero. What
-// ops keep is known after the first run, and copies are made when they are first needed.
+// Memory returns the number of bytes that runs need in addition to the inputs: values, the memory that
+// ops keep for their gradients, the sums of gradients, and copies of sums that a run added to when they
+// were not zero. The size of the ops' memory is known after the first run, and copies are made when first
+// needed.
 func (m *Machine) Memory() int {
 	if m.program == nil {
 		return 0
@@ -346,9 +347,9 @@ func (m *Machine) Memory() int {
 	return m.program.memory()
 }
 
-// Release gives up the memory of runs, for other machines' runs, until the next run takes some
-// again. A graph that is computed within another one's needs none in between. Kept values are no
-// longer valid then.
+// Release gives the memory of runs to a pool that all machines share, until the next run takes memory
+// from it. It helps if a graph runs only now and then, such as one inside an op of another graph. Kept
+// values become invalid.
 func (m *Machine) Release() {
 	if m.program != nil {
 		m.program.release()
@@ -356,13 +357,14 @@ func (m *Machine) Release() {
 	m.ran = false
 }
 
-// ErrNoBFloat16 says that the CPU cannot multiply in bfloat16.
+// ErrNoBFloat16 means that the CPU cannot multiply in bfloat16.
 var ErrNoBFloat16 = gemm.ErrNoBFloat16
 
-// UseBFloat16 makes large products of float32 matrices round their operands to bfloat16 in the
-// whole process, or makes them stop. Sums stay float32, and so does everything else; it needs a CPU
-// with AVX512-BF16. Elsewhere it returns [ErrNoBFloat16] and changes nothing. Results of runs with
-// and without it differ.
+// UseBFloat16 sets whether large products of float32 matrices round their operands to bfloat16, in the
+// whole process. Sums and everything else stay float32. Results with and without rounding differ.
+//
+// Rounding needs a CPU with AVX512-BF16. On other CPUs UseBFloat16 returns [ErrNoBFloat16] and changes
+// nothing.
 func UseBFloat16(on bool) error {
 	if err := gemm.UseBFloat16(on); err != nil {
 		return fmt.Errorf("cpuops.UseBFloat16: %w", err)
@@ -370,14 +372,14 @@ func UseBFloat16(on bool) error {
 	return nil
 }
 
-// Reset is there for gorgonia.VM: a machine can run again as it is.
+// Reset does nothing, because a machine can always run again. It is part of gorgonia.VM.
 func (m *Machine) Reset() {}
 
-// Close gives the memory up. Values bound to nodes stay as they are.
+// Close releases the machine's memory. Values bound to nodes stay valid.
 func (m *Machine) Close() error {
 	if !m.closed && m.program != nil {
 		m.closed = true
-		giveArena(m.program.auxArena) // and not the other, whose memory nodes are still bound to
+		giveArena(m.program.auxArena) // nodes may still be bound to the other arena
 		*m.program = program{}
 	}
 	return nil

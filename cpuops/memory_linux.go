@@ -6,8 +6,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hugePages asks for large pages where b covers whole ones: fewer address translations are missed
-// then. The kernel is free to refuse.
+// hugePages suggests large pages to the kernel for the part of b that covers whole ones, which saves
+// address translations. The kernel may ignore the suggestion.
 func hugePages(b []byte) {
 	const size = 2 << 20
 	skip := -int(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) & (size - 1)

@@ -7,16 +7,17 @@ import (
 	"github.com/kasmina-go/kasmina/internal/optime"
 )
 
-// OpTime is what the nodes of one op took in a run.
+// OpTime is the time that the nodes of one op take in a run.
 type OpTime = optime.OpTime
 
-// Table is the times of ops for people: a line each, with their shares of the whole.
+// Table formats the times of ops for people, one line per op, with their shares of the total.
 func Table(times []OpTime) string { return optime.Table(times) }
 
-// WithMonitor makes the machine time its ops while it runs, in one run of every so many, which
-// computes the same bits. The first run, which meets new memory, is not timed. A sample reads the
-// clock before and behind each op, which takes about a ten-millionth of a second. [Machine.Monitor]
-// returns the times.
+// WithMonitor makes the machine time its ops in one of the given number of runs. A timed run computes the
+// same bits. [Machine.Monitor] returns the times.
+//
+// The first run is not timed, because its memory is new. Timing reads the clock before and after each op,
+// which takes about a ten-millionth of a second.
 func WithMonitor(every int) Option {
 	return func(c *config) error {
 		if every < 2 {
@@ -27,13 +28,13 @@ func WithMonitor(every int) Option {
 	}
 }
 
-// monitor times one run in every so many.
+// monitor times the ops of one run in every.
 type monitor struct {
 	every   int
 	runs    int // since the last sample
 	samples int
-	latest  []time.Duration // of each step, in the sample under way
-	total   []time.Duration // in all samples
+	latest  []time.Duration // duration of each step in the current sample
+	total   []time.Duration // sum over all samples
 }
 
 func newMonitor(every, steps int) *monitor {
@@ -41,7 +42,7 @@ func newMonitor(every, steps int) *monitor {
 		total: make([]time.Duration, steps)}
 }
 
-// due reports whether the run that begins is to be timed.
+// due reports whether the run that is about to start should be timed.
 func (o *monitor) due() bool {
 	if o == nil {
 		return false
@@ -50,7 +51,7 @@ func (o *monitor) due() bool {
 	return o.runs >= o.every
 }
 
-// take takes a sample in, which counts as a whole or not at all.
+// take adds the latest sample to the totals. A run that fails is not added.
 func (o *monitor) take() {
 	for i, d := range o.latest {
 		o.total[i] += d
@@ -58,8 +59,8 @@ func (o *monitor) take() {
 	o.samples, o.runs = o.samples+1, 0
 }
 
-// Monitor returns what the ops of a run have taken so far on average, the longest first, with the
-// variants in which they are computed. It is empty before the first sample, and without [WithMonitor].
+// Monitor returns the average time that each op has taken in the runs timed so far, longest first, with
+// the variants used. It returns nil before the first timed run and without [WithMonitor].
 func (m *Machine) Monitor() []OpTime {
 	o := m.monitor
 	if o == nil || o.samples == 0 || m.closed {

@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// viewOf says which value's memory holds the result of n, and from which element on, if nothing has
-// to be computed.
+// viewOf reports whether the result of n is a view of its first operand, which needs no computation, and
+// the index of the view's first element.
 func viewOf(n *gorgonia.Node, in []*value) (from *value, at int, ok bool) {
 	if p, ok := n.Op().(*opbase.PartOp); ok {
 		return in[0], p.Offset, true
@@ -27,7 +27,7 @@ func viewOf(n *gorgonia.Node, in []*value) (from *value, at int, ok bool) {
 	return nil, 0, false
 }
 
-// choose sets how a step computes.
+// choose sets the function that computes a step.
 func (c *compiler) choose(s *step) {
 	if base := baseOf(s.node); base != nil {
 		s.run = func(s *step) error { return base.RunUntil(s.stop, s.out.flat, s.args) }
@@ -57,7 +57,7 @@ func (c *compiler) choose(s *step) {
 
 var symbols = map[string]array.Op{"+": array.Add, "-": array.Sub, "⊙": array.Mul, "÷": array.Div}
 
-// arithmetic recognises Gorgonia's elementwise arithmetic on tensors of one shape, or of a tensor
+// arithmetic recognizes Gorgonia's elementwise arithmetic on tensors of the same shape, or on a tensor
 // and a scalar.
 func arithmetic(s *step) (array.Op, bool) {
 	f, ok := symbols[graph.Symbol(s.node)]
@@ -68,7 +68,7 @@ func arithmetic(s *step) (array.Op, bool) {
 	return f, ok
 }
 
-// do computes with the op's own Do and moves the result to its place.
+// do calls the op's own Do and copies the result into planned memory.
 func (s *step) do() error {
 	values := make([]gorgonia.Value, len(s.in))
 	for i, v := range s.in {
@@ -107,7 +107,7 @@ func (s *step) do() error {
 	return nil
 }
 
-// move copies elements of one type and returns their number.
+// move copies elements of one type and returns their number, or −1 if the types or lengths differ.
 func move(dst, src any) int {
 	switch d := dst.(type) {
 	case []float32:
@@ -127,7 +127,7 @@ func move(dst, src any) int {
 	return -1
 }
 
-// box is a value for an op's Do, over the memory flat.
+// box returns the memory flat as a value that can be passed to an op's Do.
 func (v *value) box(flat any) gorgonia.Value {
 	switch {
 	case v.loose != nil:
@@ -138,12 +138,12 @@ func (v *value) box(flat any) gorgonia.Value {
 	return opbase.ValueOf(flat, v.shape)
 }
 
-// newValue is a new value of zeros.
+// newValue returns a new value of zeros.
 func newValue(dt tensor.Dtype, shape tensor.Shape) gorgonia.Value {
 	return tensor.New(tensor.Of(dt), tensor.WithShape(shape...))
 }
 
-// show makes v.shown the value that the last run has computed.
+// show sets v.shown to the value computed by the last run.
 func (v *value) show() {
 	switch x := v.shown.(type) {
 	case nil:

@@ -11,8 +11,9 @@ import (
 // A gradientSum is the sum of a parameter's gradients over runs.
 //
 // A run adds its gradients one by one, and may fail or be canceled in between. The sum must then be
-// what it was, since a caller who runs again would otherwise add the first gradients twice. So add
-// records what undo needs: that the sum was zero, as it is for most runs, or else a copy.
+// restored, since a caller who runs again would otherwise add the first gradients twice. Therefore add
+// records that the sum was zero, which is true for most runs, or else makes a copy of the sum, and undo
+// restores it.
 type gradientSum struct {
 	value gorgonia.Value
 	flat  any // the elements of value, []float32 or []float64
@@ -21,7 +22,7 @@ type gradientSum struct {
 	undoBy undoing
 }
 
-// undoing says how undo restores a gradientSum.
+// undoing is a way to restore a gradientSum.
 type undoing uint8
 
 const (
@@ -47,7 +48,7 @@ func (s *gradientSum) add(g any) {
 	}
 }
 
-// keepFor records what the sum is and adds g to it. It returns how that is undone.
+// keepFor records how to restore the sum, then adds g to it.
 func keepFor[T cpu.Float](s *gradientSum, g []T) undoing {
 	sum, by := s.flat.([]T), wasZero
 	if !array.IsZero(sum) {
@@ -81,7 +82,7 @@ func restore[T cpu.Float](s *gradientSum, sum []T) {
 	}
 }
 
-// bytes is the memory of the sum and of its copy.
+// bytes returns the size of the sum and its copy.
 func (s *gradientSum) bytes() int {
 	n := 1
 	if s.before != nil {
@@ -90,7 +91,8 @@ func (s *gradientSum) bytes() int {
 	return n * elementSize(s.value.Dtype()) * opbase.Size(s.value.Shape())
 }
 
-// finish ends a run: sums keep what it has added if it succeeded, and are what they were otherwise.
+// finish ends a run. It keeps the gradients added by a successful run and undoes the additions of a
+// failed run.
 func (p *program) finish(succeeded bool) {
 	for _, s := range p.sums {
 		if succeeded {

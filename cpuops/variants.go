@@ -16,29 +16,33 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Choice is the variant in which a machine computes an op of some shape.
+// Choice is a machine's variant of an op at some shape.
 type Choice = optime.Choice
 
-// The variants that there is a choice between.
+// The variants that rules can choose.
 const (
 	gorgoniaVariant = "gorgonia" // the op's own Do, which allocates its result
-	fusedVariant    = "fused"    // a product and the sum behind it in one pass
+	fusedVariant    = "fused"    // a product and the sum that follows it, in one pass
 	separateVariant = "separate"
 )
 
-// linearAddOp is the name of that product and sum.
+// linearAddOp is the name of the op that combines a product and a sum.
 const linearAddOp = "LinearAdd"
 
-// WithVariants forces or forbids variants to compute ops. A rule is OP=VARIANT or OP!=VARIANT, with names as in
-// [Machine.Choices] and with the wildcards of [path.Match]:
+// WithVariants forces or forbids variants of ops. A rule has the form OP=VARIANT or OP!=VARIANT, with
+// names as in [Machine.Choices] and the wildcards of [path.Match]:
 //
 //	cpuops.WithVariants("LinearAdd=separate", "+*=gorgonia")
 //
-// Gorgonia's elementwise arithmetic is computed with vector instructions, or in the variant gorgonia. A
-// product with its sum is fused or separate. All give the same bits. Every other op has one variant,
-// which follows from the processor (see KASMINA_CPU and [UseBFloat16]). The environment variable
-// KASMINA_VARIANTS, rules with commas between them, adds to these and has precedence. Nothing is timed
-// to choose: within the sizes of training steps no other variant was faster by 1 %.
+// Gorgonia's elementwise arithmetic uses vector instructions, or Gorgonia's code in the variant gorgonia.
+// A product and the sum that follows it are fused or separate. All variants compute the same bits. Every
+// other op has a single variant, which depends on the processor (see KASMINA_CPU and [UseBFloat16]).
+//
+// The environment variable KASMINA_VARIANTS, a comma-separated list of rules, adds to these rules and
+// takes precedence.
+//
+// Unlike a GPU, a CPU does not time variants to choose between them: at the sizes of training steps, no
+// other variant was faster by 1 %.
 func WithVariants(rules ...string) Option {
 	return func(c *config) error {
 		parsed, err := variantrule.Parse(rules)
@@ -50,7 +54,8 @@ func WithVariants(rules ...string) Option {
 	}
 }
 
-// variant is what the rules leave of an op's variants, the first of which is the rule of thumb's.
+// variant returns the first variant of an op that the rules allow. The variants are in order of
+// preference.
 func (c *compiler) variant(op string, variants ...string) string {
 	left, _ := c.rules.Allowed(op, variants, func(message string) {
 		if !c.warned[message] {
@@ -61,8 +66,8 @@ func (c *compiler) variant(op string, variants ...string) string {
 	return variants[left[0]]
 }
 
-// Choices returns how the machine computes its ops, each shape once, in the order in which they
-// run.
+// Choices returns the variants of the machine's ops, one entry for each op and shape, in the order of
+// execution.
 func (m *Machine) Choices() []Choice {
 	if m.program == nil {
 		return nil
@@ -96,7 +101,7 @@ func (m *Machine) Choices() []Choice {
 	return choices
 }
 
-// where says which step it is, for errors.
+// where describes a step in error messages.
 func (s *step) where() string {
 	if s.layer == "" {
 		return graph.Describe(s.node)
@@ -104,10 +109,10 @@ func (s *step) where() string {
 	return graph.Describe(s.node) + " of " + s.layer
 }
 
-// idle reports whether a step has become a part of another one.
+// idle reports whether a step does nothing because it was merged into another one.
 func (s *step) idle() bool { return s.args == nil }
 
-// name is that of this module's ops, and the description of others.
+// name returns the name of a step's op: for an op of Gorgonia, its description.
 func (s *step) name() string {
 	switch {
 	case s.out == nil:
@@ -118,7 +123,7 @@ func (s *step) name() string {
 	return graph.OpName(s.node)
 }
 
-// shapes is what a step reads, and the type of the first of that.
+// shapes describes the shapes that a step reads and the type of its first operand.
 func (s *step) shapes() string {
 	var b strings.Builder
 	for i, v := range s.in {
@@ -143,7 +148,8 @@ func (s *step) shapes() string {
 	return b.String()
 }
 
-// only is the variant of a step that has one: the vector instructions, and what they round to.
+// only returns the variant of a step that has a single variant: the instruction set, and "bf16" if
+// products round their operands.
 func (s *step) only() string {
 	if baseOf(s.node) == nil && s.out != nil {
 		return gorgoniaVariant
@@ -155,7 +161,7 @@ func (s *step) only() string {
 	return variant
 }
 
-// product is the size of a step's forward products, m×k by k×n; 0 for one that has none.
+// product returns the size of a step's forward products, m×k by k×n, or zeros if it has none.
 func (s *step) product() (m, n, k int) {
 	shape := func(i int) tensor.Shape { return s.in[i].shape }
 	if s.out == nil {
@@ -174,8 +180,7 @@ func (s *step) product() (m, n, k int) {
 	return 0, 0, 0
 }
 
-// flops is the multiplications and additions of a step's matrix products and attention, which has
-// them among its operands' sizes.
+// flops returns the number of multiplications and additions in a step's matrix products and attention.
 func (s *step) flops() float64 {
 	if s.out == nil {
 		return 0
@@ -193,7 +198,7 @@ func (s *step) flops() float64 {
 		return one
 	case *op.LinearGradOp:
 		return 2 * one
-	case *op.SiLUMLPOp, *op.LinearCrossEntropyGradOp: // which forms the logits again
+	case *op.SiLUMLPOp, *op.LinearCrossEntropyGradOp: // which recomputes the logits
 		return 3 * one
 	case *op.SiLUMLPGradOp:
 		return 6 * one
@@ -206,7 +211,8 @@ func (s *step) flops() float64 {
 	return 0
 }
 
-// attentionFLOPs returns the number of operations of the products. A causal mask halves it.
+// attentionFLOPs returns the number of operations of the given number of matrix products in an attention.
+// A causal mask halves it.
 func attentionFLOPs(o *op.AttentionOp, products int) float64 {
 	c := o.Config
 	rows := o.InputShape(0)[0]
@@ -218,7 +224,7 @@ func attentionFLOPs(o *op.AttentionOp, products int) float64 {
 	return n
 }
 
-// bytes is everything that a step reads or writes, once.
+// bytes returns the number of bytes that a step reads or writes, each counted once.
 func (s *step) bytes() (n int) {
 	for _, v := range s.in {
 		n += elementSize(v.dt) * opbase.Size(v.shape)

@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/opbench"
 )
 
-// RMSNorm of 256 rows of 512 features, beside the same made of Gorgonia's own ops. opbench.Table
-// would print the figures.
+// Compare RMSNorm of 256 rows of 512 features with the same function composed of Gorgonia's own ops. A
+// program would print the figures with opbench.Table.
 func ExampleTime() {
 	figures, err := opbench.Time("RMSNorm", []int{256, 512}, opbench.Float32,
 		opbench.WithSpan(20*time.Millisecond))

@@ -1,6 +1,6 @@
-// Package opbench times one op at one shape beside its peers. These are every variant in which package
-// cpuops can compute it and, if there is a GPU, every variant of package cudaops. The same function
-// made of Gorgonia's own ops, on Gorgonia's own machine, is one too.
+// Package opbench times one op at one shape and compares all its implementations: every variant of
+// package cpuops, every variant of package cudaops if there is a GPU, and the same function composed of
+// Gorgonia's own ops on Gorgonia's own machine.
 //
 //	figures, err := opbench.Time("RMSNorm", []int{4096, 1024}, opbench.Float32)
 //	fmt.Print(opbench.Table(figures))
@@ -23,12 +23,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opcase"
 )
 
-// Dtype is what an op computes with.
+// Dtype is the type that an op computes with.
 type Dtype string
 
-// The types. A CPU has float32 and float64, and where products round their operands
-// (cpuops.UseBFloat16) bfloat16; a GPU has all but float64, with weights of float32
-// (cudaops.WithPrecision). Gorgonia's own ops have float32 and float64.
+// The types. A CPU supports float32 and float64, and bfloat16 if products round their operands
+// (cpuops.UseBFloat16). A GPU supports all types except float64, with float32 weights
+// (cudaops.WithPrecision). Gorgonia's own ops support float32 and float64.
 const (
 	Float64  Dtype = "float64"
 	Float32  Dtype = "float32"
@@ -37,35 +37,36 @@ const (
 	Float8   Dtype = "float8"
 )
 
-// size is the bytes of an element of an activation, which float8 has beside what products read.
+// size returns the size in bytes of an element of an activation. With float8, activations are bfloat16.
 func (d Dtype) size() int {
 	return map[Dtype]int{Float64: 8, Float32: 4, BFloat16: 2, Float16: 2, Float8: 2}[d]
 }
 
-// Figure is what an op takes, computed by one peer in one variant.
+// Figure holds the measurements of an op for one peer and one variant.
 type Figure struct {
 	Peer string // cpu, cuda or gorgonia
-	// as in Attention=hopper-8, of ops that have several variants; of a CPU's others the vector
-	// instructions
+	// Variant lists the chosen variants of ops that have several, such as Attention=hopper-8. If no op on
+	// a CPU has several, it is the instruction set.
 	Variant string
-	// Forward is a forward pass, Training that and the gradients of all inputs of floats, 0 for an
-	// op without. On a CPU and of Gorgonia it is the median by the clock on the wall. On a GPU it
-	// is the mean of the device's time, without launches. What passes work on is in the cache if it
-	// fits.
+	// Forward is the time of a forward pass. Training is the time of a forward pass and the gradients of
+	// all float inputs, or 0 if the op has no gradient.
+	//
+	// On a CPU and for Gorgonia, times are medians of wall-clock time. On a GPU they are means of the
+	// device's time, without the cost of launches. Inputs are in the cache if they fit.
 	Forward, Training time.Duration
-	// Bytes is the inputs of floats and the result of a forward pass, FLOPs the multiplications and
-	// additions of its products.
+	// Bytes is the size of the float inputs and the result of a forward pass, and FLOPs the number of
+	// multiplications and additions in its products.
 	Bytes, FLOPs float64
-	// Distance is ‖y − y₁‖/‖y₁‖ of the result y and that of the first figure with one: what
-	// rounding does, or a mistake.
+	// Distance is ‖y − y₁‖/‖y₁‖ for the result y and the result y₁ of the first figure without an Err. It
+	// is due to rounding, or to a mistake.
 	Distance float64
-	Err      error // why there is nothing else
+	Err      error // why the measurements are missing
 }
 
-// Bandwidth is Bytes by Forward, in bytes a second.
+// Bandwidth returns Bytes/Forward in bytes per second.
 func (f Figure) Bandwidth() float64 { return rate(f.Bytes, f.Forward) }
 
-// Rate is FLOPs by Forward, in operations a second.
+// Rate returns FLOPs/Forward in operations per second.
 func (f Figure) Rate() float64 { return rate(f.FLOPs, f.Forward) }
 
 func rate(n float64, d time.Duration) float64 {
@@ -84,8 +85,8 @@ type config struct {
 	span    time.Duration
 }
 
-// OnGPU has a GPU take part. Options are for the machines there, which tune nothing unless
-// cudaops.WithTuning is among them.
+// OnGPU includes a GPU in the comparison. The options apply to the machines there. Without
+// cudaops.WithTuning, these machines do not tune.
 func OnGPU(d *cudaops.Device, opts ...cudaops.MachineOption) Option {
 	return func(c *config) error {
 		if d == nil {
@@ -96,7 +97,7 @@ func OnGPU(d *cudaops.Device, opts ...cudaops.MachineOption) Option {
 	}
 }
 
-// WithSpan sets for how long each pass is repeated, 200 ms without it; five times at least.
+// WithSpan sets how long each pass is repeated. The default is 200 ms; a pass runs at least five times.
 func WithSpan(d time.Duration) Option {
 	return func(c *config) error {
 		if d < 0 {
@@ -110,11 +111,11 @@ func WithSpan(d time.Duration) Option {
 // Op is an op that can be timed.
 type Op struct {
 	Name  string
-	Shape string // what the numbers of a shape are, as in "rows, in, out"
-	Usual []int  // the shape of the op in a small model
+	Shape string // names of the numbers of a shape, such as "rows, in, out"
+	Usual []int  // the op's shape in a small model
 }
 
-// Ops returns the ops, in order of names.
+// Ops returns the ops that can be timed, sorted by name.
 func Ops() []Op {
 	var all []Op
 	for _, o := range opcase.All {
@@ -126,11 +127,15 @@ func Ops() []Op {
 	return all
 }
 
-// Time times an op of [Ops] at a shape on random numbers of a type, while nothing else should run.
-// The first figure is that of the CPU as it computes without rules, or of the GPU for types that a
-// CPU has not. The others follow. A peer that cannot compute the op has a figure with an Err. An
-// error is an op, shape or type that there is not, or an option that does not fit. The rules of
-// KASMINA_VARIANTS hold here too.
+// Time times an op of [Ops] at a shape, on random numbers of a type. Nothing else should run on the
+// computer.
+//
+// The first figure belongs to the CPU with the variants that it chooses by itself. Figures of its other
+// variants, of the GPU and of Gorgonia's ops follow. A peer that cannot compute the op has a figure with
+// an Err.
+//
+// Time returns an error for an unknown op or type, an impossible shape, and an invalid option. The rules
+// in KASMINA_VARIANTS apply here as well.
 func Time(op string, shape []int, dtype Dtype, opts ...Option) (figures []Figure, err error) {
 	defer func() {
 		if err != nil {
@@ -161,14 +166,14 @@ func Time(op string, shape []int, dtype Dtype, opts ...Option) (figures []Figure
 	return b.figures, nil
 }
 
-// bench is an op at a shape, and what has been measured of it.
+// bench is an op at a shape, with the measurements so far.
 type bench struct {
 	config
 	op      *opcase.Op
 	shape   []int
 	dtype   Dtype
 	figures []Figure
-	first   []float64 // the result of the first figure
+	first   []float64 // result of the first figure
 }
 
 func newBench(op string, shape []int, dtype Dtype) (*bench, error) {
@@ -215,7 +220,7 @@ func newBench(op string, shape []int, dtype Dtype) (*bench, error) {
 	return &bench{op: opcase.All[i], shape: shape, dtype: dtype}, nil
 }
 
-// fits returns an error where so many numbers are more than the computer's memory holds.
+// fits returns an error if the given number of elements exceeds the computer's memory.
 func fits(what string, elements float64) error {
 	if elements > math.MaxInt64/8 {
 		return fmt.Errorf("%s %.2g numbers", what, elements)
@@ -223,7 +228,7 @@ func fits(what string, elements float64) error {
 	return memory.Check(what, 8*uint64(elements))
 }
 
-// floats is the type that the graph has: a GPU rounds what it computes with.
+// floats returns the type of the graph. A GPU rounds its operands itself.
 func (b *bench) floats() tensor.Dtype {
 	if b.dtype == Float64 {
 		return tensor.Float64
@@ -231,7 +236,8 @@ func (b *bench) floats() tensor.Dtype {
 	return tensor.Float32
 }
 
-// measure adds a peer's figures: in the variant that it chooses itself, and in every other.
+// measure adds a peer's figures: first with the variants that the peer chooses, then with every other
+// variant.
 func (b *bench) measure(p peer) {
 	usual, choices := b.figure(p, nil)
 	if usual.Peer == "" {
@@ -251,13 +257,13 @@ func (b *bench) measure(p peer) {
 	}
 }
 
-// literally is a pattern that stands for a name alone.
+// literally returns a pattern that matches only the given name.
 func literally(name string) string {
 	return strings.NewReplacer(`\`, `\\`, "*", `\*`, "?", `\?`, "[", `\[`).Replace(name)
 }
 
-// figure measures a peer under rules, and returns the choices that it has. A figure without a peer
-// means that there is none.
+// figure measures a peer under rules and returns the choices that it made. A figure without a Peer means
+// that the peer does not take part.
 func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choice) {
 	f.Peer, f.Err = p(b)
 	if f.Peer == "" || f.Err != nil {
@@ -276,7 +282,7 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 			f.Err = err
 			return f, nil
 		}
-		if choices, f.Variant = made, variantOf(made); training { // which has the backward pass's too
+		if choices, f.Variant = made, variantOf(made); training { // the choices now include the backward pass
 			f.Training = took
 			continue
 		}
@@ -287,7 +293,7 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 	return f, choices
 }
 
-// wayOf names the choices among several variants, or the one variant where there is no choice.
+// variantOf lists the choices among several variants, or the single variant if nothing was chosen.
 func variantOf(choices []cudaops.Choice) string {
 	var several, single []string
 	for _, c := range choices {
@@ -306,7 +312,7 @@ func variantOf(choices []cudaops.Choice) string {
 	return strings.Join(single, ", ")
 }
 
-// distance compares a result with the first one, which it becomes if there is none.
+// distance compares a result with the first result. The first call sets the first result.
 func (b *bench) distance(v gorgonia.Value) float64 {
 	y := numbers(v)
 	if b.first == nil {
@@ -329,7 +335,7 @@ func (b *bench) distance(v gorgonia.Value) float64 {
 	return math.Sqrt(apart / norm)
 }
 
-// numbers is the elements of a value.
+// numbers returns the elements of a value.
 func numbers(v gorgonia.Value) []float64 {
 	flat, err := opbase.Flat(v)
 	if err != nil {
@@ -350,7 +356,7 @@ func numbers(v gorgonia.Value) []float64 {
 	return nil
 }
 
-// Table is the figures for people: a line each.
+// Table formats figures for people, one line each.
 func Table(figures []Figure) string {
 	var s strings.Builder
 	fmt.Fprintf(&s, "%-9s %12s %12s %8s %9s %9s  %s\n", "peer", "forward us", "training us", "GB/s",

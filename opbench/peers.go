@@ -13,11 +13,11 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// The names of peers.
+// Names of peers.
 const cpuPeer, gpuPeer, tapePeer = "cpu", "cuda", "gorgonia"
 
-// peer returns the name of what computes, "" where it is not asked for, and why it cannot compute
-// with the bench's type.
+// peer returns the name of an implementation, or "" if it does not take part, and an error if it does not
+// support the bench's type.
 type peer func(b *bench) (name string, err error)
 
 func onCPU(b *bench) (string, error) {
@@ -41,7 +41,7 @@ func onCPU(b *bench) (string, error) {
 	return cpuPeer, fmt.Errorf("a CPU has no %s", b.dtype)
 }
 
-// precisions are a GPU's types.
+// precisions maps the types that a GPU supports to precisions.
 var precisions = map[Dtype]cudaops.Precision{Float32: cudaops.Float32, BFloat16: cudaops.BFloat16,
 	Float16: cudaops.Float16, Float8: cudaops.Float8}
 
@@ -62,12 +62,11 @@ func onTape(b *bench) (string, error) {
 	return tapePeer, nil
 }
 
-// timed runs a graph on a peer, and returns what a run takes, the choices that were made, and the
-// result.
+// timed runs a graph on a peer. It returns the time of a run, the machine's choices and the result.
 func (b *bench) timed(peer string, g *graph,
 	rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
 	defer func() {
-		if cause := recover(); cause != nil { // of an op of Gorgonia's
+		if cause := recover(); cause != nil { // an op of Gorgonia panicked
 			err = fmt.Errorf("running the graph: %v", cause)
 		}
 	}()
@@ -96,10 +95,10 @@ func (b *bench) timed(peer string, g *graph,
 	return took, nil, g.y.Value(), errors.Join(err, tape.Close())
 }
 
-// leastRuns is how often a pass is timed at least.
+// leastRuns is the minimum number of timed runs of a pass.
 const leastRuns = 5
 
-// byTheClock is the median time of a run, after one that does not count.
+// byTheClock returns the median wall-clock time of a run. The first run does not count.
 func (b *bench) byTheClock(run func() error) (time.Duration, error) {
 	var times []time.Duration
 	for begin := time.Now(); len(times) <= leastRuns || time.Since(begin) < b.span; {
@@ -115,7 +114,7 @@ func (b *bench) byTheClock(run func() error) (time.Duration, error) {
 	return times[len(times)/2], nil
 }
 
-// timedOnGPU is the mean time on the device, by the marks of the machine's monitor.
+// timedOnGPU returns the mean device time of a run, as measured by the machine's monitor.
 func (b *bench) timedOnGPU(g *graph,
 	rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
 	opts := append([]cudaops.MachineOption{cudaops.WithTuning(cudaops.TuneOff)}, b.machine...)
@@ -132,7 +131,7 @@ func (b *bench) timedOnGPU(g *graph,
 		if err := m.RunAll(); err != nil {
 			return 0, nil, nil, err
 		}
-		if y, err = m.Value(g.y); err != nil { // which waits
+		if y, err = m.Value(g.y); err != nil { // wait for the device
 			return 0, nil, nil, err
 		}
 		times, err := m.Monitor()

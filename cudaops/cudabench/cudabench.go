@@ -1,10 +1,10 @@
-// Package cudabench times this module's CUDA kernels one by one, on random data. Beside them it
-// times what bounds them on the same card: a copy in device memory and a large matrix product of
-// cuBLASLt.
+// Package cudabench times this module's CUDA kernels one by one, on random data. For comparison it also
+// measures the card's limits: a copy within device memory and a large matrix product of cuBLASLt. [Run]
+// runs groups of benchmarks, and [Groups] lists them.
 //
-// A time is the median of launches between two events. The cache is overwritten before each, since
-// in a model other work stands between a kernel and what it reads. Triton's do_bench does the same,
-// so the times compare with those that it takes of other programs.
+// A time is the median of several launches, each between two events. The cache is overwritten before each
+// launch, because in a model other work runs after a kernel's input has been written. Triton's do_bench
+// does the same, so the times can be compared with its results for other programs.
 package cudabench
 
 import (
@@ -17,17 +17,17 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
 
-// Measurement is what a kernel takes. Where memory bounds it, Bytes is what it has to move: each
-// input read once, each output written once. Where arithmetic does, FLOPs is what it has to
-// compute. The other is 0.
+// Measurement is the time that a kernel takes. If memory bandwidth bounds the kernel, Bytes is the least
+// amount of data to move: each input read once and each output written once. If arithmetic bounds it,
+// FLOPs is the number of operations. The other number is 0.
 type Measurement struct {
-	Name  string // of kernel, pass and shape, as in rmsnorm_fwd_32768x4096
+	Name  string // kernel, pass and shape, such as rmsnorm_fwd_32768x4096
 	Time  time.Duration
 	Bytes float64
 	FLOPs float64
 }
 
-// group is benchmarks that run together.
+// group is a set of benchmarks that run together.
 type group struct {
 	name       string
 	benchmarks []func(*timer)
@@ -53,9 +53,9 @@ func Groups() []string {
 	return names
 }
 
-// Run measures the kernels of some groups on a device, in the order of [Groups], and calls report
-// with each measurement. It takes up to 10 GiB of device memory. An error of report, an unknown
-// group or a fault of the device ends it.
+// Run runs the given groups of benchmarks on a device, in the order of [Groups], and calls report with
+// each measurement. It needs up to 10 GiB of device memory. Run stops at the first error of report or of
+// the device, and returns an error for an unknown group.
 func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err error) {
 	defer func() {
 		if err != nil {
@@ -85,7 +85,7 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 	return errors.Join(measure(ctx, cacheBytes, report, benchmarks...), ctx.Close())
 }
 
-// chosen is the benchmarks of some groups.
+// chosen returns the benchmarks of the named groups.
 func chosen(names []string) (benchmarks []func(*timer), err error) {
 	for _, n := range names {
 		if !slices.Contains(Groups(), n) {

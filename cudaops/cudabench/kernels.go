@@ -26,13 +26,13 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 )
 
-// The types of what is timed, but for Muon's float16.
+// The types of the operands. Muon's iteration is timed in float16 instead.
 const bf16, f32 = gpu.BFloat16, gpu.Float32
 
-// The matrix of what has no shape of a model.
+// The size of matrices that do not come from a model.
 const rows, columns, elements = 32768, 4096, rows * columns
 
-// ceilings times what bounds the rest.
+// ceilings measures the card's limits: a copy and a matrix product.
 func ceilings(b *timer) {
 	const size = 2 << 30
 	x, y := b.normal(size/2, bf16), b.bytes(size)
@@ -49,7 +49,7 @@ func ceilings(b *timer) {
 	})
 }
 
-// norms are timed plain and with a residual.
+// norms times RMSNorm and LayerNorm, and RMSNorm with a residual.
 func norms(b *timer) {
 	for _, shape := range [][2]int{{rows, columns}, {rows, 768}, {16384, 1024}} {
 		rows, d := shape[0], shape[1]
@@ -126,8 +126,8 @@ func embeddings(b *timer) {
 	b.moves("embedding_bwd_32768x50304x768", 2*rows*d+4*vocab*d, back)
 }
 
-// attentions counts the half of the scores that a causal mask leaves, and what a window leaves of
-// these. A backward pass is two and a half forward ones.
+// attentions times attention. It counts only operations on scores that the causal mask and the window
+// keep. A backward pass counts as two and a half forward passes.
 func attentions(b *timer) {
 	for _, s := range []struct{ batch, heads, seq, dim, window int }{{32, 12, 1024, 64, 0},
 		{16, 16, 2048, 128, 0}, {4, 16, 8192, 128, 0}, {4, 16, 8192, 128, 1024}} {
@@ -160,7 +160,8 @@ func attentions(b *timer) {
 	}
 }
 
-// decoding times a token of Llama 3.1 8B: products, and attention behind some others.
+// decoding times the kernels that generate one token with Llama 3.1 8B: matrix-vector products, and
+// attention after several numbers of previous tokens.
 func decoding(b *timer) {
 	const dim, ff, vocab, capacity = 4096, 14336, 128256, 8192
 	for _, c := range []struct{ columns, d int }{{6144, dim}, {dim, dim}, {dim, ff}, {vocab, dim},
@@ -189,7 +190,7 @@ func decoding(b *timer) {
 	}
 }
 
-// newtonSchulz times five steps of Muon's iteration, in the variant that should be the fastest.
+// newtonSchulz times five steps of Muon's iteration, in the variant expected to be fastest.
 func newtonSchulz(b *timer) {
 	const t = gpu.Float16
 	for _, s := range [][2]int{{768, 3072}, {2048, 2048}, {2048, 8192}} {
@@ -227,9 +228,9 @@ func newtonSchulz(b *timer) {
 	}
 }
 
-// layers times Kasmina layers in which each seed has a slot of its own and the four kinds take
-// turns. All seeds are in grafting or, with "stages", in all stages in turn; with exact telemetry or
-// without.
+// layers times Kasmina layers with a separate slot for each seed and with seeds of all four kinds in
+// rotation. Either all seeds are grafting or, with "stages", they are in all stages in rotation. Each
+// layer runs without and with exact telemetry.
 func layers(b *timer) {
 	for _, s := range []struct{ rows, seeds int }{{rows, 1024}, {1024, 1000}, {64, 1000}} {
 		for _, stages := range []string{"", "_stages"} {
@@ -264,7 +265,7 @@ func layer(b *timer, rows, seeds int, stages string) {
 	}
 }
 
-// seedAt is what a layer's seed i does.
+// seedAt returns seed number i of a layer.
 func seedAt(b *timer, i int, stages bool) seed.Seed {
 	const kinds = 4
 	stage, kind := state.Grafting, i%kinds
@@ -282,7 +283,7 @@ func seedAt(b *timer, i int, stages bool) seed.Seed {
 	return s
 }
 
-// updates times the gradients' norm and AdamW over all parameters of a model of 350 million.
+// updates times the gradient norm and AdamW on all parameters of a model with 350 million.
 func updates(b *timer) {
 	const d, layers, ff, vocab = 1024, 24, 2816, 50304
 	sizes := []int{vocab * d, d}
@@ -306,14 +307,14 @@ func updates(b *timer) {
 	control := b.upload(optimizer.Control{LR: 3e-4, Eps: 1e-8, GradScale: 1, MaxNorm: 1}.Bytes())
 	b.moves("gradnorm_llama350M", 4*total, optimizer.GradSquares{Squares: squares, Table: table},
 		optimizer.GradNorm{Control: control, Squares: squares, Count: table.Chunks})
-	// Parameter and moments are read and written, the gradient is read and the parameter in
-	// bfloat16 written.
+	// The update reads and writes the parameter and two moments, reads the gradient, and writes a copy of
+	// the parameter in bfloat16.
 	b.moves("adamw_llama350M", (2*3*4+2+4)*total, optimizer.Elementwise{Kernel: "AdamW",
 		Control: control, Table: table})
 }
 
-// stock times what Gorgonia's own ops take: sums, a function, a cast, softmax, reductions of
-// everything, of rows and of columns, and a transposition.
+// stock times Gorgonia's own ops: sums, a function, a cast, softmax, a transposition, and reductions of a
+// whole matrix, its rows and its columns.
 func stock(b *timer) {
 	const size = 2 * elements
 	x, y, z := b.normal(elements, bf16), b.normal(elements, bf16), b.room(elements, bf16)

@@ -11,20 +11,21 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// timer times launches on a stream. An error ends all benchmarks, by a panic that measure catches.
+// timer times launches on a stream. It reports an error by a panic, which ends all benchmarks and which
+// measure recovers.
 type timer struct {
 	*kernel.Set
 	stream gpu.Stream
 	random *rand.Rand
 	report func(Measurement) error
-	timing string  // the name of what is timed now
-	cache  gpu.Ptr // overwritten before each launch that is timed
-	size   int     // of that, in bytes
-	// what lasts for all benchmarks, and for one or a part of it
+	timing string  // name of the running measurement
+	cache  gpu.Ptr // overwritten before each timed launch
+	size   int     // size of the cache buffer in bytes
+	// all lasts for the whole run, memory for a benchmark or less
 	all, memory run.Memory
 }
 
-// cacheBytes is several times any GPU's cache.
+// cacheBytes is several times the size of any GPU's cache.
 const cacheBytes = 256 << 20
 
 const (
@@ -33,7 +34,7 @@ const (
 	maxLaunches = 500
 )
 
-// failure is what ends a benchmark from within.
+// failure is the panic value that carries an error out of a benchmark.
 type failure struct{ error }
 
 func must[T any](v T, err error) T {
@@ -47,8 +48,8 @@ func do(err error) {
 	}
 }
 
-// measure times benchmarks on a context. So many bytes are overwritten before each launch that is
-// timed: cacheBytes empties any GPU's cache.
+// measure runs benchmarks in a context. Before each timed launch it overwrites the given number of bytes;
+// cacheBytes is enough to evict the contents of any GPU's cache.
 func measure(ctx gpu.Context, cache int, report func(Measurement) error,
 	benchmarks ...func(*timer)) (err error) {
 	b := &timer{Set: kernel.New(ctx), size: cache, report: report, all: run.Memory{Ctx: ctx},
@@ -79,17 +80,17 @@ func measure(ctx gpu.Context, cache int, report func(Measurement) error,
 	return nil
 }
 
-// free waits for the device and gives back what a benchmark has taken.
+// free waits for the device and frees the memory of a benchmark.
 func (b *timer) free() { do(b.release()) }
 
 func (b *timer) release() error {
 	return errors.Join(b.Ctx.SyncStream(b.stream), b.memory.Close())
 }
 
-// bytes returns memory that is not set.
+// bytes returns n bytes of uninitialized memory.
 func (b *timer) bytes(n int) gpu.Ptr { return must(b.memory.Alloc(max(1, n), "a benchmark")) }
 
-// room returns memory for n elements, which are not set.
+// room returns uninitialized memory for n elements.
 func (b *timer) room(n int, t gpu.DType) gpu.Ptr { return b.bytes(n * t.Size()) }
 
 // upload returns a copy of data on the device.
@@ -99,14 +100,14 @@ func (b *timer) upload(data []byte) gpu.Ptr {
 	return p
 }
 
-// zeros returns memory for n numbers of four bytes, which are 0.
+// zeros returns memory for n four-byte numbers, all zero.
 func (b *timer) zeros(n int) gpu.Ptr {
 	p := b.bytes(4 * n)
 	do(b.Ctx.Memset8(p, 0, 4*n, b.stream))
 	return p
 }
 
-// ids returns n numbers below limit on the device.
+// ids returns n random numbers below limit, on the device.
 func (b *timer) ids(n, limit int) gpu.Ptr {
 	x := make([]int, n)
 	for i := range x {
@@ -115,34 +116,34 @@ func (b *timer) ids(n, limit int) gpu.Ptr {
 	return b.upload(gpu.Bytes(x))
 }
 
-// normal returns n numbers of the normal distribution on the device: some, over and over.
+// normal returns n normally distributed numbers on the device. They repeat after a while.
 func (b *timer) normal(n int, t gpu.DType) gpu.Ptr {
 	p := b.room(n, t)
 	do(run.Fill(b.Ctx, b.stream, p, n*t.Size(), t, 1, b.random.Uint64()))
 	return p
 }
 
-// moves times launches, one behind the other, that have so many bytes to move.
+// moves times a sequence of launches that have to move the given number of bytes.
 func (b *timer) moves(name string, bytes float64, launches ...kernel.Launch) {
 	b.time(Measurement{Name: name, Bytes: bytes}, func() { b.launch(launches...) })
 }
 
-// computes times a launch that has so many operations to compute.
+// computes times a launch that performs the given number of operations.
 func (b *timer) computes(name string, flops float64, launch kernel.Launch) {
 	b.time(Measurement{Name: name, FLOPs: flops}, func() { b.launch(launch) })
 }
 
-// launch enqueues launches, one behind the other.
+// launch enqueues launches in order.
 func (b *timer) launch(launches ...kernel.Launch) {
 	for _, l := range launches {
 		do(b.Launch(b.stream, l))
 	}
 }
 
-// time measures what work enqueues, and reports it.
+// time measures the work that a function enqueues, and reports the result.
 func (b *timer) time(m Measurement, work func()) {
 	b.timing = m.Name
-	b.repeat(1, work) // which loads the kernel
+	b.repeat(1, work) // load the kernel
 	once := max(b.repeat(5, work), time.Microsecond)
 	b.repeat(min(max(1, int(warmUp/once)), maxLaunches), work)
 	m.Time = b.repeat(min(max(5, int(measuring/once)), maxLaunches), work)
@@ -150,7 +151,7 @@ func (b *timer) time(m Measurement, work func()) {
 	b.timing = ""
 }
 
-// repeat returns the median of what n rounds of work take with nothing of use in the cache.
+// repeat returns the median time of n calls of work, each after the cache has been overwritten.
 func (b *timer) repeat(n int, work func()) time.Duration {
 	return run.Median(must(run.Times(b.Ctx, b.stream, n,
 		func(int) error { return b.Ctx.Memset8(b.cache, 0, b.size, b.stream) },
@@ -160,7 +161,7 @@ func (b *timer) repeat(n int, work func()) time.Duration {
 		})))
 }
 
-// plan returns what enqueues matrix products.
+// plan returns a function that enqueues matrix products of the given kind.
 func (b *timer) plan(spec gpu.MatmulSpec) func(gpu.MatmulArgs) {
 	workspace := b.bytes(run.WorkspaceBytes)
 	plan := must(must(b.Ctx.Blas()).Plan(spec, run.WorkspaceBytes, 1))

@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// muonSteps is how many steps Muon makes.
+// muonSteps is the number of steps in Muon.
 const muonSteps = 5
 
 var newtonSchulz = &Op{

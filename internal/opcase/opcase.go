@@ -1,9 +1,9 @@
-// Package opcase is a table of ops for tests and benchmarks. An entry has the op's
-// test cases, with a reference for each that follows the op's formula in float64, and its benchmark.
+// Package opcase is a table of ops for tests and benchmarks. An entry contains the op's test cases, each
+// with a float64 reference that follows the op's formula, and the op's benchmark.
 //
 // The tests of every machine run the same cases, through package optest. Package opbench times the
-// benchmarks, and examples/gradcheck checks the gradients. An op that is added to [All] is covered by
-// all of them.
+// benchmarks, and examples/gradcheck checks the gradients. Adding an op to [All] adds it to all these
+// tests and benchmarks.
 package opcase
 
 import (
@@ -37,10 +37,10 @@ type Case struct {
 	Build  Build
 	// Want computes the result in float64 from the inputs.
 	Want func(in []Input) []float64
-	// Size, unless it is nil, computes the scale of rounding errors, for results whose terms may
-	// cancel: the sum of the terms' absolute values.
+	// Size, unless it is nil, computes the scale of rounding errors when terms of the result may cancel:
+	// the sum of the terms' absolute values.
 	Size func(in []Input) []float64
-	// Loss is the factor by which the op amplifies rounding errors more than most ops; 0 means 1.
+	// Loss is the op's amplification of rounding errors, relative to most ops; 0 means 1.
 	Loss float64
 }
 
@@ -67,7 +67,7 @@ func (c Case) String() string {
 }
 
 // Nodes adds the inputs to a new graph, as tensors of type dt and of int. It returns the nodes of all
-// inputs, and the nodes with respect to which the result can be differentiated.
+// inputs, and the subset of nodes that have gradients.
 func (c Case) Nodes(dt tensor.Dtype) (in, wrt gorgonia.Nodes) {
 	g := gorgonia.NewGraph()
 	for i, a := range c.In {

@@ -43,9 +43,9 @@ type tape struct{ gorgonia.VM }
 
 func (tape) Value(n *gorgonia.Node) (gorgonia.Value, error) { return n.Value(), nil }
 
-// Run runs every case of every op as a subtest. It compares the result with the case's reference, and
-// the gradients with those that Gorgonia's tape machine computes in float64. The tests of package op
-// compare the latter with central differences.
+// Run runs every case of every op as a subtest. It compares the result with the case's reference, and the
+// gradients with the float64 gradients of Gorgonia's tape machine. The tests of package op compare the
+// latter with central differences.
 func Run(t *testing.T, s Setup) {
 	seed := rand.Uint64()
 	t.Logf("random seed %d", seed)
@@ -116,8 +116,9 @@ func (s Setup) run(t *testing.T, c opcase.Case, r *rand.Rand) {
 	}
 }
 
-// compute returns the result of a case and its gradients: those of Σ weights ⊙ result + Σ x², where x
-// is the first input. So gradients of two uses add up, and stock ops surround the case's own.
+// compute returns the result of a case and the gradients of Σ weights ⊙ result + Σ x², where x is the
+// first differentiable input. The second term makes gradients of two uses add up, and surrounds the op
+// with stock ops.
 func (s Setup) compute(c opcase.Case, weights []float64) (values [][]float64, err error) {
 	in, wrt := c.Nodes(s.Dtype)
 	y, err := c.Build(in)
