@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// A linear layer learns y = 2a − b. Loss and gradients outlive a run since the machine is told of
-// them; everything else shares memory.
+// This example trains a linear layer to compute y = 2a − b. The machine keeps the loss and the gradients
+// after a run because the options name them; all other values share memory.
 func Example() {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float64, gorgonia.WithName("x"), gorgonia.WithShape(3, 2),

@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// TestLinearAdd wants sums of a product and something else to have the bits of Gorgonia's tape
-// machine, and their operands to be unharmed. It meets all situations that decide whether the two
+// TestLinearAdd checks that a product plus another value has the same bits as on Gorgonia's tape machine
+// and does not change its operands. The cases cover all conditions under which the two ops may or may not
 // become one step.
 func TestLinearAdd(t *testing.T) {
 	must := gorgonia.Must
@@ -33,7 +33,7 @@ func TestLinearAdd(t *testing.T) {
 		},
 		"chain": func(x, w, b *gorgonia.Node) gorgonia.Nodes {
 			for range 3 {
-				x = must(gorgonia.Add(x, linear(x, w))) // what is added is also multiplied
+				x = must(gorgonia.Add(x, linear(x, w))) // the addend is also a factor
 			}
 			return gorgonia.Nodes{must(gorgonia.HadamardProd(x, b))}
 		},
@@ -100,8 +100,8 @@ func TestLinearAdd(t *testing.T) {
 	}
 }
 
-// A product that is an output, or a view of which is one, is there after the run, whatever reads it
-// besides.
+// TestKeptOperands checks that a product which is an output, or has a view that is an output, keeps its
+// value after a run, even if another op reads it.
 func TestKeptOperands(t *testing.T) {
 	for _, form := range []string{"matrix product", "view of a matrix product",
 		"elementwise product", "view of an elementwise product"} {

@@ -63,9 +63,8 @@ func check[T any](t *testing.T) func(v T, err error) T {
 	}
 }
 
-// TestModel wants a model's losses and gradients to be the bits that Gorgonia's tape machine
-// computes. It adds gradients up over several runs, in the order of this module's machine and from
-// poisoned memory.
+// TestModel checks that a model's losses and gradients have the same bits as on Gorgonia's tape machine,
+// with gradients added up over several runs.
 func TestModel(t *testing.T) {
 	for _, recompute := range []bool{false, true} {
 		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
@@ -148,7 +147,8 @@ func equal(a, b any) bool {
 	return false
 }
 
-// TestStock wants graphs of Gorgonia's own ops, and mixed ones, to come out as on the tape machine.
+// TestStock checks graphs of Gorgonia's own ops, and graphs that mix them with this module's, against the
+// tape machine.
 func TestStock(t *testing.T) {
 	type build = func(g *gorgonia.ExprGraph, in gorgonia.Nodes) *gorgonia.Node
 	must := gorgonia.Must
@@ -239,9 +239,9 @@ func TestStock(t *testing.T) {
 	}
 }
 
-// TestViews wants a result not to take the place of an operand that is read later in another shape.
-// (Gorgonia's tape machine is no reference here: its Reshape changes the shape of the value that it
-// views.)
+// TestViews checks that a result does not overwrite an operand that is read later in another shape. The
+// test computes its own reference, because the Reshape of Gorgonia's tape machine changes the shape of
+// its operand.
 func TestViews(t *testing.T) {
 	r := random(t)
 	a, b := normal(r, tensor.Float64, 3, 4), normal(r, tensor.Float64, 3, 4)
@@ -279,8 +279,7 @@ func TestViews(t *testing.T) {
 	}
 }
 
-// TestMemory wants the activations of a deep chain to share memory, and a graph to be run from
-// another's leavings.
+// TestMemory checks that the activations of a deep chain share memory.
 func TestMemory(t *testing.T) {
 	const rows, features, depth = 32, 64, 50
 	g := gorgonia.NewGraph()
@@ -299,8 +298,8 @@ func TestMemory(t *testing.T) {
 	}
 }
 
-// TestMemoryIsAll wants a machine to count what ops keep for their gradients, once that is known,
-// and the gradients' sums.
+// TestMemoryIsAll checks that Memory includes the sums of gradients and, after the first run, the memory
+// that ops keep for their gradients.
 func TestMemoryIsAll(t *testing.T) {
 	const rows, features = 64, 16
 	g := gorgonia.NewGraph()
@@ -326,8 +325,8 @@ func TestMemoryIsAll(t *testing.T) {
 	}
 }
 
-// TestRelease wants a machine that has given its memory up to compute the same again in whatever
-// memory it finds.
+// TestRelease checks that a machine computes the same results after Release, whether its next memory
+// comes from the pool or is new.
 func TestRelease(t *testing.T) {
 	r := random(t)
 	g := gorgonia.NewGraph()
@@ -361,8 +360,7 @@ func TestRelease(t *testing.T) {
 	}
 }
 
-// TestClosed wants values that nodes are bound to to outlive their machine, whatever other machines
-// compute.
+// TestClosed checks that values bound to nodes stay valid after Close, even if other machines run.
 func TestClosed(t *testing.T) {
 	r := random(t)
 	run := func() (*cpuops.Machine, *gorgonia.Node) {
@@ -382,7 +380,7 @@ func TestClosed(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	for range 4 { // some of which would find the memory in a pool
+	for range 4 { // one of these would find the memory if Close had put it into the pool
 		run()
 	}
 
@@ -391,7 +389,8 @@ func TestClosed(t *testing.T) {
 	}
 }
 
-// TestFailedRun wants no values of a run that has failed, some of which would be of the run before.
+// TestFailedRun checks that Value returns an error after a failed run, when some values are left from the
+// run before.
 func TestFailedRun(t *testing.T) {
 	g := gorgonia.NewGraph()
 	ids := gorgonia.NewTensor(g, tensor.Int, 1, gorgonia.WithShape(2), gorgonia.WithName("ids"))
@@ -409,7 +408,7 @@ func TestFailedRun(t *testing.T) {
 	}
 }
 
-// TestAllocations wants the number of allocations of a steady training step not to grow with the
+// TestAllocations checks that the number of allocations in a steady training step does not grow with the
 // model.
 func TestAllocations(t *testing.T) {
 	if testing.Short() {
@@ -505,7 +504,7 @@ func TestErrors(t *testing.T) {
 	fails(m.RunAll(), "is closed")
 }
 
-// TestPlansBeyondTheMemory wants a plan of 64 TiB refused, before Go would end the program for it.
+// TestPlansBeyondTheMemory checks that a plan of 64 TiB is an error, instead of terminating the program.
 func TestPlansBeyondTheMemory(t *testing.T) {
 	if runtime.GOOS != "linux" {
 		t.Skip("the size of the memory is known on Linux alone")
@@ -521,7 +520,7 @@ func TestPlansBeyondTheMemory(t *testing.T) {
 	}
 }
 
-// TestErrorNamesLayer wants the error of a run to say in which layer of a model it happened.
+// TestErrorNamesLayer checks that the error of a failed run names the layer of the model.
 func TestErrorNamesLayer(t *testing.T) {
 	g := gorgonia.NewGraph()
 	ids := gorgonia.NewVector(g, tensor.Int, gorgonia.WithShape(2), gorgonia.WithName("ids"),

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// randomGraph returns a graph of random ops, its inputs, and the gradients of a cost and other
-// results in random order.
+// randomGraph returns a graph of random ops, its inputs, and its outputs: some gradients of a cost and
+// some other results.
 func randomGraph(t *testing.T,
 	r *rand.Rand) (g *gorgonia.ExprGraph, inputs, outputs gorgonia.Nodes) {
 	const d = 6
@@ -28,7 +28,7 @@ func randomGraph(t *testing.T,
 	weight, matrices := input("weight", d), gorgonia.Nodes{input("a", d, d),
 		input("b", d, d), input("c", d, d)}
 	inputs = append(gorgonia.Nodes{weight}, matrices...)
-	some := func() *gorgonia.Node { // more often one of the latest
+	some := func() *gorgonia.Node { // prefers the latest matrices
 		return matrices[max(r.IntN(len(matrices)), r.IntN(len(matrices)))]
 	}
 	makers := []func() (*gorgonia.Node, error){
@@ -68,7 +68,7 @@ func randomGraph(t *testing.T,
 	return g, inputs, append(outputs, last)
 }
 
-// alone computes a node from copies of its operands, which are computed in the same variant.
+// alone computes a node, and recursively its operands, from copies.
 func alone(t *testing.T, n *gorgonia.Node, known map[*gorgonia.Node]gorgonia.Value) gorgonia.Value {
 	if known[n] == nil && len(graph.Children(n)) == 0 {
 		known[n] = n.Value()
@@ -85,8 +85,7 @@ func alone(t *testing.T, n *gorgonia.Node, known map[*gorgonia.Node]gorgonia.Val
 	return known[n]
 }
 
-// TestRandomGraphs compares random graphs, with gradients and views, with what their nodes compute
-// one by one.
+// TestRandomGraphs compares random graphs, with gradients and views, with a computation node by node.
 func TestRandomGraphs(t *testing.T) {
 	r := random(t)
 	for range 40 {
@@ -106,7 +105,7 @@ func TestRandomGraphs(t *testing.T) {
 				got := flat(t, check[gorgonia.Value](t)(m.Value(n))).([]float64)
 				want := flat(t, alone(t, n, known)).([]float64)
 				for i, w := range want {
-					if got[i] == w || got[i] != got[i] && w != w { // ∞, or NaN from either
+					if got[i] == w || got[i] != got[i] && w != w { // ∞, or NaN in both
 						continue
 					}
 					if !(math.Abs(got[i]-w) <= 1e-9*(1+math.Abs(w))) {

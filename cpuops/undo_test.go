@@ -17,7 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// endsAfter is a context that ends when it has been asked n times whether it has.
+// endsAfter is a context that is canceled after n calls of Err.
 type endsAfter struct {
 	n    int
 	done chan struct{}
@@ -35,7 +35,7 @@ func (c *endsAfter) Err() error {
 	return nil
 }
 
-// failing is the identity. The computation of its gradient fails or panics when it is told to.
+// failing is the identity function. Its gradient fails or panics if how is "error" or "panic".
 type failing struct {
 	how      *string
 	gradient bool
@@ -72,8 +72,8 @@ func (f failing) SymDiff(in gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.No
 	return gorgonia.Nodes{g}, err
 }
 
-// chain is three layers with a node between the first two that fails on demand, and the gradients of
-// all weights.
+// chain returns a machine for three layers, with a failing op after the first, that computes the
+// gradients of all weights. It also returns the number of nodes.
 func chain(t *testing.T, dt tensor.Dtype, how *string) (*cpuops.Machine, int) {
 	t.Helper()
 	g := gorgonia.NewGraph()
@@ -113,7 +113,7 @@ func chain(t *testing.T, dt tensor.Dtype, how *string) (*cpuops.Machine, int) {
 	return m, len(g.AllNodes())
 }
 
-// sumsOf returns copies of all sums of gradients.
+// sumsOf returns copies of the sums of all gradients.
 func sumsOf(t *testing.T, m *cpuops.Machine) (all []any) {
 	t.Helper()
 	for _, p := range m.ValueGrads() {
@@ -130,13 +130,14 @@ func sumsOf(t *testing.T, m *cpuops.Machine) (all []any) {
 	return all
 }
 
-// A run that does not end well leaves no gradients: the sums are what they were, be that zero or what
-// earlier runs have added, and the next run gives what it would have given without the failure.
+// TestFailedRunAddsNothing checks that a canceled, failed or panicking run does not change the sums of
+// gradients, whether they are zero or contain earlier runs, and that the next run adds the same gradients
+// as without the failure.
 func TestFailedRunAddsNothing(t *testing.T) {
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		how := ""
 		plain, steps := chain(t, dt, &how)
-		var want []any // after so many runs that ended well
+		var want []any // by the number of successful runs
 		for range 3 {
 			want = append(want, sumsOf(t, plain))
 			require.NoError(t, plain.RunAll())
@@ -153,7 +154,7 @@ func TestFailedRunAddsNothing(t *testing.T) {
 					switch kind {
 					case "canceled":
 						if m.Run(&endsAfter{n, make(chan struct{})}) == nil {
-							n = 2 * steps // it was over before
+							n = 2 * steps // the run was complete before
 						}
 					case "error":
 						how = "error"

@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// residual is the graph of tanh(x + x·wᵀ) ⊙ x, with a parameter w and its gradient.
+// residual returns the graph of tanh(x + x·wᵀ) ⊙ x with the gradient of the parameter w.
 func residual(t *testing.T) (g *gorgonia.ExprGraph, w, y *gorgonia.Node) {
 	t.Helper()
 	must := check[*gorgonia.Node](t)
@@ -28,7 +28,7 @@ func residual(t *testing.T) (g *gorgonia.ExprGraph, w, y *gorgonia.Node) {
 	return g, w, y
 }
 
-// TestWays wants every rule to lead to the same bits, and choices to say what it has led to.
+// TestVariants checks that all rules lead to the same bits, and that Choices reports the variants.
 func TestVariants(t *testing.T) {
 	t.Setenv("KASMINA_VARIANTS", "")
 	g, w, y := residual(t)
@@ -43,7 +43,7 @@ func TestVariants(t *testing.T) {
 		{nil, "LinearAdd!=fused", false, false},
 		{[]string{"LinearAdd=separate"}, "LinearAdd=fused", true, false},
 		{[]string{"+*=gorgonia", "⊙*=gorgonia"}, "", false, true},
-		{[]string{"RMSNorm=any", "LinearAdd=ring"}, "", true, false}, // which leave no variant
+		{[]string{"RMSNorm=any", "LinearAdd=ring"}, "", true, false}, // no variant matches
 	} {
 		t.Setenv("KASMINA_VARIANTS", c.environment)
 		m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithVariants(c.rules...),
@@ -84,7 +84,7 @@ func TestVariants(t *testing.T) {
 	require.ErrorContains(t, err, "KASMINA_VARIANTS")
 }
 
-// TestMonitor wants one run in three timed, from the third on, and every op among the times.
+// TestMonitor checks that every third run is timed, and that the times include every op.
 func TestMonitor(t *testing.T) {
 	t.Setenv("KASMINA_VARIANTS", "")
 	g, w, y := residual(t)

@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 )
 
-// A machine that nobody has made says so.
+// TestZeroMachine checks that the methods of a zero Machine return an error or an empty result.
 func TestZeroMachine(t *testing.T) {
 	var m cpuops.Machine
 	require.ErrorContains(t, m.RunAll(), "cpuops.NewMachine")

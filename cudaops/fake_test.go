@@ -49,21 +49,21 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// fakeKernels does in Go, on the fake driver's memory and in its streams' order, what the kernels
-// do on a GPU, in float32. Every call is a launch of one kernel, whose argument says which of the
-// calls so far to compute.
+// fakeKernels implements the kernels in Go, in float32, on the fake driver's memory and in the order of
+// its streams. Every launch is a launch of the same fake kernel. Its argument is the index of the call to
+// compute.
 type fakeKernels struct {
 	ctx    gpu.Context
 	module gpu.Module
 	call   *gpu.Function // nil until the first launch
 
-	computes map[reflect.Type]reflect.Value // methods, by the type of launch that they do
+	computes map[reflect.Type]reflect.Value // methods by the type of launch that they compute
 
 	mu    sync.Mutex
 	calls []func(*fake.Launch)
 }
 
-// openFake returns a device of a fake driver, whose machines use fakeKernels.
+// openFake returns a device of a fake driver. Its machines use fakeKernels.
 func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver) {
 	t.Helper()
 	k := &fakeKernels{computes: map[reflect.Type]reflect.Value{}}
@@ -92,7 +92,7 @@ func openFake(t testing.TB, c fake.Config) (*Device, *fake.Driver) {
 	return device, d
 }
 
-// load has the module loaded, as a launch of the first kernel does on a GPU.
+// load loads the module, as the first launch of a kernel does on a GPU.
 func (k *fakeKernels) load() (err error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -111,7 +111,7 @@ func (k *fakeKernels) load() (err error) {
 	return nil
 }
 
-// Close unloads the module, until the next launch.
+// Close unloads the module. The next launch loads it again.
 func (k *fakeKernels) Close() error {
 	if k.call == nil {
 		return nil
@@ -124,7 +124,7 @@ func (k *fakeKernels) Close() error {
 	return err
 }
 
-// requireNoLeaks wants nothing to be left of machines that are closed.
+// requireNoLeaks checks that closed machines have released everything.
 func requireNoLeaks(t testing.TB, device *Device, args ...any) {
 	t.Helper()
 	require.NoError(t, device.kernels.Close(), args...)
@@ -144,7 +144,7 @@ func (k *fakeKernels) launch(s gpu.Stream, f func(*fake.Launch)) error {
 	return k.ctx.Launch(k.call, gpu.LaunchConfig{}, s, &args)
 }
 
-// Launch does what a structure says.
+// Launch enqueues the computation for params.
 func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 	compute, ok := k.computes[reflect.TypeOf(params)]
 	if !ok {
@@ -155,7 +155,7 @@ func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 	})
 }
 
-// Variants are those of the kernels that the fake has.
+// Variants returns the variants of the kernels that the fake implements.
 func (k *fakeKernels) Variants(params any) []kernel.Variant {
 	switch p := params.(type) {
 	case gemm.SiLUProduct, gemm.SiLUProductBackward, gemm.RoPEProduct, gemm.LinearCrossEntropy:
@@ -175,7 +175,7 @@ func (k *fakeKernels) Unary(l *fake.Launch, a elementwise.Unary) {
 	}
 }
 
-// unaryOps is what elementwise ops do with a number, and a parameter of theirs.
+// unaryOps implements the elementwise ops on a number v and a parameter p.
 var unaryOps = map[elementwise.UnaryOp]func(v, p float64) float64{
 	elementwise.Identity:    func(v, p float64) float64 { return v },
 	elementwise.Step:        func(v, p float64) float64 { return truth(v > 0) },
@@ -219,7 +219,7 @@ func truth(b bool) float64 {
 	return 0
 }
 
-// binaryOps is what they do with two.
+// binaryOps implements the elementwise ops on two numbers.
 var binaryOps = map[elementwise.BinaryOp]func(a, b float64) float64{
 	elementwise.Add:          func(a, b float64) float64 { return a + b },
 	elementwise.Sub:          func(a, b float64) float64 { return a - b },
@@ -404,7 +404,7 @@ func (k *fakeKernels) RoPE(l *fake.Launch, a rope.Rotate) {
 	}
 }
 
-// rowsAt is rows of f floats that lie stride apart, 0 for no gaps.
+// rowsAt returns rows of f floats at distance stride, or f if stride is 0.
 func rowsAt(l *fake.Launch, p gpu.Ptr, rows, f, stride int) [][]float32 {
 	if stride == 0 {
 		stride = f
@@ -416,7 +416,7 @@ func rowsAt(l *fake.Launch, p gpu.Ptr, rows, f, stride int) [][]float32 {
 	return r
 }
 
-// halvesAt is the halves of rows of 2f floats.
+// halvesAt returns the left and right halves of rows of 2f floats.
 func halvesAt(l *fake.Launch, p gpu.Ptr, rows, f int) (a, b [][]float32) {
 	for _, row := range rowsAt(l, p, rows, 2*f, 0) {
 		a, b = append(a, row[:f]), append(b, row[f:])
@@ -545,7 +545,8 @@ func (k *fakeKernels) GradSquares(l *fake.Launch, a optimizer.GradSquares) {
 	}
 }
 
-// gradientAt is the first n elements of a gradient: those of float32, or a copy of others.
+// gradientAt returns the first n elements of a gradient: its memory if it is one float32 array, otherwise
+// a copy.
 func gradientAt(l *fake.Launch, p optimizer.Tensor, n int) []float32 {
 	if other := p.Other; other != 0 {
 		p.Other = 0
@@ -569,7 +570,8 @@ func gradientAt(l *fake.Launch, p optimizer.Tensor, n int) []float32 {
 	return g
 }
 
-// control is the block, and what gradients are multiplied by, which GradNorm leaves in it.
+// control returns the control block, its contents, and the function that GradNorm has determined for
+// scaling the gradients of a tensor.
 func control(l *fake.Launch, p gpu.Ptr) (b []byte, c optimizer.Control,
 	multiplier func(optimizer.Tensor) float64) {
 	b = fake.Slice[byte](l, p, optimizer.ControlBytes)
@@ -592,7 +594,7 @@ func (k *fakeKernels) GradNorm(l *fake.Launch, a optimizer.GradNorm) {
 
 	for i, v := range floatsAt(l, a.Squares, a.Count) {
 		square := float64(v)
-		if square < 0 { // the root of one that float32 does not hold
+		if square < 0 { // the negative root, because float32 cannot hold the square
 			square *= square
 		}
 		if flags[i] != 0 {
@@ -627,7 +629,7 @@ func (k *fakeKernels) GradNorm(l *fake.Launch, a optimizer.GradNorm) {
 	copy(b, c.Bytes())
 }
 
-// moveOn changes a loss scale by the rule.
+// moveOn updates the loss scale after a step.
 func moveOn(at []byte, skipped bool) optimizer.LossScale {
 	s := optimizer.LossScale{Scale: gpu.View[float32](at)[0], Good: gpu.View[int32](at)[1] + 1,
 		Skipped: gpu.View[int32](at)[2]}
@@ -641,8 +643,8 @@ func moveOn(at []byte, skipped bool) optimizer.LossScale {
 	return s
 }
 
-// fakeSteps has the kernels that compute each element by itself. Each gets a tensor's parameter, its
-// scaled gradient, its moments and the step's learning rate.
+// fakeSteps contains the elementwise optimizers. Each function gets a tensor's parameter, its scaled
+// gradient and the step's learning rate.
 var fakeSteps = map[string]func(l *fake.Launch, t optimizer.Tensor, p, g []float32, lr, eps float64){
 	"AdamW": func(l *fake.Launch, t optimizer.Tensor, p, g []float32, lr, eps float64) {
 		cpuoptimizer.AdamW(p, g, floatsAt(l, t.Moments[0], t.Size), floatsAt(l, t.Moments[1], t.Size),
@@ -809,8 +811,8 @@ func (k *fakeKernels) StatisticsProduct(l *fake.Launch, p gemm.StatisticsProduct
 	copy(floatsAt(l, p.Workspace, len(stats)), stats)
 }
 
-// statisticsOf returns the statistics of every head's queries, where attention's kernels keep them:
-// the exponent of the normalizer, Σ g·y, and the factor that makes up for the exponent's rounding.
+// statisticsOf returns the statistics of every head's queries in the layout of the attention kernels: the
+// exponent of the normalizer, Σ g·y, and the factor that corrects the exponent's rounding.
 func statisticsOf(l *fake.Launch, a attention.Geometry, g, y []float32,
 	normalizers gpu.Ptr) []float32 {
 	rows := kernel.CeilDiv(a.Seq, attention.StatisticsTile) * attention.StatisticsTile
@@ -874,7 +876,7 @@ func (k *fakeKernels) DecodeGated(l *fake.Launch, a decode.Gated) {
 	}
 }
 
-// rowProduct is x·wᵀ of one row.
+// rowProduct returns x·wᵀ for one row x.
 func rowProduct(l *fake.Launch, x, w gpu.Ptr, columns, d int) []float32 {
 	row, all, y := floatsAt(l, x, d), floatsAt(l, w, columns*d), make([]float32, columns)
 	for i := range y {
@@ -885,12 +887,12 @@ func rowProduct(l *fake.Launch, x, w gpu.Ptr, columns, d int) []float32 {
 	return y
 }
 
-// denseRows is a copy of an operand of attention, without the gaps between its rows.
+// denseRows returns a copy of an operand of attention, without gaps between rows.
 func denseRows(l *fake.Launch, a attention.Geometry, heads int, r kernel.Rows) []float32 {
 	return slices.Concat(rowsAt(l, r.Ptr, a.Batch*a.Seq, heads*a.HeadDim, r.Stride)...)
 }
 
-// spreadRows writes a result of attention to where it belongs.
+// spreadRows writes a result of attention, with gaps between rows.
 func spreadRows(l *fake.Launch, a attention.Geometry, heads int, r kernel.Rows, x []float32) {
 	width := heads * a.HeadDim
 	for i, row := range rowsAt(l, r.Ptr, a.Batch*a.Seq, width, r.Stride) {
@@ -909,7 +911,7 @@ func cpuShape(l *fake.Launch, a attention.Geometry) cpuattention.Shape {
 	return s
 }
 
-// AttentionDocuments leaves the ends out, which are the kernels' alone.
+// AttentionDocuments omits the ends of documents, which only the real kernels read.
 func (k *fakeKernels) AttentionDocuments(l *fake.Launch, a attention.Documents) {
 	to := fake.Slice[int32](l, a.Table, attention.DocumentsBytes(a.Batch, a.Seq)/4)
 	for i := range a.Batch * a.Seq {
@@ -968,14 +970,14 @@ func (k *fakeKernels) NormalizeBackward(l *fake.Launch, a normalize.Backward) {
 	}
 }
 
-// float8Products is the products of [Float8] without the storage of BFloat16, which fakeKernels do
-// not know.
+// float8Products enables the products of [Float8] without the storage of BFloat16, which fakeKernels does
+// not support.
 func float8Products(c *machineConfig) error {
 	c.Float8 = true
 	return nil
 }
 
-// quantizedRow puts a row in float8 and returns its scale.
+// quantizedRow converts a row to float8 and returns its scale.
 func quantizedRow(y []byte, x []float32) float32 {
 	largest := float32(0)
 	for _, v := range x {
@@ -995,7 +997,7 @@ func quantizedRow(y []byte, x []float32) float32 {
 	return scale
 }
 
-// float8At puts rows in float8, if that is asked for.
+// float8At converts rows to float8 if y is not 0.
 func float8At(l *fake.Launch, y, scale gpu.Ptr, x [][]float32) {
 	if y == 0 {
 		return
@@ -1032,7 +1034,7 @@ func columnsAt(l *fake.Launch, p gpu.Ptr, rows, d int) [][]float32 {
 	return turned
 }
 
-// operandAt returns a matrix: of float32, or where there are factors of its rows of float8.
+// operandAt returns a matrix of float32 or, if scale is not 0, of float8 with one scale per row.
 func operandAt(l *fake.Launch, p, scale gpu.Ptr, rows, d int) []float32 {
 	if scale == 0 {
 		return floatsAt(l, p, rows*d)
@@ -1044,7 +1046,7 @@ func operandAt(l *fake.Launch, p, scale gpu.Ptr, rows, d int) []float32 {
 	return values
 }
 
-// The products of this module's own of fakeKernels.
+// The remaining methods are matrix products with this module's own kernels.
 
 func (k *fakeKernels) SiLUProduct(l *fake.Launch, a gemm.SiLUProduct) {
 	ab := floatsAt(l, a.AB, 2*a.Rows*a.F)
@@ -1110,7 +1112,7 @@ func (k *fakeKernels) Product(l *fake.Launch, a gemm.Product) {
 	}
 }
 
-// withKernels has a machine's kernels be what wrap makes of them.
+// withKernels replaces a machine's kernels by the result of wrap.
 func withKernels(wrap func(run.Launcher) run.Launcher) MachineOption {
 	return func(c *machineConfig) error {
 		c.kernels = wrap
@@ -1118,16 +1120,16 @@ func withKernels(wrap func(run.Launcher) run.Launcher) MachineOption {
 	}
 }
 
-// fakeOf is the fake behind a machine's kernels.
+// fakeOf returns the fake that implements a machine's kernels.
 func fakeOf(k run.Launcher) *fakeKernels { return k.(*fakeKernels) }
 
-// isOp reports whether a node's op is of a type.
+// isOp reports whether a node's op has type T.
 func isOp[T any](n *gorgonia.Node) bool {
 	_, ok := n.Op().(T)
 	return ok
 }
 
-// apartBy is ‖x − y‖/‖y‖.
+// apartBy returns ‖x − y‖/‖y‖.
 func apartBy(x, y []float32) float64 {
 	var diff, norm float64
 	for i := range x {
@@ -1141,29 +1143,29 @@ func apartBy(x, y []float32) float64 {
 	return math.Sqrt(diff / norm)
 }
 
-// OpenFakeDriver is openFake for tests with packages that import this one.
+// OpenFakeDriver exports openFake to the external test package, which uses packages that import this one.
 func OpenFakeDriver(t testing.TB) (*Device, *fake.Driver) { return openFake(t, fake.Config{}) }
 
-// OpenFake is the device of OpenFakeDriver.
+// OpenFake returns only the device of OpenFakeDriver.
 func OpenFake(t testing.TB) *Device {
 	device, _ := OpenFakeDriver(t)
 	return device
 }
 
-// RequireNoLeaks is requireNoLeaks for tests in the other package of this folder.
+// RequireNoLeaks exports requireNoLeaks to the external test package.
 func RequireNoLeaks(t testing.TB, device *Device) { requireNoLeaks(t, device) }
 
-// NarrowGradients is narrowGradients for them.
+// NarrowGradients exports narrowGradients to the external test package.
 func NarrowGradients() MachineOption { return narrowGradients }
 
-// batch is a model's graph and inputs for it.
+// batch is a model's graph together with inputs for it.
 type batch struct {
 	*llm.Graph
 	ids, targets []int
 }
 
-// few is n, and less in short mode: where compute-sanitizer watches a GPU, a launch takes it tens
-// of milliseconds.
+// few returns n, or short in short mode. Under compute-sanitizer, a launch on a GPU takes tens of
+// milliseconds.
 func few(n, short int) int {
 	if testing.Short() {
 		return short
@@ -1171,8 +1173,8 @@ func few(n, short int) int {
 	return n
 }
 
-// newBatch is the graph of a small model. Odd seeds give it a perceptron of an odd size, whose
-// matrices begin anywhere.
+// newBatch returns a small model with its graph. Odd seeds give its perceptron an odd size, which makes
+// matrices unaligned.
 func newBatch(t testing.TB, kind llm.GraphKind, seed uint64) (*llm.Model, *batch) {
 	t.Helper()
 	c := llm.Config{Vocab: 19, Dim: 18, Layers: few(2, 1), Heads: 3, KVHeads: 1, Seq: 6, FF: 64,
@@ -1190,7 +1192,7 @@ func newBatch(t testing.TB, kind llm.GraphKind, seed uint64) (*llm.Model, *batch
 	return m, b
 }
 
-// draw gives the graph other ids and targets.
+// draw sets random ids and targets.
 func (b *batch) draw(t testing.TB, seed uint64) {
 	t.Helper()
 	r := rand.New(rand.NewPCG(seed, 3))
@@ -1238,7 +1240,7 @@ func flat(t testing.TB, v gorgonia.Value) []float32 {
 	return nil
 }
 
-// openGPU returns the GPU, and skips the test where there is none.
+// openGPU returns the GPU, or skips the test on a computer without one.
 func openGPU(t testing.TB) *Device {
 	t.Helper()
 	device, err := Open()
@@ -1252,7 +1254,7 @@ func openGPU(t testing.TB) *Device {
 	return device
 }
 
-// openMachine makes a machine that is closed when the test ends.
+// openMachine returns a machine that is closed at the end of the test.
 func openMachine(t testing.TB, device *Device, g *gorgonia.ExprGraph,
 	opts ...MachineOption) *Machine {
 	t.Helper()
@@ -1262,7 +1264,7 @@ func openMachine(t testing.TB, device *Device, g *gorgonia.ExprGraph,
 	return m
 }
 
-// randomNode is an input of normal numbers.
+// randomNode returns an input of normally distributed numbers.
 func randomNode(g *gorgonia.ExprGraph, r *rand.Rand, deviation float64, name string,
 	s ...int) *gorgonia.Node {
 	x := make([]float32, opbase.Size(s))
@@ -1272,30 +1274,31 @@ func randomNode(g *gorgonia.ExprGraph, r *rand.Rand, deviation float64, name str
 	return floatNode(g, name, x, s...)
 }
 
-// rangeNode is an input of 0, 1, 2 and so on.
+// rangeNode returns an input with the elements 0, 1, 2 and so on.
 func rangeNode(g *gorgonia.ExprGraph, name string, s ...int) *gorgonia.Node {
 	return floatNode(g, name, tensor.Range(tensor.Float32, 0, opbase.Size(s)).([]float32), s...)
 }
 
-// floatNode is an input of these numbers.
+// floatNode returns an input with the given elements.
 func floatNode(g *gorgonia.ExprGraph, name string, x []float32, s ...int) *gorgonia.Node {
 	return gorgonia.NewTensor(g, tensor.Float32, len(s), gorgonia.WithName(name),
 		gorgonia.WithShape(s...),
 		gorgonia.WithValue(tensor.New(tensor.WithShape(s...), tensor.WithBacking(x))))
 }
 
-// intNode is an input of ids.
+// intNode returns an input of ids.
 func intNode(g *gorgonia.ExprGraph, name string, ids []int) *gorgonia.Node {
 	return gorgonia.NewVector(g, tensor.Int, gorgonia.WithName(name),
 		gorgonia.WithShape(len(ids)),
 		gorgonia.WithValue(tensor.New(tensor.WithShape(len(ids)), tensor.WithBacking(ids))))
 }
 
-// places are where tests run: on the fake driver, and on a GPU that stores activations in a type.
+// places maps the test environments to options: the fake driver, or a GPU with activations of a given
+// type.
 var places = map[string][]MachineOption{"fake": nil, "scaled": {scaledGradients}, "float32": nil,
 	"float16": {WithPrecision(Float16)}, "bfloat16": {WithPrecision(BFloat16)}}
 
-// onEach runs a test in some of the places, and tells it how far numbers may be off there.
+// onEach runs a test in the given places, and passes it the tolerance for each place.
 func onEach(t *testing.T, test func(t *testing.T, device *Device, tolerance float64,
 	opts ...MachineOption), tolerances map[string]float64) {
 	for name, tolerance := range tolerances {
@@ -1309,7 +1312,7 @@ func onEach(t *testing.T, test func(t *testing.T, device *Device, tolerance floa
 	}
 }
 
-// exactly is places whose tests know how exact their numbers are.
+// exactly returns places for tests that do not use the tolerance.
 func exactly(names ...string) map[string]float64 {
 	tolerances := map[string]float64{}
 	for _, name := range names {
@@ -1318,27 +1321,27 @@ func exactly(names ...string) map[string]float64 {
 	return tolerances
 }
 
-// randomSeed is a seed that the test tells of.
+// randomSeed returns a random seed and logs it.
 func randomSeed(t testing.TB) uint64 {
 	t.Helper()
 	seed := randtest.Seed(t)
 	return seed
 }
 
-// errOf is the error of a function of which nothing else is wanted.
+// errOf returns only the error of a function's results.
 func errOf(_ any, err error) error { return err }
 
-// tapeMachine is Gorgonia's machine, which is closed when the test ends.
+// tapeMachine returns Gorgonia's machine, which is closed at the end of the test.
 func tapeMachine(t testing.TB, g *gorgonia.ExprGraph, opts ...gorgonia.VMOpt) gorgonia.VM {
 	tape := gorgonia.NewTapeMachine(g, opts...)
 	t.Cleanup(func() { require.NoError(t, tape.Close()) })
 	return tape
 }
 
-// logTo has a machine write its log into a text.
+// logTo makes a machine write its log to w.
 func logTo(w io.Writer) MachineOption { return WithLogger(slog.New(slog.NewTextHandler(w, nil))) }
 
-// optimize gives a machine an optimiser.
+// optimize sets a machine's optimizer.
 func optimize(t testing.TB, m *Machine, newOptimizer func() (optim.Optimizer, error),
 	maxNorm float64) optim.Optimizer {
 	t.Helper()
@@ -1348,14 +1351,14 @@ func optimize(t testing.TB, m *Machine, newOptimizer func() (optim.Optimizer, er
 	return o
 }
 
-// step is a run and an update.
+// step performs a run and an update.
 func step(t testing.TB, m *Machine) {
 	t.Helper()
 	require.NoError(t, m.RunAll())
 	require.NoError(t, errOf(m.Update()))
 }
 
-// valueIn is a node's value in a machine.
+// valueIn returns a node's value in a machine.
 func valueIn(t testing.TB, m *Machine, n *gorgonia.Node) gorgonia.Value {
 	t.Helper()
 	v, err := m.Value(n)

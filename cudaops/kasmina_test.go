@@ -141,7 +141,7 @@ func (k *fakeKernels) KasminaBackward(l *fake.Launch, b kasmina.Backward) {
 	}
 }
 
-// kasminaGraph is the cross-entropy of a Kasmina layer y of x, whose lattice has seeds in many
+// kasminaGraph is the cross-entropy of a Kasmina layer y of x. The seeds of its lattice are in many
 // stages.
 type kasminaGraph struct {
 	g                       *gorgonia.ExprGraph
@@ -159,7 +159,8 @@ func newKasminaGraph(t testing.TB, seed uint64, opts []state.Option,
 	return newWideKasminaGraph(t, seed, 3, opts, layer...)
 }
 
-// newWideKasminaGraph has slots of the given number of weights, and seeds of all kinds that fit.
+// newWideKasminaGraph returns a graph with slots of the given number of weights, and seeds of all kinds
+// that fit.
 func newWideKasminaGraph(t testing.TB, seed uint64, width int, opts []state.Option,
 	layer ...op.KasminaOption) *kasminaGraph {
 	t.Helper()
@@ -225,8 +226,8 @@ func (k *kasminaGraph) open(t testing.TB, device *Device, opts ...MachineOption)
 	return m
 }
 
-// TestKasminaMachine runs a layer on both machines, while the lattice moves on, and compares
-// gradients and reports.
+// TestKasminaMachine runs a layer on a Machine and on the tape machine while the lattice advances, and
+// compares gradients and reports.
 func TestKasminaMachine(t *testing.T) {
 	for name, c := range map[string]struct {
 		lattice []state.Option
@@ -244,7 +245,7 @@ func TestKasminaMachine(t *testing.T) {
 		"off":   {lattice: []state.Option{state.WithTelemetry(state.Telemetry{Mode: state.Off})}},
 		"quiet": {layer: []op.KasminaOption{op.WithoutTelemetry()}},
 	} {
-		// slots as wide as chunks, and slots with room for the kinds that mix
+		// slots as wide as chunks, and slots with room for kinds that mix features
 		for _, width := range []int{3, 13} {
 			name := fmt.Sprintf("%s/%d", name, width)
 			t.Run(name+"/fake", func(t *testing.T) {
@@ -277,7 +278,7 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 	for step := range uint64(few(7, 5)) {
 		for _, k := range []*kasminaGraph{a, b} {
 			k.draw(t, seed+step, func(x []float32) {
-				for i := 5; i < len(x); i += 7 { // the strict mode lets their gradients pass
+				for i := 5; i < len(x); i += 7 { // strict mode passes the gradients of zeros
 					x[i] = 0
 				}
 			})
@@ -289,7 +290,7 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 		}
 		tape.Reset()
 		require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
-		// gradients of slots are sums over all rows, which both machines round, each in its order
+		// Gradients of slots are sums over all rows. Both machines round them, in a different order.
 		sameAsTape(t, m, a, b, 1e-5, 1e-4)
 		sameReports(t, fmt.Sprintf("step %d", step), a.lattice.Report(), b.lattice.Report())
 	}
@@ -297,8 +298,9 @@ func compareKasmina(t *testing.T, device *Device, width int, lattice []state.Opt
 	sameReports(t, "history", a.lattice.History(), b.lattice.History())
 }
 
-// sameAsTape wants the loss and the gradients of a graph on a machine to be those of the same one
-// on Gorgonia's. The gradients are those of x and of slots.
+// sameAsTape compares the loss and the gradients of a graph a on a machine against the same graph b on
+// Gorgonia's tape machine. The tolerances are for the gradient of x, and for the gradients of weights and
+// scales.
 func sameAsTape(t *testing.T, m *Machine, a, b *kasminaGraph, x, slots float64) {
 	t.Helper()
 	of := func(k *kasminaGraph) gorgonia.Nodes {
@@ -310,8 +312,8 @@ func sameAsTape(t *testing.T, m *Machine, a, b *kasminaGraph, x, slots float64) 
 	}
 }
 
-// sameReports compares every number, whatever the structure, up to the precision of what the
-// lattice keeps as float16.
+// sameReports compares all numbers in two structures, up to the precision of the lattice's bfloat16
+// numbers.
 func sameReports(t testing.TB, at string, got, want any) {
 	t.Helper()
 	require.Empty(t, differs(reflect.ValueOf(got), reflect.ValueOf(want), at))
@@ -324,7 +326,7 @@ func differs(a, b reflect.Value, at string) string {
 			return fmt.Sprintf("%s: %v, want %v", at, x, y)
 		}
 	case reflect.Struct:
-		// what was timed is another matter on every machine
+		// times differ between machines
 		if layer, ok := a.Interface().(state.LayerReport); ok {
 			want := b.Interface().(state.LayerReport)
 			a = reflect.ValueOf(state.LayerReport{Errors: layer.Errors, Clips: layer.Clips})
@@ -371,7 +373,7 @@ func TestKasminaMachineNonFinite(t *testing.T) {
 	require.NoError(t, errOf(m.Value(k.loss)))
 }
 
-// ownKind is a registered blueprint, which has no kernel.
+// ownKind returns a registered blueprint, which has no kernel.
 var ownKind = sync.OnceValues(func() (blueprints.Kind, error) {
 	b, err := blueprints.Lookup(blueprints.MLPExpansion)
 	if err != nil {
@@ -382,11 +384,11 @@ var ownKind = sync.OnceValues(func() (blueprints.Kind, error) {
 	return blueprints.Register(own)
 })
 
-// OwnKind is ownKind for tests in the other package of this folder.
+// OwnKind exports ownKind to the external test package.
 func OwnKind() (blueprints.Kind, error) { return ownKind() }
 
-// TestKasminaMachineOwnBlueprint has a registered blueprint come to a layer that was lowered
-// before, and must not be computed on the host.
+// TestKasminaMachineOwnBlueprint checks the error of WithStrict when a seed with a registered blueprint
+// starts to train in a layer that has already been compiled for the device.
 func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	kind, err := ownKind()
@@ -401,9 +403,8 @@ func TestKasminaMachineOwnBlueprint(t *testing.T) {
 	require.ErrorContains(t, m.RunAll(), "the kind has no kernel")
 }
 
-// TestKasminaOnHost wants a layer with a registered blueprint to be computed on the host in a graph
-// whose other ops are on the device. It is as right and as well reported as there, with one
-// warning.
+// TestKasminaOnHost checks that a layer with a registered blueprint is computed on the host in a graph
+// with other ops on the device, with one warning and with the same results and reports as on the CPU.
 func TestKasminaOnHost(t *testing.T) {
 	onEach(t, testKasminaOnHost, map[string]float64{"fake": 1e-5, "scaled": 1e-5, "float32": 1e-5,
 		"float16": 1e-2})
@@ -411,7 +412,7 @@ func TestKasminaOnHost(t *testing.T) {
 
 func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
 	var layer []op.KasminaOption
-	if tolerance < 1e-2 { // else what is clipped depends on what is rounded
+	if tolerance < 1e-2 { // in float16, rounding may change which gradients are clipped
 		layer = append(layer, op.WithGradClip(0.05))
 	}
 
@@ -448,9 +449,9 @@ func testKasminaOnHost(t *testing.T, device *Device, tolerance float64, opts ...
 	require.ErrorContains(t, err, "the kind has no kernel, and WithStrict forbids")
 }
 
-// Slots of zeros become the same identity starts on a device as on a CPU, when a seed begins to
-// compute with them. Weights and scales may be parameters there, another machine's, or sent before
-// every run, and the layer may be computed on the host.
+// TestKasminaFreshWeights checks that slots of zeros are initialized with the same identity start on a
+// device as on a CPU when a seed starts to compute with them. Weights and scales are parameters or are
+// sent before every run, and the layer is computed on the device or on the host.
 func TestKasminaFreshWeights(t *testing.T) {
 	onEach(t, testFreshWeights, map[string]float64{"fake": 1e-5, "float32": 1e-5})
 }
@@ -471,7 +472,7 @@ func testFreshWeights(t *testing.T, device *Device, tolerance float64, opts ...M
 			require.NoError(t, err)
 			tape := gorgonia.NewTapeMachine(b.g)
 			for step := range uint64(4) {
-				if step == 2 { // the others have begun before the first run
+				if step == 2 { // the other seeds have started before the first run
 					a.germinate(t, kind)
 					b.germinate(t, kind)
 				}
@@ -502,7 +503,7 @@ func testFreshWeights(t *testing.T, device *Device, tolerance float64, opts ...M
 	}
 }
 
-// freshGraph is a graph with wide slots in which nothing is written.
+// freshGraph returns a graph with wide slots that are all zero.
 func freshGraph(t *testing.T, seed uint64, kind blueprints.Kind) *kasminaGraph {
 	k := newWideKasminaGraph(t, seed, 13, nil)
 	require.NoError(t, gorgonia.Let(k.weights,
@@ -521,7 +522,8 @@ func (k *kasminaGraph) germinate(t *testing.T, kind blueprints.Kind) {
 	require.NoError(t, k.lattice.SetAlpha(k.seeds-1, 0.7))
 }
 
-// ownLife is what becomes of a seed with a registered kind, and where its layer is computed then.
+// ownLife lists the stages of a seed with a registered kind, and whether its layer is computed on the
+// host in each stage.
 var ownLife = []struct {
 	to     state.Stage
 	onHost bool
@@ -529,7 +531,7 @@ var ownLife = []struct {
 	{state.FineTuning, true},
 	{state.RolledBack, false}}
 
-// live moves a seed on in a life of the given kind.
+// live moves a seed of the given kind to the next stage in ownLife.
 func live(l *state.Lattice, seed int, to state.Stage, kind blueprints.Kind) error {
 	switch to {
 	case state.Dormant:
@@ -546,10 +548,10 @@ func live(l *state.Lattice, seed int, to state.Stage, kind blueprints.Kind) erro
 	return l.Transition(seed, to)
 }
 
-// TestKasminaMovesToHost has a registered kind start to train in mid run. It wants the layer to be
-// computed on the host from then on, after one warning that names the kind. When the kind is gone,
-// the device computes it again. It is as right and as well reported as on the CPU, with runs
-// captured on the device before and after.
+// TestKasminaMovesToHost checks that a layer is computed on the host from the moment a registered kind
+// starts to train, with one warning that names the kind, and on the device again when the kind is gone.
+// Results and reports must be the same as on the CPU throughout, with runs captured on the device before
+// and after.
 func TestKasminaMovesToHost(t *testing.T) {
 	for _, width := range []int{3, 13} {
 		for name, layer := range map[string][]op.KasminaOption{
@@ -605,8 +607,8 @@ func testKasminaMovesToHost(t *testing.T, device *Device, width int, layer []op.
 	require.Contains(t, log.String(), `machine test's own`)
 }
 
-// grafted is the training graph of a model of two blocks, each with a Kasmina layer behind it, half
-// of whose seeds blend.
+// grafted returns the training graph of a model of two blocks, each followed by a Kasmina layer. Half of
+// the layers' seeds blend.
 func grafted(t *testing.T, seed uint64, opts ...llm.GraphOption) *batch {
 	t.Helper()
 	c := llm.Config{Vocab: 19, Dim: 64, Layers: 2, Heads: 2, Seq: 33,
@@ -629,8 +631,7 @@ func grafted(t *testing.T, seed uint64, opts ...llm.GraphOption) *batch {
 	return b
 }
 
-// gradientsOfLayers are the nodes that Kasmina layers' backward passes read as the gradients of
-// their results.
+// gradientsOfLayers returns the gradients of the results of all Kasmina layers.
 func gradientsOfLayers(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 	for _, n := range g.AllNodes() {
 		if isOp[*op.KasminaGradOp](n) {
@@ -649,9 +650,9 @@ func inPlaceTasks(m *Machine) (n int) {
 	return n
 }
 
-// TestKasminaInPlace wants the gradient of a layer's input where that of its result was, which
-// nothing else reads, unless it was asked for. The bits are the same in either place, and beside a
-// monitor, which runs the pass more than once.
+// TestKasminaInPlace checks that the gradient of a layer's input overwrites the gradient of its result if
+// nothing else reads the latter and it is not an output. The bits must be the same in either place, and
+// with a monitor, which runs the pass more than once.
 func TestKasminaInPlace(t *testing.T) {
 	onEach(t, compareInPlace, exactly("fake", "bfloat16"))
 }
@@ -664,7 +665,7 @@ func compareInPlace(t *testing.T, device *Device, _ float64, opts ...MachineOpti
 		name string
 		kept func(*gorgonia.ExprGraph) gorgonia.Nodes
 		opts []MachineOption
-		want int // tasks in place
+		want int // number of tasks in place
 	}
 
 	none := func(*gorgonia.ExprGraph) gorgonia.Nodes { return nil }
@@ -699,8 +700,8 @@ func compareInPlace(t *testing.T, device *Device, _ float64, opts ...MachineOpti
 	}
 }
 
-// TestKasminaReplaced wants no value of a gradient that another one has replaced, though the memory
-// lasts.
+// TestKasminaReplaced checks that Value returns an error for a gradient that has been overwritten, even
+// though its memory outlasts the run.
 func TestKasminaReplaced(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	b := grafted(t, 1)
@@ -725,7 +726,8 @@ func TestKasminaReplaced(t *testing.T) {
 	}
 }
 
-// TestKasminaElsewhere has gradients that something else reads too, or that are not in the arena.
+// TestKasminaElsewhere checks gradients that cannot be overwritten, because something else reads them or
+// because they are not in the arena.
 func TestKasminaElsewhere(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	open := func(g *gorgonia.ExprGraph, params gorgonia.Nodes, keep ...*gorgonia.Node) *Machine {
@@ -741,7 +743,7 @@ func TestKasminaElsewhere(t *testing.T) {
 	require.Equal(t, 1, inPlaceTasks(open(b.G, b.Params, b.Loss, twice)))
 }
 
-// directions counts norms by the end of their input that they begin with.
+// directions counts norms that process rows in ascending and in descending order.
 type directions struct {
 	run.Launcher
 	ascending, descending int
@@ -756,8 +758,8 @@ func (k *directions) Launch(s gpu.Stream, params any) error {
 	return k.Launcher.Launch(s, params)
 }
 
-// TestNormsBehindKasmina wants norms to begin where what came before them ended: behind a layer
-// with the first rows.
+// TestNormsBehindKasmina checks that a norm starts with the rows that the preceding layer has written
+// last: the first rows after a Kasmina layer.
 func TestNormsBehindKasmina(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	k := &directions{}
@@ -766,13 +768,14 @@ func TestNormsBehindKasmina(t *testing.T) {
 		[]MachineOption{
 			withKernels(func(inner run.Launcher) run.Launcher { k.Launcher = inner; return k })})
 	require.NoError(t, m.RunAll())
-	// Two in each block, of which the second is of a sum, and a last one.
+	// There are two norms in each block, the second one of a sum, and a last norm.
 	runs := k.ascending / 2
 	require.NotZero(t, runs)
 	require.Equal(t, []int{2 * runs, 3 * runs}, []int{k.ascending, k.descending})
 }
 
-// kasminaChain is a loss behind layers of different lattices, one on top of the other.
+// kasminaChain is a loss of several Kasmina layers with different lattices, each applied to the result of
+// the previous one.
 type kasminaChain struct {
 	loss     *gorgonia.Node
 	params   gorgonia.Nodes
@@ -817,8 +820,8 @@ func newKasminaChain(t *testing.T, seed uint64, telemetry []state.Telemetry,
 	return k
 }
 
-// TestKasminaReports wants the layers of a graph to be reported by one copy a run. Each hears of
-// itself: gradients and reports are those of a tape machine.
+// TestKasminaReports checks that a run copies the measurements of all layers at once, and that gradients
+// and reports are the same as on a tape machine.
 func TestKasminaReports(t *testing.T) {
 	seed := randomSeed(t)
 	off, production := state.Telemetry{Mode: state.Off}, state.Telemetry{Mode: state.Production}
@@ -846,7 +849,7 @@ func TestKasminaReports(t *testing.T) {
 				require.NoError(t, errors.Join(m.RunAll(), tape.RunAll()))
 				want := copies{1, 4 * all * program.KasminaWords}
 				for _, p := range a.params {
-					// scales, which tell whether anybody has written the slots
+					// scales show whether the slots are still zero
 					if step == 0 && p.Dims() == 1 {
 						want.add(copies{1, int64(4 * p.Shape().TotalSize())})
 					}
@@ -871,8 +874,8 @@ func TestKasminaReports(t *testing.T) {
 	}
 }
 
-// TestKasminaFailedRun checks that a run which fails in any of its launches leaves no counts on the
-// device: once the lattice is restored, the runs that follow are reported as if nothing had failed.
+// TestKasminaFailedRun checks that no counts remain on the device after a run that fails in any of its
+// launches: once the lattice is restored, the runs that follow are reported as if nothing had failed.
 func TestKasminaFailedRun(t *testing.T) {
 	seed := randomSeed(t)
 	telemetry := []state.Telemetry{{Mode: state.Production}, {Mode: state.Production}}
@@ -919,7 +922,7 @@ func TestKasminaFailedRun(t *testing.T) {
 	}
 }
 
-// slowKasmina is kernels whose passes take as long as they are told, and longer with telemetry.
+// slowKasmina makes passes of Kasmina layers take the given times, and longer with telemetry.
 type slowKasmina struct {
 	run.Launcher
 	fake                         *fakeKernels
@@ -948,8 +951,8 @@ func (k *slowKasmina) Launch(s gpu.Stream, params any) error {
 	return k.fake.launch(s, func(l *fake.Launch) { l.Took = took })
 }
 
-// TestKasminaTiming wants a machine with a monitor to tell the lattice what its passes take and
-// what telemetry costs. All else is as without: the same bits, figures and counts.
+// TestKasminaTiming checks that a machine with a monitor reports the time of passes and the cost of
+// telemetry to the lattice, and otherwise computes the same bits, measurements and counts.
 func TestKasminaTiming(t *testing.T) {
 	seed := randomSeed(t)
 	for _, mode := range []state.TelemetryMode{state.Production, state.Off} {
@@ -994,7 +997,7 @@ func TestKasminaTiming(t *testing.T) {
 			continue
 		}
 		k := graphs[1]
-		// x and y, the gradients of both, and x again of the seeds that are neither dormant nor
+		// The passes move x and y, both gradients, and x again for seeds that are neither dormant nor
 		// Residual.
 		bytes, perRun := 4*float64(k.rows*(4*k.dim+5*k.chunk)), (6 * time.Millisecond).Seconds()
 		l := timed.Layer

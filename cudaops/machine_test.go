@@ -44,8 +44,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestMachineAgreesWithTapeMachine runs a model's training graph on both machines, on several
-// batches. The machine runs the first as it is, records the second and replays it from then on.
+// TestMachineAgreesWithTapeMachine compares a model's training graph on a Machine and on Gorgonia's tape
+// machine, for several batches. The Machine enqueues the first run, captures the second one and replays
+// it from then on.
 func TestMachineAgreesWithTapeMachine(t *testing.T) {
 	onEach(t, testAgainstTapeMachine, map[string]float64{
 		"fake": 1e-5, "float32": 1e-4, "scaled": 1e-5, "bfloat16": 3e-2, "float16": 5e-3})
@@ -85,7 +86,7 @@ func testAgainstTapeMachine(t *testing.T, device *Device, tolerance float64,
 	require.Zero(t, log.Len(), log.String())
 }
 
-// plusOneOp is an op that the machine does not know.
+// plusOneOp is an op without a kernel.
 type plusOneOp struct{ opbase.Base }
 
 func plusOne(x *gorgonia.Node) (*gorgonia.Node, error) {
@@ -102,8 +103,8 @@ func computePlusOne[T float32 | float64](_ *plusOneOp, y []T, in opbase.Args) er
 	return nil
 }
 
-// TestUnknownOp wants an op without a kernel to be computed on the host, with one warning, or to be
-// refused by name.
+// TestUnknownOp checks that an op without a kernel is computed on the host, with one warning, and that
+// the error of WithStrict names it.
 func TestUnknownOp(t *testing.T) {
 	onEach(t, testUnknownOp, exactly("fake", "float32"))
 }
@@ -137,7 +138,7 @@ func testUnknownOp(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 		"PlusOne")
 }
 
-// stockGraph is y = tanh(x·wᵀ) ⊙ x·wᵀ + 2·x·wᵀ, all of which has kernels.
+// stockGraph returns the graph of y = tanh(x·w) ⊙ x·w + 2·x·w. All its ops have kernels.
 func stockGraph(t testing.TB) (g *gorgonia.ExprGraph, x, y *gorgonia.Node) {
 	t.Helper()
 	must := gorgonia.Must
@@ -151,8 +152,8 @@ func stockGraph(t testing.TB) (g *gorgonia.ExprGraph, x, y *gorgonia.Node) {
 	return g, x, y
 }
 
-// TestCapture wants a graph without host nodes to be recorded at the second run, and nothing but
-// inputs to be copied.
+// TestCapture checks that a graph without ops on the host is captured by the second run, and that replays
+// copy only inputs.
 func TestCapture(t *testing.T) {
 	onEach(t, testCapture, exactly("fake", "float32"))
 }
@@ -171,7 +172,7 @@ func testCapture(t *testing.T, device *Device, _ float64, opts ...MachineOption)
 		counter.take()
 		require.NoError(t, machine.RunAll())
 		work := counter.take()
-		if step > 0 { // one launch of a graph, and no copies but those of the inputs
+		if step > 0 { // one launch of a graph, and no copies except of inputs
 			require.EqualValues(t, []int64{1, 0, 0},
 				[]int64{int64(work.graphs), work.down.count, work.on.count}, step)
 		}
@@ -238,7 +239,7 @@ func TestMachineErrors(t *testing.T) {
 	require.Error(t, m.RunAll(), "a closed machine runs")
 }
 
-// TestArguments gives every function what it must refuse, by an error that says what it is.
+// TestArguments checks the errors for invalid arguments of every function.
 func TestArguments(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	build := func(name string) (*gorgonia.ExprGraph, *gorgonia.Node, *gorgonia.Node) {
@@ -287,7 +288,8 @@ func TestArguments(t *testing.T) {
 	require.NoError(t, errors.Join(borrower.Close(), device.ctx.Free(memory)))
 }
 
-// TestCloseKeptRefused wants a machine whose parameters others have a use for to stay as it is.
+// TestCloseKeptRefused checks that CloseKept fails without changing the machine if another machine or the
+// program uses its parameters.
 func TestCloseKeptRefused(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newAdamW)
@@ -314,7 +316,7 @@ func TestCloseKeptRefused(t *testing.T) {
 	require.ErrorContains(t, errOf(m.CloseKept()), "lies in memory of its user's")
 }
 
-// TestUploadRefused wants an upload of which a value cannot be sent to send none of the others.
+// TestUploadRefused checks that Upload copies no value if any value is invalid.
 func TestUploadRefused(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newAdamW)
@@ -330,8 +332,7 @@ func TestUploadRefused(t *testing.T) {
 	require.Equal(t, flat(t, before), flat(t, after), "the parameter ahead of it was sent")
 }
 
-// TestDownloadElsewhere wants a download to leave out parameters that nothing asks for, and those
-// that another machine has.
+// TestDownloadElsewhere checks that Download without arguments skips unused and shared parameters.
 func TestDownloadElsewhere(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	build := func() (g *gorgonia.ExprGraph, w, unused *gorgonia.Node) {
@@ -353,7 +354,8 @@ func TestDownloadElsewhere(t *testing.T) {
 	require.ErrorContains(t, borrower.Download(w), "is no input of the graph")
 }
 
-// TestKept hands parameters and moments on, of which nothing is copied to the host, nor lost.
+// TestKept checks that machines made with WithKept continue with parameters and moments, whether the
+// previous machine was closed before Kept or after it.
 func TestKept(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newAdamW)
@@ -366,7 +368,7 @@ func TestKept(t *testing.T) {
 		return NewMachine(device, l.batch.G, WithParams(l.batch.Params...),
 			WithOutputs(l.batch.Loss), WithKept(k, same))
 	}
-	for range 2 { // the first one gives back what it has taken
+	for range 2 { // the first machine returns the memory when it is closed
 		m, err := next(kept)
 		require.NoError(t, err)
 		require.NoError(t, m.SetOptimizer(l.optimizer, 1))
@@ -375,7 +377,7 @@ func TestKept(t *testing.T) {
 		require.NoError(t, m.Close())
 	}
 
-	moved, err := next(kept) // gives back what it has no use for
+	moved, err := next(kept) // returns the rest of the memory when it is closed
 	require.NoError(t, err)
 	bytes := 4 * p.Shape().TotalSize()
 	own, err := device.ctx.Alloc(bytes)
@@ -391,7 +393,8 @@ func TestKept(t *testing.T) {
 	require.ErrorContains(t, errOf(next(kept)), "there is nothing that was kept")
 }
 
-// TestKeptTwice: what a machine takes over and leaves in turn is no longer with the first.
+// TestKeptTwice checks that memory which a machine has taken over and passed on with CloseKept no longer
+// belongs to the first Kept.
 func TestKeptTwice(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newAdamW)
@@ -406,8 +409,8 @@ func TestKeptTwice(t *testing.T) {
 	require.NoError(t, first.Close())
 }
 
-// TestKeptPassedOn wants no optimiser to begin anew in silence with a parameter whose moments another
-// machine has left to the next.
+// TestKeptPassedOn checks that an optimizer does not silently start without moments after another machine
+// has passed them on to a second Kept.
 func TestKeptPassedOn(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newAdamW)
@@ -426,12 +429,12 @@ func TestKeptPassedOn(t *testing.T) {
 	require.NoError(t, err)
 	require.ErrorContains(t, late.SetOptimizer(l.optimizer, 1), "the moments of "+name)
 	require.ErrorContains(t, l.open(device, WithKept(first, names)), "has left "+name)
-	l.batch.Params = l.batch.Params[2:] // without that, it is no matter
+	l.batch.Params = l.batch.Params[2:] // the remaining parameters can be used
 	require.NoError(t, l.open(device, WithKept(first, names)))
 	require.NoError(t, errors.Join(late.Close(), l.machine.Close(), second.Close(), first.Close()))
 }
 
-// wrapped is an optimiser that is no pointer.
+// wrapped is an optimizer that is not a pointer.
 type wrapped struct{ *optim.AdamW }
 
 func TestPrecisionText(t *testing.T) {
@@ -454,24 +457,24 @@ func TestPrecisionText(t *testing.T) {
 	require.Equal(t, "Precision(9)", Precision(9).String())
 }
 
-// TestCopiesOfAStep counts what goes between host and device in the steps of a growing model. Ids
-// and targets go up. The loss, the norm of the gradients and what the lattice wants to know of its
-// seeds come down, and nothing else.
+// TestCopiesOfAStep counts the copies between host and device in the steps of a growing model. Only ids
+// and targets are copied to the device, and only the loss, the gradient norm and the lattice's
+// measurements are copied back.
 func TestCopiesOfAStep(t *testing.T) {
 	onEach(t, testCopies, exactly("fake", "scaled", "float32", "bfloat16", "float16"))
 }
 
-// counted is a context that counts what goes between host and device. What is in a graph counts
-// when that is launched.
+// counted is a context that counts copies between host and device. Copies in a graph are counted when the
+// graph is launched.
 type counted struct {
 	gpu.Context
-	mu             sync.Mutex // inputs are sent side by side
+	mu             sync.Mutex // inputs are sent concurrently
 	work, captured traffic
 	capturing      bool
 	of             map[gpu.Graph]traffic
 }
 
-// copies is a number of copies and their bytes.
+// copies holds a number of copies and their total size in bytes.
 type copies struct{ count, bytes int64 }
 
 func (c *copies) add(o copies) { c.count, c.bytes = c.count+o.count, c.bytes+o.bytes }
@@ -481,14 +484,14 @@ type traffic struct {
 	graphs       int
 }
 
-// counting has a device's context counted, for machines that are still to be opened.
+// counting makes machines that are opened on the device from now on use a counted context.
 func counting(d *Device) *counted {
 	c := &counted{Context: d.ctx, of: map[gpu.Graph]traffic{}}
 	d.ctx = c
 	return c
 }
 
-// take returns what was done since it was called last.
+// take returns the traffic since the last call of take.
 func (c *counted) take() traffic {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -582,7 +585,7 @@ func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 	}
 
 	for _, c := range cases[:few(len(cases), 2)] {
-		// Runs and updates are launched one by one at first and recorded at the second time.
+		// Runs and updates are enqueued at first, and captured the second time.
 		for i := range few(4, 3) {
 			if c.set != nil {
 				require.NoError(t, c.set())
@@ -590,15 +593,15 @@ func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 			l.batch.draw(t, uint64(i))
 			counter.take()
 			require.NoError(t, l.step())
-			if work := counter.take(); i > 1 { // the graphs are the run's and the update's two parts
+			if work := counter.take(); i > 1 { // one graph for the run and two for the update
 				require.Equal(t, traffic{up: c.up, down: c.down, graphs: 3}, work, c.name)
 			}
 		}
 	}
 }
 
-// TestModesAreCapturedApart wants runs that measure and runs that do not, in turn, to be replayed
-// alike. Neither makes the other be enqueued task by task again.
+// TestModesAreCapturedApart checks that alternating runs with and without telemetry are both replayed, so
+// that neither makes the other be enqueued again.
 func TestModesAreCapturedApart(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newMuon)
@@ -619,8 +622,8 @@ func TestModesAreCapturedApart(t *testing.T) {
 	require.Len(t, l.machine.runner.Recorded, 2)
 }
 
-// randomGraph is a graph of random ops over matrices [8, 8], which are also two sequences of four
-// tokens with two heads of four.
+// randomGraph is a graph of random ops on matrices [8, 8]. A matrix also serves as two sequences of four
+// tokens, with two heads of four features.
 type randomGraph struct {
 	g        *gorgonia.ExprGraph
 	r        *rand.Rand
@@ -634,7 +637,7 @@ type randomGraph struct {
 
 const randomSide = 8
 
-// steps makes nodes until one cannot be made.
+// steps adds nodes until the first error.
 type steps struct{ err error }
 
 func (s *steps) do(f func() (*gorgonia.Node, error)) (n *gorgonia.Node) {
@@ -649,7 +652,7 @@ func (s *steps) apply(f func(a, b *gorgonia.Node) (*gorgonia.Node, error), a,
 	return s.do(func() (*gorgonia.Node, error) { return f(a, b) })
 }
 
-// some is a matrix, more often one of the latest.
+// some returns a random matrix, with a preference for the latest ones.
 func (b *randomGraph) some() *gorgonia.Node {
 	return b.matrices[max(b.r.IntN(len(b.matrices)), b.r.IntN(len(b.matrices)))]
 }
@@ -660,7 +663,8 @@ func (b *randomGraph) turned(x *gorgonia.Node) (*gorgonia.Node, error) {
 	return op.RoPE(x, op.RoPEConfig{Seq: 4, Heads: 2, HeadDim: 4, Base: 100})
 }
 
-// attention is of projections of x, and added to it, or of any matrices.
+// attention returns attention on projections of a matrix x, plus x, or attention on three random
+// matrices.
 func (b *randomGraph) attention() (*gorgonia.Node, error) {
 	var s steps
 	x := b.some()
@@ -688,7 +692,7 @@ func (b *randomGraph) attention() (*gorgonia.Node, error) {
 	return y, s.err
 }
 
-// halves exchanges the halves of a matrix.
+// halves swaps the upper and lower half of a matrix.
 func (b *randomGraph) halves() (*gorgonia.Node, error) {
 	var s steps
 	x := b.some()
@@ -705,7 +709,7 @@ func (b *randomGraph) perceptron() (*gorgonia.Node, error) {
 	return y, err
 }
 
-// recomputed is a block whose results are not kept for the backward pass.
+// recomputed returns a block that does not keep its intermediate results for the backward pass.
 func (b *randomGraph) recomputed() (*gorgonia.Node, error) {
 	return autodiff.Recompute(gorgonia.Nodes{b.some(), b.weight(), b.norm},
 		func(in gorgonia.Nodes) (*gorgonia.Node, error) {
@@ -718,7 +722,7 @@ func (b *randomGraph) recomputed() (*gorgonia.Node, error) {
 		})
 }
 
-// kasmina is a layer of seeds that watch, learn and blend.
+// kasmina returns a layer with seeds in different stages.
 func (b *randomGraph) kasmina() (*gorgonia.Node, error) {
 	l, err := state.NewLattice(4, randomSide, state.WithoutGates())
 	if err != nil {
@@ -788,8 +792,7 @@ func (b *randomGraph) grow() (*gorgonia.Node, error) {
 	return b.recomputed()
 }
 
-// newRandomGraph returns a graph, its inputs that hold numbers, its parameters, and some of its
-// nodes.
+// newRandomGraph returns a graph, its inputs of floats, its parameters, and the outputs to compare.
 func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
 	outputs gorgonia.Nodes, err error) {
 	const d, vocab = randomSide, 19
@@ -859,13 +862,12 @@ func newRandomGraph(r *rand.Rand) (b *randomGraph, inputs, params,
 		params, append(outputs, derivatives(params)...), nil
 }
 
-// TestRandomGraphs compares random graphs, whose nodes share memory and are computed together, with
-// the same ones of which every node is asked for. Each node of these is computed by itself and
-// keeps its memory.
+// TestRandomGraphs compares random graphs with the same graphs in a machine that keeps all values. In the
+// latter, every node is computed separately and has its own memory.
 func TestRandomGraphs(t *testing.T) {
 	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 8))
-	for round := range few(50, 8) { // other graphs in each run
+	for round := range few(50, 8) { // different graphs in each round
 		device, _ := openFake(t, fake.Config{})
 		b, inputs, params, outputs, err := newRandomGraph(r)
 		require.NoError(t, err)
@@ -885,7 +887,7 @@ func TestRandomGraphs(t *testing.T) {
 		if r.IntN(3) == 0 {
 			opts = append(opts, scaledGradients)
 		}
-		// Also where the host computes some.
+		// Some ops may run on the host.
 		rules := []string{"+ *=host", "A × B=host", "tanh*=host", "*Reshape*=host", "Repeat*=host",
 			"T[[]*=host", "Concat*=host", "Softmax*=host"}
 		host := WithVariants(rules[r.IntN(len(rules)):][:r.IntN(2)]...)
@@ -894,7 +896,7 @@ func TestRandomGraphs(t *testing.T) {
 		require.NoError(t, err, round)
 		every, err := NewMachine(device, b.g, append(opts, WithOutputs(results(b.g)...))...)
 		require.NoError(t, err, round)
-		for run := range 3 { // the second is captured, the third replayed
+		for run := range 3 { // the second run is captured, the third one replays it
 			fill()
 			require.NoError(t, errors.Join(m.Upload(params...), every.Upload(params...), m.RunAll(),
 				every.RunAll()), "round %d, run %d", round, run)
@@ -904,8 +906,8 @@ func TestRandomGraphs(t *testing.T) {
 				require.NoError(t, errors.Join(err, wantErr), "%v, %v", round, run)
 				x, y := flat(t, got), flat(t, want)
 				largest := max(slices.Max(y), -slices.Min(y))
-				// long chains make much of rounding, and some gradients are nothing but what it
-				// leaves of zero
+				// Long chains amplify rounding errors, and some gradients consist only of rounding
+				// errors.
 				for i := range x {
 					if math.Abs(float64(x[i]-y[i])) > 0.05*float64(largest)+1e-3 ||
 						(x[i] != x[i]) != (y[i] != y[i]) {
@@ -919,7 +921,7 @@ func TestRandomGraphs(t *testing.T) {
 	}
 }
 
-// logitsOf are those of a graph for some ids.
+// logitsOf returns the logits that a machine computes for some ids.
 func logitsOf(t *testing.T, m *Machine, g *llm.Graph) []float32 {
 	t.Helper()
 	require.NoError(t, g.LetTokens([]int{3, 1, 4, 1, 5}))
@@ -928,8 +930,8 @@ func logitsOf(t *testing.T, m *Machine, g *llm.Graph) []float32 {
 	return v.Data().([]float32)
 }
 
-// valueless returns the graph of a model with parameters that have no value, and a function that
-// reads them in a type.
+// valueless returns the graph of a model with parameters that have no value, and a function that reads
+// them as numbers of type p.
 func valueless(t *testing.T, m *llm.Model, kind llm.GraphKind, p Precision) (*llm.Graph,
 	func(*gorgonia.Node, func([]byte, Precision) error) error) {
 	g, err := m.Graph(kind, 1)
@@ -964,8 +966,8 @@ func valueless(t *testing.T, m *llm.Model, kind llm.GraphKind, p Precision) (*ll
 	}
 }
 
-// TestFrozen wants frozen parameters to give the same bits in less memory. They come from values
-// and from what is read, in one type and another, and another machine shares them.
+// TestFrozen checks that frozen parameters give the same bits with less memory. It covers parameters with
+// values, parameters read in several types, and parameters shared with another machine.
 func TestFrozen(t *testing.T) {
 	onEach(t, testFrozen, exactly("fake", "float32", "bfloat16"))
 }
@@ -976,7 +978,7 @@ func testFrozen(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 			Untied: untied, Traits: llm.Traits{QKNorm: untied, QKVBias: !untied}}.Default()
 		m, err := llm.NewModel(c, tensor.Float32, 1)
 		require.NoError(t, err)
-		for _, x := range m.Params { // that can be read in bfloat16 without another rounding
+		for _, x := range m.Params { // exact in bfloat16
 			for i, v := range x.Value.Float32s() {
 				x.Value.Float32s()[i] = half.NewBFloat16(v).Float32()
 			}
@@ -994,7 +996,7 @@ func testFrozen(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 		want := logitsOf(t, plain, g)
 		of := open(g, WithFrozen(nil, g.Params...))
 		require.Equal(t, want, logitsOf(t, of, g))
-		if !untied || of.config.Activation != gpu.Float32 { // copies of which there are in float32
+		if !untied || of.config.Activation != gpu.Float32 { // only then are float32 masters saved
 			require.Less(t, of.Memory(), plain.Memory())
 		}
 		for i := range m.Params {
@@ -1015,7 +1017,7 @@ func testFrozen(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 	}
 }
 
-// TestFrozenErrors wants what is read to be as much as there is.
+// TestFrozenErrors checks the errors when read provides too few or too many elements, or fails.
 func TestFrozenErrors(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	m, err := llm.NewModel(llm.Config{Vocab: 24, Dim: 16, Layers: 1, Heads: 2, Seq: 8}.Default(),
@@ -1051,8 +1053,9 @@ func TestFrozenErrors(t *testing.T) {
 	}
 }
 
-// TestDecoding wants machines that keep keys and values to have the logits that the CPU has. Texts
-// grow by one token or by many, and beyond what is kept at first. What fits no cache is refused.
+// TestDecoding compares the logits of machines with key-value caches against the CPU, for texts that grow
+// by one or by many tokens, and beyond the initial capacity of the caches. It also checks the errors of
+// Keep.
 func TestDecoding(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	for name, traits := range map[string]llm.Traits{
@@ -1109,8 +1112,8 @@ func TestDecoding(t *testing.T) {
 	}
 }
 
-// TestKeepOfKept hands on what Keep has brought to a machine that has not run, and refuses what one
-// does not have.
+// TestKeepOfKept checks that Keep can copy a cache that Keep itself has filled, from a machine that has
+// not run, and that it returns an error if the cache is empty.
 func TestKeepOfKept(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 1, Heads: 4, KVHeads: 2, Seq: 64}
@@ -1148,19 +1151,19 @@ func TestKeepOfKept(t *testing.T) {
 	require.Equal(t, want, got)
 }
 
-// gatesFused makes one kernel of the gates of perceptrons and their products, which can keep h from
-// the forward pass.
+// gatesFused makes the gates of perceptrons and their products one kernel, which can keep h from the
+// forward pass for the backward pass.
 var gatesFused = WithVariants("SiLUProduct*=fused")
 
-// cardOf is a fake card with so many bytes, and a small cache.
+// cardOf returns a fake GPU with the given number of bytes of memory and a small cache.
 func cardOf(bytes int) fake.Config {
 	info := smallCache("Card")
 	info[0].Memory = uint64(bytes)
 	return fake.Config{Devices: info}
 }
 
-// keepsH reports how many backward passes of a machine's perceptrons go without forming h, as its
-// choices have it.
+// keepsH returns how many backward passes of a machine's perceptrons read h from the forward pass, and
+// how many compute h again, according to its choices.
 func keepsH(m *Machine) (kept, formed int) {
 	for _, c := range m.Choices() {
 		switch {
@@ -1174,8 +1177,8 @@ func keepsH(m *Machine) (kept, formed int) {
 	return kept, formed
 }
 
-// trainWithGates trains a model of several layers for a few steps, and returns the machine and the
-// bits of losses and gradients.
+// trainWithGates trains a model of several layers for a few steps. It returns the machine, and the bits
+// of losses and gradients.
 func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Machine,
 	seen []string) {
 	t.Helper()
@@ -1195,8 +1198,8 @@ func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Mac
 	return l.machine, seen
 }
 
-// TestRoom wants memory taken to save time up to where too little would be left, and the same bits
-// with and without.
+// TestRoom checks that a machine spends memory to save time only as long as enough memory remains free,
+// and computes the same bits in either case.
 func TestRoom(t *testing.T) {
 	ownChoices(t)
 	train := func(t *testing.T, bytes int, opts ...MachineOption) (*Machine, []string) {
@@ -1212,7 +1215,7 @@ func TestRoom(t *testing.T) {
 	}
 
 	need := m.runner.Program.Arena + m.runner.Program.Resident() + 8*elements
-	// of a card for which the workspace is taken before
+	// size of a card on which another machine has already allocated the workspace
 	least := int(float64(need+run.WorkspaceBytes) / (1 - roomLeft))
 	kept, formed := keepsH(m) // on an empty card
 	require.Equal(t, []int{1, 0}, []int{kept, formed})
@@ -1244,7 +1247,7 @@ func TestRoom(t *testing.T) {
 		require.Equal(t, got, want, c.what)
 	}
 
-	// Nothing is timed again for a second plan.
+	// The second plan does not repeat the timing.
 	m, _ = train(t, least-64, timedAlone(t, 1), WithTuning(TuneCached))
 	products := 0
 	for _, c := range m.Choices() {
@@ -1273,7 +1276,7 @@ func TestRoom(t *testing.T) {
 		require.NoError(t, err)
 		hog, err := device.ctx.Alloc(int(free - total/20))
 		require.NoError(t, err)
-		t.Cleanup(func() { // behind the machines
+		t.Cleanup(func() { // after closing the machines
 			require.NoError(t, device.ctx.Free(hog))
 		})
 		less, got := trainWithGates(t, device, opts...)
@@ -1290,7 +1293,7 @@ func gradients(params gorgonia.Nodes) (all gorgonia.Nodes) {
 	return all
 }
 
-// newBorrower is a machine that computes gradients with the parameters of another one.
+// newBorrower returns a machine that computes gradients with the parameters of another machine.
 func newBorrower(t *testing.T, device *Device, of *Machine, opts ...MachineOption) *Machine {
 	t.Helper()
 	b := newLifetime(t, newAdamW).batch
@@ -1300,8 +1303,7 @@ func newBorrower(t *testing.T, device *Device, of *Machine, opts ...MachineOptio
 	return m
 }
 
-// TestRoomShared wants a machine that borrows parameters, and is planned twice, to give them back
-// once.
+// TestRoomShared checks that a machine that shares parameters and is planned twice releases them once.
 func TestRoomShared(t *testing.T) {
 	device, _ := openFake(t, cardOf(128<<20))
 	l := newLifetime(t, newAdamW)
@@ -1321,8 +1323,8 @@ func TestRoomShared(t *testing.T) {
 	require.NoError(t, l.machine.Close())
 }
 
-// TestBorrowedValues wants the values of parameters that are another machine's to be those behind
-// its last update, though that goes on when the host is told. They are refused when it is closed.
+// TestBorrowedValues checks that a machine sees the values of shared parameters after the last update,
+// even if the update is still in progress, and that it returns an error once the owner is closed.
 func TestBorrowedValues(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newAdamW)
@@ -1353,7 +1355,8 @@ func TestBorrowedValues(t *testing.T) {
 	require.NoError(t, m.Close())
 }
 
-// TestRoomOfOptimizer wants a machine to spend memory only where the moments to come have room too.
+// TestRoomOfOptimizer checks that a machine spends memory only if there is also room for the optimizer's
+// moments.
 func TestRoomOfOptimizer(t *testing.T) {
 	device, _ := openFake(t, cardOf(256<<20))
 	made := func(opts ...MachineOption) *Machine {
@@ -1399,13 +1402,13 @@ func TestRoomOfOptimizer(t *testing.T) {
 	}
 }
 
-// TestRoomFails wants errors between one plan and the next to leave nothing behind.
+// TestRoomFails checks that errors between two attempts to plan a machine do not leak anything.
 func TestRoomFails(t *testing.T) {
 	for _, call := range []string{"cuMemGetInfo", "cuMemAlloc", "cuMemHostAlloc",
 		"cublasLtMatmulAlgoGetHeuristic"} {
 		met := 0
 		for nth := 1; ; nth++ {
-			// less than a tenth is left
+			// less than a tenth of the memory is free
 			device, cuda := openFake(t, cardOf(run.WorkspaceBytes+3<<20))
 			l := newLifetime(t, newAdamW)
 			cuda.Fail(call, nth, gpu.OutOfMemory)
@@ -1426,15 +1429,14 @@ func TestRoomFails(t *testing.T) {
 		require.GreaterOrEqual(t, met, 2, call)
 	}
 
-	// The error of a graph that fits in no variant has the figures of the plan that needs least.
+	// If a graph does not fit in any case, the error has the numbers of the smallest plan.
 	device, _ := openFake(t, cardOf(run.WorkspaceBytes+1<<10))
 	err := newLifetime(t, newAdamW).open(device, gatesFused)
 	require.ErrorIs(t, err, gpu.OutOfMemory)
 	require.ErrorContains(t, err, "1.00 KiB are free")
 }
 
-// TestRoomRecomputed wants blocks that are computed again to keep h no longer than for their own
-// backward pass.
+// TestRoomRecomputed checks that recomputed blocks keep h only until their own backward pass.
 func TestRoomRecomputed(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 6, Heads: 2, Seq: 8, FF: 64}.Default()
@@ -1457,7 +1459,7 @@ func TestRoomRecomputed(t *testing.T) {
 	t.Log(arena)
 }
 
-// newWideLifetime trains a model whose products kernels of this module take.
+// newWideLifetime returns a model with products that this module's own kernels compute.
 func newWideLifetime(t *testing.T, how ...llm.GraphOption) *lifetime {
 	t.Helper()
 	c := llm.Config{Vocab: 19, Dim: 48, Layers: 3, Heads: 3, KVHeads: 1, Seq: 8, FF: 136,
@@ -1512,7 +1514,7 @@ func TestOpenFake(t *testing.T) {
 	require.NotErrorIs(t, err, ErrNoDevice)
 }
 
-// TestZeroDevice wants a device that Open has not made refused wherever it is used.
+// TestZeroDevice checks the errors of a zero Device.
 func TestZeroDevice(t *testing.T) {
 	var d Device
 	g := gorgonia.NewGraph()
@@ -1525,7 +1527,7 @@ func TestZeroDevice(t *testing.T) {
 	require.Zero(t, d.Context(), "it has a context")
 }
 
-// TestZeroMachine wants a machine that nobody has made to say who makes it.
+// TestZeroMachine checks the errors of a zero Machine.
 func TestZeroMachine(t *testing.T) {
 	var m Machine
 	_, _, address := m.Address(nil)
@@ -1578,7 +1580,7 @@ func TestOpenWithout(t *testing.T) {
 	}
 }
 
-// TestOpenHere opens what this machine has: a GPU, or the reason why there is none.
+// TestOpenHere opens the GPU of the computer that runs the test, or checks the error if it has none.
 func TestOpenHere(t *testing.T) {
 	d, err := Open()
 	if err == nil {
@@ -1590,13 +1592,13 @@ func TestOpenHere(t *testing.T) {
 	t.Log(err)
 }
 
-// host is a program that has device memory of its own.
+// host is a program with its own device memory.
 type host struct {
 	t   *testing.T
 	ctx gpu.Context
 }
 
-// place puts values into memory of the program's and returns where.
+// place copies values to newly allocated memory of the program and returns its address.
 func (h host) place(values []float32) uintptr {
 	h.t.Helper()
 	p, err := h.ctx.Alloc(4 * len(values))
@@ -1618,9 +1620,8 @@ func (h host) read(p uintptr, n int) []float32 {
 	return values
 }
 
-// TestInterop runs a Kasmina layer on a context, a stream and memory that somebody else holds. It
-// compares the bits with those of a machine of its own. It does so several times, so that what was
-// captured is replayed.
+// TestInterop runs a Kasmina layer in a context, on a stream and in memory of the program, and compares
+// the bits against an ordinary machine. Several runs also cover capture and replay.
 func TestInterop(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		owner, f := openFake(t, fake.Config{})
@@ -1646,7 +1647,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 	defer want.Close()
 	h := host{t, owner.ctx}
 	stream, err := h.ctx.NewStream(false)
-	for err == nil && stream <= 2 { // the fake driver counts from 1
+	for err == nil && stream <= 2 { // the fake driver numbers streams from 1
 		stream, err = h.ctx.NewStream(false)
 	}
 
@@ -1669,7 +1670,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 		own.draw(t, seed+run, nil)
 		values := flat(t, own.x.Value())
 		h.write(x, values)
-		if run == 3 { // the next run shall read it from elsewhere
+		if run == 3 { // the next run must read x from another address
 			h.write(x, poison)
 			require.NoError(t, got.Bind(other.x, h.place(values), 4*len(values)))
 		}
@@ -1687,7 +1688,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 			b, errB := got.Value(n.b)
 			require.NoError(t, errors.Join(errA, errB))
 			require.Equal(t, flat(t, b), flat(t, a), "run %d: %v differs", run, n.a)
-			if n.b == other.x.Deriv() { // it is in the memory that it was bound to
+			if n.b == other.x.Deriv() { // the gradient is in the memory given to Bind
 				require.Equal(t, flat(t, a), h.read(dx, other.rows*other.dim), run)
 			}
 		}
@@ -1698,7 +1699,7 @@ func testInterop(t *testing.T, owner, adopted *Device, opts ...MachineOption) {
 	require.ErrorContains(t, got.Bind(other.x, x, 4), "closed")
 	_, _, err = got.Address(other.x)
 	require.ErrorContains(t, err, "closed")
-	h.read(dx, 1) // the context, the stream and the memory live on
+	h.read(dx, 1) // the context, the stream and the memory are still valid
 	require.NoError(t, h.ctx.SyncStream(stream))
 	require.NoError(t, h.ctx.DestroyStream(stream))
 }
@@ -1741,8 +1742,8 @@ func TestInteropRefusals(t *testing.T) {
 	require.ErrorContains(t, m.Bind(k.weights, p, 4*k.weights.Shape().TotalSize()), "WithParamsOf")
 }
 
-// singleRunner runs a graph as a machine does that calls on each op alone, with its own memory in
-// between. That is one allocation, in which values begin at any multiple of four bytes.
+// singleRunner runs a graph op by op, each as a singleOp, and stores the values in one allocation, at
+// addresses that are multiples of only four bytes. Gorgonia's CUDA machine does the same.
 type singleRunner struct {
 	t      *testing.T
 	device *Device
@@ -1830,8 +1831,8 @@ func (r *singleRunner) value(n *gorgonia.Node) []float32 {
 	return x
 }
 
-// TestSingleOps runs every op of a model's training step alone, several times, and wants the whole
-// graph's gradients.
+// TestSingleOps runs every op of a model's training step as a singleOp, several times, and compares the
+// gradients with a machine for the whole graph.
 func TestSingleOps(t *testing.T) {
 	onEach(t, testLoneModel, exactly("fake", "float32"))
 }
@@ -1857,8 +1858,8 @@ func testLoneModel(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 	}
 }
 
-// TestSingleKasmina runs a layer's op and its backward op alone. They go by one snapshot of the
-// lattice, as in a whole graph, and both their figures reach it.
+// TestSingleKasmina runs a layer's op and its backward op separately. Both must use the same snapshot of
+// the lattice, as in a whole graph, and the lattice must receive the measurements of both.
 func TestSingleKasmina(t *testing.T) {
 	for name, c := range map[string]struct {
 		lattice []state.Option
@@ -1883,7 +1884,7 @@ func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOpt
 	defer m.Close()
 	r := newSingleRunner(t, device)
 	for step := range uint64(4) {
-		// beyond the strict mode's limits, but not beyond those of the step after
+		// above strict mode's limits for this step, but not for the next one
 		outliers := func(x []float32) {
 			for i := 0; step > 0 && i < len(x); i += 5 {
 				x[i] *= 30
@@ -1927,8 +1928,8 @@ func TestSingleRefusals(t *testing.T) {
 	}
 }
 
-// cards is GPUs of the compute capabilities that the units have machine code for. Their cache is
-// small, since timing overwrites it.
+// cards lists GPUs of all compute capabilities with machine code in the kernels. The tests give them a
+// small cache because timing overwrites it.
 var cards = []gpu.DeviceInfo{
 	{Name: "A100", Major: 8, SMs: 108, SharedPerBlock: 163 << 10},
 	{Name: "L40S", Major: 8, Minor: 9, SMs: 142, SharedPerBlock: 99 << 10},
@@ -1936,10 +1937,10 @@ var cards = []gpu.DeviceInfo{
 	{Name: "B200", Major: 10, SMs: 148, SharedPerBlock: 227 << 10},
 }
 
-const hopper = 2 // in cards
+const hopper = 2 // index in cards
 
-// openBinaries returns a device on which kernels do nothing. They exist only if the binary of their
-// unit has them, and take only the arguments that they have there.
+// openBinaries returns a device with the given card. Its kernels do nothing, but they exist only if their
+// unit has a binary with them, and they check the sizes of their arguments.
 func openBinaries(t *testing.T, card gpu.DeviceInfo) *Device {
 	t.Helper()
 	card.Memory, card.L2 = 1<<30, 1<<16
@@ -1950,7 +1951,7 @@ func openBinaries(t *testing.T, card gpu.DeviceInfo) *Device {
 	return device
 }
 
-// launch runs what a machine has to do as it is, recorded and replayed, with updates behind it.
+// launch runs a machine three times, with updates, so that its work is enqueued, captured and replayed.
 func launch(t *testing.T, m *Machine) {
 	t.Helper()
 	for range 3 {
@@ -1958,7 +1959,7 @@ func launch(t *testing.T, m *Machine) {
 		if m.optimizer == nil {
 			continue
 		}
-		// of memory that nothing has written
+		// the memory is uninitialized
 		if _, err := m.Update(); !errors.Is(err, ErrNonFinite) {
 			require.NoError(t, err)
 		}
@@ -1967,8 +1968,8 @@ func launch(t *testing.T, m *Machine) {
 	require.NoError(t, m.Close())
 }
 
-// TestModelFitsBinaries launches the kernels of models in training, and of their updates, in every
-// precision, on every card that has machine code. It does so in all variants, since each is timed.
+// TestModelFitsBinaries launches the kernels of models in training, with their updates, in every
+// precision, on every card and in all variants, since each variant is timed.
 func TestModelFitsBinaries(t *testing.T) {
 	for i, card := range cards {
 		for _, p := range []Precision{Float32, Float16, BFloat16, Float8} {
@@ -2004,8 +2005,8 @@ func TestModelFitsBinaries(t *testing.T) {
 	}
 }
 
-// TestKasminaFitsBinaries launches the kernels of layers with narrow and wide slots, with all
-// telemetry and samples of it.
+// TestKasminaFitsBinaries launches the kernels of layers with narrow and wide slots, with full and with
+// sampled telemetry.
 func TestKasminaFitsBinaries(t *testing.T) {
 	device := openBinaries(t, cards[hopper])
 	for name, mode := range map[string]state.Telemetry{
@@ -2047,7 +2048,7 @@ func TestStockFitsBinaries(t *testing.T) {
 	}
 }
 
-// lifetime is all that is done with a machine for the training of a model.
+// lifetime is the life of a machine that trains a model.
 type lifetime struct {
 	model     *llm.Model
 	batch     *batch
@@ -2071,7 +2072,7 @@ func (l *lifetime) open(device *Device, opts ...MachineOption) (err error) {
 	return l.machine.SetOptimizer(l.optimizer, 1)
 }
 
-// names are those of all parameters, each for itself.
+// names maps the name of each parameter to itself.
 func (l *lifetime) names() map[string]string {
 	names := map[string]string{}
 	for _, p := range l.batch.Params {
@@ -2091,13 +2092,13 @@ func (l *lifetime) step() error {
 	return err
 }
 
-// call is a public call that talks to the GPU.
+// call is a public call that uses the GPU.
 type call struct {
 	name string
 	make func() error
 }
 
-// calls is all of them. SetOptimizer comes last: when it fails the machine has none.
+// calls returns all calls. SetOptimizer is last because the machine has no optimizer if it fails.
 func (l *lifetime) calls() []call {
 	m := l.machine
 	return []call{
@@ -2111,7 +2112,7 @@ func (l *lifetime) calls() []call {
 	}
 }
 
-// profile is the steps of a profile.
+// profile runs the steps of a profile.
 func (l *lifetime) profile() error {
 	err := l.machine.StartProfile()
 	for i := 0; i < ProfileSteps && err == nil; i++ {
@@ -2123,9 +2124,9 @@ func (l *lifetime) profile() error {
 	return err
 }
 
-// TestEveryCallFails makes each call of CUDA fail in the life of a machine, the first of its kind
-// and some later ones. It wants an error that names it, nothing to be left behind, and the device
-// to serve the next machine.
+// TestEveryCallFails makes each CUDA call in the life of a machine fail, the first of its kind and some
+// later ones. It checks that the error names the call, that nothing leaks, and that the device can be
+// used for another machine.
 func TestEveryCallFails(t *testing.T) {
 	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 6))
@@ -2155,11 +2156,11 @@ func TestEveryCallFails(t *testing.T) {
 					err = l.profile()
 				}
 				if err == nil {
-					// which may meet the call
+					// which may meet the failing call
 					if err := l.machine.Close(); err != nil {
 						require.ErrorIs(t, err, status)
 					}
-					break // there are no more of them
+					break // no further calls of this kind
 				}
 				met++
 				require.ErrorIs(t, err, status, nth)
@@ -2169,7 +2170,7 @@ func TestEveryCallFails(t *testing.T) {
 					require.NoError(t, l.machine.Close(), nth)
 				}
 				requireNoLeaks(t, device, nth)
-				if nth > 1 { // the device is as it was
+				if nth > 1 { // the device does not depend on nth
 					continue
 				}
 				again := newLifetime(t, newAdamW)
@@ -2181,8 +2182,8 @@ func TestEveryCallFails(t *testing.T) {
 	}
 }
 
-// TestRetry makes calls of CUDA fail in a machine's runs, and wants the same machine to compute
-// what it should when it is asked again.
+// TestRetry makes CUDA calls fail during runs, and checks that the machine computes the right results
+// when it runs again.
 func TestRetry(t *testing.T) {
 	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 7))
@@ -2226,7 +2227,7 @@ func TestRetry(t *testing.T) {
 				require.NoError(t, err, "%s, call %d: %v", call, nth, err)
 				require.Equal(t, want, value(t, l), "%v, %v, %v", call, nth, run)
 			}
-			// which may meet the call
+			// which may meet the failing call
 			if err := l.machine.Close(); err != nil && !errors.Is(err, gpu.OutOfMemory) {
 				t.Errorf("%s, call %d: Close: %v", call, nth, err)
 			}
@@ -2236,8 +2237,8 @@ func TestRetry(t *testing.T) {
 	require.NoError(t, plain.machine.Close())
 }
 
-// TestOutOfMemory wants an error that says what asked for how much and what is free, and a device
-// that still works.
+// TestOutOfMemory checks that the error names the purpose, the size and the free memory, and that the
+// device still works.
 func TestOutOfMemory(t *testing.T) {
 	wants := func(t *testing.T, err error, say ...string) {
 		t.Helper()
@@ -2252,7 +2253,7 @@ func TestOutOfMemory(t *testing.T) {
 			fake.Config{Devices: []gpu.DeviceInfo{{Name: "Small GPU", Major: 9,
 				Memory: 33 << 20, SMs: 1}}})
 		wants(t, squareOf(device, 4096), "128.00 MiB", "33.00 MiB are free")
-		// A machine that fits, with an optimiser that does not.
+		// a machine that fits, with an optimizer that does not
 		l := newLifetime(t, newAdamW)
 		require.NoError(t, l.open(device))
 		defer l.machine.Close()
@@ -2281,7 +2282,7 @@ func TestOutOfMemory(t *testing.T) {
 	})
 }
 
-// squareOf opens a machine for the square of a matrix n by n.
+// squareOf opens and closes a machine for the square of an n×n matrix.
 func squareOf(device *Device, n int, opts ...MachineOption) error {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithShape(n, n), gorgonia.WithName("x"))
@@ -2295,8 +2296,8 @@ func squareOf(device *Device, n int, opts ...MachineOption) error {
 	return err
 }
 
-// TestLibrariesMissing wants an error that says where was searched. A graph without products needs
-// no cuBLASLt.
+// TestLibrariesMissing checks that the error lists the places searched, and that a graph without matrix
+// products does not need cuBLASLt.
 func TestLibrariesMissing(t *testing.T) {
 	device, _ := openFake(t, fake.Config{NoBlas: true})
 	l := newLifetime(t, newAdamW)
@@ -2315,8 +2316,8 @@ func TestLibrariesMissing(t *testing.T) {
 	})
 }
 
-// TestLostContext wants clear errors from every call once the GPU's context is lost, and Close to
-// come to an end.
+// TestLostContext checks that every call returns a clear error once the GPU's context is lost, and that
+// Close returns.
 func TestLostContext(t *testing.T) {
 	t.Run("fake", func(t *testing.T) {
 		device, cuda := openFake(t, fake.Config{})
@@ -2326,7 +2327,7 @@ func TestLostContext(t *testing.T) {
 		l.checkLost(t, device, gpu.LaunchFailed)
 	})
 
-	t.Run("closed", func(t *testing.T) { // the device before the machine, against the rules
+	t.Run("closed", func(t *testing.T) { // the device is closed before the machine, which is not allowed
 		device, _ := openFake(t, fake.Config{})
 		l := newLifetime(t, newMuon)
 		require.NoError(t, errors.Join(l.open(device), l.step()))
@@ -2342,7 +2343,7 @@ func TestLostContext(t *testing.T) {
 	}
 }
 
-// checkLost makes every call on a machine whose context is lost, or is by the first of them.
+// checkLost makes every call on a machine with a context that is lost, or becomes lost in the first call.
 func (l *lifetime) checkLost(t *testing.T, device *Device, status gpu.Status,
 	opts ...MachineOption) {
 	t.Helper()
@@ -2372,7 +2373,7 @@ func (l *lifetime) checkLost(t *testing.T, device *Device, status gpu.Status,
 	}
 }
 
-// faults is kernels that lose the context.
+// faults contains kernels that make the context unusable.
 const faults = `.version 7.0
 .target sm_80
 .address_size 64
@@ -2380,8 +2381,8 @@ const faults = `.version 7.0
 .visible .entry poke() { .reg .b64 %at; .reg .b32 %v; mov.u64 %at, 64; mov.u32 %v, 1; st.global.u32 [%at], %v; ret; }
 `
 
-// child is the variable that tells this test binary what to do as a child of itself: what it does
-// cannot be undone.
+// child is the environment variable that selects a task for a child process of the test binary. The tasks
+// run in a child because they make the GPU's context unusable.
 const child = "KASMINA_TEST_CHILD"
 
 func runChild(t *testing.T, task string, env ...string) {
@@ -2400,7 +2401,7 @@ func TestChild(t *testing.T) {
 	task := os.Getenv(child)
 	switch task {
 	case "":
-		return // this is no child
+		return // not a child process
 	case "libcuda":
 		_, err := Open()
 		require.ErrorIs(t, err, ErrNoDevice)

@@ -13,7 +13,8 @@ import (
 
 var randomRuns = runtest.AddFlags()
 
-// scope is a test whose cleanups are done early, and whose failures are panics, which end a case.
+// scope is a test that runs its cleanups when it is closed, and that panics on failure to end the current
+// case.
 type scope struct {
 	testing.TB
 	cleanups []func()
@@ -32,7 +33,7 @@ func (s *scope) close() {
 	s.cleanups = nil
 }
 
-// fakeMachine computes random runs on the fake driver, a device of its own for each.
+// fakeMachine returns a machine that computes random runs on the fake driver, each on a new device.
 func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Machine {
 	faults := []string{"cuMemAlloc", "cuMemAlloc", "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync",
 		"cuStreamSynchronize", "cuLaunchKernel"}
@@ -62,7 +63,7 @@ func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Machine {
 	}
 }
 
-// TestRandomRuns makes random runs on the fake driver, as package runtest does on the CPU.
+// TestRandomRuns performs the random runs of package runtest on the fake driver.
 func TestRandomRuns(t *testing.T) {
 	plan := runtest.Plan{Usual: 15 * time.Second, Fixed: 25}
 	if testing.Short() {

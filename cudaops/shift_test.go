@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// shiftedInputs are inputs of a graph in one type.
+// shiftedInputs creates inputs of a graph in one type.
 type shiftedInputs struct {
 	g  *gorgonia.ExprGraph
 	dt tensor.Dtype
@@ -31,7 +31,7 @@ func (s *shiftedInputs) of(name string, x []float64, shape ...int) *gorgonia.Nod
 		tensor.WithBacking(data)), gorgonia.WithName(name))
 }
 
-// shiftedLosses are graphs whose logits or scores are all alike, each with the nodes whose values a
+// shiftedLosses maps names to graphs with equal logits or scores. Each function returns the nodes that a
 // test compares.
 var shiftedLosses = map[string]func(s *shiftedInputs, at float64) gorgonia.Nodes{
 	"CrossEntropy": func(s *shiftedInputs, at float64) gorgonia.Nodes {
@@ -43,7 +43,7 @@ var shiftedLosses = map[string]func(s *shiftedInputs, at float64) gorgonia.Nodes
 		x := s.of("x", slices.Repeat([]float64{at}, 4*8), 4, 8)
 		w := s.of("w", slices.Repeat([]float64{0.125}, 16*8), 16, 8)
 		loss := gorgonia.Must(op.LinearCrossEntropy(x, w, intNode(s.g, "targets", []int{0, -1, 3, 15})))
-		// The gradient of x vanishes, but for rounding.
+		// The gradient of x is zero except for rounding.
 		return gorgonia.Nodes{loss, gradientsOf(loss, x, w)[1]}
 	},
 	"Attention": func(s *shiftedInputs, at float64) gorgonia.Nodes { return shiftedAttention(s, at, 0) },
@@ -65,7 +65,7 @@ func shiftedAttention(s *shiftedInputs, at float64, window int) gorgonia.Nodes {
 	y := gorgonia.Must(op.Attention(q, k, v, op.AttentionConfig{Seq: seq, Heads: heads, KVHeads: 1,
 		HeadDim: dim, Scale: 1, Causal: true, Window: window}))
 	d := gradientsOf(gorgonia.Must(gorgonia.Sum(y)), q, k, v)
-	return gorgonia.Nodes{y, d[1], d[2]} // dq vanishes, but for rounding
+	return gorgonia.Nodes{y, d[1], d[2]} // dq is zero except for rounding
 }
 
 func gradientsOf(loss *gorgonia.Node, wrt ...*gorgonia.Node) gorgonia.Nodes {
@@ -76,7 +76,7 @@ func gradientsOf(loss *gorgonia.Node, wrt ...*gorgonia.Node) gorgonia.Nodes {
 	return d
 }
 
-// toFloat32 rounds a value of float64.
+// toFloat32 rounds a float64 value to float32.
 func toFloat32(v gorgonia.Value) gorgonia.Value {
 	switch x := v.Data().(type) {
 	case float64:
@@ -92,8 +92,8 @@ func toFloat32(v gorgonia.Value) gorgonia.Value {
 	return v
 }
 
-// TestShift wants losses, attention and their gradients to be those of a float64 computation,
-// however large logits and scores are that are all alike.
+// TestShift checks losses, attention and their gradients against float64 when all logits or scores are
+// equal, and large.
 func TestShift(t *testing.T) {
 	for name, build := range shiftedLosses {
 		for _, at := range []float64{0, 100, -1e4, 1e5, 1e6, -1e7, 3e7} {

@@ -20,17 +20,19 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// formed counts the products that form statistics, and the backward passes that begin with them.
+// formed counts products that compute statistics, and backward passes that start with them.
 type formed struct{ products, begun int }
 
-// seenStatistics is a launcher that counts, and whose backward passes have the variants back.
+// seenStatistics is a launcher that counts statistics. If back is not nil, backward passes have these
+// variants.
 type seenStatistics struct {
 	run.Launcher
 	back  []kernel.Variant
 	count *formed
 }
 
-// withStatistics has a machine's kernels count what is formed, and on a fake have those variants.
+// withStatistics counts a machine's statistics and, on the fake driver, sets the variants of backward
+// passes.
 func withStatistics(count *formed, back ...string) MachineOption {
 	return withKernels(func(k run.Launcher) run.Launcher {
 		s := seenStatistics{Launcher: k, count: count}
@@ -65,15 +67,15 @@ func (k seenStatistics) Launch(s gpu.Stream, params any) error {
 	return k.Launcher.Launch(s, params)
 }
 
-// attentionLayer is a layer of attention, projections on both sides.
+// attentionLayer describes a layer of attention with projections before and after it.
 type attentionLayer struct {
 	batch, d int
 	op.AttentionConfig
 	documents, recomputed bool
-	attentions, uses      int // that are added up, and then linear layers of the sum
+	attentions, uses      int // numbers of attentions that are added, and of linear layers that read the sum
 }
 
-// graph returns such a layer of random numbers with its gradients.
+// graph returns a graph of the layer with random numbers, its parameters, and its results and gradients.
 func (p attentionLayer) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, gorgonia.Nodes,
 	gorgonia.Nodes) {
 	t.Helper()
@@ -139,8 +141,9 @@ func (p attentionLayer) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, g
 	return g, in[1:], withGradients(t, y, matrix("with", rows, p.d), in)
 }
 
-// TestStatisticsWays wants the same values, whether the product that an attention's gradient comes
-// of forms what its backward pass begins with or not, and it to do so where it can.
+// TestStatisticsVariants checks that the values are the same whether or not the product that computes an
+// attention's output gradient also computes the statistics that the attention's backward pass starts
+// with, and that it does so whenever possible.
 func TestStatisticsVariants(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
@@ -187,7 +190,7 @@ func TestStatisticsVariants(t *testing.T) {
 			check(t, device, p, 1e-5, 1, variants)
 			p.uses = 2 // the gradient is a sum
 			check(t, device, p, 1e-5, 0, variants)
-			p.attentions, p.uses = 2, 1 // and here that of two
+			p.attentions, p.uses = 2, 1 // here it is the gradient of two attentions
 			check(t, device, p, 1e-5, 1, variants)
 		}
 	})
@@ -216,8 +219,9 @@ func TestStatisticsVariants(t *testing.T) {
 	}
 }
 
-// TestStatisticsInPlace wants no statistics of a product whose place a Kasmina layer's backward pass
-// has taken: it is the gradient of the layer's result, not of the attention's.
+// TestStatisticsInPlace checks that no statistics are computed by a product if the backward pass of a
+// Kasmina layer has overwritten its result. The product is then the gradient of the layer's result, not
+// of the attention's.
 func TestStatisticsInPlace(t *testing.T) {
 	ownChoices(t)
 	device, _ := openFake(t, fake.Config{})
@@ -253,8 +257,8 @@ func TestStatisticsInPlace(t *testing.T) {
 	require.Zero(t, count)
 }
 
-// TestStatisticsReshaped wants no statistics of a product of another shape than the attention's
-// result, whose gradient lies in the same memory.
+// TestStatisticsReshaped checks that no statistics are computed by a product that has a different shape
+// from the attention's result, even though the gradient is in the same memory.
 func TestStatisticsReshaped(t *testing.T) {
 	ownChoices(t)
 	device, _ := openFake(t, fake.Config{})
@@ -278,8 +282,9 @@ func TestStatisticsReshaped(t *testing.T) {
 	}
 }
 
-// TestStatisticsTuned wants the product timed with the statistics behind it where it is worth
-// timing, and no other, and both variants to give the same in the timer's memory as well.
+// TestStatisticsTuned checks that the product is timed together with the statistics that follow it if it
+// is worth timing, that no other product is, and that both variants give the same results in the timer's
+// memory.
 func TestStatisticsTuned(t *testing.T) {
 	ownChoices(t)
 	check := func(t *testing.T, device *Device, p attentionLayer, least float64, want int,

@@ -33,10 +33,10 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// waiting is an engine that is not known to be an llm.Stepper.
+// waiting hides the engine's Step method, so that it is not an llm.Stepper.
 type waiting struct{ llm.Engine }
 
-// watched is an engine that counts the steps that it makes in one call.
+// watched is an engine that counts calls of Step.
 type watched struct {
 	llm.Stepper
 	steps int
@@ -47,10 +47,10 @@ func (w *watched) Step(b data.Batch) (loss, norm float64, err error) {
 	return w.Stepper.Step(b)
 }
 
-// stumbling is tokens that cannot be read at one time.
+// stumbling is a token source with one read that fails.
 type stumbling struct {
 	data.Tokens
-	left int // reads until then
+	left int // number of the read that fails, counting down
 }
 
 var errStumbled = errors.New("the disk is gone")
@@ -62,18 +62,18 @@ func (s *stumbling) ReadTokens(dst []int, offset int64) error {
 	return s.Tokens.ReadTokens(dst, offset)
 }
 
-// scenario is a run of training, and what happens in it.
+// scenario is a training run and the events in it.
 type scenario struct {
 	accumulate int
-	fails      int // the read of a sequence that fails; 0 for none
+	fails      int // number of the read that fails; 0 for none
 	want       error
 	says       string
-	model      func(*llm.Model) // before the trainer is made
+	model      func(*llm.Model) // changes the model before the trainer is made
 	prepare    func(r *run)
 	event      func(r *run, e llm.Event) error
 }
 
-// run is a trainer in a scenario, and what became of it.
+// run is a trainer in a scenario, with a log of its behavior.
 type run struct {
 	*llm.Trainer
 	t      *testing.T
@@ -82,7 +82,7 @@ type run struct {
 	log    []string
 }
 
-// note writes down what nobody may see change.
+// note records something that must not depend on the engine.
 func (r *run) note(format string, args ...any) {
 	r.log = append(r.log, fmt.Sprintf(format, args...))
 }
@@ -96,8 +96,8 @@ func check(t *testing.T, errs ...error) {
 
 const batch = 2
 
-// newRun returns a small model and what it is trained with on a text, which it writes. The read of
-// a sequence of the given number fails, of 0 none.
+// newRun returns a small model, and a loader and an optimizer to train it on a text that newRun writes to
+// path. If fails is not 0, the read with this number fails.
 func newRun(t *testing.T, path string, fails int) (*llm.Model, *data.Loader, optim.Optimizer) {
 	t.Helper()
 	config := llm.Config{Vocab: 256, Dim: 8, Layers: 1, Heads: 2, KVHeads: 1, FF: 12, Seq: 6,
@@ -119,7 +119,7 @@ func newRun(t *testing.T, path string, fails int) (*llm.Model, *data.Loader, opt
 	return model, loader, optimizer
 }
 
-// train runs a scenario on a device of the fake driver.
+// train runs a scenario on a fake device. If ahead is true, the engine performs each step in one call.
 func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 	t.Helper()
 	r = &run{t: t, folder: t.TempDir()}
@@ -188,7 +188,7 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 	return r, steps
 }
 
-// finish notes what is left of the run.
+// finish records the state at the end of the run.
 func (r *run) finish() {
 	r.t.Helper()
 	r.note("loader %+v, rate %x", r.Loader.State(), r.Optimizer.LR())
@@ -213,9 +213,9 @@ func (r *run) finish() {
 	}
 }
 
-// overflowAt makes the loss of a model finite, and gradients infinite of batches with a token. In
-// silu(gate) ⊙ up, gate is 0, and up is so large for that token alone that its product with what
-// comes back from down overflows.
+// overflowAt sets a model's weights so that the loss is finite, but gradients of batches with the given
+// token are infinite. In silu(gate) ⊙ up, gate is 0, and up is so large for this token alone that its
+// product with the gradient from down overflows.
 func overflowAt(token int) func(*llm.Model) {
 	return func(m *llm.Model) {
 		of := func(name string) (x []float32, columns int) {
@@ -243,9 +243,8 @@ func overflowAt(token int) func(*llm.Model) {
 	}
 }
 
-// TestTrainerSteps has a trainer whose engine makes a step in one call. It does, tells and leaves
-// behind the same as one that waits in between. It does so bit for bit, whatever happens in the
-// run.
+// TestTrainerSteps checks that a trainer behaves the same, bit for bit, whether its engine performs a
+// step in one call or in several calls with waits between them, whatever happens in the run.
 func TestTrainerSteps(t *testing.T) {
 	after := func(step int, f func(r *run) error) func(*run, llm.Event) error {
 		return func(r *run, e llm.Event) error {
@@ -333,8 +332,8 @@ func TestTrainerSteps(t *testing.T) {
 	}
 }
 
-// TestTrainersInTurn wants two trainers of a model, with one loader and one optimiser, to make of
-// it together what one of them makes alone. The other may also only be asked for a loss amid a run.
+// TestTrainersInTurn checks that two trainers with the same model, loader and optimizer together train as
+// one trainer would alone. The other trainer may also evaluate the model in the middle of a run.
 func TestTrainersInTurn(t *testing.T) {
 	device := cudaops.OpenFake(t)
 	for name, engine := range map[string]func(*llm.Model, optim.Optimizer,
@@ -382,7 +381,7 @@ func TestTrainersInTurn(t *testing.T) {
 	}
 }
 
-// TestTrainerTellsWays wants the log of a run on a GPU to say how its ops are computed.
+// TestTrainerTellsVariants checks that the log of a run on a GPU lists the variants of its ops.
 func TestTrainerTellsVariants(t *testing.T) {
 	device := cudaops.OpenFake(t)
 	folder := t.TempDir()
@@ -409,8 +408,8 @@ func TestTrainerTellsVariants(t *testing.T) {
 	}
 }
 
-// TestTrainerOwnKind has a run in which a registered kind germinates, trains, grafts and goes. It
-// wants the losses on a GPU that it has on a CPU.
+// TestTrainerOwnKind compares the losses on a GPU and on a CPU while a seed of a registered kind
+// germinates, trains, grafts and is rolled back.
 func TestTrainerOwnKind(t *testing.T) {
 	kind, err := cudaops.OwnKind()
 	require.NoError(t, err)
@@ -451,7 +450,7 @@ func TestTrainerOwnKind(t *testing.T) {
 	require.Len(t, got, 12)
 }
 
-// TestOpBench wants ops timed on a GPU beside the CPU, with the same results.
+// TestOpBench checks that opbench times ops on a GPU as well as the CPU, with the same results.
 func TestOpBench(t *testing.T) {
 	t.Setenv("KASMINA_VARIANTS", "")
 	device := cudaops.OpenFake(t)
@@ -484,7 +483,7 @@ func TestOpBench(t *testing.T) {
 	require.ErrorContains(t, figures[len(figures)-2].Err, "a GPU has no float64")
 }
 
-// families have the traits of published models.
+// families maps published model families to their traits.
 var families = map[string]llm.Traits{
 	"Llama 3.1": {Scaling: op.RoPEScaling{Factor: 8, LowFreq: 1, HighFreq: 4, Original: 16}},
 	"Qwen2": {QKVBias: true, Scaling: op.RoPEScaling{Factor: 4, BetaFast: 32,
@@ -501,9 +500,9 @@ var families = map[string]llm.Traits{
 		MLPBias: true, Positions: 14, Blocks: []llm.Block{{NoRoPE: true}}},
 }
 
-// TestFamilies wants models with the traits of each family to have the losses of a CPU, in steps
-// whose gradients the next ones show. Some have documents, and blocks that are computed again. No
-// op is computed on the host.
+// TestFamilies compares the losses of models with the traits of each family against a CPU, over several
+// steps, which depend on the gradients. Some models have documents or recomputed blocks. No op may run on
+// the host.
 func TestFamilies(t *testing.T) {
 	for name, traits := range families {
 		for variant := range 3 {
@@ -522,7 +521,7 @@ func TestFamilies(t *testing.T) {
 	}
 }
 
-// familyLosses are those of some steps on one batch.
+// familyLosses returns the losses of several steps on one batch.
 func familyLosses(t *testing.T, c llm.Config, recompute bool,
 	build func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) (all []float64) {
 	m, err := llm.NewModel(c, tensor.Float32, 4)
@@ -552,8 +551,8 @@ func familyLosses(t *testing.T, c llm.Config, recompute bool,
 	return all
 }
 
-// TestSitesOnFake wants blueprints at weights and in the stream to go through a whole life on a
-// device. They have the losses that they have on a CPU. They leave the same model.
+// TestSitesOnFake runs blueprints at weights and in the stream through all stages on a device, and
+// compares the losses and the final model against a CPU.
 func TestSitesOnFake(t *testing.T) {
 	train := func(device func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
 		error)) (losses []float64, m *llm.Model) {
@@ -595,7 +594,7 @@ func TestSitesOnFake(t *testing.T) {
 	}
 }
 
-// newSitedRun is newRun with a model that has seeds at weights and in the stream.
+// newSitedRun is like newRun, but the model has seeds at weights and in the stream.
 func newSitedRun(t *testing.T) (*llm.Model, *data.Loader, optim.Optimizer) {
 	_, loader, optimizer := newRun(t, filepath.Join(t.TempDir(), "text"), 0)
 	c := llm.Config{Vocab: 256, Dim: 8, Layers: 1, Heads: 2, KVHeads: 1, FF: 12, Seq: 6}.Default()
@@ -605,7 +604,7 @@ func newSitedRun(t *testing.T) (*llm.Model, *data.Loader, optim.Optimizer) {
 	return m, loader, optimizer
 }
 
-// step takes a seed at a weight or in the stream a stage further.
+// step moves a seed at a weight or in the stream to the next stage.
 func step(m *llm.Model, layer, seed int, to state.Stage) error {
 	stage, err := m.Kasmina.Lattice(layer).Stage(seed)
 	if err != nil || stage == to {
@@ -630,7 +629,7 @@ func step(m *llm.Model, layer, seed int, to state.Stage) error {
 	return m.Kasmina.Do(commands...)
 }
 
-// numbers is a text of random tokens.
+// numbers is a token source of random tokens.
 type numbers struct{}
 
 const numbersVocab = 16
@@ -647,9 +646,9 @@ func (numbers) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
-// growing trains a model that grows at all sites, and of which some is taken back, on a fake
-// device.
-// It returns all that there is of the run. Engines that keep take over what is on the device.
+// growing trains a model on a fake device. The model grows at all sites, and undoes a part of its growth.
+// If keeps is true, each engine takes over the state that its predecessor has on the device. growing
+// returns a log of the complete run.
 func growing(t *testing.T, keeps bool, o func() optim.Optimizer) (log []string) {
 	t.Helper()
 	device := cudaops.OpenFake(t)
@@ -699,7 +698,7 @@ func growing(t *testing.T, keeps bool, o func() optim.Optimizer) (log []string) 
 	return log
 }
 
-// growthAt lets seeds of all sites grow, each in steps of its own.
+// growthAt advances the seeds of all sites, each at its own steps.
 func growthAt(m *llm.Model, step int) error {
 	kinds := map[blueprints.Site][]blueprints.Kind{blueprints.Weight: {blueprints.LoRA},
 		blueprints.Stream: {blueprints.Attention, blueprints.Perceptron},
@@ -731,7 +730,7 @@ func growthAt(m *llm.Model, step int) error {
 			case last && (seed == 0) == deep:
 				c.To = state.RolledBack
 			case deep && at > 3:
-				continue // its gates ask for what the model has gained
+				continue // the gates of depth seeds require a gain
 			}
 			if err := m.Kasmina.Do(c); err != nil {
 				return err
@@ -742,8 +741,8 @@ func growthAt(m *llm.Model, step int) error {
 	return nil
 }
 
-// TestKeepsOptimizer wants an engine to say that it cannot be kept while its machine has no
-// optimiser, and to be kept when it has one again.
+// TestKeepsOptimizer checks that an engine cannot be kept while its machine has no optimizer, and can be
+// kept again once it has one.
 func TestKeepsOptimizer(t *testing.T) {
 	device, cuda := cudaops.OpenFakeDriver(t)
 	m, _, o := newRun(t, filepath.Join(t.TempDir(), "text"), 0)
@@ -763,8 +762,8 @@ func TestKeepsOptimizer(t *testing.T) {
 	require.NoError(t, kept.Close())
 }
 
-// TestSwapsKeepBits wants a run whose engines leave parameters and moments on the device to the
-// next ones to have the bits of another. In that one these travel by the host.
+// TestSwapsKeepBits checks that a run has the same bits whether engines pass parameters and moments on
+// within the device or through the host.
 func TestSwapsKeepBits(t *testing.T) {
 	for name, o := range map[string]func() optim.Optimizer{
 		"AdamW": func() optim.Optimizer {
@@ -787,7 +786,7 @@ func TestSwapsKeepBits(t *testing.T) {
 	}
 }
 
-// newVM returns a machine on the GPU if there is one, and one on the CPU otherwise.
+// newVM returns a machine on the GPU if there is one, and otherwise one on the CPU.
 func newVM(g *gorgonia.ExprGraph) (vm gorgonia.VM, closeDevice func() error, err error) {
 	device, err := cudaops.Open()
 	if errors.Is(err, cudaops.ErrNoDevice) {
@@ -804,7 +803,7 @@ func newVM(g *gorgonia.ExprGraph) (vm gorgonia.VM, closeDevice func() error, err
 	return vm, device.Close, nil
 }
 
-// One program for computers with and without a GPU.
+// This program runs on computers with and without a GPU.
 func Example() {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewMatrix(g, tensor.Float32, gorgonia.WithName("x"), gorgonia.WithShape(512, 256),
@@ -829,7 +828,7 @@ func Example() {
 		log.Fatal(err)
 	}
 
-	value := cost.Value() // of a machine on the CPU; one on a GPU copies it when asked for
+	value := cost.Value() // set by the machine on the CPU; on a GPU, Value copies it
 	if m, ok := vm.(*cudaops.Machine); ok {
 		if value, err = m.Value(cost); err != nil {
 			log.Fatal(err)
@@ -839,8 +838,8 @@ func Example() {
 	fmt.Println(value)
 }
 
-// Training with weights, gradients and optimiser on the GPU. A step sends up its batch, and brings
-// down the loss when asked to, which the machine keeps since it is named as an output.
+// This example trains a layer with weights, gradients and optimizer on the GPU. A step copies its batch
+// to the device. Value copies the loss to the host when needed; WithOutputs makes the machine keep it.
 func ExampleMachine_SetOptimizer() {
 	device, err := cudaops.Open()
 	if err != nil {
@@ -875,7 +874,7 @@ func ExampleMachine_SetOptimizer() {
 		log.Fatal(err)
 	}
 
-	// gradients of a norm above 1 are scaled down
+	// gradients with a norm above 1 are scaled down
 	if err := machine.SetOptimizer(optimizer, 1); err != nil {
 		log.Fatal(err)
 	}
@@ -894,7 +893,7 @@ func ExampleMachine_SetOptimizer() {
 		log.Fatal(err)
 	}
 
-	if err := machine.Download(); err != nil { // the weights, into their nodes
+	if err := machine.Download(); err != nil { // copy the weights into their nodes
 		log.Fatal(err)
 	}
 

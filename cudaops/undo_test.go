@@ -55,8 +55,8 @@ func (f failing) SymDiff(_ gorgonia.Nodes, _, grad *gorgonia.Node) (gorgonia.Nod
 	return gorgonia.Nodes{g}, err
 }
 
-// newFailing returns a machine that accumulates gradients and whose backward pass calls fault twice
-// on the host, together with the parameters.
+// newFailing returns a machine and its parameters. The machine accumulates gradients, and its backward
+// pass calls fault twice on the host.
 func newFailing(t *testing.T, fault *func() error) (*Machine, gorgonia.Nodes) {
 	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
@@ -85,8 +85,8 @@ func newFailing(t *testing.T, fault *func() error) (*Machine, gorgonia.Nodes) {
 	return openMachine(t, device, g, WithParams(weights...), WithAccumulation()), weights
 }
 
-// TestFailedRunAddsNothing checks that a run which fails in an op on the host leaves the accumulated
-// gradients as they were, so that repeating it gives the sums of a run that did not fail.
+// TestFailedRunAddsNothing checks that a run which fails in an op on the host does not change the
+// accumulated gradients, so that repeating it gives the sums of a run that did not fail.
 func TestFailedRunAddsNothing(t *testing.T) {
 	fault := func() error { return nil }
 	m, weights := newFailing(t, &fault)

@@ -42,7 +42,7 @@ func TestTime(t *testing.T) {
 	}
 }
 
-// TestWays wants every variant that a machine chose among to be timed.
+// TestVariants checks that Time measures every variant that the machine could choose.
 func TestVariants(t *testing.T) {
 	t.Setenv("KASMINA_VARIANTS", "")
 	figures, err := opbench.Time("LinearAdd", []int{64, 96, 32},

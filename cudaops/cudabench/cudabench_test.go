@@ -18,13 +18,13 @@ func fakeContext(t *testing.T, c fake.Config) (gpu.Context, *fake.Driver) {
 	ctx, err := d.Retain(0)
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		require.NoError(t, ctx.Close()) // which nothing may outlive
+		require.NoError(t, ctx.Close()) // all memory must have been freed
 	})
 	return ctx, d
 }
 
-// TestMedian has a clock that the launches move: the cache's clearing and the events must not
-// count.
+// TestMedian uses a clock that launches advance. It checks that clearing the cache and recording events
+// do not count.
 func TestMedian(t *testing.T) {
 	ctx, _ := fakeContext(t, fake.Config{})
 	times := map[string]time.Duration{}
@@ -44,12 +44,12 @@ func TestMedian(t *testing.T) {
 	require.EqualValues(t, 2, (times["three"] - times["one"]).Microseconds(), times)
 }
 
-// TestFailure has memory run out, a launch fail and a report refuse: the error says where, and
-// nothing is left behind.
+// TestFailure checks the errors when memory runs out, a launch fails or report returns an error. The
+// cleanup of the context checks for leaks.
 func TestFailure(t *testing.T) {
 	ctx, d := fakeContext(t, fake.Config{})
 	none := func(m Measurement) error { t.Errorf("%s is reported", m.Name); return nil }
-	require.ErrorIs(t, measure(ctx, 64, none, ceilings), gpu.OutOfMemory) // 4 GiB of 1
+	require.ErrorIs(t, measure(ctx, 64, none, ceilings), gpu.OutOfMemory) // needs 4 GiB of 1 GiB
 
 	d.Fail("cuMemsetD8Async", 4, gpu.NotSupported)
 	err := measure(ctx, 64, none, func(b *timer) {
@@ -66,7 +66,7 @@ func TestFailure(t *testing.T) {
 	}), stop)
 }
 
-// TestChosen wants the benchmarks of the groups that are asked for, each once and in order.
+// TestChosen checks that the benchmarks of the named groups run once and in order.
 func TestChosen(t *testing.T) {
 	defer func(all []group) { groups = all }(groups)
 	names := ""
@@ -86,7 +86,7 @@ func TestChosen(t *testing.T) {
 	require.ErrorContains(t, err, `there is no group "d", want some of [a b c]`)
 }
 
-// unstored is a context whose memory holds nothing, of any size.
+// unstored is a context with an unlimited amount of memory that stores nothing.
 type unstored struct {
 	gpu.Context
 	next *gpu.Ptr
@@ -104,11 +104,11 @@ func (unstored) CopyOnDevice(_, _ gpu.Ptr, _ int, _ gpu.Stream) error     { retu
 func (unstored) EncodeTiled(gpu.TiledTensor) (m gpu.TensorMap, err error) { return m, nil }
 func (unstored) Memset8(gpu.Ptr, uint8, int, gpu.Stream) error            { return nil }
 
-// Elapsed is so long that few launches are timed.
+// Elapsed returns a long time so that only few launches are timed.
 func (unstored) Elapsed(_, _ gpu.Event) (time.Duration, error) { return 20 * time.Millisecond, nil }
 
-// TestLaunches wants all benchmarks to launch kernels that there are, with arguments that these
-// take, and a time of each under a name of its own.
+// TestLaunches checks that every benchmark launches existing kernels with valid arguments, and reports a
+// time under a unique name.
 func TestLaunches(t *testing.T) {
 	ctx, _ := fakeContext(t, fake.Config{Images: kerneltest.Kernels})
 	next := gpu.Ptr(256)
@@ -120,7 +120,7 @@ func TestLaunches(t *testing.T) {
 		require.False(t, seen[m.Name], m.Name)
 		seen[m.Name] = true
 		return nil
-	}, all[1:]...)) // the copy's and the product's are no kernels
+	}, all[1:]...)) // the first group launches no kernels of this module
 
 	require.Len(t, seen, 86)
 }

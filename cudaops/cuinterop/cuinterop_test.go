@@ -29,13 +29,13 @@ const (
 	dim                       = seeds * chunk
 )
 
-// layer is a Kasmina layer y of x, and Σ y ⊙ g, whose gradients a graph also computes.
+// layer is a graph of a Kasmina layer y of x and of the gradients of Σ y ⊙ g.
 type layer struct {
 	graph                    *gorgonia.ExprGraph
 	x, weights, scales, g, y *gorgonia.Node
 }
 
-// newLayer returns a layer whose seeds are of several kinds and in several stages.
+// newLayer returns a layer with seeds of several kinds and in several stages.
 func newLayer(t *testing.T) *layer {
 	t.Helper()
 	l := &layer{graph: gorgonia.NewGraph()}
@@ -73,7 +73,7 @@ func (l *layer) outputs() gorgonia.Nodes {
 	return gorgonia.Nodes{l.y, l.x.Deriv(), l.weights.Deriv(), l.scales.Deriv()}
 }
 
-// device memory that the program holds, through gorgonia.org/cu.
+// buffer is device memory allocated through gorgonia.org/cu.
 type buffer struct {
 	t     *testing.T
 	at    cu.DevicePtr
@@ -101,8 +101,8 @@ func (b buffer) read() []float32 {
 	return values
 }
 
-// TestKasminaInCuMemory runs a Kasmina layer forward and backward in a context, on a stream and in
-// memory that gorgonia.org/cu has made. It wants the bits of a machine with memory of its own.
+// TestKasminaInCuMemory runs a Kasmina layer forward and backward in a context, on a stream and in memory
+// created with gorgonia.org/cu, and compares the bits against an ordinary machine.
 func TestKasminaInCuMemory(t *testing.T) {
 	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
@@ -142,7 +142,7 @@ func TestKasminaInCuMemory(t *testing.T) {
 		t.Error("the device's context or the machine's stream is not the one given")
 	}
 
-	for run := range 4 { // the second is captured, the others replay it
+	for run := range 4 { // the second run is captured, the following ones replay it
 		for i, n := range ours.inputs() {
 			values := make([]float32, n.Shape().TotalSize())
 			for i := range values {
@@ -157,7 +157,7 @@ func TestKasminaInCuMemory(t *testing.T) {
 		for i, n := range ours.outputs() {
 			wanted[i] = must[gorgonia.Value](t)(want.Value(n)).Data().([]float32)
 		}
-		ok(t, cu.SetCurrentContext(ctx)) // the machine of our own has left its context current
+		ok(t, cu.SetCurrentContext(ctx)) // the other machine has left its own context current
 		ok(t, got.RunAll())
 		ok(t, stream.Synchronize())
 		for i, n := range theirs.outputs() {
@@ -191,7 +191,7 @@ func TestKasminaInCuMemory(t *testing.T) {
 	}
 
 	ok(t, cu.SetCurrentContext(ctx))
-	buffers[theirs.y].read() // what the program holds lives on
+	buffers[theirs.y].read() // the program's memory is still valid
 	for _, b := range buffers {
 		ok(t, cu.MemFree(b.at))
 	}
@@ -199,7 +199,7 @@ func TestKasminaInCuMemory(t *testing.T) {
 	ok(t, stream.Destroy())
 }
 
-// same compares bits.
+// same reports whether a and b have the same bits.
 func same(a, b []float32) bool {
 	return slices.EqualFunc(a, b, func(x, y float32) bool {
 		return math.Float32bits(x) == math.Float32bits(y)

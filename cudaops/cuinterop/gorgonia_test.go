@@ -20,7 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// doerGraph is a small model that consists of this module's ops alone, with its gradients.
+// doerGraph is a small model with gradients that uses only this module's ops.
 type doerGraph struct {
 	g              *gorgonia.ExprGraph
 	inputs, params gorgonia.Nodes
@@ -77,8 +77,8 @@ func newDoerGraph(t *testing.T, seed uint64) *doerGraph {
 	return d
 }
 
-// TestCUDADoers runs a model on Gorgonia's own CUDA machine, whose inputs, constants and results it
-// moves itself, and on ours.
+// TestCUDADoers runs a model on Gorgonia's own CUDA machine, which copies inputs, constants and results
+// by itself, and compares it with a Machine.
 func TestCUDADoers(t *testing.T) {
 	device, err := cudaops.Open()
 	if errors.Is(err, cudaops.ErrNoDevice) {
@@ -125,7 +125,7 @@ func TestCUDADoers(t *testing.T) {
 	require.NoError(t, vm.Close())
 }
 
-// apart is ‖got − want‖/‖want‖, which is NaN where something is.
+// apart returns ‖got − want‖/‖want‖, or NaN if an element is NaN.
 func apart(got, want gorgonia.Value) float64 {
 	numbers := func(v gorgonia.Value) []float32 {
 		if x, ok := v.Data().(float32); ok {
