@@ -34,8 +34,8 @@ import (
 
 // TestOps runs the suite of op cases, with a kernel for every op and its gradient.
 func TestOps(t *testing.T) {
-	// GPUs round what products read and what is stored between kernels, which bfloat16 does to one
-	// part in 256.
+	// GPUs round the operands of products and the values stored between kernels; bfloat16 has a relative
+	// error of up to 1/256.
 	onEach(t, testOps, map[string]float64{"fake": 1e-6, "float32": 1e-5, "float16": 1e-2,
 		"bfloat16": 5e-2})
 }
@@ -49,7 +49,7 @@ func testOps(t *testing.T, device *Device, tolerance float64, opts ...MachineOpt
 		}})
 }
 
-// tasksOf counts a machine's tasks by their node's op.
+// tasksOf counts a machine's tasks by op.
 func tasksOf(m *Machine) map[string]int {
 	count := map[string]int{}
 	for _, t := range m.runner.Program.Calls {
@@ -59,9 +59,9 @@ func tasksOf(m *Machine) map[string]int {
 	return count
 }
 
-// TestModelIsFused counts what is left of a model of twelve blocks: no sum at all, and one product
-// for queries, keys and values. A graph that uses the parameters of another machine makes no copies
-// of these.
+// TestModelIsFused counts the tasks of a model of twelve blocks. No separate sum remains, and queries,
+// keys and values are one product. A graph that uses the parameters of another machine does not copy
+// them.
 func TestModelIsFused(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 12, Heads: 2, KVHeads: 1, Seq: 6}.Default()
@@ -95,23 +95,23 @@ func TestModelIsFused(t *testing.T) {
 	check(llm.ForLoss, forward, WithParamsOf(training))
 }
 
-// fuseCase is a small graph with everything that could be fused, and a reason not to.
+// fuseCase is a small graph of ops that can be fused, with an optional obstacle.
 type fuseCase struct {
 	name string
-	// keep names values that shall outlive the run: a node, or with d: a part of the gradients that
-	// the op of a node has.
+	// keep names the values to keep: a node, or with the prefix "d:" a part of the gradients computed for
+	// a node.
 	keep     []string
-	keyBase  float64  // of the keys' rotation; 0 for that of the queries
+	keyBase  float64  // base of the keys' rotation; 0 for the same base as the queries
 	alsoUsed []string // nodes that the loss also reads
-	starts   []int    // of documents, if attention is to keep them apart
-	window   int      // of attention; 0 for none
-	gelu     bool     // the perceptron's gate
-	biases   bool     // of queries, keys and values
-	traits   bool     // these, norms of heads, norms that scale by 1 + weight, behind attention too
+	starts   []int    // starts of documents, for attention within documents; nil for plain attention
+	window   int      // window of attention; 0 for none
+	gelu     bool     // gelu selects GELU for the perceptron's gate
+	biases   bool     // biases of queries, keys and values
+	traits   bool     // biases, norms of heads, norms with weight 1 + w, and a norm after attention
 	want     map[string]int
 }
 
-// fuseCases say how many tasks there are, where it is not as in the first.
+// fuseCases lists the cases. Its counts in want replace the counts of the first case.
 var fuseCases = []fuseCase{
 	{name: "all", want: map[string]int{"Embedding": 1, "RMSNorm": 3, "Linear": 2, "RoPE": 1,
 		"Attention": 1, "AttentionGrad": 1,
@@ -122,7 +122,7 @@ var fuseCases = []fuseCase{
 	{name: "linear layer kept", keep: []string{"o"}},
 	{name: "perceptron kept", keep: []string{"m"}},
 	{name: "perceptron read", alsoUsed: []string{"m"}, want: map[string]int{"+ false": 2}},
-	// of three gradients, in an order that folds none
+	// the sum of three gradients; their order prevents folding
 	{name: "sum read", alsoUsed: []string{"s"}, want: map[string]int{"+ false": 3}},
 	{name: "queries kept", keep: []string{"q"}, want: map[string]int{"Linear": 4,
 		"RoPE": 4, "LinearGrad": 8}},
@@ -146,7 +146,7 @@ var fuseCases = []fuseCase{
 
 const fuseDim, fuseSeq, fuseRows, fuseVocab = 16, 3, 6, 11
 
-// graph returns the graph, its parameters, and what to keep: the loss among it.
+// graph returns the graph, its parameters, and the nodes to keep, including the loss.
 func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 	gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
@@ -159,8 +159,8 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 	ints := func(name string) *gorgonia.Node {
 		x := make([]int, fuseRows)
 		x[0] = r.IntN(fuseVocab)
-		// not twice the same: queries and keys of such tokens have no gradient where no others are
-		// seen
+		// No two adjacent ids are the same: if a query sees only keys of the same token, queries and keys
+		// have no gradient.
 		for i := range x[1:] {
 			x[i+1] = (x[i] + 1 + r.IntN(fuseVocab-1)) % fuseVocab
 		}
@@ -251,8 +251,8 @@ func (f fuseCase) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph,
 	return g, params, keep
 }
 
-// gradientPart finds the gradient of attention's values (v), of the first norm's input (h), or of
-// the output layer's table.
+// gradientPart returns the gradient of attention's values (v), of the first norm's input (h), or of the
+// output layer's table (loss).
 func gradientPart(t *testing.T, g *gorgonia.ExprGraph, of string) *gorgonia.Node {
 	t.Helper()
 	for _, n := range g.AllNodes() {
@@ -280,8 +280,8 @@ func gradientPart(t *testing.T, g *gorgonia.ExprGraph, of string) *gorgonia.Node
 	return nil
 }
 
-// TestFuse counts the tasks of small graphs. It wants the values of a machine that is asked for all
-// values and so can leave none out.
+// TestFuse counts the tasks of small graphs and compares the values with a machine that keeps all values
+// and therefore cannot fuse ops.
 func TestFuse(t *testing.T) {
 	onEach(t, testFuse, map[string]float64{"fake": 1e-5, "float32": 1e-4, "bfloat16": 5e-2})
 }
@@ -289,7 +289,7 @@ func TestFuse(t *testing.T) {
 func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
 	seed := randomSeed(t)
 	cases := fuseCases
-	if tolerance > 1e-5 { // of a GPU
+	if tolerance > 1e-5 { // on a GPU
 		cases = cases[:few(len(cases), len(cases)/4)]
 	}
 
@@ -300,7 +300,7 @@ func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOp
 			got := tasksOf(machine)
 			for op, n := range fuseCases[0].want {
 				if len(f.alsoUsed) > 0 && machine.config.Activation != gpu.Float32 {
-					break // products with float32 parameters are float32, and take casts
+					break // products with float32 parameters are float32, and need casts
 				}
 				if other, ok := f.want[op]; ok {
 					n = other
@@ -318,7 +318,7 @@ func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOp
 					v := valueIn(t, machine, n)
 					w := valueIn(t, unfused, want[i])
 					d := distance(t, v, w)
-					if n.IsScalar() { // a sum may be near zero, and what it is made of is not
+					if n.IsScalar() { // a sum may be near zero while its terms are not
 						d = min(d, math.Abs(float64(flat(t, v)[0]-flat(t, w)[0])))
 					}
 					require.Less(t, d, tolerance, graph.Describe(n))
@@ -328,9 +328,8 @@ func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOp
 	}
 }
 
-// valuesOf runs a machine and returns the values of nodes. If another machine's are given, which
-// computes the same in another variant, it returns those. An error tells of which value is too far from
-// them.
+// valuesOf runs a machine and compares the values of nodes with want, the values from another machine. It
+// returns want. If want is nil, valuesOf compares nothing and returns the machine's values.
 func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.Value,
 	tolerance float64) (values []gorgonia.Value) {
 	t.Helper()
@@ -350,7 +349,7 @@ func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.
 	return values
 }
 
-// randomMatrices returns what makes a graph's matrices, of normal numbers of a standard deviation.
+// randomMatrices returns a function that adds matrices of normally distributed numbers to a graph.
 func randomMatrices(g *gorgonia.ExprGraph, seed, stream uint64, deviation float64) func(name string,
 	rows, columns int) *gorgonia.Node {
 	r := rand.New(rand.NewPCG(seed, stream))
@@ -381,7 +380,7 @@ func newFuseMachine(t *testing.T, device *Device, g *gorgonia.ExprGraph, params,
 	return m
 }
 
-// results is all nodes of a graph that are computed.
+// results returns all nodes of a graph that are computed.
 func results(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 	for _, n := range g.AllNodes() {
 		if n.Op() != nil {
@@ -391,11 +390,11 @@ func results(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 	return all
 }
 
-// blockFunc is a part of a model: a function of nodes.
+// blockFunc is a part of a model, as a function of nodes.
 type blockFunc = func(in gorgonia.Nodes) (*gorgonia.Node, error)
 
-// variants are variants to put a block into a graph. The last two compute another function than the first
-// two.
+// variants lists ways to add a block to a graph. The first two compute the same function, and so do the
+// last two.
 var variants = []struct {
 	name  string
 	apply func(in gorgonia.Nodes, b blockFunc) (*gorgonia.Node, error)
@@ -422,8 +421,8 @@ func thenTanh(in gorgonia.Nodes, b blockFunc) (*gorgonia.Node, error) {
 	return gorgonia.Tanh(h)
 }
 
-// mixedBlock is x + Kasmina(tanh(norm(x)·w)) + bias, with a product whose operand is transposed. It
-// is of x [rows, d], norm [d], w [d, d], bias [d], the slots' weights and scales.
+// mixedBlock returns the block x + Kasmina(tanh(norm(x)·wᵀ)) + bias. Its inputs are x [rows, d], norm
+// [d], w [d, d], bias [d], and the slots' weights and scales.
 func mixedBlock(l *state.Lattice) blockFunc {
 	return func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 		x, norm, w, bias, weights, scales := in[0], in[1], in[2], in[3], in[4], in[5]
@@ -451,8 +450,8 @@ func mixedBlock(l *state.Lattice) blockFunc {
 	}
 }
 
-// TestRecompute wants the same bits of loss, gradients and telemetry with blocks that are
-// recomputed, and with such in such.
+// TestRecompute checks that recomputed blocks, also nested ones, give the same bits of loss, gradients
+// and telemetry.
 func TestRecompute(t *testing.T) {
 	onEach(t, testRecompute, exactly("fake", "float32", "bfloat16", "scaled"))
 }
@@ -476,8 +475,8 @@ func testRecompute(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 	}
 }
 
-// runBlocks takes three steps on a model of two blocks, and returns losses, gradients and the
-// lattices' states as text.
+// runBlocks runs a model of two blocks three times, and returns losses, gradients and the lattices'
+// states as text.
 func runBlocks(t *testing.T, device *Device, seed uint64,
 	apply func(gorgonia.Nodes, blockFunc) (*gorgonia.Node, error),
 	opts []MachineOption) (seen []string) {
@@ -537,7 +536,7 @@ func derivatives(params gorgonia.Nodes) (all gorgonia.Nodes) {
 	return all
 }
 
-// deepGraph is the training graph of a model without Kasmina layers.
+// deepGraph returns the training graph of a model without Kasmina layers.
 func deepGraph(t *testing.T, layers, dim, seq, sequences int, opts ...llm.GraphOption) *batch {
 	t.Helper()
 	c := llm.Config{Vocab: 19, Dim: dim, Layers: layers, Heads: 2, KVHeads: 1, Seq: seq}.Default()
@@ -548,8 +547,8 @@ func deepGraph(t *testing.T, layers, dim, seq, sequences int, opts ...llm.GraphO
 	return &batch{Graph: g}
 }
 
-// TestRecomputeMemory wants a run of twelve recomputed blocks to need less than a quarter of the
-// memory.
+// TestRecomputeMemory checks that a run of a model of twelve blocks needs less than a quarter of the
+// memory if blocks are recomputed.
 func TestRecomputeMemory(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	arena := func(opts ...llm.GraphOption) int {
@@ -563,10 +562,10 @@ func TestRecomputeMemory(t *testing.T) {
 	require.LessOrEqual(t, 4*recomputed, all)
 }
 
-// TestKeptForBackward wants a block to keep no more for its backward pass than that needs. In
-// numbers of a token that is gate and up (2F), q, k and v ((H + 2·KV)·Dh) and the attention's
-// result (H·Dh). Both sums of the residual stream and both normalised ones take 4D, the norms'
-// 1/rms and the attention's logarithms 2 + H.
+// TestKeptForBackward checks that a block keeps only what its backward pass needs. For each token these
+// are the following numbers: gate and up (2F), q, k and v ((H + 2·KV)·Dh), the attention's result (H·Dh),
+// two sums and two norms of the residual stream (4D), and the norms' 1/rms and the attention's logarithms
+// (2 + H).
 func TestKeptForBackward(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	const dim, heads, kv, seq = 64, 2, 1, 32
@@ -586,7 +585,7 @@ func TestKeptForBackward(t *testing.T) {
 	require.Less(t, got, 1.01*want)
 }
 
-// TestRecomputeModel trains on a graph with recomputed blocks and on one without: the same bits.
+// TestRecomputeModel checks that a model has the same bits with and without recomputed blocks.
 func TestRecomputeModel(t *testing.T) {
 	onEach(t, testRecomputeModel, exactly("fake", "float32", "bfloat16", "scaled"))
 }
@@ -612,7 +611,7 @@ func testRecomputeModel(t *testing.T, device *Device, _ float64, opts ...Machine
 	}
 }
 
-// TestRecomputeTwice wants an op that two nodes share to be computed for each.
+// TestRecomputeTwice checks that an op shared by two nodes is computed for each node.
 func TestRecomputeTwice(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
@@ -638,8 +637,8 @@ func TestRecomputeTwice(t *testing.T) {
 	}
 }
 
-// TestDocuments wants attention to documents to give what it gives on the CPU, with its projections
-// fused, and no warning.
+// TestDocuments compares attention within documents with the CPU, with fused projections. It also checks
+// the errors for invalid starts.
 func TestDocuments(t *testing.T) {
 	onEach(t, testDocuments, map[string]float64{
 		"fake": 1e-5, "scaled": 1e-5, "float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2})
@@ -649,8 +648,7 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 	seed := randomSeed(t)
 	f := fuseCase{starts: []int{0, 1, 1, 0, 0, 2}}
 	m, keep := compareWithCPU(t, device, f, seed, tolerance, opts...)
-	// The table of documents is a task of its own, under the name of the attention, once for both
-	// passes.
+	// The table of documents is a separate task with the name of the attention. Both passes use it.
 	n := tasksOf(m)
 	require.Equal(t, []int{2, 1, 1}, []int{n["DocumentAttention"], n["AttentionGrad"], n["RoPE"]})
 	starts := keep[0].Graph().ByName("starts")[0]
@@ -665,10 +663,10 @@ func testDocuments(t *testing.T, device *Device, tolerance float64, opts ...Mach
 	}
 }
 
-// TestTraits wants windows, biases, norms of heads and of 1 + weight and the gate by GELU to give
-// what they give on the CPU. They do so alone and together, with no warning.
+// TestTraits compares windows, biases, norms of heads, norms with weight 1 + w and GELU gates with the
+// CPU, separately and combined.
 func TestTraits(t *testing.T) {
-	// Norms of heads of four elements can be small, and then multiply what bfloat16 rounds.
+	// Norms of heads with four elements can be small, and then they amplify the rounding of bfloat16.
 	onEach(t, testTraits, map[string]float64{
 		"fake": 1e-5, "scaled": 1e-5, "float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15})
 }
@@ -681,7 +679,7 @@ func testTraits(t *testing.T, device *Device, tolerance float64, opts ...Machine
 		"biases and norms": {traits: true}, "all": {window: 2, gelu: true, traits: true}} {
 		t.Run(name, func(t *testing.T) {
 			m, _ := compareWithCPU(t, device, f, seed, tolerance, opts...)
-			// Projections are one product where nothing stands between them and attention.
+			// Projections are one product if attention reads their result directly.
 			n := tasksOf(m)
 			require.Equal(t, 1, n["AttentionGrad"])
 			require.Equal(t, f.traits, n["RoPE"] > 1)
@@ -689,8 +687,8 @@ func testTraits(t *testing.T, device *Device, tolerance float64, opts ...Machine
 	}
 }
 
-// compareWithCPU runs a graph some times and compares what it keeps, and all gradients, with the
-// tape machine's.
+// compareWithCPU runs a graph several times and compares the kept values and all gradients with the tape
+// machine.
 func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, tolerance float64,
 	opts ...MachineOption) (*Machine, gorgonia.Nodes) {
 	t.Helper()
@@ -700,7 +698,7 @@ func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, toler
 		WithOutputs(keep...))...)
 	require.NoError(t, err)
 	t.Cleanup(func() { m.Close() })
-	if m.LossScale().Scale > 1 { // the first overflows at some seeds, and only updates lower it
+	if m.LossScale().Scale > 1 { // the initial scale overflows with some seeds, and only updates reduce it
 		require.NoError(t, m.SetLossScale(LossScale{Scale: 1 << 10}))
 	}
 
@@ -718,8 +716,8 @@ func compareWithCPU(t *testing.T, device *Device, f fuseCase, seed uint64, toler
 	return m, keep
 }
 
-// TestDocumentsOfTwoLengths wants attentions to sequences of different lengths, which share where
-// their documents start, to have a table and a check each.
+// TestDocumentsOfTwoLengths checks that attentions with sequences of different lengths but the same
+// starts of documents have separate tables, and that starts are checked for both.
 func TestDocumentsOfTwoLengths(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	const rows, d = 6, 4
@@ -744,7 +742,7 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 	require.ErrorContains(t, run(0, 0, 2, 2, 2, 2), "starts[3] is 2, want 0")
 }
 
-// TestLoneDocuments runs every op of such a graph alone.
+// TestLoneDocuments runs every op of a graph with documents as a singleOp.
 func TestLoneDocuments(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	seed := randomSeed(t)
@@ -760,7 +758,7 @@ func TestLoneDocuments(t *testing.T) {
 	}
 }
 
-// stockRun is a case's graph of one type, and with gradients those of Σ out ⊙ weights.
+// stockRun is the graph of a case in one type, with the gradients of Σ out ⊙ weights if they are needed.
 type stockRun struct {
 	g            *gorgonia.ExprGraph
 	in           gorgonia.Nodes
@@ -841,7 +839,8 @@ func (r *stockRun) let(values [][]float64, weights []float64) error {
 	return errors.Join(errs...)
 }
 
-// random draws different numbers that bfloat16 holds, clear of zero, where some ops have kinks.
+// random returns distinct numbers that bfloat16 can represent. They are not close to zero, where some ops
+// have kinks.
 func (c stockCase) random(r *rand.Rand, s shape, seen map[float64]bool) []float64 {
 	x := make([]float64, 0, opbase.Size(s))
 	for len(x) < cap(x) {
@@ -853,7 +852,7 @@ func (c stockCase) random(r *rand.Rand, s shape, seen map[float64]bool) []float6
 		if !seen[v] && math.Abs(v) > 1e-3 {
 			x = append(x, v)
 		}
-		seen[v] = !c.constant // equal numbers are for comparisons
+		seen[v] = !c.constant // comparisons need equal numbers
 	}
 
 	return x
@@ -877,8 +876,8 @@ func wide(t testing.TB, v gorgonia.Value) []float64 {
 	return w
 }
 
-// apart is ‖got − want‖/‖want‖, or relative to a tenth for each number where they are smaller: sums
-// of numbers of about 1 may nearly cancel.
+// apart returns ‖got − want‖/‖want‖. If the norm of want is less than a tenth per element, apart divides
+// by that instead, since sums of numbers of about 1 may nearly cancel.
 func apart(got, want []float64) float64 {
 	if len(got) != len(want) {
 		return math.Inf(1)
@@ -891,20 +890,20 @@ func apart(got, want []float64) float64 {
 	return math.Sqrt(diff / max(norm, 0.01*float64(len(want))))
 }
 
-// TestStock runs every case on both machines, and holds results to those of Gorgonia's machine in
-// float64 and gradients to central differences of these.
+// TestStock compares every case with Gorgonia's tape machine: the result in float64, and the gradients
+// also with central differences.
 func TestStock(t *testing.T) {
 	onEach(t, testStock, map[string]float64{"fake": 1e-5, "scaled": 1e-5, "float32": 1e-5,
 		"bfloat16": 3e-2, "float16": 5e-3})
 }
 
-// scaledGradients is the loss scaling of Float16 without its storage.
+// scaledGradients enables the loss scaling of Float16 without its storage.
 func scaledGradients(c *machineConfig) error {
 	c.Scaled = true
 	return nil
 }
 
-// testStock takes one of so many cases.
+// testStock runs all cases, or a random third in short mode.
 func testStock(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
 	r := rand.New(rand.NewPCG(randomSeed(t), 1))
 	cases, share := stockCases(), few(1, 3)
@@ -944,12 +943,12 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 
 	machine := openMachine(t, device, run.g, opts...)
 	if machine.runner.Program.Scale != nil {
-		// no power of two, so that one factor too many or too few shows
+		// not a power of two, so that a missing or additional factor changes the result
 		require.NoError(t, machine.SetLossScale(LossScale{Scale: 1000}))
 	}
 
 	var got [][]float64
-	for range few(3, 1) { // as it is, recorded, replayed
+	for range few(3, 1) { // enqueued, captured and replayed
 		require.NoError(t, machine.RunAll())
 	}
 
@@ -975,8 +974,8 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 	}
 }
 
-// onTape returns the result and the gradients that Gorgonia's machine has for the same nodes. It
-// computes the result in another graph, since it writes other results over one that is used.
+// onTape returns the result and the gradients computed by Gorgonia's tape machine. It computes the result
+// in a separate graph, because the machine overwrites results that other nodes read.
 func (c stockCase) onTape(t *testing.T, run *stockRun, values [][]float64,
 	weights []float64) (all [][]float64) {
 	t.Helper()
@@ -1000,7 +999,7 @@ func (c stockCase) onTape(t *testing.T, run *stockRun, values [][]float64,
 	return all
 }
 
-// reference returns the result in float64 and the loss's central differences by the inputs.
+// reference returns the result in float64, and the central differences of the loss for each input.
 func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64) [][]float64 {
 	t.Helper()
 	if c.instead != nil {
@@ -1039,8 +1038,8 @@ func (c stockCase) reference(t *testing.T, values [][]float64, weights []float64
 	return all
 }
 
-// TestStockWithoutCopies wants transposed operands of products and repeated operands of elementwise
-// ops to be read where they are. They are there for somebody who asks for them.
+// TestStockWithoutCopies checks that transposed operands of products and repeated operands of elementwise
+// ops are not copied, unless they are outputs.
 func TestStockWithoutCopies(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
@@ -1078,7 +1077,7 @@ func TestStockWithoutCopies(t *testing.T) {
 	}
 }
 
-// TestStatements wants an error for what Gorgonia calls statements.
+// TestStatements checks the error for what Gorgonia calls statements.
 func TestStatements(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	g, _, y := stockGraph(t)
@@ -1087,8 +1086,7 @@ func TestStatements(t *testing.T) {
 	require.ErrorContains(t, errOf(NewMachine(device, g)), "WithOutputs")
 }
 
-// TestStockOnHost wants ops without a kernel to be computed on the host, between nodes that are on
-// the device.
+// TestStockOnHost checks that ops without a kernel are computed on the host, between nodes on the device.
 func TestStockOnHost(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
@@ -1129,7 +1127,7 @@ func TestStockOnHost(t *testing.T) {
 	}
 }
 
-// TestBatchedFLOPs wants a batch of products to count as such in profiles.
+// TestBatchedFLOPs checks the operations and bytes of a batched product.
 func TestBatchedFLOPs(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
@@ -1146,17 +1144,17 @@ func TestBatchedFLOPs(t *testing.T) {
 	}
 }
 
-// stockCase is a graph made of Gorgonia's own ops.
+// stockCase is a graph of Gorgonia's own ops.
 type stockCase struct {
 	name     string
-	shapes   []tensor.Shape // of the inputs; one without dimensions is a scalar
-	ids      []int          // the value of one more input, of integers
-	positive bool           // the inputs are
+	shapes   []tensor.Shape // shapes of the inputs; no dimensions means a scalar
+	ids      []int          // value of an additional integer input
+	positive bool           // all inputs are positive
 	build    func(in gorgonia.Nodes) (*gorgonia.Node, error)
-	constant bool // it has no derivative
-	badDiff  bool // Gorgonia makes a wrong gradient of it: a graph of what is no derivative
-	// instead is the same function made of other ops, where Gorgonia's machine computes the op or
-	// its gradient wrongly.
+	constant bool // the function has no derivative
+	badDiff  bool // the graph that Gorgonia derives is not the gradient
+	// instead computes the same function with different ops, if Gorgonia's machine computes the op or its
+	// gradient incorrectly.
 	instead func(in gorgonia.Nodes) (*gorgonia.Node, error)
 }
 
@@ -1166,12 +1164,12 @@ type (
 	node  = gorgonia.Node
 )
 
-// stockCases are fresh graphs of odd sizes.
+// stockCases returns new graphs of odd sizes.
 func stockCases() []stockCase {
 	return slices.Concat(elementwiseCases(), productCases(), reductionCases(), layoutCases())
 }
 
-// byName sorts cases by name, and leaves those of one name in their order.
+// byName sorts cases by name and keeps the order of cases with the same name.
 func byName(cases []stockCase) []stockCase {
 	slices.SortStableFunc(cases, func(a, b stockCase) int { return strings.Compare(a.name, b.name) })
 	return cases
@@ -1239,7 +1237,7 @@ func elementwiseCases() []stockCase {
 		}
 	}
 
-	// From the logarithm of a sigmoid Gorgonia makes a softplus, and removes nodes from the graph.
+	// Gorgonia replaces the logarithm of a sigmoid by a softplus, and removes nodes from the graph.
 	cases = append(cases, stockCase{name: "BinaryXent", shapes: []shape{m, m}, positive: true,
 		build: func(in nodes) (*node, error) {
 			p, err := gorgonia.Sigmoid(in[0])
@@ -1252,7 +1250,7 @@ func elementwiseCases() []stockCase {
 	return byName(cases)
 }
 
-// number1 is a constant of x's type.
+// number1 returns a constant of x's type.
 func number1(x *node, v float64) *node {
 	if x.Dtype() == tensor.Float32 {
 		return gorgonia.NewConstant(float32(v))
@@ -1279,7 +1277,7 @@ func productCases() []stockCase {
 		{name: "outer", shapes: []shape{{3}, {5}}, build: func(in nodes) (*node, error) {
 			return gorgonia.OuterProd(in[0], in[1])
 		},
-			constant: true}, // its gradient multiplies shapes that do not fit
+			constant: true}, // Gorgonia's gradient multiplies matrices with shapes that do not match
 		{name: "transposed used twice", shapes: []shape{{3, 5}, {3, 7}},
 			build: func(in nodes) (*node, error) {
 				t, err := gorgonia.Transpose(in[0])
@@ -1375,7 +1373,7 @@ func layoutCases() []stockCase {
 	one := func(name string, x shape, build func(x *node) (*node, error)) {
 		cases = append(cases, stockCase{name: name, shapes: []shape{x},
 			build: func(in nodes) (*node, error) {
-				h, err := gorgonia.Tanh(in[0]) // so that it is of an activation's type
+				h, err := gorgonia.Tanh(in[0]) // gives it an activation's type
 				if err != nil {
 					return nil, err
 				}
@@ -1483,8 +1481,8 @@ func layoutCases() []stockCase {
 	return byName(cases)
 }
 
-// passOn is the identity of scalars, without a kernel, whose result is a tensor of no dimensions
-// where others have a number.
+// passOn is the identity of scalars, without a kernel. Its result is a tensor without dimensions instead
+// of a number.
 type passOn struct{}
 
 func (passOn) Arity() int    { return 1 }
@@ -1512,8 +1510,8 @@ func (passOn) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 	return tensor.New(tensor.FromScalar(x)), nil
 }
 
-// TestScaledScalar wants the loss scale to leave and come back where an op on the host answers with
-// such a tensor.
+// TestScaledScalar checks that the loss scale is removed before and restored after an op on the host that
+// returns a tensor without dimensions.
 func TestScaledScalar(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	var grads [2]gorgonia.Value
@@ -1532,8 +1530,8 @@ func TestScaledScalar(t *testing.T) {
 		grads[1], grads[0])
 }
 
-// TestLastProducts wants two products of gradients behind that of the table, where it goes to other
-// GPUs.
+// TestLastProducts checks that two products of gradients come after the gradient of the table if
+// gradients are sent to other GPUs.
 func TestLastProducts(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 2)
@@ -1551,8 +1549,8 @@ func TestLastProducts(t *testing.T) {
 	}
 }
 
-// TestFoldedGradient wants no value of the output layer's gradient where the table's has been added
-// into its memory.
+// TestFoldedGradient checks that the output layer's gradient has no value if the table's gradient has
+// been added to its memory.
 func TestFoldedGradient(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 2)
@@ -1570,18 +1568,17 @@ func TestFoldedGradient(t *testing.T) {
 	require.ErrorContains(t, errOf(m.Value(head)), "WithOutputs")
 }
 
-// layers is a graph in which everything comes that [Float8] computes otherwise. That is a
-// projection for each of queries, keys and values, a linear layer and a perceptron. Between them
-// are norms and sums as in a model's block.
+// layers is a graph with everything that [Float8] computes differently: projections of queries, keys and
+// values, a linear layer and a perceptron, with norms and sums between them as in a block of a model.
 type layers struct {
 	g      *gorgonia.ExprGraph
 	params gorgonia.Nodes
-	keep   gorgonia.Nodes // the cost, the result, and the gradients of parameters
+	keep   gorgonia.Nodes // the cost, the result and the gradients of parameters
 	named  map[string]*gorgonia.Node
 }
 
-// newLayers has batch sequences of seq tokens, d features of 2 heads or of as many as have 128, and
-// a perceptron of f.
+// newLayers returns a graph with batch sequences of seq tokens, d features, a perceptron of f features,
+// and heads of 128 features, but at least 2 heads.
 func newLayers(t testing.TB, seed uint64, batch, seq, d, f int) *layers {
 	t.Helper()
 	l := &layers{g: gorgonia.NewGraph(), named: map[string]*gorgonia.Node{}}
@@ -1627,8 +1624,8 @@ func (l *layers) values(t testing.TB, m *Machine) (values []gorgonia.Value) {
 	return values
 }
 
-// TestFloat8 wants what float8 makes of a block to be near to what float32 does, and its tasks
-// those that the sizes allow.
+// TestFloat8 checks that the results of a block with float8 products are close to those in float32, and
+// that float8 is used exactly for the sizes that allow it.
 func TestFloat8(t *testing.T) {
 	seed := randomSeed(t)
 	near := func(t *testing.T, l *layers, narrow, plain *Machine, tolerance float64, differs bool) {
@@ -1647,14 +1644,14 @@ func TestFloat8(t *testing.T) {
 	for _, c := range []struct {
 		name             string
 		batch, seq, d, f int
-		want             map[string]int // of the tasks that quantise
+		want             map[string]int // of the tasks that quantize
 	}{
-		// attention's result, and its gradients side by side
+		// for the attention's result, and for its three gradients together
 		{"a block", 3, 45, 32, 48, map[string]int{"Quantize": 2}},
 		{"the fewest rows", 4, 32, 16, 16, map[string]int{"Quantize": 2}},
 		{"a row too few", 1, 127, 32, 48, nil},
 		{"features no multiple", 3, 45, 36, 48, nil},
-		// and the gradients of gate and up
+		// and for the gradients of gate and up
 		{"a perceptron of 24", 3, 45, 32, 24, map[string]int{"Quantize": 3}},
 		{"a perceptron of 20", 3, 45, 32, 20, map[string]int{"Quantize": 2}},
 	} {
@@ -1697,13 +1694,13 @@ func TestFloat8(t *testing.T) {
 					WithVariants("Matmul"+"=hopper-*", "RoPEProduct=fused")})
 			near(t, l, own, plain, 0.2, true)
 			fused := tasksOf(own)["RoPE"] == 0
-			// what the kernels take
+			// the sizes that the kernels support
 			require.Equal(t, size[2] > 384 && device.info.Capability() == 90, fused, size)
 		}
 	})
 }
 
-// flopsOfFloat8 is the operations that a profile measures by the ceiling of float8.
+// flopsOfFloat8 returns the operations that a profile compares with the ceiling of float8.
 func flopsOfFloat8(m *Machine) (flops float64) {
 	for _, t := range m.runner.Program.Calls {
 		if t.Float8 {
@@ -1713,7 +1710,7 @@ func flopsOfFloat8(m *Machine) (flops float64) {
 	return flops
 }
 
-// openGPUFloat8 returns the GPU, and skips the test where it does not multiply float8.
+// openGPUFloat8 returns the GPU, or skips the test if the GPU does not support float8 products.
 func openGPUFloat8(t *testing.T) *Device {
 	t.Helper()
 	device := openGPU(t)
@@ -1723,8 +1720,8 @@ func openGPUFloat8(t *testing.T) *Device {
 	return device
 }
 
-// TestFloat8Exactly wants products to be those of their operands as they are rounded, with the
-// factors of rows.
+// TestFloat8Exactly compares products with products of operands rounded to float8, with one scale per
+// row.
 func TestFloat8Exactly(t *testing.T) {
 	const rows, in, out = 131, 48, 32
 	seed := randomSeed(t)
@@ -1772,7 +1769,7 @@ func TestFloat8Exactly(t *testing.T) {
 	}
 }
 
-// roundedProduct is a·bᵀ of rows of k numbers, each row rounded to float8.
+// roundedProduct returns a·bᵀ for rows of k numbers, with each row rounded to float8.
 func roundedProduct(a, b []float32, k int) []float32 {
 	round := func(x []float32) []float64 {
 		var all []float64
@@ -1800,7 +1797,7 @@ func roundedProduct(a, b []float32, k int) []float32 {
 	return d
 }
 
-// float8Model is the graph of a model whose products are of float8, with a Kasmina layer in it.
+// float8Model returns a model with products of float8 and a Kasmina layer, and its graph.
 func float8Model(t testing.TB, kind llm.GraphKind, seed uint64, dim int,
 	opts ...llm.GraphOption) (*llm.Model, *batch) {
 	t.Helper()
@@ -1815,8 +1812,8 @@ func float8Model(t testing.TB, kind llm.GraphKind, seed uint64, dim int,
 	return m, b
 }
 
-// TestFloat8Weights wants a machine that has updated its parameters, or got others, to compute what
-// one does that begins with these. So does one that shares them, without weights of its own.
+// TestFloat8Weights checks that a machine after updates, or after an upload, computes the same as a new
+// machine with these parameters, and the same as a machine that shares them and has no float8 weights.
 func TestFloat8Weights(t *testing.T) {
 	for name, newOptimizer := range optimizers {
 		t.Run(name, func(t *testing.T) {
@@ -1856,7 +1853,7 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	m := open(b, WithAccumulation())
 	optimize(t, m, newOptimizer, 1)
 	first := loss(m, b)
-	for range 4 { // the later ones are replayed
+	for range 4 { // the later runs are replays
 		loss(m, b)
 		require.NoError(t, errOf(m.Update()))
 	}
@@ -1876,7 +1873,7 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	require.Equal(t, last, loss(borrower, score), "with the other's parameters")
 	require.Equal(t, last, loss(anew, score), "a machine that begins with them")
 	fresh, _ := float8Model(t, llm.ForLoss, seed, dim)
-	for _, p := range b.Params { // back to the first ones
+	for _, p := range b.Params { // restore the initial values
 		i := slices.IndexFunc(fresh.Params, func(q llm.Param) bool { return q.Name == p.Name() })
 		copy(p.Value().Data().([]float32), fresh.Params[i].Value.Float32s())
 	}
@@ -1888,8 +1885,8 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 		"with the parameters of a machine without float8")
 }
 
-// TestFloat8Bound wants a parameter that lies in memory of the program's to be read as it is when a
-// run begins.
+// TestFloat8Bound checks that each run reads the present contents of the program's memory when a
+// parameter is bound to it.
 func TestFloat8Bound(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLayers(t, 1, 3, 45, 32, 48)
@@ -1897,7 +1894,7 @@ func TestFloat8Bound(t *testing.T) {
 		return newFuseMachine(t, device, l.g, l.params, l.keep,
 			[]MachineOption{float8Products})
 	}
-	for _, name := range []string{"gate", "wo"} { // made into another matrix first, and not
+	for _, name := range []string{"gate", "wo"} { // with and without being packed into a larger matrix
 		m, weight := open(), l.named[name]
 		h, numbers := host{t, device.ctx}, weight.Value().Data().([]float32)
 		memory := h.place(numbers)
@@ -1917,8 +1914,8 @@ func TestFloat8Bound(t *testing.T) {
 	}
 }
 
-// TestFloat8UploadFails wants an upload that the device refuses in part to leave the float8 of
-// parameters as new as they are.
+// TestFloat8UploadFails checks that the float8 copies of parameters match the parameters after an upload
+// that fails partway.
 func TestFloat8UploadFails(t *testing.T) {
 	device, cuda := openFake(t, fake.Config{})
 	_, b := float8Model(t, llm.ForLoss, 4, 32)
@@ -1955,8 +1952,7 @@ func TestFloat8UploadFails(t *testing.T) {
 	require.Equal(t, want.Data(), got.Data())
 }
 
-// TestFloat8Recomputed wants blocks that are recomputed to leave the same bits of loss and
-// gradients.
+// TestFloat8Recomputed checks that recomputed blocks give the same bits of loss and gradients.
 func TestFloat8Recomputed(t *testing.T) {
 	test := func(t *testing.T, device *Device, dim int, opts ...MachineOption) {
 		var results [2][]float32
@@ -1978,14 +1974,14 @@ func TestFloat8Recomputed(t *testing.T) {
 		test(t, device, 32, float8Products)
 	})
 	t.Run("GPU", func(t *testing.T) {
-		// A norm's gradient that stores float8 too is in one of the graphs alone. Tuned, it may add
-		// up in another order than one that does not.
+		// Only one of the graphs has a norm gradient that also stores float8. With tuning, it may add up
+		// in a different order.
 		test(t, openGPUFloat8(t), few(256, 128), WithPrecision(Float8), WithTuning(TuneOff))
 	})
 }
 
-// TestFloat8Trains trains twice with float8, or with gradients of bfloat16, and once with more
-// digits: the same bits, and nearly the same loss.
+// TestFloat8Trains checks that training with float8 products or bfloat16 gradients is reproducible, and
+// that the loss is close to the loss of training with more digits.
 func TestFloat8Trains(t *testing.T) {
 	t.Run("products", func(t *testing.T) {
 		narrowTrains(t, openGPUFloat8(t), []MachineOption{WithPrecision(BFloat16)},
@@ -1997,7 +1993,7 @@ func TestFloat8Trains(t *testing.T) {
 	})
 }
 
-// lossesOf trains a model of bfloat16 or float8 for some steps.
+// lossesOf trains a model for several steps and returns the losses.
 func lossesOf(t *testing.T, device *Device, opts ...MachineOption) (losses []float32) {
 	t.Helper()
 	_, b := float8Model(t, llm.ForTraining, 8, few(256, 128))
@@ -2014,8 +2010,8 @@ func lossesOf(t *testing.T, device *Device, opts ...MachineOption) (losses []flo
 	return losses
 }
 
-// narrowTrains wants losses in fewer digits to end near those in more, not to be them, and to be
-// the same in two runs.
+// narrowTrains compares training with fewer and with more digits: the last losses must be close but not
+// equal, and two runs with fewer digits must have the same losses.
 func narrowTrains(t *testing.T, device *Device, more, fewer []MachineOption) {
 	t.Helper()
 	wide, narrow := lossesOf(t, device, more...), lossesOf(t, device, fewer...)
@@ -2028,9 +2024,9 @@ func narrowTrains(t *testing.T, device *Device, more, fewer []MachineOption) {
 	}
 }
 
-// TestFloat8Tuned wants the variants of products of float8 timed on operands that are numbers, also
-// with a matrix added. So it wants those of norms with their float8. RoPE's product is another than
-// that of the type in which its result is stored.
+// TestFloat8Tuned checks that tuning times the variants of float8 products, also with a matrix added, on
+// operands that are valid numbers, and that a RoPE product of float8 is tuned separately from one of the
+// type of its result.
 func TestFloat8Tuned(t *testing.T) {
 	ownChoices(t)
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
@@ -2053,16 +2049,17 @@ func TestFloat8Tuned(t *testing.T) {
 		}
 	}
 
-	// Forward: [q k v] 96, attention's 32, which x is added to, gate and up 96 with sums of 32,
-	// down 32 of 48. Back: 32 of 96, twice, and of 32, to which nothing is added, and 48 of 32.
+	// Forward: q, k and v with 96 columns, the attention's projection with 32 and x added, gate and up
+	// with 96 columns and sums of 32, down with 32 columns and sums of 48. Backward: 32 columns with sums
+	// of 96, twice, and of 32, all without addition, and 48 columns with sums of 32.
 	if timed != 6 || turned != 1 || adding == 0 || log.Len() > 0 {
 		t.Errorf("%d shapes of products are timed, want 6, and %d with RoPE, want 1; %d run with "+
 			"a matrix added; %s", timed, turned, adding, log.String())
 	}
 }
 
-// TestProductWays wants the same values and gradients of h = x·vᵀ, y = h + (h·uᵀ)·wᵀ, in which
-// products have another matrix added, in whatever variant these are computed.
+// TestProductVariants checks that h = x·vᵀ and y = h + (h·uᵀ)·wᵀ have the same values and gradients in
+// all variants of the products, which include products with a matrix added.
 func TestProductVariants(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
@@ -2084,7 +2081,7 @@ func TestProductVariants(t *testing.T) {
 			} else {
 				launch(t, m)
 			}
-			ours := map[bool]int{} // whether a matrix is added
+			ours := map[bool]int{} // by whether a matrix is added
 			for _, c := range m.Choices() {
 				if c.Op == "Matmul" && strings.HasPrefix(c.Variant, "hopper") {
 					ours[strings.HasSuffix(c.Shape, "with a matrix added")]++
@@ -2114,8 +2111,8 @@ func TestProductVariants(t *testing.T) {
 	})
 }
 
-// TestProductScaled wants products with factors left to cuBLASLt, whatever was planned for others
-// of their shape: those of Newton-Schulz iterations, behind a product that has none.
+// TestProductScaled checks that products with scalar factors, as in Newton-Schulz iterations, are
+// computed by cuBLASLt even if a product of the same shape without factors uses this module's kernel.
 func TestProductScaled(t *testing.T) {
 	ownChoices(t)
 	device, _ := openFake(t, fake.Config{})
@@ -2135,7 +2132,8 @@ func TestProductScaled(t *testing.T) {
 	require.NotZero(t, plain)
 }
 
-// TestFloat8Refused wants an error that names the precision, what it needs and what there is.
+// TestFloat8Refused checks that the error names the precision, its requirements, and the GPU and library
+// found.
 func TestFloat8Refused(t *testing.T) {
 	gpu := func(major, minor int) []gpu.DeviceInfo {
 		return []gpu.DeviceInfo{{Name: "Some GPU", Major: major, Minor: minor,

@@ -51,15 +51,15 @@ func newMuon() (optim.Optimizer, error) {
 		optim.WithAdamW(optim.WithLR(0.003)))
 }
 
-// newLion takes steps small enough for an element whose interpolated gradient is so close to zero
-// that two machines disagree about its sign.
+// newLion returns Lion with small steps. If an element's interpolated gradient is close to zero, two
+// machines may disagree about its sign.
 func newLion() (optim.Optimizer, error) {
 	return optim.NewLion(optim.WithLR(0.01), optim.WithWeightDecay(0.1),
 		optim.WithGroup(optim.Vectors, optim.Decay(0), optim.LRScale(0.004)),
 		optim.WithGroup(optim.NameContains(""), optim.LRScale(0.002)))
 }
 
-// newAdamW8bit has moments of eight bits for all parameters but the smallest.
+// newAdamW8bit returns AdamW with eight-bit moments for all parameters but the smallest.
 func newAdamW8bit() (optim.Optimizer, error) {
 	return optim.NewAdamW8bit(optim.WithLR(0.01), optim.WithWeightDecay(0.1), optim.WithEps(1e-6),
 		optim.WithMin8bitSize(40),
@@ -70,9 +70,9 @@ func newAdamW8bit() (optim.Optimizer, error) {
 var optimizers = map[string]func() (optim.Optimizer, error){"AdamW": newAdamW, "Muon": newMuon,
 	"Lion": newLion, "AdamW8bit": newAdamW8bit}
 
-// TestUpdate trains a model on both machines, each with an optimiser of its own, and wants the same
-// losses, parameters and optimiser states. In mid-run what is known moves from the host to the
-// device.
+// TestUpdate trains a model on a Machine and on the tape machine, each with its own optimizer, and
+// compares losses, parameters and optimizer states. After several steps on the host, the optimizer state
+// is moved to the device.
 func TestUpdate(t *testing.T) {
 	for name, newOptimizer := range optimizers {
 		t.Run(name+"/fake", func(t *testing.T) {
@@ -94,7 +94,7 @@ func TestUpdate(t *testing.T) {
 	}
 }
 
-// testUpdate is TestUpdate with the parameters of the given numbers clipped apart from the others.
+// testUpdate is TestUpdate with the parameters at the given indices clipped separately.
 func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimizer, error),
 	apart []int, opts ...MachineOption) {
 	seed := randomSeed(t)
@@ -134,7 +134,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		return loss, norm
 	}
 
-	// Three steps on the host: what the device starts from is not empty.
+	// With three steps on the host, the device starts from a nonempty state.
 	for i := range uint64(3) {
 		hostStep(i, onHost)
 	}
@@ -165,7 +165,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		require.LessOrEqual(t, math.Abs(gotNorm-norm), 1e-3*norm, i)
 	}
 
-	// A graph that scores the model uses the parameters where they are.
+	// A graph that scores the model shares the parameters.
 	score, err := model.Graph(llm.ForLoss, 3)
 	require.NoError(t, err)
 	scoring := &batch{Graph: score}
@@ -181,8 +181,8 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	require.NoError(t, machine.Download())
 	got, want := onDevice.State(), onHost.State()
 
-	// Where gradients differ by a rounding, a moment near the middle between two codes takes the other
-	// code, and the parameter's next steps differ by some per cent.
+	// If gradients differ by rounding, a moment halfway between two codes may get a different code, and
+	// the parameter's next steps differ by a few percent.
 	apartBy := 1e-4
 	if slices.ContainsFunc(want, func(s optim.Tensor) bool { _, ok := s.Data.([]uint8); return ok }) {
 		apartBy = 1e-2
@@ -205,7 +205,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	}
 }
 
-// TestAllApart wants parameters that are all clipped apart to be clipped together.
+// TestAllApart checks that WithApart for all parameters clips them together.
 func TestAllApart(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	seed := randomSeed(t)
@@ -243,8 +243,8 @@ func asTensor(s optim.Tensor) *tensor.Dense {
 	return tensor.New(tensor.WithShape(s.Shape...), tensor.WithBacking(s.Data))
 }
 
-// TestAccumulation wants the gradients of two runs to add up to the update of their sum, and the
-// next update to begin anew.
+// TestAccumulation checks that an update applies the sum of the gradients of two runs, and that the next
+// update starts with new sums.
 func TestAccumulation(t *testing.T) {
 	onEach(t, testAccumulation, exactly("fake", "scaled", "float32"))
 }
@@ -279,8 +279,8 @@ func testAccumulation(t *testing.T, device *Device, _ float64, opts ...MachineOp
 	}
 }
 
-// TestUpdateRefuses wants an update with gradients that are not finite to change nothing, and clear
-// errors before one can be.
+// TestUpdateRefuses checks that an update with gradients that are not finite changes nothing, and checks
+// the errors before an update is possible.
 func TestUpdateRefuses(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	model, b := newBatch(t, llm.ForTraining, 1)
@@ -316,8 +316,8 @@ func TestUpdateRefuses(t *testing.T) {
 	require.Empty(t, adamw.State())
 }
 
-// TestNonFinite wants each parameter's gradient to be found that is not finite, ahead of an update
-// and after it, and the first of two.
+// TestNonFinite checks that NonFinite finds each parameter with a bad gradient, before and after an
+// update, and the first one if there are two.
 func TestNonFinite(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	for name, opts := range map[string][]MachineOption{"plain": nil,
@@ -365,7 +365,7 @@ func TestNonFinite(t *testing.T) {
 	}
 }
 
-// TestMemory wants a machine to tell of all memory that it holds on the device.
+// TestMemory checks that Memory includes all memory that a machine holds on the device.
 func TestMemory(t *testing.T) {
 	for name, opts := range map[string][]MachineOption{"plain": nil, "float8": {float8Products},
 		"gathered": {WithAccumulation()}, "scaled": {scaledGradients}} {
@@ -396,8 +396,8 @@ func TestMemory(t *testing.T) {
 	}
 }
 
-// TestStepLoss wants a step whose loss is infinite to change nothing, though its gradients are
-// finite, and that after it to be made.
+// TestStepLoss checks that a step with an infinite loss changes nothing, even if the gradients are
+// finite, and that the following steps work.
 func TestStepLoss(t *testing.T) {
 	onEach(t, testStepLoss, exactly("fake", "scaled", "float32"))
 }
@@ -412,7 +412,7 @@ func testStepLoss(t *testing.T, device *Device, _ float64, opts ...MachineOption
 	require.NoError(t, errOf(gorgonia.Grad(loss, w)))
 	m := openMachine(t, device, g, append(opts, WithParams(w), WithOutputs(loss, vector))...)
 	optimize(t, m, newAdamW, 0)
-	// steps are launched one by one at first, and replayed later
+	// the first steps are enqueued, and the later ones replayed
 	for i, first := range []float32{0, 2, 0, 2, float32(math.NaN()), 1e-3} {
 		before := valueIn(t, m, w)
 		require.NoError(t, errors.Join(gorgonia.Let(x,
@@ -436,12 +436,12 @@ func testStepLoss(t *testing.T, device *Device, _ float64, opts ...MachineOption
 		}
 	}
 
-	_, _, err := m.Step(w) // of something that is no loss
+	_, _, err := m.Step(w) // w is not a loss
 	require.ErrorContains(t, err, "cudaops.Machine.Step: ")
 }
 
-// TestNewtonSchulz compares the iteration and its gradient with Gorgonia's machine, on wide, square
-// and tall matrices.
+// TestNewtonSchulz compares the iteration and its gradient with the tape machine, for wide, square and
+// tall matrices.
 func TestNewtonSchulz(t *testing.T) {
 	onEach(t, testNewtonSchulz, map[string]float64{"fake": 1e-4, "scaled": 1e-4, "float32": 1e-4,
 		"bfloat16": 5e-2, "float16": 1e-2})
@@ -449,7 +449,7 @@ func TestNewtonSchulz(t *testing.T) {
 
 func testNewtonSchulz(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
 	most := few(5, 2)
-	if tolerance > 1e-4 { // which grows with the steps
+	if tolerance > 1e-4 { // the error grows with the steps
 		most = 2
 	}
 
@@ -468,7 +468,7 @@ func testNewtonSchulz(t *testing.T, device *Device, tolerance float64, opts ...M
 					append(opts, WithParams(x), WithOutputs(y), WithStrict())...)
 				tape := tapeMachine(t, g)
 				require.NoError(t, errors.Join(m.RunAll(), m.RunAll(), tape.RunAll()))
-				// Gorgonia's machine writes other results over y.
+				// The tape machine overwrites y.
 				want := make([]float32, opbase.Size(s))
 				optimizer.NewtonSchulz(want, flat(t, x.Value()), s[0], s[1], steps)
 				for n, want := range map[*gorgonia.Node]gorgonia.Value{y: tensor.New(
@@ -481,8 +481,8 @@ func testNewtonSchulz(t *testing.T, device *Device, tolerance float64, opts ...M
 	}
 }
 
-// iterationWays runs a test in every variant of the iteration: on the fake, and on a GPU in bfloat16,
-// where only Hopper has them all.
+// iterationVariants runs a test in every variant of the iteration, on the fake driver and in bfloat16 on
+// a GPU. Only Hopper GPUs have all variants.
 func iterationVariants(t *testing.T, test func(t *testing.T, device *Device, variant string,
 	tolerance float64, opts ...MachineOption)) {
 	ownChoices(t)
@@ -532,8 +532,8 @@ func TestNewtonSchulzVariants(t *testing.T) {
 	})
 }
 
-// TestNewtonSchulzTuned wants iterations that are worth timing timed in every variant, and no others,
-// whatever a rule leaves of the variants.
+// TestNewtonSchulzTuned checks that an iteration is timed in all variants if and only if it is worth
+// timing, also if a rule excludes some variants.
 func TestNewtonSchulzTuned(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	for _, c := range []struct {
@@ -565,8 +565,8 @@ func TestNewtonSchulzTuned(t *testing.T) {
 	}
 }
 
-// TestMuonTogether updates matrices of which some have the same shape, and wants what the optimiser
-// makes of them on the CPU.
+// TestMuonTogether updates matrices that share shapes, and compares the results with the optimizer on the
+// CPU.
 func TestMuonTogether(t *testing.T) {
 	iterationVariants(t, func(t *testing.T, device *Device, variant string, tolerance float64,
 		opts ...MachineOption) {
@@ -618,8 +618,8 @@ func TestMuonTogether(t *testing.T) {
 	})
 }
 
-// normChain is a loss behind norms of rows of d elements, each of the result of the one before, and
-// their weights.
+// normChain returns a loss of several norms of rows with d elements, each applied to the result of the
+// previous one, and the norms' weights.
 func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss *gorgonia.Node,
 	weights gorgonia.Nodes) {
 	t.Helper()
@@ -638,8 +638,8 @@ func normChain(t *testing.T, seed uint64, norms, rows, d int, shared bool) (loss
 	return loss, weights
 }
 
-// TestNorms wants the gradients of weights of a tape machine, also where they are added up over
-// runs, and over norms that share them.
+// TestNorms compares the gradients of norms' weights with the tape machine, also with accumulation over
+// runs, and with weights shared by several norms.
 func TestNorms(t *testing.T) {
 	seed := randomSeed(t)
 	for name, c := range map[string]struct {
@@ -666,7 +666,7 @@ func TestNorms(t *testing.T) {
 	}
 }
 
-// gathered is the gradient of a parameter, with WithAccumulation as added up over the runs.
+// gathered returns the gradient of a parameter, or the accumulated gradient with WithAccumulation.
 func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 	t.Helper()
 	var v gorgonia.Value
@@ -680,8 +680,8 @@ func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 	return v
 }
 
-// TestKasminaGathered wants the gradients of slots before they are added to those of other
-// runs.
+// TestKasminaGathered checks that the gradients of slots are complete before they are added to the
+// accumulated gradients.
 func TestKasminaGathered(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	telemetry, seeds := []state.Telemetry{{Mode: state.Production}, {Mode: state.Off}}, []int{8, 4}
@@ -696,8 +696,8 @@ func TestKasminaGathered(t *testing.T) {
 	}
 }
 
-// fakeMemory lets collectives over loopback work in a fake driver's memory, in the place of NCCL:
-// when all that was enqueued before is done.
+// fakeMemory lets collectives over loopback replace NCCL on a fake driver's memory. A collective waits
+// for the preceding work on its stream.
 type fakeMemory struct{ ctx gpu.Context }
 
 func (f fakeMemory) device() *fake.Context { return f.ctx.(*fake.Context) }
@@ -714,7 +714,8 @@ func (f fakeMemory) Enqueue(s comm.Stream, work func() error) error {
 	return errors.Join(f.device().SyncStream(gpu.Stream(s)), work())
 }
 
-// eachRank runs f at so many ranks, each with a fake device of its own and a group on it.
+// eachRank runs f concurrently on the given number of ranks, each with a fake device and a group of its
+// own.
 func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group)) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -741,7 +742,7 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group))
 			}
 			passed := false
 			defer func() {
-				if !passed { // nobody is to wait for it
+				if !passed { // so that no other rank waits for this one
 					g.Abort(errors.New("the test has failed at this rank"))
 				}
 			}()
@@ -755,20 +756,21 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group))
 	wg.Wait()
 }
 
-// notCaptured is for groups whose work cannot be captured. Gradients travel in several buckets.
+// notCaptured disables capture, which loopback groups do not support, and splits gradients into several
+// buckets.
 func notCaptured(c *machineConfig) error {
 	c.ranks.Uncaptured, c.ranks.Bucket = true, 1
 	return nil
 }
 
-// ranked is a graph with a parameter of several chunks, a vector and matrices.
+// ranked returns a graph with a parameter of several chunks, a vector and matrices.
 func ranked(t *testing.T) (loss *gorgonia.Node, x *gorgonia.Node, targets *gorgonia.Node,
 	params gorgonia.Nodes) {
 	t.Helper()
 	return rankedRows(t, 6)
 }
 
-// rankedRows is ranked for so many rows.
+// rankedRows is like ranked, for a given number of rows.
 func rankedRows(t *testing.T, rows int) (loss *gorgonia.Node, x *gorgonia.Node,
 	targets *gorgonia.Node, params gorgonia.Nodes) {
 	t.Helper()
@@ -791,7 +793,7 @@ func rankedRows(t *testing.T, rows int) (loss *gorgonia.Node, x *gorgonia.Node,
 	return loss, x, targets, params
 }
 
-// feed gives the inputs of ranked a batch.
+// feed sets the inputs of ranked to a batch.
 func feed(x, targets *gorgonia.Node) error {
 	in := tensor.New(tensor.WithShape(6, 64), tensor.Of(tensor.Float32))
 	for i := range in.Float32s() {
@@ -801,7 +803,7 @@ func feed(x, targets *gorgonia.Node) error {
 		gorgonia.Let(targets, tensor.New(tensor.WithShape(6), tensor.Of(tensor.Int))))
 }
 
-// rankedMachine is a machine of one rank, which its goroutine closes.
+// rankedMachine returns the machine of one rank. The rank's goroutine must close it.
 func rankedMachine(t *testing.T, d *Device, loss *gorgonia.Node, params gorgonia.Nodes,
 	opts ...MachineOption) *Machine {
 	t.Helper()
@@ -810,9 +812,9 @@ func rankedMachine(t *testing.T, d *Device, loss *gorgonia.Node, params gorgonia
 	return m
 }
 
-// TestRanks: several GPUs have the parameters and moments of one, after updates of the same
-// micro-batches. They go on from what the optimiser remembers on any number of them. Gradients
-// leave beside the runs that make them, or behind these.
+// TestRanks checks that several GPUs have the same parameters and moments as a single GPU after updates
+// with the same micro-batches, and that any number of GPUs can continue from the optimizer state.
+// Gradients are sent during runs or after them.
 func TestRanks(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Lion": newLion, "AdamW8bit": newAdamW8bit, "Muon": func() (optim.Optimizer, error) {
@@ -839,7 +841,7 @@ func TestRanks(t *testing.T) {
 	}
 }
 
-// requireSame is require.Equal, whose message would show all numbers.
+// requireSame is like require.Equal, but its message does not contain all numbers.
 func requireSame(t *testing.T, want, got []string, format string, args ...any) {
 	t.Helper()
 	require.Len(t, got, len(want))
@@ -849,9 +851,9 @@ func requireSame(t *testing.T, want, got []string, format string, args ...any) {
 	}
 }
 
-// TestRanksOneRound: two GPUs whose steps are one round, so that updates of AdamW add what both
-// have, have the bits of one with two rounds. So they do where the update does not wait for the
-// losses.
+// TestRanksOneRound checks that two GPUs with one round per step have the same bits as one GPU with two
+// rounds, also if the update does not wait for the losses. With one round, AdamW's update reads the
+// gradients of both GPUs.
 func TestRanksOneRound(t *testing.T) {
 	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Lion": newLion, "AdamW8bit": newAdamW8bit,
@@ -859,7 +861,7 @@ func TestRanksOneRound(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			for _, how := range []stepped{{2, false, false, 6}, {2, true, false, 6},
 				{2, false, true, 6}, {2, true, true, 6}, {2, true, true, 600}} {
-				if how.rows == 600 && testing.Short() { // the arena has room for what comes
+				if how.rows == 600 && testing.Short() { // large enough to receive gradients in the arena
 					continue
 				}
 				want := trainRanksText(trainRanks(t, make, 1, stepped{batches: 2, rows: how.rows},
@@ -871,8 +873,8 @@ func TestRanksOneRound(t *testing.T) {
 	}
 }
 
-// TestRanksLossThatIsNone: where the loss of one of several ranks is not finite, no parameter of
-// any changes, and the next step is made.
+// TestRanksLossThatIsNone checks that no rank changes any parameter if the loss of one rank is not
+// finite, and that the next step works.
 func TestRanksLossThatIsNone(t *testing.T) {
 	eachRank(t, 2, func(rank int, d *Device, g comm.Group) {
 		loss, x, targets, nodes := ranked(t)
@@ -924,7 +926,8 @@ func TestRanksLossThatIsNone(t *testing.T) {
 	})
 }
 
-// TestForgetBeforeAnUpdate: what the device forgets ahead of its first update the host forgets too.
+// TestForgetBeforeAnUpdate checks that Download after Forget clears the state on the host even if there
+// was no update in between.
 func TestForgetBeforeAnUpdate(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newAdamW)
@@ -944,7 +947,7 @@ func TestForgetBeforeAnUpdate(t *testing.T) {
 	t.Error("there is no state")
 }
 
-// TestRanksForget wants what one rank's device has forgotten to be gathered by all.
+// TestRanksForget checks that all ranks gather the state after Forget.
 func TestRanksForget(t *testing.T) {
 	eachRank(t, 2, func(_ int, d *Device, g comm.Group) {
 		loss, _, _, nodes := ranked(t)
@@ -957,7 +960,7 @@ func TestRanksForget(t *testing.T) {
 	})
 }
 
-// broken is a group whose links break.
+// broken is a group with links that break.
 type broken struct {
 	comm.Group
 	breaks bool
@@ -970,7 +973,8 @@ func (g *broken) Batch(f func(comm.Collectives) error) error {
 	return g.Group.Batch(f)
 }
 
-// TestRanksUpdateFails wants no state of an optimiser whose update failed while it was made.
+// TestRanksUpdateFails checks that the optimizer state is unavailable after an update that failed
+// partway.
 func TestRanksUpdateFails(t *testing.T) {
 	eachRank(t, 2, func(_ int, d *Device, inner comm.Group) {
 		loss, x, targets, nodes := ranked(t)
@@ -990,8 +994,8 @@ func TestRanksUpdateFails(t *testing.T) {
 	})
 }
 
-// TestRanksNonFinite: ahead of an update a parameter is named by the rank that updates the bad
-// element of its gradient, and by no other. After the update both name it.
+// TestRanksNonFinite checks that before an update only the rank that updates the bad element of a
+// gradient names the parameter, and that both ranks name it after the update.
 func TestRanksNonFinite(t *testing.T) {
 	for _, rounds := range []int{0, 1} {
 		eachRank(t, 2, func(_ int, d *Device, g comm.Group) {
@@ -1014,7 +1018,7 @@ func TestRanksNonFinite(t *testing.T) {
 					require.NoError(t, m.RunAll())
 					from, to := m.optimizer.Part(i)
 					own := from <= at && at < to
-					if mine[own]++; !own { // the other's element is spoiled here
+					if mine[own]++; !own { // the other rank's element is spoiled here
 						require.NoError(t, d.ctx.CopyToDevice(p.Grad.Ptr().Offset(4*at), bad,
 							m.runner.Stream))
 					}
@@ -1033,7 +1037,7 @@ func TestRanksNonFinite(t *testing.T) {
 	}
 }
 
-// normOf notes where the sums of squares lie of which the last norm is.
+// normOf records the last launch of GradNorm.
 type normOf struct {
 	run.Launcher
 	norm *tables.GradNorm
@@ -1046,10 +1050,10 @@ func (k normOf) Launch(s gpu.Stream, params any) error {
 	return k.Launcher.Launch(s, params)
 }
 
-// TestRanksSquares: each rank has every chunk's sum of squares where one GPU has it, also of a
-// parameter that is cut between ranks. The norm is added up in this order.
+// TestRanksSquares checks that each rank stores the sum of squares of every chunk in the same place as a
+// single GPU does, also for a parameter that is divided among ranks. The norm depends on this order.
 func TestRanksSquares(t *testing.T) {
-	var want []float32 // of one rank
+	var want []float32 // from a single rank
 	for size := 1; size <= 3; size++ {
 		eachRank(t, size, func(_ int, d *Device, g comm.Group) {
 			loss, x, targets, nodes := ranked(t)
@@ -1069,7 +1073,7 @@ func TestRanksSquares(t *testing.T) {
 			got := slices.Clone(gpu.View[float32](b))
 			if size == 1 {
 				want = got
-				require.NotContains(t, got[:norm.Count-1], float32(0)) // the last is the loss's
+				require.NotContains(t, got[:norm.Count-1], float32(0)) // the last one belongs to the loss
 			}
 			require.Equal(t, want, got, "%d ranks", size)
 		})
@@ -1086,15 +1090,16 @@ func trainRanksText(state []optim.Tensor, values []*tensor.Dense) (all []string)
 	return all
 }
 
-// stepped is how steps are made.
+// stepped describes how steps are performed.
 type stepped struct {
 	batches  int
-	beside   bool // gradients leave beside the runs
+	beside   bool // gradients are sent during runs
 	together bool // the update does not wait for the losses
-	rows     int  // of a batch; 0 for 6
+	rows     int  // rows of a batch; 0 means 6
 }
 
-// trainRanks makes updates on a number of ranks, and returns what rank 0 has in the end.
+// trainRanks performs updates on a number of ranks, and returns the final optimizer state and parameters
+// of rank 0.
 func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, how stepped,
 	state []optim.Tensor, values []*tensor.Dense,
 	steps int) (after []optim.Tensor, params []*tensor.Dense) {
@@ -1177,11 +1182,11 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 	return after, params
 }
 
-// silent is a group of two ranks at the first, which notes when it is asked to do something.
+// silent is a group of two ranks without a peer. Rank 0 calls its hooks when it should send or receive.
 type silent struct {
 	comm.Group
 	asked    func(s comm.Stream)
-	received func(p comm.Ptr, bytes int, s comm.Stream) // outside of rounds; nil for asked alone
+	received func(p comm.Ptr, bytes int, s comm.Stream) // called when data is received outside of rounds; may be nil
 }
 
 func (s *silent) Rank() int                                  { return 0 }
@@ -1201,13 +1206,12 @@ func (s *silent) AllReduce(_, _ comm.Ptr, _ int, _ comm.Type, _ comm.Op, _ comm.
 	return nil
 }
 
-// TestRanksExchangeBeside: gradients leave on a stream of their own while the run that makes them
-// is still being enqueued. They do so in what is captured of it too. They do not leave again behind
-// it.
+// TestRanksExchangeBeside checks that gradients are sent on a separate stream while the run that computes
+// them is still being enqueued, also in the captured run, and that they are not sent again after the run.
 func TestRanksExchangeBeside(t *testing.T) {
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
-	var at []int64 // launches before each bucket's
+	var at []int64 // number of launches before each bucket
 	launches := func() int64 { return int64(len(d.ctx.(*fake.Context).Trace)) }
 	g := &silent{}
 	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
@@ -1219,7 +1223,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 		at = append(at, launches())
 	}
 	require.NoError(t, feed(x, targets))
-	for i := range 3 { // as it is, captured, replayed
+	for i := range 3 { // enqueued, captured and replayed
 		at = nil
 		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll()))
 		if i == 2 {
@@ -1238,7 +1242,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 	require.NotEmpty(t, at, "a run of which nothing was expected sends nothing")
 }
 
-// routed is a group whose routes tell when they are closed.
+// routed is a group with routes that report when they are closed.
 type routed struct {
 	*silent
 	closing func()
@@ -1259,7 +1263,8 @@ func (r watched) Close() error {
 	return r.Route.Close()
 }
 
-// TestRanksCloseRoutesFirst: an optimiser's memory goes back when no other rank writes there.
+// TestRanksCloseRoutesFirst checks that routes are closed before the optimizer's memory is freed, so that
+// no other rank writes to freed memory.
 func TestRanksCloseRoutesFirst(t *testing.T) {
 	d, _ := openFake(t, fake.Config{})
 	loss, _, _, nodes := ranked(t)
@@ -1274,11 +1279,12 @@ func TestRanksCloseRoutesFirst(t *testing.T) {
 	require.Positive(t, closed)
 }
 
-// TestRanksPlaces: what comes from the other of two ranks in a step of one round lies in the arena
-// of the run. No gradient lies there, nor what a later call needs. Nothing of it comes before the
-// run is that far, and the weights that a run reads first leave within the update.
+// TestRanksPlaces checks that with two ranks and one round per step, gradients from the other rank are
+// received in the arena of the run, where they overwrite neither gradients nor values that later calls
+// need. They must not arrive before the run has reached that point. The weights that a run reads first
+// are sent as part of the update.
 func TestRanksPlaces(t *testing.T) {
-	const rows = 600 // whose activations take more than gradients
+	const rows = 600 // makes activations larger than gradients
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := rankedRows(t, rows)
 	g := &silent{asked: func(comm.Stream) {}}
@@ -1295,7 +1301,7 @@ func TestRanksPlaces(t *testing.T) {
 		tensor.Of(tensor.Int)))))
 	p := m.runner.Program
 	within, came := 0, 0
-	calls := len(p.Calls) // that are behind what comes
+	calls := len(p.Calls) // values until here must be kept
 	g.received = func(at comm.Ptr, bytes int, _ comm.Stream) {
 		came++
 		from, to := int(at), int(at)+bytes
@@ -1315,7 +1321,7 @@ func TestRanksPlaces(t *testing.T) {
 		}
 	}
 
-	for i := range 3 { // as it is, captured, replayed
+	for i := range 3 { // enqueued, captured and replayed
 		within, came = 0, 0
 		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll(),
 			m.Rank().Contribute(2, true)))
@@ -1326,7 +1332,7 @@ func TestRanksPlaces(t *testing.T) {
 	}
 }
 
-// TestRanksRemember: each rank holds the moments of its part alone.
+// TestRanksRemember checks that each rank holds only a part of the moments.
 func TestRanksRemember(t *testing.T) {
 	var mu sync.Mutex
 	var held, all int
@@ -1353,8 +1359,8 @@ func TestRanksRemember(t *testing.T) {
 	require.Equal(t, all, held)
 }
 
-// TestRanksChoices: what rank 0 has timed holds at other ranks, where other variants would be faster.
-// The update, which differs from rank to rank, is not timed anywhere.
+// TestRanksChoices checks that the other ranks use the choices that rank 0 has timed, even if different
+// variants would be faster there, and that updates, which differ between ranks, are not timed.
 func TestRanksChoices(t *testing.T) {
 	ownChoices(t)
 	const size = 3
@@ -1416,11 +1422,11 @@ func TestRanksChoices(t *testing.T) {
 	require.NotZero(t, timed)
 }
 
-// TestRanksDivided: float32 values of which each rank has a part go up from the host and come back
-// whole. Machines that share them compute what the machine itself does.
+// TestRanksDivided checks that float32 values divided among ranks are uploaded and downloaded completely,
+// and that machines that share these parameters compute the same results.
 func TestRanksDivided(t *testing.T) {
 	var mu sync.Mutex
-	var whole, held int // bytes of parameters, at all ranks
+	var whole, held int // bytes of parameters on all ranks
 	eachRank(t, 2, func(rank int, d *Device, g comm.Group) {
 		loss, x, targets, nodes := ranked(t)
 		m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0), notCaptured)
@@ -1442,7 +1448,7 @@ func TestRanksDivided(t *testing.T) {
 			want = append(want, append([]float32{}, v...))
 		}
 		require.NoError(t, m.Upload(nodes...))
-		require.NoError(t, m.SetOptimizer(o, 0)) // as after a resumption
+		require.NoError(t, m.SetOptimizer(o, 0)) // as when resuming a run
 		for _, n := range nodes {
 			clear(n.Value().Data().([]float32))
 		}
@@ -1471,8 +1477,8 @@ func TestRanksDivided(t *testing.T) {
 	require.Less(t, held, whole)
 }
 
-// TestRanksWeightsBeside: parameters that come back from other ranks are waited for by the next
-// run, as it is, captured and replayed. The update does not wait for them.
+// TestRanksWeightsBeside checks that the next run waits for parameters that come back from other ranks,
+// whether it is enqueued, captured or replayed, and that the update does not wait for them.
 func TestRanksWeightsBeside(t *testing.T) {
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
@@ -1516,20 +1522,20 @@ func TestRanksWeightsBeside(t *testing.T) {
 	require.True(t, arrived(), "a parameter is fetched before it is there")
 }
 
-// narrowGradients is WithGradientPrecision(BFloat16) without the storage of BFloat16, which
-// fakeKernels do not know.
+// narrowGradients is WithGradientPrecision(BFloat16) without the storage of BFloat16, which fakeKernels
+// does not support.
 func narrowGradients(c *machineConfig) error {
 	c.Gradient = gpu.BFloat16
 	return nil
 }
 
-// brain is x rounded to bfloat16, to even.
+// brain returns x rounded to bfloat16, with ties to even.
 func brain(x float32) float32 {
 	b := math.Float32bits(x)
 	return math.Float32frombits((b + 0x7fff + b>>16&1) &^ 0xffff)
 }
 
-// tableTypes counts the types of gradients of which squares are formed.
+// tableTypes counts the types of gradients in launches of GradSquares.
 type tableTypes struct {
 	run.Launcher
 	count map[gpu.DType]int
@@ -1548,10 +1554,10 @@ func countTypes(count map[gpu.DType]int) MachineOption {
 	return withKernels(func(k run.Launcher) run.Launcher { return tableTypes{k, count} })
 }
 
-// ofLayer reports whether a model's parameter is the weights of a linear layer or of a perceptron.
+// ofLayer reports whether a parameter is a weight of a linear layer or a perceptron.
 func ofLayer(name string) bool { return strings.HasSuffix(name, "_proj.weight") }
 
-// narrowed is the names of parameters whose gradients a machine keeps in bfloat16.
+// narrowed returns the names of parameters with gradients stored in bfloat16.
 func narrowed(m *Machine, params gorgonia.Nodes) (names []string) {
 	for _, p := range params {
 		if m.runner.Program.Values[p.Deriv()].Type == gpu.BFloat16 {
@@ -1561,7 +1567,7 @@ func narrowed(m *Machine, params gorgonia.Nodes) (names []string) {
 	return names
 }
 
-// numbersOf is the values of nodes, one behind the other in each.
+// numbersOf returns the elements of the values of nodes.
 func numbersOf(t *testing.T, m *Machine, nodes gorgonia.Nodes) (all [][]float32) {
 	t.Helper()
 	for _, n := range nodes {
@@ -1570,12 +1576,12 @@ func numbersOf(t *testing.T, m *Machine, nodes gorgonia.Nodes) (all [][]float32)
 	return all
 }
 
-// TestGradientPrecision wants the gradients of weights, and of nothing else, to be those of float32
-// rounded to bfloat16, and an update to read them so.
+// TestGradientPrecision checks that only gradients of weights are rounded to bfloat16, that they are
+// otherwise equal to the float32 gradients, and that an update uses the rounded gradients.
 func TestGradientPrecision(t *testing.T) {
 	for name, newOptimizer := range optimizers {
 		t.Run(name+"/fake", func(t *testing.T) {
-			for seed := range uint64(2) { // one of them with weights that begin within 16 bytes
+			for seed := range uint64(2) { // the odd seed makes weights unaligned
 				device, _ := openFake(t, fake.Config{})
 				testGradientPrecision(t, device, seed, newOptimizer, 0, narrowGradients)
 			}
@@ -1586,7 +1592,7 @@ func TestGradientPrecision(t *testing.T) {
 				if p == Float8 {
 					device = openGPUFloat8(t)
 				}
-				// Products add up in another order where their results are of another type.
+				// Products add up in a different order if their results have a different type.
 				testGradientPrecision(t, device, rand.Uint64(), newOptimizer, 1e-3,
 					WithGradientPrecision(BFloat16), WithPrecision(p), WithTuning(TuneOff))
 			})
@@ -1654,8 +1660,8 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 		count)
 	require.InEpsilon(t, math.Sqrt(squares), norm, 1e-5)
 	require.NoError(t, m.Download())
-	// After the first update, the mean of the gradients is a multiple of the clipped gradients. Means that
-	// are stored with eight bits are compared elsewhere.
+	// After the first update, the mean of the gradients is a multiple of the clipped gradients. Eight-bit
+	// means are compared elsewhere.
 	gain := map[string]float64{}
 	for _, p := range b.Params {
 		r := o.(optim.Rules).Rule(p.Name(), p.Shape())
@@ -1691,8 +1697,9 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 	require.NotZero(t, seen)
 }
 
-// TestGradientPrecisionElsewhere wants gradients that others read than an update of one run, or
-// that no one product forms, to stay float32. If one of those in one product does, all do.
+// TestGradientPrecisionElsewhere checks that a gradient stays float32 if anything but an update of one
+// run reads it or if it is not the result of one product, and that all gradients computed by the same
+// product do so, too.
 func TestGradientPrecisionElsewhere(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 2)
@@ -1770,8 +1777,8 @@ func TestGradientPrecisionElsewhere(t *testing.T) {
 	require.NoError(t, m.RunAll())
 }
 
-// TestGradientPrecisionRecomputed wants blocks that are recomputed to leave the same gradients, of
-// the same types, and within them too float32 where it is asked for.
+// TestGradientPrecisionRecomputed checks that recomputed blocks give the same gradients of the same
+// types, including float32 for outputs.
 func TestGradientPrecisionRecomputed(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	var values [2][][]float32
@@ -1784,7 +1791,7 @@ func TestGradientPrecisionRecomputed(t *testing.T) {
 		down := slices.IndexFunc(b.Params, func(p *gorgonia.Node) bool {
 			return strings.Contains(p.Name(), "0.mlp.down_proj")
 		})
-		gorgonia.Must(gorgonia.Square(b.Params[down].Deriv())) // read by another node
+		gorgonia.Must(gorgonia.Square(b.Params[down].Deriv())) // another reader of the gradient
 		wide := []string{"1.self_attn.q", "1.self_attn.k", "1.self_attn.v", "0.mlp.down"}
 		var want []string
 		for _, p := range b.Params {
@@ -1807,8 +1814,8 @@ func TestGradientPrecisionRecomputed(t *testing.T) {
 	}
 }
 
-// TestGradientPrecisionMemory wants them to take half the memory: most of that of a model with few
-// tokens.
+// TestGradientPrecisionMemory checks that bfloat16 gradients take half the memory, which is most of the
+// memory for a model with few tokens.
 func TestGradientPrecisionMemory(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	arena := func(opts ...MachineOption) int {
@@ -1821,7 +1828,8 @@ func TestGradientPrecisionMemory(t *testing.T) {
 	require.LessOrEqual(t, narrow, wide*5/8)
 }
 
-// TestGradientPrecisionRefused wants an error that says with what it goes.
+// TestGradientPrecisionRefused checks that the error names the precisions that bfloat16 gradients can be
+// combined with.
 func TestGradientPrecisionRefused(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	g := gorgonia.NewGraph()
@@ -1854,8 +1862,8 @@ func TestGradientPrecisionRefused(t *testing.T) {
 	}
 }
 
-// TestLossScale wants gradients without the scale, a step that overflows to change nothing but the
-// scale, and the scale to move by its rule.
+// TestLossScale checks that gradients are returned without the scale, that a step that overflows changes
+// only the scale, and that the scale follows its rule.
 func TestLossScale(t *testing.T) {
 	onEach(t, testLossScale, exactly("scaled", "float16"))
 }
@@ -1886,8 +1894,7 @@ func testLossScale(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 
 	scaleIs(LossScale{Scale: 1 << 16})
 
-	// A gradient that cannot be told from infinity. The scale is halved as often as the step is
-	// repeated.
+	// This gradient looks like an overflow. Each repetition of the step halves the scale.
 	last := len(b.Params) - 1
 	weight := model.Params[last].Value.Float32s()
 	old := slices.Clone(weight)
@@ -1896,7 +1903,7 @@ func testLossScale(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 	before := slices.Clone(model.Params[0].Value.Float32s())
 	for i := range 3 {
 		run()
-		norm, err := machine.Update() // of a step that overflows
+		norm, err := machine.Update() // the step overflows
 		require.NoError(t, err)
 		require.NotZero(t, norm-norm)
 		scaleIs(LossScale{Scale: math.Ldexp(1, 15-i), Skipped: i + 1})
@@ -1904,7 +1911,7 @@ func testLossScale(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 
 	require.Zero(t, steps())
 	require.Equal(t, model.Params[0].Value.Float32s(), before)
-	// At 1 there is nothing left that the scale could be to blame for.
+	// With a scale of 1, the scale cannot be the cause of the overflow.
 	require.NoError(t, machine.SetLossScale(LossScale{Scale: 2, Good: 5, Skipped: 3}))
 	require.ErrorContains(t, errOf(machine.Value(b.Params[0].Deriv())), "dropped")
 	require.ErrorContains(t, errOf(machine.Update()), "run the machine again")
@@ -1931,8 +1938,8 @@ func testLossScale(t *testing.T, device *Device, _ float64, opts ...MachineOptio
 	require.Equal(t, int64(3), steps())
 }
 
-// TestScaledOutputLayer has losses that are but a share of the cost, whose gradient therefore is
-// not the scale itself. It also has such as are computed again for their gradient.
+// TestScaledOutputLayer checks losses that are only a part of the cost, so that their gradient is not
+// equal to the scale, in variants that include recomputation for the gradient.
 func TestScaledOutputLayer(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	for name, head := range map[string]func(x, w, targets *gorgonia.Node) (*gorgonia.Node, error){
@@ -1965,7 +1972,7 @@ func TestScaledOutputLayer(t *testing.T) {
 		for _, variant := range []string{"separate", "fused"} {
 			scaled := openMachine(t, device, g, WithParams(x, w), scaledGradients,
 				WithVariants("LinearCrossEntropy="+variant))
-			// No power of two, so that one factor too many or too few shows.
+			// Not a power of two, so that a missing or additional factor changes the result.
 			require.NoError(t, scaled.SetLossScale(LossScale{Scale: 1000}))
 			plain := openMachine(t, device, g, WithParams(x, w),
 				WithVariants("LinearCrossEntropy="+variant))
@@ -1976,7 +1983,7 @@ func TestScaledOutputLayer(t *testing.T) {
 						"%v, %v, %v", name, variant, p.Name())
 				}
 			}
-			if name == "fused" { // the share is known beforehand
+			if name == "fused" { // the factor is known in advance
 				for _, c := range plain.runner.Program.Calls {
 					require.NotEqual(t, "LinearCrossEntropyGrad", c.Op, "gradients are scaled")
 				}
@@ -1985,9 +1992,9 @@ func TestScaledOutputLayer(t *testing.T) {
 	}
 }
 
-// TestOverflowInKasmina has a layer that shall stop at NaN, and a gradient that its scale has made
-// infinite. The layer does not stop for that, but counts it all the same. It does so on the device
-// and, with a blueprint that has no kernel, on the host.
+// TestOverflowInKasmina checks that a layer made with StopOnNonFinite does not stop because of a gradient
+// that the loss scale has made infinite, but counts it, both on the device and, for a blueprint without a
+// kernel, on the host.
 func TestOverflowInKasmina(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	own, err := ownKind()
@@ -2024,8 +2031,7 @@ func TestOverflowInKasmina(t *testing.T) {
 	}
 }
 
-// TestLossScaleErrors wants graphs in which the scale has no place to be refused, and arguments
-// that are none.
+// TestLossScaleErrors checks the errors for graphs that cannot be scaled, and for invalid arguments.
 func TestLossScaleErrors(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	// open returns a machine for Σ w² ⊙ x, derived by derive.

@@ -34,7 +34,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// attentionWays is kernels that have several variants to compute attention.
+// attentionVariants is a launcher with several variants of attention.
 type attentionVariants struct {
 	run.Launcher
 	fake     *fakeKernels
@@ -42,10 +42,10 @@ type attentionVariants struct {
 	variants []fake.Variant
 	build    string
 	ran      []string
-	held     int // the launch, from 1, that takes 100 ms more; 0 for none
+	held     int // number of the launch, from 1, that takes 100 ms longer; 0 for none
 }
 
-// These stand for what a variant takes that computes NaN alone, and one NaN.
+// Special values of Took, for variants that compute only NaN, or a single NaN.
 const nan, oneNaN = -time.Nanosecond, -2 * time.Nanosecond
 
 func (k *attentionVariants) Variants(params any) []kernel.Variant {
@@ -88,21 +88,21 @@ func (k *attentionVariants) Launch(s gpu.Stream, params any) error {
 	})
 }
 
-// attended is what a machine that computes attention did.
+// attended describes the run of a machine that computes attention.
 type attended struct {
 	Choice
 	log  string
-	last string // the variant of its last launch
-	runs int    // timings among them
+	last string // variant of the last launch
+	runs int    // number of launches, including timings
 }
 
-// is wants a variant, for a reason, after so many runs in all.
+// is checks the variant, the reason for choosing it, and the number of launches.
 func (n attended) is(t *testing.T, variant string, source optime.Source, runs int, what string) {
 	t.Helper()
 	require.Equal(t, []any{variant, variant, source, runs}, []any{n.Variant, n.last, n.Source, n.runs}, what)
 }
 
-// attend is attention of a matrix to itself.
+// attend returns self-attention of a matrix.
 func attend(t *testing.T, x *gorgonia.Node) *gorgonia.Node {
 	t.Helper()
 	y, err := op.Attention(x, x, x, op.AttentionConfig{Seq: x.Shape()[0], Heads: 1,
@@ -111,8 +111,8 @@ func attend(t *testing.T, x *gorgonia.Node) *gorgonia.Node {
 	return y
 }
 
-// tuneAttention computes it thrice on a fake GPU whose variants plain, wide-1 and wide-4 differ as
-// given.
+// tuneAttention computes attention three times on a fake GPU. The variants wide-4, wide-1 and plain take
+// the given times.
 func tuneAttention(t *testing.T, path string, variants [3]fake.Variant, build string,
 	opts ...MachineOption) attended {
 	t.Helper()
@@ -148,13 +148,13 @@ const (
 	Measured, Forced = optime.Measured, optime.Forced
 )
 
-// ownChoices lets no variable say how machines choose.
+// ownChoices clears the environment variables that affect how machines choose variants.
 func ownChoices(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_VARIANTS", "")
 }
 
-// timedFrom has ops timed that take so many operations at least, and what is chosen kept in a file.
+// timedFrom sets the least number of operations of ops worth timing, and the file of stored choices.
 func timedFrom(least float64, path string) MachineOption {
 	return func(c *machineConfig) error {
 		c.variants.Least, c.variants.Path = least, path
@@ -162,7 +162,7 @@ func timedFrom(least float64, path string) MachineOption {
 	}
 }
 
-// timedAlone is timedFrom with a file that nothing else knows.
+// timedAlone is timedFrom with a new file.
 func timedAlone(t *testing.T, least float64) MachineOption {
 	return timedFrom(least, filepath.Join(t.TempDir(), "tune.json"))
 }
@@ -224,8 +224,8 @@ func TestTuningKernels(t *testing.T) {
 	}
 }
 
-// TestTuningOnFullCard wants a card that has no memory left to time in to be told of once, as the
-// harmless thing that it is. Ops are computed by the rule of thumb.
+// TestTuningOnFullCard checks that one harmless message is logged if there is not enough free memory for
+// timing, and that ops then use the rule of thumb.
 func TestTuningOnFullCard(t *testing.T) {
 	ownChoices(t)
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
@@ -247,7 +247,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	})
 	free, _, err := device.Memory()
 	require.NoError(t, err)
-	const little = 2 << 10 // less than the cache and the operands that are timed
+	const little = 2 << 10 // less than timing needs for the cache and the operands
 	hog, err := device.ctx.Alloc(int(free) - little)
 	require.NoError(t, err)
 	m := openMachine(t, device, g, private, wrap, WithTuning(TuneCached),
@@ -264,7 +264,7 @@ func TestTuningOnFullCard(t *testing.T) {
 	require.Regexp(t, "^[^\n]*level=INFO[^\n]*harmless[^\n]*\n$", told)
 }
 
-// TestTuningHeldUp wants the fastest variant, whichever launch a busy computer holds up.
+// TestTuningHeldUp checks that the fastest variant is chosen whichever launch a busy computer delays.
 func TestTuningHeldUp(t *testing.T) {
 	ownChoices(t)
 	for held := 1; ; held++ {
@@ -288,8 +288,7 @@ func TestTuningHeldUp(t *testing.T) {
 	}
 }
 
-// TestChoicesRefused wants rules and tunings that are none refused, as options and in the
-// environment.
+// TestChoicesRefused checks the errors for invalid rules and tunings in options and in the environment.
 func TestChoicesRefused(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	refused := func(want string, opts ...MachineOption) {
@@ -309,9 +308,9 @@ func TestChoicesRefused(t *testing.T) {
 	refused("off")
 }
 
-// TestHostByRule wants an op that a rule puts on the host to be computed there. It finds its
-// operands, also those that kernels would read from what they were made of. These are the transpose
-// of a matrix, and a vector repeated for each row.
+// TestHostByRule checks that an op assigned to the host by a rule is computed there, with the right
+// operands. They include two that kernels would read without a copy: the transpose of a matrix, and a
+// vector repeated for each row.
 func TestHostByRule(t *testing.T) {
 	for _, rule := range []string{"A × B=host", "+ *=host"} {
 		device, _ := openFake(t, fake.Config{})
@@ -340,21 +339,21 @@ func TestTuningText(t *testing.T) {
 	require.Error(t, new(Tuning).UnmarshalText([]byte("fast")), "fast is taken for a tuning")
 }
 
-// tuned is what a machine that tunes one product of 6×5×4 did.
+// tuned describes a machine that tunes one product of 6×5×4.
 type tuned struct {
 	variant, timings int
 	log              string
 	value            []float32
 }
 
-// smallCache is a GPU whose cache is quickly overwritten.
+// smallCache returns a GPU with a small cache, which is overwritten quickly.
 func smallCache(name string) []gpu.DeviceInfo {
 	info := fake.New(fake.Config{}).Devices()
 	info[0].Name, info[0].L2 = name, 1<<10
 	return info
 }
 
-// calls is how often a fake device was given a call.
+// calls returns the number of times that a driver function was called on a fake device.
 func calls(d *Device, call string) (n int) {
 	ctx := d.ctx
 	if s, ok := ctx.(*swapped); ok {
@@ -368,13 +367,13 @@ func calls(d *Device, call string) (n int) {
 	return n
 }
 
-// is wants a variant, after so many timings.
+// is checks the variant and the number of timings.
 func (r tuned) is(t *testing.T, variant, timings int, what string) {
 	t.Helper()
 	require.Equal(t, []int{variant, timings}, []int{r.variant, r.timings}, what)
 }
 
-// tuneProduct makes and runs such a machine on a fake GPU whose variants differ as given.
+// tuneProduct makes and runs such a machine on a fake GPU with the given variants.
 func tuneProduct(t *testing.T, path string, variants [3]fake.Variant, name string,
 	opts ...MachineOption) tuned {
 	t.Helper()
@@ -432,13 +431,13 @@ func TestTuning(t *testing.T) {
 	tuneProduct(t, path, slowFirst, "Another GPU", full).is(t, 0, 0, "with KASMINA_TUNE=off")
 }
 
-// TestTuningUnderLoad wants one of the variants that are nearly the fastest in a short computation. Of a
-// short job it is the one with the least geometric mean of what it takes there and in a long
-// computation. Of a long job it is the one that takes least in a long computation, timed there and
-// back.
+// TestTuningUnderLoad checks the choice among the variants that are nearly the fastest in a short
+// computation. For a short job it is the variant with the smallest geometric mean of its times in a short
+// and in a long computation. For a long job it is the variant with the smallest time in a long
+// computation, timed once in forward and once in reverse order.
 func TestTuningUnderLoad(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "cached")
-	type variants [3]fake.Variant // a short job's in units of 2 µs, a long one's of 10 µs
+	type variants [3]fake.Variant // in units of 2 µs for a short job, and 10 µs for a long one
 	for i, c := range []struct {
 		variants
 		short, long int
@@ -465,8 +464,8 @@ func TestTuningUnderLoad(t *testing.T) {
 	}
 }
 
-// TestChoiceWithdrawn wants another variant where the one chosen before, for a call of the same shape,
-// does not take the arguments.
+// TestChoiceWithdrawn checks that another variant is chosen if the one chosen before, for a call of the
+// same shape, does not support the arguments.
 func TestChoiceWithdrawn(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "off")
 	t.Setenv("KASMINA_VARIANTS", "")
@@ -486,7 +485,8 @@ func TestChoiceWithdrawn(t *testing.T) {
 	}
 }
 
-// TestTuningDrops wants variants that are wrong or fail never to be chosen, and a warning of each.
+// TestTuningDrops checks that variants that fail or compute wrong results are never chosen, with a
+// warning for each.
 func TestTuningDrops(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	want := tuneProduct(t, "", [3]fake.Variant{}, "GPU 0").value
@@ -497,7 +497,7 @@ func TestTuningDrops(t *testing.T) {
 	}{
 		{[3]fake.Variant{{Took: 9e6}, {Took: 1e6, Wrong: true}, {Took: 5e6}}, 2, "differs by"},
 		{[3]fake.Variant{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, 2, "a variant that fails"},
-		{[3]fake.Variant{{Took: 1e6}, {Took: 995e3}, {Took: 996e3}}, 0, ""}, // no gain worth other bits
+		{[3]fake.Variant{{Took: 1e6}, {Took: 995e3}, {Took: 996e3}}, 0, ""}, // the gain does not justify different bits
 	} {
 		r := tuneProduct(t, filepath.Join(t.TempDir(), "tune.json"), c.variants, "Some GPU",
 			WithTuning(TuneCached))
@@ -508,7 +508,7 @@ func TestTuningDrops(t *testing.T) {
 	}
 }
 
-// TestTuningIgnores wants stored choices that make no sense to be ignored.
+// TestTuningIgnores checks that invalid stored choices are ignored.
 func TestTuningIgnores(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	path := filepath.Join(t.TempDir(), "tune.json")
@@ -516,7 +516,7 @@ func TestTuningIgnores(t *testing.T) {
 	tuneProduct(t, path, variants, "Some GPU", WithTuning(TuneCached))
 	b, err := os.ReadFile(path)
 	require.NoError(t, err)
-	from := bytes.LastIndex(b, []byte("{")) // of the choice
+	from := bytes.LastIndex(b, []byte("{")) // the start of the choice
 	for name, id := range map[string]string{"text": `"fast"`, "unknown": `{"variant": "7"}`,
 		"cut": "{"} {
 		other := filepath.Join(t.TempDir(), "tune.json")
@@ -529,10 +529,10 @@ func TestTuningIgnores(t *testing.T) {
 	}
 }
 
-// TestChoicesOfAnother wants what another machine has chosen to be taken over without timing. What
-// it has not chosen goes by rule, and a variant that is not there is refused.
+// TestChoicesOfAnother checks that the choices of another machine are used without timing, that
+// everything else is chosen by rule, and that a missing variant is an error.
 func TestChoicesOfAnother(t *testing.T) {
-	t.Setenv("KASMINA_TUNE", "full") // which is for machines that choose themselves
+	t.Setenv("KASMINA_TUNE", "full") // applies only to machines that choose by themselves
 	t.Setenv("KASMINA_VARIANTS", "")
 	variants := [3]fake.Variant{{Took: 1e6}, {Took: 2e6}, {Took: 5e6}}
 	path := filepath.Join(t.TempDir(), "tune.json")
@@ -560,7 +560,8 @@ func TestChoicesOfAnother(t *testing.T) {
 	require.ErrorContains(t, err, timed.Shape)
 }
 
-// ownProducts is kernels that have a variant of their own to multiply, and how often each is launched.
+// ownProducts is a launcher with its own variant of matrix products. It counts launches without and with
+// a matrix added.
 type ownProducts struct {
 	run.Launcher
 	plain  *int
@@ -589,20 +590,20 @@ func (o ownProducts) Launch(s gpu.Stream, params any) error {
 	return o.Launcher.Launch(s, params)
 }
 
-// withOwnProducts has the machine's kernels be [ownProducts].
+// withOwnProducts makes the machine use [ownProducts].
 func withOwnProducts(plain, adding *int) MachineOption {
 	return withKernels(func(k run.Launcher) run.Launcher { return ownProducts{k, plain, adding} })
 }
 
-// projected is an attention whose queries, keys and values are linear functions of one input.
+// projected describes attention on queries, keys and values that are linear functions of one input.
 type projected struct {
 	batch, d int
 	op.AttentionConfig
 }
 
-// graph returns such an attention of random numbers, with queries and keys turned, and its
-// gradients. The attention comes first of the nodes to keep, the queries before they are turned
-// last, if these are asked for.
+// graph returns such an attention on random numbers, with RoPE on queries and keys, its parameters, and
+// the nodes to keep. The attention is first, followed by the gradients and, if keepQueries is true, the
+// queries before RoPE.
 func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia.ExprGraph,
 	gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
@@ -625,7 +626,7 @@ func (p projected) graph(t *testing.T, seed uint64, keepQueries bool) (*gorgonia
 	return g, in[1:], keep
 }
 
-// wayOf is the variant in which a machine has chosen to compute an op, "" if it has not.
+// variantOf returns the variant that a machine has chosen for an op, or "" if it has not chosen any.
 func variantOf(m *Machine, op string) string {
 	for _, c := range m.Choices() {
 		if c.Op == op {
@@ -635,7 +636,7 @@ func variantOf(m *Machine, op string) string {
 	return ""
 }
 
-// timedPairs counts the ops of one or two launches that a machine has timed, both.
+// timedPairs returns how many of the given ops, which have two variants, a machine has timed.
 func timedPairs(t *testing.T, m *Machine, ops ...string) (n int) {
 	t.Helper()
 	for _, c := range m.Choices() {
@@ -651,8 +652,8 @@ func timedPairs(t *testing.T, m *Machine, ops ...string) (n int) {
 	return n
 }
 
-// requireTimed wants a machine for products of so many operations at least to time so many groups of
-// some ops, and nothing to be said of these.
+// requireTimed checks that a machine that times products of at least the given number of operations times
+// the given number of the named ops, and logs nothing about them.
 func requireTimed(t *testing.T, device *Device, g *gorgonia.ExprGraph, params, keep gorgonia.Nodes,
 	least float64, want int, ops []string, opts ...MachineOption) {
 	t.Helper()
@@ -666,8 +667,8 @@ func requireTimed(t *testing.T, device *Device, g *gorgonia.ExprGraph, params, k
 	require.NoError(t, m.RunAll())
 }
 
-// TestProjectionWays wants the same attention and gradients, whether one kernel multiplies and
-// turns or not.
+// TestProjectionVariants checks that attention and gradients are the same whether or not one kernel
+// computes both the product and RoPE.
 func TestProjectionVariants(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
@@ -705,8 +706,8 @@ func TestProjectionVariants(t *testing.T) {
 	}
 }
 
-// TestProjectionNeedsQueries wants no kernel that turns at once where the queries are asked for as
-// they were before.
+// TestProjectionNeedsQueries checks that product and RoPE are not fused if the queries before RoPE are
+// outputs.
 func TestProjectionNeedsQueries(t *testing.T) {
 	t.Setenv("KASMINA_VARIANTS", "")
 	p := projected{2, 5, op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}}
@@ -719,8 +720,8 @@ func TestProjectionNeedsQueries(t *testing.T) {
 	}
 }
 
-// TestProjectionTuned wants products that are worth timing, and no others, timed with what turns
-// their results. All variants give the same in the timer's memory as well.
+// TestProjectionTuned checks that products are timed together with RoPE if and only if they are worth
+// timing, and that all variants give the same results in the timer's memory.
 func TestProjectionTuned(t *testing.T) {
 	ownChoices(t)
 	check := func(t *testing.T, device *Device, p projected, least float64, want int,
@@ -749,8 +750,8 @@ func TestProjectionTuned(t *testing.T) {
 	}
 }
 
-// perceptronGraph is a gated perceptron of random numbers with its gradients; the first node is its
-// result.
+// perceptronGraph returns the graph of a gated perceptron on random numbers, its parameters, and its
+// result followed by the gradients.
 func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprGraph,
 	gorgonia.Nodes, gorgonia.Nodes) {
 	t.Helper()
@@ -763,8 +764,8 @@ func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprG
 	return g, in[1:], withGradients(t, y, matrix("with", rows, d), in)
 }
 
-// TestPerceptronWays wants the same values of a product and a gate, whether one kernel computes
-// both or not.
+// TestPerceptronVariants checks that the values are the same whether or not one kernel computes both a
+// product and the gate.
 func TestPerceptronVariants(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
@@ -798,7 +799,8 @@ func TestPerceptronVariants(t *testing.T) {
 	})
 }
 
-// TestPerceptronTuned wants products that are worth timing timed with their gates, and no others.
+// TestPerceptronTuned checks that products are timed together with their gates if and only if they are
+// worth timing.
 func TestPerceptronTuned(t *testing.T) {
 	ownChoices(t)
 	for _, least := range []float64{1, 1e9} {
@@ -840,8 +842,8 @@ func (k *fakeKernels) ScaleRows(l *fake.Launch, a gemm.ScaleRows) {
 	}
 }
 
-// outputLayer is a graph of an output layer with its loss: x [rows, d], w [v, d] and targets. An
-// eighth of these do not count. The loss is multiplied by 0.3.
+// outputLayer returns the graph of an output layer with its loss, for x [rows, d], w [v, d] and targets.
+// An eighth of the targets do not count. The loss is multiplied by 0.3.
 func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGraph, params,
 	keep gorgonia.Nodes) {
 	t.Helper()
@@ -865,9 +867,9 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 	return g, gorgonia.Nodes{w}, append(gorgonia.Nodes{loss}, grads...)
 }
 
-// TestOutputLayerWays wants the loss and the gradients of Gorgonia's machine, whether a pass over
-// logits forms the gradient or the exponentials come with the product. Of a batch that is too large
-// for that machine, it wants those of the first variant.
+// TestOutputLayerVariants compares the loss and the gradients with the tape machine, whether the gradient
+// is computed by a pass over the logits or the exponentials are computed together with the product. If a
+// batch is too large for the tape machine, it compares the variants with each other.
 func TestOutputLayerVariants(t *testing.T) {
 	ownChoices(t)
 	seed := randomSeed(t)
@@ -920,7 +922,8 @@ func TestOutputLayerVariants(t *testing.T) {
 	}
 }
 
-// withCeilingBytes measures ceilings on less memory, since the fake driver multiplies on the CPU.
+// withCeilingBytes reduces the memory on which ceilings are measured, because the fake driver multiplies
+// on the CPU.
 func withCeilingBytes(n int) MachineOption {
 	return func(c *machineConfig) error {
 		c.ceilingBytes = n
@@ -928,7 +931,7 @@ func withCeilingBytes(n int) MachineOption {
 	}
 }
 
-// isSlowAttention wants the times of attention that takes between three and four milliseconds.
+// isSlowAttention checks the times of an attention that takes between three and four milliseconds.
 func isSlowAttention(t *testing.T, o OpTime) {
 	t.Helper()
 	require.Equal(t, "Attention", o.Op)
@@ -937,7 +940,8 @@ func isSlowAttention(t *testing.T, o OpTime) {
 	require.Equal(t, []string{"fast"}, o.Variants)
 }
 
-// TestProfile profiles a machine whose attention takes 3 ms, beside one that does not profile.
+// TestProfile profiles a machine with an attention that takes 3 ms, and compares it with a machine that
+// does not profile.
 func TestProfile(t *testing.T) {
 	ownChoices(t)
 	took := &fake.Variant{Took: 3 * time.Millisecond}
@@ -953,7 +957,7 @@ func TestProfile(t *testing.T) {
 		p, err := m.Profile() // before the last step
 		require.NoError(t, err)
 		require.Nil(t, p)
-		// amid those with marks, which must not go on with what is captured of the old one
+		// A new optimizer, while steps have marks, must not use the captured work of the old one.
 		if i == ProfileSteps-2 {
 			for _, m := range []*Machine{m, plain} {
 				optimize(t, m, newAdamW, 1)
@@ -984,7 +988,7 @@ func TestProfile(t *testing.T) {
 	require.Greater(t, kernels, 0.5)
 	require.LessOrEqual(t, kernels, graphs*(1+1e-9))
 	require.LessOrEqual(t, graphs, 1.0)
-	for range 4 { // and the monitor goes on
+	for range 4 { // the monitor continues
 		step(t, m)
 		step(t, plain)
 	}
@@ -996,7 +1000,8 @@ func TestProfile(t *testing.T) {
 		flat(t, valueIn(t, m, m.config.Params[0])))
 }
 
-// TestProfileFloat8 wants products of float8, and no others, to be measured by a product of float8.
+// TestProfileFloat8 checks that only float8 products are compared with the peak performance of float8
+// products.
 func TestProfileFloat8(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	_, b := float8Model(t, llm.ForLoss, 3, 32)
@@ -1034,8 +1039,8 @@ func TestProfileFloat8(t *testing.T) {
 	require.Contains(t, p.Table(), "in float8, measured now")
 }
 
-// TestCeiling wants what a card reaches measured before the first run and between runs, whose
-// results stay as they are. A closed machine refuses.
+// TestCeiling checks that ceilings can be measured before the first run and between runs, but not on a
+// closed machine.
 func TestCeiling(t *testing.T) {
 	m, _ := monitored(t, &fake.Variant{Took: time.Millisecond}, &bytes.Buffer{},
 		withCeilingBytes(1<<14), WithTuning(TuneCached))
@@ -1053,7 +1058,7 @@ func TestCeiling(t *testing.T) {
 	require.Error(t, err)
 }
 
-// checkProfile checks what is so of every profile, and its trace.
+// checkProfile checks a profile and its trace.
 func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 	t.Helper()
 	var end time.Duration
@@ -1103,13 +1108,14 @@ func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
 
 	require.Equal(t, len(p.Spans), kernels)
 	table := p.Table()
-	for i, o := range p.Ops() { // the longest first
+	for i, o := range p.Ops() { // sorted from longest to shortest
 		require.LessOrEqual(t, o.Time, p.Ops()[max(0, i-1)].Time)
 		require.Contains(t, table, o.Op)
 	}
 }
 
-// TestProfileLayers wants every node of a model, backward too and with recomputation, in its block.
+// TestProfileLayers checks that every node of a model is attributed to its block, in the backward pass
+// and with recomputation as well.
 func TestProfileLayers(t *testing.T) {
 	for _, recompute := range []bool{false, true} {
 		device, _ := openFake(t, fake.Config{})
@@ -1134,18 +1140,18 @@ func TestProfileLayers(t *testing.T) {
 	}
 }
 
-// TestProfileAccumulation wants all runs of a step in its profile.
+// TestProfileAccumulation checks that a profile includes all runs of a step.
 func TestProfileAccumulation(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	profiled(t, device, false, 3, withCeilingBytes(1<<14), WithAccumulation())
 }
 
-// TestProfileOnGPU profiles a model's step on a GPU, where times are real.
+// TestProfileOnGPU profiles a model's step on a GPU, with real times.
 func TestProfileOnGPU(t *testing.T) {
 	p := profiled(t, openGPU(t), false, 1, WithPrecision(BFloat16))
 	t.Logf("%s", p.Table())
 	copied, multiplied := 1e11, 1e13
-	if testing.Short() { // perhaps under a tool that makes kernels slow, by whatever factor
+	if testing.Short() { // perhaps under a tool that slows kernels down by an unknown factor
 		copied, multiplied = 1, 1
 	}
 
@@ -1157,7 +1163,8 @@ func TestProfileOnGPU(t *testing.T) {
 	require.GreaterOrEqual(t, p.Product, multiplied)
 }
 
-// profiled is the profile of a step of a small model, of so many runs and an update.
+// profiled returns the profile of a step of a small model, which consists of the given number of runs and
+// an update.
 func profiled(t *testing.T, device *Device, recompute bool, runs int,
 	opts ...MachineOption) *Profile {
 	t.Helper()
@@ -1211,8 +1218,8 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 	return p
 }
 
-// monitored makes a machine that learns one weight matrix behind attention, which takes as long
-// as told.
+// monitored returns a machine that trains one weight matrix applied to the result of an attention, which
+// takes the given time.
 func monitored(t *testing.T, took *fake.Variant, log *bytes.Buffer, opts ...MachineOption) (*Machine,
 	*Device) {
 	t.Helper()
@@ -1240,7 +1247,7 @@ func monitored(t *testing.T, took *fake.Variant, log *bytes.Buffer, opts ...Mach
 	return m, device
 }
 
-// slowAttention is attentionWays whose first variant takes as long as it is told, run by run.
+// slowAttention is an attentionVariants with a first variant that takes the current value of took.
 type slowAttention struct {
 	attentionVariants
 	took *fake.Variant
@@ -1262,7 +1269,7 @@ func TestMonitor(t *testing.T) {
 	var log bytes.Buffer
 	m, _ := monitored(t, took, &log, WithTuning(TuneCached), WithMonitor(4))
 	plain, _ := monitored(t, took, &bytes.Buffer{}, WithTuning(TuneCached))
-	times, err := m.Monitor() // before any run
+	times, err := m.Monitor() // before the first run
 	require.NoError(t, err)
 	require.Empty(t, times)
 	for range 14 {
@@ -1286,7 +1293,7 @@ func TestMonitor(t *testing.T) {
 
 	for _, o := range times {
 		require.True(t, o.Op != "Linear" || o.FLOPs == 2*6*5*4, "the product: %+v", o)
-		// gradients twice
+		// the gradient is read twice
 		require.True(t, o.Op != "Update" || o.Bytes == 4*20*8, "the update: %+v", o)
 	}
 
@@ -1306,8 +1313,8 @@ func TestMonitor(t *testing.T) {
 	require.Contains(t, log.String(), "Attention")
 }
 
-// TestMonitorWithoutOptimizer wants the times of ops, and of updates, after an optimiser that did
-// not fit has left the machine without.
+// TestMonitorWithoutOptimizer checks that Monitor still returns the times of ops and of earlier updates
+// after SetOptimizer has run out of memory and left the machine without an optimizer.
 func TestMonitorWithoutOptimizer(t *testing.T) {
 	m, device := monitored(t, &fake.Variant{}, &bytes.Buffer{}, WithMonitor(2))
 	for range 6 {
@@ -1326,16 +1333,16 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 	}), "got %v, want what updates took too", times)
 }
 
-// swapped is a context that another may take the place of while machines run.
+// swapped is a context that tests can replace while machines run.
 type swapped struct{ gpu.Context }
 
-// full is a context without room.
+// full is a context without free memory.
 type full struct{ gpu.Context }
 
 func (full) Alloc(bytes int) (gpu.Ptr, error) { return 0, gpu.NewOutOfMemory(bytes, 0, 0) }
 
-// TestMonitorSampleFails wants a sample whose times cannot all be read to leave no trace in those
-// that follow.
+// TestMonitorSampleFails checks that a timed run is dropped completely if one of the times cannot be
+// read.
 func TestMonitorSampleFails(t *testing.T) {
 	m, device := monitored(t, &fake.Variant{}, &bytes.Buffer{}, WithMonitor(2))
 	o := m.monitor
@@ -1363,7 +1370,7 @@ func TestMonitorSampleFails(t *testing.T) {
 	require.NotZero(t, o.Samples)
 }
 
-// unread is a context that tells so many times.
+// unread is a context that returns only the given number of elapsed times.
 type unread struct {
 	gpu.Context
 	left int
@@ -1376,17 +1383,17 @@ func (c *unread) Elapsed(from, to gpu.Event) (time.Duration, error) {
 	return c.Context.Elapsed(from, to)
 }
 
-// TestMonitorCost wants fewer samples where they cost much.
+// TestMonitorCost checks that fewer runs are timed if timing is expensive.
 func TestMonitorCost(t *testing.T) {
 	took := &fake.Variant{}
 	m, _ := monitored(t, took, &bytes.Buffer{}, WithMonitor(2))
 	for range 30 {
 		require.NoError(t, m.RunAll())
 		took.Took = 5 * time.Millisecond
-		if m.monitor.Sampling() { // as if the stamps took so much
+		if m.monitor.Sampling() { // as if the time stamps took that long
 			took.Took = 10 * time.Millisecond
 		}
-		require.NoError(t, errOf(m.Value(m.config.Params[0]))) // computes it
+		require.NoError(t, errOf(m.Value(m.config.Params[0]))) // waits for the run
 	}
 
 	require.NotZero(t, m.monitor.Samples)
@@ -1396,8 +1403,8 @@ func TestMonitorCost(t *testing.T) {
 		errOf(NewMachine(device, gorgonia.NewGraph(), WithMonitor(1))), "at least 2")
 }
 
-// TestProfileBegunAnew wants a profile whose beginning anew fails to be over, and the next one to
-// be whole.
+// TestProfileBegunAnew checks that a failed StartProfile ends the previous profile, and that the next
+// profile is complete.
 func TestProfileBegunAnew(t *testing.T) {
 	device, cuda := openFake(t, fake.Config{})
 	_, b := float8Model(t, llm.ForLoss, 3, 32)
