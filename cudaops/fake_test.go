@@ -42,6 +42,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
+	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
@@ -984,14 +985,14 @@ func quantizedRow(y []byte, x []float32) float32 {
 		largest = max(largest, float32(math.Abs(float64(v))))
 	}
 
-	scale := largest / gpu.Float8Max
+	scale := largest / half.MaxE4M3
 	if scale == 0 {
 		scale = 1
 	}
 
 	inverse := 1 / scale
 	for i, v := range x {
-		y[i] = gpu.E4M3(v * inverse)
+		y[i] = half.E4M3(v * inverse)
 	}
 
 	return scale
@@ -1041,7 +1042,7 @@ func operandAt(l *fake.Launch, p, scale gpu.Ptr, rows, d int) []float32 {
 	}
 	values, factors := make([]float32, rows*d), floatsAt(l, scale, rows)
 	for i, b := range fake.Slice[byte](l, p, rows*d) {
-		values[i] = gpu.FromE4M3(b) * factors[i/d]
+		values[i] = half.FromE4M3(b) * factors[i/d]
 	}
 	return values
 }

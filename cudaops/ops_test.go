@@ -23,6 +23,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/opcase/optest"
 	"github.com/kasmina-go/kasmina/internal/randtest"
@@ -1777,7 +1778,7 @@ func roundedProduct(a, b []float32, k int) []float32 {
 			bytes := make([]byte, k)
 			scale := float64(quantizedRow(bytes, row))
 			for _, v := range bytes {
-				all = append(all, scale*float64(gpu.FromE4M3(v)))
+				all = append(all, scale*float64(half.FromE4M3(v)))
 			}
 		}
 		return all

@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
+	"github.com/kasmina-go/kasmina/internal/half"
 )
 
 // quantized is the codes and the scale of a row, in float32 as the kernels compute them.
@@ -33,7 +34,7 @@ func quantized(row []float64) (codes []byte, scale float32) {
 
 	inverse := 1 / scale
 	for _, v := range row {
-		codes = append(codes, gpu.E4M3(float32(v)*inverse))
+		codes = append(codes, half.E4M3(float32(v)*inverse))
 	}
 
 	return codes, scale
@@ -54,7 +55,7 @@ func rows8(g *kerneltest.Rig, what string, y, scale *kerneltest.Buffer, rows [][
 					row[c], want, code, codes[c])
 			}
 			if exact := row[c] / float64(want); exact-exact == 0 {
-				if near := float64(gpu.FromE4M3(code & 0x7f)); math.Abs(near-math.Abs(exact)) >
+				if near := float64(half.FromE4M3(code & 0x7f)); math.Abs(near-math.Abs(exact)) >
 					halfStep(exact)*(1+1e-5) {
 					g.Fatalf("%s: row %d, column %d: %v is %v, which is no nearest number",
 						what, r, c, exact, near)
