@@ -31,17 +31,17 @@ type training struct {
 	LossScale    *LossScale        `json:"loss_scale,omitempty"` // of a Scaler
 	Spent        Budget            `json:"spent,omitzero"`
 	Share        float64           `json:"share,omitempty"`
-	// the sum of those of the present epoch's steps,
+	// sum of the losses of the current epoch's steps
 	Losses jsonfloat.Float `json:"losses,omitempty"`
-	Summed int             `json:"summed,omitempty"` // and how many they are
+	Summed int             `json:"summed,omitempty"` // number of steps in Losses
 }
 
-// Save writes everything that Resume needs to continue bit for bit, in the way of Model.Save. It
-// refuses, with ErrDiverged, also a model whose loss on the last batch is not finite. The next step
-// would fail, and the file's old contents are better.
+// Save writes everything that Resume needs to continue bit for bit to the file at path, like Model.Save.
+// It also returns ErrDiverged if the model's loss on the last batch is not finite, because the next step
+// would fail and the old file is better.
 func (t *Trainer) Save(path string) error { return t.saveBy(path, saveWhole) }
 
-// saveBy has the only process, or rank 0, write a checkpoint.
+// saveBy writes a checkpoint with the given function. If several ranks train, rank 0 writes it.
 func (t *Trainer) saveBy(path string,
 	write func(string, []safetensors.Tensor, map[string]string) error) error {
 	if err := t.made(); err != nil {
@@ -56,17 +56,17 @@ func (t *Trainer) saveBy(path string,
 	return t.team.agree(err)
 }
 
-// SaveApart is Save with the optimiser's moments in a file of their own, beside the one at path,
-// which has all else and names it. That file is written last and replaced in one step. A process
-// killed at any moment leaves the old pair of files or the new one. [Trainer.Resume] reads both,
-// and [LoadModel] the file at path alone. The same state gives the same bytes.
+// SaveApart is Save with the optimizer's moments in a separate file next to the one at path. The file at
+// path contains everything else and names the separate file. It is written last and replaced atomically,
+// so the pair of files is consistent even if the process is killed. [Trainer.Resume] reads both files,
+// [LoadModel] only the one at path. The same state gives the same bytes.
 func (t *Trainer) SaveApart(path string) error { return t.saveBy(path, saveApart) }
 
-// SaveParts is Save where several ranks train. Each writes its part of what the optimiser
-// remembers, all at once, to a file beside the one at path. That file has all else, is written last
-// and replaced in one step. A process killed at any moment leaves the old set of files or the new
-// one. [Trainer.Resume] reads the set, on any number of ranks; [LoadModel] needs the file at path
-// alone. All ranks see the same folder. Without other ranks it is Save.
+// SaveParts is Save for several ranks. All ranks write their parts of the optimizer state at the same
+// time, to separate files next to the one at path. The file at path contains everything else, is written
+// last and is replaced atomically, so the set of files is consistent even if a process is killed.
+// [Trainer.Resume] reads the set on any number of ranks; [LoadModel] needs only the file at path. All
+// ranks must see the same folder. For a single process SaveParts is Save.
 func (t *Trainer) SaveParts(path string) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: saving the run: %w", err)
@@ -79,7 +79,8 @@ func (t *Trainer) SaveParts(path string) error {
 	return t.team.agree(t.saveParts(path, t.team.ranks()))
 }
 
-// saveParts is SaveParts in the model's turn. What an error leaves behind, the next save removes.
+// saveParts is SaveParts with the model locked. Files left over after an error are removed by the next
+// save.
 func (t *Trainer) saveParts(path string, e Parallel) error {
 	set, err := shared(t, "set of files", modelfile.Parts{ID: randomID(), Files: e.Ranks()})
 	if err != nil {
@@ -118,7 +119,8 @@ func randomID() string {
 	return hex.EncodeToString(b[:])
 }
 
-// ownState is what this rank remembers: of its own parts the moments, and all counts of steps.
+// ownState returns this rank's part of the optimizer state: the moments of the parts that it updates, and
+// all step counts.
 func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfile.Stretch,
 	err error) {
 	o, ok := t.Optimizer.(optim.Partial)
@@ -152,12 +154,12 @@ func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfi
 	return counts, moments, nil
 }
 
-// notFinite says what of an optimiser cannot be saved.
+// notFinite returns the error for optimizer state that is not finite.
 func notFinite(name string) error {
 	return fmt.Errorf("llm: saving the optimiser: %w: %s is not finite", ErrDiverged, name)
 }
 
-// copied returns what Save writes, in memory of its own.
+// copied returns a copy of the data that Save writes.
 func (t *Trainer) copied() ([]safetensors.Tensor, map[string]string, error) {
 	defer take(t.Model)()
 	tensors, metadata, err := t.snapshot()
@@ -167,8 +169,8 @@ func (t *Trainer) copied() ([]safetensors.Tensor, map[string]string, error) {
 	return tensors, metadata, t.team.agree(err)
 }
 
-// snapshot returns what Save writes, in the model's turn. The parameters' memory is the model's
-// own.
+// snapshot returns the data that Save writes. The model must be locked. The tensors share the parameters'
+// memory.
 func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	if err := t.usable(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
@@ -189,7 +191,7 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	})
 }
 
-// snapshotOf is snapshot with what is asked for of the optimiser's state.
+// snapshotOf is snapshot with the optimizer state that the given function returns.
 func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safetensors.Tensor,
 	map[string]string, error) {
 	if err := t.usable(); err != nil {
@@ -248,7 +250,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 	return tensors, metadata, nil
 }
 
-// copyTensors gives tensors memory of their own, on all cores.
+// copyTensors replaces the data of tensors with copies, on all cores.
 func copyTensors(tensors []safetensors.Tensor) {
 	cpu.Parallel(len(tensors), 1, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
@@ -266,8 +268,8 @@ func copyTensors(tensors []safetensors.Tensor) {
 	})
 }
 
-// ReadNotes returns the TrainConfig.Notes of the run that wrote the checkpoint at path. It reads
-// the file's header alone.
+// ReadNotes returns the TrainConfig.Notes of the run that wrote the checkpoint at path. It reads only the
+// file's header.
 func ReadNotes(path string) (map[string]string, error) {
 	f, err := modelfile.Open(path)
 	if err != nil {

@@ -210,7 +210,7 @@ func TestKillWhileSaving(t *testing.T) {
 	t.Logf("%d kills, %d of them while a file was being written; step %d", i, during, last)
 }
 
-// TestResumeErrors checks that the error says what is wrong and that the trainer does not change.
+// TestResumeErrors checks that the error explains the problem and that the trainer does not change.
 func TestResumeErrors(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "model.safetensors")
@@ -444,7 +444,7 @@ func TestLoadModelKeepsLatticeOptions(t *testing.T) {
 	}
 }
 
-// TestLoadModel checks that a loaded model equals the one that was saved.
+// TestLoadModel checks that a saved model can be loaded unchanged.
 func TestLoadModel(t *testing.T) {
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		path := filepath.Join(t.TempDir(), "model.safetensors")

@@ -127,8 +127,8 @@ func ExampleModel_LoadBlueprint() {
 	// true
 }
 
-// A plateau is a part that stops a run whose training loss has not improved for some steps. A resumed
-// run continues to wait where the run before had got to.
+// A plateau is a part that stops a run if the training loss has not improved for some steps. A resumed
+// run keeps counting from where it was interrupted.
 type plateau struct {
 	trainer *llm.Trainer
 	Best    float64
@@ -160,8 +160,8 @@ func (p *plateau) Receive(e llm.Event) error {
 	return nil
 }
 
-// A part of a run has state of its own, which every checkpoint contains, and hooks into the run. This
-// one receives events.
+// A part has its own state, which every checkpoint contains, and hooks into the run. This part receives
+// events.
 func ExamplePart() {
 	dir := must(os.MkdirTemp("", "part"))
 	defer os.RemoveAll(dir)
@@ -176,7 +176,7 @@ func ExamplePart() {
 	model := must(llm.NewModel(config, tensor.Float32, 1))
 	loader := must(data.NewLoader(tokens, data.LoaderConfig{Batch: 1, Seq: config.Seq}))
 
-	// With a learning rate of 0 nothing improves for long.
+	// With a learning rate of 0, the loss soon stops improving.
 	trainer := must(llm.NewTrainer(model, loader, must(optim.NewAdamW()), llm.TrainConfig{Steps: 1000,
 		Batch: 1, Schedule: optim.Constant(0)}))
 	defer trainer.Close()

@@ -81,7 +81,7 @@ func randomTraits(r *rand.Rand, c Config) Traits {
 	return t
 }
 
-// randomBatch returns a random batch in which some rows have no target.
+// randomBatch returns a random batch with some rows that have no target.
 func randomBatch(r *rand.Rand, c Config, sequences int) data.Batch {
 	n := sequences * c.Seq
 	b := data.Batch{Inputs: make([]int, n), Targets: make([]int, n), Starts: make([]int, n)}
@@ -186,7 +186,7 @@ func TestGradientsOfSharedSlots(t *testing.T) {
 	}
 }
 
-// withSites returns a configuration with seeds on some layers and after some blocks, all of them planted.
+// withSites returns a configuration with a planted seed on some layers and after some blocks.
 func withSites(r *rand.Rand, c Config, own [4]blueprints.Kind) Config {
 	layers := []string{"q", "k", "v", "o", "gate", "up", "down", "head"}
 	for range 1 + r.IntN(4) {
@@ -310,7 +310,7 @@ func ones(w []float64, _ int, _ *rand.Rand) float64 {
 }
 
 // plant germinates blueprints of all kinds except MLPExpansion, where differences fail at its kink. It
-// moves most of them to stages in which they are blended in and learn.
+// moves most seeds to a stage that blends them in and trains them.
 func plant(t *testing.T, r *rand.Rand, m *Model) {
 	kinds := []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate, blueprints.ConvFilter,
 		blueprints.LowRank, blueprints.ChunkMLP}

@@ -15,53 +15,57 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// Growth lets a controller decide, at the end of every epoch of the Kasmina lattices, what becomes
+// Growth configures how a controller decides, at the end of every epoch of the Kasmina lattices, the fate
 // of a model's seeds.
 type Growth struct {
 	Controller state.Controller
-	// Validation is the text that blueprints are judged by. From Grafting on, a seed's performance
-	// is minus the model's mean loss on it, which is compared with that of the model's twin. The
-	// twin makes the same steps on the same batches from the same state, without the blueprints
-	// that are being grafted. The stability of such a seed is the share of the text's batches in
-	// which the two differ as their means do, by sign. When those blueprints are given
-	// up, the twin takes the model's place. A seed that trains is tried at full strength: by how
-	// much the loss rises with it is its training error.
+	// Validation is the text on which blueprints are judged.
 	//
-	// The curve of a seed in depth is that of the loss on this text too. Without one, which is for
-	// models that grow in depth alone, it is the training loss: right for runs that repeat no text.
+	// From Grafting on, a seed's performance is minus the model's mean loss on this text, and it is
+	// compared with the performance of the model's twin. The twin makes the same steps on the same
+	// batches from the same state, but without the blueprints that are being grafted, and it takes the
+	// model's place if they are given up. The stability of such a seed is the share of the text's batches
+	// on which the difference between the two has the same sign as the difference of the means.
+	//
+	// A seed in Training is tried at full strength, and the resulting rise in loss is its training error.
+	//
+	// The curve of a seed in depth also uses the loss on this text. Models that grow only in depth need
+	// no text. Their curve then uses the training loss, which is appropriate for runs that do not repeat
+	// their text.
 	Validation *data.Evaluation
-	// Every is how many epochs pass from one comparison to the next; 0 means 1. Each takes a run of
-	// the model over the text, and another for each seed that trains. While there is a twin, each
-	// takes the steps since the last one over again, and a run of the twin over the text.
+	// Every is the number of epochs from one comparison to the next; 0 means 1. A comparison takes a pass
+	// of the model over the text, and another for each seed in Training. During a trial it also repeats
+	// the steps since the last comparison with the twin, and takes a pass of the twin over the text.
 	Every int
-	// Governor stands above the controller, whatever that is, and above everybody who steers the
-	// run: it takes back at once what does harm. nil is for control.NewGovernor().
+	// Governor overrules the controller and everybody who steers the run: it immediately takes back
+	// growth that does harm. nil means control.NewGovernor().
 	Governor *control.Governor
-	// Refused hears of commands of the controller that were not possible. When nil, one ends the
-	// run.
+	// Refused is called with each command of the controller that was not possible. If Refused is nil,
+	// such a command ends the run.
 	Refused func(state.Command, error)
 
-	// Rewarm is the number of steps over which the learning rate climbs back from 0, in a straight
-	// line, after a growth in depth; 0 leaves the rate alone.
+	// Rewarm is the number of steps over which the learning rate climbs linearly from 0 after growth in
+	// depth; 0 disables it.
 	Rewarm int
-	// FreshMoments clears what the optimizer remembers of a growth's second and further copies of a
-	// block. The first copy and the rest of the model keep their moments. Without it copies start
-	// with the moments of the block that they were copied from.
+	// FreshMoments clears the optimizer's moments of the second and further copies of a block after
+	// growth. The first copy and the rest of the model keep their moments. Without FreshMoments, all
+	// copies start with the moments of the original block.
 	FreshMoments bool
 
-	// Record gets each command with what it was given for, and each change of the budget's share,
-	// as a line of JSON: see [Decision]. It may be nil.
+	// Record receives each command with its reason, and each change in the budget's share, as a line of
+	// JSON: see [Decision]. It may be nil.
 	Record io.Writer
-	// Replay is the record of another run of the same model, data and settings. It takes the place
-	// of the controller, which may be nil then, and of the clock: the run has the bits of that one.
+	// Replay is the record of another run of the same model, data and settings. It replaces the
+	// controller, which may then be nil, and the clock. The run computes the same bits as the recorded
+	// one.
 	Replay *Record
 }
 
-// Grow makes the trainer follow a controller. One that knows how many epochs a blueprint needs, as
-// control.Heuristic does, is refused where the run has fewer.
+// Grow makes the trainer follow a controller. A controller that knows how many epochs a blueprint needs,
+// such as control.Heuristic, is refused if the run has fewer.
 //
-// The controller is asked within a step. It may read reports, but call no method of the trainer or
-// the model, which would wait for the step's end. The same goes for Refused.
+// The controller is called within a step. It may read reports, but it must not call methods of the
+// trainer or the model, which would wait for the end of the step. The same applies to Refused.
 func (t *Trainer) Grow(g Growth) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: Grow: %w", err)
@@ -90,7 +94,7 @@ func (t *Trainer) Grow(g Growth) error {
 		return fmt.Errorf("llm: Grow: %w", err)
 	}
 
-	// In depth, and in a frozen model, blueprints need no text to be judged by.
+	// Growth in depth and growth in a frozen model are not judged on a text.
 	if g.Validation == nil && t.growth.judged() && !t.Model.Config.Frozen && !growsDepthAlone(g.Controller) {
 		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are " +
 			"judged by, such as data.NewEvaluation makes of held-out text")
@@ -130,7 +134,7 @@ func (t *Trainer) Grow(g Growth) error {
 	return nil
 }
 
-// growsDepthAlone reports whether a controller leaves the seeds of all sites but depth dormant.
+// growsDepthAlone reports whether a controller grows only seeds in depth.
 func growsDepthAlone(c state.Controller) bool {
 	switch c.(type) {
 	case *control.Depth, *control.Schedule:
@@ -139,8 +143,8 @@ func growsDepthAlone(c state.Controller) bool {
 	return false
 }
 
-// costOf is what a step takes once the model has grown in depth, in steps of the model as it is. A
-// growth that cannot be costs nothing.
+// costOf returns the cost of a step after growth in depth, relative to a step of the current model. It
+// returns 1 for growth that is not possible.
 func (g *growth) costOf(kind blueprints.Kind, size int) float64 {
 	c := g.t.Model.Config
 	order, err := blueprints.Order(kind, c.Layers, size)
@@ -150,15 +154,15 @@ func (g *growth) costOf(kind blueprints.Kind, size int) float64 {
 	return c.Grow(Grown{Order: order}).FLOPs() / c.FLOPs()
 }
 
-// parametersOf is how many parameters a blueprint would have at a weight or in the stream, 0 where
-// it cannot be.
+// parametersOf returns the number of parameters that a blueprint would have at a weight or in the stream,
+// or 0 if it does not fit there.
 func (g *growth) parametersOf(layer, seed int, kind blueprints.Kind, size int) int {
 	n, _ := g.t.Model.Config.SeedSize(Planted{Site: g.t.Model.Kasmina.Lattice(layer).Site(),
 		Seed: seed, Kind: kind.String(), Size: size})
 	return n
 }
 
-// hasTime returns an error if no blueprint can be fossilized in the steps that are planned.
+// hasTime returns an error if no blueprint can be fossilized within the planned steps.
 func (g *growth) hasTime(o Growth) error {
 	planner, ok := o.Controller.(state.Planner)
 	if !ok || o.Replay != nil {
@@ -188,7 +192,8 @@ func (g *growth) hasTime(o Growth) error {
 	return nil
 }
 
-// planned is how many steps the run can have, as far as its budget tells: one of time does not.
+// planned returns the maximum number of steps of the run, as limited by Steps and a budget of tokens or
+// FLOPs.
 func (g *growth) planned() int {
 	b, steps := g.t.Config.Budget, float64(g.t.Config.Steps)
 	switch {
@@ -215,13 +220,13 @@ func (g *growth) rewarmed(step int) float64 {
 	return 1
 }
 
-// judged reports whether there are seeds elsewhere than in depth.
+// judged reports whether the model has seeds at sites other than depth.
 func (g *growth) judged() bool {
 	c := g.t.Model.Config
 	return len(c.Kasmina)+len(c.Weights)+len(c.Streams) > 0
 }
 
-// finishStep notes the step that the model has made, and ends an epoch of the lattices when one is due.
+// finishStep records the step that the model has made, and ends an epoch of the lattices when one is due.
 func (g *growth) finishStep(loss float64, u update) error {
 	g.twin = g.twin.owing(u.rate, u.norm)
 	if g.t.last.Step%g.t.Config.Epoch != 0 {
@@ -233,7 +238,7 @@ func (g *growth) finishStep(loss float64, u update) error {
 	return nil
 }
 
-// endEpoch ends an epoch of the Kasmina lattices and lets the controller act on what they report.
+// endEpoch ends an epoch of the Kasmina lattices and carries out the controller's decisions.
 func (g *growth) endEpoch(loss float64) error {
 	seeds := g.t.Model.Kasmina
 	if err := g.sense(); err != nil {
@@ -276,7 +281,7 @@ func (g *growth) endEpoch(loss float64) error {
 	return g.carryOut(commands, &mean)
 }
 
-// carryOut does what the controller commands, and records it with the mean loss of the epoch.
+// carryOut carries out the controller's commands and records them with the mean loss of the epoch.
 func (g *growth) carryOut(commands []state.Command, mean *jsonfloat.Float) error {
 	options := g.options
 	for _, c := range commands {
@@ -299,8 +304,8 @@ func (g *growth) carryOut(commands []state.Command, mean *jsonfloat.Float) error
 	return nil
 }
 
-// measureSites tells the seeds at weights and in the stream how large the gradients are of what
-// they sit on. It does so in epochs in which a comparison is due.
+// measureSites records, for the seeds at weights and in the stream, the size of the gradients of the
+// parameters that they grow on. It does so in epochs with a comparison.
 func (g *growth) measureSites() error {
 	options, c, n := g.options, g.t.Model.Config, g.t.Model.Kasmina
 	if options == nil || c.Frozen || len(c.Weights)+len(c.Streams) == 0 || (n.Lattice(0).Epoch()+1)%options.Every != 0 {
@@ -321,7 +326,7 @@ func (g *growth) measureSites() error {
 	return err
 }
 
-// compareSeeds measures what the seeds do to the model, those on trial beside its twin.
+// compareSeeds measures the effect of the seeds on the model. Seeds on trial are compared with the twin.
 func (g *growth) compareSeeds(metrics []state.Metrics) (verdict *trialVerdict, err error) {
 	j := g.judge()
 	if g.twin != nil {
@@ -333,14 +338,15 @@ func (g *growth) compareSeeds(metrics []state.Metrics) (verdict *trialVerdict, e
 	return j.Add(metrics)
 }
 
-// judgeDepth adds what is known of the seeds in depth to the metrics of their lattice. Its losses
-// are those of the validation text, in epochs in which it is due. Without one they are the means of
-// whole epochs, which tell of text that the model had not seen unless the run repeats it.
+// judgeDepth adds the next point of the loss curve and the scores of the seeds in depth to the metrics of
+// their lattice. The points are losses on the validation text, in epochs with a comparison. Without a
+// text they are mean training losses of whole epochs, which measure unseen text unless the run repeats
+// its text.
 func (g *growth) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 	m.Loss, m.Share = g.t.losses/float64(g.t.summed), g.t.share
 	if o := g.options; o != nil && o.Validation != nil {
 		if (l.Epoch()+1)%o.Every != 0 {
-			m.Loss = 0 // no point of the curve
+			m.Loss = 0 // adds no point to the curve
 			return nil
 		}
 		var err error
@@ -372,8 +378,8 @@ func (g *growth) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 	return nil
 }
 
-// judge measures what seeds do to the model. A loss may be NaN or infinite. It does not stop when
-// the run is asked to: an epoch ends as a whole or not at all.
+// judge returns a judge of the model's seeds. Its losses may be NaN or infinite. It ignores requests to
+// stop, because an epoch ends completely or not at all.
 func (g *growth) judge() seedJudge {
 	return seedJudge{Seeds: g.t.Model.Kasmina, Text: g.options.Validation, Loss: g.t.driver.engine.Loss}
 }
@@ -387,7 +393,7 @@ func (g *growth) record(d Decision) error {
 	return d.Write(g.options.Record)
 }
 
-// replay is the record that the run follows, nil if it follows none.
+// replay returns the record that the run follows, or nil.
 func (g *growth) replay() *Record {
 	if g.options == nil {
 		return nil
@@ -395,8 +401,8 @@ func (g *growth) replay() *Record {
 	return g.options.Replay
 }
 
-// decide returns what the controller commands, under the governor, or the record in the place of
-// both.
+// decide returns the commands of the controller, subject to the governor, or the recorded commands if the
+// run follows a record.
 func (g *growth) decide(v *trialVerdict) ([]state.Command, error) {
 	if r := g.replay(); r != nil {
 		return r.Commands(g.t.last.Step), nil
@@ -409,8 +415,8 @@ func (g *growth) decide(v *trialVerdict) ([]state.Command, error) {
 	return shared(g.t, "the controller's commands", own)
 }
 
-// sense has the lattices of weights and of the stream take in what the epoch's last batch has
-// measured of what is planted. Of dormant seeds nothing is measured.
+// sense passes the measurements of planted blueprints, from the epoch's last batch, to the lattices of
+// weights and of the stream. Dormant seeds are not measured.
 func (g *growth) sense() error {
 	s, ok := g.t.driver.engine.(Sensor)
 	if !ok || len(g.t.Model.Config.Planted) == 0 {
@@ -433,7 +439,7 @@ func (g *growth) sense() error {
 	return nil
 }
 
-// figures are those of the step's last batch, whoever has computed it.
+// figures returns the measurements from the step's last batch, whichever rank computed it.
 func (g *growth) figures(s Sensor) (all []SeedFigures, err error) {
 	e := g.t.team.ranks()
 	if e == nil {
@@ -441,7 +447,7 @@ func (g *growth) figures(s Sensor) (all []SeedFigures, err error) {
 	}
 
 	last := (g.t.Config.Accumulate - 1) % e.Ranks()
-	if e.Rank() == last { // others may have computed none
+	if e.Rank() == last { // other ranks may have computed no batch
 		all, err = s.Figures()
 	}
 

@@ -52,7 +52,8 @@ func growing(t *testing.T, tr *Trainer) *[]string {
 }
 
 // TestGrowResumes interrupts and resumes a run with a controller several times. It checks that the
-// decisions and the bits of the model equal those of an uninterrupted run.
+// controller makes the same decisions as in an uninterrupted run, and that the models are equal bit for
+// bit.
 func TestGrowResumes(t *testing.T) {
 	const steps = 45
 	c := tiny()

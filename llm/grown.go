@@ -9,10 +9,10 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-// maxGrown bounds how often a model's stack can have grown.
+// maxGrown limits the number of growths of a model's stack.
 const maxGrown = 1 << 10
 
-// checkGrown returns an error unless the blocks can have become what they are as Grown says.
+// checkGrown returns an error unless the recorded growths can have produced the model's blocks.
 func (c Config) checkGrown() error {
 	if c.Depth < 0 || c.Depth > maxGrown {
 		return fmt.Errorf("llm: Config.Depth is %d, want 0 to %d", c.Depth, maxGrown)
@@ -48,7 +48,7 @@ func (c Config) checkGrown() error {
 	return nil
 }
 
-// Site is that of the growth's seed.
+// Site returns the site of the growth's seed.
 func (g Grown) Site() blueprints.Site {
 	if g.Stream {
 		return blueprints.Stream
@@ -56,8 +56,8 @@ func (g Grown) Site() blueprints.Site {
 	return blueprints.Depth
 }
 
-// Grow returns the configuration with a growth more. A Kasmina layer stays behind the first copy of
-// its block.
+// Grow returns the configuration after a further growth. A Kasmina layer stays with the first copy of its
+// block.
 func (c Config) Grow(g Grown) Config {
 	c = c.moved(g.Order)
 	c.Blocks = reorderedBlocks(c.blocks(), g.Order)
@@ -70,7 +70,7 @@ func (c Config) Grow(g Grown) Config {
 	return c
 }
 
-// Tensors returns how many tensors the parameters are.
+// Tensors returns the number of parameter tensors.
 func (c Config) Tensors() (n int) {
 	for range c.Specs() {
 		n++
@@ -88,7 +88,7 @@ func (c Config) SameBlocks(d Config) bool {
 		})
 }
 
-// Origin returns the configuration that the model began with.
+// Origin returns the configuration that the model had before any growth.
 func (c Config) Origin() Config {
 	c.Kasmina = slices.Clone(c.Kasmina)
 	all := c.blocks()
@@ -108,8 +108,8 @@ func (c Config) Origin() Config {
 	return c
 }
 
-// Source returns the name that a parameter's origin had before the growth, or "" for a parameter of a
-// new block.
+// Source returns the name that a parameter had before the growth, or "" for a parameter of a new block.
+// Copies of a block have the same source.
 func (g Grown) Source(name string) string {
 	block, rest, ok := blockOf(name)
 	if !ok {
@@ -121,8 +121,8 @@ func (g Grown) Source(name string) string {
 	return ""
 }
 
-// firstCopy returns the name that a parameter got by the growth. Of several copies of its block, it
-// names the first.
+// firstCopy returns the name that a parameter has after the growth. If its block has several copies, the
+// name belongs to the first.
 func (g Grown) firstCopy(name string) string {
 	block, rest, ok := blockOf(name)
 	if !ok {

@@ -7,19 +7,20 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// depthHorizon is how far the law of a curve is followed, in shares of the curve's end. Runs are early in
-// their lives when they grow, and their losses fall more and more slowly. Laws that were followed
-// half as much again told losses that no model came to, and good growths were taken back.
+// depthHorizon limits how far the law of a curve is extrapolated, as a multiple of the curve's length.
+// Runs are young when they grow, and their losses fall ever more slowly. Extrapolating half as far again
+// predicted losses that no model reached, so that good growths were taken back.
 const depthHorizon = 1.15
 
-// depthScore returns what is known of a seed in depth that is being evaluated. It is the loss of the run
-// now, and the one that it would have soon behind the growth if the model had not grown.
-// [curve.Fit] tells the latter from the curve before. Where the curve follows no law yet it is the
-// last loss before: then a growth has to show that it does no harm. ok is false where there is no
-// curve.
+// depthScore returns the metrics of a seed in depth during its evaluation: the loss of the run now, and
+// the loss that the run would have reached by now without the growth.
+//
+// [curve.Fit] predicts the latter from the curve before the growth. If the curve follows no law yet, the
+// last loss before the growth is used instead, so that the growth only has to prove harmless. Without a
+// curve, ok is false.
 func depthScore(points []state.Point, past []state.Transition, seed int) (m state.SeedMetrics, ok bool) {
 	grafted, evaluated := -1, -1
-	for _, p := range past { // the latest first
+	for _, p := range past { // newest first
 		switch p.To {
 		case state.Grafting:
 			grafted = p.Epoch

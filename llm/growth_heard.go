@@ -8,17 +8,17 @@ import (
 	"github.com/kasmina-go/kasmina/internal/parallel"
 )
 
-// listenBatches is how many batches a model is listened to over, and Rank how many directions of a
-// weight's gradient are found.
+// listenBatches is the number of batches over which gradients are summed, and listenRank the number of
+// directions that are extracted for each weight.
 const listenBatches, listenRank = 8, 32
 
-// heardModel is what a model's weights ask for, by name, of those that seeds sit on.
+// heardModel holds the gradients of the weights that have seeds, by name.
 type heardModel struct {
 	config Config
 	by     map[string]heardGradient
 }
 
-// listenedWeights names the weights that seeds sit on, each once.
+// listenedWeights returns the names of the weights that have seeds, each once.
 func listenedWeights(c Config) (names []string) {
 	seen := map[string]bool{}
 	for _, s := range c.Weights {
@@ -30,8 +30,8 @@ func listenedWeights(c Config) (names []string) {
 	return names
 }
 
-// listenTo listens to a model over the next batches of a loader, which stands where it stood afterwards.
-// The engine is for the gradients of the Weights, and is closed.
+// listenTo measures the gradients of a model over the next batches of a loader, and then restores the
+// loader's position. The engine must compute the gradients of the Weights; listenTo closes it.
 func listenTo(c Config, e Engine, loader Loader) (m heardModel, err error) {
 	from := loader.State()
 	defer func() { err = errors.Join(err, loader.SetState(from), e.Close()) }()
@@ -64,7 +64,7 @@ func listenTo(c Config, e Engine, loader Loader) (m heardModel, err error) {
 	return m, nil
 }
 
-// sumGradients adds up the gradients of some parameters over the next batches.
+// sumGradients sums the gradients of some parameters over the next batches.
 func sumGradients(l Listener, loader Loader, names []string) ([][]float32, error) {
 	sums := make([][]float32, len(names))
 	for range listenBatches {
@@ -105,12 +105,12 @@ func addTo[T float32 | float64](sum []float32, x []T) []float32 {
 	return sum
 }
 
-// of is what the weight of a seed asks for.
+// of returns the gradient of a seed's weight.
 func (m heardModel) of(seed int) heardGradient {
 	return m.by[m.config.WeightName(m.config.Weights[seed])]
 }
 
-// Norms are those of the gradients of the seeds' weights.
+// Norms returns the gradient norms of the seeds' weights.
 func (m heardModel) Norms() []float64 {
 	norms := make([]float64, len(m.config.Weights))
 	for seed := range norms {
@@ -119,8 +119,8 @@ func (m heardModel) Norms() []float64 {
 	return norms
 }
 
-// Sigma returns the singular values of the gradient of a seed's weight, the largest first. It is
-// for seeds of the layer of weights that has this number.
+// Sigma returns a function for the singular values, in decreasing order, of the gradient of a seed's
+// weight. The argument weights is the layer of the seeds at weights; other layers have no values.
 func (m heardModel) Sigma(weights int) func(layer, seed int) []float64 {
 	return func(layer, seed int) []float64 {
 		if layer != weights || seed < 0 || seed >= len(m.config.Weights) {
@@ -130,7 +130,8 @@ func (m heardModel) Sigma(weights int) func(layer, seed int) []float64 {
 	}
 }
 
-// Rows are what the first rows of a blueprint begin as: the directions of the gradient, for a LoRA.
+// Rows returns the initial values of the first rows of a blueprint: the directions of the gradient, for a
+// LoRA.
 func (m heardModel) Rows(p Planted) [][]float32 {
 	if p.Site != blueprints.Weight || p.Kind != blueprints.LoRA.String() || m.by == nil {
 		return nil

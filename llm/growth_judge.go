@@ -11,32 +11,33 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// seedJudge measures a model by its seeds.
+// seedJudge measures the effect of seeds on a model.
 type seedJudge struct {
 	Seeds *state.Network
 	Text  *data.Evaluation
-	Loss  func(data.Batch) (float64, error) // of the model as it is
+	Loss  func(data.Batch) (float64, error) // loss of the current model
 
-	// Trial are the seeds beside which the model has a twin, which has learnt without them from the
-	// start. Without is its losses on the batches of the text; a single one that is not finite
-	// where it has diverged.
+	// Trial lists the seeds on trial, which the model's twin has trained without from the start. Without
+	// holds the twin's losses on the batches of the text, or a single infinite loss if the twin has
+	// diverged.
 	Trial   []state.Address
 	Without []float64
 }
 
-// trialVerdict is what the seeds on trial cause.
+// trialVerdict describes the effect of the seeds on trial.
 type trialVerdict struct {
-	// by how much the model's mean loss is above that of its twin, in nats a token
+	// the model's mean loss minus its twin's, in nats per token
 	Harm float64
-	// share of the batches of which that is so, if Harm is above 0, or the opposite
+	// share of the batches with a difference of the same sign as Harm
 	Agree  float64
-	Errors int // batches of which the model's loss is not finite
+	Errors int // batches on which the model's loss is not finite
 }
 
-// Add measures the model with all seeds, with each of those that train, and without each of those
-// that are being evaluated. It adds what it finds to the metrics of their layers. Seeds on trial
-// are compared in every stage, with the model's twin; others, in Evaluating and FineTuning, with
-// the model in which they are muted. verdict is nil without a trial.
+// Add measures the model with all seeds, with each seed in Training at full strength, and without each
+// seed under evaluation. It adds the results to the metrics of their layers.
+//
+// Seeds on trial are compared in every stage, with the model's twin. Other seeds are compared in
+// Evaluating and FineTuning, with the model after muting them. The verdict is nil without a trial.
 func (j seedJudge) Add(metrics []state.Metrics) (verdict *trialVerdict, err error) {
 	var with []float64
 	for layer, l := range j.Seeds.Lattices() {
@@ -74,7 +75,7 @@ func (j seedJudge) Add(metrics []state.Metrics) (verdict *trialVerdict, err erro
 	return verdict, nil
 }
 
-// beside compares the model with its twin, and says what that tells.
+// beside compares the model with its twin and returns the verdict.
 func (j seedJudge) beside(m *state.SeedMetrics, with []float64) *trialVerdict {
 	if len(j.Without) == len(with) {
 		scoreSeed(m, with, j.Without)
@@ -85,8 +86,8 @@ func (j seedJudge) beside(m *state.SeedMetrics, with []float64) *trialVerdict {
 	return &trialVerdict{m.Without - m.Performance, m.Stability, m.Errors}
 }
 
-// Mean returns the model's mean loss over the batches. Where it is not finite it is a large number,
-// as a curve needs one.
+// Mean returns the model's mean loss over the batches. If no loss is finite, it returns a large number,
+// because a curve needs one.
 func (j seedJudge) Mean() (float64, error) {
 	losses, err := j.Losses()
 	if err != nil {
@@ -96,8 +97,8 @@ func (j seedJudge) Mean() (float64, error) {
 	return -performance, nil
 }
 
-// try measures the model with the blueprint of a seed that trains, at full strength. with are the
-// losses of the batches as they are, without it.
+// try measures the model with the blueprint of a seed in Training at full strength. with holds the losses
+// of the batches without it.
 func (j seedJudge) try(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
 	if err := l.Probe(m.Seed, true); err != nil {
 		return err
@@ -118,7 +119,7 @@ func (j seedJudge) try(m *state.SeedMetrics, l *state.Lattice, with []float64) e
 	return nil
 }
 
-// compare measures the model without a seed. with are the losses of the batches with it.
+// compare measures the model without a seed. with holds the losses of the batches with it.
 func (j seedJudge) compare(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
 	if err := l.Mute(m.Seed, true); err != nil {
 		return err
@@ -131,7 +132,7 @@ func (j seedJudge) compare(m *state.SeedMetrics, l *state.Lattice, with []float6
 	return nil
 }
 
-// scoreSeed sets what a comparison of losses, batch by batch, says of a seed.
+// scoreSeed stores the result of comparing two lists of losses, batch by batch, in the seed's metrics.
 func scoreSeed(m *state.SeedMetrics, with, without []float64) {
 	m.Compared = true
 	m.Performance, m.Errors = meanPerformance(with, without)
@@ -157,12 +158,13 @@ func (j seedJudge) Losses() (losses []float64, err error) {
 	return losses, nil
 }
 
-// worstLoss is the loss from which on a performance is no more told from another. A lattice takes none
-// below -worst, and a model that has come to this has diverged.
+// worstLoss is the limit for losses in a comparison. A lattice accepts no performance below -worstLoss,
+// and a model with such a loss has diverged.
 const worstLoss = 65504
 
-// meanPerformance returns minus the mean of those losses that are finite here and in others. It is minus the
-// worst if that is worse or there are none. The second result is how many are not finite here.
+// meanPerformance returns minus the mean of the losses on the batches with finite losses in both lists.
+// The result is at least -worstLoss, which is also the result if no batch has finite losses in both. bad
+// is the number of losses that are not finite.
 func meanPerformance(losses, others []float64) (performance float64, bad int) {
 	n := 0
 	for i, l := range losses {

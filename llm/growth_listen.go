@@ -7,20 +7,20 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// heardGradient is what the gradient of a weight asks for.
+// heardGradient holds the dominant directions of a weight's gradient.
 type heardGradient struct {
 	Norm       float64     // sqrt(Σ g²/n) over its n numbers
 	Sigma      []float64   // the largest singular values, in order
-	Directions [][]float32 // of each the right singular vector, of length 1
+	Directions [][]float32 // right singular vector for each value, of length 1
 }
 
-// extraDirections is how many directions are followed beyond those that are wanted, and turns how often all are
-// multiplied by Gᵀ·G. The more of both, the nearer they are to the singular vectors.
+// extraDirections is the number of directions that are iterated in addition to the requested ones, and
+// listenTurns is the number of multiplications by Gᵀ·G. Larger numbers bring the directions closer to the
+// singular vectors.
 const extraDirections, listenTurns = 8, 2
 
-// hearGradient returns what a gradient of out×in numbers asks for, in up to rank directions. The same
-// gradient gives the same bits. (Halko, Martinsson and Tropp, "Finding Structure with Randomness",
-// 2011.)
+// hearGradient returns up to rank dominant directions of an out×in gradient. The same gradient gives the
+// same bits. (Halko, Martinsson and Tropp, "Finding Structure with Randomness", 2011.)
 func hearGradient(gradient []float32, out, in, rank int) (h heardGradient) {
 	square := 0.0
 	for _, g := range gradient {
@@ -49,7 +49,7 @@ func hearGradient(gradient []float32, out, in, rank int) (h heardGradient) {
 		orthonormal(q, in, n)
 	}
 
-	gemm.Mul(false, false, out, n, in, 1, gradient, in, q, n, 0, y, n) // G·Q, whose right vectors turn Q
+	gemm.Mul(false, false, out, n, in, 1, gradient, in, q, n, 0, y, n) // G·Q; its right singular vectors rotate Q
 	values, vectors := eigen(rowProducts(y, out, n), n)
 	for k := range rank {
 		if !(values[k] > 0) {
@@ -69,8 +69,8 @@ func hearGradient(gradient []float32, out, in, rank int) (h heardGradient) {
 	return h
 }
 
-// orthonormal makes the n columns of x orthogonal to each other and of length 1, each against those
-// before it, twice, as rounding asks for. One that has nothing of its own becomes 0.
+// orthonormal makes the n columns of x orthonormal. It orthogonalizes each column against the earlier
+// ones twice, to compensate for rounding. A column that depends on the earlier ones becomes 0.
 func orthonormal(x []float32, rows, n int) {
 	column, other := make([]float64, rows), make([]float64, rows)
 	read := func(c []float64, j int) {
@@ -129,7 +129,7 @@ func eigen(a []float64, n int) (values, vectors []float64) {
 		v[i*n+i] = 1
 	}
 
-	const sweeps = 32 // after which nothing is left that float64 could tell
+	const sweeps = 32 // enough for convergence in float64
 	for range sweeps {
 		for p := range n {
 			for q := p + 1; q < n; q++ {
@@ -157,7 +157,7 @@ func eigen(a []float64, n int) (values, vectors []float64) {
 	return values, vectors
 }
 
-// rotateJacobi makes a[p][q] zero by a rotation of rows and columns p and q, and turns v with it.
+// rotateJacobi zeroes a[p][q] by rotating rows and columns p and q, and applies the rotation to v.
 func rotateJacobi(a, v []float64, n, p, q int) {
 	if a[p*n+q] == 0 {
 		return

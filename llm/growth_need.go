@@ -14,10 +14,10 @@ import (
 //
 //	sqrt(Σ g²/n)
 //
-// The sum runs over the n elements of the seed's weight or, for a seed in the stream, of the block
-// in front of it. The gradients g are those that [optim.RememberedGradients] finds in the moments.
-// Parameters without any do not count, and the need of a seed that has no other is 0. That includes
-// all seeds if the optimizer does not declare its rules.
+// The sum runs over the n elements of the seed's weight or, for a seed in the stream, of the block before
+// it. [optim.RememberedGradients] estimates the gradients g from the moments. Parameters without an
+// estimate do not count, and a seed without any other parameters has the need 0, as do all seeds if the
+// optimizer does not declare its rules.
 //
 // Sums follow the order of moments. Since [optim.Optimizer.State] sorts them by name, all ranks and
 // all repetitions of a run compute the same bits.
@@ -59,7 +59,7 @@ func growsOn(c Config, site blueprints.Site, seed int) func(param string) bool {
 	return func(string) bool { return false }
 }
 
-// measureNeeds leaves in a lattice what its dormant seeds need. Those that have something planted are
+// measureNeeds records the needs of a lattice's dormant seeds. Seeds with a planted blueprint are
 // measured themselves.
 func measureNeeds(l *state.Lattice, needs []float64) error {
 	var pass state.Pass

@@ -7,8 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// senseSite has a lattice of weights or of the stream take in what has been measured of its blueprints.
-// The model has so many features. pass is room for what it asks.
+// senseSite passes the measurements of blueprints to a lattice of weights or of the stream. The argument
+// features is the width of the model, and pass is scratch space.
 func senseSite(l *state.Lattice, pass *state.Pass, all []SeedFigures, features int) error {
 	bySeed, site := map[int]SeedFigures{}, l.Site()
 	for _, f := range all {
@@ -43,7 +43,7 @@ func senseSite(l *state.Lattice, pass *state.Pass, all []SeedFigures, features i
 	})
 }
 
-// healthOf is what a lattice takes of figures of activations of so many features.
+// healthOf converts the figures of activations with the given number of features to a lattice's sample.
 func healthOf(f [graft.Figures]float64, features int) state.HealthSample {
 	if f[graft.Variance] < 0 {
 		return state.HealthSample{NonFinite: 1}

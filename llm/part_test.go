@@ -149,7 +149,7 @@ func TestPartsDiffer(t *testing.T) {
 	require.ErrorContains(t, err, "part ema is new")
 }
 
-// failing is a part whose hooks fail at one step.
+// failing is a part with hooks that fail at one step.
 type failing struct {
 	at            int
 	before, after bool

@@ -13,24 +13,26 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A blueprint at a weight or in the stream is planted when its seed begins to train. Then it has
-// parameters, and the graph has it. When it is fossilized it becomes a part of the model. When its
-// life is over it goes, and the model is again what it was before it was grafted. All that happens
-// between two steps, for all seeds together, since the engine is made anew each time.
+// A blueprint at a weight or in the stream is planted when its seed enters Training. From then on it has
+// parameters and is part of the graph. When it is fossilized it is merged into the model. When its life
+// is over it is removed, and the model returns to its state before the graft.
+//
+// All of this happens between two steps and for all seeds together, because each change needs a new
+// engine.
 
-// planting is what the seeds at weights and in the stream ask for.
+// planting lists the changes that the stages of seeds at weights and in the stream require.
 type planting struct {
 	plant  []Planted
-	gone   []state.Address // whose blueprints' lives are over
-	merge  []state.Address // that are fossilized
-	grafts []state.Address // that begin to be grafted
+	gone   []state.Address // blueprints at the end of their lives
+	merge  []state.Address // fossilized blueprints
+	grafts []state.Address // seeds that enter Grafting
 }
 
 func (p *planting) none() bool {
 	return len(p.plant)+len(p.gone)+len(p.merge)+len(p.grafts) == 0
 }
 
-// asked returns what seeds ask for.
+// asked returns the changes that the stages of the seeds require.
 func (g *growth) asked() (p planting) {
 	c := g.t.Model.Config
 	for layer, l := range g.t.Model.Kasmina.Lattices() {
@@ -55,7 +57,7 @@ func (g *growth) asked() (p planting) {
 			case !alive && stage != state.Fossilized && in:
 				p.gone = append(p.gone, at)
 			}
-			// A frozen host is again what it was once a blueprint is out of it.
+			// A frozen host needs no snapshot: removing the blueprint restores it.
 			if stage.Grafted() && g.snapshots.find(at) < 0 && !g.triesOut() && !c.Frozen {
 				p.grafts = append(p.grafts, at)
 			}
@@ -65,8 +67,8 @@ func (g *growth) asked() (p planting) {
 	return p
 }
 
-// canMerge reports whether a fossilized blueprint can become a part of the model now. No block is
-// added while a growth in depth may be taken back, whose order of blocks would be another one.
+// canMerge reports whether a fossilized blueprint can be merged into the model now. No block is added
+// while growth in depth may be taken back, because its order of blocks would no longer fit.
 func (g *growth) canMerge(where blueprints.Site, kind blueprints.Kind) bool {
 	if where == blueprints.Stream {
 		depth := g.t.Model.LayerAt(blueprints.Depth)
@@ -79,7 +81,7 @@ func (g *growth) canMerge(where blueprints.Site, kind blueprints.Kind) bool {
 	return blueprints.Mergeable(kind)
 }
 
-// settleSeeds takes out and merges, as a run ends, what no step is left for. Nothing is planted.
+// settleSeeds removes and merges blueprints when a run ends. Nothing is planted.
 func (g *growth) settleSeeds() error {
 	err := g.t.inTurn(func() error {
 		p := g.asked()
@@ -92,8 +94,7 @@ func (g *growth) settleSeeds() error {
 	return errors.Join(err, g.tellGrowth())
 }
 
-// replant makes the model what the seeds at weights and in the stream ask for. It makes its graph
-// what those of chunks ask for whose blueprints are graphs.
+// replant brings the planted and the attached blueprints in line with the stages of their seeds.
 func (g *growth) replant() error {
 	if err := g.attach(); err != nil {
 		return err
@@ -104,8 +105,8 @@ func (g *growth) replant() error {
 	return nil
 }
 
-// obeySeeds plants, takes out, merges and grafts blueprints as the seeds ask. If it fails, the
-// trainer's growth state is unchanged.
+// obeySeeds plants, removes, merges and grafts blueprints. If it fails, the trainer's growth state is
+// unchanged.
 func (g *growth) obeySeeds(p planting) error {
 	began, clock := time.Now(), phases.Start()
 	now, err := g.needed(p)
@@ -157,8 +158,8 @@ func (g *growth) obeySeeds(p planting) error {
 	return nil
 }
 
-// settled merges fossilized blueprints into a model and takes out blueprints whose seeds have
-// ended. It returns the resulting model with the growth state and the loss scale to match.
+// settled merges fossilized blueprints into a model and removes blueprints at the end of their lives. It
+// returns the resulting model with the matching growth state and loss scale.
 func (g *growth) settled(now modelState, p planting) (next modelState, growing growthState,
 	scale *LossScale, err error) {
 	next, growing, scale = now, g.growthState, g.t.driver.lossScale()
@@ -197,8 +198,8 @@ func (g *growth) settled(now modelState, p planting) (next modelState, growing g
 	return next, growing, scale, nil
 }
 
-// needed returns the model with the parameters that a planting needs on the host: all of them
-// before a graft or for directed blueprints, and otherwise those that are merged.
+// needed returns the model with the parameters that a planting needs on the host: all parameters before a
+// graft or for directed blueprints, and otherwise only the ones to be merged.
 func (g *growth) needed(p planting) (modelState, error) {
 	c := g.t.Model.Config
 	if len(p.grafts) > 0 || c.Directed && len(p.plant) > 0 {
@@ -225,8 +226,8 @@ func (g *growth) needed(p planting) (modelState, error) {
 	return g.t.driver.part(names...)
 }
 
-// attach rebuilds the engine if the blueprints of chunks that are graphs have changed. Seeds whose
-// graph cannot be built are abandoned.
+// attach rebuilds the engine if the set of chunk blueprints computed as graphs has changed. Seeds with a
+// graph that cannot be built are abandoned.
 func (g *growth) attach() error {
 	all := attachedTo(g.t.Model.Kasmina)
 	if slices.Equal(all, g.t.driver.attached) {
@@ -253,7 +254,7 @@ func (g *growth) attach() error {
 	return nil
 }
 
-// detach abandons the seeds of chunks whose blueprints are graphs that the engine does not compute yet.
+// detach abandons the chunk seeds with graph blueprints that the engine does not compute yet.
 func (g *growth) detach(all []attachedSeed) error {
 	for _, a := range all {
 		if slices.Contains(g.t.driver.attached, a) {
@@ -266,7 +267,7 @@ func (g *growth) detach(all []attachedSeed) error {
 	return nil
 }
 
-// abandon ends the life of a seed whose blueprint cannot become a part of the model.
+// abandon ends the life of a seed after its blueprint could not be added to the model.
 func (g *growth) abandon(at state.Address) error {
 	l := g.t.Model.Kasmina.Lattice(at.Layer)
 	stage, err := l.Stage(at.Seed)
@@ -279,12 +280,12 @@ func (g *growth) abandon(at state.Address) error {
 	return l.Transition(at.Seed, state.RolledBack)
 }
 
-// siteOf is that of a seed's lattice.
+// siteOf returns the site of a seed's lattice.
 func (g *growth) siteOf(at state.Address) blueprints.Site {
 	return g.t.Model.Kasmina.Lattice(at.Layer).Site()
 }
 
-// with returns the twin of a model in which blueprints have been planted.
+// with returns the twin after blueprints have been planted in it.
 func (w *twin) with(plant []Planted, step int) *twin {
 	if w == nil || w.lost || len(plant) == 0 {
 		return w
@@ -296,10 +297,9 @@ func (w *twin) with(plant []Planted, step int) *twin {
 	return &next
 }
 
-// refuse gives up the seeds whose blueprints could not be planted, for example because there is too
-// little memory, and then does the rest of what seeds ask for. It returns the cause if the trainer
-// cannot go on, or if nothing was to be planted: a blueprint that cannot be taken out or merged ends
-// the run.
+// refuse gives up the seeds after their blueprints could not be planted, for example because of too
+// little memory, and then makes the other required changes. It returns the cause if the trainer can no
+// longer be used, or if nothing was to be planted: a failure to remove or merge a blueprint ends the run.
 func (g *growth) refuse(p planting, cause error, began time.Time) error {
 	if g.t.condition.err() != nil || len(p.plant) == 0 {
 		return cause
@@ -314,7 +314,6 @@ func (g *growth) refuse(p planting, cause error, began time.Time) error {
 
 	g.tellReshaped(describePlanting(p.plant, nil, nil, g.siteOf), time.Since(began), cause)
 
-	// What other seeds ask for, such as a snapshot before they are grafted, cannot wait for the next
-	// step.
+	// Other changes, such as a snapshot before a graft, cannot wait for the next step.
 	return g.replant()
 }

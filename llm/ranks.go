@@ -15,33 +15,33 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A team is the trainer's position among several ranks. For a single process, all of its methods do
-// the obvious at once.
+// A team is the trainer's position among several ranks. For a single process, its methods return
+// immediately.
 type team struct {
 	t *Trainer
 
-	// While several ranks train, the context of the run ends at all ranks after the same step, and
-	// outer is the context that Run was given. The trainer's mu guards both.
+	// If several ranks train, the context of the run is canceled at all ranks after the same step, and
+	// outer is the context passed to Run. The trainer's mu guards both fields.
 	outer  context.Context
 	cancel context.CancelCauseFunc
 }
 
-// ranks is the trainer's engine if it is one of several, or nil.
+// ranks returns the trainer's engine if it is one of several ranks, and nil otherwise.
 func (r *team) ranks() Parallel {
 	e, _ := r.t.driver.engine.(Parallel)
 	return e
 }
 
-// writes reports whether this process is the only one, or rank 0, which writes.
+// writes reports whether this process writes files, because it is the only one or rank 0.
 func (r *team) writes() bool {
 	e := r.ranks()
 	return e == nil || e.Rank() == 0
 }
 
-// agree returns this rank's error or, where it has none, the first of another's.
+// agree returns this rank's error or else the first error of another rank.
 func (r *team) agree(err error) error { return agreed(r.ranks(), err) }
 
-// agreed is agree with the ranks of an engine, which may be nil.
+// agreed is agree for the ranks of an engine, which may be nil.
 func agreed(e Parallel, err error) error {
 	if e == nil {
 		return err
@@ -53,7 +53,7 @@ func agreed(e Parallel, err error) error {
 // busy declares long work outside a step until done is called.
 func (r *team) busy(what string) (done func()) { return busy(r.t.driver.engine, what) }
 
-// busy declares long work to the other ranks of an engine that has any.
+// busy declares long work to the other ranks of an engine, if it has any.
 func busy(e Engine, what string) (done func()) {
 	if e, ok := e.(Busier); ok {
 		return e.Busy(what)
@@ -61,7 +61,7 @@ func busy(e Engine, what string) (done func()) {
 	return func() {}
 }
 
-// stopAsked returns why this rank has been asked to stop, or nil.
+// stopAsked returns the reason why this rank should stop, or nil.
 func (t *Trainer) stopAsked() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -71,7 +71,7 @@ func (t *Trainer) stopAsked() error {
 	return context.Cause(t.team.outer)
 }
 
-// wishOf returns the wish to end the run that an error expresses, which is none for nil.
+// wishOf returns the wish to end the run for the error that caused it, or no wish for nil.
 func wishOf(err error) ranks.Wish {
 	var why halted
 	switch {
@@ -83,20 +83,20 @@ func wishOf(err error) ranks.Wish {
 	return ranks.Wish{End: true, Why: err.Error()}
 }
 
-// say returns this rank's word.
+// say returns the word that this rank sends along with a step.
 func (r *team) say() ([]byte, error) {
 	return json.Marshal(ranks.Word{Stop: ranks.TextOf(r.t.stopAsked()),
 		Waiting: r.t.steering.requested() || r.t.Model.Kasmina.Waiting()})
 }
 
-// spared reports whether the exchange at the end of a step can be skipped, because no rank has
-// commands and no epoch has ended, at which the controller would give some.
+// spared reports whether the exchange at the end of a step can be skipped, because no rank has commands
+// and the controller is not due to give any.
 func (r *team) spared() bool {
 	return r.t.heard.Agreed && !r.t.heard.Waiting && r.t.last.Step%r.t.Config.Epoch != 0 && r.t.growth.replay() == nil
 }
 
-// takeHeard returns the trainer's ranks, nil for a single process, and what they said along with the
-// last step, which it forgets. It takes a turn, since a Resume on another goroutine may replace the
+// takeHeard returns the trainer's ranks, or nil for a single process, and the ranks' words from the last
+// step, and clears the words. It locks the model, because a Resume on another goroutine may replace the
 // engine.
 func (r *team) takeHeard() (Parallel, ranks.Heard) {
 	defer take(r.t.Model)()
@@ -105,8 +105,9 @@ func (r *team) takeHeard() (Parallel, ranks.Heard) {
 	return r.ranks(), h
 }
 
-// unasked reports whether ranks need not meet between two steps, because they meet in the next one
-// and none wants to stop. A rank that has failed says so there, where it computes nothing.
+// unasked reports whether ranks can skip the exchange between two steps, because they will meet in the
+// next step and none wants to stop. A rank that has failed still takes part in the next step, to report
+// its error, but computes nothing.
 func (r *team) unasked(p Parallel, h ranks.Heard, own error) bool {
 	e, ok := p.(ParallelStepper)
 	if !ok || !h.Agreed || h.Stop != "" || r.t.Last().Last {
@@ -119,12 +120,11 @@ func (r *team) unasked(p Parallel, h ranks.Heard, own error) bool {
 
 	_, _ = e.StepBatches(r.t.Config.Accumulate, func() (data.Batch, error) {
 		return data.Batch{}, own
-	}, nil) // which is this error, or that of an exchange that is over
+	}, nil) // returns own, or the error of an exchange that has failed
 	return false
 }
 
-// between completes the time between two steps. If a rank has failed or has been asked to stop, all
-// ranks stop here.
+// between ends the time between two steps. If a rank has failed or should stop, all ranks stop here.
 func (r *team) between(err error) error {
 	e, heard := r.takeHeard()
 	if e == nil || r.unasked(e, heard, err) {
@@ -146,9 +146,9 @@ func (r *team) between(err error) error {
 	return err
 }
 
-// settle completes a step, which has failed unless err is nil. It grants requests if granting is
-// true, and then carries out the commands that were submitted to Model.Kasmina. Several ranks carry
-// out the requests and commands of all of them.
+// settle completes a step, which has failed if err is not nil. It grants requests if granting is true,
+// and then carries out the commands submitted to Model.Kasmina. Several ranks carry out the requests and
+// commands of all ranks.
 func (r *team) settle(err error, granting bool) error {
 	e := r.ranks()
 	if e == nil {
@@ -188,7 +188,7 @@ func (r *team) settleAlone(err error, granting bool) error {
 		return err
 	}
 
-	// Commands that a failed step applied would be in no checkpoint, so they keep waiting.
+	// A failed step would not save the effect of commands in a checkpoint, so they keep waiting.
 	if granting {
 		own := r.t.steering.takeRequests()
 		if err := r.t.steering.grantAll(plain(own), own, 0); err != nil {
@@ -200,13 +200,13 @@ func (r *team) settleAlone(err error, granting bool) error {
 	return nil
 }
 
-// settleInTurn is settle outside of a step.
+// settleInTurn is settle between steps.
 func (r *team) settleInTurn() error {
 	defer takeToChange(r.t.Model)()
 	return r.settle(nil, false)
 }
 
-// shared returns rank 0's value, or at the only one its own.
+// shared returns rank 0's value. For a single process it returns own.
 func shared[T any](t *Trainer, what string, own T) (T, error) {
 	e := t.team.ranks()
 	if e == nil {
@@ -219,7 +219,7 @@ func shared[T any](t *Trainer, what string, own T) (T, error) {
 	return all[0], nil
 }
 
-// compare returns an error that names a rank whose run is another one than rank 0's, and in what.
+// compare returns an error that names a rank with a different run than rank 0, and the differences.
 func (r *team) compare() error {
 	e := r.ranks()
 	if e == nil {
@@ -254,12 +254,12 @@ func (r *team) compare() error {
 	return nil
 }
 
-// spentTime is what a step has taken, by the clock of rank 0.
+// spentTime returns the duration of a step, by the clock of rank 0.
 func (r *team) spentTime(began time.Time) (time.Duration, error) {
 	return shared(r.t, "time", time.Since(began))
 }
 
-// portable returns requests in the form in which ranks exchange them.
+// portable returns requests in the form that ranks exchange.
 func portable(requests []pendingRequest) []ranks.Request {
 	all := make([]ranks.Request, len(requests))
 	for i, r := range requests {
@@ -268,7 +268,7 @@ func portable(requests []pendingRequest) []ranks.Request {
 	return all
 }
 
-// requestsOf returns requests that ranks have exchanged.
+// requestsOf returns the requests that ranks have exchanged.
 func requestsOf(exchanged []ranks.Request) []Request {
 	all := make([]Request, len(exchanged))
 	for i, r := range exchanged {

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// reshape makes the model what the seeds in depth, at weights and in the stream say. It is called
-// between two steps, in the model's turn.
+// reshape brings the model's structure in line with the stages of its seeds in depth, at weights and in
+// the stream. It is called between two steps, with the model locked.
 func (g *growth) reshape() error {
 	if err := g.reshapeDepth(); err != nil {
 		return err
@@ -23,8 +23,8 @@ func (g *growth) reshape() error {
 	return g.replant()
 }
 
-// reshapeDepth makes the model's blocks what the seeds in depth say. From Grafting on a blueprint is
-// in the model, and a rollback puts the model back to what it was before, moments included.
+// reshapeDepth brings the model's blocks in line with the stages of the seeds in depth. From Grafting on
+// a blueprint's blocks are in the model, and a rollback restores the earlier model, moments included.
 func (g *growth) reshapeDepth() error {
 	m := g.t.Model
 	layer := m.LayerAt(blueprints.Depth)
@@ -53,9 +53,9 @@ func (g *growth) reshapeDepth() error {
 	return nil
 }
 
-// commitGrowth discards the snapshot of a growth in depth that has been accepted, and applies the
-// growth to the other snapshots that lack it. In depth one blueprint is grafted at a time, so the
-// growth is the model's last.
+// commitGrowth discards the snapshot of an accepted growth in depth and applies the growth to the
+// remaining snapshots that lack it. Only one blueprint in depth is grafted at a time, so the growth is
+// the model's latest.
 func (g *growth) commitGrowth(at state.Address) {
 	if g.snapshots.find(at) < 0 {
 		return
@@ -69,8 +69,8 @@ func (g *growth) commitGrowth(at state.Address) {
 	}
 }
 
-// graft gives the model the blocks of a seed's blueprint. When that cannot be, as for want of
-// memory, the model stays as it is, the seed is rolled back, and the run goes on.
+// graft adds the blocks of a seed's blueprint to the model. If that is impossible, for example because of
+// too little memory, the model does not change, the seed is rolled back, and the run continues.
 func (g *growth) graft(s state.SeedReport) error {
 	began, m := time.Now(), g.t.Model
 	blocks := m.Config.Layers
@@ -91,7 +91,7 @@ func (g *growth) graft(s state.SeedReport) error {
 		return err
 	}
 
-	// A seed that has been fossilized before the model could grow cannot be rolled back: the run ends.
+	// A seed that was fossilized before the model could grow cannot be rolled back, so the run ends.
 	l := m.Kasmina.Lattice(m.LayerAt(blueprints.Depth))
 	if stuck := l.Transition(s.Seed, state.RolledBack); stuck != nil {
 		return errors.Join(err, stuck)
@@ -101,7 +101,7 @@ func (g *growth) graft(s state.SeedReport) error {
 	return nil
 }
 
-// growBlocks is graft without its consequences for the seed.
+// growBlocks is graft without the consequences for the seed.
 func (g *growth) growBlocks(grown Grown) error {
 	next := g.t.Model.Config.Grow(grown)
 	if err := g.canReshape(next); err != nil {
@@ -120,7 +120,8 @@ func (g *growth) growBlocks(grown Grown) error {
 		return err
 	}
 
-	// A twin has other blocks. If blueprints are on trial, it starts again from the grown model.
+	// The twin has different blocks. If blueprints are on trial, the twin starts again from the grown
+	// model.
 	g.growthState = after
 	if g.options != nil && g.options.FreshMoments {
 		if err := g.forgetCopies(grown.Order); err != nil {
@@ -132,8 +133,7 @@ func (g *growth) growBlocks(grown Grown) error {
 	return nil
 }
 
-// forgetCopies clears the optimizer's moments of every block of a new order that an earlier block is
-// a copy of, too.
+// forgetCopies clears the optimizer's moments of second and further copies of a block in a new order.
 func (g *growth) forgetCopies(order []int) error {
 	for i, from := range order {
 		if from == blueprints.NewBlock || slices.Index(order, from) == i {
@@ -153,8 +153,8 @@ func (g *growth) forgetCopies(order []int) error {
 	return nil
 }
 
-// takeBack puts the model back to what it was before the blueprint of a seed in depth was grafted.
-// The loader and the count of steps go on from where they are.
+// takeBack restores the model from before the blueprint of a seed in depth was grafted. The loader and
+// the step count continue from where they are.
 func (g *growth) takeBack(s state.SeedReport) error {
 	began, m := time.Now(), g.t.Model
 	at := state.Address{Layer: m.LayerAt(blueprints.Depth), Seed: s.Seed}
@@ -188,9 +188,9 @@ func (g *growth) takeBack(s state.SeedReport) error {
 	return nil
 }
 
-// withdraw takes back the latest grafts after a step has diverged, so that the run continues as it was
-// before. It returns the step's error if there is nothing to take back, or if not all seeds of the
-// grafts can be rolled back; then none is.
+// withdraw takes back the latest grafts after a step has diverged, so that the run continues without
+// them. It returns an error, and takes nothing back, if there is nothing to take back or if one of the
+// seeds cannot be rolled back.
 func (g *growth) withdraw(cause error) error {
 	if g.twin != nil {
 		return g.giveUp(cause)
@@ -222,7 +222,7 @@ func (g *growth) rollBack(seeds []state.Address) error {
 	return g.t.Model.Kasmina.Obey(commands...)
 }
 
-// canReshape returns an error if the model cannot get another configuration.
+// canReshape returns an error if the model cannot change to another configuration.
 func (g *growth) canReshape(next Config) error {
 	if trainersOf(g.t.Model) > 1 {
 		return errors.New("another trainer of the model is open, whose graphs are of the blocks " +
@@ -238,11 +238,11 @@ func (g *growth) canReshape(next Config) error {
 		bytes += uint64(tensor.Shape(p.Shape).TotalSize()) * uint64(g.t.Model.Dtype().Size())
 	}
 
-	// Parameters, gradients and two moments, beside what the model was.
+	// parameters, gradients and two moments, in addition to the current model
 	return g.t.team.agree(memory.Check("the larger model takes", 4*bytes))
 }
 
-// tellReshaped notes what the callbacks hear of behind the step.
+// tellReshaped queues a Reshaped event for the end of the step.
 func (g *growth) tellReshaped(what string, took time.Duration, err error) {
 	text := fmt.Sprintf("%s, %d parameters, in %.2f s", what, g.t.Model.NumParams(), took.Seconds())
 	if err != nil {
@@ -251,8 +251,7 @@ func (g *growth) tellReshaped(what string, took time.Duration, err error) {
 	g.reshaped = append(g.reshaped, Event{Text: text, Err: err})
 }
 
-// tellGrowth tells the callbacks how the model has grown. After an error the rest waits for the next
-// step.
+// tellGrowth emits the queued Reshaped events. After an error the rest waits for the next step.
 func (g *growth) tellGrowth() error {
 	for {
 		next, ok := g.nextReshaped()
@@ -266,7 +265,7 @@ func (g *growth) tellGrowth() error {
 	}
 }
 
-// nextReshaped takes the oldest Reshaped event that callbacks have not been told about.
+// nextReshaped takes the oldest Reshaped event from the queue.
 func (g *growth) nextReshaped() (e Event, ok bool) {
 	defer take(g.t.Model)()
 	if len(g.reshaped) == 0 {

@@ -272,7 +272,7 @@ func TestResumeWithOtherMuon(t *testing.T) {
 	}
 }
 
-// nameless stands for the engine of a checkpoint from before engines had names.
+// nameless simulates the engine of a checkpoint from before engines had names.
 type nameless struct{ Engine }
 
 func (nameless) Name() string { return "" }
@@ -321,7 +321,7 @@ func savedOn(t *testing.T, text string) string {
 }
 
 // TestResumeOnOtherText checks that a run can be resumed with the same text under another file name, and
-// that other text of the same name and size is refused unless the caller asks for it. Then Resume must
+// that other text of the same name and size is refused without WithNewData. With that option, Resume must
 // keep the parts of the run that the caller selects.
 func TestResumeOnOtherText(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
@@ -440,7 +440,7 @@ func TestResumeGrowth(t *testing.T) {
 					if !first {
 						grow()
 					}
-					err = tr.Run(t.Context()) // there is no step to make
+					err = tr.Run(t.Context()) // no steps are left
 				}
 				if accept || c.want == "" {
 					require.NoError(t, err, "%s, Grow first: %v", name, first)

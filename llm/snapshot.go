@@ -8,17 +8,17 @@ import (
 )
 
 // growth makes the model follow its seeds. It plants, grafts, merges and takes back blueprints between
-// two steps, and asks a controller for commands when an epoch of the lattices ends.
+// two steps, and requests commands from a controller when an epoch of the lattices ends.
 type growth struct {
 	t       *Trainer
 	options *Growth          // nil without a controller
-	grew    *settings.Growth // of the run that was resumed, until Run has compared it; or nil
+	grew    *settings.Growth // of the resumed run, until Run has compared it; or nil
 	growthState
 	reshaped []Event    // Reshaped events that callbacks have not been told about yet
-	pass     state.Pass // scratch space for what seeds ask for
+	pass     state.Pass // scratch space
 }
 
-// growthState is what a trainer remembers about growth that has not been decided yet.
+// growthState holds the state of growth that has not been decided yet.
 //
 // Its values are never modified in place. An operation that may fail prepares the next growthState
 // and assigns it once nothing can fail any more, and a copy of the structure is a copy of the whole
@@ -73,13 +73,13 @@ func (s snapshots) rolledBackTo(i int) snapshots {
 	return left
 }
 
-// with returns the snapshots with one more, of a model in memory of its own.
+// with returns the snapshots with a copy of m added.
 func (s snapshots) with(m modelState, scale *LossScale, seeds ...state.Address) snapshots {
 	return append(slices.Clone(s), snapshot{branch{m.Clone(), scale}, seeds})
 }
 
-// models returns the models to which growth that has been decided is applied as well: those of the
-// snapshots, and the twin.
+// models returns the models that decided growth is applied to as well: the snapshots' models and the
+// twin.
 func (g growthState) models() (all []modelState) {
 	for _, b := range g.snapshots {
 		all = append(all, b.modelState)
@@ -90,7 +90,7 @@ func (g growthState) models() (all []modelState) {
 	return all
 }
 
-// withModels returns the state with other models in the order of models.
+// withModels returns the state with its models replaced, in the order of models.
 func (g growthState) withModels(all []modelState) growthState {
 	g.snapshots = slices.Clone(g.snapshots)
 	for i := range g.snapshots {

@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// steering holds what has been asked of a run. The trainer's mu guards it, except for told.
+// steering holds the requests made to a run. The trainer's mu guards it, except for told.
 type steering struct {
 	t        *Trainer
 	requests []pendingRequest
@@ -20,7 +20,7 @@ type steering struct {
 	halt     error
 	notes    []string
 	shared   bool // whether several ranks train
-	told     bool // seeds were steered since the last step's events; in the model's turn
+	told     bool // seeds were steered since the last step's events; guarded by the model's lock
 }
 
 // pendingRequest is a request that waits for the end of a step.
@@ -43,12 +43,12 @@ var (
 // Ask hands the run a request of a person or of another program. It may be called from any
 // goroutine.
 //
-// The request is granted after the present step and before the step's events, or after the next
-// step. Where several ranks train, all of them grant the requests of all ranks between the same two
-// steps and in the same order. The channel, which need not be read, then receives nil, or why the
-// request was refused. A run that ends first refuses it.
+// The request is granted after the current step and before the step's events, or after the next step. If
+// several ranks train, every rank grants the requests of all ranks between the same two steps and in the
+// same order. The channel, which need not be read, then receives nil or the reason why the request was
+// refused. If the run ends first, the request is refused.
 //
-// Growth.Record has every request, with the Why of each command, so that a run which follows the
+// Growth.Record contains every request, with the Why of each command, so that a run which follows the
 // record receives the same commands at the same steps.
 func (t *Trainer) Ask(r Request) <-chan error {
 	done := make(chan error, 1)
@@ -74,16 +74,16 @@ func (t *Trainer) Ask(r Request) <-chan error {
 	return done
 }
 
-// Steer is Ask for commands alone. Callbacks receive an EpochEnd when the commands have taken
+// Steer is Ask with nothing but commands. Callbacks receive an EpochEnd when the commands have taken
 // effect.
 //
-// Commands that are submitted to Model.Kasmina instead are not in Growth.Record.
+// Commands submitted to Model.Kasmina instead are not recorded in Growth.Record.
 func (t *Trainer) Steer(commands ...state.Command) <-chan error {
 	return t.Ask(Request{Commands: commands})
 }
 
-// SaveSoon is Ask for a checkpoint. It does not wait, and returns an error if the request is
-// refused at once, such as when no run goes on or the run has no Checkpoint callback.
+// SaveSoon is Ask with a request for a checkpoint. It does not wait, and returns an error if the request
+// is refused at once, for example because no run is in progress or the run has no Checkpoint callback.
 func (t *Trainer) SaveSoon() error {
 	select {
 	case err := <-t.Ask(Request{Save: true}):
@@ -93,11 +93,11 @@ func (t *Trainer) SaveSoon() error {
 	}
 }
 
-// Stop ends the run, usually after the present step. Callbacks receive Interrupted, so that a
-// Checkpoint saves, and Run returns an error that wraps [ErrStopped] and says why. Where several ranks
-// train, all of them stop after the same step.
+// Stop ends the run, usually after the current step. Callbacks receive Interrupted, so that a Checkpoint
+// saves, and Run returns an error that wraps [ErrStopped] and contains the reason. Several ranks all stop
+// after the same step.
 //
-// Stop returns an error if no run goes on, or if the run is already ending.
+// Stop returns an error if no run is in progress, or if the run is already ending.
 func (t *Trainer) Stop(why string) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -110,8 +110,8 @@ func (t *Trainer) Stop(why string) error {
 	return nil
 }
 
-// Note has the callbacks receive a text after the present step, as [Noted]. It does nothing if no
-// run goes on.
+// Note sends a text to the callbacks after the current step, as a [Noted] event. It does nothing if no
+// run is in progress.
 func (t *Trainer) Note(text string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -120,7 +120,7 @@ func (t *Trainer) Note(text string) {
 	}
 }
 
-// tellNotes tells the callbacks of the notes. After an error the rest waits for the next step.
+// tellNotes emits the notes. After an error the rest waits for the next step.
 func (s *steering) tellNotes() error {
 	for {
 		s.t.mu.Lock()
@@ -138,30 +138,30 @@ func (s *steering) tellNotes() error {
 	}
 }
 
-// ErrStopped is wrapped by the error of a run that [Trainer.Stop] has ended.
+// ErrStopped is wrapped by the error of Run if [Trainer.Stop] has ended the run.
 var ErrStopped = errors.New("the run has been stopped")
 
-// halted is the reason why a run was stopped.
+// halted is the reason for stopping a run.
 type halted string
 
 func (why halted) Error() string { return "llm: " + ErrStopped.Error() + ": " + string(why) }
 func (halted) Unwrap() error     { return ErrStopped }
 
-// saves returns how many requests to save have been granted.
+// saves returns the number of granted requests to save.
 func (s *steering) saves() int {
 	s.t.mu.Lock()
 	defer s.t.mu.Unlock()
 	return s.granted
 }
 
-// requested reports whether requests wait.
+// requested reports whether requests are waiting.
 func (s *steering) requested() bool {
 	s.t.mu.Lock()
 	defer s.t.mu.Unlock()
 	return len(s.requests) > 0
 }
 
-// takeRequests returns the requests that wait, and empties the queue.
+// takeRequests returns the waiting requests and empties the queue.
 func (s *steering) takeRequests() []pendingRequest {
 	s.t.mu.Lock()
 	defer s.t.mu.Unlock()
@@ -170,14 +170,14 @@ func (s *steering) takeRequests() []pendingRequest {
 	return taken
 }
 
-// closeRequests refuses the requests that wait, and all later ones.
+// closeRequests refuses the waiting requests and all later ones.
 func (s *steering) closeRequests() {
 	s.t.mu.Lock()
 	defer s.t.mu.Unlock()
 	s.dismiss()
 }
 
-// dismiss is closeRequests for a caller that holds t.mu.
+// dismiss is closeRequests for callers that hold t.mu.
 func (s *steering) dismiss() {
 	refuse(s.requests, errRunEnded)
 	s.open, s.requests = false, nil
@@ -190,7 +190,7 @@ func refuse(requests []pendingRequest, err error) {
 	}
 }
 
-// plain returns the requests alone, without the channels for their answers.
+// plain returns the requests without the channels for their answers.
 func plain(requests []pendingRequest) []Request {
 	all := make([]Request, len(requests))
 	for i, r := range requests {
@@ -199,13 +199,13 @@ func plain(requests []pendingRequest) []Request {
 	return all
 }
 
-// grantAll grants requests in order, and records them. Those of this process are own, and start at
-// the given index.
+// grantAll grants requests in order and records them. own holds this process's requests, which start at
+// index at.
 //
-// A request is answered after it has been recorded. When that fails, the run ends, and nobody is
-// told that the request was granted.
+// A request is answered after it has been recorded. If recording fails, the run ends, and no request is
+// reported as granted.
 func (s *steering) grantAll(requests []Request, own []pendingRequest, at int) error {
-	defer func() { refuse(own, errRunEnded) }() // after an error, or a panic of a listener
+	defer func() { refuse(own, errRunEnded) }() // after an error, or a panic in a listener
 
 	for i, r := range requests {
 		err := s.grant(r)
@@ -247,7 +247,7 @@ func (s *steering) grant(r Request) error {
 	return nil
 }
 
-// recordRequest records a request, which was refused unless err is nil.
+// recordRequest records a request. err is the reason if it was refused.
 func (s *steering) recordRequest(r Request, err error) error {
 	refused := ""
 	if err != nil {
@@ -267,7 +267,7 @@ func (s *steering) recordRequest(r Request, err error) error {
 	return nil
 }
 
-// recordStop records why somebody has stopped the run, if somebody has.
+// recordStop records why the run was stopped, if somebody stopped it.
 func (s *steering) recordStop() error {
 	var why halted
 	if !errors.As(s.t.stopped(), &why) {
@@ -277,8 +277,8 @@ func (s *steering) recordStop() error {
 	return s.t.growth.record(Decision{Asked: AskedToStop, Why: string(why)})
 }
 
-// follow carries out the commands that the record has for a step between the ends of epochs. At the
-// end of an epoch they are carried out in place of the controller's.
+// follow carries out the recorded commands for a step within an epoch. At the end of an epoch, recorded
+// commands are carried out in place of the controller's.
 func (g *growth) follow() error {
 	r := g.replay()
 	if r == nil {
@@ -292,31 +292,31 @@ func (g *growth) follow() error {
 	return nil
 }
 
-// obey carries out commands now, in the model's turn.
+// obey carries out commands immediately. The model must be locked.
 func (s *steering) obey(commands []state.Command) error {
 	err := s.t.Model.Kasmina.Obey(commands...)
 	s.told = s.told || err == nil
 	return err
 }
 
-// A frozen model has no gradients of its own weights, by which seeds could tell where they are
-// needed. So before anything is planted it is listened to. The gradients of the weights that seeds
-// sit on, over the next batches, are formed once, and forgotten. The loader stands where it stood.
+// The weights of a frozen model have no gradients during training to show where seeds are needed. The
+// trainer therefore listens before anything is planted: it computes the gradients of the weights that
+// have seeds, once, over the next batches, and then discards them and restores the loader's position.
 
-// errUnplanted is the error of a step of a frozen model in which nothing could learn.
+// errUnplanted is the error for a step of a frozen model without anything to train.
 var errUnplanted = errors.New("the model is frozen (Config.Frozen), and nothing is planted that " +
 	"could learn: Trainer.Grow with a controller such as control.NewAdapters plants, and so does " +
 	"Model.Kasmina.Do")
 
-// plantFirst has the controller of a frozen model decide before the first step in which something
-// is to learn.
+// plantFirst lets the controller of a frozen model decide before the first step that could train a
+// blueprint.
 func (g *growth) plantFirst() error {
 	c := g.t.Model.Config
 	if !c.Frozen || len(c.Planted) > 0 || g.options == nil || anyAwake(g.t.Model.Kasmina) {
 		return nil
 	}
 
-	// A run that follows a record listens too, so that the seeds' figures are those of that run.
+	// Listen also when following a record, so that the seeds' figures are the recorded run's.
 	if err := g.listen(); err != nil {
 		return err
 	}
@@ -329,8 +329,8 @@ func (g *growth) plantFirst() error {
 	return g.carryOut(commands, nil)
 }
 
-// listen tells the seeds at weights how large the gradients of these are. It tells the controller
-// what else they ask for, if it wants to know.
+// listen records the gradient norms of the seeds at weights, and passes their singular values to the
+// controller if it is a GradientListener.
 func (g *growth) listen() error {
 	layer := g.t.Model.LayerAt(blueprints.Weight)
 	if layer < 0 {
@@ -349,7 +349,7 @@ func (g *growth) listen() error {
 	return measureNeeds(g.t.Model.Kasmina.Lattice(layer), heard.Norms())
 }
 
-// hear returns what the gradients of the weights that seeds sit on ask for now.
+// hear returns the current gradients of the weights that have seeds.
 func (g *growth) hear() (m heardModel, err error) {
 	if g.t.team.ranks() != nil {
 		return m, errors.New("several ranks cannot listen to a frozen model: train it with one, or " +
@@ -373,7 +373,7 @@ func (g *growth) hear() (m heardModel, err error) {
 	return m, err
 }
 
-// directions are what blueprints begin along.
+// directions returns the gradients that directed blueprints are initialized from.
 func (g *growth) directions(plant []Planted) (m heardModel, err error) {
 	if g.t.Model.Config.Directed && len(plant) > 0 {
 		return g.hear()

@@ -16,16 +16,15 @@ import (
 // A branch is a copy of everything that training steps change in a model: parameters, optimizer
 // moments and loss scale.
 type branch struct {
-	modelState // in memory of its own
+	modelState // not shared with the model
 	scale      *LossScale
 }
 
 // A twin is the model without the blueprints that are on trial.
 //
-// It starts as a copy, just before the first of them is blended in, and makes the same steps on the
-// same batches. So the difference between the two is what the blueprints cause, however the model
-// adapts to them. When the blueprints are given up, the twin takes the model's place: it never met
-// them.
+// It starts as a copy, just before the first of these blueprints is blended in, and makes the same steps
+// on the same batches. The difference between the two is therefore the effect of the blueprints, even as
+// the model adapts to them. When the blueprints are given up, the twin takes the model's place.
 //
 // Its steps are made in one go, before a comparison. A twin is never modified in place: see
 // growthState.
@@ -41,7 +40,7 @@ type twin struct {
 	norm, without float64
 }
 
-// owing returns the twin with one more step to make, which the model has made.
+// owing returns the twin with one more step to make, after the model has made that step.
 func (w *twin) owing(rate, norm float64) *twin {
 	if w == nil || w.lost {
 		return w
@@ -51,9 +50,9 @@ func (w *twin) owing(rate, norm float64) *twin {
 	return &next
 }
 
-// tryOut starts, changes or ends a trial, as the stages of the seeds say. A blueprint is on trial
-// from Grafting until it is fossilized or its life is over. tryOut is called between two steps, in
-// the model's turn. Seeds in depth are judged by the run's curve instead: see reshape.
+// tryOut starts, changes or ends a trial, according to the stages of the seeds. A blueprint is on trial
+// from Grafting until it is fossilized or its life is over. tryOut is called between two steps, with the
+// model locked. Seeds in depth are judged by the run's curve instead: see reshape.
 func (g *growth) tryOut() error {
 	if !g.triesOut() {
 		return nil
@@ -78,7 +77,7 @@ func (g *growth) tryOut() error {
 	}
 	switch {
 	case slices.ContainsFunc(g.twin.trial, fossilized):
-		// The twin lacks what has become a part of the model.
+		// The twin lacks a blueprint that has become a part of the model.
 		g.twin = nil
 		return g.tryOut()
 	case len(grafted) == 0:
@@ -91,11 +90,11 @@ func (g *growth) tryOut() error {
 	return nil
 }
 
-// triesOut reports whether blueprints elsewhere than in depth are judged beside a twin.
+// triesOut reports whether blueprints at sites other than depth are compared with a twin.
 func (g *growth) triesOut() bool { return g.options != nil && g.options.Validation != nil }
 
-// grafted returns the seeds, elsewhere than in depth, whose blueprints are blended into the model,
-// but not for good. A blueprint that is still to be planted is not among them.
+// grafted returns the seeds, at sites other than depth, with blueprints that are blended into the model
+// but not fossilized. A blueprint that is still to be planted does not count.
 func (g *growth) grafted() (all []state.Address) {
 	for layer, l := range g.t.Model.Kasmina.Lattices() {
 		site := l.Site()
@@ -122,8 +121,8 @@ func (g *growth) branch() (b branch, err error) {
 	return branch{m.Clone(), g.t.driver.lossScale()}, nil
 }
 
-// enter replaces the model's parameters, moments and loss scale by those of a branch. If the
-// optimizer refuses the branch, nothing changes.
+// enter replaces the model's parameters, moments and loss scale with the branch's. If the optimizer
+// refuses the branch, nothing changes.
 func (g *growth) enter(b branch) error {
 	scale := g.t.driver.lossScale()
 	if err := g.t.driver.setLossScale(b.scale); err != nil {
@@ -134,7 +133,7 @@ func (g *growth) enter(b branch) error {
 		return errors.Join(err, g.t.driver.setLossScale(scale))
 	}
 
-	g.t.learning = nil // the moments may be those of slots that are frozen by now
+	g.t.learning = nil // the moments may belong to slots that are frozen by now
 	changed(g.t.Model)
 	parallel.Each(len(b.Params), func(i int) {
 		copyNumbers(g.t.Model.Params[i].Value, b.Params[i].Value)
@@ -146,13 +145,12 @@ func (g *growth) enter(b branch) error {
 	return nil
 }
 
-// errNotTaken is wrapped by the error of enter after which the host has the branch, and the engine
-// has not.
+// errNotTaken marks an error of enter after which the host has the branch but the engine does not.
 var errNotTaken = errors.New("the engine has not taken the parameters")
 
-// suspend copies everything that training steps change and returns a function that restores it.
-// When restoring fails, the trainer needs a Resume. The model's own parameters are then on the host
-// alone, or lost.
+// suspend copies everything that training steps change and returns a function that restores it. If
+// restoring fails, the trainer needs a Resume; the model's own parameters are then only on the host, or
+// lost.
 func (g *growth) suspend() (restore func() error, err error) {
 	own, err := g.branch()
 	if err != nil {
@@ -180,8 +178,8 @@ func (g *growth) suspend() (restore func() error, err error) {
 	}, nil
 }
 
-// catchUp makes the steps that the twin owes, and returns its losses on the validation text, or a
-// single infinite one if it has diverged. Everything else is as before, also after an error.
+// catchUp makes the steps that the twin owes, and returns its losses on the validation text, or a single
+// infinite loss if it has diverged. Everything else is restored afterwards, also after an error.
 func (g *growth) catchUp() (losses []float64, err error) {
 	restore, err := g.suspend()
 	if err != nil {
@@ -202,7 +200,7 @@ func (g *growth) catchUp() (losses []float64, err error) {
 	return losses, nil
 }
 
-// train makes the steps that the twin owes in the place of the model, which then is the twin.
+// train makes the steps that the twin owes. It loads the twin in the model's place.
 func (g *growth) train(w *twin) (losses []float64, err error) {
 	for _, s := range w.trial {
 		if err := g.t.Model.Kasmina.Lattice(s.Layer).Mute(s.Seed, true); err != nil {
@@ -252,8 +250,8 @@ func (g *growth) train(w *twin) (losses []float64, err error) {
 	return losses, err
 }
 
-// adopt ends a trial in which no blueprint is left: the twin takes the model's place. A twin that
-// has diverged is dropped, and the model stays as it is, without the blueprints.
+// adopt ends a trial without remaining blueprints: the twin takes the model's place. A twin that has
+// diverged is dropped, and the model continues without the blueprints.
 func (g *growth) adopt() error {
 	began := time.Now()
 	if len(g.twin.rates) > 0 {

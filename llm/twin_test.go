@@ -24,7 +24,7 @@ import (
 )
 
 // badFilter is a controller that plants a ConvFilter in one seed and spoils its weights at the start of
-// grafting. It leaves everything else to a Heuristic, which plants nothing.
+// grafting. Everything else is up to a Heuristic that plants nothing.
 type badFilter struct {
 	*control.Heuristic
 	Layer, Seed, At int
