@@ -8,11 +8,11 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// Go's assembler does not know AVX512-BF16, so its instructions are written as bytes. (Intel,
-// "Software Developer's Manual", volume 2: EVEX encoding.)
+// Go's assembler doesn't support AVX512-BF16, so these instructions are emitted as bytes. See Intel,
+// "Software Developer's Manual", volume 2, EVEX encoding.
 
-// evex emits dst = op(b, a) for three ZMM registers and an opcode of the map 0F38. The mandatory
-// prefix pp is 2 for F3, 3 for F2.
+// evex emits dst = op(b, a) for three ZMM registers and an opcode in map 0F38. The mandatory prefix pp is
+// 2 for F3 and 3 for F2.
 func evex(pp, opcode byte, a, b, dst VecPhysical) {
 	d, v, m := number(dst), number(b), number(a)
 	not := func(bit byte) byte { return ^bit & 1 }
@@ -32,18 +32,17 @@ func emit(code ...byte) {
 	}
 }
 
-// dpbf16 emits dst += a₀·b₀ + a₁·b₁ for the pairs of bfloat16 in the dwords of a and b (VDPBF16PS).
+// dpbf16 emits dst += a₀·b₀ + a₁·b₁ for the bfloat16 pairs in the dwords of a and b (VDPBF16PS).
 func dpbf16(a, b, dst Op) {
 	evex(2, 0x52, a.(VecPhysical), b.(VecPhysical), dst.(VecPhysical))
 }
 
-// toBF16 emits dst = the 16 floats of low and then those of high as bfloat16, rounded to nearest
-// even (VCVTNE2PS2BF16).
+// toBF16 converts the 16 floats of low, followed by those in high, to bfloat16, rounded to nearest even
+// (VCVTNE2PS2BF16).
 func toBF16(low, high, dst VecPhysical) { evex(3, 0x72, low, high, dst) }
 
-// pairCopy generates the packing of rows that stand one below the other. Dword c of row r of dst is
-// a pair: element c of row 2r of src, and then that of row 2r+1. width ≤ two vectors; strides in
-// bytes.
+// pairCopy generates the packing of vertically adjacent rows. Dword c of row r of dst is the pair of
+// elements c of rows 2r and 2r+1 of src. width is at most two vectors. Strides are in bytes.
 func pairCopy() {
 	v := avx512
 	lanes := uint64(v.bytes / 4)
@@ -84,7 +83,7 @@ func pairCopy() {
 	loop("narrow", 1)
 }
 
-// interleave is the order of words that brings 16 words and the 16 after them together in dwords.
+// interleave returns the VPERMW indices that pair words i and 16+i in dword i.
 func interleave() Mem {
 	m := GLOBL("interleave", rodata)
 	for i := range 16 {
@@ -93,10 +92,10 @@ func interleave() Mem {
 	return m
 }
 
-// pairTranspose generates the packing of rows of neighbours. Dword r of row c of dst is the pair of
-// elements 2c and 2c+1 of row r of src. It goes by squares, and rows ≤ one vector. A missing last
-// element counts as zero. Strides are in bytes. Every row of dst is written a whole vector wide;
-// rows past the last repeat it.
+// pairTranspose generates the packing of horizontally adjacent elements. Dword r of row c of dst is the
+// pair of elements 2c and 2c+1 of row r of src. It proceeds in squares, with at most one vector of rows.
+// A missing last element counts as zero. Strides are in bytes. Rows of dst are always whole vectors; the
+// lanes after the last row repeat it.
 func pairTranspose() {
 	v := avx512
 	lanes := v.bytes / 4
@@ -144,7 +143,7 @@ func pairTranspose() {
 	Label("tail")
 	ADDQ(Imm(uint64(2*lanes)), R9)
 	JZ(LabelRef("done"))
-	// K2 and K3: the elements that are left, in the first vector and in the second.
+	// K2 and K3 select the remaining elements in the first and the second vector.
 	MOVQ(R9, RCX)
 	MOVL(U32(1), EAX)
 	SHLQ(CL, RAX)

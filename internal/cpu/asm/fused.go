@@ -9,58 +9,62 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// A fused pass is figures and blend in one, and backward blendSums and norms too, for fusedRows
-// rows. For each vector of columns it reads these rows of what is measured, x forward and the
-// gradient backward, into registers. It adds them to the figures, makes the results of them there,
-// and stores these last. Processors take a load for one of what was just stored at the same place
-// of another page, and rows often are that far apart. Every line is read once, since rows that are
-// that far apart also drive each other out of the first cache. It takes more registers than AVX2
-// has.
+// fused generates a pass that combines figures and blend or, in the backward pass, figures, blend,
+// blendSums and norms, for fusedRows rows.
+//
+// For each vector of columns, it reads the measured data (x forward, the gradient backward) of all rows
+// into registers, adds them to the figures, computes the results in place, and finally stores them. The
+// stores come last because processors mistake a load for a read of a recent store at the same offset in
+// another page, and rows are often a multiple of the page size apart. Each cache line is read only once
+// because such rows also evict each other from the first-level cache.
+//
+// The pass needs more registers than AVX2 has.
 type fused struct {
 	isa
 	backward, streamed bool
 
-	out, x, value, rule, state, nextX, nextGrad Register // value is g backward, and x forward
+	out, x, value, rule, state, nextX, nextGrad Register // value is the gradient backward, and x forward
 	columns, stride                             Register
-	// offsets of the vector of columns, and of the current row's in matrices
+	// offset of the vector of columns, and offset of its current row in matrices
 	column, at Register
-	// offset of what to fetch, and how many more vectors of columns fetch in that row
+	// offset of the next prefetch, and the number of vectors that still prefetch in that row
 	ahead, left Register
-	chunk       Register // eight times the number of the chunk whose norms are formed
+	chunk       Register // eight times the index of the chunk being normed
 
-	row  [fusedRows]VecPhysical // of value, and later the results
-	free []VecPhysical          // registers for what does not outlive a vector of columns
-	// 1 in float64; the squares of the norms of the rows of the chunk so far
+	row  [fusedRows]VecPhysical // rows of value, replaced by the results
+	free []VecPhysical          // registers for temporary values within a vector of columns
+	// 1.0 in float64, and the squared norms of the current chunk's rows so far
 	one, norm VecPhysical
 	eps       VecPhysical
-	later     []func() // what is emitted behind the rest
+	later     []func() // emits code to be placed after the main path
 }
 
 const (
 	fusedRows  = 8
-	stateSums  = 8 * array  // where the sums lie behind the figures
-	stateNorms = 12 * array // and the norms behind these
+	stateSums  = 8 * array  // offset of the sums, which follow the figures
+	stateNorms = 12 * array // offset of the norms, which follow the sums
 )
 
-// The forms of a vector of columns: how much of a rule it takes. Bits of columnRule.form that are
-// set beyond those of a form make it formAny.
+// The forms of a vector of columns, by the parts of a rule that they need. A columnRule.form with bits
+// beyond a form's requires formAny.
 const (
-	formNone   = 0 // the results are the values
-	formPlain  = 1 // on = off and there are no neighbours
+	formNone   = 0 // the results equal the values
+	formPlain  = 1 // on = off, and there are no neighbors
 	formGated  = 3
-	formBeside = 5 // on = off and neighbours are in the same vector
+	formBeside = 5 // on = off, and all neighbors are in the same vector
 	formAny    = 15
 )
 
-// neighbour is one of those of a column.
+// neighbour describes a neighbor of a column.
 type neighbour struct {
-	has  int // where the rule says which columns have it
+	has  int // offset in the rule of the selection of columns that have it
 	mask Register
-	step int // to it, in columns
+	step int // distance in columns
 }
 
-// neighbours returns those of value that have a share in the result, to the left forward and to the
-// right backward. Backward, those of x whose share has a gradient follow.
+// neighbours returns the neighbors in value that contribute to the result: to the left forward, and to
+// the right backward. Backward, they are followed by the neighbors in x that need a gradient for their
+// weight.
 func (f *fused) neighbours() []neighbour {
 	if !f.backward {
 		return []neighbour{{ruleHasNear, K3, -1}, {ruleHasFar, K4, -2}}
@@ -99,7 +103,7 @@ func fusedPass(v isa, backward, streamed bool) {
 	Label("tail")
 	ADDQ(Imm(lanes), f.columns)
 	JZ(LabelRef("done"))
-	MOVQ(f.ahead, f.at) // which setMask clobbers, and left too
+	MOVQ(f.ahead, f.at) // setMask clobbers ahead, and left as well
 	v.setMask(f.columns)
 	MOVQ(f.at, f.ahead)
 	MOVQ(U32(1), f.left)
@@ -112,7 +116,7 @@ func fusedPass(v isa, backward, streamed bool) {
 	}
 }
 
-// parameters loads the arguments and sets what stays.
+// parameters loads the arguments and initializes the persistent registers.
 func (f *fused) parameters() {
 	for _, p := range []struct {
 		name string
@@ -155,15 +159,15 @@ func doubleOne() Mem {
 	return *doubleOneData
 }
 
-// ofColumn is the current vector of columns in an array of the rule or the state.
+// ofColumn returns the current vector of columns in an array of the rule or the state.
 func (f *fused) ofColumn(base Register, disp int) Mem {
 	return Mem{Base: base, Index: f.column, Scale: 1, Disp: disp}
 }
 
-// inMatrix is the current vector of columns and row in a matrix.
+// inMatrix returns the current vector of columns in the current row of a matrix.
 func (f *fused) inMatrix(base Register) Mem { return Mem{Base: base, Index: f.at, Scale: 1} }
 
-// take returns registers that hold what is in memory.
+// take allocates registers and loads them from memory.
 func (f *fused) take(free *[]VecPhysical, from ...Mem) []VecPhysical {
 	taken := (*free)[:len(from)]
 	*free = (*free)[len(from):]
@@ -188,7 +192,7 @@ func (f *fused) toRow(r int) {
 	LEAQ(Mem{Base: f.column, Index: f.stride, Scale: uint8(r)}, f.at)
 }
 
-// vector emits a vector of columns.
+// vector emits the code for a vector of columns.
 func (f *fused) vector(label string, masked bool) {
 	if f.backward && !masked {
 		CMPQ(parameter("vectors"), Imm(0))
@@ -229,9 +233,9 @@ func (f *fused) vector(label string, masked bool) {
 	Label(label + "SameRow")
 }
 
-// figures emits what reads the rows and adds them to the figures and, with norms, to the norms of
-// their chunk. It multiplies by 1 where it subtracts: so much is added here that the units for
-// multiplication have more time.
+// figures loads the rows and adds them to the figures and, if norms is set, to the norms of their
+// chunk. It subtracts by multiplying by 1, because the code is dominated by additions and the
+// multiply-add units have more time to spare.
 func (f *fused) figures(label string, masked, norms bool) {
 	var memory []Mem
 	for i := range 2 {
@@ -268,7 +272,7 @@ func (f *fused) figures(label string, masked, norms bool) {
 			VADDPD(d[i], totals[2*i], totals[2*i])
 			VFMADD231PD(d[i], d[i], totals[2*i+1])
 		}
-		VMINPS(low, x, low) // what is no number comes first, and loses
+		VMINPS(low, x, low) // with NaN as the first source, the result is the second
 		VMAXPS(high, x, high)
 		PREFETCHT1(Mem{Base: f.nextX, Index: f.ahead, Scale: 1})
 		if f.backward {
@@ -294,10 +298,10 @@ func (f *fused) figures(label string, masked, norms bool) {
 	}
 }
 
-const leastMagnitude = 0b1010 // of VRANGEPS: the operand of the smaller magnitude, without its sign
+const leastMagnitude = 0b1010 // operand of VRANGEPS: select the smaller magnitude and clear its sign
 
-// countDead emits the count of elements smaller than eps. The least of them tells whether there is
-// one at all, which in most tensors is rare.
+// countDead counts the elements smaller than eps. The smallest magnitude shows whether there are any, and
+// in most tensors there rarely are.
 func (f *fused) countDead(label string, least, t VecPhysical) {
 	VCMPPS(Imm(1), f.eps, least, K2)
 	KORTESTW(K2, K2)
@@ -317,8 +321,8 @@ func (f *fused) countDead(label string, least, t VecPhysical) {
 	})
 }
 
-// rowSums is a tree that sums up the squares of a vector of columns of each of fusedRows rows, in
-// float64. It holds sums of rows that are not complete yet, at most one of each level.
+// rowSums is a tree that sums the squares of a vector of columns in each of fusedRows rows, in float64.
+// It contains partial sums of rows, at most one per level.
 type rowSums struct {
 	t     VecPhysical
 	free  []VecPhysical
@@ -326,7 +330,7 @@ type rowSums struct {
 	level []int
 }
 
-// add adds the row d.
+// add adds row d.
 func (s *rowSums) add(d []VecPhysical) {
 	q := s.free[0]
 	s.free = s.free[1:]
@@ -349,11 +353,11 @@ func (s *rowSums) add(d []VecPhysical) {
 	}
 }
 
-// total returns the sums, a row in a lane, once all rows are added.
+// total returns the sums, one row per lane, once all rows have been added.
 func (s *rowSums) total() VecPhysical { return s.parts[0] }
 
-// addNorms adds squares to those of the norms of the chunk's rows and, once the chunk is complete,
-// these norms to their sums.
+// addNorms adds squares to the squared norms of the chunk's rows. When the chunk is complete, it adds the
+// norms to their sums.
 func (f *fused) addNorms(label string, squares VecPhysical, free []VecPhysical) {
 	VADDPD(squares, f.norm, f.norm)
 	DECQ(parameter("counter"))
@@ -375,22 +379,22 @@ func (f *fused) addNorms(label string, squares VecPhysical, free []VecPhysical) 
 	Label(label + "SameChunk")
 }
 
-// blending is what emits the results of the rows in one form, and the registers that it uses.
+// blending emits the computation of results in one form, and holds the registers for it.
 type blending struct {
 	*fused
 	form                int
 	masked              bool
-	gated, beside       bool // whether the form has a gate, and neighbours
+	gated, beside       bool // whether the form has a gate, and neighbors
 	on, off, gate, none VecPhysical
 	above, add          VecPhysical
 	x, t, c             VecPhysical
-	next, shares        []VecPhysical // neighbours of the row, and their factors
-	totals              []VecPhysical // sums of the gradients of weights, backward
-	sums                []Mem         // where these lie
+	next, shares        []VecPhysical // neighbors of the row, and their factors
+	totals              []VecPhysical // backward: sums for the gradients of weights
+	sums                []Mem         // memory of totals
 }
 
-// blend emits what makes the results of the rows, in their registers, and stores them. Backward it
-// adds to the sums of the gradients of weights.
+// blend computes the results of the rows in their registers, and stores them. In the backward pass it
+// also adds to the sums for the gradients of weights.
 func (f *fused) blend(form int, masked bool) {
 	f.toRow(fusedRows)
 	if form == formNone {
@@ -420,7 +424,7 @@ func (f *fused) blend(form int, masked bool) {
 	}
 }
 
-// begin gives out registers, and loads what stays in them.
+// begin allocates registers, and loads the persistent ones.
 func (b *blending) begin() {
 	free := b.free
 	ofRule := func(disp int) Mem { return b.ofColumn(b.rule, disp) }
@@ -461,7 +465,7 @@ func (b *blending) begin() {
 	}
 }
 
-// result turns a row of the measured values into results.
+// result replaces a row of measured values with results.
 func (b *blending) result(row VecPhysical) {
 	factor, x := b.on, row
 	if b.backward {
@@ -507,8 +511,8 @@ func (b *blending) result(row VecPhysical) {
 	}
 }
 
-// shifted sets dst to a neighbour of the row of the matrix that is in a register too, and 0 where
-// there is none.
+// shifted sets dst to a neighbor of row, which is both in a register and in the matrix. Columns without
+// this neighbor become 0.
 func (f *fused) shifted(form int, matrix Register, row VecPhysical, n neighbour, dst VecPhysical) {
 	if form == formAny {
 		f.loadSelected(f.inMatrix(matrix).Offset(4*n.step), n.mask, dst)
@@ -517,7 +521,8 @@ func (f *fused) shifted(form int, matrix Register, row VecPhysical, n neighbour,
 	VALIGND_Z(Imm(uint64(16+n.step)%16), row, row, n.mask, dst)
 }
 
-// storeUp stores the rows from below the last one up, and storeDown from the first one down.
+// storeUp stores the rows from the last to the first, starting with at one row past the last. storeDown
+// stores them from the first to the last.
 func (f *fused) storeUp(masked bool) {
 	for i := range f.row {
 		SUBQ(f.stride, f.at)

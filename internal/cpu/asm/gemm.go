@@ -9,7 +9,7 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// Offsets of the fields of cpu.gemmTile; the package's tests hold the two together.
+// Offsets of the fields of gemm.tile. The tests of package gemm verify that they agree.
 const (
 	offM, offN, offK   = 0, 8, 16
 	offA, offRS, offCS = 24, 48, 56
@@ -23,22 +23,23 @@ const (
 	offAlpha           = 224
 )
 
-// fetchSteps is cpu.gemmFetchSteps: every so many steps along k a tile's code fetches a row of C
-// and two lines of A.
+// fetchSteps is gemm.gemmFetchSteps. After every fetchSteps steps along k, a tile's code prefetches a row
+// of C and two lines of A.
 const fetchSteps = 16
 
-// sweep is where a tile's code keeps how many columns of C are left, and where those of B, C and D
-// begin. It also keeps what to fetch: the next row of C with its stride, and A's lines as in
-// gemm.fetch.
+// sweep is the stack memory of a tile's code. It holds the number of remaining columns of C, pointers to
+// the current columns of B, C and D, and the prefetch state: the next row of C with its stride, and the
+// lines of A described at gemm.fetch.
 type sweep struct {
-	local                                          Mem // where all the others lie
+	local                                          Mem // contains all other fields
 	n, b, c, d, row, ldc, next, stride, step, left Mem
 }
 
-// tile generates C = alpha·A·B + beta·C + D for m ≤ mr rows of C, panel after panel of two vectors.
-// Every m has its own block of code with one or two vectors a row, so that all of C's tile stays in
-// registers. A is read element by element and broadcast, through a row and a column stride, so that
-// packed, plain and transposed A serve alike.
+// tile generates C = alpha·A·B + beta·C + D for m ≤ mr rows of C, one panel of two vectors after another.
+//
+// There is a separate block of code for every m, with one or two vectors per row, so that the whole tile
+// of C stays in registers. Elements of A are read individually, through a row and a column stride, and
+// broadcast; the same code therefore serves packed, plain and transposed A.
 func tile(v isa, e elem) {
 	lanes := v.bytes / e.size
 	TEXT("gemmTile"+v.name+e.name, attr.NOSPLIT, "func(t uintptr)")
@@ -85,7 +86,7 @@ func tile(v isa, e elem) {
 	RET()
 }
 
-// newSweep gives out the memory of a sweep.
+// newSweep allocates the memory of a sweep.
 func newSweep() (at sweep) {
 	at.local = AllocLocal(80)
 	for i, m := range []*Mem{&at.n, &at.b, &at.c, &at.d, &at.row, &at.ldc, &at.next,
@@ -95,8 +96,8 @@ func newSweep() (at sweep) {
 	return at
 }
 
-// begin copies from the tile, at RDI, what changes from panel to panel, and the stride of C in
-// bytes.
+// begin copies the fields that change from panel to panel from the tile at RDI, and computes the stride
+// of C in bytes.
 func (at sweep) begin(e elem) {
 	for _, f := range []struct {
 		field int
@@ -112,8 +113,8 @@ func (at sweep) begin(e elem) {
 	MOVQ(RAX, at.ldc)
 }
 
-// lines counts the panels for which lines of A are fetched. With nothing left to fetch, a line of
-// the stack is, which costs nothing.
+// lines counts down the panels that prefetch lines of A. After the last, it redirects the prefetches to a
+// line of the stack, which is free.
 func (at sweep) lines() {
 	DECQ(at.left)
 	JGE(LabelRef("fetch"))
@@ -125,9 +126,9 @@ func (at sweep) lines() {
 	Label("fetch")
 }
 
-// maskOfLast sets the mask to the last vector of R8 columns: all of them, or those past the first
-// vector when there are two. R13 becomes the lanes that are missing from that vector, in dwords:
-// zero means that C needs no mask.
+// maskOfLast sets the mask for the last vector of R8 columns: all columns if there is one vector, or the
+// columns after the first vector if there are two. It sets R13 to minus the number of missing lanes, in
+// dwords, so that zero means that C needs no mask.
 func (v isa) maskOfLast(lanes int, e elem) {
 	MOVQ(R8, R9)
 	CMPQ(R8, Imm(uint64(lanes)))
@@ -144,9 +145,9 @@ func (v isa) maskOfLast(lanes int, e elem) {
 	MOVQ(R9, R13)
 }
 
-// operands loads the steps along k to RAX, the strides of A to RBX and RCX, and B with its stride
-// to RSI and RDX. Strides are in bytes. It returns pointers to A's rows 0, 3, 6, …; the two rows
-// after each are reached by index.
+// operands loads the number of steps along k into RAX, the strides of A into RBX and RCX, and B with its
+// stride into RSI and RDX. Strides are in bytes. It returns pointers to rows 0, 3, 6, … of A; the two
+// rows that follow each are addressed with an index.
 func (at sweep) operands(v isa, e elem) []GPPhysical {
 	MOVQ(Mem{Base: RDI, Disp: offK}, RAX)
 	MOVQ(Mem{Base: RDI, Disp: offRS}, RBX)
@@ -166,7 +167,8 @@ func (at sweep) operands(v isa, e elem) []GPPhysical {
 	return groups
 }
 
-// choose jumps to the block for R8 rows, the largest first: whole tiles are the common case.
+// choose jumps to the block for R8 rows. It tests the largest block first, since whole tiles are the
+// common case.
 func choose(mr, nv int) {
 	for m := mr; m > 1; m-- {
 		CMPQ(R8, Imm(uint64(m)))
@@ -181,9 +183,9 @@ type block struct {
 	elem
 	label  string
 	m, nv  int
-	groups []GPPhysical // of rows of A
+	groups []GPPhysical // pointers to groups of rows of A
 	at     sweep
-	bvec   []VecPhysical // of a row of B; free once the products are summed
+	bvec   []VecPhysical // a row of B; free once the products are summed
 	elemA  VecPhysical
 }
 
@@ -206,7 +208,7 @@ func tileBlock(v isa, e elem, m, nv int, groups []GPPhysical, at sweep) {
 	JMP(LabelRef("next"))
 }
 
-// acc is the register that sums vector j of row i.
+// acc returns the register that accumulates vector j of row i.
 func (t *block) acc(i, j int) VecPhysical { return t.regs[i*t.nv+j] }
 
 // each calls f for every vector of the tile.
@@ -218,7 +220,8 @@ func (t *block) each(f func(i, j int)) {
 	}
 }
 
-// products sums A·B along k in the registers. Every fetchSteps steps it fetches for the next tile.
+// products accumulates A·B along k in the registers. Every fetchSteps steps it prefetches data for the
+// next tile.
 func (t *block) products() {
 	t.each(func(i, j int) { t.zero(t.acc(i, j)) })
 	MOVQ(t.at.next, R8)
@@ -272,7 +275,7 @@ func (t *block) step() {
 	}
 }
 
-// scale multiplies by alpha. Most products have alpha = 1 and beta = 0 or 1.
+// scale multiplies by alpha, with a fast path for alpha = 1, the most common case.
 func (t *block) scale() {
 	if t.size == 4 {
 		CMPL(Mem{Base: RDI, Disp: offAlpha}, Imm(t.one))
@@ -327,8 +330,8 @@ func (t *block) addD() {
 	Label(t.label + "store")
 }
 
-// edges emits body for tiles whose last vectors are whole, and masked for others, which R13 ≠ 0
-// tells.
+// edges emits body twice: unmasked for tiles with full vectors, and masked for the remaining tiles, where
+// R13 is not zero.
 func edges(name string, body func(masked bool)) {
 	TESTQ(R13, R13)
 	JNZ(LabelRef(name + "masked"))
@@ -339,8 +342,8 @@ func edges(name string, body func(masked bool)) {
 	Label(name + "end")
 }
 
-// eachOfTile calls f for each vector of a tile in a matrix at base with a stride in bytes, and
-// moves base along.
+// eachOfTile calls f for each vector of a tile in a matrix that starts at base and has the given stride
+// in bytes. The emitted code advances base.
 func (v isa) eachOfTile(m, nv int, masked bool, base, stride Register,
 	f func(i, j int, at Mem, masked bool)) {
 	for i := range m {
@@ -353,10 +356,10 @@ func (v isa) eachOfTile(m, nv int, masked bool, base, stride Register,
 	}
 }
 
-// dot generates the same tile for few rows when B is transposed: C[i,j] = alpha·Σ A[i,·]·B[j,·] +
-// beta·C[i,j], with both rows contiguous, m ≤ dotM and n ≤ 4. Nothing needs packing, which matters
-// when each element of B is used m times only. A lane sums every lanes-th term; lanes are added at
-// the end.
+// dot generates a similar tile with few rows for a transposed B: C[i,j] = alpha·Σ A[i,·]·B[j,·] +
+// beta·C[i,j], with contiguous rows, m ≤ dotM and n ≤ 4. It needs no packing, which would be expensive
+// given that each element of B is used only m times. Each lane sums every lanes-th term; the lanes are
+// added at the end.
 func dot(v isa) {
 	e := f32
 	lanes := v.bytes / e.size
@@ -376,7 +379,7 @@ func dot(v isa) {
 		LEAQ(Mem{Base: a[i-1], Index: RAX, Scale: 1}, a[i])
 	}
 
-	// Rows of B past the last are read as the last one again, and not stored.
+	// Rows after the last row of B are replaced by the last row, and their results are not stored.
 	MOVQ(Mem{Base: RDI, Disp: offBS}, RAX)
 	SHLQ(e.shift(), RAX)
 	MOVQ(Mem{Base: RDI, Disp: offB}, b[0])
@@ -401,7 +404,7 @@ func dot(v isa) {
 	}
 }
 
-// dotRows generates the code for m rows of dot products with four rows of B.
+// dotRows generates the dot products of m rows of A with four rows of B.
 type dotRows struct {
 	isa
 	elem
@@ -440,10 +443,10 @@ func dotBlock(v isa, e elem, m int, a, b []GPPhysical) {
 	RET()
 }
 
-// acc is the register that sums the product of row i of A and row j of B.
+// acc returns the register that accumulates the product of row i of A and row j of B.
 func (d *dotRows) acc(i, j int) VecPhysical { return d.regs[4*i+j] }
 
-// step adds the products of a vector of each row.
+// step adds the products of one vector of each row.
 func (d *dotRows) step(masked bool) {
 	for i := range d.m {
 		d.load(Mem{Base: d.a[i], Index: R12, Scale: 1}, d.avec[i], masked)
@@ -456,8 +459,9 @@ func (d *dotRows) step(masked bool) {
 	}
 }
 
-// sumLanes adds a zmm's upper half to its lower, then pairs across: lane j of row i's xmm becomes
-// the sum of acc(i, j). The upper registers exist as zmm only, short of AVX-512VL.
+// sumLanes adds the upper half of each ZMM register to its lower half, then adds lanes pairwise across
+// registers: lane j of row i's XMM register becomes the sum of acc(i, j). Without AVX-512VL, the upper 16
+// registers are accessible only as ZMM.
 func (d *dotRows) sumLanes() {
 	if d.bytes == 64 {
 		for i := range 4 * d.m {
@@ -476,8 +480,8 @@ func (d *dotRows) sumLanes() {
 	}
 }
 
-// finish multiplies the sums by alpha, adds beta·C and stores. Row 0 needs its other three registers
-// no more.
+// finish multiplies the sums by alpha, adds beta·C and stores the result. It reuses three registers that
+// row 0 no longer needs.
 func (d *dotRows) finish() {
 	mask, alpha, old := d.regs[1].AsX(), d.regs[2].AsX(), d.regs[3].AsX()
 	MOVQ(Mem{Base: RDI, Disp: offN}, RCX)
@@ -516,8 +520,8 @@ func (d *dotRows) finish() {
 	}
 }
 
-// fmaLoop generates n rounds of twelve independent multiply-adds: the ceiling that a product is
-// measured against.
+// fmaLoop generates n rounds of twelve independent multiply-adds, which measure the peak performance that
+// products are compared with.
 func fmaLoop(v isa) {
 	TEXT("fmaLoop"+v.name, attr.NOSPLIT, "func(n int)")
 	Load(Param("n"), RAX)

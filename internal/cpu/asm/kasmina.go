@@ -7,14 +7,15 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// The kernels of Kasmina's strips work on a few rows of up to stripColumns columns, a vector of
-// columns at a time. What belongs to columns stays in registers while the rows pass. It is in
-// structs of arrays, one element a column, at these offsets; see kasmina_strip.go.
+// The kernels for strips of a Kasmina layer work on a few rows of up to stripColumns columns, one vector
+// of columns at a time. Per-column data stays in registers while the kernel iterates over the rows. In
+// memory it is stored in structs of arrays, with one element per column, at these offsets; see package
+// strip.
 const (
 	stripColumns = 256
 	packStride   = stripColumns + 16
 	array        = 4 * stripColumns
-	figureSquare = 2 * array // the sums, in float64, begin at 0
+	figureSquare = 2 * array // the float64 sums are at offset 0
 	figureAnchor = 4 * array
 	figureLow    = 5 * array
 	figureHigh   = 6 * array
@@ -38,21 +39,24 @@ const (
 	sumNear = 2 * array
 	sumFar  = 3 * array
 
-	normSum    = 8 * stripColumns / 4 // the anchors begin at 0
+	normSum    = 8 * stripColumns / 4 // the anchors are at offset 0
 	normSquare = normSum + 16*stripColumns
 )
 
 const (
-	magnitude    = 0x7fffffff // all bits but the sign
-	notLessEqual = 6          // comparison that holds for NaN too
+	magnitude    = 0x7fffffff // all bits except the sign
+	notLessEqual = 6          // comparison that is also true for NaN
 )
 
-// strip emits body for every row of every vector of columns, between start and end of that vector.
-// R9 holds the number of rows, R8 that of columns, and R10 the distance of rows in the matrix, in
-// elements. R11 is the offset of the current row in packs, and R12 that in the matrix. arrays
-// advance by a vector of float32, doubles by one of float64. Where some columns use neighbours,
-// start returns what holds which do, one mask or vector for each neighbour. Most vectors of columns
-// have none, and are spared the loads across cache lines.
+// strip emits body for every row of every vector of columns, with start before the first row of a vector
+// and end after the last.
+//
+// R9 contains the number of rows, R8 the number of columns, and R10 the stride of the matrix in elements.
+// R11 is the offset of the current row in packs, and R12 its offset in the matrix. arrays advance by a
+// vector of float32 per vector of columns, and doubles by the corresponding vectors of float64.
+//
+// If some columns use neighbors, start returns one mask or vector per neighbor that selects these
+// columns. Most vectors of columns use none and skip the loads, which would cross cache lines.
 func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (users []Register),
 	body func(masked, neighbours bool), end func()) {
 	lanes := uint64(v.bytes / 4)
@@ -106,13 +110,13 @@ func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (user
 	Label("done")
 }
 
-// loadSize loads the arguments that all kernels of strips have.
+// loadSize loads the arguments common to all strip kernels.
 func loadSize() {
 	Load(Param("rows"), R9)
 	Load(Param("columns"), R8)
 }
 
-// packed is the current vector of the current row of a pack, and inMatrix that of a matrix.
+// packed returns the current vector of the current row in a pack, and inMatrix the same in a matrix.
 func packed(pack Register) Mem   { return Mem{Base: pack, Index: R11, Scale: 1} }
 func inMatrix(base Register) Mem { return Mem{Base: base, Index: R12, Scale: 1} }
 
@@ -125,10 +129,10 @@ func (v isa) magnitudes(x, dst VecPhysical) {
 	VANDPS(constant("magnitude", magnitude), x, dst)
 }
 
-// figures generates the sums, in float64, of the deviations of a column's elements from its anchor,
-// and of their squares. It also finds the column's least and largest element, and with dead set the
-// number of elements with |x| < eps. It writes x to a pack, and fetches into the second cache what
-// lies 8 rows ahead.
+// figures generates a kernel that sums, in float64, the deviations of a column's elements from its anchor
+// and their squares. It also finds the minimum and maximum of each column and, if dead is set, counts the
+// elements with |x| < eps. It copies x to a pack, and prefetches the data 8 rows ahead into the
+// second-level cache.
 func figures(v isa, name string, dead bool) {
 	signature := "func(f, pack, x *float32, rows, stride, columns int)"
 	if dead {
@@ -162,11 +166,11 @@ func figures(v isa, name string, dead bool) {
 	RET()
 }
 
-// measure has the registers of a vector of columns' figures.
+// measure holds the registers for the figures of a vector of columns.
 type measure struct {
 	isa
 	dead                           bool
-	f, wide                        Register // where the figures of float32 and of float64 lie
+	f, wide                        Register // pointers to the float32 and float64 figures
 	sum, square, anchor, deviation [2]VecPhysical
 	low, high, count, eps, x, t    VecPhysical
 }
@@ -181,7 +185,7 @@ func newMeasure(v isa, dead bool) *measure {
 	return m
 }
 
-// load reads the figures so far.
+// load loads the figures accumulated so far.
 func (m *measure) load() []Register {
 	for i := range 2 {
 		VMOVUPS(Mem{Base: m.wide, Disp: i * m.bytes}, m.sum[i])
@@ -198,7 +202,7 @@ func (m *measure) load() []Register {
 	return nil
 }
 
-// add adds a row, whose elements are in x and at src.
+// add adds a row. Its elements are in x, and also in memory at src.
 func (m *measure) add(src Mem, masked bool) {
 	if masked {
 		VCVTPS2PD(m.half(m.x), m.deviation[0])
@@ -215,7 +219,7 @@ func (m *measure) add(src Mem, masked bool) {
 		VFMADD231PD(d, d, m.square[i])
 	}
 
-	VMINPS(m.low, m.x, m.low) // what is no number comes first, and loses
+	VMINPS(m.low, m.x, m.low) // with NaN as the first source, the result is the second
 	VMAXPS(m.high, m.x, m.high)
 	if !m.dead {
 		return
@@ -244,8 +248,8 @@ func (m *measure) store() {
 	}
 }
 
-// selected reads which columns have a neighbour: into a mask register with AVX-512, and else into a
-// vector.
+// selected loads the selection of columns that have a neighbor into mask register k with AVX-512, and
+// otherwise into vector r.
 func (v isa) selected(src Mem, k Register, r VecPhysical) Register {
 	VMOVUPS(src, r)
 	if v.bytes == 64 {
@@ -255,8 +259,8 @@ func (v isa) selected(src Mem, k Register, r VecPhysical) Register {
 	return r
 }
 
-// testAny sets the zero flag if nothing is selected by any of the masks, or vectors. It clobbers
-// K7, or the last vector register but one.
+// testAny sets the zero flag if no mask or vector selects any column. It clobbers K7 or, with AVX2, the
+// penultimate vector register.
 func (v isa) testAny(selected []Register) {
 	if v.bytes == 64 {
 		any := selected[0]
@@ -278,7 +282,7 @@ func (v isa) testAny(selected []Register) {
 	VPTEST(any, any)
 }
 
-// loadSelected reads the selected lanes, and zeros elsewhere.
+// loadSelected loads the selected lanes, and zeros elsewhere.
 func (v isa) loadSelected(src Mem, selected Register, dst VecPhysical) {
 	if v.bytes == 64 {
 		VMOVUPS_Z(src, selected, dst)
@@ -287,15 +291,17 @@ func (v isa) loadSelected(src Mem, selected Register, dst VecPhysical) {
 	VMASKMOVPS(src, selected, dst)
 }
 
-// blend generates the rule of a strip. Forward, with v = x and neighbours to the left, returning
-// the largest |x|:
+// blend generates the kernel that applies the rule of a strip. The forward version computes, with v =
+// x and neighbors to the left,
 //
 //	y = (on if x·gate > 0, else off)·v + add + near·v[∓1] + far·v[∓2]
 //
-// Backward there is no add, v is the gradient and its neighbours are to the right. v and x are
-// packs, y is in a matrix: with streamed set it is written past the caches, and its vectors are
-// aligned. Backward also fetches, into the second cache, what lies ahead in the matrix: there is
-// time for it here.
+// and returns the largest |x|. The backward version omits add, v is the gradient, and the neighbors
+// are to the right.
+//
+// v and x are packs, and y is in a matrix. If streamed is set, y must be aligned and is written past
+// the caches. The backward version also prefetches data ahead in the matrix into the second-level
+// cache, since it has cycles to spare.
 func blend(v isa, backward, streamed bool) {
 	name := "blendForward"
 	if backward {
@@ -334,19 +340,19 @@ func blend(v isa, backward, streamed bool) {
 	RET()
 }
 
-// blendRow has the registers of blend, and emits what it does in one row.
+// blendRow holds the registers of blend, and emits the code for one row.
 type blendRow struct {
 	isa
 	backward, streamed            bool
 	py, pv, px, rule, ahead       Register
 	on, off, gate, add, near, far VecPhysical
 	x, c, t, zero, top            VecPhysical
-	value                         VecPhysical // v of the formula
-	step                          int         // to the near neighbour, in bytes
+	value                         VecPhysical // v in the formula
+	step                          int         // bytes to the near neighbor
 	hasNear, hasFar               Register
 }
 
-// parameters begins the function and loads its arguments.
+// parameters starts the function and loads its arguments.
 func (b *blendRow) parameters(name string) {
 	if b.backward {
 		TEXT(name+b.name, attr.NOSPLIT,
@@ -366,7 +372,8 @@ func (b *blendRow) parameters(name string) {
 	loadSize()
 }
 
-// loadRule reads the rule of a vector of columns, and returns which of them use neighbours.
+// loadRule loads the rule of a vector of columns, and returns the selections of columns that use
+// neighbors.
 func (b *blendRow) loadRule() []Register {
 	VMOVUPS(Mem{Base: b.rule, Disp: ruleOn}, b.on)
 	VMOVUPS(Mem{Base: b.rule, Disp: ruleOff}, b.off)
@@ -382,7 +389,7 @@ func (b *blendRow) loadRule() []Register {
 	return []Register{b.hasNear, b.hasFar}
 }
 
-// emit makes a row's results.
+// emit computes the results of a row.
 func (b *blendRow) emit(masked, neighbours bool) {
 	c, t := b.c, b.t
 	b.load(packed(b.px), b.x, masked)
@@ -411,7 +418,7 @@ func (b *blendRow) emit(masked, neighbours bool) {
 
 	if !b.backward {
 		b.magnitudes(b.x, t)
-		VMAXPS(b.top, t, b.top) // a NaN in t loses
+		VMAXPS(b.top, t, b.top) // a NaN in t is ignored
 	}
 }
 
@@ -426,9 +433,8 @@ func (v isa) choose(least, t, on, off, dst VecPhysical) {
 	VBLENDVPS(t, on, off, dst)
 }
 
-// blendSums generates, for every column, the sums that the gradients of weights are made of. They
-// are those of g and g·x over rows where x·gate > above, and those of g·x[−1] and g·x[−2] over all
-// rows.
+// blendSums generates a kernel that computes the sums needed for the gradients of weights, per column: of
+// g and g·x over rows with x·gate > above, and of g·x[−1] and g·x[−2] over all rows.
 func blendSums(v isa) {
 	TEXT("blendSums"+v.name, attr.NOSPLIT, "func(s, rule, grad, x *float32, rows, columns int)")
 	ps, rule, pg, px := RDI, RDX, RSI, RBX
@@ -482,7 +488,7 @@ func blendSums(v isa) {
 	RET()
 }
 
-// blendLearn generates blendBackward and blendSums in one, which takes more registers than AVX2
+// blendLearn generates a combination of blendBackward and blendSums. It needs more registers than AVX2
 // has.
 func blendLearn(v isa, streamed bool) {
 	name := "blendLearn"
@@ -520,17 +526,17 @@ func blendLearn(v isa, streamed bool) {
 	RET()
 }
 
-// learnRow has the registers of blendLearn, and emits what it does in one row.
+// learnRow holds the registers of blendLearn, and emits the code for one row.
 type learnRow struct {
 	blendRow
 	sums           Register
 	above, product VecPhysical
 	totals         []VecPhysical
-	neighbours     []neighbour // those of the gradient, then those of x
+	neighbours     []neighbour // neighbors in the gradient, followed by neighbors in x
 }
 
-// loadRule reads the rule and the sums of a vector of columns, and returns which columns use
-// neighbours.
+// loadRule loads the rule and the sums of a vector of columns, and returns the selections of columns that
+// use neighbors.
 func (b *learnRow) loadRule() (users []Register) {
 	for _, f := range []struct {
 		at  int
@@ -551,7 +557,7 @@ func (b *learnRow) loadRule() (users []Register) {
 	return users
 }
 
-// emit makes a row's results, and adds the row to the sums.
+// emit computes the results of a row, and adds the row to the sums.
 func (b *learnRow) emit(masked, neighbours bool) {
 	x, g, c, t := b.x, b.value, b.c, b.t
 	PREFETCHT1(inMatrix(b.ahead))
@@ -581,10 +587,10 @@ func (b *learnRow) emit(masked, neighbours bool) {
 	}
 }
 
-// chunkNorms generates, for every chunk, the sums of the deviations of its rows' norms from the
-// chunk's anchor, and of their squares. They are in four lanes of float64: lane i sums every fourth
-// row. There are 4·groups rows, stride elements apart, and chunk is a multiple of 4. A vector of
-// four rows is the natural one, so this has one form.
+// chunkNorms generates a kernel that computes, for every chunk, the sums of the deviations of its row
+// norms from the chunk's anchor and of their squares. There are four float64 lanes, and lane i sums every
+// fourth row, starting with row i. The number of rows is 4·groups, rows are stride elements apart, and
+// chunk is a multiple of 4. Since the natural vector contains four rows, there is only an AVX2 version.
 func chunkNorms() {
 	TEXT("chunkNormsAVX2", attr.NOSPLIT,
 		"func(n *float64, x *float32, groups, chunk, chunks, stride int)")
@@ -645,7 +651,7 @@ func chunkNorms() {
 	RET()
 }
 
-// addLanes sets lane i of dst to the sum of the lanes of p[i], of four registers. It clobbers p, low
+// addLanes sets lane i of dst to the sum of the lanes of p[i], for four registers p. It clobbers p, low
 // and high.
 func addLanes(p []VecPhysical, low, high, dst VecPhysical) {
 	for i := 0; i < 4; i += 2 {
@@ -658,7 +664,7 @@ func addLanes(p []VecPhysical, low, high, dst VecPhysical) {
 	VADDPD(low, high, dst)
 }
 
-// parameter returns where a parameter is.
+// parameter returns the memory operand of a parameter.
 func parameter(name string) Mem {
 	p, err := Param(name).Resolve()
 	if err != nil {
@@ -667,15 +673,15 @@ func parameter(name string) Mem {
 	return p.Addr
 }
 
-// The ways of moveRows.
+// The variants of moveRows.
 const (
-	fetching = "loadRows" // what lies ahead in the source is fetched into the second cache
+	fetching = "loadRows" // prefetches the source into the second-level cache
 	plain    = "storeRows"
-	// the destination, whose vectors are aligned, is written past the caches
+	// writes to an aligned destination past the caches
 	streaming = "streamRows"
 )
 
-// moveRows generates a copy of rows, in which ahead is the distance, in bytes, of what will be
+// moveRows generates a kernel that copies rows. ahead is the distance in bytes to data that will be
 // copied some time later.
 func moveRows(v isa, way string) {
 	TEXT(way+v.name, attr.NOSPLIT,
@@ -735,7 +741,7 @@ func moveRows(v isa, way string) {
 	RET()
 }
 
-// storeFence generates what orders streamed stores before later ones.
+// storeFence generates a function that orders streamed stores before later ones.
 func storeFence() {
 	TEXT("storeFenceAMD64", attr.NOSPLIT, "func()")
 	SFENCE()

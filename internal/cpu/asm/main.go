@@ -1,6 +1,6 @@
-// Command asm writes the amd64 assembly of the packages below internal/cpu. It is a module of its
-// own, so that avo is no dependency of the library. Run it through `go generate ./internal/cpu/...`
-// from the repository root.
+// Command asm generates the amd64 assembly of the packages in internal/cpu. It is a separate module, so
+// that the library doesn't depend on avo. Run it with `go generate ./internal/cpu/...` from the
+// repository root.
 package main
 
 import (
@@ -69,8 +69,8 @@ func main() {
 	Generate()
 }
 
-// isa is what the generators need to know of an instruction set: the vector registers and the
-// largest GEMM tiles. A tile has mr rows of two vectors each. It must fit in the registers beside
+// isa describes an instruction set to the generators: its vector registers and the dimensions of the
+// largest GEMM tiles. A tile has mr rows of two vectors each, which must fit in the registers along with
 // two vectors of B and a broadcast element of A.
 type isa struct {
 	name  string
@@ -88,8 +88,8 @@ var (
 		Y0, Y1, Y2, Y3, Y4, Y5, Y6, Y7, Y8, Y9, Y10, Y11, Y12, Y13, Y14, Y15}}
 )
 
-// mask holds which lanes of a partial vector count: K1 with AVX-512, the last vector register with
-// AVX2.
+// mask returns the register that selects the valid lanes of a partial vector: K1 with AVX-512, and the
+// last vector register with AVX2.
 func (v isa) mask() Register {
 	if v.bytes == 64 {
 		return K1
@@ -97,7 +97,7 @@ func (v isa) mask() Register {
 	return v.regs[15]
 }
 
-// elem is an element type with the instructions that differ by it.
+// elem is an element type, with the instructions that depend on it.
 type elem struct {
 	name      string
 	size      int
@@ -106,20 +106,20 @@ type elem struct {
 	fma       func(...Op) // fma(x, y, z): z += x·y
 	mul       func(...Op)
 	add       func(...Op)
-	dot       func(x, y, z Op) // z += x·y along k, where that is not fma
+	dot       func(x, y, z Op) // z += x·y along k, if different from fma
 }
 
 var (
 	f32 = elem{"F32", 4, 0x3f800000, VBROADCASTSS, VFMADD231PS, VMULPS, VADDPS, nil}
 	f64 = elem{"F64", 8, 0x3ff0000000000000, VBROADCASTSD, VFMADD231PD, VMULPD, VADDPD, nil}
-	// bf16 is f32 whose elements of A and B are pairs of bfloat16, neighbours along k.
+	// bf16 is f32, except that each element of A and B is a pair of bfloat16 numbers, neighbors along k.
 	bf16 = elem{"BF16", 4, 0x3f800000, VBROADCASTSS, VFMADD231PS, VMULPS, VADDPS, dpbf16}
 )
 
-// log2 of the element's size, for turning strides in elements into bytes.
+// shift returns log2 of the element's size, for converting strides from elements to bytes.
 func (e elem) shift() Constant { return U8(uint8(e.size/4 + 1)) }
 
-// setMask makes v.mask select the first `count` dwords of a vector. It clobbers count, CX and AX.
+// setMask makes v.mask select the first count dwords of a vector. It clobbers count, CX and AX.
 func (v isa) setMask(count Register) {
 	if v.bytes == 64 {
 		MOVQ(count, RCX)
@@ -130,8 +130,8 @@ func (v isa) setMask(count Register) {
 		return
 	}
 
-	// The table holds eight dwords of ones, then eight of zeros: reading it count dwords before the
-	// zeros.
+	// The table contains eight dwords of ones followed by eight of zeros. A vector that starts count
+	// dwords before the zeros is the mask.
 	LEAQ(maskTable().Offset(32), RAX)
 	SHLQ(U8(2), count)
 	SUBQ(count, RAX)
@@ -157,7 +157,7 @@ func maskTable() Mem {
 	return *maskData
 }
 
-// load reads a vector; with masked set, only the lanes of v.mask, and zeros elsewhere.
+// load loads a vector. If masked is set, it loads only the lanes in v.mask, and zeros elsewhere.
 func (v isa) load(src Mem, dst Register, masked bool) {
 	switch {
 	case !masked:
@@ -169,7 +169,7 @@ func (v isa) load(src Mem, dst Register, masked bool) {
 	}
 }
 
-// store writes a vector, or the lanes of v.mask.
+// store stores a vector or, if masked is set, only the lanes in v.mask.
 func (v isa) store(src Register, dst Mem, masked bool) {
 	switch {
 	case !masked:

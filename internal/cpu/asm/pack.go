@@ -7,7 +7,8 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// panelParams loads what all packing takes: dst and its stride, src and its stride, and rows.
+// panelParams loads the parameters common to all packing functions: dst and its stride, src and its
+// stride, and rows.
 func panelParams() {
 	Load(Param("dst"), RDI)
 	Load(Param("dstStride"), RDX)
@@ -16,8 +17,8 @@ func panelParams() {
 	Load(Param("rows"), R8)
 }
 
-// copyPanel generates the copy of rows × width dwords, width ≤ two vectors, between two strides in
-// bytes.
+// copyPanel generates a copy of rows × width dwords with strides in bytes, where width is at most two
+// vectors.
 func copyPanel(v isa) {
 	lanes := v.bytes / 4
 	TEXT("packCopy"+v.name, attr.NOSPLIT,
@@ -41,7 +42,7 @@ func copyPanel(v isa) {
 		}
 		ADDQ(RBX, RSI)
 		for j := range nv {
-			// A whole vector goes out: packed panels have room for it, and masked stores are slow.
+			// Store the whole vector: packed panels have room for it, and masked stores are slow.
 			VMOVUPS(v.regs[j], Mem{Base: RDI, Disp: j * v.bytes})
 		}
 		ADDQ(RDX, RDI)
@@ -56,9 +57,9 @@ func copyPanel(v isa) {
 	loop("full", 2, false)
 }
 
-// transpose generates dst[c·dstStride + r] = src[r·srcStride + c] for rows ≤ lanes and any number
-// of columns, strides in bytes, in squares of lanes × lanes. Every dst row is written a whole
-// vector wide; rows past the last repeat it.
+// transpose generates dst[c·dstStride + r] = src[r·srcStride + c] for rows ≤ lanes and any number of
+// columns, in squares of lanes × lanes. Strides are in bytes. Rows of dst are always whole vectors; the
+// lanes after the last row repeat it.
 func transpose(v isa) {
 	lanes := v.bytes / 4
 	TEXT("packTranspose"+v.name, attr.NOSPLIT,
@@ -106,8 +107,8 @@ func transpose(v isa) {
 }
 
 // shuffle transposes the square in the first half of the registers and returns the registers of its
-// columns in order. Pairs and then fours of rows are interleaved within 128-bit lanes, and the
-// lanes are then transposed as blocks.
+// columns in order. It interleaves pairs and then groups of four rows within 128-bit lanes, and then
+// transposes the lanes as blocks.
 func (v isa) shuffle() []VecPhysical {
 	n := v.bytes / 4
 	rows, tmp := v.regs[:n], v.regs[n:2*n]
@@ -116,7 +117,7 @@ func (v isa) shuffle() []VecPhysical {
 		VUNPCKHPS(rows[i+1], rows[i], tmp[i+1])
 	}
 
-	// u(g, c), lane L: rows 4g to 4g+3 of column 4L+c.
+	// u(g, c), lane L contains rows 4g to 4g+3 of column 4L+c.
 	u := func(g, c int) VecPhysical { return rows[4*g+c] }
 	for g := range n / 4 {
 		t := tmp[4*g : 4*g+4]

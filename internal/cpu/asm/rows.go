@@ -9,9 +9,9 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// over generates a function of n elements. pointers are its float32 slices' names in order; scalars
-// follow n. body gets the slices at the current vector and the scalars in every lane; it may use
-// registers from used on.
+// over generates a function of n elements. pointers lists the names of its float32 slices, and scalars
+// the names of the parameters that follow n. body receives the current vector of each slice and the
+// scalars broadcast to all lanes, and may use the registers from used on.
 func over(v isa, name, pointers, scalars, result string, start func(used int),
 	body func(p []Mem, s []VecPhysical, used int, masked bool), end func()) {
 	names, numbers := strings.Fields(pointers), strings.Fields(scalars)
@@ -52,7 +52,7 @@ func over(v isa, name, pointers, scalars, result string, start func(used int),
 	RET()
 }
 
-// half is the half of a vector register.
+// half returns the register for the lower half of r.
 func (v isa) half(r VecPhysical) VecPhysical {
 	if v.bytes == 64 {
 		return r.AsY().(VecPhysical)
@@ -60,7 +60,7 @@ func (v isa) half(r VecPhysical) VecPhysical {
 	return r.AsX().(VecPhysical)
 }
 
-// upper moves the upper half of src to the lower one of dst.
+// upper moves the upper half of src to the lower half of dst.
 func (v isa) upper(src, dst VecPhysical) {
 	if v.bytes == 64 {
 		VEXTRACTF64X4(Imm(1), src, v.half(dst))
@@ -69,8 +69,7 @@ func (v isa) upper(src, dst VecPhysical) {
 	VEXTRACTF128(Imm(1), src, v.half(dst))
 }
 
-// addProducts adds a·b in float64 to the lanes of low and high. It clobbers a, b and the next three
-// registers.
+// addProducts adds a·b in float64 to the lanes of low and high. It clobbers a, b and the temporaries.
 func (v isa) addProducts(a, b, low, high, t1, t2, t3 VecPhysical) {
 	v.upper(a, t1)
 	v.upper(b, t2)
@@ -82,7 +81,7 @@ func (v isa) addProducts(a, b, low, high, t1, t2, t3 VecPhysical) {
 	VFMADD231PD(t1, t3, high)
 }
 
-// reduce64 folds the float64 lanes of a and b into the first of a.
+// reduce64 sums the float64 lanes of a and b into the first lane of a.
 func (v isa) reduce64(a, b VecPhysical) {
 	VADDPD(b, a, a)
 	if v.bytes == 64 {
@@ -95,7 +94,7 @@ func (v isa) reduce64(a, b VecPhysical) {
 	VADDPD(b.AsX(), a.AsX(), a.AsX())
 }
 
-// rows generates the kernels that go over one row or one block of elements.
+// rows generates the kernels that process one row or one block of elements.
 func rows(v isa) {
 	sums(v)
 	products(v)
@@ -262,7 +261,7 @@ func elements(v isa) {
 		}, nil)
 }
 
-// adamW generates AdamW's update; AdamW.Step of package vec has the formula.
+// adamW generates AdamW's update. AdamW.Step of package vec documents the formula.
 func adamW(v isa) {
 	r := v.regs
 	over(v, "adamW", "p grad m v", "keep rate root gain1 beta2 gain2 eps largest", "", nil,

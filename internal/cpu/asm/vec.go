@@ -7,7 +7,7 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// consts are float32 constants as whole vectors in read-only data, each made when first used.
+// consts are float32 constants broadcast to whole vectors in read-only data, created on first use.
 var consts = map[string]Mem{}
 
 func constant(name string, bits uint32) Mem {
@@ -30,17 +30,18 @@ const (
 	expLow      = 0xc2d10000 // −104.5: exp is zero below −103.98
 	log2eBits   = 0x3fb8aa3b
 	ln2Bits     = 0x3f317218 // log 2 rounded to float32
-	ln2RestBits = 0xb102e308 // log 2 less that
+	ln2RestBits = 0xb102e308 // log 2 − ln2Bits
 )
 
-// expPoly holds the coefficients of 1 + r + Σ c[i]·r^(6−i), the polynomial nearest to exp(r) for
-// |r| ≤ log(2)/2 in relative error, 3.8e-9, found by Lawson's iteration. The first is of r⁶.
+// expPoly contains the coefficients of 1 + r + Σ c[i]·r^(6−i), starting with r⁶. It is the best
+// approximation of exp(r) for |r| ≤ log(2)/2, with a relative error of 3.8e-9, found by Lawson's
+// iteration.
 var expPoly = []uint32{0x3ab5121a, 0x3c091cf1, 0x3d2aac79, 0x3e2aaa49, 0x3efffffe, oneBits, oneBits}
 
 var expNames = []string{"exp6", "exp5", "exp4", "exp3", "exp2", "one", "one"}
 
-// expRange holds the clamp of exp's argument in registers. VMINPS and VMAXPS pass a NaN on only if
-// it comes second, and only the second operand may be memory.
+// expRange holds the limits of exp's argument in registers. VMINPS and VMAXPS preserve a NaN only in the
+// second operand, and only the second operand may be in memory.
 type expRange struct{ high, low VecPhysical }
 
 func (v isa) expRange(high, low VecPhysical) expRange {
@@ -49,8 +50,8 @@ func (v isa) expRange(high, low VecPhysical) expRange {
 	return expRange{high, low}
 }
 
-// exp emits p = exp(x), clobbering x, n and tmp. With n = round(x·log2 e) and r = x − n·log 2,
-// exp(x) = 2ⁿ·exp(r); two multiply-adds give r to the last bit.
+// exp emits p = exp(x), clobbering x, n and tmp. It uses exp(x) = 2ⁿ·exp(r) with n = round(x·log2 e) and
+// r = x − n·log 2. Two multiply-adds compute r accurately to the last bit.
 func (v isa) exp(lim expRange, x, p, n, tmp VecPhysical) {
 	VMINPS(x, lim.high, x)
 	VMAXPS(x, lim.low, x)
@@ -73,7 +74,7 @@ func (v isa) exp(lim expRange, x, p, n, tmp VecPhysical) {
 		return
 	}
 
-	// 2ⁿ in two factors, since n reaches beyond the exponents of normal numbers.
+	// 2ⁿ is split into two factors, since n exceeds the exponent range of normal numbers.
 	VCVTPS2DQ(n, n)
 	VPSRAD(Imm(1), n, tmp)
 	VPSUBD(tmp, n, n)
@@ -84,9 +85,8 @@ func (v isa) exp(lim expRange, x, p, n, tmp VecPhysical) {
 	}
 }
 
-// sigmoid emits s = σ(a) = 1/(1+exp(−a)) and, in rest, 1 − σ(a), without overflow and without
-// cancellation. With e = exp(−|a|), one of them is 1/(1+e) and the other e/(1+e). It keeps a and
-// clobbers n and tmp.
+// sigmoid emits s = σ(a) = 1/(1+exp(−a)) and rest = 1 − σ(a), without overflow or cancellation: with e
+// = exp(−|a|), the larger is 1/(1+e) and the smaller e/(1+e). It preserves a and clobbers n and tmp.
 func (v isa) sigmoid(lim expRange, a, s, rest, n, tmp VecPhysical) {
 	if v.bytes == 64 {
 		VPORD(constant("sign", signBits), a, tmp)
@@ -100,7 +100,7 @@ func (v isa) sigmoid(lim expRange, a, s, rest, n, tmp VecPhysical) {
 	VADDPS(n, e, s)
 	VDIVPS(s, n, tmp)
 	VMULPS(tmp, e, n)
-	// tmp = 1/(1+e), n = e/(1+e): a < 0 takes the second for s.
+	// tmp = 1/(1+e) and n = e/(1+e). For a < 0, s is n.
 	if v.bytes == 64 {
 		VPXORD(s, s, s)
 		VCMPPS(Imm(1), s, a, K2)
@@ -114,8 +114,8 @@ func (v isa) sigmoid(lim expRange, a, s, rest, n, tmp VecPhysical) {
 	}
 }
 
-// vectors emits body once in a loop over whole vectors and once, masked, for the rest; pointers
-// advance by themselves. R8 holds the number of elements.
+// vectors emits body in a loop over whole vectors, and again, masked, for the remaining elements. The
+// emitted code advances pointers. R8 contains the number of elements.
 func (v isa) vectors(pointers []GPPhysical, body func(masked bool)) {
 	lanes := v.bytes / 4
 	SUBQ(Imm(uint64(lanes)), R8)
@@ -136,7 +136,7 @@ func (v isa) vectors(pointers []GPPhysical, body func(masked bool)) {
 	Label("done")
 }
 
-// reduce folds the lanes of regs[0] into one, halves first, with op and regs[1].
+// reduce combines the lanes of regs[0] into one with op, folding halves. It clobbers regs[1].
 func (v isa) reduce(op func(...Op)) {
 	a, b := v.regs[0], v.regs[1]
 	if v.bytes == 64 {
@@ -152,7 +152,8 @@ func (v isa) reduce(op func(...Op)) {
 	op(b.AsX(), a.AsX(), a.AsX())
 }
 
-// expSub generates dst = exp(src − shift) and the sum of dst: a lane sums every lanes-th element.
+// expSub generates dst = exp(src − shift), returning the sum of dst. Each lane sums every lanes-th
+// element.
 func expSub(v isa) {
 	TEXT("expSub"+v.name, attr.NOSPLIT, "func(dst, src *float32, n int, shift float32) float32")
 	Load(Param("dst"), RDI)
@@ -190,7 +191,7 @@ func expSub(v isa) {
 	RET()
 }
 
-// maximum generates the largest of n elements.
+// maximum generates the maximum of n elements.
 func maximum(v isa) {
 	TEXT("maximum"+v.name, attr.NOSPLIT, "func(src *float32, n int) float32")
 	Load(Param("src"), RSI)
