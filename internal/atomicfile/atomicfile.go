@@ -1,9 +1,9 @@
 // Package atomicfile writes files and folders that appear complete or not at all.
 //
-// Everything is first written under a temporary name in the destination's folder. A process that is
-// killed leaves at most such a temporary file or folder, which the next write to the same
-// destination removes. Temporary names are short and do not contain the final name, so every name
-// that the file system allows can be written.
+// Everything is first written under a temporary name in the destination's folder. If the process is
+// killed, at most such a temporary file or folder remains, and the next write to the same destination
+// removes it. Temporary names are short and do not contain the final name, so every name that the file
+// system allows can be written.
 package atomicfile
 
 import (
@@ -16,12 +16,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/failpoint"
 )
 
-// Write replaces the contents of the file at path with what the function writes.
+// Write replaces the contents of the file at path with the data that write produces.
 //
-// The contents go to a temporary file in the same folder, which is synced and renamed, and then the
-// folder is synced. A process killed at any moment leaves the old file or the new one, and after an
-// error the old file is unchanged. If path is a symbolic link, Write replaces the file that it
-// points to.
+// The data goes to a temporary file in the same folder, which is synced and renamed, and then the
+// folder is synced. If the process is killed at any moment, path still contains either the old or the
+// new file, and after an error the old file is unchanged. If path is a symbolic link, Write replaces
+// the file that it points to.
 func Write(path string, write func(*os.File) error) error {
 	path, err := target(path)
 	if err != nil {
@@ -32,8 +32,8 @@ func Write(path string, write func(*os.File) error) error {
 	return writeTemporary(path, filepath.Base(path), write, os.Rename)
 }
 
-// Create is like [Write] for a file that must not exist. If there is anything at path by the time
-// the contents are complete, Create leaves it alone and returns an error that wraps fs.ErrExist.
+// Create is like [Write] for a file that must not exist. If there is anything at path by the time the
+// contents are complete, Create does not touch it and returns an error that wraps fs.ErrExist.
 func Create(path string, write func(*os.File) error) error {
 	path, err := target(path)
 	if err != nil {
@@ -50,9 +50,9 @@ func Create(path string, write func(*os.File) error) error {
 // WritePart is like [Write] for a file that belongs to the main file at the path of, in the same
 // folder.
 //
-// Its temporary file counts as one of the main file's: WritePart removes no stale files, so that
-// several processes may write parts at once, and the next Write of the main file removes what a
-// killed WritePart has left.
+// Its temporary file counts as a temporary file of the main file: WritePart removes no stale files, so
+// that several processes may write parts at once, and the next Write of the main file cleans up after
+// any WritePart that was killed.
 func WritePart(path, of string, write func(*os.File) error) error {
 	path, err := target(path)
 	if err != nil {

@@ -21,7 +21,7 @@ func mustWrite(t *testing.T, path, text string) {
 	}
 }
 
-// TestKeepsTheOldOne checks that an error, whatever its cause, leaves everything as it was.
+// TestKeepsTheOldOne checks that an error, whatever its cause, changes nothing.
 func TestKeepsTheOldOne(t *testing.T) {
 	dir := t.TempDir()
 	mustWrite(t, filepath.Join(dir, "file"), "old")
@@ -82,9 +82,8 @@ func TestKeepsLink(t *testing.T) {
 	}
 }
 
-// TestStale checks that a write removes the temporary files of killed writers and nothing else:
-// neither the file of a running writer, nor that of another owner, nor a user's file with a similar
-// name.
+// TestStale checks that a write removes the temporary files of killed writers and nothing else: no
+// file of a running writer or of another owner, and no user's file with a similar name.
 func TestStale(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "model")

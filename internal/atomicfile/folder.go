@@ -10,15 +10,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/failpoint"
 )
 
-// CreateFolder creates a folder at path with what the function puts into the folder that it is
-// given, and creates the folders that path needs.
+// CreateFolder creates a folder at path, along with any missing parents. The function fill creates its
+// contents in a temporary folder next to path, which is renamed when it is complete.
 //
-// The function fills a temporary folder next to path, which is renamed when it is complete. The
-// folder at path must not exist, or be empty, until then: if anything else appears there meanwhile,
-// CreateFolder leaves it alone and returns an error that wraps fs.ErrExist.
+// Until then, the folder at path must not exist or must be empty. If anything else appears there
+// before the rename, CreateFolder does not touch it and returns an error that wraps fs.ErrExist.
 //
 // On file systems that cannot lock folders, and on Windows, the temporary folder of a killed process
-// stays until somebody deletes it.
+// remains until it is deleted manually.
 func CreateFolder(path string, fill func(dir string) error) (err error) {
 	path = filepath.Clean(path)
 	if target, err := filepath.EvalSymlinks(path); err == nil {

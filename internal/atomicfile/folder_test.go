@@ -121,8 +121,8 @@ func TestMoveWithoutTheSystem(t *testing.T) {
 	require.Equal(t, "theirs", string(got))
 }
 
-// TestStaleFolder checks that the temporary folder of a killed process is removed, and that of a
-// running one is not.
+// TestStaleFolder checks that the temporary folder of a killed process is removed, but not the
+// temporary folder of a running one.
 func TestStaleFolder(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("Windows cannot tell whose folder it is")

@@ -10,8 +10,8 @@ import (
 // Move changes nothing and returns an error that wraps fs.ErrExist.
 //
 // Linux, macOS and Windows do this in one step. Elsewhere, and on file systems that cannot, a file
-// gets its new name as a second link before it loses the old one, and a process killed between the
-// two leaves both.
+// gets its new name as a second link before it loses the old one, and if the process is killed between
+// the two steps, both names remain.
 func Move(from, to string) error {
 	err := renameNew(from, to)
 	if !errors.Is(err, errors.ErrUnsupported) {

@@ -23,7 +23,7 @@ func claim(f *os.File) bool {
 func removeUnclaimed(name string, folder bool) {
 	f, err := openTemporary(name, folder)
 	if err != nil {
-		return // for example a named pipe, which is nobody's temporary file
+		return // for example a named pipe, which is not a temporary file
 	}
 	defer f.Close()
 

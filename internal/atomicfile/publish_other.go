@@ -8,8 +8,8 @@ import "os"
 // removed all the same, its writer's rename fails and reports it.
 func claim(*os.File) bool { return true }
 
-// removeUnclaimed removes a temporary file unless a running process holds it open. It leaves folders
-// alone, because their files need not be open.
+// removeUnclaimed removes a temporary file unless a running process holds it open. It never removes
+// folders, because their files need not be open.
 func removeUnclaimed(name string, folder bool) {
 	if !folder {
 		os.Remove(name)

@@ -29,15 +29,15 @@ func prefixOf(owner string) string {
 	return namePrefix + hex.EncodeToString(sum[:hashDigits/2]) + "-"
 }
 
-// newName returns a temporary name of an owner that nobody has used.
+// newName returns an unused temporary name for an owner.
 func newName(owner string) string {
 	var random [randomDigits / 2]byte
 	rand.Read(random[:]) // never fails
 	return prefixOf(owner) + hex.EncodeToString(random[:]) + nameSuffix
 }
 
-// IsTemporary reports whether a file name is one that this package gives to temporary files and
-// folders.
+// IsTemporary reports whether a file name has the form of the names that this package gives to
+// temporary files and folders.
 func IsTemporary(name string) bool {
 	hash, random, ok := strings.Cut(strings.TrimPrefix(name, namePrefix), "-")
 	random, suffixed := strings.CutSuffix(random, nameSuffix)
@@ -74,8 +74,8 @@ func createTemporary(dir, owner string) (*os.File, error) {
 	}
 }
 
-// claimTemporary claims the file or folder that f has open, so that clean leaves it alone. It
-// returns false if another process has removed it in the moment before.
+// claimTemporary claims the open file or folder f, so that clean doesn't remove it. It returns false
+// if another process has removed it a moment before.
 func claimTemporary(f *os.File, name string) (bool, error) {
 	if !claim(f) {
 		return false, nil

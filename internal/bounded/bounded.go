@@ -15,14 +15,14 @@ const (
 	// Constant is the number of bytes that it may allocate in addition, for buffers, tables and
 	// errors.
 	Constant = 4 << 20
-	// patience is the time limit for reading the files that tests make: a thousand times what it
-	// takes on an idle computer, so that only an endless loop exceeds it.
+	// patience is the time limit for reading the files that tests create. It is a thousand times the
+	// time that an idle computer takes, so that only an endless loop exceeds it.
 	patience = 2 * time.Minute
 )
 
-// Run calls read, which reads files of size bytes in total. It fails the test if read allocates
-// more than [PerByte]·size + [Constant] bytes, and panics if read does not finish. No other
-// goroutine may allocate meanwhile.
+// Run calls read, which reads files of size bytes in total. It fails the test if read allocates more
+// than [PerByte]·size + [Constant] bytes, and panics if read does not finish. No other goroutine may
+// allocate memory at the same time.
 func Run(t testing.TB, size int64, read func()) {
 	t.Helper()
 	watchdog := time.AfterFunc(patience, func() {

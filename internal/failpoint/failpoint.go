@@ -1,4 +1,4 @@
-// Package failpoint names the moments at which tests stop a process or let an operation fail.
+// Package failpoint names the points in the code where tests stop a process or make an operation fail.
 //
 // Outside of tests no hook is set, and reaching a point costs one atomic load.
 package failpoint
@@ -7,8 +7,8 @@ import "sync/atomic"
 
 var hook atomic.Pointer[func(point, path string)]
 
-// Reach reports to the hook, if a test has set one, that execution has arrived at a point. The path
-// is that of the file or folder being worked on, or empty.
+// Reach calls the hook, if a test has set one, at a named point. The path is the file or folder being
+// worked on, or empty.
 func Reach(point, path string) {
 	if f := hook.Load(); f != nil {
 		(*f)(point, path)

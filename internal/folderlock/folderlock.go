@@ -80,6 +80,6 @@ func (c *claim) release() error {
 	return c.unlock()
 }
 
-// IsLock reports whether a file name is that of the file that Claim locks where folders cannot be
+// IsLock reports whether a file has the name that Claim uses for its lock file where folders cannot be
 // locked.
 func IsLock(file string) bool { return file == name }

@@ -10,7 +10,7 @@ import (
 	"syscall"
 )
 
-// lock locks the folder itself, which leaves nothing in it. Network file systems lock only files
+// lock locks the folder itself, without creating a file in it. Network file systems lock only files
 // that are open for writing: there it locks a file in the folder.
 func lock(dir string) (unlock func() error, err error) {
 	f, err := os.Open(dir)

@@ -13,8 +13,8 @@ const (
 	hidden           = syscall.FILE_ATTRIBUTE_HIDDEN
 )
 
-// lock holds a hidden file of the folder open in such a way that nobody else can open it. The system
-// deletes the file when it is closed, also for a process that dies.
+// lock holds a hidden file of the folder open exclusively. The system deletes the file when it is
+// closed, which also happens when the process dies.
 func lock(dir string) (unlock func() error, err error) {
 	path := filepath.Join(dir, name)
 	p, err := syscall.UTF16PtrFromString(path)

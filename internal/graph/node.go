@@ -12,7 +12,8 @@ import (
 func Children(n *gorgonia.Node) gorgonia.Nodes {
 	g := n.Graph()
 
-	// Gorgonia removes nodes, for example in Log(Sigmoid(x)), and then finds others in their place.
+	// Gorgonia removes nodes, for example in Log(Sigmoid(x)), and afterwards finds the wrong nodes in
+	// their place.
 	if g.Node(n.ID()) != n {
 		g = g.ExactSubgraphRoots(n)
 	}
@@ -39,7 +40,7 @@ func HasValue(n *gorgonia.Node) error {
 // IsInput reports whether a node has its value before a run: whether it is an input or a constant.
 func IsInput(n *gorgonia.Node) bool { return n.Op() == nil || IsConstant(n) }
 
-// IsConstant reports whether n is one of Gorgonia's constants, whose value is in the op.
+// IsConstant reports whether n is a constant of Gorgonia, which stores its value in the op.
 func IsConstant(n *gorgonia.Node) bool {
 	return n.Op() != nil && strings.HasPrefix(OpType(n), "gorgonia.constant")
 }

@@ -16,7 +16,7 @@ func NewFloat16(v float64) Float16 {
 	switch {
 	case v != v:
 		return sign | 0x7e00
-	case v >= 65520: // halfway between the largest finite number, 65504, and the next one that would follow
+	case v >= 65520: // halfway from the largest finite number, 65504, to the next number that would follow
 		return sign | 0x7c00
 	case v < 0x1p-14: // subnormal: a multiple of 2⁻²⁴; the smallest normal number is 1024 times that
 		return sign | Float16(math.RoundToEven(v*0x1p24))

@@ -5,9 +5,9 @@ import (
 	"gorgonia.org/tensor"
 )
 
-// All graphs share some of Gorgonia's constants, which Gorgonia hashes without a lock when a graph
-// first uses them. Using them here, in derivatives, allows graphs to be built on several
-// goroutines. If a derivative fails, its constants are hashed later as usual.
+// All graphs share certain constants of Gorgonia, which Gorgonia hashes without a lock when a graph
+// first uses them. Using them here, in derivatives, allows graphs to be built on several goroutines.
+// If a derivative fails, its constants are hashed later as usual.
 func init() {
 	for _, dtype := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		for _, f := range []func(*gorgonia.Node) (*gorgonia.Node, error){gorgonia.Square,

@@ -89,8 +89,7 @@ func (b *Base) Shared() *Base { return b }
 // Op returns the op that embeds b.
 func (b *Base) Op() gorgonia.Op { return b.self }
 
-// Run computes the op on flat memory. out and the inputs must have the types and sizes for which
-// the op was created.
+// Run computes the op on flat memory. out and the inputs must have the types and sizes of the op.
 func (b *Base) Run(out any, in Args) error {
 	var err error
 	switch out := out.(type) {
@@ -106,11 +105,10 @@ func (b *Base) Run(out any, in Args) error {
 	return nil
 }
 
-// Stop returns the Stop with which the present run may end the computation early, or nil.
+// Stop returns the Stop that may end the current run early, or nil.
 func (b *Base) Stop() *cpu.Stop { return b.stop }
 
-// RunUntil is like Run, but if stop asks for it, an op that may take long ends early with an
-// undefined result.
+// RunUntil is like Run, but a long-running op ends early with an undefined result once stop is set.
 func (b *Base) RunUntil(stop *cpu.Stop, out any, in Args) error {
 	b.stop = stop
 	defer func() { b.stop = nil }()
@@ -130,7 +128,7 @@ func (b *Base) Forward() *Base { return b.forward }
 // Name returns the op's name.
 func (b *Base) Name() string { return b.name }
 
-// InputShape returns the shape of input i, or nil if there is none. The caller must not modify it.
+// InputShape returns the shape of input i, or nil if i is out of range. The caller must not modify it.
 func (b *Base) InputShape(i int) tensor.Shape {
 	if i < 0 || i >= len(b.in) {
 		return nil
@@ -158,7 +156,7 @@ func (b *Base) Type() hm.Type {
 }
 
 // InferShape returns the shape of the result. It returns an error unless the inputs have the shapes
-// for which the op was created.
+// given when the op was created.
 func (b *Base) InferShape(in ...gorgonia.DimSizer) (tensor.Shape, error) {
 	shapes, err := gorgonia.DimSizersToShapes(in)
 	if err != nil {

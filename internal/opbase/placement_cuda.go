@@ -9,7 +9,7 @@ import (
 	"gorgonia.org/gorgonia/cuda"
 )
 
-// CUDA computes an op on an engine of Gorgonia's CUDA machine, whose memory holds the inputs and
+// CUDA computes an op on an engine of Gorgonia's CUDA machine, which owns the memory of the inputs and
 // the result. kept is storage that the function may use from call to call. All previous work of the
 // engine has finished. CUDA reports whether it supports the op.
 //

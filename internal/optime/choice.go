@@ -2,7 +2,7 @@ package optime
 
 import "time"
 
-// Choice is the variant with which a machine computes an op of some shape.
+// Choice is the variant that a machine uses to compute an op of some shape.
 type Choice struct {
 	Op       string   `json:"op"`      // such as RMSNorm
 	Shape    string   `json:"shape"`   // such as "4096x1024 bfloat16"

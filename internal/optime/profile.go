@@ -17,8 +17,8 @@ type Profile struct {
 	// unprofiled steps.
 	Period time.Duration
 	Steps  int
-	// Graphs is the time for which the captured work of such a step occupied the GPU. During the
-	// rest of the period, the GPU copied or waited.
+	// Graphs is how long the captured work of such a step occupied the GPU. During the rest of the
+	// period, the GPU copied or waited.
 	Graphs time.Duration
 	// Marked is the time of the captured work with a time stamp after every kernel, and Mark the
 	// cost of a time stamp, which is subtracted from Spans.

@@ -65,7 +65,7 @@ func (r *Reader) Read(model []gorgonia.ValueGrad) ([]Param, error) {
 	return r.params, nil
 }
 
-// fresh reports whether the cached parameters are those of model.
+// fresh reports whether the cached parameters belong to model.
 func (r *Reader) fresh(model []gorgonia.ValueGrad) bool {
 	if len(model) != len(r.params) {
 		return false

@@ -1,5 +1,5 @@
-// Package plan places the intermediate results of a computation, each needed during some of its
-// steps, in one block of memory.
+// Package plan places the intermediate results of a computation in one block of memory. Each result is
+// needed only during certain steps, and results that are needed at different times may overlap.
 package plan
 
 import (

@@ -8,7 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestSeed checks which seeds are fixed: the given one, and those of each test's name where CI is set.
+// TestSeed checks which seeds are fixed: the given one, and the seeds derived from test names where CI
+// is set.
 func TestSeed(t *testing.T) {
 	t.Setenv("KASMINA_SEED", "")
 	t.Setenv("CI", "")

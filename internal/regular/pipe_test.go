@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestPipe opens a named pipe without a writer, including one that replaces a file at the last
+// TestPipe opens a named pipe without a writer, including a pipe that replaces a file at the last
 // moment.
 func TestPipe(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "pipe")

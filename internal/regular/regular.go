@@ -11,10 +11,10 @@ import (
 	"os"
 )
 
-// Open opens the regular file at path, or a symbolic link to one, for reading, and returns its
-// size. Anything else is an error that says what it is. Open never waits. It checks the kind of
-// file before opening it, because opening may be a command to a device, and again afterwards, in
-// case the file was replaced meanwhile.
+// Open opens the regular file at path, or a symbolic link to one, for reading, and returns its size.
+// For anything else it returns an error that names the kind of file. Open never waits. It checks the
+// kind of file before opening it, because opening may be a command to a device, and again afterwards,
+// in case the file was replaced in between.
 func Open(path string) (*os.File, int64, error) {
 	if path == "" {
 		return nil, 0, errors.New(`the path is "", want that of a file`)
@@ -46,9 +46,9 @@ func Open(path string) (*os.File, int64, error) {
 	return f, info.Size(), nil
 }
 
-// Append opens the regular file at path, or a symbolic link to one, for reading and for writing at
-// its end, and returns its size. It creates the file if necessary. Anything else is an error that
-// says what it is; a named pipe, for example, would wait for a reader.
+// Append opens the regular file at path, or a symbolic link to one, for reading and for writing at its
+// end, and returns its size. It creates the file if necessary. For anything else, such as a named
+// pipe, which would wait for a reader, it returns an error that names the kind of file.
 func Append(path string) (*os.File, int64, error) {
 	if path == "" {
 		return nil, 0, errors.New(`the path is "", want that of a file`)
@@ -95,7 +95,7 @@ func Read(path string, limit int64, what string) ([]byte, error) {
 	b := make([]byte, size)
 	n, err := io.ReadFull(f, b)
 	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) {
-		err = nil // the file has become shorter meanwhile
+		err = nil // the file has become shorter since
 	}
 
 	return b[:n], err

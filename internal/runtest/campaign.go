@@ -82,7 +82,7 @@ func Campaign(t *testing.T, m Machine, f Flags, p Plan) {
 	case seed != 0:
 	case os.Getenv("CI") != "":
 		// Check the same cases each time, however fast the machine is, so that a change is blamed only
-		// for what it breaks. Runs by hand look for faults that are still unknown.
+		// for failures that it causes. Runs by hand look for faults that are still unknown.
 		seed = 1
 		if f.Duration == 0 {
 			cases = cmp.Or(cases, p.Fixed)

@@ -9,8 +9,8 @@
 //   - A resumed run equals an uninterrupted one.
 //   - A run on several ranks equals a run in one process.
 //   - Callbacks that evaluate, sample or save leave no trace.
-//   - An operation that fails is reported and changes nothing, and the next attempt ends with the
-//     bits of a run in which nothing failed.
+//   - An operation that fails is reported and changes nothing, and after the next attempt the run
+//     is identical to one without failures.
 //   - Parameters that should be frozen keep their bits.
 //
 // [Shrink] simplifies a failing case as far as it still fails. [Campaign] checks many cases; the tests of

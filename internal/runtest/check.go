@@ -321,7 +321,8 @@ func (k *checker) resumer(into, path, what string) *rig {
 	return k.rig(k.Case, nil)
 }
 
-// others returns orders that plant the same blueprints with different sizes. It omits some of the orders.
+// others returns orders that plant the same blueprints with different sizes. It omits every fifth
+// order.
 func others(orders []Order) (all []Order) {
 	for i, o := range orders {
 		if i%5 == 4 {

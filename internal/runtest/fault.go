@@ -241,7 +241,7 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 	}
 }
 
-// resumeFirst reports whether an error asks the user to resume from a checkpoint.
+// resumeFirst reports whether an error tells the user to resume from a checkpoint.
 func resumeFirst(err error) bool {
 	return strings.Contains(strings.ToLower(err.Error()), "resume")
 }
@@ -365,7 +365,7 @@ func (k *checker) rankFault() {
 	k.checked(Unharmed)
 }
 
-// besideSample is the fault in which another goroutine calls Resume while a callback samples.
+// besideSample is the fault that makes another goroutine call Resume while a callback samples.
 const besideSample = "Resume beside SampleText"
 
 // resumeBesideSample resumes at an earlier step while a callback samples.

@@ -15,7 +15,7 @@ import (
 // Limits describes the abilities of a machine, so that Generate returns only possible cases.
 type Limits struct {
 	Float64   bool     // models of float64
-	Optimizer bool     // optimizers that wrap those of package optim
+	Optimizer bool     // optimizers that wrap the ones of package optim
 	Ranks     int      // the most
 	Listening bool     // access to gradients, for directed LoRA
 	Faults    []string // further operations that Session.Fail can make fail
@@ -241,7 +241,7 @@ func (g *generator) growth() {
 
 	g.Growth = by
 	if g.Model.Frozen || g.chance(3) {
-		// Add orders that compete with the controller. Some of them will be refused.
+		// Add orders that compete with the controller. The controller will refuse several.
 		g.Orders = g.lives(sites, g.Train.Steps, 0, true)
 	}
 }

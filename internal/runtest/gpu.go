@@ -119,8 +119,8 @@ func (f faultyGPU) Keep() (llm.Kept, error) {
 	return faultyKept{kept, f.in}, nil
 }
 
-// faultyKept wraps the memory that an engine leaves to the next one, so that creating the next engine can
-// fail.
+// faultyKept wraps memory handed over from one engine to the next, so that creating the next engine
+// can fail.
 type faultyKept struct {
 	llm.Kept
 	in *injector

@@ -34,8 +34,8 @@ var (
 		"stop StepEnd", besideSample}
 )
 
-// faultOps returns the operations that can fail on a machine. It repeats some of them so that they are
-// chosen more often.
+// faultOps returns the operations that can fail on a machine. Repeated operations are chosen more
+// often.
 func faultOps(l Limits) []string {
 	all := slices.Concat(engineOps, diskOps, callbackOps, cancelOps)
 	if l.Optimizer {
@@ -166,8 +166,8 @@ func (i *injector) moves() (all []move) {
 	return all
 }
 
-// call counts a call of an operation. It returns an error if the call must fail, and cancels or stops the
-// run if the fault asks for that.
+// call counts a call of an operation. It returns an error if the call must fail, and cancels or stops
+// the run if the fault requires it.
 func (i *injector) call(op string) error {
 	if i == nil {
 		return nil
@@ -195,7 +195,7 @@ func (i *injector) call(op string) error {
 
 // note records the stages of all seeds at the first update after a failure. By the first update of a
 // step, the preparation of the step is over. Gradients do not mark that moment, because directed
-// planting, which is a part of the preparation, computes gradients of its own.
+// planting computes separate gradients during the preparation.
 func (i *injector) note(op string) {
 	if op != "Update" {
 		return

@@ -120,8 +120,8 @@ func headerSum(head []byte, at int) uint32 {
 	return crc32.Update(sum, castagnoli, head[at+sumDigits:])
 }
 
-// takeSums removes the checksums from metadata and returns those of the n tensors, or nil if the
-// file has none. Damaged checksums, and a header that does not match its own, are errors.
+// takeSums removes the checksums from metadata and returns the checksums of the n tensors, or nil if
+// the file has no checksums. Damaged checksums, and a header that does not match its own, are errors.
 func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) {
 	digest, announced := metadata[digestKey]
 	digits, present := metadata[sumsKey]

@@ -48,10 +48,10 @@ func version(v uint64) []Tensor {
 	}
 }
 
-// TestKill kills a process while it saves, and checks that it leaves a complete version that is not
+// TestKill kills a process while it saves, and checks that the file is a complete version that is not
 // older than the last saved one. It kills at random times, soon after a file has been started, and
-// after a save; with random times alone, the disk and other load would determine how often a file
-// is half-written.
+// after a save; with random times alone, the disk and other load would determine how often a file is
+// half-written.
 func TestKill(t *testing.T) {
 	r := random(t)
 	kills := 100

@@ -46,8 +46,8 @@ func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, err
 	return p.entries, p.metadata, nil
 }
 
-// parser collects the contents of a header. It accepts only what the format allows: duplicate,
-// misspelled and unknown keys are errors, which decoding into structs would not detect.
+// parser collects the contents of a header. It is strict: duplicate, misspelled and unknown keys are
+// errors, which decoding into structs would not detect.
 type parser struct {
 	scanner
 	entries  []entry

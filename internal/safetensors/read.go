@@ -192,8 +192,8 @@ func (f *File) Tensor(ctx context.Context, name string) (Tensor, error) {
 	return f.tensor(ctx, i)
 }
 
-// Read reads a tensor into data, a slice of the tensor's type and size. After an error, data may
-// contain a part of it.
+// Read reads a tensor into data, a slice of the tensor's type and size. After an error, data may be
+// partly overwritten.
 func (f *File) Read(ctx context.Context, name string, data any) error {
 	i, err := f.find(name)
 	if err != nil {

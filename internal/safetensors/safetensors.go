@@ -7,8 +7,8 @@
 // Offsets count from the start of data; the tensors fill data without gaps or overlaps. All numbers
 // are little-endian.
 //
-// [Save] replaces a file in one step: a process killed at any moment leaves the old file or the new
-// one. [Open] trusts nothing it reads: every size is checked against the file before anything is
+// [Save] replaces a file in one step: even if the process is killed, the old or the new file is
+// complete. [Open] trusts nothing it reads: every size is checked against the file before anything is
 // allocated for it.
 //
 // # Integrity
@@ -22,7 +22,7 @@
 // because it protects against faulty disks rather than forgers: it detects all damage of up to 32
 // adjacent bits, and all but 2⁻³² of other damage, and processors compute it faster than memory
 // delivers the bytes. The checksum of each tensor locates the damage. Because the entries announce
-// each other, damage to one of them cannot make the file look like one without checksums.
+// each other, damage to either entry cannot make the file look like one without checksums.
 //
 // Files from other writers, which have neither entry, are checked structurally only;
 // [File.HasDigest] distinguishes them. A tool that changes tensors and copies the metadata must

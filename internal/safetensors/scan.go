@@ -90,8 +90,8 @@ func (s *scanner) key(first bool) (key string, more bool, err error) {
 	return key, true, err
 }
 
-// next reads the separator before an element: open before the first element, a comma between
-// elements, or close after the last, in which case more is false.
+// next reads the separator before an element: open before the first element, a comma between elements,
+// or close after the last. more is false after close.
 func (s *scanner) next(first bool, open, close byte) (more bool, err error) {
 	if first {
 		if err := s.expect(open); err != nil {

@@ -17,16 +17,16 @@ import (
 // and the bytes in the cache for the checksum. It is a multiple of every element size.
 const chunk = 1 << 20
 
-// Save writes tensors and metadata to a file at path, replacing it in one step like
-// atomicfile.Write: a process killed at any moment leaves the old file or the new one. Several
+// Save writes tensors and metadata to a file at path, replacing it in one step like atomicfile.Write:
+// if the process is killed at any moment, path contains either the old file or the new one. Several
 // processes may save to one path; the last one wins.
 //
-// The same arguments produce the same bytes. Tensors are ordered by element size, largest first,
-// and otherwise as given. Every tensor is therefore aligned to its elements although the format
-// allows no gaps, and the first one to eight bytes.
+// The same arguments produce the same bytes. Tensors are ordered by element size, largest first, and
+// otherwise as given. Every tensor is therefore aligned to its elements although the format allows no
+// gaps, and the first one to eight bytes.
 //
-// Invalid arguments are an error wrapping ErrInvalid, and nothing is written. After any other
-// error, the file at path is still complete, and the temporary file is gone.
+// Invalid arguments are an error wrapping ErrInvalid, and nothing is written. After any other error,
+// the file at path is still complete, and the temporary file is gone.
 func Save(path string, tensors []Tensor, metadata map[string]string) error {
 	return saveTensors(path, tensors, metadata, atomicfile.Write)
 }
@@ -81,7 +81,7 @@ func (t Tensor) source() Source {
 	}}
 }
 
-// SaveSources is like Save for tensors whose data is generated during writing. A source that writes
+// SaveSources is like Save, but the tensors' data is generated during writing. A source that writes
 // more or less data than its shape requires is an error wrapping ErrInvalid; the old file then
 // remains.
 func SaveSources(path string, sources []Source, metadata map[string]string) error {

@@ -8,7 +8,7 @@ import (
 )
 
 // Open loads a DLL, given an absolute path or a name in System32. The DLL's dependencies are loaded
-// from its folder and System32. The working folder and PATH, where others may plant a DLL, are
+// from its folder and System32. The working folder and PATH, where an attacker could plant a DLL, are
 // never searched.
 func Open(path string) (uintptr, error) {
 	flags := uintptr(windows.LOAD_LIBRARY_SEARCH_SYSTEM32)

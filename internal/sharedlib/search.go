@@ -37,8 +37,8 @@ type Place string
 // IsName reports whether the place is a name for the loader.
 func (p Place) IsName() bool { return !strings.ContainsAny(string(p), `/\`) }
 
-// Override converts the value of an environment variable to a place. A folder stands for the
-// library's files in it.
+// Override converts the value of an environment variable to a place. If the value is a folder, the
+// place is the library's files in it.
 func (f Finder) Override(value, pattern string) Place {
 	if inside := filepath.Join(value, pattern); len(f.files(Place(inside))) > 0 {
 		return Place(inside)
@@ -145,8 +145,8 @@ func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
 	return places
 }
 
-// sitePackages returns the folders of Python packages: first those of the active environment and,
-// except on Windows, of the first Python in PATH, then the user's and the system's.
+// sitePackages returns the folders of Python packages: first the folders of the active environment
+// and, except on Windows, of the first Python in PATH, then the user's and the system's.
 func (f Finder) sitePackages() []string {
 	dirs := filepath.SplitList(f.Getenv("PYTHONPATH"))
 	lib := filepath.Join("lib", "python3*")

@@ -67,8 +67,8 @@ func Words(seed uint64, n int) []byte {
 	return text[:n]
 }
 
-// Repetitive returns at least n bytes in which few symbols form many pairs, some of them invalid
-// UTF-8.
+// Repetitive returns at least n bytes composed of few symbols, which form many repeated pairs. Not all
+// of the text is valid UTF-8.
 func Repetitive(r *rand.Rand, n int) []byte {
 	alphabet := []string{"a", "a", "b", "c", "ab", " ", " ", "\n\t", ".", "é", "\xff"}
 	var text []byte
@@ -114,8 +114,8 @@ func Go(t testing.TB, size int) (train, heldOut []byte) {
 	return train[:min(size, len(train))], heldOut[:min(size, len(heldOut))]
 }
 
-// NoFiles returns paths of what has no end, or never begins: all that this system has of a folder,
-// devices and a named pipe.
+// NoFiles returns paths that exist on this system but are not regular files: a folder, devices and a
+// named pipe. Reading such a path may never start or never end.
 func NoFiles(t *testing.T) []string {
 	t.Helper()
 	paths := []string{t.TempDir()}
@@ -127,8 +127,8 @@ func NoFiles(t *testing.T) []string {
 	return paths
 }
 
-// Hole makes a file that begins with content and has 40 GB beyond it, of which next to nothing is
-// stored. It skips the test where a file system cannot.
+// Hole creates a file that starts with content and continues with a hole of 40 GB, which takes up
+// almost no space. It skips the test if the file system doesn't support holes.
 func Hole(t *testing.T, content []byte) (path string) {
 	t.Helper()
 	path = filepath.Join(t.TempDir(), "hole")
@@ -141,5 +141,5 @@ func Hole(t *testing.T, content []byte) (path string) {
 	return path
 }
 
-// HoleSize is how many bytes a Hole has beyond its content.
+// HoleSize is the size of the hole in a file created by Hole.
 const HoleSize = 40 << 30

@@ -1,5 +1,5 @@
-// Package variantrule implements the rules with which a user forces or forbids variants of ops, for the
-// machines of packages cudaops and cpuops.
+// Package variantrule implements rules for users to force or forbid variants of ops, for the machines
+// of packages cudaops and cpuops.
 package variantrule
 
 import (

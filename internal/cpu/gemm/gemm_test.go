@@ -49,7 +49,7 @@ func newProduct[T cpu.Float](r *rand.Rand, transA, transB bool, m, n, k int,
 	return p
 }
 
-// randomMatrix returns rows×cols values, stored transposed on request, in a slice that ends with
+// randomMatrix returns rows×cols values, stored transposed on request, in a slice without room beyond
 // the last value.
 func randomMatrix[T cpu.Float](r *rand.Rand, rows, cols int, trans bool) ([]T, int) {
 	if trans {

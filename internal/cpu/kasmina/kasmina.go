@@ -192,7 +192,7 @@ func grow[E any](s []E, n int) []E {
 //
 //	y = x + α(t(x) − x)
 //
-// for active seeds that blend, with x clamped first in the strict mode, and y = x for all others.
+// for active seeds that blend, with x clamped first in the strict mode. For other seeds, y = x.
 func (k *Layer[T]) Forward(y, x, weights, scales []T) {
 	k.prepare(weights, scales, false)
 	cpu.Spread(k.blocks()*k.groups(), k.tileGrain(), forwardPass[T]{k, y, x})
@@ -352,7 +352,8 @@ func (k *Layer[T]) shrink(x []T, s *Seed[T]) T {
 	return T(math.Ldexp(1, -exp))
 }
 
-// clamp writes x with elements below ε set to 0 and all others clamped to the seed's limits.
+// clamp writes x with elements below ε set to 0 and the remaining elements clamped to the seed's
+// limits.
 func (k *Layer[T]) clamp(out, x []T, s *Seed[T]) {
 	for i, v := range x {
 		if math.Abs(float64(v)) < k.Eps {
@@ -368,8 +369,8 @@ func (k *Layer[T]) clamp(out, x []T, s *Seed[T]) {
 	}
 }
 
-// bites reports whether clamp changes v, so that no gradient passes. It leaves 0 unchanged unless 0
-// is outside the limits.
+// bites reports whether clamp changes v, so that no gradient passes. A value of 0 is unchanged unless
+// 0 is outside the limits.
 func (k *Layer[T]) bites(v T, s *Seed[T]) bool {
 	return v != 0 && math.Abs(float64(v)) < k.Eps || v < s.low || v > s.high
 }

@@ -191,7 +191,7 @@ func (t *tile[T]) foldAll(k *Layer[T], v []T, eps float64) {
 	}
 }
 
-// fold adds the figures of a strip of v to those of its seeds.
+// fold adds the figures of a strip of v to the figures of its seeds.
 func (t *tile[T]) fold(k *Layer[T], v []T, s strip.View, seen *strip.Figures, eps float64) {
 	t.parts(k, s, func(seed, column, feature, n int) {
 		f := &t.figures[seed-t.s0]

@@ -7,8 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// TestGELUFar checks numbers whose squares or cubes are infinite in float32: gelu and its slope are
-// those of max(x, 0) there.
+// TestGELUFar checks numbers with squares or cubes that overflow float32: there, GELU and its slope
+// equal max(x, 0) and its slope.
 func TestGELUFar(t *testing.T) {
 	t.Run("float32", func(t *testing.T) { testGELUFar[float32](t) })
 	t.Run("float64", func(t *testing.T) { testGELUFar[float64](t) })

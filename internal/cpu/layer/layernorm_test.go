@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestLayerNormFar checks rows whose mean is large beside their deviation, and rows of equal numbers.
-// The numbers are multiples of 1/8 or, far from 0, whole numbers, so that float32 holds them exactly.
+// TestLayerNormFar checks rows with a mean that is large relative to their deviation, and rows of
+// equal numbers.
 func TestLayerNormFar(t *testing.T) {
 	t.Run("float32", func(t *testing.T) { testLayerNormFar[float32](t, 1e-6) })
 	t.Run("float64", func(t *testing.T) { testLayerNormFar[float64](t, 1e-12) })
@@ -55,7 +55,7 @@ func testLayerNormFar[T cpu.Float](t *testing.T, tolerance float64) {
 	}
 }
 
-// layerNormOfShifted computes y, dx and dw in float64 from x − offset, of which they are functions.
+// layerNormOfShifted computes y, dx and dw in float64 from x − offset, which doesn't change them.
 func layerNormOfShifted[T cpu.Float](x, w, b, g []T, offset, eps float64) (y, dx, dw []float64) {
 	d := len(w)
 	dw = make([]float64, d)

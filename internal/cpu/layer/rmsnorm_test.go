@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestRMSNormBackward compares the gradients with the formula, including cases in which several
-// spans of rows contribute to the gradient of w.
+// TestRMSNormBackward compares the gradients with the formula, including cases where several spans of
+// rows contribute to the gradient of w.
 func TestRMSNormBackward(t *testing.T) {
 	t.Run("float32", func(t *testing.T) { testRMSNormBackward[float32](t, 2e-6) })
 	t.Run("float64", func(t *testing.T) { testRMSNormBackward[float64](t, 1e-13) })

@@ -28,7 +28,7 @@ func AdamW[T cpu.Float](p, g, m, v []T, s AdamWStep) {
 	cpu.Spread(len(p), cpu.VectorGrain, adamW[T]{p, g, m, v, adamWRule[T](s)})
 }
 
-// adamWRule returns what a step does with each element.
+// adamWRule returns the rule that a step applies to each element.
 func adamWRule[T cpu.Float](s AdamWStep) vec.AdamW[T] {
 	t := float64(s.Step)
 	return vec.AdamW[T]{

@@ -16,8 +16,8 @@ const Block8 = 256
 type Codebook struct {
 	Values [256]float32
 
-	// A number belongs to the code up to whose middle it reaches: middles[c] lies between the values
-	// of c and c+1.
+	// middles[c] lies halfway between the values of codes c and c+1. Smaller numbers have code c or
+	// less, and larger numbers have code c+1 or more.
 	middles [255]float32
 
 	// from[sign] has, for the high 16 bits of a number's magnitude, the code of the smallest such
@@ -25,10 +25,10 @@ type Codebook struct {
 	from [2][]uint8
 }
 
-// Signed8 and Unsigned8 are the dynamic maps of bitsandbytes, for first and for second moments. Seven
-// decades have twice as many values each as the one below. The values of a decade divide it evenly, and
-// 0 and 1 come on top. (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; the
-// values are those of create_dynamic_map, to the bit.)
+// Signed8 and Unsigned8 are the dynamic maps of bitsandbytes, for first and for second moments. There
+// are seven decades, each with twice as many values as the decade below; the values divide the decade
+// evenly. The values 0 and 1 come in addition. All values equal the ones from create_dynamic_map bit
+// for bit. (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022.)
 var (
 	Signed8   = newCodebook(true)
 	Unsigned8 = newCodebook(false)
@@ -140,12 +140,13 @@ func encode[T cpu.Float](b *Codebook, codes []uint8, x []T) (scale T) {
 	return scale
 }
 
-// AdamW8bit is [AdamW] with moments of eight bits. Each block of [Block8] elements of m, by [Signed8],
-// and of v, by [Unsigned8], has a scale. The parameter is updated by the new moments before they are
-// rounded to codes, as in bitsandbytes.
+// AdamW8bit is [AdamW] with moments of eight bits. Each block of [Block8] elements of m, encoded by
+// [Signed8], and of v, encoded by [Unsigned8], has a scale. The parameter is updated by the new
+// moments before they are rounded to codes, as in bitsandbytes.
 //
-// An element whose v is too small for a code next to the largest one of its block has v = 0, but may
-// have m ≠ 0. Then, without a gradient, m/ε would be a step of any size. Such an m counts as 0.
+// If v of an element is too small, relative to the largest v in its block, to have a code, then v
+// becomes 0 although m may not. Without a gradient, m/ε would then be an arbitrarily large step, so
+// such an m counts as 0.
 func AdamW8bit[T cpu.Float](p, g []T, m, v []uint8, mScale, vScale []T, s AdamWStep) {
 	cpu.Spread(len(p), cpu.VectorGrain, adamW8bit[T]{p, g, m, v, mScale, vScale, adamWRule[T](s)})
 }

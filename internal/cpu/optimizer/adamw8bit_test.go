@@ -16,8 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestCodebooks compares the maps with what create_dynamic_map of bitsandbytes 0.50.2 returned with
-// PyTorch 2.15.0: the checksum of all values, and some of them in a form that can be read.
+// TestCodebooks compares the maps with the output of create_dynamic_map in bitsandbytes 0.50.2 with
+// PyTorch 2.15.0: a checksum of all values, and a few values in readable form.
 func TestCodebooks(t *testing.T) {
 	for _, c := range []struct {
 		b    *Codebook
@@ -70,8 +70,8 @@ func nearest(b *Codebook, x float32) int {
 	return best
 }
 
-// TestCode compares codes with those that a search of all values finds: for numbers at, below and above
-// every value and every middle, the ends of the search's tables, and random numbers.
+// TestCode compares codes with an exhaustive search of all values. It tests numbers at, below and
+// above every value and every middle, at the ends of the search's tables, and at random.
 func TestCode(t *testing.T) {
 	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 8))
@@ -272,8 +272,8 @@ func widened(x []float32) []float64 {
 	return y
 }
 
-// TestAdamW8bitWithoutSquares wants an element not to jump whose second moment is lost next to a large
-// one of its block, when its gradient vanishes.
+// TestAdamW8bitWithoutSquares checks that an element whose second moment is lost, next to a large one
+// in its block, does not jump when its gradient vanishes.
 func TestAdamW8bitWithoutSquares(t *testing.T) {
 	p, m, v := make([]float32, 256), make([]uint8, 256), make([]uint8, 256)
 	mScale, vScale := make([]float32, 1), make([]float32, 1)

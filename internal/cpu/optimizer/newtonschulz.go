@@ -45,7 +45,7 @@ func NewtonSchulz[T cpu.Float](y, x []T, rows, cols, steps int) {
 //
 //	dB = dY·Xᵀ,  dA = b·dB + c·(dB·A + A·dB),  dX = a·dY + B·dY + (dA + dAᵀ)·X
 //
-// and that of the normalization, with r = ‖x‖ + 1e-7, is dx = dX/r − x·⟨dX, x⟩/(r²·‖x‖).
+// and the gradient of the normalization, with r = ‖x‖ + 1e-7, is dx = dX/r − x·⟨dX, x⟩/(r²·‖x‖).
 func NewtonSchulzBackward[T cpu.Float](dx, x, g []T, rows, cols, steps int) {
 	n := newNSChain(rows, cols, make([]T, nsRoom(rows, cols)))
 	norm := math.Sqrt(array.SumSquares(x))

@@ -214,7 +214,7 @@ func (s View) streams(y []float32) bool {
 // negativeZero can be added to any number, including −0, without changing it.
 var negativeZero = float32(math.Copysign(0, -1))
 
-// Identity is the rule that leaves columns unchanged.
+// Identity is the rule that doesn't change any column.
 var Identity = func() (r Rule) {
 	for i := range Columns {
 		r.On[i], r.Off[i], r.Above[i] = 1, 1, -1
@@ -247,8 +247,8 @@ func (f *Figures) Start(columns int) {
 	copy(f.High[:columns], noFigures.High[:])
 }
 
-// AddInput adds the strip s of x, counting elements with a magnitude below eps as dead. It leaves
-// the strip in p.
+// AddInput adds the strip s of x, counting elements with a magnitude below eps as dead, and stores the
+// strip in p.
 func (f *Figures) AddInput(p *Pack, x []float32, s View, eps float32) {
 	if k := kernels32; k != nil {
 		k.inputFigures(f, &p[PackRoom], &x[s.At], s.Rows, s.Stride, s.Columns, eps)
@@ -258,7 +258,7 @@ func (f *Figures) AddInput(p *Pack, x []float32, s View, eps float32) {
 	f.add(p, s, eps)
 }
 
-// AddGradient adds the strip s of g. It leaves the strip in p.
+// AddGradient adds the strip s of g, and stores the strip in p.
 func (f *Figures) AddGradient(p *Pack, g []float32, s View) {
 	if k := kernels32; k != nil {
 		k.gradientFigures(f, &p[PackRoom], &g[s.At], s.Rows, s.Stride, s.Columns)
