@@ -35,7 +35,7 @@ type scaled struct {
 	pace   float64 // tokens/s of one GPU
 }
 
-// scaledModels are those of the tables, with the paces that CLUSTER.md has.
+// scaledModels are those of the tables, with the paces that BENCHMARKS.md has.
 func scaledModels(t *testing.T) []scaled {
 	gpt := func(dim, layers, heads, ff, seq int) llm.Config {
 		return llm.Config{Vocab: 50304, Dim: dim, Layers: layers, Heads: heads, FF: ff,
@@ -84,12 +84,12 @@ const moved = 2 + 2
 // update, more of them beside the run.
 const addBytes = 2 + 4 + 4
 
-// pair is a measured line of CLUSTER.md.
+// pair is a measured line of BENCHMARKS.md.
 type pair struct{ params, tokens, one, two float64 }
 
 // pairs are the measured lines, by model, with bf16 gradients.
 func pairs(t *testing.T) (all []pair) {
-	text, err := os.ReadFile("CLUSTER.md")
+	text, err := os.ReadFile("../BENCHMARKS.md")
 	require.NoError(t, err)
 	number := func(s string) float64 {
 		f, err := strconv.ParseFloat(strings.ReplaceAll(s, ",", ""), 64)
