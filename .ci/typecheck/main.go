@@ -1,10 +1,9 @@
-// Command typecheck checks the types of packages and of their tests, on any platform and with any
-// build tags. It needs no C compiler or header: every name of the package C is taken for granted. It
-// compiles nothing, and so takes seconds where a build for another platform takes minutes. A
-// function without a body must stand in the assembly of its package.
+// Command typecheck checks the types of packages and of their tests, for any platform and with any build
+// tags. It compiles nothing, so it takes seconds where a build for another platform takes minutes. It
+// needs neither a C compiler nor headers, because it accepts every name of the package C. Every function
+// without a body must be defined in the assembly of its package.
 //
-// It also reports results that depend on the order in which Go iterates over a map, as package
-// maporder documents.
+// It also reports results that depend on the iteration order of a map; see package maporder.
 //
 //	GOOS=windows GOARCH=amd64 typecheck ./...
 //	CGO_ENABLED=1 typecheck -tags=cu,cuda ./...
@@ -34,15 +33,15 @@ func main() {
 	}
 }
 
-// listed is a package as go list prints it: what it imports comes before.
+// listed is a package as go list prints it. Every package follows the packages that it imports.
 type listed struct {
 	Dir, ImportPath           string
 	GoFiles, CgoFiles, SFiles []string
 	ImportMap                 map[string]string
-	DepOnly                   bool // it is imported by those that were asked for
+	DepOnly                   bool // only imported by the requested packages
 }
 
-// check takes the options and patterns of go list.
+// check checks the packages selected by args, the options and patterns of go list.
 func check(args []string) error {
 	list := exec.Command("go", append([]string{"list", "-deps", "-test", "-json"}, args...)...)
 	list.Stderr = os.Stderr
@@ -94,7 +93,7 @@ func check(args []string) error {
 
 func (p listed) parse(fset *token.FileSet) (files []*ast.File, err error) {
 	for _, name := range append(p.GoFiles, p.CgoFiles...) {
-		if !filepath.IsAbs(name) { // as that of a test's function main is
+		if !filepath.IsAbs(name) { // the main function of a test has an absolute path
 			name = filepath.Join(p.Dir, name)
 		}
 		f, err := parser.ParseFile(fset, name, nil, parser.SkipObjectResolution)
@@ -106,7 +105,8 @@ func (p listed) parse(fset *token.FileSet) (files []*ast.File, err error) {
 	return files, nil
 }
 
-// assembled wants functions without bodies in the package's assembly.
+// assembled returns an error for each function without a body that the package's assembly does not
+// define.
 func (p listed) assembled(fset *token.FileSet, files []*ast.File) error {
 	var errs []error
 	var assembly []byte
@@ -128,10 +128,10 @@ func (p listed) assembled(fset *token.FileSet, files []*ast.File) error {
 	return errors.Join(errs...)
 }
 
-// importer finds what has been checked before.
+// importer imports packages that have been checked already.
 type importer struct {
 	known map[string]*types.Package
-	names map[string]string // of imports, where those differ from packages' own
+	names map[string]string // import paths as written in the source, where they differ from package paths
 }
 
 func (i importer) Import(path string) (*types.Package, error) {

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestMapOrder compares what is reported of testdata/found with its comments, line by line.
+// TestMapOrder compares the reports for testdata/found with the comments in its files, line by line.
 func TestMapOrder(t *testing.T) {
 	err := check([]string{"./testdata/found"})
 	require.Error(t, err)
@@ -48,7 +48,7 @@ func TestMapOrderFine(t *testing.T) {
 	require.NoError(t, check([]string{"./testdata/fine"}))
 }
 
-// TestExitStatus runs the command as .ci/run does.
+// TestExitStatus checks the exit status and the output of the command.
 func TestExitStatus(t *testing.T) {
 	program := filepath.Join(t.TempDir(), "typecheck")
 	out, err := exec.Command("go", "build", "-o", program, ".").CombinedOutput()

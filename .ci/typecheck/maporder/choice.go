@@ -5,7 +5,7 @@ import (
 	"go/types"
 )
 
-// checkChoices reports results that depend on the iteration of r from within which they are returned.
+// checkChoices reports results returned from within r that depend on the iteration.
 func (s *scope) checkChoices(r *region) {
 	if _, ok := r.node.(*ast.FuncLit); ok {
 		return
@@ -27,7 +27,7 @@ func (s *scope) checkChoices(r *region) {
 	})
 }
 
-// own returns a variable of r that an expression mentions, or nil.
+// own returns a variable declared in r that an expression mentions, or nil.
 func (s *scope) own(e ast.Expr, r *region) (found *types.Var) {
 	ast.Inspect(e, func(n ast.Node) bool {
 		if id, ok := n.(*ast.Ident); ok && found == nil {

@@ -1,36 +1,38 @@
-// Package maporder finds results that depend on the order in which Go iterates over a map.
+// Package maporder finds results that depend on the iteration order of a map.
 //
-// That order differs from run to run. A sum of floating-point numbers taken in it has other last
-// bits each time, and ranks that compute it disagree. Check reports, inside every loop whose order is
-// that of a map:
+// This order differs from run to run. If floating-point numbers are added in this order, the last bits
+// of the sum differ each time, and ranks that compute it disagree. In loops over a map, and in other
+// code with the order of a map, Check reports
 //
-//   - a floating-point or complex variable that is added to, multiplied or otherwise computed from
-//     its own value, directly or by a function that is called. Minima and maxima are fine, and so is
-//     adding an integer constant, because neither depends on the order;
-//   - a slice that is appended to, or filled at a counter, and that the same function uses before it
-//     sorts it. Such a slice may be tested for its length, searched, or ranged over, in which case
-//     the loop has the order of the map too. Slices of errors are exempt;
+//   - a floating-point or complex variable that is computed from its own value, for example by addition
+//     or multiplication, directly or in a called function. Minima, maxima and the addition of an integer
+//     constant are allowed, because their results do not depend on the order;
+//   - a slice that is appended to, or filled at a counted index, and that the same function uses before
+//     sorting it. The function may take the length of the slice, search it, or range over it; such a
+//     loop then has the order of the map, too. Slices of errors are exempt;
 //   - text that is added to a string or written to a writer;
-//   - numbers drawn from a generator of random numbers;
-//   - a result that the function returns from within the loop and that depends on the iteration. Of
-//     several errors, another one would be returned each time.
+//   - numbers drawn from a random number generator;
+//   - a result that is returned from within the loop and depends on the iteration, such as one of
+//     several errors.
 //
-// A variable that belongs to one iteration is fine, and so is an element that the key of the map
-// selects, since every iteration then has its own: total[key] += x.
+// A variable that belongs to one iteration may be changed freely. So may an element that is selected by
+// the key of the map, as in total[key] += x, because every iteration has its own element.
 //
-// The order of a map is that of a range statement over a map, maps.Keys, maps.Values or maps.All, of
-// sync.Map.Range, reflect.Value.MapKeys and MapRange, of slices.Collect of these, and of every
-// function of the checked packages that calls a parameter in such an order.
+// The following have the order of a map: range statements over a map, maps.Keys, maps.Values,
+// maps.All, sync.Map.Range, reflect.Value.MapKeys and MapRange, slices.Collect of these iterators, and
+// every function of the checked packages that calls a parameter in such an order.
 //
-// # What is not found
+// # Limits
 //
 // Check follows names, not memory. It does not notice that the values of two keys point to the same
-// variable, and it takes two fields of one variable for two variables. It follows calls of functions
-// and methods that are known statically, and of function literals stored in variables, but not calls
-// of interface methods or of functions in fields. A call of a sorting function counts wherever it
-// follows the loop in the text, and it is not examined whether it leaves ties in the order they had.
-// Nor does it find a choice among equals (if x > best { best, name = x, key }), where the last of
-// several iterations decides, or sums in the order in which goroutines finish.
+// variable, and it treats two fields of one variable as two variables. It follows calls of statically
+// known functions and methods, and of function literals in variables. It does not follow calls of
+// interface methods or of functions in fields. A call of a sorting function counts if it follows the
+// loop in the text, and Check does not examine whether the sort resolves all ties.
+//
+// Check does not find a choice among equals by the last of several iterations (if x > best { best, name
+// = x, key }), nor sums in the order of completion of
+// goroutines.
 package maporder
 
 import (
@@ -43,15 +45,15 @@ import (
 	"slices"
 )
 
-// A Package is a package whose types have been checked. Info needs Types, Defs and Uses.
+// A Package is a type-checked package. Info must contain Types, Defs and Uses.
 type Package struct {
 	Files []*ast.File
 	Info  *types.Info
 }
 
-// Check returns an error that lists what depends on the order of a map in pkgs, or nil. All files
-// have been parsed with fset. A file that belongs to several packages, such as a package and its
-// test, is looked at once.
+// Check returns an error that lists everything in pkgs that depends on the order of a map, or nil. All
+// files must have been parsed with fset. A file that is part of several packages, such as a package and
+// its test variant, is examined once.
 func Check(fset *token.FileSet, pkgs []*Package) error {
 	c := &checker{fset: fset, byName: map[token.Position]*function{},
 		reported: map[token.Position]bool{}}
@@ -76,7 +78,7 @@ func Check(fset *token.FileSet, pkgs []*Package) error {
 		}
 	}
 
-	// What a function does depends on the functions that it calls, so repeat until nothing changes.
+	// The effects of a function depend on the functions that it calls, so repeat until nothing changes.
 	for changed := true; changed; {
 		changed = false
 		for _, f := range c.funcs {
@@ -98,11 +100,11 @@ func Check(fset *token.FileSet, pkgs []*Package) error {
 	return errors.Join(errs...)
 }
 
-// A checker holds what is known of all packages.
+// A checker holds the functions and the reports of all packages.
 type checker struct {
 	fset     *token.FileSet
 	funcs    []*function
-	byName   map[token.Position]*function // by the positions of their names
+	byName   map[token.Position]*function // by the position of the name
 	reports  []report
 	reported map[token.Position]bool
 }
@@ -112,7 +114,7 @@ type report struct {
 	text string
 }
 
-// known returns the declaration of a function, or nil if it is in none of the checked packages.
+// known returns the declaration of a function, or nil if no checked package declares it.
 func (c *checker) known(f *types.Func) *function {
 	if f == nil {
 		return nil
@@ -120,7 +122,7 @@ func (c *checker) known(f *types.Func) *function {
 	return c.byName[c.fset.Position(f.Origin().Pos())]
 }
 
-// report notes what depends on the order in which r iterates, once for each place.
+// report adds a report about code that depends on the iteration order of r, once for each position.
 func (c *checker) report(n ast.Node, r *region, format string, args ...any) {
 	at := c.fset.Position(n.Pos())
 	if c.reported[at] {
@@ -134,23 +136,23 @@ func (c *checker) report(n ast.Node, r *region, format string, args ...any) {
 	c.reports = append(c.reports, report{at, text})
 }
 
-// A scope is a declaration at the top level of a file, with what is needed to follow its variables.
+// A scope is a top-level declaration with an index of its variables.
 type scope struct {
 	*checker
 	*Package
 	decl    ast.Node
 	parents map[ast.Node]ast.Node
 	defs    map[types.Object][]def
-	regions []*region // in the order of the text
+	regions []*region // in source order
 	filled  []*filling
 }
 
-// A def is one of the values that a variable is given.
+// A def is one of the values assigned to a variable.
 type def struct {
-	value   ast.Expr       // nil if a loop gives the value
-	loop    *ast.RangeStmt // the loop that does
-	element bool           // value is the second value of the loop, or else the first
-	results int            // value is a call with so many results
+	value   ast.Expr       // nil if the value comes from a loop
+	loop    *ast.RangeStmt // the loop that assigns the value
+	element bool           // value is the second value of the loop instead of the first
+	results int            // if not 0, value is a call with this many results
 }
 
 func newScope(c *checker, p *Package, decl ast.Node) *scope {
@@ -172,7 +174,7 @@ func newScope(c *checker, p *Package, decl ast.Node) *scope {
 	return s
 }
 
-// define notes the values that a statement gives to variables.
+// define records the values that a statement assigns to variables.
 func (s *scope) define(n ast.Node) {
 	add := func(to ast.Expr, d def) {
 		if id, ok := to.(*ast.Ident); ok {
@@ -204,7 +206,7 @@ func (s *scope) define(n ast.Node) {
 	}
 }
 
-// variable returns the variable that an identifier names, or nil.
+// variable returns the variable that an identifier denotes, or nil.
 func (s *scope) variable(id *ast.Ident) *types.Var {
 	v, _ := s.Info.ObjectOf(id).(*types.Var)
 	return v
@@ -219,7 +221,7 @@ func (s *scope) callee(call *ast.CallExpr) *types.Func {
 	case *ast.SelectorExpr:
 		fn, _ := s.Info.Uses[f.Sel].(*types.Func)
 		return fn
-	case *ast.IndexExpr: // of type arguments
+	case *ast.IndexExpr: // with type arguments
 		return s.callee(&ast.CallExpr{Fun: f.X})
 	case *ast.IndexListExpr:
 		return s.callee(&ast.CallExpr{Fun: f.X})
@@ -227,8 +229,8 @@ func (s *scope) callee(call *ast.CallExpr) *types.Func {
 	return nil
 }
 
-// calls reports whether a call is of one of the named functions of a package, and any function if
-// there are no names. A method's name follows that of its type, as in Map.Range.
+// calls reports whether a call is to one of the named functions of a package, or to any of its functions
+// if there are no names. The name of a method includes its type, as in Map.Range.
 func (s *scope) calls(e ast.Expr, pkg string, names ...string) bool {
 	call, ok := ast.Unparen(e).(*ast.CallExpr)
 	return ok && is(s.callee(call), pkg, names...)
@@ -241,7 +243,7 @@ func is(f *types.Func, pkg string, names ...string) bool {
 	return len(names) == 0 || slices.Contains(names, fullName(f))
 }
 
-// fullName returns a function's name, behind that of the receiver's type.
+// fullName returns the name of a function, after the receiver's type and a dot if it is a method.
 func fullName(f *types.Func) string {
 	recv := f.Signature().Recv()
 	if recv == nil {
@@ -257,7 +259,7 @@ func fullName(f *types.Func) string {
 	return f.Name()
 }
 
-// builtin reports whether a call is of one of the named predeclared functions.
+// builtin reports whether a call is to one of the named predeclared functions.
 func (s *scope) builtin(e ast.Expr, names ...string) bool {
 	call, ok := ast.Unparen(e).(*ast.CallExpr)
 	if !ok {
@@ -288,7 +290,7 @@ func (s *scope) check() {
 	s.checkSlices()
 }
 
-// typeOf returns the type of an expression, which is invalid if it has none.
+// typeOf returns the type of an expression, or types.Typ[types.Invalid].
 func (s *scope) typeOf(e ast.Expr) types.Type {
 	if t := s.Info.TypeOf(e); t != nil {
 		return t

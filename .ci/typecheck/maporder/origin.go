@@ -7,8 +7,8 @@ import (
 	"slices"
 )
 
-// An origin is a variable that something is stored in or reached through, and the indices on the
-// way. The variable is nil if the way is not known.
+// An origin is the variable through which a value is reached or stored, and the indices on the path to
+// it. The variable is nil if the path is unknown.
 type origin struct {
 	root    *types.Var
 	indices []ast.Expr
@@ -21,10 +21,10 @@ func (o origin) at(index ast.Expr) origin {
 	return origin{o.root, append(slices.Clone(o.indices), index)}
 }
 
-// origins returns the variables that e, to which something is assigned, may be a part of.
+// origins returns the variables that may contain e, the target of an assignment.
 func (s *scope) origins(e ast.Expr) []origin { return s.follow(e, nil) }
 
-// follow is origins, without the variables that it has come through.
+// follow implements origins. It stops at the variables already passed, in through.
 func (s *scope) follow(e ast.Expr, through []*types.Var) []origin {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.Ident:
@@ -33,7 +33,7 @@ func (s *scope) follow(e ast.Expr, through []*types.Var) []origin {
 		}
 	case *ast.SelectorExpr:
 		if v, ok := s.Info.Uses[e.Sel].(*types.Var); ok && !v.IsField() {
-			return []origin{{root: v}} // of another package
+			return []origin{{root: v}} // a variable of another package
 		}
 		return s.within(e.X, through)
 	case *ast.StarExpr:
@@ -50,8 +50,8 @@ func (s *scope) follow(e ast.Expr, through []*types.Var) []origin {
 	return []origin{{}}
 }
 
-// within returns the origins of a part of e. If e is a pointer, slice, map or interface, that is a
-// part of what e refers to. There are none if e makes it.
+// within returns the origins of a part of e. If e is a pointer, slice, map or interface, the part belongs
+// to the value that e refers to. If e creates that value, there are no origins.
 func (s *scope) within(e ast.Expr, through []*types.Var) []origin {
 	if !refers(s.typeOf(e)) {
 		return s.follow(e, through)
@@ -72,7 +72,7 @@ func (s *scope) within(e ast.Expr, through []*types.Var) []origin {
 		var all []origin
 		for _, d := range s.defs[v] {
 			from := s.given(d, v, through)
-			if len(from) == 0 { // something new, to which v is the way
+			if len(from) == 0 { // a new value, which only v refers to
 				from = []origin{{root: v}}
 			}
 			all = append(all, from...)
@@ -86,7 +86,7 @@ func (s *scope) within(e ast.Expr, through []*types.Var) []origin {
 			return s.follow(e.X, through)
 		}
 	case *ast.CompositeLit, *ast.FuncLit, *ast.BasicLit, *ast.BinaryExpr:
-		return nil // new
+		return nil // a new value
 	case *ast.TypeAssertExpr:
 		return s.within(e.X, through)
 	case *ast.CallExpr:
@@ -96,14 +96,14 @@ func (s *scope) within(e ast.Expr, through []*types.Var) []origin {
 		case s.builtin(e, "append"), s.calls(e, "slices", "Grow", "Clip"):
 			return s.within(e.Args[0], through)
 		case s.builtin(e), s.builtin(e, "make", "new"), s.calls(e, "slices"), s.calls(e, "maps"):
-			return nil // new
+			return nil // a new value
 		}
 		return []origin{{}}
 	}
 	return s.follow(e, through)
 }
 
-// given returns the origins of what one of the values of v refers to.
+// given returns the origins of the value that v refers to after a definition.
 func (s *scope) given(d def, v *types.Var, through []*types.Var) []origin {
 	switch {
 	case d.loop == nil && d.results > 1:
@@ -125,7 +125,8 @@ func (s *scope) given(d def, v *types.Var, through []*types.Var) []origin {
 	return all
 }
 
-// refers reports whether a value of a type may be one way to variables that have others.
+// refers reports whether values of type t may refer to variables that are reachable by other paths as
+// well.
 func refers(t types.Type) bool {
 	if t == nil {
 		return true
@@ -139,8 +140,8 @@ func refers(t types.Type) bool {
 	return true
 }
 
-// shared reports whether e, to which something is assigned in r, outlives one iteration: it neither
-// belongs to the iteration nor is selected by its key. Where that is not known, it is unsure.
+// shared reports whether e, the target of an assignment in r, outlives one iteration, which means that it
+// neither belongs to the iteration nor is selected by its key. If this is unknown, shared returns unsure.
 func (s *scope) shared(e ast.Expr, r *region, unsure bool) bool {
 	return slices.ContainsFunc(s.origins(e), func(o origin) bool { return s.outlives(o, r, unsure) })
 }
@@ -155,7 +156,7 @@ func (s *scope) outlives(o origin, r *region, unsure bool) bool {
 	return !slices.ContainsFunc(o.indices, func(i ast.Expr) bool { return s.unique(i, r, nil) })
 }
 
-// unique reports whether an expression has another value in each iteration, because the key has.
+// unique reports whether an expression has a different value in each iteration because the key differs.
 func (s *scope) unique(e ast.Expr, r *region, through []types.Object) bool {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.Ident:
@@ -185,7 +186,7 @@ func (s *scope) unique(e ast.Expr, r *region, through []types.Object) bool {
 			return s.unique(x, r, through)
 		})
 
-	case *ast.TypeAssertExpr: // of a key of sync.Map
+	case *ast.TypeAssertExpr: // a key of sync.Map
 		return s.unique(e.X, r, through)
 
 	case *ast.CallExpr:
@@ -221,7 +222,7 @@ func (s *scope) fixed(e ast.Expr, r *region) bool {
 	return fixed
 }
 
-// changes reports whether a statement in r assigns to a variable.
+// changes reports whether a statement in r assigns to v.
 func (s *scope) changes(v *types.Var, r *region) (changes bool) {
 	is := func(e ast.Expr) bool {
 		id, ok := ast.Unparen(e).(*ast.Ident)
@@ -239,8 +240,8 @@ func (s *scope) changes(v *types.Var, r *region) (changes bool) {
 	return changes
 }
 
-// floating reports whether a type is, or has as fields or elements, floating-point or complex
-// numbers.
+// floating reports whether a type is a floating-point or complex type, or has fields or elements of such
+// types.
 func floating(t types.Type) bool {
 	if t == nil {
 		return false

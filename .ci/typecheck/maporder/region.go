@@ -11,7 +11,7 @@ import (
 type region struct {
 	node ast.Node       // a RangeStmt, ForStmt or FuncLit
 	body *ast.BlockStmt // of node
-	keys []types.Object // variables of which each iteration has another value
+	keys []types.Object // variables that have a different value in each iteration
 }
 
 // holds reports whether a variable is declared in the region, and so belongs to one iteration.
@@ -19,7 +19,7 @@ func (r *region) holds(v types.Object) bool {
 	return r.node.Pos() <= v.Pos() && v.Pos() < r.node.End()
 }
 
-// around returns the regions that n is in, from the innermost to the outermost.
+// around returns the regions that contain n, from the innermost to the outermost.
 func (s *scope) around(n ast.Node) (all []*region) {
 	for child, up := n, s.parents[n]; up != nil; child, up = up, s.parents[up] {
 		for _, r := range s.regions {
@@ -31,8 +31,8 @@ func (s *scope) around(n ast.Node) (all []*region) {
 	return all
 }
 
-// findRegions finds the loops that have the order of a map, and the slices that they fill. A loop over
-// such a slice has the order of the map too, so it repeats until there is nothing new.
+// findRegions finds the loops in the order of a map and the slices that they fill. A loop over such a
+// slice has the order of the map, too, so the search repeats until it finds nothing new.
 func (s *scope) findRegions() {
 	s.regions, s.filled = nil, nil
 	for regions, filled := -1, -1; len(s.regions) > regions || len(s.filled) > filled; {
@@ -52,7 +52,7 @@ func (s *scope) findRegions() {
 	})
 }
 
-// region returns the region that a node is, or nil.
+// region returns the region formed by a node, or nil.
 func (s *scope) region(n ast.Node) *region {
 	switch n := n.(type) {
 	case *ast.RangeStmt:
@@ -77,7 +77,7 @@ func (s *scope) region(n ast.Node) *region {
 	return nil
 }
 
-// rangeRegion returns the region that a range statement is, or nil.
+// rangeRegion returns the region formed by a range statement, or nil.
 func (s *scope) rangeRegion(n *ast.RangeStmt) *region {
 	r := &region{node: n, body: n.Body}
 	isFunc := isA[*types.Signature](s.typeOf(n.X))
@@ -90,7 +90,7 @@ func (s *scope) rangeRegion(n *ast.RangeStmt) *region {
 	return r
 }
 
-// keyed reports whether the first value that an iterator yields is another one each time.
+// keyed reports whether the first value that an iterator yields differs each time.
 func (s *scope) keyed(e ast.Expr) bool {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.CallExpr:
@@ -106,7 +106,8 @@ func (s *scope) keyed(e ast.Expr) bool {
 // ofMap reports whether an expression is a map.
 func (s *scope) ofMap(e ast.Expr) bool { return isA[*types.Map](s.typeOf(e)) }
 
-// isA reports whether a type, or each type that a type parameter may be, has an underlying T.
+// isA reports whether the underlying type of t is a T. For a type parameter, this must hold for every
+// type in its constraint.
 func isA[T types.Type](t types.Type) bool {
 	return t != nil && each(t, func(t types.Type) bool {
 		_, ok := t.Underlying().(T)
@@ -114,7 +115,8 @@ func isA[T types.Type](t types.Type) bool {
 	})
 }
 
-// each reports whether ok holds for a type or, of a type parameter, for each type that it may be.
+// each reports whether ok holds for a type or, if it is a type parameter, for every type in its
+// constraint.
 func each(t types.Type, ok func(types.Type) bool) bool {
 	p, isParam := types.Unalias(t).(*types.TypeParam)
 	if !isParam {
@@ -145,11 +147,11 @@ func termsOf(t types.Type) (all []types.Type) {
 	return all
 }
 
-// fromMap reports whether an expression that is not a map has the order of one: an iterator or a
-// slice. at is where it is used.
+// fromMap reports whether e, which is not a map itself, is an iterator or a slice in the order of a map
+// when it is used at the node at.
 func (s *scope) fromMap(e ast.Expr, at ast.Node) bool { return s.ordered(e, at, nil) }
 
-// ordered is fromMap, without the variables that it has come through.
+// ordered implements fromMap. It stops at the variables already passed, in through.
 func (s *scope) ordered(e ast.Expr, at ast.Node, through []*types.Var) bool {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.Ident:
@@ -202,7 +204,8 @@ func (s *scope) names(e ast.Expr, pkg, name string) bool {
 	return is(s.callee(&ast.CallExpr{Fun: e}), pkg, name)
 }
 
-// literal returns the function literal that an expression is, or that a variable has, or nil.
+// literal returns the function literal that an expression denotes, directly or through a variable, or
+// nil.
 func (s *scope) literal(e ast.Expr) *ast.FuncLit {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.FuncLit:
@@ -219,7 +222,7 @@ func (s *scope) literal(e ast.Expr) *ast.FuncLit {
 	return nil
 }
 
-// params returns the variables of a function's parameters. Those without names are nil.
+// params returns the parameters of a function. Parameters without names are nil.
 func (s *scope) params(t *ast.FuncType) (all []types.Object) {
 	for _, field := range t.Params.List {
 		for _, name := range field.Names {

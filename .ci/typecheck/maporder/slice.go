@@ -7,17 +7,17 @@ import (
 	"slices"
 )
 
-// A filling is a slice, or an iterator, whose elements have the order of a map.
+// A filling is a slice or an iterator with elements in the order of a map.
 type filling struct {
 	of     ast.Expr
-	by     ast.Node // the statement
+	by     ast.Node // the filling statement
 	r      *region
-	after  token.Pos // where the text that may use it starts
-	sorted token.Pos // where it is sorted, or NoPos
+	after  token.Pos // first position where the code may use the slice
+	sorted token.Pos // position of the sorting call, or NoPos
 }
 
-// findFilled finds the slices that the regions known so far fill, and those that have their order
-// from the slices known so far.
+// findFilled finds the slices filled by the known regions, and the slices that take their order from
+// known slices.
 func (s *scope) findFilled() {
 	ast.Inspect(s.decl, func(n ast.Node) bool {
 		switch n := n.(type) {
@@ -51,7 +51,7 @@ func (s *scope) findFilled() {
 	})
 }
 
-// fill notes what a statement fills by assigning from to to.
+// fill records that statement n fills a slice by assigning from to to.
 func (s *scope) fill(n ast.Node, to, from ast.Expr) {
 	if s.base(to) == nil || errorsOnly(s.typeOf(to)) {
 		return
@@ -79,7 +79,7 @@ func (s *scope) fill(n ast.Node, to, from ast.Expr) {
 	}
 }
 
-// errorsOnly reports whether a type is a slice of errors, whose order a message alone shows.
+// errorsOnly reports whether a type is a slice of errors. Their order is only visible in a message.
 func errorsOnly(t types.Type) bool {
 	slice, ok := t.Underlying().(*types.Slice)
 	return ok && types.Identical(slice.Elem(), types.Universe.Lookup("error").Type())
@@ -93,8 +93,8 @@ func (s *scope) appends(from, to ast.Expr) bool {
 		len(call.Args) > 1 && s.base(call.Args[0]) != nil && s.base(call.Args[0]) == s.base(to)
 }
 
-// counted reports whether to is an element of a slice that outlives an iteration of r, at an index
-// that is counted there.
+// counted reports whether to is an element of a slice that outlives an iteration of r, at an index that r
+// counts.
 func (s *scope) counted(to ast.Expr, r *region) bool {
 	e, ok := ast.Unparen(to).(*ast.IndexExpr)
 	if !ok || !isA[*types.Slice](s.typeOf(e.X)) || !s.shared(to, r, false) {
@@ -138,7 +138,7 @@ func (s *scope) sortedBy(call *ast.CallExpr) (all []ast.Expr) {
 	return all
 }
 
-// unwrapped returns what an expression converts or slices.
+// unwrapped returns the operand of conversions and slice expressions.
 func (s *scope) unwrapped(e ast.Expr) ast.Expr {
 	switch x := ast.Unparen(e).(type) {
 	case *ast.CallExpr:
@@ -164,7 +164,7 @@ func (s *scope) sameSlice(a, b ast.Expr) bool {
 	return s.same(a, b)
 }
 
-// fillingOf returns the filling that an expression is before it is sorted, or nil.
+// fillingOf returns the filling that e refers to at a point before the filling is sorted, or nil.
 func (s *scope) fillingOf(e ast.Expr, at ast.Node) *filling {
 	for _, f := range s.filled {
 		if f.after <= at.Pos() && (f.sorted == token.NoPos || at.Pos() < f.sorted) && s.same(e, f.of) {
@@ -174,7 +174,7 @@ func (s *scope) fillingOf(e ast.Expr, at ast.Node) *filling {
 	return nil
 }
 
-// checkSlices reports the slices in the order of a map that are used before they are sorted.
+// checkSlices reports slices in the order of a map that are used before they are sorted.
 func (s *scope) checkSlices() {
 	for _, f := range s.filled {
 		if f.sorted == token.NoPos && s.escapes(f.of) {
@@ -198,8 +198,8 @@ func (s *scope) checkSlices() {
 	})
 }
 
-// escapes reports whether a slice can be used without its name: it is a field, an element, a named
-// result, or outside of the function.
+// escapes reports whether a slice can be used without its name, as a field, an element, a named result,
+// or a variable outside the function.
 func (s *scope) escapes(e ast.Expr) bool {
 	id, ok := ast.Unparen(e).(*ast.Ident)
 	if !ok {
@@ -225,8 +225,8 @@ func (s *scope) escapes(e ast.Expr) bool {
 	return false
 }
 
-// orderFree are functions whose results do not depend on the order of their arguments' elements, or
-// that sort them.
+// orderFree lists functions that sort their arguments, or have results that do not depend on the order of
+// the arguments' elements.
 var orderFree = map[string][]string{
 	"slices": {"Sorted", "SortedFunc", "SortedStableFunc", "Sort", "SortFunc", "SortStableFunc",
 		"Contains", "ContainsFunc", "Max", "Min"},
@@ -236,8 +236,8 @@ var orderFree = map[string][]string{
 		"NotContains", "Subset", "NotSubset", "Nil", "NotNil"},
 }
 
-// harmless reports whether the statement around an expression in the order of a map does not depend
-// on it, or is a loop or a variable that has the same order.
+// harmless reports whether the parent of an expression in the order of a map does not depend on the
+// order, or is checked elsewhere, such as a loop or a variable with the same order.
 func (s *scope) harmless(e ast.Expr) bool {
 	child, up := ast.Node(e), s.parents[e]
 	for {
@@ -256,11 +256,11 @@ func (s *scope) harmless(e ast.Expr) bool {
 	case *ast.ValueSpec:
 		return true
 	case *ast.SliceExpr:
-		return up.X == child // and is looked at itself
+		return up.X == child // the slice expression is checked itself
 	case *ast.BinaryExpr:
-		return up.Op == token.EQL || up.Op == token.NEQ // nil
+		return up.Op == token.EQL || up.Op == token.NEQ // comparison with nil
 	case *ast.ReturnStmt:
-		return isA[*types.Signature](s.typeOf(e)) // the callers' loops are looked at
+		return isA[*types.Signature](s.typeOf(e)) // the callers' loops are checked
 	case *ast.IndexExpr:
 		return slices.ContainsFunc(s.around(up), func(r *region) bool {
 			loop, ok := r.node.(*ast.RangeStmt)

@@ -13,7 +13,7 @@ import (
 const sumAdvice = "which rounds differently from run to run: range over " +
 	"slices.Sorted(maps.Keys(...)) or over a slice instead"
 
-// checkSums reports what r computes from its own value of the iteration before.
+// checkSums reports variables that r computes from their values in the previous iteration.
 func (s *scope) checkSums(r *region) {
 	ast.Inspect(r.body, func(n ast.Node) bool {
 		for _, sum := range s.sums(n) {
@@ -41,8 +41,8 @@ func nameOf(o origin) string {
 	return o.root.Name()
 }
 
-// sums returns the floating-point variables that a statement computes from their own values, except
-// as minima, maxima and counts.
+// sums returns the floating-point variables that a statement computes from their own values, except for
+// minima, maxima and counts.
 func (s *scope) sums(n ast.Node) (all []ast.Expr) {
 	a, ok := n.(*ast.AssignStmt)
 	if !ok {
@@ -73,14 +73,14 @@ func (s *scope) sums(n ast.Node) (all []ast.Expr) {
 	return all
 }
 
-// whole reports whether an expression is an integer constant. Sums of such are exact.
+// whole reports whether an expression is an integer constant. Sums of integer constants are exact.
 func (s *scope) whole(e ast.Expr) bool {
 	v := s.Info.Types[e].Value
 	return v != nil && constant.ToInt(v).Kind() == constant.Int
 }
 
-// folds reports whether a slice of, or a pointer to, floating-point numbers becomes what a function
-// makes of it.
+// folds reports whether a function computes a new value for to, a slice of or a pointer to floating-point
+// numbers, from its old value.
 func (s *scope) folds(from, to ast.Expr) bool {
 	call, ok := ast.Unparen(from).(*ast.CallExpr)
 	if !ok || s.conversion(call) || s.builtin(call, "append") || s.calls(call, "slices") ||
@@ -97,8 +97,8 @@ func (s *scope) folds(from, to ast.Expr) bool {
 	return floating(elem) && s.mentions(from, to, nil)
 }
 
-// mentions reports whether the value of e depends on that of x, other than as an operand of a
-// minimum or maximum that e is.
+// mentions reports whether the value of e depends on the value of x. It does not count x as an operand if
+// e is a minimum or maximum.
 func (s *scope) mentions(e, x ast.Expr, through []*types.Var) bool {
 	e = ast.Unparen(e)
 	if call, ok := e.(*ast.CallExpr); ok && (s.builtin(call, "min", "max") ||
@@ -144,8 +144,8 @@ func (s *scope) mentions(e, x ast.Expr, through []*types.Var) bool {
 	return found
 }
 
-// loopStart returns where the innermost loop or function around x starts. What has been assigned
-// before is the same in all iterations.
+// loopStart returns the start of the innermost loop or function around x. Variables assigned before it
+// have the same value in all iterations.
 func (s *scope) loopStart(x ast.Node) token.Pos {
 	for n := x; n != nil; n = s.parents[n] {
 		switch n := n.(type) {
@@ -160,7 +160,7 @@ func (s *scope) loopStart(x ast.Node) token.Pos {
 	return token.NoPos
 }
 
-// same reports whether two expressions name the same variable in the same words.
+// same reports whether two expressions name the same variable by the same text.
 func (s *scope) same(a, b ast.Expr) bool {
 	return s.base(a) != nil && s.base(a) == s.base(b) &&
 		types.ExprString(ast.Unparen(a)) == types.ExprString(ast.Unparen(b))
@@ -179,7 +179,7 @@ func (s *scope) overlap(a, b ast.Expr) bool {
 	return ok && (rest == "" || rest[0] == '.' || rest[0] == '[')
 }
 
-// base returns the variable that an expression starts with, or nil.
+// base returns the leading variable of an expression, or nil.
 func (s *scope) base(e ast.Expr) *types.Var {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.Ident:
@@ -199,28 +199,28 @@ func (s *scope) base(e ast.Expr) *types.Var {
 	return nil
 }
 
-// A function is a declared function, and what calls of it do.
+// A function is a declared function with the effects of calling it.
 type function struct {
 	*scope
 	decl *ast.FuncDecl
 
-	adds         map[addition]bool // floating-point numbers that it accumulates in
+	adds         map[addition]bool // floating-point variables that it accumulates in
 	sorts        map[int]bool      // parameters that it sorts
 	callsInOrder map[int]bool      // parameters that it calls once for each element of a map
-	yields       bool              // it returns an iterator in the order of a map
+	yields       bool              // returns an iterator in the order of a map
 }
 
-// An addition says that a function accumulates floating-point numbers in what a parameter refers to.
-// Parameters are numbered from 0, and the receiver is number −1.
+// An addition means that a function accumulates floating-point numbers in the memory that a parameter
+// refers to. Parameters are numbered from 0, and the receiver has number −1.
 type addition struct {
-	global *types.Var // at the top level of a package, or nil
-	param  int        // if there is no global
-	index  int        // the parameter that selects the element, or noIndex
+	global *types.Var // package-level variable, or nil
+	param  int        // the parameter, unless global is set
+	index  int        // number of the parameter that selects the element, or noIndex
 }
 
 const noIndex = -2
 
-// summarize finds what calls of f do, and reports whether that is new.
+// summarize determines the effects of calling f, and reports whether it found new ones.
 func (f *function) summarize() bool {
 	f.findRegions()
 	if f.adds == nil {
@@ -293,8 +293,8 @@ func (f *function) iterates(v *types.Var) {
 	})
 }
 
-// add notes that f accumulates in what an origin names. e is the expression, if the statement is in
-// f itself.
+// add records that f accumulates in the variable of an origin. e is the target of the assignment, or nil
+// if a called function makes the assignment.
 func (f *function) add(o origin, e ast.Expr) {
 	if o.root == nil {
 		return
@@ -323,8 +323,8 @@ func (f *function) add(o origin, e ast.Expr) {
 	f.adds[a] = true
 }
 
-// throughReference reports whether an expression leaves the variable that it starts with, so that a
-// change to it is seen by others that refer to the same.
+// throughReference reports whether an expression follows a pointer, slice or map, so that other
+// references see an assignment to it.
 func (s *scope) throughReference(e ast.Expr) bool {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.SelectorExpr:
@@ -337,7 +337,7 @@ func (s *scope) throughReference(e ast.Expr) bool {
 	return false
 }
 
-// accumulating are packages whose functions add to what their first argument, or receiver, refers to.
+// accumulating lists packages with functions that add to their receiver or first argument.
 var accumulating = []string{"math/big", "gonum.org/v1/gonum/floats", "gorgonia.org/vecf32",
 	"gorgonia.org/vecf64"}
 
@@ -362,7 +362,7 @@ func (s *scope) effects(call *ast.CallExpr) (all []origin) {
 	to := addition{param: 0, index: noIndex}
 	if fn.Signature().Recv() != nil {
 		if !strings.HasPrefix(fullName(fn), "Float.") {
-			return nil // whole numbers and fractions are exact
+			return nil // integers and fractions are exact
 		}
 		to.param = -1
 	}
@@ -373,7 +373,7 @@ func (s *scope) effects(call *ast.CallExpr) (all []origin) {
 	return all
 }
 
-// effect returns where a call accumulates by one of the additions of its function.
+// effect returns the origins that a call accumulates in, according to one addition of its function.
 func (s *scope) effect(call *ast.CallExpr, a addition) []origin {
 	if a.global != nil {
 		return []origin{{root: a.global}}
@@ -386,7 +386,7 @@ func (s *scope) effect(call *ast.CallExpr, a addition) []origin {
 	if refers(s.typeOf(arg)) {
 		all = s.within(arg, nil)
 	} else {
-		all = s.follow(arg, nil) // the receiver, whose address is taken
+		all = s.follow(arg, nil) // the receiver, which is passed by address
 	}
 	if a.index != noIndex {
 		for i := range all {
@@ -396,7 +396,8 @@ func (s *scope) effect(call *ast.CallExpr, a addition) []origin {
 	return all
 }
 
-// argument returns an argument of a call, or its receiver. It is nil if there is none.
+// argument returns an argument of a call, its receiver if param is negative, or nil if the call has no
+// such argument.
 func (s *scope) argument(call *ast.CallExpr, param int) ast.Expr {
 	if param < 0 {
 		if sel, ok := ast.Unparen(call.Fun).(*ast.SelectorExpr); ok {
@@ -410,7 +411,7 @@ func (s *scope) argument(call *ast.CallExpr, param int) ast.Expr {
 	return call.Args[param]
 }
 
-// litEffects returns the variables outside a function literal in which it accumulates.
+// litEffects returns the variables outside a function literal that it accumulates in.
 func (s *scope) litEffects(lit *ast.FuncLit) (all []origin) {
 	own := &region{node: lit, body: lit.Body}
 	ast.Inspect(lit.Body, func(n ast.Node) bool {

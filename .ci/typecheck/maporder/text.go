@@ -65,7 +65,7 @@ func (s *scope) writes(call *ast.CallExpr) ast.Expr {
 	return nil
 }
 
-// target returns the variable that a writer is, or nil if it has none.
+// target returns the variable of a writer, or nil if it has none.
 func (s *scope) target(e ast.Expr) ast.Expr {
 	if u, ok := ast.Unparen(e).(*ast.UnaryExpr); ok && u.Op == token.AND {
 		e = u.X

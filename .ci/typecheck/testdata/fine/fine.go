@@ -1,4 +1,4 @@
-// Package fine has what maporder does not report.
+// Package fine contains code that maporder must not report.
 package fine
 
 import (
@@ -85,7 +85,7 @@ func eachIterationItsOwn(m map[string][]float64, row map[int]float64) map[string
 		dense[int64(index)][0] += v
 	}
 	for _, s := range byKey {
-		s.sum *= 2 // the values are not the same variable
+		s.sum *= 2 // the values are different variables
 		s.addToCopy(1)
 	}
 	return out
@@ -94,7 +94,7 @@ func eachIterationItsOwn(m map[string][]float64, row map[int]float64) map[string
 func otherFields(m map[string]stats) (s stats, last float64) {
 	for _, v := range m {
 		s.n += v.n
-		last = s.sum * v.sum // of the last, but no sum
+		last = s.sum * v.sum // depends on the last iteration, but is not a sum
 	}
 	return s, last
 }
@@ -139,7 +139,7 @@ func orderFree(m map[string]float64) bool {
 	var errs []error
 	for k, v := range m {
 		values = append(values, v)
-		errs = append(errs, errors.New(k)) // of a message alone
+		errs = append(errs, errors.New(k)) // only visible in a message
 	}
 	again := maps.Collect(maps.All(m))
 	most := 0.0

@@ -78,7 +78,7 @@ func (l *list) collect(m map[string]int, byLength map[int][]string) {
 func collected(m map[string]int, use func(...string)) (first string) {
 	use(slices.Collect(maps.Keys(m))...) // want "slices.Collect(maps.Keys(m)) has the order of a map"
 	keys := slices.AppendSeq([]string{"x"}, maps.Keys(m))
-	other := keys  // and so has other
+	other := keys  // other has the same order
 	use(other...)  // want "other has the order of a map"
 	return keys[0] // want "keys has the order of a map"
 }

@@ -1,4 +1,4 @@
-// Package found has what maporder reports, each with the words of the report.
+// Package found contains code that maporder must report, with the text of the reports.
 package found
 
 import (
@@ -20,7 +20,7 @@ type pair struct{ a, b float32 }
 
 func (p pair) plus(q pair) pair { return pair{p.a + q.a, p.b + q.b} }
 
-// needs is how two ranks of a run came to different bits.
+// needs has a fault that once gave two ranks of a run different bits.
 func needs(squares, sizes map[string]float64, of func(string) bool) float64 {
 	sum, n := 0.0, 0.0
 	for p, s := range squares {
@@ -144,7 +144,7 @@ func generic[M ~map[string]F, F float32 | float64](m M) (x F) {
 	return x
 }
 
-// What a function does where it is called.
+// Functions that accumulate when they are called.
 
 var total float64
 
