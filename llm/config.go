@@ -9,9 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a
-// residual stream. It has RMSNorm before each, rotary positions, and Kasmina layers after chosen
-// blocks. [Traits] are what other families have beyond Llama 2. It is stored with every checkpoint.
+// Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a residual
+// stream, with RMSNorm before each, rotary positions, and Kasmina layers after chosen blocks. [Traits]
+// adds the features of other families. Every checkpoint contains the Config.
 type Config struct {
 	Vocab   int     `json:"vocab"`             // token ids are 0 to Vocab−1
 	Dim     int     `json:"dim"`               // features of the residual stream
@@ -23,79 +23,76 @@ type Config struct {
 	Seq     int     `json:"seq"`               // positions of a sequence, and the longest context
 	Base    float64 `json:"rope_base"`         // base of the rotary angles
 	Eps     float64 `json:"eps"`               // RMSNorm's epsilon
-	Untied  bool    `json:"untied,omitempty"`  // the output layer has a weight of its own
-	Kasmina []int   `json:"kasmina,omitempty"` // blocks, from 0, after which a Kasmina layer stands
+	Untied  bool    `json:"untied,omitempty"`  // the output layer has its own weight
+	Kasmina []int   `json:"kasmina,omitempty"` // blocks, counted from 0, with a Kasmina layer after them
 	Seeds   int     `json:"seeds,omitempty"`   // seeds of each Kasmina layer, a divisor of Dim
-	// rows of a Kasmina layer's weights, of which row 0 is unused
+	// rows of a Kasmina layer's weights; row 0 is unused
 	Slots int `json:"slots,omitempty"`
 
-	// SlotWidth is how many weights a slot has, at least Dim/Seeds, which 0 stands for. The
-	// blueprints LowRank and ChunkMLP have rank SlotWidth·Seeds/(2·Dim), and need it to be at least
-	// 1.
+	// SlotWidth is the number of weights in a slot, at least Dim/Seeds; 0 means Dim/Seeds. The blueprints
+	// LowRank and ChunkMLP have rank SlotWidth·Seeds/(2·Dim), which must be at least 1.
 	SlotWidth int `json:"slot_width,omitempty"`
 
-	// Documents keeps attention to the document that a token belongs to, where the batches of
-	// training and evaluation say where documents start. Text that is generated is one document.
+	// Documents limits attention to the token's document, if the batches of training and evaluation mark
+	// where documents start. Generated text is a single document.
 	Documents bool `json:"documents,omitempty"`
 
-	// Depth is how many seeds grow the stack of blocks. Their lattice stands behind those of the
-	// Kasmina layers. See llm.Trainer.Run for when it
-	// changes the model.
+	// Depth is the number of seeds that grow the stack of blocks. Their lattice comes last. The model
+	// grows between two steps.
 	Depth int `json:"depth,omitempty"`
-	// Weights are linear layers on each of which a seed sits. Streams are blocks, from 0, behind
-	// each of which one sits in the residual stream. A place may be named several times. Each list
-	// has a lattice of its own, behind those of the Kasmina layers and before that of depth.
+	// Weights lists linear layers with a seed on each. Streams lists blocks, counted from 0, with a seed
+	// in the residual stream after each. A place may be listed several times. Each list has its own
+	// lattice, after the lattices of the Kasmina layers and before the lattice of depth.
 	Weights []WeightSite `json:"weights,omitempty"`
 	Streams []int        `json:"streams,omitempty"`
-	// LoRAAlpha is that of LoRA, whose product is multiplied by LoRAAlpha/rank; 0 means the rank.
+	// LoRAAlpha is LoRA's α: the product is multiplied by LoRAAlpha/rank. 0 means the rank.
 	LoRAAlpha float64 `json:"lora_alpha,omitempty"`
-	// Frozen says that only what is planted at Weights and in Streams learns. The model's own
-	// parameters keep their bits until something is merged into them.
+	// Frozen restricts training to the blueprints planted at Weights and in Streams. The model's own
+	// parameters keep their bits until a blueprint is merged into them.
 	Frozen bool `json:"frozen,omitempty"`
-	// Directed has the rows of A of a LoRA begin along the gradient of its weight, instead of at
-	// random. They are its right singular vectors of the largest singular values. It is for frozen
-	// models.
+	// Directed initializes the rows of A in a LoRA with the right singular vectors of its weight's
+	// gradient that have the largest singular values, instead of random values. It requires Frozen.
 	Directed bool `json:"directed,omitempty"`
-	// Planted are the blueprints at these places, and Grown is how the model came to its blocks.
-	// The trainer writes both.
+	// Planted lists the blueprints at these places, and Grown records how the model's stack of blocks
+	// grew. The trainer writes both.
 	Planted []Planted `json:"planted,omitempty"`
 	Grown   []Grown   `json:"grown,omitempty"`
 
-	// ZeroOutputs starts the weights that write to the residual stream, the output projections of
-	// attention and perceptron, at 0, so that every block of a new model is the identity. It
-	// changes where training starts and nothing else: the model stays a plain one.
+	// ZeroOutputs initializes the weights that write to the residual stream, the output projections of
+	// attention and perceptron, to 0, so that every block of a new model is the identity. It affects only
+	// the initial values, not the architecture.
 	ZeroOutputs bool `json:"zero_outputs,omitempty"`
 
 	Traits
 
-	// KasminaOptions say how the Kasmina layers compute. They are no part of the architecture: a
-	// run that goes on with others has other settings.
+	// KasminaOptions configures the computation of the Kasmina layers. The options are not part of the
+	// architecture, but changing them changes the settings of a run.
 	KasminaOptions KasminaOptions `json:"kasmina_options,omitzero"`
 }
 
-// Grown is a growth of a model's stack of blocks.
+// Grown describes a growth of a model's stack of blocks.
 type Grown struct {
-	// Stream says that it is the block which the blueprint of a seed of the stream became.
+	// Stream reports whether the new block comes from a seed of the stream.
 	Stream bool `json:"stream,omitempty"`
 
-	Seed  int    `json:"seed"` // of the lattice of depth, or of the stream
-	Kind  string `json:"kind"` // of its blueprint
+	Seed  int    `json:"seed"` // in the lattice of depth, or of the stream
+	Kind  string `json:"kind"` // of the blueprint
 	Size  int    `json:"size"`
-	Step  int    `json:"step"`  // steps that the model had seen
-	Order []int  `json:"order"` // as blueprints.Order returned it
+	Step  int    `json:"step"`  // steps that the model had made
+	Order []int  `json:"order"` // as returned by blueprints.Order
 }
 
-// KasminaOptions are the options of a model's Kasmina layers. The zero value has the defaults of
+// KasminaOptions holds the options of a model's Kasmina layers. The zero value selects the defaults of
 // [op.Kasmina].
 type KasminaOptions struct {
-	Stability op.Stability `json:"stability,omitempty"` // as op.WithStability
-	Epsilon   float64      `json:"epsilon,omitempty"`   // as op.WithEpsilon; 0 means its default
-	GradClip  float64      `json:"grad_clip,omitempty"` // as op.WithGradClip; 0 for none
+	Stability op.Stability `json:"stability,omitempty"` // see op.WithStability
+	Epsilon   float64      `json:"epsilon,omitempty"`   // see op.WithEpsilon; 0 means its default
+	GradClip  float64      `json:"grad_clip,omitempty"` // see op.WithGradClip; 0 disables it
 
-	// AdaptiveClip is as op.WithAdaptiveGradClip, 0 for none. It excludes GradClip.
+	// AdaptiveClip is the limit for op.WithAdaptiveGradClip; 0 disables it. It excludes GradClip.
 	AdaptiveClip float64 `json:"adaptive_clip,omitempty"`
-	// StopOnNonFinite ends a run at a step of training in which a layer meets NaN or Inf, as
-	// op.StopOnNonFinite does. The error wraps op.ErrNonFinite and llm.ErrDiverged.
+	// StopOnNonFinite ends a run if a layer meets NaN or Inf during training, like op.StopOnNonFinite.
+	// The error wraps op.ErrNonFinite and llm.ErrDiverged.
 	StopOnNonFinite bool `json:"stop_on_non_finite,omitempty"`
 }
 
@@ -125,7 +122,7 @@ func (o KasminaOptions) check() error {
 	return nil
 }
 
-// Options are those of a layer in a graph that trains, or in another one.
+// Options returns the options of a layer in a graph for training or for another purpose.
 func (o KasminaOptions) Options(training bool) []op.KasminaOption {
 	opts := []op.KasminaOption{op.WithStability(o.Stability)}
 	if o.Epsilon > 0 {
@@ -151,7 +148,7 @@ func (o KasminaOptions) Options(training bool) []op.KasminaOption {
 	return opts
 }
 
-// KasminaWidth is the number of columns of a Kasmina layer's weights.
+// KasminaWidth returns the number of columns in the weights of a Kasmina layer.
 func (c Config) KasminaWidth() int {
 	if c.Seeds < 1 {
 		return c.SlotWidth
@@ -159,9 +156,9 @@ func (c Config) KasminaWidth() int {
 	return max(c.SlotWidth, c.Dim/c.Seeds)
 }
 
-// Default fills in what c leaves at zero and can be derived. That is KVHeads, HeadDim (Dim/Heads,
-// where that is whole), FF (8/3·Dim, rounded up to 32), Base and Eps. If there are Kasmina layers,
-// it fills in Slots too: Seeds + 1, one for each seed, and slot 0, which means none.
+// Default fills in fields of c that are 0 and can be derived: KVHeads, HeadDim (Dim/Heads, if that is an
+// integer), FF (8/3·Dim, rounded up to a multiple of 32), Base and Eps. If there are Kasmina layers, it
+// also sets Slots to Seeds + 1: one slot for each seed, and slot 0, which means no slot.
 func (c Config) Default() Config {
 	set := func(v *int, to int) {
 		if *v == 0 {
@@ -189,16 +186,16 @@ func (c Config) Default() Config {
 	return c
 }
 
-// maxField is the most that a size in a configuration can be.
+// maxField is the maximum of a size in a configuration.
 const maxField = 1 << 24
 
-// Limits that keep what is derived from a configuration inside the range of int.
+// Limits that keep quantities derived from a configuration within the range of int.
 const (
 	maxLayers = 1 << 16
 	maxParams = 1 << 36
 )
 
-// Knows returns an error that names the first of the ids which is outside the vocabulary.
+// Knows returns an error that names the first id outside the vocabulary.
 func (c Config) Knows(ids iter.Seq[int]) error {
 	if ids == nil {
 		return nil
@@ -212,8 +209,7 @@ func (c Config) Knows(ids iter.Seq[int]) error {
 	return nil
 }
 
-// Check returns an error that names the first field that does not fit, what it holds and what it
-// could.
+// Check returns an error that names the first invalid field, its value, and the valid values.
 func (c Config) Check() error {
 	if c.HeadDim == 0 && c.Heads > 0 && c.Dim%c.Heads != 0 {
 		return fmt.Errorf("llm: Config.Dim is %d, want a multiple of Heads, %d, or a HeadDim of "+

@@ -198,7 +198,7 @@ func (s slotStore) forget(e paramMirror, layer, from, to int) error {
 }
 
 // ForgetFrozen clears the optimizer state of the slots that no seed trains any more, so that an update
-// keeps them bit for bit. (Weight decay needs no gradient.)
+// without weight decay keeps them bit for bit.
 //
 // learning lists, per layer, the slots that learned in the last step; it is nil if that is unknown.
 // ForgetFrozen returns the slots that learn now.

@@ -18,23 +18,26 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrSettings is wrapped by the error of a checkpoint whose run was set up in another way than the
-// trainer. Its continuation would not have the bits of an uninterrupted run.
+// ErrSettings reports a checkpoint of a run with other settings than the trainer's. Continuing such a run
+// would not give the bits of an uninterrupted one.
 var ErrSettings = errors.New("checkpoint of a run with other settings")
 
-// Resume sets model, lattices, optimiser and loader to what Trainer.Save wrote to the file at path.
-// The run then continues as if it had never stopped, bit for bit on processors with the same
-// instructions. A file is refused that is damaged, of another architecture (ErrArchitecture), of
-// other data (data.ErrChanged), of a run with other settings (ErrSettings) or beyond
-// TrainConfig.Steps. The trainer then is as before. Settings are the fields of TrainConfig that
-// matter, Config.KasminaOptions, the schedule, the optimiser and its options. They are also the
-// loader's seed, the tokenizer, the engine, and how the run grows. When the engine cannot take what
-// was read, the error says so. Model and optimiser are the file's then, which Model.Save can save.
-// The trainer's Run, Save and Evaluate refuse until a Resume succeeds. When the context ends while
-// the file is read, nothing has changed either. A run that goes on meanwhile goes on from there.
+// Resume sets the model, lattices, optimizer and loader to the state that Trainer.Save wrote to the file
+// at path. The run then continues as if it had never stopped, bit for bit on processors with the same
+// instructions. A run in progress continues from there as well.
 //
-// Grow may be called before or after: where the run grew in another way, or not at all, Resume or
-// Run returns the ErrSettings.
+// Resume changes nothing and returns an error if the file is damaged, has another architecture
+// (ErrArchitecture), other data (data.ErrChanged) or other settings (ErrSettings), or is beyond
+// TrainConfig.Steps. The settings are the fields of TrainConfig that affect the result,
+// Config.KasminaOptions, the schedule, the optimizer and its options, the loader's seed, the tokenizer,
+// the engine, and how the run grows. Nothing changes either if ctx is done while the file is being read.
+//
+// If the engine cannot take the new state, the error says so. The model and the optimizer then have the
+// file's state, which Model.Save can save, but Run, Save and Evaluate return an error until a Resume
+// succeeds.
+//
+// Grow may be called before or after Resume. If the run grew differently, or not at all, Resume or Run
+// returns ErrSettings.
 func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption) error {
 	err := t.resume(ctx, path, opts)
 	if errors.Is(err, safetensors.ErrCorrupt) {
@@ -123,14 +126,13 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		t.growth.grew = nil
 	}
 
-	done() // what is told may save
+	done() // the report function may save
 	r.tell(diff)
 	return nil
 }
 
-// runIn reads the state of a run from a file, and returns it if the trainer can go on from there.
-// It also returns the model's configuration, whose blocks may have grown from those that the
-// trainer's began with, and the settings that differ and may.
+// runIn reads the state of a run from a file and checks that the trainer can continue it. It also returns
+// the model's configuration, in which blocks may have grown, and the accepted differences in settings.
 func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []string, error) {
 	c, err := configIn(f)
 	if err != nil {
@@ -143,7 +145,7 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 		return nil, c, nil, f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
 
-	// null in the file
+	// values that the file has as null
 	run := &training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
 	if _, ok := f.Metadata[modelfile.TrainingKey]; !ok {
 		return nil, c, nil,
@@ -173,7 +175,7 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 				"more steps goes on from there", run.Step, t.Config.Steps)
 	}
 
-	const most = 1 << 62 // no run gets there, and counting on cannot overflow
+	const most = 1 << 62 // far beyond any run, and safe from overflow
 	if run.Spent.Time < 0 || run.Spent.Time > most || run.Spent.Tokens < 0 ||
 		run.Spent.Tokens > most || !(run.Spent.FLOPs >= 0) || !(run.Share >= 0 && run.Share <= 1) ||
 		run.Summed < 0 || run.Summed > run.Step || run.Losses-run.Losses != 0 {
@@ -195,7 +197,7 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 		diff = append(diff, "Config.KasminaOptions."+d)
 	}
 
-	if t.growth.options != nil || r.newSettings { // else Grow may still be called: Run looks again
+	if t.growth.options != nil || r.newSettings { // otherwise Grow may still be called, and Run checks again
 		diff = append(diff, t.growth.settings().Differences(run.Settings.Growth)...)
 	}
 
@@ -210,8 +212,8 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 	return run, c, diff, nil
 }
 
-// knowsText returns an error if a run learnt from other text than the trainer's loader has, or with
-// another tokenizer.
+// knowsText returns an error if a run was trained on other text than the loader's, or with another
+// tokenizer.
 func (t *Trainer) knowsText(run *training) error {
 	if here, there := t.Loader.Tokenizer(), run.Settings.Tokenizer; there != "" &&
 		there != here {
@@ -233,7 +235,7 @@ func (t *Trainer) knowsText(run *training) error {
 	}
 }
 
-// optimizerIn reads what the optimiser remembers, unless it is to start anew.
+// optimizerIn reads the optimizer state, unless the optimizer is to start afresh.
 func (r *resumption) optimizerIn(ctx context.Context, f *modelfile.File,
 	shape modelfile.Shape) ([]optim.Tensor, error) {
 	if r.newData != nil && !r.newData.Optimizer {
@@ -253,7 +255,7 @@ func (r *resumption) optimizerIn(ctx context.Context, f *modelfile.File,
 	return all, err
 }
 
-// momentsIn reads what an optimiser remembers, under a prefix.
+// momentsIn reads optimizer state that is stored with a prefix.
 func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []optim.Tensor,
 	err error) {
 	for name := range f.With(prefix) {
@@ -267,13 +269,13 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 	return all, nil
 }
 
-// setStates sets the loss scale, the loader and the optimizer to those of a model that has been
-// read. Each refuses what does not fit; then all are as before.
+// setStates sets the loss scale, the loader and the optimizer to the state that has been read. If one of
+// them refuses it, all are restored.
 //
-// The optimizer is also tried on what a rollback or the end of a trial would need, so that a file
-// that cannot be continued is refused now.
+// The optimizer is also tried with the state that a rollback or the end of a trial would need, so that a
+// file that cannot be continued is refused now.
 func (t *Trainer) setStates(run *training, growing growthState, read modelState) error {
-	// What has diverged is what a checkpoint is for.
+	// A diverged model is a good reason to resume.
 	if err := pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
 		return err
 	}
@@ -327,8 +329,8 @@ func (t *Trainer) setStates(run *training, growing growthState, read modelState)
 	return nil
 }
 
-// goOn makes a model that has been read the trainer's, and the engine's: a new one's where its
-// blocks are others than before.
+// goOn completes a Resume: it marks the trainer as the holder of the parameters that have been read, and
+// passes them to the engine. It creates a new engine if the blocks have changed.
 func (t *Trainer) goOn(run *training, other bool) error {
 	changed(t.Model)
 	hold(t.Model, holder{t})
@@ -356,7 +358,7 @@ func (t *Trainer) goOn(run *training, other bool) error {
 	return nil
 }
 
-// begin makes the state of a run that of one which begins with a loader's data.
+// begin changes the state of a run so that it starts with a loader's data.
 func (run *training) begin(keep Keep, l Loader) {
 	run.Loader = data.LoaderState{Seed: l.Config().Seed, Seq: l.Config().Seq, Data: l.State().Data}
 	run.Settings.Seed = l.Config().Seed
@@ -372,7 +374,7 @@ func (run *training) begin(keep Keep, l Loader) {
 
 var unknown = jsonfloat.Float(math.NaN())
 
-// growthSettings are those of the trainer as it is now.
+// settings returns the current growth settings.
 func (g *growth) settings() *settings.Growth {
 	o := g.options
 	if o == nil {
@@ -390,7 +392,7 @@ func (g *growth) settings() *settings.Growth {
 	}
 
 	all := settings.GrowthOf(by, o.Every, text)
-	all.Governor, _ = json.Marshal(o.Governor) // which Grow has checked
+	all.Governor, _ = json.Marshal(o.Governor) // already checked by Grow
 	all.Rewarm, all.FreshMoments = o.Rewarm, o.FreshMoments
 	return all
 }
@@ -418,16 +420,16 @@ func (t *Trainer) settings() *settings.Settings {
 	return s
 }
 
-// withRemedy lists differences and says what can be done about them.
+// withRemedy lists differences and says what to do about them.
 func withRemedy(differences []string) string {
 	return strings.Join(differences, "; ") +
 		": set up the trainer as that run was, or Resume with the option WithNewSettings"
 }
 
-// oldFingerprint is how long the fingerprint of a text was while it stood for names and sizes.
+// oldFingerprint is the length of fingerprints from when they covered only the names and sizes of files.
 const oldFingerprint = 16
 
-// A ResumeOption changes what Resume accepts.
+// A ResumeOption configures what Resume accepts.
 type ResumeOption func(*resumption)
 
 type resumption struct {
@@ -436,33 +438,35 @@ type resumption struct {
 	newData     *Keep
 }
 
-// tell reports differences that were accepted.
+// tell reports the accepted differences.
 func (r *resumption) tell(differences []string) {
 	if len(differences) > 0 && r.report != nil {
 		r.report(differences)
 	}
 }
 
-// WithNewSettings goes on with the trainer's settings where they are not those of the run that
-// wrote the checkpoint, instead of refusing it with ErrSettings. If there are such, report, unless
-// it is nil, is told of them once everything is loaded. A loader of another seed begins its next
-// epoch. Another tokenizer is refused all the same: to the model, its ids would mean nothing. Other
-// data is another matter: see [WithNewData].
+// WithNewSettings accepts a checkpoint of a run with other settings, which Resume would otherwise refuse
+// with ErrSettings, and continues with the trainer's settings. If settings differ and report is not nil,
+// report is called with the differences once everything is loaded. A loader with another seed starts its
+// next epoch.
+//
+// Another tokenizer is still refused, because its ids would mean nothing to the model. Other data needs
+// [WithNewData].
 func WithNewSettings(report func(differences []string)) ResumeOption {
 	return func(r *resumption) { r.newSettings, r.report = true, report }
 }
 
-// Keep says what a run keeps that goes on with other data. The model and its lattices it always
-// keeps.
+// Keep selects the state that a run keeps when it continues with other data. It always keeps the model
+// and its lattices.
 type Keep struct {
-	Optimizer bool // what the optimiser remembers; else it starts anew
-	Steps     bool // how many there were, the place in the schedule; else the run is at step 0
+	Optimizer bool // the optimizer state; otherwise it is reset
+	Steps     bool // the step count and the place in the schedule; otherwise the run restarts at step 0
 }
 
-// WithNewData goes on with the data of the trainer's loader, also where it is not that of the run
-// that wrote the checkpoint. Without it such data is refused with data.ErrChanged. The loader
-// begins at the start of that data, and losses on the text before are forgotten. It goes with
-// WithNewSettings, for a schedule of its own, say.
+// WithNewData continues with the data of the trainer's loader even if the checkpoint's run had other
+// data, which Resume would otherwise refuse with data.ErrChanged. The loader starts at the beginning of
+// its data, and the losses on held-out text are forgotten. WithNewData can be combined with
+// WithNewSettings, for example to use another schedule.
 func WithNewData(keep Keep) ResumeOption {
 	return func(r *resumption) { r.newData = &keep }
 }

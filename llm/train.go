@@ -18,45 +18,46 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrArchitecture is wrapped by the error of a checkpoint whose model differs in its architecture from
-// the model that it is loaded into.
+// ErrArchitecture reports a checkpoint with a different architecture than the model that it is loaded
+// into.
 var ErrArchitecture = modelfile.ErrArchitecture
 
-// ErrDiverged is wrapped by the error of a run whose loss, gradients or parameters are no longer
-// finite. Parameters are those before the step that failed, unless its update overflowed. Such ones
-// are never saved, and the trainer refuses to go on from them.
+// ErrDiverged reports a loss, gradients or parameters that are no longer finite. The parameters keep
+// their values from before the failed step, unless its update overflowed. Overflowed parameters are never
+// saved, and the trainer refuses to continue from them.
 var ErrDiverged = modelfile.ErrDiverged
 
-// TrainConfig says how a model is trained.
+// TrainConfig configures the training of a model.
 type TrainConfig struct {
-	// optimiser steps, from the model's start, after which the run ends; with a Budget 0 for no
-	// limit
+	// number of optimizer steps, counted from the model's first, after which the run ends; with a Budget,
+	// 0 means no limit
 	Steps      int
 	Batch      int            // sequences in a batch
 	Accumulate int            // batches whose mean gradient makes one step; 0 means 1
 	Schedule   optim.Schedule // learning rate of each step
-	// limit of the global gradient norm, and of that of all blueprints, which is apart; 0 for none
+	// limit of the global gradient norm, and separately of the norm of all blueprints' gradients; 0 for
+	// no limit
 	Clip      float64
 	Epoch     int  // steps in an epoch of the Kasmina lattices; 0 means 10
-	Recompute bool // save memory: compute each block again for its gradient
+	Recompute bool // save memory by recomputing each block for its gradient
 
-	// Budget, unless it is the zero value, ends the run behind the step with which it is spent.
+	// Budget, unless zero, stops the run after the step that exhausts it.
 	Budget Budget
-	// Annealing is for a run with a Budget. The learning rate is that of Schedule times that of
-	// Annealing at the share that is spent; nil for 1.
+	// Annealing multiplies the learning rate of Schedule by a factor that depends on the spent share of
+	// the Budget, which is required; nil means 1.
 	Annealing optim.Annealing
 
-	// Engine makes what computes the steps; nil for the CPU's. It gets the TrainConfig with its
-	// defaults filled in. The model is its own until it returns: it must not call what waits for a
-	// step, such as Save.
+	// Engine creates the engine that computes the steps; nil selects the CPU. It receives the TrainConfig
+	// with defaults filled in. The model is locked while Engine runs, so Engine must not call methods
+	// that wait for a step, such as Save.
 	Engine func(*Model, optim.Optimizer, TrainConfig) (Engine, error)
 
-	// Notes are what the program wants to know on resumption, up to 256 KiB. They are saved with
-	// every checkpoint, for ReadNotes.
+	// Notes holds information that the program needs to resume the run, up to 256 KiB. Every checkpoint
+	// contains the notes, and ReadNotes returns them.
 	Notes map[string]string
 
-	listen []string // parameters whose gradients an engine is made to tell, instead of updating
-	masked bool     // the loader is a MaskedLoader, so that batches differ in their share of a step
+	listen []string // parameters with gradients that the engine must report instead of updating
+	masked bool     // the loader is a MaskedLoader, so batches differ in their share of a step
 }
 
 func (c *TrainConfig) check() error {
@@ -102,29 +103,29 @@ func (c *TrainConfig) check() error {
 	return nil
 }
 
-// Trainer trains a model on batches of a loader. What else a run does (showing progress,
-// evaluating, saving) is up to its callbacks. Commands that are submitted to Model.Kasmina, from
-// whatever goroutine, take effect after a step and before its StepEnd, or when the run begins. Those
-// that come too late for the run's last step are refused with [state.ErrClosed].
+// Trainer trains a model on batches of a loader. Everything else in a run (showing progress, evaluating,
+// saving) is up to its callbacks. Commands submitted to Model.Kasmina, from any goroutine, take effect
+// after a step and before its StepEnd, or when the run starts. Commands that are too late for the run's
+// last step are refused with [state.ErrClosed].
 //
-// A step leaves blueprints with which no seed learns as they are, unless the optimiser decays
-// weights, as optim.NewAdamW does by default. optim.WithGroup(optim.NameContains("kasmina"),
-// optim.Decay(0)) spares them.
+// A step does not change blueprints that no seed trains, unless the optimizer decays weights, as
+// optim.NewAdamW does by default. optim.WithGroup(optim.NameContains("kasmina"), optim.Decay(0)) exempts
+// them.
 //
-// While Run goes on, any goroutine may call the other methods. Step, Last and On answer at once.
-// All others wait for the end of the present step, and see the model as it is then. What callbacks
-// that are still to be called will change is not in it. Loader and Optimizer are for callbacks
-// alone then.
+// While Run is in progress, any goroutine may call the other methods. Step, Last and On return
+// immediately. All other methods wait for the end of the current step and see the model's state at that
+// time, which does not include changes by callbacks that have yet to be called. Loader and Optimizer are
+// then reserved for callbacks.
 type Trainer struct {
 	Model     *Model
 	Loader    Loader
 	Optimizer optim.Optimizer
 	Config    TrainConfig
 
-	created bool   // by NewTrainer
+	created bool   // whether NewTrainer created the trainer
 	parts   []Part // added with Use
 
-	// The components of the trainer. Except for steering, they are used in the model's turn alone.
+	// The components of the trainer. Except for steering, they are guarded by the model's lock.
 	driver   driver
 	growth   growth
 	team     team
@@ -133,31 +134,31 @@ type Trainer struct {
 	progress
 	condition
 
-	happened seedEvents // events of seeds in this run that callbacks have not been told about
+	happened seedEvents // seed events that callbacks have not received yet
 
 	mu        sync.Mutex // guards the following fields, and steering
 	callbacks []Callback
-	last      Event // changes in the model's turn alone
+	last      Event // changes only while the model is locked
 	started   time.Time
 	running   bool
 	ctx       context.Context // of Run; nil outside
-	unlisten  func()          // stops gathering events of seeds
+	unlisten  func()          // stops collecting seed events
 }
 
-// progress is the part of a run's position that training steps advance, besides the model, the
-// optimizer, the loader and the lattices. A copy of it is a snapshot: see Trainer.suspend.
+// progress is the part of a run's position that training steps advance, besides the model, the optimizer,
+// the loader and the lattices. A copy of progress is a snapshot: see growth.suspend.
 type progress struct {
 	learning [][]bool    // slots of each Kasmina layer that learned at the last step, or nil
-	heard    ranks.Heard // what the ranks said along with the last step
+	heard    ranks.Heard // the ranks' words from the last step
 	spent    Budget      // so far
-	share    float64     // of Config.Budget, as the steps see it
-	losses   float64     // sum of the losses of the current epoch's steps
+	share    float64     // spent so far
+	losses   float64     // spent share of Config.Budget that the steps see
 	summed   int         // number of steps in that sum
 }
 
-// NewTrainer returns a trainer at step 0. The loader's sequences must be as long as the model's,
-// and its tokens inside the model's vocabulary. Trainers of the same model take turns: each goes on
-// with what the others have made of it.
+// NewTrainer returns a trainer at step 0. The loader's sequences must have the model's length, and its
+// tokens must be in the model's vocabulary. Several trainers of the same model may be used alternately:
+// each continues from the model's current state.
 func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
 	switch {
 	case m == nil:
@@ -199,7 +200,7 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, created: true}
 	t.driver.t, t.growth.t, t.team.t, t.steering.t = t, t, t, t
 	defer take(m)()
-	if err := pull(m); err != nil { // from the trainer that has the model
+	if err := pull(m); err != nil { // from the trainer that holds the parameters
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)
 	}
 
@@ -219,28 +220,28 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 	return t, nil
 }
 
-// isNil reports whether an engine is none, or the nil pointer of a type of engines.
+// isNil reports whether an engine is nil or a nil pointer.
 func isNil(e Engine) bool {
 	v := reflect.ValueOf(e)
 	return !v.IsValid() || v.Kind() == reflect.Pointer && v.IsNil()
 }
 
-// On adds callbacks, which see events in the order in which they were added, from the next event
-// on. One that changes the model or its lattices must stand before one that saves, or a resumed run
-// would miss its last change.
+// On adds callbacks. They are called in the order of their addition, starting with the next event. A
+// callback that changes the model or its lattices must come before one that saves, or a resumed run would
+// miss the last change.
 func (t *Trainer) On(callbacks ...Callback) {
 	if t == nil {
-		return // and Run says what is wrong
+		return // Run reports the error
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.callbacks = append(t.callbacks, callbacks...)
 }
 
-// Step returns the number of optimiser steps that the model has seen.
+// Step returns the number of optimizer steps that the model has made.
 func (t *Trainer) Step() int { return t.Last().Step }
 
-// Last returns the latest event, with everything that is known of the run so far.
+// Last returns the latest event, with the latest values of the run.
 func (t *Trainer) Last() Event {
 	if t == nil {
 		return Event{}
@@ -250,16 +251,16 @@ func (t *Trainer) Last() Event {
 	return t.last
 }
 
-// note changes what is known of the run.
+// note updates the latest values of the run.
 func (t *Trainer) note(set func(*Event)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	set(&t.last)
 }
 
-// Close frees the machines. The model is left as it was trained; the trainer can do no more, and a
-// run ends before its next step. When no other trainer of the model is left, commands that wait are
-// answered with state.ErrClosed.
+// Close frees the machines and copies the trained parameters back to the model. The trainer can no longer
+// be used, and a run in progress ends before its next step. When the last trainer of a model is closed,
+// waiting commands are refused with state.ErrClosed.
 func (t *Trainer) Close() error {
 	if t.made() != nil {
 		return nil
@@ -287,7 +288,7 @@ func (t *Trainer) Close() error {
 
 var errZeroTrainer = errors.New("the trainer is nil or its zero value: NewTrainer makes one")
 
-// made returns an error for a trainer that nobody has made. It needs no turn.
+// made returns an error for an uninitialized trainer. It may be called without the model's lock.
 func (t *Trainer) made() error {
 	if t == nil || !t.created {
 		return errZeroTrainer
@@ -295,7 +296,7 @@ func (t *Trainer) made() error {
 	return nil
 }
 
-// inTurn calls f when it is the trainer's turn with its model, unless the trainer cannot be used.
+// inTurn calls f with the model locked, unless the trainer cannot be used.
 func (t *Trainer) inTurn(f func() error) error {
 	if err := t.made(); err != nil {
 		return err
@@ -307,7 +308,7 @@ func (t *Trainer) inTurn(f func() error) error {
 	return f()
 }
 
-// holder is a trainer that has its model's parameters.
+// holder is a trainer in its role as the holder of the model's parameters.
 type holder struct{ *Trainer }
 
 func (h holder) Spoiled() error { return h.damage() }
@@ -319,11 +320,11 @@ func (h holder) Mirror() paramMirror {
 	return h.driver.engine
 }
 
-// holds reports whether the trainer is the one that has its model's parameters.
+// holds reports whether the trainer holds the model's parameters.
 func (t *Trainer) holds() bool { return holderOf(t.Model) == holder{t} }
 
-// usable returns an error when the trainer cannot work with the model. If it is another trainer's
-// turn, that ends here.
+// usable returns an error if the trainer cannot work with the model. If another trainer holds the
+// parameters, usable takes them over.
 func (t *Trainer) usable() error {
 	if t.phase != closed && !t.holds() {
 		return t.takeOver()
@@ -331,7 +332,7 @@ func (t *Trainer) usable() error {
 	return t.condition.err()
 }
 
-// takeOver gives the engine what another trainer has made of the model.
+// takeOver copies the parameters from another trainer to this trainer's engine.
 func (t *Trainer) takeOver() error {
 	if t.driver.engine == nil {
 		return t.condition.err()
@@ -354,9 +355,9 @@ func (t *Trainer) takeOver() error {
 	return nil
 }
 
-// emit tells all callbacks of an event. They may emit further ones, such as EvalEnd. After an error
-// the rest hear only of events that are a last chance to save and to close files, and of what was
-// saved.
+// emit sends an event to all callbacks, which may emit further events, such as EvalEnd. If a callback
+// fails, the remaining ones are skipped, except for events that are a last chance to save and to close
+// files, and for Saved.
 func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 	t.mu.Lock()
 	t.last.Kind, t.last.Elapsed = kind, time.Since(t.started)
@@ -437,7 +438,8 @@ func (t *Trainer) Run(ctx context.Context) error {
 }
 
 // refuseLate refuses the commands that wait in Model.Kasmina, because no checkpoint of the run would
-// contain their effect. If a run of another trainer of the model goes on, they wait for its next step.
+// contain their effect. If another trainer of the model is running, the commands wait for its next step
+// instead.
 func (t *Trainer) refuseLate() {
 	defer take(t.Model)()
 	if runsOf(t.Model) == 1 {
@@ -456,7 +458,7 @@ func (t *Trainer) tellStep() error {
 	return t.emit(StepEnd, nil)
 }
 
-// begin makes the trainer ready for a run.
+// begin prepares the trainer for a run.
 func (t *Trainer) begin(ctx context.Context) error {
 	return t.inTurn(func() error {
 		if diff := t.growth.settings().Differences(t.growth.grew); len(diff) > 0 {
@@ -509,8 +511,7 @@ func (t *Trainer) end() {
 	t.running, t.ctx = false, nil
 }
 
-// tellChoices emits Chosen after the first step of a run, when all choices of kernels have been
-// made.
+// tellChoices emits Chosen after the first step of a run, when all kernels have been chosen.
 func (t *Trainer) tellChoices() error {
 	if e := t.Last(); e.RunTokens != int64(e.StepTokens) {
 		return nil
@@ -531,14 +532,14 @@ func (t *Trainer) choices() []Choice {
 	return c.Choices()
 }
 
-// context returns that of the run, if there is one.
+// context returns the context of the run, or context.Background without a run.
 func (t *Trainer) context() context.Context {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return cmp.Or(t.ctx, context.Background())
 }
 
-// stopped returns why the run's context has ended, if it has, or why it shall stop.
+// stopped returns the reason why the run is canceled or should stop, or nil.
 func (t *Trainer) stopped() error {
 	t.mu.Lock()
 	halt := t.steering.halt
@@ -552,12 +553,11 @@ func (t *Trainer) stopped() error {
 	return context.Cause(t.context())
 }
 
-// errTakenBack is the end of a step that diverged and has not been. The growth that it came of is
-// taken back, and the run goes on.
+// errTakenBack is the result of a step that diverged and was undone. The growth that caused the
+// divergence has been taken back, and the run continues.
 var errTakenBack = errors.New("the model's growth has been taken back")
 
-// errBetweenBatches is the end of a step whose context ended before all of its batches were
-// computed.
+// errBetweenBatches is the result of a step that was canceled before all of its batches were computed.
 var errBetweenBatches = errors.New("the context has ended between two batches")
 
 // step computes the gradients of one optimizer step and applies them.
@@ -568,7 +568,7 @@ var errBetweenBatches = errors.New("the context has ended between two batches")
 func (t *Trainer) step() error {
 	defer takeToChange(t.Model)()
 	began := time.Now()
-	if err := t.usable(); err != nil { // a callback may have let another trainer have its turn
+	if err := t.usable(); err != nil { // a callback may have let another trainer use the model
 		return fmt.Errorf("llm: Trainer.Run: %w", err)
 	}
 
@@ -586,8 +586,7 @@ func (t *Trainer) step() error {
 		return err
 	}
 
-	// What the model has become cannot be undone cheaply, so the step that uses it first is not
-	// interrupted.
+	// Growth cannot be undone cheaply, so the first step after growth is not interrupted.
 	t.driver.whole = grew
 	defer func() { t.driver.whole = false }()
 
@@ -645,8 +644,8 @@ func (g *growth) settleGrowth() error {
 		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
 
-	// A blueprint that has just been planted may be on trial already, and one that could not be
-	// planted or grafted no longer is.
+	// A blueprint that has just been planted may be on trial already, and one that could not be planted
+	// or grafted is on trial no longer.
 	if err := g.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}
@@ -682,8 +681,8 @@ func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	return t.spend(began)
 }
 
-// spend notes what a step has spent. Time counts where a budget asks for it alone, so that the
-// checkpoints of other runs have the same bytes on any day.
+// spend records the budget that a step has spent. It measures time only if the budget limits it, so that
+// the checkpoints of other runs are reproducible byte for byte.
 func (t *Trainer) spend(began time.Time) error {
 	tokens := int64(t.last.StepTokens)
 	b := Budget{Tokens: tokens, FLOPs: t.stepFLOPs()}
@@ -713,12 +712,12 @@ func (t *Trainer) spend(began time.Time) error {
 	return t.growth.record(Decision{})
 }
 
-// stepFLOPs is what a step of the model takes.
+// stepFLOPs returns the number of operations in a step.
 func (t *Trainer) stepFLOPs() float64 {
 	return float64(t.last.StepTokens) * t.Model.Config.FLOPs()
 }
 
-// noteEnd notes whether the run has come to its end.
+// noteEnd updates the budget in the latest event and whether the run has made its last step.
 func (t *Trainer) noteEnd() {
 	t.note(func(e *Event) {
 		e.Spent = t.spent
@@ -739,7 +738,7 @@ func (t *Trainer) rate(done int) float64 {
 	return r * t.growth.rewarmed(done)
 }
 
-// canEvaluate returns an error unless the model can score a text. It is called in the model's turn.
+// canEvaluate returns an error unless the model can be evaluated on a text. The model must be locked.
 func (t *Trainer) canEvaluate(e *data.Evaluation) error {
 	switch seq := t.Model.Config.Seq; {
 	case e == nil:
@@ -756,8 +755,8 @@ func (t *Trainer) canEvaluate(e *data.Evaluation) error {
 	return nil
 }
 
-// Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per
-// byte. It changes nothing in the model. A loss that is not finite is an ErrDiverged.
+// Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per byte. It
+// does not change the model. If the loss is not finite, it returns ErrDiverged.
 func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err error) {
 	if err := t.made(); err != nil {
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
