@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// adapters trains LoRA in a frozen model, on a device or on the CPU. It returns the losses, the
-// record of what was planted, and the parameters at the end.
+// adapters trains LoRA seeds in a frozen model on a device, or on the CPU if device is nil. It returns
+// the losses, the record of the seeds planted, and the final parameters.
 func adapters(t *testing.T, device *cudaops.Device, p cudaops.Precision, growth llm.Growth,
 	save string) (losses []float64, record string, params map[string][]float32) {
 	t.Helper()
@@ -57,8 +57,8 @@ func adapters(t *testing.T, device *cudaops.Device, p cudaops.Precision, growth 
 	return losses, lines.String(), params
 }
 
-// TestAdaptersOnGPU wants LoRA in a frozen model to be planted where the CPU plants them, and to
-// learn as there. The bits of a run come again, in each precision.
+// TestAdaptersOnGPU checks that LoRA seeds in a frozen model are planted at the same sites as on the CPU
+// and learn as they do there, and that repeated runs give the same bits in each precision.
 func TestAdaptersOnGPU(t *testing.T) {
 	device := open(t)
 	dir := t.TempDir()

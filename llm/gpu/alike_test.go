@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// compiled stands for an engine.
+// compiled is a fake engine.
 type compiled struct{ variants []cudaops.Choice }
 
 func (c *compiled) Close() error {
@@ -58,7 +58,8 @@ func eachMember(t *testing.T, size int, f func(team *parallel.Team) error) (errs
 	return errs
 }
 
-// TestCompileAlike wants the choices of rank 0 at all ranks, chosen once, and its error at all.
+// TestCompileAlike checks that only rank 0 chooses, that all ranks get its choices, and that all ranks
+// get its error.
 func TestCompileAlike(t *testing.T) {
 	chosen := []cudaops.Choice{{Op: "RMSNorm", Shape: "6x5", Variant: "wide-1"}}
 	for _, variants := range [][]cudaops.Choice{chosen, nil} {

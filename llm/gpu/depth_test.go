@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// deepens lets a trainer's model grow in depth behind step 3, and takes that back behind step 7. A
-// checkpoint is saved behind each step where a folder is named.
+// deepens makes a trainer's model grow in depth after step 3 and rolls the growth back after step 7. If
+// folder isn't empty, a checkpoint is saved there after each step.
 func deepens(t *testing.T, tr *llm.Trainer, folder string) {
 	t.Helper()
 	commands := map[int][]state.Command{
@@ -45,15 +45,15 @@ func checkpointAt(folder string, step int) string {
 	return filepath.Join(folder, string(rune('a'+step))+".safetensors")
 }
 
-// deepPlan is a run that grows and is taken back.
+// deepPlan returns a run that grows in depth and is rolled back.
 func deepPlan() plan {
 	p := planned()
-	p.steps, p.graft, p.load, p.depth = 10, 100, 0, 2 // and no other seed
+	p.steps, p.graft, p.load, p.depth = 10, 100, 0, 2 // no other seed is grafted in
 	return p
 }
 
-// TestDepthOnGPU wants a model that grows in depth on a GPU, and is taken back, to have the losses
-// that it has on a CPU.
+// TestDepthOnGPU checks that a model that grows in depth and is rolled back has the same losses on a GPU
+// as on a CPU.
 func TestDepthOnGPU(t *testing.T) {
 	device := open(t)
 	for _, muon := range []bool{false, true} {
@@ -76,8 +76,8 @@ func TestDepthOnGPU(t *testing.T) {
 	}
 }
 
-// TestDepthResumesOnGPU has a run grow in depth on a GPU, in every precision. It is resumed behind
-// any step with the bits of one that was never interrupted.
+// TestDepthResumesOnGPU grows a model in depth on a GPU in every precision. It checks that resuming after
+// any step gives the same bits as an uninterrupted run.
 func TestDepthResumesOnGPU(t *testing.T) {
 	device := open(t)
 	for _, precision := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16,

@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Training on the GPU if there is one, and on the CPU otherwise: the engine is all that differs.
+// Training on the GPU if there is one and on the CPU otherwise differs only in the engine.
 func ExampleEngine() {
 	folder, err := data.GoSource()
 	if err != nil {

@@ -18,9 +18,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// TestRanksExchange tells how long what a step exchanges takes alone, gradients and weights in
-// bf16. It goes by the routes of package comm/direct, by the same sends and receives of NCCL, and
-// by NCCL's collectives for it.
+// TestRanksExchange measures how long the exchanges of a step take without computation, with gradients
+// and weights in bfloat16. It compares the routes of package comm/direct with the same sends and receives
+// by NCCL, and with NCCL's collectives.
 func TestRanksExchange(t *testing.T) {
 	most := gpus(t)
 	if testing.Short() {
@@ -38,7 +38,7 @@ const (
 	bucketBytes   = 32 << 20
 )
 
-// driver is what the test calls of libcuda.
+// driver holds the functions of libcuda that the test calls.
 type driver struct {
 	MemAlloc  func(p *uintptr, bytes uintptr) int32 `c:"cuMemAlloc_v2"`
 	NewStream func(s *uintptr, flags uint32) int32  `c:"cuStreamCreate"`
@@ -93,7 +93,7 @@ func exchange(ctx context.Context, w *comm.World, device *cudaops.Device) (err e
 	}
 
 	if err := x.call(func() int32 {
-		return x.driver.NewStream((*uintptr)(&x.stream), 1) // beside the default one
+		return x.driver.NewStream((*uintptr)(&x.stream), 1) // a stream separate from the default one
 	}); err != nil {
 		return err
 	}
@@ -123,7 +123,7 @@ func (x *exchanger) alloc(bytes int) (comm.Ptr, error) {
 	return comm.Ptr(p), err
 }
 
-// model measures the exchanges of a model, in buckets that are divided evenly.
+// model measures the exchanges of a model in buckets that are divided evenly.
 func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g comm.Group) error {
 	size, rank := x.world.Size(), x.world.Rank()
 	params := 0
@@ -143,12 +143,12 @@ func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g com
 		return err
 	}
 
-	// to is where a rank's piece of a bucket lies.
+	// to returns the address of a rank's piece of a bucket.
 	to := func(base comm.Ptr, bucket, r int) comm.Ptr {
 		return base + comm.Ptr(bucket*bucketBytes+r*piece)
 	}
 	routes := func(g comm.Group) (all []comm.Route, err error) {
-		for home := range 2 { // gradients to their owners, and weights from them
+		for home := range 2 { // gradients to their owners, then weights from them
 			for b := range buckets {
 				var sends, receives []comm.Leg
 				for r := range size {
@@ -236,7 +236,7 @@ func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g com
 	return nil
 }
 
-// timed is the median time of what all ranks do at once.
+// timed returns the median time of an operation that all ranks start at the same time.
 func (x *exchanger) timed(ctx context.Context, f func() error) (time.Duration, error) {
 	var times []time.Duration
 	for range exchangeTurns {

@@ -79,7 +79,7 @@ func (s scaler) SetLossScale(l llm.LossScale) error {
 type builder struct {
 	name   string
 	device *cudaops.Device
-	// of all machines, and of the one that trains alone
+	// opts apply to all machines, and training only to the machine that trains
 	opts, training []cudaops.MachineOption
 	model          *llm.Model
 	optimizer      optim.Optimizer
@@ -87,7 +87,7 @@ type builder struct {
 	scales         bool // the loss
 }
 
-// engine creates an engine. The options are added to those of the builder.
+// engine creates an engine. The options in more are appended to the builder's own.
 func (b builder) engine(more ...cudaops.MachineOption) (llm.Engine, error) {
 	e, err := b.compile(more...)
 	if err != nil {
@@ -151,7 +151,7 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 			cudaops.WithParamsOf(machine), cudaops.WithOutputs(g.Outputs()...))...)
 	}
 	name := b.name
-	if p := machine.GradientPrecision(); p != cudaops.Float32 { // other bits
+	if p := machine.GradientPrecision(); p != cudaops.Float32 { // the gradient precision changes the bits of a run
 		name += ", gradients " + p.String()
 	}
 
@@ -216,8 +216,8 @@ func (e *engine) Profile() (*llm.Profile, error) { return e.machine.Profile() }
 
 func (e *engine) Drop() error { return e.machine.DropGradients() }
 
-// FirstNonFinite searches the values, which it pulls first, and then the gradients of the step. Pulling may
-// fail because of moments that are not finite, but only after the values have been fetched.
+// FirstNonFinite pulls the values and searches them, followed by the gradients of the step. Pull may fail
+// if moments are not finite, but only after it has fetched the values.
 func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 	_ = e.Pull()
 	for i, p := range e.graph.Params {
@@ -249,7 +249,7 @@ func (e *engine) Pull(names ...string) error {
 		return e.machine.Download(nodes...)
 	}
 
-	// moments: parameters have come before them
+	// Download fetches the moments after the parameters.
 	if err := e.machine.Download(); errors.Is(err, cudaops.ErrNonFinite) {
 		return fmt.Errorf("%w: %w", llm.ErrDiverged, err)
 	} else if err != nil {

@@ -34,7 +34,7 @@ func must[T any](t *testing.T) func(v T, err error) T {
 	}
 }
 
-// open returns the GPU, and skips the test where there is none.
+// open opens the GPU. Without a GPU it skips the test.
 func open(t *testing.T) *cudaops.Device {
 	t.Helper()
 	device, err := cudaops.Open()
@@ -48,14 +48,13 @@ func open(t *testing.T) *cudaops.Device {
 	return device
 }
 
-// kinds are grafted in by newTrainer's trainer, one after the other.
+// kinds lists the kinds that newTrainer's trainer grafts in, one after another.
 var kinds = []blueprints.Kind{blueprints.LowRank, blueprints.AttentionGate, blueprints.ChunkMLP,
 	blueprints.MLPExpansion, blueprints.ConvFilter}
 
-// plan is the size of a run: the model's blocks, the sequences in a batch, the steps, and options
-// of the engine's machines. It also says after how many steps another seed is grafted in, 0 for all
-// after the first. In the end it names the step after which seed 6 goes on with what seed 0 has
-// learned.
+// plan describes a run: the model's blocks, the sequences in a batch, the steps, and options for the
+// engine's machines. Another seed is grafted in every graft steps, or all seeds after the first step if
+// graft is 0. After step load, seed 6 continues with what seed 0 has learned.
 type plan struct {
 	layers, batch, steps, graft, load int
 	options                           []cudaops.MachineOption
@@ -64,8 +63,8 @@ type plan struct {
 	depth                             int // seeds in depth
 }
 
-// planned is a run that compute-sanitizer can watch in short mode, where a launch takes it tens of
-// milliseconds.
+// planned returns the default run. In short mode it is small enough for compute-sanitizer, which needs
+// tens of milliseconds per launch.
 func planned() plan {
 	if testing.Short() {
 		return plan{layers: 1, batch: 2, steps: 4, load: 2}
@@ -73,7 +72,7 @@ func planned() plan {
 	return plan{layers: 2, batch: 4, steps: 20, graft: 4, load: 14}
 }
 
-// grafted is the seeds that are grafted in after a step.
+// grafted returns the seeds that are grafted in after a step.
 func (p plan) grafted(step int) (seeds []int) {
 	for seed := range kinds {
 		if step == 1 && p.graft == 0 || step == (seed+1)*p.graft {
@@ -83,8 +82,8 @@ func (p plan) grafted(step int) (seeds []int) {
 	return seeds
 }
 
-// newTrainer returns a trainer of a fresh model on the device, or on the CPU where that is nil. Its
-// seeds are grafted in during the run as planned.
+// newTrainer returns a trainer for a new model on the device, or on the CPU if device is nil. Seeds are
+// grafted in during the run as planned.
 func newTrainer(t *testing.T, device *cudaops.Device, precision cudaops.Precision, accumulate int,
 	muon bool, lattice ...state.Option) *llm.Trainer {
 	t.Helper()
@@ -171,7 +170,7 @@ func losses(t *testing.T, tr *llm.Trainer) []float64 {
 	return all
 }
 
-// requireClose wants losses, step by step, within a tolerance of others.
+// requireClose checks that each loss is within a relative tolerance of the wanted one.
 func requireClose(t *testing.T, want, got []float64, tolerance float64) {
 	t.Helper()
 	require.Len(t, got, len(want))
@@ -180,8 +179,8 @@ func requireClose(t *testing.T, want, got []float64, tolerance float64) {
 	}
 }
 
-// TestSameLosses trains a growing model on CPU and GPU from the same start and wants the same loss
-// at every step.
+// TestSameLosses trains a growing model on the CPU and on the GPU from the same start and compares the
+// losses of every step.
 func TestSameLosses(t *testing.T) {
 	device := open(t)
 	for name, c := range map[string]struct {
@@ -210,7 +209,7 @@ func TestSameLosses(t *testing.T) {
 	}
 }
 
-// families have the traits of published models.
+// families holds the traits of published models.
 var families = map[string]llm.Traits{
 	"Llama 3.1": {Scaling: op.RoPEScaling{Factor: 8, LowFreq: 1, HighFreq: 4, Original: 16}},
 	"Qwen2": {QKVBias: true, Scaling: op.RoPEScaling{Factor: 4, BetaFast: 32,
@@ -224,8 +223,8 @@ var families = map[string]llm.Traits{
 		Blocks: []llm.Block{{Window: 5, Base: 100}, {}}},
 }
 
-// TestSameLossesOfFamilies is TestSameLosses for the traits of published models, with blocks that
-// are kept and that are computed again.
+// TestSameLossesOfFamilies is TestSameLosses for the traits of published models, with and without
+// recomputing blocks in the backward pass.
 func TestSameLossesOfFamilies(t *testing.T) {
 	device := open(t)
 	for name, traits := range families {
@@ -247,14 +246,14 @@ func TestSameLossesOfFamilies(t *testing.T) {
 	}
 }
 
-// multipliesFloat8 reports whether the GPU can be had with cudaops.Float8.
+// multipliesFloat8 reports whether the GPU supports cudaops.Float8.
 func multipliesFloat8(d *cudaops.Device) bool {
 	major, minor := d.ComputeCapability()
 	return major == 9 && minor == 0
 }
 
-// precisions are those to compare runs in: short, the one in which attention's plain kernels, the
-// slowest to watch, have no part.
+// precisions returns the precisions to test. Short mode avoids attention's plain kernels, the slowest
+// ones to watch, and tests a single precision.
 func precisions(d *cudaops.Device) map[string]cudaops.Precision {
 	all := map[string]cudaops.Precision{"float32": cudaops.Float32, "bfloat16": cudaops.BFloat16,
 		"float16": cudaops.Float16}
@@ -271,8 +270,7 @@ func precisions(d *cudaops.Device) map[string]cudaops.Precision {
 	return all
 }
 
-// TestSameBits wants two runs from the same seed to leave the same checkpoint, bit for bit,
-// whatever the precision.
+// TestSameBits checks that two runs from the same seed save identical checkpoints, in every precision.
 func TestSameBits(t *testing.T) {
 	device := open(t)
 	for name, p := range precisions(device) {
@@ -290,7 +288,7 @@ func TestSameBits(t *testing.T) {
 	}
 }
 
-// saved is the checkpoint of a trainer.
+// saved returns the checkpoint of a trainer.
 func saved(t *testing.T, tr *llm.Trainer) []byte {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "end.safetensors")
@@ -298,8 +296,8 @@ func saved(t *testing.T, tr *llm.Trainer) []byte {
 	return must[[]byte](t)(os.ReadFile(path))
 }
 
-// TestResumeOnGPU wants steps to give the same bits as half of them, a checkpoint and the others by
-// another trainer. What is measured and drawn from the model agrees with the CPU.
+// TestResumeOnGPU checks that a run gives the same bits if it is interrupted halfway and another trainer
+// resumes it from a checkpoint, and that its evaluations agree with the CPU.
 func TestResumeOnGPU(t *testing.T) {
 	device := open(t)
 	for name, p := range precisions(device) {
@@ -350,9 +348,9 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	require.InEpsilon(t, a, c, 1e-3, "held-out loss on the CPU")
 }
 
-// TestResumeGradientPrecision has a run with gradients of float32 go on with those of bfloat16, and
-// back. It does so only where the user asks for it, as they change its bits. Where gradients are
-// gathered they do not.
+// TestResumeGradientPrecision resumes a run with float32 gradients as one with bfloat16 gradients, and
+// vice versa. The change of precision changes the bits of the run, so the user must ask for it. If
+// batches are accumulated, the precision has no effect and nothing needs to be confirmed.
 func TestResumeGradientPrecision(t *testing.T) {
 	device := open(t)
 	wide, narrow := planned(), planned()
@@ -388,9 +386,9 @@ func TestResumeGradientPrecision(t *testing.T) {
 	resume(wide, narrow, 2, "")
 }
 
-// TestProfileStep wants a profile in the midst of a growing model's training to change nothing. In
-// short mode, where a tool may watch each launch, it only wants the profile, since that alone takes
-// steps enough.
+// TestProfileStep checks that taking a profile during a growing model's training changes nothing. Short
+// mode, used when a tool watches every launch, only checks the profile itself, because that takes enough
+// steps already.
 func TestProfileStep(t *testing.T) {
 	device := open(t)
 	p, after, accumulate := planned(), 3, 2

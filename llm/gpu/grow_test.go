@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// schedule is what happens to seed 7 of each layer after a step. The trainer's own schedule has the
-// others.
+// schedule lists the commands for seed 7 of each layer after a step. The trainer's own schedule handles
+// the other seeds.
 var schedule = map[int][]state.Command{
 	1: {{Action: state.Germinate, Request: state.GerminationRequest{Slot: 8,
 		Kind: blueprints.LowRank}}, {Action: state.Move, To: state.Training}},
@@ -28,8 +28,8 @@ var schedule = map[int][]state.Command{
 	11: {{Action: state.Move, To: state.Grafting}, {Action: state.SetAlpha, Alpha: 1}},
 }
 
-// pace is how many steps of the schedule pass in a step of a run: in short mode the whole in three
-// of four.
+// pace returns the number of steps of the schedule that pass during one step of a run. In short mode the
+// entire schedule fits in three of the four steps.
 func pace() int {
 	if testing.Short() {
 		return 4
@@ -37,8 +37,8 @@ func pace() int {
 	return 1
 }
 
-// followed is the losses of a run under the schedule. It also tells how much worse the model is at
-// its end without seed 7 of the last layer.
+// followed returns the losses of a run under the schedule, and by how much the model's final loss rises
+// without seed 7 of the last layer.
 func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float64) {
 	t.Helper()
 	tr := newTrainer(t, device, cudaops.Float32, 1, false, state.WithEmbargo(0))
@@ -71,8 +71,8 @@ func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float6
 	return all, -worth
 }
 
-// TestSameSchedule wants a schedule of commands, a rollback among them, to give the same losses on
-// CPU and GPU. A muted seed makes the same difference.
+// TestSameSchedule checks that a schedule of commands that includes a rollback gives the same losses on
+// CPU and GPU, and that muting a seed makes the same difference.
 func TestSameSchedule(t *testing.T) {
 	device := open(t)
 	want, worth := followed(t, nil)

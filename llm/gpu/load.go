@@ -22,9 +22,10 @@ var dtypes = map[string]cudaops.Precision{"float32": cudaops.Float32, "float16":
 	"bfloat16": cudaops.BFloat16}
 
 // Load reads weights directly to the device and returns an inference for losses and generation. The host
-// does not keep the weights. The device stores matrices in the type that the precision uses for activations,
-// for example two bytes per element with BFloat16 (see [cudaops.WithFrozen]). Kernels are chosen by rules
-// unless an option asks for tuning. Close the inference before the device.
+// doesn't keep the weights. The device stores matrices in the type that the precision uses for
+// activations, for example two bytes per element with BFloat16 (see [cudaops.WithFrozen]).
+//
+// Kernels are chosen by rules unless an option requests tuning. Close the inference before the device.
 func Load(ctx context.Context, device *cudaops.Device, precision cudaops.Precision, c llm.Config,
 	w Weights, opts ...cudaops.MachineOption) (*llm.Inference, error) {
 	i, err := load(ctx, device, precision, c, w, opts)

@@ -17,8 +17,8 @@ import (
 
 var randomRuns = runtest.AddFlags()
 
-// TestRandomRuns makes random runs on a GPU in each precision, as package runtest does on the CPU,
-// and on two GPUs where there are two.
+// TestRandomRuns makes random runs on a GPU in each precision, as package runtest does on the CPU, and on
+// two GPUs if available.
 func TestRandomRuns(t *testing.T) {
 	device := open(t)
 	usual := 20 * time.Second
@@ -35,7 +35,7 @@ func TestRandomRuns(t *testing.T) {
 	for _, p := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16, cudaops.Float16,
 		cudaops.Float8} {
 		t.Run(p.String(), func(t *testing.T) {
-			if p == cudaops.Float16 { // which is for a single GPU
+			if p == cudaops.Float16 { // float16 supports only a single GPU
 				ranks = 0
 			}
 			m := runtest.Machine{Name: p.String() + " on " + device.Name(), RankedApart: true,
@@ -48,14 +48,14 @@ func TestRandomRuns(t *testing.T) {
 				}}
 			f := *randomRuns
 			if f.Parallel == 0 {
-				f.Parallel = 1 // allocations of one run would spoil what another one captures
+				f.Parallel = 1 // allocations of one run would invalidate the captures of another
 			}
 			runtest.Campaign(t, m, f, runtest.Plan{Usual: usual})
 		})
 	}
 }
 
-// teamOfGPUs calls f for every rank of a team whose ranks are goroutines, each with a GPU.
+// teamOfGPUs calls f for every rank of a team. Each rank is a goroutine with its own GPU.
 func teamOfGPUs(ctx context.Context, n int, p cudaops.Precision,
 	f func(rank int, build runtest.Build) error) []error {
 	errs := make([]error, n)

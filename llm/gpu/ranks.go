@@ -49,9 +49,9 @@ func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 	return parallel.On(w, group), nil
 }
 
-// Parallel is like [Engine] for a rank of a team (see package parallel). Each GPU holds all weights, but only
-// the gradient sums and moments of its part. NCCL transfers gradients in the precision in which the machine
-// stores them, and weights as float32.
+// Parallel is like [Engine] for a rank of a team (see package parallel). Each GPU holds all weights, but
+// only its share of the gradient sums and moments. NCCL transfers gradients in the precision in which the
+// machine stores them, and weights as float32.
 //
 // Rank 0 chooses kernels as the options say (see cudaops.WithTuning). All ranks use the same choices, so
 // their GPUs must be of the same kind. Updates and evaluations use kernels chosen by rules, because the shapes
@@ -97,7 +97,7 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 		opts: append(slices.Clip(opts), cudaops.WithPrecision(precision),
 			cudaops.WithTuning(cudaops.TuneOff)),
 		model: m, optimizer: o, config: c}
-	rounds := 0 // any number: in the last one some ranks have nothing to do
+	rounds := 0 // any number if uneven: in the last round some ranks have nothing to do
 	if c.Accumulate%team.Size() == 0 {
 		rounds = c.Accumulate / team.Size()
 	}

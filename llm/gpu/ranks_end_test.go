@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm/launch"
 )
 
-// sign is where ranks write. It closes started at their sign of being under way.
+// sign collects the output of ranks. It closes started when a rank reports that it is under way.
 type sign struct {
 	mu      sync.Mutex
 	text    bytes.Buffer
@@ -36,8 +36,9 @@ func (s *sign) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// TestRanksEnd: where a rank on a GPU is killed in the middle of its work, all processes end within
-// 10 s and say which. Where one stops, so they do once the deadline has passed.
+// TestRanksEnd checks that when a rank on a GPU is killed in the middle of its work, all processes end
+// within 10 s and name the rank, and that they end soon after the deadline when a rank is stopped
+// instead.
 func TestRanksEnd(t *testing.T) {
 	gpus(t)
 	self, err := os.Executable()
@@ -75,7 +76,7 @@ func TestRanksEnd(t *testing.T) {
 	}
 }
 
-// pidOf is the process of a rank that was started with a folder.
+// pidOf returns the process id of a rank that was started with a folder.
 func pidOf(t *testing.T, dir string, rank int) int {
 	t.Helper()
 	entries, err := filepath.Glob("/proc/[0-9]*/environ")

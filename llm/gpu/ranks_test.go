@@ -29,10 +29,11 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// rolesVariable is set in processes that the tests start as ranks: the run, and where it is saved.
+// roleVariable is set in the processes that tests start as ranks. It holds the name of the run and the
+// folder for its checkpoint.
 const roleVariable = "KASMINA_GPU_RANKS"
 
-// TestMain is also the program of the ranks that tests start.
+// TestMain also serves as the main function of the ranks that tests start.
 func TestMain(m *testing.M) {
 	role, dir, ok := strings.Cut(os.Getenv(roleVariable), ":")
 	if !ok {
@@ -45,7 +46,7 @@ func TestMain(m *testing.M) {
 	os.Exit(comm.ExitCode(err))
 }
 
-// words are tokens in memory; their values are bytes.
+// words is a source of tokens in memory. Each byte is a token.
 type words []byte
 
 func (w words) Tokenizer() string   { return "bytes" }
@@ -72,13 +73,13 @@ type rankRun struct {
 	batch      int
 	accumulate int // 0 for the number of ranks
 	grow       bool
-	pace       bool // tells tokens a second, and saves nothing
+	pace       bool // prints tokens per second and saves nothing
 	gradients  cudaops.Precision
 	recompute  bool
-	memory     int // bytes: see cudaops.WithMemory; 0 for any number
+	memory     int // limit in bytes (see cudaops.WithMemory), or 0 for none
 }
 
-// options are those of the machines.
+// options returns the options of the machines.
 func (r rankRun) options() []cudaops.MachineOption {
 	o := []cudaops.MachineOption{cudaops.WithGradientPrecision(r.gradients)}
 	if r.memory > 0 {
@@ -121,7 +122,7 @@ func rankRuns() map[string]rankRun {
 	whole := rankRun{config: llama, precision: cudaops.BFloat16, steps: 9, batch: 2, pace: true,
 		gradients: cudaops.BFloat16}
 	runs["8B"] = whole
-	whole.memory = 92 << 30 // the driver, NCCL and what the arena has no room for take more
+	whole.memory = 92 << 30 // room for the driver, NCCL and allocations outside the arena
 	runs["8B in 95 GiB"] = whole
 	whole.recompute = true
 	runs["8B, recomputed"] = whole
@@ -136,8 +137,8 @@ func rankRuns() map[string]rankRun {
 	return runs
 }
 
-// rankOf trains as the rank that the environment says, or as a process without ranks where the role
-// begins with "plain ".
+// rankOf trains as the rank that the environment describes, or as a process without ranks if the role
+// starts with "plain ".
 func rankOf(role, dir string) (err error) {
 	name, plain := strings.CutPrefix(role, "plain ")
 	run, ok := rankRuns()[name]
@@ -224,7 +225,7 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 	defer tr.Close()
 
 	var began, last time.Time
-	var each []time.Duration // a step
+	var each []time.Duration // per step
 	const laps = 3
 	warm := min(10, r.steps/3)
 	lap := max(1, (r.steps-warm)/laps)
@@ -268,7 +269,7 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 	return tr.Run(ctx)
 }
 
-// watched tells what a rank's host waits for.
+// watched measures how long a rank's host waits in steps and exchanges.
 type watched struct {
 	llm.ParallelStepper
 	steps, talk time.Duration
@@ -287,18 +288,18 @@ func (w *watched) Exchange(value []byte) ([][]byte, error) {
 	return w.ParallelStepper.Exchange(value)
 }
 
-// rankSilence is how long a rank may say nothing: also while it loads kernels.
+// rankSilence limits the time that a rank may be silent, including the time for loading kernels.
 const rankSilence = 15 * time.Second
 
-// silence is how long ranks of a run may say nothing.
+// silence returns how long the ranks of a run may be silent.
 func (r rankRun) silence() time.Duration {
-	if r.pace && r.steps < 1000 { // large models take time to make
+	if r.pace && r.steps < 1000 { // creating a large model takes a while
 		return 3 * time.Minute
 	}
 	return rankSilence
 }
 
-// rate is the learning rate.
+// rate returns the learning rate.
 func (r rankRun) rate() float64 {
 	if r.pace {
 		return 3e-4
@@ -306,7 +307,7 @@ func (r rankRun) rate() float64 {
 	return 3e-3
 }
 
-// growthAt are commands behind a step: a blueprint in a chunk, and blocks in depth.
+// growthAt returns the commands after a step. They grow a blueprint on a chunk, and blocks in depth.
 func growthAt(step int) []state.Command {
 	const depth = 2
 	move := func(layer, seed int, to state.Stage) state.Command {
@@ -327,7 +328,7 @@ func growthAt(step int) []state.Command {
 	return nil
 }
 
-// launched runs ranks, and returns what they write and the checkpoint.
+// launched runs ranks and returns their output and the checkpoint.
 func launched(t *testing.T, role string, ranks int) (said string, file []byte) {
 	t.Helper()
 	self, err := os.Executable()
@@ -345,7 +346,7 @@ func launched(t *testing.T, role string, ranks int) (said string, file []byte) {
 	return out.String(), file
 }
 
-// gpus is how many GPUs there are.
+// gpus returns the number of GPUs.
 func gpus(t *testing.T) (n int) {
 	t.Helper()
 	for {
@@ -364,8 +365,8 @@ func gpus(t *testing.T) (n int) {
 	return n
 }
 
-// TestRanksSameBits: parameters, moments and lattices after 50 steps are the same on one GPU and on
-// several.
+// TestRanksSameBits checks that parameters, moments and lattices after 50 steps are the same on one GPU
+// and on several.
 func TestRanksSameBits(t *testing.T) {
 	most := gpus(t)
 	for name, r := range rankRuns() {
@@ -383,7 +384,7 @@ func TestRanksSameBits(t *testing.T) {
 	}
 }
 
-// TestRanksPace tells how fast models train on one GPU, without ranks and with, and on several.
+// TestRanksPace measures how fast models train on one GPU, with and without ranks, and on several.
 func TestRanksPace(t *testing.T) {
 	most := gpus(t)
 	if testing.Short() {
@@ -405,12 +406,12 @@ func TestRanksPace(t *testing.T) {
 	}
 }
 
-// large has TestRanksLarge train.
+// large enables TestRanksLarge.
 var large = flag.Bool("large", false, "train an 8B model on all GPUs, which takes minutes")
 
-// TestRanksLarge tells how fast the shape of Llama 3.1 8B trains in full on all GPUs together, with
-// 2 × 4096 tokens a GPU. It also tells what that takes of their memory. On two GPUs that is some
-// 108 GB of each, and less where memory is limited or the backward pass computes blocks again.
+// TestRanksLarge measures the speed and memory of training all parameters of a model with the shape of
+// Llama 3.1 8B on all GPUs together, with 2 × 4096 tokens per GPU. On two GPUs it needs about 108 GB
+// each, and less if memory is limited or the backward pass recomputes blocks.
 func TestRanksLarge(t *testing.T) {
 	if !*large {
 		t.Skip("takes minutes and hundreds of GB: -large")

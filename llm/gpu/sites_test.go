@@ -22,7 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// randomTokens is a text of n random tokens.
+// randomTokens is a source of n random tokens.
 type randomTokens struct {
 	ids   []int
 	vocab int
@@ -32,7 +32,7 @@ func newRandomTokens(n, vocab int) randomTokens {
 	r := rand.New(rand.NewPCG(1, 2))
 	x := randomTokens{make([]int, n), vocab}
 	for i := range x.ids {
-		x.ids[i] = r.IntN(1 + r.IntN(vocab)) // some are more frequent than others
+		x.ids[i] = r.IntN(1 + r.IntN(vocab)) // makes tokens unequally frequent
 	}
 	return x
 }
@@ -46,7 +46,7 @@ func (x randomTokens) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
-// siteModel is a small model with seeds on all its linear layers and in the stream.
+// siteModel returns a small model with seeds on all its linear layers and in the stream.
 func siteModel() llm.Config {
 	c := llm.Config{Vocab: 256, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, Seq: 32, Untied: true}
 	c = c.Default()
@@ -55,7 +55,7 @@ func siteModel() llm.Config {
 	return c
 }
 
-// siteTrainer trains it, or another one, on the device, or on the CPU where that is nil.
+// siteTrainer returns a trainer for a new model on the device, or on the CPU if device is nil.
 func siteTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision, c llm.Config, steps,
 	batch int, keeps ...bool) *llm.Trainer {
 	t.Helper()
@@ -86,7 +86,7 @@ func siteTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision, c ll
 	return tr
 }
 
-// toStage takes seeds of a layer to their next stage.
+// toStage moves seeds of a layer to their next stage.
 func toStage(m *llm.Model, layer int, seeds []int, size int, to state.Stage) error {
 	var all []state.Command
 	for _, seed := range seeds {
@@ -114,7 +114,8 @@ func toStage(m *llm.Model, layer int, seeds []int, size int, to state.Stage) err
 	return m.Kasmina.Do(all...)
 }
 
-// life takes all seeds through a life, those of the stream two steps behind, one of each site back.
+// life moves all seeds through their stages, seeds in the stream two steps later than seeds at weights.
+// In the end one seed of each site is rolled back, and all remaining seeds are fossilized.
 func life(tr *llm.Trainer, folder string) {
 	stages := []state.Stage{state.Training, state.Grafting, state.Stabilization,
 		state.Evaluating, state.FineTuning}
@@ -148,8 +149,8 @@ func life(tr *llm.Trainer, folder string) {
 	})
 }
 
-// TestSitesOnGPU has blueprints at weights and in the stream live their whole life on a GPU. It
-// wants the losses that they have on a CPU.
+// TestSitesOnGPU checks that blueprints at weights and in the stream have the same losses on a GPU as on
+// a CPU throughout their lives.
 func TestSitesOnGPU(t *testing.T) {
 	device := open(t)
 	for p, tolerance := range map[cudaops.Precision]float64{cudaops.Float32: 1e-4,
@@ -167,13 +168,13 @@ func TestSitesOnGPU(t *testing.T) {
 			require.InDeltaSlice(t, all[0], all[1], tolerance)
 			require.Equal(t, end[0], end[1])
 			require.Empty(t, end[1].Planted)
-			require.Equal(t, 4, end[1].Layers) // of which two have grown in the stream
+			require.Equal(t, 4, end[1].Layers) // two blocks have grown in the stream
 		})
 	}
 }
 
-// TestSitesResumeOnGPU wants a run with such blueprints to be resumed behind any step with the bits
-// that it has without a break.
+// TestSitesResumeOnGPU checks that resuming such a run after any step gives the same bits as an
+// uninterrupted run.
 func TestSitesResumeOnGPU(t *testing.T) {
 	device := open(t)
 	folder := t.TempDir()
@@ -191,8 +192,8 @@ func TestSitesResumeOnGPU(t *testing.T) {
 	}
 }
 
-// TestSitesPace tells what seeds at weights and in the stream cost a step of a model of 124 million
-// parameters. It also tells how long it takes to plant and to merge them.
+// TestSitesPace measures by how much seeds at weights and in the stream slow down the steps of a model of
+// 124 million parameters, and how long planting and merging them takes.
 func TestSitesPace(t *testing.T) {
 	device := open(t)
 	if testing.Short() {
@@ -201,7 +202,7 @@ func TestSitesPace(t *testing.T) {
 
 	const rank = 16
 	c := llm.Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, Seq: 1024}.Default()
-	// pace runs a model whose seeds of a site go through stages behind some steps.
+	// pace runs a model and moves the seeds of one site to the given stages after the given steps.
 	pace := func(name string, c llm.Config, site blueprints.Site,
 		stages map[int][]state.Stage) {
 		tr := siteTrainer(t, device, cudaops.BFloat16, c, 1<<20, 16)
@@ -264,12 +265,14 @@ func TestSitesPace(t *testing.T) {
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 
-// byHost is an engine whose parameters travel by the host when another one follows.
+// byHost hides that an engine can keep its parameters on the device, so that they pass through the host
+// when another engine follows.
 type byHost struct{ llm.Stepper }
 
-// TestSwapPace tells how long it takes until a model of 124 million parameters goes on as another
-// one, and where that time goes. Parameters stay on the device or travel by the host. What a swap
-// takes is told by the steps too: the three behind it, beyond three others.
+// TestSwapPace measures how long it takes to replace the engine of a model of 124 million parameters when
+// its graph changes, and where that time goes, with parameters that stay on the device and with
+// parameters that pass through the host. The log has the time of each part. As a check, the test also
+// compares the three steps after the swap with three later ones.
 func TestSwapPace(t *testing.T) {
 	device := open(t)
 	if testing.Short() {
@@ -287,7 +290,7 @@ func TestSwapPace(t *testing.T) {
 	stream.Streams = []int{5}
 	begin := []state.Stage{state.Training, state.Grafting}
 	last := []state.Stage{state.Stabilization, state.Evaluating, state.FineTuning, state.Fossilized}
-	for round := range 3 { // in the first ways are timed
+	for round := range 3 { // the timings of kernel variants are part of the first round
 		for _, keeps := range []bool{true, false} {
 			if round != 1 && !keeps {
 				continue
@@ -303,7 +306,8 @@ func TestSwapPace(t *testing.T) {
 	}
 }
 
-// swapPace runs a model whose seeds of a site go through stages behind some steps, 8 apart.
+// swapPace runs a model and moves the seeds of one site to the given stages after the given steps. These
+// steps must be 8 apart.
 func swapPace(t *testing.T, device *cudaops.Device, name string, c llm.Config, site blueprints.Site,
 	keeps bool, stages map[int][]state.Stage) {
 	t.Helper()

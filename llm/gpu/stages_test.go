@@ -20,7 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// repeated is a text of one word, which a model soon knows.
+// repeated is a source of a short repeating sequence, which a model soon learns.
 type repeated struct{ randomTokens }
 
 func (repeated) ReadTokens(dst []int, offset int64) error {
@@ -30,7 +30,7 @@ func (repeated) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
-// squares is t(x) = x + w·x² of a chunk, as a graph.
+// squares is the kind t(x) = x + w·x² of a chunk, built as a graph.
 var squares = func() blueprints.Kind {
 	k, err := site.Register(blueprints.Blueprint{Name: "squares", Identity: func(w []float64, _ int,
 		_ *rand.Rand) float64 {
@@ -52,8 +52,8 @@ var squares = func() blueprints.Kind {
 	return k
 }()
 
-// ways are lives of seeds: stages, one behind each step. Of each stage that a blueprint can be taken
-// back in there is one that does.
+// variants lists the lives of seeds as the stages they enter, one per step. From every stage that allows
+// it, some life is taken back.
 var variants = [][]state.Stage{
 	{state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning,
 		state.Fossilized},
@@ -66,7 +66,8 @@ var variants = [][]state.Stage{
 		state.RolledBack},
 }
 
-// deepWays are those in depth, where one blueprint lives at a time and its gates ask for epochs.
+// deepVariants lists the commands for seeds in depth by step. Only one blueprint in depth lives at a
+// time, and its gates take epochs.
 var deepVariants = map[int][]state.Command{
 	2:  {germinated(0, blueprints.Stack)},
 	3:  {moved(0, state.Training)},
@@ -92,7 +93,7 @@ func moved(seed int, to state.Stage) state.Command {
 	return state.Command{Action: state.Move, Seed: seed, To: to}
 }
 
-// living gives a run the commands of all lives, and notes the stages in which it is saved.
+// living gives a run the commands of all lives, and records the stages of the seeds whenever it saves.
 func living(t *testing.T, tr *llm.Trainer, folder string, seen map[string]bool) {
 	tr.On(func(e llm.Event) error {
 		if e.Kind == llm.Reshaped {
@@ -131,7 +132,7 @@ func living(t *testing.T, tr *llm.Trainer, folder string, seen map[string]bool) 
 	})
 }
 
-// lifeAt is what a seed is told behind a step of its life.
+// lifeAt returns the commands for a seed after a step of its life.
 func lifeAt(where blueprints.Site, seed, step int) (all []state.Command) {
 	kinds := map[blueprints.Site][]blueprints.Kind{blueprints.Chunk: {squares, blueprints.ConvFilter},
 		blueprints.Weight: {blueprints.LoRA},
@@ -154,7 +155,7 @@ func lifeAt(where blueprints.Site, seed, step int) (all []state.Command) {
 	}
 }
 
-// stagesTrainer trains a model with seeds at all sites.
+// stagesTrainer returns a trainer for a model with seeds at all sites.
 func stagesTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision,
 	steps int) *llm.Trainer {
 	t.Helper()
@@ -180,10 +181,10 @@ func stagesTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision,
 	return tr
 }
 
-// TestStagesResume has checkpoints in which there are seeds of every site in every stage. It wants
-// a run to be resumed behind them with the bits that it has without a break. From there it takes
-// back what can be taken back. On chunks one kind of two is a graph, and α is drawn around its
-// schedule. It runs on the CPU, and on a GPU where there is one.
+// TestStagesResume saves checkpoints that together contain seeds of every site in every stage. It checks
+// that resuming from each of them gives the same bits as an uninterrupted run, including lives that are
+// cut short later. On chunks every other kind is a graph, and α is drawn at random around its schedule.
+// The test runs on the CPU, and on a GPU if there is one.
 func TestStagesResume(t *testing.T) {
 	for _, where := range []string{"cpu", "gpu"} {
 		t.Run(where, func(t *testing.T) {
@@ -216,8 +217,8 @@ func TestStagesResume(t *testing.T) {
 	}
 }
 
-// TestChunkGraphsOnGPU has seeds of all sites, those of chunks with a kind that is a graph. It
-// wants the losses on a GPU that the run has on a CPU, without a layer on the host.
+// TestChunkGraphsOnGPU trains seeds at all sites, with a kind that is a graph on chunks. It checks that
+// the losses on a GPU equal those on a CPU, and that no layer runs on the host.
 func TestChunkGraphsOnGPU(t *testing.T) {
 	device := open(t)
 	const steps = 18

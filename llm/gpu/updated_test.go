@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// TestUpdated wants what a machine says of an update to become what a trainer is to know of it.
-// Parameters are fetched unless they are as before.
+// TestUpdated checks the error that an engine returns for each error of its machine after an update, and
+// that it fetches parameters unless they are unchanged.
 func TestUpdated(t *testing.T) {
 	errDevice := errors.New("the device is gone")
 	for name, c := range map[string]struct {

@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestFolderAppears wants a folder that somebody else creates while a model is saved there to stay as
-// it is.
+// TestFolderAppears checks that SavePretrained doesn't touch a folder that another process creates while
+// the model is being saved.
 func TestFolderAppears(t *testing.T) {
 	f, err := Open("testdata/tiny")
 	require.NoError(t, err)

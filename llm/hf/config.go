@@ -13,14 +13,14 @@ import (
 
 const (
 	configName = "config.json"
-	maxConfig  = 4 << 20 // bytes; published ones have some thousands
+	maxConfig  = 4 << 20 // bytes; published files are a few kilobytes
 	maxField   = 1 << 24
 )
 
-// traits are what a config.json says of a model.
+// traits describes a model as its config.json does.
 type traits struct {
 	family string
-	dtype  string // of the weights: float32, float16, bfloat16; "" where it is not said
+	dtype  string // of the weights: float32, float16 or bfloat16; "" if unspecified
 	ids    tokenIDs
 
 	vocab, dim, layers, heads, kvHeads, headDim, ff, positions int
@@ -28,31 +28,31 @@ type traits struct {
 	tied                                                       bool
 
 	rope      rope
-	localRope rope   // of windowed layers
-	noRope    []bool // layers without
-	window    int    // positions that windowed layers see
-	windowed  []bool // layers
+	localRope rope   // for windowed layers
+	noRope    []bool // per layer
+	window    int    // number of positions that windowed layers attend to
+	windowed  []bool // per layer
 	biasQKV   bool
 	biasOut   bool
 	biasMLP   bool
 	normQK    bool       // RMSNorm of each head of queries and keys
-	gemma     bool       // its windowed layers have rotary angles of their own
-	own       llm.Traits // what the family has beyond what the fields above say
+	gemma     bool       // windowed layers use localRope
+	own       llm.Traits // properties of the family that the fields above don't cover
 }
 
-// rope is how angles follow from positions.
+// rope describes how rotary angles follow from positions.
 type rope struct {
 	theta                     float64
 	kind                      string // default, linear, llama3 or yarn
 	factor, lowFreq, highFreq float64
 	original                  int
-	attention                 float64 // factor of cosine and sine, 0 for the usual one
+	attention                 float64 // factor of cosine and sine, 0 for the default
 	betaFast, betaSlow        float64
 	mscale, mscaleAll         float64
 	truncate, attentionGiven  bool
 }
 
-// tokenIDs are those that begin, end and fill up texts; negative where there is none.
+// tokenIDs holds the special tokens. An id is negative if the model lacks the token.
 type tokenIDs struct {
 	begin, pad int
 	end        []int
@@ -61,24 +61,24 @@ type tokenIDs struct {
 // family describes the models of one model_type.
 type family struct {
 	class string // in architectures
-	// fields are the names of fields that the family calls otherwise than Llama.
+	// fields maps Llama's field names to the family's where they differ.
 	fields      map[string]string
-	inner       int     // the default of intermediate_size, in multiples of hidden_size; 0 for none
-	eps         float64 // the default of rms_norm_eps; 0 for 1e-6
+	inner       int     // default of intermediate_size in multiples of hidden_size; 0 if it has no default
+	eps         float64 // default of rms_norm_eps; 0 for 1e-6
 	theta       float64
 	localTheta  float64
 	tied        bool
-	activation  string // name of the field
+	activation  string // name of the field that holds the activation
 	activations []string
 	read        func(o *object, t *traits)
-	// layout returns how the files of weights hold the parameters; nil stands for plainLayout.
+	// layout returns how the weight files store the parameters; nil means plainLayout.
 	layout func(w *weights) layout
 }
 
-// field returns what the family calls a field of Llama's.
+// field returns the family's name for one of Llama's fields.
 func (f family) field(name string) string { return cmp.Or(f.fields[name], name) }
 
-// layout returns how the weights hold the parameters.
+// layout returns how the weight files store the parameters.
 func (t *traits) layout(w *weights) layout {
 	if f := families[t.family]; f.layout != nil {
 		return f.layout(w)
@@ -104,7 +104,7 @@ var families = map[string]family{
 		activations: []string{"gelu_pytorch_tanh"}, read: readGemma3},
 }
 
-// inert are the fields that change nothing of what a model computes when it is run or trained.
+// inert lists fields that affect neither inference nor training.
 var inert = []string{
 	"_name_or_path", "name_or_path", "transformers_version", "use_cache", "initializer_range",
 	"return_dict", "output_hidden_states", "output_attentions", "id2label", "label2id",
@@ -113,7 +113,7 @@ var inert = []string{
 	"_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
 	"attn_implementation_autoset", "transformers.js_config", "unsloth_fixed", "unsloth_version",
 	"is_llama_config", "_commit_hash",
-	// defaults of generation in older files, which generation_config.json overrules
+	// Older files hold defaults for generation, which generation_config.json overrides.
 	"temperature", "top_p", "top_k", "do_sample", "max_length", "min_length", "num_beams",
 	"repetition_penalty", "num_return_sequences", "length_penalty", "early_stopping",
 	"no_repeat_ngram_size", "typical_p", "output_scores", "return_dict_in_generate",
@@ -122,11 +122,10 @@ var inert = []string{
 	"forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "prefix",
 	"decoder_start_token_id", "sep_token_id", "tie_encoder_decoder", "cross_attention_hidden_size",
 	"finetuning_task", "use_bfloat16", "tf_legacy_loss", "pruned_heads",
-	// how older versions of transformers computed the same numbers
+	// Older versions of transformers chose between equivalent computations.
 	"pretraining_tp",
 }
 
-// parseConfig reads a config.json.
 func parseConfig(text []byte) (*traits, error) {
 	o, err := parseObject(text)
 	if err != nil {
@@ -153,7 +152,7 @@ func readTraits(o *object) (*traits, error) {
 		return nil, fmt.Errorf("model_type is %.40q, want one of %s", t.family, familyNames())
 	}
 
-	// Whether weights are quantized, or code of one's own is needed, comes before the sizes.
+	// Report quantized weights and custom code before complaining about sizes.
 	o.only("quantization_config", "",
 		"quantized weights are not supported: take the folder of the model as it was before "+
 			"quantization")
@@ -224,7 +223,7 @@ func familyNames() string {
 	return strings.Join(names, ", ")
 }
 
-// readDtype returns the type that weights are said to have. What they have is in their files.
+// readDtype returns the dtype that config.json declares. The tensors may have other types.
 func readDtype(o *object) string {
 	name := o.string("torch_dtype", "")
 	name = strings.TrimPrefix(o.string("dtype", name), "torch.")
@@ -278,8 +277,8 @@ func readQwen3(o *object, t *traits) {
 	readQwenWindow(o, t)
 }
 
-// readQwenWindow reads the window of layers from max_window_layers on, unless layer_types says
-// which.
+// readQwenWindow reads the attention window. Unless layer_types says otherwise, layers from
+// max_window_layers on are windowed.
 func readQwenWindow(o *object, t *traits) {
 	on, window := o.bool("use_sliding_window", false), o.number("sliding_window", 4096, 1, maxField)
 	from := o.number("max_window_layers", 28, 0, maxField)
@@ -293,7 +292,7 @@ func readQwenWindow(o *object, t *traits) {
 	t.readLayerTypes(o, func(i int) bool { return window > 0 && i >= from })
 }
 
-// readLayerTypes reads which layers have a window; usual says so where layer_types is not there.
+// readLayerTypes reads which layers are windowed. If layer_types is missing, usual decides.
 func (t *traits) readLayerTypes(o *object, usual func(layer int) bool) {
 	types := make([]string, t.layers)
 	for i := range types {
@@ -334,7 +333,7 @@ func readSmolLM3(o *object, t *traits) {
 	t.biasQKV, t.biasOut = bias, bias
 	t.biasMLP = o.bool("mlp_bias", false)
 	every := o.number("no_rope_layer_interval", 4, 1, maxField)
-	has := make([]int, t.layers) // 1 with RoPE
+	has := make([]int, t.layers) // 1 if the layer uses RoPE
 	for i := range has {
 		if (i+1)%every != 0 {
 			has[i] = 1
@@ -383,12 +382,12 @@ func readGemma3(o *object, t *traits) {
 	o.only("final_logit_softcapping", "", "logits are not capped here")
 	o.only("use_bidirectional_attention", "false", "text is read forwards")
 	every := o.number("sliding_window_pattern", 6, 1, maxField)
-	o.harmless("_sliding_window_pattern") // which transformers writes, but does not read
+	o.harmless("_sliding_window_pattern") // transformers writes this field but never reads it
 	t.window = o.number("sliding_window", 4096, 1, maxField)
 	t.readLayerTypes(o, func(i int) bool { return (i+1)%every != 0 })
 }
 
-// check refuses what contradicts itself.
+// check reports traits that contradict each other.
 func (t *traits) check() error {
 	fail := func(name, format string, args ...any) error {
 		return fmt.Errorf("%s: %s", name, fmt.Sprintf(format, args...))
@@ -415,8 +414,8 @@ func (t *traits) check() error {
 	return err
 }
 
-// config is the model that computes what the traits say. A trait that models cannot have is an
-// error that names its field.
+// config returns the configuration of the model that the traits describe. For a trait that llm models
+// don't support it returns an error that names the field.
 func (t *traits) config() (llm.Config, error) {
 	c := llm.Config{Vocab: t.vocab, Dim: t.dim, Layers: t.layers, Heads: t.heads,
 		KVHeads: t.kvHeads, HeadDim: t.headDim, FF: t.ff, Seq: t.positions, Base: t.rope.theta,
@@ -430,7 +429,7 @@ func (t *traits) config() (llm.Config, error) {
 	return c, c.Check()
 }
 
-// blocks are what single blocks have of their own, nil if that is nothing.
+// blocks returns the settings of individual blocks, or nil if all blocks have the defaults.
 func (t *traits) blocks() []llm.Block {
 	blocks := make([]llm.Block, t.layers)
 	for i := range blocks {

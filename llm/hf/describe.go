@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// config is the config.json of a model. It is that of the folder it is like, as far as it describes
-// the model, or one of its own.
+// config returns the config.json to write: the one of s.like if it describes the model, a changed copy of
+// it, or a new one for a model that didn't come from a folder.
 func (s *saving) config(c llm.Config) ([]byte, error) {
 	if s.like == nil {
 		return s.ownConfig(c.Plain())
@@ -23,7 +23,7 @@ func (s *saving) config(c llm.Config) ([]byte, error) {
 	return s.changedConfig(c, d)
 }
 
-// same reports whether two configurations compute the same, on sequences of any length.
+// same reports whether two configurations compute the same outputs for sequences of any length.
 func same(a, b llm.Config) bool {
 	a, b = a.Plain(), b.Plain()
 	a.Seq, b.Seq = 0, 0
@@ -32,7 +32,7 @@ func same(a, b llm.Config) bool {
 	return fmt.Sprintf("%+v", a) == fmt.Sprintf("%+v", b)
 }
 
-// eachBlock returns what each block has of its own. Config.Blocks may be a pattern that repeats.
+// eachBlock returns the settings of every block. Config.Blocks may be a shorter pattern that repeats.
 func eachBlock(c llm.Config) []llm.Block {
 	all := make([]llm.Block, c.Layers)
 	for i := range all {
@@ -43,8 +43,8 @@ func eachBlock(c llm.Config) []llm.Block {
 	return all
 }
 
-// changedConfig is the folder's with another type of weights, and with as many blocks as the model
-// has grown to.
+// changedConfig returns the folder's config.json with the given weight type and with the number of blocks
+// that the model has grown to.
 func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error) {
 	var fields map[string]any
 	if err := json.Unmarshal(s.like.config, &fields); err != nil {
@@ -80,9 +80,9 @@ func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error
 	return append(text, '\n'), nil
 }
 
-// describeLayers replaces the lists of config.json that have an entry for each layer.
+// describeLayers replaces the lists of config.json that have one entry per layer.
 func describeLayers(fields map[string]any, c llm.Config) {
-	types, rope := make([]string, c.Layers), make([]int, c.Layers) // rope is 0 for a layer without
+	types, rope := make([]string, c.Layers), make([]int, c.Layers) // rope is 0 for a layer without RoPE
 	for i, b := range eachBlock(c) {
 		types[i] = "full_attention"
 		if b.Window > 0 {
@@ -93,8 +93,8 @@ func describeLayers(fields map[string]any, c llm.Config) {
 		}
 	}
 
-	// Without the list, the other fields say which layers are windowed, and say so for the old ones.
-	// All layers of Mistral are alike.
+	// Without layer_types, other fields say which layers are windowed, and they describe the original
+	// layers. In Mistral all layers are alike.
 	windowed := slices.Contains(types, "sliding_attention") && fields["model_type"] != "mistral"
 	if fields["layer_types"] != nil || windowed {
 		fields["layer_types"] = types
@@ -105,7 +105,7 @@ func describeLayers(fields map[string]any, c llm.Config) {
 	}
 }
 
-// ownConfig is that of a model that was made here.
+// ownConfig returns a config.json for a model that wasn't loaded from a folder.
 func (s *saving) ownConfig(c llm.Config) ([]byte, error) {
 	if c.Dim%c.Heads != 0 {
 		return nil, fmt.Errorf("Config.Dim is %d, and transformers wants a multiple of Heads, %d",
@@ -114,7 +114,7 @@ func (s *saving) ownConfig(c llm.Config) ([]byte, error) {
 	}
 
 	if c.Documents {
-		c.Documents = false // of training; a text alone is one document
+		c.Documents = false // affects training only: a single text is one document
 	}
 
 	fields := map[string]any{

@@ -10,24 +10,23 @@ import (
 
 const generationName = "generation_config.json"
 
-// Generation is how a model's publisher has it draw text.
+// Generation holds the settings that a model's publisher recommends for generating text.
 type Generation struct {
-	Begin int   // token that begins a text, negative if there is none
-	Pad   int   // token that fills up, negative if there is none
+	Begin int   // token at the start of a text, negative if undefined
+	Pad   int   // padding token, negative if undefined
 	End   []int // tokens that end a text
 
-	Sample      bool    // false takes the likeliest token
+	Sample      bool    // false selects the most probable token
 	Temperature float64 // 1 by default
 	TopK        int     // 50 by default, 0 for all tokens
-	TopP        float64 // 1 by default, which keeps all tokens; 0 keeps the likeliest alone
+	TopP        float64 // 1 by default, which keeps all tokens; 0 keeps only the most probable one
 
-	// Ignored are fields that ask for what generation here does not do, such as
-	// repetition_penalty.
+	// Ignored names settings that this module doesn't support, such as repetition_penalty.
 	Ignored []string
 }
 
-// readGeneration reads generation_config.json or, without one, what config.json says about
-// generation, which older versions of transformers wrote there.
+// readGeneration reads generation_config.json. If the file is missing, it reads the settings from
+// config.json, where older versions of transformers wrote them.
 func (f *Folder) readGeneration() error {
 	ids := f.traits.ids
 	f.Generation = Generation{Begin: ids.begin, Pad: ids.pad, End: ids.end}
@@ -91,7 +90,7 @@ func (g *Generation) read(o *object, vocab int) error {
 	return o.done()
 }
 
-// readSampling reads how tokens are drawn. The defaults are those of transformers.
+// readSampling reads the sampling settings, with the same defaults as transformers.
 func (g *Generation) readSampling(o *object) {
 	g.Sample = o.bool("do_sample", false)
 	g.Temperature = o.float("temperature", 1)

@@ -17,13 +17,13 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// folders are the models of testdata/make.py.
+// folders lists the models that testdata/make.py creates.
 var folders = []string{"llama2", "llama3.1", "llama3.2", "llama-linear", "llama-bias", "llama-yarn", "smollm2",
 	"mistral", "mistral-full", "qwen2.5", "qwen2-window", "qwen3", "smollm3", "gemma3", "olmo2", "gpt2"}
 
-// golden is what transformers computes with a model.
+// golden holds the results of transformers for a model.
 type golden struct {
-	ids    [][]int // of two sequences
+	ids    [][]int // two sequences
 	logits [][]float32
 	losses []float32
 }
@@ -62,7 +62,7 @@ func open(t *testing.T, folder string) *Folder {
 	return f
 }
 
-// distance is |a−b| / |b|.
+// distance returns |a−b| / |b|.
 func distance(a, b []float32) float64 {
 	var off, size float64
 	for i := range b {
@@ -72,14 +72,14 @@ func distance(a, b []float32) float64 {
 	return math.Sqrt(off / size)
 }
 
-// offLogits is the distance of a model's logits from those of transformers, over all positions.
+// offLogits returns the distance between a model's logits and transformers' logits over all positions.
 func offLogits(t *testing.T, g golden, i *llm.Inference) float64 {
 	var ours, theirs []float32
 	for s, ids := range g.ids {
 		next, err := i.Decoder()
 		require.NoError(t, err)
 		for n := 1; n <= len(ids); n++ {
-			if n%7 == 0 { // a cache is filled anew
+			if n%7 == 0 { // start over with an empty cache
 				next, err = i.Decoder()
 				require.NoError(t, err)
 			}
@@ -94,8 +94,8 @@ func offLogits(t *testing.T, g golden, i *llm.Inference) float64 {
 	return distance(ours, theirs)
 }
 
-// TestLogits wants those of transformers, from passes over all tokens and from the cache of keys
-// and values.
+// TestLogits compares logits with transformers, both from passes over all tokens and with the cache of
+// keys and values.
 func TestLogits(t *testing.T) {
 	for _, folder := range folders {
 		t.Run(folder, func(t *testing.T) {
@@ -106,7 +106,7 @@ func TestLogits(t *testing.T) {
 	}
 }
 
-// lossesOf are those of ten steps of AdamW on an engine.
+// lossesOf returns the losses of ten AdamW steps on an engine.
 func lossesOf(t *testing.T, folder string, g golden,
 	engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) []float32 {
 	seq := len(g.ids[0])
@@ -137,7 +137,7 @@ func lossesOf(t *testing.T, folder string, g golden,
 	return losses
 }
 
-// TestLosses wants those of ten steps of AdamW.
+// TestLosses compares the losses of ten AdamW steps with transformers.
 func TestLosses(t *testing.T) {
 	for _, folder := range folders {
 		t.Run(folder, func(t *testing.T) {
@@ -148,8 +148,8 @@ func TestLosses(t *testing.T) {
 	}
 }
 
-// TestInAndOut wants every tensor to come back with its bytes, config.json and the rest as they
-// were, from one file and from several.
+// TestInAndOut checks that saving a loaded model reproduces the bytes of every tensor, config.json and
+// the other files, whether the weights are in one file or several.
 func TestInAndOut(t *testing.T) {
 	for _, folder := range folders {
 		t.Run(folder, func(t *testing.T) {
@@ -180,7 +180,7 @@ func TestInAndOut(t *testing.T) {
 	}
 }
 
-// TestOwnModel wants a model that was made here to come back as the same.
+// TestOwnModel checks that a model that wasn't loaded from a folder is the same after saving and loading.
 func TestOwnModel(t *testing.T) {
 	c := llm.Config{Vocab: 50, Dim: 24, Layers: 2, Heads: 4, KVHeads: 2, FF: 40, Seq: 16,
 		Kasmina: []int{0, 1}, Seeds: 4}.Default()
@@ -220,7 +220,7 @@ func TestWithTokenizer(t *testing.T) {
 
 		entries, err := os.ReadDir(dir)
 		require.NoError(t, err)
-		require.Len(t, entries, 3+len(want)) // with the weights and two configurations
+		require.Len(t, entries, 3+len(want)) // the weights and two configurations are there as well
 		for _, name := range want {
 			a, err := os.ReadFile(filepath.Join("testdata/tiny", name))
 			require.NoError(t, err)
@@ -231,7 +231,7 @@ func TestWithTokenizer(t *testing.T) {
 	}
 }
 
-// TestGrowing wants a model that gets Kasmina layers to compute what it did.
+// TestGrowing checks that adding Kasmina layers to a model doesn't change its results.
 func TestGrowing(t *testing.T) {
 	f, g := open(t, "llama2"), readGolden(t, "llama2")
 	m, err := f.Load(t.Context(), WithConfig(func(c *llm.Config) {
@@ -254,8 +254,8 @@ func TestGrowing(t *testing.T) {
 	require.Equal(t, f.config, config)
 }
 
-// TestDtype wants what was converted to another type to be rounded to it, and config.json to say
-// so.
+// TestDtype checks that tensors saved in another type are rounded to it, and that config.json declares
+// that type.
 func TestDtype(t *testing.T) {
 	f := open(t, "llama2")
 	m, err := f.Load(t.Context())
@@ -276,7 +276,7 @@ func TestDtype(t *testing.T) {
 	require.ErrorContains(t, err, "want float32, float16 or bfloat16")
 }
 
-// TestCancel wants the end of a context to end loading and saving, and to leave no folder behind.
+// TestCancel checks that canceling the context stops loading and saving, and that no folder is left over.
 func TestCancel(t *testing.T) {
 	f := open(t, "llama2")
 	m, err := f.Load(t.Context())
@@ -292,8 +292,8 @@ func TestCancel(t *testing.T) {
 	require.Empty(t, left)
 }
 
-// TestGrownConfig checks that a model with more blocks than its folder can be described like the
-// folder, though config.json has an entry for each layer.
+// TestGrownConfig checks that a model with more blocks than its folder gets a config.json like the
+// folder's, even if config.json has an entry for each layer.
 func TestGrownConfig(t *testing.T) {
 	for _, name := range []string{"qwen2.5", "qwen2-window", "qwen3", "smollm3", "gemma3"} {
 		dir := copyOf(t, name)
@@ -312,7 +312,7 @@ func TestGrownConfig(t *testing.T) {
 		require.NoError(t, err, name)
 		require.NoError(t, f.Close())
 
-		// As if every block had been copied to the place after it.
+		// As if every block had been duplicated in place.
 		c := f.Config
 		c.Layers, c.Blocks = 2*c.Layers, nil
 		for _, b := range eachBlock(f.Config) {
@@ -336,8 +336,8 @@ func TestGrownConfig(t *testing.T) {
 	}
 }
 
-// TestGrownWindows checks that windowed models without layer_types can be described when they have
-// grown.
+// TestGrownWindows checks that a grown model with windowed layers gets a config.json if its folder has no
+// layer_types.
 func TestGrownWindows(t *testing.T) {
 	for _, name := range []string{"mistral", "qwen2-window", "gemma3"} {
 		dir := copyOf(t, name)

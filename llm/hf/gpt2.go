@@ -6,7 +6,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// gpt2 has learned positions, layer norms, a perceptron without a gate, and biases everywhere.
+// gpt2 describes a family with learned positions, layer norms, perceptrons without gates, and biases
+// everywhere.
 var gpt2 = family{class: "GPT2LMHeadModel", theta: 10000, tied: true, inner: 4, eps: 1e-5,
 	fields: map[string]string{"hidden_size": "n_embd", "num_hidden_layers": "n_layer",
 		"num_attention_heads": "n_head", "intermediate_size": "n_inner",
@@ -32,12 +33,12 @@ func readGPT2(o *object, t *traits) {
 	o.only("n_ctx", fmt.Sprint(t.positions), "n_positions is another number")
 	o.harmless("reorder_and_upcast_attn", "gradient_checkpointing", "summary_activation",
 		"summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-		// Dropout is part of how a model was trained. Training here goes on without it.
+		// Dropout was used when the model was trained. Training here continues without it.
 		"attn_pdrop", "embd_pdrop", "resid_pdrop")
 }
 
-// gpt2Parts pairs the tensors of a block with parameters. Queries, keys and values are missing: they
-// share a tensor.
+// gpt2Parts pairs the tensors of a block with parameters. Queries, keys and values are missing because
+// they share a tensor.
 var gpt2Parts = []struct{ name, param string }{
 	{"attn.c_proj", "self_attn.o_proj"},
 	{"ln_1", "input_layernorm"}, {"ln_2", "post_attention_layernorm"},
@@ -58,7 +59,7 @@ func gpt2Layout(w *weights) layout {
 		for name, shape := range c.Parameters() {
 			shapes[name] = shape
 		}
-		// A tensor of the parameters' rows one after the other.
+		// add appends a tensor that holds the rows of params one after the other.
 		add := func(name string, transposed bool, params ...string) {
 			shape := append([]int{}, shapes[params[0]]...)
 			for _, p := range params[1:] {

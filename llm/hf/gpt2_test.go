@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// TestOriginalGPT2 reads a folder as OpenAI published it: without "transformer." in the names of
-// tensors, and with causal masks. A copy has the same tensors, without the masks.
+// TestOriginalGPT2 reads a folder as OpenAI published it: without "transformer." in the names of tensors,
+// and with causal masks. A saved copy has the same tensors except for the masks.
 func TestOriginalGPT2(t *testing.T) {
 	dir := copyOf(t, "gpt2")
 	path := filepath.Join(dir, weightsName)
@@ -49,7 +49,7 @@ func TestOriginalGPT2(t *testing.T) {
 	}
 }
 
-// TestGPT2Refused checks that what would make another model of a GPT-2 is refused.
+// TestGPT2Refused checks that settings of a GPT-2 that change its computation are refused.
 func TestGPT2Refused(t *testing.T) {
 	for change, want := range map[string]string{
 		`{"scale_attn_by_inverse_layer_idx": true}`: "scale_attn_by_inverse_layer_idx",
@@ -68,13 +68,12 @@ func TestGPT2Refused(t *testing.T) {
 		refuses(t, dir, want)
 	}
 
-	// A context longer than the learned positions is refused as well.
 	_, err := open(t, "gpt2").Load(t.Context(), WithConfig(func(c *llm.Config) { c.Seq = 65 }))
 	require.ErrorContains(t, err, "want at most Positions, 64")
 }
 
-// TestGrownFamilies checks that a GPT-2 and an OLMo 2 with more blocks than their folders are saved
-// like these, and read again.
+// TestGrownFamilies checks that a GPT-2 and an OLMo 2 with more blocks than their folders are saved like
+// the folders and can be loaded again.
 func TestGrownFamilies(t *testing.T) {
 	for _, name := range []string{"gpt2", "olmo2"} {
 		f := open(t, name)

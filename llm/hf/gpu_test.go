@@ -16,7 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// openGPU returns the GPU, and skips the test where there is none.
+// openGPU opens the GPU. Without a GPU it skips the test.
 func openGPU(t *testing.T) *cudaops.Device {
 	device, err := cudaops.Open()
 	if errors.Is(err, cudaops.ErrNoDevice) {
@@ -27,7 +27,7 @@ func openGPU(t *testing.T) *cudaops.Device {
 	return device
 }
 
-// onGPU computes with a model on the device.
+// onGPU returns an inference with a model on the device.
 func onGPU(d *cudaops.Device, m *llm.Model, p cudaops.Precision) *llm.Inference {
 	return &llm.Inference{Model: m, Make: func(g *llm.Graph) (llm.Machine, error) {
 		return cudaops.NewMachine(d, g.G, cudaops.WithPrecision(p), cudaops.WithStrict(),
@@ -36,12 +36,12 @@ func onGPU(d *cudaops.Device, m *llm.Model, p cudaops.Precision) *llm.Inference 
 	}}
 }
 
-// bf16 is how far transformers is from its own float32 where it computes in bfloat16, by
-// testdata/make.py on a GPU.
+// bf16 holds the distances between transformers in bfloat16 and transformers in float32, as
+// testdata/make.py measured them on a GPU.
 type bf16 struct {
-	Logits   float64 // distance of all logits, of weights and activations in bfloat16
+	Logits   float64 // of all logits, with weights and activations in bfloat16
 	Losses   float64 // of the losses of ten steps, likewise
-	Autocast float64 // of the losses of ten steps, of masters in float32 under autocast
+	Autocast float64 // of the losses of ten steps, with float32 master weights under autocast
 }
 
 func readBF16(t *testing.T) (all map[string]bf16) {
@@ -51,8 +51,8 @@ func readBF16(t *testing.T) (all map[string]bf16) {
 	return all
 }
 
-// TestOnGPU wants logits and losses of a GPU in float32 to be those of transformers. In bfloat16
-// they are no farther off than those of transformers itself.
+// TestOnGPU checks that logits and losses in float32 on a GPU agree with transformers, and that in
+// bfloat16 they are as accurate as transformers in bfloat16.
 func TestOnGPU(t *testing.T) {
 	device, theirs := openGPU(t), readBF16(t)
 	for _, folder := range folders {
@@ -71,14 +71,14 @@ func TestOnGPU(t *testing.T) {
 				theirs[folder].Logits, off, theirs[folder].Losses, theirs[folder].Autocast)
 			require.LessOrEqual(t, logits, theirs[folder].Logits)
 			require.LessOrEqual(t, off, theirs[folder].Losses)
-			// Under autocast the residual stream is float32; here it is bfloat16.
+			// Autocast keeps the residual stream in float32, while this module uses bfloat16.
 			require.LessOrEqual(t, off, 1.5*theirs[folder].Autocast)
 		})
 	}
 }
 
-// TestLoadOnGPU wants weights that are read straight to the GPU to compute, bit by bit, what they do
-// by way of the host.
+// TestLoadOnGPU checks that weights loaded directly to the GPU give the same bits as weights that went
+// through host memory.
 func TestLoadOnGPU(t *testing.T) {
 	device := openGPU(t)
 	for _, folder := range folders {
@@ -90,7 +90,7 @@ func TestLoadOnGPU(t *testing.T) {
 				want := offLogits(t, g, onGPU(device, m, p))
 				i, err := gpu.Load(t.Context(), device, p, f.Config, f)
 				require.NoError(t, err)
-				require.Equal(t, want, offLogits(t, g, i)) // which closes it
+				require.Equal(t, want, offLogits(t, g, i)) // offLogits closes i
 			})
 		}
 	}
@@ -106,8 +106,9 @@ func TestLoadOnGPU(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 }
 
-// TestTextOnGPU wants the likeliest text of a GPU, which keeps keys and values, to be the CPU's. It
-// goes from a short prompt to behind the end of the window, and from a long one.
+// TestTextOnGPU checks that greedy text from a GPU, which caches keys and values, equals the CPU's. One
+// text starts from a short prompt and continues past the end of the window, another starts from a long
+// prompt.
 func TestTextOnGPU(t *testing.T) {
 	device := openGPU(t)
 	for _, folder := range folders {

@@ -1,13 +1,15 @@
-// Package hf loads models in the folders of Hugging Face's transformers, and writes such folders.
+// Package hf loads models from folders in the format of Hugging Face's transformers, and writes such
+// folders.
 //
-//	f, err := hf.Open("Llama-3.2-1B")        // config.json, generation_config.json, headers of weights
-//	m, err := f.Load(ctx)                    // an llm.Model, to run, train and grow
-//	err = hf.SavePretrained(ctx, "out", m, hf.Like(f)) // which transformers loads
+//	f, err := hf.Open("Llama-3.2-1B")        // reads config.json, generation_config.json and headers of weights
+//	m, err := f.Load(ctx)                    // returns an llm.Model to run, train and grow
+//	err = hf.SavePretrained(ctx, "out", m, hf.Like(f)) // writes a folder that transformers loads
 //
 // It reads the families Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-2 and the text part of Gemma
-// 3. A
-// field of config.json is understood, known to change nothing, or an error that names it; and so is
-// every tensor of the weights.
+// 3.
+//
+// Nothing is ignored silently: a field of config.json that is neither understood nor known to be
+// irrelevant is an error that names the field, and so is an unexpected tensor in the weights.
 package hf
 
 import (
@@ -21,12 +23,11 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// ErrFolder is wrapped by errors of a folder that is no model, or whose files contradict each
-// other.
+// ErrFolder is wrapped by errors about folders that don't contain a model or contain contradictory files.
 var ErrFolder = errors.New("no model that can be loaded")
 
-// Folder is a model's folder whose description has been read and checked against the headers of its
-// weights. Close it after use. All methods but Close may be called at the same time.
+// A Folder is a model folder. Its description has been read and checked against the headers of its
+// weights. Call Close after use. All methods except Close may be called concurrently.
 type Folder struct {
 	Dir        string
 	Family     string     // model_type of config.json, such as "llama"
@@ -34,14 +35,14 @@ type Folder struct {
 	Generation Generation
 
 	traits     *traits
-	config     []byte // config.json as it is
-	generation []byte // likewise, nil without
+	config     []byte // contents of config.json
+	generation []byte // contents of generation_config.json, nil if missing
 	weights    *weights
 	layout     layout
 }
 
-// Open reads config.json, generation_config.json and the headers of the weights. It checks that
-// every tensor is there which the configuration asks for, in its shape, once, and none beside.
+// Open reads config.json, generation_config.json and the headers of the weights. It checks that the
+// weights consist of exactly the tensors that the configuration calls for, each with the right shape.
 func Open(dir string) (*Folder, error) {
 	f := &Folder{Dir: dir}
 	if err := f.open(); err != nil {

@@ -23,7 +23,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// copyOf copies a model's folder, which a test then damages.
+// copyOf returns a copy of a model's folder, which a test then damages.
 func copyOf(t *testing.T, folder string) string {
 	dir := t.TempDir()
 	require.NoError(t, os.CopyFS(dir, os.DirFS(filepath.Join("testdata", folder))))
@@ -59,7 +59,7 @@ func resave(t *testing.T, path string, change func([]safetensors.Tensor) []safet
 	require.NoError(t, safetensors.Save(path, change(tensors), metadata))
 }
 
-// refuses wants a folder to be an error that says so, for little of the processor's time.
+// refuses checks that opening a folder returns an error that contains want, without using much CPU time.
 func refuses(t *testing.T, dir, want string) {
 	t.Helper()
 	start := processor.Time(t)
@@ -72,7 +72,7 @@ func refuses(t *testing.T, dir, want string) {
 	require.Less(t, processor.Time(t)-start, time.Second)
 }
 
-// TestHostileFolders wants each damage to be named.
+// TestHostileFolders checks that the error names the damage.
 func TestHostileFolders(t *testing.T) {
 	refuses(t, filepath.Join(t.TempDir(), "none"), "no such file")
 	refuses(t, t.TempDir(), "it has no config.json")
@@ -144,7 +144,7 @@ func TestHostileFolders(t *testing.T) {
 	})
 }
 
-// TestHostileShards wants an index and its files to agree.
+// TestHostileShards checks that an index must agree with its files.
 func TestHostileShards(t *testing.T) {
 	entry := func(f map[string]any) map[string]any { return f["weight_map"].(map[string]any) }
 	for name, c := range map[string]struct {
@@ -199,7 +199,8 @@ func TestHostileShards(t *testing.T) {
 	}
 }
 
-// TestHostileConfig wants every field that is not understood, lies or is missing to be named.
+// TestHostileConfig checks that errors name fields of config.json that are unknown, missing or contradict
+// the weights.
 func TestHostileConfig(t *testing.T) {
 	original, err := os.ReadFile(filepath.Join("testdata", "llama2", configName))
 	require.NoError(t, err)
@@ -215,7 +216,7 @@ func TestHostileConfig(t *testing.T) {
 		`{"hidden_size": -1}`:               "hidden_size: it is -1",
 		`{"hidden_size": 1e30}`:             "hidden_size: it is 1e+30",
 		`{"hidden_size": null}`:             "hidden_size: it is missing",
-		// a number in quotes is one to JSON's readers
+		// encoding/json accepts a number in quotes as a json.Number.
 		`{"hidden_size": "16"}`:          "tensor",
 		`{"vocab_size": 2}`:              "vocab_size: it is 2",
 		`{"vocab_size": 49}`:             "tensor model.embed_tokens.weight has the shape",
@@ -267,7 +268,7 @@ func TestHostileConfig(t *testing.T) {
 	}
 }
 
-// FuzzOpen gives Open the texts of a folder: config.json, generation_config.json and the index of
+// FuzzOpen varies the text files of a folder: config.json, generation_config.json and the index of
 // weights in two files.
 func FuzzOpen(f *testing.F) {
 	dir := f.TempDir()
@@ -312,7 +313,8 @@ func FuzzOpen(f *testing.F) {
 	})
 }
 
-// TestOldConfig wants what older versions of transformers wrote to mean the same.
+// TestOldConfig checks that the config.json of older versions of transformers is read with the same
+// meaning.
 func TestOldConfig(t *testing.T) {
 	dir := copyOf(t, "llama2")
 	rewrite(t, filepath.Join(dir, configName), func(f map[string]any) {
@@ -329,7 +331,7 @@ func TestOldConfig(t *testing.T) {
 	require.Equal(t, open(t, "llama2").Config, f.Config)
 }
 
-// TestZeroFolder wants a folder that nobody has opened to say who opens it.
+// TestZeroFolder checks that methods of a zero Folder return an error that refers to Open.
 func TestZeroFolder(t *testing.T) {
 	var f Folder
 	require.ErrorContains(t, f.Read(t.Context(), "x", func([]byte, string) error { return nil }),
@@ -348,7 +350,7 @@ func TestZeroFolder(t *testing.T) {
 	require.NoError(t, f.Close())
 }
 
-// TestGeneration wants the fields of generation_config.json to be read or refused.
+// TestGeneration checks that the fields of generation_config.json are read or refused.
 func TestGeneration(t *testing.T) {
 	dir := copyOf(t, "llama2")
 	path := filepath.Join(dir, generationName)
@@ -369,8 +371,8 @@ func TestGeneration(t *testing.T) {
 	}
 }
 
-// TestSamplingDefaults checks what is drawn from where fields are missing, null or 0, or stand in
-// config.json alone. The wanted values are those of GenerationConfig in transformers 5.24.
+// TestSamplingDefaults checks the sampling settings if fields are missing, null or 0, or occur only in
+// config.json. The wanted values are those of GenerationConfig in transformers 5.24.
 func TestSamplingDefaults(t *testing.T) {
 	for _, c := range []struct {
 		generation, config string
@@ -403,7 +405,7 @@ func TestSamplingDefaults(t *testing.T) {
 		c.want.Begin, c.want.Pad, c.want.End = f.Generation.Begin, f.Generation.Pad, f.Generation.End
 		require.Equal(t, c.want, f.Generation, c)
 
-		// A folder that is saved again says the same.
+		// Saving the folder again preserves the settings.
 		m, err := f.Load(t.Context())
 		require.NoError(t, err)
 		again := filepath.Join(t.TempDir(), "again")
@@ -415,8 +417,8 @@ func TestSamplingDefaults(t *testing.T) {
 	}
 }
 
-// TestWiden wants every number of 16 bits to be what it is, at every place, and those that are not
-// finite to be found.
+// TestWiden checks the conversion of every 16-bit number at every position, and that numbers that are not
+// finite are found.
 func TestWiden(t *testing.T) {
 	for h := range 1 << 16 {
 		for dtype, want := range map[safetensors.DType]float64{
@@ -445,8 +447,8 @@ func TestWiden(t *testing.T) {
 	}
 }
 
-// TestLargeTensor wants one that several goroutines read to be that of the file. A number that is
-// not finite is found at its place.
+// TestLargeTensor checks that a tensor that several goroutines read equals the one in the file, and that
+// the position of a number that is not finite is reported.
 func TestLargeTensor(t *testing.T) {
 	const vocab, dim = 300_000, 64
 	dir := copyOf(t, "llama2")
@@ -476,7 +478,7 @@ func TestLargeTensor(t *testing.T) {
 	}
 
 	path := filepath.Join(dir, weightsName)
-	save := func() { // without checksums, as others do
+	save := func() { // without checksums, like files of other programs
 		header, at := map[string]any{}, 0
 		var data []byte
 		for _, x := range all {

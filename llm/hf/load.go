@@ -27,13 +27,15 @@ type loading struct {
 	lattice  []state.Option
 }
 
-// WithConfig lets change alter the configuration before the model is made, in what weights do not
-// depend on. That is Seq, Documents, and Kasmina layers to grow, which start as the identity.
+// WithConfig makes Load call change to alter the configuration before it creates the model. The function
+// may change only settings that don't affect the shapes of weights: Seq, Documents, and Kasmina layers
+// for growth, which start as the identity.
 func WithConfig(change func(*llm.Config), lattice ...state.Option) LoadOption {
 	return func(l *loading) { l.change, l.lattice = change, lattice }
 }
 
-// WithProgress calls f as bytes of the weights have been read, from several goroutines at once.
+// WithProgress makes Load call f whenever bytes of the weights have been read. Several goroutines may
+// call f at once.
 func WithProgress(f func(done, of int64)) LoadOption {
 	return func(l *loading) { l.progress = f }
 }
@@ -48,9 +50,9 @@ func Load(ctx context.Context, dir string, opts ...LoadOption) (*llm.Model, erro
 	return m, errors.Join(err, f.Close())
 }
 
-// Load returns the model with parameters of float32. Weights are read in pieces straight into its
-// memory, so that there is hardly more of it than the model takes. A weight that is NaN or infinite
-// is an error that wraps llm.ErrDiverged.
+// Load returns the model with float32 parameters. It reads the weights in pieces directly into the
+// model's memory, and so needs little memory beyond the model's own. If a weight is NaN or infinite, Load
+// returns an error that wraps llm.ErrDiverged.
 func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, error) {
 	if ctx == nil {
 		return nil,
@@ -81,7 +83,7 @@ func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, erro
 			return context.Cause(ctx)
 		}
 		if _, ok := f.weights.places[p.Name]; !ok {
-			return nil // of a Kasmina layer, as Open has checked
+			return nil // a parameter of a Kasmina layer: Open has checked the rest
 		}
 		return f.weights.read(ctx, p.Name, p.Value.Float32s(), func(bytes int) {
 			if n := done.Add(int64(bytes)); l.progress != nil {
@@ -96,7 +98,7 @@ func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, erro
 	return m, nil
 }
 
-// config returns the configuration that a caller wants, whose weights must be those of c.
+// config returns the caller's variant of c. Its weights must have the same shapes as those of c.
 func (l *loading) config(c llm.Config) (llm.Config, error) {
 	if l.change == nil {
 		return c, nil
@@ -124,7 +126,7 @@ func (l *loading) config(c llm.Config) (llm.Config, error) {
 	return changed, nil
 }
 
-// bytes returns the size in the files of the parameters of a configuration.
+// bytes returns how many bytes the files take for the parameters of a configuration.
 func (w *weights) bytes(c llm.Config) (total int64) {
 	for name := range c.Parameters() {
 		if p, ok := w.places[name]; ok {
@@ -134,10 +136,12 @@ func (w *weights) bytes(c llm.Config) (total int64) {
 	return total
 }
 
-// Read hands the elements of a parameter to put, in order and in pieces, as numbers that the file has.
-// They are little-endian numbers of dtype float32, float16 or bfloat16. It is for a device that is
-// to hold them without a copy on the host. It may be called from several goroutines. A number that
-// is NaN or infinite is an error that wraps llm.ErrDiverged.
+// Read passes the elements of a parameter to put, in order and in pieces, in the file's format:
+// little-endian numbers of dtype float32, float16 or bfloat16. It lets a device hold the parameter
+// without a copy on the host.
+//
+// Read may be called from several goroutines. If a number is NaN or infinite, it returns an error that
+// wraps llm.ErrDiverged.
 func (f *Folder) Read(ctx context.Context, name string,
 	put func(part []byte, dtype string) error) error {
 	if ctx == nil || put == nil || f.weights == nil {
@@ -155,7 +159,7 @@ func (f *Folder) Read(ctx context.Context, name string,
 	return nil
 }
 
-// pieces hands out the numbers of a parameter, which are all finite.
+// pieces passes the elements of a parameter to visit after checking that they are finite.
 func (w *weights) pieces(ctx context.Context, name string,
 	visit func(part []byte, dtype safetensors.DType) error) error {
 	p, ok := w.places[name]
@@ -186,7 +190,8 @@ func (w *weights) pieces(ctx context.Context, name string,
 	return checked(p.extract(all, dtype.Size()))
 }
 
-// finite has visit see parts of a tensor from an element on, whose numbers are all finite.
+// finite returns a function that checks that a part of a tensor is finite and passes it to visit. The
+// first part starts at element at.
 func finite(name string, dtype safetensors.DType, at int,
 	visit func(part []byte, dtype safetensors.DType) error) func([]byte) error {
 	return func(part []byte) error {
@@ -202,11 +207,11 @@ func finite(name string, dtype safetensors.DType, at int,
 	}
 }
 
-// partBytes is how much of a tensor a goroutine reads, so that a large one does not hold up the
-// rest.
+// partBytes is the number of bytes of a tensor that one goroutine reads, so that large tensors are
+// divided among goroutines.
 const partBytes = 32 << 20
 
-// read turns a tensor's elements into float32.
+// read converts a tensor's elements to float32.
 func (w *weights) read(ctx context.Context, name string, to []float32, done func(bytes int)) error {
 	into := func(to []float32) func([]byte, safetensors.DType) error {
 		return func(part []byte, dtype safetensors.DType) error {
@@ -252,8 +257,8 @@ func (w *weights) read(ctx context.Context, name string, to []float32, done func
 
 func notFinite(x float32) bool { return math.Float32bits(x)&0x7f800000 == 0x7f800000 }
 
-// suspect reports whether one of the elements is NaN or infinite: its exponent has ones alone, so
-// that one more carries into the sign.
+// suspect reports whether any element is NaN or infinite. The exponent of such an element is all ones, so
+// adding one to it carries into the sign bit.
 func suspect(part []byte, dtype safetensors.DType) bool {
 	exponents, ones, signs := uint64(0x7f8000007f800000), uint64(0x0080000000800000),
 		uint64(0x8000000080000000)
@@ -278,7 +283,8 @@ func suspect(part []byte, dtype safetensors.DType) bool {
 	return bad&signs != 0
 }
 
-// widen converts as many elements as from has, and returns how many these are.
+// widen converts elements of from until either slice is exhausted, and returns the number of converted
+// elements.
 func widen(to []float32, from []byte, dtype safetensors.DType) (n int) {
 	if dtype == safetensors.F32 {
 		n = len(from) / 4
@@ -312,7 +318,8 @@ func widen(to []float32, from []byte, dtype safetensors.DType) (n int) {
 	return n
 }
 
-// widenHalf is [half.Float16.Float64] without its power for the usual numbers.
+// widenHalf is [half.Float16.Float64] with a fast path for normal numbers, which avoids computing a
+// power.
 func widenHalf(h uint16) float32 {
 	if exp := h >> 10 & 0x1f; exp != 0 && exp != 0x1f {
 		return math.Float32frombits(uint32(h&0x8000)<<16 | (uint32(h&0x7fff)<<13 + 112<<23))
@@ -320,7 +327,7 @@ func widenHalf(h uint16) float32 {
 	return float32(half.Float16(h).Float64())
 }
 
-// narrow is the other way round: it appends elements in a type.
+// narrow appends elements in the given type. It is the inverse of widen.
 func narrow(to []byte, from []float32, dtype safetensors.DType) []byte {
 	for _, x := range from {
 		switch dtype {
@@ -336,7 +343,7 @@ func narrow(to []byte, from []float32, dtype safetensors.DType) []byte {
 	return to
 }
 
-// bytesOf returns a tensor's elements as they stand in the file.
+// bytesOf returns a tensor's elements as the file stores them.
 func bytesOf(t safetensors.Tensor) []byte {
 	switch x := t.Data.(type) {
 	case []float32:

@@ -22,7 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// forget drops files from the system's cache, as far as it lets anyone.
+// forget drops files from the system's page cache, as far as permitted.
 func forget(t *testing.T, files []string) {
 	for _, name := range files {
 		f, err := os.Open(name)
@@ -33,7 +33,7 @@ func forget(t *testing.T, files []string) {
 	}
 }
 
-// readAll reads files by as many goroutines as loading does, and returns their bytes.
+// readAll reads files with as many goroutines as loading uses, and returns the number of bytes.
 func readAll(t *testing.T, files []string) (total int64) {
 	const piece = 1 << 20
 	type part struct {
@@ -77,8 +77,8 @@ func readAll(t *testing.T, files []string) (total int64) {
 	return total
 }
 
-// watch samples the memory that the process holds, until stop returns by how much it was more at
-// most than at first.
+// watch samples the memory of the process. The returned function stops sampling and returns the largest
+// increase.
 func watch(t *testing.T) (stop func() int64) {
 	debug.FreeOSMemory()
 	held := func() int64 {
@@ -112,9 +112,9 @@ func watch(t *testing.T) (stop func() int64) {
 	}
 }
 
-// TestLoadTime wants the folder KASMINA_MODEL to be loaded within 1.3 of the time that reading its
-// files takes. It takes less than 1.2 times the memory that is kept. It loads onto the host, and in
-// bfloat16 onto a GPU where KASMINA_DEVICE is cuda.
+// TestLoadTime checks that loading the folder KASMINA_MODEL takes at most 1.3 times as long as reading
+// its files, and less than 1.2 times the memory of the loaded model. It loads to the host, or in bfloat16
+// to a GPU if KASMINA_DEVICE is cuda.
 func TestLoadTime(t *testing.T) {
 	dir := os.Getenv("KASMINA_MODEL")
 	if dir == "" {
@@ -159,7 +159,7 @@ func TestLoadTime(t *testing.T) {
 	}
 
 	device := openGPU(t)
-	small := open(t, "llama2") // for which libraries and kernels are loaded
+	small := open(t, "llama2") // loads libraries and kernels before the measurement
 	warm, err := gpu.Load(t.Context(), device, cudaops.BFloat16, small.Config, small)
 	require.NoError(t, err)
 	require.NoError(t, warm.Close())
@@ -189,7 +189,7 @@ func TestLoadTime(t *testing.T) {
 		for n := range prompt {
 			prompt[n] = 7 * n % f.Config.Vocab
 		}
-		for _, tokens := range []int{4, 132} { // machines are made and their work recorded by the first
+		for _, tokens := range []int{4, 132} { // the first run creates machines and records their work
 			begin, n := time.Now(), 0
 			var first time.Duration
 			for _, err := range llm.GeneratorOf(f.Config, i.Decoder).Generate(t.Context(), prompt, tokens,

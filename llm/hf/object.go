@@ -11,16 +11,15 @@ import (
 	"strings"
 )
 
-// An object is a JSON object whose members are taken one by one. What nobody has taken is an error
-// in the end, and so is a member that occurs twice.
+// An object is a JSON object that gives out its members one at a time. A member that is never taken is
+// reported as an error at the end, as is a member that occurs twice.
 type object struct {
-	at      string // what stands before the names of its members in errors
+	at      string // prefix of member names in errors
 	members map[string]json.RawMessage
 	taken   map[string]bool
-	err     error // the first
+	err     error // the first error
 }
 
-// parseObject reads a JSON object.
 func parseObject(text []byte) (*object, error) {
 	if err := checkJSON(text); err != nil {
 		return nil, err
@@ -36,17 +35,17 @@ func newObject(at string, text []byte) (*object, error) {
 	return newMembers(at, members), nil
 }
 
-// newMembers returns an object that has been decoded already.
+// newMembers returns an object for members that have been decoded already.
 func newMembers(at string, members map[string]json.RawMessage) *object {
 	return &object{at: at, members: members, taken: map[string]bool{}}
 }
 
-// checkJSON refuses what is no single JSON value, is nested deeply, or has a key twice.
+// checkJSON returns an error unless text is a single JSON value without deep nesting or duplicate keys.
 func checkJSON(text []byte) error {
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.UseNumber()
 	type level struct {
-		keys map[string]bool // of an object
+		keys map[string]bool // keys of an object seen so far
 		key  bool            // the next token of an object is a key
 	}
 	var levels []level
@@ -95,7 +94,7 @@ func (o *object) fail(name, format string, args ...any) {
 	}
 }
 
-// done returns the first error, or one that names a member which nobody has taken.
+// done returns the first error, or an error that names a member that was never taken.
 func (o *object) done() error {
 	if o.err != nil {
 		return o.err
@@ -109,20 +108,21 @@ func (o *object) done() error {
 	return nil
 }
 
-// harmless takes members that change nothing of what a model computes.
+// harmless takes members that don't affect the results of a model.
 func (o *object) harmless(names ...string) {
 	for _, name := range names {
 		o.taken[name] = true
 	}
 }
 
-// has reports whether a member is there and not null.
+// has reports whether a member is present and not null.
 func (o *object) has(name string) bool {
 	v, ok := o.members[name]
 	return ok && string(v) != "null"
 }
 
-// take decodes a member that is there and not null; otherwise it leaves v as it is.
+// take decodes a member into v if it is present and not null. Otherwise it leaves v unchanged and returns
+// false.
 func (o *object) take(name string, v any, want string) bool {
 	o.taken[name] = true
 	if !o.has(name) {
@@ -135,7 +135,7 @@ func (o *object) take(name string, v any, want string) bool {
 	return true
 }
 
-// number returns an int from least to most.
+// number returns an integer from least to most, or missing if the member is absent.
 func (o *object) number(name string, missing, least, most int) int {
 	var n json.Number
 	if !o.take(name, &n, "a whole number") {
@@ -149,7 +149,7 @@ func (o *object) number(name string, missing, least, most int) int {
 	return int(v)
 }
 
-// must is number of a member that has to be there.
+// must is like number but fails if the member is absent.
 func (o *object) must(name string, least, most int) int {
 	if !o.has(name) {
 		o.fail(name, "it is missing, and nothing can stand for it")
@@ -172,7 +172,7 @@ func (o *object) string(name, missing string) string {
 	return missing
 }
 
-// only takes a member for which there is one value.
+// only takes a member that is supported with a single value.
 func (o *object) only(name, value, why string) {
 	o.taken[name] = true
 	if v, ok := o.members[name]; ok && string(v) != "null" && !sameJSON(v, value) {
@@ -180,7 +180,7 @@ func (o *object) only(name, value, why string) {
 	}
 }
 
-// sameJSON compares numbers by value, and all else by text.
+// sameJSON compares numbers by value and everything else as text.
 func sameJSON(v json.RawMessage, want string) bool {
 	var a, b float64
 	if json.Unmarshal(v, &a) == nil && json.Unmarshal([]byte(want), &b) == nil {
@@ -189,7 +189,7 @@ func sameJSON(v json.RawMessage, want string) bool {
 	return strings.TrimSpace(string(v)) == want
 }
 
-// ids returns a token id or a list of them.
+// ids returns the token ids of a member that is a number or a list of numbers.
 func (o *object) ids(name string) []int {
 	o.taken[name] = true
 	if !o.has(name) {

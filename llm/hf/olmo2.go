@@ -2,8 +2,8 @@ package hf
 
 import "github.com/kasmina-go/kasmina/llm"
 
-// olmo2 normalizes what attention and the perceptron add to the residual stream, and not what they
-// read. Queries are normalized over all heads, and so are keys.
+// olmo2 describes a family that normalizes the outputs of attention and the perceptron instead of their
+// inputs. Queries are normalized over all heads at once, and so are keys.
 var olmo2 = family{class: "Olmo2ForCausalLM", theta: 10000, eps: 1e-5, activation: "hidden_act",
 	activations: []string{"silu", "swish"}, read: readOLMo2}
 

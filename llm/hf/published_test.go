@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// published are configurations as their publishers have them, and how many parameters these say
-// that the models have.
+// published maps configurations from their publishers to the number of parameters that these
+// configurations imply.
 var published = map[string]int{
 	"llama-2-7b": 6738415616, "llama-3.1-8b": 8030261248, "llama-3.2-1b": 1235814400,
 	"qwen2.5-0.5b": 494032768, "qwen2.5-7b": 7615616512, "qwen3-0.6b": 596049920,
@@ -22,7 +22,7 @@ var published = map[string]int{
 	"gpt2": 124439808,
 }
 
-// hollow makes a folder of a published configuration, with weights of zeros that take no place.
+// hollow creates a folder for a published configuration. Its weights are sparse files of zeros.
 func hollow(t *testing.T, name string) string {
 	dir := t.TempDir()
 	text, err := os.ReadFile(filepath.Join("testdata", "configs", name+".json"))
@@ -52,8 +52,8 @@ func hollow(t *testing.T, name string) string {
 	return dir
 }
 
-// TestPublished wants published configurations to be read, with all that they say: the number of
-// parameters, and what differs from Llama 2.
+// TestPublished checks that published configurations are read completely: it compares the number of
+// parameters and the differences from Llama 2.
 func TestPublished(t *testing.T) {
 	traits := map[string]func(*testing.T, llm.Config){
 		"llama-3.1-8b": func(t *testing.T, c llm.Config) { require.EqualValues(t, 8, c.Scaling.Factor) },
@@ -63,7 +63,7 @@ func TestPublished(t *testing.T) {
 		},
 		"qwen2.5-7b": func(t *testing.T, c llm.Config) {
 			require.True(t, c.QKVBias)
-			require.Empty(t, c.Blocks) // its window is switched off
+			require.Empty(t, c.Blocks) // use_sliding_window is false
 		},
 		"qwen3-0.6b":      func(t *testing.T, c llm.Config) { require.True(t, c.QKNorm) },
 		"mistral-7b-v0.1": func(t *testing.T, c llm.Config) { require.Equal(t, 4096, c.Block(9).Window) },

@@ -9,12 +9,12 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// readRope reads the rotary embedding of layers with full attention and, for families in which
-// windowed layers have another one, of those.
+// readRope reads the rotary embedding of layers with full attention and, for families that have a
+// separate one for windowed layers, that as well.
 //
-// Newer files have rope_parameters, older ones rope_theta and rope_scaling. Where a file has both,
+// Newer files have rope_parameters, older ones rope_theta and rope_scaling. If a file has both,
 // rope_scaling wins, as it does in transformers: it replaces rope_parameters, or is merged into the
-// parameters of full attention where the layers differ.
+// parameters of full attention if windowed layers have a separate embedding.
 func readRope(o *object, f family, positions int) (full, local rope) {
 	full = rope{theta: o.float("rope_theta", f.theta), kind: "default"}
 	full.check(o, "rope_theta")
@@ -47,7 +47,8 @@ func readRope(o *object, f family, positions int) (full, local rope) {
 	name := "rope_parameters.full_attention"
 	if len(scaling) > 0 {
 		name = "rope_scaling"
-		// The defaults that transformers merges it into have a rope_type, which hides a type.
+		// The defaults that transformers merges it into have a rope_type, which takes precedence over
+		// type.
 		if _, named := scaling["rope_type"]; !named && scaling["type"] != nil {
 			o.fail("rope_scaling.type", "transformers ignores it for %s: name it rope_type",
 				o.string("model_type", ""))
@@ -86,7 +87,7 @@ func (r *rope) read(outer *object, name string, members map[string]json.RawMessa
 		if r.kind == "mrope" {
 			o.fail("rope_type", "it is mrope, which is for pictures")
 		}
-		// Older versions of transformers wrote what defaults are scaled by: nothing.
+		// Older versions of transformers wrote a factor of 1 for the default embedding.
 		o.only("factor", "1", "rope_type default has no factor")
 	case "linear":
 		r.factor = r.readFactor(o)
@@ -122,7 +123,7 @@ func (r *rope) readFactor(o *object) float64 {
 
 func (r *rope) readYarn(o *object) {
 	r.factor = r.readFactor(o)
-	// In transformers a zero stands for the default in these two, and a null truncate for false.
+	// transformers treats zero as the default for these two fields, and a null truncate as false.
 	r.betaFast = cmp.Or(o.float("beta_fast", 32), 32)
 	r.betaSlow = cmp.Or(o.float("beta_slow", 1), 1)
 	r.mscale, r.mscaleAll = o.float("mscale", 0), o.float("mscale_all_dim", 0)
@@ -140,7 +141,7 @@ func (r *rope) readYarn(o *object) {
 	}
 }
 
-// scaling is what [op.RoPE] takes.
+// scaling returns the scaling in the form that [op.RoPE] takes.
 func (r rope) scaling() op.RoPEScaling {
 	switch r.kind {
 	case "linear":
@@ -156,7 +157,7 @@ func (r rope) scaling() op.RoPEScaling {
 	return op.RoPEScaling{}
 }
 
-// magnitude is YaRN's factor on cosines and sines, 0 for the usual one.
+// magnitude returns YaRN's factor of cosines and sines, or 0 for the default.
 func (r rope) magnitude() float64 {
 	scale := func(m float64) float64 {
 		if r.factor <= 1 {

@@ -46,19 +46,20 @@ func TestBothSpellingsOfRope(t *testing.T) {
 	} {
 		got, err := parseConfig(configWith(t, c.folder, c.fields))
 		require.NoError(t, err, c.fields)
-		got.rope.original, got.localRope.original = 0, 0 // without effect on these kinds
+		got.rope.original, got.localRope.original = 0, 0 // these kinds ignore original
 		require.Equal(t, c.full, got.rope, c.fields)
 		require.Equal(t, c.local, got.localRope, c.fields)
 	}
 
-	// transformers merges this with defaults whose rope_type is default, and scales nothing.
+	// transformers merges this with defaults that have a rope_type of default, and therefore scales
+	// nothing.
 	_, err := parseConfig(configWith(t, "gemma3", `{"rope_parameters": null,
 		"rope_scaling": {"type": "linear", "factor": 8}}`))
 	require.ErrorContains(t, err, "rope_scaling.type")
 }
 
-// TestZeroAndNullOfYarn checks values of YaRN's fields that count as missing in transformers, or do
-// not though they are null.
+// TestZeroAndNullOfYarn checks zeros and nulls in YaRN's fields. transformers treats certain ones as
+// missing.
 func TestZeroAndNullOfYarn(t *testing.T) {
 	got, err := parseConfig(configWith(t, "llama-yarn", `{"rope_parameters": null, "rope_scaling":
 		{"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "beta_fast": 0,
@@ -70,8 +71,8 @@ func TestZeroAndNullOfYarn(t *testing.T) {
 	require.True(t, s.Unrounded)
 }
 
-// TestWrittenPattern checks that _sliding_window_pattern, which transformers writes next to
-// layer_types and does not read, makes no layer windowed.
+// TestWrittenPattern checks that _sliding_window_pattern, which transformers writes next to layer_types
+// but never reads, makes no layer windowed.
 func TestWrittenPattern(t *testing.T) {
 	got, err := parseConfig(configWith(t, "gemma3", `{"_sliding_window_pattern": 1,
 		"layer_types": null}`))

@@ -23,7 +23,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
 
-// tokenizerFiles are those of a folder that belong to its tokenizer.
+// tokenizerFiles lists the files of a folder that belong to its tokenizer.
 var tokenizerFiles = []string{"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
 	"added_tokens.json", "chat_template.jinja", "chat_template.json", "tokenizer.model",
 	"vocab.json", "merges.txt"}
@@ -38,7 +38,7 @@ type SaveOption func(*saving)
 
 type saving struct {
 	like     *Folder
-	tokens   string // folder or file of the tokenizer; "" takes the one of like
+	tokens   string // folder or file of the tokenizer; "" means the tokenizer of like
 	dtype    safetensors.DType
 	shard    int64
 	files    map[string][]byte
@@ -46,12 +46,12 @@ type saving struct {
 	err      error
 }
 
-// Like takes from a folder what the model does not know: config.json and generation_config.json,
-// types of tensors, and the files of the tokenizer. The folder may be closed.
+// Like takes from a folder everything that the model itself doesn't hold: config.json and
+// generation_config.json, the types of tensors, and the tokenizer's files. The folder may be closed.
 func Like(f *Folder) SaveOption { return func(s *saving) { s.like = f } }
 
-// WithDtype writes all tensors as float32, float16 or bfloat16. Otherwise each has the type that it
-// has in the folder of [Like], and without one float32.
+// WithDtype writes all tensors as float32, float16 or bfloat16. By default each tensor keeps the type
+// that it has in the folder given to [Like], or is written as float32 without a folder.
 func WithDtype(name string) SaveOption {
 	return func(s *saving) {
 		for d, n := range dtypeNames {
@@ -68,7 +68,7 @@ var dtypeNames = map[safetensors.DType]string{safetensors.F32: "float32",
 	safetensors.F16:  "float16",
 	safetensors.BF16: "bfloat16"}
 
-// WithShardSize begins another file of weights where one would get larger, 5 GiB if not said.
+// WithShardSize limits the size of each file of weights. The default is 5 GiB.
 func WithShardSize(bytes int64) SaveOption {
 	return func(s *saving) {
 		if s.shard = bytes; bytes < 1 {
@@ -77,29 +77,29 @@ func WithShardSize(bytes int64) SaveOption {
 	}
 }
 
-// WithFile adds a file to the folder, such as a tokenizer.json, in place of that of [Like].
+// WithFile adds a file to the folder, such as tokenizer.json. It takes precedence over a file of [Like].
 func WithFile(name string, content []byte) SaveOption {
 	return func(s *saving) { s.files[name] = content }
 }
 
-// WithTokenizer writes the tokenizer at path, a tokenizer.json or the folder of a model, instead of
-// the tokenizer of [Like]. Chat templates belong to the tokenizer.
+// WithTokenizer writes the tokenizer at path instead of the tokenizer of [Like]. The path is a
+// tokenizer.json or a model folder. Chat templates are part of the tokenizer.
 func WithTokenizer(path string) SaveOption { return func(s *saving) { s.tokens = path } }
 
-// WithSaveProgress calls f as bytes of the weights have been written.
+// WithSaveProgress makes SavePretrained call f whenever bytes of the weights have been written.
 func WithSaveProgress(f func(done, of int64)) SaveOption {
 	return func(s *saving) { s.progress = f }
 }
 
-// SavePretrained writes a model as a folder that transformers loads: config.json,
-// generation_config.json, safetensors and the files of a tokenizer.
+// SavePretrained writes a model as a folder that transformers can load, with config.json,
+// generation_config.json, safetensors files and the files of a tokenizer.
 //
-// The folder must be new or empty, and appears when it is complete. If somebody else writes to it in
-// the meantime, SavePretrained leaves it alone and returns an error that wraps fs.ErrExist.
+// The folder must be new or empty, and it appears only once it is complete. If another process writes to
+// it first, SavePretrained leaves it alone and returns an error that wraps fs.ErrExist.
 //
-// A model whose seeds change what it computes is refused, because transformers has no such layers;
-// dormant seeds leave nothing behind. If a trainer is running, SavePretrained waits for the end of
-// the current step, and the run waits for SavePretrained.
+// SavePretrained refuses a model whose seeds change what it computes, because transformers has no such
+// layers. Dormant seeds are dropped. If a trainer is running, SavePretrained waits until the current step
+// ends, and the run waits for SavePretrained.
 func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
@@ -116,8 +116,8 @@ func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveO
 	return nil
 }
 
-// CheckSave returns the error with which SavePretrained would refuse a model of a configuration,
-// whatever its parameters. A long run calls it before its first step.
+// CheckSave returns the error with which SavePretrained would refuse any model of the given
+// configuration. A long run calls it before its first step.
 func CheckSave(c llm.Config, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
@@ -194,10 +194,12 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 	})
 }
 
-// Plain returns a model as other programs know it. What is fossilized at weights and in the stream
-// is a part of it, in memory of its own then. It returns an error that names a seed which changes
-// what the model computes otherwise. While a trainer runs, it waits for the end of the present
-// step; where the result is m itself, it goes on to change.
+// Plain returns a model without Kasmina layers, as other programs represent it. Growth that is fossilized
+// at weights and in the residual stream becomes part of the model, whose parameters are then copies. If
+// any other seed changes what the model computes, Plain returns an error that names the seed.
+//
+// While a trainer runs, Plain waits until the current step ends. If it returns m itself, training
+// continues to change the result.
 func Plain(m *llm.Model) (*llm.Model, error) {
 	done, err := m.Current()
 	if err != nil {
@@ -273,7 +275,7 @@ func templateFiles(dir string) ([]string, error) {
 	return names, nil
 }
 
-// generationOf is a generation_config.json of what config.json says.
+// generationOf returns a generation_config.json with the settings that came from config.json.
 func (f *Folder) generationOf() []byte {
 	fields := map[string]any{"_from_model_config": true}
 	if g := f.Generation; g.Begin >= 0 {
@@ -295,11 +297,11 @@ func (f *Folder) generationOf() []byte {
 		fields["top_k"], fields["top_p"] = g.TopK, g.TopP
 	}
 
-	text, _ := json.MarshalIndent(fields, "", "  ") // of numbers and a boolean
+	text, _ := json.MarshalIndent(fields, "", "  ") // can't fail: fields holds only numbers, lists of numbers and a boolean
 	return append(text, '\n')
 }
 
-// dtypeOf returns the type in which a parameter is written.
+// dtypeOf returns a parameter's type in the written files.
 func (s *saving) dtypeOf(name string) safetensors.DType {
 	if s.dtype != "" {
 		return s.dtype
@@ -317,7 +319,7 @@ func (s *saving) dtypeOf(name string) safetensors.DType {
 	return safetensors.F32
 }
 
-// writeWeights writes the parameters to one file, or to several and an index.
+// writeWeights writes the parameters to one file, or to several files and an index.
 func (s *saving) writeWeights(ctx context.Context, dir string, m *llm.Model) error {
 	shards, total := s.shards(m)
 	var done int64
@@ -367,7 +369,7 @@ type writerFunc func([]byte) (int, error)
 
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
-// shards divides the parameters into files.
+// shards divides the parameters among files.
 func (s *saving) shards(m *llm.Model) (shards [][]safetensors.Source, total int64) {
 	layout := plainLayout
 	if s.like != nil {
@@ -389,7 +391,7 @@ func (s *saving) shards(m *llm.Model) (shards [][]safetensors.Source, total int6
 	return shards, total
 }
 
-// unfit returns a function that reports whether a number is too large for a type.
+// unfit returns a function that reports whether a number exceeds the range of a type.
 func unfit(dtype safetensors.DType) func(float32) bool {
 	return func(x float32) bool {
 		if dtype == safetensors.F32 {

@@ -16,8 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// planted returns a model in which blueprints with random numbers are fossilized and still beside
-// it, as a run leaves them that ends there.
+// planted returns a model with fossilized blueprints that have random parameters and haven't been merged
+// yet, as at the end of a run.
 func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 	t.Helper()
 	for _, p := range all {
@@ -57,7 +57,7 @@ func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 	return m
 }
 
-// logits are those behind some tokens.
+// logits returns the logits after a few tokens.
 func logits(t *testing.T, m *llm.Model) []float32 {
 	t.Helper()
 	i := &llm.Inference{Model: m}
@@ -66,13 +66,13 @@ func logits(t *testing.T, m *llm.Model) []float32 {
 	require.NoError(t, err)
 	_, err = next(t.Context(), []int{3, 1, 4, 1, 5})
 	require.NoError(t, err)
-	x, err := next(t.Context(), []int{3, 1, 4, 1, 5, 9}) // with keys and values that are kept
+	x, err := next(t.Context(), []int{3, 1, 4, 1, 5, 9}) // uses the cache of keys and values
 	require.NoError(t, err)
 	return append([]float32(nil), x.([]float32)...)
 }
 
-// TestMergedLoads has models of every family grow at weights and in the stream. They become plain
-// ones with the logits of the grown ones, and one of Llama's is saved and loaded as such.
+// TestMergedLoads grows models of every family at weights and in the stream. It checks that the plain
+// models have the same logits, and that the plain Llama can be saved and loaded.
 func TestMergedLoads(t *testing.T) {
 	base := llm.Config{Vocab: 40, Dim: 24, Layers: 2, Heads: 4, KVHeads: 2, HeadDim: 6, FF: 32,
 		Seq: 16}
@@ -103,7 +103,7 @@ func TestMergedLoads(t *testing.T) {
 				want := logits(t, m)
 				again, err := hf.Plain(m)
 				require.NoError(t, err)
-				if name == "llama" { // others are saved like the folder that they came from
+				if name == "llama" { // the other families are saved like the folder that they came from
 					dir := filepath.Join(t.TempDir(), "grown")
 					require.NoError(t, hf.SavePretrained(t.Context(), dir, m))
 					again, err = hf.Load(t.Context(), dir)
@@ -117,7 +117,7 @@ func TestMergedLoads(t *testing.T) {
 	}
 }
 
-// distance is ‖a − b‖ / ‖b‖.
+// distance returns ‖a − b‖ / ‖b‖.
 func distance(a, b []float32) float64 {
 	var diff, norm float64
 	for i := range b {
@@ -127,7 +127,8 @@ func distance(a, b []float32) float64 {
 	return math.Sqrt(diff / norm)
 }
 
-// TestUnmergedIsRefused wants a model not to be saved that other programs would compute otherwise.
+// TestUnmergedIsRefused checks that a model isn't saved if other programs would compute different results
+// with it.
 func TestUnmergedIsRefused(t *testing.T) {
 	c := llm.Config{Vocab: 40, Dim: 24, Layers: 1, Heads: 2, Seq: 16}.Default()
 	c.Weights = c.WeightSites("q")

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestSaveTemplates wants a saved model to keep all chat templates.
+// TestSaveTemplates checks that a saved model keeps all chat templates.
 func TestSaveTemplates(t *testing.T) {
 	dir := copyOf(t, "tiny")
 	templates := map[string]string{

@@ -28,17 +28,17 @@ const (
 	headName  = "lm_head.weight"
 )
 
-// weights are the tensors of one file or of several.
+// weights holds the tensors of one or more files.
 type weights struct {
 	files []*safetensors.File
 	names []string                     // of the files
-	in    map[string]*safetensors.File // tensors
-	order []string                     // of the tensors
+	in    map[string]*safetensors.File // by name of tensor
+	order []string                     // names of the tensors
 
-	places map[string]place // of the model's parameters
+	places map[string]place // by name of parameter
 }
 
-// openWeights opens the files of weights, and checks that the index agrees with them.
+// openWeights opens the weight files and checks that the index agrees with them.
 func openWeights(dir string) (*weights, error) {
 	w := &weights{in: map[string]*safetensors.File{}}
 	index, err := regular.Read(filepath.Join(dir, indexName), maxIndex, "an index of weights has")
@@ -57,7 +57,7 @@ func openWeights(dir string) (*weights, error) {
 	return w, nil
 }
 
-// noWeights says what there is in place of weights.
+// noWeights returns an error that names unsupported weight files, if the folder has any.
 func noWeights(dir string) error {
 	for _, pattern := range []string{"pytorch_model*.bin", "*.pth", "*.pt", "*.gguf"} {
 		if found, _ := filepath.Glob(filepath.Join(dir, pattern)); len(found) > 0 {
@@ -134,7 +134,7 @@ func (w *weights) openShards(dir string, text []byte) error {
 	return nil
 }
 
-// add opens a file, whose tensors must not be in another one.
+// add opens a file. None of its tensors may be in another file.
 func (w *weights) add(dir, name string) error {
 	f, err := safetensors.Open(filepath.Join(dir, name))
 	if err != nil {
@@ -162,12 +162,12 @@ func (w *weights) close() error {
 	return errors.Join(errs...)
 }
 
-// derived matches tensors that old versions of transformers kept although they follow from the
+// derived matches tensors that old versions of transformers saved although they follow from the
 // configuration: frequencies of rotary embeddings, and causal masks.
 var derived = regexp.MustCompile(`^model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq$|` +
 	`^(transformer\.)?h\.\d+\.attn\.(masked_)?bias$`)
 
-// noOthers checks that no tensors are left over, but for an output layer that is the embedding.
+// noOthers checks that no tensors are left over, except an output layer that equals the embedding.
 func (w *weights) noOthers(c llm.Config, rest map[string]*safetensors.File) error {
 	if _, both := rest[headName]; both && !c.Untied {
 		delete(rest, headName)
@@ -189,7 +189,7 @@ func readable(d safetensors.DType) bool {
 	return d == safetensors.F32 || d == safetensors.F16 || d == safetensors.BF16
 }
 
-// sameHead wants an output layer that config.json says is the embedding to be it.
+// sameHead checks that the output layer equals the embedding, as tie_word_embeddings claims.
 func (w *weights) sameHead() error {
 	embedding := w.places[embedName].name
 	a, b := w.in[embedding], w.in[headName]
@@ -227,7 +227,7 @@ type TensorInfo struct {
 	Bytes            int64
 }
 
-// Tensors returns what the weights hold, in the order of the files.
+// Tensors describes the tensors of the weights, in the order of the files.
 func (f *Folder) Tensors() []TensorInfo {
 	if f.weights == nil {
 		return nil
@@ -245,7 +245,7 @@ func (f *Folder) Tensors() []TensorInfo {
 	return all
 }
 
-// dtypeOf returns the type of a parameter in the weights, or "" for one that is not there.
+// dtypeOf returns the type that a parameter has in the weights, or "" if it is missing.
 func (w *weights) dtypeOf(param string) safetensors.DType {
 	p, ok := w.places[param]
 	if !ok {

@@ -1,5 +1,5 @@
-// Package sampler draws tokens from a model's logits: by temperature, the most probable only, and
-// in an order that a seed repeats.
+// Package sampler draws tokens from a model's logits. It supports temperature, top-k and top-p, and the
+// tokens drawn are reproducible from a seed.
 package sampler
 
 import (
@@ -11,30 +11,30 @@ import (
 	"slices"
 )
 
-// Config says how tokens are drawn from logits. The zero value is greedy.
+// Config describes how tokens are drawn from logits. The zero value always draws the most probable token.
 type Config struct {
-	// Temperature T ≥ 0 divides the logits: P(i) = softmax(logits / T)ᵢ. 0 always takes the largest
-	// logit.
+	// Temperature T ≥ 0 divides the logits: P(i) = softmax(logits / T)ᵢ. If it is 0, the largest logit
+	// always wins.
 	Temperature float64
 	// TopK keeps only the k most probable tokens; 0 keeps all.
 	TopK int
-	// TopP in (0, 1] keeps only the fewest most probable tokens whose probabilities, taken after
-	// TopK, add up to at least TopP; 0 keeps all. (Holtzman et al., "The curious case of neural
+	// TopP in (0, 1] keeps the smallest set of most probable tokens whose probabilities, renormalized
+	// after TopK, add up to at least TopP; 0 keeps all. (Holtzman et al., "The curious case of neural
 	// text degeneration", 2020.)
 	//
-	// Other programs keep only the most probable token at a top_p of 0: that is [MostProbable].
+	// In other programs a top_p of 0 keeps only the most probable token: use [MostProbable] for that.
 	TopP float64
-	// Vocab is the size of the tokenizer's vocabulary, where the model's is larger: ids from it on
-	// are never drawn. 0 is that of the logits.
+	// Vocab is the size of the tokenizer's vocabulary if the model's is larger: ids of Vocab and above
+	// are never drawn. If it is 0, all logits count.
 	Vocab int
 	Seed  uint64
 }
 
-// MostProbable is the TopP that keeps only the most probable token.
+// MostProbable is a TopP that keeps only the most probable token.
 const MostProbable = math.SmallestNonzeroFloat64
 
-// Nucleus returns the TopP of a top_p as options and files give it. There, 0 keeps only the most
-// probable token.
+// Nucleus converts a top_p from an option or a file to a TopP. Unlike TopP, a top_p of 0 keeps only the
+// most probable token.
 func Nucleus(p float64) float64 {
 	if p == 0 {
 		return MostProbable
@@ -42,13 +42,13 @@ func Nucleus(p float64) float64 {
 	return p
 }
 
-// A Sampler draws tokens. Among tokens with equal logits the one with the smaller id counts as the
-// more probable. The tokens drawn depend on the config and the logits alone. A Sampler is not safe
-// for use by several goroutines.
+// A Sampler draws tokens. Among tokens with equal logits, the one with the smallest id counts as the most
+// probable. The tokens drawn depend only on the config and the logits. A Sampler must not be used by
+// several goroutines at once.
 type Sampler struct {
 	config  Config
 	source  *rand.PCG
-	choices []choice // memory for Draw
+	choices []choice // scratch memory of Draw
 }
 
 // A choice is a token with its logit and its probability relative to the most probable token.
@@ -58,7 +58,7 @@ type choice struct {
 	weight float64
 }
 
-// New checks the config.
+// New returns a sampler, or an error if the config is invalid.
 func New(c Config) (*Sampler, error) {
 	switch {
 	case !(c.Temperature >= 0) || math.IsInf(c.Temperature, 1):
@@ -75,8 +75,8 @@ func New(c Config) (*Sampler, error) {
 	return &Sampler{config: c, source: rand.NewPCG(c.Seed, 0)}, nil
 }
 
-// Draw draws the id of the next token from the logits, which it leaves as they are. It is an error
-// when a logit is NaN or +Inf, or all are -Inf; -Inf rules a token out. An error draws nothing.
+// Draw returns the id of the next token without modifying the logits. A logit of -Inf rules a token out.
+// If a logit is NaN or +Inf, or all are -Inf, Draw returns an error and the random state doesn't advance.
 func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	if s == nil {
 		return 0, fmt.Errorf("sampler: Draw: the sampler is nil")
@@ -117,8 +117,9 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	return s.draw(s.keep()), nil
 }
 
-// add takes in a choice, of all the most probable ones. They stay a heap once they are the most
-// that are wanted: none is more probable than choice (i-1)/2 of the others. Later ids lose ties.
+// add considers one more choice and keeps the most probable ones. A full set of them forms a heap with
+// the least probable choice at the root. As ids are added in increasing order, later ids lose ties.
+// ties.
 func (s *Sampler) add(c choice, most int) {
 	if len(s.choices) < most {
 		if s.choices = append(s.choices, c); len(s.choices) == most && s.config.TopK > 0 {
@@ -135,7 +136,7 @@ func (s *Sampler) add(c choice, most int) {
 	}
 }
 
-// sink puts a choice of the heap below those that are less probable.
+// sink moves a choice down the heap until both of its children are more probable.
 func (s *Sampler) sink(at int) {
 	for {
 		least := at
@@ -156,7 +157,7 @@ func moreProbable(a, b choice) int {
 	return cmp.Or(cmp.Compare(b.logit, a.logit), cmp.Compare(a.id, b.id))
 }
 
-// keep returns the choices that TopK and TopP leave over, with their weights.
+// keep returns the choices that remain after TopK and TopP, with their weights.
 func (s *Sampler) keep() []choice {
 	kept := s.choices
 	best := slices.MinFunc(kept, moreProbable).logit
@@ -184,14 +185,14 @@ func (s *Sampler) keep() []choice {
 	return kept
 }
 
-// draw returns the id of one of the choices, with probabilities in proportion to their weights.
+// draw returns the id of one of the choices, with probabilities proportional to their weights.
 func (s *Sampler) draw(kept []choice) int {
 	total := 0.0
 	for _, c := range kept {
 		total += c.weight
 	}
 
-	// The top 53 bits make a number in [0, 1) that a float64 holds exactly.
+	// The top 53 bits give a number in [0, 1) that a float64 represents exactly.
 	rest := float64(s.source.Uint64()>>11) * 0x1p-53 * total
 	for _, c := range kept {
 		if rest -= c.weight; rest < 0 {
@@ -199,10 +200,10 @@ func (s *Sampler) draw(kept []choice) int {
 		}
 	}
 
-	return kept[0].id // only after rounding in the subtractions
+	return kept[0].id // reached only if the subtractions were rounded
 }
 
-// State returns the state of the random numbers, to be kept with a checkpoint.
+// State returns the state of the random number generator, to be saved in a checkpoint.
 func (s *Sampler) State() ([]byte, error) {
 	if s == nil || s.source == nil {
 		return nil, errors.New("sampler: Sampler.State: the sampler is nil or its zero value: " +
@@ -211,7 +212,7 @@ func (s *Sampler) State() ([]byte, error) {
 	return s.source.MarshalBinary()
 }
 
-// SetState continues with the random numbers of a state that State returned.
+// SetState restores a state that State returned.
 func (s *Sampler) SetState(state []byte) error {
 	if s == nil {
 		return errors.New("sampler: Sampler.SetState: the sampler is nil: New makes one")

@@ -30,7 +30,8 @@ func mustDraw[T float32 | float64](t testing.TB, s *Sampler, logits []T) int {
 	return id
 }
 
-// reference returns the distribution that a config makes of logits, by the definitions.
+// reference returns the distribution that a config defines for logits, computed straight from the
+// definitions.
 func reference(c Config, logits []float64) []float64 {
 	order := make([]int, len(logits))
 	for i := range order {
@@ -78,10 +79,12 @@ func reference(c Config, logits []float64) []float64 {
 	return p
 }
 
-// Pearson's chi-square of 20000 draws against the reference, where tokens that are expected less
-// than 20 times count as one. A single draw of what comes once in a hundred runs would outweigh all
-// others. For k cells it is about k-1 with a deviation of sqrt(2(k-1)). The limit of six deviations
-// and a bit is passed by chance less than once in a million runs.
+// TestSampleDistribution applies Pearson's chi-square test to 20000 draws. Tokens that are expected fewer
+// than 20 times share one cell; otherwise a single draw of a very rare token would dominate the
+// statistic.
+//
+// For k cells the statistic has the mean k-1 and the standard deviation sqrt(2(k-1)). A correct sampler
+// exceeds the limit, slightly more than six deviations, less than once in a million runs.
 func TestSampleDistribution(t *testing.T) {
 	r := texttest.Rand(t)
 	const draws = 20000
@@ -140,7 +143,7 @@ func TestSampleEdges(t *testing.T) {
 	for name, c := range map[string]struct {
 		config Config
 		logits []float64
-		want   []int // exactly these come in 2000 draws
+		want   []int // exactly these occur in 2000 draws
 	}{
 		"greedy":       {Config{}, []float64{1, 3, 2}, []int{1}},
 		"greedy, ties": {Config{}, []float64{1, 3, 3}, []int{1}},
@@ -281,7 +284,7 @@ func TestSamplerErrors(t *testing.T) {
 	}
 }
 
-// TestSampleOutsideVocab wants logits beyond Vocab, whatever they are, to make no difference.
+// TestSampleOutsideVocab checks that logits beyond Vocab make no difference, whatever their values.
 func TestSampleOutsideVocab(t *testing.T) {
 	r := texttest.Rand(t)
 	for range 300 {
@@ -312,7 +315,7 @@ func TestSampleOutsideVocab(t *testing.T) {
 	}
 }
 
-// FuzzSamplerState gives a sampler any state: it is refused, or is the one that it then has.
+// FuzzSamplerState checks that SetState either refuses a state or restores it exactly.
 func FuzzSamplerState(f *testing.F) {
 	s, err := New(Config{Temperature: 1})
 	require.NoError(f, err)
@@ -343,7 +346,7 @@ func mustState(t *testing.T) []byte {
 	return state
 }
 
-// TestZeroSampler wants the zero value to be greedy, and to have no state until it is set.
+// TestZeroSampler checks that the zero value is greedy, and that it has no state until one is set.
 func TestZeroSampler(t *testing.T) {
 	id, err := Draw(new(Sampler), []float32{1, 3, 2})
 	require.NoError(t, err)
@@ -355,7 +358,7 @@ func TestZeroSampler(t *testing.T) {
 	require.ErrorContains(t, err, "the sampler is nil")
 }
 
-// TestTopKKeepsTheBest wants the K most probable of logits with ties, in their order.
+// TestTopKKeepsTheBest checks that the k most probable tokens are kept in order, in the presence of ties.
 func TestTopKKeepsTheBest(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 6))
 	for range 200 {
@@ -391,8 +394,8 @@ func TestTopKKeepsTheBest(t *testing.T) {
 	}
 }
 
-// TestNucleusOfZero checks that a top_p of 0 keeps only the most probable token, however close the
-// others are.
+// TestNucleusOfZero checks that a top_p of 0 keeps only the most probable token, even if other tokens are
+// nearly as probable.
 func TestNucleusOfZero(t *testing.T) {
 	logits := []float64{1, 1 + 1e-15, 1, -1e300, math.Inf(-1), 1 + 1e-15}
 	for seed := range uint64(50) {

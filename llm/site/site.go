@@ -1,10 +1,11 @@
-// Package site has the blueprints that grow at a weight or in the residual stream as graphs, which
-// every machine compiles. They are those of package blueprints, and a user's own.
+// Package site registers blueprints that are built as graphs, so that every machine can compile them.
+// They grow on a chunk, at a weight or in the residual stream, and are either those of package blueprints
+// or a program's own:
 //
 //	kind, err := site.Register(blueprints.Blueprint{Name: "Shift", Site: blueprints.Stream,
 //		Parameters: parameters}, build)
 //
-// Register early, in every program that reads a checkpoint with such seeds.
+// Call Register early, in every program that reads a checkpoint with such seeds.
 package site
 
 import (
@@ -19,18 +20,19 @@ import (
 	"github.com/kasmina-go/kasmina/op/graft"
 )
 
-// Build adds what a blueprint of some size computes to a graph. params are its parameters, in the
-// order of blueprints.Blueprint.Parameters.
+// Build adds the computation of a blueprint of the given size to a graph. params are the blueprint's
+// parameters, in the order of blueprints.Blueprint.Parameters.
 //
-// On a chunk x is the chunk [rows, C], of size C. params are the arrays that Parts names of the
-// weights of the seed's slot, and the result is t(x), of x's shape. Its scale plays no part. Of the
-// modes of stability and of clipping of a Kasmina layer a graph knows nothing.
+// On a chunk, x is the chunk [rows, C] and size is C. params are the arrays that blueprints.Parts lists
+// for the weights of the seed's slot, and the result is t(x), with the shape of x. The slot's scale isn't
+// used, and neither the stability modes nor the clipping of a Kasmina layer apply to the graph.
 //
-// In the stream x is the normalised stream [rows, D], and the result what is added to the stream,
-// of the same shape. At a weight x is the weight [out, in], and the result is added to that. What
-// it adds at first should be 0, or nearly so: else the model gets worse as it is grafted.
+// In the stream, x is the normalized stream [rows, D], and the result is added to the stream. At a
+// weight, x is the weight [out, in], and the result is added to the weight. In both cases the result has
+// the shape of x. It should initially be 0 or nearly 0, because otherwise grafting makes the model worse
+// at first.
 //
-// Several goroutines may call a Build at once.
+// A Build function may be called by several goroutines at once.
 type Build func(x *gorgonia.Node, params gorgonia.Nodes, size int) (*gorgonia.Node, error)
 
 var (
@@ -38,8 +40,8 @@ var (
 	builds = map[blueprints.Kind]Build{}
 )
 
-// Register adds a blueprint of a chunk, a weight or the stream with its graph, and returns its kind.
-// Its errors are those of blueprints.Register.
+// Register registers a blueprint together with its graph and returns its kind. It returns the errors of
+// blueprints.Register.
 func Register(b blueprints.Blueprint, build Build) (blueprints.Kind, error) {
 	if build == nil || b.Site == blueprints.Depth {
 		return 0, fmt.Errorf("site.Register: %w %q: it grows at a %v, and its graph is nil: %t; "+
@@ -58,7 +60,7 @@ func Register(b blueprints.Blueprint, build Build) (blueprints.Kind, error) {
 	return k, err
 }
 
-// Apply adds what a registered kind computes of x, whose shape the result has.
+// Apply adds the computation of a registered kind to the graph of x. The result has the shape of x.
 func Apply(k blueprints.Kind, x *gorgonia.Node, params gorgonia.Nodes,
 	size int) (y *gorgonia.Node, err error) {
 	mu.RLock()
@@ -87,7 +89,7 @@ func Apply(k blueprints.Kind, x *gorgonia.Node, params gorgonia.Nodes,
 	return y, nil
 }
 
-// Weight adds a weight with what a blueprint adds to it. scale is that of a LoRA.
+// Weight returns the weight w plus the blueprint's contribution. Only LoRA uses scale.
 func Weight(k blueprints.Kind, w *gorgonia.Node, params gorgonia.Nodes, size int, scale float64,
 	r graft.Row) (*gorgonia.Node, error) {
 	if k == blueprints.LoRA {
@@ -114,7 +116,7 @@ func Weight(k blueprints.Kind, w *gorgonia.Node, params gorgonia.Nodes, size int
 	return graft.Blend(w, t, r)
 }
 
-// Own is the parameters of a blueprint, whose gradients are those of a seed that learns or 0.
+// Own returns the parameters of a blueprint with gradients that are zero unless the seed learns.
 func Own(params gorgonia.Nodes, r graft.Row) (own gorgonia.Nodes, err error) {
 	own = make(gorgonia.Nodes, len(params))
 	for i, p := range params {

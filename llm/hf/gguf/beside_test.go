@@ -14,12 +14,12 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// away is an engine that has the parameters. On the host the first one is wrong until it is asked
-// for, and while an update goes on.
+// remoteEngine imitates an engine whose parameters live on a device: the host's copy of the first
+// parameter is stale until Pull, and during an update.
 type away struct {
 	llm.Engine
 	first  []float32
-	within func() // is called in an update
+	within func() // called during an update
 }
 
 func (e *away) Pull(params ...string) error {
@@ -35,8 +35,8 @@ func (e *away) Update() (float64, error) {
 	return norm, err
 }
 
-// TestSaveBesideARun wants files for other programs to be those of a model between two steps,
-// wherever that has its parameters.
+// TestSaveDuringRun checks that files for other programs hold the parameters as of the end of a step,
+// even if the parameters live on a device.
 func TestSaveBesideARun(t *testing.T) {
 	f, m := load(t, tiny)
 	loader, err := data.NewLoader(zeros{m.Config.Vocab}, data.LoaderConfig{Batch: 1,
@@ -50,7 +50,7 @@ func TestSaveBesideARun(t *testing.T) {
 	e.within = func() {
 		go func() { saved <- Save(t.Context(), file, f, m, F32, nil) }()
 		go func() { saved <- hf.SavePretrained(t.Context(), folder, m, hf.Like(f)) }()
-		time.Sleep(300 * time.Millisecond) // within which they would be done
+		time.Sleep(300 * time.Millisecond) // long enough to finish if they didn't wait
 	}
 	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: 1, Batch: 1,
 		Schedule: optim.Constant(1e-4),
@@ -75,7 +75,7 @@ func TestSaveBesideARun(t *testing.T) {
 	require.InDelta(t, 0.25, back.Params[0].Value.Float32s()[0], 0)
 }
 
-// zeros are tokens, all 0.
+// zeros is a source of tokens that are all 0.
 type zeros struct{ vocab int }
 
 func (z zeros) Len() int64                          { return 1 << 20 }
@@ -84,7 +84,7 @@ func (z zeros) VocabSize() int                      { return z.vocab }
 func (z zeros) ReadTokens(dst []int, _ int64) error { clear(dst); return nil }
 func (z zeros) Fingerprint() string                 { return "zeros" }
 
-// TestTooLarge wants a number that a type cannot hold to be refused, and not to become infinite.
+// TestTooLarge checks that a number out of a type's range is refused rather than written as infinity.
 func TestTooLarge(t *testing.T) {
 	f, m := load(t, tiny)
 	x := m.Params[0].Value.Float32s()
@@ -107,7 +107,7 @@ func TestTooLarge(t *testing.T) {
 	require.True(t, fits)
 	require.Equal(t, bytes.Repeat([]byte{0}, blockSize+2), b)
 	x32 := make([]float32, blockSize)
-	x32[0] = 1e-40 // whose scale has no inverse
+	x32[0] = 1e-40 // its scale has no finite inverse
 	b, fits = appendQ80(nil, x32)
 	require.True(t, fits)
 	require.Equal(t, bytes.Repeat([]byte{0}, blockSize+2), b)

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestGPT2 checks that a GPT-2 is written as llama.cpp reads it: with queries, keys and values in one
-// tensor, learned positions in float32, biases, and no rotary embedding.
+// TestGPT2 checks that a GPT-2 is written in the layout that llama.cpp reads: queries, keys and values in
+// one tensor, learned positions in float32, biases, and no rotary embedding.
 func TestGPT2(t *testing.T) {
 	f, m := load(t, "../testdata/tiny-gpt2")
 	path := filepath.Join(t.TempDir(), "m.gguf")
@@ -41,7 +41,7 @@ func TestGPT2(t *testing.T) {
 	require.Len(t, tensors, 3+1+2*12)
 }
 
-// TestOLMo2 checks the names of the norms that OLMo 2 has, and that its heads stay as they are.
+// TestOLMo2 checks the names of OLMo 2's norms, and that the rows of its heads keep their order.
 func TestOLMo2(t *testing.T) {
 	f, m := load(t, "../testdata/tiny-olmo2")
 	path := filepath.Join(t.TempDir(), "m.gguf")

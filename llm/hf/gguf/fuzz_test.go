@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
-// FuzzTokenizer has the tokenizer of a folder written, which may be any text.
+// FuzzTokenizer checks that any text can serve as a tokenizer.json without a crash.
 func FuzzTokenizer(f *testing.F) {
 	dir := f.TempDir()
 	require.NoError(f, os.CopyFS(dir, os.DirFS(filepath.Join("..", "testdata", "tiny"))))
@@ -41,7 +41,7 @@ func FuzzTokenizer(f *testing.F) {
 	})
 }
 
-// FuzzDescribe reads the head of any file.
+// FuzzDescribe reads headers of arbitrary bytes.
 func FuzzDescribe(f *testing.F) {
 	path := filepath.Join(f.TempDir(), "m.gguf")
 	for _, head := range heads() {
@@ -53,7 +53,7 @@ func FuzzDescribe(f *testing.F) {
 	})
 }
 
-// heads are beginnings of files.
+// heads returns the beginnings of files.
 func heads() (all [][]byte) {
 	number := func(b []byte, numbers ...uint64) []byte {
 		for _, n := range numbers {
@@ -70,7 +70,7 @@ func heads() (all [][]byte) {
 		}
 		return b
 	}
-	// an array of more elements than any file has, of each kind
+	// Arrays of every type, longer than any file.
 	for k := range uint32(14) {
 		all = append(all, number(kind(number(begin(0, 1), 0), kindArray, k), 1<<60))
 	}
@@ -81,7 +81,7 @@ func heads() (all [][]byte) {
 	return append(all, number(kind(number(tensor, 3, 4), 0), 0))
 }
 
-// TestDescribeHoles reads heads that announce as much as they can, and 40 GB of zeros behind them.
+// TestDescribeHoles reads headers that announce as much as possible, followed by 40 GB of zeros.
 func TestDescribeHoles(t *testing.T) {
 	for i, head := range append(heads(), nil) {
 		path := texttest.Hole(t, head)

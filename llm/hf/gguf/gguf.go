@@ -1,9 +1,11 @@
-// Package gguf writes models as GGUF files, which llama.cpp runs: those of the families Llama, Mistral
+// Package gguf writes models as GGUF files, which llama.cpp runs. It supports the families Llama, Mistral
 // without a window, Qwen 2, Qwen 3, OLMo 2 and GPT-2, with byte-level tokenizers and chat templates.
+//
+// A GGUF file has this layout:
 //
 //	file   = "GGUF" ‖ version 3 ‖ number of tensors ‖ number of fields ‖ fields ‖ tensor infos ‖ data
 //
-// Data of each tensor begin at a multiple of 32 bytes. All numbers are little-endian.
+// The data of each tensor start at a multiple of 32 bytes. All numbers are little-endian.
 package gguf
 
 import (
@@ -31,21 +33,21 @@ const (
 	alignment = 32
 )
 
-// Type is how the elements of matrices are written. Vectors are float32 in any case.
+// Type is the format of a matrix's elements. Vectors are always float32.
 type Type uint32
 
-// The types of matrices.
+// The formats of matrices.
 const (
 	F32  Type = 0
 	F16  Type = 1
-	Q80  Type = 8 // q8_0: 32 elements share a scale, and take a byte each
+	Q80  Type = 8 // q8_0: 32 elements of one byte each share a scale
 	BF16 Type = 30
 )
 
-// fileTypes are what llama.cpp calls files of these types.
+// fileTypes holds llama.cpp's number for a file with matrices of the given type.
 var fileTypes = map[Type]uint32{F32: 0, F16: 1, Q80: 7, BF16: 32}
 
-// ParseType returns the type of a name: f32, f16, bf16 or q8_0.
+// ParseType returns the type called f32, f16, bf16 or q8_0.
 func ParseType(name string) (Type, error) {
 	t, ok := map[string]Type{"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q80}[name]
 	if !ok {
@@ -54,24 +56,24 @@ func ParseType(name string) (Type, error) {
 	return t, nil
 }
 
-// An architecture is a family as llama.cpp knows it.
+// An architecture describes how llama.cpp represents a model family.
 type architecture struct {
 	name string
-	// parts are names of parts of blocks where they differ from partNames.
+	// parts names the parts of blocks that are not called as in partNames.
 	parts map[string]string
-	// interleaved says that the two features which RoPE rotates together are neighbors.
+	// interleaved reports whether RoPE rotates neighboring features.
 	interleaved bool
-	// learned says that the model has a table of positions, and no RoPE.
+	// learned reports whether the model has a table of positions instead of RoPE.
 	learned bool
-	// layerNorm says that norms are layer norms.
+	// layerNorm reports whether the norms are layer norms rather than RMS norms.
 	layerNorm bool
-	// fused says that queries, keys and values are one tensor.
+	// fused reports whether queries, keys and values share one tensor.
 	fused bool
-	// outBias says that the output layer of attention may have a bias.
+	// outBias reports whether the output layer of attention may have a bias.
 	outBias bool
 }
 
-// architectures are the families that llama.cpp has, by their names in config.json.
+// architectures maps family names from config.json to llama.cpp's architectures.
 var architectures = map[string]architecture{
 	"llama":   {name: "llama", interleaved: true, outBias: true},
 	"mistral": {name: "llama", interleaved: true, outBias: true},
@@ -85,10 +87,11 @@ var architectures = map[string]architecture{
 	}},
 }
 
-// Save writes a model that was loaded from a folder, with the folder's tokenizer and chat template.
-// The file at path must not exist. It appears when it is complete, and if somebody else creates it in
-// the meantime, Save leaves it alone and returns an error that wraps fs.ErrExist. Unless it is nil,
-// progress is told how many bytes of the tensors have been written.
+// Save writes a model that was loaded from a folder, along with the folder's tokenizer and chat template.
+//
+// The file at path must not exist, and it appears only once it is complete. If another process creates
+// the file first, Save leaves that file alone and returns an error that wraps fs.ErrExist. Unless
+// progress is nil, Save calls it with the number of tensor bytes written so far.
 func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	progress func(done, of int64)) error {
 	if err := save(ctx, path, f, m, t, progress); err != nil {
@@ -97,9 +100,9 @@ func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	return nil
 }
 
-// Check returns the error with which Save would refuse a model of a configuration, whatever its
-// parameters: llama.cpp may lack its architecture, or its folder's tokenizer. A long run calls Check
-// before its first step.
+// Check returns the error with which Save would refuse any model of the given configuration, for example
+// because llama.cpp lacks its architecture or the folder's tokenizer. A long run calls Check before its
+// first step.
 func Check(f *hf.Folder, c llm.Config, t Type) error {
 	if f == nil {
 		return errors.New("gguf: the folder is nil, want one that hf.Open returns")
@@ -218,13 +221,13 @@ func appendString(b []byte, s string) []byte {
 	return append(binary.LittleEndian.AppendUint64(b, uint64(len(s))), s...)
 }
 
-// fields are the metadata of a file.
+// fields holds the metadata of a file.
 type fields struct {
 	count uint64
 	bytes []byte
 }
 
-// The types of fields.
+// The types of metadata values.
 const (
 	kindUint32  = 4
 	kindInt32   = 5
@@ -270,7 +273,7 @@ func (f *fields) set(key string, value any) {
 	}
 }
 
-// fieldsOf describes a model and its tokenizer.
+// fieldsOf returns the metadata that describes a model and its tokenizer.
 func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 	a, ok := architectures[f.Family]
 	if !ok {
@@ -327,7 +330,7 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 	return all, addTokenizer(all, f, c.Vocab)
 }
 
-// check refuses what llama.cpp does not have in the architecture.
+// check returns an error if llama.cpp's implementation of the architecture can't run the configuration.
 func (a architecture) check(c llm.Config) error {
 	for i, b := range c.Blocks {
 		if b.Window > 0 || b.NoRoPE != a.learned || b.Base != 0 {
@@ -344,7 +347,7 @@ func (a architecture) check(c llm.Config) error {
 	return nil
 }
 
-// partNames are what most architectures of llama.cpp call the parts of blocks.
+// partNames holds the names that most architectures of llama.cpp use for the parts of blocks.
 var partNames = map[string]string{
 	"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
 	"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -353,7 +356,7 @@ var partNames = map[string]string{
 	"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }
 
-// nameOf returns what llama.cpp calls a parameter.
+// nameOf returns llama.cpp's name for a parameter.
 func (a architecture) nameOf(name string) (string, error) {
 	switch name {
 	case "model.embed_tokens.weight":
@@ -379,11 +382,11 @@ func (a architecture) nameOf(name string) (string, error) {
 	return "", fmt.Errorf("llama.cpp has no tensor for %s", name)
 }
 
-// positions is the table of learned positions.
+// positions names the table of learned positions.
 const positions = "model.embed_positions.weight"
 
-// together returns the parameters that make one tensor with the given one, in order, or none if they
-// are in the tensor of a parameter before.
+// together returns, in order, the parameters that are fused into one tensor with the given one. It
+// returns nil if the parameter belongs to the tensor of an earlier one.
 func (a architecture) together(name string) []string {
 	before, after, found := strings.Cut(name, "self_attn.q_proj")
 	switch {

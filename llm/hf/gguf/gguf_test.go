@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
-// reader reads what a test wrote.
+// reader parses a file that a test wrote.
 type reader struct {
 	t    *testing.T
 	rest []byte
@@ -61,7 +61,7 @@ type written struct {
 	data  []byte
 }
 
-// read returns the fields and tensors of a file.
+// read returns the metadata and tensors of a file.
 func read(t *testing.T, path string) (map[string]any, map[string]written) {
 	all, err := os.ReadFile(path)
 	require.NoError(t, err)
@@ -105,7 +105,7 @@ func read(t *testing.T, path string) (map[string]any, map[string]written) {
 	return fields, tensors
 }
 
-// values are a tensor's numbers.
+// values returns the elements of a tensor.
 func (w written) values() (x []float32) {
 	for b := w.data; len(b) > 0; {
 		switch w.dtype {
@@ -138,7 +138,8 @@ func load(t *testing.T, dir string) (*hf.Folder, *llm.Model) {
 	return f, m
 }
 
-// TestSave wants every parameter to be there, in its type and near enough, and the tokenizer.
+// TestSave checks that every parameter is saved in its type and with the accuracy of that type, and that
+// the tokenizer is saved.
 func TestSave(t *testing.T) {
 	f, m := load(t, tiny)
 	for name, worst := range map[string]float64{"f32": 0, "f16": 1e-3, "bf16": 0, "q8_0": 5e-3} {
@@ -177,7 +178,7 @@ func TestSave(t *testing.T) {
 				require.Equal(t, F32, x.dtype)
 			}
 			got := x.values()
-			// pairs lie side by side
+			// Features that RoPE rotates together are neighbors in the file.
 			if to == "blk.1.attn_q.weight" || to == "blk.1.attn_k.weight" {
 				w := x.shape[1]
 				require.InDeltaSlice(t, want[:w], got[:w], worst)
@@ -197,7 +198,7 @@ func largest(x []float32) (m float32) {
 	return m
 }
 
-// TestRefused wants what llama.cpp cannot run, or has no tokenizer, to be named.
+// TestRefused checks that the error names what llama.cpp can't run, or a missing tokenizer.
 func TestRefused(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "m.gguf")
 	for folder, want := range map[string]string{"gemma3": "family gemma3_text cannot be written",
@@ -218,7 +219,8 @@ func TestRefused(t *testing.T) {
 	require.ErrorIs(t, Save(t.Context(), path, f, m, F32, nil), llm.ErrDiverged)
 }
 
-// TestRotaryFactors wants fast pairs to stay, slow ones to be slowed, and the rest between.
+// TestRotaryFactors checks that fast pairs keep their speed, that slow pairs are slowed by the full
+// factor, and that the pairs in between are interpolated.
 func TestRotaryFactors(t *testing.T) {
 	c := llm.Config{HeadDim: 64, Base: 500000}
 	c.Scaling.Factor, c.Scaling.LowFreq, c.Scaling.HighFreq, c.Scaling.Original = 32, 1, 4, 8192
@@ -229,7 +231,8 @@ func TestRotaryFactors(t *testing.T) {
 	require.IsNonDecreasing(t, x)
 }
 
-// TestChatTemplates wants all chat templates to be copied, also those that this module cannot render.
+// TestChatTemplates checks that all chat templates are copied, even if this module can't render them.
+// render.
 func TestChatTemplates(t *testing.T) {
 	dir := t.TempDir()
 	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))

@@ -12,24 +12,24 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// Description is what the head of a GGUF file says: any file's, not only those that Save writes.
+// Description describes the header of a GGUF file, whether or not Save wrote it.
 type Description struct {
 	Fields  []Field
 	Tensors []Tensor
 }
 
-// Field is a field as text. An array is the number of its elements.
+// Field is a metadata field, formatted as text. An array is represented by its length.
 type Field struct{ Name, Value string }
 
-// Tensor is a tensor, whose type is a number where this package has no name for it. Shape has the
-// rows of a matrix first, as elsewhere in this module.
+// Tensor describes a tensor. Type is a number if this package has no name for it. Shape lists the rows of
+// a matrix first, as elsewhere in this module.
 type Tensor struct {
 	Name, Type string
 	Shape      []int
 }
 
 const (
-	maxHead   = 64 << 20 // bytes, of which vocabularies take some millions
+	maxHead   = 64 << 20 // bytes; a vocabulary takes a few million
 	maxText   = 1 << 20
 	maxDims   = 8
 	maxFields = 1 << 16
@@ -38,7 +38,7 @@ const (
 	leastTensor = 8 + 4 + 4 + 8 // bytes
 )
 
-// Describe reads the head of a file, of up to 64 MiB.
+// Describe reads the header of a GGUF file. The header must not exceed 64 MiB.
 func Describe(path string) (*Description, error) {
 	file, size, err := regular.Open(path)
 	if err != nil {
@@ -49,7 +49,7 @@ func Describe(path string) (*Description, error) {
 	h := &head{r: bufio.NewReader(file), left: min(size, maxHead), longer: size > maxHead}
 	d := h.describe()
 	if errors.Is(h.err, io.EOF) || errors.Is(h.err, io.ErrUnexpectedEOF) {
-		h.err = errShort // meanwhile
+		h.err = errShort // the file became shorter while it was read
 	}
 
 	if h.err != nil {
@@ -59,11 +59,11 @@ func Describe(path string) (*Description, error) {
 	return d, nil
 }
 
-// head reads the head of a file. After an error, which it keeps, it reads zeros.
+// head reads a header. After an error, which err holds, it returns zeros.
 type head struct {
 	r      *bufio.Reader
-	left   int64 // bytes that the head may still have
-	longer bool  // the file has more
+	left   int64 // bytes that remain of the header's maximum size
+	longer bool  // the file is longer than maxHead
 	digits [8]byte
 	err    error
 }
@@ -73,7 +73,7 @@ var (
 	errLong  = fmt.Errorf("its head has more than %d bytes", maxHead)
 )
 
-// has reports whether n elements of so many bytes can still come.
+// has reports whether the file can still contain n elements of the given size in bytes.
 func (h *head) has(n uint64, bytes int) bool {
 	if n <= uint64(h.left)/uint64(bytes) {
 		return h.err == nil
@@ -139,14 +139,14 @@ func (h *head) describe() *Description {
 			t.Shape[len(t.Shape)-1-i] = int(size)
 		}
 		t.Type = Type(h.number(4)).String()
-		h.number(8) // where its data begin
+		h.number(8) // offset of the data
 		d.Tensors = append(d.Tensors, t)
 	}
 
 	return d
 }
 
-// String is the type's name, or its number.
+// String returns the type's name, or its number if it has no name.
 func (t Type) String() string {
 	switch t {
 	case F32:
@@ -169,13 +169,13 @@ func (h *head) fill(b []byte) {
 	}
 }
 
-// skip passes over bytes that has has said are there.
+// skip discards n bytes. The caller must have checked with has that they exist.
 func (h *head) skip(n int) {
 	h.left -= int64(n)
 	_, h.err = h.r.Discard(n)
 }
 
-// number reads one of so many bytes.
+// number reads an unsigned number of the given size in bytes.
 func (h *head) number(bytes int) uint64 {
 	h.digits = [8]byte{}
 	h.fill(h.digits[:bytes])
@@ -198,10 +198,10 @@ func (h *head) text() string {
 	return string(b)
 }
 
-// sizes are the bytes of what has a fixed size, by GGUF's number of the kind.
+// sizes maps GGUF's type numbers to sizes in bytes. Strings and arrays, which vary in size, are missing.
 var sizes = map[uint32]int{0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
-// elements passes over those of an array, in as many arrays as depth says.
+// elements skips the elements of an array that is nested in depth-1 other arrays.
 func (h *head) elements(kind uint32, n uint64, depth int) {
 	if size, fixed := sizes[kind]; fixed {
 		if h.has(n, size) {
@@ -210,7 +210,7 @@ func (h *head) elements(kind uint32, n uint64, depth int) {
 		return
 	}
 
-	if !h.has(n, 8) { // the length of a text or more
+	if !h.has(n, 8) { // each string or array needs at least 8 bytes
 		return
 	}
 
@@ -223,7 +223,7 @@ func (h *head) elements(kind uint32, n uint64, depth int) {
 	}
 }
 
-// value reads one of a kind, as text; depth is how many arrays it is in.
+// value reads a value and formats it as text. It is nested in depth arrays.
 func (h *head) value(kind uint32, depth int) string {
 	size, fixed := sizes[kind]
 	switch {

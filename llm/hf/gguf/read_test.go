@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestDescribe wants what Save has written to be told.
+// TestDescribe checks that Describe reports what Save has written.
 func TestDescribe(t *testing.T) {
 	f, m := load(t, tiny)
 	path := filepath.Join(t.TempDir(), "m.gguf")
@@ -35,8 +35,8 @@ func TestDescribe(t *testing.T) {
 	}
 }
 
-// TestDescribeHostile wants any beginning of a file, and any byte of its head that is another one,
-// to be read or refused, soon.
+// TestDescribeHostile checks that Describe returns promptly for any prefix of a file and for a header
+// with any one byte changed.
 func TestDescribeHostile(t *testing.T) {
 	f, m := load(t, tiny)
 	path := filepath.Join(t.TempDir(), "m.gguf")
@@ -54,7 +54,7 @@ func TestDescribeHostile(t *testing.T) {
 		damaged := append([]byte(nil), whole...)
 		damaged[at] ^= 0xff
 		require.NoError(t, os.WriteFile(path, damaged, 0o666))
-		_, _ = Describe(path) // whatever it says
+		_, _ = Describe(path) // must not panic; either result is fine
 	}
 
 	require.Less(t, time.Since(begin), time.Minute)

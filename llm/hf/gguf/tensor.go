@@ -17,7 +17,7 @@ type source struct {
 	name  string
 	shape []int
 	dtype Type
-	row   func(i int) []float32 // of the matrix, or the vector's one
+	row   func(i int) []float32 // returns row i of a matrix; row 0 is the whole of a vector
 }
 
 func (s source) rows() (n, width int) {
@@ -27,7 +27,7 @@ func (s source) rows() (n, width int) {
 	return s.shape[0], s.shape[1]
 }
 
-// size is that of its data.
+// size returns the number of bytes of the tensor's data.
 func (s source) size() int64 {
 	n, width := s.rows()
 	elements := int64(n) * int64(width)
@@ -79,10 +79,10 @@ func (s source) write(w io.Writer) error {
 	return nil
 }
 
-const blockSize = 32 // elements of q8_0 that share a scale
+const blockSize = 32 // elements that share a scale in q8_0
 
-// appendQ80 rounds blocks of a row to whole multiples of a scale, the largest being 127 of them. It
-// reports whether the scales are floats of 16 bits.
+// appendQ80 quantizes a row in blocks. Each block stores whole multiples of a scale, such that the
+// element of largest magnitude becomes ±127. It reports whether the scales fit in float16.
 func appendQ80(b []byte, row []float32) (_ []byte, fits bool) {
 	for ; len(row) > 0; row = row[blockSize:] {
 		largest := float32(0)
@@ -97,7 +97,7 @@ func appendQ80(b []byte, row []float32) (_ []byte, fits bool) {
 		if scale > 0 {
 			inverse = 1 / scale
 		}
-		if math.IsInf(float64(inverse), 0) { // all is next to 0
+		if math.IsInf(float64(inverse), 0) { // every element of the block is nearly zero
 			inverse = 0
 		}
 		b = binary.LittleEndian.AppendUint16(b, v)
@@ -109,7 +109,7 @@ func appendQ80(b []byte, row []float32) (_ []byte, fits bool) {
 	return b, true
 }
 
-// tensorsOf returns the tensors of a model as llama.cpp has them.
+// tensorsOf returns the tensors of a model in llama.cpp's layout.
 func tensorsOf(m *llm.Model, a architecture, t Type) ([]source, error) {
 	all, params, err := a.layoutOf(m.Config, t)
 	if err != nil {
@@ -136,8 +136,8 @@ func tensorsOf(m *llm.Model, a architecture, t Type) ([]source, error) {
 	return all, nil
 }
 
-// layoutOf returns the tensors of a configuration, without values, and for each tensor the names of its
-// parameters. Tensors that follow from the configuration have no parameters.
+// layoutOf returns the tensors of a configuration, without their values, and for each tensor the names of
+// its parameters. A tensor that follows from the configuration has no parameters.
 func (a architecture) layoutOf(c llm.Config, t Type) (all []source, params [][]string, err error) {
 	if s := c.Scaling; s.HighFreq != 0 {
 		factors := rotaryFactors(c)
@@ -181,7 +181,7 @@ func (a architecture) layoutOf(c llm.Config, t Type) (all []source, params [][]s
 	return all, params, nil
 }
 
-// joined returns the numbers of some parameters, one after the other.
+// joined concatenates the values of parameters.
 func joined(m *llm.Model, names []string) (values []float32, err error) {
 	for i, name := range names {
 		p := m.Param(name)
@@ -190,7 +190,7 @@ func joined(m *llm.Model, names []string) (values []float32, err error) {
 			return nil, fmt.Errorf("tensor %s is of %v, want float32", name, p.Dtype())
 		}
 		if i == 0 {
-			values = slices.Clip(part) // a model's own memory, which append copies
+			values = slices.Clip(part) // the clipped slice aliases the model's memory, so append copies it
 		} else {
 			values = append(values, part...)
 		}
@@ -199,8 +199,8 @@ func joined(m *llm.Model, names []string) (values []float32, err error) {
 	return values, nil
 }
 
-// interleaved puts the two features that RoPE rotates together next to each other in every head, as
-// llama.cpp has them for Llama. The tensor is a matrix with a row for each feature, or a bias.
+// interleaved reorders the rows of each head such that features rotated together by RoPE are neighbors,
+// as llama.cpp expects for Llama. The tensor is a matrix with one row per feature, or a bias.
 func interleaved(s source, headDim int) source {
 	at := func(i int) int {
 		head, within := i/headDim, i%headDim
@@ -223,7 +223,7 @@ func interleaved(s source, headDim int) source {
 	return s
 }
 
-// rotaryFactors are by how much Llama 3.1 slows each pair of features.
+// rotaryFactors returns Llama 3.1's scaling factor for each pair of features.
 func rotaryFactors(c llm.Config) []float32 {
 	s, factors := c.Scaling, make([]float32, c.HeadDim/2)
 	for i := range factors {

@@ -26,7 +26,7 @@ const (
 	unused  = 5
 )
 
-// file is what is read of a tokenizer.json that package hf has found sound.
+// file holds the parts of a tokenizer.json that this package reads. Package hf has validated the file.
 type file struct {
 	Normalizer   struct{ Type string }
 	PreTokenizer json.RawMessage `json:"pre_tokenizer"`
@@ -46,8 +46,8 @@ type file struct {
 	} `json:"model"`
 }
 
-// splitters are the names that llama.cpp has for pre-tokenizers, which it does not read from the file.
-// They are by the canonical form of the pre-tokenizer: see [file.splitter].
+// splitters maps pre-tokenizers, in the canonical form that [file.splitter] computes, to llama.cpp's
+// names for them. llama.cpp implements these pre-tokenizers itself and doesn't read them from the file.
 var splitters = map[string]string{
 	`(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}` + rest: "llama-bpe",
 	`(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}` + rest:      "qwen2",
@@ -55,10 +55,10 @@ var splitters = map[string]string{
 	"ByteLevel":        "gpt-2",
 }
 
-// rest is how both patterns end.
+// rest is the common end of both patterns.
 const rest = `| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`
 
-// addTokenizer adds the tokenizer of a folder, whose model has vocab tokens.
+// addTokenizer adds the folder's tokenizer. The model has vocab tokens.
 func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 	tok, err := tokenizers.Load(f.Dir)
 	if err != nil {
@@ -95,7 +95,7 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 	}
 
 	for _, a := range t.AddedTokens {
-		if a.ID >= vocab { // no text that the model can read has this token
+		if a.ID >= vocab { // the model has no embedding for the token
 			continue
 		}
 		tokens[a.ID], types[a.ID] = a.Content, defined
@@ -104,8 +104,8 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 		}
 	}
 
-	// llama.cpp changes no text. NFC is let through, as text is nearly always composed already, and
-	// all of Qwen's tokenizers have it.
+	// llama.cpp doesn't normalize text. NFC is accepted nevertheless, because nearly all text is composed
+	// already and all of Qwen's tokenizers use it.
 	if n := t.Normalizer.Type; n != "" && n != "NFC" {
 		return fmt.Errorf("tokenizer.json: llama.cpp has no normalizer, and here it is %.40q", n)
 	}
@@ -132,7 +132,7 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 	return addSpecial(all, f, tok)
 }
 
-// A stage is one pre-tokenizer, with the defaults that tokenizers has for missing fields.
+// A stage is one pre-tokenizer, with the defaults of the tokenizers library for missing fields.
 type stage struct {
 	Type           string
 	Behavior       string
@@ -151,8 +151,8 @@ func (s *stage) UnmarshalJSON(text []byte) error {
 	return err
 }
 
-// splitter returns what llama.cpp calls the pre-tokenizer. It accepts only those that cut every text
-// as llama.cpp does.
+// splitter returns llama.cpp's name for the pre-tokenizer. It accepts only pre-tokenizers that split
+// every text exactly as llama.cpp does.
 func (t *file) splitter() (string, error) {
 	var only stage
 	var all struct{ Pretokenizers []stage }
@@ -184,8 +184,8 @@ func (t *file) splitter() (string, error) {
 			"pre_tokenizer %.300s", t.PreTokenizer)
 	}
 
-	// llama.cpp looks whole pieces up in the vocabulary with one pre-tokenizer, and with no other. One
-	// with another name cuts texts alike.
+	// Only for llama-bpe does llama.cpp look up whole pieces in the vocabulary before merging. dbrx
+	// splits texts in the same way without the lookup.
 	if name == "llama-bpe" && !t.Model.IgnoreMerges {
 		return "dbrx", nil
 	}
@@ -198,9 +198,9 @@ func (t *file) splitter() (string, error) {
 	return name, nil
 }
 
-// checkAdded refuses added tokens that llama.cpp finds at other places of a text.
+// checkAdded refuses added tokens that llama.cpp would match at other places in a text.
 func (t *file) checkAdded() error {
-	begins := map[string]string{} // the token that begins with a text
+	begins := map[string]string{} // maps a proper prefix to a token that starts with it
 	for _, a := range t.AddedTokens {
 		if a.LStrip || a.RStrip || a.Single {
 			return fmt.Errorf("tokenizer.json: the added token %.60q has lstrip, rstrip or "+
@@ -211,7 +211,7 @@ func (t *file) checkAdded() error {
 		}
 	}
 
-	// Of tokens that overlap in a text, llama.cpp takes the longest and tokenizers the first.
+	// When tokens overlap in a text, llama.cpp takes the longest and tokenizers the first.
 	for _, a := range t.AddedTokens {
 		for n := 1; n < len(a.Content); n++ {
 			if other := begins[a.Content[n:]]; other != "" && other != a.Content {
@@ -224,7 +224,7 @@ func (t *file) checkAdded() error {
 	return nil
 }
 
-// merges are pairs, with a space between them.
+// merges returns the merges as pairs separated by a space.
 func (t *file) merges() ([]string, error) {
 	all := make([]string, len(t.Model.Merges))
 	for i, m := range t.Model.Merges {
@@ -241,7 +241,7 @@ func (t *file) merges() ([]string, error) {
 	return all, nil
 }
 
-// addSpecial adds what begins and ends a text, and the chat template.
+// addSpecial adds the tokens at the start and end of a text, and the chat template.
 func addSpecial(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer) error {
 	before, after := tok.Affixes()
 	begin, end := tok.BeginningOfText(), tok.EndOfDocument()
@@ -282,12 +282,12 @@ func addSpecial(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer) error {
 	return addTemplates(all, f)
 }
 
-// ending are texts of tokens at which llama.cpp stops in any model.
+// ending lists texts of tokens that make llama.cpp stop for any model.
 var ending = []string{"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
 	"<|end_of_text|>", "<|eom_id|>"}
 
-// addEnds adds the tokens, besides end, at which generation stops. llama.cpp has a field for two more.
-// At any others it stops because of their texts, or not at all.
+// addEnds adds the tokens other than end that stop generation. llama.cpp has fields for two more. Further
+// tokens stop it only if their texts are in ending.
 func addEnds(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer, end int) error {
 	var more []int
 	for _, id := range f.Generation.End {
@@ -296,7 +296,7 @@ func addEnds(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer, end int) erro
 		}
 	}
 
-	// The fields are for the tokens that llama.cpp would not stop at by itself.
+	// Reserve the fields for tokens that wouldn't stop llama.cpp by their texts.
 	known := func(id int) int {
 		text, _ := tok.Token(id)
 		if slices.Contains(ending, string(text)) {
@@ -321,8 +321,8 @@ func addEnds(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer, end int) erro
 	return nil
 }
 
-// Differences describes, for the user of a file that [Save] has written, what llama.cpp does with some
-// texts that the folder's own tokenizer does not do. It returns nil if there is nothing.
+// Differences describes, for users of a file that [Save] wrote, how llama.cpp's treatment of some texts
+// differs from that of the folder's own tokenizer. It returns nil if there are no differences.
 func Differences(f *hf.Folder) ([]string, error) {
 	text, err := regular.Read(filepath.Join(f.Dir, "tokenizer.json"), maxTokenizer, "a tokenizer.json has")
 	if err != nil {
@@ -343,7 +343,7 @@ func Differences(f *hf.Folder) ([]string, error) {
 		"first"}, nil
 }
 
-// addTemplates copies the chat templates, which need not be ones that this module can render.
+// addTemplates copies the chat templates, including ones that this module can't render.
 func addTemplates(all *fields, f *hf.Folder) error {
 	sources, err := chat.LoadSources(f.Dir)
 	if errors.Is(err, chat.ErrNoTemplate) {

@@ -40,8 +40,8 @@ const (
 	prefixSpace = `{"type": "ByteLevel", "add_prefix_space": true, "use_regex": true}`
 )
 
-// TestPreTokenizers checks which pre-tokenizers are written, and that those which llama.cpp does not
-// have are refused.
+// TestPreTokenizers checks which pre-tokenizers are written, and that those unknown to llama.cpp are
+// refused.
 func TestPreTokenizers(t *testing.T) {
 	sequence := func(stages ...string) string {
 		all := ""
@@ -73,12 +73,12 @@ func TestPreTokenizers(t *testing.T) {
 		byteLevel: "gpt-2",
 		sequence(`{"type": "Digits", "individual_digits": true}`, byteLevel): "smollm",
 		sequence(split(qwen, isolated), onlyBytes):                           "qwen2",
-		// as llama-bpe, but for pieces that are looked up whole
+		// Same as llama-bpe without looking up whole pieces.
 		sequence(split(llama, isolated), onlyBytes): "dbrx",
 
 		prefixSpace:                    "",
 		onlyBytes:                      "",
-		`{"type": "ByteLevel"}`:        "", // whose add_prefix_space is true
+		`{"type": "ByteLevel"}`:        "", // add_prefix_space defaults to true
 		sequence(byteLevel, onlyBytes): "",
 		sequence(split(`\\s+`, isolated), onlyBytes):                               "",
 		sequence(`{"type": "Digits", "individual_digits": false}`, byteLevel):      "",
@@ -104,7 +104,7 @@ func TestPreTokenizers(t *testing.T) {
 	}
 }
 
-// TestInexpressibleTokenizers checks that the other things which llama.cpp does not have are refused.
+// TestInexpressibleTokenizers checks that other features unknown to llama.cpp are refused.
 func TestInexpressibleTokenizers(t *testing.T) {
 	added := func(tokens string) string {
 		return `{"added_tokens": [{"id": 0, "content": "<|begin_of_text|>", "special": true},
@@ -137,7 +137,7 @@ func TestInexpressibleTokenizers(t *testing.T) {
 		}
 	}
 
-	// llama.cpp looks whole pieces up for this pre-tokenizer alone, and not for that of Qwen.
+	// llama.cpp looks up whole pieces for this pre-tokenizer only, not for Qwen's.
 	f := folderWith(t, nil)
 	path := filepath.Join(f.Dir, "tokenizer.json")
 	text, err := os.ReadFile(path)
@@ -147,7 +147,7 @@ func TestInexpressibleTokenizers(t *testing.T) {
 	require.ErrorContains(t, addTokenizer(&fields{}, f, 400), "ignore_merges is true")
 }
 
-// TestEnds checks which token ends a text in the file, and whether one is added to each text.
+// TestEnds checks which token ends a text in the file, and whether it is added to each text.
 func TestEnds(t *testing.T) {
 	const template = `{"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id":
 		"A", "type_id": 0}}, {"SpecialToken": {"id": "x", "type_id": 0}}], "special_tokens": {"x":
@@ -183,8 +183,8 @@ func TestEnds(t *testing.T) {
 		}
 	}
 
-	// llama.cpp stops at the end of a text by its name, and needs no field for it. It has none for a
-	// third token.
+	// llama.cpp recognizes <|end_of_text|> by its name, so that token needs no field. Otherwise there is
+	// no field for a third token.
 	f := folderWith(t, map[string]string{"tokenizer_config.json": `{"eos_token": null}`,
 		"generation_config.json": `{"eos_token_id": [5, 1, 7, 9]}`})
 	require.NoError(t, addTokenizer(&fields{}, f, 400))
@@ -192,7 +192,7 @@ func TestEnds(t *testing.T) {
 	require.ErrorContains(t, addTokenizer(&fields{}, f, 400), "stops at three tokens at most")
 }
 
-// TestDifferences checks that the user learns that llama.cpp normalizes nothing.
+// TestDifferences checks that users are told that llama.cpp doesn't normalize text.
 func TestDifferences(t *testing.T) {
 	none, err := Differences(folderWith(t, nil))
 	require.NoError(t, err)
@@ -203,8 +203,8 @@ func TestDifferences(t *testing.T) {
 	require.Contains(t, some[0], "NFC")
 }
 
-// TestQ80OfOtherWidths checks that rows which q8_0 cannot divide are refused, and not written in
-// another type.
+// TestQ80OfOtherWidths checks that rows which q8_0 can't divide into blocks are refused rather than
+// written in another type.
 func TestQ80OfOtherWidths(t *testing.T) {
 	f, m := load(t, "../testdata/qwen3")
 	require.NotZero(t, m.Config.Dim%blockSize)
