@@ -63,8 +63,8 @@ func checkGraph(op string, args ...arg) error {
 	return nil
 }
 
-// checkDims returns an error unless a has the given number of dimensions and none of them is 0.
-// want describes the dimensions, for example "[rows, D]".
+// checkDims returns an error unless a has the given number of dimensions, all of them positive. want
+// describes the dimensions, for example "[rows, D]".
 func checkDims(op string, a arg, dims int, want string) error {
 	got := a.node.Shape()
 	if len(got) != dims {
@@ -77,8 +77,8 @@ func checkDims(op string, a arg, dims int, want string) error {
 	return nil
 }
 
-// checkShape returns an error unless a has the given shape. The error ends with because, the reason
-// for that shape.
+// checkShape returns an error unless a has the given shape. because is the reason for that shape and
+// becomes the last part of the error.
 func checkShape(op string, a arg, because string, want ...int) error {
 	if got := a.node.Shape(); !slices.Equal(got, want) {
 		return fmt.Errorf("op.%s: %s has shape %v, want %v: %s", op, a.name, got,
@@ -100,7 +100,7 @@ func checkInts(op string, a arg, n int, because string) error {
 }
 
 // backward applies the backward op b, which differentiates forward, and returns one node for each
-// gradient. in are the inputs of b. Its packed result holds the gradients of the first n of them.
+// gradient. in are the inputs of b. Its packed result holds the gradients of the first n inputs.
 func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgonia.Op,
 	in gorgonia.Nodes, n int,
 	f32 opbase.Kernel[O, float32], f64 opbase.Kernel[O, float64]) (gorgonia.Nodes, error) {

@@ -15,8 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// TestConstructorErrors wants an error from every constructor, for each kind of bad argument. It
-// must name the op, the argument, what was given and what was expected.
+// TestConstructorErrors checks that every constructor returns an error for each kind of bad argument. The
+// error must name the op, the argument, the value given and the values accepted.
 func TestConstructorErrors(t *testing.T) {
 	g, other := gorgonia.NewGraph(), gorgonia.NewGraph()
 	f64 := func(shape ...int) *gorgonia.Node {
@@ -207,7 +207,7 @@ func TestConstructorErrors(t *testing.T) {
 	}
 }
 
-// TestRunErrors covers what only values can show.
+// TestRunErrors covers errors that depend on values.
 func TestRunErrors(t *testing.T) {
 	f := dense(tensor.Float64, make([]float64, 15), 3, 5)
 	documents := func(starts, x *gorgonia.Node) (*gorgonia.Node, error) {
@@ -278,7 +278,8 @@ func TestErrNoTargets(t *testing.T) {
 	require.ErrorIs(t, op.RunError(err), op.ErrNoTargets)
 }
 
-// What ops wrap is found in the errors of all machines, and Gorgonia's own methods of them too.
+// TestRunError checks that errors.Is finds the errors that ops wrap, for all machines and for both run
+// methods of Gorgonia's own.
 func TestRunError(t *testing.T) {
 	build := func() *gorgonia.ExprGraph {
 		g := gorgonia.NewGraph()
@@ -297,8 +298,7 @@ func TestRunError(t *testing.T) {
 
 	for name, newMachine := range map[string]func(*gorgonia.ExprGraph) gorgonia.VM{
 		"tape": func(g *gorgonia.ExprGraph) gorgonia.VM { return gorgonia.NewTapeMachine(g) },
-		// Backwards too, it goes on after an error, on another goroutine than the one that it
-		// returns to.
+		// LispMachine continues after an error on another goroutine, unless it only runs forward.
 		"lisp": func(g *gorgonia.ExprGraph) gorgonia.VM {
 			return gorgonia.NewLispMachine(g, gorgonia.ExecuteFwdOnly())
 		},
@@ -321,7 +321,7 @@ func TestRunError(t *testing.T) {
 	require.NoError(t, op.RunError(nil))
 }
 
-// TestHashes wants ops that differ in configuration to stay different nodes.
+// TestHashes checks that ops with different configurations remain different nodes.
 func TestHashes(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NewTensor(g, tensor.Float64, 2, gorgonia.WithShape(6, 8), gorgonia.WithName("x"))
@@ -399,7 +399,7 @@ func TestHashes(t *testing.T) {
 	}
 }
 
-// TestViews gives an op a transposed matrix, a slice of a larger one and a column-major one.
+// TestViews gives an op a transposed matrix, a slice of a larger matrix, and a column-major matrix.
 func TestViews(t *testing.T) {
 	r := random(t)
 	data := normal(r, 12)
@@ -459,7 +459,8 @@ func TestViews(t *testing.T) {
 	}
 }
 
-// Tables are nil where RoPE would refuse the config, and take the base that RoPE takes.
+// TestRoPETables checks that the tables are nil for configs that RoPE refuses, and use RoPE's default
+// base.
 func TestRoPETables(t *testing.T) {
 	for _, c := range []op.RoPEConfig{{Seq: -1, Heads: 1, HeadDim: 4},
 		{Seq: 4, Heads: 1, HeadDim: -4},

@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// GELUOp is the op behind [GELU].
+// GELUOp is the op that [GELU] applies.
 type GELUOp struct{ opbase.Base }
 
 // GELU applies the Gaussian error linear unit to every element, in its approximation by tanh:

@@ -19,8 +19,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// goldenOps builds the op of a golden case from its inputs, which are in the order of the op's
-// arguments.
+// goldenOps maps the name of an op to a function that builds it for a golden case. The inputs are in the
+// order of the op's arguments.
 var goldenOps = map[string]func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error){
 	"RMSNorm": func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Node, error) {
 		return op.RMSNorm(in[0], in[1], settings[struct{ Eps float64 }](c).Eps)
@@ -54,7 +54,7 @@ var goldenOps = map[string]func(c *goldenCase, in gorgonia.Nodes) (*gorgonia.Nod
 	},
 }
 
-// goldenErrors are the errors ‖out − ref‖ / ‖ref‖ that outputs and gradients may have.
+// goldenErrors lists the tolerated errors ‖out − ref‖ / ‖ref‖ of outputs and gradients.
 var goldenErrors = []struct {
 	dtype             tensor.Dtype
 	forward, backward float64
@@ -113,8 +113,8 @@ func TestGoldenKasminaOptions(t *testing.T) {
 	}
 }
 
-// goldenCase is one case of a file testdata/golden_*.safetensors. make_golden.py there says what it
-// holds.
+// goldenCase is one case of a file testdata/golden_*.safetensors. The contents are described in
+// make_golden.py in the same folder.
 type goldenCase struct {
 	name     string
 	settings json.RawMessage
@@ -158,8 +158,8 @@ func settings[S any](c *goldenCase) (s S) {
 	return s
 }
 
-// check builds the graph of cost = Σ g ⊙ y, y = build(inputs), and runs it on a tape machine. It
-// compares y and the gradients of the inputs with the case's.
+// check builds the graph of cost = Σ g ⊙ y, y = build(inputs), and runs it on a tape machine. It compares
+// y and the gradients of the inputs with the golden values.
 func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward float64,
 	build func(*goldenCase, gorgonia.Nodes) (*gorgonia.Node, error)) {
 	graph := gorgonia.NewGraph()
@@ -190,7 +190,7 @@ func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward floa
 		gorgonia.Read(n, &values[i])
 	}
 
-	// a pass with other input before it, for ops that remember
+	// Ops with state first process another input.
 	if x, ok := c.tensors["previous"]; ok {
 		letFloats(t, in[0], x)
 		run(t, graph)
@@ -204,7 +204,7 @@ func (c *goldenCase) check(t *testing.T, dt tensor.Dtype, forward, backward floa
 	}
 }
 
-// letFloats gives n the value of a tensor of floats.
+// letFloats assigns a tensor of floats to n.
 func letFloats(t *testing.T, n *gorgonia.Node, x safetensors.Tensor) {
 	t.Helper()
 	if err := gorgonia.Let(n, dense(n.Dtype(), convert[float64](x.Data.([]float32)),
@@ -213,8 +213,8 @@ func letFloats(t *testing.T, n *gorgonia.Node, x safetensors.Tensor) {
 	}
 }
 
-// node returns an input node with the value of a tensor: float32 in the file and dt in the graph,
-// or ids.
+// node returns an input node with the values of a tensor. Floats, which are float32 in the file, are
+// converted to dt; ids remain ints.
 func (c *goldenCase) node(g *gorgonia.ExprGraph, name string, dt tensor.Dtype) *gorgonia.Node {
 	x := c.tensors[name]
 	var value *tensor.Dense
@@ -250,8 +250,8 @@ func convert[T, S int | int64 | float32 | float64](data []S) []T {
 	return out
 }
 
-// compare reports an error when got is not the case's tensor within the given error; nothing but
-// zeros equals zeros.
+// compare reports an error unless got equals the golden tensor within the given error. A tensor of zeros
+// must match exactly.
 func (c *goldenCase) compare(t *testing.T, name string, got gorgonia.Value, most float64) {
 	t.Helper()
 	want, ok := c.tensors[name].Data.([]float64)
@@ -265,8 +265,8 @@ func (c *goldenCase) compare(t *testing.T, name string, got gorgonia.Value, most
 	}
 }
 
-// TestGoldenModel compares the loss and all gradients of a whole model with PyTorch's: a Llama of
-// two blocks with a Kasmina layer between them.
+// TestGoldenModel compares the loss and all gradients of a whole model with PyTorch's. The model is a
+// Llama of two blocks with a Kasmina layer between them.
 func TestGoldenModel(t *testing.T) {
 	for _, c := range loadGolden(t, "model") {
 		for _, e := range goldenErrors {
@@ -317,7 +317,7 @@ func goldenModel(t *testing.T, c *goldenCase, in gorgonia.Nodes) *gorgonia.Node 
 	return must(op.LinearCrossEntropy(x, nodes["head"], nodes["targets"]))
 }
 
-// routes says how a dormant seed gets to a stage.
+// routes lists the transitions that take a dormant seed to a stage.
 var routes = map[state.Stage][]state.Stage{
 	state.Dormant:       {},
 	state.Germinated:    {state.Germinated},
@@ -335,7 +335,7 @@ var routes = map[state.Stage][]state.Stage{
 	state.RolledBack: {state.Germinated, state.Training, state.Grafting, state.RolledBack},
 }
 
-// seedSetting is what a test wants of one seed.
+// seedSetting is the desired state of one seed.
 type seedSetting struct {
 	Stage string
 	Kind  string
@@ -343,7 +343,7 @@ type seedSetting struct {
 	Alpha float64
 }
 
-// newLattice returns a lattice whose seeds are as set.
+// newLattice returns a lattice with seeds in the given states.
 func newLattice(t testing.TB, hidden int, seeds []seedSetting,
 	opts ...state.Option) *state.Lattice {
 	t.Helper()
@@ -386,8 +386,8 @@ func place(l *state.Lattice, seed int, s seedSetting) error {
 	return fmt.Errorf("no stage %q", s.Stage)
 }
 
-// TestKasminaGolden compares the layer with PyTorch in float64: every stage and kind, mixed
-// lattices, shared slots, odd sizes and activations that the adaptive mode scales.
+// TestKasminaGolden compares the layer with PyTorch in float64. The cases cover every stage and kind,
+// mixed lattices, shared slots, odd sizes, and activations that the adaptive mode scales.
 func TestKasminaGolden(t *testing.T) {
 	cases := loadGolden(t, "kasmina")
 	if len(cases) < 50 {

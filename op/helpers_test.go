@@ -14,13 +14,13 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// random returns a generator whose seed is new on every run and is logged.
+// random returns a generator with a new seed, which it logs.
 func random(t testing.TB) *rand.Rand {
 	return randtest.New(t)
 }
 
-// normal returns normal numbers that float32 holds exactly, so that both precisions start from the
-// same ones.
+// normal returns normally distributed numbers that float32 represents exactly, so that both precisions
+// start from the same values.
 func normal(r *rand.Rand, n int) []float64 {
 	x := make([]float64, n)
 	for i := range x {
@@ -114,8 +114,8 @@ func must(t testing.TB) func(*gorgonia.Node, error) *gorgonia.Node {
 	}
 }
 
-// kasminaLayer runs the forward and the backward op of one layer by themselves, so that a test
-// decides what happens in between. Their results are written over NaN.
+// kasminaLayer runs the forward op and the backward op of one layer separately, so that a test can act in
+// between. The results overwrite memory that is filled with NaN.
 type kasminaLayer struct {
 	t                 testing.TB
 	dt                tensor.Dtype
@@ -123,10 +123,10 @@ type kasminaLayer struct {
 	backwardOp        gorgonia.Op
 	rows, dim         int
 	slots, chunk      int
-	width             int       // of a slot
-	x, weights, scale []float64 // what it runs on
+	width             int       // weights per slot
+	x, weights, scale []float64 // inputs of the layer
 	g                 []float64
-	step              float64 // of central differences
+	step              float64 // step for central differences
 }
 
 func newKasminaLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots int, l *state.Lattice,
@@ -205,7 +205,7 @@ func (k *kasminaLayer) forward() []float64 {
 	return y
 }
 
-// kasminaGrads are the gradients of x, weights and scales.
+// kasminaGrads holds the gradients of x, weights and scales.
 type kasminaGrads struct{ x, weights, scales []float64 }
 
 type prealloc interface {
@@ -213,7 +213,7 @@ type prealloc interface {
 }
 
 func (k *kasminaLayer) tryBackward() (kasminaGrads, error) {
-	// The forward output is there for the order alone; nothing may depend on what it holds.
+	// The forward output only orders the ops. No result may depend on its contents.
 	in := append(k.params(), k.poisoned(k.rows, k.dim), dense(k.dt, k.g, k.rows, k.dim))
 	v, err := k.backwardOp.(prealloc).UsePreallocDo(k.poisoned(len(k.x)+
 		len(k.weights)+len(k.scale)), in...)
@@ -234,7 +234,7 @@ func (k *kasminaLayer) backward() kasminaGrads {
 	return d
 }
 
-// cost is Σ g ⊙ y.
+// cost returns Σ g ⊙ y.
 func (k *kasminaLayer) cost() (sum float64) {
 	for i, v := range k.forward() {
 		sum += k.g[i] * v
@@ -242,7 +242,7 @@ func (k *kasminaLayer) cost() (sum float64) {
 	return sum
 }
 
-// difference is the central difference of the cost in *v.
+// difference returns the central difference of the cost with respect to *v.
 func (k *kasminaLayer) difference(v *float64) float64 {
 	h, kept := k.step*max(1, math.Abs(*v)), *v
 	*v = kept + h
@@ -253,9 +253,9 @@ func (k *kasminaLayer) difference(v *float64) float64 {
 	return (up - down) / (2 * h)
 }
 
-// checkDifferences compares gradients with central differences. Where these are off, it takes
-// shorter steps too, for a kink that lies within a step of the random number. It also takes longer
-// ones, for a sum so large that its rounding shows in a short one.
+// checkDifferences compares gradients with central differences. If they disagree, it also tries shorter
+// steps, in case a kink lies within a step of the random number, and longer steps, in case the sum is so
+// large that rounding dominates short ones.
 func (k *kasminaLayer) checkDifferences(what string, got, of []float64) {
 	k.t.Helper()
 	scale := 1e-2
@@ -288,13 +288,13 @@ func sameBits(a, b []float64) bool {
 	})
 }
 
-// The kinds, and those of them that need wide slots.
+// The kinds with one weight per feature, and the kinds that need wide slots.
 var (
 	kasminaKinds  = []string{"Residual", "AttentionGate", "MLPExpansion", "ConvFilter"}
 	capacityKinds = []string{"LowRank", "ChunkMLP"}
 )
 
-// away keeps a number clear of zero, where relu has no derivative and the strict mode clamps.
+// away moves a number away from zero, where relu has no derivative and the strict mode clamps.
 func away(v float64) float64 { return v + math.Copysign(0.2, v) }
 
 func mapped(v []float64, f func(float64) float64) []float64 {

@@ -31,13 +31,13 @@ var ErrNonFinite = errors.New("NaN or Inf")
 // Gorgonia's own machines must first pass through [RunError].
 var ErrBlueprint = blueprints.ErrPanic
 
-// Stability is how a [Kasmina] layer treats extreme inputs of seeds whose blueprint computes.
+// Stability selects how a [Kasmina] layer treats extreme inputs of active seeds.
 type Stability uint8
 
 const (
-	// Adaptive scales a chunk row whose largest magnitude exceeds 10⁶ down by a power of two,
-	// evaluates the row, and scales the result up again, so that intermediate results do not
-	// overflow. It computes the same function as Fast.
+	// Adaptive scales a chunk row with a magnitude above 10⁶ down by a power of two, evaluates the row,
+	// and scales the result up again, so that intermediate results do not overflow. It computes the same
+	// function as Fast.
 	Adaptive = Stability(seed.Adaptive)
 	// Fast computes the formulas without changes.
 	Fast = Stability(seed.Fast)
@@ -54,8 +54,8 @@ func (s Stability) String() string {
 	return enum.Name(s, "Stability", stabilityNames[:])
 }
 
-// MarshalText implements encoding.TextMarshaler. The text is the mode's name. It returns an error
-// if there is no such mode.
+// MarshalText implements encoding.TextMarshaler. The text is the mode's name. It returns an error if s is
+// not a valid mode.
 func (s Stability) MarshalText() ([]byte, error) {
 	if int(s) >= len(stabilityNames) {
 		return nil, fmt.Errorf("op: %v is none of %q", s, stabilityNames)
@@ -63,8 +63,8 @@ func (s Stability) MarshalText() ([]byte, error) {
 	return []byte(s.String()), nil
 }
 
-// UnmarshalText implements encoding.TextUnmarshaler. It returns an error if there is no mode of
-// that name.
+// UnmarshalText implements encoding.TextUnmarshaler. It returns an error unless name is the name of a
+// mode.
 func (s *Stability) UnmarshalText(name []byte) error {
 	i := slices.Index(stabilityNames[:], string(name))
 	if i < 0 {
@@ -82,7 +82,7 @@ type KasminaConfig struct {
 	AdaptiveClip    float64 // limits these norms to running mean + AdaptiveClip·σ; 0 for no limit
 	StopOnNonFinite bool
 	NoTelemetry     bool
-	Graphs          []int // seeds whose blueprints are computed by the graph around the layer
+	Graphs          []int // seeds with blueprints that the graph around the layer computes
 }
 
 // KasminaOption configures a [Kasmina] layer.
@@ -99,8 +99,8 @@ func WithStability(s Stability) KasminaOption {
 	}
 }
 
-// WithEpsilon sets ε. An activation whose magnitude is below ε counts as dead. ε also keeps
-// denominators away from 0. The default is 1e-8.
+// WithEpsilon sets ε. An activation of magnitude below ε counts as dead. ε also keeps denominators away
+// from 0. The default is 1e-8.
 func WithEpsilon(eps float64) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.Epsilon = eps
@@ -142,9 +142,9 @@ func StopOnNonFinite() KasminaOption {
 }
 
 // WithoutTelemetry makes a layer that reads its lattice but records no figures in it. Use it for
-// evaluation, sampling and gradient checks, where running the layer must not change what it
-// computes. NaN and Inf are still added to the counts of the lattice. A run that finds none leaves
-// the lattice unchanged.
+// evaluation, sampling and gradient checks, where running the layer must not affect later results. NaN
+// and Inf are still added to the counts of the lattice. A run that finds none does not change the
+// lattice.
 func WithoutTelemetry() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.NoTelemetry = true
@@ -152,9 +152,9 @@ func WithoutTelemetry() KasminaOption {
 	}
 }
 
-// WithGraphs names seeds whose kinds are graphs (see package llm/site). The code that builds the
-// graph adds the results of these graphs to y. The layer passes the chunks of these seeds on
-// unchanged and measures them.
+// WithGraphs names seeds of kinds that are graphs (see package llm/site). The code that builds the graph
+// adds the results of these graphs to y. The layer passes the chunks of these seeds on unchanged and
+// measures them.
 func WithGraphs(seeds ...int) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.Graphs = slices.Clone(seeds)
@@ -193,41 +193,40 @@ type KasminaOp struct {
 // Slot 0 means "none": row 0 is never read, and usable slots start at 1. A seed with slot 0 has
 // t(x) = x in every stage. Several seeds may share a slot, and their gradients are then added.
 //
-// W must be at least C. A kind uses the first [blueprints.Size] weights of a row. The others have
-// no gradient. The kinds with capacity need at least 2C weights, and W determines their rank. If W
-// is too small for a kind, the error wraps [blueprints.ErrWidth]. Kasmina returns it if a seed
-// already has the kind. Otherwise [state.Lattice.RequestGermination] returns it if
-// [state.WithWidth] gave W to the lattice. In all other cases the run returns it.
+// W must be at least C. A kind uses the first [blueprints.Size] weights of a row, and the rest have no
+// gradient. The kinds with capacity need at least 2C weights, and W determines their rank. If W is too
+// small for a kind, the error wraps [blueprints.ErrWidth]. Kasmina returns it if a seed already has the
+// kind. Otherwise [state.Lattice.RequestGermination] returns it if [state.WithWidth] gave W to the
+// lattice. In all other cases the run returns it.
 //
-// A slot whose weights and scale are all 0 has not been written yet. The first pass that computes
-// with such a slot writes the identity start of the seed's kind into it (see
-// [blueprints.Identity]). weights and scales may therefore start as gorgonia.Zeroes. A slot with
-// any other contents is left unchanged. To reuse such a slot, write a new start with
-// [blueprints.Identity] or a [state.Network].
+// If the weights and the scale of a slot are all 0, the slot has not been written yet. The first pass
+// that computes with such a slot writes the identity start of the seed's kind into it (see
+// [blueprints.Identity]). weights and scales may therefore start as gorgonia.Zeroes. A slot with any
+// other contents is left unchanged. To reuse such a slot, write a new start with [blueprints.Identity] or
+// a [state.Network].
 //
 // Gradients follow from the formulas. They reach weights and scales in the stages Grafting,
 // Stabilization and FineTuning, and also in Training. In Training y = x and dx = g, while the
 // parameters learn as if the output were t(x). In the other stages the gradients of weights and
 // scales are 0.
 //
-// A solver with momentum or weight decay still changes parameters whose gradient is 0. To keep a
-// frozen blueprint unchanged bit for bit, the solver must not decay the weights, and it must
-// discard its state for slots with which no seed learns any more. See [state.Lattice.LearningSlots]
-// and the method Forget of optim.Optimizer.
+// A solver with momentum or weight decay still changes parameters with a gradient of 0. To keep a frozen
+// blueprint unchanged bit for bit, the solver must not decay the weights, and it must discard its state
+// for slots that no seed trains any more. See [state.Lattice.LearningSlots] and the method Forget of
+// optim.Optimizer.
 //
 // A forward pass takes a snapshot of the lattice when it starts, and its backward pass uses the
 // same snapshot. If a goroutine changes a stage or α in between, the change takes effect in the
 // next forward pass. Both passes record their figures in the lattice (see [state.Lattice.Report]).
 //
-// A lattice belongs to one activation. Several graphs may contain a layer with the same lattice,
-// for example one for training and one for evaluation. But each pass with telemetry counts as one
-// step of the lattice. If several such layers run in a training step, make all but one of them with
-// [WithoutTelemetry].
+// A lattice belongs to one activation. Several graphs may contain a layer with the same lattice, for
+// example one for training and one for evaluation. But each pass with telemetry counts as one step of the
+// lattice. If several such layers run in a training step, create all but one with [WithoutTelemetry].
 //
-// Use [WithoutTelemetry] for gradient checks as well, because the limits of strict mode and of
-// adaptive clipping must not change between evaluations. Clipped gradients differ from those of the
-// output. So do the gradients of weights and scales in Training, Evaluating and Fossilized, and a
-// gradient check reports them as wrong. examples/gradcheck shows what to compare them with.
+// Use [WithoutTelemetry] for gradient checks as well, because the limits of strict mode and of adaptive
+// clipping must not change between evaluations. Clipped gradients are not the derivatives of the output.
+// Neither are the gradients of weights and scales in Training, Evaluating and Fossilized, and a gradient
+// check reports them as wrong. examples/gradcheck shows how to check them.
 func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice,
 	opts ...KasminaOption) (*gorgonia.Node, error) {
 	const name = "Kasmina"

@@ -16,7 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// mixedSettings are seeds of all kinds and stages. Some share a slot with seeds of another kind.
+// mixedSettings returns seeds of all kinds and stages. Several seeds share a slot with seeds of another
+// kind.
 func mixedSettings(n, slots int) []seedSetting {
 	all := slices.Concat(capacityKinds, kasminaKinds)
 	s := make([]seedSetting, n)
@@ -26,8 +27,9 @@ func mixedSettings(n, slots int) []seedSetting {
 	return s
 }
 
-// What the layer computes for many rows at once is what the blueprints compute row by row. That
-// holds for outputs, and for gradients, which are summed over rows and over the seeds of a slot.
+// TestKasminaCapacityIsItsBlueprint checks that the layer computes the same outputs for many rows at once
+// as the blueprints compute row by row, and that its gradients are the sums over rows and over the seeds
+// of a slot.
 func TestKasminaCapacityIsItsBlueprint(t *testing.T) {
 	r := random(t)
 	for _, size := range []struct{ rows, chunk, width int }{{1, 1, 2}, {3, 5, 19}, {70, 4, 64},
@@ -118,7 +120,8 @@ func (k *kasminaLayer) rowByRow(l *state.Lattice) (y []float64, d kasminaGrads) 
 	return y, d
 }
 
-// Results have the same bits however many cores work.
+// TestKasminaCapacityIsDeterministic checks that the bits of the results don't depend on the number of
+// cores.
 func TestKasminaCapacityIsDeterministic(t *testing.T) {
 	const rows, seeds, chunk, slots, width = 300, 44, 24, 5, 200
 	var first []float64
@@ -141,8 +144,8 @@ func TestKasminaCapacityIsDeterministic(t *testing.T) {
 	}
 }
 
-// At α = 0 the transform has no part in anything, not even as 0·NaN; elsewhere NaN shows, be it
-// multiplied by 0.
+// TestKasminaCapacityNaN checks that at α = 0 the transform affects nothing, not even as 0·NaN, and that
+// otherwise NaN is visible even if it is multiplied by 0.
 func TestKasminaCapacityNaN(t *testing.T) {
 	r := random(t)
 	for _, kind := range capacityKinds {
@@ -150,7 +153,7 @@ func TestKasminaCapacityNaN(t *testing.T) {
 			l := newLattice(t, 5, []seedSetting{{"Grafting", kind, 1, 0}})
 			k := newWideLayer(t, r, tensor.Float64, 3, 2, 20, l, op.WithStability(stability))
 			k.x = mapped(k.x, away)
-			k.x[7] = 1e7 // which the adaptive mode scales
+			k.x[7] = 1e7 // large enough for the adaptive mode to scale
 			k.weights, k.scale = mapped(k.weights, func(float64) float64 {
 				return math.NaN()
 			}), []float64{math.NaN(), math.Inf(1)}
@@ -171,8 +174,8 @@ func TestKasminaCapacityNaN(t *testing.T) {
 	}
 }
 
-// LowRank of activations near the largest float32 is scaled for it; ChunkMLP is never given scaled
-// input.
+// TestKasminaCapacityAdaptive checks that inputs of LowRank near the largest float32 are scaled, and that
+// inputs of ChunkMLP never are.
 func TestKasminaCapacityAdaptive(t *testing.T) {
 	r := random(t)
 	for _, size := range []float64{1e6, 3e6, 1e20, 3e37} {
@@ -185,7 +188,7 @@ func TestKasminaCapacityAdaptive(t *testing.T) {
 		})
 		for i := range k.weights {
 			if k.weights[i] = float64(float32(r.NormFloat64() / 64)); i < 2*48 && i%48 < 24 {
-				// V·x overflows, U(V·x) does not
+				// V·x overflows although U(V·x) doesn't.
 				k.weights[i] = float64(float32(64 * r.NormFloat64()))
 			}
 		}
@@ -197,8 +200,8 @@ func TestKasminaCapacityAdaptive(t *testing.T) {
 	}
 }
 
-// A kind that needs wider slots than the layer has is an error of the run that names it. The next
-// run is as if nothing had been.
+// TestKasminaTooNarrow checks that a kind that needs wider slots than the layer has makes the run fail
+// with an error that names the kind, and that the next run is unaffected.
 func TestKasminaTooNarrow(t *testing.T) {
 	l := newLattice(t, 8, []seedSetting{{"FineTuning", "Residual", 1, 1},
 		{"Dormant", "Residual", 1, 0}})
@@ -206,7 +209,7 @@ func TestKasminaTooNarrow(t *testing.T) {
 	y := k.forward()
 	if err := l.RequestGermination(1, state.GerminationRequest{Slot: 2,
 		Kind: blueprints.LowRank}); err != nil {
-		t.Fatal(err) // the lattice does not know the layer
+		t.Fatal(err) // the lattice doesn't know the layer's width
 	}
 
 	if again := k.forward(); !sameBits(y, again) {
@@ -237,8 +240,8 @@ func TestKasminaTooNarrow(t *testing.T) {
 	}
 }
 
-// manyParams is a user's own kind with a matrix and a bias: t = x + a·(M·x + b), with M [C, C] and
-// b [C].
+// manyParams is a user-defined kind with a matrix and a bias: t = x + a·(M·x + b), with M [C, C] and b
+// [C].
 func manyParams[T blueprints.Float]() blueprints.Arithmetic[T] {
 	return blueprints.Arithmetic[T]{
 		Forward: func(t, x, p []T, a T) {
@@ -277,7 +280,7 @@ var affineKind, errAffine = blueprints.Register(blueprints.Blueprint{
 	F64:      manyParams[float64](),
 })
 
-// A user's own kind may have many parameters.
+// TestKasminaOwnKindWithManyParameters checks that a user-defined kind may have many parameters.
 func TestKasminaOwnKindWithManyParameters(t *testing.T) {
 	if errAffine != nil {
 		t.Fatal(errAffine)

@@ -9,10 +9,10 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// KasminaPass is a pass of a Kasmina layer whose arithmetic runs outside the op, for example on a
-// GPU. It takes the snapshot of the lattice for the arithmetic, and afterwards records the
-// measurements in the lattice, like the op's own run. [KasminaOp.NewPass] makes a KasminaPass. A
-// zero KasminaPass has no seeds, and its methods that return an error fail.
+// KasminaPass is a pass of a Kasmina layer for code that performs the arithmetic outside the op, for
+// example on a GPU. It takes the snapshot of the lattice for the arithmetic, and afterwards records the
+// measurements in the lattice, like the op's own run. [KasminaOp.NewPass] makes a KasminaPass. A zero
+// KasminaPass has no seeds, and its methods that return an error fail.
 type KasminaPass struct {
 	op     *KasminaOp
 	origin *kasminaRun // the run of the op itself
@@ -53,8 +53,8 @@ func (p *KasminaPass) Attached() error {
 	return p.op.attached(&p.op.run.pass)
 }
 
-// Leave stores the snapshot as that of the op's own last run, for a backward pass that is computed
-// separately.
+// Leave stores the snapshot in place of the snapshot of the op's own last run, for a backward pass that
+// is computed separately.
 func (p *KasminaPass) Leave() {
 	if p.origin == nil {
 		return
@@ -66,8 +66,8 @@ func (p *KasminaPass) Leave() {
 	p.origin.begun = true
 }
 
-// Resume takes the snapshot of the op's own last run instead of a new one. That is the snapshot
-// that Leave stored or that the op's Do took. It returns an error if there is none.
+// Resume takes the snapshot of the op's own last run instead of a new one. Leave or the op's Do must have
+// stored that snapshot; otherwise Resume returns an error.
 func (p *KasminaPass) Resume() error {
 	if p.origin == nil {
 		return errZeroPass
@@ -103,9 +103,9 @@ func (p *KasminaPass) Snapshot() *state.Pass {
 	return &p.op.run.pass
 }
 
-// Start writes the identity start of the kind to the weights and the scale of a seed's slot if all
-// of them are 0, which means that they have not been written yet. scale has one element. started
-// reports whether Start wrote them.
+// Start writes the identity start of the kind to the weights and the scale of a seed's slot if they are
+// all 0, which means that they have not been written yet. scale has one element. started reports whether
+// Start wrote them.
 func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int,
 	weights, scale []float32) (started bool, err error) {
 	if !o.made() {
@@ -151,8 +151,8 @@ func (p *KasminaPass) Measures() bool {
 	return s.Record && (slices.Contains(s.Watch, true) || p.NeedsLast())
 }
 
-// NeedsLast reports whether the limits of this pass depend on the measurements of the previous
-// pass. These must then be in the lattice before this pass begins.
+// NeedsLast reports whether the limits of this pass depend on the measurements of the previous pass.
+// These must then be in the lattice before this pass starts.
 func (p *KasminaPass) NeedsLast() bool {
 	return p.op != nil && (p.op.Config.Stability == Strict || p.op.Config.AdaptiveClip > 0)
 }

@@ -20,7 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// kasminaRun holds what a run of the forward op passes on to its replays and its backward op.
+// kasminaRun holds the state that a run of the forward op shares with its replays and its backward op.
 type kasminaRun struct {
 	mu    sync.Mutex
 	begun bool
@@ -35,8 +35,8 @@ type kasminaRun struct {
 var errNotRun = errors.New("the layer's forward pass has not run")
 
 // catch converts the panic of a blueprint's function to an error. Gorgonia's machine runs ops on a
-// goroutine of its own, where the caller cannot recover from the panic of a registered blueprint.
-// Other panics are bugs in this module, and catch does not stop them.
+// separate goroutine, where the caller cannot recover from the panic of a registered blueprint. Other
+// panics are bugs in this module, and catch does not stop them.
 func (r *kasminaRun) catch(err *error) {
 	cause := recover()
 	if cause == nil {
@@ -253,8 +253,8 @@ func (o *KasminaOp) attached(p *state.Pass) error {
 	return nil
 }
 
-// startSlots writes the identity start to the slots of active seeds whose weights and scale are all
-// 0, which means that they have not been written yet.
+// startSlots writes the identity start to slots of active seeds. Only slots with weights and a scale that
+// are all 0, and thus have not been written yet, are affected.
 func startSlots[T cpu.Float](o *KasminaOp, k *cpukasmina.Layer[T], weights, scales []T) error {
 	for i := range k.Active {
 		s := &k.Active[i]
@@ -272,9 +272,9 @@ func startSlots[T cpu.Float](o *KasminaOp, k *cpukasmina.Layer[T], weights, scal
 	return nil
 }
 
-// draw returns the random seed for the identity start of a slot. It depends on the name of the
-// layer's weights, the seed and the slot, so it is the same in every run of a program and differs
-// between layers whose weights have different names.
+// draw returns the random seed for the identity start of a slot. It depends on the name of the layer's
+// weights, the seed and the slot, so it is the same in every run of a program and differs between layers
+// if their weights have different names.
 func (o *KasminaOp) draw(seed, slot int) uint64 {
 	h := fnv.New64a()
 	fmt.Fprint(h, o.inputs[1].Name())

@@ -67,7 +67,8 @@ func healthFields(h state.Health) [6]float64 {
 
 func gradientFields(g state.Gradient) [3]float64 { return [3]float64{g.Norm, g.Variance, g.Max} }
 
-// critical says which of the figures are kept in float32; the others are bfloat16.
+// healthCritical and gradientCritical mark the figures that are kept in float32. All other figures are
+// bfloat16.
 var (
 	healthCritical   = [6]bool{0: true, 4: true}
 	gradientCritical = [3]bool{0: true}
@@ -84,8 +85,8 @@ func checkFigure(t *testing.T, what string, got, want float64, critical bool) {
 	}
 }
 
-// The figures of every seed, of both passes and with every reduction, are those of a computation in
-// 200 bits. They are so too where the mean is ten thousand and the deviation a millionth.
+// TestKasminaTelemetry compares the figures of every seed, in both passes and with every reduction, with
+// a computation in 200 bits. The cases include a mean of ten thousand with a deviation of a millionth.
 func TestKasminaTelemetry(t *testing.T) {
 	r := random(t)
 	const eps = 0.01
@@ -101,7 +102,7 @@ func TestKasminaTelemetry(t *testing.T) {
 		} {
 			for reduction := state.Hierarchical; reduction <= state.MaxOfRows; reduction++ {
 				if testing.Short() && (i+j+int(reduction))%3 != 0 {
-					continue // every size and every kind of data meets one reduction
+					continue // each size and each kind of data meets one reduction
 				}
 				settings := make([]seedSetting, size.seeds)
 				for i := range settings {
@@ -141,7 +142,7 @@ func TestKasminaTelemetry(t *testing.T) {
 	}
 }
 
-// referenceFigures reduces the figures of a seed as the specification says.
+// referenceFigures reduces the figures of a seed according to the specification.
 func (k *kasminaLayer) referenceFigures(seed int, reduction state.Reduction,
 	eps float64) (health [6]float64, gradient [3]float64) {
 	var xs, gs [][]float64
@@ -177,7 +178,7 @@ func (k *kasminaLayer) referenceFigures(seed int, reduction state.Reduction,
 	return health, gradient
 }
 
-// Health is measured before the strict mode's clamp.
+// TestKasminaHealthIsOfTheInput checks that health is measured before the strict mode clamps the input.
 func TestKasminaHealthIsOfTheInput(t *testing.T) {
 	l := newLattice(t, 4, []seedSetting{{"Fossilized", "Residual", 1, 1}})
 	k := newKasminaLayer(t, random(t), tensor.Float64, 1, 2, l, op.WithStability(op.Strict))
@@ -190,8 +191,8 @@ func TestKasminaHealthIsOfTheInput(t *testing.T) {
 	}
 }
 
-// What is not watched is not reported, but the limits of the strict mode and of adaptive clipping
-// are made of it all the same.
+// TestKasminaLimitsWithoutReports checks that passes that aren't watched aren't reported, but still
+// determine the limits of the strict mode and of adaptive clipping.
 func TestKasminaLimitsWithoutReports(t *testing.T) {
 	r := random(t)
 	for _, telemetry := range []state.Telemetry{{Mode: state.Off},
@@ -204,7 +205,7 @@ func TestKasminaLimitsWithoutReports(t *testing.T) {
 		k.x, k.g = mapped(k.x, func(float64) float64 {
 			return 4
 		}), mapped(k.g, func(float64) float64 { return 1 })
-		k.forward() // the pass that the sampling reports
+		k.forward() // the pass that sampling mode reports
 		k.backward()
 		reported := l.Report().Seeds[0]
 		k.x, k.g = mapped(k.x, func(float64) float64 {
@@ -229,8 +230,8 @@ func TestKasminaLimitsWithoutReports(t *testing.T) {
 	}
 }
 
-// NaN and Inf are counted in every stage and mode, named, and stop the step when asked to. They do
-// not spoil the figures.
+// TestKasminaNonFinite checks that NaN and Inf are counted in every stage and mode, named, and stop the
+// step on request, and that they don't distort the other figures.
 func TestKasminaNonFinite(t *testing.T) {
 	r := random(t)
 	bad := []float64{math.NaN(), math.Inf(1), math.Inf(-1)}
@@ -299,8 +300,8 @@ func TestKasminaNonFinite(t *testing.T) {
 	}
 }
 
-// What changes in the lattice between a forward pass and its backward pass has no effect on the
-// latter.
+// TestKasminaBackwardGoesByTheForwardPass checks that changes of the lattice between a forward pass and
+// its backward pass don't affect the backward pass.
 func TestKasminaBackwardGoesByTheForwardPass(t *testing.T) {
 	r := random(t)
 	settings := []seedSetting{{"Grafting", "ConvFilter", 1, 0.375}, {"Training", "Residual", 2, 0},
@@ -323,7 +324,7 @@ func TestKasminaBackwardGoesByTheForwardPass(t *testing.T) {
 				if err := commands(l); err != nil {
 					t.Fatal(err)
 				}
-				// a pass of another graph in between
+				// A pass of another graph runs in between.
 				other := newKasminaLayer(t, r, tensor.Float64, 6, 3, l)
 				other.forward()
 				other.backward()
@@ -338,7 +339,8 @@ func TestKasminaBackwardGoesByTheForwardPass(t *testing.T) {
 	}
 }
 
-// A replay computes the same bits from the same snapshot and leaves no figures.
+// TestKasminaReplay checks that a replay computes the same bits from the same snapshot and records
+// nothing.
 func TestKasminaReplay(t *testing.T) {
 	r := random(t)
 	l := newLattice(t, 8, []seedSetting{{"Grafting", "ConvFilter", 1, 0.375},
@@ -359,7 +361,7 @@ func TestKasminaReplay(t *testing.T) {
 	}
 
 	k.forward()
-	k.x[3] = 1e3 // clamped now
+	k.x[3] = 1e3 // exceeds the clamp now
 	y := k.forward()
 	if err := errors.Join(l.SetAlpha(0, 1), l.Transition(0, state.RolledBack)); err != nil {
 		t.Fatal(err)
@@ -418,7 +420,8 @@ func TestKasminaHistogram(t *testing.T) {
 	}
 }
 
-// Two layers merge into one node only when nothing distinguishes them.
+// TestKasminaHashes checks that two layers are merged into one node only if they are equal in every
+// respect.
 func TestKasminaHashes(t *testing.T) {
 	g := gorgonia.NewGraph()
 	node := func(name string, shape ...int) *gorgonia.Node {
@@ -459,7 +462,8 @@ func TestKasminaHashes(t *testing.T) {
 	}
 }
 
-// A node's gradient is the sum over its uses, and the layer mixes with stock ops.
+// TestKasminaInAGraph checks that gradients add up over the uses of a node, and that the layer works with
+// Gorgonia's own ops.
 func TestKasminaInAGraph(t *testing.T) {
 	r := random(t)
 	l := newLattice(t, 6, []seedSetting{{"Grafting", "ConvFilter", 1, 0.375},
@@ -473,7 +477,7 @@ func TestKasminaInAGraph(t *testing.T) {
 		}
 		x, w, s := node("x", xv, 4, 6), node("w", wv, 3, 3), node("s", sv, 3)
 		y := must(t)(op.Kasmina(x, w, s, l, op.WithoutTelemetry()))
-		// the parameters twice, y twice
+		// The parameters and y are both used twice.
 		z := must(t)(op.Kasmina(must(t)(gorgonia.Tanh(y)), w, s, l, op.WithoutTelemetry()))
 		cost =
 			must(
@@ -521,7 +525,8 @@ func TestKasminaInAGraph(t *testing.T) {
 	}
 }
 
-// 100,000 seeds run in one call, in mixed stages, and their figures are recorded.
+// TestKasmina100000Seeds runs 100,000 seeds in mixed stages in one call, and checks their recorded
+// figures.
 func TestKasmina100000Seeds(t *testing.T) {
 	r := random(t)
 	const chunk, rows, slots = 4, 8, 1000
@@ -556,7 +561,7 @@ func TestKasmina100000Seeds(t *testing.T) {
 	t.Logf("forward %v", time.Since(start))
 	k.backward()
 	got, reports := floats(t, y), l.Report().Seeds
-	for range sample { // seed by seed through a lattice of one
+	for range sample { // compare with a lattice of a single seed
 		s := r.IntN(seeds)
 		report := reports[s]
 		one := newLattice(t, chunk, []seedSetting{{report.Stage.String(), report.Kind.String(),
@@ -582,7 +587,7 @@ func TestKasmina100000Seeds(t *testing.T) {
 	}
 }
 
-// Commands arrive while the layer runs.
+// TestKasminaUnderCommands issues commands while the layer runs.
 func TestKasminaUnderCommands(t *testing.T) {
 	r := random(t)
 	settings := make([]seedSetting, 16)

@@ -21,8 +21,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestKasminaGradients checks every stage and kind against central differences, for odd chunks, one
-// seed and several that share a slot, in every stability mode.
+// TestKasminaGradients compares the gradients of every stage and kind with central differences, for odd
+// chunks, for a single seed and for several that share a slot, in every stability mode.
 func TestKasminaGradients(t *testing.T) {
 	r := random(t)
 	for stage := range state.RolledBack + 1 {
@@ -36,7 +36,7 @@ func TestKasminaGradients(t *testing.T) {
 					l := newLattice(t, size.seeds*size.chunk, seeds)
 					width := size.chunk
 					if slices.Contains(capacityKinds, kind) {
-						width = 7 * size.chunk // of which they use 6
+						width = 7 * size.chunk // the kind uses 6 of these
 					}
 					k := newWideLayer(t, r, tensor.Float64, 3, 3, width, l, op.WithStability(mode),
 						op.WithEpsilon(0.1), op.WithoutTelemetry())
@@ -49,7 +49,7 @@ func TestKasminaGradients(t *testing.T) {
 							}
 							if mode == op.Adaptive {
 								k.x = mapped(k.x, func(v float64) float64 { return 0x1p22 * v })
-								// its w and a move the output by little, but linearly
+								// w and a affect the output only slightly, but linearly.
 								if kind == "Residual" {
 									k.step = 4
 								}
@@ -62,8 +62,8 @@ func TestKasminaGradients(t *testing.T) {
 	}
 }
 
-// learnLimits runs a pass with telemetry over smaller inputs. It then makes every seed's first
-// input exceed its limits, and one of row 1 too small, so that the strict mode's clamp bites.
+// learnLimits runs a pass with telemetry over smaller inputs. It then makes every seed's first input
+// exceed the limits and one input of row 1 too small, so that the strict mode clamps both.
 func (k *kasminaLayer) learnLimits(turn float64) {
 	l := k.forwardOp.Lattice
 	kept := k.x
@@ -89,8 +89,8 @@ func (k *kasminaLayer) checkStage(stage state.Stage, kind string) {
 		if !sameBits(y, k.x) || !sameBits(d.x, k.g) {
 			k.t.Error("training changes the host: y is not x or dx is not g")
 		}
-		// The parameters learn as if blended with α = 1: their gradients are those of a seed that
-		// is being fine-tuned.
+		// The parameters learn as if blended with α = 1, so they have the same gradients as in a seed
+		// with α = 1 in the grafting stage.
 		l := k.forwardOp.Lattice
 		for i := range l.Seeds() {
 			if err := errors.Join(l.Transition(i, state.Grafting), l.SetAlpha(i, 1)); err != nil {
@@ -120,8 +120,8 @@ func (k *kasminaLayer) checkStage(stage state.Stage, kind string) {
 	}
 }
 
-// In the strict mode the layer is the fast one of clamped inputs, and no gradient passes where the
-// clamp changes the input.
+// TestKasminaStrict checks that the strict mode computes the same as the fast mode with clamped inputs,
+// and that no gradient passes where the clamp changes the input.
 func TestKasminaStrict(t *testing.T) {
 	r := random(t)
 	const seeds, chunk, rows, eps = 5, 7, 64, 0.01
@@ -144,7 +144,7 @@ func TestKasminaStrict(t *testing.T) {
 			case 1:
 				k.x[i] *= 1e-3
 			case 2:
-				k.x[i] = 0 // which the clamp leaves as it is: the gradient passes
+				k.x[i] = 0 // the clamp doesn't change 0, so the gradient passes
 			}
 			if dt == tensor.Float32 {
 				k.x[i] = float64(float32(k.x[i]))
@@ -210,7 +210,8 @@ func meanVariance(v []float64) (mean, variance float64) {
 	return mean, variance
 }
 
-// The limits are those of the pass before, not of this one, and the first pass has none.
+// TestKasminaStrictUsesPreviousPass checks that the limits come from the previous pass rather than the
+// current one, and that the first pass has none.
 func TestKasminaStrictUsesPreviousPass(t *testing.T) {
 	l := newLattice(t, 4, []seedSetting{{"Fossilized", "ConvFilter", 1, 1}})
 	k := newKasminaLayer(t, random(t), tensor.Float64, 2, 2, l, op.WithStability(op.Strict))
@@ -227,8 +228,9 @@ func TestKasminaStrictUsesPreviousPass(t *testing.T) {
 	}
 }
 
-// In the adaptive mode a transform of activations near the largest float32 gives t(x), although its
-// intermediate results would overflow. Of smaller ones it gives the very bits of the fast mode.
+// TestKasminaAdaptive checks that in the adaptive mode a transform of activations near the largest
+// float32 gives t(x), although its intermediate results would overflow, and that smaller activations give
+// the same bits as in the fast mode.
 func TestKasminaAdaptive(t *testing.T) {
 	r := random(t)
 	const chunk = 64
@@ -242,7 +244,7 @@ func TestKasminaAdaptive(t *testing.T) {
 			}
 			k.scale = []float64{0, -0x1p-10, 0x1p-11}
 			overflows := kind == "MLPExpansion" || kind == "ConvFilter"
-			if overflows { // x·w does at 3e36, a·x·w does not
+			if overflows { // x·w overflows at 3e36, although a·x·w doesn't
 				k.weights = mapped(k.weights, func(v float64) float64 {
 					return 1024 * math.Mod(v, 1)
 				})
@@ -278,7 +280,8 @@ func TestKasminaAdaptive(t *testing.T) {
 	}
 }
 
-// overflows reports whether seed 0's transform does, computed in float32 as its formula is written.
+// overflows reports whether seed 0's transform overflows if it is computed in float32 as its formula is
+// written.
 func (k *kasminaLayer) overflows(chunk int) bool {
 	narrow := func(v []float64) []float32 {
 		s := make([]float32, len(v))
@@ -347,8 +350,8 @@ func TestKasminaGradClip(t *testing.T) {
 	}
 }
 
-// The adaptive limit is mean + n·σ of the norms of earlier passes; what is reported is the gradient
-// before clipping.
+// TestKasminaAdaptiveGradClip checks that the adaptive limit is mean + n·σ of the norms of earlier
+// passes, and that the gradient before clipping is reported.
 func TestKasminaAdaptiveGradClip(t *testing.T) {
 	r := random(t)
 	const rows, deviations = 200, 1.5
@@ -390,7 +393,8 @@ func TestKasminaAdaptiveGradClip(t *testing.T) {
 	}
 }
 
-// Results have the same bits however many cores work, and from run to run.
+// TestKasminaIsDeterministic checks that results have the same bits for any number of cores, and from run
+// to run.
 func TestKasminaIsDeterministic(t *testing.T) {
 	r := random(t)
 	for _, size := range []struct{ rows, seeds, chunk, slots int }{{300, 1, 96, 2}, {300, 40, 3, 5},
@@ -434,8 +438,8 @@ func fixed(n, start int) []float64 {
 	return v
 }
 
-// Gradients of the parameters over many rows, which are summed in blocks, are the sums of those
-// over fewer rows.
+// TestKasminaManyRows checks that gradients of the parameters over many rows, which are summed in blocks,
+// equal the sums of the gradients over fewer rows.
 func TestKasminaManyRows(t *testing.T) {
 	r := random(t)
 	const seeds, chunk, slots, part, parts = 6, 5, 3, 97, 9
@@ -506,8 +510,8 @@ func TestKasminaFloat32(t *testing.T) {
 	}
 }
 
-// A registered blueprint works like a built-in one, and its input is never scaled when it cannot
-// bear it.
+// TestKasminaRegisteredKind checks that a registered blueprint works like a built-in one, and that its
+// input is not scaled if the kind doesn't support that.
 func TestKasminaRegisteredKind(t *testing.T) {
 	name := fmt.Sprintf("Cubic%d", blueprints.Kinds())
 	if _, err := blueprints.Register(blueprints.Blueprint{Name: name,
@@ -550,7 +554,7 @@ func cubic[T blueprints.Float]() blueprints.Arithmetic[T] {
 	}
 }
 
-// At α = 0 the transform has no part in anything, not even as 0·NaN.
+// TestKasminaAtAlphaZero checks that at α = 0 the transform affects nothing, not even as 0·NaN.
 func TestKasminaAtAlphaZero(t *testing.T) {
 	r := random(t)
 	for _, kind := range kasminaKinds {
@@ -559,7 +563,7 @@ func TestKasminaAtAlphaZero(t *testing.T) {
 				l := newLattice(t, 5, []seedSetting{{stage, kind, 1, 0}})
 				k := newKasminaLayer(t, r, tensor.Float64, 3, 2, l, op.WithStability(stability))
 				k.x = mapped(k.x, away)
-				k.x[7] = 1e7 // which the adaptive mode scales
+				k.x[7] = 1e7 // large enough for the adaptive mode to scale
 				k.weights, k.scale = mapped(k.weights, func(float64) float64 {
 					return math.NaN()
 				}), []float64{math.NaN(), math.Inf(1)}
@@ -585,7 +589,7 @@ func TestKasminaSlotBeyondWeights(t *testing.T) {
 	}
 }
 
-// A seed without a slot passes through every stage as the identity.
+// TestKasminaSlotZero checks that a seed without a slot is the identity in every stage.
 func TestKasminaSlotZero(t *testing.T) {
 	for stage, route := range routes {
 		l, err := state.NewLattice(1, 3, state.WithoutGates())
@@ -625,7 +629,7 @@ func TestKasminaErrors(t *testing.T) {
 		x, w, s *gorgonia.Node
 		l       *state.Lattice
 		opt     op.KasminaOption
-		want    string // words that the error must hold, separated by |
+		want    string // substrings that the error must contain, separated by |
 	}{
 		{nil, w, s, l, nil, "x is nil"},
 		{x, nil, s, l, nil, "weights is nil"},
@@ -676,8 +680,7 @@ func TestKasminaErrors(t *testing.T) {
 
 func make3() []seedSetting { return slices.Repeat([]seedSetting{{"Dormant", "Residual", 1, 0}}, 3) }
 
-// startLayer is a layer of two seeds over four positive features, whose three slots are zeros, and
-// its gradients.
+// startLayer is a layer of two seeds over four positive features, with three slots of zeros, and a cost.
 type startLayer struct {
 	lattice            *state.Lattice
 	x, weights, scales *gorgonia.Node
@@ -693,7 +696,7 @@ func newStartLayer(t *testing.T, dt tensor.Dtype, recompute bool) *startLayer {
 		return gorgonia.NewTensor(g, dt, len(shape), gorgonia.WithShape(shape...),
 			gorgonia.WithName(name), gorgonia.WithInit(init))
 	}
-	l.x = input("x", gorgonia.Uniform(0.5, 2), 3, 4) // relu is the identity there
+	l.x = input("x", gorgonia.Uniform(0.5, 2), 3, 4) // relu is the identity for positive numbers
 	l.weights = input("weights", gorgonia.Zeroes(), 3, 8)
 	l.scales = input("scales", gorgonia.Zeroes(), 3)
 	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
@@ -711,7 +714,7 @@ func newStartLayer(t *testing.T, dt tensor.Dtype, recompute bool) *startLayer {
 	return l
 }
 
-// machines are the ways to run a graph on a CPU, with gradients of the parameters.
+// machines lists the ways to run a graph with gradients of the parameters on a CPU.
 var machines = map[string]func(t *testing.T, l *startLayer) gorgonia.VM{
 	"tape": func(t *testing.T, l *startLayer) gorgonia.VM {
 		_, err := gorgonia.Grad(l.cost, l.weights, l.scales)
@@ -739,8 +742,8 @@ func (l *startLayer) advance(t *testing.T, kind blueprints.Kind, slot int) {
 	require.NoError(t, l.lattice.SetAlpha(1, 0.5))
 }
 
-// On weights of zeros, which nobody has written, every kind starts as the identity at the first
-// pass that computes with it. It learns from there.
+// TestKasminaFreshWeights checks that on weights of zeros, which haven't been written yet, every kind
+// starts as the identity in the first pass that computes with it, and learns from there.
 func TestKasminaFreshWeights(t *testing.T) {
 	for name, newMachine := range machines {
 		for _, recompute := range []bool{false, true} {
@@ -776,8 +779,8 @@ func TestKasminaFreshWeights(t *testing.T) {
 	}
 }
 
-// The start is the same in every run, another one in another layer or slot, and comes once: what
-// anybody has written stays.
+// TestKasminaFreshWeightsOnce checks that the identity start is the same in every run, differs between
+// layers and slots, and never overwrites a slot that has been written.
 func TestKasminaFreshWeightsOnce(t *testing.T) {
 	first := func(slot int, name string) []float64 {
 		l := newStartLayer(t, tensor.Float64, false)
@@ -790,7 +793,7 @@ func TestKasminaFreshWeightsOnce(t *testing.T) {
 	require.Equal(t, first(2, "weights"), first(2, "weights"))
 	require.NotEqual(t, first(2, "weights"), first(1, "weights"))
 	require.NotEqual(t, first(2, "weights"), first(2, "other"))
-	for i := range 3 { // a weight, a weight that the kind does not use, the scale
+	for i := range 3 { // a weight, a weight that the kind doesn't use, the scale
 		l := newStartLayer(t, tensor.Float64, false)
 		w, a := floats(t, l.weights.Value()), floats(t, l.scales.Value())
 		*[]*float64{&w[16], &w[23], &a[2]}[i] = 1e-300
@@ -801,7 +804,8 @@ func TestKasminaFreshWeightsOnce(t *testing.T) {
 	}
 }
 
-// A registered kind's Identity that panics is an error of the run.
+// TestKasminaFreshWeightsPanic checks that a panic of a registered kind's Identity is returned as an
+// error by the run.
 func TestKasminaFreshWeightsPanic(t *testing.T) {
 	l := newStartLayer(t, tensor.Float64, false)
 	kind, ok := blueprints.ByName("FaultyStart")
@@ -822,8 +826,8 @@ func TestKasminaFreshWeightsPanic(t *testing.T) {
 
 func faultyIdentity([]float64, int, *rand.Rand) float64 { panic("boom") }
 
-// One pass in 128 is timed, forward and backward, unless the layer leaves no telemetry, and counts
-// as one pass in every other respect.
+// TestKasminaTiming checks that one pass in 128 is timed, forward and backward, unless the layer has no
+// telemetry, and that a timed pass otherwise counts as a single pass.
 func TestKasminaTiming(t *testing.T) {
 	for name, c := range map[string]struct {
 		mode  state.TelemetryMode
@@ -855,7 +859,7 @@ func TestKasminaTiming(t *testing.T) {
 	}
 }
 
-// faultyIn is the function in which the blueprint "Faulty" panics.
+// faultyIn names the function of the blueprint "Faulty" that panics.
 var faultyIn string
 
 func fault(function string) {
@@ -883,8 +887,9 @@ var _, errFaulty = blueprints.Register(blueprints.Blueprint{Name: "Faulty",
 	},
 	F32: faultyRule[float32](), F64: faultyRule[float64]()})
 
-// A panic in a blueprint's function is an error of the run that names function, kind and seed, on
-// whatever goroutine it happens. The layer and its lattice can be used afterwards.
+// TestKasminaPanickingBlueprint checks that a panic in a blueprint's function, on any goroutine, is
+// returned by the run as an error that names the function, the kind and the seed, and that the layer and
+// its lattice remain usable.
 func TestKasminaPanickingBlueprint(t *testing.T) {
 	if errFaulty != nil {
 		t.Fatal(errFaulty)
@@ -896,7 +901,7 @@ func TestKasminaPanickingBlueprint(t *testing.T) {
 		settings := []seedSetting{{"Dormant", "Residual", 1, 0}, {"Grafting", "ConvFilter", 1, 0.5},
 			{"Grafting", "Faulty", 2, 0.5}, {"Training", "Residual", 1, 0}}
 		l := newLattice(t, 4*16, settings)
-		k := newKasminaLayer(t, r, dt, 5000, 3, l) // enough rows for every core
+		k := newKasminaLayer(t, r, dt, 5000, 3, l) // enough rows to use every core
 		faultyIn = ""
 		k.forward()
 		for _, function := range []string{"Prepare", "Forward", "Backward", "Finish"} {
@@ -931,7 +936,8 @@ func TestKasminaPanickingBlueprint(t *testing.T) {
 	}
 }
 
-// Gorgonia's machine runs ops on a goroutine of its own, from which no caller could recover.
+// TestKasminaPanickingBlueprintInAGraph checks the same on Gorgonia's machine, which runs ops on a
+// goroutine that callers cannot recover on.
 func TestKasminaPanickingBlueprintInAGraph(t *testing.T) {
 	defer func() { faultyIn = "" }()
 	faultyIn = "Forward"

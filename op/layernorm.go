@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// LayerNormOp is the op behind [LayerNorm].
+// LayerNormOp is the op that [LayerNorm] applies.
 type LayerNormOp struct {
 	opbase.Base
 	Eps float64
@@ -90,8 +90,8 @@ func (o *LayerNormOp) SymDiff(inputs gorgonia.Nodes,
 		layerNormGrad[float32], layerNormGrad[float64])
 }
 
-// LayerNormGradOp computes [dx | dweight | dbias], packed, from x, weight, bias, the forward output
-// and its gradient.
+// LayerNormGradOp computes the packed gradients [dx | dweight | dbias] from x, weight, bias, the forward
+// output and its gradient.
 type LayerNormGradOp struct {
 	opbase.Base
 	Forward *LayerNormOp

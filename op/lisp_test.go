@@ -17,7 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// kasminaCases returns the layer with one seed in each stage, of each kind.
+// kasminaCases returns one case of the layer for each kind, with a seed in each stage.
 func kasminaCases(t *testing.T) (cases []opCase) {
 	const chunk, width, slots, rows = 3, 21, 3, 5
 	r := random(t)
@@ -39,8 +39,8 @@ func kasminaCases(t *testing.T) (cases []opCase) {
 	return cases
 }
 
-// lispCost returns Σ c ⊙ y for a matrix, or y, of y = op(in), whose first input of floats is used a
-// second time.
+// lispCost applies the op of a case and uses its first float input a second time. The cost is y if that
+// is a scalar, and otherwise Σ c ⊙ y.
 func lispCost(t *testing.T, c opCase, in, wrt gorgonia.Nodes,
 	dt tensor.Dtype) (y, cost *gorgonia.Node) {
 	t.Helper()
@@ -59,9 +59,9 @@ func lispCost(t *testing.T, c opCase, in, wrt gorgonia.Nodes,
 	return y, must(t)(gorgonia.Add(cost, must(t)(gorgonia.Sum(wrt[0]))))
 }
 
-// TestLispMachine wants the gradients of the tape machine from Gorgonia's LispMachine, but for the
-// order in which those of several uses are added. A second run of the graph adds to them, as with
-// Gorgonia's own ops.
+// TestLispMachine compares the gradients of Gorgonia's LispMachine with those of the tape machine. They
+// may differ in the order in which the gradients of several uses are added. A second run of the graph
+// adds to the gradients, as with Gorgonia's own ops.
 func TestLispMachine(t *testing.T) {
 	tested := map[string]bool{}
 	for _, c := range append(opCases(random(t)), kasminaCases(t)...) {
@@ -103,7 +103,7 @@ func runLisp(g *gorgonia.ExprGraph) error {
 	return machine.RunAll()
 }
 
-// Gradients flow from op to op, and add up where a value is used twice.
+// TestLispMachineChain checks that gradients flow from op to op, and add up if a value is used twice.
 func TestLispMachineChain(t *testing.T) {
 	r := random(t)
 	x, w, v := opcase.Normal(r, 6, 8), opcase.Normal(r, 8, 8), opcase.Normal(r, 8)
@@ -133,7 +133,8 @@ func TestLispMachineChain(t *testing.T) {
 	}
 }
 
-// What has no second derivative says so instead of giving 0.
+// TestLispMachineSecondDerivatives checks that ops without a second derivative return an error instead of
+// 0.
 func TestLispMachineSecondDerivatives(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NodeFromAny(g, dense(tensor.Float64, []float64{1, 2, 3, 4}, 2, 2),
@@ -146,7 +147,7 @@ func TestLispMachineSecondDerivatives(t *testing.T) {
 	require.ErrorContains(t, runLisp(g), "RMSNormGrad")
 }
 
-// differentiableOps finds the package's ops that have a SymDiff.
+// differentiableOps finds the package's ops with a SymDiff method.
 func differentiableOps(t *testing.T) (names []string) {
 	files, err := filepath.Glob("*.go")
 	require.NoError(t, err)

@@ -10,8 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestParts checks that every file with a forward op begins with a list of the op's parts, and that
-// every part is where the list says.
+// TestParts checks that every file with a forward op starts with a list of the op's parts, and that the
+// paths in the list exist.
 func TestParts(t *testing.T) {
 	files, err := filepath.Glob("*.go")
 	require.NoError(t, err)

@@ -34,7 +34,7 @@ type opCase struct {
 	name string
 }
 
-// opCases returns the cases of all ops of this package but Kasmina.
+// opCases returns the cases of all ops of this package except Kasmina.
 func opCases(r *rand.Rand) (cases []opCase) {
 	for _, o := range opcase.All {
 		if o.Cases == nil {
@@ -47,7 +47,7 @@ func opCases(r *rand.Rand) (cases []opCase) {
 	return cases
 }
 
-// TestPrealloc checks that ops compute the same in memory that they are given.
+// TestPrealloc checks that ops compute the same results in memory that the caller provides.
 func TestPrealloc(t *testing.T) {
 	for _, c := range opCases(random(t)) {
 		for _, dt := range []tensor.Dtype{tensor.Float64, tensor.Float32} {
@@ -64,7 +64,7 @@ func TestPrealloc(t *testing.T) {
 	}
 }
 
-// checkPrealloc runs the op of y once more, into memory full of NaN, and wants the same bits.
+// checkPrealloc runs the op of y once more, into memory full of NaN, and compares the bits.
 func checkPrealloc(t *testing.T, y *gorgonia.Node, in gorgonia.Nodes) {
 	t.Helper()
 	o, ok := y.Op().(gorgonia.UsePreallocDoer)
@@ -98,14 +98,15 @@ func checkPrealloc(t *testing.T, y *gorgonia.Node, in gorgonia.Nodes) {
 	}
 }
 
-// TestGradients compares the symbolic gradients in float64 with central differences. The first input
-// is used twice, so that the gradients of several uses add up, and stock ops surround the case's own.
+// TestGradients compares the symbolic gradients in float64 with central differences. The first input is
+// used twice, so that the gradients of several uses add up, and Gorgonia's own ops surround the op under
+// test.
 func TestGradients(t *testing.T) {
 	r := random(t)
 	for _, c := range opCases(r) {
 		t.Run(c.name, func(t *testing.T) {
 			weights := normal(r, len(c.Want(c.In)))
-			samples := 60 // elements that move one by one, beside a direction in which all do
+			samples := 60 // elements to vary one at a time, in addition to a direction that varies all of them
 			if testing.Short() {
 				samples = 10
 			}
@@ -127,7 +128,7 @@ func TestGradients(t *testing.T) {
 	}
 }
 
-// TestCores wants the same bits however many cores share the work.
+// TestCores checks that the bits of the results don't depend on the number of cores.
 func TestCores(t *testing.T) {
 	for _, c := range opCases(random(t)) {
 		var results [2][][]float64
@@ -157,8 +158,8 @@ func TestCores(t *testing.T) {
 	}
 }
 
-// TestDocumentsAlone wants documents in one sequence to have the outputs and gradients that each
-// has alone. RoPE still counts their positions from the first of them.
+// TestDocumentsAlone checks that documents in one sequence have the same outputs and gradients as each
+// document alone, although RoPE counts their positions from the start of the sequence.
 func TestDocumentsAlone(t *testing.T) {
 	r := random(t)
 	lengths := []int{1 + r.IntN(90), 1 + r.IntN(5), 64, 1 + r.IntN(130), 1}
@@ -171,7 +172,7 @@ func TestDocumentsAlone(t *testing.T) {
 	q, k, v := normal(r, rows*heads*headDim), normal(r, rows*kvHeads*headDim),
 		normal(r, rows*kvHeads*headDim)
 	g := normal(r, rows*heads*headDim)
-	// attend returns the output and the gradients of some of the rows, which make a sequence.
+	// attend returns the output and the gradients of n rows, treated as one sequence.
 	attend := func(dt tensor.Dtype, from, n int, starts []int) [][]float64 {
 		graph := gorgonia.NewGraph()
 		leaf := func(name string, x []float64, width int) *gorgonia.Node {
@@ -229,7 +230,8 @@ func TestDocumentsAlone(t *testing.T) {
 				name := []string{"y", "dq", "dk", "dv"}[i]
 				width := len(together[i]) / rows
 				got := together[i][at*width:][:n*width]
-				// what one key alone makes of a softmax is no gradient: rounding is left
+				// The softmax over a single key is constant, so the computed gradient is only rounding
+				// error.
 				if n == 1 && (i == 1 || i == 2) {
 					continue
 				}

@@ -175,7 +175,7 @@ func (c RoPEConfig) check() error {
 	return nil
 }
 
-// frequency returns the angle by which pair i rotates from one position to the next.
+// frequency returns the angle between the rotations of pair i at successive positions.
 func (c RoPEConfig) frequency(i int) float64 {
 	f := math.Pow(c.Base, -2*float64(i)/float64(c.HeadDim))
 	s := c.Scaling
@@ -190,7 +190,7 @@ func (c RoPEConfig) frequency(i int) float64 {
 		}
 		low, high = max(low, 0), min(high, float64(c.HeadDim-1))
 		if low == high { // as in the training of published models
-			high += 1e-3 // as published models have been trained
+			high += 1e-3
 		}
 		slowed := min(1, max(0, (float64(i)-low)/(high-low)))
 		return (1-slowed)*f + slowed*f/s.Factor

@@ -13,10 +13,10 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// shifts are what is added to logits and scores, which does not change any probability.
+// shifts lists constants that are added to logits and scores, which leaves all probabilities unchanged.
 var shifts = []float64{0, 100, -1e4, 1e5, 1e6, -1e7, 1e8}
 
-// runOn runs a graph on Gorgonia's machine or on that of cpuops, and returns the values of nodes.
+// runOn runs a graph on Gorgonia's machine or on cpuops, and returns the values of nodes.
 func runOn(t *testing.T, machine string, nodes ...*gorgonia.Node) [][]float64 {
 	t.Helper()
 	values := make([][]float64, len(nodes))
@@ -47,8 +47,7 @@ func runOn(t *testing.T, machine string, nodes ...*gorgonia.Node) [][]float64 {
 	return values
 }
 
-// eachShift runs a test of losses or attention whose logits or scores are all alike, on both
-// machines and in both types.
+// eachShift runs a test with equal logits or scores for each shift, on both machines and in both types.
 func eachShift(t *testing.T, test func(t *testing.T, machine string, dt tensor.Dtype, at float64)) {
 	for _, machine := range []string{"tape", "cpuops"} {
 		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
@@ -61,7 +60,7 @@ func eachShift(t *testing.T, test func(t *testing.T, machine string, dt tensor.D
 	}
 }
 
-// repeated returns n times x.
+// repeated returns a slice of n copies of x.
 func repeated(x float64, n int) []float64 {
 	s := make([]float64, n)
 	for i := range s {
@@ -70,7 +69,7 @@ func repeated(x float64, n int) []float64 {
 	return s
 }
 
-// nearAll wants numbers to be within 1e-6 of size from others.
+// nearAll checks that numbers are within 1e-6·size of the wanted numbers.
 func nearAll(t *testing.T, what string, want, got []float64, size float64) {
 	t.Helper()
 	require.Len(t, got, len(want), what)
@@ -79,7 +78,8 @@ func nearAll(t *testing.T, what string, want, got []float64, size float64) {
 	}
 }
 
-// Equal logits have the loss log V and the gradient 1/V − [target], whatever they are.
+// TestCrossEntropyShift checks that equal logits have the loss log V and the gradient 1/V − [target],
+// whatever their value.
 func TestCrossEntropyShift(t *testing.T) {
 	const rows, v = 3, 5
 	targets := []int{0, -1, 4}
@@ -96,7 +96,7 @@ func TestCrossEntropyShift(t *testing.T) {
 		for r, target := range targets {
 			for i := range v {
 				if target >= 0 {
-					want[r*v+i] = 1.0 / v / 2 // the mean is of two rows
+					want[r*v+i] = 1.0 / v / 2 // the mean is taken over two rows
 				}
 			}
 			if target >= 0 {
@@ -136,8 +136,8 @@ func TestLinearCrossEntropyShift(t *testing.T) {
 	})
 }
 
-// Equal scores make the mean of the values, whatever they are: over all positions, those up to the
-// query, and those of its document.
+// TestAttentionShift checks that equal scores give the mean of the values, whatever the scores are. The
+// mean is taken over all positions, over the positions up to the query, or over those of its document.
 func TestAttentionShift(t *testing.T) {
 	const seq, heads, dim = 6, 2, 3
 	starts := []int{0, 0, 2, 2, 2, 5}

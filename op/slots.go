@@ -10,12 +10,12 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// KeepSlots copies the weights and scales of all slots of a Kasmina layer with which no seed learns
-// now, and returns a function that writes them back.
+// KeepSlots copies the weights and scales of all slots of a Kasmina layer that no seed is training at
+// present, and returns a function that writes them back.
 //
-// It is for solvers that do not know about slots, such as gorgonia.NewAdamSolver. These move a
-// parameter whose gradient is 0 as long as they remember earlier gradients, and with weight decay
-// always, so that a fossilized blueprint would change:
+// Use it with solvers that do not know about slots, such as gorgonia.NewAdamSolver. Such a solver moves a
+// parameter with a gradient of 0 as long as it remembers earlier gradients, and with weight decay always,
+// so that a fossilized blueprint would change:
 //
 //	restore, err := op.KeepSlots(lattice, weights, scales)
 //	err = solver.Step(gorgonia.NodesToValueGrads(gorgonia.Nodes{weights, scales}))

@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// TestKeepSlots trains a blueprint with a solver of Gorgonia and fossilizes it. With KeepSlots its
-// weights and its scale stay as they are, while another seed learns. Without it they move.
+// TestKeepSlots trains a blueprint with one of Gorgonia's solvers and fossilizes it while another seed
+// continues to learn. With KeepSlots the fossilized weights and scale don't change; without it they do.
 func TestKeepSlots(t *testing.T) {
 	const rows, features, slots = 4, 6, 3
 	for _, keep := range []bool{true, false} {

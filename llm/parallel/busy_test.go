@@ -20,10 +20,10 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// silence is a deadline much longer than a step.
+// silence is a deadline much longer than a step takes.
 const silence = time.Second
 
-// slow is an engine on which work outside of steps takes long.
+// slow is an engine with long work outside of steps.
 type slow struct {
 	llm.Parallel
 	gather, loss, token time.Duration
@@ -39,7 +39,7 @@ func (s slow) sleep(d time.Duration) {
 
 func (s slow) Busy(what string) (done func()) { return s.Parallel.(llm.Busier).Busy(what) }
 
-// Gather is part of every save.
+// Gather is called by every save.
 func (s slow) Gather() error {
 	s.sleep(s.gather)
 	return s.Parallel.Gather()
@@ -68,7 +68,7 @@ func (s slow) Decoder() (func(ctx context.Context, tokens []int) (any, error), e
 func TestLongWorkOutsideOfSteps(t *testing.T) {
 	const long = 5 * silence
 	type work struct {
-		rank   int // the slow rank
+		rank   int // index of the slow rank
 		engine slow
 		parts  bool
 		add    func(t *testing.T, tr *llm.Trainer) error

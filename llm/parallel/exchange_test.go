@@ -65,7 +65,8 @@ func members(t testing.TB, size int, f func(team *Team, group *counting) error) 
 	wg.Wait()
 }
 
-// TestExchange: values of any length arrive at all ranks, short ones by one operation.
+// TestExchange checks that values of any length arrive at all ranks, and that short ones need a single
+// operation.
 func TestExchange(t *testing.T) {
 	const size = 3
 	seed := randtest.Seed(t)
@@ -104,7 +105,7 @@ func TestExchange(t *testing.T) {
 	})
 }
 
-// BenchmarkExchange is a short value's, among four ranks of one host.
+// BenchmarkExchange measures the exchange of a short value among four ranks of one host.
 func BenchmarkExchange(b *testing.B) {
 	members(b, 4, func(team *Team, _ *counting) error {
 		for range b.N {

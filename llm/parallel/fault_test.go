@@ -25,17 +25,17 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// deadline is how long a rank may be silent in tests: far more than a step takes.
+// deadline is the time that a rank may be silent in tests. It is far longer than a step takes.
 const deadline = 2 * time.Second
 
-// The environment of a process that the tests start as a rank.
+// Environment variables of processes that the tests start as ranks.
 const (
-	folderVariable  = "KASMINA_PARALLEL_TEST" // where it saves
+	folderVariable  = "KASMINA_PARALLEL_TEST" // folder for checkpoints
 	versionVariable = "KASMINA_PARALLEL_VERSION"
-	partsVariable   = "KASMINA_PARALLEL_PARTS" // each rank saves its own
+	partsVariable   = "KASMINA_PARALLEL_PARTS" // set if each rank saves its own part
 )
 
-// TestMain is also the program of the ranks that tests start.
+// TestMain also serves as the main function of the ranks that tests start.
 func TestMain(m *testing.M) {
 	dir := os.Getenv(folderVariable)
 	if dir == "" {
@@ -48,14 +48,15 @@ func TestMain(m *testing.M) {
 	os.Exit(comm.ExitCode(err))
 }
 
-// faulty is the run of which ranks are killed.
+// faulty returns the run for tests that kill ranks.
 func faulty(dir string) setup {
 	return setup{config: small(), steps: 24, accumulate: 3, grow: true, commands: true,
 		save:  filepath.Join(dir, "run.safetensors"),
 		every: 1}
 }
 
-// rankIn trains as the rank that the environment says. It goes on from a checkpoint in the folder.
+// rankIn trains as the rank that the environment describes. It resumes a checkpoint in the folder, if
+// there is any.
 func rankIn(dir string) (err error) {
 	place, err := comm.FromEnvironment(os.Getenv)
 	if err != nil {
@@ -102,11 +103,11 @@ func rankIn(dir string) (err error) {
 	return s.train(ctx, place.Rank, place.Size, aimed(place.Rank, s.save, team.Engine))
 }
 
-// screen is where ranks write. It knows their process ids, of which each tells at first.
+// screen collects the output of ranks.
 type screen struct {
 	mu   sync.Mutex
 	text bytes.Buffer
-	came chan struct{} // has room for a sign of each line
+	came chan struct{} // buffered: receives a value for each line written
 }
 
 func (s *screen) Write(b []byte) (int, error) {
@@ -119,7 +120,7 @@ func (s *screen) Write(b []byte) (int, error) {
 	return s.text.Write(b)
 }
 
-// start launches ranks in a folder.
+// start launches ranks with the given folder.
 func start(ctx context.Context, t *testing.T, dir string, size int, env ...string) (out *screen,
 	ended chan error) {
 	t.Helper()
@@ -133,7 +134,7 @@ func start(ctx context.Context, t *testing.T, dir string, size int, env ...strin
 	return out, ended
 }
 
-// children are the processes of this one, by rank.
+// children returns the process ids of the ranks that this test started.
 func children(t *testing.T) map[int]int {
 	t.Helper()
 	all := map[int]int{}
@@ -157,22 +158,22 @@ func children(t *testing.T) map[int]int {
 	return all
 }
 
-var folders sync.Map // of tests, by name
+var folders sync.Map // by name of test
 
 func dirOf(t *testing.T) string {
 	dir, _ := folders.Load(t.Name())
 	return dir.(string)
 }
 
-// TestKilledRanks: where a rank is killed, whenever that is, all processes end within 10 s and say
-// which. No file is damaged, and the run goes on, on another number of ranks, to the bits of one
-// that nobody killed.
+// TestKilledRanks kills a rank at a random time. It checks that all processes end within 10 s and name
+// the rank, that no file is damaged, and that continuing on another number of ranks leads to the same
+// bits as an uninterrupted run.
 func TestKilledRanks(t *testing.T) {
 	if _, err := os.Stat("/proc/self/environ"); err != nil {
 		t.Skip("needs /proc to find processes")
 	}
 
-	kills := 6 // and more in TestAimedKills
+	kills := 6 // TestAimedKills makes further kills
 	if testing.Short() {
 		kills = 2
 	}
@@ -185,7 +186,7 @@ func TestKilledRanks(t *testing.T) {
 		size := 2 + r.IntN(3)
 		ctx, cancel := context.WithCancel(t.Context())
 		out, ended := start(ctx, t, dir, size)
-		for range 1 + r.IntN(3) { // some lines
+		for range 1 + r.IntN(3) { // wait for a few lines
 			select {
 			case <-out.came:
 			case err := <-ended:
@@ -218,7 +219,7 @@ func TestKilledRanks(t *testing.T) {
 		m, err := llm.LoadModel(t.Context(), path)
 		require.NoError(t, err, "the checkpoint after a kill")
 		require.NotZero(t, m.Config.Layers)
-		// it has come to its end
+		// The run had already finished.
 		if b, err := os.ReadFile(path); err == nil && bytes.Equal(b, want) {
 			require.NoError(t, os.Remove(path))
 		}
@@ -235,8 +236,8 @@ func TestKilledRanks(t *testing.T) {
 		"the run that was killed and resumed ended with other bits")
 }
 
-// TestStoppedRank: a rank that does nothing any more, as one whose host hangs, is found by the
-// deadline and named.
+// TestStoppedRank checks that a rank that stops responding, for example because its host hangs, is
+// detected by the deadline and named.
 func TestStoppedRank(t *testing.T) {
 	if _, err := os.Stat("/proc/self/environ"); err != nil {
 		t.Skip("needs /proc to find processes")
@@ -256,7 +257,8 @@ func TestStoppedRank(t *testing.T) {
 	require.Empty(t, children(t))
 }
 
-// TestHangingCallback: of ranks that wait for one another, the one that is waited for is to blame.
+// TestHangingCallback checks that the blame goes to the rank that hangs, and not to the ranks that wait
+// for it.
 func TestHangingCallback(t *testing.T) {
 	release := make(chan struct{})
 	s := setup{config: small(), steps: 9, accumulate: 3}
@@ -285,8 +287,8 @@ func TestHangingCallback(t *testing.T) {
 	}
 }
 
-// TestFailingCallback: where a callback of one rank fails, all ranks end behind the same step, with
-// the same checkpoint, and know which rank and why.
+// TestFailingCallback checks that if a callback fails at one rank, all ranks end after the same step with
+// the same checkpoint, and report the rank and the reason.
 func TestFailingCallback(t *testing.T) {
 	s := setup{config: small(), steps: 9, accumulate: 3,
 		save: filepath.Join(t.TempDir(), "run.safetensors")}
@@ -321,7 +323,7 @@ func TestFailingCallback(t *testing.T) {
 	require.True(t, bytes.Equal(want, got))
 }
 
-// TestOtherBinary: a rank of another program is refused at start, by name.
+// TestOtherBinary checks that a rank with a different binary is refused at the start and named.
 func TestOtherBinary(t *testing.T) {
 	out, ended := start(t.Context(), t, t.TempDir(), 3, versionVariable+"=older")
 	require.Error(t, <-ended)
@@ -329,7 +331,7 @@ func TestOtherBinary(t *testing.T) {
 	require.Contains(t, out.text.String(), `"older" at rank 1`)
 }
 
-// TestZeroTeam wants a team that nobody has made to say who makes it.
+// TestZeroTeam checks that methods of a zero Team return an error that refers to the constructors.
 func TestZeroTeam(t *testing.T) {
 	var team parallel.Team
 	second := func(_ any, err error) error { return err }

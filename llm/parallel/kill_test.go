@@ -25,24 +25,25 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// kills is how many processes TestAimedKills kills: go test ./llm/parallel -run Aimed -kills 50
+// kills is the number of processes that TestAimedKills kills: go test ./llm/parallel -run Aimed -kills 50
 var kills = flag.Int("kills", 8, "how many ranks are killed, each in the midst of its work")
 
-// aimVariable says which rank is to kill itself, in what, and in which step after it has begun.
+// aimVariable holds the rank that kills itself, the phase in which it does so, and the number of steps
+// before that.
 const aimVariable = "KASMINA_PARALLEL_AIM"
 
-// aims are what a rank may be killed in. The last are moments of a save.
+// aims lists the phases in which a rank may be killed. The last ones are moments of a save.
 var aims = []string{"forward", "backward", "update", "own", "part", "parts", "main", "tidy"}
 
-// victim is an engine whose process kills itself in the midst of what it is aimed at.
+// victim is an engine that kills its process during the phase in aim.
 type victim struct {
 	llm.Parallel
 	aim   string
-	after int    // steps
-	path  string // of the checkpoint
+	after int    // number of steps before the kill
+	path  string // path of the checkpoint
 	steps int
-	batch time.Duration // that computing one takes
-	made  time.Duration // that an update takes
+	batch time.Duration // duration of the last batch
+	made  time.Duration // duration of the last update
 }
 
 // aimed wraps the engine of the rank that is to die.
@@ -65,12 +66,12 @@ func aimed(rank int, path string, make func(*llm.Model, optim.Optimizer, llm.Tra
 	}
 }
 
-// die kills this process, as from outside, some time from now.
+// die kills this process after the given time, as if from outside.
 func die(in time.Duration) {
 	time.AfterFunc(in, func() { _ = syscall.Kill(os.Getpid(), syscall.SIGKILL) })
 }
 
-// share is a random part of a duration, from and to being shares.
+// share returns a random part of a duration between two fractions.
 func share(d time.Duration, from, to float64) time.Duration {
 	return time.Duration(float64(d) * (from + (to-from)*rand.Float64()))
 }
@@ -80,7 +81,7 @@ func (v *victim) Batches(n int, next func() (data.Batch, error)) ([]float64, err
 	taken, began := 0, time.Now()
 	losses, err := v.Parallel.Batches(n, func() (data.Batch, error) {
 		b, err := next()
-		if taken++; taken == v.Rank()+1 && v.steps > v.after { // its first batch is next
+		if taken++; taken == v.Rank()+1 && v.steps > v.after { // the rank computes its first batch next
 			switch v.aim {
 			case "forward":
 				die(share(v.batch, 0, 0.3))
@@ -105,7 +106,7 @@ func (v *victim) Update() (float64, error) {
 	return norm, err
 }
 
-// Own is the beginning of a save.
+// Own is called at the start of a save.
 func (v *victim) Own() ([]optim.Part, error) {
 	if v.steps > v.after {
 		switch v.aim {
@@ -119,7 +120,7 @@ func (v *victim) Own() ([]optim.Part, error) {
 	return v.Parallel.Own()
 }
 
-// beside are the names in the checkpoint's folder.
+// beside returns the names in the checkpoint's folder.
 func (v *victim) beside() map[string]bool {
 	names := map[string]bool{}
 	entries, _ := os.ReadDir(filepath.Dir(v.path))
@@ -129,8 +130,8 @@ func (v *victim) beside() map[string]bool {
 	return names
 }
 
-// watch kills this process when the save reaches the moment that it is aimed at: a part, all parts or
-// the main file are being written, or the main file is complete and older parts are being removed.
+// watch kills this process at the moment of the save that aim names: while a part, all parts or the main
+// file are being written, or when the main file is complete and older parts are being removed.
 func (v *victim) watch(before map[string]bool) {
 	was, _ := os.Stat(v.path)
 	base := filepath.Base(v.path)
@@ -184,7 +185,7 @@ func TestAimedKills(t *testing.T) {
 		out, ended := start(t.Context(), t, dir, size, partsVariable+"=1",
 			fmt.Sprintf("%s=%d %s %d", aimVariable, rank, aim, r.IntN(4)))
 		err := <-ended
-		if err == nil { // there were no steps left
+		if err == nil { // the run had no steps left
 			finish()
 			continue
 		}

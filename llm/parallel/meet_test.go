@@ -10,7 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// TestMeetRefuses: what nobody could train with is refused before anybody is waited for.
+// TestMeetRefuses checks that impossible settings are refused before the process waits for the other
+// ranks.
 func TestMeetRefuses(t *testing.T) {
 	ranks := func(name string) string {
 		return map[string]string{"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1",

@@ -31,10 +31,10 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// patience is far more than anything here takes.
+// patience is far longer than anything in these tests takes.
 const patience = 100 * time.Second
 
-// sizes are numbers of ranks. The race detector, under which the tests are short, needs to see one.
+// sizes returns the numbers of ranks to test. In short mode, used with the race detector, one is enough.
 func sizes() []int {
 	if testing.Short() {
 		return []int{3}
@@ -42,30 +42,31 @@ func sizes() []int {
 	return []int{1, 2, 3, 4, 8}
 }
 
-// setup is a run, the same at all of its ranks but for what a test makes different.
+// setup describes a run. All ranks have the same setup unless a test changes it.
 type setup struct {
 	config     llm.Config
 	dt         tensor.Dtype
 	optimizer  func() (optim.Optimizer, error)
 	steps      int
 	accumulate int
-	grow       bool   // by a controller
-	commands   bool   // submitted at ranks in turn
-	resume     string // a checkpoint
-	save       string // the last one
+	grow       bool   // a controller grows the model
+	commands   bool   // commands are submitted at ranks in turn
+	resume     string // checkpoint to resume
+	save       string // the last checkpoint
 	every      int    // steps between checkpoints
-	text       uint64 // seed of the text
+	text       uint64 // random seed of the text
 	batch      int
 	background bool
-	parts      bool               // each rank saves its own
-	more       func(*llm.Trainer) // callbacks
-	stop       int                // step behind which the last rank is asked to stop
+	parts      bool               // each rank saves its own part
+	more       func(*llm.Trainer) // adds callbacks
+	stop       int                // step after which the last rank is asked to stop
 }
 
 func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
 func lion() (optim.Optimizer, error)  { return optim.NewLion(optim.WithLR(0.001)) }
 
-// adamW8bit has moments of eight bits for all matrices, some of which have a last block that is shorter.
+// adamW8bit quantizes the moments of all matrices to eight bits. Several matrices end in an incomplete
+// block.
 func adamW8bit() (optim.Optimizer, error) {
 	return optim.NewAdamW8bit(optim.WithLR(0.01), optim.WithMin8bitSize(100),
 		optim.WithFloatMomentsFor(func(string, []int) bool { return false }))
@@ -73,15 +74,15 @@ func adamW8bit() (optim.Optimizer, error) {
 
 func muon() (optim.Optimizer, error) { return optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01))) }
 
-// small is a model with a Kasmina layer behind each block and seeds in depth, whose largest
-// parameter is divided.
+// small returns a model with a Kasmina layer after each block and seeds in depth. Its largest parameter
+// is divided among ranks.
 func small() llm.Config {
 	return llm.Config{Vocab: 1100, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12,
 		Kasmina: []int{0, 1}, Seeds: 4,
 		SlotWidth: 16, Depth: 2}.Default()
 }
 
-// train makes a rank's model and trains it. rank is -1 for the only process.
+// train creates a rank's model and trains it. rank is -1 for a single process without a team.
 func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model, optim.Optimizer,
 	llm.TrainConfig) (llm.Engine, error)) error {
 	dt := s.dt
@@ -150,10 +151,10 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	tr.On(func(e llm.Event) error {
-		// which no checkpoint has yet
+		// after the checkpoint of the step, which therefore excludes the commands
 		if s.commands && (e.Kind == llm.StepEnd || e.Kind == llm.RunStart) {
 			for _, c := range commandsAt(e.Step) {
-				if rank < 0 || e.Step%size == rank { // another rank from step to step
+				if rank < 0 || e.Step%size == rank { // a different rank at each step
 					tr.Model.Kasmina.Submit(c...)
 				}
 			}
@@ -180,8 +181,8 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 
 var errStop = errors.New("asked to stop")
 
-// commandsAt are submitted behind a step: a blueprint in a chunk, and one in depth that is grafted
-// and taken back, and another that stays.
+// commandsAt returns the commands after a step. They grow a blueprint on a chunk, one in depth that is
+// grafted and rolled back, and another in depth that remains.
 func commandsAt(step int) [][]state.Command {
 	const depth = 2
 	move := func(layer, seed int, to state.Stage) []state.Command {
@@ -211,7 +212,7 @@ func commandsAt(step int) [][]state.Command {
 	return nil
 }
 
-// words are tokens in memory; their values are bytes.
+// words is a source of tokens in memory. Each byte is a token.
 type words struct {
 	text        []byte
 	fingerprint string
@@ -236,7 +237,7 @@ func (w words) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
-// places are those of a run on this host, at a port that nobody uses.
+// places returns the places of a run on this host, at an unused port.
 func places(t *testing.T, size int) []comm.Place {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -254,7 +255,7 @@ func places(t *testing.T, size int) []comm.Place {
 	return all
 }
 
-// on runs f at every rank of a team in this process, and returns the errors by rank.
+// on runs f at every rank of a team in this process and returns the errors by rank.
 func on(t *testing.T, size int, o comm.Options,
 	f func(rank int, team *parallel.Team) error) []error {
 	t.Helper()
@@ -279,7 +280,7 @@ func on(t *testing.T, size int, o comm.Options,
 	return errs
 }
 
-// run trains on so many ranks; 0 for a process without a team.
+// run trains on the given number of ranks, or in a process without a team if size is 0.
 func (s setup) run(t *testing.T, size int) error {
 	t.Helper()
 	if size == 0 {
@@ -290,7 +291,7 @@ func (s setup) run(t *testing.T, size int) error {
 	})...)
 }
 
-// file runs and returns the last checkpoint.
+// file performs the run and returns the last checkpoint.
 func (s setup) file(t *testing.T, size int) []byte {
 	t.Helper()
 	s.save = filepath.Join(t.TempDir(), "run.safetensors")
@@ -300,8 +301,8 @@ func (s setup) file(t *testing.T, size int) []byte {
 	return b
 }
 
-// TestSameBits: parameters, moments, lattices, and all else that a checkpoint holds, are the same
-// on 1, 2, 3, 4 and 8 ranks. They are those of one process that accumulates the same batches.
+// TestSameBits checks that checkpoints, with parameters, moments, lattices and everything else, are the
+// same on 1, 2, 3, 4 and 8 ranks and in a single process that accumulates the same batches.
 func TestSameBits(t *testing.T) {
 	plain := llm.Config{Vocab: 1100, Dim: 16, Layers: 1, Heads: 2, Seq: 12}.Default()
 	strict := small()
@@ -330,7 +331,7 @@ func TestSameBits(t *testing.T) {
 			}
 			want := s.file(t, 0)
 			numbers := sizes()
-			if !s.commands && !testing.Short() { // those that grow do all that these do
+			if !s.commands && !testing.Short() { // the growing runs cover more than these
 				numbers = []int{2, 3 + rand.IntN(6)}
 			}
 			for _, size := range numbers {
@@ -343,14 +344,14 @@ func TestSameBits(t *testing.T) {
 	}
 }
 
-// sited is a model with seeds at weights and in the stream.
+// sited adds seeds at weights and in the stream to a model.
 func sited(c llm.Config) llm.Config {
 	c.Weights, c.Streams = c.WeightSites("q", "down"), []int{0, 0}
 	return c
 }
 
-// siteLives takes all of them through a life, one of each site back. Every rank asks for it: all
-// but the first are refused.
+// siteLives moves all seeds through their stages; one of each site is rolled back. Every rank submits the
+// commands, and all but the first one to do so are refused.
 func siteLives(tr *llm.Trainer) {
 	stages := map[int]state.Stage{1: state.Training, 3: state.Grafting, 4: state.Stabilization,
 		5: state.Evaluating, 7: state.FineTuning, 9: state.Fossilized}
@@ -381,7 +382,7 @@ func siteLives(tr *llm.Trainer) {
 	})
 }
 
-// mustHaveGrown wants the model of a checkpoint to have been given blocks, and seeds that blend.
+// mustHaveGrown checks that the model in a checkpoint has been given blocks, and has seeds that blend.
 func mustHaveGrown(t *testing.T, file []byte) {
 	path := filepath.Join(t.TempDir(), "grown.safetensors")
 	require.NoError(t, os.WriteFile(path, file, 0o666))
@@ -403,8 +404,9 @@ func mustHaveGrown(t *testing.T, file []byte) {
 	require.Greater(t, blending, 1)
 }
 
-// TestLimitsOfTheStepBefore: what is measured of a batch may change the next one's gradients.
-// Batches go by the step before then, on any number of ranks, and the engine has another name.
+// TestLimitsOfTheStepBefore covers limits that depend on telemetry, so that one batch may affect the
+// gradients of the next. With several batches per step, these limits come from the previous step, for any
+// number of ranks, and the engine has a different name.
 func TestLimitsOfTheStepBefore(t *testing.T) {
 	s := setup{config: small(), steps: 12, accumulate: 3, commands: true}
 	s.config.KasminaOptions.Stability = op.Strict
@@ -420,8 +422,8 @@ func TestLimitsOfTheStepBefore(t *testing.T) {
 	require.ErrorIs(t, s.run(t, 0), llm.ErrSettings)
 }
 
-// TestResumesOnAnyNumber: a run goes on from a checkpoint on any number of ranks, whatever number
-// wrote it. It ends with the bits of one that was never interrupted.
+// TestResumesOnAnyNumber checks that a checkpoint can be resumed on any number of ranks, whatever number
+// wrote it, and that the run ends with the same bits as an uninterrupted one.
 func TestResumesOnAnyNumber(t *testing.T) {
 	for name, s := range map[string]setup{
 		"AdamW": {config: small(), steps: 13, accumulate: 4, grow: true, commands: true},
@@ -430,7 +432,7 @@ func TestResumesOnAnyNumber(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			pairs := map[int]int{3: 8, 8: 2, 1: 4, 4: 0, 0: 3}
-			if !s.background { // the other one does all that this does
+			if !s.background { // the Muon run covers more than this one
 				pairs = map[int]int{3: 8, 2: 0}
 			}
 			if testing.Short() {
@@ -455,8 +457,8 @@ func TestResumesOnAnyNumber(t *testing.T) {
 	}
 }
 
-// TestOtherRanksAreNamed: a rank with other data, options, parameters or step is refused at start,
-// at every rank, by name and by what is other.
+// TestOtherRanksAreNamed checks that a rank with different data, options, parameters or step is refused
+// at the start, and that all ranks report which rank differs and how.
 func TestOtherRanksAreNamed(t *testing.T) {
 	base := setup{config: small(), steps: 3, accumulate: 2}
 	for want, change := range map[string]func(*setup){

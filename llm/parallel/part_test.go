@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestEMAOfRanks wants every rank to have the average that a single process has.
+// TestEMAOfRanks checks that every rank has the same moving average as a single process.
 func TestEMAOfRanks(t *testing.T) {
 	s := setup{config: small(), accumulate: 3, steps: 12, commands: true}
 	averageOf := func(train func(setup) error) *llm.Model {
@@ -52,13 +52,13 @@ func TestEMAOfRanks(t *testing.T) {
 	}
 }
 
-// idle is a controller that commands nothing.
+// idle is a controller that never issues commands.
 type idle struct{}
 
 func (idle) Decide([]state.Report) []state.Command { return nil }
 
-// TestStopAtAnotherRank wants a run that is stopped at rank 1 to end with ErrStopped at all ranks, and
-// the record of rank 0 to say why.
+// TestStopAtAnotherRank checks that stopping a run at rank 1 makes all ranks end with ErrStopped, and
+// that the record of rank 0 has the reason.
 func TestStopAtAnotherRank(t *testing.T) {
 	const size = 2
 	s := setup{config: small(), accumulate: 3, steps: 50}

@@ -15,14 +15,14 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// whole is the file of one process that goes on from a checkpoint which has come to its end.
+// whole resumes a finished checkpoint in a single process and returns the file that it saves.
 func (s setup) whole(t *testing.T, from string) []byte {
 	t.Helper()
 	s.resume, s.parts = from, false
 	return s.file(t, 0)
 }
 
-// beside are the names of all files in a checkpoint's folder but its own.
+// beside returns the names of all other files in a checkpoint's folder.
 func beside(t *testing.T, path string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(filepath.Dir(path))
@@ -35,8 +35,9 @@ func beside(t *testing.T, path string) (names []string) {
 	return names
 }
 
-// TestParts: a checkpoint that ranks have written together holds what one process would have
-// written. It goes on on any number of ranks, and is the only one in its folder.
+// TestParts checks that a checkpoint written by several ranks together has the same contents as one
+// written by a single process, that any number of ranks can resume it, and that no older files remain in
+// its folder.
 func TestParts(t *testing.T) {
 	for name, s := range map[string]setup{
 		"AdamW":     {config: small(), steps: 8, accumulate: 4, every: 2},
@@ -76,7 +77,7 @@ func TestParts(t *testing.T) {
 	}
 }
 
-// TestPartsTidy: what saves that were killed have left is removed by the next, and nothing else.
+// TestPartsTidy checks that a save removes the remains of killed saves and nothing else.
 func TestPartsTidy(t *testing.T) {
 	s := setup{config: small(), steps: 2, accumulate: 2, parts: true}
 	s.save = filepath.Join(t.TempDir(), "run.safetensors")
@@ -88,7 +89,7 @@ func TestPartsTidy(t *testing.T) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), nil, 0o666))
 	}
 
-	// A killed process leaves a temporary file of its part that nobody has locked.
+	// A killed process may leave an unlocked temporary file of its part.
 	part := filepath.Join(dir, "run.safetensors."+id+"-2of2")
 	require.NoError(t, atomicfile.WritePart(part, s.save, func(f *os.File) error {
 		hash, _, _ := strings.Cut(strings.TrimPrefix(filepath.Base(f.Name()), ".kasmina-"), "-")
@@ -102,8 +103,8 @@ func TestPartsTidy(t *testing.T) {
 	require.Len(t, beside(t, s.save), len(keep)+2)
 }
 
-// TestDamagedParts: a set of files that is not complete or not sound is refused, with what is wrong
-// and where. The trainer is as before.
+// TestDamagedParts checks that an incomplete or damaged set of files is refused with an error that names
+// the problem and the file, and that a sound set can be resumed.
 func TestDamagedParts(t *testing.T) {
 	s := setup{config: small(), steps: 2, accumulate: 2, parts: true}
 	s.save = filepath.Join(t.TempDir(), "run.safetensors")
@@ -153,8 +154,7 @@ func TestDamagedParts(t *testing.T) {
 	require.NoError(t, own.run(t, 0))
 }
 
-// TestDamagedPartsOfScales checks that parts whose moments do not have as many elements as their
-// parameters are refused if they contradict each other.
+// TestDamagedPartsOfScales checks the same for moments that have fewer elements than their parameters.
 func TestDamagedPartsOfScales(t *testing.T) {
 	s := setup{config: small(), steps: 2, accumulate: 2, parts: true, optimizer: adamW8bit}
 	s.save = filepath.Join(t.TempDir(), "run.safetensors")
@@ -180,7 +180,8 @@ func TestDamagedPartsOfScales(t *testing.T) {
 	require.NoError(t, own.run(t, 0))
 }
 
-// edited is a part whose tensors have other names; with no text, it lacks what is another's too.
+// edited returns a part with old replaced by new in the names of tensors. If old is empty, it instead
+// drops every tensor that doesn't start at element 0.
 func (s setup) edited(t *testing.T, path, old, new string) []byte {
 	t.Helper()
 	tensors, metadata, err := safetensors.Load(path)
@@ -202,7 +203,7 @@ func (s setup) edited(t *testing.T, path, old, new string) []byte {
 	return b
 }
 
-// strangeMain is a main file that names parts which no set has.
+// strangeMain returns a main file that refers to a set of parts that can't exist.
 func (s setup) strangeMain(t *testing.T) string {
 	t.Helper()
 	tensors, metadata, err := safetensors.Load(s.save)

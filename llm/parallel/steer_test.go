@@ -28,8 +28,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestBoardSteersAllRanks: what a person asks for on rank 0's board takes effect at all ranks
-// between the same two steps. It is a blueprint, a checkpoint, and the end of the run.
+// TestBoardSteersAllRanks checks that requests on rank 0's board to grow a blueprint, save a checkpoint
+// and stop the run take effect at all ranks between the same two steps.
 func TestBoardSteersAllRanks(t *testing.T) {
 	const size = 3
 	s := setup{config: small(), steps: 1 << 20, accumulate: 3,
@@ -106,11 +106,11 @@ func TestBoardSteersAllRanks(t *testing.T) {
 	require.True(t, bytes.Equal(one, two))
 }
 
-// steerAsPerson germinates a seed, saves, and stops the run once the checkpoint is there.
+// steerAsPerson germinates a seed, saves, and stops the run after the checkpoint has appeared.
 func steerAsPerson(ctx context.Context, c *api.Client, path string) error {
 	ctx, stop := context.WithTimeout(ctx, patience/2)
 	defer stop()
-	for { // until the run has begun
+	for { // until the run has started
 		err := c.Do(ctx, "0", state.Command{Action: state.Germinate, Seed: 3, Why: "it is hungry",
 			Request: state.GerminationRequest{Slot: 1, Kind: blueprints.ChunkMLP}})
 		if err == nil {
@@ -136,8 +136,8 @@ func steerAsPerson(ctx context.Context, c *api.Client, path string) error {
 	return ctx.Err()
 }
 
-// TestBoardMeasuresAllRanks checks that a change of telemetry on the board of rank 0 takes effect at
-// all ranks between the same two steps, again and again, and that the record of rank 0 repeats the
+// TestBoardMeasuresAllRanks checks that a change of telemetry on the board of rank 0 takes effect at all
+// ranks between the same two steps, repeatedly, and that replaying the record of rank 0 reproduces the
 // run in a single process.
 func TestBoardMeasuresAllRanks(t *testing.T) {
 	const size, steps = 2, 60
@@ -175,9 +175,9 @@ func TestBoardMeasuresAllRanks(t *testing.T) {
 			require.NoError(t, err)
 			server := httptest.NewServer(b)
 			asked := 0
-			tr.On(func(e llm.Event) error { // each change is asked for in the middle of a step
+			tr.On(func(e llm.Event) error { // each request arrives in the middle of a step
 				if e.Kind == llm.StepEnd {
-					time.Sleep(5 * time.Millisecond) // so that answers come before the last step
+					time.Sleep(5 * time.Millisecond) // the answers arrive before the last step
 				}
 				if e.Kind == llm.StepEnd && e.Step%10 == 5 && asked < 4 {
 					body := []string{`{"mode":"Off"}`, `{"mode":"Sampling","every":3}`,
@@ -191,7 +191,7 @@ func TestBoardMeasuresAllRanks(t *testing.T) {
 					})
 				}
 				if e.Kind == llm.StepEnd && e.Step == steps {
-					person.Wait() // while there are steps, all are answered
+					person.Wait() // all requests must be answered while steps are still running
 					server.Close()
 					return b.Close()
 				}
@@ -243,12 +243,12 @@ func TestBoardMeasuresAllRanks(t *testing.T) {
 	}
 }
 
-// nobody is a controller that commands nothing.
+// nobody is a controller that never issues commands.
 type nobody struct{}
 
 func (nobody) Decide([]state.Report) []state.Command { return nil }
 
-// post sends JSON with a token, and returns the status of the answer, or 0.
+// post sends JSON with a token and returns the status of the response, or 0.
 func post(url, token, body string) int {
 	r, err := http.NewRequest("POST", url, strings.NewReader(body))
 	if err != nil {

@@ -216,10 +216,10 @@ type Stepper interface {
 	// the loss; the lattices then have the telemetry of the batch.
 	Start(b data.Batch, r Round) error
 	Wait() (float64, error)
-	// Finish performs the update after the last round of a step. The argument started reports whether this
-	// rank started a batch in that round. As soon as the passes have reported, Finish calls told with the
-	// loss, or with 0 if there is no batch. The update continues during the call. Finish returns an error
-	// of told.
+	// Finish performs the update after the last round of a step. The argument started reports whether
+	// this rank started a batch in that round. As soon as the passes have reported, Finish calls told
+	// with the loss, or with 0 if the rank has no batch. The update continues during the call. Finish
+	// returns an error of told.
 	Finish(started bool, told func(loss float64) error) (norm float64, err error)
 }
 

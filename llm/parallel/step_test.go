@@ -18,8 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// stepping is an engine of one of several ranks that makes steps by [parallel.Team.Step], as those of
-// GPUs do.
+// stepping is an engine that makes steps with [parallel.Team.Step], like the engines for several GPUs.
 type stepping struct {
 	llm.Parallel
 	parallel.Worker
@@ -27,9 +26,9 @@ type stepping struct {
 	model    *llm.Model
 	loss     float64 // of the batch that was started
 	err      error
-	computed int                        // batches
-	spoil    func(loss float64) float64 // the loss of the n-th batch; nil to leave it
-	fail     error                      // of the loader, in the third step
+	computed int                        // number of batches
+	spoil    func(loss float64) float64 // changes the loss of each batch unless nil
+	fail     error                      // error of the loader in the third step
 	steps    int
 	finished *atomic.Int64
 }
@@ -74,7 +73,7 @@ func (s *stepping) StepBatches(n int, next func() (data.Batch, error), word []by
 	return s.team.Step(s.model, s, n, next, word)
 }
 
-// stepped trains on so many ranks, whose engines set makes something of, and returns their errors.
+// stepped trains on several ranks and returns their errors. set configures each rank's engine.
 func (s setup) stepped(t *testing.T, size int, set func(rank int, e *stepping)) []error {
 	return on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
 		return s.trainStepped(t, rank, size, team, set)
@@ -96,12 +95,12 @@ func (s setup) trainStepped(t *testing.T, rank, size int, team *parallel.Team,
 	})
 }
 
-// TestStepSameBits: where updates do not wait for losses, the bits are those of one process. The
-// number of ranks divides the batches of a step or does not.
+// TestStepSameBits checks that updates which don't wait for losses give the same bits as a single
+// process, whether or not the number of ranks divides the number of batches in a step.
 func TestStepSameBits(t *testing.T) {
 	s := setup{config: small(), steps: 6, accumulate: 3, grow: true, commands: true}
 	want := s.file(t, 0)
-	var alone int64 // steps that one rank finishes, those of the model's twin among them
+	var alone int64 // steps that one rank finishes, including those of the model's twin
 	for _, size := range []int{1, 2, 3} {
 		var finished atomic.Int64
 		got := s
@@ -120,8 +119,8 @@ func TestStepSameBits(t *testing.T) {
 	}
 }
 
-// TestStepWithoutUpdate: a rank has no batch, or an earlier round of a step has a loss that is not
-// finite. No rank makes an update then, and all end with the cause.
+// TestStepWithoutUpdate checks that if a rank has no batch, or an earlier round of the step has a loss
+// that is not finite, no rank updates and all ranks report the cause.
 func TestStepWithoutUpdate(t *testing.T) {
 	s := setup{config: small(), steps: 6, accumulate: 4}
 	for name, c := range map[string]struct {
@@ -155,8 +154,8 @@ func TestStepWithoutUpdate(t *testing.T) {
 	}
 }
 
-// TestStepFails: an error of a callback at one rank, and the wish to stop there, end the run of
-// all. They end behind the same step, though ranks meet in steps alone.
+// TestStepFails checks that an error of a callback at one rank, or a request to stop there, ends the run
+// on all ranks after the same step, although ranks only communicate during steps.
 func TestStepFails(t *testing.T) {
 	s := setup{config: small(), steps: 9, accumulate: 2}
 	for name, c := range map[string]struct {

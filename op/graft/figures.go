@@ -18,7 +18,7 @@ type NormOp struct{ opbase.Base }
 //
 //	y = sqrt(Σ x²)
 //
-// x is of type float32 or float64, and y is [1]. The op has no gradient.
+// x is float32 or float64, and y is [1]. The op has no gradient.
 func Norm(x *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkFloat("Norm", x); err != nil {
 		return nil, err

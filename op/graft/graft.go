@@ -3,8 +3,9 @@
 // change it between two runs, so a blueprint goes from isolated training to its full contribution
 // without a new graph.
 //
-// Start with [Blend] for a blueprint that adds to the host's activations and [LowRank] for one that
-// adds to a weight. [Isolate] controls the gradients of the blueprint's input and parameters.
+// Start with [Blend] for a blueprint that adds to the host's activations, or with [LowRank] for a
+// blueprint that adds to a weight. [Isolate] controls the gradients of the blueprint's input and
+// parameters.
 //
 // The value is a matrix of controls [n, 4] with one row for each seed:
 //
@@ -13,9 +14,9 @@
 //	Inward    factor on the gradient of the blueprint's input
 //	Learning  factor on the gradients of the blueprint's parameters
 //
-// A seed in training has 0, 1, 0, 1. The output then equals that of the host, and so does the
-// gradient of everything before it, while the parameters learn as if α were 1. A grafted seed has
-// α, α, 1, 1.
+// A seed in training has 0, 1, 0, 1. The output and the gradients of everything before it are then the
+// same as without the blueprint, while the parameters learn as if α were 1. A grafted seed has α, α, 1,
+// 1.
 package graft
 
 import (
@@ -103,7 +104,7 @@ type BlendOp struct {
 	Row int
 }
 
-// Blend adds the output of a blueprint to that of the host:
+// Blend adds the output of a blueprint to the host's output:
 //
 //	y = x + Forward·t;  dx = g, dt = Backward·g
 //
@@ -237,9 +238,8 @@ type LowRankOp struct {
 // equals w for any a and b. (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models",
 // 2021.)
 //
-// Computing the sum of the weights takes out·in·r operations, whereas x·aᵀ·bᵀ would take
-// rows·(in+out)·r. If the weight learns as well, its gradient g already exists when those of a and
-// b are computed.
+// Computing the sum of the weights takes out·in·r operations, whereas x·aᵀ·bᵀ would take rows·(in+out)·r.
+// If the weight learns as well, its gradient g exists before the gradients of a and b are computed.
 func LowRank(w, a, b *gorgonia.Node, r Row, scale float64) (*gorgonia.Node, error) {
 	const name = "LowRank"
 	if err := r.check(name, w, a, b); err != nil {

@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/op/graft"
 )
 
-// rig is a graph whose numbers are new in every run.
+// rig is a graph with random inputs.
 type rig struct {
 	*testing.T
 	*rand.Rand
@@ -49,13 +49,13 @@ func (r *rig) must(n *gorgonia.Node, err error) *gorgonia.Node {
 	return n
 }
 
-// cost is Σ y ⊙ weights for random weights, and what it is made of.
+// cost returns Σ y ⊙ weights with random weights.
 func (r *rig) cost(y *gorgonia.Node) *gorgonia.Node {
 	return r.must(gorgonia.Sum(r.must(gorgonia.HadamardProd(y, r.input("weights",
 		y.Shape()...)))))
 }
 
-// gradients returns the values of a node and of the gradients of the cost.
+// gradients returns the gradients of the cost with respect to nodes.
 func (r *rig) gradients(cost *gorgonia.Node, of ...*gorgonia.Node) (all [][]float64) {
 	d, err := gorgonia.Grad(cost, of...)
 	require.NoError(r, err)
@@ -68,7 +68,7 @@ func (r *rig) gradients(cost *gorgonia.Node, of ...*gorgonia.Node) (all [][]floa
 	return all
 }
 
-// blueprint builds y from a host's x and a blueprint tanh(c·Isolate(x)), whose c is a parameter.
+// blueprint builds y from a host's x and a blueprint tanh(c·Isolate(x)) with the parameter c.
 func (r *rig) blueprint(row graft.Row) (y, x, c *gorgonia.Node) {
 	rows, d := 1+r.IntN(5), 1+r.IntN(7)
 	x, c = r.input("x", rows, d), r.input("c", rows, d)
@@ -78,7 +78,7 @@ func (r *rig) blueprint(row graft.Row) (y, x, c *gorgonia.Node) {
 	return r.must(graft.Blend(x, t, row)), x, c
 }
 
-// TestBlendMatchesDifferences wants the gradients of a blueprint that is blended in.
+// TestBlendMatchesDifferences compares the gradients of a blended blueprint with central differences.
 func TestBlendMatchesDifferences(t *testing.T) {
 	for range 10 {
 		alpha := rand.Float64()
@@ -91,7 +91,7 @@ func TestBlendMatchesDifferences(t *testing.T) {
 	}
 }
 
-// TestStages wants of each stage the output and the gradients that its row of the table has.
+// TestStages checks the output and the gradients for the controls of each stage.
 func TestStages(t *testing.T) {
 	const alpha = 0.3
 	for name, s := range map[string][graft.Controls]float64{
@@ -117,7 +117,7 @@ func TestStages(t *testing.T) {
 	}
 }
 
-// TestIsolationIsWhole wants the output of a host beside a blueprint that is not finite.
+// TestIsolationIsWhole checks that a blueprint that is not finite doesn't affect the host's output.
 func TestIsolationIsWhole(t *testing.T) {
 	r := newRig(t, [4]float64{0, 1, 0, 1})
 	row := graft.Row{Of: r.controls}
@@ -135,8 +135,8 @@ func TestIsolationIsWhole(t *testing.T) {
 	require.Equal(t, x.Value().Data(), summed.Data())
 }
 
-// TestLowRank wants the weight and the gradients of the formula, by central differences where they
-// are those of what is computed.
+// TestLowRank compares the gradients with central differences where the output depends on a and b, and
+// checks the formula where a and b are isolated or frozen.
 func TestLowRank(t *testing.T) {
 	for range 10 {
 		alpha, scale := rand.Float64(), rand.NormFloat64()
@@ -150,7 +150,7 @@ func TestLowRank(t *testing.T) {
 		require.True(t, report.OK(1e-6), "%v", report)
 	}
 
-	// Isolated, a and b have the gradients that they would have with α = 1 at the host's output.
+	// Isolated, a and b have the gradients that they would have for α = 1.
 	gradients := func(s [graft.Controls]float64) [][]float64 {
 		r := &rig{t, rand.New(rand.NewPCG(1, 2)), gorgonia.NewGraph(), nil}
 		r.controls = gorgonia.NodeFromAny(r.g, tensor.New(tensor.WithShape(1, graft.Controls),

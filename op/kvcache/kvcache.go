@@ -28,8 +28,8 @@ type Config struct {
 	Scale                   float64        // factor on the scores; 0 means 1/sqrt(HeadDim)
 }
 
-// AttentionOp is the op that [Attention] applies. On a CPU it holds the rotated keys and the values
-// of the positions so far, in memory that grows with their number. On a GPU the machine holds them.
+// AttentionOp is the op that [Attention] applies. On a CPU it holds the rotated keys and the values of
+// the positions so far, and its memory grows with their number. On a GPU the machine holds them.
 type AttentionOp struct {
 	opbase.Base
 	Config Config // with defaults filled in

@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// TestAttention wants tokens one after the other to get what op.Attention gives all of them, with
-// and without what is filled in at first.
+// TestAttention checks that attention over tokens one after another equals op.Attention over all tokens
+// at once, with and without filling in the first positions.
 func TestAttention(t *testing.T) {
 	const tokens, heads, kvHeads, dim = 40, 4, 2, 6
 	rope := op.RoPEConfig{Seq: tokens, HeadDim: dim, Base: 100}
@@ -66,7 +66,7 @@ func TestAttention(t *testing.T) {
 	}
 }
 
-// whole is attention over all tokens, and their keys as they are kept.
+// whole computes attention over all tokens, and their keys as the cache stores them.
 func whole(t *testing.T, q, k, v *tensor.Dense, c Config) (y, keys []float64) {
 	g := gorgonia.NewGraph()
 	input := func(name string, x *tensor.Dense) *gorgonia.Node {
@@ -97,7 +97,8 @@ func whole(t *testing.T, q, k, v *tensor.Dense, c Config) (y, keys []float64) {
 	return values[0].Data().([]float64), values[1].Data().([]float64)
 }
 
-// TestRefusals wants errors of what is no single token, and of positions that cannot be kept.
+// TestRefusals checks the errors for inputs that aren't a single token, and for positions outside the
+// capacity.
 func TestRefusals(t *testing.T) {
 	g := gorgonia.NewGraph()
 	row := func(rows, columns int) *gorgonia.Node {
