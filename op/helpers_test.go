@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// random returns a generator with a new seed, which it logs.
+// random returns a generator with a new seed and logs the seed.
 func random(t testing.TB) *rand.Rand {
 	return randtest.New(t)
 }
@@ -135,7 +135,7 @@ func newKasminaLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots in
 	return newWideLayer(t, r, dt, rows, slots, l.Hidden()/l.Seeds(), l, opts...)
 }
 
-// newWideLayer returns a layer whose slots have the given number of weights.
+// newWideLayer returns a layer with the given number of weights per slot.
 func newWideLayer(t testing.TB, r *rand.Rand, dt tensor.Dtype, rows, slots, width int,
 	l *state.Lattice, opts ...op.KasminaOption) *kasminaLayer {
 	t.Helper()

@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// shifts lists constants that are added to logits and scores, which leaves all probabilities unchanged.
+// shifts lists constants that are added to logits and scores without changing any probability.
 var shifts = []float64{0, 100, -1e4, 1e5, 1e6, -1e7, 1e8}
 
 // runOn runs a graph on Gorgonia's machine or on cpuops, and returns the values of nodes.
@@ -137,7 +137,7 @@ func TestLinearCrossEntropyShift(t *testing.T) {
 }
 
 // TestAttentionShift checks that equal scores give the mean of the values, whatever the scores are. The
-// mean is taken over all positions, over the positions up to the query, or over those of its document.
+// mean is taken over all positions, over the positions up to the query, or over the query's document.
 func TestAttentionShift(t *testing.T) {
 	const seq, heads, dim = 6, 2, 3
 	starts := []int{0, 0, 2, 2, 2, 5}

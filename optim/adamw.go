@@ -12,12 +12,12 @@ import (
 //	m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
 //	p ← (1 − lr·decay)·p − lr · m/(1−β1ᵗ) / (sqrt(v/(1−β2ᵗ)) + ε)
 //
-// t counts the steps of each parameter by itself, so that one which joins later is corrected for
+// t counts the steps of each parameter separately, so that a parameter that joins later is corrected for
 // its own short history.
 //
-// A gradient beyond ±2⁶³ counts as ±2⁶³, and in float64 beyond ±2⁵¹¹ as ±2⁵¹¹. A larger one would make
-// v infinite for good, as it does in PyTorch, where the element then never moves again without an
-// error. (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.)
+// A gradient beyond ±2⁶³ counts as ±2⁶³, and in float64 beyond ±2⁵¹¹ as ±2⁵¹¹. A larger one would make v
+// infinite for good, as happens in PyTorch, where the element then silently stops moving. (Loshchilov and
+// Hutter, "Decoupled Weight Decay Regularization", 2019.)
 type AdamW struct {
 	common
 	*updater

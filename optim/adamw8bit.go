@@ -13,14 +13,14 @@ import (
 // each element is one of 256 numbers relative to the scale. The parameter is updated by the new
 // moments before they are rounded.
 //
-// Small parameters ([WithMin8bitSize]) and those that [WithFloatMomentsFor] selects keep moments of
-// floats. The default selects embeddings: in a step most of their rows have no gradient, and a few
-// have a large one.
+// Small parameters ([WithMin8bitSize]) and parameters that [WithFloatMomentsFor] selects keep moments of
+// floats. The default selects embeddings: in a step most of their rows have no gradient, and a few have a
+// large one.
 //
-// There are two differences from bitsandbytes. The parameter decays before its update instead of
-// after it, as with AdamW. And if the rounded second moment is 0 and there is no gradient, the
-// first moment counts as 0 too, since dividing it by ε could be a step of any size. (Dettmers et
-// al., "8-bit Optimizers via Block-wise Quantization", 2022.)
+// There are two differences from bitsandbytes. The parameter decays before its update instead of after
+// it, as with AdamW. And if the rounded second moment and the gradient are both 0, the first moment
+// counts as 0 too, since dividing it by ε could be a step of any size. (Dettmers et al., "8-bit
+// Optimizers via Block-wise Quantization", 2022.)
 type AdamW8bit struct {
 	common
 	*updater
@@ -81,7 +81,7 @@ var adamW8bitKernel = &Kernel{
 	float64: adamW8bit[float64],
 }
 
-// NewAdamW8bit returns an AdamW8bit. Its defaults are those of [NewAdamW].
+// NewAdamW8bit returns an AdamW8bit with the defaults of [NewAdamW].
 func NewAdamW8bit(opts ...AdamW8bitOption) (*AdamW8bit, error) {
 	floats, err := NewAdamW()
 	if err != nil {

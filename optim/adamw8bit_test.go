@@ -18,7 +18,7 @@ func newAdamW8bit(t *testing.T) *optim.AdamW8bit {
 	return a
 }
 
-// TestAdamW8bitKernels checks which parameters have moments of eight bits, and what memory those take.
+// TestAdamW8bitKernels checks which parameters have 8-bit moments, and how much memory these take.
 func TestAdamW8bitKernels(t *testing.T) {
 	a := newAdamW8bit(t)
 	for name, c := range map[string]struct {
@@ -50,8 +50,8 @@ func TestAdamW8bitKernels(t *testing.T) {
 	require.Equal(t, "AdamW8bit", all.Rule("embed", []int{64, 64}).Kernel.Name)
 }
 
-// TestAdamW8bitNearAdamW compares 30 steps with AdamW's: the moments are close, and so are the
-// parameters. A state that is saved half way continues with the same bits.
+// TestAdamW8bitNearAdamW checks that after 30 steps moments and parameters are close to AdamW's, and that
+// a state saved halfway continues with the same bits.
 func TestAdamW8bitNearAdamW(t *testing.T) {
 	for _, dtype := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		r := freshRand(t)
@@ -103,8 +103,8 @@ func TestAdamW8bitNearAdamW(t *testing.T) {
 	}
 }
 
-// TestAdamW8bitHuge wants huge gradients to leave finite moments, and the optimizer to take its own state
-// back.
+// TestAdamW8bitHuge checks that moments stay finite after huge gradients, and that the optimizer accepts
+// its own state.
 func TestAdamW8bitHuge(t *testing.T) {
 	for _, big := range []float64{1e-300, 1e-30, 1e30, math.MaxFloat32, math.MaxFloat64} {
 		p := newParam("w", make([]float64, 5000), 5000)
@@ -120,7 +120,8 @@ func TestAdamW8bitHuge(t *testing.T) {
 	}
 }
 
-// TestAdamW8bitForget wants forgotten elements to have no momentum, and others to keep theirs.
+// TestAdamW8bitForget checks that forgotten elements have no momentum, and that all other elements keep
+// theirs.
 func TestAdamW8bitForget(t *testing.T) {
 	p := newParam("w", make([]float64, 5000), 5000)
 	o := newAdamW8bit(t)
@@ -138,8 +139,8 @@ func TestAdamW8bitForget(t *testing.T) {
 	}
 }
 
-// TestAdamW8bitRefuses wants states that are incomplete, damaged or another optimizer's to be refused, and
-// bad options.
+// TestAdamW8bitRefuses checks that incomplete or damaged states, states of another optimizer, and bad
+// options are refused.
 func TestAdamW8bitRefuses(t *testing.T) {
 	p := newParam("w", make([]float64, 5000), 5000)
 	setGradient(p, 3, 1)

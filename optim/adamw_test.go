@@ -12,7 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Three steps with gradients sin(t·p) and cos(t·p), by torch.optim.AdamW in float64 (PyTorch 2).
+// TestAdamWAgreesWithPyTorch compares three steps with gradients sin(t·p) and cos(t·p) with
+// torch.optim.AdamW in float64 (PyTorch 2).
 func TestAdamWAgreesWithPyTorch(t *testing.T) {
 	a, err := optim.NewAdamW(optim.WithLR(0.05), optim.WithBetas(0.9, 0.95),
 		optim.WithWeightDecay(0.1))
@@ -84,7 +85,7 @@ func TestAdamWGroups(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// A zero gradient moves nothing, so that what remains is decay.
+	// A zero gradient moves nothing, so any change is due to decay.
 	for _, c := range []struct {
 		name  string
 		shape []int
@@ -96,7 +97,7 @@ func TestAdamWGroups(t *testing.T) {
 		{"frozen.w", []int{1, 2}, 1, 2},
 		{"column", []int{2, 1}, 0, 2},
 		{"column2", []int{2, 1}, 3, 2 - 0.05},
-		{"vec.decays", []int{2}, 0, 2 * (1 - 0.1)}, // the first group that matches counts
+		{"vec.decays", []int{2}, 0, 2 * (1 - 0.1)}, // the first matching group wins
 		{"vec", []int{2}, 0, 2 * (1 - 0.1*0.25)},
 	} {
 		p := newParam(c.name, []float64{2, 2}, c.shape...)
@@ -132,7 +133,7 @@ func TestAdamWScalars(t *testing.T) {
 	}
 }
 
-// On a Gorgonia graph: linear regression, to within the noise of nothing.
+// TestAdamWLearnsARegression fits a linear regression on a Gorgonia graph.
 func TestAdamWLearnsARegression(t *testing.T) {
 	r := freshRand(t)
 	g := gorgonia.NewGraph()

@@ -47,8 +47,8 @@ func ByName(name string) (Choice, error) {
 	return choices[i], nil
 }
 
-// New returns the optimizer with settings that suit language models: betas of 0.9 and 0.95 and a
-// weight decay of 0.1, unless the optimizer usually has others. The peak learning rate lr is the
+// New returns the optimizer with settings that suit language models: betas of 0.9 and 0.95 and a weight
+// decay of 0.1, unless the optimizer customarily uses different ones. The peak learning rate lr is the
 // optimizer's own, not AdamW's. Options override the settings.
 func (c Choice) New(lr float64, opts ...Option) (Partial, error) {
 	if c.build == nil {

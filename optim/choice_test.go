@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// TestChoices checks that every optimizer with a name can be made, takes the options of all optimizers
-// and steps.
+// TestChoices checks that every optimizer with a name can be created, accepts the options common to all
+// optimizers, and makes a step.
 func TestChoices(t *testing.T) {
 	names := optim.ChoiceNames()
 	require.Equal(t, "adamw", names[0])
@@ -42,7 +42,7 @@ func TestChoices(t *testing.T) {
 	require.ErrorContains(t, err, "zero value")
 }
 
-// TestChoiceSettings checks the settings that choices start from.
+// TestChoiceSettings checks the initial settings of the choices.
 func TestChoiceSettings(t *testing.T) {
 	for name, want := range map[string]struct{ lrScale, decay, beta1, beta2 float64 }{
 		"adamw": {1, 0.1, 0.9, 0.95},

@@ -1,8 +1,8 @@
 // Package optim holds optimizers and learning rate schedules for Gorgonia graphs.
 //
 // The optimizers are gorgonia.Solvers: run a tape machine made with gorgonia.BindDualValues for the
-// parameters, then call Step with gorgonia.NodesToValueGrads of them. Step changes the parameters'
-// values in place and sets their gradients to zero, ready for the next run.
+// parameters, then call Step with the result of gorgonia.NodesToValueGrads for the same parameters. Step
+// changes the parameters' values in place and sets their gradients to zero, ready for the next run.
 //
 // An optimizer finds its state of a parameter by the name of the parameter's node, so a rebuilt graph
 // continues where the last one stopped. [Optimizer.State] and SetState carry the state through a

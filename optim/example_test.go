@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Minimising (w − 3)² with warm-up and decay.
+// This example minimizes (w − 3)² with warm-up and decay.
 func Example() {
 	g := gorgonia.NewGraph()
 	w := gorgonia.NewScalar(g, tensor.Float64, gorgonia.WithName("w"), gorgonia.WithValue(0.0))
@@ -51,7 +51,8 @@ func Example() {
 	// Output: 3.0
 }
 
-// Muon for the matrices of the blocks, AdamW for everything else, with a lower rate for embeddings.
+// This example uses Muon for the matrices of the blocks and AdamW for all other parameters, with a lower
+// rate for embeddings.
 func ExampleNewMuon() {
 	_, err := optim.NewMuon(
 		optim.WithLR(0.02),

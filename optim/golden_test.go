@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// goldenSettings are those of a case of testdata/golden_optim.safetensors, which make_golden.py
-// there describes.
+// goldenSettings holds the settings of a case in testdata/golden_optim.safetensors. See make_golden.py in
+// the same folder.
 type goldenSettings struct {
 	Op                                 string
 	Rates                              []float64 // the learning rate of every step
@@ -98,7 +98,7 @@ func checkGolden[T float32 | float64](t *testing.T, s goldenSettings, start safe
 	}
 }
 
-// goldenParameter is a value with a gradient, as Gorgonia hands them to a solver.
+// goldenParameter is a value with a gradient, as Gorgonia passes them to a solver.
 type goldenParameter struct{ value, grad gorgonia.Value }
 
 func (p goldenParameter) Name() string                  { return "w" }

@@ -25,10 +25,10 @@ func NameContains(parts ...string) Match {
 	}
 }
 
-// hyper is the settings that can differ between parameters.
+// hyper holds the settings that can differ between parameters.
 type hyper struct{ scale, decay, beta1, beta2 float64 }
 
-// GroupOption changes what applies to the parameters of a group.
+// GroupOption changes a setting for the parameters of a group.
 type GroupOption func(*group) error
 
 type group struct {
@@ -79,7 +79,7 @@ func newGroup(match Match, opts []GroupOption) (group, error) {
 	return g, nil
 }
 
-// common is the settings that all optimizers have.
+// common holds the settings that all optimizers have.
 type common struct {
 	lr     float64
 	base   hyper

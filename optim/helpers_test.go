@@ -64,7 +64,7 @@ func narrow(x []float64) []float32 {
 	return y
 }
 
-// closeTo reports whether ‖got − want‖ ≤ tol·‖want‖.
+// closeTo checks that ‖got − want‖ ≤ tol·‖want‖.
 func closeTo(t *testing.T, what string, got, want []float64, tol float64) {
 	t.Helper()
 	var d, n float64

@@ -43,7 +43,7 @@ func values(p *param) []float64 {
 	return nil
 }
 
-// huge returns parameters of both types, one for AdamW and one that Muon updates itself.
+// huge returns parameters of both types, vectors for AdamW and matrices that Muon updates itself.
 func huge() map[string]*param {
 	ones32, ones64 := slices.Repeat([]float32{1}, 70), slices.Repeat([]float64{1}, 70)
 	return map[string]*param{
@@ -54,8 +54,8 @@ func huge() map[string]*param {
 	}
 }
 
-// After one huge gradient, the moments are finite and decay: later steps have the usual size again,
-// and the optimizer accepts its own state.
+// TestHugeGradient checks that after one huge gradient the moments are finite and decay: later steps
+// regain their usual size, and the optimizer accepts its own state.
 func TestHugeGradient(t *testing.T) {
 	const steps, lr = 2500, 0.01
 	for _, big := range []float64{1e15, 1e19, 1e20, -1e25, 1e38, math.MaxFloat32,
@@ -84,7 +84,7 @@ func TestHugeGradient(t *testing.T) {
 						setGradient(p, 3, big)
 						setGradient(p, 4, -big)
 					}
-					if step == 1 { // the largest change of sign
+					if step == 1 { // the largest possible change of sign
 						setGradient(p, 3, -big)
 					}
 					before = values(p)
@@ -114,7 +114,7 @@ func setGradient(p *param, i int, g float64) {
 	}
 }
 
-// requireOwnState wants an optimizer's state to be finite, and itself to accept it.
+// requireOwnState checks that an optimizer's state is finite, and that the optimizer accepts it.
 func requireOwnState(t *testing.T, o optim.Optimizer, what string) {
 	t.Helper()
 	state := o.State()
@@ -133,8 +133,8 @@ func requireOwnState(t *testing.T, o optim.Optimizer, what string) {
 	require.Equal(t, state, o.State(), what)
 }
 
-// An optimizer accepts the state that its own steps lead to, for all betas that it accepts: also
-// where gradients stay away until the mean of squares, or both means, have vanished.
+// TestStateOfAnyBetas checks that an optimizer with any valid betas accepts every state that its own
+// steps produce, even if gradients are zero until the mean of squares, or both means, have vanished.
 func TestStateOfAnyBetas(t *testing.T) {
 	r := freshRand(t)
 	for _, betas := range [][2]float64{{0.9, 0.5}, {0.9, 0.7}, {0.95, 0.8}, {0.9, 0}, {0, 0.9},

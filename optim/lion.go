@@ -14,10 +14,10 @@ import (
 //	p ← (1 − lr·decay)·p − lr·sign(c)
 //	m ← β2·m + (1−β2)·g
 //
-// It keeps one moment, half of what [AdamW] keeps. Its updates are larger than AdamW's, so it needs a
-// learning rate that is 3 to 10 times smaller, and a weight decay that is larger by the same factor. Since
-// any sign moves an element by the full distance, Lion suits large batches, whose gradients have little
-// noise.
+// Lion keeps one moment, half as much memory as [AdamW] needs. Its updates are larger than AdamW's, so it
+// needs a learning rate that is 3 to 10 times smaller, and a weight decay that is larger by the same
+// factor. Since any sign moves an element by the full distance, Lion suits large batches, where gradients
+// have little noise.
 //
 // A gradient beyond a quarter of the largest number counts as that, so that m stays finite. (Chen et
 // al., "Symbolic Discovery of Optimization Algorithms", 2023.)
@@ -41,8 +41,8 @@ var lionKernel = &Kernel{
 	float64: lion[float64],
 }
 
-// NewLion returns a Lion. Its defaults are those of the paper's implementation: WithLR(1e-4),
-// WithBetas(0.9, 0.99) and WithWeightDecay(0).
+// NewLion returns a Lion with the defaults of the paper's implementation: WithLR(1e-4), WithBetas(0.9,
+// 0.99) and WithWeightDecay(0).
 func NewLion(opts ...LionOption) (*Lion, error) {
 	l := &Lion{common: common{lr: 1e-4, base: hyper{scale: 1, beta1: 0.9, beta2: 0.99}}}
 	l.updater = newUpdater("optim.Lion", l.rule)

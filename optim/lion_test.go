@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// lionReference is Lion in float64 as the paper has it.
+// lionReference computes a step of Lion in float64, as defined in the paper.
 func lionReference(p, g, m []float64, lr, beta1, beta2, decay float64) {
 	for i := range p {
 		sign := 0.0
@@ -33,11 +33,11 @@ func newLion(t *testing.T) *optim.Lion {
 	return l
 }
 
-// TestLion compares 30 steps with the reference, in both types: a matrix, a vector, which does not
-// decay, and a group. Some gradients are zero, where the sign is that of the moment or 0. Half way a
-// new optimizer takes over the state.
+// TestLion compares 30 steps with the reference in both types, for a matrix, a vector, which doesn't
+// decay, and a group. Some gradients are zero, so that the moment alone determines the sign, which may be
+// 0. Halfway through, a new optimizer takes over the state.
 func TestLion(t *testing.T) {
-	r := rand.New(rand.NewPCG(3, 14)) // at random float32 might take another sign than float64
+	r := rand.New(rand.NewPCG(3, 14)) // with random seeds, float32 might round to a different sign than float64
 	const rows, cols = 9, 7
 	type reference struct{ p, m []float64 }
 
@@ -60,7 +60,7 @@ func TestLion(t *testing.T) {
 		}
 		for i, p := range got {
 			g := normals(r, len(want[i].p))
-			g[0] = 0 // for ever
+			g[0] = 0 // in every step
 			if step > 3 {
 				g[1] = 0
 			}
@@ -103,7 +103,7 @@ func TestLion(t *testing.T) {
 	}
 }
 
-// TestLionHugeGradient wants moments to stay finite, and Lion to take its own state back.
+// TestLionHugeGradient checks that moments stay finite and that Lion accepts its own state.
 func TestLionHugeGradient(t *testing.T) {
 	for kind, p := range huge() {
 		o := newLion(t)
@@ -121,7 +121,7 @@ func TestLionHugeGradient(t *testing.T) {
 	}
 }
 
-// TestLionRefuses wants bad options, and the states of other optimizers, to be refused.
+// TestLionRefuses checks that bad options and the states of other optimizers are refused.
 func TestLionRefuses(t *testing.T) {
 	for want, opts := range map[string][]optim.LionOption{
 		"optim.NewLion: WithLR: got 0":     {optim.WithLR(0)},

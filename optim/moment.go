@@ -15,11 +15,11 @@ import (
 // stored with eight bits per element. Its elements are then codes for numbers relative to the scale
 // of their block, and the scales are another moment.
 type Moment struct {
-	Name string // in checkpoints, where it follows the parameter's name and a dot
+	Name string // in checkpoints, after the parameter's name and a dot
 	Mean Mean
 
-	// Codes is nil for a moment of floats. Otherwise the elements are of type uint8, and code c stands
-	// for Codes[c] times the scale of the block. One of the codes stands for 0.
+	// Codes is nil for a moment of floats. Otherwise the elements are of type uint8, and code c
+	// represents Codes[c] times the scale of the block. One code must represent 0.
 	Codes *[256]float32
 	Scale string // name of the moment with the scales of the codes
 
@@ -35,7 +35,7 @@ const (
 	OfGradients Mean = iota + 1
 	OfSquares        // the squares of gradients; never negative
 
-	// IsScale marks the scales of another moment, which are never negative either.
+	// IsScale marks the scales of another moment, which must not be negative either.
 	IsScale Mean = 0
 )
 
@@ -92,8 +92,8 @@ func (m Moment) Forget(data any, from, to int) {
 	}
 }
 
-// New returns a moment of zeros for n elements of a parameter: codes, or floats of the parameter's
-// type, for which every type but float64 counts as float32.
+// New returns a moment of zeros for n elements of a parameter. The moment has codes, or else floats of
+// the parameter's type; any type except float64 counts as float32.
 func (m Moment) New(n int, dtype tensor.Dtype) any {
 	n = m.Len(n)
 	switch {
@@ -150,9 +150,9 @@ type Gradients struct {
 	Count   int     // number of gradients
 }
 
-// RememberedGradients returns a summary of the gradients for each parameter in an optimizer's
-// state, in the state's order of parameters. It uses a mean of squares if the parameter's kernel
-// has one, and otherwise a mean of gradients. It leaves out parameters without either.
+// RememberedGradients returns a summary of the gradients for each parameter in an optimizer's state, in
+// the state's order of parameters. It uses a mean of squares if the parameter's kernel has one, and
+// otherwise a mean of gradients. It omits parameters without either.
 func RememberedGradients(o Rules, state []Tensor) (all []Gradients) {
 	fields, order := fieldsOf(state)
 	for _, param := range order {
@@ -180,8 +180,8 @@ func RememberedGradients(o Rules, state []Tensor) (all []Gradients) {
 	return all
 }
 
-// tellsGradients returns the moment from which the size of gradients is known best. It reports
-// false if there is none.
+// tellsGradients returns the moment that describes the size of gradients best. It reports false if the
+// kernel has no suitable moment.
 func (k *Kernel) tellsGradients() (Moment, bool) {
 	if k == nil {
 		return Moment{}, false
@@ -211,7 +211,7 @@ func (k *Kernel) values(m Moment, fields map[string]Tensor) (iter.Seq[float64], 
 	return nil, false
 }
 
-// decoded is values for a moment of codes.
+// decoded is like values for a moment of codes.
 func (k *Kernel) decoded(m Moment, codes []uint8, fields map[string]Tensor) (iter.Seq[float64], bool) {
 	at := slices.IndexFunc(k.Moments, func(s Moment) bool { return s.Name == m.Scale })
 	if at < 0 || m.Codes == nil {

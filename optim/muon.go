@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/parallel"
 )
 
-// Scale is the way in which Muon scales the orthogonalized update of a rows×cols matrix.
+// Scale selects how Muon scales the orthogonalized update of a rows×cols matrix.
 type Scale int
 
 const (
@@ -19,8 +19,8 @@ const (
 	// the outputs of layers by about the same amount, whatever their shape.
 	SpectralScale Scale = iota
 
-	// RMSScale is 0.2·sqrt(max(rows, cols)). The elements of updates are then about as large as those
-	// of AdamW, so that AdamW's learning rates fit. (Liu et al., "Muon is Scalable for LLM
+	// RMSScale is 0.2·sqrt(max(rows, cols)). The elements of updates are then about as large as in
+	// AdamW's updates, so that AdamW's learning rates fit. (Liu et al., "Muon is Scalable for LLM
 	// Training", 2025.)
 	RMSScale
 )
@@ -31,8 +31,8 @@ const (
 //	m ← μ·m + (1−μ)·g,   u = (1−μ)·g + μ·m
 //	p ← (1 − lr·decay)·p − lr · scale · NewtonSchulz(u)
 //
-// AdamW updates all other parameters: vectors, embeddings and output layers, in which each row
-// stands for itself.
+// AdamW updates all other parameters: vectors, embeddings and output layers, where the rows are
+// independent of each other.
 //
 // A weight stored as [out, in] has rows = out. To keep m finite, a gradient is limited to a quarter
 // of the largest number. (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks",
@@ -62,8 +62,8 @@ var muonKernel = &Kernel{
 	check:   checkMomentum,
 }
 
-// NewMuon returns a Muon. Its defaults are those of Keller Jordan's implementation: WithLR(0.02),
-// WithMomentum(0.95), WithNesterov(true), WithIterations(5) and WithWeightDecay(0). For the other
+// NewMuon returns a Muon with the defaults of Keller Jordan's implementation: WithLR(0.02),
+// WithMomentum(0.95), WithNesterov(true), WithIterations(5) and WithWeightDecay(0). For the remaining
 // parameters see [WithAdamW] and [WithAdamWFor].
 func NewMuon(opts ...MuonOption) (*Muon, error) {
 	rest, err := NewAdamW(WithLR(3e-4), WithBetas(0.9, 0.95), WithEps(1e-10), WithWeightDecay(0))
@@ -136,9 +136,9 @@ func (s Scale) of(rows, cols int) float64 {
 	return math.Sqrt(math.Max(1, float64(rows)/float64(cols)))
 }
 
-// checkMomentum returns an error for a momentum to which no gradients lead. The elements of
-// gradients are at most the largest number F of their type, and t steps from zero add up to (1 −
-// μᵗ)·F. A lower limit would depend on the caller's clipping, which may have changed.
+// checkMomentum returns an error for a momentum that no gradients can produce. The elements of gradients
+// are at most the largest number F of their type, and t steps from zero add up to (1 − μᵗ)·F. A lower
+// limit would depend on the caller's clipping, which may have changed.
 func checkMomentum(r Rule, e *entry) error {
 	const rounding = 1 + 1e-4
 	share := -math.Expm1(float64(e.step)*math.Log(r.Beta1)) * rounding

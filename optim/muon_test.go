@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// A machine of another kind is told what a Muon does with matrices, tall and wide, and with the
-// rest.
+// TestMuonRules checks the rules that Muon declares to machines for tall and wide matrices and for all
+// other parameters.
 func TestMuonRules(t *testing.T) {
 	m, err := optim.NewMuon(optim.WithLR(0.25), optim.WithWeightDecay(0.2), optim.WithMomentum(0.9),
 		optim.WithIterations(4), optim.WithNesterov(false),
@@ -57,8 +57,8 @@ func TestMuonRules(t *testing.T) {
 	}
 }
 
-// TestRulesInJSON wants a rule to come back from JSON with the name of its kernel, also from a file
-// that was written when there were two kernels, and not with a name that a terminal would obey.
+// TestRulesInJSON checks that a rule read from JSON has the name of its kernel, even if the file dates
+// from the time of two kernels, and that names with control characters for terminals are refused.
 func TestRulesInJSON(t *testing.T) {
 	m, err := optim.NewMuon()
 	if err != nil {
@@ -92,8 +92,8 @@ func TestRulesInJSON(t *testing.T) {
 	}
 }
 
-// Three steps with gradients sin(t·p), by Keller Jordan's muon_update in PyTorch 2, in float64
-// instead of bfloat16.
+// TestMuonAgreesWithPyTorch compares three steps with gradients sin(t·p) with Keller Jordan's muon_update
+// in PyTorch 2, in float64 instead of bfloat16.
 func TestMuonAgreesWithPyTorch(t *testing.T) {
 	start := []float64{0.5, -1.25, 2, 0.125, 3, -0.75}
 	tall := []float64{0.5, 0.125, -1.25, 3, 2, -0.75} // its transpose
@@ -141,7 +141,8 @@ func TestMuonAgreesWithPyTorch(t *testing.T) {
 	}
 }
 
-// What is no matrix, and what the match function chooses, must move exactly as under AdamW.
+// TestMuonLeavesTheRestToAdamW checks that parameters that aren't matrices, or that the match function
+// selects, move exactly as under AdamW.
 func TestMuonLeavesTheRestToAdamW(t *testing.T) {
 	r := freshRand(t)
 	m, err := optim.NewMuon(optim.WithAdamWFor(optim.NameContains("table")),
@@ -192,8 +193,8 @@ func TestMuonLeavesTheRestToAdamW(t *testing.T) {
 	}
 }
 
-// A group given to Muon holds for the parameters that it leaves to AdamW too, before the groups
-// given to that.
+// TestMuonGroups checks that a group given to Muon also applies to the parameters that AdamW updates, and
+// precedes the groups given to AdamW.
 func TestMuonGroups(t *testing.T) {
 	m, err := optim.NewMuon(optim.WithLR(0.5), optim.WithWeightDecay(0.1),
 		optim.WithGroup(optim.NameContains("frozen"), optim.LRScale(0)),
@@ -207,7 +208,7 @@ func TestMuonGroups(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		shape []int
-		want  float64 // of 2, by decay alone: the gradient is zero
+		want  float64 // value of a 2 after decay: the gradient is zero
 	}{
 		{"w", []int{1, 2}, 2 * (1 - 0.5*0.1)},
 		{"w.frozen", []int{1, 2}, 2},
@@ -254,7 +255,7 @@ func TestMuonFloat32AgreesWithFloat64(t *testing.T) {
 	closeTo(t, "float32", got, wide.data(), 1e-5)
 }
 
-// Minimising ‖p − goal‖² from zero with decaying rates.
+// TestMuonConverges minimizes ‖p − goal‖² from zero with decaying rates.
 func TestMuonConverges(t *testing.T) {
 	r := freshRand(t)
 	m, err := optim.NewMuon()
@@ -284,8 +285,8 @@ func TestMuonConverges(t *testing.T) {
 	closeTo(t, "p", p.data(), goal, 0.02)
 }
 
-// TestMomentumBeyondGradients wants a momentum to be refused that no finite gradients lead to, and
-// the largest that they lead to not to be.
+// TestMomentumBeyondGradients checks that a momentum is refused if no finite gradients can produce it,
+// and that the largest possible momentum is accepted.
 func TestMomentumBeyondGradients(t *testing.T) {
 	newMuon := func() *optim.Muon {
 		m, err := optim.NewMuon(optim.WithMomentum(0.9))
@@ -307,13 +308,13 @@ func TestMomentumBeyondGradients(t *testing.T) {
 	require.Error(t, newMuon().SetState(state([]float64{1.81e307, 0}, 1)))
 	require.NoError(t, newMuon().SetState(state([]float64{math.MaxFloat64, 0}, 1<<40)))
 
-	m := newMuon() // and what the largest gradients lead to
+	m := newMuon() // the state after steps with the largest possible gradients
 	for range 3 {
 		p := newParam("w", make([]float32, 6), 2, 3)
 		for i := range p.grad.(*tensor.Dense).Float32s() {
 			p.grad.(*tensor.Dense).Float32s()[i] = math.MaxFloat32
 		}
-		_ = m.Step(model(p)) // whose update may overflow
+		_ = m.Step(model(p)) // the update may overflow
 		require.NoError(t, newMuon().SetState(m.State()))
 	}
 }

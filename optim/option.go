@@ -31,7 +31,7 @@ func (o Option) apply(c *common) error {
 	return o.set(c)
 }
 
-// BetasOption configures optimizers whose moments have two decay rates. The matrices of [NewMuon]
+// BetasOption configures optimizers with two decay rates for their moments. The matrices of [NewMuon]
 // have only one.
 type BetasOption struct{ beta1, beta2 float64 }
 
@@ -68,8 +68,8 @@ func applyAll[O comparable](constructor string, opts []O, apply func(O) error) e
 	return nil
 }
 
-// WithLR sets the learning rate, above 0. For Muon it is the learning rate of matrices; [WithAdamW]
-// sets that for the other parameters. The constructors document the default.
+// WithLR sets the learning rate, above 0. For Muon it is the learning rate of matrices; [WithAdamW] sets
+// the rate of all other parameters. The constructors document the default.
 func WithLR(lr float64) Option {
 	return Option{func(c *common) error {
 		c.lr = lr
@@ -77,10 +77,9 @@ func WithLR(lr float64) Option {
 	}}
 }
 
-// WithWeightDecay sets the decoupled weight decay: each step multiplies a parameter by 1 −
-// lr·decay. Parameters with fewer than two dimensions do not decay unless a group says so. For Muon
-// it is the decay of matrices; [WithAdamW] sets that for the other parameters. The constructors
-// document the default.
+// WithWeightDecay sets the decoupled weight decay: each step multiplies a parameter by 1 − lr·decay.
+// Parameters with fewer than two dimensions do not decay unless a group says so. For Muon it is the decay
+// of matrices; [WithAdamW] sets the decay of all other parameters. The constructors document the default.
 func WithWeightDecay(d float64) Option {
 	return Option{func(c *common) error {
 		c.base.decay = d
@@ -88,9 +87,9 @@ func WithWeightDecay(d float64) Option {
 	}}
 }
 
-// WithGroup changes the learning rate, decay or betas of matching parameters. If several groups
-// match, the first one applies. Muon's groups apply to all its parameters, including those that
-// AdamW updates, and precede the groups in [WithAdamW].
+// WithGroup changes the learning rate, decay or betas of matching parameters. If several groups match,
+// the first one applies. Muon's groups apply to all its parameters, even if AdamW updates them, and
+// precede the groups in [WithAdamW].
 func WithGroup(match Match, opts ...GroupOption) Option {
 	g, err := newGroup(match, opts)
 	return Option{func(c *common) error {

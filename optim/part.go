@@ -12,18 +12,18 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// PartGrain is the number of elements at whose multiples a parameter can be divided. Kernels
-// compute each such block of elements separately, so that parts have the bits of the whole.
+// PartGrain is the granularity for dividing parameters: the boundaries of parts are multiples of it.
+// Kernels compute each such block of elements separately, so that parts have the bits of the whole.
 const PartGrain = cpu.VectorGrain
 
-// Part is the elements From ≤ i < To, in row-major order, of the parameter with that name.
+// Part is the elements From ≤ i < To, in row-major order, of the named parameter.
 type Part struct {
 	Name     string
 	From, To int
 }
 
-// Partial is implemented by optimizers that can update a part of a model, for runs of several
-// processes each of which updates its own part. All optimizers of this package implement it.
+// Partial is implemented by optimizers that can update a part of a model, for runs of several processes
+// with a part for each process. All optimizers of this package implement it.
 type Partial interface {
 	Rules
 
@@ -45,13 +45,13 @@ type Partial interface {
 	StateParts(parts []Part) (counts []Tensor, moments []Stretch)
 }
 
-// Stretch is consecutive elements of a moment, as a flat tensor with the name of the moment in a state.
+// Stretch is a range of elements of a moment, as a flat tensor with the name of the moment in a state.
 type Stretch struct {
 	Tensor
 	From, Of int // the first element, and the number of elements of the whole moment
 }
 
-// readParts returns the parameters of a model and the given parts of them, which are to be updated.
+// readParts returns the parameters of a model as ps, and the given parts as cut.
 func (u *updater) readParts(model []gorgonia.ValueGrad,
 	parts []Part) (ps, cut []params.Param, err error) {
 	if ps, err = u.reader.Read(model); err != nil {

@@ -50,8 +50,8 @@ func partModel(r *rand.Rand, dt tensor.Dtype) (model []gorgonia.ValueGrad) {
 	return model
 }
 
-// TestPartsHaveTheBitsOfTheWhole: processes that each update a part have, together, the values and
-// moments of one that updates all.
+// TestPartsHaveTheBitsOfTheWhole checks that several processes that each update a part have, together,
+// the same values and moments as a single process that updates everything.
 func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 	makers := map[string]func() (Partial, error){
 		"AdamW": func() (Partial, error) {
@@ -110,7 +110,7 @@ func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 						require.Equal(t, moment.Slice(want, part),
 							moment.Slice(ranks[k].Moments(part.Name)[m], part))
 						for other, o := range ranks {
-							if other != k { // whose memory it can be copied to
+							if other != k { // copy the moment to the other ranks' memory
 								copyPart(moment, o.Moments(part.Name)[m], want, part)
 							}
 						}

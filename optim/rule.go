@@ -31,7 +31,7 @@ type Rule struct {
 type Rules interface {
 	Optimizer
 
-	// Rule returns how the optimizer updates the parameter with that name and shape.
+	// Rule returns how the optimizer updates the parameter with the given name and shape.
 	Rule(name string, shape []int) Rule
 }
 
@@ -48,13 +48,13 @@ type Kernel struct {
 	// can be divided among ranks at multiples of [PartGrain].
 	Whole bool
 
-	// float32 and float64 update a parameter p, or a part of it, and its moments from the gradient g,
-	// which they set to zero.
+	// float32 and float64 update a parameter p, or a part of it, and its moments from the gradient g.
+	// They then set g to zero.
 	float32 func(p, g []float32, moments []any, s step)
 	float64 func(p, g []float64, moments []any, s step)
 
-	// check returns an error for finite moments of the right shape to which no steps lead. It may be
-	// nil.
+	// check returns an error for moments that are finite and have the right shape but that no steps can
+	// produce. It may be nil.
 	check func(r Rule, e *entry) error
 }
 

@@ -16,7 +16,7 @@ func Constant(lr float64) Schedule { return func(int) float64 { return lr } }
 //	peak·(step+1)/(steps+1)   step < steps
 //	peak                      step ≥ steps
 //
-// It needs a peak above 0 and steps ≥ 0. With an [Annealing] it is for runs on a budget.
+// It needs a peak above 0 and steps ≥ 0. Use it with an [Annealing] for runs on a budget.
 func Warmup(peak float64, steps int) (Schedule, error) {
 	switch {
 	case !(peak > 0) || math.IsInf(peak, 0):
@@ -33,13 +33,12 @@ func Warmup(peak float64, steps int) (Schedule, error) {
 	}, nil
 }
 
-// Annealing returns the factor of the learning rate at a share, from 0 to 1, of a run's budget. It
-// suits runs whose steps become larger, which know this share but not the number of steps that are
-// left.
+// Annealing returns the factor of the learning rate at a share, from 0 to 1, of a run's budget. It suits
+// runs with a growing model, which know this share but not the number of steps left.
 type Annealing func(share float64) float64
 
-// CosineAnnealing returns the one that falls from 1 along half a cosine to floor, which is from 0
-// to 1:
+// CosineAnnealing returns an annealing that falls from 1 along half a cosine to floor, a number from 0 to
+// 1:
 //
 //	floor + (1−floor)·(1 + cos(π·share))/2
 func CosineAnnealing(floor float64) (Annealing, error) {
@@ -52,8 +51,8 @@ func CosineAnnealing(floor float64) (Annealing, error) {
 	}, nil
 }
 
-// LinearAnnealing returns an annealing that falls in a straight line from 1 to floor, which is from
-// 0 to 1. The factor stays 1 up to the share start, from 0 to less than 1:
+// LinearAnnealing returns an annealing that falls in a straight line from 1 to floor, a number from 0 to
+// 1. The factor stays 1 up to the share start, from 0 to less than 1:
 //
 //	1                                              share < start
 //	1 − (1−floor)·(share − start)/(1 − start)      share ≥ start

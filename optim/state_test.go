@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// both returns a fresh optimiser of each kind by name.
+// both returns a new optimizer of each kind by name.
 func both(t *testing.T) map[string]optim.Optimizer {
 	t.Helper()
 	a, err := optim.NewAdamW()
@@ -39,7 +39,8 @@ func small() []*param {
 	}
 }
 
-// 40 steps must give the bits of 20 steps, a restored state in a new optimiser, and 20 more.
+// TestStateRoundTrip checks that 40 steps give the same bits as 20 steps, a state restored in a new
+// optimizer, and 20 more steps.
 func TestStateRoundTrip(t *testing.T) {
 	r := freshRand(t)
 	var grads [40][3][]float64
@@ -68,7 +69,7 @@ func TestStateRoundTrip(t *testing.T) {
 		run(straight[name], want, 0, 40)
 		run(first[name], got, 0, 20)
 		saved := first[name].State()
-		// what happens to the optimiser later must not reach the saved state
+		// Further steps of the optimizer must not affect the saved state.
 		run(first[name], small(), 20, 25)
 		if err := second[name].Declare(model(got...)); err != nil {
 			t.Fatal(err)
@@ -218,7 +219,7 @@ func TestSetStateRefuses(t *testing.T) {
 	}
 
 	for from, to := range map[string]string{"AdamW": "Muon", "Muon": "AdamW"} {
-		for range 10 { // whatever the order in which a map gives the fields
+		for range 10 { // for various iteration orders of the map of fields
 			err := os[to].SetState(os[from].State())
 			want := fmt.Sprintf("but %s keeps %s: the state is that of another optimizer", to,
 				map[string]string{"AdamW": "exp_avg and exp_avg_sq", "Muon": "momentum_buffer"}[to])
@@ -230,7 +231,8 @@ func TestSetStateRefuses(t *testing.T) {
 	}
 }
 
-// A shape that no tensor has is refused where no parameter has been declared either.
+// TestSetStateOfImpossibleShapes checks that impossible shapes are refused even if no parameter has been
+// declared.
 func TestSetStateOfImpossibleShapes(t *testing.T) {
 	for name, o := range both(t) {
 		for _, shape := range [][]int{{-1, -2}, {math.MaxInt, 2}, {1 << 32, 1 << 32, 0}} {
@@ -249,7 +251,7 @@ func TestSetStateOfImpossibleShapes(t *testing.T) {
 	}
 }
 
-// A step that makes a parameter infinite says so.
+// TestStepOverflows checks that a step that makes a parameter infinite reports it.
 func TestStepOverflows(t *testing.T) {
 	for name, o := range both(t) {
 		require.NoError(t, o.SetState([]optim.Tensor{{"norm.step", []int{1}, []int64{1}},
@@ -286,7 +288,7 @@ func TestDeclareRefuses(t *testing.T) {
 	}
 }
 
-// Forget makes the moments of the given elements zero, and nothing else.
+// TestForget checks that Forget clears the moments of the given elements and nothing else.
 func TestForget(t *testing.T) {
 	r, optimizers := freshRand(t), both(t)
 	for _, name := range []string{"AdamW", "Muon"} {
@@ -327,7 +329,7 @@ func TestForget(t *testing.T) {
 	}
 }
 
-// Optimisers that nobody has made say so, and panic nowhere.
+// TestZeroValues checks that the zero values of optimizers return errors and don't panic.
 func TestZeroValues(t *testing.T) {
 	for _, o := range []optim.Optimizer{&optim.AdamW{}, &optim.Muon{}} {
 		for _, err := range []error{o.Step(model(small()...)), o.Declare(model(small()...)),
@@ -346,7 +348,7 @@ func TestZeroValues(t *testing.T) {
 	require.NoError(t, err)
 	muon, err := optim.NewMuon()
 	require.NoError(t, err)
-	for _, o := range []optim.Optimizer{adamw, muon} { // of a node that is nil
+	for _, o := range []optim.Optimizer{adamw, muon} { // given a nil node
 		var missing *gorgonia.Node
 		require.ErrorContains(t, o.Step([]gorgonia.ValueGrad{missing}), "nil", "%T", o)
 		require.ErrorContains(t, o.Declare([]gorgonia.ValueGrad{missing}), "nil", "%T", o)

@@ -24,9 +24,8 @@ const stepField = "step"
 // to this one. At a step per nanosecond, reaching it takes more than 100 days.
 const maxSteps = min(1<<53, math.MaxInt-1)
 
-// ErrOverflow is wrapped by the error of a step whose update made a parameter NaN or infinite.
-// Unlike after other errors, parameters and optimizer state have changed: continue from a
-// checkpoint.
+// ErrOverflow is wrapped by the error of a step if its update made a parameter NaN or infinite. Unlike
+// after other errors, parameters and optimizer state have changed: continue from a checkpoint.
 var ErrOverflow = errors.New("the update overflowed")
 
 // entry is the state of one parameter. Before the parameter's first step it has no moments.
@@ -191,7 +190,7 @@ func (u *updater) parseEntry(name string, fields map[string]Tensor) (*entry, err
 	return e, nil
 }
 
-// add checks a tensor and adds a copy of it as the entry's next moment.
+// add checks a tensor and appends a copy of it to the entry's moments.
 func (e *entry) add(m Moment, t Tensor) error {
 	dtype, n := dtypeOf(t.Data)
 	codes, isCodes := t.Data.([]uint8)
@@ -275,7 +274,7 @@ func elements(shape []int) int {
 	return n
 }
 
-// shortened returns a value for messages, which a long slice would fill.
+// shortened returns data in a form that is short enough for messages.
 func shortened(data any) any {
 	if v := reflect.ValueOf(data); v.Kind() == reflect.Slice && v.Len() > 8 {
 		return fmt.Sprintf("a %T of %d elements", data, v.Len())

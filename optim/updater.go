@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// updater is an optimizer without its rules. It applies the rules to parameters and keeps the state
-// of each parameter by name.
+// updater is an optimizer without its rules. It applies the rules to parameters and keeps the state of
+// each parameter by name.
 type updater struct {
 	name string // of the optimizer, in errors
 
@@ -45,7 +45,7 @@ func (u *updater) run(method string, f func() error) error {
 	return nil
 }
 
-// Rule returns how the optimizer updates the parameter with that name and shape.
+// Rule returns how the optimizer updates the parameter with the given name and shape.
 func (u *updater) Rule(name string, shape []int) Rule {
 	if u == nil {
 		return Rule{}
@@ -88,8 +88,8 @@ func (u *updater) Step(model []gorgonia.ValueGrad) error {
 	})
 }
 
-// step counts a step of the parameters ps and updates cut, which has the given parts of them. If
-// parts is nil, cut has the whole parameters.
+// step counts a step of the parameters ps and updates cut, which holds the given parts of the parameters.
+// If parts is nil, cut holds whole parameters.
 func (u *updater) step(ps, cut []params.Param, parts []Part) error {
 	for _, p := range ps {
 		if err := u.fits(p.Name, p.Shape, p.Dtype); err != nil {
@@ -122,7 +122,7 @@ func (u *updater) step(ps, cut []params.Param, parts []Part) error {
 	return overflowed(cut)
 }
 
-// update updates the elements from ≤ i < to of a parameter, which are the elements in p.
+// update updates the elements from ≤ i < to of a parameter. p holds only these elements.
 func (u *updater) update(p params.Param, from, to int) {
 	e := u.entries[p.Name]
 	r, lr := u.rule(p.Name, p.Shape)
@@ -229,8 +229,8 @@ func (u *updater) Forget(name string, from, to int) error {
 	})
 }
 
-// Drop removes parameters from the state, including their names and shapes. No interface requires
-// it. If an optimizer has it, a trainer calls it before a model grows and reuses names with other
+// Drop removes parameters from the state, including their names and shapes. No interface requires the
+// method, but if an optimizer has it, a trainer calls it before a model grows and reuses names with other
 // shapes.
 func (u *updater) Drop(names ...string) {
 	if u == nil {

@@ -1,6 +1,6 @@
-// Package baseline measures how well text can be predicted without a neural network, in bits per
-// byte. [TrainOrder2] counts sequences of three bytes and makes an [Order2], and [GzipBitsPerByte]
-// uses gzip. A language model that is no better than these has learned little.
+// Package baseline measures how well text can be predicted without a neural network, in bits per byte.
+// [TrainOrder2] counts sequences of three bytes and makes an [Order2], and [GzipBitsPerByte] uses gzip. A
+// language model that doesn't beat these has learned little.
 package baseline
 
 import (
@@ -92,8 +92,8 @@ func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*
 	return m, nil
 }
 
-// sum derives the counts of lower orders and the totals of the contexts from the trigram counts.
-// The first two bytes of the text are not counted, because no trigram ends with them.
+// sum derives the counts of lower orders and the totals of the contexts from the trigram counts. The
+// first two bytes of the text are not counted, because they are not the last byte of any trigram.
 func (m *Order2) sum() {
 	for order := 2; order >= 0; order-- {
 		counts := m.counts[order]
@@ -116,7 +116,7 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 	p := 1.0 / 256
 	context := 0
 	for order, next := range [3]byte{0, a2, a1} {
-		// The context of an order is that of the next lower order, preceded by one more byte.
+		// The context of an order is the context of the next lower order, preceded by one more byte.
 		context |= int(next) << (8 * max(order-1, 0))
 		n, t := float64(m.totals[order][context]), float64(m.seen[order][context])
 		if n == 0 {

@@ -25,7 +25,7 @@ func mustTrain(t testing.TB, text []byte) *Order2 {
 	return m
 }
 
-// naive is P(b | context) by Witten and Bell's formula, straight from the trigrams.
+// naive returns P(b | context) by Witten and Bell's formula, straight from the trigrams.
 func naive(trigrams []string, context string, b byte) float64 {
 	lower := 1.0 / 256
 	if len(context) > 0 {
@@ -80,8 +80,9 @@ func TestOrder2MatchesTheFormula(t *testing.T) {
 	}
 }
 
-// A source in which the two last bytes choose one of four equally likely next bytes has an entropy
-// of 2 bits. The model reaches it, and an order-1 model (3.9 bits here) does not.
+// TestOrder2FindsTheEntropyOfItsSource uses a source with an entropy of at most 2 bits: the two preceding
+// bytes determine four equally likely next bytes. The model must reach the entropy, whereas an order-1
+// model (3.9 bits here) does not.
 func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 	r := texttest.Rand(t)
 	text := []byte{0, 0}
@@ -93,7 +94,8 @@ func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 
 	m := mustTrain(t, text[:300_000])
 
-	// two of the four may be the same byte: the source's own code length for the held-out part
+	// Two of the four bytes may be equal, so compute the source's actual code length for the held-out
+	// part.
 	entropy := 0.0
 	for i := 300_001; i < len(text); i++ {
 		same := 0
@@ -195,7 +197,7 @@ func BenchmarkTrainOrder2(b *testing.B) {
 	}
 }
 
-// TestZeroOrder2 wants an error where nothing has been counted, or is there to be.
+// TestZeroOrder2 checks that a zero Order2 and a nil reader are errors.
 func TestZeroOrder2(t *testing.T) {
 	_, err := new(Order2).BitsPerByte(t.Context(), []byte("text"))
 	require.ErrorContains(t, err, "TrainOrder2 makes an Order2")
@@ -203,7 +205,8 @@ func TestZeroOrder2(t *testing.T) {
 	require.ErrorContains(t, err, "nil")
 }
 
-// TestContextEnds wants all that reads text to end with the context, within the text too.
+// TestContextEnds checks that all functions that read text stop when the context ends, even in the middle
+// of the text.
 func TestContextEnds(t *testing.T) {
 	enough := errors.New("enough")
 	text := make([]byte, 8<<20)
@@ -233,7 +236,7 @@ func TestContextEnds(t *testing.T) {
 	require.ErrorContains(t, err, "the context is nil")
 }
 
-// looking is a context that ends when it has been looked at so many times.
+// looking is a context that ends after the given number of calls of Err.
 type looking struct {
 	context.Context
 	most int

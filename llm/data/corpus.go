@@ -67,8 +67,7 @@ type config struct {
 // An Option configures which files Open uses and how it splits them.
 type Option func(*config) error
 
-// WithExtensions restricts a folder to files whose names end in one of the extensions, such as
-// ".go" or "go".
+// WithExtensions restricts a folder to files with one of the given extensions, such as ".go" or "go".
 func WithExtensions(extensions ...string) Option {
 	return func(c *config) error {
 		if len(extensions) == 0 {
@@ -118,10 +117,10 @@ func WithMaxBytes(n int64) Option {
 	}
 }
 
-// Open finds the text at path, which is a file or a folder. A folder is searched recursively. Open
-// skips files and folders whose names start with a dot, symbolic links inside a folder, empty
-// files, and binary files, which have a zero byte among the first 8192. path itself may be a
-// symbolic link. A file that path names directly is used even if it is binary.
+// Open finds the text at path, which is a file or a folder. A folder is searched recursively. Open skips
+// files and folders with names that start with a dot, symbolic links inside a folder, empty files, and
+// binary files, which have a zero byte among the first 8192. path itself may be a symbolic link. A file
+// that path names directly is used even if it is binary.
 //
 // Open returns an error if path does not exist, if something in it cannot be read, or if there is
 // not enough text for both parts.
@@ -158,7 +157,7 @@ func Open(path string, options ...Option) (*Corpus, error) {
 	return corpus, nil
 }
 
-// OpenText finds the text at path like [Open], but holds none of it out.
+// OpenText finds the text at path like [Open] but doesn't hold out any part.
 func OpenText(path string) (*Text, error) {
 	root, files, err := findFiles(path, nil)
 	if err != nil {
@@ -167,7 +166,7 @@ func OpenText(path string) (*Text, error) {
 	return newText(root, files), nil
 }
 
-// findFiles returns the files in lexical order, and the folder to which their names are relative.
+// findFiles returns the files in lexical order, and the folder that their names are relative to.
 func findFiles(path string, extensions []string) (root string, files []document, err error) {
 	if path == "" { // EvalSymlinks returns the current folder for it.
 		return "", nil, errors.New(`the path is "", want that of a file or a folder with text`)
@@ -291,8 +290,7 @@ func isBinary(name string) (bool, error) {
 	return bytes.IndexByte(head, 0) >= 0, err
 }
 
-// split returns the documents to train on and the held-out ones, each in the order derived from the
-// seed.
+// split returns the documents to train on and the held-out ones, each in the order derived from the seed.
 func (c *config) split(files []document) (train, held []document) {
 	order := make(map[string]uint64, len(files))
 	for _, d := range files {

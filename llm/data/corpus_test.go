@@ -83,7 +83,8 @@ func TestOpenFollowsALinkThatIsNamed(t *testing.T) {
 	}
 }
 
-// Both parts together are all files, each byte once, however the files are split.
+// TestSplitIsAPartition checks that both parts together contain each byte of all files once, however the
+// files are split.
 func TestSplitIsAPartition(t *testing.T) {
 	for _, n := range []int{1, 2, 19, 20, 21, 60} {
 		files := texttest.Numbered(n)
@@ -114,7 +115,7 @@ func TestSplitIsAPartition(t *testing.T) {
 	}
 }
 
-// The lists were printed once and never change, on whatever machine.
+// TestSplitIsStable compares the split with recorded lists, because it must be the same on every machine.
 func TestSplitIsStable(t *testing.T) {
 	files := texttest.Numbered(40)
 	want := []string{"b/10.txt", "a/21.txt"}
@@ -355,8 +356,8 @@ func TestGoSource(t *testing.T) {
 	}
 }
 
-// FuzzCorpus gives Open files of any contents and names: it says what is wrong, or its two
-// parts are all that they hold.
+// FuzzCorpus gives Open files with arbitrary contents and names. Open either returns an error or divides
+// their entire contents between its two parts.
 func FuzzCorpus(f *testing.F) {
 	f.Add("a.txt", []byte("some text"), "b", []byte{0, 1})
 	f.Add(".hidden", []byte("x"), "b/c", []byte("yy"))
@@ -366,7 +367,7 @@ func FuzzCorpus(f *testing.F) {
 		for name, text := range map[string][]byte{name1: text1, name2: text2} {
 			if filepath.IsLocal(name) && len(name) < 100 {
 				_ = os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o777)
-				_ = os.WriteFile(filepath.Join(dir, name), text, 0o666) // which may be no name here
+				_ = os.WriteFile(filepath.Join(dir, name), text, 0o666) // fails if the system doesn't allow the name
 			}
 		}
 
@@ -388,14 +389,14 @@ func FuzzCorpus(f *testing.F) {
 	})
 }
 
-// TestSampleDocuments wants the bytes of a sample in pieces that are each of one document, without
-// a gap, and as long as they can be.
+// TestSampleDocuments checks that the pieces of a sample belong to one document each, are adjacent, and
+// are as long as possible.
 func TestSampleDocuments(t *testing.T) {
 	r := texttest.Rand(t)
 	files := map[string]string{}
 	for i := range 25 {
 		raw := texttest.Bytes(r, 1+r.IntN(3*sampleBlock))
-		// a file with zeros is binary
+		// a file with zero bytes would count as binary
 		files[fmt.Sprint(i)] = string(bytes.ReplaceAll(raw, []byte{0}, []byte{1}))
 	}
 
@@ -413,7 +414,7 @@ func TestSampleDocuments(t *testing.T) {
 			t.Fatalf("SampleDocuments(%d) holds something else than Sample, %v", limit, err)
 		}
 
-		last := 0 // where the document before ends
+		last := 0 // end of the previous document
 		for i, d := range documents {
 			at := last + bytes.Index(whole[last:], d)
 			document, starts := slices.BinarySearch(text.ends, int64(at))

@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// TestNil wants an error from each constructor that gets a nil.
+// TestNil checks that each constructor returns an error for a nil argument.
 func TestNil(t *testing.T) {
 	second := func(_ any, err error) error { return err }
 	for name, err := range map[string]error{
@@ -31,7 +31,8 @@ func TestNil(t *testing.T) {
 	require.Nil(t, (*Loader)(nil).Tokens())
 }
 
-// TestZeroValues wants what nobody has made to say who makes it, and nothing to panic.
+// TestZeroValues checks that zero values return errors that name the constructor, and that nothing
+// panics.
 func TestZeroValues(t *testing.T) {
 	_, err := new(Loader).Next()
 	require.ErrorContains(t, err, "NewLoader makes one")
@@ -55,7 +56,7 @@ func TestZeroValues(t *testing.T) {
 	}
 }
 
-// readers are all that read a file at a path that they are given.
+// readers returns all functions that read a file at a given path.
 func readers(t *testing.T) map[string]func(path string) error {
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(3))).Train
 	return map[string]func(path string) error{
@@ -67,7 +68,8 @@ func readers(t *testing.T) map[string]func(path string) error {
 	}
 }
 
-// TestWhatIsNoFile gives readers what has no end, or never begins.
+// TestWhatIsNoFile gives the readers paths of devices, pipes and the like, which may be endless or never
+// deliver any data.
 func TestWhatIsNoFile(t *testing.T) {
 	for name, read := range readers(t) {
 		for _, path := range texttest.NoFiles(t) {
@@ -76,7 +78,7 @@ func TestWhatIsNoFile(t *testing.T) {
 	}
 }
 
-// TestTokensWithAHole gives a reader 40 GB of which next to nothing is stored.
+// TestTokensWithAHole gives a reader a sparse file of 40 GB.
 func TestTokensWithAHole(t *testing.T) {
 	for _, content := range []string{"", tokenMagic} {
 		path := texttest.Hole(t, []byte(content))
@@ -86,7 +88,7 @@ func TestTokensWithAHole(t *testing.T) {
 	}
 }
 
-// TestReadingStops wants what reads or writes large files to end with its context.
+// TestReadingStops checks that functions that read or write large files stop when their context ends.
 func TestReadingStops(t *testing.T) {
 	tokens := filepath.Join(t.TempDir(), "tokens")
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(3))).Train
@@ -99,7 +101,7 @@ func TestReadingStops(t *testing.T) {
 	require.ErrorIs(t, WriteTokens(ctx, tokens, text, tokenizer.Bytes{}, nil), enough)
 }
 
-// TestTokensStop wants an error of a progress function to end the work and to leave no file.
+// TestTokensStop checks that an error of a progress function ends the work, and that no file remains.
 func TestTokensStop(t *testing.T) {
 	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
 	_, err := CacheTokens(t.Context(), filepath.Join(dir, "tokens"),

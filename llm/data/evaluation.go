@@ -10,12 +10,12 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// Evaluation is held-out text divided into batches, which are always the same. Every token except
-// the first is a target exactly once. Unused rows of the last batch have the target -1. Methods may
-// be called concurrently.
+// An Evaluation is held-out text divided into batches, which are always the same. Every token except the
+// first is a target exactly once. Unused rows of the last batch have the target -1. Methods may be called
+// concurrently.
 type Evaluation struct {
 	ids    []int
-	begins []int // the token that begins the document of each; nil where nobody knows
+	begins []int // for each token, the token that starts its document; nil if documents are unknown
 	bytes  int
 	batch  int
 	seq    int
@@ -138,7 +138,7 @@ func (e *Evaluation) Batches() iter.Seq[Batch] {
 			for i := b.Count; i < len(b.Inputs); i++ {
 				b.Inputs[i], b.Targets[i] = 0, -1
 			}
-			for i := range b.Starts { // rows that are left over belong to the last document
+			for i := range b.Starts { // unused rows belong to the last document
 				at := min(start+i, len(e.begins)-1)
 				b.Starts[i] = max(0, e.begins[at]-(start+i-i%e.seq))
 			}

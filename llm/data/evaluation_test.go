@@ -49,7 +49,7 @@ func TestEvaluation(t *testing.T) {
 				}
 			}
 
-			// A model that gives each byte a probability of 1/8 has 3 bits per byte, however the
+			// A model that assigns each byte a probability of 1/8 has 3 bits per byte, regardless of how
 			// bytes form tokens.
 			sum := 3 * math.Ln2 * float64(c.bytes)
 			if loss, bpb := e.Score(sum); math.Abs(bpb-3) > 1e-12 ||
@@ -70,15 +70,15 @@ func TestEvaluation(t *testing.T) {
 	}
 }
 
-// TestDocumentEvaluation wants each document's tokens to be told from the others', and all that
-// text to be scored.
+// TestDocumentEvaluation checks that the start of each token's document is known, and that all text is
+// scored.
 func TestDocumentEvaluation(t *testing.T) {
 	r := texttest.Rand(t)
 	bpe := tokenBPE(t)
 	for range 20 {
 		var documents [][]byte
 		for range 1 + r.IntN(6) {
-			// two tokens or more
+			// at least two tokens
 			documents = append(documents, append(texttest.Repetitive(r, 5+r.IntN(40)), "\n1"...))
 		}
 
@@ -129,7 +129,7 @@ func TestDocumentEvaluation(t *testing.T) {
 		}
 	}
 
-	// One token, and the end of its document.
+	// One token and the end of its document.
 	if _, err := NewDocumentEvaluation([][]byte{{'x'}}, bpe, 1, 1); err == nil ||
 		!strings.Contains(err.Error(), "no text left to predict") {
 		t.Errorf("a text with nothing to predict: the error is %v", err)

@@ -26,8 +26,7 @@ func exampleFile() (path string, remove func()) {
 	return path, func() { os.RemoveAll(dir) }
 }
 
-// Batches to train on come from one part of the text, and what the model is judged by from the
-// other.
+// This example trains on one part of the text and evaluates on the other.
 func ExampleOpen() {
 	path, remove := exampleFile()
 	defer remove()
@@ -59,7 +58,7 @@ func ExampleOpen() {
 	// an order-2 model needs less than 0.2 bits per byte: true
 }
 
-// A loader that is set to the state of another continues with the same batches.
+// A loader that is set to the state of another loader continues with the same batches.
 func ExampleLoader() {
 	path, remove := exampleFile()
 	defer remove()

@@ -32,11 +32,12 @@ type fingerprinted struct {
 	value string
 }
 
-// Fingerprint returns 64 hexadecimal digits that identify the contents of the text. They are a
-// SHA-256 over the bytes of its documents, in order, and the end of each. Names and folders do not
-// matter. Fingerprint reads the whole text once, on all cores. It stores the result in the user's
-// cache folder together with the files' paths, sizes and times. As long as these do not change,
-// later calls return it without reading the text.
+// Fingerprint returns 64 hexadecimal digits that identify the contents of the text: a SHA-256 over the
+// bytes of its documents, in order, and the end of each. Names and folders do not matter.
+//
+// Fingerprint reads the whole text once, on all cores. It stores the result in the user's cache folder
+// together with the files' paths, sizes and times. As long as these do not change, later calls return it
+// without reading the text.
 //
 // If progress is not nil, it is called with the number of bytes read and the total. It is not
 // called if the fingerprint is known already. An error of progress ends the work. Fingerprint also
@@ -209,8 +210,8 @@ func (t *Text) unchanged() bool {
 	})
 }
 
-// fingerprints is the path of the file of known fingerprints in the user's cache folder, or "" if
-// there is no such folder. Fingerprints that cannot be read or written there are computed again.
+// fingerprints is the path of the file of known fingerprints in the user's cache folder, or "" if the
+// user has none. If the file can't be read or written, fingerprints are computed again.
 type fingerprints string
 
 const (

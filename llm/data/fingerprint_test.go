@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/texttest"
 )
 
-// printOf is a text's fingerprint.
+// printOf returns a text's fingerprint.
 func printOf(t *testing.T, text *Text) string {
 	t.Helper()
 	value, err := text.Fingerprint(t.Context(), nil)
@@ -23,8 +23,8 @@ func printOf(t *testing.T, text *Text) string {
 	return value
 }
 
-// TestFingerprint wants it to be of what a text says and where its documents end: not of names,
-// folders or times.
+// TestFingerprint checks that the fingerprint depends on the contents of the text and the ends of its
+// documents, but not on names, folders or times.
 func TestFingerprint(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	of := func(files map[string]string) string {
@@ -42,8 +42,8 @@ func TestFingerprint(t *testing.T) {
 		of(map[string]string{"a": parts, "b": parts}), "other ends of documents")
 }
 
-// TestFingerprintPieces wants a large file to have the same fingerprint on one core and on many,
-// and a context to end the reading.
+// TestFingerprintPieces checks that a large file has the same fingerprint on one core and on several, and
+// that reading stops when the context ends.
 func TestFingerprintPieces(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	dir := t.TempDir()
@@ -65,8 +65,8 @@ func TestFingerprintPieces(t *testing.T) {
 	require.ErrorIs(t, err, enough)
 }
 
-// TestFingerprintProgress wants to be told of every byte once, and an error of who is told to end
-// the work. What is no text or no context makes no panic.
+// TestFingerprintProgress checks that progress counts every byte once, that an error of progress ends the
+// work, and that a nil text or context doesn't panic.
 func TestFingerprintProgress(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(30))).Train
@@ -91,8 +91,8 @@ func TestFingerprintProgress(t *testing.T) {
 	require.ErrorContains(t, err, "the text is nil")
 }
 
-// TestFingerprintKept wants a fingerprint to be kept for files that have rested, and never to be
-// that of what a file said before.
+// TestFingerprintKept checks that a fingerprint is cached once the files are old enough, and that it is
+// never used after a file has changed.
 func TestFingerprintKept(t *testing.T) {
 	cache := t.TempDir()
 	t.Setenv("XDG_CACHE_HOME", cache)
@@ -109,18 +109,18 @@ func TestFingerprintKept(t *testing.T) {
 	require.Equal(t, first, printOf(t, mustOpen(t, dir).Train))
 	require.Len(t, known.read(), 1)
 
-	// What is kept is used: it says so if it is another value.
+	// Prove that the cache is used by storing another value.
 	table := mustOpen(t, dir).Train.table()
 	known.put(table, strings.Repeat("ab", 32))
 	require.Equal(t, strings.Repeat("ab", 32), printOf(t, mustOpen(t, dir).Train))
 	known.put(table, "no fingerprint")
 	require.Equal(t, first, printOf(t, mustOpen(t, dir).Train))
 
-	// Other text of the same name, size and time of modification.
+	// Different text with the same name, size and modification time.
 	name := filepath.Join(dir, "a")
 	info, err := os.Stat(name)
 	require.NoError(t, err)
-	time.Sleep(10 * time.Millisecond) // a tick of the clock that the system keeps of changes
+	time.Sleep(10 * time.Millisecond) // a tick of the clock that the system uses for change times
 	require.NoError(t, os.WriteFile(name, []byte(strings.Repeat("two text. ", 100)), 0o666))
 	require.NoError(t, os.Chtimes(name, info.ModTime(), info.ModTime()))
 	if id, _ := fileIdentity(info); id != "" {
@@ -137,8 +137,8 @@ func TestFingerprintKept(t *testing.T) {
 	require.NotEmpty(t, printOf(t, mustOpen(t, dir).Train), "a damaged cache is no cache")
 }
 
-// FuzzFingerprints gives the cache of fingerprints any file: what it then remembers comes back,
-// whatever was there.
+// FuzzFingerprints gives the cache of fingerprints an arbitrary file. Whatever the file held, a
+// fingerprint stored afterwards must be found again.
 func FuzzFingerprints(f *testing.F) {
 	sum := strings.Repeat("ab", 32)
 	f.Add([]byte(`[{"table":"a","fingerprint":"` + sum + `"}]`))
@@ -157,7 +157,8 @@ func FuzzFingerprints(f *testing.F) {
 	})
 }
 
-// TestManyFingerprints wants a file with more than is remembered to cost no more than that.
+// TestManyFingerprints checks that a file with too many entries takes no more memory than its size
+// suggests.
 func TestManyFingerprints(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "fingerprints.json")
 	b := []byte("[" + strings.Repeat("{},", fingerprintsBytes/3-2) + "{}]")

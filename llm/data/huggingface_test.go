@@ -11,12 +11,12 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
-// A tokenizer of Hugging Face may know a token that ends documents, or none.
+// TestHuggingFaceTokenizers uses Hugging Face tokenizers with and without a token that ends documents.
 func TestHuggingFaceTokenizers(t *testing.T) {
 	const file = `{"added_tokens":[{"id":3,"content":"<end>","special":true}],"model":{` +
 		`"type":"BPE","vocab":{"a":0,"b":1,"ab":2},"merges":["a b"]},"decoder":{"type":"Fuse"}}`
 	dir := t.TempDir()
-	path := filepath.Join(dir, "text.txt") // of which the last byte is held out
+	path := filepath.Join(dir, "text.txt") // the last byte is held out
 	require.NoError(t, os.WriteFile(path, []byte("abbab"), 0o600))
 	corpus, err := data.Open(path)
 	require.NoError(t, err)

@@ -16,14 +16,14 @@ type Batch struct {
 	Inputs, Targets []int
 	Count           int // number of targets that count
 
-	// Share is the factor of the batch's mean loss in the loss of its optimizer step. A trainer sets it
-	// where batches have different numbers of targets. 0 stands for equal shares.
+	// Share is the weight of the batch's mean loss in the loss of its optimizer step. A trainer sets it
+	// if batches have different numbers of targets. 0 means that all batches weigh the same.
 	Share float64
 
-	// Starts [batch, seq] is the position in its sequence at which the document of each token
-	// starts. It is 0 if the document starts before the sequence. Starts is nil if the boundaries
-	// of documents are unknown. The token that ends a document belongs to the next document and
-	// starts it, as in SampleText. Targets ignore the boundaries of documents.
+	// Starts [batch, seq] is the start of each token's document, as a position in the token's sequence.
+	// It is 0 if the document starts before the sequence. Starts is nil if the boundaries of documents
+	// are unknown. The token that ends a document belongs to the next document and starts it, as in
+	// SampleText. Targets ignore the boundaries of documents.
 	Starts []int
 
 	// Positions [batch, seq] is the position of each token, for models with learned vectors for
@@ -47,10 +47,10 @@ type LoaderState struct {
 	Data  string `json:"data"` // fingerprint of the tokens
 }
 
-// A Loader returns batches of a text without end, in an order that depends only on the seed. For
-// each epoch it divides the text into windows of Seq tokens, whose boundaries differ from epoch to
-// epoch. It returns them in a random order, for which it does not store a table. While a batch is
-// in use, the Loader reads the next one in the background. It is not safe for concurrent use.
+// A Loader returns an endless sequence of batches of a text, in an order that depends only on the seed.
+// For each epoch it divides the text into windows of Seq tokens, with boundaries that differ from epoch
+// to epoch. It returns them in a random order without storing a table. While a batch is in use, the
+// Loader reads the next one in the background. It is not safe for concurrent use.
 type Loader struct {
 	tokens Tokens
 	config LoaderConfig
@@ -128,8 +128,8 @@ func newBatch(n int) Batch {
 	return Batch{Inputs: make([]int, n), Targets: make([]int, n), Count: n}
 }
 
-// documentStarts sets starts[i] to the position in a window at which the document of token i
-// starts, or to 0 if it starts before the window. offset is the position of the window in the text.
+// documentStarts sets starts[i] to the start of token i's document, as a position in the window, or to 0
+// if the document starts before the window. offset is the position of the window in the text.
 type documentStarts func(starts, window []int, offset int64)
 
 // startsOf returns a function that finds the documents among the tokens. It is nil unless a token
@@ -212,9 +212,9 @@ func (l *Loader) read(batch Batch, s *LoaderState) error {
 	return nil
 }
 
-// advance moves the state past one window and returns the token at which the window starts. The
-// windows of an epoch start at shift, shift + Seq, shift + 2 Seq and so on. shift is reduced if it
-// would leave no complete window.
+// advance moves the state past one window and returns the index of the window's first token. The windows
+// of an epoch start at shift, shift + Seq, shift + 2 Seq and so on. shift is reduced if it would leave no
+// complete window.
 func (s *LoaderState) advance(tokens int64) int64 {
 	seq := int64(s.Seq)
 	windows, shift := s.windows(tokens)

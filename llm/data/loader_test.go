@@ -20,7 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// upTo returns the tokens 0, 1, 2, ..., which tell where in the text they stand.
+// upTo returns the tokens 0, 1, 2, ..., which are equal to their positions in the text.
 func upTo(n int) *memoryTokens {
 	t := &memoryTokens{fingerprint: fmt.Sprint("up to ", n)}
 	for i := range n {
@@ -61,9 +61,9 @@ func TestPermuteIsABijection(t *testing.T) {
 	}
 }
 
-// Over many keys every place goes everywhere equally often. The test is Pearson's chi-square with
-// 99 cells around 99, which a uniform permutation exceeds 175 by with a probability of 4e-6. A
-// place that does is tried again.
+// TestPermuteIsUniform checks that over many keys every position is mapped to all positions equally
+// often. It applies Pearson's chi-square test to 99 degrees of freedom. A uniform permutation exceeds 175
+// with a probability of 4e-6, and a position that exceeds it is tested again.
 func TestPermuteIsUniform(t *testing.T) {
 	r := texttest.Rand(t)
 	const n, trials = 100, 20000
@@ -88,8 +88,8 @@ func TestPermuteIsUniform(t *testing.T) {
 	}
 }
 
-// Each window of an epoch comes once, windows do not overlap, and targets are the tokens that
-// follow.
+// TestLoaderCoversTheTextOnce checks that each window of an epoch is returned once, that windows don't
+// overlap, and that targets are the following tokens.
 func TestLoaderCoversTheTextOnce(t *testing.T) {
 	r := texttest.Rand(t)
 	for range 30 {
@@ -99,7 +99,7 @@ func TestLoaderCoversTheTextOnce(t *testing.T) {
 		for epoch := range int64(3) {
 			covered := make([]bool, n)
 			windows, shift := l.state.windows(int64(n))
-			if l.state.Epoch < epoch { // the state moves on with the first window of the new epoch
+			if l.state.Epoch < epoch { // the first window of the new epoch changes the state
 				next := l.state
 				next.Epoch, next.Next = epoch, 0
 				windows, shift = next.windows(int64(n))
@@ -135,7 +135,8 @@ func TestLoaderCoversTheTextOnce(t *testing.T) {
 	}
 }
 
-// The boundaries of the windows must move, so that no token is always the first of its sequence.
+// TestLoaderMovesItsWindows checks that the boundaries of the windows move, so that no token always
+// starts a sequence.
 func TestLoaderMovesItsWindows(t *testing.T) {
 	s := LoaderState{Seed: texttest.Rand(t).Uint64(), Seq: 50}
 	seen := map[int64]int{}
@@ -177,8 +178,8 @@ func TestLoaderOrder(t *testing.T) {
 	}
 }
 
-// A loader that is set to a saved state continues as the one that was saved. So it does in the
-// middle of an epoch or at its end, while reading ahead or not.
+// TestLoaderResumes checks that a loader set to a saved state continues like the saved loader, in the
+// middle or at the end of an epoch, and whether or not it is reading ahead.
 func TestLoaderResumes(t *testing.T) {
 	r := texttest.Rand(t)
 	for range 30 {
@@ -198,7 +199,7 @@ func TestLoaderResumes(t *testing.T) {
 			t.Fatal(err)
 		}
 
-		c.Seed++ // the state's seed counts
+		c.Seed++ // the seed comes from the state
 		resumed := loaderOf(t, tokens, c)
 		for range r.IntN(3) {
 			mustNext(t, resumed)
@@ -288,8 +289,8 @@ func TestNewLoaderErrors(t *testing.T) {
 	}
 }
 
-// An error while reading leaves the loader where it is: once the file is back, the same batch is
-// dealt out.
+// TestLoaderReportsAVanishedFile checks that an error while reading doesn't move the loader: once the
+// file is back, it returns the same batch.
 func TestLoaderReportsAVanishedFile(t *testing.T) {
 	dir := texttest.Files(t, map[string]string{"a.txt": strings.Repeat("0123456789", 100)})
 	tokens, err := Tokenize(t.Context(), mustOpen(t, dir).Train, tokenizer.Bytes{})
@@ -321,7 +322,7 @@ func TestLoaderReportsAVanishedFile(t *testing.T) {
 	}
 }
 
-// pairs makes one token of two bytes and, at the end, one of a single byte.
+// pairs makes one token of two bytes, and one of a single byte at the end of a text of odd length.
 type pairs struct{ vocab int }
 
 func (pairs) Name() string { return "pairs" }
@@ -390,8 +391,8 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	}
 }
 
-// FuzzLoaderState gives a loader any place. It is refused and nothing has changed, or batches
-// follow whose tokens are the text's. The place after them is one that a loader takes.
+// FuzzLoaderState gives a loader arbitrary states. Either SetState refuses the state and changes nothing,
+// or the following batches consist of the text's tokens and the state after them is valid.
 func FuzzLoaderState(f *testing.F) {
 	l := loaderOf(f, upTo(100), LoaderConfig{Batch: 2, Seq: 9, Seed: 3})
 	whole, err := json.Marshal(l.State())
@@ -419,14 +420,14 @@ func FuzzLoaderState(f *testing.F) {
 			}
 		}
 
-		if l.State().Epoch <= maxEpoch { // which is far beyond where runs get to
+		if l.State().Epoch <= maxEpoch { // far beyond any real run
 			require.NoError(t, l.SetState(l.State()))
 		}
 	})
 }
 
-// TestLoaderKnowsDocuments wants starts at the ends of files where tokens are bytes, and else at
-// the token that ends a document.
+// TestLoaderKnowsDocuments checks that documents start at the starts of files if tokens are bytes, and
+// otherwise at the token that ends a document.
 func TestLoaderKnowsDocuments(t *testing.T) {
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(30)), WithHeldOut(1e-9)).Train
 	raw, err := Tokenize(t.Context(), text, tokenizer.Bytes{})
@@ -436,7 +437,7 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 
 	bpe := tokenBPE(t)
 	file := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, bpe)
-	var ends []int64 // of the file's documents, without their last tokens
+	var ends []int64 // positions of the tokens that end documents
 	for i, id := range allTokens(t, file) {
 		if id == bpe.EndOfDocument() {
 			ends = append(ends, int64(i))
@@ -483,7 +484,8 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 	}
 }
 
-// TestContextEndsTokenize wants Tokenize to end with the cause of its context, in the text too.
+// TestContextEndsTokenize checks that Tokenize returns the cause of its context, even in the middle of
+// the text.
 func TestContextEndsTokenize(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "text")
 	require.NoError(t, os.WriteFile(path, bytes.Repeat([]byte("some words\n"), 1<<19), 0o666))
@@ -503,7 +505,7 @@ func TestContextEndsTokenize(t *testing.T) {
 	require.Equal(t, 2, calls)
 }
 
-// counting is a tokenizer that tells of each piece.
+// counting is a tokenizer that calls encoding for each piece.
 type counting struct{ encoding func() }
 
 func (counting) Name() string                 { return "counting" }
@@ -511,13 +513,13 @@ func (counting) VocabSize() int               { return 300 }
 func (counting) Decode([]int) ([]byte, error) { return nil, nil }
 func (c counting) Encode([]byte) []int        { c.encoding(); return []int{1} }
 
-// panicking is tokens that panic when read.
+// panicking is a Tokens that panics when it is read.
 type panicking struct{ Tokens }
 
 func (panicking) ReadTokens([]int, int64) error { panic("tokens") }
 
-// TestPanickingTokens wants a panic of a user's tokens, which are read beside the caller, to be an
-// error.
+// TestPanickingTokens checks that a panic in a user's Tokens, which are read on another goroutine, is
+// returned as an error.
 func TestPanickingTokens(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "text")
 	require.NoError(t, os.WriteFile(path, bytes.Repeat([]byte("words "), 100), 0o666))

@@ -32,8 +32,8 @@ type document struct {
 	size     int64
 	fileSize int64 // with modified, as found by Open
 	modified time.Time
-	identity string // of the file, as far as the system tells
-	// the last change of the file, its times included; zero where the system does not tell
+	identity string // of the file, as far as the system provides one
+	// last change of the file or its attributes; zero if the system doesn't provide it
 	changed time.Time
 }
 
@@ -48,7 +48,7 @@ func newDocument(name string, info fs.FileInfo) document {
 type Text struct {
 	root string
 	docs []document
-	ends []int64 // ends[i] is the offset in the text at which docs[i] ends
+	ends []int64 // ends[i] is the end of docs[i] in the text
 
 	known fingerprinted
 }
@@ -198,7 +198,7 @@ func (t *Text) SampleDocuments(limit int) ([][]byte, error) {
 	}
 
 	var cuts []int
-	size, read := 0, int64(0) // of the blocks so far, and where in the text the last one ends
+	size, read := 0, int64(0) // size of the blocks so far, and the end of the last one in the text
 	for at, n := range t.sampleBlocks(len(sample)) {
 		if at > read {
 			cuts = append(cuts, size)

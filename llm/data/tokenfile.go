@@ -32,7 +32,7 @@ import (
 type TokenFile struct {
 	f      *os.File
 	header tokenHeader
-	end    int // token that ends a document, or -1 if there is none
+	end    int // token that ends a document, or -1
 }
 
 type tokenHeader struct {
@@ -61,17 +61,17 @@ func newTokenHeader(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (t
 		h.Width = 2
 	}
 
-	// The prefix tells these tokens from those of Tokenize, which adds no token at the end of
+	// The prefix distinguishes these tokens from tokens of Tokenize, which adds no token at the end of
 	// documents.
 	fingerprint, err := text.Fingerprint(ctx, nil)
 	h.Fingerprint = fingerprintOf("documents "+tok.Name(), fingerprint)
 	return h, err
 }
 
-// CacheTokens returns the tokens of the text from the file at path. If there is no such file, or if
-// it belongs to another tokenizer or to a text that has changed, CacheTokens first writes it like
-// [WriteTokens]. It returns an error for a damaged file or a file of another kind, and does not
-// overwrite it.
+// CacheTokens returns the tokens of the text from the file at path. If the file doesn't exist, or if it
+// belongs to another tokenizer or to a text that has changed, CacheTokens first writes it like
+// [WriteTokens]. It returns an error for a damaged file or a file of another kind, and does not overwrite
+// it.
 func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
 	progress func(bytes, of int64) error) (*TokenFile, error) {
 	t, err := OpenTokens(ctx, path, text, tok)
@@ -84,9 +84,9 @@ func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tok
 	return OpenTokens(ctx, path, text, tok)
 }
 
-// OpenTokens opens a file that [WriteTokens] wrote to path, and reads it once to check it. The
-// caller must close it. The error wraps ErrChanged if the file was made of another text (see
-// [Text.Fingerprint]) or with another tokenizer. OpenTokens returns an error if ctx ends.
+// OpenTokens opens a file that [WriteTokens] wrote to path, and reads it once to check it. The caller
+// must close it. The error wraps ErrChanged if the file belongs to another text (see [Text.Fingerprint])
+// or another tokenizer. OpenTokens returns an error if ctx ends.
 func OpenTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer) (
 	*TokenFile, error) {
 	if ctx == nil {
@@ -257,9 +257,9 @@ func (t *TokenFile) EndOfDocument() int { return t.end }
 // Close closes the file.
 func (t *TokenFile) Close() error { return t.f.Close() }
 
-// WriteTokens encodes the text on all cores and writes its tokens to the file at path, which it
-// replaces atomically: if the process is killed, path still has the old file or already the new
-// one. It creates missing folders of path.
+// WriteTokens encodes the text on all cores and writes its tokens to the file at path. It replaces the
+// file atomically: if the process is killed, path has either the old file or the new one. It creates
+// missing folders of path.
 //
 // Documents are encoded separately, in portions of up to 1 MiB that end after a newline if they
 // contain one. If the tokenizer is a BPE or has a method EndOfDocument() int, the token for the end

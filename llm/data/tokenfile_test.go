@@ -24,7 +24,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// tokenText returns a text of small documents, one of several portions and one without newlines.
+// tokenText returns a text of small documents, a document of several portions, and one without a final
+// newline.
 func tokenText(t testing.TB) *Text {
 	t.Helper()
 	r := texttest.Rand(t)
@@ -46,8 +47,8 @@ func tokenBPE(t testing.TB) *tokenizer.BPE {
 	return trainBPE(t, texttest.Repetitive(texttest.Rand(t), 50_000), 400)
 }
 
-// wide is a Tokenizer with ids of up to 2^24: three bytes make a token, and each of the last one or
-// two.
+// wide is a Tokenizer with ids of up to 2^24: every three bytes form a token, and the last bytes of a
+// text one token each.
 type wide struct{ broken bool }
 
 func (wide) Name() string   { return "wide" }
@@ -181,7 +182,7 @@ func TestTokenFileFeedsALoader(t *testing.T) {
 		t.Error("resumed with another batch")
 	}
 
-	// Tokenize does not end documents, so that its tokens are others.
+	// Tokenize doesn't add tokens that end documents, so its tokens differ.
 	tokens, err := Tokenize(t.Context(), text, bpe)
 	if err != nil {
 		t.Fatal(err)
@@ -202,11 +203,11 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 		t.Fatalf("no file: %v", err)
 	}
 
-	mustCache(t, path, text, tokenizer.Bytes{}).Close() // Windows does not replace open files
+	mustCache(t, path, text, tokenizer.Bytes{}).Close() // Windows can't replace open files
 	name := func(d document) string { return filepath.Join(dir, filepath.FromSlash(d.name)) }
 	remove := func() error { return os.Remove(name(text.docs[1])) }
 	touch := func() error { return os.Chtimes(name(text.docs[0]), time.Time{}, time.Unix(1e9, 0)) }
-	rewrite := func() error { // other text of the same size and time
+	rewrite := func() error { // different text of the same size and time
 		b, err := os.ReadFile(name(text.docs[0]))
 		b[0] ^= 1
 		return errors.Join(err, os.WriteFile(name(text.docs[0]), b, 0o666), touch())
@@ -251,8 +252,8 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 	}
 }
 
-// Text that changes under the encoder, or a tokenizer that makes ids outside its vocabulary, leaves
-// the old file.
+// TestWriteTokensKeepsTheOldFile checks that the old file survives if the text changes during encoding,
+// or if the tokenizer returns ids outside its vocabulary.
 func TestWriteTokensKeepsTheOldFile(t *testing.T) {
 	dir := texttest.Files(t, texttest.Numbered(30))
 	text := mustOpen(t, dir).Train
@@ -412,8 +413,8 @@ func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
 	}
 }
 
-// FuzzOpenTokens gives any file, also with the header's checksum made right. It is refused, or has
-// the ids that it holds.
+// FuzzOpenTokens opens arbitrary files, with and without a correct checksum of the header. OpenTokens
+// either refuses a file or reads the ids in it.
 func FuzzOpenTokens(f *testing.F) {
 	text := mustOpen(f,
 		texttest.Files(f, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train

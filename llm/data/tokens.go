@@ -12,10 +12,10 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// Tokens is a text as token ids that can be read from any offset. A Loader needs nothing else from
-// its data. The ids are within the vocabulary of the tokenizer that made them. If a token ends each
-// document, an optional method EndOfDocument() int returns it. Methods may be called concurrently,
-// because a Loader reads in the background.
+// Tokens is a text as token ids that can be read from any offset. A Loader needs nothing else from its
+// data. The ids are within the vocabulary of the tokenizer that made them. If a token ends each document,
+// an optional method EndOfDocument() int returns it. Methods may be called concurrently, because a Loader
+// reads in the background.
 type Tokens interface {
 	Len() int64
 	// Tokenizer returns the name of the tokenizer, and VocabSize the size of its vocabulary.
@@ -85,8 +85,8 @@ func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens,
 	return t, nil
 }
 
-// fingerprintOf returns the fingerprint of tokens from the way they are made and the fingerprint of
-// their text.
+// fingerprintOf returns the fingerprint of tokens, given a description of how they are made and the
+// fingerprint of their text.
 func fingerprintOf(how, text string) string {
 	return fmt.Sprintf("%x", sha256.Sum256(fmt.Appendf(nil, "%s %s", how, text)))
 }
@@ -98,7 +98,7 @@ func checkID(id, vocabSize int) error {
 	return nil
 }
 
-// byteTokens are the tokens that a tokenizer.Bytes makes.
+// byteTokens holds the tokens that a tokenizer.Bytes makes.
 type byteTokens struct {
 	tokenizer.Bytes
 	text        *Text

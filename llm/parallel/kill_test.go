@@ -28,11 +28,10 @@ import (
 // kills is the number of processes that TestAimedKills kills: go test ./llm/parallel -run Aimed -kills 50
 var kills = flag.Int("kills", 8, "how many ranks are killed, each in the midst of its work")
 
-// aimVariable holds the rank that kills itself, the phase in which it does so, and the number of steps
-// before that.
+// aimVariable holds the rank that kills itself, the phase, and the number of steps before the kill.
 const aimVariable = "KASMINA_PARALLEL_AIM"
 
-// aims lists the phases in which a rank may be killed. The last ones are moments of a save.
+// aims lists the phases for kills. The last ones are moments of a save.
 var aims = []string{"forward", "backward", "update", "own", "part", "parts", "main", "tidy"}
 
 // victim is an engine that kills its process during the phase in aim.
@@ -157,10 +156,10 @@ func (v *victim) watch(before map[string]bool) {
 	}
 }
 
-// TestAimedKills kills a rank in the forward pass, in the backward pass or in the update. Or it
-// kills it at one of the moments of a save that all ranks write together. All end and say which
-// rank it was. The set of files is the old or the new one. From it the run goes on, on another
-// number of ranks, to the bits of one that nobody killed.
+// TestAimedKills kills a rank in the forward pass, in the backward pass, in the update, or at a certain
+// moment of a save that all ranks write together. It checks that all ranks end and name the killed rank,
+// that the set of files is either the old or the new one, and that continuing on another number of ranks
+// leads to the same bits as an uninterrupted run.
 func TestAimedKills(t *testing.T) {
 	want := faulty(t.TempDir()).file(t, 0)
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 2))

@@ -422,8 +422,8 @@ func TestLimitsOfTheStepBefore(t *testing.T) {
 	require.ErrorIs(t, s.run(t, 0), llm.ErrSettings)
 }
 
-// TestResumesOnAnyNumber checks that a checkpoint can be resumed on any number of ranks, whatever number
-// wrote it, and that the run ends with the same bits as an uninterrupted one.
+// TestResumesOnAnyNumber checks that any number of ranks can resume a checkpoint, whatever number wrote
+// it, and that the resulting bits are the same as without the interruption.
 func TestResumesOnAnyNumber(t *testing.T) {
 	for name, s := range map[string]setup{
 		"AdamW": {config: small(), steps: 13, accumulate: 4, grow: true, commands: true},

@@ -37,9 +37,9 @@ func WithLogSteps() CurveOption {
 // in nats per token. It is redrawn after each evaluation and at the end of the run. A reader of the
 // file sees the old picture or the new one, never a part of one.
 //
-// If a run is resumed, the earlier points are taken from the log that [runlog.JSON] wrote to logPath.
-// If logPath is empty, the curve starts with this process. If the picture cannot be written, the run
-// ends with an error before its first step.
+// If a run is resumed, the earlier points are taken from the log that [runlog.JSON] wrote to logPath. If
+// logPath is empty, the curve starts with this process. If the picture cannot be written, the run fails
+// with an error before its first step.
 func LossCurve(path, logPath string, options ...CurveOption) llm.Callback {
 	var c lossCurve
 	for _, o := range options {
@@ -97,8 +97,8 @@ func (c *lossCurve) restore(logPath string) error {
 	})
 }
 
-// rewind removes the points that a run starting at step replaces: those after the step, or all of
-// them if the run starts over.
+// rewind removes the points that a run starting at step replaces: the points after the step, or all
+// points if the run starts over.
 func (c *lossCurve) rewind(step int) {
 	if step == 0 {
 		step = -1

@@ -1,7 +1,7 @@
 // Package runlog reports on a training run by means of its events.
 //
-// [Progress] shows a progress bar to the person watching the run. [JSON] writes a log that programs
-// and people can read later; [Read] reads such a log, and [Tail] follows one that is still growing.
+// [Progress] shows a progress bar to the person watching the run. [JSON] writes a log that programs and
+// people can read later; [Read] reads such a log, and [Tail] follows a log that is still growing.
 package runlog
 
 import (
@@ -112,7 +112,7 @@ func JSON(path string, opts ...Option) llm.Callback {
 			return err
 		}
 
-		// One write call: a killed process leaves at most its last line incomplete.
+		// A single write call: if the process is killed, at most the last line is incomplete.
 		_, err = file.Write(lines)
 		if e.Kind == llm.RunEnd || err != nil {
 			err = errors.Join(err, file.Close())
@@ -283,8 +283,8 @@ func newRecord(e llm.Event) Record {
 	return r
 }
 
-// share returns the completed fraction of a run with a budget, or nil for a run whose steps are
-// counted.
+// share returns the completed fraction of a run with a budget, or nil for a run with a fixed number of
+// steps.
 func share(e llm.Event) *jsonfloat.Float {
 	if e.Budget == (llm.Budget{}) {
 		return nil

@@ -18,9 +18,9 @@ import (
 
 // Progress returns a callback that shows a progress bar, the samples, and notable events.
 //
-// The bar contains the step, the training loss and the latest held-out loss (both in nats per
-// token), the remaining time, the speed, and the number of growing seeds by stage. If the line is
-// too short for all of them, the last ones are omitted.
+// The bar contains the step, the training loss and the latest held-out loss (both in nats per token), the
+// remaining time, the speed, and the number of growing seeds by stage. If the line is too short for
+// everything, the last figures are omitted.
 //
 // On a terminal the bar is redrawn in place, at most ten times per second. Any other writer, such
 // as a file, gets a line after each evaluation and otherwise every ten seconds.
@@ -63,7 +63,7 @@ func isTerminal(w io.Writer) bool {
 	return err == nil && info.Mode()&os.ModeCharDevice != 0
 }
 
-// columnsOf returns a function that returns the width of the terminal to which w writes, or nil.
+// columnsOf returns a function that returns the width of w's terminal, or nil if w isn't a terminal.
 func columnsOf(w io.Writer) func() int {
 	f, ok := w.(interface{ Fd() uintptr })
 	if !ok || !term.IsTerminal(int(f.Fd())) {
@@ -252,7 +252,7 @@ func parameters(e llm.Event) string {
 	return thousands(e.Params) + " parameters"
 }
 
-// stageMarks abbreviates the stages in the bar, in the order in which a seed passes through them.
+// stageMarks abbreviates the stages in the bar, in the order of a seed's life.
 var stageMarks = []struct {
 	stage state.Stage
 	mark  string
