@@ -32,7 +32,7 @@
 // if they receive nothing from rank 0. This detects processes that hang without limiting the
 // duration of legitimate work.
 //
-// # What has the same bits
+// # Reproducibility of collectives
 //
 // Send, Recv, AllGather, Broadcast and [GatherShards] copy: the received bits equal those sent,
 // including NaN payloads and signs of zeros. Max and Min have a unique result, except for NaN. So

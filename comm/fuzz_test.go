@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
-// heard is a connection from which a fixed input can be read.
+// heard is a connection that delivers a fixed input.
 type heard struct {
 	net.Conn
 	said *bytes.Reader
@@ -25,7 +25,7 @@ func (h heard) SetReadDeadline(time.Time) error  { return nil }
 func (h heard) SetWriteDeadline(time.Time) error { return nil }
 func (h heard) Close() error                     { return nil }
 
-// says returns a wire whose peer sends b and closes the connection.
+// says returns a wire to a peer that sends b and closes the connection.
 func says(b []byte) *wire { return newWire(heard{said: bytes.NewReader(b)}) }
 
 // FuzzMessages feeds arbitrary input from an authenticated peer to the store and to a World. The

@@ -57,8 +57,8 @@ const (
 //   - Slurm's srun sets SLURM_*. The first host of the step is rank 0's, and the port follows from the
 //     number of the job. MASTER_ADDR and MASTER_PORT override both.
 //
-// Without any of these, the process is alone: rank 0 of 1. If some are set and others are missing
-// or invalid, the error names them.
+// Without any of these, the process is alone: rank 0 of 1. If the variables are incomplete or invalid,
+// the error names them.
 //
 // A run of several processes also needs a secret (see [SecretFromEnvironment]). If it is missing or
 // unusable, the error wraps [ErrSecret] and the rest of the place is valid. KASMINA_LISTEN sets

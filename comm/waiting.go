@@ -7,13 +7,13 @@ import (
 	"time"
 )
 
-// Times after which a rank that waits for others reports it. Tests change them.
+// Times after which a waiting rank reports why it waits. Tests change them.
 var (
 	firstReport = 3 * time.Second
 	laterReport = 30 * time.Second
 )
 
-// reportWaiting calls Options.Waiting while this rank waits for others to join, until stop is called.
+// reportWaiting calls Options.Waiting while this rank waits for more ranks to join, until stop is called.
 func (w *World) reportWaiting(c *caller) (stop func()) {
 	if w.options.Waiting == nil {
 		return func() {}

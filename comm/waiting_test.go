@@ -10,8 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestWaiting checks that ranks which wait say for whom: rank 0 names the missing rank, and a rank with
-// another secret learns that rank 0 does not take it.
+// TestWaiting checks the reports of waiting ranks: rank 0 names the missing rank, and a rank with another
+// secret learns that rank 0 does not accept it.
 func TestWaiting(t *testing.T) {
 	defer func(first, later time.Duration) { firstReport, laterReport = first, later }(firstReport, laterReport)
 	firstReport, laterReport = 50*time.Millisecond, 50*time.Millisecond

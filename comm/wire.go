@@ -73,7 +73,7 @@ const (
 	maxGreeting = 64 << 10
 )
 
-// chunk is the unit in which large values are read and written. Timeouts apply to each chunk.
+// chunk is the unit for reading and writing large values. Timeouts apply to each chunk.
 const chunk = 1 << 20
 
 // writeTimeout limits the time for writing one chunk.

@@ -33,8 +33,8 @@ type Options struct {
 	Deadline time.Duration
 	// Facts must be the same at all ranks, or none may join: the program's version, options, data.
 	Facts []Fact
-	// Waiting, unless it is nil, is called with a text for the user if a rank has to wait for others
-	// to join for more than a few seconds, and from time to time from then on.
+	// Waiting, unless it is nil, is called with a text for the user if a rank has waited for more than a
+	// few seconds for the rest to join, and from time to time from then on.
 	Waiting func(text string)
 }
 
@@ -182,7 +182,7 @@ func (w *World) Rank() int { return w.Place().Rank }
 // Size returns the number of ranks.
 func (w *World) Size() int { return w.Place().Size }
 
-// Deadline returns the time after which a silent rank fails the run, or 0 if there is no limit.
+// Deadline returns the time after which a silent rank fails the run, or 0 without a limit.
 func (w *World) Deadline() time.Duration {
 	if !w.made() {
 		return 0

@@ -63,7 +63,7 @@ func checkGraph(op string, args ...arg) error {
 	return nil
 }
 
-// checkDims returns an error unless a has the given number of dimensions, all of them positive. want
+// checkDims returns an error unless a has the given number of dimensions and no dimension is 0. want
 // describes the dimensions, for example "[rows, D]".
 func checkDims(op string, a arg, dims int, want string) error {
 	got := a.node.Shape()

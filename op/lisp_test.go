@@ -59,9 +59,9 @@ func lispCost(t *testing.T, c opCase, in, wrt gorgonia.Nodes,
 	return y, must(t)(gorgonia.Add(cost, must(t)(gorgonia.Sum(wrt[0]))))
 }
 
-// TestLispMachine compares the gradients of Gorgonia's LispMachine with those of the tape machine. They
-// may differ in the order in which the gradients of several uses are added. A second run of the graph
-// adds to the gradients, as with Gorgonia's own ops.
+// TestLispMachine checks that Gorgonia's LispMachine and tape machine give the same gradients. They may
+// add the gradients of several uses in a different order. A second run of the graph adds to the
+// gradients, as with Gorgonia's own ops.
 func TestLispMachine(t *testing.T) {
 	tested := map[string]bool{}
 	for _, c := range append(opCases(random(t)), kasminaCases(t)...) {

@@ -9,42 +9,43 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// Error says that a run did not end well.
+// Error reports that a run did not succeed.
 type Error struct {
-	// Deaths are the processes that did not end well, the one that is to blame first.
+	// Deaths lists the processes that failed, starting with the one to blame.
 	Deaths []Death
-	// Well is the number of processes that did.
+	// Well is the number of processes that succeeded.
 	Well int
-	// Cause is what ended the run from outside: the context's cause, or a second signal.
+	// Cause is the external reason for ending the run, if any: the context's cause, or a second signal.
 	Cause error
 }
 
-// Death is the end of a process.
+// Death describes how a process failed.
 type Death struct {
 	Rank, PID int
-	// Code is the exit code, or −1 where a signal ended the process.
+	// Code is the exit code, or −1 if a signal ended the process.
 	Code   int
 	Signal os.Signal
-	// Asked says that it ended after it was asked to.
+	// Asked reports whether the process ended because the launcher asked it to.
 	Asked bool
-	// Last is what it wrote last to standard error.
+	// Last holds the last lines that the process wrote to standard error.
 	Last []string
 
 	ended bool
 }
 
-// guilt orders deaths by how likely they are the first cause. Which process is seen to end first is
-// no measure: those that miss another may end while the system still clears away that one.
+// guilt orders deaths by how likely they are to be the original failure. The order of the exits says
+// nothing: processes that lose their connection to another process may exit while the system is still
+// cleaning up that process.
 func (d Death) guilt() int {
 	switch {
 	case d.Signal != nil && !d.Asked:
-		return 0 // from elsewhere
+		return 0 // killed from outside
 	case d.Signal == nil && d.Code != comm.ExitPeer && !d.Asked:
 		return 1
 	case d.Signal == nil && d.Code != comm.ExitPeer:
 		return 2
 	case d.Signal == nil:
-		return 3 // another rank failed, it says
+		return 3 // according to the process, another rank failed
 	}
 
 	return 4
@@ -91,5 +92,5 @@ func (e *Error) Error() string {
 	return b.String()
 }
 
-// Unwrap is the cause from outside.
+// Unwrap returns the external cause.
 func (e *Error) Unwrap() error { return e.Cause }

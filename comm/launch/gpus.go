@@ -9,11 +9,13 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// ForGPUs is the job that a program runs in the place of its own work, where it is to start a
-// process a GPU. gpus is what its user asks for, 0 for nothing. args are its own arguments, which
-// the processes get. On a host of Kubeflow Trainer it is what PET_NPROC_PER_NODE asks for. It is
-// nil where the program does the work: alone, or as one of the processes that this package,
-// torchrun, Slurm or MPI has started.
+// ForGPUs returns a job that starts the current program once per GPU, for programs that can start
+// themselves. gpus is the number that the user requested, or 0 for none, and args are the program's
+// arguments, which the processes get too. On a host of Kubeflow Trainer, PET_NPROC_PER_NODE is the
+// default for gpus.
+//
+// ForGPUs returns nil if this process should do the work itself: because it is alone, or because this
+// package, torchrun, Slurm or MPI has started it as one of several.
 func ForGPUs(gpus int, args []string, getenv func(string) string) (*Job, error) {
 	if gpus < 0 {
 		return nil, fmt.Errorf("launch: %d GPUs: want at least 1, or 0 where it is left open", gpus)

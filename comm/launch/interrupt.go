@@ -13,12 +13,12 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// A Teller writes messages for the user to a terminal or a pipe and never fails. If the terminal has
-// been closed, or nobody reads from the pipe any more, the messages are lost, and the run goes on to
-// save its checkpoint.
+// A Teller writes messages for the user to a terminal or a pipe and never fails. If the terminal has been
+// closed or the pipe has no reader any more, the messages are lost, and the run continues until it has
+// saved its checkpoint.
 type Teller struct{ *os.File }
 
-// Write writes as much of b as it can and reports that it wrote all of it.
+// Write writes as much of b as possible and reports that it wrote everything.
 func (t Teller) Write(b []byte) (int, error) {
 	t.File.Write(b)
 	return len(b), nil
@@ -48,9 +48,9 @@ func ExitCode(err error) int {
 	return code
 }
 
-// UntilInterrupt returns a context that is canceled when the user interrupts the program or closes
-// its terminal, so that a run can save. Its cause is an [Interruption]. UntilInterrupt writes a line
-// to w that says so. A second interrupt ends the program at once.
+// UntilInterrupt returns a context that is canceled when the user interrupts the program or closes its
+// terminal, so that a run can save. Its cause is an [Interruption]. UntilInterrupt then writes a line to
+// w that announces this. A second interrupt ends the program at once.
 //
 // The context is also canceled when the program writes to standard output or standard error and
 // nothing reads from that pipe any more, as after Ctrl-C in "program | tee". A network connection

@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// TestUntilInterrupt wants the first interrupt to end the context and to say what happens now.
+// TestUntilInterrupt checks that the first interrupt cancels the context and announces what happens next.
 func TestUntilInterrupt(t *testing.T) {
 	r, w := io.Pipe()
 	ctx := UntilInterrupt(w)
@@ -37,14 +37,14 @@ func TestUntilInterrupt(t *testing.T) {
 	require.Equal(t, comm.ExitPeer, ExitCode(errors.Join(cause, comm.ErrPeer)))
 	require.Equal(t, 1, ExitCode(context.Canceled))
 	require.Equal(t, 0, ExitCode(nil))
-	// The terminal closes, too, which must not end the program.
+	// Closing the terminal as well must not end the program.
 	defer signal.Reset(syscall.SIGHUP, syscall.SIGPIPE)
 	require.NoError(t, self.Signal(syscall.SIGHUP))
 	require.True(t, signal.Ignored(syscall.SIGHUP) && signal.Ignored(syscall.SIGPIPE),
 		"after the first signal SIGHUP or SIGPIPE still ends the program")
 }
 
-// TestNobodyReads wants a Teller whose pipe has no reader any more to go on.
+// TestNobodyReads checks that a Teller continues if its pipe no longer has a reader.
 func TestNobodyReads(t *testing.T) {
 	r, w, err := os.Pipe()
 	require.NoError(t, err)

@@ -8,10 +8,12 @@
 // environment, which other users cannot read. Each line of output is prefixed with the rank that
 // wrote it.
 //
-// When a process dies the others are asked to end (SIGTERM), and after the grace time they are
-// ended (SIGKILL), with whatever they have started. The [Error] says which process died first, why,
-// and what it said last. Interrupts and requests to end go to all processes, which may save and end
-// in their own time. A second one ends them as a death does.
+// When a process fails, the remaining ones are asked to end (SIGTERM). After the grace time they are
+// killed (SIGKILL), along with any processes that they have started. The [Error] names the process that
+// failed first, the reason, and its last lines.
+//
+// Interrupts and termination requests are forwarded to all processes, which may save and end in their own
+// time. A second one ends the processes in the same way as a failure.
 package launch
 
 import (
@@ -34,21 +36,21 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// Job is what is to be started.
+// Job describes the processes to start.
 type Job struct {
-	// Path is the program, and Args its arguments after the name.
+	// Path is the program. Args are its arguments, without the program's name.
 	Path string
 	Args []string
 	Dir  string
-	// Env is the environment that the processes get beside their place; os.Environ() where nil.
+	// Env is the environment of the processes, to which their places are added; nil means os.Environ().
 	Env []string
 	// PerNode is the number of processes on this host.
 	PerNode int
-	// Node says which of several hosts this is; the zero Node is the only one.
+	// Node identifies this host in a run on several hosts. The zero Node means that it is the only one.
 	Node Node
-	// Stdout and Stderr take the lines of all processes; os.Stdout and os.Stderr where nil.
+	// Stdout and Stderr receive the lines of all processes; nil means os.Stdout and os.Stderr.
 	Stdout, Stderr io.Writer
-	// Grace is the time between the request to end and the end by force; 4 s where it is 0.
+	// Grace is the time between asking the processes to end and killing them; 0 means 4 s.
 	Grace time.Duration
 
 	secret comm.Secret
@@ -56,17 +58,16 @@ type Job struct {
 
 // Node is one of the hosts of a run.
 type Node struct {
-	// Rank counts the hosts from 0 to Count−1.
+	// Rank numbers the hosts from 0 to Count−1.
 	Rank, Count int
-	// MasterAddr and MasterPort are where rank 0 is to be found.
+	// MasterAddr and MasterPort are the address and port of rank 0.
 	MasterAddr string
 	MasterPort int
 }
 
-// NodeFromEnvironment reads which host this is from what Kubeflow Trainer sets (PET_*), where the
-// program stands in torchrun's place. perNode is 0 where the number of processes is left open
-// ("auto", "gpu" or nothing). found is false where there is no such environment, or where the
-// process has a rank of its own already.
+// NodeFromEnvironment identifies this host from the variables that Kubeflow Trainer sets (PET_*) if the
+// program takes the place of torchrun. perNode is 0 if the number of processes is left open ("auto",
+// "gpu" or nothing). found is false if the variables are missing or if the process already has a rank.
 func NodeFromEnvironment(getenv func(string) string) (n Node, perNode int, found bool, err error) {
 	if getenv == nil {
 		return Node{}, 0, false, errors.New("launch: the function is nil, want os.Getenv")
@@ -96,7 +97,7 @@ func NodeFromEnvironment(getenv func(string) string) (n Node, perNode int, found
 	return n, perNode, true, err
 }
 
-// check fills in defaults and says what is wrong with a job.
+// check fills in defaults and returns an error if the job is invalid.
 func (j *Job) check() error {
 	if j.Node.Count == 0 {
 		port, err := freePort()
@@ -142,8 +143,8 @@ func (j *Job) check() error {
 	return nil
 }
 
-// freePort is a port that nobody listens at now. Should somebody take it meanwhile, rank 0 listens
-// at the next one.
+// freePort returns a port that is currently unused. If another process takes it in the meantime, rank 0
+// listens on the next one.
 func freePort() (int, error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -172,7 +173,7 @@ func (j *Job) getenv(name string) string {
 func (j *Job) environment(local int) []string {
 	p := j.place(local)
 	env := slices.DeleteFunc(slices.Clone(j.Env), func(variable string) bool {
-		// torchrun's store is not here, even where torchrun started this program.
+		// torchrun's store is unavailable here, even if torchrun started this program.
 		return strings.HasPrefix(variable, "TORCHELASTIC_")
 	})
 	env = append(env, "RANK="+strconv.Itoa(p.Rank), "WORLD_SIZE="+strconv.Itoa(p.Size),
@@ -181,7 +182,7 @@ func (j *Job) environment(local int) []string {
 	return append(env, comm.SecretVariable+"="+string(p.Secret))
 }
 
-// Run starts the processes and returns when all have ended and their output is written. The error
+// Run starts the processes and returns when all have ended and their output has been written. The error
 // is an *[Error] unless the processes could not be started.
 func Run(ctx context.Context, j Job) error {
 	if err := j.check(); err != nil {
@@ -206,22 +207,22 @@ func Run(ctx context.Context, j Job) error {
 	return r.result()
 }
 
-// run is the processes of a job.
+// run manages the processes of a job.
 type run struct {
 	job       *Job
 	processes []*process
 	exits     chan *process
 	signals   <-chan os.Signal
 	alive     int
-	ending    bool // all were asked to end
-	forced    bool // all were ended
+	ending    bool // all processes were asked to end
+	forced    bool // all processes were killed
 	hearsay   <-chan time.Time
 	force     <-chan time.Time
-	forwarded os.Signal // the first one
-	cause     error     // where the context ended the run
+	forwarded os.Signal // first forwarded request to end
+	cause     error     // set if the context or a signal ended the run
 }
 
-// process is one of them.
+// process is one process of a run.
 type process struct {
 	Death
 	cmd    *exec.Cmd
@@ -277,14 +278,14 @@ func (r *run) follow(ctx context.Context) {
 	}
 }
 
-// ended notes the end of a process, and ends the others where it is a death.
+// ended records the end of a process. If it failed, the remaining processes are ended too.
 func (r *run) ended(p *process) {
 	r.alive--
 	p.Code, p.Signal = outcome(p.cmd.ProcessState)
 	p.ended = true
 	p.Asked = r.ending && (p.Signal == nil || p.Signal == syscall.SIGTERM ||
 		p.Signal == syscall.SIGKILL && r.forced)
-	kill(p.cmd.Process) // what it has started and left
+	kill(p.cmd.Process) // kills processes that it started and left running
 	if p.err != nil {
 		if r.forwarded != nil && r.cause == nil {
 			r.cause = Interruption{r.forwarded}
@@ -297,11 +298,11 @@ func (r *run) ended(p *process) {
 	}
 }
 
-// hearsay is how long the others may go on after a process has ended because another failed. The
-// one that failed may still be writing why.
+// hearsay is the time that the remaining processes get after a process has ended because of another one's
+// failure. The failed process may still be writing the reason.
 const hearsay = 2 * time.Second
 
-// end asks all processes to end, and sees to it that they do.
+// end asks all processes to end, and kills them after the grace time.
 func (r *run) end() {
 	if r.ending {
 		return
@@ -311,7 +312,8 @@ func (r *run) end() {
 	r.force = time.After(r.job.Grace)
 }
 
-// forward hands a signal on. The second one that asks to end is the last.
+// forward forwards a signal to all processes. The second request to end is not forwarded but ends the
+// run.
 func (r *run) forward(s os.Signal) {
 	if r.forwarded != nil && slices.Contains(requests, s) {
 		r.cause = fmt.Errorf("%w, after %v", Interruption{s}, r.forwarded)
@@ -332,7 +334,7 @@ func (r *run) each(f func(*os.Process)) {
 	}
 }
 
-// result says how the run ended.
+// result returns the outcome of the run.
 func (r *run) result() error {
 	written := r.drain()
 	e := &Error{Cause: r.cause}

@@ -21,12 +21,13 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// patience is far more than anything here takes.
+// patience is far longer than anything in these tests takes.
 const patience = 100 * time.Second
 
 const roleVariable = "KASMINA_LAUNCH_TEST"
 
-// TestMain is the program that the tests start: a role says what a process does.
+// TestMain also serves as the program that the tests start. The role determines the behavior of a
+// process.
 func TestMain(m *testing.M) {
 	role := os.Getenv(roleVariable)
 	if role == "" {
@@ -39,7 +40,7 @@ func TestMain(m *testing.M) {
 	roles[role](rank)
 }
 
-// roles of processes that need no signals.
+// roles holds the roles of processes that need no signals.
 var roles = map[string]func(rank int){
 	"environment": func(int) {
 		for _, name := range placeVariables {
@@ -84,7 +85,7 @@ var placeVariables = []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_S
 
 const floodLines = 20000
 
-// screen is where output goes. It can be waited on for a line.
+// screen collects output. Tests can wait until it contains a text.
 type screen struct {
 	mu   sync.Mutex
 	text bytes.Buffer
@@ -110,7 +111,7 @@ func (s *screen) String() string {
 	return s.text.String()
 }
 
-// await waits until a text is there so many times.
+// await waits until a text has occurred the given number of times.
 func (s *screen) await(text string, times int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -185,7 +186,7 @@ func TestSecretOfARun(t *testing.T) {
 	}
 }
 
-// TestTrainerNode replays what Kubeflow Trainer sets for a node with four GPUs.
+// TestTrainerNode replays the variables that Kubeflow Trainer sets for a node with four GPUs.
 func TestTrainerNode(t *testing.T) {
 	trainer := map[string]string{"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1",
 		"PET_MASTER_ADDR": "kasmina-node-0-0.kasmina", "PET_MASTER_PORT": "29400"}
@@ -232,13 +233,14 @@ func TestTrainerNode(t *testing.T) {
 	trainer["PET_NODE_RANK"] = "first"
 	_, _, _, err = NodeFromEnvironment(getenv)
 	require.ErrorContains(t, err, `PET_NODE_RANK="first"`)
-	trainer["RANK"] = "3" // torchrun has started this process
+	trainer["RANK"] = "3" // as if torchrun had started this process
 	_, _, found, err = NodeFromEnvironment(getenv)
 	require.NoError(t, err)
 	require.False(t, found)
 }
 
-// TestFlood: every line arrives whole, in its process's order; a line without an end is cut.
+// TestFlood checks that every line arrives whole and in the order of its process, and that an endless
+// line is split.
 func TestFlood(t *testing.T) {
 	j, stdout, stderr := job(t, "flood", 3)
 	require.NoError(t, Run(t.Context(), j))
@@ -267,7 +269,7 @@ func TestFlood(t *testing.T) {
 	require.Equal(t, 3*floodLines, strings.Count(stderr.String(), "\n"))
 }
 
-// TestEarlyEnd: a process that ends well does not end the others.
+// TestEarlyEnd checks that the successful end of a process doesn't end the rest of the run.
 func TestEarlyEnd(t *testing.T) {
 	j, stdout, _ := job(t, "early", 2)
 	require.NoError(t, Run(t.Context(), j))
@@ -331,7 +333,8 @@ type fullDisk struct{}
 
 func (fullDisk) Write([]byte) (int, error) { return 0, errors.New("disk full") }
 
-// TestOutputThatCannotBeWritten does not end the processes, and is an error in the end.
+// TestOutputThatCannotBeWritten checks that a write error doesn't end the processes and is returned at
+// the end.
 func TestOutputThatCannotBeWritten(t *testing.T) {
 	j, _, stderr := job(t, "flood", 1)
 	j.Stdout = fullDisk{}

@@ -11,11 +11,11 @@ import (
 	"time"
 )
 
-// merged takes the lines of all processes: no line is cut in two by another.
+// merged writes the lines of all processes without interleaving them.
 type merged struct {
 	mu             sync.Mutex
 	stdout, stderr io.Writer
-	err            error // the first error of writing; the processes go on without their output
+	err            error // first write error; the processes continue without their output
 }
 
 func (m *merged) write(to io.Writer, line []byte) {
@@ -26,17 +26,17 @@ func (m *merged) write(to io.Writer, line []byte) {
 	}
 }
 
-// output is that of one process.
+// output reads the output of one process.
 type output struct {
 	mux    *merged
 	prefix string
 	last   tail
-	ours   []*os.File // the ends that are read here
+	ours   []*os.File // read ends, used by this process
 	theirs []*os.File
 	wg     sync.WaitGroup
 }
 
-// newOutput gives a command, which is started next, pipes to write to.
+// newOutput creates pipes for the output of a command, which must be started next.
 func newOutput(cmd *exec.Cmd, m *merged, prefix string) (*output, error) {
 	o := &output{mux: m, prefix: prefix}
 	for _, f := range []*io.Writer{&cmd.Stdout, &cmd.Stderr} {
@@ -58,7 +58,7 @@ func (o *output) closeAll() {
 	}
 }
 
-// started begins to read, if the command has started without an error.
+// started starts reading, unless the command failed to start.
 func (o *output) started(err error) error {
 	if err != nil {
 		o.closeAll()
@@ -72,7 +72,7 @@ func (o *output) started(err error) error {
 	return err
 }
 
-// maxLine is where a line without an end is cut.
+// maxLine is the maximum length of a line. Longer lines are split.
 const maxLine = 64 << 10
 
 func (o *output) copyLines(from io.Reader, to io.Writer, last *tail) {
@@ -112,8 +112,8 @@ func (o *output) copyLines(from io.Reader, to io.Writer, last *tail) {
 	}
 }
 
-// drain waits until all is read. A process that outlives its rank's group may hold the pipes open:
-// they are closed after a while.
+// drain waits until all output has been read. A descendant that survives the process group may hold the
+// pipes open, so drain closes them after patience.
 func (o *output) drain(patience time.Duration) error {
 	closing := time.AfterFunc(patience, func() {
 		for _, f := range o.ours {
@@ -132,7 +132,7 @@ func (o *output) drain(patience time.Duration) error {
 	return o.mux.err
 }
 
-// tail keeps the last lines.
+// tail keeps the last lines of an output.
 type tail struct {
 	mu   sync.Mutex
 	kept []string

@@ -2,7 +2,8 @@ package launch
 
 import "syscall"
 
-// attributes put a process into a group of its own, and end it should this program die.
+// attributes puts a process into a separate process group, and makes the kernel kill it if this program
+// dies.
 func attributes() *syscall.SysProcAttr {
 	return &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 }

@@ -9,14 +9,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// forwarded are the signals that are handed on, and requests those of them that ask to end.
+// forwarded lists the signals that are forwarded, and requests the signals among them that request an
+// end.
 var (
 	forwarded = []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGUSR1,
 		syscall.SIGUSR2}
 	requests = []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP}
 )
 
-// send signals a process and what it has started. That it is gone already is no error.
+// send signals a process and its descendants. A process that has already ended is not an error.
 func send(p *os.Process, s os.Signal) {
 	if number, ok := s.(syscall.Signal); ok {
 		_ = syscall.Kill(-p.Pid, number)
@@ -26,7 +27,7 @@ func send(p *os.Process, s os.Signal) {
 func terminate(p *os.Process) { send(p, syscall.SIGTERM) }
 func kill(p *os.Process)      { send(p, syscall.SIGKILL) }
 
-// outcome is the exit code, or the signal that ended a process.
+// outcome returns the exit code of a process, or the signal that ended it.
 func outcome(s *os.ProcessState) (code int, by os.Signal) {
 	if w, ok := s.Sys().(syscall.WaitStatus); ok && w.Signaled() {
 		return -1, w.Signal()
@@ -34,7 +35,7 @@ func outcome(s *os.ProcessState) (code int, by os.Signal) {
 	return s.ExitCode(), nil
 }
 
-// brokenPipe reports whether f is the write end of a pipe or connection that is no longer read.
+// brokenPipe reports whether f is the write end of a pipe or connection without a reader.
 func brokenPipe(f *os.File) (broken bool) {
 	raw, err := f.SyscallConn()
 	if err != nil {

@@ -27,7 +27,7 @@ import (
 
 func init() {
 	maps.Copy(roles, map[string]func(int){
-		// Ends well when it is asked to.
+		// Ends successfully when asked to.
 		"polite": func(int) {
 			signals := make(chan os.Signal, 1)
 			signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT, syscall.SIGUSR1)
@@ -39,7 +39,7 @@ func init() {
 				}
 			}
 		},
-		// Rank 0 dies, the others do not want to end.
+		// Rank 0 fails, and the remaining ranks refuse to end.
 		"stubborn": func(rank int) {
 			signal.Ignore(syscall.SIGTERM, syscall.SIGINT)
 			if rank == 0 {
@@ -49,7 +49,7 @@ func init() {
 			}
 			time.Sleep(patience)
 		},
-		// Rank 2 dies, and rank 0 is quicker to say so.
+		// Rank 2 fails, but rank 0 exits before it because of that.
 		"blame": func(rank int) {
 			switch rank {
 			case 0:
@@ -73,7 +73,7 @@ func init() {
 			fmt.Println("ready")
 			time.Sleep(patience)
 		},
-		// Leaves a process behind that holds its output open.
+		// Exits while a child holds its output open.
 		"parent": func(rank int) {
 			if rank == 0 {
 				cmd := exec.Command("sleep", "1000")
@@ -90,7 +90,7 @@ func init() {
 	})
 }
 
-// reduceForever computes sums with the other ranks until one of them is gone.
+// reduceForever computes sums with the other ranks until one is gone.
 func reduceForever(int) {
 	err := func() error {
 		ctx := context.Background()
@@ -128,8 +128,8 @@ func reduceForever(int) {
 	os.Exit(comm.ExitCode(err))
 }
 
-// TestKilledRank: a rank that is killed at any moment of a collective ends the others, all of which
-// name it, and so does the launcher.
+// TestKilledRank kills a rank at a random moment of a collective. It checks that the remaining ranks end,
+// and that all of them as well as the launcher name the killed rank.
 func TestKilledRank(t *testing.T) {
 	const size = 3
 	for range 5 {
@@ -156,8 +156,8 @@ func TestKilledRank(t *testing.T) {
 		require.Equal(t, syscall.SIGKILL, e.Deaths[0].Signal)
 		require.ErrorContains(t, e,
 			"was killed by a signal: killed (by a person, or by the kernel because memory ran out")
-		// Each says so itself, unless it was asked to end before it could. One that hears of that end
-		// first names it.
+		// Each rank reports the killed one, unless it was asked to end before it could. A rank may also
+		// blame another rank that was asked to end.
 		named := strconv.Itoa(victim)
 		for _, d := range e.Deaths[1:] {
 			if d.Signal != nil {
@@ -174,7 +174,7 @@ func TestKilledRank(t *testing.T) {
 	}
 }
 
-// TestStubbornRanks: who ignores the request to end is ended.
+// TestStubbornRanks checks that ranks that ignore the request to end are killed.
 func TestStubbornRanks(t *testing.T) {
 	j, _, _ := job(t, "stubborn", 3)
 	j.Grace = 300 * time.Millisecond
@@ -187,8 +187,7 @@ func TestStubbornRanks(t *testing.T) {
 	}
 }
 
-// TestBlame: a process that says that another failed is not the one to blame, though it is seen
-// first.
+// TestBlame checks that a process that reports another's failure isn't blamed, even if it exits first.
 func TestBlame(t *testing.T) {
 	j, _, _ := job(t, "blame", 3)
 	j.Dir = t.TempDir()
@@ -199,7 +198,8 @@ func TestBlame(t *testing.T) {
 	require.Equal(t, 0, e.Deaths[1].Rank, e)
 }
 
-// TestLeftChildren: what a rank has started ends with it, and does not hold up the run.
+// TestLeftChildren checks that the children of a rank are killed with it and don't delay the end of the
+// run.
 func TestLeftChildren(t *testing.T) {
 	j, stdout, _ := job(t, "parent", 2)
 	require.ErrorContains(t, Run(t.Context(), j), "rank 0")
@@ -212,13 +212,13 @@ func TestLeftChildren(t *testing.T) {
 	}
 }
 
-// zombie says whether a process has ended and nobody has asked for its exit code yet.
+// zombie reports whether a process has ended without being waited for.
 func zombie(pid int) bool {
 	out, err := exec.Command("ps", "-o", "stat=", "-p", strconv.Itoa(pid)).Output()
 	return err != nil || strings.HasPrefix(strings.TrimSpace(string(out)), "Z")
 }
 
-// TestSignals: what the launcher gets all processes get; they may end in their own time.
+// TestSignals checks that all processes receive the launcher's signals and may end in their own time.
 func TestSignals(t *testing.T) {
 	for _, s := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT} {
 		j, stdout, _ := job(t, "polite", 2)
@@ -233,7 +233,7 @@ func TestSignals(t *testing.T) {
 	}
 }
 
-// TestSecondSignal ends processes that did not mind the first.
+// TestSecondSignal checks that a second signal ends processes that ignored the first.
 func TestSecondSignal(t *testing.T) {
 	j, stdout, _ := job(t, "deaf", 2)
 	j.Grace = 100 * time.Millisecond

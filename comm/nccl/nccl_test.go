@@ -108,8 +108,8 @@ func (l locked) Do(f func() error) error {
 	return f()
 }
 
-// TestInit checks that all arguments arrive, including the 128 bytes of the identifier, which are
-// passed by value.
+// TestInit checks that all arguments arrive, including the identifier of 128 bytes, which is passed by
+// value.
 func TestInit(t *testing.T) {
 	f := newFake(t)
 	all := groups(t, f)

@@ -20,7 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// upTo returns the tokens 0, 1, 2, ..., which are equal to their positions in the text.
+// upTo returns the tokens 0, 1, 2, ..., each equal to its position in the text.
 func upTo(n int) *memoryTokens {
 	t := &memoryTokens{fingerprint: fmt.Sprint("up to ", n)}
 	for i := range n {
@@ -518,8 +518,8 @@ type panicking struct{ Tokens }
 
 func (panicking) ReadTokens([]int, int64) error { panic("tokens") }
 
-// TestPanickingTokens checks that a panic in a user's Tokens, which are read on another goroutine, is
-// returned as an error.
+// TestPanickingTokens checks that a panic in a user's Tokens is returned as an error, although it occurs
+// on another goroutine.
 func TestPanickingTokens(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "text")
 	require.NoError(t, os.WriteFile(path, bytes.Repeat([]byte("words "), 100), 0o666))

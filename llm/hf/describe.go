@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// config returns the config.json to write: the one of s.like if it describes the model, a changed copy of
-// it, or a new one for a model that didn't come from a folder.
+// config returns the config.json to write. If the model came from a folder, it is the folder's file or a
+// changed copy, and otherwise a new one.
 func (s *saving) config(c llm.Config) ([]byte, error) {
 	if s.like == nil {
 		return s.ownConfig(c.Plain())

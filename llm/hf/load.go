@@ -98,7 +98,7 @@ func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, erro
 	return m, nil
 }
 
-// config returns the caller's variant of c. Its weights must have the same shapes as those of c.
+// config returns the caller's variant of c. The shapes of its weights must be the same.
 func (l *loading) config(c llm.Config) (llm.Config, error) {
 	if l.change == nil {
 		return c, nil

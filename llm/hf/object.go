@@ -121,8 +121,8 @@ func (o *object) has(name string) bool {
 	return ok && string(v) != "null"
 }
 
-// take decodes a member into v if it is present and not null. Otherwise it leaves v unchanged and returns
-// false.
+// take decodes a member into v if it is present and not null. Otherwise it returns false and does not
+// change v.
 func (o *object) take(name string, v any, want string) bool {
 	o.taken[name] = true
 	if !o.has(name) {

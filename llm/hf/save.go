@@ -95,9 +95,9 @@ func WithSaveProgress(f func(done, of int64)) SaveOption {
 // generation_config.json, safetensors files and the files of a tokenizer.
 //
 // The folder must be new or empty, and it appears only once it is complete. If another process writes to
-// it first, SavePretrained leaves it alone and returns an error that wraps fs.ErrExist.
+// it first, SavePretrained does not touch it and returns an error that wraps fs.ErrExist.
 //
-// SavePretrained refuses a model whose seeds change what it computes, because transformers has no such
+// SavePretrained refuses a model if its seeds change its results, because transformers has no such
 // layers. Dormant seeds are dropped. If a trainer is running, SavePretrained waits until the current step
 // ends, and the run waits for SavePretrained.
 func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
@@ -116,8 +116,8 @@ func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveO
 	return nil
 }
 
-// CheckSave returns the error with which SavePretrained would refuse any model of the given
-// configuration. A long run calls it before its first step.
+// CheckSave returns an error if SavePretrained would refuse any model of the given configuration. A long
+// run calls it before its first step.
 func CheckSave(c llm.Config, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
@@ -195,8 +195,8 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 }
 
 // Plain returns a model without Kasmina layers, as other programs represent it. Growth that is fossilized
-// at weights and in the residual stream becomes part of the model, whose parameters are then copies. If
-// any other seed changes what the model computes, Plain returns an error that names the seed.
+// at weights and in the residual stream becomes part of the model, and the parameters are then copies. If
+// any other seed changes the model's results, Plain returns an error that names the seed.
 //
 // While a trainer runs, Plain waits until the current step ends. If it returns m itself, training
 // continues to change the result.

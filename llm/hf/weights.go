@@ -134,7 +134,7 @@ func (w *weights) openShards(dir string, text []byte) error {
 	return nil
 }
 
-// add opens a file. None of its tensors may be in another file.
+// add opens a file. It is an error if another file has one of its tensors.
 func (w *weights) add(dir, name string) error {
 	f, err := safetensors.Open(filepath.Join(dir, name))
 	if err != nil {

@@ -100,7 +100,7 @@ func (s setup) trainStepped(t *testing.T, rank, size int, team *parallel.Team,
 func TestStepSameBits(t *testing.T) {
 	s := setup{config: small(), steps: 6, accumulate: 3, grow: true, commands: true}
 	want := s.file(t, 0)
-	var alone int64 // steps that one rank finishes, including those of the model's twin
+	var alone int64 // steps that one rank finishes, including steps of the model's twin
 	for _, size := range []int{1, 2, 3} {
 		var finished atomic.Int64
 		got := s

@@ -73,8 +73,8 @@ func TestLossCurve(t *testing.T) {
 	}
 }
 
-// A run must not fail because of its picture, even if losses are not numbers, a step is 0, or there
-// are fewer than two points.
+// TestLossCurveTakesAnyLosses checks that a picture never makes a run fail, even if losses are not
+// numbers, a step is 0, or there are fewer than two points.
 func TestLossCurveTakesAnyLosses(t *testing.T) {
 	nan, inf := math.NaN(), math.Inf(1)
 	for name, losses := range map[string][]float64{
@@ -106,8 +106,8 @@ func TestLossCurveTakesAnyLosses(t *testing.T) {
 	}
 }
 
-// A run that was killed at step 15 and resumed from its checkpoint at step 10 has the same curve as a
-// run that was never interrupted.
+// TestLossCurveResumes checks that a run that was killed at step 15 and resumed from its checkpoint at
+// step 10 has the same curve as a run that was never interrupted.
 func TestLossCurveResumes(t *testing.T) {
 	dir := t.TempDir()
 	log := filepath.Join(dir, "log.jsonl")

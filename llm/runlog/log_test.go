@@ -64,8 +64,8 @@ func TestJSON(t *testing.T) {
 	}
 }
 
-// If a process is killed while writing, the incomplete line must not swallow the first line of the
-// next process.
+// TestJSONContinues checks that if a process is killed while writing, the incomplete line does not
+// swallow the first line of the next process.
 func TestJSONContinues(t *testing.T) {
 	whole := filepath.Join(t.TempDir(), "log.jsonl")
 	eventtest.Send(t, JSON(whole), eventtest.Run(0, 3)...)

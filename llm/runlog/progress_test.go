@@ -32,8 +32,8 @@ func TestProgressInAFile(t *testing.T) {
 	}
 }
 
-// Lines on a terminal overwrite each other, so the test interprets carriage returns as a terminal
-// does and compares the resulting screen.
+// TestProgressOnATerminal interprets carriage returns as a terminal does, because lines overwrite each
+// other, and compares the resulting screen.
 func TestProgressOnATerminal(t *testing.T) {
 	var out strings.Builder
 	p := &progress{w: &out, terminal: true}

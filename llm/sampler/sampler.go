@@ -117,9 +117,8 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	return s.draw(s.keep()), nil
 }
 
-// add considers one more choice and keeps the most probable ones. A full set of them forms a heap with
-// the least probable choice at the root. As ids are added in increasing order, later ids lose ties.
-// ties.
+// add considers one more choice and keeps the most probable ones. Once the set is full, it forms a heap
+// with the least probable choice at the root. As ids are added in increasing order, later ids lose ties.
 func (s *Sampler) add(c choice, most int) {
 	if len(s.choices) < most {
 		if s.choices = append(s.choices, c); len(s.choices) == most && s.config.TopK > 0 {

@@ -1,6 +1,6 @@
 // Package site registers blueprints that are built as graphs, so that every machine can compile them.
-// They grow on a chunk, at a weight or in the residual stream, and are either those of package blueprints
-// or a program's own:
+// They grow on a chunk, at a weight or in the residual stream. Some come from package blueprints, and
+// programs can add more:
 //
 //	kind, err := site.Register(blueprints.Blueprint{Name: "Shift", Site: blueprints.Stream,
 //		Parameters: parameters}, build)

@@ -102,9 +102,9 @@ func (b *BPE) made() *BPE {
 	return b
 }
 
-// appendToken appends the bytes of a token by appending both tokens that were merged. Each of them is
-// shorter, so the depth of the recursion is at most the length of a piece. A table of the bytes of all
-// tokens would take many times the memory of the merges.
+// appendToken appends the bytes of a token by appending both tokens that were merged. They are shorter,
+// so the depth of the recursion is at most the length of a piece. A table of the bytes of all tokens
+// would take many times the memory of the merges.
 func (b *BPE) appendToken(text []byte, id int) []byte {
 	switch {
 	case id < 256:
@@ -234,7 +234,7 @@ func (e *bpeEncoder) becomes(i int) int32 {
 }
 
 // A pairTable maps pairs to the ids of their merges, using open addressing. A map would take three times
-// the memory. The hash has a random key, so that nobody can create a file in which all pairs collide.
+// the memory. The hash has a random key, so that a file cannot make all pairs collide.
 type pairTable struct {
 	merges []pair
 	// 0 means empty; the length is a power of two, and at most half of the entries are used
@@ -278,8 +278,8 @@ func (t *pairTable) slot(p pair) uint64 {
 // division of text into pieces, because both affect the ids of a text.
 const bpeHeader = "kasmina bpe 1\n"
 
-// Save writes the encoding to a text file. It replaces an existing file atomically: a killed process
-// leaves either the old or the new file. Save creates missing folders.
+// Save writes the encoding to a text file. It replaces an existing file atomically: if the process is
+// killed, the file is either the old or the new one. Save creates missing folders.
 //
 //	kasmina bpe 1        the format
 //	merges N
@@ -373,8 +373,8 @@ type Text interface {
 	Sample(limit int) ([]byte, error)
 }
 
-// LoadOrTrainBPE loads the encoding from the file at path. If there is no file, it trains an encoding on
-// up to sample bytes, spread evenly over the text, and saves it.
+// LoadOrTrainBPE loads the encoding from the file at path. If the file doesn't exist, it trains an
+// encoding on up to sample bytes, spread evenly over the text, and saves it.
 //
 // It returns an error before training if the file could not be written. It also returns an error if the
 // vocabulary in the file is larger than vocab. A smaller vocabulary is accepted, because training ends

@@ -38,7 +38,7 @@ func split(text []byte) (pieces []string) {
 	return pieces
 }
 
-// replace merges p in ids as its definition says, from left to right.
+// replace merges p in ids from left to right, as defined.
 func (p pair) replace(ids []int32, id int32) (merged []int32) {
 	for len(ids) > 0 {
 		if len(ids) > 1 && ids[0] == p.left && ids[1] == p.right {
@@ -57,7 +57,7 @@ func byteIDs(piece string) (ids []int32) {
 	return ids
 }
 
-// naiveBPE counts all pairs anew for each merge.
+// naiveBPE counts all pairs again for each merge.
 func naiveBPE(text []byte, merges int) (found []pair) {
 	var words [][]int32
 	for _, p := range split(text) {
@@ -101,28 +101,29 @@ func TestTrainBPEMatchesTheDefinition(t *testing.T) {
 	}
 }
 
-// A pair that overlaps itself counts each time, and a text may be a single word.
+// TestTrainBPEByHand includes a pair that overlaps itself, which counts each time, and texts of a single
+// word.
 func TestTrainBPEByHand(t *testing.T) {
 	for _, c := range []struct {
 		text string
 		want []pair
 	}{
 		{"", nil},
-		{"abc", nil},                  // no pair twice
-		{"ab ab", []pair{{'a', 'b'}}}, // the blank goes with the second
-		{"aaaa", []pair{{'a', 'a'}}},  // then one pair of aa
-		{"cd ab", nil},                // pairs do not reach over pieces
-		{"ba.ba.ab.ab", []pair{{'.', 'a'}, {'b', 'a'}, {256, 'b'}}}, // of equals the lowest ids
+		{"abc", nil},                  // no pair occurs twice
+		{"ab ab", []pair{{'a', 'b'}}}, // the space belongs to the second word
+		{"aaaa", []pair{{'a', 'a'}}},  // afterwards only one pair of aa is left
+		{"cd ab", nil},                // pairs don't span pieces
+		{"ba.ba.ab.ab", []pair{{'.', 'a'}, {'b', 'a'}, {256, 'b'}}}, // of equally frequent pairs, the one with the lowest ids
 	} {
 		b := mustTrainBPE(t, []byte(c.text), 300)
 		require.Equal(t, c.want, append([]pair(nil), b.merges...), "of %q", c.text)
 	}
 }
 
-// The reader's portions, at whose ends pieces wait, change nothing; nor does it matter who else
-// trains.
+// TestTrainBPEIsDeterministic checks that the result depends neither on the portions in which the text is
+// read nor on concurrent trainings.
 func TestTrainBPEIsDeterministic(t *testing.T) {
-	text, _ := texttest.Go(t, 3<<19) // more than a buffer
+	text, _ := texttest.Go(t, 3<<19) // more than one buffer
 	want := mustTrainBPE(t, text, 1000)
 	require.Equal(t, 1000, want.VocabSize())
 	calls := 0
@@ -143,7 +144,7 @@ func TestTrainBPEIsDeterministic(t *testing.T) {
 func TestReadPiecesAreThoseOfTheWholeText(t *testing.T) {
 	r := texttest.Rand(t)
 	var text []byte
-	for len(text) < 5<<20/2 { // the buffer ends inside of pieces of all lengths
+	for len(text) < 5<<20/2 { // the buffer ends inside pieces of all lengths
 		text = append(append(text, bytes.Repeat([]byte("é"), r.IntN(100))...), ' ')
 	}
 
@@ -211,7 +212,7 @@ func TestPieces(t *testing.T) {
 	}
 }
 
-// naiveEncode applies all merges in their order.
+// naiveEncode applies all merges in order.
 func naiveEncode(b *BPE, text []byte) (ids []int) {
 	for _, piece := range split(text) {
 		tokens := byteIDs(piece)
@@ -234,7 +235,7 @@ func TestBPEEncodeMatchesTheDefinition(t *testing.T) {
 	}
 }
 
-// What a cache holds is what it would be without one, also after it was full.
+// TestBPECacheOverflows checks that the cache doesn't change the tokens, even after it has overflowed.
 func TestBPECacheOverflows(t *testing.T) {
 	b := mustTrainBPE(t, []byte(strings.Repeat("10 20 100 200 1000 ", 10)), 300)
 	var text []byte
@@ -276,8 +277,8 @@ func TestBPEInParallel(t *testing.T) {
 	wait.Wait()
 }
 
-// Source that training has not seen takes less than half as many tokens as bytes, already with few
-// merges.
+// TestBPECompressesSource checks that unseen source code takes less than half as many tokens as bytes,
+// even with few merges.
 func TestBPECompressesSource(t *testing.T) {
 	text, heldOut := texttest.Go(t, 1<<20)
 	b := mustTrainBPE(t, text, 4096)
@@ -289,7 +290,7 @@ func TestBPECompressesSource(t *testing.T) {
 }
 
 func TestBPEDecodeNamesTheBadID(t *testing.T) {
-	b := mustTrainBPE(t, []byte("ab ab"), 400) // 256 is "ab" and 257 the end of a document
+	b := mustTrainBPE(t, []byte("ab ab"), 400) // 256 is "ab", and 257 the end of a document
 	require.Equal(t, 258, b.VocabSize())
 	require.Equal(t, 257, b.EndOfDocument())
 	for _, c := range []struct {
@@ -338,7 +339,7 @@ func TestBPESaveAndLoad(t *testing.T) {
 	r := texttest.Rand(t)
 	text := texttest.Repetitive(r, 5000)
 	path := filepath.Join(t.TempDir(), "cache", "text.bpe")
-	for _, vocab := range []int{257, 300} { // the second replaces the first
+	for _, vocab := range []int{257, 300} { // the second file replaces the first
 		b := mustTrainBPE(t, text, vocab)
 		require.NoError(t, b.Save(path))
 		back, err := LoadBPE(path)
@@ -353,7 +354,7 @@ func TestBPESaveAndLoad(t *testing.T) {
 	require.Len(t, files, 1)
 }
 
-// Any bit that flips and any cut is noticed.
+// TestLoadBPENoticesDamage checks that any flipped bit and any truncation is detected.
 func TestLoadBPENoticesDamage(t *testing.T) {
 	r := texttest.Rand(t)
 	path := filepath.Join(t.TempDir(), "text.bpe")
@@ -370,14 +371,14 @@ func TestLoadBPENoticesDamage(t *testing.T) {
 	}
 }
 
-// signed completes a BPE's file with its last line.
+// signed completes a BPE file by adding its last line.
 func signed(lines string) []byte {
 	return fmt.Appendf(nil, "%ssha256 %x\n", lines, sha256.Sum256([]byte(lines)))
 }
 
 func TestLoadBPEErrors(t *testing.T) {
 	long := bpeHeader + "merges 8\n97 97\n"
-	for i := range 7 { // 4, 8, ... bytes
+	for i := range 7 { // tokens of 4, 8, ... bytes
 		long += fmt.Sprintf("%d %d\n", 256+i, 256+i)
 	}
 
@@ -415,7 +416,7 @@ func TestLoadBPEErrors(t *testing.T) {
 	}
 }
 
-// TestHugeBPE reads files that are full of what takes memory to read.
+// TestHugeBPE reads large files that are designed to use a lot of memory.
 func TestHugeBPE(t *testing.T) {
 	for name, merges := range map[string]func(i int) pair{
 		"pairs of bytes": func(i int) pair { return pair{int32(i / 256), int32(i % 256)} },
@@ -444,8 +445,8 @@ func TestHugeBPE(t *testing.T) {
 	})
 }
 
-// What is between header and checksum is arbitrary: a file is refused, or it is an encoding that
-// works and keeps its name.
+// FuzzLoadBPE varies the contents between the header and the checksum. A file is either refused, or it is
+// a working encoding that keeps its name when it is saved again.
 func FuzzLoadBPE(f *testing.F) {
 	f.Add("merges 0\n", []byte("a"))
 	f.Add("merges 2\n97 98\n256 99\n", []byte("abc abc"))
@@ -530,7 +531,7 @@ func BenchmarkTrainBPE(b *testing.B) {
 	b.ReportMetric(float64(len(heldOut))/float64(len(bpe.Encode(heldOut))), "bytes/token")
 }
 
-// TestZeroBPE wants the zero value, and none at all, to be the encoding that merges nothing.
+// TestZeroBPE checks that the zero value and nil are the encoding without merges.
 func TestZeroBPE(t *testing.T) {
 	none := mustBPE(t)
 	for _, b := range []*BPE{{}, nil} {
@@ -558,7 +559,7 @@ func mustBPE(t *testing.T) *BPE {
 	return b
 }
 
-// TestWhatIsNoEncoding gives LoadBPE what has no end, or never begins, or 40 GB of nothing.
+// TestWhatIsNoEncoding gives LoadBPE paths that aren't regular files, and sparse files of 40 GB.
 func TestWhatIsNoEncoding(t *testing.T) {
 	paths := append(texttest.NoFiles(t), texttest.Hole(t, nil), texttest.Hole(t, []byte(bpeHeader)))
 	for _, path := range paths {
@@ -569,7 +570,8 @@ func TestWhatIsNoEncoding(t *testing.T) {
 	}
 }
 
-// TestTrainingStops wants an error of a progress function to end the training and to leave no file.
+// TestTrainingStops checks that an error of a progress function ends the training, and that no file
+// remains.
 func TestTrainingStops(t *testing.T) {
 	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
 	_, err := LoadOrTrainBPE(t.Context(), filepath.Join(dir, "bpe"),
@@ -582,13 +584,13 @@ func TestTrainingStops(t *testing.T) {
 	require.Empty(t, left)
 }
 
-// sampled is a Text whose sample is its beginning.
+// sampled is a Text that returns its beginning as the sample.
 type sampled []byte
 
 func (s sampled) Sample(limit int) ([]byte, error) { return s[:min(limit, len(s))], nil }
 
-// TestContextEndsTraining wants a training whose context has ended, before or between two merges,
-// to end with its cause.
+// TestContextEndsTraining checks that training returns the context's cause if the context ends, before
+// the training or between two merges.
 func TestContextEndsTraining(t *testing.T) {
 	text := texttest.Words(1, 3000)
 	cause := errors.New("stopped by hand")

@@ -24,7 +24,7 @@ func FuzzBytesRoundTrip(f *testing.F) {
 	})
 }
 
-// Each two bytes of the input make one id, so that about one in 256 random ids is in the
+// FuzzBytesDecode makes one id of every two bytes of input, so that about one in 256 random ids is in the
 // vocabulary.
 func FuzzBytesDecode(f *testing.F) {
 	f.Add([]byte{0, 65, 0, 255, 1, 0})

@@ -165,8 +165,7 @@ func newBPETrainer(ctx context.Context, text io.Reader, cut cutter) (*bpeTrainer
 }
 
 // readPieces reads the text in portions and calls f for its pieces. A piece depends on a limited number
-// of bytes. As long as more bytes than that are available, the pieces are the same as those of the whole
-// text.
+// of bytes. As long as more bytes than that are available, the pieces are the same as for the whole text.
 func readPieces(ctx context.Context, text io.Reader, cut cutter, f func(piece []byte)) error {
 	buffer := make([]byte, 1<<20)
 	have := 0
@@ -216,7 +215,7 @@ func (t *bpeTrainer) mostFrequent() (pair, bool) {
 func (t *bpeTrainer) merge(p pair, id int32) {
 	for _, w := range t.pairs[p].words {
 		ids := t.words[w].ids
-		merged := ids[:0] // written behind the position that is read
+		merged := ids[:0] // written before the position that is read next
 		for i := 0; i < len(ids); i++ {
 			if i+1 == len(ids) || ids[i] != p.left || ids[i+1] != p.right {
 				merged = append(merged, ids[i])

@@ -197,7 +197,7 @@ func TestStrangerListens(t *testing.T) {
 }
 
 // between relays one connection to the given address and returns the address of the relay. All data
-// passes through change, whose argument up is true for data from the dialing side.
+// passes through change. Its argument up is true for data from the dialing side.
 func between(t *testing.T, to string, change func(up bool, b []byte) []byte) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// remoteEngine imitates an engine whose parameters live on a device: the host's copy of the first
-// parameter is stale until Pull, and during an update.
+// remoteEngine imitates an engine with parameters on a device: the host's copy of the first parameter is
+// stale until Pull, and during an update.
 type away struct {
 	llm.Engine
 	first  []float32

@@ -90,8 +90,8 @@ var architectures = map[string]architecture{
 // Save writes a model that was loaded from a folder, along with the folder's tokenizer and chat template.
 //
 // The file at path must not exist, and it appears only once it is complete. If another process creates
-// the file first, Save leaves that file alone and returns an error that wraps fs.ErrExist. Unless
-// progress is nil, Save calls it with the number of tensor bytes written so far.
+// the file first, Save does not touch it and returns an error that wraps fs.ErrExist. Unless progress is
+// nil, Save calls it with the number of tensor bytes written so far.
 func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	progress func(done, of int64)) error {
 	if err := save(ctx, path, f, m, t, progress); err != nil {
@@ -100,9 +100,9 @@ func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	return nil
 }
 
-// Check returns the error with which Save would refuse any model of the given configuration, for example
-// because llama.cpp lacks its architecture or the folder's tokenizer. A long run calls Check before its
-// first step.
+// Check returns an error if Save would refuse any model of the given configuration, for example because
+// llama.cpp lacks its architecture or the folder's tokenizer. A long run calls Check before its first
+// step.
 func Check(f *hf.Folder, c llm.Config, t Type) error {
 	if f == nil {
 		return errors.New("gguf: the folder is nil, want one that hf.Open returns")

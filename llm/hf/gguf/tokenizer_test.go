@@ -183,8 +183,8 @@ func TestEnds(t *testing.T) {
 		}
 	}
 
-	// llama.cpp recognizes <|end_of_text|> by its name, so that token needs no field. Otherwise there is
-	// no field for a third token.
+	// llama.cpp recognizes <|end_of_text|> by its name, so that token needs no field. Otherwise no field
+	// is left for a third token.
 	f := folderWith(t, map[string]string{"tokenizer_config.json": `{"eos_token": null}`,
 		"generation_config.json": `{"eos_token_id": [5, 1, 7, 9]}`})
 	require.NoError(t, addTokenizer(&fields{}, f, 400))

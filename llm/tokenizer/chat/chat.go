@@ -67,7 +67,7 @@ var ErrNoTemplate = errors.New("there is no chat template")
 
 // Load reads the chat templates of a model's folder. The default template is chat_template.jinja, or
 // else the one in tokenizer_config.json. A template named tool_use serves for conversations with
-// tools. The special tokens are those of tokenizer_config.json.
+// tools. The special tokens come from tokenizer_config.json.
 func Load(folder string) (*Template, error) {
 	sources, config, err := loadSources(folder)
 	if err != nil {
@@ -130,7 +130,7 @@ func loadSources(folder string) (Sources, []byte, error) {
 	return sources, config, nil
 }
 
-// read returns the contents of a file, or nothing if there is no such file.
+// read returns the contents of a file, or nothing if the file doesn't exist.
 func read(path string, limit int64) ([]byte, error) {
 	text, err := regular.Read(path, limit, "one has")
 	if errors.Is(err, fs.ErrNotExist) {
@@ -139,8 +139,8 @@ func read(path string, limit int64) ([]byte, error) {
 	return text, err
 }
 
-// Parse parses a template. The special tokens are those of config, the contents of a
-// tokenizer_config.json, which may be nil. If source is empty, the templates are those of config.
+// Parse parses a template. config holds the contents of a tokenizer_config.json, which defines the
+// special tokens, or is nil. If source is empty, Parse uses the templates in config.
 func Parse(source string, config []byte) (*Template, error) {
 	sources := Sources{}
 	if source != "" {
@@ -160,7 +160,7 @@ var specialTokens = []string{"bos_token", "eos_token", "unk_token", "sep_token",
 // Source returns the text of the default template.
 func (t *Template) Source() string { return t.sources[DefaultName] }
 
-// complete decodes a configuration and adds its templates if there is no other default template.
+// complete decodes a configuration and adds its templates unless s already has a default template.
 func (s Sources) complete(config []byte) (map[string]json.RawMessage, error) {
 	members := map[string]json.RawMessage{}
 	if config != nil {
@@ -233,7 +233,7 @@ func tokenText(raw json.RawMessage) (text string, err error) {
 	return token.Content, err
 }
 
-// templatesOf returns the templates of a configuration, which are a string, or a list with names.
+// templatesOf returns the templates of a configuration: a single template, or a list of named ones.
 func templatesOf(raw json.RawMessage) (Sources, error) {
 	switch {
 	case len(raw) == 0 || string(raw) == "null":
@@ -263,14 +263,14 @@ func templatesOf(raw json.RawMessage) (Sources, error) {
 
 // Options are the settings for rendering a conversation.
 type Options struct {
-	// AddGenerationPrompt ends the text with the beginning of the assistant's next turn.
+	// AddGenerationPrompt ends the text with the start of the assistant's next turn.
 	AddGenerationPrompt bool
 	// Variables are further variables of the template, such as "enable_thinking", "tools" and
 	// "documents". A value is nil, a string, a bool, an int, a float64, a slice of these, or a
 	// json.RawMessage, which keeps the order of keys. A variable replaces the special token of the
 	// same name.
 	Variables map[string]any
-	// Now is the time that a template may write. The zero time means the time of the call.
+	// Now is the time for templates that write it. The zero time means the time of the call.
 	Now time.Time
 }
 

@@ -49,7 +49,7 @@ func TestLoad(t *testing.T) {
 	require.ErrorContains(t, err, "bos_token")
 }
 
-// TestToolUse wants the template tool_use to serve for conversations with tools, as in transformers.
+// TestToolUse checks that the template tool_use serves for conversations with tools, as in transformers.
 func TestToolUse(t *testing.T) {
 	dir := t.TempDir()
 	writeFile(t, filepath.Join(dir, TemplateFile), "plain {{ tools is none }}")
@@ -66,7 +66,7 @@ func TestToolUse(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, "now", text)
 
-	// A template that cannot be parsed matters only where it is used, and is no obstacle to a copy.
+	// A template that cannot be parsed matters only when it is used, and doesn't prevent copying it.
 	writeFile(t, path, "{% block x %}")
 	template, err = Load(dir)
 	require.NoError(t, err)
@@ -79,7 +79,7 @@ func TestToolUse(t *testing.T) {
 	require.Equal(t, Sources{"default": "plain {{ tools is none }}", "tool_use": "{% block x %}"}, sources)
 }
 
-// TestUnsupported wants whatever is not rendered as in Jinja2 to be an error that names it.
+// TestUnsupported checks that anything that isn't rendered as in Jinja2 is an error that names it.
 func TestUnsupported(t *testing.T) {
 	for _, c := range []struct{ source, want string }{
 		{"{% include '/etc/passwd' %}", `the tag "include" is not supported`},
@@ -153,8 +153,8 @@ func TestVariables(t *testing.T) {
 	require.ErrorContains(t, err, "want an array")
 }
 
-// TestHostileTemplates wants templates that loop, call themselves or grow without end to be refused
-// soon, and to take little memory.
+// TestHostileTemplates checks that templates that loop, recurse or grow endlessly are refused quickly and
+// without much memory.
 func TestHostileTemplates(t *testing.T) {
 	long := renderTimeout
 	defer func() { renderTimeout = long }()
@@ -216,9 +216,9 @@ func TestHostileTemplates(t *testing.T) {
 		{strings.Repeat("{% for i in x %}", 1<<15), "nested deeper than 100"},
 	} {
 		if renderTimeout = long; c.want == "" || strings.Contains(c.want, "longer") {
-			renderTimeout = time.Second // the others end at their own limit, however busy the machine is
+			renderTimeout = time.Second // the remaining cases end at a limit of their own, even on a busy machine
 		}
-		bounded.Run(t, 512<<20, func() { // of which most is freed again at once
+		bounded.Run(t, 512<<20, func() { // most of the memory is freed again at once
 			template, err := Parse(c.source, nil)
 			if err == nil {
 				_, err = template.Render(hi, Options{})

@@ -14,8 +14,8 @@ import (
 
 //go:generate python3 testdata/golden.py
 
-// A corpus holds conversations, templates, and the text or error of transformers for each pair. The
-// name of a case is that of its conversation, and whether the assistant is next.
+// A corpus holds conversations, templates, and the text or error of transformers for each pair. The name
+// of a case consists of the name of its conversation and whether the assistant is next.
 type corpus struct {
 	Conversations map[string]struct {
 		Messages  json.RawMessage
@@ -51,8 +51,9 @@ func (c corpus) render(template *Template, name string) (string, error) {
 		Options{AddGenerationPrompt: prompt == "True", Variables: variables, Now: now})
 }
 
-// compare renders all cases and fails the test for each difference. It returns how many texts are
-// equal, how many cases are errors here and in transformers, and those that are errors only here.
+// compare renders all cases and fails the test for each difference. It returns the number of equal texts,
+// the number of cases that are errors both here and in transformers, and the cases that are errors only
+// here.
 func (c corpus) compare(t *testing.T) (equal, errors int, refused []string) {
 	for _, published := range c.Templates {
 		template, parseErr := Parse(published.Source, []byte(tokens))
@@ -90,8 +91,8 @@ func (c corpus) compare(t *testing.T) (equal, errors int, refused []string) {
 	return equal, errors, refused
 }
 
-// TestGolden compares templates that cover the language, among them those that an earlier engine
-// rendered to different texts.
+// TestGolden compares templates that cover the language, including templates that an earlier engine
+// rendered differently.
 func TestGolden(t *testing.T) {
 	equal, errors, refused := readCorpus(t, "testdata/golden.json").compare(t)
 	require.Empty(t, refused)
@@ -99,8 +100,8 @@ func TestGolden(t *testing.T) {
 	require.NotZero(t, errors)
 }
 
-// TestPublished compares the templates of published models, which fetch.sh collects, or the random
-// ones of testdata/fuzz.py. A template may use what is not supported, which is an error.
+// TestPublished compares the templates of published models, which fetch.sh collects, or the random ones
+// of testdata/fuzz.py. A template may use unsupported features, which must be reported as errors.
 func TestPublished(t *testing.T) {
 	path := os.Getenv("KASMINA_CHAT_CORPUS")
 	if path == "" {

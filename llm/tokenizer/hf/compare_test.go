@@ -17,8 +17,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// TestSameAsRust compares with ids of Rust's tokenizers, for texts of megabytes and the tokenizers
-// of published models. compare.py and fetch.sh put them into the folder KASMINA_TOKENIZERS.
+// TestSameAsRust compares ids with Rust's tokenizers, for texts of megabytes and the tokenizers of
+// published models. compare.py and fetch.sh put them into the folder KASMINA_TOKENIZERS.
 func TestSameAsRust(t *testing.T) {
 	folder := os.Getenv("KASMINA_TOKENIZERS")
 	if folder == "" {
@@ -45,8 +45,8 @@ func TestSameAsRust(t *testing.T) {
 	}
 }
 
-// timeCorpus times how the texts, one behind the other, are made ready for training on all cores
-// that there are.
+// timeCorpus measures how long it takes to tokenize the concatenated texts for training, on all available
+// cores.
 func timeCorpus(t *testing.T, tok *Tokenizer, texts []string) {
 	var all []byte
 	for _, name := range texts {
@@ -125,7 +125,7 @@ func compareText(t *testing.T, tok *Tokenizer, folder, path string) {
 	}
 
 	require.Len(t, ids, len(want), name)
-	if tok.decoding.replaced != nil { // by which two characters become one
+	if tok.decoding.replaced != nil { // two characters may become the same one
 		text = tok.decoding.replaced[0].apply(text)
 	}
 
@@ -135,7 +135,7 @@ func compareText(t *testing.T, tok *Tokenizer, folder, path string) {
 
 	if slices.Contains(tok.normalizers, normalizer(prepend("▁"))) &&
 		bytes.Contains(text, []byte("<s>")) {
-		return // a token in the text gets a space behind it
+		return // a token in the text gets a space after it
 	}
 
 	require.True(t, bytes.Equal(tok.normalizedForm(text), back), "%s: decoding gives another text",
@@ -146,7 +146,7 @@ func (r replace) apply(text []byte) []byte {
 	return bytes.ReplaceAll(text, []byte(r.old), []byte(r.new))
 }
 
-// normalizedForm returns what NFC makes of a text, which is what a tokenizer with it gives back.
+// normalizedForm returns the NFC form of a text, as a tokenizer with NFC decodes it.
 func (t *Tokenizer) normalizedForm(text []byte) []byte {
 	for _, n := range t.normalizers {
 		if _, ok := n.(nfc); ok {

@@ -19,8 +19,8 @@ type decoding struct {
 	byteLevel    bool
 	fused        bool
 	spaced       bool // the file has no decoder, so tokens are separated by spaces
-	stripped     rune // the character that is removed at the beginning of the text
-	strip        int  // how many of them are removed at most
+	stripped     rune // character that is removed at the start of the text
+	strip        int  // maximum number of characters to remove
 }
 
 // readDecoding reads the decoders. It supports them in the order of the fields in decoding.

@@ -82,10 +82,10 @@ func (m *model) character(c []byte) int32 {
 	return none
 }
 
-// appendSymbols appends the initial tokens of a piece: the tokens of its characters or, at byte level, of
-// its bytes. A character without a token becomes the tokens <0xNN> of its bytes if all of them exist.
-// Otherwise, it becomes the unknown token. Like Rust's tokenizers, appendSymbols adds that token only
-// before the next character that has a token.
+// appendSymbols appends the initial tokens of a piece: the tokens of its characters or, at byte level,
+// the tokens of its bytes. A character without a token becomes the tokens <0xNN> of its bytes if they all
+// exist. Otherwise, it becomes the unknown token. Like Rust's tokenizers, appendSymbols adds that token
+// only before the next character that has a token.
 func (m *model) appendSymbols(tokens []int32, piece []byte) []int32 {
 	waiting := false // an unknown token has not been added yet
 	for at := 0; at < len(piece); {

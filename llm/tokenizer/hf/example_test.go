@@ -7,7 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
-// A tokenizer.json; hf.Load reads the one of a folder.
+// file is a small tokenizer.json. Programs usually load one from a folder with hf.Load.
 const file = `{
 	"added_tokens": [{"id": 5, "content": "<|end|>", "normalized": false, "special": true}],
 	"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false},
@@ -29,7 +29,7 @@ func ExampleTokenizer() {
 	// "Go Go" <nil>
 }
 
-// A Decoder gives text as ids come, such as those that a model generates.
+// This example decodes ids one at a time, as a model generates them.
 func ExampleDecoder() {
 	tok, err := hf.Parse([]byte(file), nil)
 	if err != nil {

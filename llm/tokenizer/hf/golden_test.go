@@ -13,7 +13,7 @@ import (
 
 //go:generate python3 testdata/golden.py
 
-// golden is what Rust's tokenizers makes of texts, by testdata/golden.py.
+// golden holds the results of Rust's tokenizers for texts, as testdata/golden.py recorded them.
 type golden struct {
 	Texts      []string
 	Tokenizers map[string]struct {
@@ -24,10 +24,10 @@ type golden struct {
 
 type goldenCase struct {
 	IDs            []int
-	Ordinary       []int // if special tokens are text and the ids others
+	Ordinary       []int // ids if special tokens count as text, unless equal to IDs
 	Before, Behind []int
-	Decoded        *string // of all ids, if not the text
-	Skipped        *string // without special tokens, if not Decoded
+	Decoded        *string // text of all ids, unless equal to the input
+	Skipped        *string // text without special tokens, unless equal to Decoded
 }
 
 func readGolden(t testing.TB) (g golden) {
@@ -101,8 +101,8 @@ func compareDecoded(t *testing.T, tok *Tokenizer, ids []int, text string, c gold
 	}
 }
 
-// withoutErrors drops what is not UTF-8: Rust's tokenizers puts U+FFFD in its place, for one byte
-// or several.
+// withoutErrors drops invalid UTF-8, because Rust's tokenizers replaces one or several invalid bytes by
+// U+FFFD.
 func withoutErrors(text string) string {
 	return strings.ReplaceAll(strings.ToValidUTF8(text, ""), "�", "")
 }

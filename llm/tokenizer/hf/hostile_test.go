@@ -21,7 +21,7 @@ func file(members string) string {
 	return `{` + members + `"model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2},"merges":["a b"]}}`
 }
 
-// withModel returns a tokenizer.json with nothing but a model.
+// withModel returns a tokenizer.json that consists of a model only.
 func withModel(members string) string { return `{"model":{"type":"BPE",` + members + `}}` }
 
 const smallVocab = `"vocab":{"a":0,"b":1,"ab":2}`
@@ -211,7 +211,7 @@ func TestUnknownIDs(t *testing.T) {
 	}
 }
 
-// TestZeroTokenizer wants a tokenizer that nobody has made to know no token.
+// TestZeroTokenizer checks that a zero Tokenizer knows no tokens.
 func TestZeroTokenizer(t *testing.T) {
 	var tok Tokenizer
 	_, err := tok.Decode([]int{0})
@@ -227,7 +227,8 @@ func TestZeroTokenizer(t *testing.T) {
 	require.Zero(t, tok.VocabSize())
 }
 
-// Bytes that are not UTF-8, which Rust's tokenizers cannot be given, come back.
+// TestInvalidUTF8ComesBack checks that invalid UTF-8, which Rust's tokenizers don't accept, survives
+// encoding and decoding.
 func TestInvalidUTF8ComesBack(t *testing.T) {
 	g := readGolden(t)
 	text := "a\xff\xc3 \xe2\x82 b\xed\xa0\x80\n"
@@ -239,7 +240,8 @@ func TestInvalidUTF8ComesBack(t *testing.T) {
 	}
 }
 
-// One piece of a million letters takes time in n log n: a quadratic merge would take hours.
+// TestLongPieces encodes a single piece of a million letters, which takes time in O(n log n). A quadratic
+// merge would take hours.
 func TestLongPieces(t *testing.T) {
 	g := readGolden(t)
 	for _, name := range []string{"gpt2", "llama3", "gemma", "llama2"} {
@@ -260,7 +262,7 @@ func FuzzParse(f *testing.F) {
 	f.Add([]byte(file("")), []byte(`{"bos_token":"a","eos_token":{"content":"b"}}`), "ab")
 	f.Fuzz(func(t *testing.T, file, config []byte, text string) {
 		if len(config) == 0 {
-			config = nil // there is none
+			config = nil // no configuration
 		}
 		var tok *Tokenizer
 		var err error
@@ -282,7 +284,7 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// TestPrime checks that the text after a prompt is what follows it, though the prompt ends inside a
+// TestPrime checks that the decoder returns the text after a prompt even if the prompt ends within a
 // character.
 func TestPrime(t *testing.T) {
 	g := readGolden(t)
@@ -305,8 +307,8 @@ func TestPrime(t *testing.T) {
 	}
 }
 
-// TestGaps checks texts with ids in gaps of the vocabulary. The wanted texts are those of Rust's
-// tokenizers 0.23.3.
+// TestGaps checks texts with ids in gaps of the vocabulary. The wanted texts come from Rust's tokenizers
+// 0.23.3.
 func TestGaps(t *testing.T) {
 	for decoder, want := range map[string][6]string{
 		`null`: {"a b", "a b", "▁c b", "▁c ▁c", "<0xC3> <0xA9>", ""},
@@ -337,8 +339,8 @@ func TestGaps(t *testing.T) {
 	}
 }
 
-// TestTruncationAndPadding checks that texts are encoded as long as they are, as transformers does,
-// whatever the file says about truncation and padding.
+// TestTruncationAndPadding checks that texts are encoded at their full length, as in transformers, even
+// if the file has settings for truncation and padding.
 func TestTruncationAndPadding(t *testing.T) {
 	const model = `"model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[]}}`
 	for _, c := range []string{

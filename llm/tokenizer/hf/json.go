@@ -314,7 +314,7 @@ type object struct {
 	err     error
 }
 
-// maxMembers is larger than the number of members in any object whose members are read by name.
+// maxMembers exceeds the number of members in any object that is read by name.
 const maxMembers = 64
 
 func newObject(where string, v value) *object {

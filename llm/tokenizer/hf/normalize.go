@@ -10,7 +10,7 @@ import (
 // place.
 type normalizer interface {
 	normalize(text []byte) []byte
-	// growth returns the factor by which a text can become longer at most.
+	// growth returns the largest factor of the length that normalizing a text can cause.
 	growth() int
 }
 

@@ -318,10 +318,10 @@ func (t *Tokenizer) VocabSize() int {
 	return len(t.model.tokens)
 }
 
-// BeginningOfText returns the id of bos_token, or a negative number if there is none.
+// BeginningOfText returns the id of bos_token, or a negative number if it is undefined.
 func (t *Tokenizer) BeginningOfText() int { return t.begin }
 
-// EndOfDocument returns the id of eos_token, or a negative number if there is none.
+// EndOfDocument returns the id of eos_token, or a negative number if it is undefined.
 func (t *Tokenizer) EndOfDocument() int { return t.end }
 
 // Affixes returns the tokens that the file's template adds before and after a text, such as the

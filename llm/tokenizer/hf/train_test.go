@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestTrain wants what was learnt to be read again, to compress the text and to give it back.
+// TestTrain checks that a trained tokenizer can be loaded, compresses the text, and decodes it again.
 func TestTrain(t *testing.T) {
 	text, err := os.ReadFile("tokenizer.go")
 	require.NoError(t, err)
@@ -34,7 +34,7 @@ func TestTrain(t *testing.T) {
 	}
 }
 
-// TestTrainRefuses wants what cannot be learnt to be an error.
+// TestTrainRefuses checks that invalid arguments are errors.
 func TestTrainRefuses(t *testing.T) {
 	_, _, err := Train(t.Context(), bytes.NewReader(nil), 600, "word", nil)
 	require.ErrorContains(t, err, "want one of gpt2, gpt4o, llama3, qwen2, tekken")

@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// naive merges as Merge says it does, and looks at every pair each time.
+// naive merges as Merge documents, examining every pair each time.
 func naive(t *Table, tokens []int32) []int32 {
 	tokens = slices.Clone(tokens)
 	for {

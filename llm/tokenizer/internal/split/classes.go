@@ -29,8 +29,8 @@ const (
 	classBits  = 0x7
 )
 
-// The classes are those of Oniguruma, which Rust's tokenizers uses for patterns. Package unicode has a
-// different version of Unicode in each version of Go, so a text might be divided differently.
+// The classes match Oniguruma, which Rust's tokenizers uses for patterns. Package unicode has a different
+// version of Unicode in each version of Go, so a text might be divided differently.
 const pageSize = 128
 
 // A classTable holds the classes of all characters in pages. Equal pages are shared.

@@ -15,7 +15,7 @@ var published = map[string]string{
 	"GPT2": GPT2, "Llama3": Llama3, "Qwen": Qwen, "Tekken": Tekken, "GPT4o": GPT4o,
 }
 
-// known replaces the characters that package unicode, which regexp2 asks, has in another class.
+// known replaces characters that belong to a different class in package unicode, which regexp2 uses.
 func known(text string) string {
 	return strings.Map(func(r rune) rune {
 		var c class
@@ -60,7 +60,7 @@ func byPattern(t *testing.T, re *regexp2.Regexp, text string) (pieces []string) 
 	return pieces
 }
 
-// hostile are texts in which the alternatives of the patterns meet.
+// hostile lists texts that exercise the boundaries between the patterns' alternatives.
 var hostile = []string{
 	"", " ", "  ", "\n", " \n", "\n ", " \r\n x", "a  b", "a \t\n\n  b", "don't DON'T 'S ''s",
 	"'ſ 'ſs", "'re'vE'lL'Ll'd'", "' s", "x's'll", "12345 1 23", " 12½Ⅷ٣", "a1b22",
@@ -131,7 +131,7 @@ func FuzzScanner(f *testing.F) {
 	})
 }
 
-// Whatever bytes a text has, pieces are not empty and end inside it.
+// FuzzScannerBytes checks that pieces are never empty and end within the text, for arbitrary bytes.
 func FuzzScannerBytes(f *testing.F) {
 	f.Add([]byte("a\xff \xe2\x82 b\xc3"))
 	f.Fuzz(func(t *testing.T, text []byte) {

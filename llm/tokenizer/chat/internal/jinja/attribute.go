@@ -121,7 +121,7 @@ func (in *interpreter) runeAt(s string, i int) (string, bool) {
 	return string(runes[i]), true
 }
 
-// The attributes of Python's types. Those that change an object, and those that begin with an
+// The attributes of Python's types. Attributes that change an object, and attributes that start with an
 // underscore, are unsafe: the sandbox makes them undefined.
 var (
 	listAttributes  = []string{"copy", "count", "index"}
@@ -621,7 +621,7 @@ func replaceMethod(in *interpreter, s string, a *callArguments) value {
 		toInt(orDefault(args[2], int64(-1))))
 }
 
-// replace replaces occurrences in a string, at most so many unless the number is negative.
+// replace replaces at most most occurrences in a string, or all if most is negative.
 func (in *interpreter) replace(s, from, to string, most int) string {
 	n := strings.Count(s, from)
 	if most >= 0 {

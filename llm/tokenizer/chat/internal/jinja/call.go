@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// callArguments are the arguments of a call.
+// callArguments holds the arguments of a call.
 type callArguments struct {
 	positional []value
 	keywords   []keywordValue
@@ -16,8 +16,8 @@ type keywordValue struct {
 	value value
 }
 
-// bind assigns the arguments to parameters, the first of which are required. Parameters without an
-// argument are missing.
+// bind assigns the arguments to parameters. The first required parameters must have arguments; the
+// remaining ones may be missing.
 func (a *callArguments) bind(function string, required int, parameters ...string) []value {
 	bound := make([]value, len(parameters))
 	for i := range bound {
@@ -49,7 +49,7 @@ func (a *callArguments) bind(function string, required int, parameters ...string
 	return bound
 }
 
-// bindPositional is bind for functions that take no keyword arguments.
+// bindPositional is like bind, for functions that take no keyword arguments.
 func (a *callArguments) bindPositional(function string, required, most int) []value {
 	if len(a.keywords) > 0 {
 		fail("%s takes no keyword arguments", function)

@@ -345,7 +345,7 @@ func ignoreCase(v value) value {
 	return v
 }
 
-// keyGetter returns the function by which a filter compares elements.
+// keyGetter returns the function that computes a filter's comparison key of an element.
 func (in *interpreter) keyGetter(attribute, caseSensitive value) func(value) value {
 	get := in.attributeGetter(orDefault(attribute, nil), nil)
 	if isTrue(orDefault(caseSensitive, false)) {

@@ -8,7 +8,7 @@ import (
 	"unicode/utf8"
 )
 
-// A spec says how a value is formatted by the % operator or str.format.
+// A spec describes how the % operator or str.format formats a value.
 type spec struct {
 	fill      rune
 	align     byte // '<', '>', '^', '=' or 0
@@ -191,7 +191,8 @@ func (in *interpreter) percentOne(s spec, v value) string {
 	return ""
 }
 
-// cut returns the first characters of a text, or all of them if precision is negative.
+// cut returns the first characters of a text, as many as precision, or all of them if precision is
+// negative.
 func cut(s string, precision int) string {
 	if precision < 0 {
 		return s
@@ -205,7 +206,7 @@ func cut(s string, precision int) string {
 	return s
 }
 
-// digits returns an integer with its sign, its prefix, and as many digits as the precision asks for.
+// digits returns an integer with its sign, its prefix, and at least as many digits as the precision.
 func (in *interpreter) digits(s spec, i *big.Int, base int) string {
 	if base == 10 {
 		integerText(i)
@@ -272,7 +273,7 @@ func formatFloat(s spec, f float64) string {
 	return mantissa + suffix
 }
 
-// padNumber pads a number that begins with a minus sign if it is negative.
+// padNumber pads a number. A negative number starts with a minus sign.
 func (in *interpreter) padNumber(s spec, number string) string {
 	sign := ""
 	if strings.HasPrefix(number, "-") {

@@ -19,7 +19,7 @@ type interpreter struct {
 	timeout  time.Duration
 	deadline time.Time
 	steps    int
-	checkAt  int // number of steps at which the time is checked next
+	checkAt  int // number of steps after which the time is checked next
 
 	valueLimit  int // bytes of a value
 	memory      int // bytes allocated so far
@@ -105,7 +105,7 @@ func (in *interpreter) work(steps int) {
 	}
 }
 
-// read counts the work of reading or writing so many bytes.
+// read counts the work of reading or writing n bytes.
 func (in *interpreter) read(n int) { in.work(1 + n/64) }
 
 // grow counts allocated memory.

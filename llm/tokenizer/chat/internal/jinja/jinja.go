@@ -6,9 +6,9 @@
 // construct; a template never renders to a different text. Templates come from strangers, so the
 // time, the memory and the nesting that a template may use are limited.
 //
-// What depends on the version of Python is an error where possible. An exception are the properties of
-// characters, which are those of Go's version of Unicode: of all characters that Python 3.11 knows,
-// five differ, and only for islower and the test lower.
+// Behavior that depends on the version of Python is an error if possible. One exception is the properties
+// of characters, for which the package uses Go's version of Unicode: of all characters that Python 3.11
+// knows, five differ, and only for islower and the test lower.
 //
 // The code follows Jinja2 where its behavior is subtle: lex.go and parse.go correspond to its lexer
 // and parser, scope.go to its identifier tracking, and statement.go and expression.go to the Python

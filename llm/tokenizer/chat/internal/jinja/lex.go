@@ -179,8 +179,8 @@ func matchRaw(s, name string, trim bool) int {
 	return matchEnd(s, at, "%}", trim, trim)
 }
 
-// matchEnd returns the index after the end of a tag or comment that begins at an index, or 0. With
-// trim, a plain end includes one newline. With plus, the end may have a plus sign.
+// matchEnd returns the index after the end of a tag or comment, if the end is at the given index, or 0.
+// With trim, a plain end includes one newline. With plus, the end may have a plus sign.
 func matchEnd(s string, at int, end string, trim, plus bool) int {
 	rest := s[at:]
 	switch {

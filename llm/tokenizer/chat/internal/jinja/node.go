@@ -1,7 +1,7 @@
 package jinja
 
-// A node is a statement or an expression. Its children are visited in the order in which Jinja2
-// visits them, since that order decides which scope a name belongs to.
+// A node is a statement or an expression. Its children are visited in Jinja2's order, since that order
+// decides which scope a name belongs to.
 type node any
 
 // A name is a variable that is loaded or stored. Ident is set by resolveScopes.

@@ -204,7 +204,7 @@ func floorDivide(x, y float64) (quotient, remainder float64) {
 	return math.Copysign(0, x/y), remainder
 }
 
-// power returns a power as a float. Only whole exponents are supported, whose result is exact up to
+// power returns a power as a float. It supports only whole exponents, for which the result is exact up to
 // the final rounding.
 func power(a, b value) value {
 	switch v := b.(type) {
@@ -285,7 +285,8 @@ func truncate(f float64) value {
 	return normalize(i)
 }
 
-// round returns a number rounded to so many digits after the decimal point, as Python's round does.
+// round returns a number rounded to the given number of digits after the decimal point, as Python's round
+// does.
 func round(v value, digits int) value {
 	if isInteger(v) {
 		if digits >= 0 {

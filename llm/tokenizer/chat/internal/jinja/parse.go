@@ -2,7 +2,7 @@ package jinja
 
 import "slices"
 
-// A parser turns tokens into nodes. Its methods correspond to those of Jinja2's parser.
+// A parser turns tokens into nodes. Its methods correspond to the methods of Jinja2's parser.
 type parser struct {
 	tokens []token
 	at     int
@@ -761,8 +761,8 @@ func (p *parser) parseDottedName() token {
 	return t
 }
 
-// parseFilters parses filters, each of which is applied to the one before. With inline, the first
-// one has no bar in front of it. It returns nil if object is nil and there is no filter.
+// parseFilters parses filters, each of them applied to the result of the previous one. With inline, no
+// bar precedes the first filter. It returns nil if object is nil and no filter follows.
 func (p *parser) parseFilters(object node, inline bool) node {
 	for count := 0; inline || p.isOperator("|"); count++ {
 		checkOperators(count)

@@ -5,13 +5,13 @@ import (
 	"strconv"
 )
 
-// Jinja2 decides when it compiles a template which scope a name belongs to. A name that a scope
-// stores anywhere is a variable of that scope, which starts as a copy of the variable of the
-// surrounding scope, as undefined, or as the variable passed to the template, depending on where
-// the name occurs first. This file reproduces that decision. It gives each variable an identifier
-// made of the nesting level of its scope and its name.
+// Jinja2 decides at compile time which scope a name belongs to. A name that a scope stores anywhere is a
+// variable of that scope, which starts as a copy of the variable of the surrounding scope, as undefined,
+// or as the variable passed to the template, depending on where the name occurs first. This file
+// reproduces that decision. It gives each variable an identifier that combines its name and the nesting
+// level of its scope.
 
-// A load says how a variable starts when its scope is entered.
+// A load describes the initial value of a variable when its scope is entered.
 type load struct {
 	ident  string
 	action loadAction

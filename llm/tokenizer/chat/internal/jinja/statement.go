@@ -2,7 +2,7 @@ package jinja
 
 import "strings"
 
-// control says how a list of statements ended.
+// control describes how a list of statements ended.
 type control int
 
 const (
@@ -169,7 +169,7 @@ func (in *interpreter) executeFor(n *forLoop) control {
 
 	loop := &loopContext{in: in, of: iterable, iterator: in.iterate(iterable), index0: -1}
 
-	// As in Jinja2, a loop whose iterations all end by continue or break counts as empty.
+	// As in Jinja2, a loop counts as empty if all of its iterations end by continue or break.
 	ended := false
 	for {
 		v, ok := loop.next()
@@ -204,8 +204,8 @@ func (in *interpreter) executeFor(n *forLoop) control {
 	return controlNone
 }
 
-// filterLoop returns a generator of the elements for which the condition of a loop holds. It has a
-// scope of its own.
+// filterLoop returns a generator of the elements that satisfy the condition of a loop. The condition is
+// evaluated in a separate scope.
 func (in *interpreter) filterLoop(n *forLoop, elements *iterator) *iterator {
 	inner := &scope{map[string]value{}, in.scope}
 	entered := false
@@ -359,7 +359,7 @@ func (l *loopContext) attribute(name string) (value, bool) {
 	return nil, false
 }
 
-// A macro is a macro or the caller of a call block, with the scope in which it is defined.
+// A macro is a macro or the caller of a call block, with its defining scope.
 type macro struct {
 	body  *macroBody
 	scope *scope

@@ -72,7 +72,7 @@ func (in *interpreter) applyTest(name string, v value, a *callArguments) value {
 	return hasType(name, v)
 }
 
-// hasType applies a test that asks for one type.
+// hasType applies a test for a single type.
 func hasType(name string, v value) bool {
 	ok := false
 	switch name {

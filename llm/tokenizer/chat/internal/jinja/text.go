@@ -122,7 +122,7 @@ func title(r rune) string {
 	return cases.Title(language.Und, cases.NoLower).String(string(r))
 }
 
-// capitalize returns a text with its first character in title case and the others in lower case.
+// capitalize returns a text with its first character in title case and the rest in lower case.
 func capitalize(s string) string {
 	if s == "" {
 		return s
@@ -211,7 +211,8 @@ func all(s string, is func(rune) bool) bool {
 	return s != "" && strings.IndexFunc(s, func(r rune) bool { return !is(r) }) < 0
 }
 
-// hasCase reports whether a text has characters of one case and none of the other.
+// hasCase reports whether a text has at least one character that satisfies is and none that satisfies
+// other.
 func hasCase(s string, is, other func(rune) bool) bool {
 	found := false
 	for _, r := range s {
@@ -245,7 +246,7 @@ func isTitle(s string) bool {
 	return found
 }
 
-// split splits a text at a separator at most so many times. A negative number means no limit.
+// split splits a text at a separator at most most times. A negative number means no limit.
 func split(s, separator string, most int) []string {
 	if most < 0 {
 		return strings.Split(s, separator)
@@ -274,7 +275,7 @@ func splitFromRight(s, separator string, most int) []string {
 	return parts
 }
 
-// splitFields splits a text at white space at most so many times.
+// splitFields splits a text at white space at most most times.
 func splitFields(s string, most int) []string {
 	parts := []string{}
 	for s = trimLeft(s); s != ""; s = trimLeft(s) {

@@ -21,7 +21,7 @@ type (
 	tuple struct {
 		items []value
 
-		// group is set for the pairs that groupby returns, whose items have names.
+		// group is set for the pairs that groupby returns, which have named items.
 		group bool
 	}
 
@@ -169,7 +169,7 @@ func hash(v value) any {
 	return h
 }
 
-// hashWithin returns the hash of a value with at most so many elements, and whether it has one.
+// hashWithin returns the hash of a value, and whether it has one. budget limits the number of elements.
 func hashWithin(v value, budget *int) (any, bool) {
 	if *budget--; *budget < 0 {
 		fail("a key has more than %d elements", maxValue/16)
