@@ -10,7 +10,7 @@ import (
 // place.
 type normalizer interface {
 	normalize(text []byte) []byte
-	// growth returns the largest factor of the length that normalizing a text can cause.
+	// growth returns an upper bound on the ratio of the output length to the input length.
 	growth() int
 }
 
