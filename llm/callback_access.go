@@ -2,6 +2,7 @@ package llm
 
 import (
 	"context"
+	"slices"
 	"sync"
 
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -67,6 +68,24 @@ func (t *Trainer) addSaver() {
 	defer t.mu.Unlock()
 	t.steering.savers++
 }
+
+// addEvaluation registers an Evaluate callback with its interval.
+func (t *Trainer) addEvaluation(every int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.evaluations = append(t.evaluations, every)
+}
+
+// evaluates reports whether an Evaluate callback emits EvalEnd when it receives the event.
+func (t *Trainer) evaluates(e Event) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return slices.ContainsFunc(t.evaluations, func(every int) bool { return due(e, every) })
+}
+
+// meet has all ranks agree that they go on with an operation that takes all of them. If a callback of a
+// rank has failed instead, all ranks return its error.
+func (t *Trainer) meet() error { return t.agreeNow(nil) }
 
 // decoder returns a decoder that locks the model during each call. If the model or the engine has changed
 // since the last call, as after a Resume on another goroutine, the decoder starts again with the new one.

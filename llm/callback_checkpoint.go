@@ -47,6 +47,9 @@ func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Ca
 
 	c := &checkpointer{t: t, path: path, every: every, write: saveWhole}
 	t.addSaver()
+	t.team.addMeeting(func(e Event) bool {
+		return e.Step != c.tried && (due(e, c.every) || c.wanted(e))
+	})
 	for _, opt := range opts {
 		if opt == nil {
 			return refusing("Checkpoint: an option is nil")
@@ -115,6 +118,10 @@ func (c *checkpointer) rescue(e Event) error {
 
 // save writes the trainer's state.
 func (c *checkpointer) save(step int) error {
+	if err := c.t.meet(); err != nil {
+		return err
+	}
+
 	c.tried = step
 	write := func(path string) error { return c.t.saveBy(path, c.write) }
 	if c.parts && c.t.parallel() {

@@ -73,6 +73,8 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 		}
 	}
 
+	t.addEvaluation(every)
+
 	return func(e Event) error {
 		if !due(e, every) {
 			return nil

@@ -49,6 +49,10 @@ func (t *Trainer) saveBy(path string,
 	}
 	defer take(t.Model)()
 	defer t.team.busy("writing a checkpoint")()
+	if err := t.team.agree(nil); err != nil { // before anything else that takes all ranks
+		return fmt.Errorf("llm: saving the run: %w", err)
+	}
+
 	tensors, metadata, err := t.snapshot()
 	if err == nil && t.team.writes() {
 		err = write(path, tensors, metadata)

@@ -134,8 +134,13 @@ func (t *Trainer) startParts() error {
 	return eachPart(t, func(p RunStarter) error { return p.StartRun(Turn{t}) })
 }
 
+// prepareParts calls PrepareStep of the parts. If one fails, so does the step at all ranks.
 func (t *Trainer) prepareParts() error {
-	return eachPart(t, func(p StepPreparer) error { return p.PrepareStep(Turn{t}) })
+	err := eachPart(t, func(p StepPreparer) error { return p.PrepareStep(Turn{t}) })
+	if e := t.team.ranks(); e != nil && err != nil {
+		t.team.refuseStep(e, err)
+	}
+	return err
 }
 
 func (t *Trainer) finishParts() error {

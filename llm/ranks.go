@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"slices"
 	"strings"
 	"time"
 
@@ -24,6 +25,10 @@ type team struct {
 	// outer is the context passed to Run. The trainer's mu guards both fields.
 	outer  context.Context
 	cancel context.CancelCauseFunc
+
+	// meetings report whether a callback that has yet to receive the StepEnd event will have all ranks
+	// meet. They are called on the goroutine of Run; the trainer's mu guards the list.
+	meetings []func(stepEnd Event) bool
 }
 
 // ranks returns the trainer's engine if it is one of several ranks, and nil otherwise.
@@ -106,28 +111,62 @@ func (r *team) takeHeard() (Parallel, ranks.Heard) {
 }
 
 // unasked reports whether ranks can skip the exchange between two steps, because they will meet in the
-// next step and none wants to stop. A rank that has failed still takes part in the next step, to report
-// its error, but computes nothing.
+// next step and none wants to stop.
+//
+// A rank whose callback has failed takes part in the next meeting of the other ranks. Unless a callback
+// has them meet, that is the next step.
 func (r *team) unasked(p Parallel, h ranks.Heard, own error) bool {
 	e, ok := p.(ParallelStepper)
 	if !ok || !h.Agreed || h.Stop != "" || r.t.Last().Last {
 		return false
 	}
 
-	if own == nil {
-		return true
+	if own != nil && !r.meetingAhead() {
+		r.refuseStep(e, own)
+		return false
 	}
 
-	_, _ = e.StepBatches(r.t.Config.Accumulate, func() (data.Batch, error) {
-		return data.Batch{}, own
-	}, nil) // returns own, or the error of an exchange that has failed
-	return false
+	return own == nil
+}
+
+// addMeeting registers a callback of the trainer that has all ranks meet, such as one that saves. The
+// function reports whether the callback will do so when it receives the given StepEnd event. It must
+// return false once the callback has received the event.
+func (r *team) addMeeting(ahead func(stepEnd Event) bool) {
+	r.t.mu.Lock()
+	defer r.t.mu.Unlock()
+	r.meetings = append(r.meetings, ahead)
+}
+
+// meetingAhead reports whether a callback that has yet to receive the StepEnd event of the last step will
+// have all ranks meet.
+func (r *team) meetingAhead() bool {
+	r.t.mu.Lock()
+	e, meetings := r.t.last, r.meetings
+	r.t.mu.Unlock()
+
+	e.Kind = StepEnd
+	return slices.ContainsFunc(meetings, func(ahead func(Event) bool) bool { return ahead(e) })
+}
+
+// refuseStep takes part in a step of the other ranks without computing anything, so that they receive
+// the error why this rank cannot make the step.
+func (r *team) refuseStep(e Parallel, why error) {
+	next := func() (data.Batch, error) { return data.Batch{}, why }
+
+	// The error is why, or that of an exchange that has failed.
+	if s, ok := e.(ParallelStepper); ok {
+		_, _ = s.StepBatches(r.t.Config.Accumulate, next, nil)
+	} else {
+		_, _ = e.Batches(r.t.Config.Accumulate, next)
+	}
 }
 
 // between ends the time between two steps. If a rank has failed or should stop, all ranks stop here.
 func (r *team) between(err error) error {
 	e, heard := r.takeHeard()
-	if e == nil || r.unasked(e, heard, err) {
+	var received *ranks.Failure // by all ranks
+	if e == nil || errors.As(err, &received) || r.unasked(e, heard, err) {
 		return err
 	}
 

@@ -98,6 +98,7 @@ func bestOf(saved jsonfloat.Float) float64 {
 type BestCheckpoint struct {
 	*checkpointer
 	best float64
+	seen int // step of the latest evaluation
 }
 
 // NewBestCheckpoint returns a part that keeps the best checkpoint of a trainer's runs in the file at
@@ -117,7 +118,9 @@ func NewBestCheckpoint(t *Trainer, path string, opts ...CheckpointOption) (*Best
 		opt(c)
 	}
 
-	return &BestCheckpoint{checkpointer: c, best: math.Inf(1)}, nil
+	b := &BestCheckpoint{checkpointer: c, best: math.Inf(1)}
+	t.team.addMeeting(func(e Event) bool { return e.Step != b.seen && t.evaluates(e) })
+	return b, nil
 }
 
 // Name implements [Part].
@@ -127,10 +130,18 @@ func (b *BestCheckpoint) Name() string { return "best-checkpoint" }
 func (b *BestCheckpoint) Receive(e Event) error {
 	switch e.Kind {
 	case RunStart:
+		b.seen = e.Step
 		return b.begin()
 	case RunEnd:
 		return b.end()
 	case EvalEnd:
+		// Ranks meet after every evaluation, because a rank whose callback has failed before it cannot
+		// know its result.
+		if err := b.t.meet(); err != nil {
+			return err
+		}
+		b.seen = e.Step
+
 		if e.ValLoss < b.best {
 			b.best = e.ValLoss // before saving: the checkpoint contains it
 			return b.save(e.Step)

@@ -136,13 +136,14 @@ type Trainer struct {
 
 	happened seedEvents // seed events that callbacks have not received yet
 
-	mu        sync.Mutex // guards the following fields, and steering
-	callbacks []Callback
-	last      Event // changes only while the model is locked
-	started   time.Time
-	running   bool
-	ctx       context.Context // of Run; nil outside
-	unlisten  func()          // stops collecting seed events
+	mu          sync.Mutex // guards the following fields, and steering
+	callbacks   []Callback
+	evaluations []int // intervals of the Evaluate callbacks
+	last        Event // changes only while the model is locked
+	started     time.Time
+	running     bool
+	ctx         context.Context // of Run; nil outside
+	unlisten    func()          // stops collecting seed events
 }
 
 // progress is the part of a run's position that training steps advance, besides the model, the optimizer,
@@ -151,8 +152,8 @@ type progress struct {
 	learning [][]bool    // slots of each Kasmina layer that learned at the last step, or nil
 	heard    ranks.Heard // the ranks' words from the last step
 	spent    Budget      // so far
-	share    float64     // spent so far
-	losses   float64     // spent share of Config.Budget that the steps see
+	share    float64     // spent share of Config.Budget that the steps see
+	losses   float64     // sum of the losses of the current epoch's steps
 	summed   int         // number of steps in that sum
 }
 
@@ -467,7 +468,7 @@ func (t *Trainer) begin(ctx context.Context) error {
 		if err := t.team.compare(); err != nil {
 			return err
 		}
-		if err := t.startParts(); err != nil {
+		if err := t.team.agree(t.startParts()); err != nil {
 			return err
 		}
 		t.growth.grew = nil

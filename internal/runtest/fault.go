@@ -338,6 +338,9 @@ func (k *checker) rankFault() {
 		if err == nil {
 			k.fail(Unharmed, "%s: rank %d hears of nothing", what, rank)
 		}
+		if !strings.Contains(err.Error(), ErrInjected.Error()) {
+			k.fail(Unharmed, "%s: rank %d does not hear of the cause: %w", what, rank, err)
+		}
 	}
 
 	if !errors.Is(errs[fails], ErrInjected) {

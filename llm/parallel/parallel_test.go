@@ -2,6 +2,7 @@ package parallel_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -54,6 +55,7 @@ type setup struct {
 	resume     string // checkpoint to resume
 	save       string // the last checkpoint
 	every      int    // steps between checkpoints
+	epoch      int    // steps in an epoch; 0 means 3
 	text       uint64 // random seed of the text
 	batch      int
 	background bool
@@ -119,7 +121,7 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 
 	tr, err := llm.NewTrainer(m, loader, o, llm.TrainConfig{Steps: s.steps, Batch: batch,
 		Accumulate: s.accumulate,
-		Schedule:   schedule, Clip: 1, Epoch: 3, Engine: engine})
+		Schedule:   schedule, Clip: 1, Epoch: cmp.Or(s.epoch, 3), Engine: engine})
 	if err != nil {
 		return err
 	}

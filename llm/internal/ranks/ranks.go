@@ -23,6 +23,10 @@ type Ranks interface {
 }
 
 // Swap sends a value to all ranks as JSON and returns the values of all ranks.
+//
+// All ranks must exchange the same kind of value, with one exception. A rank whose callback has failed
+// calls Between, whatever the other ranks are about to do. If they call Swap for something else, it
+// returns a [Failure].
 func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 	text, err := json.Marshal(own)
 	if err != nil {
@@ -34,13 +38,15 @@ func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 		return nil, err
 	}
 
+	if err := failureIn(texts, what); err != nil {
+		return nil, err
+	}
+
 	all := make([]T, len(texts))
 	for r, text := range texts {
 		kind, value, _ := bytes.Cut(text, []byte("\n"))
 		if string(kind) != what {
-			return nil,
-				fmt.Errorf("llm: rank %d exchanges %.40q, rank %d %q: all must do the same "+
-					"steps, saves and growth", r, kind, e.Rank(), what)
+			return nil, &mismatch{rank: r, kind: string(kind), own: e.Rank(), ownKind: what}
 		}
 		if err := json.Unmarshal(value, &all[r]); err != nil {
 			return nil, fmt.Errorf("llm: rank %d exchanges %.40q: %w", r, kind, err)
@@ -48,6 +54,45 @@ func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 	}
 
 	return all, nil
+}
+
+// A Failure is the error of a rank whose callback has failed while other ranks were about to do
+// something together. All ranks have received it, so it need not be exchanged again.
+type Failure struct {
+	Rank int
+	Text string
+}
+
+func (f *Failure) Error() string { return fmt.Sprintf("rank %d: %s", f.Rank, f.Text) }
+
+// failureIn returns the failure of the first rank that has failed in place of exchanging what this rank
+// exchanges, or nil.
+func failureIn(texts [][]byte, what string) error {
+	if what == betweenSteps {
+		return nil // whose reports contain the errors
+	}
+	for r, text := range texts {
+		value, ok := bytes.CutPrefix(text, []byte(betweenSteps+"\n"))
+		if !ok {
+			continue
+		}
+		var b report
+		if err := json.Unmarshal(value, &b); err == nil && b.Err != "" {
+			return &Failure{r, strings.TrimPrefix(b.Err, "!")}
+		}
+	}
+	return nil
+}
+
+// A mismatch is the error of ranks that exchange different kinds of values.
+type mismatch struct {
+	rank, own     int
+	kind, ownKind string
+}
+
+func (m *mismatch) Error() string {
+	return fmt.Sprintf("llm: rank %d exchanges %.40q, rank %d %q: all must do the same steps, saves "+
+		"and growth", m.rank, m.kind, m.own, m.ownKind)
 }
 
 // TextOf encodes an error for other ranks; nil becomes an empty string.
@@ -124,10 +169,21 @@ type report struct {
 	Wish Wish
 }
 
+// betweenSteps is the kind of value that Between exchanges.
+const betweenSteps = "between steps"
+
 // Between exchanges errors and wishes to end the run. It returns the first error or the first wish, with
 // the rank that sent the wish.
+//
+// A rank with an error may call Between while the others call Swap. Their Swap then returns the error as
+// a [Failure].
 func Between(e Ranks, err error, own Wish) (wish Wish, rank int, _ error) {
-	all, failed := Swap(e, "between steps", report{TextOf(err), own})
+	all, failed := Swap(e, betweenSteps, report{TextOf(err), own})
+	var other *mismatch
+	if err != nil && errors.As(failed, &other) {
+		return Wish{}, 0, err
+	}
+
 	errs := make([]string, len(all))
 	for r, b := range all {
 		errs[r] = b.Err

@@ -1,0 +1,192 @@
+package parallel_test
+
+import (
+	"encoding/json"
+	"errors"
+	"path/filepath"
+	"sync/atomic"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/parallel"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
+)
+
+var errDisk = errors.New("the disk is full")
+
+// failAt returns a callback that fails when it receives an event of the given kind after step 4.
+func failAt(kind llm.EventKind) llm.Callback {
+	return func(e llm.Event) error {
+		if e.Kind == kind && e.Step == 4 {
+			return errDisk
+		}
+		return nil
+	}
+}
+
+// TestCallbackFailsBeforeMeeting has a callback of rank 1 fail in a step after which callbacks of the
+// other ranks need all ranks. Every rank must report the cause, and the last step must be saved.
+func TestCallbackFailsBeforeMeeting(t *testing.T) {
+	s := setup{config: small(), steps: 9, accumulate: 3}
+	heldOut := func(t *testing.T) *data.Evaluation {
+		text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, s.config.Seq)
+		require.NoError(t, err)
+		return text
+	}
+	evaluate := func(t *testing.T, tr *llm.Trainer) { tr.On(llm.Evaluate(tr, heldOut(t), 4)) }
+	keepBest := func(t *testing.T, tr *llm.Trainer) {
+		best, err := llm.NewBestCheckpoint(tr, filepath.Join(t.TempDir(), "best.safetensors"))
+		require.NoError(t, err)
+		require.NoError(t, tr.Use(best))
+	}
+
+	for name, c := range map[string]struct {
+		set          func(s *setup)
+		kind         llm.EventKind
+		before       func(t *testing.T, tr *llm.Trainer) // callbacks before the one that fails
+		after        func(t *testing.T, tr *llm.Trainer)
+		noStepsAhead bool // the other ranks cannot know beforehand that they will meet
+	}{
+		"a checkpoint": {set: func(s *setup) { s.every = 2 }, kind: llm.StepEnd},
+		"a checkpoint after an epoch": {set: func(s *setup) { s.every, s.epoch = 2, 2 },
+			kind: llm.EpochEnd},
+		"a checkpoint in the background": {set: func(s *setup) { s.every, s.background = 2, true },
+			kind: llm.StepEnd},
+		"a checkpoint in parts": {set: func(s *setup) { s.every, s.parts = 2, true }, kind: llm.StepEnd},
+		"an evaluation":         {kind: llm.StepEnd, after: evaluate},
+		"the best checkpoint, before the evaluation": {kind: llm.StepEnd,
+			after: func(t *testing.T, tr *llm.Trainer) { keepBest(t, tr); evaluate(t, tr) }},
+		"the best checkpoint, after the evaluation": {kind: llm.EvalEnd, before: evaluate,
+			after: keepBest},
+		"a callback that saves": {kind: llm.StepEnd, noStepsAhead: true,
+			after: func(t *testing.T, tr *llm.Trainer) {
+				path := filepath.Join(t.TempDir(), "own.safetensors")
+				tr.On(func(e llm.Event) error {
+					if e.Kind == llm.StepEnd && e.Step == 4 {
+						return tr.Save(path)
+					}
+					return nil
+				})
+			}},
+		"nothing": {kind: llm.StepEnd},
+	} {
+		for _, stepper := range []bool{false, true} {
+			name := name
+			if stepper {
+				name += ", meeting in steps"
+			}
+			t.Run(name, func(t *testing.T) {
+				if stepper && c.noStepsAhead {
+					t.Skip("only ranks that meet after every step learn of this")
+				}
+				own := s
+				own.save = filepath.Join(t.TempDir(), "run.safetensors")
+				if c.set != nil {
+					c.set(&own)
+				}
+
+				const size = 3
+				var finished atomic.Int64
+				errs := on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
+					ranked := own
+					ranked.more = func(tr *llm.Trainer) {
+						if c.before != nil {
+							c.before(t, tr)
+						}
+						if rank == 1 {
+							tr.On(failAt(c.kind))
+						}
+						if c.after != nil {
+							c.after(t, tr)
+						}
+					}
+					if !stepper {
+						return ranked.train(t.Context(), rank, size, team.Engine)
+					}
+					return ranked.trainStepped(t, rank, size, team, func(_ int, e *stepping) {
+						e.finished = &finished
+					})
+				})
+
+				requireCause(t, errs)
+				requireStep(t, own.save, 4)
+			})
+		}
+	}
+}
+
+// requireCause requires every rank to report that the disk of rank 1 is full.
+func requireCause(t *testing.T, errs []error) {
+	t.Helper()
+	for rank, err := range errs {
+		require.ErrorContains(t, err, "the disk is full", "rank %d", rank)
+		if rank == 1 {
+			require.ErrorIs(t, err, errDisk)
+		} else {
+			require.ErrorContains(t, err, "rank 1")
+		}
+		require.NotContains(t, err.Error(), "mismatched collectives", "rank %d", rank)
+		require.NotContains(t, err.Error(), "all must do the same", "rank %d", rank)
+	}
+}
+
+// requireStep requires a checkpoint to contain the state after a step.
+func requireStep(t *testing.T, path string, step int) {
+	t.Helper()
+	_, metadata, err := safetensors.Load(path)
+	require.NoError(t, err)
+	var run struct{ Step int }
+	require.NoError(t, json.Unmarshal([]byte(metadata["kasmina.training"]), &run))
+	require.Equal(t, step, run.Step)
+}
+
+// unprepared is a part that fails before a step or at the start of a run.
+type unprepared struct{ start, step bool }
+
+func (unprepared) Name() string                               { return "unprepared" }
+func (unprepared) Save(*llm.CheckpointWriter) error           { return nil }
+func (unprepared) Load(*llm.CheckpointReader) (func(), error) { return nil, nil }
+func (p unprepared) StartRun(llm.Turn) error {
+	if p.start {
+		return errDisk
+	}
+	return nil
+}
+
+func (p unprepared) PrepareStep(u llm.Turn) error {
+	if p.step && u.Last().Step == 4 {
+		return errDisk
+	}
+	return nil
+}
+
+// TestPartFailsAtOneRank has a part of rank 1 fail before a step, and at the start of a run. Every rank must
+// report the cause.
+func TestPartFailsAtOneRank(t *testing.T) {
+	for name, part := range map[string]unprepared{"start": {start: true}, "step": {step: true}} {
+		t.Run(name, func(t *testing.T) {
+			const size = 3
+			s := setup{config: small(), steps: 9, accumulate: 3,
+				save: filepath.Join(t.TempDir(), "run.safetensors")}
+			errs := on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
+				own := s
+				own.more = func(tr *llm.Trainer) {
+					if rank == 1 {
+						require.NoError(t, tr.Use(part))
+					} else {
+						require.NoError(t, tr.Use(unprepared{}))
+					}
+				}
+				return own.train(t.Context(), rank, size, team.Engine)
+			})
+
+			requireCause(t, errs)
+		})
+	}
+}
