@@ -87,9 +87,9 @@ func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = 
 // of their mean loss.
 func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares = n } }
 
-// withTokenMean makes the share of withLossShare an input, which Let sets to that of the batch, so that
-// the gradients of batches with different numbers of targets add up to those of the mean over all
-// targets.
+// withTokenMean turns the share of withLossShare into an input, which Let sets to the share of the batch.
+// The gradients of batches with different numbers of targets then add up to the gradient of the mean over
+// all targets.
 func withTokenMean() GraphOption { return func(b *graphBuilder) { b.tokenMean = true } }
 
 // withGradients limits the gradients to the named parameters, whether they learn or not. It is meant for

@@ -129,8 +129,8 @@ func (g *growth) loadSnapshots(r *CheckpointReader) (all snapshots, err error) {
 	return all, nil
 }
 
-// checkSnapshot returns an error unless a snapshot can belong to the trainer's model, whose
-// configuration in the checkpoint is now.
+// checkSnapshot returns an error unless a snapshot can belong to the trainer's model. now is the model's
+// configuration in the checkpoint.
 func (g *growth) checkSnapshot(s snapshotState, now Config) error {
 	if err := s.Config.Check(); err != nil {
 		return fmt.Errorf("what the model was before it grew: %w", err)
@@ -166,8 +166,8 @@ func (g *growth) checkSnapshot(s snapshotState, now Config) error {
 	return nil
 }
 
-// loadTwin reads the twin of the model. A run that continues with other data has no twin, whose steps
-// would be on the data of before.
+// loadTwin reads the twin of the model. A run that continues with other data drops the twin, which would
+// otherwise make its steps on the earlier data.
 func (g *growth) loadTwin(r *CheckpointReader) (*twin, error) {
 	if _, ok := r.values[twinValue]; !ok {
 		return nil, nil

@@ -87,7 +87,7 @@ func (s *stepBatches) next() (data.Batch, error) {
 	return b, nil
 }
 
-// weigh returns what the mean loss of a batch contributes to the loss of the step.
+// weigh returns the contribution of a batch's mean loss to the loss of the step.
 func (s *stepBatches) weigh(batch int, loss float64) float64 {
 	if s.targets > 0 {
 		return loss * s.shares[batch]

@@ -132,7 +132,8 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 }
 
 // runIn reads the state of a run from a file and checks that the trainer can continue it. It also returns
-// the model's configuration, in which blocks may have grown, and the accepted differences in settings.
+// the model's configuration, which may have more blocks than the original one, and the accepted
+// differences in settings.
 func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []string, error) {
 	c, err := configIn(f)
 	if err != nil {
@@ -420,7 +421,7 @@ func (t *Trainer) settings() *settings.Settings {
 	return s
 }
 
-// withRemedy lists differences and says what to do about them.
+// withRemedy lists differences and advises what to do about them.
 func withRemedy(differences []string) string {
 	return strings.Join(differences, "; ") +
 		": set up the trainer as that run was, or Resume with the option WithNewSettings"

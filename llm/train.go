@@ -33,7 +33,7 @@ type TrainConfig struct {
 	// 0 means no limit
 	Steps      int
 	Batch      int            // sequences in a batch
-	Accumulate int            // batches whose mean gradient makes one step; 0 means 1
+	Accumulate int            // batches in a step, which uses their mean gradient; 0 means 1
 	Schedule   optim.Schedule // learning rate of each step
 	// limit of the global gradient norm, and separately of the norm of all blueprints' gradients; 0 for
 	// no limit
@@ -228,8 +228,8 @@ func isNil(e Engine) bool {
 }
 
 // On adds callbacks. They are called in the order of their addition, starting with the next event. A
-// callback that changes the model or its lattices must come before one that saves, or a resumed run would
-// miss the last change.
+// callback that changes the model or its lattices must come before any callback that saves, or a resumed
+// run would miss the last change.
 func (t *Trainer) On(callbacks ...Callback) {
 	if t == nil {
 		return // Run reports the error
@@ -448,8 +448,8 @@ func (t *Trainer) refuseLate() {
 	}
 }
 
-// tellStep emits the events of a step. It stops at the first error, so that later callbacks do not
-// take the step for one that every earlier callback has accepted.
+// tellStep emits the events of a step. It stops at the first error, so that later callbacks do not assume
+// that every earlier callback has accepted the step.
 func (t *Trainer) tellStep() error {
 	for _, tell := range []func() error{t.tellChoices, t.growth.tellGrowth, t.steering.tellNotes, t.tellEpoch} {
 		if err := tell(); err != nil {
@@ -563,9 +563,9 @@ var errBetweenBatches = errors.New("the context has ended between two batches")
 
 // step computes the gradients of one optimizer step and applies them.
 //
-// A step that fails before its update changes nothing, except for growth that was completed before
-// its first batch: the model has grown then, and the next attempt starts from there. A step that
-// fails during or after its update leaves the trainer damaged or its step incomplete: see condition.
+// A step that fails before its update changes nothing, except for growth that was completed before its
+// first batch: the model has grown then, and the next attempt starts from there. If a step fails during
+// or after its update, the trainer is damaged or its step incomplete: see condition.
 func (t *Trainer) step() error {
 	defer takeToChange(t.Model)()
 	began := time.Now()
@@ -645,8 +645,8 @@ func (g *growth) settleGrowth() error {
 		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
 
-	// A blueprint that has just been planted may be on trial already, and one that could not be planted
-	// or grafted is on trial no longer.
+	// A blueprint that has just been planted may be on trial already, and if planting or grafting has
+	// failed, a trial may be over.
 	if err := g.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}
@@ -658,7 +658,7 @@ func (g *growth) settleGrowth() error {
 	return nil
 }
 
-// count completes a step whose update has been made.
+// count completes a step after its update.
 func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	t.losses, t.summed = t.losses+loss, t.summed+1
 	t.note(func(e *Event) {
