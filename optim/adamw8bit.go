@@ -6,6 +6,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/quant"
 )
 
 // AdamW8bit is [AdamW] with 8-bit moments, which take a quarter of the memory of float32. They are
@@ -70,10 +71,10 @@ func WithMin8bitSize(n int) AdamW8bitOption {
 var adamW8bitKernel = &Kernel{
 	Name: "AdamW8bit",
 	Moments: []Moment{
-		{Name: "exp_avg_codes", Mean: OfGradients, Codes: &optimizer.Signed8.Values,
+		{Name: "exp_avg_codes", Mean: OfGradients, Codes: &quant.Signed8.Values,
 			Scale: "exp_avg_scales"},
 		{Name: "exp_avg_scales", Mean: IsScale, Block: optimizer.Block8},
-		{Name: "exp_avg_sq_codes", Mean: OfSquares, Codes: &optimizer.Unsigned8.Values,
+		{Name: "exp_avg_sq_codes", Mean: OfSquares, Codes: &quant.Unsigned8.Values,
 			Scale: "exp_avg_sq_scales"},
 		{Name: "exp_avg_sq_scales", Mean: IsScale, Block: optimizer.Block8},
 	},

@@ -1,110 +1,16 @@
 package optimizer
 
 import (
-	"encoding/binary"
-	"hash/crc32"
 	"math"
 	"math/rand/v2"
-	"os"
-	"regexp"
 	"slices"
-	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/quant"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
-
-// TestCodebooks compares the maps with the output of create_dynamic_map in bitsandbytes 0.50.2 with
-// PyTorch 2.15.0: a checksum of all values, and a few values in readable form.
-func TestCodebooks(t *testing.T) {
-	for _, c := range []struct {
-		b    *Codebook
-		sum  uint32
-		some map[int]float32
-	}{
-		{Signed8, 0x1b137aeb, map[int]float32{0: -0.99296874, 126: -5.5000004e-07, 127: 0,
-			128: 5.5000004e-07, 254: 0.99296874, 255: 1}},
-		{Unsigned8, 0xe871278f, map[int]float32{0: 0, 1: 3.2500003e-07, 2: 7.7499999e-07,
-			254: 0.9964844, 255: 1}},
-	} {
-		for i, want := range c.some {
-			require.Equal(t, want, c.b.Values[i], i)
-		}
-		var raw []byte
-		for _, v := range c.b.Values {
-			raw = binary.LittleEndian.AppendUint32(raw, math.Float32bits(v))
-		}
-		require.Equal(t, c.sum, crc32.ChecksumIEEE(raw))
-	}
-}
-
-// TestKernelHasCodebooks compares the maps with the tables of the CUDA kernel.
-func TestKernelHasCodebooks(t *testing.T) {
-	source, err := os.ReadFile("../../../cudaops/internal/kernel/optimizer/adamw8bit.cu")
-	require.NoError(t, err)
-	for name, b := range map[string]*Codebook{"kSigned": Signed8, "kUnsigned": Unsigned8} {
-		table := regexp.MustCompile(name + `\[kCodes\] = \{([^}]*)\}`).FindSubmatch(source)
-		require.NotNil(t, table, name)
-		numbers := regexp.MustCompile(`[^\s,]+f`).FindAllString(string(table[1]), -1)
-		require.Len(t, numbers, 256, name)
-		for i, s := range numbers {
-			v, err := strconv.ParseFloat(s[:len(s)-1], 32)
-			require.NoError(t, err)
-			require.Equal(t, b.Values[i], float32(v), "%s[%d]", name, i)
-		}
-	}
-}
-
-// nearest is [Codebook.Code] by trying all values.
-func nearest(b *Codebook, x float32) int {
-	best := 0
-	for c := 1; c < 256; c++ {
-		// Both middles are rounded to float32, as in bitsandbytes.
-		switch middle := (b.Values[c-1] + b.Values[c]) / 2; {
-		case x > middle, x == middle && c%2 == 0:
-			best = c
-		}
-	}
-	return best
-}
-
-// TestCode compares codes with an exhaustive search of all values. It tests numbers at, below and
-// above every value and every middle, at the ends of the search's tables, and at random.
-func TestCode(t *testing.T) {
-	seed := randtest.Seed(t)
-	r := rand.New(rand.NewPCG(seed, 8))
-	for _, b := range []*Codebook{Signed8, Unsigned8} {
-		xs := []float32{0, 1, 1e-45, 1e-38, 0x1p-126}
-		around := func(x float32) {
-			xs = append(xs, x, math.Nextafter32(x, -2), math.Nextafter32(x, 2))
-		}
-		for c, v := range b.Values {
-			around(v)
-			if c > 0 {
-				around((b.Values[c-1] + v) / 2)
-			}
-		}
-		for high := uint32(0); high < 0x3f80; high += 7 {
-			around(math.Float32frombits(high << 16))
-		}
-		for range 20_000 {
-			xs = append(xs, float32(math.Exp2(-30*r.Float64())))
-		}
-
-		for _, x := range xs {
-			for _, x := range []float32{x, -x} {
-				if x < -1 || x > 1 || x < 0 && b == Unsigned8 {
-					continue
-				}
-				if got := int(b.Code(x)); got != nearest(b, x) {
-					t.Fatalf("seed %d: the code of %v is %d, want %d", seed, x, got, nearest(b, x))
-				}
-			}
-		}
-	}
-}
 
 // reference8 is a step of AdamW with moments of eight bits in float64, of one block, in the words of
 // bitsandbytes' kernel: dequantize, update, find the scale, quantize.
@@ -113,8 +19,8 @@ func reference8(p, g []float64, m, v []uint8, mScale, vScale *float64, s AdamWSt
 	t := float64(s.Step)
 	var mMost, vMost float64
 	for i := range p {
-		m0 := float64(Signed8.Values[m[i]]) * *mScale
-		v0 := float64(Unsigned8.Values[v[i]]) * *vScale
+		m0 := float64(quant.Signed8.Values[m[i]]) * *mScale
+		v0 := float64(quant.Unsigned8.Values[v[i]]) * *vScale
 		if v0 == 0 && g[i] == 0 {
 			m0 = 0
 		}
@@ -130,13 +36,13 @@ func reference8(p, g []float64, m, v []uint8, mScale, vScale *float64, s AdamWSt
 	for i := range p {
 		m[i], v[i] = 127, 0
 		if mMost > 0 {
-			m[i] = uint8(nearest(Signed8, float32(first[i]/mMost)))
+			m[i] = quant.Signed8.Code(float32(first[i] / mMost))
 			if first[i] < 0 && m[i] == 127 {
 				m[i] = 126
 			}
 		}
 		if vMost > 0 {
-			v[i] = uint8(nearest(Unsigned8, float32(second[i]/vMost)))
+			v[i] = quant.Unsigned8.Code(float32(second[i] / vMost))
 		}
 	}
 }

@@ -1,0 +1,177 @@
+// Package quant stores matrices in fewer bits than float32. It is meant for weights that are never
+// updated, such as those of a model that is tuned through adapters.
+package quant
+
+import (
+	"fmt"
+	"math"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/enum"
+	"github.com/kasmina-go/kasmina/internal/half"
+)
+
+// A Format is a way to store the elements of a [Matrix].
+type Format uint8
+
+// The formats, with the bits that an element takes in a large matrix.
+const (
+	BFloat16 Format = 1 + iota // 16 bits: the upper half of a float32
+	Float8                     // 8 bits: E4M3 with one float32 scale per row
+	NF4                        // 4.13 bits: bitsandbytes' NormalFloat with double quantization
+)
+
+var formatNames = []string{BFloat16: "bf16", Float8: "float8", NF4: "nf4"}
+
+// ParseFormat returns the format with a given name: bf16, float8 or nf4.
+func ParseFormat(name string) (Format, error) {
+	for f, s := range formatNames {
+		if s == name && s != "" {
+			return Format(f), nil
+		}
+	}
+	return 0, fmt.Errorf("%q is not a format of weights, want one of %s", name,
+		strings.Join(formatNames[1:], ", "))
+}
+
+// String returns the name that [ParseFormat] accepts.
+func (f Format) String() string { return enum.Name(f, "Format", formatNames) }
+
+// A Matrix is a matrix in one of the formats. It cannot be changed, and any number of goroutines may
+// use it at a time.
+type Matrix struct {
+	Format     Format
+	Rows, Cols int
+
+	codes  []byte    // elements in row-major order, little-endian
+	scales []float32 // Float8: the scale of each row
+	nested nested    // NF4: the scale of each block
+}
+
+// New stores a matrix, given as its elements in row-major order. Elements are rounded to the nearest
+// number that the format represents:
+//
+//   - [BFloat16]: ties to even.
+//   - [Float8]: half.E4M3(w/scale), where scale is the row's largest magnitude divided by 448, or 1 for a
+//     row of zeros.
+//   - [NF4]: the code in each block of [BlockNF4] elements that is nearest to w divided by the block's
+//     largest magnitude. Blocks may extend over the end of a row.
+//
+// New returns an error if an element is NaN or infinite.
+func New(f Format, rows, cols int, w []float32) (*Matrix, error) {
+	if rows < 0 || cols < 0 || len(w) != rows*cols {
+		return nil, fmt.Errorf("quant: %d elements for a matrix of %d × %d", len(w), rows, cols)
+	}
+
+	for i, v := range w {
+		if v-v != 0 {
+			return nil, fmt.Errorf("quant: element %d of row %d is %v, want a finite number", i%cols,
+				i/cols, v)
+		}
+	}
+
+	m := &Matrix{Format: f, Rows: rows, Cols: cols}
+	switch f {
+	case BFloat16:
+		m.encodeBFloat16(w)
+	case Float8:
+		m.encodeFloat8(w)
+	case NF4:
+		m.encodeNF4(w)
+	default:
+		return nil, fmt.Errorf("quant: %v is not a format", f)
+	}
+
+	return m, nil
+}
+
+// Bytes returns the memory that the matrix takes.
+func (m *Matrix) Bytes() int {
+	return len(m.codes) + 4*len(m.scales) + len(m.nested.codes) + 4*len(m.nested.scales)
+}
+
+// Decode writes rows [from, to) to dst as float32, which represents every stored number exactly except
+// for the rounding of the products with a scale.
+func (m *Matrix) Decode(dst []float32, from, to int) {
+	dst = dst[:(to-from)*m.Cols]
+	cpu.Parallel(len(dst), cpu.VectorGrain, func(lo, hi int) {
+		at := from*m.Cols + lo
+		switch m.Format {
+		case BFloat16:
+			m.decodeBFloat16(dst[lo:hi], at)
+		case Float8:
+			m.decodeFloat8(dst[lo:hi], at)
+		case NF4:
+			m.decodeNF4(dst[lo:hi], at)
+		}
+	})
+}
+
+func (m *Matrix) encodeBFloat16(w []float32) {
+	m.codes = make([]byte, 2*len(w))
+	cpu.Parallel(len(w), cpu.VectorGrain, func(lo, hi int) {
+		for i := lo; i < hi; i++ {
+			b := half.NewBFloat16(w[i])
+			m.codes[2*i], m.codes[2*i+1] = byte(b), byte(b>>8)
+		}
+	})
+}
+
+// decodeBFloat16 decodes len(dst) elements from element at on.
+func (m *Matrix) decodeBFloat16(dst []float32, at int) {
+	codes := m.codes[2*at : 2*(at+len(dst))]
+	for i := range dst {
+		dst[i] = math.Float32frombits(uint32(codes[2*i])<<16 | uint32(codes[2*i+1])<<24)
+	}
+}
+
+func (m *Matrix) encodeFloat8(w []float32) {
+	m.codes, m.scales = make([]byte, len(w)), make([]float32, m.Rows)
+	cpu.Parallel(m.Rows, cpu.Grain(8*max(1, m.Cols)), func(lo, hi int) {
+		for r := lo; r < hi; r++ {
+			row, codes := w[r*m.Cols:][:m.Cols], m.codes[r*m.Cols:][:m.Cols]
+			m.scales[r] = encodeFloat8Row(codes, row)
+		}
+	})
+}
+
+// smallestScale is the smallest scale whose inverse is a number.
+const smallestScale = 0x1p-126
+
+// encodeFloat8Row encodes a row with the roundings of the GPU's kernel and returns its scale.
+func encodeFloat8Row(codes []byte, row []float32) (scale float32) {
+	largest := largest(row)
+	if largest == 0 {
+		return 1 // and the codes are 0
+	}
+
+	scale = max(largest/half.MaxE4M3, smallestScale)
+	inverse := 1 / scale
+	for i, v := range row {
+		codes[i] = half.E4M3(v * inverse)
+	}
+
+	return scale
+}
+
+// decodeFloat8 decodes len(dst) elements from element at on.
+func (m *Matrix) decodeFloat8(dst []float32, at int) {
+	for len(dst) > 0 {
+		row, col := at/m.Cols, at%m.Cols
+		n := min(len(dst), m.Cols-col)
+		scale, codes := m.scales[row], m.codes[at:at+n]
+		for i, c := range codes {
+			dst[i] = half.FromE4M3(c) * scale
+		}
+		dst, at = dst[n:], at+n
+	}
+}
+
+// largest returns the largest magnitude in x.
+func largest(x []float32) (most float32) {
+	for _, v := range x {
+		most = max(most, v, -v)
+	}
+	return most
+}
