@@ -381,7 +381,7 @@ func (p *program) lendAux() {
 	}
 }
 
-func (p *program) takeAux() {
+func (p *program) reclaimAux() {
 	for i := range p.aux {
 		p.aux[i].aux.Lend(nil)
 	}

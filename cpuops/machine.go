@@ -179,7 +179,7 @@ func (m *Machine) run(ctx context.Context) error {
 
 	m.ran = false
 	p.lendAux()
-	defer p.takeAux()
+	defer p.reclaimAux()
 	defer func() { p.finish(m.ran) }() // after a panic too
 	sampling := m.monitor.due()
 	stop, release := stopOf(ctx)
@@ -195,7 +195,7 @@ func (m *Machine) run(ctx context.Context) error {
 			from = time.Now()
 		}
 		if err := s.run(s); err != nil {
-			return fmt.Errorf("%s: %w", s.where(), err)
+			return fmt.Errorf("%s: %w", s.describe(), err)
 		}
 		if stop.Asked() {
 			return context.Cause(ctx)
@@ -206,7 +206,7 @@ func (m *Machine) run(ctx context.Context) error {
 	}
 
 	if sampling {
-		m.monitor.take()
+		m.monitor.addSample()
 	}
 
 	if !m.planned {

@@ -298,9 +298,9 @@ func TestMemory(t *testing.T) {
 	}
 }
 
-// TestMemoryIsAll checks that Memory includes the sums of gradients and, after the first run, the memory
+// TestMemoryTotal checks that Memory includes the sums of gradients and, after the first run, the memory
 // that ops keep for their gradients.
-func TestMemoryIsAll(t *testing.T) {
+func TestMemoryTotal(t *testing.T) {
 	const rows, features = 64, 16
 	g := gorgonia.NewGraph()
 	x := gorgonia.NodeFromAny(g, normal(random(t), tensor.Float32, rows, features),
@@ -504,8 +504,8 @@ func TestErrors(t *testing.T) {
 	fails(m.RunAll(), "is closed")
 }
 
-// TestPlansBeyondTheMemory checks that a plan of 64 TiB is an error, instead of terminating the program.
-func TestPlansBeyondTheMemory(t *testing.T) {
+// TestPlanExceedsMemory checks that a plan of 64 TiB is an error, instead of terminating the program.
+func TestPlanExceedsMemory(t *testing.T) {
 	if runtime.GOOS != "linux" {
 		t.Skip("the size of the memory is known on Linux alone")
 	}

@@ -51,8 +51,8 @@ func (o *monitor) due() bool {
 	return o.runs >= o.every
 }
 
-// take adds the latest sample to the totals. A run that fails is not added.
-func (o *monitor) take() {
+// addSample adds the latest sample to the totals. A run that fails is not added.
+func (o *monitor) addSample() {
 	for i, d := range o.latest {
 		o.total[i] += d
 	}
@@ -75,7 +75,7 @@ func (m *Machine) Monitor() []OpTime {
 		}
 		variant := s.variant
 		if variant == "" {
-			variant = s.only()
+			variant = s.soleVariant()
 		}
 		times = append(times, OpTime{Op: s.name(), Tasks: 1,
 			Time: o.total[i] / time.Duration(o.samples), Bytes: float64(s.bytes()),

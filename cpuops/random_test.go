@@ -15,7 +15,7 @@ import (
 )
 
 // randomGraph returns a graph of random ops, its inputs, and its outputs: some gradients of a cost and
-// some other results.
+// pick other results.
 func randomGraph(t *testing.T,
 	r *rand.Rand) (g *gorgonia.ExprGraph, inputs, outputs gorgonia.Nodes) {
 	const d = 6
@@ -28,28 +28,28 @@ func randomGraph(t *testing.T,
 	weight, matrices := input("weight", d), gorgonia.Nodes{input("a", d, d),
 		input("b", d, d), input("c", d, d)}
 	inputs = append(gorgonia.Nodes{weight}, matrices...)
-	some := func() *gorgonia.Node { // prefers the latest matrices
+	pick := func() *gorgonia.Node { // prefers the latest matrices
 		return matrices[max(r.IntN(len(matrices)), r.IntN(len(matrices)))]
 	}
 	makers := []func() (*gorgonia.Node, error){
-		func() (*gorgonia.Node, error) { return gorgonia.Add(some(), some()) },
-		func() (*gorgonia.Node, error) { return gorgonia.Sub(some(), some()) },
-		func() (*gorgonia.Node, error) { return gorgonia.HadamardProd(some(), some()) },
-		func() (*gorgonia.Node, error) { return gorgonia.Tanh(some()) },
+		func() (*gorgonia.Node, error) { return gorgonia.Add(pick(), pick()) },
+		func() (*gorgonia.Node, error) { return gorgonia.Sub(pick(), pick()) },
+		func() (*gorgonia.Node, error) { return gorgonia.HadamardProd(pick(), pick()) },
+		func() (*gorgonia.Node, error) { return gorgonia.Tanh(pick()) },
 		func() (*gorgonia.Node, error) {
-			return gorgonia.Mul(must(gorgonia.Tanh(must(gorgonia.Sum(some())))), some())
+			return gorgonia.Mul(must(gorgonia.Tanh(must(gorgonia.Sum(pick())))), pick())
 		},
 		func() (*gorgonia.Node, error) {
-			flat := must(gorgonia.Reshape(some(), tensor.Shape{d * d / 4, 4}))
+			flat := must(gorgonia.Reshape(pick(), tensor.Shape{d * d / 4, 4}))
 			return gorgonia.Reshape(must(gorgonia.Add(flat, flat)), tensor.Shape{d, d})
 		},
-		func() (*gorgonia.Node, error) { return op.Linear(some(), some()) },
+		func() (*gorgonia.Node, error) { return op.Linear(pick(), pick()) },
 		func() (*gorgonia.Node, error) {
-			product := must(op.Linear(must(gorgonia.Tanh(some())), some()))
-			return gorgonia.Add(product, must(gorgonia.Sub(must(gorgonia.Tanh(some())), some())))
+			product := must(op.Linear(must(gorgonia.Tanh(pick())), pick()))
+			return gorgonia.Add(product, must(gorgonia.Sub(must(gorgonia.Tanh(pick())), pick())))
 		},
-		func() (*gorgonia.Node, error) { return op.RMSNorm(some(), weight, 1e-3) },
-		func() (*gorgonia.Node, error) { return op.SiLUMLP(some(), some(), some(), some()) },
+		func() (*gorgonia.Node, error) { return op.RMSNorm(pick(), weight, 1e-3) },
+		func() (*gorgonia.Node, error) { return op.SiLUMLP(pick(), pick(), pick(), pick()) },
 	}
 
 	for range 3 + r.IntN(25) {
@@ -68,8 +68,8 @@ func randomGraph(t *testing.T,
 	return g, inputs, append(outputs, last)
 }
 
-// alone computes a node, and recursively its operands, from copies.
-func alone(t *testing.T, n *gorgonia.Node, known map[*gorgonia.Node]gorgonia.Value) gorgonia.Value {
+// computeByNode computes a node, and recursively its operands, from copies.
+func computeByNode(t *testing.T, n *gorgonia.Node, known map[*gorgonia.Node]gorgonia.Value) gorgonia.Value {
 	if known[n] == nil && len(graph.Children(n)) == 0 {
 		known[n] = n.Value()
 	}
@@ -77,7 +77,7 @@ func alone(t *testing.T, n *gorgonia.Node, known map[*gorgonia.Node]gorgonia.Val
 	if known[n] == nil {
 		var in []gorgonia.Value
 		for _, child := range graph.Children(n) {
-			in = append(in, check[gorgonia.Value](t)(gorgonia.CloneValue(alone(t, child, known))))
+			in = append(in, check[gorgonia.Value](t)(gorgonia.CloneValue(computeByNode(t, child, known))))
 		}
 		known[n] = check[gorgonia.Value](t)(n.Op().Do(in...))
 	}
@@ -103,7 +103,7 @@ func TestRandomGraphs(t *testing.T) {
 			known := map[*gorgonia.Node]gorgonia.Value{}
 			for _, n := range outputs {
 				got := flat(t, check[gorgonia.Value](t)(m.Value(n))).([]float64)
-				want := flat(t, alone(t, n, known)).([]float64)
+				want := flat(t, computeByNode(t, n, known)).([]float64)
 				for i, w := range want {
 					if got[i] == w || got[i] != got[i] && w != w { // ∞, or NaN in both
 						continue

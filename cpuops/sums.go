@@ -42,14 +42,14 @@ func newGradientSum(g *value) (*gradientSum, error) {
 func (s *gradientSum) add(g any) {
 	switch g := g.(type) {
 	case []float32:
-		s.undoBy = keepFor(s, g)
+		s.undoBy = addUndoable(s, g)
 	case []float64:
-		s.undoBy = keepFor(s, g)
+		s.undoBy = addUndoable(s, g)
 	}
 }
 
-// keepFor records how to restore the sum, then adds g to it.
-func keepFor[T cpu.Float](s *gradientSum, g []T) undoing {
+// addUndoable records how to restore the sum, then adds g to it.
+func addUndoable[T cpu.Float](s *gradientSum, g []T) undoing {
 	sum, by := s.flat.([]T), wasZero
 	if !array.IsZero(sum) {
 		if s.before == nil {

@@ -17,20 +17,20 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// endsAfter is a context that is canceled after n calls of Err.
-type endsAfter struct {
+// cancelAfter is a context that is canceled after n calls of Err.
+type cancelAfter struct {
 	n    int
 	done chan struct{}
 }
 
-var errEnded = errors.New("ended")
+var errCanceled = errors.New("ended")
 
-func (c *endsAfter) Deadline() (time.Time, bool) { return time.Time{}, false }
-func (c *endsAfter) Done() <-chan struct{}       { return c.done }
-func (c *endsAfter) Value(any) any               { return nil }
-func (c *endsAfter) Err() error {
+func (c *cancelAfter) Deadline() (time.Time, bool) { return time.Time{}, false }
+func (c *cancelAfter) Done() <-chan struct{}       { return c.done }
+func (c *cancelAfter) Value(any) any               { return nil }
+func (c *cancelAfter) Err() error {
 	if c.n--; c.n < 0 {
-		return errEnded
+		return errCanceled
 	}
 	return nil
 }
@@ -153,7 +153,7 @@ func TestFailedRunAddsNothing(t *testing.T) {
 					}
 					switch kind {
 					case "canceled":
-						if m.Run(&endsAfter{n, make(chan struct{})}) == nil {
+						if m.Run(&cancelAfter{n, make(chan struct{})}) == nil {
 							n = 2 * steps // the run was complete before
 						}
 					case "error":

@@ -86,7 +86,7 @@ func (m *Machine) Choices() []Choice {
 		}
 		seen[c.Op+" "+c.Shape] = true
 		if c.Variants = s.variants; len(s.variants) == 0 {
-			c.Variants = []string{s.only()}
+			c.Variants = []string{s.soleVariant()}
 		}
 		c.Of, c.Variant = len(c.Variants), c.Variants[0]
 		if s.variant != "" {
@@ -101,8 +101,8 @@ func (m *Machine) Choices() []Choice {
 	return choices
 }
 
-// where describes a step in error messages.
-func (s *step) where() string {
+// describe describes a step in error messages.
+func (s *step) describe() string {
 	if s.layer == "" {
 		return graph.Describe(s.node)
 	}
@@ -148,9 +148,9 @@ func (s *step) shapes() string {
 	return b.String()
 }
 
-// only returns the variant of a step that has a single variant: the instruction set, and "bf16" if
+// soleVariant returns the variant of a step that has a single variant: the instruction set, and "bf16" if
 // products round their operands.
-func (s *step) only() string {
+func (s *step) soleVariant() string {
 	if baseOf(s.node) == nil && s.out != nil {
 		return gorgoniaVariant
 	}

@@ -81,7 +81,7 @@ func WithOrdinal(ordinal int) DeviceOption {
 // Count returns the number of visible GPUs (see CUDA_VISIBLE_DEVICES). If CUDA does not start, it returns
 // the same error as [Open].
 func Count() (_ int, err error) {
-	defer in("Count", &err)
+	defer annotate("Count", &err)
 	d, err := driver.Open()
 	if err != nil {
 		return 0, notStarted(err)
@@ -109,7 +109,7 @@ func withDriver(d gpu.Driver) DeviceOption {
 // The error wraps ErrNoDevice without a GPU, and ErrUnsupportedDevice if the GPU's compute capability is
 // below 8.0.
 func Open(opts ...DeviceOption) (_ *Device, err error) {
-	defer in("Open", &err)
+	defer annotate("Open", &err)
 	o := deviceOptions{open: driver.Open}
 	for _, opt := range opts {
 		if opt == nil {
@@ -170,12 +170,12 @@ func (d *Device) ComputeCapability() (major, minor int) { return d.info.Major, d
 // Memory returns the number of free bytes of device memory, taking all processes into account, and the
 // total number.
 func (d *Device) Memory() (free, total uint64, err error) {
-	defer in("Device.Memory", &err)
+	defer annotate("Device.Memory", &err)
 	if d.ctx == nil {
 		return 0, 0, errNotOpened
 	}
 	free, total, err = d.ctx.MemInfo()
-	return free, total, d.naming(err)
+	return free, total, d.withName(err)
 }
 
 // String describes the GPU in one line.
@@ -189,7 +189,7 @@ func (d *Device) String() string {
 // Close releases the GPU. Close the machines on it first; further calls fail. A second Close does
 // nothing.
 func (d *Device) Close() (err error) {
-	defer in("Device.Close", &err)
+	defer annotate("Device.Close", &err)
 	if d.ctx == nil {
 		return errNotOpened
 	}
@@ -198,11 +198,11 @@ func (d *Device) Close() (err error) {
 		errs = append(errs, d.ctx.Free(d.workspace))
 		d.workspace = 0
 	}
-	return d.naming(run.Joined(append(errs, d.ctx.Close())...))
+	return d.withName(run.Joined(append(errs, d.ctx.Close())...))
 }
 
-// naming adds the GPU's name to an error.
-func (d *Device) naming(err error) error {
+// withName adds the GPU's name to an error.
+func (d *Device) withName(err error) error {
 	if err == nil {
 		return nil
 	}

@@ -624,14 +624,14 @@ func (k *fakeKernels) GradNorm(l *fake.Launch, a optimizer.GradNorm) {
 
 	c.Norm, c.Multiplier, c.Apart = norm, float32(multiplier), float32(multiplierApart)
 	if a.Scale != 0 {
-		c.Next = moveOn(fake.Slice[byte](l, a.Scale, optimizer.LossScaleBytes), c.Skipped)
+		c.Next = nextLossScale(fake.Slice[byte](l, a.Scale, optimizer.LossScaleBytes), c.Skipped)
 	}
 
 	copy(b, c.Bytes())
 }
 
-// moveOn updates the loss scale after a step.
-func moveOn(at []byte, skipped bool) optimizer.LossScale {
+// nextLossScale updates the loss scale after a step.
+func nextLossScale(at []byte, skipped bool) optimizer.LossScale {
 	s := optimizer.LossScale{Scale: gpu.View[float32](at)[0], Good: gpu.View[int32](at)[1] + 1,
 		Skipped: gpu.View[int32](at)[2]}
 	switch {
@@ -1130,8 +1130,8 @@ func isOp[T any](n *gorgonia.Node) bool {
 	return ok
 }
 
-// apartBy returns ‖x − y‖/‖y‖.
-func apartBy(x, y []float32) float64 {
+// relativeDistance returns ‖x − y‖/‖y‖.
+func relativeDistance(x, y []float32) float64 {
 	var diff, norm float64
 	for i := range x {
 		d := float64(x[i]) - float64(y[i])

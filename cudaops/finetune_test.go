@@ -16,7 +16,7 @@ import (
 
 // tuneMasked trains on sequences of which different numbers of tokens are learned, and returns the
 // losses of the steps. A nil engine stands for that of the CPU.
-func tuneMasked(t *testing.T, batch, accumulate int, make func(*llm.Model, optim.Optimizer,
+func tuneMasked(t *testing.T, batch, accumulate int, newEngine func(*llm.Model, optim.Optimizer,
 	llm.TrainConfig) (llm.Engine, error)) (losses []float64) {
 	t.Helper()
 	c := llm.Config{Vocab: 64, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12, Documents: true}.Default()
@@ -37,7 +37,7 @@ func tuneMasked(t *testing.T, batch, accumulate int, make func(*llm.Model, optim
 	o, err := optim.NewAdamW(optim.WithLR(0.01))
 	require.NoError(t, err)
 	tr, err := llm.NewTrainer(m, l, o, llm.TrainConfig{Steps: 6, Batch: batch, Accumulate: accumulate,
-		Schedule: optim.Constant(0.01), Clip: 1, Engine: make})
+		Schedule: optim.Constant(0.01), Clip: 1, Engine: newEngine})
 	require.NoError(t, err)
 	defer tr.Close()
 

@@ -726,9 +726,9 @@ func TestKasminaReplaced(t *testing.T) {
 	}
 }
 
-// TestKasminaElsewhere checks gradients that cannot be overwritten, because something else reads them or
+// TestKasminaNotInPlace checks gradients that cannot be overwritten, because something else reads them or
 // because they are not in the arena.
-func TestKasminaElsewhere(t *testing.T) {
+func TestKasminaNotInPlace(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	open := func(g *gorgonia.ExprGraph, params gorgonia.Nodes, keep ...*gorgonia.Node) *Machine {
 		t.Helper()
@@ -758,9 +758,9 @@ func (k *directions) Launch(s gpu.Stream, params any) error {
 	return k.Launcher.Launch(s, params)
 }
 
-// TestNormsBehindKasmina checks that a norm starts with the rows that the preceding layer has written
+// TestNormsAfterKasmina checks that a norm starts with the rows that the preceding layer has written
 // last: the first rows after a Kasmina layer.
-func TestNormsBehindKasmina(t *testing.T) {
+func TestNormsAfterKasmina(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	k := &directions{}
 	b := grafted(t, 1)

@@ -54,8 +54,8 @@ type Machine struct {
 	filled map[*gorgonia.Node]bool // attentions with a cache filled by Keep
 }
 
-// in adds the method's name to the error that it returns.
-func in(method string, err *error) {
+// annotate adds the method's name to the error that it returns.
+func annotate(method string, err *error) {
 	if *err != nil {
 		*err = fmt.Errorf("cudaops.%s: %w", method, *err)
 	}
@@ -75,7 +75,7 @@ func usable(m *Machine) error {
 // NewMachine compiles the graph for the device, allocates its memory and copies the parameters there. The
 // graph's floats must be float32. The caller must close the machine before the device.
 func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Machine, err error) {
-	defer in("NewMachine", &err)
+	defer annotate("NewMachine", &err)
 	if d == nil || g == nil {
 		return nil, errors.New("device or graph is nil")
 	}
@@ -106,7 +106,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	m.chooser = choose.New(x, m.config.variants)
 	m.config.Chooser, m.config.OnHost = m.chooser, m.chooser.Rules.OnHost
 	clock.End("kernels")
-	p, err := planned(m, g)
+	p, err := compileWithinBudget(m, g)
 	if err != nil {
 		return nil, err
 	}
@@ -144,24 +144,24 @@ func newExecutor(d *Device, c *machineConfig) (x *run.Executor, err error) {
 	return x, err
 }
 
-// planned compiles the graph. The first attempt may spend any amount of memory to save time. If that
+// compileWithinBudget compiles the graph. The first attempt may spend any amount of memory to save time. If that
 // exceeds the memory budget, a second attempt spends only as much as the limit of WithMemory allows, and
 // the last attempt spends nothing.
-func planned(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
+func compileWithinBudget(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	m.config.Room = math.MaxInt
 	for {
 		p, err := compile(m, g)
 		if err != nil || p.Spent == 0 {
 			return p, err
 		}
-		lacks, err := lacking(m, p)
-		if lacks <= 0 || err != nil {
+		shortfall, err := memoryShortfall(m, p)
+		if shortfall <= 0 || err != nil {
 			return p, err
 		}
 		m.runner.ForgetPlans()
 		m.chooser.Again()
 		if m.config.limit > 0 && m.config.Room == math.MaxInt {
-			m.config.Room = p.Spent - lacks
+			m.config.Room = p.Spent - shortfall
 		} else {
 			m.config.Room = 0
 		}
@@ -184,12 +184,12 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 		schedule.PutOff(p, lastProducts)
 	}
 
-	var lasting []*program.Array
+	var retained []*program.Array
 	for _, n := range results {
-		lasting = append(lasting, p.Values[n])
+		retained = append(retained, p.Values[n])
 	}
 
-	place.Arena(p, lasting)
+	place.Arena(p, retained)
 	return p, nil
 }
 
@@ -201,18 +201,18 @@ const lastProducts = 2
 // Further machines (such as one for evaluation), the timing of variants and other programs need it.
 const roomLeft = 0.1
 
-// lacking returns the excess in bytes of the program, together with the moments of its future optimizer,
+// memoryShortfall returns the excess in bytes of the program, together with the moments of its future optimizer,
 // over its memory budget. The budget keeps the share roomLeft of the device's memory free and does not
 // exceed the limit of WithMemory.
-func lacking(m *Machine, p *program.Program) (int, error) {
+func memoryShortfall(m *Machine, p *program.Program) (int, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	moments, divided := memoryToCome(m, p)
 	own := p.Arena + p.Resident() + moments
-	lacks := own + int(roomLeft*float64(total)) - int(free) - m.runner.Memory.Kept.Held()
+	shortfall := own + int(roomLeft*float64(total)) - int(free) - m.runner.Memory.Kept.Held()
 	if m.config.limit > 0 {
-		lacks = max(lacks, own-divided-m.config.limit)
+		shortfall = max(shortfall, own-divided-m.config.limit)
 	}
-	return lacks, err
+	return shortfall, err
 }
 
 // memoryToCome returns the size in bytes of the moments that the machine's optimizer will have, and the
@@ -350,7 +350,7 @@ func (m *Machine) RunAll() error { return m.Run(context.Background()) }
 // before each op that is computed on the host. Work that the device has been given is not
 // interrupted. The machine can run again afterwards.
 func (m *Machine) Run(ctx context.Context) (err error) {
-	defer in("Machine.Run", &err)
+	defer annotate("Machine.Run", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -418,7 +418,7 @@ func (m *Machine) Reset() {}
 
 // Close waits for the device and frees the machine's memory there.
 func (m *Machine) Close() (err error) {
-	defer in("Machine.Close", &err)
+	defer annotate("Machine.Close", &err)
 	if m == nil || m.runner == nil || m.runner.State.Closed() {
 		return nil
 	}

@@ -254,11 +254,11 @@ func TestArguments(t *testing.T) {
 	require.Same(t, slog.Default(), owner.config.variants.Logger)
 	other, _, _ := build("v")
 	for want, err := range map[string]error{
-		"WithOutputs: node":   errOf(NewMachine(device, g, WithOutputs(foreignSum))),
-		"WithParams: input w": errOf(NewMachine(device, g, WithParams(foreign))),
-		"WithApart: a node":   errOf(NewMachine(device, g, WithApart(nil))),
-		"WithApart: input w":  errOf(NewMachine(device, g, WithApart(w))),
-		"an option is nil":    errOf(NewMachine(device, g, nil)),
+		"WithOutputs: node":             errOf(NewMachine(device, g, WithOutputs(foreignSum))),
+		"WithParams: input w":           errOf(NewMachine(device, g, WithParams(foreign))),
+		"WithSeparateClipping: a node":  errOf(NewMachine(device, g, WithSeparateClipping(nil))),
+		"WithSeparateClipping: input w": errOf(NewMachine(device, g, WithSeparateClipping(w))),
+		"an option is nil":              errOf(NewMachine(device, g, nil)),
 		"WithParamsOf: no input has name": errOf(NewMachine(device, other,
 			WithParamsOf(owner))),
 		"WithParamsOf: the machine is nil":    errOf(NewMachine(device, g, WithParamsOf(nil))),
@@ -332,8 +332,8 @@ func TestUploadRefused(t *testing.T) {
 	require.Equal(t, flat(t, before), flat(t, after), "the parameter ahead of it was sent")
 }
 
-// TestDownloadElsewhere checks that Download without arguments skips unused and shared parameters.
-func TestDownloadElsewhere(t *testing.T) {
+// TestDownloadSkips checks that Download without arguments skips unused and shared parameters.
+func TestDownloadSkips(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	build := func() (g *gorgonia.ExprGraph, w, unused *gorgonia.Node) {
 		g = gorgonia.NewGraph()
@@ -600,9 +600,9 @@ func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 	}
 }
 
-// TestModesAreCapturedApart checks that alternating runs with and without telemetry are both replayed, so
+// TestModesCapturedSeparately checks that alternating runs with and without telemetry are both replayed, so
 // that neither makes the other be enqueued again.
-func TestModesAreCapturedApart(t *testing.T) {
+func TestModesCapturedSeparately(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newMuon)
 	require.NoError(t, l.model.Kasmina.Lattice(0).SetTelemetry(state.Telemetry{Mode: state.Sampling,
@@ -1009,9 +1009,9 @@ func testFrozen(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 			owner := open(bare, WithFrozen(read, bare.Params...))
 			require.Equal(t, want, logitsOf(t, owner, bare))
 			require.Equal(t, of.Memory(), owner.Memory())
-			beside, _ := valueless(t, m, llm.ForLogits, stored)
-			sharing := open(beside, WithParamsOf(owner))
-			require.Equal(t, want, logitsOf(t, sharing, beside))
+			borrowed, _ := valueless(t, m, llm.ForLogits, stored)
+			sharing := open(borrowed, WithParamsOf(owner))
+			require.Equal(t, want, logitsOf(t, sharing, borrowed))
 			require.Equal(t, tasksOf(plain), tasksOf(sharing))
 		}
 	}
@@ -1068,8 +1068,8 @@ func TestDecoding(t *testing.T) {
 				Traits: traits}
 			m, err := llm.NewModel(c.Default(), tensor.Float32, 1)
 			require.NoError(t, err)
-			decode := func(make func(*llm.Graph) (llm.Machine, error)) *llm.Decoding {
-				d, err := llm.NewDecoding(m.Parts(), make)
+			decode := func(newMachine func(*llm.Graph) (llm.Machine, error)) *llm.Decoding {
+				d, err := llm.NewDecoding(m.Parts(), newMachine)
 				require.NoError(t, err)
 				t.Cleanup(func() { require.NoError(t, d.Close()) })
 				return d
@@ -1077,15 +1077,15 @@ func TestDecoding(t *testing.T) {
 			var attention *Machine
 			var cached *gorgonia.Node
 			onGPU := decode(func(g *llm.Graph) (llm.Machine, error) {
-				made, err := NewMachine(device, g.G, WithStrict(),
+				machine, err := NewMachine(device, g.G, WithStrict(),
 					WithParams(g.Params...), WithOutputs(g.Outputs()...))
 				if err == nil && g.Position != nil {
-					attention = made
-					for n := range made.runner.Program.Caches {
+					attention = machine
+					for n := range machine.runner.Program.Caches {
 						cached = n
 					}
 				}
-				return made, err
+				return machine, err
 			})
 			onCPU := decode(nil)
 			var tokens []int
@@ -1112,9 +1112,9 @@ func TestDecoding(t *testing.T) {
 	}
 }
 
-// TestKeepOfKept checks that Keep can copy a cache that Keep itself has filled, from a machine that has
+// TestKeepFromFilledCache checks that Keep can copy a cache that Keep itself has filled, from a machine that has
 // not run, and that it returns an error if the cache is empty.
-func TestKeepOfKept(t *testing.T) {
+func TestKeepFromFilledCache(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 1, Heads: 4, KVHeads: 2, Seq: 64}
 	m, err := llm.NewModel(c.Default(), tensor.Float32, 1)
@@ -1123,13 +1123,13 @@ func TestKeepOfKept(t *testing.T) {
 	var cached gorgonia.Nodes
 	for range 2 {
 		d, err := llm.NewDecoding(m.Parts(), func(g *llm.Graph) (llm.Machine, error) {
-			made, err := NewMachine(device, g.G, WithParams(g.Params...), WithOutputs(g.Outputs()...))
+			machine, err := NewMachine(device, g.G, WithParams(g.Params...), WithOutputs(g.Outputs()...))
 			if err == nil && g.Position != nil {
-				attentions = append(attentions, made)
-				cached = append(cached, slices.SortedFunc(maps.Keys(made.runner.Program.Caches),
+				attentions = append(attentions, machine)
+				cached = append(cached, slices.SortedFunc(maps.Keys(machine.runner.Program.Caches),
 					func(a, b *gorgonia.Node) int { return cmp.Compare(a.ID(), b.ID()) })...)
 			}
-			return made, err
+			return machine, err
 		})
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, d.Close()) })
@@ -1201,7 +1201,7 @@ func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Mac
 // TestRoom checks that a machine spends memory to save time only as long as enough memory remains free,
 // and computes the same bits in either case.
 func TestRoom(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	train := func(t *testing.T, bytes int, opts ...MachineOption) (*Machine, []string) {
 		t.Helper()
 		device, _ := openFake(t, cardOf(bytes))
@@ -1248,7 +1248,7 @@ func TestRoom(t *testing.T) {
 	}
 
 	// The second plan does not repeat the timing.
-	m, _ = train(t, least-64, timedAlone(t, 1), WithTuning(TuneCached))
+	m, _ = train(t, least-64, timedWithNewFile(t, 1), WithTuning(TuneCached))
 	products := 0
 	for _, c := range m.Choices() {
 		if c.Op == "Matmul" {
@@ -1359,7 +1359,7 @@ func TestBorrowedValues(t *testing.T) {
 // moments.
 func TestRoomOfOptimizer(t *testing.T) {
 	device, _ := openFake(t, cardOf(256<<20))
-	made := func(opts ...MachineOption) *Machine {
+	newMachine := func(opts ...MachineOption) *Machine {
 		b := newLifetime(t, newAdamW).batch
 		m, err := NewMachine(device, b.G, append(opts, gatesFused, WithParams(b.Params...),
 			WithOutputs(b.Loss))...)
@@ -1367,7 +1367,7 @@ func TestRoomOfOptimizer(t *testing.T) {
 		return m
 	}
 
-	m := made()
+	m := newMachine()
 	moments, _ := memoryToCome(m, m.runner.Program)
 	need := m.Memory()
 	require.NoError(t, m.Close())
@@ -1377,7 +1377,7 @@ func TestRoomOfOptimizer(t *testing.T) {
 	for name, want := range map[string]float64{"AdamW": 1, "Lion": 0.5, "AdamW8bit": 0.27} {
 		o, err := optimizers[name]()
 		require.NoError(t, err)
-		m := made(WithOptimizer(o.(optim.Rules)))
+		m := newMachine(WithOptimizer(o.(optim.Rules)))
 		own, _ := memoryToCome(m, m.runner.Program)
 		require.InDelta(t, want, float64(own)/float64(moments), 0.03, name)
 		require.NoError(t, m.SetOptimizer(o, 0))
@@ -1396,7 +1396,7 @@ func TestRoomOfOptimizer(t *testing.T) {
 		require.NoError(t, err)
 		hog, err := device.ctx.Alloc(int(free) - int(roomLeft*float64(total)) - need - left)
 		require.NoError(t, err)
-		m := made()
+		m := newMachine()
 		require.Equal(t, want, m.runner.Program.Spent > 0)
 		require.NoError(t, errors.Join(m.Close(), device.ctx.Free(hog)))
 	}
@@ -1557,7 +1557,7 @@ func TestZeroMachine(t *testing.T) {
 	}
 }
 
-func TestOpenWithout(t *testing.T) {
+func TestOpenErrors(t *testing.T) {
 	for _, c := range []struct {
 		err      error
 		noDevice bool
@@ -1834,10 +1834,10 @@ func (r *singleRunner) value(n *gorgonia.Node) []float32 {
 // TestSingleOps runs every op of a model's training step as a singleOp, several times, and compares the
 // gradients with a machine for the whole graph.
 func TestSingleOps(t *testing.T) {
-	onEach(t, testLoneModel, exactly("fake", "float32"))
+	onEach(t, testSingleModel, exactly("fake", "float32"))
 }
 
-func testLoneModel(t *testing.T, device *Device, _ float64, opts ...MachineOption) {
+func testSingleModel(t *testing.T, device *Device, _ float64, opts ...MachineOption) {
 	seed := randomSeed(t)
 	_, a := newBatch(t, llm.ForTraining, seed)
 	_, b := newBatch(t, llm.ForTraining, seed)
@@ -1872,11 +1872,11 @@ func TestSingleKasmina(t *testing.T) {
 		"strict":   {layer: []op.KasminaOption{op.WithStability(op.Strict), op.WithGradClip(1.5)}},
 		"adaptive": {layer: []op.KasminaOption{op.WithAdaptiveGradClip(0.1)}},
 	} {
-		t.Run(name, func(t *testing.T) { testLoneKasmina(t, c.lattice, c.layer) })
+		t.Run(name, func(t *testing.T) { testSingleKasmina(t, c.lattice, c.layer) })
 	}
 }
 
-func testLoneKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOption) {
+func testSingleKasmina(t *testing.T, lattice []state.Option, layer []op.KasminaOption) {
 	device, _ := openFake(t, fake.Config{})
 	seed := randomSeed(t)
 	a, b := newKasminaGraph(t, seed, lattice, layer...), newKasminaGraph(t, seed, lattice, layer...)
@@ -2095,7 +2095,7 @@ func (l *lifetime) step() error {
 // call is a public call that uses the GPU.
 type call struct {
 	name string
-	make func() error
+	do   func() error
 }
 
 // calls returns all calls. SetOptimizer is last because the machine has no optimizer if it fails.
@@ -2361,7 +2361,7 @@ func (l *lifetime) checkLost(t *testing.T, device *Device, status gpu.Status,
 
 	check("RunAll", errors.Join(l.machine.RunAll(), device.ctx.SyncStream(l.machine.runner.Stream)))
 	for _, c := range l.calls() {
-		check(c.name, c.make())
+		check(c.name, c.do())
 	}
 
 	_, err := NewMachine(device, l.batch.G, opts...)
@@ -2369,7 +2369,7 @@ func (l *lifetime) checkLost(t *testing.T, device *Device, status gpu.Status,
 	check("Close", l.machine.Close())
 	require.NoError(t, l.machine.Close())
 	for _, c := range l.calls() {
-		require.ErrorContains(t, c.make(), "closed", c.name)
+		require.ErrorContains(t, c.do(), "closed", c.name)
 	}
 }
 

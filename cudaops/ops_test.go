@@ -331,20 +331,20 @@ func testFuse(t *testing.T, device *Device, tolerance float64, opts ...MachineOp
 
 // valuesOf runs a machine and compares the values of nodes with want, the values from another machine. It
 // returns want. If want is nil, valuesOf compares nothing and returns the machine's values.
-func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, others []gorgonia.Value,
+func valuesOf(t *testing.T, m *Machine, nodes gorgonia.Nodes, want []gorgonia.Value,
 	tolerance float64) (values []gorgonia.Value) {
 	t.Helper()
 	require.NoError(t, m.RunAll())
 	for i, n := range nodes {
 		v := valueIn(t, m, n)
-		if values = append(values, v); others == nil {
+		if values = append(values, v); want == nil {
 			continue
 		}
-		require.Less(t, distance(t, v, others[i]), tolerance)
+		require.Less(t, distance(t, v, want[i]), tolerance)
 	}
 
-	if others != nil {
-		return others
+	if want != nil {
+		return want
 	}
 
 	return values
@@ -743,8 +743,8 @@ func TestDocumentsOfTwoLengths(t *testing.T) {
 	require.ErrorContains(t, run(0, 0, 2, 2, 2, 2), "starts[3] is 2, want 0")
 }
 
-// TestLoneDocuments runs every op of a graph with documents as a singleOp.
-func TestLoneDocuments(t *testing.T) {
+// TestSingleOpsDocuments runs every op of a graph with documents as a singleOp.
+func TestSingleOpsDocuments(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	seed := randomSeed(t)
 	f := fuseCase{starts: []int{0, 1, 1, 0, 0, 2}}
@@ -849,7 +849,7 @@ func (c stockCase) random(r *rand.Rand, s shape, seen map[float64]bool) []float6
 		if c.positive {
 			v = 0.5 + math.Abs(v)
 		}
-		v = float64(brain(float32(v)))
+		v = float64(roundToBFloat16(float32(v)))
 		if !seen[v] && math.Abs(v) > 1e-3 {
 			x = append(x, v)
 		}
@@ -877,9 +877,9 @@ func wide(t testing.TB, v gorgonia.Value) []float64 {
 	return w
 }
 
-// apart returns ‖got − want‖/‖want‖. If the norm of want is less than a tenth per element, apart divides
+// relativeError returns ‖got − want‖/‖want‖. If the norm of want is less than a tenth per element, apart divides
 // by that instead, since sums of numbers of about 1 may nearly cancel.
-func apart(got, want []float64) float64 {
+func relativeError(got, want []float64) float64 {
 	if len(got) != len(want) {
 		return math.Inf(1)
 	}
@@ -963,7 +963,7 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 		if i > 0 && c.badDiff {
 			break
 		}
-		require.Less(t, apart(got[i], want[i]), tolerance*5, "%v, %v, %v", name, got[i], want[i])
+		require.Less(t, relativeError(got[i], want[i]), tolerance*5, "%v, %v, %v", name, got[i], want[i])
 	}
 
 	if c.instead != nil {
@@ -971,7 +971,7 @@ func (c stockCase) test(t *testing.T, device *Device, r *rand.Rand, tolerance fl
 	}
 
 	for i, v := range c.onTape(t, run, values, weights) {
-		require.Less(t, apart(got[i], v), tolerance, names[i])
+		require.Less(t, relativeError(got[i], v), tolerance, names[i])
 	}
 }
 
@@ -1122,7 +1122,7 @@ func TestStockOnHost(t *testing.T) {
 			require.NoError(t, errors.Join(run.let(values, nil), machine.RunAll(),
 				machine.RunAll()))
 			v := valueIn(t, machine, run.out)
-			require.Less(t, apart(wide(t, v), c.onTape(t, run, values, nil)[0]), 1e-6)
+			require.Less(t, relativeError(wide(t, v), c.onTape(t, run, values, nil)[0]), 1e-6)
 			require.Equal(t, 1, strings.Count(log.String(), "no kernel"))
 		})
 	}
@@ -1760,7 +1760,7 @@ func TestFloat8Exactly(t *testing.T) {
 		for i, want := range [][]float32{roundedProduct(xs, ws, in),
 			roundedProduct(gs, turned, out)} {
 			got := valueIn(t, m, []*gorgonia.Node{y, grads[0]}[i])
-			require.Less(t, apartBy(flat(t, got), want), 1e-6, "%v, %v", name, i)
+			require.Less(t, relativeDistance(flat(t, got), want), 1e-6, "%v, %v", name, i)
 		}
 		want := map[bool]map[string]int{true: {"Quantize": 2},
 			false: {"Quantize": 3, "QuantizeColumns": 1}}[params != nil]
@@ -1870,9 +1870,9 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	require.Zero(t, len(borrower.runner.Program.Weights))
 	require.NotEmpty(t, m.runner.Program.Weights)
 	require.Equal(t, 2, tasksOf(borrower)["Quantize"])
-	anew := open(score)
+	restarted := open(score)
 	require.Equal(t, last, loss(borrower, score), "with the other's parameters")
-	require.Equal(t, last, loss(anew, score), "a machine that begins with them")
+	require.Equal(t, last, loss(restarted, score), "a machine that begins with them")
 	fresh, _ := float8Model(t, llm.ForLoss, seed, dim)
 	for _, p := range b.Params { // restore the initial values
 		i := slices.IndexFunc(fresh.Params, func(q llm.Param) bool { return q.Name == p.Name() })
@@ -1967,7 +1967,7 @@ func TestFloat8Recomputed(t *testing.T) {
 				results[i] = append(results[i], flat(t, valueIn(t, m, n))...)
 			}
 		}
-		require.Equal(t, results[1], results[0], apartBy(results[1], results[0]))
+		require.Equal(t, results[1], results[0], relativeDistance(results[1], results[0]))
 	}
 
 	t.Run("fake", func(t *testing.T) {
@@ -2029,13 +2029,13 @@ func narrowTrains(t *testing.T, device *Device, more, fewer []MachineOption) {
 // operands that are valid numbers, and that a RoPE product of float8 is tuned separately from one of the
 // type of its result.
 func TestFloat8Tuned(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	l := newLayers(t, 1, 3, 45, 32, 48)
 	var log bytes.Buffer
 	adding := 0
 	m := newFuseMachine(t, device, l.g, l.params, l.keep, []MachineOption{
-		float8Products, withOwnProducts(new(int), &adding), timedAlone(t, 1),
+		float8Products, withOwnProducts(new(int), &adding), timedWithNewFile(t, 1),
 		WithTuning(TuneCached), logTo(&log)})
 	require.NoError(t, m.RunAll())
 	timed, turned := 0, 0
@@ -2062,7 +2062,7 @@ func TestFloat8Tuned(t *testing.T) {
 // TestProductVariants checks that h = x·vᵀ and y = h + (h·uᵀ)·wᵀ have the same values and gradients in
 // all variants of the products, which include products with a matrix added.
 func TestProductVariants(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, own bool,
 		opts ...MachineOption) {
@@ -2115,7 +2115,7 @@ func TestProductVariants(t *testing.T) {
 // TestProductScaled checks that products with scalar factors, as in Newton-Schulz iterations, are
 // computed by cuBLASLt even if a product of the same shape without factors uses this module's kernel.
 func TestProductScaled(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	device, _ := openFake(t, fake.Config{})
 	var plain int
 	var values []gorgonia.Value

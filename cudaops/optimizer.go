@@ -25,13 +25,13 @@ var ErrNonFinite = errors.New("the gradients are not finite")
 // SetOptimizer moves an optimizer of package optim, including its state, to the device, where
 // [Machine.Update] applies it to the machine's parameters.
 //
-// If maxNorm is not 0, it limits the global norm of the gradients. Gradients that [WithApart] names
+// If maxNorm is not 0, it limits the global norm of the gradients. Gradients that [WithSeparateClipping] names
 // are clipped by a norm of their own, with the same limit.
 //
 // If an argument is invalid, nothing changes. Otherwise the machine drops the optimizer that it had
 // before, including its state on the device. After any other error it has no optimizer.
 func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
-	defer in("Machine.SetOptimizer", &err)
+	defer annotate("Machine.SetOptimizer", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -49,7 +49,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 			"before, or other machines have passed them on")
 	}
 
-	if name := m.config.missing(); name != "" {
+	if name := m.config.missingParam(); name != "" {
 		return fmt.Errorf("another machine has passed on the moments of %s", name)
 	}
 
@@ -69,7 +69,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 			}
 			all = append(all, &update.Param{Input: i, Grad: g,
 				Rule:  rules.Rule(i.Node.Name(), i.Node.Shape()),
-				Apart: slices.Contains(m.config.apart, i.Node)})
+				Apart: slices.Contains(m.config.separatelyClipped, i.Node)})
 		}
 	}
 
@@ -105,8 +105,8 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 // After an error of the device, which a later call may report, part of the update may have been
 // made. The optimizer state is then undefined, and further updates fail.
 func (m *Machine) Update() (norm float64, err error) {
-	defer in("Machine.Update", &err)
-	_, norm, err = updateBy(m, nil, nil)
+	defer annotate("Machine.Update", &err)
+	_, norm, err = applyUpdate(m, nil, nil)
 	return norm, err
 }
 
@@ -118,18 +118,18 @@ func (m *Machine) Update() (norm float64, err error) {
 // changes and accumulated gradients are dropped; Step then returns no error, but a norm that is not
 // finite either. It returns the same errors as [Machine.Value] and Update.
 func (m *Machine) Step(loss *gorgonia.Node) (value, norm float64, err error) {
-	defer in("Machine.Step", &err)
+	defer annotate("Machine.Step", &err)
 	a, err := lossOf(m, loss)
 	if err != nil {
 		return 0, 0, err
 	}
-	return updateBy(m, a, nil)
+	return applyUpdate(m, a, nil)
 }
 
 // lossOf returns the array of a loss: one float32 that is kept and not multiplied by the loss
 // scale.
 func lossOf(m *Machine, loss *gorgonia.Node) (*program.Array, error) {
-	a, err := lasting(m, loss)
+	a, err := retained(m, loss)
 	if err != nil {
 		return nil, err
 	}
@@ -140,9 +140,9 @@ func lossOf(m *Machine, loss *gorgonia.Node) (*program.Array, error) {
 	return a, nil
 }
 
-// updateBy makes an update that depends on a loss, which may be nil. It calls during, which may be
+// applyUpdate makes an update that depends on a loss, which may be nil. It calls during, which may be
 // nil too, with the loss as soon as the preceding run has ended.
-func updateBy(m *Machine, by *program.Array,
+func applyUpdate(m *Machine, by *program.Array,
 	during func(float64) error) (value, norm float64, err error) {
 	x, err := updatable(m)
 	if err != nil {
@@ -228,7 +228,7 @@ var (
 // Forget clears the optimizer's state on the device for the elements from ≤ i < to of a parameter,
 // in row-major order. The parameter's step count stays.
 func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
-	defer in("Machine.Forget", &err)
+	defer annotate("Machine.Forget", &err)
 	x, err := optimizerOf(m)
 	switch {
 	case err != nil:
@@ -259,7 +259,7 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 // caller that restores the lattices after a failed step therefore does not find these measurements
 // there later.
 func (m *Machine) DropGradients() (err error) {
-	defer in("Machine.DropGradients", &err)
+	defer annotate("Machine.DropGradients", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -276,7 +276,7 @@ func (m *Machine) DropGradients() (err error) {
 // With [WithRanks], all ranks return the same parameter after an update. Before an update and after
 // [Rank.Contribute], each rank looks only at the elements that it updates.
 func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
-	defer in("Machine.NonFinite", &err)
+	defer annotate("Machine.NonFinite", &err)
 	x, err := updatable(m)
 	if err != nil {
 		return nil, err
@@ -316,7 +316,7 @@ func (m *Machine) LossScale() LossScale {
 // SetLossScale continues with the loss scale of another machine or of an earlier run. The machine
 // drops the gradients that it has, since they were computed with the old loss scale.
 func (m *Machine) SetLossScale(s LossScale) (err error) {
-	defer in("Machine.SetLossScale", &err)
+	defer annotate("Machine.SetLossScale", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -382,7 +382,7 @@ func (r Rank) optimizer() (*update.Optimizer, error) {
 //
 // The announcement holds for one run. Either all contributing ranks call Expect or none does.
 func (r Rank) Expect(contributors int, first bool) (err error) {
-	defer in("Rank.Expect", &err)
+	defer annotate("Rank.Expect", &err)
 	x, err := r.optimizer()
 	if err != nil {
 		return err
@@ -398,7 +398,7 @@ func (r Rank) Expect(contributors int, first bool) (err error) {
 // All ranks call Contribute after each round of runs, and [Rank.Step] or [Machine.Update] after the
 // last round of a step.
 func (r Rank) Contribute(contributors int, first bool) (err error) {
-	defer in("Rank.Contribute", &err)
+	defer annotate("Rank.Contribute", &err)
 	x, err := r.optimizer()
 	switch {
 	case err != nil:
@@ -418,7 +418,7 @@ func (r Rank) Contribute(contributors int, first bool) (err error) {
 //
 // After any error the optimizer state and the loss scale are undefined, and further updates fail.
 func (r Rank) Step(loss *gorgonia.Node, during func(loss float64) error) (norm float64, err error) {
-	defer in("Rank.Step", &err)
+	defer annotate("Rank.Step", &err)
 	if _, err := r.optimizer(); err != nil {
 		return 0, err
 	}
@@ -434,26 +434,26 @@ func (r Rank) Step(loss *gorgonia.Node, during func(loss float64) error) (norm f
 		}
 	}
 
-	_, norm, err = updateBy(r.m, by, during)
+	_, norm, err = applyUpdate(r.m, by, during)
 	return norm, err
 }
 
 // GatherState completes this rank's optimizer state with the parts that other ranks have. All ranks
 // call it. On a machine with several ranks, [Machine.Download] does not touch the optimizer.
 func (r Rank) GatherState() (err error) {
-	defer in("Rank.GatherState", &err)
+	defer annotate("Rank.GatherState", &err)
 	x, err := r.optimizer()
 	if err != nil {
 		return err
 	}
-	return stateOf(x, x.GatheredMoment)
+	return setOptimizerState(x, x.GatheredMoment)
 }
 
 // DownloadOwn copies this rank's part of the optimizer state from the device to the optimizer, and
 // returns the parts of parameters that it covers. The optimizer's other moments become zero.
 // DownloadOwn does not wait for other ranks.
 func (r Rank) DownloadOwn() (parts []optim.Part, err error) {
-	defer in("Rank.DownloadOwn", &err)
+	defer annotate("Rank.DownloadOwn", &err)
 	x, err := r.optimizer()
 	if err != nil {
 		return nil, err
@@ -465,5 +465,5 @@ func (r Rank) DownloadOwn() (parts []optim.Part, err error) {
 		}
 	}
 
-	return parts, stateOf(x, x.Own)
+	return parts, setOptimizerState(x, x.Own)
 }

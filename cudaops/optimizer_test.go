@@ -79,11 +79,11 @@ func TestUpdate(t *testing.T) {
 			device, _ := openFake(t, fake.Config{})
 			testUpdate(t, device, newOptimizer, nil)
 		})
-		t.Run(name+"/apart", func(t *testing.T) {
+		t.Run(name+"/separate", func(t *testing.T) {
 			device, _ := openFake(t, fake.Config{})
 			testUpdate(t, device, newOptimizer, []int{1, 3})
 		})
-		t.Run(name+"/apart/GPU", func(t *testing.T) {
+		t.Run(name+"/separate/GPU", func(t *testing.T) {
 			testUpdate(t, openGPU(t), newOptimizer, []int{1, 3})
 		})
 		t.Run(name+"/scaled", func(t *testing.T) {
@@ -96,7 +96,7 @@ func TestUpdate(t *testing.T) {
 
 // testUpdate is TestUpdate with the parameters at the given indices clipped separately.
 func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimizer, error),
-	apart []int, opts ...MachineOption) {
+	separate []int, opts ...MachineOption) {
 	seed := randomSeed(t)
 	model, b := newBatch(t, llm.ForTraining, seed)
 	sameModel, same := newBatch(t, llm.ForTraining, seed)
@@ -109,12 +109,12 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 	groups := make([][]gorgonia.ValueGrad, 2)
 	training := slices.Clip(opts)
 	for i, p := range b.Params {
-		if !slices.Contains(apart, i) {
+		if !slices.Contains(separate, i) {
 			groups[0] = append(groups[0], grads[i])
 			continue
 		}
 		groups[1] = append(groups[1], grads[i])
-		training = append(training, WithApart(p))
+		training = append(training, WithSeparateClipping(p))
 	}
 
 	const limit = 0.5
@@ -124,7 +124,7 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 		require.NoError(t, tape.RunAll())
 		loss = float64(same.Loss.Value().Data().(float32))
 		norm, err := autodiff.ClipGlobalNorm(groups[0], limit)
-		if err == nil && len(apart) > 0 {
+		if err == nil && len(separate) > 0 {
 			_, err = autodiff.ClipGlobalNorm(groups[1], limit)
 		}
 		if err == nil {
@@ -183,13 +183,13 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 
 	// If gradients differ by rounding, a moment halfway between two codes may get a different code, and
 	// the parameter's next steps differ by a few percent.
-	apartBy := 1e-4
+	tolerance := 1e-4
 	if slices.ContainsFunc(want, func(s optim.Tensor) bool { _, ok := s.Data.([]uint8); return ok }) {
-		apartBy = 1e-2
+		tolerance = 1e-2
 	}
 
 	for i, p := range model.Params {
-		require.Less(t, distance(t, p.Value, sameModel.Params[i].Value), apartBy, p.Name)
+		require.Less(t, distance(t, p.Value, sameModel.Params[i].Value), tolerance, p.Name)
 	}
 
 	require.Len(t, got, len(want))
@@ -201,22 +201,22 @@ func testUpdate(t *testing.T, device *Device, newOptimizer func() (optim.Optimiz
 			continue
 		}
 		require.Equal(t, w.Name, g.Name)
-		require.Less(t, distance(t, asTensor(g), asTensor(w)), 10*apartBy)
+		require.Less(t, distance(t, asTensor(g), asTensor(w)), 10*tolerance)
 	}
 }
 
-// TestAllApart checks that WithApart for all parameters clips them together.
-func TestAllApart(t *testing.T) {
+// TestSeparateClippingOfAll checks that WithSeparateClipping for all parameters clips them together.
+func TestSeparateClippingOfAll(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	seed := randomSeed(t)
 	var norms []float64
 	var values [][][]float32
-	for _, apart := range []bool{false, true} {
+	for _, separate := range []bool{false, true} {
 		_, b := newBatch(t, llm.ForTraining, seed)
 		b.draw(t, seed)
 		opts := []MachineOption{WithParams(b.Params...)}
-		if apart {
-			opts = append(opts, WithApart(b.Params...))
+		if separate {
+			opts = append(opts, WithSeparateClipping(b.Params...))
 		}
 		m := openMachine(t, device, b.G, opts...)
 		o, err := newAdamW()
@@ -485,7 +485,7 @@ func testNewtonSchulz(t *testing.T, device *Device, tolerance float64, opts ...M
 // a GPU. Only Hopper GPUs have all variants.
 func iterationVariants(t *testing.T, test func(t *testing.T, device *Device, variant string,
 	tolerance float64, opts ...MachineOption)) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	for _, variant := range []string{"products", "symmetric", "gram"} {
 		rule := WithVariants("NewtonSchulz=" + variant)
 		t.Run("fake/"+variant, func(t *testing.T) {
@@ -556,7 +556,7 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		y, err := op.NewtonSchulz(gorgonia.NodeFromAny(g, x, gorgonia.WithName("x")), 5)
 		require.NoError(t, err)
 		var log bytes.Buffer
-		m := openMachine(t, device, g, timedAlone(t, c.least),
+		m := openMachine(t, device, g, timedWithNewFile(t, c.least),
 			WithTuning(TuneCached), WithOutputs(y), logTo(&log))
 		i := slices.IndexFunc(m.Choices(), func(c Choice) bool { return c.Op == "NewtonSchulz" })
 		if got := m.Choices()[i]; got.Of != c.of || got.Source != c.source || log.Len() > 0 {
@@ -816,7 +816,7 @@ func rankedMachine(t *testing.T, d *Device, loss *gorgonia.Node, params gorgonia
 // with the same micro-batches, and that any number of GPUs can continue from the optimizer state.
 // Gradients are sent during runs or after them.
 func TestRanks(t *testing.T) {
-	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
+	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Lion": newLion, "AdamW8bit": newAdamW8bit, "Muon": func() (optim.Optimizer, error) {
 			return optim.NewMuon()
 		}} {
@@ -824,19 +824,19 @@ func TestRanks(t *testing.T) {
 			var want []string
 			for _, c := range []struct {
 				size, then int
-				beside     bool
+				duringRuns bool
 			}{{1, 1, false}, {2, 2, false}, {2, 2, true}, {3, 1, true}, {4, 3, true}, {1, 2, true}} {
-				how := stepped{batches: 4, beside: c.beside}
-				state, values := trainRanks(t, make, c.size, how, nil, nil, 3)
-				got := trainRanksText(trainRanks(t, make, c.then, how, state, values, 2))
+				how := stepped{batches: 4, duringRuns: c.duringRuns}
+				state, values := trainRanks(t, newOptimizer, c.size, how, nil, nil, 3)
+				got := trainRanksText(trainRanks(t, newOptimizer, c.then, how, state, values, 2))
 				if want == nil {
 					want = got
 				}
 				requireSame(t, want, got, "%+v", c)
 			}
-			one := trainRanksText(trainRanks(t, make, 1, stepped{batches: 8}, nil, nil, 2))
-			how := stepped{batches: 8, beside: true}
-			requireSame(t, one, trainRanksText(trainRanks(t, make, 8, how, nil, nil, 2)), "8 ranks")
+			one := trainRanksText(trainRanks(t, newOptimizer, 1, stepped{batches: 8}, nil, nil, 2))
+			how := stepped{batches: 8, duringRuns: true}
+			requireSame(t, one, trainRanksText(trainRanks(t, newOptimizer, 8, how, nil, nil, 2)), "8 ranks")
 		})
 	}
 }
@@ -855,7 +855,7 @@ func requireSame(t *testing.T, want, got []string, format string, args ...any) {
 // rounds, also if the update does not wait for the losses. With one round, AdamW's update reads the
 // gradients of both GPUs.
 func TestRanksOneRound(t *testing.T) {
-	for name, make := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
+	for name, newOptimizer := range map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Lion": newLion, "AdamW8bit": newAdamW8bit,
 		"Muon": func() (optim.Optimizer, error) { return optim.NewMuon() }} {
 		t.Run(name, func(t *testing.T) {
@@ -864,18 +864,18 @@ func TestRanksOneRound(t *testing.T) {
 				if how.rows == 600 && testing.Short() { // large enough to receive gradients in the arena
 					continue
 				}
-				want := trainRanksText(trainRanks(t, make, 1, stepped{batches: 2, rows: how.rows},
+				want := trainRanksText(trainRanks(t, newOptimizer, 1, stepped{batches: 2, rows: how.rows},
 					nil, nil, 3))
-				requireSame(t, want, trainRanksText(trainRanks(t, make, 2, how, nil, nil, 3)),
+				requireSame(t, want, trainRanksText(trainRanks(t, newOptimizer, 2, how, nil, nil, 3)),
 					"%+v", how)
 			}
 		})
 	}
 }
 
-// TestRanksLossThatIsNone checks that no rank changes any parameter if the loss of one rank is not
+// TestRanksNonFiniteLoss checks that no rank changes any parameter if the loss of one rank is not
 // finite, and that the next step works.
-func TestRanksLossThatIsNone(t *testing.T) {
+func TestRanksNonFiniteLoss(t *testing.T) {
 	eachRank(t, 2, func(rank int, d *Device, g comm.Group) {
 		loss, x, targets, nodes := ranked(t)
 		m := rankedMachine(t, d, loss, nodes, WithRanks(g, 1), notCaptured)
@@ -892,13 +892,13 @@ func TestRanksLossThatIsNone(t *testing.T) {
 				require.NoError(t, err)
 				binary.LittleEndian.PutUint32(b, math.Float32bits(float32(math.NaN())))
 			}
-			var told []float64
+			var losses []float64
 			_, err := m.Rank().Step(loss, func(l float64) error {
-				told = append(told, l)
+				losses = append(losses, l)
 				return nil
 			})
-			require.Len(t, told, 1)
-			require.Equal(t, spoil, math.IsNaN(told[0]))
+			require.Len(t, losses, 1)
+			require.Equal(t, spoil, math.IsNaN(losses[0]))
 			if i < 2 && !spoil {
 				require.ErrorIs(t, err, ErrNonFinite)
 			} else {
@@ -909,10 +909,10 @@ func TestRanksLossThatIsNone(t *testing.T) {
 		}
 		if rank == 0 {
 			require.ErrorContains(t, errOf(m.Rank().Step(loss, nil)), "nil")
-			for _, tell := range []func(int, bool) error{m.Rank().Expect, m.Rank().Contribute} {
-				require.ErrorContains(t, tell(1, true), "one round of two ranks")
-				require.ErrorContains(t, tell(3, true), "3 contributions by 2 ranks")
-				require.ErrorContains(t, tell(-1, true), "-1 contributions")
+			for _, announce := range []func(int, bool) error{m.Rank().Expect, m.Rank().Contribute} {
+				require.ErrorContains(t, announce(1, true), "one round of two ranks")
+				require.ErrorContains(t, announce(3, true), "3 contributions by 2 ranks")
+				require.ErrorContains(t, announce(-1, true), "-1 contributions")
 			}
 		}
 		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll(),
@@ -1092,15 +1092,15 @@ func trainRanksText(state []optim.Tensor, values []*tensor.Dense) (all []string)
 
 // stepped describes how steps are performed.
 type stepped struct {
-	batches  int
-	beside   bool // gradients are sent during runs
-	together bool // the update does not wait for the losses
-	rows     int  // rows of a batch; 0 means 6
+	batches     int
+	duringRuns  bool // gradients are sent during runs
+	withoutWait bool // the update does not wait for the losses
+	rows        int  // rows of a batch; 0 means 6
 }
 
 // trainRanks performs updates on a number of ranks, and returns the final optimizer state and parameters
 // of rank 0.
-func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, how stepped,
+func trainRanks(t *testing.T, newOptimizer func() (optim.Optimizer, error), size int, how stepped,
 	state []optim.Tensor, values []*tensor.Dense,
 	steps int) (after []optim.Tensor, params []*tensor.Dense) {
 	t.Helper()
@@ -1110,7 +1110,7 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 		for i, v := range values {
 			copy(nodes[i].Value().Data().([]float32), v.Float32s())
 		}
-		o, err := make()
+		o, err := newOptimizer()
 		require.NoError(t, err)
 		require.NoError(t, o.Declare(gorgonia.NodesToValueGrads(nodes)))
 		require.NoError(t, o.SetState(state))
@@ -1140,7 +1140,7 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 					ids.Ints()[i] = r.IntN(600)
 				}
 				if b%size == rank {
-					if how.beside {
+					if how.duringRuns {
 						require.NoError(t, m.Rank().Expect(min(size, batches-b/size*size), b < size))
 					}
 					require.NoError(t, errors.Join(gorgonia.Let(x, in), gorgonia.Let(targets, ids),
@@ -1151,7 +1151,7 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 				}
 			}
 			update := m.Update
-			if how.together {
+			if how.withoutWait {
 				update = func() (float64, error) {
 					return m.Rank().Step(loss, func(l float64) error {
 						require.Greater(t, l, 1.0)
@@ -1185,20 +1185,20 @@ func trainRanks(t *testing.T, make func() (optim.Optimizer, error), size int, ho
 // silent is a group of two ranks without a peer. Rank 0 calls its hooks when it should send or receive.
 type silent struct {
 	comm.Group
-	asked    func(s comm.Stream)
-	received func(p comm.Ptr, bytes int, s comm.Stream) // called when data is received outside of rounds; may be nil
+	onRequest func(s comm.Stream)
+	onReceive func(p comm.Ptr, bytes int, s comm.Stream) // called when data is received outside of rounds; may be nil
 }
 
 func (s *silent) Rank() int                                  { return 0 }
 func (s *silent) Size() int                                  { return 2 }
 func (s *silent) Batch(f func(comm.Collectives) error) error { return f(s) }
 func (s *silent) Send(_ comm.Ptr, _ int, _ comm.Type, _ int, on comm.Stream) error {
-	s.asked(on)
+	s.onRequest(on)
 	return nil
 }
 func (s *silent) Recv(p comm.Ptr, n int, t comm.Type, _ int, on comm.Stream) error {
-	if s.asked(on); s.received != nil {
-		s.received(p, n*t.Size(), on)
+	if s.onRequest(on); s.onReceive != nil {
+		s.onReceive(p, n*t.Size(), on)
 	}
 	return nil
 }
@@ -1206,9 +1206,9 @@ func (s *silent) AllReduce(_, _ comm.Ptr, _ int, _ comm.Type, _ comm.Op, _ comm.
 	return nil
 }
 
-// TestRanksExchangeBeside checks that gradients are sent on a separate stream while the run that computes
+// TestRanksExchangeDuringRun checks that gradients are sent on a separate stream while the run that computes
 // them is still being enqueued, also in the captured run, and that they are not sent again after the run.
-func TestRanksExchangeBeside(t *testing.T) {
+func TestRanksExchangeDuringRun(t *testing.T) {
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
 	var at []int64 // number of launches before each bucket
@@ -1218,7 +1218,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 	m := rankedMachine(t, d, loss, nodes, WithRanks(g, 0), small)
 	defer m.Close()
 	optimize(t, m, newAdamW, 0.1)
-	g.asked = func(s comm.Stream) {
+	g.onRequest = func(s comm.Stream) {
 		require.NotEqual(t, comm.Stream(m.Stream()), s)
 		at = append(at, launches())
 	}
@@ -1237,7 +1237,7 @@ func TestRanksExchangeBeside(t *testing.T) {
 		require.Empty(t, at)
 	}
 
-	g.asked = func(s comm.Stream) { at = append(at, 0) }
+	g.onRequest = func(s comm.Stream) { at = append(at, 0) }
 	require.NoError(t, errors.Join(m.RunAll(), m.Rank().Contribute(2, true)))
 	require.NotEmpty(t, at, "a run of which nothing was expected sends nothing")
 }
@@ -1250,15 +1250,15 @@ type routed struct {
 
 func (g routed) Route(slot int, sends, receives []comm.Leg) (comm.Route, error) {
 	r, err := comm.NewRoute(g.silent, slot, sends, receives)
-	return watched{r, g.closing}, err
+	return closingRoute{r, g.closing}, err
 }
 
-type watched struct {
+type closingRoute struct {
 	comm.Route
 	closing func()
 }
 
-func (r watched) Close() error {
+func (r closingRoute) Close() error {
 	r.closing()
 	return r.Route.Close()
 }
@@ -1280,14 +1280,14 @@ func TestRanksCloseRoutesFirst(t *testing.T) {
 }
 
 // TestRanksPlaces checks that with two ranks and one round per step, gradients from the other rank are
-// received in the arena of the run, where they overwrite neither gradients nor values that later calls
+// onReceive in the arena of the run, where they overwrite neither gradients nor values that later calls
 // need. They must not arrive before the run has reached that point. The weights that a run reads first
 // are sent as part of the update.
 func TestRanksPlaces(t *testing.T) {
 	const rows = 600 // makes activations larger than gradients
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := rankedRows(t, rows)
-	g := &silent{asked: func(comm.Stream) {}}
+	g := &silent{onRequest: func(comm.Stream) {}}
 	small := func(c *machineConfig) error { c.ranks.Bucket = 1; return nil }
 	m, err := NewMachine(d, loss.Graph(), WithParams(nodes...), WithOutputs(loss),
 		WithRanks(g, 1), small)
@@ -1302,7 +1302,7 @@ func TestRanksPlaces(t *testing.T) {
 	p := m.runner.Program
 	within, came := 0, 0
 	calls := len(p.Calls) // values until here must be kept
-	g.received = func(at comm.Ptr, bytes int, _ comm.Stream) {
+	g.onReceive = func(at comm.Ptr, bytes int, _ comm.Stream) {
 		came++
 		from, to := int(at), int(at)+bytes
 		for _, b := range p.Buffers {
@@ -1332,8 +1332,8 @@ func TestRanksPlaces(t *testing.T) {
 	}
 }
 
-// TestRanksRemember checks that each rank holds only a part of the moments.
-func TestRanksRemember(t *testing.T) {
+// TestRanksMoments checks that each rank holds only a part of the moments.
+func TestRanksMoments(t *testing.T) {
 	var mu sync.Mutex
 	var held, all int
 	eachRank(t, 3, func(_ int, d *Device, g comm.Group) {
@@ -1362,7 +1362,7 @@ func TestRanksRemember(t *testing.T) {
 // TestRanksChoices checks that the other ranks use the choices that rank 0 has timed, even if different
 // variants would be faster there, and that updates, which differ between ranks, are not timed.
 func TestRanksChoices(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	const size = 3
 	chosen := make(chan []Choice, size)
 	all := make([][]Choice, size)
@@ -1466,27 +1466,27 @@ func TestRanksDivided(t *testing.T) {
 		require.NotZero(t, divided)
 
 		other, otherX, otherTargets, _ := ranked(t)
-		beside := openMachine(t, d, other.Graph(), WithParamsOf(m), WithOutputs(other))
+		borrower := openMachine(t, d, other.Graph(), WithParamsOf(m), WithOutputs(other))
 		require.NoError(t, errors.Join(feed(x, targets), feed(otherX, otherTargets), m.RunAll(),
-			beside.RunAll()))
+			borrower.RunAll()))
 		a := valueIn(t, m, loss)
-		b := valueIn(t, beside, other)
+		b := valueIn(t, borrower, other)
 		require.Equal(t, a.Data(), b.Data())
 	})
 
 	require.Less(t, held, whole)
 }
 
-// TestRanksWeightsBeside checks that the next run waits for parameters that come back from other ranks,
+// TestRanksAwaitParameters checks that the next run waits for parameters that come back from other ranks,
 // whether it is enqueued, captured or replayed, and that the update does not wait for them.
-func TestRanksWeightsBeside(t *testing.T) {
+func TestRanksAwaitParameters(t *testing.T) {
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
 	memory := d.ctx.(*fake.Context)
 	var came []gpu.Ptr
 	var with byte
-	g := &silent{asked: func(comm.Stream) {}}
-	g.received = func(p comm.Ptr, bytes int, s comm.Stream) {
+	g := &silent{onRequest: func(comm.Stream) {}}
+	g.onReceive = func(p comm.Ptr, bytes int, s comm.Stream) {
 		came = append(came, gpu.Ptr(p))
 		require.NoError(t, memory.Memset8(gpu.Ptr(p), with, bytes, gpu.Stream(s)))
 	}
@@ -1529,8 +1529,8 @@ func narrowGradients(c *machineConfig) error {
 	return nil
 }
 
-// brain returns x rounded to bfloat16, with ties to even.
-func brain(x float32) float32 {
+// roundToBFloat16 returns x rounded to bfloat16, with ties to even.
+func roundToBFloat16(x float32) float32 {
 	b := math.Float32bits(x)
 	return math.Float32frombits((b + 0x7fff + b>>16&1) &^ 0xffff)
 }
@@ -1639,17 +1639,17 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 			squares += float64(v) * float64(v)
 			w := want[i][j]
 			if ofLayer(p.Name()) {
-				require.Equal(t, brain(v), v, "%s: element %d is %v, which bfloat16 does not have",
+				require.Equal(t, roundToBFloat16(v), v, "%s: element %d is %v, which bfloat16 does not have",
 					p.Name(), j, v)
 				if tolerance == 0 {
-					w = brain(w)
+					w = roundToBFloat16(w)
 				}
 			}
-			apart := math.Abs(float64(v) - float64(w))
+			difference := math.Abs(float64(v) - float64(w))
 			if ofLayer(p.Name()) && tolerance > 0 {
-				apart -= math.Abs(float64(w)) / 256
+				difference -= math.Abs(float64(w)) / 256
 			}
-			require.LessOrEqual(t, apart, tolerance*largest, "%s: element %d is %v, want %v",
+			require.LessOrEqual(t, difference, tolerance*largest, "%s: element %d is %v, want %v",
 				p.Name(), j, v, w)
 		}
 	}
@@ -1697,10 +1697,10 @@ func testGradientPrecision(t *testing.T, device *Device, seed uint64,
 	require.NotZero(t, seen)
 }
 
-// TestGradientPrecisionElsewhere checks that a gradient stays float32 if anything but an update of one
+// TestGradientPrecisionExceptions checks that a gradient stays float32 if anything but an update of one
 // run reads it or if it is not the result of one product, and that all gradients computed by the same
 // product do so, too.
-func TestGradientPrecisionElsewhere(t *testing.T) {
+func TestGradientPrecisionExceptions(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	_, b := newBatch(t, llm.ForTraining, 2)
 	named := func(part string) *gorgonia.Node {
@@ -1810,7 +1810,7 @@ func TestGradientPrecisionRecomputed(t *testing.T) {
 	}
 
 	for i, v := range values[0] {
-		require.Equal(t, values[1][i], v, apartBy(values[1][i], v))
+		require.Equal(t, values[1][i], v, relativeDistance(values[1][i], v))
 	}
 }
 

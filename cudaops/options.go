@@ -22,13 +22,13 @@ import (
 
 type machineConfig struct {
 	lower.Options
-	variants choose.Config
-	apart    gorgonia.Nodes // subset of Params
-	read     run.Reader     // reads frozen parameters that have no value; may be nil
-	share    *Machine
-	stream   gpu.Stream // given by WithStream; 0 makes the machine create one
-	grads    Precision  // set by WithGradientPrecision
-	single   bool       // the graph consists of one op that another machine runs
+	variants          choose.Config
+	separatelyClipped gorgonia.Nodes // subset of Params
+	read              run.Reader     // reads frozen parameters that have no value; may be nil
+	share             *Machine
+	stream            gpu.Stream // given by WithStream; 0 makes the machine create one
+	grads             Precision  // set by WithGradientPrecision
+	single            bool       // the graph consists of one op that another machine runs
 	// wraps the device's kernels in tests; may be nil
 	kernels func(run.Launcher) run.Launcher
 
@@ -71,15 +71,15 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 		c.Shared, c.SharedParams = s.runner.Program, s.config.Params
 	}
 
-	stray := slices.IndexFunc(c.apart, func(n *gorgonia.Node) bool {
+	stray := slices.IndexFunc(c.separatelyClipped, func(n *gorgonia.Node) bool {
 		return !slices.Contains(c.Params, n)
 	})
 	switch {
 	case stray >= 0:
-		return c, fmt.Errorf("WithApart: %s is no parameter: name it in WithParams too",
-			graph.Describe(c.apart[stray]))
-	case c.missing() != "":
-		return c, fmt.Errorf("WithKept: another machine has left %s to the next", c.missing())
+		return c, fmt.Errorf("WithSeparateClipping: %s is no parameter: name it in WithParams too",
+			graph.Describe(c.separatelyClipped[stray]))
+	case c.missingParam() != "":
+		return c, fmt.Errorf("WithKept: another machine has left %s to the next", c.missingParam())
 	case c.kept.Ctx != d.ctx:
 		return c, errors.New("WithKept: what was kept is on another device")
 	case c.share != nil && c.share.device != d:
@@ -138,15 +138,15 @@ func WithParams(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error { return c.AddParams(params...) }
 }
 
-// WithApart clips the gradients of the named parameters (see [WithParams]) by a separate norm. These
+// WithSeparateClipping clips the gradients of the named parameters (see [WithParams]) by a separate norm. These
 // gradients are not part of the norm that Update returns. Parameters added to a model therefore do not
 // change how the rest of the model learns. If all parameters are named, they share the usual norm.
-func WithApart(params ...*gorgonia.Node) MachineOption {
+func WithSeparateClipping(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error {
 		if slices.Contains(params, nil) {
-			return errors.New("WithApart: a node is nil")
+			return errors.New("WithSeparateClipping: a node is nil")
 		}
-		c.apart = append(c.apart, params...)
+		c.separatelyClipped = append(c.separatelyClipped, params...)
 		return nil
 	}
 }

@@ -20,22 +20,22 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// formed counts products that compute statistics, and backward passes that start with them.
-type formed struct{ products, begun int }
+// statisticsCount counts products that compute statistics, and backward passes that start with them.
+type statisticsCount struct{ products, begun int }
 
-// seenStatistics is a launcher that counts statistics. If back is not nil, backward passes have these
+// statisticsLauncher is a launcher that counts statistics. If back is not nil, backward passes have these
 // variants.
-type seenStatistics struct {
+type statisticsLauncher struct {
 	run.Launcher
 	back  []kernel.Variant
-	count *formed
+	count *statisticsCount
 }
 
 // withStatistics counts a machine's statistics and, on the fake driver, sets the variants of backward
 // passes.
-func withStatistics(count *formed, back ...string) MachineOption {
+func withStatistics(count *statisticsCount, back ...string) MachineOption {
 	return withKernels(func(k run.Launcher) run.Launcher {
-		s := seenStatistics{Launcher: k, count: count}
+		s := statisticsLauncher{Launcher: k, count: count}
 		for _, family := range back {
 			s.back = append(s.back, kernel.Variant{Family: family})
 		}
@@ -43,7 +43,7 @@ func withStatistics(count *formed, back ...string) MachineOption {
 	})
 }
 
-func (k seenStatistics) Variants(params any) []kernel.Variant {
+func (k statisticsLauncher) Variants(params any) []kernel.Variant {
 	if k.back != nil {
 		switch params.(type) {
 		case attention.Backward:
@@ -55,7 +55,7 @@ func (k seenStatistics) Variants(params any) []kernel.Variant {
 	return k.Launcher.Variants(params)
 }
 
-func (k seenStatistics) Launch(s gpu.Stream, params any) error {
+func (k statisticsLauncher) Launch(s gpu.Stream, params any) error {
 	switch p := params.(type) {
 	case gemm.StatisticsProduct:
 		k.count.products++
@@ -145,14 +145,14 @@ func (p attentionLayer) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, g
 // attention's output gradient also computes the statistics that the attention's backward pass starts
 // with, and that it does so whenever possible.
 func TestStatisticsVariants(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, p attentionLayer, tolerance float64, want int,
 		back []string, opts ...MachineOption) {
 		t.Helper()
 		var values []gorgonia.Value
 		for i, variant := range []string{"separate", "fused"} {
-			var count formed
+			var count statisticsCount
 			g, params, keep := p.graph(t, seed)
 			m := newFuseMachine(t, device, g, params, keep, append(opts,
 				WithVariants("StatisticsProduct="+variant), withStatistics(&count, back...)))
@@ -163,7 +163,7 @@ func TestStatisticsVariants(t *testing.T) {
 				launch(t, m)
 				runs = 2
 			}
-			require.Equal(t, formed{i * want * runs, want * runs}, count, "%+v, %v, %s", p, back,
+			require.Equal(t, statisticsCount{i * want * runs, want * runs}, count, "%+v, %v, %s", p, back,
 				variant)
 			if want > 0 {
 				require.Equal(t, variant, variantOf(m, "StatisticsProduct"))
@@ -223,7 +223,7 @@ func TestStatisticsVariants(t *testing.T) {
 // Kasmina layer has overwritten its result. The product is then the gradient of the layer's result, not
 // of the attention's.
 func TestStatisticsInPlace(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	device, _ := openFake(t, fake.Config{})
 	const seq, heads, headDim, seeds, d = 6, 4, 4, 4, 40
 	lattice, err := state.NewLattice(seeds, heads*headDim, state.WithoutGates())
@@ -249,7 +249,7 @@ func TestStatisticsInPlace(t *testing.T) {
 	y = must(op.Kasmina(y, in[3], scales, lattice))
 	y = must(gorgonia.Mul(y, must(gorgonia.Transpose(in[4], 1, 0))))
 	keep := withGradients(t, y, matrix("with", 2*seq, d), in)
-	var count formed
+	var count statisticsCount
 	m := newFuseMachine(t, device, g, in, keep, []MachineOption{
 		WithVariants("StatisticsProduct=fused"), withStatistics(&count, "hopper", "mma")})
 	require.Equal(t, 1, inPlaceTasks(m))
@@ -260,7 +260,7 @@ func TestStatisticsInPlace(t *testing.T) {
 // TestStatisticsReshaped checks that no statistics are computed by a product that has a different shape
 // from the attention's result, even though the gradient is in the same memory.
 func TestStatisticsReshaped(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	device, _ := openFake(t, fake.Config{})
 	const seq, heads, headDim, d = 6, 4, 4, 40
 	var values []gorgonia.Value
@@ -274,7 +274,7 @@ func TestStatisticsReshaped(t *testing.T) {
 		y = must(gorgonia.Reshape(y, tensor.Shape{4 * seq, heads * headDim / 2}))
 		y = must(op.Linear(y, in[3]))
 		keep := withGradients(t, y, matrix("with", 4*seq, d), in)
-		var count formed
+		var count statisticsCount
 		m := newFuseMachine(t, device, g, in, keep, []MachineOption{
 			WithVariants("StatisticsProduct=" + variant), withStatistics(&count, "hopper", "mma")})
 		values = valuesOf(t, m, keep, values, 1e-5)
@@ -286,7 +286,7 @@ func TestStatisticsReshaped(t *testing.T) {
 // is worth timing, that no other product is, and that both variants give the same results in the timer's
 // memory.
 func TestStatisticsTuned(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	check := func(t *testing.T, device *Device, p attentionLayer, least float64, want int,
 		opts ...MachineOption) {
 		t.Helper()
@@ -295,7 +295,7 @@ func TestStatisticsTuned(t *testing.T) {
 	}
 
 	for least, want := range map[float64]int{1: 1, 1e9: 0} {
-		var count formed
+		var count statisticsCount
 		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		check(t, device, attentionLayer{batch: 2, d: 5, attentions: 1, uses: 1,
 			AttentionConfig: op.AttentionConfig{Seq: 3, Heads: 4, KVHeads: 2, HeadDim: 4}},

@@ -110,7 +110,7 @@ const ProfileSteps = profile.Steps
 //
 // The machine must have run before.
 func (m *Machine) StartProfile() (err error) {
-	defer in("Machine.StartProfile", &err)
+	defer annotate("Machine.StartProfile", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -132,7 +132,7 @@ func (m *Machine) StartProfile() (err error) {
 // Profile returns the profile that [Machine.StartProfile] started, or nil if it needs more steps. Profile
 // also measures the GPU's ceilings, which takes a fraction of a second and up to a GiB of free memory.
 func (m *Machine) Profile() (_ *Profile, err error) {
-	defer in("Machine.Profile", &err)
+	defer annotate("Machine.Profile", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -155,7 +155,7 @@ type Ceiling = optime.Ceiling
 // Ceiling measures the GPU's peak performance; call it between two runs. It takes a fraction of a second
 // and up to a GiB of free memory. With the precision Float8 it measures float8 products.
 func (m *Machine) Ceiling() (c Ceiling, err error) {
-	defer in("Machine.Ceiling", &err)
+	defer annotate("Machine.Ceiling", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -190,7 +190,7 @@ func WithMonitor(every int) MachineOption {
 // A timed run counts once its update is complete, which may be after [Machine.Update] has returned. The
 // result is empty before the first one and without [WithMonitor].
 func (m *Machine) Monitor() (_ []OpTime, err error) {
-	defer in("Machine.Monitor", &err)
+	defer annotate("Machine.Monitor", &err)
 	if err = usable(m); err != nil {
 		return
 	}

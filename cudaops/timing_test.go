@@ -88,8 +88,8 @@ func (k *attentionVariants) Launch(s gpu.Stream, params any) error {
 	})
 }
 
-// attended describes the run of a machine that computes attention.
-type attended struct {
+// attentionRun describes the run of a machine that computes attention.
+type attentionRun struct {
 	Choice
 	log  string
 	last string // variant of the last launch
@@ -97,7 +97,7 @@ type attended struct {
 }
 
 // is checks the variant, the reason for choosing it, and the number of launches.
-func (n attended) is(t *testing.T, variant string, source optime.Source, runs int, what string) {
+func (n attentionRun) is(t *testing.T, variant string, source optime.Source, runs int, what string) {
 	t.Helper()
 	require.Equal(t, []any{variant, variant, source, runs}, []any{n.Variant, n.last, n.Source, n.runs}, what)
 }
@@ -114,7 +114,7 @@ func attend(t *testing.T, x *gorgonia.Node) *gorgonia.Node {
 // tuneAttention computes attention three times on a fake GPU. The variants wide-4, wide-1 and plain take
 // the given times.
 func tuneAttention(t *testing.T, path string, variants [3]fake.Variant, build string,
-	opts ...MachineOption) attended {
+	opts ...MachineOption) attentionRun {
 	t.Helper()
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
@@ -135,7 +135,7 @@ func tuneAttention(t *testing.T, path string, variants [3]fake.Variant, build st
 		require.NoError(t, m.RunAll())
 	}
 
-	r := attended{log: log.String(), last: k.ran[len(k.ran)-1], runs: len(k.ran)}
+	r := attentionRun{log: log.String(), last: k.ran[len(k.ran)-1], runs: len(k.ran)}
 	if c := m.Choices(); len(c) > 0 {
 		r.Choice = c[0]
 	}
@@ -148,8 +148,8 @@ const (
 	Measured, Forced = optime.Measured, optime.Forced
 )
 
-// ownChoices clears the environment variables that affect how machines choose variants.
-func ownChoices(t *testing.T) {
+// clearChoiceVariables clears the environment variables that affect how machines choose variants.
+func clearChoiceVariables(t *testing.T) {
 	t.Setenv("KASMINA_TUNE", "")
 	t.Setenv("KASMINA_VARIANTS", "")
 }
@@ -162,13 +162,13 @@ func timedFrom(least float64, path string) MachineOption {
 	}
 }
 
-// timedAlone is timedFrom with a new file.
-func timedAlone(t *testing.T, least float64) MachineOption {
+// timedWithNewFile is timedFrom with a new file.
+func timedWithNewFile(t *testing.T, least float64) MachineOption {
 	return timedFrom(least, filepath.Join(t.TempDir(), "tune.json"))
 }
 
 func TestTuningKernels(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	path := filepath.Join(t.TempDir(), "tune.json")
 	cached := WithTuning(TuneCached)
 	secondBest := [3]fake.Variant{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}
@@ -227,7 +227,7 @@ func TestTuningKernels(t *testing.T) {
 // TestTuningOnFullCard checks that one harmless message is logged if there is not enough free memory for
 // timing, and that ops then use the rule of thumb.
 func TestTuningOnFullCard(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 	g := gorgonia.NewGraph()
 	matrix := randomMatrices(g, 1, 3, 1)
@@ -259,20 +259,20 @@ func TestTuningOnFullCard(t *testing.T) {
 		require.Equal(t, ByRule, c.Source)
 	}
 
-	told := log.String()
+	text := log.String()
 	require.Len(t, choices, 2)
-	require.Regexp(t, "^[^\n]*level=INFO[^\n]*harmless[^\n]*\n$", told)
+	require.Regexp(t, "^[^\n]*level=INFO[^\n]*harmless[^\n]*\n$", text)
 }
 
 // TestTuningHeldUp checks that the fastest variant is chosen whichever launch a busy computer delays.
 func TestTuningHeldUp(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	for held := 1; ; held++ {
 		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g := gorgonia.NewGraph()
 		attend(t, rangeNode(g, "x", 6, 5))
 		var k *attentionVariants
-		m := openMachine(t, device, g, timedAlone(t, 1), WithTuning(TuneCached),
+		m := openMachine(t, device, g, timedWithNewFile(t, 1), WithTuning(TuneCached),
 			withKernels(func(inner run.Launcher) run.Launcher {
 				k = &attentionVariants{Launcher: inner, fake: fakeOf(inner), held: held,
 					names:    []kernel.Variant{{Family: "slow"}, {Family: "fast"}, {Family: "plain"}},
@@ -356,7 +356,7 @@ func smallCache(name string) []gpu.DeviceInfo {
 // calls returns the number of times that a driver function was called on a fake device.
 func calls(d *Device, call string) (n int) {
 	ctx := d.ctx
-	if s, ok := ctx.(*swapped); ok {
+	if s, ok := ctx.(*replaceableContext); ok {
 		ctx = s.Context
 	}
 	for _, o := range ctx.(*fake.Context).Trace {
@@ -658,7 +658,7 @@ func requireTimed(t *testing.T, device *Device, g *gorgonia.ExprGraph, params, k
 	least float64, want int, ops []string, opts ...MachineOption) {
 	t.Helper()
 	var log strings.Builder
-	m := newFuseMachine(t, device, g, params, keep, append(opts, timedAlone(t, least),
+	m := newFuseMachine(t, device, g, params, keep, append(opts, timedWithNewFile(t, least),
 		WithTuning(TuneCached), logTo(&log)))
 	require.Equal(t, want, timedPairs(t, m, ops...), "%g: %v", least, log.String())
 	for _, op := range ops {
@@ -670,7 +670,7 @@ func requireTimed(t *testing.T, device *Device, g *gorgonia.ExprGraph, params, k
 // TestProjectionVariants checks that attention and gradients are the same whether or not one kernel
 // computes both the product and RoPE.
 func TestProjectionVariants(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, p projected, tolerance float64, fuses bool,
 		opts ...MachineOption) {
@@ -723,7 +723,7 @@ func TestProjectionNeedsQueries(t *testing.T) {
 // TestProjectionTuned checks that products are timed together with RoPE if and only if they are worth
 // timing, and that all variants give the same results in the timer's memory.
 func TestProjectionTuned(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	check := func(t *testing.T, device *Device, p projected, least float64, want int,
 		opts ...MachineOption) {
 		t.Helper()
@@ -767,7 +767,7 @@ func perceptronGraph(t *testing.T, seed uint64, rows, f, d int) (*gorgonia.ExprG
 // TestPerceptronVariants checks that the values are the same whether or not one kernel computes both a
 // product and the gate.
 func TestPerceptronVariants(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, rows, f, d int, tolerance float64, fuses bool,
 		opts ...MachineOption) {
@@ -802,7 +802,7 @@ func TestPerceptronVariants(t *testing.T) {
 // TestPerceptronTuned checks that products are timed together with their gates if and only if they are
 // worth timing.
 func TestPerceptronTuned(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	for _, least := range []float64{1, 1e9} {
 		device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
 		g, params, keep := perceptronGraph(t, 1, 6, 7, 5)
@@ -871,7 +871,7 @@ func outputLayer(t *testing.T, seed uint64, rows, v, d int) (g *gorgonia.ExprGra
 // is computed by a pass over the logits or the exponentials are computed together with the product. If a
 // batch is too large for the tape machine, it compares the variants with each other.
 func TestOutputLayerVariants(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	seed := randomSeed(t)
 	check := func(t *testing.T, device *Device, rows, v, d int, tolerance float64, reference,
 		fuses bool, opts ...MachineOption) {
@@ -931,8 +931,8 @@ func withCeilingBytes(n int) MachineOption {
 	}
 }
 
-// isSlowAttention checks the times of an attention that takes between three and four milliseconds.
-func isSlowAttention(t *testing.T, o OpTime) {
+// requireSlowAttention checks the times of an attention that takes between three and four milliseconds.
+func requireSlowAttention(t *testing.T, o OpTime) {
 	t.Helper()
 	require.Equal(t, "Attention", o.Op)
 	require.GreaterOrEqual(t, o.Time, 3*time.Millisecond)
@@ -943,7 +943,7 @@ func isSlowAttention(t *testing.T, o OpTime) {
 // TestProfile profiles a machine with an attention that takes 3 ms, and compares it with a machine that
 // does not profile.
 func TestProfile(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	took := &fake.Variant{Took: 3 * time.Millisecond}
 	m, device := monitored(t, took, &bytes.Buffer{}, withCeilingBytes(1<<14),
 		WithTuning(TuneCached), WithMonitor(3))
@@ -973,7 +973,7 @@ func TestProfile(t *testing.T) {
 	require.Equal(t, launches, calls(device, "cuLaunchKernel"))
 	checkProfile(t, m, p, 1)
 	first := p.Ops()[0]
-	isSlowAttention(t, first)
+	requireSlowAttention(t, first)
 	var layers []string
 	for _, s := range p.Spans {
 		if s.Op == "Linear" {
@@ -1224,7 +1224,7 @@ func monitored(t *testing.T, took *fake.Variant, log *bytes.Buffer, opts ...Mach
 	*Device) {
 	t.Helper()
 	device, _ := openFake(t, fake.Config{Devices: smallCache("GPU")})
-	device.ctx = &swapped{device.ctx}
+	device.ctx = &replaceableContext{device.ctx}
 	g := gorgonia.NewGraph()
 	x, w := rangeNode(g, "x", 6, 4), rangeNode(g, "w", 5, 4)
 	y, err := op.Linear(attend(t, x), w)
@@ -1238,7 +1238,7 @@ func monitored(t *testing.T, took *fake.Variant, log *bytes.Buffer, opts ...Mach
 			variants: []fake.Variant{{}, slow}}, took}
 	})
 
-	all := append([]MachineOption{timedAlone(t, 1), wrap, WithParams(w),
+	all := append([]MachineOption{timedWithNewFile(t, 1), wrap, WithParams(w),
 		logTo(log)}, opts...)
 	m, err := NewMachine(device, g, all...)
 	require.NoError(t, err)
@@ -1264,7 +1264,7 @@ func (k *slowAttention) Launch(s gpu.Stream, params any) error {
 }
 
 func TestMonitor(t *testing.T) {
-	ownChoices(t)
+	clearChoiceVariables(t)
 	took := &fake.Variant{Took: 3 * time.Millisecond}
 	var log bytes.Buffer
 	m, _ := monitored(t, took, &log, WithTuning(TuneCached), WithMonitor(4))
@@ -1283,7 +1283,7 @@ func TestMonitor(t *testing.T) {
 	require.GreaterOrEqual(t, m.monitor.Samples, 3)
 	require.LessOrEqual(t, m.monitor.Samples, 5)
 	first := times[0]
-	isSlowAttention(t, first)
+	requireSlowAttention(t, first)
 	require.EqualValues(t, 4*(2*24+2*6), first.Bytes)
 	require.GreaterOrEqual(t, first.Tuned, 3*time.Millisecond)
 	table := Table(times)
@@ -1321,11 +1321,11 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 		step(t, m)
 	}
 
-	context := device.ctx.(*swapped)
-	real := context.Context
-	context.Context = full{real}
+	context := device.ctx.(*replaceableContext)
+	original := context.Context
+	context.Context = fullContext{original}
 	require.ErrorIs(t, m.SetOptimizer(m.optimizer.Rules, 1), gpu.OutOfMemory)
-	context.Context = real
+	context.Context = original
 	times, err := m.Monitor()
 	require.NoError(t, err)
 	require.True(t, slices.ContainsFunc(times, func(o OpTime) bool {
@@ -1333,13 +1333,13 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 	}), "got %v, want what updates took too", times)
 }
 
-// swapped is a context that tests can replace while machines run.
-type swapped struct{ gpu.Context }
+// replaceableContext is a context that tests can replace while machines run.
+type replaceableContext struct{ gpu.Context }
 
-// full is a context without free memory.
-type full struct{ gpu.Context }
+// fullContext is a context without free memory.
+type fullContext struct{ gpu.Context }
 
-func (full) Alloc(bytes int) (gpu.Ptr, error) { return 0, gpu.NewOutOfMemory(bytes, 0, 0) }
+func (fullContext) Alloc(bytes int) (gpu.Ptr, error) { return 0, gpu.NewOutOfMemory(bytes, 0, 0) }
 
 // TestMonitorSampleFails checks that a timed run is dropped completely if one of the times cannot be
 // read.
@@ -1351,11 +1351,11 @@ func TestMonitorSampleFails(t *testing.T) {
 	}
 
 	require.NoError(t, device.ctx.SyncStream(m.runner.Stream))
-	context := device.ctx.(*swapped)
-	real := context.Context
-	context.Context = &unread{real, len(m.runner.Program.Calls)}
+	context := device.ctx.(*replaceableContext)
+	original := context.Context
+	context.Context = &limitedTimes{original, len(m.runner.Program.Calls)}
 	require.ErrorIs(t, errOf(m.Monitor()), gpu.LaunchFailed)
-	context.Context = real
+	context.Context = original
 	times, err := m.Monitor()
 	require.NoError(t, err)
 	require.Empty(t, times)
@@ -1370,13 +1370,13 @@ func TestMonitorSampleFails(t *testing.T) {
 	require.NotZero(t, o.Samples)
 }
 
-// unread is a context that returns only the given number of elapsed times.
-type unread struct {
+// limitedTimes is a context that returns only the given number of elapsed times.
+type limitedTimes struct {
 	gpu.Context
 	left int
 }
 
-func (c *unread) Elapsed(from, to gpu.Event) (time.Duration, error) {
+func (c *limitedTimes) Elapsed(from, to gpu.Event) (time.Duration, error) {
 	if c.left--; c.left < 0 {
 		return 0, gpu.NewError("cuEventElapsedTime", gpu.LaunchFailed, "", "")
 	}
@@ -1403,9 +1403,9 @@ func TestMonitorCost(t *testing.T) {
 		errOf(NewMachine(device, gorgonia.NewGraph(), WithMonitor(1))), "at least 2")
 }
 
-// TestProfileBegunAnew checks that a failed StartProfile ends the previous profile, and that the next
+// TestProfileRestart checks that a failed StartProfile ends the previous profile, and that the next
 // profile is complete.
-func TestProfileBegunAnew(t *testing.T) {
+func TestProfileRestart(t *testing.T) {
 	device, cuda := openFake(t, fake.Config{})
 	_, b := float8Model(t, llm.ForLoss, 3, 32)
 	m := newFuseMachine(t, device, b.G, b.Params, gorgonia.Nodes{b.Loss},

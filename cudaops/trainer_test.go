@@ -33,31 +33,31 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// waiting hides the engine's Step method, so that it is not an llm.Stepper.
-type waiting struct{ llm.Engine }
+// withoutStep hides the engine's Step method, so that it is not an llm.Stepper.
+type withoutStep struct{ llm.Engine }
 
-// watched is an engine that counts calls of Step.
-type watched struct {
+// countingEngine is an engine that counts calls of Step.
+type countingEngine struct {
 	llm.Stepper
 	steps int
 }
 
-func (w *watched) Step(b data.Batch) (loss, norm float64, err error) {
+func (w *countingEngine) Step(b data.Batch) (loss, norm float64, err error) {
 	w.steps++
 	return w.Stepper.Step(b)
 }
 
-// stumbling is a token source with one read that fails.
-type stumbling struct {
+// failingTokens is a token source with one read that fails.
+type failingTokens struct {
 	data.Tokens
 	left int // number of the read that fails, counting down
 }
 
-var errStumbled = errors.New("the disk is gone")
+var errReadFailed = errors.New("the disk is gone")
 
-func (s *stumbling) ReadTokens(dst []int, offset int64) error {
+func (s *failingTokens) ReadTokens(dst []int, offset int64) error {
 	if s.left--; s.left == 0 {
-		return errStumbled
+		return errReadFailed
 	}
 	return s.Tokens.ReadTokens(dst, offset)
 }
@@ -82,8 +82,8 @@ type run struct {
 	log    []string
 }
 
-// note records something that must not depend on the engine.
-func (r *run) note(format string, args ...any) {
+// record records something that must not depend on the engine.
+func (r *run) record(format string, args ...any) {
 	r.log = append(r.log, fmt.Sprintf(format, args...))
 }
 
@@ -111,7 +111,7 @@ func newRun(t *testing.T, path string, fails int) (*llm.Model, *data.Loader, opt
 	check(t, err)
 	tokens, err := data.Tokenize(t.Context(), corpus.Train, tokenizer.Bytes{})
 	check(t, err)
-	loader, err := data.NewLoader(&stumbling{tokens, fails}, data.LoaderConfig{Batch: batch,
+	loader, err := data.NewLoader(&failingTokens{tokens, fails}, data.LoaderConfig{Batch: batch,
 		Seq: config.Seq, Seed: 1})
 	check(t, err)
 	optimizer, err := optim.NewAdamW(optim.WithLR(0.01))
@@ -120,7 +120,7 @@ func newRun(t *testing.T, path string, fails int) (*llm.Model, *data.Loader, opt
 }
 
 // train runs a scenario on a fake device. If ahead is true, the engine performs each step in one call.
-func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
+func (s scenario) train(t *testing.T, oneCall bool) (r *run, steps int) {
 	t.Helper()
 	r = &run{t: t, folder: t.TempDir()}
 	model, loader, optimizer := newRun(t, filepath.Join(r.folder, "text"), s.fails)
@@ -129,17 +129,17 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 	}
 
 	device := cudaops.OpenFake(t)
-	make := engine.Engine(device, cudaops.Float32)
-	var seen *watched
+	newEngine := engine.Engine(device, cudaops.Float32)
+	var seen *countingEngine
 	c := llm.TrainConfig{Steps: 12, Batch: batch, Accumulate: max(1, s.accumulate), Clip: 1,
 		Epoch:    5,
 		Schedule: func(step int) float64 { return 0.001 * float64(1+step) }}
 	c.Engine = func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
-		e, err := make(m, o, c)
-		if err != nil || !ahead {
-			return waiting{e}, err
+		e, err := newEngine(m, o, c)
+		if err != nil || !oneCall {
+			return withoutStep{e}, err
 		}
-		seen = &watched{Stepper: e.(llm.Stepper)}
+		seen = &countingEngine{Stepper: e.(llm.Stepper)}
 		return seen, nil
 	}
 
@@ -162,11 +162,11 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 	defer cancel()
 	r.cancel = cancel
 	r.On(func(e llm.Event) error {
-		r.note("%d: step %d, loss %x, norm %x, rate %x, held-out loss %x, loader %+v", e.Kind,
+		r.record("%d: step %d, loss %x, norm %x, rate %x, held-out loss %x, loader %+v", e.Kind,
 			e.Step, e.Loss, e.GradNorm, e.LearningRate,
 			e.ValLoss, r.Loader.State())
 		b, err := r.lattice().MarshalBinary()
-		r.note("lattice %x", b)
+		r.record("lattice %x", b)
 		if err != nil || s.event == nil {
 			return err
 		}
@@ -177,7 +177,7 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 		!strings.Contains(fmt.Sprint(err), s.says) {
 		t.Errorf("the run ends with %v, want %v", err, s.want)
 	} else {
-		r.note("the run ends with %v", err)
+		r.record("the run ends with %v", err)
 	}
 
 	r.finish()
@@ -191,25 +191,25 @@ func (s scenario) train(t *testing.T, ahead bool) (r *run, steps int) {
 // finish records the state at the end of the run.
 func (r *run) finish() {
 	r.t.Helper()
-	r.note("loader %+v, rate %x", r.Loader.State(), r.Optimizer.LR())
+	r.record("loader %+v, rate %x", r.Loader.State(), r.Optimizer.LR())
 	check(r.t, r.Close())
 	for _, p := range r.Model.Params {
-		r.note("%s %x", p.Name, p.Value.Float32s())
+		r.record("%s %x", p.Name, p.Value.Float32s())
 	}
 
 	for _, s := range r.Optimizer.State() {
-		r.note("%s %x", s.Name, s.Data)
+		r.record("%s %x", s.Name, s.Data)
 	}
 
 	b, err := r.lattice().MarshalBinary()
 	check(r.t, err)
-	r.note("lattice %x", b)
+	r.record("lattice %x", b)
 	files, err := filepath.Glob(filepath.Join(r.folder, "*.safetensors"))
 	check(r.t, err)
 	for _, f := range files {
 		b, err := os.ReadFile(f)
 		check(r.t, err)
-		r.note("%s %x", filepath.Base(f), b)
+		r.record("%s %x", filepath.Base(f), b)
 	}
 }
 
@@ -289,7 +289,7 @@ func TestTrainerSteps(t *testing.T) {
 			r.On(func(e llm.Event) error {
 				if e.Kind == llm.Saved || e.Kind == llm.Sampled {
 					b, err := os.ReadFile(e.Path)
-					r.note("%s %x %v", e.Text, b, err != nil)
+					r.record("%s %x %v", e.Text, b, err != nil)
 				}
 				return nil
 			})
@@ -300,9 +300,9 @@ func TestTrainerSteps(t *testing.T) {
 		"a callback that fails": {want: errCallback, event: after(4, func(*run) error {
 			return errCallback
 		})},
-		"a batch that cannot be read": {want: errStumbled,
+		"a batch that cannot be read": {want: errReadFailed,
 			fails: 2*6 + 1, says: "step 7: "},
-		"gathered batches that cannot be read": {want: errStumbled, accumulate: 2, fails: 4*3 + 3},
+		"gathered batches that cannot be read": {want: errReadFailed, accumulate: 2, fails: 4*3 + 3},
 		"a loss that is not finite": {want: llm.ErrDiverged, prepare: explode,
 			says: "step 4: training diverged: the loss is NaN"},
 		"gathered ones": {want: llm.ErrDiverged, prepare: explode, accumulate: 2},
@@ -364,7 +364,7 @@ func TestTrainersInTurn(t *testing.T) {
 					if e.Step%3 == 0 {
 						cancel()
 					}
-					r.note("loss %x, held-out loss %x", e.Loss, loss)
+					r.record("loss %x, held-out loss %x", e.Loss, loss)
 					return err
 				})
 				require.ErrorIs(t, all[i].Run(ctx), context.Canceled, name)
@@ -381,8 +381,8 @@ func TestTrainersInTurn(t *testing.T) {
 	}
 }
 
-// TestTrainerTellsVariants checks that the log of a run on a GPU lists the variants of its ops.
-func TestTrainerTellsVariants(t *testing.T) {
+// TestTrainerLogsVariants checks that the log of a run on a GPU lists the variants of its ops.
+func TestTrainerLogsVariants(t *testing.T) {
 	device := cudaops.OpenFake(t)
 	folder := t.TempDir()
 	model, loader, optimizer := newRun(t, filepath.Join(folder, "text"), 0)
@@ -391,10 +391,10 @@ func TestTrainerTellsVariants(t *testing.T) {
 	tr, err := llm.NewTrainer(model, loader, optimizer, c)
 	check(t, err)
 	defer tr.Close()
-	var told [][]llm.Choice
+	var chosen [][]llm.Choice
 	tr.On(runlog.JSON(filepath.Join(folder, "log.jsonl")), func(e llm.Event) error {
 		if e.Kind == llm.Chosen {
-			told = append(told, e.Choices)
+			chosen = append(chosen, e.Choices)
 		}
 		return nil
 	})
@@ -402,9 +402,9 @@ func TestTrainerTellsVariants(t *testing.T) {
 	check(t, tr.Run(t.Context()))
 	log, err := os.ReadFile(filepath.Join(folder, "log.jsonl"))
 	check(t, err)
-	if len(told) != 1 || len(told[0]) == 0 || strings.Count(string(log),
-		`"source":"rule"`) != len(told[0]) {
-		t.Errorf("told %v\n%s", told, log)
+	if len(chosen) != 1 || len(chosen[0]) == 0 || strings.Count(string(log),
+		`"source":"rule"`) != len(chosen[0]) {
+		t.Errorf("told %v\n%s", chosen, log)
 	}
 }
 
@@ -667,13 +667,13 @@ func growing(t *testing.T, keeps bool, o func() optim.Optimizer) (log []string) 
 		config.Engine = func(m *llm.Model, o optim.Optimizer,
 			c llm.TrainConfig) (llm.Engine, error) {
 			e, err := plain(m, o, c)
-			return waiting{e}, err
+			return withoutStep{e}, err
 		}
 	}
 
 	tr, err := llm.NewTrainer(m, loader, o(), config)
 	require.NoError(t, err)
-	note := func(format string, args ...any) { log = append(log, fmt.Sprintf(format, args...)) }
+	record := func(format string, args ...any) { log = append(log, fmt.Sprintf(format, args...)) }
 	tr.On(func(e llm.Event) error {
 		if e.Kind == llm.Reshaped {
 			require.NoError(t, e.Err)
@@ -681,18 +681,18 @@ func growing(t *testing.T, keeps bool, o func() optim.Optimizer) (log []string) 
 		if e.Kind != llm.StepEnd {
 			return nil
 		}
-		note("step %d, loss %x, norm %x, parameters %d", e.Step, e.Loss, e.GradNorm, e.Params)
+		record("step %d, loss %x, norm %x, parameters %d", e.Step, e.Loss, e.GradNorm, e.Params)
 		return growthAt(m, e.Step)
 	})
 
 	require.NoError(t, tr.Run(t.Context()))
 	require.NoError(t, tr.Close())
 	for _, p := range m.Params {
-		note("%s %x", p.Name, p.Value.Float32s())
+		record("%s %x", p.Name, p.Value.Float32s())
 	}
 
 	for _, s := range tr.Optimizer.State() {
-		note("%s %x", s.Name, s.Data)
+		record("%s %x", s.Name, s.Data)
 	}
 
 	return log
@@ -741,9 +741,9 @@ func growthAt(m *llm.Model, step int) error {
 	return nil
 }
 
-// TestKeepsOptimizer checks that an engine cannot be kept while its machine has no optimizer, and can be
+// TestKeepNeedsOptimizer checks that an engine cannot be kept while its machine has no optimizer, and can be
 // kept again once it has one.
-func TestKeepsOptimizer(t *testing.T) {
+func TestKeepNeedsOptimizer(t *testing.T) {
 	device, cuda := cudaops.OpenFakeDriver(t)
 	m, _, o := newRun(t, filepath.Join(t.TempDir(), "text"), 0)
 	e, err := engine.Engine(device, cudaops.Float32)(m, o, llm.TrainConfig{Batch: batch})
@@ -762,9 +762,9 @@ func TestKeepsOptimizer(t *testing.T) {
 	require.NoError(t, kept.Close())
 }
 
-// TestSwapsKeepBits checks that a run has the same bits whether engines pass parameters and moments on
+// TestKeepSameBits checks that a run has the same bits whether engines pass parameters and moments on
 // within the device or through the host.
-func TestSwapsKeepBits(t *testing.T) {
+func TestKeepSameBits(t *testing.T) {
 	for name, o := range map[string]func() optim.Optimizer{
 		"AdamW": func() optim.Optimizer {
 			o, err := optim.NewAdamW()

@@ -25,8 +25,8 @@ import (
 // If the float32 values of a parameter are divided among ranks ([WithRanks]), Value returns the parameter
 // in the narrower type that runs compute with.
 func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
-	defer in("Machine.Value", &err)
-	a, err := lasting(m, n)
+	defer annotate("Machine.Value", &err)
+	a, err := retained(m, n)
 	if err != nil {
 		return nil, err
 	}
@@ -75,7 +75,7 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 // values are both the same cached attention of the other machine's graph, Keep copies its cache.
 func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	values *gorgonia.Node) (err error) {
-	defer in("Machine.Keep", &err)
+	defer annotate("Machine.Keep", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -116,7 +116,7 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 		n := []*gorgonia.Node{keys, values}[i]
 		a := []*program.Array{before.Keys, before.Values}[i]
 		if !again {
-			if a, err = lasting(other, n); err != nil {
+			if a, err = retained(other, n); err != nil {
 				return err
 			}
 		}
@@ -142,8 +142,8 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 	return nil
 }
 
-// lasting returns the memory of a node that keeps its value after a run.
-func lasting(m *Machine, n *gorgonia.Node) (*program.Array, error) {
+// retained returns the memory of a node that keeps its value after a run.
+func retained(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	if err := usable(m); err != nil {
 		return nil, err
 	}
@@ -194,7 +194,7 @@ func ownerOf(m *Machine) (*Machine, error) {
 // Upload copies the values of parameters to the device again, after the host has changed them. If one of
 // the values cannot be copied, none is.
 func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
-	defer in("Machine.Upload", &err)
+	defer annotate("Machine.Upload", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -239,7 +239,7 @@ func inputOf(m *Machine, p *gorgonia.Node) (*program.Input, error) {
 // optimizer. On a machine made with WithRanks, all ranks must call it; [Rank.GatherState] copies their
 // optimizer state.
 func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
-	defer in("Machine.Download", &err)
+	defer annotate("Machine.Download", &err)
 	if err = usable(m); err != nil {
 		return
 	}
@@ -286,7 +286,7 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 		return nil
 	}
 
-	return stateOf(x, x.Own)
+	return setOptimizerState(x, x.Own)
 }
 
 // download copies one parameter to the host. For a parameter divided among ranks, it gathers the parts of
@@ -309,8 +309,8 @@ func download(m *Machine, i *program.Input, to []float32, all bool) error {
 	return err
 }
 
-// stateOf sets the optimizer's state to the moments that fetch returns, if the device has newer ones.
-func stateOf(x *update.Optimizer, fetch func(param, moment int) (any, error)) error {
+// setOptimizerState sets the optimizer's state to the moments that fetch returns, if the device has newer ones.
+func setOptimizerState(x *update.Optimizer, fetch func(param, moment int) (any, error)) error {
 	if !x.Newer() {
 		return nil
 	}
@@ -351,7 +351,7 @@ type Kept struct{ memory *run.Kept }
 // parameters and share it with no other machine. Otherwise the error says why, and nothing changes. After
 // any other error all memory has been freed.
 func (m *Machine) CloseKept() (_ *Kept, err error) {
-	defer in("Machine.CloseKept", &err)
+	defer annotate("Machine.CloseKept", &err)
 	x, err := optimizerOf(m)
 	switch {
 	case err != nil:
@@ -385,7 +385,7 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 
 // Close frees the memory that no machine has taken over. The rest belongs to the machines that took it.
 func (k *Kept) Close() (err error) {
-	defer in("Kept.Close", &err)
+	defer annotate("Kept.Close", &err)
 	if k == nil || k.memory == nil {
 		return nil
 	}
@@ -411,10 +411,10 @@ func WithKept(k *Kept, from map[string]string) MachineOption {
 	}
 }
 
-// missing returns the name of a kept parameter that one of the machine's parameters should start with,
+// missingParam returns the name of a kept parameter that one of the machine's parameters should start with,
 // but that is gone because another machine has passed it on to a different Kept. It returns "" if every
 // such parameter is available.
-func (c *machineConfig) missing() string {
+func (c *machineConfig) missingParam() string {
 	for _, p := range c.Params {
 		if name := c.inherits[p.Name()]; c.kept.Left[name] {
 			return name
@@ -455,8 +455,8 @@ func (m *Machine) Stream() uintptr {
 // of another machine ([WithParamsOf]), it contains the result of the last update once the work on that
 // machine's stream is complete. With [Float16], gradients are multiplied by the loss scale.
 func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) {
-	defer in("Machine.Address", &err)
-	a, err := whole(m, n)
+	defer annotate("Machine.Address", &err)
+	a, err := undivided(m, n)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -464,8 +464,8 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 }
 
 // whole returns the memory of a node that keeps its value after a run and is not divided among ranks.
-func whole(m *Machine, n *gorgonia.Node) (*program.Array, error) {
-	a, err := lasting(m, n)
+func undivided(m *Machine, n *gorgonia.Node) (*program.Array, error) {
+	a, err := retained(m, n)
 	if err != nil {
 		return nil, err
 	}
@@ -498,8 +498,8 @@ func whole(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 // uses it on its stream. An input that holds integers cannot be bound, because the machine checks
 // them before it sends them.
 func (m *Machine) Bind(n *gorgonia.Node, ptr uintptr, bytes int) (err error) {
-	defer in("Machine.Bind", &err)
-	a, err := whole(m, n)
+	defer annotate("Machine.Bind", &err)
+	a, err := undivided(m, n)
 	if err != nil {
 		return err
 	}

@@ -249,7 +249,7 @@ func (b *bench) measure(p peer) {
 		seen := map[string]bool{c.Variant: true}
 		for _, variant := range c.Variants {
 			if !seen[variant] {
-				f, _ := b.figure(p, []string{literally(c.Op) + "=" + literally(variant)})
+				f, _ := b.figure(p, []string{exactPattern(c.Op) + "=" + exactPattern(variant)})
 				b.figures = append(b.figures, f)
 			}
 			seen[variant] = true
@@ -257,8 +257,8 @@ func (b *bench) measure(p peer) {
 	}
 }
 
-// literally returns a pattern that matches only the given name.
-func literally(name string) string {
+// exactPattern returns a pattern that matches only the given name.
+func exactPattern(name string) string {
 	return strings.NewReplacer(`\`, `\\`, "*", `\*`, "?", `\?`, "[", `\[`).Replace(name)
 }
 
@@ -277,12 +277,12 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 			f.Err = err
 			return f, nil
 		}
-		took, made, y, err := b.timed(f.Peer, g, rules)
+		took, chosen, y, err := b.timed(f.Peer, g, rules)
 		if err != nil {
 			f.Err = err
 			return f, nil
 		}
-		if choices, f.Variant = made, variantOf(made); training { // the choices now include the backward pass
+		if choices, f.Variant = chosen, variantOf(chosen); training { // the choices now include the backward pass
 			f.Training = took
 			continue
 		}
@@ -319,20 +319,20 @@ func (b *bench) distance(v gorgonia.Value) float64 {
 		b.first = y
 	}
 
-	var apart, norm float64
+	var difference, norm float64
 	for i, want := range b.first {
 		if i >= len(y) {
 			return math.NaN()
 		}
-		apart += (y[i] - want) * (y[i] - want)
+		difference += (y[i] - want) * (y[i] - want)
 		norm += want * want
 	}
 
-	if apart == 0 {
+	if difference == 0 {
 		return 0
 	}
 
-	return math.Sqrt(apart / norm)
+	return math.Sqrt(difference / norm)
 }
 
 // numbers returns the elements of a value.

@@ -79,7 +79,7 @@ func (b *bench) timed(peer string, g *graph,
 		if err != nil {
 			return 0, nil, nil, err
 		}
-		took, err := b.byTheClock(m.RunAll)
+		took, err := b.wallClock(m.RunAll)
 		choices = m.Choices()
 		if err == nil {
 			y, err = m.Value(g.y)
@@ -88,7 +88,7 @@ func (b *bench) timed(peer string, g *graph,
 	}
 
 	tape := gorgonia.NewTapeMachine(g.g)
-	took, err = b.byTheClock(func() error {
+	took, err = b.wallClock(func() error {
 		tape.Reset()
 		return tape.RunAll()
 	})
@@ -98,8 +98,8 @@ func (b *bench) timed(peer string, g *graph,
 // leastRuns is the minimum number of timed runs of a pass.
 const leastRuns = 5
 
-// byTheClock returns the median wall-clock time of a run. The first run does not count.
-func (b *bench) byTheClock(run func() error) (time.Duration, error) {
+// wallClock returns the median wall-clock time of a run. The first run does not count.
+func (b *bench) wallClock(run func() error) (time.Duration, error) {
 	var times []time.Duration
 	for begin := time.Now(); len(times) <= leastRuns || time.Since(begin) < b.span; {
 		start := time.Now()

@@ -67,7 +67,7 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 		return errors.New("the device or report is nil")
 	}
 
-	benchmarks, err := chosen(names)
+	benchmarks, err := selectBenchmarks(names)
 	if err != nil {
 		return err
 	}
@@ -85,8 +85,8 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 	return errors.Join(measure(ctx, cacheBytes, report, benchmarks...), ctx.Close())
 }
 
-// chosen returns the benchmarks of the named groups.
-func chosen(names []string) (benchmarks []func(*timer), err error) {
+// selectBenchmarks returns the benchmarks of the named groups.
+func selectBenchmarks(names []string) (benchmarks []func(*timer), err error) {
 	for _, n := range names {
 		if !slices.Contains(Groups(), n) {
 			return nil, fmt.Errorf("there is no group %q, want some of %v", n, Groups())

@@ -77,12 +77,12 @@ func TestChosen(t *testing.T) {
 		{"c", []func(*timer){named("c1 ")}},
 	}
 	require.Equal(t, []string{"a", "b", "c"}, Groups())
-	benchmarks, err := chosen([]string{"c", "a"})
+	benchmarks, err := selectBenchmarks([]string{"c", "a"})
 	require.NoError(t, err)
 	ctx, _ := fakeContext(t, fake.Config{})
 	require.NoError(t, measure(ctx, 64, nil, benchmarks...))
 	require.Equal(t, "a1 a2 c1 ", names)
-	_, err = chosen([]string{"a", "d"})
+	_, err = selectBenchmarks([]string{"a", "d"})
 	require.ErrorContains(t, err, `there is no group "d", want some of [a b c]`)
 }
 
@@ -112,7 +112,7 @@ func (unstored) Elapsed(_, _ gpu.Event) (time.Duration, error) { return 20 * tim
 func TestLaunches(t *testing.T) {
 	ctx, _ := fakeContext(t, fake.Config{Images: kerneltest.Kernels})
 	next := gpu.Ptr(256)
-	all, err := chosen(Groups())
+	all, err := selectBenchmarks(Groups())
 	require.NoError(t, err)
 	seen := map[string]bool{}
 	require.NoError(t, measure(unstored{ctx, &next}, 64, func(m Measurement) error {

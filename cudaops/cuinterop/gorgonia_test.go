@@ -117,7 +117,7 @@ func TestCUDADoers(t *testing.T) {
 		for i, n := range results {
 			v, err := m.Value(n)
 			require.NoError(t, err)
-			require.Less(t, apart(read[i], v), 1e-5, "step %d: result %d", step, i)
+			require.Less(t, relativeError(read[i], v), 1e-5, "step %d: result %d", step, i)
 		}
 	}
 
@@ -125,8 +125,8 @@ func TestCUDADoers(t *testing.T) {
 	require.NoError(t, vm.Close())
 }
 
-// apart returns ‖got − want‖/‖want‖, or NaN if an element is NaN.
-func apart(got, want gorgonia.Value) float64 {
+// relativeError returns ‖got − want‖/‖want‖, or NaN if an element is NaN.
+func relativeError(got, want gorgonia.Value) float64 {
 	numbers := func(v gorgonia.Value) []float32 {
 		if x, ok := v.Data().(float32); ok {
 			return []float32{x}

@@ -20,7 +20,7 @@ var crossEntropy = &Op{
 	},
 	Bench: &Bench{
 		Shape: "rows, vocabulary", Small: []int{64, 50}, Usual: []int{1024, 4096},
-		Elements: product(1, 0, 1), FLOPs: none,
+		Elements: product(1, 0, 1), FLOPs: noFLOPs,
 		Case: func(r *rand.Rand, s []int) (Case, error) {
 			return crossEntropyCase(r, s[0], s[1], 0), nil
 		},

@@ -19,7 +19,7 @@ var embedding = &Op{
 	Bench: &Bench{
 		Shape: "rows, vocabulary, features",
 		Small: []int{64, 20, 32}, Usual: []int{1024, 4096, 256},
-		Elements: sum(product(1, 0, 2), product(1, 1, 2)), FLOPs: none,
+		Elements: sum(product(1, 0, 2), product(1, 1, 2)), FLOPs: noFLOPs,
 		Case: func(r *rand.Rand, s []int) (Case, error) {
 			return embeddingCase(r, s[0], s[1], s[2]), nil
 		},

@@ -16,16 +16,16 @@ var geluOp = &Op{
 			cases = append(cases, geluCase(r, s[0], s[1]))
 		}
 
-		far := geluCase(r, 4, 8)
-		far.Config = "far from 0"
-		for i := range far.In[0].Values {
-			far.In[0].Values[i] *= []float64{10, 1e2, 1e3, 1e4}[i%4]
+		large := geluCase(r, 4, 8)
+		large.Config = "far from 0"
+		for i := range large.In[0].Values {
+			large.In[0].Values[i] *= []float64{10, 1e2, 1e3, 1e4}[i%4]
 		}
-		return append(cases, far)
+		return append(cases, large)
 	},
 	Bench: &Bench{
 		Shape: "rows, features", Small: []int{64, 48}, Usual: []int{1024, 1024},
-		Elements: product(2, 0, 1), FLOPs: none,
+		Elements: product(2, 0, 1), FLOPs: noFLOPs,
 		Case: func(r *rand.Rand, s []int) (Case, error) { return geluCase(r, s[0], s[1]), nil },
 	},
 }

@@ -17,7 +17,7 @@ var kasminaLayer = &Op{
 	Bench: &Bench{
 		Shape: "rows, features, seeds", Small: []int{64, 32, 8}, Usual: []int{1024, 1024, 64},
 		Check:    divides("a multiple of the seeds for features", 1, 2),
-		Elements: product(3, 0, 1), FLOPs: none,
+		Elements: product(3, 0, 1), FLOPs: noFLOPs,
 		Case: func(r *rand.Rand, s []int) (Case, error) { return kasminaCase(r, s[0], s[1], s[2]) },
 	},
 }

@@ -20,7 +20,7 @@ var layerNorm = &Op{
 	},
 	Bench: &Bench{
 		Shape: "rows, features", Small: []int{64, 96}, Usual: []int{1024, 1024},
-		Elements: product(2, 0, 1), FLOPs: none,
+		Elements: product(2, 0, 1), FLOPs: noFLOPs,
 		Case: func(r *rand.Rand, s []int) (Case, error) {
 			return layerNormCase("", r, s[0], s[1], normEps), nil
 		},

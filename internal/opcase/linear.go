@@ -19,7 +19,7 @@ var bias = &Op{
 	},
 	Bench: &Bench{
 		Shape: "rows, features", Small: []int{64, 48}, Usual: []int{1024, 1024},
-		Elements: sum(product(2, 0, 1), product(1, 1)), FLOPs: none,
+		Elements: sum(product(2, 0, 1), product(1, 1)), FLOPs: noFLOPs,
 		Case: func(r *rand.Rand, s []int) (Case, error) { return biasCase(r, s[0], s[1]), nil },
 		Stock: func(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error) {
 			row, err := gorgonia.Reshape(in[1], []int{1, shape[1]})

@@ -205,8 +205,8 @@ func sum(all ...func([]int) float64) func([]int) float64 {
 	}
 }
 
-// none counts nothing.
-func none([]int) float64 { return 0 }
+// noFLOPs counts nothing.
+func noFLOPs([]int) float64 { return 0 }
 
 // divides returns a check that one number of a shape is a multiple of another.
 func divides(what string, of, by int) func([]int) error {

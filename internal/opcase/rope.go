@@ -40,7 +40,7 @@ var rope = &Op{
 			}
 			return nil
 		},
-		Elements: product(4, 0, 1, 2, 3), FLOPs: none,
+		Elements: product(4, 0, 1, 2, 3), FLOPs: noFLOPs,
 		Case: func(r *rand.Rand, s []int) (Case, error) {
 			return ropeCase(r, s[0], op.RoPEConfig{Seq: s[1], Heads: s[2], HeadDim: s[3],
 				Base: 10000}), nil

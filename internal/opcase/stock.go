@@ -34,7 +34,7 @@ var softMax = stock("SoftMax", rowwise(2), func(r *rand.Rand, s []int) []Input {
 // matrix products.
 func rowwise(matrices float64) *Bench {
 	return &Bench{Shape: "rows, features", Small: []int{64, 48}, Usual: []int{1024, 1024},
-		Elements: product(matrices, 0, 1), FLOPs: none}
+		Elements: product(matrices, 0, 1), FLOPs: noFLOPs}
 }
 
 func stock(name string, b *Bench, inputs func(r *rand.Rand, shape []int) []Input, build Build) *Op {

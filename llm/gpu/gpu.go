@@ -131,7 +131,7 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 		}
 	}
 
-	own = append(own, cudaops.WithApart(seeds...))
+	own = append(own, cudaops.WithSeparateClipping(seeds...))
 	if rules, ok := b.optimizer.(optim.Rules); ok {
 		own = append(own, cudaops.WithOptimizer(rules))
 	}

@@ -83,13 +83,13 @@ func (s Setup) run(t *testing.T, c opcase.Case, r *rand.Rand) {
 
 	loss := max(c.Loss, 1)
 
-	far := Distance(got[0], want)
-	if sizes := c.Sizes(); sizes != nil && far > 0 {
-		far *= norm(want) / norm(sizes)
+	relative := Distance(got[0], want)
+	if sizes := c.Sizes(); sizes != nil && relative > 0 {
+		relative *= norm(want) / norm(sizes)
 	}
 
-	if !(far <= loss*s.Forward) {
-		t.Errorf("the result differs from the reference by %.2g, want at most %g", far,
+	if !(relative <= loss*s.Forward) {
+		t.Errorf("the result differs from the reference by %.2g, want at most %g", relative,
 			loss*s.Forward)
 	}
 
@@ -105,12 +105,12 @@ func (s Setup) run(t *testing.T, c opcase.Case, r *rand.Rand) {
 
 		// With a window of one key, the gradients of queries and keys are 0. Compare their rounding
 		// errors with the largest gradient.
-		far := Distance(got[1+i], g)
+		relative := Distance(got[1+i], g)
 		if norm(g) < 1e-12*largest {
-			far = norm(got[1+i]) / largest
+			relative = norm(got[1+i]) / largest
 		}
-		if !(far <= loss*s.Backward) {
-			t.Errorf("gradient %d differs from that in float64 by %.2g, want at most %g", i, far,
+		if !(relative <= loss*s.Backward) {
+			t.Errorf("gradient %d differs from that in float64 by %.2g, want at most %g", i, relative,
 				loss*s.Backward)
 		}
 	}
@@ -222,20 +222,20 @@ func Distance(a, b []float64) float64 {
 		return math.Inf(1)
 	}
 
-	var apart, size float64
+	var difference, size float64
 	for i, v := range b {
-		apart += (a[i] - v) * (a[i] - v)
+		difference += (a[i] - v) * (a[i] - v)
 		size += v * v
 	}
 
 	switch {
-	case apart == 0:
+	case difference == 0:
 		return 0
-	case math.IsNaN(apart):
+	case math.IsNaN(difference):
 		return math.Inf(1)
 	}
 
-	return math.Sqrt(apart / size)
+	return math.Sqrt(difference / size)
 }
 
 // norm returns ‖x‖.
