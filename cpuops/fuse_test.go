@@ -128,7 +128,7 @@ func TestKeptOperands(t *testing.T) {
 				flat(t, b.Value()).([]float32)
 			for i, p := range kept {
 				if p == 0 || p+added[i] != total[i] {
-					t.Fatalf("at %d the product is %v, with %v added %v", i, p, added[i], total[i])
+					t.Fatalf("element %d: the product is %v; with %v added it is %v", i, p, added[i], total[i])
 				}
 			}
 		})

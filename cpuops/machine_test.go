@@ -313,7 +313,7 @@ func TestMemoryTotal(t *testing.T) {
 	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithParams(x)))
 	before := m.Memory()
 	if sums := 4 * rows * features; before < sums {
-		t.Errorf("all takes %d bytes, and the gradients' sums alone %d", before, sums)
+		t.Errorf("the machine takes %d bytes, and the sums of gradients alone %d", before, sums)
 	}
 
 	if err := m.RunAll(); err != nil {
@@ -351,7 +351,7 @@ func TestRelease(t *testing.T) {
 		}
 		m.Release()
 		if _, err := m.Value(y); err == nil || !strings.Contains(err.Error(), "has not run") {
-			t.Errorf("a value that has been given up: error %v", err)
+			t.Errorf("Value after Release: got error %v", err)
 		}
 		if run%2 == 1 {
 			runtime.GC()
@@ -385,7 +385,7 @@ func TestClosed(t *testing.T) {
 	}
 
 	if got := flat(t, y.Value()); !equal(got, want) {
-		t.Errorf("after another machine's run it is %v, want %v", got, want)
+		t.Errorf("after another machine's run the value is %v, want %v", got, want)
 	}
 }
 
@@ -507,7 +507,7 @@ func TestErrors(t *testing.T) {
 // TestPlanExceedsMemory checks that a plan of 64 TiB is an error, instead of terminating the program.
 func TestPlanExceedsMemory(t *testing.T) {
 	if runtime.GOOS != "linux" {
-		t.Skip("the size of the memory is known on Linux alone")
+		t.Skip("the size of the memory is known only on Linux")
 	}
 
 	g := gorgonia.NewGraph()

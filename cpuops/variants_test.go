@@ -110,7 +110,7 @@ func TestMonitor(t *testing.T) {
 			require.LessOrEqual(t, whole, took)
 			require.Positive(t, whole)
 		} else if run == 4 || run == 5 {
-			require.Equal(t, before, whole, "a run that is not a sample counts")
+			require.Equal(t, before, whole, "a run that was not timed counts")
 		}
 		before = whole
 		require.NoError(t, plain.RunAll())

@@ -129,8 +129,8 @@ func Open(opts ...DeviceOption) (_ *Device, err error) {
 			err = fmt.Errorf("the context %#x: %w", o.context, err)
 		}
 	} else if o.ordinal < 0 || o.ordinal >= len(all) {
-		err = gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "", fmt.Sprintf("GPU %d was asked "+
-			"for, there are %d (from 0)", o.ordinal, len(all)))
+		err = gpu.NewError("cuDeviceGet", gpu.InvalidDevice, "", fmt.Sprintf("GPU %d was "+
+			"requested, but there are %d, numbered from 0", o.ordinal, len(all)))
 	} else if err = supported(all[o.ordinal]); err == nil {
 		ctx, err = nvidia.Retain(o.ordinal)
 	}
@@ -149,14 +149,14 @@ func Open(opts ...DeviceOption) (_ *Device, err error) {
 // supported returns an error for a GPU that the kernels do not support.
 func supported(d gpu.DeviceInfo) error {
 	if d.Major < minMajor || d.Major == minMajor && d.Minor < minMinor {
-		return fmt.Errorf("%w: %s has compute capability %d.%d, at least %d.%d is needed",
+		return fmt.Errorf("%w: %s has compute capability %d.%d, want at least %d.%d",
 			ErrUnsupportedDevice, d.Name, d.Major, d.Minor, minMajor, minMinor)
 	}
 	return nil
 }
 
 // errNotOpened is the error of all methods of a zero Device.
-var errNotOpened = errors.New("the device was not made by Open")
+var errNotOpened = errors.New("the device is a zero value: open one with cudaops.Open")
 
 // Name returns the GPU's product name.
 func (d *Device) Name() string { return d.info.Name }

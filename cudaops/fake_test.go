@@ -149,7 +149,7 @@ func (k *fakeKernels) launch(s gpu.Stream, f func(*fake.Launch)) error {
 func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 	compute, ok := k.computes[reflect.TypeOf(params)]
 	if !ok {
-		return fmt.Errorf("the fake has no %T", params)
+		return fmt.Errorf("the fake driver has no kernel for %T", params)
 	}
 	return k.launch(s, func(l *fake.Launch) {
 		compute.Call([]reflect.Value{reflect.ValueOf(l), reflect.ValueOf(params)})
@@ -773,7 +773,7 @@ func (k *fakeKernels) AttentionBackward(l *fake.Launch, p attention.Backward) {
 		want := statisticsOf(l, a, rows(a.Heads, p.G), rows(a.Heads, p.Y),
 			p.Normalizers)
 		if !slices.Equal(floatsAt(l, p.Workspace, len(want)), want) {
-			panic("the backward pass finds other statistics")
+			panic("the backward pass found unexpected statistics")
 		}
 	}
 

@@ -911,7 +911,7 @@ func TestKasminaFailedRun(t *testing.T) {
 	}
 
 	clips, _, want := reports(0)
-	require.NotZero(t, clips, "no row was clipped, so that the test shows nothing")
+	require.NotZero(t, clips, "no row was clipped, so the test proves nothing")
 	for fails := 1; ; fails++ {
 		_, failed, got := reports(fails)
 		if !failed {

@@ -121,7 +121,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	}
 
 	clock.End("memory and parameters")
-	config.variants.Logger.Debug("cudaops: a machine is made", "in", clock)
+	config.variants.Logger.Debug("cudaops: machine compiled", "in", clock)
 	return m, nil
 }
 
@@ -144,9 +144,9 @@ func newExecutor(d *Device, c *machineConfig) (x *run.Executor, err error) {
 	return x, err
 }
 
-// compileWithinBudget compiles the graph. The first attempt may spend any amount of memory to save time. If that
-// exceeds the memory budget, a second attempt spends only as much as the limit of WithMemory allows, and
-// the last attempt spends nothing.
+// compileWithinBudget compiles the graph. The first attempt may spend any amount of memory to save time.
+// If that exceeds the memory budget, a second attempt spends only as much as the limit of WithMemory
+// allows, and the last attempt spends nothing.
 func compileWithinBudget(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	m.config.Room = math.MaxInt
 	for {
@@ -201,9 +201,9 @@ const lastProducts = 2
 // Further machines (such as one for evaluation), the timing of variants and other programs need it.
 const roomLeft = 0.1
 
-// memoryShortfall returns the excess in bytes of the program, together with the moments of its future optimizer,
-// over its memory budget. The budget keeps the share roomLeft of the device's memory free and does not
-// exceed the limit of WithMemory.
+// memoryShortfall returns the excess in bytes of the program, together with the moments of its future
+// optimizer, over its memory budget. The budget keeps the share roomLeft of the device's memory free and
+// does not exceed the limit of WithMemory.
 func memoryShortfall(m *Machine, p *program.Program) (int, error) {
 	free, total, err := m.device.ctx.MemInfo()
 	moments, divided := memoryToCome(m, p)
@@ -314,7 +314,7 @@ func (m *Machine) load(p *program.Program) (err error) {
 // borrowable returns an error for a program that cannot use the parameters of another machine.
 func borrowable(p *program.Program) error {
 	if len(p.Borrowed) == 0 {
-		return errors.New("WithParamsOf: no input has name, type and shape of one of the " +
+		return errors.New("WithParamsOf: no input has the name, type and shape of one of the " +
 			"other machine's parameters")
 	}
 
@@ -322,8 +322,8 @@ func borrowable(p *program.Program) error {
 		if b.Part != nil && slices.ContainsFunc(p.Calls, func(c *program.Call) bool {
 			return c.Touches(b.Array.Buffer)
 		}) {
-			return fmt.Errorf("WithParamsOf: %s is divided among ranks, which have it whole "+
-				"in the other machine's precision alone: give both the same",
+			return fmt.Errorf("WithParamsOf: %s is divided among ranks, and each rank has all of "+
+				"it only in the other machine's precision: give both machines the same precision",
 				graph.Describe(b.Node))
 		}
 	}

@@ -232,11 +232,11 @@ func TestMachineErrors(t *testing.T) {
 	}
 
 	require.ErrorContains(t, errOf(m.Value(inner)), "WithOutputs")
-	require.Error(t, errOf(m.Value(b.Loss)), "the value of a node of another graph is no error")
-	require.ErrorContains(t, m.Upload(y), "no input")
+	require.Error(t, errOf(m.Value(b.Loss)), "Value accepted a node of another graph")
+	require.ErrorContains(t, m.Upload(y), "not an input")
 	require.NoError(t, errOf(m.Value(x)))
 	require.NoError(t, errors.Join(m.Close(), m.Close()))
-	require.Error(t, m.RunAll(), "a closed machine runs")
+	require.Error(t, m.RunAll(), "a closed machine ran")
 }
 
 // TestArguments checks the errors for invalid arguments of every function.
@@ -259,7 +259,7 @@ func TestArguments(t *testing.T) {
 		"WithSeparateClipping: a node":  errOf(NewMachine(device, g, WithSeparateClipping(nil))),
 		"WithSeparateClipping: input w": errOf(NewMachine(device, g, WithSeparateClipping(w))),
 		"an option is nil":              errOf(NewMachine(device, g, nil)),
-		"WithParamsOf: no input has name": errOf(NewMachine(device, other,
+		"WithParamsOf: no input has the name": errOf(NewMachine(device, other,
 			WithParamsOf(owner))),
 		"WithParamsOf: the machine is nil":    errOf(NewMachine(device, g, WithParamsOf(nil))),
 		"WithMemory: got 0 bytes":             errOf(NewMachine(device, g, WithMemory(0))),
@@ -313,7 +313,7 @@ func TestCloseKeptRefused(t *testing.T) {
 	values := weight.Value().Data().([]float32)
 	require.NoError(t, errors.Join(m.Bind(weight, host{t, device.ctx}.place(values), 4*len(values)),
 		m.SetOptimizer(own.optimizer, 1)))
-	require.ErrorContains(t, errOf(m.CloseKept()), "lies in memory of its user's")
+	require.ErrorContains(t, errOf(m.CloseKept()), "is bound to memory of the program")
 }
 
 // TestUploadRefused checks that Upload copies no value if any value is invalid.
@@ -329,7 +329,7 @@ func TestUploadRefused(t *testing.T) {
 	require.ErrorContains(t, l.machine.Upload(p, l.batch.IDs),
 		"cudaops.Machine.Upload: Embedding: ids[2] is 19")
 	after := valueIn(t, l.machine, p)
-	require.Equal(t, flat(t, before), flat(t, after), "the parameter ahead of it was sent")
+	require.Equal(t, flat(t, before), flat(t, after), "the preceding parameter was sent")
 }
 
 // TestDownloadSkips checks that Download without arguments skips unused and shared parameters.
@@ -347,11 +347,11 @@ func TestDownloadSkips(t *testing.T) {
 	copy(w.Value().Data().([]float32), []float32{7, 7})
 	require.NoError(t, owner.Download())
 	require.Equal(t, []float32{1, 2}, flat(t, w.Value()))
-	require.ErrorContains(t, owner.Download(w, unused), "unused (1) is no input of the graph")
+	require.ErrorContains(t, owner.Download(w, unused), "unused (1) is not an input of the graph")
 	g, w, unused = build()
 	borrower := openMachine(t, device, g, WithParams(w, unused), WithParamsOf(owner))
 	require.NoError(t, borrower.Download())
-	require.ErrorContains(t, borrower.Download(w), "is no input of the graph")
+	require.ErrorContains(t, borrower.Download(w), "is not an input of the graph")
 }
 
 // TestKept checks that machines made with WithKept continue with parameters and moments, whether the
@@ -387,10 +387,10 @@ func TestKept(t *testing.T) {
 	late, err := next(kept)
 	require.NoError(t, err)
 	require.NoError(t, kept.Close())
-	require.ErrorContains(t, late.SetOptimizer(l.optimizer, 1), "closed before")
+	require.ErrorContains(t, late.SetOptimizer(l.optimizer, 1), "Kept was closed")
 	require.Equal(t, want, flat(t, valueIn(t, late, p)))
 	require.NoError(t, late.Close())
-	require.ErrorContains(t, errOf(next(kept)), "there is nothing that was kept")
+	require.ErrorContains(t, errOf(next(kept)), "nothing was kept")
 }
 
 // TestKeptTwice checks that memory which a machine has taken over and passed on with CloseKept no longer
@@ -405,7 +405,7 @@ func TestKeptTwice(t *testing.T) {
 	second, err := l.machine.CloseKept()
 	require.NoError(t, err)
 	require.NoError(t, second.Close())
-	require.ErrorContains(t, l.open(device, WithKept(first, l.names())), "there is nothing")
+	require.ErrorContains(t, l.open(device, WithKept(first, l.names())), "nothing was kept")
 	require.NoError(t, first.Close())
 }
 
@@ -428,7 +428,7 @@ func TestKeptPassedOn(t *testing.T) {
 	second, err := other.CloseKept()
 	require.NoError(t, err)
 	require.ErrorContains(t, late.SetOptimizer(l.optimizer, 1), "the moments of "+name)
-	require.ErrorContains(t, l.open(device, WithKept(first, names)), "has left "+name)
+	require.ErrorContains(t, l.open(device, WithKept(first, names)), "has passed "+name+" on")
 	l.batch.Params = l.batch.Params[2:] // the remaining parameters can be used
 	require.NoError(t, l.open(device, WithKept(first, names)))
 	require.NoError(t, errors.Join(late.Close(), l.machine.Close(), second.Close(), first.Close()))
@@ -600,8 +600,8 @@ func testCopies(t *testing.T, device *Device, _ float64, opts ...MachineOption) 
 	}
 }
 
-// TestModesCapturedSeparately checks that alternating runs with and without telemetry are both replayed, so
-// that neither makes the other be enqueued again.
+// TestModesCapturedSeparately checks that alternating runs with and without telemetry are both replayed,
+// so that neither makes the other be enqueued again.
 func TestModesCapturedSeparately(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	l := newLifetime(t, newMuon)
@@ -1102,8 +1102,8 @@ func TestDecoding(t *testing.T) {
 			}
 			for want, err := range map[string]error{
 				"want a machine on the same": attention.Keep(cached, nil, nil, nil),
-				"no attention":               attention.Keep(nil, attention, nil, nil),
-				"name it as values too":      attention.Keep(cached, attention, cached, nil),
+				"not an attention":           attention.Keep(nil, attention, nil, nil),
+				"pass it as values, too":     attention.Keep(cached, attention, cached, nil),
 				"not part of the graph":      attention.Keep(cached, attention, nil, nil),
 			} {
 				require.ErrorContains(t, err, want)
@@ -1112,8 +1112,8 @@ func TestDecoding(t *testing.T) {
 	}
 }
 
-// TestKeepFromFilledCache checks that Keep can copy a cache that Keep itself has filled, from a machine that has
-// not run, and that it returns an error if the cache is empty.
+// TestKeepFromFilledCache checks that Keep can copy a cache that Keep itself has filled, from a machine
+// that has not run, and that it returns an error if the cache is empty.
 func TestKeepFromFilledCache(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	c := llm.Config{Vocab: 19, Dim: 16, Layers: 1, Heads: 4, KVHeads: 2, Seq: 64}
@@ -1257,9 +1257,9 @@ func TestRoom(t *testing.T) {
 		}
 	}
 
-	require.NotZero(t, products, "the choices lack those of products")
+	require.NotZero(t, products, "no product was chosen")
 	kept, _ = keepsH(m)
-	require.Zero(t, kept, "the choices are those of a plan that was dropped")
+	require.Zero(t, kept, "the choices belong to a discarded plan")
 	t.Run("GPU", func(t *testing.T) {
 		device := openGPU(t)
 		if device.info.Capability() != 90 {
@@ -1524,7 +1524,7 @@ func TestZeroDevice(t *testing.T) {
 		"NewMachine": machine, "Close": d.Close()} {
 		require.ErrorIs(t, err, errNotOpened, name)
 	}
-	require.Zero(t, d.Context(), "it has a context")
+	require.Zero(t, d.Context(), "a zero device has a context")
 }
 
 // TestZeroMachine checks the errors of a zero Machine.
@@ -2196,7 +2196,7 @@ func TestRetry(t *testing.T) {
 			}
 			require.ErrorIs(t, err, gpu.OutOfMemory)
 		}
-		t.Fatal("it goes on failing")
+		t.Fatal("Value keeps failing")
 		return 0
 	}
 
@@ -2220,7 +2220,7 @@ func TestRetry(t *testing.T) {
 					require.ErrorIs(t, err, gpu.OutOfMemory, "%s, call %d: %v", call, nth, err)
 					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues &&
 						run == 0 && l.machine.runner.Now.Loaded {
-						t.Fatalf("%s, call %d: what a capture needs counts as loaded", call, nth)
+						t.Fatalf("%s, call %d: kernels count as loaded before a run has loaded them", call, nth)
 					}
 					err = l.machine.RunAll()
 				}

@@ -877,8 +877,8 @@ func wide(t testing.TB, v gorgonia.Value) []float64 {
 	return w
 }
 
-// relativeError returns ‖got − want‖/‖want‖. If the norm of want is less than a tenth per element, apart divides
-// by that instead, since sums of numbers of about 1 may nearly cancel.
+// relativeError returns ‖got − want‖/‖want‖. If the norm of want is less than a tenth per element, apart
+// divides by that instead, since sums of numbers of about 1 may nearly cancel.
 func relativeError(got, want []float64) float64 {
 	if len(got) != len(want) {
 		return math.Inf(1)
@@ -1819,8 +1819,8 @@ func TestFloat8Weights(t *testing.T) {
 	for name, newOptimizer := range optimizers {
 		t.Run(name, func(t *testing.T) {
 			if name == "Muon" && testing.Short() {
-				t.Skip("takes long under the race detector, and differs from AdamW in what " +
-					"updates the parameters alone")
+				t.Skip("takes long under the race detector, and differs from AdamW only in " +
+					"the update of parameters")
 			}
 			device, _ := openFake(t, fake.Config{})
 			testFloat8Weights(t, device, 32, newOptimizer, nil,
@@ -1871,8 +1871,8 @@ func testFloat8Weights(t *testing.T, device *Device, dim int, newOptimizer func(
 	require.NotEmpty(t, m.runner.Program.Weights)
 	require.Equal(t, 2, tasksOf(borrower)["Quantize"])
 	restarted := open(score)
-	require.Equal(t, last, loss(borrower, score), "with the other's parameters")
-	require.Equal(t, last, loss(restarted, score), "a machine that begins with them")
+	require.Equal(t, last, loss(borrower, score), "a machine that shares the parameters")
+	require.Equal(t, last, loss(restarted, score), "a new machine with the parameters")
 	fresh, _ := float8Model(t, llm.ForLoss, seed, dim)
 	for _, p := range b.Params { // restore the initial values
 		i := slices.IndexFunc(fresh.Params, func(q llm.Param) bool { return q.Name == p.Name() })
@@ -2141,10 +2141,10 @@ func TestFloat8Refused(t *testing.T) {
 			Memory: 1 << 30, SMs: 2, L2: 1 << 20}}
 	}
 	for want, config := range map[string]fake.Config{
-		"this is Some GPU, of 8.9, with cuBLASLt 13.0":  {Devices: gpu(8, 9)},
-		"this is Some GPU, of 9.0, with cuBLASLt 12.8":  {Devices: gpu(9, 0), BlasVersion: 120801},
-		"this is Some GPU, of 10.0, with cuBLASLt 13.0": {Devices: gpu(10, 0)},
-		"the fake cuBLASLt":                             {NoBlas: true},
+		"this is Some GPU with compute capability 8.9 and cuBLASLt 13.0":  {Devices: gpu(8, 9)},
+		"this is Some GPU with compute capability 9.0 and cuBLASLt 12.8":  {Devices: gpu(9, 0), BlasVersion: 120801},
+		"this is Some GPU with compute capability 10.0 and cuBLASLt 13.0": {Devices: gpu(10, 0)},
+		"the fake cuBLASLt": {NoBlas: true},
 	} {
 		device, _ := openFake(t, config)
 		g := gorgonia.NewGraph()

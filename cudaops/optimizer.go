@@ -25,8 +25,8 @@ var ErrNonFinite = errors.New("the gradients are not finite")
 // SetOptimizer moves an optimizer of package optim, including its state, to the device, where
 // [Machine.Update] applies it to the machine's parameters.
 //
-// If maxNorm is not 0, it limits the global norm of the gradients. Gradients that [WithSeparateClipping] names
-// are clipped by a norm of their own, with the same limit.
+// If maxNorm is not 0, it limits the global norm of the gradients. Gradients that [WithSeparateClipping]
+// names are clipped by a norm of their own, with the same limit.
 //
 // If an argument is invalid, nothing changes. Otherwise the machine drops the optimizer that it had
 // before, including its state on the device. After any other error it has no optimizer.
@@ -41,12 +41,12 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	case ok && v.Kind() == reflect.Pointer && v.IsNil():
 		return fmt.Errorf("the optimizer is a nil %T", o)
 	case !ok:
-		return fmt.Errorf("a %T does not declare its rules: want an optimizer of the package optim", o)
+		return fmt.Errorf("a %T does not declare its rules: want an optimizer of package optim", o)
 	case !(maxNorm >= 0) || math.IsInf(maxNorm, 0):
 		return fmt.Errorf("maxNorm is %v, want a finite number of at least 0", maxNorm)
 	case len(m.config.inherits) > 0 && len(m.config.kept.Params) == 0:
-		return errors.New("the moments that WithKept hands on no longer exist: they were closed " +
-			"before, or other machines have passed them on")
+		return errors.New("the moments for WithKept no longer exist: their Kept was closed, or " +
+			"other machines have passed them on")
 	}
 
 	if name := m.config.missingParam(); name != "" {
@@ -244,7 +244,7 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 	}
 
 	if n := all[i].Grad.Len(); from < 0 || to < from || to > n {
-		return fmt.Errorf("elements %d to %d of %s, which has %d", from, to,
+		return fmt.Errorf("got elements %d to %d of %s, which has %d elements", from, to,
 			graph.Describe(param), n)
 	}
 
@@ -371,7 +371,7 @@ func (m *Machine) Rank() Rank { return Rank{m} }
 func (r Rank) optimizer() (*update.Optimizer, error) {
 	x, err := optimizerOf(r.m)
 	if err == nil && !x.Shared() {
-		err = errors.New("the machine is not one of several ranks: WithRanks makes it one")
+		err = errors.New("the machine is not one of several ranks: make it with WithRanks")
 	}
 	return x, err
 }

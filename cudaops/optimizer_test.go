@@ -299,7 +299,7 @@ func TestUpdateRefuses(t *testing.T) {
 	require.NoError(t, machine.SetOptimizer(adamw, 1))
 	held := machine.Memory()
 	require.NoError(t, machine.SetOptimizer(adamw, 1))
-	require.Equal(t, held, machine.Memory(), "an optimiser takes the place of another")
+	require.Equal(t, held, machine.Memory(), "a new optimizer does not release the old one")
 	_, err = machine.Update()
 	wants(err, "has not run")
 	wants(machine.Forget(b.Params[0], 2, 1), "elements 2 to 1")
@@ -312,7 +312,7 @@ func TestUpdateRefuses(t *testing.T) {
 	before := append([]float32(nil), model.Params[0].Value.Float32s()...)
 	require.ErrorIs(t, errOf(machine.Update()), ErrNonFinite)
 	require.NoError(t, machine.Download())
-	require.Equal(t, before, model.Params[0].Value.Float32s(), "an update that was refused has changed a parameter")
+	require.Equal(t, before, model.Params[0].Value.Float32s(), "a failed update has changed a parameter")
 	require.Empty(t, adamw.State())
 }
 
@@ -348,7 +348,7 @@ func TestNonFinite(t *testing.T) {
 			check("a run", nil)
 			if i == 0 {
 				require.NoError(t, errOf(m.Update()))
-				check("after an update that was made", nil)
+				check("after a successful update", nil)
 				require.NoError(t, m.RunAll())
 			}
 			spoil(p)
@@ -356,7 +356,7 @@ func TestNonFinite(t *testing.T) {
 				spoil(l.batch.Params[i+1])
 			}
 			if i%2 == 0 {
-				check("ahead of an update", p)
+				check("before an update", p)
 			}
 			require.ErrorIs(t, errOf(m.Update()), ErrNonFinite, name)
 			check("after an update", p)
@@ -381,7 +381,7 @@ func TestMemory(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, int(before-free), m.Memory(), "%s, %s", name, what)
 		}
-		check("without an optimiser")
+		check("without an optimizer")
 		for _, newOptimizer := range []func() (optim.Optimizer, error){newMuon, newAdamW} {
 			o, err := newOptimizer()
 			if err == nil {
@@ -944,7 +944,7 @@ func TestForgetBeforeAnUpdate(t *testing.T) {
 		}
 	}
 
-	t.Error("there is no state")
+	t.Error("the optimizer has no state")
 }
 
 // TestRanksForget checks that all ranks gather the state after Forget.
@@ -955,7 +955,7 @@ func TestRanksForget(t *testing.T) {
 		defer m.Close()
 		optimize(t, m, newAdamW, 0)
 		require.NoError(t, m.Forget(nodes[0], 0, 1))
-		require.True(t, m.optimizer.Newer(), "GatherState would wait for a rank for ever")
+		require.True(t, m.optimizer.Newer(), "GatherState would wait for another rank forever")
 		require.NoError(t, m.Rank().GatherState())
 	})
 }
@@ -1024,15 +1024,15 @@ func TestRanksNonFinite(t *testing.T) {
 					}
 					require.NoError(t, m.Rank().Contribute(2, true))
 					if own {
-						names(p.Input.Node, "ahead of an update, its owner")
+						names(p.Input.Node, "before an update, on the owner")
 					} else {
-						names(nil, "ahead of an update, another rank")
+						names(nil, "before an update, on another rank")
 					}
 					require.ErrorIs(t, errOf(m.Update()), ErrNonFinite)
 					names(p.Input.Node, "after an update")
 				}
 			}
-			require.Len(t, mine, 2, "a rank has all elements, or none")
+			require.Len(t, mine, 2, "one rank owns all elements")
 		})
 	}
 }
@@ -1065,7 +1065,7 @@ func TestRanksSquares(t *testing.T) {
 			head := len(nodes) - 1
 			from, to := m.optimizer.Part(head)
 			require.Less(t, from, to)
-			require.Equal(t, size > 1, to-from < m.optimizer.Params[head].Grad.Len(), "no cut")
+			require.Equal(t, size > 1, to-from < m.optimizer.Params[head].Grad.Len(), "the parameter is not divided")
 			require.NoError(t, errors.Join(feed(x, targets), m.RunAll(),
 				m.Rank().Contribute(1, true), errOf(m.Update())))
 			b, err := d.ctx.(*fake.Context).Bytes(norm.Squares, 4*norm.Count)
@@ -1227,10 +1227,10 @@ func TestRanksExchangeDuringRun(t *testing.T) {
 		at = nil
 		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll()))
 		if i == 2 {
-			require.Empty(t, at, "what is replayed is asked for again")
+			require.Empty(t, at, "a replay sends gradients separately")
 		} else {
 			require.NotEmpty(t, at)
-			require.Less(t, at[0], launches()-4, "nothing leaves before the run's end")
+			require.Less(t, at[0], launches()-4, "no gradient was sent before the end of the run")
 		}
 		at = nil
 		require.NoError(t, m.Rank().Contribute(2, true))
@@ -1239,7 +1239,7 @@ func TestRanksExchangeDuringRun(t *testing.T) {
 
 	g.onRequest = func(s comm.Stream) { at = append(at, 0) }
 	require.NoError(t, errors.Join(m.RunAll(), m.Rank().Contribute(2, true)))
-	require.NotEmpty(t, at, "a run of which nothing was expected sends nothing")
+	require.NotEmpty(t, at, "gradients of a run that was not announced were not sent")
 }
 
 // routed is a group with routes that report when they are closed.
@@ -1316,7 +1316,7 @@ func TestRanksPlaces(t *testing.T) {
 		}
 		for _, b := range p.Buffers {
 			if !b.Resident && b.Last == calls && from < int(b.Base)+b.Bytes && int(b.Base) < to {
-				t.Errorf("%d bytes come to what is to last: a buffer of %d", bytes, b.Bytes)
+				t.Errorf("%d bytes were received in a buffer of %d bytes that must keep its contents", bytes, b.Bytes)
 			}
 		}
 	}
@@ -1326,7 +1326,7 @@ func TestRanksPlaces(t *testing.T) {
 		require.NoError(t, errors.Join(m.Rank().Expect(2, true), m.RunAll(),
 			m.Rank().Contribute(2, true)))
 		require.Equal(t, i < 2, came > 0)
-		require.Equal(t, i < 2, within > 0, "%d come, none to the arena", came)
+		require.Equal(t, i < 2, within > 0, "%d receives, none in the arena", came)
 		_, err := m.Update()
 		require.NoError(t, err)
 	}
@@ -1510,16 +1510,16 @@ func TestRanksAwaitParameters(t *testing.T) {
 		require.NoError(t, errors.Join(m.RunAll(), m.Rank().Contribute(2, true)))
 		came, with = nil, byte(0x30+i)
 		require.NoError(t, errOf(m.Update()))
-		require.False(t, arrived(), "update %d has waited", i)
+		require.False(t, arrived(), "update %d waited", i)
 		require.NoError(t, m.RunAll())
 		require.NoError(t, errOf(m.Value(loss)))
-		require.True(t, arrived(), "run %d has not waited", i)
+		require.True(t, arrived(), "run %d did not wait", i)
 	}
 
 	came, with = nil, 1
 	require.NoError(t, errOf(m.Update()))
 	require.NoError(t, errOf(m.Value(nodes[0])))
-	require.True(t, arrived(), "a parameter is fetched before it is there")
+	require.True(t, arrived(), "a parameter was fetched before it arrived")
 }
 
 // narrowGradients is WithGradientPrecision(BFloat16) without the storage of BFloat16, which fakeKernels
@@ -1841,11 +1841,11 @@ func TestGradientPrecisionRefused(t *testing.T) {
 		{"", []MachineOption{WithGradientPrecision(BFloat16), WithPrecision(BFloat16)}},
 		{"", []MachineOption{WithPrecision(Float8), WithGradientPrecision(BFloat16)}},
 		{"", []MachineOption{WithPrecision(Float16), WithGradientPrecision(Float32)}},
-		{"WithGradientPrecision(bf16) goes with the precisions BFloat16 and Float8, and " +
-			"WithPrecision has f16", []MachineOption{WithGradientPrecision(BFloat16),
+		{"WithGradientPrecision(bf16) requires the precision BFloat16 or Float8, but " +
+			"the precision is f16", []MachineOption{WithGradientPrecision(BFloat16),
 			WithPrecision(Float16)}},
-		{"WithGradientPrecision(bf16) goes with the precisions BFloat16 and Float8, and " +
-			"WithPrecision has f32", []MachineOption{WithGradientPrecision(BFloat16)}},
+		{"WithGradientPrecision(bf16) requires the precision BFloat16 or Float8, but " +
+			"the precision is f32", []MachineOption{WithGradientPrecision(BFloat16)}},
 		{"WithGradientPrecision: got f16, want Float32 or BFloat16",
 			[]MachineOption{WithPrecision(Float16), WithGradientPrecision(Float16)}},
 		{"WithGradientPrecision: got f8, want", []MachineOption{WithPrecision(Float8),

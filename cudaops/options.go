@@ -76,17 +76,17 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 	})
 	switch {
 	case stray >= 0:
-		return c, fmt.Errorf("WithSeparateClipping: %s is no parameter: name it in WithParams too",
+		return c, fmt.Errorf("WithSeparateClipping: %s is not a parameter: name it in WithParams too",
 			graph.Describe(c.separatelyClipped[stray]))
 	case c.missingParam() != "":
-		return c, fmt.Errorf("WithKept: another machine has left %s to the next", c.missingParam())
+		return c, fmt.Errorf("WithKept: another machine has passed %s on", c.missingParam())
 	case c.kept.Ctx != d.ctx:
-		return c, errors.New("WithKept: what was kept is on another device")
+		return c, errors.New("WithKept: the kept memory is on another device")
 	case c.share != nil && c.share.device != d:
 		return c, errors.New("WithParamsOf: the other machine is on another device")
 	case c.grads != Float32 && c.Activation != gpu.BFloat16:
-		return c, fmt.Errorf("WithGradientPrecision(%v) goes with the precisions BFloat16 and "+
-			"Float8, and WithPrecision has %v: leave out one of them",
+		return c, fmt.Errorf("WithGradientPrecision(%v) requires the precision BFloat16 or "+
+			"Float8, but the precision is %v: omit one of the options",
 			c.grads, Precision(slices.Index(storedAs, c.Activation)))
 	}
 
@@ -138,9 +138,9 @@ func WithParams(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error { return c.AddParams(params...) }
 }
 
-// WithSeparateClipping clips the gradients of the named parameters (see [WithParams]) by a separate norm. These
-// gradients are not part of the norm that Update returns. Parameters added to a model therefore do not
-// change how the rest of the model learns. If all parameters are named, they share the usual norm.
+// WithSeparateClipping clips the gradients of the named parameters (see [WithParams]) by a separate norm.
+// These gradients are not part of the norm that Update returns. Parameters added to a model therefore do
+// not change how the rest of the model learns. If all parameters are named, they share the usual norm.
 func WithSeparateClipping(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error {
 		if slices.Contains(params, nil) {
@@ -169,7 +169,7 @@ func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) e
 			c.read = func(n *gorgonia.Node, put func([]byte, gpu.DType) error) error {
 				return read(n, func(part []byte, t Precision) error {
 					if t >= Float8 {
-						return fmt.Errorf("numbers of type %v, want Float32, Float16 or BFloat16", t)
+						return fmt.Errorf("got numbers of type %v, want Float32, Float16 or BFloat16", t)
 					}
 					return put(part, storedAs[t])
 				})
@@ -209,8 +209,8 @@ func WithStream(handle uintptr) MachineOption {
 	return func(c *machineConfig) error {
 		const perThread = 2 // CU_STREAM_PER_THREAD; 0 and 1 denote the stream that all threads share
 		if handle <= perThread {
-			return fmt.Errorf("WithStream: got %d, a default stream, whose work cannot be "+
-				"captured; make one with cuStreamCreate", handle)
+			return fmt.Errorf("WithStream: got the default stream %d, which cannot be "+
+				"captured: create one with cuStreamCreate", handle)
 		}
 		c.stream = gpu.Stream(handle)
 		return nil
@@ -383,9 +383,9 @@ func checkFloat8(d *Device, c *machineConfig) error {
 		}
 	}
 
-	return fmt.Errorf("WithPrecision(Float8): %w: it takes products of float8 with a factor for "+
-		"each row, which a GPU of compute capability %d.%d and cuBLASLt 12.9 or later have; this "+
-		"is %s, of %d.%d, with cuBLASLt %d.%d: use BFloat16", ErrUnsupportedPrecision,
+	return fmt.Errorf("WithPrecision(Float8): %w: it requires float8 products with one scale "+
+		"per row, which need compute capability %d.%d and cuBLASLt 12.9 or later; this is %s with "+
+		"compute capability %d.%d and cuBLASLt %d.%d: use BFloat16", ErrUnsupportedPrecision,
 		float8Capability/10, float8Capability%10, info.Name, info.Major, info.Minor,
 		blas.Version()/10000, blas.Version()/100%100)
 }

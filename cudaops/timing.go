@@ -140,7 +140,7 @@ func (m *Machine) Profile() (_ *Profile, err error) {
 	p := m.profiler
 	switch {
 	case p == nil:
-		return nil, errors.New("no profile was begun with StartProfile")
+		return nil, errors.New("no profile was started: call StartProfile")
 	case p.Busy():
 		return nil, nil
 	}

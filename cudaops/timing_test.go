@@ -336,7 +336,7 @@ func TestTuningText(t *testing.T) {
 		require.NoError(t, errors.Join(err, got.UnmarshalText(text)))
 		require.Equal(t, want, got, string(text))
 	}
-	require.Error(t, new(Tuning).UnmarshalText([]byte("fast")), "fast is taken for a tuning")
+	require.Error(t, new(Tuning).UnmarshalText([]byte("fast")), "UnmarshalText accepted an unknown mode")
 }
 
 // tuned describes a machine that tunes one product of 6×5×4.
@@ -419,7 +419,7 @@ func TestTuning(t *testing.T) {
 	second := tuneProduct(t, path, fastFirst, card, cached)
 	require.Equal(t, 1, second.variant)
 	require.Zero(t, second.timings)
-	require.Equal(t, first.value, second.value, "other bits with the same choice")
+	require.Equal(t, first.value, second.value, "the same choice gave different bits")
 	third := tuneProduct(t, path, fastFirst, card, full)
 	require.Zero(t, third.variant)
 	require.GreaterOrEqual(t, third.timings, 3)
@@ -578,7 +578,7 @@ func (o ownProducts) Variants(params any) []kernel.Variant {
 func (o ownProducts) Launch(s gpu.Stream, params any) error {
 	if a, ok := params.(gemm.Product); ok {
 		if a.C != 0 && (a.C == a.ScaleX || a.C == a.ScaleW) {
-			return errors.New("the matrix that is added lies where factors are")
+			return errors.New("the added matrix overlaps the scales")
 		}
 		if a.C != 0 {
 			*o.adding++
@@ -1210,7 +1210,7 @@ func profiled(t *testing.T, device *Device, recompute bool, runs int,
 	for _, s := range p.Spans {
 		if s.Op == "Update" && strings.HasPrefix(s.Kernel, "cublasLt") {
 			products++
-			require.Positive(t, s.FLOPs, "a product of the update is not counted")
+			require.Positive(t, s.FLOPs, "the operations of a product of the update are missing")
 		}
 	}
 
@@ -1330,7 +1330,7 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 	require.NoError(t, err)
 	require.True(t, slices.ContainsFunc(times, func(o OpTime) bool {
 		return o.Op == "Update" && o.Time > 0
-	}), "got %v, want what updates took too", times)
+	}), "got %v, want the time of updates, too", times)
 }
 
 // replaceableContext is a context that tests can replace while machines run.

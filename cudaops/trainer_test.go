@@ -404,7 +404,7 @@ func TestTrainerLogsVariants(t *testing.T) {
 	check(t, err)
 	if len(chosen) != 1 || len(chosen[0]) == 0 || strings.Count(string(log),
 		`"source":"rule"`) != len(chosen[0]) {
-		t.Errorf("told %v\n%s", chosen, log)
+		t.Errorf("got choices %v\n%s", chosen, log)
 	}
 }
 
@@ -480,7 +480,7 @@ func TestOpBench(t *testing.T) {
 	figures, err := opbench.Time("Add", []int{8, 16}, opbench.Float64, opbench.OnGPU(device),
 		opbench.WithSpan(0))
 	require.NoError(t, err)
-	require.ErrorContains(t, figures[len(figures)-2].Err, "a GPU has no float64")
+	require.ErrorContains(t, figures[len(figures)-2].Err, "a GPU does not support float64")
 }
 
 // families maps published model families to their traits.

@@ -137,7 +137,7 @@ func TestCanceledRun(t *testing.T) {
 	ctx, cancel = context.WithCancelCause(t.Context())
 	fault = func() error { calls++; cancel(why); return nil }
 	require.ErrorIs(t, m.Run(ctx), why)
-	require.Equal(t, 3, calls, "a canceled run goes on with the next op on the host")
+	require.Equal(t, 3, calls, "a canceled run continued with the next op on the host")
 
 	fault = func() error { return nil }
 	require.NoError(t, m.Run(t.Context()))

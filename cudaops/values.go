@@ -52,7 +52,7 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 
 	scale := m.runner.Carried(n)
 	if scale == 0 {
-		return nil, fmt.Errorf("%s was dropped with the loss scale that it carried",
+		return nil, fmt.Errorf("%s was dropped when the loss scale changed",
 			graph.Describe(n))
 	}
 
@@ -99,7 +99,7 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 
 	cache, ok := m.runner.Program.Caches[cached]
 	if !ok {
-		return errors.New("the node is no attention of this machine's that keeps keys and values")
+		return errors.New("cached is not an attention with a key-value cache in this machine's graph")
 	}
 
 	ctx := m.device.ctx
@@ -109,7 +109,7 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 
 	before, again := other.runner.Program.Caches[keys]
 	if again && values != keys {
-		return errors.New("keys is an attention that keeps both: name it as values too")
+		return errors.New("keys is a cached attention: pass it as values, too")
 	}
 
 	for i, to := range []*program.Array{cache.Keys, cache.Values} {
@@ -153,7 +153,7 @@ func retained(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	case n == nil || !ok:
 		return nil, errors.New("the node is not part of the graph that the machine runs")
 	case a.Buffer == nil && len(a.Parts) > 0:
-		return nil, fmt.Errorf("%s packs several values: ask for those", graph.Describe(n))
+		return nil, fmt.Errorf("%s packs several values: request them individually", graph.Describe(n))
 	case a.Buffer == nil:
 		return nil, fmt.Errorf("%s is computed within another node: name it with WithOutputs",
 			graph.Describe(n))
@@ -186,7 +186,7 @@ func ownerOf(m *Machine) (*Machine, error) {
 		return m, nil
 	}
 	if m.config.share.runner.State.Closed() {
-		return nil, errors.New("the machine whose parameters this one uses (WithParamsOf) is closed")
+		return nil, errors.New("the machine that owns the shared parameters (WithParamsOf) is closed")
 	}
 	return m.config.share, nil
 }
@@ -224,7 +224,7 @@ func inputOf(m *Machine, p *gorgonia.Node) (*program.Input, error) {
 	}
 	i := m.runner.Inputs.Of(p)
 	if i == nil {
-		return nil, fmt.Errorf("%s is no input of the graph", graph.Describe(p))
+		return nil, fmt.Errorf("%s is not an input of the graph", graph.Describe(p))
 	}
 	return i, nil
 }
@@ -262,7 +262,7 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 			continue
 		}
 		if !slices.Contains(m.config.Params, p) {
-			return fmt.Errorf("%s is no parameter of the machine", graph.Describe(p))
+			return fmt.Errorf("%s is not a parameter of the machine", graph.Describe(p))
 		}
 		to, err := run.HostMemory(i)
 		if err != nil {
@@ -309,7 +309,8 @@ func download(m *Machine, i *program.Input, to []float32, all bool) error {
 	return err
 }
 
-// setOptimizerState sets the optimizer's state to the moments that fetch returns, if the device has newer ones.
+// setOptimizerState sets the optimizer's state to the moments that fetch returns, if the device has newer
+// ones.
 func setOptimizerState(x *update.Optimizer, fetch func(param, moment int) (any, error)) error {
 	if !x.Newer() {
 		return nil
@@ -363,9 +364,9 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 	for _, p := range x.Params {
 		switch in := p.Input; {
 		case !m.runner.Memory.Owns(in.Array.Base):
-			return nil, fmt.Errorf("%s lies in memory of its user's", graph.Describe(in.Node))
+			return nil, fmt.Errorf("%s is bound to memory of the program", graph.Describe(in.Node))
 		case in.Sharers > 0:
-			return nil, fmt.Errorf("another machine uses %s (WithParamsOf): close it before",
+			return nil, fmt.Errorf("another machine uses %s (WithParamsOf): close that machine first",
 				graph.Describe(in.Node))
 		}
 	}
@@ -404,16 +405,16 @@ func (k *Kept) Close() (err error) {
 func WithKept(k *Kept, from map[string]string) MachineOption {
 	return func(c *machineConfig) error {
 		if k == nil || k.memory == nil || len(k.memory.Params) == 0 {
-			return errors.New("WithKept: there is nothing that was kept")
+			return errors.New("WithKept: nothing was kept")
 		}
 		c.kept, c.inherits = k.memory, maps.Clone(from)
 		return nil
 	}
 }
 
-// missingParam returns the name of a kept parameter that one of the machine's parameters should start with,
-// but that is gone because another machine has passed it on to a different Kept. It returns "" if every
-// such parameter is available.
+// missingParam returns the name of a kept parameter that one of the machine's parameters should start
+// with, but that is gone because another machine has passed it on to a different Kept. It returns "" if
+// every such parameter is available.
 func (c *machineConfig) missingParam() string {
 	for _, p := range c.Params {
 		if name := c.inherits[p.Name()]; c.kept.Left[name] {
@@ -476,7 +477,7 @@ func undivided(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	}
 
 	if in != nil && in.Part != nil {
-		return nil, fmt.Errorf("%s is divided among ranks (WithRanks): its values have no one "+
+		return nil, fmt.Errorf("%s is divided among ranks (WithRanks), so it has no single "+
 			"address", graph.Describe(n))
 	}
 
@@ -547,9 +548,9 @@ func canBindInput(m *Machine, n *gorgonia.Node, i *program.Input) error {
 		return fmt.Errorf("holds %s of %s, which are checked before they are sent: give it a "+
 			"value with gorgonia.Let", i.IDs[0].Argument, i.IDs[0].Op)
 	case i.Sharers > 0:
-		return errors.New("is what another machine uses too, see WithParamsOf")
+		return errors.New("is used by another machine, too (WithParamsOf)")
 	case i.Constant && m.optimizer != nil:
-		return errors.New("is a parameter that an optimiser updates: bind it before SetOptimizer")
+		return errors.New("is a parameter that an optimizer updates: bind it before SetOptimizer")
 	}
 
 	return nil
@@ -561,12 +562,12 @@ func canBindOutput(m *Machine, n *gorgonia.Node, a *program.Array) error {
 	case m.config.share != nil && a.Resident:
 		return errors.New("belongs to the machine that WithParamsOf names")
 	case a.Resident, a.At != 0, a.Extent() != a.Buffer.Bytes:
-		return errors.New("has no memory of its own, it is part of another value: copy it from " +
+		return errors.New("has no separate memory, it is part of another value: copy it from " +
 			"its Address")
 	case m.optimizer != nil && slices.ContainsFunc(m.config.Params, func(p *gorgonia.Node) bool {
 		return p.Deriv() == n
 	}):
-		return errors.New("is a gradient that an optimiser reads: bind it before SetOptimizer")
+		return errors.New("is a gradient that an optimizer reads: bind it before SetOptimizer")
 	}
 
 	return nil

@@ -27,18 +27,18 @@ func onCPU(b *bench) (string, error) {
 	case Float32:
 		if rounds {
 			return cpuPeer, errors.New(
-				"products round to bfloat16: cpuops.UseBFloat16(false) ends that")
+				"products round to bfloat16: call cpuops.UseBFloat16(false)")
 		}
 		return cpuPeer, nil
 	case BFloat16:
 		if !rounds {
 			return cpuPeer, errors.New("products do not round to bfloat16: " +
-				"cpuops.UseBFloat16(true) has them do so, where the CPU can")
+				"call cpuops.UseBFloat16(true) if the CPU supports it")
 		}
 		return cpuPeer, nil
 	}
 
-	return cpuPeer, fmt.Errorf("a CPU has no %s", b.dtype)
+	return cpuPeer, fmt.Errorf("a CPU does not support %s", b.dtype)
 }
 
 // precisions maps the types that a GPU supports to precisions.
@@ -50,14 +50,14 @@ func onGPU(b *bench) (string, error) {
 		return "", nil
 	}
 	if _, ok := precisions[b.dtype]; !ok {
-		return gpuPeer, fmt.Errorf("a GPU has no %s here", b.dtype)
+		return gpuPeer, fmt.Errorf("a GPU does not support %s", b.dtype)
 	}
 	return gpuPeer, nil
 }
 
 func onTape(b *bench) (string, error) {
 	if b.dtype != Float32 && b.dtype != Float64 {
-		return tapePeer, fmt.Errorf("there is no %s among the types of Gorgonia's ops", b.dtype)
+		return tapePeer, fmt.Errorf("Gorgonia's ops do not support %s", b.dtype)
 	}
 	return tapePeer, nil
 }
@@ -143,7 +143,7 @@ func (b *bench) timedOnGPU(g *graph,
 			took += t.Time
 		}
 		if took == 0 && time.Since(begin) > b.span+time.Minute {
-			return 0, nil, nil, errors.New("no run was timed in a minute")
+			return 0, nil, nil, errors.New("no run was timed within a minute")
 		}
 	}
 

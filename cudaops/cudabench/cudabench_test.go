@@ -62,7 +62,7 @@ func TestFailure(t *testing.T) {
 	stop := errors.New("stop")
 	require.ErrorIs(t, measure(ctx, 64, func(Measurement) error { return stop }, func(b *timer) {
 		b.time(Measurement{Name: "report"}, func() {})
-		t.Error("it goes on")
+		t.Error("the benchmark continued after an error")
 	}), stop)
 }
 

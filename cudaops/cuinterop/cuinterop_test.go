@@ -132,7 +132,7 @@ func TestKasminaInCuMemory(t *testing.T) {
 		ok(t, cuinterop.Bind(got, n, b.at, b.bytes()))
 		if at, bytes, err := cuinterop.Memory(got, n); at != b.at ||
 			bytes != b.bytes() || err != nil {
-			t.Errorf("%v lies at %v, %d bytes (%v), want %v, %d bytes", n, at,
+			t.Errorf("%v is at %v, %d bytes (%v), want %v, %d bytes", n, at,
 				bytes, err, b.at, b.bytes())
 		}
 	}
@@ -182,12 +182,12 @@ func TestKasminaInCuMemory(t *testing.T) {
 
 	if _, err := cudaops.NewMachine(device, theirs.graph,
 		cuinterop.WithStream(cu.NoStream)); err == nil {
-		t.Error("a machine took the default stream")
+		t.Error("NewMachine accepted the default stream")
 	}
 
 	ok(t, errors.Join(got.Close(), device.Close()))
 	if err := cuinterop.Bind(got, theirs.x, x.at, x.bytes()); err == nil {
-		t.Error("a closed machine took memory")
+		t.Error("Bind accepted a closed machine")
 	}
 
 	ok(t, cu.SetCurrentContext(ctx))

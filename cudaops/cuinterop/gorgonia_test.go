@@ -91,7 +91,7 @@ func TestCUDADoers(t *testing.T) {
 	ours, theirs := newDoerGraph(t, seed), newDoerGraph(t, seed)
 	for _, n := range theirs.g.AllNodes() {
 		if _, ok := n.Op().(gorgonia.CUDADoer); n.Op() != nil && !graph.IsConstant(n) && !ok {
-			t.Fatalf("%v is no CUDADoer", n)
+			t.Fatalf("%v is not a CUDADoer", n)
 		}
 	}
 

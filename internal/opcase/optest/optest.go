@@ -110,7 +110,7 @@ func (s Setup) run(t *testing.T, c opcase.Case, r *rand.Rand) {
 			relative = norm(got[1+i]) / largest
 		}
 		if !(relative <= loss*s.Backward) {
-			t.Errorf("gradient %d differs from that in float64 by %.2g, want at most %g", i, relative,
+			t.Errorf("gradient %d differs from the float64 gradient by %.2g, want at most %g", i, relative,
 				loss*s.Backward)
 		}
 	}
