@@ -28,8 +28,8 @@ var adapterPlaces = map[string]control.Where{"grow": control.Unhealthiest,
 // adapterLayers lists the linear layers that can have adapters.
 var adapterLayers = []string{"q", "k", "v", "o", "gate", "up", "down"}
 
-// wider is the factor by which --adapters random multiplies the rank. One layer in wider gets an adapter,
-// so that the number of parameters stays the same.
+// wider is the factor between the ranks of --adapters random and --adapters all. Only one layer in wider
+// gets an adapter, so the number of parameters stays the same.
 const wider = 4
 
 func (a *adapters) flags(c *cobra.Command) {

@@ -78,8 +78,8 @@ func withLogs(w io.Writer, runs []string) (found []string, err error) {
 	return found, nil
 }
 
-// logOf returns the path and the size of a run's log, which may be named itself or by its folder. The
-// path is "" if there is none. An error other than that the log does not exist is left to the board.
+// logOf returns the path and the size of a run's log, given the path of the log or of its folder. The
+// path is "" if the log does not exist. Any other error is left for the board to report.
 func logOf(run string) (path string, size int64) {
 	for _, path := range []string{filepath.Join(run, logName), filepath.Join(run, runFolder, logName), run} {
 		info, err := os.Stat(path)

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// finishedRun returns the folder of a run of two steps.
+// finishedRun returns the folder of a finished run with two steps.
 func finishedRun(t *testing.T) string {
 	t.Helper()
 	folder := filepath.Join(t.TempDir(), "mine")
@@ -25,7 +25,8 @@ func finishedRun(t *testing.T) string {
 	return folder
 }
 
-// TestReport wants a run's page where it was asked for, and what is wrong named.
+// TestReport checks that report writes the page of a run to the named file, and that its errors name the
+// cause.
 func TestReport(t *testing.T) {
 	page := filepath.Join(t.TempDir(), "a", "page.html")
 	out, err := kasmina(t, "report", "--out", page, finishedRun(t))
@@ -40,8 +41,7 @@ func TestReport(t *testing.T) {
 	require.ErrorContains(t, err, "log.jsonl")
 }
 
-// TestReportName checks which file a report is written to when none is named, whatever way the run is
-// named.
+// TestReportName checks the default name of a report, however the run is named.
 func TestReportName(t *testing.T) {
 	run := finishedRun(t)
 	inside := filepath.Join(run, "inside")
@@ -83,7 +83,7 @@ func TestReportName(t *testing.T) {
 
 // TestReportReplaces checks that a report replaces an earlier one of the same run, and no other file.
 func TestReportReplaces(t *testing.T) {
-	one, two := finishedRun(t), finishedRun(t) // both are called mine
+	one, two := finishedRun(t), finishedRun(t) // both are named mine
 	t.Chdir(t.TempDir())
 	report := func(args ...string) error {
 		_, err := kasmina(t, append([]string{"report"}, args...)...)
@@ -119,7 +119,7 @@ func TestReportReplaces(t *testing.T) {
 	require.Equal(t, "mine", string(text))
 }
 
-// TestBoard wants the command to say where its page is, and to end when it is interrupted.
+// TestBoard checks that the command prints the address of its page and ends when it is interrupted.
 func TestBoard(t *testing.T) {
 	_, err := kasmina(t, "board")
 	require.ErrorContains(t, err, "requires at least 1 arg(s)")
@@ -142,7 +142,7 @@ func TestBoard(t *testing.T) {
 	require.ErrorContains(t, err, "no log.jsonl in "+none)
 }
 
-// lineThen does something once a line has been written.
+// lineThen calls a function once a line has been written.
 type lineThen struct {
 	bytes.Buffer
 	then func()

@@ -121,7 +121,7 @@ func (o *convertOptions) run(c *cobra.Command) error {
 	return nil
 }
 
-// check returns the error with which the model could not be written, before its weights are read.
+// check reports, before the weights are read, whether the model can be written.
 func (o *convertOptions) check(f *hf.Folder, kind gguf.Type, opts []hf.SaveOption) error {
 	if o.gguf != "" {
 		return gguf.Check(f, f.Config, kind)
@@ -138,7 +138,7 @@ func differencesOf(w io.Writer, f *hf.Folder) error {
 	return err
 }
 
-// report prints what was written and what to try next.
+// report prints the written files and commands to try next.
 func (o *convertOptions) report(w io.Writer) {
 	size, files := sizeOf(o.out)
 	fmt.Fprintf(w, "saved     %s (%s, %s)\n", o.out, plural(files, "file"), sizeText(size))

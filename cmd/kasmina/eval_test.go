@@ -37,11 +37,11 @@ func TestEvalShortText(t *testing.T) {
 
 	start := processor.Time(t)
 	got := evaluated(t, "-d", text, "--seq", "20000")
-	require.Less(t, processor.Time(t)-start, 5*time.Second) // it was 12 s
+	require.Less(t, processor.Time(t)-start, 5*time.Second) // took 12 s before windows were limited to the text
 	require.Equal(t, want, got)
 }
 
-// TestEvalFolder checks that the text of a folder is that of its files, one after the other.
+// TestEvalFolder checks that the text of a folder consists of its files, one after the other.
 func TestEvalFolder(t *testing.T) {
 	dir, joined := t.TempDir(), filepath.Join(t.TempDir(), "text")
 	text, err := os.ReadFile(license)

@@ -15,8 +15,8 @@ import (
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
-// TestOtherFamilies uses the command with a GPT-2 and an OLMo 2, whose texts, losses and tokens must
-// be those of transformers.
+// TestOtherFamilies checks that the command computes the texts, losses and tokens of transformers with a
+// GPT-2 and an OLMo 2.
 func TestOtherFamilies(t *testing.T) {
 	for _, name := range []string{"tiny-gpt2", "tiny-olmo2"} {
 		t.Run(name, func(t *testing.T) { useFamily(t, name) })
@@ -60,7 +60,7 @@ func useFamily(t *testing.T, name string) {
 	require.NoError(t, err)
 	require.Equal(t, want.Text+"\n", out)
 
-	// The copy has the same files, and a GGUF file the tensors of llama.cpp.
+	// A copy has the same files, and a GGUF file has the tensors that llama.cpp expects.
 	dir := t.TempDir()
 	_, err = kasmina(t, "convert", "--model", model, "--out", filepath.Join(dir, "copy"))
 	require.NoError(t, err)

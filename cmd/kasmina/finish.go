@@ -20,7 +20,7 @@ import (
 // savePretrained is hf.SavePretrained. A test replaces it to simulate a slow disk.
 var savePretrained = hf.SavePretrained
 
-// checkSave returns the error with which the trained model could not be written when the run ends.
+// checkSave returns an error if the trained model could not be written at the end of the run.
 func (o *trainOptions) checkSave(from origin) error {
 	c := o.finalConfig(from.shape())
 	if err := hf.CheckSave(c, from.saving()...); err != nil {
@@ -129,7 +129,7 @@ func (o *trainOptions) saveGGUF(c *cobra.Command, m *llm.Model, from origin,
 	return differencesOf(c.ErrOrStderr(), f)
 }
 
-// report prints what the run has saved and what to try next.
+// report prints the saved files and commands to try next.
 func (o *trainOptions) report(w io.Writer) {
 	d, data := quoted(o.dir().out), quoted(o.data)
 	fmt.Fprintf(w, "saved     the model in %s, its checkpoint and its log in %s\n", o.dir().out, o.in(""))
@@ -158,7 +158,7 @@ func (o *trainOptions) readBest() (b best, err error) {
 }
 
 // saveBest returns a callback that saves the model whenever an evaluation has a lower loss than all
-// evaluations before, those of earlier processes included.
+// previous evaluations, including the ones before the run was resumed.
 func (o *trainOptions) saveBest(t *llm.Trainer) llm.Callback {
 	lowest := math.Inf(1)
 	return func(e llm.Event) error {

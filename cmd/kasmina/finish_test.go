@@ -16,13 +16,13 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
-// TestOutputsAreTried checks that every output which a run cannot write at its end is an error before
-// its first step.
+// TestOutputsAreTried checks that a run fails before its first step if it cannot write one of its outputs
+// at the end.
 func TestOutputsAreTried(t *testing.T) {
 	blocked := func(name string) func(out string) {
 		return func(out string) {
 			require.NoError(t, os.MkdirAll(filepath.Join(out, runFolder, name, "x"), 0o777))
-			// The folder is that of a run, which the command would otherwise refuse to touch.
+			// The command refuses a folder that does not belong to a run.
 			require.NoError(t, runDir{out}.writeManifest(&manifest{Options: map[string]string{}}))
 		}
 	}
@@ -68,7 +68,7 @@ func TestOutputsAreTried(t *testing.T) {
 	}
 }
 
-// TestTrainGGUF checks that --gguf writes the trained model for llama.cpp too.
+// TestTrainGGUF checks that --gguf also writes the trained model for llama.cpp.
 func TestTrainGGUF(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
 	stderrOf(t, short(out, "--gguf", "q8_0")...)
@@ -76,7 +76,7 @@ func TestTrainGGUF(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, described, "blk.1.ffn_down.weight")
 
-	// A kill between the two models loses neither.
+	// A kill between the two models loses neither of the two.
 	stoppedOut := stopped(t, "publish", "config.json", "--gguf", "q8_0")
 	stderrOf(t, short(stoppedOut, "--gguf", "q8_0")...)
 	want, err := os.ReadFile(filepath.Join(out, ggufName))
@@ -86,8 +86,8 @@ func TestTrainGGUF(t *testing.T) {
 	require.Equal(t, len(want), len(got))
 }
 
-// TestKeepBest checks that --keep-best saves the model of the best evaluation, which is not the last
-// one where the learning rate is far too high.
+// TestKeepBest checks that --keep-best saves the model of the best evaluation. Because the learning rate
+// is far too high, this is not the last one.
 func TestKeepBest(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
 	told := stderrOf(t, short(out, "--keep-best", "--eval-every", "1", "--lr", "5", "--schedule",
@@ -105,7 +105,7 @@ func TestKeepBest(t *testing.T) {
 	require.Equal(t, trained(t, last), trained(t, out))
 }
 
-// TestFullDisk checks that the error of a full disk says that the same command continues.
+// TestFullDisk checks that the error of a full disk recommends giving the same command again.
 func TestFullDisk(t *testing.T) {
 	o := &trainOptions{common: common{out: t.TempDir()}}
 	full := fmt.Errorf("writing: %w", syscall.ENOSPC)
@@ -118,7 +118,7 @@ func TestFullDisk(t *testing.T) {
 	require.EqualError(t, o.remedy(errors.New("other")), "other")
 }
 
-// TestReports checks that train and convert say what they have saved and what to try next.
+// TestReports checks that train and convert name the saved files and possible next commands.
 func TestReports(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "my out")
 	told := stderrOf(t, short(out)...)
@@ -140,7 +140,7 @@ func TestReports(t *testing.T) {
 	require.Equal(t, `'it'\''s'`, quoted("it's"))
 }
 
-// TestFrozen checks that the trainable parameters of adapters are told apart from all.
+// TestFrozen checks that the number of trainable parameters is reported separately with adapters.
 func TestFrozen(t *testing.T) {
 	told := stderrOf(t, short(filepath.Join(t.TempDir(), "out"), "--adapters", "all", "--rank", "2")...)
 	f, err := hf.Open(tiny)

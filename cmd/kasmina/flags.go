@@ -16,8 +16,8 @@ type rule func(f *pflag.FlagSet) string
 // always is the rule of flags that have an effect in any company.
 func always(*pflag.FlagSet) string { return "" }
 
-// later is the rule of flags whose effect depends on more than the flags, such as the model. The
-// command itself refuses them when it knows.
+// later is the rule of flags that have an effect depending on more than the flags, such as the model. The
+// command itself refuses them later.
 func later(*pflag.FlagSet) string { return "" }
 
 // flagRules has a rule for every flag of every command, so that no flag is accepted in silence when it
@@ -109,7 +109,7 @@ func directed(f *pflag.FlagSet) string {
 	return onlyWith("adapters", "", "--adapters")(f)
 }
 
-// nameOf returns the name of a command, with those of the commands that it belongs to.
+// nameOf returns the name of a command, after the names of its parent commands.
 func nameOf(c *cobra.Command) string {
 	_, name, _ := strings.Cut(c.CommandPath(), " ")
 	return name
@@ -145,11 +145,11 @@ func flagError(c *cobra.Command, err error) error {
 	return fmt.Errorf("%w; see %q", err, c.CommandPath()+" --help")
 }
 
-// isSwitch reports whether a flag is on or off. One that is off by default may be given as off.
+// isSwitch reports whether a flag is boolean. A switch that is off by default may be turned off
+// explicitly.
 func isSwitch(f *pflag.Flag) bool { return f.Value.Type() == "bool" }
 
-// given returns those of the named flags that are on the command line and not off, as they are written
-// there.
+// given returns the named flags that are on the command line and not turned off, in the form used there.
 func given(c *cobra.Command, names ...string) (all []string) {
 	c.Flags().Visit(func(f *pflag.Flag) {
 		off := isSwitch(f) && f.Value.String() == "false"

@@ -18,8 +18,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// ineffective has a command line for every flag that does nothing in some company. The flag has no
-// effect there, and must be refused by name.
+// ineffective maps every flag that can be without effect to a command line in which it has none. The
+// command must refuse the flag by name.
 var ineffective = map[string]string{
 	"generate --top-k":       "generate --model MODEL --prompt Once -n 1 --top-k 5",
 	"generate --top-p":       "generate --model MODEL --prompt Once -n 1 --top-p 0.9",
@@ -54,8 +54,8 @@ var ineffective = map[string]string{
 	"convert --shard":        "convert --model MODEL --out OUT --gguf f32 --shard 1e-9",
 }
 
-// TestEveryFlagHasARule walks the flags of all commands. Each must have a rule that says when it has
-// an effect, and each rule but "always" must refuse the flag where it has none.
+// TestEveryFlagHasARule checks that each flag of all commands has a rule, and that each rule except
+// "always" refuses the flag on a command line where it has no effect.
 func TestEveryFlagHasARule(t *testing.T) {
 	always := map[string]bool{}
 	commands := newRoot().Commands()
@@ -96,8 +96,8 @@ func isAlways(c *cobra.Command, name string) bool {
 	return functionOf(rule) == functionOf(always)
 }
 
-// TestSeveralFlagsWithoutEffect wants all flags that do nothing to be named, and a greedy text that
-// was asked for to come with a remark only.
+// TestSeveralFlagsWithoutEffect checks that an error names all flags without effect, and that a greedy
+// text requested explicitly only causes a remark.
 func TestSeveralFlagsWithoutEffect(t *testing.T) {
 	_, err := kasmina(t, "generate", "--model", tiny, "--prompt", "Once", "-n", "3", "--top-k", "5",
 		"--seed", "2")
@@ -109,14 +109,14 @@ func TestSeveralFlagsWithoutEffect(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, want, got)
 
-	// Saying that a switch is off changes nothing.
+	// Turning off a switch that is off by default changes nothing.
 	_, err = kasmina(t, "train", "--model", tiny, "--data", license, "--out",
 		filepath.Join(t.TempDir(), "out"), "--steps", "1", "--batch", "1", "--seq", "16", "--device",
 		"cpu", "--directed=false", "--save-parts=false", "--board-control=false")
 	require.NoError(t, err)
 }
 
-// commands returns a command's subcommands, and theirs.
+// commands returns the subcommands of a command at all levels.
 func commands(c *cobra.Command) (all []*cobra.Command) {
 	for _, sub := range c.Commands() {
 		all = append(append(all, sub), commands(sub)...)
@@ -127,7 +127,8 @@ func commands(c *cobra.Command) (all []*cobra.Command) {
 // functionOf returns the name of a rule's function.
 func functionOf(r rule) string { return runtime.FuncForPC(reflect.ValueOf(r).Pointer()).Name() }
 
-// invalid has values for flags that are never valid. Flags with other types have none.
+// invalid lists values that are invalid for every flag of a type. Types that are missing have no such
+// value.
 var invalid = map[string][]string{
 	"int":      {"-7"},
 	"int64":    {"-7"},
@@ -135,11 +136,11 @@ var invalid = map[string][]string{
 	"duration": {"-7s"},
 }
 
-// newModelFlags are the numbers that describe a new model.
+// newModelFlags are the flags with sizes of a new model.
 var newModelFlags = []string{"layers", "dim", "heads", "kv-heads", "ff", "vocab"}
 
-// TestErrorsNameTheFlag gives every flag values that make no sense. The error must name the flag, and
-// no field or option of a Go package.
+// TestErrorsNameTheFlag gives every flag impossible values. The error must name the flag, but no field or
+// option of a Go package.
 func TestErrorsNameTheFlag(t *testing.T) {
 	lines := map[string]string{
 		"eval":     "eval -m MODEL -d TEXT",
@@ -180,10 +181,11 @@ func TestErrorsNameTheFlag(t *testing.T) {
 	}
 }
 
-// An effect shows that a flag does something: the command does not leave the same with it as without.
+// An effect shows that a flag does something: with the flag, the command prints or writes something
+// different.
 type effect struct{ line, with string }
 
-// effects has an effect for every flag that the command accepts in some company.
+// effects has an entry for every flag that can have an effect.
 var effects = map[string]effect{
 	"inspect --model": {"inspect TINY", "inspect --model LLAMA"},
 	"report --out":    {"report RUN", "report RUN --out OUT.html"},
@@ -266,7 +268,7 @@ var effects = map[string]effect{
 	"train --gguf":          {"TRAIN", "TRAIN --gguf f16"},
 }
 
-// unseen has the flags whose effect a single process on a CPU does not show, and why.
+// unseen lists the flags without a visible effect in a single process on a CPU, with the reason.
 var unseen = map[string]string{
 	"train --monitor":        "TestTrainFromScratch looks for the table, which has times",
 	"train --grad-precision": "it is for GPUs",
@@ -278,8 +280,8 @@ var unseen = map[string]string{
 	"train --save-parts":     "TestTrainGPUs looks for the parts",
 }
 
-// TestEveryFlagHasAnEffect walks the flags of all commands and runs each command with the flag and
-// without it. What the command says and writes must differ.
+// TestEveryFlagHasAnEffect runs the commands with and without each of their flags. The output or the
+// files must differ.
 func TestEveryFlagHasAnEffect(t *testing.T) {
 	altered := filepath.Join(t.TempDir(), "altered")
 	_, err := kasmina(t, "train", "-m", tiny, "-d", license, "-o", altered, "-n", "1", "-b", "1", "--seq",
@@ -320,9 +322,9 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 		files := snapshotOf(t, filepath.Dir(dir))
 		for _, path := range slices.Sorted(maps.Keys(files)) {
 			switch filepath.Base(path) {
-			case manifestName: // which has the options
+			case manifestName: // contains the options
 				text += path
-			case logName: // which has times
+			case logName: // contains times
 				text += fmt.Sprint(path, strings.Count(files[path], `"event":"saved"`))
 			default:
 				text += path + files[path]
@@ -331,7 +333,7 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 		return timesAndPlaces.ReplaceAllString(strings.ReplaceAll(text, filepath.Dir(dir), "DIR"), "")
 	}
 
-	without := map[string]string{} // what commands leave without the flag
+	without := map[string]string{} // output and files of commands without the flag
 	for _, c := range commands(newRoot()) {
 		c.Flags().VisitAll(func(f *pflag.Flag) {
 			name := nameOf(c) + " --" + f.Name
@@ -352,10 +354,10 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 	}
 }
 
-// timesAndPlaces matches what differs between two runs of the same command.
+// timesAndPlaces matches the parts of the output that differ between two runs of the same command.
 var timesAndPlaces = regexp.MustCompile(`\d+:\d\d left|[\d.]+[kM]? tok/s|in [\d.]+ s|127\.0\.0\.1:\d+|/tmp/[^ "\n]*/\d+/`)
 
-// absolute returns a path of the package's folder that holds in any folder.
+// absolute returns the absolute path of a file in the package's folder.
 func absolute(t *testing.T, path string) string {
 	t.Helper()
 	_, file, _, _ := runtime.Caller(0)

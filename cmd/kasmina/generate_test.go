@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// TestSamplingOptions checks which tokens are drawn from where options are given, zero, or missing.
+// TestSamplingOptions checks the sampling settings for options that are given, zero, or missing.
 func TestSamplingOptions(t *testing.T) {
 	file := hf.Generation{Sample: true, Temperature: 0.5, TopK: 20, TopP: 0.9}
 	for _, c := range []struct {
@@ -40,7 +40,7 @@ func TestSamplingOptions(t *testing.T) {
 	}
 }
 
-// TestTopPOfZero wants the likeliest text for every seed.
+// TestTopPOfZero checks that every seed gives the most likely text.
 func TestTopPOfZero(t *testing.T) {
 	args := []string{"generate", "--model", tiny, "--device", "cpu", "--prompt", "Permission", "--n",
 		"20"}
@@ -64,7 +64,8 @@ func TestPromptEndsInsideACharacter(t *testing.T) {
 	}
 }
 
-// TestMoreTokensThanModel uses a tokenizer with one token more than its model, as that of Gemma 3.
+// TestMoreTokensThanModel uses a tokenizer with one token more than its model, as in the published Gemma
+// 3.
 func TestMoreTokensThanModel(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "model")
 	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))
@@ -101,7 +102,7 @@ func TestMoreTokensThanModel(t *testing.T) {
 func TestSaveIsTriedFirst(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "model")
 	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))
-	require.NoError(t, os.Mkdir(filepath.Join(dir, "vocab.json"), 0o777)) // it cannot be copied
+	require.NoError(t, os.Mkdir(filepath.Join(dir, "vocab.json"), 0o777)) // so it cannot be copied
 	for _, more := range [][]string{nil, {"--grow", "2"}} {
 		out := filepath.Join(t.TempDir(), "out")
 		_, err := kasmina(t, append([]string{"train", "--model", dir, "--device", "cpu", "--data",

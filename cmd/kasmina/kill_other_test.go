@@ -2,5 +2,5 @@
 
 package main
 
-// prepareKill does nothing: processes are killed in tests on Unix only.
+// prepareKill does nothing, because the tests kill processes on Unix only.
 func prepareKill() {}

@@ -29,31 +29,30 @@ import (
 	"github.com/kasmina-go/kasmina/llm/runlog"
 )
 
-// kills is how many times TestKilled kills a run:
+// kills is the number of runs that TestKilled kills:
 //
 //	go test ./cmd/kasmina -run TestKilled -kills 200 -timeout 1h -v
 var kills = flag.Int("kills", 12, "how many times kasmina train is killed")
 
 const (
-	// aimVariable says where a process is to kill itself: see aim.
+	// aimVariable tells a process when to kill itself; see aim.
 	aimVariable = "KASMINA_COMMAND_TEST_AIM"
-	// shardVariable is the size of files of weights.
+	// shardVariable is the largest size of a file of weights.
 	shardVariable = "KASMINA_COMMAND_TEST_SHARD"
 )
 
-// An aim is a moment at which a run is killed: some time after it has reached a failpoint for the
-// n-th time. Without a point it is some time after the start.
+// An aim is a moment for killing a run: some time after it has reached a failpoint for the n-th time, or
+// some time after the start if there is no failpoint.
 type aim struct {
 	phase       string
-	point, path string // path is a part of the path that is reported with the point
+	point, path string // path is a part of the path reported with the point
 	n           int
 	delay       time.Duration
 	alone       string // the rank that is killed alone; "" if the processes are killed together
 }
 
-// prepareKill makes this process kill itself if the environment says so. If it is one of several and is
-// not to die alone, it kills the process that has started them too, and Linux kills the other ranks
-// with that.
+// prepareKill makes this process kill itself if the environment demands it. Unless a rank is to die
+// alone, it also kills the process that started the ranks, and Linux then kills the other ranks.
 func prepareKill() {
 	if size, err := strconv.ParseInt(os.Getenv(shardVariable), 10, 64); err == nil {
 		modelShard = size
@@ -90,7 +89,8 @@ func prepareKill() {
 	})
 }
 
-// killRun kills this process and, unless it is to die alone, the one that has started the ranks before.
+// killRun kills this process. Unless it is to die alone, it first kills the process that started the
+// ranks.
 func killRun(alone bool) {
 	if os.Getenv("RANK") != "" && !alone {
 		_ = syscall.Kill(os.Getppid(), syscall.SIGKILL)
@@ -126,8 +126,8 @@ func (r *killedRun) command(t *testing.T, out string, env ...string) *exec.Cmd {
 	return c
 }
 
-// killedRuns are short runs of all kinds. Those on two ranks must end with the bits of those on one.
-// Adapters are planted by listening to the model, which several ranks cannot.
+// killedRuns are short runs of all kinds. Runs on two ranks must end with the same bits as on one. Runs
+// with adapters have one rank, because listening to gradients is not possible with several.
 func killedRuns() []*killedRun {
 	plain := []string{"--steps", "12", "--batch", "1", "--accumulate", "2", "--save-every", "3",
 		"--eval-every", "4"}
@@ -150,7 +150,7 @@ func killedRuns() []*killedRun {
 	}
 }
 
-// randomAim returns a moment of a phase.
+// randomAim returns a random moment in a phase.
 func randomAim(r *rand.Rand, phase string) aim {
 	up := func(d time.Duration) time.Duration { return time.Duration(r.Int64N(int64(d))) }
 	writes := []string{"file created", "file written", "file synced", "file renamed"}
@@ -161,7 +161,7 @@ func randomAim(r *rand.Rand, phase string) aim {
 		a.delay = 1 + up(250*time.Millisecond)
 	case "claim":
 		a.point, a.delay = "claimed", up(2*time.Millisecond)
-		if r.IntN(2) > 0 { // while it tries whether the model could be written
+		if r.IntN(2) > 0 { // while it checks whether the model can be written
 			a.point, a.path, a.delay = "file created", configName, 0
 		}
 	case "manifest":
@@ -199,14 +199,14 @@ func randomAim(r *rand.Rand, phase string) aim {
 var killPhases = []string{"start", "claim", "manifest", "first step", "update", "save", "merge",
 	"final save", "renames", "end"}
 
-// TestKilled kills kasmina train, on one and on two ranks, at random moments of all phases, and gives
-// the same command again until it finishes. Every folder must then be that of a run that was never
-// killed, byte for byte, and hold nothing else.
+// TestKilled kills kasmina train at random moments of all phases, on one and on two ranks, and gives the
+// same command again until it finishes. Each folder must then have exactly the files of a run that was
+// never killed, byte for byte.
 func TestKilled(t *testing.T) {
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	dir := t.TempDir()
 	runs := killedRuns()
-	want := map[string]string{} // folders of runs that were never killed
+	want := map[string]string{} // folders of runs without a kill
 	count, countBy := 0, map[string]int{}
 
 	for i := r.IntN(len(runs)); count < *kills; i++ {
@@ -230,7 +230,7 @@ func TestKilled(t *testing.T) {
 				a.alone = strconv.Itoa(r.IntN(2))
 			}
 			if phase == "end" {
-				// The run finishes first, and the command that finds that out is killed.
+				// The run finishes first. The command that detects this is then killed.
 				run.finish(t, out, history)
 				a.delay = 1 + time.Duration(r.Int64N(int64(100*time.Millisecond)))
 			}
@@ -244,7 +244,7 @@ func TestKilled(t *testing.T) {
 		run.finish(t, out, history)
 		run.sameFolder(t, want[run.name], out, history)
 
-		// Once it has finished, the same command changes nothing.
+		// After the run has finished, the same command changes nothing.
 		run.finish(t, out, history)
 		run.sameFolder(t, want[run.name], out, history)
 		require.NoError(t, os.RemoveAll(out))
@@ -255,7 +255,7 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// phase returns a random phase among those in which the fewest runs have been killed.
+// phase returns a random phase among the phases with the fewest kills so far.
 func (r *killedRun) phase(random *rand.Rand, kills map[string]int) string {
 	phases := slices.DeleteFunc(slices.Clone(killPhases), func(p string) bool {
 		return p == "merge" && !r.merges
@@ -268,7 +268,7 @@ func (r *killedRun) phase(random *rand.Rand, kills map[string]int) string {
 	return phases[random.IntN(len(phases))]
 }
 
-// kill starts the command and kills it at a moment. It returns false if the run finished before.
+// kill starts the command and kills it at a given moment. It returns false if the run finished before.
 func (r *killedRun) kill(t *testing.T, out string, a aim, history []string) bool {
 	t.Helper()
 	var env []string
@@ -302,15 +302,15 @@ func (r *killedRun) kill(t *testing.T, out string, a aim, history []string) bool
 	return true
 }
 
-// finish gives the command again, which must succeed.
+// finish gives the command again and requires it to succeed.
 func (r *killedRun) finish(t *testing.T, out string, history []string) {
 	t.Helper()
 	text, err := r.command(t, out).CombinedOutput()
 	require.NoError(t, err, "%s: %s\nafter %s", r.name, text, strings.Join(history, "\n"))
 }
 
-// sameFolder wants two folders to hold the same files with the same bytes. Of the logs of two runs it
-// compares the last losses of every step, and of checkpoints in parts the number of files.
+// sameFolder checks that two folders contain the same files with the same bytes. For the logs it compares
+// the last loss of every step, and for checkpoints in parts the number of files.
 func (r *killedRun) sameFolder(t *testing.T, want, got string, history []string) {
 	t.Helper()
 	after := r.name + " after " + strings.Join(history, "\n")
@@ -364,7 +364,7 @@ func filesIn(t *testing.T, dir string) (all []string) {
 	return all
 }
 
-// lossesIn returns the last loss that a log has for every step.
+// lossesIn returns the last loss of every step in a log.
 func lossesIn(t *testing.T, path string) map[int]float64 {
 	t.Helper()
 	losses := map[int]float64{}

@@ -53,8 +53,7 @@ func main() {
 	os.Exit(launch.ExitCode(err))
 }
 
-// saves reports whether a command line is for a command that has something to save when it is
-// interrupted.
+// saves reports whether a command line runs a command that saves its state when it is interrupted.
 func saves(args []string) bool {
 	c, _, err := newRoot().Find(args)
 	return err == nil && c.Name() == "train"

@@ -36,7 +36,7 @@ func kasmina(t *testing.T, args ...string) (stdout string, err error) {
 	return out.String(), err
 }
 
-// reference is what transformers computes with the model.
+// reference holds the results of transformers with the model.
 type reference struct {
 	Seq, Tokens  int
 	Loss         float64
@@ -50,7 +50,7 @@ func readReference(t *testing.T) (r reference) {
 	return r
 }
 
-// devices are those that there are, by their name for --device.
+// devices returns the available devices by their name for --device.
 func devices(t *testing.T) []string {
 	d, err := cudaops.Open()
 	if errors.Is(err, cudaops.ErrNoDevice) {
@@ -61,7 +61,7 @@ func devices(t *testing.T) []string {
 	return []string{"cpu", "cuda"}
 }
 
-// TestEval wants the loss of transformers on the same windows, with long options and with short ones.
+// TestEval compares losses with transformers on the same windows, with long and with short options.
 func TestEval(t *testing.T) {
 	r := readReference(t)
 	text, err := os.ReadFile(license)
@@ -79,13 +79,13 @@ func TestEval(t *testing.T) {
 		require.NoError(t, json.Unmarshal([]byte(lines[len(lines)-1]), &s))
 		require.Equal(t, r.Tokens, s.Tokens)
 		require.InEpsilon(t, r.Loss, s.Loss, 1e-5)
-		// Nearly all bytes are of tokens that are scored.
+		// The scored tokens cover nearly all bytes.
 		require.InEpsilon(t, s.Loss*float64(s.Tokens)/0.6931471805599453/float64(len(text)), s.BPB,
 			0.05)
 	}
 }
 
-// TestGenerate wants the greedy text of transformers, and it alone.
+// TestGenerate checks that generate prints the greedy text of transformers and nothing else.
 func TestGenerate(t *testing.T) {
 	r := readReference(t)
 	for _, device := range devices(t) {
@@ -114,7 +114,7 @@ func TestGenerate(t *testing.T) {
 	}
 }
 
-// TestInspect wants every tensor, and what the folder is.
+// TestInspect checks that inspect lists every tensor and describes the folder.
 func TestInspect(t *testing.T) {
 	out, err := kasmina(t, "inspect", tiny)
 	require.NoError(t, err)
@@ -144,7 +144,8 @@ func TestInspect(t *testing.T) {
 	require.ErrorContains(t, err, "inspect takes a model's folder")
 }
 
-// TestConvert wants the bytes of weights and tokenizer to come back, or another type.
+// TestConvert checks that converting keeps the bytes of weights and tokenizer, or changes the type as
+// requested.
 func TestConvert(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "a", "out")
 	_, err := kasmina(t, "convert", "--model", tiny, "--out", out)
@@ -180,7 +181,7 @@ func TestConvert(t *testing.T) {
 	require.Equal(t, "F16", f.Tensors()[0].Type)
 }
 
-// TestTrain wants a run to better the loss, to go on, to grow, and to leave a folder that loads.
+// TestTrain checks that a run lowers the loss, continues, grows, and writes a folder that can be loaded.
 func TestTrain(t *testing.T) {
 	text := filepath.Join(t.TempDir(), "text")
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 400),
@@ -211,13 +212,13 @@ func TestTrain(t *testing.T) {
 		require.NoError(t, f.Close())
 		checkpoint, err := filepath.Glob(filepath.Join(out, "run", checkpointName+"*"))
 		require.NoError(t, err)
-		require.Len(t, checkpoint, 2) // one of them what the optimiser remembers
+		require.Len(t, checkpoint, 2) // including the optimizer's state
 	}
 }
 
-// TestTrainAdapters wants LoRA to better the loss, merged into a folder that loads, with no
-// parameters changed but the linear layers'. A run of a given time ends, and options that make no
-// sense are refused.
+// TestTrainAdapters checks that LoRA lowers the loss, that the merged model can be loaded, and that only
+// the linear layers have changed. It also checks that a run with a time limit ends, and that senseless
+// options are refused.
 func TestTrainAdapters(t *testing.T) {
 	text := filepath.Join(t.TempDir(), "text")
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 400),
@@ -246,7 +247,7 @@ func TestTrainAdapters(t *testing.T) {
 		_, err := kasmina(t, append([]string{"train", "--model", tiny, "--data", text, "--out", out, "--batch",
 			"2", "--seq", "32", "--lr", "0.01", "--device", "cpu", "--rank", "2", "--adapters"}, how...)...)
 		require.NoError(t, err)
-		timed := slices.Contains(how, "--time") // how far it comes, the machine decides
+		timed := slices.Contains(how, "--time") // the speed of the machine determines the number of steps
 		if !timed {
 			require.Less(t, loss(out).Loss, loss(tiny).Loss-0.5, how)
 		}
@@ -281,7 +282,7 @@ func TestTrainAdapters(t *testing.T) {
 	}
 }
 
-// TestTrainResumes wants a run that was interrupted to go on.
+// TestTrainResumes checks that an interrupted run continues.
 func TestTrainResumes(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
 	args := []string{"train", "--model", tiny, "--data", license, "--out", out,
@@ -304,8 +305,8 @@ func TestTrainResumes(t *testing.T) {
 	require.NoError(t, f.Close())
 }
 
-// TestTrainProgress wants progress as lines where there is no terminal, none with --quiet, and a log
-// either way.
+// TestTrainProgress checks that progress consists of lines without a terminal, that --quiet turns it off,
+// and that a log is always written.
 func TestTrainProgress(t *testing.T) {
 	for _, quiet := range []bool{false, true} {
 		out := filepath.Join(t.TempDir(), "out")
@@ -337,7 +338,7 @@ func (w writer) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// TestErrors wants errors that say what to do.
+// TestErrors checks that errors recommend the next action.
 func TestErrors(t *testing.T) {
 	empty := filepath.Join(t.TempDir(), "empty")
 	require.NoError(t, os.WriteFile(empty, nil, 0o666))
@@ -382,12 +383,12 @@ func TestErrors(t *testing.T) {
 		require.ErrorContains(t, err, want, line)
 	}
 
-	// A variable of a script that is not set must not make the current folder the model's.
+	// An unset variable in a script must not select the current folder.
 	_, err := kasmina(t, "convert", "--model", tiny, "--out", "")
 	require.EqualError(t, err, "--out is empty")
 }
 
-// TestUsage checks that an error does not print the usage, and that --help does, on standard output.
+// TestUsage checks that errors do not include the usage, and that --help prints it to standard output.
 func TestUsage(t *testing.T) {
 	for _, line := range []string{"eval --none", "eval", "eval -m none -d none", "frobnicate"} {
 		var stdout, stderr bytes.Buffer
@@ -414,7 +415,8 @@ func TestUsage(t *testing.T) {
 	require.Contains(t, out, "Available Commands:")
 }
 
-// TestVersion checks both spellings, and which part of the build information is the version.
+// TestVersion checks both spellings of the option, and the choice of the version from the build
+// information.
 func TestVersion(t *testing.T) {
 	out, err := kasmina(t, "version")
 	require.NoError(t, err)
@@ -435,7 +437,7 @@ func TestVersion(t *testing.T) {
 	}
 }
 
-// TestHugeTokenizer wants a file that is too large for a tokenizer to be an error, soon.
+// TestHugeTokenizer checks that a tokenizer file of impossible size is rejected quickly.
 func TestHugeTokenizer(t *testing.T) {
 	dir := t.TempDir()
 	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))
@@ -446,7 +448,7 @@ func TestHugeTokenizer(t *testing.T) {
 	require.Less(t, processor.Time(t)-start, time.Second)
 }
 
-// TestCompletion wants scripts for shells, and options to be completed.
+// TestCompletion checks the scripts for shells and the completion of options.
 func TestCompletion(t *testing.T) {
 	for _, shell := range []string{"bash", "zsh", "fish", "powershell"} {
 		out, err := kasmina(t, "completion", shell)
@@ -474,7 +476,7 @@ func TestCompletion(t *testing.T) {
 	}
 }
 
-// TestCancel wants an interrupt to end the work.
+// TestCancel checks that an interrupt ends the work.
 func TestCancel(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()

@@ -111,7 +111,7 @@ type vocabulary struct {
 	size int // of the model's vocabulary
 }
 
-// tokenizerOf reads the tokenizer of a folder whose model has a vocabulary of the given size.
+// tokenizerOf reads the tokenizer of a folder for a model with a vocabulary of the given size.
 func tokenizerOf(dir string, size int) (vocabulary, error) {
 	tok, err := tokenizers.Load(dir)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -24,8 +24,7 @@ type learning struct {
 	base      float64 // peak learning rate that suits AdamW
 }
 
-// automatic is the value of an option that leaves the choice to the command, where 0 is a choice of
-// the user.
+// automatic makes the command choose the value of an option for which 0 has a meaning.
 const automatic = -1
 
 // The names of the schedules.
@@ -42,8 +41,8 @@ const (
 	usualRate = 1e-4
 	// floor is the share of the peak learning rate that is left at the end.
 	floor = 0.1
-	// longestWarmup is the largest number of steps in which the learning rate rises unless --warmup
-	// says otherwise, and timedWarmup that number for runs that a time ends.
+	// longestWarmup is the default limit for the number of warmup steps, and timedWarmup the default
+	// number of warmup steps in a run with a time limit.
 	longestWarmup = 100
 	timedWarmup   = 20
 )
@@ -163,7 +162,7 @@ func (o *trainOptions) setSchedule() (err error) {
 	return err
 }
 
-// describe writes the settings with which the run learns, and the memory of the optimizer's moments.
+// describe prints the settings of the optimizer and the memory of its moments.
 func (o *trainOptions) describe(w io.Writer, config llm.Config) error {
 	optimizer, err := o.newOptimizer()
 	if err != nil {

@@ -38,8 +38,8 @@ func ranksJob(args []string) (*launch.Job, error) {
 	return launch.ForGPUs(gpus, args, os.Getenv)
 }
 
-// ownOptions lists the options in which ranks may differ: paths on each host, and options that only rank
-// 0 uses.
+// ownOptions lists the options that may differ between ranks: paths on each host, and options that only
+// rank 0 uses.
 var ownOptions = []string{"model", "tokenizer", "data", "cache", "out", "gpus", "board", "board-control", "tensorboard",
 	"quiet", "help"}
 
@@ -54,7 +54,7 @@ func facts(c *cobra.Command) (all []comm.Fact) {
 	return all
 }
 
-// machines holds what a process trains on.
+// machines holds the device of a process and its connection to the other ranks.
 type machines struct {
 	world     *comm.World // nil for a single process
 	team      *parallel.Team

@@ -23,14 +23,15 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
-// What makes the test's binary the command, one of its ranks die, and writing a model take so long.
+// These variables make the test binary act as the command, make one of its ranks die, and delay the
+// writing of a model.
 const (
 	commandVariable = "KASMINA_COMMAND_TEST"
 	victimVariable  = "KASMINA_COMMAND_TEST_VICTIM"
 	slowVariable    = "KASMINA_COMMAND_TEST_SLOW"
 )
 
-// TestMain is the command itself where a test starts it.
+// TestMain acts as the command in a process that a test has started.
 func TestMain(m *testing.M) {
 	if os.Getenv(commandVariable) == "" {
 		os.Exit(m.Run())
@@ -52,7 +53,7 @@ func TestMain(m *testing.M) {
 	main()
 }
 
-// die kills this process once the run's log has a step.
+// die kills this process once the log of the run contains a step.
 func die() {
 	at := slices.Index(os.Args, "--out")
 	for {
@@ -68,11 +69,12 @@ func die() {
 	}
 }
 
-// placeVariables are those that could tell a test's process that it is one of several.
+// placeVariables are prefixes of the variables that could make the test process believe it is one of
+// several ranks.
 var placeVariables = []string{"RANK=", "WORLD_SIZE=", "LOCAL_", "MASTER_", "PET_", "SLURM_",
 	"OMPI_", "TORCHELASTIC_", "KASMINA_SECRET"}
 
-// program is the command as a process, with its place and a victim, perhaps.
+// program returns the command as a process with the given environment.
 func program(t *testing.T, env []string, args ...string) *exec.Cmd {
 	self, err := os.Executable()
 	require.NoError(t, err)
@@ -86,7 +88,7 @@ func program(t *testing.T, env []string, args ...string) *exec.Cmd {
 	return c
 }
 
-// told is what a program writes. It can be waited for.
+// told collects the output of a program, so that tests can wait for it.
 type told struct {
 	mu   sync.Mutex
 	text bytes.Buffer
@@ -94,7 +96,7 @@ type told struct {
 	at   func()
 }
 
-// Write calls at when the text has what is to be seen.
+// Write adds to the output. When the output contains the expected text, it calls the function.
 func (w *told) Write(p []byte) (int, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -112,13 +114,13 @@ func (w *told) String() string {
 	return w.text.String()
 }
 
-// training are the arguments of a short run.
+// training returns the arguments of a short run.
 func training(out string, more ...string) []string {
 	return append([]string{"train", "--model", tiny, "--data", license, "--out", out, "--batch", "1",
 		"--seq", "16", "--device", "cpu", "--accumulate", "3", "--lr", "0.003"}, more...)
 }
 
-// sameRun wants two runs to have left the same model and the same checkpoint.
+// sameRun checks that two runs have written the same model and the same checkpoint.
 func sameRun(t *testing.T, want, got string) {
 	t.Helper()
 	for _, name := range []string{"model.safetensors", filepath.Join(runFolder, checkpointName)} {
@@ -130,8 +132,8 @@ func sameRun(t *testing.T, want, got string) {
 	}
 }
 
-// TestTrainGPUs wants several processes to leave what one does, bit for bit, and to say who says
-// what. Interrupted, they go on as another number of processes.
+// TestTrainGPUs checks that several processes produce the same bits as one, label their output, and can
+// continue as a different number of processes after an interrupt.
 func TestTrainGPUs(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("Windows does not let a process interrupt another")
@@ -166,7 +168,8 @@ func TestTrainGPUs(t *testing.T) {
 	sameRun(t, alone, together)
 }
 
-// TestTrainRankDies wants the death of a process to end all, soon, and to be named.
+// TestTrainRankDies checks that the death of a process quickly ends all processes and is named in the
+// error.
 func TestTrainRankDies(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
 	c := program(t, []string{victimVariable + "=1"}, training(out, "--gpus", "2",
@@ -177,7 +180,7 @@ func TestTrainRankDies(t *testing.T) {
 	require.NoFileExists(t, filepath.Join(out, "config.json"))
 }
 
-// TestTrainSlowDisk wants a run to wait for rank 0 to write the model, however long that takes.
+// TestTrainSlowDisk checks that a run waits for rank 0 to write the model, however long this takes.
 func TestTrainSlowDisk(t *testing.T) {
 	const deadline = 2 * time.Second
 	alone, together := filepath.Join(t.TempDir(), "alone"), filepath.Join(t.TempDir(), "together")
@@ -190,7 +193,7 @@ func TestTrainSlowDisk(t *testing.T) {
 	sameRun(t, alone, together)
 }
 
-// freePort is a port that nobody listens at now.
+// freePort returns a free port.
 func freePort(t *testing.T) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
@@ -198,8 +201,8 @@ func freePort(t *testing.T) string {
 	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
 }
 
-// TestTrainPlaces wants the command to train together with the others that torchrun or Slurm
-// starts, and on a node of Kubeflow Trainer to start them.
+// TestTrainPlaces checks that the command joins the other ranks under torchrun and Slurm, and that it
+// starts them on a node of Kubeflow Trainer.
 func TestTrainPlaces(t *testing.T) {
 	dir := t.TempDir()
 	alone := filepath.Join(dir, "alone")
@@ -247,7 +250,8 @@ func TestTrainPlaces(t *testing.T) {
 	}
 }
 
-// TestRanksJob wants nothing to be started where another has, and mistakes to be told once.
+// TestRanksJob checks that no processes are started under another launcher, and that mistakes are
+// reported once.
 func TestRanksJob(t *testing.T) {
 	for _, v := range os.Environ() {
 		for _, p := range placeVariables {
@@ -287,8 +291,8 @@ func TestRanksJob(t *testing.T) {
 	require.ErrorContains(t, err, "accumulate 2")
 }
 
-// TestPartsAreTried checks that a rank which could not write its part of a checkpoint ends the run
-// before the first step.
+// TestPartsAreTried checks that the run ends before the first step if a rank cannot write its part of a
+// checkpoint.
 func TestPartsAreTried(t *testing.T) {
 	outs := []string{filepath.Join(t.TempDir(), "out"), filepath.Join(t.TempDir(), "out")}
 	require.NoError(t, os.MkdirAll(outs[1], 0o777))
@@ -301,8 +305,7 @@ func TestPartsAreTried(t *testing.T) {
 	}
 }
 
-// ranksOf runs a training by two processes with a folder each, which must fail, and returns what they
-// say.
+// ranksOf runs a failing training of two processes, each with its own folder, and returns their output.
 func ranksOf(t *testing.T, outs []string, more ...string) []string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")

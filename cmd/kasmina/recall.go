@@ -11,11 +11,12 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
-// excluding lists the options that end a run. If one of them is given, the other is not recalled.
+// excluding lists pairs of options that end a run. If one option of a pair is given, the other is not
+// recalled.
 var excluding = map[string]string{"steps": "time", "time": "steps"}
 
-// recall gives the options that are not on the command line, with --resume, the values with which the
-// run in --out started.
+// recall sets, with --resume, the options that are missing on the command line to their values at the
+// start of the run in --out.
 func recall(c *cobra.Command) error {
 	f := c.Flags()
 	if resume, err := f.GetBool("resume"); err != nil || !resume {
@@ -29,7 +30,7 @@ func recall(c *cobra.Command) error {
 
 	m, err := runDir{filepath.Clean(out)}.readManifest()
 	if err != nil || m == nil {
-		return err // no manifest is the concern of decide
+		return err // decide handles a missing manifest
 	}
 
 	var onCommandLine []string
@@ -58,9 +59,9 @@ func recall(c *cobra.Command) error {
 // have recorded them instead of the choice.
 var openSettings = map[string]string{"device": "auto", "precision": "", "seq": "0", "lr": "0"}
 
-// settle replaces the values of options that leave the choice to the command by what it has chosen, so
-// that the run continues if the user writes the same values out. The flags share these variables, so
-// the manifest records the choice too.
+// settle replaces default values that leave a choice to the command by the choice. A run then also
+// continues if the user spells out the same value. The flags share these variables, so the manifest
+// records the choice.
 func (o *trainOptions) settle(m machines) {
 	o.device = "cpu"
 	if m.device != nil {

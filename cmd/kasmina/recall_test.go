@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// trained returns the model of a folder as it is on disk.
+// trained returns the contents of the model file in a folder.
 func trained(t *testing.T, out string) string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
@@ -32,15 +32,15 @@ func TestResumeRecallsOptions(t *testing.T) {
 	require.NotContains(t, told, "other settings")
 	require.Equal(t, want, trained(t, out))
 
-	// Options on the command line win over those of the run.
+	// Options on the command line override the recalled ones.
 	_, err := kasmina(t, "train", "--resume", "--out", out, "--steps", "nine")
 	require.ErrorContains(t, err, "steps")
 	_, err = kasmina(t, "train", "--resume", "--out", filepath.Join(t.TempDir(), "none"))
 	require.ErrorContains(t, err, `required flag(s) "data" not set`)
 }
 
-// TestExtend checks that a run that has finished continues with more steps, from its checkpoint, and
-// replaces its model but none of the user's files.
+// TestExtend checks that a finished run continues from its checkpoint with more steps, and that it
+// replaces its model but keeps the user's files.
 func TestExtend(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
 	stderrOf(t, short(out)...)
@@ -67,8 +67,8 @@ func TestExtend(t *testing.T) {
 	require.ErrorContains(t, err, "another --out")
 }
 
-// TestExtendKilled checks that a run that is extended continues after a kill at any moment, also
-// between the files of its new model.
+// TestExtendKilled checks that an extended run continues after a kill at any moment, even while the files
+// of its new model are being moved.
 func TestExtendKilled(t *testing.T) {
 	whole := filepath.Join(t.TempDir(), "out")
 	stderrOf(t, short(whole)...)
@@ -86,8 +86,8 @@ func TestExtendKilled(t *testing.T) {
 	}
 }
 
-// TestSameOptions checks that writing out what the command would have chosen is no other option, and
-// that options which an older version did not have count as their defaults.
+// TestSameOptions checks that an explicit default counts as the same option, and that options missing in
+// an older version count as their defaults.
 func TestSameOptions(t *testing.T) {
 	for _, c := range [][2][]string{
 		{{"--device", "auto"}, {"--device", "cpu"}},

@@ -24,7 +24,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// The folder of --out holds the finished model and, in the folder run, what the run keeps.
+// The folder of --out contains the finished model, and its subfolder run contains the state of the run.
 const (
 	runFolder      = "run"
 	manifestName   = "run.json"
@@ -42,14 +42,14 @@ const (
 //	OUT/run/run.json                     the manifest: the options of the run, and whether it has finished
 //	OUT/run/checkpoint.safetensors, ...  the last checkpoint
 //	OUT/run/tokenizer                    the tokenizer that a run from scratch has trained
-//	OUT/run/log.jsonl, tensorboard       what the run has reported
+//	OUT/run/log.jsonl, tensorboard       the log of the run
 //	OUT/run/best.safetensors             with --keep-best, the best model so far; best.json has its loss
 //	OUT/run/model, model.gguf            the finished model, before it moves to OUT
 //
-// The manifest is written before anything else, so a folder without one is not a run's. It is written
-// again when the run finishes. All files are written atomically, so that after a kill at any moment
-// the folder is in one of the stages below, and the command that was killed can tell from it how to
-// continue. While a process trains it has claimed the folder run.
+// The manifest is written before anything else, so a folder without one does not belong to a run. It is
+// written again when the run finishes. All files are written atomically. After a kill at any moment, the
+// folder is therefore in one of the stages below, and the same command can continue from there. While a
+// process trains, it has claimed the folder run.
 type runDir struct{ out string }
 
 // A manifest describes the run that a folder belongs to.
@@ -60,8 +60,8 @@ type manifest struct {
 	Files []string `json:"files,omitempty"`
 	// Finished reports that all Files are in the folder of --out.
 	Finished bool `json:"finished,omitempty"`
-	// Replaces lists the files of the model with which the run had finished before it was extended.
-	// They stay in the folder of --out until the new model replaces them.
+	// Replaces lists the files of the finished model of a run that has been extended. They stay in the
+	// folder of --out until the new model replaces them.
 	Replaces []string `json:"replaces,omitempty"`
 }
 
@@ -80,19 +80,18 @@ func (m *manifest) next(options map[string]string) *manifest {
 type stage int
 
 const (
-	vacant     stage = iota // there is no run
-	begun                   // there is a manifest but no checkpoint
-	saved                   // there is a checkpoint to resume from
-	publishing              // the model is complete and moves to its place
-	finished                // there is nothing left to do
+	vacant     stage = iota // no run
+	begun                   // a manifest but no checkpoint
+	saved                   // a checkpoint to resume from
+	publishing              // the complete model is being moved to its place
+	finished                // nothing left to do
 )
 
-// freeOptions are the options that decide nothing about the result, so that a run may continue with
-// other values.
+// freeOptions are the options that do not affect the result, so a run may continue with other values.
 var freeOptions = []string{"out", "resume", "save-every", "eval-every", "board", "board-control",
 	"tensorboard", "quiet", "gpus", "deadline", "save-parts", "cache", "monitor", "profile", "help"}
 
-// pathOptions are the options whose values name files. They are equal if they name the same file.
+// pathOptions are the options that take a path. Two values are equal if they name the same file.
 var pathOptions = []string{"model", "tokenizer", "data"}
 
 // optionsOf returns the options of a command that decide the result.
@@ -116,9 +115,8 @@ func optionsOf(c *cobra.Command) map[string]string {
 
 func (d runDir) in(name string) string { return filepath.Join(d.out, runFolder, name) }
 
-// look returns the stage of the run in the folder, and its manifest. The manifest of a run of an
-// older version, which had none, is nil. The error says what is wrong with a folder that is not a
-// run's.
+// look returns the stage of the run in the folder and its manifest, which is nil for a run of an older
+// version without manifests. If the folder does not belong to a run, the error describes the obstacle.
 func (d runDir) look() (stage, *manifest, error) {
 	m, err := d.readManifest()
 	if err != nil {
@@ -153,7 +151,7 @@ func (d runDir) look() (stage, *manifest, error) {
 	return begun, m, nil
 }
 
-// lookWithout is look for a folder without a manifest.
+// lookWithout implements look for a folder without a manifest.
 func (d runDir) lookWithout() (stage, error) {
 	if _, err := os.Stat(d.in(checkpointName)); err == nil {
 		if _, err := os.Stat(filepath.Join(d.out, configName)); err == nil {
@@ -162,7 +160,7 @@ func (d runDir) lookWithout() (stage, error) {
 		return saved, d.holdsOnly(d.out, runFolder)
 	}
 
-	// A process that was killed before it wrote the manifest leaves at most the two empty folders.
+	// If a process was killed before it wrote the manifest, there are only the two empty folders.
 	if err := d.holdsOnly(d.out, runFolder); err != nil {
 		return vacant, err
 	}
@@ -232,8 +230,8 @@ func (d runDir) complete(m *manifest) error {
 	return nil
 }
 
-// decide returns the stage from which a run with the given options continues. It returns an error
-// if the folder belongs to somebody else or to another run.
+// decide returns the stage at which a run with the given options continues. It returns an error if the
+// folder contains foreign files or a different run.
 func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest, error) {
 	s, m, err := d.look()
 	if err != nil {
@@ -276,8 +274,8 @@ func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest
 	return s, m, err
 }
 
-// extends reports whether a command asks a finished run for more steps, or more time. Adapters have
-// been merged into the weights, so that there is nothing left to train in a run of theirs.
+// extends reports whether a command gives a finished run more steps or more time. A run with adapters
+// cannot be extended, because they have been merged into the weights.
 func extends(options map[string]string, m *manifest) bool {
 	if m.Options["adapters"] != "" {
 		return false
@@ -397,9 +395,9 @@ func (d runDir) writable() error {
 	return nil
 }
 
-// publish moves the files of the finished model from the folder where they were written to their
-// place, config.json last. It never replaces a file: one that somebody else has written is an error,
-// and the same command publishes the rest when that file is gone.
+// publish moves the files of the finished model from the staging folder to their place, config.json last.
+// It never replaces foreign files: such a file is an error, and the same command publishes the rest once
+// the file is gone.
 func (d runDir) publish(m *manifest) error {
 	staging := d.in(stagingName)
 	if len(m.Files) == 0 {
@@ -470,7 +468,7 @@ func (d runDir) publishFile(from, to string, replace bool) error {
 		return err
 	}
 
-	// Some file systems move a file through a second link. A process killed in between leaves both.
+	// Some file systems move a file by means of a second link. After a kill in between, both exist.
 	if moved, err := os.Lstat(to); err == nil && os.SameFile(staged, moved) {
 		return os.Remove(from)
 	}

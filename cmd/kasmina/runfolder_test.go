@@ -22,7 +22,7 @@ func short(out string, more ...string) []string {
 		"--seq", "16", "--device", "cpu", "--steps", "4", "--save-every", "2"}, more...)
 }
 
-// snapshotOf returns the contents of all files in a folder by name.
+// snapshotOf returns the contents of all files in a folder, by name.
 func snapshotOf(t *testing.T, dir string) map[string]string {
 	t.Helper()
 	all := map[string]string{}
@@ -38,7 +38,7 @@ func snapshotOf(t *testing.T, dir string) map[string]string {
 	return all
 }
 
-// stderrOf runs a command that must succeed, and returns what it says.
+// stderrOf runs a command that must succeed and returns its standard error.
 func stderrOf(t *testing.T, args ...string) string {
 	t.Helper()
 	var out, told bytes.Buffer
@@ -46,8 +46,8 @@ func stderrOf(t *testing.T, args ...string) string {
 	return told.String()
 }
 
-// TestFinishedRun wants the command of a run that has finished to say so and to change nothing, and
-// other commands for its folder to be refused.
+// TestFinishedRun checks that the command of a finished run reports this and changes nothing, and that
+// different commands for its folder are refused.
 func TestFinishedRun(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
 	stderrOf(t, short(out)...)
@@ -71,8 +71,8 @@ func TestFinishedRun(t *testing.T) {
 	require.ErrorContains(t, err, "tokenizer.json")
 }
 
-// stopped returns the folder of a run that has ended with an error at a failpoint, as a killed one
-// leaves it but for temporary files.
+// stopped returns the folder of a run that failed at a failpoint. Apart from temporary files, it looks
+// like the folder of a killed run.
 func stopped(t *testing.T, point, path string, more ...string) string {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), "out")
@@ -80,7 +80,7 @@ func stopped(t *testing.T, point, path string, more ...string) string {
 	return out
 }
 
-// stopAt runs a command that ends with an error at a failpoint.
+// stopAt runs a command that fails at a failpoint.
 func stopAt(t *testing.T, point, path string, args ...string) {
 	t.Helper()
 	defer failpoint.Set(nil)
@@ -92,9 +92,9 @@ func stopAt(t *testing.T, point, path string, args ...string) {
 	require.PanicsWithValue(t, "stopped", func() { stderrOf(t, args...) })
 }
 
-// TestOtherOptions wants a command with other options than those of the run in its folder to be
-// refused by name where there is a checkpoint, to continue with --resume, and to begin where there is
-// nothing to lose.
+// TestOtherOptions checks commands with different options from the run in their folder. If there is a
+// checkpoint, the command must name the options and refuse to continue without --resume. If there is
+// nothing to lose, it starts again.
 func TestOtherOptions(t *testing.T) {
 	out := stopped(t, "event", "StepEnd", "--save-every", "1", "--steps", "3")
 	_, err := kasmina(t, short(out)...)
@@ -110,7 +110,7 @@ func TestOtherOptions(t *testing.T) {
 	require.Contains(t, stderrOf(t, short(out, "--resume", "--lr", "0.0003")...),
 		`resuming  with other settings: --lr was "0.002" and is "0.0003" now`)
 
-	// A run that has no manifest is that of an older version.
+	// A run without a manifest comes from an older version.
 	out = stopped(t, "event", "Saved")
 	require.NoError(t, os.Remove(filepath.Join(out, runFolder, manifestName)))
 	_, err = kasmina(t, short(out)...)
@@ -119,8 +119,8 @@ func TestOtherOptions(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestOtherText wants a run whose text has changed to be refused, to continue with --resume, and to keep
-// its place in the text where the text is the same.
+// TestOtherText checks that a run is refused if its text has changed, that it continues with --resume,
+// and that it keeps its position if the text is the same.
 func TestOtherText(t *testing.T) {
 	text := filepath.Join(t.TempDir(), "text.txt")
 	whole, err := os.ReadFile(license)
@@ -148,8 +148,8 @@ func TestOtherText(t *testing.T) {
 	require.Equal(t, want, got, "--resume of an unchanged run")
 }
 
-// TestForeignFolders wants folders of others to be refused before anything is written there, and files
-// that appear while a run trains to stay.
+// TestForeignFolders checks that folders with foreign files are refused before anything is written, and
+// that files which appear during a run stay.
 func TestForeignFolders(t *testing.T) {
 	for _, name := range []string{"notes.txt", filepath.Join(runFolder, "notes.txt"),
 		filepath.Join(runFolder, logName)} {
@@ -170,7 +170,7 @@ func TestForeignFolders(t *testing.T) {
 	_, err := kasmina(t, short(out)...)
 	require.ErrorContains(t, err, "is damaged")
 
-	// Somebody writes config.json while the finished model moves to its place.
+	// A foreign config.json appears while the finished model moves to its place.
 	out = stopped(t, "publish", "generation_config.json")
 	config := filepath.Join(out, configName)
 	require.NoError(t, os.WriteFile(config, []byte("theirs"), 0o666))
@@ -189,8 +189,8 @@ func TestForeignFolders(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestFolderOfOne wants a folder to be one run's at a time, and an error before the first step to
-// leave nothing.
+// TestFolderOfOne checks that only one run at a time uses a folder, and that an error before the first
+// step does not create files.
 func TestFolderOfOne(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "a", "out")
 	_, err := kasmina(t, short(out, "--data", "none")...)
@@ -217,7 +217,7 @@ func TestFolderOfOne(t *testing.T) {
 	require.ErrorIs(t, err, llm.ErrFolderInUse)
 }
 
-// TestManifest wants the manifest to have every option that decides the result, and no other.
+// TestManifest checks that the manifest contains exactly the options that affect the result.
 func TestManifest(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
 	stderrOf(t, short(out)...)

@@ -204,7 +204,7 @@ func (o *trainOptions) fromScratch(c *cobra.Command, m machines, s stage, text *
 	return n, nil
 }
 
-// tokenizerFolder is the folder, inside that of the run, for a tokenizer trained on the text.
+// tokenizerFolder is the subfolder of the run's folder for a tokenizer trained on the text.
 const tokenizerFolder = "tokenizer"
 
 // tokenizerConfigFile is the file of a tokenizer's folder that names the special tokens.

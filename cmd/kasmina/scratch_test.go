@@ -56,13 +56,13 @@ func TestTrainFromScratch(t *testing.T) {
 		require.NoError(t, err)
 		var s score
 		require.NoError(t, json.Unmarshal([]byte(result), &s))
-		require.Less(t, s.Loss, 4.8) // of a uniform distribution over 300 tokens it is 5.7
+		require.Less(t, s.Loss, 4.8) // a uniform distribution over 300 tokens has 5.7
 		_, err = kasmina(t, "generate", "--model", out, "--prompt", "Permission", "-n", "3")
 		require.NoError(t, err)
 	}
 }
 
-// TestScratchContinues checks that a run from scratch ends with the same bits if it is interrupted and
+// TestScratchContinues checks that a run from scratch produces the same bits if it is interrupted and
 // continued, and if two processes share it.
 func TestScratchContinues(t *testing.T) {
 	dir := t.TempDir()
@@ -106,7 +106,7 @@ func TestScratchNeedsItsTokenizer(t *testing.T) {
 	require.ErrorContains(t, err, "cannot continue without its tokenizer")
 }
 
-// TestSuppliedTokenizer trains a new model with the tokenizer of a folder, and with one of a file.
+// TestSuppliedTokenizer trains a new model with the tokenizer of a folder, and with a tokenizer file.
 func TestSuppliedTokenizer(t *testing.T) {
 	for _, path := range []string{tiny, filepath.Join(tiny, "tokenizer.json")} {
 		out := filepath.Join(t.TempDir(), "out")

@@ -43,7 +43,7 @@ type trainOptions struct {
 	deadline  time.Duration
 	parts     bool
 	learning  learning
-	warmup    int // steps of it
+	warmup    int // in steps
 	keepBest  bool
 	gguf      string
 	scratch   scratch
@@ -297,8 +297,8 @@ func (o *trainOptions) checkProcesses(c *cobra.Command, m machines) error {
 	return fmt.Errorf("%s no effect in a single process: --gpus starts several", have(unused))
 }
 
-// openFolder claims the folder of the run and returns the stage from which to continue. If only the
-// finished model's files have to move to their place, it moves them. Rank 0 does this for all ranks.
+// openFolder claims the folder of the run and returns the stage at which to continue. If only the files
+// of the finished model remain to be moved to their place, it moves them. Rank 0 does this for all ranks.
 func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, release func() error,
 	err error) {
 	d := o.dir()
@@ -358,8 +358,7 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 	return s, release, err
 }
 
-// modelShard is the size in bytes at which the finished model gets another file of weights. Tests
-// change it.
+// modelShard is the largest size in bytes of a file of weights of the finished model. Tests change it.
 var modelShard int64 = 5 << 30
 
 // runFrom trains from the given stage on and saves the model.
@@ -571,8 +570,8 @@ func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string)
 	return err
 }
 
-// A settingsError is the error of a checkpoint whose run was set up in another way, although its
-// options were the same, as on another kind of machine. It names the option that accepts it.
+// A settingsError wraps the error of a checkpoint with different settings although the options are the
+// same, for example on another kind of machine. It recommends the option that accepts the checkpoint.
 type settingsError struct{ error }
 
 func (e settingsError) Error() string {

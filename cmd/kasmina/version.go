@@ -34,8 +34,8 @@ func buildVersion() string {
 	return versionOf(info)
 }
 
-// versionOf returns the version of the module. It adds the commit if the build recorded one that the
-// version does not name already.
+// versionOf returns the version of the module. It adds the commit if the build recorded a commit that is
+// not part of the version.
 func versionOf(info *debug.BuildInfo) string {
 	settings := map[string]string{}
 	for _, s := range info.Settings {

@@ -13,13 +13,12 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Three seeds of three features; the first two share slot 1, so that their gradients must add up.
-// Slots are wide enough for two hidden features of the blueprints that have some, and have one
-// weight more, which no blueprint uses.
+// Three seeds have three features each. The first two share slot 1, so their gradients must be added.
+// Slots are wide enough for two hidden features, and have one extra weight that no blueprint uses.
 const (
 	rows, seeds, chunk = 4, 3, 3
 	slots, width       = 3, 2*2*chunk + 1
-	alpha              = 0.375 // exact in the lattice's float32
+	alpha              = 0.375 // exact in the float32 of the lattice
 )
 
 var slotOf = [seeds]int{1, 1, 2}
@@ -40,16 +39,16 @@ var pathTo = map[state.Stage][]state.Stage{
 	state.RolledBack: {state.Training, state.Grafting, state.RolledBack},
 }
 
-// mode is a stability mode with inputs that make it act. Large inputs come with a small cost, or
-// rounding would drown the gradients.
+// mode is a stability mode with inputs that trigger it. Large inputs come with a small cost, because
+// rounding would otherwise hide the gradients.
 type mode struct {
 	op.Stability
-	size float64 // of the inputs
+	size float64 // size of the inputs
 }
 
 var modes = []mode{{op.Fast, 1}, {op.Adaptive, 1}, {op.Adaptive, 1 << 22}, {op.Strict, 1}}
 
-// kasminaChecks returns a check for each stage and kind, each in some stability modes.
+// kasminaChecks returns a check for each stage and kind, each in several stability modes.
 func kasminaChecks(modes []mode) []check {
 	var checks []check
 	for stage := state.Dormant; stage <= state.RolledBack; stage++ {
@@ -112,8 +111,8 @@ func checkKasmina(r *rand.Rand, stage state.Stage, kind blueprints.Kind,
 
 	switch stage {
 	case state.Training:
-		// The output is x, yet the parameters learn as if it were t(x): as the differences of a
-		// fully blended seed say.
+		// The output is x, but the parameters learn as if it were t(x), so compare them with the
+		// differences of a fully blended seed.
 		blended, err := differences(state.FineTuning)
 		if err != nil {
 			return report, err
@@ -126,7 +125,7 @@ func checkKasmina(r *rand.Rand, stage state.Stage, kind blueprints.Kind,
 			}
 		}
 	case state.Evaluating, state.Fossilized:
-		// The output depends on the parameters, which are frozen all the same.
+		// The output depends on the parameters, but they are frozen.
 		for i := 1; i < len(report.Inputs); i++ {
 			for j := range report.Inputs[i].Elements {
 				e := &report.Inputs[i].Elements[j]
@@ -173,12 +172,12 @@ func latticeIn(stage state.Stage, kind blueprints.Kind) (*state.Lattice, error) 
 	return l, nil
 }
 
-// epsilon is far above the default, so that the strict mode's zeroing of small inputs shows in
+// epsilon is far above the default, so that the strict mode's zeroing of small inputs is visible in
 // differences.
 const epsilon = 0.125
 
 // kasminaInputs returns values at a distance from every kink: relu's, the jump at ±epsilon, and the
-// strict mode's limits. Two features of the last row pass those limits by far.
+// limits of the strict mode. Two features of the last row far exceed those limits.
 func kasminaInputs(r *rand.Rand, m mode) (x, weights, scales, cost []float64) {
 	draw := func(n int, size float64) []float64 {
 		v := make([]float64, n)
@@ -199,8 +198,8 @@ func kasminaInputs(r *rand.Rand, m mode) (x, weights, scales, cost []float64) {
 	return x, weights, scales, cost
 }
 
-// observe runs a layer with telemetry once on inputs of ordinary size, whose statistics become the
-// strict mode's limits.
+// observe runs a layer once with telemetry on inputs of ordinary size. Their statistics become the limits
+// of the strict mode.
 func observe(l *state.Lattice, like gorgonia.Nodes) error {
 	in := &inputs{g: gorgonia.NewGraph()}
 	ordinary := make([]float64, rows*seeds*chunk)

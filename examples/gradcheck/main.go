@@ -85,7 +85,8 @@ func run(out io.Writer, checks []check, seed uint64, tol float64) (ok bool, err 
 	return ok, nil
 }
 
-// inputs makes the nodes of one check. Values are normal unless given.
+// inputs creates the nodes of one check. Values are drawn from a normal distribution unless they are
+// given.
 type inputs struct {
 	*rand.Rand
 	g   *gorgonia.ExprGraph
@@ -106,14 +107,14 @@ func (in *inputs) values(name string, data []float64, shape ...int) *gorgonia.No
 	return n
 }
 
-// constant is an input whose gradient is not checked.
+// constant returns an input without a gradient to check.
 func (in *inputs) constant(name string, data any, shape ...int) *gorgonia.Node {
 	v := tensor.New(tensor.WithShape(shape...), tensor.WithBacking(data))
 	return gorgonia.NodeFromAny(in.g, v, gorgonia.WithName(name))
 }
 
-// checkOf returns a check of what build makes, if that is a scalar. Otherwise it checks the sum of
-// the elements with random weights, so that every element gets a gradient of its own.
+// checkOf returns a check of the node that build returns. If the node is not a scalar, the check uses the
+// sum of its elements with random weights, so that every element has a different gradient.
 func checkOf(op, config string, build func(in *inputs) (*gorgonia.Node, error)) check {
 	return check{op, config, func(r *rand.Rand) ([]autodiff.CheckReport, error) {
 		in := &inputs{Rand: r, g: gorgonia.NewGraph()}

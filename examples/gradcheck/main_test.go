@@ -11,7 +11,7 @@ import (
 func TestEveryGradientIsRight(t *testing.T) {
 	seed := randtest.Seed(t)
 	var out strings.Builder
-	// one of the modes that watch gradients, another in each run
+	// one of the modes that observe gradients, a different one for each seed
 	some := []mode{modes[0], modes[1+seed%uint64(len(modes)-1)]}
 	ok, err := run(&out, append(opChecks(), kasminaChecks(some)...), seed, 1e-6)
 	if err != nil || !ok {

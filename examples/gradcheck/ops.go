@@ -11,11 +11,11 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// opChecks returns the checks of all ops but Kasmina: the cases that their tests have too, and
-// recomputation.
+// opChecks returns the checks of all ops except Kasmina, and of recomputation. The cases are shared with
+// the tests of the ops.
 func opChecks() []check {
 	var checks []check
-	r := rand.New(rand.NewPCG(1, 1)) // of the shapes; each run of a check has its own numbers
+	r := rand.New(rand.NewPCG(1, 1)) // for the shapes; each run of a check draws different numbers
 	for _, o := range opcase.All {
 		if o.Cases == nil {
 			continue
@@ -47,8 +47,8 @@ func opChecks() []check {
 	return checks
 }
 
-// caseCheck is a check of an op's case, with other numbers in each run. It moves some of the elements
-// of a large input, and all elements together.
+// caseCheck returns a check of a case of an op, with different numbers in each run. For a large input, it
+// changes single elements at random positions, and all elements together.
 func caseCheck(name string, c opcase.Case) check {
 	return check{name, c.String(), func(r *rand.Rand) ([]autodiff.CheckReport, error) {
 		drawn := c
@@ -75,7 +75,7 @@ func caseCheck(name string, c opcase.Case) check {
 	}}
 }
 
-// documentInputs are those of attention to documents of 25 tokens at most.
+// documentInputs returns the inputs of attention within documents of at most 25 tokens.
 func documentInputs(in *inputs) gorgonia.Nodes {
 	starts := make([]int, 70)
 	for i := range starts {

@@ -1,6 +1,6 @@
 // Command grow trains two models in equal time, on the same text and from the same random seed. The
-// first has four blocks from the start. The second starts with two, whose steps are quicker, and gets
-// two more while it trains.
+// first has four blocks from the start. The second starts with two blocks, so that its steps are faster,
+// and receives two more while it trains.
 //
 //	go run ./examples/grow                                      # a minute on two cores
 //	go run ./examples/grow -data ~/notes -time 5m
@@ -39,7 +39,7 @@ import (
 var config = llm.Config{Vocab: 256, Dim: 192, Layers: 4, Heads: 4, Seq: 256}
 
 const (
-	growth = 2    // factor by which the number of blocks grows
+	growth = 2    // number of blocks at the end, relative to the start
 	batch  = 8    // sequences per step
 	rate   = 0.02 // peak learning rate
 )

@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// TestRun checks that both models are trained, that one of them grows, and that its record makes the
-// same model again.
+// TestRun checks that both models are trained, that the second one grows, and that its record reproduces
+// it.
 func TestRun(t *testing.T) {
 	large := config
 	t.Cleanup(func() { config = large })

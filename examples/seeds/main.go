@@ -1,4 +1,4 @@
-// Command seeds trains a small language model in which a controller plants blueprints. The controller
+// Command seeds trains a small language model, and a controller plants blueprints in it. The controller
 // chooses unhealthy chunks of the residual stream, as the Kasmina layers report them. It compares the
 // model with a twin that trains without the new blueprints, and keeps blueprints that lower the loss
 // on held-out text.

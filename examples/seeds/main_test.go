@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// TestRun checks that blueprints are planted and judged, and that the seeds tell why.
+// TestRun checks that blueprints are planted and judged, and that the events of seeds include reasons.
 func TestRun(t *testing.T) {
 	large := config
 	t.Cleanup(func() { config = large })

@@ -53,8 +53,8 @@ const (
 	heldOutText   = 256 << 10 // bytes to evaluate on
 	batch         = 4         // sequences per step
 	rate          = 0.02      // learning rate after the warmup
-	warmup        = 100       // steps in which the learning rate rises
-	growth        = 2         // factor by which the number of blocks grows
+	warmup        = 100       // steps until the learning rate reaches its peak
+	growth        = 2         // number of blocks at the end, relative to the start
 	observeEvery  = 16        // the seeds measure the activations of one step in this many
 	timeEvery     = 7         // the ops of one step in this many are timed
 )
@@ -193,8 +193,8 @@ func openText(path string) (*data.Corpus, error) {
 	return data.Open(path, data.WithExtensions(".go"))
 }
 
-// report compares the model with gzip and byte trigrams, and prints what the dormant seeds have
-// observed and cost. Its last line is a JSON object.
+// report compares the model with gzip and byte trigrams, and prints the measurements of the dormant seeds
+// and their cost. Its last line is a JSON object.
 func report(ctx context.Context, t *llm.Trainer, ops []llm.OpTime, train *data.Text, heldOut []byte,
 	w io.Writer) error {
 	trigrams, err := baseline.TrainOrder2(ctx, train.Reader(), nil)

@@ -61,7 +61,7 @@ func TestRun(t *testing.T) {
 	require.ErrorContains(t, err, "has made all of its 200 steps")
 }
 
-// endsInTraining is a context that is canceled once the log of a run has a step.
+// endsInTraining is a context that is canceled once the log of a run contains a step.
 type endsInTraining struct {
 	context.Context
 	log string
@@ -74,8 +74,8 @@ func (c endsInTraining) Err() error {
 	return nil
 }
 
-// TestResume checks that an interrupted run, when continued, ends with the same bits as a run without
-// the interruption.
+// TestResume checks that an interrupted run, when continued, has the same bits as a run without the
+// interruption.
 func TestResume(t *testing.T) {
 	text, whole, parts := small(t), t.TempDir(), t.TempDir()
 	var stdout bytes.Buffer

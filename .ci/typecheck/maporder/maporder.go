@@ -31,8 +31,8 @@
 // loop in the text, and Check does not examine whether the sort resolves all ties.
 //
 // Check does not find a choice among equals by the last of several iterations (if x > best { best, name
-// = x, key }), nor sums in the order of completion of
-// goroutines.
+// = x, key }), nor sums in the order of
+// completion of goroutines.
 package maporder
 
 import (
