@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// clusterText makes a folder of text to learn from, and the options of a run that takes a moment.
+// clusterText creates a folder of training text, and returns the options of a very short run.
 func clusterText(t *testing.T) (data string, small []string) {
 	t.Helper()
 	data = t.TempDir()
@@ -29,7 +29,7 @@ func clusterText(t *testing.T) (data string, small []string) {
 			"--dim 16 --layers 1 --heads 2 --vocab 300 --seq 16 --batch 2 --held-out 400")
 }
 
-// freePort returns one that nobody listens at now.
+// freePort returns a free port.
 func freePort(t *testing.T) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -38,7 +38,7 @@ func freePort(t *testing.T) string {
 	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
 }
 
-// onePlain trains in one process, and returns its checkpoint's bytes.
+// onePlain trains in one process and returns the bytes of the trained model.
 func onePlain(t *testing.T, program, data string, args ...string) []byte {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), "plain")
@@ -51,8 +51,8 @@ func onePlain(t *testing.T, program, data string, args ...string) []byte {
 	return b
 }
 
-// fakeSrun starts as many processes as the script asks Slurm for, with what srun sets, and ends as
-// the first that fails.
+// fakeSrun starts the number of processes that the script requests from Slurm, with the variables that
+// srun sets. It exits with the status of the first process that fails.
 const fakeSrun = `#!/bin/bash
 set -e
 [ "$1" = --kill-on-bad-exit=1 ] && shift
@@ -65,8 +65,8 @@ done
 for p in "${pids[@]}"; do wait "$p"; done
 `
 
-// TestSlurmScript runs the script with a Slurm that is there in name only. The script trains, goes
-// on when it is submitted again, and ends with the bits of one process.
+// TestSlurmScript runs the script with a fake srun. The script trains, continues when it is submitted
+// again, and produces the bits of one process.
 func TestSlurmScript(t *testing.T) {
 	p := built(t)
 	script, err := filepath.Abs("cluster/train.sbatch")
@@ -83,7 +83,7 @@ func TestSlurmScript(t *testing.T) {
 		c := exec.Command("bash", append([]string{script}, args...)...)
 		c.Env = append(os.Environ(), "PATH="+bin+":"+os.Getenv("PATH"), "TASKS="+string(tasks[1]),
 			"PRESET=small", "PROGRAM="+program, "DATA="+data, "OUT="+out, "DEVICE=cpu",
-			"JOB="+strconv.Itoa(os.Getpid())) // ranks meet by the job's number, so each has its own
+			"JOB="+strconv.Itoa(os.Getpid())) // ranks derive their port from the job's number, so each test process has its own
 		said, err := c.CombinedOutput()
 		require.NoError(t, err, "%s", said)
 		return string(said)
@@ -96,8 +96,8 @@ func TestSlurmScript(t *testing.T) {
 	require.Contains(t, submit(append(small, "--steps", "4")...), "finished")
 }
 
-// TestTrainJob runs what the manifest has the container run, with the environment that the runtime
-// gives the node.
+// TestTrainJob runs the container's command from the manifest, with the environment that the Kubeflow
+// runtime sets on a node.
 func TestTrainJob(t *testing.T) {
 	p := built(t)
 	text, err := os.ReadFile("cluster/trainjob.yaml")
@@ -129,8 +129,8 @@ func TestTrainJob(t *testing.T) {
 	require.Equal(t, onePlain(t, filepath.Join(p.folder, "kasmina"), data, small...), b)
 }
 
-// TestGPUsOption checks that --gpus has the bits of one process, and that too few batches and a wrong
-// number are reported.
+// TestGPUsOption checks that a run with --gpus has the same bits as one process, and that too few batches
+// and a wrong number are reported.
 func TestGPUsOption(t *testing.T) {
 	p := built(t)
 	data, small := clusterText(t)

@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestGet has go download the module from a proxy of its own. The proxy refuses what go get
-// refuses: a file name that some system forbids, a file or a module that is too large.
+// TestGet downloads the module with the go command from a local proxy. Like go get, it refuses file names
+// that are forbidden on some system, and files or modules that are too large.
 func TestGet(t *testing.T) {
 	const version = "v0.0.1"
 	proxy := t.TempDir()
@@ -28,15 +28,15 @@ func TestGet(t *testing.T) {
 	archive(t, filepath.Join(folder, version+".zip"), module+"@"+version+"/")
 
 	get := exec.Command("go", "mod", "download", module+"@"+version)
-	get.Dir = proxy // outside of any module
+	get.Dir = proxy // outside any module
 	get.Env = append(os.Environ(), "GOPROXY=file://"+filepath.ToSlash(proxy), "GONOPROXY=none",
 		"GONOSUMDB=*", "GOFLAGS=-modcacherw", "GOWORK=off", "GOMODCACHE="+t.TempDir())
 	out, err := get.CombinedOutput()
 	require.NoError(t, err, "%s", out)
 }
 
-// archive writes the module's files to a zip file as a proxy has it. Modules in folders below it
-// are left out, and so is what only this checkout has.
+// archive writes the files of the module to a zip file in the format of a module proxy. It omits nested
+// modules and files that only exist in this checkout.
 func archive(t *testing.T, path, prefix string) {
 	t.Helper()
 	file, err := os.Create(path)
@@ -51,7 +51,7 @@ func archive(t *testing.T, path, prefix string) {
 		case d.IsDir() && below != "." &&
 			(d.Name() == ".git" || d.Name() == "runs" || isModule(path)):
 			return filepath.SkipDir
-		case !d.Type().IsRegular() || d.Name() == ".git": // which is a file in a worktree
+		case !d.Type().IsRegular() || d.Name() == ".git": // .git is a file in a worktree
 			return nil
 		}
 		content, err := os.ReadFile(path)
@@ -59,7 +59,7 @@ func archive(t *testing.T, path, prefix string) {
 			return err
 		}
 		f, err := w.CreateHeader(&zip.FileHeader{Name: prefix + filepath.ToSlash(below),
-			Method: zip.Store}) // which takes no time
+			Method: zip.Store}) // the fastest method
 		if err == nil {
 			_, err = f.Write(content)
 		}
@@ -69,7 +69,7 @@ func archive(t *testing.T, path, prefix string) {
 	require.NoError(t, w.Close())
 }
 
-// isModule tells whether a folder is a module of its own.
+// isModule reports whether a folder contains a nested module.
 func isModule(folder string) bool {
 	_, err := os.Stat(filepath.Join(folder, "go.mod"))
 	return err == nil

@@ -25,16 +25,16 @@ import (
 
 const module = "github.com/kasmina-go/kasmina"
 
-// packages is what Go blocks can import.
+// packages holds the packages that Go blocks can import.
 type packages struct {
-	export map[string]string // files of compiled packages, by path
-	// by the name that code calls them: ours before Gorgonia's and Go's
+	export map[string]string // files of compiled packages, by import path
+	// import paths by package name: this module's before Gorgonia's and Go's
 	paths map[string][]string
 	check types.Importer
 	fset  *token.FileSet
 }
 
-// load compiles the module's packages and lists them with all that they import.
+// load compiles the packages of the module and lists them with all their dependencies.
 var load = sync.OnceValues(func() (*packages, error) {
 	command := exec.Command("go", "list", "-export", "-deps", "-json=ImportPath,Name,Export",
 		"./...", "std")
@@ -72,8 +72,8 @@ var load = sync.OnceValues(func() (*packages, error) {
 	return p, nil
 })
 
-// rankOf orders packages of one name: this module's first, then Gorgonia's, then Go's shortest
-// path.
+// rankOf orders packages with the same name: this module's first, then Gorgonia's, then Go's with the
+// shortest path.
 func rankOf(importPath string) int {
 	switch {
 	case strings.HasPrefix(importPath, module):
@@ -86,7 +86,7 @@ func rankOf(importPath string) int {
 	return 1
 }
 
-// typeCheck checks a file. Variables that nothing uses are no error: a block may end with one.
+// typeCheck checks a file. Unused variables are allowed, because a block may declare one at its end.
 func (p *packages) typeCheck(name, source string) error {
 	file, err := parser.ParseFile(p.fset, name, source, parser.SkipObjectResolution)
 	if err != nil {
@@ -104,8 +104,8 @@ func (p *packages) typeCheck(name, source string) error {
 
 var selectorPattern = regexp.MustCompile(`\b([a-z][a-z0-9]*)\.([A-Z]\w*)`)
 
-// imports are the declarations for the packages that code names. Of several packages of one name it
-// is the first that has what the code takes from it.
+// imports returns import declarations for the packages that the code uses. If several packages have the
+// same name, it chooses the first that contains the selected identifier.
 func (p *packages) imports(code string) string {
 	var all strings.Builder
 	seen := map[string]bool{}
@@ -126,8 +126,8 @@ func (p *packages) imports(code string) string {
 	return all.String()
 }
 
-// fragments joins blocks of statements, each in a scope within that of the one before. Functions
-// and types stand beside them.
+// fragments joins blocks of statements. Each block is a scope nested in the scope of the previous block.
+// Functions and types are declared at the top level.
 func (p *packages) fragments(blocks []block) string {
 	var body, beside strings.Builder
 	depth := 0
@@ -151,7 +151,7 @@ func (p *packages) fragments(blocks []block) string {
 	return "package main\n" + p.imports(code) + code
 }
 
-// TestGoBlocks compiles every Go block: whole programs as they stand, statements in a function.
+// TestGoBlocks compiles every Go block: whole programs as files, and statements within a function.
 func TestGoBlocks(t *testing.T) {
 	p, err := load()
 	require.NoError(t, err)
@@ -172,8 +172,8 @@ func TestGoBlocks(t *testing.T) {
 	}
 }
 
-// TestGoBlocksFail wants wrong blocks to be found, and what a block takes from those above it to
-// hold.
+// TestGoBlocksFail checks that faulty blocks are detected, and that a block can use variables of the
+// blocks above it.
 func TestGoBlocksFail(t *testing.T) {
 	p, err := load()
 	require.NoError(t, err)
@@ -192,8 +192,8 @@ func TestGoBlocksFail(t *testing.T) {
 var namePattern = regexp.MustCompile(
 	`^([a-z][a-z0-9]*(?:/[a-z0-9]+)*)\.([A-Z]\w*)(?:\.([A-Z]\w*))?(?:\(.*\))?$`)
 
-// TestNames wants names of this module's packages that sentences mention, such as `op.Kasmina` and
-// `llm.Config.SlotWidth`, to exist.
+// TestNames checks that identifiers of this module mentioned in sentences exist, such as `op.Kasmina` and
+// `llm.Config.SlotWidth`.
 func TestNames(t *testing.T) {
 	p, err := load()
 	require.NoError(t, err)
@@ -205,7 +205,7 @@ func TestNames(t *testing.T) {
 			}
 			all := p.paths[path.Base(m[1])]
 			if len(m[1]) == 1 || len(all) > 0 && !strings.HasPrefix(all[0], module) {
-				continue // a variable; Gorgonia's or Go's
+				continue // a variable, or a package of Gorgonia or Go
 			}
 			err := fmt.Errorf("there is no package %s", m[1])
 			for _, importPath := range all {
@@ -221,7 +221,8 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// exists returns an error unless a package has the name, and that the field or method.
+// exists returns an error unless a package declares the name, and the name has the field or method if one
+// is given.
 func (p *packages) exists(importPath, name, member string) error {
 	pkg, err := p.check.Import(importPath)
 	if err != nil {

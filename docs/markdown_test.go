@@ -1,16 +1,17 @@
-// Package docs_test runs or compiles what the documents show: every code block and every command.
+// Package docs_test compiles or runs every code block and every command in the documents.
 //
-// What a block is for follows from its language, and from a comment in front of it that readers
-// do not see:
+// The language of a block determines how it is tested, together with a comment before the block that
+// readers do not see:
 //
-//	```go        a whole program, type-checked; or statements, which see the names of the blocks
-//	             above them. <!-- given: x, y *gorgonia.Node --> declares what they take for granted.
-//	             Imports are found by the name of the package.
-//	```sh        commands. <!-- run --> runs them in an empty folder; others are parsed, and their
-//	             programs, files and options must be there.
-//	```json      must be JSON
-//	```text      what a program prints; <!-- output --> compares it with the block before
-//	<!-- file: NAME --> writes the block to that file, for the commands that are run behind it.
+//	```go        A whole program is type-checked. Statements are type-checked as well, and can use the
+//	             names of the blocks above them. <!-- given: x, y *gorgonia.Node --> declares further
+//	             variables. Imports are found by the name of the package.
+//	```sh        <!-- run --> runs the commands in an empty folder. Other commands are parsed, and
+//	             their programs, files and options must exist.
+//	```json      The block must be valid JSON.
+//	```text      <!-- output --> compares the block with the output of the block before.
+//
+// <!-- file: NAME --> writes a block of any language to the named file, for the following commands.
 package docs_test
 
 import (
@@ -30,16 +31,16 @@ const root = ".."
 
 // block is a code block of a document.
 type block struct {
-	document string // path below root
-	line     int    // of its first line of code
+	document string // path relative to root
+	line     int    // number of the first line of code
 	language string
-	notes    map[string]string // those of the comments in front: given, run, output, file
+	notes    map[string]string // from the comments before the block: given, run, output, file
 	code     string
 }
 
 func (b block) String() string { return fmt.Sprintf("%s:%d", b.document, b.line) }
 
-// document is what the tests read of a file.
+// A document is a Markdown file with its code.
 type document struct {
 	path   string
 	text   string
@@ -47,7 +48,7 @@ type document struct {
 	spans  []span
 }
 
-// span is a piece of code within a sentence.
+// A span is inline code.
 type span struct {
 	line int
 	code string
@@ -88,8 +89,8 @@ var (
 	spanPattern = regexp.MustCompile("`([^`]+)`")
 )
 
-// parse splits a document into blocks and the code between them. It refuses blocks that no test
-// would look at: indented ones, and those without a language.
+// parse splits a document into blocks and inline code. It refuses blocks that would not be tested:
+// indented blocks, and blocks without a language.
 func parse(path, text string) (document, error) {
 	doc := document{path: path, text: text}
 	lines := strings.Split(text, "\n")
@@ -138,7 +139,7 @@ func parse(path, text string) (document, error) {
 	return doc, nil
 }
 
-// TestParse wants what no test would look at to be refused.
+// TestParse checks that blocks which would not be tested are refused.
 func TestParse(t *testing.T) {
 	doc, err := parse("d.md",
 		"See `go run ./x`.\n\n<!-- run -->\n```sh\nls\n```\n\n```text\na\n```\n")
@@ -162,7 +163,7 @@ func TestParse(t *testing.T) {
 
 var linkPattern = regexp.MustCompile(`\]\(([^)\s]+)\)`)
 
-// TestLinks wants files and headings that documents link to be there.
+// TestLinks checks that the files and headings behind links exist.
 func TestLinks(t *testing.T) {
 	for _, doc := range documents(t) {
 		for _, m := range linkPattern.FindAllStringSubmatch(doc.text, -1) {
@@ -190,7 +191,7 @@ func TestLinks(t *testing.T) {
 
 var notAnchor = regexp.MustCompile(`[^\p{L}\p{N} _-]`)
 
-// headings is the anchors of a document, a line each.
+// headings returns the anchors of a document, one per line.
 func headings(text string) string {
 	anchors := "\n"
 	for line := range strings.Lines(text) {

@@ -14,28 +14,28 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// What SCALING.md takes from elsewhere. Bytes are bytes a second.
+// Inputs of SCALING.md. Bandwidths are in bytes per second.
 const (
 	hostGPUs   = 8
-	infiniBand = 400e9 / 8            // a GPU
-	ethernet   = 100e9 / 8 / hostGPUs // a host, divided
-	netShare   = 0.9                  // of a network's speed that is used: assumed
-	peerDelay  = 3e-6                 // s, for each GPU that one exchanges with: assumed
-	h100Memory = 3.35e12              // by its data sheet
-	adamShare  = 4173e9 / 4800e9      // of the data sheet's, measured on an H200: BENCHMARKS.md
-	adamBytes  = 4173e9 * 2587e-6     // of AdamW at 350M: BENCHMARKS.md
-	cardBytes  = 80e9                 // of an H100
+	infiniBand = 400e9 / 8            // per GPU
+	ethernet   = 100e9 / 8 / hostGPUs // per GPU of a host
+	netShare   = 0.9                  // assumed usable share of a network's bandwidth
+	peerDelay  = 3e-6                 // s, assumed, for each peer in an exchange
+	h100Memory = 3.35e12              // from the data sheet
+	adamShare  = 4173e9 / 4800e9      // measured share of the data sheet's bandwidth on an H200: BENCHMARKS.md
+	adamBytes  = 4173e9 * 2587e-6     // moved by AdamW at 350M: BENCHMARKS.md
+	cardBytes  = 80e9                 // memory of an H100
 )
 
-// scaled is a model as it is scaled.
+// scaled is a model of the tables.
 type scaled struct {
 	name   string
 	config llm.Config
-	batch  int     // sequences a GPU
-	pace   float64 // tokens/s of one GPU
+	batch  int     // sequences per GPU
+	pace   float64 // tokens per second on one GPU
 }
 
-// scaledModels are those of the tables, with the paces that BENCHMARKS.md has.
+// scaledModels returns the models of the tables, with the speeds from BENCHMARKS.md.
 func scaledModels(t *testing.T) []scaled {
 	gpt := func(dim, layers, heads, ff, seq int) llm.Config {
 		return llm.Config{Vocab: 50304, Dim: dim, Layers: layers, Heads: heads, FF: ff,
@@ -49,14 +49,15 @@ func scaledModels(t *testing.T) []scaled {
 		{"8B", llm.Config{Vocab: 128256, Dim: 4096, Layers: 32, Heads: 32, KVHeads: 8, FF: 14336,
 			Seq: 8192, Untied: true}.Default(), 1, 0},
 	}
-	// The 8B model is reckoned to do as many FLOPs a second as the 925M model, but for updates.
+	// Apart from the update, the 8B model is assumed to compute as many FLOPs per second as the 925M
+	// model.
 	like, last := all[2], &all[3]
 	seconds := (like.compute() - like.update()) / (like.tokens() * like.config.FLOPs())
 	last.pace = last.tokens() / (last.tokens()*last.config.FLOPs()*seconds + last.update())
 	return all
 }
 
-// paramsOf counts a model's parameters.
+// paramsOf returns the number of parameters of a model.
 func paramsOf(c llm.Config) float64 {
 	tables := 1
 	if c.Untied {
@@ -67,27 +68,28 @@ func paramsOf(c llm.Config) float64 {
 }
 
 func (m scaled) tokens() float64  { return float64(m.batch * m.config.Seq) }
-func (m scaled) compute() float64 { return m.tokens() / m.pace } // s, with the update
+func (m scaled) compute() float64 { return m.tokens() / m.pace } // s, including the update
 func (m scaled) update() float64  { return updateOf(paramsOf(m.config)) }
 
-// updateOf is the time of AdamW on one H100.
+// updateOf returns the time of AdamW on one H100.
 func updateOf(params float64) float64 {
 	per := adamBytes / paramsOf(llm.Config{Vocab: 50304, Dim: 1024, Layers: 24, Heads: 16, FF: 2816,
 		Seq: 1024}.Default())
 	return per * params / (h100Memory * adamShare)
 }
 
-// moved is the bytes of a parameter that travel in a step: its gradient, and then itself, in bf16.
+// moved is the number of bytes exchanged in a step for each parameter: the gradient and the new value in
+// bf16.
 const moved = 2 + 2
 
-// addBytes is what adding a contribution in bf16 to a sum moves, an element. Two GPUs do so in the
-// update, more of them beside the run.
+// addBytes is the memory traffic in bytes, per element, for adding a contribution in bf16 to a sum. Two
+// GPUs add during the update, and more than two in separate kernels.
 const addBytes = 2 + 4 + 4
 
-// pair is a measured line of BENCHMARKS.md.
+// pair is a row of measurements in BENCHMARKS.md.
 type pair struct{ params, tokens, one, two float64 }
 
-// pairs are the measured lines, by model, with bf16 gradients.
+// pairs returns the measurements with bf16 gradients, one per model.
 func pairs(t *testing.T) (all []pair) {
 	text, err := os.ReadFile("../BENCHMARKS.md")
 	require.NoError(t, err)
@@ -110,9 +112,9 @@ func pairs(t *testing.T) (all []pair) {
 	return all
 }
 
-// fit is the delay of a step, and the bytes a second of an exchange over NVLink, that the measured
-// lines are nearest to. It is a line through what two GPUs take longer than one, with the half of
-// the update that each saves added.
+// fit returns the delay of a step and the bandwidth of an exchange over NVLink that fit the measurements
+// best. It fits a line to the additional time on two GPUs, plus the half of the update that each GPU
+// saves.
 func fit(t *testing.T) (delay, speed float64) {
 	var n, sx, sy, sxx, sxy float64
 	for _, p := range pairs(t) {
@@ -124,14 +126,14 @@ func fit(t *testing.T) (delay, speed float64) {
 	return (sy - slope*sx) / n, 1 / slope
 }
 
-// manner is how exchanges are done.
+// manner describes how data is exchanged.
 type manner struct {
-	net        float64 // bytes a second of a GPU to other hosts
-	hidden     bool    // what goes beside the passes takes nothing as long as they last
-	hostsFirst bool    // gradients are added within hosts before they leave
+	net        float64 // bandwidth of a GPU to other hosts, in bytes per second
+	hidden     bool    // exchanges that overlap with the passes take no time during them
+	hostsFirst bool    // gradients are added within each host before they are sent
 }
 
-// step is the time of a step on so many GPUs, with bf16 gradients.
+// step returns the duration of a step on the given number of GPUs, with bf16 gradients.
 func (m scaled) step(t *testing.T, gpus float64, how manner) float64 {
 	delay, nvlink := fit(t)
 	params := paramsOf(m.config)
@@ -155,7 +157,7 @@ func (m scaled) step(t *testing.T, gpus float64, how manner) float64 {
 	return compute + m.update()/gpus + adding + delay + 2*peerDelay*(gpus-1) + gradients + weights
 }
 
-// short writes a number of tokens/s.
+// short formats a speed in tokens per second.
 func short(x float64) string {
 	switch {
 	case x >= 9.995e6:
@@ -166,7 +168,7 @@ func short(x float64) string {
 	return fmt.Sprintf("%.0f k", x/1e3)
 }
 
-// scalingTables are those of SCALING.md.
+// scalingTables returns the tables of SCALING.md.
 func scalingTables(t *testing.T) []string {
 	models := scaledModels(t)
 	bytes := "| model | parameters | tokens per GPU | one GPU, ms | gradients out | " +
@@ -203,11 +205,11 @@ func scalingTables(t *testing.T) []string {
 	return []string{bytes, paces, divisions(t, models[3])}
 }
 
-// stateBytes is what a GPU holds of so many parameters: bf16 weights and gradients, and of its part
-// float32 weights, sums and two moments.
+// stateBytes returns the memory per GPU: bf16 weights and gradients, and for its share float32 weights,
+// sums and two moments.
 func stateBytes(params, gpus float64) float64 { return params * (2 + 2 + 16/gpus) }
 
-// divisions is a table of what other ways to divide a model would move.
+// divisions returns a table of the bytes moved by other forms of parallelism.
 func divisions(t *testing.T, m scaled) string {
 	_, nvlink := fit(t)
 	p, c := paramsOf(m.config), m.config

@@ -17,15 +17,15 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// programs are the module's commands, built once: the options of each, and the folder of binaries.
+// programs holds the binaries of the module's commands and their options.
 type programs struct {
 	folder  string
-	options map[string]map[string]bool // by package path below the module, without dashes
+	options map[string]map[string]bool // by package path relative to the module, without dashes
 }
 
 var optionPattern = regexp.MustCompile(`(?m)^  -([a-z0-9-]+)`)
 
-// build builds every command that documents name.
+// build builds all commands of the module.
 var build = sync.OnceValues(func() (*programs, error) {
 	folder, err := os.MkdirTemp("", "documents")
 	if err != nil {
@@ -38,7 +38,7 @@ var build = sync.OnceValues(func() (*programs, error) {
 		return p, err
 	}
 	all := strings.Fields(out)
-	// without tables for debuggers, which take as long to link as the rest
+	// Linking debug information would double the time.
 	_, err = command("go", append([]string{"build", "-ldflags=-s -w", "-o", folder}, all...)...)
 	if err != nil {
 		return p, err
@@ -46,12 +46,12 @@ var build = sync.OnceValues(func() (*programs, error) {
 	for _, importPath := range all {
 		help, err := exec.Command(filepath.Join(folder, filepath.Base(importPath)),
 			"--help").CombinedOutput()
-		if options := optionsIn(help); len(options) > 1 || err == nil { // one without options runs with any
+		if options := optionsIn(help); len(options) > 1 || err == nil { // a program without options accepts everything
 			p.options["."+strings.TrimPrefix(importPath, module)] = options
 		}
 	}
 
-	// The options of subcommands follow the subcommand.
+	// The options of subcommands are listed separately.
 	for program, all := range subcommands {
 		binary := filepath.Join(p.folder, filepath.Base(program))
 		for _, subcommand := range all {
@@ -82,7 +82,7 @@ func TestMain(m *testing.M) {
 	os.Exit(status)
 }
 
-// needsBuild is set where a test has built.
+// needsBuild is set once a test has built the commands.
 var needsBuild bool
 
 func built(t *testing.T) *programs {
@@ -104,8 +104,8 @@ func command(name string, args ...string) (string, error) {
 	return string(out), nil
 }
 
-// shellCommands splits a block into commands of words. Comments, and where output goes, are left
-// out.
+// shellCommands splits a block into commands, and commands into words. It omits comments and
+// redirections.
 func shellCommands(code string) (all [][]string) {
 	code = strings.ReplaceAll(code, "\\\n", " ")
 	for line := range strings.Lines(code) {
@@ -124,7 +124,7 @@ func shellCommands(code string) (all [][]string) {
 			}
 			for len(words) > 0 &&
 				regexp.MustCompile(`^[A-Za-z_]+=|^(do|then)$`).MatchString(words[0]) {
-				words = words[1:] // settings for one command
+				words = words[1:] // settings for a single command
 			}
 			if len(words) > 0 && words[0] != "#" {
 				all = append(all, words)
@@ -134,11 +134,11 @@ func shellCommands(code string) (all [][]string) {
 	return all
 }
 
-// plain are commands of the shell that need no check but the shell's own.
+// plain lists commands that only the shell checks.
 var plain = []string{"export", "cd", "mkdir", "cat", "for", "done", "cp", "ls",
 	"tail", "grep", "git", "openssl", "kubectl"}
 
-// checkCommand returns what is wrong with a command that is not run.
+// checkCommand returns an error for a faulty command. It does not run the command.
 func (p *programs) checkCommand(words []string) error {
 	name, args := words[0], words[1:]
 	switch {
@@ -162,7 +162,7 @@ func (p *programs) checkCommand(words []string) error {
 	return fmt.Errorf("%q: this test does not know how to check it", name)
 }
 
-// checkGo checks a call of go.
+// checkGo checks a call of the go command.
 func (p *programs) checkGo(verb string, args []string) error {
 	switch verb {
 	case "run":
@@ -209,14 +209,14 @@ func (p *programs) checkKasmina(args []string) error {
 	return nil
 }
 
-// checkRun wants the program to be there, and the options that it is given.
+// checkRun checks that the program exists and accepts the given options.
 func (p *programs) checkRun(args []string) error {
 	if len(args) == 0 {
 		return fmt.Errorf("go run of nothing")
 	}
 	name := strings.Replace(args[0], module, ".", 1)
 	if name == "." {
-		return nil // the reader's own
+		return nil // the reader's program
 	}
 	if name == "./cmd/kasmina" && len(args) > 1 {
 		return p.checkKasmina(args[1:])
@@ -238,7 +238,7 @@ func (p *programs) checkRun(args []string) error {
 	return nil
 }
 
-// testOptions are those of go test that documents use, and whether a value follows.
+// testOptions lists the options of go test used in documents, and whether they take a value.
 var testOptions = map[string]bool{"run": true, "bench": true, "tags": true, "timeout": true,
 	"count": true, "fuzz": true,
 	"fuzztime": true, "coverprofile": true, "o": true, "v": false, "short": false, "race": false,
@@ -247,7 +247,7 @@ var testOptions = map[string]bool{"run": true, "bench": true, "tags": true, "tim
 	"large": false, "kills": true,
 	"duration": true, "seed": true, "case": true, "cases": true, "all-failures": false}
 
-// checkGoTest wants packages to be there, and tests and benchmarks that -run and -bench ask for.
+// checkGoTest checks that the packages exist, and that -run, -bench and -fuzz match a test.
 func checkGoTest(args []string) error {
 	var wanted, found []string
 	for i := 0; i < len(args); i++ {
@@ -278,7 +278,7 @@ func checkGoTest(args []string) error {
 		if err != nil {
 			return err
 		}
-		// x: no test at all
+		// x matches no test
 		if w != "x" && w != "^$" && !slices.ContainsFunc(found, pattern.MatchString) {
 			return fmt.Errorf("go test: nothing is named like %q", w)
 		}
@@ -288,7 +288,7 @@ func checkGoTest(args []string) error {
 
 var testPattern = regexp.MustCompile(`(?m)^func ((?:Test|Benchmark|Fuzz|Example)\w*)\(`)
 
-// testsOf are the names of tests of a package, or of all below it.
+// testsOf returns the names of the tests of a package, or of all packages below a folder.
 func testsOf(pkg string) (names []string) {
 	folder := filepath.Join(root, strings.Replace(strings.TrimSuffix(pkg, "/..."), module, ".", 1))
 	files, _ := filepath.Glob(filepath.Join(folder, "*_test.go"))
@@ -310,7 +310,7 @@ func testsOf(pkg string) (names []string) {
 	return names
 }
 
-// checkPackage wants a package of this module to be there.
+// checkPackage checks that a package of this module exists.
 func checkPackage(pattern string) error {
 	below, ours := strings.CutPrefix(pattern, module)
 	if strings.HasPrefix(pattern, "./") || ours {
@@ -322,7 +322,7 @@ func checkPackage(pattern string) error {
 	return nil
 }
 
-// checkScript wants a Python file to be there, and its options in its text.
+// checkScript checks that a Python file exists and mentions the given options.
 func checkScript(file string, args []string) error {
 	text, err := os.ReadFile(filepath.Join(root, file))
 	if err != nil {
@@ -337,8 +337,7 @@ func checkScript(file string, args []string) error {
 	return nil
 }
 
-// TestCommands checks commands that are not run, in blocks and in sentences, and says which those
-// are.
+// TestCommands checks the commands in blocks and sentences that are not run, and logs them.
 func TestCommands(t *testing.T) {
 	p := built(t)
 	inline := regexp.MustCompile(`^(go (run|test|get|list|generate) |python3 |\.ci/)`)
@@ -366,7 +365,7 @@ func TestCommands(t *testing.T) {
 	}
 }
 
-// TestCommandsFail wants wrong commands to be found.
+// TestCommandsFail checks that faulty commands are detected.
 func TestCommandsFail(t *testing.T) {
 	p := built(t)
 	for code, good := range map[string]bool{
@@ -407,8 +406,8 @@ func TestCommandsFail(t *testing.T) {
 	}
 }
 
-// shim has the shell run this module's commands as they were built. Without a network, go get and
-// go mod tidy do what they do with one. get adds the module as it is here, tidy what it needs.
+// shim makes the shell run the commands of this module as built for the test. It makes go get and go mod
+// tidy work without a network: get adds the module in its current state, and tidy adds its dependencies.
 const shim = `set -euo pipefail
 kasmina() { "$BIN/kasmina" "$@"; }
 go() {
@@ -432,7 +431,7 @@ go() {
 }
 `
 
-// run runs a block in a folder and returns what it prints.
+// run runs a block in a folder and returns the standard output.
 func (p *programs) run(code, folder string) (printed string, err error) {
 	cache, err := command("go", "env", "GOCACHE")
 	if err != nil {
@@ -456,7 +455,7 @@ func (p *programs) run(code, folder string) (printed string, err error) {
 	return out.String(), nil
 }
 
-// TestRun runs the blocks that say so, of one document in one folder, and compares what they print.
+// TestRun runs the blocks marked for it, with one folder for each document, and compares the output.
 func TestRun(t *testing.T) {
 	if testing.Short() {
 		t.Skip("the blocks are run without -short")
@@ -491,8 +490,8 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// TestRunLikeReaders wants the commands that readers copy to fail where theirs would: a program
-// whose imports go mod tidy has not met.
+// TestRunLikeReaders checks that commands fail as they would for a reader: for example, a program with
+// imports that go mod tidy has not processed.
 func TestRunLikeReaders(t *testing.T) {
 	p := built(t)
 	folder := t.TempDir()

@@ -1,16 +1,16 @@
-// Command agree trains one model from the same weights on the same batches on a CPU, on a GPU and
-// in PyTorch. It compares the losses of every step.
+// Command agree trains a model from the same weights and on the same batches on a CPU, on a GPU and in
+// PyTorch, and compares the losses of every step.
 //
-//	go run ./tools/agree write run                            # weights, batches and settings; -model 124M for that one
+//	go run ./tools/agree write run                            # weights, batches and settings; -model 124M selects the large model
 //	go run ./tools/agree train run                            # on the CPU
-//	go run ./tools/agree train -device cuda run               # on the GPU; -precision bf16 or f8 for training's precisions,
-//	                                                             # -grad-precision bf16 for weights' gradients of these
+//	go run ./tools/agree train -device cuda run               # on the GPU; -precision selects bf16 or f8,
+//	                                                             # and -grad-precision the type of weight gradients
 //	python3 tools/agree/torch_agree.py run                    # in PyTorch; --device cuda, --precision bf16
 //	go run ./tools/agree compare -tolerance 1e-4 run
 //
-// The batches are a synthetic language: ids follow Zipf's law, and three in four are one of four
-// followers of the id before. With -text they are windows of real text, in an order of their own
-// for each -seed. Several runs then show how far programs differ beside how far seeds do:
+// By default, the batches contain a synthetic language: ids follow Zipf's law, and three in four are one
+// of four fixed followers of the previous id. With -text, they contain windows of real text, in an order
+// that depends on -seed. Several runs then show whether programs differ more than seeds:
 //
 //	for seed in 1 2 3; do go run ./tools/agree write -model 124M -text ~/text -seed $seed -steps 1000 run$seed; done
 //	go run ./tools/agree noise run1 run2 run3                 # after the training of each
@@ -39,7 +39,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// The files of a run. Losses stand in lossPrefix + who + ".json".
+// The files of a run. The losses of a program are in lossPrefix + program + ".json".
 const (
 	modelFile    = "model.safetensors"
 	tokenFile    = "tokens.i32" // [Steps, Batch, Seq + 1], little-endian
@@ -47,8 +47,8 @@ const (
 	lossPrefix   = "losses."
 )
 
-// settings is what both programs do. Parameters with fewer than two dimensions have no weight
-// decay.
+// settings holds everything that the programs must have in common. Parameters with fewer than two
+// dimensions have no weight decay.
 type settings struct {
 	Model   llm.Config `json:"model"`
 	Batch   int        `json:"batch"`
@@ -57,12 +57,12 @@ type settings struct {
 	Beta2   float64    `json:"beta2"`
 	Epsilon float64    `json:"epsilon"`
 	Decay   float64    `json:"weight_decay"`
-	Clip    float64    `json:"clip"` // limit of the gradients' global norm
+	Clip    float64    `json:"clip"` // limit of the global gradient norm
 }
 
-// models are what write can write, with the batch and steps that are its defaults. The learning
-// rate rises to its height over a share of the steps. The large model's rises gently, since a loss
-// that jumps tells nothing about precision.
+// models lists the models that write can write, with their default batch and steps. The learning rate
+// rises to its peak over a share of the steps. For the large model it rises slowly, because a loss that
+// jumps says nothing about precision.
 var models = map[string]struct {
 	config       llm.Config
 	batch, steps int
@@ -147,7 +147,7 @@ func run(args []string, out, stderr io.Writer) error {
 	}
 }
 
-// plan is what write is asked for; zero is the model's default.
+// plan holds the options of write; a zero selects the model's default.
 type plan struct {
 	model        string
 	batch, steps int
@@ -156,7 +156,7 @@ type plan struct {
 	rate, rising float64
 }
 
-// write makes a run's folder. Losses that lie there are of another run, and go.
+// write creates the folder of a run. It removes losses of an earlier run in the same folder.
 func (p plan) write(dir string) error {
 	m, ok := models[p.model]
 	if !ok {
@@ -198,7 +198,7 @@ func (p plan) write(dir string) error {
 		}
 	}
 
-	if err := removeLosses(dir); err != nil { // not before the rest is known to be right
+	if err := removeLosses(dir); err != nil { // only now that nothing else can fail
 		return err
 	}
 
@@ -257,7 +257,7 @@ func writeTokens(path string, vocab, sequences, length int) error {
 			raw = binary.LittleEndian.AppendUint32(raw, uint32(id))
 			if r.IntN(4) == 0 {
 				id = zipf(r.Float64())
-			} else { // a follower: a fixed function of the id and its number
+			} else { // one of the followers: a fixed function of the id and its number
 				id = zipf(rand.New(rand.NewPCG(uint64(id), r.Uint64N(4))).Float64())
 			}
 		}
@@ -266,7 +266,7 @@ func writeTokens(path string, vocab, sequences, length int) error {
 	return os.WriteFile(path, raw, 0o666)
 }
 
-// batches reads the run's tokens: a batch for each step.
+// batches reads the tokens of a run, one batch for each step.
 func batches(dir string, s settings) ([]data.Batch, error) {
 	path := filepath.Join(dir, tokenFile)
 	length := s.Model.Seq + 1
@@ -300,8 +300,8 @@ func batches(dir string, s settings) ([]data.Batch, error) {
 	return all, nil
 }
 
-// compare prints the losses of all programs that have trained, and their spread: (largest −
-// smallest) / smallest.
+// compare prints the losses of all programs and their spread, which is (largest − smallest) / smallest.
+// It returns an error if the spread exceeds the tolerance.
 func compare(dir string, tolerance float64, out io.Writer) error {
 	files, err := filepath.Glob(filepath.Join(dir, lossPrefix+"*.json"))
 	if err != nil {

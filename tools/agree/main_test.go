@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 )
 
-// torchLosses are what torch_agree.py has written for the small model's run.
+// torchLosses is the file of losses that torch_agree.py has written for the small model.
 const torchLosses = "losses.torch-cpu-f32.json"
 
 // written returns the folder of a fresh run of the small model, with PyTorch's losses.
@@ -36,7 +36,7 @@ func written(t *testing.T) string {
 	return dir
 }
 
-// agree trains and wants losses within 1e-4 of PyTorch's at every step.
+// agree trains on a device and checks that the losses of all steps are within 1e-4 of PyTorch's.
 func agree(t *testing.T, device string) {
 	t.Helper()
 	dir := written(t)
@@ -89,7 +89,7 @@ func TestCompare(t *testing.T) {
 	}
 }
 
-// TestNoise has two programs that are 0.1 apart, in runs that are 0.5 or 0.05 apart.
+// TestNoise compares two programs that differ by 0.1, in runs that differ by 0.5 or by 0.05.
 func TestNoise(t *testing.T) {
 	for apart, says := range map[string]string{"0.5": "", "0.05": "step 2"} {
 		var dirs []string
@@ -123,7 +123,8 @@ func TestNoise(t *testing.T) {
 	}
 }
 
-// TestWriteText wants windows of the text in the run's tokens, in another order with another seed.
+// TestWriteText checks that a run's tokens are windows of the text, and that the seed determines their
+// order.
 func TestWriteText(t *testing.T) {
 	text := strings.Repeat("the quick brown fox jumps over the lazy dog; ", 200)
 	folder := t.TempDir()

@@ -9,10 +9,9 @@ import (
 	"strings"
 )
 
-// noise prints how far the programs' mean losses over several runs differ, in each span of steps.
-// Beside that it prints how far the runs of each program differ among themselves: mean ± standard
-// deviation over the runs. It is an error if two means differ by more than the larger of their
-// deviations.
+// noise prints, for each span of steps, the differences between the mean losses of the programs over
+// several runs. It also prints the variation between the runs of each program, as mean ± standard
+// deviation. It returns an error if two means differ by more than the larger of their deviations.
 func noise(dirs []string, span int, out io.Writer) error {
 	switch {
 	case len(dirs) < 2:
@@ -46,7 +45,7 @@ func noise(dirs []string, span int, out io.Writer) error {
 	return spread(names, losses, span, out)
 }
 
-// programs returns the names of the programs that have trained each of the runs.
+// programs returns the names of the programs that have trained all runs.
 func programs(dirs []string) ([]string, error) {
 	var names []string
 	for i, dir := range dirs {

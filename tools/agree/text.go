@@ -13,11 +13,11 @@ import (
 )
 
 const (
-	bytesVocab = 256      // a vocabulary up to this size reads bytes
-	bpeText    = 16 << 20 // bytes of text that a byte-pair encoding is learned from, at most
+	bytesVocab = 256      // models with a vocabulary up to this size read bytes
+	bpeText    = 16 << 20 // maximum bytes of text for training a byte-pair encoding
 )
 
-// openText returns a Loader of a text.
+// openText returns a loader of a text.
 func openText(s settings, folder, bpe string, seed uint64) (*data.Loader, error) {
 	tokens, err := readText(folder, bpe, s.Model.Vocab)
 	if err != nil {
@@ -26,7 +26,7 @@ func openText(s settings, folder, bpe string, seed uint64) (*data.Loader, error)
 	return data.NewLoader(tokens, data.LoaderConfig{Batch: s.Batch, Seq: s.Model.Seq, Seed: seed})
 }
 
-// writeText writes windows of a text, in the order in which a Loader deals them out.
+// writeText writes windows of a text, in the order of a loader.
 func writeText(path string, s settings, loader *data.Loader) (err error) {
 	file, err := os.Create(path)
 	if err != nil {
@@ -56,7 +56,7 @@ func writeText(path string, s settings, loader *data.Loader) (err error) {
 	return w.Flush()
 }
 
-// readText reads the part of a text to train on as tokens of a vocabulary.
+// readText returns the training part of a text as tokens of a vocabulary.
 func readText(folder, bpe string, vocab int) (data.Tokens, error) {
 	var options []data.Option
 	if folder == "go" {

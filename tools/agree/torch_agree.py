@@ -1,4 +1,4 @@
-"""Trains the model of a folder that `go run ./tools/agree write` has made, in PyTorch, and writes the loss of every step.
+"""Trains the model in a folder created by `go run ./tools/agree write` in PyTorch, and writes the loss of every step.
 
     python3 torch_agree.py FOLDER [--device cpu|cuda] [--precision f32|bf16]
 

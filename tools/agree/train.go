@@ -17,14 +17,14 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// trainer is the part of an llm.Engine that a step takes.
+// trainer is the part of an llm.Engine that a step needs.
 type trainer interface {
 	Gradients(data.Batch) (loss float64, err error)
 	Update() (norm float64, err error)
 	Close() error
 }
 
-// training is how a run is trained.
+// training selects the device and the precision of a run.
 type training struct {
 	device               string
 	precision, gradients cudaops.Precision
@@ -38,7 +38,7 @@ func (h training) String() string {
 	return s
 }
 
-// train runs the steps and writes their losses, each before the step's update.
+// train runs the steps and writes their losses. Each loss is computed before the update of its step.
 func (h training) train(dir string, out io.Writer) (err error) {
 	var s settings
 	if err := readJSON(filepath.Join(dir, settingsFile), &s); errors.Is(err, fs.ErrNotExist) {
@@ -87,7 +87,7 @@ func (h training) train(dir string, out io.Writer) (err error) {
 	return writeJSON(filepath.Join(dir, lossPrefix+h.String()+".json"), losses)
 }
 
-// newTrainer returns what trains the model, and what is to be done when it is closed.
+// newTrainer returns the trainer for a device, and a function that closes the device afterwards.
 func (h training) newTrainer(m *llm.Model, o *optim.AdamW,
 	s settings) (trainer, func() error, error) {
 	switch {

@@ -10,11 +10,11 @@ import (
 	"github.com/kasmina-go/kasmina/opbench"
 )
 
-// here is the first line of a run on a card.
+// here returns the first line of a run on a card.
 func here(card string) result { return result{Bench: whereabouts, Peer: project, Card: card} }
 
-// TestAgainst wants what became slower by more than 3 % named, the worst first, and the fastest of
-// several measurements to count.
+// TestAgainst checks that everything more than 3 % slower is named, starting with the slowest, and that
+// the fastest of several measurements counts.
 func TestAgainst(t *testing.T) {
 	before, err := readEarlier(write(t, "before", here("C"),
 		result{Bench: "norm", Peer: project, Us: 100},
@@ -50,7 +50,7 @@ func TestAgainst(t *testing.T) {
 	require.NotContains(t, b.String(), "train_bf16")
 }
 
-// TestAgainstRefuses wants files that say nothing about this machine to be refused.
+// TestAgainstRefuses checks that files without measurements of this machine are refused.
 func TestAgainstRefuses(t *testing.T) {
 	norm := result{Bench: "norm", Peer: project, Us: 100}
 	for name, file := range map[string]string{
@@ -74,7 +74,7 @@ func TestAgainstRefuses(t *testing.T) {
 		"none of this run's measurements")
 }
 
-// TestRunRefuses wants another machine's file refused before anything is measured.
+// TestRunRefuses checks that the file of another machine is refused before anything is measured.
 func TestRunRefuses(t *testing.T) {
 	path := write(t, "f", here("another card"), result{Bench: "copy_256MiB_cpu",
 		Peer: project, Us: 1})

@@ -3,9 +3,9 @@
 // standard error.
 //
 //	go run ./tools/bench > kasmina.jsonl                       # everything, on the GPU
-//	go run ./tools/bench -groups train -models llama124M       # some of it
+//	go run ./tools/bench -groups train -models llama124M       # a part
 //	go run ./tools/bench -device cpu                           # the CPU's counterpart
-//	go run ./tools/bench -against before.jsonl > after.jsonl    # fails where something became slower
+//	go run ./tools/bench -against before.jsonl > after.jsonl    # fails if something became slower
 //
 // peers/torch_peers.py takes the same measurements in PyTorch, under the same names, and
 // peers/llmc_peers.py times training steps of llm.c. A table combines measurements from one machine:
@@ -13,7 +13,7 @@
 //	python3 tools/bench/peers/torch_peers.py > torch.jsonl
 //	go run ./tools/bench -table kasmina.jsonl torch.jsonl
 //
-// Two commands of their own train models to the end and compare them:
+// Two subcommands train models to the end and compare them:
 //
 //	go run ./tools/bench growth -help                          # pairs of a grown and a static model
 //	go run ./tools/bench study -help                           # recipes of growth, on several budgets

@@ -12,9 +12,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// stockModel is a model of package llm, with its weights, composed of Gorgonia's own ops alone:
-// what a program would be without this module. Embedding and loss use one-hot matrices, rotations a
-// product with a signed permutation. Weights are stored as [in, out], as those ops like them best.
+// stockModel is a model of package llm with the same weights, composed only of Gorgonia's own ops, as in
+// a program without this module. Embedding and loss use one-hot matrices, and rotations use products with
+// a signed permutation. Weights are stored as [in, out], which is fastest for these ops.
 type stockModel struct {
 	config       llm.Config
 	batch        int
@@ -160,7 +160,7 @@ func (s *stockModel) norm(x *gorgonia.Node, weight string) *gorgonia.Node {
 	})
 }
 
-// constant is an input that keeps its value.
+// constant returns an input that keeps its value.
 func (s *stockModel) constant(name string, x []float32, shape ...int) *gorgonia.Node {
 	n := gorgonia.NodeFromAny(s.g, tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x)),
 		gorgonia.WithName(name))
@@ -215,7 +215,7 @@ func (s *stockModel) rotate(x, cos, sin, swap *gorgonia.Node) *gorgonia.Node {
 	})
 }
 
-// heads takes [B·T, H·Dh] to [B·H, T, Dh].
+// heads reshapes [B·T, H·Dh] to [B·H, T, Dh].
 func (s *stockModel) heads(x *gorgonia.Node) *gorgonia.Node {
 	c := s.config
 	return s.do(func() (*gorgonia.Node, error) {
@@ -230,7 +230,7 @@ func (s *stockModel) heads(x *gorgonia.Node) *gorgonia.Node {
 	})
 }
 
-// mask is 0 where a query may look and a large negative number where it may not, [B·H, T, T].
+// mask returns 0 where a query may look at a key, and a large negative number elsewhere, as [B·H, T, T].
 func (s *stockModel) mask() *gorgonia.Node {
 	c := s.config
 	n := s.batch * c.Heads
@@ -243,7 +243,7 @@ func (s *stockModel) mask() *gorgonia.Node {
 	return s.constant("mask", x, n, c.Seq, c.Seq)
 }
 
-// attend is softmax(q·kᵀ/√Dh + mask)·v, and back to [B·T, H·Dh].
+// attend computes softmax(q·kᵀ/√Dh + mask)·v as [B·T, H·Dh].
 func (s *stockModel) attend(q, k, v, mask *gorgonia.Node) *gorgonia.Node {
 	c := s.config
 	return s.do(func() (*gorgonia.Node, error) {
@@ -282,7 +282,7 @@ func (s *stockModel) attend(q, k, v, mask *gorgonia.Node) *gorgonia.Node {
 	})
 }
 
-// let gives the model a batch.
+// let sets the inputs of the model to a batch.
 func (s *stockModel) let(b data.Batch) error {
 	if err := gorgonia.Let(s.ids, oneHot(b.Inputs, s.config.Vocab)); err != nil {
 		return err

@@ -15,8 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// TestStockModel trains the model of stock ops beside this module's: they are the same model if
-// their losses are.
+// TestStockModel checks that the model of stock ops has the same losses as this module's model while both
+// train.
 func TestStockModel(t *testing.T) {
 	seed := randtest.Seed(t)
 	config := llm.Config{Vocab: 40, Dim: 24, Layers: 2, Heads: 2, FF: 36, Seq: 12}.Default()

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// write makes a file of the lines.
+// write creates a file with the given lines.
 func write(t *testing.T, name string, lines ...any) string {
 	t.Helper()
 	var b bytes.Buffer
@@ -109,8 +109,8 @@ func TestOptions(t *testing.T) {
 	}
 }
 
-// TestTableOfNoFile wants what is no regular file to be refused: a pipe would wait, a device never
-// end.
+// TestTableOfNoFile checks that only regular files are accepted. Reading a pipe could block, and a device
+// could be endless.
 func TestTableOfNoFile(t *testing.T) {
 	for _, path := range []string{t.TempDir(), os.DevNull} {
 		_, err := readResults(path)

@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestTraceFile wants each training's trace in a file of its own, and in the file that was asked
-// for where there is one training.
+// TestTraceFile checks that each training has its own trace file, and that a single training uses the
+// given file.
 func TestTraceFile(t *testing.T) {
 	for _, test := range []struct {
 		groups, models []string
@@ -40,7 +40,7 @@ func TestTraceFile(t *testing.T) {
 	}
 }
 
-// TestProfileNowhere wants a trace that cannot be written refused before anything is measured.
+// TestProfileNowhere checks that a trace which cannot be written is refused before anything is measured.
 func TestProfileNowhere(t *testing.T) {
 	for path, ok := range map[string]bool{"": true, "out.json": true,
 		filepath.Join(t.TempDir(), "out.json"): true, "nowhere/out.json": false} {
@@ -84,7 +84,7 @@ func TestVariants(t *testing.T) {
 	}
 }
 
-// TestTrainings wants the trainings of one group to take turns, and the others alone.
+// TestTrainings checks that the trainings of one group alternate, and that all others run alone.
 func TestTrainings(t *testing.T) {
 	o := options{groups: gpuGroups(), models: modelNames()}
 	for _, s := range sizes {

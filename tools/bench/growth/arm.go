@@ -89,7 +89,7 @@ var armKeys = []struct {
 	wordKey("norms", func(a *arm) *string { return &a.norms }, "none", "qk"),
 }
 
-// armKey is the type of the elements of armKeys.
+// armKey is the element type of armKeys.
 type armKey = struct {
 	name   string
 	normal string
@@ -194,7 +194,7 @@ func (a *arm) UnmarshalText(text []byte) (err error) {
 // grows reports whether the arm's model grows.
 func (a arm) grows() bool { return len(a.blocks) > 1 }
 
-// depth returns the number of blocks that the model ends with.
+// depth returns the final number of blocks.
 func (a arm) depth() int { return a.blocks[len(a.blocks)-1] }
 
 func (a arm) check() error {

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestArmText wants an arm to be written without its defaults and to be read back unchanged.
+// TestArmText checks that the written form of an arm omits defaults and can be parsed again.
 func TestArmText(t *testing.T) {
 	for text, written := range map[string]string{
 		"blocks=12":                          "blocks=12",
@@ -69,8 +69,8 @@ func mustArm(t *testing.T, text string) arm {
 	return a
 }
 
-// TestPlanTunes wants rates to be tried from the first random seed alone, and the best one to be used
-// by the other seeds and by the arms that grow.
+// TestPlanTunes checks that learning rates are tuned with the first random seed only, and that the other
+// seeds and the growing arms use the best rate.
 func TestPlanTunes(t *testing.T) {
 	p := plan{budgets: []float64{5}, equal: []string{"flops"}, seeds: []uint64{7, 8},
 		rates: []float64{0.001, 0.002},
@@ -106,7 +106,7 @@ func TestPlanTunes(t *testing.T) {
 	require.Empty(t, names())
 }
 
-// TestRows wants arms to be compared with the static arm of the lowest mean loss, seed by seed.
+// TestRows checks that arms are compared with the static arm of the lowest mean loss, seed by seed.
 func TestRows(t *testing.T) {
 	s := &study{dir: t.TempDir(), records: map[string]record{}}
 	add := func(arm string, seed uint64, failed string, losses ...float64) {
@@ -154,15 +154,15 @@ func TestRows(t *testing.T) {
 		"| `blocks=1-4,share=0.5,lr=0.1` | 1 | 8.0000, and 1 diverged | -5.0000 | never | 1.0 | 2.0 |")
 }
 
-// benchArgs are arguments of a benchmark that takes hardly any time.
+// benchArgs returns the arguments of a very short benchmark.
 func benchArgs(t *testing.T, data, out string, more ...string) []string {
 	return append([]string{"-device", "cpu", "-data", data, "-out", out, "-vocab", "0",
 		"-layers", "4", "-dim", "16", "-heads", "2", "-seq", "16", "-batch", "4", "-heldout", "256",
 		"-budgets", "2", "-seeds", "3"}, more...)
 }
 
-// TestBench makes a small benchmark in two calls. The second must make only the runs that the first
-// has left out, and report on all of them.
+// TestBench makes a small benchmark in two calls. The second call must make only the missing runs, and
+// its report must include all runs.
 func TestBench(t *testing.T) {
 	data, out := textFolder(t), t.TempDir()
 	var stdout, stderr strings.Builder
@@ -219,7 +219,7 @@ func TestBench(t *testing.T) {
 	require.NoError(t, Study(t.Context(), []string{"-report", "-out", out}, &stdout, io.Discard))
 	require.Contains(t, stdout.String(), "`blocks=1-4,share=0.2,lr=0.01`")
 
-	// Packed runs are still known: the table stays the same, and none of them is made again.
+	// Packed runs are still known: the table does not change, and no run is repeated.
 	table := stdout.String()
 	stdout.Reset()
 	require.NoError(t, Study(t.Context(), []string{"-pack", "-out", out}, &stdout, io.Discard))
@@ -234,7 +234,7 @@ func TestBench(t *testing.T) {
 		io.Discard, io.Discard), "has the runs of another model, text or precision")
 }
 
-// TestBenchLimit wants a benchmark whose time is up to start no run and to say what is left.
+// TestBenchLimit checks that a benchmark without time left starts no run and lists the missing ones.
 func TestBenchLimit(t *testing.T) {
 	out := t.TempDir()
 	var stderr strings.Builder
@@ -243,9 +243,9 @@ func TestBenchLimit(t *testing.T) {
 	require.Contains(t, stderr.String(), "2 of 2 runs are left for the next call")
 }
 
-// TestBenchGoesOnAfterAFailure wants the other runs of a benchmark to be made when one fails, and the
-// call to end with the error of that run. A file in the place of the folder for decisions makes the
-// run of the growing model fail.
+// TestBenchGoesOnAfterAFailure checks that a failing run does not prevent the remaining runs, and that
+// the call returns its error. The run of the growing model fails because a file has the name of the
+// folder for decisions.
 func TestBenchGoesOnAfterAFailure(t *testing.T) {
 	out := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(out, "decisions"), nil, 0o666))

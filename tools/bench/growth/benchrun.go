@@ -20,15 +20,15 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// evaluationShares lists the shares of the budget at which a run is evaluated: often at the start,
-// where the loss falls fast, and every twentieth later.
+// evaluationShares lists the shares of the budget for evaluations: many at the start, where the loss
+// falls fast, and every twentieth later.
 var evaluationShares = []float64{0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4,
 	0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1}
 
 // trainingPoints is the number of training losses in a record.
 const trainingPoints = 128
 
-// train runs a job. The record of a run that diverges says so.
+// train runs a job. If the run diverges, its record contains the reason.
 func (b *bench) train(ctx context.Context, j job, d *cudaops.Device) (r record, err error) {
 	r = record{job: j, Device: "CPU", Parameters: 0}
 	if d != nil {
@@ -69,7 +69,7 @@ func (b *bench) train(ctx context.Context, j job, d *cudaops.Device) (r record, 
 	return r, nil
 }
 
-// decisions opens the file for the growth decisions of a run, from which the run can be replayed.
+// decisions opens the file for the growth decisions of a run, which a later run can replay.
 func (b *bench) decisions(j job) (*os.File, error) {
 	path := filepath.Join(b.dir, "decisions", j.name()+".jsonl")
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
@@ -126,10 +126,10 @@ type watcher struct {
 	trainer    *llm.Trainer
 	heldOut    *data.Evaluation
 	record     *record
-	evaluating time.Duration // so far, which is no part of the run's time
+	evaluating time.Duration // so far; excluded from the time of the run
 
-	losses float64 // the sum of the training losses since the last point
-	steps  int     // how many those are
+	losses float64 // sum of the training losses since the last point
+	steps  int     // number of these losses
 }
 
 func (w *watcher) watch(e llm.Event) error {

@@ -26,7 +26,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// An experiment holds what its runs share.
+// An experiment holds the common settings of its runs.
 type experiment struct {
 	options
 	ctx    context.Context
@@ -37,13 +37,13 @@ type experiment struct {
 	best   float64 // learning rate of the static runs; 0 until it is known
 }
 
-// A point of a run has its share of the static budget and its held-out loss in nats per byte.
+// A point is an evaluation: the share of the static budget and the held-out loss in nats per byte.
 type point struct {
 	share, loss   float64
 	blocks, trial int // blocks of the model, and blocks on trial
 }
 
-// A trained value is the result of a run.
+// A trained value holds the result of a run.
 type trained struct {
 	rate    float64
 	loss    float64 // held out, in nats per byte
@@ -148,7 +148,7 @@ func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error)
 	g := llm.Growth{Controller: e.controller}
 	if e.elsewhere() {
 		g.Controller, g.Validation, g.Every = e.seedController(t), e.text.validation, 4
-		if e.grows("depth") { // its curve needs a point in each epoch
+		if e.grows("depth") { // the curve needs a point in each epoch
 			g.Controller, g.Every = control.Together(e.controller, g.Controller), 1
 		}
 	}
@@ -166,7 +166,7 @@ func (e *experiment) grow(t *llm.Trainer, name, replay string) (*os.File, error)
 
 	path := filepath.Join(e.out, name+".record.jsonl")
 	if same, err := filepath.Abs(replay); err == nil && replay != "" {
-		if here, err := filepath.Abs(path); err == nil && here == same { // it would overwrite itself
+		if here, err := filepath.Abs(path); err == nil && here == same { // the run would overwrite the record
 			path = filepath.Join(e.out, name+".replayed.jsonl")
 		}
 	}

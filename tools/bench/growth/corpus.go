@@ -68,7 +68,7 @@ func openCorpus(ctx context.Context, o options, w io.Writer) (*corpus, error) {
 	return c, err
 }
 
-// tokenize encodes the text as bytes, or with a byte-pair encoding whose tokens are kept in a file.
+// tokenize encodes the text as bytes, or with a byte-pair encoding and a file of tokens.
 func (c *corpus) tokenize(ctx context.Context, o options, text *data.Text,
 	w io.Writer) (tok tokenizer.Tokenizer, err error) {
 	if o.vocab == 0 {

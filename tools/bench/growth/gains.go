@@ -29,7 +29,7 @@ func drawGains(path string, rows []row) error {
 	}
 
 	if len(panels) == 0 {
-		return nil // nothing grew, or there is no static arm to compare with
+		return nil // nothing grew, or no static arm exists for a comparison
 	}
 
 	return figure.Write(path, 8*vg.Inch, vg.Length(len(panels))*4.5*vg.Inch, panels...)

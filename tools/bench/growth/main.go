@@ -1,8 +1,8 @@
-// Package growth measures what growing a model brings, for the program bench.
+// Package growth measures the benefit of growing a model, for the program bench.
 //
-// [Pairs] trains a grown model and a static one in equal time, and draws their losses. [Study]
-// compares many recipes of growth with tuned static models, on budgets that are counted in tokens per
-// parameter, and keeps a record of each run.
+// [Pairs] trains a grown model and a static one in equal time, and draws their losses. [Study] compares
+// many recipes of growth with tuned static models, on budgets counted in tokens per parameter, and keeps
+// a record of each run.
 package growth
 
 import (

@@ -36,7 +36,7 @@ func textFolder(t *testing.T) string {
 	return dir
 }
 
-// tiny are options of runs that take hardly any time.
+// tiny returns the options of very short runs.
 func tiny(t *testing.T, out string, more ...string) []string {
 	return append([]string{"-device", "cpu", "-data", textFolder(t), "-out", out, "-time",
 		"600ms", "-dim", "16",
@@ -62,13 +62,13 @@ func lastLine(t *testing.T, stdout string) (l last) {
 	return l
 }
 
-// TestRun wants the grown model to end with the static one's blocks, unless they did it no good.
-// All that is promised must lie in the folder. A run that follows the record must give the same
-// model.
+// TestRun checks that the grown model has the blocks of the static one at the end, unless its growth was
+// rolled back, and that all files exist. A run that replays the record must produce the same model.
 func TestRun(t *testing.T) {
 	out := t.TempDir()
 	var stdout, stderr strings.Builder
-	// tokens, since in so little time a busy machine grows no model
+	// a number of tokens instead of a time, because a busy machine might not grow the model in such a
+	// short time
 	require.NoError(t, Pairs(t.Context(), tiny(t, out, "-runs", "2", "-tokens", "9600"), &stdout,
 		&stderr), &stderr)
 	l := lastLine(t, stdout.String())
@@ -107,7 +107,7 @@ func TestRun(t *testing.T) {
 	require.Equal(t, l.Steps[0], replayed.Steps[0])
 }
 
-// TestSites wants a model to grow at every site, in places of every kind.
+// TestSites checks that a model grows at every site, with every choice of places.
 func TestSites(t *testing.T) {
 	for site, where := range map[string]string{"chunk": "", "weight": "random", "stream": "all",
 		"depth,stream": ""} {
@@ -123,7 +123,7 @@ func TestSites(t *testing.T) {
 	}
 }
 
-// bestRate returns the learning rate of the first grown run, as its log has it.
+// bestRate returns the learning rate of the first grown run according to its log.
 func bestRate(t *testing.T, out string) float64 {
 	t.Helper()
 	for _, lr := range []float64{0.01, 0.02} {

@@ -129,7 +129,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	return o, o.finish(f.Args())
 }
 
-// finish fills in defaults, and returns an error for values that make no sense.
+// finish fills in defaults, and returns an error for impossible values.
 func (o *options) finish(rest []string) error {
 	for _, c := range []struct {
 		ok   bool

@@ -97,7 +97,7 @@ func addLoss(p *plot.Plot, name string, r *trained, c color.Color) error {
 	return nil
 }
 
-// addCrossing marks the final loss of the static run, and the time at which the grown run reached it.
+// addCrossing marks the final loss of the static run, and the time when the grown run reached it.
 func addCrossing(p *plot.Plot, c comparison) error {
 	lines := []plotter.XYs{{{X: 0, Y: c.static.loss}, {X: 100, Y: c.static.loss}}}
 	if at := 100 * c.grown.timeTo(c.static.loss); at == at {

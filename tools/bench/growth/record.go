@@ -125,7 +125,7 @@ func openStudy(dir string, settings studySettings) (*study, error) {
 	return s, s.readRecords()
 }
 
-// loadStudy opens a folder of records to report on them.
+// loadStudy opens an existing folder of records for a report.
 func loadStudy(dir string) (*study, error) {
 	s := &study{dir: dir, records: map[string]record{}}
 	if err := readJSON(s.path("study"), &s.studySettings); err != nil {
@@ -134,7 +134,7 @@ func loadStudy(dir string) (*study, error) {
 	return s, s.readRecords()
 }
 
-// packedName is the file to which pack writes all records, one per line.
+// packedName is the name of the file for all packed records, one per line.
 const packedName = "records.jsonl"
 
 // pack moves all records into one file, without their training losses, which take most of the space.

@@ -2,10 +2,10 @@
 
     python3 llmc_peers.py path/to/train_gpt2cu [--models llama124M,llama350M] [--steps 100] > llmc.jsonl
 
-The program is that of github.com/karpathy/llm.c, made with `make train_gpt2cu USE_CUDNN=1`. With CUDA 13 the call of cudaMemAdvise in
-llmc/cuda_utils.cuh wants `cudaMemLocation{cudaMemLocationTypeHost, 0}` in place of `cudaCpuDeviceId`. It trains from random weights on
-random tokens, as the other programs do, in bfloat16 with float32 master weights. Lines are those of torch_peers.py; a time is the
-median of the steps that the program prints, without the first third.
+Build the program from github.com/karpathy/llm.c with `make train_gpt2cu USE_CUDNN=1`. With CUDA 13, replace `cudaCpuDeviceId` in the
+call of cudaMemAdvise in llmc/cuda_utils.cuh by `cudaMemLocation{cudaMemLocationTypeHost, 0}`. Like the other programs, it trains from
+random weights on random tokens, in bfloat16 with float32 master weights. The output has the format of torch_peers.py. Times are
+medians of the steps that the program prints, without the first third.
 """
 import argparse
 import array

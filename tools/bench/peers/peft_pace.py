@@ -1,5 +1,5 @@
-# Steps of a 124M Llama in PyTorch, bf16 autocast, with and without LoRA of rank 16 by peft, all
-# weights learning or the host frozen. One line a figure.
+# Times training steps of a 124M Llama in PyTorch with bf16 autocast: without LoRA, and with LoRA of
+# rank 16 from peft, with the other weights frozen or learning. Prints one line per measurement.
 import time, torch, sys
 from transformers import LlamaConfig, LlamaForCausalLM
 from peft import LoraConfig, get_peft_model

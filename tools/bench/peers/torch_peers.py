@@ -5,9 +5,9 @@
     python3 torch_peers.py --device cpu [--groups copy,gemm,kasmina,train] > torch.jsonl
 
 One JSON line for each measurement, as tools/bench prints them; run both on one machine, one after the other, and make a
-table of their lines with `go run ./tools/bench -table`. What fails is told on stderr, the rest is measured, and the
-status is 1. It needs torch 2.5 or later, with Triton on a GPU; it was run with torch 2.11 and Triton 3.6. Liger's kernels
-(liger-kernel 0.6) are measured where that package is installed.
+table of their lines with `go run ./tools/bench -table`. If a measurement fails, the error is printed to
+standard error, the remaining measurements continue, and the exit status is 1. It needs torch 2.5 or later, with Triton on a GPU; it was run with torch 2.11 and Triton 3.6. Liger's kernels
+(liger-kernel 0.6) are measured if that package is installed.
 
 Bytes count each input read once and each output written once; causal attention counts half of the scores. Times of kernels
 are medians of CUDA events, with the cache cleared before each launch; those of training steps are medians of wall-clock
