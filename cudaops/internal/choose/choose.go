@@ -37,17 +37,17 @@ type Config struct {
 // Chooser chooses the variants of a machine's calls.
 type Chooser struct {
 	Config
-	x     *run.Executor
-	store *store // nil if timing is disabled
-	made  []*optime.Choice
-	known map[string]*optime.Choice // choices by op and shape, also from discarded programs
-	given map[string]string         // names of given variants, with the keys of known; nil if no choices are given
-	full  bool                      // the user has been told that there was no memory for timing
+	x        *run.Executor
+	store    *store // nil if timing is disabled
+	choices  []*optime.Choice
+	known    map[string]*optime.Choice // choices by op and shape, also from discarded programs
+	given    map[string]string         // names of given variants, with the keys of known; nil if no choices are given
+	toldFull bool                      // the user has been told that there was no memory for timing
 }
 
 const (
-	// leastOperations is the default minimum of FLOPs for timing a product.
-	leastOperations = 1e9
+	// defaultMinFLOPs is the default minimum of FLOPs for timing a product.
+	defaultMinFLOPs = 1e9
 	// productVariants is the maximum number of cuBLASLt variants to time, taken in the order of the
 	// library's heuristic.
 	productVariants = 12
@@ -57,7 +57,7 @@ const (
 func New(x *run.Executor, c Config) *Chooser {
 	t := &Chooser{Config: c, x: x, known: map[string]*optime.Choice{}}
 	if t.Least == 0 {
-		t.Least = leastOperations
+		t.Least = defaultMinFLOPs
 	}
 
 	switch {
@@ -78,14 +78,14 @@ func (t *Chooser) Settle() { t.store, t.given = nil, nil }
 
 // Made returns the choices of the current program in the order they were made.
 func (t *Chooser) Made() (made []optime.Choice) {
-	for _, c := range t.made {
+	for _, c := range t.choices {
 		made = append(made, *c)
 	}
 	return made
 }
 
 // Again clears the list of choices made, so that another program can be compiled from the same graph.
-func (t *Chooser) Again() { t.made = nil }
+func (t *Chooser) Again() { t.choices = nil }
 
 // Tunes reports whether timing may influence choices, here or on the machine that provided the given
 // choices.
@@ -113,7 +113,7 @@ func (t *Chooser) ChooseVariant(c *program.Call) error {
 		return err
 	}
 
-	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != nil || hasNone(c) {
+	if _, ok := c.Params.(kernel.Tuned); !ok || c.Choice != nil || hasEmptyOperand(c) {
 		return nil
 	}
 
@@ -133,8 +133,8 @@ func (t *Chooser) ChooseVariant(c *program.Call) error {
 	return nil
 }
 
-// hasNone reports whether any bound operand of a call is empty.
-func hasNone(c *program.Call) bool {
+// hasEmptyOperand reports whether any bound operand of a call is empty.
+func hasEmptyOperand(c *program.Call) bool {
 	return slices.ContainsFunc(c.Args, func(a program.Arg) bool {
 		return a.Bound() && a.Len() == 0
 	})
@@ -162,8 +162,8 @@ func (t *Chooser) choose(j program.Group) (variant int, c *optime.Choice, err er
 	}
 
 	if c := t.known[key]; c != nil && slices.Contains(names, c.Variant) {
-		if !slices.Contains(t.made, c) {
-			t.made = append(t.made, c)
+		if !slices.Contains(t.choices, c) {
+			t.choices = append(t.choices, c)
 		}
 		return slices.Index(names, c.Variant), c, nil
 	}
@@ -185,19 +185,19 @@ func (t *Chooser) choose(j program.Group) (variant int, c *optime.Choice, err er
 			c.Source = optime.Stored
 		}
 	} else if t.store != nil && len(left) > 1 && (j.FLOPs == 0 || j.FLOPs >= t.Least) {
-		if variant, err = t.timed(j, left, c); err != nil {
+		if variant, err = t.fastestStored(j, left, c); err != nil {
 			return 0, nil, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
 		}
 	}
 
 	c.Variant = names[variant]
-	t.known[key], t.made = c, append(t.made, c)
+	t.known[key], t.choices = c, append(t.choices, c)
 	return variant, c, nil
 }
 
-// timed returns the fastest of the variants in left. It uses the stored choice if there is one and
+// fastestStored returns the fastest of the variants in left. It uses the stored choice if there is one and
 // otherwise times the variants and stores the result.
-func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, error) {
+func (t *Chooser) fastestStored(j program.Group, left []int, c *optime.Choice) (int, error) {
 	build := t.x.Kernels.Build()
 	if blas, err := t.x.Ctx.Blas(); err == nil {
 		build += fmt.Sprintf(", cuBLASLt %d", blas.Version())
@@ -218,7 +218,7 @@ func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, err
 
 	x, err := newTimer(t, j)
 	if err != nil {
-		t.cannot(j, err)
+		t.warnNotTimed(j, err)
 		return left[0], x.memory.Close()
 	}
 
@@ -234,28 +234,28 @@ func (t *Chooser) timed(j program.Group, left []int, c *optime.Choice) (int, err
 	}
 
 	c.Source, c.Cold = optime.Measured, x.cold[variant]
-	if err := t.store.put(key, timed{Variant: c.Variants[variant], Cold: c.Cold}); err != nil {
+	if err := t.store.put(key, storedChoice{Variant: c.Variants[variant], Cold: c.Cold}); err != nil {
 		t.Warn(err.Error())
 	}
 
 	return variant, nil
 }
 
-// cannot reports why a group is not timed. Running out of memory is harmless, so it is logged only once.
-func (t *Chooser) cannot(j program.Group, err error) {
+// warnNotTimed reports why a group is not timed. Running out of memory is harmless, so it is logged only once.
+func (t *Chooser) warnNotTimed(j program.Group, err error) {
 	if !errors.Is(err, gpu.OutOfMemory) {
 		t.Warn(fmt.Sprintf("%s %s is not tuned: %v", j.Op, j.Shape, err))
 		return
 	}
 
-	if !t.full {
+	if !t.toldFull {
 		t.Logger.Info(fmt.Sprintf("cudaops: the card has no memory left to time kernels in, so a "+
 			"rule of thumb chooses, for %s and for what else is new here: that is harmless, but "+
 			"may be slower (%v)", j.Op,
 			err))
 	}
 
-	t.full = true
+	t.toldFull = true
 }
 
 // product plans the product computed by a call, if any, and sets its variant. All calls with the same

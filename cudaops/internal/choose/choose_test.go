@@ -115,7 +115,7 @@ func TestStoredChoice(t *testing.T) {
 		Device: gpu.DeviceInfo{Name: "card"}, Version: 13000}
 	store := open(c.Path, func(message string) { t.Error(message) })
 	const key = "card, CUDA 13000, build, cuBLASLt 130000, Norm [3, 5], under load there and back"
-	for added, choice := range map[string]timed{
+	for added, choice := range map[string]storedChoice{
 		"":           {Variant: "narrow", Cold: 3 * time.Microsecond},
 		", of [0 2]": {Variant: "plain"},
 		", of [0 1]": {Variant: "wide"},
@@ -141,25 +141,25 @@ func TestStoredChoice(t *testing.T) {
 func TestTinyJob(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Full})
 	tiny := norm("[1, 1]")
-	tiny.FLOPs = leastOperations - 1
+	tiny.FLOPs = defaultMinFLOPs - 1
 	variant, made, err := chooser.choose(tiny)
 	require.NoError(t, err)
 	require.Zero(t, variant)
 	require.Equal(t, optime.ByRule, made.Source)
-	require.False(t, chooser.worthTiming(leastOperations-1))
-	require.True(t, chooser.worthTiming(leastOperations))
+	require.False(t, chooser.worthTiming(defaultMinFLOPs-1))
+	require.True(t, chooser.worthTiming(defaultMinFLOPs))
 }
 
 // TestFirstVariantAdvance checks that another variant replaces the first only if it saves more than
-// tuneGain.
+// minGain.
 func TestFirstVariantAdvance(t *testing.T) {
 	x := &timer{Chooser: &Chooser{}}
 	for _, c := range []struct {
 		other time.Duration
 		wins  bool
 	}{{995, false}, {991, false}, {989, true}, {1000, false}} {
-		x.took = []time.Duration{1000, c.other}
-		require.Equal(t, c.wins, x.key(1, 0) < x.key(0, 0), "%v beside 1000", c.other)
+		x.times = []time.Duration{1000, c.other}
+		require.Equal(t, c.wins, x.rankingTime(1, 0) < x.rankingTime(0, 0), "%v beside 1000", c.other)
 	}
 }
 
@@ -183,7 +183,7 @@ func TestContenders(t *testing.T) {
 	} {
 		x := &timer{}
 		for _, took := range c.took {
-			x.took = append(x.took, took*c.unit)
+			x.times = append(x.times, took*c.unit)
 		}
 		near, long := x.contenders([]int{0, 1, 2, 3, 4, 5, 6, 7})
 		require.Equal(t, []any{c.want, c.long}, []any{near, long})
@@ -207,7 +207,7 @@ func TestGather(t *testing.T) {
 	untimed := program.Reads(&fields[5], documents)
 	untimed.Role = program.Untimed
 	x := &timer{pieces: map[*program.Buffer]*piece{}}
-	x.gather([]*program.Call{
+	x.gatherOperands([]*program.Call{
 		{Args: []program.Arg{program.Reads(&fields[1], in), program.Writes(&fields[2], between),
 			untimed}},
 		{Args: []program.Arg{scaled, program.Reads(&fields[3], between),

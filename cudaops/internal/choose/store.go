@@ -143,10 +143,10 @@ const (
 )
 
 // choices maps keys to choices.
-type choices map[string]timed
+type choices map[string]storedChoice
 
-// timed is the stored choice for a key: the fastest variant, and its time with a cold cache.
-type timed struct {
+// storedChoice is the stored choice for a key: the fastest variant, and its time with a cold cache.
+type storedChoice struct {
 	Variant string        `json:"variant"`
 	Cold    time.Duration `json:"cold_ns"`
 }
@@ -168,7 +168,7 @@ func (c *choices) UnmarshalJSON(b []byte) error {
 		if len(*c) == maxChoices {
 			return fmt.Errorf("it has more than %d choices", maxChoices)
 		}
-		var choice timed
+		var choice storedChoice
 		if err := d.Decode(&choice); err != nil {
 			return err
 		}
@@ -201,7 +201,7 @@ func read(path string) (choices, error) {
 }
 
 // get returns the choice stored for a key, and reports whether it exists.
-func (s *store) get(key string) (timed, bool) {
+func (s *store) get(key string) (storedChoice, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	c, ok := s.choices[key]
@@ -210,7 +210,7 @@ func (s *store) get(key string) (timed, bool) {
 
 // put stores a choice. The file is replaced atomically, preserving choices that other processes have
 // stored in it. If put fails, this process still remembers the choice.
-func (s *store) put(key string, c timed) error {
+func (s *store) put(key string, c storedChoice) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.choices[key] = c

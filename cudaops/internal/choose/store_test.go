@@ -29,15 +29,15 @@ func TestStore(t *testing.T) {
 	require.Same(t, s, open(path, silent(t)), "two stores for one file in a process")
 	_, ok := s.get("a")
 	require.False(t, ok, "a new store knows a choice")
-	require.NoError(t, s.put("a", timed{"x", 1<<63 - 1}))
+	require.NoError(t, s.put("a", storedChoice{"x", 1<<63 - 1}))
 	other := reopen(t, path, silent(t))
 	got, ok := other.get("a")
 	require.True(t, ok)
-	require.Equal(t, timed{"x", 1<<63 - 1}, got)
+	require.Equal(t, storedChoice{"x", 1<<63 - 1}, got)
 	_, ok = other.get("b")
 	require.False(t, ok, "it has a choice for another key")
-	require.NoError(t, other.put("b", timed{Variant: "b"}))
-	require.NoError(t, s.put("c", timed{Variant: "c"}), "it has not read b")
+	require.NoError(t, other.put("b", storedChoice{Variant: "b"}))
+	require.NoError(t, s.put("c", storedChoice{Variant: "c"}), "it has not read b")
 	third := reopen(t, path, silent(t))
 	for _, key := range []string{"b", "c"} {
 		got, _ := third.get(key)
@@ -65,9 +65,9 @@ func TestDamaged(t *testing.T) {
 			require.Contains(t, warnings[0], path)
 			_, ok := s.get("a")
 			require.False(t, ok, "it has a choice")
-			require.NoError(t, s.put("a", timed{Cold: 5}))
+			require.NoError(t, s.put("a", storedChoice{Cold: 5}))
 			got, _ := reopen(t, path, silent(t)).get("a")
-			require.Equal(t, timed{Cold: 5}, got)
+			require.Equal(t, storedChoice{Cold: 5}, got)
 		})
 	}
 }
@@ -78,10 +78,10 @@ func TestUnwritable(t *testing.T) {
 	require.NoError(t, os.MkdirAll(path, 0o755), "a folder in its place")
 	warned := 0
 	s := open(path, func(string) { warned++ })
-	require.Error(t, s.put("a", timed{Cold: 5}))
+	require.Error(t, s.put("a", storedChoice{Cold: 5}))
 	require.Equal(t, 1, warned)
 	got, _ := s.get("a")
-	require.Equal(t, timed{Cold: 5}, got)
+	require.Equal(t, storedChoice{Cold: 5}, got)
 }
 
 func TestConcurrent(t *testing.T) {
@@ -89,7 +89,7 @@ func TestConcurrent(t *testing.T) {
 	var all sync.WaitGroup
 	for i := range 8 {
 		all.Go(func() {
-			require.NoError(t, open(path, silent(t)).put(fmt.Sprint(i), timed{Variant: fmt.Sprint(i)}))
+			require.NoError(t, open(path, silent(t)).put(fmt.Sprint(i), storedChoice{Variant: fmt.Sprint(i)}))
 		})
 	}
 

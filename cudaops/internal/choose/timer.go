@@ -14,28 +14,28 @@ import (
 )
 
 const (
-	// tuneRounds is the number of times that each competitive variant is timed.
-	tuneRounds = 7
-	// tuneGain is the fraction of time that a variant must save to replace the first. Smaller differences
+	// timingRounds is the number of times that each competitive variant is timed.
+	timingRounds = 7
+	// minGain is the fraction of time that a variant must save to replace the first. Smaller differences
 	// are noise.
-	tuneGain = 0.01
-	// tuneHopeless is the multiple of the best time beyond which a variant is eliminated after tuneFirst
+	minGain = 0.01
+	// eliminateAbove is the multiple of the best time beyond which a variant is eliminated after eliminationRounds
 	// timings. Several timings are needed because a single delay of the host could make any variant look
 	// slow.
-	tuneHopeless, tuneFirst = 1.5, 3
+	eliminateAbove, eliminationRounds = 1.5, 3
 	// The loadMost fastest variants, if within loadNear times the best time, are also timed under load.
 	loadNear, loadMost = 1.05, 3
-	// loadLeast is the shortest time of a group worth timing under load.
-	loadLeast = 30 * time.Microsecond
+	// minLoadTime is the shortest time of a group worth timing under load.
+	minLoadTime = 30 * time.Microsecond
 	// Groups that take at least loadLong are timed under load twice, for up to loadLongMost variants
 	// within loadLongNear times the best time. Groups this long occur in large models, where the training
 	// time justifies a longer start.
 	loadLong                   = 400 * time.Microsecond
 	loadLongNear, loadLongMost = 1.08, 6
-	// Before timing under load, the GPU warms up for loadHeat. Then each variant runs for loadSettle
+	// Before timing under load, the GPU warms up for loadWarmUp. Then each variant runs for loadSettle
 	// before loadSpan is timed. The clock rate responds slowly to a variant's power draw: on an H100, two
 	// thirds of a change is visible after 35 ms.
-	loadHeat, loadSettle, loadSpan = 50 * time.Millisecond, 50 * time.Millisecond,
+	loadWarmUp, loadSettle, loadSpan = 50 * time.Millisecond, 50 * time.Millisecond,
 		25 * time.Millisecond
 )
 
@@ -59,7 +59,7 @@ type timer struct {
 	flush      gpu.Ptr // memory that is overwritten to flush the cache
 	flushBytes int
 	cold       []time.Duration // median times of the variants with a cold cache
-	took       []time.Duration // times used to compare variants
+	times      []time.Duration // times used to compare variants
 }
 
 // piece is memory that replaces a buffer while timing. It covers the range of the buffer from its lowest
@@ -82,10 +82,10 @@ func newTimer(t *Chooser, j program.Group) (*timer, error) {
 	n := len(j.Alternatives)
 	x := &timer{Chooser: t, Group: j, memory: run.Memory{Ctx: t.x.Ctx},
 		flushBytes: max(1, 2*t.Device.L2),
-		cold:       make([]time.Duration, n), took: make([]time.Duration, n),
+		cold:       make([]time.Duration, n), times: make([]time.Duration, n),
 		pieces: map[*program.Buffer]*piece{}}
 	for _, a := range j.Alternatives {
-		x.gather(a.Calls)
+		x.gatherOperands(a.Calls)
 	}
 
 	for _, r := range j.Results {
@@ -109,8 +109,8 @@ func newTimer(t *Chooser, j program.Group) (*timer, error) {
 	return x, err
 }
 
-// gather finds the operands of calls, given in the order of execution.
-func (x *timer) gather(calls []*program.Call) {
+// gatherOperands finds the operands of calls, given in the order of execution.
+func (x *timer) gatherOperands(calls []*program.Call) {
 	written := map[*program.Buffer]bool{}
 	for _, c := range calls {
 		for _, a := range c.Args {
@@ -165,7 +165,7 @@ func (x *timer) fill(p *piece, seed uint64) error {
 // fastest returns the index of the fastest of the given variants, or -1 if none qualifies. A variant is
 // disqualified if it fails or its result differs from the plain variant's result.
 func (x *timer) fastest(variants []int) (int, error) {
-	live, err := x.right(variants)
+	live, err := x.correct(variants)
 	if err != nil {
 		return 0, err
 	}
@@ -179,13 +179,13 @@ func (x *timer) fastest(variants []int) (int, error) {
 		return -1, nil
 	}
 
-	if err := x.time(live, tuneFirst); err != nil {
+	if err := x.time(live, eliminationRounds); err != nil {
 		return 0, err
 	}
 
-	live = x.within(live, tuneHopeless)
+	live = x.within(live, eliminateAbove)
 	if len(live) > 1 {
-		if err := x.time(live, tuneRounds); err != nil {
+		if err := x.time(live, timingRounds); err != nil {
 			return 0, err
 		}
 		if live, err = x.underLoad(live); err != nil {
@@ -194,22 +194,22 @@ func (x *timer) fastest(variants []int) (int, error) {
 	}
 
 	return slices.MinFunc(live, func(i, j int) int {
-		return cmp.Compare(x.key(i, variants[0]), x.key(j, variants[0]))
+		return cmp.Compare(x.rankingTime(i, variants[0]), x.rankingTime(j, variants[0]))
 	}), nil
 }
 
 // within returns the variants that take at most times as long as the fastest variant, ordered by time.
 func (x *timer) within(variants []int, times float64) []int {
 	near := slices.Clone(variants)
-	slices.SortStableFunc(near, func(i, j int) int { return cmp.Compare(x.took[i], x.took[j]) })
-	most := times * float64(x.took[near[0]])
-	return slices.DeleteFunc(near, func(i int) bool { return float64(x.took[i]) > most })
+	slices.SortStableFunc(near, func(i, j int) int { return cmp.Compare(x.times[i], x.times[j]) })
+	most := times * float64(x.times[near[0]])
+	return slices.DeleteFunc(near, func(i int) bool { return float64(x.times[i]) > most })
 }
 
 // contenders returns the variants to time under load, and reports whether the group is long.
 func (x *timer) contenders(live []int) (near []int, long bool) {
 	near, most := x.within(live, loadNear), loadMost
-	if long = x.took[near[0]] >= loadLong; long {
+	if long = x.times[near[0]] >= loadLong; long {
 		near, most = x.within(live, loadLongNear), loadLongMost
 	}
 	return near[:min(len(near), most)], long
@@ -225,7 +225,7 @@ func (x *timer) contenders(live []int) (near []int, long bool) {
 // at full clock rate.
 func (x *timer) underLoad(live []int) ([]int, error) {
 	near, long := x.contenders(live)
-	if len(near) < 2 || x.took[near[0]] < loadLeast {
+	if len(near) < 2 || x.times[near[0]] < minLoadTime {
 		return live, nil
 	}
 
@@ -249,7 +249,7 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 	took, err := run.Times(x.x.Ctx, x.x.Stream, len(turns), func(i int) error {
 		settle := loadSettle
 		if i == 0 {
-			settle += loadHeat
+			settle += loadWarmUp
 		}
 		return repeat(turns[i], settle)
 	}, func(i int) error { return repeat(turns[i], loadSpan) })
@@ -260,31 +260,31 @@ func (x *timer) underLoad(live []int) ([]int, error) {
 	for i, variant := range near {
 		if long {
 			both := took[i] + took[len(turns)-1-i]
-			x.took[variant] = both / time.Duration(2*runs(variant, loadSpan))
+			x.times[variant] = both / time.Duration(2*runs(variant, loadSpan))
 			continue
 		}
 		loaded := float64(took[i]) / float64(runs(variant, loadSpan))
-		x.took[variant] = time.Duration(math.Sqrt(float64(x.cold[variant]) * loaded))
+		x.times[variant] = time.Duration(math.Sqrt(float64(x.cold[variant]) * loaded))
 	}
 
 	return near, nil
 }
 
-// key returns the time used to rank a variant. The first variant gets a small bonus.
-func (x *timer) key(variant, first int) float64 {
+// rankingTime returns the time used to rank a variant. The first variant gets a small bonus.
+func (x *timer) rankingTime(variant, first int) float64 {
 	if variant == first {
-		return (1 - tuneGain) * float64(x.took[variant])
+		return (1 - minGain) * float64(x.times[variant])
 	}
-	return float64(x.took[variant])
+	return float64(x.times[variant])
 }
 
-// right returns the variants that work and produce the same result as the plain variant. If the plain
+// correct returns the variants that work and produce the same result as the plain variant. If the plain
 // variant fails or computes a non-finite number, the first working variant serves as the reference
 // instead.
 //
 // Running the variants also loads their kernels. A fault that destroys the context is returned as an
 // error.
-func (x *timer) right(variants []int) ([]int, error) {
+func (x *timer) correct(variants []int) ([]int, error) {
 	plain := x.Plain
 	var want [][]float32
 	good := map[int]bool{}
@@ -346,7 +346,7 @@ func (x *timer) time(variants []int, rounds int) error {
 			all = append(all, took[i])
 		}
 		x.cold[variant] = run.Median(all)
-		x.took[variant] = x.cold[variant]
+		x.times[variant] = x.cold[variant]
 	}
 
 	return nil
@@ -372,16 +372,16 @@ func (x *timer) result(variant int) ([][]float32, error) {
 			if err := ctx.CopyToHost(raw, p.at.Offset(at), s); err != nil {
 				return nil, err
 			}
-			results = append(results, written(raw, p.kind))
+			results = append(results, decodeWritten(raw, p.kind))
 		}
 	}
 
 	return results, nil
 }
 
-// written decodes a result. A NaN computed by a variant is returned as infinity, so that NaN denotes
+// decodeWritten decodes a result. A NaN computed by a variant is returned as infinity, so that NaN denotes
 // memory in gaps between rows, which still holds the fill value set by result.
-func written(raw []byte, kind gpu.DType) []float32 {
+func decodeWritten(raw []byte, kind gpu.DType) []float32 {
 	numbers, size := make([]float32, len(raw)/kind.Size()), kind.Size()
 	gpu.Decode(numbers, kind, raw)
 	touched := func(b byte) bool { return b != 0xff }

@@ -35,7 +35,7 @@ type Machine struct {
 type layer struct {
 	*program.KasminaLayer
 	*Layers
-	hosted  bool   // the current run computes the layer on the host: see choose
+	onHost  bool   // the current run computes the layer on the host: see choose
 	encoded []byte // encoded state for the current run
 	staging []byte // pinned; the state last copied to the device, if sent is set
 	sent    bool
@@ -103,7 +103,7 @@ func New(m *Machine) (ls *Layers, err error) {
 		}
 		pass := k.Op.NewPass()
 		pass.Begin()
-		if err := l.choose(l.encode(pass)); err != nil {
+		if err := l.chooseProcessor(l.encode(pass)); err != nil {
 			return nil, fmt.Errorf("%v: %w", k.Op, err)
 		}
 		ls.of[k], ls.layers = l, append(ls.layers, l)
@@ -140,7 +140,7 @@ func (ls *Layers) After() error {
 	}
 
 	for _, l := range ls.layers {
-		l.flights[i].busy = !l.hosted
+		l.flights[i].busy = !l.onHost
 	}
 
 	ls.unreported = false
@@ -183,14 +183,14 @@ func (l *layer) countsIn(report []byte) []uint32 {
 // AppendMode appends the telemetry mode of every layer, and whether the host computes the layer.
 func (ls *Layers) AppendMode(b []byte) []byte {
 	for _, l := range ls.layers {
-		b = fmt.Appendf(b, "%v %v,", l.now().mode, l.hosted)
+		b = fmt.Appendf(b, "%v %v,", l.current().mode, l.onHost)
 	}
 	return b
 }
 
 // OnHost reports whether the current run computes a layer on the host.
 func (ls *Layers) OnHost() bool {
-	return slices.ContainsFunc(ls.layers, func(l *layer) bool { return l.hosted })
+	return slices.ContainsFunc(ls.layers, func(l *layer) bool { return l.onHost })
 }
 
 // Settle waits for pending reports and passes them to the lattices.
@@ -205,14 +205,14 @@ func (ls *Layers) Settle() error {
 	return errors.Join(errs...)
 }
 
-// at returns the device address of one of the arrays in the layer's report.
-func (l *layer) at(word int) gpu.Ptr {
+// address returns the device address of one of the arrays in the layer's report.
+func (l *layer) address(word int) gpu.Ptr {
 	return l.m.Program.Reports.Ptr().Offset(4 * l.Place(word))
 }
 
-// moving returns the number of seed-sized chunks that the last run's backward pass moved: the gradient of
+// chunksMoved returns the number of seed-sized chunks that the last run's backward pass moved: the gradient of
 // y, x where needed, and the gradient of x where written.
-func (l *layer) moving(inPlace bool) int {
+func (l *layer) chunksMoved(inPlace bool) int {
 	n := l.State.Seeds
 	if l.State.Wide { // seeds that mix; the loop below counts them like Residual ones
 		n += int(gpu.View[uint32](l.staging[l.State.List():])[0])
@@ -262,7 +262,7 @@ func (l *layer) begin(pass *op.KasminaPass) error {
 
 // before receives reports and sends the lattice's state.
 func (l *layer) before() error {
-	f, last := l.now(), 1-l.next
+	f, last := l.current(), 1-l.next
 	if err := l.receive(l.next, true); err != nil { // from two runs ago
 		return err
 	}
@@ -273,14 +273,14 @@ func (l *layer) before() error {
 
 	err := l.begin(f.pass)
 	if err == nil {
-		err = l.choose(l.encode(f.pass))
+		err = l.chooseProcessor(l.encode(f.pass))
 	}
 	if err != nil {
 		return fmt.Errorf("%v: %w", l.Op, err)
 	}
 
 	f.scale, f.mode = l.m.Scale.Now.Scale, mode{}
-	if l.hosted { // the op itself reports to the lattice, after pending reports
+	if l.onHost { // the op itself reports to the lattice, after pending reports
 		return l.receive(last, true)
 	}
 
@@ -298,8 +298,8 @@ func (l *layer) before() error {
 	return err
 }
 
-// now returns the flight of the current or next run.
-func (l *layer) now() *flight { return &l.flights[l.next] }
+// current returns the flight of the current or next run.
+func (l *layer) current() *flight { return &l.flights[l.next] }
 
 // receive passes the report of flight i to the lattice if it has arrived or wait is set.
 func (l *layer) receive(i int, wait bool) error {
@@ -380,13 +380,13 @@ func (l *layer) deliver(f *flight, report []byte) error {
 		return g
 	}
 
-	return errors.Join(err, unlessScaled(f.pass.RecordGradient(gradient), f.scale))
+	return errors.Join(err, ignoreScaledOverflow(f.pass.RecordGradient(gradient), f.scale))
 }
 
-// unlessScaled returns the error of a backward pass, except for non-finite gradients at a loss scale
+// ignoreScaledOverflow returns the error of a backward pass, except for non-finite gradients at a loss scale
 // above 1. The scale itself may have caused them, so they are counted and the step is skipped. At a scale
 // of 1 there is another cause.
-func unlessScaled(err error, scale float32) error {
+func ignoreScaledOverflow(err error, scale float32) error {
 	if scale > 1 && errors.Is(err, op.ErrNonFinite) {
 		return nil
 	}

@@ -20,28 +20,28 @@ import (
 func (ls *Layers) Run(c *program.Call, p *program.KasminaPass) error {
 	l := ls.of[p.Layer]
 	switch {
-	case l.hosted:
-		return ls.onHost(c, p)
+	case l.onHost:
+		return ls.runOnHost(c, p)
 	case p.Replay:
 		return l.m.Launch(l.pass(c, mode{}, false))
 	}
-	return l.m.Launch(l.pass(c, l.now().mode, true))
+	return l.m.Launch(l.pass(c, l.current().mode, true))
 }
 
-// onHost computes a pass on the host.
-func (ls *Layers) onHost(c *program.Call, p *program.KasminaPass) error {
+// runOnHost computes a pass on the host.
+func (ls *Layers) runOnHost(c *program.Call, p *program.KasminaPass) error {
 	if err := ls.m.Canceled(); err != nil {
 		return err
 	}
 
 	of := func(field *gpu.Ptr) *program.Array { return c.Operand(field).Array }
 	if f := &p.Forward; !p.Grad {
-		return ls.m.passOnHost(p.Node, []*program.Array{of(&f.X), of(&f.Weights), of(&f.Scales)},
+		return ls.m.computeOnHost(p.Node, []*program.Array{of(&f.X), of(&f.Weights), of(&f.Scales)},
 			of(&f.Y))
 	}
 
 	b := &p.Backward
-	return ls.m.passOnHost(p.Node,
+	return ls.m.computeOnHost(p.Node,
 		[]*program.Array{of(&b.X), of(&b.Weights), of(&b.Scales), nil, of(&b.G)},
 		of(&b.DX), of(&b.DWeights), of(&b.DScales))
 }
@@ -53,22 +53,22 @@ func (l *layer) pass(c *program.Call, m mode, counts bool) any {
 		if !counts {
 			word = program.KasminaIgnored
 		}
-		return l.at(word)
+		return l.address(word)
 	}
 
 	p := c.Bind((*program.Array).Ptr).(program.KasminaPass)
 	if b := p.Backward; p.Grad {
 		b.Clip, b.Telemetry, b.Reduction = l.Clips(), m.telemetry, m.reduction
-		b.Figures = l.at(program.KasminaGradient)
+		b.Figures = l.address(program.KasminaGradient)
 		b.Bad, b.Clipped = at(program.KasminaBadG), at(program.KasminaClipped)
 		return b
 	}
 
 	f := p.Forward
 	f.Telemetry, f.Reduction = m.telemetry, m.reduction
-	f.Figures, f.Bad = l.at(program.KasminaHealth), at(program.KasminaBadX)
+	f.Figures, f.Bad = l.address(program.KasminaHealth), at(program.KasminaBadX)
 	if m.histogram {
-		f.Histogram = l.at(program.KasminaBins)
+		f.Histogram = l.address(program.KasminaBins)
 	}
 
 	return f
@@ -81,7 +81,7 @@ func (l *layer) pass(c *program.Call, m mode, counts bool) any {
 // Measures reports whether a call is a pass that collects telemetry in the current run.
 func (ls *Layers) Measures(c *program.Call) bool {
 	p, ok := c.Params.(*program.KasminaPass)
-	return ok && !p.Replay && ls.of[p.Layer].now().mode.telemetry
+	return ok && !p.Replay && ls.of[p.Layer].current().mode.telemetry
 }
 
 // Save copies the gradient that an in-place backward pass overwrites, for use by Unmeasured.
@@ -113,7 +113,7 @@ func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 	l := ls.of[p.Layer]
 	seeds := 2 * l.State.Seeds // read and written, in x and y
 	if b := &p.Backward; p.Grad {
-		seeds = l.moving(c.Operand(&b.G).Ptr() == c.Operand(&b.DX).Ptr())
+		seeds = l.chunksMoved(c.Operand(&b.G).Ptr() == c.Operand(&b.DX).Ptr())
 	}
 	l.Op.Lattice.RecordTiming(state.Timing{Kernel: unmeasured, Telemetry: whole - unmeasured,
 		Bytes: int64(seeds * l.Rows * l.Chunk * l.Type.Size())})
@@ -127,12 +127,12 @@ func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
 // the device. Runs that involve the host cannot be captured. Graphs captured earlier are kept until the
 // layer returns.
 
-// choose decides where the current run computes the layer, given the error from encoding its state.
-func (l *layer) choose(err error) error {
+// chooseProcessor decides where the current run computes the layer, given the error from encoding its state.
+func (l *layer) chooseProcessor(err error) error {
 	var kind *kasminakernel.KindError
-	l.hosted = errors.As(err, &kind)
+	l.onHost = errors.As(err, &kind)
 	switch {
-	case !l.hosted:
+	case !l.onHost:
 		return err
 	case l.m.Strict:
 		return fmt.Errorf("%w, and WithStrict forbids computing it on the host", err)
@@ -144,10 +144,10 @@ func (l *layer) choose(err error) error {
 	return nil
 }
 
-// passOnHost computes a node of a layer with its op, and copies the result to the arrays out. An input is
+// computeOnHost computes a node of a layer with its op, and copies the result to the arrays out. An input is
 // nil if the op only depends on its order. As in all host computations, gradients are given to the op
 // without the loss scale.
-func (m *Machine) passOnHost(n *gorgonia.Node, in []*program.Array, out ...*program.Array) error {
+func (m *Machine) computeOnHost(n *gorgonia.Node, in []*program.Array, out ...*program.Array) error {
 	args := make(opbase.Args, len(in))
 	for i, a := range in {
 		if a == nil {
@@ -165,7 +165,7 @@ func (m *Machine) passOnHost(n *gorgonia.Node, in []*program.Array, out ...*prog
 	result := make([]float32, opbase.Size(n.Shape()))
 	scale := m.Carried(n)
 	err := n.Op().(interface{ Shared() *opbase.Base }).Shared().Run(result, args)
-	if err := unlessScaled(err, scale); err != nil {
+	if err := ignoreScaledOverflow(err, scale); err != nil {
 		return err
 	}
 

@@ -16,7 +16,7 @@ func (l *layer) start() error {
 		return nil
 	}
 
-	pass, used := l.now().pass.Snapshot(), make([]bool, l.State.Slots)
+	pass, used := l.current().pass.Snapshot(), make([]bool, l.State.Slots)
 	var scales []float32 // fetched once, when a slot is new
 	for seed, stage := range pass.Stage {
 		slot := int(pass.Slot[seed])
@@ -32,7 +32,7 @@ func (l *layer) start() error {
 			scales, err = l.read(l.OfScales, 0, len(used))
 		}
 		if err == nil && scales[slot] == 0 {
-			err = l.fill(pass.Kind[seed], seed, slot, scales[slot:slot+1])
+			err = l.fillSlot(pass.Kind[seed], seed, slot, scales[slot:slot+1])
 		}
 		if err != nil {
 			return fmt.Errorf("%v: seed %d: %w", l.Op, seed, err)
@@ -43,8 +43,8 @@ func (l *layer) start() error {
 	return nil
 }
 
-// fill initializes a slot with scale 0, unless its weights are already set.
-func (l *layer) fill(kind blueprints.Kind, seed, slot int, scale []float32) error {
+// fillSlot initializes a slot with scale 0, unless its weights are already set.
+func (l *layer) fillSlot(kind blueprints.Kind, seed, slot int, scale []float32) error {
 	w, err := l.read(l.OfWeights, slot*l.Width, l.Width)
 	if err != nil {
 		return err

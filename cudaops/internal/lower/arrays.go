@@ -33,17 +33,17 @@ func (c *compiler) as(n *gorgonia.Node, a *program.Array, t gpu.DType) *program.
 	if a.Type == t {
 		return a
 	}
-	return c.made(n, t, a.Shape, a)
+	return c.converted(n, t, a.Shape, a)
 }
 
-// act returns a converted to the activation type.
-func (c *compiler) act(n *gorgonia.Node, a *program.Array) *program.Array {
+// asActivation returns a converted to the activation type.
+func (c *compiler) asActivation(n *gorgonia.Node, a *program.Array) *program.Array {
 	return c.as(n, a, c.o.Activation)
 }
 
-// acts applies act to two arrays.
-func (c *compiler) acts(n *gorgonia.Node, a, b *program.Array) (*program.Array, *program.Array) {
-	return c.act(n, a), c.act(n, b)
+// asActivations applies act to two arrays.
+func (c *compiler) asActivations(n *gorgonia.Node, a, b *program.Array) (*program.Array, *program.Array) {
+	return c.asActivation(n, a), c.asActivation(n, b)
 }
 
 // stack returns matrices with equal numbers of columns stacked vertically, as activations. A single
@@ -53,16 +53,16 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 	for _, a := range all {
 		rows += a.Shape[0]
 	}
-	return c.made(n, c.o.Activation, []int{rows, all[0].Shape[1]}, all...)
+	return c.converted(n, c.o.Activation, []int{rows, all[0].Shape[1]}, all...)
 }
 
-// made returns the elements of arrays, converted to type t and concatenated. Equal conversions share a
+// converted returns the elements of arrays, converted to type t and concatenated. Equal conversions share a
 // result, and arrays that already have the type and are contiguous, as frozen parameters in their
 // owning program can be, are returned without a copy.
 //
 // Conversions of parameters and constants are resident, and updated along with their inputs. Other
 // conversions are repeated in every run.
-func (c *compiler) made(n *gorgonia.Node, t gpu.DType, shape []int,
+func (c *compiler) converted(n *gorgonia.Node, t gpu.DType, shape []int,
 	all ...*program.Array) *program.Array {
 	key := program.NewMaking(t, all...)
 	if m, ok := c.Made[key]; ok {
@@ -131,8 +131,8 @@ func typeOf(dt tensor.Dtype) gpu.DType {
 
 // Gradients stored with less precision than float32: see WithGradientPrecision.
 
-// updating returns the gradients of parameters that only an update after the last run reads.
-func (o Options) updating() map[*gorgonia.Node]bool {
+// updateOnly returns the gradients of parameters that only an update after the last run reads.
+func (o Options) updateOnly() map[*gorgonia.Node]bool {
 	all := map[*gorgonia.Node]bool{}
 	for _, p := range o.Params {
 		if d := p.Deriv(); d != nil && !o.Accumulate && !slices.Contains(o.Outputs, d) {
@@ -147,7 +147,7 @@ func (o Options) updating() map[*gorgonia.Node]bool {
 func (c *compiler) weightGradient(shape []int, parts ...*gorgonia.Node) *program.Array {
 	e := c.o.Gradient
 	for _, p := range parts {
-		if !c.updating[p] || len(c.users[p]) > 0 {
+		if !c.updateOnly[p] || len(c.users[p]) > 0 {
 			e = gpu.Float32
 		}
 	}

@@ -16,7 +16,7 @@ import (
 
 func init() {
 	register[*op.AttentionOp](lowerAttention, nil)
-	register[*op.AttentionGradOp](lowerAttentionGrad, inInput(-1))
+	register[*op.AttentionGradOp](lowerAttentionGrad, linearIn(-1))
 	register[*kvcache.AttentionOp](lowerCachedAttention, nil)
 }
 
@@ -27,8 +27,8 @@ func attentionShape(o *op.AttentionOp, rows int) attention.Geometry {
 }
 
 func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	q, k := c.acts(n, in[0], in[1])
-	v := c.act(n, in[2])
+	q, k := c.asActivations(n, in[0], in[1])
+	v := c.asActivation(n, in[2])
 	o := n.Op().(*op.AttentionOp)
 	s := attentionShape(o, q.Shape[0])
 	documents := c.documentsOf(n, o, in)
@@ -43,15 +43,15 @@ func lowerAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program
 
 // lowerCachedAttention lowers the attention of one token to cached keys and values.
 func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	q, k := c.acts(n, in[0], in[1])
-	v := c.act(n, in[2])
+	q, k := c.asActivations(n, in[0], in[1])
+	v := c.asActivation(n, in[2])
 	o := n.Op().(*kvcache.AttentionOp).Config
 	g := decode.Geometry{Heads: o.Heads, KVHeads: o.KVHeads, HeadDim: o.HeadDim,
 		Capacity: o.Capacity, Window: o.Window, Scale: o.Scale}
 	cache := program.Cache{Keys: c.NewResident(k.Type, o.Capacity, k.Shape[1]),
 		Values: c.NewResident(v.Type, o.Capacity, v.Shape[1])}
 	c.Caches[n] = cache
-	c.bound(n, in[3], program.IDRange{Argument: "position", Vocab: o.Capacity})
+	c.constrain(n, in[3], program.IDRange{Argument: "position", Vocab: o.Capacity})
 	t := c.rotation(o.RoPE)
 	y := c.NewArray(q.Type, n.Shape()...)
 	// zero before and after every launch
@@ -74,8 +74,8 @@ func untimed(field *gpu.Ptr, a *program.Array) program.Arg {
 	return arg
 }
 
-// packing identifies a table of document and window starts. starts is nil if there are no documents.
-type packing struct {
+// documentKey identifies a table of document and window starts. starts is nil if there are no documents.
+type documentKey struct {
 	attention.Documents
 	starts *program.Array
 }
@@ -85,7 +85,7 @@ type packing struct {
 func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp,
 	in []*program.Array) *program.Array {
 	seq := o.Config.Seq
-	p := packing{Documents: attention.Documents{Batch: in[0].Shape[0] / seq, Seq: seq,
+	p := documentKey{Documents: attention.Documents{Batch: in[0].Shape[0] / seq, Seq: seq,
 		Window: o.Config.Window}}
 	if o.Documents() {
 		p.starts = in[3]
@@ -98,7 +98,7 @@ func (c *compiler) documentsOf(n *gorgonia.Node, o *op.AttentionOp,
 	}
 
 	if p.starts != nil {
-		c.bound(n, p.starts, program.IDRange{Argument: "starts", Seq: seq})
+		c.constrain(n, p.starts, program.IDRange{Argument: "starts", Seq: seq})
 	}
 
 	table := c.Workspace(attention.DocumentsBytes(p.Batch, seq))
@@ -122,8 +122,8 @@ func lowerAttentionGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 // rotated, and attentionGrad computes the gradients before rotation.
 func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 	dv *program.Array, turned *op.RoPEConfig) {
-	q, k := c.acts(n, in[0], in[1])
-	v, y, g := c.act(n, in[2]), c.act(n, in[len(in)-2]), c.act(n, in[len(in)-1])
+	q, k := c.asActivations(n, in[0], in[1])
+	v, y, g := c.asActivation(n, in[2]), c.asActivation(n, in[len(in)-2]), c.asActivation(n, in[len(in)-1])
 	o := n.Op().(*op.AttentionGradOp).Forward
 	documents, t := c.documentsOf(n, o, in), c.rotation(turned)
 	s := attentionShape(o, q.Shape[0])

@@ -21,7 +21,7 @@ import (
 
 func init() {
 	register[*autodiff.RecomputeOp](lowerRecompute, nil)
-	register[*autodiff.RecomputeGradOp](lowerRecomputeGrad, inInput(-2))
+	register[*autodiff.RecomputeGradOp](lowerRecomputeGrad, linearIn(-2))
 }
 
 // Options configures the compilation of a program.
@@ -57,14 +57,14 @@ type compiler struct {
 
 	inputOf map[*program.Buffer]*program.Input
 	// the inputs that each resident array of parameters or constants derives from
-	sources   map[*program.Buffer][]*program.Input
-	rotations map[string]*rotationTables // keyed by rotationOf
-	documents map[packing]*program.Array
-	projected map[*gorgonia.Node]*projections // keyed by linear nodes, and by the queries
-	gradients map[gorgonia.Op]gorgonia.Nodes  // gradient nodes of each forward op
-	updating  map[*gorgonia.Node]bool         // gradients that only an update reads
-	layers    graph.Layers
-	err       error // first error; everything lowered after it is invalid
+	sources    map[*program.Buffer][]*program.Input
+	rotations  map[string]*rotationTables // keyed by rotationKey
+	documents  map[documentKey]*program.Array
+	projected  map[*gorgonia.Node]*projections // keyed by linear nodes, and by the queries
+	gradients  map[gorgonia.Op]gorgonia.Nodes  // gradient nodes of each forward op
+	updateOnly map[*gorgonia.Node]bool         // gradients that only an update reads
+	layers     graph.Layers
+	err        error // first error; everything lowered after it is invalid
 }
 
 // fail records err if it is the first error.
@@ -85,9 +85,9 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 		inputOf:   map[*program.Buffer]*program.Input{},
 		sources:   map[*program.Buffer][]*program.Input{},
 		rotations: map[string]*rotationTables{},
-		documents: map[packing]*program.Array{},
+		documents: map[documentKey]*program.Array{},
 		projected: map[*gorgonia.Node]*projections{},
-		gradients: map[gorgonia.Op]gorgonia.Nodes{}, updating: o.updating(),
+		gradients: map[gorgonia.Op]gorgonia.Nodes{}, updateOnly: o.updateOnly(),
 		layers: graph.Layers{IsParam: func(n *gorgonia.Node) bool {
 			return slices.Contains(o.Params, n) || o.sharedParam(n) != nil
 		}}}
@@ -109,7 +109,7 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 	}
 
 	if o.Accumulate {
-		c.gather()
+		c.accumulate()
 	}
 
 	c.Narrow(c.lasting)
@@ -155,9 +155,9 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) {
 	}
 }
 
-// gather adds the gradient of each parameter to a resident sum. The additions come last, so that a run
+// accumulate adds the gradient of each parameter to a resident sum. The additions come last, so that a run
 // that fails in an op on the host adds nothing.
-func (c *compiler) gather() {
+func (c *compiler) accumulate() {
 	c.Sums = map[*gorgonia.Node]*program.Array{}
 	for _, p := range c.o.Params {
 		g := c.Values[p.Deriv()]
@@ -194,8 +194,8 @@ func (c *compiler) named(n *gorgonia.Node, call *program.Call) *program.Call {
 	return call
 }
 
-// bound requires that the integers of an input satisfy r whenever they are sent to the device.
-func (c *compiler) bound(n *gorgonia.Node, a *program.Array, r program.IDRange) {
+// constrain requires that the integers of an input satisfy r whenever they are sent to the device.
+func (c *compiler) constrain(n *gorgonia.Node, a *program.Array, r program.IDRange) {
 	r.Op = graph.OpName(n)
 	if in := c.inputOf[a.Buffer]; in != nil {
 		in.IDs = append(in.IDs, r)
@@ -231,8 +231,8 @@ func lowerRecomputeGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 	offset, asked := 0, map[*gorgonia.Node]bool{}
 	for _, g := range o.Grads { // use outside the op counts as use within
 		part := c.partOf(n, offset)
-		asked[g] = asked[g] || !c.updating[part] || len(c.users[part]) > 0
-		c.updating[g] = !asked[g]
+		asked[g] = asked[g] || !c.updateOnly[part] || len(c.users[part]) > 0
+		c.updateOnly[g] = !asked[g]
 		offset += opbase.Size(g.Shape())
 	}
 	return packed(c.inline(n, inputs, in[:len(inputs)], o.Grads)...)

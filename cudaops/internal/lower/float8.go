@@ -68,7 +68,7 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) pro
 	var q program.Quantized
 	switch of := c.sources[x.Buffer]; {
 	case of != nil:
-		q = c.keepWeight(x, of, turned)
+		q = c.residentFloat8(x, of, turned)
 	case turned:
 		q = newQuantized(c.NewArray, d, rows)
 		l := quantize.Columns{Rows: rows, D: d, Type: x.Type}
@@ -85,8 +85,8 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) pro
 	return q
 }
 
-// keepWeight returns the resident float8 copy of w, which derives from the given inputs.
-func (c *compiler) keepWeight(w *program.Array, of []*program.Input,
+// residentFloat8 returns the resident float8 copy of w, which derives from the given inputs.
+func (c *compiler) residentFloat8(w *program.Array, of []*program.Input,
 	turned bool) program.Quantized {
 	i := slices.IndexFunc(c.Weights, func(k *program.QuantizedWeight) bool {
 		return float8Of(k.Array, false) == float8Of(w, false)
@@ -106,9 +106,9 @@ func (c *compiler) keepWeight(w *program.Array, of []*program.Input,
 	return k.Turned
 }
 
-// multiplied reports whether n's value is a row operand of a linear layer, a perceptron or the gradient
+// wantsFloat8 reports whether n's value is a row operand of a linear layer, a perceptron or the gradient
 // of either, so that its rows may be needed in float8.
-func (c *compiler) multiplied(n *gorgonia.Node) bool {
+func (c *compiler) wantsFloat8(n *gorgonia.Node) bool {
 	if n == nil || !c.float8(n.Shape()[0], float8Pack, n.Shape()[1]) {
 		return false
 	}
@@ -128,9 +128,9 @@ func (c *compiler) multiplied(n *gorgonia.Node) bool {
 	})
 }
 
-// quantizing returns memory where the op that computes a also writes its rows in float8. If wanted is
+// float8Output returns memory where the op that computes a also writes its rows in float8. If wanted is
 // false, it returns no memory.
-func (c *compiler) quantizing(a *program.Array, wanted bool) program.Quantized {
+func (c *compiler) float8Output(a *program.Array, wanted bool) program.Quantized {
 	if !wanted {
 		return program.Quantized{}
 	}

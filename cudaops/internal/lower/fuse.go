@@ -30,9 +30,9 @@ import (
 // folded returns the value of a node that exists only within another value.
 func folded(n *gorgonia.Node) *program.Array { return &program.Array{Shape: n.Shape()} }
 
-// sole returns the only user of n. It returns nil if n has no user or several, or if n's value was
+// soleUser returns the only user of n. It returns nil if n has no user or several, or if n's value was
 // requested.
-func (c *compiler) sole(n *gorgonia.Node) *gorgonia.Node {
+func (c *compiler) soleUser(n *gorgonia.Node) *gorgonia.Node {
 	if users := c.users[n]; len(users) > 0 && c.onlyUsedBy(n, func(u *gorgonia.Node) bool {
 		return u == users[0]
 	}) {
@@ -69,8 +69,8 @@ func addends(n *gorgonia.Node) (a, b *gorgonia.Node, ok bool) {
 	return in[0], in[1], in[0] != in[1]
 }
 
-// other returns the addend of sum n that differs from the given one, or nil if n is not such a sum.
-func other(n, addend *gorgonia.Node) *gorgonia.Node {
+// otherAddend returns the addend of sum n that differs from the given one, or nil if n is not such a sum.
+func otherAddend(n, addend *gorgonia.Node) *gorgonia.Node {
 	switch a, b, ok := addends(n); {
 	case ok && a == addend:
 		return b
@@ -80,10 +80,10 @@ func other(n, addend *gorgonia.Node) *gorgonia.Node {
 	return nil
 }
 
-// there returns the value of a node, or nil if the node has not been lowered yet. Inputs, and weights
+// available returns the value of a node, or nil if the node has not been lowered yet. Inputs, and weights
 // modified by seeds, are lowered on demand.
-func (c *compiler) there(n *gorgonia.Node) *program.Array {
-	late := func(n *gorgonia.Node) bool { return c.there(n) == nil }
+func (c *compiler) available(n *gorgonia.Node) *program.Array {
+	late := func(n *gorgonia.Node) bool { return c.available(n) == nil }
 	switch {
 	case n == nil:
 		return nil
@@ -97,10 +97,10 @@ func (c *compiler) there(n *gorgonia.Node) *program.Array {
 	return c.Values[n]
 }
 
-// activation returns the value of a node if it is available, contiguous and stored in the activation
+// availableActivation returns the value of a node if it is available, contiguous and stored in the activation
 // type, and otherwise nil.
-func (c *compiler) activation(n *gorgonia.Node) *program.Array {
-	if a := c.there(n); a != nil && a.Buffer != nil && a.Stride == 0 && a.Type == c.o.Activation {
+func (c *compiler) availableActivation(n *gorgonia.Node) *program.Array {
+	if a := c.available(n); a != nil && a.Buffer != nil && a.Stride == 0 && a.Type == c.o.Activation {
 		return a
 	}
 	return nil
@@ -110,8 +110,8 @@ func (c *compiler) activation(n *gorgonia.Node) *program.Array {
 // adds an available matrix to it, addend returns the user and the matrix, and y becomes the value of the
 // user. Otherwise it returns n and nil.
 func (c *compiler) addend(n *gorgonia.Node, y *program.Array) (*gorgonia.Node, *program.Array) {
-	sum := c.sole(n)
-	add := c.activation(other(sum, n))
+	sum := c.soleUser(n)
+	add := c.availableActivation(otherAddend(sum, n))
 	if add == nil {
 		return n, nil
 	}
@@ -131,7 +131,7 @@ func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 	}
 
 	norm := c.users[n][i]
-	x, residual, weight := c.activation(a), c.activation(b), c.there(graph.Children(norm)[1])
+	x, residual, weight := c.availableActivation(a), c.availableActivation(b), c.available(graph.Children(norm)[1])
 	if x == nil || residual == nil || weight == nil {
 		return false
 	}
@@ -140,12 +140,12 @@ func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 	return true
 }
 
-// tied returns the gradient of an output layer that shares its table with an embedding, if n, the
+// tiedGradient returns the gradient of an output layer that shares its table with an embedding, if n, the
 // gradient of the embedding, is only added to it. The sum reuses the memory. Otherwise tied returns nil.
-func (c *compiler) tied(n *gorgonia.Node) *program.Array {
-	sum := c.sole(n)
-	head := other(sum, n)
-	if head == nil || c.sole(head) == nil {
+func (c *compiler) tiedGradient(n *gorgonia.Node) *program.Array {
+	sum := c.soleUser(n)
+	head := otherAddend(sum, n)
+	if head == nil || c.soleUser(head) == nil {
 		return nil
 	}
 

@@ -10,15 +10,15 @@ import (
 
 func init() {
 	register[*op.GELUOp](lowerGELU, nil)
-	register[*op.GELUGradOp](lowerGELUGrad, inInput(1))
+	register[*op.GELUGradOp](lowerGELUGrad, linearIn(1))
 }
 
 func lowerGELU(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x := c.act(n, in[0])
+	x := c.asActivation(n, in[0])
 	return c.map1(n, elementwise.GELU, c.Like(x), x, 0)
 }
 
 func lowerGELUGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x, g := c.acts(n, in[0], in[1])
+	x, g := c.asActivations(n, in[0], in[1])
 	return c.map2(n, elementwise.GELUGradient, c.Like(x), g, x)
 }

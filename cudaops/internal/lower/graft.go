@@ -12,11 +12,11 @@ import (
 
 func init() {
 	register[*graft.BlendOp](lowerBlend, nil)
-	register[*graft.ScaleOp](lowerGraftScale, inInput(0))
+	register[*graft.ScaleOp](lowerGraftScale, linearIn(0))
 	register[*graft.IsolateOp](lowerIsolate, nil)
 	register[*graft.LowRankOp](lowerLowRank, nil)
-	register[*graft.LowRankGradOp](lowerLowRankGrad, inInput(3))
-	register[*graft.NormOp](lowerNorm, inInput(0))
+	register[*graft.LowRankGradOp](lowerLowRankGrad, linearIn(3))
+	register[*graft.NormOp](lowerNorm, linearIn(0))
 	register[*graft.HealthOp](lowerHealth, nil)
 }
 
@@ -26,8 +26,8 @@ func control(controls *program.Array, row int, which graft.Control) *program.Arr
 	return controls.View(row*graft.Controls+int(which), 1)
 }
 
-// times adds f·x for a number f on the device.
-func (c *compiler) times(n *gorgonia.Node, x, f *program.Array) *program.Array {
+// multiply adds f·x for a number f on the device.
+func (c *compiler) multiply(n *gorgonia.Node, x, f *program.Array) *program.Array {
 	return c.map2(n, elementwise.Mul, c.Like(x), x, c.as(n, f, x.Type))
 }
 
@@ -35,7 +35,7 @@ func (c *compiler) times(n *gorgonia.Node, x, f *program.Array) *program.Array {
 // Forward is 0. In both cases the step fails, since the gradient norm is not finite.
 func lowerBlend(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, t := c.as(n, in[0], in[0].Type), c.as(n, in[1], in[0].Type)
-	t = c.times(n, t, control(in[2], n.Op().(*graft.BlendOp).Row, graft.Forward))
+	t = c.multiply(n, t, control(in[2], n.Op().(*graft.BlendOp).Row, graft.Forward))
 	return c.map2(n, elementwise.Add, c.Like(x), x, t)
 }
 
@@ -46,7 +46,7 @@ func lowerIsolate(_ *compiler, _ *gorgonia.Node, in []*program.Array) *program.A
 
 func lowerGraftScale(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*graft.ScaleOp)
-	return c.times(n, in[0], control(in[1], o.Row, o.Control))
+	return c.multiply(n, in[0], control(in[1], o.Row, o.Control))
 }
 
 // lowerLowRank lowers w + Forward·scale·b·a. It computes in float32, the type of stored weights, so that
@@ -55,7 +55,7 @@ func lowerLowRank(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 	o := n.Op().(*graft.LowRankOp)
 	w, a, b := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	y := c.aux(n.Shape()...)
-	c.matmul(n, program.Product{D: y, A: b, B: c.times(n, a, control(in[3], o.Row, graft.Forward)),
+	c.matmul(n, program.Product{D: y, A: b, B: c.multiply(n, a, control(in[3], o.Row, graft.Forward)),
 		Alpha: float32(o.Scale)}.Plus(w))
 	return y
 }
@@ -64,15 +64,15 @@ func lowerLowRank(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 func lowerLowRankGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*graft.LowRankGradOp).Forward
 	a, b, g := c.as(n, in[0], gpu.Float32), c.as(n, in[1], gpu.Float32), c.as(n, in[3], gpu.Float32)
-	k := c.times(n, control(in[2], o.Row, graft.Backward), control(in[2], o.Row, graft.Learning))
+	k := c.multiply(n, control(in[2], o.Row, graft.Backward), control(in[2], o.Row, graft.Learning))
 	da, db := c.Like(a), c.Like(b)
 	c.matmul(n, program.Product{D: da, A: b, B: g, TransA: true, Alpha: float32(o.Scale)})
 	c.matmul(n, program.Product{D: db, A: g, B: a, TransB: true, Alpha: float32(o.Scale)})
-	return packed(c.times(n, da, k), c.times(n, db, k))
+	return packed(c.multiply(n, da, k), c.multiply(n, db, k))
 }
 
-// all reduces an array to a single number.
-func (c *compiler) all(n *gorgonia.Node, r reduce.Reduction,
+// reduceAll reduces an array to a single number.
+func (c *compiler) reduceAll(n *gorgonia.Node, r reduce.Reduction,
 	x *program.Array) *program.Array {
 	return c.reduceMiddle(n, r, x, 1, x.Len(), 1).View(0, 1)
 }
@@ -81,7 +81,7 @@ func (c *compiler) all(n *gorgonia.Node, r reduce.Reduction,
 func lowerNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x := c.as(n, in[0], gpu.Float32)
 	squares := c.map1(n, elementwise.Square, c.Like(x), x, 0)
-	return c.map1(n, elementwise.Sqrt, c.aux(1), c.all(n, reduce.Sum, squares), 0)
+	return c.map1(n, elementwise.Sqrt, c.aux(1), c.reduceAll(n, reduce.Sum, squares), 0)
 }
 
 // lowerHealth lowers the telemetry of the first rows of activations. The number of rows is limited
@@ -94,16 +94,16 @@ func lowerHealth(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 		c.map1(n, f, y.View(figure, 1), v, p)
 	}
 	part := 1 / float64(x.Len())
-	put(graft.Mean, elementwise.MulScalar, c.all(n, reduce.Sum, x), part)
+	put(graft.Mean, elementwise.MulScalar, c.reduceAll(n, reduce.Sum, x), part)
 	off := c.map2(n, elementwise.Sub, c.Like(x), x, y.View(graft.Mean, 1))
 	squares := c.map1(n, elementwise.Square, c.Like(x), off, 0)
-	put(graft.Variance, elementwise.MulScalar, c.all(n, reduce.Sum, squares), part)
-	put(graft.Max, elementwise.Identity, c.all(n, reduce.Max, x), 0)
+	put(graft.Variance, elementwise.MulScalar, c.reduceAll(n, reduce.Sum, squares), part)
+	put(graft.Max, elementwise.Identity, c.reduceAll(n, reduce.Max, x), 0)
 	turned := c.map1(n, elementwise.Neg, c.Like(x), x, 0)
-	put(graft.Min, elementwise.Neg, c.all(n, reduce.Max, turned), 0)
+	put(graft.Min, elementwise.Neg, c.reduceAll(n, reduce.Max, turned), 0)
 	size := c.map1(n, elementwise.Abs, c.Like(x), x, 0)
 	below := c.map1(n, elementwise.SubFrom, c.Like(x), size, graft.DeadBelow)
 	dead := c.map1(n, elementwise.Step, c.Like(x), below, 0)
-	put(graft.DeadRatio, elementwise.MulScalar, c.all(n, reduce.Sum, dead), part)
+	put(graft.DeadRatio, elementwise.MulScalar, c.reduceAll(n, reduce.Sum, dead), part)
 	return y
 }

@@ -12,7 +12,7 @@ import (
 
 func init() {
 	register[*op.KasminaOp](lowerKasmina, nil)
-	register[*op.KasminaGradOp](lowerKasminaGrad, inInput(4))
+	register[*op.KasminaGradOp](lowerKasminaGrad, linearIn(4))
 }
 
 // kasminaLayerOf returns the layer of o, adding it to the program if necessary.
@@ -50,7 +50,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 		}
 	}
 
-	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
+	x, weights, scales := c.asActivation(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	y := c.Like(x)
 
 	p := program.KasminaPass{Layer: l, Node: n, Replay: o.Replaying,
@@ -66,8 +66,8 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	l := c.kasminaLayerOf(n.Op().(*op.KasminaGradOp).Forward)
 	l.Backward = true
-	x, weights, scales := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
-	g := c.act(n, in[4])
+	x, weights, scales := c.asActivation(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
+	g := c.asActivation(n, in[4])
 	dx, dw, ds := c.Like(x), c.aux(weights.Shape...), c.aux(scales.Shape...)
 	p := program.KasminaPass{Layer: l, Node: n, Grad: true,
 		Backward: kasmina.Backward{Layer: l.Layer, Clip: l.Clips()}}

@@ -11,12 +11,12 @@ import (
 
 func init() {
 	register[*op.LayerNormOp](lowerLayerNorm, nil)
-	register[*op.LayerNormGradOp](lowerLayerNormGrad, inInput(4))
+	register[*op.LayerNormGradOp](lowerLayerNormGrad, linearIn(4))
 }
 
 func lowerLayerNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*op.LayerNormOp)
-	x, w, b := c.act(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
+	x, w, b := c.asActivation(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	y, stats := c.Like(x), c.aux(x.Shape[0], norm.LayerNormStats)
 	c.saved[o] = stats
 
@@ -27,7 +27,7 @@ func lowerLayerNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program
 }
 
 func lowerLayerNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x, g := c.act(n, in[0]), c.act(n, in[4])
+	x, g := c.asActivation(n, in[0]), c.asActivation(n, in[4])
 	w := c.as(n, in[1], gpu.Float32)
 	stats := c.saved[n.Op().(*op.LayerNormGradOp).Forward].(*program.Array)
 	dx, dw, db := c.Like(x), c.aux(w.Shape...), c.aux(w.Shape...)

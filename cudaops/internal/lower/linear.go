@@ -13,11 +13,11 @@ import (
 
 func init() {
 	register[*op.EmbeddingOp](lowerEmbedding, nil)
-	register[*op.EmbeddingGradOp](lowerEmbeddingGrad, inInput(1))
+	register[*op.EmbeddingGradOp](lowerEmbeddingGrad, linearIn(1))
 	register[*op.BiasOp](lowerBias, nil)
-	register[*op.BiasGradOp](lowerBiasGrad, inInput(0))
-	register[*op.LinearOp](lowerLinear, inOne)
-	register[*op.LinearGradOp](lowerLinearGrad, inInput(2))
+	register[*op.BiasGradOp](lowerBiasGrad, linearIn(0))
+	register[*op.LinearOp](lowerLinear, linearInEach)
+	register[*op.LinearGradOp](lowerLinearGrad, linearIn(2))
 }
 
 // newProduct returns a call that computes a matrix product for a node.
@@ -44,7 +44,7 @@ func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 	if c.fuseProjections(n) {
 		return c.Values[n]
 	}
-	x, w := c.acts(n, in[0], in[1])
+	x, w := c.asActivations(n, in[0], in[1])
 	y := c.NewArray(x.Type, n.Shape()...)
 	_, add := c.addend(n, y)
 	c.linear(n, y, x, w, add)
@@ -52,8 +52,8 @@ func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Ar
 }
 
 func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x, w := c.acts(n, in[0], in[1])
-	g := c.act(n, in[2])
+	x, w := c.asActivations(n, in[0], in[1])
+	g := c.asActivation(n, in[2])
 	dx, dw := c.Like(x), c.weightGradient(w.Shape, c.partOf(n, x.Len()))
 	_, add := c.addend(c.partOf(n, 0), dx)
 	c.matmul(n, c.weighted(n, dx, g, w, true).Plus(add))
@@ -62,18 +62,18 @@ func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progra
 }
 
 func lowerBias(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x, b := c.acts(n, in[0], in[1])
+	x, b := c.asActivations(n, in[0], in[1])
 	return c.map2(n, elementwise.Add, c.Like(x), x, b, elementwise.Operand{}, rowOf(b.Len()))
 }
 
 func lowerBiasGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	g := c.act(n, in[0])
+	g := c.asActivation(n, in[0])
 	return c.reduceMiddle(n, reduce.Sum, g, 1, g.Shape[0], g.Shape[1]).View(0, n.Shape()...)
 }
 
 func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	ids, table := in[0], c.act(n, in[1])
-	c.bound(n, ids, program.IDRange{Argument: "ids", Vocab: table.Shape[0]})
+	ids, table := in[0], c.asActivation(n, in[1])
+	c.constrain(n, ids, program.IDRange{Argument: "ids", Vocab: table.Shape[0]})
 	y := c.NewArray(table.Type, n.Shape()...)
 	a := embedding.Forward{Rows: y.Shape[0], Vocab: table.Shape[0], D: table.Shape[1], Type: y.Type,
 		TableType: table.Type}
@@ -85,7 +85,7 @@ func lowerEmbedding(c *compiler, n *gorgonia.Node, in []*program.Array) *program
 // lowerEmbeddingGrad lowers the gradient of an embedding table. For tied embeddings it accumulates into
 // the gradient of the output layer.
 func lowerEmbeddingGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	g, sum := c.act(n, in[1]), c.tied(n)
+	g, sum := c.asActivation(n, in[1]), c.tiedGradient(n)
 	a := embedding.Backward{Rows: g.Shape[0], Vocab: n.Shape()[0], D: n.Shape()[1], Type: g.Type,
 		Accumulate: sum != nil}
 	dt := program.Updates(&a.DT, sum)

@@ -17,9 +17,9 @@ import (
 
 func init() {
 	register[*op.CrossEntropyOp](lowerCrossEntropy, nil)
-	register[*op.CrossEntropyGradOp](lowerCrossEntropyGrad, inInput(3))
+	register[*op.CrossEntropyGradOp](lowerCrossEntropyGrad, linearIn(3))
 	register[*op.LinearCrossEntropyOp](lowerLinearCrossEntropy, nil)
-	register[*op.LinearCrossEntropyGradOp](lowerLinearCrossEntropyGrad, inInput(4))
+	register[*op.LinearCrossEntropyGradOp](lowerLinearCrossEntropyGrad, linearIn(4))
 }
 
 // logitBytes is the maximum size of the logits that the fused output layer holds at a time; it is doubled
@@ -61,7 +61,7 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 // that the logits are computed only once. The gradients are computed for the actual gradient of the loss
 // if it is a known constant, and otherwise for 1 or the loss scale.
 func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x, w := c.acts(n, in[0], in[1])
+	x, w := c.asActivations(n, in[0], in[1])
 	targets := in[2]
 	rows, v, d := x.Shape[0], w.Shape[0], x.Shape[1]
 	losses, saved := c.classify(n, targets, v)
@@ -80,7 +80,7 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 	for lo := 0; lo < rows; lo += chunk {
 		here := min(chunk, rows-lo)
 		o := outputRows{node: n, x: x.View(lo*d, here, d), w: w, logits: logits.View(0, here, v),
-			losses: losses.View(lo, here), targets: targets.View(lo, here), classified: saved,
+			losses: losses.View(lo, here), targets: targets.View(lo, here), lossState: saved,
 			beta: min(1, float32(lo))}
 		if o.dx != nil {
 			o.dx = o.dx.View(lo*d, here, d)
@@ -95,7 +95,7 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 type outputRows struct {
 	node                          *gorgonia.Node
 	x, w, logits, losses, targets *program.Array
-	classified
+	lossState
 	beta float32 // factor for the dw of previous chunks
 }
 
@@ -138,7 +138,7 @@ func (c *compiler) outputRows(o outputRows) {
 }
 
 func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(classified)
+	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(lossState)
 	if saved.upstream != c.Scale || isOne(graph.Children(n)[4]) {
 		return packed(saved.dx, saved.dw)
 	}
@@ -146,7 +146,7 @@ func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Ar
 	if c.Scale != nil { // both already include the loss scale
 		upstream = c.map2(n, elementwise.Div, c.Like(upstream), upstream, c.Scale.View(0))
 	}
-	return packed(c.times(n, saved.dx, upstream), c.times(n, saved.dw, upstream))
+	return packed(c.multiply(n, saved.dx, upstream), c.multiply(n, saved.dw, upstream))
 }
 
 // factor returns the value of a node that is a known number or a product of known numbers.
@@ -167,13 +167,13 @@ func factor(n *gorgonia.Node) (x float64, ok bool) {
 	return x, true
 }
 
-// classified holds data that a cross-entropy saves for its gradient: 1/(number of targets), and the
+// lossState holds data that a cross-entropy saves for its gradient: 1/(number of targets), and the
 // normalizer of each row. The fused op also saves the gradients, and the gradient of the loss assumed
 // in computing them, where nil means 1.
-type classified struct{ scale, normalizers, dx, dw, upstream *program.Array }
+type lossState struct{ scale, normalizers, dx, dw, upstream *program.Array }
 
 func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	logits, targets := c.act(n, in[0]), in[1]
+	logits, targets := c.asActivation(n, in[0]), in[1]
 	rows, v := logits.Shape[0], logits.Shape[1]
 	losses, saved := c.classify(n, targets, v)
 	saved.normalizers = c.aux(rows, 2)
@@ -187,8 +187,8 @@ func lowerCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *prog
 // classify performs the common first steps of cross-entropy ops: it constrains the targets, allocates the
 // losses, and adds a call that computes 1/(number of targets).
 func (c *compiler) classify(n *gorgonia.Node, targets *program.Array,
-	vocab int) (losses *program.Array, s classified) {
-	c.bound(n, targets, program.IDRange{Argument: "targets", Vocab: vocab, Negative: true})
+	vocab int) (losses *program.Array, s lossState) {
+	c.constrain(n, targets, program.IDRange{Argument: "targets", Vocab: vocab, Negative: true})
 	losses, s.scale = c.aux(targets.Len()), c.aux(1)
 	a := crossentropy.Scale{Rows: targets.Len()}
 	addCall(c, n, &a, program.Writes(&a.Scale, s.scale), program.Reads(&a.Targets, targets))
@@ -205,8 +205,8 @@ func (c *compiler) meanLoss(n *gorgonia.Node, losses, scale *program.Array) *pro
 }
 
 func lowerCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	logits, targets, g := c.act(n, in[0]), in[1], c.as(n, in[3], gpu.Float32)
-	saved := c.saved[n.Op().(*op.CrossEntropyGradOp).Forward].(classified)
+	logits, targets, g := c.asActivation(n, in[0]), in[1], c.as(n, in[3], gpu.Float32)
+	saved := c.saved[n.Op().(*op.CrossEntropyGradOp).Forward].(lossState)
 	d := c.Like(logits)
 	a := crossentropy.Backward{Forward: crossentropy.Forward{Rows: logits.Shape[0],
 		V: logits.Shape[1], Type: logits.Type}}

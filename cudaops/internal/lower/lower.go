@@ -14,7 +14,7 @@ import (
 )
 
 func init() {
-	register[*opbase.PartOp](lowerPart, inInput(0))
+	register[*opbase.PartOp](lowerPart, linearIn(0))
 }
 
 // A lowering adds the calls that compute node n from the values of its inputs, and returns the node's
@@ -76,7 +76,7 @@ func (c *compiler) lower(n *gorgonia.Node) {
 
 	var in []*program.Array
 	for i := range graph.Children(n) {
-		in = append(in, c.operand(n, i))
+		in = append(in, c.operandOf(n, i))
 	}
 
 	if out := f(c, n, in); c.Values[n] == nil { // otherwise it was fused into another value

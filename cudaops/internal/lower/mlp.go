@@ -12,23 +12,23 @@ import (
 
 func init() {
 	register[*op.SiLUMLPOp](lowerSiLUMLP, nil)
-	register[*op.SiLUMLPGradOp](lowerSiLUMLPGrad, inInput(5))
+	register[*op.SiLUMLPGradOp](lowerSiLUMLPGrad, linearIn(5))
 }
 
-// gated holds data saved by SiLUMLP's forward pass: x·gateᵀ and x·upᵀ concatenated in the rows of ab
+// mlpState holds data saved by SiLUMLP's forward pass: x·gateᵀ and x·upᵀ concatenated in the rows of ab
 // [rows, 2F], the stacked weights of both [2F, D], and h = silu(x·gateᵀ) ⊙ x·upᵀ.
 //
 // h is nil in float8. The backward pass can recompute it, so its memory need not be reserved until
 // then. If gelu is set, the op is GELUMLP, which has no fused kernels.
-type gated struct {
+type mlpState struct {
 	ab, weights, h *program.Array
 	gelu           bool
 }
 
 func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x, down := c.acts(n, in[0], in[3])
+	x, down := c.asActivations(n, in[0], in[3])
 	rows, f := x.Shape[0], in[1].Shape[0]
-	s := gated{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2]),
+	s := mlpState{ab: c.NewArray(x.Type, rows, 2*f), weights: c.stack(n, in[1], in[2]),
 		gelu: n.Op().(*op.SiLUMLPOp).GELU}
 	y, h := c.Like(x), c.NewArray(x.Type, rows, f)
 	c.gate(n, s, h, x, down.Shape[0])
@@ -44,7 +44,7 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 
 // gate adds calls that compute h and s.ab. For a single row without a gradient, they compute only h. The
 // next product multiplies h by a matrix with the given number of columns.
-func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns int) {
+func (c *compiler) gate(n *gorgonia.Node, s mlpState, h, x *program.Array, columns int) {
 	rows, f := h.Shape[0], h.Shape[1]
 	if rows == 1 && len(c.gradients[n.Op()]) == 0 {
 		a := decode.Gated{F: f, D: x.Shape[1], GELU: s.gelu, Type: x.Type,
@@ -56,7 +56,7 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns 
 
 	p := c.weighted(n, s.ab, x, s.weights, false)
 	float8, out := p.ScaleA != nil, h
-	q := c.quantizing(h, float8 && c.float8(rows, columns, f))
+	q := c.float8Output(h, float8 && c.float8(rows, columns, f))
 	if q.Values != nil && !s.gelu {
 		out = nil // h is needed only in float8
 	}
@@ -72,9 +72,9 @@ func (c *compiler) gate(n *gorgonia.Node, s gated, h, x *program.Array, columns 
 }
 
 func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x, g := c.acts(n, in[0], in[5])
-	down := c.act(n, in[3])
-	s := c.saved[n.Op().(*op.SiLUMLPGradOp).Forward].(gated)
+	x, g := c.asActivations(n, in[0], in[5])
+	down := c.asActivation(n, in[3])
+	s := c.saved[n.Op().(*op.SiLUMLPGradOp).Forward].(mlpState)
 	f, d := in[1].Shape[0], x.Shape[1]
 	dab := c.Like(s.ab)
 	h := c.gateGrad(n, s, dab, g, down)
@@ -89,26 +89,26 @@ func lowerSiLUMLPGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 
 // gateGrad adds calls that compute dh = g·down and, from dh, the gradients dab. It returns h, which is
 // recomputed unless a fused kernel is chosen and there is room to keep the forward pass's h.
-func (c *compiler) gateGrad(n *gorgonia.Node, s gated, dab, g, down *program.Array) *program.Array {
+func (c *compiler) gateGrad(n *gorgonia.Node, s mlpState, dab, g, down *program.Array) *program.Array {
 	rows, d, f, t := g.Shape[0], g.Shape[1], s.ab.Shape[1]/2, g.Type
 	h, dh := c.NewArray(t, rows, f), c.NewArray(t, rows, f)
 	p := c.weighted(n, dh, g, down, true)
 	float8 := p.ScaleA != nil
-	q := c.quantizing(dab, float8 && c.float8(rows, d, 2*f))
+	q := c.float8Output(dab, float8 && c.float8(rows, d, 2*f))
 	m := silu.MulBackward{Rows: rows, F: f, GELU: s.gelu, Type: t}
 	several := []*program.Call{c.newProduct(n, p), newCall(c, n, &m, program.Writes(&m.H, h),
 		program.Writes(&m.DAB, dab), program.Reads(&m.DH, dh), program.Reads(&m.AB, s.ab),
 		program.Writes(&m.DAB8, q.Values), program.Writes(&m.Scale8, q.Scales))}
 
-	keeps := s.h != nil && c.Spent+s.h.Extent() <= c.o.Room
+	keepH := s.h != nil && c.Spent+s.h.Extent() <= c.o.Room
 	one := gemm.SiLUProductBackward{Gate: gemm.Gate{Rows: rows, F: f, D: d, Type: t}}
 	args := []program.Arg{program.Writes(&one.DAB, dab), program.Reads(&one.AB, s.ab),
 		program.Reads(&one.G, g), program.Reads(&one.Down, down)}
-	if !keeps {
+	if !keepH {
 		args = append(args, program.Writes(&one.H, h))
 	}
 
-	if c.addProduct(several, !s.gelu && !float8, newCall(c, n, &one, args...)) && keeps {
+	if c.addProduct(several, !s.gelu && !float8, newCall(c, n, &one, args...)) && keepH {
 		h = s.h
 		c.Spent += h.Extent()
 	}

@@ -14,20 +14,20 @@ import (
 
 func init() {
 	register[*op.RMSNormOp](lowerRMSNorm, nil)
-	register[*op.RMSNormGradOp](lowerRMSNormGrad, inInput(3))
+	register[*op.RMSNormGradOp](lowerRMSNormGrad, linearIn(3))
 	register[*op.NewtonSchulzOp](lowerNewtonSchulz, nil)
-	register[*op.NewtonSchulzGradOp](lowerNewtonSchulzGrad, inInput(1))
+	register[*op.NewtonSchulzGradOp](lowerNewtonSchulzGrad, linearIn(1))
 }
 
 func lowerRMSNorm(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*op.RMSNormOp)
-	y, _ := c.norm(n, o, c.act(n, in[0]), nil, in[1])
+	y, _ := c.norm(n, o, c.asActivation(n, in[0]), nil, in[1])
 	return y
 }
 
-// normalised holds data that a norm saves for its gradient, in float32: 1/rms of every row or head,
+// normState holds data that a norm saves for its gradient, in float32: 1/rms of every row or head,
 // and the factors of the features.
-type normalised struct{ rstd, factor *program.Array }
+type normState struct{ rstd, factor *program.Array }
 
 // norm adds the norm of x or, if residual is not nil, the norm of x + residual, and then also returns the
 // sum.
@@ -40,12 +40,12 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 
 	rows, d := x.Len()/w.Len(), w.Len()
 	y, rstd := c.Like(x), c.aux(rows)
-	c.saved[o] = normalised{rstd, w}
+	c.saved[o] = normState{rstd, w}
 	if residual != nil {
 		sum = c.Like(x)
 	}
 
-	q := c.quantizing(y, d == x.Shape[1] && c.multiplied(n))
+	q := c.float8Output(y, d == x.Shape[1] && c.wantsFloat8(n))
 	a := norm.RMSNorm{Rows: rows, D: d, Eps: o.Eps, Type: x.Type,
 		// a Kasmina op writes its first rows last
 		Ascending: residual == nil && isOp[*op.KasminaOp](graph.Children(n)[0])}
@@ -57,13 +57,13 @@ func (c *compiler) norm(n *gorgonia.Node, o *op.RMSNormOp, x, residual, weight *
 }
 
 func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x, g := c.act(n, in[0]), c.act(n, in[3])
-	saved := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(normalised)
+	x, g := c.asActivation(n, in[0]), c.asActivation(n, in[3])
+	saved := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(normState)
 	w := saved.factor
 	rows, d := x.Len()/w.Len(), w.Len()
 	dx, dw := c.Like(x), c.aux(w.Shape...)
 	to, add := c.addend(c.partOf(n, 0), dx)
-	q := c.quantizing(dx, d == x.Shape[1] && c.multiplied(to))
+	q := c.float8Output(dx, d == x.Shape[1] && c.wantsFloat8(to))
 	a := norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type}
 	addCall(c, n, &a, program.Writes(&a.DX, dx), program.Writes(&a.DW, dw),
 		program.Reads(&a.G, g), program.Reads(&a.X, x), program.Reads(&a.W, w),
@@ -86,11 +86,11 @@ func lowerNewtonSchulz(c *compiler, n *gorgonia.Node, in []*program.Array) *prog
 	}
 	c.Add(b.Normalized(it.Start, x))
 	c.Calls = append(c.Calls, it.Calls...)
-	return c.act(n, it.Result.View(0, x.Shape...))
+	return c.asActivation(n, it.Result.View(0, x.Shape...))
 }
 
 func lowerNewtonSchulzGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x, g := c.acts(n, in[0], in[1])
+	x, g := c.asActivations(n, in[0], in[1])
 	steps := n.Op().(*op.NewtonSchulzGradOp).Forward.Steps
 	return packed(c.schulz(n).Gradient(x, g, steps))
 }

@@ -18,7 +18,7 @@ import (
 )
 
 func init() {
-	register[*op.RoPEOp](lowerRoPE, inInput(0))
+	register[*op.RoPEOp](lowerRoPE, linearIn(0))
 }
 
 // The queries, keys and values of an attention are usually x·Wqᵀ, x·Wkᵀ and x·Wvᵀ, with RoPE applied
@@ -33,10 +33,10 @@ func init() {
 
 // projections are the linear functions that compute the queries, keys and values of an attention.
 type projections struct {
-	x      *gorgonia.Node
-	linear [3]*gorgonia.Node
-	bias   [3]*gorgonia.Node // biases added to linear; nil if there are none
-	turned [3]*gorgonia.Node // queries and keys after RoPE; nil if not rotated
+	x       *gorgonia.Node
+	linear  [3]*gorgonia.Node
+	bias    [3]*gorgonia.Node // biases added to linear; nil if there are none
+	rotated [3]*gorgonia.Node // queries and keys after RoPE; nil if not rotated
 }
 
 // project finds the projections of attention n and records them under their linear nodes and the queries.
@@ -55,16 +55,16 @@ func (c *compiler) project(n *gorgonia.Node) {
 		for !isOp[*op.LinearOp](n) {
 			r, turns := n.Op().(*op.RoPEOp)
 			switch {
-			case turns && i < 2 && p.turned[i] == nil && p.bias[i] == nil && !r.Inverse &&
+			case turns && i < 2 && p.rotated[i] == nil && p.bias[i] == nil && !r.Inverse &&
 				o != nil && r.Config.Seq == o.Config.Seq && r.Config.HeadDim == o.Config.HeadDim:
-				p.turned[i] = n
+				p.rotated[i] = n
 			case isOp[*op.BiasOp](n) && p.bias[i] == nil:
 				p.bias[i] = n
 			default:
 				return
 			}
 			above := n
-			if n = graph.Children(n)[0]; c.sole(n) != above {
+			if n = graph.Children(n)[0]; c.soleUser(n) != above {
 				return
 			}
 		}
@@ -75,7 +75,7 @@ func (c *compiler) project(n *gorgonia.Node) {
 		p.x, p.linear[i] = graph.Children(n)[0], n
 	}
 
-	if rotationOf(configOf(p.turned[0])) != rotationOf(configOf(p.turned[1])) {
+	if rotationKey(ropeConfigOf(p.rotated[0])) != rotationKey(ropeConfigOf(p.rotated[1])) {
 		return
 	}
 
@@ -120,9 +120,9 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) bool {
 
 	var weights, biases []*program.Array
 	for i, l := range p.linear {
-		weights = append(weights, c.there(graph.Children(l)[1]))
+		weights = append(weights, c.available(graph.Children(l)[1]))
 		if p.bias[i] != nil {
-			biases = append(biases, c.there(graph.Children(p.bias[i])[1]))
+			biases = append(biases, c.available(graph.Children(p.bias[i])[1]))
 		}
 	}
 
@@ -130,17 +130,17 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) bool {
 		return false
 	}
 
-	x := c.act(n, c.Values[p.x])
+	x := c.asActivation(n, c.Values[p.x])
 	wide, parts, both := p.place(c, x)
 	c.projectAll(n, p, wide, both, x, c.stack(n, weights...), biases)
-	c.are(p.linear, parts)
-	c.are(p.bias, parts)
-	c.are(p.turned, parts)
+	c.setValues(p.linear, parts)
+	c.setValues(p.bias, parts)
+	c.setValues(p.rotated, parts)
 	return true
 }
 
-// are sets the values of nodes, skipping nil nodes.
-func (c *compiler) are(nodes [3]*gorgonia.Node, values [3]*program.Array) {
+// setValues sets the values of nodes, skipping nil nodes.
+func (c *compiler) setValues(nodes [3]*gorgonia.Node, values [3]*program.Array) {
 	for i, n := range nodes {
 		if n != nil {
 			c.Values[n] = values[i]
@@ -152,10 +152,10 @@ func (c *compiler) are(nodes [3]*gorgonia.Node, values [3]*program.Array) {
 // columns both are rotated in place.
 func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 	weights *program.Array, biases []*program.Array) {
-	turned := p.turned[0]
+	turned := p.rotated[0]
 	switch {
 	case len(biases) > 0:
-		y, all := c.Like(wide), c.made(n, wide.Type, wide.Shape[1:], biases...)
+		y, all := c.Like(wide), c.converted(n, wide.Type, wide.Shape[1:], biases...)
 		c.linear(n, y, x, weights, nil)
 		c.map2(n, elementwise.Add, wide, y, all, elementwise.Operand{}, rowOf(all.Len()))
 		if turned != nil {
@@ -167,7 +167,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 		return
 	}
 
-	o, product := configOf(turned), c.weighted(n, wide, x, weights, false)
+	o, product := ropeConfigOf(turned), c.weighted(n, wide, x, weights, false)
 	one := gemm.RoPEProduct{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1],
 		Turned: both.Shape[1], Seq: o.Seq, HeadDim: o.HeadDim, Float8: product.ScaleA != nil,
 		Type: x.Type}
@@ -190,7 +190,7 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 
 // projectionsGrad holds the nodes between an attention's gradient and the gradient of x.
 type projectionsGrad struct {
-	parts, linear, bias, turned [3]*gorgonia.Node
+	parts, linear, bias, rotated [3]*gorgonia.Node
 	// the three gradients of x, followed by the sum of two and the sum of all three
 	dx []*gorgonia.Node
 }
@@ -204,15 +204,15 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 		d := c.partOf(n, offset)
 		offset += opbase.Size(l.Shape())
 		g.parts[i] = d
-		if p.turned[i] != nil {
-			if d = c.sole(d); d == nil {
+		if p.rotated[i] != nil {
+			if d = c.soleUser(d); d == nil {
 				return nil
 			}
 			if o, ok := d.Op().(*op.RoPEOp); !ok || !o.Inverse ||
-				rotationOf(&o.Config) != rotationOf(configOf(p.turned[i])) {
+				rotationKey(&o.Config) != rotationKey(ropeConfigOf(p.rotated[i])) {
 				return nil
 			}
-			g.turned[i] = d
+			g.rotated[i] = d
 		}
 		want := graph.Children(l)
 		for _, u := range c.users[d] {
@@ -236,10 +236,10 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 
 	for i, third := range g.dx {
 		first, second := g.dx[(i+1)%3], g.dx[(i+2)%3]
-		two := c.sole(first)
-		all := c.sole(two)
-		if other(two, first) == second && c.sole(second) == two &&
-			other(all, two) == third && c.sole(third) == all {
+		two := c.soleUser(first)
+		all := c.soleUser(two)
+		if otherAddend(two, first) == second && c.soleUser(second) == two &&
+			otherAddend(all, two) == third && c.soleUser(third) == all {
 			g.dx = append(g.dx, two, all)
 			return g
 		}
@@ -267,12 +267,12 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 	}
 
 	back := g.linear[0]
-	x, w := c.act(back, c.Values[p.x]), c.stack(back, weights...)
+	x, w := c.asActivation(back, c.Values[p.x]), c.stack(back, weights...)
 	wide, parts, _ := p.place(c, x)
-	c.attentionGrad(n, in, parts[0], parts[1], parts[2], configOf(p.turned[0]))
+	c.attentionGrad(n, in, parts[0], parts[1], parts[2], ropeConfigOf(p.rotated[0]))
 	c.Values[n] = packed(parts[:]...)
-	c.are(g.parts, parts)
-	c.are(g.turned, parts)
+	c.setValues(g.parts, parts)
+	c.setValues(g.rotated, parts)
 	if g.bias[0] != nil {
 		sums, at := c.reduceMiddle(g.bias[0], reduce.Sum, wide, 1,
 			wide.Shape[0], wide.Shape[1]), 0
@@ -307,7 +307,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 }
 
 func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	x := c.act(n, in[0])
+	x := c.asActivation(n, in[0])
 	y := c.Like(x)
 	c.Add(c.rotate(n, y, x))
 	return y
@@ -336,19 +336,19 @@ type rotationTables struct{ cos, sin, angles *program.Array }
 
 // rotation returns the tables of a RoPE config. They are empty if o is nil.
 func (c *compiler) rotation(o *op.RoPEConfig) *rotationTables {
-	key := rotationOf(o)
+	key := rotationKey(o)
 	if c.rotations[key] == nil {
 		c.rotations[key] = &rotationTables{}
 		if o != nil {
 			cosines, sines := o.Tables()
-			*c.rotations[key] = rotationTables{cos: c.NewConstant(narrow(cosines)),
-				sin: c.NewConstant(narrow(sines))}
+			*c.rotations[key] = rotationTables{cos: c.NewConstant(float32s(cosines)),
+				sin: c.NewConstant(float32s(sines))}
 		}
 	}
 	return c.rotations[key]
 }
 
-func narrow(wide []float64) []float32 {
+func float32s(wide []float64) []float32 {
 	s := make([]float32, len(wide))
 	for i, v := range wide {
 		s[i] = float32(v)
@@ -356,9 +356,9 @@ func narrow(wide []float64) []float32 {
 	return s
 }
 
-// rotationOf returns a key that identifies the angles of a RoPE config, regardless of the number of
+// rotationKey returns a key that identifies the angles of a RoPE config, regardless of the number of
 // heads. The key of nil is empty.
-func rotationOf(o *op.RoPEConfig) string {
+func rotationKey(o *op.RoPEConfig) string {
 	if o == nil {
 		return ""
 	}
@@ -367,8 +367,8 @@ func rotationOf(o *op.RoPEConfig) string {
 	return fmt.Sprint(angles, o.Scaling)
 }
 
-// configOf returns the RoPE config of a node, or nil if n is nil.
-func configOf(n *gorgonia.Node) *op.RoPEConfig {
+// ropeConfigOf returns the RoPE config of a node, or nil if n is nil.
+func ropeConfigOf(n *gorgonia.Node) *op.RoPEConfig {
 	if n == nil {
 		return nil
 	}

@@ -147,9 +147,9 @@ func (c *compiler) follow(n, root *gorgonia.Node, forward bool) error {
 	return errors.New("it is not linear in the gradient of the loss, which Float16 scales")
 }
 
-// operand returns the value of a node's input, or the loss scale if the input is the gradient of the
+// operandOf returns the value of a node's input, or the loss scale if the input is the gradient of the
 // loss.
-func (c *compiler) operand(n *gorgonia.Node, input int) *program.Array {
+func (c *compiler) operandOf(n *gorgonia.Node, input int) *program.Array {
 	if c.Scaling.Edges[program.Edge{Node: n, Input: input}] {
 		return c.Scale.View(0)
 	}
@@ -169,7 +169,7 @@ func linear(n *gorgonia.Node, c carriers) (out, ok bool) {
 	}
 
 	if scaled == nil {
-		scaled = inNone
+		scaled = nonlinear
 	}
 
 	return scaled(n, c)
@@ -190,45 +190,45 @@ func (c carriers) count() (n int) {
 	return n
 }
 
-// inInput returns the linearity of an op that is linear in one input. Negative numbers count from the
+// linearIn returns the linearity of an op that is linear in one input. Negative numbers count from the
 // last input.
-func inInput(input int) linearity {
+func linearIn(input int) linearity {
 	return func(_ *gorgonia.Node, c carriers) (bool, bool) {
 		return true, c.count() == 1 && c[(input+len(c))%len(c)]
 	}
 }
 
-// inOne is the linearity of an op that is linear in each input separately.
-func inOne(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == 1 }
+// linearInEach is the linearity of an op that is linear in each input separately.
+func linearInEach(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == 1 }
 
-// inAll is the linearity of an op that is linear in all inputs jointly.
-func inAll(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == len(c) }
+// linearInAll is the linearity of an op that is linear in all inputs jointly.
+func linearInAll(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == len(c) }
 
-// inAdded is the linearity of an op that is linear in the second input and uses only the shape of the
+// linearInSecond is the linearity of an op that is linear in the second input and uses only the shape of the
 // first.
-func inAdded(_ *gorgonia.Node, c carriers) (bool, bool) { return c[1], true }
+func linearInSecond(_ *gorgonia.Node, c carriers) (bool, bool) { return c[1], true }
 
 // sizeOnly is the linearity of an op that uses only shapes.
 func sizeOnly(*gorgonia.Node, carriers) (bool, bool) { return false, true }
 
-// inNegated is the linearity of elementwise functions. Only neg is linear.
-func inNegated(n *gorgonia.Node, _ carriers) (bool, bool) {
+// linearIfNegation is the linearity of elementwise functions. Only neg is linear.
+func linearIfNegation(n *gorgonia.Node, _ carriers) (bool, bool) {
 	return true, fmt.Sprint(n.Op()) == "neg"
 }
 
-// inOperands is the linearity of elementwise functions of two operands.
-func inOperands(n *gorgonia.Node, c carriers) (bool, bool) {
+// linearInOperands is the linearity of elementwise functions of two operands.
+func linearInOperands(n *gorgonia.Node, c carriers) (bool, bool) {
 	switch symbol, _, _ := strings.Cut(fmt.Sprint(n.Op()), " "); symbol {
 	case "+", "-":
-		return inAll(n, c)
+		return linearInAll(n, c)
 	case "⊙":
-		return inOne(n, c)
+		return linearInEach(n, c)
 	case "÷":
-		return inInput(0)(n, c)
+		return linearIn(0)(n, c)
 	}
-	return inNone(n, c)
+	return nonlinear(n, c)
 }
 
-// inNone is the linearity of an op that is not linear. Without a kernel such an op is still allowed,
+// nonlinear is the linearity of an op that is not linear. Without a kernel such an op is still allowed,
 // because the host computes it without the scale.
-func inNone(n *gorgonia.Node, _ carriers) (bool, bool) { return true, loweringOf(n) == nil }
+func nonlinear(n *gorgonia.Node, _ carriers) (bool, bool) { return true, loweringOf(n) == nil }

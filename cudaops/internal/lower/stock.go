@@ -31,21 +31,21 @@ var stockOps map[string]stockOp
 
 func init() {
 	stockOps = map[string]stockOp{
-		"gorgonia.elemUnaryOp":    {stockUnary, inNegated},
-		"gorgonia.elemBinOp":      {stockBinary, inOperands},
+		"gorgonia.elemUnaryOp":    {stockUnary, linearIfNegation},
+		"gorgonia.elemBinOp":      {stockBinary, linearInOperands},
 		"gorgonia.minBetween":     {stockBinary, nil},
 		"gorgonia.maxBetween":     {stockBinary, nil},
-		"gorgonia.linAlgBinOp":    {stockProduct, inOne},
-		"gorgonia.sumOp":          {stockReduction, inAll},
+		"gorgonia.linAlgBinOp":    {stockProduct, linearInEach},
+		"gorgonia.sumOp":          {stockReduction, linearInAll},
 		"*gorgonia.maxOp":         {stockReduction, nil},
 		"*gorgonia.softmaxOp":     {stockSoftmax, nil},
-		"*gorgonia.softmaxDiffOp": {stockSoftmax, inInput(2)},
-		"gorgonia.reshapeOp":      {stockMoves(reshaped), inAll},
-		"gorgonia.transposeOp":    {stockMoves(transposed), inAll},
-		"*gorgonia.sliceOp":       {stockMoves(sliced), inAll},
-		"gorgonia.sliceIncrOp":    {stockMoves(sliced), inAdded},
-		"gorgonia.concatOp":       {stockMoves(concatenated), inAll},
-		"*gorgonia.repeatOp":      {stockMoves(repeats), inInput(0)},
+		"*gorgonia.softmaxDiffOp": {stockSoftmax, linearIn(2)},
+		"gorgonia.reshapeOp":      {stockMoves(reshaped), linearInAll},
+		"gorgonia.transposeOp":    {stockMoves(transposed), linearInAll},
+		"*gorgonia.sliceOp":       {stockMoves(sliced), linearInAll},
+		"gorgonia.sliceIncrOp":    {stockMoves(sliced), linearInSecond},
+		"gorgonia.concatOp":       {stockMoves(concatenated), linearInAll},
+		"*gorgonia.repeatOp":      {stockMoves(repeats), linearIn(0)},
 		"gorgonia.sizeOp":         {stockSize, sizeOnly},
 	}
 }
@@ -68,16 +68,16 @@ func integers(s string) []int {
 	return all
 }
 
-// around returns the product of the dimensions before an axis, the dimension of the axis, and the product
+// splitAt returns the product of the dimensions before an axis, the dimension of the axis, and the product
 // of the dimensions after it.
-func around(s tensor.Shape, axis int) (outer, n, inner int) {
+func splitAt(s tensor.Shape, axis int) (outer, n, inner int) {
 	return opbase.Size(s[:axis]), s[axis], opbase.Size(s[axis+1:])
 }
 
-// fed returns a as activations if it is an input of the graph, and otherwise a itself.
-func (c *compiler) fed(n *gorgonia.Node, a *program.Array) *program.Array {
+// inputAsActivation returns a as activations if it is an input of the graph, and otherwise a itself.
+func (c *compiler) inputAsActivation(n *gorgonia.Node, a *program.Array) *program.Array {
 	if c.inputOf[a.Buffer] != nil && a.Type != gpu.Int64 {
-		return c.act(n, a)
+		return c.asActivation(n, a)
 	}
 	return a
 }

@@ -140,7 +140,7 @@ func (c *compiler) binary(n *gorgonia.Node, f elementwise.BinaryOp,
 	var repeated [2]elementwise.Operand
 	for i, child := range nodes {
 		if s, ok := spreadOf(child); ok {
-			in[i], repeated[i] = c.fed(n, c.operand(child, 0)), s
+			in[i], repeated[i] = c.inputAsActivation(n, c.operandOf(child, 0)), s
 		}
 	}
 

@@ -49,7 +49,7 @@ func stockMoves(find func(n *gorgonia.Node) (moves, bool)) func(*gorgonia.Node) 
 // move adds the copies of a node. The result is float32 if any input is.
 func (c *compiler) move(n *gorgonia.Node, in []*program.Array, m moves) *program.Array {
 	if isRepeat(n) {
-		in[0] = c.fed(n, in[0])
+		in[0] = c.inputAsActivation(n, in[0])
 	}
 
 	if len(m.copies) == 0 {
@@ -140,7 +140,7 @@ func sliced(n *gorgonia.Node) (m moves, ok bool) {
 		return m, false
 	}
 
-	outer, along, inner := around(x, axis)
+	outer, along, inner := splitAt(x, axis)
 	first, count, step := 0, along, 1
 	if limits := integers(inside); len(limits) == 3 {
 		first, step = limits[0], max(1, limits[2])
@@ -170,7 +170,7 @@ func concatenated(n *gorgonia.Node) (m moves, ok bool) {
 		return m, false
 	}
 
-	outer, along, inner := around(y, axes[0])
+	outer, along, inner := splitAt(y, axes[0])
 	at := 0
 	for i, child := range graph.Children(n) {
 		s := child.Shape().Clone()
@@ -212,7 +212,7 @@ func repetitionOf(n *gorgonia.Node) (r repetition, ok bool) {
 	}
 
 	axis := axes[0]
-	r.outer, r.along, r.inner = around(x, axis)
+	r.outer, r.along, r.inner = splitAt(x, axis)
 	r.times = y[axis] / r.along
 	x[axis] *= r.times
 	return r, slices.Equal(x, y)

@@ -97,10 +97,10 @@ func stockProduct(n *gorgonia.Node) lowering {
 func (c *compiler) factor(n *gorgonia.Node, i int, in *program.Array, shape []int,
 	transposed bool) (*program.Array, bool) {
 	if child := graph.Children(n)[i]; isMatrixTranspose(child) {
-		in, transposed = c.operand(child, 0), !transposed
+		in, transposed = c.operandOf(child, 0), !transposed
 		shape = in.Shape
 	}
-	return c.act(n, in).View(0, shape...), transposed
+	return c.asActivation(n, in).View(0, shape...), transposed
 }
 
 // isMatMul reports whether a node is a product of two matrices. Such products can transpose their

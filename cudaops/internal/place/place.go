@@ -14,12 +14,12 @@ import (
 func Arena(p *program.Program, lasting []*program.Array) {
 	for i, c := range p.Calls {
 		for _, a := range c.Args {
-			touch(a.Array, i)
+			extendLifetime(a.Array, i)
 		}
 	}
 
 	for _, a := range lasting {
-		touch(a, len(p.Calls))
+		extendLifetime(a, len(p.Calls))
 	}
 
 	places := map[*program.Buffer]*plan.Interval{}
@@ -31,7 +31,7 @@ func Arena(p *program.Program, lasting []*program.Array) {
 	}
 
 	for i, c := range p.Calls {
-		if from, to := c.Over.From, c.Over.To; from != nil && replaces(c, i) {
+		if from, to := c.Over.From, c.Over.To; from != nil && canReplace(c, i) {
 			places[from.Buffer].Last = to.Last
 			places[to.Buffer] = places[from.Buffer]
 		}
@@ -51,9 +51,9 @@ func Arena(p *program.Program, lasting []*program.Array) {
 	}
 }
 
-// replaces reports whether the result of call i should overwrite an operand. The operand must fill a
+// canReplace reports whether the result of call i should overwrite an operand. The operand must fill a
 // buffer in the arena that no other operand or later call uses.
-func replaces(c *program.Call, i int) bool {
+func canReplace(c *program.Call, i int) bool {
 	from, to := c.Over.From, c.Over.To
 	readers := 0
 	for _, a := range c.Args {
@@ -65,10 +65,10 @@ func replaces(c *program.Call, i int) bool {
 		from.Stride == 0 && from.Bytes == to.Bytes && from.Extent() == to.Extent()
 }
 
-// touch extends the lifetime of an array's memory to include the given call.
-func touch(a *program.Array, call int) {
+// extendLifetime extends the lifetime of an array's memory to include the given call.
+func extendLifetime(a *program.Array, call int) {
 	for _, part := range a.Parts {
-		touch(part, call)
+		extendLifetime(part, call)
 	}
 	if a.Buffer == nil || a.Resident {
 		return

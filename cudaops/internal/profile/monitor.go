@@ -30,9 +30,9 @@ const (
 // A Monitor times one run out of every Every runs.
 type Monitor struct {
 	marks
-	least int // configured number of runs per sample
-	Every int // current number of runs per sample, raised if samples are expensive
-	runs  int // runs since the last sample
+	minEvery int // configured number of runs per sample
+	Every    int // current number of runs per sample, raised if samples are expensive
+	runs     int // runs since the last sample
 
 	timed []interval    // pending intervals in order; in a sample, the calls come first
 	plain time.Duration // time of a run without marks
@@ -44,9 +44,9 @@ type Monitor struct {
 
 // interval is the time between two marks.
 type interval struct {
-	from, to gpu.Event
-	ahead    gpu.Event // start of the preceding pass without telemetry, which lasts until from; 0 if none
-	task     *task     // nil for the whole run
+	from, to      gpu.Event
+	untelemetered gpu.Event // start of the preceding pass without telemetry, which lasts until from; 0 if none
+	task          *task     // nil for the whole run
 }
 
 // task collects the samples of a call or of the update.
@@ -60,7 +60,7 @@ type task struct {
 
 // NewMonitor returns a monitor that times one run out of every runs.
 func NewMonitor(m *Machine, every int) *Monitor {
-	o := &Monitor{marks: m.marks(), least: every, Every: every, runs: every - 2,
+	o := &Monitor{marks: m.marks(), minEvery: every, Every: every, runs: every - 2,
 		cost: math.Inf(1), tasks: make([]task, len(m.Program.Calls)+1)}
 	for i, c := range m.Program.Calls {
 		if o.tasks[i].call = c; c.Choice != nil {
@@ -98,7 +98,7 @@ func (o *Monitor) Run(w run.Work) error {
 	}
 
 	o.used = 0
-	whole := interval{from: o.next(), to: o.next()}
+	whole := interval{from: o.unused(), to: o.unused()}
 	compute, timed := replay, []interval(nil)
 	if o.runs >= o.Every {
 		o.runs, timed = 0, o.intervals()
@@ -106,25 +106,25 @@ func (o *Monitor) Run(w run.Work) error {
 	}
 
 	o.mark(whole.from)
-	o.do(compute)
+	o.try(compute)
 	o.mark(whole.to)
 	if o.err == nil {
 		o.timed = append(timed, whole)
 	}
 
-	return o.failed()
+	return o.takeErr()
 }
 
 // intervals returns the intervals of the calls. Each starts at the end of the preceding call or, if a
 // pass without telemetry comes first, at the end of that pass.
 func (o *Monitor) intervals() (all []interval) {
-	last := o.next() // not used if the first call has a pass without telemetry
+	last := o.unused() // not used if the first call has a pass without telemetry
 	for i, c := range o.Program.Calls {
 		t := interval{from: last, task: &o.tasks[i]}
 		if o.Layers.Measures(c) {
-			t.ahead, t.from = o.next(), o.next()
+			t.untelemetered, t.from = o.unused(), o.unused()
 		}
-		t.to = o.next()
+		t.to = o.unused()
 		all, last = append(all, t), t.to
 	}
 	return all
@@ -141,11 +141,11 @@ func (o *Monitor) sample(timed []interval) error {
 		// Load the modules before the capture. The launches may overwrite results, since no result is
 		// needed between runs.
 		for _, t := range timed {
-			if t.ahead != 0 {
-				o.do(func() error { return o.Layers.Unmeasured(t.task.call) })
+			if t.untelemetered != 0 {
+				o.try(func() error { return o.Layers.Unmeasured(t.task.call) })
 			}
 		}
-		if err := o.failed(); err != nil {
+		if err := o.takeErr(); err != nil {
 			return err
 		}
 	}
@@ -158,21 +158,21 @@ func (o *Monitor) sample(timed []interval) error {
 func (o *Monitor) enqueue(timed []interval) error {
 	for i, t := range timed {
 		c := t.task.call
-		if t.ahead != 0 {
+		if t.untelemetered != 0 {
 			unmeasured := func() error { return o.Layers.Unmeasured(c) }
-			o.do(func() error { return o.Layers.Save(c) })
-			o.do(unmeasured)
-			o.mark(t.ahead)
-			o.do(unmeasured)
+			o.try(func() error { return o.Layers.Save(c) })
+			o.try(unmeasured)
+			o.mark(t.untelemetered)
+			o.try(unmeasured)
 		}
-		if i == 0 || t.ahead != 0 {
+		if i == 0 || t.untelemetered != 0 {
 			o.mark(t.from)
 		}
-		o.do(func() error { return o.Call(c) })
+		o.try(func() error { return o.Call(c) })
 		o.mark(t.to)
 	}
 
-	return o.failed()
+	return o.takeErr()
 }
 
 // collect evaluates the pending intervals if the device has finished them. If one of the measurements
@@ -191,12 +191,12 @@ func (o *Monitor) collect() error {
 	took, ahead := make([]time.Duration, len(timed)), make([]time.Duration, len(timed))
 	for i, t := range timed {
 		took[i] = o.between(t.from, t.to)
-		if t.ahead != 0 {
-			ahead[i] = o.between(t.ahead, t.from)
+		if t.untelemetered != 0 {
+			ahead[i] = o.between(t.untelemetered, t.from)
 		}
 	}
 
-	if err := o.failed(); err != nil {
+	if err := o.takeErr(); err != nil {
 		return err
 	}
 
@@ -207,14 +207,14 @@ func (o *Monitor) collect() error {
 	for i, t := range timed {
 		switch {
 		case t.task != nil:
-			o.note(t.task, took[i])
+			o.addSample(t.task, took[i])
 		case len(timed) == 1:
 			o.plain = took[i]
 		case o.plain > 0: // take the minimum, since runs differ for other reasons too
 			o.cost = min(o.cost, max(0, float64(took[i]-o.plain)/float64(o.plain)))
-			o.Every = max(o.least, int(o.cost/monitorShare))
+			o.Every = max(o.minEvery, int(o.cost/monitorShare))
 		}
-		if t.ahead != 0 {
+		if t.untelemetered != 0 {
 			o.Layers.Note(t.task.call, ahead[i], took[i])
 		}
 	}
@@ -222,8 +222,8 @@ func (o *Monitor) collect() error {
 	return nil
 }
 
-// note adds a sample to a task, and warns if the task has drifted.
-func (o *Monitor) note(t *task, d time.Duration) {
+// addSample adds a sample to a task, and warns if the task has drifted.
+func (o *Monitor) addSample(t *task, d time.Duration) {
 	t.total, t.samples = t.total+d, t.samples+1
 	tuned := t.chosen.Cold
 	if tuned == 0 || float64(d) < monitorDrift*float64(tuned) || d < tuned+monitorNoise {
@@ -242,15 +242,15 @@ func (o *Monitor) Update(enqueue func() error) error {
 		return enqueue()
 	}
 
-	update := interval{from: o.next(), to: o.next(), task: &o.tasks[len(o.tasks)-1]}
+	update := interval{from: o.unused(), to: o.unused(), task: &o.tasks[len(o.tasks)-1]}
 	o.mark(update.from)
-	o.do(enqueue)
-	if err := o.failed(); err != nil {
+	o.try(enqueue)
+	if err := o.takeErr(); err != nil {
 		return err
 	}
 
 	// The update has been enqueued, so a failure to mark its end is not an error.
-	if o.mark(update.to); o.failed() == nil {
+	if o.mark(update.to); o.takeErr() == nil {
 		o.timed = append(o.timed, update)
 	}
 
@@ -309,22 +309,22 @@ type marks struct {
 
 func (m *Machine) marks() marks { return marks{Machine: m, memory: run.Memory{Ctx: m.Ctx}} }
 
-// failed returns the first error and clears it.
-func (m *marks) failed() error {
+// takeErr returns the first error and clears it.
+func (m *marks) takeErr() error {
 	err := m.err
 	m.err = nil
 	return err
 }
 
-// do calls work unless an error has occurred.
-func (m *marks) do(work func() error) {
+// try calls work unless an error has occurred.
+func (m *marks) try(work func() error) {
 	if m.err == nil {
 		m.err = work()
 	}
 }
 
-// next returns an unused event, or 0 on error.
-func (m *marks) next() gpu.Event {
+// unused returns an unused event, or 0 on error.
+func (m *marks) unused() gpu.Event {
 	if m.used == len(m.all) {
 		e, err := m.memory.NewEvent(true)
 		if err != nil {
@@ -337,9 +337,9 @@ func (m *marks) next() gpu.Event {
 	return m.all[m.used-1]
 }
 
-// put marks the stream with an unused event and returns the event.
-func (m *marks) put() gpu.Event {
-	e := m.next()
+// markNext marks the stream with an unused event and returns the event.
+func (m *marks) markNext() gpu.Event {
+	e := m.unused()
 	m.mark(e)
 	return e
 }
@@ -350,12 +350,12 @@ func (m *marks) mark(e gpu.Event) {
 	if m.State.Capturing() {
 		record = m.Ctx.Mark
 	}
-	m.do(func() error { return record(e, m.Stream) })
+	m.try(func() error { return record(e, m.Stream) })
 }
 
 // between returns the time between two marks.
 func (m *marks) between(from, to gpu.Event) (d time.Duration) {
-	m.do(func() (err error) {
+	m.try(func() (err error) {
 		d, err = m.Ctx.Elapsed(from, to)
 		return err
 	})

@@ -97,8 +97,8 @@ func (p *Profiler) Start() error {
 		return nil
 	}
 
-	begin := p.put()
-	if err := p.failed(); err != nil {
+	begin := p.markNext()
+	if err := p.takeErr(); err != nil {
 		return err
 	}
 
@@ -146,7 +146,7 @@ func (p *Profiler) Update(enqueue func() error) error { return enqueue() }
 func (p *Profiler) UpdatePart(w run.Work) error {
 	plain := w.Plain
 	w.Plain = func() error {
-		p.doing(optime.Span{Op: update, Bytes: w.Bytes})
+		p.setTask(optime.Span{Op: update, Bytes: w.Bytes})
 		return plain()
 	}
 	return p.enqueuePiece(w)
@@ -156,13 +156,13 @@ func (p *Profiler) UpdatePart(w run.Work) error {
 // captures the work kernel by kernel instead.
 func (p *Profiler) enqueuePiece(w run.Work) error {
 	if !p.marked() {
-		from := p.put()
-		p.do(w.Replay)
-		if to := p.put(); p.err == nil {
+		from := p.markNext()
+		p.try(w.Replay)
+		if to := p.markNext(); p.err == nil {
 			s := p.steps[len(p.steps)-1]
 			s.pieces = append(s.pieces, [2]gpu.Event{from, to})
 		}
-		return p.failed()
+		return p.takeErr()
 	}
 
 	key := pieceKey{p.Now, w.Optimizer, len(p.whole)}
@@ -192,29 +192,29 @@ func (p *Profiler) enqueue(piece *markedPiece, marked func() error) error {
 	between := p.piece
 	p.piece = piece
 	for range 9 {
-		p.last = p.put()
+		p.last = p.markNext()
 		piece.pause = append(piece.pause, p.last)
 	}
-	p.do(marked)
+	p.try(marked)
 	p.piece, p.task = between, nil
-	return p.failed()
+	return p.takeErr()
 }
 
 // observe enqueues a kernel or copy followed by a mark.
 func (p *Profiler) observe(w gpu.Work, enqueue func() error) error {
 	if !p.State.Capturing() {
-		p.last = p.put()
+		p.last = p.markNext()
 	}
 
-	p.do(enqueue)
-	e := p.put()
-	if err := p.failed(); err != nil {
+	p.try(enqueue)
+	e := p.markNext()
+	if err := p.takeErr(); err != nil {
 		return err
 	}
 
 	task := p.task
 	if task == nil { // not part of a piece
-		p.doing(optime.Span{Op: "Copies"})
+		p.setTask(optime.Span{Op: "Copies"})
 		task, p.task = p.task, nil
 	} else if task.Op == update { // only its matrix products report FLOPs
 		task.FLOPs += w.FLOPs
@@ -225,8 +225,8 @@ func (p *Profiler) observe(w gpu.Work, enqueue func() error) error {
 	return nil
 }
 
-// doing sets the task of the work enqueued from now on.
-func (p *Profiler) doing(t optime.Span) {
+// setTask sets the task of the work enqueued from now on.
+func (p *Profiler) setTask(t optime.Span) {
 	t.Task = p.tasks
 	p.task, p.tasks = &t, p.tasks+1
 }
@@ -240,7 +240,7 @@ func (p *Profiler) enqueueCalls() error {
 		if c.Choice != nil && c.Choice.Of > 1 && c.Choice.Op != "Matmul" {
 			t.Variants = []string{c.Choice.Variant}
 		}
-		p.doing(t)
+		p.setTask(t)
 		if err := p.Executor.Call(c); err != nil {
 			return err
 		}
@@ -295,7 +295,7 @@ func (p *Profiler) result() (*optime.Profile, error) {
 
 	r.Mark = run.Median(pauses)
 	p.layOut(r, usual)
-	return r, p.failed()
+	return r, p.takeErr()
 }
 
 // layOut places the spans of the marked step at the times when an ordinary step executed its pieces.

@@ -15,7 +15,7 @@ import (
 func (r *Runner) Fetch(a *program.Array, scale float32) (gorgonia.Value, error) {
 	if a.Type == gpu.Int64 {
 		x := make([]int, a.Len())
-		err := r.bring(gpu.Bytes(x), a.Ptr())
+		err := r.copyToHost(gpu.Bytes(x), a.Ptr())
 		return opbase.ValueOf(x, a.Shape), err
 	}
 
@@ -32,10 +32,10 @@ func (r *Runner) Fetch(a *program.Array, scale float32) (gorgonia.Value, error) 
 // float32.
 func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
 	if a.Type == gpu.Float32 {
-		return r.bring(gpu.Bytes(dst)[:a.Extent()], a.Ptr())
+		return r.copyToHost(gpu.Bytes(dst)[:a.Extent()], a.Ptr())
 	}
 	raw := make([]byte, a.Extent())
-	err := r.bring(raw, a.Ptr())
+	err := r.copyToHost(raw, a.Ptr())
 	if err == nil {
 		gpu.Decode(dst[:a.Len()], a.Type, raw)
 	}
@@ -44,7 +44,7 @@ func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
 
 // FetchBytes copies an array to dst exactly as it is stored in device memory.
 func (r *Runner) FetchBytes(a *program.Array, dst []byte) error {
-	return r.bring(dst[:a.Extent()], a.Ptr())
+	return r.copyToHost(dst[:a.Extent()], a.Ptr())
 }
 
 // HostOperand returns the value of array a, input i of node n, for a computation on the host. The loss
@@ -82,7 +82,7 @@ func (r *Runner) OnTheHost(p program.HostOp) error {
 		return err
 	}
 
-	from, stored, err := elements(v, p.Out)
+	from, stored, err := hostElements(v, p.Out)
 	if err != nil {
 		return err
 	}

@@ -54,7 +54,7 @@ func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
 func (s *Inputs) SendAll() error {
 	for _, in := range s.of.Inputs {
 		if in.Sent() {
-			raw, stored, err := host(in)
+			raw, stored, err := hostValue(in)
 			if err != nil {
 				return err
 			}
@@ -94,7 +94,7 @@ func (s *Inputs) SendSome(inputs []*program.Input, from func(*program.Input) *Ke
 		}
 	}
 
-	errs := []error{s.carry(len(all), func(i int, pinned []byte) error {
+	errs := []error{s.transfer(len(all), func(i int, pinned []byte) error {
 		if err := s.send(all[i], pinned); err != nil {
 			return fmt.Errorf("%s: %w", graph.Describe(all[i].node), err)
 		}
@@ -109,14 +109,14 @@ func (s *Inputs) SendSome(inputs []*program.Input, from func(*program.Input) *Ke
 	return Joined(append(errs, s.Quantize(sent), s.Ctx.SyncStream(s.Stream))...)
 }
 
-// host returns the memory of an input's value and the type of its elements, or an error if the value
+// hostValue returns the memory of an input's value and the type of its elements, or an error if the value
 // cannot be sent.
-func host(in *program.Input) (raw []byte, stored gpu.DType, err error) {
+func hostValue(in *program.Input) (raw []byte, stored gpu.DType, err error) {
 	v := in.Node.Value()
 	if v == nil {
 		return nil, 0, noValue(in)
 	}
-	if raw, stored, err = elements(v, in.Array); err != nil {
+	if raw, stored, err = hostElements(v, in.Array); err != nil {
 		return nil, 0, fmt.Errorf("%s: %w", graph.Describe(in.Node), err)
 	}
 	return raw, stored, check(in, raw)

@@ -18,17 +18,17 @@ import (
 // model takes little longer than reading it.
 
 const (
-	pieceBytes = 1 << 20
-	carriers   = 4 // number of goroutines
+	pieceBytes      = 1 << 20
+	transferWorkers = 4 // number of goroutines
 )
 
-// carry performs n pieces of work on several goroutines, each with its own pinned buffer, which later
+// transfer performs n pieces of work on several goroutines, each with its own pinned buffer, which later
 // calls reuse. After a piece fails, no further piece is started.
-func (x *Executor) carry(n int, work func(i int, pinned []byte) error) error {
+func (x *Executor) transfer(n int, work func(i int, pinned []byte) error) error {
 	var all sync.WaitGroup
 	var begun atomic.Int64
 	errs := make([]error, n+1) // the last element is an allocation error
-	for c := range min(carriers, n) {
+	for c := range min(transferWorkers, n) {
 		if x.pinned[c] == nil {
 			if x.pinned[c], errs[n] = x.Memory.AllocHost(pieceBytes); errs[n] != nil {
 				break
@@ -64,7 +64,7 @@ func (s *Inputs) sourcesOf(in *program.Input) ([]source, error) {
 	if in.Node.Value() == nil && in.Frozen && s.read != nil {
 		return []source{{Array: in.Array, node: in.Node}}, nil
 	}
-	raw, stored, err := host(in)
+	raw, stored, err := hostValue(in)
 	if err != nil || in.Part == nil {
 		return []source{{in.Array, in.Node, raw, stored}}, err
 	}
@@ -73,9 +73,9 @@ func (s *Inputs) sourcesOf(in *program.Input) ([]source, error) {
 		{in.Copies[0].Array, in.Node, raw, stored}}, nil
 }
 
-// elements returns the memory of a value, checked to fit in array a, and the type of the elements in that
+// hostElements returns the memory of a value, checked to fit in array a, and the type of the elements in that
 // memory: 64-bit integers, since device programs are 64-bit, or float32.
-func elements(v gorgonia.Value, a *program.Array) (raw []byte, stored gpu.DType, err error) {
+func hostElements(v gorgonia.Value, a *program.Array) (raw []byte, stored gpu.DType, err error) {
 	flat, err := opbase.Flat(v)
 	if err != nil {
 		return nil, 0, err
@@ -149,10 +149,10 @@ func (s *Inputs) send(from source, pinned []byte) error {
 	return err
 }
 
-// bring waits for the device and copies len(dst) bytes from an address on the device to dst.
-func (r *Runner) bring(dst []byte, from gpu.Ptr) error {
+// copyToHost waits for the device and copies len(dst) bytes from an address on the device to dst.
+func (r *Runner) copyToHost(dst []byte, from gpu.Ptr) error {
 	n := (len(dst) + pieceBytes - 1) / pieceBytes
-	return r.carry(n, func(i int, pinned []byte) error {
+	return r.transfer(n, func(i int, pinned []byte) error {
 		to := dst[i*pieceBytes : min(len(dst), (i+1)*pieceBytes)]
 		err := Joined(r.Ctx.CopyToHost(pinned[:len(to)], from.Offset(i*pieceBytes), r.Stream),
 			r.Ctx.SyncStream(r.Stream))

@@ -83,9 +83,9 @@ func (all Recordings[K]) Drop(ctx gpu.Context) error {
 	return errors.Join(errs...)
 }
 
-// recordings is the maximum number of modes with a stored recording. Kasmina layers seldom have more
+// maxRecordings is the maximum number of modes with a stored recording. Kasmina layers seldom have more
 // than two modes, and they change mode together.
-const recordings = 16
+const maxRecordings = 16
 
 // Compute enqueues a run through an observer. optimizer is the machine's optimizer, or nil.
 func (r *Runner) Compute(o Observer, optimizer any) error {
@@ -97,7 +97,7 @@ func (r *Runner) Compute(o Observer, optimizer any) error {
 		mode, captured = append(mode, kind), captured && can
 	}
 
-	if len(r.Recorded) == recordings && r.Recorded[string(mode)] == nil {
+	if len(r.Recorded) == maxRecordings && r.Recorded[string(mode)] == nil {
 		if err := r.DropCaptures(); err != nil {
 			return err
 		}

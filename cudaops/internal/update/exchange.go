@@ -13,7 +13,7 @@ import (
 
 // An exchange of gradients takes place on a separate stream, during the run that computes the
 // gradients. A bucket is sent as soon as its gradients are complete, while the run continues.
-type beside struct {
+type exchange struct {
 	side           run.Executor // on the stream of the exchange
 	forked, joined gpu.Event
 	expected       round // of the next run; without contributors, the run sends nothing
@@ -26,8 +26,8 @@ type round struct {
 	first        bool
 }
 
-// open creates the exchange's stream, events and routes.
-func (x *Optimizer) open() (err error) {
+// openExchange creates the exchange's stream, events and routes.
+func (x *Optimizer) openExchange() (err error) {
 	s := x.share
 	s.side = *x.m.Executor
 	if s.side.Stream, err = x.m.Ctx.NewStream(true); err != nil {
@@ -55,7 +55,7 @@ func (x *Optimizer) connect(contributors int) error {
 			return err
 		}
 		b.routes[contributors] = route
-		if x.share.two {
+		if x.share.twoRanks {
 			if err := route.Hold(); err != nil {
 				return err
 			}
@@ -72,13 +72,13 @@ func (x *Optimizer) contribution(b *bucket, contributors int) (comm.Route, error
 
 	for r := range s.group.Size() {
 		if r != me && me < contributors {
-			for _, p := range s.of(b, r) {
+			for _, p := range s.partsOf(b, r) {
 				sends = append(sends,
 					comm.Leg{Rank: r, At: ptr(p.contributed[me]), Bytes: x.bytes(p)})
 			}
 		}
 		if r != me && r < contributors {
-			for _, p := range s.of(b, me) {
+			for _, p := range s.partsOf(b, me) {
 				receives = append(receives,
 					comm.Leg{Rank: r, At: ptr(p.contributed[r]), Bytes: x.bytes(p)})
 			}
@@ -91,8 +91,8 @@ func (x *Optimizer) contribution(b *bucket, contributors int) (comm.Route, error
 // bytes returns the size of a part's gradient.
 func (x *Optimizer) bytes(p *part) int { return p.len() * x.Params[p.param].Grad.Type.Size() }
 
-// shut waits for the exchange, closes its routes and destroys its stream.
-func (x *Optimizer) shut() error {
+// closeExchange waits for the exchange, closes its routes and destroys its stream.
+func (x *Optimizer) closeExchange() error {
 	if x.share == nil || x.share.side.Stream == 0 {
 		return nil
 	}
@@ -120,7 +120,7 @@ func (x *Optimizer) shut() error {
 // during the run.
 func (x *Optimizer) Expect(contributors int, first bool) error {
 	s := x.share
-	if err := s.takes(contributors, first); err != nil {
+	if err := s.checkRound(contributors, first); err != nil {
 		return err
 	}
 
@@ -131,13 +131,13 @@ func (x *Optimizer) Expect(contributors int, first bool) error {
 	return nil
 }
 
-// takes returns an error if a round is not possible.
-func (s *share) takes(contributors int, first bool) error {
+// checkRound returns an error if a round is not possible.
+func (s *share) checkRound(contributors int, first bool) error {
 	if contributors < 1 || contributors > s.group.Size() {
 		return fmt.Errorf("%d contributions by %d ranks, want 1 to the number of ranks",
 			contributors, s.group.Size())
 	}
-	if s.two && (contributors != 2 || !first) {
+	if s.twoRanks && (contributors != 2 || !first) {
 		return errors.New("WithRanks says that a step is one round of two ranks")
 	}
 	return nil
@@ -167,7 +167,7 @@ func (x *Optimizer) Along(calls []*program.Call) error {
 	}
 
 	for i, c := range calls {
-		if err := run.InTurn(func() error { return x.await(i) },
+		if err := run.InTurn(func() error { return x.awaitLoads(i) },
 			func() error { return x.m.Call(c) }); err != nil {
 			return err
 		}
@@ -205,7 +205,7 @@ func (x *Optimizer) Done() {
 // happened during the run. All ranks call it after every round.
 func (x *Optimizer) Contribute(contributors int, first bool) error {
 	s := x.share
-	if err := s.takes(contributors, first); err != nil {
+	if err := s.checkRound(contributors, first); err != nil {
 		return err
 	}
 
@@ -233,7 +233,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 // send exchanges the gradients of a bucket and sums the contributions to this rank's parts.
 func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
 	at, route := comm.Stream(on.Stream), b.routes[r.contributors]
-	if x.share.two { // incoming gradients may use memory of the run
+	if x.share.twoRanks { // incoming gradients may use memory of the run
 		if err := route.Release(at); err != nil {
 			return err
 		}
@@ -244,7 +244,7 @@ func (x *Optimizer) send(b *bucket, r round, on *run.Executor) error {
 		return err
 	}
 
-	for _, p := range x.share.of(b, x.share.group.Rank()) {
+	for _, p := range x.share.partsOf(b, x.share.group.Rank()) {
 		if err := x.addUp(p, r, on); err != nil {
 			return err
 		}

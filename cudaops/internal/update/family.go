@@ -52,9 +52,9 @@ var byMatrix = implementation{
 	workspace: func(f *family) int { return f.table.Chunks },
 }
 
-// sort creates the families of the parameters' kernels. They are in the order of the kernels'
+// createFamilies creates the families of the parameters' kernels. They are in the order of the kernels'
 // names, which is the same on all ranks.
-func (x *Optimizer) sort() error {
+func (x *Optimizer) createFamilies() error {
 	for _, p := range x.Params {
 		k := p.Rule.Kernel
 		if x.familyOf(p) != nil {
@@ -116,9 +116,9 @@ func matrixCalls(x *Optimizer, f *family) []*program.Call {
 		Control: x.control, Table: f.table})))
 }
 
-// Matrices of one shape share an iteration as long as their squares have at most togetherLeast
+// Matrices of one shape share an iteration as long as their squares have at most maxSharedElements
 // elements in total. Larger matrices fill the GPU by themselves.
-const togetherLeast = 1 << 24
+const maxSharedElements = 1 << 24
 
 // group is a set of matrices that share an iteration.
 type group struct {
@@ -153,7 +153,7 @@ func orthogonalize(x *Optimizer, f *family) error {
 		// matrices a rank owns depends on the number of ranks. A product of several matrices may
 		// be computed differently from a product of one, so they stay separate.
 		if k.rows*k.columns%program.VectorBytes == 0 && x.share == nil {
-			together = max(1, togetherLeast/(side*side))
+			together = max(1, maxSharedElements/(side*side))
 		}
 		for some := range slices.Chunk(alike[k], together) {
 			it, err := b.Iterate([]int{k.rows, k.columns}, len(some), k.iterations)

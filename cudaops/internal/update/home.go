@@ -15,14 +15,14 @@ import (
 // load is a set of parameters that travel together from their owners to all ranks. They arrive during
 // the next run, which waits for the load before the first call that reads one of its parameters.
 type load struct {
-	pack  // in the order of the calls that first read the parameters
-	route comm.Route
-	home  gpu.Event // the parameters have arrived
+	pack    // in the order of the calls that first read the parameters
+	route   comm.Route
+	arrived gpu.Event // the parameters have arrived
 }
 
-// arrange groups the parameters into loads, places incoming parameters next to each other, and
+// planLoads groups the parameters into loads, places incoming parameters next to each other, and
 // creates the routes of the loads.
-func (x *Optimizer) arrange() error {
+func (x *Optimizer) planLoads() error {
 	s := x.share
 	if s.group.Size() == 1 {
 		return nil
@@ -30,20 +30,20 @@ func (x *Optimizer) arrange() error {
 
 	total := 0
 	for i := range x.Params {
-		total += x.traveller(i).Extent()
+		total += x.sentArray(i).Extent()
 	}
 
-	for _, p := range x.packs(max(s.least, total/mostHeld), x.traveller, x.firstTouch) {
+	for _, p := range x.packs(max(s.minBytes, total/maxPacks), x.sentArray, x.firstTouch) {
 		s.loads = append(s.loads, &load{pack: p})
 	}
 
-	if err := x.lay(); err != nil {
+	if err := x.makeContiguous(); err != nil {
 		return err
 	}
 
 	for i, l := range s.loads {
 		var err error
-		if l.home, err = x.memory.NewEvent(false); err != nil {
+		if l.arrived, err = x.memory.NewEvent(false); err != nil {
 			return err
 		}
 		if l.route, err = x.routeOf(l, s.slots+i); err != nil {
@@ -66,8 +66,8 @@ func (x *Optimizer) firstTouch(a *program.Array) int {
 	return len(calls)
 }
 
-// lay moves the arrays that come from other ranks to consecutive memory.
-func (x *Optimizer) lay() error {
+// makeContiguous moves the arrays that come from other ranks to consecutive memory.
+func (x *Optimizer) makeContiguous() error {
 	if x.m.Inputs.Laid {
 		return nil
 	}
@@ -76,7 +76,7 @@ func (x *Optimizer) lay() error {
 	var room kernel.Carve
 	for _, l := range x.share.loads {
 		for _, i := range l.params {
-			a := x.traveller(i)
+			a := x.sentArray(i)
 			if slices.Contains(buffers, a.Buffer) {
 				continue
 			}
@@ -114,7 +114,7 @@ func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 	s, me := x.share, x.share.group.Rank()
 	have := make([][]stretch, s.group.Size()) // each rank's parts, at their addresses here
 	for _, i := range l.params {
-		a := x.traveller(i)
+		a := x.sentArray(i)
 		at := func(element int) gpu.Ptr { return a.Ptr().Offset(element * a.Type.Size()) }
 		for r, p := range s.parts[i] {
 			if p.len() > 0 {
@@ -128,10 +128,10 @@ func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 		if r == me {
 			continue
 		}
-		for _, own := range joined(have[me]) {
+		for _, own := range mergeStretches(have[me]) {
 			sends = append(sends, own.leg(r))
 		}
-		for _, theirs := range joined(have[r]) {
+		for _, theirs := range mergeStretches(have[r]) {
 			receives = append(receives, theirs.leg(r))
 		}
 	}
@@ -150,9 +150,9 @@ func (s stretch) leg(rank int) comm.Leg {
 	return comm.Leg{Rank: rank, At: ptr(s.from), Bytes: int(s.to - s.from)}
 }
 
-// joined sorts stretches by address and merges neighbors. Padding for the alignment of the second
+// mergeStretches sorts stretches by address and merges neighbors. Padding for the alignment of the second
 // one may lie between them.
-func joined(some []stretch) (all []stretch) {
+func mergeStretches(some []stretch) (all []stretch) {
 	some = slices.SortedFunc(slices.Values(some), func(a, b stretch) int {
 		return cmp.Compare(a.from, b.from)
 	})
@@ -172,18 +172,18 @@ func joined(some []stretch) (all []stretch) {
 	return all
 }
 
-// hides reports whether parameters can travel during the next run. They cannot if something has to
+// canOverlap reports whether parameters can travel during the next run. They cannot if something has to
 // be computed from them first.
-func (x *Optimizer) hides() bool {
-	return len(x.renew) == 0 && len(x.m.Program.Weights) == 0
+func (x *Optimizer) canOverlap() bool {
+	return len(x.copyUpdates) == 0 && len(x.m.Program.Weights) == 0
 }
 
-// bringHome sends the parameters to all ranks. If during is true, they travel during the next run,
+// sendLoads sends the parameters to all ranks. If during is true, they travel during the next run,
 // after the work that the machine's stream has so far; otherwise their journey is part of the
 // update. Depending on the machine, one of the two calls does nothing.
-func (x *Optimizer) bringHome(during bool) error {
+func (x *Optimizer) sendLoads(during bool) error {
 	s, ctx, on := x.share, x.m.Ctx, x.m.Stream
-	if s == nil || len(s.loads) == 0 || x.hides() != during {
+	if s == nil || len(s.loads) == 0 || x.canOverlap() != during {
 		return nil
 	}
 
@@ -197,7 +197,7 @@ func (x *Optimizer) bringHome(during bool) error {
 	for _, l := range s.loads {
 		err := l.route.Enqueue(comm.Stream(on))
 		if err == nil && during {
-			err = ctx.Record(l.home, on)
+			err = ctx.Record(l.arrived, on)
 		}
 		if err != nil {
 			return err
@@ -207,8 +207,8 @@ func (x *Optimizer) bringHome(during bool) error {
 	return nil
 }
 
-// await makes a run wait for the parameters that its next call is the first to read.
-func (x *Optimizer) await(call int) error {
+// awaitLoads makes a run wait for the parameters that its next call is the first to read.
+func (x *Optimizer) awaitLoads(call int) error {
 	for _, l := range x.share.loads {
 		if l.first != call {
 			continue
@@ -217,7 +217,7 @@ func (x *Optimizer) await(call int) error {
 		if x.m.State.Capturing() {
 			wait = x.m.Ctx.Await
 		}
-		if err := wait(x.m.Stream, l.home); err != nil {
+		if err := wait(x.m.Stream, l.arrived); err != nil {
 			return err
 		}
 	}
@@ -244,5 +244,5 @@ func (x *Optimizer) Arrive(stream gpu.Stream) error {
 	}
 
 	loads := x.share.loads
-	return x.m.Ctx.WaitEvent(stream, loads[len(loads)-1].home)
+	return x.m.Ctx.WaitEvent(stream, loads[len(loads)-1].arrived)
 }

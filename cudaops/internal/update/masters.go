@@ -19,9 +19,9 @@ import (
 // and each rank stores only the elements that it updates. After an update the ranks exchange the
 // narrow elements, which every rank stores in full.
 
-// travels reports whether the owners of a parameter send its first copy, in a narrower type,
+// sendsCopy reports whether the owners of a parameter send its first copy, in a narrower type,
 // instead of its float32 values.
-func (x *Optimizer) travels(p *Param) bool {
+func (x *Optimizer) sendsCopy(p *Param) bool {
 	in := p.Input
 	return x.share.group.Size() > 1 && len(in.Copies) > 0 &&
 		in.Copies[0].At%program.VectorBytes == 0 && in.Sharers == 0 &&
@@ -31,18 +31,18 @@ func (x *Optimizer) travels(p *Param) bool {
 		})
 }
 
-// keepParts reduces parameters that travel in a narrower type to the parts that this rank updates.
-func (x *Optimizer) keepParts() error {
+// shardParams reduces parameters that travel in a narrower type to the parts that this rank updates.
+func (x *Optimizer) shardParams() error {
 	for i, p := range x.Params {
 		from, to := x.Part(i)
 		switch {
 		case p.Input.Part != nil && (p.Input.Part.From != from || p.Input.Part.To != to):
 			return fmt.Errorf("%s is already divided among ranks, and this optimizer needs "+
 				"another division: make a new machine for it", p.Input.Node.Name())
-		case p.Input.Part != nil || !x.travels(p):
+		case p.Input.Part != nil || !x.sendsCopy(p):
 			continue
 		}
-		if err := x.keepPart(p.Input, from, to); err != nil {
+		if err := x.shardParam(p.Input, from, to); err != nil {
 			return err
 		}
 	}
@@ -50,8 +50,8 @@ func (x *Optimizer) keepParts() error {
 	return nil
 }
 
-// keepPart reduces the float32 values of a parameter to one part and frees the rest.
-func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
+// shardParam reduces the float32 values of a parameter to one part and frees the rest.
+func (x *Optimizer) shardParam(in *program.Input, from, to int) error {
 	size := in.Array.Type.Size()
 	part := &program.Part{From: from, To: to,
 		Array: new(program.Program).NewResident(in.Array.Type, to-from)}
@@ -76,17 +76,17 @@ func (x *Optimizer) keepPart(in *program.Input, from, to int) error {
 	return x.m.Memory.Free(whole)
 }
 
-// traveller returns the array that is sent to other ranks for parameter number i.
-func (x *Optimizer) traveller(i int) *program.Array {
+// sentArray returns the array that is sent to other ranks for parameter number i.
+func (x *Optimizer) sentArray(i int) *program.Array {
 	if in := x.Params[i].Input; in.Part != nil {
 		return in.Copies[0].Array
 	}
 	return x.Params[i].Input.Array
 }
 
-// copies decides how a parameter's copies are updated. The update kernel writes one copy along with
+// planCopies decides how a parameter's copies are updated. The update kernel writes one copy along with
 // the parameter, provided that this rank updates the whole parameter or that the copy travels.
-func (x *Optimizer) copies(p *Param, t *optimizer.Tensor) {
+func (x *Optimizer) planCopies(p *Param, t *optimizer.Tensor) {
 	for i, c := range p.Input.Copies {
 		part := p.Input.Part
 		switch {
@@ -95,7 +95,7 @@ func (x *Optimizer) copies(p *Param, t *optimizer.Tensor) {
 		case x.share == nil && t.Copy == 0 && c.At%program.VectorBytes == 0:
 			t.Copy, t.CopyType = c.Ptr(), c.Type // written along with the parameter
 		default:
-			x.renew = append(x.renew, c.Renew)
+			x.copyUpdates = append(x.copyUpdates, c.Renew)
 		}
 	}
 }

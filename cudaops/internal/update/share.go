@@ -28,16 +28,16 @@ import (
 // exactly as on a single GPU. Then each rank updates its part, and the parameters travel back to all
 // ranks.
 type share struct {
-	group   comm.Group
-	buckets []*bucket
-	parts   [][]part // of each parameter, by rank; may be empty
-	two     bool     // the update adds the contributions of two ranks
-	slots   int      // number of slots for the routes of buckets
-	least   int      // minimum size of a bucket or load in bytes
-	loads   []*load  // the parameters on their way back
-	rounds  run.Recordings[round]
+	group    comm.Group
+	buckets  []*bucket
+	parts    [][]part // of each parameter, by rank; may be empty
+	twoRanks bool     // the update adds the contributions of two ranks
+	slots    int      // number of slots for the routes of buckets
+	minBytes int      // minimum size of a bucket or load in bytes
+	loads    []*load  // the parameters on their way back
+	rounds   run.Recordings[round]
 
-	beside
+	exchange
 }
 
 // bucket is a set of parameters with gradients that travel together.
@@ -68,9 +68,9 @@ const (
 	// the run. One bucket can then arrive while another is added.
 	slots = 3
 
-	// mostHeld is the approximate maximum number of loads, and of buckets if there is memory for all
+	// maxPacks is the approximate maximum number of loads, and of buckets if there is memory for all
 	// buckets at once.
-	mostHeld = 64
+	maxPacks = 64
 )
 
 // divide decides which gradients travel together and which rank owns which elements.
@@ -86,28 +86,28 @@ func (x *Optimizer) divide(r *Ranks) error {
 	}
 
 	x.share = s
-	s.two = r.Rounds == 1 && r.Group.Size() == 2
+	s.twoRanks = r.Rounds == 1 && r.Group.Size() == 2
 
 	total := 0
 	for _, p := range x.Params {
 		total += p.Grad.Extent()
-		s.two = s.two && !p.Rule.Kernel.Whole
+		s.twoRanks = s.twoRanks && !p.Rule.Kernel.Whole
 	}
 
-	s.least = cmp.Or(r.Bucket, bucketBytes)
-	least := s.least
-	if s.two {
-		least = max(least, total/mostHeld)
+	s.minBytes = cmp.Or(r.Bucket, bucketBytes)
+	least := s.minBytes
+	if s.twoRanks {
+		least = max(least, total/maxPacks)
 	}
 
 	grad := func(i int) *program.Array { return x.Params[i].Grad }
 	for _, p := range x.packs(least, grad, x.lastWrite) {
 		b := &bucket{pack: p, routes: map[int]comm.Route{}}
 		s.buckets = append(s.buckets, b)
-		x.cut(b)
+		x.divideBucket(b)
 	}
 
-	return run.InTurn(x.takeRoom, x.open, x.keepParts, x.arrange)
+	return run.InTurn(x.allocateExchange, x.openExchange, x.shardParams, x.planLoads)
 }
 
 // pack is a set of parameters that travel together.
@@ -153,8 +153,8 @@ func (x *Optimizer) lastWrite(a *program.Array) (last int) {
 	return last
 }
 
-// cut divides a bucket among the ranks.
-func (x *Optimizer) cut(b *bucket) {
+// divideBucket divides a bucket among the ranks.
+func (x *Optimizer) divideBucket(b *bucket) {
 	var pieces []comm.Piece
 	for _, i := range b.params {
 		piece := comm.Piece{Len: x.Params[i].Grad.Len(), Multiple: optimizer.Chunk}
@@ -181,8 +181,8 @@ func (x *Optimizer) cut(b *bucket) {
 	}
 }
 
-// of returns a rank's parts of the parameters in a bucket.
-func (s *share) of(b *bucket, rank int) (all []*part) {
+// partsOf returns a rank's parts of the parameters in a bucket.
+func (s *share) partsOf(b *bucket, rank int) (all []*part) {
 	for _, i := range b.params {
 		if p := &s.parts[i][rank]; p.len() > 0 {
 			all = append(all, p)
@@ -191,12 +191,12 @@ func (s *share) of(b *bucket, rank int) (all []*part) {
 	return all
 }
 
-// takeRoom allocates the sums of gradients and memory for incoming gradients.
-func (x *Optimizer) takeRoom() error {
+// allocateExchange allocates the sums of gradients and memory for incoming gradients.
+func (x *Optimizer) allocateExchange() error {
 	s := x.share
-	if s.two {
+	if s.twoRanks {
 		s.slots = len(s.buckets)
-		return x.lodge()
+		return x.placeInArena()
 	}
 
 	s.slots = min(slots, len(s.buckets))
@@ -205,7 +205,7 @@ func (x *Optimizer) takeRoom() error {
 		var all kernel.Carve
 		x.stage(b, &all)
 		room.At = max(room.At, all.At)
-		for _, p := range s.of(b, s.group.Rank()) {
+		for _, p := range s.partsOf(b, s.group.Rank()) {
 			p.sum = sums.Take(4 * p.len())
 		}
 	}
@@ -219,7 +219,7 @@ func (x *Optimizer) takeRoom() error {
 	for i, b := range s.buckets {
 		b.slot = i % s.slots
 		x.stage(b, &kernel.Carve{At: others + gpu.Ptr(b.slot)*room.At})
-		for _, p := range s.of(b, s.group.Rank()) {
+		for _, p := range s.partsOf(b, s.group.Rank()) {
 			p.sum += at
 		}
 	}
@@ -231,7 +231,7 @@ func (x *Optimizer) takeRoom() error {
 func (x *Optimizer) stage(b *bucket, in *kernel.Carve) {
 	me := x.share.group.Rank()
 	for r := range x.share.group.Size() {
-		for _, p := range x.share.of(b, me) {
+		for _, p := range x.share.partsOf(b, me) {
 			if r != me {
 				p.contributed[r] = in.Take(x.bytes(p))
 			}
@@ -239,10 +239,10 @@ func (x *Optimizer) stage(b *bucket, in *kernel.Carve) {
 	}
 }
 
-// lodge places the other rank's gradients in the arena of the run where no later call needs the
+// placeInArena places the other rank's gradients in the arena of the run where no later call needs the
 // memory: most of the arena is free by the time gradients travel. Gradients that do not fit are
 // allocated separately.
-func (x *Optimizer) lodge() error {
+func (x *Optimizer) placeInArena() error {
 	s, p, me := x.share, x.m.Program, x.share.group.Rank()
 	var arena gpu.Ptr
 	var placed []*plan.Interval
@@ -256,7 +256,7 @@ func (x *Optimizer) lodge() error {
 	var rest []*gpu.Ptr
 	for i, b := range s.buckets {
 		b.slot = i
-		for _, own := range s.of(b, me) {
+		for _, own := range s.partsOf(b, me) {
 			at := &own.contributed[1-me]
 			v := &plan.Interval{Bytes: x.bytes(own), First: b.last + 1, Last: len(p.Calls)}
 			if plan.Fit(v, placed, program.Alignment); v.Offset+v.Bytes <= p.Arena {
@@ -320,7 +320,7 @@ func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
 
 	switch {
 	case s == nil || t.Size == 0:
-	case s.two:
+	case s.twoRanks:
 		t.Grad, t.Other = own.contributed[0], own.contributed[1]
 	default:
 		t.Grad, t.GradType = own.sum, gpu.Float32

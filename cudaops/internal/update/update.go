@@ -52,25 +52,25 @@ type Optimizer struct {
 	// Abandoned reports whether an update was started but not waited for, so that Steps is unknown.
 	Abandoned bool
 
-	m          Machine
-	memory     run.Memory
-	families   []*family
-	all        *optimizer.Table // for the gradients' squares
-	chunks     []*Param         // the parameter of each chunk, in the order of Params
-	control    gpu.Ptr          // optimizer.Control
-	staging    []byte           // the control block in pinned memory
-	squares    gpu.Ptr          // sums of all chunks and of the loss, then the families' workspace
-	apart      gpu.Ptr          // flags the sums of Apart gradients; null if there are none
-	settings   optimizer.Control
-	loss       []byte                  // the loss of a step in pinned memory
-	ran        gpu.Event               // the run before the update has ended
-	judged     gpu.Event               // the control block has returned to the host
-	updated    gpu.Event               // this rank's parameters are up to date
-	recorded   run.Recordings[gpu.Ptr] // first halves by the loss's address or 0, second half by rest
-	renew      []*program.Call         // calls that update the copies not written by the update kernels
-	share      *share                  // this rank's share; nil if it is the only rank
-	uncaptured bool                    // collectives cannot be captured
-	newer      bool                    // the state on the device is newer than the host's
+	m           Machine
+	memory      run.Memory
+	families    []*family
+	all         *optimizer.Table // for the gradients' squares
+	chunks      []*Param         // the parameter of each chunk, in the order of Params
+	control     gpu.Ptr          // optimizer.Control
+	staging     []byte           // the control block in pinned memory
+	squares     gpu.Ptr          // sums of all chunks and of the loss, then the families' workspace
+	apart       gpu.Ptr          // flags the sums of Apart gradients; null if there are none
+	settings    optimizer.Control
+	loss        []byte                  // the loss of a step in pinned memory
+	ran         gpu.Event               // the run before the update has ended
+	judged      gpu.Event               // the control block has returned to the host
+	updated     gpu.Event               // this rank's parameters are up to date
+	recorded    run.Recordings[gpu.Ptr] // first halves by the loss's address or 0, second half by rest
+	copyUpdates []*program.Call         // calls that update the copies not written by the update kernels
+	share       *share                  // this rank's share; nil if it is the only rank
+	uncaptured  bool                    // collectives cannot be captured
+	newer       bool                    // the state on the device is newer than the host's
 }
 
 // Ranks describes the ranks that make an update together.
@@ -96,7 +96,7 @@ func New(m Machine, rules optim.Rules, params []*Param, maxNorm float64, ranks *
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1}}
 
 	divide := func() error { return x.divide(ranks) }
-	if err := run.InTurn(divide, x.loadState, x.buildTables, x.allocate, x.flag); err != nil {
+	if err := run.InTurn(divide, x.loadState, x.buildTables, x.allocate, x.uploadApartFlags); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
 	}
 
@@ -128,9 +128,9 @@ func (x *Optimizer) allocate() (err error) {
 	return nil
 }
 
-// flag informs the device which sums of squares belong to gradients that are clipped separately. The
+// uploadApartFlags informs the device which sums of squares belong to gradients that are clipped separately. The
 // flags are in the order of the sums. The last sum belongs to the loss rather than to a gradient.
-func (x *Optimizer) flag() (err error) {
+func (x *Optimizer) uploadApartFlags() (err error) {
 	flags := make([]byte, x.sums())
 	for i, p := range x.chunks {
 		if p.Apart {
@@ -324,7 +324,7 @@ func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
 // buildTables lays out the parameters for the kernels. The order of the chunks does not depend on
 // the number of ranks.
 func (x *Optimizer) buildTables() error {
-	if err := x.sort(); err != nil {
+	if err := x.createFamilies(); err != nil {
 		return err
 	}
 
@@ -332,7 +332,7 @@ func (x *Optimizer) buildTables() error {
 	for i, p := range x.Params {
 		t := x.tensorOf(i)
 		t.FirstChunk = int32(len(x.chunks) + x.own(i).from/optimizer.Chunk)
-		x.copies(p, &t)
+		x.planCopies(p, &t)
 		for range kernel.CeilDiv(p.Grad.Len(), optimizer.Chunk) {
 			x.chunks = append(x.chunks, p)
 		}
@@ -414,13 +414,13 @@ func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 			return ctx.CopyToHost(x.staging, x.control, s)
 		},
 		func() error { return ctx.Record(x.judged, s) },
-		func() error { return part(rest, x.Bytes()-looking, x.apply) },
-		func() error { return x.bringHome(true) },
+		func() error { return part(secondHalf, x.Bytes()-looking, x.apply) },
+		func() error { return x.sendLoads(true) },
 		func() error { return ctx.Record(x.updated, s) })
 }
 
-// rest is the key of the second half's recording. No loss has this address.
-const rest gpu.Ptr = 1
+// secondHalf is the key of the second half's recording. No loss has this address.
+const secondHalf gpu.Ptr = 1
 
 // WaitForRun waits for the run that precedes the update.
 func (x *Optimizer) WaitForRun() error { return x.m.Ctx.SyncEvent(x.ran) }
@@ -469,8 +469,8 @@ func (x *Optimizer) apply() error {
 	}
 	return run.InTurn(
 		func() error { return x.m.Calls(calls) },
-		func() error { return x.bringHome(false) },
-		func() error { return x.m.Calls(x.renew) },
+		func() error { return x.sendLoads(false) },
+		func() error { return x.m.Calls(x.copyUpdates) },
 		func() error { return x.m.Inputs.Quantize(x.Updates) },
 		func() error { return ClearSums(x.m.Runner) })
 }
@@ -505,7 +505,7 @@ func (x *Optimizer) Close() error {
 	if x == nil {
 		return nil
 	}
-	return run.Joined(x.recorded.Drop(x.m.Ctx), x.shut(), x.memory.Close())
+	return run.Joined(x.recorded.Drop(x.m.Ctx), x.closeExchange(), x.memory.Close())
 }
 
 // NonFinite returns the parameters with gradients that contain NaN or infinity, or that are so large

@@ -82,12 +82,12 @@ func (c *Context) locked(call string, do func() error) error {
 // watched performs a call that enqueues work, through the stream's observer.
 func (c *Context) watched(w gpu.Work, s gpu.Stream, call string, do func() error) error {
 	return c.Watch(s, w, func() error {
-		return about(c, call, c.streams, s, func(*stream) error { return do() })
+		return withObject(c, call, c.streams, s, func(*stream) error { return do() })
 	})
 }
 
-// asked is like locked, for a call with a result.
-func asked[T any](c *Context, call string, do func() (T, error)) (v T, err error) {
+// lockedResult is like locked, for a call with a result.
+func lockedResult[T any](c *Context, call string, do func() (T, error)) (v T, err error) {
 	err = c.locked(call, func() error {
 		v, err = do()
 		return err
@@ -95,19 +95,19 @@ func asked[T any](c *Context, call string, do func() (T, error)) (v T, err error
 	return v, err
 }
 
-// made registers a new object and returns its handle.
-func made[H ~uintptr, T any](c *Context, call string, all map[H]T, object T) (H, error) {
-	return asked(c, call, func() (H, error) {
+// register registers a new object and returns its handle.
+func register[H ~uintptr, T any](c *Context, call string, all map[H]T, object T) (H, error) {
+	return lockedResult(c, call, func() (H, error) {
 		c.next++
 		all[H(c.next)] = object
 		return H(c.next), nil
 	})
 }
 
-// about performs a call that takes an object.
-func about[H ~uintptr, T any](c *Context, call string, all map[H]T, h H, do func(T) error) error {
+// withObject performs a call that takes an object.
+func withObject[H ~uintptr, T any](c *Context, call string, all map[H]T, h H, do func(T) error) error {
 	return c.locked(call, func() error {
-		object, err := known(all, h)
+		object, err := lookup(all, h)
 		if err != nil {
 			return err
 		}
@@ -115,8 +115,8 @@ func about[H ~uintptr, T any](c *Context, call string, all map[H]T, h H, do func
 	})
 }
 
-// known returns the object for a handle.
-func known[H ~uintptr, T any](all map[H]T, h H) (object T, err error) {
+// lookup returns the object for a handle.
+func lookup[H ~uintptr, T any](all map[H]T, h H) (object T, err error) {
 	object, ok := all[h]
 	if !ok {
 		err = refused(gpu.InvalidHandle, fmt.Sprintf("no %T %d", h, h))
@@ -124,9 +124,9 @@ func known[H ~uintptr, T any](all map[H]T, h H) (object T, err error) {
 	return object, err
 }
 
-// forget removes an object.
-func forget[H ~uintptr, T any](c *Context, call string, all map[H]T, h H) error {
-	return about(c, call, all, h, func(T) error {
+// remove removes an object.
+func remove[H ~uintptr, T any](c *Context, call string, all map[H]T, h H) error {
+	return withObject(c, call, all, h, func(T) error {
 		delete(all, h)
 		return nil
 	})
@@ -161,16 +161,16 @@ func (c *Context) LoadModule(image []byte) (m gpu.Module, err error) {
 			return 0, named(call, refused(gpu.InvalidImage, err.Error()))
 		}
 	}
-	return made(c, call, c.modules, kernels)
+	return register(c, call, c.modules, kernels)
 }
 
 func (c *Context) UnloadModule(m gpu.Module) error {
-	return forget(c, "cuModuleUnload", c.modules, m)
+	return remove(c, "cuModuleUnload", c.modules, m)
 }
 
 // Function returns a kernel that is registered or listed in the module.
 func (c *Context) Function(m gpu.Module, name string) (f *gpu.Function, err error) {
-	err = about(c, "cuModuleGetFunction", c.modules, m, func(kernels module) error {
+	err = withObject(c, "cuModuleGetFunction", c.modules, m, func(kernels module) error {
 		params, ok := kernels[name]
 		config := c.driver.config
 		if all := config.Kernels == nil && config.Images == nil; !ok && !all &&
@@ -202,7 +202,7 @@ const threadsPerSM = 1536 // the minimum of all supported GPUs
 
 // Resident considers threads and shared memory, where each block reserves an additional 1 KiB.
 func (c *Context) Resident(_ *gpu.Function, l gpu.LaunchConfig) (int, error) {
-	return asked(c, "cuOccupancyMaxActiveBlocksPerMultiprocessor", func() (int, error) {
+	return lockedResult(c, "cuOccupancyMaxActiveBlocksPerMultiprocessor", func() (int, error) {
 		shared := c.info.SharedPerBlock + 1024
 		blocks := min(threadsPerSM/l.Block.Count(), shared/(l.Shared+1024), 32)
 		return blocks * c.info.SMs / l.Cluster.Count(), nil
@@ -240,7 +240,7 @@ func (c *Context) launchable(f *gpu.Function, l gpu.LaunchConfig) bool {
 // EncodeTiled checks the description, and that the tensor lies within one allocation. The descriptor
 // contains the tensor's address.
 func (c *Context) EncodeTiled(t gpu.TiledTensor) (gpu.TensorMap, error) {
-	return asked(c, "cuTensorMapEncodeTiled", func() (m gpu.TensorMap, err error) {
+	return lockedResult(c, "cuTensorMapEncodeTiled", func() (m gpu.TensorMap, err error) {
 		if err := t.Check(); err != nil {
 			return m, err
 		}
@@ -324,8 +324,8 @@ func Slice[T gpu.Number](l *Launch, p gpu.Ptr, n int) []T {
 	return gpu.View[T](b)
 }
 
-// reaches panics like Slice if the memory is invalid, but doesn't access it.
-func (l *Launch) reaches(p gpu.Ptr, n int) {
+// checkRange panics like Slice if the memory is invalid, but doesn't access it.
+func (l *Launch) checkRange(p gpu.Ptr, n int) {
 	if n == 0 {
 		return
 	}

@@ -17,7 +17,7 @@ func (c *Context) Blas() (gpu.Blas, error) {
 		return nil, &gpu.NotFoundError{Library: "the fake cuBLASLt",
 			Help: "The configuration leaves it out."}
 	}
-	return asked(c, "cublasLtCreate", func() (gpu.Blas, error) { return blas{c}, nil })
+	return lockedResult(c, "cublasLtCreate", func() (gpu.Blas, error) { return blas{c}, nil })
 }
 
 func (b blas) Version() int { return cmp.Or(b.c.driver.config.BlasVersion, 130000) }
@@ -27,13 +27,13 @@ type plan struct {
 	spec  gpu.MatmulSpec
 	algos []gpu.Algo
 
-	lately, inRow int // last algorithm used, and the number of consecutive runs with it
-	runs          int // total number of runs
+	lastAlgo, repeats int // last algorithm used, and the number of consecutive runs with it
+	runs              int // total number of runs
 }
 
 // Plan offers up to three variants with different workspace sizes.
 func (b blas) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
-	return asked(b.c, "cublasLtMatmulAlgoGetHeuristic", func() (gpu.MatmulPlan, error) {
+	return lockedResult(b.c, "cublasLtMatmulAlgoGetHeuristic", func() (gpu.MatmulPlan, error) {
 		m, err := m.Normal()
 		if err != nil {
 			return nil, err
@@ -74,17 +74,17 @@ func (p *plan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 		c.issue(s, Op{Call: call}, func() error {
 			return c.run(func(l *Launch) {
 				l.Took = variant.Took
-				if p.lately != algo {
-					p.lately, p.inRow = algo, 0
+				if p.lastAlgo != algo {
+					p.lastAlgo, p.repeats = algo, 0
 				}
 				p.runs++
-				if p.inRow++; p.inRow > 2 && variant.Loaded > 0 {
+				if p.repeats++; p.repeats > 2 && variant.Loaded > 0 {
 					l.Took = variant.Loaded + time.Duration(p.runs)*variant.Warms
 				}
 				if c.driver.config.Images != nil {
 					return
 				}
-				l.reaches(a.Workspace, p.algos[algo].Workspace)
+				l.checkRange(a.Workspace, p.algos[algo].Workspace)
 				p.compute(l, a)
 			}, gpu.LaunchConfig{}, nil)
 		})

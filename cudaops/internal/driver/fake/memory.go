@@ -66,12 +66,12 @@ func (c *Context) resolve(p gpu.Ptr, n int, s gpu.Status) ([]byte, error) {
 
 // Bytes returns device memory for use by fakes of other libraries. It doesn't wait for streams.
 func (c *Context) Bytes(p gpu.Ptr, n int) ([]byte, error) {
-	return asked(c, "Bytes", func() ([]byte, error) { return c.resolve(p, n, gpu.IllegalAddress) })
+	return lockedResult(c, "Bytes", func() ([]byte, error) { return c.resolve(p, n, gpu.IllegalAddress) })
 }
 
 // Alloc returns memory filled with 0xFF.
 func (c *Context) Alloc(n int) (gpu.Ptr, error) {
-	return asked(c, "cuMemAlloc", func() (gpu.Ptr, error) {
+	return lockedResult(c, "cuMemAlloc", func() (gpu.Ptr, error) {
 		if n <= 0 {
 			return 0, refused(gpu.InvalidValue, fmt.Sprintf("%d bytes asked for", n))
 		}
@@ -111,7 +111,7 @@ func (c *Context) Free(p gpu.Ptr) error {
 
 // AllocHost returns Go memory that counts as pinned.
 func (c *Context) AllocHost(n int) ([]byte, error) {
-	return asked(c, "cuMemHostAlloc", func() ([]byte, error) {
+	return lockedResult(c, "cuMemHostAlloc", func() ([]byte, error) {
 		if n <= 0 {
 			return nil, refused(gpu.InvalidValue, fmt.Sprintf("%d bytes asked for", n))
 		}
@@ -136,7 +136,7 @@ func (c *Context) FreeHost(b []byte) error {
 
 // MemInfo accounts for the context's own allocations.
 func (c *Context) MemInfo() (free, total uint64, err error) {
-	free, err = asked(c, "cuMemGetInfo", func() (uint64, error) { return c.free, nil })
+	free, err = lockedResult(c, "cuMemGetInfo", func() (uint64, error) { return c.free, nil })
 	return free, c.info.Memory, err
 }
 

@@ -12,11 +12,11 @@ type op func() error
 
 // stream is a queue of work that has not run yet.
 type stream struct {
-	c       *Context
-	queue   []op
-	capture *capture
-	given   int // number of operations recorded in the capture
-	awaited int // number of these operations that the capture's origin waits for
+	c        *Context
+	queue    []op
+	capture  *capture
+	recorded int // number of operations recorded in the capture
+	awaited  int // number of these operations that the capture's origin waits for
 }
 
 // capture records the work of a stream and of the streams that have joined it. At each launch of the
@@ -39,7 +39,7 @@ type mark struct {
 	passed   bool
 	at       time.Duration
 	captured *capture // capture that contains the mark; nil if none
-	behind   int      // number of the stream's operations captured before the mark
+	index    int      // number of the stream's operations captured before the mark
 }
 
 // issue traces work and then enqueues or captures it.
@@ -61,7 +61,7 @@ func (s *stream) push(do op) {
 
 func (s *stream) record(piece func() op) {
 	s.capture.pieces = append(s.capture.pieces, piece)
-	s.given++
+	s.recorded++
 }
 
 // step runs the next operation. A fault destroys the context and discards all pending work.
@@ -99,7 +99,7 @@ func (c *Context) pass(m *mark) {
 
 // NewStream returns a stream. The fake ignores priorities.
 func (c *Context) NewStream(bool) (gpu.Stream, error) {
-	return made(c, "cuStreamCreate", c.streams, &stream{c: c})
+	return register(c, "cuStreamCreate", c.streams, &stream{c: c})
 }
 
 // wait runs a stream's work. During a capture this is an error, and invalidates the capture.
@@ -113,7 +113,7 @@ func (c *Context) wait(st *stream) error {
 
 // DestroyStream runs the remaining work and removes the stream, which must not be the default stream.
 func (c *Context) DestroyStream(s gpu.Stream) error {
-	return about(c, "cuStreamDestroy", c.streams, s, func(st *stream) error {
+	return withObject(c, "cuStreamDestroy", c.streams, s, func(st *stream) error {
 		if s == 0 {
 			return refused(gpu.InvalidHandle, "the default stream")
 		}
@@ -124,22 +124,22 @@ func (c *Context) DestroyStream(s gpu.Stream) error {
 
 // SyncStream runs a stream's work.
 func (c *Context) SyncStream(s gpu.Stream) error {
-	return about(c, "cuStreamSynchronize", c.streams, s, c.wait)
+	return withObject(c, "cuStreamSynchronize", c.streams, s, c.wait)
 }
 
 func (c *Context) NewEvent(timing bool) (gpu.Event, error) {
-	return made(c, "cuEventCreate", c.events, &event{timing: timing})
+	return register(c, "cuEventCreate", c.events, &event{timing: timing})
 }
 
 func (c *Context) DestroyEvent(e gpu.Event) error {
-	return forget(c, "cuEventDestroy", c.events, e)
+	return remove(c, "cuEventDestroy", c.events, e)
 }
 
-// onBoth performs a call that takes an event and a stream.
-func (c *Context) onBoth(call string, e gpu.Event, s gpu.Stream,
+// withEventAndStream performs a call that takes an event and a stream.
+func (c *Context) withEventAndStream(call string, e gpu.Event, s gpu.Stream,
 	do func(*event, *stream) error) error {
-	return about(c, call, c.events, e, func(ev *event) error {
-		st, err := known(c.streams, s)
+	return withObject(c, call, c.events, e, func(ev *event) error {
+		st, err := lookup(c.streams, s)
 		if err != nil {
 			return err
 		}
@@ -147,10 +147,10 @@ func (c *Context) onBoth(call string, e gpu.Event, s gpu.Stream,
 	})
 }
 
-// atLaunch is like onBoth, but records a piece that runs at each launch of the captured graph.
+// atLaunch is like withEventAndStream, but records a piece that runs at each launch of the captured graph.
 func (c *Context) atLaunch(call string, e gpu.Event, s gpu.Stream,
 	piece func(*event, *stream) op) error {
-	return c.onBoth(call, e, s, func(ev *event, st *stream) error {
+	return c.withEventAndStream(call, e, s, func(ev *event, st *stream) error {
 		st.record(func() op { return piece(ev, st) })
 		return nil
 	})
@@ -158,8 +158,8 @@ func (c *Context) atLaunch(call string, e gpu.Event, s gpu.Stream,
 
 // Record marks the current end of a stream's work.
 func (c *Context) Record(e gpu.Event, s gpu.Stream) error {
-	return c.onBoth("cuEventRecord", e, s, func(ev *event, st *stream) error {
-		m := &mark{stream: st, captured: st.capture, behind: st.given}
+	return c.withEventAndStream("cuEventRecord", e, s, func(ev *event, st *stream) error {
+		m := &mark{stream: st, captured: st.capture, index: st.recorded}
 		ev.mark = m
 		if st.capture == nil {
 			st.push(func() error {
@@ -194,10 +194,10 @@ func (c *Context) Await(s gpu.Stream, e gpu.Event) error {
 	})
 }
 
-// onMark performs a call that takes the mark of an event, or nil if the event was never recorded. It is
+// withMark performs a call that takes the mark of an event, or nil if the event was never recorded. It is
 // an error if the mark is part of a capture.
-func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
-	return about(c, call, c.events, e, func(ev *event) error {
+func (c *Context) withMark(call string, e gpu.Event, do func(*mark) error) error {
+	return withObject(c, call, c.events, e, func(ev *event) error {
 		if ev.mark != nil && ev.mark.captured != nil {
 			return refused(gpu.CapturedEvent, "the event was last recorded inside a capture")
 		}
@@ -207,7 +207,7 @@ func (c *Context) onMark(call string, e gpu.Event, do func(*mark) error) error {
 
 // SyncEvent runs work up to the event's mark.
 func (c *Context) SyncEvent(e gpu.Event) error {
-	return c.onMark("cuEventSynchronize", e, func(m *mark) error {
+	return c.withMark("cuEventSynchronize", e, func(m *mark) error {
 		c.pass(m)
 		return c.lost
 	})
@@ -216,7 +216,7 @@ func (c *Context) SyncEvent(e gpu.Event) error {
 // WaitEvent makes a stream wait for an event or, if the event was recorded in a capture, makes the stream
 // join the capture.
 func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
-	return c.onBoth("cuStreamWaitEvent", e, s, func(ev *event, st *stream) error {
+	return c.withEventAndStream("cuStreamWaitEvent", e, s, func(ev *event, st *stream) error {
 		m := ev.mark
 		switch {
 		case m == nil:
@@ -232,9 +232,9 @@ func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 			st.capture == nil && s == 0:
 			return refused(gpu.CapturedEvent, "the event was last recorded inside another capture")
 		case st.capture == nil:
-			st.capture, st.given, st.awaited = m.captured, 0, 0
+			st.capture, st.recorded, st.awaited = m.captured, 0, 0
 		case st == m.captured.origin:
-			m.stream.awaited = m.behind
+			m.stream.awaited = m.index
 		}
 		return nil
 	})
@@ -242,7 +242,7 @@ func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 
 // EventDone runs one operation per call, so that polling terminates and both results occur.
 func (c *Context) EventDone(e gpu.Event) (done bool, err error) {
-	err = c.onMark("cuEventQuery", e, func(m *mark) error {
+	err = c.withMark("cuEventQuery", e, func(m *mark) error {
 		if done = m == nil || m.passed; !done {
 			m.stream.step()
 		}
@@ -255,7 +255,7 @@ func (c *Context) EventDone(e gpu.Event) (done bool, err error) {
 // configured durations.
 func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 	at := func(e gpu.Event) (at time.Duration, err error) {
-		err = c.onMark("cuEventElapsedTime", e, func(m *mark) error {
+		err = c.withMark("cuEventElapsedTime", e, func(m *mark) error {
 			switch {
 			case m == nil || !c.events[e].timing:
 				return refused(gpu.InvalidHandle, "an event not recorded, or made without timing")
@@ -274,7 +274,7 @@ func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 }
 
 func (c *Context) BeginCapture(s gpu.Stream) error {
-	return about(c, "cuStreamBeginCapture", c.streams, s, func(st *stream) error {
+	return withObject(c, "cuStreamBeginCapture", c.streams, s, func(st *stream) error {
 		if s == 0 || st.capture != nil {
 			return refused(gpu.CaptureUnsupported, "the default stream, or one being captured already")
 		}
@@ -289,7 +289,7 @@ func (c *Context) EndCapture(s gpu.Stream) (gpu.Graph, error) {
 	if err := c.locked("cuStreamEndCapture", func() error { return err }); err != nil {
 		return 0, err
 	}
-	return made(c, "cuGraphInstantiateWithFlags", c.graphs, k)
+	return register(c, "cuGraphInstantiateWithFlags", c.graphs, k)
 }
 
 // uncapture ends the capture of a stream, and returns it unless it is invalid.
@@ -304,7 +304,7 @@ func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 	k, unjoined := st.capture, false
 	for _, joined := range c.streams {
 		if joined.capture == k {
-			unjoined = unjoined || joined != st && joined.given != joined.awaited
+			unjoined = unjoined || joined != st && joined.recorded != joined.awaited
 			joined.capture = nil
 		}
 	}
@@ -323,8 +323,8 @@ func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 // LaunchGraph enqueues the recorded work.
 func (c *Context) LaunchGraph(g gpu.Graph, s gpu.Stream) error {
 	const call = "cuGraphLaunch"
-	return about(c, call, c.graphs, g, func(k *capture) error {
-		if _, err := known(c.streams, s); err != nil {
+	return withObject(c, call, c.graphs, g, func(k *capture) error {
+		if _, err := lookup(c.streams, s); err != nil {
 			return err
 		}
 		var ops []op
@@ -348,5 +348,5 @@ func (c *Context) DestroyGraph(g gpu.Graph) error {
 	if g == 0 {
 		return nil
 	}
-	return forget(c, "cuGraphExecDestroy", c.graphs, g)
+	return remove(c, "cuGraphExecDestroy", c.graphs, g)
 }
