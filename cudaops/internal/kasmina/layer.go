@@ -35,7 +35,7 @@ type Machine struct {
 type layer struct {
 	*program.KasminaLayer
 	*Layers
-	onHost  bool   // the current run computes the layer on the host: see choose
+	onHost  bool   // the current run computes the layer on the host: see chooseProcessor
 	encoded []byte // encoded state for the current run
 	staging []byte // pinned; the state last copied to the device, if sent is set
 	sent    bool

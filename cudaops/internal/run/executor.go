@@ -34,7 +34,7 @@ type Executor struct {
 	Memory    *Memory
 	Workspace gpu.Ptr // cuBLASLt's workspace; allocated when the first product is planned
 	plans     map[gpu.MatmulSpec]*Plan
-	pinned    [transferWorkers][]byte // buffers for transfers: see carry
+	pinned    [transferWorkers][]byte // buffers for transfers: see transfer
 
 	// Context cancels the current run. It is nil outside of runs that can be canceled.
 	Context context.Context
