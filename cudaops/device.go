@@ -8,9 +8,9 @@
 //
 // The package needs NVIDIA's driver, but neither cgo nor a build tag. Matrix products also need the
 // library cuBLASLt, which is part of the CUDA toolkit and of PyTorch's pip packages. Both libraries are
-// loaded when the first device is opened, so the same binary runs on computers with and without a GPU.
-// [Open] names the missing library, and errors.Is(err, [ErrNoDevice]) distinguishes a computer without a
-// GPU from a fault.
+// loaded when they are first needed, so the same binary runs on computers with and without a GPU. If a
+// library is missing, the error says where it was searched, and errors.Is(err, [ErrNoDevice])
+// distinguishes a computer without a GPU from a fault.
 //
 // The environment variables KASMINA_LIBCUDA and KASMINA_LIBCUBLASLT give the location of the two
 // libraries, as a file or a folder, if they are in an unusual place. On Windows, libraries are loaded

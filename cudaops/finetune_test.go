@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// tuneMasked trains on sequences of which different numbers of tokens are learned, and returns the
-// losses of the steps. A nil engine stands for that of the CPU.
+// tuneMasked trains on sequences with different numbers of learned tokens, and returns the losses of the
+// steps. If newEngine is nil, it trains on the CPU.
 func tuneMasked(t *testing.T, batch, accumulate int, newEngine func(*llm.Model, optim.Optimizer,
 	llm.TrainConfig) (llm.Engine, error)) (losses []float64) {
 	t.Helper()

@@ -26,7 +26,7 @@ var ErrNonFinite = errors.New("the gradients are not finite")
 // [Machine.Update] applies it to the machine's parameters.
 //
 // If maxNorm is not 0, it limits the global norm of the gradients. Gradients that [WithSeparateClipping]
-// names are clipped by a norm of their own, with the same limit.
+// names are clipped by a separate norm, with the same limit.
 //
 // If an argument is invalid, nothing changes. Otherwise the machine drops the optimizer that it had
 // before, including its state on the device. After any other error it has no optimizer.
@@ -300,7 +300,7 @@ type LossScale struct {
 	Skipped int     `json:"skipped"` // steps skipped because of a gradient that was not finite
 }
 
-// firstLossScale is the initial loss scale, which is also PyTorch's.
+// firstLossScale is the initial loss scale, the same as PyTorch's.
 const firstLossScale = 1 << 16
 
 // LossScale returns the loss scale after the last update. It is 1 for a machine that does not scale

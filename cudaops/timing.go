@@ -165,7 +165,7 @@ func (m *Machine) Ceiling() (c Ceiling, err error) {
 	return m.measured.Ceilings()
 }
 
-// WithMonitor makes the machine time its ops in one of the given number of runs. The timed run is
+// WithMonitor makes the machine time the ops of one run out of the given number. The timed run is
 // replayed with a time stamp between successive calls, and computes the same bits. [Machine.Monitor]
 // returns the times.
 //

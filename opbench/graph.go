@@ -18,8 +18,8 @@ type graph struct {
 	y      *gorgonia.Node
 }
 
-// build makes a graph of the op, or of Gorgonia's own ops for it, with gradients if they are wanted.
-// Its random numbers are the same every time.
+// build returns a graph of the op or, if stock is true, of Gorgonia's own ops, with gradients if training
+// is true. Its random numbers are the same every time.
 func (b *bench) build(stock, training bool) (g *graph, err error) {
 	defer func() {
 		if cause := recover(); cause != nil { // Gorgonia has shapes that it panics at

@@ -37,7 +37,7 @@ var attention = &Op{
 	},
 }
 
-// documentAttention is attention within the token's document.
+// documentAttention is attention limited to each token's own document.
 var documentAttention = &Op{
 	Name: "DocumentAttention",
 	Cases: func(r *rand.Rand) (cases []Case) {
@@ -90,7 +90,7 @@ func attentionCase(r *rand.Rand, batch int, c op.AttentionConfig, documents bool
 }
 
 // starts returns the starts of documents of random lengths, in sequences of seq tokens. The first
-// document takes at least half a sequence: queries and keys of documents of one token each have no
+// document takes at least half a sequence, because in documents of one token queries and keys have no
 // gradients to compare.
 func starts(r *rand.Rand, sequences, seq int) Input {
 	x := make([]int, sequences*seq)
@@ -153,7 +153,7 @@ func refAttention(q, k, v []float64, starts []int, batch int, c op.AttentionConf
 	return y
 }
 
-// stockAttention is softmax(q·kᵀ/√d + mask)·v for every head. Heads cannot share keys and values.
+// stockAttention computes softmax(q·kᵀ/√d + mask)·v for every head. Heads cannot share keys and values.
 func stockAttention(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error) {
 	batch, seq, heads, d := shape[0], shape[1], shape[2], shape[4]
 	if shape[3] != heads {

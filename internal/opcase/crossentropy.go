@@ -31,14 +31,14 @@ var crossEntropy = &Op{
 	},
 }
 
-// crossEntropyCase has random targets of at least low; those below 0 are left out.
+// crossEntropyCase returns a case with random targets of at least low. Targets below 0 do not count.
 func crossEntropyCase(r *rand.Rand, rows, vocab, low int) Case {
 	return Case{In: []Input{Normal(r, rows, vocab), targets(r, rows, vocab, low)},
 		Build: func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 			return op.CrossEntropy(in[0], in[1])
 		},
 		Want: func(in []Input) []float64 { return refCrossEntropy(in[0].Values, in[1].IDs, vocab) },
-		// Rounding is relative to the logits and to log Σ exp(logits).
+		// Rounding errors are relative to the logits and to log Σ exp(logits).
 		Size: func(in []Input) []float64 { return []float64{1 + slices.Max(in[0].Values)} }}
 }
 
@@ -105,7 +105,8 @@ func refCrossEntropy(logits []float64, targets []int, v int) []float64 {
 	return []float64{sum / n}
 }
 
-// stockLoss is the mean of −log softmax(logits) at the targets, which become a one-hot matrix.
+// stockLoss computes the mean of −log softmax(logits) at the targets, which it converts to a one-hot
+// matrix.
 func stockLoss(logits, targets *gorgonia.Node, rows, vocab int) (*gorgonia.Node, error) {
 	one := make([]float64, rows*vocab)
 	for i, t := range targets.Value().Data().([]int) {

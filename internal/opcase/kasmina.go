@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// kasminaLayer has a benchmark only. The tests of package op and of cudaops check the layer in every
+// kasminaLayer has only a benchmark. The tests of package op and of cudaops check the layer in every
 // stage of its seeds.
 var kasminaLayer = &Op{
 	Name: "Kasmina",

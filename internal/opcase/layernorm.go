@@ -53,7 +53,7 @@ func layerNormCase(config string, r *rand.Rand, rows, d int, eps float64) Case {
 		}}
 }
 
-// stockLayerNorm is (x − mean(x)) / sqrt(mean((x − mean(x))²) + eps) ⊙ w + b.
+// stockLayerNorm computes (x − mean(x)) / sqrt(mean((x − mean(x))²) + eps) ⊙ w + b.
 func stockLayerNorm(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error) {
 	var c chain
 	x, w, b := in[0], in[1], in[2]

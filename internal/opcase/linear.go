@@ -118,7 +118,7 @@ func linearAddCase(r *rand.Rand, rows, in, out int) Case {
 		}}
 }
 
-// timesTransposed is x·wᵀ of Gorgonia's own ops.
+// timesTransposed computes x·wᵀ with Gorgonia's own ops.
 func timesTransposed(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 	t, err := gorgonia.Transpose(w)
 	if err != nil {
@@ -127,7 +127,7 @@ func timesTransposed(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 	return gorgonia.Mul(x, t)
 }
 
-// refLinear is x·wᵀ for x [rows, in] and w [out, in].
+// refLinear returns x·wᵀ for x [rows, in] and w [out, in].
 func refLinear(x, w []float64, rows, in, out int) []float64 {
 	y := make([]float64, rows*out)
 	for r := range rows {

@@ -13,7 +13,7 @@ var siluMLP = gatedMLP("SiLUMLP", op.SiLUMLP, silu, stockSiLUMLP)
 
 var geluMLP = gatedMLP("GELUMLP", op.GELUMLP, gelu, nil)
 
-// gatedMLP returns the entry of a perceptron. The function gate is applied to its gate.
+// gatedMLP returns the entry of a gated perceptron with the given activation of the gate.
 func gatedMLP(name string, build func(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error),
 	gate func(float64) float64,
 	stock func(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error)) *Op {
@@ -55,12 +55,12 @@ func gatedMLP(name string, build func(x, gate, up, down *gorgonia.Node) (*gorgon
 
 func silu(v float64) float64 { return v / (1 + math.Exp(-v)) }
 
-// gelu is the approximation by tanh.
+// gelu returns the tanh approximation of GELU.
 func gelu(v float64) float64 {
 	return v / 2 * (1 + math.Tanh(math.Sqrt(2/math.Pi)*(v+0.044715*v*v*v)))
 }
 
-// stockSiLUMLP is (silu(x·gateᵀ) ⊙ x·upᵀ)·downᵀ.
+// stockSiLUMLP computes (silu(x·gateᵀ) ⊙ x·upᵀ)·downᵀ.
 func stockSiLUMLP(in gorgonia.Nodes, _ []int) (*gorgonia.Node, error) {
 	var c chain
 	a := c.do(func() (*gorgonia.Node, error) { return timesTransposed(in[0], in[1]) })

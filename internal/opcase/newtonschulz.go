@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// muonSteps is the number of steps in Muon.
+// muonSteps is the number of steps that Muon takes.
 const muonSteps = 5
 
 var newtonSchulz = &Op{

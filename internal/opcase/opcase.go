@@ -218,5 +218,5 @@ func divides(what string, of, by int) func([]int) error {
 	}
 }
 
-// matrices are shapes, rows and features, for the tests of most ops.
+// matrices lists the shapes, as rows and features, that most ops are tested with.
 var matrices = [][2]int{{1, 1}, {3, 7}, {5, 64}, {70, 33}}

@@ -36,8 +36,8 @@ var rmsNorm = &Op{
 	},
 }
 
-// rmsNormCase is a norm of rows that consist of heads of d features. Options must include
-// op.WeightPlusOne, if there are any.
+// rmsNormCase returns a norm of rows that consist of heads of d features. If there are options, they must
+// include op.WeightPlusOne.
 func rmsNormCase(config string, r *rand.Rand, rows, d, heads int, eps float64,
 	opts ...op.RMSNormOption) Case {
 	offset := 0.0
@@ -66,7 +66,7 @@ func rmsNormCase(config string, r *rand.Rand, rows, d, heads int, eps float64,
 		}}
 }
 
-// stockRMSNorm is x / sqrt(mean(x²) + eps) ⊙ w.
+// stockRMSNorm computes x / sqrt(mean(x²) + eps) ⊙ w.
 func stockRMSNorm(in gorgonia.Nodes, _ []int) (*gorgonia.Node, error) {
 	var c chain
 	x, w := in[0], in[1]

@@ -1,8 +1,8 @@
-/* Stands before the toolkit's <cuda.h> on the include path, so that gorgonia.org/cu compiles against CUDA 13.
+/* This header precedes the toolkit's <cuda.h> on the include path, so that gorgonia.org/cu compiles with CUDA 13.
  *
- * CUDA 13 gave eight names of the driver interface new signatures; gorgonia.org/cu v0.9.6 calls them with the old ones.
- * NVIDIA's driver still exports the old functions under their old symbols (the header merely stopped declaring them), so
- * this declares them again and points the names back at them. On older toolkits it adds nothing.
+ * CUDA 13 gave eight driver functions new signatures, but gorgonia.org/cu v0.9.6 still calls them with the old ones.
+ * NVIDIA's driver still exports the old functions under their old symbols; only their declarations are gone. This header
+ * declares them again and makes the names refer to them. With older toolkits it adds nothing.
  */
 #ifndef KASMINA_CUDA_SHIM_H
 #define KASMINA_CUDA_SHIM_H
