@@ -15,7 +15,7 @@ import (
 )
 
 // randomGraph returns a graph of random ops, its inputs, and its outputs: some gradients of a cost and
-// pick other results.
+// some results of other nodes.
 func randomGraph(t *testing.T,
 	r *rand.Rand) (g *gorgonia.ExprGraph, inputs, outputs gorgonia.Nodes) {
 	const d = 6

@@ -101,7 +101,7 @@ func (m *Machine) Choices() []Choice {
 	return choices
 }
 
-// describe describes a step in error messages.
+// describe returns a step's node and layer for error messages.
 func (s *step) describe() string {
 	if s.layer == "" {
 		return graph.Describe(s.node)

@@ -201,8 +201,8 @@ const lastProducts = 2
 // Further machines (such as one for evaluation), the timing of variants and other programs need it.
 const roomLeft = 0.1
 
-// memoryShortfall returns the excess in bytes of the program, together with the moments of its future
-// optimizer, over its memory budget. The budget keeps the share roomLeft of the device's memory free and
+// memoryShortfall returns how many bytes the program, together with the moments of its future optimizer,
+// needs beyond its memory budget. The budget keeps the share roomLeft of the device's memory free and
 // does not exceed the limit of WithMemory.
 func memoryShortfall(m *Machine, p *program.Program) (int, error) {
 	free, total, err := m.device.ctx.MemInfo()

@@ -652,8 +652,8 @@ func (s *steps) apply(f func(a, b *gorgonia.Node) (*gorgonia.Node, error), a,
 	return s.do(func() (*gorgonia.Node, error) { return f(a, b) })
 }
 
-// some returns a random matrix, with a preference for the latest ones.
-func (b *randomGraph) some() *gorgonia.Node {
+// pick returns a random matrix, with a preference for the latest ones.
+func (b *randomGraph) pick() *gorgonia.Node {
 	return b.matrices[max(b.r.IntN(len(b.matrices)), b.r.IntN(len(b.matrices)))]
 }
 
@@ -667,8 +667,8 @@ func (b *randomGraph) turned(x *gorgonia.Node) (*gorgonia.Node, error) {
 // matrices.
 func (b *randomGraph) attention() (*gorgonia.Node, error) {
 	var s steps
-	x := b.some()
-	q, k, v := b.some(), b.some(), b.some()
+	x := b.pick()
+	q, k, v := b.pick(), b.pick(), b.pick()
 	projected := b.r.IntN(3) > 0
 	if projected {
 		q, k, v = s.apply(op.Linear, x, b.weight()), s.apply(op.Linear, x, b.weight()),
@@ -695,23 +695,23 @@ func (b *randomGraph) attention() (*gorgonia.Node, error) {
 // halves swaps the upper and lower half of a matrix.
 func (b *randomGraph) halves() (*gorgonia.Node, error) {
 	var s steps
-	x := b.some()
+	x := b.pick()
 	low := s.do(func() (*gorgonia.Node, error) { return gorgonia.Slice(x, gorgonia.S(0, 4)) })
 	high := s.do(func() (*gorgonia.Node, error) { return gorgonia.Slice(x, gorgonia.S(4, 8)) })
 	return s.do(func() (*gorgonia.Node, error) { return gorgonia.Concat(0, high, low) }), s.err
 }
 
 func (b *randomGraph) perceptron() (*gorgonia.Node, error) {
-	y, err := op.SiLUMLP(b.some(), b.weight(), b.weight(), b.weight())
+	y, err := op.SiLUMLP(b.pick(), b.weight(), b.weight(), b.weight())
 	if err == nil && b.r.IntN(2) == 0 {
-		return gorgonia.Add(b.some(), y)
+		return gorgonia.Add(b.pick(), y)
 	}
 	return y, err
 }
 
 // recomputed returns a block that does not keep its intermediate results for the backward pass.
 func (b *randomGraph) recomputed() (*gorgonia.Node, error) {
-	return autodiff.Recompute(gorgonia.Nodes{b.some(), b.weight(), b.norm},
+	return autodiff.Recompute(gorgonia.Nodes{b.pick(), b.weight(), b.norm},
 		func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 			var s steps
 			h := s.do(func() (*gorgonia.Node, error) { return op.RMSNorm(in[0], in[2], 0.1) })
@@ -742,13 +742,13 @@ func (b *randomGraph) kasmina() (*gorgonia.Node, error) {
 		return nil, err
 	}
 
-	return op.Kasmina(b.some(), b.slots, b.scales, l)
+	return op.Kasmina(b.pick(), b.slots, b.scales, l)
 }
 
 // grow adds a random op.
 func (b *randomGraph) grow() (*gorgonia.Node, error) {
 	var s steps
-	x, y := b.some(), b.some()
+	x, y := b.pick(), b.pick()
 	switch b.r.IntN(15) {
 	case 0:
 		return gorgonia.Add(x, y)

@@ -1206,8 +1206,9 @@ func (s *silent) AllReduce(_, _ comm.Ptr, _ int, _ comm.Type, _ comm.Op, _ comm.
 	return nil
 }
 
-// TestRanksExchangeDuringRun checks that gradients are sent on a separate stream while the run that computes
-// them is still being enqueued, also in the captured run, and that they are not sent again after the run.
+// TestRanksExchangeDuringRun checks that gradients are sent on a separate stream while the run that
+// computes them is still being enqueued, also in the captured run, and that they are not sent again after
+// the run.
 func TestRanksExchangeDuringRun(t *testing.T) {
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
@@ -1280,7 +1281,7 @@ func TestRanksCloseRoutesFirst(t *testing.T) {
 }
 
 // TestRanksPlaces checks that with two ranks and one round per step, gradients from the other rank are
-// onReceive in the arena of the run, where they overwrite neither gradients nor values that later calls
+// received in the arena of the run, where they overwrite neither gradients nor values that later calls
 // need. They must not arrive before the run has reached that point. The weights that a run reads first
 // are sent as part of the update.
 func TestRanksPlaces(t *testing.T) {

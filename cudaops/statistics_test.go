@@ -141,9 +141,9 @@ func (p attentionLayer) graph(t *testing.T, seed uint64) (*gorgonia.ExprGraph, g
 	return g, in[1:], withGradients(t, y, matrix("with", rows, p.d), in)
 }
 
-// TestStatisticsVariants checks that the values are the same whether or not the product that computes an
-// attention's output gradient also computes the statistics that the attention's backward pass starts
-// with, and that it does so whenever possible.
+// TestStatisticsVariants checks the fusion of two steps: the product that computes the gradient of an
+// attention's result can also compute the statistics that the attention's backward pass starts with. The
+// values must be the same with and without the fusion, which must happen whenever possible.
 func TestStatisticsVariants(t *testing.T) {
 	clearChoiceVariables(t)
 	seed := randomSeed(t)

@@ -17,8 +17,8 @@ import (
 // may add in a different order, so two machines compute the same bits only if they use the same variants.
 type Tuning = choose.Mode
 
-// The modes of tuning. Timings are stored in the file kasmina/tune.json of the user's cache directory, by
-// GPU, driver, build of the kernels, version of cuBLASLt, op, shape and types.
+// The modes of tuning. Timings are stored in the file kasmina/tune.json of the user's cache directory,
+// separately for each GPU, driver, build of the kernels, version of cuBLASLt, op, shape and types.
 const (
 	TuneDefault = choose.Default // TuneOff with the precision Float32, otherwise TuneCached
 	// time nothing: use cuBLASLt's first proposal, or a rule of thumb

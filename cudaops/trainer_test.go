@@ -82,7 +82,7 @@ type run struct {
 	log    []string
 }
 
-// record records something that must not depend on the engine.
+// record adds a line to the log. Everything in the log must be independent of the engine.
 func (r *run) record(format string, args ...any) {
 	r.log = append(r.log, fmt.Sprintf(format, args...))
 }
@@ -500,9 +500,8 @@ var families = map[string]llm.Traits{
 		MLPBias: true, Positions: 14, Blocks: []llm.Block{{NoRoPE: true}}},
 }
 
-// TestFamilies compares the losses of models with the traits of each family against a CPU, over several
-// steps, which depend on the gradients. Some models have documents or recomputed blocks. No op may run on
-// the host.
+// TestFamilies trains models with the traits of each family for several steps, and compares the losses
+// with a CPU. Some models have documents or recomputed blocks. No op may run on the host.
 func TestFamilies(t *testing.T) {
 	for name, traits := range families {
 		for variant := range 3 {
@@ -741,8 +740,8 @@ func growthAt(m *llm.Model, step int) error {
 	return nil
 }
 
-// TestKeepNeedsOptimizer checks that an engine cannot be kept while its machine has no optimizer, and can be
-// kept again once it has one.
+// TestKeepNeedsOptimizer checks that an engine cannot be kept while its machine has no optimizer, and can
+// be kept again once it has one.
 func TestKeepNeedsOptimizer(t *testing.T) {
 	device, cuda := cudaops.OpenFakeDriver(t)
 	m, _, o := newRun(t, filepath.Join(t.TempDir(), "text"), 0)

@@ -205,7 +205,7 @@ func sum(all ...func([]int) float64) func([]int) float64 {
 	}
 }
 
-// noFLOPs counts nothing.
+// noFLOPs is the FLOPs function of ops without matrix products.
 func noFLOPs([]int) float64 { return 0 }
 
 // divides returns a check that one number of a shape is a multiple of another.
