@@ -13,8 +13,8 @@ type OpTime = optime.OpTime
 // Table formats the times of ops for people, one line per op, with their shares of the total.
 func Table(times []OpTime) string { return optime.Table(times) }
 
-// WithMonitor makes the machine time the ops of one run out of the given number. A timed run computes the
-// same bits. [Machine.Monitor] returns the times.
+// WithMonitor makes the machine time the ops of one run in every n, where n is the argument. A timed run
+// computes the same bits. [Machine.Monitor] returns the times.
 //
 // The first run is not timed, because its memory is new. Timing reads the clock before and after each op,
 // which takes about a ten-millionth of a second.

@@ -36,8 +36,8 @@ import (
 // remedy.
 var ErrNoDevice = errors.New("no NVIDIA GPU")
 
-// ErrOutOfMemory means that an allocation did not fit into the GPU's memory. The wrapping error gives its
-// purpose, its size and the amount of free memory.
+// ErrOutOfMemory means that an allocation did not fit into the GPU's memory. The wrapping error gives the
+// purpose and the size of the allocation, and the amount of free memory.
 var ErrOutOfMemory error = gpu.OutOfMemory
 
 // ErrUnsupportedDevice means that the GPU is too old for this package's kernels.
@@ -106,8 +106,8 @@ func withDriver(d gpu.Driver) DeviceOption {
 // Open starts using a GPU. It shares the GPU's primary context with CUDA's runtime libraries in the same
 // process.
 //
-// The error wraps ErrNoDevice without a GPU, and ErrUnsupportedDevice if the GPU's compute capability is
-// below 8.0.
+// If the computer has no GPU, the error wraps ErrNoDevice. If the GPU's compute capability is below 8.0,
+// it wraps ErrUnsupportedDevice.
 func Open(opts ...DeviceOption) (_ *Device, err error) {
 	defer annotate("Open", &err)
 	o := deviceOptions{open: driver.Open}

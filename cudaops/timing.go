@@ -165,9 +165,9 @@ func (m *Machine) Ceiling() (c Ceiling, err error) {
 	return m.measured.Ceilings()
 }
 
-// WithMonitor makes the machine time the ops of one run out of the given number. The timed run is
-// replayed with a time stamp between successive calls, and computes the same bits. [Machine.Monitor]
-// returns the times.
+// WithMonitor makes the machine time the ops of one run in every n, where n is the argument. The timed
+// run is replayed with a time stamp between successive calls, and computes the same bits.
+// [Machine.Monitor] returns the times.
 //
 // In a timed run, each pass of a Kasmina layer that records telemetry is also run without it, so that the
 // lattice's report can state the cost of telemetry. If timing would take more than 0.4 % of the time,

@@ -195,7 +195,7 @@ func weighted(y *gorgonia.Node, weights []float64) (*gorgonia.Node, error) {
 	return gorgonia.Sum(product)
 }
 
-// Floats returns the elements of a value as float64, in memory of their own.
+// Floats returns a copy of the elements of a value, as float64.
 func Floats(v gorgonia.Value) []float64 {
 	flat, err := opbase.Flat(v)
 	if err != nil {
