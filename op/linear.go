@@ -18,16 +18,31 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// LinearOp is the op that [Linear] applies.
-type LinearOp struct{ opbase.Base }
+// LinearOp is the op that [Linear] applies, and [FrozenLinear] if Frozen is set.
+type LinearOp struct {
+	opbase.Base
+	Frozen bool // the weight has no gradient
+}
 
 // Linear multiplies x by a weight, which is stored in PyTorch's layout:
 //
 //	y = x·wᵀ
 //
 // x is [rows, in], w is [out, in], and y is [rows, out]. All are float32 or all are float64.
-func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
-	const name = "Linear"
+func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) { return newLinear("Linear", "", x, w) }
+
+// FrozenLinear is [Linear] with a weight that does not learn. The backward pass computes the gradient
+// of x alone:
+//
+//	y = x·wᵀ;  dx = dy·w
+func FrozenLinear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
+	return newLinear("FrozenLinear", frozenConfig, x, w)
+}
+
+// frozenConfig is the configuration of ops whose weights have no gradients.
+const frozenConfig = "frozen"
+
+func newLinear(name, config string, x, w *gorgonia.Node) (*gorgonia.Node, error) {
 	ax, aw := arg{"x", x}, arg{"w", w}
 	if err := checkFloats(name, ax, aw); err != nil {
 		return nil, err
@@ -47,8 +62,8 @@ func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 		return nil, err
 	}
 
-	o := &LinearOp{}
-	opbase.Init(&o.Base, o, name, "", gorgonia.Nodes{x, w}, x.Dtype(), tensor.Shape{rows, out},
+	o := &LinearOp{Frozen: config == frozenConfig}
+	opbase.Init(&o.Base, o, "Linear", config, gorgonia.Nodes{x, w}, x.Dtype(), tensor.Shape{rows, out},
 		linear[float32], linear[float64])
 	return gorgonia.ApplyOp(o, x, w)
 }
@@ -60,18 +75,42 @@ func linear[T cpu.Float](o *LinearOp, y []T, args opbase.Args) error {
 	return nil
 }
 
-// DiffWRT reports that the op is differentiable in x and w.
-func (o *LinearOp) DiffWRT(int) []bool { return []bool{true, true} }
+// DiffWRT reports that the op is differentiable in x and, unless it is frozen, in w.
+func (o *LinearOp) DiffWRT(int) []bool { return []bool{true, !o.Frozen} }
 
-// SymDiff returns the gradients of x and w.
+// SymDiff returns the gradients of x and w. That of a frozen w is nil.
 func (o *LinearOp) SymDiff(inputs gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {
 		return nil, err
 	}
+	if o.Frozen {
+		dx, err := o.inputGradient(inputs, grad)
+		return gorgonia.Nodes{dx, nil}, err
+	}
+
 	b := &LinearGradOp{}
 	return backward(&b.Base, b, "LinearGrad", o, gorgonia.Nodes{inputs[0], inputs[1], grad}, 2,
 		linearGrad[float32], linearGrad[float64])
+}
+
+// inputGradient returns the gradient of x.
+func (o *LinearOp) inputGradient(inputs gorgonia.Nodes, grad *gorgonia.Node) (*gorgonia.Node, error) {
+	b := &LinearInputGradOp{}
+	opbase.Init(&b.Base, b, "LinearInputGrad", "", gorgonia.Nodes{grad, inputs[1]}, grad.Dtype(),
+		inputs[0].Shape(), linearInputGrad[float32], linearInputGrad[float64])
+	b.Differentiates(o)
+	return gorgonia.ApplyOp(b, grad, inputs[1])
+}
+
+// LinearInputGradOp computes the gradient of x, dy·w, from the output's gradient and a frozen w.
+type LinearInputGradOp struct{ opbase.Base }
+
+func linearInputGrad[T cpu.Float](o *LinearInputGradOp, dx []T, args opbase.Args) error {
+	rows, out, in := o.InputShape(0)[0], o.InputShape(1)[0], o.InputShape(1)[1]
+	gemm.Mul(false, false, rows, in, out, 1, opbase.Slice[T](args, 0), out, opbase.Slice[T](args, 1),
+		in, 0, dx, in)
+	return nil
 }
 
 // LinearGradOp computes the packed gradients [dx | dw] from x, w and the output's gradient.

@@ -22,6 +22,7 @@ import (
 // LinearCrossEntropyOp is the op that [LinearCrossEntropy] applies.
 type LinearCrossEntropyOp struct {
 	opbase.Base
+	Frozen      bool       // the weight has no gradient
 	normalizers opbase.Aux // two numbers for each row, used again by the backward op
 }
 
@@ -36,7 +37,16 @@ type LinearCrossEntropyOp struct {
 // time, and again in the backward pass. It keeps only two numbers for each row of the forward pass.
 // (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
 func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
-	const name = "LinearCrossEntropy"
+	return newLinearCrossEntropy("LinearCrossEntropy", "", x, w, targets)
+}
+
+// FrozenLinearCrossEntropy is [LinearCrossEntropy] with a weight that does not learn. The backward pass
+// computes the gradient of x alone.
+func FrozenLinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
+	return newLinearCrossEntropy("FrozenLinearCrossEntropy", frozenConfig, x, w, targets)
+}
+
+func newLinearCrossEntropy(name, config string, x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	ax, aw, at := arg{"x", x}, arg{"w", w}, arg{"targets", targets}
 	if err := checkGraph(name, ax, aw, at); err != nil {
 		return nil, err
@@ -64,10 +74,10 @@ func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 		return nil, err
 	}
 
-	o := &LinearCrossEntropyOp{}
+	o := &LinearCrossEntropyOp{Frozen: config == frozenConfig}
 	o.Owns(&o.normalizers)
 	in := gorgonia.Nodes{x, w, targets}
-	opbase.Init(&o.Base, o, name, "", in, x.Dtype(), tensor.Shape{}, linearCrossEntropy[float32],
+	opbase.Init(&o.Base, o, "LinearCrossEntropy", config, in, x.Dtype(), tensor.Shape{}, linearCrossEntropy[float32],
 		linearCrossEntropy[float64])
 	return gorgonia.ApplyOp(o, in...)
 }
@@ -83,29 +93,34 @@ func linearCrossEntropy[T cpu.Float](o *LinearCrossEntropyOp, loss []T, in opbas
 	return nil
 }
 
-// DiffWRT reports that the op is differentiable in x and w.
-func (o *LinearCrossEntropyOp) DiffWRT(int) []bool { return []bool{true, true, false} }
+// DiffWRT reports that the op is differentiable in x and, unless it is frozen, in w.
+func (o *LinearCrossEntropyOp) DiffWRT(int) []bool { return []bool{true, !o.Frozen, false} }
 
-// SymDiff returns the gradients of x and w.
+// SymDiff returns the gradients of x and w. That of a frozen w is nil.
 func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
 		return nil, err
 	}
 
+	learning := 2
+	if o.Frozen {
+		learning = 1
+	}
+
 	b := &LinearCrossEntropyGradOp{Forward: o}
 	grads, err := backward(&b.Base, b, "LinearCrossEntropyGrad", o,
-		gorgonia.Nodes{in[0], in[1], in[2], output, grad}, 2,
+		gorgonia.Nodes{in[0], in[1], in[2], output, grad}, learning,
 		linearCrossEntropyGrad[float32], linearCrossEntropyGrad[float64])
 	if err != nil {
 		return nil, err
 	}
 
-	return append(grads, nil), nil
+	return append(grads, nil, nil)[:3], nil
 }
 
 // LinearCrossEntropyGradOp computes the packed gradients [dx | dw] from x, w, the targets, the loss
-// and the gradient of the loss.
+// and the gradient of the loss. If the weight is frozen, it computes dx alone.
 type LinearCrossEntropyGradOp struct {
 	opbase.Base
 	Forward *LinearCrossEntropyOp

@@ -55,7 +55,7 @@ func caseCheck(name string, c opcase.Case) check {
 		drawn.In = nil
 		for _, in := range c.In {
 			if in.IDs == nil {
-				in = opcase.Normal(r, in.Shape...)
+				in.Values = opcase.Normal(r, in.Shape...).Values
 			}
 			drawn.In = append(drawn.In, in)
 		}

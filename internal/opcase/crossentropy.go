@@ -81,6 +81,22 @@ func linearCrossEntropyCase(r *rand.Rand, rows, d, vocab, low int) Case {
 		Size: func(in []Input) []float64 { return []float64{1 + slices.Max(logits(in))} }}
 }
 
+// frozenLinearCrossEntropy is an output layer whose weight has no gradient.
+var frozenLinearCrossEntropy = &Op{
+	Name: "FrozenLinearCrossEntropy",
+	Cases: func(r *rand.Rand) (cases []Case) {
+		for _, s := range matrices {
+			c := linearCrossEntropyCase(r, s[0], s[1], s[1]+1, -1)
+			c.In[1] = c.In[1].frozen()
+			c.Build = func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+				return op.FrozenLinearCrossEntropy(in[0], in[1], in[2])
+			}
+			cases = append(cases, c)
+		}
+		return cases
+	},
+}
+
 // targets returns random targets. The first target is the last token of the vocabulary.
 func targets(r *rand.Rand, rows, vocab, low int) Input {
 	t := ids(r, rows, low, vocab)

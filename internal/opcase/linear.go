@@ -118,6 +118,22 @@ func linearAddCase(r *rand.Rand, rows, in, out int) Case {
 		}}
 }
 
+// frozenLinear is a linear layer whose weight has no gradient.
+var frozenLinear = &Op{
+	Name: "FrozenLinear",
+	Cases: func(r *rand.Rand) (cases []Case) {
+		for _, s := range matrices {
+			c := linearCase(r, s[0], s[1], 1+r.IntN(9))
+			c.In[1] = c.In[1].frozen()
+			c.Build = func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+				return op.FrozenLinear(in[0], in[1])
+			}
+			cases = append(cases, c)
+		}
+		return cases
+	},
+}
+
 // timesTransposed computes x·wᵀ with Gorgonia's own ops.
 func timesTransposed(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 	t, err := gorgonia.Transpose(w)

@@ -17,8 +17,9 @@ import (
 
 // All holds an entry for each op of package op and for a few ops of Gorgonia.
 var All = []*Op{
-	rmsNorm, layerNorm, bias, linear, linearAdd, geluOp, siluMLP, geluMLP, rope, attention,
-	documentAttention, embedding, crossEntropy, linearCrossEntropy, newtonSchulz, kasminaLayer, matMul, add, tanh, softMax,
+	rmsNorm, layerNorm, bias, linear, linearAdd, frozenLinear, geluOp, siluMul, geluMul, siluMLP, geluMLP,
+	lowRankAdapter, rowNorms, scaleColumns, dropout, rope, attention, documentAttention, embedding,
+	crossEntropy, linearCrossEntropy, frozenLinearCrossEntropy, newtonSchulz, kasminaLayer, matMul, add, tanh, softMax,
 }
 
 // Op is the entry of an op.
@@ -28,6 +29,8 @@ type Op struct {
 	// nil for ops that are only timed.
 	Cases func(r *rand.Rand) []Case
 	Bench *Bench // nil for an op that is not timed
+	// Host says that GPUs have no kernel for the op, which is computed on the host for them.
+	Host bool
 }
 
 // Case is an op with inputs and, for a test, the result that it should have.
@@ -52,6 +55,13 @@ type Input struct {
 	Shape  []int
 	Values []float64
 	IDs    []int
+	Frozen bool // the op has no gradient for it
+}
+
+// frozen returns the input as one without a gradient.
+func (in Input) frozen() Input {
+	in.Frozen = true
+	return in
 }
 
 // String describes the configuration and the shapes of the inputs.
@@ -79,7 +89,10 @@ func (c Case) Nodes(dt tensor.Dtype) (in, wrt gorgonia.Nodes) {
 		}
 
 		n := gorgonia.NodeFromAny(g, Dense(dt, a.Values, a.Shape...), name)
-		in, wrt = append(in, n), append(wrt, n)
+		in = append(in, n)
+		if !a.Frozen {
+			wrt = append(wrt, n)
+		}
 	}
 
 	return in, wrt
@@ -92,7 +105,7 @@ func (c Case) Sizes() []float64 {
 	}
 	in := make([]Input, len(c.In))
 	for i, a := range c.In {
-		in[i] = Input{a.Shape, mapped(a.Values, math.Abs), a.IDs}
+		in[i] = Input{Shape: a.Shape, Values: mapped(a.Values, math.Abs), IDs: a.IDs}
 	}
 	return c.Size(in)
 }

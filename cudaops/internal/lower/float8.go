@@ -117,6 +117,7 @@ func (c *compiler) wantsFloat8(n *gorgonia.Node) bool {
 		input := 0
 		switch u.Op().(type) {
 		case *op.LinearOp, *op.SiLUMLPOp:
+		case *op.LinearInputGradOp:
 		case *op.LinearGradOp:
 			input = 2
 		case *op.SiLUMLPGradOp:

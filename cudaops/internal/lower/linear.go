@@ -18,6 +18,7 @@ func init() {
 	register[*op.BiasGradOp](lowerBiasGrad, linearIn(0))
 	register[*op.LinearOp](lowerLinear, linearInEach)
 	register[*op.LinearGradOp](lowerLinearGrad, linearIn(2))
+	register[*op.LinearInputGradOp](lowerLinearInputGrad, linearIn(0))
 }
 
 // newProduct returns a call that computes a matrix product for a node.
@@ -59,6 +60,14 @@ func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progra
 	c.matmul(n, c.weighted(n, dx, g, w, true).Plus(add))
 	c.matmul(n, program.Product{D: dw, A: g, B: x, TransA: true})
 	return packed(dx, dw)
+}
+
+func lowerLinearInputGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	g, w := c.asActivations(n, in[0], in[1])
+	dx := c.NewArray(g.Type, n.Shape()...)
+	_, add := c.addend(n, dx)
+	c.matmul(n, c.weighted(n, dx, g, w, true).Plus(add))
+	return dx
 }
 
 func lowerBias(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {

@@ -67,7 +67,10 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 	losses, saved := c.classify(n, targets, v)
 	saved.upstream = c.Scale
 	if back := c.gradients[n.Op()]; len(back) > 0 { // the graph contains the backward op
-		saved.dx, saved.dw = c.Like(x), c.aux(w.Shape...)
+		saved.dx = c.Like(x)
+		if !n.Op().(*op.LinearCrossEntropyOp).Frozen {
+			saved.dw = c.aux(w.Shape...)
+		}
 		if g, ok := factor(graph.Children(back[0])[4]); ok && g != 1 && len(back) == 1 &&
 			c.Scale == nil {
 			saved.upstream = c.NewConstant([]float32{float32(g)})
@@ -134,19 +137,37 @@ func (c *compiler) outputRows(o outputRows) {
 		o.x = scaled
 	}
 
+	if o.dw == nil {
+		return
+	}
+
 	c.matmul(n, program.Product{D: o.dw, A: o.logits, B: o.x, TransA: true, Beta: o.beta})
 }
 
 func lowerLinearCrossEntropyGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	saved := c.saved[n.Op().(*op.LinearCrossEntropyGradOp).Forward].(lossState)
 	if saved.upstream != c.Scale || isOne(graph.Children(n)[4]) {
-		return packed(saved.dx, saved.dw)
+		return saved.gradients()
 	}
 	upstream := c.as(n, in[4], gpu.Float32)
 	if c.Scale != nil { // both already include the loss scale
 		upstream = c.map2(n, elementwise.Div, c.Like(upstream), upstream, c.Scale.View(0))
 	}
-	return packed(c.multiply(n, saved.dx, upstream), c.multiply(n, saved.dw, upstream))
+
+	saved.dx = c.multiply(n, saved.dx, upstream)
+	if saved.dw != nil {
+		saved.dw = c.multiply(n, saved.dw, upstream)
+	}
+
+	return saved.gradients()
+}
+
+// gradients returns the packed gradients of the fused op. A frozen weight has none.
+func (s lossState) gradients() *program.Array {
+	if s.dw == nil {
+		return packed(s.dx)
+	}
+	return packed(s.dx, s.dw)
 }
 
 // factor returns the value of a node that is a known number or a product of known numbers.

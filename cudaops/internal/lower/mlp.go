@@ -5,6 +5,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/layout"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/op"
@@ -13,6 +14,8 @@ import (
 func init() {
 	register[*op.SiLUMLPOp](lowerSiLUMLP, nil)
 	register[*op.SiLUMLPGradOp](lowerSiLUMLPGrad, linearIn(5))
+	register[*op.SiLUMulOp](lowerSiLUMul, nil)
+	register[*op.SiLUMulGradOp](lowerSiLUMulGrad, linearIn(2))
 }
 
 // mlpState holds data saved by SiLUMLP's forward pass: x·gateᵀ and x·upᵀ concatenated in the rows of ab
@@ -114,4 +117,46 @@ func (c *compiler) gateGrad(n *gorgonia.Node, s mlpState, dab, g, down *program.
 	}
 
 	return h
+}
+
+// lowerSiLUMul lowers silu(a) ⊙ b. The kernel reads a and b side by side, so both are copied first.
+func lowerSiLUMul(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	a, b := c.asActivations(n, in[0], in[1])
+	rows, f := a.Shape[0], a.Shape[1]
+	ab, h := c.NewArray(a.Type, rows, 2*f), c.Like(a)
+	c.columns(n, ab, a, 0)
+	c.columns(n, ab, b, f)
+
+	m := silu.Mul{Rows: rows, F: f, GELU: n.Op().(*op.SiLUMulOp).GELU, Type: a.Type}
+	addCall(c, n, &m, program.Writes(&m.H, h), program.Reads(&m.AB, ab))
+	c.saved[n.Op()] = ab
+	return h
+}
+
+func lowerSiLUMulGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	forward := n.Op().(*op.SiLUMulGradOp).Forward
+	ab, g := c.saved[forward].(*program.Array), c.asActivation(n, in[2])
+	rows, f := g.Shape[0], g.Shape[1]
+	h, dab, da, db := c.Like(g), c.Like(ab), c.Like(g), c.Like(g)
+
+	m := silu.MulBackward{Rows: rows, F: f, GELU: forward.GELU, Type: g.Type}
+	addCall(c, n, &m, program.Writes(&m.H, h), program.Writes(&m.DAB, dab), program.Reads(&m.DH, g),
+		program.Reads(&m.AB, ab))
+	c.columns(n, da, dab, 0)
+	c.columns(n, db, dab, f)
+	return packed(da, db)
+}
+
+// columns copies all columns of the narrower of two matrices to, or from, those of the wider one from
+// an index on.
+func (c *compiler) columns(n *gorgonia.Node, y, x *program.Array, from int) {
+	width := min(y.Shape[1], x.Shape[1])
+	l := layout.Copy{Dims: []int{y.Shape[0], width}, YStrides: []int{y.Shape[1], 1},
+		XStrides: []int{x.Shape[1], 1}, Size: y.Type.Size()}
+	if y.Shape[1] > width {
+		y = y.View(from, y.Len()-from)
+	} else {
+		x = x.View(from, x.Len()-from)
+	}
+	addCall(c, n, &l, program.Writes(&l.Y, y), program.Reads(&l.X, x))
 }

@@ -68,6 +68,9 @@ func (c *compiler) project(n *gorgonia.Node) {
 				return
 			}
 		}
+		if n.Op().(*op.LinearOp).Frozen { // its gradient is computed by itself
+			return
+		}
 		if (p.bias[i] == nil) != (p.bias[0] == nil) || slices.Contains(p.linear[:i], n) ||
 			i > 0 && graph.Children(n)[0] != p.x {
 			return

@@ -111,8 +111,8 @@ func LinearForward[T cpu.Float](normalizers, x, w []T, targets []int, d, v int) 
 	return vec.Sum(losses) / float64(Targets(targets))
 }
 
-// LinearBackward computes dx and dw for the gradient g of the mean loss. It recomputes the logits
-// from x and w, one chunk of rows at a time.
+// LinearBackward computes dx and, unless it is empty, dw for the gradient g of the mean loss. It
+// recomputes the logits from x and w, one chunk of rows at a time.
 func LinearBackward[T cpu.Float](dx, dw, x, w, normalizers []T, targets []int, d, v int, g T) {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()
@@ -125,7 +125,9 @@ func LinearBackward[T cpu.Float](dx, dw, x, w, normalizers []T, targets []int, d
 		gemm.Linear(logits, xc, w, hi-lo, d, v)
 		Backward(logits, logits, normalizers[2*lo:2*hi], targets[lo:hi], v, g)
 		gemm.Mul(false, false, hi-lo, d, v, 1, logits, v, w, d, 0, dx[lo*d:hi*d], d)
-		gemm.Mul(true, false, v, d, hi-lo, 1, logits, v, xc, d, beta, dw, d)
+		if len(dw) > 0 {
+			gemm.Mul(true, false, v, d, hi-lo, 1, logits, v, xc, d, beta, dw, d)
+		}
 		beta = 1
 	}
 }

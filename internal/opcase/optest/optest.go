@@ -30,6 +30,8 @@ type Setup struct {
 	// Forward and Backward bound the relative distances of results from the reference, and of
 	// gradients from those in float64.
 	Forward, Backward float64
+	// Kernels leaves out ops without a kernel for GPUs.
+	Kernels bool
 	// Share, if it is at least 2, runs a random 1/Share of the cases.
 	Share int
 }
@@ -52,7 +54,7 @@ func Run(t *testing.T, s Setup) {
 	r := rand.New(rand.NewPCG(seed, 0))
 
 	for _, o := range opcase.All {
-		if o.Cases == nil {
+		if o.Cases == nil || s.Kernels && o.Host {
 			continue
 		}
 		t.Run(o.Name, func(t *testing.T) {
